@@ -1,0 +1,40 @@
+# Two commands do everything on a fresh machine: `make demo` and `make test`. Both create the environment first.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+OUT ?= runs/demo
+WORKERS ?= 2
+
+export HF_HUB_OFFLINE ?= 1
+
+.PHONY: demo test slow lint format env clean
+
+demo: $(READY)  ## train the matched pair on real text, measure both, write the report
+	$(BIN)/diff-transformer compare --recipe demo --out $(OUT) $(ARGS)
+
+test: $(READY)  ## the test suite, without the slow tests
+	$(BIN)/python -m pytest -n $(WORKERS) $(ARGS)
+
+slow: $(READY)  ## the slow tests
+	$(BIN)/python -m pytest -m "slow and not gpu" $(ARGS)
+
+lint: $(READY)  ## style and types
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/ty check src
+
+format: $(READY)
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+env: $(READY)
+
+$(READY): pyproject.toml constraints.txt
+	$(PYTHON) -c "import sys; assert sys.version_info >= (3, 11), f'Python 3.11 or newer is needed, not {sys.version.split()[0]}: make PYTHON=python3.12'"
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable ".[dev]"
+	touch $(READY)
+
+clean:
+	rm -rf $(VENV) build

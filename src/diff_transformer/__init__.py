@@ -1,0 +1,48 @@
+"""Differential attention (arXiv 2410.05258): the operator, the model, its matched Transformer, and the experiments.
+
+Names are resolved on first use, so that ``import diff_transformer`` loads neither torch nor transformers.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+__version__ = "0.1.0"
+
+_HOMES = {
+    "diff_attention": "ops.diff_attention",
+    "diff_attention_maps": "ops.diff_attention",
+    "available_backends": "ops.diff_attention",
+    "DiffMaps": "ops.reference",
+    "lambda_init": "model.lambdas",
+    "DiffAttention": "model.attention",
+    "DiffTransformerConfig": "model.config",
+    "matched_baseline": "model.config",
+    "DiffTransformerModel": "model.modeling",
+    "DiffTransformerForCausalLM": "model.modeling",
+}
+
+__all__ = ["__version__", *_HOMES]  # noqa: PLE0604
+
+if TYPE_CHECKING:
+    from diff_transformer.model.attention import DiffAttention as DiffAttention
+    from diff_transformer.model.config import DiffTransformerConfig as DiffTransformerConfig
+    from diff_transformer.model.config import matched_baseline as matched_baseline
+    from diff_transformer.model.lambdas import lambda_init as lambda_init
+    from diff_transformer.model.modeling import DiffTransformerForCausalLM as DiffTransformerForCausalLM
+    from diff_transformer.model.modeling import DiffTransformerModel as DiffTransformerModel
+    from diff_transformer.ops.diff_attention import available_backends as available_backends
+    from diff_transformer.ops.diff_attention import diff_attention as diff_attention
+    from diff_transformer.ops.diff_attention import diff_attention_maps as diff_attention_maps
+    from diff_transformer.ops.reference import DiffMaps as DiffMaps
+
+
+def __getattr__(name: str):
+    if name not in _HOMES:
+        raise AttributeError(f"module 'diff_transformer' has no attribute {name!r}; it has {', '.join(sorted(__all__))}")
+    value = getattr(import_module(f"diff_transformer.{_HOMES[name]}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__():
+    return sorted(__all__)

@@ -1,0 +1,3 @@
+from diff_transformer.cli import main
+
+main()

@@ -1,0 +1,152 @@
+"""The paper's claims, each with the number that tests it here.
+
+With three seeds or more the interval is over seeds. With fewer it is over evaluation examples (paired bootstrap), which
+says how sure the difference between *these* trained models is, not how another seed would come out.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from diff_transformer.compare.intervals import SEEDS_FOR_AN_INTERVAL, Interval, over_examples, over_seeds, verdict
+from diff_transformer.evals.types import Result
+
+Rows = Callable[[Result], np.ndarray]  # for each example, what its score is made of: [examples, ...]
+
+
+@dataclass(frozen=True)
+class Claim:
+    """``paper``: Transformer / DIFF. ``value``: a model's number. ``rows`` and ``reduce``: how it follows from its
+    examples (for the bootstrap). ``better``: which way DIFF should differ; ``margin``: how far on the wrong side it
+    still holds."""
+
+    id: str
+    claim: str
+    paper: str
+    source: str
+    eval: str
+    value: Callable[[Result], float]
+    rows: Rows
+    better: str
+    unit: str = ""
+    reduce: Callable[[np.ndarray], float] | None = None
+    margin: float = 0.0
+    needs: float | None = None  # "no worse than" says something only where the Transformer itself reaches this
+
+
+def _column(name: str) -> Rows:
+    return lambda result: np.array([row[name] for row in result.rows], dtype=float)
+
+
+def _slice(name: str) -> Rows:
+    return lambda result: np.array([[row[f"{name}_sum"], row[f"{name}_count"]] for row in result.rows], dtype=float)
+
+
+def _ratio_of_sums(values: np.ndarray) -> float:
+    return float(values[:, 0].sum() / max(values[:, 1].sum(), 1.0))
+
+
+def _metric(name: str) -> Callable[[Result], float]:
+    return lambda result: result.metrics[name]
+
+
+def _needle_claims(cells: Sequence[tuple[int, int]]) -> list[Claim]:
+    paper = {(1, 1): "1.00 / 1.00", (2, 2): ".85 / .92", (4, 2): ".62 / .84", (6, 2): ".55 / .85"}
+    claims = []
+    for n, r in cells:
+        single = n == 1
+        claims.append(Claim(
+            id=f"needle_n{n}_r{r}",
+            claim="One needle is found as well (within .05)" if single
+            else f"{n} needles, {r} asked for: more of them found",
+            paper=f"{paper.get((n, r), 'not reported; (6, 2): .55 / .85')} (4K, 3B)", source="Table 2", eval="needle",
+            value=_metric(f"n{n}_r{r}"),
+            rows=lambda result, n=n, r=r: np.array(
+                [row["score"] for row in result.rows if (row["needles"], row["queries"]) == (n, r)], dtype=float),
+            better="higher", unit="accuracy", margin=0.05 if single else 0.0,
+            needs=0.5 if single else None,
+        ))  # fmt: skip
+    return claims
+
+
+def paper_claims(cells: Sequence[tuple[int, int]]) -> list[Claim]:
+    """Every claim that ``compare`` tests; ``cells`` are the (N, R) of the needle evaluation."""
+    return [
+        Claim("loss", "Lower language-modelling loss", "3.087 / 3.062 (1.4B)", "Table 6, Figure 3", "loss",
+              _metric("validation"), _column("loss"), "lower", "nats a token"),
+        Claim("ar_hit", "Lower loss where the context can be recalled", ".898 / .880 (1.4B)", "Table 6, AR-Hit", "loss",
+              _metric("ar_hit"), _slice("ar_hit"), "lower", "nats a token", _ratio_of_sums),
+        Claim("others", "Lower loss on all other tokens", "3.272 / 3.247 (1.4B)", "Table 6, Others", "loss",
+              _metric("others"), _slice("others"), "lower", "nats a token", _ratio_of_sums),
+        *_needle_claims(cells),
+        Claim("answer", "More attention on the answer", ".05 / .32 (mean of depths)", "Table 3", "allocation",
+              _metric("answer"), _column("answer"), "higher", "share"),
+        Claim("noise", "Less attention on the noise", ".51 / .02 (mean of depths)", "Table 3", "allocation",
+              _metric("noise"), _column("noise"), "lower", "share"),
+        Claim("logits", "Smaller largest attention logit", "318.0 / 38.8", "Table 5", "outliers",
+              _metric("logits_top1"), _column("logits_top1"), "lower", "magnitude"),
+        Claim("hidden", "Smaller largest hidden state", "3608.6 / 1688.2", "Table 5", "outliers",
+              _metric("hidden_top1"), _column("hidden_top1"), "lower", "magnitude"),
+        Claim("throughput", "Training costs at most 12 % of the throughput", "7247 / 6635 and 7491 / 6718 tokens/s",
+              "Table 7", "throughput", _metric("train_tokens_per_second"), _column("train_tokens_per_second"), "higher",
+              "tokens/s"),
+    ]  # fmt: skip
+
+
+def judge(claims: Sequence[Claim], results: Sequence[Result]) -> list[dict]:
+    """One dictionary a claim whose experiment is among ``results`` (named ``diff-seed0``, ``softmax-seed0``, ...)."""
+    judged = []
+    for claim in claims:
+        sides = {
+            side: sorted(
+                (r for r in results if r.eval == claim.eval and r.model.startswith(side)), key=lambda r: r.model
+            )
+            for side in ("diff", "softmax")
+        }
+        if not sides["diff"] or len(sides["diff"]) != len(sides["softmax"]):
+            continue
+        try:
+            ours, theirs = ([claim.value(result) for result in sides[side]] for side in ("diff", "softmax"))
+        except KeyError:  # a slice that holds no token, say
+            continue
+        judged.append(_judge_one(claim, sides, ours, theirs))
+    return judged
+
+
+def _judge_one(claim: Claim, sides: dict[str, list[Result]], ours: list[float], theirs: list[float]) -> dict:
+    relative = claim.id == "throughput"
+    if len(ours) >= SEEDS_FOR_AN_INTERVAL:
+        interval = over_seeds([a / b - 1 if relative else a - b for a, b in zip(ours, theirs, strict=True)])
+    else:
+        first, second = ([claim.rows(result) for result in sides[side]] for side in ("diff", "softmax"))
+        if relative:
+            first, second = [a / b for a, b in zip(first, second, strict=True)], [np.ones_like(a) for a in first]
+        interval = over_examples(first, second, claim.reduce)
+    margin = 0.12 if relative else claim.margin
+    a, b = float(np.mean(ours)), float(np.mean(theirs))
+    judged = verdict(interval, claim.better, margin)
+    if claim.needs is not None and b < claim.needs:
+        judged = "undecided"
+    return {
+        "id": claim.id, "claim": claim.claim, "paper": claim.paper, "source": claim.source, "unit": claim.unit,
+        "here": f"{_number(b)} / {_number(a)}", "detail": _detail(interval, len(ours), relative),
+        "verdict": judged, "diff": ours, "softmax": theirs, "better": claim.better,
+        "difference": {"mean": interval.mean, "low": interval.low, "high": interval.high, "over": interval.over,
+                       "relative": relative},
+    }  # fmt: skip
+
+
+def _detail(interval: Interval, seeds: int, relative: bool) -> str:
+    scale, unit = (100, " %") if relative else (1, "")
+    text = f"difference {_number(interval.mean * scale, sign=True)}{unit}"
+    if interval.low is not None and interval.high is not None:
+        text += f" [{_number(interval.low * scale, sign=True)}, {_number(interval.high * scale, sign=True)}]"
+    over = f"{seeds} seeds" if interval.over == "seeds" else f"examples ({seeds} seed{'s' * (seeds > 1)})"
+    return f"{text}, 95 % over {over}"
+
+
+def _number(value: float, sign: bool = False) -> str:
+    size = abs(value)
+    digits = 0 if size >= 100 else 1 if size >= 10 else 3
+    return f"{value:+,.{digits}f}" if sign else f"{value:,.{digits}f}"

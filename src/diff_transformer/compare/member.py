@@ -1,0 +1,106 @@
+"""One model of a comparison: train it, run the experiments on it, write what came out. Runs in a process of its own."""
+
+import json
+import os
+import sys
+from pathlib import Path
+
+from diff_transformer.train.config import RunConfig
+
+EVALS = ("loss", "needle", "allocation", "outliers")
+
+
+def run_member(folder: Path, *, explorer: bool) -> None:
+    """Train (or go on training) the run in ``folder``, then every experiment that has no result there yet.
+
+    The folder holds the run's configuration as ``request.json``; results go to ``evals/NAME.json``, the state of
+    affairs to ``status.json``.
+    """
+    from diff_transformer.evals.lm import CausalLM
+    from diff_transformer.train.loop import train
+    from diff_transformer.train.materials import load_materials
+
+    config = RunConfig.load(folder / "request.json")
+    run = folder / "run"
+
+    def report(step: int, values: dict):
+        if values or step % 5 == 0:
+            write_status(folder, "training", step, values.get("loss"))
+
+    write_status(folder, "reading the corpus")
+    trained = train(config, run, resume=(run / "config.json").exists(), progress=report)
+    lm = CausalLM(trained.model, trained.tokenizer, folder.name)
+    materials = load_materials(config)
+    for name in EVALS:
+        path = folder / "evals" / f"{name}.json"
+        if not path.exists():
+            write_status(folder, f"measuring {name}", config.train.steps)
+            _evaluate(name, lm, materials, config).save(path)
+    if explorer and not (folder / "explorer.json").exists():
+        from diff_transformer.compare.explorer import explorer_entry
+        from diff_transformer.data.filler import Filler
+
+        entry = explorer_entry(lm, Filler(materials.corpus.validation), config)
+        (folder / "explorer.json").write_text(json.dumps(entry))
+    write_status(folder, "done", config.train.steps)
+
+
+def _evaluate(name: str, lm, materials, config: RunConfig):
+    from diff_transformer.data.filler import Filler
+    from diff_transformer.data.ngrams import frequent_ngrams
+    from diff_transformer.data.packing import PackedCorpus
+    from diff_transformer.evals.allocation import evaluate_allocation
+    from diff_transformer.evals.associative_recall import evaluate_associative_recall
+    from diff_transformer.evals.needle import evaluate_needle
+    from diff_transformer.evals.outliers import evaluate_outliers
+    from diff_transformer.train.materials import spread_rows
+
+    settings, length = config.evaluation, config.data.length
+    if name in ("loss", "outliers"):
+        wanted = settings.loss_rows if name == "loss" else settings.outlier_rows
+        held_out = PackedCorpus.from_documents(materials.corpus.validation, materials.tokenizer, length, shuffle=False)
+        rows = spread_rows(held_out, min(wanted, held_out.num_windows))
+        if name == "outliers":
+            return evaluate_outliers(lm, rows)
+        size, above = len(materials.tokenizer), settings.frequent_above
+        frequent = frequent_ngrams(materials.packed.tokens, settings.ngram, threshold=above, vocab_size=size)
+        return evaluate_associative_recall(lm, rows, frequent, n=settings.ngram, vocab_size=size, threshold=above)
+    filler, digits = Filler(materials.corpus.validation), config.data.needles.digits
+    if name == "needle":
+        return evaluate_needle(
+            lm, filler, settings=settings.needles, length=length, samples=settings.samples, digits=digits,
+            seed=settings.seed,
+        )  # fmt: skip
+    return evaluate_allocation(
+        lm, filler, length=length - 4, samples=settings.allocation_samples, needles=settings.allocation_needles,
+        digits=digits, seed=settings.seed,
+    )  # fmt: skip
+
+
+def write_status(folder: Path, stage: str, step: int = 0, loss: float | None = None):
+    """Replace ``status.json`` in one move, so that a reader never sees half of it."""
+    path = folder / "status.json"
+    partial = path.with_suffix(".partial")
+    partial.write_text(json.dumps({"stage": stage, "step": step, "loss": loss}))
+    os.replace(partial, path)
+
+
+def read_status(folder: Path) -> dict:
+    path = folder / "status.json"
+    return json.loads(path.read_text()) if path.exists() else {"stage": "starting", "step": 0, "loss": None}
+
+
+def main() -> int:
+    from diff_transformer.train.loop import Interrupted
+
+    folder, explorer = Path(sys.argv[1]), sys.argv[2] == "explorer"
+    try:
+        run_member(folder, explorer=explorer)
+    except Interrupted as stopped:
+        print(stopped, file=sys.stderr)
+        return 130
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

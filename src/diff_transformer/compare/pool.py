@@ -1,0 +1,81 @@
+"""Run the members of a comparison in processes of their own, a few at a time, with one progress bar each."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+from diff_transformer.compare.member import read_status
+
+_POLL_SECONDS = 0.5
+
+
+class MemberFailed(RuntimeError):
+    """A member's process ended with an error; the message holds the end of its log."""
+
+
+def run_pool(folders: list[Path], steps: int, *, jobs: int, console: Console) -> None:
+    """Train and measure every member; ``folders[0:2]`` also write their attention maps for the report.
+
+    Ctrl-C reaches the members too: each saves its state, and the comparison can be resumed.
+
+    Raises:
+        MemberFailed: if a process fails; the others are asked to save and stop.
+        KeyboardInterrupt: after Ctrl-C, once all members have saved.
+    """
+    waiting, running = list(folders), {}
+    columns = (
+        TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[note]}"),
+        TimeElapsedColumn(), TextColumn("left"), TimeRemainingColumn(),
+    )  # fmt: skip
+    with Progress(*columns, console=console, refresh_per_second=2) as bars:
+        tasks = {f: bars.add_task(f.name, total=steps, note="waiting", start=False) for f in folders}
+        try:
+            while waiting or running:
+                while waiting and len(running) < jobs:
+                    folder = waiting.pop(0)
+                    running[folder] = _start(folder, explorer=folder in folders[:2])
+                    bars.start_task(tasks[folder])
+                time.sleep(_POLL_SECONDS)
+                for folder, process in list(running.items()):
+                    status = read_status(folder)
+                    note = status["stage"] if status["loss"] is None else f"loss {status['loss']:.3f}"
+                    bars.update(tasks[folder], completed=status["step"], note=note)
+                    if process.poll() is not None:
+                        del running[folder]
+                        bars.stop_task(tasks[folder])
+                        if process.returncode == 130:
+                            raise KeyboardInterrupt
+                        if process.returncode:
+                            raise MemberFailed(_failure(folder, process.returncode))
+        except BaseException:
+            _stop(list(running.values()))
+            raise
+
+
+def _start(folder: Path, *, explorer: bool) -> subprocess.Popen:
+    command = [sys.executable, "-m", "diff_transformer.compare.member", str(folder), "explorer" if explorer else "-"]
+    environment = {**os.environ, "HF_HUB_DISABLE_PROGRESS_BARS": "1", "TOKENIZERS_PARALLELISM": "true"}
+    with (folder / "member.log").open("a") as log:
+        return subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=environment)
+
+
+def _stop(processes: list[subprocess.Popen]):
+    for process in processes:
+        if process.poll() is None:
+            process.send_signal(signal.SIGTERM)
+    for process in processes:
+        try:
+            process.wait(timeout=120)
+        except subprocess.TimeoutExpired:
+            process.kill()
+
+
+def _failure(folder: Path, code: int) -> str:
+    lines = (folder / "member.log").read_text().strip().splitlines()
+    return f"{folder.name} failed with exit code {code}; the end of {folder / 'member.log'}:\n" + "\n".join(lines[-12:])

@@ -1,0 +1,244 @@
+"""``compare``: the pair over several seeds, from nothing to ``results.json`` and ``report.html``."""
+
+import dataclasses
+import datetime
+import json
+import os
+import shlex
+import sys
+import time
+from pathlib import Path
+
+from rich.console import Console
+
+from diff_transformer.compare.claims import judge, paper_claims
+from diff_transformer.compare.pool import run_pool
+from diff_transformer.evals.provenance import provenance
+from diff_transformer.evals.types import Result
+from diff_transformer.train.config import RunConfig, differences
+from diff_transformer.train.metrics import read_metrics
+
+SIDES = ("diff", "softmax")
+
+
+def compare(
+    config: RunConfig, out: Path | str, *, seeds: int = 1, jobs: int | None = None, resume: bool = False, console=None
+) -> dict:
+    """Train a DIFF Transformer and its matched Transformer, measure both, judge the claims, write the report.
+
+    Both sides get the same data in the same order, batch, steps, learning rate and seed, and equal initial weights in
+    all parameters that they share. Seed k of ``seeds`` trains with ``config.train.seed + k``.
+
+    Args:
+        config: of either side; ``model.attention`` is set for each.
+        out: folder for everything: ``results.json``, ``report.html``, ``members/SIDE-seedK/`` with ``run/model``
+            (Hugging Face format), TensorBoard files, metrics and single results.
+        jobs: members trained at a time; on CPU one a core, on a GPU one.
+        resume: go on with an interrupted comparison; what is finished is not done again.
+
+    Returns:
+        What is written to ``results.json``.
+
+    Raises:
+        FileExistsError: if ``out`` is not empty and ``resume`` is False.
+        ValueError: for settings that do not fit together, or a ``resume`` with other settings.
+        MemberFailed: if training or measuring fails.
+    """
+    console = console or Console()
+    out, started = Path(out), time.perf_counter()
+    if seeds <= 0:
+        raise ValueError(f"seeds is {seeds}; it must be positive")
+    if jobs is not None and jobs <= 0:
+        raise ValueError(f"jobs is {jobs}; it must be positive")
+    jobs = jobs or _default_jobs(seeds)
+    if not config.train.threads:
+        threads = max(1, (os.cpu_count() or 1) // jobs)
+        config = dataclasses.replace(config, train=dataclasses.replace(config.train, threads=threads))
+    config.validate()
+    folders = _prepare(config, out, seeds, resume)
+    run_pool(folders, config.train.steps, jobs=jobs, console=console)
+    results = [Result.load(path) for folder in folders for path in sorted((folder / "evals").glob("*.json"))]
+    with console.status("timing both models in turns"):
+        results += _throughput(config, out, seeds)
+    spent = _seconds_spent(out, time.perf_counter() - started)
+    summary = _assemble(config, folders, results, seeds, spent)
+    _write(out / "results.json", summary)
+
+    from diff_transformer.report import render_claims, write_report
+
+    report = write_report(summary, out / "report.html", overwrite=True)
+    console.print(render_claims(summary))
+    console.print(
+        f"report: {report}\nresults: {out / 'results.json'}\nmodels: {out}/members/*/run/model", soft_wrap=True
+    )
+    return summary
+
+
+def _prepare(config: RunConfig, out: Path, seeds: int, resume: bool) -> list[Path]:
+    request = {"seeds": seeds, "config": config.to_dict()}
+    path = out / "compare.json"
+    if path.exists():
+        if not resume:
+            raise FileExistsError(f"{out} holds a comparison already; resume it (--resume) or choose another folder")
+        different = differences(json.loads(path.read_text()), request)
+        if different:
+            listed = "\n  ".join(different)
+            raise ValueError(f"{out} holds a comparison with other settings (there against here):\n  {listed}")
+    elif out.exists() and any(out.iterdir()):
+        raise FileExistsError(f"{out} is not empty and holds no comparison; choose another folder")
+    else:
+        _check_materials(config)
+        out.mkdir(parents=True, exist_ok=True)
+        _write(path, request)
+    folders = []
+    for seed in range(seeds):
+        for side in SIDES:
+            folder = out / "members" / f"{side}-seed{seed}"
+            folder.mkdir(parents=True, exist_ok=True)
+            member = dataclasses.replace(
+                config,
+                model={**config.model, "attention": side},
+                train=dataclasses.replace(config.train, seed=config.train.seed + seed),
+            )
+            member.save(folder / "request.json")
+            folders.append(folder)
+    return folders
+
+
+def _check_materials(config: RunConfig):
+    """Let what is wrong with the configuration come to light before the folder is made and processes start."""
+    from diff_transformer.data.filler import Filler
+    from diff_transformer.evals.needle import check_needle_fits
+    from diff_transformer.train.materials import load_materials
+
+    materials = load_materials(config)
+    filler, digits = Filler(materials.corpus.validation), config.data.needles.digits
+    check_needle_fits(filler, materials.tokenizer, config.evaluation.needles, config.data.length, digits)
+
+
+def _default_jobs(seeds: int) -> int:
+    import torch
+
+    return 1 if torch.cuda.is_available() else max(1, min(os.cpu_count() or 1, 2 * seeds))
+
+
+def _throughput(config: RunConfig, out: Path, seeds: int) -> list[Result]:
+    """Timed on the trained models of the first seed, alone on the machine, with all its threads."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    import diff_transformer.model.modeling  # noqa: F401  (registers the model class)
+    from diff_transformer.bench.throughput import measure_throughput
+
+    paths = [out / "throughput" / f"{side}-seed0.json" for side in SIDES]
+    if not all(path.exists() for path in paths):
+        if config.train.threads:
+            torch.set_num_threads(os.cpu_count() or 1)
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+        models = {
+            f"{side}-seed0": AutoModelForCausalLM.from_pretrained(out / "members" / f"{side}-seed0" / "run" / "model")
+            .to(device)
+            for side in SIDES
+        }  # fmt: skip
+        generator = torch.Generator().manual_seed(0)
+        shape = (config.train.batch_size, config.data.length)
+        ids = torch.randint(0, config.model["vocab_size"], shape, generator=generator).to(device)
+        for path, result in zip(
+            paths, measure_throughput(models, ids, repeats=config.evaluation.throughput_repeats), strict=True
+        ):
+            result.save(path)
+    return [Result.load(path) for path in paths]
+
+
+def _assemble(config: RunConfig, folders: list[Path], results: list[Result], seeds: int, seconds: float) -> dict:
+    from diff_transformer.model.config import DiffTransformerConfig
+    from diff_transformer.model.cost import model_cost
+
+    pair = {}
+    for side in SIDES:
+        model = DiffTransformerConfig(**{**config.model, "attention": side})
+        cost = model_cost(model, length=config.data.length)
+        pair[side] = {
+            "parameters": cost.total_parameters,
+            "parameters_by_part": cost.parameters,
+            "flops_per_token": cost.flops_per_token,
+            "config": model.to_diff_dict(),
+        }
+    total = sum(config.data.mixture.values())
+    return {
+        "schema": 1,
+        "title": "DIFF Transformer against its matched Transformer",
+        "recipe": config.name,
+        "command": shlex.join(["diff-transformer", *sys.argv[1:]]),
+        "created": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "seconds": seconds,
+        "provenance": provenance(),
+        "pair": pair,
+        "train": {
+            "steps": config.train.steps,
+            "batch_size": config.train.batch_size,
+            "sequence_length": config.data.length,
+            "tokens": config.train.steps * config.train.batch_size * config.data.length,
+            "seeds": [config.train.seed + k for k in range(seeds)],
+            "corpus": config.data.corpus if config.data.corpus == "python" else Path(config.data.corpus).name,
+            "mixture": {name: share / total for name, share in config.data.mixture.items()},
+            "lr": config.optim.lr,
+            "config": config.to_dict(),
+        },
+        "claims": judge(paper_claims(config.evaluation.needles), results),
+        "curves": [_curve(folder) for folder in folders],
+        "evals": [_labelled(result) for result in results],
+        "explorer": [
+            {**json.loads((folder / "explorer.json").read_text()), "attention": folder.name.split("-")[0]}
+            for folder in folders
+            if (folder / "explorer.json").exists()
+        ],
+    }
+
+
+def _labelled(result: Result) -> dict:
+    side, seed = result.model.split("-seed")
+    return {**result.to_dict(), "attention": side, "seed": int(seed)}
+
+
+def _curve(folder: Path) -> dict:
+    lines = read_metrics(folder / "run" / "metrics.jsonl")
+    logged = [line for line in lines if "loss" in line]
+    checked = [line for line in lines if "validation_loss" in line]
+    side, seed = folder.name.split("-seed")
+    curve = {
+        "attention": side,
+        "seed": int(seed),
+        "step": [line["step"] for line in logged],
+        **{name: [line[name] for line in logged] for name in ("loss", "grad_norm", "tokens_per_second")},
+        "validation_step": [line["step"] for line in checked],
+        "validation_loss": [line["validation_loss"] for line in checked],
+    }
+    if side == "diff":
+        config = json.loads((folder / "run" / "model" / "config.json").read_text())
+        curve["lambda"] = [line["lambda"] for line in logged]
+        curve["lambda_init"] = _lambda_starts(config)
+    return curve
+
+
+def _lambda_starts(config: dict) -> list[float]:
+    from diff_transformer.model.config import DiffTransformerConfig
+    from diff_transformer.model.lambdas import lambda_init
+
+    setting = config.get("lambda_init", DiffTransformerConfig.lambda_init)
+    layers = config["num_hidden_layers"]
+    return [lambda_init(i) if setting == "depth" else float(setting) for i in range(layers)]
+
+
+def _seconds_spent(out: Path, now: float) -> float:
+    """Seconds of this call and of earlier, interrupted ones."""
+    path = out / "seconds.json"
+    total = now + (json.loads(path.read_text()) if path.exists() else 0.0)
+    path.write_text(json.dumps(total))
+    return total
+
+
+def _write(path: Path, values: dict):
+    partial = path.with_suffix(".partial")
+    partial.write_text(json.dumps(values, indent=1) + "\n")
+    os.replace(partial, path)

@@ -1,0 +1,99 @@
+"""Documents, and how they are divided into a training and a validation side."""
+
+import hashlib
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+VALIDATION_SHARE = 0.1
+
+
+@dataclass(frozen=True)
+class Document:
+    """A named text. ``group`` (default: the name) decides the side of a held-out split: documents that quote each
+    other share one."""
+
+    name: str
+    text: str
+    group: str = ""
+
+    @property
+    def num_bytes(self) -> int:
+        return len(self.text.encode())
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """Documents to train on and documents to validate on. ``split`` says in words how they were told apart."""
+
+    name: str
+    train: list[Document]
+    validation: list[Document]
+    split: str
+
+    def description(self) -> str:
+        """One line: documents and bytes of either side, and how they were told apart."""
+        sides = []
+        for label, documents in (("train", self.train), ("validation", self.validation)):
+            size = sum(document.num_bytes for document in documents)
+            sides.append(f"{label} {len(documents)} document{'s' * (len(documents) != 1)}, {size:,} bytes")
+        return f"{self.name}: {'; '.join(sides)}; split: {self.split}"
+
+
+def stable_order(documents: Iterable[Document]) -> list[Document]:
+    """The documents in the order of a hash of their names: mixed, and the same on every machine."""
+    return sorted(documents, key=lambda document: (_hash(document.name), document.name))
+
+
+def held_out_split(documents: Sequence[Document]) -> tuple[list[Document], list[Document]]:
+    """(train, validation) by a hash of each document's group: about 10 % is held out, at least one group on each side.
+
+    Adding documents moves none of the others, except where a side would otherwise be empty. Needs two groups.
+    """
+    groups = sorted({document.group or document.name for document in documents}, key=_hash)
+    if len(groups) < 2:
+        raise ValueError(f"a held-out split needs at least 2 documents, got {len(groups)}")
+    held_out = {group for group in groups if _hash(group) < VALIDATION_SHARE} or {groups[0]}
+    if len(held_out) == len(groups):
+        held_out.discard(groups[-1])
+    sides: tuple[list[Document], list[Document]] = ([], [])
+    for document in documents:
+        sides[(document.group or document.name) in held_out].append(document)
+    return sides
+
+
+def tail_split(document: Document) -> tuple[Document, Document]:
+    """(train, validation) of one document: its last 10 %, cut at a line end (at a character in a text of one line)."""
+    text = document.text
+    wanted = round(len(text) * (1 - VALIDATION_SHARE))
+    cut = text.rfind("\n", 0, wanted) + 1 or text.find("\n", wanted) + 1
+    if not 0 < cut < len(text):
+        cut = wanted
+    if not text[:cut].strip() or not text[cut:].strip():
+        raise ValueError(f"{document.name} is too short to split: {len(text)} characters; give a longer text")
+    return Document(f"{document.name}[:{cut}]", text[:cut]), Document(f"{document.name}[{cut}:]", text[cut:])
+
+
+def take_bytes(documents: Sequence[Document], max_bytes: int) -> list[Document]:
+    """Whole documents in order until ``max_bytes``; the last is cut at a line end where it does not fit."""
+    if max_bytes < 1:
+        raise ValueError(f"max_bytes must be at least 1, got {max_bytes}")
+    taken: list[Document] = []
+    left = max_bytes
+    for document in documents:
+        size = document.num_bytes
+        if size > left:
+            head = document.text.encode()[:left].decode(errors="ignore")
+            head = head[: head.rfind("\n") + 1] or head
+            if head.strip() or not taken:
+                taken.append(Document(document.name, head, document.group))
+            break
+        taken.append(document)
+        left -= size
+        if left == 0:
+            break
+    return taken
+
+
+def _hash(name: str) -> float:
+    """A number in [0, 1) that depends on the name alone."""
+    return int.from_bytes(hashlib.sha256(name.encode("utf-8", "surrogatepass")).digest()[:8], "big") / 2**64

@@ -1,0 +1,86 @@
+"""Real text to hide needles in, as words whose tokens are known."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from diff_transformer.data.documents import Document
+from diff_transformer.data.tokenizer import encode_all
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+MAX_WORD = 40  # characters; longer runs without a space are data, not words
+_MAGIC_NUMBER = re.compile(r"\bmagic\W{1,3}numbers?\b", re.IGNORECASE)
+_SENTENCE_GAP = re.compile(r"(?<=[.!?]) ")
+_ENDS_TRIED = 64
+
+
+@dataclass(frozen=True)
+class FillerTokens:
+    """Word i of the filler is ``ids[starts[i] : starts[i + 1]]``."""
+
+    ids: np.ndarray  # int64 [N]
+    starts: np.ndarray  # int64 [words + 1]
+
+
+class Filler:
+    """The words of ``documents``, each with one space before it, whatever white space the document has there.
+
+    Sentences that speak of magic numbers are left out, and so are words of more than 40 characters and those that hold
+    ``<|``, as special tokens do. Above ``max_bytes`` every document gives the same share of its text, from its start.
+    """
+
+    def __init__(self, documents: Iterable[Document], *, max_bytes: int = 4_000_000):
+        documents = list(documents)
+        share = min(1.0, max_bytes / max(1, sum(document.num_bytes for document in documents)))
+        self.words: list[str] = []
+        for document in documents:
+            text = " ".join(document.text[: int(len(document.text) * share)].split())
+            if _MAGIC_NUMBER.search(text):
+                text = " ".join(part for part in _SENTENCE_GAP.split(text) if not _MAGIC_NUMBER.search(part))
+            self.words += [f" {word}" for word in text.split() if len(word) <= MAX_WORD and "<|" not in word]
+        if not self.words:
+            raise ValueError(f"{len(documents)} documents hold no words to use as filler; give documents of plain text")
+        self._tokens: dict[int, tuple[PreTrainedTokenizerFast, FillerTokens]] = {}
+
+    def tokens(self, tokenizer: PreTrainedTokenizerFast) -> FillerTokens:
+        """The filler's tokens, made once a tokenizer. Each word is tokenised by itself, which is exact for tokenizers
+        that never join a token across a space."""
+        if id(tokenizer) not in self._tokens:
+            self._tokens[id(tokenizer)] = tokenizer, _tokenise(self.words, tokenizer)
+        return self._tokens[id(tokenizer)][1]
+
+    def window(self, rng: np.random.Generator, tokenizer: PreTrainedTokenizerFast, size: int) -> tuple[int, int]:
+        """Words [first, last) from a random place that have ``size`` tokens together; fewer, by less than a word, only
+        where none of 64 neighbouring places gives exactly ``size``."""
+        starts = self.tokens(tokenizer).starts
+        words = len(starts) - 1
+        if size > starts[-1]:
+            raise ValueError(
+                f"{size} tokens of filler are needed and the documents have {starts[-1]}; "
+                "give more text or a smaller length"
+            )
+        lowest = int(np.searchsorted(starts, size))
+        last = np.arange(rng.integers(lowest, words + 1), words + 1)[:_ENDS_TRIED]
+        wanted = starts[last] - size
+        first = np.searchsorted(starts, wanted)
+        best = int(np.argmin(starts[first] - wanted))
+        return int(first[best]), int(last[best])
+
+
+def _tokenise(words: list[str], tokenizer: PreTrainedTokenizerFast) -> FillerTokens:
+    """Each distinct word is tokenised once."""
+    distinct: dict[str, int] = {}
+    which = np.array([distinct.setdefault(word, len(distinct)) for word in words])
+    encoded = encode_all(tokenizer, list(distinct))
+    bounds = np.cumsum([0] + [len(ids) for ids in encoded])  # of each distinct word in ``joined``
+    joined = np.concatenate(encoded)
+    sizes = np.diff(bounds)[which]
+    starts = np.concatenate([[0], np.cumsum(sizes)])
+    return FillerTokens(joined[np.repeat(bounds[which] - starts[:-1], sizes) + np.arange(starts[-1])], starts)

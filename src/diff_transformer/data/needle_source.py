@@ -1,0 +1,181 @@
+"""Training rows for multi-needle retrieval, in exactly the format that is evaluated."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from diff_transformer.data.filler import Filler
+from diff_transformer.data.needles import NEEDLE, completion, draw_facts, question
+from diff_transformer.data.seeding import training_rng
+from diff_transformer.data.tokenizer import encode
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+IGNORE = -100
+_MIN_FILLER_SHARE = 0.25  # a question after the first is asked only where this share of the row remains filler
+_ROWS_CHECKED = 4
+_DRAWS = 64
+
+
+class NeedleSource:
+    """Documents with N needles (N drawn from ``needles``), each followed by up to ``questions_per_document`` questions
+    with their answers (R cities each, R drawn from ``queries``) and the end-of-text token.
+
+    A city is asked for once a document, so that every answer has to come from its needle. The filler is chosen so that
+    a row has exactly ``length`` tokens; where no stretch of words fits, a few pad tokens without loss follow the end.
+    With ``answer_loss_only`` only the answers (" 17, Paris is 42.") carry a loss. Row i is a pure function of
+    (seed, i).
+
+    Needles, words and questions are tokenised apart and spliced. The constructor verifies that the tokenizer gives the
+    same tokens for the whole text, and raises ValueError where it does not, or where ``length`` is too short.
+    """
+
+    def __init__(
+        self,
+        filler: Filler,
+        tokenizer: PreTrainedTokenizerFast,
+        *,
+        length: int,
+        seed: int = 0,
+        needles: tuple[int, ...] = (1, 2, 4),
+        queries: tuple[int, ...] = (1, 2),
+        digits: int = 2,
+        questions_per_document: int = 4,
+        answer_loss_only: bool = False,
+    ):
+        if not needles or not queries or min(queries) < 1 or min(queries) > min(needles):
+            raise ValueError(
+                f"needles {needles} and queries {queries}: every document needs a question of 1 to N cities"
+            )
+        if questions_per_document < 1:
+            raise ValueError(f"questions_per_document must be at least 1, got {questions_per_document}")
+        if tokenizer.eos_token_id is None:
+            raise ValueError("the tokenizer has no eos_token to end a row with; set tokenizer.eos_token")
+        self.filler = filler
+        self.tokenizer = tokenizer
+        self.length = length
+        self.seed = seed
+        self.needles = tuple(needles)
+        self.queries = tuple(queries)
+        self.digits = digits
+        self.questions_per_document = questions_per_document
+        self.answer_loss_only = answer_loss_only
+        self._end = tokenizer.eos_token_id
+        self._pad = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
+        self._pieces: dict[str, list[int]] = {}
+        self._check_length()
+        self._check_splicing()
+
+    def rows(self, first: int, count: int) -> tuple[np.ndarray, np.ndarray]:
+        """(input_ids, labels) of rows ``first`` to ``first + count``, int64 [count, length]."""
+        ids = np.full((count, self.length), self._pad, dtype=np.int64)
+        labels = np.full((count, self.length), IGNORE, dtype=np.int64)
+        for row in range(count):
+            made, answers = self._row(first + row)
+            ids[row, : len(made)] = made
+            spans = answers if self.answer_loss_only else [(0, len(made))]
+            for start, end in spans:
+                labels[row, start:end] = ids[row, start:end]
+        return ids, labels
+
+    def _row(self, index: int) -> tuple[np.ndarray, list[tuple[int, int]]]:
+        """Token ids, at most ``length`` and mostly exactly, and the spans of the answers in them."""
+        rng = training_rng(self.seed, "needles", index)
+        count = self.needles[rng.integers(len(self.needles))]
+        for _ in range(_DRAWS):
+            cities, numbers = draw_facts(rng, count, self.digits)
+            sentences = [self._needle(city, number) for city, number in zip(cities, numbers, strict=True)]
+            needle_tokens = sum(map(len, sentences))
+            exchanges = self._exchanges(rng, cities, numbers, self.length - needle_tokens - 1)
+            budget = self.length - needle_tokens - 1 - sum(len(asked) + len(answer) for asked, answer in exchanges)
+            if budget >= 0:
+                break
+        else:
+            raise ValueError(f"length {self.length} is too short for {count} needles; give a larger length")
+
+        first, last = self.filler.window(rng, self.tokenizer, budget)
+        table = self.filler.tokens(self.tokenizer)
+        starts = table.starts[first : last + 1]
+        pieces, done = [], starts[0]
+        gaps = np.sort(rng.choice(starts, len(sentences)))
+        for gap, which in zip(gaps, rng.permutation(len(sentences)), strict=True):
+            pieces += [table.ids[done:gap], sentences[which]]
+            done = gap
+        pieces.append(table.ids[done : starts[-1]])
+
+        answers, position = [], needle_tokens + int(starts[-1] - starts[0])
+        for asked, answer in exchanges:
+            pieces += [asked, answer]
+            position += len(asked) + len(answer)
+            answers.append((position - len(answer), position))
+        pieces.append([self._end])
+        return np.concatenate(pieces), answers
+
+    def _exchanges(
+        self, rng: np.random.Generator, cities: list[str], numbers: list[str], room: int
+    ) -> list[tuple[list[int], list[int]]]:
+        """Questions and answers as tokens: at least one, and as many more as wanted and leave enough filler."""
+        exchanges: list[tuple[list[int], list[int]]] = []
+        next_city = 0  # the cities come in random order, so asking from the first on is asking at random
+        while len(exchanges) < self.questions_per_document:
+            possible = [count for count in self.queries if next_city + count <= len(cities)]
+            if not possible:
+                break
+            count = possible[rng.integers(len(possible))]
+            asked = slice(next_city, next_city + count)
+            exchange = self._question(cities[asked]), self._completion(cities[asked], numbers[asked])
+            room -= len(exchange[0]) + len(exchange[1])
+            if exchanges and room < _MIN_FILLER_SHARE * self.length:
+                break
+            exchanges.append(exchange)
+            next_city += count
+        return exchanges
+
+    def _needle(self, city: str, number: str) -> list[int]:
+        return self._ids(NEEDLE.format(city=city, number=number))
+
+    def _question(self, cities: list[str]) -> list[int]:
+        return self._ids(question(cities))
+
+    def _completion(self, cities: list[str], numbers: list[str]) -> list[int]:
+        return self._ids(completion(cities, numbers))
+
+    def _ids(self, text: str) -> list[int]:
+        """The tokens of ``text``, put together from its parts, each tokenised once in the life of the source."""
+        found = []
+        for part in text.replace(" ", "\0 ").split("\0"):
+            if part not in self._pieces:
+                self._pieces[part] = encode(self.tokenizer, part).tolist()
+            found += self._pieces[part]
+        return found
+
+    def _check_length(self) -> None:
+        """Half of the largest documents fit; what does not is drawn again."""
+        count, asked = max(self.needles), min(max(self.queries), max(self.needles))
+        needed = []
+        for draw in range(_DRAWS):
+            cities, numbers = draw_facts(training_rng(self.seed, "length", draw), count, self.digits)
+            parts = [self._needle(city, number) for city, number in zip(cities, numbers, strict=True)]
+            parts += [self._question(cities[:asked]), self._completion(cities[:asked], numbers[:asked])]
+            needed.append(sum(map(len, parts)) + 1)
+        typical = int(np.median(needed))
+        if self.length < typical:
+            raise ValueError(
+                f"length {self.length} is too short: {count} needles and one question on {asked} cities take about "
+                f"{typical} tokens with this tokenizer; give a larger length, fewer needles or a larger vocabulary"
+            )
+
+    def _check_splicing(self) -> None:
+        backend = self.tokenizer.backend_tokenizer
+        for index in range(_ROWS_CHECKED):
+            ids = self._row(index)[0][:-1]
+            text = backend.decode(ids.tolist(), skip_special_tokens=False)
+            if not np.array_equal(encode(self.tokenizer, text), ids):
+                raise ValueError(
+                    "this tokenizer joins tokens across the places where needles are put in, so that training rows "
+                    "would not have the tokens of the evaluation; use one that splits before spaces and newlines "
+                    "(train_tokenizer, byte_tokenizer, GPT-2's)"
+                )

@@ -1,0 +1,186 @@
+"""Multi-needle retrieval (section 3.4): a needle assigns a magic number to a city, amid text of something else.
+
+    ... filler  The magic number of Paris is 42. filler  The magic number of Rome is 17. filler ...
+    Question: What are the magic numbers of Rome and Paris? Answer: Rome is| 17, Paris is 42.
+
+The prompt ends at the bar. :func:`make_needle_example` gives prompts to evaluate on, as text, for any tokenizer;
+:class:`~diff_transformer.data.needle_source.NeedleSource` gives training rows in the same format.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+
+from diff_transformer.data.cities import CITIES
+from diff_transformer.data.filler import Filler
+from diff_transformer.data.seeding import training_rng
+from diff_transformer.data.tokenizer import encode
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+NEEDLE = " The magic number of {city} is {number}."
+DEPTHS = (0.0, 0.25, 0.5, 0.75, 1.0)
+_FITTING_ATTEMPTS = 8
+
+
+class Needle(NamedTuple):
+    """``prompt[start:end]`` is the sentence, without the space before it; it ends in the number and a full stop."""
+
+    city: str
+    number: str
+    start: int
+    end: int
+
+
+@dataclass(frozen=True)
+class NeedleExample:
+    """A prompt and what should follow it. ``answers`` and ``cities`` are in the order of the question."""
+
+    prompt: str
+    expected_completion: str  # " 17, Paris is 42."
+    answers: tuple[str, ...]
+    cities: tuple[str, ...]
+    depth: float  # of the first queried needle: 0 = start of the context, 1 = just before the question
+    needles: tuple[Needle, ...]  # in the order of the prompt
+    answer_spans: tuple[tuple[int, int], ...]  # characters of the queried needles' sentences, in the question's order
+    num_tokens: int  # of the prompt
+
+
+def question(cities: Sequence[str]) -> str:
+    """The question and the beginning of its answer: what the prompt ends with."""
+    if len(cities) == 1:
+        asked = f"is the magic number of {cities[0]}"
+    else:
+        asked = f"are the magic numbers of {', '.join(cities[:-1])} and {cities[-1]}"
+    return f"\nQuestion: What {asked}? Answer: {cities[0]} is"
+
+
+def completion(cities: Sequence[str], numbers: Sequence[str]) -> str:
+    """What should follow :func:`question`: " 17, Paris is 42."."""
+    rest = [f", {city} is {number}" for city, number in zip(cities[1:], numbers[1:], strict=True)]
+    return f" {numbers[0]}{''.join(rest)}."
+
+
+def needle_texts(count: int, seed: int = 0) -> Iterator[str]:
+    """``count`` texts of one or two needles and a question on them, without filler: added to the texts on which a small
+    tokenizer is trained, they make the words of the task single tokens."""
+    for index in range(count):
+        cities, numbers = draw_facts(training_rng(seed, "needle texts", index), 1 + index % 2, 2)
+        facts = [NEEDLE.format(city=city, number=number) for city, number in zip(cities, numbers, strict=True)]
+        yield "".join(facts) + question(cities) + completion(cities, numbers)
+
+
+def parse_numbers(text: str, count: int) -> list[str | None]:
+    """The first ``count`` numbers of a generated answer, in order; None where there are fewer.
+
+    Reads to the end of the first line that is not blank: what a model writes after its answer does not count.
+    """
+    numbers: list[str | None] = list(re.findall(r"[0-9]+", text.lstrip().split("\n", 1)[0])[:count])
+    return numbers + [None] * (count - len(numbers))
+
+
+def draw_facts(rng: np.random.Generator, count: int, digits: int) -> tuple[list[str], list[str]]:
+    """``count`` distinct cities and as many distinct numbers of ``digits`` digits, without a leading zero."""
+    low, high = number_range(digits)
+    if not 1 <= count <= min(len(CITIES), high - low):
+        raise ValueError(
+            f"{count} needles of {digits} digits: give between 1 and {min(len(CITIES), high - low)} "
+            f"(there are {len(CITIES)} cities and {high - low} numbers)"
+        )
+    cities = rng.choice(len(CITIES), count, replace=False)
+    numbers = low + rng.choice(high - low, count, replace=False)
+    return [CITIES[city] for city in cities], [str(number) for number in numbers]
+
+
+def number_range(digits: int) -> tuple[int, int]:
+    """[low, high) of the numbers with ``digits`` digits."""
+    if not 1 <= digits <= 9:
+        raise ValueError(f"digits must lie between 1 and 9, got {digits}")
+    return (0 if digits == 1 else 10 ** (digits - 1)), 10**digits
+
+
+def make_needle_example(
+    rng: np.random.Generator,
+    filler: Filler,
+    tokenizer: PreTrainedTokenizerFast,
+    *,
+    length: int,
+    needles: int,
+    queries: int,
+    depth: float | None = None,
+    digits: int = 2,
+) -> NeedleExample:
+    """A prompt of at most ``length`` tokens (special tokens not counted), and close to it.
+
+    ``needles`` (N) facts are placed between words of the filler, never inside one another, and ``queries`` (R) of them
+    are asked for. The first one asked for is at ``depth``, a share of the context in tokens (None: drawn uniformly),
+    the others anywhere. Leave the answer room in the model's context beside ``length``. Raises ValueError where
+    ``length``, the filler, the cities or the numbers do not suffice.
+    """
+    if not 1 <= queries <= needles:
+        raise ValueError(f"queries must lie between 1 and needles ({needles}), got {queries}")
+    if depth is not None and not 0 <= depth <= 1:
+        raise ValueError(f"depth must lie between 0 (start of the context) and 1 (its end), got {depth}")
+    cities, numbers = draw_facts(rng, needles, digits)  # the first R are asked for
+    depth = float(rng.random()) if depth is None else depth
+    sentences = [NEEDLE.format(city=city, number=number) for city, number in zip(cities, numbers, strict=True)]
+    asked = question(cities[:queries])
+    sizes = np.array([len(encode(tokenizer, sentence)) for sentence in sentences])
+    budget = length - int(sizes.sum()) - len(encode(tokenizer, asked))
+    if budget < 0:
+        raise ValueError(
+            f"length {length} is too short for {needles} needles and a question on {queries}: they take "
+            f"{length - budget} tokens; give a larger length or fewer needles"
+        )
+    for _ in range(_FITTING_ATTEMPTS):
+        context, places = _context(rng, filler, tokenizer, sentences, sizes, budget, depth)
+        prompt = context + asked
+        num_tokens = len(encode(tokenizer, prompt))
+        if num_tokens <= length:
+            break
+        budget = max(0, budget - (num_tokens - length))
+    else:
+        raise ValueError(f"no filler makes a prompt of {length} tokens with this tokenizer; give a larger length")
+    spans = [(start + 1, start + len(text)) for start, text in zip(places, sentences, strict=True)]
+    facts = [Needle(city, number, *span) for city, number, span in zip(cities, numbers, spans, strict=True)]
+    return NeedleExample(
+        prompt=prompt,
+        expected_completion=completion(cities[:queries], numbers[:queries]),
+        answers=tuple(numbers[:queries]),
+        cities=tuple(cities[:queries]),
+        depth=depth,
+        needles=tuple(sorted(facts, key=lambda needle: needle.start)),
+        answer_spans=tuple(spans[:queries]),
+        num_tokens=num_tokens,
+    )
+
+
+def _context(
+    rng: np.random.Generator,
+    filler: Filler,
+    tokenizer: PreTrainedTokenizerFast,
+    sentences: list[str],
+    sizes: np.ndarray,
+    budget: int,
+    depth: float,
+) -> tuple[str, list[int]]:
+    """Filler of ``budget`` tokens with the sentences in it, and the character at which each sentence starts."""
+    first, last = filler.window(rng, tokenizer, budget)
+    pieces = np.array(filler.words[first:last], dtype=object)
+    lengths = np.diff(filler.tokens(tokenizer).starts[first : last + 1])
+    owner = np.full(len(pieces), -1)  # which sentence a piece is; -1 = filler
+    gaps = rng.integers(0, len(pieces) + 1, len(sentences) - 1)
+    pieces = np.insert(pieces, gaps, sentences[1:])
+    lengths = np.insert(lengths, gaps, sizes[1:])
+    owner = np.insert(owner, gaps, np.arange(1, len(sentences)))
+    before = np.concatenate([[0], np.cumsum(lengths)])
+    gap = int(np.argmin(np.abs(before - depth * before[-1])))
+    pieces, owner = np.insert(pieces, gap, sentences[0]), np.insert(owner, gap, 0)
+    starts = np.cumsum([0] + [len(piece) for piece in pieces])
+    return "".join(pieces), [int(starts[np.flatnonzero(owner == which)[0]]) for which in range(len(sentences))]

@@ -1,0 +1,45 @@
+"""Which positions are associative-recall hits: the split of Table 6."""
+
+import numpy as np
+
+
+def frequent_ngrams(token_ids: np.ndarray, n: int = 2, *, threshold: int, vocab_size: int) -> np.ndarray:
+    """Keys of the n-grams that occur more than ``threshold`` times in ``token_ids`` [N]: sorted int64 [F].
+
+    A key is the n-gram read as a number in base ``vocab_size``.
+    """
+    keys, counts = np.unique(_keys(np.asarray(token_ids)[None], n, vocab_size)[0], return_counts=True)
+    return keys[counts > threshold]
+
+
+def ar_hits(token_ids: np.ndarray, frequent: np.ndarray, n: int = 2, *, vocab_size: int) -> np.ndarray:
+    """True at t where the n-gram ending at t occurred before in the same row and is not ``frequent``: bool [B, T].
+
+    ``token_ids`` is [B, T]; ``frequent`` is what :func:`frequent_ngrams` found in the training set with the same ``n``
+    and ``vocab_size``. Such a token can be predicted from the context alone (associative recall); True marks the token
+    that is predicted, so the loss of its label, not of its successor's, is an AR-Hit loss.
+    """
+    token_ids = np.asarray(token_ids)
+    hits = np.zeros(token_ids.shape, dtype=bool)
+    keys = _keys(token_ids, n, vocab_size)  # [B, T - n + 1]
+    order = np.argsort(keys, axis=1, kind="stable")
+    in_order = np.take_along_axis(keys, order, axis=1)
+    repeated = np.zeros(keys.shape, dtype=bool)
+    np.put_along_axis(repeated, order[:, 1:], in_order[:, 1:] == in_order[:, :-1], axis=1)
+    hits[:, n - 1 :] = repeated & ~np.isin(keys, frequent)
+    return hits
+
+
+def _keys(token_ids: np.ndarray, n: int, vocab_size: int) -> np.ndarray:
+    """int64 [B, max(T - n + 1, 0)] of int [B, T]."""
+    if n < 2:
+        raise ValueError(f"n must be at least 2 (a context token and the recalled one), got {n}")
+    if vocab_size**n >= 1 << 63:
+        raise ValueError(f"{n}-grams of a vocabulary of {vocab_size} do not fit 63 bits; give a smaller n")
+    if token_ids.size and not (token_ids.min() >= 0 and token_ids.max() < vocab_size):
+        raise ValueError(f"token ids must lie in [0, {vocab_size}), got {token_ids.min()} to {token_ids.max()}")
+    windows = max(token_ids.shape[1] - n + 1, 0)
+    keys = np.zeros((token_ids.shape[0], windows), dtype=np.int64)
+    for offset in range(n):
+        keys = keys * vocab_size + token_ids[:, offset : offset + windows].astype(np.int64)
+    return keys

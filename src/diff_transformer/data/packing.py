@@ -1,0 +1,93 @@
+"""A corpus as one long array of tokens, cut into windows: the rows of language modelling."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from diff_transformer.data.documents import Document
+from diff_transformer.data.seeding import training_rng
+from diff_transformer.data.tokenizer import encode_all
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+_DOCUMENTS_AT_ONCE = 64
+
+
+def pack_documents(documents: Iterable[Document], tokenizer: PreTrainedTokenizerFast) -> np.ndarray:
+    """All documents as one array of token ids, each followed by the end-of-text token.
+
+    [N], uint16 where the vocabulary fits, else uint32.
+    """
+    end = tokenizer.eos_token_id
+    if end is None:
+        raise ValueError("the tokenizer has no eos_token to put between documents; set tokenizer.eos_token")
+    dtype = np.uint16 if len(tokenizer) <= 1 << 16 else np.uint32
+    documents, pieces = list(documents), []
+    for first in range(0, len(documents), _DOCUMENTS_AT_ONCE):
+        texts = [document.text for document in documents[first : first + _DOCUMENTS_AT_ONCE]]
+        for ids in encode_all(tokenizer, texts):
+            pieces.append(np.append(ids, end).astype(dtype))
+    return np.concatenate(pieces) if pieces else np.empty(0, dtype)
+
+
+class PackedCorpus:
+    """Windows of ``length`` tokens, each token at most once an epoch.
+
+    Row i is a pure function of (seed, i), so that resuming needs nothing but the row's index. The tokens are taken as a
+    ring; epoch e cuts it from an offset of its own and visits the windows in an order of its own. With
+    ``shuffle=False``, for evaluation, every epoch is the corpus in order from its first token.
+    """
+
+    def __init__(self, tokens: np.ndarray, length: int, *, seed: int = 0, shuffle: bool = True):
+        if length < 2:
+            raise ValueError(f"length must be at least 2 (a token and the one it predicts), got {length}")
+        if len(tokens) < length:
+            raise ValueError(f"the corpus has {len(tokens)} tokens, less than one window of {length}; give more text")
+        self.tokens = tokens  # [N]
+        self.length = length
+        self.seed = seed
+        self.shuffle = shuffle
+        self.num_windows = len(tokens) // length  # rows in an epoch
+        self._epoch: tuple[int, np.ndarray] | None = None
+
+    @classmethod
+    def from_documents(
+        cls,
+        documents: Iterable[Document],
+        tokenizer: PreTrainedTokenizerFast,
+        length: int,
+        *,
+        seed: int = 0,
+        shuffle: bool = True,
+    ) -> PackedCorpus:
+        """Tokenise ``documents`` (:func:`pack_documents`) and cut them."""
+        return cls(pack_documents(documents, tokenizer), length, seed=seed, shuffle=shuffle)
+
+    def rows(self, first: int, count: int) -> tuple[np.ndarray, np.ndarray]:
+        """Rows ``first`` to ``first + count``: (input_ids, labels), int64 [count, length].
+
+        The labels are the input ids; the model shifts them.
+        """
+        indices = np.arange(first, first + count)
+        starts = np.empty(count, np.int64)
+        epochs = indices // self.num_windows
+        for epoch in np.unique(epochs):
+            mine = epochs == epoch
+            starts[mine] = self._starts(int(epoch))[indices[mine] % self.num_windows]
+        positions = (starts[:, None] + np.arange(self.length)) % len(self.tokens)
+        input_ids = self.tokens[positions].astype(np.int64)
+        return input_ids, input_ids.copy()
+
+    def _starts(self, epoch: int) -> np.ndarray:
+        """First token of every window of an epoch, in the order of the visit: int64 [num_windows]."""
+        if not self.shuffle:
+            return np.arange(self.num_windows) * self.length
+        if self._epoch is None or self._epoch[0] != epoch:
+            rng = training_rng(self.seed, "packing", epoch)
+            offset = rng.integers(len(self.tokens))
+            self._epoch = epoch, offset + rng.permutation(self.num_windows) * self.length
+        return self._epoch[1]

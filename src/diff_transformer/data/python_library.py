@@ -1,0 +1,89 @@
+"""The embedded corpus: the running Python's own language reference, docstrings and source code."""
+
+import ast
+import os
+import sysconfig
+import warnings
+from collections.abc import Iterator
+from itertools import chain, zip_longest
+from pathlib import Path
+
+from diff_transformer.data.documents import Corpus, Document, held_out_split, stable_order
+
+SKIPPED_FOLDERS = frozenset(
+    {"test", "tests", "idle_test", "site-packages", "dist-packages", "lib2to3", "idlelib", "__pycache__", "pydoc_data"}
+)
+MIN_CHARACTERS = 200
+
+
+def load_python_library() -> Corpus:
+    """Every topic of the language reference (where ``pydoc_data`` is installed), then, for each module of the standard
+    library, a document of its docstrings and one of its code without them.
+
+    Prose and code alternate, so that a capped corpus holds both. The two documents of a module fall on the same side of
+    the split. Test folders, third-party packages and files that are not UTF-8 or do not parse are left out.
+    """
+    prose, code = _topics(), []
+    root = Path(sysconfig.get_paths()["stdlib"])
+    for path in _modules(root):
+        docstrings, source = _prose_and_code(path)
+        name = path.relative_to(root).as_posix()
+        prose.append(Document(f"docstrings/{name}", docstrings, group=name))
+        code.append(Document(f"code/{name}", source, group=name))
+    documents = stable_order(document for document in prose + code if len(document.text) >= MIN_CHARACTERS)
+    if not documents:
+        raise ValueError(f"no Python sources under {root} (a stripped Python?); give a text file or a folder instead")
+    train, validation = held_out_split(documents)
+    split = "about 10 % of the modules and topics, by a hash of their names, are validation"
+    return Corpus("python", _alternate(train), _alternate(validation), split)
+
+
+def _modules(root: Path) -> Iterator[Path]:
+    for folder, subfolders, names in os.walk(root):
+        subfolders[:] = sorted(set(subfolders) - SKIPPED_FOLDERS)
+        yield from (Path(folder) / name for name in sorted(names) if name.endswith(".py"))
+
+
+def _alternate(documents: list[Document]) -> list[Document]:
+    """Prose, code, prose, code, ... and what is left of the longer list."""
+    code = [document for document in documents if document.name.startswith("code/")]
+    prose = [document for document in documents if not document.name.startswith("code/")]
+    return [document for document in chain.from_iterable(zip_longest(prose, code)) if document is not None]
+
+
+def _topics() -> list[Document]:
+    try:
+        from pydoc_data.topics import topics
+    except ImportError:
+        return []
+    return [Document(f"topics/{name}", text, group=name) for name, text in sorted(topics.items())]
+
+
+def _prose_and_code(path: Path) -> tuple[str, str]:
+    """(docstrings with the names they document, the source without them); both empty where the file cannot be read."""
+    try:
+        source = path.read_text(encoding="utf-8")
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            tree = ast.parse(source)
+    except (OSError, UnicodeDecodeError, SyntaxError, ValueError):
+        return "", ""
+    prose, cut = [], set()
+    for node in _definitions(tree):
+        docstring = ast.get_docstring(node)
+        if docstring is None:
+            continue
+        title = path.stem if isinstance(node, ast.Module) else node.name
+        prose.append(f"{title}\n\n{docstring}\n")
+        cut.update(range(node.body[0].lineno, (node.body[0].end_lineno or node.body[0].lineno) + 1))
+    code = [line for number, line in enumerate(source.split("\n"), start=1) if number not in cut]
+    return "\n".join(prose), "\n".join(code)
+
+
+def _definitions(node: ast.AST) -> Iterator[ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef]:
+    """The module, classes and functions in the order of the source; expressions are not searched."""
+    if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+        yield node
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.stmt):
+            yield from _definitions(child)

@@ -1,0 +1,158 @@
+"""Text from the disk: a file, a folder, or a tar archive that is read in memory and never extracted."""
+
+import lzma
+import os
+import tarfile
+import zlib
+from collections.abc import Iterator
+from pathlib import Path, PurePosixPath
+
+from diff_transformer.data.documents import Corpus, Document, held_out_split, stable_order, tail_split
+
+TEXT_SUFFIXES = frozenset(
+    [
+        ".txt",
+        ".text",
+        ".md",
+        ".markdown",
+        ".rst",
+        ".tex",
+        ".org",
+        ".html",
+        ".py",
+        ".pyi",
+        ".c",
+        ".h",
+        ".cc",
+        ".cpp",
+        ".hpp",
+        ".cu",
+        ".java",
+        ".js",
+        ".ts",
+        ".go",
+        ".rs",
+        ".rb",
+        ".sh",
+        ".sql",
+    ]
+)
+ARCHIVE_SUFFIXES = (".tar", ".tar.xz", ".txz", ".tar.gz", ".tgz", ".tar.bz2")
+VALIDATION_FOLDERS = frozenset({"val", "valid", "validation"})
+MAX_ARCHIVE_BYTES = 4 << 30
+
+ACCEPTED = (
+    "a UTF-8 text file, a folder of text files "
+    f"({', '.join(sorted(TEXT_SUFFIXES))}; optionally train/ and val/ inside) or a tar archive of one "
+    f"({', '.join(ARCHIVE_SUFFIXES)})"
+)
+
+
+def load_text_path(path: str | os.PathLike) -> Corpus:
+    """The corpus at ``path``: a text file, a folder of text files or a tar archive of one.
+
+    ``train/`` and ``val/`` (or ``valid/``, ``validation/``) are the split where both are there, and nothing beside them
+    is read; else about a tenth of the files is held out by a hash of their names, or the last tenth of a single file.
+    A byte order mark is dropped and CRLF becomes LF. Raises FileNotFoundError, or ValueError naming what is wrong.
+    """
+    path = Path(path)
+    if path.is_dir():
+        return _split(str(path), list(_folder_files(path)))
+    if not path.exists():
+        raise FileNotFoundError(f"corpus {str(path)!r} does not exist; give 'python' or {ACCEPTED}")
+    if path.name.lower().endswith(ARCHIVE_SUFFIXES):
+        return _split(str(path), list(_archive_files(path)))
+    if path.suffix.lower() not in TEXT_SUFFIXES | {""}:
+        raise ValueError(f"corpus {str(path)!r} has suffix {path.suffix!r}, which is not read; give {ACCEPTED}")
+    document = Document(path.name, _decode(str(path), path.read_bytes()))
+    _refuse_blank(str(path), [document])
+    train, validation = tail_split(document)
+    return Corpus(str(path), [train], [validation], "the last 10 % of the text is validation")
+
+
+def _folder_files(root: Path) -> Iterator[tuple[str, bytes]]:
+    for folder, subfolders, names in os.walk(root):
+        subfolders[:] = sorted(name for name in subfolders if not name.startswith("."))
+        for name in sorted(names):
+            relative = (Path(folder) / name).relative_to(root).as_posix()
+            if _is_text(relative):
+                yield relative, (Path(folder) / name).read_bytes()
+
+
+def _archive_files(path: Path) -> Iterator[tuple[str, bytes]]:
+    """Regular text members. Links, devices and the member's path on disk play no part: nothing is written."""
+    total = 0
+    try:
+        with tarfile.open(path, "r|*") as archive:
+            for member in archive:
+                if not member.isfile() or not _is_text(member.name):
+                    continue
+                total += member.size
+                if total > MAX_ARCHIVE_BYTES:
+                    raise ValueError(
+                        f"{path} holds more than {MAX_ARCHIVE_BYTES >> 30} GiB of text, too much to read in memory; "
+                        "unpack it and give a folder with the part you need"
+                    )
+                stream = archive.extractfile(member)
+                if stream is not None:
+                    yield member.name, stream.read()
+    except (tarfile.TarError, EOFError, OSError, lzma.LZMAError, zlib.error) as error:
+        raise ValueError(f"{path} cannot be read as a tar archive ({error}); give {ACCEPTED}") from error
+
+
+def _is_text(name: str) -> bool:
+    parts = PurePosixPath(name).parts
+    hidden = any(part.startswith(".") and part not in (".", "..") for part in parts)
+    return not hidden and PurePosixPath(name).suffix.lower() in TEXT_SUFFIXES
+
+
+def _split(name: str, files: list[tuple[str, bytes]]) -> Corpus:
+    if not files:
+        raise ValueError(f"corpus {name!r} holds no text files; give {ACCEPTED}")
+    files = _without_common_folder(files)
+    folders = {path.split("/")[0] for path, _ in files if "/" in path}
+    if "train" in folders and folders & VALIDATION_FOLDERS:
+        side = sorted(folders & VALIDATION_FOLDERS)[0]
+        train = stable_order(_documents(name, [file for file in files if file[0].startswith("train/")]))
+        validation = stable_order(_documents(name, [file for file in files if file[0].startswith(f"{side}/")]))
+        for label, documents in (("train", train), (side, validation)):
+            _refuse_blank(f"{name}, folder {label}/", documents)
+        return Corpus(name, train, validation, f"the folders train/ and {side}/")
+    documents = stable_order(_documents(name, files))
+    _refuse_blank(name, documents)
+    if len(documents) == 1:
+        first, second = tail_split(documents[0])
+        return Corpus(name, [first], [second], "the last 10 % of the text is validation")
+    train, validation = held_out_split(documents)
+    return Corpus(name, train, validation, "about 10 % of the files, by a hash of their names, are validation")
+
+
+def _without_common_folder(files: list[tuple[str, bytes]]) -> list[tuple[str, bytes]]:
+    """Drop the folders that every path starts with (``./``, ``novels/``), but never a side's own folder."""
+    split = [PurePosixPath(path).parts for path, _ in files]
+    depth = 0
+    while all(len(parts) > depth + 1 for parts in split) and len({parts[depth] for parts in split}) == 1:
+        if split[0][depth] == "train" or split[0][depth] in VALIDATION_FOLDERS:
+            break
+        depth += 1
+    return [("/".join(parts[depth:]), data) for parts, (_, data) in zip(split, files, strict=True)]
+
+
+def _documents(name: str, files: list[tuple[str, bytes]]) -> list[Document]:
+    documents = [Document(path, _decode(f"{path} in {name}", data)) for path, data in files]
+    return [document for document in documents if document.text.strip()]
+
+
+def _decode(name: str, data: bytes) -> str:
+    try:
+        return data.decode("utf-8-sig").replace("\r\n", "\n")
+    except UnicodeDecodeError as error:
+        raise ValueError(
+            f"{name} is not UTF-8 (byte {error.start}: {data[error.start]:#04x}); convert it, say with "
+            "`iconv -f latin1 -t utf-8`, or take it out"
+        ) from None
+
+
+def _refuse_blank(name: str, documents: list[Document]) -> None:
+    if not any(document.text.strip() for document in documents):
+        raise ValueError(f"corpus {name} is empty: no text but white space; give {ACCEPTED}")

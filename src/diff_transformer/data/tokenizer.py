@@ -1,0 +1,185 @@
+"""Tokenizers: byte-level BPE trained on a corpus, plain bytes, or any Hugging Face tokenizer."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, cast
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+    from tokenizers.models import BPE
+    from transformers import PreTrainedTokenizerFast
+
+END_OF_TEXT = "<|endoftext|>"
+PAD = "<|pad|>"
+SPECIAL_TOKENS = (END_OF_TEXT, PAD)
+_DIGITS = "0123456789"
+MIN_VOCAB_SIZE = 256 + len(_DIGITS) + len(SPECIAL_TOKENS)
+
+# Words, single digits, punctuation, each with the one space before it; then runs of white space.
+_PIECES = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+
+
+def train_tokenizer(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenizerFast:
+    """A byte-level BPE tokenizer trained on ``texts``: any Unicode text survives encoding and decoding unchanged.
+
+    Every digit is a token of its own, together with the space before it, if any: " 42" is two tokens, whatever the
+    texts. ``vocab_size`` counts the special tokens ``<|endoftext|>`` (beginning and end of text) and ``<|pad|>``, the
+    256 bytes and the ten digits with a space; a small corpus may fill less of it. Raises ValueError where
+    ``vocab_size`` is below 268 or there is no text.
+    """
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    if vocab_size < MIN_VOCAB_SIZE:
+        raise ValueError(
+            f"vocab_size {vocab_size} is too small; give at least {MIN_VOCAB_SIZE} "
+            f"({len(SPECIAL_TOKENS)} special tokens, 256 bytes, {len(_DIGITS)} digits with a space before them)"
+        )
+    seen = 0
+
+    def counted() -> Iterable[str]:
+        nonlocal seen
+        for text in texts:
+            seen += len(text)
+            yield text
+
+    backend = Tokenizer(models.BPE())
+    backend.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(_PIECES), behavior="isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    backend.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=list(SPECIAL_TOKENS),
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    backend.train_from_iterator(counted(), trainer)
+    if not seen:
+        raise ValueError("there is no text to train a tokenizer on; give at least one non-empty text")
+    backend.model = _with_spaced_digits(backend, vocab_size)
+    return _wrap(backend)
+
+
+def byte_tokenizer() -> PreTrainedTokenizerFast:
+    """One token a byte of UTF-8, with the byte as its id; then ``<|endoftext|>`` (256) and ``<|pad|>`` (257)."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+    # The byte-level alphabet writes a printable byte as itself and the others as chr(256), chr(257), ... in order.
+    alphabet = set(pre_tokenizers.ByteLevel.alphabet())
+    stand_ins = iter(sorted(char for char in alphabet if ord(char) > 255))
+    vocab = {chr(byte) if chr(byte) in alphabet else next(stand_ins): byte for byte in range(256)}
+    backend = Tokenizer(models.BPE(vocab=vocab, merges=[]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.decoder = decoders.ByteLevel()
+    return _wrap(backend)
+
+
+def load_tokenizer(name_or_path: str | Path) -> PreTrainedTokenizerFast:
+    """``"bytes"``, a folder written by ``save_pretrained``, or the name of a tokenizer on the Hugging Face hub.
+
+    Raises ValueError for a folder or name that gives no tokenizer, or one without a fast (Rust) backend.
+    """
+    if str(name_or_path) == "bytes":
+        return byte_tokenizer()
+    from transformers import AutoTokenizer
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(str(name_or_path))
+    except (OSError, ValueError) as error:
+        raise ValueError(
+            f"no tokenizer at {str(name_or_path)!r}; give 'bytes', a folder written by save_pretrained, or a hub name "
+            f"that is cached or can be downloaded ({(str(error) or type(error).__name__).splitlines()[0]})"
+        ) from error
+    _backend(tokenizer)
+    return cast("PreTrainedTokenizerFast", tokenizer)
+
+
+def encode(tokenizer: PreTrainedTokenizerFast, text: str) -> np.ndarray:
+    """Token ids of ``text``, int64 [T], without special tokens.
+
+    The spelling of a special token inside the text is text too: it gives the tokens of its characters.
+    """
+    return encode_all(tokenizer, [text])[0]
+
+
+def encode_all(tokenizer: PreTrainedTokenizerFast, texts: Sequence[str]) -> list[np.ndarray]:
+    """:func:`encode` for many texts at once, on all cores."""
+    backend = _backend(tokenizer)
+    before = backend.encode_special_tokens
+    backend.encode_special_tokens = True
+    try:
+        encodings = backend.encode_batch_fast(list(texts), add_special_tokens=False)
+    finally:
+        backend.encode_special_tokens = before
+    return [np.array(encoding.ids, dtype=np.int64) for encoding in encodings]
+
+
+def token_spans(
+    tokenizer: PreTrainedTokenizerFast, text: str, spans: Iterable[tuple[int, int]]
+) -> list[tuple[int, int]]:
+    """Character spans (start, end) of ``text`` as token spans: every token that shares a character with the span."""
+    offsets = np.array(_backend(tokenizer).encode(text, add_special_tokens=False).offsets, dtype=np.int64).reshape(
+        -1, 2
+    )
+    found = []
+    for start, end in spans:
+        inside = np.flatnonzero((offsets[:, 0] < end) & (offsets[:, 1] > start))
+        if not inside.size:
+            raise ValueError(f"no token of the text covers characters {start} to {end}; the text has {len(text)}")
+        found.append((int(inside[0]), int(inside[-1]) + 1))
+    return found
+
+
+def tokenizer_hash(tokenizer: PreTrainedTokenizerFast) -> str:
+    """16 hexadecimal digits that change with anything that changes the tokens (not with padding or truncation)."""
+    state = json.loads(_backend(tokenizer).to_str())
+    state["padding"] = state["truncation"] = None
+    return hashlib.sha256(json.dumps(state, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def _with_spaced_digits(backend: Tokenizer, vocab_size: int) -> BPE:
+    """The trained model with " 0" to " 9" among its tokens, at the cost of the merges that were learned last."""
+    from tokenizers.models import BPE
+    from tokenizers.pre_tokenizers import ByteLevel
+
+    space = ByteLevel(add_prefix_space=False, use_regex=False).pre_tokenize_str(" ")[0][0]
+    digits = [(space, digit) for digit in _DIGITS]
+    learned = [tuple(merge) for merge in json.loads(backend.to_str())["model"]["merges"]]
+    tokens = [*SPECIAL_TOKENS, *sorted(ByteLevel.alphabet())]
+    vocab = {token: index for index, token in enumerate(tokens)}
+    merges = []
+    for first, second in digits + [merge for merge in learned if merge not in digits]:
+        if first + second not in vocab and len(vocab) == vocab_size:
+            break
+        vocab.setdefault(first + second, len(vocab))
+        merges.append((first, second))
+    return BPE(vocab=vocab, merges=merges)
+
+
+def _wrap(backend: Tokenizer) -> PreTrainedTokenizerFast:
+    from transformers import PreTrainedTokenizerFast
+
+    return PreTrainedTokenizerFast(
+        tokenizer_object=backend,
+        bos_token=END_OF_TEXT,
+        eos_token=END_OF_TEXT,
+        pad_token=PAD,
+        padding_side="left",
+        clean_up_tokenization_spaces=False,
+    )
+
+
+def _backend(tokenizer: object) -> Tokenizer:
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None:
+        raise ValueError(f"{type(tokenizer).__name__} has no fast backend; give a tokenizer saved with tokenizer.json")
+    return backend

@@ -1,0 +1,35 @@
+"""``Result``: what every experiment returns and the report reads."""
+
+import json
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+
+@dataclass(frozen=True)
+class Result:
+    """The outcome of one experiment on one model.
+
+    Attributes:
+        eval: name of the experiment.
+        model: name of the model under test.
+        metrics: the cells of the paper's table.
+        rows: one dictionary an example (prompt, expected, got, score, ...).
+        provenance: resolved settings, seed, commit, device, dtype, versions, date.
+    """
+
+    eval: str
+    model: str
+    metrics: dict[str, float]
+    rows: list[dict] = field(default_factory=list)
+    provenance: dict = field(default_factory=dict)
+
+    def to_dict(self) -> dict:
+        return asdict(self)
+
+    def save(self, path: Path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(self.to_dict()) + "\n")
+
+    @classmethod
+    def load(cls, path: Path) -> "Result":
+        return cls(**json.loads(path.read_text()))

@@ -1,0 +1,60 @@
+"""The parts that the DIFF Transformer and its matched Transformer share: RMSNorm, SwiGLU, rotary embedding."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+
+class RMSNorm(nn.Module):
+    """Root-mean-square norm over the last dimension; statistics in fp32, result in the input's dtype."""
+
+    def __init__(self, width: int, eps: float = 1e-5, initial: float = 1.0, has_weight: bool = True):
+        super().__init__()
+        self.width, self.eps, self.initial = width, eps, initial
+        self.weight = nn.Parameter(torch.full((width,), initial)) if has_weight else None
+
+    def forward(self, x: Tensor, gain: float = 1.0) -> Tensor:
+        if self.weight is None:
+            return F.rms_norm(x, (self.width,), None, self.eps) * gain
+        weight = self.weight if gain == 1.0 else self.weight * gain
+        if weight.dtype == x.dtype:
+            return F.rms_norm(x, (self.width,), weight, self.eps)
+        return F.rms_norm(x.float(), (self.width,), weight.float(), self.eps).to(x.dtype)
+
+    def extra_repr(self) -> str:
+        return f"{self.width}, eps={self.eps}, initial={self.initial}, has_weight={self.weight is not None}"
+
+
+class ResidualLinear(nn.Linear):
+    """A projection without bias that writes to the residual stream (W_O, W_3), with a scale of its own at the start."""
+
+    def __init__(self, in_features: int, out_features: int):
+        super().__init__(in_features, out_features, bias=False)
+
+
+class SwiGLU(nn.Module):
+    """``(swish(x W_1) * x W_2) W_3`` (section 2.2), under the names of Llama checkpoints."""
+
+    def __init__(self, hidden_size: int, intermediate_size: int):
+        super().__init__()
+        self.gate_proj = nn.Linear(hidden_size, intermediate_size, bias=False)
+        self.up_proj = nn.Linear(hidden_size, intermediate_size, bias=False)
+        self.down_proj = ResidualLinear(intermediate_size, hidden_size)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+def rotary_tables(position_ids: Tensor, head_dim: int, theta: float) -> tuple[Tensor, Tensor]:
+    """cos and sin ``[B, T, head_dim]`` in fp32 for integer positions ``[B, T]`` (rotating halves, as Hugging Face)."""
+    exponent = torch.arange(0, head_dim, 2, device=position_ids.device, dtype=torch.float32) / head_dim
+    angles = position_ids[..., None].float() / theta**exponent  # [B, T, head_dim / 2]
+    angles = torch.cat((angles, angles), dim=-1)
+    return angles.cos(), angles.sin()
+
+
+def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotate ``x [B, T, heads, head_dim]`` by ``cos, sin [B, T, head_dim]``; returns x's dtype."""
+    cos, sin = cos[:, :, None].to(x.dtype), sin[:, :, None].to(x.dtype)
+    left, right = x.chunk(2, dim=-1)
+    return x * cos + torch.cat((-right, left), dim=-1) * sin

@@ -1,0 +1,195 @@
+"""The decoder-only DIFF Transformer and its matched Transformer (``attention="softmax"``), as Hugging Face models."""
+
+import torch
+from torch import Tensor, nn
+from transformers import (
+    AutoConfig,
+    AutoModel,
+    AutoModelForCausalLM,
+    Cache,
+    DynamicCache,
+    GenerationMixin,
+    PreTrainedModel,
+)
+from transformers import initialization as init
+from transformers.masking_utils import create_causal_mask
+from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+from transformers.utils import can_return_tuple
+from transformers.utils.output_capturing import capture_outputs
+
+from diff_transformer.model.attention import Attention
+from diff_transformer.model.config import DiffTransformerConfig
+from diff_transformer.model.lambdas import LearnedLambda
+from diff_transformer.model.layers import ResidualLinear, RMSNorm, SwiGLU
+
+
+class DecoderLayer(GradientCheckpointingLayer):
+    """``Y = X + MultiHead(RMSNorm(X))``, ``X' = Y + SwiGLU(RMSNorm(Y))`` (section 2.2)."""
+
+    def __init__(self, config: DiffTransformerConfig, layer_idx: int):
+        super().__init__()
+        self.self_attn = Attention.from_config(config, layer_idx)
+        self.mlp = SwiGLU(config.hidden_size, config.intermediate_size)
+        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+
+    def forward(self, hidden_states: Tensor, **kwargs) -> Tensor:
+        attended, _ = self.self_attn(self.input_layernorm(hidden_states), **kwargs)
+        hidden_states = hidden_states + attended
+        return hidden_states + self.mlp(self.post_attention_layernorm(hidden_states))
+
+
+class DiffTransformerPreTrainedModel(PreTrainedModel):
+    config_class = DiffTransformerConfig
+    base_model_prefix = "model"
+    supports_gradient_checkpointing = True
+    _no_split_modules = ("DecoderLayer",)
+    _skip_keys_device_placement = ("past_key_values",)
+    _supports_sdpa = True
+    _can_compile_fullgraph = True
+    _can_record_outputs = {"hidden_states": DecoderLayer, "attentions": Attention}  # noqa: RUF012
+    _keep_in_fp32_modules_strict = ("lambda_q1", "lambda_k1", "lambda_q2", "lambda_k2")
+
+    @torch.no_grad()
+    def _init_weights(self, module: nn.Module):
+        config = self.config
+        std = config.initializer_range
+        output_std = std if config.output_initializer_range is None else config.output_initializer_range
+        embedding_std = std if config.embedding_initializer_range is None else config.embedding_initializer_range
+        if isinstance(module, nn.Linear):
+            init.normal_(module.weight, std=output_std if isinstance(module, ResidualLinear) else std)
+        elif isinstance(module, nn.Embedding):
+            init.normal_(module.weight, std=embedding_std)
+        elif isinstance(module, RMSNorm) and module.weight is not None:
+            init.constant_(module.weight, module.initial)
+        elif isinstance(module, LearnedLambda):
+            for vector in module.parameters():
+                init.normal_(vector, std=module.std)
+        elif isinstance(module, LlamaRotaryEmbedding):
+            super()._init_weights(module)
+
+
+class DiffTransformerModel(DiffTransformerPreTrainedModel):
+    """Embedding, ``num_hidden_layers`` decoder layers, final norm.
+
+    ``output_attentions=True`` returns for each layer the difference map ``[B, h, T, S]`` (softmax: ``[B, n, T, S]``);
+    with ``output_attention_parts=True`` beside it, ``DiffMaps(first, second, difference)``.
+    """
+
+    def __init__(self, config: DiffTransformerConfig):
+        super().__init__(config)
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.layers = nn.ModuleList(DecoderLayer(config, i) for i in range(config.num_hidden_layers))
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.rotary_emb = LlamaRotaryEmbedding(config)
+        self.gradient_checkpointing = False
+        self.post_init()
+
+    def lambdas(self) -> Tensor:
+        """The present value of lambda in each layer, fp32 ``[L]``, without gradient; empty for softmax attention."""
+        with torch.no_grad():
+            values = [module() for module in self.modules() if isinstance(module, LearnedLambda)]
+        return torch.stack(values).float() if values else torch.empty(0)
+
+    @capture_outputs
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        past_key_values: Cache | None = None,
+        inputs_embeds: Tensor | None = None,
+        use_cache: bool | None = None,
+        **kwargs,
+    ) -> BaseModelOutputWithPast:
+        if (input_ids is None) == (inputs_embeds is None):
+            raise ValueError("give exactly one of input_ids and inputs_embeds")
+        if inputs_embeds is None:
+            inputs_embeds = self.embed_tokens(input_ids)
+        if use_cache is None:
+            use_cache = self.config.use_cache and not self.training
+        if use_cache and past_key_values is None:
+            past_key_values = DynamicCache(config=self.config)
+        if position_ids is None:
+            seen = past_key_values.get_seq_length() if past_key_values is not None else 0
+            position_ids = (torch.arange(inputs_embeds.shape[1], device=inputs_embeds.device) + seen)[None]
+        mask = create_causal_mask(
+            config=self.config,
+            inputs_embeds=inputs_embeds,
+            attention_mask=attention_mask,
+            past_key_values=past_key_values,
+            position_ids=position_ids,
+            allow_is_causal_skip=not getattr(
+                past_key_values, "is_compileable", False
+            ),  # a static cache has unused keys
+        )
+        position_embeddings = self.rotary_emb(inputs_embeds, position_ids=position_ids)
+        hidden_states = inputs_embeds
+        for layer in self.layers:
+            hidden_states = layer(
+                hidden_states,
+                attention_mask=mask,
+                is_causal=mask is None,
+                position_embeddings=position_embeddings,
+                past_key_values=past_key_values,
+                **kwargs,
+            )
+        return BaseModelOutputWithPast(last_hidden_state=self.norm(hidden_states), past_key_values=past_key_values)
+
+
+class DiffTransformerForCausalLM(DiffTransformerPreTrainedModel, GenerationMixin):
+    """The model with its language-modelling head; ``labels`` are shifted inside, -100 is ignored."""
+
+    _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}  # noqa: RUF012
+
+    def __init__(self, config: DiffTransformerConfig):
+        super().__init__(config)
+        self.model = DiffTransformerModel(config)
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.post_init()
+
+    def lambdas(self) -> Tensor:
+        """See ``DiffTransformerModel.lambdas``."""
+        return self.model.lambdas()
+
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        past_key_values: Cache | None = None,
+        inputs_embeds: Tensor | None = None,
+        labels: Tensor | None = None,
+        use_cache: bool | None = None,
+        logits_to_keep: int | Tensor = 0,
+        **kwargs,
+    ) -> CausalLMOutputWithPast:
+        outputs = self.model(
+            input_ids=input_ids,
+            attention_mask=attention_mask,
+            position_ids=position_ids,
+            past_key_values=past_key_values,
+            inputs_embeds=inputs_embeds,
+            use_cache=use_cache,
+            **kwargs,
+        )
+        kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
+        logits = self.lm_head(outputs.last_hidden_state[:, kept])
+        loss = None
+        if labels is not None:
+            loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
+        return CausalLMOutputWithPast(
+            loss=loss,
+            logits=logits,
+            past_key_values=outputs.past_key_values,
+            hidden_states=outputs.hidden_states,
+            attentions=outputs.attentions,
+        )
+
+
+AutoConfig.register(DiffTransformerConfig.model_type, DiffTransformerConfig, exist_ok=True)
+AutoModel.register(DiffTransformerConfig, DiffTransformerModel, exist_ok=True)
+AutoModelForCausalLM.register(DiffTransformerConfig, DiffTransformerForCausalLM, exist_ok=True)

@@ -1,0 +1,135 @@
+"""Checks the arguments of the operator and brings lam, attn_mask and scale to the one form that backends take."""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+
+
+class Arguments(NamedTuple):
+    """What every backend takes, in this order after q1, q2, k1, k2, v. Shapes as in ``diff_attention``."""
+
+    lam: Tensor  # [B, H, T, 1], fp32 (fp64 for fp64 inputs); a view, often with strides of 0
+    attn_mask: Tensor | None  # [B|1, H|1, T|1, S|1], bool or floating
+    is_causal: bool
+    window: int | None
+    scale: float
+
+
+def check_tensors(q1: Tensor, q2: Tensor, k1: Tensor, k2: Tensor, v: Tensor | None) -> None:
+    """Raise if ranks, sizes, head counts, dtypes or devices of the tensors do not fit together."""
+    named = {"q1": q1, "q2": q2, "k1": k1, "k2": k2} | ({} if v is None else {"v": v})
+    for name, x in named.items():
+        if not isinstance(x, Tensor):
+            raise TypeError(f"{name} is a {type(x).__name__}; give a tensor of shape [batch, heads, length, width]")
+        if x.dim() != 4:
+            raise ValueError(
+                f"{name} has {x.dim()} dimensions (shape {list(x.shape)}); give [batch, heads, length, width]"
+            )
+        if 0 in x.shape:
+            raise ValueError(f"{name} has shape {list(x.shape)}, with a size of 0; every size must be at least 1")
+    for name, x in named.items():
+        if x.dtype not in DTYPES:
+            raise TypeError(f"{name} has dtype {x.dtype}; give float32, bfloat16, float16 or float64")
+        if x.dtype != q1.dtype:
+            raise TypeError(f"q1 is {q1.dtype} and {name} is {x.dtype}; cast them to one dtype")
+        if x.device != q1.device:
+            raise ValueError(f"q1 is on {q1.device} and {name} on {x.device}; move them to one device")
+        if x.shape[0] != q1.shape[0]:
+            raise ValueError(f"q1 has batch {q1.shape[0]} and {name} has batch {x.shape[0]}; give equal batches")
+    for name in ("q2", "k1", "k2"):
+        if named[name].shape[3] != q1.shape[3]:
+            raise ValueError(
+                f"q1 has width {q1.shape[3]} and {name} has width {named[name].shape[3]}; "
+                "queries and keys need equal widths (only v may differ)"
+            )
+    if q2.shape[2] != q1.shape[2]:
+        raise ValueError(f"q1 has {q1.shape[2]} queries and q2 has {q2.shape[2]}; give equal lengths")
+    for name in named.keys() & {"k2", "v"}:
+        if named[name].shape[2] != k1.shape[2]:
+            raise ValueError(f"k1 has {k1.shape[2]} keys and {name} has {named[name].shape[2]}; give equal lengths")
+    H, Hn, G = q1.shape[1], q2.shape[1], k1.shape[1]
+    for name in named.keys() & {"k2", "v"}:
+        if named[name].shape[1] != G:
+            raise ValueError(
+                f"k1 has {G} key/value heads and {name} has {named[name].shape[1]}; k1, k2 and v need equally many"
+            )
+    if H % Hn:
+        raise ValueError(
+            f"q1 has {H} heads, which q2's {Hn} noise heads do not divide; "
+            "give q2 as many heads as q1 or a divisor of that number"
+        )
+    if Hn % G:
+        raise ValueError(
+            f"q2 has {Hn} heads, which k1's {G} key/value heads do not divide; "
+            "give a number of key/value heads that divides the heads of q2 (and so of q1)"
+        )
+
+
+def lam_for_every_row(lam: float | Tensor, q1: Tensor) -> Tensor:
+    """lam as a view of [B, H, T, 1] in fp32 (fp64 when q1 is fp64), on the device of q1."""
+    B, H, T, _ = q1.shape
+    dtype = torch.promote_types(q1.dtype, torch.float32)
+    if not isinstance(lam, Tensor):
+        if isinstance(lam, bool) or not isinstance(lam, int | float):
+            raise TypeError(f"lam is a {type(lam).__name__}; give a float or a tensor")
+        return torch.full((1, 1, 1, 1), float(lam), dtype=dtype, device=q1.device).expand(B, H, T, 1)
+    if not lam.is_floating_point():
+        raise TypeError(f"lam has dtype {lam.dtype}; give a floating-point tensor (float32 is what is computed with)")
+    if lam.device != q1.device and lam.dim() > 0:
+        raise ValueError(f"q1 is on {q1.device} and lam on {lam.device}; move them to one device")
+    given = list(lam.shape)
+    lam = lam.to(device=q1.device, dtype=dtype)
+    if lam.dim() == 1 and lam.shape[0] in (1, H):
+        return lam[None, :, None, None].expand(B, H, T, 1)
+    if lam.dim() in (0, 4) and all(n in (1, size) for n, size in zip(lam.shape, (B, H, T, 1), strict=False)):
+        return lam.expand(B, H, T, 1)
+    raise ValueError(
+        f"lam has shape {given}; give a float, a scalar, [{H}] (one per head) "
+        f"or four dimensions that broadcast to [{B}, {H}, {T}, 1]"
+    )
+
+
+def four_dimensional_mask(attn_mask: Tensor | None, q1: Tensor, S: int) -> Tensor | None:
+    """attn_mask as [B|1, H|1, T|1, S|1]."""
+    if attn_mask is None:
+        return None
+    full = (*q1.shape[:3], S)  # [B, H, T, S]
+    if not isinstance(attn_mask, Tensor):
+        raise TypeError(f"attn_mask is a {type(attn_mask).__name__}; give a tensor or None")
+    if attn_mask.dtype != torch.bool and not attn_mask.is_floating_point():
+        raise TypeError(
+            f"attn_mask has dtype {attn_mask.dtype}; give bool (True = attend) or a floating-point mask that is added"
+        )
+    if attn_mask.device != q1.device:
+        raise ValueError(f"q1 is on {q1.device} and attn_mask on {attn_mask.device}; move them to one device")
+    fits = attn_mask.dim() <= 4 and all(
+        n in (1, size) for n, size in zip(reversed(attn_mask.shape), reversed(full), strict=False)
+    )
+    if not fits:
+        raise ValueError(f"attn_mask has shape {list(attn_mask.shape)}, which does not broadcast to {list(full)}")
+    return attn_mask[(None,) * (4 - attn_mask.dim())]
+
+
+def check(q1, q2, k1, k2, v, lam, attn_mask, is_causal, window, scale) -> Arguments:
+    """Everything that ``diff_attention`` promises to refuse is refused here; see there for shapes and errors."""
+    check_tensors(q1, q2, k1, k2, v)
+    if window is not None:
+        if isinstance(window, bool) or not isinstance(window, int):
+            raise TypeError(f"window is a {type(window).__name__}; give an int or None")
+        if window < 1:
+            raise ValueError(f"window is {window}; give at least 1 (the query's own position) or None")
+        if not is_causal:
+            raise ValueError(
+                f"window={window} without is_causal=True; a window counts back from the query's own position. "
+                "Set is_causal=True, or give another band as a boolean attn_mask"
+            )
+    return Arguments(
+        lam_for_every_row(lam, q1),
+        four_dimensional_mask(attn_mask, q1, k1.shape[2]),
+        bool(is_causal),
+        window,
+        q1.shape[3] ** -0.5 if scale is None else float(scale),
+    )

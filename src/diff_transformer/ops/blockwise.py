@@ -1,0 +1,304 @@
+"""Differential attention in blocks of queries: the CPU's default backend.
+
+Both score blocks of a few query rows stay in cache, the maps are subtracted once in fp32, and one product with v follows;
+the softmax baseline with twice the heads does two. Backward recomputes the maps from the inputs, so that nothing else is
+saved, and needs one product dO v^T and one for dv where two attention calls need two of each. Memory is O(T + S).
+
+Letters: B batch, G key/value heads, r = H / G signal and rn = Hn / G noise heads that share a key/value head, m = H / Hn,
+c as many (batch, key/value head) pairs as are worked on together, R query rows of a block, n keys they can see.
+Heads that share keys lie below one another in the rows of one matrix, [c, r * R, D]: keys and values are never repeated.
+"""
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from diff_transformer.ops.masking import key_range
+
+ROOM = 2**20  # scores of a block, both maps and all its pairs: 4 MB in fp32, which a core's share of the cache holds
+NEGATIVE_INFINITY = float("-inf")
+
+
+def attend(q1, q2, k1, k2, v, lam, attn_mask, is_causal, window, scale) -> Tensor:
+    """(softmax(q1 k1^T scale) - lam softmax(q2 k2^T scale)) v for checked arguments, [B, H, T, Dv] in the dtype of v."""
+    if attn_mask is not None and attn_mask.shape[1] > 1 and q2.shape[1] < q1.shape[1]:
+        q2 = q2.repeat_interleave(q1.shape[1] // q2.shape[1], dim=1)  # each signal head masks its own second map
+    if v.dtype == torch.float16:  # CPUs multiply float16 slowly or not at all
+        q1, q2, k1, k2, v = (x.float() for x in (q1, q2, k1, k2, v))
+        return forward(q1, q2, k1, k2, v, lam, attn_mask, is_causal, window, scale).half()
+    return forward(q1, q2, k1, k2, v, lam, attn_mask, is_causal, window, scale)
+
+
+class Block(NamedTuple):
+    """Queries start to stop, and the range of keys, first to last, outside which they see nothing."""
+
+    start: int
+    stop: int
+    first: int
+    last: int
+
+
+class Buffers(NamedTuple):
+    """Flat room for one block; scores and dp in the dtype of the inputs, the rest in fp32 (fp64 for fp64 inputs)."""
+
+    maps: Tensor  # both maps
+    scores: Tensor  # both maps' scores; the room of maps itself where the dtypes agree
+    dp: Tensor  # dO v^T
+    dp_wide: Tensor  # the same; the room of dp itself where the dtypes agree
+    work: Tensor  # one map
+
+
+def buffers(both: int, one: int, dtype: torch.dtype, device: torch.device, backward: bool) -> Buffers:
+    """One allocation (freed and taken again at every call, it stays with the process) cut into the five parts."""
+    wide = torch.promote_types(dtype, torch.float32)
+    narrow = wide != dtype
+    sizes = [both, (both + 1) // 2 * narrow, (one + 1) // 2 * (narrow and backward), one * backward, one * backward]
+    maps, scores, dp, dp_wide, work = torch.empty(sum(sizes), dtype=wide, device=device).split(sizes)
+    return Buffers(maps, scores.view(dtype), dp.view(dtype), dp_wide, work) if narrow else Buffers(maps, maps, dp_wide, dp_wide, work)
+
+
+class Problem:
+    """The call: sizes, how it is cut into chunks of (batch, key/value head) pairs and blocks of queries, and the room."""
+
+    def __init__(self, q1, q2, k1, v, is_causal: bool, window: int | None, backward: bool):
+        self.B, H, self.T, D = q1.shape
+        self.G, self.S = k1.shape[1:3]
+        self.r, self.rn, self.m = H // self.G, q2.shape[1] // self.G, H // q2.shape[1]
+        self.is_causal, self.window = is_causal, window
+        self.rows = min(self.T, rows_of_a_block(self.T, D, q1.dtype))
+        longest = self.S if window is None else min(self.S, window + self.rows)
+        one_pair = self.rows * longest
+        self.pairs = min(max(1, ROOM // ((self.r + self.rn) * one_pair)), self.B * self.G)
+        one_map = self.pairs * self.r * one_pair
+        self.buffers = buffers(one_map // self.r * (self.r + self.rn), one_map, q1.dtype, q1.device, backward)
+
+    def chunks(self) -> Iterator[tuple[slice, slice]]:
+        """Slices of batches and of key/value heads: some heads of one batch, or all heads of some batches."""
+        b, g = max(1, self.pairs // self.G), min(self.pairs, self.G)
+        for batch in range(0, self.B, b):
+            for group in range(0, self.G, g):
+                yield slice(batch, batch + b), slice(group, group + g)
+
+    def blocks(self) -> Iterator[Block]:
+        """The blocks of queries that see at least one key."""
+        for start in range(max(0, self.T - self.S) if self.is_causal else 0, self.T, self.rows):
+            stop = min(start + self.rows, self.T)
+            yield Block(start, stop, *key_range(start, stop, self.T, self.S, self.is_causal, self.window))
+
+
+def rows_of_a_block(T: int, D: int, dtype: torch.dtype) -> int:
+    """Few rows compute less above the causal diagonal, many multiply faster."""
+    return ROWS_OVERRIDE
+ROWS_OVERRIDE = 64
+
+
+class Chunk:
+    """The tensors of some (batch, key/value head) pairs, folded, and the two maps of a block of their queries."""
+
+    def __init__(self, problem: Problem, place: tuple[slice, slice], q1, q2, k1, k2, v, lam, attn_mask, scale):
+        self.problem, self.scale = problem, scale
+        q1_by_group = q1.unflatten(1, (problem.G, problem.r))[place]
+        self.pairs = q1_by_group.shape[:2]  # (b, g) with b * g = c
+        self.q1 = q1_by_group.flatten(0, 1)  # [c, r, T, D]
+        self.q2 = q2.unflatten(1, (problem.G, problem.rn))[place].flatten(0, 1)  # [c, rn, T, D]
+        self.k1, self.k2, self.v = (x[place].flatten(0, 1) for x in (k1, k2, v))  # [c, S, D or Dv]
+        self.k1t, self.k2t, self.vt = self.k1.mT, self.k2.mT, self.v.mT  # [c, D or Dv, S]
+        if v.dtype == torch.bfloat16 and problem.is_causal:
+            # oneDNN copies a transposed slice at every product; slices of a transposed copy cost it less.
+            self.k1t, self.k2t, self.vt = self.k1t.contiguous(), self.k2t.contiguous(), self.vt.contiguous()
+        self.minus_lam = -lam.unflatten(1, (problem.G, problem.rn, problem.m))[place].flatten(0, 1)  # [c, rn, m, T, 1]
+        self.attn_mask = None
+        if attn_mask is not None:  # [b|1, g|1, heads of a group|1, T|1, S|1]
+            mask = attn_mask[place[0]] if attn_mask.shape[0] > 1 else attn_mask
+            one_head = mask.shape[1] == 1
+            self.attn_mask = mask[:, None] if one_head else mask.unflatten(1, (problem.G, problem.r))[:, place[1]]
+        triangle = q1.new_full((problem.rows, problem.rows), NEGATIVE_INFINITY)
+        self.after, self.before = triangle.triu(1), triangle.tril(-1)
+
+    def rows(self, x: Tensor, block: Block) -> Tensor:
+        """Queries of the block, the heads of a group below one another: [c, heads, T, D] -> [c, heads * R, D]."""
+        return x[:, :, block.start : block.stop].flatten(1, 2)
+
+    def lam_rows(self, block: Block) -> Tensor:
+        """-lam of the block, [c, rn, m, R, 1]."""
+        return self.minus_lam[..., block.start : block.stop, :]
+
+    def maps(self, block: Block) -> tuple[Tensor, Tensor]:
+        """Both attention maps of the block, [c, r * R, n] and [c, rn * R, n], in fp32 (fp64 for fp64 inputs)."""
+        problem, (start, stop, first, last) = self.problem, block
+        c, R, n = len(self.k1), stop - start, last - first
+        sizes = [c * problem.r * R * n, c * problem.rn * R * n]
+        scores, p = (x[: sum(sizes)].view(-1, n) for x in (problem.buffers.scores, problem.buffers.maps))
+        for s, q, kt in zip(scores.view(-1).split(sizes), (self.q1, self.q2), (self.k1t, self.k2t), strict=True):
+            s = s.view(c, -1, n)
+            torch.baddbmm(s, self.rows(q, block), kt[..., first:last], beta=0, alpha=self.scale, out=s)
+            self.hide(s.view(*self.pairs, -1, R, n), block)
+        sees_nothing = None if self.attn_mask is None else scores.amax(-1) == NEGATIVE_INFINITY
+        if p.dtype != scores.dtype:
+            p.copy_(scores)
+        torch.softmax(p, -1, out=p)
+        if sees_nothing is not None:
+            p[sees_nothing] = 0
+        p1, p2 = p.view(-1).split(sizes)
+        return p1.view(c, -1, n), p2.view(c, -1, n)
+
+    def hide(self, scores: Tensor, block: Block) -> None:
+        """Put -inf in place where a query may not see a key; scores [b, g, heads, R, n]."""
+        start, stop, first, last = block
+        R, n = stop - start, last - first
+        if self.problem.is_causal:
+            own = start + self.problem.S - self.problem.T  # the position of the first query
+            scores[..., own - first :] += self.after[:R, :R]
+            if self.problem.window is not None:
+                edge = self.before[:R, first - (own - self.problem.window + 1) : R][:, :n]
+                scores[..., : edge.shape[1]] += edge
+        if self.attn_mask is not None:
+            mask = self.attn_mask
+            mask = mask[..., start:stop, :] if mask.shape[-2] > 1 else mask
+            mask = mask[..., first:last] if mask.shape[-1] > 1 else mask
+            if mask.dtype == torch.bool:
+                scores.masked_fill_(~mask, NEGATIVE_INFINITY)
+            else:
+                scores += mask
+
+    def narrowed(self, x: Tensor) -> Tensor:
+        """x in the dtype of the inputs, in the room of the scores, which are no longer needed."""
+        scores = self.problem.buffers.scores
+        return x if x.dtype == scores.dtype else scores[: x.numel()].view_as(x).copy_(x)
+
+
+def subtract(p1: Tensor, p2: Tensor, minus_lam: Tensor, out: Tensor) -> Tensor:
+    """p1 - lam * p2 into ``out``, [c, r * R, n]; minus_lam [c, rn, m, R, 1]."""
+    c, rn, m, R, _ = minus_lam.shape
+    torch.addcmul(p1.view(c, rn, m, R, -1), p2.view(c, rn, 1, R, -1), minus_lam, out=out.view(c, rn, m, R, -1))
+    return out
+
+
+def accumulate(total: Tensor, a: Tensor, b: Tensor, alpha: float = 1.0) -> None:
+    """total += alpha a^T b; total [c, n, D] in fp32 or fp64, a [c, rows, n] and b [c, rows, D] perhaps narrower."""
+    if a.dtype == total.dtype:
+        total.baddbmm_(a.mT, b, alpha=alpha)
+    else:
+        total.add_(torch.bmm(a.mT, b), alpha=alpha)
+
+
+@torch.library.custom_op("diff_transformer::blockwise", mutates_args=())
+def forward(
+    q1: Tensor,
+    q2: Tensor,
+    k1: Tensor,
+    k2: Tensor,
+    v: Tensor,
+    lam: Tensor,
+    attn_mask: Tensor | None,
+    is_causal: bool,
+    window: int | None,
+    scale: float,
+) -> Tensor:
+    """[B, H, T, Dv], laid out in memory as [B, T, H, Dv]."""
+    problem = Problem(q1, q2, k1, v, is_causal, window, backward=False)
+    out = v.new_zeros(problem.B, problem.T, q1.shape[1], v.shape[-1]).transpose(1, 2)
+    for place in problem.chunks():
+        chunk = Chunk(problem, place, q1, q2, k1, k2, v, lam, attn_mask, scale)
+        out_chunk = out.unflatten(1, (problem.G, problem.r))[place]
+        for block in problem.blocks():
+            p1, p2 = chunk.maps(block)
+            difference = chunk.narrowed(subtract(p1, p2, chunk.lam_rows(block), out=p1))
+            rows = torch.bmm(difference, chunk.v[:, block.first : block.last])  # [c, r * R, Dv]
+            at = out_chunk[..., block.start : block.stop, :]
+            at.copy_(rows.view(at.shape))
+    return out
+
+
+@torch.library.custom_op("diff_transformer::blockwise_backward", mutates_args=())
+def backward(
+    dout: Tensor,
+    q1: Tensor,
+    q2: Tensor,
+    k1: Tensor,
+    k2: Tensor,
+    v: Tensor,
+    lam: Tensor,
+    attn_mask: Tensor | None,
+    is_causal: bool,
+    window: int | None,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Gradients of q1, q2, k1, k2, v and lam; dout [B, H, T, Dv] is that of the output."""
+    problem = Problem(q1, q2, k1, v, is_causal, window, backward=True)
+    gradients = tuple(x.new_zeros(x.shape) for x in (q1, q2, k1, k2, v, lam))
+    for place in problem.chunks():
+        chunk = Chunk(problem, place, q1, q2, k1, k2, v, lam, attn_mask, scale)
+        dq1, dq2, dlam, dout_chunk = (x.unflatten(1, (problem.G, -1))[place] for x in (*(gradients[i] for i in (0, 1, 5)), dout))
+        dk1, dk2, dv = (torch.zeros_like(x, dtype=lam.dtype) for x in (chunk.k1, chunk.k2, chunk.v))
+        for block in problem.blocks():
+            differentiate_block(chunk, block, dout_chunk, dq1, dq2, dk1, dk2, dv, dlam)
+        for gradient, total in zip(gradients[2:5], (dk1, dk2, dv), strict=True):
+            gradient[place] = total.unflatten(0, chunk.pairs)
+    return gradients
+
+
+def differentiate_block(chunk: Chunk, block: Block, dout, dq1, dq2, dk1, dk2, dv, dlam) -> None:
+    """Write the rows of dq1, dq2 and dlam that belong to the block, and add its share to dk1, dk2 and dv.
+
+    dout, dq1, dq2, dlam [b, g, heads, T, width]; dk1, dk2, dv [c, S, width]. With P = P1 - lam P2 and dP = dout v^T:
+    dv = P^T dout, dlam = -rowsum(P2 * dP), and the score gradients are the softmax gradients of dP and of -lam dP.
+    """
+    start, stop, first, last = block
+    room = chunk.problem.buffers
+    minus_lam = chunk.lam_rows(block)
+    dout = chunk.rows(dout.flatten(0, 1), block)  # [c, r * R, Dv]
+    p1, p2 = chunk.maps(block)
+    dp, dp_wide, work = (x[: p1.numel()].view_as(p1) for x in (room.dp, room.dp_wide, room.work))
+    torch.bmm(dout, chunk.vt[..., first:last], out=dp)
+    if dp.dtype != dp_wide.dtype:
+        dp_wide.copy_(dp)
+    accumulate(dv[:, first:last], chunk.narrowed(subtract(p1, p2, minus_lam, out=work)), dout)
+
+    def through_softmax(dp, p, q, k, dq, dk):
+        ds = work.view(-1)[: p.numel()].view_as(p)
+        torch.ops.aten._softmax_backward_data.out(dp, p, -1, p.dtype, grad_input=ds)
+        ds = chunk.narrowed(ds)
+        at = dq[..., start:stop, :]
+        at.copy_(torch.bmm(ds, k[:, first:last]).mul_(chunk.scale).view(at.shape))
+        accumulate(dk[:, first:last], ds, chunk.rows(q, block), chunk.scale)
+
+    through_softmax(dp_wide, p1, chunk.q1, chunk.k1, dq1, dk1)
+    dp_by_noise_head = dp_wide.view(*minus_lam.shape[:-1], -1)  # [c, rn, m, R, n]
+    p2_by_noise_head = p2.view(*minus_lam.shape[:2], 1, *dp_by_noise_head.shape[3:])  # [c, rn, 1, R, n]
+    at = dlam[..., start:stop, 0]
+    at.copy_(-torch.linalg.vecdot(p2_by_noise_head, dp_by_noise_head).view(at.shape))
+    dp_by_noise_head.mul_(minus_lam)
+    dp2 = dp_wide if chunk.problem.m == 1 else dp_by_noise_head.sum(2).view_as(p2)
+    through_softmax(dp2, p2, chunk.q2, chunk.k2, dq2, dk2)
+
+
+@forward.register_fake
+def _(q1, q2, k1, k2, v, lam, attn_mask, is_causal, window, scale):
+    B, H, T, _ = q1.shape
+    return v.new_empty(B, T, H, v.shape[-1]).transpose(1, 2)
+
+
+@backward.register_fake
+def _(dout, q1, q2, k1, k2, v, lam, attn_mask, is_causal, window, scale):
+    return tuple(x.new_empty(x.shape) for x in (q1, q2, k1, k2, v, lam))
+
+
+def _save(ctx, inputs, output):
+    *tensors, ctx.is_causal, ctx.window, ctx.scale = inputs
+    ctx.save_for_backward(*tensors)
+
+
+def _differentiate(ctx, dout):
+    gradients = backward(dout, *ctx.saved_tensors, ctx.is_causal, ctx.window, ctx.scale)
+    return (*gradients, None, None, None, None)
+
+
+forward.register_autograd(_differentiate, setup_context=_save)
+
+
+def why_not(device: torch.device, dtype: torch.dtype) -> str | None:
+    """Why the backend cannot work here, or None."""
+    return None

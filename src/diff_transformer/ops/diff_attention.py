@@ -1,0 +1,145 @@
+"""The public operator: check the arguments, choose a backend, call it."""
+
+import logging
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from diff_transformer.ops import blockwise, flex, reference, sdpa
+from diff_transformer.ops.arguments import check
+from diff_transformer.ops.reference import DiffMaps
+
+BACKENDS = {"reference": reference, "blockwise": blockwise, "sdpa": sdpa, "flex": flex}
+NOT_BUILT = {
+    "flash": "this version has no backend for the flash-attn package",
+    "triton": "this version has no Triton kernels",
+}
+
+log = logging.getLogger("diff_transformer")
+
+
+def diff_attention(
+    q1: Tensor,
+    q2: Tensor,
+    k1: Tensor,
+    k2: Tensor,
+    v: Tensor,
+    lam: float | Tensor,
+    *,
+    attn_mask: Tensor | None = None,
+    is_causal: bool = False,
+    window: int | None = None,
+    scale: float | None = None,
+    backend: str = "auto",
+) -> Tensor:
+    """Differential attention: softmax(q1 k1^T scale) v - lam softmax(q2 k2^T scale) v (arXiv 2410.05258, eq. 1).
+
+    The maps are subtracted in fp32 (fp64 for fp64 inputs). Neither the scaling by 1 - lambda_init nor the head norm of
+    the paper is part of it.
+
+    Args:
+        q1: queries of the signal map, [B, H, T, D]; float32, bfloat16, float16 or float64, like all tensors but lam.
+        q2: queries of the noise map, [B, Hn, T, D]. Hn divides H; signal head j uses noise head j // (H // Hn).
+        k1, k2: keys, [B, G, S, D]; k2 may be k1. G divides Hn; head j of n uses key/value head j // (n // G).
+        v: values, [B, G, S, Dv]; Dv may differ from D (the paper has Dv = 2 D).
+        lam: a float, or a tensor that is scalar, [H] or broadcastable to [B, H, T, 1]; computed with in fp32 (fp64).
+        attn_mask: bool (True = attend) or floating (added to the scaled scores), broadcastable to [B, H, T, S], the
+            same for both maps. Only "reference" computes a gradient of it; "auto" then chooses that.
+        is_causal: hide later keys. The last query stands at the last key (lower right alignment), as decoding over a
+            cache needs; where T differs from S this is not the alignment of SDPA's flag. Combines with attn_mask.
+        window: each query sees the last ``window`` keys up to its own position; needs is_causal.
+        scale: factor of the scores, D ** -0.5 by default.
+        backend: "auto" or one of ``available_backends``. A named backend never falls back to another.
+
+    Returns:
+        [B, H, T, Dv] in the dtype of v. A row that may attend to nothing is 0, and so are its gradients. Under autocast
+        q, k and v are cast to the autocast dtype first, as SDPA does; lam is not.
+
+    Raises:
+        TypeError: an argument of a wrong type or dtype. ValueError: shapes, head counts, devices or names that do not
+        fit. RuntimeError: the named backend cannot work here. NotImplementedError: it cannot give a needed gradient.
+    """
+    q1, q2, k1, k2, v = _autocast(q1, q2, k1, k2, v)
+    arguments = check(q1, q2, k1, k2, v, lam, attn_mask, is_causal, window, scale)
+    mask_gradient = attn_mask is not None and attn_mask.requires_grad and torch.is_grad_enabled()
+    if backend == "auto":
+        backend = choose(q1.device.type, mask_gradient)
+        if not torch.compiler.is_compiling():
+            _announce(q1.device.type, q1.dtype, mask_gradient, backend)
+    elif backend not in BACKENDS or backend not in available_backends(q1.device, q1.dtype):
+        _refuse(backend, q1.device, q1.dtype)
+    if mask_gradient and backend != "reference":
+        raise NotImplementedError(
+            f"attn_mask requires grad, which backend={backend!r} does not compute; "
+            "give backend='reference' or 'auto', or detach the mask"
+        )
+    if backend == "flex" and torch.is_grad_enabled():
+        needing = [n for n, x in zip(("q1", "q2", "k1", "k2", "v"), (q1, q2, k1, k2, v), strict=True) if x.requires_grad]
+        reason = flex.why_no_gradients(q1.device)
+        if needing and reason is not None:
+            raise NotImplementedError(f"{', '.join(needing)} require grad: {reason}")
+    with torch.autocast(q1.device.type, enabled=False):
+        return BACKENDS[backend].attend(q1, q2, k1, k2, v, *arguments)
+
+
+def diff_attention_maps(
+    q1: Tensor,
+    q2: Tensor,
+    k1: Tensor,
+    k2: Tensor,
+    lam: float | Tensor,
+    *,
+    attn_mask: Tensor | None = None,
+    is_causal: bool = False,
+    window: int | None = None,
+    scale: float | None = None,
+) -> DiffMaps:
+    """The maps themselves, for looking at: first = softmax(q1 k1^T scale), second, and first - lam * second.
+
+    Arguments and errors as in ``diff_attention``. Each map is [B, H, T, S] in fp32 (fp64 for fp64 inputs); memory is
+    that of several T x S maps. Rows of the difference sum to 1 - lam.
+    """
+    q1, q2, k1, k2 = _autocast(q1, q2, k1, k2)
+    arguments = check(q1, q2, k1, k2, None, lam, attn_mask, is_causal, window, scale)
+    with torch.autocast(q1.device.type, enabled=False):
+        return reference.maps(q1, q2, k1, k2, *arguments)
+
+
+def available_backends(device: str | torch.device, dtype: torch.dtype) -> list[str]:
+    """Names that ``diff_attention(backend=...)`` accepts for tensors of this device and dtype, the specification first.
+
+    "flex" is listed where its forward works; on the CPU it has no backward.
+    """
+    return [name for name, backend in BACKENDS.items() if backend.why_not(torch.device(device), dtype) is None]
+
+
+def choose(device: str, mask_gradient: bool) -> str:
+    """What "auto" means: the fastest backend here that computes everything that is asked for."""
+    if mask_gradient:
+        return "reference"
+    return "blockwise" if device == "cpu" else "sdpa"
+
+
+@cache
+def _announce(device: str, dtype: torch.dtype, mask_gradient: bool, backend: str) -> None:
+    needs = ", with a gradient of attn_mask" if mask_gradient else ""
+    log.info("diff_attention on %s, %s%s: backend=%r", device, str(dtype).removeprefix("torch."), needs, backend)
+
+
+def _refuse(backend: str, device: torch.device, dtype: torch.dtype) -> None:
+    here = ", ".join(available_backends(device, dtype))
+    if backend in NOT_BUILT:
+        raise RuntimeError(f"backend={backend!r} is not available: {NOT_BUILT[backend]}; available here: {here}")
+    if backend in BACKENDS:
+        raise RuntimeError(f"backend={backend!r} is not available: {BACKENDS[backend].why_not(device, dtype)}")
+    raise ValueError(f"backend is {backend!r}; give 'auto' or one of {', '.join([*BACKENDS, *NOT_BUILT])}")
+
+
+def _autocast(*tensors):
+    """The tensors in the autocast dtype where autocast is on (float64 is left alone, as autocast does)."""
+    device = tensors[0].device.type if isinstance(tensors[0], Tensor) else "cpu"
+    if not torch.is_autocast_enabled(device) or not all(isinstance(x, Tensor) for x in tensors):
+        return tensors
+    dtype = torch.get_autocast_dtype(device)
+    return tuple(x.to(dtype) if x.is_floating_point() and x.dtype != torch.float64 else x for x in tensors)

@@ -1,0 +1,53 @@
+"""Which keys a query may attend to: positions, the causal limit and the window, and masks for kernels that take one.
+
+Query t of T stands at key position t + S - T: the last query at the last key (the lower right corner). Causal attention
+lets it see the keys up to that position, and a window of w the last w of those.
+
+Shapes: B batch, H heads, T queries, S keys; attn_mask is None or [B|1, H|1, T|1, S|1].
+"""
+
+import torch
+from torch import Tensor
+
+
+def key_range(start: int, stop: int, T: int, S: int, is_causal: bool, window: int | None) -> tuple[int, int]:
+    """The half-open range of keys outside which queries ``start`` to ``stop - 1`` see nothing."""
+    if not is_causal:
+        return 0, S
+    first = 0 if window is None else max(0, start + S - T - window + 1)
+    return first, max(0, stop + S - T)
+
+
+def position_mask(T: int, S: int, is_causal: bool, window: int | None, device: torch.device) -> Tensor | None:
+    """True where a query may see a key by its position, [T, S]; None where every query may see every key."""
+    if not is_causal or (T == 1 and (window is None or window >= S)):
+        return None
+    own = torch.arange(S - T, S, device=device)[:, None]
+    key = torch.arange(S, device=device)
+    seen = key <= own
+    return seen if window is None else seen & (key > own - window)
+
+
+def apply_masks(scores: Tensor, seen: Tensor | None, attn_mask: Tensor | None) -> Tensor:
+    """Scores with -inf wherever ``seen`` or a boolean ``attn_mask`` is False; an additive ``attn_mask`` is added."""
+    if attn_mask is not None and attn_mask.dtype != torch.bool:
+        scores = scores + attn_mask.to(scores.dtype)
+    elif attn_mask is not None:
+        seen = attn_mask if seen is None else seen & attn_mask
+    return scores if seen is None else scores.masked_fill(~seen, float("-inf"))
+
+
+def rows_that_see_nothing(T: int, S: int, is_causal: bool, window: int | None, attn_mask: Tensor | None) -> Tensor | None:
+    """True for queries that may attend to no key, [B|1, H|1, T, 1]; None where no mask can leave a query without keys.
+
+    Kernels differ in what they return for such rows, NaN included. Their callers let these rows see everything, so that
+    values and gradients stay finite, and put 0 in their place afterwards.
+    """
+    if attn_mask is None and not (is_causal and T > S):
+        return None
+    device = None if attn_mask is None else attn_mask.device
+    seen = position_mask(T, S, is_causal, window, device)
+    if attn_mask is not None:
+        allowed = attn_mask if attn_mask.dtype == torch.bool else attn_mask != float("-inf")
+        seen = allowed if seen is None else seen & allowed
+    return ~seen.expand(*(1,) * (4 - seen.dim()), *seen.shape[:-2], T, S).any(-1, keepdim=True)

@@ -1,0 +1,54 @@
+"""The specification: differential attention (arXiv 2410.05258, section 2.1) as the paper writes it, with N x N maps.
+
+Every other backend is tested against this file. Shapes: B batch, H signal heads, Hn noise heads, G key/value heads,
+T queries, S keys, D query width, Dv value width.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from diff_transformer.ops.masking import apply_masks, position_mask
+
+
+class DiffMaps(NamedTuple):
+    """The two attention maps and ``difference = first - lam * second``; each [B, H, T, S], fp32 (fp64 for fp64 inputs)."""
+
+    first: Tensor
+    second: Tensor
+    difference: Tensor
+
+
+def attention_map(q: Tensor, k: Tensor, seen: Tensor | None, attn_mask: Tensor | None, scale: float) -> Tensor:
+    """softmax(q k^T scale) over the keys a query may see, [B, H, T, S], in fp32 (fp64 for fp64 inputs).
+
+    A query that sees no key has a row of zeros.
+    """
+    scores = apply_masks(q @ k.mT * scale, seen, attn_mask)
+    sees_nothing = scores.amax(-1, keepdim=True) == float("-inf")
+    wide = torch.promote_types(scores.dtype, torch.float32)
+    return scores.masked_fill(sees_nothing, 0).softmax(-1, dtype=wide).masked_fill(sees_nothing, 0)
+
+
+def maps(q1, q2, k1, k2, lam, attn_mask, is_causal, window, scale) -> DiffMaps:
+    """Both maps and their difference, in fp32 or, for fp64 inputs, fp64."""
+    q1, q2, k1, k2 = (x.to(torch.promote_types(x.dtype, torch.float32)) for x in (q1, q2, k1, k2))
+    H, T, S = q1.shape[1], q1.shape[2], k1.shape[2]
+    q2, k1, k2 = (x.repeat_interleave(H // x.shape[1], dim=1) for x in (q2, k1, k2))
+    seen = position_mask(T, S, is_causal, window, q1.device)
+    first = attention_map(q1, k1, seen, attn_mask, scale)
+    second = attention_map(q2, k2, seen, attn_mask, scale)
+    return DiffMaps(first, second, first - lam * second)
+
+
+def attend(q1, q2, k1, k2, v, lam, attn_mask, is_causal, window, scale) -> Tensor:
+    """(first - lam * second) v, [B, H, T, Dv] in the dtype of v; checked arguments, lam [B, H, T, 1]."""
+    difference = maps(q1, q2, k1, k2, lam, attn_mask, is_causal, window, scale).difference
+    values = v.to(difference.dtype).repeat_interleave(q1.shape[1] // v.shape[1], dim=1)
+    return (difference @ values).to(v.dtype)
+
+
+def why_not(device: torch.device, dtype: torch.dtype) -> str | None:
+    """Why the backend cannot work here, or None."""
+    return None

@@ -1,0 +1,85 @@
+"""Runs for a desk: two CPU cores, minutes to half an hour."""
+
+from diff_transformer.train.config import (
+    DataConfig,
+    EvaluationConfig,
+    NeedleConfig,
+    OptimConfig,
+    RecallConfig,
+    RunConfig,
+    TrainConfig,
+)
+
+
+def debug() -> RunConfig:
+    """The smallest run that passes through every part of the code; it learns next to nothing.
+
+    Command: ``diff-transformer compare --recipe debug --out runs/debug``. Hardware: anything. Time: seconds a model.
+    """
+    return RunConfig(
+        name="debug",
+        model=_model("debug", head_norm_init=0.1),
+        data=DataConfig(
+            max_bytes=200_000,
+            length=96,
+            mixture={"text": 0.5, "needles": 0.25, "recall": 0.25},
+            needles=NeedleConfig(counts=(1, 2), queries=(1,), questions=2, digits=1),
+            recall=RecallConfig(pairs=2),
+        ),
+        optim=OptimConfig(lr=3e-3, warmup_steps=5),
+        train=TrainConfig(
+            steps=20, batch_size=8, log_every=5, validate_every=10, validation_rows=8, checkpoint_every=10, threads=1
+        ),
+        evaluation=EvaluationConfig(
+            needles=((1, 1), (2, 1)),
+            samples=4,
+            allocation_samples=3,
+            loss_rows=16,
+            outlier_rows=8,
+            throughput_repeats=3,
+        ),
+    )
+
+
+def demo() -> RunConfig:
+    """The matched pair on the running Python's own library, with hidden needles and key-value recall mixed in.
+
+    Command: ``make demo``. Hardware: two CPU cores. Time: at most 8 minutes for everything.
+    """
+    return RunConfig(
+        name="demo",
+        model=_model("demo"),
+        data=DataConfig(
+            max_bytes=4_000_000,
+            length=128,
+            mixture={"text": 0.4, "needles": 0.5, "recall": 0.1},
+            needles=NeedleConfig(counts=(1, 2, 4), queries=(1,), questions=4, digits=1),
+            recall=RecallConfig(pairs=8),
+        ),
+        optim=OptimConfig(lr=2e-3, warmup_steps=50),
+        train=TrainConfig(
+            steps=1200, batch_size=16, log_every=10, validate_every=100, validation_rows=64, checkpoint_every=200,
+            threads=1,
+        ),
+    )  # fmt: skip
+
+
+def novels() -> RunConfig:
+    """The matched pair on a folder (or tar archive) of books, needles and recall mixed in.
+
+    Command: ``diff-transformer compare --recipe novels --set data.corpus=FOLDER --out runs/novels``. Hardware: two CPU
+    cores. Time: half an hour.
+    """
+    config = demo()
+    config.name = "novels"
+    config.data.corpus = "novels"
+    config.data.max_bytes = 30_000_000
+    config.train.steps = 6000
+    config.train.validate_every = 300
+    return config
+
+
+def _model(name: str, **fields) -> dict:
+    from diff_transformer.model.presets import PRESETS
+
+    return {"attention": "diff", **PRESETS[name], **fields}

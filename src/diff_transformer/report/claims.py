@@ -1,0 +1,146 @@
+"""The table of claims: what the paper says, what was measured here, and the verdict."""
+
+import math
+import re
+
+from diff_transformer.report.figure import legend
+from diff_transformer.report.markup import Html, escape, join, tag
+from diff_transformer.report.numbers import is_number, mean, number, plural
+from diff_transformer.report.pair import as_dict, dicts
+from diff_transformer.report.scales import Scale, padded
+from diff_transformer.report.svg import chart, hit, mark, segment
+
+TWO = re.compile(r"([\d.,+−-]+) / ([\d.,+−-]+)(.*)", re.DOTALL)
+ICONS = {"held": "M3 8.5l3.2 3.2L13 4.5", "did not hold": "M4 4l8 8M12 4l-8 8", "undecided": "M3.5 8h9"}
+
+
+def badge(verdict: object) -> Html:
+    """The verdict as an icon and words."""
+    words = str(verdict) if verdict in ICONS else "undecided"
+    icon = f'<svg viewBox="0 0 16 16" aria-hidden="true"><path d="{ICONS[words]}"/></svg>'
+    return tag("span", Html(icon), words, class_=f"verdict {words.replace(' ', '-')}")
+
+
+def claims_section(results: dict, figure_of) -> Html | None:
+    """The table; ``figure_of(claim)`` gives the id of the figure that shows a claim's numbers, or None."""
+    claims = dicts(results.get("claims"))
+    if not claims:
+        return None
+    order = tag("span", " Transformer / DIFF") if any(TWO.match(str(claim.get("here"))) for claim in claims) else None
+    names = ("Claim", join(["Paper", order]), join(["Here", order]), "Verdict")
+    head = tag("tr", *(tag("th", words, scope="col") for words in names))
+    rows = [_row(place, claim, figure_of(claim)) for place, claim in enumerate(claims)]
+    return tag(
+        "section",
+        tag("h2", "The claims", id="claims-title"),
+        tag("table", tag("thead", head), tag("tbody", *rows), class_="claims"),
+        _key(any(_strip(claim) for claim in claims)),
+        id="claims",
+        aria_labelledby="claims-title",
+    )
+
+
+def _row(place: int, claim: dict, figure: str | None) -> Html:
+    name = claim.get("claim", "")
+    link = tag("a", "figure", href=f"#{figure}", aria_label=f"figure for: {name}") if figure else None
+    origin = [s for s in (claim.get("source"), link) if s]
+    detail = str(claim.get("detail") or "")
+    here = [
+        tag("span", two(claim.get("here") or "not measured"), f" {claim.get('unit') or ''}".rstrip(), class_="value"),
+        _strip(claim),
+        tag("span", interval(claim), class_="small"),
+        tag("span", detail, class_="small") if detail and not detail.startswith("difference") else None,
+    ]
+    source = tag("span", join(origin, " · "), class_="small") if origin else None
+    return tag(
+        "tr",
+        tag("th", name, scope="row"),
+        tag("td", tag("span", two(claim.get("paper", "")), class_="value"), source, data_label="Paper"),
+        tag("td", *here, data_label="Here"),
+        tag("td", badge(claim.get("verdict")), data_label="Verdict"),
+        id=f"claim-{place + 1}",
+    )
+
+
+def two(words: object) -> Html:
+    """Two numbers, Transformer / DIFF, each with its model's mark; other text as it is."""
+    found = TWO.match(str(words))
+    if not found:
+        return escape(words)
+    marks = [tag("i", class_=f"swatch {side}", aria_hidden="true") for side in ("softmax", "diff")]
+    return join([marks[0], found[1], " / ", marks[1], found[2], found[3]])
+
+
+def interval(claim: dict) -> str:
+    """The difference of the two models with its interval, over what it was taken, or that there is none."""
+    difference = as_dict(claim.get("difference"))
+    seeds = max(len(_seeds(claim, "diff")), len(_seeds(claim, "softmax")))
+    low, middle, high = _amounts([difference.get(k) for k in ("low", "mean", "high")], bool(difference.get("relative")))
+    said = [f"difference {middle}"] if middle else []
+    if low and high and difference["low"] < difference["high"]:
+        if difference.get("over") == "examples":
+            said.append(
+                f"interval over examples {low} to {high} ({'one seed' if seeds == 1 else plural(seeds, 'seed')})"
+            )
+        else:
+            said.append(f"interval over {plural(seeds, 'seed')} {low} to {high}")
+    elif seeds and "no interval" not in str(claim.get("here")):
+        said.append("one seed: no interval" if seeds == 1 else "no interval")
+    return ", ".join(said)
+
+
+def _amounts(values: list, relative: bool) -> list[str]:
+    """Signed numbers, in per cent when relative, with as many places as keep all but 0 from being written as 0."""
+    scale, unit = (100, " %") if relative else (1, "")
+    sizes = [abs(scale * v) for v in values if is_number(v) and v != 0]
+    wanted = [next((d for d, least in ((0, 100), (1, 10), (2, 1)) if max(sizes) >= least), 3)] if sizes else [0]
+    wanted += [min(5, -math.floor(math.log10(min(sizes))))] if sizes else []
+    return [f"{number(scale * v, max(wanted), sign=True)}{unit}" if is_number(v) else "" for v in values]
+
+
+def _seeds(claim: dict, side: str) -> list[float]:
+    values = claim.get(side)
+    return [float(v) for v in values if is_number(v)] if isinstance(values, list) else []
+
+
+def _strip(claim: dict) -> Html | None:
+    """Every seed of both models on one small axis that puts the better end to the right.
+
+    None with one seed: without the spread between seeds the axis would have no measure.
+    """
+    by_side = {side: _seeds(claim, side) for side in ("diff", "softmax")}
+    if min(len(values) for values in by_side.values()) < 2:
+        return None
+    low, high = padded([v for values in by_side.values() for v in values], 0.05)
+    x = Scale(low, high, 8, 212) if claim.get("better") == "higher" else Scale(low, high, 212, 8)
+    drawn: list[object] = [segment(4, 13, 216, 13, "grid")]
+    for side, name in (("softmax", "Transformer"), ("diff", "DIFF")):
+        values = by_side[side]
+        average = mean(values) or 0.0
+        marks = [mark(side, x(v), 13, 4, "seed") for v in values]
+        marks.append(segment(x(average), 5, x(average), 21, f"reach {side}"))
+        each = " · ".join(number(v) for v in values)
+        drawn.append(hit(f"{name} {number(average)}\nseeds: {each}", *marks))
+    words = f"Seeds of DIFF and Transformer for: {claim.get('claim', '')}; further right is better"
+    return chart(words, 26, *drawn, width=220, class_="chart strip")
+
+
+def _key(strips: bool) -> Html:
+    words = ["one mark a seed, a bar at their mean; further right is better"] if strips else []
+    return legend(*(tag("span", text, class_="key") for text in [*words, "difference: DIFF − Transformer"]))
+
+
+def bears_on(claim: dict, sources: tuple[str, ...]) -> bool:
+    """True when the claim's source names one of the tables or figures: "Table 1" is not "Table 10"."""
+    said = re.sub(r"\bfigure\b", "fig.", str(claim.get("source") or "").lower())
+    return any(re.search(rf"(?<!\w){re.escape(s.lower())}(?!\d)", said) for s in sources)
+
+
+def claim_links(results: dict, sources: tuple[str, ...]) -> Html:
+    """Links from a figure to the verdicts that its numbers bear on."""
+    links = [
+        tag("a", badge(claim.get("verdict")), tag("span", claim.get("claim", "")), href=f"#claim-{place + 1}")
+        for place, claim in enumerate(dicts(results.get("claims")))
+        if bears_on(claim, sources)
+    ]
+    return tag("p", *links, class_="bears-on") if links else Html("")

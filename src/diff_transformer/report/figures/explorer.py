@@ -1,0 +1,111 @@
+"""The attention maps themselves: packed here, drawn by explorer.js."""
+
+import base64
+import binascii
+
+import numpy as np
+
+from diff_transformer.report.figure import Figure
+from diff_transformer.report.findings import Finding
+from diff_transformer.report.load import ResultsError
+from diff_transformer.report.markup import script_json, tag
+from diff_transformer.report.numbers import is_number, plural
+from diff_transformer.report.pair import NAMES, dicts, side_of
+
+BUDGET = 1_250_000  # characters of base64 in the page, over all examples
+FIRST = 2_500_000  # as many when there is only one
+
+
+def build(results: dict) -> Figure | None:
+    """The explorer with as many example texts as fit the page's budget."""
+    texts: dict[tuple, dict] = {}
+    for entry in dicts(results.get("explorer")):
+        tokens = [str(t) for t in entry.get("tokens") or []]
+        title = str(entry.get("title") or "example")
+        if tokens:
+            example = texts.setdefault((title, *tokens), {"title": title, "tokens": tokens, "models": []})
+            example["models"].append(_model(entry, len(tokens)))
+    kept, left_out, used = [], 0, 0
+    for example in texts.values():
+        size = sum(len(m["first"]) + len(m.get("second", "")) for m in example["models"])
+        if used + size > (BUDGET if kept else FIRST):
+            left_out += 1
+            continue
+        used += size
+        example["models"].sort(key=lambda m: m["side"])
+        kept.append(example)
+    if not texts:
+        return None
+    findings = []
+    if left_out:
+        said = f"{plural(left_out, 'example')} of {len(texts)} left out: the maps would make this page too large."
+        findings.append(Finding("note", said))
+    body = tag("p", "The maps of the examples given are too large for one page; give shorter texts.", class_="read")
+    if kept:
+        words = tag("p", "The explorer needs JavaScript; the rest of the page does not.")
+        data = tag("script", script_json({"examples": kept}), type="application/json", id="explorer-data")
+        body = tag("div", words, id="explorer-view") + data
+    return Figure(
+        id="explorer",
+        title="Attention maps, token by token",
+        source=("Fig. 1",),
+        read="Choose a layer and head, then a token: the tint shows how much that token attends to each token before "
+        "it. DIFF subtracts λ A₂ from A₁; weights below zero are real and keep their own colour. "
+        "The answer is outlined.",
+        body=body,
+        findings=findings,
+    )
+
+
+def _model(entry: dict, length: int) -> dict:
+    """One model's maps on one text, as explorer.js reads them."""
+    layers, heads = int(entry.get("layers") or 0), int(entry.get("heads") or 0)
+    side = side_of(entry)
+    name = str(entry.get("model") or NAMES[side])
+    span = entry.get("answer_span") or [0, 0]
+    packed = {
+        "side": side,
+        "name": NAMES[side],
+        "model": name,
+        "layers": layers,
+        "heads": heads,
+        "lambda": _lambdas(entry, layers, name),
+        "span": [min(max(int(i), 0), length) for i in span],
+        "answer": str(entry.get("answer") or ""),
+        "generated": str(entry.get("generated") or ""),
+    }
+    for part in ("first", "second"):
+        if entry.get(part):
+            packed[part] = pack(entry[part], layers, heads, length, f"{part} map of {name}")
+    if "first" not in packed:
+        raise ResultsError(f'explorer entry of {name} has no "first" map; give base64 bytes of [layers, heads, T, T]')
+    return packed
+
+
+def _lambdas(entry: dict, layers: int, name: str) -> list[float]:
+    values = entry.get("lambda") if entry.get("second") else [0.0] * layers
+    if not isinstance(values, list) or len(values) != layers or not all(is_number(v) for v in values):
+        raise ResultsError(
+            f'explorer entry of {name} has "lambda" {values!r}; give one number for each of {layers} layers'
+        )
+    return [float(v) for v in values]
+
+
+def pack(maps: str, layers: int, heads: int, length: int, where: str) -> str:
+    """Base64 of uint8 [L, H, T, T] -> base64 of its lower triangles, row by row: [L, H, T (T + 1) / 2].
+
+    The maps are causal, so nothing is lost and half the size is saved. Raises ResultsError when the bytes do not fit.
+    """
+    try:
+        raw = np.frombuffer(base64.b64decode(maps, validate=True), dtype=np.uint8)
+    except (binascii.Error, TypeError, ValueError) as error:
+        raise ResultsError(f"the {where} is not base64: {error}") from None
+    wanted = layers * heads * length * length
+    if raw.size != wanted or not wanted:
+        raise ResultsError(
+            f"the {where} has {raw.size} bytes, but "
+            f"{layers} layers x {heads} heads x {length} x {length} tokens are {wanted}"
+        )
+    rows, columns = np.tril_indices(length)
+    triangles = raw.reshape(layers, heads, length, length)[:, :, rows, columns]  # [L, H, T (T + 1) / 2]
+    return base64.b64encode(np.ascontiguousarray(triangles).tobytes()).decode("ascii")

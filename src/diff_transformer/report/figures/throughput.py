@@ -1,0 +1,72 @@
+"""Tokens a second, training and forward."""
+
+from diff_transformer.report.category_chart import category_chart
+from diff_transformer.report.figure import Figure, key, legend, panels
+from diff_transformer.report.findings import versus
+from diff_transformer.report.markup import Html, table
+from diff_transformer.report.numbers import number
+from diff_transformer.report.pair import NAMES, SIDES, Measured, as_dict, measured
+from diff_transformer.report.svg import panel
+
+WAYS = {"train_tokens_per_second": "forward + backward", "forward_tokens_per_second": "forward only"}
+
+
+def build(results: dict) -> Figure | None:
+    """Throughput of both models on the same machine, and the ratio by seed."""
+    speed = measured(results, "throughput")
+    present = [k for k in WAYS if speed and k in speed.names()]
+    if speed is None or not present:
+        return None
+    names = [WAYS[k] for k in present]
+    by_side = {s: [speed.seeds(s, k) for k in present] for s in SIDES if s in speed.by_side}
+    shown = [
+        panel(
+            "Tokens per second",
+            category_chart("Tokens per second of both models", names, by_side, x_label="pass", bars=True, digits=0),
+        )
+    ]
+    ratios = [_ratios(speed, k) for k in present]
+    if any(ratios):
+        shown.append(panel("DIFF / Transformer: above 1, DIFF is faster", _ratio_chart(names, ratios)))
+    device = as_dict(results.get("provenance")).get("device") or "one machine"
+    return Figure(
+        id="throughput",
+        title="Speed",
+        source=("Table 7",),
+        read=f"Higher is better. Both models ran on the same machine ({device}), with the same batch and length; the "
+        "second panel divides DIFF by Transformer.",
+        body=panels(*shown) + legend(key("difference", "DIFF / Transformer, mean and seeds")),
+        findings=[
+            versus(WAYS[k].capitalize(), speed.seeds("diff", k), speed.seeds("softmax", k), "higher", 0, " tokens/s")
+            for k in present
+        ],
+        paper="3 B at 2 K on H100 †: DIFF trains 9 % and runs forward 9 % slower; at 4 K, 12 % and 10 %.",
+        data=_data(speed, present),
+    )
+
+
+def _ratios(speed: Measured, name: str) -> dict[int, float]:
+    diff, soft = speed.seeds("diff", name), speed.seeds("softmax", name)
+    return {s: diff[s] / soft[s] for s in diff if soft.get(s)}
+
+
+def _ratio_chart(names: list[str], ratios: list[dict[int, float]]) -> Html:
+    reach = max([abs(v - 1) for r in ratios for v in r.values()]) * 1.4 + 0.02
+    return category_chart(
+        "Throughput of DIFF divided by that of the Transformer",
+        names,
+        {"difference": ratios},
+        x_label="pass",
+        y_range=(1 - reach, 1 + reach),
+        guides=[(1.0, "equal")],
+        names={"difference": "DIFF / Transformer"},
+    )
+
+
+def _data(speed: Measured, present: list[str]) -> Html:
+    rows: list[list[object]] = [
+        [f"{NAMES[side]}, seed {seed}", *(number(metrics.get(k), 1) for k in present)]
+        for side in SIDES
+        for seed, metrics in speed.by_side.get(side, {}).items()
+    ]
+    return table(["tokens per second", *(WAYS[k] for k in present)], rows, "Throughput by seed")

@@ -1,0 +1,75 @@
+"""The pieces that every chart is made of. Units are those of a drawing 400 wide, shown between 330 and 500 px."""
+
+from diff_transformer.report.markup import Html, escape, tag
+from diff_transformer.report.scales import Scale
+
+WIDTH = 400
+
+
+def chart(label: str, height: float, *parts: object, width: float = WIDTH, class_: str = "chart") -> Html:
+    """The drawing. ``label`` is what a screen reader says; the arrow keys walk over its ``hit`` parts."""
+    inner = tag("g", *parts)
+    size, name = f'viewBox="0 0 {width:g} {height:g}"', escape(label)
+    return Html(f'<svg class="{class_}" {size} role="img" tabindex="0" aria-label="{name}">{inner}</svg>')
+
+
+def panel(title: str, drawing: Html, note: str = "") -> Html:
+    """A drawing under its own small title; the title carries the unit of the vertical axis."""
+    return tag("div", tag("h3", title), tag("p", note, class_="panel-note") if note else None, drawing, class_="panel")
+
+
+def text(x: float, y: float, words: object, class_: str = "", anchor: str = "start", style: str | None = None) -> Html:
+    """Words at a point; ``anchor`` is start, middle or end."""
+    return tag("text", words, x=f"{x:g}", y=f"{y:g}", class_=class_ or None, text_anchor=anchor, style=style)
+
+
+def segment(x1: float, y1: float, x2: float, y2: float, class_: str) -> Html:
+    """A straight line."""
+    return tag("line", x1=f"{x1:g}", y1=f"{y1:g}", x2=f"{x2:g}", y2=f"{y2:g}", class_=class_)
+
+
+def box(x: float, y: float, width: float, height: float, class_: str, **more: object) -> Html:
+    """A rectangle."""
+    return tag(
+        "rect", x=f"{x:g}", y=f"{y:g}", width=f"{max(width, 0):g}", height=f"{max(height, 0):g}", class_=class_, **more
+    )
+
+
+def path(points: list[tuple[float, float]], class_: str, style: str | None = None) -> Html:
+    """A polyline through the points, which are already positions."""
+    moves = "L".join(f"{x:g} {y:g}" for x, y in points)
+    return tag("path", d=f"M{moves}", class_=class_, style=style)
+
+
+def mark(side: str, x: float, y: float, size: float, class_: str = "") -> Html:
+    """DIFF is a disc, the Transformer a square, anything else a diamond: told apart without colour."""
+    names = f"mark {side} {class_}".strip()
+    if side == "diff":
+        return tag("circle", cx=f"{x:g}", cy=f"{y:g}", r=f"{size * 1.1:g}", class_=names)
+    if side == "softmax":
+        half = size * 0.8
+        return box(x - half, y - half, 2 * half, 2 * half, names)
+    reach = size * 1.3
+    return path([(x - reach, y), (x, y - reach), (x + reach, y), (x, y + reach), (x - reach, y)], names)
+
+
+def hit(tip: str, *shapes: object) -> Html:
+    """Shapes that show ``tip`` (its first line is the heading) under the pointer, on a tap, or by the arrow keys."""
+    return tag("g", *shapes, class_="hit", data_tip=tip)
+
+
+def y_axis(y: Scale, left: float, right: float, ticks: list[tuple[float, str]]) -> list[Html]:
+    """Horizontal grid lines with their values to the left."""
+    drawn = []
+    for value, words in ticks:
+        drawn.append(segment(left, y(value), right, y(value), "grid"))
+        drawn.append(text(left - 7, y(value) + 4, words, "tick", "end"))
+    return drawn
+
+
+def x_axis(x: Scale, bottom: float, ticks: list[tuple[float, str]], label: str) -> list[Html]:
+    """The bottom rule, its values, and below them what they count."""
+    drawn = [segment(x.start, bottom, x.end, bottom, "rule")]
+    drawn += [text(x(value), bottom + 17, words, "tick", "middle") for value, words in ticks]
+    drawn.append(text((x.start + x.end) / 2, bottom + 34, label, "axis", "middle"))
+    return drawn

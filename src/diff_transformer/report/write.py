@@ -1,0 +1,70 @@
+"""Results -> one HTML file that needs nothing else: styles, scripts, drawings and data are inside."""
+
+import os
+from importlib.resources import files
+from pathlib import Path
+from string import Template
+
+from diff_transformer.report.caveats import caveats_section
+from diff_transformer.report.claims import bears_on, claim_links, claims_section
+from diff_transformer.report.figure import Figure
+from diff_transformer.report.figures import IN_ORDER
+from diff_transformer.report.load import ResultsError, check_results, load_results
+from diff_transformer.report.markup import Html, escape, join, tag
+from diff_transformer.report.method import method_section
+from diff_transformer.report.summary import first_screen, sentence
+
+SCRIPTS = ("page.js", "attention.js", "explorer.js")
+LIMIT = 3_000_000  # bytes of a page
+
+
+def write_report(results: dict | Path | str, path: Path | str, *, overwrite: bool = False) -> Path:
+    """Write the page of a comparison and return its path.
+
+    ``results`` is the dictionary that ``compare`` returns, or the path of its results.json, or of the folder of it.
+    A section whose data are absent is left out. Raises FileExistsError when ``path`` exists and ``overwrite`` is False,
+    and ResultsError when ``results`` is not a comparison or its page would pass 3 MB.
+    """
+    path = Path(path)
+    if path.exists() and not overwrite:
+        raise FileExistsError(f"{path} exists; give another path, or overwrite=True to replace it")
+    checked = check_results(results) if isinstance(results, dict) else load_results(results)
+    page = render_page(checked).encode("utf-8")
+    if len(page) > LIMIT:
+        raise ResultsError(
+            f"the page would have {len(page):,} bytes, above {LIMIT:,}; give fewer seeds or shorter rows"
+        )
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part = path.with_name(path.name + ".part")
+    part.write_bytes(page)
+    os.replace(part, path)
+    return path
+
+
+def render_page(results: dict) -> str:
+    """The whole page as a string."""
+    figures = [figure for module in IN_ORDER if (figure := module.build(results)) is not None]
+
+    def figure_of(claim: dict) -> str | None:
+        return next((f.id for f in figures if bears_on(claim, f.source)), None)
+
+    shown = [f.html(i, claim_links(results, f.source)) for i, f in enumerate(figures, 1)]
+    here = files("diff_transformer.report")
+    return Template((here / "template.html").read_text(encoding="utf-8")).substitute(
+        title=escape(results.get("title") or "DIFF and Transformer, compared"),
+        description=escape(sentence(results)),
+        style=(here / "page.css").read_text(encoding="utf-8"),
+        first_screen=first_screen(results),
+        claims=claims_section(results, figure_of) or "",
+        contents=_contents(figures),
+        figures=join(shown),
+        method=method_section(results),
+        caveats=caveats_section(results),
+        script="\n".join((here / name).read_text(encoding="utf-8") for name in SCRIPTS),
+    )
+
+
+def _contents(figures: list[Figure]) -> Html:
+    links = [(f.id, f.title) for f in figures] + [("method", "How this was measured"), ("caveats", "Caveats")]
+    items = [tag("li", tag("a", title, href=f"#{name}")) for name, title in links]
+    return tag("nav", tag("ol", *items), class_="contents", aria_label="Sections")

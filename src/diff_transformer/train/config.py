@@ -1,0 +1,261 @@
+"""The full configuration of a run, dotted overrides, and its JSON form (saved with every run)."""
+
+import dataclasses
+import difflib
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+
+@dataclass
+class NeedleConfig:
+    """Multi-needle documents in training. ``counts``: needles in a document, drawn evenly; ``questions``: most
+    questions a document may end with; ``digits``: of a magic number."""
+
+    counts: tuple[int, ...] = (1, 2, 4)
+    queries: tuple[int, ...] = (1, 2)
+    questions: int = 4
+    digits: int = 2
+
+
+@dataclass
+class RecallConfig:
+    """Key-value recall in noise: ``pairs`` in a row; ``symbols``: keys, and as many values, to draw from."""
+
+    pairs: int = 8
+    symbols: int = 64
+
+
+@dataclass
+class DataConfig:
+    """``corpus``: "python", a file, a folder or an archive. ``tokenizer``: "bpe" (trained on the corpus), "bytes", or
+    a folder or hub name. ``length``: tokens a row. ``mixture``: shares of the rows of a batch, by source.
+    ``loss``: "tokens" is the mean over all labelled tokens; "sources" is the mean over each source's tokens, weighted
+    by the source's share, so that the few answers of a retrieval task are not drowned by prose. Needle documents are
+    then scored on their answers alone."""
+
+    corpus: str = "python"
+    max_bytes: int | None = None
+    tokenizer: str = "bpe"
+    length: int = 128
+    mixture: dict[str, float] = field(default_factory=lambda: {"text": 1.0})
+    loss: str = "tokens"
+    needles: NeedleConfig = field(default_factory=NeedleConfig)
+    recall: RecallConfig = field(default_factory=RecallConfig)
+    seed: int = 0
+
+
+@dataclass
+class OptimConfig:
+    """AdamW with decay on matrices only; linear warm-up, then linear decay to ``final_lr_ratio * lr``."""
+
+    lr: float = 1e-3
+    betas: tuple[float, float] = (0.9, 0.95)
+    eps: float = 1e-8
+    weight_decay: float = 0.1
+    warmup_steps: int = 50
+    final_lr_ratio: float = 0.04
+    grad_clip: float = 1.0
+
+
+@dataclass
+class TrainConfig:
+    """``precision``: Fabric's names ("32-true", "bf16-mixed", ...). ``threads``: CPU threads, 0 for PyTorch's own
+    choice; fixed in a run because the sum of a reduction depends on it."""
+
+    steps: int = 1000
+    batch_size: int = 16
+    accumulate: int = 1
+    precision: str = "32-true"
+    seed: int = 0
+    log_every: int = 10
+    validate_every: int = 200
+    validation_rows: int = 64
+    checkpoint_every: int = 200
+    activation_checkpointing: bool = False
+    compile: bool = False
+    threads: int = 0
+
+
+@dataclass
+class EvaluationConfig:
+    """What ``compare`` measures. ``needles``: cells (N, R) of Table 2; ``samples``: prompts a cell and depth;
+    ``allocation_needles``, ``allocation_samples``: the same for Table 3; ``loss_rows``: held-out rows for the loss and
+    its slices; ``ngram``, ``frequent_above``: an n-gram that the training text holds more often is no AR-Hit;
+    ``outlier_rows``: held-out rows for Table 5; ``throughput_repeats``: timed repeats of each side."""
+
+    needles: tuple[tuple[int, int], ...] = ((1, 1), (2, 1), (4, 1), (4, 2))
+    samples: int = 40
+    allocation_needles: int = 1
+    allocation_samples: int = 20
+    loss_rows: int = 256
+    ngram: int = 2
+    frequent_above: int = 100
+    outlier_rows: int = 64
+    throughput_repeats: int = 7
+    seed: int = 0
+
+
+_COUNTS = ("samples", "allocation_samples", "allocation_needles", "loss_rows", "outlier_rows", "throughput_repeats")
+
+
+@dataclass
+class RunConfig:
+    """Everything that determines a run. ``model`` holds fields of ``DiffTransformerConfig``."""
+
+    name: str
+    model: dict[str, Any]
+    data: DataConfig = field(default_factory=DataConfig)
+    optim: OptimConfig = field(default_factory=OptimConfig)
+    train: TrainConfig = field(default_factory=TrainConfig)
+    evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
+
+    def validate(self) -> "RunConfig":
+        """Raise ValueError for sizes that are not positive and values that contradict one another."""
+        positive = {
+            "data.length": self.data.length,
+            "train.steps": self.train.steps,
+            "train.batch_size": self.train.batch_size,
+            "train.accumulate": self.train.accumulate,
+            "train.log_every": self.train.log_every,
+            "train.validate_every": self.train.validate_every,
+            "train.validation_rows": self.train.validation_rows,
+            "train.checkpoint_every": self.train.checkpoint_every,
+            "data.needles.digits": self.data.needles.digits,
+            "data.needles.questions": self.data.needles.questions,
+            "data.recall.pairs": self.data.recall.pairs,
+            "data.recall.symbols": self.data.recall.symbols,
+            "optim.lr": self.optim.lr,
+            **{f"evaluation.{name}": getattr(self.evaluation, name) for name in _COUNTS},
+        }
+        for name, value in positive.items():
+            if value <= 0:
+                raise ValueError(f"{name} is {value}; it must be positive")
+        if self.data.loss not in ("tokens", "sources"):
+            raise ValueError(f"data.loss is {self.data.loss!r}; accepted: 'tokens', 'sources'")
+        for name in ("weight_decay", "warmup_steps", "grad_clip", "final_lr_ratio"):
+            if getattr(self.optim, name) < 0:
+                raise ValueError(f"optim.{name} is {getattr(self.optim, name)}; it must not be negative")
+        if self.train.batch_size % self.train.accumulate:
+            raise ValueError(
+                f"train.batch_size {self.train.batch_size} is not divisible by train.accumulate {self.train.accumulate}"
+            )
+        if self.train.threads < 0:
+            raise ValueError(f"train.threads is {self.train.threads}; give 0 for PyTorch's own choice, or a count")
+        return self
+
+    def to_dict(self) -> dict[str, Any]:
+        return json.loads(json.dumps(dataclasses.asdict(self)))
+
+    def save(self, path: Path):
+        path.write_text(json.dumps(self.to_dict(), indent=2) + "\n")
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> "RunConfig":
+        return _build(cls, values, "")
+
+    @classmethod
+    def load(cls, path: Path) -> "RunConfig":
+        return cls.from_dict(json.loads(path.read_text()))
+
+
+def override(config: RunConfig, assignments: list[str]) -> RunConfig:
+    """A copy of ``config`` with ``["optim.lr=1e-3", "data.mixture.text=0.5", ...]`` applied; values are JSON or text.
+
+    Raises:
+        ValueError: for an assignment without ``=``, a key that does not exist (naming the nearest that does), or a
+            value of another type than the key's.
+    """
+    values = config.to_dict()
+    for assignment in assignments:
+        path, separator, text = assignment.partition("=")
+        if not separator:
+            raise ValueError(f"{assignment!r} is not an assignment; write key=value, for example optim.lr=1e-3")
+        *parents, key = path.strip().split(".")
+        place = values
+        for depth, parent in enumerate(parents):
+            if not isinstance(place.get(parent), dict):
+                raise ValueError(unknown_key(path, values, depth))
+            place = place[parent]
+        open_ended = parents == ["model"] or parents == ["data", "mixture"]
+        if key not in place and not open_ended:
+            raise ValueError(unknown_key(path, values, len(parents)))
+        if parents == ["model"] and key not in place:
+            _check_model_field(key)
+        place[key] = _parse(path, text.strip(), place.get(key))
+    return RunConfig.from_dict(values)
+
+
+def unknown_key(path: str, values: dict, depth: int = 0) -> str:
+    """The message for a key that does not exist, with the nearest ones that do."""
+    near = difflib.get_close_matches(path, list(_dotted(values)), n=3, cutoff=0.4)
+    hint = f"; the nearest: {', '.join(near)}" if near else ""
+    return f"no setting {path!r}{hint}"
+
+
+def differences(first: dict, second: dict, prefix: str = "") -> list[str]:
+    """Dotted paths at which two nested dictionaries differ, with both values."""
+    lines = []
+    for key in sorted(set(first) | set(second)):
+        a, b = first.get(key), second.get(key)
+        if isinstance(a, dict) and isinstance(b, dict):
+            lines += differences(a, b, f"{prefix}{key}.")
+        elif a != b:
+            lines.append(f"{prefix}{key}: {a!r} against {b!r}")
+    return lines
+
+
+def _dotted(values: dict, prefix: str = ""):
+    for key, value in values.items():
+        if isinstance(value, dict) and value:
+            yield from _dotted(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}"
+
+
+def _check_model_field(key: str):
+    from diff_transformer.model.config import DiffTransformerConfig
+
+    fields = sorted(DiffTransformerConfig.__dataclass_fields__)
+    if key not in fields:
+        near = difflib.get_close_matches(key, fields, n=3, cutoff=0.4)
+        raise ValueError(f"no setting 'model.{key}'; the nearest: {', '.join('model.' + n for n in near) or 'none'}")
+
+
+def _parse(path: str, text: str, old: Any) -> Any:
+    try:
+        value = json.loads(text)
+    except json.JSONDecodeError:
+        value = {"True": True, "False": False, "None": None}.get(text, text)
+    numbers = (int, float)
+    if isinstance(value, tuple):
+        value = list(value)
+    if old is None or (isinstance(value, type(old)) and isinstance(value, bool) == isinstance(old, bool)):
+        return value
+    if isinstance(old, float) and isinstance(value, numbers) and not isinstance(value, bool):
+        return float(value)
+    if path.startswith("model.") or (path == "data.max_bytes" and value is None):
+        return value
+    if isinstance(old, int) and not isinstance(old, bool) and isinstance(value, float) and value.is_integer():
+        return int(value)
+    raise ValueError(f"{path}={text}: {type(old).__name__} is needed (now {old!r}), not {type(value).__name__}")
+
+
+def _build(kind, values: dict[str, Any], prefix: str):
+    fields = {f.name: f for f in dataclasses.fields(kind)}
+    for key in values:
+        if key not in fields:
+            near = difflib.get_close_matches(key, list(fields), n=1)
+            raise ValueError(f"no setting {prefix + key!r}" + (f"; the nearest: {prefix}{near[0]}" if near else ""))
+    made = {}
+    for key, value in values.items():
+        if dataclasses.is_dataclass(fields[key].type) and isinstance(value, dict):
+            made[key] = _build(fields[key].type, value, f"{prefix}{key}.")
+        else:
+            made[key] = _frozen(value)
+    return kind(**made)
+
+
+def _frozen(value: Any) -> Any:
+    return tuple(_frozen(item) for item in value) if isinstance(value, list) else value

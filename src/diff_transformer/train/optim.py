@@ -1,0 +1,23 @@
+"""AdamW and its schedule (section 3.1, appendices C and D)."""
+
+import torch
+from torch import nn
+
+from diff_transformer.train.config import OptimConfig
+
+
+def make_optimizer(model: nn.Module, config: OptimConfig) -> torch.optim.AdamW:
+    """AdamW with weight decay on matrices only: never on lambda, norms or other vectors."""
+    matrices = [p for p in model.parameters() if p.requires_grad and p.ndim >= 2]
+    vectors = [p for p in model.parameters() if p.requires_grad and p.ndim < 2]
+    groups = [{"params": matrices, "weight_decay": config.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
+    return torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps, fused=True)
+
+
+def learning_rate(step: int, steps: int, config: OptimConfig) -> float:
+    """The rate of step ``step`` (from 0) of ``steps``: linear warm-up, then linear decay to ``final_lr_ratio * lr``."""
+    if step < config.warmup_steps:
+        return config.lr * (step + 1) / config.warmup_steps
+    rest = max(1, steps - config.warmup_steps)
+    done = min(1.0, (step + 1 - config.warmup_steps) / rest)
+    return config.lr * (1.0 - (1.0 - config.final_lr_ratio) * done)

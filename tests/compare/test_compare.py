@@ -1,0 +1,141 @@
+"""The whole of ``compare`` on a corpus of a few files."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+from transformers import AutoModelForCausalLM
+
+from diff_transformer.compare import compare
+from diff_transformer.compare.pool import MemberFailed
+from diff_transformer.recipes import recipe
+from diff_transformer.train.config import override
+
+
+@pytest.fixture(scope="module")
+def assignments(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("texts")
+    for i in range(12):
+        words = " ".join(f"the {a} fox {b} jumps over dog number {i}." for a in ("red", "old") for b in range(60))
+        (folder / f"{i}.txt").write_text(words)
+    return [f"data.corpus={folder}", "data.max_bytes=null", "model.vocab_size=384"]
+
+
+@pytest.fixture(scope="module")
+def finished(assignments, tmp_path_factory):
+    out = tmp_path_factory.mktemp("compare") / "out"
+    summary = compare(override(recipe("debug"), assignments), out)
+    return out, summary
+
+
+def test_everything_is_written(finished):
+    out, summary = finished
+    assert json.loads((out / "results.json").read_text()) == json.loads(json.dumps(summary))
+    for side in ("diff", "softmax"):
+        member = out / "members" / f"{side}-seed0"
+        model = AutoModelForCausalLM.from_pretrained(member / "run" / "model")
+        assert model.config.attention == side
+        assert list((member / "run" / "tensorboard").glob("events*"))
+    page = (out / "report.html").read_text()
+    assert "<html" in page
+    assert len(summary["explorer"]) == 2
+    assert {e["eval"] for e in summary["evals"]} == {"loss", "needle", "allocation", "outliers", "throughput"}
+    ids = [claim["id"] for claim in summary["claims"]]
+    assert ids == [
+        "loss",
+        "ar_hit",
+        "others",
+        "needle_n1_r1",
+        "needle_n2_r1",
+        "answer",
+        "noise",
+        "logits",
+        "hidden",
+        "throughput",
+    ]
+
+
+def test_both_sides_saw_the_same(finished):
+    out, _ = finished
+    requests = [
+        json.loads((out / "members" / f"{side}-seed0" / "request.json").read_text()) for side in ("diff", "softmax")
+    ]
+    for request in requests:
+        request["model"].pop("attention")
+    assert requests[0] == requests[1]
+    first = [
+        json.loads((out / "members" / f"{side}-seed0" / "run" / "metrics.jsonl").read_text().splitlines()[0])
+        for side in ("diff", "softmax")
+    ]
+    assert first[0]["validation_loss"] == pytest.approx(first[1]["validation_loss"], abs=0.2)
+
+
+def test_a_finished_folder_is_not_overwritten_but_resumes(finished, assignments):
+    out, summary = finished
+    config = override(recipe("debug"), assignments)
+    with pytest.raises(FileExistsError, match="holds a comparison already"):
+        compare(config, out)
+    with pytest.raises(ValueError, match=r"other settings(.|\n)*config\.optim\.lr: 0\.003 against 0\.001"):
+        compare(override(config, ["optim.lr=0.001"]), out, resume=True)
+    model = out / "members" / "diff-seed0" / "run" / "model" / "model.safetensors"
+    before = model.read_bytes()
+    again = compare(config, out, resume=True)
+    assert model.read_bytes() == before
+    assert again["claims"] == summary["claims"]
+
+
+def test_strange_folders_are_left_alone(assignments, tmp_path):
+    (tmp_path / "letter.txt").write_text("dear")
+    with pytest.raises(FileExistsError, match="is not empty and holds no comparison"):
+        compare(override(recipe("debug"), assignments), tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("extra", "options", "message"),
+    [
+        (["evaluation.needles=[[9,2]]"], {}, "needle evaluation with N=9, R=2, 96 tokens"),
+        ([], {"seeds": 0}, "seeds is 0"),
+        ([], {"jobs": -1}, "jobs is -1"),
+        (["train.steps=-5"], {}, r"train\.steps is -5"),
+    ],
+)
+def test_what_cannot_work_is_said_before_the_folder_is_made(assignments, extra, options, message, tmp_path):
+    with pytest.raises(ValueError, match=message):
+        compare(override(recipe("debug"), [*assignments, *extra]), tmp_path / "out", **options)
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_failing_member_is_reported_with_its_log(assignments, tmp_path):
+    config = override(recipe("debug"), [*assignments, "optim.lr=1e30", "optim.warmup_steps=0", "optim.grad_clip=0"])
+    with pytest.raises(MemberFailed, match=r"(diff|softmax)-seed0 failed with exit code 1(.|\n)*FloatingPointError"):
+        compare(config, tmp_path / "out", jobs=1)
+
+
+@pytest.mark.slow
+def test_an_interrupted_comparison_resumes(assignments, tmp_path):
+    sets = [item for assignment in [*assignments, "train.steps=60"] for item in ("--set", assignment)]
+    command = [
+        sys.executable,
+        "-m",
+        "diff_transformer",
+        "compare",
+        "--recipe",
+        "debug",
+        "--out",
+        str(tmp_path / "out"),
+        *sets,
+    ]
+    process = subprocess.Popen(command, start_new_session=True, stderr=subprocess.PIPE, text=True)
+    status = tmp_path / "out" / "members" / "diff-seed0" / "status.json"
+    while process.poll() is None and not (status.exists() and json.loads(status.read_text())["step"] >= 10):
+        time.sleep(0.05)
+    os.killpg(process.pid, signal.SIGINT)
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert "--resume" in errors
+    done = subprocess.run([*command, "--resume"], capture_output=True, text=True, timeout=300, check=True)
+    assert "report:" in done.stdout

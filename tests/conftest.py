@@ -1,0 +1,21 @@
+import pytest
+import torch
+
+from diff_transformer.testing import poison_empty
+
+
+@pytest.fixture(scope="session", autouse=True)
+def one_thread():
+    torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True)
+def fixed_seed():
+    torch.manual_seed(0)
+
+
+@pytest.fixture
+def poisoned_memory():
+    """Uninitialised tensors hold NaN during the test."""
+    with poison_empty():
+        yield

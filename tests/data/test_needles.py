@@ -1,0 +1,196 @@
+import re
+
+import numpy as np
+import pytest
+
+from diff_transformer.data import Document, Filler, byte_tokenizer, evaluation_rng, make_needle_example, parse_numbers
+from diff_transformer.data.cities import CITIES
+from diff_transformer.data.needles import DEPTHS, completion, draw_facts, question
+from diff_transformer.data.tokenizer import encode
+
+
+@pytest.fixture(scope="module")
+def filler(documents):
+    return Filler(documents)
+
+
+def _example(filler, tokenizer, index=0, **options):
+    settings = {"length": 400, "needles": 4, "queries": 2} | options
+    return make_needle_example(evaluation_rng(0, index), filler, tokenizer, **settings)
+
+
+def test_cities_cannot_be_mistaken_for_one_another():
+    folded = [city.casefold() for city in CITIES]
+    assert len(CITIES) >= 120
+    assert len(set(folded)) == len(CITIES)
+    assert not [(a, b) for a in folded for b in folded if a != b and a in b]
+    assert all(city.isalpha() and city[0].isupper() for city in CITIES)
+
+
+def test_the_format_of_questions_and_answers():
+    assert question(["Paris"]) == "\nQuestion: What is the magic number of Paris? Answer: Paris is"
+    assert completion(["Paris"], ["42"]) == " 42."
+    two = ["Paris", "Rome"]
+    assert question(two) == "\nQuestion: What are the magic numbers of Paris and Rome? Answer: Paris is"
+    assert completion(two, ["42", "17"]) == " 42, Rome is 17."
+    assert "of Paris, Rome and Oslo?" in question([*two, "Oslo"])
+    assert completion([*two, "Oslo"], ["1", "2", "3"]) == " 1, Rome is 2, Oslo is 3."
+
+
+@pytest.mark.parametrize("queries", [1, 2, 4])
+def test_the_prompt_holds_each_fact_once_and_asks_for_the_right_ones(filler, tokenizer, queries):
+    for index in range(20):
+        example = _example(filler, tokenizer, index, queries=queries)
+        stated = dict(re.findall(r"The magic number of (\w+) is (\d+)\.", example.prompt))
+        assert stated == {needle.city: needle.number for needle in example.needles}
+        assert len(stated) == len(set(stated.values())) == 4
+        assert example.prompt.endswith(question(example.cities))
+        assert example.expected_completion == completion(example.cities, example.answers)
+        assert [stated[city] for city in example.cities] == list(example.answers)
+        assert parse_numbers(example.expected_completion, queries) == list(example.answers)
+
+
+def test_spans_mark_the_sentences_and_do_not_overlap(filler, tokenizer):
+    for index in range(20):
+        example = _example(filler, tokenizer, index)
+        for needle in example.needles:
+            sentence = f"The magic number of {needle.city} is {needle.number}."
+            assert example.prompt[needle.start : needle.end] == sentence
+        ends = [0] + [needle.end for needle in example.needles]
+        starts = [needle.start for needle in example.needles] + [len(example.prompt)]
+        assert all(end <= start for end, start in zip(ends, starts, strict=True))
+        for (start, end), city in zip(example.answer_spans, example.cities, strict=True):
+            assert example.prompt[start:end].startswith(f"The magic number of {city} is ")
+
+
+@pytest.mark.parametrize("depth", DEPTHS)
+def test_the_first_queried_needle_is_at_its_depth_and_the_others_anywhere(filler, tokenizer, depth):
+    others = []
+    for index in range(30):
+        example = _example(filler, tokenizer, index, depth=depth)
+        context = example.prompt[: example.prompt.index("\nQuestion")]
+        start, end = example.answer_spans[0]
+        before, after = (len(encode(tokenizer, part)) for part in (context[: start - 1], context[end:]))
+        assert example.depth == depth
+        assert before / (before + after) == pytest.approx(depth, abs=0.06)
+        if depth in (0.0, 1.0):
+            assert (before if depth == 0 else after) == 0
+        others.append(example.answer_spans[1][0] / len(context))
+    assert min(others) < 0.25
+    assert max(others) > 0.75
+
+
+def test_a_random_depth_is_told(filler, tokenizer):
+    depths = [_example(filler, tokenizer, index).depth for index in range(20)]
+    assert len(set(depths)) == 20
+    assert 0 <= min(depths) < 0.3 < 0.7 < max(depths) <= 1
+
+
+@pytest.mark.parametrize("length", [130, 255, 1000, 4096])
+@pytest.mark.parametrize("name", ["trained", "bytes"])
+def test_the_prompt_fills_its_length(filler, tokenizer, length, name):
+    chosen = tokenizer if name == "trained" else byte_tokenizer()
+    if name == "bytes":
+        length *= 3
+    for index in range(5):
+        example = _example(filler, chosen, index, length=length)
+        assert example.num_tokens == len(encode(chosen, example.prompt))
+        assert length - 12 <= example.num_tokens <= length
+
+
+def test_a_tokenizer_that_joins_words_still_gets_prompts_that_fit(filler):
+    """A tokenizer whose tokens cross spaces, so that counting words one by one is wrong."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    backend = Tokenizer(models.BPE())
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True, use_regex=False)
+    backend.decoder = decoders.ByteLevel()
+    texts = ["".join(filler.words[i : i + 10]) for i in range(0, 3000, 10)]
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    backend.train_from_iterator(
+        texts, trainers.BpeTrainer(vocab_size=600, initial_alphabet=alphabet, show_progress=False)
+    )
+    joining = PreTrainedTokenizerFast(tokenizer_object=backend)
+    for index in range(5):
+        example = _example(filler, joining, index)
+        assert len(encode(joining, example.prompt)) == example.num_tokens <= 400
+
+
+def test_examples_repeat_for_a_seed_and_differ_between_seeds(filler, tokenizer):
+    assert _example(filler, tokenizer, 3) == _example(filler, tokenizer, 3)
+    assert _example(filler, tokenizer, 3) != _example(filler, tokenizer, 4)
+
+
+@pytest.mark.parametrize("digits", [1, 2, 3, 6])
+def test_numbers_are_distinct_and_have_no_leading_zero(digits):
+    seen = set()
+    for index in range(100):
+        cities, numbers = draw_facts(np.random.default_rng(index), 8, digits)
+        assert len(set(cities)) == len(set(numbers)) == 8
+        assert all(len(number) == digits and (digits == 1 or number[0] != "0") for number in numbers)
+        seen |= set(numbers)
+    assert digits > 1 or seen == set("0123456789")
+
+
+@pytest.mark.parametrize(
+    ("text", "count", "expected"),
+    [
+        (" 42.", 1, ["42"]),
+        (" 42, Rome is 17.", 2, ["42", "17"]),
+        (" 42.\nQuestion: What is the magic number of Rome? Answer: Rome is 17.", 2, ["42", None]),
+        ("\n 42, Rome is 17", 2, ["42", "17"]),
+        ("", 2, [None, None]),
+        (" the the ٣ ²", 1, [None]),
+        (" 425 42", 1, ["425"]),
+        ("4 2", 3, ["4", "2", None]),
+    ],
+)
+def test_numbers_are_read_from_what_a_model_writes(text, count, expected):
+    assert parse_numbers(text, count) == expected
+
+
+def test_filler_is_words_of_the_documents_without_magic_numbers_and_oddities():
+    text = (
+        "One fine day.\n\n  The magic\nnumber of a  file is 7! Magic numbers help. <|endoftext|> Then\tnight. "
+        + "x" * 50
+    )
+    assert "".join(Filler([Document("d", text)]).words) == " One fine day. Then night."
+    large = Filler([Document("a", "alpha " * 1000), Document("b", "beta " * 1000)], max_bytes=1100)
+    assert {" alpha", " beta"} <= set(large.words)
+    assert 150 < len(large.words) < 250
+
+
+def test_filler_tokens_are_the_tokens_of_the_text(filler, tokenizer):
+    for chosen in (tokenizer, byte_tokenizer()):
+        table = filler.tokens(chosen)
+        np.testing.assert_array_equal(table.ids, encode(chosen, "".join(filler.words)))
+        assert table.starts[-1] == len(table.ids)
+        word = table.ids[table.starts[41] : table.starts[42]]
+        assert chosen.decode(word.tolist()) == filler.words[41]
+
+
+def test_filler_windows_have_the_size_asked_for(filler, tokenizer):
+    starts = filler.tokens(tokenizer).starts
+    for size in (0, 1, 7, 100, 2001, int(starts[-1])):
+        first, last = filler.window(np.random.default_rng(size), tokenizer, size)
+        assert starts[last] - starts[first] == size
+
+
+def test_errors(filler, tokenizer):
+    with pytest.raises(ValueError, match="hold no words"):
+        Filler([Document("d", " \n")])
+    with pytest.raises(ValueError, match=r"tokens of filler are needed and the documents have \d+; give more text"):
+        _example(filler, tokenizer, length=10**6)
+    with pytest.raises(ValueError, match="length 20 is too short for 4 needles"):
+        _example(filler, tokenizer, length=20)
+    with pytest.raises(ValueError, match=r"queries must lie between 1 and needles \(4\), got 5"):
+        _example(filler, tokenizer, queries=5)
+    with pytest.raises(ValueError, match="queries must lie"):
+        _example(filler, tokenizer, queries=0)
+    with pytest.raises(ValueError, match=r"depth must lie .* got 25"):
+        _example(filler, tokenizer, depth=25)
+    with pytest.raises(ValueError, match="11 needles of 1 digits: give between 1 and 10"):
+        _example(filler, tokenizer, needles=11, digits=1)
+    with pytest.raises(ValueError, match="digits must lie between 1 and 9, got 0"):
+        _example(filler, tokenizer, digits=0)

@@ -1,0 +1,81 @@
+import numpy as np
+import pytest
+
+from diff_transformer.data import Document, PackedCorpus, byte_tokenizer
+from diff_transformer.data.packing import pack_documents
+
+
+def _corpus(length=8, tokens=100, **options):
+    return PackedCorpus(np.arange(tokens, dtype=np.uint16), length, **options)
+
+
+def test_documents_are_joined_by_the_end_of_text_token():
+    tokenizer = byte_tokenizer()
+    tokens = pack_documents([Document("a", "ab"), Document("b", ""), Document("c", "<|endoftext|>")], tokenizer)
+    assert tokens.dtype == np.uint16
+    assert tokens.tolist() == [*b"ab", 256, 256, *b"<|endoftext|>", 256]
+    corpus = PackedCorpus.from_documents([Document("a", "abcdefg")], tokenizer, 4, shuffle=False)
+    assert corpus.rows(0, 2)[0].tolist() == [[*b"abcd"], [*b"efg", 256]]
+
+
+def test_wide_vocabularies_get_wide_integers():
+    wide = byte_tokenizer()
+    wide.add_tokens([f"token{n}" for n in range(1 << 16)])
+    tokens = pack_documents([Document("a", "token65535b")], wide)
+    assert tokens.dtype == np.uint32
+    assert tokens.tolist() == [258 + 65535, *b"b", 256]
+
+
+def test_rows_are_a_pure_function_of_seed_and_index():
+    corpus = _corpus(seed=3)
+    ids, labels = corpus.rows(5, 40)  # spans four epochs
+    assert ids.dtype == labels.dtype == np.int64
+    assert ids.shape == labels.shape == (40, 8)
+    for offset in range(40):
+        single = _corpus(seed=3).rows(5 + offset, 1)
+        np.testing.assert_array_equal(single[0][0], ids[offset])
+        np.testing.assert_array_equal(single[1][0], labels[offset])
+    assert not np.array_equal(_corpus(seed=4).rows(5, 40)[0], ids)
+
+
+def test_labels_are_an_own_copy_of_the_ids():
+    ids, labels = _corpus().rows(0, 2)
+    np.testing.assert_array_equal(ids, labels)
+    labels[:] = -100
+    assert ids.min() >= 0
+
+
+def test_an_epoch_shows_each_token_at_most_once_and_misses_less_than_a_window():
+    corpus = _corpus(length=8, tokens=100)
+    for epoch in range(5):
+        ids = corpus.rows(epoch * corpus.num_windows, corpus.num_windows)[0].ravel()
+        assert len(np.unique(ids)) == len(ids) == 96
+        np.testing.assert_array_equal(np.diff(ids.reshape(-1, 8), axis=1) % 100, 1)  # stretches of the ring
+
+
+def test_epochs_differ_in_their_cut_and_their_order():
+    corpus = _corpus(length=8, tokens=100)
+    starts = [corpus.rows(epoch * 12, 12)[0][:, 0] for epoch in range(6)]
+    assert len({tuple(epoch) for epoch in starts}) == 6
+    assert len({int(epoch.min() % 8) for epoch in starts}) > 1
+
+
+def test_without_shuffling_the_corpus_comes_in_order():
+    ids = _corpus(length=8, tokens=100, shuffle=False).rows(0, 12)[0]
+    np.testing.assert_array_equal(ids.ravel(), np.arange(96))
+
+
+def test_a_corpus_of_exactly_one_window():
+    ids = _corpus(length=8, tokens=8).rows(0, 3)[0]
+    np.testing.assert_array_equal(np.sort(ids, axis=1), np.tile(np.arange(8), (3, 1)))
+
+
+def test_errors(tokenizer):
+    with pytest.raises(ValueError, match="7 tokens, less than one window of 8; give more text"):
+        _corpus(length=8, tokens=7)
+    with pytest.raises(ValueError, match="length must be at least 2"):
+        _corpus(length=1)
+    bare = byte_tokenizer()
+    bare.eos_token = None
+    with pytest.raises(ValueError, match="no eos_token"):
+        pack_documents([Document("a", "text")], bare)

@@ -1,0 +1,83 @@
+from itertools import pairwise
+
+import numpy as np
+import pytest
+
+from diff_transformer.data import RecallSource, evaluation_rng, make_recall_batch, recall_vocabulary
+
+
+def _check_row(row, labels, vocabulary, pairs):
+    """The queries' answers follow from the first part of the row alone, and nothing else carries a loss."""
+    context, queries = row[: -2 * pairs], row[-2 * pairs :]
+    keys, values, noise = (set(part.tolist()) for part in (vocabulary.keys, vocabulary.values, vocabulary.noise))
+    facts = {int(a): int(b) for a, b in pairwise(context) if int(a) in keys}
+    assert len(facts) == pairs
+    assert set(facts.values()) <= values
+    assert len(set(facts.values())) == pairs
+    rest = [token for token in context.tolist() if token not in facts and token not in facts.values()]
+    assert set(rest) <= noise
+    assert len(rest) == len(context) - 2 * pairs
+    assert sorted(queries[::2].tolist()) == sorted(facts)
+    assert queries[1::2].tolist() == [facts[key] for key in queries[::2].tolist()]
+    marked = np.flatnonzero(labels != -100)
+    assert marked.tolist() == list(range(len(row) - 2 * pairs + 1, len(row), 2))
+    np.testing.assert_array_equal(labels[marked], row[marked])
+
+
+@pytest.mark.parametrize(("length", "pairs"), [(64, 4), (63, 5), (16, 4), (12, 1)])
+def test_rows_are_solvable_and_only_their_answers_carry_a_loss(length, pairs):
+    source = RecallSource(range(100, 200), length=length, pairs=pairs)
+    ids, labels = source.rows(0, 50)
+    assert ids.dtype == labels.dtype == np.int64
+    for row, row_labels in zip(ids, labels, strict=True):
+        _check_row(row, row_labels, source.vocabulary, pairs)
+    if length > 4 * pairs:
+        assert len({tuple(np.flatnonzero(np.isin(row, source.vocabulary.keys))) for row in ids}) > 5
+
+
+def test_rows_are_a_pure_function_of_seed_and_index():
+    make = lambda seed: RecallSource(range(99), seed=seed)  # noqa: E731
+    ids, labels = make(1).rows(5, 3)
+    for offset in range(3):
+        single = make(1).rows(5 + offset, 1)
+        np.testing.assert_array_equal(single[0][0], ids[offset])
+        np.testing.assert_array_equal(single[1][0], labels[offset])
+    assert not np.array_equal(make(2).rows(5, 3)[0], ids)
+
+
+def test_the_vocabulary_is_disjoint_and_does_not_depend_on_the_seed(tokenizer):
+    vocabulary = recall_vocabulary(tokenizer)
+    joined = np.concatenate([vocabulary.keys, vocabulary.values, vocabulary.noise])
+    assert len(np.unique(joined)) == len(joined) == len(tokenizer) - 2
+    assert not np.isin(tokenizer.all_special_ids, joined).any()
+    first, second = RecallSource(tokenizer, seed=1), RecallSource(tokenizer, seed=2)
+    np.testing.assert_array_equal(first.vocabulary.keys, second.vocabulary.keys)
+    np.testing.assert_array_equal(first.vocabulary.keys, vocabulary.keys)
+    assert len(recall_vocabulary(tokenizer, 20).values) == 20
+
+
+def test_a_batch_to_score_names_positions_and_answers():
+    vocabulary = recall_vocabulary(np.arange(80))
+    ids, positions, answers = make_recall_batch(evaluation_rng(0), vocabulary, rows=30, length=48, pairs=6)
+    assert ids.shape == (30, 48)
+    assert positions.shape == answers.shape == (30, 6)
+    np.testing.assert_array_equal(np.take_along_axis(ids, positions, axis=1), answers)
+    for row, places in zip(ids, positions, strict=True):
+        labels = np.full(48, -100)
+        labels[places] = row[places]
+        _check_row(row, labels, vocabulary, 6)
+    again = make_recall_batch(evaluation_rng(0), vocabulary, rows=30, length=48, pairs=6)[0]
+    np.testing.assert_array_equal(ids, again)
+
+
+def test_errors():
+    with pytest.raises(ValueError, match="at least 16, got 15"):
+        RecallSource(range(100), length=15, pairs=4)
+    with pytest.raises(ValueError, match=r"number of keys \(3\), got 4"):
+        RecallSource(range(100), pairs=4, num_symbols=3)
+    with pytest.raises(ValueError, match="got 0"):
+        RecallSource(range(100), pairs=0)
+    with pytest.raises(ValueError, match="leave no noise among 10 ids"):
+        recall_vocabulary(range(10), 5)
+    with pytest.raises(ValueError, match="leave no noise among 3 ids"):
+        recall_vocabulary(range(3))

@@ -1,0 +1,142 @@
+import subprocess
+import sys
+from typing import Any, cast
+
+import numpy as np
+import pytest
+from transformers import AutoTokenizer
+
+from diff_transformer.data.tokenizer import (
+    MIN_VOCAB_SIZE,
+    byte_tokenizer,
+    encode,
+    encode_all,
+    load_tokenizer,
+    token_spans,
+    tokenizer_hash,
+    train_tokenizer,
+)
+
+TEXTS = [
+    "",
+    " ",
+    "Hello, world! It's 1984 and naïve café-goers can't pay 3.14 €.",
+    "def f(x):\n\treturn x  # two  spaces\n\n\n    indented\r\n",
+    "日本語のテキスト 한국어 العربية ½ ² ٣",
+    "\U0001f600\U0001f469‍\U0001f680 zero​width \x00\x07 \xa0non-breaking",
+    "literal <|endoftext|> and <|pad|> in a text",
+    "   leading and trailing   ",
+]
+
+
+@pytest.fixture(scope="module", params=["trained", "bytes"])
+def any_tokenizer(request, tokenizer):
+    return tokenizer if request.param == "trained" else byte_tokenizer()
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_any_text_survives(any_tokenizer, text):
+    ids = encode(any_tokenizer, text)
+    assert ids.dtype == np.int64
+    assert any_tokenizer.decode(ids.tolist()) == text
+    assert not set(ids.tolist()) & set(any_tokenizer.all_special_ids)
+
+
+def test_encoding_many_is_encoding_each(any_tokenizer):
+    for ids, text in zip(encode_all(any_tokenizer, TEXTS), TEXTS, strict=True):
+        np.testing.assert_array_equal(ids, encode(any_tokenizer, text))
+    assert not any_tokenizer.backend_tokenizer.encode_special_tokens
+
+
+def test_a_trained_tokenizer_splits_numbers_into_digits(tokenizer):
+    assert len(encode(tokenizer, " 42")) == 2
+    assert len(encode(tokenizer, "42")) == 2
+    assert len(encode(tokenizer, " 123456")) == 6
+    without_digits = train_tokenizer(["no number here " * 50], MIN_VOCAB_SIZE)
+    assert [len(encode(without_digits, f" {n}")) for n in (7, 42, 900)] == [1, 2, 3]
+
+
+def test_special_tokens_and_padding(any_tokenizer):
+    assert any_tokenizer.eos_token == any_tokenizer.bos_token == "<|endoftext|>"
+    assert any_tokenizer.pad_token == "<|pad|>"
+    assert any_tokenizer.pad_token_id != any_tokenizer.eos_token_id
+    assert any_tokenizer.padding_side == "left"
+    batch = any_tokenizer(["river", "the river"], padding=True)
+    assert batch["input_ids"][0][0] == any_tokenizer.pad_token_id
+    assert any_tokenizer("the river<|endoftext|>")["input_ids"][-1] == any_tokenizer.eos_token_id
+
+
+def test_the_vocabulary_has_the_size_asked_for(documents):
+    texts = [document.text for document in documents]
+    for size in (MIN_VOCAB_SIZE, 300, 400):
+        trained = train_tokenizer(texts, size)
+        assert len(trained) == size
+        assert sorted(trained.get_vocab().values()) == list(range(size))
+
+
+def test_training_learns_frequent_words_and_is_repeatable(documents, tokenizer):
+    assert len(encode(tokenizer, " mountain")) == 1
+    texts = [document.text for document in documents]
+    assert tokenizer_hash(train_tokenizer(texts, 400)) == tokenizer_hash(train_tokenizer(iter(texts), 400))
+
+
+def test_byte_ids_are_the_bytes():
+    text = "é\n\x00~" + "日"
+    np.testing.assert_array_equal(encode(byte_tokenizer(), text), list(text.encode()))
+    assert len(byte_tokenizer()) == 258
+
+
+def test_saving_and_loading_changes_nothing(any_tokenizer, tmp_path):
+    any_tokenizer.save_pretrained(tmp_path)
+    loaded_twice: list[Any] = [AutoTokenizer.from_pretrained(tmp_path), load_tokenizer(tmp_path)]
+    for loaded in loaded_twice:
+        assert tokenizer_hash(loaded) == tokenizer_hash(any_tokenizer)
+        assert loaded.padding_side == "left"
+        assert loaded.pad_token_id == any_tokenizer.pad_token_id
+        for text in TEXTS:
+            np.testing.assert_array_equal(encode(loaded, text), encode(any_tokenizer, text))
+            assert loaded.decode(encode(loaded, text).tolist()) == text
+
+
+def test_the_hash_depends_on_the_tokens_alone(tokenizer, documents):
+    before = tokenizer_hash(tokenizer)
+    tokenizer(["a", "b c d"], padding=True, truncation=True, max_length=4)
+    assert tokenizer_hash(tokenizer) == before
+    assert tokenizer_hash(byte_tokenizer()) != before
+    assert tokenizer_hash(train_tokenizer([documents[0].text], 500)) != before
+    assert len(before) == 16
+
+
+def test_load_by_name(tmp_path):
+    assert tokenizer_hash(load_tokenizer("bytes")) == tokenizer_hash(byte_tokenizer())
+    with pytest.raises(ValueError, match=r"no tokenizer at .*give 'bytes', a folder written by save_pretrained"):
+        load_tokenizer(tmp_path)
+
+
+def test_errors():
+    with pytest.raises(ValueError, match=r"vocab_size 257 is too small; give at least 268"):
+        train_tokenizer(["text"], 257)
+    for nothing in ([], [""]):
+        with pytest.raises(ValueError, match="no text"):
+            train_tokenizer(nothing, 300)
+    with pytest.raises(ValueError, match="object has no fast backend"):
+        encode(cast(Any, object()), "text")
+
+
+def test_token_spans_cover_the_characters(any_tokenizer):
+    text = "The café by the river was naïve, and 1984 passed slowly."
+    for part in ("café", "river was", "1984", text):
+        start = text.index(part)
+        ((first, last),) = token_spans(any_tokenizer, text, [(start, start + len(part))])
+        ids = encode(any_tokenizer, text).tolist()
+        assert part in any_tokenizer.decode(ids[first:last])
+        assert part not in any_tokenizer.decode(ids[first + 1 : last])
+        assert part not in any_tokenizer.decode(ids[first : last - 1])
+    with pytest.raises(ValueError, match="no token"):
+        token_spans(any_tokenizer, text, [(500, 510)])
+
+
+def test_the_data_modules_import_without_torch_and_transformers():
+    code = "import sys, diff_transformer.data; print({'torch', 'transformers', 'tokenizers'} & set(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "set()"

@@ -1,0 +1,137 @@
+"""The layer against the paper's formulas written out head by head in fp64."""
+
+import pytest
+import torch
+from torch.nn.functional import rms_norm
+
+from diff_transformer import DiffAttention, lambda_init
+from diff_transformer.model.layers import apply_rotary, rotary_tables
+
+
+def by_hand(layer, x, context, *, group, causal, gain, mask=None):
+    """Section 2.1, one differential head after the other; key/value head i // group serves head i."""
+    d = layer.head_dim
+    q, k, v = (p.weight.T for p in (layer.q_proj, layer.k_proj, layer.v_proj))
+    q, k, v = x @ q, context @ k, context @ v
+    heads = q.shape[-1] // (2 * d)
+    lam = layer.core.lam()
+    outs = []
+    for i in range(heads):
+        j = i // group
+        maps = []
+        for part in (0, 1):
+            qi = q[..., (2 * i + part) * d : (2 * i + part + 1) * d]
+            kj = k[..., (2 * j + part) * d : (2 * j + part + 1) * d]
+            scores = qi @ kj.transpose(-1, -2) / d**0.5
+            if causal:
+                scores = scores.masked_fill(torch.ones_like(scores).triu(1).bool(), float("-inf"))
+            if mask is not None:
+                scores = scores.masked_fill(~mask, float("-inf"))
+            maps.append(scores.softmax(-1))
+        head = (maps[0] - lam * maps[1]) @ v[..., 2 * j * d : 2 * (j + 1) * d]
+        if layer.core.head_norm is not None:
+            head = rms_norm(head, (2 * d,), layer.core.head_norm.weight, 1e-5)
+        outs.append(gain * head)
+    return torch.cat(outs, -1) @ layer.o_proj.weight.T
+
+
+@pytest.mark.parametrize("norm", [True, False, "no_weight"])
+@pytest.mark.parametrize(("kv_heads", "group"), [(8, 1), (4, 2), (2, 4)])
+def test_layer_is_the_paper(norm, kv_heads, group):
+    """Grouped heads included: a repeat of the interleaved key heads would give both maps the same key."""
+    torch.manual_seed(0)
+    options = {"num_key_value_heads": kv_heads, "is_causal": True, "layer_index": 3, "head_norm": norm}
+    layer = DiffAttention(32, 8, **options).double()
+    if norm is True:
+        torch.nn.init.normal_(layer.core.head_norm.weight)
+    x = torch.randn(2, 7, 32, dtype=torch.float64)
+    out, weights = layer(x)
+    expected = by_hand(layer, x, x, group=group, causal=True, gain=1 - lambda_init(3))
+    torch.testing.assert_close(out, expected, atol=1e-10, rtol=1e-8)
+    assert weights is None
+
+
+def test_cross_attention_with_padding():
+    torch.manual_seed(0)
+    layer = DiffAttention(32, 4, context_size=24, lambda_init=0.5).double()
+    x, context = torch.randn(2, 5, 32).double(), torch.randn(2, 9, 24).double()
+    keep = torch.ones(2, 9, dtype=torch.bool)
+    keep[0, 6:] = False
+    out, _ = layer(x, context, key_padding_mask=keep)
+    expected = by_hand(layer, x, context, group=1, causal=False, gain=0.5, mask=keep[:, None])
+    torch.testing.assert_close(out, expected, atol=1e-10, rtol=1e-8)
+    altered = context.clone()
+    altered[0, 6:] = 99.0
+    torch.testing.assert_close(layer(x, altered, key_padding_mask=keep)[0], out)
+
+
+def test_padding_joins_a_bool_and_an_additive_mask():
+    torch.manual_seed(0)
+    layer = DiffAttention(32, 4).double()
+    x = torch.randn(1, 6, 32).double()
+    keep = torch.tensor([[True, True, True, True, False, False]])
+    band = torch.ones(6, 6).tril(1).bool()
+    expected = layer(x, attention_mask=band & keep[:, None])[0]
+    torch.testing.assert_close(layer(x, attention_mask=band, key_padding_mask=keep)[0], expected)
+    additive = torch.zeros(6, 6).double().masked_fill(~band, float("-inf"))
+    torch.testing.assert_close(layer(x, attention_mask=additive, key_padding_mask=keep)[0], expected)
+
+
+def test_maps_on_request():
+    torch.manual_seed(0)
+    layer = DiffAttention(32, 4, is_causal=True)
+    x = torch.randn(2, 6, 32)
+    difference = layer(x, output_attentions=True)[1]
+    parts = layer(x, output_attention_parts=True)[1]
+    assert difference.shape == (2, 2, 6, 6)
+    torch.testing.assert_close(parts.first - layer.core.lam() * parts.second, difference)
+    torch.testing.assert_close(parts.first.sum(-1), torch.ones(2, 2, 6))
+
+
+def test_rotary_positions_are_relative():
+    torch.manual_seed(0)
+    layer = DiffAttention(32, 4, rope_theta=10_000.0, is_causal=True).double()
+    x = torch.randn(1, 6, 32).double()
+    shifted = layer(x, position_ids=torch.arange(6)[None] + 17)[0]
+    torch.testing.assert_close(shifted, layer(x)[0], atol=1e-5, rtol=1e-4)
+    spread = layer(x, position_ids=3 * torch.arange(6)[None])[0]
+    assert not torch.allclose(spread, layer(x)[0], atol=1e-4)
+
+
+def test_rotary_rotates_halves():
+    cos, sin = rotary_tables(torch.tensor([[1]]), 4, 10_000.0)
+    x = torch.tensor([1.0, 0, 0, 0]).view(1, 1, 1, 4)
+    torch.testing.assert_close(apply_rotary(x, cos, sin).flatten(), torch.tensor([1.0, 0, 1.0, 0]) * torch.tensor(
+        [torch.cos(torch.tensor(1.0)), 0, torch.sin(torch.tensor(1.0)), 0]))  # fmt: skip
+
+
+def test_layer_trains_every_parameter():
+    torch.manual_seed(0)
+    layer = DiffAttention(32, 4, rope_theta=10_000.0)
+    layer(torch.randn(2, 6, 32))[0].square().sum().backward()
+    for name, parameter in layer.named_parameters():
+        assert parameter.grad is not None, name
+        assert parameter.grad.abs().sum() > 0, name
+
+
+@pytest.mark.parametrize(
+    ("arguments", "options", "message"),
+    [
+        ((32, 3), {"head_dim": 8}, "must both be even"),
+        ((32, 4), {"num_key_value_heads": 3}, "not divisible by 3 key/value heads"),
+        ((30, 4), {}, "hidden_size 30 is not divisible by num_heads 4"),
+        ((0, 4), {}, "hidden_size is 0; it must be positive"),
+        ((32, -4), {}, "num_heads is -4; it must be positive"),
+        ((32, 4), {"lambda_init": "shallow"}, "lambda_init is 'shallow'"),
+        ((32, 4), {"rope_theta": 1e4, "context_size": 16}, "exclude each other"),
+    ],
+)
+def test_bad_arguments_are_refused(arguments, options, message):
+    with pytest.raises(ValueError, match=message):
+        DiffAttention(*arguments, **options)
+
+
+def test_bad_padding_mask_is_refused():
+    layer = DiffAttention(32, 4)
+    with pytest.raises(ValueError, match=r"accepted: bool of shape \[B, S\] = \(2, 6\)"):
+        layer(torch.randn(2, 6, 32), key_padding_mask=torch.ones(2, 5, dtype=torch.bool))

@@ -1,0 +1,69 @@
+import pytest
+from transformers import AutoConfig
+
+from diff_transformer import DiffTransformerConfig, matched_baseline
+from diff_transformer.model.cost import model_cost
+from diff_transformer.model.presets import PRESETS, preset
+
+
+def test_heads_are_counted_as_in_the_matched_transformer():
+    config = preset("3B")
+    assert (config.num_attention_heads, config.num_diff_heads, config.head_dim) == (24, 12, 128)
+    assert config.intermediate_size == 8192
+    assert preset("830M").head_dim == 96
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_pair_differs_in_one_field_and_agrees_in_cost(name):
+    config = preset(name)
+    baseline = matched_baseline(config)
+    ours, theirs = config.to_dict(), baseline.to_dict()
+    assert {key for key in ours if ours[key] != theirs[key]} == {"attention"}
+    diff, softmax = model_cost(config), model_cost(baseline)
+    assert diff.total_parameters == pytest.approx(softmax.total_parameters, rel=0.01)
+    assert diff.flops_per_token == pytest.approx(softmax.flops_per_token, rel=0.01)
+    assert diff.kv_bytes_per_token == softmax.kv_bytes_per_token
+
+
+@pytest.mark.parametrize(
+    ("name", "billions"), [("830M", 0.83), ("1.4B", 1.4), ("2.8B", 2.8), ("6.8B", 6.8), ("13.1B", 13.1)]
+)
+def test_paper_sizes(name, billions):
+    assert model_cost(preset(name)).total_parameters / 1e9 == pytest.approx(billions, rel=0.015)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"hidden_size": 30}, "hidden_size 30 is not divisible by num_attention_heads 4"),
+        ({"num_attention_heads": 3, "head_dim": 8}, "3 attention heads .* must both be even"),
+        ({"num_key_value_heads": 3}, "4 attention heads are not divisible by 3 key/value heads"),
+        ({"num_key_value_heads": 1}, "must both be even"),
+        ({"hidden_size": 0}, "hidden_size is 0; it must be positive"),
+        ({"num_hidden_layers": -1}, "num_hidden_layers is -1; it must be positive"),
+        ({"vocab_size": 0}, "vocab_size is 0"),
+        ({"intermediate_size": -4}, "intermediate_size is -4"),
+        ({"attention": "linear"}, "attention is 'linear'; accepted: 'diff', 'softmax'"),
+        ({"lambda_init": "deep"}, "lambda_init is 'deep'; accepted: 'depth' or a number"),
+        ({"head_norm": "layer"}, "head_norm is 'layer'; accepted"),
+        ({"head_norm": False, "head_norm_init": 0.1}, "head_norm_init=0.1 sets the weight"),
+        ({"head_dim": 7}, "head_dim is 7; rotary embedding needs an even width"),
+        ({"head_nrom": False}, "has no field 'head_nrom'; did you mean 'head_norm'"),
+    ],
+)
+def test_bad_values_are_refused(fields, message):
+    with pytest.raises(ValueError, match=message):
+        DiffTransformerConfig(**{"hidden_size": 32, "num_attention_heads": 4, **fields})
+
+
+def test_unknown_preset_names_the_known():
+    with pytest.raises(ValueError, match=r"no preset '4B'; there are: .*13\.1B"):
+        preset("4B")
+
+
+def test_config_survives_saving(tmp_path):
+    config = preset("debug", lambda_init=0.5, head_norm="no_weight", num_key_value_heads=2)
+    config.save_pretrained(tmp_path)
+    loaded = AutoConfig.from_pretrained(tmp_path)
+    assert isinstance(loaded, DiffTransformerConfig)
+    assert loaded.to_diff_dict() == config.to_diff_dict()

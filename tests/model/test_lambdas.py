@@ -1,0 +1,45 @@
+import math
+
+import pytest
+import torch
+
+from diff_transformer.model.lambdas import LearnedLambda, lambda_init
+
+
+def test_lambda_init_counts_layers_from_zero():
+    assert lambda_init(0) == pytest.approx(0.2)  # the paper's l = 1
+    assert lambda_init(27) == pytest.approx(0.8 - 0.6 * math.exp(-0.3 * 27))
+    with pytest.raises(ValueError, match="counted from 0"):
+        lambda_init(-1)
+
+
+def test_value_is_the_formula():
+    lam = LearnedLambda(4, 0.2)
+    with torch.no_grad():
+        lam.lambda_q1.copy_(torch.tensor([1.0, 0, 0, 0]))
+        lam.lambda_k1.copy_(torch.tensor([0.5, 9, 9, 9]))
+        lam.lambda_q2.copy_(torch.tensor([0.0, 1, 0, 0]))
+        lam.lambda_k2.copy_(torch.tensor([9.0, -0.25, 9, 9]))
+    assert lam().item() == pytest.approx(math.exp(0.5) - math.exp(-0.25) + 0.2, rel=1e-6)
+
+
+@pytest.mark.parametrize("cast", [torch.bfloat16, torch.float16])
+def test_half_precision_does_not_touch_lambda(cast):
+    lam = LearnedLambda(64, 0.5)
+    before = {name: tensor.clone() for name, tensor in lam.state_dict().items()}
+    holder = torch.nn.Sequential(torch.nn.Linear(2, 2), lam).to(cast)
+    assert holder[0].weight.dtype == cast
+    for name, tensor in lam.state_dict().items():
+        assert tensor.dtype == torch.float32
+        assert torch.equal(tensor, before[name])
+
+
+def test_double_precision_raises_lambda():
+    assert LearnedLambda(8, 0.5).double()().dtype == torch.float64
+
+
+@pytest.mark.parametrize(("width", "spread"), [(16, 0.057), (128, 0.161)])
+def test_spread_at_initialisation(width, spread):
+    torch.manual_seed(0)
+    draws = torch.stack([LearnedLambda(width, 0.0)() for _ in range(2000)])
+    assert draws.std().item() == pytest.approx(spread, rel=0.08)

@@ -1,0 +1,177 @@
+import pytest
+import torch
+from transformers import AutoModel, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+
+from diff_transformer import DiffTransformerForCausalLM, matched_baseline
+from diff_transformer.model.convert import from_llama, to_llama
+from diff_transformer.model.cost import count_parameters
+from diff_transformer.model.presets import preset
+
+BOTH = pytest.mark.parametrize("attention", ["diff", "softmax"])
+
+
+def make(attention="diff", **fields):
+    torch.manual_seed(0)
+    return DiffTransformerForCausalLM(preset("debug", attention=attention, **fields)).eval()
+
+
+def tokens(rows=2, length=20):
+    return torch.randint(0, 512, (rows, length), generator=torch.Generator().manual_seed(1))
+
+
+@BOTH
+@pytest.mark.parametrize("tied", [True, False])
+def test_saving_and_loading_keeps_the_logits(attention, tied, tmp_path):
+    model = make(attention, tie_word_embeddings=tied, num_key_value_heads=2)
+    model.save_pretrained(tmp_path)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path).eval()
+    assert torch.equal(loaded(tokens()).logits, model(tokens()).logits)
+    assert (loaded.lm_head.weight is loaded.model.embed_tokens.weight) == tied
+    base = AutoModel.from_pretrained(tmp_path).eval()
+    assert torch.equal(base(tokens()).last_hidden_state, model.model(tokens()).last_hidden_state)
+
+
+@BOTH
+def test_parameter_count_is_the_cost_model(attention):
+    for fields in ({}, {"tie_word_embeddings": False, "num_key_value_heads": 2}, {"head_norm": "no_weight"}):
+        model = make(attention, **fields)
+        assert sum(p.numel() for p in model.parameters()) == sum(count_parameters(model.config).values())
+
+
+@BOTH
+@pytest.mark.parametrize("cache", [None, "static"])
+def test_cached_generation_is_the_uncached_argmax(attention, cache):
+    model, ids = make(attention, num_key_value_heads=2), tokens(2, 6)
+    expected = ids
+    for _ in range(8):
+        best = model(expected, use_cache=False).logits[:, -1].argmax(-1, keepdim=True)
+        expected = torch.cat((expected, best), 1)
+    options = {"cache_implementation": cache, "disable_compile": True} if cache else {}
+    out = model.generate(ids, max_new_tokens=8, do_sample=False, eos_token_id=None, pad_token_id=0, **options)
+    assert torch.equal(out, expected)
+
+
+@BOTH
+def test_cached_logits_equal_one_full_forward(attention):
+    model, ids = make(attention), tokens(2, 12)
+    full = model(ids).logits
+    first = model(ids[:, :5], use_cache=True)
+    second = model(ids[:, 5:9], past_key_values=first.past_key_values, use_cache=True)
+    third = model(ids[:, 9:], past_key_values=second.past_key_values, use_cache=True)
+    torch.testing.assert_close(torch.cat((first.logits, second.logits, third.logits), 1), full, atol=1e-5, rtol=1e-5)
+
+
+@BOTH
+def test_left_padding_changes_nothing(attention):
+    model, ids = make(attention), tokens(1, 9)
+    padded = torch.cat((torch.zeros(1, 5, dtype=torch.long), ids), 1)
+    mask = torch.tensor([[0] * 5 + [1] * 9])
+    logits = model(padded, attention_mask=mask, position_ids=(mask.cumsum(-1) - 1).clamp_min(0)).logits[:, 5:]
+    torch.testing.assert_close(logits, model(ids).logits, atol=1e-5, rtol=1e-5)
+    generated = model.generate(padded, attention_mask=mask, max_new_tokens=6, do_sample=False, pad_token_id=0)
+    alone = model.generate(ids, max_new_tokens=6, do_sample=False, pad_token_id=0)
+    assert torch.equal(generated[:, 14:], alone[:, 9:])
+
+
+@BOTH
+def test_gradient_checkpointing_gives_the_same_gradients(attention):
+    model, ids = make(attention).train(), tokens()
+    model(ids, labels=ids).loss.backward()
+    expected = [p.grad.clone() for p in model.parameters()]
+    model.zero_grad()
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    model(ids, labels=ids).loss.backward()
+    for parameter, gradient in zip(model.parameters(), expected, strict=True):
+        torch.testing.assert_close(parameter.grad, gradient)
+
+
+def test_attention_outputs():
+    model, ids = make(), tokens()
+    out = model(ids, output_attentions=True)
+    assert [a.shape for a in out.attentions] == [(2, 2, 20, 20)] * 2
+    parts = model(ids, output_attentions=True, output_attention_parts=True).attentions
+    for lam, part, difference in zip(model.lambdas(), parts, out.attentions, strict=True):
+        torch.testing.assert_close(part.first - lam * part.second, difference, atol=1e-6, rtol=1e-5)
+    assert make("softmax")(ids, output_attentions=True).attentions[0].shape == (2, 4, 20, 20)
+
+
+def test_lambda_stays_fp32_in_a_bf16_model(tmp_path):
+    model = make()
+    vector = model.model.layers[1].self_attn.core.lam.lambda_k2.clone()
+    model.save_pretrained(tmp_path)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16)
+    for candidate in (loaded, model.to(torch.bfloat16)):
+        lam = candidate.model.layers[1].self_attn.core.lam
+        assert candidate.lm_head.weight.dtype == torch.bfloat16
+        assert lam.lambda_k2.dtype == lam().dtype == torch.float32
+        assert torch.equal(lam.lambda_k2, vector)
+        assert candidate(tokens()).logits.isfinite().all()
+
+
+def test_initialisation_follows_the_fields():
+    model = make(hidden_size=64, embedding_initializer_range=0.5, output_initializer_range=0.005, head_norm_init=0.1)
+    layer = model.model.layers[0]
+    assert model.model.embed_tokens.weight.std().item() == pytest.approx(0.5, rel=0.05)
+    assert layer.self_attn.o_proj.weight.std().item() == pytest.approx(0.005, rel=0.1)
+    assert layer.mlp.down_proj.weight.std().item() == pytest.approx(0.005, rel=0.1)
+    assert layer.self_attn.q_proj.weight.std().item() == pytest.approx(0.02, rel=0.1)
+    assert torch.equal(layer.self_attn.core.head_norm.weight, torch.full((32,), 0.1))
+    assert make(lambda_init=0.5).model.layers[1].self_attn.core.lam.initial == 0.5
+
+
+def test_models_of_a_pair_share_every_name_but_lambda_and_head_norm():
+    ours, theirs = make().state_dict(), make("softmax").state_dict()
+    assert theirs.keys() <= ours.keys()
+    assert all(ours[name].shape == theirs[name].shape for name in theirs)
+    assert {name.split("core.")[1].split(".")[0] for name in ours.keys() - theirs.keys()} == {"lam", "head_norm"}
+
+
+@pytest.mark.parametrize(("kv_heads", "tied"), [(4, False), (2, True)])
+def test_softmax_model_is_llama(kv_heads, tied):
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 512, "hidden_size": 32, "intermediate_size": 96, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": kv_heads}
+    llama = LlamaForCausalLM(LlamaConfig(**sizes, **heads, tie_word_embeddings=tied)).eval()
+    ours = from_llama(llama)
+    torch.testing.assert_close(ours(tokens()).logits, llama(tokens()).logits, atol=1e-5, rtol=1e-5)
+    back = to_llama(ours)
+    torch.testing.assert_close(back(tokens()).logits, llama(tokens()).logits, atol=1e-6, rtol=1e-6)
+
+
+def test_converter_refuses_what_the_other_side_cannot_hold():
+    with pytest.raises(ValueError, match="attention is 'diff'"):
+        to_llama(make())
+    biased = LlamaForCausalLM(LlamaConfig(
+        vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=4,
+        attention_bias=True))  # fmt: skip
+    with pytest.raises(ValueError, match="attention_bias=True"):
+        from_llama(biased)
+
+
+def test_eager_masks_give_the_same_logits():
+    model, ids = make(), tokens()
+    expected = model(ids).logits
+    model.set_attn_implementation("eager")
+    torch.testing.assert_close(model(ids).logits, expected, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("attention", ["diff", "softmax"])
+def test_forward_compiles_without_graph_breaks(attention):
+    model, ids = make(attention), tokens()
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(
+        compiled(ids, use_cache=False).logits, model(ids, use_cache=False).logits, atol=1e-5, rtol=1e-5
+    )
+
+
+def test_one_of_ids_and_embeddings():
+    with pytest.raises(ValueError, match="exactly one of input_ids and inputs_embeds"):
+        make().model()
+
+
+def test_baseline_takes_the_same_weights():
+    model = make()
+    baseline = DiffTransformerForCausalLM(matched_baseline(model.config))
+    missing, unexpected = baseline.load_state_dict(model.state_dict(), strict=False)
+    assert not missing
+    assert all(".core." in name for name in unexpected)

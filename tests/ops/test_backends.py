@@ -1,0 +1,253 @@
+"""Every backend through the whole contract, output and gradients, against the fp64 reference."""
+
+import pytest
+import torch
+
+from diff_transformer.ops import available_backends, diff_attention
+from diff_transformer.testing import assert_within_budget, eager_diff_attention, make_inputs
+
+
+def random_mask(*shape):
+    """About two thirds of the keys visible, the first always."""
+    mask = torch.rand(*shape, generator=torch.Generator().manual_seed(1)) > 0.35
+    mask[..., 0] = True
+    return mask
+
+
+def padding(B, S):
+    """The first keys of batch 1 are padding: [B, 1, 1, S]."""
+    mask = torch.ones(B, 1, 1, S, dtype=torch.bool)
+    mask[1, ..., : S // 3] = False
+    return mask
+
+
+def distance_bias(H, S):
+    """A slope a head, as in ALiBi: [1, H, 1, S]."""
+    return torch.linspace(0.1, 1, H).view(1, H, 1, 1) * torch.linspace(-3, 0, S)
+
+
+def blind_rows(B, T, S):
+    """Queries 0 and 7 of batch 0, and every query of batch 1, may attend to nothing: [B, 1, T, S]."""
+    mask = random_mask(B, 1, T, S)
+    mask[0, :, [0, 7]] = False
+    mask[1] = False
+    return mask
+
+
+# name: (arguments of make_inputs, arguments of diff_attention)
+CASES = {
+    "plain 63": ({}, {}),
+    "causal 111": ({"T": 111}, {"is_causal": True}),
+    "causal 1000": ({"B": 1, "H": 2, "T": 1000, "D": 32}, {"is_causal": True}),
+    "cross 63 on 111": ({"T": 63, "S": 111}, {}),
+    "causal 63 on 250": ({"T": 63, "S": 250}, {"is_causal": True}),
+    "causal 200 on 63": ({"T": 200, "S": 63}, {"is_causal": True}),
+    "one query": ({"T": 1, "S": 111}, {"is_causal": True}),
+    "one query and key": ({"T": 1}, {"is_causal": True}),
+    "window 1": ({"T": 63}, {"is_causal": True, "window": 1}),
+    "window 20": ({"T": 300}, {"is_causal": True, "window": 20}),
+    "window 200": ({"T": 300}, {"is_causal": True, "window": 200}),
+    "window beyond S": ({"T": 63}, {"is_causal": True, "window": 1000}),
+    "window 20, 63 on 111": ({"T": 63, "S": 111}, {"is_causal": True, "window": 20}),
+    "window 20, 111 on 63": ({"T": 111, "S": 63}, {"is_causal": True, "window": 20}),
+    "grouped keys": ({"H": 4, "G": 2, "T": 111}, {"is_causal": True}),
+    "one key head": ({"H": 4, "G": 1, "T": 111}, {"is_causal": True}),
+    "shared noise": ({"H": 6, "Hn": 2, "T": 111}, {"is_causal": True}),
+    "shared noise, grouped keys": ({"H": 6, "Hn": 2, "G": 1, "T": 111}, {"is_causal": True}),
+    "values as wide as queries": ({"D": 16, "Dv": 16}, {"is_causal": True}),
+    "narrow values": ({"D": 16, "Dv": 5}, {"is_causal": True}),
+    "odd widths": ({"D": 24, "Dv": 41}, {"is_causal": True}),
+    "scale": ({}, {"scale": 0.7}),
+    "mask [T, S]": ({"S": 90}, {"attn_mask": random_mask(63, 90)}),
+    "mask per head": ({"T": 150, "S": 90}, {"attn_mask": random_mask(2, 4, 150, 90)}),
+    "mask per head, shared noise": ({"H": 4, "Hn": 2, "G": 1}, {"attn_mask": random_mask(1, 4, 63, 63)}),
+    "mask per batch, grouped keys": ({"H": 4, "G": 2}, {"attn_mask": random_mask(2, 1, 63, 63), "is_causal": True}),
+    "padding": ({"T": 63, "S": 90}, {"attn_mask": padding(2, 90)}),
+    "padding, causal": ({"T": 150}, {"attn_mask": padding(2, 150), "is_causal": True}),
+    "bias": ({"T": 150}, {"attn_mask": distance_bias(4, 150), "is_causal": True}),
+    "bias, grouped keys": ({"T": 63, "H": 4, "G": 2}, {"attn_mask": distance_bias(4, 63)}),
+    "additive mask": ({}, {"attn_mask": torch.zeros(2, 1, 63, 63).masked_fill(~random_mask(2, 1, 63, 63), float("-inf"))}),
+    "blind rows": ({}, {"attn_mask": blind_rows(2, 63, 63)}),
+    "blind rows, causal": ({"T": 150, "H": 4, "G": 2}, {"attn_mask": blind_rows(2, 150, 150), "is_causal": True}),
+    "blind rows, additive": ({}, {"attn_mask": torch.zeros(2, 1, 63, 63).masked_fill(~blind_rows(2, 63, 63), float("-inf"))}),
+    "mask and window": ({"T": 150}, {"attn_mask": random_mask(2, 1, 150, 150), "is_causal": True, "window": 30}),
+    "strided": ({"T": 111, "strided": True}, {"is_causal": True}),
+    "strided, grouped keys": ({"T": 150, "H": 4, "G": 2, "strided": True}, {"is_causal": True}),
+    "lam scalar": ({"lam_shape": ()}, {}),
+    "lam per head": ({"lam_shape": (4,)}, {}),
+    "lam per batch": ({"lam_shape": (2, 1, 1, 1)}, {}),
+    "lam per query": ({"lam_shape": (1, 1, 63, 1)}, {}),
+}
+
+
+def run(function, inputs, options):
+    """The output and the gradients of every input for a fixed gradient of the output."""
+    out = function(*inputs, **options)
+    dout = torch.randn(out.shape, generator=torch.Generator().manual_seed(2)).to(out.dtype)
+    gradients = torch.autograd.grad(out, inputs, dout)
+    return dict(zip(("out", "dq1", "dq2", "dk1", "dk2", "dv", "dlam"), (out, *gradients), strict=True))
+
+
+def backend_of(name):
+    return lambda *inputs, **options: diff_attention(*inputs, backend=name, **options)
+
+
+def eager(q1, q2, k1, k2, v, lam, **options):
+    lam = lam[None, :, None, None] if lam.dim() == 1 else lam
+    return eager_diff_attention(q1, q2, k1, k2, v, lam, **options)
+
+
+def in_fp64(inputs, options):
+    mask = options.get("attn_mask")
+    if mask is not None and mask.dtype != torch.bool:
+        options = options | {"attn_mask": mask.double()}
+    return run(backend_of("reference"), inputs.to(torch.float64), options)
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("backend", ["reference", "blockwise", "sdpa"])
+def test_fp32(backend, case):
+    sizes, options = CASES[case]
+    inputs = make_inputs(**sizes)
+    exact = in_fp64(inputs, options)
+    for name, value in run(backend_of(backend), inputs, options).items():
+        assert value.dtype == torch.float32
+        assert_within_budget(value, exact[name], what=name)
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("backend", ["reference", "blockwise", "sdpa"])
+def test_bf16(backend, case):
+    sizes, options = CASES[case]
+    inputs = make_inputs(**sizes, dtype=torch.bfloat16)
+    exact = in_fp64(inputs, options)
+    by_eager = run(eager, inputs, options)
+    for name, value in run(backend_of(backend), inputs, options).items():
+        assert value.dtype == (torch.float32 if name == "dlam" else torch.bfloat16)
+        assert_within_budget(value, exact[name], by_eager[name], what=name)
+
+
+@pytest.mark.parametrize("case", ["causal 111", "shared noise, grouped keys", "blind rows, causal", "window 20"])
+@pytest.mark.parametrize("backend", ["blockwise", "sdpa"])
+def test_fp64_is_exact(backend, case):
+    sizes, options = CASES[case]
+    inputs = make_inputs(**sizes, dtype=torch.float64)
+    exact = in_fp64(inputs, options)
+    for name, value in run(backend_of(backend), inputs, options).items():
+        torch.testing.assert_close(value, exact[name], rtol=0, atol=1e-11, msg=lambda m, name=name: f"{name}: {m}")
+
+
+@pytest.mark.parametrize("case", ["causal 111", "shared noise, grouped keys"])
+@pytest.mark.parametrize("backend", ["reference", "blockwise"])
+def test_fp16(backend, case):
+    sizes, options = CASES[case]
+    inputs = make_inputs(**sizes, dtype=torch.float16)
+    exact, by_eager = in_fp64(inputs, options), run(eager, inputs, options)
+    for name, value in run(backend_of(backend), inputs, options).items():
+        assert_within_budget(value, exact[name], by_eager[name], what=name)
+
+
+@pytest.mark.parametrize("backend", ["reference", "blockwise", "sdpa"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_rows_that_see_nothing_are_exactly_zero(backend, dtype):
+    x = make_inputs(T=63, dtype=dtype)
+    results = run(backend_of(backend), x, {"attn_mask": blind_rows(2, 63, 63)})
+    assert results["out"][0, :, 1].abs().min() > 0
+    for name in ("out", "dq1", "dq2", "dlam"):
+        assert not results[name][0, :, [0, 7]].any(), name
+        assert not results[name][1].any(), name
+    for name in ("dk1", "dk2", "dv"):
+        assert results[name][0].any(), name
+        assert not results[name][1].any(), name
+
+
+@pytest.mark.parametrize("backend", ["reference", "blockwise", "sdpa"])
+def test_queries_before_the_first_key_are_exactly_zero(backend):
+    results = run(backend_of(backend), make_inputs(T=200, S=63), {"is_causal": True})
+    assert not results["out"][:, :, : 200 - 63].any()
+    assert results["out"][:, :, 200 - 63].all()
+
+
+@pytest.mark.parametrize("backend", ["reference", "blockwise", "sdpa"])
+def test_shared_keys(backend):
+    """k2 may be k1: its gradient is the sum of both."""
+    x = make_inputs(T=63)
+    separate = run(backend_of(backend), x._replace(k2=x.k1.detach().clone().requires_grad_()), {"is_causal": True})
+    out = diff_attention(x.q1, x.q2, x.k1, x.k1, x.v, x.lam, is_causal=True, backend=backend)
+    dout = torch.randn(out.shape, generator=torch.Generator().manual_seed(2))
+    (dk,) = torch.autograd.grad(out, x.k1, dout)
+    assert_within_budget(out, separate["out"])
+    assert_within_budget(dk, separate["dk1"] + separate["dk2"], what="dk")
+
+
+@pytest.mark.parametrize("backend", ["reference", "blockwise", "sdpa"])
+def test_gradient_of_the_output_may_be_broadcast(backend):
+    """sum() hands backward a gradient whose strides are 0."""
+    x = make_inputs(T=63)
+    summed = torch.autograd.grad(diff_attention(*x, is_causal=True, backend=backend).sum(), x)
+    out = diff_attention(*x, is_causal=True, backend="reference")
+    for value, exact in zip(summed, torch.autograd.grad(out, x, torch.ones_like(out)), strict=True):
+        assert_within_budget(value, exact)
+
+
+@pytest.mark.parametrize("backend", ["reference", "blockwise", "sdpa"])
+def test_gradients_of_some_inputs_only(backend):
+    x = make_inputs(T=63)
+    every = dict(zip(x._fields, torch.autograd.grad(diff_attention(*x, backend=backend).sum(), x), strict=True))
+    for name in x._fields:
+        alone = x._replace(**{other: getattr(x, other).detach() for other in x._fields if other != name})
+        (gradient,) = torch.autograd.grad(diff_attention(*alone, backend=backend).sum(), getattr(alone, name))
+        assert torch.equal(gradient, every[name]), name
+
+
+@pytest.mark.parametrize("backend", ["reference", "blockwise", "sdpa"])
+@pytest.mark.parametrize("lam", [0.3, 1, -0.2])
+def test_lam_as_a_number(backend, lam):
+    x = make_inputs(T=63, requires_grad=False)
+    expected = diff_attention(*x[:5], torch.full((2, 4, 63, 1), float(lam)), backend="reference")
+    assert_within_budget(diff_attention(*x[:5], lam, backend=backend), expected)
+
+
+@pytest.mark.parametrize("backend", ["reference", "blockwise", "sdpa"])
+def test_lam_is_not_rounded_to_bf16(backend):
+    """Heads that are all alike except for a lam below bf16's resolution differ in the gradient, not before."""
+    x = make_inputs(T=63, dtype=torch.bfloat16, requires_grad=False)
+    lam = torch.tensor(0.5 + 2**-12, requires_grad=True)
+    maps_cancel = (x.q1, x.q1, x.k1, x.k1, x.v)
+    out = diff_attention(*maps_cancel, lam, backend=backend)
+    softmax_attention = diff_attention(*maps_cancel, 0.0, backend=backend).float()
+    ratio = (out.float() * softmax_attention).sum() / softmax_attention.square().sum()
+    assert abs(float(ratio) - (0.5 - 2**-12)) < 2**-13
+
+
+@pytest.mark.parametrize("backend", ["reference", "blockwise", "sdpa"])
+def test_autocast_casts_as_sdpa_does(backend):
+    x = make_inputs(T=63)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        out = diff_attention(*x, is_causal=True, backend=backend)
+        mixed = diff_attention(x.q1.bfloat16(), *x[1:], is_causal=True, backend=backend)
+    assert out.dtype == torch.bfloat16
+    assert torch.equal(out, diff_attention(*x.to(torch.bfloat16), is_causal=True, backend=backend))
+    assert torch.equal(out, mixed)
+    gradients = torch.autograd.grad(out.float().square().sum(), x)
+    assert {g.dtype for g in gradients} == {torch.float32}
+    assert all(g.any() for g in gradients)
+
+
+FLEX = pytest.mark.skipif(
+    "flex" not in available_backends("cpu", torch.float32), reason="FlexAttention on the CPU needs a C++ compiler"
+)
+FLEX_FAST = ("causal 63 on 250", "blind rows, causal")
+FLEX_SLOW = ("plain 63", "causal 200 on 63", "window 20", "shared noise, grouped keys", "mask per head, shared noise", "bias")
+
+
+@FLEX
+@pytest.mark.parametrize("case", [*FLEX_FAST, *(pytest.param(case, marks=pytest.mark.slow) for case in FLEX_SLOW)])
+def test_flex_forward(case):
+    sizes, options = CASES[case]
+    for dtype in (torch.float32, torch.bfloat16) if case in FLEX_SLOW else (torch.float32,):
+        inputs = make_inputs(**sizes, dtype=dtype)
+        with torch.no_grad():
+            out = diff_attention(*inputs, backend="flex", **options)
+            by_eager = None if dtype == torch.float32 else eager(*inputs, **options)
+        assert_within_budget(out, in_fp64(inputs, options)["out"], by_eager)

@@ -1,0 +1,228 @@
+"""The page in a real browser: quiet, within the screen, readable, and usable from the keyboard."""
+
+import base64
+import shutil
+from itertools import pairwise
+
+import numpy as np
+import pytest
+
+from diff_transformer.report import write_report
+
+CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no chromium, chromium-browser or google-chrome on the PATH")
+
+SIZES = {"desktop": (1280, 800), "phone": (390, 844)}
+
+# Text whose contrast with what lies behind it is below WCAG's 4.5 (3 for large text).
+LOW_CONTRAST = """() => {
+  const rgb = (text) => text.match(/[\\d.]+/g).map(Number);
+  const light = (c) => c.slice(0, 3).map((v) => (v /= 255) <= 0.04045 ? v / 12.92 : ((v + 0.055) / 1.055) ** 2.4)
+    .reduce((sum, v, i) => sum + v * [0.2126, 0.7152, 0.0722][i], 0.05);
+  const behind = (element) => {
+    for (let e = element; e; e = e.parentElement) {
+      const c = rgb(getComputedStyle(e).backgroundColor);
+      if (c.length < 4 || c[3] === 1) return c;
+    }
+  };
+  const found = [];
+  const walker = document.createTreeWalker(document.body, NodeFilter.SHOW_TEXT);
+  while (walker.nextNode()) {
+    const element = walker.currentNode.parentElement;
+    if (!walker.currentNode.data.trim() || element.closest("svg, script, style, noscript, [hidden], .later")) continue;
+    if (!element.checkVisibility()) continue;
+    const style = getComputedStyle(element);
+    const [a, b] = [light(rgb(style.color)), light(behind(element))];
+    const need = parseFloat(style.fontSize) >= 24 ? 3 : 4.5;
+    if (Math.max(a, b) / Math.min(a, b) < need) found.push([walker.currentNode.data, style.color, element.className]);
+  }
+  return found;
+}"""
+
+
+@pytest.fixture(scope="module")
+def browser():
+    sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
+    with sync_api.sync_playwright() as playwright:
+        chromium = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        yield chromium
+        chromium.close()
+
+
+@pytest.fixture
+def visit(browser, tmp_path):
+    """Open the page of some results; at the end, nothing may have been logged or asked of a network."""
+    contexts, complaints = [], []
+
+    def opened(results, size="desktop", scheme="light", **options):
+        width, height = SIZES[size]
+        context = browser.new_context(viewport={"width": width, "height": height}, color_scheme=scheme, **options)
+        contexts.append(context)
+        page = context.new_page()
+        page.on("console", lambda message: complaints.append(message.text))
+        page.on("pageerror", lambda error: complaints.append(str(error)))
+        page.on("request", lambda request: request.url.startswith(("file:", "data:")) or complaints.append(request.url))
+        page.goto(write_report(results, tmp_path / "page.html", overwrite=True).as_uri())
+        return page
+
+    yield opened
+    for context in contexts:
+        context.close()
+    assert complaints == []
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("size", list(SIZES))
+def test_fits_the_screen_and_is_readable(visit, results, size, scheme):
+    page = visit(results, size, scheme)
+    assert page.evaluate("document.documentElement.scrollWidth") <= SIZES[size][0]
+    page.evaluate("document.querySelectorAll('details').forEach((d) => (d.open = true))")
+    assert page.evaluate("document.documentElement.scrollWidth") <= SIZES[size][0]
+    assert page.evaluate(LOW_CONTRAST) == []
+
+
+def test_long_words_do_not_widen_the_phone(visit, results):
+    word = "without_a_break_" * 8
+    results["title"] = results["command"] = results["recipe"] = results["provenance"]["cpu"] = word
+    for claim in results["claims"]:
+        claim |= {"claim": word, "paper": word, "here": word, "detail": word}
+    page = visit(results, "phone")
+    assert page.evaluate("document.documentElement.scrollWidth") <= SIZES["phone"][0]
+
+
+def test_claims_are_on_the_first_screen(visit, results):
+    for size, (_, height) in SIZES.items():
+        assert visit(results, size).locator(".verdict").first.bounding_box()["y"] < height
+
+
+def test_without_scripts_everything_but_the_explorer_stands(visit, results):
+    page = visit(results, java_script_enabled=False)
+    assert page.locator(".verdict").first.is_visible()
+    assert page.locator("#loss svg.chart path.line").count() == 12
+    assert page.get_by_role("button").count() == 0
+    assert page.get_by_text("The explorer needs JavaScript").is_visible()
+
+
+def test_every_drawing_has_a_name_and_no_clipped_text(visit, results):
+    page = visit(results)
+    assert page.locator("svg.chart").count() == page.locator('svg.chart[role="img"][aria-label]').count() > 10
+    cut = """() => [...document.querySelectorAll(".panel svg.chart")].flatMap((svg) => {
+      const frame = svg.getBoundingClientRect();
+      return [...svg.querySelectorAll("text")].filter((text) => {
+        const box = text.getBoundingClientRect();
+        return box.left < frame.left - 1 || box.right > frame.right + 1 || box.bottom > frame.bottom + 1;
+      }).map((text) => text.textContent);
+    })"""
+    assert page.evaluate(cut) == []
+
+
+def test_theme_button_overrides_the_system(visit, results):
+    page = visit(results, scheme="dark")
+    background = "getComputedStyle(document.body).backgroundColor"
+    dark = page.evaluate(background)
+    page.get_by_role("button", name="Theme: auto").click()
+    assert page.evaluate(background) != dark
+    page.get_by_role("button", name="Theme: light").click()
+    assert page.evaluate(background) == dark
+
+
+def test_arrow_keys_read_a_chart_aloud(visit, results):
+    page = visit(results)
+    page.locator("#loss svg.chart").last.focus()
+    page.keyboard.press("ArrowRight")
+    page.keyboard.press("ArrowRight")
+    assert page.locator("#tip").inner_text().startswith("step 200\nDIFF, mean of 2 seeds: ")
+    assert page.locator("#spoken").text_content() == page.locator("#tip").text_content()
+    page.keyboard.press("Escape")
+    assert page.locator("#tip").is_hidden()
+
+
+def test_explorer_opens_at_the_answer_position_and_its_best_head(visit, results):
+    page = visit(results)
+    assert "from token 112 of 112, “is”" in page.locator(".ex-status").inner_text()
+    share = "(b) => parseFloat(b.getAttribute('aria-label').match(/, ([\\d.]+) % on the answer/)[1])"
+    shares = page.evaluate(f"[...document.querySelectorAll('.ex-heads button')].map({share})")
+    chosen = page.locator(".ex-heads [aria-checked=true]").evaluate(share)
+    assert len(shares) == 12
+    assert chosen == max(shares) > 10
+    assert page.locator(".ex-pane .answer").all_inner_texts() == ["47", "47", "47"]
+
+
+def test_explorer_answers_to_the_keyboard(visit, results):
+    page = visit(results)
+    status = page.locator(".ex-status")
+    page.locator(".ex-tokens").first.focus()
+    page.keyboard.press("ArrowLeft")
+    assert "from token 111 of 112, “Oslo”" in status.inner_text()
+    page.keyboard.press("Home")
+    assert "from token 1 of 112" in status.inner_text()
+    assert page.locator("#spoken").text_content() == status.text_content()
+    page.locator(".ex-heads [aria-checked=true]").focus()
+    page.keyboard.press("ArrowDown")
+    page.keyboard.press("ArrowRight")
+    assert page.evaluate("document.activeElement.getAttribute('aria-checked')") == "true"
+    page.get_by_role("radio", name="DIFF", exact=True).focus()
+    page.keyboard.press("ArrowRight")
+    assert status.inner_text().startswith("Transformer, layer")
+    assert page.locator(".ex-plot").count() == 1
+    assert page.locator(".ex-heads button").count() == 24
+
+
+def test_pointer_over_a_map_previews_a_row_and_a_click_keeps_it(visit, results):
+    page = visit(results)
+    status, plot = page.locator(".ex-status"), page.locator(".ex-plot").first
+    plot.scroll_into_view_if_needed()
+    box = plot.bounding_box()
+    page.mouse.move(box["x"] + 5, box["y"] + box["height"] * 28.5 / 112)
+    assert "from token 29 of 112" in status.inner_text()
+    page.mouse.move(box["x"] + 5, box["y"] - 60)
+    assert "from token 112 of 112" in status.inner_text()
+    page.mouse.click(box["x"] + 5, box["y"] + box["height"] * 56.5 / 112)
+    page.mouse.move(box["x"] + 5, box["y"] - 60)
+    assert "from token 57 of 112" in status.inner_text()
+
+
+def test_explorer_shows_the_weights_it_was_given(visit, results):
+    first = np.zeros((1, 1, 3, 3), np.uint8)
+    second = np.zeros((1, 1, 3, 3), np.uint8)
+    first[0, 0, 2], second[0, 0, 2] = [0, 255, 51], [255, 0, 102]  # weights 0, 1, .04 and 1, 0, .16
+    b64 = {k: base64.b64encode(v.tobytes()).decode() for k, v in {"first": first, "second": second}.items()}
+    entry = {"attention": "diff", "model": "m", "title": "t", "tokens": ["a", " b", " c"], "answer_span": [1, 2]}
+    results["explorer"] = [{**entry, **b64, "layers": 1, "heads": 1, "lambda": [0.5]}]
+    rows = visit(results).locator(".ex-strongest tbody tr").all_inner_texts()
+    assert [row.split("\t") for row in rows] == [
+        ["2 “b”", "100.0 %", "0.0 %", "100.0 %"],
+        ["1 “a”", "0.0 %", "50.0 %", "−50.0 %"],
+        ["3 “c”", "4.0 %", "8.0 %", "−4.0 %"],
+    ]
+
+
+def test_a_long_answer_has_one_outline(visit, results):
+    for entry in results["explorer"]:
+        entry["answer_span"] = [entry["answer_span"][0] - 3, entry["answer_span"][1]]
+    parts = visit(results).locator(".ex-pane").first.locator(".answer")
+    assert parts.all_inner_texts() == ["of", " Oslo", " is", " 47"]
+    edges = "(e) => ['Left', 'Right'].map((s) => getComputedStyle(e)[`border${s}Width`])"
+    assert parts.first.evaluate(edges) == ["2px", "0px"]
+    assert parts.last.evaluate(edges) == ["0px", "2px"]
+    boxes = [parts.nth(i).bounding_box() for i in range(4)]
+    gaps = [b["x"] - a["x"] - a["width"] for a, b in pairwise(boxes) if a["y"] == b["y"]]
+    assert all(abs(gap) < 1 for gap in gaps)
+
+
+def test_phone_shows_one_text_at_a_time(visit, results):
+    page = visit(results, "phone")
+    assert page.locator(".ex-tokens:visible").count() == 1
+    page.get_by_role("radio", name="A₁", exact=True).click()
+    assert page.locator(".ex-pane.current h3").inner_text().startswith("A₁ first map")
+
+
+def test_hostile_tokens_are_only_text(visit, results):
+    attack = "</script><img src=x onerror=console.error(1)>"
+    for entry in results["explorer"]:
+        entry["tokens"][3] = attack
+        entry["generated"] = attack
+    results["claims"][0]["claim"] = attack
+    page = visit(results)
+    assert page.locator("img").count() == 0
+    assert attack in page.locator(".ex-tokens").first.inner_text()

@@ -1,0 +1,32 @@
+"""The claims in a terminal."""
+
+from io import StringIO
+
+from rich.console import Console
+
+from diff_transformer.report import render_claims
+
+
+def printed(results: dict) -> str:
+    out = StringIO()
+    Console(file=out, width=240).print(render_claims(results))
+    return out.getvalue()
+
+
+def test_every_claim_with_its_verdict(results):
+    text = printed(results)
+    assert text.count("✓ held") == 2
+    assert text.count("✗ did not hold") == 1
+    assert text.count("? undecided") == 1
+    assert "here (Transformer / DIFF)" in text
+    assert "3.950 / 3.903" in text
+    assert "interval over 2 seeds" in text
+
+
+def test_text_is_not_read_as_markup(results):
+    results["claims"][0]["here"] = "[red]3.9[/red]"
+    assert "[red]3.9[/red]" in printed(results)
+
+
+def test_no_claims_still_renders():
+    assert "Claims" in printed({"schema": 1})

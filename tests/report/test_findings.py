@@ -1,0 +1,46 @@
+"""The sentence on who is ahead, worked by hand."""
+
+from diff_transformer.report.findings import Finding, versus
+
+
+def found(*values, **options) -> Finding:
+    """The finding, which these values have."""
+    finding = versus(*values, **options)
+    assert finding is not None
+    return finding
+
+
+def test_diff_ahead_in_every_seed():
+    said = found("Loss", {0: 3.90, 1: 3.94}, {0: 3.95, 1: 3.99}, "lower")
+    assert said.outcome == "diff"
+    assert not said.weak
+    assert said.text == "Loss: DIFF 3.920, Transformer 3.970; DIFF lower by 0.050 (lower in 2 of 2 seeds)."
+
+
+def test_transformer_ahead_is_said_as_plainly():
+    said = found("Loss", {0: 4.37, 1: 4.36}, {0: 3.95, 1: 3.96}, "lower")
+    assert said.outcome == "softmax"
+    assert said.text == "Loss: DIFF 4.365, Transformer 3.955; DIFF higher by 0.410 (higher in 2 of 2 seeds)."
+
+
+def test_seeds_that_disagree_leave_nobody_ahead():
+    said = found("Accuracy", {0: 0.5, 1: 0.3}, {0: 0.4, 1: 0.35}, "higher", digits=2)
+    assert said.outcome == "level"
+    assert said.text.endswith("DIFF higher by 0.03 (higher in 1 of 2 seeds).")
+
+
+def test_one_seed_is_said_to_have_no_interval():
+    said = found("Accuracy", {5: 0.5}, {5: 0.4}, "higher", digits=1)
+    assert (said.outcome, said.weak, said.text) == (
+        "diff",
+        True,
+        "Accuracy: DIFF 0.5, Transformer 0.4; DIFF higher by 0.1 (one seed: no interval).",
+    )
+
+
+def test_equal_at_the_precision_shown():
+    assert found("Loss", {0: 3.9001}, {0: 3.9002}, "lower").outcome == "level"
+
+
+def test_a_missing_side_gives_no_finding():
+    assert versus("Loss", {}, {0: 1.0}, "lower") is None

@@ -1,0 +1,159 @@
+"""The page as a file: complete, self-contained, small, and honest about seeds and losses."""
+
+import copy
+import json
+import re
+
+import pytest
+
+from diff_transformer.report import ResultsError, write_report
+from diff_transformer.report.claims import interval, two
+from diff_transformer.report.write import render_page
+
+SECTIONS = ["loss", "lambda", "needles", "allocation", "explorer", "outliers", "slices", "throughput"]
+
+
+def sections(page: str) -> list[str]:
+    return re.findall(r'<section id="([a-z]+)"', page)
+
+
+def test_page_has_every_section_in_order(results):
+    assert sections(render_page(results)) == ["claims", *SECTIONS, "method", "caveats"]
+
+
+def test_file_is_written_from_a_dictionary_and_from_a_path(tmp_path, results):
+    (tmp_path / "results.json").write_text(json.dumps(results))
+    one = write_report(results, tmp_path / "new" / "one.html")
+    two = write_report(tmp_path / "results.json", tmp_path / "two.html")
+    assert one == tmp_path / "new" / "one.html"
+    assert one.read_bytes() == two.read_bytes()
+    assert not list(tmp_path.rglob("*.part"))
+
+
+def test_existing_file_is_kept_unless_told(tmp_path, results):
+    path = tmp_path / "page.html"
+    path.write_text("mine")
+    with pytest.raises(FileExistsError, match="overwrite=True"):
+        write_report(results, path)
+    assert path.read_text() == "mine"
+    write_report(results, path, overwrite=True)
+    assert path.read_text().startswith("<!doctype html>")
+
+
+def test_page_asks_for_nothing_outside_itself(results):
+    page = render_page(results)
+    assert not re.findall(r"https?://|@import|url\(|srcset=|<img|<iframe", page)
+    assert set(re.findall(r'(?:src|href)="([^"#]*)', page)) == {"", "data:,"}
+
+
+def test_page_is_small(tmp_path, results):
+    assert write_report(results, tmp_path / "page.html").stat().st_size < 1_500_000
+
+
+def test_summary_sentence_and_verdicts_are_in_the_html_itself(results):
+    page = render_page(results)
+    assert "2 of 4 claims of the paper held here, 1 did not and 1 is undecided." in page
+    rows = re.findall(r'(?s)<tr id="claim-\d">.*?</tr>', page)
+    verdicts = [word for row in rows for word in re.findall(r'class="verdict [a-z-]+"><svg.*?</svg>([a-z ]+)<', row)]
+    assert verdicts == ["held", "undecided", "held", "did not hold"]
+    assert "difference −0.047, interval over 2 seeds −0.077 to −0.017" in rows[0]
+    assert "mean over 5 depths" in rows[1]
+
+
+def test_one_seed_has_no_interval(one_seed):
+    page = render_page(one_seed)
+    assert page.count("difference −0.047, one seed: no interval") == 1
+    assert "interval over" not in page
+    assert "One seed: nothing here tells a difference between models" in page
+
+
+def test_an_interval_over_examples_is_not_taken_for_one_over_seeds(one_seed):
+    claim = one_seed["claims"][0]
+    claim["difference"] = {"mean": -0.05, "low": -0.07, "high": -0.03, "over": "examples", "relative": True}
+    page = render_page(one_seed)
+    assert "difference −5.00 %, interval over examples −7.00 % to −3.00 % (one seed)" in page
+
+
+def test_a_bound_beside_zero_is_not_written_as_zero(one_seed):
+    claim = one_seed["claims"][0]
+    claim["difference"] = {"mean": -0.0153, "low": -0.0365, "high": -0.00039, "over": "examples"}
+    assert interval(claim) == "difference −0.0153, interval over examples −0.0365 to −0.0004 (one seed)"
+    claim["difference"] = {"mean": 0.0, "low": 0.0, "high": 0.0, "over": "examples"}
+    assert interval(claim) == "difference 0, one seed: no interval"
+
+
+def test_two_numbers_carry_the_marks_of_their_models():
+    marked = (
+        '<i class="swatch softmax" aria-hidden="true"></i>.62 / <i class="swatch diff" aria-hidden="true"></i>.84 (4K)'
+    )
+    assert two(".62 / .84 (4K)") == marked
+    assert two("not reported; <6>: .55 / .85") == "not reported; &lt;6&gt;: .55 / .85"
+
+
+def test_a_loss_of_diff_is_named(results):
+    page = render_page(results)
+    outliers = page[page.index('<section id="outliers"') : page.index('<section id="slices"')]
+    assert re.search(r'who softmax">Transformer ahead</span><span class="said">Logits, top 1: DIFF 24.5,', outliers)
+
+
+def test_claims_link_to_their_figures_and_back(results):
+    page = render_page(results)
+    assert re.findall(r'(?s)<tr id="claim-2">.*?href="(.*?)".*?</tr>', page) == ["#needles"]
+    assert 'href="#claim-2"' in page[page.index('<section id="needles"') : page.index('<section id="allocation"')]
+
+
+@pytest.mark.parametrize(
+    "key", ["claims", "curves", "evals", "explorer", "pair", "train", "provenance", "title", "seconds"]
+)
+@pytest.mark.parametrize("emptied", ["absent", "null"])
+def test_absent_sections_are_left_out(results, key, emptied):
+    whole = sections(render_page(results))
+    if emptied == "absent":
+        del results[key]
+    else:
+        results[key] = None
+    gone = {
+        "claims": {"claims"},
+        "curves": {"loss", "lambda"},
+        "explorer": {"explorer"},
+        "evals": {"needles", "allocation", "outliers", "slices", "throughput"},
+    }.get(key, set())
+    assert sections(render_page(results)) == [s for s in whole if s not in gone]
+
+
+@pytest.mark.parametrize("attention", ["diff", "softmax"])
+def test_page_stands_with_one_model_only(results, attention):
+    for key in ("curves", "evals", "explorer"):
+        results[key] = [entry for entry in results[key] if entry["attention"] == attention]
+    page = render_page(results)
+    assert ("lambda" in sections(page)) == (attention == "diff")
+    assert "ahead</span>" not in page
+
+
+def test_page_stands_with_the_schema_alone():
+    assert sections(render_page({"schema": 1})) == ["method", "caveats"]
+
+
+def test_values_that_are_no_numbers_are_skipped(results):
+    broken = copy.deepcopy(results)
+    for curve in broken["curves"]:
+        curve["loss"][3] = float("nan")
+        curve["loss"][4] = None
+    for entry in broken["evals"]:
+        entry["metrics"] = {k: (None if i % 2 else v) for i, (k, v) in enumerate(entry["metrics"].items())}
+    page = render_page(broken)
+    assert not re.search(r"\bnan\b|\binf\b", re.sub(r"<script.*?</script>", "", page, flags=re.DOTALL))
+
+
+def test_lambda_outside_its_range_is_an_alarm(results):
+    assert 'who alarm">Alarm' not in render_page(results)
+    results["curves"][0]["lambda"][7][1] = -0.02
+    page = render_page(results)
+    assert "Lambda left the range 0 to 1: −0.020 in layer 2 at step 35, seed 0." in page
+
+
+def test_a_page_above_the_limit_is_refused(tmp_path, results):
+    results["command"] = "x" * 3_000_000
+    with pytest.raises(ResultsError, match="above 3,000,000"):
+        write_report(results, tmp_path / "page.html")
+    assert not list(tmp_path.iterdir())

@@ -1,0 +1,123 @@
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+import diff_transformer
+from diff_transformer import DiffTransformerForCausalLM
+from diff_transformer.data.tokenizer import byte_tokenizer
+from diff_transformer.model.presets import preset
+
+
+def cli(*arguments):
+    command = [sys.executable, "-m", "diff_transformer", *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=240)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("model")
+    torch.manual_seed(0)
+    config = preset("debug", vocab_size=258, max_position_embeddings=512, pad_token_id=257)
+    DiffTransformerForCausalLM(config).save_pretrained(folder)
+    byte_tokenizer().save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("texts")
+    for i in range(6):
+        (folder / f"{i}.txt").write_text(" ".join(f"sentence {j} of file {i} is here." for j in range(200)))
+    return folder
+
+
+def test_import_loads_nothing_heavy():
+    code = (
+        "import sys, time; t = time.perf_counter(); import diff_transformer; t = time.perf_counter() - t;"
+        "print(t, [m for m in ('torch', 'transformers', 'numpy', 'lightning') if m in sys.modules])"
+    )
+    seconds, loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.split(" ", 1)
+    assert loaded.strip() == "[]"
+    assert float(seconds) < 0.3
+
+
+def test_help_loads_neither_torch_nor_transformers():
+    code = (
+        "import sys; sys.argv = ['diff-transformer', '--help']\n"
+        "from diff_transformer.cli import main\n"
+        "try: main()\nexcept SystemExit: pass\n"
+        "print([m for m in ('torch', 'transformers', 'lightning') if m in sys.modules])"
+    )
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout
+    assert "compare" in out
+    assert out.strip().endswith("[]")
+
+
+def test_every_name_resolves():
+    for name in diff_transformer.__all__:
+        assert getattr(diff_transformer, name) is not None
+    with pytest.raises(AttributeError, match=r"no attribute 'DiffAttn'; it has .*DiffAttention"):
+        _ = diff_transformer.DiffAttn
+
+
+def test_info():
+    out = cli("info", "3B")
+    assert out.returncode == 0, out.stderr
+    assert "3,479,175,168" in out.stdout
+    assert "830M" in cli("info").stdout
+
+
+def test_generate_and_eval(model, corpus, tmp_path):
+    out = cli("generate", model, "hello", "--max-new-tokens", 4)
+    assert out.returncode == 0, out.stderr
+    assert out.stdout.startswith("hello")
+    for name in ("loss", "needle", "allocation", "outliers"):
+        path = tmp_path / f"{name}.json"
+        sizes = ("--corpus", corpus, "--length", 480, "--samples", 1, "--out", path)
+        out = cli("eval", name, "--model", model, *sizes)
+        assert out.returncode == 0, out.stderr
+        assert json.loads(path.read_text())["eval"] == name
+    again = cli("eval", "loss", "--model", model, *sizes)
+    assert again.returncode == 2
+    assert "exists; choose another file" in again.stderr
+
+
+def test_convert_llama_and_back(tmp_path):
+    sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1}
+    llama = LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=4)).eval()
+    llama.save_pretrained(tmp_path / "llama")
+    assert cli("convert", tmp_path / "llama", "--out", tmp_path / "ours").returncode == 0
+    back = cli("convert", tmp_path / "ours", "--from", "diff-transformer", "--to", "llama", "--out", tmp_path / "back")
+    assert back.returncode == 0, back.stderr
+    ids = torch.randint(0, 64, (1, 8))
+    assert torch.equal(LlamaForCausalLM.from_pretrained(tmp_path / "back").eval()(ids).logits, llama(ids).logits)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("info", "3b"), "no preset '3b'; there are: "),
+        (("compare", "--recipe", "demoo", "--out", "x"), "no recipe 'demoo' (did you mean 'demo'?)"),
+        (("compare", "--set", "optim.lrr=1", "--out", "x"), "no setting 'optim.lrr'; the nearest: optim.lr"),
+        (("compare", "--set", "data.corpus=/nowhere", "--out", "x"), "/nowhere"),
+        (("eval", "sonnets", "--model", "m", "--out", "x"), "no experiment 'sonnets'; there are: loss, needle"),
+        (("eval", "loss", "--model", "/nowhere/m", "--out", "x"), "no model at /nowhere/m"),
+        (("bench", "toaster"), "no benchmark 'toaster'"),
+        (("report", "/nowhere", "--out", "x"), "/nowhere"),
+        (("convert", "/nowhere", "--out", "x"), "/nowhere is not a folder"),
+        (("convert", "/nowhere", "--from", "gpt", "--out", "x"), "cannot convert from 'gpt'"),
+        (("generate", "/nowhere/m", "hi"), "no model at /nowhere/m"),
+    ],
+)
+def test_errors_are_messages(arguments, message, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    out = cli(*arguments)
+    assert out.returncode == 2
+    assert out.stderr.startswith("error: ")
+    assert message in out.stderr
+    assert "Traceback" not in out.stderr
+    assert not (tmp_path / "x").exists()

@@ -1,0 +1,175 @@
+import json
+import os
+import signal
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from diff_transformer.recipes import recipe
+from diff_transformer.train.checkpoint import latest_checkpoint, save_checkpoint
+from diff_transformer.train.config import override
+from diff_transformer.train.loop import Interrupted, train
+from diff_transformer.train.materials import build_model, load_materials
+from diff_transformer.train.metrics import read_metrics
+
+
+@pytest.fixture(scope="module")
+def texts(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("texts")
+    for i in range(12):
+        words = " ".join(f"the {a} fox {b} jumps over dog number {i}." for a in ("red", "old") for b in range(40))
+        (folder / f"{i}.txt").write_text(words)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def config(texts):
+    return override(recipe("debug"), [f"data.corpus={texts}", "data.max_bytes=null"])
+
+
+def weights(folder):
+    return AutoModelForCausalLM.from_pretrained(folder / "model").state_dict()
+
+
+def same(first, second):
+    return first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
+
+
+@pytest.mark.parametrize("side", ["diff", "softmax"])
+def test_training_learns_and_writes_what_it_promises(config, side, tmp_path):
+    config = override(config, [f"model.attention={side}"])
+    seen = []
+    trained = train(config, tmp_path / "run", progress=lambda step, values: seen.append(step))
+    lines = read_metrics(tmp_path / "run" / "metrics.jsonl")
+    checked = [line["validation_loss"] for line in lines if "validation_loss" in line]
+    assert checked[-1] < checked[0] - 0.3
+    assert seen == list(range(1, 21))
+    assert ("lambda" in lines[-1]) == (side == "diff")
+    assert all(line["tokens_per_second"] > 0 and line["grad_norm"] > 0 for line in lines if "loss" in line)
+    assert list((tmp_path / "run" / "tensorboard").glob("events*"))
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "model").eval()
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "run" / "model")
+    ids = torch.tensor([tokenizer("the old fox")["input_ids"]])
+    assert torch.equal(loaded(ids).logits, trained.model(ids).logits)
+
+
+@pytest.mark.parametrize(("number", "step"), [(signal.SIGTERM, 7), (signal.SIGINT, 10)])
+def test_interrupted_run_resumes_bit_identically(config, number, step, tmp_path):
+    train(config, tmp_path / "whole")
+
+    def stop(done, values):
+        if done == step:
+            os.kill(os.getpid(), number)
+
+    with pytest.raises(Interrupted, match=f"stopped after step {step}"):
+        train(config, tmp_path / "halved", progress=stop)
+    assert not (tmp_path / "halved" / "model").exists()
+    train(config, tmp_path / "halved", resume=True)
+    assert same(weights(tmp_path / "halved"), weights(tmp_path / "whole"))
+    halved, whole = (read_metrics(tmp_path / name / "metrics.jsonl") for name in ("halved", "whole"))
+    for line in (*halved, *whole):
+        line.pop("tokens_per_second", None)
+    assert halved == whole
+
+
+def test_resume_without_checkpoint_or_after_a_cut_line_starts_right(config, tmp_path):
+    folder = tmp_path / "run"
+    train(config, folder)
+    expected = weights(folder)
+    for checkpoint in (folder / "checkpoints").iterdir():
+        if checkpoint != (folder / "checkpoints" / "step-00000010.ckpt"):
+            checkpoint.unlink()
+    with (folder / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 21, "lo')
+    train(config, folder, resume=True)
+    assert same(weights(folder), expected)
+    assert [json.loads(line)["step"] for line in (folder / "metrics.jsonl").read_text().splitlines()] == [
+        0,
+        5,
+        10,
+        15,
+        20,
+    ]
+
+
+def test_accumulation_is_the_whole_batch(config, tmp_path):
+    train(config, tmp_path / "whole")
+    train(override(config, ["train.accumulate=4"]), tmp_path / "pieces")
+    whole, pieces = weights(tmp_path / "whole"), weights(tmp_path / "pieces")
+    assert all(torch.allclose(whole[name], pieces[name], atol=2e-3) for name in whole)
+    losses = [read_metrics(tmp_path / name / "metrics.jsonl")[1]["loss"] for name in ("whole", "pieces")]
+    assert losses[0] == pytest.approx(losses[1], abs=1e-4)
+
+
+def test_activation_checkpointing_changes_nothing(config, tmp_path):
+    train(config, tmp_path / "plain")
+    train(override(config, ["train.activation_checkpointing=true"]), tmp_path / "checkpointed")
+    plain, checkpointed = weights(tmp_path / "plain"), weights(tmp_path / "checkpointed")
+    assert all(torch.allclose(plain[name], checkpointed[name], atol=1e-5) for name in plain)
+
+
+def test_what_is_not_finite_raises_and_leaves_the_checkpoint(config, tmp_path):
+    config = override(
+        config, ["optim.lr=1e30", "optim.warmup_steps=0", "optim.grad_clip=0", "train.checkpoint_every=1"]
+    )
+    with pytest.raises(FloatingPointError, match=r"step \d+: loss .*intact.*Lower optim.lr"):
+        train(config, tmp_path / "run")
+    assert latest_checkpoint(tmp_path / "run") is not None
+    assert not (tmp_path / "run" / "model").exists()
+
+
+def test_folders_are_never_overwritten(config, tmp_path):
+    train(config, tmp_path / "run")
+    with pytest.raises(FileExistsError, match=r"holds a run already; resume it \(--resume\) or choose another folder"):
+        train(config, tmp_path / "run")
+    with pytest.raises(ValueError, match=r"run of another configuration(.|\n)*optim\.lr: 0\.003 against 0\.1"):
+        train(override(config, ["optim.lr=0.1"]), tmp_path / "run", resume=True)
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "thesis.txt").write_text("mine")
+    with pytest.raises(FileExistsError, match="is not empty and holds no run"):
+        train(config, tmp_path / "other", resume=True)
+    assert (tmp_path / "other" / "thesis.txt").read_text() == "mine"
+
+
+def test_a_crash_while_saving_leaves_the_last_checkpoint(tmp_path):
+    class Fabric:
+        is_global_zero = True
+
+        def save(self, path, state):
+            path.write_text(state["text"])
+            if state["text"] == "crash":
+                raise OSError("disk full")
+
+        def barrier(self):
+            pass
+
+    save_checkpoint(Fabric(), tmp_path, 1, {"text": "good"})
+    with pytest.raises(OSError, match="disk full"):
+        save_checkpoint(Fabric(), tmp_path, 2, {"text": "crash"})
+    assert latest_checkpoint(tmp_path).read_text() == "good"
+
+
+def test_pair_starts_from_the_same_weights(config):
+    tokenizer = load_materials(config).tokenizer
+    diff = build_model(config, tokenizer).state_dict()
+    softmax = build_model(override(config, ["model.attention=softmax"]), tokenizer).state_dict()
+    assert all(torch.equal(diff[name], softmax[name]) for name in softmax)
+
+
+@pytest.mark.parametrize(
+    ("assignment", "message"),
+    [
+        ('data.mixture={"text": 1.0, "poems": 1.0}', "data.mixture names poems; the sources are text, needles, recall"),
+        ("data.tokenizer=bytes", None),
+        ("model.max_position_embeddings=64", "data.length is 96, more than model.max_position_embeddings 64"),
+        ("data.corpus=/nowhere", "/nowhere"),
+    ],
+)
+def test_materials_that_do_not_fit(config, assignment, message, tmp_path):
+    config = override(config, [assignment, "train.steps=1"])
+    if message is None:
+        config = override(config, ["model.vocab_size=100"])
+        message = "has 258 tokens, model.vocab_size is 100; set model.vocab_size to at least 258"
+    with pytest.raises((ValueError, FileNotFoundError), match=message):
+        train(config, tmp_path / "run")

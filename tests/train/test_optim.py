@@ -1,0 +1,29 @@
+import pytest
+import torch
+
+from diff_transformer import DiffTransformerForCausalLM
+from diff_transformer.model.presets import preset
+from diff_transformer.train.config import OptimConfig
+from diff_transformer.train.optim import learning_rate, make_optimizer
+
+
+def test_decay_touches_matrices_only():
+    model = DiffTransformerForCausalLM(preset("debug"))
+    optimizer = make_optimizer(model, OptimConfig(weight_decay=0.1))
+    decay = {id(p): group["weight_decay"] for group in optimizer.param_groups for p in group["params"]}
+    for name, parameter in model.named_parameters():
+        vector = "norm" in name or "lambda" in name
+        assert decay[id(parameter)] == (0.0 if vector else 0.1), name
+
+
+def test_schedule_warms_up_and_decays_linearly():
+    config = OptimConfig(lr=1.0, warmup_steps=4, final_lr_ratio=0.1)
+    rates = [learning_rate(step, 14, config) for step in range(14)]
+    assert rates[:4] == pytest.approx([0.25, 0.5, 0.75, 1.0])
+    assert rates[-1] == pytest.approx(0.1)
+    falls = torch.tensor(rates[3:]).diff()
+    torch.testing.assert_close(falls, torch.full((10,), -0.09), atol=1e-6, rtol=0)
+
+
+def test_no_warm_up():
+    assert learning_rate(0, 10, OptimConfig(lr=1.0, warmup_steps=0, final_lr_ratio=0.0)) == pytest.approx(0.9)
