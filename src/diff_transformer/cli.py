@@ -31,6 +31,7 @@ def compare(
     """Train a DIFF Transformer and its matched Transformer, measure both, write the report with the verdicts."""
     from diff_transformer.compare import compare as run
 
+    _quiet()
     run(_configuration(recipe, assignments), out, seeds=seeds, jobs=jobs, resume=resume)
 
 
@@ -48,6 +49,7 @@ def train(out: Out, recipe: Recipe = "demo", assignments: Set = None, resume: Re
 
     from diff_transformer.train.loop import train as run
 
+    _quiet()
     config = _configuration(recipe, assignments)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, TextColumn("left"), TimeRemainingColumn()) as bar:
@@ -73,6 +75,7 @@ def evaluate(
     """Run one experiment on one model."""
     from diff_transformer.evals.command import run_eval
 
+    _quiet()
     result = run_eval(name, model, corpus=corpus, length=length, samples=samples, out=out)
     for metric, value in result.metrics.items():
         print(f"{metric:24} {value:.4f}")
@@ -102,6 +105,7 @@ def convert(
     """Convert a Llama model to the matched Transformer of this package, or back; the logits stay equal."""
     from diff_transformer.model.convert import convert_folder
 
+    _quiet()
     convert_folder(source, out, origin, target)
     print(f"model: {out}")
 
@@ -117,6 +121,7 @@ def generate(
         raise ValueError(f"max_new_tokens is {max_new_tokens}; it must be positive")
     from diff_transformer.evals.command import load_lm
 
+    _quiet()
     print(prompt + load_lm(model).generate([prompt], max_new_tokens)[0])
 
 
@@ -147,6 +152,13 @@ def info(
     from diff_transformer.model.info import pair_table, preset_table
 
     Console().print(pair_table(preset, length) if preset else preset_table())
+
+
+def _quiet():
+    """Leave the screen to our own progress bars."""
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
 
 
 def _configuration(name: str, assignments: list[str] | None):

@@ -3,7 +3,8 @@
 Shapes: B batch, H signal heads, Hn noise heads, G key/value heads, T queries, S keys, D query width, Dv value width.
 """
 
-from collections.abc import Callable, Iterator
+import os
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from typing import NamedTuple
 
@@ -50,8 +51,8 @@ def make_inputs(
 ) -> Inputs:
     """Normal q, k, v and a lam uniform in (0, 1), the same values on every device.
 
-    Hn defaults to H, G to Hn, S to T, Dv to 2 D, and lam to one value a row, [B, H, T, 1]. ``strided`` lays every tensor out
-    as a layer does after its projections, [B, length, heads, width], and seen as [B, heads, length, width].
+    Hn defaults to H, G to Hn, S to T, Dv to 2 D, and lam to one value a row, [B, H, T, 1]. ``strided`` lays tensors
+    out as a layer does after its projections, [B, length, heads, width], and seen as [B, heads, length, width].
     """
     Hn, S, Dv = Hn or H, S or T, Dv or 2 * D
     G = G or Hn
@@ -68,9 +69,7 @@ def make_inputs(
     return Inputs(q1, q2, k1, k2, v, lam)
 
 
-def eager_diff_attention(
-    q1, q2, k1, k2, v, lam, *, attn_mask=None, is_causal=False, window=None, scale=None
-) -> Tensor:
+def eager_diff_attention(q1, q2, k1, k2, v, lam, *, attn_mask=None, is_causal=False, window=None, scale=None) -> Tensor:
     """The formula in plain PyTorch, products in the dtype of the inputs, softmax and subtraction in fp32.
 
     Its distance from the fp64 reference is what the budget allows a backend to double. lam and attn_mask must broadcast
@@ -87,9 +86,10 @@ def eager_diff_attention(
 def assert_within_budget(actual: Tensor, exact: Tensor, eager: Tensor | None = None, *, what: str = "out") -> None:
     """Raise unless ``actual`` is as near to ``exact`` as the numerics budget asks, with the numbers in the message.
 
-    With ``eager`` (the same quantity from ``eager_diff_attention`` in the dtype of actual), largest errors compared:
-    error <= 2 * eager error + one rounding of the largest value. Without: error <= 1e-5 * max(1, largest value), the
-    budget of fp32 against the reference. NaN or infinity in ``actual`` never passes.
+    Without ``eager``: error <= 1e-5 * max(1, largest value), the budget of fp32 against the reference. With it (the
+    same quantity from ``eager_diff_attention`` in the dtype of actual): error <= 2 * eager error + one rounding of the
+    largest value, or the fp32 budget where that is more: nothing has to be more accurate in bf16 than in fp32. Errors
+    and values are largest absolute ones. NaN or infinity in ``actual`` never passes.
     """
     if actual.shape != exact.shape:
         raise AssertionError(f"{what} has shape {list(actual.shape)}; expected {list(exact.shape)}")
@@ -98,18 +98,18 @@ def assert_within_budget(actual: Tensor, exact: Tensor, eager: Tensor | None = N
     actual, exact = actual.detach(), exact.detach().double()
     largest = float(exact.abs().max())
     error = float((actual.double() - exact).abs().max())
-    if eager is None:
-        allowed, why = 1e-5 * max(1.0, largest), f"1e-5 * max(1, largest value {largest:.3e})"
-    else:
+    allowed, why = 1e-5 * max(1.0, largest), f"1e-5 * max(1, largest value {largest:.3e})"
+    if eager is not None:
         eager_error = float((eager.detach().double() - exact).abs().max())
         rounding = torch.finfo(actual.dtype).eps / 2 * largest
-        allowed, why = 2 * eager_error + rounding, f"2 * eager error {eager_error:.3e} + rounding {rounding:.3e}"
+        if 2 * eager_error + rounding > allowed:
+            allowed, why = 2 * eager_error + rounding, f"2 * eager error {eager_error:.3e} + rounding {rounding:.3e}"
     if not error <= allowed:
         raise AssertionError(f"{what} ({actual.dtype}) is off by {error:.3e}; allowed is {allowed:.3e} = {why}")
 
 
 @contextmanager
-def poison_empty() -> Iterator[None]:
+def poison_empty() -> Generator[None]:
     """Memory from torch.empty and its kin is filled with NaN (integers: the largest value) inside the context.
 
     This is PyTorch's own switch, torch.utils.deterministic.fill_uninitialized_memory.
@@ -134,6 +134,7 @@ def peak_memory(function: Callable[[], object], device: str | torch.device = "cp
         function()
         torch.cuda.synchronize(device)
         return torch.cuda.max_memory_allocated(device) - before
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # or the profiler prints two lines at every start
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
         function()
     events = [e for e in profile.profiler.kineto_results.events() if e.name() == "[memory]"]

@@ -28,9 +28,13 @@ def by_hand(*names):
 def test_two_by_two_worked_by_hand(backend):
     out = diff_attention(*by_hand("q1", "q2", "k1", "k2", "v"), 0.5, backend=backend)
     # difference = first - second / 2 = [[2/5, 1/10], [0, 1/2]]
-    torch.testing.assert_close(out[0, 0], torch.tensor([[0.4, 1.0], [0.0, 5.0]], dtype=torch.float64), rtol=0, atol=1e-15)
+    torch.testing.assert_close(
+        out[0, 0], torch.tensor([[0.4, 1.0], [0.0, 5.0]], dtype=torch.float64), rtol=0, atol=1e-15
+    )
     causal = diff_attention(*by_hand("q1", "q2", "k1", "k2", "v"), 0.5, is_causal=True, backend=backend)
-    torch.testing.assert_close(causal[0, 0], torch.tensor([[0.5, 0.0], [0.0, 5.0]], dtype=torch.float64), rtol=0, atol=1e-15)
+    torch.testing.assert_close(
+        causal[0, 0], torch.tensor([[0.5, 0.0], [0.0, 5.0]], dtype=torch.float64), rtol=0, atol=1e-15
+    )
 
 
 def test_maps_worked_by_hand():
@@ -51,11 +55,13 @@ def test_lower_right_alignment_by_hand():
 
 
 def test_head_sharing_by_hand():
-    """Six signal heads, three noise heads, one key/value head: signal heads 2 and 3 subtract the map of noise head 1."""
+    """Of six signal, three noise and one key/value head, signal heads 2 and 3 subtract the map of noise head 1."""
     x = make_inputs(B=1, H=6, Hn=3, G=1, T=5, requires_grad=False)
     out = diff_attention(*x, backend="reference")
     lam = x.lam[:, 2:4]
-    pair = diff_attention(x.q1[:, 2:4], x.q2[:, 1:2].expand(-1, 2, -1, -1), *(y.expand(-1, 2, -1, -1) for y in x[2:5]), lam)
+    pair = diff_attention(
+        x.q1[:, 2:4], x.q2[:, 1:2].expand(-1, 2, -1, -1), *(y.expand(-1, 2, -1, -1) for y in x[2:5]), lam
+    )
     torch.testing.assert_close(out[:, 2:4], pair)
 
 
@@ -79,7 +85,9 @@ class TestIdentities:
     def test_lam_zero_is_softmax_attention(self, backend):
         x = make_inputs(T=111, D=16, Dv=16, requires_grad=False)
         expected = scaled_dot_product_attention(x.q1, x.k1, x.v, is_causal=True)
-        torch.testing.assert_close(diff_attention(*x[:5], 0.0, is_causal=True, backend=backend), expected, rtol=0, atol=1e-6)
+        torch.testing.assert_close(
+            diff_attention(*x[:5], 0.0, is_causal=True, backend=backend), expected, rtol=0, atol=1e-6
+        )
 
     def test_equal_maps_cancel(self, backend):
         x = make_inputs(T=111, requires_grad=False)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from diff_transformer.compare.intervals import SEEDS_FOR_AN_INTERVAL, Interval, over_examples, over_seeds, verdict
+from diff_transformer.compare.intervals import SEEDS_FOR_AN_INTERVAL, Interval, mean, over_examples, over_seeds, verdict
 from diff_transformer.evals.types import Result
 
 Rows = Callable[[Result], np.ndarray]  # for each example, what its score is made of: [examples, ...]
@@ -30,7 +30,7 @@ class Claim:
     rows: Rows
     better: str
     unit: str = ""
-    reduce: Callable[[np.ndarray], float] | None = None
+    reduce: Callable[[np.ndarray], float] = mean
     margin: float = 0.0
     needs: float | None = None  # "no worse than" says something only where the Transformer itself reaches this
 

@@ -1,6 +1,6 @@
 """Differences between the two models with 95 % intervals."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -24,33 +24,38 @@ class Interval(NamedTuple):
 def over_seeds(differences: Sequence[float]) -> Interval:
     """Mean and t-interval of one paired difference a seed."""
     values = np.asarray(differences, dtype=float)
-    mean, count = float(values.mean()), len(values)
+    centre, count = float(values.mean()), len(values)
     if count < 2:
-        return Interval(mean, None, None, "seeds")
+        return Interval(centre, None, None, "seeds")
     half = _T95[min(count - 1, len(_T95)) - 1] * float(values.std(ddof=1)) / count**0.5
-    return Interval(mean, mean - half, mean + half, "seeds")
+    return Interval(centre, centre - half, centre + half, "seeds")
 
 
-def over_examples(first: Sequence[np.ndarray], second: Sequence[np.ndarray], reduce=None) -> Interval:
+def mean(values: np.ndarray) -> float:
+    return float(np.mean(values))
+
+
+def over_examples(
+    first: Sequence[np.ndarray], second: Sequence[np.ndarray], reduce: Callable[[np.ndarray], float] = mean
+) -> Interval:
     """Bootstrap interval of ``reduce(first) - reduce(second)``, resampling examples in pairs, seeds kept apart.
 
     Args:
         first, second: for each seed, an array whose first dimension counts examples, in the same order on both sides.
-        reduce: from such an array to a number; the mean if None.
+        reduce: from such an array to a number.
     """
-    reduce = reduce or (lambda values: float(np.mean(values)))
     rng = np.random.default_rng(0)
 
     def difference(indices: Sequence[np.ndarray]) -> float:
         pairs = zip(first, second, indices, strict=True)
         return float(np.mean([reduce(a[i]) - reduce(b[i]) for a, b, i in pairs]))
 
-    mean = difference([np.arange(len(a)) for a in first])
+    observed = difference([np.arange(len(a)) for a in first])
     if min(len(a) for a in first) < 2:
-        return Interval(mean, None, None, "examples")
+        return Interval(observed, None, None, "examples")
     draws = [difference([rng.integers(len(a), size=len(a)) for a in first]) for _ in range(_RESAMPLES)]
     low, high = np.percentile(draws, [2.5, 97.5])
-    return Interval(mean, float(low), float(high), "examples")
+    return Interval(observed, float(low), float(high), "examples")
 
 
 def verdict(interval: Interval, better: str, margin: float = 0.0) -> str:

@@ -91,8 +91,11 @@ def read_status(folder: Path) -> dict:
 
 
 def main() -> int:
+    from transformers.utils import logging
+
     from diff_transformer.train.loop import Interrupted
 
+    logging.disable_progress_bar()
     folder, explorer = Path(sys.argv[1]), sys.argv[2] == "explorer"
     try:
         run_member(folder, explorer=explorer)

@@ -8,6 +8,7 @@ import shlex
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 
@@ -156,7 +157,8 @@ def _assemble(config: RunConfig, folders: list[Path], results: list[Result], see
 
     pair = {}
     for side in SIDES:
-        model = DiffTransformerConfig(**{**config.model, "attention": side})
+        fields: dict[str, Any] = {**config.model, "attention": side}
+        model = DiffTransformerConfig(**fields)
         cost = model_cost(model, length=config.data.length)
         pair[side] = {
             "parameters": cost.total_parameters,

@@ -4,18 +4,21 @@ An experiment uses the methods of ``LanguageModel`` it needs and no others, so t
 any Hugging Face causal LM, and on a ten-line fake.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
 
 class LanguageModel(Protocol):
     name: str
-    tokenizer: object
+    tokenizer: "PreTrainedTokenizerFast"
 
     def generate(self, prompts: list[str], max_new_tokens: int) -> list[str]: ...
 
@@ -92,7 +95,7 @@ Tap = Callable[[int, torch.nn.Module, Tensor, Tensor, Tensor | None, bool], None
 
 
 @contextmanager
-def tapped_attention(model, tap: Tap) -> Iterator[None]:
+def tapped_attention(model, tap: Tap) -> Generator[None]:
     """Call ``tap(layer, core, q, k, mask, is_causal)`` at each layer's attention, after the rotary embedding.
 
     ``q [B, heads, T, d]`` and ``k [B, heads, S, d]`` are the model's own: the tap must not change them.

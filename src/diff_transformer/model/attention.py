@@ -93,7 +93,7 @@ class Attention(nn.Module):
         self,
         hidden_size: int,
         num_heads: int,
-        core: nn.Module,
+        core: "DiffCore | SoftmaxCore",
         *,
         num_key_value_heads: int | None = None,
         head_dim: int | None = None,
@@ -118,8 +118,14 @@ class Attention(nn.Module):
     def from_config(cls, config, layer_idx: int) -> "Attention":
         """The attention of layer ``layer_idx`` of a model: the only line in which the two models of a pair differ."""
         core = SoftmaxCore() if config.attention == "softmax" else _diff_core(config, layer_idx)
-        heads = {"num_key_value_heads": config.num_key_value_heads, "head_dim": config.head_dim}
-        return Attention(config.hidden_size, config.num_attention_heads, core, **heads, layer_idx=layer_idx)
+        return Attention(
+            config.hidden_size,
+            config.num_attention_heads,
+            core,
+            num_key_value_heads=config.num_key_value_heads,
+            head_dim=config.head_dim,
+            layer_idx=layer_idx,
+        )
 
     def forward(
         self,
@@ -151,7 +157,7 @@ class Attention(nn.Module):
         Returns:
             ``(out [B, T, hidden_size], weights or None)``; a row that may attend to nothing gives 0.
         """
-        batch, queries, _ = hidden_states.shape
+        batch, queries = hidden_states.shape[:2]
         source = hidden_states if context is None else context
         q = self.q_proj(hidden_states).view(batch, queries, -1, self.head_dim)  # [B, T, n, d]
         k = self.k_proj(source).view(batch, source.shape[1], -1, self.head_dim)  # [B, S, m, d]

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from diff_transformer.model.config import DiffTransformerConfig
 from diff_transformer.model.modeling import DiffTransformerForCausalLM
@@ -66,4 +66,4 @@ def convert_folder(source: Path, out: Path, origin: str, target: str) -> None:
         converted = to_llama(DiffTransformerForCausalLM.from_pretrained(source, dtype="auto"))
     converted.save_pretrained(out)
     if (source / "tokenizer.json").exists():
-        AutoTokenizer.from_pretrained(source).save_pretrained(out)
+        PreTrainedTokenizerFast.from_pretrained(source).save_pretrained(out)

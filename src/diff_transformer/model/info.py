@@ -17,12 +17,13 @@ def pair_table(name: str, length: int | None = None) -> Table:
         raise ValueError(f"length is {length}; it must be positive")
     config = preset(name)
     diff, softmax = model_cost(config, length=length), model_cost(matched_baseline(config), length=length)
+    d = config.head_dim or 0
     heads = f"{config.num_diff_heads} heads, d {config.head_dim}"
     table = Table(
         title=f"{name}: d_model {config.hidden_size}, {config.num_hidden_layers} layers", title_justify="left"
     )
     table.add_column("")
-    table.add_column(f"DIFF Transformer\n{heads}, values {2 * config.head_dim}", justify="right")
+    table.add_column(f"DIFF Transformer\n{heads}, values {2 * d}", justify="right")
     table.add_column(f"Transformer\n{config.num_attention_heads} heads, d {config.head_dim}", justify="right")
     table.add_column("difference", justify="right")
     for part in diff.parameters:

@@ -33,8 +33,10 @@ class LearnedLambda(nn.Module):
     def __init__(self, head_dim: int, initial: float, std: float = 0.1):
         super().__init__()
         self.initial, self.std = initial, std
-        for name in ("lambda_q1", "lambda_k1", "lambda_q2", "lambda_k2"):
-            setattr(self, name, nn.Parameter(torch.empty(head_dim, dtype=torch.float32)))
+        self.lambda_q1 = nn.Parameter(torch.empty(head_dim, dtype=torch.float32))
+        self.lambda_k1 = nn.Parameter(torch.empty(head_dim, dtype=torch.float32))
+        self.lambda_q2 = nn.Parameter(torch.empty(head_dim, dtype=torch.float32))
+        self.lambda_k2 = nn.Parameter(torch.empty(head_dim, dtype=torch.float32))
         self.reset_parameters()
 
     def reset_parameters(self):

@@ -31,6 +31,7 @@ class DecoderLayer(GradientCheckpointingLayer):
     def __init__(self, config: DiffTransformerConfig, layer_idx: int):
         super().__init__()
         self.self_attn = Attention.from_config(config, layer_idx)
+        assert config.intermediate_size is not None  # set by the configuration itself
         self.mlp = SwiGLU(config.hidden_size, config.intermediate_size)
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
@@ -45,12 +46,12 @@ class DiffTransformerPreTrainedModel(PreTrainedModel):
     config_class = DiffTransformerConfig
     base_model_prefix = "model"
     supports_gradient_checkpointing = True
-    _no_split_modules = ("DecoderLayer",)
-    _skip_keys_device_placement = ("past_key_values",)
+    _no_split_modules = ["DecoderLayer"]  # noqa: RUF012
+    _skip_keys_device_placement = ["past_key_values"]  # noqa: RUF012
     _supports_sdpa = True
     _can_compile_fullgraph = True
     _can_record_outputs = {"hidden_states": DecoderLayer, "attentions": Attention}  # noqa: RUF012
-    _keep_in_fp32_modules_strict = ("lambda_q1", "lambda_k1", "lambda_q2", "lambda_k2")
+    _keep_in_fp32_modules_strict = ["lambda_q1", "lambda_k1", "lambda_q2", "lambda_k2"]  # noqa: RUF012
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module):
@@ -83,7 +84,7 @@ class DiffTransformerModel(DiffTransformerPreTrainedModel):
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
         self.layers = nn.ModuleList(DecoderLayer(config, i) for i in range(config.num_hidden_layers))
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.rotary_emb = LlamaRotaryEmbedding(config)
+        self.rotary_emb = LlamaRotaryEmbedding(config)  # ty: ignore[invalid-argument-type]  (reads the fields that ours shares)
         self.gradient_checkpointing = False
         self.post_init()
 

@@ -1,5 +1,6 @@
 """Checks the arguments of the operator and brings lam, attn_mask and scale to the one form that backends take."""
 
+import math
 from typing import NamedTuple
 
 import torch
@@ -47,11 +48,11 @@ def check_tensors(q1: Tensor, q2: Tensor, k1: Tensor, k2: Tensor, v: Tensor | No
             )
     if q2.shape[2] != q1.shape[2]:
         raise ValueError(f"q1 has {q1.shape[2]} queries and q2 has {q2.shape[2]}; give equal lengths")
-    for name in named.keys() & {"k2", "v"}:
+    for name in [n for n in ("k2", "v") if n in named]:
         if named[name].shape[2] != k1.shape[2]:
             raise ValueError(f"k1 has {k1.shape[2]} keys and {name} has {named[name].shape[2]}; give equal lengths")
     H, Hn, G = q1.shape[1], q2.shape[1], k1.shape[1]
-    for name in named.keys() & {"k2", "v"}:
+    for name in [n for n in ("k2", "v") if n in named]:
         if named[name].shape[1] != G:
             raise ValueError(
                 f"k1 has {G} key/value heads and {name} has {named[name].shape[1]}; k1, k2 and v need equally many"
@@ -116,6 +117,10 @@ def four_dimensional_mask(attn_mask: Tensor | None, q1: Tensor, S: int) -> Tenso
 def check(q1, q2, k1, k2, v, lam, attn_mask, is_causal, window, scale) -> Arguments:
     """Everything that ``diff_attention`` promises to refuse is refused here; see there for shapes and errors."""
     check_tensors(q1, q2, k1, k2, v)
+    if scale is not None and (isinstance(scale, bool) or not isinstance(scale, int | float)):
+        raise TypeError(f"scale is a {type(scale).__name__}; give a number or None")
+    if scale is not None and not math.isfinite(scale):
+        raise ValueError(f"scale is {scale}; give a finite number, or None for D ** -0.5")
     if window is not None:
         if isinstance(window, bool) or not isinstance(window, int):
             raise TypeError(f"window is a {type(window).__name__}; give an int or None")

@@ -1,12 +1,12 @@
 """Differential attention in blocks of queries: the CPU's default backend.
 
-Both score blocks of a few query rows stay in cache, the maps are subtracted once in fp32, and one product with v follows;
-the softmax baseline with twice the heads does two. Backward recomputes the maps from the inputs, so that nothing else is
-saved, and needs one product dO v^T and one for dv where two attention calls need two of each. Memory is O(T + S).
+Both score blocks of a few query rows stay in cache, the maps are subtracted once in fp32, and one product with v
+follows. Backward recomputes the maps from the inputs, so that nothing else is saved, and needs one product dO v^T and
+one for dv where two attention calls need two of each. Keys that no row of a block sees are skipped. Memory: O(T + S).
 
-Letters: B batch, G key/value heads, r = H / G signal and rn = Hn / G noise heads that share a key/value head, m = H / Hn,
+Letters: B batch, G key/value heads, r = H / G signal and rn = Hn / G noise heads of a key/value head, m = H / Hn,
 c as many (batch, key/value head) pairs as are worked on together, R query rows of a block, n keys they can see.
-Heads that share keys lie below one another in the rows of one matrix, [c, r * R, D]: keys and values are never repeated.
+Heads that share keys lie below one another in the rows of one matrix, [c, r * R, D]; keys and values are not repeated.
 """
 
 from collections.abc import Iterator
@@ -22,7 +22,7 @@ NEGATIVE_INFINITY = float("-inf")
 
 
 def attend(q1, q2, k1, k2, v, lam, attn_mask, is_causal, window, scale) -> Tensor:
-    """(softmax(q1 k1^T scale) - lam softmax(q2 k2^T scale)) v for checked arguments, [B, H, T, Dv] in the dtype of v."""
+    """(softmax(q1 k1^T scale) - lam softmax(q2 k2^T scale)) v of checked arguments, [B, H, T, Dv] in the dtype of v."""
     if attn_mask is not None and attn_mask.shape[1] > 1 and q2.shape[1] < q1.shape[1]:
         q2 = q2.repeat_interleave(q1.shape[1] // q2.shape[1], dim=1)  # each signal head masks its own second map
     if v.dtype == torch.float16:  # CPUs multiply float16 slowly or not at all
@@ -56,11 +56,15 @@ def buffers(both: int, one: int, dtype: torch.dtype, device: torch.device, backw
     narrow = wide != dtype
     sizes = [both, (both + 1) // 2 * narrow, (one + 1) // 2 * (narrow and backward), one * backward, one * backward]
     maps, scores, dp, dp_wide, work = torch.empty(sum(sizes), dtype=wide, device=device).split(sizes)
-    return Buffers(maps, scores.view(dtype), dp.view(dtype), dp_wide, work) if narrow else Buffers(maps, maps, dp_wide, dp_wide, work)
+    return (
+        Buffers(maps, scores.view(dtype), dp.view(dtype), dp_wide, work)
+        if narrow
+        else Buffers(maps, maps, dp_wide, dp_wide, work)
+    )
 
 
 class Problem:
-    """The call: sizes, how it is cut into chunks of (batch, key/value head) pairs and blocks of queries, and the room."""
+    """The sizes of a call, and how it is cut into chunks of (batch, key/value head) pairs and blocks of queries."""
 
     def __init__(self, q1, q2, k1, v, is_causal: bool, window: int | None, backward: bool):
         self.B, H, self.T, D = q1.shape
@@ -89,9 +93,8 @@ class Problem:
 
 
 def rows_of_a_block(T: int, D: int, dtype: torch.dtype) -> int:
-    """Few rows compute less above the causal diagonal, many multiply faster."""
-    return ROWS_OVERRIDE
-ROWS_OVERRIDE = 64
+    """As measured: few rows compute less above the causal diagonal, many multiply faster."""
+    return 128 if T >= 1024 or (D >= 64 and dtype == torch.bfloat16) else 64
 
 
 class Chunk:
@@ -105,7 +108,7 @@ class Chunk:
         self.q2 = q2.unflatten(1, (problem.G, problem.rn))[place].flatten(0, 1)  # [c, rn, T, D]
         self.k1, self.k2, self.v = (x[place].flatten(0, 1) for x in (k1, k2, v))  # [c, S, D or Dv]
         self.k1t, self.k2t, self.vt = self.k1.mT, self.k2.mT, self.v.mT  # [c, D or Dv, S]
-        if v.dtype == torch.bfloat16 and problem.is_causal:
+        if v.dtype == torch.bfloat16 and problem.is_causal and problem.T > problem.rows:
             # oneDNN copies a transposed slice at every product; slices of a transposed copy cost it less.
             self.k1t, self.k2t, self.vt = self.k1t.contiguous(), self.k2t.contiguous(), self.vt.contiguous()
         self.minus_lam = -lam.unflatten(1, (problem.G, problem.rn, problem.m))[place].flatten(0, 1)  # [c, rn, m, T, 1]
@@ -231,13 +234,16 @@ def backward(
     gradients = tuple(x.new_zeros(x.shape) for x in (q1, q2, k1, k2, v, lam))
     for place in problem.chunks():
         chunk = Chunk(problem, place, q1, q2, k1, k2, v, lam, attn_mask, scale)
-        dq1, dq2, dlam, dout_chunk = (x.unflatten(1, (problem.G, -1))[place] for x in (*(gradients[i] for i in (0, 1, 5)), dout))
+        dq1, dq2, dlam, dout_chunk = (
+            x.unflatten(1, (problem.G, -1))[place] for x in (*(gradients[i] for i in (0, 1, 5)), dout)
+        )
         dk1, dk2, dv = (torch.zeros_like(x, dtype=lam.dtype) for x in (chunk.k1, chunk.k2, chunk.v))
         for block in problem.blocks():
             differentiate_block(chunk, block, dout_chunk, dq1, dq2, dk1, dk2, dv, dlam)
         for gradient, total in zip(gradients[2:5], (dk1, dk2, dv), strict=True):
             gradient[place] = total.unflatten(0, chunk.pairs)
-    return gradients
+    dq1, dq2, dk1, dk2, dv, dlam = gradients
+    return dq1, dq2, dk1, dk2, dv, dlam
 
 
 def differentiate_block(chunk: Chunk, block: Block, dout, dq1, dq2, dk1, dk2, dv, dlam) -> None:

@@ -67,7 +67,7 @@ def diff_attention(
         backend = choose(q1.device.type, mask_gradient)
         if not torch.compiler.is_compiling():
             _announce(q1.device.type, q1.dtype, mask_gradient, backend)
-    elif backend not in BACKENDS or backend not in available_backends(q1.device, q1.dtype):
+    elif backend not in BACKENDS or BACKENDS[backend].why_not(q1.device, q1.dtype) is not None:
         _refuse(backend, q1.device, q1.dtype)
     if mask_gradient and backend != "reference":
         raise NotImplementedError(
@@ -75,7 +75,8 @@ def diff_attention(
             "give backend='reference' or 'auto', or detach the mask"
         )
     if backend == "flex" and torch.is_grad_enabled():
-        needing = [n for n, x in zip(("q1", "q2", "k1", "k2", "v"), (q1, q2, k1, k2, v), strict=True) if x.requires_grad]
+        tensors = {"q1": q1, "q2": q2, "k1": k1, "k2": k2, "v": v, "lam": arguments.lam}
+        needing = [name for name, x in tensors.items() if x.requires_grad]
         reason = flex.why_no_gradients(q1.device)
         if needing and reason is not None:
             raise NotImplementedError(f"{', '.join(needing)} require grad: {reason}")

@@ -15,13 +15,12 @@ from diff_transformer.ops.masking import rows_that_see_nothing
 
 
 def attend(q1, q2, k1, k2, v, lam, attn_mask, is_causal, window, scale) -> Tensor:
-    """(softmax(q1 k1^T scale) - lam softmax(q2 k2^T scale)) v for checked arguments, [B, H, T, Dv] in the dtype of v."""
+    """(softmax(q1 k1^T scale) - lam softmax(q2 k2^T scale)) v of checked arguments, [B, H, T, Dv] in the dtype of v."""
     T, S, repeat = q1.shape[2], k1.shape[2], q1.shape[1] // q2.shape[1]
     if attn_mask is not None and attn_mask.shape[1] > 1:
         q2, repeat = q2.repeat_interleave(repeat, dim=1), 1  # each signal head masks its own second map
-    blind = rows_that_see_nothing(T, S, is_causal, window, attn_mask)
-    blind = None if blind is None else blind.to(q1.device)
-    if attn_mask is None:
+    blind = rows_that_see_nothing(T, S, is_causal, window, attn_mask, q1.device)
+    if attn_mask is None or blind is None:
         mask = position_block_mask(T, S, is_causal, window, q1.device)
         bias = None
     else:
@@ -47,7 +46,7 @@ def compiled():
 
 
 def flex_attention(*args, **kwargs) -> Tensor:
-    """FlexAttention, compiled once for each set of shapes; more sets than the limit raise instead of running unfused."""
+    """FlexAttention, compiled for each set of shapes; more sets than the limit raise instead of running unfused."""
     if torch.compiler.is_compiling():
         return compiled()(*args, **kwargs)
     with torch._dynamo.config.patch(recompile_limit=256, fail_on_recompile_limit_hit=True):
@@ -111,7 +110,8 @@ def why_not(device: torch.device, dtype: torch.dtype) -> str | None:
     """Why the backend cannot work here, or None."""
     if dtype == torch.float64:
         return "FlexAttention has no float64 kernels; give backend='reference' or 'blockwise'"
-    if device.type == "cpu" and shutil.which(os.environ.get("CXX", "g++")) is None:
+    compiling = torch.compiler.is_compiling()  # then the caller's own compilation says what it misses
+    if device.type == "cpu" and not compiling and shutil.which(os.environ.get("CXX", "g++")) is None:
         return "FlexAttention on the CPU is compiled with a C++ compiler, and none was found; install g++ or set CXX"
     if device.type not in ("cpu", "cuda"):
         return f"FlexAttention is used here on CPU and CUDA devices only, not on {device.type}"

@@ -37,17 +37,18 @@ def apply_masks(scores: Tensor, seen: Tensor | None, attn_mask: Tensor | None) -
     return scores if seen is None else scores.masked_fill(~seen, float("-inf"))
 
 
-def rows_that_see_nothing(T: int, S: int, is_causal: bool, window: int | None, attn_mask: Tensor | None) -> Tensor | None:
+def rows_that_see_nothing(
+    T: int, S: int, is_causal: bool, window: int | None, attn_mask: Tensor | None, device: torch.device
+) -> Tensor | None:
     """True for queries that may attend to no key, [B|1, H|1, T, 1]; None where no mask can leave a query without keys.
 
     Kernels differ in what they return for such rows, NaN included. Their callers let these rows see everything, so that
     values and gradients stay finite, and put 0 in their place afterwards.
     """
-    if attn_mask is None and not (is_causal and T > S):
-        return None
-    device = None if attn_mask is None else attn_mask.device
+    if attn_mask is None:
+        before_the_first_key = torch.arange(T, device=device) < T - S
+        return before_the_first_key[None, None, :, None] if is_causal and T > S else None
+    allowed = attn_mask if attn_mask.dtype == torch.bool else attn_mask != float("-inf")
     seen = position_mask(T, S, is_causal, window, device)
-    if attn_mask is not None:
-        allowed = attn_mask if attn_mask.dtype == torch.bool else attn_mask != float("-inf")
-        seen = allowed if seen is None else seen & allowed
-    return ~seen.expand(*(1,) * (4 - seen.dim()), *seen.shape[:-2], T, S).any(-1, keepdim=True)
+    allowed = allowed if seen is None else seen & allowed
+    return ~allowed.expand(*allowed.shape[:2], T, S).any(-1, keepdim=True)

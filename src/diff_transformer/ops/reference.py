@@ -13,7 +13,7 @@ from diff_transformer.ops.masking import apply_masks, position_mask
 
 
 class DiffMaps(NamedTuple):
-    """The two attention maps and ``difference = first - lam * second``; each [B, H, T, S], fp32 (fp64 for fp64 inputs)."""
+    """Both attention maps and ``difference = first - lam * second``; each [B, H, T, S], fp32 (fp64 for fp64 inputs)."""
 
     first: Tensor
     second: Tensor

@@ -1,8 +1,8 @@
 """FlashDiffAttn (arXiv 2410.05258, appendix A) on PyTorch's scaled_dot_product_attention: one call for each map.
 
-``_1``, where the device's kernels take values wider than the queries (CUDA), passes v whole; ``_2`` passes it in parts as
-wide as the queries (two halves for the paper's 2 d), because the CPU's flash kernel takes no other width and the math
-path it would fall back to materialises the maps.
+``_1``, where the device's kernels take values wider than the queries (CUDA), passes v whole; ``_2`` passes it in parts
+as wide as the queries (two halves for the paper's 2 d): the CPU's flash kernel takes no other width, and the math path
+it would fall back to materialises the maps.
 
 Shapes: B batch, H signal heads, Hn noise heads, G key/value heads, T queries, S keys, D query width, Dv value width.
 """
@@ -15,12 +15,11 @@ from diff_transformer.ops.masking import apply_masks, position_mask, rows_that_s
 
 
 def attend(q1, q2, k1, k2, v, lam, attn_mask, is_causal, window, scale) -> Tensor:
-    """(softmax(q1 k1^T scale) - lam softmax(q2 k2^T scale)) v for checked arguments, [B, H, T, Dv] in the dtype of v."""
+    """(softmax(q1 k1^T scale) - lam softmax(q2 k2^T scale)) v of checked arguments, [B, H, T, Dv] in the dtype of v."""
     T, S, repeat = q1.shape[2], k1.shape[2], q1.shape[1] // q2.shape[1]
     if attn_mask is not None and attn_mask.shape[1] > 1:
         q2, repeat = q2.repeat_interleave(repeat, dim=1), 1  # each signal head masks its own second map
-    blind = rows_that_see_nothing(T, S, is_causal, window, attn_mask)
-    blind = None if blind is None else blind.to(q1.device)
+    blind = rows_that_see_nothing(T, S, is_causal, window, attn_mask, q1.device)
     mask = None
     if attn_mask is not None or window is not None or T != S:
         mask = one_mask(position_mask(T, S, is_causal, window, q1.device), attn_mask, blind, q1.dtype)
@@ -40,7 +39,7 @@ def one_mask(seen: Tensor | None, attn_mask: Tensor | None, blind: Tensor | None
         mask = apply_masks(attn_mask.to(dtype), seen, None)
         return mask if blind is None else mask.masked_fill(blind, 0)
     mask = attn_mask if seen is None else seen if attn_mask is None else seen & attn_mask
-    return mask if blind is None else mask | blind
+    return mask if mask is None or blind is None else mask | blind
 
 
 def whole_or_in_parts(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, is_causal: bool, scale: float) -> Tensor:

@@ -6,7 +6,7 @@ The loop knows one device. Fabric decides what that device is; sharding is appli
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -166,7 +166,7 @@ def _lambda_entry(lambdas: Tensor) -> dict:
 
 
 @contextmanager
-def _stop_requests() -> Iterator[Callable[[], bool]]:
+def _stop_requests() -> Generator[Callable[[], bool]]:
     """Turn Ctrl-C and SIGTERM into a question that the loop asks between steps; a second Ctrl-C stops at once."""
     requested = threading.Event()
     if threading.current_thread() is not threading.main_thread():

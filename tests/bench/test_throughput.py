@@ -1,0 +1,21 @@
+import torch
+
+from diff_transformer import DiffTransformerForCausalLM
+from diff_transformer.bench.throughput import measure_throughput
+from diff_transformer.model.presets import preset
+
+
+def test_both_models_are_timed_and_left_as_they_were():
+    models = {
+        f"{side}-seed0": DiffTransformerForCausalLM(preset("debug", attention=side)) for side in ("diff", "softmax")
+    }
+    before = [parameter.clone() for model in models.values() for parameter in model.parameters()]
+    results = measure_throughput(models, torch.randint(0, 512, (2, 16)), repeats=3, steps=1, warmup=1)
+    assert [result.model for result in results] == list(models)
+    for result in results:
+        assert len(result.rows) == 3
+        for kind in ("train", "forward"):
+            seen = sorted(row[f"{kind}_tokens_per_second"] for row in result.rows)
+            assert result.metrics[f"{kind}_tokens_per_second"] == seen[1] > 0
+    after = [parameter for model in models.values() for parameter in model.parameters()]
+    assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))

@@ -1,0 +1,125 @@
+"""Every bad argument is refused with a message that says what was given and what is accepted."""
+
+import pytest
+import torch
+
+from diff_transformer.ops import diff_attention, diff_attention_maps
+from diff_transformer.testing import make_inputs
+
+X = make_inputs(B=2, H=4, G=2, T=6, S=8, D=3, Dv=5, Hn=4, requires_grad=False)
+
+
+def changed(**values):
+    """The arguments of a good call, some of them replaced."""
+    return X._asdict() | values
+
+
+BAD = {
+    "not a tensor": (changed(k1=[1.0]), TypeError, "k1 is a list; give a tensor"),
+    "rank 3": (changed(q2=X.q2[0]), ValueError, r"q2 has 3 dimensions \(shape \[4, 6, 3\]\); give \[batch, heads"),
+    "rank 5": (changed(v=X.v[None]), ValueError, "v has 5 dimensions"),
+    "no keys": (changed(k1=X.k1[:, :, :0]), ValueError, r"k1 has shape \[2, 2, 0, 3\], with a size of 0"),
+    "no queries": (changed(q1=X.q1[:, :, :0], q2=X.q2[:, :, :0]), ValueError, "q1 has shape .* with a size of 0"),
+    "integers": (changed(q1=X.q1.long()), TypeError, "q1 has dtype torch.int64; give float32, bfloat16"),
+    "complex": (changed(q1=X.q1.to(torch.complex64)), TypeError, "q1 has dtype torch.complex64; give float32"),
+    "mixed dtypes": (changed(v=X.v.bfloat16()), TypeError, "q1 is torch.float32 and v is torch.bfloat16; cast them"),
+    "mixed devices": (changed(k2=X.k2.to("meta")), ValueError, "q1 is on cpu and k2 on meta; move them"),
+    "batches": (changed(k1=X.k1[:1]), ValueError, "q1 has batch 2 and k1 has batch 1"),
+    "query widths": (changed(q2=X.q2[..., :2]), ValueError, "q1 has width 3 and q2 has width 2"),
+    "key width": (changed(k2=X.k2[..., :2]), ValueError, "q1 has width 3 and k2 has width 2"),
+    "query lengths": (changed(q2=X.q2[:, :, :5]), ValueError, "q1 has 6 queries and q2 has 5"),
+    "key lengths": (changed(k2=X.k2[:, :, :7]), ValueError, "k1 has 8 keys and k2 has 7"),
+    "value length": (changed(v=X.v[:, :, :7]), ValueError, "k1 has 8 keys and v has 7"),
+    "key heads": (changed(k2=X.k2[:, :1]), ValueError, "k1 has 2 key/value heads and k2 has 1"),
+    "value heads": (changed(v=X.v[:, :1]), ValueError, "k1 has 2 key/value heads and v has 1"),
+    "noise heads": (changed(q2=X.q2[:, :3]), ValueError, "q1 has 4 heads, which q2's 3 noise heads do not divide"),
+    "grouped heads": (
+        changed(**{n: getattr(X, n)[:, [0, 1, 1]] for n in ("k1", "k2", "v")}),
+        ValueError,
+        "q2 has 4 heads, which k1's 3 key/value heads do not divide",
+    ),
+    "noise in groups": (
+        changed(q2=X.q2[:, :1]),
+        ValueError,
+        "q2 has 1 heads, which k1's 2 key/value heads do not divide",
+    ),
+    "lam of no number": (changed(lam="0.5"), TypeError, "lam is a str; give a float or a tensor"),
+    "lam True": (changed(lam=True), TypeError, "lam is a bool"),
+    "integer lam": (changed(lam=torch.tensor(1)), TypeError, "lam has dtype torch.int64; give a floating-point tensor"),
+    "lam per wrong head": (
+        changed(lam=torch.rand(3)),
+        ValueError,
+        r"lam has shape \[3\]; give a float, a scalar, \[4\]",
+    ),
+    "lam [B, H]": (changed(lam=torch.rand(2, 4)), ValueError, r"lam has shape \[2, 4\].*broadcast to \[2, 4, 6, 1\]"),
+    "lam per key": (changed(lam=torch.rand(2, 4, 1, 8)), ValueError, r"lam has shape \[2, 4, 1, 8\]"),
+    "lam elsewhere": (changed(lam=torch.rand(4, device="meta")), ValueError, "q1 is on cpu and lam on meta"),
+    "mask of no tensor": (changed(attn_mask=[[True]]), TypeError, "attn_mask is a list"),
+    "integer mask": (
+        changed(attn_mask=torch.ones(6, 8, dtype=torch.long)),
+        TypeError,
+        "attn_mask has dtype torch.int64",
+    ),
+    "mask shape": (
+        changed(attn_mask=torch.ones(8, 6, dtype=torch.bool)),
+        ValueError,
+        r"attn_mask has shape \[8, 6\], which does not broadcast to \[2, 4, 6, 8\]",
+    ),
+    "mask rank": (changed(attn_mask=torch.ones(1, 1, 1, 6, 8, dtype=torch.bool)), ValueError, "does not broadcast"),
+    "mask elsewhere": (
+        changed(attn_mask=torch.ones(6, 8, device="meta")),
+        ValueError,
+        "q1 is on cpu and attn_mask on meta",
+    ),
+    "window 0": (changed(window=0, is_causal=True), ValueError, "window is 0; give at least 1"),
+    "window -1": (changed(window=-1, is_causal=True), ValueError, "window is -1; give at least 1"),
+    "window 2.5": (changed(window=2.5, is_causal=True), TypeError, "window is a float; give an int"),
+    "window not causal": (changed(window=4), ValueError, "window=4 without is_causal=True"),
+    "scale text": (changed(scale="1"), TypeError, "scale is a str; give a number"),
+    "scale nan": (changed(scale=float("nan")), ValueError, "scale is nan; give a finite number"),
+    "unknown backend": (
+        changed(backend="magic"),
+        ValueError,
+        "backend is 'magic'; give 'auto' or one of reference, blockwise",
+    ),
+}
+
+
+def call(function, values):
+    tensors = [values[name] for name in X._fields if function is diff_attention or name != "v"]
+    return function(*tensors, **{name: value for name, value in values.items() if name not in X._fields})
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_refused(name):
+    values, error, message = BAD[name]
+    with pytest.raises(error, match=message):
+        call(diff_attention, values)
+
+
+@pytest.mark.parametrize(
+    "name", [n for n, (values, *_) in BAD.items() if values["v"] is X.v and "backend" not in values]
+)
+def test_maps_refuse_the_same(name):
+    values, error, message = BAD[name]
+    with pytest.raises(error, match=message):
+        call(diff_attention_maps, values)
+
+
+@pytest.mark.parametrize(
+    "lam", [0.3, 1, torch.tensor(0.3), torch.rand(1), torch.rand(4), torch.rand(2, 1, 6, 1)], ids=str
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
+def test_accepted_lam(lam, dtype):
+    out = diff_attention(*(x.to(dtype) for x in X[:5]), lam)
+    assert out.shape == (2, 4, 6, 5)
+    assert out.dtype == dtype
+
+
+@pytest.mark.parametrize("shape", [(8,), (6, 8), (6, 1), (4, 6, 8), (1, 1, 1, 1), (2, 1, 6, 8), (2, 4, 1, 8)], ids=str)
+@pytest.mark.parametrize("backend", ["reference", "blockwise", "sdpa"])
+def test_accepted_mask_shapes(shape, backend):
+    mask = torch.rand(shape) > 0.3
+    full = mask.expand(2, 4, 6, 8)
+    expected = diff_attention(*X, attn_mask=full, backend="reference")
+    torch.testing.assert_close(diff_attention(*X, attn_mask=mask, backend=backend), expected)
