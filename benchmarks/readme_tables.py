@@ -1,7 +1,7 @@
 """Write the tables of README.md from committed JSON.
 
-    python benchmarks/readme_tables.py            # rewrite README.md
-    python benchmarks/readme_tables.py --check    # exit 1 if README.md differs
+python benchmarks/readme_tables.py            # rewrite README.md
+python benchmarks/readme_tables.py --check    # exit 1 if README.md differs
 """
 
 import json
@@ -21,7 +21,9 @@ def claims_table(path: Path) -> list[str]:
         lines.append(f"| {' | '.join(cells)} |")
     run, pair = summary["train"], summary["pair"]
     sizes = f"{pair['softmax']['parameters']:,} / {pair['diff']['parameters']:,} parameters"
-    tokens = f"{run['tokens'] / 1e6:.1f}M tokens ({run['steps']:,} steps of {run['batch_size']} x {run['sequence_length']})"
+    tokens = (
+        f"{run['tokens'] / 1e6:.1f}M tokens ({run['steps']:,} steps of {run['batch_size']} x {run['sequence_length']})"
+    )
     return [*lines, "", f"{sizes}; {tokens}; {summary['seconds'] / 60:.0f} minutes on {summary['provenance']['cpu']}."]
 
 

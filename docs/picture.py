@@ -1,6 +1,6 @@
 """Draw docs/picture.svg, the picture of README: two maps, their difference, from the formula on a toy example.
 
-    python docs/picture.py
+python docs/picture.py
 """
 
 from pathlib import Path
@@ -48,7 +48,9 @@ def main() -> None:
     caption = "what both maps see cancels; what only one sees, the answer, stays"
     body += f'<text x="{width / 2}" y="{height - 12}" text-anchor="middle" font-size="12">{caption}</text>'
     style = "<style>text{font:14px system-ui,sans-serif;fill:#777}</style>"
-    svg = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}">{style}{body}</svg>\n'
+    svg = (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}">{style}{body}</svg>\n'
+    )
     Path(__file__).with_name("picture.svg").write_text(svg)
 
 

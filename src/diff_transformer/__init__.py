@@ -38,7 +38,9 @@ if TYPE_CHECKING:
 
 def __getattr__(name: str):
     if name not in _HOMES:
-        raise AttributeError(f"module 'diff_transformer' has no attribute {name!r}; it has {', '.join(sorted(__all__))}")
+        raise AttributeError(
+            f"module 'diff_transformer' has no attribute {name!r}; it has {', '.join(sorted(__all__))}"
+        )
     value = getattr(import_module(f"diff_transformer.{_HOMES[name]}"), name)
     globals()[name] = value
     return value

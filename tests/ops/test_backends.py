@@ -60,6 +60,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "narrow values": ({"D": 16, "Dv": 5}, {"is_causal": True}),
     "odd widths": ({"D": 24, "Dv": 41}, {"is_causal": True}),
     "scale": ({}, {"scale": 0.7}),
+    "sharp maps": ({"T": 300, "D": 32}, {"is_causal": True, "scale": 1.0}),
     "mask [T, S]": ({"S": 90}, {"attn_mask": random_mask(63, 90)}),
     "mask per head": ({"T": 150, "S": 90}, {"attn_mask": random_mask(2, 4, 150, 90)}),
     "mask per head, shared noise": ({"H": 4, "Hn": 2, "G": 1}, {"attn_mask": random_mask(1, 4, 63, 63)}),

@@ -108,7 +108,7 @@ class Chunk:
         self.q2 = q2.unflatten(1, (problem.G, problem.rn))[place].flatten(0, 1)  # [c, rn, T, D]
         self.k1, self.k2, self.v = (x[place].flatten(0, 1) for x in (k1, k2, v))  # [c, S, D or Dv]
         self.k1t, self.k2t, self.vt = self.k1.mT, self.k2.mT, self.v.mT  # [c, D or Dv, S]
-        if v.dtype == torch.bfloat16 and problem.is_causal and problem.T > problem.rows:
+        if v.dtype == torch.bfloat16 and problem.is_causal and problem.rows < problem.T:
             # oneDNN copies a transposed slice at every product; slices of a transposed copy cost it less.
             self.k1t, self.k2t, self.vt = self.k1t.contiguous(), self.k2t.contiguous(), self.vt.contiguous()
         self.minus_lam = -lam.unflatten(1, (problem.G, problem.rn, problem.m))[place].flatten(0, 1)  # [c, rn, m, T, 1]

@@ -2,7 +2,8 @@
 
 ``_1``, where the device's kernels take values wider than the queries (CUDA), passes v whole; ``_2`` passes it in parts
 as wide as the queries (two halves for the paper's 2 d): the CPU's flash kernel takes no other width, and the math path
-it would fall back to materialises the maps.
+it would fall back to materialises the maps. On the CPU both calls compute in fp32: the bf16 kernel adds up gradients in
+bf16, with which dv misses the numerics budget at lengths of some hundreds.
 
 Shapes: B batch, H signal heads, Hn noise heads, G key/value heads, T queries, S keys, D query width, Dv value width.
 """
@@ -25,12 +26,17 @@ def attend(q1, q2, k1, k2, v, lam, attn_mask, is_causal, window, scale) -> Tenso
         mask = one_mask(position_mask(T, S, is_causal, window, q1.device), attn_mask, blind, q1.dtype)
         is_causal = False
 
+    out_dtype = v.dtype
+    if q1.device.type == "cpu":
+        q1, q2, k1, k2, v = (x.to(lam.dtype) for x in (q1, q2, k1, k2, v))
+        mask = mask if mask is None or mask.dtype == torch.bool else mask.to(lam.dtype)
+
     def softmax_attention(q, k):
         return whole_or_in_parts(q, k, v, mask, is_causal, scale).to(lam.dtype)
 
     second = softmax_attention(q2, k2).repeat_interleave(repeat, dim=1)
     out = softmax_attention(q1, k1) - lam * second
-    return (out if blind is None else out.masked_fill(blind, 0)).to(v.dtype)
+    return (out if blind is None else out.masked_fill(blind, 0)).to(out_dtype)
 
 
 def one_mask(seen: Tensor | None, attn_mask: Tensor | None, blind: Tensor | None, dtype: torch.dtype) -> Tensor | None:
