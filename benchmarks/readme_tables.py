@@ -29,7 +29,21 @@ def claims_table(path: Path) -> list[str]:
 
 def attention_table(path: Path) -> list[str]:
     record = json.loads(path.read_text())
-    return record["readme"] if "readme" in record else []
+    sizes = ("batch", "heads", "length", "width")
+    kinds = [(dtype, kind) for dtype in ("float32", "bfloat16") for kind in ("forward", "both")]
+    names = {"float32": "fp32", "bfloat16": "bf16", "forward": "forward", "both": "forward + backward"}
+    header = ["backend", "batch, h, N, d", *(f"{names[dtype]} {names[kind]}" for dtype, kind in kinds)]
+    lines = [f"| {' | '.join(header)} |", "|" + "---|" * len(header)]
+    table: dict[tuple, dict] = {}
+    for row in record["rows"]:
+        if row["backend"] in ("blockwise", "sdpa") and row["gate"] == "passed":
+            cell = table.setdefault((row["backend"], *(row[size] for size in sizes)), {})
+            cell.update({(row["dtype"], kind): row.get(f"{kind}_ratio") for kind in ("forward", "both")})
+    for (backend, *shape), ratios in table.items():
+        cells = [f"{ratios[kind]:.2f}" if ratios.get(kind) is not None else "" for kind in kinds]
+        lines.append(f"| {backend} | {', '.join(map(str, shape))} | {' | '.join(cells)} |")
+    source = record["provenance"]
+    return [*lines, "", f"{source['cpu']}, {source['threads']} threads, PyTorch {source['torch']}."]
 
 
 TABLES = {

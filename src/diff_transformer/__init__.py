@@ -21,7 +21,7 @@ _HOMES = {
     "DiffTransformerForCausalLM": "model.modeling",
 }
 
-__all__ = ["__version__", *_HOMES]  # noqa: PLE0604
+__all__ = ["__version__", *_HOMES]
 
 if TYPE_CHECKING:
     from diff_transformer.model.attention import DiffAttention as DiffAttention

@@ -140,3 +140,18 @@ def test_the_data_modules_import_without_torch_and_transformers():
     code = "import sys, diff_transformer.data; print({'torch', 'transformers', 'tokenizers'} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "set()"
+
+
+def test_padding_left_on_by_a_call_changes_nothing():
+    tokenizer = byte_tokenizer()
+    tokenizer(["a", "a longer text"], padding=True, truncation=True, max_length=8)
+    state = tokenizer.backend_tokenizer.padding, tokenizer.backend_tokenizer.truncation
+    assert state[0] is not None
+    assert state[1] is not None
+    assert [ids.tolist() for ids in encode_all(tokenizer, ["a", "bcd", "twelve chars"])] == [
+        [97],
+        [98, 99, 100],
+        list(b"twelve chars"),
+    ]
+    assert token_spans(tokenizer, "twelve chars", [(7, 12)]) == [(7, 12)]
+    assert (tokenizer.backend_tokenizer.padding, tokenizer.backend_tokenizer.truncation) == state

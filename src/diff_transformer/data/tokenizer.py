@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Generator, Iterable, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
@@ -113,13 +114,8 @@ def encode(tokenizer: PreTrainedTokenizerFast, text: str) -> np.ndarray:
 
 def encode_all(tokenizer: PreTrainedTokenizerFast, texts: Sequence[str]) -> list[np.ndarray]:
     """:func:`encode` for many texts at once, on all cores."""
-    backend = _backend(tokenizer)
-    before = backend.encode_special_tokens
-    backend.encode_special_tokens = True
-    try:
+    with _plain(_backend(tokenizer)) as backend:
         encodings = backend.encode_batch_fast(list(texts), add_special_tokens=False)
-    finally:
-        backend.encode_special_tokens = before
     return [np.array(encoding.ids, dtype=np.int64) for encoding in encodings]
 
 
@@ -127,9 +123,8 @@ def token_spans(
     tokenizer: PreTrainedTokenizerFast, text: str, spans: Iterable[tuple[int, int]]
 ) -> list[tuple[int, int]]:
     """Character spans (start, end) of ``text`` as token spans: every token that shares a character with the span."""
-    offsets = np.array(_backend(tokenizer).encode(text, add_special_tokens=False).offsets, dtype=np.int64).reshape(
-        -1, 2
-    )
+    with _plain(_backend(tokenizer)) as backend:
+        offsets = np.array(backend.encode(text, add_special_tokens=False).offsets, dtype=np.int64).reshape(-1, 2)
     found = []
     for start, end in spans:
         inside = np.flatnonzero((offsets[:, 0] < end) & (offsets[:, 1] > start))
@@ -176,6 +171,24 @@ def _wrap(backend: Tokenizer) -> PreTrainedTokenizerFast:
         padding_side="left",
         clean_up_tokenization_spaces=False,
     )
+
+
+@contextmanager
+def _plain(backend: Tokenizer) -> Generator[Tokenizer]:
+    """The backend without padding and truncation, which a call of the Hugging Face tokenizer leaves switched on, and
+    with the spelling of special tokens read as text; as it was afterwards."""
+    special, padding, truncation = backend.encode_special_tokens, backend.padding, backend.truncation
+    backend.encode_special_tokens = True
+    backend.no_padding()
+    backend.no_truncation()
+    try:
+        yield backend
+    finally:
+        backend.encode_special_tokens = special
+        if padding is not None:
+            backend.enable_padding(**padding)
+        if truncation is not None:
+            backend.enable_truncation(**truncation)
 
 
 def _backend(tokenizer: object) -> Tokenizer:

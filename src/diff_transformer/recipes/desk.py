@@ -55,16 +55,17 @@ def demo() -> RunConfig:
         data=DataConfig(
             max_bytes=4_000_000,
             length=128,
-            mixture={"text": 0.35, "needles": 0.4, "recall": 0.25},
+            mixture={"text": 0.35, "needles": 0.5, "recall": 0.15},
             loss="sources",
-            needles=NeedleConfig(counts=(1, 2, 4), queries=(1, 2), questions=4, digits=1),
+            needles=NeedleConfig(counts=(1, 1, 2, 4), queries=(1,), questions=4, digits=1),
             recall=RecallConfig(pairs=8, symbols=32),
         ),
-        optim=OptimConfig(lr=3e-3, warmup_steps=50),
+        optim=OptimConfig(lr=2e-3, warmup_steps=50),
         train=TrainConfig(
             steps=1600, batch_size=16, log_every=10, validate_every=100, validation_rows=64, checkpoint_every=200,
             threads=1,
         ),
+        evaluation=EvaluationConfig(needles=((1, 1), (2, 1), (4, 1))),
     )  # fmt: skip
 
 

@@ -57,7 +57,7 @@ def _facts(results: dict) -> list[tuple[str, object]]:
         facts.append(("Tokens", f"{short(train['tokens'])} each"))
     seeds = train.get("seeds") or sorted({s for found in seeds_by_side(results).values() for s in found})
     if seeds:
-        facts.append(("Seeds", ", ".join(str(s) for s in seeds)))
+        facts.append(("Seeds", f"{len(seeds)} (seed {seeds[0]})" if len(seeds) == 1 else str(len(seeds))))
     machine = [str(where[k]) for k in ("device", "cpu") if where.get(k)]
     if len(machine) > 1 and machine[0] == "cpu":
         machine = machine[1:]
