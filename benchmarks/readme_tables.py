@@ -15,7 +15,7 @@ MARKS = {"held": "✓ held", "did not hold": "✗ did not hold", "undecided": "?
 
 def claims_table(path: Path) -> list[str]:
     summary = json.loads(path.read_text())
-    lines = ["| claim | paper | here | verdict |", "|---|---|---|---|"]
+    lines = ["| claim | paper: Transformer / DIFF | here: Transformer / DIFF | verdict |", "|---|---|---|---|"]
     for claim in summary["claims"]:
         cells = (claim["claim"], claim["paper"], f"{claim['here']}; {claim['detail']}", MARKS[claim["verdict"]])
         lines.append(f"| {' | '.join(cells)} |")

@@ -4,6 +4,7 @@ python figures/record.py runs/demo figures/demo
 """
 
 import json
+import re
 import sys
 from pathlib import Path
 
@@ -13,7 +14,18 @@ def trimmed(summary: dict) -> dict:
     kept = {key: value for key, value in summary.items() if key != "explorer"}
     kept["evals"] = [{**entry, "rows": []} for entry in summary["evals"]]
     kept["curves"] = [_thinned(curve) for curve in summary["curves"]]
-    return kept
+    return _without_places(kept)
+
+
+def _without_places(value):
+    """Absolute paths, which mean something on one machine only, shortened to their last part."""
+    if isinstance(value, dict):
+        return {key: _without_places(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_without_places(item) for item in value]
+    if isinstance(value, str):
+        return re.sub(r"(?<![\w.])/(?:[\w.\-]+/)+([\w.\-]+)", r"\1", value)
+    return value
 
 
 def _thinned(curve: dict, points: int = 60) -> dict:

@@ -86,13 +86,14 @@ def bench(
     name: Annotated[str, typer.Argument(help="attention")],
     out: Annotated[Path | None, typer.Option("--out", help="JSON file for the record; must be new.")] = None,
     full: Annotated[bool, typer.Option("--full", help="The whole grid of lengths and widths.")] = False,
+    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
 ):
     """Time the operator's backends against softmax attention of the matched size; correctness is checked first."""
     if name != "attention":
         raise ValueError(f"no benchmark {name!r}; there is: attention")
     from diff_transformer.bench.attention import main as run
 
-    run(out=out, full=full)
+    run(out=out, full=full, device=device)
 
 
 @app.command()

@@ -79,7 +79,7 @@ def novels() -> RunConfig:
     config.name = "novels"
     config.data.corpus = "novels"
     config.data.max_bytes = 30_000_000
-    config.train.steps = 6000
+    config.train.steps = 8000
     config.train.validate_every = 300
     return config
 
