@@ -118,8 +118,6 @@ def generate(
     max_new_tokens: Annotated[int, typer.Option(help="Tokens to generate at most.")] = 64,
 ):
     """Continue a prompt greedily."""
-    if max_new_tokens <= 0:
-        raise ValueError(f"max_new_tokens is {max_new_tokens}; it must be positive")
     from diff_transformer.evals.command import load_lm
 
     _quiet()

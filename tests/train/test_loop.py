@@ -1,6 +1,8 @@
 import json
 import os
 import signal
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -173,3 +175,26 @@ def test_materials_that_do_not_fit(config, assignment, message, tmp_path):
         message = "has 258 tokens, model.vocab_size is 100; set model.vocab_size to at least 258"
     with pytest.raises((ValueError, FileNotFoundError), match=message):
         train(config, tmp_path / "run")
+
+
+@pytest.mark.slow
+def test_compiled_training_gives_the_same_model(texts, config, tmp_path):
+    short = override(config, ["train.steps=10"])
+    train(short, tmp_path / "plain")
+    settings = (f"data.corpus={texts}", "data.max_bytes=null", "train.steps=10", "train.compile=true")
+    assignments = [item for setting in settings for item in ("--set", setting)]
+    command = [
+        sys.executable,
+        "-m",
+        "diff_transformer",
+        "train",
+        "--recipe",
+        "debug",
+        "--out",
+        str(tmp_path / "compiled"),
+    ]
+    subprocess.run([*command, *assignments], check=True, timeout=280, capture_output=True)
+    plain, compiled = weights(tmp_path / "plain"), weights(tmp_path / "compiled")
+    assert plain.keys() == compiled.keys()
+    assert all(torch.allclose(plain[name], compiled[name], atol=2e-3) for name in plain)
+    assert "lambda" in read_metrics(tmp_path / "compiled" / "metrics.jsonl")[-1]

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
+from diff_transformer.checks import require_positive
 from diff_transformer.evals.provenance import provenance
 from diff_transformer.ops import available_backends, diff_attention
 from diff_transformer.testing import Inputs, assert_within_budget, eager_diff_attention, make_inputs, peak_memory
@@ -160,6 +161,7 @@ def run_attention_benchmark(
     the same turns) and peak_bytes. Backends default to all available ones; the reference is left out beyond a length
     of 1024, and FlexAttention has no backward on the CPU.
     """
+    require_positive(repeats=repeats)
     rows = []
     for dtype in dtypes:
         names = available_backends(device, dtype) if backends is None else backends

@@ -6,6 +6,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
+from diff_transformer.checks import require_positive
 from diff_transformer.evals.provenance import provenance
 from diff_transformer.evals.types import Result
 
@@ -19,6 +20,7 @@ def measure_throughput(
     machine hits both. The training step is forward, backward, clipping and a fused AdamW update at learning rate 0,
     which leaves the weights as they are.
     """
+    require_positive(repeats=repeats, steps=steps)
     kinds = {
         name: {"train": _training_step(model, ids), "forward": _forward(model, ids)} for name, model in models.items()
     }

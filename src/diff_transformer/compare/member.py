@@ -103,7 +103,3 @@ def main() -> int:
         print(stopped, file=sys.stderr)
         return 130
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -59,7 +59,7 @@ def run_pool(folders: list[Path], steps: int, *, jobs: int, console: Console) ->
 
 
 def _start(folder: Path, *, explorer: bool) -> subprocess.Popen:
-    command = [sys.executable, "-m", "diff_transformer.compare.member", str(folder), "explorer" if explorer else "-"]
+    command = [sys.executable, "-m", "diff_transformer.compare", str(folder), "explorer" if explorer else "-"]
     environment = {**os.environ, "HF_HUB_DISABLE_PROGRESS_BARS": "1", "TOKENIZERS_PARALLELISM": "true"}
     with (folder / "member.log").open("a") as log:
         return subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=environment)

@@ -12,6 +12,7 @@ from typing import Any
 
 from rich.console import Console
 
+from diff_transformer.checks import require_positive
 from diff_transformer.compare.claims import judge, paper_claims
 from diff_transformer.compare.pool import run_pool
 from diff_transformer.evals.provenance import provenance
@@ -47,10 +48,7 @@ def compare(
     """
     console = console or Console()
     out, started = Path(out), time.perf_counter()
-    if seeds <= 0:
-        raise ValueError(f"seeds is {seeds}; it must be positive")
-    if jobs is not None and jobs <= 0:
-        raise ValueError(f"jobs is {jobs}; it must be positive")
+    require_positive(seeds=seeds, jobs=jobs)
     jobs = jobs or _default_jobs(seeds)
     if not config.train.threads:
         threads = max(1, (os.cpu_count() or 1) // jobs)

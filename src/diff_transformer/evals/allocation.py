@@ -14,6 +14,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
+from diff_transformer.checks import require_positive
 from diff_transformer.data.filler import Filler
 from diff_transformer.data.needles import DEPTHS, make_needle_example
 from diff_transformer.data.seeding import evaluation_rng
@@ -39,6 +40,7 @@ def evaluate_allocation(
     ``metrics``: ``answer_depth{percent}``, ``noise_depth{percent}``, and the means ``answer`` and ``noise``;
     ``best_head_answer`` is the largest share that any single head gives to the answer, averaged over samples.
     """
+    require_positive(length=length, samples=samples, needles=needles)
     rows = []
     for depth in depths:
         for sample in range(samples):

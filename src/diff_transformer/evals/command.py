@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+from diff_transformer.checks import require_positive
 from diff_transformer.evals.lm import CausalLM
 from diff_transformer.evals.types import Result
 
@@ -34,9 +35,7 @@ def run_eval(name: str, model: str, *, corpus: str, length: int, samples: int, o
     """
     if name not in NAMES:
         raise ValueError(f"no experiment {name!r}; there are: {', '.join(NAMES)}")
-    for label, value in (("length", length), ("samples", samples)):
-        if value <= 0:
-            raise ValueError(f"{label} is {value}; it must be positive")
+    require_positive(length=length, samples=samples)
     if out.exists():
         raise FileExistsError(f"{out} exists; choose another file")
     from diff_transformer.data.corpus import load_corpus

@@ -12,6 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from diff_transformer.checks import require_positive
+
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
@@ -38,6 +40,7 @@ class CausalLM:
     """
 
     def __init__(self, model, tokenizer, name: str, batch_size: int = 32):
+        require_positive(batch_size=batch_size)
         self.model, self.tokenizer, self.name, self.batch_size = model.eval(), tokenizer, name, batch_size
 
     @property
@@ -47,6 +50,7 @@ class CausalLM:
     @torch.inference_mode()
     def generate(self, prompts: list[str], max_new_tokens: int) -> list[str]:
         """Greedy continuations of ``prompts``, without the prompts, in their order; batched with left padding."""
+        require_positive(max_new_tokens=max_new_tokens)
         order = sorted(range(len(prompts)), key=lambda i: len(prompts[i]))
         texts = [""] * len(prompts)
         for start in range(0, len(order), self.batch_size):

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from diff_transformer.checks import require_positive
 from diff_transformer.data.filler import Filler
 from diff_transformer.data.needles import DEPTHS, completion, make_needle_example, number_range, parse_numbers
 from diff_transformer.data.seeding import evaluation_rng
@@ -40,6 +41,7 @@ def evaluate_needle(
     ``metrics``: ``n{N}_r{R}_depth{percent}`` and their mean ``n{N}_r{R}``; ``partial_n{N}_r{R}`` counts examples with
     at least one number right; ``chance`` is the score of guessing.
     """
+    require_positive(length=length, samples=samples)
     low, high = number_range(digits)
     metrics = {"chance": 1.0 / (high - low)}
     rows: list[dict] = []

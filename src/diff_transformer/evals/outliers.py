@@ -7,6 +7,7 @@ from a histogram with bins of 0.5 % width.
 import torch
 from torch import Tensor
 
+from diff_transformer.checks import require_positive
 from diff_transformer.evals.lm import CausalLM, tapped_attention
 from diff_transformer.evals.provenance import provenance
 from diff_transformer.evals.types import Result
@@ -47,6 +48,7 @@ def evaluate_outliers(lm: CausalLM, ids: Tensor, *, block: int = 128) -> Result:
     """
     from diff_transformer.model.modeling import DecoderLayer
 
+    require_positive(block=block)
     logits, hidden = Magnitudes(), Magnitudes()
     batch_top: dict[str, float] = {}
 

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from diff_transformer.checks import require_positive
 from diff_transformer.model.heads import check_heads, pair_heads
 from diff_transformer.model.lambdas import LearnedLambda, lambda_init
 from diff_transformer.model.layers import ResidualLinear, RMSNorm, apply_rotary, rotary_tables
@@ -237,9 +238,13 @@ class DiffAttention(Attention):
         norm_eps: float = 1e-5,
         backend: str = "auto",
     ):
-        for name, value in (("hidden_size", hidden_size), ("num_heads", num_heads)):
-            if value <= 0:
-                raise ValueError(f"{name} is {value}; it must be positive")
+        require_positive(
+            hidden_size=hidden_size,
+            num_heads=num_heads,
+            num_key_value_heads=num_key_value_heads,
+            head_dim=head_dim,
+            context_size=context_size,
+        )
         check_heads(num_heads, num_key_value_heads or num_heads, paired=True)
         if head_dim is None and hidden_size % num_heads:
             raise ValueError(f"hidden_size {hidden_size} is not divisible by num_heads {num_heads}; give head_dim")

@@ -6,6 +6,7 @@ from typing import Any
 
 from transformers import PreTrainedConfig
 
+from diff_transformer.checks import require_positive
 from diff_transformer.model.heads import check_heads
 
 ATTENTIONS = ("diff", "softmax")
@@ -77,7 +78,7 @@ class DiffTransformerConfig(PreTrainedConfig):
 
     def __post_init__(self, **kwargs: Any):
         self._refuse_unknown(kwargs)
-        _check_positive(self, "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads")
+        self._require_positive("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads")
         if self.num_key_value_heads is None:
             self.num_key_value_heads = self.num_attention_heads
         if self.head_dim is None:
@@ -89,7 +90,7 @@ class DiffTransformerConfig(PreTrainedConfig):
             self.head_dim = self.hidden_size // self.num_attention_heads
         if self.intermediate_size is None:
             self.intermediate_size = max(64, 64 * round(self.hidden_size * 8 / 3 / 64))
-        _check_positive(self, "num_key_value_heads", "head_dim", "intermediate_size", "max_position_embeddings")
+        self._require_positive("num_key_value_heads", "head_dim", "intermediate_size", "max_position_embeddings")
         _check_choices(self)
         check_heads(self.num_attention_heads, self.num_key_value_heads, paired=self.attention == "diff")
         super().__post_init__(**kwargs)
@@ -98,6 +99,9 @@ class DiffTransformerConfig(PreTrainedConfig):
     def num_diff_heads(self) -> int:
         """The paper's h: differential heads, half of ``num_attention_heads``."""
         return self.num_attention_heads // 2
+
+    def _require_positive(self, *names: str):
+        require_positive(**{name: getattr(self, name) for name in names})
 
     def _refuse_unknown(self, kwargs: dict[str, Any]):
         from transformers import GenerationConfig
@@ -120,12 +124,6 @@ def matched_baseline(config: DiffTransformerConfig) -> DiffTransformerConfig:
     baseline = copy.deepcopy(config)
     baseline.attention = "softmax"
     return baseline
-
-
-def _check_positive(config, *names: str):
-    for name in names:
-        if getattr(config, name) <= 0:
-            raise ValueError(f"{name} is {getattr(config, name)}; it must be positive")
 
 
 def _check_choices(config):

@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass
 
+from diff_transformer.checks import require_positive
+
 
 @dataclass(frozen=True)
 class Cost:
@@ -58,6 +60,7 @@ def attention_core_flops(config, length: int) -> float:
 
 def model_cost(config, *, length: int | None = None, bytes_per_value: int = 2) -> Cost:
     """Cost of ``config`` at sequences of ``length`` tokens (``max_position_embeddings`` if None)."""
+    require_positive(length=length, bytes_per_value=bytes_per_value)
     length = length or config.max_position_embeddings
     parameters = count_parameters(config)
     matrices = parameters["attention"] + parameters["feed-forward"] + config.vocab_size * config.hidden_size

@@ -13,8 +13,6 @@ def pair_table(name: str, length: int | None = None) -> Table:
     Raises:
         ValueError: for an unknown preset or a length that is not positive.
     """
-    if length is not None and length <= 0:
-        raise ValueError(f"length is {length}; it must be positive")
     config = preset(name)
     diff, softmax = model_cost(config, length=length), model_cost(matched_baseline(config), length=length)
     d = config.head_dim or 0

@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from diff_transformer.checks import require_positive
+
 
 @dataclass
 class NeedleConfig:
@@ -129,9 +131,7 @@ class RunConfig:
             "optim.lr": self.optim.lr,
             **{f"evaluation.{name}": getattr(self.evaluation, name) for name in _COUNTS},
         }
-        for name, value in positive.items():
-            if value <= 0:
-                raise ValueError(f"{name} is {value}; it must be positive")
+        require_positive(**positive)
         if self.data.loss not in ("tokens", "sources"):
             raise ValueError(f"data.loss is {self.data.loss!r}; accepted: 'tokens', 'sources'")
         for name in ("weight_decay", "warmup_steps", "grad_clip", "final_lr_ratio"):

@@ -1,0 +1,62 @@
+"""No size may be zero or negative, wherever it is given."""
+
+import pytest
+import torch
+
+from diff_transformer import DiffAttention, DiffTransformerForCausalLM
+from diff_transformer.bench.attention import run_attention_benchmark
+from diff_transformer.bench.throughput import measure_throughput
+from diff_transformer.checks import require_positive
+from diff_transformer.data.corpus import Document
+from diff_transformer.data.filler import Filler
+from diff_transformer.data.mixture import Mixture
+from diff_transformer.data.tokenizer import byte_tokenizer
+from diff_transformer.evals.allocation import evaluate_allocation
+from diff_transformer.evals.lm import CausalLM
+from diff_transformer.evals.needle import evaluate_needle
+from diff_transformer.evals.outliers import evaluate_outliers
+from diff_transformer.model.cost import model_cost
+from diff_transformer.model.presets import preset
+
+
+def test_names_and_values_are_said():
+    require_positive(a=1, b=0.5, c=None)
+    with pytest.raises(ValueError, match="b is -2; it must be positive"):
+        require_positive(a=1, b=-2)
+    with pytest.raises(ValueError, match="a is nan"):
+        require_positive(a=float("nan"))
+
+
+@pytest.fixture(scope="module")
+def lm():
+    return CausalLM(DiffTransformerForCausalLM(preset("debug", vocab_size=258)), byte_tokenizer(), "tiny")
+
+
+def calls(lm):
+    filler, ids = Filler([Document("d", "some words here. " * 50)]), torch.zeros(1, 8, dtype=torch.long)
+    return {
+        "samples": lambda: evaluate_needle(lm, filler, samples=0),
+        "length": lambda: evaluate_allocation(lm, filler, length=-1),
+        "needles": lambda: evaluate_allocation(lm, filler, needles=0),
+        "block": lambda: evaluate_outliers(lm, ids, block=0),
+        "repeats": lambda: measure_throughput({"m": lm.model}, ids, repeats=0),
+        "steps": lambda: measure_throughput({"m": lm.model}, ids, steps=-1),
+        "batch_size": lambda: CausalLM(lm.model, lm.tokenizer, "m", batch_size=0),
+        "max_new_tokens": lambda: lm.generate(["a"], 0),
+        "head_dim": lambda: DiffAttention(32, 4, head_dim=-8),
+        "context_size": lambda: DiffAttention(32, 4, context_size=0),
+        "bytes_per_value": lambda: model_cost(lm.model.config, bytes_per_value=0),
+    }
+
+
+@pytest.mark.parametrize("name", calls(None))
+def test_sizes_are_checked(lm, name):
+    with pytest.raises(ValueError, match=rf"{name} is (0|-\d+); it must be positive"):
+        calls(lm)[name]()
+
+
+def test_benchmark_and_mixture():
+    with pytest.raises(ValueError, match="repeats is 0"):
+        run_attention_benchmark([], repeats=0)
+    with pytest.raises(ValueError, match="batch_size"):
+        Mixture({"a": type("S", (), {"length": 4})()}, {"a": 1.0}, 0)
