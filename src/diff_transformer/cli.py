@@ -84,16 +84,22 @@ def evaluate(
 @app.command()
 def bench(
     name: Annotated[str, typer.Argument(help="attention")],
-    out: Annotated[Path | None, typer.Option("--out", help="JSON file for the record; must be new.")] = None,
+    out: Annotated[
+        Path | None, typer.Option("--out", help="JSON file for the record; must be new. Default: in runs/bench.")
+    ] = None,
     full: Annotated[bool, typer.Option("--full", help="The whole grid of lengths and widths.")] = False,
     device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
 ):
     """Time the operator's backends against softmax attention of the matched size; correctness is checked first."""
     if name != "attention":
         raise ValueError(f"no benchmark {name!r}; there is: attention")
+    import time
+
     from diff_transformer.bench.attention import main as run
 
+    out = out or Path("runs", "bench", f"{name}-{device}-{time.strftime('%Y%m%d-%H%M%S')}.json")
     run(out=out, full=full, device=device)
+    print(f"record: {out}")
 
 
 @app.command()

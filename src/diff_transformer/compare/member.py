@@ -47,7 +47,6 @@ def run_member(folder: Path, *, explorer: bool) -> None:
 
 def _evaluate(name: str, lm, materials, config: RunConfig):
     from diff_transformer.data.filler import Filler
-    from diff_transformer.data.ngrams import frequent_ngrams
     from diff_transformer.data.packing import PackedCorpus
     from diff_transformer.evals.allocation import evaluate_allocation
     from diff_transformer.evals.associative_recall import evaluate_associative_recall
@@ -62,9 +61,14 @@ def _evaluate(name: str, lm, materials, config: RunConfig):
         rows = spread_rows(held_out, min(wanted, held_out.num_windows))
         if name == "outliers":
             return evaluate_outliers(lm, rows)
-        size, above = len(materials.tokenizer), settings.frequent_above
-        frequent = frequent_ngrams(materials.packed.tokens, settings.ngram, threshold=above, vocab_size=size)
-        return evaluate_associative_recall(lm, rows, frequent, n=settings.ngram, vocab_size=size, threshold=above)
+        return evaluate_associative_recall(
+            lm,
+            rows,
+            materials.packed.tokens,
+            vocab_size=len(materials.tokenizer),
+            n=settings.ngram,
+            frequent_share=settings.frequent_share,
+        )
     filler, digits = Filler(materials.corpus.validation), config.data.needles.digits
     if name == "needle":
         return evaluate_needle(

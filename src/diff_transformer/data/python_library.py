@@ -11,7 +11,8 @@ from pathlib import Path
 from diff_transformer.data.documents import Corpus, Document, held_out_split, stable_order
 
 SKIPPED_FOLDERS = frozenset(
-    {"test", "tests", "idle_test", "site-packages", "dist-packages", "lib2to3", "idlelib", "__pycache__", "pydoc_data"}
+    {"test", "tests", "idle_test", "site-packages", "dist-packages", "lib2to3", "idlelib", "encodings"}
+    | {"__pycache__", "pydoc_data"}
 )
 MIN_CHARACTERS = 200
 

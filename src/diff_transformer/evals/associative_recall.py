@@ -8,20 +8,25 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from diff_transformer.data.ngrams import ar_hits
+from diff_transformer.checks import require_positive
+from diff_transformer.data.ngrams import ar_hits, frequent_ngrams
 from diff_transformer.evals.lm import LanguageModel
 from diff_transformer.evals.provenance import provenance
 from diff_transformer.evals.types import Result
 
 
 def evaluate_associative_recall(
-    lm: LanguageModel, ids: Tensor, frequent: np.ndarray, *, n: int, vocab_size: int, threshold: int
+    lm: LanguageModel, ids: Tensor, training_tokens: np.ndarray, *, vocab_size: int, n: int = 2, frequent_share: float
 ) -> Result:
     """Mean negative log-likelihood in nats a token over ``ids [rows, T]``: all, AR-Hit, Others.
 
     Args:
-        frequent: keys of the n-grams that occur more than ``threshold`` times in the training set (``data.ngrams``).
+        training_tokens: the training text, int [N], in which n-grams are counted.
+        frequent_share: an n-gram that makes up a larger share of the training text is no AR-Hit.
     """
+    require_positive(n=n, vocab_size=vocab_size, frequent_share=frequent_share)
+    threshold = round(frequent_share * len(training_tokens))
+    frequent = frequent_ngrams(training_tokens, n, threshold=threshold, vocab_size=vocab_size)
     hits = torch.from_numpy(ar_hits(ids.numpy(), frequent, n=n, vocab_size=vocab_size))[:, 1:]
     losses = lm.token_losses(ids).double()
     total = losses.mean().item()

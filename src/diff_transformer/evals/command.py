@@ -57,7 +57,6 @@ def run_eval(name: str, model: str, *, corpus: str, length: int, samples: int, o
 
 
 def _on_rows(name: str, lm: CausalLM, documents, length: int, samples: int) -> Result:
-    from diff_transformer.data.ngrams import frequent_ngrams
     from diff_transformer.data.packing import PackedCorpus, pack_documents
     from diff_transformer.evals.associative_recall import evaluate_associative_recall
     from diff_transformer.evals.outliers import evaluate_outliers
@@ -68,9 +67,8 @@ def _on_rows(name: str, lm: CausalLM, documents, length: int, samples: int) -> R
     rows = spread_rows(held_out, min(samples, held_out.num_windows))
     if name == "outliers":
         return evaluate_outliers(lm, rows)
-    size, settings = len(lm.tokenizer), EvaluationConfig()
+    settings = EvaluationConfig()
     tokens = pack_documents(documents.train, lm.tokenizer)
-    frequent = frequent_ngrams(tokens, settings.ngram, threshold=settings.frequent_above, vocab_size=size)
     return evaluate_associative_recall(
-        lm, rows, frequent, n=settings.ngram, vocab_size=size, threshold=settings.frequent_above
+        lm, rows, tokens, vocab_size=len(lm.tokenizer), n=settings.ngram, frequent_share=settings.frequent_share
     )

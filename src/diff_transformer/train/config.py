@@ -84,7 +84,7 @@ class TrainConfig:
 class EvaluationConfig:
     """What ``compare`` measures. ``needles``: cells (N, R) of Table 2; ``samples``: prompts a cell and depth;
     ``allocation_needles``, ``allocation_samples``: the same for Table 3; ``loss_rows``: held-out rows for the loss and
-    its slices; ``ngram``, ``frequent_above``: an n-gram that the training text holds more often is no AR-Hit;
+    its slices; ``ngram``, ``frequent_share``: an n-gram that makes up more of the training text is no AR-Hit;
     ``outlier_rows``: held-out rows for Table 5; ``throughput_repeats``: timed repeats of each side."""
 
     needles: tuple[tuple[int, int], ...] = ((1, 1), (2, 1), (4, 1), (4, 2))
@@ -93,7 +93,7 @@ class EvaluationConfig:
     allocation_samples: int = 20
     loss_rows: int = 256
     ngram: int = 2
-    frequent_above: int = 100
+    frequent_share: float = 6e-5
     outlier_rows: int = 64
     throughput_repeats: int = 7
     seed: int = 0
