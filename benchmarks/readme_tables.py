@@ -43,13 +43,14 @@ def attention_table(path: Path) -> list[str]:
         cells = [f"{ratios[kind]:.2f}" if ratios.get(kind) is not None else "" for kind in kinds]
         lines.append(f"| {backend} | {', '.join(map(str, shape))} | {' | '.join(cells)} |")
     source = record["provenance"]
-    return [*lines, "", f"{source['cpu']}, {source['threads']} threads, PyTorch {source['torch']}."]
+    return [*lines, "", f"{source['cpu']}, {source['threads']} thread{'s' * (source['threads'] > 1)}, PyTorch {source['torch']}."]
 
 
 TABLES = {
     "demo": (claims_table, ROOT / "figures" / "demo" / "results.json"),
     "novels": (claims_table, ROOT / "figures" / "novels" / "results.json"),
     "attention": (attention_table, ROOT / "benchmarks" / "results" / "attention_cpu.json"),
+    "attention_1_thread": (attention_table, ROOT / "benchmarks" / "results" / "attention_cpu_1_thread.json"),
 }
 
 
