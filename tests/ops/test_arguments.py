@@ -107,7 +107,9 @@ def test_maps_refuse_the_same(name):
 
 
 @pytest.mark.parametrize(
-    "lam", [0.3, 1, torch.tensor(0.3), torch.rand(1), torch.rand(4), torch.rand(2, 1, 6, 1)], ids=str
+    "lam",
+    [0.3, 1, torch.tensor(0.3), torch.rand(1), torch.rand(4), torch.rand(2, 1, 6, 1)],
+    ids=["float", "int", "scalar", "[1]", "[H]", "[B, 1, T, 1]"],
 )
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
 def test_accepted_lam(lam, dtype):
