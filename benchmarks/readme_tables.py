@@ -43,7 +43,8 @@ def attention_table(path: Path) -> list[str]:
         cells = [f"{ratios[kind]:.2f}" if ratios.get(kind) is not None else "" for kind in kinds]
         lines.append(f"| {backend} | {', '.join(map(str, shape))} | {' | '.join(cells)} |")
     source = record["provenance"]
-    return [*lines, "", f"{source['cpu']}, {source['threads']} thread{'s' * (source['threads'] > 1)}, PyTorch {source['torch']}."]
+    threads = f"{source['threads']} thread{'s' * (source['threads'] > 1)}"
+    return [*lines, "", f"{source['cpu']}, {threads}, PyTorch {source['torch']}."]
 
 
 TABLES = {
