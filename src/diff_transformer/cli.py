@@ -1,6 +1,8 @@
 """The command line: each command is a thin wrapper of one importable function."""
 
 import sys
+from collections.abc import Generator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated
 
@@ -32,7 +34,8 @@ def compare(
     from diff_transformer.compare import compare as run
 
     _quiet()
-    run(_configuration(recipe, assignments), out, seeds=seeds, jobs=jobs, resume=resume)
+    with _resumable():
+        run(_configuration(recipe, assignments), out, seeds=seeds, jobs=jobs, resume=resume)
 
 
 @app.command()
@@ -52,7 +55,7 @@ def train(out: Out, recipe: Recipe = "demo", assignments: Set = None, resume: Re
     _quiet()
     config = _configuration(recipe, assignments)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, TextColumn("left"), TimeRemainingColumn()) as bar:
+    with _resumable(), Progress(*columns, TextColumn("left"), TimeRemainingColumn()) as bar:
         task = bar.add_task("training", total=config.train.steps)
 
         def show(step: int, values: dict):
@@ -159,6 +162,16 @@ def info(
     Console().print(pair_table(preset, length) if preset else preset_table())
 
 
+@contextmanager
+def _resumable() -> Generator[None]:
+    """After Ctrl-C say how to go on, and exit with 130."""
+    try:
+        yield
+    except KeyboardInterrupt as stopped:
+        print(str(stopped) or "stopped, state saved; continue with --resume", file=sys.stderr)
+        raise typer.Exit(130) from None
+
+
 def _quiet():
     """Leave the screen to our own progress bars."""
     from transformers.utils import logging
@@ -180,6 +193,3 @@ def main():
     except (ValueError, TypeError, FileExistsError, FileNotFoundError, FloatingPointError, RuntimeError) as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)
-    except KeyboardInterrupt as stopped:
-        print(str(stopped) or "stopped; continue with --resume", file=sys.stderr)
-        sys.exit(130)
