@@ -32,7 +32,7 @@ def lm():
 
 
 class Finder:
-    """Reads the needles out of the prompt, as a perfect model would; ``forgets`` makes it answer the wrong number."""
+    """A model that has read the prompt and says what ``answer`` makes of it."""
 
     name, tokenizer = "finder", byte_tokenizer()
 
@@ -47,8 +47,7 @@ def read_out(prompt):
     context, question = prompt.rsplit("\nQuestion: What ", 1)
     asked = question.split(" of ", 1)[1].split("?")[0].replace(" and ", ", ").split(", ")
     facts = dict(s.split(" is ") for s in context.replace(".", ". ").split("The magic number of ")[1:])
-    numbers = [facts[city].split(".")[0] for city in asked] if all(city in facts for city in asked) else [
-        next(v for c, v in facts.items() if c == city).split(".")[0] for city in asked]  # fmt: skip
+    numbers = [facts[city].split(".")[0] for city in asked]
     return (
         f" {numbers[0]}" + "".join(f", {c} is {n}" for c, n in zip(asked[1:], numbers[1:], strict=True)) + ".\nOther 77"
     )

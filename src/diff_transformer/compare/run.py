@@ -58,7 +58,7 @@ def compare(
     run_pool(folders, config.train.steps, jobs=jobs, console=console)
     results = [Result.load(path) for folder in folders for path in sorted((folder / "evals").glob("*.json"))]
     with console.status("timing both models in turns"):
-        results += _throughput(config, out, seeds)
+        results += _throughput(config, out)
     spent = _seconds_spent(out, time.perf_counter() - started)
     summary = _assemble(config, folders, results, seeds, spent)
     _write(out / "results.json", summary)
@@ -121,7 +121,7 @@ def _default_jobs(seeds: int) -> int:
     return 1 if torch.cuda.is_available() else max(1, min(os.cpu_count() or 1, 2 * seeds))
 
 
-def _throughput(config: RunConfig, out: Path, seeds: int) -> list[Result]:
+def _throughput(config: RunConfig, out: Path) -> list[Result]:
     """Timed on the trained models of the first seed, alone on the machine, with all its threads."""
     import torch
     from transformers import AutoModelForCausalLM
@@ -131,8 +131,8 @@ def _throughput(config: RunConfig, out: Path, seeds: int) -> list[Result]:
 
     paths = [out / "throughput" / f"{side}-seed0.json" for side in SIDES]
     if not all(path.exists() for path in paths):
-        if config.train.threads:
-            torch.set_num_threads(os.cpu_count() or 1)
+        threads = torch.get_num_threads()
+        torch.set_num_threads(os.cpu_count() or 1)
         device = "cuda" if torch.cuda.is_available() else "cpu"
         models = {
             f"{side}-seed0": AutoModelForCausalLM.from_pretrained(out / "members" / f"{side}-seed0" / "run" / "model")
@@ -146,6 +146,7 @@ def _throughput(config: RunConfig, out: Path, seeds: int) -> list[Result]:
             paths, measure_throughput(models, ids, repeats=config.evaluation.throughput_repeats), strict=True
         ):
             result.save(path)
+        torch.set_num_threads(threads)
     return [Result.load(path) for path in paths]
 
 
