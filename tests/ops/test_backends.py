@@ -114,7 +114,7 @@ def in_fp64(inputs, options):
 
 
 @pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("backend", ["reference", "blockwise", "sdpa"])
+@pytest.mark.parametrize("backend", ["reference", "blockwise", "blockwise in PyTorch", "sdpa"], indirect=True)
 def test_fp32(backend, case):
     sizes, options = CASES[case]
     inputs = make_inputs(**sizes)
@@ -125,7 +125,7 @@ def test_fp32(backend, case):
 
 
 @pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("backend", ["reference", "blockwise", "sdpa"])
+@pytest.mark.parametrize("backend", ["reference", "blockwise", "blockwise in PyTorch", "sdpa"], indirect=True)
 def test_bf16(backend, case):
     sizes, options = CASES[case]
     inputs = make_inputs(**sizes, dtype=torch.bfloat16)
@@ -137,7 +137,7 @@ def test_bf16(backend, case):
 
 
 @pytest.mark.parametrize("case", ["causal 111", "shared noise, grouped keys", "blind rows, causal", "window 20"])
-@pytest.mark.parametrize("backend", ["blockwise", "sdpa"])
+@pytest.mark.parametrize("backend", ["blockwise", "blockwise in PyTorch", "sdpa"], indirect=True)
 def test_fp64_is_exact(backend, case):
     sizes, options = CASES[case]
     inputs = make_inputs(**sizes, dtype=torch.float64)
@@ -147,7 +147,7 @@ def test_fp64_is_exact(backend, case):
 
 
 @pytest.mark.parametrize("case", ["causal 111", "shared noise, grouped keys"])
-@pytest.mark.parametrize("backend", ["reference", "blockwise"])
+@pytest.mark.parametrize("backend", ["reference", "blockwise", "blockwise in PyTorch"], indirect=True)
 def test_fp16(backend, case):
     sizes, options = CASES[case]
     inputs = make_inputs(**sizes, dtype=torch.float16)
@@ -156,7 +156,7 @@ def test_fp16(backend, case):
         assert_within_budget(value, exact[name], by_eager[name], what=name)
 
 
-@pytest.mark.parametrize("backend", ["reference", "blockwise", "sdpa"])
+@pytest.mark.parametrize("backend", ["reference", "blockwise", "blockwise in PyTorch", "sdpa"], indirect=True)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_rows_that_see_nothing_are_exactly_zero(backend, dtype):
     x = make_inputs(T=63, dtype=dtype)
@@ -170,14 +170,14 @@ def test_rows_that_see_nothing_are_exactly_zero(backend, dtype):
         assert not results[name][1].any(), name
 
 
-@pytest.mark.parametrize("backend", ["reference", "blockwise", "sdpa"])
+@pytest.mark.parametrize("backend", ["reference", "blockwise", "blockwise in PyTorch", "sdpa"], indirect=True)
 def test_queries_before_the_first_key_are_exactly_zero(backend):
     results = run(backend_of(backend), make_inputs(T=200, S=63), {"is_causal": True})
     assert not results["out"][:, :, : 200 - 63].any()
     assert results["out"][:, :, 200 - 63].all()
 
 
-@pytest.mark.parametrize("backend", ["reference", "blockwise", "sdpa"])
+@pytest.mark.parametrize("backend", ["reference", "blockwise", "blockwise in PyTorch", "sdpa"], indirect=True)
 def test_shared_keys(backend):
     """k2 may be k1: its gradient is the sum of both."""
     x = make_inputs(T=63)
@@ -189,7 +189,7 @@ def test_shared_keys(backend):
     assert_within_budget(dk, separate["dk1"] + separate["dk2"], what="dk")
 
 
-@pytest.mark.parametrize("backend", ["reference", "blockwise", "sdpa"])
+@pytest.mark.parametrize("backend", ["reference", "blockwise", "blockwise in PyTorch", "sdpa"], indirect=True)
 def test_gradient_of_the_output_may_be_broadcast(backend):
     """sum() hands backward a gradient whose strides are 0."""
     x = make_inputs(T=63)
@@ -199,7 +199,7 @@ def test_gradient_of_the_output_may_be_broadcast(backend):
         assert_within_budget(value, exact)
 
 
-@pytest.mark.parametrize("backend", ["reference", "blockwise", "sdpa"])
+@pytest.mark.parametrize("backend", ["reference", "blockwise", "blockwise in PyTorch", "sdpa"], indirect=True)
 def test_gradients_of_some_inputs_only(backend):
     x = make_inputs(T=63)
     every = dict(zip(x._fields, torch.autograd.grad(diff_attention(*x, backend=backend).sum(), x), strict=True))
@@ -209,7 +209,7 @@ def test_gradients_of_some_inputs_only(backend):
         assert torch.equal(gradient, every[name]), name
 
 
-@pytest.mark.parametrize("backend", ["reference", "blockwise", "sdpa"])
+@pytest.mark.parametrize("backend", ["reference", "blockwise", "blockwise in PyTorch", "sdpa"], indirect=True)
 @pytest.mark.parametrize("lam", [0.3, 1, -0.2])
 def test_lam_as_a_number(backend, lam):
     x = make_inputs(T=63, requires_grad=False)
@@ -217,7 +217,7 @@ def test_lam_as_a_number(backend, lam):
     assert_within_budget(diff_attention(*x[:5], lam, backend=backend), expected)
 
 
-@pytest.mark.parametrize("backend", ["reference", "blockwise", "sdpa"])
+@pytest.mark.parametrize("backend", ["reference", "blockwise", "blockwise in PyTorch", "sdpa"], indirect=True)
 def test_lam_is_not_rounded_to_bf16(backend):
     """Two equal maps cancel to 2^-12 of softmax attention; a lam rounded to bf16 would be 1 and leave nothing."""
     x = make_inputs(T=63, dtype=torch.bfloat16, requires_grad=False)
@@ -227,7 +227,7 @@ def test_lam_is_not_rounded_to_bf16(backend):
     torch.testing.assert_close(out * 2**12, softmax_attention, rtol=0.02, atol=1e-3)
 
 
-@pytest.mark.parametrize("backend", ["reference", "blockwise", "sdpa"])
+@pytest.mark.parametrize("backend", ["reference", "blockwise", "blockwise in PyTorch", "sdpa"], indirect=True)
 def test_autocast_casts_as_sdpa_does(backend):
     x = make_inputs(T=63)
     with torch.autocast("cpu", dtype=torch.bfloat16):

@@ -4,7 +4,10 @@ import pytest
 import torch
 
 from diff_transformer.ops import blockwise, diff_attention
+from diff_transformer.ops.blockwise import build, in_torch, native
 from diff_transformer.testing import assert_within_budget, make_inputs, peak_memory
+
+needs_native = pytest.mark.skipif(native.library() is None, reason="no C++ compiler with OpenMP on this machine")
 
 OPCHECKS = [
     {},
@@ -75,21 +78,107 @@ def test_only_inputs_are_saved_for_backward():
     assert sum(t.numel() for t in saved) <= sum(t.numel() for t in x)
 
 
-@pytest.mark.parametrize(
-    "options", [{"is_causal": True}, {"is_causal": True, "window": 30}, {}], ids=["causal", "window", "full"]
-)
-@pytest.mark.parametrize("room", [1, 2**13, 2**15, 2**20])
-@pytest.mark.parametrize("rows", [1, 7, 32, 200])
-def test_result_does_not_depend_on_blocks_and_chunks(monkeypatch, options, room, rows):
-    x = make_inputs(B=3, H=12, Hn=6, G=3, T=63, S=90, D=8)
+BLOCKINGS = [{"is_causal": True}, {"is_causal": True, "window": 30}, {}]
+
+
+def assert_exact(x, options):
     exact = diff_attention(*x, backend="reference", **options)
-    exact_gradients = torch.autograd.grad(exact.square().sum(), x)
-    monkeypatch.setattr(blockwise, "ROOM", room)
-    monkeypatch.setattr(blockwise, "rows_of_a_block", lambda T, D, dtype: rows)
     out = diff_attention(*x, backend="blockwise", **options)
     assert_within_budget(out, exact)
-    for value, gradient in zip(torch.autograd.grad(out.square().sum(), x), exact_gradients, strict=True):
+    expected = torch.autograd.grad(exact.square().sum(), x)
+    for value, gradient in zip(torch.autograd.grad(out.square().sum(), x), expected, strict=True):
         assert_within_budget(value, gradient)
+
+
+@pytest.mark.parametrize("options", BLOCKINGS, ids=["causal", "window", "full"])
+@pytest.mark.parametrize("room", [1, 2**13, 2**15, 2**20])
+@pytest.mark.parametrize("rows", [1, 7, 32, 200])
+def test_pytorch_form_does_not_depend_on_blocks_and_chunks(monkeypatch, options, room, rows):
+    monkeypatch.setattr(native, "library", lambda: None)
+    monkeypatch.setattr(in_torch, "ROOM", room)
+    monkeypatch.setattr(in_torch, "rows_of_a_block", lambda T, D, dtype: rows)
+    assert_exact(make_inputs(B=3, H=12, Hn=6, G=3, T=63, S=90, D=8), options)
+
+
+@needs_native
+@pytest.mark.parametrize("options", BLOCKINGS, ids=["causal", "window", "full"])
+@pytest.mark.parametrize("threads", [1, 2, 3, 7])
+@pytest.mark.parametrize("rows", [8, 40, 128])
+@pytest.mark.parametrize(("B", "G"), [(1, 1), (3, 3)])
+def test_native_form_does_not_depend_on_blocks_and_threads(monkeypatch, options, threads, rows, B, G):
+    """Few key/value heads are packed once for all threads; of many, each thread packs its own."""
+    monkeypatch.setattr(native, "SMALL", 0)
+    monkeypatch.setattr(native, "block_rows", lambda T, measured: rows)
+    torch.set_num_threads(threads)
+    try:
+        assert_exact(make_inputs(B=B, H=6, Hn=3, G=G, T=63, S=90, D=8), options)
+    finally:
+        torch.set_num_threads(1)
+
+
+@needs_native
+@pytest.mark.parametrize("form", ["native", "PyTorch"])
+@pytest.mark.parametrize("options", BLOCKINGS, ids=["causal", "window", "full"])
+@pytest.mark.parametrize("T", [1, 2, 4, 5])
+def test_a_few_queries_over_a_cache(monkeypatch, form, options, T):
+    """Up to 8 rows that share a key head take another way, which packs nothing."""
+    if form == "PyTorch":
+        monkeypatch.setattr(native, "library", lambda: None)
+    mask = torch.ones(2, 1, 1, 111, dtype=torch.bool)
+    mask[1, ..., :40] = False
+    for D, Dv in ((16, 32), (24, 40), (33, 7)):
+        x = make_inputs(B=2, H=4, Hn=2, G=2, T=T, S=111, D=D, Dv=Dv)
+        assert_exact(x, options)
+        assert_exact(x, {**options, "attn_mask": mask})
+
+
+@needs_native
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_native_form_computes_bf16_and_fp32(monkeypatch, dtype):
+    """What the tests compare with the reference is the native form, not the other in its place."""
+    monkeypatch.setattr(in_torch, "forward", None)
+    monkeypatch.setattr(in_torch, "backward", None)
+    x = make_inputs(T=63, dtype=dtype)
+    torch.autograd.grad(diff_attention(*x, is_causal=True, backend="blockwise").float().square().sum(), x)
+
+
+def test_a_machine_without_a_compiler_says_so_and_goes_on(monkeypatch, caplog):
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    build.library.cache_clear()
+    try:
+        with caplog.at_level("WARNING", logger="diff_transformer"):
+            out = diff_attention(*make_inputs(T=63), is_causal=True, backend="blockwise")
+    finally:
+        build.library.cache_clear()
+    assert "no C++ compiler (no-such-compiler) is installed" in caplog.text
+    assert out.isfinite().all()
+
+
+@needs_native
+def test_library_is_built_once_into_the_cache_folder(monkeypatch, tmp_path):
+    monkeypatch.setenv("DIFF_TRANSFORMER_CACHE", str(tmp_path / "cache"))
+    build.library.cache_clear()
+    try:
+        assert build.library() is not None
+        (made,) = (tmp_path / "cache").iterdir()
+        before = made.stat().st_mtime_ns
+        build.library.cache_clear()
+        assert build.library() is not None
+        assert made.stat().st_mtime_ns == before
+    finally:
+        build.library.cache_clear()
+
+
+def test_source_that_does_not_compile_is_told(monkeypatch, tmp_path):
+    (tmp_path / "wrong.cpp").write_text("this is no program")
+    monkeypatch.setattr(build, "SOURCE", tmp_path / "wrong.cpp")
+    try:
+        command = build.compiler()
+    except build.CannotBuild:
+        pytest.skip("no C++ compiler here")
+    with pytest.raises(build.CannotBuild, match=r"failed: .*error"):
+        build.build(command, tmp_path / "wrong.so")
+    assert not (tmp_path / "wrong.so").exists()
 
 
 def test_repeats_bit_for_bit():

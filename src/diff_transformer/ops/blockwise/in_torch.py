@@ -1,4 +1,4 @@
-"""Differential attention in blocks of queries: the CPU's default backend.
+"""The PyTorch form of the backend: where nothing can be compiled, for fp64, and on other devices than the CPU.
 
 Both score blocks of a few query rows stay in cache, the maps are subtracted once in fp32, and one product with v
 follows. Backward recomputes the maps from the inputs, so that nothing else is saved, and needs one product dO v^T and
@@ -19,16 +19,6 @@ from diff_transformer.ops.masking import key_range
 
 ROOM = 2**20  # scores of a block, both maps and all its pairs: 4 MB in fp32, which a core's share of the cache holds
 NEGATIVE_INFINITY = float("-inf")
-
-
-def attend(q1, q2, k1, k2, v, lam, attn_mask, is_causal, window, scale) -> Tensor:
-    """(softmax(q1 k1^T scale) - lam softmax(q2 k2^T scale)) v of checked arguments, [B, H, T, Dv] in the dtype of v."""
-    if attn_mask is not None and attn_mask.shape[1] > 1 and q2.shape[1] < q1.shape[1]:
-        q2 = q2.repeat_interleave(q1.shape[1] // q2.shape[1], dim=1)  # each signal head masks its own second map
-    if v.dtype == torch.float16:  # CPUs multiply float16 slowly or not at all
-        q1, q2, k1, k2, v = (x.float() for x in (q1, q2, k1, k2, v))
-        return forward(q1, q2, k1, k2, v, lam, attn_mask, is_causal, window, scale).half()
-    return forward(q1, q2, k1, k2, v, lam, attn_mask, is_causal, window, scale)
 
 
 class Block(NamedTuple):
@@ -187,19 +177,7 @@ def accumulate(total: Tensor, a: Tensor, b: Tensor, alpha: float = 1.0) -> None:
         total.add_(torch.bmm(a.mT, b), alpha=alpha)
 
 
-@torch.library.custom_op("diff_transformer::blockwise", mutates_args=())
-def forward(
-    q1: Tensor,
-    q2: Tensor,
-    k1: Tensor,
-    k2: Tensor,
-    v: Tensor,
-    lam: Tensor,
-    attn_mask: Tensor | None,
-    is_causal: bool,
-    window: int | None,
-    scale: float,
-) -> Tensor:
+def forward(q1, q2, k1, k2, v, lam, attn_mask, is_causal, window, scale) -> Tensor:
     """[B, H, T, Dv], laid out in memory as [B, T, H, Dv]."""
     problem = Problem(q1, q2, k1, v, is_causal, window, backward=False)
     out = v.new_zeros(problem.B, problem.T, q1.shape[1], v.shape[-1]).transpose(1, 2)
@@ -215,20 +193,7 @@ def forward(
     return out
 
 
-@torch.library.custom_op("diff_transformer::blockwise_backward", mutates_args=())
-def backward(
-    dout: Tensor,
-    q1: Tensor,
-    q2: Tensor,
-    k1: Tensor,
-    k2: Tensor,
-    v: Tensor,
-    lam: Tensor,
-    attn_mask: Tensor | None,
-    is_causal: bool,
-    window: int | None,
-    scale: float,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+def backward(dout, q1, q2, k1, k2, v, lam, attn_mask, is_causal, window, scale):
     """Gradients of q1, q2, k1, k2, v and lam; dout [B, H, T, Dv] is that of the output."""
     problem = Problem(q1, q2, k1, v, is_causal, window, backward=True)
     gradients = tuple(x.new_zeros(x.shape) for x in (q1, q2, k1, k2, v, lam))
@@ -279,32 +244,3 @@ def differentiate_block(chunk: Chunk, block: Block, dout, dq1, dq2, dk1, dk2, dv
     dp_by_noise_head.mul_(minus_lam)
     dp2 = dp_wide if chunk.problem.m == 1 else dp_by_noise_head.sum(2).view_as(p2)
     through_softmax(dp2, p2, chunk.q2, chunk.k2, dq2, dk2)
-
-
-@forward.register_fake
-def _(q1, q2, k1, k2, v, lam, attn_mask, is_causal, window, scale):
-    B, H, T, _ = q1.shape
-    return v.new_empty(B, T, H, v.shape[-1]).transpose(1, 2)
-
-
-@backward.register_fake
-def _(dout, q1, q2, k1, k2, v, lam, attn_mask, is_causal, window, scale):
-    return tuple(x.new_empty(x.shape) for x in (q1, q2, k1, k2, v, lam))
-
-
-def _save(ctx, inputs, output):
-    *tensors, ctx.is_causal, ctx.window, ctx.scale = inputs
-    ctx.save_for_backward(*tensors)
-
-
-def _differentiate(ctx, dout):
-    gradients = backward(dout, *ctx.saved_tensors, ctx.is_causal, ctx.window, ctx.scale)
-    return (*gradients, None, None, None, None)
-
-
-forward.register_autograd(_differentiate, setup_context=_save)
-
-
-def why_not(device: torch.device, dtype: torch.dtype) -> str | None:
-    """Why the backend cannot work here, or None."""
-    return None

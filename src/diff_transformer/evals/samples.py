@@ -1,0 +1,127 @@
+"""Going through the samples of an experiment: a progress bar, a limit, and a journal from which a run goes on.
+
+The journal is a file of JSON lines beside the result: first the settings, then one line a finished sample. A run that
+is interrupted, killed or out of power loses the batch it was working on and nothing else.
+"""
+
+import json
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TypeVar
+
+from diff_transformer.checks import require_positive
+
+Item = TypeVar("Item")
+
+
+class Samples:
+    """Where an experiment's samples go through.
+
+    Args:
+        journal: file that keeps finished samples; None keeps nothing.
+        settings: what the samples depend on; a journal of other settings is refused.
+        limit: at most so many samples of each part; None for all.
+        resume: go on with a journal that exists.
+        bar: called as ``bar(part, done, total)`` after each batch.
+
+    Raises:
+        FileExistsError: if the journal exists and ``resume`` is False.
+        ValueError: if the journal is of other settings, naming them, or is no journal.
+    """
+
+    def __init__(
+        self,
+        journal: Path | None = None,
+        *,
+        settings: dict | None = None,
+        limit: int | None = None,
+        resume: bool = False,
+        bar: Callable[[str, int, int], None] | None = None,
+    ):
+        require_positive(limit=limit)
+        self.journal, self.limit, self.bar = journal, limit, bar
+        self.finished: dict[tuple[str, int], dict] = {}
+        if journal is None:
+            return
+        settings = json.loads(json.dumps(settings or {}))
+        if journal.exists():
+            if not resume:
+                raise FileExistsError(
+                    f"{journal} holds an interrupted run; resume it (--resume), delete it, or choose another --out"
+                )
+            self._read(journal, settings)
+        journal.parent.mkdir(parents=True, exist_ok=True)
+        self._rewrite(journal, settings)
+
+    def rows(
+        self,
+        part: str,
+        items: Sequence[Item],
+        score: Callable[[list[Item]], list[dict]],
+        *,
+        batch_size: int = 1,
+    ) -> list[dict]:
+        """One row for each of ``items`` (of the first ``limit``), in their order.
+
+        Args:
+            part: name of this part of the experiment, unlike those of the other parts: a cell, a data set.
+            score: takes a batch of items and returns a row for each; not called for samples that the journal holds.
+                Rows must survive JSON unchanged (numbers, texts, lists, dictionaries).
+            batch_size: items a call of ``score``.
+        """
+        require_positive(batch_size=batch_size)
+        items = items[: self.limit]
+        missing = [index for index in range(len(items)) if (part, index) not in self.finished]
+        self._show(part, len(items) - len(missing), len(items))
+        for start in range(0, len(missing), batch_size):
+            batch = missing[start : start + batch_size]
+            scored = score([items[index] for index in batch])
+            for index, row in zip(batch, scored, strict=True):
+                self.finished[part, index] = row
+            self._append([{"part": part, "index": index, "row": self.finished[part, index]} for index in batch])
+            self._show(part, len(items) - len(missing) + start + len(batch), len(items))
+        return [self.finished[part, index] for index in range(len(items))]
+
+    def done(self) -> None:
+        """Remove the journal; call it once the result is saved."""
+        if self.journal is not None:
+            self.journal.unlink(missing_ok=True)
+
+    def _show(self, part: str, done: int, total: int) -> None:
+        if self.bar is not None:
+            self.bar(part, done, total)
+
+    def _append(self, lines: list[dict]) -> None:
+        if self.journal is not None:
+            with self.journal.open("a") as file:
+                file.write("".join(json.dumps(line) + "\n" for line in lines))
+                file.flush()
+                os.fsync(file.fileno())
+
+    def _read(self, journal: Path, settings: dict) -> None:
+        from diff_transformer.train.config import differences
+
+        lines = journal.read_text().splitlines()
+        try:
+            first = json.loads(lines[0])["settings"] if lines else settings
+        except (json.JSONDecodeError, KeyError, TypeError):
+            raise ValueError(f"{journal} is not the journal of an experiment; delete it or choose another --out") from None
+        different = differences(first, settings)
+        if different:
+            listed = "\n  ".join(different)
+            raise ValueError(f"{journal} is of a run with other settings (there against here):\n  {listed}")
+        for line in lines[1:]:
+            try:
+                entry = json.loads(line)
+            except json.JSONDecodeError:  # cut off when the run was killed
+                break
+            self.finished[entry["part"], entry["index"]] = entry["row"]
+
+    def _rewrite(self, journal: Path, settings: dict) -> None:
+        """Write the journal anew, without a line that was cut off."""
+        partial = journal.with_name(journal.name + ".partial")
+        lines = [{"settings": settings}]
+        lines += [{"part": part, "index": index, "row": row} for (part, index), row in self.finished.items()]
+        partial.write_text("".join(json.dumps(line) + "\n" for line in lines))
+        os.replace(partial, journal)

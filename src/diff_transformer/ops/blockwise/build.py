@@ -1,0 +1,105 @@
+"""Compiles ``native.cpp`` for this processor at its first use, and keeps the library in the user's cache folder."""
+
+import ctypes
+import hashlib
+import logging
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+from functools import cache
+from pathlib import Path
+
+log = logging.getLogger("diff_transformer")
+
+SOURCE = Path(__file__).with_name("native.cpp")
+FLAGS = (
+    *("-O3", "-march=native", "-std=c++17", "-fPIC", "-shared", "-fopenmp"),
+    *("-ffp-contract=fast", "-fno-math-errno", "-fno-trapping-math", "-w"),
+)
+
+
+class CannotBuild(RuntimeError):
+    """There is no native library here, and why."""
+
+
+def cache_folder() -> Path:
+    """``$DIFF_TRANSFORMER_CACHE``, or ``diff_transformer`` in ``$XDG_CACHE_HOME`` or ``~/.cache``."""
+    given = os.environ.get("DIFF_TRANSFORMER_CACHE")
+    if given:
+        return Path(given).expanduser()
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "diff_transformer"
+
+
+def compiler() -> str:
+    """``$CXX``, or the first of c++, g++, clang++ that is installed."""
+    names = [os.environ["CXX"]] if os.environ.get("CXX") else ["c++", "g++", "clang++"]
+    found = next((path for name in names if (path := shutil.which(name))), None)
+    if found is None:
+        raise CannotBuild(f"no C++ compiler ({', '.join(names)}) is installed")
+    return found
+
+
+def _processor() -> str:
+    """What -march=native depends on: the instruction sets, or the name of the processor."""
+    info = Path("/proc/cpuinfo")
+    flags = (
+        [line for line in info.read_text().splitlines() if line.startswith(("flags", "Features"))]
+        if info.exists()
+        else []
+    )
+    return flags[0] if flags else platform.processor()
+
+
+def library_path(command: str) -> Path:
+    """Where the library of this source, compiler, flags and processor is kept."""
+    told = "\n".join([SOURCE.read_text(), command, *FLAGS, platform.machine(), _processor()])
+    return cache_folder() / f"native-{hashlib.sha256(told.encode()).hexdigest()[:16]}.so"
+
+
+def build(command: str, path: Path) -> None:
+    """Compile to ``path``, in one move, so that processes that build it at the same time do not meet half of it."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        with tempfile.TemporaryDirectory(dir=path.parent) as folder:
+            made = Path(folder) / path.name
+            done = subprocess.run(
+                [command, *FLAGS, str(SOURCE), "-o", str(made)],
+                capture_output=True,
+                text=True,
+                timeout=300,
+                check=False,
+            )
+            if done.returncode:
+                raise CannotBuild(f"{command} failed: {done.stderr.strip()[-500:]}")
+            os.replace(made, path)
+    except (OSError, subprocess.SubprocessError) as error:
+        raise CannotBuild(f"{error}") from error
+
+
+@cache
+def library() -> ctypes.CDLL | None:
+    """The native library, built if it is not there yet (a few seconds, once on a machine); None where it cannot be.
+
+    ``DIFF_TRANSFORMER_NATIVE=0`` turns it off. Which of the two forms of the backend runs is logged once.
+    """
+    if os.environ.get("DIFF_TRANSFORMER_NATIVE", "1") == "0":
+        log.info("blockwise: PyTorch form (DIFF_TRANSFORMER_NATIVE=0)")
+        return None
+    try:
+        command = compiler()
+        path = library_path(command)
+        if not path.exists():
+            log.info("blockwise: compiling the native form, once on this machine")
+            build(command, path)
+        loaded = ctypes.CDLL(str(path))
+    except (CannotBuild, OSError) as error:
+        log.warning("blockwise: PyTorch form, which is slower, because the native one cannot be built: %s", error)
+        return None
+    for which in ("forward", "backward", "decode"):
+        room, call = getattr(loaded, f"diff_attention_{which}_room"), getattr(loaded, f"diff_attention_{which}")
+        room.argtypes = call.argtypes = [ctypes.c_void_p, ctypes.c_bool]
+        room.restype, call.restype = ctypes.c_int64, None
+    log.info("blockwise: native form, %s", path)
+    return loaded
