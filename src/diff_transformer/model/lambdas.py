@@ -44,8 +44,8 @@ class LearnedLambda(nn.Module):
             nn.init.normal_(parameter, std=self.std)
 
     def forward(self) -> Tensor:
-        first = torch.exp((self.lambda_q1 * self.lambda_k1).sum())
-        second = torch.exp((self.lambda_q2 * self.lambda_k2).sum())
+        first = torch.dot(self.lambda_q1, self.lambda_k1).exp()
+        second = torch.dot(self.lambda_q2, self.lambda_k2).exp()
         return first - second + self.initial
 
     def _apply(self, fn, recurse=True):

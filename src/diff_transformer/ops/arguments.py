@@ -19,6 +19,24 @@ class Arguments(NamedTuple):
     scale: float
 
 
+def fit_together(q1: Tensor, q2: Tensor, k1: Tensor, k2: Tensor, v: Tensor) -> bool:
+    """Whether ``check_tensors`` would find nothing wrong with them: the same questions in as few steps as can be."""
+    try:
+        (B, H, T, D), (_, Hn, _, _), (_, G, S, _), Dv = q1.shape, q2.shape, k1.shape, v.shape[3]
+        return (
+            q2.shape == (B, Hn, T, D)
+            and k1.shape == k2.shape == (B, G, S, D)
+            and v.shape == (B, G, S, Dv)
+            and B * T * S * D * Dv * G * Hn * H > 0
+            and H % Hn == Hn % G == 0
+            and q1.dtype == q2.dtype == k1.dtype == k2.dtype == v.dtype
+            and q1.dtype in DTYPES
+            and q1.device == q2.device == k1.device == k2.device == v.device
+        )
+    except (AttributeError, TypeError, ValueError, IndexError, ZeroDivisionError):
+        return False
+
+
 def check_tensors(q1: Tensor, q2: Tensor, k1: Tensor, k2: Tensor, v: Tensor | None) -> None:
     """Raise if ranks, sizes, head counts, dtypes or devices of the tensors do not fit together."""
     named = {"q1": q1, "q2": q2, "k1": k1, "k2": k2} | ({} if v is None else {"v": v})
@@ -116,7 +134,8 @@ def four_dimensional_mask(attn_mask: Tensor | None, q1: Tensor, S: int) -> Tenso
 
 def check(q1, q2, k1, k2, v, lam, attn_mask, is_causal, window, scale) -> Arguments:
     """Everything that ``diff_attention`` promises to refuse is refused here; see there for shapes and errors."""
-    check_tensors(q1, q2, k1, k2, v)
+    if v is None or not fit_together(q1, q2, k1, k2, v):
+        check_tensors(q1, q2, k1, k2, v)
     if scale is not None and (isinstance(scale, bool) or not isinstance(scale, int | float)):
         raise TypeError(f"scale is a {type(scale).__name__}; give a number or None")
     if scale is not None and not math.isfinite(scale):

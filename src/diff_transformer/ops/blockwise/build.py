@@ -99,7 +99,7 @@ def library() -> ctypes.CDLL | None:
         return None
     for which in ("forward", "backward", "decode"):
         room, call = getattr(loaded, f"diff_attention_{which}_room"), getattr(loaded, f"diff_attention_{which}")
-        room.argtypes = call.argtypes = [ctypes.c_void_p, ctypes.c_bool]
-        room.restype, call.restype = ctypes.c_int64, None
+        room.argtypes, room.restype = [ctypes.c_char_p, ctypes.c_bool], ctypes.c_int64
+        call.argtypes, call.restype = [ctypes.c_char_p, ctypes.c_bool, ctypes.c_void_p], None
     log.info("blockwise: native form, %s", path)
     return loaded

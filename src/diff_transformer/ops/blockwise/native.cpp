@@ -348,7 +348,6 @@ struct Problem {
     int64_t threads;
     int64_t rows;                                      // queries of a block
     int64_t parts;                                     // backward: blocks of a key/value head are dealt to so many
-    char* room;                                        // room_bytes of it
     float scale;                                       // positive
 };
 }
@@ -839,11 +838,11 @@ int64_t decode_bytes(const Problem& p) {
 }
 
 template <typename In>
-void decode(const Problem& p) {
+void decode(const Problem& p, char* start) {
     const int64_t bytes = decode_bytes<In>(p);
 #pragma omp parallel for schedule(dynamic, 1) num_threads(p.threads) if (p.threads > 1)
     for (int64_t head = 0; head < p.B * p.G; head++) {
-        Room room(p.room + bytes * omp_get_thread_num());
+        Room room(start + bytes * omp_get_thread_num());
         Decode<In>(p, room).head(head / p.G, head % p.G);
     }
 }
@@ -861,10 +860,11 @@ bool heads_fill_threads(const Problem& p) {
 template <typename In>
 struct Shares {
     int64_t packed, work, totals;  // bytes of one of each
-    int64_t copies, sums;          // how many of the first and of the last
+    int64_t copies, sums, threads;  // how many of the first, of the last and of the second
     bool own;
+    char* start;
 
-    Shares(const Problem& p, bool backward) {
+    Shares(const Problem& p, bool backward, char* room = nullptr) : threads(p.threads), start(room) {
         Room a(nullptr), b(nullptr), c(nullptr);
         Packed::make<In>(p, a, backward);
         if (backward)
@@ -877,23 +877,23 @@ struct Shares {
         sums = own ? p.threads : p.B * p.G * p.parts;
     }
     static int64_t size(const Room& room) { return reinterpret_cast<intptr_t>(room.next); }
-    int64_t bytes(const Problem& p) const { return packed * copies + work * p.threads + totals * sums; }
-    char* packed_at(const Problem& p, int64_t i) const { return p.room + packed * i; }
-    char* work_at(const Problem& p, int64_t i) const { return p.room + packed * copies + work * i; }
-    char* totals_at(const Problem& p, int64_t i) const { return p.room + packed * copies + work * p.threads + totals * i; }
+    int64_t bytes() const { return packed * copies + work * threads + totals * sums; }
+    char* packed_at(int64_t i) const { return start + packed * i; }
+    char* work_at(int64_t i) const { return start + packed * copies + work * i; }
+    char* totals_at(int64_t i) const { return start + packed * copies + work * threads + totals * i; }
 };
 
 template <typename In>
-void forward(const Problem& p) {
-    const Shares<In> shares(p, false);
+void forward(const Problem& p, char* start) {
+    const Shares<In> shares(p, false, start);
     const int64_t heads = p.B * p.G, blocks = blocks_of(p);
 #pragma omp parallel num_threads(p.threads)
     {
         const int64_t thread = omp_get_thread_num();
-        Room room(shares.work_at(p, thread));
+        Room room(shares.work_at(thread));
         Forward<In> work(p, room);
         if (shares.own) {
-            Room own(shares.packed_at(p, thread));
+            Room own(shares.packed_at(thread));
             const Packed keys = Packed::make<In>(p, own, false);
 #pragma omp for schedule(dynamic, 1)
             for (int64_t head = 0; head < heads; head++) {
@@ -903,13 +903,13 @@ void forward(const Problem& p) {
         } else {
 #pragma omp for schedule(dynamic, 1)
             for (int64_t head = 0; head < heads; head++) {
-                Room one(shares.packed_at(p, head));
+                Room one(shares.packed_at(head));
                 Packed::make<In>(p, one, false).template fill<In>(p, head / p.G, head % p.G);
             }
 #pragma omp for schedule(dynamic, 1)
             for (int64_t item = 0; item < heads * blocks; item++) {  // the longest first
                 const int64_t head = item % heads, block = blocks - 1 - item / heads;
-                Room one(shares.packed_at(p, head));
+                Room one(shares.packed_at(head));
                 work.block(Packed::make<In>(p, one, false), head / p.G, head % p.G, block);
             }
         }
@@ -917,16 +917,16 @@ void forward(const Problem& p) {
 }
 
 template <typename In>
-void backward(const Problem& p) {
-    const Shares<In> shares(p, true);
+void backward(const Problem& p, char* start) {
+    const Shares<In> shares(p, true, start);
     const int64_t heads = p.B * p.G, blocks = blocks_of(p);
 #pragma omp parallel num_threads(p.threads)
     {
         const int64_t thread = omp_get_thread_num();
-        Room room(shares.work_at(p, thread));
+        Room room(shares.work_at(thread));
         Backward<In> work(p, room);
         if (shares.own) {
-            Room own(shares.packed_at(p, thread)), sums(shares.totals_at(p, thread));
+            Room own(shares.packed_at(thread)), sums(shares.totals_at(thread));
             const Packed keys = Packed::make<In>(p, own, true);
             const Totals totals(p, sums);
 #pragma omp for schedule(dynamic, 1)
@@ -940,13 +940,13 @@ void backward(const Problem& p) {
         } else {
 #pragma omp for schedule(dynamic, 1)
             for (int64_t head = 0; head < heads; head++) {
-                Room one(shares.packed_at(p, head));
+                Room one(shares.packed_at(head));
                 Packed::make<In>(p, one, true).template fill<In>(p, head / p.G, head % p.G);
             }
 #pragma omp for schedule(dynamic, 1)
             for (int64_t item = 0; item < heads * p.parts; item++) {
                 const int64_t head = item / p.parts;
-                Room one(shares.packed_at(p, head)), sums(shares.totals_at(p, item));
+                Room one(shares.packed_at(head)), sums(shares.totals_at(item));
                 const Packed keys = Packed::make<In>(p, one, true);
                 const Totals totals(p, sums);
                 totals.clear(p);
@@ -957,7 +957,7 @@ void backward(const Problem& p) {
             for (int64_t head = 0; head < heads; head++) {
                 Totals* parts = static_cast<Totals*>(__builtin_alloca(sizeof(Totals) * p.parts));
                 for (int64_t part = 0; part < p.parts; part++) {
-                    Room sums(shares.totals_at(p, head * p.parts + part));
+                    Room sums(shares.totals_at(head * p.parts + part));
                     new (parts + part) Totals(p, sums);
                 }
                 write_totals<In>(p, head / p.G, head % p.G, parts, p.parts);
@@ -972,13 +972,19 @@ extern "C" {
 int64_t diff_attention_decode_room(const Problem* p, bool in_bf16) {
     return (in_bf16 ? decode_bytes<bf16>(*p) : decode_bytes<float>(*p)) * p->threads;
 }
-void diff_attention_decode(const Problem* p, bool in_bf16) { in_bf16 ? decode<bf16>(*p) : decode<float>(*p); }
+void diff_attention_decode(const Problem* p, bool in_bf16, char* room) {
+    in_bf16 ? decode<bf16>(*p, room) : decode<float>(*p, room);
+}
 int64_t diff_attention_forward_room(const Problem* p, bool in_bf16) {
-    return in_bf16 ? Shares<bf16>(*p, false).bytes(*p) : Shares<float>(*p, false).bytes(*p);
+    return in_bf16 ? Shares<bf16>(*p, false).bytes() : Shares<float>(*p, false).bytes();
 }
 int64_t diff_attention_backward_room(const Problem* p, bool in_bf16) {
-    return in_bf16 ? Shares<bf16>(*p, true).bytes(*p) : Shares<float>(*p, true).bytes(*p);
+    return in_bf16 ? Shares<bf16>(*p, true).bytes() : Shares<float>(*p, true).bytes();
 }
-void diff_attention_forward(const Problem* p, bool in_bf16) { in_bf16 ? forward<bf16>(*p) : forward<float>(*p); }
-void diff_attention_backward(const Problem* p, bool in_bf16) { in_bf16 ? backward<bf16>(*p) : backward<float>(*p); }
+void diff_attention_forward(const Problem* p, bool in_bf16, char* room) {
+    in_bf16 ? forward<bf16>(*p, room) : forward<float>(*p, room);
+}
+void diff_attention_backward(const Problem* p, bool in_bf16, char* room) {
+    in_bf16 ? backward<bf16>(*p, room) : backward<float>(*p, room);
+}
 }

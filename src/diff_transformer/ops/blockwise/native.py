@@ -1,6 +1,6 @@
 """Calls the native form of the backend, ``native.cpp``."""
 
-import ctypes
+import struct
 
 import torch
 from torch import Tensor
@@ -11,28 +11,9 @@ FEW = 8  # rows of either map that share a key/value head: up to here each key i
 SMALL = 2**18  # multiply-adds that one thread does sooner than two begin
 
 
-class Matrix(ctypes.Structure):
-    _fields_ = [("data", ctypes.c_void_p), *((f"by_{name}", ctypes.c_int64) for name in ("batch", "head", "row"))]
-
-
-MATRICES = ("q1", "q2", "k1", "k2", "v", "out", "dout", "dq1", "dq2", "dk1", "dk2", "dv")
-
-
-class Problem(ctypes.Structure):
-    """``struct Problem`` of ``native.cpp``."""
-
-    _fields_ = [
-        *((name, Matrix) for name in MATRICES),
-        ("lam", ctypes.c_void_p),
-        *((f"lam_by_{name}", ctypes.c_int64) for name in ("batch", "head", "row")),
-        ("dlam", ctypes.c_void_p),
-        ("mask", ctypes.c_void_p),
-        *((f"mask_by_{name}", ctypes.c_int64) for name in ("batch", "head", "row", "key")),
-        *((name, ctypes.c_int64) for name in ("mask_adds", "B", "H", "Hn", "G", "T", "S", "D", "Dv")),
-        *((name, ctypes.c_int64) for name in ("causal", "window", "threads", "rows", "parts")),
-        ("room", ctypes.c_void_p),
-        ("scale", ctypes.c_float),
-    ]
+# ``struct Problem`` of native.cpp: 12 matrices (pointer and three strides), lam, dlam, mask, 14 sizes, and the scale.
+LAYOUT = struct.Struct("@" + 48 * "q" + 4 * "q" + "q" + 5 * "q" + 14 * "q" + "f")
+NOTHING = (0, 0, 0, 0)
 
 
 def takes(q1: Tensor, v: Tensor, scale: float) -> bool:
@@ -69,36 +50,38 @@ def block_rows(T: int, measured: int) -> int:
 
 
 def run(which: str, tensors, lam, attn_mask, is_causal, window, scale, rows: int, dlam: Tensor | None = None) -> None:
-    """Fill in the problem, give it room, call ``diff_attention_WHICH``."""
+    """Lay the problem out as ``native.cpp`` reads it, give it room, call ``diff_attention_WHICH``.
+
+    ``tensors``: q1, q2, k1, k2, v, out, dout, dq1, dq2, dk1, dk2, dv, as many as the call needs.
+    """
     q1, q2, k1, _, v = tensors[:5]
-    native, problem = library(), Problem()
+    native = library()
     if native is None:
         raise RuntimeError("there is no native library here")
     kept: dict[object, Tensor] = {}  # copies, which live until the call returns
-    for name, x in zip(MATRICES, tensors, strict=False):
-        if x is not None:
-            if x.stride(-1) != 1 and x.shape[-1] > 1:
-                x = kept.setdefault(id(x), x.contiguous())
-            setattr(problem, name, Matrix(x.data_ptr(), *x.stride()[:3]))
-    problem.lam = lam.data_ptr()
-    problem.lam_by_batch, problem.lam_by_head, problem.lam_by_row = lam.stride()[:3]
-    if dlam is not None:
-        problem.dlam = dlam.data_ptr()
-    if attn_mask is not None:
-        mask = attn_mask if attn_mask.dtype == torch.bool else attn_mask.float()
-        kept["mask"] = mask
+    numbers: list[int] = []
+    for x in tensors:
+        if x is None:
+            numbers += NOTHING
+            continue
+        *steps, inner = x.stride()
+        if inner != 1 and x.shape[-1] > 1:
+            x = kept.setdefault(id(x), x.contiguous())
+            steps = x.stride()[:3]
+        numbers += (x.data_ptr(), *steps)
+    numbers += NOTHING * (12 - len(tensors))
+    numbers += (lam.data_ptr(), *lam.stride()[:3], 0 if dlam is None else dlam.data_ptr())
+    if attn_mask is None:
+        numbers += (0, *NOTHING)
+    else:
+        mask = kept["mask"] = attn_mask if attn_mask.dtype == torch.bool else attn_mask.float()
         steps = [step if size > 1 else 0 for size, step in zip(mask.shape, mask.stride(), strict=True)]
-        problem.mask, problem.mask_adds = mask.data_ptr(), mask.dtype != torch.bool
-        problem.mask_by_batch, problem.mask_by_head, problem.mask_by_row, problem.mask_by_key = steps
-    B, H, T, D = q1.shape
-    G, S, Dv = k1.shape[1], k1.shape[2], v.shape[3]
-    problem.B, problem.H, problem.Hn, problem.G = B, H, q2.shape[1], G
-    problem.T, problem.S, problem.D, problem.Dv = T, S, D, Dv
-    problem.causal, problem.window, problem.scale, problem.rows = is_causal, window or 0, scale, rows
-    problem.threads = 1 if B * H * T * S * (D + Dv) < SMALL else torch.get_num_threads()
-    problem.parts = -(-problem.threads // (B * G))
-    address, in_bf16 = ctypes.byref(problem), q1.dtype == torch.bfloat16
-    size = getattr(native, f"diff_attention_{which}_room")(address, in_bf16)
+        numbers += (mask.data_ptr(), *steps)
+    (B, H, T, D), Hn, (G, S), Dv = q1.shape, q2.shape[1], k1.shape[1:3], v.shape[3]
+    threads = 1 if B * H * T * S * (D + Dv) < SMALL else torch.get_num_threads()
+    adds = attn_mask is not None and attn_mask.dtype != torch.bool
+    numbers += (adds, B, H, Hn, G, T, S, D, Dv, is_causal, window or 0, threads, rows, -(-threads // (B * G)))
+    problem, in_bf16 = LAYOUT.pack(*numbers, scale), q1.dtype == torch.bfloat16
+    size = getattr(native, f"diff_attention_{which}_room")(problem, in_bf16)
     room = torch.empty(size + 64, dtype=torch.uint8)
-    problem.room = -(-room.data_ptr() // 64) * 64
-    getattr(native, f"diff_attention_{which}")(address, in_bf16)
+    getattr(native, f"diff_attention_{which}")(problem, in_bf16, -(-room.data_ptr() // 64) * 64)
