@@ -1,4 +1,4 @@
-"""Write the tables of README.md from committed JSON.
+"""Write the tables of README.md from committed JSON; a table whose JSON does not exist is left as it is.
 
 python benchmarks/readme_tables.py            # rewrite README.md
 python benchmarks/readme_tables.py --check    # exit 1 if README.md differs
@@ -9,7 +9,10 @@ import re
 import sys
 from pathlib import Path
 
+from speed_tables import attention_gpu_table, attention_table, decode_table, throughput_table
+
 ROOT = Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "benchmarks" / "results"
 MARKS = {"held": "✓ held", "did not hold": "✗ did not hold", "undecided": "? undecided"}
 
 
@@ -27,31 +30,16 @@ def claims_table(path: Path) -> list[str]:
     return [*lines, "", f"{sizes}; {tokens}; {summary['seconds'] / 60:.0f} minutes on {summary['provenance']['cpu']}."]
 
 
-def attention_table(path: Path) -> list[str]:
-    record = json.loads(path.read_text())
-    sizes = ("batch", "heads", "length", "width")
-    kinds = [(dtype, kind) for dtype in ("float32", "bfloat16") for kind in ("forward", "both")]
-    names = {"float32": "fp32", "bfloat16": "bf16", "forward": "forward", "both": "forward + backward"}
-    header = ["backend", "batch, h, N, d", *(f"{names[dtype]} {names[kind]}" for dtype, kind in kinds)]
-    lines = [f"| {' | '.join(header)} |", "|" + "---|" * len(header)]
-    table: dict[tuple, dict] = {}
-    for row in record["rows"]:
-        if row["backend"] in ("blockwise", "sdpa") and row["gate"] == "passed":
-            cell = table.setdefault((row["backend"], *(row[size] for size in sizes)), {})
-            cell.update({(row["dtype"], kind): row.get(f"{kind}_ratio") for kind in ("forward", "both")})
-    for (backend, *shape), ratios in table.items():
-        cells = [f"{ratios[kind]:.2f}" if ratios.get(kind) is not None else "" for kind in kinds]
-        lines.append(f"| {backend} | {', '.join(map(str, shape))} | {' | '.join(cells)} |")
-    source = record["provenance"]
-    threads = f"{source['threads']} thread{'s' * (source['threads'] > 1)}"
-    return [*lines, "", f"{source['cpu']}, {threads}, PyTorch {source['torch']}."]
-
-
 TABLES = {
     "demo": (claims_table, ROOT / "figures" / "demo" / "results.json"),
     "novels": (claims_table, ROOT / "figures" / "novels" / "results.json"),
-    "attention": (attention_table, ROOT / "benchmarks" / "results" / "attention_cpu.json"),
-    "attention_1_thread": (attention_table, ROOT / "benchmarks" / "results" / "attention_cpu_1_thread.json"),
+    "attention": (attention_table, RESULTS / "attention_cpu.json"),
+    "attention_1_thread": (attention_table, RESULTS / "attention_cpu_1_thread.json"),
+    "attention_gpu": (attention_gpu_table, RESULTS / "attention_gpu.json"),
+    "decode": (decode_table, RESULTS / "decode_cpu.json"),
+    "decode_gpu": (decode_table, RESULTS / "decode_gpu.json"),
+    "throughput": (throughput_table, RESULTS / "throughput_cpu.json"),
+    "throughput_gpu": (throughput_table, RESULTS / "throughput_gpu.json"),
 }
 
 

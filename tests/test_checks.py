@@ -35,7 +35,7 @@ def lm():
 def calls(lm):
     filler, ids = Filler([Document("d", "some words here. " * 50)]), torch.zeros(1, 8, dtype=torch.long)
     return {
-        "samples": lambda: evaluate_needle(lm, filler, samples=0),
+        "per_cell": lambda: evaluate_needle(lm, filler, per_cell=0),
         "length": lambda: evaluate_allocation(lm, filler, length=-1),
         "needles": lambda: evaluate_allocation(lm, filler, needles=0),
         "block": lambda: evaluate_outliers(lm, ids, block=0),

@@ -1,3 +1,4 @@
+import dataclasses
 import json
 import subprocess
 import sys
@@ -71,19 +72,50 @@ def test_info():
     assert "830M" in cli("info").stdout
 
 
-def test_generate_and_eval(model, corpus, tmp_path):
+def test_generate(model):
     out = cli("generate", model, "hello", "--max-new-tokens", 4)
     assert out.returncode == 0, out.stderr
     assert out.stdout.startswith("hello")
-    for name in ("loss", "needle", "allocation", "outliers"):
-        path = tmp_path / f"{name}.json"
-        sizes = ("--corpus", corpus, "--length", 480, "--samples", 1, "--out", path)
-        out = cli("eval", name, "--model", model, *sizes)
-        assert out.returncode == 0, out.stderr
-        assert json.loads(path.read_text())["eval"] == name
-    again = cli("eval", "loss", "--model", model, *sizes)
+
+
+def test_one_experiment_into_a_file(model, corpus, tmp_path):
+    path = tmp_path / "outliers.json"
+    command = ("eval", "outliers", "--model", model, "--corpus", corpus, "--length", 480, "--samples", 2, "--out", path)
+    out = cli(*command)
+    assert out.returncode == 0, out.stderr
+    assert "logits_top1" in out.stdout
+    result = json.loads(path.read_text())
+    assert (result["eval"], result["model"]) == ("outliers", model.name)
+    assert [file.name for file in tmp_path.iterdir()] == ["outliers.json"]
+    again = cli(*command)
     assert again.returncode == 2
     assert "exists; choose another file" in again.stderr
+
+
+def test_an_experiment_on_two_models_into_a_folder_with_a_report(model, corpus, tmp_path):
+    command = (
+        "eval", "long_nll", "--model", model, "--model", "debug", "--corpus", corpus, "--length", 64, "--limit", 2,
+        "--out", tmp_path / "out",
+    )  # fmt: skip
+    out = cli(*command)
+    assert out.returncode == 0, out.stderr
+    assert {path.name for path in (tmp_path / "out" / "long_nll").iterdir()} == {f"{model.name}.json", "debug.json"}
+    page = (tmp_path / "out" / "report.html").read_text()
+    assert "Does a longer context go on helping?" in page
+    assert "is not an empty folder; resume it (--resume) or choose another" in cli(*command).stderr
+    assert cli(*command, "--resume").returncode == 0
+    page_again = cli("report", tmp_path / "out" / "long_nll" / f"{model.name}.json", "--out", tmp_path / "again.html")
+    assert page_again.returncode == 0, page_again.stderr
+
+
+def test_with_several_experiments_one_that_cannot_run_does_not_stop_the_others(model, corpus, tmp_path):
+    from diff_transformer.evals.suite import Plan, run_suite
+
+    plan = Plan(["needle", "outliers"], [str(model)], {"corpus": str(corpus), "length": 99999, "samples": 1}, limit=1)
+    needle, outliers = run_suite(dataclasses.replace(plan, assignments=["outliers.length=64"]), tmp_path / "out")
+    assert needle.result is None
+    assert "99999" in needle.error
+    assert outliers.result.metrics["tokens"] == 64
 
 
 def test_convert_llama_and_back(tmp_path):
@@ -104,8 +136,13 @@ def test_convert_llama_and_back(tmp_path):
         (("compare", "--recipe", "demoo", "--out", "x"), "no recipe 'demoo' (did you mean 'demo'?)"),
         (("compare", "--set", "optim.lrr=1", "--out", "x"), "no setting 'optim.lrr'; the nearest: optim.lr"),
         (("compare", "--set", "data.corpus=/nowhere", "--out", "x"), "/nowhere"),
-        (("eval", "sonnets", "--model", "m", "--out", "x"), "no experiment 'sonnets'; there are: loss, needle"),
-        (("eval", "loss", "--model", "/nowhere/m", "--out", "x"), "no model at /nowhere/m"),
+        (("eval", "sonnets", "--model", "m", "--out", "x"), "no experiment 'sonnets'; there are: harness, scaling"),
+        (("eval", "needle", "--model", "/nowhere/m", "--out", "x.json"), "no model at /nowhere/m"),
+        (("eval", "needle", "--out", "x"), "no model; give --model"),
+        (
+            ("eval", "needle", "--model", "debug", "--set", "colour=red", "--out", "x"),
+            "needle has no setting colour; it has:",
+        ),
         (("bench", "toaster"), "no benchmark 'toaster'"),
         (("report", "/nowhere", "--out", "x"), "/nowhere"),
         (("convert", "/nowhere", "--out", "x"), "/nowhere is not a folder"),

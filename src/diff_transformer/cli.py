@@ -4,7 +4,7 @@ import sys
 from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -68,41 +68,126 @@ def train(out: Out, recipe: Recipe = "demo", assignments: Set = None, resume: Re
 
 @app.command(name="eval")
 def evaluate(
-    name: Annotated[str, typer.Argument(help="loss, needle, allocation or outliers.")],
-    model: Annotated[str, typer.Option(help="Folder of a model with its tokenizer, or its name on the hub.")],
-    out: Annotated[Path, typer.Option("--out", help="JSON file for the result; must be new.")],
-    corpus: Annotated[str, typer.Option(help='"python", a text file, a folder or a tar archive.')] = "python",
-    length: Annotated[int, typer.Option(help="Tokens in a prompt or row.")] = 128,
-    samples: Annotated[int, typer.Option(help="Prompts in a cell, or rows of text.")] = 50,
+    name: Annotated[str, typer.Argument(help="An experiment, or all: see the list above.")],
+    out: Annotated[Path, typer.Option("--out", help="JSON file for one result, or a folder; must be new.")],
+    models: Annotated[
+        list[str] | None,
+        typer.Option("--model", help="Folder with its tokenizer, hub name or preset; may be repeated."),
+    ] = None,
+    assignments: Set = None,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="Small sizes: a minute an experiment on a small model.")
+    ] = False,
+    limit: Annotated[int | None, typer.Option(help="At most so many samples of each part of an experiment.")] = None,
+    corpus: Annotated[
+        str | None,
+        typer.Option(help='Text: "python", a file, a folder, an archive. What a folder of it trains is kept out.'),
+    ] = None,
+    data: Annotated[str | None, typer.Option(help="Labelled data: a file, hub:NAME, or the offline default.")] = None,
+    length: Annotated[int | None, typer.Option(help="Tokens in a prompt or row.")] = None,
+    samples: Annotated[int | None, typer.Option(help="Prompts in a cell, questions, or rows of text.")] = None,
+    seed: Annotated[int | None, typer.Option(help="What is drawn at random is drawn from it.")] = None,
+    device: Annotated[str | None, typer.Option(help="cpu or cuda; CUDA where there is one by default.")] = None,
+    dtype: Annotated[str | None, typer.Option(help="float32, bfloat16, float16; the checkpoint's by default.")] = None,
+    batch_size: Annotated[int, typer.Option(help="Prompts or rows in one forward pass.")] = 32,
+    resume: Resume = False,
 ):
-    """Run one experiment on one model."""
-    from diff_transformer.evals.command import run_eval
+    """Run an experiment, or all of them, on any causal language model."""
+    from diff_transformer.evals.suite import Plan, names_of
 
     _quiet()
-    result = run_eval(name, model, corpus=corpus, length=length, samples=samples, out=out)
-    for metric, value in result.metrics.items():
-        print(f"{metric:24} {value:.4f}")
+    options = {"corpus": corpus, "data": data, "length": length, "samples": samples, "seed": seed}
+    plan = Plan(
+        names_of(name, quick), models or [], options, assignments or [], quick, limit, device, dtype, batch_size
+    )
+    single = out.suffix == ".json" and len(plan.names) == 1 and len(plan.models) <= 1
+    with _resumable(), _bars() as bar:
+        failed = _evaluate_one(plan, out, resume, bar) if single else _evaluate_many(plan, out, resume, bar)
+    if failed:
+        raise typer.Exit(2)
+
+
+def _evaluate_one(plan, out: Path, resume: bool, bar) -> bool:
+    from diff_transformer.evals.command import experiment, load_lm, run_eval, settings_of
+
+    (name,) = plan.names
+    settings = settings_of(name, plan.options, plan.assignments, quick=plan.quick)
+    lm = None
+    if getattr(experiment(name), "NEEDS_MODEL", True):
+        if not plan.models:
+            raise ValueError("no model; give --model with a folder, a name on the hub or a preset")
+        lm = load_lm(plan.models[0], device=plan.device, dtype=plan.dtype, batch_size=plan.batch_size)
+    result = run_eval(name, lm, settings, out, limit=plan.limit, resume=resume, bar=bar(name))
+    if hasattr(experiment(name), "table"):
+        from rich.console import Console
+
+        Console().print(experiment(name).table(result))
+    else:
+        for metric, value in result.metrics.items():
+            print(f"{metric:32} {value:.4f}")
+    print(f"result: {out}")
+    return False
+
+
+def _evaluate_many(plan, out: Path, resume: bool, bar) -> bool:
+    from diff_transformer.evals.suite import run_suite
+
+    outcomes = run_suite(plan, out, resume=resume, bar=bar)
+    for outcome in outcomes:
+        told = outcome.error or outcome.path
+        print(f"{outcome.name:20} {outcome.model or '':16} {told}", file=sys.stderr if outcome.error else sys.stdout)
+    if any(outcome.result for outcome in outcomes):
+        print(f"report: {out / 'report.html'}")
+    return any(outcome.error for outcome in outcomes)
+
+
+@contextmanager
+def _bars() -> Generator:
+    """Progress bars, one for each part of an experiment: ``bar(title)(part, done, total)``."""
+    from rich.progress import (
+        BarColumn,
+        MofNCompleteColumn,
+        Progress,
+        TextColumn,
+        TimeElapsedColumn,
+        TimeRemainingColumn,
+    )
+
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, TextColumn("left"), TimeRemainingColumn(), transient=True) as progress:
+
+        def bar(title: str):
+            tasks: dict[str, Any] = {}
+
+            def show(part: str, done: int, total: int):
+                if part not in tasks:
+                    for task in list(progress.task_ids):
+                        progress.update(task, visible=False)
+                    tasks[part] = progress.add_task(f"{title}: {part}", total=total)
+                progress.update(tasks[part], completed=done, total=total)
+
+            return show
+
+        yield bar
 
 
 @app.command()
 def bench(
-    name: Annotated[str, typer.Argument(help="attention")],
+    name: Annotated[str, typer.Argument(help="attention, decode or throughput.")],
     out: Annotated[
         Path | None, typer.Option("--out", help="JSON file for the record; must be new. Default: in runs/bench.")
     ] = None,
     full: Annotated[bool, typer.Option("--full", help="The whole grid of lengths and widths.")] = False,
     device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
+    grid: Annotated[
+        str | None, typer.Option(help="Shapes for attention, batch x heads x length x width: 1x4x2048x64,...")
+    ] = None,
 ):
-    """Time the operator's backends against softmax attention of the matched size; correctness is checked first."""
-    if name != "attention":
-        raise ValueError(f"no benchmark {name!r}; there is: attention")
-    import time
+    """Time the operator and the models against softmax attention of the matched size; correctness is checked first."""
+    from diff_transformer.bench.command import run_bench
 
-    from diff_transformer.bench.attention import main as run
-
-    out = out or Path("runs", "bench", f"{name}-{device}-{time.strftime('%Y%m%d-%H%M%S')}.json")
-    run(out=out, full=full, device=device)
-    print(f"record: {out}")
+    _quiet()
+    run_bench(name, out, full, device, grid)
 
 
 @app.command()
@@ -135,18 +220,23 @@ def generate(
 
 @app.command()
 def report(
-    results: Annotated[Path, typer.Argument(help="results.json of a comparison, or its folder.")],
+    results: Annotated[
+        list[Path], typer.Argument(help="results.json of a comparison or its folder; or results of `eval`, any number.")
+    ],
     out: Annotated[Path, typer.Option("--out", help="HTML file to write.")],
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the file if it exists.")] = False,
 ):
-    """Write the report of a comparison again, and print its claims."""
+    """Write the report of a comparison again and print its claims; or one page for results of experiments."""
     from rich.console import Console
 
-    from diff_transformer.report import load_results, render_claims, write_report
+    from diff_transformer.report import is_comparison, load_results, render_claims, write_evals_report, write_report
 
-    loaded = load_results(results)
-    Console().print(render_claims(loaded))
-    print(f"report: {write_report(loaded, out, overwrite=overwrite)}")
+    if len(results) == 1 and is_comparison(results[0]):
+        loaded = load_results(results[0])
+        Console().print(render_claims(loaded))
+        print(f"report: {write_report(loaded, out, overwrite=overwrite)}")
+    else:
+        print(f"report: {write_evals_report(list(results), out, overwrite=overwrite)}")
 
 
 @app.command()

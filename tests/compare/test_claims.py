@@ -9,7 +9,9 @@ CELLS = ((1, 1), (4, 2))
 def loss(side, seed, values):
     rows = [{"loss": v, "ar_hit_sum": v, "ar_hit_count": 1, "others_sum": 2 * v, "others_count": 2} for v in values]
     mean = sum(values) / len(values)
-    return Result("loss", f"{side}-seed{seed}", {"validation": mean, "ar_hit": mean, "others": mean}, rows)
+    return Result(
+        "associative_recall", f"{side}-seed{seed}", {"validation": mean, "ar_hit": mean, "others": mean}, rows
+    )
 
 
 def needle(side, scores):
@@ -75,3 +77,59 @@ def test_throughput_is_judged_as_a_ratio():
 
 def test_a_missing_side_makes_no_claim():
     assert judge(paper_claims(CELLS), [loss("diff", 0, [1.0])]) == []
+
+
+def many_shot(side, scores):
+    """``scores``: for each order seed, the score of each question."""
+    rows = [
+        {"shots": shots, "order": order, "order_seed": seed, "score": score}
+        for shots in (1, 8)
+        for order in ("random", "alternate")
+        for seed, of_seed in enumerate(scores)
+        for score in (of_seed if shots == 8 else [0.0] * len(of_seed))
+    ]
+    means = [sum(of_seed) / len(of_seed) for of_seed in scores]
+    of_order = {"mean": sum(means) / len(means), "margin": max(means) - min(means)}
+    metrics = {f"{order}_{key}": value for order in ("random", "alternate") for key, value in of_order.items()}
+    return Result("many_shot", f"{side}-seed0", metrics, rows)
+
+
+def test_the_spread_over_orders_is_judged_at_the_most_examples():
+    steady, swinging = [[1.0] * 30, [1.0] * 30], [[1.0] * 30, [0.0] * 30]
+    claims = judge(paper_claims(CELLS), [many_shot("diff", steady), many_shot("softmax", swinging)])
+    assert {c["id"]: c["verdict"] for c in claims} == dict.fromkeys(
+        ("many_shot", "order_random", "order_alternate"), "held"
+    )
+    assert claims[1]["difference"]["mean"] == pytest.approx(-1.0)
+    other_way = judge(paper_claims(CELLS), [many_shot("diff", swinging), many_shot("softmax", steady)])
+    assert {c["verdict"] for c in other_way} == {"did not hold"}
+
+
+def test_four_bits_are_judged_by_what_they_cost():
+    def quantization(side, cost):
+        rows = [{"bits": bits, "row": n, "loss": 3.0 + n + cost * (bits == 4)} for bits in (16, 4) for n in range(9)]
+        return Result("quantization", f"{side}-seed0", {"loss_4bit_change": cost}, [{"bits": 4, "score": 1.0}, *rows])
+
+    (claim,) = judge(paper_claims(CELLS), [quantization("diff", 0.1), quantization("softmax", 0.3)])
+    assert claim["verdict"] == "held"
+    assert claim["difference"]["mean"] == pytest.approx(-0.2)
+
+
+def test_long_documents_are_judged_by_the_mean_over_their_length():
+    def long_nll(side, late):
+        rows = [{"book": f"{n}", "sums": [4.0, 3 * late], "counts": [1, 3]} for n in range(5)]
+        return Result("long_nll", f"{side}-seed0", {}, rows)
+
+    (claim,) = judge(paper_claims(CELLS), [long_nll("diff", 1.0), long_nll("softmax", 2.0)])
+    assert (claim["verdict"], claim["diff"], claim["softmax"]) == ("held", [1.75], [2.5])
+
+
+def test_outputs_without_a_verdict_do_not_count():
+    def hallucination(side, scores):
+        decided = [score for score in scores if score is not None]
+        rows = [{"score": score} for score in scores]
+        return Result("hallucination", f"{side}-seed0", {"mean": sum(decided) / len(decided)}, rows)
+
+    results = [hallucination("diff", [1.0, None] * 10), hallucination("softmax", [0.0, None] * 10)]
+    (claim,) = judge(paper_claims(CELLS), results)
+    assert (claim["verdict"], claim["difference"]["mean"]) == ("held", 1.0)

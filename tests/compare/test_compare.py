@@ -43,7 +43,8 @@ def test_everything_is_written(finished):
     page = (out / "report.html").read_text()
     assert "<html" in page
     assert len(summary["explorer"]) == 2
-    assert {e["eval"] for e in summary["evals"]} == {"loss", "needle", "allocation", "outliers", "throughput"}
+    always = {"associative_recall", "needle", "allocation", "outliers", "throughput"}
+    assert {e["eval"] for e in summary["evals"]} == always | {"long_nll"}
     ids = [claim["id"] for claim in summary["claims"]]
     assert ids == [
         "loss",
@@ -56,6 +57,7 @@ def test_everything_is_written(finished):
         "logits",
         "hidden",
         "throughput",
+        "long_nll",
     ]
 
 

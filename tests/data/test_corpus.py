@@ -11,6 +11,14 @@ from diff_transformer.data import load_corpus, python_library, text_files
 from diff_transformer.data.documents import Document, held_out_split, tail_split, take_bytes
 
 
+@pytest.fixture(autouse=True)
+def _library_is_read_anew():
+    """What is read of the Python library is kept for the process; here some tests put another in its place."""
+    python_library.load_python_library.cache_clear()
+    yield
+    python_library.load_python_library.cache_clear()
+
+
 def _write(root: Path, files: Mapping[str, str | bytes]) -> Path:
     for name, content in files.items():
         path = root / name
@@ -253,6 +261,7 @@ def test_a_python_without_topics_or_sources(tiny_library, monkeypatch):
     assert all(not d.name.startswith("topics/") for d in load_corpus("python").train)
     monkeypatch.setattr(python_library.sysconfig, "get_paths", lambda: {"stdlib": str(tiny_library / "test")})
     (tiny_library / "test" / "test_x.py").unlink()
+    python_library.load_python_library.cache_clear()
     with pytest.raises(ValueError, match="no Python sources"):
         load_corpus("python")
 

@@ -47,6 +47,7 @@ def test_paper_sizes(name, billions):
         ({"lambda_init": "deep"}, "lambda_init is 'deep'; accepted: 'depth' or a number"),
         ({"head_norm": "layer"}, "head_norm is 'layer'; accepted"),
         ({"head_norm": False, "head_norm_init": 0.1}, "head_norm_init=0.1 sets the weight"),
+        ({"softmax_head_norm": True}, "softmax_head_norm is for attention='softmax', not 'diff'"),
         ({"head_dim": 7}, "head_dim is 7; rotary embedding needs an even width"),
         ({"head_nrom": False}, "has no field 'head_nrom'; did you mean 'head_norm'"),
     ],

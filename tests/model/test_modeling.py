@@ -1,8 +1,9 @@
 import pytest
 import torch
-from transformers import AutoModel, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers import AutoModel, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, StaticCache
 
-from diff_transformer import DiffTransformerForCausalLM, matched_baseline
+from diff_transformer import DiffTransformerForCausalLM, diff_attention, matched_baseline
+from diff_transformer.model import attention as attention_module
 from diff_transformer.model.convert import from_llama, to_llama
 from diff_transformer.model.cost import count_parameters
 from diff_transformer.model.presets import preset
@@ -49,6 +50,33 @@ def test_cached_generation_is_the_uncached_argmax(attention, cache):
     options = {"cache_implementation": cache, "disable_compile": True} if cache else {}
     out = model.generate(ids, max_new_tokens=8, do_sample=False, eos_token_id=None, pad_token_id=0, **options)
     assert torch.equal(out, expected)
+
+
+@BOTH
+def test_a_static_cache_laid_out_beforehand(attention):
+    """As export and chunked prefill do it: keys and values both get the key heads and width of the configuration."""
+    model, ids = make(attention, num_key_value_heads=2), tokens(2, 6)
+    cache = StaticCache(config=model.config, max_cache_len=16)
+    cache.early_initialization(2, 2, model.config.head_dim, torch.float32, torch.device("cpu"))
+    options = {"max_new_tokens": 8, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    out = model.generate(ids, past_key_values=cache, disable_compile=True, **options)
+    assert torch.equal(out, model.generate(ids, **options))
+
+
+def test_the_operator_sees_views_of_a_static_cache(monkeypatch):
+    """A copy would read and write the whole cache once more in every step."""
+    model, cached = make(num_key_value_heads=2), []
+    cache = StaticCache(config=model.config, max_cache_len=16)
+
+    def spy(*arguments, **options):
+        cached.extend(arguments[2:5])  # k1, k2, v
+        return diff_attention(*arguments, **options)
+
+    monkeypatch.setattr(attention_module, "diff_attention", spy)
+    model(tokens(1, 6), past_key_values=cache, use_cache=True)
+    held = {x.untyped_storage().data_ptr() for layer in cache.layers for x in (layer.keys, layer.values)}
+    assert len(cached) == 3 * model.config.num_hidden_layers
+    assert {x.untyped_storage().data_ptr() for x in cached} == held
 
 
 @BOTH

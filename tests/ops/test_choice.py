@@ -1,11 +1,16 @@
 """Which backend is called: "auto" decides once and says so, a named backend works or raises with the reason."""
 
 import logging
+import os
+import subprocess
+import sys
 
 import pytest
 import torch
 
-from diff_transformer.ops import available_backends, blockwise, diff_attention, flex, reference, sdpa
+from diff_transformer.ops import available_backends, blockwise, diff_attention, flex, reference, sdpa, triton
+from diff_transformer.ops.arguments import Arguments
+from diff_transformer.ops.diff_attention import _announce, choose
 from diff_transformer.testing import make_inputs
 
 
@@ -36,8 +41,6 @@ def test_a_named_backend_is_the_one_that_computes(called, name):
 
 
 def test_auto_says_what_it_chose_once(caplog):
-    from diff_transformer.ops.diff_attention import _announce
-
     _announce.cache_clear()
     with caplog.at_level(logging.INFO, logger="diff_transformer"):
         for _ in range(3):
@@ -68,19 +71,82 @@ def test_named_backends_refuse_a_gradient_of_the_mask(name):
         diff_attention(*make_inputs(T=5, requires_grad=False), attn_mask=bias, backend=name)
 
 
-@pytest.mark.parametrize("name", ["flash", "triton"])
-def test_reserved_names_say_why_they_are_not_available(name):
-    with pytest.raises(
-        RuntimeError, match=f"backend='{name}' is not available: this version has no .*; available here: "
-    ):
-        diff_attention(*make_inputs(T=5), backend=name)
-    assert name not in available_backends("cpu", torch.float32)
+def test_a_named_backend_that_cannot_work_here_says_why_and_what_can(monkeypatch):
+    monkeypatch.setattr(triton, "interpreted", lambda: False)
+    here = "; available here: reference, blockwise, sdpa"
+    with pytest.raises(RuntimeError, match=f"'triton' is not available: .*run on CUDA .*backend='blockwise'.*{here}"):
+        diff_attention(*make_inputs(T=5), backend="triton")
+    with pytest.raises(RuntimeError, match=f"'flash' is not available: flash-attn takes bfloat16 and float16.*{here}"):
+        diff_attention(*make_inputs(T=5), backend="flash")
 
 
 def test_available_backends():
     assert {"reference", "blockwise", "sdpa"} <= set(available_backends("cpu", torch.bfloat16))
     assert available_backends("cpu", torch.float64) == ["reference", "blockwise", "sdpa"]
-    assert available_backends(torch.device("cuda"), torch.bfloat16) == ["reference", "blockwise", "sdpa", "flex"]
+    assert "triton" not in available_backends("cpu", torch.float32), "not even where the interpreter would take it"
+
+
+def on_a_gpu(monkeypatch, capability=(9, 0)):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index=None: capability)
+
+
+class Elsewhere:
+    """A tensor's width, dtype and device, of a GPU that need not be there."""
+
+    def __init__(self, width: int, dtype: torch.dtype = torch.bfloat16):
+        self.shape, self.dtype, self.device = (1, 1, 1, width), dtype, torch.device("cuda")
+
+
+def chosen(D=64, Dv=128, dtype=torch.bfloat16, attn_mask=None, mask_gradient=False):
+    tensors = (*(Elsewhere(D, dtype) for _ in range(4)), Elsewhere(Dv, dtype))
+    return choose(tensors, Arguments(None, attn_mask, True, None, 0.1), mask_gradient)
+
+
+def test_auto_on_cuda_is_triton_where_that_works(monkeypatch):
+    on_a_gpu(monkeypatch)
+    pytest.importorskip("triton", reason="without it there is nothing to choose")
+    assert chosen() == ("triton", "")
+    assert chosen(D=96, Dv=192, dtype=torch.float32, attn_mask=torch.ones(1, 1, 1, 1)) == ("triton", "")
+    assert available_backends(torch.device("cuda"), torch.bfloat16)[-1] == "triton"
+
+
+def test_auto_on_cuda_is_sdpa_elsewhere_and_says_why(monkeypatch):
+    pytest.importorskip("triton", reason="without it there is nothing to choose")
+    on_a_gpu(monkeypatch)
+    assert chosen(mask_gradient=True) == ("reference", "attn_mask requires grad")
+    name, because = chosen(D=160)
+    assert name == "sdpa"
+    assert because.startswith("not 'triton', since q1 has width 160 and v width 128; the Triton kernels take at most")
+    name, because = chosen(dtype=torch.float64)
+    assert name == "sdpa"
+    assert "the Triton kernels take float32, bfloat16 and float16" in because
+    on_a_gpu(monkeypatch, (7, 5))
+    name, because = chosen()
+    assert name == "sdpa"
+    assert "the GPU has compute capability 7.5, and the Triton kernels need 8.0 or more" in because
+
+
+def test_auto_without_triton_is_sdpa(monkeypatch):
+    on_a_gpu(monkeypatch)
+    monkeypatch.setattr(triton, "find_spec", lambda name: None)
+    assert chosen() == (
+        "sdpa",
+        "not 'triton', since triton is not installed; pip install triton (PyTorch's CUDA builds for Linux bring it)",
+    )
+
+
+def test_the_reason_is_logged(caplog):
+    _announce.cache_clear()
+    with caplog.at_level(logging.INFO, logger="diff_transformer"):
+        _announce("cuda", torch.bfloat16, "sdpa", "not 'triton', since it rains")
+    assert caplog.messages == ["diff_attention on cuda, bfloat16: backend='sdpa' (not 'triton', since it rains)"]
+
+
+def test_importing_the_operator_does_not_import_triton():
+    code = "import sys; import diff_transformer.ops; sys.exit('triton' in sys.modules)"
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    assert subprocess.run([sys.executable, "-c", code], env=environment, check=False).returncode == 0
 
 
 def test_flex_refuses_gradients_on_the_cpu():

@@ -159,7 +159,13 @@ def _evals(attention: str, seed: int, draw: np.random.Generator) -> list[dict]:
     rows = [
         {"needles": 1, "queries": 1, "depth": 0, "prompt": f"… {QUESTION}", "expected": "47", "got": "47", "score": 1.0}
     ]
-    tables = {"needle": needle, "allocation": allocation, "loss": loss, "outliers": outliers, "throughput": speed}
+    tables = {
+        "needle": needle,
+        "allocation": allocation,
+        "associative_recall": loss,
+        "outliers": outliers,
+        "throughput": speed,
+    }
     return [
         {
             "eval": name,

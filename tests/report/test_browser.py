@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from diff_transformer.report import write_report
+from diff_transformer.report.evals_page import write_evals_report
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no chromium, chromium-browser or google-chrome on the PATH")
@@ -54,7 +55,7 @@ def visit(browser, tmp_path):
     """Open the page of some results; at the end, nothing may have been logged or asked of a network."""
     contexts, complaints = [], []
 
-    def opened(results, size="desktop", scheme="light", **options):
+    def opened(results, size="desktop", scheme="light", write=write_report, **options):
         width, height = SIZES[size]
         context = browser.new_context(viewport={"width": width, "height": height}, color_scheme=scheme, **options)
         contexts.append(context)
@@ -62,7 +63,7 @@ def visit(browser, tmp_path):
         page.on("console", lambda message: complaints.append(message.text))
         page.on("pageerror", lambda error: complaints.append(str(error)))
         page.on("request", lambda request: request.url.startswith(("file:", "data:")) or complaints.append(request.url))
-        page.goto(write_report(results, tmp_path / "page.html", overwrite=True).as_uri())
+        page.goto(write(results, tmp_path / "page.html", overwrite=True).as_uri())
         return page
 
     yield opened
@@ -79,6 +80,24 @@ def test_fits_the_screen_and_is_readable(visit, results, size, scheme):
     page.evaluate("document.querySelectorAll('details').forEach((d) => (d.open = true))")
     assert page.evaluate("document.documentElement.scrollWidth") <= SIZES[size][0]
     assert page.evaluate(LOW_CONTRAST) == []
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("size", list(SIZES))
+def test_page_of_experiments_fits_the_screen_and_is_readable(visit, results, size, scheme):
+    named = [{k: v for k, v in entry.items() if k not in ("attention", "seed")} for entry in results["evals"]]
+    many = [{**entry, "model": f"{entry['model']}-{i}"} for i in range(3) for entry in named]
+    word = "without_a_break_" * 8
+    many.append({"eval": word, "model": word, "metrics": {word: 1.0}, "rows": [{word: word, "prompt": word}]})
+    page = visit(many, size, scheme, write=write_evals_report)
+    assert page.locator("section.figure").count() >= 5
+    page.evaluate("document.querySelectorAll('details').forEach((d) => (d.open = true))")
+    assert page.evaluate("document.documentElement.scrollWidth") <= SIZES[size][0]
+    assert page.evaluate(LOW_CONTRAST) == []
+    charts = page.locator("#needles svg.chart").first
+    charts.focus()
+    page.keyboard.press("ArrowRight")
+    assert page.locator("#tip").is_visible()
 
 
 def test_long_words_do_not_widen_the_phone(visit, results):

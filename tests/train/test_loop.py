@@ -4,6 +4,7 @@ import signal
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -12,7 +13,7 @@ from diff_transformer.recipes import recipe
 from diff_transformer.train.checkpoint import latest_checkpoint, save_checkpoint
 from diff_transformer.train.config import override
 from diff_transformer.train.loop import Interrupted, train
-from diff_transformer.train.materials import build_model, load_materials
+from diff_transformer.train.materials import build_model, load_materials, without_first_tokens
 from diff_transformer.train.metrics import read_metrics
 
 
@@ -198,3 +199,22 @@ def test_compiled_training_gives_the_same_model(texts, config, tmp_path):
     assert plain.keys() == compiled.keys()
     assert all(torch.allclose(plain[name], compiled[name], atol=2e-3) for name in plain)
     assert "lambda" in read_metrics(tmp_path / "compiled" / "metrics.jsonl")[-1]
+
+
+def test_documents_kept_apart_train_too(config, tmp_path):
+    """Bit-identical to the joined form where no row holds two documents is not to be had; that it differs is."""
+    train(config, tmp_path / "joined")
+    separate = override(config, ["data.documents=separate"])
+    train(separate, tmp_path / "separate")
+    assert not same(weights(tmp_path / "joined"), weights(tmp_path / "separate"))
+    last = [read_metrics(tmp_path / name / "metrics.jsonl")[-1]["validation_loss"] for name in ("joined", "separate")]
+    first = read_metrics(tmp_path / "separate" / "metrics.jsonl")[0]["validation_loss"]
+    assert last[1] < first
+    with pytest.raises(ValueError, match=r"data\.documents is 'apart'; accepted: 'joined', 'separate'"):
+        override(config, ["data.documents=apart"]).validate()
+
+
+def test_first_tokens_of_documents_have_no_label():
+    ids = np.array([[5, 9, 6, 7, 9, 8]])
+    assert without_first_tokens(ids, ids, end=9).tolist() == [[5, 9, -100, 7, 9, -100]]
+    assert ids.tolist() == [[5, 9, 6, 7, 9, 8]]

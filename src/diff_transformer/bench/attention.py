@@ -1,148 +1,43 @@
-"""Time of the operator's backends over that of softmax attention of matched size: SDPA with twice the heads, causal.
+"""Time of the operator's backends over that of softmax attention of matched size: SDPA with twice the heads.
 
 For each shape and dtype first the correctness gate, at the length timed and, with every gradient, at a shorter one. A
-backend that does not pass has no time. Then baseline and backends take turns, every other turn in the opposite order,
-and the ratio of the medians is the result. Peak memory is what forward and backward hold at most beyond the inputs.
+backend that does not pass has no time; a rival that does not keeps its time, beside what it missed. Then all take
+turns, every other turn in the opposite order, and the ratio of the medians is the result. TFLOP/s are those of useful
+work, in units of h N^2 d multiply-adds: 4 forward and 10 backward for softmax attention, 6 and 10 for differential.
 """
 
-import json
-import statistics
-import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 
 import torch
 from torch import Tensor
-from torch.nn.functional import scaled_dot_product_attention
+from torch._functorch import config as functorch_config
 
+from diff_transformer.bench.ceilings import ceilings
+from diff_transformer.bench.contenders import (
+    BASELINE,
+    DIFF_UNITS,
+    KERNELS,
+    SOFTMAX_UNITS,
+    Contender,
+    backend_contenders,
+    baselines,
+    rivals,
+    softmax_inputs,
+    why_it_cannot,
+)
+from diff_transformer.bench.gates import Function, Gate
+from diff_transformer.bench.machine import machine
+from diff_transformer.bench.record import Deadline, collect
+from diff_transformer.bench.shapes import Shape
+from diff_transformer.bench.timing import Times, interleaved_times
 from diff_transformer.checks import require_positive
-from diff_transformer.evals.provenance import provenance
-from diff_transformer.ops import available_backends, diff_attention
-from diff_transformer.testing import Inputs, assert_within_budget, eager_diff_attention, make_inputs, peak_memory
+from diff_transformer.ops import available_backends
+from diff_transformer.testing import peak_memory
 
-BASELINE = "softmax"
-LONGEST_REFERENCE = 1024  # the reference materialises the maps; longer, it is left out
-
-
-@dataclass(frozen=True)
-class Shape:
-    """q1, q2, k1, k2 [batch, heads, length, width] and v twice as wide; the baseline has 2 * heads of width."""
-
-    batch: int
-    heads: int
-    length: int
-    width: int
-
-
-SHORT_GRID = [
-    Shape(16, 4, 128, 16),
-    Shape(4, 4, 512, 32),
-    Shape(1, 4, 1024, 128),
-    Shape(1, 4, 2048, 32),
-    Shape(1, 4, 2048, 64),
-]
-FULL_GRID = [
-    Shape(16, 4, 128, 16),
-    Shape(16, 4, 256, 32),
-    *(
-        Shape(batch, heads, length, width)
-        for batch, heads, length in ((4, 4, 512), (2, 4, 1024), (1, 4, 2048), (1, 2, 4096), (1, 1, 8192))
-        for width in (32, 64, 128)
-    ),
-]
-
-
-def gate(backend: str, shape: Shape, dtype: torch.dtype, device: str, backward: bool) -> None:
-    """Raise AssertionError unless the backend is within the numerics budget at this shape.
-
-    At min(length, 555) the output and, with ``backward``, every gradient; at the full length the output of 32 queries.
-    """
-    x = _inputs(shape, dtype, device, length=min(shape.length, 555))
-    with torch.set_grad_enabled(backward):
-        actual = _with_gradients(diff_attention, x, backend=backend)
-        exact = _with_gradients(diff_attention, x.to(torch.float64), backend="reference")
-        eager = _with_gradients(eager_diff_attention, x)
-    for name in actual:
-        assert_within_budget(actual[name], exact[name], None if dtype == torch.float32 else eager[name], what=name)
-    with torch.no_grad():
-        x = _inputs(shape, dtype, device)
-        rows = torch.linspace(0, shape.length - 1, 32, device=device).long().unique()
-        some = x._replace(q1=x.q1[:, :, rows], q2=x.q2[:, :, rows], lam=x.lam[:, :, rows])
-        seen = torch.arange(shape.length, device=device) <= rows[:, None]  # [32, length]
-        actual = diff_attention(*x, is_causal=True, backend=backend)[:, :, rows]
-        exact = diff_attention(*some.to(torch.float64), attn_mask=seen, backend="reference")
-        eager = None if dtype == torch.float32 else eager_diff_attention(*some, attn_mask=seen)
-        assert_within_budget(actual, exact, eager, what=f"out at length {shape.length}")
-
-
-def measure(shape: Shape, dtype: torch.dtype, device: str, backends: list[str], repeats: int) -> Iterator[dict]:
-    """A row for the baseline and one for each backend; see ``run_attention_benchmark``."""
-    x = _inputs(shape, dtype, device)
-    softmax = [_normal(shape, 2 * shape.heads, shape.width, dtype, device, seed).requires_grad_() for seed in (1, 2, 3)]
-    dout, softmax_dout = torch.ones_like(x.v.detach()), torch.ones_like(softmax[0].detach())
-
-    def forward(function: Callable[[], Tensor]) -> Callable[[], None]:
-        def run():
-            with torch.no_grad():
-                function()
-
-        return run
-
-    def both(function: Callable[[], Tensor], inputs, gradient: Tensor) -> Callable[[], None]:
-        def run():
-            torch.autograd.grad(function(), inputs, gradient)
-
-        return run
-
-    def baseline():
-        q, k, v = softmax
-        return scaled_dot_product_attention(q, k, v, is_causal=True)
-
-    runs = {(BASELINE, "forward"): forward(baseline), (BASELINE, "both"): both(baseline, softmax, softmax_dout)}
-    failures = {}
-    for name in backends:
-        backward = not (name == "flex" and device == "cpu")
-        try:
-            gate(name, shape, dtype, device, backward)
-        except AssertionError as error:
-            failures[name] = str(error)
-            continue
-
-        def ours(name=name):
-            return diff_attention(*x, is_causal=True, backend=name)
-
-        runs[name, "forward"] = forward(ours)
-        if backward:
-            runs[name, "both"] = both(ours, x, dout)
-    seconds = interleaved_medians(runs, repeats, device)
-    for name in [BASELINE, *backends]:
-        row = {"backend": name, "dtype": str(dtype).removeprefix("torch."), **asdict(shape)}
-        if name in failures:
-            yield row | {"gate": f"failed: {failures[name]}"}
-            continue
-        row["gate"] = "is the baseline" if name == BASELINE else "passed"
-        for kind in ("forward", "both"):
-            if (name, kind) in seconds:
-                row[f"{kind}_ms"] = round(seconds[name, kind] * 1e3, 4)
-                row[f"{kind}_ratio"] = round(seconds[name, kind] / seconds[BASELINE, kind], 4)
-        row["peak_bytes"] = peak_memory(runs.get((name, "both"), runs[name, "forward"]), device)
-        yield row
-
-
-def interleaved_medians(runs: dict, repeats: int, device: str) -> dict:
-    """Median seconds of every function of ``runs``; two calls each to warm up, then all in turns, there and back."""
-    for run in [*runs.values()] * 2:
-        run()
-    seconds: dict = {key: [] for key in runs}
-    for repeat in range(repeats):
-        for key in list(runs) if repeat % 2 == 0 else reversed(runs):
-            _synchronize(device)
-            start = time.perf_counter()
-            runs[key]()
-            _synchronize(device)
-            seconds[key].append(time.perf_counter() - start)
-    return {key: statistics.median(values) for key, values in seconds.items()}
+LONGEST_REFERENCE = 1024  # it materialises the maps; longer, it is left out
+KINDS = ("forward", "backward", "both")
 
 
 def run_attention_benchmark(
@@ -151,102 +46,173 @@ def run_attention_benchmark(
     *,
     device: str = "cpu",
     backends: list[str] | None = None,
+    kernels: list[str] | None = None,
+    with_rivals: bool | None = None,
+    extra: dict[str, Function] | None = None,
     repeats: int = 7,
+    seconds: float | None = None,
+    seconds_each: float | None = None,
+    out: Path | None = None,
     on_row: Callable[[dict], None] | None = None,
 ) -> dict:
-    """The record: {"rows": [...], "provenance": {...}}; ``on_row`` sees each row as soon as it is there.
+    """The record: {"rows": [...], "provenance": {...}}; ``on_row`` sees each row, and ``out`` is written, as they come.
 
-    A row has backend, dtype, batch, heads, length, width, gate ("passed", or "failed: " and the numbers) and, unless
-    the gate failed, forward_ms, both_ms (forward + backward), forward_ratio, both_ratio (over the baseline's median in
-    the same turns) and peak_bytes. Backends default to all available ones; the reference is left out beyond a length
-    of 1024, and FlexAttention has no backward on the CPU.
+    A row has backend, role ("baseline", "backend" or "rival"), dtype, batch, heads, length, width, causal, gate
+    ("passed", "is the baseline", or "failed: " or "skipped: " and why) and, for the kinds forward, backward (alone) and
+    both: ..._ms, ..._quartiles_ms, ..._ratio (over the median of SDPA's own choice in the same turns), ..._tflops and
+    ..._share of the measured matrix product; ratios over every other baseline; peak_bytes of forward + backward.
+
+    Args:
+        backends: of ours, all available ones by default; the reference is left out beyond a length of 1024, and
+            FlexAttention has no backward on the CPU.
+        kernels: SDPA's kernels, each timed with softmax attention ("flash", "cudnn", "efficient", "math"); on CUDA all
+            of them, on the CPU only SDPA's own choice.
+        with_rivals: also FlashDiffAttn_1 and _2 over the same kernels; on CUDA by default.
+        extra: further functions of (q1, q2, k1, k2, v, lam, *, is_causal), by name, timed as backends.
+        repeats: turns. seconds: no shape is begun after them. seconds_each: for one function at one shape.
     """
-    require_positive(repeats=repeats)
-    rows = []
-    for dtype in dtypes:
-        names = available_backends(device, dtype) if backends is None else backends
-        for shape in shapes:
-            timed = [n for n in names if n != "reference" or shape.length <= LONGEST_REFERENCE]
-            for row in measure(shape, dtype, device, timed, repeats):
-                rows.append(row)
-                if on_row is not None:
-                    on_row(row)
-    settings = {"repeats": repeats, "device": device, "baseline": "scaled_dot_product_attention, 2 * heads, causal"}
-    memory = "allocator peak" if torch.device(device).type == "cuda" else "running sum of the profiler's allocations"
-    return {"benchmark": "attention", "rows": rows, "provenance": provenance(**settings, peak_bytes=memory)}
+    require_positive(repeats=repeats, seconds=seconds, seconds_each=seconds_each)
+    cuda = torch.device(device).type == "cuda"
+    kernels = (list(KERNELS) if cuda else []) if kernels is None else kernels
+    with_rivals = cuda if with_rivals is None else with_rivals
+    ceiling = ceilings(device, dtypes)
+    deadline = Deadline(seconds)
+
+    def rows() -> Iterator[dict]:
+        left = [(dtype, shape) for dtype in dtypes for shape in shapes]
+        while left:
+            if deadline.passed():
+                yield {"unfinished": f"out of time before {', '.join(f'{s} in {d}' for d, s in left)}"}
+                return
+            dtype, shape = left.pop(0)
+            names = available_backends(device, dtype) if backends is None else backends
+            names = [n for n in names if n != "reference" or shape.length <= LONGEST_REFERENCE]
+            gate = Gate(shape, dtype, device)
+            contenders = baselines(shape, softmax_inputs(shape, dtype, device), kernels)
+            contenders += backend_contenders(names, gate.full, shape.causal)
+            contenders += [
+                Contender(name, "backend", f, tuple(gate.full), shape.causal) for name, f in (extra or {}).items()
+            ]
+            contenders += rivals(gate.full, shape.causal, kernels) if with_rivals else []
+            yield from measure(contenders, gate, ceiling, repeats, seconds_each)
+
+    settings = {
+        "repeats": repeats,
+        "device": device,
+        "baseline": f"{BASELINE}: scaled_dot_product_attention, 2 * heads, the kernel that PyTorch chooses",
+        "peak_bytes": "allocator peak" if cuda else "running sum of the profiler's allocations",
+        "units": {"softmax": SOFTMAX_UNITS, "diff": DIFF_UNITS},
+        "ceilings": ceiling,
+        "machine": machine(device),
+    }
+    # A compiled backward may otherwise give away what it saved, and then runs only once over a graph.
+    with functorch_config.patch(donated_buffer=False):
+        return collect("attention", rows(), settings, out=out, on_row=on_row)
 
 
-def main(
-    out: Path | None = None,
-    full: bool = False,
-    device: str = "cpu",
-    backends: list[str] | None = None,
-    repeats: int = 7,
-    overwrite: bool = False,
-) -> dict:
-    """Run the grid, print a table and write the record to ``out`` as JSON; returns the record.
+def measure(
+    contenders: list[Contender], gate: Gate, ceiling: dict, repeats: int, seconds_each: float | None = None
+) -> Iterator[dict]:
+    """A row for each contender, all at the gate's shape; see ``run_attention_benchmark``."""
+    shape, dtype = gate.shape, str(gate.dtype).removeprefix("torch.")
+    verdicts = {c.name: verdict(c, gate) for c in contenders}
+    timed = [c for c in contenders if counts(c.role, verdicts[c.name])]
+    peaks = {c.name: peak_memory(calls(c)["both" if c.backward else "forward"], gate.device) for c in timed}
+    runs = {(c.name, kind): run for c in timed for kind, run in calls(c, retain=True).items()}
+    times = interleaved_times(runs, repeats, gate.device, seconds=seconds_each)
+    del runs  # and with them the retained graphs
+    ceiling_tflops = ceiling["matmul_tflops"][dtype]
+    for c in contenders:
+        row = {"backend": c.name, "role": c.role, "dtype": dtype, **asdict(shape), **c.facts, "gate": verdicts[c.name]}
+        if c.name in peaks:
+            for kind in KINDS:
+                if (c.name, kind) in times:
+                    row |= timed_fields(kind, times[c.name, kind], c.units[kind] * shape.unit, ceiling_tflops)
+                    row[f"{kind}_ratio"] = ratio(times, c.name, BASELINE, kind)
+            others = [b.name for b in timed if b.role == "baseline" and b.name != BASELINE]
+            row["ratios"] = {
+                b: {kind: ratio(times, c.name, b, kind) for kind in KINDS if (c.name, kind) in times} for b in others
+            }
+            row["peak_bytes"] = peaks[c.name]
+        yield row
 
-    The default grid takes about two minutes on two cores, the full one (lengths 512 to 8192, widths 32 to 128) half an
-    hour. Backends default to all available ones; on the CPU the default grid leaves FlexAttention out, whose
-    compilation would take most of the time. Each shape is timed in ``repeats`` turns. Raises FileExistsError if
-    ``out`` exists, before anything runs, unless ``overwrite``.
+
+def verdict(contender: Contender, gate: Gate) -> str:
+    """The row's field "gate"."""
+    return judge(
+        contender.role,
+        lambda: calls(contender)["both" if contender.backward else "forward"](),
+        lambda: gate.check(contender.function, contender.backward),
+    )
+
+
+def judge(role: str, run: Callable[[], object], check: Callable[[], object]) -> str:
+    """Run once, then check: "passed", "is the baseline", "skipped: why" or "failed: what".
+
+    A kernel refuses by RuntimeError, NotImplementedError or ValueError. Anything else that it raises, a compiler's
+    error for one, is its failure, and the others go on.
     """
-    from rich.console import Console
-    from rich.live import Live
-    from rich.table import Table
-
-    if backends is None and device == "cpu" and not full:
-        backends = [name for name in available_backends(device, torch.bfloat16) if name != "flex"]
-    if out is not None and out.exists() and not overwrite:
-        raise FileExistsError(f"{out} exists; give another path, or overwrite=True")
-    columns = ("backend", "dtype", "B, h, N, d", "fwd ms", "ratio", "all ms", "ratio", "MB")
-    table = Table(title="time of forward and of forward + backward (all), over softmax with twice the heads")
-    failures: list[str] = []
-    for column in columns:
-        table.add_column(column, no_wrap=True)
-
-    def show(row: dict) -> None:
-        shape = ", ".join(str(row[k]) for k in ("batch", "heads", "length", "width"))
-        sizes = [row["backend"], row["dtype"], shape]
-        if "forward_ms" not in row:
-            table.add_row(*sizes, "gate failed", style="red")
-            failures.append(f"{' '.join(sizes)}: {row['gate']}")
-            return
-        digits = {"forward_ms": 1, "forward_ratio": 2, "both_ms": 1, "both_ratio": 2}
-        times = [f"{row[key]:.{places}f}" if key in row else "-" for key, places in digits.items()]
-        peak = f"{row['peak_bytes'] / 2**20:.0f}"
-        table.add_row(*sizes, *times, peak, style="dim" if row["backend"] == BASELINE else "")
-
-    with Live(table, console=Console(), vertical_overflow="visible"):
-        record = run_attention_benchmark(
-            FULL_GRID if full else SHORT_GRID, device=device, backends=backends, repeats=repeats, on_row=show
-        )
-    for failure in failures:
-        print(failure)
-    if out is not None:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        out.write_text(json.dumps(record, indent=1) + "\n")
-    return record
+    try:
+        reason = why_it_cannot(run)
+        if reason is not None:
+            return f"skipped: {reason}"
+        if role == "baseline":
+            return "is the baseline"
+        check()
+    except AssertionError as error:
+        return f"failed: {error}"
+    except Exception as error:
+        return f"failed: {type(error).__name__}: {error}"[:1000]
+    return "passed"
 
 
-def _normal(shape: Shape, heads: int, width: int, dtype: torch.dtype, device: str, seed: int) -> Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randn(shape.batch, heads, shape.length, width, generator=generator).to(device, dtype)
+def counts(role: str, verdict: str) -> bool:
+    """Whether it is timed: only what is right, but a rival also where it misses the budget."""
+    return verdict in ("passed", "is the baseline") or (role == "rival" and verdict.startswith("failed"))
 
 
-def _inputs(shape: Shape, dtype: torch.dtype, device: str, length: int | None = None) -> Inputs:
-    return make_inputs(shape.batch, shape.heads, length or shape.length, shape.width, dtype=dtype, device=device)
+def calls(contender: Contender, retain: bool = False) -> dict[str, Callable[[], object]]:
+    """What is timed, by kind; ``retain`` adds the backward pass alone, again and again over one graph."""
+
+    def attend() -> Tensor:
+        return contender.function(*contender.inputs, is_causal=contender.is_causal)
+
+    def forward() -> None:
+        with torch.no_grad():
+            attend()
+
+    if not contender.backward:
+        return {"forward": forward}
+    q, v = contender.inputs[0], contender.values
+    gradient = torch.randn(*q.shape[:3], v.shape[3], device=q.device).to(v.dtype)
+
+    def both() -> None:
+        torch.autograd.grad(attend(), contender.inputs, gradient)
+
+    if not retain:
+        return {"forward": forward, "both": both}
+    out = attend()
+
+    def backward() -> None:
+        torch.autograd.grad(out, contender.inputs, gradient, retain_graph=True)
+
+    return {"forward": forward, "backward": backward, "both": both}
 
 
-def _with_gradients(function: Callable[..., Tensor], x: Inputs, **options) -> dict[str, Tensor]:
-    out = function(*x, is_causal=True, **options)
-    if not out.requires_grad:
-        return {"out": out}
-    dout = torch.randn(out.shape, generator=torch.Generator().manual_seed(4)).to(out.device, x.v.dtype)
-    names = (f"gradient of {name}" for name in x._fields)
-    return {"out": out} | dict(zip(names, torch.autograd.grad(out, x, dout.to(out.dtype)), strict=True))
+def timed_fields(kind: str, times: Times, multiply_adds: float, ceiling_tflops: float) -> dict:
+    """Median, quartiles, rate of useful work and its share of the ceiling."""
+    tflops = 2 * multiply_adds / times.median / 1e12
+    return {
+        f"{kind}_ms": round(times.median * 1e3, 4),
+        f"{kind}_quartiles_ms": [round(times.low * 1e3, 4), round(times.high * 1e3, 4)],
+        f"{kind}_turns": times.turns,
+        f"{kind}_tflops": round(tflops, 6),
+        f"{kind}_share": round(tflops / ceiling_tflops, 6),
+    }
 
 
-def _synchronize(device: str) -> None:
-    if torch.device(device).type == "cuda":
-        torch.cuda.synchronize(device)
+def ratio(times: dict[tuple[str, str], Times], name: str, baseline: str, kind: str) -> float | None:
+    """Median over the baseline's median in the same turns; None where the baseline was not timed."""
+    if (baseline, kind) not in times:
+        return None
+    return round(times[name, kind].median / times[baseline, kind].median, 4)

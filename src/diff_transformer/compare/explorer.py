@@ -8,7 +8,8 @@ from diff_transformer.data.filler import Filler
 from diff_transformer.data.needles import make_needle_example
 from diff_transformer.data.seeding import evaluation_rng
 from diff_transformer.data.tokenizer import encode, token_spans
-from diff_transformer.evals.lm import CausalLM, tapped_attention
+from diff_transformer.evals.inside import AttentionCall, tapped_attention
+from diff_transformer.evals.lm import CausalLM
 from diff_transformer.train.config import RunConfig
 
 _LONGEST = 112  # tokens: the maps grow with the square
@@ -25,12 +26,12 @@ def explorer_entry(lm: CausalLM, filler: Filler, config: RunConfig) -> dict:
     ids = torch.from_numpy(encode(lm.tokenizer, example.prompt))[None].to(lm.device)
     first, second, lambdas = [], [], []
 
-    def keep(layer: int, core, q, k, mask, is_causal):
-        maps = core.maps(q, k, mask, is_causal)
-        first.append(getattr(maps, "first", maps)[0])
-        if hasattr(maps, "second"):
-            second.append(maps.second[0])
-            lambdas.append(float(core.lam()))
+    def keep(call: AttentionCall):
+        maps = call.maps()
+        first.append(maps[0][0])
+        if call.lam is not None:
+            second.append(maps[1][0])
+            lambdas.append(float(call.lam))
 
     with tapped_attention(lm.model, keep), torch.inference_mode():
         lm.model(input_ids=ids, use_cache=False, logits_to_keep=1)

@@ -4,10 +4,12 @@ import json
 import os
 import sys
 from pathlib import Path
+from typing import Any
 
+from diff_transformer.evals.command import experiment, run_eval, settings_of
 from diff_transformer.train.config import RunConfig
 
-EVALS = ("loss", "needle", "allocation", "outliers")
+EVALS = ("associative_recall", "needle", "allocation", "outliers")
 
 
 def run_member(folder: Path, *, explorer: bool) -> None:
@@ -36,6 +38,11 @@ def run_member(folder: Path, *, explorer: bool) -> None:
         if not path.exists():
             write_status(folder, f"measuring {name}", config.train.steps)
             _evaluate(name, lm, materials, config).save(path)
+    for name, settings in more_experiments(config).items():
+        path = folder / "evals" / f"{name}.json"
+        if not path.exists():
+            write_status(folder, f"measuring {name}", config.train.steps)
+            run_eval(name, lm, settings, path, resume=True)
     if explorer and not (folder / "explorer.json").exists():
         from diff_transformer.compare.explorer import explorer_entry
         from diff_transformer.data.filler import Filler
@@ -43,6 +50,22 @@ def run_member(folder: Path, *, explorer: bool) -> None:
         entry = explorer_entry(lm, Filler(materials.corpus.validation), config)
         (folder / "explorer.json").write_text(json.dumps(entry))
     write_status(folder, "done", config.train.steps)
+
+
+def more_experiments(config: RunConfig) -> dict[str, Any]:
+    """The settings of each experiment of ``evaluation.more``.
+
+    Raises:
+        ValueError: for an experiment that does not exist or is part of every comparison, or a setting it does not have.
+    """
+    general = {"corpus": config.data.corpus, "length": config.data.length, "seed": config.evaluation.seed}
+    settings = {}
+    for name, own in config.evaluation.more.items():
+        if name in EVALS or not getattr(experiment(name), "NEEDS_MODEL", True):
+            raise ValueError(f"evaluation.more.{name}: {name} is {'always measured' if name in EVALS else 'no model'}")
+        assignments = [f"{key}={json.dumps(value)}" for key, value in own.items()]
+        settings[name] = settings_of(name, general, assignments, quick=True, lenient=True)
+    return settings
 
 
 def _evaluate(name: str, lm, materials, config: RunConfig):
@@ -55,8 +78,8 @@ def _evaluate(name: str, lm, materials, config: RunConfig):
     from diff_transformer.train.materials import spread_rows
 
     settings, length = config.evaluation, config.data.length
-    if name in ("loss", "outliers"):
-        wanted = settings.loss_rows if name == "loss" else settings.outlier_rows
+    if name in ("associative_recall", "outliers"):
+        wanted = settings.loss_rows if name == "associative_recall" else settings.outlier_rows
         held_out = PackedCorpus.from_documents(materials.corpus.validation, materials.tokenizer, length, shuffle=False)
         rows = spread_rows(held_out, min(wanted, held_out.num_windows))
         if name == "outliers":
@@ -72,11 +95,11 @@ def _evaluate(name: str, lm, materials, config: RunConfig):
     filler, digits = Filler(materials.corpus.validation), config.data.needles.digits
     if name == "needle":
         return evaluate_needle(
-            lm, filler, settings=settings.needles, length=length, samples=settings.samples, digits=digits,
+            lm, filler, settings=settings.needles, length=length, per_cell=settings.samples, digits=digits,
             seed=settings.seed,
         )  # fmt: skip
     return evaluate_allocation(
-        lm, filler, length=length - 4, samples=settings.allocation_samples, needles=settings.allocation_needles,
+        lm, filler, length=length - 4, per_cell=settings.allocation_samples, needles=settings.allocation_needles,
         digits=digits, seed=settings.seed,
     )  # fmt: skip
 

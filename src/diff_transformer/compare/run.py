@@ -106,10 +106,12 @@ def _prepare(config: RunConfig, out: Path, seeds: int, resume: bool) -> list[Pat
 
 def _check_materials(config: RunConfig):
     """Let what is wrong with the configuration come to light before the folder is made and processes start."""
+    from diff_transformer.compare.member import more_experiments
     from diff_transformer.data.filler import Filler
     from diff_transformer.evals.needle import check_needle_fits
     from diff_transformer.train.materials import load_materials
 
+    more_experiments(config)
     materials = load_materials(config)
     filler, digits = Filler(materials.corpus.validation), config.data.needles.digits
     check_needle_fits(filler, materials.tokenizer, config.evaluation.needles, config.data.length, digits)

@@ -5,6 +5,7 @@ import os
 import sysconfig
 import warnings
 from collections.abc import Iterator
+from functools import cache
 from itertools import chain, zip_longest
 from pathlib import Path
 
@@ -17,6 +18,7 @@ SKIPPED_FOLDERS = frozenset(
 MIN_CHARACTERS = 200
 
 
+@cache
 def load_python_library() -> Corpus:
     """Every topic of the language reference (where ``pydoc_data`` is installed), then, for each module of the standard
     library, a document of its docstrings and one of its code without them.

@@ -9,19 +9,62 @@ Reported is the share that falls on the answer's sentence and on the noise: the 
 token (where softmax attention parks what it does not need) and without the question.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
 
 import numpy as np
 import torch
 
 from diff_transformer.checks import require_positive
 from diff_transformer.data.filler import Filler
+from diff_transformer.data.haystack import load_haystack
 from diff_transformer.data.needles import DEPTHS, make_needle_example
 from diff_transformer.data.seeding import evaluation_rng
 from diff_transformer.data.tokenizer import encode, token_spans
-from diff_transformer.evals.lm import LanguageModel
+from diff_transformer.evals.lm import LanguageModel, check_length, settings_of_lm
+from diff_transformer.evals.needle import shown
 from diff_transformer.evals.provenance import provenance
+from diff_transformer.evals.samples import Samples
 from diff_transformer.evals.types import Result
+
+PARTS = ("answer", "noise")
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The paper's Table 3.
+
+    corpus: the text around the needles: "python", a text file, a folder or an archive.
+    depths: where the needle asked for stands; 0 is the start of the text, 1 its end.
+    length: tokens of a prompt, in the model's own tokenizer.
+    samples: prompts for each depth.
+    needles: in the text; one is asked for.
+    digits: of a magic number.
+    seed: draws cities, numbers, places and text.
+    """
+
+    corpus: str = "python"
+    depths: tuple = DEPTHS
+    length: int = 4096
+    samples: int = 50
+    needles: int = 1
+    digits: int = 2
+    seed: int = 0
+
+
+QUICK = {"length": 124, "samples": 4, "digits": 1}
+
+
+def run(lm: LanguageModel, settings: Settings, samples: Samples) -> Result:
+    """``diff-transformer eval allocation``."""
+    check_length(lm, settings.length, "the prompt")
+    filler, side = load_haystack(settings.corpus, lm.tokenizer, settings.length)
+    result = evaluate_allocation(
+        lm, filler, depths=settings.depths, length=settings.length, per_cell=settings.samples,
+        needles=settings.needles, digits=settings.digits, seed=settings.seed, samples=samples,
+    )  # fmt: skip
+    result.provenance.update(asdict(settings), haystack=side)
+    return result
 
 
 def evaluate_allocation(
@@ -30,41 +73,90 @@ def evaluate_allocation(
     *,
     depths: Sequence[float] = DEPTHS,
     length: int = 4096,
-    samples: int = 20,
+    per_cell: int = 20,
     needles: int = 1,
     digits: int = 2,
     seed: int = 0,
+    samples: Samples | None = None,
 ) -> Result:
-    """Shares of attention on the answer and on the noise, by depth, averaged over heads, layers and samples.
+    """Shares of attention on the answer and on the noise, by depth, averaged over heads, layers and prompts.
 
-    ``metrics``: ``answer_depth{percent}``, ``noise_depth{percent}``, and the means ``answer`` and ``noise``;
-    ``best_head_answer`` is the largest share that any single head gives to the answer, averaged over samples.
+    Args:
+        length: tokens of a prompt, in the model's own tokenizer.
+        per_cell: prompts for each depth.
+        samples: where the prompts go through (progress, limit, resuming).
+
+    ``metrics``: ``answer_depth{percent}``, ``noise_depth{percent}``, the means ``answer`` and ``noise``, and those of
+    each layer, ``answer_layer{i}`` and ``noise_layer{i}``; ``best_head_answer`` is the largest share that any single
+    head gives to the answer, averaged over prompts. Rows have the shares of every head, ``answer_heads`` and
+    ``noise_heads``: for each layer a list, to four places.
+
+    Raises:
+        ValueError: for a length in which the needles do not fit, or that is more than the model's positions.
     """
-    require_positive(length=length, samples=samples, needles=needles)
-    rows = []
+    require_positive(length=length, per_cell=per_cell, needles=needles)
+    check_length(lm, length, "the prompt")
+    samples, rows = samples or Samples(), []
     for depth in depths:
-        for sample in range(samples):
-            rng = evaluation_rng(seed, "allocation", needles, round(100 * depth), sample)
-            options = {"length": length, "needles": needles, "queries": 1, "depth": depth, "digits": digits}
-            example = make_needle_example(rng, filler, lm.tokenizer, **options)
-            question_start = example.prompt.rindex("\nQuestion:")
-            spans = [example.answer_spans[0], (question_start, len(example.prompt))]
-            (start, end), (question, _) = token_spans(lm.tokenizer, example.prompt, spans)
-            ids = torch.from_numpy(encode(lm.tokenizer, example.prompt))[None]
-            shares = torch.stack(lm.last_row_attention(ids)).abs()  # [layers, heads, T]
-            shares = shares / shares.sum(-1, keepdim=True)
-            answer = shares[..., start:end].sum(-1)
-            noise = shares[..., 1:question].sum(-1) - shares[..., max(1, start) : end].sum(-1)
-            rows.append({
-                "depth": depth, "sample": sample, "answer": answer.mean().item(), "noise": noise.mean().item(),
-                "best_head_answer": answer.max().item(),
-            })  # fmt: skip
-    metrics = {}
-    for name in ("answer", "noise"):
-        for depth in depths:
-            shares_here = [row[name] for row in rows if row["depth"] == depth]
-            metrics[f"{name}_depth{round(100 * depth)}"] = float(np.mean(shares_here))
-        metrics[name] = float(np.mean([row[name] for row in rows]))
+        options = {"length": length, "needles": needles, "queries": 1, "depth": depth, "digits": digits}
+        rows += samples.rows(f"depth{round(100 * depth)}", range(per_cell), _scorer(lm, filler, options, seed))
+    details = {"length": length, "samples": per_cell, "needles": needles, "digits": digits, "seed": seed}
+    return Result("allocation", lm.name, allocation_metrics(rows), rows, provenance(**details, **settings_of_lm(lm)))
+
+
+def _scorer(lm: LanguageModel, filler: Filler, options: dict, seed: int) -> Callable[[list[int]], list[dict]]:
+    prefix = list(getattr(lm, "prefix", ()))
+    options = {**options, "length": options["length"] - len(prefix)}
+
+    def score(numbers: list[int]) -> list[dict]:
+        return [one(number) for number in numbers]
+
+    def one(number: int) -> dict:
+        rng = evaluation_rng(seed, "allocation", options["needles"], round(100 * options["depth"]), number)
+        example = make_needle_example(rng, filler, lm.tokenizer, **options)
+        asked = example.prompt.rindex("\nQuestion:")
+        spans = [example.answer_spans[0], (asked, len(example.prompt))]
+        (start, end), (question, _) = token_spans(lm.tokenizer, example.prompt, spans)
+        ids = torch.tensor([prefix + encode(lm.tokenizer, example.prompt).tolist()])
+        layers = lm.last_row_attention(ids)
+        shares = [
+            shares_of(row, start + len(prefix), end + len(prefix), question + len(prefix)) for row in layers
+        ]  # for each layer (answer, noise), each [heads]
+        by_part = {part: [layer[i] for layer in shares] for i, part in enumerate(PARTS)}
+        row = {
+            "depth": options["depth"], "sample": number, "tokens": ids.shape[1], "prompt": shown(example.prompt),
+            "expected": example.expected_completion,
+        }  # fmt: skip
+        for part, heads in by_part.items():
+            row[part] = torch.cat(heads).mean().item()
+            row[f"{part}_layers"] = [round(layer.mean().item(), 6) for layer in heads]
+            row[f"{part}_heads"] = [[round(share, 4) for share in layer.tolist()] for layer in heads]
+        row["best_head_answer"] = torch.cat(by_part["answer"]).max().item()
+        row["score"] = row["answer"]
+        return row
+
+    return score
+
+
+def shares_of(row: torch.Tensor, start: int, end: int, question: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The shares of ``row [heads, T]``, normalised by its sum of magnitudes, on the answer's tokens ``start`` to
+    ``end`` and on the noise: what else comes after the first token and before ``question``. Each ``[heads]``, fp64."""
+    row = row.double().abs()
+    row = row / row.sum(-1, keepdim=True)
+    answer = row[:, start:end].sum(-1)
+    return answer, row[:, 1:question].sum(-1) - row[:, max(1, start) : end].sum(-1)
+
+
+def allocation_metrics(rows: Sequence[dict]) -> dict[str, float]:
+    """The metrics of ``evaluate_allocation`` from its rows."""
+    metrics: dict[str, float] = {}
+    for part in PARTS:
+        for depth in dict.fromkeys(row["depth"] for row in rows):
+            here = [row[part] for row in rows if row["depth"] == depth]
+            metrics[f"{part}_depth{round(100 * depth)}"] = float(np.mean(here))
+        metrics[part] = float(np.mean([row[part] for row in rows]))
     metrics["best_head_answer"] = float(np.mean([row["best_head_answer"] for row in rows]))
-    details = {"length": length, "samples": samples, "needles": needles, "digits": digits, "seed": seed}
-    return Result("allocation", lm.name, metrics, rows, provenance(**details))
+    for part in PARTS:
+        by_layer = np.mean([row[f"{part}_layers"] for row in rows], axis=0)
+        metrics |= {f"{part}_layer{layer}": float(share) for layer, share in enumerate(by_layer)}
+    return metrics

@@ -1,44 +1,126 @@
 """Validation loss and its two slices (Table 6): AR-Hit, where recalling the context helps, and Others.
 
+    ... the keeper Hakim saw ... | and so Hakim| saw        the pair "Hakim saw" came before: "saw" is an AR-Hit
+    ... it was ... | and it| was                            so did "it was", which is frequent everywhere: Others
+
 A token is an AR-Hit if it ends an n-gram that occurred earlier in the same context and that is not frequent in the
 training set; the frequent ones a model can know by heart.
 """
+
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from diff_transformer.checks import require_positive
+from diff_transformer.data.corpus import load_corpus
+from diff_transformer.data.documents import take_bytes
 from diff_transformer.data.ngrams import ar_hits, frequent_ngrams
-from diff_transformer.evals.lm import LanguageModel
+from diff_transformer.data.packing import PackedCorpus, pack_documents
+from diff_transformer.evals.lm import LanguageModel, check_length, rows_at_once, settings_of_lm
 from diff_transformer.evals.provenance import provenance
+from diff_transformer.evals.samples import Samples
 from diff_transformer.evals.types import Result
 
 
+@dataclass(frozen=True)
+class Settings:
+    """Loss by slice.
+
+    Attributes:
+        corpus: "python", a text file, a folder or a tar archive: rows from its held-out side, frequent n-grams from its
+            training side (which should be what the model was trained on, or like it).
+        length: tokens in a row, and so the context in which an n-gram can have occurred.
+        samples: rows, spread evenly over the held-out text.
+        ngram: n; the token recalled is its last.
+        frequent_share: an n-gram that makes up a larger share of the training text is no AR-Hit.
+        training_bytes: of the training side, in which n-grams are counted; whole documents from its start.
+    """
+
+    corpus: str = "python"
+    length: int = 2048
+    samples: int = 256
+    ngram: int = 2
+    frequent_share: float = 6e-5
+    training_bytes: int = 8_000_000
+
+
+QUICK = {"length": 128, "samples": 64, "training_bytes": 1_000_000}
+
+
+def run(lm: LanguageModel, settings: Settings, samples: Samples) -> Result:
+    """Loss by slice with ``settings``."""
+    from diff_transformer.train.materials import spread_rows
+
+    require_positive(length=settings.length, samples=settings.samples)
+    check_length(lm, settings.length, "a row")
+    corpus = load_corpus(settings.corpus)
+    held_out = PackedCorpus.from_documents(corpus.validation, lm.tokenizer, settings.length, shuffle=False)
+    result = evaluate_associative_recall(
+        lm,
+        spread_rows(held_out, min(settings.samples, held_out.num_windows)),
+        pack_documents(take_bytes(corpus.train, settings.training_bytes), lm.tokenizer),
+        vocab_size=len(lm.tokenizer),
+        n=settings.ngram,
+        frequent_share=settings.frequent_share,
+        samples=samples,
+    )
+    result.provenance["corpus"] = corpus.description()
+    return result
+
+
 def evaluate_associative_recall(
-    lm: LanguageModel, ids: Tensor, training_tokens: np.ndarray, *, vocab_size: int, n: int = 2, frequent_share: float
+    lm: LanguageModel,
+    ids: Tensor,
+    training_tokens: np.ndarray,
+    *,
+    vocab_size: int,
+    n: int = 2,
+    frequent_share: float,
+    samples: Samples | None = None,
 ) -> Result:
     """Mean negative log-likelihood in nats a token over ``ids [rows, T]``: all, AR-Hit, Others.
 
     Args:
         training_tokens: the training text, int [N], in which n-grams are counted.
         frequent_share: an n-gram that makes up a larger share of the training text is no AR-Hit.
+        samples: where the rows go through (progress, limit, resuming).
+
+    ``metrics``: ``validation`` (all tokens), ``perplexity``, ``ar_hit`` and ``others`` (each only where it holds a
+    token), ``ar_hit_share``. ``rows``, one a row of text: ``loss``, and of each slice its sum and its count. The
+    provenance states ``n`` and ``frequent_above``, the number of occurrences above which an n-gram is frequent.
     """
     require_positive(n=n, vocab_size=vocab_size, frequent_share=frequent_share)
     threshold = round(frequent_share * len(training_tokens))
     frequent = frequent_ngrams(training_tokens, n, threshold=threshold, vocab_size=vocab_size)
-    hits = torch.from_numpy(ar_hits(ids.numpy(), frequent, n=n, vocab_size=vocab_size))[:, 1:]
-    losses = lm.token_losses(ids).double()
-    total = losses.mean().item()
-    metrics = {"validation": total, "perplexity": float(np.exp(total)), "ar_hit_share": hits.double().mean().item()}
-    for name, where in (("ar_hit", hits), ("others", ~hits)):
-        if where.any():
-            metrics[name] = losses[where].mean().item()
-    rows = []
-    for row, (loss, hit) in enumerate(zip(losses, hits, strict=True)):
-        entry = {"row": row, "loss": loss.mean().item()}
-        for name, where in (("ar_hit", hit), ("others", ~hit)):
-            entry[f"{name}_sum"], entry[f"{name}_count"] = loss[where].sum().item(), int(where.sum())
-        rows.append(entry)
-    settings = {"n": n, "frequent_above": threshold, "tokens": ids.numel(), "length": ids.shape[1]}
-    return Result("loss", lm.name, metrics, rows, provenance(**settings))
+
+    def score(batch: list[int]) -> list[dict]:
+        part = ids[batch]  # [B, T]
+        hits = torch.from_numpy(ar_hits(part.numpy(), frequent, n=n, vocab_size=vocab_size))[:, 1:]
+        rows = []
+        for row, loss, hit in zip(batch, lm.token_losses(part).double(), hits, strict=True):
+            entry = {"row": row, "loss": loss.mean().item()}
+            for name, where in (("ar_hit", hit), ("others", ~hit)):
+                entry[f"{name}_sum"], entry[f"{name}_count"] = loss[where].sum().item(), int(where.sum())
+            rows.append(entry)
+        return rows
+
+    batch_size = rows_at_once(lm, ids.shape[1])
+    rows = (samples or Samples()).rows("rows", range(len(ids)), score, batch_size=batch_size)
+    details = {
+        "n": n, "frequent_above": threshold, "frequent_share": frequent_share, "frequent_ngrams": len(frequent),
+        "tokens": len(rows) * ids.shape[1], "length": ids.shape[1],
+    }  # fmt: skip
+    return Result("associative_recall", lm.name, slice_metrics(rows), rows, provenance(**details, **settings_of_lm(lm)))
+
+
+def slice_metrics(rows: list[dict]) -> dict[str, float]:
+    """The metrics of ``evaluate_associative_recall`` from its rows."""
+    sums = {name: sum(row[f"{name}_sum"] for row in rows) for name in ("ar_hit", "others")}
+    counts = {name: sum(row[f"{name}_count"] for row in rows) for name in ("ar_hit", "others")}
+    predicted = sum(counts.values())
+    total = sum(sums.values()) / predicted
+    slices = {name: sums[name] / counts[name] for name in sums if counts[name]}
+    shares = {"ar_hit_share": counts["ar_hit"] / predicted}
+    return {"validation": total, "perplexity": float(np.exp(total)), **shares, **slices}

@@ -1,74 +1,194 @@
-"""``diff-transformer eval``: one experiment on one model, with the corpus and sizes from the command line."""
+"""``diff-transformer eval``: any experiment on any causal language model, from the command line.
 
+An experiment is a module of this package with
+
+    Settings            a frozen dataclass; its docstring explains the fields, which ``--set`` and the options fill
+    QUICK               the fields that ``--quick`` changes: minutes on a small model, to see that all works
+    run(lm, settings, samples) -> Result
+
+and perhaps ``NEEDS_MODEL = False``, where ``lm`` is None.
+"""
+
+import dataclasses
+import json
+from collections.abc import Callable, Sequence
+from importlib import import_module
 from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
 
-from diff_transformer.checks import require_positive
-from diff_transformer.evals.lm import CausalLM
+from diff_transformer.evals.samples import Samples
 from diff_transformer.evals.types import Result
 
-NAMES = ("loss", "needle", "allocation", "outliers")
-_CELLS = ((1, 1), (2, 2), (4, 2), (6, 2))
+if TYPE_CHECKING:
+    from diff_transformer.evals.lm import CausalLM
+
+EXPERIMENTS = {  # in the order of the paper
+    "harness": "Tables 1 and 8: lm-evaluation-harness, zero- and five-shot",
+    "scaling": "Figure 3: power-law fits and the matched-loss ratio, from a table of runs",
+    "long_nll": "Figure 4: negative log-likelihood by position",
+    "needle": "Table 2, Figure 5: multi-needle retrieval",
+    "allocation": "Table 3, Figure 1: attention on the answer and on the noise",
+    "many_shot": "Figures 6, 7 and 9: many-shot classification and its robustness to order",
+    "hallucination": "Table 4: contextual hallucination, by a judge",
+    "outliers": "Table 5: largest attention logits and hidden states",
+    "quantization": "Figure 8: quantised attention logits",
+    "associative_recall": "Table 6: loss where the context can be recalled, and elsewhere",
+    "ablation": "Table 6: its seven rows, trained at any scale",
+    "gradient_flow": "Appendix F: gradients in closed form, and their magnitudes in the pair",
+}
 
 
-def load_lm(name_or_path: str) -> CausalLM:
-    """A causal LM and its tokenizer from a folder or the hub.
+def experiment(name: str) -> ModuleType:
+    """The module of an experiment.
+
+    Raises:
+        ValueError: for a name that is not in ``EXPERIMENTS``.
+    """
+    if name not in EXPERIMENTS:
+        raise ValueError(f"no experiment {name!r}; there are: {', '.join(EXPERIMENTS)}, or all")
+    return import_module(f"diff_transformer.evals.{name}")
+
+
+def settings_of(
+    name: str, options: dict[str, Any], assignments: Sequence[str] = (), *, quick: bool = False, lenient: bool = False
+) -> Any:
+    """The ``Settings`` of an experiment: defaults, then ``QUICK``, then ``options`` that are not None, then ``--set``.
+
+    Args:
+        options: by field name; an option that the experiment does not have is an error, or with ``lenient`` left out.
+        assignments: ``"field=value"``, the value as JSON or text.
+
+    Raises:
+        ValueError: for a field that the experiment does not have (naming those it has), or a value of another type.
+    """
+    module = experiment(name)
+    values = dict(module.QUICK) if quick else {}
+    known = {field.name for field in dataclasses.fields(module.Settings)}
+    given = {key: value for key, value in options.items() if value is not None and not (lenient and key not in known)}
+    for assignment in assignments:
+        key, separator, text = assignment.partition("=")
+        if not separator:
+            raise ValueError(f"{assignment!r} is not an assignment; write key=value, for example samples=20")
+        try:
+            given[key.strip()] = json.loads(text)
+        except json.JSONDecodeError:
+            given[key.strip()] = text
+    unknown = sorted(set(given) - known)
+    if unknown:
+        raise ValueError(f"{name} has no setting {', '.join(unknown)}; it has: {', '.join(sorted(known)) or 'none'}")
+    values.update({key: _frozen(value) for key, value in given.items()})
+    settings = module.Settings(**values)
+    for field in dataclasses.fields(settings):
+        _check_type(name, field, getattr(settings, field.name))
+    return settings
+
+
+def _frozen(value: Any) -> Any:
+    return tuple(_frozen(item) for item in value) if isinstance(value, list) else value
+
+
+def _check_type(name: str, field: dataclasses.Field, value: Any) -> None:
+    """Numbers and truth values are checked against the default; what else a field accepts its experiment checks."""
+    default = field.default
+    accepted = {bool: (bool,), int: (int,), float: (int, float), str: (str,), tuple: (tuple,)}.get(type(default))
+    wrong = accepted is not None and (
+        not isinstance(value, accepted) or (isinstance(value, bool) and type(default) is not bool)
+    )
+    if wrong:
+        raise ValueError(f"{name}: {field.name} is {value!r}; give a value like {default!r}")
+
+
+def load_lm(
+    name_or_path: str, *, device: str | None = None, dtype: str | None = None, batch_size: int = 32
+) -> "CausalLM":
+    """A causal LM and its tokenizer from a folder, the hub, or a preset (untrained, with a byte tokenizer).
+
+    Args:
+        device: "cpu", "cuda", ...; CUDA where there is one if None.
+        dtype: "float32", "bfloat16" or "float16"; that of the checkpoint if None.
 
     Raises:
         FileNotFoundError: for a path that does not exist.
+        ValueError: for another dtype.
     """
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    import torch
 
     import diff_transformer.model.modeling  # noqa: F401  (registers the model class)
+    from diff_transformer.evals.lm import CausalLM
+
+    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    if dtype not in (None, "float32", "bfloat16", "float16"):
+        raise ValueError(f"dtype is {dtype!r}; give float32, bfloat16 or float16")
+    model, tokenizer = _untrained(name_or_path) or _pretrained(name_or_path)
+    model = model.to(device=device, dtype=model.dtype if dtype is None else getattr(torch, dtype))
+    return CausalLM(model, tokenizer, label_of(name_or_path), batch_size=batch_size)
+
+
+def label_of(name_or_path: str) -> str:
+    """What results call a model: the last part of its path that says something (``diff-seed0`` for
+    ``members/diff-seed0/run/model``)."""
+    parts = [part for part in Path(name_or_path).parts if part not in ("run", "model", "/", ".", "..", "~")]
+    return parts[-1] if parts else Path(name_or_path).resolve().name
+
+
+def _untrained(name: str):
+    from diff_transformer.model.presets import PRESETS, preset
+
+    if name not in PRESETS or Path(name).exists():
+        return None
+    import torch
+
+    from diff_transformer.data.tokenizer import byte_tokenizer
+    from diff_transformer.model.modeling import DiffTransformerForCausalLM
+
+    tokenizer = byte_tokenizer()
+    torch.manual_seed(0)
+    config = preset(name)
+    return DiffTransformerForCausalLM(preset(name, vocab_size=max(config.vocab_size, len(tokenizer)))), tokenizer
+
+
+def _pretrained(name_or_path: str):
+    from transformers import AutoModelForCausalLM, AutoTokenizer
 
     if name_or_path.startswith((".", "/", "~")) and not Path(name_or_path).expanduser().exists():
-        raise FileNotFoundError(f"no model at {name_or_path}; give a folder written by save_pretrained, or a hub name")
-    model = AutoModelForCausalLM.from_pretrained(name_or_path)
-    return CausalLM(model, AutoTokenizer.from_pretrained(name_or_path), Path(name_or_path).name)
+        raise FileNotFoundError(
+            f"no model at {name_or_path}; give a folder written by save_pretrained, a hub name or a preset"
+        )
+    path = str(Path(name_or_path).expanduser()) if name_or_path.startswith("~") else name_or_path
+    return AutoModelForCausalLM.from_pretrained(path), AutoTokenizer.from_pretrained(path)
 
 
-def run_eval(name: str, model: str, *, corpus: str, length: int, samples: int, out: Path) -> Result:
-    """Run the experiment ``name`` on ``model`` over held-out text of ``corpus``; save the result to ``out``.
+def run_eval(
+    name: str,
+    lm: "CausalLM | None",
+    settings: Any,
+    out: Path,
+    *,
+    limit: int | None = None,
+    resume: bool = False,
+    bar: Callable[[str, int, int], None] | None = None,
+) -> Result:
+    """Run one experiment on one model and save the result to ``out``; finished samples are kept beside it until then.
+
+    Args:
+        settings: from ``settings_of``.
+        limit: at most so many samples of each part.
+        resume: go on with an interrupted run.
 
     Raises:
-        ValueError: for an unknown experiment or sizes that are not positive.
-        FileExistsError: if ``out`` exists.
+        ValueError: for an unknown experiment, or a run to resume that had other settings.
+        FileExistsError: if ``out`` exists, or holds an interrupted run and ``resume`` is False.
     """
-    if name not in NAMES:
-        raise ValueError(f"no experiment {name!r}; there are: {', '.join(NAMES)}")
-    require_positive(length=length, samples=samples)
+    module = experiment(name)
     if out.exists():
         raise FileExistsError(f"{out} exists; choose another file")
-    from diff_transformer.data.corpus import load_corpus
-    from diff_transformer.data.filler import Filler
-
-    lm, documents = load_lm(model), load_corpus(corpus)
-    if name in ("loss", "outliers"):
-        result = _on_rows(name, lm, documents, length, samples)
-    elif name == "needle":
-        from diff_transformer.evals.needle import evaluate_needle
-
-        result = evaluate_needle(lm, Filler(documents.validation), settings=_CELLS, length=length, samples=samples)
-    else:
-        from diff_transformer.evals.allocation import evaluate_allocation
-
-        result = evaluate_allocation(lm, Filler(documents.validation), length=length, samples=samples)
+    everything = {
+        "eval": name, "model": None if lm is None else lm.name, "limit": limit, **dataclasses.asdict(settings)
+    }  # fmt: skip
+    journal = out.with_name(out.name + ".samples.jsonl")
+    samples = Samples(journal, settings=everything, limit=limit, resume=resume, bar=bar)
+    result = module.run(lm, settings, samples)
     result.save(out)
+    samples.done()
     return result
-
-
-def _on_rows(name: str, lm: CausalLM, documents, length: int, samples: int) -> Result:
-    from diff_transformer.data.packing import PackedCorpus, pack_documents
-    from diff_transformer.evals.associative_recall import evaluate_associative_recall
-    from diff_transformer.evals.outliers import evaluate_outliers
-    from diff_transformer.train.config import EvaluationConfig
-    from diff_transformer.train.materials import spread_rows
-
-    held_out = PackedCorpus.from_documents(documents.validation, lm.tokenizer, length, shuffle=False)
-    rows = spread_rows(held_out, min(samples, held_out.num_windows))
-    if name == "outliers":
-        return evaluate_outliers(lm, rows)
-    settings = EvaluationConfig()
-    tokens = pack_documents(documents.train, lm.tokenizer)
-    return evaluate_associative_recall(
-        lm, rows, tokens, vocab_size=len(lm.tokenizer), n=settings.ngram, frequent_share=settings.frequent_share
-    )

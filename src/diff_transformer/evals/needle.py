@@ -8,17 +8,69 @@ anywhere. The model continues greedily after the bar. An example's score is the 
 and in order; numbers and cities are drawn from a stream that training never uses.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
 
 import numpy as np
 
 from diff_transformer.checks import require_positive
 from diff_transformer.data.filler import Filler
-from diff_transformer.data.needles import DEPTHS, completion, make_needle_example, number_range, parse_numbers
+from diff_transformer.data.haystack import load_haystack
+from diff_transformer.data.needles import (
+    DEPTHS,
+    NeedleExample,
+    completion,
+    make_needle_example,
+    number_range,
+    parse_numbers,
+)
 from diff_transformer.data.seeding import evaluation_rng
-from diff_transformer.evals.lm import LanguageModel
+from diff_transformer.evals.lm import LanguageModel, check_length, rows_at_once, settings_of_lm
 from diff_transformer.evals.provenance import provenance
+from diff_transformer.evals.samples import Samples
 from diff_transformer.evals.types import Result
+
+SHOWN = 6000  # characters of a prompt that a result keeps
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The paper's Table 2; for Figure 5 set cells to [[8, 1]] and lengths to [8192, 16384, 32768, 65536].
+
+    corpus: the text around the needles: "python", a text file, a folder or an archive.
+    cells: (N, R): needles in the text, needles asked for.
+    depths: where the first needle asked for stands; 0 is the start of the text, 1 its end.
+    length: tokens of prompt and answer, in the model's own tokenizer.
+    lengths: several of them in one run, instead of ``length``.
+    samples: prompts for each cell, length and depth.
+    digits: of a magic number.
+    seed: draws cities, numbers, places and text.
+    """
+
+    corpus: str = "python"
+    cells: tuple = ((1, 1), (2, 2), (4, 2), (6, 2))
+    depths: tuple = DEPTHS
+    length: int = 4096
+    lengths: tuple = ()
+    samples: int = 50
+    digits: int = 2
+    seed: int = 0
+
+
+QUICK = {"length": 128, "cells": ((1, 1),), "samples": 8, "digits": 1}
+
+
+def run(lm: LanguageModel, settings: Settings, samples: Samples) -> Result:
+    """``diff-transformer eval needle``."""
+    lengths = settings.lengths or (settings.length,)
+    check_length(lm, max(lengths), "the longest prompt with its answer")
+    filler, side = load_haystack(settings.corpus, lm.tokenizer, max(lengths))
+    result = evaluate_needle(
+        lm, filler, settings=settings.cells, depths=settings.depths, lengths=lengths, per_cell=settings.samples,
+        digits=settings.digits, seed=settings.seed, samples=samples,
+    )  # fmt: skip
+    result.provenance.update(asdict(settings), haystack=side)
+    return result
 
 
 def evaluate_needle(
@@ -28,44 +80,101 @@ def evaluate_needle(
     settings: Sequence[tuple[int, int]] = ((1, 1), (2, 2), (4, 2), (6, 2)),
     depths: Sequence[float] = DEPTHS,
     length: int = 4096,
-    samples: int = 50,
+    lengths: Sequence[int] = (),
+    per_cell: int = 50,
     digits: int = 2,
     seed: int = 0,
+    samples: Samples | None = None,
 ) -> Result:
-    """Accuracy by (N, R) of ``settings`` and by depth.
+    """Accuracy by (N, R) of ``settings``, by length and by depth.
 
     Args:
         length: tokens of prompt and answer together, in the model's own tokenizer.
-        samples: prompts in each cell (the paper has 50).
+        lengths: several, instead of ``length``.
+        per_cell: prompts for each (N, R), length and depth (the paper has 50).
+        samples: where the prompts go through (progress, limit, resuming).
 
-    ``metrics``: ``n{N}_r{R}_depth{percent}`` and their mean ``n{N}_r{R}``; ``partial_n{N}_r{R}`` counts examples with
-    at least one number right; ``chance`` is the score of guessing.
+    ``metrics``: ``n{N}_r{R}_depth{percent}`` and their mean ``n{N}_r{R}``, the share of the numbers asked for that are
+    right; of examples, ``all_n{N}_r{R}`` have every number right and ``partial_n{N}_r{R}`` at least one. With several
+    lengths these are means over the lengths, and each length has its own: ``n{N}_r{R}_len{tokens}_depth{percent}``,
+    ``n{N}_r{R}_len{tokens}``, and so on. ``chance`` is the score of guessing.
+
+    Raises:
+        ValueError: for a length in which the needles do not fit, or that is more than the model's positions.
     """
-    require_positive(length=length, samples=samples)
+    lengths = tuple(lengths) or (length,)
+    require_positive(length=min(lengths), per_cell=per_cell)
+    samples = samples or Samples()
+    check_length(lm, max(lengths), "the longest prompt with its answer")
+    for each in lengths:
+        check_needle_fits(filler, lm.tokenizer, settings, each - len(getattr(lm, "prefix", ())), digits)
     low, high = number_range(digits)
-    metrics = {"chance": 1.0 / (high - low)}
-    rows: list[dict] = []
+    rows = []
     for needles, queries in settings:
-        cell_examples = []
-        for depth in depths:
-            for sample in range(samples):
-                rng = evaluation_rng(seed, "needle", needles, queries, round(100 * depth), sample)
-                example = make_needle_example(
-                    rng, filler, lm.tokenizer, length=length - answer_tokens(lm.tokenizer, queries, digits),
-                    needles=needles, queries=queries, depth=depth, digits=digits,
-                )  # fmt: skip
-                cell_examples.append(example)
-        texts = lm.generate([e.prompt for e in cell_examples], answer_tokens(lm.tokenizer, queries, digits))
-        for index, (example, text) in enumerate(zip(cell_examples, texts, strict=True)):
-            found = parse_numbers(text, queries)
+        for each in lengths:
+            for depth in depths:
+                cell = _Cell(needles, queries, each, depth, digits, seed)
+                part = f"n{needles}_r{queries}_len{each}_depth{round(100 * depth)}"
+                score = _scorer(lm, filler, cell)
+                rows += samples.rows(part, range(per_cell), score, batch_size=rows_at_once(lm, each))
+    metrics = {"chance": 1.0 / (high - low), **needle_metrics(rows)}
+    details = {"length": max(lengths), "lengths": list(lengths), "samples": per_cell, "digits": digits, "seed": seed}
+    return Result("needle", lm.name, metrics, rows, provenance(**details, **settings_of_lm(lm)))
+
+
+@dataclass(frozen=True)
+class _Cell:
+    needles: int
+    queries: int
+    length: int
+    depth: float
+    digits: int
+    seed: int
+
+    def example(self, filler: Filler, lm: LanguageModel, sample: int) -> NeedleExample:
+        rng = evaluation_rng(self.seed, "needle", self.needles, self.queries, round(100 * self.depth), sample)
+        room = answer_tokens(lm.tokenizer, self.queries, self.digits) + len(getattr(lm, "prefix", ()))
+        return make_needle_example(
+            rng, filler, lm.tokenizer, length=self.length - room, needles=self.needles, queries=self.queries,
+            depth=self.depth, digits=self.digits,
+        )  # fmt: skip
+
+
+def _scorer(lm: LanguageModel, filler: Filler, cell: _Cell) -> Callable[[list[int]], list[dict]]:
+    def score(numbers: list[int]) -> list[dict]:
+        examples = [cell.example(filler, lm, number) for number in numbers]
+        texts = lm.generate([e.prompt for e in examples], answer_tokens(lm.tokenizer, cell.queries, cell.digits))
+        rows = []
+        for example, text in zip(examples, texts, strict=True):
+            found = parse_numbers(text, cell.queries)
             right = sum(a == b for a, b in zip(found, example.answers, strict=True))
             rows.append({
-                "needles": needles, "queries": queries, "depth": depths[index // samples], "prompt": example.prompt,
-                "expected": example.expected_completion, "got": text, "score": right / queries,
+                "needles": cell.needles, "queries": cell.queries, "length": cell.length, "depth": cell.depth,
+                "tokens": example.num_tokens, "prompt": shown(example.prompt), "expected": example.expected_completion,
+                "got": text, "score": right / cell.queries,
             })  # fmt: skip
-        _summarise(metrics, rows[-len(cell_examples) :], needles, queries, depths)
-    details = {"length": length, "samples": samples, "digits": digits, "seed": seed}
-    return Result("needle", lm.name, metrics, rows, provenance(**details))
+        return rows
+
+    return score
+
+
+def needle_metrics(rows: Sequence[dict]) -> dict[str, float]:
+    """The metrics of ``evaluate_needle`` from its rows."""
+    metrics: dict[str, float] = {}
+    several = len({row["length"] for row in rows}) > 1
+    for needles, queries in dict.fromkeys((row["needles"], row["queries"]) for row in rows):
+        here = [row for row in rows if (row["needles"], row["queries"]) == (needles, queries)]
+        groups = {f"n{needles}_r{queries}": here}
+        for length in dict.fromkeys(row["length"] for row in here) if several else ():
+            groups[f"n{needles}_r{queries}_len{length}"] = [row for row in here if row["length"] == length]
+        for cell, group in groups.items():
+            for depth in dict.fromkeys(row["depth"] for row in group):
+                at_depth = [row["score"] for row in group if row["depth"] == depth]
+                metrics[f"{cell}_depth{round(100 * depth)}"] = float(np.mean(at_depth))
+            metrics[cell] = float(np.mean([row["score"] for row in group]))
+            metrics[f"all_{cell}"] = float(np.mean([row["score"] == 1.0 for row in group]))
+            metrics[f"partial_{cell}"] = float(np.mean([row["score"] > 0 for row in group]))
+    return metrics
 
 
 def check_needle_fits(filler: Filler, tokenizer, cells: Sequence[tuple[int, int]], length: int, digits: int):
@@ -81,16 +190,15 @@ def check_needle_fits(filler: Filler, tokenizer, cells: Sequence[tuple[int, int]
             raise ValueError(f"needle evaluation with N={needles}, R={queries}, {length} tokens: {error}") from error
 
 
-def _summarise(metrics: dict, rows: list[dict], needles: int, queries: int, depths: Sequence[float]):
-    cell = f"n{needles}_r{queries}"
-    for depth in depths:
-        scores = [row["score"] for row in rows if row["depth"] == depth]
-        metrics[f"{cell}_depth{round(100 * depth)}"] = float(np.mean(scores))
-    metrics[cell] = float(np.mean([row["score"] for row in rows]))
-    metrics[f"partial_{cell}"] = float(np.mean([row["score"] > 0 for row in rows]))
-
-
 def answer_tokens(tokenizer, queries: int, digits: int) -> int:
     """Room for the longest answer: the longest city name, a number and punctuation for each one asked for."""
     longest = completion(["Rio de Janeiro"] * queries, ["9" * digits] * queries)
     return len(tokenizer(longest, add_special_tokens=False)["input_ids"]) + 2
+
+
+def shown(prompt: str) -> str:
+    """The prompt as a result keeps it: a long one without its middle, which the seed can make again."""
+    if len(prompt) <= SHOWN:
+        return prompt
+    half = SHOWN // 2
+    return f"{prompt[:half]}\n[... {len(prompt) - 2 * half} characters left out ...]\n{prompt[-half:]}"

@@ -1,19 +1,57 @@
 """Largest activations (Table 5): attention logits before softmax, and layer outputs after the residual.
 
-Magnitudes are streamed through hooks that read and never change the model; the top-k are exact, the median comes
-from a histogram with bins of 0.5 % width.
+Magnitudes are streamed through hooks that read and never change the model. The largest hundred are exact; the median
+comes from a histogram with bins of 0.5 % width.
 """
 
+import base64
+import zlib
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass
+
+import numpy as np
 import torch
 from torch import Tensor
 
 from diff_transformer.checks import require_positive
-from diff_transformer.evals.lm import CausalLM, tapped_attention
+from diff_transformer.data.eval_rows import load_rows
+from diff_transformer.evals.inside import BLOCK, AttentionCall, layers_of, output_of, tapped_attention
+from diff_transformer.evals.lm import CausalLM, check_length, settings_of_lm
 from diff_transformer.evals.provenance import provenance
+from diff_transformer.evals.samples import Samples
 from diff_transformer.evals.types import Result
 
 RANKS = (1, 2, 3, 10, 100)
+KINDS = ("first", "second", "hidden")  # logits of the first map (or the only one), of the second; layer outputs
 _LOWEST, _HIGHEST, _BINS = -14.0, 14.0, 5600  # of the natural logarithm of a magnitude
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The paper's Table 5: 0.4M tokens.
+
+    corpus: the text: "python", a text file, a folder or an archive.
+    length: tokens of a row, in the model's own tokenizer.
+    samples: rows.
+    seed: which rows of the corpus.
+    """
+
+    corpus: str = "python"
+    length: int = 4096
+    samples: int = 100
+    seed: int = 0
+
+
+QUICK = {"length": 128, "samples": 32}
+
+
+def run(lm: CausalLM, settings: Settings, samples: Samples) -> Result:
+    """``diff-transformer eval outliers``."""
+    check_length(lm, settings.length, "a row")
+    ids, side = load_rows(settings.corpus, lm.tokenizer, settings.length, settings.samples, seed=settings.seed)
+    result = evaluate_outliers(lm, ids, samples=samples)
+    result.provenance.update(asdict(settings), side=side)
+    return result
 
 
 class Magnitudes:
@@ -23,62 +61,141 @@ class Magnitudes:
         self.top = torch.empty(0)
         self.histogram = torch.zeros(_BINS, dtype=torch.float64)
 
-    def add(self, values: Tensor):
-        magnitudes = values.detach().abs().float().flatten()
-        top = magnitudes.topk(min(max(RANKS), magnitudes.numel())).values.cpu()
-        self.top = torch.cat((self.top, top)).topk(min(max(RANKS), len(self.top) + len(top))).values
-        logs = magnitudes.clamp_min(1e-12).log().clamp(_LOWEST, _HIGHEST)
-        self.histogram += torch.histc(logs, _BINS, _LOWEST, _HIGHEST).double().cpu()
+    def add(self, values: Tensor) -> None:
+        for part in values.detach().flatten().split(BLOCK):  # a float32 counts up to 2^24 exactly
+            magnitudes = part.abs().float()
+            top = magnitudes.topk(min(max(RANKS), magnitudes.numel())).values.cpu()
+            logs = magnitudes.clamp_min(1e-12).log().clamp(_LOWEST, _HIGHEST)
+            self._take(top, torch.histc(logs, _BINS, _LOWEST, _HIGHEST).double().cpu())
+
+    def merge(self, other: "Magnitudes") -> None:
+        self._take(other.top, other.histogram)
+
+    def _take(self, top: Tensor, histogram: Tensor) -> None:
+        joined = torch.cat((self.top, top))
+        self.top = joined.topk(min(max(RANKS), len(joined))).values
+        self.histogram += histogram
+
+    @property
+    def count(self) -> int:
+        return int(self.histogram.sum())
 
     def median(self) -> float:
         total = self.histogram.cumsum(0)
         index = int(torch.searchsorted(total, total[-1] / 2))
         return float(torch.tensor(_LOWEST + (index + 0.5) * (_HIGHEST - _LOWEST) / _BINS).exp())
 
-    def metrics(self, prefix: str) -> dict[str, float]:
-        ranked = {f"{prefix}_top{k}": float(self.top[k - 1]) for k in RANKS if k <= len(self.top)}
+    def metrics(self, prefix: str, ranks: Iterable[int] = RANKS) -> dict[str, float]:
+        ranked = {f"{prefix}_top{k}": float(self.top[k - 1]) for k in ranks if k <= len(self.top)}
         return {**ranked, f"{prefix}_median": self.median()}
 
+    def state(self) -> list[str]:
+        """All of it as two short texts."""
+        counts = zlib.compress(self.histogram.numpy().astype(np.int64).tobytes())
+        return [base64.b64encode(part).decode() for part in (self.top.numpy().tobytes(), counts)]
 
-def evaluate_outliers(lm: CausalLM, ids: Tensor, *, block: int = 128) -> Result:
+    @classmethod
+    def of_state(cls, state: Sequence[str]) -> "Magnitudes":
+        top, counts = (base64.b64decode(part) for part in state)
+        found = cls()
+        found.top = torch.from_numpy(np.frombuffer(top, np.float32).copy())
+        found.histogram = torch.from_numpy(np.frombuffer(zlib.decompress(counts), np.int64).astype(np.float64))
+        return found
+
+
+Table = dict[tuple[str, int], Magnitudes]  # by kind and layer
+
+
+def evaluate_outliers(lm: CausalLM, ids: Tensor, *, block: int = BLOCK, samples: Samples | None = None) -> Result:
     """Largest and median magnitudes over the tokens ``ids [rows, T]``.
 
-    Logits are ``q k^T / sqrt(d)`` of every pair that the causal mask lets through, of both maps for differential
-    attention; they are computed in blocks of ``block`` queries, so memory is O(T).
+    Logits are ``q k^T / sqrt(d)`` of every pair that the mask lets through, of both maps for differential attention;
+    at most ``block`` of them are held at a time, so memory is O(T). Layer outputs are the residual stream after each
+    layer.
+
+    ``metrics``: ``logits_top{k}`` and ``hidden_top{k}`` for k = 1, 2, 3, 10, 100, ``logits_median`` and
+    ``hidden_median``; for differential attention also of either map, ``logits_first_...``, ``logits_second_...``; and
+    ``logits_layer{i}_top1``, ``_median``, ``hidden_layer{i}_top1``, ``_median``. Rows have ``logits_top1`` and
+    ``hidden_top1`` of each row of tokens.
+
+    Raises:
+        ValueError: for a model whose attention cannot be seen, or rows longer than its positions.
     """
-    from diff_transformer.model.modeling import DecoderLayer
-
     require_positive(block=block)
-    logits, hidden = Magnitudes(), Magnitudes()
-    batch_top: dict[str, float] = {}
+    check_length(lm, ids.shape[1], "a row")
+    kept = (samples or Samples()).rows("rows", range(len(ids)), _scorer(lm, ids, block))
+    table: Table = {}
+    for row in kept:
+        for name, state in row["state"].items():
+            kind, layer = name.split()
+            table.setdefault((kind, int(layer)), Magnitudes()).merge(Magnitudes.of_state(state))
+    rows = [{key: value for key, value in row.items() if key != "state"} for row in kept]
+    tokens = len(rows) * ids.shape[1]
+    metrics = {**outlier_metrics(table), "tokens": float(tokens)}
+    details = {"tokens": tokens, "length": ids.shape[1], **settings_of_lm(lm)}
+    return Result("outliers", lm.name, metrics, rows, provenance(**details))
 
-    def look(layer: int, core, q: Tensor, k: Tensor, mask: Tensor | None, is_causal: bool):
-        k = k.repeat_interleave(q.shape[1] // k.shape[1], dim=1)
-        offset = k.shape[2] - q.shape[2]
-        for start in range(0, q.shape[2], block):
-            rows = q[:, :, start : start + block]
-            keys = k[:, :, : offset + start + rows.shape[2]]
-            scores = rows.float() @ keys.float().transpose(-1, -2) * q.shape[-1] ** -0.5
-            allowed = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).tril(offset + start)
-            kept = scores[..., allowed]
-            logits.add(kept)
-            batch_top["logits"] = max(batch_top.get("logits", 0.0), float(kept.abs().max()))
 
-    def after_layer(module, args, output):
-        hidden.add(output)
-        batch_top["hidden"] = max(batch_top.get("hidden", 0.0), float(output.abs().max()))
+def outlier_metrics(table: Table) -> dict[str, float]:
+    """The metrics of ``evaluate_outliers`` from the magnitudes of each kind and layer."""
+    metrics = {**_merged(table, "first", "second").metrics("logits"), **_merged(table, "hidden").metrics("hidden")}
+    if any(kind == "second" for kind, _ in table):
+        for kind in ("first", "second"):
+            metrics |= _merged(table, kind).metrics(f"logits_{kind}")
+    for layer in sorted({layer for _, layer in table}):
+        here = {key: value for key, value in table.items() if key[1] == layer}
+        metrics |= _merged(here, "first", "second").metrics(f"logits_layer{layer}", (1,))
+        metrics |= _merged(here, "hidden").metrics(f"hidden_layer{layer}", (1,))
+    return metrics
 
-    rows = []
-    layers = [module for module in lm.model.modules() if isinstance(module, DecoderLayer)]
-    handles = [layer.register_forward_hook(after_layer) for layer in layers]
+
+def _merged(table: Table, *kinds: str) -> Magnitudes:
+    found = Magnitudes()
+    for (kind, _), magnitudes in table.items():
+        if kind in kinds:
+            found.merge(magnitudes)
+    return found
+
+
+def _scorer(lm: CausalLM, ids: Tensor, block: int) -> Callable[[list[int]], list[dict]]:
+    def score(numbers: list[int]) -> list[dict]:
+        rows = []
+        for number in numbers:
+            table = measure(lm, ids[number : number + 1], block)
+            both, hidden = _merged(table, "first", "second"), _merged(table, "hidden")
+            rows.append({
+                "row": number, "logits_top1": float(both.top[0]), "hidden_top1": float(hidden.top[0]),
+                "logits_median": both.median(), "hidden_median": hidden.median(),
+                "state": {f"{kind} {layer}": found.state() for (kind, layer), found in table.items()},
+            })  # fmt: skip
+        return rows
+
+    return score
+
+
+@torch.inference_mode()
+def measure(lm: CausalLM, ids: Tensor, block: int = BLOCK) -> Table:
+    """The magnitudes of one forward pass over ``ids [B, T]``, by kind and layer."""
+    table: Table = {}
+
+    def add(kind: str, layer: int, values: Tensor) -> None:
+        table.setdefault((kind, layer), Magnitudes()).add(values)
+
+    def look(call: AttentionCall) -> None:
+        for rows in call.blocks(block):
+            allowed = call.allowed(rows)
+            for kind, logits in zip(KINDS, call.logits(rows), strict=False):
+                add(kind, call.layer, logits[allowed.expand_as(logits)])
+
+    layers = layers_of(lm.model)
+    handles = [
+        layer.register_forward_hook(lambda module, args, output, i=i: add("hidden", i, output_of(output)))
+        for i, layer in enumerate(layers)
+    ]
     try:
-        with tapped_attention(lm.model, look), torch.inference_mode():
-            for index, part in enumerate(ids.split(lm.batch_size)):
-                batch_top.clear()
-                lm.model(input_ids=part.to(lm.device), use_cache=False, logits_to_keep=1)
-                rows.append({"batch": index, **{f"{name}_top1": value for name, value in batch_top.items()}})
+        with tapped_attention(lm.model, look):
+            lm.model.base_model(input_ids=ids.to(lm.device), use_cache=False)
     finally:
         for handle in handles:
             handle.remove()
-    metrics = {**logits.metrics("logits"), **hidden.metrics("hidden"), "tokens": float(ids.numel())}
-    return Result("outliers", lm.name, metrics, rows, provenance(tokens=ids.numel(), length=ids.shape[1]))
+    return table

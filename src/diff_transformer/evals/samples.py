@@ -106,7 +106,7 @@ class Samples:
         try:
             first = json.loads(lines[0])["settings"] if lines else settings
         except (json.JSONDecodeError, KeyError, TypeError):
-            raise ValueError(f"{journal} is not the journal of an experiment; delete it or choose another --out") from None
+            raise ValueError(f"{journal} is no journal of an experiment; delete it or choose another --out") from None
         different = differences(first, settings)
         if different:
             listed = "\n  ".join(different)
@@ -121,7 +121,7 @@ class Samples:
     def _rewrite(self, journal: Path, settings: dict) -> None:
         """Write the journal anew, without a line that was cut off."""
         partial = journal.with_name(journal.name + ".partial")
-        lines = [{"settings": settings}]
+        lines: list[dict] = [{"settings": settings}]
         lines += [{"part": part, "index": index, "row": row} for (part, index), row in self.finished.items()]
         partial.write_text("".join(json.dumps(line) + "\n" for line in lines))
         os.replace(partial, journal)

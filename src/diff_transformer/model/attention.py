@@ -5,15 +5,21 @@ between them differs. Legend: B batch, T queries, S keys, n query heads of the m
 differential heads), m its key/value heads (g = m / 2), d head width.
 """
 
+import inspect
+from collections.abc import Callable
+from typing import Any, cast
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from diff_transformer.checks import require_positive
+from diff_transformer.model.documents import Documents
 from diff_transformer.model.heads import check_heads, pair_heads
 from diff_transformer.model.lambdas import LearnedLambda, lambda_init
 from diff_transformer.model.layers import ResidualLinear, RMSNorm, apply_rotary, rotary_tables
 from diff_transformer.ops.diff_attention import diff_attention, diff_attention_maps
+from diff_transformer.ops.varlen import diff_attention_varlen
 
 
 class DiffCore(nn.Module):
@@ -38,12 +44,37 @@ class DiffCore(nn.Module):
         self.head_norm = RMSNorm(2 * head_dim, norm_eps, head_norm_init, head_norm is True) if head_norm else None
         self.backend = backend
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None, is_causal: bool) -> Tensor:
-        """``q [B, n, T, d]``, ``k [B, m, S, d]``, ``v [B, g, S, 2d]`` -> ``[B, T, h, 2d]``."""
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None, is_causal: bool) -> Tensor:
+        """``(A1 - lambda A2) V``, before the head norm: ``[B, h, T, 2d]``."""
         q1, q2, k1, k2 = pair_heads(q, k)
-        out = diff_attention(
+        return diff_attention(
             q1, q2, k1, k2, v, self.lam(), attn_mask=attn_mask, is_causal=is_causal, backend=self.backend
-        ).transpose(1, 2)
+        )
+
+    def attend_documents(self, q: Tensor, k: Tensor, v: Tensor, documents: Documents, is_causal: bool) -> Tensor:
+        """The same within each of the packed documents."""
+        q1, q2, k1, k2 = (_in_a_row(x) for x in pair_heads(q, k))
+        bounds, longest = documents
+        out = diff_attention_varlen(
+            q1, q2, k1, k2, _in_a_row(v), self.lam(), bounds, bounds, longest, longest,
+            is_causal=is_causal, backend=self.backend,
+        )  # fmt: skip
+        return out.unflatten(0, (q.shape[0], q.shape[2])).transpose(1, 2)
+
+    def forward(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        attn_mask: Tensor | None,
+        is_causal: bool,
+        documents: Documents | None = None,
+    ) -> Tensor:
+        """``q [B, n, T, d]``, ``k [B, m, S, d]``, ``v [B, g, S, 2d]`` -> ``[B, T, h, 2d]``."""
+        if documents is None:
+            out = self.attend(q, k, v, attn_mask, is_causal).transpose(1, 2)
+        else:
+            out = self.attend_documents(q, k, v, documents, is_causal).transpose(1, 2)
         gain = 1.0 - self.lam.initial
         return out * gain if self.head_norm is None else self.head_norm(out, gain)
 
@@ -54,18 +85,70 @@ class DiffCore(nn.Module):
 
 
 class SoftmaxCore(nn.Module):
-    """``softmax(q k^T / sqrt(d)) v`` through PyTorch's ``scaled_dot_product_attention``."""
+    """``softmax(q k^T / sqrt(d)) v`` through PyTorch's ``scaled_dot_product_attention``.
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None, is_causal: bool) -> Tensor:
-        """``q [B, n, T, d]``, ``k``, ``v [B, m, S, d]`` -> ``[B, T, n, d]``."""
+    ``head_norm``, an RMSNorm over d, is applied to each head by itself: the control of Table 6.
+    """
+
+    def __init__(self, head_norm: RMSNorm | None = None):
+        super().__init__()
+        self.head_norm = head_norm
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None, is_causal: bool) -> Tensor:
+        """``A V``: ``[B, n, T, d]``."""
         mask, is_causal = _sdpa_mask(q, k, attn_mask, is_causal)
         grouped = q.shape[1] != k.shape[1]
-        out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=is_causal, enable_gqa=grouped)
-        return out.transpose(1, 2)
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=is_causal, enable_gqa=grouped)
+
+    def attend_documents(self, q: Tensor, k: Tensor, v: Tensor, documents: Documents, is_causal: bool) -> Tensor:
+        """The same within each of the packed documents: FlashAttention's packed form on CUDA, else one by one."""
+        rows, (bounds, longest) = [_in_a_row(x) for x in (q, k, v)], documents
+        if q.is_cuda and q.dtype in (torch.bfloat16, torch.float16):
+            out = _packed_flash_attention(*rows, documents, is_causal)
+        else:
+            sizes = bounds.diff().tolist()
+            parts = [
+                self.attend(*(x.transpose(0, 1)[None] for x in document), None, is_causal)[0].transpose(0, 1)
+                for document in zip(*(x.split(sizes) for x in rows), strict=True)
+            ]
+            out = torch.cat(parts)
+        return out.unflatten(0, (q.shape[0], q.shape[2])).transpose(1, 2)
+
+    def forward(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        attn_mask: Tensor | None,
+        is_causal: bool,
+        documents: Documents | None = None,
+    ) -> Tensor:
+        """``q [B, n, T, d]``, ``k``, ``v [B, m, S, d]`` -> ``[B, T, n, d]``."""
+        if documents is None:
+            out = self.attend(q, k, v, attn_mask, is_causal).transpose(1, 2)
+        else:
+            out = self.attend_documents(q, k, v, documents, is_causal).transpose(1, 2)
+        return out if self.head_norm is None else self.head_norm(out)
 
     def maps(self, q: Tensor, k: Tensor, attn_mask: Tensor | None, is_causal: bool) -> Tensor:
         """The attention map ``[B, n, T, S]``: the first map of differential attention with lambda = 0."""
         return diff_attention_maps(q, q, k, k, 0.0, attn_mask=attn_mask, is_causal=is_causal).first
+
+
+def _packed_flash_attention(q: Tensor, k: Tensor, v: Tensor, documents: Documents, is_causal: bool) -> Tensor:
+    """PyTorch's ``varlen_attn`` of ``q [B * T, n, d]``, ``k``, ``v [B * T, m, d]``; its causal flag became a window."""
+    from torch.nn.attention.varlen import varlen_attn
+
+    windowed = "window_size" in inspect.signature(varlen_attn).parameters
+    options: dict[str, Any] = {"window_size": (-1, 0 if is_causal else -1)} if windowed else {"is_causal": is_causal}
+    k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in (k, v))
+    (bounds, longest), attend = documents, cast(Callable[..., Tensor], varlen_attn)
+    return attend(q, k, v, bounds, bounds, longest, longest, **options)
+
+
+def _in_a_row(x: Tensor) -> Tensor:
+    """Rows of a batch one after another: [B, heads, T, width] -> [B * T, heads, width]."""
+    return x.transpose(1, 2).flatten(0, 1)
 
 
 def _sdpa_mask(q: Tensor, k: Tensor, attn_mask: Tensor | None, is_causal: bool) -> tuple[Tensor | None, bool]:
@@ -118,7 +201,7 @@ class Attention(nn.Module):
     @classmethod
     def from_config(cls, config, layer_idx: int) -> "Attention":
         """The attention of layer ``layer_idx`` of a model: the only line in which the two models of a pair differ."""
-        core = SoftmaxCore() if config.attention == "softmax" else _diff_core(config, layer_idx)
+        core = _softmax_core(config) if config.attention == "softmax" else _diff_core(config, layer_idx)
         return Attention(
             config.hidden_size,
             config.num_attention_heads,
@@ -139,6 +222,7 @@ class Attention(nn.Module):
         position_embeddings: tuple[Tensor, Tensor] | None = None,
         past_key_values=None,
         is_causal: bool | None = None,
+        documents: Documents | None = None,
         output_attentions: bool = False,
         output_attention_parts: bool = False,
         **_: object,
@@ -152,6 +236,7 @@ class Attention(nn.Module):
             position_embeddings: ready ``(cos, sin)``, each ``[B, T, d]``, instead of ``position_ids``.
             past_key_values: a transformers ``Cache``, which receives the new keys and values.
             is_causal: overrides the module's own setting.
+            documents: packed documents, none of which attends to another; excludes masks, cache and maps.
             output_attentions: also return the attention map (of differential attention: the difference).
             output_attention_parts: return ``DiffMaps`` (both maps and their difference) instead.
 
@@ -171,13 +256,25 @@ class Attention(nn.Module):
             k, v = self._update_cache(past_key_values, k, v)
         mask = _with_padding(attention_mask, key_padding_mask, k)
         causal = self.is_causal if is_causal is None else is_causal
-        out = self.core(q, k, v, mask, causal).reshape(batch, queries, -1)
+        if documents is not None:
+            self._check_documents(mask, past_key_values, context, output_attentions or output_attention_parts)
+        packed = {} if documents is None else {"documents": documents}
+        out = self.core(q, k, v, mask, causal, **packed).reshape(batch, queries, -1)
         weights = None
         if output_attentions or output_attention_parts:
             weights = self.core.maps(q, k, mask, causal)
             if not output_attention_parts:
                 weights = getattr(weights, "difference", weights)
         return self.o_proj(out), weights
+
+    @staticmethod
+    def _check_documents(mask, cache, context, maps: bool):
+        excluded = {"a mask": mask is not None, "a cache": cache is not None, "a context": context is not None}
+        wrong = [name for name, given in {**excluded, "attention maps as output": maps}.items() if given]
+        if wrong:
+            raise ValueError(
+                f"packed documents came with {' and '.join(wrong)}; they say themselves what may be attended to"
+            )
 
     def _tables(self, position_ids, queries: int, cache, device):
         if self.rope_theta is None:
@@ -188,12 +285,20 @@ class Attention(nn.Module):
         return rotary_tables(position_ids, self.head_dim, self.rope_theta)
 
     def _update_cache(self, cache, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """A static cache sizes its values by the key heads: there, values travel as m heads of width d."""
+        """A static cache gives keys and values equally many heads: there, two keys lie side by side, [B, g, S, 2d].
+
+        One that was laid out before it saw any (``early_initialization``) has m heads of width d for both: then values
+        travel as such, and every step copies them.
+        """
         if v.shape[1] == k.shape[1] or not getattr(cache, "is_compileable", False):
             return cache.update(k, v, self.layer_idx)
-        narrow = v.unflatten(-1, (2, -1)).transpose(2, 3).flatten(1, 2)  # [B, m, T, d]
-        k, narrow = cache.update(k, narrow, self.layer_idx)
-        return k, narrow.unflatten(1, (-1, 2)).transpose(2, 3).flatten(-2)
+        layer = cache.layers[self.layer_idx]
+        if layer.is_initialized and layer.keys.shape[1] == k.shape[1]:
+            narrow = v.unflatten(-1, (2, -1)).transpose(2, 3).flatten(1, 2)  # [B, m, T, d]
+            k, narrow = cache.update(k, narrow, self.layer_idx)
+            return k, narrow.unflatten(1, (-1, 2)).transpose(2, 3).flatten(-2)
+        pairs = k.unflatten(1, (-1, 2)).transpose(2, 3).flatten(-2)  # [B, g, T, 2d]
+        return cache.update(pairs, v, self.layer_idx)
 
 
 class DiffAttention(Attention):
@@ -271,6 +376,12 @@ class DiffAttention(Attention):
             rope_theta=rope_theta,
             layer_idx=layer_index,
         )
+
+
+def _softmax_core(config) -> SoftmaxCore:
+    if not config.softmax_head_norm:
+        return SoftmaxCore()
+    return SoftmaxCore(RMSNorm(config.head_dim, config.rms_norm_eps, config.head_norm_init))
 
 
 def _diff_core(config, layer_idx: int) -> DiffCore:

@@ -37,6 +37,8 @@ class DiffTransformerConfig(PreTrainedConfig):
         lambda_init: ``"depth"`` (0.8 - 0.6 exp(-0.3 i)) or a constant for every layer (ablation of Table 6).
         lambda_std: standard deviation of the lambda vectors at initialisation.
         head_norm: RMSNorm on each head's output: True (with a weight of width 2d), ``"no_weight"``, or False.
+        softmax_head_norm: the same norm, with a weight of width d, on the heads of softmax attention (ablation of
+            Table 6); for ``attention="softmax"`` only.
         head_norm_init: initial value of that weight. 1.0 is the paper's; a smaller one gives each head, at the start,
             an output of the size that softmax attention has.
         initializer_range: standard deviation of all matrices, unless one of the next two says otherwise.
@@ -66,6 +68,7 @@ class DiffTransformerConfig(PreTrainedConfig):
     lambda_init: str | float = "depth"
     lambda_std: float = 0.1
     head_norm: bool | str = True
+    softmax_head_norm: bool = False
     head_norm_init: float = 1.0
     initializer_range: float = 0.02
     embedding_initializer_range: float | None = None
@@ -131,6 +134,10 @@ def _check_choices(config):
         raise ValueError(f"attention is {config.attention!r}; accepted: {', '.join(map(repr, ATTENTIONS))}")
     if config.head_norm not in HEAD_NORMS:
         raise ValueError(f"head_norm is {config.head_norm!r}; accepted: True, False, 'no_weight'")
+    if config.softmax_head_norm and config.attention != "softmax":
+        raise ValueError(
+            f"softmax_head_norm is for attention='softmax', not {config.attention!r}; there, set head_norm"
+        )
     if config.head_norm is not True and config.head_norm_init != 1.0:
         raise ValueError(
             f"head_norm_init={config.head_norm_init} sets the weight of the head norm, which head_norm="

@@ -34,10 +34,12 @@ def to_llama(model: DiffTransformerForCausalLM) -> LlamaForCausalLM:
     """The inverse of ``from_llama``.
 
     Raises:
-        ValueError: for a model with differential attention, which Llama's architecture cannot hold.
+        ValueError: for a model with differential attention or head norms, which Llama's architecture cannot hold.
     """
     if model.config.attention != "softmax":
         raise ValueError(f"attention is {model.config.attention!r}; Llama's architecture holds 'softmax' only")
+    if model.config.softmax_head_norm:
+        raise ValueError("softmax_head_norm is True; Llama's architecture has no norm on the heads")
     config = LlamaConfig(**{name: getattr(model.config, name) for name in _SHARED_FIELDS})
     return _with_weights(LlamaForCausalLM(config), model)
 

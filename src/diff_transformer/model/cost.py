@@ -41,6 +41,8 @@ def count_parameters(config) -> dict[str, int]:
     if config.attention == "diff":
         parts["lambda"] = layers * 4 * d
         parts["head norm"] = layers * 2 * d if config.head_norm is True else 0
+    elif config.softmax_head_norm:
+        parts["head norm"] = layers * d
     return parts
 
 
@@ -54,7 +56,8 @@ def attention_core_flops(config, length: int) -> float:
     flops = 2 * 2 * config.num_attention_heads * config.head_dim * keys
     if config.attention == "diff":
         flops += 2 * config.num_diff_heads * keys
-        flops += 4 * config.num_attention_heads * config.head_dim if config.head_norm else 0
+    if config.head_norm if config.attention == "diff" else config.softmax_head_norm:
+        flops += 4 * config.num_attention_heads * config.head_dim
     return flops
 
 

@@ -18,5 +18,10 @@ def check_heads(num_heads: int, num_key_value_heads: int, *, paired: bool):
 
 
 def pair_heads(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Views of the two maps' queries and keys: heads 2i and 2i+1 are the maps of differential head i."""
-    return q[:, 0::2], q[:, 1::2], k[:, 0::2], k[:, 1::2]
+    """Views of the two maps' queries and keys: heads 2i and 2i+1 are the maps of differential head i.
+
+    ``q`` is ``[B, n, T, d]``; ``k`` is ``[B, m, S, d]`` or, as a static cache has it, pairs side by side,
+    ``[B, m / 2, S, 2d]``.
+    """
+    k1, k2 = (k[:, 0::2], k[:, 1::2]) if k.shape[-1] == q.shape[-1] else k.chunk(2, dim=-1)
+    return q[:, 0::2], q[:, 1::2], k1, k2

@@ -21,6 +21,7 @@ from transformers.utils.output_capturing import capture_outputs
 
 from diff_transformer.model.attention import Attention
 from diff_transformer.model.config import DiffTransformerConfig
+from diff_transformer.model.documents import take_documents
 from diff_transformer.model.lambdas import LearnedLambda
 from diff_transformer.model.layers import ResidualLinear, RMSNorm, SwiGLU
 
@@ -75,6 +76,9 @@ class DiffTransformerPreTrainedModel(PreTrainedModel):
 class DiffTransformerModel(DiffTransformerPreTrainedModel):
     """Embedding, ``num_hidden_layers`` decoder layers, final norm.
 
+    Packed documents come as transformers' ``DataCollatorWithFlattening`` gives them: ``cu_seq_lens_q`` int32
+    [documents + 1] over the rows of the batch one after another, and ``max_length_q``.
+
     ``output_attentions=True`` returns for each layer the difference map ``[B, h, T, S]`` (softmax: ``[B, n, T, S]``);
     with ``output_attention_parts=True`` beside it, ``DiffMaps(first, second, difference)``.
     """
@@ -109,22 +113,34 @@ class DiffTransformerModel(DiffTransformerPreTrainedModel):
             raise ValueError("give exactly one of input_ids and inputs_embeds")
         if inputs_embeds is None:
             inputs_embeds = self.embed_tokens(input_ids)
+        documents = take_documents(kwargs)
         if use_cache is None:
-            use_cache = self.config.use_cache and not self.training
+            use_cache = self.config.use_cache and not self.training and documents is None
         if use_cache and past_key_values is None:
             past_key_values = DynamicCache(config=self.config)
+        if documents is not None:
+            if attention_mask is not None or use_cache:
+                raise ValueError(
+                    "packed documents (cu_seq_lens_q) exclude attention_mask and use_cache; leave them out"
+                )
+            position_ids = documents.positions(inputs_embeds.shape[:2]) if position_ids is None else position_ids
+            kwargs["documents"] = documents
         if position_ids is None:
             seen = past_key_values.get_seq_length() if past_key_values is not None else 0
             position_ids = (torch.arange(inputs_embeds.shape[1], device=inputs_embeds.device) + seen)[None]
-        mask = create_causal_mask(
-            config=self.config,
-            inputs_embeds=inputs_embeds,
-            attention_mask=attention_mask,
-            past_key_values=past_key_values,
-            position_ids=position_ids,
-            allow_is_causal_skip=not getattr(
-                past_key_values, "is_compileable", False
-            ),  # a static cache has unused keys
+        mask = (
+            None
+            if documents is not None
+            else create_causal_mask(
+                config=self.config,
+                inputs_embeds=inputs_embeds,
+                attention_mask=attention_mask,
+                past_key_values=past_key_values,
+                position_ids=position_ids,
+                allow_is_causal_skip=not getattr(
+                    past_key_values, "is_compileable", False
+                ),  # a static cache has unused keys
+            )
         )
         position_embeddings = self.rotary_emb(inputs_embeds, position_ids=position_ids)
         hidden_states = inputs_embeds

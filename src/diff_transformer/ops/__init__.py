@@ -1,6 +1,15 @@
-"""The operator: one public function, and one file for each backend that computes it."""
+"""The operator: public functions, and one file or folder for each backend that computes it."""
 
+from diff_transformer.ops.decode import diff_attention_decode
 from diff_transformer.ops.diff_attention import available_backends, diff_attention, diff_attention_maps
 from diff_transformer.ops.reference import DiffMaps
+from diff_transformer.ops.varlen import diff_attention_varlen
 
-__all__ = ["DiffMaps", "available_backends", "diff_attention", "diff_attention_maps"]
+__all__ = [
+    "DiffMaps",
+    "available_backends",
+    "diff_attention",
+    "diff_attention_decode",
+    "diff_attention_maps",
+    "diff_attention_varlen",
+]

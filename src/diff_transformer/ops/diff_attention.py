@@ -6,14 +6,17 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from diff_transformer.ops import blockwise, flex, reference, sdpa
-from diff_transformer.ops.arguments import check
+from diff_transformer.ops import blockwise, flash, flex, reference, sdpa, triton
+from diff_transformer.ops.arguments import Arguments, check
 from diff_transformer.ops.reference import DiffMaps
 
-BACKENDS = {"reference": reference, "blockwise": blockwise, "sdpa": sdpa, "flex": flex}
-NOT_BUILT = {
-    "flash": "this version has no backend for the flash-attn package",
-    "triton": "this version has no Triton kernels",
+BACKENDS = {
+    "reference": reference,
+    "blockwise": blockwise,
+    "sdpa": sdpa,
+    "flex": flex,
+    "flash": flash,
+    "triton": triton,
 }
 
 log = logging.getLogger("diff_transformer")
@@ -63,23 +66,13 @@ def diff_attention(
     q1, q2, k1, k2, v = _autocast(q1, q2, k1, k2, v)
     arguments = check(q1, q2, k1, k2, v, lam, attn_mask, is_causal, window, scale)
     mask_gradient = attn_mask is not None and attn_mask.requires_grad and torch.is_grad_enabled()
-    if backend == "auto":
-        backend = choose(q1.device.type, mask_gradient)
-        if not torch.compiler.is_compiling():
-            _announce(q1.device.type, q1.dtype, mask_gradient, backend)
-    elif backend not in BACKENDS or BACKENDS[backend].why_not(q1.device, q1.dtype) is not None:
-        _refuse(backend, q1.device, q1.dtype)
+    backend = resolve(backend, (q1, q2, k1, k2, v), arguments, mask_gradient)
     if mask_gradient and backend != "reference":
         raise NotImplementedError(
             f"attn_mask requires grad, which backend={backend!r} does not compute; "
             "give backend='reference' or 'auto', or detach the mask"
         )
-    if backend == "flex" and torch.is_grad_enabled():
-        tensors = {"q1": q1, "q2": q2, "k1": k1, "k2": k2, "v": v, "lam": arguments.lam}
-        needing = [name for name, x in tensors.items() if x.requires_grad]
-        reason = flex.why_no_gradients(q1.device)
-        if needing and reason is not None:
-            raise NotImplementedError(f"{', '.join(needing)} require grad: {reason}")
+    refuse_missing_gradients(backend, (q1, q2, k1, k2, v), arguments.lam)
     with torch.autocast(q1.device.type, enabled=False):
         return BACKENDS[backend].attend(q1, q2, k1, k2, v, *arguments)
 
@@ -110,37 +103,83 @@ def diff_attention_maps(
 def available_backends(device: str | torch.device, dtype: torch.dtype) -> list[str]:
     """Names that ``diff_attention(backend=...)`` accepts for tensors of this device and dtype, the specification first.
 
-    "flex" is listed where its forward works; on the CPU it has no backward.
+    "flex" is listed where its forward works; on the CPU it has no backward. Triton's interpreter, with which "triton"
+    computes CPU tensors under TRITON_INTERPRET=1, is for tests and not listed.
     """
-    return [name for name, backend in BACKENDS.items() if backend.why_not(torch.device(device), dtype) is None]
+    device = torch.device(device)
+    names = [name for name, backend in BACKENDS.items() if backend.why_not(device, dtype) is None]
+    return [name for name in names if not (name == "triton" and device.type == "cpu")]
 
 
-def choose(device: str, mask_gradient: bool) -> str:
-    """What "auto" means: the fastest backend here that computes everything that is asked for."""
+def resolve(backend: str, tensors: tuple[Tensor, ...], arguments: Arguments, mask_gradient: bool = False) -> str:
+    """The name of the backend for checked tensors (q1, q2, k1, k2, v) and arguments; "auto" is decided and logged.
+
+    Raises:
+        ValueError: an unknown name. RuntimeError: the named backend cannot work here or not on these arguments.
+    """
+    device, dtype = tensors[0].device, tensors[0].dtype
+    if backend == "auto":
+        backend, because = choose(tensors, arguments, mask_gradient)
+        if not torch.compiler.is_compiling():
+            _announce(device.type, dtype, backend, because)
+        return backend
+    if backend not in BACKENDS:
+        raise ValueError(f"backend is {backend!r}; give 'auto' or one of {', '.join(BACKENDS)}")
+    reason = why_not(backend, tensors, arguments)
+    if reason is not None:
+        here = ", ".join(available_backends(device, dtype))
+        raise RuntimeError(f"backend={backend!r} is not available: {reason}; available here: {here}")
+    return backend
+
+
+def choose(tensors: tuple[Tensor, ...], arguments: Arguments, mask_gradient: bool) -> tuple[str, str]:
+    """What "auto" means: (the fastest backend here that computes all that is asked for, why not a faster one)."""
     if mask_gradient:
-        return "reference"
-    return "blockwise" if device == "cpu" else "sdpa"
+        return "reference", "attn_mask requires grad"
+    if tensors[0].device.type == "cpu":
+        return "blockwise", ""
+    reason = why_not("triton", tensors, arguments)
+    return ("triton", "") if reason is None else ("sdpa", f"not 'triton', since {reason}")
+
+
+def why_not(backend: str, tensors: tuple[Tensor, ...], arguments: Arguments) -> str | None:
+    """Why the backend cannot compute a call, or None."""
+    module = BACKENDS[backend]
+    reason = module.why_not(tensors[0].device, tensors[0].dtype)
+    if reason is None and hasattr(module, "why_not_arguments"):
+        reason = module.why_not_arguments(*tensors, *arguments)
+    return reason
+
+
+def refuse_missing_gradients(backend: str, tensors: tuple[Tensor, ...], lam: Tensor) -> None:
+    """Raise NotImplementedError where a tensor requires a gradient that the backend cannot give here."""
+    if backend == "flex" and torch.is_grad_enabled():
+        named = zip(("q1", "q2", "k1", "k2", "v", "lam"), (*tensors, lam), strict=True)
+        needing = [name for name, x in named if x.requires_grad]
+        reason = flex.why_no_gradients(lam.device)
+        if needing and reason is not None:
+            raise NotImplementedError(f"{', '.join(needing)} require grad: {reason}")
 
 
 @cache
-def _announce(device: str, dtype: torch.dtype, mask_gradient: bool, backend: str) -> None:
-    needs = ", with a gradient of attn_mask" if mask_gradient else ""
-    log.info("diff_attention on %s, %s%s: backend=%r", device, str(dtype).removeprefix("torch."), needs, backend)
-
-
-def _refuse(backend: str, device: torch.device, dtype: torch.dtype) -> None:
-    here = ", ".join(available_backends(device, dtype))
-    if backend in NOT_BUILT:
-        raise RuntimeError(f"backend={backend!r} is not available: {NOT_BUILT[backend]}; available here: {here}")
-    if backend in BACKENDS:
-        raise RuntimeError(f"backend={backend!r} is not available: {BACKENDS[backend].why_not(device, dtype)}")
-    raise ValueError(f"backend is {backend!r}; give 'auto' or one of {', '.join([*BACKENDS, *NOT_BUILT])}")
+def _announce(device: str, dtype: torch.dtype, backend: str, because: str) -> None:
+    name = str(dtype).removeprefix("torch.")
+    log.info("diff_attention on %s, %s: backend=%r%s", device, name, backend, because and f" ({because})")
 
 
 def _autocast(*tensors):
-    """The tensors in the autocast dtype where autocast is on (float64 is left alone, as autocast does)."""
+    """The tensors in the autocast dtype where autocast is on (float64 is left alone, as autocast does).
+
+    Neighbours that are one tensor (k1 and k2) stay one.
+    """
     device = tensors[0].device.type if isinstance(tensors[0], Tensor) else "cpu"
     if not torch.is_autocast_enabled(device) or not all(isinstance(x, Tensor) for x in tensors):
         return tensors
     dtype = torch.get_autocast_dtype(device)
-    return tuple(x.to(dtype) if x.is_floating_point() and x.dtype != torch.float64 else x for x in tensors)
+    cast: list[Tensor] = []
+    for i, x in enumerate(tensors):
+        if i and x is tensors[i - 1]:
+            cast.append(cast[-1])
+        else:
+            cast.append(x.to(dtype) if x.is_floating_point() and x.dtype != torch.float64 else x)
+    return tuple(cast)

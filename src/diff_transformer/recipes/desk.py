@@ -37,6 +37,7 @@ def debug() -> RunConfig:
             loss_rows=16,
             outlier_rows=8,
             throughput_repeats=3,
+            more={"long_nll": {"samples": 3}},
         ),
     )
 
@@ -65,7 +66,14 @@ def demo() -> RunConfig:
             steps=1600, batch_size=16, log_every=10, validate_every=100, validation_rows=64, checkpoint_every=200,
             threads=1,
         ),
-        evaluation=EvaluationConfig(needles=((1, 1), (2, 1), (4, 1))),
+        evaluation=EvaluationConfig(
+            needles=((1, 1), (2, 1), (4, 1)),
+            more={
+                "long_nll": {"samples": 48},
+                "quantization": {"samples": 24, "rows": 64},
+                "gradient_flow": {"samples": 32},
+            },
+        ),
     )  # fmt: skip
 
 

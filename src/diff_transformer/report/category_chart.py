@@ -58,7 +58,8 @@ def _group(
     unit: str,
     names: Mapping[str, str],
 ) -> Html:
-    width = min(room * 0.32, 44)
+    share = room / max(2, len(values))
+    width, gap = min(share * 0.64, 44), min(4, share * 0.1)
     said = [name]
     shapes: list[object] = [box(x(place) - room / 2, y.end, room, y.start - y.end, "target")]
     for i, (side, by_category) in enumerate(values.items()):
@@ -66,7 +67,7 @@ def _group(
         average = mean(seeds)
         if average is None:
             continue
-        at = x(place) + (i - (len(values) - 1) / 2) * (width + 4 if bars else min(room * 0.3, 30))
+        at = x(place) + (i - (len(values) - 1) / 2) * (width + gap if bars else min(share * 0.6, 30))
         ends = "" if len(seeds) < 2 else f" ({' · '.join(number(v, digits) for v in seeds.values())})"
         said.append(f"{names[side]}: {number(average, digits)}{unit}{ends}")
         if bars:

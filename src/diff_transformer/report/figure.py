@@ -9,7 +9,8 @@ from diff_transformer.report.markup import Html, join, tag
 
 @dataclass(frozen=True)
 class Figure:
-    """``source`` names the paper's tables and figures ("Table 2", "Fig. 5"); claims with one of them link here."""
+    """``source`` names the paper's tables and figures ("Table 2", "Fig. 5"); claims with one of them link here.
+    ``data`` are the numbers behind the drawing, folded away; ``more`` stands below them."""
 
     id: str
     title: str
@@ -19,6 +20,7 @@ class Figure:
     findings: list[Finding | None] = field(default_factory=list)
     paper: str = ""
     data: Html | None = None
+    more: Html | None = None
 
     def html(self, place: int, claims: Html) -> Html:
         """The section, as figure number ``place``; ``claims`` are the links to the verdicts it bears on."""
@@ -28,7 +30,7 @@ class Figure:
             "section",
             tag("p", f"Figure {place}", tag("span", origin, class_="origin"), class_="eyebrow"),
             tag("h2", self.title, id=f"{self.id}-title"),
-            tag("p", self.read, class_="read"),
+            tag("p", self.read, class_="read") if self.read else None,
             tag("ul", *(_finding(f) for f in found), class_="findings") if found else None,
             claims,
             tag("div", self.body, class_="body"),
@@ -36,6 +38,7 @@ class Figure:
             if self.paper
             else None,
             tag("details", tag("summary", "Data"), self.data, class_="more") if self.data else None,
+            self.more,
             id=self.id,
             class_="figure",
             aria_labelledby=f"{self.id}-title",

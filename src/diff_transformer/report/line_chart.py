@@ -1,11 +1,11 @@
 """Lines over a number: thin for each seed, thick for the mean, with a reading under the pointer."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from diff_transformer.report.markup import Html
 from diff_transformer.report.numbers import mean, number, short
-from diff_transformer.report.scales import Scale, padded
+from diff_transformer.report.scales import Scale, padded, padded_log
 from diff_transformer.report.svg import WIDTH, box, chart, hit, mark, path, segment, text, x_axis, y_axis
 
 Point = tuple[float, float]
@@ -13,7 +13,8 @@ Point = tuple[float, float]
 
 @dataclass(frozen=True)
 class Line:
-    """``side`` gives colour and mark; ``style`` overrides the colour. ``read`` lines appear in the reading."""
+    """``side`` gives colour and mark; ``style`` overrides the colour. ``read`` lines appear in the reading. Points that
+    are not ``joined`` are marks alone."""
 
     name: str
     points: list[Point]
@@ -23,6 +24,7 @@ class Line:
     read: bool = False
     end_label: str = ""
     style: str | None = None
+    joined: bool = True
 
 
 def line_chart(
@@ -36,18 +38,23 @@ def line_chart(
     digits: int = 3,
     guides: Sequence[tuple[float, str]] = (),
     height: float = 260,
+    log_x: bool = False,
+    log_y: bool = False,
 ) -> Html:
-    """Draw the lines. ``guides`` are dashed levels with a name; values above or below ``y_range`` leave the frame."""
+    """Draw the lines. ``guides`` are dashed levels with a name; values above or below ``y_range`` leave the frame. On
+    an axis in logarithms only positive values are drawn."""
+    lines = [replace(line, points=[p for p in line.points if _shown(p, log_x, log_y)]) for line in lines]
     lines = [line for line in lines if line.points]
     values = [v for line in lines for _, v in line.points] + [v for v, _ in guides]
     steps = [s for line in lines for s, _ in line.points]
-    low, high = y_range or padded(values)
+    low, high = y_range or (padded_log(values) if log_y else padded(values))
     right = WIDTH - (58 if any(line.end_label for line in lines) else 14)
-    y = Scale(low, high, height - 46, 14)
-    x = Scale(min(steps), max(steps), 48, right)
+    y = Scale(low, high, height - 46, 14, log_y)
+    x = Scale(min(steps), max(steps), 48, right, log_x)
     y_ticks = y.ticks(5)
     places = tick_digits(y_ticks)
-    drawn: list[object] = [*y_axis(y, x.start, right, [(t, number(t, places)) for t in y_ticks])]
+    wide = log_y and max(y_ticks) >= 1000 * min(y_ticks)
+    drawn: list[object] = [*y_axis(y, x.start, right, [(t, short(t) if wide else number(t, places)) for t in y_ticks])]
     drawn += x_axis(x, y.start, x_ticks or [(t, short(t)) for t in x.ticks(5)], x_label)
     for level, name in guides:
         drawn.append(segment(x.start, y(level), right, y(level), "guide"))
@@ -59,10 +66,15 @@ def line_chart(
     return chart(label, height, *drawn)
 
 
+def _shown(point: Point, log_x: bool, log_y: bool) -> bool:
+    return (point[0] > 0 or not log_x) and (point[1] > 0 or not log_y)
+
+
 def _draw(line: Line, x: Scale, y: Scale) -> list[Html]:
     places = [(x(s), y(v)) for s, v in line.points]
-    drawn = [path(run, f"line {line.side} {'thin' if line.thin else 'thick'}", line.style) for run in inside(places, y)]
-    if line.marks:
+    names = f"line {line.side} {'thin' if line.thin else 'thick'}"
+    drawn = [path(run, names, line.style) for run in inside(places, y)] if line.joined else []
+    if line.marks or not line.joined:
         inner = [(px, py) for px, py in places if y.end <= py <= y.start]
         drawn += [mark(line.side, px, py, 2.4 if line.thin else 4, "faint" if line.thin else "") for px, py in inner]
     return drawn
@@ -103,7 +115,7 @@ def _readings(lines: list[Line], x: Scale, y: Scale, x_name: str, digits: int) -
     for i, step in enumerate(steps):
         left = x.start - 6 if i == 0 else (x(steps[i - 1]) + x(step)) / 2
         right = x.end + 6 if i == len(steps) - 1 else (x(step) + x(steps[i + 1])) / 2
-        said = [f"{x_name} {step:,.0f}"]
+        said = [f"{x_name} {short(step) if step >= 1e6 else f'{step:,.0f}'}"]
         shapes: list[object] = [
             box(left, y.end, right - left, y.start - y.end, "target"),
             segment(x(step), y.end, x(step), y.start, "cursor"),

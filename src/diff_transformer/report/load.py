@@ -55,3 +55,18 @@ def check_results(results: object, where: str = "the results given") -> dict:
             f"write one results.json for each"
         )
     return results
+
+
+def is_comparison(path: Path | str) -> bool:
+    """Whether the file, or the folder's results.json, is meant as a comparison and not as the result of an experiment.
+
+    What is neither counts as one, so that ``load_results`` says what is wrong with it.
+    """
+    path = Path(path)
+    if path.is_dir():
+        return (path / "results.json").exists() or not any(path.rglob("*.json"))
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return True
+    return not (isinstance(value, dict) and {"eval", "model", "metrics"} <= value.keys())

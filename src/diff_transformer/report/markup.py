@@ -47,11 +47,11 @@ def script_json(value: object) -> Html:
     return Html(text.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e"))
 
 
-def table(head: list[object], rows: list[list[object]], label: str, numeric: bool = True) -> Html:
+def table(head: list[object], rows: list[list[object]], label: str, numeric: bool = True, class_: str = "") -> Html:
     """A table that scrolls inside itself: the first column names the row, the others are numbers, or else text."""
     header = tag("thead", tag("tr", *(tag("th", h, scope="col") for h in head)))
     body = tag("tbody", *(tag("tr", tag("th", r[0], scope="row"), *(tag("td", c) for c in r[1:])) for r in rows))
-    kind = "data numeric" if numeric else "data"
+    kind = " ".join(["data", *(["numeric"] if numeric else []), *([class_] if class_ else [])])
     return tag(
         "div", tag("table", header, body, class_=kind), class_="scroll", tabindex="0", role="region", aria_label=label
     )

@@ -22,12 +22,17 @@ class Scale:
         return round(self.start + share * (self.end - self.start), 2)
 
     def ticks(self, count: int = 5) -> list[float]:
-        """Round values inside the axis: powers of ten on a log axis (2 and 5 too if few), else 1, 2, 2.5, 5 x 10^k."""
+        """Round values inside the axis: powers of ten on a log axis (2 and 5 too if few), else 1, 2, 2.5, 5 x 10^k.
+
+        A log axis too short for two of those has the linear ones.
+        """
         if self.log:
             first, last = math.floor(math.log10(self.low)), math.ceil(math.log10(self.high))
             steps = (1, 2, 5) if last - first <= 3 else (1,)
             every = [m * 10.0**e for e in range(first, last + 1) for m in steps]
-            return [t for t in every if self.low <= t * 1.0001 and t <= self.high * 1.0001]
+            inside = [t for t in every if self.low <= t * 1.0001 and t <= self.high * 1.0001]
+            if len(inside) > 1:
+                return inside
         step = tick_step(self.high - self.low, count)
         first = math.ceil(self.low / step - 1e-9)
         return [round(i * step, 10) for i in range(first, math.floor(self.high / step + 1e-9) + 1)]
@@ -49,3 +54,9 @@ def padded(values: list[float], share: float = 0.06, zero: bool = False) -> tupl
         low, high = min(low, 0.0), max(high, 0.0)
     room = (high - low) * share or abs(high) * 0.1 or 1.0
     return (low if zero and low == 0 else low - room), (high if zero and high == 0 else high + room)
+
+
+def padded_log(values: list[float], share: float = 0.06) -> tuple[float, float]:
+    """The range of positive values with a little room in the logarithm."""
+    low, high = padded([math.log(v) for v in values if v > 0] or [0.0], share)
+    return math.exp(low), math.exp(high)

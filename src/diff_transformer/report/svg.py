@@ -4,6 +4,17 @@ from diff_transformer.report.markup import Html, escape, tag
 from diff_transformer.report.scales import Scale
 
 WIDTH = 400
+DIAMOND = [(-1.3, 0), (0, -1.3), (1.3, 0), (0, 1.3)]
+SHAPES = {  # corners of a mark of size 1, for the models s2 to s6 of a page; s1 is the diamond
+    "s2": [(0, -1.25), (1.2, 0.95), (-1.2, 0.95)],
+    "s3": [(-1.2, -0.95), (1.2, -0.95), (0, 1.25)],
+    "s4": [(a * 1.15, b * 1.15) for a, b in (
+        (-0.35, -1), (0.35, -1), (0.35, -0.35), (1, -0.35), (1, 0.35), (0.35, 0.35), (0.35, 1), (-0.35, 1),
+        (-0.35, 0.35), (-1, 0.35), (-1, -0.35), (-0.35, -0.35),
+    )],
+    "s5": [(-0.6, -1), (0.6, -1), (1.15, 0), (0.6, 1), (-0.6, 1), (-1.15, 0)],
+    "s6": [(-1, -1), (1, -1), (0.3, 0), (1, 1), (-1, 1), (-0.3, 0)],
+}  # fmt: skip
 
 
 def chart(label: str, height: float, *parts: object, width: float = WIDTH, class_: str = "chart") -> Html:
@@ -42,15 +53,17 @@ def path(points: list[tuple[float, float]], class_: str, style: str | None = Non
 
 
 def mark(side: str, x: float, y: float, size: float, class_: str = "") -> Html:
-    """DIFF is a disc, the Transformer a square, anything else a diamond: told apart without colour."""
+    """DIFF is a disc, the Transformer a square, other models have shapes of their own, anything else is a diamond: told
+    apart without colour."""
     names = f"mark {side} {class_}".strip()
     if side == "diff":
         return tag("circle", cx=f"{x:g}", cy=f"{y:g}", r=f"{size * 1.1:g}", class_=names)
     if side == "softmax":
         half = size * 0.8
         return box(x - half, y - half, 2 * half, 2 * half, names)
-    reach = size * 1.3
-    return path([(x - reach, y), (x, y - reach), (x + reach, y), (x, y + reach), (x - reach, y)], names)
+    corners = SHAPES.get(side[:2], DIAMOND)
+    points = [(round(x + size * a, 2), round(y + size * b, 2)) for a, b in corners]
+    return path([*points, points[0]], names)
 
 
 def hit(tip: str, *shapes: object) -> Html:

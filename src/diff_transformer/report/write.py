@@ -1,13 +1,13 @@
 """Results -> one HTML file that needs nothing else: styles, scripts, drawings and data are inside."""
 
 import os
+from collections.abc import Callable
 from importlib.resources import files
 from pathlib import Path
 from string import Template
 
 from diff_transformer.report.caveats import caveats_section
 from diff_transformer.report.claims import bears_on, claim_links, claims_section
-from diff_transformer.report.figure import Figure
 from diff_transformer.report.figures import IN_ORDER
 from diff_transformer.report.load import ResultsError, check_results, load_results
 from diff_transformer.report.markup import Html, escape, join, tag
@@ -25,11 +25,23 @@ def write_report(results: dict | Path | str, path: Path | str, *, overwrite: boo
     A section whose data are absent is left out. Raises FileExistsError when ``path`` exists and ``overwrite`` is False,
     and ResultsError when ``results`` is not a comparison or its page would pass 3 MB.
     """
+    return save_page(
+        lambda: render_page(check_results(results) if isinstance(results, dict) else load_results(results)),
+        path,
+        overwrite=overwrite,
+    )
+
+
+def save_page(render: Callable[[], str], path: Path | str, *, overwrite: bool = False) -> Path:
+    """Write what ``render`` gives to ``path``, whole or not at all.
+
+    Raises FileExistsError, before rendering, when ``path`` exists and ``overwrite`` is False, and ResultsError for a
+    page above 3 MB.
+    """
     path = Path(path)
     if path.exists() and not overwrite:
         raise FileExistsError(f"{path} exists; give another path, or overwrite=True to replace it")
-    checked = check_results(results) if isinstance(results, dict) else load_results(results)
-    page = render_page(checked).encode("utf-8")
+    page = render().encode("utf-8")
     if len(page) > LIMIT:
         raise ResultsError(
             f"the page would have {len(page):,} bytes, above {LIMIT:,}; give fewer seeds or shorter rows"
@@ -49,22 +61,47 @@ def render_page(results: dict) -> str:
         return next((f.id for f in figures if bears_on(claim, f.source)), None)
 
     shown = [f.html(i, claim_links(results, f.source)) for i, f in enumerate(figures, 1)]
-    here = files("diff_transformer.report")
-    return Template((here / "template.html").read_text(encoding="utf-8")).substitute(
-        title=escape(results.get("title") or "DIFF and Transformer, compared"),
-        description=escape(sentence(results)),
-        style=(here / "page.css").read_text(encoding="utf-8"),
+    sections = [(f.id, f.title) for f in figures] + [("method", "How this was measured"), ("caveats", "Caveats")]
+    return fill_page(
+        title=results.get("title") or "DIFF and Transformer, compared",
+        description=sentence(results),
         first_screen=first_screen(results),
-        claims=claims_section(results, figure_of) or "",
-        contents=_contents(figures),
+        claims=claims_section(results, figure_of),
+        contents=contents(sections),
         figures=join(shown),
         method=method_section(results),
         caveats=caveats_section(results),
+    )
+
+
+def fill_page(
+    *,
+    title: object,
+    description: object,
+    first_screen: Html,
+    contents: Html,
+    figures: Html,
+    claims: Html | None = None,
+    method: Html | None = None,
+    caveats: Html | None = None,
+) -> str:
+    """The template with its parts, styles and scripts; title and description are text."""
+    here = files("diff_transformer.report")
+    return Template((here / "template.html").read_text(encoding="utf-8")).substitute(
+        title=escape(title),
+        description=escape(description),
+        style=(here / "page.css").read_text(encoding="utf-8"),
+        first_screen=first_screen,
+        claims=claims or "",
+        contents=contents,
+        figures=figures,
+        method=method or "",
+        caveats=caveats or "",
         script="\n".join((here / name).read_text(encoding="utf-8") for name in SCRIPTS),
     )
 
 
-def _contents(figures: list[Figure]) -> Html:
-    links = [(f.id, f.title) for f in figures] + [("method", "How this was measured"), ("caveats", "Caveats")]
-    items = [tag("li", tag("a", title, href=f"#{name}")) for name, title in links]
+def contents(sections: list[tuple[str, str]]) -> Html:
+    """Links to the sections, (id, title)."""
+    items = [tag("li", tag("a", title, href=f"#{name}")) for name, title in sections]
     return tag("nav", tag("ol", *items), class_="contents", aria_label="Sections")

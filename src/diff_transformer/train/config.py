@@ -35,7 +35,8 @@ class DataConfig:
     a folder or hub name. ``length``: tokens a row. ``mixture``: shares of the rows of a batch, by source.
     ``loss``: "tokens" is the mean over all labelled tokens; "sources" is the mean over each source's tokens, weighted
     by the source's share, so that the few answers of a retrieval task are not drowned by prose. Needle documents are
-    then scored on their answers alone."""
+    then scored on their answers alone. ``documents``: "joined" lets a token attend to whatever comes before it in its
+    row; "separate" only to its own document (packed attention, positions from 0 in each)."""
 
     corpus: str = "python"
     max_bytes: int | None = None
@@ -43,6 +44,7 @@ class DataConfig:
     length: int = 128
     mixture: dict[str, float] = field(default_factory=lambda: {"text": 1.0})
     loss: str = "tokens"
+    documents: str = "joined"
     needles: NeedleConfig = field(default_factory=NeedleConfig)
     recall: RecallConfig = field(default_factory=RecallConfig)
     seed: int = 0
@@ -85,7 +87,9 @@ class EvaluationConfig:
     """What ``compare`` measures. ``needles``: cells (N, R) of Table 2; ``samples``: prompts a cell and depth;
     ``allocation_needles``, ``allocation_samples``: the same for Table 3; ``loss_rows``: held-out rows for the loss and
     its slices; ``ngram``, ``frequent_share``: an n-gram that makes up more of the training text is no AR-Hit;
-    ``outlier_rows``: held-out rows for Table 5; ``throughput_repeats``: timed repeats of each side."""
+    ``outlier_rows``: held-out rows for Table 5; ``throughput_repeats``: timed repeats of each side. ``more``: further
+    experiments by name, each with the settings in which it differs from ``diff-transformer eval NAME --quick`` (corpus,
+    length and seed are those of the run)."""
 
     needles: tuple[tuple[int, int], ...] = ((1, 1), (2, 1), (4, 1), (4, 2))
     samples: int = 40
@@ -96,6 +100,7 @@ class EvaluationConfig:
     frequent_share: float = 6e-5
     outlier_rows: int = 64
     throughput_repeats: int = 7
+    more: dict[str, dict[str, Any]] = field(default_factory=dict)
     seed: int = 0
 
 
@@ -134,6 +139,8 @@ class RunConfig:
         require_positive(**positive)
         if self.data.loss not in ("tokens", "sources"):
             raise ValueError(f"data.loss is {self.data.loss!r}; accepted: 'tokens', 'sources'")
+        if self.data.documents not in ("joined", "separate"):
+            raise ValueError(f"data.documents is {self.data.documents!r}; accepted: 'joined', 'separate'")
         for name in ("weight_decay", "warmup_steps", "grad_clip", "final_lr_ratio"):
             if getattr(self.optim, name) < 0:
                 raise ValueError(f"optim.{name} is {getattr(self.optim, name)}; it must not be negative")
@@ -178,7 +185,7 @@ def override(config: RunConfig, assignments: list[str]) -> RunConfig:
             if not isinstance(place.get(parent), dict):
                 raise ValueError(unknown_key(path, values, depth))
             place = place[parent]
-        open_ended = parents == ["model"] or parents == ["data", "mixture"]
+        open_ended = parents in (["model"], ["data", "mixture"]) or parents[:2] == ["evaluation", "more"]
         if key not in place and not open_ended:
             raise ValueError(unknown_key(path, values, len(parents)))
         if parents == ["model"] and key not in place:

@@ -18,7 +18,15 @@ from torch import Tensor
 
 from diff_transformer.train.checkpoint import latest_checkpoint, open_run_folder, save_checkpoint
 from diff_transformer.train.config import RunConfig
-from diff_transformer.train.materials import Materials, build_model, load_materials, loss_weights, mixture_shares
+from diff_transformer.train.materials import (
+    Materials,
+    build_model,
+    load_materials,
+    loss_weights,
+    mixture_shares,
+    model_inputs,
+    without_first_tokens,
+)
 from diff_transformer.train.metrics import MetricsLog
 from diff_transformer.train.optim import learning_rate, make_optimizer
 
@@ -40,8 +48,17 @@ class Trained:
 Progress = Callable[[int, dict], None]  # called with the number of finished steps and the newest metrics
 
 
-def train(config: RunConfig, folder: Path | str, *, resume: bool = False, progress: Progress | None = None) -> Trained:
+def train(
+    config: RunConfig,
+    folder: Path | str,
+    *,
+    resume: bool = False,
+    progress: Progress | None = None,
+    materials: Materials | None = None,
+) -> Trained:
     """Train the model of ``config`` in ``folder``; save metrics, checkpoints and, at the end, ``folder/model``.
+
+    ``materials`` are what ``load_materials(config)`` gives, where the caller has them already.
 
     A resumed run continues bit-identically on CPU: the data order is a function of the step, and the checkpoint
     holds model, optimizer and random state.
@@ -55,7 +72,7 @@ def train(config: RunConfig, folder: Path | str, *, resume: bool = False, progre
     config.validate()
     if config.train.threads:
         torch.set_num_threads(config.train.threads)
-    materials = load_materials(config)
+    materials = materials or load_materials(config)
     open_run_folder(folder, config, resume=resume)
     fabric = Fabric(accelerator="auto", devices=1, precision=config.train.precision)  # ty: ignore[invalid-argument-type]
     fabric.seed_everything(config.train.seed, verbose=False)
@@ -94,12 +111,13 @@ def _run(fabric, model, optimizer, state, config, materials: Materials, folder, 
             last_saved = step
 
     if state["step"] == 0:
-        log.write(0, {"validation_loss": validation_loss(fabric, model, materials), **_lambda_entry(lambdas())})
+        start = validation_loss(fabric, model, materials, config.data.documents)
+        log.write(0, {"validation_loss": start, **_lambda_entry(lambdas())})
     clock, tokens = time.perf_counter(), 0
     with _stop_requests() as stop_requested:
         for step in range(state["step"], settings.steps):
             rate = learning_rate(step, settings.steps, config.optim)
-            loss, norm = _step(fabric, model, optimizer, materials.mixture.batch(step), rate, config)
+            loss, norm = _step(fabric, model, optimizer, materials, step, rate, config)
             if not (torch.isfinite(loss) and torch.isfinite(norm)):
                 raise FloatingPointError(
                     f"step {step + 1}: loss {loss.item()}, gradient norm {norm.item()}; the last checkpoint "
@@ -112,7 +130,7 @@ def _run(fabric, model, optimizer, state, config, materials: Materials, folder, 
                 values = {"loss": loss.item(), "lr": rate, "grad_norm": norm.item(), **_lambda_entry(lambdas())}
                 values["tokens_per_second"] = tokens / elapsed
             if done % settings.validate_every == 0 or done == settings.steps:
-                values["validation_loss"] = validation_loss(fabric, model, materials)
+                values["validation_loss"] = validation_loss(fabric, model, materials, config.data.documents)
             if values:
                 log.write(done, values)
             if "loss" in values or "validation_loss" in values:
@@ -125,8 +143,11 @@ def _run(fabric, model, optimizer, state, config, materials: Materials, folder, 
                 raise Interrupted(f"stopped after step {done}, state saved in {folder}; continue with --resume")
 
 
-def _step(fabric, model, optimizer, batch, rate: float, config: RunConfig) -> tuple[Tensor, Tensor]:
+def _step(fabric, model, optimizer, materials, step: int, rate: float, config: RunConfig) -> tuple[Tensor, Tensor]:
     model.train()
+    batch, documents, end = materials.mixture.batch(step), config.data.documents, materials.tokenizer.eos_token_id
+    if documents == "separate":
+        batch["labels"] = without_first_tokens(batch["labels"], batch["input_ids"], end)
     for group in optimizer.param_groups:
         group["lr"] = rate
     pieces = config.train.accumulate
@@ -136,7 +157,7 @@ def _step(fabric, model, optimizer, batch, rate: float, config: RunConfig) -> tu
     for i, part in enumerate(zip(*parts, strict=True)):
         with fabric.no_backward_sync(model, enabled=i < pieces - 1):
             x, y, weight = fabric.to_device(part)
-            logits = model(input_ids=x, use_cache=False).logits[:, :-1].float()
+            logits = model(**model_inputs(x, documents, end), use_cache=False).logits[:, :-1].float()
             losses = F.cross_entropy(logits.flatten(0, 1), y[:, 1:].flatten(), reduction="none")
             loss = (losses * weight.flatten()).sum()
             fabric.backward(loss)
@@ -149,14 +170,19 @@ def _step(fabric, model, optimizer, batch, rate: float, config: RunConfig) -> tu
 
 
 @torch.no_grad()
-def validation_loss(fabric, model, materials: Materials) -> float:
+def validation_loss(fabric, model, materials: Materials, documents: str = "joined") -> float:
     """Mean negative log-likelihood, nats a token, on the held-out rows of the corpus."""
     model.eval()
-    total, count = 0.0, 0
+    total, count, end = 0.0, 0, materials.tokenizer.eos_token_id
     for rows in materials.validation.split(16):
         rows = fabric.to_device(rows)
-        loss = model(input_ids=rows, labels=rows, use_cache=False).loss
-        weight = rows.shape[0] * (rows.shape[1] - 1)
+        labels = rows
+        if documents == "separate":
+            labels = fabric.to_device(
+                torch.from_numpy(without_first_tokens(rows.cpu().numpy(), rows.cpu().numpy(), end))
+            )
+        loss = model(**model_inputs(rows, documents, end), labels=labels, use_cache=False).loss
+        weight = int((labels[:, 1:] != -100).sum())
         total, count = total + loss.item() * weight, count + weight
     return total / count
 

@@ -99,6 +99,23 @@ def loss_weights(batch: Batch, shares: dict[str, float], loss: str) -> np.ndarra
     return weights
 
 
+def model_inputs(ids: Tensor, documents: str, end: int) -> dict:
+    """What the model is called with for rows ``ids [B, T]``, by ``data.documents`` of the configuration."""
+    if documents == "joined":
+        return {"input_ids": ids}
+    from diff_transformer.model.documents import split_documents
+
+    split = split_documents(ids, end)
+    return {"input_ids": ids, "cu_seq_lens_q": split.cu_seqlens, "max_length_q": split.longest}
+
+
+def without_first_tokens(labels: np.ndarray, ids: np.ndarray, end: int) -> np.ndarray:
+    """Labels [B, T] with -100 for the first token of each document, which nothing of its own document predicts."""
+    labels = labels.copy()
+    labels[:, 1:][ids[:, :-1] == end] = -100
+    return labels
+
+
 def spread_rows(packed: PackedCorpus, count: int) -> Tensor:
     """``count`` windows spread evenly over a corpus, int64 [count, length]."""
     indices = [packed.num_windows * i // count for i in range(count)]

@@ -1,14 +1,39 @@
 """The figures of the page, in order. Each module turns the results into one Figure, or None without its data."""
 
 from diff_transformer.report.figures import (
+    ablation,
     allocation,
     explorer,
+    gradient_flow,
+    hallucination,
+    harness,
     lambdas,
+    long_nll,
     loss_slices,
     losses,
+    many_shot,
     needles,
     outliers,
+    quantization,
+    scaling,
     throughput,
 )
 
-IN_ORDER = (losses, lambdas, needles, allocation, explorer, outliers, loss_slices, throughput)
+IN_ORDER = (
+    losses,
+    scaling,
+    lambdas,
+    long_nll,
+    needles,
+    allocation,
+    explorer,
+    many_shot,
+    outliers,
+    quantization,
+    loss_slices,
+    ablation,
+    harness,
+    hallucination,
+    gradient_flow,
+    throughput,
+)

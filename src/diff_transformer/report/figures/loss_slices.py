@@ -1,58 +1,57 @@
 """Validation loss on tokens that repeat an n-gram of the context, and on the others."""
 
 from diff_transformer.report.category_chart import category_chart
-from diff_transformer.report.figure import Figure, key, legend, panels
-from diff_transformer.report.findings import Finding, versus
+from diff_transformer.report.figure import Figure, key, panels
+from diff_transformer.report.findings import Finding
 from diff_transformer.report.markup import Html, table
 from diff_transformer.report.numbers import mean, number
-from diff_transformer.report.pair import NAMES, SIDES, Measured, measured
+from diff_transformer.report.series import Series, compared, legend_of, models_in, names_of, pair_in
 from diff_transformer.report.svg import panel
 
 SLICES = {"validation": "all tokens", "ar_hit": "AR-Hit", "others": "others"}
 
 
 def build(results: dict) -> Figure | None:
-    """Loss by slice, and the difference between the models, which is small beside the loss."""
-    losses = measured(results, "loss")
-    present = [k for k in SLICES if losses and k in losses.names()]
-    if losses is None or not present:
+    """Loss by slice, and for a pair the difference, which is small beside the loss."""
+    models = models_in(results, "associative_recall")
+    present = [name for name in SLICES if any(model.seeds(name) for model in models)]
+    if not present:
         return None
-    names = [SLICES[k] for k in present]
-    by_side = {s: [losses.seeds(s, k) for k in present] for s in SIDES if s in losses.by_side}
-    shown = [
-        panel(
-            "Validation loss, nats per token",
-            category_chart(
-                "Validation loss by slice",
-                names,
-                by_side,
-                x_label="slice of the tokens",
-                bars=True,
-            ),
-        )
-    ]
-    gaps = [_gaps(losses, k) for k in present]
+    names = [SLICES[name] for name in present]
+    chart = category_chart(
+        "Validation loss by slice",
+        names,
+        {model.side: [model.seeds(name) for name in present] for model in models},
+        x_label="slice of the tokens",
+        bars=True,
+        names=names_of(models),
+    )
+    shown, extra = [panel("Validation loss, nats per token", chart)], []
+    pair = pair_in(models)
+    gaps = [_gaps(*pair, name) for name in present] if pair else []
     if any(gaps):
         shown.append(panel("DIFF − Transformer, nats per token: below 0, DIFF is better", _difference(names, gaps)))
+        extra.append(key("difference", "difference, mean and seeds"))
     return Figure(
         id="slices",
         title="Loss on repeated and on new text",
         source=("Table 6",),
         read="AR-Hit tokens end an n-gram already seen in the same context, so they can be recalled; others must be "
-        "predicted. The second panel shows each seed's difference, which is small beside the loss.",
-        body=panels(*shown) + legend(key("difference", "difference, mean and seeds")),
-        findings=[versus(SLICES[k][0].upper() + SLICES[k][1:], losses.seeds("diff", k),
-                         losses.seeds("softmax", k), "lower") for k in present] + [_share(losses)],
+        "predicted."
+        + (" The second panel shows each seed's difference, which is small beside the loss." if pair else ""),
+        body=panels(*shown) + legend_of(models, *extra),
+        findings=[compared(SLICES[n][0].upper() + SLICES[n][1:], models, n, "lower") for n in present]
+        + [_share(models)],
         paper="at 1.4 B †, all tokens, AR-Hit, others: Transformer 3.087 .898 3.272, DIFF 3.062 .880 3.247.",
-        data=_data(losses),
-    )  # fmt: skip
+        data=_data(models),
+    )
 
 
-def _gaps(losses: Measured, name: str) -> dict[int, float]:
+def _gaps(diff: Series, soft: Series, name: str) -> dict[int, float]:
     """DIFF minus Transformer for every seed that both have; without one, the difference of the means."""
-    diff, soft = losses.seeds("diff", name), losses.seeds("softmax", name)
-    paired = {s: diff[s] - soft[s] for s in diff if s in soft}
-    a, b = mean(diff), mean(soft)
+    ours, theirs = diff.seeds(name), soft.seeds(name)
+    paired = {seed: ours[seed] - theirs[seed] for seed in ours if seed in theirs}
+    a, b = mean(ours), mean(theirs)
     return paired or ({} if a is None or b is None else {0: a - b})
 
 
@@ -70,18 +69,18 @@ def _difference(names: list[str], gaps: list[dict[int, float]]) -> Html:
     )
 
 
-def _share(losses: Measured) -> Finding | None:
-    share = mean([v for side in SIDES for v in losses.seeds(side, "ar_hit_share").values()])
+def _share(models: list[Series]) -> Finding | None:
+    share = mean([v for model in models for v in model.seeds("ar_hit_share").values()])
     return (
         None if share is None else Finding("note", f"AR-Hit tokens are {100 * share:.1f} % of the validation tokens.")
     )
 
 
-def _data(losses: Measured) -> Html:
+def _data(models: list[Series]) -> Html:
     columns = {**SLICES, "perplexity": "perplexity", "ar_hit_share": "AR-Hit share"}
     rows: list[list[object]] = [
-        [f"{NAMES[side]}, seed {seed}", *(number(metrics.get(k), 4) for k in columns)]
-        for side in SIDES
-        for seed, metrics in losses.by_side.get(side, {}).items()
+        [f"{model.label}, seed {seed}", *(number(metrics.get(name), 4) for name in columns)]
+        for model in models
+        for seed, metrics in model.metrics.items()
     ]
     return table(["nats per token", *columns.values()], rows, "Loss by slice and seed")

@@ -1,33 +1,33 @@
-"""Multi-needle retrieval: accuracy by number of needles and by depth."""
+"""Multi-needle retrieval: accuracy by number of needles, by depth, and by length."""
 
 import re
 
 from diff_transformer.report.category_chart import category_chart
-from diff_transformer.report.figure import Figure, key, legend, panels
-from diff_transformer.report.findings import Finding, versus
+from diff_transformer.report.figure import Figure, key, panels
+from diff_transformer.report.findings import Finding
 from diff_transformer.report.heat_map import heat_map
 from diff_transformer.report.line_chart import Line, averaged, line_chart
 from diff_transformer.report.markup import Html, table
-from diff_transformer.report.numbers import mean, number
-from diff_transformer.report.pair import NAMES, SIDES, Measured, dicts, measured, side_of
+from diff_transformer.report.numbers import mean, number, short
+from diff_transformer.report.series import Series, compared, legend_of, models_in, names_of
 from diff_transformer.report.svg import panel
 
-CELL = re.compile(r"n(\d+)_r(\d+)(?:_depth(\d+))?")
+CELL = re.compile(r"n(\d+)_r(\d+)(?:_len(\d+))?(?:_depth(\d+))?")
 Grid = tuple[int, int]  # needles in the context, needles asked for
 
 
 def build(results: dict) -> Figure | None:
-    """Bars by (N, R), and one heat map a model: depth by (N, R)."""
-    needles = measured(results, "needle")
-    if needles is None:
-        return None
-    found = [m.groups() for m in map(CELL.fullmatch, needles.names()) if m]
-    grids = sorted({(int(n), int(r)) for n, r, _ in found})
-    depths = sorted({int(d) for _, _, d in found if d})
+    """Bars by (N, R), one heat map a model of depth by (N, R), and one for each (N, R) of depth by length."""
+    models = models_in(results, "needle")
+    found = [m.groups() for m in map(CELL.fullmatch, (name for one in models for name in one.names())) if m]
+    grids = sorted({(int(n), int(r)) for n, r, _, _ in found})
+    lengths = sorted({int(length) for _, _, length, _ in found if length})
+    depths = sorted({int(d) for _, _, _, d in found if d})
     if not grids:
         return None
-    chance = mean([v for side in SIDES for v in needles.seeds(side, "chance").values()])
-    maps = [_map(needles, side, grids, depths) for side in SIDES if depths and side in needles.by_side]
+    chance = mean([v for one in models for v in one.seeds("chance").values()])
+    maps = [_map(one, grids, depths) for one in models] if depths else []
+    by_length = [_length_map(one, grid, lengths, depths) for grid in grids for one in models] if lengths else []
     return Figure(
         id="needles",
         title="Multi-needle retrieval",
@@ -35,59 +35,60 @@ def build(results: dict) -> Figure | None:
         read="Each document hides N needles (a city and its number) and asks for R of them. Accuracy is the share "
         "of the R numbers given exactly; depth is where in the document the needle asked for stands: 0 % is the start.",
         body=panels(
-            panel("Accuracy, mean over depths", _bars(needles, grids, chance)),
-            panel("Accuracy by depth, mean over (N, R)", _by_depth(needles, grids, depths))
-            if len(depths) > 1
-            else None,
+            panel("Accuracy, mean over depths", _bars(models, grids, chance)),
+            panel("Accuracy by depth, mean over (N, R)", _by_depth(models, grids, depths)) if len(depths) > 1 else None,
         )
-        + (legend() if chance is None else legend(key("dashed", f"chance, {number(chance)}")))
-        + (panels(*maps) if maps else ""),
-        findings=_findings(needles, grids, chance),
+        + (legend_of(models) if chance is None else legend_of(models, key("dashed", f"chance, {number(chance)}")))
+        + (panels(*maps) if maps else "")
+        + (panels(*by_length) if by_length else ""),
+        findings=_findings(models, grids, chance),
         paper="at 3 B and 4 K tokens, (N,R) = (1,1) (2,2) (4,2) (6,2): Transformer 1.00 .85 .62 .55, "
-        "DIFF 1.00 .92 .84 .85 †.",
-        data=_data(results, needles, grids, depths),
+        "DIFF 1.00 .92 .84 .85 †; from 8 K to 64 K with (8,1), DIFF ahead by .76 at 25 % depth in 64 K.",
+        data=_data(models, grids, lengths, depths),
     )
 
 
-def cell(grid: Grid, depth: int | None = None) -> str:
+def cell(grid: Grid, depth: int | None = None, length: int | None = None) -> str:
     """The metric of a cell, as the needle eval names it."""
-    return f"n{grid[0]}_r{grid[1]}" + ("" if depth is None else f"_depth{depth}")
+    at = "" if length is None else f"_len{length}"
+    return f"n{grid[0]}_r{grid[1]}{at}" + ("" if depth is None else f"_depth{depth}")
 
 
-def _accuracy(needles: Measured, side: str, grid: Grid) -> dict[int, float]:
+def _accuracy(model: Series, grid: Grid) -> dict[int, float]:
     """By seed: the metric over all depths, or the mean of the depths there are."""
-    whole = needles.seeds(side, cell(grid))
+    whole = model.seeds(cell(grid))
     if whole:
         return whole
     parts = {
-        s: [v for k, v in m.items() if k.startswith(f"{cell(grid)}_depth")] for s, m in needles.by_side[side].items()
+        seed: [v for k, v in metrics.items() if k.startswith(f"{cell(grid)}_depth")]
+        for seed, metrics in model.metrics.items()
     }
     return {seed: sum(values) / len(values) for seed, values in parts.items() if values}
 
 
-def _bars(needles: Measured, grids: list[Grid], chance: float | None) -> Html:
-    values = {s: [_accuracy(needles, s, g) for g in grids] for s in SIDES if s in needles.by_side}
+def _bars(models: list[Series], grids: list[Grid], chance: float | None) -> Html:
     return category_chart(
-        "Needle accuracy of DIFF and Transformer by number of needles",
+        "Needle accuracy by number of needles",
         [f"{n}, {r}" for n, r in grids],
-        values,
+        {one.side: [_accuracy(one, g) for g in grids] for one in models},
         x_label="needles in the document, needles asked for (N, R)",
         bars=True,
         y_range=(0.0, 1.05),
         guides=[] if chance is None else [(chance, "")],
+        names=names_of(models),
     )
 
 
-def _by_depth(needles: Measured, grids: list[Grid], depths: list[int]) -> Html:
+def _by_depth(models: list[Series], grids: list[Grid], depths: list[int]) -> Html:
     lines = []
-    for side in (s for s in SIDES if s in needles.by_side):
+    for one in models:
         runs = [
             [(float(d), v) for d in depths if (v := mean([m[k] for g in grids if (k := cell(g, d)) in m])) is not None]
-            for m in needles.by_side[side].values()
+            for m in one.metrics.values()
         ]
         if len(runs) > 1:
-            lines += [Line("", run, side, thin=True) for run in runs]
-        lines.append(Line(NAMES[side], averaged(runs), side, marks=True, read=True))
+            lines += [Line("", run, one.side, thin=True) for run in runs]
+        lines.append(Line(one.label, averaged(runs), one.side, marks=True, read=True))
     return line_chart(
         "Needle accuracy by depth",
         lines,
@@ -98,51 +99,68 @@ def _by_depth(needles: Measured, grids: list[Grid], depths: list[int]) -> Html:
     )
 
 
-def _map(needles: Measured, side: str, grids: list[Grid], depths: list[int]) -> Html:
-    def value(row: int, column: int) -> float | None:
-        return needles.mean(side, cell(grids[column], depths[row]))
+def _map(model: Series, grids: list[Grid], depths: list[int]) -> Html:
+    columns = [(f"{n}, {r}", f"N = {n}, R = {r}", (n, r), None) for n, r in grids]
+    label = f"Needle accuracy of {model.label}, depth by number of needles"
+    return panel(f"{model.label}: accuracy by depth", _grid(model, label, columns, depths, "(N, R)"))
+
+
+def _length_map(model: Series, grid: Grid, lengths: list[int], depths: list[int]) -> Html:
+    n, r = grid
+    columns = [(short(length).replace(" ", ""), f"{length:,} tokens", grid, length) for length in lengths]
+    label = f"Needle accuracy of {model.label}, N = {n}, R = {r}, depth by length"
+    title = f"{model.label}: N = {n}, R = {r}, by length and depth"
+    return panel(title, _grid(model, label, columns, depths, "tokens"))
+
+
+def _grid(model: Series, label: str, columns: list[tuple], depths: list[int], x_label: str) -> Html:
+    """A heat map of depth by ``columns`` (name, words, (N, R), length); its last row is the mean over depths."""
+    rows = [*depths, None] if len(depths) > 1 else depths
+
+    def values(row: int, column: int) -> dict[int, float]:
+        _, _, grid, length = columns[column]
+        return model.seeds(cell(grid, rows[row], length))
 
     def tip(row: int, column: int) -> str:
-        (n, r), depth = grids[column], depths[row]
-        seeds = needles.seeds(side, cell(grids[column], depth))
-        each = "\n".join(f"seed {s}: {number(v)}" for s, v in seeds.items())
-        return f"{NAMES[side]}, N = {n}, R = {r}, depth {depth} %\n{each}"
+        depth = "mean over depths" if rows[row] is None else f"depth {rows[row]} %"
+        each = "\n".join(f"seed {s}: {number(v)}" for s, v in values(row, column).items())
+        return f"{model.label}, {columns[column][1]}, {depth}\n{each}"
 
-    drawing = heat_map(
-        f"Needle accuracy of {NAMES[side]}, depth by number of needles",
-        [f"{d} %" for d in depths],
-        [f"{n}, {r}" for n, r in grids],
-        value,
+    return heat_map(
+        label,
+        ["mean" if d is None else f"{d} %" for d in rows],
+        [name for name, *_ in columns],
+        lambda row, column: mean(values(row, column)),
         tip,
-        x_label="(N, R)",
+        x_label=x_label,
         y_label="depth",
     )
-    return panel(f"{NAMES[side]}: accuracy by depth", drawing)
 
 
-def _findings(needles: Measured, grids: list[Grid], chance: float | None) -> list[Finding | None]:
+def _findings(models: list[Series], grids: list[Grid], chance: float | None) -> list[Finding | None]:
     said: list[Finding | None] = []
     for n, r in grids:
-        sides = [_accuracy(needles, s, (n, r)) if s in needles.by_side else {} for s in SIDES]
-        said.append(versus(f"N = {n}, R = {r}", sides[0], sides[1], "higher"))
-        best = max((mean(side) or 0.0 for side in sides), default=0.0)
+        values = [_accuracy(one, (n, r)) for one in models]
+        said.append(compared(f"N = {n}, R = {r}", models, values, "higher"))
+        best = max((mean(found) or 0.0 for found in values), default=0.0)
         if chance is not None and best < 2 * chance:
-            said.append(Finding("note", f"N = {n}, R = {r}: neither model is clear of chance ({number(chance)})."))
+            who = "no model" if len(models) > 2 else "neither model" if len(models) == 2 else models[0].label
+            verb = "is not" if len(models) == 1 else "is"
+            said.append(Finding("note", f"N = {n}, R = {r}: {who} {verb} clear of chance ({number(chance)})."))
     return said
 
 
-def _data(results: dict, needles: Measured, grids: list[Grid], depths: list[int]) -> Html:
-    runs = [(side, seed) for side in SIDES for seed in needles.by_side.get(side, {})]
+def _data(models: list[Series], grids: list[Grid], lengths: list[int], depths: list[int]) -> Html:
+    runs = [(one, seed) for one in models for seed in one.metrics]
     keys = [(f"N = {n}, R = {r}, all depths", cell((n, r))) for n, r in grids]
     keys += [(f"N = {n}, R = {r}, depth {d} %", cell((n, r), d)) for n, r in grids for d in depths]
-    rows: list[list[object]] = [[name, *(number(needles.by_side[s][e].get(k)) for s, e in runs)] for name, k in keys]
-    cells = table(["accuracy", *(f"{NAMES[s]}, seed {e}" for s, e in runs)], rows, "Needle accuracy")
-    examples = [
-        _example(NAMES[side_of(entry)], row)
-        for entry in dicts(results.get("evals"))
-        if entry.get("eval") == "needle"
-        for row in dicts(entry.get("rows"))[:3]
-    ]
+    for n, r in grids:
+        for length in lengths:
+            keys.append((f"N = {n}, R = {r}, {length:,} tokens, all depths", cell((n, r), None, length)))
+            keys += [(f"N = {n}, R = {r}, {length:,} tokens, depth {d} %", cell((n, r), d, length)) for d in depths]
+    rows: list[list[object]] = [[name, *(number(one.metrics[s].get(k)) for one, s in runs)] for name, k in keys]
+    cells = table(["accuracy", *(f"{one.label}, seed {s}" for one, s in runs)], rows, "Needle accuracy")
+    examples = [_example(one.label, row) for one in models for row in one.rows()[:3]]
     head: list[object] = ["model", "N, R", "depth", "expected", "got", "end of the prompt"]
     return Html(cells + (table(head, examples, "Needle examples", numeric=False) if examples else ""))
 

@@ -1,79 +1,109 @@
 """The largest attention logits and hidden activations."""
 
+import re
+
 from diff_transformer.report.category_chart import category_chart
-from diff_transformer.report.figure import Figure, legend, panels
-from diff_transformer.report.findings import Finding, versus
+from diff_transformer.report.figure import Figure, panels
+from diff_transformer.report.findings import Finding
+from diff_transformer.report.line_chart import Line, line_chart
 from diff_transformer.report.markup import Html, table
-from diff_transformer.report.numbers import number
-from diff_transformer.report.pair import NAMES, SIDES, Measured, measured
+from diff_transformer.report.numbers import mean, number
+from diff_transformer.report.series import Series, compared, legend_of, models_in, names_of
 from diff_transformer.report.svg import panel
 
 RANKS = {"top1": "top 1", "top2": "top 2", "top3": "top 3", "top10": "top 10", "top100": "top 100", "median": "median"}
 KINDS = {"logits": "Attention logits before softmax", "hidden": "Hidden states after a layer"}
+MAPS = {"logits_first": "logits of map 1", "logits_second": "logits of map 2"}
+LAYER = re.compile(r"(logits|hidden)_layer(\d+)_top1")
 
 
 def build(results: dict) -> Figure | None:
-    """Largest magnitudes as a table and on a logarithmic axis."""
-    sizes = measured(results, "outliers")
-    if sizes is None:
-        return None
-    kinds = [k for k in KINDS if any(f"{k}_{rank}" in sizes.names() for rank in RANKS)]
+    """Largest magnitudes as a table and on a logarithmic axis, and the largest of each layer."""
+    models = models_in(results, "outliers")
+    names = {name for one in models for name in one.names()}
+    kinds = [kind for kind in KINDS if any(f"{kind}_{rank}" in names for rank in RANKS)]
     if not kinds:
         return None
-    shown = [panel(f"{KINDS[kind]}, magnitude (log axis)", _chart(sizes, kind)) for kind in kinds]
+    layers = sorted({int(m[2]) for m in map(LAYER.fullmatch, names) if m})
+    shown = [panel(f"{KINDS[kind]}, magnitude (log axis)", _chart(models, kind)) for kind in kinds]
+    deep = kinds if len(layers) > 1 else []
+    by_layer = [panel(f"{KINDS[kind]}: largest of each layer", _by_layer(models, kind, layers)) for kind in deep]
     return Figure(
         id="outliers",
         title="Largest activations",
         source=("Table 5",),
         read="The k-th largest magnitude over all positions measured, and the median. Far fewer large values beside a "
         "like median would make a model easier to quantise; the axis is logarithmic.",
-        body=panels(*shown) + legend() + _table(sizes, kinds),
-        findings=[f for kind in kinds for f in _findings(sizes, kind)],
+        body=panels(*shown) + (panels(*by_layer) if by_layer else "") + legend_of(models) + _table(models, kinds),
+        findings=[f for kind in kinds for f in _findings(models, kind)],
         paper="top 1 and median at 3 B †: logits 318 and 5.4 in the Transformer, 38.8 and 3.3 in DIFF; "
         "hidden states 3609 and 0.6, 1688 and 1.2.",
-        data=_seeds(sizes, kinds),
+        data=_seeds(models, kinds),
     )
 
 
-def _chart(sizes: Measured, kind: str) -> Html:
-    values = {s: [sizes.seeds(s, f"{kind}_{rank}") for rank in RANKS] for s in SIDES if s in sizes.by_side}
+def _chart(models: list[Series], kind: str) -> Html:
     return category_chart(
-        f"{KINDS[kind]}: largest magnitudes of DIFF and Transformer",
+        f"{KINDS[kind]}: largest magnitudes",
         list(RANKS.values()),
-        values,
+        {one.side: [one.seeds(f"{kind}_{rank}") for rank in RANKS] for one in models},
         x_label="rank of the magnitude",
         log=True,
         digits=None,
+        names=names_of(models),
     )
 
 
-def _findings(sizes: Measured, kind: str) -> list[Finding | None]:
+def _by_layer(models: list[Series], kind: str, layers: list[int]) -> Html:
+    lines = []
+    for one in models:
+        values = [(float(i + 1), mean(one.seeds(f"{kind}_layer{i}_top1"))) for i in layers]
+        points = [(at, value) for at, value in values if value is not None]
+        lines.append(Line(one.label, points, one.side, marks=True, read=True))
+    every = max(1, -(-len(layers) // 10))
+    return line_chart(
+        f"{KINDS[kind]}: largest magnitude by layer",
+        lines,
+        x_label="layer",
+        x_name="layer",
+        x_ticks=[(float(i + 1), str(i + 1)) for i in layers[::every]],
+    )
+
+
+def _findings(models: list[Series], kind: str) -> list[Finding | None]:
     """The largest magnitude by itself, and as a multiple of the median, which is what outlier means."""
     name = "Logits" if kind == "logits" else "Hidden states"
-    top = [sizes.seeds(side, f"{kind}_top1") for side in SIDES]
-    median = [sizes.seeds(side, f"{kind}_median") for side in SIDES]
-    ratio = [{s: v / m[s] for s, v in t.items() if m.get(s)} for t, m in zip(top, median, strict=True)]
+    ratios = []
+    for one in models:
+        median = one.seeds(f"{kind}_median")
+        ratios.append({s: v / median[s] for s, v in one.seeds(f"{kind}_top1").items() if median.get(s)})
     return [
-        versus(f"{name}, top 1", top[0], top[1], "lower", digits=None),
-        versus(f"{name}, top 1 over median", ratio[0], ratio[1], "lower", digits=1),
+        compared(f"{name}, top 1", models, f"{kind}_top1", "lower", digits=None),
+        compared(f"{name}, top 1 over median", models, ratios, "lower", digits=1),
     ]
 
 
-def _table(sizes: Measured, kinds: list[str]) -> Html:
+def _table(models: list[Series], kinds: list[str]) -> Html:
     rows: list[list[object]] = [
-        [f"{NAMES[side]}, {kind}", *(number(sizes.mean(side, f"{kind}_{rank}")) for rank in RANKS)]
-        for kind in kinds
-        for side in SIDES
-        if side in sizes.by_side
+        [f"{one.label}, {words}", *(number(one.mean(f"{kind}_{rank}")) for rank in RANKS)]
+        for kind, words in _parts(kinds)
+        for one in models
+        if any(one.seeds(f"{kind}_{rank}") for rank in RANKS)
     ]
     return table(["mean over seeds", *RANKS.values()], rows, "Largest activations, mean over seeds")
 
 
-def _seeds(sizes: Measured, kinds: list[str]) -> Html:
+def _parts(kinds: list[str]) -> list[tuple[str, str]]:
+    """What the tables have a line for: logits, their two maps apart, hidden states."""
+    return [part for kind in kinds for part in ((kind, kind), *(MAPS.items() if kind == "logits" else ()))]
+
+
+def _seeds(models: list[Series], kinds: list[str]) -> Html:
     rows: list[list[object]] = [
-        [f"{NAMES[side]}, {kind}, seed {seed}", *(number(metrics.get(f"{kind}_{rank}")) for rank in RANKS)]
-        for kind in kinds
-        for side in SIDES
-        for seed, metrics in sizes.by_side.get(side, {}).items()
+        [f"{one.label}, {words}, seed {seed}", *(number(metrics.get(f"{kind}_{rank}")) for rank in RANKS)]
+        for kind, words in _parts(kinds)
+        for one in models
+        for seed, metrics in one.metrics.items()
+        if any(f"{kind}_{rank}" in metrics for rank in RANKS)
     ]
     return table(["by seed", *RANKS.values()], rows, "Largest activations by seed")

@@ -1,0 +1,110 @@
+"""Everything that wants a GPU, in one call of at most ten minutes: correctness, operator, decoding, throughput.
+
+python benchmarks/gpu.py                  # JSON into the folder $OUT, or runs/gpu; from source, nothing installed
+python benchmarks/gpu.py --stages decode  # some of it
+python benchmarks/gpu.py --dry            # every stage on the CPU at tiny sizes
+
+Each stage is a process of its own with its share of the time that is left, so that neither an exception nor a device
+error of one stage reaches the next. Records are written row by row: a stage that is stopped leaves what it has. How
+each ended is in summary.json.
+"""
+
+import argparse
+import json
+import multiprocessing
+import os
+import signal
+import sys
+import tempfile
+import time
+import traceback
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+SHARES = {"correctness": 22, "attention": 35, "attention_slow": 8, "decode": 12, "throughput": 23}
+SOFT = 0.85  # of a stage's time, after which it begins nothing new; at the whole of it it is stopped
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--dry", action="store_true", help="tiny sizes on the CPU")
+    parser.add_argument("--seconds", type=float, default=560, help="for all stages together")
+    parser.add_argument("--stages", default=",".join(SHARES), help="which, with commas between them")
+    given = parser.parse_args(arguments)
+    stages = given.stages.split(",")
+    unknown = [stage for stage in stages if stage not in SHARES]
+    if unknown:
+        parser.error(f"no stage {unknown[0]!r}; there are: {', '.join(SHARES)}")
+    folder = Path(os.environ.get("OUT") or ROOT / "runs" / "gpu").resolve()
+    folder.mkdir(parents=True, exist_ok=True)
+    sys.path.insert(0, str(ROOT / "src"))
+    os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT / "src"), *filter(None, [os.environ.get("PYTHONPATH")])])
+    return run_stages(stages, given.seconds, given.dry, folder)
+
+
+def run_stages(stages: list[str], seconds: float, dry: bool, folder: Path) -> int:
+    """0 if every stage ended well. Time that a stage leaves over goes to those after it."""
+    if dry:
+        # Forked stages then start with everything imported.
+        import diff_transformer.model.modeling  # noqa: F401
+        import gpu_stages  # noqa: F401
+    end = time.monotonic() + seconds
+    summary: list[dict] = []
+    for i, stage in enumerate(stages):
+        left = end - time.monotonic()
+        budget = left * SHARES[stage] / sum(SHARES[s] for s in stages[i:])
+        print(f"== {stage}: {budget:.0f} s", flush=True)
+        outcome = run_stage(stage, budget, dry, folder) if left > 1 else {"status": "no time left"}
+        print(f"== {stage}: {outcome['status']}", flush=True)
+        summary.append({"stage": stage, **outcome})
+        (folder / "summary.json").write_text(json.dumps(summary, indent=1) + "\n")
+    for line in summary:
+        print(f"{line['stage']:16} {line['status']:12} {line.get('seconds', 0):6.1f} s")
+    return int(any(line["status"] != "done" for line in summary))
+
+
+def run_stage(stage: str, budget: float, dry: bool, folder: Path) -> dict:
+    """How the stage ended: status "done", "failed" or "stopped", seconds, and what an error said."""
+    began = time.monotonic()
+    with tempfile.TemporaryDirectory() as scratch:
+        error = Path(scratch, "error")
+        # Only a fresh process can use CUDA after another has: on the CPU a fork is as good, and faster.
+        context: Any = multiprocessing.get_context("fork" if dry else "spawn")
+        process = context.Process(target=stage_process, args=(stage, dry, SOFT * budget, folder, error))
+        process.start()
+        process.join(budget)
+        status = "stopped" if process.is_alive() else "failed" if process.exitcode else "done"
+        if status == "stopped":
+            _kill(process)
+        said = error.read_text()[-2000:] if error.exists() else ""
+    if status == "failed":
+        said = said or f"exit code {process.exitcode}"
+        print(said, flush=True)
+    return {"status": status, "seconds": round(time.monotonic() - began, 1), "error": said}
+
+
+def _kill(process: Any) -> None:
+    """The stage and what it started, pytest for one."""
+    try:
+        os.killpg(process.pid, signal.SIGKILL)
+    except ProcessLookupError:  # it has no group of its own yet
+        process.kill()
+    process.join()
+
+
+def stage_process(stage: str, dry: bool, seconds: float, folder: Path, error: Path) -> None:
+    """Runs in a process group of its own."""
+    os.setsid()
+    os.chdir(ROOT)
+    try:
+        from gpu_stages import STAGES
+
+        STAGES[stage](dry, seconds, folder / f"{stage}.json")
+    except BaseException:
+        error.write_text(traceback.format_exc())
+        os._exit(1)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

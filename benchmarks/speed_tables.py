@@ -1,0 +1,141 @@
+"""Markdown of the benchmarks' records. Times are shares of the matched softmax attention's: lower is faster."""
+
+import json
+from pathlib import Path
+
+SIZES = ("batch", "heads", "length", "width")
+DTYPES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
+KINDS = {"forward": "forward", "backward": "backward", "both": "forward + backward"}
+CUDNN = "softmax[cudnn]"
+SHOWN = (4096, 16384)
+
+
+def attention_table(path: Path) -> list[str]:
+    """The CPU's: a line for each backend and shape."""
+    record = json.loads(path.read_text())
+    kinds = [(dtype, kind) for dtype in ("float32", "bfloat16") for kind in ("forward", "both")]
+    lines = header("backend", "batch, h, N, d", *(f"{DTYPES[dtype]} {KINDS[kind]}" for dtype, kind in kinds))
+    table: dict[tuple, dict] = {}
+    for row in record["rows"]:
+        if row["backend"] in ("blockwise", "sdpa") and row["gate"] == "passed":
+            ratios = table.setdefault((row["backend"], *(row[size] for size in SIZES)), {})
+            ratios.update({(row["dtype"], kind): row.get(f"{kind}_ratio") for kind in ("forward", "both")})
+    for (backend, *shape), ratios in table.items():
+        lines.append(line(backend, ", ".join(map(str, shape)), *(number(ratios.get(kind), 2) for kind in kinds)))
+    return [*lines, "", machine(record)]
+
+
+def attention_gpu_table(path: Path) -> list[str]:
+    """A GPU's: ours and the fastest FlashDiffAttn, over SDPA's own choice and over cuDNN, with useful TFLOP/s.
+
+    Causal attention of the ``SHOWN`` lengths; the Triton backend as it is and, where that is faster, in another form.
+    """
+    record = json.loads(path.read_text())
+    shapes: dict[tuple, list[dict]] = {}
+    for row in record["rows"]:
+        if "both_ms" in row and row["causal"] and row["length"] in SHOWN:
+            shapes.setdefault((*(row[size] for size in SIZES), row["dtype"]), []).append(row)
+    lines = header("batch, h, N, d", "who", *KINDS.values(), "TFLOP/s forward, backward", "of the matrix product")
+    for (*sizes, dtype), rows in shapes.items():
+        shape = f"{', '.join(map(str, sizes))}, {DTYPES[dtype]}"
+        rivals = sorted((r for r in rows if r["role"] == "rival"), key=lambda r: r["both_ms"])
+        triton = sorted((r for r in rows if r["backend"].startswith("triton")), key=lambda r: r["both_ms"])
+        ours = [r for r in rows if r["backend"] in ("triton", "flash", "flex") or r is triton[0]]
+        baselines = [r for r in rows if r["role"] == "baseline" and r["backend"] in ("softmax", CUDNN)]
+        for row in [*ours, *rivals[:1], *baselines]:
+            ratios = (f"{number(row[f'{kind}_ratio'], 2)} / {number(over_cudnn(row, kind), 2)}" for kind in KINDS)
+            rates = f"{row['forward_tflops']:.0f}, {row['backward_tflops']:.0f}"
+            shares = f"{percent(row['forward_share'])}, {percent(row['backward_share'])}"
+            lines.append(line(shape, who(row), *ratios, rates, shares))
+    return [*lines, "", f"Each ratio: over SDPA's own choice / over cuDNN. {machine(record)}"]
+
+
+def decode_table(path: Path) -> list[str]:
+    """The operator over a cache, then the models one token at a time."""
+    record = json.loads(path.read_text())
+    operators = [r for r in record["rows"] if r["kind"] == "operator" and r["role"] == "backend" and "us" in r]
+    lines = []
+    if operators:
+        lines += header("backend", "batch, h / cached heads, N, d", "time", "over cuDNN", "GB/s", "of a copy's")
+    for row in operators:
+        sizes = f"{row['batch']}, {row['heads']} / {row['kv_heads']}, {row['cache']}, {row['width']}"
+        shape = f"{sizes}, {DTYPES[row['dtype']]}"
+        ratios = number(row["ratio"], 2), number(row["ratios"].get(CUDNN), 2)
+        lines.append(line(row["backend"], shape, *ratios, f"{row['gb_per_s']:.0f}", percent(row["copy_share"])))
+    lines += [""] if operators else []
+    pairs = pairs_of([r for r in record["rows"] if r["kind"] == "model"])
+    if pairs:
+        lines += header("model", "batch, cache", "Transformer, tokens/s", "DIFF, tokens/s", "DIFF / Transformer")
+    for softmax, diff in pairs:
+        rates = (f"{row['tokens_per_second']:,.0f}" for row in (softmax, diff))
+        lines.append(line(model(diff), f"{diff['batch']}, {diff['cache']}", *rates, number(diff["ratio"], 2)))
+    return [*lines, "", machine(record)]
+
+
+def throughput_table(path: Path) -> list[str]:
+    """Table 7: tokens a second of the pair, and DIFF / Transformer beside the paper's."""
+    record = json.loads(path.read_text())
+    lines = header(
+        "model", "batch x N", "", "Transformer, tokens/s", "DIFF, tokens/s", "DIFF / Transformer", "paper", "MFU"
+    )
+    for softmax, diff in pairs_of(record["rows"]):
+        for kind, name in {"forward_backward": "forward + backward", "prefill": "prefill"}.items():
+            rates = (f"{row[f'{kind}_tokens_per_second']:,.0f}" for row in (softmax, diff))
+            ratios = number(diff[f"{kind}_ratio"], 3), number(diff.get(f"{kind}_paper_ratio"), 2)
+            mfu = f"{percent(softmax[f'{kind}_mfu'])} / {percent(diff[f'{kind}_mfu'])}"
+            lines.append(line(model(diff), f"{diff['batch']} x {diff['length']}", name, *rates, *ratios, mfu))
+    return [*lines, "", machine(record)]
+
+
+def pairs_of(rows: list[dict]) -> list[tuple[dict, dict]]:
+    """The Transformer's and DIFF's row of each setting; one without its partner is left out."""
+    sides = ([row for row in rows if row["side"] == side] for side in ("softmax", "diff"))
+    return list(zip(*sides, strict=False))
+
+
+def over_cudnn(row: dict, kind: str) -> float | None:
+    return row["ratios"].get(CUDNN, {}).get(kind)
+
+
+def who(row: dict) -> str:
+    """A default is named with the kernel that ran."""
+    return row["backend"] if "sdpa" not in row or "[" in row["backend"] else f"{row['backend']} ({row['sdpa']})"
+
+
+def model(row: dict) -> str:
+    """Preset, width where it is not the preset's, layers where they are not all, dtype."""
+    width = f", d_model {row['fields']['hidden_size']}" if "hidden_size" in row["fields"] else ""
+    cut = "" if row["layers"] == row["layers_of_preset"] else f", {row['layers']} of {row['layers_of_preset']} layers"
+    return f"{row['model']}{width}{cut}, {DTYPES[row['dtype']]}"
+
+
+def machine(record: dict) -> str:
+    """What the numbers were measured on."""
+    source = record["provenance"]
+    gpu = source.get("machine") or {}
+    if gpu:
+        versions = (
+            f"driver {gpu['nvidia_smi'].get('driver_version', 'unknown')}, cuDNN {gpu['cudnn']}, Triton {gpu['triton']}"
+        )
+        rate = source["ceilings"]["matmul_tflops"].get("bfloat16")
+        product = "" if rate is None else f", bf16 matrix product {rate:.0f} TFLOP/s"
+        copy = f", copy {source['ceilings']['copy_gb_per_s']:.0f} GB/s"
+        return f"{gpu['gpu']}, PyTorch {source['torch']}, {versions}{product}{copy}."
+    threads = f"{source['threads']} thread{'s' * (source['threads'] > 1)}"
+    return f"{source['cpu']}, {threads}, PyTorch {source['torch']}."
+
+
+def header(*names: str) -> list[str]:
+    return [line(*names), "|" + "---|" * len(names)]
+
+
+def line(*cells: str) -> str:
+    return f"| {' | '.join(cells)} |"
+
+
+def number(value: float | None, digits: int) -> str:
+    return "" if value is None else f"{value:.{digits}f}"
+
+
+def percent(share: float) -> str:
+    return f"{100 * share:.0f} %"

@@ -1,0 +1,198 @@
+"""Who is timed: the operator's backends, softmax attention with twice the heads, and FlashDiffAttn over SDPA.
+
+PyTorch's SDPA has several kernels. What its own choice runs depends on the device, so the default is named by what ran,
+and every other kernel takes part under its own name: softmax[cudnn], FlashDiffAttn_2[flash].
+"""
+
+import os
+import warnings
+from collections.abc import Callable, Generator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import scaled_dot_product_attention
+
+from diff_transformer.bench.machine import free_memory
+from diff_transformer.bench.shapes import Shape
+from diff_transformer.ops import diff_attention
+from diff_transformer.testing import Inputs
+
+BASELINE = "softmax"
+RIVAL = "FlashDiffAttn"
+KERNELS = {
+    "flash": SDPBackend.FLASH_ATTENTION,
+    "cudnn": SDPBackend.CUDNN_ATTENTION,
+    "efficient": SDPBackend.EFFICIENT_ATTENTION,
+    "math": SDPBackend.MATH,
+}
+# Multiply-adds in units of h N^2 d. All differential attention is given the fused kernel's, whatever it executes.
+SOFTMAX_UNITS = {"forward": 4, "backward": 10, "both": 14}
+DIFF_UNITS = {"forward": 6, "backward": 10, "both": 16}
+
+
+@dataclass(frozen=True)
+class Contender:
+    """``function(*inputs, is_causal=is_causal)`` is timed. ``role``: "baseline", "backend" or "rival"."""
+
+    name: str
+    role: str
+    function: Callable[..., Tensor]
+    inputs: tuple[Tensor, ...]  # q, k, v of the baseline; q1, q2, k1, k2, v, lam of all others
+    is_causal: bool = True
+    backward: bool = True
+    facts: dict = field(default_factory=dict)  # go into its rows
+
+    @property
+    def units(self) -> dict[str, int]:
+        return SOFTMAX_UNITS if self.role == "baseline" else DIFF_UNITS
+
+    @property
+    def values(self) -> Tensor:
+        return self.inputs[2 if self.role == "baseline" else 4]
+
+
+def softmax_inputs(shape: Shape, dtype: torch.dtype, device: str) -> tuple[Tensor, Tensor, Tensor]:
+    """q, k, v of the matched softmax attention, each [batch, 2 heads, length, width]."""
+    size = (shape.batch, 2 * shape.heads, shape.length, shape.width)
+    seeds = (torch.Generator().manual_seed(seed) for seed in (1, 2, 3))
+    q, k, v = (torch.randn(size, generator=seed).to(device, dtype).requires_grad_() for seed in seeds)
+    return q, k, v
+
+
+def sdpa_on(kernel: str | None) -> Callable[..., Tensor]:
+    """scaled_dot_product_attention on one of ``KERNELS``; None leaves the choice to PyTorch."""
+
+    def attention(q: Tensor, k: Tensor, v: Tensor, **options) -> Tensor:
+        with nullcontext() if kernel is None else sdpa_kernel(KERNELS[kernel]):
+            return scaled_dot_product_attention(q, k, v, **options)
+
+    return attention
+
+
+def flash_diff_attention(form: int, kernel: str | None) -> Callable[..., Tensor]:
+    """FlashDiffAttn (appendix A) over SDPA: form 1 passes v whole, form 2 in two halves; subtracted in fp32."""
+    attention = sdpa_on(kernel)
+
+    def function(q1, q2, k1, k2, v, lam, *, is_causal: bool = False) -> Tensor:
+        parts = v.chunk(form, dim=-1)  # [B, h, N, 2d] or twice [B, h, N, d]
+        first, second = (
+            torch.cat([attention(q, k, part, is_causal=is_causal) for part in parts], dim=-1)
+            for q, k in ((q1, k1), (q2, k2))
+        )
+        return (first.float() - lam * second.float()).to(v.dtype)
+
+    return function
+
+
+def default_kernel(q: Tensor, k: Tensor, v: Tensor, is_causal: bool, enable_gqa: bool = False) -> str:
+    """The name of what SDPA chooses by itself for these tensors."""
+    chosen = torch._fused_sdp_choice(q, k, v, is_causal=is_causal, enable_gqa=enable_gqa)
+    return next((name for name, kernel in KERNELS.items() if kernel.value == int(chosen)), str(chosen))
+
+
+def baselines(shape: Shape, inputs: tuple[Tensor, Tensor, Tensor], kernels: list[str]) -> list[Contender]:
+    """Softmax attention by SDPA's choice, and on each of ``kernels`` that it did not choose."""
+    chosen = default_kernel(*inputs, is_causal=shape.causal)
+    kernels = [k for k in kernels if k != chosen and (k != "math" or math_fits(shape, inputs[0].device))]
+    return [
+        Contender(named(BASELINE, k), "baseline", sdpa_on(k), inputs, shape.causal, facts={"sdpa": k or chosen})
+        for k in (None, *kernels)
+    ]
+
+
+def rivals(x: Inputs, is_causal: bool, kernels: list[str]) -> list[Contender]:
+    """FlashDiffAttn_1 and _2 by SDPA's choice, and on each of ``kernels`` that it did not choose."""
+    found = []
+    for form in (1, 2):
+        chosen = default_kernel(x.q1, x.k1, x.v.chunk(form, dim=-1)[0], is_causal)
+        for k in (None, *(k for k in kernels if k not in (chosen, "math"))):
+            name, function = named(f"{RIVAL}_{form}", k), flash_diff_attention(form, k)
+            found.append(Contender(name, "rival", function, tuple(x), is_causal, facts={"sdpa": k or chosen}))
+    return found
+
+
+def backend_contender(name: str, x: Inputs, is_causal: bool, variant: str | None = None) -> Contender:
+    """One of ours, or a ``variant`` of "triton". FlexAttention has no backward on the CPU."""
+
+    def function(q1, q2, k1, k2, v, lam, *, is_causal: bool) -> Tensor:
+        with VARIANTS[variant]():
+            return diff_attention(q1, q2, k1, k2, v, lam, is_causal=is_causal, backend=name)
+
+    facts = {}
+    if name == "flash":
+        from diff_transformer.ops import flash
+
+        package = flash.installed()
+        if package is not None:
+            facts = {"form": flash.form(x.q1, x.q2, x.k1, x.v), "package": package[0]}
+    if name == "triton" and variant != "plain":
+        reason = why_not_gluon(x, is_causal)
+        facts = {"forward_kernel": "gluon" if reason is None else f"triton, since {reason}"}
+    backward = not (name == "flex" and x.q1.device.type == "cpu")
+    return Contender(named(name, variant), "backend", function, tuple(x), is_causal, backward, facts)
+
+
+def backend_contenders(names: list[str], x: Inputs, is_causal: bool) -> list[Contender]:
+    """All of ``names``, and "triton" in its other forms: the one-pass backward, and without Gluon where that ran."""
+    found = []
+    for name in names:
+        found.append(backend_contender(name, x, is_causal))
+        if name == "triton":
+            found.append(backend_contender(name, x, is_causal, "one_pass"))
+            if found[-1].facts["forward_kernel"] == "gluon":
+                found.append(backend_contender(name, x, is_causal, "plain"))
+    return found
+
+
+def why_not_gluon(x: Inputs, is_causal: bool) -> str | None:
+    """Why the Triton backend's forward is not its Gluon kernel here, or None."""
+    from diff_transformer.ops.triton import gluon
+
+    return gluon.why_not(*x[:5], None, None, is_causal, None)
+
+
+def _one_pass() -> AbstractContextManager:
+    from diff_transformer.ops.triton import backward_form
+
+    return backward_form("one_pass")
+
+
+@contextmanager
+def _without_gluon() -> Generator[None]:
+    before = os.environ.get(GLUON_SWITCH)
+    os.environ[GLUON_SWITCH] = "0"
+    try:
+        yield
+    finally:
+        os.environ.pop(GLUON_SWITCH)
+        if before is not None:
+            os.environ[GLUON_SWITCH] = before
+
+
+GLUON_SWITCH = "DIFF_TRANSFORMER_GLUON"
+VARIANTS = {None: nullcontext, "one_pass": _one_pass, "plain": _without_gluon}
+
+
+def named(name: str, kernel: str | None) -> str:
+    return name if kernel is None else f"{name}[{kernel}]"
+
+
+def math_fits(shape: Shape, device: torch.device) -> bool:
+    """Whether the N x N maps of SDPA's math path stay within a quarter of the free memory (on the CPU: 1 GiB)."""
+    free = free_memory(device) // 4 if device.type == "cuda" else 2**30
+    return 16 * shape.batch * 2 * shape.heads * shape.length**2 <= free
+
+
+def why_it_cannot(run: Callable[[], object]) -> str | None:
+    """Runs once: None, or in one line why this kernel does not take these tensors (or runs out of memory)."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        try:
+            run()
+        except (RuntimeError, NotImplementedError, ValueError) as error:
+            said = [str(error), *(str(warning.message) for warning in caught)]
+            return " ".join(dict.fromkeys(line.split("(Triggered")[0].strip() for line in said))[:300]
+    return None

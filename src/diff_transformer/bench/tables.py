@@ -1,0 +1,101 @@
+"""The rows of a benchmark for the eye."""
+
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+
+TITLES = {
+    "attention": "time over that of softmax attention with twice the heads",
+    "decode": "one query over a cache; time over that of softmax attention with twice the heads",
+    "throughput": "tokens a second, and over the Transformer's",
+}
+COLUMNS = {
+    "attention": ("who", "", "B, h, N, d", "fwd", "bwd", "both", "ms", "peak", "MB"),
+    "decode": ("who", "", "B, h/g, S, d", "ratio", "us", "GB/s", "copy", "tokens/s"),
+    "throughput": ("who", "", "B, N, layers", "fwd+bwd", "ratio", "MFU", "prefill", "ratio", "MFU"),
+}
+WIDTH = 120  # where the output is no terminal
+DTYPES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
+
+
+@contextmanager
+def live(name: str) -> Generator[Callable[[dict], None]]:
+    """A table on the screen; call what it gives with every row."""
+    from rich.console import Console
+    from rich.live import Live
+    from rich.table import Table
+
+    console = Console()
+    if not console.is_terminal:
+        console = Console(width=WIDTH)
+    table = Table(title=TITLES[name], title_justify="left", box=None, padding=(0, 1, 0, 0))
+    for i, column in enumerate(COLUMNS[name]):
+        table.add_column(column, no_wrap=True, justify="left" if i < 3 else "right")
+
+    def show(row: dict) -> None:
+        faint = "dim" if row.get("role") == "baseline" or row.get("side") == "softmax" else ""
+        table.add_row(*cells(name, row), style="red" if row.get("gate", "").startswith("failed") else faint)
+
+    with Live(table, console=console, vertical_overflow="visible"):
+        yield show
+    console.print()
+
+
+def cells(name: str, row: dict) -> list[str]:
+    """The texts of a row's columns."""
+    make = {"attention": _attention, "decode": _decode, "throughput": _throughput}[name]
+    return make(row)
+
+
+def print_failures(record: dict) -> None:
+    """The gates that failed, whole, and what was left out."""
+    for row in record["rows"]:
+        if row.get("gate", "").startswith(("failed", "skipped")):
+            size = ", ".join(str(row[k]) for k in ("batch", "heads", "length", "cache", "width") if k in row)
+            print(f"{row['backend']} {row['dtype']} {size}: {row['gate']}")
+    if "unfinished" in record:
+        print(record["unfinished"])
+
+
+def _attention(row: dict) -> list[str]:
+    shape = ", ".join(str(row[k]) for k in ("batch", "heads", "length", "width"))
+    first = [_who(row), DTYPES[row["dtype"]], shape + ("" if row["causal"] else " full")]
+    if "forward_ms" not in row:
+        return [*first, row["gate"].split(":")[0]]
+    ratios = [_number(row, f"{kind}_ratio", 2) for kind in ("forward", "backward", "both")]
+    ms = _number(row, "both_ms" if "both_ms" in row else "forward_ms", 2)
+    return [*first, *ratios, ms, _percent(row, "both_share"), f"{row['peak_bytes'] / 2**20:.0f}"]
+
+
+def _decode(row: dict) -> list[str]:
+    if row["kind"] == "model":
+        who = f"{row['model']} {row['side']}, {row['layers']} of {row['layers_of_preset']} layers"
+        rates = [_number(row, "ratio", 2), "", "", "", f"{row['tokens_per_second']:,.0f}"]
+        return [who, DTYPES[row["dtype"]], f"{row['batch']}, {row['cache']}", *rates]
+    size = f"{row['batch']}, {row['heads']}/{row['kv_heads']}, {row['cache']}, {row['width']}"
+    if "us" not in row:
+        return [_who(row), DTYPES[row["dtype"]], size, row["gate"].split(":")[0]]
+    rate = [_number(row, "ratio", 2), _number(row, "us", 1), _number(row, "gb_per_s", 0), _percent(row, "copy_share")]
+    return [_who(row), DTYPES[row["dtype"]], size, *rate]
+
+
+def _throughput(row: dict) -> list[str]:
+    size = f"{row['batch']}, {row['length']}, {row['layers']} of {row['layers_of_preset']}"
+    rates = []
+    for kind in ("forward_backward", "prefill"):
+        rates += [f"{row[f'{kind}_tokens_per_second']:,.0f}", _number(row, f"{kind}_ratio", 3)]
+        rates.append(_percent(row, f"{kind}_mfu"))
+    return [f"{row['model']} {row['side']}", DTYPES[row["dtype"]], size, *rates]
+
+
+def _who(row: dict) -> str:
+    """A default is named with the kernel that ran."""
+    kernel = row.get("sdpa")
+    return row["backend"] if kernel is None or "[" in row["backend"] else f"{row['backend']} = {kernel}"
+
+
+def _number(row: dict, key: str, digits: int) -> str:
+    return "-" if row.get(key) is None else f"{row[key]:.{digits}f}"
+
+
+def _percent(row: dict, key: str) -> str:
+    return "-" if row.get(key) is None else f"{100 * row[key]:.0f} %"

@@ -1,0 +1,171 @@
+"""Multiple-choice tasks from files: ARC, HellaSwag, and one simple format for any other.
+
+ARC         {"question": {"stem", "choices": [{"label", "text"}, ...]}, "answerKey": "B"}, or the hub's columns
+HellaSwag   {"ctx", "endings": [...], "label": 2, "activity_label"}; or text of six lines a task:
+            the context, the number of the right ending from 0, four endings
+simple      {"question": "...", "choices": ["...", ...], "answer": 0}, the answer as a place from 0, as a letter from
+            A, or as the choice itself
+"""
+
+import re
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from diff_transformer.data.records import SUFFIXES, as_rows, read_records, read_text, stem
+
+TEXT_SUFFIXES = (".txt", ".txt.bz2", ".txt.gz")
+ACCEPTED = f"'python', or a file ({', '.join(SUFFIXES + TEXT_SUFFIXES)}) or a folder of them"
+_PART = re.compile(r"(?i)[-_. ]?(train|dev|val|valid|validation|test)$")
+_SHOTS_FROM = ("train", "dev", "val", "valid", "validation")
+
+
+@dataclass(frozen=True)
+class MultipleChoiceItem:
+    """A question or, with ``completion``, the beginning of a text, and what may follow; ``answer`` is a place."""
+
+    question: str
+    choices: tuple[str, ...]
+    answer: int
+    completion: bool = False
+
+
+@dataclass(frozen=True)
+class MultipleChoiceSet:
+    """Items to score, and items that few-shot examples come from (none: from the others of ``items``)."""
+
+    items: list[MultipleChoiceItem]
+    examples: list[MultipleChoiceItem] = field(default_factory=list)
+
+
+def load_multiple_choice(data: str, *, seed: int = 0) -> dict[str, MultipleChoiceSet]:
+    """The tasks that ``data`` names, by name.
+
+    Args:
+        data: "python" (made from the running Python's documentation), a file, or a folder. In a folder, files whose
+            names differ only in -Train, -Dev, -Test (or val, valid, validation) are parts of one task: its last part is
+            scored, and few-shot examples come from the first.
+
+    Raises:
+        FileNotFoundError: for a path that is not there.
+        ValueError: for a format that is not known, naming what is.
+    """
+    if data == "python":
+        from diff_transformer.data.python_questions import descriptions, names
+
+        return {"python_descriptions": _halved(descriptions(seed)), "python_names": _halved(names(seed))}
+    path = Path(data)
+    if path.is_file():
+        return {stem(path): MultipleChoiceSet(read_multiple_choice(path))}
+    if not path.is_dir():
+        raise FileNotFoundError(f"data {data!r} does not exist; give {ACCEPTED}")
+    parts: dict[str, dict[str, Path]] = {}
+    for file in sorted(path.iterdir()):
+        if file.name.lower().endswith(SUFFIXES + TEXT_SUFFIXES):
+            part = _PART.search(stem(file))
+            parts.setdefault(_PART.sub("", stem(file)), {})[part[1].lower() if part else ""] = file
+    if not parts:
+        raise ValueError(f"the folder {data} holds no file that is read; give {ACCEPTED}")
+    return {name: _task(files) for name, files in parts.items()}
+
+
+def _task(files: dict[str, Path]) -> MultipleChoiceSet:
+    order = [part for part in ("", "test", *reversed(_SHOTS_FROM)) if part in files]
+    scored, shots = files[order[0]], [files[part] for part in _SHOTS_FROM if part in order[1:]]
+    return MultipleChoiceSet(read_multiple_choice(scored), read_multiple_choice(shots[0]) if shots else [])
+
+
+def _halved(items: list[MultipleChoiceItem]) -> MultipleChoiceSet:
+    """A quarter of the items serves as examples alone, so that no answer is shown before its question comes."""
+    kept = len(items) - len(items) // 4
+    return MultipleChoiceSet(items[:kept], items[kept:])
+
+
+def read_multiple_choice(path: Path) -> list[MultipleChoiceItem]:
+    """The items of one file.
+
+    Raises:
+        ValueError: for a row that is not in one of the formats, naming it and them.
+    """
+    if path.name.lower().endswith(TEXT_SUFFIXES):
+        return _six_lines(path)
+    return items_of(as_rows(read_records(path), path), str(path))
+
+
+def items_of(rows: list[dict], source: str) -> list[MultipleChoiceItem]:
+    """The items of rows that were read already, from a file or the hub.
+
+    Raises:
+        ValueError: for a row that is not in one of the formats, naming it, ``source`` and them.
+    """
+    items = []
+    for number, row in enumerate(rows):
+        try:
+            items.append(_row(row))
+        except (KeyError, TypeError, ValueError, IndexError) as error:
+            raise ValueError(
+                f"row {number} of {source} cannot be read ({type(error).__name__}: {error}); accepted rows are "
+                "{question, choices, answer}, ARC's {question: {stem, choices}, answerKey} and HellaSwag's "
+                "{ctx, endings, label}"
+            ) from None
+    return items
+
+
+def _row(row: dict) -> MultipleChoiceItem:
+    if "endings" in row:
+        context = row["ctx"] if not row.get("activity_label") else f"{row['activity_label']}: {row['ctx']}"
+        return _item(_clean(context), [_clean(ending) for ending in row["endings"]], int(row["label"]), completion=True)
+    if "answerKey" not in row:
+        return _item(row["question"], row["choices"], _place(row["answer"], row["choices"]))
+    question: Any = row["question"]
+    choices: Any = row.get("choices")
+    if isinstance(question, dict):  # ARC as published
+        question, choices = question["stem"], question["choices"]
+    if isinstance(choices, dict):  # the hub's columns
+        labels, texts = choices["label"], choices["text"]
+    else:
+        labels, texts = [choice["label"] for choice in choices], [choice["text"] for choice in choices]
+    return _item(question, texts, labels.index(row["answerKey"]))
+
+
+def _place(answer: int | str, choices: list[str]) -> int:
+    if not isinstance(answer, str):
+        return answer
+    letters = [chr(ord("A") + place) for place in range(len(choices))]
+    if answer in choices:
+        return choices.index(answer)
+    if answer.strip().upper() in letters:
+        return letters.index(answer.strip().upper())
+    if answer.strip().isdigit():
+        return int(answer)
+    raise ValueError(f"the answer {answer!r} is none of the {len(choices)} choices, nor their place or letter")
+
+
+def _item(question: str, choices: list[str], answer: int, completion: bool = False) -> MultipleChoiceItem:
+    if isinstance(answer, bool) or not isinstance(answer, int) or not 0 <= answer < len(choices):
+        raise ValueError(f"the answer {answer!r} is not a place among {len(choices)} choices")
+    if not isinstance(question, str) or not question.strip() or not all(isinstance(c, str) and c for c in choices):
+        raise ValueError("the question and the choices must be texts that are not empty")
+    return MultipleChoiceItem(question.strip(), tuple(choices), answer, completion)
+
+
+def _clean(text: str) -> str:
+    """HellaSwag's WikiHow texts without their marks: "[title]" ends a sentence, other brackets go."""
+    text = re.sub(r"\s*\[(?:title|header)\]\s*", ". ", text.strip())
+    text = re.sub(r"\[[^\]]*\]", "", text)
+    return re.sub(r"\s{2,}", " ", text).strip().removeprefix(". ")
+
+
+def _six_lines(path: Path) -> list[MultipleChoiceItem]:
+    lines = [line.rstrip("\r") for line in read_text(path).split("\n")]
+    while lines and not lines[-1].strip():
+        lines.pop()
+    if not lines or len(lines) % 6:
+        raise ValueError(f"{path} has {len(lines)} lines; tasks in text have six lines each")
+    items = []
+    for start in range(0, len(lines), 6):
+        context, answer, *endings = lines[start : start + 6]
+        if not answer.strip().isdigit():
+            raise ValueError(f"line {start + 2} of {path} is {answer[:40]!r}; it should be the right ending's number")
+        items.append(_item(_clean(context), [_clean(ending) for ending in endings], int(answer), completion=True))
+    return items

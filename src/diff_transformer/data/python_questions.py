@@ -1,0 +1,134 @@
+"""Labelled tasks made from the held-out part of the running Python's documentation: nothing to download.
+
+    dedent      Remove any common leading whitespace from every line in `text`.     name, summary
+                This can be used to make triple-quoted strings line up with ...     body
+
+Functions, classes and methods whose docstring opens with one paragraph of its own. They come from the modules that the
+corpus "python" holds out, so a model trained on that corpus has not read them.
+"""
+
+import ast
+import functools
+import sysconfig
+import warnings
+from pathlib import Path
+from typing import NamedTuple
+
+from diff_transformer.data.grounded import GroundedItem
+from diff_transformer.data.multiple_choice import MultipleChoiceItem
+from diff_transformer.data.seeding import evaluation_rng
+
+SUMMARY_CHARACTERS = (20, 140)
+BODY_CHARACTERS = 200
+PASSAGES = 4  # descriptions in the context of a question
+CHOICES = 4
+
+
+class Documented(NamedTuple):
+    """A name of the standard library, the first paragraph of its docstring, and what follows it."""
+
+    name: str
+    summary: str
+    body: str
+
+
+def summaries(seed: int = 0) -> list[GroundedItem]:
+    """What follows a docstring's first paragraph is the document; the first paragraph is the reference summary."""
+    items = [
+        GroundedItem("summary", entry.body, references=(entry.summary,), id=entry.name)
+        for entry in documented()
+        if len(entry.body) >= BODY_CHARACTERS
+    ]
+    return _shuffled(items, seed, "summaries")
+
+
+def lookups(seed: int = 0) -> list[GroundedItem]:
+    """Four names with their descriptions are the document; the question quotes one and asks for the name."""
+    entries = documented()
+    items = []
+    for index, entry in enumerate(entries):
+        rng = evaluation_rng(seed, "lookup", index)
+        shown = [entry, *(entries[i] for i in _others(rng, entries, index, PASSAGES - 1))]
+        document = "\n".join(f"{shown[i].name}: {shown[i].summary}" for i in rng.permutation(len(shown)))
+        question = f"Which name has this description? {entry.summary}"
+        items.append(GroundedItem("question", document, question, (entry.name,), id=entry.name))
+    return _shuffled(items, seed, "lookups")
+
+
+def descriptions(seed: int = 0) -> list[MultipleChoiceItem]:
+    """Which of four descriptions belongs to a name."""
+    entries = documented()
+    items = []
+    for index, entry in enumerate(entries):
+        choices, answer = _choices(entries, index, seed, "summary")
+        items.append(MultipleChoiceItem(f"What does {entry.name} do?", choices, answer))
+    return _shuffled(items, seed, "descriptions")
+
+
+def names(seed: int = 0) -> list[MultipleChoiceItem]:
+    """Which of four names belongs to a description."""
+    entries = documented()
+    items = []
+    for index, entry in enumerate(entries):
+        choices, answer = _choices(entries, index, seed, "name")
+        items.append(MultipleChoiceItem(f"Which name has this description? {entry.summary}", choices, answer))
+    return _shuffled(items, seed, "names")
+
+
+@functools.cache
+def documented() -> tuple[Documented, ...]:
+    """The documented names of the held-out modules, each name and each summary once, in the order of the modules.
+
+    Raises:
+        ValueError: where the modules hold too few (a stripped Python).
+    """
+    from diff_transformer.data.python_library import load_python_library
+
+    root = Path(sysconfig.get_paths()["stdlib"])
+    validation = load_python_library().validation
+    modules = [document.group for document in validation if document.name.startswith("docstrings/")]
+    entries: dict[str, Documented] = {}
+    seen = set()
+    for module in modules:
+        for entry in documented_in((root / module).read_text(encoding="utf-8")):
+            if entry.name not in entries and entry.summary not in seen:
+                entries[entry.name] = entry
+                seen.add(entry.summary)
+    if len(entries) < 2 * CHOICES:
+        raise ValueError(
+            f"the held-out modules of this Python hold {len(entries)} documented names, too few for questions; "
+            "give data= a file instead"
+        )
+    return tuple(entries.values())
+
+
+def documented_in(source: str) -> list[Documented]:
+    """The public documented names in one module's source, with a first paragraph of a sentence's length."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        tree = ast.parse(source)
+    found = []
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) or node.name.startswith("_"):
+            continue
+        first, _, rest = (ast.get_docstring(node) or "").partition("\n\n")
+        summary, body = " ".join(first.split()), " ".join(rest.split())
+        if SUMMARY_CHARACTERS[0] <= len(summary) <= SUMMARY_CHARACTERS[1]:
+            found.append(Documented(node.name, summary, body))
+    return found
+
+
+def _choices(entries, index: int, seed: int, field: str) -> tuple[tuple[str, ...], int]:
+    rng = evaluation_rng(seed, "choices", field, index)
+    picked = [index, *_others(rng, entries, index, CHOICES - 1)]
+    order = [int(i) for i in rng.permutation(CHOICES)]
+    return tuple(getattr(entries[picked[i]], field) for i in order), order.index(0)
+
+
+def _others(rng, entries, index: int, count: int) -> list[int]:
+    """``count`` different places other than ``index``."""
+    return [int(i) + (i >= index) for i in rng.choice(len(entries) - 1, size=count, replace=False)]
+
+
+def _shuffled(items: list, seed: int, key: str) -> list:
+    return [items[i] for i in evaluation_rng(seed, "order", key).permutation(len(items))]

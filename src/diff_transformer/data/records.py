@@ -1,0 +1,70 @@
+"""Records from the disk: JSON, JSON lines, plain or compressed."""
+
+import bz2
+import gzip
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+SUFFIXES = (".jsonl", ".json", ".jsonl.gz", ".json.gz", ".jsonl.bz2", ".json.bz2")
+
+
+def read_text(path: str | os.PathLike) -> str:
+    """The UTF-8 text of a file, unpacked where its name ends in .gz or .bz2.
+
+    Raises:
+        FileNotFoundError: if there is no such file.
+        ValueError: if it is not UTF-8, or not what its name says.
+    """
+    path = Path(path)
+    if not path.is_file():
+        raise FileNotFoundError(f"no file at {path}")
+    unpack = {".gz": gzip.decompress, ".bz2": bz2.decompress}.get(path.suffix.lower(), bytes)
+    try:
+        return unpack(path.read_bytes()).decode("utf-8-sig")
+    except (OSError, EOFError, ValueError) as error:
+        raise ValueError(f"{path} cannot be read as UTF-8 text ({error})") from None
+
+
+def read_records(path: str | os.PathLike) -> Any:
+    """What a JSON file holds, or for JSON lines the list of the lines' values.
+
+    Raises:
+        FileNotFoundError: if there is no such file.
+        ValueError: for what is not JSON, naming the line.
+    """
+    text = read_text(path)
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError as error:
+        if ".jsonl" not in Path(path).name.lower() and "\n" not in text.strip():
+            raise ValueError(f"{path} is not JSON: {error}") from None
+    records = []
+    for number, line in enumerate(text.split("\n"), start=1):
+        if line.strip():
+            try:
+                records.append(json.loads(line))
+            except json.JSONDecodeError as error:
+                raise ValueError(f"{path}, line {number} is not JSON: {error}") from None
+    return records
+
+
+def as_rows(value: Any, path: object) -> list[dict]:
+    """A list of dictionaries; one dictionary counts as a list of one.
+
+    Raises:
+        ValueError: for anything else.
+    """
+    rows = [value] if isinstance(value, dict) else value
+    if not isinstance(rows, list) or not rows or not all(isinstance(row, dict) for row in rows):
+        raise ValueError(f"{path} holds no rows; give JSON lines, or a JSON list, of objects")
+    return rows
+
+
+def stem(path: str | os.PathLike) -> str:
+    """The file's name without its endings for format and compression."""
+    name = Path(path).name
+    for suffix in (".gz", ".bz2", ".jsonl", ".json", ".txt"):
+        name = name[: -len(suffix)] if name.lower().endswith(suffix) else name
+    return name

@@ -1,0 +1,314 @@
+"""Gradient flow (appendix F): the gradients of one differential head in closed form, and their sizes in a model.
+
+The appendix derives what W_Q, W_K, W_V and W_O receive and concludes that it is what softmax attention gives them, up
+to constants, so that a Transformer's hyperparameters carry over. Here the closed forms are checked against automatic
+differentiation, and the sizes are measured: by layer and kind of weight, in a model as it is, and in the pair of its
+configuration at the start of training, DIFF and Transformer with equal shared weights.
+
+Legend: N tokens, m model width, d head width.
+"""
+
+import copy
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from diff_transformer.checks import require_positive
+from diff_transformer.data.eval_rows import load_rows
+from diff_transformer.evals.inside import layers_of
+from diff_transformer.evals.lm import CausalLM, check_length, settings_of_lm
+from diff_transformer.evals.provenance import provenance
+from diff_transformer.evals.samples import Samples
+from diff_transformer.evals.types import Result
+from diff_transformer.ops.diff_attention import diff_attention
+
+KINDS = ("q", "k", "v", "o")  # what both models of a pair have; q is q1 and q2 together, k likewise
+_OUTPUTS = ("o_proj", "out_proj", "dense", "c_proj")
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Gradient flow.
+
+    Attributes:
+        corpus: "python", a text file, a folder or a tar archive.
+        length: tokens in a row.
+        samples: rows.
+        batch_size: rows in one backward pass; the size of a gradient is that of such a batch.
+        trials: random heads on which the closed forms are checked, in fp64, with and without the causal mask.
+        init: also measure the pair at the start of training (of this package's models).
+        seed: of the rows, of the trials and of the pair's weights.
+    """
+
+    corpus: str = "python"
+    length: int = 2048
+    samples: int = 32
+    batch_size: int = 4
+    trials: int = 8
+    init: bool = True
+    seed: int = 0
+
+
+QUICK: dict = {"length": 128, "samples": 16, "trials": 4}
+
+
+def run(lm: CausalLM, settings: Settings, samples: Samples) -> Result:
+    """Gradient flow with ``settings``."""
+    require_positive(length=settings.length, samples=settings.samples)
+    check_length(lm, settings.length, "a row")
+    ids, side = load_rows(settings.corpus, lm.tokenizer, settings.length, settings.samples, seed=settings.seed)
+    result = evaluate_gradient_flow(
+        lm, ids, batch_size=settings.batch_size, trials=settings.trials, init=settings.init, seed=settings.seed,
+        samples=samples,
+    )  # fmt: skip
+    result.provenance.update(corpus=settings.corpus, side=side)
+    return result
+
+
+def evaluate_gradient_flow(
+    lm: CausalLM,
+    ids: Tensor,
+    *,
+    batch_size: int = 4,
+    trials: int = 8,
+    init: bool = True,
+    seed: int = 0,
+    samples: Samples | None = None,
+) -> Result:
+    """Errors of the closed forms, and the root mean square of the loss's gradient over the entries of each weight.
+
+    Args:
+        ids: text to take the loss of, int64 ``[rows, T]``.
+        batch_size: rows in one backward pass.
+
+    ``metrics``: ``error_{weight}`` and ``error_softmax_{weight}``, the largest relative errors over all trials;
+    ``{state}_{kind}_layer{i}`` and its mean over layers ``{state}_{kind}``, where state is ``model`` (as given),
+    ``init_diff`` or ``init_softmax``, and kind q1, q2, k1, k2 (halves of W_Q and W_K), q, k, v, o, lambda, head_norm,
+    as far as the model has them; ``init_ratio_{kind}``: DIFF over Transformer at the start.
+
+    Raises:
+        ValueError: for a model whose attention weights are not found, naming what was looked for.
+    """
+    require_positive(batch_size=batch_size, trials=trials)
+    samples = Samples() if samples is None else samples
+    errors = samples.rows("closed forms", range(trials), lambda batch: [closed_form_errors(seed + i) for i in batch])
+    metrics = {f"error_{name}": max(row[name] for row in errors) for name in errors[0]}
+    rows: list[dict] = [{"state": "closed forms", **row} for row in errors]
+    batches = [ids[start : start + batch_size] for start in range(0, len(ids), batch_size)]
+    states = [("model", None)]
+    if init and getattr(lm.model.config, "model_type", "") == "diff_transformer":
+        states += [(f"init_{attention}", attention) for attention in ("diff", "softmax")]
+    for state, attention in states:
+        model = lm.model if attention is None else _at_init(lm, attention, seed)
+        weights = attention_weights(model)
+        measured = samples.rows(state, batches, lambda b, m=model, w=weights: [gradient_sizes(m, w, x) for x in b])
+        rows += [{"state": state, "batch": i, **row} for i, row in enumerate(measured)]
+        _summarise(metrics, state, measured)
+    for kind in KINDS:
+        pair = [metrics.get(f"init_{attention}_{kind}") for attention in ("diff", "softmax")]
+        if pair[0] is not None and pair[1]:
+            metrics[f"init_ratio_{kind}"] = pair[0] / pair[1]
+    details = {"tokens": ids.numel(), "length": ids.shape[1], "batch_size": batch_size, "trials": trials, "seed": seed}
+    return Result("gradient_flow", lm.name, metrics, rows, provenance(**details, **settings_of_lm(lm)))
+
+
+def closed_forms(
+    x: Tensor, weights: dict[str, Tensor], lam: Tensor, upstream: Tensor, mask: Tensor
+) -> dict[str, Tensor]:
+    """Gradients of one head ``(A1 - lambda A2) V W_O``, without its norm, written out as in appendix F.
+
+    Args:
+        x: input X, ``[N, m]``.
+        weights: ``w_q1, w_q2, w_k1, w_k2 [m, d]``, ``w_v [m, 2d]``, ``w_o [2d, m]``.
+        lam: lambda, a scalar.
+        upstream: G, the gradient of the loss by the head's output, ``[N, m]``.
+        mask: bool ``[N, N]``, True where a query may attend.
+
+    Returns:
+        The gradient of each weight, in its shape, and that of ``lambda``.
+    """
+    q1, q2, k1, k2, v = (x @ weights[name] for name in ("w_q1", "w_q2", "w_k1", "w_k2", "w_v"))
+    scale = q1.shape[1] ** -0.5
+    a1, a2 = (
+        (scale * q @ k.T).masked_fill(~mask, float("-inf")).softmax(-1) for q, k in ((q1, k1), (q2, k2))
+    )  # [N, N]
+    difference = a1 - lam * a2
+    back = upstream @ weights["w_o"].T  # G' = G W_O^T, [N, 2d]
+    to_maps = back @ v.T  # G' V^T, [N, N]
+
+    def to_scores(a: Tensor) -> Tensor:
+        weighted = a * to_maps
+        return weighted - a * weighted.sum(-1, keepdim=True)  # A o (G' V^T) - A o ((A o (G' V^T)) J)
+
+    s1, s2 = to_scores(a1), -lam * to_scores(a2)
+    return {
+        "w_o": (difference @ v).T @ upstream,
+        "w_v": x.T @ difference.T @ back,
+        "w_q1": scale * x.T @ s1 @ k1,
+        "w_q2": scale * x.T @ s2 @ k2,
+        "w_k1": scale * x.T @ s1.T @ q1,
+        "w_k2": scale * x.T @ s2.T @ q2,
+        "lambda": -(a2 * to_maps).sum(),
+    }
+
+
+def closed_form_errors(seed: int, *, tokens: int = 48, width: int = 40, head_dim: int = 8) -> dict[str, float]:
+    """Largest error of each closed form on a random head, relative to the largest entry of autograd's gradient, fp64.
+
+    Odd seeds are causal, even ones see everything. ``softmax_*`` is softmax attention: lambda = 0 and the first map.
+    """
+    generator = torch.Generator().manual_seed(seed)
+
+    def draw(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+    shapes = dict.fromkeys(("w_q1", "w_q2", "w_k1", "w_k2"), (width, head_dim))
+    shapes |= {"w_v": (width, 2 * head_dim), "w_o": (2 * head_dim, width)}
+    x, upstream, lam = draw(tokens, width), draw(tokens, width), draw(1)[0].abs()
+    weights = {name: draw(*shape) / shape[0] ** 0.5 for name, shape in shapes.items()}
+    causal = seed % 2 == 1
+    mask = torch.ones(tokens, tokens, dtype=torch.bool)
+    mask = mask.tril() if causal else mask
+    found = {}
+    for prefix, value in (("", lam), ("softmax_", torch.zeros((), dtype=torch.float64))):
+        leaves = {name: w.clone().requires_grad_() for name, w in weights.items()} | {
+            "lambda": value.clone().requires_grad_()
+        }
+        q1, q2, k1, k2, v = ((x @ leaves[n])[None, None] for n in ("w_q1", "w_q2", "w_k1", "w_k2", "w_v"))
+        if prefix:
+            attended = F.scaled_dot_product_attention(q1, k1, v, is_causal=causal)
+        else:
+            attended = diff_attention(q1, q2, k1, k2, v, leaves["lambda"], is_causal=causal, backend="reference")
+        (attended[0, 0] @ leaves["w_o"] * upstream).sum().backward()
+        for name, ours in closed_forms(x, weights, value, upstream, mask).items():
+            theirs = leaves[name].grad
+            if theirs is not None:  # softmax attention has neither a second map nor lambda
+                label = f"{prefix}{name.removesuffix('1')}" if prefix else name
+                found[label] = float((ours - theirs).abs().max() / theirs.abs().max())
+    return found
+
+
+@dataclass(frozen=True)
+class Weight:
+    """A parameter, or the part of it that belongs to a kind: ``columns`` of a fused one, or the rows of the heads
+    ``offset``, ``offset + 2``, ... of width ``head_dim``."""
+
+    parameter: nn.Parameter
+    columns: slice | None = None
+    offset: int | None = None
+    head_dim: int = 0
+
+    def of(self, gradient: Tensor) -> Tensor:
+        """That part of the parameter's gradient, flat, in fp64."""
+        if self.columns is not None:
+            gradient = gradient[..., self.columns]
+        if self.offset is not None:
+            gradient = gradient.unflatten(0, (-1, self.head_dim))[self.offset :: 2]
+        return gradient.double().flatten()
+
+
+def attention_weights(model: nn.Module) -> list[dict[str, list["Weight"]]]:
+    """For each layer, what its attention consists of, by kind: this package's attention, or by the names that Hugging
+    Face models use (q_proj, k_proj, v_proj with o_proj, out_proj or dense; c_attn with c_proj).
+
+    Raises:
+        ValueError: if a layer has none of these.
+    """
+    return [_layer_weights(layer, number, type(model).__name__) for number, layer in enumerate(layers_of(model))]
+
+
+def _layer_weights(layer: nn.Module, number: int, model: str) -> dict[str, list[Weight]]:
+    from diff_transformer.model.attention import Attention, DiffCore
+
+    for module in layer.modules():
+        names = dict(module.named_children())
+        output = next((names[name] for name in _OUTPUTS if name in names), None)
+        if output is None:
+            continue
+        if {"q_proj", "k_proj", "v_proj"} <= set(names):
+            projections = {kind: [Weight(_weight(names[f"{kind}_proj"]))] for kind in "qkv"}
+        elif "c_attn" in names:
+            fused = _weight(names["c_attn"])
+            width = fused.shape[1] // 3
+            projections = {k: [Weight(fused, slice(i * width, (i + 1) * width))] for i, k in enumerate("qkv")}
+        else:
+            continue
+        found = {**projections, "o": [Weight(_weight(output))]}
+        if isinstance(module, Attention) and isinstance(module.core, DiffCore):
+            for kind in "qk":
+                for offset in (0, 1):
+                    weight = projections[kind][0].parameter
+                    found[f"{kind}{offset + 1}"] = [Weight(weight, None, offset, module.head_dim)]
+        extra = {"lambda": "lambda_", "head_norm": "head_norm"}
+        for kind, part in extra.items():
+            own = [Weight(p) for name, p in module.named_parameters() if f".{part}" in f".{name}"]
+            if own:
+                found[kind] = own
+        return found
+    raise ValueError(
+        f"layer {number} of {model} has no q_proj, k_proj, v_proj with an output projection ({', '.join(_OUTPUTS)}), "
+        "and no c_attn; give a model with such attention (Llama, Qwen, GPT-2, ...)"
+    )
+
+
+def _weight(module: nn.Module) -> nn.Parameter:
+    assert isinstance(module.weight, nn.Parameter)
+    return module.weight
+
+
+def gradient_sizes(model: nn.Module, weights: Sequence[dict[str, list[Weight]]], ids: Tensor) -> dict:
+    """Root mean square of the gradient of the mean loss over ``ids [B, T]``: ``{"loss", "rms": {kind_layer: ...}}``.
+
+    The model's own ``.grad`` fields are left alone; dropout is off.
+    """
+    device = next(model.parameters()).device
+    parameters = list({id(w.parameter): w.parameter for layer in weights for ws in layer.values() for w in ws}.values())
+    frozen = [parameter for parameter in parameters if not parameter.requires_grad]
+    for parameter in frozen:
+        parameter.requires_grad_(True)
+    try:
+        with torch.enable_grad():
+            logits = model(input_ids=ids.to(device), use_cache=False).logits[:, :-1].float()
+            loss = F.cross_entropy(logits.flatten(0, 1), ids[:, 1:].to(device).flatten())
+            gradients = torch.autograd.grad(loss, parameters)
+    finally:
+        for parameter in frozen:
+            parameter.requires_grad_(False)
+    by_id = {id(parameter): gradient for parameter, gradient in zip(parameters, gradients, strict=True)}
+    sizes = {}
+    for number, layer in enumerate(weights):
+        for kind, parts in layer.items():
+            values = torch.cat([part.of(by_id[id(part.parameter)]) for part in parts])
+            sizes[f"{kind}_layer{number}"] = values.square().mean().sqrt().item()
+    return {"loss": loss.item(), "rms": sizes}
+
+
+def _at_init(lm: CausalLM, attention: str, seed: int) -> nn.Module:
+    """One model of the pair of ``lm``'s configuration as training would start it; both with equal shared weights."""
+    from diff_transformer.model.config import matched_baseline
+    from diff_transformer.model.modeling import DiffTransformerForCausalLM
+
+    config = matched_baseline(lm.model.config)
+    config.softmax_head_norm = False
+    torch.manual_seed(seed)
+    model = DiffTransformerForCausalLM(config)
+    if attention == "diff":
+        config = copy.deepcopy(config)
+        config.attention = "diff"
+        shared = model.state_dict()
+        model = DiffTransformerForCausalLM(config)
+        model.load_state_dict(shared, strict=False)
+    return model.to(lm.device).eval()
+
+
+def _summarise(metrics: dict[str, float], state: str, measured: list[dict]) -> None:
+    layers: dict[str, list[float]] = {}
+    for name in measured[0]["rms"]:
+        size = float(np.mean([row["rms"][name] for row in measured]))
+        metrics[f"{state}_{name}"] = size
+        layers.setdefault(name.rsplit("_layer", 1)[0], []).append(size)
+    metrics |= {f"{state}_{kind}": float(np.mean(sizes)) for kind, sizes in layers.items()}

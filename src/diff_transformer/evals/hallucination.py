@@ -1,0 +1,211 @@
+"""Contextual hallucination (Table 4): does what the model writes stay with the text it was given?
+
+    Article: ...  Summary:|  generated greedily          judge: does the article support all of it?     yes / no
+    ...  Question: ...  Answer:|  generated greedily     judge: is it a right answer from the text?     yes / no
+
+Accuracy is the share of outputs free of hallucination: the judge's yes. Outputs on which the judge came to no verdict
+are left out of it and counted apart; an empty output counts as wrong, without asking. Texts that a model has too few
+positions for are cut at their end, which the row says, and the judge sees the same part as the model.
+"""
+
+import math
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from diff_transformer.checks import require_positive
+from diff_transformer.data.grounded import UNANSWERABLE, GroundedItem, load_grounded
+from diff_transformer.evals.judge_client import ChatClient
+from diff_transformer.evals.judge_endpoint import Prices, endpoint_from_environment
+from diff_transformer.evals.judges import NO, UNDECIDED, YES, EndpointJudge, Judge, Verdict, make_judge
+from diff_transformer.evals.likelihood import max_positions
+from diff_transformer.evals.lm import LanguageModel
+from diff_transformer.evals.provenance import provenance
+from diff_transformer.evals.samples import Samples
+from diff_transformer.evals.truncation import fit_document
+from diff_transformer.evals.types import Result
+
+QUICK = {"samples": 12, "summary_tokens": 40, "answer_tokens": 12}
+CHARACTERS_PER_NEW_TOKEN = 6  # of an output, for the cost estimate; on the high side
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What is asked, and who judges.
+
+    Attributes:
+        data: "python" (made from the running Python's documentation), "hub:all" (the six sets of Table 4: xsum,
+            cnn_dailymail, multi_news, qasper, hotpotqa, 2wikimultihopqa), "hub:NAME", a file, a folder; or several of
+            these, separated by commas.
+        samples: items of each set, drawn by the seed (the paper has 100).
+        length: tokens of prompt and output together; None for the model's positions.
+        summary_tokens, answer_tokens: new tokens for a summary and for an answer.
+        judge: "containment" (no model), "lm:PATH" (a local causal LM), or "endpoint": an OpenAI-compatible chat
+            endpoint, named by the environment variables DIFF_TRANSFORMER_JUDGE_URL, _MODEL and _KEY.
+        prompt_price, completion_price: of the endpoint, in money per million tokens.
+        max_cost: in the same money; the endpoint is not asked if the estimate is above it, nor once it is spent.
+        confirm: ask the endpoint whatever the estimate.
+        requests_per_minute: of the endpoint; 0 for no limit.
+        timeout: seconds to wait for one of its replies.
+        judge_options: fields of its requests in place of {"temperature": 0, "max_tokens": 16}, as JSON.
+        judge_cache: file that keeps its replies; None for judge-replies.jsonl in the user's cache folder.
+    """
+
+    data: str = "python"
+    samples: int = 100
+    length: int | None = None
+    summary_tokens: int = 128
+    answer_tokens: int = 32
+    judge: str = "containment"
+    prompt_price: float = 0.0
+    completion_price: float = 0.0
+    max_cost: float | None = None
+    confirm: bool = False
+    requests_per_minute: float = 0.0
+    timeout: float = 60.0
+    judge_options: dict | None = None
+    judge_cache: str | None = None
+    seed: int = 0
+
+
+def run(lm, settings: Settings, samples: Samples) -> Result:
+    """Load the sets, make the judge, and evaluate."""
+    judge = make_judge(settings.judge, client=lambda: _endpoint(settings), device=str(lm.device))
+    sets = load_grounded(settings.data, samples=settings.samples, seed=settings.seed)
+    result = evaluate_hallucination(
+        lm, sets, judge, length=settings.length, summary_tokens=settings.summary_tokens,
+        answer_tokens=settings.answer_tokens, samples=samples,
+    )  # fmt: skip
+    return replace(result, provenance={**result.provenance, "data": settings.data, "seed": settings.seed})
+
+
+def _endpoint(settings: Settings) -> EndpointJudge:
+    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    cache = Path(settings.judge_cache) if settings.judge_cache else folder / "diff-transformer" / "judge-replies.jsonl"
+    client = ChatClient(
+        endpoint_from_environment(), cache=cache, options=settings.judge_options, timeout=settings.timeout,
+        requests_per_minute=settings.requests_per_minute, max_cost=settings.max_cost,
+        prices=Prices(settings.prompt_price, settings.completion_price),
+    )  # fmt: skip
+    return EndpointJudge(client, max_cost=settings.max_cost, confirm=settings.confirm)
+
+
+def evaluate_hallucination(
+    lm: LanguageModel,
+    sets: Mapping[str, Sequence[GroundedItem]],
+    judge: Judge,
+    *,
+    length: int | None = None,
+    summary_tokens: int = 128,
+    answer_tokens: int = 32,
+    samples: Samples | None = None,
+) -> Result:
+    """Accuracy of the outputs for each of ``sets``, by ``judge``.
+
+    ``metrics``, for each set: ``NAME`` (share of yes among the verdicts), its ``NAME_stderr``, and the shares of all
+    items ``NAME_undecided``, ``NAME_empty`` and ``NAME_truncated``; ``mean`` over the sets.
+
+    Raises:
+        ValueError: for a length that the model has no positions for, or that leaves no room for a text.
+    """
+    require_positive(length=length, summary_tokens=summary_tokens, answer_tokens=answer_tokens)
+    positions = max_positions(lm) if hasattr(lm, "model") else None
+    if length is not None and positions is not None and length > positions:
+        raise ValueError(
+            f"length {length} is more than the {positions} positions of {lm.name}; give at most {positions}"
+        )
+    limit = length or positions
+    samples = samples or Samples()
+    new_tokens = {"summary": summary_tokens, "question": answer_tokens}
+    kept = {name: list(items)[: samples.limit] for name, items in sets.items()}
+    judge.prepare(
+        [item for items in kept.values() for item in items], CHARACTERS_PER_NEW_TOKEN * max(new_tokens.values())
+    )
+
+    def write(items: list[GroundedItem]) -> list[dict]:
+        return _outputs(lm, items, limit, new_tokens)
+
+    def decide(batch: list[tuple[GroundedItem, dict]]) -> list[dict]:
+        return [_decided(judge, item, output) for item, output in batch]
+
+    rows: list[dict] = []
+    for name, items in kept.items():
+        written = samples.rows(f"{name}: writing", items, write, batch_size=getattr(lm, "batch_size", 8))
+
+        verdicts = samples.rows(f"{name}: judging", list(zip(items, written, strict=True)), decide)
+        for item, output, verdict in zip(items, written, verdicts, strict=True):
+            rows.append({"set": name, "id": item.id, "kind": item.kind, **output, **verdict})
+    details = {"judge": judge.name, "length": limit, "summary_tokens": summary_tokens, "answer_tokens": answer_tokens}
+    return Result("hallucination", lm.name, summarise(rows), rows, provenance(**details))
+
+
+def frame(item: GroundedItem, document: str) -> str:
+    """The prompt that puts ``document`` before a base model."""
+    if item.kind == "summary":
+        return f"Article:\n{document}\n\nA summary of the article in a few sentences:"
+    return (
+        f"{document}\n\nEach question is answered in a few words from the text above, or with "
+        f'"{UNANSWERABLE}" if the text does not say.\n\nQuestion: {item.question}\nAnswer:'
+    )
+
+
+def trimmed(kind: str, text: str) -> str:
+    """The output without what a base model writes after it: an answer is one line, a summary one paragraph."""
+    text = text.strip()
+    for stop in ("\n",) if kind == "question" else ("\n\n", "\nArticle:"):
+        text = text.split(stop, 1)[0]
+    return text.strip()
+
+
+def _outputs(lm: LanguageModel, items: list[GroundedItem], limit: int | None, new_tokens: dict[str, int]) -> list[dict]:
+    rows: list[dict] = [{} for _ in items]
+    for kind, count in new_tokens.items():
+        places = [i for i, item in enumerate(items) if item.kind == kind]
+        fitted = [
+            fit_document(
+                lm.tokenizer, items[i].document, lambda text, item=items[i]: frame(item, text),
+                None if limit is None else limit - count,
+            )
+            for i in places
+        ]  # fmt: skip
+        texts = lm.generate([fit.prompt for fit in fitted], count) if places else []
+        for i, fit, text in zip(places, fitted, texts, strict=True):
+            rows[i] = {
+                "prompt": fit.prompt, "expected": " | ".join(items[i].references), "got": trimmed(kind, text),
+                "truncated": fit.truncated, "document_tokens": fit.tokens, "document_tokens_kept": fit.kept,
+                "document_characters": len(fit.document),
+            }  # fmt: skip
+    return rows
+
+
+def _decided(judge: Judge, item: GroundedItem, output: dict) -> dict:
+    if not output["got"]:
+        return {"score": 0.0, "verdict": NO, "why": "empty output"}
+    seen = replace(item, document=item.document[: output["document_characters"]])
+    verdict: Verdict = judge(seen, output["got"])
+    return {"score": {YES: 1.0, NO: 0.0}.get(verdict.answer), "verdict": verdict.answer, "why": verdict.why}
+
+
+def summarise(rows: list[dict]) -> dict[str, float]:
+    """The metrics of rows, by set."""
+    metrics: dict[str, float] = {}
+    accuracies = []
+    for name in dict.fromkeys(row["set"] for row in rows):
+        of_set = [row for row in rows if row["set"] == name]
+        scores = [row["score"] for row in of_set if row["score"] is not None]
+        if scores:
+            share = sum(scores) / len(scores)
+            accuracies.append(share)
+            metrics[name] = share
+            if len(scores) > 1:
+                metrics[f"{name}_stderr"] = math.sqrt(share * (1 - share) / (len(scores) - 1))
+        counted = {
+            "undecided": sum(row["verdict"] == UNDECIDED for row in of_set),
+            "empty": sum(not row["got"] for row in of_set),
+            "truncated": sum(row["truncated"] for row in of_set),
+        }
+        metrics |= {f"{name}_{what}": count / len(of_set) for what, count in counted.items()}
+    if accuracies:
+        metrics["mean"] = sum(accuracies) / len(accuracies)
+    return metrics

@@ -1,0 +1,237 @@
+"""A client of OpenAI-compatible chat endpoints that pays for no reply twice.
+
+The key goes into the Authorization header of requests to the endpoint's address and nowhere else: not into the cache,
+results or messages, and not along with a redirection. Replies are appended to a file as they come, under a hash of the
+request, so an interrupted run goes on without asking again.
+"""
+
+import datetime
+import email.utils
+import hashlib
+import json
+import math
+import os
+import random
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable
+from http.client import HTTPException
+from pathlib import Path
+
+from diff_transformer.checks import require_positive
+from diff_transformer.evals.judge_cache import ReplyCache
+from diff_transformer.evals.judge_endpoint import KEY, MODEL, URL, Endpoint, Estimate, Prices
+
+TRANSIENT = frozenset({408, 409, 425, 429, 500, 502, 503, 504, 520, 522, 524, 529})
+LONGEST_WAIT = 300.0  # seconds between two tries
+CHARACTERS_PER_TOKEN = 3.0  # of English text; tokenizers give about 4, so estimates are on the high side
+MAX_REPLY_BYTES = 4 << 20
+
+
+class JudgeError(RuntimeError):
+    """The endpoint cannot be used, or did not recover; what it has answered so far is kept."""
+
+
+class ChatClient:
+    """Asks one endpoint, one request at a time.
+
+    Args:
+        endpoint: from ``endpoint_from_environment``.
+        cache: file of replies; None keeps them in memory.
+        options: fields of the request's body beside model and messages.
+        requests_per_minute: at most so many; 0 for no limit.
+        timeout: seconds to wait for a reply.
+        tries: requests for one reply, the first included.
+        prices: for ``spent``.
+        max_cost: stop, with a ``JudgeError``, once this client has spent so much; None for no limit.
+        sleep, clock: in place of those of ``time``.
+    """
+
+    def __init__(
+        self,
+        endpoint: Endpoint,
+        *,
+        cache: Path | None = None,
+        options: dict | None = None,
+        requests_per_minute: float = 0.0,
+        timeout: float = 60.0,
+        tries: int = 6,
+        prices: Prices | None = None,
+        max_cost: float | None = None,
+        sleep: Callable[[float], None] = time.sleep,
+        clock: Callable[[], float] = time.monotonic,
+    ):
+        require_positive(timeout=timeout, tries=tries)
+        if requests_per_minute < 0:
+            raise ValueError(f"requests_per_minute is {requests_per_minute}; give 0 for no limit, or a positive number")
+        self.endpoint, self.cache = endpoint, ReplyCache(cache)
+        self.options = {"temperature": 0, "max_tokens": 16} if options is None else options
+        self.interval = 60.0 / requests_per_minute if requests_per_minute else 0.0
+        self.timeout, self.tries = timeout, tries
+        self.prices, self.max_cost = prices or Prices(), max_cost
+        self.sleep, self.clock = sleep, clock
+        self.requests, self.prompt_tokens, self.completion_tokens = 0, 0, 0
+        self._next_start = -math.inf
+        self._jitter = random.Random(os.getpid())
+        self._opener = urllib.request.build_opener(_NoRedirection)
+
+    @property
+    def spent(self) -> float:
+        """Money for the replies received so far, at the given prices."""
+        return self.prices.of(self.prompt_tokens, self.completion_tokens)
+
+    def reply(self, prompt: str, attempt: int = 0) -> str:
+        """The text of the reply to ``prompt``: from the cache, or from the endpoint. Empty where it has no text.
+
+        Args:
+            attempt: asking again, after a reply that was of no use, is another request.
+
+        Raises:
+            JudgeError: where the endpoint refuses, or does not recover in ``tries`` requests, or ``max_cost`` is spent.
+        """
+        body = self._body(prompt)
+        key = hashlib.sha256(json.dumps([body, attempt], sort_keys=True).encode()).hexdigest()
+        if key not in self.cache.replies:
+            if self.max_cost is not None and self.spent >= self.max_cost > 0:
+                raise JudgeError(
+                    f"{self.spent:.4g} of max_cost {self.max_cost:g} is spent; give more and start anew, as the "
+                    "replies so far are in the cache"
+                )
+            text, usage = self._ask(json.dumps(body).encode(), prompt)
+            self.prompt_tokens += usage[0]
+            self.completion_tokens += usage[1]
+            text = self._without_key(text)
+            self.cache.add(key, text, model=self.endpoint.model, prompt_tokens=usage[0], completion_tokens=usage[1])
+        return self.cache.replies[key]
+
+    def estimate(self, prompt_characters: list[int]) -> Estimate:
+        """What prompts of these lengths cost, if every one is asked once and answered at full length."""
+        prompts = sum(math.ceil(length / CHARACTERS_PER_TOKEN) for length in prompt_characters)
+        limits = (self.options.get(name) for name in ("max_tokens", "max_completion_tokens"))
+        each = next((limit for limit in limits if isinstance(limit, int)), 1024)
+        requests = len(prompt_characters)
+        return Estimate(requests, prompts, requests * each, self.prices.of(prompts, requests * each))
+
+    def _body(self, prompt: str) -> dict:
+        return {"model": self.endpoint.model, "messages": [{"role": "user", "content": prompt}], **self.options}
+
+    def _ask(self, body: bytes, prompt: str) -> tuple[str, tuple[int, int]]:
+        failure = ""
+        for number in range(self.tries):
+            self._keep_the_rate()
+            wait = None
+            try:
+                return _read(self._send(body), prompt)
+            except urllib.error.HTTPError as error:
+                wait, failure = self._refusal(error)
+                if failure == "":
+                    return "", (0, 0)
+            except _Malformed as error:
+                failure = f"the reply is not one of a chat endpoint: {error}"
+            except (urllib.error.URLError, HTTPException, OSError) as error:
+                reason = getattr(error, "reason", error)
+                timed_out = isinstance(reason, TimeoutError)
+                failure = f"no reply within {self.timeout:g} s" if timed_out else f"{type(reason).__name__}: {reason}"
+            if number + 1 < self.tries:
+                backoff = min(2.0**number, 60.0) * (0.5 + self._jitter.random() / 2)
+                self.sleep(max(wait or 0.0, backoff))
+        raise JudgeError(
+            self._without_key(f"{self.endpoint.host} gave no answer in {self.tries} tries: {failure}; {_KEPT}")
+        )
+
+    def _send(self, body: bytes) -> bytes:
+        headers = {"Content-Type": "application/json", "Accept": "application/json"}
+        if self.endpoint.key:
+            headers["Authorization"] = f"Bearer {self.endpoint.key}"
+        request = urllib.request.Request(self.endpoint.address, data=body, headers=headers, method="POST")
+        self.requests += 1
+        with self._opener.open(request, timeout=self.timeout) as response:
+            return response.read(MAX_REPLY_BYTES)
+
+    def _refusal(self, error: urllib.error.HTTPError) -> tuple[float | None, str]:
+        """(seconds that the endpoint asks to wait, what it said); nothing said where its filter refused the text.
+
+        Raises:
+            JudgeError: for what asking again does not mend.
+        """
+        try:
+            said = error.read(4096).decode("utf-8", "replace")
+        except (OSError, HTTPException):
+            said = ""
+        failure = f"HTTP {error.code}: {' '.join(said.split())[:300] or error.reason}"
+        if error.code == 400 and "content_filter" in said:
+            return None, ""
+        if 300 <= error.code < 400:
+            raise JudgeError(f"{self.endpoint.host} redirects; put the address it redirects to into {URL}; {_KEPT}")
+        if error.code not in TRANSIENT:
+            hint = f"check {KEY}" if error.code in (401, 403) else f"check {URL} and {MODEL}, and judge_options"
+            raise JudgeError(self._without_key(f"{self.endpoint.host} refuses: {failure}; {hint}; {_KEPT}"))
+        wait = _retry_after(error.headers.get("Retry-After"))
+        if wait is not None and wait > LONGEST_WAIT:
+            raise JudgeError(f"{self.endpoint.host} asks to come back in {wait:.0f} s; {_KEPT}")
+        return wait, failure
+
+    def _keep_the_rate(self) -> None:
+        now = self.clock()
+        if now < self._next_start:
+            self.sleep(self._next_start - now)
+        self._next_start = max(now, self._next_start) + self.interval
+
+    def _without_key(self, text: str) -> str:
+        return text.replace(self.endpoint.key, "[key]") if self.endpoint.key else text
+
+
+_KEPT = "replies so far are kept, run again with --resume"
+
+
+class _Malformed(Exception):
+    """A reply of status 200 that is not one of a chat endpoint."""
+
+
+class _NoRedirection(urllib.request.HTTPRedirectHandler):
+    """The key must not travel to another host, and a POST must not become a GET."""
+
+    def redirect_request(self, req, fp, code, msg, headers, newurl):
+        return None
+
+
+def _read(data: bytes, prompt: str) -> tuple[str, tuple[int, int]]:
+    """(text, (prompt tokens, completion tokens)) of a reply; tokens are estimated where it does not count them."""
+    excerpt = " ".join(data[:200].decode("utf-8", "replace").split())
+    try:
+        reply = json.loads(data)
+    except (json.JSONDecodeError, UnicodeDecodeError, RecursionError):
+        raise _Malformed(f"no JSON, but {excerpt!r}") from None
+    try:
+        text = reply["choices"][0]["message"].get("content")
+    except (KeyError, IndexError, TypeError, AttributeError):
+        raise _Malformed(f"no choices[0].message in {excerpt!r}") from None
+    if text is not None and not isinstance(text, str):
+        raise _Malformed(f"content is no text in {excerpt!r}")
+    counted = reply.get("usage")
+    counted = counted if isinstance(counted, dict) else {}
+    estimates = {"prompt_tokens": len(prompt), "completion_tokens": len(text or "")}
+    tokens = [_count(counted.get(name), math.ceil(n / CHARACTERS_PER_TOKEN)) for name, n in estimates.items()]
+    return text or "", (tokens[0], tokens[1])
+
+
+def _count(value: object, otherwise: int) -> int:
+    return value if isinstance(value, int) and not isinstance(value, bool) and value >= 0 else otherwise
+
+
+def _retry_after(value: str | None) -> float | None:
+    """Seconds, from a number of seconds or an HTTP date; None for neither."""
+    if not value:
+        return None
+    try:
+        seconds = float(value)
+        return seconds if math.isfinite(seconds) and seconds >= 0 else None
+    except ValueError:
+        pass
+    try:
+        date = email.utils.parsedate_to_datetime(value)
+    except (TypeError, ValueError):
+        return None
+    date = date if date.tzinfo else date.replace(tzinfo=datetime.UTC)
+    return max(0.0, (date - datetime.datetime.now(datetime.UTC)).total_seconds())

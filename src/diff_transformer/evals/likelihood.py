@@ -1,0 +1,227 @@
+"""Exact log-probabilities of token sequences, each token read once.
+
+    contexts        shared tokens | rest of context 0 | its continuations
+                                  | rest of context 1 | its continuations
+                    read once       read once           scored in batches over copies of the context's cache
+
+No padding ever stands before a token that counts: contexts are batched with contexts of the same length, and
+continuations are padded on the right. So every model with a causal mask gives what it gives for the whole sequence by
+itself, whatever its positions, window or mask.
+"""
+
+import copy
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from diff_transformer.checks import require_positive
+from diff_transformer.evals.lm import CausalLM, check_length, rows_at_once
+
+CHUNK = 1024  # tokens of a context in one forward pass
+
+
+@dataclass(frozen=True)
+class Prefix:
+    """Tokens that a model has read.
+
+    Attributes:
+        ids: the tokens.
+        cache: the model's cache after them, batch 1; never changed once it is here.
+        logits: of the token that follows, fp32 ``[V]``.
+    """
+
+    ids: tuple[int, ...]
+    cache: Any
+    logits: Tensor
+
+
+@torch.inference_mode()
+def read_prefix(lm: CausalLM, ids: Sequence[int], *, chunk: int = CHUNK) -> Prefix:
+    """Read ``ids`` in chunks, so that memory beyond the cache itself does not grow with their number.
+
+    Raises:
+        ValueError: for no tokens, or more than the model has positions.
+    """
+    require_positive(chunk=chunk)
+    if not len(ids):
+        raise ValueError("a context needs at least one token; put the tokenizer's bos_token_id in front of it")
+    check_length(lm, len(ids), "the context")
+    logits, cache = _read(lm, torch.tensor([list(ids)]), None, chunk)
+    return Prefix(tuple(ids), cache, logits[0])
+
+
+@torch.inference_mode()
+def continuation_logprobs(
+    lm: CausalLM,
+    contexts: Sequence[Sequence[int]],
+    continuations: Sequence[Sequence[Sequence[int]]],
+    *,
+    prefix: Prefix | None = None,
+    batch_size: int | None = None,
+) -> list[list[float]]:
+    """Log-probability (nats) of each continuation of each context: the sum over its tokens.
+
+    Args:
+        contexts: token ids, at least one each. What all of them begin with is read once.
+        continuations: for each context any number of token sequences; an empty one has log-probability 0.
+        prefix: from ``read_prefix``, read already: used where the contexts begin with all of it.
+        batch_size: sequences in one forward pass, and so copies of a cache at a time; if None, ``lm.batch_size`` or
+            what fits in 131,072 tokens.
+
+    Raises:
+        ValueError: for an empty context, numbers of contexts and continuations that differ, or a sequence longer than
+            the model's positions.
+    """
+    require_positive(batch_size=batch_size)
+    if len(contexts) != len(continuations):
+        raise ValueError(f"{len(contexts)} contexts and {len(continuations)} lists of continuations; give one for each")
+    if not contexts:
+        return []
+    if not all(len(context) for context in contexts):
+        raise ValueError("a context needs at least one token; put the tokenizer's bos_token_id in front of it")
+    longest = max(
+        len(context) + max((len(tokens) - 1 for tokens in choices), default=0)
+        for context, choices in zip(contexts, continuations, strict=True)
+    )
+    check_length(lm, longest, "the longest context with its continuation")
+    batch_size = batch_size or rows_at_once(lm, longest)
+    shared = common_prefix(contexts)
+    if prefix is None and len(contexts) > 1 and shared:
+        prefix = read_prefix(lm, contexts[0][:shared])
+    elif prefix is not None and (shared < len(prefix.ids) or tuple(contexts[0][: len(prefix.ids)]) != prefix.ids):
+        prefix = None
+    start = len(prefix.ids) if prefix else 0
+    by_length = defaultdict(list)
+    for index, context in enumerate(contexts):
+        by_length[len(context)].append(index)
+    found = [[0.0] * len(tokens) for tokens in continuations]
+    for group in by_length.values():
+        for first in range(0, len(group), batch_size):
+            part = group[first : first + batch_size]
+            logits, cache = _rest(lm, [contexts[index][start:] for index in part], prefix)
+            _score(lm, part, logits, cache, continuations, batch_size, found)
+    return found
+
+
+@torch.inference_mode()
+def position_losses(lm: CausalLM, ids: Sequence[int], *, chunk: int = CHUNK, allow_beyond: bool = False) -> Tensor:
+    """Negative log-likelihood in nats of ``ids[1:]``, each given all that is before it: fp32 ``[T - 1]``, on the CPU.
+
+    The text is read in chunks over one cache: memory is O(T) for the cache, and the logits are those of a chunk.
+
+    Args:
+        allow_beyond: read on beyond the positions that the model was built for, where it can (rotary embeddings).
+
+    Raises:
+        ValueError: for fewer than two tokens, or more than the model has positions.
+    """
+    require_positive(chunk=chunk)
+    if len(ids) < 2:
+        raise ValueError(f"{len(ids)} tokens have no loss; give at least 2")
+    if allow_beyond:
+        _check_learned_positions(lm, len(ids) - 1)
+    else:
+        check_length(lm, len(ids) - 1, "the text")
+    tokens = torch.tensor([list(ids)], device=lm.device)
+    losses, cache = [], None
+    for start in range(0, tokens.shape[1] - 1, chunk):
+        seen = tokens[:, start : min(start + chunk, tokens.shape[1] - 1)]
+        out = lm.model(input_ids=seen, past_key_values=cache, use_cache=True)
+        cache = _cache_of(lm, out)
+        labels = tokens[0, start + 1 : start + 1 + seen.shape[1]]
+        losses.append(F.cross_entropy(out.logits[0].float(), labels, reduction="none").cpu())
+    return torch.cat(losses)
+
+
+def common_prefix(sequences: Sequence[Sequence[int]]) -> int:
+    """How many tokens all ``sequences`` (at least one) begin with."""
+    lists = [list(sequence) for sequence in sequences]
+    first, last = min(lists), max(lists)  # in the order of their tokens, so that all others lie between
+    length = min(len(first), len(last))
+    return next((i for i in range(length) if first[i] != last[i]), length)
+
+
+def max_positions(lm: Any) -> int | None:
+    """The positions that the model was made for (``config.max_position_embeddings``); None where it does not say."""
+    return getattr(lm, "positions", None)
+
+
+def _check_learned_positions(lm: CausalLM, tokens: int) -> None:
+    """Raise ValueError for more tokens than a model with a table of positions has in it."""
+    for name, module in lm.model.named_modules():
+        table = name.rsplit(".", 1)[-1] in ("wpe", "embed_positions", "position_embeddings")
+        if table and isinstance(module, torch.nn.Embedding) and tokens > module.num_embeddings:
+            raise ValueError(
+                f"{lm.name} has learned a table of {module.num_embeddings} positions and none beyond, {tokens} are "
+                "needed; give a smaller length"
+            )
+
+
+def _rest(lm: CausalLM, rests: list[Sequence[int]], prefix: Prefix | None) -> tuple[Tensor, Any]:
+    """Logits ``[B, V]`` after ``prefix`` and each of ``rests`` (of one length), and the cache."""
+    cache = None
+    if prefix is not None:
+        cache = _rows(prefix.cache, 1, [0] * len(rests), lm.device)
+        if not rests[0]:
+            return prefix.logits.expand(len(rests), -1), cache
+    return _read(lm, torch.tensor([list(rest) for rest in rests]), cache, CHUNK)
+
+
+def _read(lm: CausalLM, ids: Tensor, cache: Any, chunk: int) -> tuple[Tensor, Any]:
+    """Logits ``[B, V]`` after ``ids [B, T]`` and the cache, which is ``cache`` itself, longer."""
+    logits = torch.empty(0)
+    for part in ids.to(lm.device).split(chunk, dim=1):
+        out = lm.model(input_ids=part, past_key_values=cache, use_cache=True, logits_to_keep=1)
+        logits, cache = out.logits[:, -1].float(), _cache_of(lm, out)
+    return logits, cache
+
+
+def _cache_of(lm: CausalLM, out: Any) -> Any:
+    cache = getattr(out, "past_key_values", None)
+    if cache is None:
+        raise ValueError(f"{type(lm.model).__name__} returns no cache, which reading a text in parts needs")
+    return cache
+
+
+def _score(
+    lm: CausalLM, part: list[int], logits: Tensor, cache: Any, continuations: Sequence, batch_size: int, found: list
+) -> None:
+    """Fill in ``found`` for the contexts ``part``, whose last logits are ``logits [B, V]``."""
+    first = logits.log_softmax(-1).cpu()
+    longer = []
+    for row, index in enumerate(part):
+        for choice, tokens in enumerate(continuations[index]):
+            if len(tokens):
+                found[index][choice] = first[row, tokens[0]].item()
+            if len(tokens) > 1:
+                longer.append((len(tokens), row, choice))
+    longer.sort()
+    for start in range(0, len(longer), batch_size):
+        batch = longer[start : start + batch_size]
+        sequences = [torch.tensor(list(continuations[part[row]][choice])) for _, row, choice in batch]
+        tokens = torch.nn.utils.rnn.pad_sequence(sequences, batch_first=True).to(lm.device)  # [b, longest]
+        copied = _rows(cache, len(part), [row for _, row, _ in batch], lm.device)
+        out = lm.model(input_ids=tokens[:, :-1], past_key_values=copied, use_cache=True).logits.float()
+        logprobs = out.gather(-1, tokens[:, 1:, None])[..., 0] - out.logsumexp(-1)  # [b, longest - 1]
+        for (length, row, choice), values in zip(batch, logprobs.double().cpu(), strict=True):
+            found[part[row]][choice] += values[: length - 1].sum().item()
+
+
+def _rows(cache: Any, entries: int, rows: list[int], device: torch.device) -> Any:
+    """A new cache with the entries ``rows`` of ``cache``, whose batch has ``entries``; ``cache`` stays as it is."""
+    from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
+
+    replaced = (DynamicLayer, DynamicSlidingWindowLayer)  # their update makes new tensors and never writes to the old
+    if type(cache) is DynamicCache and all(type(layer) in replaced for layer in cache.layers):
+        copied = copy.copy(cache)
+        copied.layers = [copy.copy(layer) for layer in cache.layers]
+    else:
+        copied = copy.deepcopy(cache)
+    if rows != list(range(entries)):
+        copied.reorder_cache(torch.tensor(rows, device=device))
+    return copied

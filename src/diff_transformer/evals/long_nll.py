@@ -1,0 +1,159 @@
+"""Negative log-likelihood by position (section 3.3, Figure 4): does a longer context go on helping?
+
+    book 0   t1 t2 t3 t4 | t5 ... t8 | t9 ............... t16 | ...      each token predicted from all before it
+    NLL          mean of the first 4, 8, 16, ... predictions, over books
+
+Each book is read from its beginning, by itself, in chunks over a key/value cache. Only books that are long enough for
+the whole curve count, so that all its points are of the same texts.
+"""
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from torch import Tensor
+
+from diff_transformer.checks import require_positive
+from diff_transformer.data.corpus import load_corpus
+from diff_transformer.data.documents import Document
+from diff_transformer.data.tokenizer import encode
+from diff_transformer.evals.label_scoring import leading_ids
+from diff_transformer.evals.likelihood import CHUNK, max_positions, position_losses
+from diff_transformer.evals.lm import CausalLM, settings_of_lm
+from diff_transformer.evals.provenance import provenance
+from diff_transformer.evals.samples import Samples
+from diff_transformer.evals.types import Result
+
+BINS_PER_DOUBLING = 4
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Negative log-likelihood by position.
+
+    Attributes:
+        corpus: "python", a text file, a folder or a tar archive; its held-out documents are the books.
+        length: positions to measure, in tokens of the model under test.
+        samples: books at most; the first that are long enough, in the corpus's order.
+        chunk: tokens in one forward pass; changes memory and time, not the result.
+        allow_beyond: go on beyond the positions that the model was built for, to see how it extrapolates.
+    """
+
+    corpus: str = "python"
+    length: int = 65536
+    samples: int = 50
+    chunk: int = CHUNK
+    allow_beyond: bool = False
+
+
+QUICK = {"length": 128, "samples": 12}
+
+
+def run(lm: CausalLM, settings: Settings, samples: Samples) -> Result:
+    """Negative log-likelihood by position with ``settings``."""
+    return evaluate_long_nll(
+        lm,
+        load_corpus(settings.corpus).validation,
+        length=settings.length,
+        books=settings.samples,
+        chunk=settings.chunk,
+        allow_beyond=settings.allow_beyond,
+        samples=samples,
+    )
+
+
+def evaluate_long_nll(
+    lm: CausalLM,
+    documents: Sequence[Document],
+    *,
+    length: int = 65536,
+    books: int = 50,
+    chunk: int = CHUNK,
+    allow_beyond: bool = False,
+    samples: Samples | None = None,
+) -> Result:
+    """Mean negative log-likelihood in nats a token over the first n positions of each book, n = 1, 2, 4 ... ``length``.
+
+    Position n predicts token n + 1 of a book from the n before it (with a tokenizer that begins every text with a token
+    of its own, token n).
+
+    ``metrics``: ``nll{n}`` (cumulative, mean over books), ``books``. ``rows``, one a book: ``book`` (its name),
+    ``tokens`` (those it has), ``sums`` and ``counts`` by bin; bin i holds the positions above ``edges[i]`` up to
+    ``edges[i + 1]``, and ``edges`` (four bins a doubling) stand in the provenance.
+
+    Raises:
+        ValueError: for sizes that are not positive, a length beyond the model's positions unless ``allow_beyond``, or
+            no book of that length.
+    """
+    require_positive(length=length, books=books, chunk=chunk)
+    positions = max_positions(lm)
+    if positions is not None and length > positions and not allow_beyond:
+        raise ValueError(
+            f"length {length} is more than the {positions} positions of {lm.name} (config.max_position_embeddings); "
+            f"give a length up to {positions}, or allow_beyond=true to see how it extrapolates"
+        )
+    edges = bin_edges(length)
+    chosen = _long_enough(lm, documents, length, books)
+
+    def score(batch: list[tuple[str, list[int], int]]) -> list[dict]:
+        rows = []
+        for name, ids, tokens in batch:
+            losses = position_losses(lm, ids, chunk=chunk, allow_beyond=allow_beyond)
+            rows.append({"book": name, "tokens": tokens, **binned(losses, edges)})
+        return rows
+
+    rows = (samples or Samples()).rows("books", chosen, score)
+    details = {
+        "length": length, "edges": edges, "chunk": chunk, "allow_beyond": allow_beyond, "documents": len(documents),
+    }  # fmt: skip
+    return Result("long_nll", lm.name, _metrics(rows, edges), rows, provenance(**details, **settings_of_lm(lm)))
+
+
+def bin_edges(length: int) -> list[int]:
+    """0, 1, 2, ... and on in steps of a quarter of a doubling, through every power of two up to ``length``, and it."""
+    doublings = length.bit_length()
+    steps = {round(2 ** (i / BINS_PER_DOUBLING)) for i in range(doublings * BINS_PER_DOUBLING)}
+    return [0, *sorted({step for step in steps if step < length} | {length})]
+
+
+def binned(losses: Tensor, edges: Sequence[int]) -> dict[str, list]:
+    """Sums and counts of ``losses [T]`` between the edges; losses beyond the last are left out."""
+    parts = [losses[low:high].double() for low, high in itertools.pairwise(edges)]
+    return {"sums": [part.sum().item() for part in parts], "counts": [len(part) for part in parts]}
+
+
+def cumulative(rows: Sequence[dict]) -> np.ndarray:
+    """For each book, the mean loss from its first position to the upper edge of each bin: ``[books, bins]``."""
+    sums = np.array([row["sums"] for row in rows], dtype=float).cumsum(1)
+    return sums / np.array([row["counts"] for row in rows], dtype=float).cumsum(1)
+
+
+def _long_enough(
+    lm: CausalLM, documents: Sequence[Document], length: int, books: int
+) -> list[tuple[str, list[int], int]]:
+    """Name, first ``length + 1`` tokens and number of tokens of the first ``books`` documents that have as many."""
+    before = leading_ids(lm.tokenizer)
+    chosen, longest = [], 0
+    for document in documents:
+        if len(chosen) == books:
+            break
+        ids = [*before, *encode(lm.tokenizer, document.text).tolist()]
+        longest = max(longest, len(ids))
+        if len(ids) > length:
+            chosen.append((document.name, ids[: length + 1], len(ids)))
+    if not chosen:
+        raise ValueError(
+            f"none of the {len(documents)} held-out documents has {length + 1} tokens in {lm.name}'s tokenizer, the "
+            f"longest {longest}; give a smaller length or a corpus of longer texts (books)"
+        )
+    return chosen
+
+
+def _metrics(rows: list[dict], edges: list[int]) -> dict[str, float]:
+    means = cumulative(rows).mean(0)
+    whole = edges[-1]
+    powers = {
+        edge: mean for edge, mean in zip(edges[1:], means, strict=True) if edge & (edge - 1) == 0 or edge == whole
+    }
+    return {**{f"nll{edge}": float(mean) for edge, mean in powers.items()}, "books": float(len(rows))}

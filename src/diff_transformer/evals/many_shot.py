@@ -1,0 +1,288 @@
+"""Many-shot classification in context, and its robustness to the order of the examples (section 3.5, Figures 6, 7, 9).
+
+    Question: Who wrote Emma ?
+    Type: human
+    Question: Where is Oslo ?
+    Type: location
+    Question: When did the war end ?
+    Type:| number
+
+k labelled examples stand before the question. Every label, with the line end that closes it in the examples, is scored
+as a continuation of that prompt, and the likeliest is the answer: decoding constrained to the label set, exact, without
+a preference for short labels. Where several labels tie for the highest score, the question counts as the share of right
+ones among them. The examples' tokens are read once for each order, whatever the number of questions.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from diff_transformer.checks import require_positive
+from diff_transformer.data.labelled import Labelled, LabelledSet, load_labelled
+from diff_transformer.data.seeding import evaluation_rng
+from diff_transformer.data.tokenizer import encode
+from diff_transformer.evals.label_scoring import best_of, choice_tokens, leading_ids
+from diff_transformer.evals.likelihood import common_prefix, continuation_logprobs, max_positions, read_prefix
+from diff_transformer.evals.lm import CausalLM, settings_of_lm
+from diff_transformer.evals.provenance import provenance
+from diff_transformer.evals.samples import Samples
+from diff_transformer.evals.types import Result
+
+ORDERS = ("random", "alternate")
+LONGEST = 65536
+_SHORTEST = 256
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Many-shot classification.
+
+    Attributes:
+        data: "python" (which module a docstring is from; offline), "hub:trec", "hub:trec-fine", "hub:banking77",
+            "hub:clinic150", or a path: a folder with a training and a test file (TREC's .label, Banking-77's .csv,
+            .jsonl), or Clinic-150's data_full.json.
+        fine: the 50 classes of TREC instead of its 6.
+        shots: numbers of examples to measure at.
+        lengths: prompts to measure at, in tokens with the answer, filled with examples. Without shots and lengths: one
+            example, and prompts of 256, 512, ... tokens up to the model's positions, at most 65,536.
+        samples: questions asked at each number of examples and in each order.
+        curve_seeds: random orders at each number of examples but the largest.
+        order_seeds: orders of each kind at the largest number, for the margin between the best and the worst.
+        orders: "random", and "alternate": the classes in turn.
+        seed: draws the questions and the examples; orders are drawn apart.
+    """
+
+    data: str = "python"
+    fine: bool = False
+    shots: tuple = ()
+    lengths: tuple = ()
+    samples: int = 250
+    curve_seeds: int = 1
+    order_seeds: int = 10
+    orders: tuple = ORDERS
+    seed: int = 0
+
+
+QUICK = {"samples": 16, "order_seeds": 3}
+
+
+def run(lm: CausalLM, settings: Settings, samples: Samples) -> Result:
+    """Many-shot classification with ``settings``."""
+    return evaluate_many_shot(
+        lm,
+        load_labelled(settings.data, fine=settings.fine),
+        shots=settings.shots,
+        lengths=settings.lengths,
+        questions=settings.samples,
+        curve_seeds=settings.curve_seeds,
+        order_seeds=settings.order_seeds,
+        orders=settings.orders,
+        seed=settings.seed,
+        samples=samples,
+    )
+
+
+def evaluate_many_shot(
+    lm: CausalLM,
+    data: LabelledSet,
+    *,
+    shots: Sequence[int] = (),
+    lengths: Sequence[int] = (),
+    questions: int = 250,
+    curve_seeds: int = 1,
+    order_seeds: int = 10,
+    orders: Sequence[str] = ORDERS,
+    seed: int = 0,
+    samples: Samples | None = None,
+) -> Result:
+    """Accuracy by the number of examples, and by their order at the largest number.
+
+    A smaller number of examples is the beginning of a larger one, and all orders at a number are of the same examples.
+    Texts of the test side are never among them.
+
+    ``metrics``: ``shots{k}`` (accuracy, mean over its random orders) and ``tokens{k}`` (mean tokens of a prompt with
+    its answer) for each number k; at the largest, for each kind of order, ``{order}_seed{i}``, ``{order}_mean``,
+    ``{order}_best``, ``{order}_worst`` and ``{order}_margin`` (best - worst); ``labels``, ``chance`` (1 / labels),
+    ``ties`` (share of questions without a single best label). ``rows``: prompt (the question; the examples stand before
+    it), expected, got, score, tied (labels with the best score), shots, order, order_seed, tokens.
+
+    Raises:
+        ValueError: for sizes that are not positive, an unknown order, prompts beyond the model's positions, or a length
+            without room for a single example.
+    """
+    require_positive(questions=questions, curve_seeds=curve_seeds, order_seeds=order_seeds)
+    unknown = [order for order in orders if order not in ORDERS]
+    if unknown or not orders:
+        raise ValueError(f"orders is {orders!r}; give one or both of {', '.join(ORDERS)}")
+    samples = samples or Samples()
+    task = _Task(lm, data, questions, seed)
+    counts = _counts(task, shots, lengths, order_seeds)
+    rows: list[dict] = []
+    for count in counts:
+        largest = count == counts[-1]
+        for order in orders if largest else ("random",):
+            for order_seed in range(order_seeds if largest else curve_seeds):
+                rows += _ask(task, count, order, order_seed, samples)
+    details = {
+        "data": data.name, "labels": list(data.labels), "training_texts": len(task.pool), "questions": questions,
+        "shots": counts, "curve_seeds": curve_seeds, "order_seeds": order_seeds, "orders": list(orders), "seed": seed,
+        "ties": "share of right labels among the tied",
+    }  # fmt: skip
+    return Result(
+        "many_shot",
+        lm.name,
+        _metrics(rows, counts, orders, len(data.labels)),
+        rows,
+        provenance(**details, **settings_of_lm(lm)),
+    )
+
+
+class _Task:
+    """The questions and the examples, both in the order in which they were drawn, and how they are written."""
+
+    def __init__(self, lm: CausalLM, data: LabelledSet, questions: int, seed: int):
+        self.lm, self.data, self.seed = lm, data, seed
+        self.labels = data.labels
+        self.endings = [f" {label}\n" for label in self.labels]
+        chosen = evaluation_rng(seed, "many_shot", "questions").permutation(len(data.test))[:questions]
+        self.questions = [data.test[i] for i in chosen]
+        asked = {example.text.casefold() for example in data.test}
+        shown = [example for example in data.train if example.text.casefold() not in asked]
+        if not shown:
+            raise ValueError(f"every training text of {data.name} is a test text too; give other training texts")
+        self.pool = [shown[i] for i in evaluation_rng(seed, "many_shot", "examples").permutation(len(shown))]
+
+    def ask(self, example: Labelled) -> str:
+        return f"{self.data.text_name}: {example.text}\n{self.data.label_name}:"
+
+    def show(self, examples: Sequence[Labelled]) -> str:
+        return "".join(f"{self.ask(example)} {example.label}\n" for example in examples)
+
+    def ordered(self, count: int, order: str, order_seed: int) -> list[Labelled]:
+        """The first ``count`` examples, in an order of this kind."""
+        rng = evaluation_rng(self.seed, "many_shot", "order", order_seed)
+        mixed = [self.pool[i] for i in rng.permutation(count)]
+        return mixed if order == "random" else alternate(mixed, rng)
+
+    def tokens(self, text: str) -> int:
+        return len(encode(self.lm.tokenizer, text))
+
+    def most_tokens(self, count: int, order_seeds: int) -> int:
+        """The most that ``count`` examples take in one of the orders."""
+        orders = [(order, order_seed) for order in ORDERS for order_seed in range(order_seeds)]
+        return max(self.tokens(self.show(self.ordered(count, *order))) for order in orders)
+
+    def answer_tokens(self) -> int:
+        """The most that a question with its answer takes, and what stands before every prompt."""
+        longest = max(self.endings, key=self.tokens)
+        most = max(self.tokens(self.ask(question) + longest) for question in self.questions)
+        return most + len(leading_ids(self.lm.tokenizer))
+
+
+def alternate(examples: Sequence[Labelled], rng: np.random.Generator) -> list[Labelled]:
+    """The examples with their classes in turn, the order of the classes drawn; classes that run out are passed over."""
+    by_label: dict[str, list[Labelled]] = {}
+    for example in examples:
+        by_label.setdefault(example.label, []).append(example)
+    labels = sorted(by_label)
+    turns = [by_label[labels[i]] for i in rng.permutation(len(labels))]
+    rounds = max(map(len, turns), default=0)
+    return [of_class[turn] for turn in range(rounds) for of_class in turns if turn < len(of_class)]
+
+
+def _counts(task: _Task, shots: Sequence[int], lengths: Sequence[int], order_seeds: int) -> list[int]:
+    """The numbers of examples to measure at, ascending."""
+    require_positive(**{f"shots[{i}]": k for i, k in enumerate(shots)})
+    require_positive(**{f"lengths[{i}]": n for i, n in enumerate(lengths)})
+    positions = max_positions(task.lm)
+    if not shots and not lengths:
+        top = min(positions or LONGEST, LONGEST)
+        shots, lengths = (1,), [*(_SHORTEST << i for i in range(20) if _SHORTEST << i < top), top]
+    if positions is not None and max(lengths, default=0) > positions:
+        raise ValueError(
+            f"lengths up to {max(lengths)} tokens are more than the {positions} positions of {task.lm.name} "
+            "(config.max_position_embeddings); give smaller lengths, or none for those that fit"
+        )
+    answer = task.answer_tokens()
+    counts = {_fitting(task, length - answer, length, order_seeds) for length in lengths}
+    for count in shots:
+        if count > len(task.pool):
+            raise ValueError(f"{count} examples were asked for and {task.data.name} has {len(task.pool)} to show")
+        needed = answer + task.most_tokens(count, order_seeds)
+        if positions is not None and needed > positions:
+            raise ValueError(
+                f"{count} examples make prompts of {needed} tokens, more than the {positions} positions of "
+                f"{task.lm.name} (config.max_position_embeddings); give fewer shots"
+            )
+    return sorted(counts | set(shots))
+
+
+def _fitting(task: _Task, room: int, length: int, order_seeds: int) -> int:
+    """How many examples take at most ``room`` tokens, in whichever order is asked for."""
+    low, high = 0, len(task.pool)
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if task.tokens(task.show(task.pool[:middle])) <= room else (low, middle - 1)
+    while low and task.most_tokens(low, order_seeds) > room:
+        low -= 1
+    if not low:
+        first = task.tokens(task.show(task.pool[:1]))
+        raise ValueError(
+            f"a prompt of {length} tokens has no room for an example: the first takes {first}, the longest question "
+            f"with its answer {length - room}, in {task.lm.name}'s tokens; give a larger length or other data"
+        )
+    return low
+
+
+def _ask(task: _Task, count: int, order: str, order_seed: int, samples: Samples) -> list[dict]:
+    """The rows of all questions after ``count`` examples in one order, whose tokens are read once."""
+    lm = task.lm
+    examples = task.show(task.ordered(count, order, order_seed))
+    prefix = None
+
+    def score(questions: list[Labelled]) -> list[dict]:
+        nonlocal prefix
+        pairs = [choice_tokens(lm.tokenizer, examples + task.ask(question), task.endings) for question in questions]
+        contexts, continuations = [list(side) for side in zip(*pairs, strict=True)]
+        if prefix is None:
+            prefix = read_prefix(lm, contexts[0][: _examples_end(task, examples, contexts)])
+        found = continuation_logprobs(lm, contexts, continuations, prefix=prefix)
+        rows = []
+        for question, context, tails, logprobs in zip(questions, contexts, continuations, found, strict=True):
+            best = [task.labels[place] for place in best_of(logprobs)]
+            rows.append({
+                "prompt": task.ask(question), "expected": question.label, "got": best[0],
+                "score": (question.label in best) / len(best), "tied": len(best), "shots": count, "order": order,
+                "order_seed": order_seed, "tokens": len(context) + max(map(len, tails)),
+            })  # fmt: skip
+        return rows
+
+    part = f"{count} shots, {order} order {order_seed}"
+    return samples.rows(part, task.questions, score, batch_size=max(1, lm.batch_size))
+
+
+def _examples_end(task: _Task, examples: str, contexts: list[list[int]]) -> int:
+    """Up to where any question's context has the tokens of the examples alone; at least 1."""
+    alone = [*leading_ids(task.lm.tokenizer), *encode(task.lm.tokenizer, examples).tolist()]
+    return max(1, common_prefix([alone, *contexts]))
+
+
+def _metrics(rows: list[dict], counts: list[int], orders: Sequence[str], labels: int) -> dict[str, float]:
+    metrics = {"labels": float(labels), "chance": 1 / labels, "ties": float(np.mean([row["tied"] > 1 for row in rows]))}
+    for count in counts:
+        mine = [row for row in rows if row["shots"] == count]
+        random = [row["score"] for row in mine if row["order"] == "random"] or [row["score"] for row in mine]
+        metrics[f"shots{count}"] = float(np.mean(random))
+        metrics[f"tokens{count}"] = float(np.mean([row["tokens"] for row in mine]))
+    for order in orders:
+        by_seed: dict[int, list[float]] = {}
+        for row in rows:
+            if row["shots"] == counts[-1] and row["order"] == order:
+                by_seed.setdefault(row["order_seed"], []).append(row["score"])
+        accuracies = {order_seed: float(np.mean(scores)) for order_seed, scores in by_seed.items()}
+        metrics |= {f"{order}_seed{order_seed}": value for order_seed, value in accuracies.items()}
+        metrics[f"{order}_mean"] = float(np.mean(list(accuracies.values())))
+        metrics[f"{order}_best"], metrics[f"{order}_worst"] = max(accuracies.values()), min(accuracies.values())
+        metrics[f"{order}_margin"] = metrics[f"{order}_best"] - metrics[f"{order}_worst"]
+    return metrics

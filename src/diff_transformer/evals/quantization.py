@@ -1,0 +1,249 @@
+"""Attention logits in few bits (section 3.7, Figure 8): accuracy on HellaSwag, and loss, at 16, 8, 6 and 4 bits.
+
+    step = max |logits| / (2^(bits-1) - 1)          logits -> step * round(logits / step), before the softmax
+
+Dynamic: the maximum is that of the logits at hand. The paper does not say over which; ``granularity`` does here:
+
+    "tensor"   over all heads, and both maps, of a layer, of one example: one large logit costs all others their places
+    "head"     over all queries of a head's map, of one example
+    "row"      over the keys that one query may attend to: causal, and the same whatever is computed at a time
+
+Both maps of differential attention are quantised. The softmax and everything after it stay as they are.
+"""
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import asdict, dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from diff_transformer.data.continuations import load_continuations
+from diff_transformer.data.eval_rows import load_rows
+from diff_transformer.data.multiple_choice import MultipleChoiceItem
+from diff_transformer.data.tokenizer import encode_all
+from diff_transformer.evals.inside import AttentionCall, Change, changed_logits
+from diff_transformer.evals.likelihood import common_prefix, continuation_logprobs
+from diff_transformer.evals.lm import CausalLM, check_length, rows_at_once, settings_of_lm
+from diff_transformer.evals.provenance import provenance
+from diff_transformer.evals.samples import Samples
+from diff_transformer.evals.types import Result
+
+BITS = (16, 8, 6, 4)
+GRANULARITIES = ("tensor", "head", "row")
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The paper's Figure 8: set data to "hub:Rowan/hellaswag", or to a file of it, and samples to 10042.
+
+    data: multiple-choice continuations: "python", a file of HellaSwag, or "hub:NAME".
+    corpus: the text for the loss: "python", a text file, a folder or an archive.
+    samples: tasks (all, where there are fewer).
+    rows: rows of text for the loss; 0 leaves the loss out.
+    length: tokens of such a row, in the model's own tokenizer.
+    bits: of a logit; 2 to 16.
+    granularity: "tensor", "head" or "row": what shares a scale.
+    seed: the order of the tasks made from the documentation or read from the hub, and which rows.
+    """
+
+    data: str = "python"
+    corpus: str = "python"
+    samples: int = 1000
+    rows: int = 64
+    length: int = 1024
+    bits: tuple = BITS
+    granularity: str = "tensor"
+    seed: int = 0
+
+
+QUICK = {"samples": 24, "rows": 8, "length": 128}
+
+
+def run(lm: CausalLM, settings: Settings, samples: Samples) -> Result:
+    """``diff-transformer eval quantization``."""
+    tasks = load_continuations(settings.data, seed=settings.seed)[: settings.samples]
+    ids, side = None, "none"
+    if settings.rows:
+        check_length(lm, settings.length, "a row")
+        ids, side = load_rows(settings.corpus, lm.tokenizer, settings.length, settings.rows, seed=settings.seed)
+    result = evaluate_quantization(
+        lm, tasks, ids, bits=settings.bits, granularity=settings.granularity, samples=samples
+    )  # fmt: skip
+    result.provenance.update(asdict(settings), side=side)
+    return result
+
+
+def evaluate_quantization(
+    lm: CausalLM,
+    tasks: Sequence[MultipleChoiceItem],
+    ids: Tensor | None = None,
+    *,
+    bits: Sequence[int] = BITS,
+    granularity: str = "tensor",
+    samples: Samples | None = None,
+) -> Result:
+    """Zero-shot accuracy and loss with attention logits of so many bits.
+
+    Args:
+        tasks: the ending with the highest log-probability counts: plain, and divided by its characters.
+        ids: rows of text ``[rows, T]`` for the loss, or None.
+        granularity: what shares a scale, see above. With "head" and "tensor" it depends on the tokens that are
+            computed at a time, so the context is read in one pass and every ending in another.
+
+    ``metrics``: for each number of bits ``accuracy_{bits}bit`` (length-normalised), ``accuracy_plain_{bits}bit``,
+    ``loss_{bits}bit`` (nats a token), and for each but the largest, the change from it: ``accuracy_{bits}bit_change``,
+    ``loss_{bits}bit_change``; ``chance`` is the accuracy of guessing, ``truncated`` the share of tasks whose context
+    lost its beginning to fit the model's positions (rows: ``cut``, in tokens).
+
+    Raises:
+        ValueError: for bits outside 2 to 16, an unknown granularity, or an ending or row of text that is longer than
+            the model's positions.
+    """
+    _check(bits, granularity)
+    if ids is not None:
+        check_length(lm, ids.shape[1], "a row")
+    samples, rows = samples or Samples(), []
+    for each in bits:
+
+        def quantised(each: int = each) -> AbstractContextManager:
+            return changed_logits(lm.model, absmax(each, granularity))
+
+        alone = granularity != "row"
+        score = _choice_scorer(lm, quantised, each, alone)
+        rows += samples.rows(f"choices_{each}bit", tasks, score, batch_size=1 if alone else max(1, lm.batch_size // 4))
+        if ids is not None:
+            score = _loss_scorer(lm, ids, quantised, each)
+            part, size = f"loss_{each}bit", rows_at_once(lm, ids.shape[1])
+            rows += samples.rows(part, range(len(ids)), score, batch_size=size)
+    details = {"bits": list(bits), "granularity": granularity, "tasks": len(tasks), **settings_of_lm(lm)}
+    return Result("quantization", lm.name, quantization_metrics(rows, tasks), rows, provenance(**details))
+
+
+def quantise(values: Tensor, largest: Tensor, bits: int) -> Tensor:
+    """``values`` rounded to the ``2^bits - 1`` levels between ``-largest`` and ``largest`` (which broadcasts); as they
+    are where ``largest`` is 0."""
+    step = largest / (2 ** (bits - 1) - 1)
+    return torch.where(step > 0, (values / step).round() * step, values)
+
+
+def absmax(bits: int, granularity: str) -> Callable[[AttentionCall], Change]:
+    """A plan for ``changed_logits``: dynamic absmax quantisation.
+
+    Raises:
+        ValueError: for bits outside 2 to 16, or an unknown granularity.
+    """
+    _check((bits,), granularity)
+
+    def plan(call: AttentionCall) -> Change:
+        whole = None if granularity == "row" else _largest(call, granularity)
+
+        def change(logits: tuple[Tensor, ...], allowed: Tensor) -> tuple[Tensor, ...]:
+            scales = [_peaks(x, allowed, (-1,)) for x in logits] if whole is None else whole
+            return tuple(quantise(x, scale, bits) for x, scale in zip(logits, scales, strict=True))
+
+        return change
+
+    return plan
+
+
+def _largest(call: AttentionCall, granularity: str) -> list[Tensor]:
+    """The largest magnitude of each map, ``[B, H, 1, 1]`` or, of all heads and maps, ``[B, 1, 1, 1]``."""
+    found: list[Tensor] = []
+    for rows in call.blocks():
+        allowed = call.allowed(rows)
+        peaks = [_peaks(x, allowed, (-2, -1)) for x in call.logits(rows)]
+        found = [torch.maximum(a, b) for a, b in zip(found, peaks, strict=True)] if found else peaks
+    if granularity == "head":
+        return found
+    largest = torch.cat(found, dim=1).amax(1, keepdim=True)
+    return [largest] * len(found)
+
+
+def _peaks(logits: Tensor, allowed: Tensor, dims: tuple[int, ...]) -> Tensor:
+    return logits.abs().masked_fill(~allowed, 0.0).amax(dims, keepdim=True)
+
+
+def _choice_scorer(
+    lm: CausalLM, quantised: Callable[[], AbstractContextManager], bits: int, alone: bool
+) -> Callable[[list[MultipleChoiceItem]], list[dict]]:
+    def score(tasks: list[MultipleChoiceItem]) -> list[dict]:
+        split = [split_task(lm, task) for task in tasks]
+        contexts, endings = [context for context, _, _ in split], [tokens for _, tokens, _ in split]
+        with quantised():
+            logprobs = continuation_logprobs(lm, contexts, endings, batch_size=1 if alone else None)
+        return [
+            {**_row(task, found, bits), "cut": cut}
+            for task, found, (_, _, cut) in zip(tasks, logprobs, split, strict=True)
+        ]
+
+    return score
+
+
+def split_task(lm: CausalLM, task: MultipleChoiceItem) -> tuple[list[int], list[list[int]], int]:
+    """(context, the rest of each choice, tokens cut) in tokens: each text is tokenised whole, and the context is what
+    all of them, and the context by itself, begin with. So no tokenizer's joining of words is in the way.
+
+    Where the model has too few positions, the context loses its beginning.
+
+    Raises:
+        ValueError: if an ending alone is too long for the model.
+    """
+    texts = [task.question, *(f"{task.question} {choice}" for choice in task.choices)]
+    context, *wholes = [lm.prefix + ids.tolist() for ids in encode_all(lm.tokenizer, texts)]
+    shared = min(common_prefix([context, *wholes]), min(map(len, wholes)) - 1)
+    if not shared:
+        raise ValueError(f"the context {task.question[:60]!r} has no token before its endings; give a longer context")
+    context, endings = context[:shared], [whole[shared:] for whole in wholes]
+    start, room = len(lm.prefix), len(context)
+    if lm.positions is not None:
+        room = lm.positions - max(map(len, endings)) + 1 - start
+    check_length(lm, (lm.positions or 0) + max(0, 1 - room), "a choice")
+    cut = max(0, len(context) - start - room)
+    return context[:start] + context[start + cut :], endings, cut
+
+
+def _row(task: MultipleChoiceItem, logprobs: list[float], bits: int) -> dict:
+    normalised = [value / len(choice) for value, choice in zip(logprobs, task.choices, strict=True)]
+    got, plain = int(np.argmax(normalised)), int(np.argmax(logprobs))
+    return {
+        "bits": bits, "prompt": task.question, "expected": task.choices[task.answer], "got": task.choices[got],
+        "score": float(got == task.answer), "plain": float(plain == task.answer), "logprobs": logprobs,
+    }  # fmt: skip
+
+
+def _loss_scorer(
+    lm: CausalLM, ids: Tensor, quantised: Callable[[], AbstractContextManager], bits: int
+) -> Callable[[list[int]], list[dict]]:
+    def score(numbers: list[int]) -> list[dict]:
+        with quantised():
+            losses = lm.token_losses(ids[numbers]).double().mean(1)
+        return [{"bits": bits, "row": n, "loss": loss} for n, loss in zip(numbers, losses.tolist(), strict=True)]
+
+    return score
+
+
+def quantization_metrics(rows: Sequence[dict], tasks: Sequence[MultipleChoiceItem] = ()) -> dict[str, float]:
+    """The metrics of ``evaluate_quantization`` from its rows."""
+    metrics: dict[str, float] = {}
+    every = sorted({row["bits"] for row in rows}, reverse=True)
+    for name, key in (("accuracy", "score"), ("accuracy_plain", "plain"), ("loss", "loss")):
+        means = {bits: [row[key] for row in rows if row["bits"] == bits and key in row] for bits in every}
+        found = {bits: float(np.mean(values)) for bits, values in means.items() if values}
+        metrics |= {f"{name}_{bits}bit": value for bits, value in found.items()}
+        if found and name != "accuracy_plain":
+            base = found[max(found)]
+            metrics |= {f"{name}_{b}bit_change": value - base for b, value in found.items() if b != max(found)}
+    if tasks:
+        metrics["chance"] = float(np.mean([1 / len(task.choices) for task in tasks]))
+        metrics["truncated"] = float(np.mean([row["cut"] > 0 for row in rows if "cut" in row]))
+    return metrics
+
+
+def _check(bits: Sequence[int], granularity: str) -> None:
+    if granularity not in GRANULARITIES:
+        raise ValueError(f"granularity is {granularity!r}; accepted: {', '.join(map(repr, GRANULARITIES))}")
+    wrong = [each for each in bits if not isinstance(each, int) or not 2 <= each <= 16]
+    if wrong or not bits:
+        raise ValueError(f"bits are {list(bits)}; give whole numbers from 2 to 16")

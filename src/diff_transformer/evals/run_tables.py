@@ -1,0 +1,135 @@
+"""Tables of finished training runs: model, size, tokens, loss. From CSV, from JSON, and from folders of comparisons."""
+
+import csv
+import json
+import re
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+COLUMNS = ("model", "parameters", "tokens", "loss")
+# What tables call the two models of the paper.
+ALIASES = {"transformer": "softmax", "baseline": "softmax", "differential": "diff", "diff transformer": "diff"}
+_UNITS = {"": 1.0, "K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}
+_COUNT = re.compile(r"\s*([\d_,.]+(?:e[+-]?\d+)?)\s*([KMBT]?)\s*", re.IGNORECASE)
+
+
+@dataclass(frozen=True)
+class Run:
+    """``loss`` in nats a token after ``tokens`` of training. ``part``: "final" for a finished run, "curve" for a point
+    on the way, which the learning rate's decay has not yet reached."""
+
+    model: str
+    parameters: float
+    tokens: float
+    loss: float
+    part: str = "final"
+
+    def to_dict(self) -> dict:
+        return asdict(self)
+
+
+def read_runs(paths: Iterable[Path | str]) -> list[Run]:
+    """The runs of several tables.
+
+    A ``.csv`` has a header with at least ``model, parameters, tokens, loss``; a ``.json`` a list of objects with these
+    keys, or the results of a comparison; a folder counts as all ``results.json`` below it. Counts may be written 6.8B.
+
+    Raises:
+        FileNotFoundError: for a path that is not there.
+        ValueError: for a file that is no such table, naming the line or the missing column, or an empty folder.
+    """
+    runs: list[Run] = []
+    for path in map(Path, paths):
+        if path.is_dir():
+            found = sorted(path.rglob("results.json"))
+            if not found:
+                raise ValueError(
+                    f"{path} holds no results.json; give a folder of comparisons, or a table (.csv, .json)"
+                )
+            runs += [run for file in found for run in _from_json(file)]
+        elif not path.exists():
+            raise FileNotFoundError(f"no table of runs at {path}; give a .csv, a .json or a folder of comparisons")
+        else:
+            runs += _from_csv(path) if path.suffix.lower() == ".csv" else _from_json(path)
+    return runs
+
+
+def canonical(model: str) -> str:
+    """``diff`` and ``softmax`` for the paper's two models, however a table calls them; other names as they are."""
+    plain = model.strip().lower()
+    return ALIASES.get(plain, plain if plain in ("diff", "softmax") else model.strip())
+
+
+def _from_csv(path: Path) -> list[Run]:
+    with path.open(newline="", encoding="utf-8-sig") as file:
+        reader = csv.DictReader(file)
+        names = {(name or "").strip().lower(): name for name in reader.fieldnames or []}
+        _require(names, f"{path}")
+        return [
+            _run({key: line[names[key]] for key in COLUMNS}, f"{path}, line {reader.line_num}")
+            for line in reader
+            if any((value or "").strip() for value in line.values() if isinstance(value, str))
+        ]
+
+
+def _from_json(path: Path) -> list[Run]:
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path} is not JSON ({error}); give a table of runs") from None
+    if isinstance(values, dict) and "schema" in values and "pair" in values:
+        return _from_comparison(values, path)
+    if not isinstance(values, list) or not all(isinstance(value, dict) for value in values):
+        raise ValueError(f"{path} is no table of runs; give a list of objects with {', '.join(COLUMNS)}")
+    for number, value in enumerate(values, 1):
+        _require(value, f"{path}, entry {number}")
+    return [_run(value, f"{path}, entry {number}") for number, value in enumerate(values, 1)]
+
+
+def _from_comparison(results: dict, path: Path) -> list[Run]:
+    """Final losses on the rows of the evaluation; and the losses on the way, which are of the validation rows."""
+    runs: list[Run] = []
+    try:
+        train = results["train"]
+        step = train["batch_size"] * train["sequence_length"]
+        warm = train["config"]["optim"]["warmup_steps"]
+        sizes = {side: results["pair"][side]["parameters"] for side in results["pair"]}
+        for entry in results["evals"]:
+            if entry["eval"] in ("loss", "associative_recall") and "validation" in entry["metrics"]:
+                side = entry["attention"]
+                runs.append(Run(side, sizes[side], train["tokens"], entry["metrics"]["validation"]))
+        for curve in results["curves"]:
+            side = curve["attention"]
+            for at, loss in zip(curve["validation_step"], curve["validation_loss"], strict=True):
+                if at > warm:
+                    runs.append(Run(side, sizes[side], at * step, loss, "curve"))
+    except (KeyError, TypeError) as error:
+        raise ValueError(
+            f"{path} is not the results of a comparison: {error!r} is missing or of another kind"
+        ) from None
+    return runs
+
+
+def _require(names, where: str) -> None:
+    missing = [key for key in COLUMNS if key not in names]
+    if missing:
+        raise ValueError(f"{where} has no {', '.join(missing)}; needed: {', '.join(COLUMNS)}")
+
+
+def _run(values: dict, where: str) -> Run:
+    parameters, tokens, loss = (_count(values[key], key, where) for key in ("parameters", "tokens", "loss"))
+    if not str(values["model"] or "").strip():
+        raise ValueError(f"{where}: model is empty; name the model of each run")
+    return Run(canonical(str(values["model"])), parameters, tokens, loss)
+
+
+def _count(value: object, key: str, where: str) -> float:
+    found = _COUNT.fullmatch(str(value))
+    try:
+        number = float(found[1].replace(",", "").replace("_", "")) * _UNITS[found[2].upper()] if found else -1.0
+    except ValueError:
+        number = -1.0
+    if not 0 < number < float("inf"):
+        raise ValueError(f"{where}: {key} is {value!r}; give a positive number, for example 3.06 or 6.8B")
+    return number

@@ -1,0 +1,404 @@
+"""The backward kernels: one product dP = dO V^T and one product for dV serve both maps.
+
+With P = P1 - lam P2, delta_i = rowsum(dO * O_i) and O = O1 - lam O2 (all row by row):
+    dV = P^T dO                       dlam = -delta2
+    dS1 = P1 (dP - delta1)            dS2 = P2 lam (delta2 - dP)
+    dQ_i = scale dS_i K_i             dK_i = scale dS_i^T Q_i
+The maps come back from the saved log-sum-exps, delta1 from rowsum(dO * O) + lam delta2.
+
+Two passes (the default): programs that own keys, then programs that own queries; every sum has one order, so that
+results repeat bit for bit. One pass: the programs that own keys add to dQ in fp32 with atomics, 10 products where two
+passes do 14, and sums in whatever order programs come to them.
+
+Shapes: B batch, H signal heads, Hn noise heads, G key/value heads, T queries, S keys, D query width, Dv value width.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from diff_transformer.ops.triton.configurations import DELTA_ROWS, backward_configuration, chunks, split
+from diff_transformer.ops.triton.forward import key_ranges, range_of_loop
+from diff_transformer.ops.triton.launching import (
+    SECTION,
+    kernel_mask,
+    launch,
+    rows_contiguous,
+    strides,
+    transposed_like,
+)
+from diff_transformer.ops.triton.tiles import (
+    LOG2_E,
+    NOTHING,
+    accumulate,
+    document,
+    load_tile,
+    masked,
+    product,
+    store_tile,
+    tile_of_program,
+    zeros,
+)
+
+
+@triton.jit(do_not_specialize=["T", "tiles"])
+def delta_kernel(
+    dout, out, out2, lam, delta1, lam_delta2, dlam,
+    dout_b, dout_h, dout_t, out_b, out_h, out_t, lam_b, lam_h, lam_t, T, tiles,
+    H: tl.constexpr, DV: tl.constexpr, VA: tl.constexpr, VB: tl.constexpr, BLOCK_M: tl.constexpr,
+):  # fmt: skip
+    """delta1, lam delta2 and dlam of BLOCK_M rows of one head, each [B, H, T]."""
+    program = tl.program_id(0)
+    first = program % tiles * BLOCK_M
+    head_in_all = (program // tiles).to(tl.int64)
+    batch = head_in_all // H
+    head = head_in_all % H
+    rows = tl.arange(0, BLOCK_M)
+    here = first + rows < T
+    row = tl.cast(first, tl.int64)
+    dout += batch * dout_b + head * dout_h + row * dout_t
+    out += batch * out_b + head * out_h + row * out_t
+    out2 += batch * out_b + head * out_h + row * out_t
+    lam += batch * lam_b + head * lam_h + row * lam_t
+    da, db = load_tile(dout, rows, dout_t, T - first, VA, VB, DV, True)
+    oa, ob = load_tile(out, rows, out_t, T - first, VA, VB, DV, True)
+    na, nb = load_tile(out2, rows, out_t, T - first, VA, VB, DV, True)
+    delta = tl.sum(da.to(tl.float32) * oa.to(tl.float32), 1)
+    delta2 = tl.sum(da.to(tl.float32) * na.to(tl.float32), 1)
+    if VB > 0:
+        delta += tl.sum(db.to(tl.float32) * ob.to(tl.float32), 1)
+        delta2 += tl.sum(db.to(tl.float32) * nb.to(tl.float32), 1)
+    weight = tl.load(lam + rows.to(tl.int64) * lam_t, mask=here, other=0.0)
+    to = head_in_all * T + row + rows
+    tl.store(delta1 + to, delta + weight * delta2, mask=here)
+    tl.store(lam_delta2 + to, weight * delta2, mask=here)
+    tl.store(dlam + to, -delta2, mask=here)
+
+
+@triton.jit
+def query_ranges(
+    first, T, S, window, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr,
+    ALL_CHECKED: tl.constexpr,
+):  # fmt: skip
+    """low <= inner_low <= inner_high <= high: the queries that see keys from ``first``, and those that see all of them.
+
+    All but high are multiples of BLOCK_M; between the inner two no score needs a check.
+    """
+    low = first * 0
+    high = T
+    inner_low = first * 0
+    inner_high = T // BLOCK_M * BLOCK_M
+    if CAUSAL:
+        own = first - (S - T)  # the query that stands at the first key
+        low = tl.maximum(own, 0) // BLOCK_M * BLOCK_M
+        inner_low = (tl.maximum(own + BLOCK_N - 1, 0) + BLOCK_M - 1) // BLOCK_M * BLOCK_M
+        if WINDOW:
+            high = tl.minimum(T, tl.maximum(own + BLOCK_N - 1 + window, 0))
+            inner_high = tl.minimum(inner_high, tl.maximum(own + window, 0) // BLOCK_M * BLOCK_M)
+    if ALL_CHECKED:
+        inner_high = first * 0
+    inner_high = tl.where(first + BLOCK_N > S, 0, inner_high)  # some of these keys do not exist
+    inner_low = tl.maximum(low, tl.minimum(inner_low, inner_high))
+    inner_high = tl.maximum(inner_low, inner_high)
+    return low, inner_low, inner_high, high
+
+
+@triton.jit
+def attention_map(
+    s, query, key, T, S, window, mask, mask_t, mask_s, factor, log, CAUSAL: tl.constexpr, WINDOW: tl.constexpr,
+    MASK_KIND: tl.constexpr, MASK_ROWS: tl.constexpr, CHECKED: tl.constexpr,
+):  # fmt: skip
+    """A tile of a map from its scores and the log-sum-exps of its queries."""
+    s = s * factor
+    if CHECKED:
+        s = masked(s, query, key, T, S, window, mask, mask_t, mask_s, CAUSAL, WINDOW, MASK_KIND, MASK_ROWS)
+    return tl.exp2(s - log)
+
+
+@triton.jit
+def add_product(to, queries, limit, ds, ka, kb, DA: tl.constexpr, DB: tl.constexpr, D: tl.constexpr):
+    """Add ds^T k to fp32 rows of width D in memory; ds [keys, queries]."""
+    ds = tl.trans(ds)
+    add_chunk(to, queries, limit, tl.dot(ds, ka, input_precision="ieee"), 0, DA, D)
+    if DB > 0:
+        add_chunk(to, queries, limit, tl.dot(ds, kb, input_precision="ieee"), DA, DB, D)
+
+
+@triton.jit
+def add_chunk(to, offset, limit, x, FIRST: tl.constexpr, CHUNK: tl.constexpr, WIDTH: tl.constexpr):
+    columns = FIRST + tl.arange(0, CHUNK)
+    inside = (offset[:, None] < limit) & (columns[None, :] < WIDTH)
+    tl.atomic_add(to + offset[:, None] * WIDTH + columns[None, :], x, mask=inside, sem="relaxed")
+
+
+@triton.jit(do_not_specialize=["T", "S", "window", "tiles", "heads_in_all"])
+def key_gradient_kernel(
+    q1, q2, k1, k2, v, lam, mask, dout, lse1, lse2, delta1, lam_delta2, dq1, dq2, dk1, dk2, dv,
+    cu_seqlens_q, cu_seqlens_k,
+    q1_b, q1_h, q1_t, q2_b, q2_h, q2_t, k1_b, k1_h, k1_t, k2_b, k2_h, k2_t, v_b, v_h, v_t, lam_b, lam_h, lam_t,
+    dout_b, dout_h, dout_t, dk1_b, dk1_h, dk1_t, dv_b, dv_h, dv_t, mask_b, mask_h, mask_t, mask_s,
+    T, S, window, scale, factor, tiles, heads_in_all,
+    H: tl.constexpr, HN: tl.constexpr, G: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, DA: tl.constexpr,
+    DB: tl.constexpr, VA: tl.constexpr, VB: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    CAUSAL: tl.constexpr, WINDOW: tl.constexpr, MASK_KIND: tl.constexpr, MASK_ROWS: tl.constexpr,
+    SHARED_KEYS: tl.constexpr, ONE_PASS: tl.constexpr, KEYS: tl.constexpr, VALUES: tl.constexpr, VARLEN: tl.constexpr,
+    SECTION: tl.constexpr,
+):  # fmt: skip
+    """dK1, dK2 and dV of BLOCK_N keys of one key/value head, over all signal heads that use it.
+
+    Tiles of scores are [keys, queries]. KEYS and VALUES say which of the gradients this launch computes: where the
+    accumulators of all do not fit the registers, two launches share the work.
+
+    SHARED_KEYS: dK1 takes both maps' sum. ONE_PASS: dQ1 [B, H, T, D] and dQ2 [B, Hn, T, D], fp32 and contiguous, get
+    this program's share added, without the factor ``scale``.
+    """
+    tile, head_in_all = tile_of_program(tiles, heads_in_all, SECTION)
+    batch = (head_in_all // G).to(tl.int64)
+    kv_head = head_in_all % G
+    rows_in_all = T
+    q_start, T, q_batch = document(cu_seqlens_q, batch, T, VARLEN)
+    k_start, S, k_batch = document(cu_seqlens_k, batch, S, VARLEN)
+    first = tile * BLOCK_N  # under a causal limit the longest columns come first
+    if first >= S:
+        return
+
+    keys = tl.arange(0, BLOCK_N)
+    queries = tl.arange(0, BLOCK_M)
+    wide_head = kv_head.to(tl.int64)
+    row = k_start + first
+    k1 += k_batch * k1_b + wide_head * k1_h + row * k1_t
+    k2 += k_batch * k2_b + wide_head * k2_h + row * k2_t
+    v += k_batch * v_b + wide_head * v_h + row * v_t
+    k1a, k1b = load_tile(k1, keys, k1_t, S - first, DA, DB, D, True)
+    k2a, k2b = k1a, k1b
+    if not SHARED_KEYS:
+        k2a, k2b = load_tile(k2, keys, k2_t, S - first, DA, DB, D, True)
+    if KEYS:
+        va, vb = load_tile(v, keys, v_t, S - first, VA, VB, DV, True)
+    dk1a, dk1b = zeros(BLOCK_N, DA, DB)
+    dk2a, dk2b = zeros(BLOCK_N, DA, DB)
+    dva, dvb = zeros(BLOCK_N, VA, VB)
+    key = (first + keys)[:, None]
+    low, inner_low, inner_high, high = query_ranges(
+        first, T, S, window, BLOCK_M, BLOCK_N, CAUSAL, WINDOW, MASK_KIND != NOTHING
+    )
+    for member in tl.range(0, H // G):
+        head = (kv_head * (H // G) + member).to(tl.int64)
+        noise_head = (kv_head * (H // G) + member) // (H // HN)
+        noise_head = noise_head.to(tl.int64)
+        q1_here = q1 + (q_batch * q1_b + head * q1_h + q_start * q1_t)
+        q2_here = q2 + (q_batch * q2_b + noise_head * q2_h + q_start * q2_t)
+        dout_here = dout + (q_batch * dout_b + head * dout_h + q_start * dout_t)
+        lam_here = lam + (q_batch * lam_b + head * lam_h + q_start * lam_t)
+        row_here = (q_batch * H + head) * rows_in_all + q_start
+        mask_here = mask
+        if MASK_KIND != NOTHING:
+            mask_here = mask + (q_batch * mask_b + head * mask_h)
+        for CHECKED in tl.static_range(2):
+            if CHECKED or MASK_KIND == NOTHING:
+                begin, end, gap = range_of_loop(CHECKED, low, inner_low, inner_high, high)
+                for step in tl.range(begin, end, BLOCK_M):
+                    m = step
+                    if CHECKED:
+                        m += tl.where(step >= inner_low, gap, 0)
+                    start = tl.cast(m, tl.int64)
+                    query = (m + queries)[None, :]
+                    here = m + queries < T
+                    row_m = row_here + start
+                    da, db = load_tile(dout_here + start * dout_t, queries, dout_t, T - m, VA, VB, DV, CHECKED)
+                    if KEYS:
+                        dp = product(va, vb, da, db, VB)
+                    qa, qb = load_tile(q1_here + start * q1_t, queries, q1_t, T - m, DA, DB, D, CHECKED)
+                    log = tl.load(lse1 + row_m + queries, mask=here, other=float("inf"))[None, :]
+                    p = attention_map(
+                        product(k1a, k1b, qa, qb, DB), query, key, T, S, window, mask_here, mask_t, mask_s, factor, log,
+                        CAUSAL, WINDOW, MASK_KIND, MASK_ROWS, CHECKED,
+                    )  # fmt: skip
+                    if KEYS:
+                        delta = tl.load(delta1 + row_m + queries, mask=here, other=0.0)[None, :]
+                        ds = (p * (dp - delta)).to(k1a.dtype)
+                        dk1a, dk1b = accumulate(dk1a, dk1b, ds, qa, qb, DB)
+                        if ONE_PASS:
+                            add_product(dq1 + row_m * D, queries, T - m, ds, k1a, k1b, DA, DB, D)
+                    qa, qb = load_tile(q2_here + start * q2_t, queries, q2_t, T - m, DA, DB, D, CHECKED)
+                    log = tl.load(lse2 + row_m + queries, mask=here, other=float("inf"))[None, :]
+                    p2 = attention_map(
+                        product(k2a, k2b, qa, qb, DB), query, key, T, S, window, mask_here, mask_t, mask_s, factor, log,
+                        CAUSAL, WINDOW, MASK_KIND, MASK_ROWS, CHECKED,
+                    )  # fmt: skip
+                    weight = tl.load(lam_here + start * lam_t + queries * lam_t, mask=here, other=0.0)[None, :]
+                    if VALUES:
+                        dva, dvb = accumulate(dva, dvb, p - weight * p2, da, db, VB)
+                    if KEYS:
+                        delta = tl.load(lam_delta2 + row_m + queries, mask=here, other=0.0)[None, :]
+                        ds = (p2 * (delta - weight * dp)).to(k1a.dtype)
+                        if SHARED_KEYS:
+                            dk1a, dk1b = accumulate(dk1a, dk1b, ds, qa, qb, DB)
+                        else:
+                            dk2a, dk2b = accumulate(dk2a, dk2b, ds, qa, qb, DB)
+                        if ONE_PASS:
+                            noise_row = (q_batch * HN + noise_head) * rows_in_all + q_start
+                            add_product(dq2 + (noise_row + start) * D, queries, T - m, ds, k2a, k2b, DA, DB, D)
+    if KEYS:
+        to = k_batch * dk1_b + wide_head * dk1_h + row * dk1_t
+        store_tile(dk1 + to, keys, dk1_t, S - first, dk1a * scale, dk1b * scale, DA, DB, D)
+        if not SHARED_KEYS:
+            store_tile(dk2 + to, keys, dk1_t, S - first, dk2a * scale, dk2b * scale, DA, DB, D)
+    if VALUES:
+        to = k_batch * dv_b + wide_head * dv_h + row * dv_t
+        store_tile(dv + to, keys, dv_t, S - first, dva, dvb, VA, VB, DV)
+
+
+@triton.jit(do_not_specialize=["T", "S", "window", "tiles", "heads_in_all"])
+def query_gradient_kernel(
+    q1, q2, k1, k2, v, lam, mask, dout, lse1, lse2, delta1, lam_delta2, dq1, dq2, cu_seqlens_q, cu_seqlens_k,
+    q1_b, q1_h, q1_t, q2_b, q2_h, q2_t, k1_b, k1_h, k1_t, k2_b, k2_h, k2_t, v_b, v_h, v_t, lam_b, lam_h, lam_t,
+    dout_b, dout_h, dout_t, dq1_b, dq1_h, dq1_t, dq2_b, dq2_h, dq2_t, mask_b, mask_h, mask_t, mask_s,
+    T, S, window, scale, factor, tiles, heads_in_all,
+    H: tl.constexpr, HN: tl.constexpr, G: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, DA: tl.constexpr,
+    DB: tl.constexpr, VA: tl.constexpr, VB: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    CAUSAL: tl.constexpr, WINDOW: tl.constexpr, MASK_KIND: tl.constexpr, MASK_ROWS: tl.constexpr,
+    SHARED_KEYS: tl.constexpr, FIRST: tl.constexpr, SECOND: tl.constexpr, VARLEN: tl.constexpr, SECTION: tl.constexpr,
+):  # fmt: skip
+    """dQ2 of BLOCK_M queries of one noise head, and dQ1 of every signal head that it serves.
+
+    FIRST and SECOND say which of the two this launch computes; where both do not fit the registers, two launches do.
+    """
+    tile, head_in_all = tile_of_program(tiles, heads_in_all, SECTION)
+    batch = (head_in_all // HN).to(tl.int64)
+    noise_head = head_in_all % HN
+    rows_in_all = T
+    q_start, T, q_batch = document(cu_seqlens_q, batch, T, VARLEN)
+    k_start, S, k_batch = document(cu_seqlens_k, batch, S, VARLEN)
+    first = (tiles - 1 - tile) * BLOCK_M  # the longest rows first
+    if first >= T:
+        return
+
+    keys = tl.arange(0, BLOCK_N)
+    queries = tl.arange(0, BLOCK_M)
+    here = first + queries < T
+    query = (first + queries)[:, None]
+    wide_head = noise_head.to(tl.int64)
+    kv_head = (noise_head // (HN // G)).to(tl.int64)
+    row = q_start + first
+    k1 += k_batch * k1_b + kv_head * k1_h + k_start * k1_t
+    k2 += k_batch * k2_b + kv_head * k2_h + k_start * k2_t
+    v += k_batch * v_b + kv_head * v_h + k_start * v_t
+    q2a, q2b = load_tile(
+        q2 + (q_batch * q2_b + wide_head * q2_h + row * q2_t), queries, q2_t, T - first, DA, DB, D, True
+    )
+    dq2a, dq2b = zeros(BLOCK_M, DA, DB)
+    low, inner_low, inner_high, high = key_ranges(
+        first, T, S, window, BLOCK_M, BLOCK_N, CAUSAL, WINDOW, MASK_KIND != NOTHING
+    )
+    for member in tl.range(0, H // HN):
+        head = (noise_head * (H // HN) + member).to(tl.int64)
+        q1a, q1b = load_tile(
+            q1 + (q_batch * q1_b + head * q1_h + row * q1_t), queries, q1_t, T - first, DA, DB, D, True
+        )
+        da, db = load_tile(
+            dout + (q_batch * dout_b + head * dout_h + row * dout_t), queries, dout_t, T - first, VA, VB, DV, True
+        )
+        row_here = (q_batch * H + head) * rows_in_all + row + queries
+        log1 = tl.load(lse1 + row_here, mask=here, other=float("inf"))[:, None]
+        log2 = tl.load(lse2 + row_here, mask=here, other=float("inf"))[:, None]
+        first_delta = tl.load(delta1 + row_here, mask=here, other=0.0)[:, None]
+        second_delta = tl.load(lam_delta2 + row_here, mask=here, other=0.0)[:, None]
+        weight = tl.load(lam + (q_batch * lam_b + head * lam_h + (row + queries) * lam_t), mask=here, other=0.0)
+        mask_here = mask
+        if MASK_KIND != NOTHING:
+            mask_here = mask + (q_batch * mask_b + head * mask_h)
+        dq1a, dq1b = zeros(BLOCK_M, DA, DB)
+        for CHECKED in tl.static_range(2):
+            if CHECKED or MASK_KIND == NOTHING:
+                begin, end, gap = range_of_loop(CHECKED, low, inner_low, inner_high, high)
+                for step in tl.range(begin, end, BLOCK_N):
+                    n = step
+                    if CHECKED:
+                        n += tl.where(step >= inner_low, gap, 0)
+                    start = tl.cast(n, tl.int64)
+                    va, vb = load_tile(v + start * v_t, keys, v_t, S - n, VA, VB, DV, CHECKED)
+                    dp = product(da, db, va, vb, VB)
+                    key = (n + keys)[None, :]
+                    ka, kb = load_tile(k1 + start * k1_t, keys, k1_t, S - n, DA, DB, D, CHECKED)
+                    if FIRST:
+                        p = attention_map(
+                            product(q1a, q1b, ka, kb, DB), query, key, T, S, window, mask_here, mask_t, mask_s,
+                            factor, log1, CAUSAL, WINDOW, MASK_KIND, MASK_ROWS, CHECKED,
+                        )  # fmt: skip
+                        dq1a, dq1b = accumulate(dq1a, dq1b, p * (dp - first_delta), ka, kb, DB)
+                    if SECOND:
+                        if not SHARED_KEYS:
+                            ka, kb = load_tile(k2 + start * k2_t, keys, k2_t, S - n, DA, DB, D, CHECKED)
+                        p = attention_map(
+                            product(q2a, q2b, ka, kb, DB), query, key, T, S, window, mask_here, mask_t, mask_s,
+                            factor, log2, CAUSAL, WINDOW, MASK_KIND, MASK_ROWS, CHECKED,
+                        )  # fmt: skip
+                        dq2a, dq2b = accumulate(dq2a, dq2b, p * (second_delta - weight[:, None] * dp), ka, kb, DB)
+        if FIRST:
+            to = dq1 + (q_batch * dq1_b + head * dq1_h + row * dq1_t)
+            store_tile(to, queries, dq1_t, T - first, dq1a * scale, dq1b * scale, DA, DB, D)
+    if SECOND:
+        to = dq2 + (q_batch * dq2_b + wide_head * dq2_h + row * dq2_t)
+        store_tile(to, queries, dq2_t, T - first, dq2a * scale, dq2b * scale, DA, DB, D)
+
+
+def launch_backward(
+    dout: Tensor, q1: Tensor, q2: Tensor, k1: Tensor, k2: Tensor | None, v: Tensor, lam: Tensor,
+    attn_mask: Tensor | None, cu_seqlens_q: Tensor | None, cu_seqlens_k: Tensor | None, max_q: int, max_k: int,
+    out: Tensor, out2: Tensor, lse1: Tensor, lse2: Tensor, is_causal: bool, window: int | None, scale: float,
+    one_pass: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """Gradients of q1, q2, k1, k2, v (in their dtypes) and lam ([B, H, T, 1], fp32), for dout [B, H, T, Dv].
+
+    Arguments as of ``launch_forward``, and what it returned. Without k2 the gradient of k1 is both maps' sum and that
+    of k2 is empty.
+    """
+    (B, H, T, D), HN, (G, S, Dv) = q1.shape, q2.shape[1], v.shape[1:]
+    dout = rows_contiguous(dout)
+    batches, varlen = (B, False) if cu_seqlens_q is None else (len(cu_seqlens_q) - 1, True)
+    second_keys = k1 if k2 is None else k2
+    mask, mask_strides, mask_kind, mask_rows = kernel_mask(attn_mask, v)
+    DA, DB = chunks(D)
+    VA, VB = chunks(Dv)
+    configuration = backward_configuration(D, Dv, q1.dtype, q1.device, mask_rows)
+    by_keys = configuration.one_pass if one_pass else configuration.keys
+    by_queries = configuration.queries
+    delta1, lam_delta2, dlam = (q1.new_empty((B, H, T), dtype=torch.float32) for _ in range(3))
+    dk1, dv = transposed_like(k1), transposed_like(v)
+    dk2 = k1.new_empty(0) if k2 is None else transposed_like(k1)
+    if one_pass:
+        dq1, dq2 = (q1.new_zeros(x.shape, dtype=torch.float32) for x in (q1, q2))
+    else:
+        dq1, dq2 = transposed_like(q1), transposed_like(q2)
+    documents = (cu_seqlens_q, cu_seqlens_k) if varlen else (lse1, lse1)
+    constants = {
+        "H": H, "HN": HN, "G": G, "D": D, "DV": Dv, "DA": DA, "DB": DB, "VA": VA, "VB": VB, "CAUSAL": is_causal,
+        "WINDOW": window is not None, "MASK_KIND": mask_kind, "MASK_ROWS": mask_rows, "SHARED_KEYS": k2 is None,
+        "VARLEN": varlen, "SECTION": SECTION,
+    }  # fmt: skip
+    inputs = (q1, q2, k1, second_keys, v, lam)
+    given = [*inputs, mask, dout, lse1, lse2, delta1, lam_delta2, dq1, dq2]
+    lengths = [*mask_strides, T, S, window or 0, scale, scale * LOG2_E.value]
+
+    tiles = triton.cdiv(T, DELTA_ROWS)
+    arguments = [dout, out, out2, lam, delta1, lam_delta2, dlam, *strides(dout, out, lam), T, tiles]
+    widths = {"H": H, "DV": Dv, "VA": VA, "VB": VB, "BLOCK_M": DELTA_ROWS}
+    launch(delta_kernel, tiles * B * H, arguments, widths)
+
+    tiles = triton.cdiv(max_k, by_keys.BLOCK_N)
+    arguments = [*given, dk1, dk2, dv, *documents, *strides(*inputs, dout, dk1, dv), *lengths, tiles, batches * G]
+    options = constants | {"ONE_PASS": one_pass} | by_keys.options()
+    for computed in split(by_keys, "KEYS", "VALUES"):
+        launch(key_gradient_kernel, tiles * batches * G, arguments, options | computed)
+
+    if not one_pass:
+        tiles = triton.cdiv(max_q, by_queries.BLOCK_M)
+        arguments = [*given, *documents, *strides(*inputs, dout, dq1, dq2), *lengths, tiles, batches * HN]
+        for computed in split(by_queries, "FIRST", "SECOND"):
+            options = constants | computed | by_queries.options()
+            launch(query_gradient_kernel, tiles * batches * HN, arguments, options)
+    if one_pass:
+        dq1, dq2 = (transposed_like(x).copy_(total.mul_(scale)) for x, total in ((q1, dq1), (q2, dq2)))
+    return dq1, dq2, dk1, dk2, dv, dlam[..., None]

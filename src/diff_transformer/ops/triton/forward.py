@@ -1,0 +1,334 @@
+"""The forward kernel: both maps in one launch, subtracted in fp32.
+
+Two forms. TOGETHER keeps an accumulator for each map and reads every tile of V once; its registers suffice up to width
+64. The other goes through the keys twice, first for the noise map, with one accumulator of twice the rows: O2 waits in
+memory, where the backward wants it anyway, and comes back for the subtraction.
+
+Shapes: B batch, H signal heads, Hn noise heads, G key/value heads, T queries, S keys, D query width, Dv value width.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from diff_transformer.ops.triton.configurations import chunks, forward_configuration, value_chunks
+from diff_transformer.ops.triton.launching import SECTION, kernel_mask, launch, like_queries, strides
+from diff_transformer.ops.triton.tiles import (
+    LOG2_E,
+    MINUS_INFINITY,
+    NOTHING,
+    accumulate,
+    document,
+    load_chunk,
+    load_tile,
+    masked,
+    product,
+    store_chunk,
+    store_tile,
+    tile_of_program,
+    zeros,
+)
+
+
+@triton.jit
+def absorb(acc_a, acc_b, top, total, s, va, vb, factor, FOLD: tl.constexpr, VB: tl.constexpr):
+    """One step of the online softmax: scores s [rows, keys] and values into accumulator, row maximum and row sum.
+
+    FOLD: s is not yet in units of log2, and ``factor`` (positive) brings it there within the exponential; such scores
+    are finite. Else a row may be -inf throughout.
+    """
+    if FOLD:
+        new = tl.maximum(top, tl.max(s, 1) * factor)
+        p = tl.exp2(s * factor - new[:, None])
+        shrink = tl.exp2(top - new)
+    else:
+        new = tl.maximum(top, tl.max(s, 1))
+        finite = tl.where(new == MINUS_INFINITY, 0.0, new)
+        p = tl.exp2(s - finite[:, None])
+        shrink = tl.exp2(top - finite)
+    total = total * shrink + tl.sum(p, 1)
+    acc_a = acc_a * shrink[:, None]
+    if VB > 0:
+        acc_b = acc_b * shrink[:, None]
+    acc_a, acc_b = accumulate(acc_a, acc_b, p, va, vb, VB)
+    return acc_a, acc_b, new, total
+
+
+@triton.jit
+def normalized(acc_a, acc_b, top, total, VB: tl.constexpr):
+    """(softmax v in both chunks, log-sum-exp to base 2); 0 and +inf for a row that saw nothing."""
+    blind = total == 0.0
+    inverse = tl.where(blind, 0.0, 1.0 / total)
+    lse = tl.where(blind, float("inf"), top + tl.log2(total))
+    acc_a = acc_a * inverse[:, None]
+    if VB > 0:
+        acc_b = acc_b * inverse[:, None]
+    return acc_a, acc_b, lse
+
+
+@triton.jit
+def range_of_loop(CHECKED: tl.constexpr, low, inner_low, inner_high, high):
+    """(first, end, gap) of a loop over the inner range, or over what lies before and after it: from inner_low on, the
+    second loop has to add the gap to its position."""
+    if CHECKED:
+        return low, high - (inner_high - inner_low), inner_high - inner_low
+    else:
+        return inner_low, inner_high, inner_low * 0
+
+
+@triton.jit
+def one_map(
+    q, k, v, q_stride, k_stride, v_stride, first, T, S, low, inner_low, inner_high, high, window, mask, mask_t, mask_s,
+    factor, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, DA: tl.constexpr,
+    DB: tl.constexpr, VA: tl.constexpr, VB: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr,
+    MASK_KIND: tl.constexpr, MASK_ROWS: tl.constexpr, POSITIVE: tl.constexpr,
+):  # fmt: skip
+    """(softmax(q k^T scale) v in both chunks, log-sum-exp to base 2) of BLOCK_M queries."""
+    rows = tl.arange(0, BLOCK_M)
+    offset = tl.arange(0, BLOCK_N)
+    query = (first + rows)[:, None]
+    qa, qb = load_tile(q, rows, q_stride, T - first, DA, DB, D, True)
+    acc_a, acc_b = zeros(BLOCK_M, VA, VB)
+    top = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    total = tl.zeros([BLOCK_M], tl.float32)
+    for CHECKED in tl.static_range(2):
+        if CHECKED or MASK_KIND == NOTHING:
+            begin, end, gap = range_of_loop(CHECKED, low, inner_low, inner_high, high)
+            for step in tl.range(begin, end, BLOCK_N):
+                n = step
+                if CHECKED:
+                    n += tl.where(step >= inner_low, gap, 0)
+                start = tl.cast(n, tl.int64)
+                ka, kb = load_tile(k + start * k_stride, offset, k_stride, S - n, DA, DB, D, CHECKED)
+                s = product(qa, qb, ka, kb, DB)
+                if CHECKED:
+                    s = masked(
+                        s * factor, query, n + offset[None, :], T, S, window, mask, mask_t, mask_s,
+                        CAUSAL, WINDOW, MASK_KIND, MASK_ROWS,
+                    )  # fmt: skip
+                elif not POSITIVE:
+                    s = s * factor
+                va, vb = load_tile(v + start * v_stride, offset, v_stride, S - n, VA, VB, DV, CHECKED)
+                acc_a, acc_b, top, total = absorb(
+                    acc_a, acc_b, top, total, s, va, vb, factor, POSITIVE and not CHECKED, VB
+                )
+    return normalized(acc_a, acc_b, top, total, VB)
+
+
+@triton.jit
+def both_maps(
+    q1, q2, k1, k2, v, q1_stride, q2_stride, k1_stride, k2_stride, v_stride, first, T, S, low, inner_low, inner_high,
+    high, window, mask, mask_t, mask_s, factor, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, D: tl.constexpr,
+    DV: tl.constexpr, DA: tl.constexpr, DB: tl.constexpr, VA: tl.constexpr, VB: tl.constexpr, CAUSAL: tl.constexpr,
+    WINDOW: tl.constexpr, MASK_KIND: tl.constexpr, MASK_ROWS: tl.constexpr, POSITIVE: tl.constexpr,
+    SHARED_KEYS: tl.constexpr,
+):  # fmt: skip
+    """What ``one_map`` gives, of both maps; V is read once, and so are keys that both share."""
+    rows = tl.arange(0, BLOCK_M)
+    offset = tl.arange(0, BLOCK_N)
+    query = (first + rows)[:, None]
+    q1a, q1b = load_tile(q1, rows, q1_stride, T - first, DA, DB, D, True)
+    q2a, q2b = load_tile(q2, rows, q2_stride, T - first, DA, DB, D, True)
+    acc1_a, acc1_b = zeros(BLOCK_M, VA, VB)
+    acc2_a, acc2_b = zeros(BLOCK_M, VA, VB)
+    top1 = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    total1 = tl.zeros([BLOCK_M], tl.float32)
+    top2, total2 = top1, total1
+    for CHECKED in tl.static_range(2):
+        if CHECKED or MASK_KIND == NOTHING:
+            begin, end, gap = range_of_loop(CHECKED, low, inner_low, inner_high, high)
+            for step in tl.range(begin, end, BLOCK_N):
+                n = step
+                if CHECKED:
+                    n += tl.where(step >= inner_low, gap, 0)
+                start = tl.cast(n, tl.int64)
+                ka, kb = load_tile(k1 + start * k1_stride, offset, k1_stride, S - n, DA, DB, D, CHECKED)
+                s1 = product(q1a, q1b, ka, kb, DB)
+                if not SHARED_KEYS:
+                    ka, kb = load_tile(k2 + start * k2_stride, offset, k2_stride, S - n, DA, DB, D, CHECKED)
+                s2 = product(q2a, q2b, ka, kb, DB)
+                if CHECKED:
+                    key = n + offset[None, :]
+                    s1 = masked(
+                        s1 * factor, query, key, T, S, window, mask, mask_t, mask_s,
+                        CAUSAL, WINDOW, MASK_KIND, MASK_ROWS,
+                    )  # fmt: skip
+                    s2 = masked(
+                        s2 * factor, query, key, T, S, window, mask, mask_t, mask_s,
+                        CAUSAL, WINDOW, MASK_KIND, MASK_ROWS,
+                    )  # fmt: skip
+                elif not POSITIVE:
+                    s1 = s1 * factor
+                    s2 = s2 * factor
+                va, vb = load_tile(v + start * v_stride, offset, v_stride, S - n, VA, VB, DV, CHECKED)
+                acc1_a, acc1_b, top1, total1 = absorb(
+                    acc1_a, acc1_b, top1, total1, s1, va, vb, factor, POSITIVE and not CHECKED, VB
+                )
+                acc2_a, acc2_b, top2, total2 = absorb(
+                    acc2_a, acc2_b, top2, total2, s2, va, vb, factor, POSITIVE and not CHECKED, VB
+                )
+    o1a, o1b, lse1 = normalized(acc1_a, acc1_b, top1, total1, VB)
+    o2a, o2b, lse2 = normalized(acc2_a, acc2_b, top2, total2, VB)
+    return o1a, o1b, lse1, o2a, o2b, lse2
+
+
+@triton.jit
+def key_ranges(
+    first, T, S, window, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr,
+    ALL_CHECKED: tl.constexpr,
+):  # fmt: skip
+    """low <= inner_low <= inner_high <= high: the keys that queries from ``first`` see, and those that all of them see.
+
+    All but high are multiples of BLOCK_N; between the inner two no key needs a check.
+    """
+    low = first * 0
+    high = S
+    inner_low = first * 0
+    inner_high = S // BLOCK_N * BLOCK_N
+    if CAUSAL:
+        own = first + (S - T)
+        high = tl.minimum(S, tl.maximum(own + BLOCK_M, 0))
+        inner_high = tl.minimum(inner_high, tl.maximum(own + 1, 0) // BLOCK_N * BLOCK_N)
+        if WINDOW:
+            low = tl.maximum(own - window + 1, 0) // BLOCK_N * BLOCK_N
+            inner_low = (tl.maximum(own + BLOCK_M - window, 0) + BLOCK_N - 1) // BLOCK_N * BLOCK_N
+    if ALL_CHECKED:
+        inner_high = first * 0
+    inner_low = tl.maximum(low, tl.minimum(inner_low, inner_high))
+    inner_high = tl.maximum(inner_low, inner_high)
+    return low, inner_low, inner_high, high
+
+
+# T, S and the window only bound loops: kernels are not compiled anew for lengths that 16 divides.
+@triton.jit(do_not_specialize=["T", "S", "window", "tiles", "heads_in_all"])
+def forward_kernel(
+    q1, q2, k1, k2, v, lam, mask, out, out2, lse1, lse2, cu_seqlens_q, cu_seqlens_k,
+    q1_b, q1_h, q1_t, q2_b, q2_h, q2_t, k1_b, k1_h, k1_t, k2_b, k2_h, k2_t, v_b, v_h, v_t,
+    lam_b, lam_h, lam_t, mask_b, mask_h, mask_t, mask_s, out_b, out_h, out_t,
+    T, S, window, factor, tiles, heads_in_all, nothing,
+    H: tl.constexpr, HN: tl.constexpr, G: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, DA: tl.constexpr,
+    DB: tl.constexpr, VA: tl.constexpr, VB: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    TOGETHER: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, MASK_KIND: tl.constexpr,
+    MASK_ROWS: tl.constexpr, POSITIVE: tl.constexpr, SHARED_KEYS: tl.constexpr, SAVE: tl.constexpr,
+    VARLEN: tl.constexpr, SECTION: tl.constexpr,
+):  # fmt: skip
+    """BLOCK_M queries of one signal head. x_b, x_h, x_t: strides of a batch entry, a head, a row, in elements."""
+    tile, head_in_all = tile_of_program(tiles, heads_in_all, SECTION)
+    batch = (head_in_all // H).to(tl.int64)
+    head = head_in_all % H
+    lse_row = head_in_all.to(tl.int64) * T
+    if VARLEN:
+        lse_row = head.to(tl.int64) * T
+    q_start, T, q_batch = document(cu_seqlens_q, batch, T, VARLEN)
+    k_start, S, k_batch = document(cu_seqlens_k, batch, S, VARLEN)
+    first = (tiles - 1 - tile) * BLOCK_M  # the longest rows first
+    if first >= T:
+        return
+
+    noise_head = (head // (H // HN)).to(tl.int64)
+    kv_head = (head // (H // G)).to(tl.int64)
+    head = head.to(tl.int64)
+    row = q_start + first
+    q1 += q_batch * q1_b + head * q1_h + row * q1_t
+    q2 += q_batch * q2_b + noise_head * q2_h + row * q2_t
+    k1 += k_batch * k1_b + kv_head * k1_h + k_start * k1_t
+    k2 += k_batch * k2_b + kv_head * k2_h + k_start * k2_t
+    v += k_batch * v_b + kv_head * v_h + k_start * v_t
+    if MASK_KIND != NOTHING:
+        mask += q_batch * mask_b + head * mask_h
+
+    rows = tl.arange(0, BLOCK_M)
+    here = first + rows < T
+    low, inner_low, inner_high, high = key_ranges(
+        first, T, S, window, BLOCK_M, BLOCK_N, CAUSAL, WINDOW, MASK_KIND != NOTHING
+    )
+    parked = out
+    if SAVE:
+        parked = out2
+    parked += q_batch * out_b + head * out_h + row * out_t
+    if TOGETHER:
+        o1a, o1b, log1, o2a, o2b, log2 = both_maps(
+            q1, q2, k1, k2, v, q1_t, q2_t, k1_t, k2_t, v_t, first, T, S, low, inner_low, inner_high, high, window,
+            mask, mask_t, mask_s, factor, BLOCK_M, BLOCK_N, D, DV, DA, DB, VA, VB, CAUSAL, WINDOW, MASK_KIND,
+            MASK_ROWS, POSITIVE, SHARED_KEYS,
+        )  # fmt: skip
+        if SAVE:
+            store_tile(parked, rows, out_t, T - first, o2a, o2b, VA, VB, DV)
+            tl.store(lse2 + lse_row + row + rows, log2, mask=here)
+    else:
+        o2a, o2b, log2 = one_map(
+            q2, k2, v, q2_t, k2_t, v_t, first, T, S, low, inner_low, inner_high, high, window, mask, mask_t, mask_s,
+            factor, BLOCK_M, BLOCK_N, D, DV, DA, DB, VA, VB, CAUSAL, WINDOW, MASK_KIND, MASK_ROWS, POSITIVE,
+        )  # fmt: skip
+        store_tile(parked, rows, out_t, T - first, o2a, o2b, VA, VB, DV)
+        if SAVE:
+            tl.store(lse2 + lse_row + row + rows, log2, mask=here)
+        # Addresses and limits are worked out anew rather than kept in registers throughout the second map.
+        rows += nothing
+        out_t += nothing
+        out_h += nothing
+        head += nothing
+        o1a, o1b, log1 = one_map(
+            q1, k1, v, q1_t, k1_t, v_t, first, T, S, low, inner_low, inner_high, high, window, mask, mask_t, mask_s,
+            factor, BLOCK_M, BLOCK_N, D, DV, DA, DB, VA, VB, CAUSAL, WINDOW, MASK_KIND, MASK_ROWS, POSITIVE,
+        )  # fmt: skip
+        parked = out
+        if SAVE:
+            parked = out2
+        parked += q_batch * out_b + head * out_h + row * out_t
+
+    here = first + rows < T
+    if SAVE:
+        tl.store(lse1 + lse_row + row + rows, log1, mask=here)
+    out += q_batch * out_b + head * out_h + row * out_t
+    lam += q_batch * lam_b + head * lam_h + row * lam_t
+    weight = tl.load(lam + rows.to(tl.int64) * lam_t, mask=here, other=0.0)[:, None]
+    # Chunk by chunk, which needs fewer registers. Other threads may have parked what this one reads: hence barriers.
+    if not TOGETHER:
+        tl.debug_barrier()
+        o2a = load_chunk(parked, rows, out_t, T - first, 0, VA, DV, True).to(tl.float32)
+    store_chunk(out, rows, out_t, T - first, o1a - weight * o2a, 0, VA, DV)
+    if VB > 0:
+        if not TOGETHER:
+            tl.debug_barrier()
+            o2b = load_chunk(parked, rows, out_t, T - first, VA, VB, DV, True).to(tl.float32)
+        store_chunk(out, rows, out_t, T - first, o1b - weight * o2b, VA, VB, DV)
+
+
+def launch_forward(
+    q1: Tensor, q2: Tensor, k1: Tensor, k2: Tensor | None, v: Tensor, lam: Tensor, attn_mask: Tensor | None,
+    cu_seqlens_q: Tensor | None, cu_seqlens_k: Tensor | None, max_q: int, max_k: int, is_causal: bool,
+    window: int | None, scale: float, need_gradient: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """(out, softmax(q2 k2^T scale) v, both log-sum-exps to base 2); the last three are empty unless need_gradient.
+
+    q1 [B, H, T, D], q2 [B, Hn, T, D], k1, k2 [B, G, S, D], v [B, G, S, Dv] with last strides of 1, lam [B, H, T, 1] in
+    fp32, attn_mask [B|1, H|1, T|1, S|1] or None. k2 is None where both maps share k1. With cu_seqlens (int32,
+    [documents + 1]) B is 1 and rows are those of all documents, of which the longest have max_q queries and max_k keys;
+    else these are T and S. Outputs [B, H, T, Dv] in the dtype of v, in memory [B, T, H, Dv]; log-sum-exps [B, H, T],
+    +inf where a query sees nothing.
+    """
+    (B, H, T, D), (G, S, Dv) = q1.shape, v.shape[1:]
+    out = like_queries(v, B, H, T)
+    out2 = like_queries(v, B, H, T) if need_gradient else v.new_empty(0)
+    lse1, lse2 = (q1.new_empty((B, H, T) if need_gradient else 0, dtype=torch.float32) for _ in range(2))
+    mask, mask_strides, mask_kind, mask_rows = kernel_mask(attn_mask, v)
+    configuration = forward_configuration(D, Dv, q1.dtype, q1.device, mask_rows)
+    batches, varlen = (B, False) if cu_seqlens_q is None else (len(cu_seqlens_q) - 1, True)
+    tiles = triton.cdiv(max_q, configuration.BLOCK_M)
+    DA, DB = chunks(D)
+    VA, VB = value_chunks(Dv)
+    second_keys = k1 if k2 is None else k2
+    documents = (cu_seqlens_q, cu_seqlens_k) if varlen else (lse1, lse1)
+    inputs = (q1, q2, k1, second_keys, v, lam)
+    arguments = [*inputs, mask, out, out2, lse1, lse2, *documents, *strides(*inputs), *mask_strides, *strides(out)]
+    arguments += [T, S, window or 0, scale * LOG2_E.value, tiles, batches * H, 0]
+    constants = {
+        "H": H, "HN": q2.shape[1], "G": G, "D": D, "DV": Dv, "DA": DA, "DB": DB, "VA": VA, "VB": VB,
+        "TOGETHER": configuration.together, "CAUSAL": is_causal, "WINDOW": window is not None, "MASK_KIND": mask_kind,
+        "MASK_ROWS": mask_rows, "POSITIVE": scale > 0, "SHARED_KEYS": k2 is None, "SAVE": need_gradient,
+        "VARLEN": varlen, "SECTION": SECTION,
+    }  # fmt: skip
+    launch(forward_kernel, tiles * batches * H, arguments, constants | configuration.options())
+    return out, out2, lse1, lse2

@@ -1,0 +1,112 @@
+"""The forward of the Triton backend for Hopper GPUs, written in Gluon: a loading warp and two computing warpgroups.
+
+It computes what the plain Triton forward computes, for the shapes that matter most for speed; ``why_not`` says which.
+Gluon is experimental: only tested versions of Triton are accepted, and on each machine a width, dtype and masking is
+used only after a small problem came out right there (verify.py). DIFF_TRANSFORMER_GLUON=0 does without it.
+"""
+
+import os
+
+import torch
+from torch import Tensor
+
+TESTED_TRITON = ((3, 6), (3, 7))
+WIDTHS = {64: 128, 128: 256}  # D: Dv
+DTYPES = (torch.bfloat16, torch.float16)
+
+
+def why_not(
+    q1: Tensor, q2: Tensor, k1: Tensor, k2: Tensor | None, v: Tensor,
+    attn_mask: Tensor | None, cu_seqlens_q: Tensor | None, is_causal: bool, window: int | None,
+) -> str | None:  # fmt: skip
+    """Why these kernels cannot compute the forward of this call, or None. Shapes as in ``attend_forward``.
+
+    The first call on a GPU for a width, dtype and masking compiles and tries the kernel, which takes seconds.
+    """
+    reason = why_not_here(q1.device) or why_not_shapes(q1, q2, k1, k2, v, attn_mask, cu_seqlens_q, window)
+    if reason is None:
+        from diff_transformer.ops.triton.gluon.verify import verified
+
+        if not verified(q1.device, q1.shape[3], q1.dtype, is_causal):
+            reason = "the Hopper kernel has not passed its check on this machine (see the log)"
+    return reason
+
+
+def why_not_here(device: torch.device) -> str | None:
+    """Why the kernels cannot run on the device with this installation, or None."""
+    if os.environ.get("DIFF_TRANSFORMER_GLUON") == "0":
+        return "DIFF_TRANSFORMER_GLUON is 0"
+    if device.type != "cuda":
+        return f"the Hopper kernel needs a CUDA device, not {device.type}"
+    capability = torch.cuda.get_device_capability(device)
+    if capability[0] != 9:
+        return f"the Hopper kernel needs compute capability 9.x, not {capability[0]}.{capability[1]}"
+    try:
+        import triton
+    except ImportError:
+        return "triton is not installed"
+    if tuple(int(part) for part in triton.__version__.split(".")[:2]) not in TESTED_TRITON:
+        tested = " and ".join(f"{major}.{minor}" for major, minor in TESTED_TRITON)
+        return f"the Hopper kernel was tested with Triton {tested}, not {triton.__version__}"
+    return None
+
+
+def why_not_shapes(
+    q1: Tensor, q2: Tensor, k1: Tensor, k2: Tensor | None, v: Tensor,
+    attn_mask: Tensor | None, cu_seqlens_q: Tensor | None, window: int | None,
+) -> str | None:  # fmt: skip
+    """Why the kernels do not take tensors like these, or None."""
+    if attn_mask is not None or window is not None or cu_seqlens_q is not None:
+        return "the Hopper kernel takes no attn_mask, no window and no packed documents"
+    if q1.dtype not in DTYPES:
+        return f"the Hopper kernel takes bfloat16 and float16, not {q1.dtype}"
+    if WIDTHS.get(q1.shape[3]) != v.shape[3]:
+        pairs = ", ".join(f"({d}, {dv})" for d, dv in WIDTHS.items())
+        return f"the Hopper kernel takes query and value widths {pairs}, not ({q1.shape[3]}, {v.shape[3]})"
+    for name, x in {"q1": q1, "q2": q2, "k1": k1, "k2": k2, "v": v}.items():
+        reason = None if x is None else why_not_tma(x)
+        if reason is not None:
+            return f"{name} {reason}, which TMA cannot read"
+    return None
+
+
+def why_not_tma(x: Tensor) -> str | None:
+    """Why no TMA descriptor can describe x as it lies in memory, or None. A dimension of size 1 may have any stride."""
+    if x.stride(-1) != 1:
+        return "has a last dimension that is not contiguous"
+    if x.data_ptr() % 16:
+        return f"starts {x.data_ptr() % 16} bytes beyond a multiple of 16"
+    for i in range(x.dim() - 1):
+        stride = x.stride(i) * x.element_size()
+        if x.shape[i] > 1 and (stride <= 0 or stride % 16):
+            return f"has a stride in dimension {i} that is no positive multiple of 16 bytes"
+    return None
+
+
+def attend_forward(
+    q1: Tensor, q2: Tensor, k1: Tensor, k2: Tensor | None, v: Tensor, lam: Tensor,
+    is_causal: bool, window: int | None, scale: float, need_gradient: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """Differential attention on a Hopper GPU, for arguments that ``why_not`` does not refuse.
+
+    Args:
+        q1: [B, H, T, D], bfloat16 or float16, like q2, k1, k2 and v; D is 64 or 128.
+        q2: [B, Hn, T, D]. k1, k2: [B, G, S, D]; k2 is None where it is k1. v: [B, G, S, 2 D].
+        lam: [B, H, T, 1], float32, any strides.
+        is_causal: lower right alignment. window: must be None. scale: factor of the scores, of any sign.
+        need_gradient: whether the backward will want out2, lse1 and lse2; they are empty otherwise.
+
+    Returns:
+        out [B, H, T, 2 D] and out2 = softmax(q2 k2^T scale) v, both in the dtype of v and in memory [B, T, H, 2 D];
+        lse1 and lse2 [B, H, T], float32, in base 2: log2(sum(exp2(scores scale log2 e))). A row that sees nothing has
+        out 0 and lse +inf.
+
+    Raises:
+        ValueError: tensors that the kernels do not take.
+    """
+    reason = why_not_shapes(q1, q2, k1, k2, v, None, None, window)
+    if reason is not None:
+        raise ValueError(reason)
+    from diff_transformer.ops.triton.gluon.forward import launch
+
+    return launch(q1, q2, k1, k2, v, lam, is_causal, scale, need_gradient)[0]

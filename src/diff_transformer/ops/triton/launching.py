@@ -1,0 +1,56 @@
+"""What launches have in common: strides, masks as kernels take them, the device."""
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+import triton.knobs
+from torch import Tensor
+
+from diff_transformer.ops.triton.tiles import ADDITIVE, BOOLEAN, NOTHING
+
+INTERPRETED: bool = triton.knobs.runtime.interpret  # TRITON_INTERPRET=1, which counts when kernels are decorated
+SECTION = 8  # heads whose keys and values share the L2 cache: 8 of 4096 keys at D = 128 are 34 MB of an H100's 50
+
+
+def on_device(x: Tensor) -> AbstractContextManager:
+    """Kernels run on the current device, which need not be that of the tensors."""
+    return torch.cuda.device(x.device) if x.device.type == "cuda" else nullcontext()
+
+
+def launch(kernel: Any, programs: int, arguments: Sequence[Any], constants: dict[str, Any]) -> None:
+    """Run ``programs`` programs of the kernel where its first argument lies."""
+    with on_device(arguments[0]):
+        kernel[(programs,)](*arguments, **constants)
+
+
+def strides(*tensors: Tensor) -> list[int]:
+    """Strides of batch, head and row of each, in elements."""
+    return [stride for x in tensors for stride in x.stride()[:3]]
+
+
+def rows_contiguous(x: Tensor) -> Tensor:
+    """x itself, or a copy where values of a row are not beside one another."""
+    return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
+
+
+def like_queries(v: Tensor, B: int, H: int, T: int) -> Tensor:
+    """Uninitialised [B, H, T, Dv] in the dtype of v, in memory [B, T, H, Dv] as the output projection wants it."""
+    return v.new_empty(B, T, H, v.shape[-1]).transpose(1, 2)
+
+
+def transposed_like(x: Tensor) -> Tensor:
+    """Uninitialised [B, heads, length, width] like x, in memory [B, length, heads, width] as projections are."""
+    B, heads, length, width = x.shape
+    return x.new_empty(B, length, heads, width).transpose(1, 2)
+
+
+def kernel_mask(attn_mask: Tensor | None, placeholder: Tensor) -> tuple[Tensor, list[int], int, bool]:
+    """(mask, its strides, 0 in broadcast dimensions, its kind, whether it differs by query) for a kernel."""
+    if attn_mask is None:
+        return placeholder, [0, 0, 0, 0], NOTHING.value, False
+    boolean = attn_mask.dtype == torch.bool
+    steps = [0 if size == 1 else step for size, step in zip(attn_mask.shape, attn_mask.stride(), strict=True)]
+    mask = attn_mask.view(torch.uint8) if boolean else attn_mask
+    return mask, steps, (BOOLEAN if boolean else ADDITIVE).value, steps[2] != 0

@@ -1,0 +1,231 @@
+"""Compile a Triton or Gluon kernel for a GPU that need not be there, and judge what came out before it ever runs.
+
+A kernel that is short of registers still runs and still gives right results, only several times slower: ptxas spills to
+local memory, or serialises the asynchronous products of Hopper. Both stand in its report, so that a test can refuse
+such a configuration without a GPU. The interpreter (TRITON_INTERPRET=1) replaces kernels as they are decorated, and
+what it leaves cannot be compiled: ``compile_in_subprocess`` does it in a Python that has the variable unset.
+"""
+
+import io
+import json
+import os
+import re
+import subprocess
+import sys
+from atexit import register
+from collections.abc import Sequence
+from contextlib import redirect_stdout
+from dataclasses import asdict, dataclass
+from functools import cache
+from importlib import import_module
+from typing import Any, NamedTuple
+
+KIB = 1024
+OPTIONS = ("num_warps", "num_stages", "maxnreg")
+POINTERS = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "bool": "i1", "uint8": "u8", "int32": "i32"}
+# Shared memory that one program may use, by compute capability (CUDA C++ Programming Guide, technical specifications).
+SHARED_LIMIT = {80: 163 * KIB, 86: 99 * KIB, 87: 163 * KIB, 89: 99 * KIB, 90: 227 * KIB, 100: 227 * KIB, 120: 99 * KIB}
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """What the compiler made of a kernel. Sizes in bytes; registers and stack are those of one thread."""
+
+    name: str
+    capability: int
+    registers: int
+    spill_bytes: int  # the stack frame, which holds nothing but spilled registers
+    shared_bytes: int
+    num_warps: int  # of the whole program, with those that warp specialisation added
+    wgmma: int  # asynchronous products of warp groups (Hopper)
+    mma: int  # synchronous products (Ampere's form)
+    wgmma_serialized: bool
+
+
+def compile_for(
+    kernel,
+    signature: dict[str, str],
+    constexprs: dict[str, Any],
+    *,
+    capability: int,
+    num_warps: int = 4,
+    num_stages: int = 3,
+    **options,
+) -> Compiled:
+    """Compile ``kernel`` for compute capability ``capability`` (80, 90); needs no GPU. Takes 1 to 3 seconds.
+
+    Args:
+        kernel: a function decorated by ``triton.jit`` or ``gluon.jit``, with the interpreter off.
+        signature: type of every argument that is no constexpr, as Triton writes types: ``"*bf16"``, ``"fp32"``,
+            ``"i32"``, ``"tensordesc<bf16[64,128]>"`` (Gluon: with its layout). ``":16"`` after an integer says that 16
+            divides it, as Triton finds out by itself at a launch; of pointers that is assumed, ``":1"`` takes it back.
+        constexprs: value of every other argument; an integer that is 1 at a launch (a stride) belongs here as well.
+        options: further options of the compiler, such as ``maxnreg``.
+
+    Raises:
+        ValueError: an argument of the kernel is in neither or in both of the dicts, or one is no argument.
+        TypeError: the kernel was decorated under the interpreter.
+    """
+    import triton.knobs
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+    from triton.experimental.gluon._runtime import GluonASTSource, GluonJITFunction
+    from triton.runtime.jit import JITFunction
+
+    if not isinstance(kernel, JITFunction):
+        raise TypeError(
+            f"{getattr(kernel, '__name__', kernel)} is a {type(kernel).__name__}, not a compilable kernel; kernels "
+            "decorated under TRITON_INTERPRET=1 cannot be compiled: use compile_in_subprocess"
+        )
+    _check_arguments(kernel, signature, constexprs)
+    types, attributes = {}, {}
+    for i, name in enumerate(kernel.arg_names):
+        written = "constexpr" if name in constexprs else signature[name]
+        types[name], _, divisor = written.partition(":")
+        if divisor == "16" or (written.startswith("*") and divisor != "1"):
+            attributes[(i,)] = [["tt.divisibility", 16]]
+    source = GluonASTSource if isinstance(kernel, GluonJITFunction) else ASTSource
+    report = io.StringIO()
+    with triton.knobs.compilation.scope(), triton.knobs.nvidia.scope(), redirect_stdout(report):
+        triton.knobs.compilation.always_compile = True  # the cache keeps the binary without the report
+        triton.knobs.nvidia.dump_ptxas_log = True
+        compiled = triton.compile(
+            source(fn=kernel, signature=types, constexprs=constexprs, attrs=attributes),
+            target=GPUTarget("cuda", capability, 32),
+            options={"num_warps": num_warps, "num_stages": num_stages, **options},
+        )
+    log, ptx = report.getvalue(), compiled.asm["ptx"]
+    return Compiled(
+        name=kernel.__name__,
+        capability=capability,
+        registers=_largest(r"Used (\d+) registers", log),
+        spill_bytes=_largest(r"(\d+) bytes stack frame", log),
+        shared_bytes=compiled.metadata.shared,
+        num_warps=compiled.metadata.num_warps,
+        wgmma=len(re.findall(r"\bwgmma\.mma_async", ptx)),
+        mma=len(re.findall(r"\bmma\.sync", ptx)),
+        wgmma_serialized="wgmma.mma_async instructions are serialized" in log,  # C7510 and its neighbours
+    )
+
+
+class Launch(NamedTuple):
+    """The arguments of ``compile_in_subprocess`` that describe a launch."""
+
+    kernel: str
+    signature: dict[str, str]
+    constexprs: dict[str, Any]
+    options: dict[str, int]
+
+
+def describe(kernel, arguments: Sequence[Any], constants: dict[str, Any]) -> Launch:
+    """What Triton would compile for ``kernel[grid](*arguments, **constants)``; tensors may be anywhere.
+
+    Like a launch, it makes constants of integers that are 1 and of None, and notes which integers 16 divides; tensors
+    count as aligned. Works under the interpreter as well.
+    """
+    given = dict(zip(kernel.arg_names, arguments, strict=False)) | constants
+    options = {name: given.pop(name) for name in OPTIONS if name in given}
+    function = kernel.fn
+    general = _not_specialized(kernel)
+    constexpr = {name for name, kind in function.__annotations__.items() if "constexpr" in str(kind)}
+    signature, constexprs = {}, {}
+    for name, value in given.items():
+        if name in constexpr or value is None or (type(value) is int and value == 1 and name not in general):
+            constexprs[name] = value
+        elif hasattr(value, "data_ptr"):
+            signature[name] = "*" + POINTERS[str(value.dtype).removeprefix("torch.")]
+        elif isinstance(value, float):
+            signature[name] = "fp32"
+        else:
+            width = "i32" if -(2**31) <= value < 2**31 else "i64"
+            signature[name] = f"{width}:16" if value % 16 == 0 and name not in general else width
+    return Launch(f"{function.__module__}:{function.__name__}", signature, constexprs, options)
+
+
+def _not_specialized(kernel) -> set[str]:
+    """Names of the arguments that the decorator exempts from specialisation."""
+    given = getattr(kernel, "do_not_specialize", None)
+    given = kernel.kwargs.get("do_not_specialize") if given is None else given  # of the interpreter's stand-in
+    return {kernel.arg_names[name] if isinstance(name, int) else name for name in given or ()}
+
+
+def faults(compiled: Compiled, capability: int | None = None) -> list[str]:
+    """Why the kernel must not ship for the capability (its own if None), in words; empty if it may."""
+    capability = capability or compiled.capability
+    if capability not in SHARED_LIMIT:
+        raise ValueError(f"capability is {capability}; known are {', '.join(map(str, SHARED_LIMIT))}")
+    found = []
+    if compiled.spill_bytes:
+        found.append(f"spills {compiled.spill_bytes} bytes a thread at {compiled.registers} registers")
+    if compiled.wgmma_serialized:
+        found.append("serialises its wgmma instructions")
+    if compiled.shared_bytes > SHARED_LIMIT[capability]:
+        found.append(
+            f"uses {compiled.shared_bytes / KIB:.0f} KiB of shared memory; "
+            f"sm_{capability} has {SHARED_LIMIT[capability] // KIB}"
+        )
+    return found
+
+
+def assert_ships(compiled: Compiled, capability: int | None = None) -> None:
+    """Raise AssertionError naming what is wrong if ``faults`` finds anything."""
+    found = faults(compiled, capability)
+    if found:
+        raise AssertionError(f"{compiled.name}, {compiled.num_warps} warps: {'; '.join(found)}. {compiled}")
+
+
+def compile_in_subprocess(kernel: str, signature: dict[str, str], constexprs: dict[str, Any], **options) -> Compiled:
+    """``compile_for`` in another Python, where the interpreter is off; one serves all calls of this process.
+
+    ``kernel`` is ``"package.module:function"``; constexprs and options are numbers, strings, booleans or None.
+
+    Raises:
+        RuntimeError: the compilation failed, with its error.
+    """
+    server = _server()
+    assert server.stdin is not None
+    assert server.stdout is not None
+    print(json.dumps([kernel, signature, constexprs, options]), file=server.stdin, flush=True)
+    answer = json.loads(server.stdout.readline() or '{"error": "the compiling process ended"}')
+    if "error" in answer:
+        raise RuntimeError(f"{kernel} does not compile with {constexprs}, {options}: {answer['error']}")
+    return Compiled(**answer)
+
+
+@cache
+def _server() -> subprocess.Popen:
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    command = [sys.executable, "-c", f"from {__name__} import serve; serve()"]
+    server = subprocess.Popen(command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    register(server.kill)
+    return server
+
+
+def serve() -> None:
+    """Answer requests of ``compile_in_subprocess``, one JSON line each, until standard input ends."""
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # what the compiler prints must not look like an answer
+    for request in sys.stdin:
+        path, signature, constexprs, options = json.loads(request)
+        module, _, name = path.partition(":")
+        try:
+            answer = asdict(compile_for(getattr(import_module(module), name), signature, constexprs, **options))
+        except Exception as error:
+            answer = {"error": f"{type(error).__name__}: {error}"}
+        print(json.dumps(answer), file=answers, flush=True)
+
+
+def _check_arguments(kernel, signature: dict, constexprs: dict) -> None:
+    names = set(kernel.arg_names)
+    missing, both = names - set(signature) - set(constexprs), set(signature) & set(constexprs)
+    unknown = (set(signature) | set(constexprs)) - names
+    for what, wrong in (("without type or value", missing), ("in both dicts", both), ("it does not have", unknown)):
+        if wrong:
+            raise ValueError(f"{kernel.__name__}: arguments {what}: {', '.join(sorted(wrong))}")
+
+
+def _largest(pattern: str, log: str) -> int:
+    found = [int(number) for number in re.findall(pattern, log)]
+    if not found:
+        raise RuntimeError(f"ptxas reported nothing that matches {pattern!r}; its report was: {log}")
+    return max(found)

@@ -1,0 +1,148 @@
+"""The kernels as PyTorch operators, with gradients: they compile, export and checkpoint like any other.
+
+The form of arguments and results, which every kernel family here keeps to, is that of ``forward.launch_forward`` and
+``backward.launch_backward``.
+"""
+
+import logging
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from diff_transformer.ops.triton.backward import launch_backward
+from diff_transformer.ops.triton.forward import launch_forward
+from diff_transformer.ops.triton.launching import INTERPRETED as INTERPRETED
+from diff_transformer.ops.triton.launching import like_queries, rows_contiguous, transposed_like
+
+log = logging.getLogger("diff_transformer")
+
+
+def apply(
+    q1, q2, k1, k2, v, lam, attn_mask, cu_seqlens_q, cu_seqlens_k, max_q, max_k, is_causal, window, scale, one_pass
+) -> Tensor:
+    """The output, [B, H, T, Dv] in the dtype of v; what a backward needs is saved only where there will be one."""
+    tensors = (q1, q2, k1, k2, v, lam)
+    need_gradient = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
+    second_keys = None if k2 is k1 else rows_contiguous(k2)
+    q1, q2, k1, v = (rows_contiguous(x) for x in (q1, q2, k1, v))
+    documents = (cu_seqlens_q, cu_seqlens_k, max_q, max_k)
+    options = (is_causal, window, scale, need_gradient, one_pass)
+    return forward(q1, q2, k1, second_keys, v, lam, attn_mask, *documents, *options)[0]
+
+
+@torch.library.custom_op("diff_transformer::triton", mutates_args=())
+def forward(
+    q1: Tensor,
+    q2: Tensor,
+    k1: Tensor,
+    k2: Tensor | None,
+    v: Tensor,
+    lam: Tensor,
+    attn_mask: Tensor | None,
+    cu_seqlens_q: Tensor | None,
+    cu_seqlens_k: Tensor | None,
+    max_q: int,
+    max_k: int,
+    is_causal: bool,
+    window: int | None,
+    scale: float,
+    need_gradient: bool,
+    one_pass: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """out, softmax(q2 k2^T scale) v, and both log-sum-exps; ``one_pass`` is for the backward."""
+    if _gluon_forward(q1, q2, k1, k2, v, attn_mask, cu_seqlens_q, is_causal, window):
+        from diff_transformer.ops.triton import gluon
+
+        return gluon.attend_forward(q1, q2, k1, k2, v, lam, is_causal, window, scale, need_gradient)
+    _announce("forward", str(q1.device), q1.dtype, "plain Triton")
+    return launch_forward(
+        q1, q2, k1, k2, v, lam, attn_mask, cu_seqlens_q, cu_seqlens_k, max_q, max_k, is_causal, window, scale,
+        need_gradient,
+    )  # fmt: skip
+
+
+@torch.library.custom_op("diff_transformer::triton_backward", mutates_args=())
+def backward(
+    dout: Tensor,
+    q1: Tensor,
+    q2: Tensor,
+    k1: Tensor,
+    k2: Tensor | None,
+    v: Tensor,
+    lam: Tensor,
+    attn_mask: Tensor | None,
+    cu_seqlens_q: Tensor | None,
+    cu_seqlens_k: Tensor | None,
+    out: Tensor,
+    out2: Tensor,
+    lse1: Tensor,
+    lse2: Tensor,
+    max_q: int,
+    max_k: int,
+    is_causal: bool,
+    window: int | None,
+    scale: float,
+    one_pass: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Gradients of q1, q2, k1, k2, v and lam; that of k2 is empty where k2 is None."""
+    one_pass = one_pass and not torch.are_deterministic_algorithms_enabled()
+    _announce("backward", str(q1.device), q1.dtype, "plain Triton, " + ("one pass" if one_pass else "two passes"))
+    return launch_backward(
+        dout, q1, q2, k1, k2, v, lam, attn_mask, cu_seqlens_q, cu_seqlens_k, max_q, max_k, out, out2, lse1, lse2,
+        is_causal, window, scale, one_pass,
+    )  # fmt: skip
+
+
+@forward.register_fake
+def _(
+    q1, q2, k1, k2, v, lam, attn_mask, cu_seqlens_q, cu_seqlens_k, max_q, max_k, is_causal, window, scale,
+    need_gradient, one_pass,
+):  # fmt: skip
+    B, H, T, _ = q1.shape
+    out = like_queries(v, B, H, T)
+    if not need_gradient:
+        return out, v.new_empty(0), q1.new_empty(0, dtype=torch.float32), q1.new_empty(0, dtype=torch.float32)
+    lse1, lse2 = (q1.new_empty((B, H, T), dtype=torch.float32) for _ in range(2))
+    return out, like_queries(v, B, H, T), lse1, lse2
+
+
+@backward.register_fake
+def _(dout, q1, q2, k1, k2, v, lam, *rest):
+    dk2 = k1.new_empty(0) if k2 is None else transposed_like(k1)
+    dlam = lam.new_empty(lam.shape)
+    return transposed_like(q1), transposed_like(q2), transposed_like(k1), dk2, transposed_like(v), dlam
+
+
+def _save(ctx, inputs, output):
+    *tensors, ctx.max_q, ctx.max_k, ctx.is_causal, ctx.window, ctx.scale, _, ctx.one_pass = inputs
+    ctx.save_for_backward(*tensors, *output)
+    ctx.set_materialize_grads(False)
+
+
+def _differentiate(ctx, dout, *unused):
+    if dout is None:
+        return (None,) * 16
+    rest = (ctx.max_q, ctx.max_k, ctx.is_causal, ctx.window, ctx.scale, ctx.one_pass)
+    saved = ctx.saved_tensors
+    dq1, dq2, dk1, dk2, dv, dlam = backward(dout, *saved, *rest)
+    return dq1, dq2, dk1, dk2 if saved[3] is not None else None, dv, dlam, *(None,) * 10
+
+
+forward.register_autograd(_differentiate, setup_context=_save)
+
+
+def _gluon_forward(q1, q2, k1, k2, v, attn_mask, cu_seqlens_q, is_causal, window) -> bool:
+    """Whether the Gluon kernel computes the forward; says once why it does not."""
+    if q1.device.type != "cuda":
+        return False
+    from diff_transformer.ops.triton import gluon
+
+    reason = gluon.why_not(q1, q2, k1, k2, v, attn_mask, cu_seqlens_q, is_causal, window)
+    _announce("forward", str(q1.device), q1.dtype, "Gluon" if reason is None else f"not Gluon: {reason}")
+    return reason is None
+
+
+@cache
+def _announce(direction: str, device: str, dtype: torch.dtype, what: str) -> None:
+    log.info("backend='triton', %s on %s, %s: %s", direction, device, str(dtype).removeprefix("torch."), what)

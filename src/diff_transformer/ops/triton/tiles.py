@@ -1,0 +1,156 @@
+"""What the forward and backward kernels share: reading tiles, products over two chunks of a width, which keys are seen.
+
+A width that is no power of two is cut into chunks a and b (96 = 64 + 32), for a tile's sizes are powers of two; where
+there is one chunk, b stands for nothing and is never read. Scores are in units of log2: exp2 is what the hardware has.
+"""
+
+import triton
+import triton.language as tl
+
+NOTHING = tl.constexpr(0)  # MASK_KIND: no attn_mask
+BOOLEAN = tl.constexpr(1)
+ADDITIVE = tl.constexpr(2)
+LOG2_E = tl.constexpr(1.4426950408889634)
+MINUS_INFINITY = tl.constexpr(float("-inf"))
+
+
+@triton.jit
+def load_chunk(
+    base, offset, stride, limit, FIRST: tl.constexpr, CHUNK: tl.constexpr, WIDTH: tl.constexpr,
+    ROWS_CHECKED: tl.constexpr,
+):  # fmt: skip
+    """Columns FIRST to FIRST + CHUNK of the rows ``offset`` [rows], zeros from row ``limit`` and column WIDTH on."""
+    columns = FIRST + tl.arange(0, CHUNK)
+    pointers = base + (offset[:, None] * stride + columns[None, :])
+    if FIRST + CHUNK > WIDTH:
+        inside = columns[None, :] < WIDTH
+        if ROWS_CHECKED:
+            inside = inside & (offset[:, None] < limit)
+        return tl.load(pointers, mask=inside, other=0.0)
+    elif ROWS_CHECKED:
+        return tl.load(pointers, mask=offset[:, None] < limit, other=0.0)
+    else:
+        return tl.load(pointers)
+
+
+@triton.jit
+def load_tile(
+    base,
+    offset,
+    stride,
+    limit,
+    A: tl.constexpr,
+    B: tl.constexpr,
+    WIDTH: tl.constexpr,
+    ROWS_CHECKED: tl.constexpr,
+):
+    """Both chunks of rows ``base + offset * stride``; with one chunk the second is the first."""
+    a = load_chunk(base, offset, stride, limit, 0, A, WIDTH, ROWS_CHECKED)
+    if B > 0:
+        return a, load_chunk(base, offset, stride, limit, A, B, WIDTH, ROWS_CHECKED)
+    else:
+        return a, a
+
+
+@triton.jit
+def store_chunk(base, offset, stride, limit, x, FIRST: tl.constexpr, CHUNK: tl.constexpr, WIDTH: tl.constexpr):
+    columns = FIRST + tl.arange(0, CHUNK)
+    inside = (offset[:, None] < limit) & (columns[None, :] < WIDTH)
+    tl.store(base + (offset[:, None] * stride + columns[None, :]), x.to(base.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def store_tile(base, offset, stride, limit, a, b, A: tl.constexpr, B: tl.constexpr, WIDTH: tl.constexpr):
+    store_chunk(base, offset, stride, limit, a, 0, A, WIDTH)
+    if B > 0:
+        store_chunk(base, offset, stride, limit, b, A, B, WIDTH)
+
+
+@triton.jit
+def product(xa, xb, ya, yb, B: tl.constexpr):
+    """x y^T over both chunks, fp32. fp32 inputs are multiplied exactly, never rounded to TF32."""
+    s = tl.dot(xa, tl.trans(ya), input_precision="ieee")
+    if B > 0:
+        s = tl.dot(xb, tl.trans(yb), s, input_precision="ieee")
+    return s
+
+
+@triton.jit
+def accumulate(a, b, x, ya, yb, B: tl.constexpr):
+    """a += x ya and b += x yb, with x rounded to the dtype of y."""
+    x = x.to(ya.dtype)
+    a = tl.dot(x, ya, a, input_precision="ieee")
+    if B > 0:
+        b = tl.dot(x, yb, b, input_precision="ieee")
+    return a, b
+
+
+@triton.jit
+def zeros(ROWS: tl.constexpr, A: tl.constexpr, B: tl.constexpr):
+    """Accumulators of both chunks; what stands for a second chunk that is not there is as small as can be."""
+    a = tl.zeros([ROWS, A], tl.float32)
+    if B > 0:
+        return a, tl.zeros([ROWS, B], tl.float32)
+    else:
+        return a, tl.zeros([1], tl.float32)
+
+
+@triton.jit
+def masked(
+    scores,
+    query,
+    key,
+    T,
+    S,
+    window,
+    mask,
+    mask_stride_t,
+    mask_stride_s,
+    CAUSAL: tl.constexpr,
+    WINDOW: tl.constexpr,
+    MASK_KIND: tl.constexpr,
+    MASK_ROWS: tl.constexpr,
+):
+    """Scores (in units of log2), -inf where a key does not exist or is hidden by its position or by attn_mask.
+
+    query and key are positions that broadcast to the tile, whichever of them runs along its rows. MASK_ROWS says that
+    attn_mask differs from query to query.
+    """
+    keep = (key < S) & (query < T)
+    if CAUSAL:
+        own = query + (S - T)
+        keep = keep & (key <= own)
+        if WINDOW:
+            keep = keep & (key > own - window)
+    if MASK_KIND == NOTHING:
+        return tl.where(keep, scores, MINUS_INFINITY)
+    else:
+        offset = key.to(tl.int64) * mask_stride_s
+        if MASK_ROWS:
+            given = tl.load(mask + query.to(tl.int64) * mask_stride_t + offset, mask=keep, other=0)
+        else:
+            given = tl.load(mask + offset, mask=key < S, other=0)
+        if MASK_KIND == BOOLEAN:
+            return tl.where(keep & (given != 0), scores, MINUS_INFINITY)
+        else:
+            return tl.where(keep, scores + given.to(tl.float32) * LOG2_E, MINUS_INFINITY)
+
+
+@triton.jit
+def tile_of_program(tiles, heads, SECTION: tl.constexpr):
+    """(tile, head) of this program: SECTION heads at a time, whose keys and values then share the L2 cache."""
+    program = tl.program_id(0)
+    section = program // (tiles * SECTION)
+    here = tl.minimum(SECTION, heads - section * SECTION)
+    place = program - section * tiles * SECTION
+    return place // here, section * SECTION + place % here
+
+
+@triton.jit
+def document(cu_seqlens, batch, length, VARLEN: tl.constexpr):
+    """(first row, rows, index of the batch) of a document among packed ones, or of a batch entry."""
+    if VARLEN:
+        start = tl.load(cu_seqlens + batch)
+        return start.to(tl.int64), tl.load(cu_seqlens + batch + 1) - start, batch * 0
+    else:
+        return (batch * 0).to(tl.int64), length, batch

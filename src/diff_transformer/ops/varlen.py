@@ -1,0 +1,161 @@
+"""The operator on packed documents: one row after another, and no document sees another.
+
+Letters: total_q and total_k rows of all documents, H signal heads, Hn noise heads, G key/value heads, D and Dv widths.
+"""
+
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from diff_transformer.ops import triton
+from diff_transformer.ops.arguments import Arguments, check
+from diff_transformer.ops.diff_attention import BACKENDS, _autocast, refuse_missing_gradients, resolve
+
+# cu_seqlens on a GPU whose content was asserted there: (version, total, max_seqlen), so that layers do not repeat it.
+_asserted = WeakTensorKeyDictionary()
+
+
+def diff_attention_varlen(
+    q1: Tensor,
+    q2: Tensor,
+    k1: Tensor,
+    k2: Tensor,
+    v: Tensor,
+    lam: float | Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    *,
+    is_causal: bool = False,
+    window: int | None = None,
+    scale: float | None = None,
+    backend: str = "auto",
+) -> Tensor:
+    """``diff_attention`` within each of several documents that lie packed one after another.
+
+    The Triton backend computes all of them in one launch; the other backends are called once for each document.
+
+    Args:
+        q1: queries of the signal map, [total_q, H, D].
+        q2: queries of the noise map, [total_q, Hn, D]; heads as in ``diff_attention``.
+        k1, k2: keys, [total_k, G, D]; k2 may be k1.
+        v: values, [total_k, G, Dv].
+        lam: a float, or a tensor that is scalar, [H] or broadcastable to [total_q, H, 1]; computed with in fp32.
+        cu_seqlens_q, cu_seqlens_k: int32 [documents + 1] on the device of q1: 0, then where each document ends.
+            Document i has rows cu_seqlens[i] to cu_seqlens[i + 1] - 1, and may have none.
+        max_seqlen_q, max_seqlen_k: the length of the longest document (or more).
+        is_causal, window, scale, backend: as in ``diff_attention``; each document is aligned to its own lower right
+            corner. "auto" is "triton" on CUDA where that works, else "sdpa"; "blockwise" on the CPU.
+
+    Returns:
+        [total_q, H, Dv] in the dtype of v. Rows of a document without keys are 0.
+
+    Raises:
+        As ``diff_attention``, and TypeError or ValueError for cu_seqlens of another dtype, shape or device, that do not
+        begin with 0, decrease, do not end with the number of rows, or have a document longer than max_seqlen. On a GPU
+        what they hold is asserted by the device, without waiting for it (a failed assertion ends the process's use of
+        the GPU), and not at all under torch.compile.
+    """
+    q1, q2, k1, k2, v = _autocast(q1, q2, k1, k2, v)
+    for name, x in {"q1": q1, "q2": q2, "k1": k1, "k2": k2, "v": v}.items():
+        if not isinstance(x, Tensor):
+            raise TypeError(f"{name} is a {type(x).__name__}; give a tensor of shape [rows, heads, width]")
+        if x.dim() != 3:
+            raise ValueError(f"{name} has {x.dim()} dimensions (shape {list(x.shape)}); give [rows, heads, width]")
+    packed_k1 = _as_batch(k1)
+    tensors = (_as_batch(q1), _as_batch(q2), packed_k1, packed_k1 if k2 is k1 else _as_batch(k2), _as_batch(v))
+    arguments = check(*tensors, _lam_as_batch(lam, q1), None, is_causal, window, scale)
+    backend = resolve(backend, tensors, arguments)
+    refuse_missing_gradients(backend, tensors, arguments.lam)
+    check_documents("cu_seqlens_q", cu_seqlens_q, "max_seqlen_q", max_seqlen_q, q1, whole=backend != "triton")
+    check_documents("cu_seqlens_k", cu_seqlens_k, "max_seqlen_k", max_seqlen_k, k1, whole=backend != "triton")
+    if cu_seqlens_q.shape != cu_seqlens_k.shape:
+        raise ValueError(
+            f"cu_seqlens_q has {len(cu_seqlens_q) - 1} documents and cu_seqlens_k {len(cu_seqlens_k) - 1}; "
+            "give both for the same documents"
+        )
+    with torch.autocast(q1.device.type, enabled=False):
+        if backend == "triton":
+            documents = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+            positions = (arguments.is_causal, arguments.window, arguments.scale)
+            out = triton.attend_varlen(*tensors, arguments.lam, *documents, *positions)
+        else:
+            out = _one_by_one(backend, tensors, arguments, cu_seqlens_q.tolist(), cu_seqlens_k.tolist())
+    return out[0].transpose(0, 1)
+
+
+def _as_batch(x: Tensor) -> Tensor:
+    """[rows, heads, width] as [1, heads, rows, width]."""
+    return x.transpose(0, 1)[None]
+
+
+def _lam_as_batch(lam: float | Tensor, q1: Tensor) -> float | Tensor:
+    if not isinstance(lam, Tensor) or lam.dim() < 2:
+        return lam
+    total, H, _ = q1.shape
+    if lam.dim() != 3 or any(n not in (1, size) for n, size in zip(lam.shape, (total, H, 1), strict=True)):
+        raise ValueError(
+            f"lam has shape {list(lam.shape)}; give a float, a scalar, [{H}] (one per head) "
+            f"or three dimensions that broadcast to [{total}, {H}, 1]"
+        )
+    return _as_batch(lam)
+
+
+def _one_by_one(backend: str, tensors, arguments: Arguments, ends_q: list[int], ends_k: list[int]) -> Tensor:
+    """[1, H, total_q, Dv] from one call of the backend for each document that has queries and keys."""
+    q1, q2, k1, k2, v = tensors
+    lengths_q, lengths_k = ([b - a for a, b in pairwise(ends)] for ends in (ends_q, ends_k))
+    by_query = [x.split(lengths_q, dim=2) for x in (q1, q2, arguments.lam)]
+    k1_parts = k1.split(lengths_k, dim=2)
+    by_key = [k1_parts, k1_parts if k2 is k1 else k2.split(lengths_k, dim=2), v.split(lengths_k, dim=2)]
+    outs = []
+    for q1_part, q2_part, lam, k1_part, k2_part, v_part in zip(*by_query, *by_key, strict=True):
+        if q1_part.shape[2] and k1_part.shape[2]:
+            rest = arguments._replace(lam=lam)
+            outs.append(BACKENDS[backend].attend(q1_part, q2_part, k1_part, k2_part, v_part, *rest))
+        else:
+            outs.append(v.new_zeros(*q1_part.shape[:3], v.shape[3]))
+    return torch.cat(outs, dim=2)
+
+
+def check_documents(name: str, cu_seqlens: Tensor, max_name: str, max_seqlen: int, x: Tensor, whole: bool) -> None:
+    """Raise unless cu_seqlens cuts the rows of x into documents of at most max_seqlen rows.
+
+    What it holds is read where that costs nothing (on the CPU) or is needed anyway (``whole``), else asserted by the
+    device.
+    """
+    if not isinstance(cu_seqlens, Tensor) or cu_seqlens.dtype != torch.int32:
+        given = cu_seqlens.dtype if isinstance(cu_seqlens, Tensor) else type(cu_seqlens).__name__
+        raise TypeError(f"{name} is {given}; give an int32 tensor, 0 and then the end of each document")
+    if cu_seqlens.dim() != 1 or len(cu_seqlens) < 2:
+        raise ValueError(f"{name} has shape {list(cu_seqlens.shape)}; give [documents + 1]")
+    if cu_seqlens.device != x.device:
+        raise ValueError(f"q1 is on {x.device} and {name} on {cu_seqlens.device}; move them to one device")
+    if isinstance(max_seqlen, bool) or not isinstance(max_seqlen, int | torch.SymInt):
+        raise TypeError(f"{max_name} is a {type(max_seqlen).__name__}; give an int")
+    if max_seqlen < 1:
+        raise ValueError(f"{max_name} is {max_seqlen}; give the length of the longest document")
+    if torch.compiler.is_compiling() and not whole:
+        return
+    total = x.shape[0]
+    if whole or cu_seqlens.device.type == "cpu":
+        _check_ends(name, cu_seqlens.tolist(), max_name, max_seqlen, total)
+    elif _asserted.get(cu_seqlens) != (cu_seqlens._version, total, max_seqlen):
+        lengths = cu_seqlens.diff()
+        fits = (cu_seqlens[0] == 0) & (cu_seqlens[-1] == total) & (lengths.min() >= 0) & (lengths.max() <= max_seqlen)
+        torch._assert_async(fits, f"{name} must start with 0, not decrease, end with {total}; no step over {max_name}")
+        _asserted[cu_seqlens] = (cu_seqlens._version, total, max_seqlen)
+
+
+def _check_ends(name: str, ends: list[int], max_name: str, max_seqlen: int, total: int) -> None:
+    if ends[0] != 0 or ends[-1] != total:
+        raise ValueError(f"{name} goes from {ends[0]} to {ends[-1]}; it must go from 0 to the number of rows, {total}")
+    lengths = [b - a for a, b in pairwise(ends)]
+    if min(lengths) < 0:
+        at = next(i for i, length in enumerate(lengths) if length < 0)
+        raise ValueError(f"{name} decreases from {ends[at]} to {ends[at + 1]} at {at + 1}; give ends in order")
+    if max(lengths) > max_seqlen:
+        raise ValueError(f"{max_name} is {max_seqlen}, but {name} has a document of {max(lengths)} rows; give that")

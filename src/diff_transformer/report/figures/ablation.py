@@ -1,0 +1,106 @@
+"""The rows of Table 6: what the loss owes to the number of heads, the head norm, the difference and lambda_init."""
+
+from diff_transformer.report.figure import Figure, legend, panels
+from diff_transformer.report.findings import Finding, versus
+from diff_transformer.report.markup import Html, join, table, tag
+from diff_transformer.report.numbers import is_number, mean, number, short
+from diff_transformer.report.pair import as_dict, dicts
+from diff_transformer.report.row_chart import Row, row_chart
+from diff_transformer.report.series import Series, models_in
+from diff_transformer.report.svg import panel
+
+NAMES = {
+    "transformer": "Transformer",
+    "transformer_wide": "½ heads, 2 × wide",
+    "transformer_wide_norm": "the same, head norm",
+    "diff": "DIFF",
+    "diff_no_norm": "DIFF, no head norm",
+    "diff_lambda_0.8": "DIFF, λ init 0.8",
+    "diff_lambda_0.5": "DIFF, λ init 0.5",
+}
+SLICES = {"validation": "All tokens", "ar_hit": "AR-Hit", "others": "Others"}
+SHORT_RUN = 200  # steps below which nothing is said of the models
+
+
+def build(results: dict) -> Figure | None:
+    """A panel a slice of the tokens, a row a variant; one set of panels for each ablation among the results."""
+    runs = [one for one in models_in(results, "ablation") if _rows(one)]
+    if not runs:
+        return None
+    shown = []
+    for one in runs:
+        drawn = [
+            panel(f"{title}, nats per token", row_chart(f"{title} by variant", rows, x_label="loss; lower is better"))
+            for title, rows in ((title, _drawn(one, key)) for key, title in SLICES.items())
+            if rows
+        ]
+        shown.append(join([tag("h3", one.label) if len(runs) > 1 else None, panels(*drawn)]))
+    return Figure(
+        id="ablation",
+        title="What the gain is made of",
+        source=("Table 6",),
+        read="Seven models, alike in size, data and schedule, that differ in their attention alone: softmax with the "
+        "same heads, with half as many of twice the width, and these with the norm that DIFF has; DIFF, and DIFF "
+        "without its norm or with a constant λ init. AR-Hit tokens can be recalled from the context.",
+        body=join(shown) + legend(),
+        findings=[finding for one in runs for finding in _findings(one)],
+        paper="at 1.4 B †, all tokens: Transformer 3.087, half the heads 3.088, with head norm 3.086; DIFF 3.062, "
+        "without head norm 3.122, λ init 0.8 3.065, 0.5 3.066.",
+        data=_data(runs),
+    )
+
+
+def _rows(one: Series) -> list[str]:
+    return [name for name in NAMES if any(f"{name}_{key}" in one.names() for key in SLICES)]
+
+
+def _values(one: Series, name: str, key: str) -> dict[int, float]:
+    """By seed of training, from the rows; the mean over them where the rows are not kept."""
+    found = {
+        int(row["seed"]): float(row[key])
+        for row in one.rows()
+        if row.get("row") == name and is_number(row.get(key)) and is_number(row.get("seed"))
+    }
+    return found or one.seeds(f"{name}_{key}")
+
+
+def _drawn(one: Series, key: str) -> list[Row]:
+    sides = {name: "diff" if name.startswith("diff") else "softmax" for name in NAMES}
+    return [Row(NAMES[name], sides[name], v) for name in _rows(one) if (v := _values(one, name, key))]
+
+
+def _findings(one: Series) -> list[Finding | None]:
+    steps = next((s for entry in one.entries if is_number(s := as_dict(entry.get("provenance")).get("steps"))), None)
+    said: list[Finding | None] = []
+    if steps is not None and steps < SHORT_RUN:
+        return [Finding("alarm", f"{steps:,} steps of training: this shows that all rows run, nothing of the models.")]
+    for key, title in SLICES.items():
+        sides = [_values(one, name, key) for name in ("diff", "transformer")]
+        said.append(versus(title, sides[0], sides[1], "lower"))
+    base, without = (mean(_values(one, name, "validation")) for name in ("diff", "diff_no_norm"))
+    if base is not None and without is not None:
+        gap = number(without - base, 3, sign=True)
+        said.append(Finding("note", f"Without the head norm, the loss of DIFF changes by {gap}."))
+    wide, normed = (mean(_values(one, name, "validation")) for name in ("transformer_wide", "transformer_wide_norm"))
+    if wide is not None and normed is not None:
+        gap = number(normed - wide, 3, sign=True)
+        said.append(Finding("note", f"With a head norm, the loss of the Transformer of wide heads changes by {gap}."))
+    return said
+
+
+def _data(runs: list[Series]) -> Html:
+    parts = []
+    for one in runs:
+        by_name = {row.get("row"): row for entry in one.entries for row in dicts(entry.get("rows"))}
+        rows: list[list[object]] = [
+            [
+                NAMES[name],
+                *(by_name.get(name, {}).get(key, "") for key in ("heads", "head_dim")),
+                short(one.mean(f"{name}_parameters")),
+                *(number(one.mean(f"{name}_{key}"), 4) for key in SLICES),
+            ]
+            for name in _rows(one)
+        ]
+        head: list[object] = [one.label, "heads", "d", "parameters", *SLICES.values()]
+        parts.append(table(head, rows, "Ablation"))
+    return join(parts)

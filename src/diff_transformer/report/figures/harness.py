@@ -1,0 +1,82 @@
+"""lm-evaluation-harness: accuracy by task, zero- and few-shot."""
+
+import re
+
+from diff_transformer.report.category_chart import category_chart
+from diff_transformer.report.figure import Figure, panels
+from diff_transformer.report.findings import Finding
+from diff_transformer.report.markup import Html, table
+from diff_transformer.report.numbers import mean, number, plural
+from diff_transformer.report.series import Series, compared, legend_of, models_in, names_of
+from diff_transformer.report.svg import panel
+
+CELL = re.compile(r"(.+)_(\d+)shot")
+SHORT = {
+    "arc_challenge": "ARC-C", "arc_easy": "ARC-E", "boolq": "BoolQ", "hellaswag": "HellaSwag", "openbookqa": "OBQA",
+    "piqa": "PIQA", "winogrande": "WinoGrande",
+}  # fmt: skip
+
+
+def build(results: dict) -> Figure | None:
+    """For each number of shots a panel of bars by task, and the table with standard errors."""
+    models = models_in(results, "harness")
+    cells = [m.groups() for one in models for name in one.names() if (m := CELL.fullmatch(name))]
+    tasks = [task for task in dict.fromkeys(task for task, _ in cells) if task != "mean"]
+    shots = sorted({int(count) for _, count in cells})
+    if not tasks:
+        return None
+    shown = [panel(f"Accuracy, {plural(count, 'shot')}", _chart(models, tasks, count)) for count in shots]
+    return Figure(
+        id="harness",
+        title="Multiple-choice benchmarks",
+        source=("Table 1", "Table 8"),
+        read="The model takes the choice that it finds likeliest; accuracy is the share of right ones (for HellaSwag "
+        "the likeliest for each character). Shots are solved examples before the question. Guessing one of k choices "
+        "gives 1/k.",
+        body=panels(*shown, columns=1) + legend_of(models),
+        findings=[f for count in shots for f in _findings(models, tasks, count)],
+        paper="zero-shot at 3 B and 1 T tokens †, ARC-C ARC-E BoolQ HellaSwag OBQA PIQA WinoGrande, mean: DIFF 37.8 "
+        "72.9 69.0 71.4 29.0 76.8 67.1, 60.6; OpenLLaMA-v2-3B 57.5, StableLM-base-alpha-3B-v2 56.8.",
+        data=_data(models, tasks, shots),
+    )
+
+
+def _chart(models: list[Series], tasks: list[str], shots: int) -> Html:
+    return category_chart(
+        f"Accuracy by task, {plural(shots, 'shot')}",
+        [SHORT.get(task, task.replace("_", " ")) for task in tasks],
+        {one.side: [one.seeds(f"{task}_{shots}shot") for task in tasks] for one in models},
+        x_label="task", bars=True, y_range=(0.0, 1.05), names=names_of(models),
+    )  # fmt: skip
+
+
+def _findings(models: list[Series], tasks: list[str], shots: int) -> list[Finding | None]:
+    said = [
+        compared(
+            f"Mean over {plural(len(tasks), 'task')}, {plural(shots, 'shot')}", models, f"mean_{shots}shot", "higher"
+        )
+    ]
+    for one in models:
+        cut = mean([v for task in tasks if (v := one.mean(f"{task}_{shots}shot_truncated")) is not None])
+        if cut:
+            words = "of the prompts were longer than the model's positions and lost their beginning"
+            said.append(Finding("note", f"{one.label}, {plural(shots, 'shot')}: {number(100 * cut, 0)} % {words}."))
+    return said
+
+
+def _data(models: list[Series], tasks: list[str], shots: list[int]) -> Html:
+    runs = [(one, seed) for one in models for seed in one.metrics]
+    rows: list[list[object]] = []
+    for count in shots:
+        for task in [*tasks, "mean"]:
+            name = f"{task}_{count}shot"
+            cells = [_with_error(one.metrics[seed], name) for one, seed in runs]
+            rows.append([f"{SHORT.get(task, task.replace('_', ' '))}, {plural(count, 'shot')}", *cells])
+    return table(
+        ["accuracy ± standard error", *(f"{one.label}, seed {seed}" for one, seed in runs)], rows, "Accuracy by task"
+    )
+
+
+def _with_error(metrics: dict[str, float], name: str) -> str:
+    error = metrics.get(f"{name}_stderr")
+    return number(metrics.get(name), 3) + (f" ± {number(error, 3)}" if error is not None else "")

@@ -1,0 +1,170 @@
+"""The benchmark of the operator: no speed without a passed gate, everything beside the baseline of the same turns."""
+
+import json
+
+import pytest
+import torch
+
+from diff_transformer.bench import attention as bench
+from diff_transformer.bench import contenders, gates
+from diff_transformer.bench.shapes import Shape
+from diff_transformer.ops import blockwise, diff_attention
+
+SMALL = [Shape(1, 2, 65, 8)]
+FP32 = (torch.float32,)
+
+
+def by_name(record):
+    return {row["backend"]: row for row in record["rows"]}
+
+
+def test_rows_have_times_ratios_rates_and_memory():
+    record = bench.run_attention_benchmark(SMALL, backends=["reference", "blockwise", "sdpa"], repeats=2)
+    assert [(r["backend"], r["dtype"]) for r in record["rows"]] == [
+        (name, dtype) for dtype in ("float32", "bfloat16") for name in ("softmax", "reference", "blockwise", "sdpa")
+    ]
+    for row in record["rows"]:
+        for kind in ("forward", "backward", "both"):
+            low, high = row[f"{kind}_quartiles_ms"]
+            assert 0 < low <= row[f"{kind}_ms"] <= high
+            assert row[f"{kind}_turns"] == 2
+        assert row["peak_bytes"] > 0
+        assert row["causal"] is True
+    assert {r["gate"] for r in record["rows"] if r["role"] == "backend"} == {"passed"}
+    assert {r[f"{k}_ratio"] for r in record["rows"] if r["backend"] == "softmax" for k in bench.KINDS} == {1.0}
+    expected = {"torch", "cpu", "threads", "date", "commit", "baseline", "repeats", "ceilings", "machine", "units"}
+    assert expected <= record["provenance"].keys()
+
+
+def test_rates_are_of_useful_work():
+    u = 1 * 2 * (65 * 66 / 2) * 8  # h, pairs below the diagonal, d
+    record = bench.run_attention_benchmark(SMALL, FP32, backends=["blockwise"], repeats=1)
+    ceiling = record["provenance"]["ceilings"]["matmul_tflops"]["float32"]
+    for name, units in {
+        "softmax": {"forward": 4, "backward": 10, "both": 14},
+        "blockwise": {"forward": 6, "backward": 10, "both": 16},
+    }.items():
+        row = by_name(record)[name]
+        for kind, unit in units.items():
+            tflops = 2 * unit * u / (row[f"{kind}_ms"] / 1e3) / 1e12
+            assert row[f"{kind}_tflops"] == pytest.approx(tflops, rel=0.02)
+            assert row[f"{kind}_share"] == pytest.approx(tflops / ceiling, rel=0.02)
+
+
+def test_every_kernel_and_both_forms_of_flash_diff_attention_by_name():
+    kernels = ["flash", "cudnn", "efficient", "math"]
+    rows = by_name(
+        bench.run_attention_benchmark(SMALL, FP32, backends=[], kernels=kernels, with_rivals=True, repeats=1)
+    )
+    timed = {name: row["sdpa"] for name, row in rows.items() if "both_ms" in row}
+    assert timed == {
+        "softmax": "flash",
+        "softmax[math]": "math",
+        "FlashDiffAttn_1": "math",
+        "FlashDiffAttn_2": "flash",
+    }
+    assert rows["softmax[cudnn]"]["gate"].startswith("skipped: ")
+    assert "same last dimension" in rows["FlashDiffAttn_1[flash]"]["gate"]
+    for name in timed:
+        ratios = rows[name]["ratios"]
+        assert ratios.keys() == {"softmax[math]"}
+        expected = rows[name]["both_ms"] / rows["softmax[math]"]["both_ms"]
+        assert ratios["softmax[math]"]["both"] == pytest.approx(expected, rel=0.02)
+
+
+@pytest.mark.parametrize("spoiled", ["forward", "backward"])
+def test_a_wrong_backend_gets_no_time(monkeypatch, spoiled):
+    attend = blockwise.attend
+
+    def wrong(*args):
+        out = attend(*args)
+        return out * 1.01 if spoiled == "forward" else out + 0.01 * (out - out.detach())
+
+    monkeypatch.setattr(blockwise, "attend", wrong)
+    (_, row) = bench.run_attention_benchmark(SMALL, FP32, backends=["blockwise"], repeats=1)["rows"]
+    assert row["gate"].startswith("failed: out" if spoiled == "forward" else "failed: gradient of q1")
+    assert not {"forward_ms", "both_ms", "forward_ratio", "peak_bytes"} & row.keys()
+
+
+def test_a_rival_that_misses_the_budget_keeps_its_time_and_says_so(monkeypatch):
+    monkeypatch.setattr(contenders, "flash_diff_attention", lambda form, kernel: lambda *x, is_causal: x[4] * x[5])
+    rows = by_name(bench.run_attention_benchmark(SMALL, FP32, backends=[], with_rivals=True, repeats=1))
+    assert rows["FlashDiffAttn_1"]["gate"].startswith("skipped")  # q1 takes no part: its gradient is missing
+    kept = {"forward_ms", "forward_ratio"}
+    uses_all = lambda form, kernel: lambda *x, is_causal: x[4] * x[5] + 0 * (x[0] + x[1] + x[2] + x[3]).sum()  # noqa: E731
+    monkeypatch.setattr(contenders, "flash_diff_attention", uses_all)
+    rows = by_name(bench.run_attention_benchmark(SMALL, FP32, backends=[], with_rivals=True, repeats=1))
+    assert rows["FlashDiffAttn_1"]["gate"].startswith("failed: out")
+    assert kept <= rows["FlashDiffAttn_1"].keys()
+
+
+def test_a_backend_that_refuses_is_skipped_with_its_reason():
+    (_, row) = bench.run_attention_benchmark(SMALL, FP32, backends=["flash"], repeats=1)["rows"]
+    assert row["gate"].startswith("skipped: backend='flash' is not available: ")
+    assert "forward_ms" not in row
+
+
+def test_a_backend_that_breaks_has_failed_and_the_others_go_on():
+    def breaks(*x, is_causal):
+        raise KeyError("out of registers")
+
+    rows = by_name(
+        bench.run_attention_benchmark(SMALL, FP32, backends=["blockwise"], extra={"breaks": breaks}, repeats=1)
+    )
+    assert rows["breaks"]["gate"] == "failed: KeyError: 'out of registers'"
+    assert "both_ms" in rows["blockwise"]
+
+
+def test_further_functions_are_gated_and_timed():
+    def fine(*x, is_causal):
+        return diff_attention(*x, is_causal=is_causal, backend="reference")
+
+    def wrong(*x, is_causal):
+        return fine(*x, is_causal=False)
+
+    rows = by_name(
+        bench.run_attention_benchmark(SMALL, FP32, backends=[], extra={"fine": fine, "wrong": wrong}, repeats=1)
+    )
+    assert rows["fine"]["gate"] == "passed"
+    assert rows["wrong"]["gate"].startswith("failed")
+
+
+def test_without_the_causal_limit():
+    rows = by_name(bench.run_attention_benchmark([Shape(1, 2, 65, 8, False)], FP32, backends=["blockwise"], repeats=1))
+    assert rows["blockwise"]["gate"] == "passed"
+    assert rows["blockwise"]["causal"] is False
+
+
+def test_gate_looks_at_the_length_that_is_timed(monkeypatch):
+    attend = blockwise.attend
+    monkeypatch.setattr(blockwise, "attend", lambda *args: attend(*args) * (1.01 if args[0].shape[2] > 555 else 1))
+    gate = gates.Gate(Shape(1, 1, 600, 8), torch.float32, "cpu")
+    with pytest.raises(AssertionError, match="out at length 600"):
+        gate.check(contenders.backend_contender("blockwise", gate.full, True).function)
+
+
+def test_time_runs_out_between_shapes(monkeypatch):
+    monkeypatch.setattr(bench.Deadline, "passed", lambda self: len(seen) > 0)
+    seen = []
+    shapes = [*SMALL, Shape(1, 2, 33, 8), Shape(1, 2, 17, 8, False)]
+    record = bench.run_attention_benchmark(
+        shapes, FP32, backends=["blockwise"], repeats=1, seconds=5, on_row=seen.append
+    )
+    assert record["rows"] == seen
+    assert {row["length"] for row in seen} == {65}
+    assert record["unfinished"] == "out of time before 1x2x33x8 in torch.float32, 1x2x17x8n in torch.float32"
+
+
+def test_the_file_holds_the_rows_that_are_there(tmp_path):
+    out, lengths = tmp_path / "results" / "attention.json", []
+    record = bench.run_attention_benchmark(
+        SMALL,
+        FP32,
+        backends=["blockwise"],
+        repeats=1,
+        out=out,
+        on_row=lambda row: lengths.append(len(json.loads(out.read_text())["rows"])),
+    )
+    assert lengths == [0, 1]
+    assert json.loads(out.read_text()) == record
+    assert [path.name for path in out.parent.iterdir()] == ["attention.json"]

@@ -1,0 +1,80 @@
+import json
+
+import pytest
+
+from diff_transformer.bench import caches, command, generation, pair_throughput, shapes
+from diff_transformer.bench.caches import DecodeShape
+from diff_transformer.bench.generation import ModelSetting
+from diff_transformer.bench.pair_throughput import ThroughputSetting
+from diff_transformer.bench.shapes import Shape
+
+
+@pytest.fixture
+def tiny(monkeypatch):
+    import torch
+
+    monkeypatch.setattr(shapes, "SHORT_GRID", [Shape(1, 2, 65, 8)])
+    monkeypatch.setattr(caches, "CPU_GRID", [DecodeShape(1, 2, 1, 40, 8)])
+    monkeypatch.setattr(generation, "CPU_MODELS", [ModelSetting("debug", 1, 16, 2)])
+    monkeypatch.setattr(
+        pair_throughput, "CPU_SETTINGS", [ThroughputSetting("debug", 1, 16, layers=1, dtype=torch.float32)]
+    )
+
+
+@pytest.mark.parametrize("name", command.BENCHMARKS)
+def test_a_record_and_a_table(tiny, tmp_path, capsys, name):
+    out = tmp_path / "results" / f"{name}.json"
+    record = command.run_bench(name, out, repeats=1)
+    assert json.loads(out.read_text()) == record
+    assert record["benchmark"] == name
+    printed = capsys.readouterr().out
+    assert {"attention": "blockwise", "decode": "debug diff", "throughput": "1 of 2"}[name] in printed
+    assert f"record: {out}" in printed
+
+
+def test_nothing_is_overwritten_unasked(tiny, tmp_path):
+    out = tmp_path / "attention.json"
+    out.write_text("mine")
+    with pytest.raises(FileExistsError, match="exists; give another path, or overwrite=True"):
+        command.run_bench("attention", out, repeats=1, backends=["blockwise"])
+    assert out.read_text() == "mine"
+    command.run_bench("attention", out, repeats=1, backends=["blockwise"], overwrite=True)
+    assert json.loads(out.read_text())["rows"]
+
+
+def test_a_grid_of_ones_own(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    record = command.run_bench("attention", grid="1x1x20x8n", repeats=1, backends=["blockwise"])
+    assert {(row["length"], row["causal"]) for row in record["rows"]} == {(20, False)}
+    (written,) = (tmp_path / "runs" / "bench").iterdir()
+    assert written.name.startswith("attention-cpu-")
+
+
+def test_failed_and_skipped_are_said_whole(tiny, tmp_path, capsys, monkeypatch):
+    from diff_transformer.ops import blockwise
+
+    attend = blockwise.attend
+    monkeypatch.setattr(blockwise, "attend", lambda *args: attend(*args) * 1.01)
+    command.run_bench("attention", tmp_path / "a.json", repeats=1, backends=["blockwise"], kernels=["cudnn"])
+    printed = capsys.readouterr().out
+    assert "blockwise float32 1, 2, 65, 8: failed: out" in printed
+    assert "softmax[cudnn] bfloat16 1, 2, 65, 8: skipped: No " in printed
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("toaster",), "no benchmark 'toaster'; there are: attention, decode, throughput"),
+        (("decode", None, False, "cpu", "1x1x8x8"), "grid gives shapes of the benchmark 'attention'"),
+        (("attention", None, False, "cpu", "1x1"), "'1x1' is no shape"),
+        (("attention", None, False, "cuda"), "PyTorch sees no CUDA device here"),
+    ],
+)
+def test_refusals(arguments, message, monkeypatch, tmp_path):
+    import torch
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ValueError, match=message):
+        command.run_bench(*arguments)
+    assert not list(tmp_path.iterdir())

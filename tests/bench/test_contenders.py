@@ -1,0 +1,67 @@
+"""Who takes part, under which name, and that the rivals compute differential attention."""
+
+import os
+import warnings
+
+import pytest
+import torch
+
+from diff_transformer.bench import contenders
+from diff_transformer.bench.shapes import Shape
+from diff_transformer.ops import diff_attention
+from diff_transformer.ops.triton import gluon
+from diff_transformer.testing import assert_within_budget, make_inputs
+
+
+@pytest.mark.parametrize("form", [1, 2])
+def test_flash_diff_attention_is_the_operator(form):
+    x = make_inputs(T=33)
+    out = contenders.flash_diff_attention(form, None)(*x, is_causal=True)
+    exact = diff_attention(*x.to(torch.float64), is_causal=True, backend="reference")
+    assert_within_budget(out, exact)
+
+
+def test_a_default_is_named_by_what_runs_and_not_timed_twice():
+    shape = Shape(1, 2, 16, 8)
+    inputs = contenders.softmax_inputs(shape, torch.float32, "cpu")
+    found = contenders.baselines(shape, inputs, ["flash", "math"])
+    assert [(c.name, c.facts["sdpa"]) for c in found] == [("softmax", "flash"), ("softmax[math]", "math")]
+
+
+def test_math_takes_part_only_where_its_maps_fit():
+    assert contenders.math_fits(Shape(1, 1, 4096, 8), torch.device("cpu"))  # 16 * 2 * 4096^2 bytes = 512 MiB
+    assert not contenders.math_fits(Shape(1, 4, 4096, 8), torch.device("cpu"))
+
+
+def test_the_reason_of_a_kernel_is_one_line_with_its_warnings():
+    def refuses():
+        warnings.warn("head width is odd. (Triggered internally at x.cpp:3.)", stacklevel=2)
+        raise RuntimeError("No available kernel.")
+
+    assert contenders.why_it_cannot(refuses) == "No available kernel. head width is odd."
+    assert contenders.why_it_cannot(lambda: None) is None
+
+
+@pytest.mark.parametrize("reason", [None, "too old"])
+def test_forms_of_triton(monkeypatch, reason):
+    """On a GPU: what auto does, the one-pass backward and, where Gluon ran, the plain kernel."""
+    seen = []
+
+    def fake(*tensors, is_causal, backend):
+        from diff_transformer.ops import triton
+
+        seen.append((triton._one_pass, os.environ.get(contenders.GLUON_SWITCH)))
+        return tensors[4]
+
+    monkeypatch.delenv(contenders.GLUON_SWITCH, raising=False)
+    monkeypatch.setattr(contenders, "diff_attention", fake)
+    monkeypatch.setattr(gluon, "why_not", lambda *args: reason)
+    x = make_inputs(T=5)
+    found = contenders.backend_contenders(["sdpa", "triton"], x, True)
+    for contender in found:
+        contender.function(*contender.inputs, is_causal=True)
+    names = ["sdpa", "triton", "triton[one_pass]", "triton[plain]"]
+    assert [c.name for c in found] == (names if reason is None else names[:3])
+    assert found[1].facts == {"forward_kernel": "gluon" if reason is None else "triton, since too old"}
+    assert seen == [(False, None), (False, None), (True, None), (False, "0")][: len(found)]
+    assert contenders.GLUON_SWITCH not in os.environ

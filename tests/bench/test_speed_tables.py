@@ -1,0 +1,167 @@
+"""Tables and drawings from records of known content."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+CPU = {"threads": 2, "cpu": "A CPU, 2 cores", "torch": "2.13.0", "machine": {}}
+GPU = {
+    "torch": "2.11.0",
+    "machine": {"gpu": "A GPU", "nvidia_smi": {"driver_version": "580.1"}, "cudnn": 91900, "triton": "3.6.0"},
+    "ceilings": {"matmul_tflops": {"bfloat16": 780.4}, "copy_gb_per_s": 4300.2},
+}
+
+
+@pytest.fixture
+def modules(monkeypatch):
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    import plot
+    import readme_tables
+    import speed_tables
+
+    return speed_tables, plot, readme_tables
+
+
+@pytest.fixture
+def saved(tmp_path):
+    def save(rows, provenance):
+        path = tmp_path / "record.json"
+        path.write_text(json.dumps({"rows": rows, "provenance": provenance}))
+        return path
+
+    return save
+
+
+def attention_row(backend, role="backend", ms=1.0, **more):
+    row = {"backend": backend, "role": role, "dtype": "bfloat16", "batch": 4, "heads": 12, "length": 4096, "width": 128}
+    row |= {"causal": True, "gate": "passed"}
+    for kind in ("forward", "backward", "both"):
+        row |= {f"{kind}_ms": ms, f"{kind}_ratio": ms, f"{kind}_tflops": 500.4, f"{kind}_share": 0.626}
+    ratios = {"softmax[cudnn]": dict.fromkeys(("forward", "backward", "both"), 2 * ms)}
+    return row | {"ratios": ratios, **more}
+
+
+def test_gpu_table_has_ours_the_fastest_rival_and_both_baselines(modules, saved):
+    rows = [
+        attention_row("softmax", "baseline", sdpa="flash"),
+        attention_row("softmax[cudnn]", "baseline", ms=0.5, sdpa="cudnn"),
+        attention_row("softmax[math]", "baseline", ms=9, sdpa="math"),
+        attention_row("triton", ms=0.8),
+        attention_row("triton[plain]", ms=1.2),
+        attention_row("triton[one_pass]", ms=0.7),
+        attention_row("triton", length=2048),
+        attention_row("triton", causal=False),
+        attention_row("sdpa", ms=3.0),
+        attention_row("FlashDiffAttn_1", "rival", ms=2.5, sdpa="efficient"),
+        attention_row("FlashDiffAttn_2[cudnn]", "rival", ms=1.5, sdpa="cudnn"),
+        {"backend": "flash", "role": "backend", "gate": "skipped: not installed"},
+    ]
+    lines = modules[0].attention_gpu_table(saved(rows, GPU))
+    assert [line.split(" | ")[1] for line in lines[2:-2]] == [
+        "triton", "triton[one_pass]", "FlashDiffAttn_2[cudnn]", "softmax (flash)", "softmax[cudnn]",
+    ]  # fmt: skip
+    assert lines[2] == (
+        "| 4, 12, 4096, 128, bf16 | triton | 0.80 / 1.60 | 0.80 / 1.60 | 0.80 / 1.60 | 500, 500 | 63 %, 63 % |"
+    )
+    versions, rates = "driver 580.1, cuDNN 91900, Triton 3.6.0", "bf16 matrix product 780 TFLOP/s, copy 4300 GB/s"
+    assert lines[-1].endswith(f"A GPU, PyTorch 2.11.0, {versions}, {rates}.")
+
+
+def test_decode_table(modules, saved):
+    operator = {"kind": "operator", "dtype": "bfloat16", "batch": 8, "heads": 16, "kv_heads": 4, "cache": 4096}
+    operator |= {"width": 64, "us": 30.0, "ratio": 0.9, "ratios": {"softmax[cudnn]": 1.1}}
+    operator |= {"gb_per_s": 3000.0, "copy_share": 0.7}
+    pair = {"kind": "model", "model": "3B", "batch": 1, "cache": 2048, "dtype": "bfloat16"}
+    pair |= {"layers": 4, "layers_of_preset": 28, "fields": {"num_hidden_layers": 4}}
+    rows = [
+        {**operator, "backend": "softmax", "role": "baseline"},
+        {**operator, "backend": "triton", "role": "backend"},
+        {"kind": "operator", "backend": "flash", "role": "backend", "gate": "skipped: no"},
+        {**pair, "side": "softmax", "tokens_per_second": 1000.0, "ratio": 1.0},
+        {**pair, "side": "diff", "tokens_per_second": 1010.4, "ratio": 1.0104},
+    ]
+    lines = modules[0].decode_table(saved(rows, CPU))
+    assert lines[2] == "| triton | 8, 16 / 4, 4096, 64, bf16 | 0.90 | 1.10 | 3000 | 70 % |"
+    assert lines[6] == "| 3B, 4 of 28 layers, bf16 | 1, 2048 | 1,000 | 1,010 | 1.01 |"
+    assert lines[-1] == "A CPU, 2 cores, 2 threads, PyTorch 2.13.0."
+
+
+def test_throughput_table(modules, saved):
+    row = {"model": "3B", "batch": 2, "length": 4096, "dtype": "bfloat16", "layers": 28, "layers_of_preset": 28}
+    row |= {"fields": {}}
+    for kind in ("forward_backward", "prefill"):
+        row |= {f"{kind}_tokens_per_second": 20000.0, f"{kind}_ratio": 1.0, f"{kind}_mfu": 0.5}
+    diff = {"forward_backward_tokens_per_second": 19000.0, "forward_backward_ratio": 0.95, "forward_backward_mfu": 0.48}
+    diff |= {"forward_backward_paper_ratio": 0.8968}
+    lines = modules[0].throughput_table(saved([{**row, "side": "softmax"}, {**row, "side": "diff", **diff}], CPU))
+    assert lines[2] == "| 3B, bf16 | 2 x 4096 | forward + backward | 20,000 | 19,000 | 0.950 | 0.90 | 50 % / 48 % |"
+    assert lines[3] == "| 3B, bf16 | 2 x 4096 | prefill | 20,000 | 20,000 | 1.000 |  | 50 % / 50 % |"
+
+
+def test_tables_appear_with_their_json(modules, saved, monkeypatch, tmp_path):
+    readme_tables = modules[2]
+    text = "<!-- table: decode_gpu -->\nold\n<!-- end -->\n"
+    monkeypatch.setattr(readme_tables, "TABLES", {"decode_gpu": (modules[0].decode_table, tmp_path / "missing.json")})
+    assert readme_tables.with_tables(text) == text
+    path = saved([], CPU)
+    monkeypatch.setattr(readme_tables, "TABLES", {"decode_gpu": (modules[0].decode_table, path)})
+    assert readme_tables.with_tables(text).splitlines()[1:-1] == ["", "A CPU, 2 cores, 2 threads, PyTorch 2.13.0."]
+
+
+def ratios(width, length, ratio, dtype="float32", **more):
+    row = {"backend": "blockwise", "gate": "passed", "dtype": dtype, "width": width, "length": length}
+    return row | {"forward_ratio": ratio, "both_ratio": ratio} | more
+
+
+def test_a_panel_for_each_dtype_and_kind_a_line_for_each_width(modules):
+    rows = [ratios(64, 1024, 0.5), ratios(32, 2048, 0.75), ratios(32, 512, 0.25), ratios(64, 512, 1.5, "bfloat16")]
+    rows += [
+        {**ratios(32, 512, 9.0), "backend": "sdpa"},
+        ratios(32, 512, 9.0, gate="failed"),
+        ratios(32, 512, 9.0, causal=False),
+    ]
+    rows.append(ratios(64, 512, 1.0, "bfloat16", ratios={"softmax[cudnn]": {"forward": 1.25, "backward": 1.75}}))
+    found = modules[1].panels({"rows": rows}, ("blockwise",))
+    assert found["fp32", "forward"] == {32: [(512, 0.25), (2048, 0.75)], 64: [(1024, 0.5)]}
+    assert found["bf16", "forward + backward"] == {64: [(512, 1.0), (512, 1.5)]}
+    assert found["bf16 over cuDNN", "backward"] == {64: [(512, 1.75)]}
+    assert ("fp32", "backward") not in found
+
+
+def test_a_drawing_places_ratios_by_length(modules):
+    from xml.etree import ElementTree
+
+    plot = modules[1]
+    svg = plot.drawing({"rows": [ratios(32, 512, 0.5), ratios(32, 2048, 1.0), ratios(64, 1024, 0.5)]}, ("blockwise",))
+    tree = ElementTree.fromstring(svg)
+    paths = [p.get("d") for p in tree.iter("{http://www.w3.org/2000/svg}path") if "L" in p.get("d", "")]
+    left, middle = plot.LEFT + 12, plot.TOP + plot.HEIGHT * (1 - 0.5 / 1.25)
+    assert f"M{left}.0 {middle}L{left + plot.WIDTH - 24}.0 {plot.TOP + plot.HEIGHT * (1 - 1 / 1.25)}" in paths
+    words = [t.text for t in tree.iter("{http://www.w3.org/2000/svg}text")]
+    assert {"512", "1K", "2K", "fp32, forward", "d = 32", "d = 64"} <= set(words)
+
+
+def test_check_finds_a_stale_drawing(modules, monkeypatch, tmp_path, capsys):
+    plot = modules[1]
+    monkeypatch.setattr(plot, "RESULTS", tmp_path)
+    monkeypatch.setattr(plot, "DOCS", tmp_path)
+    assert plot.main(["--check"]) == 0
+    (tmp_path / "attention_cpu.json").write_text(json.dumps({"rows": [ratios(32, 512, 0.5)]}))
+    assert plot.main(["--check"]) == 1
+    assert plot.main([]) == 0
+    assert plot.main(["--check"]) == 0
+    (tmp_path / "attention_cpu.json").write_text(json.dumps({"rows": [ratios(32, 512, 0.6)]}))
+    assert plot.main(["--check"]) == 1
+    assert "docs/attention_cpu.svg: not what the JSON gives; run python benchmarks/plot.py" in capsys.readouterr().out
+
+
+def test_committed_drawings_are_those_of_the_committed_numbers(modules):
+    plot = modules[1]
+    for name, backends in plot.DRAWINGS.items():
+        drawn, source = plot.DOCS / f"{name}.svg", plot.RESULTS / f"{name}.json"
+        if drawn.exists():
+            assert drawn.read_text() == plot.drawing(json.loads(source.read_text()), backends), (
+                "run python benchmarks/plot.py"
+            )

@@ -1,0 +1,120 @@
+"""Attention allocation: rows of attention written by hand, and real models read whole or in chunks."""
+
+import pytest
+import torch
+from transformers import GPT2Config, GPT2LMHeadModel
+
+from diff_transformer import DiffTransformerForCausalLM, matched_baseline
+from diff_transformer.data.corpus import Document
+from diff_transformer.data.filler import Filler
+from diff_transformer.data.tokenizer import byte_tokenizer, token_spans
+from diff_transformer.evals.allocation import evaluate_allocation, shares_of
+from diff_transformer.evals.command import run_eval, settings_of
+from diff_transformer.evals.lm import CausalLM
+from diff_transformer.evals.samples import Samples
+from diff_transformer.model.presets import preset
+from diff_transformer.testing import peak_memory
+
+
+@pytest.fixture(scope="module")
+def filler():
+    return Filler([Document("prose", "It was a quiet street, and nobody had come by since the morning. " * 60)])
+
+
+class Fake:
+    """Two layers of one and two heads: .2 on the answer, .1 on the noise; the second layer's second head has .6, .3."""
+
+    name, tokenizer = "fake", byte_tokenizer()
+
+    def __init__(self):
+        self.calls = 0
+
+    def last_row_attention(self, ids):
+        self.calls += 1
+        text = self.tokenizer.decode(ids[0])
+        start = text.index("The magic number")
+        stop = text.index(".", start) + 1
+        question = text.rindex("\nQuestion")
+        spans = token_spans(self.tokenizer, text, [(start, stop), (question, len(text))])
+        row, other = torch.zeros(len(ids[0])), torch.zeros(len(ids[0]))
+        row[0] = 0.5  # the first token counts for neither
+        row[slice(*spans[0])] = 0.2 / (spans[0][1] - spans[0][0])
+        row[spans[0][0] - 2] = -0.1  # noise, negative
+        row[slice(*spans[1])] = 0.2 / (spans[1][1] - spans[1][0])
+        other[spans[0][0]], other[spans[0][1]], other[-1] = 1.2, -0.6, 0.2  # twice as much in all
+        return [row[None], torch.stack([row, other])]
+
+
+def test_the_right_tokens_are_counted_by_depth_layer_and_head(filler):
+    result = evaluate_allocation(Fake(), filler, length=300, per_cell=2, depths=(0.25, 0.75))
+    metrics = result.metrics
+    assert metrics["answer_depth25"] == pytest.approx((0.2 + 0.2 + 0.6) / 3, abs=1e-6)
+    assert metrics["answer"] == pytest.approx((0.2 + 0.2 + 0.6) / 3, abs=1e-6)
+    assert metrics["noise_depth75"] == pytest.approx((0.1 + 0.1 + 0.3) / 3, abs=1e-6)
+    assert (metrics["answer_layer0"], metrics["answer_layer1"]) == pytest.approx((0.2, 0.4), abs=1e-6)
+    assert (metrics["noise_layer0"], metrics["noise_layer1"]) == pytest.approx((0.1, 0.2), abs=1e-6)
+    assert metrics["best_head_answer"] == pytest.approx(0.6, abs=1e-6)
+    assert result.rows[0]["answer_heads"] == [[0.2], [0.2, 0.6]]
+    assert result.rows[3]["noise_heads"] == [[0.1], [0.1, 0.3]]
+
+
+def test_shares_by_hand():
+    row = torch.tensor([[4.0, -1.0, 2.0, 1.0, 0.0, 2.0], [0.0, 0.0, 5.0, 0.0, 0.0, 0.0]])
+    answer, noise = shares_of(row, 2, 4, 5)
+    assert answer.tolist() == pytest.approx([0.3, 1.0])
+    assert noise.tolist() == pytest.approx([0.1, 0.0])
+    answer, noise = shares_of(row, 0, 3, 5)  # the answer begins at the first token, which is never noise
+    assert answer.tolist() == pytest.approx([0.7, 1.0])
+    assert noise.tolist() == pytest.approx([0.1, 0.0])
+
+
+def test_an_interrupted_run_goes_on_and_ends_the_same(filler, tmp_path):
+    sizes = {"length": 300, "per_cell": 3, "depths": (0.0, 1.0)}
+    whole, model = evaluate_allocation(Fake(), filler, **sizes), Fake()
+    inside = model.last_row_attention
+
+    def stops(ids):
+        if model.calls == 4:
+            raise KeyboardInterrupt
+        return inside(ids)
+
+    model.last_row_attention = stops
+    with pytest.raises(KeyboardInterrupt):
+        evaluate_allocation(model, filler, **sizes, samples=Samples(tmp_path / "journal"))
+    again = Fake()
+    resumed = evaluate_allocation(again, filler, **sizes, samples=Samples(tmp_path / "journal", resume=True))
+    assert (resumed.metrics, resumed.rows) == (whole.metrics, whole.rows)
+    assert again.calls == 2
+
+
+def make(kind, positions=512):
+    torch.manual_seed(0)
+    if kind == "gpt2":
+        config = GPT2Config(vocab_size=260, n_positions=positions, n_embd=32, n_layer=2, n_head=4)
+        return CausalLM(GPT2LMHeadModel(config), byte_tokenizer(), kind)
+    config = preset("debug", vocab_size=260, max_position_embeddings=positions)
+    config = config if kind == "diff" else matched_baseline(config)
+    return CausalLM(DiffTransformerForCausalLM(config), byte_tokenizer(), kind)
+
+
+@pytest.mark.parametrize("kind", ["diff", "softmax", "gpt2"])
+def test_the_command_runs_on_every_kind_of_model(kind, tmp_path):
+    text = tmp_path / "text.txt"
+    text.write_text("A line of plain words about the weather in the hills.\n" * 200)
+    settings = settings_of("allocation", {"corpus": str(text), "length": 300, "samples": 1})
+    result = run_eval("allocation", make(kind), settings, tmp_path / "out.json")
+    assert len(result.rows) == 5
+    heads = 2 if kind == "diff" else 4
+    assert [len(layer) for layer in result.rows[0]["answer_heads"]] == [heads, heads]
+    assert 0 < result.metrics["answer"] < 1
+    with pytest.raises(ValueError, match="has 513 tokens, more than the 512 positions"):
+        run_eval("allocation", make(kind), settings_of("allocation", {"length": 513}), tmp_path / "no.json")
+
+
+@pytest.mark.parametrize("kind", ["diff", "softmax", "gpt2"])
+def test_memory_grows_with_the_length_and_not_with_its_square(kind, monkeypatch):
+    monkeypatch.setattr("diff_transformer.evals.lm.CHUNK", 128)
+    lm = make(kind, positions=4096)
+    peaks = [peak_memory(lambda n=n: lm.last_row_attention(torch.zeros(1, n, dtype=torch.long))) for n in (1024, 4096)]
+    assert peaks[1] < 5 * peaks[0]
+    assert peaks[1] < 4096 * 4096  # bytes: less than a quarter of one head's map

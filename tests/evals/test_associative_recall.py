@@ -1,0 +1,102 @@
+"""Loss by slice: a hand-worked case, the model's own loss, and a run that was interrupted."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+from transformers import GPT2Config, GPT2LMHeadModel
+
+from diff_transformer import DiffTransformerForCausalLM
+from diff_transformer.data.tokenizer import byte_tokenizer
+from diff_transformer.evals.associative_recall import evaluate_associative_recall, slice_metrics
+from diff_transformer.evals.command import run_eval, settings_of
+from diff_transformer.evals.lm import CausalLM
+from diff_transformer.evals.samples import Samples
+from diff_transformer.model.presets import preset
+
+IDS = torch.tensor([[1, 2, 3, 1, 2, 4], [5, 6, 5, 6, 5, 6], [7, 7, 7, 7, 7, 7]])
+TRAINING = np.array([6, 5, 0] * 20 + [1, 2, 3, 7, 8, 9] * 10)  # 120 tokens; the pair (6, 5) makes up a sixth of them
+
+
+class Fake:
+    """The loss of a token is its row, a point, and its place."""
+
+    name, tokenizer, batch_size = "fake", byte_tokenizer(), 2
+
+    def token_losses(self, rows):
+        numbers = [next(i for i, known in enumerate(IDS) if torch.equal(known, row)) for row in rows]
+        return torch.tensor(numbers)[:, None] + torch.arange(1, 6) / 10
+
+
+def test_slices_by_hand():
+    result = evaluate_associative_recall(Fake(), IDS, TRAINING, vocab_size=10, frequent_share=0.15)
+    assert result.eval == "associative_recall"
+    # row 0: (1, 2) again at place 4. Row 1: (5, 6) again at 3 and 5; (6, 5) is frequent. Row 2: (7, 7) again at 2 to 5.
+    hits = [0.4, 1.3, 1.5, 2.2, 2.3, 2.4, 2.5]
+    assert result.metrics["ar_hit"] == pytest.approx(np.mean(hits))
+    assert result.metrics["ar_hit_share"] == pytest.approx(7 / 15)
+    assert result.metrics["others"] == pytest.approx((15 + 3 * 1.5 - sum(hits)) / 8)
+    assert result.metrics["validation"] == pytest.approx(1.3)
+    assert result.metrics["perplexity"] == pytest.approx(np.exp(1.3))
+    assert [row["ar_hit_count"] for row in result.rows] == [1, 2, 4]
+    assert [row["others_count"] for row in result.rows] == [4, 3, 1]
+    assert result.rows[1]["loss"] == pytest.approx(1.3)
+    assert (result.provenance["n"], result.provenance["frequent_above"]) == (2, 18)
+
+
+def test_the_threshold_and_n_decide():
+    lenient = evaluate_associative_recall(Fake(), IDS, TRAINING, vocab_size=10, frequent_share=0.2)
+    assert lenient.metrics["ar_hit_share"] == pytest.approx(
+        8 / 15
+    )  # (6, 5), at 2 and again at 4, is no longer frequent
+    triples = evaluate_associative_recall(Fake(), IDS, TRAINING, vocab_size=10, n=3, frequent_share=0.2)
+    assert [row["ar_hit_count"] for row in triples.rows] == [0, 2, 3]
+
+
+def test_a_slice_without_tokens_is_left_out():
+    metrics = slice_metrics([{"loss": 2.0, "ar_hit_sum": 0.0, "ar_hit_count": 0, "others_sum": 8.0, "others_count": 4}])
+    assert metrics == {"validation": 2.0, "perplexity": pytest.approx(np.exp(2)), "ar_hit_share": 0.0, "others": 2.0}
+
+
+@pytest.mark.parametrize("family", ["diff", "gpt2"])
+def test_all_tokens_together_are_the_model_s_loss(family):
+    model = (
+        DiffTransformerForCausalLM(preset("debug", vocab_size=258))
+        if family == "diff"
+        else GPT2LMHeadModel(GPT2Config(vocab_size=258, n_embd=16, n_layer=1, n_head=2, n_positions=64))
+    )
+    lm = CausalLM(model, byte_tokenizer(), family, batch_size=4)
+    ids = torch.randint(0, 20, (6, 30), generator=torch.Generator().manual_seed(0))
+    result = evaluate_associative_recall(lm, ids, np.arange(258), vocab_size=258, frequent_share=1.0)
+    assert result.metrics["validation"] == pytest.approx(lm.model(ids, labels=ids).loss.item(), abs=1e-5)
+    assert 0 < result.metrics["ar_hit_share"] < 1
+
+
+def test_an_interrupted_run_goes_on(tmp_path):
+    options = {"vocab_size": 10, "frequent_share": 0.15}
+    whole = evaluate_associative_recall(Fake(), IDS, TRAINING, **options)
+
+    def stop(part, done, total):
+        if done == 2:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        evaluate_associative_recall(Fake(), IDS, TRAINING, **options, samples=Samples(tmp_path / "j", bar=stop))
+    fake = Fake()
+    fake.token_losses = lambda rows: Fake.token_losses(fake, rows) if len(rows) == 1 else pytest.fail("read again")
+    resumed = evaluate_associative_recall(fake, IDS, TRAINING, **options, samples=Samples(tmp_path / "j", resume=True))
+    assert (resumed.rows, resumed.metrics) == (whole.rows, whole.metrics)
+
+
+def test_the_command(tmp_path):
+    text = "The keeper walked along the wall and the keeper counted the stones of the wall. " * 60
+    (tmp_path / "text.txt").write_text(text)
+    lm = CausalLM(DiffTransformerForCausalLM(preset("debug", vocab_size=258)), byte_tokenizer(), "tiny")
+    settings = settings_of("associative_recall", {"corpus": str(tmp_path / "text.txt"), "length": 100, "samples": 3})
+    result = run_eval("associative_recall", lm, settings, tmp_path / "r.json", limit=2)
+    assert json.loads((tmp_path / "r.json").read_text())["metrics"] == result.metrics
+    assert len(result.rows) == 2
+    assert result.provenance["tokens"] == 200
+    with pytest.raises(ValueError, match="a row has 2048 tokens, more than the 128 positions of tiny"):
+        run_eval("associative_recall", lm, settings_of("associative_recall", {}), tmp_path / "other.json")

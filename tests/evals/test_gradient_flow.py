@@ -1,0 +1,219 @@
+"""Closed forms against autograd, and gradient sizes against a model's own ``.grad``."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from transformers import (
+    DiffLlamaConfig,
+    DiffLlamaForCausalLM,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+
+from diff_transformer import DiffTransformerForCausalLM
+from diff_transformer.data.tokenizer import byte_tokenizer
+from diff_transformer.evals import gradient_flow
+from diff_transformer.evals.gradient_flow import (
+    attention_weights,
+    closed_form_errors,
+    closed_forms,
+    evaluate_gradient_flow,
+    gradient_sizes,
+)
+from diff_transformer.evals.lm import CausalLM
+from diff_transformer.evals.samples import Samples
+from diff_transformer.model.presets import preset
+
+SMALL = {
+    "vocab_size": 300, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}  # fmt: skip
+
+
+def tiny(**fields) -> DiffTransformerForCausalLM:
+    torch.manual_seed(0)
+    return DiffTransformerForCausalLM(preset("debug", vocab_size=300, **fields))
+
+
+@pytest.fixture
+def ids():
+    return torch.randint(0, 256, (6, 20), generator=torch.Generator().manual_seed(1))
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_closed_forms_are_autograd_s(seed):
+    errors = closed_form_errors(seed)
+    assert set(errors) == {
+        "w_q1", "w_q2", "w_k1", "w_k2", "w_v", "w_o", "lambda", "softmax_w_q", "softmax_w_k", "softmax_w_v",
+        "softmax_w_o",
+    }  # fmt: skip
+    assert max(errors.values()) < 1e-12
+
+
+def test_a_wrong_closed_form_is_found(monkeypatch):
+    def without_lambda(*args):
+        found = closed_forms(*args)
+        return {**found, "w_q2": -found["w_q2"]}
+
+    monkeypatch.setattr(gradient_flow, "closed_forms", without_lambda)
+    assert closed_form_errors(0)["w_q2"] == pytest.approx(2.0)
+    assert closed_form_errors(0)["w_q1"] < 1e-12
+
+
+def test_closed_forms_by_hand():
+    """One token attends to itself: both maps are 1, so only W_V, W_O and lambda have a gradient."""
+    x, g = torch.tensor([[2.0, 1.0]]), torch.tensor([[3.0, -1.0]])
+    eye = torch.eye(2)
+    weights = {**dict.fromkeys(("w_q1", "w_q2", "w_k1", "w_k2"), eye[:, :1]), "w_v": eye, "w_o": eye}
+    found = closed_forms(x, weights, torch.tensor(0.25), g, torch.ones(1, 1, dtype=torch.bool))
+    assert not any(found[name].any() for name in ("w_q1", "w_q2", "w_k1", "w_k2"))
+    torch.testing.assert_close(found["w_o"], 0.75 * x.T @ g)
+    torch.testing.assert_close(found["w_v"], 0.75 * x.T @ g)
+    assert found["lambda"].item() == pytest.approx(-(2 * 3 + 1 * -1))
+
+
+def test_sizes_are_those_of_the_model_s_own_gradients(ids):
+    model = tiny()
+    sizes = gradient_sizes(model, attention_weights(model), ids)
+    assert all(parameter.grad is None for parameter in model.parameters())
+    loss = model(input_ids=ids, labels=ids, use_cache=False).loss
+    loss.backward()
+    assert sizes["loss"] == pytest.approx(loss.item(), rel=1e-5)
+    attention = model.model.layers[1].self_attn
+    gradient = attention.q_proj.weight.grad.view(4, 8, 32)  # [heads, d, width]; heads 0 and 2 are first maps
+    rms = lambda g: g.square().mean().sqrt().item()  # noqa: E731
+    expected = {
+        "q": rms(gradient), "q1": rms(gradient[[0, 2]]), "q2": rms(gradient[[1, 3]]),
+        "k2": rms(attention.k_proj.weight.grad.view(4, 8, 32)[1::2]), "v": rms(attention.v_proj.weight.grad),
+        "o": rms(attention.o_proj.weight.grad), "head_norm": rms(attention.core.head_norm.weight.grad),
+        "lambda": rms(torch.stack([p.grad for p in attention.core.lam.parameters()])),
+    }  # fmt: skip
+    for kind, value in expected.items():
+        assert sizes["rms"][f"{kind}_layer1"] == pytest.approx(value, rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("config", "model"),
+    [
+        (LlamaConfig(**SMALL), LlamaForCausalLM),
+        (Qwen2Config(**SMALL), Qwen2ForCausalLM),
+        (Qwen3Config(**SMALL), Qwen3ForCausalLM),
+        (DiffLlamaConfig(**SMALL), DiffLlamaForCausalLM),
+        (GPT2Config(vocab_size=300, n_embd=32, n_layer=2, n_head=4), GPT2LMHeadModel),
+    ],
+    ids=["llama", "qwen2", "qwen3", "diffllama", "gpt2"],
+)
+def test_other_models_have_q_k_v_o(config, model, ids):
+    torch.manual_seed(0)
+    lm = CausalLM(model(config), byte_tokenizer(), "other")
+    result = evaluate_gradient_flow(lm, ids, trials=1)
+    for kind in "qkvo":
+        layers = [result.metrics[f"model_{kind}_layer{i}"] for i in range(2)]
+        assert min(layers) > 0
+        assert result.metrics[f"model_{kind}"] == pytest.approx(sum(layers) / 2)
+    assert not any(name.startswith("init_") for name in result.metrics)
+
+
+def test_a_fused_projection_is_split(ids):
+    model = GPT2LMHeadModel(GPT2Config(vocab_size=300, n_embd=32, n_layer=1, n_head=4)).eval()
+    sizes = gradient_sizes(model, attention_weights(model), ids)["rms"]
+    model(input_ids=ids, labels=ids).loss.backward()
+    parts = model.transformer.h[0].attn.c_attn.weight.grad.split(32, dim=1)
+    for kind, part in zip("qkv", parts, strict=True):
+        assert sizes[f"{kind}_layer0"] == pytest.approx(part.square().mean().sqrt().item(), rel=1e-5)
+
+
+def test_the_pair_at_the_start_shares_its_weights(ids, monkeypatch):
+    models: dict[str, list] = {}
+    measure = gradient_flow.gradient_sizes
+
+    def watched(model, weights, x):
+        models.setdefault(model.config.attention, []).append(model)
+        return measure(model, weights, x)
+
+    monkeypatch.setattr(gradient_flow, "gradient_sizes", watched)
+    trained = tiny()
+    with torch.no_grad():
+        for parameter in trained.parameters():
+            parameter.mul_(1.5)
+    result = evaluate_gradient_flow(CausalLM(trained, byte_tokenizer(), "t"), ids, batch_size=6, trials=1)
+    given, diff = models["diff"]
+    (softmax,) = models["softmax"]
+    assert given is trained
+    ours, theirs = diff.state_dict(), softmax.state_dict()
+    assert all(torch.equal(ours[name], value) for name, value in theirs.items())
+    assert set(ours) - set(theirs) == {name for name in ours if "core" in name}
+    assert result.metrics["init_diff_q1"] != result.metrics["model_q1"]
+    ratio = result.metrics["init_diff_v"] / result.metrics["init_softmax_v"]
+    assert result.metrics["init_ratio_v"] == pytest.approx(ratio)
+
+
+def test_a_transformer_s_pair_is_the_same_pair(ids):
+    options = {"batch_size": 3, "trials": 1, "seed": 4}
+    results = [
+        evaluate_gradient_flow(CausalLM(tiny(attention=a), byte_tokenizer(), a), ids, **options)
+        for a in ("diff", "softmax")
+    ]
+    init = [{k: v for k, v in r.metrics.items() if k.startswith("init_")} for r in results]
+    assert init[0] == init[1]
+    assert "model_q1_layer0" not in results[1].metrics
+
+
+def test_frozen_models_can_be_measured_and_stay_frozen(ids):
+    model = tiny().requires_grad_(False)
+    free = tiny()
+    sizes = gradient_sizes(model, attention_weights(model), ids)
+    assert sizes == gradient_sizes(free, attention_weights(free), ids)
+    assert not any(parameter.requires_grad for parameter in model.parameters())
+
+
+def test_a_model_without_such_attention_is_refused():
+    class Other(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.config = LlamaConfig(**{**SMALL, "num_hidden_layers": 1})
+            self.layers = torch.nn.ModuleList([torch.nn.Linear(2, 2)])
+
+    with pytest.raises(ValueError, match="layer 0 of Other has no q_proj, k_proj, v_proj"):
+        attention_weights(Other())
+
+
+def test_sums_over_batches_do_not_hide_in_the_mean(ids):
+    """Each batch is one gradient: the reported size is the mean of the sizes, not the size of the mean."""
+    lm = CausalLM(tiny(), byte_tokenizer(), "t")
+    both = evaluate_gradient_flow(lm, ids, batch_size=3, trials=1, init=False).metrics["model_v_layer0"]
+    each = [
+        evaluate_gradient_flow(lm, part, batch_size=3, trials=1, init=False).metrics["model_v_layer0"]
+        for part in ids.split(3)
+    ]
+    assert both == pytest.approx(sum(each) / 2)
+
+
+def test_an_interrupted_run_goes_on(ids, tmp_path):
+    class Stop(Exception):
+        pass
+
+    def stop(part, done, total):
+        if part == "init_diff" and done == 1:
+            raise Stop
+
+    lm = CausalLM(tiny(), byte_tokenizer(), "t")
+    options = {"batch_size": 2, "trials": 2}
+    with pytest.raises(Stop):
+        evaluate_gradient_flow(lm, ids, **options, samples=Samples(tmp_path / "journal", bar=stop))
+    resumed = evaluate_gradient_flow(lm, ids, **options, samples=Samples(tmp_path / "journal", resume=True))
+    whole = evaluate_gradient_flow(lm, ids, **options)
+    assert (resumed.metrics, resumed.rows) == (whole.metrics, whole.rows)
+
+
+def test_loss_is_that_of_the_next_token(ids):
+    model = tiny()
+    logits = model(input_ids=ids, use_cache=False).logits
+    expected = F.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten()).item()
+    assert gradient_sizes(model, attention_weights(model), ids)["loss"] == pytest.approx(expected, rel=1e-6)

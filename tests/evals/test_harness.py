@@ -1,0 +1,404 @@
+"""lm-evaluation-harness on models of known taste, on tiny models of every family, and on the paper's seven tasks."""
+
+import json
+import math
+
+import pytest
+import torch
+from transformers import (
+    DiffLlamaConfig,
+    DiffLlamaForCausalLM,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+
+from diff_transformer import DiffTransformerForCausalLM
+from diff_transformer.data.multiple_choice import MultipleChoiceItem, MultipleChoiceSet, load_multiple_choice
+from diff_transformer.data.tokenizer import byte_tokenizer
+from diff_transformer.evals import harness, harness_tasks
+from diff_transformer.evals.command import run_eval, settings_of
+from diff_transformer.evals.harness import PAPER_TASKS, evaluate_harness, summarise
+from diff_transformer.evals.likelihood import continuation_logprobs
+from diff_transformer.evals.lm import CausalLM
+from diff_transformer.evals.samples import Samples
+from diff_transformer.model.presets import preset
+
+pytest.importorskip("lm_eval", reason="the extra `harness` is not installed")
+from lm_eval.api.model import LM
+
+ITEMS = [
+    MultipleChoiceItem(f"What is {n} and {n}?", (f"{n}", f"it is {2 * n}", f"maybe {3 * n} or so"), n % 3)
+    for n in range(1, 13)
+]
+TASKS = {"sums": MultipleChoiceSet(ITEMS[:8], ITEMS[8:])}
+
+
+class Taste(LM):
+    """A model whose log-likelihood of a continuation is what ``likes(context, continuation)`` says."""
+
+    name = "taste"
+
+    def __init__(self, likes):
+        super().__init__()
+        self.likes, self.seen = likes, []
+
+    def loglikelihood(self, requests, disable_tqdm=False):
+        self.seen += [request.args for request in requests]
+        return [(float(self.likes(*request.args)), False) for request in requests]
+
+    def loglikelihood_rolling(self, requests, disable_tqdm=False):
+        raise NotImplementedError
+
+    def generate_until(self, requests, disable_tqdm=False):
+        raise NotImplementedError
+
+
+def knowing(items=ITEMS, right=0.0, wrong=-50.0):
+    """A model that knows which answer is right."""
+    answers = {f"Question: {item.question}\nAnswer:": " " + item.choices[item.answer] for item in items}
+
+    def likes(context, continuation):
+        last = context[context.rindex("Question: ") :]
+        return right if answers[last] == continuation else wrong
+
+    return Taste(likes)
+
+
+def model(family: str):
+    torch.manual_seed(0)
+    if family == "gpt2":
+        return GPT2LMHeadModel(GPT2Config(vocab_size=258, n_positions=128, n_embd=16, n_layer=1, n_head=2))
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    if family == "diffllama":
+        return DiffLlamaForCausalLM(DiffLlamaConfig(vocab_size=258, max_position_embeddings=128, **sizes))
+    if family == "qwen3":
+        return Qwen3ForCausalLM(
+            Qwen3Config(vocab_size=258, max_position_embeddings=128, head_dim=8, num_key_value_heads=1, **sizes)
+        )
+    if family == "llama":
+        return LlamaForCausalLM(LlamaConfig(vocab_size=258, max_position_embeddings=128, **sizes))
+    return DiffTransformerForCausalLM(preset("debug", vocab_size=258, max_position_embeddings=128))
+
+
+def test_a_model_that_knows_scores_one_and_its_opposite_zero():
+    right = evaluate_harness(knowing(), TASKS)
+    assert right.metrics["sums_0shot"] == right.metrics["mean_0shot"] == 1.0
+    assert right.metrics["sums_0shot_stderr"] == right.metrics["sums_0shot_truncated"] == 0.0
+    wrong = evaluate_harness(knowing(right=-500.0, wrong=0.0), TASKS)
+    assert wrong.metrics["sums_0shot"] == 0.0
+    for row, item in zip(right.rows, ITEMS, strict=False):
+        assert row["prompt"] == f"Question: {item.question}\nAnswer:"
+        assert row["expected"] == row["got"] == item.choices[item.answer]
+        assert row["score"] == 1.0
+    assert all(row["got"] != row["expected"] for row in wrong.rows)
+    json.dumps(right.rows)
+
+
+def test_length_counts_in_acc_norm_alone():
+    """Every character costs one nat and every choice one more: the shortest wins in acc, the longest in acc_norm."""
+    taste = Taste(lambda context, continuation: -len(continuation))
+    by_acc = evaluate_harness(taste, TASKS, metric="acc")
+    by_norm = evaluate_harness(taste, TASKS, metric="acc_norm")
+    shortest = [min(item.choices, key=len) == item.choices[item.answer] for item in ITEMS[:8]]
+    longest = [max(item.choices, key=len) == item.choices[item.answer] for item in ITEMS[:8]]
+    assert by_acc.metrics["sums_0shot"] == by_norm.metrics["sums_0shot_acc"] == sum(shortest) / 8
+    assert by_norm.metrics["sums_0shot"] == by_acc.metrics["sums_0shot_acc_norm"] == sum(longest) / 8
+    assert [row["score"] for row in by_norm.rows] == [float(x) for x in longest]
+    for result in (by_acc, by_norm):
+        assert all((row["got"] == row["expected"]) == (row["score"] == 1.0) for row in result.rows)
+
+
+def test_the_paper_takes_acc_norm_for_hellaswag_alone():
+    taste = Taste(lambda context, continuation: -len(continuation))
+    both = {"sums": TASKS["sums"], "hellaswag_small": TASKS["sums"]}
+    metrics = evaluate_harness(taste, both).metrics
+    assert metrics["sums_0shot"] == metrics["sums_0shot_acc"] != metrics["sums_0shot_acc_norm"]
+    assert metrics["hellaswag_small_0shot"] == metrics["hellaswag_small_0shot_acc_norm"]
+    assert metrics["mean_0shot"] == (metrics["sums_0shot"] + metrics["hellaswag_small_0shot"]) / 2
+
+
+def test_metrics_by_hand():
+    rows = [
+        {"task": "t", "score": s, "acc": s, "truncated": c}
+        for s, c in ((1.0, True), (0.0, False), (1.0, False), (1.0, False))
+    ]
+    metrics = summarise(rows, 5)
+    assert metrics == {
+        "t_5shot": 0.75, "t_5shot_acc": 0.75, "t_5shot_truncated": 0.25, "mean_5shot": 0.75,
+        "t_5shot_stderr": pytest.approx(math.sqrt((3 * 0.0625 + 0.5625) / 3 / 4)),
+    }  # fmt: skip
+
+
+def test_examples_come_before_the_question_and_never_are_the_question():
+    taste = knowing()
+    result = evaluate_harness(taste, TASKS, shots=2)
+    assert result.metrics["sums_2shot"] == 1.0
+    shown = [item.question for item in ITEMS[8:]]
+    for row, item in zip(result.rows, ITEMS, strict=False):
+        blocks = row["prompt"].split("\n\n")
+        assert len(blocks) == 3
+        assert blocks[2] == f"Question: {item.question}\nAnswer:"
+        for block in blocks[:2]:
+            question, answer = block.removeprefix("Question: ").split("\nAnswer: ")
+            assert question in shown
+            assert answer in next(i.choices[i.answer] for i in ITEMS if i.question == question)
+
+
+def test_without_examples_of_their_own_the_other_items_serve():
+    result = evaluate_harness(knowing(), {"sums": MultipleChoiceSet(ITEMS)}, shots=3)
+    for row, item in zip(result.rows, ITEMS, strict=True):
+        assert row["prompt"].count(item.question) == 1
+    again = evaluate_harness(knowing(), {"sums": MultipleChoiceSet(ITEMS)}, shots=3)
+    other = evaluate_harness(knowing(), {"sums": MultipleChoiceSet(ITEMS)}, shots=3, seed=7)
+    assert [row["prompt"] for row in again.rows] == [row["prompt"] for row in result.rows]
+    assert [row["prompt"] for row in other.rows] != [row["prompt"] for row in result.rows]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"shots": 5}, "5 shots are more than the 4 examples that sums has"),
+        ({"shots": -1}, "shots is -1"),
+        ({"metric": "f1"}, "metric is 'f1'; give one of paper, acc, acc_norm"),
+        ({"items": 0}, "items is 0"),
+    ],
+)
+def test_settings_that_cannot_be(options, message):
+    with pytest.raises(ValueError, match=message):
+        evaluate_harness(knowing(), TASKS, **options)
+
+
+def test_an_interrupted_run_goes_on_with_the_next_task(tmp_path):
+    tasks = {"first": TASKS["sums"], "second": MultipleChoiceSet(ITEMS[2:7], ITEMS[8:])}
+    whole = evaluate_harness(knowing(), tasks, shots=1)
+    taste = knowing()
+    broken = knowing()
+
+    def breaks(context, continuation):
+        if len(broken.seen) > 3 * 8:
+            raise KeyboardInterrupt
+        return taste.likes(context, continuation)
+
+    broken.likes = breaks
+    journal = tmp_path / "journal.jsonl"
+    with pytest.raises(KeyboardInterrupt):
+        evaluate_harness(broken, tasks, shots=1, samples=Samples(journal))
+    resumed = evaluate_harness(taste, tasks, shots=1, samples=Samples(journal, resume=True))
+    assert {context for context, _ in taste.seen} <= {row["prompt"] for row in whole.rows if row["task"] == "second"}
+    assert (resumed.metrics, resumed.rows) == (whole.metrics, whole.rows)
+
+
+def test_limit_and_items_take_the_first_ones():
+    assert len(evaluate_harness(knowing(), TASKS, items=3).rows) == 3
+    steps = []
+    limited = Samples(limit=2, bar=lambda *step: steps.append(step))
+    assert [row["prompt"] for row in evaluate_harness(knowing(), TASKS, samples=limited).rows] == [
+        f"Question: {item.question}\nAnswer:" for item in ITEMS[:2]
+    ]
+    assert steps[-1] == ("sums", 2, 2)
+
+
+@pytest.mark.parametrize("family", ["gpt2", "llama", "qwen3", "diffllama", "diff"])
+def test_any_model_is_scored_by_its_own_log_probabilities(family):
+    lm = CausalLM(model(family), byte_tokenizer(), family, batch_size=4)
+    result = evaluate_harness(lm, TASKS)
+    for row, item in zip(result.rows, ITEMS, strict=False):
+        choices = [list(f" {choice}".encode()) for choice in item.choices]
+        expected = continuation_logprobs(lm, [list(row["prompt"].encode())], [choices])[0]
+        assert row["logprobs"] == pytest.approx(expected, abs=2e-4)
+        assert row["got"] == item.choices[max(range(3), key=expected.__getitem__)]
+
+
+def test_prompts_longer_than_the_positions_are_counted_and_the_end_is_what_is_seen():
+    lm = CausalLM(model("gpt2"), byte_tokenizer(), "gpt2", batch_size=4)
+    long = MultipleChoiceItem("x" * 300, ("one", "two"), 0)
+    room = 128 + 1 - len("Question: \nAnswer: one")  # the last token of a choice is scored, never read
+    fits, over = (MultipleChoiceItem("x" * length, ("one", "two"), 0) for length in (room, room + 1))
+    result = evaluate_harness(lm, {"long": MultipleChoiceSet([long, fits, over, ITEMS[0]])})
+    assert [row["truncated"] for row in result.rows] == [True, False, True, False]
+    assert result.metrics["long_0shot_truncated"] == 0.5
+    seen = list(result.rows[0]["prompt"].encode())[-(128 + 1 - len(" one")) :]
+    expected = continuation_logprobs(lm, [seen], [[list(b" one"), list(b" two")]])[0]
+    assert result.rows[0]["logprobs"] == pytest.approx(expected, abs=2e-4)
+    with pytest.raises(ValueError, match="a choice has 201 tokens, more than the 128 positions of gpt2"):
+        evaluate_harness(lm, {"long": MultipleChoiceSet([MultipleChoiceItem("q", ("y" * 200, "z"), 0)])})
+
+
+HUB_ROWS = {
+    "allenai/ai2_arc": {
+        "id": "a1", "question": "Which is hot?", "choices": {"text": ["ice", "fire"], "label": ["A", "B"]},
+        "answerKey": "B",
+    },
+    "aps/super_glue": {"question": "is fire hot", "passage": "Fire is hot.", "idx": 0, "label": 1},
+    "Rowan/hellaswag": {
+        "ind": 1, "activity_label": "Cooking", "ctx_a": "A man lights a fire.", "ctx_b": "he",
+        "ctx": "A man lights a fire. he",
+        "endings": ["cooks.", "swims away.", "is a tree.", "sleeps on it."], "label": "0",
+    },
+    "allenai/openbookqa": {
+        "id": "o1", "question_stem": "Fire is", "answerKey": "A",
+        "choices": {"text": ["hot", "wet", "cold", "old"], "label": list("ABCD")},
+    },
+    "baber/piqa": {"goal": "Put out a fire", "sol1": "use oil", "sol2": "use water", "label": 1},
+    "allenai/winogrande": {
+        "sentence": "The fire melted the ice because _ was hot.", "option1": "the fire", "option2": "the ice",
+        "answer": "1",
+    },
+}  # fmt: skip
+GOLD = {
+    "arc_challenge": "fire", "arc_easy": "fire", "boolq": "yes", "hellaswag": "cooks.", "openbookqa": "hot",
+    "piqa": "use water", "winogrande": "fire was hot.",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("shots", [0, 5])
+def test_the_seven_tasks_of_the_paper(monkeypatch, shots):
+    """The harness's own templates, with rows of ours in place of the downloads."""
+    import datasets
+
+    def load(path, name=None, **_):
+        part = datasets.Dataset.from_list([{**HUB_ROWS[path], "row": i} for i in range(8)])
+        return datasets.DatasetDict(dict.fromkeys(("train", "validation", "test"), part))
+
+    monkeypatch.setattr("datasets.load_dataset", load)
+    lm = CausalLM(model("llama"), byte_tokenizer(), "llama", batch_size=4)
+    tasks = {name: (lambda name=name: harness_tasks.harness_task(name)) for name in PAPER_TASKS}
+    result = evaluate_harness(lm, tasks, shots=shots, items=2)
+    assert [name for name in PAPER_TASKS if f"{name}_{shots}shot" in result.metrics] == list(PAPER_TASKS)
+    for row in result.rows:
+        assert row["expected"] == GOLD[row["task"]]
+        assert row["score"] == row["acc_norm" if row["task"] == "hellaswag" else "acc"]
+        assert (row["got"] == row["expected"]) == (row["score"] == 1.0)
+    assert (
+        (result.metrics["arc_easy_5shot_truncated"] == 1.0)
+        if shots
+        else (result.metrics["piqa_0shot_truncated"] == 0.0)
+    )
+
+
+def test_without_a_network_the_message_says_what_to_do(monkeypatch):
+    def fails(*args, **options):
+        raise ConnectionError("no route to the hub")
+
+    monkeypatch.setattr("datasets.load_dataset", fails)
+    with pytest.raises(
+        ValueError,
+        match=r"arc_easy are not cached and cannot be downloaded \(ConnectionError: no route .* set data to a file or",
+    ):
+        harness.run(knowing(), harness.Settings(tasks=("arc_easy",)), Samples())
+    of_the_paper = harness_tasks.task_manager(True)  # the whole index takes long to read
+    monkeypatch.setattr(harness_tasks, "task_manager", lambda _: of_the_paper)
+    with pytest.raises(ValueError, match="has no task 'arc_esay'; the paper's are arc_challenge"):
+        harness_tasks.harness_task("arc_esay")
+
+
+def test_without_the_harness_the_message_says_what_to_install(monkeypatch):
+    import sys
+
+    monkeypatch.setitem(sys.modules, "lm_eval", None)
+    with pytest.raises(ValueError, match=r"pip install diff-transformer\[harness\]"):
+        evaluate_harness(knowing(), TASKS)
+
+
+def write_tasks(folder):
+    arc = {
+        "question": {"stem": "Hot?", "choices": [{"label": "A", "text": "ice"}, {"label": "B", "text": "fire"}]},
+        "answerKey": "B",
+    }
+    other = {
+        "question": {"stem": "Wet?", "choices": [{"label": "1", "text": "sea"}, {"label": "2", "text": "sand"}]},
+        "answerKey": "1",
+    }
+    (folder / "Mini-Test.jsonl").write_text(json.dumps(arc) + "\n" + json.dumps(other) + "\n")
+    (folder / "Mini-Dev.jsonl").write_text(
+        json.dumps({**other, "question": {**other["question"], "stem": "Damp?"}}) + "\n"
+    )
+    swag = {
+        "activity_label": "Tea",
+        "ctx": "She fills a cup. she [step]",
+        "endings": ["[title] drinks.", "flies."],
+        "label": 0,
+    }
+    (folder / "hellaswag_mini.jsonl").write_text(json.dumps(swag))
+    simple = [
+        {"question": f"{n}?", "choices": ["no", "yes"], "answer": answer}
+        for n, answer in enumerate([1, "yes", "B", "1", "a"])
+    ]
+    (folder / "simple.json").write_text(json.dumps(simple, indent=1))
+    (folder / "six.txt").write_text("He sits. he\n2\nflies.\nswims.\nrests.\nis a chair.\n")
+    (folder / "notes.md").write_text("not a task")
+
+
+def test_local_files_in_every_format(tmp_path):
+    write_tasks(tmp_path)
+    tasks = load_multiple_choice(str(tmp_path))
+    assert sorted(tasks) == ["Mini", "hellaswag_mini", "simple", "six"]
+    assert tasks["Mini"].items == [
+        MultipleChoiceItem("Hot?", ("ice", "fire"), 1),
+        MultipleChoiceItem("Wet?", ("sea", "sand"), 0),
+    ]
+    assert [item.question for item in tasks["Mini"].examples] == ["Damp?"]
+    assert tasks["hellaswag_mini"].items == [
+        MultipleChoiceItem("Tea: She fills a cup. she", ("drinks.", "flies."), 0, completion=True)
+    ]
+    assert [item.answer for item in tasks["simple"].items] == [1, 1, 1, 1, 0]
+    assert tasks["six"].items == [
+        MultipleChoiceItem("He sits. he", ("flies.", "swims.", "rests.", "is a chair."), 2, completion=True)
+    ]
+    alone = load_multiple_choice(str(tmp_path / "Mini-Test.jsonl"))
+    assert list(alone) == ["Mini-Test"]
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ({"question": "q", "choices": ["a", "b"], "answer": 2}, "row 0 .* the answer 2 is not a place among 2 choices"),
+        (
+            {"question": "q", "choices": ["a", "b"], "answer": "c"},
+            "row 0 .* the answer 'c' is none of the 2 choices, nor their place or letter",
+        ),
+        ({"question": "", "choices": ["a"], "answer": 0}, "must be texts"),
+        ({"text": "q"}, "row 0 of .* cannot be read .*accepted rows are"),
+        ({"question": {"stem": "q", "choices": [{"label": "A", "text": "a"}]}, "answerKey": "Z"}, "row 0"),
+    ],
+)
+def test_rows_that_cannot_be_read_are_named(tmp_path, row, message):
+    path = tmp_path / "bad.jsonl"
+    path.write_text(json.dumps(row) + "\n")
+    with pytest.raises(ValueError, match=message):
+        load_multiple_choice(str(path))
+
+
+def test_files_that_are_no_tasks(tmp_path):
+    with pytest.raises(FileNotFoundError, match="does not exist; give 'python', or a file"):
+        load_multiple_choice(str(tmp_path / "nothing.jsonl"))
+    with pytest.raises(ValueError, match="holds no file that is read"):
+        load_multiple_choice(str(tmp_path))
+    (tmp_path / "odd.txt").write_text("one\ntwo\n")
+    with pytest.raises(ValueError, match="has 2 lines; tasks in text have six lines each"):
+        load_multiple_choice(str(tmp_path / "odd.txt"))
+    (tmp_path / "odd.jsonl").write_text('{"a": 1}\n{"b"\n')
+    with pytest.raises(ValueError, match="line 2 is not JSON"):
+        load_multiple_choice(str(tmp_path / "odd.jsonl"))
+
+
+def test_the_command_runs_a_folder_and_the_offline_default(tmp_path):
+    data = tmp_path / "tasks"
+    data.mkdir()
+    write_tasks(data)
+    lm = CausalLM(model("diff"), byte_tokenizer(), "diff", batch_size=8)
+    settings = settings_of("harness", {"data": str(data)}, ["shots=1", 'tasks=["Mini"]'])
+    result = run_eval("harness", lm, settings, tmp_path / "out.json")
+    assert result.metrics["Mini_1shot_acc"] in (0.0, 0.5, 1.0)
+    assert result.rows[0]["prompt"].startswith("Question: Damp?\nAnswer: sea\n\nQuestion: Hot?")
+    quick = settings_of("harness", {"samples": 3}, quick=True)
+    result = run_eval("harness", lm, quick, tmp_path / "quick.json")
+    assert len(result.rows) == 6
+    assert {row["task"] for row in result.rows} == {"python_descriptions", "python_names"}
+    assert all(row["expected"] in row["choices"] for row in result.rows)
+    with pytest.raises(ValueError, match="has no task other; it has: Mini"):
+        run_eval("harness", lm, settings_of("harness", {}, [f"data={data}", 'tasks=["other"]']), tmp_path / "no.json")

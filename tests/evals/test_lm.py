@@ -1,0 +1,281 @@
+"""Looking inside attention: any family, every output unchanged, and each quantity computed by another route."""
+
+import pytest
+import torch
+from transformers import (
+    DiffLlamaConfig,
+    DiffLlamaForCausalLM,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+
+from diff_transformer import DiffTransformerForCausalLM, matched_baseline
+from diff_transformer.data.tokenizer import byte_tokenizer
+from diff_transformer.evals.inside import changed_logits, layers_of, output_of, tapped_attention
+from diff_transformer.evals.lm import CausalLM
+from diff_transformer.model.presets import preset
+
+SIZES = {
+    "vocab_size": 260, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "max_position_embeddings": 256,
+}  # fmt: skip
+WINDOW = {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1}
+OWN = {"vocab_size": 260, "max_position_embeddings": 256, "num_key_value_heads": 2}
+FAMILIES = {
+    "llama": lambda how: LlamaForCausalLM(LlamaConfig(**SIZES, attn_implementation=how)),
+    "qwen2": lambda how: Qwen2ForCausalLM(Qwen2Config(**SIZES, **WINDOW, attn_implementation=how)),
+    "qwen3": lambda how: Qwen3ForCausalLM(Qwen3Config(**SIZES, head_dim=8, attn_implementation=how)),
+    "gpt2": lambda how: GPT2LMHeadModel(
+        GPT2Config(vocab_size=260, n_positions=256, n_embd=32, n_layer=2, n_head=4, attn_implementation=how)
+    ),
+    "diffllama": lambda how: DiffLlamaForCausalLM(DiffLlamaConfig(**SIZES, attn_implementation=how)),
+    "diff": lambda how: DiffTransformerForCausalLM(preset("debug", **OWN)),
+    "softmax": lambda how: DiffTransformerForCausalLM(matched_baseline(preset("debug", **OWN))),
+}
+PAIRED = ("diff", "diffllama")
+
+
+def make(family, how="sdpa"):
+    torch.manual_seed(0)
+    model = FAMILIES[family](how).eval()
+    for name, parameter in model.named_parameters():
+        if "lambda" not in name and parameter.dim() > 1:
+            torch.nn.init.normal_(parameter, std=0.3)  # attention that is far from uniform
+    return model
+
+
+@pytest.fixture(params=FAMILIES)
+def family(request):
+    return request.param
+
+
+@pytest.fixture
+def lm(family):
+    return CausalLM(make(family), byte_tokenizer(), family, batch_size=4)
+
+
+@pytest.fixture
+def ids():
+    return torch.randint(0, 256, (2, 21), generator=torch.Generator().manual_seed(1))
+
+
+def padded(ids):
+    mask = torch.ones_like(ids)
+    mask[0, :5] = 0
+    return {"input_ids": ids, "attention_mask": mask, "position_ids": (mask.cumsum(-1) - 1).clamp_min(0)}
+
+
+@pytest.mark.parametrize("how", ["sdpa", "eager"])
+def test_a_tap_sees_every_layer_once_and_changes_no_bit(family, how, ids):
+    model, seen = make(family, how), []
+    for inputs in ({"input_ids": ids}, padded(ids)):
+        before = model(**inputs).logits
+        seen.clear()
+        with tapped_attention(model, lambda call: seen.append((call.layer, call.q1.shape[2], call.lam is not None))):
+            during = model(**inputs).logits
+        assert torch.equal(during, before)
+        assert torch.equal(model(**inputs).logits, before)
+        assert seen == [(layer, 21, family in PAIRED) for layer in (0, 1)]
+
+
+@pytest.mark.parametrize("how", ["sdpa", "eager"])
+def test_attention_recomputed_from_unchanged_logits_is_the_attention(family, how, ids):
+    model = make(family, how)
+    for inputs in ({"input_ids": ids}, padded(ids)):
+        before = model(**inputs).logits
+        with changed_logits(model, lambda call: lambda logits, allowed: logits):
+            again = model(**inputs).logits
+        real = inputs.get("attention_mask", torch.ones_like(ids)).bool()
+        torch.testing.assert_close(again[real], before[real], atol=1e-5, rtol=1e-5)
+
+
+def test_changed_logits_reach_the_output_and_everything_is_restored_after_an_exception(family, ids):
+    model = make(family)
+    before = model(ids).logits
+    with changed_logits(model, lambda call: lambda logits, allowed: tuple(2 * x for x in logits)):
+        assert (model(ids).logits - before).abs().max() > 1e-3
+    with pytest.raises(RuntimeError, match="halfway"), changed_logits(model, _fails):
+        model(ids)
+    assert torch.equal(model(ids).logits, before)
+
+
+def _fails(call):
+    raise RuntimeError("halfway")
+
+
+def test_maps_are_those_that_eager_attention_returns(family, ids):
+    model = make(family, "eager")
+    expected = model(ids, output_attentions=True).attentions
+    found = []
+
+    def keep(call):
+        maps = call.maps()
+        found.append(torch.cat(maps, dim=1) if family == "diffllama" else call.attention())
+
+    with tapped_attention(model, keep):
+        model(ids)
+    for ours, theirs in zip(found, expected, strict=True):
+        torch.testing.assert_close(ours, theirs, atol=1e-6, rtol=1e-5)
+
+
+def test_the_lambda_of_diff_llama_makes_its_output(ids):
+    model, outputs = make("diffllama"), {}
+    attention = model.model.layers[1].self_attn
+    handles = [
+        attention.v_proj.register_forward_hook(lambda m, a, out: outputs.update(v=out)),
+        attention.o_proj.register_forward_pre_hook(lambda m, a: outputs.update(out=a[0])),
+    ]
+    with tapped_attention(model, lambda call: outputs.update(call=call)):
+        model(ids)
+    for handle in handles:
+        handle.remove()
+    v1, v2 = outputs["v"].view(2, 21, 2, 8).transpose(1, 2).chunk(2, dim=1)  # each [B, 1, S, d]: one head of two here
+    heads = outputs["call"].attention() @ torch.cat([v1, v2], dim=-1)  # [B, 2, T, 2d]
+    gain = 1 - attention.lambda_init
+    expected = (gain * attention.groupnorm(heads.transpose(1, 2))).flatten(2)
+    torch.testing.assert_close(outputs["out"], expected, atol=1e-5, rtol=1e-4)
+
+
+def test_blocks_of_rows_are_the_rows_of_the_whole(family, ids):
+    def look(call):
+        whole = call.attention()
+        blocks = list(call.blocks(elements=2 * 4 * 21 * 4))
+        assert len(blocks) > 3
+        torch.testing.assert_close(torch.cat([call.attention(rows) for rows in blocks], dim=2), whole)
+
+    model = make(family)
+    with tapped_attention(model, look):
+        model(**padded(ids))
+
+
+def test_a_model_beside_the_tapped_one_is_left_alone(family, ids):
+    model, other, seen = make(family), make(family), []
+    with tapped_attention(model, seen.append):
+        other(ids)
+        assert not seen
+        model(ids)
+    assert len(seen) == 2
+
+
+def test_taps_nest(family, ids):
+    model, outer, inner = make(family), [], []
+    with tapped_attention(model, outer.append):
+        with tapped_attention(model, inner.append):
+            model(ids)
+        model(ids)
+    assert (len(outer), len(inner)) == (4, 2)
+
+
+def test_models_that_cannot_be_looked_into_are_refused_clearly(ids):
+    with (
+        pytest.raises(ValueError, match="Linear has neither this package's attention nor transformers'"),
+        tapped_attention(torch.nn.Linear(2, 2), lambda call: None),
+    ):
+        pass
+    upcast = GPT2Config(
+        vocab_size=260, n_positions=64, n_embd=32, n_layer=1, n_head=4, reorder_and_upcast_attn=True,
+        attn_implementation="eager",
+    )  # fmt: skip
+    model = GPT2LMHeadModel(upcast)
+    with (
+        pytest.raises(ValueError, match=r"GPT2LMHeadModel computes attention without .* 'eager'\); load it with"),
+        tapped_attention(model, lambda call: None),
+    ):
+        model(ids)
+    flex = make("llama", "flex_attention")
+    with (
+        pytest.raises(ValueError, match="the attention of LlamaAttention, as the implementation it is set to calls"),
+        tapped_attention(flex, lambda call: None),
+    ):
+        flex(ids)
+
+
+def test_layers_give_the_residual_stream(family, ids):
+    model, found = make(family), []
+    handles = [
+        layer.register_forward_hook(lambda m, a, out: found.append(output_of(out))) for layer in layers_of(model)
+    ]
+    states = model(ids, output_hidden_states=True).hidden_states
+    for handle in handles:
+        handle.remove()
+    assert len(found) == 2
+    assert torch.equal(found[0], states[1])
+    with pytest.raises(ValueError, match="Linear has no list of layers"):
+        layers_of(torch.nn.Linear(2, 2))
+
+
+@pytest.mark.parametrize("chunk", [4, 2048])
+def test_the_last_row_is_the_last_row_of_the_map_however_it_is_read(lm, family, ids, chunk, monkeypatch):
+    monkeypatch.setattr("diff_transformer.evals.lm.CHUNK", chunk)
+    whole = []
+    with tapped_attention(lm.model, lambda call: whole.append(call.attention()[0, :, -1])):
+        lm.model(ids[:1])
+    rows = lm.last_row_attention(ids[:1])
+    for row, expected in zip(rows, whole, strict=True):
+        torch.testing.assert_close(row, expected, atol=1e-5, rtol=1e-4)
+    sums = torch.stack(rows).sum(-1)
+    if family in PAIRED:
+        assert (sums < 0.95).all()
+    else:
+        torch.testing.assert_close(sums, torch.ones_like(sums))
+
+
+def test_token_losses_are_the_model_s_loss(lm, ids):
+    losses = lm.token_losses(ids.repeat(3, 1))
+    assert losses.shape == (6, 20)
+    assert losses[:2].mean().item() == pytest.approx(lm.model(ids, labels=ids).loss.item(), abs=1e-5)
+
+
+@pytest.mark.parametrize("chunk", [7, 2048])
+def test_generation_in_batches_and_chunks_is_generation_alone(lm, chunk, monkeypatch):
+    prompts = ["one", "a longer prompt that is read in chunks", "x", "something in between", "the fifth"]
+    alone = [lm.generate([prompt], 6)[0] for prompt in prompts]
+    monkeypatch.setattr("diff_transformer.evals.lm.CHUNK", chunk)
+    assert lm.generate(prompts, 6) == alone
+
+
+def test_generation_is_greedy_whatever_the_checkpoint_prefers(lm):
+    prompts = ["a prompt", "and one more"]
+    expected = lm.generate(prompts, 8)
+    preferred = lm.model.generation_config
+    preferred.do_sample, preferred.temperature, preferred.repetition_penalty, preferred.top_k = True, 5.0, 3.0, 50
+    assert lm.generate(prompts, 8) == expected
+
+
+def test_text_beyond_the_model_s_positions_is_refused(lm):
+    for call in (
+        lambda: lm.generate(["x" * 250], 7),
+        lambda: lm.token_losses(torch.zeros(1, 257, dtype=torch.long)),
+        lambda: lm.last_row_attention(torch.zeros(1, 257, dtype=torch.long)),
+    ):
+        with pytest.raises(ValueError, match=rf"has 257 tokens, more than the 256 positions of {lm.name}"):
+            call()
+
+
+def test_the_tokenizer_s_own_beginning_is_part_of_a_prompt():
+    from tokenizers.processors import TemplateProcessing
+
+    tokenizer = byte_tokenizer()
+    lm = CausalLM(make("llama"), tokenizer, "llama")
+    assert lm.prefix == []
+    without = lm.generate(["a text"], 5)
+    post = TemplateProcessing(single="<|endoftext|> $A", special_tokens=[("<|endoftext|>", 256)])
+    tokenizer.backend_tokenizer.post_processor = post
+    assert lm.prefix == [256]
+    ids = torch.tensor([[256, *b"a text"]])
+    step = lm.model.generate(input_ids=ids, max_new_tokens=5, do_sample=False, pad_token_id=257)
+    assert lm.generate(["a text"], 5) == tokenizer.batch_decode(step[:, 7:], skip_special_tokens=True) != without
+
+
+def test_a_tokenizer_without_padding_will_do():
+    tokenizer = byte_tokenizer()
+    lm = CausalLM(make("gpt2"), tokenizer, "gpt2")
+    expected = lm.generate(["one", "another one"], 4)
+    tokenizer.pad_token = None
+    assert lm.generate(["one", "another one"], 4) == expected

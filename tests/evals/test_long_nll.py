@@ -1,0 +1,144 @@
+"""Negative log-likelihood by position: hand-worked bins, one forward pass as the judge, books by themselves."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from diff_transformer import DiffTransformerForCausalLM
+from diff_transformer.data.documents import Document
+from diff_transformer.data.tokenizer import byte_tokenizer
+from diff_transformer.evals import long_nll
+from diff_transformer.evals.command import run_eval, settings_of
+from diff_transformer.evals.lm import CausalLM
+from diff_transformer.evals.long_nll import bin_edges, binned, cumulative, evaluate_long_nll
+from diff_transformer.evals.samples import Samples
+from diff_transformer.model.presets import preset
+
+BOOKS = [
+    Document("first", "In the first book nothing happens for a long while, and then the harbour freezes. " * 3),
+    Document("leaflet", "Too short."),
+    Document("second", "The second one opens with a letter that nobody in the village is able to read aloud. " * 3),
+    Document("third", "A third begins: all the clocks of the house had been stopped at the same hour, by whom? " * 3),
+]
+
+
+def make_lm(model=None) -> CausalLM:
+    torch.manual_seed(0)
+    model = model or DiffTransformerForCausalLM(preset("debug", vocab_size=258, max_position_embeddings=200))
+    return CausalLM(model, byte_tokenizer(), "tiny")
+
+
+def test_bins_hold_every_position_once():
+    assert bin_edges(1) == [0, 1]
+    assert bin_edges(10) == [0, 1, 2, 3, 4, 5, 6, 7, 8, 10]
+    edges = bin_edges(65536)
+    assert {2**i for i in range(17)} <= set(edges)
+    assert edges[-1] == 65536
+    assert len(edges) < 70
+    losses = torch.arange(1.0, 11.0)
+    parts = binned(losses, [0, 1, 2, 4, 10])
+    assert parts == {"sums": [1.0, 2.0, 7.0, 45.0], "counts": [1, 1, 2, 6]}
+
+
+def test_cumulative_means_by_hand():
+    rows = [{"sums": [4.0, 2.0, 6.0], "counts": [1, 1, 2]}, {"sums": [2.0, 2.0, 0.0], "counts": [1, 1, 2]}]
+    np.testing.assert_allclose(cumulative(rows), [[4.0, 3.0, 3.0], [2.0, 2.0, 1.0]])
+
+
+def test_metrics_are_the_means_of_one_forward_pass():
+    lm = make_lm()
+    result = evaluate_long_nll(lm, BOOKS, length=150, chunk=32)
+    assert [row["book"] for row in result.rows] == ["first", "second", "third"]
+    losses = []
+    for book in (BOOKS[0], BOOKS[2], BOOKS[3]):
+        ids = torch.tensor([list(book.text.encode())[:151]])
+        with torch.inference_mode():
+            logits = lm.model(ids, use_cache=False).logits[0, :-1]
+        losses.append(torch.nn.functional.cross_entropy(logits, ids[0, 1:], reduction="none"))
+    expected = torch.stack(losses).double()
+    assert set(result.metrics) == {f"nll{n}" for n in (1, 2, 4, 8, 16, 32, 64, 128, 150)} | {"books"}
+    for n in (1, 2, 16, 128, 150):
+        assert result.metrics[f"nll{n}"] == pytest.approx(expected[:, :n].mean().item(), abs=1e-5)
+    assert result.metrics["books"] == 3
+    assert result.rows[1]["tokens"] == len(BOOKS[2].text)
+    assert sum(result.rows[0]["counts"]) == 150
+    assert len(result.rows[0]["sums"]) == len(result.provenance["edges"]) - 1
+
+
+def test_a_book_is_read_by_itself():
+    lm = make_lm()
+    together = evaluate_long_nll(lm, BOOKS, length=100)
+    for index, book in enumerate((BOOKS[0], BOOKS[2], BOOKS[3])):
+        assert evaluate_long_nll(lm, [book], length=100).rows[0]["sums"] == together.rows[index]["sums"]
+    assert evaluate_long_nll(lm, BOOKS, length=100, books=2).metrics["books"] == 2
+
+
+def test_a_book_needs_one_token_more_than_positions():
+    books = [Document("just short", "x" * 20), Document("just enough", "y" * 21)]
+    result = evaluate_long_nll(make_lm(), books, length=20)
+    assert [row["book"] for row in result.rows] == ["just enough"]
+    assert sum(result.rows[0]["counts"]) == 20
+
+
+def test_any_model_and_a_beginning_of_text_token():
+    from tokenizers.processors import TemplateProcessing
+
+    sizes = {"vocab_size": 258, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    tokenizer = byte_tokenizer()
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+        single="<|endoftext|> $A", special_tokens=[("<|endoftext|>", 256)]
+    )
+    config = LlamaConfig(**sizes, intermediate_size=32, bos_token_id=256, eos_token_id=256)
+    lm = CausalLM(LlamaForCausalLM(config), tokenizer, "llama")
+    result = evaluate_long_nll(lm, BOOKS[:1], length=8)
+    ids = torch.tensor([[256, *BOOKS[0].text.encode()[:8]]])
+    assert result.metrics["nll8"] == pytest.approx(lm.token_losses(ids).mean().item(), abs=1e-5)
+
+
+def test_positions_are_a_limit_unless_told():
+    lm = make_lm()
+    with pytest.raises(ValueError, match=r"length 220 is more than the 200 positions of tiny .*allow_beyond"):
+        evaluate_long_nll(lm, BOOKS, length=220)
+    assert "nll220" in evaluate_long_nll(lm, BOOKS, length=220, allow_beyond=True).metrics
+
+
+def test_texts_that_are_too_short_are_named():
+    with pytest.raises(ValueError, match=r"none of the 1 held-out documents has 101 tokens .* longest 10"):
+        evaluate_long_nll(make_lm(), BOOKS[1:2], length=100)
+    with pytest.raises(ValueError, match="length is 0"):
+        evaluate_long_nll(make_lm(), BOOKS, length=0)
+
+
+def test_an_interrupted_run_goes_on_book_by_book(tmp_path):
+    lm = make_lm()
+    whole = evaluate_long_nll(lm, BOOKS, length=64)
+
+    def stop(part, done, total):
+        if done == 2:
+            raise KeyboardInterrupt
+
+    settings = {"length": 64}
+    with pytest.raises(KeyboardInterrupt):
+        evaluate_long_nll(lm, BOOKS, length=64, samples=Samples(tmp_path / "j", settings=settings, bar=stop))
+    read = []
+    lm.model.register_forward_pre_hook(lambda *_: read.append(1))
+    resumed = evaluate_long_nll(lm, BOOKS, length=64, samples=Samples(tmp_path / "j", settings=settings, resume=True))
+    assert len(read) == 1  # the third book alone
+    assert resumed.rows == whole.rows
+    assert resumed.metrics == whole.metrics
+
+
+def test_the_command(tmp_path):
+    (tmp_path / "books").mkdir()
+    for book in BOOKS:
+        (tmp_path / "books" / f"{book.name}.txt").write_text(book.text)
+    options = {"corpus": str(tmp_path / "books"), "samples": 1}
+    settings = settings_of("long_nll", options, ["length=40", "allow_beyond=true"])
+    result = run_eval("long_nll", make_lm(), settings, tmp_path / "r.json", limit=5)
+    assert json.loads((tmp_path / "r.json").read_text())["metrics"] == result.metrics
+    assert result.provenance["allow_beyond"] is True
+    assert settings_of("long_nll", {}).length == 65536
+    assert settings_of("long_nll", {}, quick=True).length == long_nll.QUICK["length"]

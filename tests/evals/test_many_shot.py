@@ -1,0 +1,293 @@
+"""Many-shot classification on fakes of known outcome, and on tiny models scored by another route."""
+
+import json
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from transformers import (
+    DiffLlamaConfig,
+    DiffLlamaForCausalLM,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+
+from diff_transformer import DiffTransformerForCausalLM
+from diff_transformer.data.labelled import Labelled, LabelledSet
+from diff_transformer.data.tokenizer import byte_tokenizer
+from diff_transformer.evals import many_shot
+from diff_transformer.evals.command import run_eval, settings_of
+from diff_transformer.evals.lm import CausalLM
+from diff_transformer.evals.many_shot import alternate, evaluate_many_shot
+from diff_transformer.evals.samples import Samples
+from diff_transformer.model.presets import preset
+
+LABELS = ("river", "city", "mountain")
+TRAIN = tuple(Labelled(f"train {i}: say", LABELS[i % 3]) for i in range(30))
+TEST = tuple(Labelled(f"test {i}: what?", LABELS[i % 3 if i % 2 else 0]) for i in range(12))
+DATA = LabelledSet("places", TRAIN, TEST, "Question", "Type")
+GOLD = {example.text: example.label for example in TEST}
+
+
+class Seen:
+    """A cache that holds the tokens themselves."""
+
+    def __init__(self, ids):
+        self.ids = ids
+
+    def reorder_cache(self, rows):
+        self.ids = self.ids[rows]
+
+
+class Answering:
+    """Continues each prompt with what ``answer`` makes of it; indifferent where that is None."""
+
+    dtype, config = torch.float32, SimpleNamespace()
+
+    def __init__(self, answer):
+        self.answer, self.read = answer, []
+
+    def __call__(self, input_ids, past_key_values=None, use_cache=True, logits_to_keep=0):
+        self.read.append(tuple(input_ids.shape))
+        ids = input_ids if past_key_values is None else torch.cat((past_key_values.ids, input_ids), 1)
+        first = ids.shape[1] - (logits_to_keep or input_ids.shape[1])
+        logits = torch.zeros(len(ids), ids.shape[1] - first, 258)
+        for row in range(len(ids)):
+            for place in range(first, ids.shape[1]):
+                text = bytes(ids[row, : place + 1].tolist()).decode()
+                prompt, _, written = text.rpartition("Type:")
+                said = self.answer(prompt) if prompt else None
+                if said is not None and f" {said}\n".startswith(written) and f" {said}\n" != written:
+                    logits[row, place - first, ord(f" {said}\n"[len(written)])] = 30.0
+        return SimpleNamespace(logits=logits, past_key_values=Seen(ids))
+
+
+class Reader:
+    """A model that is a function of the prompt."""
+
+    name, tokenizer, batch_size, device, positions = "reader", byte_tokenizer(), 5, torch.device("cpu"), 4096
+
+    def __init__(self, answer):
+        self.model = Answering(answer)
+
+    @property
+    def read(self):
+        return self.model.read
+
+
+def asked(prompt: str) -> str:
+    return prompt.rstrip("\n").rpartition("Question: ")[2]
+
+
+def shown(prompt: str) -> list[tuple[str, str]]:
+    """The examples of a prompt, as (text, label)."""
+    lines = prompt.splitlines()[:-1]
+    return [
+        (a.removeprefix("Question: "), b.removeprefix("Type: ")) for a, b in zip(lines[::2], lines[1::2], strict=True)
+    ]
+
+
+def test_a_model_that_knows_scores_one():
+    result = evaluate_many_shot(Reader(lambda prompt: GOLD.get(asked(prompt))), DATA, shots=(1, 6), order_seeds=2)
+    metrics = result.metrics
+    assert metrics["shots1"] == metrics["shots6"] == metrics["random_worst"] == metrics["alternate_worst"] == 1.0
+    assert metrics["random_margin"] == metrics["ties"] == 0.0
+    assert metrics["chance"] == pytest.approx(1 / 3)
+    assert len(result.rows) == 12 * (1 + 2 * 2)
+    row = result.rows[0]
+    assert row["expected"] == row["got"] == GOLD[row["prompt"].removeprefix("Question: ").removesuffix("\nType:")]
+
+
+def test_a_model_that_is_wrong_scores_zero():
+    wrong = {label: LABELS[(i + 1) % 3] for i, label in enumerate(LABELS)}
+    result = evaluate_many_shot(
+        Reader(lambda prompt: wrong.get(GOLD.get(asked(prompt)))), DATA, shots=(3,), order_seeds=1
+    )
+    assert result.metrics["shots3"] == result.metrics["random_best"] == 0.0
+    assert all(row["tied"] == 1 for row in result.rows)
+
+
+def test_ties_are_shared():
+    sides = (tuple(Labelled(e.text, e.label[:4]) for e in side) for side in (TRAIN, TEST))
+    short = LabelledSet("short", *sides, "Question", "Type")
+    result = evaluate_many_shot(Reader(lambda prompt: None), short, shots=(2,), order_seeds=1, orders=("random",))
+    assert {(row["tied"], row["got"]) for row in result.rows} == {(3, "city")}  # the first of them, sorted
+    assert result.metrics["shots2"] == result.metrics["chance"] == pytest.approx(1 / 3)
+    assert result.metrics["ties"] == 1.0
+
+
+def test_labels_of_other_lengths_are_not_preferred_for_being_short():
+    sides = (Labelled("a", "sea"), Labelled("b", "sea side")), (Labelled("c", "sea side"),)
+    both = LabelledSet("prefix", *sides, "Question", "Type")
+    result = evaluate_many_shot(Reader(lambda prompt: "sea side"), both, shots=(1,), order_seeds=1)
+    assert result.metrics["shots1"] == 1.0  # "sea" is the beginning of it, but a line end does not follow
+
+
+def test_a_model_that_repeats_the_last_label_depends_on_the_order():
+    lm = Reader(lambda prompt: (shown(prompt) or [("", None)])[-1][1])
+    result = evaluate_many_shot(lm, DATA, shots=(6,), order_seeds=8, orders=("random",))
+    shares = {label: float(np.mean([gold == label for gold in GOLD.values()])) for label in LABELS}
+    by_seed = [result.metrics[f"random_seed{i}"] for i in range(8)]
+    assert set(by_seed) <= set(shares.values())
+    assert len(set(by_seed)) > 1
+    assert result.metrics["random_margin"] == pytest.approx(max(by_seed) - min(by_seed))
+    assert result.metrics["random_mean"] == pytest.approx(np.mean(by_seed))
+    assert result.metrics["shots6"] == pytest.approx(np.mean(by_seed))
+
+
+def test_what_is_shown():
+    prompts = []
+    lm = Reader(lambda prompt: prompts.append(prompt))
+    data = LabelledSet("places", (*TRAIN, Labelled("TEST 3: what?", "city")), TEST, "Question", "Type")
+    evaluate_many_shot(lm, data, shots=(2, 30), questions=3, order_seeds=2)
+    whole = [shown(prompt) for prompt in prompts if asked(prompt).startswith("test")]
+    sizes = {len(examples) for examples in whole}
+    assert sizes == {2, 30}
+    texts = {text for examples in whole for text, _ in examples}
+    assert texts == {example.text for example in TRAIN}  # the test text in other letters is not shown
+    first, *orders = dict.fromkeys(map(tuple, whole))
+    assert len(orders) == 4  # two seeds of each kind
+    assert len({frozenset(order) for order in orders}) == 1  # of the same examples
+    assert set(first) <= set(orders[0])
+    alternated = [order for order in orders if all(len({b for _, b in order[i : i + 3]}) == 3 for i in range(0, 30, 3))]
+    assert len(alternated) >= 2
+
+
+def test_alternate_by_hand():
+    examples = [Labelled(str(i), label) for i, label in enumerate("aabab" + "a")]
+    order = "".join(f"{e.label}{e.text} " for e in alternate(examples, np.random.default_rng(0)))
+    assert order in ("a0 b2 a1 b4 a3 a5 ", "b2 a0 b4 a1 a3 a5 ")
+
+
+def test_the_seed_decides():
+    def prompts(seed):
+        seen = []
+        evaluate_many_shot(
+            Reader(lambda prompt: seen.append(prompt)), DATA, shots=(4,), questions=2, order_seeds=1, seed=seed
+        )
+        return seen
+
+    assert prompts(0) == prompts(0)
+    assert prompts(0) != prompts(1)
+
+
+def test_the_examples_are_read_once_an_order():
+    lm = Reader(lambda prompt: "city")
+    evaluate_many_shot(lm, DATA, shots=(20,), order_seeds=2, orders=("random",))
+    long = [tokens for rows, tokens in lm.read if tokens > 300]
+    assert len(long) == 2
+    assert sum(rows * tokens for rows, tokens in lm.read if tokens < 300) < 2 * 12 * (60 + 3 * 15)
+
+
+def test_prompts_are_filled_and_never_too_long():
+    for length in (90, 200, 399):
+        result = evaluate_many_shot(Reader(lambda prompt: "city"), DATA, lengths=(length,), order_seeds=2, questions=4)
+        longest = max(row["tokens"] for row in result.rows)
+        assert longest <= length
+        assert longest + len("Question: train 10: say\nType: mountain\n") > length
+
+
+def test_without_sizes_the_prompts_double_up_to_the_positions():
+    lm = Reader(lambda prompt: "city")
+    lm.positions = 600
+    result = evaluate_many_shot(lm, DATA, questions=2, order_seeds=1)
+    tokens = [result.metrics[f"tokens{k}"] for k in result.provenance["shots"]]
+    assert result.provenance["shots"][0] == 1
+    assert len(tokens) == 4
+    assert all(low < t <= high for t, low, high in zip(tokens[1:], (200, 450, 540), (256, 512, 600), strict=True))
+
+
+def small(family: str) -> CausalLM:
+    sizes = {
+        "vocab_size": 258, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "intermediate_size": 48, "max_position_embeddings": 400, "initializer_range": 0.3,
+    }  # fmt: skip
+    torch.manual_seed(0)
+    model = {
+        "diff": lambda: DiffTransformerForCausalLM(
+            preset("debug", vocab_size=258, max_position_embeddings=400, initializer_range=0.3)
+        ),
+        "llama": lambda: LlamaForCausalLM(LlamaConfig(**sizes)),
+        "qwen3": lambda: Qwen3ForCausalLM(Qwen3Config(**sizes, head_dim=8)),
+        "diffllama": lambda: DiffLlamaForCausalLM(DiffLlamaConfig(**sizes)),
+        "gpt2": lambda: GPT2LMHeadModel(
+            GPT2Config(vocab_size=258, n_embd=32, n_layer=2, n_head=4, n_positions=400, initializer_range=0.3)
+        ),
+    }[family]()
+    return CausalLM(model, byte_tokenizer(), family, batch_size=4)
+
+
+@pytest.mark.parametrize("family", ["diff", "llama", "qwen3", "diffllama", "gpt2"])
+def test_the_answer_is_the_likeliest_whole_sequence(family):
+    lm = small(family)
+    result = evaluate_many_shot(lm, DATA, shots=(5,), questions=5, order_seeds=1, orders=("random",))
+    task = many_shot._Task(lm, DATA, 5, 0)
+    examples = task.show(task.ordered(5, "random", 0))
+    for row in result.rows:
+        scores = []
+        for label in DATA.labels:
+            prompt, answer = (examples + row["prompt"]).encode(), f" {label}\n".encode()
+            losses = lm.token_losses(torch.tensor([[*prompt, *answer]]))[0]
+            scores.append(-losses[len(prompt) - 1 :].sum().item())
+        assert row["got"] == DATA.labels[int(np.argmax(scores))]
+    assert len({row["got"] for row in result.rows}) >= 1
+    assert result.provenance["class"] == type(lm.model).__name__
+
+
+def test_an_interrupted_run_goes_on(tmp_path):
+    answer = lambda prompt: shown(prompt)[-1][1] if shown(prompt) else None  # noqa: E731
+    sizes = {"shots": (1, 4), "order_seeds": 2}
+    whole = evaluate_many_shot(Reader(answer), DATA, **sizes)
+
+    def stop(part, done, total):
+        if part == "4 shots, alternate order 0" and done == 5:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        evaluate_many_shot(Reader(answer), DATA, **sizes, samples=Samples(tmp_path / "j", bar=stop))
+    lm = Reader(answer)
+    resumed = evaluate_many_shot(lm, DATA, **sizes, samples=Samples(tmp_path / "j", resume=True))
+    assert (resumed.rows, resumed.metrics) == (whole.rows, whole.metrics)
+    assert len([tokens for _, tokens in lm.read if tokens > 100]) == 2  # two orders were left to read
+
+
+def test_the_command(tmp_path):
+    lines = {
+        side: "".join(f"LOC:city Where is {side} {i} ?\nHUM:ind Who is {side} {i} ?\n" for i in range(6))
+        for side in "ab"
+    }
+    (tmp_path / "trec").mkdir()
+    (tmp_path / "trec" / "train_9.label").write_text(lines["a"])
+    (tmp_path / "trec" / "test.label").write_text(lines["b"])
+    options = {"data": str(tmp_path / "trec"), "samples": 8}
+    settings = settings_of("many_shot", options, ["shots=[1, 3]", "order_seeds=2", "fine=true"])
+    result = run_eval("many_shot", small("diff"), settings, tmp_path / "r.json", limit=3)
+    assert json.loads((tmp_path / "r.json").read_text())["metrics"] == result.metrics
+    assert result.provenance["labels"] == ["city", "individual"]
+    assert len(result.rows) == 3 * 5
+    assert settings_of("many_shot", {}, quick=True).samples == many_shot.QUICK["samples"]
+
+
+def test_errors():
+    lm = Reader(lambda prompt: "city")
+    with pytest.raises(ValueError, match=r"orders is \('sorted',\); give one or both of random, alternate"):
+        evaluate_many_shot(lm, DATA, orders=("sorted",))
+    with pytest.raises(ValueError, match="31 examples were asked for and places has 30 to show"):
+        evaluate_many_shot(lm, DATA, shots=(31,))
+    with pytest.raises(ValueError, match=r"lengths up to 5000 tokens are more than the 4096 positions of reader"):
+        evaluate_many_shot(lm, DATA, lengths=(5000,))
+    with pytest.raises(ValueError, match="a prompt of 60 tokens has no room for an example: the first takes"):
+        evaluate_many_shot(lm, DATA, lengths=(60,))
+    with pytest.raises(ValueError, match=r"shots\[1\] is 0"):
+        evaluate_many_shot(lm, DATA, shots=(1, 0))
+    lm.positions = 500
+    with pytest.raises(ValueError, match=r"30 examples make prompts of .* more than the 500 positions of reader"):
+        evaluate_many_shot(lm, DATA, shots=(30,))
+    same = LabelledSet("same", (Labelled("a", "x"), Labelled("B", "y")), (Labelled("A", "x"), Labelled("b", "y")))
+    with pytest.raises(ValueError, match="every training text of same is a test text too"):
+        evaluate_many_shot(lm, same, shots=(1,))

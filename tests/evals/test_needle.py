@@ -1,0 +1,178 @@
+"""Multi-needle retrieval with models that are known to find everything, nothing, or half."""
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from diff_transformer.data.corpus import Document
+from diff_transformer.data.filler import Filler
+from diff_transformer.data.haystack import load_haystack
+from diff_transformer.data.tokenizer import byte_tokenizer
+from diff_transformer.evals.command import run_eval, settings_of
+from diff_transformer.evals.lm import CausalLM
+from diff_transformer.evals.needle import SHOWN, check_needle_fits, evaluate_needle, needle_metrics, shown
+from diff_transformer.evals.samples import Samples
+
+SIZES = {"settings": ((1, 1), (3, 2)), "depths": (0.0, 1.0), "length": 400, "per_cell": 3}
+
+
+@pytest.fixture(scope="module")
+def filler():
+    return Filler([Document("prose", "It was a quiet street, and nobody had come by since the morning. " * 60)])
+
+
+class Finder:
+    """A model that has read the prompt and says what ``answer`` makes of it."""
+
+    name, tokenizer = "finder", byte_tokenizer()
+
+    def __init__(self, answer):
+        self.answer, self.prompts = answer, []
+
+    def generate(self, prompts, max_new_tokens):
+        self.prompts += prompts
+        return [self.answer(prompt) for prompt in prompts]
+
+
+def read_out(prompt):
+    context, question = prompt.rsplit("\nQuestion: What ", 1)
+    asked = question.split(" of ", 1)[1].split("?")[0].replace(" and ", ", ").split(", ")
+    facts = dict(s.split(" is ") for s in context.replace(".", ". ").split("The magic number of ")[1:])
+    numbers = [facts[city].split(".")[0] for city in asked]
+    return (
+        f" {numbers[0]}" + "".join(f", {c} is {n}" for c, n in zip(asked[1:], numbers[1:], strict=True)) + ".\nOther 77"
+    )
+
+
+def test_a_model_that_finds_everything_scores_one(filler):
+    result = evaluate_needle(Finder(read_out), filler, **SIZES)
+    assert result.metrics["n1_r1"] == result.metrics["n3_r2"] == result.metrics["all_n3_r2"] == 1.0
+    assert result.metrics["n3_r2_depth0"] == result.metrics["n3_r2_depth100"] == 1.0
+    assert len(result.rows) == 12
+    assert not [name for name in result.metrics if "len" in name]
+
+
+def test_a_model_that_finds_nothing_scores_zero(filler):
+    result = evaluate_needle(Finder(lambda prompt: " I cannot say."), filler, **SIZES)
+    assert {value for name, value in result.metrics.items() if name != "chance"} == {0.0}
+
+
+def test_half_an_answer_is_half_a_point_and_told_apart(filler):
+    result = evaluate_needle(Finder(lambda prompt: read_out(prompt).split(",")[0]), filler, **SIZES)
+    assert result.metrics["n1_r1"] == 1.0
+    assert result.metrics["n3_r2"] == 0.5
+    assert result.metrics["partial_n3_r2"] == 1.0
+    assert result.metrics["all_n3_r2"] == 0.0
+
+
+def test_a_number_counts_only_if_it_is_exact(filler):
+    for wrong in (lambda n: n + "0", lambda n: n[:-1], lambda n: n[::-1] if n != n[::-1] else "00"):
+        model = Finder(lambda prompt, wrong=wrong: f" {wrong(read_out(prompt).split(',')[0].strip(' .')[:2])}.")
+        assert evaluate_needle(model, filler, **{**SIZES, "settings": ((1, 1),)}).metrics["n1_r1"] == 0.0
+
+
+def test_a_model_that_reads_only_the_end_is_seen_in_the_depths_and_lengths(filler):
+    near = lambda prompt: read_out(prompt) if "magic" in prompt[-120:].split("Question")[0] else " 0."  # noqa: E731
+    model = Finder(near)
+    result = evaluate_needle(model, filler, settings=((1, 1),), depths=(0.0, 1.0), lengths=(150, 300), per_cell=4)
+    assert result.metrics["n1_r1_len300_depth100"] == result.metrics["n1_r1_depth100"] == 1.0
+    assert result.metrics["n1_r1_len300_depth0"] == 0.0
+    assert result.metrics["n1_r1_len300"] == result.metrics["partial_n1_r1_len300"] == 0.5
+    at_150 = result.metrics["n1_r1_len150_depth0"]
+    assert result.metrics["n1_r1_depth0"] == at_150 / 2
+    assert result.metrics["n1_r1"] == pytest.approx((0.5 + result.metrics["n1_r1_len150"]) / 2)
+    assert {row["length"] for row in result.rows} == {150, 300}
+    assert all(row["tokens"] < row["length"] for row in result.rows)
+    assert min(row["tokens"] for row in result.rows if row["length"] == 300) > 250
+
+
+def test_metrics_by_hand():
+    rows = [{"needles": 2, "queries": 2, "length": 50, "depth": 0.5, "score": score} for score in (1.0, 0.5, 0.0, 0.5)]
+    expected = {"n2_r2_depth50": 0.5, "n2_r2": 0.5, "all_n2_r2": 0.25, "partial_n2_r2": 0.75}
+    assert needle_metrics(rows) == expected
+
+
+def test_prompts_are_those_of_the_seed(filler):
+    models = []
+    for seed in (0, 0, 1):
+        models.append(Finder(lambda prompt: ""))
+        evaluate_needle(models[-1], filler, **SIZES, seed=seed)
+    assert models[0].prompts == models[1].prompts
+    assert not set(models[0].prompts) & set(models[2].prompts)
+
+
+def test_cells_that_do_not_fit_are_named_before_anything_is_generated(filler):
+    with pytest.raises(ValueError, match="needle evaluation with N=8, R=2, 200 tokens: length"):
+        check_needle_fits(filler, byte_tokenizer(), ((1, 1), (8, 2)), 200, 2)
+    model = Finder(read_out)
+    with pytest.raises(ValueError, match="N=8, R=2, 200 tokens"):
+        evaluate_needle(model, filler, settings=((1, 1), (8, 2)), lengths=(900, 200))
+    assert not model.prompts
+
+
+def test_an_interrupted_run_goes_on_and_ends_the_same(filler, tmp_path):
+    whole = evaluate_needle(Finder(read_out), filler, **SIZES)
+    journal = tmp_path / "journal"
+    model = Finder(read_out)
+
+    def stops(prompts, max_new_tokens):
+        if len(model.prompts) >= 6:
+            raise KeyboardInterrupt
+        model.prompts += prompts
+        return [read_out(prompt) for prompt in prompts]
+
+    model.generate = stops
+    model.batch_size = 2
+    with pytest.raises(KeyboardInterrupt):
+        evaluate_needle(model, filler, **SIZES, samples=Samples(journal))
+    again = Finder(read_out)
+    resumed = evaluate_needle(again, filler, **SIZES, samples=Samples(journal, resume=True))
+    assert (resumed.metrics, resumed.rows) == (whole.metrics, whole.rows)
+    assert len(again.prompts) == 12 - len(model.prompts)
+    assert not set(again.prompts) & set(model.prompts)
+
+
+@pytest.fixture(scope="module")
+def llama():
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=260, hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=2,
+        max_position_embeddings=512,
+    )  # fmt: skip
+    return CausalLM(LlamaForCausalLM(config), byte_tokenizer(), "llama", batch_size=4)
+
+
+def test_the_model_s_positions_limit_the_length(filler, llama):
+    result = evaluate_needle(llama, filler, settings=((1, 1),), depths=(0.5,), length=512, per_cell=2)
+    assert len(result.rows) == 2
+    assert result.provenance["class"] == "LlamaForCausalLM"
+    with pytest.raises(ValueError, match="has 513 tokens, more than the 512 positions of llama"):
+        evaluate_needle(llama, filler, length=513)
+
+
+def test_the_command_runs_on_a_text_of_one_s_own(llama, tmp_path):
+    text = tmp_path / "text.txt"
+    text.write_text("A line of plain words about the weather in the hills.\n" * 200)
+    settings = settings_of("needle", {"corpus": str(text), "length": 300}, ["samples=2", "cells=[[1,1]]"])
+    result = run_eval("needle", llama, settings, tmp_path / "out.json", limit=1)
+    assert len(result.rows) == 5
+    assert "weather" in result.rows[0]["prompt"]
+    assert result.provenance["corpus"] == str(text)
+    assert result.provenance["haystack"] == "validation"
+
+
+def test_a_short_haystack_takes_in_the_training_side_and_a_shorter_one_is_refused(tmp_path):
+    text = tmp_path / "text.txt"
+    text.write_text("Some words in a row. " * 100)
+    filler, side = load_haystack(str(text), byte_tokenizer(), 1500)
+    assert side == "all"
+    assert filler.tokens(byte_tokenizer()).starts[-1] > 2000
+    with pytest.raises(ValueError, match=r"has \d+ tokens of filler, prompts need 5000; give more text"):
+        load_haystack(str(text), byte_tokenizer(), 5000)
+
+
+def test_long_prompts_are_kept_without_their_middle():
+    assert shown("short") == "short"
+    long = "a" * SHOWN + "b" * SHOWN
+    assert len(shown(long)) < SHOWN + 60
+    assert f"[... {SHOWN} characters left out ...]" in shown(long)

@@ -1,0 +1,176 @@
+"""Largest activations against whole tensors, computed by another route, for every family."""
+
+import pytest
+import torch
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+
+from diff_transformer import DiffTransformerForCausalLM, matched_baseline
+from diff_transformer.data.eval_rows import load_rows
+from diff_transformer.data.tokenizer import byte_tokenizer
+from diff_transformer.evals.command import run_eval, settings_of
+from diff_transformer.evals.lm import CausalLM
+from diff_transformer.evals.outliers import Magnitudes, evaluate_outliers, outlier_metrics
+from diff_transformer.evals.samples import Samples
+from diff_transformer.model.presets import preset
+
+
+def make(kind):
+    torch.manual_seed(0)
+    if kind == "llama":
+        config = LlamaConfig(
+            vocab_size=260, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+            num_key_value_heads=2, max_position_embeddings=128,
+        )  # fmt: skip
+        model = LlamaForCausalLM(config)
+    elif kind == "gpt2":
+        model = GPT2LMHeadModel(GPT2Config(vocab_size=260, n_positions=128, n_embd=32, n_layer=2, n_head=4))
+    else:
+        config = preset("debug", vocab_size=260, num_key_value_heads=2)
+        model = DiffTransformerForCausalLM(config if kind == "diff" else matched_baseline(config))
+    return CausalLM(model, byte_tokenizer(), kind, batch_size=4)
+
+
+@pytest.fixture
+def ids():
+    return torch.randint(0, 256, (5, 40), generator=torch.Generator().manual_seed(3))
+
+
+def projected(model, attention, ids):
+    """The outputs of W_Q and W_K after the rotary embedding, [B, heads, T, d]."""
+    kept = {}
+    for name in ("q_proj", "k_proj"):
+        module = getattr(attention, name)
+        handle = module.register_forward_hook(lambda m, a, out, name=name: kept.update({name: out}))
+        model(ids)
+        handle.remove()
+    d = attention.head_dim
+    cos, sin = model.model.rotary_emb(kept["q_proj"], torch.arange(ids.shape[1])[None])
+    heads = [kept[name].unflatten(-1, (-1, d)).transpose(1, 2) for name in ("q_proj", "k_proj")]
+    return [x * cos + torch.cat((-x[..., d // 2 :], x[..., : d // 2]), -1) * sin for x in heads]
+
+
+def exact_logits(lm, ids):
+    """All logits under the causal mask, by layer, from the projections' outputs: [layers] of [B, heads, pairs]."""
+    found = []
+    for layer in lm.model.model.layers:
+        q, k = projected(lm.model, layer.self_attn, ids)
+        met = [0, 1, 0, 1] if lm.name == "diff" else [0, 0, 1, 1]  # which key head each of 4 query heads meets
+        k = k[:, met]
+        scores = q @ k.transpose(-1, -2) / q.shape[-1] ** 0.5
+        found.append(scores[..., torch.ones(ids.shape[1], ids.shape[1]).tril().bool()])
+    return found
+
+
+@pytest.mark.parametrize("kind", ["diff", "softmax", "llama"])
+def test_against_the_whole_tensors(kind, ids):
+    lm = make(kind)
+    result = evaluate_outliers(lm, ids, block=4 * 40 * 7)
+    by_layer = [x.abs() for x in exact_logits(lm, ids)]
+    states = lm.model(ids, output_hidden_states=True).hidden_states
+    exact = {"logits": torch.cat([x.flatten() for x in by_layer])}
+    exact["hidden_layer0"] = states[1].abs().flatten()
+    exact["logits_layer0"], exact["logits_layer1"] = (x.flatten() for x in by_layer)
+    if kind == "diff":
+        for place, name in enumerate(("first", "second")):
+            exact[f"logits_{name}"] = torch.cat([x[:, place::2].flatten() for x in by_layer])
+    for name, values in exact.items():
+        ranked = values.sort(descending=True).values
+        for rank in (1,) if "layer" in name else (1, 2, 3, 10, 100):
+            assert result.metrics[f"{name}_top{rank}"] == pytest.approx(ranked[rank - 1].item(), rel=1e-4)
+        assert result.metrics[f"{name}_median"] == pytest.approx(values.median().item(), rel=0.01)
+    assert ("logits_first_top1" in result.metrics) == (kind == "diff")
+    assert result.metrics["tokens"] == 200
+
+
+def test_layer_outputs_are_taken_before_the_final_norm(ids):
+    lm, seen = make("llama"), []
+    handle = lm.model.model.norm.register_forward_pre_hook(lambda m, args: seen.append(args[0].abs().max().item()))
+    result = evaluate_outliers(lm, ids)
+    handle.remove()
+    assert result.metrics["hidden_layer1_top1"] == pytest.approx(max(seen))
+
+
+@pytest.mark.parametrize("kind", ["diff", "softmax", "llama", "gpt2"])
+def test_the_model_is_unchanged_and_rows_have_their_own(kind, ids):
+    lm = make(kind)
+    hooks = lambda: [len(m._forward_pre_hooks) + len(m._forward_hooks) for m in lm.model.modules()]  # noqa: E731
+    before, installed = lm.model(ids).logits, hooks()
+    result = evaluate_outliers(lm, ids)
+    assert torch.equal(lm.model(ids).logits, before)
+    assert hooks() == installed
+    for name in ("logits_top1", "hidden_top1"):
+        assert max(row[name] for row in result.rows) == result.metrics[name]
+    alone = evaluate_outliers(lm, ids[2:3])
+    assert alone.metrics["logits_top1"] == result.rows[2]["logits_top1"]
+    assert all("state" not in row for row in result.rows)
+
+
+def test_an_interrupted_run_goes_on_and_ends_the_same(ids, tmp_path):
+    lm = make("diff")
+    whole = evaluate_outliers(lm, ids)
+    calls = []
+
+    def stop_at_the_third(module, args, kwargs):
+        calls.append(1)
+        if len(calls) == 3:
+            raise KeyboardInterrupt
+
+    handle = lm.model.model.register_forward_pre_hook(stop_at_the_third, with_kwargs=True)
+    with pytest.raises(KeyboardInterrupt):
+        evaluate_outliers(lm, ids, samples=Samples(tmp_path / "journal"))
+    resumed = evaluate_outliers(lm, ids, samples=Samples(tmp_path / "journal", resume=True))
+    handle.remove()
+    assert len(calls) == 3 + 3
+    assert (resumed.metrics, resumed.rows) == (whole.metrics, whole.rows)
+
+
+def test_magnitudes_stream_merge_and_survive_as_text():
+    values = torch.randn(10_000, generator=torch.Generator().manual_seed(0)) * 100
+    stream, halves = Magnitudes(), [Magnitudes(), Magnitudes()]
+    for i, part in enumerate(values.split(777)):
+        stream.add(part)
+        halves[i % 2].add(part)
+    ranked = values.abs().sort(descending=True).values
+    assert torch.equal(stream.top, ranked[:100])
+    assert stream.median() == pytest.approx(values.abs().median().item(), rel=0.01)
+    halves[0].merge(Magnitudes.of_state(halves[1].state()))
+    assert halves[0].metrics("x") == stream.metrics("x")
+    assert halves[0].count == stream.count == 10_000
+
+
+def test_metrics_by_hand():
+    table = {}
+    for key, values in {("first", 0): [1, -9], ("second", 0): [4], ("first", 1): [2, 3], ("hidden", 1): [-7.5]}.items():
+        table[key] = Magnitudes()
+        table[key].add(torch.tensor(values, dtype=torch.float32))
+    metrics = outlier_metrics({**table, ("hidden", 0): table["first", 0]})
+    assert [metrics[f"logits_top{k}"] for k in (1, 2, 3)] == [9, 4, 3]
+    assert "logits_top10" not in metrics
+    assert metrics["logits_median"] == pytest.approx(3, rel=0.005)
+    assert (metrics["logits_first_top2"], metrics["logits_second_top1"]) == (3, 4)
+    assert (metrics["logits_layer0_top1"], metrics["logits_layer1_top1"], metrics["hidden_layer1_top1"]) == (9, 3, 7.5)
+
+
+@pytest.mark.parametrize("kind", ["diff", "gpt2"])
+def test_the_command(kind, tmp_path):
+    text = tmp_path / "text.txt"
+    text.write_text("A line of plain words about the weather in the hills.\n" * 200)
+    settings = settings_of("outliers", {"corpus": str(text), "length": 100, "samples": 6})
+    result = run_eval("outliers", make(kind), settings, tmp_path / "out.json", limit=4)
+    assert result.metrics["tokens"] == 400
+    assert result.provenance["side"] == "validation"
+    with pytest.raises(ValueError, match="a row has 129 tokens, more than the 128 positions"):
+        run_eval("outliers", make(kind), settings_of("outliers", {"length": 129}), tmp_path / "no.json")
+
+
+def test_rows_do_not_overlap_and_follow_the_seed(tmp_path):
+    text = tmp_path / "text.txt"
+    text.write_text(" ".join(str(i) for i in range(4000)))
+    rows, side = load_rows(str(text), byte_tokenizer(), 50, 20)
+    assert (rows.shape, side) == ((20, 50), "validation")
+    assert len({tuple(row.tolist()) for row in rows}) == 20
+    assert torch.equal(rows, load_rows(str(text), byte_tokenizer(), 50, 20)[0])
+    assert not torch.equal(rows, load_rows(str(text), byte_tokenizer(), 50, 20, seed=1)[0])
+    assert load_rows(str(text), byte_tokenizer(), 50, 100)[1] == "all"
+    with pytest.raises(ValueError, match=r"1000 rows of 50 need 50000; give more text"):
+        load_rows(str(text), byte_tokenizer(), 50, 1000)

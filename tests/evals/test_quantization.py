@@ -1,0 +1,327 @@
+"""Quantised logits: rounding by hand, each granularity against a slow formula, and models with known answers."""
+
+import bz2
+import json
+
+import pytest
+import torch
+from transformers import (
+    DiffLlamaConfig,
+    DiffLlamaForCausalLM,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+)
+
+from diff_transformer import DiffTransformerForCausalLM, matched_baseline
+from diff_transformer.data.continuations import continuations_of, load_continuations
+from diff_transformer.data.documents import Document
+from diff_transformer.data.multiple_choice import MultipleChoiceItem
+from diff_transformer.data.tokenizer import byte_tokenizer
+from diff_transformer.evals.command import run_eval, settings_of
+from diff_transformer.evals.inside import AttentionCall, changed_logits
+from diff_transformer.evals.lm import CausalLM
+from diff_transformer.evals.quantization import (
+    absmax,
+    evaluate_quantization,
+    quantise,
+    quantization_metrics,
+    split_task,
+)
+from diff_transformer.evals.samples import Samples
+from diff_transformer.model.presets import preset
+
+SIZES = {
+    "vocab_size": 260, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "max_position_embeddings": 128,
+}  # fmt: skip
+KINDS = {
+    "diff": lambda: DiffTransformerForCausalLM(preset("debug", vocab_size=260)),
+    "softmax": lambda: DiffTransformerForCausalLM(matched_baseline(preset("debug", vocab_size=260))),
+    "llama": lambda: LlamaForCausalLM(LlamaConfig(**SIZES)),
+    "gpt2": lambda: GPT2LMHeadModel(GPT2Config(vocab_size=260, n_positions=128, n_embd=32, n_layer=2, n_head=4)),
+    "diffllama": lambda: DiffLlamaForCausalLM(DiffLlamaConfig(**SIZES)),
+}
+TASKS = [
+    MultipleChoiceItem("The cat sat on", ("the mat.", "a very long sentence of another kind.", "blue.", "it"), 0, True),
+    MultipleChoiceItem("One and one", ("are two.", "are three.", "are", "were a pair of shoes."), 1, True),
+    MultipleChoiceItem("Where the river bends", ("it slows.", "stones!", "we rest", "no one goes."), 2, True),
+]
+
+
+def make(kind):
+    torch.manual_seed(0)
+    model = KINDS[kind]()
+    for name, parameter in model.named_parameters():
+        if "lambda" not in name and parameter.dim() > 1:
+            torch.nn.init.normal_(parameter, std=0.25)
+    return CausalLM(model, byte_tokenizer(), kind, batch_size=8)
+
+
+@pytest.fixture(params=KINDS)
+def lm(request):
+    return make(request.param)
+
+
+def test_rounding_by_hand():
+    values = torch.tensor([7.0, -7.0, 3.4, -3.6, 0.49, 0.51, 0.0])
+    assert quantise(values, torch.tensor(7.0), 4).tolist() == [7, -7, 3, -4, 0, 1, 0]  # 7 steps of 1 on either side
+    assert quantise(values[:3], torch.tensor(7.0), 2).tolist() == [7, -7, 0]  # -1, 0, 1 times 7
+    assert quantise(torch.zeros(2), torch.tensor(0.0), 4).tolist() == [0, 0]
+    for bits in (4, 6, 8, 16):
+        found = quantise(values, torch.tensor(7.0), bits)
+        assert (found - values).abs().max() <= 7 / (2 ** (bits - 1) - 1) / 2 + 1e-6
+        assert len(quantise(torch.linspace(-1, 1, 200_000), torch.tensor(1.0), bits).unique()) == 2**bits - 1
+
+
+@pytest.mark.parametrize("granularity", ["row", "head", "tensor"])
+def test_scales_by_a_loop(granularity, monkeypatch):
+    generator = torch.Generator().manual_seed(0)
+    q1, q2, k1, k2 = (torch.randn(2, 3, 9, 4, generator=generator) * size for size in (1, 5, 1, 5))
+    mask = torch.ones(2, 1, 9, 9, dtype=torch.bool).tril()
+    mask[0, :, :, :3] = False  # padding on the left
+    call = AttentionCall(0, q1, k1, 0.5, mask, False, q2, k2, torch.tensor(0.3))
+    monkeypatch.setattr(AttentionCall.blocks, "__defaults__", (100,))
+    change = absmax(4, granularity)(call)
+    blocks = [change(call.logits(rows), call.allowed(rows)) for rows in call.blocks()]
+    found = [torch.cat(parts, dim=2) for parts in zip(*blocks, strict=True)]
+    assert len(list(call.blocks())) > 3
+    both = [0.5 * q1 @ k1.mT, 0.5 * q2 @ k2.mT]
+    for which, logits in enumerate(both):
+        for b in range(2):
+            for h in range(3):
+                for t in range(3 if b == 0 else 0, 9):
+                    seen = mask[b, 0]
+                    if granularity == "row":
+                        largest = logits[b, h, t][seen[t]].abs().max()
+                    elif granularity == "head":
+                        largest = logits[b, h][seen].abs().max()
+                    else:
+                        largest = max(x[b, i][seen].abs().max() for x in both for i in range(3))
+                    expected = (logits[b, h, t] / (largest / 7)).round() * largest / 7
+                    torch.testing.assert_close(found[which][b, h, t][seen[t]], expected[seen[t]])
+
+
+def test_sixteen_bits_are_the_model_and_four_are_not(lm):
+    ids = torch.randint(0, 256, (2, 60), generator=torch.Generator().manual_seed(5))
+    before = lm.model(ids).logits
+    changed = {}
+    for granularity in ("row", "head", "tensor"):
+        for bits in (16, 8, 4):
+            with changed_logits(lm.model, absmax(bits, granularity)):
+                changed[granularity, bits] = (lm.model(ids).logits - before).abs().max().item()
+        assert changed[granularity, 16] < 0.02 * before.abs().max() < changed[granularity, 4]
+        assert changed[granularity, 16] < changed[granularity, 8] < changed[granularity, 4]
+    assert torch.equal(lm.model(ids).logits, before)
+
+
+def test_a_row_s_scale_does_not_know_the_future_and_a_tensor_s_does():
+    lm = make("softmax")
+    ids = torch.randint(0, 256, (1, 60), generator=torch.Generator().manual_seed(5))
+    for granularity, equal in (("row", True), ("tensor", False)):
+        with changed_logits(lm.model, absmax(4, granularity)), torch.inference_mode():
+            whole, half = lm.model(ids).logits[:, :30], lm.model(ids[:, :30]).logits
+        assert torch.allclose(whole, half, atol=1e-5) == equal
+
+
+def test_an_experiment_on_every_kind_of_model(lm):
+    ids = torch.randint(0, 256, (3, 40), generator=torch.Generator().manual_seed(5))
+    before = lm.model(ids).logits
+    result = evaluate_quantization(lm, TASKS, ids)
+    metrics = result.metrics
+    plain = lm.token_losses(ids).mean().item()
+    assert metrics["loss_16bit"] == pytest.approx(plain, abs=2e-3)
+    assert metrics["loss_4bit_change"] == pytest.approx(metrics["loss_4bit"] - metrics["loss_16bit"])
+    assert abs(metrics["loss_8bit_change"]) < abs(metrics["loss_4bit_change"])
+    assert metrics["chance"] == 0.25
+    assert len(result.rows) == 4 * (3 + 3)
+    assert torch.equal(lm.model(ids).logits, before)
+
+
+@pytest.mark.parametrize("granularity", ["row", "tensor"])
+def test_log_probabilities_are_those_of_the_whole_sequence(granularity):
+    lm = make("llama")
+    result = evaluate_quantization(lm, TASKS, bits=(16,), granularity=granularity)
+    for row, task in zip(result.rows, TASKS, strict=True):
+        exact = []
+        for choice in task.choices:
+            whole = torch.tensor([list(f"{task.question} {choice}".encode())])
+            losses = lm.token_losses(whole)[0]
+            exact.append(-losses[len(task.question) - 1 :].sum().item())
+        assert row["logprobs"] == pytest.approx(exact, abs=0.02)
+        best = max(range(4), key=lambda i: exact[i] / len(task.choices[i]))
+        assert row["got"] == task.choices[best]
+        assert row["score"] == float(best == task.answer)
+        assert row["plain"] == float(max(range(4), key=lambda i: exact[i]) == task.answer)
+
+
+class Knows:
+    """Stands in for likelihood scoring: says a log-probability for each ending from its text."""
+
+    def __init__(self, monkeypatch, value):
+        self.value = value
+        monkeypatch.setattr("diff_transformer.evals.quantization.continuation_logprobs", self)
+
+    def __call__(self, lm, contexts, endings, **_):
+        return [[self.value(bytes(tokens).decode()) for tokens in choices] for choices in endings]
+
+
+def test_a_model_that_knows_scores_one_and_one_that_does_not_zero(monkeypatch):
+    lm, right = make("gpt2"), {" the mat.", " are three.", " we rest"}
+    Knows(monkeypatch, lambda ending: -1.0 if ending in right else -100.0)
+    metrics = evaluate_quantization(lm, TASKS, bits=(8, 4)).metrics
+    assert [metrics[f"{name}_{bits}bit"] for name in ("accuracy", "accuracy_plain") for bits in (8, 4)] == [1.0] * 4
+    assert metrics["accuracy_4bit_change"] == 0.0
+    Knows(monkeypatch, lambda ending: -100.0 if ending in right else -1.0)
+    metrics = evaluate_quantization(lm, TASKS, bits=(8,)).metrics
+    assert metrics["accuracy_8bit"] == metrics["accuracy_plain_8bit"] == 0.0
+
+
+def test_normalised_and_plain_scores_are_told_apart(monkeypatch):
+    Knows(monkeypatch, lambda ending: -4.0 - 0.01 * len(ending))  # the shortest is likeliest, the longest a character
+    metrics = evaluate_quantization(make("gpt2"), TASKS, bits=(8,)).metrics
+    tasks = [max if normalised else min for normalised in (True, False)]
+    expected = [
+        sum(task.answer == pick(range(4), key=lambda i, t=task: len(t.choices[i])) for task in TASKS) / 3
+        for pick in tasks
+    ]
+    assert [metrics["accuracy_8bit"], metrics["accuracy_plain_8bit"]] == pytest.approx(expected)
+
+
+def test_metrics_by_hand():
+    rows = [{"bits": b, "score": s, "plain": 1 - s, "cut": 0} for b, s in ((16, 1.0), (16, 1.0), (4, 1.0), (4, 0.0))]
+    rows += [{"bits": 16, "row": 0, "loss": 2.0}, {"bits": 4, "row": 0, "loss": 2.5}]
+    assert quantization_metrics(rows) == {
+        "accuracy_16bit": 1.0, "accuracy_4bit": 0.5, "accuracy_4bit_change": -0.5, "accuracy_plain_16bit": 0.0,
+        "accuracy_plain_4bit": 0.5, "loss_16bit": 2.0, "loss_4bit": 2.5, "loss_4bit_change": 0.5,
+    }  # fmt: skip
+
+
+def test_an_interrupted_run_goes_on_and_ends_the_same(tmp_path):
+    lm = make("diff")
+    lm.batch_size = 4
+    ids = torch.randint(0, 256, (5, 40), generator=torch.Generator().manual_seed(5))
+    whole, calls = evaluate_quantization(lm, TASKS, ids, bits=(16, 4)), []
+    losses = lm.token_losses
+
+    def stops(rows):
+        calls.append(len(rows))
+        if len(calls) == 2:
+            raise KeyboardInterrupt
+        return losses(rows)
+
+    lm.token_losses = stops
+    with pytest.raises(KeyboardInterrupt):
+        evaluate_quantization(lm, TASKS, ids, bits=(16, 4), samples=Samples(tmp_path / "journal"))
+    resumed = evaluate_quantization(lm, TASKS, ids, bits=(16, 4), samples=Samples(tmp_path / "journal", resume=True))
+    assert calls == [4, 1, 1, 4, 1]
+    assert (resumed.metrics, resumed.rows) == (whole.metrics, whole.rows)
+
+
+def test_wrong_settings_are_refused():
+    lm = make("gpt2")
+    with pytest.raises(ValueError, match="granularity is 'column'; accepted: 'tensor', 'head', 'row'"):
+        evaluate_quantization(lm, TASKS, granularity="column")
+    for bits in ((1,), (17,), (), (4.5,)):
+        with pytest.raises(ValueError, match="give whole numbers from 2 to 16"):
+            evaluate_quantization(lm, TASKS, bits=bits)
+    with pytest.raises(ValueError, match="a row has 129 tokens, more than the 128 positions of gpt2"):
+        evaluate_quantization(lm, TASKS, torch.zeros(1, 129, dtype=torch.long))
+
+
+def test_a_context_too_long_loses_its_beginning_and_says_so():
+    lm = make("gpt2")
+    task = MultipleChoiceItem("x" * 50 + "y" * 100, ("yes.", "no."), 0, True)
+    context, endings, cut = split_task(lm, task)
+    assert bytes(context) == b"x" * 24 + b"y" * 100  # 124 + 5 - 1 = 128
+    assert [bytes(tokens) for tokens in endings] == [b" yes.", b" no."]
+    assert cut == 26
+    result = evaluate_quantization(lm, [task, TASKS[0]], bits=(8,))
+    assert result.metrics["truncated"] == 0.5
+    assert [row["cut"] for row in result.rows] == [26, 0]
+    with pytest.raises(ValueError, match="a choice has 130 tokens, more than the 128 positions"):
+        split_task(lm, MultipleChoiceItem("x", ("z" * 129,), 0, True))
+
+
+def test_endings_that_change_the_context_s_last_token_are_scored_from_there():
+    class Joining:
+        """Every 'b' after an 'a' becomes one token, 300; other characters are themselves."""
+
+        bos_token_id = None
+
+    lm = make("gpt2")
+    lm.tokenizer, tokens = Joining(), {}
+
+    def encode_all(tokenizer, texts):
+        found = [torch.tensor([ord(c) for c in text.replace("a b", "\u012c")]) for text in texts]
+        tokens.update(zip(texts, found, strict=True))
+        return [x.numpy() for x in found]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("diff_transformer.evals.quantization.encode_all", encode_all)
+        patch.setattr(CausalLM, "prefix", [])
+        context, endings, _ = split_task(lm, MultipleChoiceItem("xa", ("bc", "d"), 0, True))
+    assert context == [ord("x")]
+    assert endings == [[300, ord("c")], [ord("a"), ord(" "), ord("d")]]
+
+
+def test_files_of_hellaswag_in_both_forms(tmp_path):
+    lines = (
+        "Skiing: A man stands. He\n2\nsits.\nflies.\nskis.\nsings.\nCooking: She takes a pan. She\n0\nfries.\na\nb\nc\n"
+    )
+    (tmp_path / "val.txt.bz2").write_bytes(bz2.compress(lines.encode()))
+    row = {"activity_label": "Skiing", "ctx": "A man stands. He", "endings": ["sits.", "flies.", "skis."], "label": "2"}
+    (tmp_path / "val.jsonl").write_text(json.dumps(row) + "\n")
+    text, rows = (load_continuations(str(tmp_path / name)) for name in ("val.txt.bz2", "val.jsonl"))
+    assert text[0].question == rows[0].question == "Skiing: A man stands. He"
+    assert (text[0].choices[2], text[0].answer, text[1].answer, rows[0].answer) == ("skis.", 2, 0, 2)
+    with pytest.raises(FileNotFoundError, match="give 'python', 'hub:Rowan/hellaswag' or a file of HellaSwag"):
+        load_continuations(str(tmp_path / "none.txt"))
+
+
+def test_the_hub_is_asked_for_the_validation_part(monkeypatch):
+    asked = []
+
+    def hub_rows(name, split):
+        asked.append((name, split))
+        return [{"ctx": f"context {i}", "activity_label": "A", "endings": ["x", "y"], "label": "1"} for i in range(9)]
+
+    monkeypatch.setattr("diff_transformer.data.continuations.hub_rows", hub_rows)
+    items = load_continuations("hub:some/set", seed=1)
+    assert asked == [("some/set", "validation")]
+    assert len({item.question for item in items}) == 9
+    assert items == load_continuations("hub:some/set", seed=1) != load_continuations("hub:some/set", seed=2)
+
+
+def test_tasks_from_prose_have_one_right_ending_and_follow_the_seed():
+    subjects = ("harbour", "valley", "market", "garden", "station", "library")
+    documents = [
+        Document(f"prose/{s}", f"The {s} lies quiet at night. Nobody goes there in winter. In spring the {s} opens.")
+        for s in subjects
+    ]
+    documents.append(Document("code/x.py", "First we set one thing in this file. Then we stop the other thing here."))
+    items = continuations_of(documents)
+    assert len(items) == len(subjects)
+    for item in items:
+        subject = next(s for s in subjects if s in item.question)
+        assert item.choices[item.answer] == f"In spring the {subject} opens."
+        assert sum(subject in choice for choice in item.choices) == 1
+        assert len(set(item.choices)) == 4
+    assert items == continuations_of(documents) != continuations_of(documents, seed=1)
+    assert len({item.answer for item in items}) > 1
+    with pytest.raises(ValueError, match="3 documents hold too few paragraphs"):
+        continuations_of(documents[:3])
+
+
+def test_the_command(tmp_path):
+    text = tmp_path / "text.txt"
+    text.write_text("A line of plain words about the weather in the hills.\n" * 200)
+    rows = [{"ctx": f"Number {i} is", "endings": ["one.", "two."], "label": i % 2} for i in range(5)]
+    (tmp_path / "set.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    options = {"data": str(tmp_path / "set.jsonl"), "corpus": str(text), "length": 50, "samples": 4}
+    settings = settings_of("quantization", options, ["rows=3", "bits=[8, 4]", "granularity=head"])
+    result = run_eval("quantization", make("diff"), settings, tmp_path / "out.json", limit=2)
+    assert len(result.rows) == 2 * (2 + 2)
+    assert {"accuracy_4bit", "accuracy_plain_8bit", "loss_4bit", "loss_4bit_change"} <= set(result.metrics)
+    assert result.provenance["granularity"] == "head"

@@ -1,0 +1,82 @@
+"""Packed documents: the model on a row of several is the model on each alone."""
+
+import pytest
+import torch
+
+from diff_transformer import DiffTransformerForCausalLM, matched_baseline
+from diff_transformer.model.documents import Documents, split_documents, take_documents
+from diff_transformer.model.presets import preset
+
+END = 0
+
+
+@pytest.fixture(params=["diff", "softmax"])
+def model(request):
+    config = preset("debug", num_key_value_heads=2)
+    config = matched_baseline(config) if request.param == "softmax" else config
+    torch.manual_seed(0)
+    return DiffTransformerForCausalLM(config).eval()
+
+
+def rows():
+    ids = torch.randint(1, 512, (2, 20), generator=torch.Generator().manual_seed(1))
+    ids[0, [6, 7]] = END  # documents of 7, 1 and 12 tokens
+    ids[1, 19] = END  # one of 20
+    return ids
+
+
+def packed(ids):
+    documents = split_documents(ids, END)
+    return {"input_ids": ids, "cu_seq_lens_q": documents.cu_seqlens, "max_length_q": documents.longest}
+
+
+def test_documents_end_with_their_token_and_with_the_row():
+    documents = split_documents(rows(), END)
+    assert documents.cu_seqlens.tolist() == [0, 7, 8, 20, 40]
+    assert documents.longest == 20
+    positions = documents.positions((2, 20))
+    assert positions[0].tolist() == [*range(7), 0, *range(12)]
+    assert positions[1].tolist() == list(range(20))
+
+
+def test_each_document_is_as_if_alone(model):
+    ids = rows()
+    together = model(**packed(ids)).logits
+    for row, start, stop in ((0, 0, 7), (0, 7, 8), (0, 8, 20), (1, 0, 20)):
+        alone = model(input_ids=ids[row : row + 1, start:stop], use_cache=False).logits[0]
+        torch.testing.assert_close(together[row, start:stop], alone, rtol=1e-5, atol=1e-5)
+    joined = model(input_ids=ids, use_cache=False).logits
+    assert (joined[0, 8:] - together[0, 8:]).abs().max() > 1e-3
+
+
+def test_gradients_are_those_of_each_document_alone(model):
+    ids = rows()
+    weights = torch.randn(2, 20, 512, generator=torch.Generator().manual_seed(2))
+    parameters = list(model.parameters())
+    together = torch.autograd.grad((model(**packed(ids)).logits * weights).sum(), parameters)
+    alone = sum(
+        (model(input_ids=ids[row : row + 1, a:b], use_cache=False).logits * weights[row, a:b]).sum()
+        for row, a, b in ((0, 0, 7), (0, 7, 8), (0, 8, 20), (1, 0, 20))
+    )
+    for got, expected in zip(together, torch.autograd.grad(alone, parameters), strict=True):
+        torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_what_documents_exclude_is_refused(model):
+    ids = rows()
+    with pytest.raises(ValueError, match="exclude attention_mask and use_cache"):
+        model(**packed(ids), attention_mask=torch.ones_like(ids))
+    with pytest.raises(ValueError, match="exclude attention_mask and use_cache"):
+        model(**packed(ids), use_cache=True)
+    with pytest.raises(ValueError, match="packed documents came with attention maps"):
+        model(**packed(ids), output_attentions=True)
+    with pytest.raises(ValueError, match="without max_length_q"):
+        model(input_ids=ids, cu_seq_lens_q=torch.tensor([0, 40], dtype=torch.int32))
+
+
+def test_keys_packed_differently_are_refused():
+    bounds = torch.tensor([0, 4], dtype=torch.int32)
+    assert take_documents({"input_ids": None}) is None
+    assert take_documents({"cu_seq_lens_q": bounds, "max_length_q": 4}) == Documents(bounds, 4)
+    with pytest.raises(ValueError, match="packed differently"):
+        take_documents({"cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds + 1, "max_length_q": 4})

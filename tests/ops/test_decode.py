@@ -1,0 +1,114 @@
+"""The public operator for decoding where there is no GPU: lengths as a mask, and what it refuses."""
+
+import logging
+from typing import Any
+
+import pytest
+import torch
+
+from diff_transformer import diff_attention, diff_attention_decode
+from diff_transformer.ops import decode
+from diff_transformer.testing import assert_within_budget, make_inputs
+
+
+def inputs(**sizes: Any):
+    defaults: dict[str, Any] = {"B": 3, "H": 2, "T": 2, "S": 9, "requires_grad": False}
+    return make_inputs(**(defaults | sizes))
+
+
+def one_by_one(x, used, mask=None, **options):
+    """Each batch entry with its first ``used`` keys alone, through the reference in fp64."""
+    outs = []
+    for b, n in enumerate(used):
+        entry = [y[b : b + 1, :, :n] if i in (2, 3, 4) else y[b : b + 1] for i, y in enumerate(x)]
+        visible = None if mask is None else mask[b : b + 1, ..., :n]
+        exact = type(x)(*entry).to(torch.float64)
+        outs.append(diff_attention(*exact, attn_mask=visible, is_causal=True, backend="reference", **options))
+    return torch.cat(outs)
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+@pytest.mark.parametrize("window", [None, 3])
+def test_lengths_are_the_keys_in_use(window, dtype):
+    x, used = inputs(), [1, 5, 9]
+    out = diff_attention_decode(*x, lengths=torch.tensor(used, dtype=dtype), window=window)
+    assert_within_budget(out, one_by_one(x, used, window=window))
+
+
+def test_lengths_and_masks():
+    x, used = inputs(H=4, G=2), [2, 5, 9]
+    mask = torch.rand(3, 1, 2, 9, generator=torch.Generator().manual_seed(1)) > 0.3
+    exact = one_by_one(x, used, mask)
+    assert_within_budget(diff_attention_decode(*x, lengths=torch.tensor(used), attn_mask=mask), exact)
+    additive = torch.zeros(mask.shape).masked_fill(~mask, float("-inf"))
+    assert_within_budget(diff_attention_decode(*x, lengths=torch.tensor(used), attn_mask=additive), exact)
+
+
+def test_no_keys_give_zero_and_too_many_are_all():
+    x = inputs()
+    out = diff_attention_decode(*x, lengths=torch.tensor([0, -3, 100]))
+    assert not out[:2].any()
+    assert torch.equal(out[2], diff_attention(*x, is_causal=True)[2])
+
+
+def test_without_lengths_it_is_causal_attention():
+    x = inputs()
+    assert torch.equal(diff_attention_decode(*x, window=4), diff_attention(*x, is_causal=True, window=4))
+    scaled = diff_attention(*x, is_causal=True, scale=0.3, backend="reference")
+    assert torch.equal(diff_attention_decode(*x, scale=0.3, backend="reference"), scaled)
+
+
+def test_gradients_where_the_ordinary_operator_computes():
+    x = inputs(requires_grad=True)
+    diff_attention_decode(*x, lengths=torch.tensor([1, 5, 9])).sum().backward()
+    assert x.v.grad is not None
+    assert x.v.grad[0, :, 0].all()
+    assert not x.v.grad[0, :, 1:].any()
+
+
+BAD: dict[str, tuple[Any, type[Exception], str]] = {
+    "list": ([1, 2, 3], TypeError, r"lengths is list; give an int32 tensor of shape \[3\], or None"),
+    "float": (torch.ones(3), TypeError, "lengths is torch.float32; give an int32 tensor"),
+    "bool": (torch.ones(3, dtype=torch.bool), TypeError, "lengths is torch.bool; give an int32 tensor"),
+    "scalar": (torch.tensor(3), ValueError, r"lengths has shape \[\]; give one length a batch entry, \[3\]"),
+    "wrong batch": (torch.ones(4, dtype=torch.int32), ValueError, r"lengths has shape \[4\]"),
+    "device": (torch.ones(3, dtype=torch.int32, device="meta"), ValueError, "q1 is on cpu and lengths on meta"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_bad_lengths(case):
+    lengths, error, message = BAD[case]
+    with pytest.raises(error, match=message):
+        diff_attention_decode(*inputs(), lengths=lengths)
+
+
+def test_the_arguments_of_the_operator_are_checked():
+    x = inputs()
+    with pytest.raises(ValueError, match="k1 has 9 keys and v has 8"):
+        diff_attention_decode(*x._replace(v=x.v[:, :, :8]))
+    with pytest.raises(ValueError, match="window is 0; give at least 1"):
+        diff_attention_decode(*x, window=0)
+    with pytest.raises(ValueError, match="backend is 'fast'; give 'auto' or one of"):
+        diff_attention_decode(*x, backend="fast")
+
+
+def test_the_choice_is_told_once(caplog):
+    decode._announce.cache_clear()
+    with caplog.at_level(logging.INFO, logger="diff_transformer"):
+        for reason in (None, None, "there are 9 queries"):
+            decode._announce("cuda", torch.bfloat16, reason)
+    assert [r.message for r in caplog.records] == [
+        "diff_attention_decode on cuda, bfloat16: the decoding kernel",
+        "diff_attention_decode on cuda, bfloat16: diff_attention's own choice, since there are 9 queries",
+    ]
+
+
+def test_why_the_kernel_is_not_taken(monkeypatch):
+    """ "auto" asks on CUDA, "triton" everywhere."""
+    x = inputs(requires_grad=True)
+    monkeypatch.setattr(decode.triton, "why_not", lambda device, dtype: None)
+    assert decode._why_not_kernel(*x, None, None) == "gradients are needed"
+    monkeypatch.setattr(decode.triton, "why_not", lambda device, dtype: f"not on {device}, {dtype}")
+    with torch.no_grad():
+        assert decode._why_not_kernel(*x, None, None) == "not on cpu, torch.float32"

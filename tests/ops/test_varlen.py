@@ -1,0 +1,143 @@
+"""Packed documents: each backend equals the reference on every document by itself, in output and gradients."""
+
+from itertools import pairwise
+
+import pytest
+import torch
+
+from diff_transformer import diff_attention, diff_attention_varlen
+from diff_transformer.testing import Inputs, assert_within_budget, make_inputs
+
+ENDS_Q, ENDS_K = [0, 20, 20, 53, 60], [0, 15, 30, 70, 70]  # one document without queries, one without keys
+BACKENDS = ["auto", "reference", "blockwise", "sdpa"]
+
+
+def packed(dtype=torch.float32, **sizes) -> Inputs:
+    """Rows of all documents one after another: [rows, heads, width]; lam [rows, heads, 1]."""
+    x = make_inputs(**({"B": 1, "H": 4, "Hn": 2, "G": 1, "T": ENDS_Q[-1], "S": ENDS_K[-1]} | sizes), dtype=dtype)
+    return Inputs(*(y[0].transpose(0, 1).detach().clone().requires_grad_() if y.dim() == 4 else y for y in x))
+
+
+def ends(values=ENDS_Q, dtype=torch.int32):
+    return torch.tensor(values, dtype=dtype)
+
+
+def attend(x, backend="auto", *, cu_q=None, cu_k=None, max_q=33, max_k=40, **options):
+    cu_q, cu_k = ends(ENDS_Q) if cu_q is None else cu_q, ends(ENDS_K) if cu_k is None else cu_k
+    return diff_attention_varlen(*x, cu_q, cu_k, max_q, max_k, backend=backend, **options)
+
+
+def document_by_document(x, ends_q=ENDS_Q, ends_k=ENDS_K, **options):
+    """In fp64, each document by a call of the reference."""
+    x = Inputs(*(y.detach().double().requires_grad_() for y in x))
+    outs = []
+    for (a, b), (c, d) in zip(pairwise(ends_q), pairwise(ends_k), strict=True):
+        q1, q2, lam = (y[a:b].transpose(0, 1)[None] if y.dim() == 3 else y for y in (x.q1, x.q2, x.lam))
+        k1, k2, v = (y[c:d].transpose(0, 1)[None] for y in (x.k1, x.k2, x.v))
+        if b > a and d > c:
+            outs.append(diff_attention(q1, q2, k1, k2, v, lam, backend="reference", **options)[0].transpose(0, 1))
+        else:
+            outs.append(x.v.new_zeros(b - a, x.q1.shape[1], x.v.shape[-1]))
+    return x, torch.cat(outs)
+
+
+def compare(x, out, exact_x, exact):
+    assert_within_budget(out, exact)
+    dout = torch.randn(out.shape, generator=torch.Generator().manual_seed(2))
+    gradients = torch.autograd.grad(out, x, dout.to(out))
+    exact_gradients = torch.autograd.grad(exact, exact_x, dout.double())
+    for name, value, gradient in zip(x._fields, gradients, exact_gradients, strict=True):
+        assert_within_budget(value, gradient, what=f"gradient of {name}")
+
+
+OPTIONS = {
+    "full": {},
+    "causal": {"is_causal": True},
+    "window": {"is_causal": True, "window": 7},
+    "scale": {"scale": 0.7},
+}
+
+
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_equals_each_document_by_itself(backend, options):
+    x = packed()
+    compare(x, attend(x, backend, **options), *document_by_document(x, **options))
+
+
+@pytest.mark.parametrize("lam_shape", [(), (4,)], ids=str)
+@pytest.mark.parametrize("backend", ["blockwise", "sdpa"])
+def test_lam_of_other_shapes(backend, lam_shape):
+    x = packed(lam_shape=lam_shape)
+    compare(x, attend(x, backend, is_causal=True), *document_by_document(x, is_causal=True))
+    per_head = attend(x._replace(lam=torch.full((1, 4, 1), 0.3)), backend)
+    assert torch.equal(per_head, attend(x._replace(lam=0.3), backend))
+
+
+def test_documents_do_not_see_one_another():
+    x = packed(Hn=4, G=4, S=ENDS_Q[-1])
+    out = attend(x, cu_k=ends())
+    x.v.data[20:] += 1
+    changed = attend(x, cu_k=ends())
+    assert torch.equal(out[:20], changed[:20])
+    assert not torch.equal(out[20:], changed[20:])
+
+
+def test_shared_keys():
+    x = packed()
+    out = diff_attention_varlen(x.q1, x.q2, x.k1, x.k1, x.v, x.lam, ends(ENDS_Q), ends(ENDS_K), 33, 40)
+    (dk,) = torch.autograd.grad(out.sum(), x.k1)
+    apart = x._replace(k2=x.k1.detach().clone().requires_grad_())
+    expected = attend(apart)
+    assert_within_budget(out, expected)
+    assert_within_budget(dk, sum(torch.autograd.grad(expected.sum(), (apart.k1, apart.k2))))
+
+
+def test_one_document_is_diff_attention():
+    x = packed(T=63, S=63)
+    out = attend(x, cu_q=ends([0, 63]), cu_k=ends([0, 63]), max_q=63, max_k=63, is_causal=True)
+    batch = [y.transpose(0, 1)[None] for y in x]
+    assert torch.equal(out, diff_attention(*batch, is_causal=True)[0].transpose(0, 1))
+
+
+def test_bf16_and_autocast():
+    x = packed()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        out = attend(x, is_causal=True)
+    assert out.dtype == torch.bfloat16
+    assert torch.equal(out, attend(Inputs(*(y.bfloat16() for y in x[:5]), x.lam), is_causal=True))
+
+
+X = packed()
+BAD = {
+    "not a tensor": ({"x": X._replace(k1=[1.0])}, TypeError, r"k1 is a list; give a tensor of shape \[rows, heads"),
+    "rank 4": ({"x": X._replace(q2=X.q2[None])}, ValueError, r"q2 has 4 dimensions .*; give \[rows, heads, width\]"),
+    "key heads": ({"x": X._replace(v=X.v.repeat(1, 2, 1))}, ValueError, "k1 has 1 key/value heads and v has 2"),
+    "lam": (
+        {"x": X._replace(lam=torch.rand(60, 4))},
+        ValueError,
+        r"lam has shape \[60, 4\]; .* to \[60, 4, 1\]",
+    ),
+    "lam per key": ({"x": X._replace(lam=torch.rand(70, 4, 1))}, ValueError, r"lam has shape \[70, 4, 1\]"),
+    "list": ({"cu_q": ENDS_Q}, TypeError, "cu_seqlens_q is list; give an int32 tensor"),
+    "int64": ({"cu_k": ends(ENDS_K, torch.int64)}, TypeError, "cu_seqlens_k is torch.int64; give an int32 tensor"),
+    "two dimensions": ({"cu_q": ends(ENDS_Q)[None]}, ValueError, r"cu_seqlens_q has shape \[1, 5\]; give \[documents"),
+    "no document": ({"cu_q": ends([0])}, ValueError, r"cu_seqlens_q has shape \[1\]"),
+    "elsewhere": ({"cu_q": ends().to("meta")}, ValueError, "q1 is on cpu and cu_seqlens_q on meta"),
+    "not from 0": ({"cu_q": ends([1, 20, 20, 53, 60])}, ValueError, "goes from 1 to 60; it must go from 0 to .* 60"),
+    "too short": ({"cu_k": ends([0, 15, 30, 60, 69])}, ValueError, "cu_seqlens_k goes from 0 to 69; .* rows, 70"),
+    "decreasing": ({"cu_q": ends([0, 20, 19, 53, 60])}, ValueError, "cu_seqlens_q decreases from 20 to 19 at 2"),
+    "max": ({"max_q": 32}, ValueError, "max_seqlen_q is 32, but cu_seqlens_q has a document of 33 rows"),
+    "max 0": ({"max_k": 0}, ValueError, "max_seqlen_k is 0; give the length of the longest document"),
+    "max float": ({"max_k": 40.0}, TypeError, "max_seqlen_k is a float; give an int"),
+    "documents": ({"cu_k": ends([0, 40, 70])}, ValueError, "cu_seqlens_q has 4 documents and cu_seqlens_k 2"),
+    "window": ({"window": 4}, ValueError, "window=4 without is_causal=True"),
+    "backend": ({"backend": "magic"}, ValueError, "backend is 'magic'; give 'auto' or one of reference"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_refused(case):
+    changes, error, message = BAD[case]
+    with pytest.raises(error, match=message):
+        attend(**({"x": X} | changes))

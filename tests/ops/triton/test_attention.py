@@ -1,0 +1,356 @@
+"""The Triton kernels through the operator's contract against the fp64 reference; interpreted where there is no GPU.
+
+Tiles are of 32 by 32 under the interpreter, so that lengths around 70 have tiles of every kind: whole, cut by the
+causal limit, by the window and by the end. Widths up to 64 take the forward that computes both maps at once and the
+backward of one launch a kernel; wider ones the other forms.
+"""
+
+import logging
+from typing import Any
+
+import pytest
+import torch
+
+from diff_transformer.ops import diff_attention
+from diff_transformer.testing import assert_within_budget, eager_diff_attention, make_inputs
+
+triton = pytest.importorskip("triton", reason="the kernels are written in Triton")
+
+from diff_transformer.ops.triton import backward_form, interpreted, operator  # noqa: E402
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+NAMES = ("out", "dq1", "dq2", "dk1", "dk2", "dv", "dlam")
+
+pytestmark = [
+    pytest.mark.skipif(DEVICE == "cpu" and not interpreted(), reason="neither a GPU nor TRITON_INTERPRET=1"),
+    pytest.mark.filterwarnings("ignore:.*encountered in.*:RuntimeWarning"),  # NumPy on rows that see nothing
+]
+
+
+def random_mask(*shape):
+    """About two thirds of the keys visible, the first always."""
+    mask = torch.rand(*shape, generator=torch.Generator().manual_seed(1)) > 0.35
+    mask[..., 0] = True
+    return mask
+
+
+def blind_rows(B, T, S):
+    """Queries 0 and 7 of batch 0, and every query of batch 1, may attend to nothing: [B, 1, T, S]."""
+    mask = random_mask(B, 1, T, S)
+    mask[0, :, [0, 7]] = False
+    mask[1] = False
+    return mask
+
+
+# name: (arguments of make_inputs beside B = 1, H = 1, T = 70, D = 16; arguments of diff_attention)
+CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "plain": ({"B": 2, "H": 2, "T": 40}, {}),
+    "causal": ({"H": 2}, {"is_causal": True}),
+    "cross, 33 on 70": ({"T": 33, "S": 70}, {}),
+    "causal, 33 on 100": ({"T": 33, "S": 100}, {"is_causal": True}),
+    "causal, 100 on 33": ({"T": 100, "S": 33}, {"is_causal": True}),
+    "one query": ({"T": 1, "S": 70}, {"is_causal": True}),
+    "one query and key": ({"T": 1}, {"is_causal": True}),
+    "whole tiles": ({"T": 64}, {"is_causal": True}),
+    "window 1": ({}, {"is_causal": True, "window": 1}),
+    "window 20": ({"T": 100}, {"is_causal": True, "window": 20}),
+    "window 70": ({"T": 130}, {"is_causal": True, "window": 70}),
+    "window 20, 33 on 100": ({"T": 33, "S": 100}, {"is_causal": True, "window": 20}),
+    "window 20, 100 on 33": ({"T": 100, "S": 33}, {"is_causal": True, "window": 20}),
+    "grouped keys": ({"H": 4, "G": 2, "T": 40}, {"is_causal": True}),
+    "shared noise, grouped keys": ({"H": 6, "Hn": 2, "G": 1, "T": 40}, {"is_causal": True}),
+    "width 96": ({"D": 96}, {"is_causal": True}),
+    "width 96, shared noise": ({"H": 4, "Hn": 2, "G": 1, "T": 40, "D": 96, "Dv": 33}, {"is_causal": True}),
+    "width 128": ({"T": 40, "D": 128}, {"is_causal": True}),
+    "odd widths": ({"D": 24, "Dv": 41}, {"is_causal": True}),
+    "narrow": ({"D": 5, "Dv": 3}, {"is_causal": True}),
+    "wide keys, narrow values": ({"T": 40, "D": 80, "Dv": 16}, {"is_causal": True}),
+    "negative scale": ({}, {"scale": -0.3, "is_causal": True}),
+    "scale 0": ({"T": 40}, {"scale": 0.0}),
+    "sharp maps": ({}, {"scale": 3.0, "is_causal": True}),
+    "padding": ({"B": 2, "T": 33, "S": 70}, {"attn_mask": random_mask(2, 1, 1, 70)}),
+    "padding, width 96": ({"B": 2, "T": 40, "D": 96}, {"attn_mask": random_mask(2, 1, 1, 40), "is_causal": True}),
+    "mask [T, S]": ({"T": 33}, {"attn_mask": random_mask(33, 33)}),
+    "mask per head, shared noise": ({"H": 4, "Hn": 2, "G": 1, "T": 33}, {"attn_mask": random_mask(1, 4, 33, 33)}),
+    "mask and window": ({}, {"attn_mask": random_mask(1, 1, 70, 70), "is_causal": True, "window": 30}),
+    "blind rows": ({"B": 2, "T": 40}, {"attn_mask": blind_rows(2, 40, 40)}),
+    "bias": ({"H": 2, "T": 40}, {"attn_mask": torch.linspace(-3, 1, 2 * 40).view(1, 2, 1, 40), "is_causal": True}),
+    "additive mask": (
+        {"B": 2, "T": 40},
+        {"attn_mask": torch.zeros(2, 1, 40, 40).masked_fill(~blind_rows(2, 40, 40), float("-inf"))},
+    ),
+    "strided": ({"H": 2, "T": 40, "strided": True, "G": 1}, {"is_causal": True}),
+    "lam scalar": ({"T": 40, "lam_shape": ()}, {}),
+    "lam per head": ({"H": 2, "T": 40, "lam_shape": (2,)}, {}),
+    "lam per query": ({"T": 40, "lam_shape": (1, 1, 40, 1)}, {}),
+}  # fmt: skip
+SOME = ("causal", "window 20", "shared noise, grouped keys", "width 96", "padding", "blind rows")
+
+
+def inputs(case, dtype=torch.float32, **changes):
+    sizes, options = CASES[case]
+    options = {name: x.to(DEVICE) if isinstance(x, torch.Tensor) else x for name, x in options.items()}
+    sizes = {"B": 1, "H": 1, "T": 70, "device": DEVICE} | sizes | changes
+    return make_inputs(**sizes, dtype=dtype), options
+
+
+def run(function, x, options):
+    """The output and the gradients of every input for a fixed gradient of the output."""
+    out = function(*x, **options)
+    dout = torch.randn(out.shape, generator=torch.Generator().manual_seed(2)).to(out)
+    return dict(zip(NAMES, (out, *torch.autograd.grad(out, x, dout)), strict=True))
+
+
+def by(name):
+    return lambda *x, **options: diff_attention(*x, backend=name, **options)
+
+
+def eager(q1, q2, k1, k2, v, lam, **options):
+    lam = lam[None, :, None, None] if lam.dim() == 1 else lam
+    return eager_diff_attention(q1, q2, k1, k2, v, lam, **options)
+
+
+def in_fp64(x, options):
+    mask = options.get("attn_mask")
+    if mask is not None and mask.dtype != torch.bool:
+        options = options | {"attn_mask": mask.double()}
+    return run(by("reference"), x.to(torch.float64), options)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_fp32(case):
+    x, options = inputs(case)
+    exact = in_fp64(x, options)
+    for name, value in run(by("triton"), x, options).items():
+        assert value.dtype == torch.float32
+        assert_within_budget(value, exact[name], what=name)
+
+
+@pytest.mark.parametrize("case", SOME)
+def test_one_pass(case):
+    torch.use_deterministic_algorithms(False)  # which poisoned memory needs, and which rules the one pass out
+    x, options = inputs(case)
+    exact = in_fp64(x, options)
+    with backward_form("one_pass"):
+        out = diff_attention(*x, backend="triton", **options)
+    dout = torch.randn(out.shape, generator=torch.Generator().manual_seed(2)).to(out)
+    for name, value in zip(NAMES[1:], torch.autograd.grad(out, x, dout), strict=True):
+        assert_within_budget(value, exact[name], what=name)
+
+
+def test_one_pass_is_never_taken_where_determinism_is_asked_for(monkeypatch):
+    taken = []
+    compute = operator.launch_backward
+    monkeypatch.setattr(operator, "launch_backward", lambda *a: taken.append(a[-1]) or compute(*a))
+    x, _ = inputs("narrow", T=5)
+    for deterministic in (True, False):
+        torch.use_deterministic_algorithms(deterministic)
+        with backward_form("one_pass"):
+            out = diff_attention(*x, backend="triton")
+        out.sum().backward()
+    diff_attention(*x, backend="triton").sum().backward()
+    assert taken == [False, True, False]
+
+
+def test_backward_form_refuses_other_names():
+    with (
+        pytest.raises(ValueError, match="backward form is 'fast'; give 'two_pass' or 'one_pass'"),
+        backward_form("fast"),
+    ):
+        pass
+
+
+@pytest.mark.parametrize("case", SOME)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_half_precision(case, dtype):
+    if dtype == torch.bfloat16 and case != "causal" and DEVICE == "cpu":
+        pytest.skip("the interpreter computes bf16 in fp32, which test_fp32 covers")
+    x, options = inputs(case, dtype)
+    exact, by_eager = in_fp64(x, options), run(eager, x, options)
+    for name, value in run(by("triton"), x, options).items():
+        assert value.dtype == (torch.float32 if name == "dlam" else dtype)
+        assert_within_budget(value, exact[name], by_eager[name], what=name)
+
+
+@pytest.mark.parametrize("D", [16, 96])
+def test_shared_keys(D):
+    """k2 may be k1, read once: its gradient is the sum of both."""
+    x = make_inputs(B=1, H=1, T=40, D=D, device=DEVICE)
+    separate = run(by("triton"), x._replace(k2=x.k1.detach().clone().requires_grad_()), {"is_causal": True})
+    out = diff_attention(x.q1, x.q2, x.k1, x.k1, x.v, x.lam, is_causal=True, backend="triton")
+    dout = torch.randn(out.shape, generator=torch.Generator().manual_seed(2)).to(out)
+    (dk,) = torch.autograd.grad(out, x.k1, dout)
+    assert_within_budget(out, separate["out"])
+    assert_within_budget(dk, separate["dk1"] + separate["dk2"], what="dk")
+
+
+def test_shared_keys_stay_shared_under_autocast(monkeypatch):
+    given = []
+    compute = operator.launch_forward
+    monkeypatch.setattr(operator, "launch_forward", lambda *a: given.append(a[3]) or compute(*a))
+    x = make_inputs(B=1, H=1, T=5, D=4, requires_grad=False, device=DEVICE)
+    with torch.autocast(DEVICE, dtype=torch.float16):
+        diff_attention(x.q1, x.q2, x.k1, x.k1, x.v, x.lam, backend="triton")
+        diff_attention(*x, backend="triton")
+    assert given[0] is None
+    assert given[1].dtype == torch.float16
+
+
+def test_rows_that_see_nothing_are_exactly_zero():
+    x, options = inputs("blind rows")
+    results = run(by("triton"), x, options)
+    assert results["out"][0, :, 1].abs().min() > 0
+    for name in ("out", "dq1", "dq2", "dlam"):
+        assert not results[name][0, :, [0, 7]].any(), name
+        assert not results[name][1].any(), name
+    for name in ("dk1", "dk2", "dv"):
+        assert results[name][0].any(), name
+        assert not results[name][1].any(), name
+
+
+def test_nan_in_an_input_is_not_hidden():
+    x = make_inputs(B=1, H=1, T=40, requires_grad=False, device=DEVICE)
+    x.q1[0, 0, 5] = float("nan")
+    out = diff_attention(*x, is_causal=True, backend="triton")
+    assert out[0, 0, 5].isnan().all()
+    assert out.isnan().sum() == 32
+
+
+def test_values_of_keys_beyond_the_end_are_not_read():
+    """The cache behind a view holds NaN: 0 * NaN would show."""
+    x = make_inputs(B=1, H=1, T=40, S=64, requires_grad=False, device=DEVICE)
+    whole = [y.clone() for y in (x.k1, x.k2, x.v)]
+    for y in whole:
+        y[:, :, 45:] = float("nan")
+    k1, k2, v = (y[:, :, :45] for y in whole)
+    leaves = [y.detach().requires_grad_() for y in (x.q1, x.q2, k1, k2, v, x.lam)]
+    for value in run(by("triton"), leaves, {"is_causal": True}).values():
+        assert value.isfinite().all()
+
+
+def test_gradient_of_the_output_may_be_broadcast():
+    """sum() hands backward a gradient whose strides are 0."""
+    x, options = inputs("causal")
+    summed = torch.autograd.grad(diff_attention(*x, backend="triton", **options).sum(), x)
+    out = diff_attention(*x, backend="reference", **options)
+    for value, exact in zip(summed, torch.autograd.grad(out, x, torch.ones_like(out)), strict=True):
+        assert_within_budget(value, exact)
+
+
+def test_rows_apart_in_memory():
+    """Tensors whose last stride is not 1 are copied."""
+    x = make_inputs(B=1, H=2, T=40, D=16, Dv=16, device=DEVICE, requires_grad=False)
+    turned = [y.mT.contiguous().mT for y in x[:5]]
+    assert {y.stride(-1) for y in turned} == {40}
+    out = diff_attention(*turned, x.lam, is_causal=True, backend="triton")
+    assert_within_budget(out, diff_attention(*x, is_causal=True, backend="reference"))
+
+
+def test_two_passes_repeat_bit_for_bit():
+    x, options = inputs("shared noise, grouped keys")
+    first, second = (run(by("triton"), x, options) for _ in range(2))
+    assert all(torch.equal(first[name], second[name]) for name in NAMES)
+
+
+def test_what_a_backward_needs_is_saved_only_for_one():
+    x, options = inputs("causal")
+    outputs = []
+    with torch.no_grad():
+        outputs.append(operator.forward(*x, None, None, None, 70, 70, True, None, 0.25, False, False))
+    saved = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
+        out = diff_attention(*x, backend="triton", **options)
+    assert [y.numel() for y in outputs[0][1:]] == [0, 0, 0]
+    assert sum(y.numel() for y in saved) <= sum(y.numel() for y in x) + 2 * out.numel() + 2 * out.numel() // 32
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_opcheck(shared):
+    x = make_inputs(B=1, H=2, G=1, T=7, S=9, D=3, Dv=5, device=DEVICE)
+    k2 = None if shared else x.k2
+    rest = (None, None, None, 7, 9, True, 4, 0.5)
+    tensors = (*x[:3], k2, x.v, x.lam)
+    torch.library.opcheck(operator.forward, (*tensors, *rest, True, False))
+    tensors = tuple(None if y is None else y.detach() for y in tensors)
+    out, *saved = operator.forward(*tensors, *rest, True, False)
+    arguments = (torch.randn_like(out), *tensors, None, None, None, out, *saved, 7, 9, True, 4, 0.5, False)
+    torch.library.opcheck(operator.backward, arguments)
+
+
+@pytest.mark.parametrize("options", [{"is_causal": True}, {"attn_mask": random_mask(33, 33)}], ids=["causal", "mask"])
+def test_compiles_into_one_graph(options):
+    x = make_inputs(B=1, H=2, G=1, T=33, device=DEVICE)
+    options = {name: y.to(DEVICE) if isinstance(y, torch.Tensor) else y for name, y in options.items()}
+
+    def loss(*x):
+        return diff_attention(*x, backend="triton", **options).square().sum()
+
+    compiled = torch.compile(loss, fullgraph=True, backend="aot_eager")
+    expected = torch.autograd.grad(loss(*x), x)
+    for value, exact in zip(torch.autograd.grad(compiled(*x), x), expected, strict=True):
+        assert_within_budget(value, exact)
+
+
+def test_activation_checkpointing():
+    x = make_inputs(B=1, H=2, T=33, device=DEVICE)
+
+    def attend(*x):
+        return diff_attention(*x, is_causal=True, backend="triton")
+
+    expected = torch.autograd.grad(attend(*x).sum(), x)
+    out = torch.utils.checkpoint.checkpoint(attend, *x, use_reentrant=False)
+    for value, exact in zip(torch.autograd.grad(out.sum(), x), expected, strict=True):
+        assert_within_budget(value, exact)
+
+
+def test_autocast():
+    x = make_inputs(B=1, H=1, T=20, device=DEVICE)
+    with torch.autocast(DEVICE, dtype=torch.float16):
+        out = diff_attention(*x, is_causal=True, backend="triton")
+    assert out.dtype == torch.float16
+    assert torch.equal(out, diff_attention(*x.to(torch.float16), is_causal=True, backend="triton"))
+    gradients = torch.autograd.grad(out.float().square().sum(), x)
+    assert {g.dtype for g in gradients} == {torch.float32}
+    assert all(g.any() for g in gradients)
+
+
+def test_few_queries_over_many_keys_are_decoded(monkeypatch):
+    from diff_transformer.ops.triton import decode
+
+    taken = []
+    compute = decode.attend_decode
+    monkeypatch.setattr(decode, "attend_decode", lambda *a: taken.append(a[0].shape[2]) or compute(*a))
+    x = make_inputs(B=1, H=1, T=9, S=256, D=8, device=DEVICE)
+    for T, S in ((1, 256), (8, 256), (9, 256), (1, 255)):
+        y = make_inputs(B=1, H=1, T=T, S=S, D=8, device=DEVICE)
+        with torch.no_grad():
+            out = diff_attention(*y, is_causal=True, backend="triton")
+        assert_within_budget(out, diff_attention(*y, is_causal=True, backend="reference"))
+    assert taken == [1, 8]
+    diff_attention(*x._replace(q1=x.q1[:, :, :1], q2=x.q2[:, :, :1], lam=x.lam[:, :, :1]), backend="triton")
+    assert taken == [1, 8], "a gradient is needed, which decoding does not give"
+
+
+@pytest.mark.parametrize(
+    ("sizes", "message"),
+    [
+        ({"D": 136}, "q1 has width 136 and v width 16; the Triton kernels take at most 128 and 256"),
+        ({"Dv": 264}, "q1 has width 16 and v width 264; the Triton kernels take at most 128 and 256"),
+        ({"dtype": torch.float64}, "the Triton kernels take float32, bfloat16 and float16; give backend='reference'"),
+    ],
+)
+def test_refused_before_launch(sizes, message):
+    x = make_inputs(**({"B": 1, "H": 1, "T": 3, "D": 16, "Dv": 16, "device": DEVICE} | sizes))
+    with pytest.raises(RuntimeError, match=f"backend='triton' is not available: {message}"):
+        diff_attention(*x, backend="triton")
+
+
+def test_says_which_kernels_ran(caplog):
+    operator._announce.cache_clear()
+    x = make_inputs(B=1, H=1, T=3, D=4, device=DEVICE)
+    with caplog.at_level(logging.INFO, logger="diff_transformer"):
+        diff_attention(*x, backend="triton").sum().backward()
+    assert [r.message.partition(f"on {x.q1.device}, ")[2] for r in caplog.records if "plain" in r.message] == [
+        "float32: plain Triton",
+        "float32: plain Triton, two passes",
+    ]

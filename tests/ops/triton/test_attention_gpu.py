@@ -1,0 +1,153 @@
+"""On a GPU: the Triton kernels in every dtype, at lengths of real models and through the whole contract."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from diff_transformer.ops import diff_attention, diff_attention_varlen
+from diff_transformer.ops.triton import backward_form
+from diff_transformer.testing import Inputs, assert_within_budget, eager_diff_attention, make_inputs, peak_memory
+
+pytestmark = pytest.mark.gpu
+
+CAUSAL = {"is_causal": True}
+WIDTHS = [(16, 32), (32, 64), (40, 80), (64, 64), (64, 128), (80, 160), (96, 192), (112, 224), (128, 128), (128, 256)]
+
+
+def padding(B, S):
+    mask = torch.ones(B, 1, 1, S, dtype=torch.bool, device="cuda")
+    mask[-1, ..., : S // 3] = False
+    return mask
+
+
+def random_mask(*shape):
+    return torch.rand(*shape, generator=torch.Generator().manual_seed(1)).cuda() > 0.35
+
+
+# name: (arguments of make_inputs beside B = 2, H = 4, T = 1000, D = 64; what makes those of diff_attention)
+FEATURES: dict[str, tuple[dict[str, Any], Any]] = {
+    "full": ({}, dict),
+    "causal": ({}, lambda: CAUSAL),
+    "63 on 1000": ({"T": 63, "S": 1000}, lambda: CAUSAL),
+    "1000 on 63": ({"T": 1000, "S": 63}, lambda: CAUSAL),
+    "window": ({}, lambda: CAUSAL | {"window": 200}),
+    "grouped, shared noise": ({"H": 8, "Hn": 4, "G": 2}, lambda: CAUSAL),
+    "one key head": ({"H": 8, "G": 1, "strided": True}, lambda: CAUSAL),
+    "strided": ({"strided": True}, lambda: CAUSAL),
+    "padding": ({}, lambda: CAUSAL | {"attn_mask": padding(2, 1000)}),
+    "mask": ({"T": 500}, lambda: {"attn_mask": random_mask(2, 4, 500, 500)}),
+    "bias": ({"T": 500}, lambda: {"attn_mask": torch.linspace(-3, 0, 500, device="cuda").view(1, 1, 1, 500)}),
+    "scale": ({}, lambda: CAUSAL | {"scale": -0.3}),
+    "lam per head": ({"lam_shape": (4,)}, lambda: CAUSAL),
+}
+
+
+def run(function, x, options):
+    out = function(*x, **options)
+    dout = torch.randn(out.shape, generator=torch.Generator().manual_seed(2)).to(out)
+    return out, *torch.autograd.grad(out, x, dout)
+
+
+def by(name):
+    return lambda *x, **options: diff_attention(*x, backend=name, **options)
+
+
+def eager(q1, q2, k1, k2, v, lam, **options):
+    lam = lam[None, :, None, None] if lam.dim() == 1 else lam
+    return eager_diff_attention(q1, q2, k1, k2, v, lam, **options)
+
+
+def compare(x, options):
+    mask = options.get("attn_mask")
+    wide = options if mask is None or mask.dtype == torch.bool else options | {"attn_mask": mask.double()}
+    exact = run(by("reference"), x.to(torch.float64), wide)
+    by_eager = (None,) * len(exact) if x.q1.dtype == torch.float32 else run(eager, x, options)
+    for name, *values in zip(("out", *x._fields), run(by("triton"), x, options), exact, by_eager, strict=True):
+        assert_within_budget(*values, what=name)
+
+
+@pytest.mark.parametrize("case", FEATURES)
+@pytest.mark.parametrize("D", [64, 128])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+def test_contract(dtype, D, case):
+    sizes, options = FEATURES[case]
+    x = make_inputs(**({"B": 2, "H": 4, "T": 1000, "D": D} | sizes), dtype=dtype, device="cuda")
+    compare(x, options())
+
+
+@pytest.mark.parametrize("widths", WIDTHS, ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+def test_widths(dtype, widths):
+    D, Dv = widths
+    compare(make_inputs(B=1, H=2, T=333, D=D, Dv=Dv, dtype=dtype, device="cuda"), CAUSAL)
+
+
+@pytest.mark.parametrize("T", [4096, 16384])
+@pytest.mark.parametrize("D", [64, 128])
+def test_long(D, T):
+    """One head at a time: the fp64 reference holds several T x T maps."""
+    compare(make_inputs(B=1, H=1, T=T, D=D, dtype=torch.bfloat16, device="cuda"), CAUSAL)
+
+
+@pytest.mark.parametrize("D", [64, 128])
+def test_one_pass(D):
+    torch.use_deterministic_algorithms(False)
+    x = make_inputs(B=2, H=4, Hn=2, G=1, T=1000, D=D, dtype=torch.bfloat16, device="cuda")
+    exact, by_eager = run(by("reference"), x.to(torch.float64), CAUSAL), run(eager, x, CAUSAL)
+    with backward_form("one_pass"):
+        values = run(by("triton"), x, CAUSAL)
+    for name, *three in zip(("out", *x._fields), values, exact, by_eager, strict=True):
+        assert_within_budget(*three, what=name)
+
+
+def test_two_passes_repeat_bit_for_bit():
+    x = make_inputs(B=2, H=4, T=2048, D=64, dtype=torch.bfloat16, device="cuda")
+    first, second = (run(by("triton"), x, CAUSAL) for _ in range(2))
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+@pytest.mark.parametrize("D", [64, 128])
+def test_documents(D):
+    ends = torch.tensor([0, 700, 700, 1000, 1063], dtype=torch.int32, device="cuda")
+    x = make_inputs(B=1, H=4, G=2, T=1063, D=D, dtype=torch.bfloat16, device="cuda")
+    x = Inputs(*(y[0].transpose(0, 1).detach().clone().requires_grad_() for y in x))
+
+    def varlen(name):
+        return lambda *x, **options: diff_attention_varlen(*x, ends, ends, 700, 700, backend=name, **options)
+
+    wide = Inputs(*(y.detach().double().requires_grad_() for y in x))
+    exact, by_sdpa = run(varlen("reference"), wide, CAUSAL), run(varlen("sdpa"), x, CAUSAL)
+    for name, *three in zip(("out", *x._fields), run(varlen("triton"), x, CAUSAL), exact, by_sdpa, strict=True):
+        assert_within_budget(*three, what=name)
+
+
+def test_memory_grows_with_the_length_not_its_square():
+    def peak(T):
+        x = make_inputs(B=1, H=4, T=T, D=64, dtype=torch.bfloat16, device="cuda")
+        return peak_memory(lambda: diff_attention(*x, is_causal=True, backend="triton").sum().backward(), "cuda")
+
+    assert peak(16384) < 2.2 * peak(8192)
+
+
+def test_more_elements_than_32_bits_count():
+    """The last head begins beyond element 2^31 of its tensor, in which the heads before are never written."""
+    H, T, D = 2, 64, 64
+    far = 2**31 // D + 1
+    storage = torch.zeros(far * D + T * D, dtype=torch.bfloat16, device="cuda")
+    apart = storage.as_strided((1, H, T, D), (0, far * D, D, 1))
+    x = make_inputs(B=1, H=H, T=T, D=D, dtype=torch.bfloat16, device="cuda", requires_grad=False)
+    apart.copy_(x.k1)
+    out = diff_attention(x.q1, x.q2, apart, x.k2, x.v, x.lam, is_causal=True, backend="triton")
+    assert torch.equal(out, diff_attention(*x, is_causal=True, backend="triton"))
+
+
+def test_compiles_with_inductor():
+    x = make_inputs(B=2, H=4, T=512, D=64, dtype=torch.bfloat16, device="cuda")
+
+    def attend(*x):
+        return diff_attention(*x, is_causal=True)
+
+    compiled = torch.compile(attend, fullgraph=True)
+    for value, expected in zip(run(compiled, x, {}), run(attend, x, {}), strict=True):
+        assert torch.equal(value, expected)

@@ -1,0 +1,96 @@
+"""The forward and backward kernels as they would be launched, compiled for Ampere and Hopper without a GPU.
+
+No spilled register, no serialised wgmma, no more shared memory than the chip has (Ampere's tiles: than its smallest):
+the widths of the paper's models by default, all widths, dtypes and maskings with ``-m slow``. Of fp32, which uses no
+tensor cores, only shared memory is checked.
+"""
+
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="the kernels are written in Triton")
+
+from diff_transformer.ops.arguments import check
+from diff_transformer.ops.triton import backward, configurations, forward
+from diff_transformer.ops.triton.metadata import SHARED_LIMIT, assert_ships, compile_in_subprocess, describe
+from diff_transformer.testing import make_inputs
+
+LENGTH = 128
+WIDTHS = [(16, 32), (32, 64), (64, 64), (40, 80), (64, 128), (80, 160), (96, 192), (128, 128), (128, 256)]
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+# name: (arguments of make_inputs, of the operator, of the launchers)
+CASES: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
+    "causal": ({}, {"is_causal": True}, {}),
+    "full": ({}, {}, {}),
+    "one of each": ({"B": 1, "H": 1}, {"is_causal": True}, {}),
+    "window": ({}, {"is_causal": True, "window": 50}, {}),
+    "padding": ({}, {"is_causal": True, "attn_mask": torch.ones(2, 1, 1, LENGTH, dtype=torch.bool)}, {}),
+    "mask": ({}, {"attn_mask": torch.ones(2, 4, LENGTH, LENGTH, dtype=torch.bool)}, {}),
+    "bias": ({}, {"attn_mask": torch.ones(4, LENGTH, LENGTH)}, {}),
+    "grouped": ({"H": 8, "Hn": 4, "G": 2}, {"is_causal": True}, {}),
+    "one key for both": ({}, {"is_causal": True}, {"shared_keys": True}),
+    "negative scale": ({}, {"is_causal": True, "scale": -0.5}, {}),
+    "documents": ({"B": 1}, {"is_causal": True}, {"varlen": True}),
+    "one pass": ({}, {"is_causal": True}, {"one_pass": True}),
+    "no gradient": ({}, {"is_causal": True}, {"need_gradient": False}),
+}
+PAPER = [(64, 128), (96, 192), (128, 256)]
+OFTEN = [("bf16", widths, "causal") for widths in PAPER]
+SELDOM = [(dtype, widths, "causal") for dtype in DTYPES for widths in WIDTHS]
+SELDOM += [("bf16", widths, case) for widths in PAPER for case in CASES]
+SELDOM += [("fp32", widths, case) for widths in ((64, 128), (128, 256)) for case in CASES]
+
+
+def launches(monkeypatch, capability, dtype, widths, case) -> list:
+    """Descriptions of everything that a call and its backward launch on a GPU of that capability."""
+    recorded: list = []
+
+    def launch(kernel, programs, arguments, constants):
+        recorded.append(describe(kernel, arguments, constants))
+
+    for module in (forward, backward):
+        monkeypatch.setattr(module, "launch", launch)
+    monkeypatch.setattr(configurations, "INTERPRETED", False)
+    monkeypatch.setattr(configurations, "is_hopper", lambda device: capability == 90)
+    sizes, options, form = CASES[case]
+    sizes = {"H": 4, "T": LENGTH, "strided": True} | sizes | dict(zip(("D", "Dv"), widths, strict=True))
+    x = make_inputs(**sizes, dtype=DTYPES[dtype], requires_grad=False)
+    lam, *rest = check(*x, *(options.get(name) for name in ("attn_mask", "is_causal", "window", "scale")))
+    attn_mask, *rest = rest
+    k2 = None if form.get("shared_keys") else x.k2
+    cu_seqlens = torch.tensor([0, 50, LENGTH], dtype=torch.int32) if form.get("varlen") else None
+    documents = (cu_seqlens, cu_seqlens, LENGTH, LENGTH)
+    tensors = (*x[:3], k2, x.v, lam, attn_mask, *documents)
+    need_gradient = form.get("need_gradient", True)
+    saved = forward.launch_forward(*tensors, *rest, need_gradient)
+    if need_gradient:
+        backward.launch_backward(saved[0], *tensors, *saved, *rest, form.get("one_pass", False))
+    return recorded
+
+
+@pytest.mark.parametrize("capability", [80, 90])
+@pytest.mark.parametrize(
+    ("dtype", "widths", "case"),
+    [*OFTEN, *(pytest.param(*case, marks=pytest.mark.slow) for case in dict.fromkeys(SELDOM) if case not in OFTEN)],
+)
+def test_ships(monkeypatch, dtype, widths, case, capability):
+    recorded = launches(monkeypatch, capability, dtype, widths, case)
+    names = {launch.kernel.partition(":")[2] for launch in recorded}
+    expected = {"forward_kernel", "delta_kernel", "key_gradient_kernel", "query_gradient_kernel"}
+    if case == "no gradient":
+        expected = {"forward_kernel"}
+    elif case == "one pass":
+        expected.remove("query_gradient_kernel")
+    assert names == expected
+    compiled = [compile_in_subprocess(*launch[:3], capability=capability, **launch.options) for launch in recorded]
+    for kernel in compiled:
+        if dtype == "fp32":
+            assert kernel.shared_bytes <= SHARED_LIMIT[86]
+            continue
+        assert_ships(kernel)
+        if capability == 80:
+            assert_ships(kernel, 86)
+        if kernel.name != "delta_kernel":
+            assert kernel.wgmma if capability == 90 else kernel.mma, "no tensor cores"

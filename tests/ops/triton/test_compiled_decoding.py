@@ -1,0 +1,103 @@
+"""The decoding kernels as they would be launched, compiled for Ampere and Hopper without a GPU.
+
+No spilled register, no serialised wgmma, no more shared memory than the chip has: the paper's most used widths by
+default, all widths, dtypes and calls with ``-m slow``.
+"""
+
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="the kernels are written in Triton")
+
+from diff_transformer.ops.arguments import check
+from diff_transformer.ops.triton import decode
+from diff_transformer.ops.triton.metadata import assert_ships, compile_in_subprocess, describe
+from diff_transformer.testing import make_inputs
+
+CAPABILITIES = [80, 90]
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+WIDTHS = [(16, 32), (32, 64), (64, 64), (64, 128), (96, 192), (128, 128), (128, 256)]
+
+
+class Recorder:
+    """Stands for a kernel; ``kernel[grid](*arguments, **constants)`` adds its description to ``launches``."""
+
+    def __init__(self, kernel, launches: list):
+        self.kernel, self.launches = kernel, launches
+
+    def __getitem__(self, grid):
+        return self
+
+    def __call__(self, *arguments, **constants):
+        self.launches.append(describe(self.kernel, arguments, constants))
+
+
+def often_and_seldom(often, *axes):
+    """Parameters of a test: the product of the axes, all that is not in ``often`` marked slow."""
+    return [pytest.param(*case, marks=() if case in often else pytest.mark.slow) for case in product(*axes)]
+
+
+# What a call can ask of the decoding kernel: multiprocessors of the GPU (1: one slice), arguments of make_inputs and of
+# launch_decode.
+DECODING: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
+    "plain": (132, {}, {}),
+    "one of each": (132, {"B": 1, "H": 1}, {}),  # sizes of 1 become constants
+    "one slice": (1, {}, {}),
+    "most slices": (10_000, {}, {}),
+    "lengths": (132, {"T": 3, "G": 2}, {"is_causal": True, "lengths": torch.ones(2, dtype=torch.int32)}),
+    "one key for both": (132, {"one_key": True}, {}),
+    "padding": (132, {}, {"attn_mask": torch.ones(2, 1, 1, 200, dtype=torch.bool)}),
+    "everything": (
+        1,
+        {"T": 8, "G": 2, "Hn": 2},
+        {
+            "is_causal": True,
+            "window": 100,
+            "attn_mask": torch.ones(2, 4, 8, 200, dtype=torch.bool),
+            "lengths": torch.ones(2, dtype=torch.int32),
+        },
+    ),
+}
+OFTEN = [
+    *product(["bf16"], [(64, 128), (128, 256)], ["padding", "everything"]),
+    *product(["bf16"], [(128, 256)], ["most slices", "one of each"]),
+]
+
+
+def launches_of_decoding(monkeypatch, dtype, widths, case):
+    multiprocessors, asked, options = DECODING[case]
+    launches = []
+    for name in ("attend_slice", "combine_slices"):
+        monkeypatch.setattr(decode, name, Recorder(getattr(decode, name), launches))
+    monkeypatch.setattr(decode, "multiprocessors", lambda device: multiprocessors)
+    monkeypatch.setattr(decode, "FEWEST_KEYS", 1)
+    D, Dv = widths
+    sizes: dict[str, Any] = {"B": 2, "H": 4, "T": 1, "S": 200, "D": D, "Dv": Dv, "requires_grad": False} | asked
+    one_key = sizes.pop("one_key", False)
+    x = make_inputs(**sizes, dtype=DTYPES[dtype])
+    if one_key:
+        x = x._replace(k2=x.k1)
+    mask, is_causal, window = options.get("attn_mask"), options.get("is_causal", False), options.get("window")
+    decode.launch_decode(*x[:5], *check(*x, mask, is_causal, window, None), lengths=options.get("lengths"))
+    return launches
+
+
+@pytest.mark.parametrize("capability", CAPABILITIES)
+@pytest.mark.parametrize(("dtype", "widths", "case"), often_and_seldom(OFTEN, DTYPES, WIDTHS, DECODING))
+def test_decoding(monkeypatch, dtype, widths, case, capability):
+    launches = launches_of_decoding(monkeypatch, dtype, widths, case)
+    assert [launch.kernel.partition(":")[2] for launch in launches] == [
+        "attend_slice",
+        *(["combine_slices"] if DECODING[case][0] > 1 else []),
+    ]
+    compiled = [compile_in_subprocess(*launch[:3], capability=capability, **launch.options) for launch in launches]
+    for kernel in compiled:
+        assert_ships(kernel)
+        assert_ships(kernel, 86 if capability == 80 else 90)  # what serves an A100 must fit an RTX 3090 as well
+    size = DTYPES[dtype].itemsize
+    one_tile = decode.tile(*widths, size, False).keys * (2 * widths[0] + widths[1]) * size
+    if case != "one key for both":
+        assert compiled[0].shared_bytes > one_tile, "not pipelined: less than one tile of K1, K2 and V is held"

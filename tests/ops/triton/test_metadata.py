@@ -1,0 +1,128 @@
+"""The instrument itself: a compile check that cannot fail would prove nothing."""
+
+import os
+from dataclasses import replace
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="it compiles Triton kernels")
+
+import triton
+import triton.language as tl
+
+from diff_transformer.ops.triton import configurations, forward
+from diff_transformer.ops.triton.metadata import (
+    SHARED_LIMIT,
+    Compiled,
+    assert_ships,
+    compile_for,
+    compile_in_subprocess,
+    describe,
+    faults,
+)
+
+GOOD = Compiled(
+    name="kernel", capability=90, registers=168, spill_bytes=0, shared_bytes=227 * 1024, num_warps=4, wgmma=8, mma=0,
+    wgmma_serialized=False,
+)  # fmt: skip
+COMBINE = "diff_transformer.ops.triton.decode_kernels:combine_slices"
+SIGNATURE = {"partial": "*fp32", "lam": "*fp32", "out": "*bf16"}
+SIGNATURE |= dict.fromkeys(("slices", "all_rows", "H", "T"), "i32")
+SIGNATURE |= {f"lam_stride_{dimension}": "i32" for dimension in "bht"}
+CONSTANTS = {"DV": 64, "COLUMNS": 64, "ROOM": 8}
+
+
+def test_limits_of_the_chips():
+    assert SHARED_LIMIT[80] == 163 * 1024
+    assert SHARED_LIMIT[90] == 227 * 1024
+
+
+def test_what_ships():
+    assert faults(GOOD) == []
+    assert_ships(GOOD)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"spill_bytes": 8, "registers": 255}, "spills 8 bytes a thread at 255 registers"),
+        ({"wgmma_serialized": True}, "serialises its wgmma instructions"),
+        ({"shared_bytes": 227 * 1024 + 1}, "uses 227 KiB of shared memory; sm_90 has 227"),
+        ({"capability": 80}, "uses 227 KiB of shared memory; sm_80 has 163"),
+    ],
+    ids=["spill", "serialised", "shared", "smaller chip"],
+)
+def test_what_does_not_ship(change, message):
+    with pytest.raises(AssertionError, match=message):
+        assert_ships(replace(GOOD, **change))
+
+
+def test_another_chip_than_it_was_compiled_for():
+    assert faults(GOOD, 86) == ["uses 227 KiB of shared memory; sm_86 has 99"]
+    with pytest.raises(ValueError, match="capability is 75; known are 80, 86"):
+        faults(GOOD, 75)
+
+
+def test_a_spill_is_seen():
+    """32 slices of 256 columns in one warp: 256 values a thread, which has 255 registers."""
+    wide = {"DV": 256, "COLUMNS": 256, "ROOM": 32}
+    assert compile_in_subprocess(COMBINE, SIGNATURE, wide, capability=80, num_warps=1).spill_bytes > 0
+    assert compile_in_subprocess(COMBINE, SIGNATURE, CONSTANTS, capability=80).spill_bytes == 0
+
+
+def test_a_serialised_wgmma_is_seen(monkeypatch):
+    """The forward for Hopper with a tile that no register file holds, and with the one that ships."""
+    launches = []
+    x = torch.zeros(1, 2, 128, 64, dtype=torch.bfloat16)
+    v, lam = torch.zeros(1, 2, 128, 128, dtype=torch.bfloat16), torch.zeros(1, 2, 128, 1)
+
+    def launch(kernel, programs, arguments, constants):
+        launches.append(describe(kernel, arguments, constants))
+
+    monkeypatch.setattr(forward, "launch", launch)
+    monkeypatch.setattr(configurations, "INTERPRETED", False)
+    monkeypatch.setattr(configurations, "is_hopper", lambda device: True)
+    too_large = configurations.Configuration(128, 128, 8, 2, together=True)
+    for configuration in (forward.forward_configuration, lambda *_: too_large):
+        monkeypatch.setattr(forward, "forward_configuration", configuration)
+        forward.launch_forward(x, x, x, None, v, lam, None, None, None, 128, 128, True, None, 0.125, False)
+    good, bad = (compile_in_subprocess(*launch[:3], capability=90, **launch.options) for launch in launches)
+    assert good.wgmma > 0
+    assert not good.wgmma_serialized
+    assert bad.wgmma_serialized
+
+
+def test_errors_come_back():
+    with pytest.raises(RuntimeError, match=r"combine_slices does not compile .* without type or value: DV"):
+        compile_in_subprocess(COMBINE, SIGNATURE, {"COLUMNS": 64, "ROOM": 8}, capability=80)
+    with pytest.raises(RuntimeError, match="in both dicts: slices"):
+        compile_in_subprocess(COMBINE, SIGNATURE, CONSTANTS | {"slices": 3}, capability=80)
+    with pytest.raises(RuntimeError, match="it does not have: Slices"):
+        compile_in_subprocess(COMBINE, SIGNATURE, CONSTANTS | {"Slices": 3}, capability=80)
+    with pytest.raises(RuntimeError, match="ModuleNotFoundError: No module named 'nowhere'"):
+        compile_in_subprocess("nowhere:kernel", {}, {}, capability=80)
+
+
+@triton.jit(do_not_specialize=["n"])
+def scale_by(x, y, factor, n, stride, other_stride, mask, BLOCK: tl.constexpr):
+    place = tl.arange(0, BLOCK)
+    tl.store(y + place * stride, tl.load(x + place * other_stride, mask=place < n) * factor)
+
+
+def test_description_of_a_launch():
+    x, y = torch.zeros(4, dtype=torch.bfloat16), torch.zeros(4, dtype=torch.bool)
+    launch = describe(scale_by, [x, y, 0.5, 1, 1, 32, None], {"BLOCK": 16, "num_warps": 8})
+    assert launch.kernel.endswith(":scale_by")
+    types = {"x": "*bf16", "y": "*i1", "factor": "fp32", "n": "i32", "other_stride": "i32:16"}
+    assert launch.signature == types
+    assert launch.constexprs == {"stride": 1, "mask": None, "BLOCK": 16}
+    assert launch.options == {"num_warps": 8}
+    long = describe(scale_by, [x, y, 0.5, 48, 17, 2**31, None], {"BLOCK": 16})
+    assert [long.signature[name] for name in ("n", "stride", "other_stride")] == ["i32", "i32", "i64:16"]
+
+
+@pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="about kernels decorated under the interpreter")
+def test_interpreted_kernels_are_refused():
+    with pytest.raises(TypeError, match=r"scale_by is a InterpretedFunction, .* use compile_in_subprocess"):
+        compile_for(scale_by, {}, {}, capability=90)
