@@ -34,7 +34,6 @@ TABLES = {
     "demo": (claims_table, ROOT / "figures" / "demo" / "results.json"),
     "novels": (claims_table, ROOT / "figures" / "novels" / "results.json"),
     "attention": (attention_table, RESULTS / "attention_cpu.json"),
-    "attention_1_thread": (attention_table, RESULTS / "attention_cpu_1_thread.json"),
     "attention_gpu": (attention_gpu_table, RESULTS / "attention_gpu.json"),
     "decode": (decode_table, RESULTS / "decode_cpu.json"),
     "decode_gpu": (decode_table, RESULTS / "decode_gpu.json"),
@@ -43,8 +42,19 @@ TABLES = {
 }
 
 
+def experiments_table() -> list[str]:
+    from diff_transformer.evals.command import EXPERIMENTS
+
+    lines = ["| `eval` | in the paper |", "|---|---|"]
+    return [*lines, *(f"| `{name}` | {what} |" for name, what in EXPERIMENTS.items())]
+
+
 def with_tables(text: str) -> str:
-    """README's text with each ``<!-- table: NAME -->`` filled from its JSON."""
+    """README's text with each ``<!-- table: NAME -->`` filled from its JSON, and the list of experiments."""
+    listed = "\n".join(experiments_table())
+    text = re.sub(
+        r"(<!-- experiments -->\n).*?(<!-- end -->)", lambda m: f"{m[1]}{listed}\n{m[2]}", text, flags=re.DOTALL
+    )
     for name, (make, path) in TABLES.items():
         if path.exists():
             body = "\n".join(make(path))

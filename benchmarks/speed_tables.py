@@ -54,13 +54,17 @@ def decode_table(path: Path) -> list[str]:
     """The operator over a cache, then the models one token at a time."""
     record = json.loads(path.read_text())
     operators = [r for r in record["rows"] if r["kind"] == "operator" and r["role"] == "backend" and "us" in r]
+    on_gpu = bool(record["provenance"].get("machine"))
+    if not on_gpu:  # one sequence, by our own kernel: the rest stands in the record
+        operators = [r for r in operators if r["batch"] == 1 and r["backend"] == "blockwise"]
     lines = []
     if operators:
-        lines += header("backend", "batch, h / cached heads, N, d", "time", "over cuDNN", "GB/s", "of a copy's")
+        over = ["over cuDNN"] if on_gpu else []
+        lines += header("backend", "batch, h / cached heads, N, d", "time", *over, "GB/s", "of a copy's")
     for row in operators:
         sizes = f"{row['batch']}, {row['heads']} / {row['kv_heads']}, {row['cache']}, {row['width']}"
         shape = f"{sizes}, {DTYPES[row['dtype']]}"
-        ratios = number(row["ratio"], 2), number(row["ratios"].get(CUDNN), 2)
+        ratios = [number(row["ratio"], 2), *([number(row["ratios"].get(CUDNN), 2)] if on_gpu else [])]
         lines.append(line(row["backend"], shape, *ratios, f"{row['gb_per_s']:.0f}", percent(row["copy_share"])))
     lines += [""] if operators else []
     pairs = pairs_of([r for r in record["rows"] if r["kind"] == "model"])
@@ -105,7 +109,8 @@ def who(row: dict) -> str:
 def model(row: dict) -> str:
     """Preset, width where it is not the preset's, layers where they are not all, dtype."""
     width = f", d_model {row['fields']['hidden_size']}" if "hidden_size" in row["fields"] else ""
-    cut = "" if row["layers"] == row["layers_of_preset"] else f", {row['layers']} of {row['layers_of_preset']} layers"
+    layers, whole = row["layers"], row["layers_of_preset"]
+    cut = "" if layers == whole else f", {layers} of {whole} layers" if layers < whole else f", {layers} layers"
     return f"{row['model']}{width}{cut}, {DTYPES[row['dtype']]}"
 
 

@@ -2,6 +2,8 @@
 
 import json
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -29,3 +31,9 @@ def test_a_folder_has_its_commands_and_the_paper_s_numbers(folder):
     assert named
     assert named <= {*EXPERIMENTS, "all"}
     assert FILLED.search(text)
+
+
+def test_what_was_measured_comes_from_the_record():
+    """Each README's table is that of ``measured.json``: run ``python figures/fill.py`` after a new record."""
+    done = subprocess.run([sys.executable, str(FIGURES / "fill.py"), "--check"], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr

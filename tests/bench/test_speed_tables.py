@@ -82,9 +82,18 @@ def test_decode_table(modules, saved):
         {**pair, "side": "softmax", "tokens_per_second": 1000.0, "ratio": 1.0},
         {**pair, "side": "diff", "tokens_per_second": 1010.4, "ratio": 1.0104},
     ]
-    lines = modules[0].decode_table(saved(rows, CPU))
+    lines = modules[0].decode_table(saved(rows, GPU))
     assert lines[2] == "| triton | 8, 16 / 4, 4096, 64, bf16 | 0.90 | 1.10 | 3000 | 70 % |"
     assert lines[6] == "| 3B, 4 of 28 layers, bf16 | 1, 2048 | 1,000 | 1,010 | 1.01 |"
+    assert lines[-1].startswith("A GPU, PyTorch 2.11.0")
+
+
+def test_decode_table_of_a_cpu_shows_one_sequence_by_our_kernel(modules, saved):
+    row = {"kind": "operator", "role": "backend", "dtype": "float32", "heads": 4, "kv_heads": 2, "cache": 512}
+    row |= {"width": 64, "us": 30.0, "ratio": 1.25, "ratios": {}, "gb_per_s": 9.0, "copy_share": 0.37}
+    rows = [{**row, "backend": backend, "batch": batch} for backend in ("blockwise", "sdpa") for batch in (1, 4)]
+    lines = modules[0].decode_table(saved(rows, CPU))
+    assert lines[2:4] == ["| blockwise | 1, 4 / 2, 512, 64, fp32 | 1.25 | 9 | 37 % |", ""]
     assert lines[-1] == "A CPU, 2 cores, 2 threads, PyTorch 2.13.0."
 
 

@@ -102,11 +102,11 @@ class SoftmaxCore(nn.Module):
 
     def attend_documents(self, q: Tensor, k: Tensor, v: Tensor, documents: Documents, is_causal: bool) -> Tensor:
         """The same within each of the packed documents: FlashAttention's packed form on CUDA, else one by one."""
-        rows, (bounds, longest) = [_in_a_row(x) for x in (q, k, v)], documents
+        rows = [_in_a_row(x) for x in (q, k, v)]
         if q.is_cuda and q.dtype in (torch.bfloat16, torch.float16):
             out = _packed_flash_attention(*rows, documents, is_causal)
         else:
-            sizes = bounds.diff().tolist()
+            sizes = documents.cu_seqlens.diff().tolist()
             parts = [
                 self.attend(*(x.transpose(0, 1)[None] for x in document), None, is_causal)[0].transpose(0, 1)
                 for document in zip(*(x.split(sizes) for x in rows), strict=True)

@@ -73,6 +73,8 @@ def diff_attention(
             "give backend='reference' or 'auto', or detach the mask"
         )
     refuse_missing_gradients(backend, (q1, q2, k1, k2, v), arguments.lam)
+    if not torch.is_autocast_enabled(q1.device.type):
+        return BACKENDS[backend].attend(q1, q2, k1, k2, v, *arguments)
     with torch.autocast(q1.device.type, enabled=False):
         return BACKENDS[backend].attend(q1, q2, k1, k2, v, *arguments)
 

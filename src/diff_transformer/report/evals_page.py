@@ -137,7 +137,7 @@ def _setting(value: object) -> str:
 def _first_screen(sentence: str, models: list[Series], evals: list[dict]) -> Html:
     said = [as_dict(entry.get("provenance")) for entry in evals]
     facts = {
-        "Models": ", ".join(one.label for one in models),
+        "Models": ", ".join(dict.fromkeys(one.label for one in models)),
         "Results": f"{len(evals)}, with {sum(len(dicts(entry.get('rows'))) for entry in evals):,} rows",
         "Machine": _listed(one.get("cpu") if one.get("device") == "cpu" else one.get("device") for one in said),
         "Commit": _listed(one.get("commit") for one in said),

@@ -138,6 +138,23 @@ def test_one_pass(case):
         assert_within_budget(value, exact[name], what=name)
 
 
+@pytest.mark.parametrize("form", ["two_pass", "one_pass"])
+def test_scores_far_below_zero(form):
+    """Log-sum-exps are near -570, so that a key that does not exist (score 0) would count as exp2(570), infinity."""
+    torch.use_deterministic_algorithms(False)
+    x = make_inputs(B=1, H=1, T=40, device=DEVICE)
+    x = x._replace(**{n: (y.abs() / 4 + 10).detach().requires_grad_() for n, y in x._asdict().items() if n[0] == "q"})
+    x = x._replace(**{n: (y.abs() / 4 - 10).detach().requires_grad_() for n, y in x._asdict().items() if n[0] == "k"})
+    exact = in_fp64(x, {})
+    assert exact["out"].abs().max() > 0
+    with backward_form(form):
+        out = diff_attention(*x, backend="triton")
+    dout = torch.randn(out.shape, generator=torch.Generator().manual_seed(2)).to(out)
+    by_eager = run(eager, x, {})
+    for name, value in zip(NAMES[1:], torch.autograd.grad(out, x, dout), strict=True):
+        assert_within_budget(value, exact[name], by_eager[name], what=name)
+
+
 def test_one_pass_is_never_taken_where_determinism_is_asked_for(monkeypatch):
     taken = []
     compute = operator.launch_backward

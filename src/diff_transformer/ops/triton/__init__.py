@@ -68,8 +68,8 @@ def backward_form(form: str) -> Generator[None]:
     """Which backward kernels serve calls of the forward made inside this context.
 
     "two_pass" (the default) computes the gradients of keys, then those of queries, and repeats bit for bit. "one_pass"
-    computes 10 products where two passes do 14, but adds up the gradients of queries with fp32 atomics in whatever
-    order programs come to them; under torch.use_deterministic_algorithms two passes are made all the same.
+    computes less, but adds up the gradients of queries with fp32 atomics in whatever order programs come to them;
+    under torch.use_deterministic_algorithms two passes are made all the same.
 
     Raises:
         ValueError: another name.
@@ -112,7 +112,7 @@ def _why_not_on(device_type: str, index: int | None) -> str | None:
 
 # For torch.compile the answer is a constant. torch.compiler.assume_constant_result does no more than this, but imports
 # the compiler, which takes seconds.
-_why_not_on._dynamo_marked_constant = True  # ty: ignore[unresolved-attribute]
+_why_not_on._dynamo_marked_constant = True  # ty: ignore[missing-attribute]
 
 
 def interpreted() -> bool:

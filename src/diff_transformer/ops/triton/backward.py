@@ -7,8 +7,9 @@ With P = P1 - lam P2, delta_i = rowsum(dO * O_i) and O = O1 - lam O2 (all row by
 The maps come back from the saved log-sum-exps, delta1 from rowsum(dO * O) + lam delta2.
 
 Two passes (the default): programs that own keys, then programs that own queries; every sum has one order, so that
-results repeat bit for bit. One pass: the programs that own keys add to dQ in fp32 with atomics, 10 products where two
-passes do 14, and sums in whatever order programs come to them.
+results repeat bit for bit. One pass: the programs that own keys add to dQ in fp32 with atomics and in whatever order
+they come to it, which saves computing the maps and dP again: 10 products where two passes do 14, more where
+configurations.py splits the gradients between launches.
 
 Shapes: B batch, H signal heads, Hn noise heads, G key/value heads, T queries, S keys, D query width, Dv value width.
 """
