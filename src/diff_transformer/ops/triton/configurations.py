@@ -49,6 +49,11 @@ HOPPER_FORWARD = {
     (128, 256): Configuration(128, 32, 8, 2, together=False),
 }
 HOPPER_BACKWARD = {
+    (63, 127): Backward(  # such as 40 and 80, of two chunks each
+        keys=Configuration(32, 128, 8, 2, together=False),
+        queries=Configuration(128, 32, 8, 2),
+        one_pass=Configuration(32, 128, 8, 2, together=False),
+    ),
     (64, 128): Backward(
         keys=Configuration(32, 128, 8, 2, together=False),
         queries=Configuration(128, 64, 8, 2),
@@ -63,11 +68,11 @@ HOPPER_BACKWARD = {
 # A mask that differs from query to query takes registers too; with these tiles it would serialise wgmma.
 HOPPER_FORWARD_MASKED = HOPPER_FORWARD | {(96, 192): Configuration(128, 32, 8, 2, together=False)}
 HOPPER_BACKWARD_MASKED = HOPPER_BACKWARD | {
-    (64, 128): Backward(
+    (63, 127): HOPPER_BACKWARD[63, 127]._replace(keys=Configuration(32, 128, 8, 1, together=False)),
+    (64, 128): HOPPER_BACKWARD[64, 128]._replace(
         keys=Configuration(32, 128, 8, 1, together=False),
-        queries=Configuration(128, 64, 8, 2),
         one_pass=Configuration(32, 128, 8, 1, together=False),
-    )
+    ),
 }
 AMPERE_FORWARD = {
     (32, 64): Configuration(64, 32, 4, 3),
@@ -88,7 +93,7 @@ AMPERE_BACKWARD = {
     ),
     (128, 256): Backward(
         keys=Configuration(16, 32, 4, 1, together=False),
-        queries=Configuration(64, 32, 4, 1, together=False),
+        queries=Configuration(64, 16, 4, 1, together=False),
         one_pass=Configuration(16, 32, 4, 1, together=False),
     ),
 }
