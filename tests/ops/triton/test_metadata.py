@@ -1,5 +1,6 @@
 """The instrument itself: a compile check that cannot fail would prove nothing."""
 
+import json
 import os
 from dataclasses import replace
 
@@ -11,7 +12,7 @@ pytest.importorskip("triton", reason="it compiles Triton kernels")
 import triton
 import triton.language as tl
 
-from diff_transformer.ops.triton import configurations, forward
+from diff_transformer.ops.triton import configurations, forward, metadata
 from diff_transformer.ops.triton.metadata import (
     SHARED_LIMIT,
     Compiled,
@@ -126,3 +127,12 @@ def test_description_of_a_launch():
 def test_interpreted_kernels_are_refused():
     with pytest.raises(TypeError, match=r"scale_by is a InterpretedFunction, .* use compile_in_subprocess"):
         compile_for(scale_by, {}, {}, capability=90)
+
+
+def test_an_interrupted_call_does_not_shift_the_answers(monkeypatch):
+    """The answer to a question that nobody waited for is not taken for that to the next."""
+    server = metadata._server()
+    lost = [next(metadata._numbers), "no.module:lost", {}, {}, {}]
+    print(json.dumps(lost), file=server.stdin, flush=True)
+    with pytest.raises(RuntimeError, match="No module named 'other'"):
+        metadata.compile_in_subprocess("other.module:kernel", {}, {}, capability=80)

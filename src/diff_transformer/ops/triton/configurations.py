@@ -82,9 +82,9 @@ AMPERE_FORWARD = {
 }
 AMPERE_BACKWARD = {
     (64, 128): Backward(
-        keys=Configuration(32, 32, 4, 1, together=False),
+        keys=Configuration(16, 32, 8, 1, together=False),
         queries=Configuration(64, 32, 4, 1, together=False),
-        one_pass=Configuration(32, 32, 4, 1, together=False),
+        one_pass=Configuration(16, 32, 8, 1, together=False),
     ),
     (96, 192): Backward(
         keys=Configuration(16, 32, 8, 1, together=False),

@@ -18,6 +18,7 @@ from contextlib import redirect_stdout
 from dataclasses import asdict, dataclass
 from functools import cache
 from importlib import import_module
+from itertools import count
 from typing import Any, NamedTuple
 
 KIB = 1024
@@ -185,11 +186,18 @@ def compile_in_subprocess(kernel: str, signature: dict[str, str], constexprs: di
     server = _server()
     assert server.stdin is not None
     assert server.stdout is not None
-    print(json.dumps([kernel, signature, constexprs, options]), file=server.stdin, flush=True)
-    answer = json.loads(server.stdout.readline() or '{"error": "the compiling process ended"}')
+    number = next(_numbers)
+    print(json.dumps([number, kernel, signature, constexprs, options]), file=server.stdin, flush=True)
+    answered, answer = None, {}
+    while answered != number:  # what came before belongs to a call that was interrupted
+        ended = json.dumps([number, {"error": "the compiling process ended"}])
+        answered, answer = json.loads(server.stdout.readline() or ended)
     if "error" in answer:
         raise RuntimeError(f"{kernel} does not compile with {constexprs}, {options}: {answer['error']}")
     return Compiled(**answer)
+
+
+_numbers = count()
 
 
 @cache
@@ -206,13 +214,13 @@ def serve() -> None:
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what the compiler prints must not look like an answer
     for request in sys.stdin:
-        path, signature, constexprs, options = json.loads(request)
+        number, path, signature, constexprs, options = json.loads(request)
         module, _, name = path.partition(":")
         try:
             answer = asdict(compile_for(getattr(import_module(module), name), signature, constexprs, **options))
         except Exception as error:
             answer = {"error": f"{type(error).__name__}: {error}"}
-        print(json.dumps(answer), file=answers, flush=True)
+        print(json.dumps([number, answer]), file=answers, flush=True)
 
 
 def _check_arguments(kernel, signature: dict, constexprs: dict) -> None:
