@@ -93,7 +93,7 @@ AMPERE_BACKWARD = {
     ),
     (128, 256): Backward(
         keys=Configuration(16, 32, 4, 1, together=False),
-        queries=Configuration(64, 16, 4, 1, together=False),
+        queries=Configuration(64, 16, 8, 1, together=False),
         one_pass=Configuration(16, 32, 4, 1, together=False),
     ),
 }
