@@ -3,7 +3,7 @@ import torch
 from transformers import AutoModel, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, StaticCache
 
 from diff_transformer import DiffTransformerForCausalLM, diff_attention, matched_baseline
-from diff_transformer.model import attention as attention_module
+from diff_transformer.model import cores
 from diff_transformer.model.convert import from_llama, to_llama
 from diff_transformer.model.cost import count_parameters
 from diff_transformer.model.presets import preset
@@ -72,7 +72,7 @@ def test_the_operator_sees_views_of_a_static_cache(monkeypatch):
         cached.extend(arguments[2:5])  # k1, k2, v
         return diff_attention(*arguments, **options)
 
-    monkeypatch.setattr(attention_module, "diff_attention", spy)
+    monkeypatch.setattr(cores, "diff_attention", spy)
     model(tokens(1, 6), past_key_values=cache, use_cache=True)
     held = {x.untyped_storage().data_ptr() for layer in cache.layers for x in (layer.keys, layer.values)}
     assert len(cached) == 3 * model.config.num_hidden_layers

@@ -222,7 +222,8 @@ def attention_weights(model: nn.Module) -> list[dict[str, list["Weight"]]]:
 
 
 def _layer_weights(layer: nn.Module, number: int, model: str) -> dict[str, list[Weight]]:
-    from diff_transformer.model.attention import Attention, DiffCore
+    from diff_transformer.model.attention import Attention
+    from diff_transformer.model.cores import DiffCore
 
     for module in layer.modules():
         names = dict(module.named_children())

@@ -205,7 +205,7 @@ def _attribute(owner: Any, name: str, value: Any) -> Generator[None]:
 
 def _own_attention(core: Any, layer: int, handle: Callable) -> Callable:
     """``core.attend`` of this package's attention, by way of ``handle``."""
-    from diff_transformer.model.attention import DiffCore
+    from diff_transformer.model.cores import DiffCore
     from diff_transformer.model.heads import pair_heads
 
     before = core.attend
