@@ -8,7 +8,7 @@ WORKERS ?= 2
 
 export HF_HUB_OFFLINE ?= 1
 
-.PHONY: demo test slow lint format env clean
+.PHONY: demo test slow lint format figures env clean
 
 demo: $(READY)  ## train the matched pair on real text, measure both, write the report
 	$(BIN)/diff-transformer compare --recipe demo --out $(OUT) $(ARGS)
@@ -18,6 +18,16 @@ test: $(READY)  ## the test suite, without the slow tests
 
 slow: $(READY)  ## the slow tests
 	$(BIN)/python -m pytest -m "slow and not gpu" $(ARGS)
+
+figures: $(READY)  ## tables and plots again from the committed records
+	$(BIN)/python figures/fill.py
+	$(BIN)/python figures/desk/run.py
+	$(BIN)/python figures/stability/run.py
+	$(BIN)/python figures/uptraining/run.py
+	$(BIN)/python benchmarks/plot.py
+	$(BIN)/python benchmarks/readme_tables.py
+	$(BIN)/python docs/tables.py
+	$(BIN)/python docs/cli.py
 
 lint: $(READY)  ## style and types
 	$(BIN)/ruff check .

@@ -1,7 +1,7 @@
-"""Write the tables of README.md from committed JSON; a table whose JSON does not exist is left as it is.
+"""Write the tables of README.md and docs/ from committed JSON; a table whose JSON does not exist is left as it is.
 
-python benchmarks/readme_tables.py            # rewrite README.md
-python benchmarks/readme_tables.py --check    # exit 1 if README.md differs
+python benchmarks/readme_tables.py            # rewrite the pages
+python benchmarks/readme_tables.py --check    # exit 1 if one differs
 """
 
 import json
@@ -13,6 +13,7 @@ from speed_tables import attention_gpu_table, attention_table, decode_table, thr
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
+PAGES = (ROOT / "README.md", ROOT / "docs" / "performance.md", ROOT / "docs" / "reproduction.md")
 MARKS = {"held": "✓ held", "did not hold": "✗ did not hold", "undecided": "? undecided"}
 
 
@@ -64,12 +65,17 @@ def with_tables(text: str) -> str:
 
 
 def main() -> int:
-    readme = ROOT / "README.md"
-    before = readme.read_text()
-    after = with_tables(before)
+    stale = []
+    for page in PAGES:
+        before = page.read_text()
+        after = with_tables(before)
+        if after != before:
+            stale.append(page)
+            if "--check" not in sys.argv[1:]:
+                page.write_text(after)
     if "--check" in sys.argv[1:]:
-        return int(after != before)
-    readme.write_text(after)
+        print("\n".join(f"{page.relative_to(ROOT)} differs from the JSON" for page in stale), end="")
+        return bool(stale)
     return 0
 
 

@@ -10,7 +10,7 @@ import re
 import sys
 from pathlib import Path
 
-from record import _without_places
+from record import without_places
 
 FIGURES = Path(__file__).resolve().parent
 MEASURED = re.compile(r"(?<=<!-- measured -->\n).*?(?=\n<!-- /measured -->)", re.DOTALL)
@@ -43,7 +43,7 @@ def record(folder: Path, on: str) -> None:
         results = [json.loads(path.read_text()) for path in sorted((folder / experiment).glob("*.json"))]
         if results and any(_metrics(name, result) for result in results):
             kept = [{key: result[key] for key in ("eval", "model", "metrics", "provenance")} for result in results]
-            text = json.dumps({"on": on, "results": _without_places(kept)}, indent=1)
+            text = json.dumps({"on": on, "results": without_places(kept)}, indent=1)
             (FIGURES / name / "measured.json").write_text(text + "\n")
 
 

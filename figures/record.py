@@ -14,15 +14,15 @@ def trimmed(summary: dict) -> dict:
     kept = {key: value for key, value in summary.items() if key != "explorer"}
     kept["evals"] = [{**entry, "rows": []} for entry in summary["evals"]]
     kept["curves"] = [_thinned(curve) for curve in summary["curves"]]
-    return _without_places(kept)
+    return without_places(kept)
 
 
-def _without_places(value):
+def without_places(value):
     """Absolute paths, which mean something on one machine only, shortened to their last part."""
     if isinstance(value, dict):
-        return {key: _without_places(item) for key, item in value.items()}
+        return {key: without_places(item) for key, item in value.items()}
     if isinstance(value, list):
-        return [_without_places(item) for item in value]
+        return [without_places(item) for item in value]
     if isinstance(value, str):
         return re.sub(r"(?<![\w.])/(?:[\w.\-]+/)+([\w.\-]+)", r"\1", value)
     return value

@@ -5,6 +5,7 @@ import torch
 
 if not torch.cuda.is_available():  # Triton reads it on its first import, and torch._dynamo imports Triton
     os.environ.setdefault("TRITON_INTERPRET", "1")
+os.environ["DIFF_TRANSFORMER_CORPORA"] = ""  # tests leave no corpus in the user's cache
 
 from diff_transformer.testing import poison_empty
 

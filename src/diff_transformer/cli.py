@@ -29,18 +29,25 @@ def compare(
     seeds: Annotated[int, typer.Option(help="Pairs to train, each with a seed of its own.")] = 1,
     jobs: Annotated[int | None, typer.Option(help="Models trained at a time; on CPU, one a core by default.")] = None,
     resume: Resume = False,
+    variants: Annotated[
+        str, typer.Option(help="Also train, by commas: diff_v2, grouped_diff, dint, fixed_lambda, each at equal cost.")
+    ] = "",
 ):
     """Train a DIFF Transformer and its matched Transformer, measure both, write the report with the verdicts."""
     from diff_transformer.compare import compare as run
 
     _quiet()
     with _resumable():
-        run(_configuration(recipe, assignments), out, seeds=seeds, jobs=jobs, resume=resume)
+        more = [name.strip() for name in variants.split(",") if name.strip()]
+        run(_configuration(recipe, assignments), out, seeds=seeds, jobs=jobs, resume=resume, variants=more)
 
 
 @app.command()
 def train(out: Out, recipe: Recipe = "demo", assignments: Set = None, resume: Resume = False):
-    """Train one model of a recipe (--set model.attention=softmax for the matched Transformer)."""
+    """Train one model of a recipe (--set model.attention=softmax for the matched Transformer).
+
+    --set train.parallel.devices=8 starts eight processes; torchrun -m diff_transformer train ... starts any number.
+    """
     from rich.progress import (
         BarColumn,
         MofNCompleteColumn,
@@ -50,20 +57,25 @@ def train(out: Out, recipe: Recipe = "demo", assignments: Set = None, resume: Re
         TimeRemainingColumn,
     )
 
+    from diff_transformer.train.launch import is_first, start_processes
+
+    config = _configuration(recipe, assignments)
+    start_processes(config.train.parallel)
     from diff_transformer.train.loop import train as run
 
     _quiet()
-    config = _configuration(recipe, assignments)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with _resumable(), Progress(*columns, TextColumn("left"), TimeRemainingColumn()) as bar:
+    left = TextColumn("left")
+    with _resumable(), Progress(*columns, left, TimeRemainingColumn(), disable=not is_first()) as bar:
         task = bar.add_task("training", total=config.train.steps)
 
         def show(step: int, values: dict):
             described = f"loss {values['loss']:.3f}" if "loss" in values else None
             bar.update(task, completed=step, description=described)
 
-        trained = run(config, out, resume=resume, progress=show)
-    print(f"model: {trained.folder / 'model'}")
+        trained = run(config, out, resume=resume, progress=show, announce=bar.console.print)
+    if is_first():
+        print(f"model: {trained.folder / 'model'}")
 
 
 @app.command(name="eval")
@@ -172,8 +184,50 @@ def _bars() -> Generator:
 
 
 @app.command()
+def prepare(
+    sources: Annotated[
+        list[str] | None,
+        typer.Argument(
+            help='"python", text, .jsonl[.gz|.zst], .parquet, a folder or tar of them, hub:NAME; any number.'
+        ),
+    ] = None,
+    out: Annotated[Path | None, typer.Option("--out", help="Folder for the shards; must be new.")] = None,
+    tokenizer: Annotated[
+        str | None, typer.Option(help="bpe (default), bytes, cl100k, a .tiktoken file, a folder or hub name.")
+    ] = None,
+    vocab_size: Annotated[int | None, typer.Option(help="Tokens of bpe; 32768 by default.")] = None,
+    field: Annotated[str | None, typer.Option(help='Field or column that holds the text; "text" by default.')] = None,
+    validation: Annotated[float | None, typer.Option(help="Share of documents held out; 0.01 by default.")] = None,
+    shard_mb: Annotated[float | None, typer.Option(help="MB of text in a shard; 32 by default.")] = None,
+    skip_invalid: Annotated[bool, typer.Option("--skip-invalid", help="Leave out rows without text.")] = False,
+    jobs: Annotated[int | None, typer.Option(help="Processes; one a core by default.")] = None,
+    resume: Resume = False,
+    verify: Annotated[Path | None, typer.Option("--verify", help="Check a prepared folder, and do no more.")] = None,
+):
+    """Tokenise text of any size to shards that training maps into memory; --resume goes on, and mends."""
+    from diff_transformer.data.prepare.command import run_prepare, run_verify
+
+    _quiet()
+    if verify is not None:
+        run_verify(verify)
+        return
+    if out is None:
+        raise ValueError("no folder to write to; give --out FOLDER")
+    settings = {
+        "tokenizer": tokenizer,
+        "vocab_size": vocab_size,
+        "field": field,
+        "validation": validation,
+        "shard_bytes": None if shard_mb is None else round(shard_mb * 1e6),
+        "skip_invalid": skip_invalid or None,
+    }
+    with _resumable():
+        run_prepare(sources or [], out, settings, jobs=jobs, resume=resume)
+
+
+@app.command()
 def bench(
-    name: Annotated[str, typer.Argument(help="attention, decode or throughput.")],
+    name: Annotated[str, typer.Argument(help="attention, decode, throughput or step.")],
     out: Annotated[
         Path | None, typer.Option("--out", help="JSON file for the record; must be new. Default: in runs/bench.")
     ] = None,
@@ -194,44 +248,166 @@ def bench(
 def convert(
     source: Annotated[Path, typer.Argument(help="Folder of the model to convert.")],
     out: Out,
-    origin: Annotated[str, typer.Option("--from", help="llama or diff-transformer.")] = "llama",
-    target: Annotated[str, typer.Option("--to", help="diff-transformer or llama.")] = "diff-transformer",
+    origin: Annotated[
+        str | None,
+        typer.Option(
+            "--from",
+            help="llama, diffllama, authors, authors-v2, motif, diff-transformer; told from the folder if left out.",
+        ),
+    ] = None,
+    target: Annotated[
+        str,
+        typer.Option(
+            "--to",
+            help="diff-transformer, llama, diffllama, authors, authors-v2 or motif; diff or diff_v2 make a DIFF "
+            "Transformer of a softmax model, with its logits.",
+        ),
+    ] = "diff-transformer",
+    lambda_init: Annotated[
+        float | None, typer.Option(help="With --to diff: lambda at the start, between 0 and 1; 0.5 by default.")
+    ] = None,
+    naive_grouped_query: Annotated[
+        bool,
+        typer.Option(
+            "--naive-grouped-query",
+            help="The authors' layout is that of their plain file, which groups keys otherwise than the flash files.",
+        ),
+    ] = False,
+    dtype: Annotated[
+        str | None, typer.Option(help="float32, bfloat16 or float16 for the matrices; the source's by default.")
+    ] = None,
 ):
-    """Convert a Llama model to the matched Transformer of this package, or back; the logits stay equal."""
+    """Convert a model to this package's layout, from it or through it; where the layouts agree, so do the logits.
+
+    docs/conversion.md says what each layout can hold. Only safetensors are read; nothing is written over.
+    """
     from diff_transformer.model.convert import convert_folder
 
     _quiet()
-    convert_folder(source, out, origin, target)
+    options: dict[str, Any] = {} if lambda_init is None else {"lambda_init": lambda_init}
+    with _bytes("converting") as progress:
+        notes = convert_folder(
+            source, out, origin, target, naive_grouped_query=naive_grouped_query, dtype=dtype, progress=progress,
+            **options,
+        )  # fmt: skip
+    for note in notes:
+        print(note)
     print(f"model: {out}")
 
 
 @app.command()
 def generate(
     model: Annotated[str, typer.Argument(help="Folder of a model with its tokenizer, or its name on the hub.")],
-    prompt: Annotated[str, typer.Argument(help="Text to continue.")],
+    prompt: Annotated[str | None, typer.Argument(help="Text to continue; - reads it from standard input.")] = None,
+    prompts: Annotated[Path | None, typer.Option("--prompts", help="File with a prompt a line; prints JSON.")] = None,
+    batch_size: Annotated[int, typer.Option(help="Prompts of the file that are continued at a time.")] = 8,
     max_new_tokens: Annotated[int, typer.Option(help="Tokens to generate at most.")] = 64,
+    temperature: Annotated[float, typer.Option(help="0 takes the likeliest token; above it, tokens are drawn.")] = 0.0,
+    top_p: Annotated[float, typer.Option(help="Draw from the likeliest tokens of this probability together.")] = 1.0,
+    seed: Annotated[int | None, typer.Option(help="Of the draw.")] = None,
+    device: Annotated[str | None, typer.Option(help="cpu or cuda; CUDA where there is one by default.")] = None,
+    dtype: Annotated[str | None, typer.Option(help="float32, bfloat16, float16; the checkpoint's by default.")] = None,
+    weights: Annotated[str | None, typer.Option(help="int8: matrices held in 8 bits (torchao).")] = None,
+    assistant: Annotated[str | None, typer.Option(help="Smaller model that guesses ahead; same text.")] = None,
+    lookup: Annotated[int | None, typer.Option(help="Guess so many tokens ahead from the prompt itself.")] = None,
+    compiled: Annotated[bool, typer.Option("--compile", help="Compile the step, over a static cache.")] = False,
+    prefill_chunk: Annotated[int | None, typer.Option(help="Tokens of the prompt in one forward pass.")] = None,
 ):
-    """Continue a prompt greedily."""
-    from diff_transformer.evals.command import load_lm
+    """Continue a prompt, and print the text as it comes; or continue each line of a file."""
+    from diff_transformer.inference.command import run_generate
+    from diff_transformer.inference.generation import Settings
 
     _quiet()
-    print(prompt + load_lm(model).generate([prompt], max_new_tokens)[0])
+    settings = Settings(max_new_tokens, temperature, top_p, seed, prefill_chunk, compiled, lookup)
+    run_generate(
+        model, prompt, settings, prompts_file=prompts, batch_size=batch_size, device=device, dtype=dtype,
+        weights=weights, assistant=assistant,
+    )  # fmt: skip
+
+
+@app.command()
+def export(
+    model: Annotated[str, typer.Argument(help="Folder of a model with its tokenizer, hub name or preset.")],
+    out: Out,
+    dtype: Annotated[str | None, typer.Option(help="float32, bfloat16, float16; the checkpoint's by default.")] = None,
+):
+    """Write a checkpoint with its code, which trust_remote_code loads where this package is not installed."""
+    from diff_transformer.inference.export import export as run
+
+    _quiet()
+    run(model, out, dtype=dtype)
+    print(f"model: {out}")
+
+
+@app.command()
+def serve(
+    model: Annotated[str, typer.Argument(help="Folder of a model with its tokenizer, or its name on the hub.")],
+    host: Annotated[str, typer.Option(help="Address to listen at; by default this machine alone.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="Port; 0 for any that is free.")] = 8000,
+    name: Annotated[str | None, typer.Option(help="What clients call the model; its folder's name by default.")] = None,
+    continuous_batching: Annotated[
+        bool, typer.Option("--continuous-batching", help="Answer requests together, over a paged cache.")
+    ] = False,
+    requests_at_once: Annotated[int, typer.Option(help="How many are answered together at most.")] = 16,
+    attn_implementation: Annotated[str | None, typer.Option(help="As from_pretrained takes it: sdpa, ...")] = None,
+    dtype: Annotated[str, typer.Option(help="auto (the checkpoint's), float32, bfloat16 or float16.")] = "auto",
+    device: Annotated[str, typer.Option(help="auto, cpu, cuda:0, ...")] = "auto",
+):
+    """Answer OpenAI's clients (chat completions, completions, responses) until Ctrl-C."""
+    from diff_transformer.serving.server import make_server
+
+    _quiet()
+    server = make_server(
+        model, host=host, port=port, name=name, continuous_batching=continuous_batching,
+        requests_at_once=requests_at_once, attn_implementation=attn_implementation, dtype=dtype, device=device,
+    )  # fmt: skip
+    if host not in ("127.0.0.1", "localhost", "::1"):
+        print(f"{host}: whoever reaches this address may use the model; there is no authentication", file=sys.stderr)
+    print(f"model: {server.name}; stop with Ctrl-C", flush=True)
+    server.run()
 
 
 @app.command()
 def report(
     results: Annotated[
-        list[Path], typer.Argument(help="results.json of a comparison or its folder; or results of `eval`, any number.")
+        list[Path],
+        typer.Argument(
+            help="results.json of a comparison or its folder; results of `eval`, any number; or folders of `train`, "
+            "any number, finished or not."
+        ),
     ],
-    out: Annotated[Path, typer.Option("--out", help="HTML file to write.")],
+    out: Annotated[Path | None, typer.Option("--out", help="HTML file to write; needed unless --serve.")] = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the file if it exists.")] = False,
+    serve: Annotated[
+        bool, typer.Option("--serve", help="Open a comparison's folder at 127.0.0.1, and draw texts typed there.")
+    ] = False,
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Of --serve; any that is free if 0.")] = 0,
 ):
-    """Write the report of a comparison again and print its claims; or one page for results of experiments."""
+    """Write the report of a comparison again and print its claims; or one page of experiments, or of runs overlaid."""
     from rich.console import Console
 
-    from diff_transformer.report import is_comparison, load_results, render_claims, write_evals_report, write_report
+    from diff_transformer.report import (
+        is_comparison,
+        is_run,
+        load_results,
+        render_claims,
+        write_evals_report,
+        write_report,
+        write_runs_report,
+    )
 
-    if len(results) == 1 and is_comparison(results[0]):
+    if serve:
+        from diff_transformer.report.serve import serve_report
+
+        _quiet()
+        if out is not None or len(results) != 1 or not results[0].is_dir() or not is_comparison(results[0]):
+            raise ValueError("--serve takes the folder of one comparison and writes no file; leave out --out")
+        return serve_report(results[0], port=port)
+    if out is None:
+        raise ValueError("there is no --out; name the HTML file to write, or give --serve")
+    if all(is_run(path) for path in results):
+        print(f"report: {write_runs_report([*results], out, overwrite=overwrite)}")
+    elif len(results) == 1 and is_comparison(results[0]):
         loaded = load_results(results[0])
         Console().print(render_claims(loaded))
         print(f"report: {write_report(loaded, out, overwrite=overwrite)}")
@@ -240,33 +416,88 @@ def report(
 
 
 @app.command()
+def study(
+    name: Annotated[str, typer.Argument(help="desk or stability.")],
+    out: Annotated[Path, typer.Option("--out", help="Folder of the study; what is finished there is not done again.")],
+    corpus: Annotated[str, typer.Option(help='Text: "python", a file, a folder, an archive.')] = "python",
+    minutes: Annotated[
+        float | None, typer.Option(help="Stop after so many minutes; the next call goes on from there.")
+    ] = None,
+    jobs: Annotated[int | None, typer.Option(help="Models trained at a time; one a core by default.")] = None,
+):
+    """Train and measure many small models with several seeds, in pieces as long as you like."""
+    from diff_transformer.recipes.studies import study as plan
+    from diff_transformer.study import run_study
+
+    _quiet()
+    with _resumable():
+        done = run_study(plan(name, corpus), out, minutes=minutes, jobs=jobs)
+    total = "a number that the sweep decides" if done.total is None else done.total
+    print(f"{done.finished} of {total} models finished: {out}")
+    if done.finished != done.total:
+        print("the same command again goes on")
+
+
+@app.command()
 def info(
     preset: Annotated[str | None, typer.Argument(help="Name of a model preset; all of them if left out.")] = None,
     length: Annotated[int | None, typer.Option(help="Tokens a sequence, for FLOPs and cache.")] = None,
+    attention: Annotated[
+        str, typer.Option(help="Variant against its matched Transformer: diff_v2, grouped_diff, dint, fixed_lambda.")
+    ] = "diff",
 ):
     """Both sides of a preset: parameters by part, FLOPs a token, key/value cache."""
     from rich.console import Console
 
     from diff_transformer.model.info import pair_table, preset_table
 
-    Console().print(pair_table(preset, length) if preset else preset_table())
+    Console().print(pair_table(preset, length, attention) if preset else preset_table())
 
 
 @contextmanager
 def _resumable() -> Generator[None]:
-    """After Ctrl-C say how to go on, and exit with 130."""
+    """After Ctrl-C say how to go on, and exit with 130; after SIGTERM, the same with 0."""
+    from diff_transformer.train.launch import is_first
+    from diff_transformer.train.signals import sigterm_interrupts
+
+    said = "stopped, state saved; continue with --resume"
     try:
-        yield
+        with sigterm_interrupts(said):
+            yield
     except KeyboardInterrupt as stopped:
-        print(str(stopped) or "stopped, state saved; continue with --resume", file=sys.stderr)
-        raise typer.Exit(130) from None
+        if is_first():
+            print(str(stopped) or said, file=sys.stderr)
+        raise typer.Exit(getattr(stopped, "exit_code", 130)) from None
+
+
+@contextmanager
+def _bytes(title: str) -> Generator:
+    """A progress bar in bytes: ``progress(done, total)``."""
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
+
+    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TextColumn("left"))
+    screen = Console(stderr=True)
+    quiet = not screen.is_terminal
+    with Progress(*columns, TimeRemainingColumn(), transient=True, console=screen, disable=quiet) as bars:
+        task = bars.add_task(title, total=None)
+
+        def show(done: int, total: int):
+            bars.update(task, completed=done, total=total)
+
+        yield show
 
 
 def _quiet():
-    """Leave the screen to our own progress bars."""
-    from transformers.utils import logging
+    """Leave the screen to our own progress bars and messages."""
+    import logging
 
-    logging.disable_progress_bar()
+    from transformers.utils import logging as transformers_logging
+
+    transformers_logging.disable_progress_bar()
+    # transformers imports torchao where it is installed, which warns of every kernel that is for another machine.
+    for name in ("torchao", "torch.utils._pytree"):
+        logging.getLogger(name).setLevel(logging.ERROR)
 
 
 def _configuration(name: str, assignments: list[str] | None):
@@ -280,6 +511,6 @@ def main():
     """Run the command line; an error that a user can mend is a message, not a traceback."""
     try:
         app()
-    except (ValueError, TypeError, FileExistsError, FileNotFoundError, FloatingPointError, RuntimeError) as error:
+    except (ValueError, TypeError, OSError, FloatingPointError, RuntimeError) as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)

@@ -2,7 +2,7 @@ import json
 
 import pytest
 
-from diff_transformer.bench import caches, command, generation, pair_throughput, shapes
+from diff_transformer.bench import caches, command, generation, pair_throughput, shapes, step
 from diff_transformer.bench.caches import DecodeShape
 from diff_transformer.bench.generation import ModelSetting
 from diff_transformer.bench.pair_throughput import ThroughputSetting
@@ -16,9 +16,9 @@ def tiny(monkeypatch):
     monkeypatch.setattr(shapes, "SHORT_GRID", [Shape(1, 2, 65, 8)])
     monkeypatch.setattr(caches, "CPU_GRID", [DecodeShape(1, 2, 1, 40, 8)])
     monkeypatch.setattr(generation, "CPU_MODELS", [ModelSetting("debug", 1, 16, 2)])
-    monkeypatch.setattr(
-        pair_throughput, "CPU_SETTINGS", [ThroughputSetting("debug", 1, 16, layers=1, dtype=torch.float32)]
-    )
+    setting = ThroughputSetting("debug", 1, 16, layers=1, dtype=torch.float32)
+    monkeypatch.setattr(pair_throughput, "CPU_SETTINGS", [setting])
+    monkeypatch.setattr(step, "CPU_SETTINGS", [setting])
 
 
 @pytest.mark.parametrize("name", command.BENCHMARKS)
@@ -28,7 +28,8 @@ def test_a_record_and_a_table(tiny, tmp_path, capsys, name):
     assert json.loads(out.read_text()) == record
     assert record["benchmark"] == name
     printed = capsys.readouterr().out
-    assert {"attention": "blockwise", "decode": "debug diff", "throughput": "1 of 2"}[name] in printed
+    expected = {"attention": "blockwise", "decode": "debug diff", "throughput": "1 of 2", "step": "debug softmax"}
+    assert expected[name] in printed
     assert f"record: {out}" in printed
 
 
@@ -64,7 +65,7 @@ def test_failed_and_skipped_are_said_whole(tiny, tmp_path, capsys, monkeypatch):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("toaster",), "no benchmark 'toaster'; there are: attention, decode, throughput"),
+        (("toaster",), "no benchmark 'toaster'; there are: attention, decode, throughput, step"),
         (("decode", None, False, "cpu", "1x1x8x8"), "grid gives shapes of the benchmark 'attention'"),
         (("attention", None, False, "cpu", "1x1"), "'1x1' is no shape"),
         (("attention", None, False, "cuda"), "PyTorch sees no CUDA device here"),

@@ -43,7 +43,7 @@ def test_paper_sizes(name, billions):
         ({"num_hidden_layers": -1}, "num_hidden_layers is -1; it must be positive"),
         ({"vocab_size": 0}, "vocab_size is 0"),
         ({"intermediate_size": -4}, "intermediate_size is -4"),
-        ({"attention": "linear"}, "attention is 'linear'; accepted: 'diff', 'softmax'"),
+        ({"attention": "linear"}, "attention is 'linear'; accepted: 'diff', 'diff_v2', 'grouped_diff', 'dint'"),
         ({"lambda_init": "deep"}, "lambda_init is 'deep'; accepted: 'depth' or a number"),
         ({"head_norm": "layer"}, "head_norm is 'layer'; accepted"),
         ({"head_norm": False, "head_norm_init": 0.1}, "head_norm_init=0.1 sets the weight"),

@@ -6,21 +6,22 @@ from diff_transformer import DiffTransformerForCausalLM, diff_attention, matched
 from diff_transformer.model import cores
 from diff_transformer.model.convert import from_llama, to_llama
 from diff_transformer.model.cost import count_parameters
+from diff_transformer.model.matching import VARIANTS
 from diff_transformer.model.presets import preset
 
-BOTH = pytest.mark.parametrize("attention", ["diff", "softmax"])
+ALL = pytest.mark.parametrize("attention", VARIANTS)
 
 
 def make(attention="diff", **fields):
     torch.manual_seed(0)
-    return DiffTransformerForCausalLM(preset("debug", attention=attention, **fields)).eval()
+    return DiffTransformerForCausalLM(preset("debug", **{**VARIANTS[attention], **fields})).eval()
 
 
 def tokens(rows=2, length=20):
     return torch.randint(0, 512, (rows, length), generator=torch.Generator().manual_seed(1))
 
 
-@BOTH
+@ALL
 @pytest.mark.parametrize("tied", [True, False])
 def test_saving_and_loading_keeps_the_logits(attention, tied, tmp_path):
     model = make(attention, tie_word_embeddings=tied, num_key_value_heads=2)
@@ -32,14 +33,15 @@ def test_saving_and_loading_keeps_the_logits(attention, tied, tmp_path):
     assert torch.equal(base(tokens()).last_hidden_state, model.model(tokens()).last_hidden_state)
 
 
-@BOTH
+@ALL
 def test_parameter_count_is_the_cost_model(attention):
-    for fields in ({}, {"tie_word_embeddings": False, "num_key_value_heads": 2}, {"head_norm": "no_weight"}):
+    grouped = {"tie_word_embeddings": False, "num_key_value_heads": 2}
+    for fields in ({}, grouped, {"head_norm": "no_weight"}, {"value_head_dim": 10}):
         model = make(attention, **fields)
         assert sum(p.numel() for p in model.parameters()) == sum(count_parameters(model.config).values())
 
 
-@BOTH
+@ALL
 @pytest.mark.parametrize("cache", [None, "static"])
 def test_cached_generation_is_the_uncached_argmax(attention, cache):
     model, ids = make(attention, num_key_value_heads=2), tokens(2, 6)
@@ -52,7 +54,7 @@ def test_cached_generation_is_the_uncached_argmax(attention, cache):
     assert torch.equal(out, expected)
 
 
-@BOTH
+@ALL
 def test_a_static_cache_laid_out_beforehand(attention):
     """As export and chunked prefill do it: keys and values both get the key heads and width of the configuration."""
     model, ids = make(attention, num_key_value_heads=2), tokens(2, 6)
@@ -79,7 +81,7 @@ def test_the_operator_sees_views_of_a_static_cache(monkeypatch):
     assert {x.untyped_storage().data_ptr() for x in cached} == held
 
 
-@BOTH
+@ALL
 def test_cached_logits_equal_one_full_forward(attention):
     model, ids = make(attention), tokens(2, 12)
     full = model(ids).logits
@@ -89,7 +91,7 @@ def test_cached_logits_equal_one_full_forward(attention):
     torch.testing.assert_close(torch.cat((first.logits, second.logits, third.logits), 1), full, atol=1e-5, rtol=1e-5)
 
 
-@BOTH
+@ALL
 def test_left_padding_changes_nothing(attention):
     model, ids = make(attention), tokens(1, 9)
     padded = torch.cat((torch.zeros(1, 5, dtype=torch.long), ids), 1)
@@ -101,7 +103,7 @@ def test_left_padding_changes_nothing(attention):
     assert torch.equal(generated[:, 14:], alone[:, 9:])
 
 
-@BOTH
+@ALL
 def test_gradient_checkpointing_gives_the_same_gradients(attention):
     model, ids = make(attention).train(), tokens()
     model(ids, labels=ids).loss.backward()
@@ -183,7 +185,10 @@ def test_eager_masks_give_the_same_logits():
     torch.testing.assert_close(model(ids).logits, expected, atol=1e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize("attention", ["diff", "softmax"])
+@pytest.mark.parametrize(
+    "attention",
+    ["diff", "diff_v2", "softmax", *(pytest.param(k, marks=pytest.mark.slow) for k in ("grouped_diff", "dint"))],
+)
 def test_forward_compiles_without_graph_breaks(attention):
     model, ids = make(attention), tokens()
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")

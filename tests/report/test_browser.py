@@ -1,7 +1,9 @@
 """The page in a real browser: quiet, within the screen, readable, and usable from the keyboard."""
 
 import base64
+import csv
 import shutil
+import threading
 from itertools import pairwise
 
 import numpy as np
@@ -9,6 +11,9 @@ import pytest
 
 from diff_transformer.report import write_report
 from diff_transformer.report.evals_page import write_evals_report
+from diff_transformer.report.serve import make_server
+from diff_transformer.report.typed import PromptError
+from diff_transformer.report.write import render_page
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no chromium, chromium-browser or google-chrome on the PATH")
@@ -245,3 +250,149 @@ def test_hostile_tokens_are_only_text(visit, results):
     page = visit(results)
     assert page.locator("img").count() == 0
     assert attack in page.locator(".ex-tokens").first.inner_text()
+
+
+def typed(model, text):
+    """Maps of a known outcome: DIFF attends to the first token, the Transformer to the token itself."""
+    if len(text) > 60:
+        raise PromptError(f"the text has {len(text)} tokens; 60 are taken")
+    size = len(text)
+    diff = model == "diff-seed0"
+    maps = np.zeros((size, size), np.uint8)
+    maps[np.arange(size), 0 if diff else np.arange(size)] = 255
+    packed = base64.b64encode(maps.tobytes()).decode()
+    entry = {"attention": model.split("-")[0], "model": model, "title": f"Typed: {text}", "tokens": list(text)}
+    entry |= {"layers": 1, "heads": 1, "first": packed, "generated": text}
+    return entry | ({"second": packed, "lambda": [0.25]} if diff else {})
+
+
+@pytest.fixture
+def complaints():
+    """What a served page logged or asked of another address: nothing, at the end."""
+    found: list[str] = []
+    yield found
+    assert found == []
+
+
+@pytest.fixture
+def visit_served(browser, complaints):
+    """Open the page as `report --serve` gives it."""
+    stop = []
+
+    def opened(results, size="desktop", scheme="light"):
+        models = [{"name": "diff-seed0", "seed": 0}, {"name": "softmax-seed0", "seed": 0}]
+        server = make_server(render_page(results, {"models": models, "tokens": 60, "bytes": 200}), typed)
+        thread = threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True)
+        thread.start()
+        width, height = SIZES[size]
+        context = browser.new_context(viewport={"width": width, "height": height}, color_scheme=scheme)
+        stop.extend([context.close, server.shutdown, thread.join, server.server_close])
+        page = context.new_page()
+        home = f"http://127.0.0.1:{server.server_port}/"
+        page.on("console", lambda message: complaints.append(message.text))
+        page.on("pageerror", lambda error: complaints.append(str(error)))
+        page.on("request", lambda request: request.url.startswith((home, "data:")) or complaints.append(request.url))
+        page.goto(home)
+        return page
+
+    yield opened
+    for step in stop:
+        step()
+
+
+def test_a_typed_text_is_drawn_for_both_models(visit_served, results):
+    page = visit_served(results)
+    box = page.get_by_label("A text of your own")
+    box.fill("a <b>")
+    box.press("Control+Enter")
+    page.get_by_role("status").filter(has_text="Drawn below: 5 tokens, 2 models.").wait_for()
+    assert page.locator(".ex-controls select option").all_inner_texts()[-1] == "Typed: a <b>"
+    assert page.locator(".ex-strongest tbody tr").first.inner_text().split("\t") == [
+        "1 “a”",
+        "100.0 %",
+        "25.0 %",
+        "75.0 %",
+    ]
+    page.get_by_role("radio", name="A₂", exact=True).first.click()
+    assert page.locator(".ex-strongest tbody tr").first.inner_text().split("\t") == [
+        "1 “a”",
+        "100.0 %",
+        "100.0 %",
+        "75.0 %",
+    ]
+    page.get_by_role("radio", name="Transformer", exact=True).click()
+    assert page.locator(".ex-strongest tbody tr").first.inner_text().split("\t") == ["5 “>”", "100.0 %"]
+    assert page.locator(".ex-plot").count() == 1
+    page.locator(".ex-tokens").first.focus()
+    page.keyboard.press("ArrowLeft")
+    assert "from token 4 of 5, “b”. Strongest: “b”, 100.0 %" in page.locator(".ex-status").inner_text()
+
+
+def test_a_page_without_examples_can_be_typed_into(visit_served, results):
+    page = visit_served({**results, "explorer": []}, "phone", "dark")
+    assert page.locator(".ex-plot").count() == 0
+    attack = "</script><img src=x onerror=console.error(1)>"
+    page.get_by_label("A text of your own").fill(attack)
+    page.get_by_role("button", name="Draw its attention").click()
+    page.get_by_role("status").filter(has_text="Drawn below").wait_for()
+    assert page.locator("img").count() == 0
+    assert page.locator(".ex-tokens:visible").inner_text() == attack
+    assert page.evaluate("document.documentElement.scrollWidth") <= SIZES["phone"][0]
+    assert page.evaluate(LOW_CONTRAST) == []
+
+
+def test_a_refused_text_is_said(visit_served, complaints, results):
+    page = visit_served(results)
+    page.get_by_label("A text of your own").fill("x" * 61)
+    page.get_by_role("button", name="Draw its attention").click()
+    page.get_by_role("status").filter(has_text="Not drawn: the text has 61 tokens; 60 are taken").wait_for()
+    assert page.get_by_role("button", name="Draw its attention").is_enabled()
+    (logged,) = complaints  # the browser's own line about the status
+    assert "422" in logged
+    complaints.clear()
+
+
+def test_a_page_from_a_file_has_no_box(visit, results):
+    def write(results, path, overwrite):
+        path.write_text(render_page(results, {"models": [], "tokens": 60, "bytes": 200}))
+        return path
+
+    page = visit(results, write=write)
+    assert page.locator(".ex-plot").count() == 3
+    assert page.locator("textarea").count() == 0
+
+
+def test_every_figure_saves_its_data(visit, results):
+    page = visit(results)
+    figures = page.locator("section.figure").count()
+    page.evaluate("document.querySelectorAll('details').forEach((d) => (d.open = true))")
+    assert page.locator("section.figure .save").count() == figures >= 8
+    with page.expect_download() as saving:
+        page.get_by_role("button", name="Save the data of throughput as CSV").click()
+    rows = [*csv.reader(saving.value.path().read_text("utf-8-sig").splitlines())]
+    assert rows[1] == ["DIFF, seed 0", "9200.0", "30100.0"]
+    assert len({len(row) for row in rows if row}) == 1
+    with page.expect_download() as saving:
+        page.get_by_role("button", name="Save the data of attention as CSV").click()
+    head, *rows = csv.reader(saving.value.path().read_text("utf-8-sig").splitlines())
+    assert head[-3:] == ["A₁", "λ A₂", "A₁ − λ A₂"]
+    assert len(rows) == 112 * 113 / 2
+    last = [row for row in rows if row[3] == "112"]
+    assert sum(float(row[7]) for row in last) == pytest.approx(1, abs=0.1)
+
+
+def test_saved_text_is_neither_a_formula_nor_another_cell(visit, results):
+    page = visit(results)
+    cells = ["=1+1", "@a", "−3.5", "-3", "+0.40 %", "1,234.5", 'a "b", c', "\n x"]
+    shown = page.evaluate("(cells) => cells.map((cell) => download.cell(cell))", cells)
+    assert shown == ["'=1+1", "'@a", "-3.5", "-3", "+0.40 %", "1234.5", '"a ""b"", c"', "x"]
+
+
+def test_data_of_the_chosen_token_is_a_table(visit, results):
+    page = visit(results)
+    page.get_by_text("Data: the weight of every token").click()
+    table = page.get_by_role("region", name="Attention of the chosen token")
+    assert table.locator("tbody tr").count() == 112
+    page.locator(".ex-tokens").first.focus()
+    page.keyboard.press("Home")
+    assert table.locator("tbody tr").count() == 1

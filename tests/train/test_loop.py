@@ -1,5 +1,6 @@
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -10,7 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from diff_transformer.recipes import recipe
-from diff_transformer.train.checkpoint import latest_checkpoint, save_checkpoint
+from diff_transformer.train.checkpoint import latest_checkpoint
 from diff_transformer.train.config import override
 from diff_transformer.train.loop import Interrupted, train
 from diff_transformer.train.materials import build_model, load_materials, without_first_tokens
@@ -72,7 +73,8 @@ def test_interrupted_run_resumes_bit_identically(config, number, step, tmp_path)
     assert same(weights(tmp_path / "halved"), weights(tmp_path / "whole"))
     halved, whole = (read_metrics(tmp_path / name / "metrics.jsonl") for name in ("halved", "whole"))
     for line in (*halved, *whole):
-        line.pop("tokens_per_second", None)
+        for of_the_machine in ("tokens_per_second", "mfu", "memory_bytes", "peak_memory_bytes"):
+            line.pop(of_the_machine, None)
     assert halved == whole
 
 
@@ -80,9 +82,7 @@ def test_resume_without_checkpoint_or_after_a_cut_line_starts_right(config, tmp_
     folder = tmp_path / "run"
     train(config, folder)
     expected = weights(folder)
-    for checkpoint in (folder / "checkpoints").iterdir():
-        if checkpoint != (folder / "checkpoints" / "step-00000010.ckpt"):
-            checkpoint.unlink()
+    shutil.rmtree(folder / "checkpoints" / "step-00000020")
     with (folder / "metrics.jsonl").open("a") as file:
         file.write('{"step": 21, "lo')
     train(config, folder, resume=True)
@@ -133,24 +133,6 @@ def test_folders_are_never_overwritten(config, tmp_path):
     with pytest.raises(FileExistsError, match="is not empty and holds no run"):
         train(config, tmp_path / "other", resume=True)
     assert (tmp_path / "other" / "thesis.txt").read_text() == "mine"
-
-
-def test_a_crash_while_saving_leaves_the_last_checkpoint(tmp_path):
-    class Fabric:
-        is_global_zero = True
-
-        def save(self, path, state):
-            path.write_text(state["text"])
-            if state["text"] == "crash":
-                raise OSError("disk full")
-
-        def barrier(self):
-            pass
-
-    save_checkpoint(Fabric(), tmp_path, 1, {"text": "good"})
-    with pytest.raises(OSError, match="disk full"):
-        save_checkpoint(Fabric(), tmp_path, 2, {"text": "crash"})
-    assert latest_checkpoint(tmp_path).read_text() == "good"
 
 
 def test_pair_starts_from_the_same_weights(config):

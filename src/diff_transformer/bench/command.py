@@ -11,7 +11,7 @@ from diff_transformer.bench import tables
 from diff_transformer.bench.shapes import default_grid, parse_shapes
 from diff_transformer.ops import available_backends
 
-BENCHMARKS = ("attention", "decode", "throughput")
+BENCHMARKS = ("attention", "decode", "throughput", "step")
 
 
 def run_bench(
@@ -24,7 +24,7 @@ def run_bench(
     overwrite: bool = False,
     **options: Any,
 ) -> dict:
-    """Run benchmark ``name`` ("attention", "decode" or "throughput"), print a table, return the record.
+    """Run benchmark ``name``, one of ``BENCHMARKS``, print a table, return the record.
 
     The record is written to ``out``, after every row, or to a new file in runs/bench. The default grid of "attention"
     takes a few minutes on two cores, the full one (lengths 512 to 8192, widths 32 to 128) the better part of an hour;
@@ -74,6 +74,10 @@ def _run(name: str, full: bool, device: str, grid: str | None, options: dict) ->
         models = generation.GPU_MODELS if cuda else generation.CPU_MODELS
         options = {"dtypes": (torch.bfloat16,) if cuda else (torch.float32, torch.bfloat16), **options}
         return run_decode_benchmark(shapes, models, device=device, **options)
+    if name == "step":
+        from diff_transformer.bench import step
+
+        return step.run_step_benchmark(step.GPU_SETTINGS if cuda else step.CPU_SETTINGS, device=device, **options)
     from diff_transformer.bench import pair_throughput
 
     settings = pair_throughput.GPU_SETTINGS if cuda else pair_throughput.CPU_SETTINGS

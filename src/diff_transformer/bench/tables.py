@@ -7,11 +7,28 @@ TITLES = {
     "attention": "time over that of softmax attention with twice the heads",
     "decode": "one query over a cache; time over that of softmax attention with twice the heads",
     "throughput": "tokens a second, and over the Transformer's",
+    "step": "a training step, and where its time goes",
 }
 COLUMNS = {
     "attention": ("who", "", "B, h, N, d", "fwd", "bwd", "both", "ms", "peak", "MB"),
     "decode": ("who", "", "B, h/g, S, d", "ratio", "us", "GB/s", "copy", "tokens/s"),
     "throughput": ("who", "", "B, N, layers", "fwd+bwd", "ratio", "MFU", "prefill", "ratio", "MFU"),
+    "step": (
+        "who",
+        "",
+        "B, N, layers",
+        "ms",
+        "tokens/s",
+        "ratio",
+        "MFU",
+        "attention",
+        "W_QKVO",
+        "MLP",
+        "output",
+        "AdamW",
+        "data",
+        "other",
+    ),
 }
 WIDTH = 120  # where the output is no terminal
 DTYPES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
@@ -42,7 +59,7 @@ def live(name: str) -> Generator[Callable[[dict], None]]:
 
 def cells(name: str, row: dict) -> list[str]:
     """The texts of a row's columns."""
-    make = {"attention": _attention, "decode": _decode, "throughput": _throughput}[name]
+    make = {"attention": _attention, "decode": _decode, "throughput": _throughput, "step": _step}[name]
     return make(row)
 
 
@@ -85,6 +102,13 @@ def _throughput(row: dict) -> list[str]:
         rates += [f"{row[f'{kind}_tokens_per_second']:,.0f}", _number(row, f"{kind}_ratio", 3)]
         rates.append(_percent(row, f"{kind}_mfu"))
     return [f"{row['model']} {row['side']}", DTYPES[row["dtype"]], size, *rates]
+
+
+def _step(row: dict) -> list[str]:
+    size = f"{row['batch']}, {row['length']}, {row['layers']} of {row['layers_of_preset']}"
+    rates = [f"{row['step_ms']:.1f}", f"{row['tokens_per_second']:,.0f}", _number(row, "ratio", 3)]
+    shares = [_percent(row["shares"], part) for part in row["shares"]]
+    return [f"{row['model']} {row['side']}", DTYPES[row["dtype"]], size, *rates, _percent(row, "mfu"), *shares]
 
 
 def _who(row: dict) -> str:

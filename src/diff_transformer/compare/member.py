@@ -2,13 +2,17 @@
 
 import json
 import os
+import signal
 import sys
 from pathlib import Path
 from typing import Any
 
+from diff_transformer.durable import write_whole
 from diff_transformer.evals.command import experiment, run_eval, settings_of
 from diff_transformer.train.config import RunConfig
+from diff_transformer.train.signals import sigterm_interrupts
 
+INTERRUPTED, TERMINATED = 128 + signal.SIGINT, 128 + signal.SIGTERM  # exit codes of a member that saved and stopped
 EVALS = ("associative_recall", "needle", "allocation", "outliers")
 
 
@@ -30,9 +34,10 @@ def run_member(folder: Path, *, explorer: bool) -> None:
             write_status(folder, "training", step, values.get("loss"))
 
     write_status(folder, "reading the corpus")
-    trained = train(config, run, resume=(run / "config.json").exists(), progress=report)
-    lm = CausalLM(trained.model, trained.tokenizer, folder.name)
     materials = load_materials(config)
+    resume = (run / "config.json").exists()
+    trained = train(config, run, resume=resume, progress=report, materials=materials)
+    lm = CausalLM(trained.model, trained.tokenizer, folder.name)
     for name in EVALS:
         path = folder / "evals" / f"{name}.json"
         if not path.exists():
@@ -48,7 +53,7 @@ def run_member(folder: Path, *, explorer: bool) -> None:
         from diff_transformer.data.filler import Filler
 
         entry = explorer_entry(lm, Filler(materials.corpus.validation), config)
-        (folder / "explorer.json").write_text(json.dumps(entry))
+        write_whole(folder / "explorer.json", json.dumps(entry))
     write_status(folder, "done", config.train.steps)
 
 
@@ -87,7 +92,7 @@ def _evaluate(name: str, lm, materials, config: RunConfig):
         return evaluate_associative_recall(
             lm,
             rows,
-            materials.packed.tokens,
+            materials.text.tokens(),
             vocab_size=len(materials.tokenizer),
             n=settings.ngram,
             frequent_share=settings.frequent_share,
@@ -120,13 +125,12 @@ def read_status(folder: Path) -> dict:
 def main() -> int:
     from transformers.utils import logging
 
-    from diff_transformer.train.loop import Interrupted
-
     logging.disable_progress_bar()
     folder, explorer = Path(sys.argv[1]), sys.argv[2] == "explorer"
     try:
-        run_member(folder, explorer=explorer)
-    except Interrupted as stopped:
-        print(stopped, file=sys.stderr)
-        return 130
+        with sigterm_interrupts("stopped"):
+            run_member(folder, explorer=explorer)
+    except KeyboardInterrupt as stopped:
+        print(str(stopped) or "stopped", file=sys.stderr)
+        return TERMINATED if getattr(stopped, "number", signal.SIGINT) == signal.SIGTERM else INTERRUPTED
     return 0

@@ -10,7 +10,8 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from diff_transformer.compare.member import read_status
+from diff_transformer.compare.member import INTERRUPTED, TERMINATED, read_status
+from diff_transformer.train.signals import Interrupted
 
 _POLL_SECONDS = 0.5
 
@@ -26,7 +27,7 @@ def run_pool(folders: list[Path], steps: int, *, jobs: int, console: Console) ->
 
     Raises:
         MemberFailed: if a process fails; the others are asked to save and stop.
-        KeyboardInterrupt: after Ctrl-C, once all members have saved.
+        KeyboardInterrupt: after Ctrl-C, or ``Interrupted`` after SIGTERM, once all members have saved.
     """
     waiting, running = list(folders), {}
     columns = (
@@ -49,7 +50,9 @@ def run_pool(folders: list[Path], steps: int, *, jobs: int, console: Console) ->
                     if process.poll() is not None:
                         del running[folder]
                         bars.stop_task(tasks[folder])
-                        if process.returncode == 130:
+                        if process.returncode == TERMINATED:
+                            raise Interrupted("stopped, state saved; continue with --resume", signal.SIGTERM)
+                        if process.returncode == INTERRUPTED:
                             raise KeyboardInterrupt
                         if process.returncode:
                             raise MemberFailed(_failure(folder, process.returncode))

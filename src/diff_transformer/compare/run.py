@@ -7,6 +7,7 @@ import os
 import shlex
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,16 +16,26 @@ from rich.console import Console
 from diff_transformer.checks import require_positive
 from diff_transformer.compare.claims import judge, paper_claims
 from diff_transformer.compare.pool import run_pool
+from diff_transformer.compare.variants import known_variants, variant_folders, variant_model, variant_rows
+from diff_transformer.durable import require_writable, write_whole
 from diff_transformer.evals.provenance import provenance
 from diff_transformer.evals.types import Result
 from diff_transformer.train.config import RunConfig, differences
 from diff_transformer.train.metrics import read_metrics
+from diff_transformer.train.run_folder import RunLock
 
 SIDES = ("diff", "softmax")
 
 
 def compare(
-    config: RunConfig, out: Path | str, *, seeds: int = 1, jobs: int | None = None, resume: bool = False, console=None
+    config: RunConfig,
+    out: Path | str,
+    *,
+    seeds: int = 1,
+    jobs: int | None = None,
+    resume: bool = False,
+    variants: Sequence[str] = (),
+    console=None,
 ) -> dict:
     """Train a DIFF Transformer and its matched Transformer, measure both, judge the claims, write the report.
 
@@ -37,6 +48,10 @@ def compare(
             (Hugging Face format), TensorBoard files, metrics and single results.
         jobs: members trained at a time; on CPU one a core, on a GPU one.
         resume: go on with an interrupted comparison; what is finished is not done again.
+        variants: relatives of differential attention to train beside the pair, by their names in ``VARIANTS``
+            (``"diff_v2"``, ``"grouped_diff"``, ``"dint"``, ``"fixed_lambda"``), with equal data, steps and seeds and
+            sizes that keep the pair's parameters within 1 %. The claims are about the pair alone. Those of an earlier
+            call in ``out`` stay; more can be added with ``resume``.
 
     Returns:
         What is written to ``results.json``.
@@ -44,6 +59,7 @@ def compare(
     Raises:
         FileExistsError: if ``out`` is not empty and ``resume`` is False.
         ValueError: for settings that do not fit together, or a ``resume`` with other settings.
+        DiskError: if ``out`` cannot be written to, or another comparison is at work in it.
         MemberFailed: if training or measuring fails.
     """
     console = console or Console()
@@ -54,13 +70,33 @@ def compare(
         threads = max(1, (os.cpu_count() or 1) // jobs)
         config = dataclasses.replace(config, train=dataclasses.replace(config.train, threads=threads))
     config.validate()
+    names = known_variants(variants, out, SIDES)
+    for name in names:
+        variant_model(config, name)  # raises where the heads do not fit
     folders = _prepare(config, out, seeds, resume)
-    run_pool(folders, config.train.steps, jobs=jobs, console=console)
+    with RunLock(out):
+        return _compare(config, out, folders, names, seeds, jobs, console, started)
+
+
+def _compare(
+    config, out: Path, folders: list[Path], names: list[str], seeds: int, jobs: int, console: Console, started: float
+) -> dict:
+    more = variant_folders(config, out, names, seeds)
+    run_pool([*folders, *more], config.train.steps, jobs=jobs, console=console)
     results = [Result.load(path) for folder in folders for path in sorted((folder / "evals").glob("*.json"))]
     with console.status("timing both models in turns"):
         results += _throughput(config, out)
+    rows = []
+    if names:
+        sides = [*SIDES, *names]
+        with console.status("timing all variants in turns"):
+            speeds = _throughput(config, out, sides, out / "throughput" / "variants")
+        found = [Result.load(path) for folder in more for path in sorted((folder / "evals").glob("*.json"))]
+        rows = variant_rows(config, sides, [*results, *found], speeds)
     spent = _seconds_spent(out, time.perf_counter() - started)
     summary = _assemble(config, folders, results, seeds, spent)
+    if rows:
+        summary["variants"] = rows
     _write(out / "results.json", summary)
 
     from diff_transformer.report import render_claims, write_report
@@ -83,9 +119,10 @@ def _prepare(config: RunConfig, out: Path, seeds: int, resume: bool) -> list[Pat
         if different:
             listed = "\n  ".join(different)
             raise ValueError(f"{out} holds a comparison with other settings (there against here):\n  {listed}")
-    elif out.exists() and any(out.iterdir()):
+    elif out.is_dir() and any(out.iterdir()):
         raise FileExistsError(f"{out} is not empty and holds no comparison; choose another folder")
     else:
+        require_writable(out)
         _check_materials(config)
         out.mkdir(parents=True, exist_ok=True)
         _write(path, request)
@@ -123,23 +160,22 @@ def _default_jobs(seeds: int) -> int:
     return 1 if torch.cuda.is_available() else max(1, min(os.cpu_count() or 1, 2 * seeds))
 
 
-def _throughput(config: RunConfig, out: Path) -> list[Result]:
+def _throughput(config: RunConfig, out: Path, sides: Sequence[str] = SIDES, folder: Path | None = None) -> list[Result]:
     """Timed on the trained models of the first seed, alone on the machine, with all its threads."""
     import torch
-    from transformers import AutoModelForCausalLM
 
-    import diff_transformer.model.modeling  # noqa: F401  (registers the model class)
     from diff_transformer.bench.throughput import measure_throughput
+    from diff_transformer.model.loading import read_model
 
-    paths = [out / "throughput" / f"{side}-seed0.json" for side in SIDES]
+    paths = [(folder or out / "throughput") / f"{side}-seed0.json" for side in sides]
     if not all(path.exists() for path in paths):
         threads = torch.get_num_threads()
         torch.set_num_threads(os.cpu_count() or 1)
         device = "cuda" if torch.cuda.is_available() else "cpu"
         models = {
-            f"{side}-seed0": AutoModelForCausalLM.from_pretrained(out / "members" / f"{side}-seed0" / "run" / "model")
+            f"{side}-seed0": read_model(out / "members" / f"{side}-seed0" / "run" / "model")
             .to(device)
-            for side in SIDES
+            for side in sides
         }  # fmt: skip
         generator = torch.Generator().manual_seed(0)
         shape = (config.train.batch_size, config.data.length)
@@ -229,19 +265,17 @@ def _lambda_starts(config: dict) -> list[float]:
     from diff_transformer.model.lambdas import lambda_init
 
     setting = config.get("lambda_init", DiffTransformerConfig.lambda_init)
-    layers = config["num_hidden_layers"]
-    return [lambda_init(i) if setting == "depth" else float(setting) for i in range(layers)]
+    layers, offset = config["num_hidden_layers"], config.get("lambda_depth_offset", 0)
+    return [lambda_init(i, offset) if setting == "depth" else float(setting) for i in range(layers)]
 
 
 def _seconds_spent(out: Path, now: float) -> float:
     """Seconds of this call and of earlier, interrupted ones."""
     path = out / "seconds.json"
     total = now + (json.loads(path.read_text()) if path.exists() else 0.0)
-    path.write_text(json.dumps(total))
+    write_whole(path, json.dumps(total))
     return total
 
 
 def _write(path: Path, values: dict):
-    partial = path.with_suffix(".partial")
-    partial.write_text(json.dumps(values, indent=1) + "\n")
-    os.replace(partial, path)
+    write_whole(path, json.dumps(values, indent=1) + "\n")

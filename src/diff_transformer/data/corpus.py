@@ -3,6 +3,7 @@
 import os
 
 from diff_transformer.data.documents import Corpus, Document, take_bytes
+from diff_transformer.data.prepare.state import is_prepared
 from diff_transformer.data.python_library import load_python_library
 from diff_transformer.data.text_files import load_text_path
 
@@ -16,7 +17,8 @@ def load_corpus(source: str | os.PathLike = "python", *, max_bytes: int | None =
 
     ``"python"`` is the running Python's own library: language reference, docstrings and code, on every machine and
     without a download. Anything else is a path: a UTF-8 text file, a folder of text files or a tar archive of one
-    (:func:`~diff_transformer.data.text_files.load_text_path` tells how each is split).
+    (:func:`~diff_transformer.data.text_files.load_text_path` tells how each is split), or a folder that
+    ``diff-transformer prepare`` made, of which the first documents of each side are decoded (8 MB by default).
 
     ``max_bytes`` caps the training side (UTF-8 bytes; default: 8 MB of ``"python"``, all of a path) and the validation
     side in proportion: whole documents in a hashed order, the last cut at a line end. The same source and cap give the
@@ -28,6 +30,10 @@ def load_corpus(source: str | os.PathLike = "python", *, max_bytes: int | None =
     if source == "python":
         corpus = load_python_library()
         max_bytes = PYTHON_BYTES if max_bytes is None else max_bytes
+    elif is_prepared(os.fspath(source)):
+        from diff_transformer.data.prepared import decoded_corpus
+
+        return decoded_corpus(os.fspath(source), max_bytes)
     else:
         corpus = load_text_path(source)
     return corpus if max_bytes is None else _capped(corpus, max_bytes)

@@ -41,18 +41,20 @@ class Corpus:
 
 def stable_order(documents: Iterable[Document]) -> list[Document]:
     """The documents in the order of a hash of their names: mixed, and the same on every machine."""
-    return sorted(documents, key=lambda document: (_hash(document.name), document.name))
+    return sorted(documents, key=lambda document: (hash_of_name(document.name), document.name))
 
 
-def held_out_split(documents: Sequence[Document]) -> tuple[list[Document], list[Document]]:
-    """(train, validation) by a hash of each document's group: about 10 % is held out, at least one group on each side.
+def held_out_split(
+    documents: Sequence[Document], share: float = VALIDATION_SHARE
+) -> tuple[list[Document], list[Document]]:
+    """(train, validation) by a hash of each document's group: about ``share`` is held out, a group or more a side.
 
     Adding documents moves none of the others, except where a side would otherwise be empty. Needs two groups.
     """
-    groups = sorted({document.group or document.name for document in documents}, key=_hash)
+    groups = sorted({document.group or document.name for document in documents}, key=hash_of_name)
     if len(groups) < 2:
         raise ValueError(f"a held-out split needs at least 2 documents, got {len(groups)}")
-    held_out = {group for group in groups if _hash(group) < VALIDATION_SHARE} or {groups[0]}
+    held_out = {group for group in groups if hash_of_name(group) < share} or {groups[0]}
     if len(held_out) == len(groups):
         held_out.discard(groups[-1])
     sides: tuple[list[Document], list[Document]] = ([], [])
@@ -94,6 +96,6 @@ def take_bytes(documents: Sequence[Document], max_bytes: int) -> list[Document]:
     return taken
 
 
-def _hash(name: str) -> float:
+def hash_of_name(name: str) -> float:
     """A number in [0, 1) that depends on the name alone."""
     return int.from_bytes(hashlib.sha256(name.encode("utf-8", "surrogatepass")).digest()[:8], "big") / 2**64

@@ -1,5 +1,6 @@
 """Several sources of rows in one batch, in fixed proportions."""
 
+from collections.abc import Iterator, Mapping
 from typing import Protocol, TypedDict
 
 import numpy as np
@@ -32,7 +33,7 @@ class Mixture:
     resuming needs nothing but the step.
     """
 
-    def __init__(self, sources: dict[str, Source], weights: dict[str, float], batch_size: int, seed: int = 0):
+    def __init__(self, sources: Mapping[str, Source], weights: Mapping[str, float], batch_size: int, seed: int = 0):
         if not sources or sources.keys() != weights.keys():
             raise ValueError(
                 f"sources {sorted(sources)} and weights {sorted(weights)} must have the same names, at least one"
@@ -47,29 +48,47 @@ class Mixture:
         self.length = next(iter(lengths.values()))
         self.batch_size = batch_size
         self.seed = seed
-        self.rows_per_source = _apportion(weights, batch_size)
+        self.rows_per_source = apportion(weights, batch_size)
         missing = [name for name in self.names if not self.rows_per_source[name]]
         if missing:
-            enough = next(size for size in range(batch_size + 1, 1 << 30) if all(_apportion(weights, size).values()))
+            enough = next(size for size in range(batch_size + 1, 1 << 30) if all(apportion(weights, size).values()))
             raise ValueError(
                 f"batch_size {batch_size} leaves no row for {', '.join(missing)} at weights {weights}; "
                 f"give batch_size {enough} or a larger weight"
             )
 
-    def batch(self, step: int) -> Batch:
-        """The batch of ``step`` (from 0). Rows are shuffled, so that any part of the batch holds a mixture."""
+    def batch(self, step: int, rank: int = 0, world_size: int = 1) -> Batch:
+        """The batch of ``step`` (from 0). Rows are shuffled, so that any part of the batch holds a mixture.
+
+        With a ``world_size`` the part of one process: the parts of ranks 0, 1, ... in succession are the whole batch,
+        and rows of the others are not made. Raises ValueError where the batch cannot be divided evenly.
+        """
+        if self.batch_size % world_size or not 0 <= rank < world_size:
+            raise ValueError(f"a batch of {self.batch_size} rows has no equal part {rank} of {world_size}")
         order = training_rng(self.seed, "mixture", step).permutation(self.batch_size)
-        shares = [(self.sources[name], self.rows_per_source[name]) for name in self.names]
-        parts = [source.rows(step * share, share) for source, share in shares]
-        source = np.repeat(np.arange(len(self.names)), [share for _, share in shares])
-        return {
-            "input_ids": np.concatenate([ids for ids, _ in parts])[order],
-            "labels": np.concatenate([labels for _, labels in parts])[order],
-            "source": source[order],
-        }
+        sources = np.repeat(np.arange(len(self.names)), list(self.rows_per_source.values()))
+        first_of = np.cumsum([0, *self.rows_per_source.values()])
+        share = self.batch_size // world_size
+        mine = order[rank * share : (rank + 1) * share]  # places in the batch before it is shuffled
+        ids, labels = (np.empty((share, self.length), np.int64) for _ in range(2))
+        for number, name in enumerate(self.names):
+            start = step * self.rows_per_source[name] - first_of[number]
+            for first, count, places in _runs(mine, sources[mine] == number):
+                ids[places], labels[places] = self.sources[name].rows(int(start + first), count)
+        return {"input_ids": ids, "labels": labels, "source": sources[mine]}
 
 
-def _apportion(weights: dict[str, float], rows: int) -> dict[str, int]:
+def _runs(values: np.ndarray, chosen: np.ndarray) -> Iterator[tuple[int, int, np.ndarray]]:
+    """The ``chosen`` among ``values`` as runs of consecutive numbers: (first, count, places in ``values``)."""
+    places = np.flatnonzero(chosen)
+    places = places[np.argsort(values[places])]
+    breaks = np.flatnonzero(np.diff(values[places]) != 1) + 1
+    for run in np.split(places, breaks):
+        if len(run):
+            yield int(values[run[0]]), len(run), run
+
+
+def apportion(weights: Mapping[str, float], rows: int) -> dict[str, int]:
     """Whole numbers that sum to ``rows``, in the weights' proportions, by the largest remainder."""
     total = sum(weights.values())
     exact = {name: rows * weight / total for name, weight in weights.items()}

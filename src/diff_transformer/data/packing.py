@@ -14,6 +14,8 @@ from diff_transformer.data.tokenizer import encode_all
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
+    from diff_transformer.data.shards import Shards
+
 _DOCUMENTS_AT_ONCE = 64
 
 
@@ -42,7 +44,7 @@ class PackedCorpus:
     ``shuffle=False``, for evaluation, every epoch is the corpus in order from its first token.
     """
 
-    def __init__(self, tokens: np.ndarray, length: int, *, seed: int = 0, shuffle: bool = True):
+    def __init__(self, tokens: np.ndarray | Shards, length: int, *, seed: int = 0, shuffle: bool = True):
         if length < 2:
             raise ValueError(f"length must be at least 2 (a token and the one it predicts), got {length}")
         if len(tokens) < length:
@@ -77,17 +79,17 @@ class PackedCorpus:
         epochs = indices // self.num_windows
         for epoch in np.unique(epochs):
             mine = epochs == epoch
-            starts[mine] = self._starts(int(epoch))[indices[mine] % self.num_windows]
+            starts[mine] = self._starts(int(epoch), indices[mine] % self.num_windows)
         positions = (starts[:, None] + np.arange(self.length)) % len(self.tokens)
         input_ids = self.tokens[positions].astype(np.int64)
         return input_ids, input_ids.copy()
 
-    def _starts(self, epoch: int) -> np.ndarray:
-        """First token of every window of an epoch, in the order of the visit: int64 [num_windows]."""
+    def _starts(self, epoch: int, places: np.ndarray) -> np.ndarray:
+        """First token of the windows at some ``places`` of an epoch's visit: int64, as many."""
         if not self.shuffle:
-            return np.arange(self.num_windows) * self.length
+            return places * self.length
         if self._epoch is None or self._epoch[0] != epoch:
             rng = training_rng(self.seed, "packing", epoch)
             offset = rng.integers(len(self.tokens))
             self._epoch = epoch, offset + rng.permutation(self.num_windows) * self.length
-        return self._epoch[1]
+        return self._epoch[1][places]

@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, cast
 
 import numpy as np
 
+from diff_transformer.data.tiktoken_ranks import is_tiktoken, tiktoken_tokenizer
+
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
     from tokenizers.models import BPE
@@ -23,7 +25,7 @@ _DIGITS = "0123456789"
 MIN_VOCAB_SIZE = 256 + len(_DIGITS) + len(SPECIAL_TOKENS)
 
 # Words, single digits, punctuation, each with the one space before it; then runs of white space.
-_PIECES = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+PIECES = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenizerFast:
@@ -52,7 +54,7 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenize
     backend = Tokenizer(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.Sequence(
         [
-            pre_tokenizers.Split(Regex(_PIECES), behavior="isolated"),
+            pre_tokenizers.Split(Regex(PIECES), behavior="isolated"),
             pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
         ]
     )
@@ -84,21 +86,31 @@ def byte_tokenizer() -> PreTrainedTokenizerFast:
     return _wrap(backend)
 
 
+def tokenizer_of(state: str) -> PreTrainedTokenizerFast:
+    """The tokenizer that :func:`train_tokenizer` gave, from the JSON of its ``backend_tokenizer``."""
+    from tokenizers import Tokenizer
+
+    return _wrap(Tokenizer.from_str(state))
+
+
 def load_tokenizer(name_or_path: str | Path) -> PreTrainedTokenizerFast:
-    """``"bytes"``, a folder written by ``save_pretrained``, or the name of a tokenizer on the Hugging Face hub.
+    """``"bytes"``, ``"cl100k"`` or a file of tiktoken's ranks, a folder written by ``save_pretrained``, or the name of
+    a tokenizer on the Hugging Face hub.
 
     Raises ValueError for a folder or name that gives no tokenizer, or one without a fast (Rust) backend.
     """
     if str(name_or_path) == "bytes":
         return byte_tokenizer()
+    if is_tiktoken(name_or_path):
+        return tiktoken_tokenizer(name_or_path)
     from transformers import AutoTokenizer
 
     try:
         tokenizer = AutoTokenizer.from_pretrained(str(name_or_path))
     except (OSError, ValueError) as error:
         raise ValueError(
-            f"no tokenizer at {str(name_or_path)!r}; give 'bytes', a folder written by save_pretrained, or a hub name "
-            f"that is cached or can be downloaded ({(str(error) or type(error).__name__).splitlines()[0]})"
+            f"no tokenizer at {str(name_or_path)!r}; give 'bytes', a folder written by save_pretrained, 'cl100k', or a "
+            f"hub name that is cached or can be downloaded ({(str(error) or type(error).__name__).splitlines()[0]})"
         ) from error
     _backend(tokenizer)
     return cast("PreTrainedTokenizerFast", tokenizer)

@@ -255,7 +255,7 @@ def _slices(trained, materials, name: str) -> Result:
     return evaluate_associative_recall(
         CausalLM(trained.model, tokenizer, name),
         spread_rows(held_out, min(asked.loss_rows, held_out.num_windows)),
-        materials.packed.tokens,
+        materials.text.tokens(),
         vocab_size=len(tokenizer),
         n=asked.ngram,
         frequent_share=asked.frequent_share,

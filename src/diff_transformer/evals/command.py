@@ -108,20 +108,12 @@ def load_lm(
         device: "cpu", "cuda", ...; CUDA where there is one if None.
         dtype: "float32", "bfloat16" or "float16"; that of the checkpoint if None.
 
-    Raises:
-        FileNotFoundError: for a path that does not exist.
-        ValueError: for another dtype.
+    Raises: as ``load_model``, which reads safetensors only.
     """
-    import torch
-
-    import diff_transformer.model.modeling  # noqa: F401  (registers the model class)
     from diff_transformer.evals.lm import CausalLM
+    from diff_transformer.model.loading import load_model
 
-    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
-    if dtype not in (None, "float32", "bfloat16", "float16"):
-        raise ValueError(f"dtype is {dtype!r}; give float32, bfloat16 or float16")
-    model, tokenizer = _untrained(name_or_path) or _pretrained(name_or_path)
-    model = model.to(device=device, dtype=model.dtype if dtype is None else getattr(torch, dtype))
+    model, tokenizer = load_model(name_or_path, device=device, dtype=dtype)
     return CausalLM(model, tokenizer, label_of(name_or_path), batch_size=batch_size)
 
 
@@ -130,33 +122,6 @@ def label_of(name_or_path: str) -> str:
     ``members/diff-seed0/run/model``)."""
     parts = [part for part in Path(name_or_path).parts if part not in ("run", "model", "/", ".", "..", "~")]
     return parts[-1] if parts else Path(name_or_path).resolve().name
-
-
-def _untrained(name: str):
-    from diff_transformer.model.presets import PRESETS, preset
-
-    if name not in PRESETS or Path(name).exists():
-        return None
-    import torch
-
-    from diff_transformer.data.tokenizer import byte_tokenizer
-    from diff_transformer.model.modeling import DiffTransformerForCausalLM
-
-    tokenizer = byte_tokenizer()
-    torch.manual_seed(0)
-    config = preset(name)
-    return DiffTransformerForCausalLM(preset(name, vocab_size=max(config.vocab_size, len(tokenizer)))), tokenizer
-
-
-def _pretrained(name_or_path: str):
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    if name_or_path.startswith((".", "/", "~")) and not Path(name_or_path).expanduser().exists():
-        raise FileNotFoundError(
-            f"no model at {name_or_path}; give a folder written by save_pretrained, a hub name or a preset"
-        )
-    path = str(Path(name_or_path).expanduser()) if name_or_path.startswith("~") else name_or_path
-    return AutoModelForCausalLM.from_pretrained(path), AutoTokenizer.from_pretrained(path)
 
 
 def run_eval(

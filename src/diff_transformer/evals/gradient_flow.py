@@ -11,6 +11,7 @@ Legend: N tokens, m model width, d head width.
 import copy
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -195,19 +196,19 @@ def closed_form_errors(seed: int, *, tokens: int = 48, width: int = 40, head_dim
 @dataclass(frozen=True)
 class Weight:
     """A parameter, or the part of it that belongs to a kind: ``columns`` of a fused one, or the rows of the heads
-    ``offset``, ``offset + 2``, ... of width ``head_dim``."""
+    ``heads`` of width ``head_dim``."""
 
     parameter: nn.Parameter
     columns: slice | None = None
-    offset: int | None = None
+    heads: tuple[int, ...] | None = None
     head_dim: int = 0
 
     def of(self, gradient: Tensor) -> Tensor:
         """That part of the parameter's gradient, flat, in fp64."""
         if self.columns is not None:
             gradient = gradient[..., self.columns]
-        if self.offset is not None:
-            gradient = gradient.unflatten(0, (-1, self.head_dim))[self.offset :: 2]
+        if self.heads is not None:
+            gradient = gradient.unflatten(0, (-1, self.head_dim))[list(self.heads)]
         return gradient.double().flatten()
 
 
@@ -240,13 +241,11 @@ def _layer_weights(layer: nn.Module, number: int, model: str) -> dict[str, list[
             continue
         found = {**projections, "o": [Weight(_weight(output))]}
         if isinstance(module, Attention) and isinstance(module.core, DiffCore):
-            for kind in "qk":
-                for offset in (0, 1):
-                    weight = projections[kind][0].parameter
-                    found[f"{kind}{offset + 1}"] = [Weight(weight, None, offset, module.head_dim)]
-        extra = {"lambda": "lambda_", "head_norm": "head_norm"}
-        for kind, part in extra.items():
-            own = [Weight(p) for name, p in module.named_parameters() if f".{part}" in f".{name}"]
+            for kind, numbers in _heads_of_maps(module.core, module.heads).items():
+                found[kind] = [Weight(projections[kind[0]][0].parameter, None, tuple(numbers), module.head_dim)]
+        extra = {"lambda": (".lambda_", ".lam.proj."), "head_norm": (".head_norm",)}
+        for kind, marks in extra.items():
+            own = [Weight(p) for name, p in module.named_parameters() if any(mark in f".{name}" for mark in marks)]
             if own:
                 found[kind] = own
         return found
@@ -254,6 +253,18 @@ def _layer_weights(layer: nn.Module, number: int, model: str) -> dict[str, list[
         f"layer {number} of {model} has no q_proj, k_proj, v_proj with an output projection ({', '.join(_OUTPUTS)}), "
         "and no c_attn; give a model with such attention (Llama, Qwen, GPT-2, ...)"
     )
+
+
+def _heads_of_maps(core: Any, heads: Any) -> dict[str, list[int]]:
+    """Which heads of W_Q and W_K make the first and which the second map; shared keys belong to neither."""
+    from diff_transformer.model.cores import DiffV2Core, GroupedDiffCore
+
+    group = core.signal + 1 if isinstance(core, GroupedDiffCore) else 2
+    queries = range(heads.queries)
+    found = {"q1": [i for i in queries if i % group < group - 1], "q2": [i for i in queries if i % group == group - 1]}
+    if isinstance(core, DiffV2Core):
+        return found
+    return found | {"k1": list(range(0, heads.keys, 2)), "k2": list(range(1, heads.keys, 2))}
 
 
 def _weight(module: nn.Module) -> nn.Parameter:
@@ -289,20 +300,24 @@ def gradient_sizes(model: nn.Module, weights: Sequence[dict[str, list[Weight]]],
 
 
 def _at_init(lm: CausalLM, attention: str, seed: int) -> nn.Module:
-    """One model of the pair of ``lm``'s configuration as training would start it; both with equal shared weights."""
+    """One model of the pair of ``lm``'s configuration as training would start it; both with equal shared weights.
+
+    ``"diff"`` stands for the model's own differential attention, if it has one.
+    """
     from diff_transformer.model.config import matched_baseline
     from diff_transformer.model.modeling import DiffTransformerForCausalLM
 
-    config = matched_baseline(lm.model.config)
-    config.softmax_head_norm = False
+    own = copy.deepcopy(lm.model.config)
+    own.softmax_head_norm = False
+    if own.attention == "softmax":
+        own.attention = "diff"
     torch.manual_seed(seed)
-    model = DiffTransformerForCausalLM(config)
+    model = DiffTransformerForCausalLM(matched_baseline(own))
     if attention == "diff":
-        config = copy.deepcopy(config)
-        config.attention = "diff"
         shared = model.state_dict()
-        model = DiffTransformerForCausalLM(config)
-        model.load_state_dict(shared, strict=False)
+        model = DiffTransformerForCausalLM(own)
+        shapes = {name: value.shape for name, value in model.state_dict().items()}
+        model.load_state_dict({n: v for n, v in shared.items() if shapes.get(n) == v.shape}, strict=False)
     return model.to(lm.device).eval()
 
 

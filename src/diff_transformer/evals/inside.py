@@ -32,6 +32,9 @@ class AttentionCall:
         is_causal: whether a causal limit holds beside the mask, aligned to the lower right corner.
         q2, k2, lam: the second map and lambda (broadcastable to ``[B, H, T, 1]``); None for softmax attention.
         softcap: c of ``c tanh(logits / c)``, where the model has it.
+        mean: for DINT, ``mean(call, rows, first, change)``: the mean of the first map that its attention adds, for the
+            queries ``rows`` of which ``first`` is the map.
+        window: of the causal limit, as in ``diff_attention``.
     """
 
     layer: int
@@ -44,6 +47,8 @@ class AttentionCall:
     k2: Tensor | None = None
     lam: Tensor | None = None
     softcap: float | None = None
+    mean: "Mean | None" = None
+    window: int | None = None
 
     def blocks(self, elements: int = BLOCK) -> Iterator[slice]:
         """Ranges of queries that together are all, each with at most ``elements`` logits in all its maps."""
@@ -67,7 +72,10 @@ class AttentionCall:
         seen = torch.ones(len(range(queries)[rows]), keys, dtype=torch.bool, device=self.q1.device)
         if self.is_causal:
             own = torch.arange(keys - queries, keys, device=seen.device)[rows, None]
-            seen = torch.arange(keys, device=seen.device) <= own
+            place = torch.arange(keys, device=seen.device)
+            seen = place <= own
+            if self.window is not None:
+                seen = seen & (place > own - self.window)
         mask = self._mask(rows)
         if mask is None:
             return seen
@@ -86,10 +94,18 @@ class AttentionCall:
         return tuple(x.masked_fill(hidden, float("-inf")).softmax(-1).masked_fill(blind, 0.0) for x in logits)
 
     def attention(self, rows: slice = slice(None), change: "Change | None" = None) -> Tensor:
-        """``A1 - lambda A2``, or the map of softmax attention: ``[B, H, t, S]``."""
+        """``A1 - lambda A2`` (DINT: ``+ lambda G``), or the map of softmax attention: ``[B, H, t, S]``."""
         maps = self.maps(rows, change)
         if self.lam is None:
             return maps[0]
+        difference = self.difference(maps, rows)
+        if self.mean is None:
+            return difference
+        return difference + self.lam * self.mean(self, rows, maps[0], change)
+
+    def difference(self, maps: tuple[Tensor, ...], rows: slice) -> Tensor:
+        """``A1 - lambda A2`` of two maps of the queries ``rows``."""
+        assert self.lam is not None
         lam = self.lam[..., rows, :] if self.lam.dim() > 1 and self.lam.shape[-2] > 1 else self.lam
         return maps[0] - lam * maps[1].repeat_interleave(maps[0].shape[1] // maps[1].shape[1], dim=1)
 
@@ -102,6 +118,7 @@ class AttentionCall:
 
 Tap = Callable[[AttentionCall], None]
 Change = Callable[[tuple[Tensor, ...], Tensor], tuple[Tensor, ...]]  # (logits of each map, allowed) -> logits
+Mean = Callable[[AttentionCall, slice, Tensor, "Change | None"], Tensor]
 Plan = Callable[[AttentionCall], Change]
 _Original = Callable[[], Any]
 _Finish = Callable[[Change], Any]  # from changed logits, what the layer goes on with
@@ -206,24 +223,66 @@ def _attribute(owner: Any, name: str, value: Any) -> Generator[None]:
 def _own_attention(core: Any, layer: int, handle: Callable) -> Callable:
     """``core.attend`` of this package's attention, by way of ``handle``."""
     from diff_transformer.model.cores import DiffCore
-    from diff_transformer.model.heads import pair_heads
+    from diff_transformer.model.dint import DintCore, Rows
 
     before = core.attend
 
-    def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, is_causal: bool) -> Tensor:
-        scale = q.shape[-1] ** -0.5
+    def attend(q: Tensor, k: Tensor, v: Tensor, lam: Any, mask: Tensor | None, is_causal: bool, **more: Any) -> Tensor:
+        scale, window = q.shape[-1] ** -0.5, core.reach(is_causal)
+        given = more.get("rows", Rows())
         if isinstance(core, DiffCore):
-            q1, q2, k1, k2 = pair_heads(q, k)
-            call = AttentionCall(layer, q1, k1, scale, mask, is_causal, q2, k2, core.lam())
+            q1, q2, k1, k2 = core.split(q, k)
+            lam = torch.as_tensor(lam, dtype=torch.float32, device=q.device) if isinstance(lam, float) else lam
+            mean = _dint_mean(core, q, k, mask, is_causal, given) if isinstance(core, DintCore) else None
+            call = AttentionCall(layer, q1, k1, scale, mask, is_causal, q2, k2, lam, mean=mean, window=window)
         else:
-            call = AttentionCall(layer, q, k, scale, mask, is_causal)
+            call = AttentionCall(layer, q, k, scale, mask, is_causal, window=window)
 
         def finish(change: Change) -> Tensor:
-            return torch.cat([_weighted(call.attention(rows, change), v) for rows in call.blocks()], dim=2)
+            if not isinstance(core, DintCore):
+                return torch.cat([_weighted(call.attention(rows, change), v) for rows in call.blocks()], dim=2)
+            parts = []
+            for rows in call.blocks():
+                maps = call.maps(rows, change)
+                parts.append((_weighted(call.difference(maps, rows), v), _weighted(maps[0], v)))
+            difference, first = (torch.cat(blocks, dim=2) for blocks in zip(*parts, strict=True))
+            counted = core.counted(q, k, mask, is_causal, given)
+            return core.with_means(difference, first, lam, counted, is_causal, given)
 
-        return handle(call, lambda: before(q, k, v, mask, is_causal), finish, False)
+        return handle(call, lambda: before(q, k, v, lam, mask, is_causal, **more), finish, False)
 
     return attend
+
+
+def _dint_mean(core: Any, q: Tensor, k: Tensor, mask: Tensor | None, is_causal: bool, given: Any) -> Mean:
+    """G of DINT's ``core``, block by block: what the queries before ``rows`` add is computed from their maps."""
+    continues = given.continues(q.shape[2])
+
+    def mean(call: AttentionCall, rows: slice, first: Tensor, change: Change | None) -> Tensor:
+        if continues:
+            raise ValueError(
+                "the attention of 'dint' is a mean over all queries so far, and the cache does not keep their maps; "
+                "give the whole sequence in one call"
+            )
+        weights, blind = core.counted(q, k, mask, is_causal, given)
+        running = core.is_causal or is_causal
+        start, stop, _ = rows.indices(q.shape[2])
+        others = [(0, start)] if running else [(0, start), (stop, q.shape[2])]
+        total = first.new_zeros(*first.shape[:2], 1, first.shape[3])
+        for begin, end in others:
+            for block in call.blocks():
+                part = slice(max(begin, block.start), min(end, block.stop))
+                if part.start < part.stop:
+                    total = total + (call.maps(part, change)[0] * weights[:, :, part]).sum(2, keepdim=True)
+        kept = first * weights[:, :, rows]
+        counts = weights.to(first.dtype)
+        if running:
+            found = (total + kept.cumsum(2)) / counts.cumsum(2)[:, :, rows].clamp_min(1)
+        else:
+            found = ((total + kept.sum(2, keepdim=True)) / counts.sum(2, keepdim=True).clamp_min(1)).expand_as(first)
+        return found if blind is None else found.masked_fill(blind[:, :, rows], 0)
+
+    return mean
 
 
 _INTERFACE = "ALL_ATTENTION_FUNCTIONS"  # the name in transformers' modelling files

@@ -108,7 +108,8 @@ class CausalLM:
         """For each layer, the attention of the last position of ``ids [1, T]`` to all: fp32 ``[heads, T]``.
 
         Differential attention gives the difference ``A1 - lambda A2``. What comes before is read in chunks into the
-        cache, and only the last row is computed: O(T) memory. A layer with a sliding window gives 0 before it.
+        cache, and only the last row is computed: O(T) memory. A layer with a sliding window gives 0 before it. DINT,
+        whose last row is a mean over all queries, reads the prompt in one piece, and its maps in blocks.
 
         Raises:
             ValueError: if there are more tokens than the model has positions.
@@ -117,13 +118,15 @@ class CausalLM:
         rows: list[Tensor] = []
 
         def keep(call: AttentionCall):
-            row = call.attention()[0, :, -1].float().cpu()
+            last = call.q1.shape[2] - 1
+            row = call.attention(slice(last, last + 1))[0, :, -1].float().cpu()
             rows.append(F.pad(row, (ids.shape[1] - row.shape[-1], 0)))
 
         ids = ids.to(self.device)
-        cache = self.read(ids[:, :-1])
+        whole = getattr(self.model.config, "attention", None) == "dint"
+        cache = None if whole else self.read(ids[:, :-1])
         with tapped_attention(self.model, keep):
-            self.model.base_model(input_ids=ids[:, -1:], past_key_values=cache, use_cache=True)
+            self.model.base_model(input_ids=ids if whole else ids[:, -1:], past_key_values=cache, use_cache=not whole)
         return rows
 
     @torch.inference_mode()

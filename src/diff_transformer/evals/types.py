@@ -4,6 +4,8 @@ import json
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
+from diff_transformer.durable import write_whole
+
 
 @dataclass(frozen=True)
 class Result:
@@ -28,7 +30,7 @@ class Result:
 
     def save(self, path: Path):
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(self.to_dict()) + "\n")
+        write_whole(path, json.dumps(self.to_dict()) + "\n")
 
     @classmethod
     def load(cls, path: Path) -> "Result":

@@ -1,65 +1,53 @@
 """Differential attention as a layer, and the softmax attention that it is compared with.
 
 Both are one module, ``Attention``: projections, rotary embedding, cache and output are shared, and only the ``core``
-between them differs. Legend: B batch, T queries, S keys, n query heads of the matched Transformer (h = n / 2
-differential heads), m its key/value heads (g = m / 2), d head width.
+between them differs. Legend: B batch, T queries, S keys, d head width, dv width of a value head. ``count_heads`` in
+``model/heads.py`` says how many heads queries, keys, values and outputs have.
 """
 
 import torch
 from torch import Tensor, nn
 
 from diff_transformer.checks import require_positive
-from diff_transformer.model.cores import DiffCore, SoftmaxCore
+from diff_transformer.model.cores import Core
 from diff_transformer.model.documents import Documents
-from diff_transformer.model.heads import check_heads
-from diff_transformer.model.lambdas import lambda_init
-from diff_transformer.model.layers import ResidualLinear, RMSNorm, apply_rotary, rotary_tables
+from diff_transformer.model.heads import HeadCounts, check_variant, count_heads, default_key_value_heads
+from diff_transformer.model.implementations import attention_backend
+from diff_transformer.model.layers import ResidualLinear, apply_rotary, rotary_tables
+from diff_transformer.model.paged import update_paged
+from diff_transformer.model.variants import core_of, diff_core
 
 
 class Attention(nn.Module):
-    """Multi-head attention around a ``core``: W_Q, W_K, W_V, rotary embedding, cache, W_O; no bias anywhere.
-
-    Heads are counted as in the matched softmax attention. ``values_paired`` makes value heads 2i and 2i+1 one head of
-    twice the width, as differential attention needs.
-    """
+    """Multi-head attention around a ``core``: W_Q, W_K, W_V, rotary embedding, cache, W_O; biases only if ``bias``."""
 
     def __init__(
         self,
         hidden_size: int,
-        num_heads: int,
-        core: "DiffCore | SoftmaxCore",
+        heads: HeadCounts,
+        core: Core,
         *,
-        num_key_value_heads: int | None = None,
-        head_dim: int | None = None,
         context_size: int | None = None,
         is_causal: bool = True,
         rope_theta: float | None = None,
         layer_idx: int = 0,
+        bias: bool = False,
     ):
         super().__init__()
-        num_key_value_heads = num_key_value_heads or num_heads
-        head_dim = head_dim or hidden_size // num_heads
-        context_size = context_size or hidden_size
-        self.head_dim, self.is_causal, self.rope_theta, self.layer_idx = head_dim, is_causal, rope_theta, layer_idx
-        self.value_dim = 2 * head_dim if isinstance(core, DiffCore) else head_dim
-        self.q_proj = nn.Linear(hidden_size, num_heads * head_dim, bias=False)
-        self.k_proj = nn.Linear(context_size, num_key_value_heads * head_dim, bias=False)
-        self.v_proj = nn.Linear(context_size, num_key_value_heads * head_dim, bias=False)
-        self.o_proj = ResidualLinear(num_heads * head_dim, hidden_size)
+        context_size, d, dv = context_size or hidden_size, heads.head_dim, heads.value_dim
+        self.is_causal, self.rope_theta, self.layer_idx = is_causal, rope_theta, layer_idx
+        self.heads, self.head_dim, self.value_dim = heads, d, dv
+        self.q_proj = nn.Linear(hidden_size, heads.queries * d, bias=bias)
+        self.k_proj = nn.Linear(context_size, heads.keys * d, bias=bias)
+        self.v_proj = nn.Linear(context_size, heads.values * dv, bias=bias)
+        self.o_proj = ResidualLinear(heads.outputs * dv, hidden_size, bias)
         self.core = core
 
     @classmethod
     def from_config(cls, config, layer_idx: int) -> "Attention":
-        """The attention of layer ``layer_idx`` of a model: the only line in which the two models of a pair differ."""
-        core = _softmax_core(config) if config.attention == "softmax" else _diff_core(config, layer_idx)
-        return Attention(
-            config.hidden_size,
-            config.num_attention_heads,
-            core,
-            num_key_value_heads=config.num_key_value_heads,
-            head_dim=config.head_dim,
-            layer_idx=layer_idx,
-        )
+        """The attention of layer ``layer_idx`` of a model; the models of a pair differ in the core alone."""
+        core = core_of(config, layer_idx, attention_backend(config))
+        return Attention(config.hidden_size, config.heads, core, layer_idx=layer_idx)
 
     def forward(
         self,
@@ -68,6 +56,7 @@ class Attention(nn.Module):
         *,
         attention_mask: Tensor | None = None,
         key_padding_mask: Tensor | None = None,
+        query_padding_mask: Tensor | None = None,
         position_ids: Tensor | None = None,
         position_embeddings: tuple[Tensor, Tensor] | None = None,
         past_key_values=None,
@@ -75,13 +64,16 @@ class Attention(nn.Module):
         documents: Documents | None = None,
         output_attentions: bool = False,
         output_attention_parts: bool = False,
-        **_: object,
+        cache=None,
+        **options,
     ):
         """Attend from ``hidden_states [B, T, hidden_size]`` to itself, or to ``context [B, S, context_size]``.
 
         Args:
             attention_mask: bool (True = attend) or additive, broadcastable to ``[B, heads, T, S]``.
             key_padding_mask: bool ``[B, S]``, True where a key may be attended to.
+            query_padding_mask: bool ``[B, T]``, True where a query is no padding, for ``"dint"``, whose means count
+                such queries only; in self-attention the newest positions of ``key_padding_mask`` if None.
             position_ids: integer positions ``[B, T]`` for the rotary embedding; 0..T-1 (after the cache) if None.
             position_embeddings: ready ``(cos, sin)``, each ``[B, T, d]``, instead of ``position_ids``.
             past_key_values: a transformers ``Cache``, which receives the new keys and values.
@@ -89,30 +81,37 @@ class Attention(nn.Module):
             documents: packed documents, none of which attends to another; excludes masks, cache and maps.
             output_attentions: also return the attention map (of differential attention: the difference).
             output_attention_parts: return ``DiffMaps`` (both maps and their difference) instead.
+            cache, options: the paged cache of transformers' continuous batching, and what it passes beside it.
 
         Returns:
             ``(out [B, T, hidden_size], weights or None)``; a row that may attend to nothing gives 0.
         """
         batch, queries = hidden_states.shape[:2]
         source = hidden_states if context is None else context
-        q = self.q_proj(hidden_states).view(batch, queries, -1, self.head_dim)  # [B, T, n, d]
-        k = self.k_proj(source).view(batch, source.shape[1], -1, self.head_dim)  # [B, S, m, d]
-        v = self.v_proj(source).view(batch, source.shape[1], -1, self.value_dim)  # [B, S, g, 2d] or [B, S, m, d]
+        q = self.q_proj(hidden_states).view(batch, queries, -1, self.head_dim)  # [B, T, query heads, d]
+        k = self.k_proj(source).view(batch, source.shape[1], -1, self.head_dim)  # [B, S, key heads, d]
+        v = self.v_proj(source).view(batch, source.shape[1], -1, self.value_dim)  # [B, S, value heads, dv]
         tables = position_embeddings or self._tables(position_ids, queries, past_key_values, q.device)
         if tables is not None:
             q, k = apply_rotary(q, *tables), apply_rotary(k, *tables)
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
         if past_key_values is not None:
             k, v = self._update_cache(past_key_values, k, v)
+        if cache is not None:
+            k, v = update_paged(cache, k, v, self.layer_idx, attention_mask, options)
         mask = _with_padding(attention_mask, key_padding_mask, k)
         causal = self.is_causal if is_causal is None else is_causal
+        if query_padding_mask is None and key_padding_mask is not None and context is None:
+            query_padding_mask = key_padding_mask[:, -queries:]
         if documents is not None:
             self._check_documents(mask, past_key_values, context, output_attentions or output_attention_parts)
         packed = {} if documents is None else {"documents": documents}
-        out = self.core(q, k, v, mask, causal, **packed).reshape(batch, queries, -1)
+        rows = self.core.rows(past_key_values if cache is None else cache, self.layer_idx, query_padding_mask)
+        out = self.core(q, k, v, mask, causal, hidden_states=hidden_states, **packed, **rows)
+        out = out.reshape(batch, queries, -1)
         weights = None
         if output_attentions or output_attention_parts:
-            weights = self.core.maps(q, k, mask, causal)
+            weights = self.core.maps(q, k, mask, causal, hidden_states=hidden_states, **rows)
             if not output_attention_parts:
                 weights = getattr(weights, "difference", weights)
         return self.o_proj(out), weights
@@ -135,20 +134,31 @@ class Attention(nn.Module):
         return rotary_tables(position_ids, self.head_dim, self.rope_theta)
 
     def _update_cache(self, cache, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """A static cache gives keys and values equally many heads: there, two keys lie side by side, [B, g, S, 2d].
+        """A static cache gives keys and values equally many heads: there, the keys of one value head lie side by side,
+        [B, g, S, 2d].
 
-        One that was laid out before it saw any (``early_initialization``) has m heads of width d for both: then values
-        travel as such, and every step copies them.
+        One that was laid out before it saw any (``early_initialization``) has m heads of width d for both: as many
+        numbers, which are then seen as [B, g, S, 2d] while the cache is written, so that nothing is copied.
         """
         if v.shape[1] == k.shape[1] or not getattr(cache, "is_compileable", False):
             return cache.update(k, v, self.layer_idx)
+        k = k.unflatten(1, (v.shape[1], -1)).transpose(2, 3).flatten(-2)  # [B, g, T, 2d]
         layer = cache.layers[self.layer_idx]
-        if layer.is_initialized and layer.keys.shape[1] == k.shape[1]:
-            narrow = v.unflatten(-1, (2, -1)).transpose(2, 3).flatten(1, 2)  # [B, m, T, d]
-            k, narrow = cache.update(k, narrow, self.layer_idx)
-            return k, narrow.unflatten(1, (-1, 2)).transpose(2, 3).flatten(-2)
-        pairs = k.unflatten(1, (-1, 2)).transpose(2, 3).flatten(-2)  # [B, g, T, 2d]
-        return cache.update(pairs, v, self.layer_idx)
+        if not layer.is_initialized or layer.keys.shape[1] == k.shape[1]:
+            return cache.update(k, v, self.layer_idx)
+        laid_out = layer.keys, layer.values  # [B, m, S, d]
+        if v.shape[1] * v.shape[3] != k.shape[1] * k.shape[3]:
+            raise ValueError(
+                f"a cache laid out beforehand has as much room for values as for keys, and value heads of width "
+                f"{v.shape[3]} need another; let the first call lay it out, or leave value_head_dim at its default"
+            )
+        layer.keys, layer.values = (
+            held.view(held.shape[0], new.shape[1], held.shape[2], new.shape[3])
+            for held, new in zip(laid_out, (k, v), strict=True)
+        )
+        updated = cache.update(k, v, self.layer_idx)
+        layer.keys, layer.values = laid_out
+        return updated
 
 
 class DiffAttention(Attention):
@@ -160,14 +170,20 @@ class DiffAttention(Attention):
         hidden_size: width of the input and the output.
         num_heads: heads of the softmax attention it stands for: even; h = ``num_heads // 2`` differential heads.
             The authors advise h >= 8.
+        attention: ``"diff"``, ``"diff_v2"``, ``"grouped_diff"`` or ``"dint"``; what ``num_heads`` and
+            ``num_key_value_heads`` mean for each is said by ``DiffTransformerConfig``.
         num_key_value_heads: for grouped-query attention: even, divides ``num_heads``; ``num_heads`` if None.
         head_dim: width d of queries and keys (values have 2d); ``hidden_size // num_heads`` if None.
+        value_head_dim: another width of a value head.
         context_size: width of the context in cross-attention; ``hidden_size`` if None.
         is_causal: whether a query sees only keys up to its own position, aligned to the lower right corner.
         rope_theta: base of the rotary embedding; None for none (vision, cross-attention, positions of your own).
         layer_index: depth, counted from 0, for ``lambda_init="depth"``; also the layer's place in a cache.
         lambda_init: ``"depth"`` or a constant.
-        head_norm, head_norm_init, lambda_std, norm_eps, backend: as in ``DiffTransformerConfig``.
+        window: with ``is_causal``, each query sees its last ``window`` keys, its own included; all if None.
+        bias: whether the four projections have biases (the paper's have none).
+        lambda_learned, signal_heads_per_noise_head, head_norm, head_norm_init, lambda_std, norm_eps, backend: as in
+            ``DiffTransformerConfig``.
 
     ``forward`` returns ``(out, weights or None)``, as ``torch.nn.MultiheadAttention`` does.
 
@@ -180,78 +196,71 @@ class DiffAttention(Attention):
         hidden_size: int,
         num_heads: int,
         *,
+        attention: str = "diff",
         num_key_value_heads: int | None = None,
         head_dim: int | None = None,
+        value_head_dim: int | None = None,
+        signal_heads_per_noise_head: int = 3,
         context_size: int | None = None,
         is_causal: bool = False,
         rope_theta: float | None = None,
         layer_index: int = 0,
         lambda_init: str | float = "depth",
+        lambda_learned: bool = True,
         lambda_std: float = 0.1,
         head_norm: bool | str = True,
         head_norm_init: float = 1.0,
         norm_eps: float = 1e-5,
         backend: str = "auto",
+        window: int | None = None,
+        bias: bool = False,
     ):
         require_positive(
             hidden_size=hidden_size,
             num_heads=num_heads,
             num_key_value_heads=num_key_value_heads,
             head_dim=head_dim,
+            value_head_dim=value_head_dim,
+            signal_heads_per_noise_head=signal_heads_per_noise_head,
             context_size=context_size,
+            window=window,
         )
-        check_heads(num_heads, num_key_value_heads or num_heads, paired=True)
         if head_dim is None and hidden_size % num_heads:
             raise ValueError(f"hidden_size {hidden_size} is not divisible by num_heads {num_heads}; give head_dim")
         head_dim = head_dim or hidden_size // num_heads
         if rope_theta is not None and context_size is not None:
             raise ValueError("rope_theta and context_size exclude each other: cross-attention has no shared positions")
-        core = DiffCore(
-            head_dim,
-            _lambda_start(lambda_init, layer_index),
+        check_variant(attention, lambda_learned=lambda_learned, window=window)
+        if attention == "softmax":
+            raise ValueError("attention is 'softmax'; for softmax attention take torch.nn.MultiheadAttention")
+        signal = signal_heads_per_noise_head
+        key_value_heads = num_key_value_heads or default_key_value_heads(attention, num_heads, signal)
+        heads = count_heads(attention, num_heads, key_value_heads, head_dim, value_head_dim, signal)
+        core = diff_core(
+            attention,
+            hidden_size,
+            heads,
+            layer_index,
+            lambda_init=lambda_init,
+            lambda_learned=lambda_learned,
             lambda_std=lambda_std,
             head_norm=head_norm,
             head_norm_init=head_norm_init,
             norm_eps=norm_eps,
             backend=backend,
+            is_causal=is_causal,
         )
+        core.window = window
         super().__init__(
             hidden_size,
-            num_heads,
+            heads,
             core,
-            num_key_value_heads=num_key_value_heads,
-            head_dim=head_dim,
             context_size=context_size,
             is_causal=is_causal,
             rope_theta=rope_theta,
             layer_idx=layer_index,
+            bias=bias,
         )
-
-
-def _softmax_core(config) -> SoftmaxCore:
-    if not config.softmax_head_norm:
-        return SoftmaxCore()
-    return SoftmaxCore(RMSNorm(config.head_dim, config.rms_norm_eps, config.head_norm_init))
-
-
-def _diff_core(config, layer_idx: int) -> DiffCore:
-    return DiffCore(
-        config.head_dim,
-        _lambda_start(config.lambda_init, layer_idx),
-        lambda_std=config.lambda_std,
-        head_norm=config.head_norm,
-        head_norm_init=config.head_norm_init,
-        norm_eps=config.rms_norm_eps,
-        backend=config.backend,
-    )
-
-
-def _lambda_start(setting: str | float, layer_index: int) -> float:
-    if setting == "depth":
-        return lambda_init(layer_index)
-    if isinstance(setting, str):
-        raise ValueError(f"lambda_init is {setting!r}; accepted: 'depth' or a number")
-    return float(setting)
 
 
 def _with_padding(mask: Tensor | None, key_padding_mask: Tensor | None, k: Tensor) -> Tensor | None:

@@ -4,26 +4,35 @@ from rich.table import Table
 
 from diff_transformer.model.config import matched_baseline
 from diff_transformer.model.cost import model_cost
+from diff_transformer.model.matching import LABELS, variant
 from diff_transformer.model.presets import PRESETS, preset
 
 
-def pair_table(name: str, length: int | None = None) -> Table:
-    """Both sides of the preset ``name``, and how far apart they are.
+def pair_table(name: str, length: int | None = None, attention: str = "diff") -> Table:
+    """The preset ``name`` with a variant of differential attention and its matched Transformer, and how far apart they
+    are.
 
     Raises:
-        ValueError: for an unknown preset or a length that is not positive.
+        ValueError: for an unknown preset or variant, one the preset's heads do not fit, or a length that is not
+            positive.
     """
-    config = preset(name)
-    diff, softmax = model_cost(config, length=length), model_cost(matched_baseline(config), length=length)
-    d = config.head_dim or 0
-    heads = f"{config.num_diff_heads} heads, d {config.head_dim}"
+    config = variant(preset(name), attention)
+    baseline = matched_baseline(config)
+    diff, softmax = model_cost(config, length=length), model_cost(baseline, length=length)
+    heads, d = config.heads, config.head_dim
     table = Table(
         title=f"{name}: d_model {config.hidden_size}, {config.num_hidden_layers} layers", title_justify="left"
     )
     table.add_column("")
-    table.add_column(f"DIFF Transformer\n{heads}, values {2 * d}", justify="right")
-    table.add_column(f"Transformer\n{config.num_attention_heads} heads, d {config.head_dim}", justify="right")
+    shown = f"{heads.outputs} heads, d {d}, values {heads.value_dim}"
+    table.add_column(f"{LABELS[attention]}\n{shown}", justify="right")
+    table.add_column(f"Transformer\n{baseline.num_attention_heads} heads, d {d}", justify="right")
     table.add_column("difference", justify="right")
+    assert config.intermediate_size is not None  # set by the configuration itself
+    assert baseline.intermediate_size is not None
+    if config.intermediate_size != baseline.intermediate_size:
+        _row(table, "feed-forward width", config.intermediate_size, baseline.intermediate_size)
+        table.add_section()
     for part in diff.parameters:
         _row(table, f"parameters: {part}", diff.parameters[part], softmax.parameters[part])
     table.add_section()
@@ -32,9 +41,7 @@ def pair_table(name: str, length: int | None = None) -> Table:
     _row(table, "training FLOPs a token", diff.training_flops_per_token, softmax.training_flops_per_token)
     _row(table, "KV cache, bytes a token (bf16)", diff.kv_bytes_per_token, softmax.kv_bytes_per_token)
     full = diff.length
-    _row(
-        table, f"KV cache, bytes at {full} tokens", diff.kv_bytes_per_token * full, softmax.kv_bytes_per_token * full
-    )  # fmt: skip
+    _row(table, f"KV cache, bytes at {full} tokens", diff.kv_bytes(full), softmax.kv_bytes(full))
     return table
 
 

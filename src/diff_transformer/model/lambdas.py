@@ -8,14 +8,15 @@ from torch import Tensor, nn
 HALF_PRECISION = (torch.float16, torch.bfloat16)
 
 
-def lambda_init(layer_index: int) -> float:
+def lambda_init(layer_index: int, depth_offset: int = 0) -> float:
     """The constant part of lambda in a layer: ``0.8 - 0.6 exp(-0.3 i)`` with ``i`` counted from 0 (section 2.1).
 
-    The paper counts layers from 1 and writes ``exp(-0.3 (l - 1))``: the same number.
+    The paper counts layers from 1 and writes ``exp(-0.3 (l - 1))``: the same number. ``depth_offset`` is added to i:
+    with -1, as some published checkpoints have it, layer 0 starts below 0, at -0.0099.
     """
     if layer_index < 0:
         raise ValueError(f"layer_index is {layer_index}; layers are counted from 0")
-    return 0.8 - 0.6 * math.exp(-0.3 * layer_index)
+    return 0.8 - 0.6 * math.exp(-0.3 * (layer_index + depth_offset))
 
 
 class LearnedLambda(nn.Module):
@@ -43,7 +44,7 @@ class LearnedLambda(nn.Module):
         for parameter in self.parameters():
             nn.init.normal_(parameter, std=self.std)
 
-    def forward(self) -> Tensor:
+    def forward(self, hidden_states: Tensor | None = None) -> Tensor:
         first = torch.dot(self.lambda_q1, self.lambda_k1).exp()
         second = torch.dot(self.lambda_q2, self.lambda_k2).exp()
         return first - second + self.initial
@@ -57,3 +58,51 @@ class LearnedLambda(nn.Module):
 
     def extra_repr(self) -> str:
         return f"head_dim={self.lambda_q1.numel()}, initial={self.initial:.4f}"
+
+
+class FixedLambda(nn.Module):
+    """lambda that is ``lambda_init`` itself and is not learned (a Python float, exact)."""
+
+    def __init__(self, initial: float):
+        super().__init__()
+        self.initial = initial
+
+    def forward(self, hidden_states: Tensor | None = None) -> float:
+        return self.initial
+
+    def extra_repr(self) -> str:
+        return f"initial={self.initial:.4f}"
+
+
+class TokenLambda(nn.Module):
+    """``sigmoid(X W_lambda)``: lambda of the second version, one for each token and head, fp32 ``[B, h, T, 1]``.
+
+    The projection is computed in the dtype of the hidden states, like those of queries and keys; the sigmoid in fp32.
+    ``mean`` (not saved) is the mean lambda of the last call that computed more than one token of a row: what
+    telemetry shows of a lambda that depends on the input.
+    """
+
+    initial = 0.0
+    mean: Tensor
+
+    def __init__(self, hidden_size: int, num_heads: int):
+        super().__init__()
+        self.proj = nn.Linear(hidden_size, num_heads, bias=False)
+        self.register_buffer("mean", torch.full((), 0.5), persistent=False)
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        logits = self.proj(hidden_states)  # [B, T, h]
+        lam = logits.to(torch.promote_types(logits.dtype, torch.float32)).sigmoid()
+        if lam.shape[1] > 1:
+            self.mean.copy_(lam.detach().mean())
+        return lam.transpose(1, 2)[..., None]
+
+
+LambdaModule = LearnedLambda | FixedLambda | TokenLambda
+LAMBDAS = (LearnedLambda, FixedLambda, TokenLambda)
+
+
+@torch.no_grad()
+def present_lambda(module: LambdaModule) -> float:
+    """What telemetry shows of one of ``LAMBDAS``: its value, or of ``TokenLambda`` the mean of the last call."""
+    return float(module.mean if isinstance(module, TokenLambda) else module())

@@ -26,23 +26,48 @@ class RMSNorm(nn.Module):
 
 
 class ResidualLinear(nn.Linear):
-    """A projection without bias that writes to the residual stream (W_O, W_3), with a scale of its own at the start."""
+    """A projection that writes to the residual stream (W_O, W_3), with a scale of its own at the start."""
 
-    def __init__(self, in_features: int, out_features: int):
-        super().__init__(in_features, out_features, bias=False)
+    def __init__(self, in_features: int, out_features: int, bias: bool = False):
+        super().__init__(in_features, out_features, bias=bias)
+
+
+class PolyNorm(nn.Module):
+    """``w_0 n(x^3) + w_1 n(x^2) + w_2 n(x) + b`` with ``n(z) = z / rms(z)`` over the last dimension (arXiv 2411.03884).
+
+    Powers and statistics in fp32, result in the input's dtype; weights 1/3 and bias 0 at the start.
+    """
+
+    def __init__(self, eps: float = 1e-6):
+        super().__init__()
+        self.eps = eps
+        self.weight = nn.Parameter(torch.full((3,), 1 / 3))
+        self.bias = nn.Parameter(torch.zeros(1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        wide = x.to(torch.promote_types(x.dtype, torch.float32))
+        powers = (wide**3, wide**2, wide)
+        normed = (F.rms_norm(power, power.shape[-1:], None, self.eps) for power in powers)
+        weights = self.weight.to(wide.dtype)
+        out = sum(weight * power for weight, power in zip(weights, normed, strict=True))
+        return (out + self.bias.to(wide.dtype)).to(x.dtype)
 
 
 class SwiGLU(nn.Module):
-    """``(swish(x W_1) * x W_2) W_3`` (section 2.2), under the names of Llama checkpoints."""
+    """``(swish(x W_1) * x W_2) W_3`` (section 2.2), under the names of Llama checkpoints.
 
-    def __init__(self, hidden_size: int, intermediate_size: int):
+    ``activation="poly_norm"`` has ``PolyNorm`` in swish's place.
+    """
+
+    def __init__(self, hidden_size: int, intermediate_size: int, activation: str = "silu"):
         super().__init__()
+        self.act_fn = PolyNorm() if activation == "poly_norm" else nn.SiLU()
         self.gate_proj = nn.Linear(hidden_size, intermediate_size, bias=False)
         self.up_proj = nn.Linear(hidden_size, intermediate_size, bias=False)
         self.down_proj = ResidualLinear(intermediate_size, hidden_size)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+        return self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
 
 
 def rotary_tables(position_ids: Tensor, head_dim: int, theta: float) -> tuple[Tensor, Tensor]:

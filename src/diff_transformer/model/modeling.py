@@ -12,7 +12,6 @@ from transformers import (
     PreTrainedModel,
 )
 from transformers import initialization as init
-from transformers.masking_utils import create_causal_mask
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
@@ -21,9 +20,13 @@ from transformers.utils.output_capturing import capture_outputs
 
 from diff_transformer.model.attention import Attention
 from diff_transformer.model.config import DiffTransformerConfig
+from diff_transformer.model.cores import Core
+from diff_transformer.model.dint import padding_of
 from diff_transformer.model.documents import take_documents
-from diff_transformer.model.lambdas import LearnedLambda
-from diff_transformer.model.layers import ResidualLinear, RMSNorm, SwiGLU
+from diff_transformer.model.implementations import attention_backend, check_implementation
+from diff_transformer.model.lambdas import LAMBDAS, LearnedLambda, TokenLambda, present_lambda
+from diff_transformer.model.layers import PolyNorm, ResidualLinear, RMSNorm, SwiGLU
+from diff_transformer.model.masks import causal_mask
 
 
 class DecoderLayer(GradientCheckpointingLayer):
@@ -33,7 +36,7 @@ class DecoderLayer(GradientCheckpointingLayer):
         super().__init__()
         self.self_attn = Attention.from_config(config, layer_idx)
         assert config.intermediate_size is not None  # set by the configuration itself
-        self.mlp = SwiGLU(config.hidden_size, config.intermediate_size)
+        self.mlp = SwiGLU(config.hidden_size, config.intermediate_size, config.hidden_act)
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
 
@@ -50,9 +53,21 @@ class DiffTransformerPreTrainedModel(PreTrainedModel):
     _no_split_modules = ["DecoderLayer"]  # noqa: RUF012
     _skip_keys_device_placement = ["past_key_values"]  # noqa: RUF012
     _supports_sdpa = True
+    _supports_flex_attn = True
+    _supports_flash_attn = False
     _can_compile_fullgraph = True
     _can_record_outputs = {"hidden_states": DecoderLayer, "attentions": Attention}  # noqa: RUF012
     _keep_in_fp32_modules_strict = ["lambda_q1", "lambda_k1", "lambda_q2", "lambda_k2"]  # noqa: RUF012
+
+    def _check_and_adjust_attn_implementation(self, attn_implementation, is_init_check=False, allow_all_kernels=False):
+        return check_implementation(attn_implementation)
+
+    def set_attn_implementation(self, attn_implementation: str | dict, allow_all_kernels: bool = False):
+        """Compute attention as the name says from now on: one of ``IMPLEMENTATIONS``, for either side of a pair."""
+        super().set_attn_implementation(attn_implementation, allow_all_kernels)
+        for core in self.modules():
+            if isinstance(core, Core):
+                core.backend = attention_backend(self.config)
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module):
@@ -64,11 +79,16 @@ class DiffTransformerPreTrainedModel(PreTrainedModel):
             init.normal_(module.weight, std=output_std if isinstance(module, ResidualLinear) else std)
         elif isinstance(module, nn.Embedding):
             init.normal_(module.weight, std=embedding_std)
+        elif isinstance(module, PolyNorm):
+            init.constant_(module.weight, 1 / 3)
+            init.zeros_(module.bias)
         elif isinstance(module, RMSNorm) and module.weight is not None:
             init.constant_(module.weight, module.initial)
         elif isinstance(module, LearnedLambda):
             for vector in module.parameters():
                 init.normal_(vector, std=module.std)
+        elif isinstance(module, TokenLambda):
+            init.constant_(module.mean, 0.5)
         elif isinstance(module, LlamaRotaryEmbedding):
             super()._init_weights(module)
 
@@ -93,10 +113,12 @@ class DiffTransformerModel(DiffTransformerPreTrainedModel):
         self.post_init()
 
     def lambdas(self) -> Tensor:
-        """The present value of lambda in each layer, fp32 ``[L]``, without gradient; empty for softmax attention."""
-        with torch.no_grad():
-            values = [module() for module in self.modules() if isinstance(module, LearnedLambda)]
-        return torch.stack(values).float() if values else torch.empty(0)
+        """The present value of lambda in each layer, fp32 ``[L]``, without gradient; empty for softmax attention.
+
+        For ``attention="diff_v2"``, whose lambda depends on the token: the mean over the tokens and heads of the last
+        forward pass over more than one token.
+        """
+        return torch.tensor([present_lambda(module) for module in self.modules() if isinstance(module, LAMBDAS)])
 
     @capture_outputs
     def forward(
@@ -113,7 +135,13 @@ class DiffTransformerModel(DiffTransformerPreTrainedModel):
             raise ValueError("give exactly one of input_ids and inputs_embeds")
         if inputs_embeds is None:
             inputs_embeds = self.embed_tokens(input_ids)
-        documents = take_documents(kwargs)
+        documents = None
+        if "cache" in kwargs:  # continuous batching: the tokens of several requests in a row, told apart by a mask
+            kwargs.pop("is_causal", None)
+        else:
+            documents = take_documents(kwargs)
+        if self.config.attention == "dint":
+            attention_mask, kwargs["query_padding_mask"] = padding_of(attention_mask, inputs_embeds.shape[1])
         if use_cache is None:
             use_cache = self.config.use_cache and not self.training and documents is None
         if use_cache and past_key_values is None:
@@ -125,23 +153,13 @@ class DiffTransformerModel(DiffTransformerPreTrainedModel):
                 )
             position_ids = documents.positions(inputs_embeds.shape[:2]) if position_ids is None else position_ids
             kwargs["documents"] = documents
+        given_positions = position_ids
         if position_ids is None:
             seen = past_key_values.get_seq_length() if past_key_values is not None else 0
             position_ids = (torch.arange(inputs_embeds.shape[1], device=inputs_embeds.device) + seen)[None]
-        mask = (
-            None
-            if documents is not None
-            else create_causal_mask(
-                config=self.config,
-                inputs_embeds=inputs_embeds,
-                attention_mask=attention_mask,
-                past_key_values=past_key_values,
-                position_ids=position_ids,
-                allow_is_causal_skip=not getattr(
-                    past_key_values, "is_compileable", False
-                ),  # a static cache has unused keys
-            )
-        )
+        mask = None
+        if documents is None:
+            mask = causal_mask(self.config, inputs_embeds, attention_mask, past_key_values, given_positions)
         position_embeddings = self.rotary_emb(inputs_embeds, position_ids=position_ids)
         hidden_states = inputs_embeds
         for layer in self.layers:
@@ -170,6 +188,21 @@ class DiffTransformerForCausalLM(DiffTransformerPreTrainedModel, GenerationMixin
     def lambdas(self) -> Tensor:
         """See ``DiffTransformerModel.lambdas``."""
         return self.model.lambdas()
+
+    def _get_static_cache_init_shape(self):
+        """Heads and width with which transformers lays out a static cache before a prefill in chunks; None lets the
+        first call do it, where values need other room than keys."""
+        heads = self.config.heads
+        if heads.values * heads.value_dim != heads.keys * heads.head_dim:
+            return None
+        return super()._get_static_cache_init_shape()  # ty: ignore[invalid-argument-type]
+
+    def prepare_inputs_for_generation(self, *args, **kwargs):
+        """Positions of a chunk come as a slice, whose strides tell a compiled step of the prompt's length."""
+        inputs = super().prepare_inputs_for_generation(*args, **kwargs)  # ty: ignore[invalid-argument-type]
+        if inputs.get("position_ids") is not None:
+            inputs["position_ids"] = inputs["position_ids"].contiguous()
+        return inputs
 
     @can_return_tuple
     def forward(

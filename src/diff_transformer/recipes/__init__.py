@@ -3,10 +3,18 @@
 import difflib
 from collections.abc import Callable
 
-from diff_transformer.recipes import desk
+from diff_transformer.recipes import desk, one_gpu, paper, uptrain
 from diff_transformer.train.config import RunConfig
 
-RECIPES: dict[str, Callable[[], RunConfig]] = {"debug": desk.debug, "demo": desk.demo, "novels": desk.novels}
+RECIPES: dict[str, Callable[[], RunConfig]] = {
+    "debug": desk.debug,
+    "demo": desk.demo,
+    "desk": desk.desk,
+    "novels": desk.novels,
+    "one_gpu": one_gpu.one_gpu,
+    "uptrain": uptrain.uptrain,
+    **paper.recipes(),
+}
 
 
 def recipe(name: str) -> RunConfig:

@@ -12,12 +12,13 @@ const attention = {
     return cache[part];
   },
 
-  /* Weight from query to key in map 0 (A1, or the Transformer's A), 1 (lambda A2) or 2 (A1 - lambda A2). */
+  /* Weight from query to key in map 0 (A1, or the Transformer's A), 1 (lambda A2), 2 (A1 - lambda A2) or 3 (A2). */
   weight(map, model, layer, head, query, key) {
     const triangle = (model.size * (model.size + 1)) / 2;
     const at = (layer * model.heads + head) * triangle + (query * (query + 1)) / 2 + key;
     const read = (part) => ((attention.unpack(model, part)?.[at] ?? 0) / 255) ** 2;
     if (map === 0) return read("first");
+    if (map === 3) return read("second");
     const second = model.lambda[layer] * read("second");
     return map === 1 ? second : read("first") - second;
   },
@@ -32,6 +33,16 @@ const attention = {
       if (key >= model.span[0] && key < model.span[1]) inside += value;
     }
     return all ? inside / all : 0;
+  },
+
+  /* The weight of a row that is furthest from zero. */
+  largest(model, layer, head, query) {
+    let most = 0;
+    for (let key = 0; key <= query; key++) {
+      const value = attention.weight(2, model, layer, head, query, key);
+      if (Math.abs(value) > Math.abs(most)) most = value;
+    }
+    return most;
   },
 
   /* The layer and head that give the answer its largest share. */

@@ -4,14 +4,13 @@
 {
   const view = document.getElementById("explorer-view");
   if (view) {
-    const { examples } = JSON.parse(document.getElementById("explorer-data").textContent);
-    for (const { tokens, models } of examples) models.forEach((model) => (model.size = tokens.length));
-    startExplorer(view, examples);
+    const { examples, prompt } = JSON.parse(document.getElementById("explorer-data").textContent);
+    startExplorer(view, examples, location.protocol.startsWith("http") ? prompt : null);
   }
 }
 
-function startExplorer(view, examples) {
-  const state = { example: 0, model: 0, layer: 0, head: 0, query: 0, shown: 2 };
+function startExplorer(view, examples, prompt) {
+  const state = { example: 0, model: 0, layer: 0, head: 0, query: 0, shown: 2, scaled: true };
   let kept = null; // The chosen token, while the pointer shows another.
 
   const make = (name, options = {}, ...children) => {
@@ -41,7 +40,7 @@ function startExplorer(view, examples) {
     "p",
     { className: "ex-caption under" },
     "Rows are the tokens that attend, columns the tokens attended to; " +
-      "the band is the answer. Move over the rows to see another token's attention; a click keeps it.",
+      "a band is the answer. Move over the rows to see another token's attention; a click keeps it.",
   );
   const status = make("p", { className: "ex-status" });
   const panes = make("div", { className: "ex-panes" });
@@ -56,18 +55,24 @@ function startExplorer(view, examples) {
     ticks.append(tick);
   }
   const legend = make("div", {}, make("p", { className: "ex-caption" }, "Attention weight, the same scale in every map"), scale, ticks);
-  view.replaceChildren(
+  const whole = make("details", { className: "more" }, make("summary", {}, "Data: the weight of every token"));
+  const drawing = make(
+    "div",
+    {},
     controls,
     make("div", { className: "ex-top" }, make("div", {}, headCaption, heads), make("div", { className: "ex-plots" }, maps, mapCaption)),
     status,
     tabs,
     panes,
     make("div", { className: "ex-foot" }, legend, top),
+    whole,
   );
+  view.replaceChildren(...(prompt ? [promptForm(prompt, make, addTyped)] : []), drawing);
 
-  const mapNames = () => (model().second ? ["A₁", "λ A₂", "A₁ − λ A₂"] : ["A"]);
-  const mapNotes = () => (model().second ? ["first map", "subtracted", "what DIFF uses"] : ["softmax attention"]);
-  const which = (place) => (model().second ? place : 0);
+  const mapNames = () => (model().second ? ["A₁", state.scaled ? "λ A₂" : "A₂", "A₁ − λ A₂"] : ["A"]);
+  const mapNotes = () => (model().second ? ["first map", state.scaled ? "subtracted" : "second map", "what DIFF uses"] : ["softmax attention"]);
+  const which = (place) => (model().second ? (place === 1 && !state.scaled ? 3 : place) : 0);
+  const weightAt = (place, query, key) => attention.weight(which(place), model(), state.layer, state.head, query, key);
 
   /* A row of buttons of which one is chosen; the arrow keys move the choice. */
   function segments(label, names, chosen, choose, classes = []) {
@@ -108,6 +113,12 @@ function startExplorer(view, examples) {
       });
       parts.unshift(make("label", {}, "Text", select));
     } else parts.unshift(make("span", { className: "ex-caption" }, example().title));
+    if (model().second) {
+      parts.push(segments("Second map", ["λ A₂", "A₂"], state.scaled ? 0 : 1, (i) => {
+        state.scaled = i === 0;
+        drawAll();
+      }));
+    }
     const { answer, generated } = model();
     const said = [answer && `expected ${named(answer)}`, generated && `this model wrote ${named(generated)}`].filter(Boolean);
     if (said.length) parts.push(make("span", { className: "ex-caption" }, said.join(", ")));
@@ -119,7 +130,7 @@ function startExplorer(view, examples) {
     const hasAnswer = of.span[1] > of.span[0];
     headCaption.textContent = hasAnswer
       ? "Layer (row) and head (column); the tint and number are the share, in %, of the chosen token's attention that falls on the answer"
-      : "Layer (row) and head (column)";
+      : "Layer (row) and head (column); the tint and number are the largest weight, in %, of the chosen token's attention";
     heads.style.setProperty("--row", `${Math.max(24, Math.min(36, Math.round(288 / of.layers)))}px`);
     heads.style.gridTemplateColumns = `auto repeat(${of.heads}, minmax(0, 40px))`;
     const cells = [make("span")];
@@ -127,12 +138,12 @@ function startExplorer(view, examples) {
     for (let layer = 0; layer < of.layers; layer++) {
       cells.push(make("span", { className: "row" }, String(layer + 1)));
       for (let head = 0; head < of.heads; head++) {
-        const share = hasAnswer ? attention.answerShare(of, layer, head, state.query) : 0;
+        const share = (hasAnswer ? attention.answerShare : attention.largest)(of, layer, head, state.query);
         const chosen = layer === state.layer && head === state.head;
         const button = make("button", { type: "button", role: "radio", tabIndex: chosen ? 0 : -1, data: { layer, head } });
-        if (hasAnswer && of.heads <= 12) button.textContent = (100 * share).toFixed(0);
+        if (of.heads <= 12) button.textContent = (100 * share).toFixed(0).replace("-0", "0").replace("-", "−");
         button.setAttribute("aria-checked", chosen);
-        button.setAttribute("aria-label", `layer ${layer + 1}, head ${head + 1}${hasAnswer ? `, ${percent(share)} on the answer` : ""}`);
+        button.setAttribute("aria-label", `layer ${layer + 1}, head ${head + 1}, ${percent(share)} ${hasAnswer ? "on the answer" : "at most"}`);
         button.style.background = tint.of(share).css;
         button.style.color = tint.of(share).text;
         cells.push(button);
@@ -174,7 +185,7 @@ function startExplorer(view, examples) {
         const pixels = new ImageData(size, size);
         for (let q = 0; q < size; q++)
           for (let k = 0; k <= q; k++) {
-            const { fill } = tint.of(attention.weight(which(place), model(), state.layer, state.head, q, k));
+            const { fill } = tint.of(weightAt(place, q, k));
             pixels.data.set([...fill, 255], 4 * (q * size + k));
           }
         canvas.getContext("2d").putImageData(pixels, 0, 0);
@@ -196,7 +207,7 @@ function startExplorer(view, examples) {
         };
         plot.addEventListener("pointermove", (event) => {
           const [q, k] = spot(event);
-          const read = k > q ? "later than the query: not attended" : percent(attention.weight(which(place), model(), state.layer, state.head, q, k));
+          const read = k > q ? "later than the query: not attended" : percent(weightAt(place, q, k));
           if (event.pointerType === "mouse") preview(q);
           page.showTip(`${name}: ${read}\nfrom ${named(tokens()[q])} to ${named(tokens()[k])}`, event.clientX, event.clientY);
         });
@@ -263,7 +274,7 @@ function startExplorer(view, examples) {
   function reading(key) {
     const token = named(tokens()[key]);
     if (key > state.query) return `${token}\nlater than the chosen token: not attended`;
-    const values = mapNames().map((name, place) => `${name}: ${percent(attention.weight(which(place), model(), state.layer, state.head, state.query, key))}`);
+    const values = mapNames().map((name, place) => `${name}: ${percent(weightAt(place, state.query, key))}`);
     return [token, ...values].join("\n");
   }
 
@@ -291,7 +302,7 @@ function startExplorer(view, examples) {
     [...panes.querySelectorAll(".ex-tokens")].forEach((list, place) => {
       [...list.children].forEach((span, key) => {
         const later = key > state.query;
-        const shade = later ? null : tint.of(attention.weight(which(place), of, state.layer, state.head, state.query, key));
+        const shade = later ? null : tint.of(weightAt(place, state.query, key));
         const inside = key >= of.span[0] && key < of.span[1];
         const ends = [inside && "answer", key === of.span[0] && inside && "first", key === of.span[1] - 1 && inside && "last"];
         span.className = [later && "later", key === state.query && "query", ...ends].filter(Boolean).join(" ");
@@ -302,7 +313,7 @@ function startExplorer(view, examples) {
       list.setAttribute("aria-activedescendant", `ex-${place}-${state.query}`);
     });
     const rows = [...Array(state.query + 1).keys()]
-      .map((key) => [key, ...mapNames().map((_, place) => attention.weight(which(place), of, state.layer, state.head, state.query, key))])
+      .map((key) => [key, ...mapNames().map((_, place) => weightAt(place, state.query, key))])
       .sort((a, b) => Math.abs(b.at(-1)) - Math.abs(a.at(-1)))
       .slice(0, 5);
     const share = of.span[1] > of.span[0] ? `, ${percent(attention.answerShare(of, state.layer, state.head, state.query))} of it on the answer` : "";
@@ -315,6 +326,36 @@ function startExplorer(view, examples) {
       make("tr", {}, make("th", { scope: "row" }, `${key + 1} ${named(tokens()[key])}`), ...values.map((v) => make("td", {}, percent(v)))),
     );
     top.replaceChildren(make("table", { className: "data" }, make("thead", {}, head), make("tbody", {}, ...body)));
+    if (whole.open) drawWhole();
+  }
+
+  /* ---- the numbers: of the chosen token as a table, of the whole head as a file */
+  function drawWhole() {
+    const heading = ["token", ...mapNames()].map((words) => make("th", { scope: "col" }, words));
+    const rows = tokens().slice(0, state.query + 1).map((token, key) =>
+      make(
+        "tr",
+        {},
+        make("th", { scope: "row" }, `${key + 1} ${named(token)}`),
+        ...mapNames().map((_, place) => make("td", {}, percent(weightAt(place, state.query, key)))),
+      ),
+    );
+    const table = make("table", { className: "data numeric" }, make("thead", {}, make("tr", {}, ...heading)), make("tbody", {}, ...rows));
+    const box = make("div", { className: "scroll", tabIndex: 0, role: "region", "aria-label": "Attention of the chosen token" }, table);
+    const save = download.button("attention", headRows);
+    whole.replaceChildren(whole.firstChild, make("p", { className: "ex-caption" }, save, " every pair of tokens, for the chosen model, layer and head"), box);
+  }
+  whole.addEventListener("toggle", () => whole.open && examples.length && drawWhole());
+
+  function headRows() {
+    const rows = [["model", "layer", "head", "query", "query_text", "key", "key_text", ...mapNames()]];
+    tokens().forEach((token, query) => {
+      for (let key = 0; key <= query; key++) {
+        const weights = mapNames().map((_, place) => weightAt(place, query, key).toFixed(6));
+        rows.push([model().model, state.layer + 1, state.head + 1, query + 1, token, key + 1, tokens()[key], ...weights]);
+      }
+    });
+    return [rows];
   }
 
   function drawScale() {
@@ -334,17 +375,31 @@ function startExplorer(view, examples) {
   function repaint() {
     tint.readTheme(view);
     drawScale();
-    drawAll();
+    if (examples.length) drawAll();
+  }
+
+  /* Typed texts come after the page's own. */
+  function addTyped(found) {
+    found.forEach(measure);
+    examples.push(...found);
+    openExample(examples.length - found.length);
+  }
+
+  function measure({ tokens, models }) {
+    models.forEach((model) => (model.size = tokens.length));
   }
 
   function openExample(place) {
     Object.assign(state, { example: place, model: 0, shown: 2, query: examples[place].tokens.length - 1 });
     Object.assign(state, attention.bestHead(model(), state.query));
+    drawing.hidden = false;
     drawAll();
   }
 
+  examples.forEach(measure);
   tint.readTheme(view);
   drawScale();
-  openExample(0);
+  drawing.hidden = !examples.length;
+  if (examples.length) openExample(0);
   page.onTheme.push(repaint);
 }

@@ -37,7 +37,7 @@ class Figure:
             tag("p", tag("strong", "In the paper,"), " ", _together(self.paper), class_="paper-note")
             if self.paper
             else None,
-            tag("details", tag("summary", "Data"), self.data, class_="more") if self.data else None,
+            tag("details", tag("summary", "Data"), self.data, class_="more data-of") if self.data else None,
             self.more,
             id=self.id,
             class_="figure",

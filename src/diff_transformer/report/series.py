@@ -71,7 +71,7 @@ def models_in(results: dict, *evals: str) -> list[Series]:
             found.append(home)
         home.entries.append(entry)
     shown = []
-    for one, side in zip(found, _sides(found), strict=True):
+    for one, side in zip(found, sides_of([one.attention for one in found]), strict=True):
         entries = [entry for entry in one.entries if not evals or entry.get("eval") in evals]
         several = len({_data(entry) for entry in entries if _data(entry)}) > 1
         metrics: dict[int, dict[str, float]] = {}
@@ -170,9 +170,10 @@ def _data(entry: dict) -> str:
     return str(as_dict(entry.get("provenance")).get("data") or "") if entry.get("eval") in APART else ""
 
 
-def _sides(found: list[Series]) -> list[str]:
-    """The pair's own classes where there is one model of that kind, else s1 to s6, and then again with a suffix."""
-    kinds = [None if one.attention is None else side_of({"attention": one.attention}) for one in found]
+def sides_of(attention: list[str | None]) -> list[str]:
+    """A CSS class for each model, by its attention or None: the pair's own where there is one model of that kind, else
+    s1 to s6, and then again with a suffix."""
+    kinds = [None if one is None else side_of({"attention": one}) for one in attention]
     sides: list[str] = []
     for kind in kinds:
         if kind is not None and kinds.count(kind) == 1:

@@ -14,7 +14,7 @@ from diff_transformer.report.markup import Html, escape, join, tag
 from diff_transformer.report.method import method_section
 from diff_transformer.report.summary import first_screen, sentence
 
-SCRIPTS = ("page.js", "attention.js", "explorer.js")
+SCRIPTS = ("page.js", "download.js", "attention.js", "prompt.js", "explorer.js")
 LIMIT = 3_000_000  # bytes of a page
 
 
@@ -53,8 +53,9 @@ def save_page(render: Callable[[], str], path: Path | str, *, overwrite: bool = 
     return path
 
 
-def render_page(results: dict) -> str:
-    """The whole page as a string."""
+def render_page(results: dict, prompt: dict | None = None) -> str:
+    """The whole page as a string. ``prompt`` says what the server of the page takes as a typed text; None without."""
+    results = {**results, "prompt": prompt}
     figures = [figure for module in IN_ORDER if (figure := module.build(results)) is not None]
 
     def figure_of(claim: dict) -> str | None:

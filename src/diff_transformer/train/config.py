@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from diff_transformer.checks import require_positive
+from diff_transformer.durable import write_whole
 
 
 @dataclass
@@ -31,17 +32,23 @@ class RecallConfig:
 
 @dataclass
 class DataConfig:
-    """``corpus``: "python", a file, a folder or an archive. ``tokenizer``: "bpe" (trained on the corpus), "bytes", or
-    a folder or hub name. ``length``: tokens a row. ``mixture``: shares of the rows of a batch, by source.
-    ``loss``: "tokens" is the mean over all labelled tokens; "sources" is the mean over each source's tokens, weighted
-    by the source's share, so that the few answers of a retrieval task are not drowned by prose. Needle documents are
-    then scored on their answers alone. ``documents``: "joined" lets a token attend to whatever comes before it in its
-    row; "separate" only to its own document (packed attention, positions from 0 in each)."""
+    """``corpus``: "python", a file, a folder or an archive, or a folder that ``diff-transformer prepare`` made.
+    ``corpora``: several such folders, each with its weight, instead of it. ``tokenizer``: "bpe" (trained on the corpus;
+    a prepared folder brings its own), "bytes", "cl100k", or a folder or hub name. ``upsample_length``: from so many
+    tokens on a document of a prepared folder is long, its rows begin with it, and an epoch holds them
+    ``upsample_factor`` times (sec. 3.3); 0 for never. ``length``: tokens a row. ``mixture``: shares of the rows of a
+    batch, by source. ``loss``: "tokens" is the mean over all labelled tokens; "sources" is the mean over each source's
+    tokens, weighted by the source's share, so that the few answers of a retrieval task are not drowned by prose. Needle
+    documents are then scored on their answers alone. ``documents``: "joined" lets a token attend to whatever comes
+    before it in its row; "separate" only to its own document (packed attention, positions from 0 in each)."""
 
     corpus: str = "python"
+    corpora: dict[str, float] = field(default_factory=dict)
     max_bytes: int | None = None
     tokenizer: str = "bpe"
     length: int = 128
+    upsample_length: int = 0
+    upsample_factor: int = 4
     mixture: dict[str, float] = field(default_factory=lambda: {"text": 1.0})
     loss: str = "tokens"
     documents: str = "joined"
@@ -63,11 +70,55 @@ class OptimConfig:
     grad_clip: float = 1.0
 
 
+STRATEGIES = ("auto", "single", "ddp", "fsdp")
+
+
+@dataclass
+class ParallelConfig:
+    """How a run is spread over processes, one a device; losses change by rounding alone, so a run may go on in another
+    way. ``strategy``: "auto" ("single" for one process, else "ddp", or "fsdp" with tensor parallel), "single", "ddp",
+    "fsdp" (FSDP2). ``tensor_parallel``: processes that share each layer by heads; the others share the rows of a batch.
+    ``devices``, ``num_nodes``: processes on a machine, machines; 0 for what the launcher (torchrun) starts, or one.
+    ``sharded_checkpoints``: with "fsdp", each process writes its part of a checkpoint instead of sending it to rank 0.
+    ``stall_seconds``: if no process moves for so long, the run ends and names the one that holds up the others; 0 for
+    never."""
+
+    strategy: str = "auto"
+    tensor_parallel: int = 1
+    devices: int = 0
+    num_nodes: int = 0
+    sharded_checkpoints: bool = False
+    stall_seconds: float = 600.0
+
+    def validate(self) -> None:
+        """Raise ValueError for values that are not accepted; what depends on the processes is checked with them."""
+        require_positive(**{"train.parallel.tensor_parallel": self.tensor_parallel})
+        if self.strategy not in STRATEGIES:
+            raise ValueError(
+                f"train.parallel.strategy is {self.strategy!r}; accepted: {', '.join(map(repr, STRATEGIES))}"
+            )
+        for name in ("devices", "num_nodes", "stall_seconds"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"train.parallel.{name} is {getattr(self, name)}; it must not be negative")
+        if self.sharded_checkpoints and self.strategy in ("single", "ddp"):
+            raise ValueError(
+                f"train.parallel.sharded_checkpoints needs strategy 'fsdp', not {self.strategy!r}, under which every "
+                f"process has the whole model"
+            )
+
+
 @dataclass
 class TrainConfig:
-    """``precision``: Fabric's names ("32-true", "bf16-mixed", ...). ``threads``: CPU threads, 0 for PyTorch's own
-    choice; fixed in a run because the sum of a reduction depends on it."""
+    """``initial_model``: folder of a saved model, or of a finished run, whose weights a run starts from (see
+    ``train/initial.py``); None draws them. ``precision``: Fabric's names ("32-true", "bf16-mixed", ...). ``threads``:
+    CPU threads, 0 for PyTorch's own choice; fixed in a run because the sum of a reduction depends on it.
+    ``batch_size``: rows of a step, over all processes and its ``accumulate`` pieces. ``loss_chunk``: tokens whose
+    logits are held at a time, 0 for all. ``prefetch``: batches prepared ahead, in a thread. ``peak_flops``: of a
+    device, for MFU; 0 for what is known of it. ``checkpoint_keep``: how many of the last checkpoints stay;
+    ``checkpoint_best``: the one with the lowest validation loss stays too; ``checkpoint_async``: a thread writes a copy
+    of the state while training goes on."""
 
+    initial_model: str | None = None
     steps: int = 1000
     batch_size: int = 16
     accumulate: int = 1
@@ -77,9 +128,16 @@ class TrainConfig:
     validate_every: int = 200
     validation_rows: int = 64
     checkpoint_every: int = 200
+    checkpoint_keep: int = 2
+    checkpoint_best: bool = True
+    checkpoint_async: bool = False
     activation_checkpointing: bool = False
     compile: bool = False
     threads: int = 0
+    loss_chunk: int = 0
+    prefetch: int = 2
+    peak_flops: float = 0.0
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
 
 
 @dataclass
@@ -122,6 +180,7 @@ class RunConfig:
         """Raise ValueError for sizes that are not positive and values that contradict one another."""
         positive = {
             "data.length": self.data.length,
+            "data.upsample_factor": self.data.upsample_factor,
             "train.steps": self.train.steps,
             "train.batch_size": self.train.batch_size,
             "train.accumulate": self.train.accumulate,
@@ -129,6 +188,7 @@ class RunConfig:
             "train.validate_every": self.train.validate_every,
             "train.validation_rows": self.train.validation_rows,
             "train.checkpoint_every": self.train.checkpoint_every,
+            "train.checkpoint_keep": self.train.checkpoint_keep,
             "data.needles.digits": self.data.needles.digits,
             "data.needles.questions": self.data.needles.questions,
             "data.recall.pairs": self.data.recall.pairs,
@@ -139,6 +199,8 @@ class RunConfig:
         require_positive(**positive)
         if self.data.loss not in ("tokens", "sources"):
             raise ValueError(f"data.loss is {self.data.loss!r}; accepted: 'tokens', 'sources'")
+        if self.data.upsample_length < 0:
+            raise ValueError(f"data.upsample_length is {self.data.upsample_length}; give tokens, or 0 for none")
         if self.data.documents not in ("joined", "separate"):
             raise ValueError(f"data.documents is {self.data.documents!r}; accepted: 'joined', 'separate'")
         for name in ("weight_decay", "warmup_steps", "grad_clip", "final_lr_ratio"):
@@ -150,13 +212,17 @@ class RunConfig:
             )
         if self.train.threads < 0:
             raise ValueError(f"train.threads is {self.train.threads}; give 0 for PyTorch's own choice, or a count")
+        for name in ("loss_chunk", "prefetch", "peak_flops"):
+            if getattr(self.train, name) < 0:
+                raise ValueError(f"train.{name} is {getattr(self.train, name)}; it must not be negative")
+        self.train.parallel.validate()
         return self
 
     def to_dict(self) -> dict[str, Any]:
         return json.loads(json.dumps(dataclasses.asdict(self)))
 
     def save(self, path: Path):
-        path.write_text(json.dumps(self.to_dict(), indent=2) + "\n")
+        write_whole(path, json.dumps(self.to_dict(), indent=2) + "\n")
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> "RunConfig":

@@ -1,46 +1,47 @@
-"""The training loop: one for both models of a pair and for every recipe.
+"""The training loop: one for both models of a pair, for every recipe, and for any number of processes.
 
-The loop knows one device. Fabric decides what that device is; sharding is applied to the model from outside.
+The model knows one device; ``parallelize.py`` says how it is spread over more, and nothing here depends on that.
 """
 
-import signal
-import threading
+import math
 import time
-from collections.abc import Callable, Generator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
-import torch.nn.functional as F
 from lightning.fabric import Fabric
-from torch import Tensor
 
-from diff_transformer.train.checkpoint import latest_checkpoint, open_run_folder, save_checkpoint
+from diff_transformer.durable import require_writable
+from diff_transformer.train.checkpoint import latest_checkpoint, load_checkpoint, on_first_rank, open_run_folder
 from diff_transformer.train.config import RunConfig
-from diff_transformer.train.materials import (
-    Materials,
-    build_model,
-    load_materials,
-    loss_weights,
-    mixture_shares,
-    model_inputs,
-    without_first_tokens,
-)
+from diff_transformer.train.heartbeat import Heartbeat
+from diff_transformer.train.materials import Materials, build_model, load_materials, mixture_shares
 from diff_transformer.train.metrics import MetricsLog
+from diff_transformer.train.mfu import utilisation
+from diff_transformer.train.model_folder import save_model
+from diff_transformer.train.objective import Objective
 from diff_transformer.train.optim import learning_rate, make_optimizer
+from diff_transformer.train.parallelize import compile_layers, make_fabric, share_of
+from diff_transformer.train.prefetch import prefetched
+from diff_transformer.train.saver import Saver
+from diff_transformer.train.signals import Interrupted, StopRequest, stop_requests
+from diff_transformer.train.state import TrainingState, whole_model
+from diff_transformer.train.step import Outcome, Stepper, make_rows
+from diff_transformer.train.telemetry import by_source, telemetry
 
-
-class Interrupted(KeyboardInterrupt):
-    """The run was asked to stop (Ctrl-C or SIGTERM) and has saved its state."""
+__all__ = ["Interrupted", "Trained", "train"]
 
 
 @dataclass(frozen=True)
 class Trained:
-    """A finished run: its folder, the model (unwrapped, in eval mode) and its tokenizer."""
+    """A finished run: its folder, the model (unwrapped, in eval mode; None on ranks but the first where it was sharded)
+    and its tokenizer."""
 
     folder: Path
-    model: torch.nn.Module
+    model: torch.nn.Module | None
     tokenizer: object
     config: RunConfig
 
@@ -55,158 +56,162 @@ def train(
     resume: bool = False,
     progress: Progress | None = None,
     materials: Materials | None = None,
+    announce: Callable[[str], None] | None = None,
 ) -> Trained:
     """Train the model of ``config`` in ``folder``; save metrics, checkpoints and, at the end, ``folder/model``.
 
-    ``materials`` are what ``load_materials(config)`` gives, where the caller has them already.
+    Started by torchrun, every process calls it; ``progress`` and ``announce`` (what is said once, at the start) are
+    called, and files written, by rank 0 alone. ``materials`` are what ``load_materials(config)`` gives, where the
+    caller has them already.
 
-    A resumed run continues bit-identically on CPU: the data order is a function of the step, and the checkpoint
-    holds model, optimizer and random state.
+    A resumed run continues bit-identically on CPU: the data order is a function of the step, and the checkpoint holds
+    model, optimizer and random state. It may go on with another number of processes or another strategy: the batches
+    are the same, and losses differ by rounding.
 
     Raises:
-        FileExistsError, ValueError: as ``open_run_folder``, or for a configuration that does not fit together.
+        FileExistsError, ValueError: as ``open_run_folder`` and ``make_fabric``, or for a configuration that does not
+            fit together.
         FloatingPointError: if the loss or the gradient norm is not finite; the last checkpoint stays.
-        Interrupted: after Ctrl-C or SIGTERM, once the state is saved.
+        Interrupted: after Ctrl-C or SIGTERM to any process, once the state is saved.
     """
     folder = Path(folder)
     config.validate()
     if config.train.threads:
         torch.set_num_threads(config.train.threads)
+    require_writable(folder)
+    fabric = make_fabric(config)
     materials = materials or load_materials(config)
-    open_run_folder(folder, config, resume=resume)
-    fabric = Fabric(accelerator="auto", devices=1, precision=config.train.precision)  # ty: ignore[invalid-argument-type]
-    fabric.seed_everything(config.train.seed, verbose=False)
-    model = build_model(config, materials.tokenizer)
-    if config.train.activation_checkpointing:
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    plain = model
-    optimizer = make_optimizer(model, config.optim)
-    model, optimizer = fabric.setup(torch.compile(model) if config.train.compile else model, optimizer)
-    state = {"model": model, "optimizer": optimizer, "step": 0, "random": torch.get_rng_state()}
-    saved = latest_checkpoint(folder) if resume else None
-    if saved is not None:
-        fabric.load(saved, state)
-        torch.set_rng_state(state["random"].cpu())
-    log = MetricsLog(folder, state["step"])
-    try:
-        _run(fabric, model, optimizer, state, config, materials, folder, log, progress)
-    finally:
-        log.close()
-    plain.eval()
-    plain.config.use_cache = True
-    plain.save_pretrained(folder / "model")
-    materials.tokenizer.save_pretrained(folder / "model")
-    return Trained(folder, plain, materials.tokenizer, config)
+    with ExitStack() as held:
+        on_first_rank(fabric, lambda: held.enter_context(open_run_folder(folder, config, resume=resume)) and None)
+        return Run(fabric, config, folder, materials).train(resume, progress, announce)
 
 
-def _run(fabric, model, optimizer, state, config, materials: Materials, folder, log, progress):
-    settings, last_saved = config.train, state["step"]
-    lambdas = model.module.lambdas if hasattr(model.module, "lambdas") else model.module._orig_mod.lambdas
+class Run:
+    """One run on this process: what ``train`` sets up before the first step, and the loop over the steps."""
 
-    def save(step: int):
-        nonlocal last_saved
-        if step != last_saved:
-            state.update(step=step, random=torch.get_rng_state())
-            save_checkpoint(fabric, folder, step, state)
-            last_saved = step
+    def __init__(self, fabric: Fabric, config: RunConfig, folder: Path, materials: Materials):
+        self.fabric, self.config, self.folder, self.materials = fabric, config, folder, materials
+        settings = config.train
+        fabric.seed_everything(settings.seed, verbose=False)
+        self.plain = build_model(config, materials.tokenizer)
+        if settings.activation_checkpointing:
+            self.plain.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        objective = Objective(self.plain, settings.loss_chunk)
+        if settings.compile and fabric.world_size == 1 and settings.parallel.strategy != "fsdp":
+            objective.compile()
+        elif settings.compile and not hasattr(fabric.strategy, "device_mesh"):
+            compile_layers(self.plain)
+        model: Any = fabric.setup_module(objective)
+        inner = make_optimizer(self.plain, config.optim)
+        optimizer: Any = fabric.setup_optimizers(inner)
+        self.state = TrainingState(self.plain, inner, sharded_files=settings.parallel.sharded_checkpoints)
+        self.stepper = Stepper(fabric, model, optimizer, self.plain, config, materials.tokenizer.eos_token_id)
+        self.sources = list(mixture_shares(config))
+        self.use = utilisation(
+            self.plain.config, config.data.length, fabric.device, settings.precision,
+            given=settings.peak_flops, devices=fabric.world_size,
+        )  # fmt: skip
+        self.saver = Saver(
+            fabric,
+            folder,
+            keep=settings.checkpoint_keep,
+            keep_best=settings.checkpoint_best,
+            background=settings.checkpoint_async,
+        )
 
-    if state["step"] == 0:
-        start = validation_loss(fabric, model, materials, config.data.documents)
-        log.write(0, {"validation_loss": start, **_lambda_entry(lambdas())})
-    clock, tokens = time.perf_counter(), 0
-    with _stop_requests() as stop_requested:
-        for step in range(state["step"], settings.steps):
-            rate = learning_rate(step, settings.steps, config.optim)
-            loss, norm = _step(fabric, model, optimizer, materials, step, rate, config)
-            if not (torch.isfinite(loss) and torch.isfinite(norm)):
-                raise FloatingPointError(
-                    f"step {step + 1}: loss {loss.item()}, gradient norm {norm.item()}; the last checkpoint "
-                    f"({latest_checkpoint(folder) or 'none yet'}) is intact. Lower optim.lr, or raise warm-up"
-                )
-            done, tokens = step + 1, tokens + settings.batch_size * config.data.length
-            values: dict = {}
-            if done % settings.log_every == 0 or done == settings.steps:
-                elapsed = time.perf_counter() - clock
-                values = {"loss": loss.item(), "lr": rate, "grad_norm": norm.item(), **_lambda_entry(lambdas())}
-                values["tokens_per_second"] = tokens / elapsed
-            if done % settings.validate_every == 0 or done == settings.steps:
-                values["validation_loss"] = validation_loss(fabric, model, materials, config.data.documents)
-            if values:
-                log.write(done, values)
-            if "loss" in values or "validation_loss" in values:
-                clock, tokens = time.perf_counter(), 0
-            if progress is not None:
-                progress(done, values)
-            if done % settings.checkpoint_every == 0 or done == settings.steps or stop_requested():
-                save(done)
-            if stop_requested() and done < settings.steps:
-                raise Interrupted(f"stopped after step {done}, state saved in {folder}; continue with --resume")
+    def train(self, resume: bool, progress: Progress | None, announce: Callable[[str], None] | None) -> Trained:
+        """Load the last checkpoint if ``resume``, take the remaining steps, save the model."""
+        fabric = self.fabric
+        loaded = self.state.to_load()
+        notes = load_checkpoint(fabric, self.folder, loaded) if resume else []
+        first = self.state.take(loaded, self.config.train.seed)
+        if announce is not None and fabric.is_global_zero:
+            announce(self.use.formula())
+        log = MetricsLog(self.folder, first, active=fabric.is_global_zero)
+        try:
+            for note in notes:
+                log.note(first, note)
+            self._steps(first, log, progress if fabric.is_global_zero else None)
+        finally:
+            self.saver.close()
+            log.close()
+        model = whole_model(self.plain, fabric.is_global_zero)
+        on_first_rank(fabric, lambda: save_model(model, self.materials.tokenizer, self.folder / "model"))
+        return Trained(self.folder, model, self.materials.tokenizer, self.config)
+
+    def _steps(self, first: int, log: MetricsLog, progress: Progress | None):
+        config, settings, stepper = self.config, self.config.train, self.stepper
+        share, materials = share_of(self.fabric), self.materials
+        if first == 0:
+            start = stepper.validation_loss(materials.validation)
+            log.write(0, {"validation_loss": start, **telemetry(self.plain, self.fabric.device)})
+        last_saved, clock, tokens = first, time.perf_counter(), 0
+        batches = prefetched(
+            lambda step: make_rows(materials, config, share, step), first, settings.steps, ahead=settings.prefetch
+        )
+        with stop_requests() as stop, self._watched() as at, batches as ready:
+            for step in range(first, settings.steps):
+                done, last = step + 1, step + 1 == settings.steps
+                rate, values = learning_rate(step, settings.steps, config.optim), {}
+                at(step, "waiting for data")
+                rows = next(ready)
+                at(step, "forward and backward")
+                logs = done % settings.log_every == 0 or last
+                made = stepper.step(rows, rate, stop, by_part=logs)
+                tokens += settings.batch_size * config.data.length
+                if not made.finite:
+                    self.saver.wait()
+                    raise FloatingPointError(_not_finite(done, made, self.sources, latest_checkpoint(self.folder)))
+                if logs:
+                    values = self._logged(made, rate, tokens / (time.perf_counter() - clock))
+                if done % settings.validate_every == 0 or last:
+                    at(step, "validation")
+                    values["validation_loss"] = stepper.validation_loss(materials.validation)
+                if values:
+                    log.write(done, values)
+                    clock, tokens = time.perf_counter(), 0
+                if progress is not None:
+                    progress(done, values)
+                stopping = (made.stop or (stop() and self.fabric.world_size == 1)) and not last
+                if done % settings.checkpoint_every == 0 or last or stopping:
+                    at(step, "checkpoint")
+                    if done != last_saved:
+                        log.flush()
+                        self.saver.save(done, self.state.to_save(done), values.get("validation_loss"))
+                        last_saved = done
+                if stopping:
+                    self.saver.wait()
+                    raise _interrupted(done, self.folder, stop)
+            at(settings.steps - 1, "checkpoint")
+            self.saver.wait()
+
+    def _logged(self, made: Outcome, rate: float, speed: float) -> dict:
+        values: dict = {"loss": made.loss, "lr": rate, "grad_norm": made.norm, "grad_norm_by_part": made.norms}
+        values |= {**telemetry(self.plain, self.fabric.device), "tokens_per_second": speed}
+        share = self.use.of(speed)
+        if share is not None:
+            values["mfu"] = share
+        if len(self.sources) > 1:
+            values["loss_by_source"] = by_source(torch.tensor(made.nats), torch.tensor(made.tokens), self.sources)
+        return values
+
+    def _watched(self):
+        """What is told where this process is: the other processes, where there are any."""
+        fabric, seconds = self.fabric, self.config.train.parallel.stall_seconds
+        watched = seconds if fabric.world_size > 1 else 0
+        return Heartbeat(fabric.global_rank, fabric.world_size, watched, fabric.broadcast)
 
 
-def _step(fabric, model, optimizer, materials, step: int, rate: float, config: RunConfig) -> tuple[Tensor, Tensor]:
-    model.train()
-    batch, documents, end = materials.mixture.batch(step), config.data.documents, materials.tokenizer.eos_token_id
-    if documents == "separate":
-        batch["labels"] = without_first_tokens(batch["labels"], batch["input_ids"], end)
-    for group in optimizer.param_groups:
-        group["lr"] = rate
-    pieces = config.train.accumulate
-    weights = loss_weights(batch, mixture_shares(config), config.data.loss)
-    parts = [torch.from_numpy(array).chunk(pieces) for array in (batch["input_ids"], batch["labels"], weights)]
-    total = torch.zeros((), device=fabric.device)
-    for i, part in enumerate(zip(*parts, strict=True)):
-        with fabric.no_backward_sync(model, enabled=i < pieces - 1):
-            x, y, weight = fabric.to_device(part)
-            logits = model(**model_inputs(x, documents, end), use_cache=False).logits[:, :-1].float()
-            losses = F.cross_entropy(logits.flatten(0, 1), y[:, 1:].flatten(), reduction="none")
-            loss = (losses * weight.flatten()).sum()
-            fabric.backward(loss)
-            total += loss.detach()
-    limit = config.optim.grad_clip or float("inf")
-    norm = fabric.clip_gradients(model, optimizer, max_norm=limit, error_if_nonfinite=False)
-    optimizer.step()
-    optimizer.zero_grad(set_to_none=True)
-    return total, norm
+def _interrupted(done: int, folder: Path, stop: StopRequest) -> Interrupted:
+    said = f"stopped after step {done}, state saved in {folder}; continue with --resume"
+    return Interrupted(said) if stop.number is None else Interrupted(said, stop.number)
 
 
-@torch.no_grad()
-def validation_loss(fabric, model, materials: Materials, documents: str = "joined") -> float:
-    """Mean negative log-likelihood, nats a token, on the held-out rows of the corpus."""
-    model.eval()
-    total, count, end = 0.0, 0, materials.tokenizer.eos_token_id
-    for rows in materials.validation.split(16):
-        rows = fabric.to_device(rows)
-        labels = rows
-        if documents == "separate":
-            labels = fabric.to_device(
-                torch.from_numpy(without_first_tokens(rows.cpu().numpy(), rows.cpu().numpy(), end))
-            )
-        loss = model(**model_inputs(rows, documents, end), labels=labels, use_cache=False).loss
-        weight = int((labels[:, 1:] != -100).sum())
-        total, count = total + loss.item() * weight, count + weight
-    return total / count
-
-
-def _lambda_entry(lambdas: Tensor) -> dict:
-    return {"lambda": lambdas.tolist()} if lambdas.numel() else {}
-
-
-@contextmanager
-def _stop_requests() -> Generator[Callable[[], bool]]:
-    """Turn Ctrl-C and SIGTERM into a question that the loop asks between steps; a second Ctrl-C stops at once."""
-    requested = threading.Event()
-    if threading.current_thread() is not threading.main_thread():
-        yield requested.is_set
-        return
-
-    def request(number, frame):
-        if requested.is_set() and number == signal.SIGINT:
-            raise KeyboardInterrupt
-        requested.set()
-
-    previous = {number: signal.signal(number, request) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield requested.is_set
-    finally:
-        for number, handler in previous.items():
-            signal.signal(number, handler)
+def _not_finite(done: int, made: Outcome, sources: list[str], saved: Path | None) -> str:
+    rows = [name for name, count in zip(sources, made.tokens, strict=True) if count]
+    bad = [name for name, total in zip(sources, made.nats, strict=True) if not math.isfinite(total)]
+    where = f"not finite on rows of {', '.join(bad)}" if bad else f"on rows of {', '.join(rows)}"
+    return (
+        f"step {done}: loss {made.loss} {where}, gradient norm {made.norm}; nothing of this step is saved, the last "
+        f"checkpoint ({saved or 'none yet'}) is intact. Lower optim.lr, or raise warm-up"
+    )

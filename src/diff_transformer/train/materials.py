@@ -8,16 +8,18 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from diff_transformer.data.corpus import load_corpus
+from diff_transformer.data.cache import fingerprint, kept_text
 from diff_transformer.data.documents import Corpus
 from diff_transformer.data.filler import Filler
-from diff_transformer.data.mixture import Batch, Mixture, Source
+from diff_transformer.data.mixture import Mixture, Source
 from diff_transformer.data.needle_source import NeedleSource
 from diff_transformer.data.needles import needle_texts
 from diff_transformer.data.packing import PackedCorpus
 from diff_transformer.data.recall import RecallSource
-from diff_transformer.data.tokenizer import load_tokenizer, train_tokenizer
+from diff_transformer.data.tokenizer import load_tokenizer, tokenizer_of, train_tokenizer
 from diff_transformer.train.config import DataConfig, RunConfig
+from diff_transformer.train.initial import load_initial_model, vocabulary_size
+from diff_transformer.train.text import Text, load_text
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -29,11 +31,12 @@ _TOKENIZER_NEEDLES = 20_000
 
 @dataclass(frozen=True)
 class Materials:
-    """``validation``: held-out rows of the corpus, int64 [rows, length]."""
+    """``corpus``: documents, of prepared folders the first ones; ``text``: what the rows of text come from;
+    ``validation``: held-out rows of it, int64 [rows, length]."""
 
     corpus: Corpus
     tokenizer: "PreTrainedTokenizerFast"
-    packed: PackedCorpus
+    text: Text
     mixture: Mixture
     validation: Tensor
 
@@ -50,11 +53,10 @@ def load_materials(config: RunConfig) -> Materials:
     if unknown:
         raise ValueError(f"data.mixture names {', '.join(unknown)}; the sources are {', '.join(SOURCES)}")
     weights = mixture_shares(config)
-    corpus = load_corpus(data.corpus, max_bytes=data.max_bytes)
-    tokenizer = make_tokenizer(data, corpus, config.model["vocab_size"])
-    packed = PackedCorpus.from_documents(corpus.train, tokenizer, data.length, seed=seed)
-    held_out = PackedCorpus.from_documents(corpus.validation, tokenizer, data.length, shuffle=False)
-    sources: dict[str, Source] = {"text": packed}
+    vocab_size = vocabulary_size(config)
+    text = load_text(data, seed, lambda corpus: make_tokenizer(data, corpus, vocab_size), vocab_size)
+    corpus, tokenizer = text.corpus, text.tokenizer
+    sources: dict[str, Source] = {"text": text.source}
     if "needles" in weights:
         sources["needles"] = NeedleSource(
             Filler(corpus.train),
@@ -73,30 +75,13 @@ def load_materials(config: RunConfig) -> Materials:
             tokenizer, length=data.length, pairs=recall.pairs, seed=seed, num_symbols=recall.symbols
         )
     mixture = Mixture({name: sources[name] for name in weights}, weights, config.train.batch_size, seed)
-    rows = min(config.train.validation_rows, held_out.num_windows)
-    return Materials(corpus, tokenizer, packed, mixture, spread_rows(held_out, rows))
+    validation = torch.from_numpy(text.validation_rows(config.train.validation_rows))
+    return Materials(corpus, tokenizer, text, mixture, validation)
 
 
 def mixture_shares(config: RunConfig) -> dict[str, float]:
     """The sources that are used, with their weights, in the order of the batch's source numbers."""
     return {name: share for name, share in config.data.mixture.items() if share > 0}
-
-
-def loss_weights(batch: Batch, shares: dict[str, float], loss: str) -> np.ndarray:
-    """Weight of each predicted token in the loss of a step: float32 [B, T - 1], 0 where there is no label, sum 1.
-
-    Args:
-        shares: weight of each source, in the order of the batch's source numbers.
-        loss: ``data.loss`` of the configuration.
-    """
-    counted = batch["labels"][:, 1:] != -100
-    if loss == "tokens":
-        return (counted / counted.sum()).astype(np.float32)
-    total, weights = sum(shares.values()), np.zeros(counted.shape, np.float32)
-    for number, share in enumerate(shares.values()):
-        mine = counted & (batch["source"] == number)[:, None]
-        weights[mine] = share / total / max(1, mine.sum())
-    return weights
 
 
 def model_inputs(ids: Tensor, documents: str, end: int) -> dict:
@@ -137,7 +122,9 @@ def make_tokenizer(data: DataConfig, corpus: Corpus, vocab_size: int):
             if size > _TOKENIZER_BYTES:
                 break
         needles = needle_texts(_TOKENIZER_NEEDLES) if data.mixture.get("needles") else ()
-        return train_tokenizer(chain(texts, needles), vocab_size)
+        key = fingerprint(texts, "tokenizer", vocab_size, bool(needles))
+        state = kept_text(key, lambda: train_tokenizer(chain(texts, needles), vocab_size).backend_tokenizer.to_str())
+        return tokenizer_of(state)
     tokenizer = load_tokenizer(data.tokenizer)
     if len(tokenizer) > vocab_size:
         raise ValueError(
@@ -148,25 +135,30 @@ def make_tokenizer(data: DataConfig, corpus: Corpus, vocab_size: int):
 
 
 def build_model(config: RunConfig, tokenizer):
-    """The model of a run, initialised from ``train.seed``.
+    """The model of a run, initialised from ``train.seed``, or ``train.initial_model`` where there is one.
 
-    Every parameter that a DIFF Transformer shares with its matched Transformer starts with the same values in both:
-    they are drawn, in the baseline's order, before lambda and the head norm.
+    Every parameter that a DIFF Transformer (or a relative) shares with its matched Transformer, by name and shape,
+    starts with the same values in both: they are drawn, in the baseline's order, before all others.
     """
     from diff_transformer.model.config import DiffTransformerConfig, matched_baseline
     from diff_transformer.model.modeling import DiffTransformerForCausalLM
 
+    initial = None if config.train.initial_model is None else load_initial_model(config, tokenizer)
     special = {name: getattr(tokenizer, name) for name in ("pad_token_id", "bos_token_id", "eos_token_id")}
-    settings = DiffTransformerConfig(**{**special, **config.model})
+    settings = DiffTransformerConfig(**{**special, **config.model}) if initial is None else initial.config
     if settings.max_position_embeddings < config.data.length:
         raise ValueError(
             f"data.length is {config.data.length}, more than model.max_position_embeddings "
             f"{settings.max_position_embeddings}; raise the latter"
         )
+    if initial is not None:
+        return initial
     torch.manual_seed(config.train.seed)
     baseline = DiffTransformerForCausalLM(matched_baseline(settings))
     if settings.attention == "softmax":
         return baseline
     model = DiffTransformerForCausalLM(settings)
-    model.load_state_dict(baseline.state_dict(), strict=False)
+    own = model.state_dict()
+    shared = {name: value for name, value in baseline.state_dict().items() if own[name].shape == value.shape}
+    model.load_state_dict(shared, strict=False)
     return model

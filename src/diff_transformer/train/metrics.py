@@ -1,54 +1,121 @@
-"""What a run reports at each logged step: a line of JSON, TensorBoard scalars, and alarms."""
+"""What a run writes at each logged step: a line of JSON, TensorBoard scalars in groups, and alarms."""
 
 import json
 import logging
+import os
 from pathlib import Path
+from typing import Any
+
+from diff_transformer.durable import explained, write_whole
 
 logger = logging.getLogger("diff_transformer")
 
+GROUPS = {  # key of a line -> name of its TensorBoard scalar, or of the group of its scalars
+    "loss": "loss/train",
+    "validation_loss": "loss/validation",
+    "loss_by_source": "loss by source",
+    "lr": "optimizer/lr",
+    "grad_norm": "grad norm/total",
+    "grad_norm_by_part": "grad norm",
+    "lambda": "lambda",
+    "head_norm_gain": "head norm gain",
+    "tokens_per_second": "speed/tokens per second",
+    "mfu": "speed/mfu",
+    "memory_bytes": "memory/bytes",
+    "peak_memory_bytes": "memory/peak bytes",
+}
+
 
 class MetricsLog:
-    """``metrics.jsonl`` and TensorBoard files in a run's folder. Resuming drops the lines after the checkpoint."""
+    """``metrics.jsonl`` and TensorBoard files in a run's folder. Resuming drops the lines after the checkpoint; a run
+    that goes on from step 0 writes all anew, the line of step 0 too.
 
-    def __init__(self, folder: Path, resumed_step: int):
+    With ``active`` False (every rank but the first) nothing is written.
+    """
+
+    def __init__(self, folder: Path, resumed_step: int, *, active: bool = True):
+        self.path, self._file, self._board = folder / "metrics.jsonl", None, None
+        self._alarmed: set[int] = set()
+        if not active:
+            return
         from torch.utils.tensorboard import SummaryWriter
 
-        self.path = folder / "metrics.jsonl"
-        kept = [line for line in read_metrics(self.path) if line["step"] <= resumed_step]
-        self.path.write_text("".join(json.dumps(line) + "\n" for line in kept))
-        self.file = self.path.open("a", buffering=1)
-        self.board = SummaryWriter(str(folder / "tensorboard"), purge_step=resumed_step + 1 if resumed_step else None)
-        self.alarmed: set[int] = set()
+        kept = [line for line in read_metrics(self.path) if line["step"] <= resumed_step] if resumed_step else []
+        write_whole(self.path, "".join(json.dumps(line) + "\n" for line in kept))
+        for line in kept:
+            self._alarmed.update(_outside(line.get("lambda", [])))
+        self._file = self.path.open("a", encoding="utf-8", buffering=1)
+        self._board = SummaryWriter(str(folder / "tensorboard"), purge_step=resumed_step + 1 if resumed_step else None)
 
-    def write(self, step: int, values: dict):
-        self.file.write(json.dumps({"step": step, **values}) + "\n")
-        for name, value in values.items():
-            if name == "lambda":
-                for layer, weight in enumerate(value):
-                    self.board.add_scalar(f"lambda/layer{layer}", weight, step)
-                self._watch(step, value)
-            else:
-                self.board.add_scalar(name, value, step)
+    def write(self, step: int, values: dict[str, Any]) -> None:
+        """One line: ``step`` and ``values``, numbers by name, lists by layer, dictionaries by part.
 
-    def _watch(self, step: int, lambdas: list[float]):
-        for layer, weight in enumerate(lambdas):
-            if not 0.0 <= weight <= 1.0 and layer not in self.alarmed:
-                self.alarmed.add(layer)
-                logger.warning("step %d: lambda of layer %d is %.3f, outside 0 to 1", step, layer, weight)
+        Raises:
+            DiskError: if the disk does not take it.
+        """
+        if self._file is None or self._board is None:
+            return
+        try:
+            self._file.write(json.dumps({"step": step, **values}) + "\n")
+        except OSError as error:
+            raise explained(error, self.path.parent, 1000, f"{self.path.name} at step {step}") from error
+        for name, value in scalars(values):
+            self._board.add_scalar(name, value, step)
+        self._watch(step, values.get("lambda", []))
 
-    def close(self):
-        self.file.close()
-        self.board.close()
+    def note(self, step: int, text: str) -> None:
+        """A line with something that happened at ``step``, for whoever reads the run later."""
+        if self._file is not None:
+            self._file.write(json.dumps({"step": step, "note": text}) + "\n")
+
+    def flush(self) -> None:
+        """Bring the lines so far to the disk: a checkpoint must not be there without them."""
+        if self._file is not None:
+            self._file.flush()
+            os.fsync(self._file.fileno())
+
+    def close(self) -> None:
+        if self._file is not None and self._board is not None:
+            self._file.close()
+            self._board.close()
+
+    def _watch(self, step: int, lambdas: list[float]) -> None:
+        for layer in _outside(lambdas):
+            if layer not in self._alarmed:
+                self._alarmed.add(layer)
+                logger.warning("step %d: lambda of layer %d is %.3f, outside 0 to 1", step, layer, lambdas[layer])
+
+
+def scalars(values: dict[str, Any]) -> list[tuple[str, float]]:
+    """The TensorBoard scalars of a line, by group: ("grad norm/query", 0.3), ("lambda/layer 0", 0.2), ..."""
+    found: list[tuple[str, float]] = []
+    for name, value in values.items():
+        group = GROUPS.get(name, name)
+        if isinstance(value, dict):
+            found += [(f"{group}/{part.replace('_', ' ')}", one) for part, one in value.items()]
+        elif isinstance(value, list):
+            found += [(f"{group}/layer {layer}", one) for layer, one in enumerate(value)]
+        elif isinstance(value, int | float):
+            found.append((group, value))
+    return found
 
 
 def read_metrics(path: Path) -> list[dict]:
-    """The whole lines of a ``metrics.jsonl``; a last line cut short by a crash is left out."""
+    """The whole lines of a ``metrics.jsonl``, as far as they are whole: what a crash cut short, and what follows it,
+    is left out."""
     if not path.exists():
         return []
     lines = []
-    for text in path.read_text().splitlines():
+    for text in path.read_text(encoding="utf-8", errors="replace").splitlines():
         try:
-            lines.append(json.loads(text))
+            line = json.loads(text)
         except json.JSONDecodeError:
             break
+        if not isinstance(line, dict) or not isinstance(line.get("step"), int):
+            break
+        lines.append(line)
     return lines
+
+
+def _outside(lambdas: list[float]) -> list[int]:
+    return [layer for layer, value in enumerate(lambdas) if not 0.0 <= value <= 1.0]

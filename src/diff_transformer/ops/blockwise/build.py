@@ -101,5 +101,7 @@ def library() -> ctypes.CDLL | None:
         room, call = getattr(loaded, f"diff_attention_{which}_room"), getattr(loaded, f"diff_attention_{which}")
         room.argtypes, room.restype = [ctypes.c_char_p, ctypes.c_bool], ctypes.c_int64
         call.argtypes, call.restype = [ctypes.c_char_p, ctypes.c_bool, ctypes.c_void_p], None
+    loaded.diff_attention_decode_layer.argtypes = [ctypes.c_char_p, ctypes.c_char_p, ctypes.c_bool]
+    loaded.diff_attention_decode_layer.restype = None
     log.info("blockwise: native form, %s", path)
     return loaded

@@ -15,6 +15,7 @@
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
+#include <cstdlib>
 #include <cstring>
 #include <limits>
 #include <new>
@@ -349,6 +350,15 @@ struct Problem {
     int64_t rows;                                      // queries of a block
     int64_t parts;                                     // backward: blocks of a key/value head are dealt to so many
     float scale;                                       // positive
+    float gain, eps;                                   // decoding: of the head norm below
+    void* norm;                                        // decoding: its weights [Dv], or null
+    int64_t norm_in_bf16, normed;                      // dtype of the weights; 1: norm each head's output
+};
+// A layer's lambda, exp(q1 . k1) - exp(q2 . k2) + initial: vectors of n floats, or n = 0.
+struct Lambda {
+    float *q1, *k1, *q2, *k2;
+    int64_t n;
+    float initial;
 };
 }
 
@@ -825,7 +835,21 @@ struct Decode {
         }
         for (int64_t j = 0; j < rows1; j++) {
             In* to = place<In>(p.out, b, g * heads + j / p.T, j % p.T);
-            for (int64_t d = 0; d < p.Dv; d++) put(to + d, total[j * padded + d]);
+            if (p.normed) norm(total + j * padded);
+            for (int64_t d = 0; d < p.Dv; d++) put(to + d, p.gain * total[j * padded + d]);
+        }
+    }
+
+    // x / rms(x) * weights, of a head's output.
+    void norm(float* x) const {
+        float squares = 0;
+        for (int64_t d = 0; d < p.Dv; d++) squares += x[d] * x[d];
+        const float by = 1 / std::sqrt(squares / p.Dv + p.eps);
+        for (int64_t d = 0; d < p.Dv; d++) {
+            const float w = !p.norm           ? 1.0f
+                            : p.norm_in_bf16 ? widen(static_cast<const bf16*>(p.norm)[d])
+                                             : static_cast<const float*>(p.norm)[d];
+            x[d] *= by * w;
         }
     }
 };
@@ -974,6 +998,20 @@ int64_t diff_attention_decode_room(const Problem* p, bool in_bf16) {
 }
 void diff_attention_decode(const Problem* p, bool in_bf16, char* room) {
     in_bf16 ? decode<bf16>(*p, room) : decode<float>(*p, room);
+}
+// Decoding of a whole layer between projections: lambda, attention, head norm and gain.
+void diff_attention_decode_layer(const Problem* problem, const Lambda* lambda, bool in_bf16) {
+    float first = 0, second = 0;
+    for (int64_t i = 0; i < lambda->n; i++)
+        first += lambda->q1[i] * lambda->k1[i], second += lambda->q2[i] * lambda->k2[i];
+    float lam = std::exp(first) - std::exp(second) + lambda->initial;
+    Problem p = *problem;
+    p.lam = &lam, p.lam_by_batch = p.lam_by_head = p.lam_by_row = 0;
+    const int64_t bytes = diff_attention_decode_room(&p, in_bf16);
+    char* room = static_cast<char*>(std::aligned_alloc(64, up(bytes, 64)));
+    if (!room) throw std::bad_alloc();
+    diff_attention_decode(&p, in_bf16, room);
+    std::free(room);
 }
 int64_t diff_attention_forward_room(const Problem* p, bool in_bf16) {
     return in_bf16 ? Shares<bf16>(*p, false).bytes() : Shares<float>(*p, false).bytes();

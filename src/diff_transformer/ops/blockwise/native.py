@@ -11,8 +11,10 @@ FEW = 8  # rows of either map that share a key/value head: up to here each key i
 SMALL = 2**18  # multiply-adds that one thread does sooner than two begin
 
 
-# ``struct Problem`` of native.cpp: 12 matrices (pointer and three strides), lam, dlam, mask, 14 sizes, and the scale.
-LAYOUT = struct.Struct("@" + 48 * "q" + 4 * "q" + "q" + 5 * "q" + 14 * "q" + "f")
+# ``struct Problem`` of native.cpp: 12 matrices (pointer and three strides), lam, dlam, mask, 14 sizes, the scale, and
+# the head norm (gain, eps, weights, their dtype, whether there is one).
+LAYOUT = struct.Struct("@" + 48 * "q" + 4 * "q" + "q" + 5 * "q" + 14 * "q" + "f" + "ff" + "q" + "qq")
+NO_NORM = (1.0, 0.0, 0, 0, 0)
 NOTHING = (0, 0, 0, 0)
 
 
@@ -81,7 +83,7 @@ def run(which: str, tensors, lam, attn_mask, is_causal, window, scale, rows: int
     threads = 1 if B * H * T * S * (D + Dv) < SMALL else torch.get_num_threads()
     adds = attn_mask is not None and attn_mask.dtype != torch.bool
     numbers += (adds, B, H, Hn, G, T, S, D, Dv, is_causal, window or 0, threads, rows, -(-threads // (B * G)))
-    problem, in_bf16 = LAYOUT.pack(*numbers, scale), q1.dtype == torch.bfloat16
+    problem, in_bf16 = LAYOUT.pack(*numbers, scale, *NO_NORM), q1.dtype == torch.bfloat16
     size = getattr(native, f"diff_attention_{which}_room")(problem, in_bf16)
     room = torch.empty(size + 64, dtype=torch.uint8)
     getattr(native, f"diff_attention_{which}")(problem, in_bf16, -(-room.data_ptr() // 64) * 64)

@@ -17,10 +17,12 @@ from diff_transformer.report.figures import (
     quantization,
     scaling,
     throughput,
+    variants,
 )
 
 IN_ORDER = (
     losses,
+    variants,
     scaling,
     lambdas,
     long_nll,

@@ -17,33 +17,28 @@ FIRST = 2_500_000  # as many when there is only one
 
 
 def build(results: dict) -> Figure | None:
-    """The explorer with as many example texts as fit the page's budget."""
-    texts: dict[tuple, dict] = {}
-    for entry in dicts(results.get("explorer")):
-        tokens = [str(t) for t in entry.get("tokens") or []]
-        title = str(entry.get("title") or "example")
-        if tokens:
-            example = texts.setdefault((title, *tokens), {"title": title, "tokens": tokens, "models": []})
-            example["models"].append(_model(entry, len(tokens)))
+    """The explorer with as many example texts as fit the page's budget; ``results["prompt"]`` adds a box to type in."""
+    texts = packed_examples(dicts(results.get("explorer")))
+    prompt = results.get("prompt")
     kept, left_out, used = [], 0, 0
-    for example in texts.values():
+    for example in texts:
         size = sum(len(m["first"]) + len(m.get("second", "")) for m in example["models"])
         if used + size > (BUDGET if kept else FIRST):
             left_out += 1
             continue
         used += size
-        example["models"].sort(key=lambda m: m["side"])
         kept.append(example)
-    if not texts:
+    if not texts and not prompt:
         return None
     findings = []
     if left_out:
         said = f"{plural(left_out, 'example')} of {len(texts)} left out: the maps would make this page too large."
         findings.append(Finding("note", said))
     body = tag("p", "The maps of the examples given are too large for one page; give shorter texts.", class_="read")
-    if kept:
+    if kept or prompt:
         words = tag("p", "The explorer needs JavaScript; the rest of the page does not.")
-        data = tag("script", script_json({"examples": kept}), type="application/json", id="explorer-data")
+        packed = {"examples": kept} | ({"prompt": prompt} if prompt else {})
+        data = tag("script", script_json(packed), type="application/json", id="explorer-data")
         body = tag("div", words, id="explorer-view") + data
     return Figure(
         id="explorer",
@@ -55,6 +50,24 @@ def build(results: dict) -> Figure | None:
         body=body,
         findings=findings,
     )
+
+
+def packed_examples(entries: list[dict]) -> list[dict]:
+    """The texts of explorer entries, as explorer.js reads them: title, tokens, and each model's packed maps.
+
+    Raises:
+        ResultsError: for an entry whose maps or lambdas do not fit its layers, heads and tokens.
+    """
+    texts: dict[tuple, dict] = {}
+    for entry in entries:
+        tokens = [str(t) for t in entry.get("tokens") or []]
+        title = str(entry.get("title") or "example")
+        if tokens:
+            example = texts.setdefault((title, *tokens), {"title": title, "tokens": tokens, "models": []})
+            example["models"].append(_model(entry, len(tokens)))
+    for example in texts.values():
+        example["models"].sort(key=lambda m: m["side"])
+    return [*texts.values()]
 
 
 def _model(entry: dict, length: int) -> dict:

@@ -1,0 +1,25 @@
+#!/bin/bash
+# Pretraining on several nodes under Slurm: sbatch examples/slurm.sh
+# A job that is about to be stopped saves its state and ends with 0; queued again, it goes on.
+#SBATCH --job-name=diff-transformer
+#SBATCH --nodes=8
+#SBATCH --ntasks-per-node=1
+#SBATCH --gpus-per-node=8
+#SBATCH --cpus-per-task=64
+#SBATCH --time=24:00:00
+#SBATCH --signal=TERM@120
+#SBATCH --requeue
+set -euo pipefail
+
+recipe=${RECIPE:-paper_3b}
+corpus=${CORPUS:?set CORPUS to a folder that diff-transformer prepare made}
+out=${OUT:-runs/$recipe}
+first=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
+resume=()
+[ -e "$out/config.json" ] && resume=(--resume)
+
+# exec: the signal reaches torchrun, which passes it on to every process of the run.
+exec srun --kill-on-bad-exit=1 torchrun \
+    --nnodes "$SLURM_NNODES" --nproc-per-node 8 \
+    --rdzv-backend c10d --rdzv-endpoint "$first:29500" --rdzv-id "$SLURM_JOB_ID" \
+    -m diff_transformer train --recipe "$recipe" --set "data.corpus=$corpus" --out "$out" "${resume[@]}"

@@ -1,0 +1,204 @@
+"""Record the desk study, and make its tables and plots from the record.
+
+python figures/desk/run.py runs/desk     # record what is finished there, then the rest
+python figures/desk/run.py               # tables and plots again from measured.json
+python figures/desk/run.py --check       # exit 1 if the README's tables differ from measured.json
+"""
+
+import json
+import re
+import sys
+from pathlib import Path
+
+from diff_transformer.study.analysis import (
+    Cells,
+    Measure,
+    Row,
+    collect,
+    final_loss,
+    metric,
+    paired_rows,
+    spread,
+    tokens_to_equal_loss,
+)
+
+HERE = Path(__file__).resolve().parent
+sys.path.insert(0, str(HERE.parent))
+from plots import cells_of, draw_desk  # noqa: E402  (these two stand beside this folder)
+from record import without_places  # noqa: E402
+
+SETTINGS = {
+    "novels": "novels and needles, 3 layers of width 128, 8 maps of 16, 1500 steps",
+    "wide": "4 layers of width 256, 8 maps of 32",
+    "narrow": "2 layers of width 64, 8 maps of 8",
+    "maps4": "4 maps of 32 at width 128",
+    "maps16": "16 maps of 8 at width 128",
+    "python": "the default corpus instead of novels",
+    "long": "three times the steps",
+    "ablation": "Table 6's changes to DIFF, against the same seeds' Transformer",
+}
+SIDES = {
+    "softmax": "Transformer",
+    "diff": "DIFF, head norm starts at .1",
+    "diff_norm1": "DIFF as published, head norm starts at 1",
+    "diff_norm0.3": "DIFF, head norm starts at .3",
+    "diff_norm0.03": "DIFF, head norm starts at .03",
+    "diff_no_norm": "DIFF without head norm",
+    "diff_lambda_0.8": "DIFF, lambda_init .8",
+    "diff_lambda_0.5": "DIFF, lambda_init .5",
+    "diff_v2": "DIFF V2",
+}
+MEASURES = [
+    final_loss(),
+    metric("associative_recall", "ar_hit", "lower", "loss on AR-Hit"),
+    metric("associative_recall", "others", "lower", "loss on Others"),
+    metric("needle", "n1_r1", "higher", "1 needle"),
+    metric("needle", "n2_r1", "higher", "2 needles, 1 asked for"),
+    metric("needle", "n4_r1", "higher", "4 needles, 1 asked for"),
+    metric("needle", "n4_r2", "higher", "4 needles, 2 asked for"),
+    metric("long_nll", "nll128", "", "loss over 128 tokens (the length trained at)"),
+    metric("long_nll", "nll512", "lower", "loss over 512 tokens"),
+    metric("allocation", "answer", "higher", "attention on the answer"),
+    metric("allocation", "noise", "lower", "attention on the noise"),
+    metric("outliers", "logits_top1", "lower", "largest attention logit"),
+    metric("outliers", "hidden_top1", "lower", "largest hidden value"),
+    metric("quantization", "loss_4bit_change", "lower", "loss that 4-bit logits cost"),
+    metric("many_shot", "random_mean", "higher", "many-shot accuracy (chance .06)"),
+    metric("many_shot", "random_margin", "lower", "many-shot best less worst order"),
+    Measure("largest gradient norm after the first tenth", lambda record: record["gradients"]["largest"]),
+]
+DEPTHS = (0, 25, 50, 75, 100)
+
+
+def tables(cells: Cells) -> str:
+    """What stands between the README's markers."""
+    if "novels" not in cells:
+        return f"Of the study only the sweep has been run.\n\n{sweep(cells)}"
+    parts = ["![Loss and retrieval in the main setting](novels.svg)", "![Differences in loss](differences.svg)"]
+    parts.append(overview(cells))
+    for setting in [name for name in SETTINGS if name in cells]:
+        for side in [name for name in SIDES if name in cells[setting] and name != "softmax"]:
+            rows = paired_rows(with_baseline(cells, setting), setting, side, MEASURES)
+            if rows and (side == "diff" or setting == "novels"):
+                parts.append(table(f"{SETTINGS[setting]}: {SIDES[side]}", rows))
+    parts += [by_depth(cells), sweep(cells)]
+    return "\n\n".join(part for part in parts if part)
+
+
+def with_baseline(cells: Cells, setting: str) -> Cells:
+    """The ablations were trained in the setting of "novels" and are compared with its Transformer."""
+    if setting != "ablation":
+        return cells
+    return {**cells, "ablation": {**cells["ablation"], "softmax": cells["novels"]["softmax"]}}
+
+
+def overview(cells: Cells) -> str:
+    """One line a setting and side: final validation loss and what it takes to reach the Transformer's."""
+    lines = ["| setting | side | seeds | validation loss | less the Transformer's | verdict | tokens to its loss |"]
+    lines.append("|---|---|---|---|---|---|---|")
+    for setting in [name for name in SETTINGS if name in cells]:
+        sides = with_baseline(cells, setting)[setting]
+        for side in [name for name in SIDES if name in sides]:
+            if setting == "ablation" and side == "softmax":
+                continue
+            losses = [final_loss().read(record) for record in sides[side].values()]
+            mean, deviation = spread(losses)
+            cell = f"{mean:.3f} (sd {deviation:.3f})"
+            rows = (
+                paired_rows(with_baseline(cells, setting), setting, side, [final_loss()]) if side != "softmax" else []
+            )
+            if rows:
+                row = rows[0]
+                shares = [
+                    tokens_to_equal_loss(sides[side][s], sides["softmax"][s])
+                    for s in sides[side]
+                    if s in sides["softmax"]
+                ]
+                known = [share for share in shares if share is not None]
+                reached = f"{sum(known) / len(known):.2f}" if known else ""
+                tokens = f"{reached} ({len(known)} of {len(shares)} get there)" if known else "none gets there"
+                more = f"{interval(row)} | {row.verdict} | {tokens}"
+            else:
+                more = " | | "
+            lines.append(f"| {setting} | {SIDES[side]} | {len(losses)} | {cell} | {more} |")
+    named = "\n".join(f"- {name}: {said}" for name, said in SETTINGS.items() if name in cells)
+    return "\n".join(lines) + "\n\n" + named
+
+
+def table(title: str, rows: list[Row]) -> str:
+    lines = [
+        f"**{title}** ({rows[0].seeds} seeds)",
+        "",
+        "| | Transformer | DIFF | difference | claim |",
+        "|---|---|---|---|---|",
+    ]
+    for row in rows:
+        lines.append(f"| {row.measure} | {row.baseline:.3f} | {row.side:.3f} | {interval(row)} | {row.verdict} |")
+    return "\n".join(lines)
+
+
+def interval(row: Row) -> str:
+    mean, low, high, _ = row.difference
+    return f"{mean:+.3f}" if low is None else f"{mean:+.3f} ({low:+.3f} to {high:+.3f})"
+
+
+def by_depth(cells: Cells) -> str:
+    """Accuracy by where the first needle stands, means over seeds of the main setting."""
+    sides = cells.get("novels", {})
+    lines = [
+        "**Retrieval by depth of the needle**",
+        "",
+        f"| needles, asked for | | {' | '.join(f'{d} %' for d in DEPTHS)} |",
+    ]
+    lines.append("|---" * (len(DEPTHS) + 2) + "|")
+    for n, r in ((1, 1), (2, 1), (4, 1), (4, 2)):
+        for side in [name for name in ("softmax", "diff", "diff_norm1") if name in sides]:
+            scores = [
+                [record["metrics"]["needle"][f"n{n}_r{r}_depth{depth}"] for record in sides[side].values()]
+                for depth in DEPTHS
+            ]
+            lines.append(f"| {n}, {r} | {SIDES[side]} | {' | '.join(f'{sum(s) / len(s):.2f}' for s in scores)} |")
+    return "\n".join(lines) if sides else ""
+
+
+def sweep(cells: Cells) -> str:
+    """The learning rates tried for each side (one seed, 600 steps)."""
+    found = {name.removeprefix("sweep/lr"): sides for name, sides in cells.items() if name.startswith("sweep/")}
+    if not found:
+        return ""
+    rates = sorted(found, key=float)
+    lines = ["**Learning rates** (validation loss after 600 steps, one seed)", "", f"| | {' | '.join(rates)} |"]
+    lines.append("|---" * (len(rates) + 1) + "|")
+    for side in ("softmax", "diff", "diff_norm1"):
+        losses = [
+            next((f"{r['validation']['loss'][-1]:.3f}" for r in found[rate].get(side, {}).values()), "")
+            for rate in rates
+        ]
+        lines.append(f"| {SIDES[side]} | {' | '.join(losses)} |")
+    return "\n".join(lines)
+
+
+def filled(cells: Cells) -> str:
+    text = (HERE / "README.md").read_text()
+    return re.sub(
+        r"(?<=<!-- measured -->\n).*?(?=\n<!-- /measured -->)", lambda _: tables(cells), text, flags=re.DOTALL
+    )
+
+
+def main(arguments: list[str]) -> int:
+    if arguments and arguments[0] != "--check":
+        kept = {"cells": without_places(collect(Path(arguments[0])))}
+        (HERE / "measured.json").write_text(json.dumps(kept, separators=(",", ":")) + "\n")
+    cells = cells_of(HERE)
+    if arguments == ["--check"]:
+        if (HERE / "README.md").read_text() != filled(cells):
+            print("figures/desk/README.md differs from its measured.json")
+            return 1
+        return 0
+    (HERE / "README.md").write_text(filled(cells))
+    draw_desk(cells, HERE)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

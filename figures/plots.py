@@ -1,0 +1,153 @@
+"""Plots of the committed records, as SVG that is the same on every run.
+
+python figures/plots.py          # every plot again
+python figures/plots.py --check  # exit 1 if one is missing
+"""
+
+import json
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+
+import matplotlib
+
+matplotlib.use("svg")
+import matplotlib.pyplot as plt
+
+FIGURES = Path(__file__).resolve().parent
+COLORS = {"softmax": "#d55e00", "diff": "#0072b2", "diff_norm1": "#56b4e9", "diff_v2": "#009e73"}
+NAMES = {
+    "softmax": "Transformer",
+    "diff": "DIFF, head norm from .1",
+    "diff_norm1": "DIFF, head norm from 1",
+    "diff_v2": "DIFF V2",
+}
+plt.rcParams.update(
+    {
+        "svg.hashsalt": "diff-transformer", "svg.fonttype": "none", "font.family": "sans-serif", "font.size": 9,
+        "axes.spines.top": False, "axes.spines.right": False, "text.color": "#777", "axes.labelcolor": "#777",
+        "xtick.color": "#777", "ytick.color": "#777", "axes.edgecolor": "#999", "legend.frameon": False,
+        "savefig.transparent": True,
+    }
+)  # fmt: skip
+
+
+def save(figure, path: Path) -> None:
+    figure.tight_layout()
+    figure.savefig(path, format="svg", metadata={"Date": None, "Creator": None})
+    plt.close(figure)
+
+
+def bands(axes, seeds: Iterable[dict], side: str, *, label: str | None = None) -> None:
+    """Mean of the validation loss over seeds, and from the lowest to the highest."""
+    curves = [(record["validation"]["step"], record["validation"]["loss"]) for record in seeds]
+    steps = curves[0][0]
+    columns = list(zip(*(losses for _, losses in curves), strict=True))
+    color = COLORS.get(side, "#cc79a7")
+    axes.plot(steps, [sum(c) / len(c) for c in columns], color=color, label=label or NAMES.get(side, side), lw=1.6)
+    axes.fill_between(steps, [min(c) for c in columns], [max(c) for c in columns], color=color, alpha=0.2, lw=0)
+
+
+def draw_desk(cells: dict, folder: Path) -> None:
+    """Loss curves and retrieval of the main setting, and the difference in loss in every setting."""
+    from diff_transformer.study.analysis import final_loss, paired_rows
+
+    main = cells.get("novels", {})
+    if main.keys() >= {"softmax", "diff"}:
+        figure, (left, right) = plt.subplots(1, 2, figsize=(8, 3.2))
+        for side in [name for name in NAMES if name in main]:
+            bands(left, main[side].values(), side)
+        top = max(record["validation"]["loss"][4] for record in main["softmax"].values())
+        left.set(xlabel="step", ylabel="validation loss, nats a token", ylim=(None, top))
+        left.legend()
+        tasks = ["n1_r1", "n2_r1", "n4_r1", "n4_r2"]
+        shown = [name for name in NAMES if name in main]
+        for i, side in enumerate(shown):
+            for j, task in enumerate(tasks):
+                scores = [record["metrics"]["needle"][task] for record in main[side].values()]
+                place = j + (i - len(shown) / 2 + 0.5) * 0.22
+                right.bar(place, sum(scores) / len(scores), 0.2, color=COLORS[side], alpha=0.5)
+                right.plot([place] * len(scores), scores, ".", color=COLORS[side], ms=4)
+        right.set(ylabel="needles found", ylim=(0, 1.02))
+        right.set_xticks(range(len(tasks)), ["1 of 1", "1 of 2", "1 of 4", "2 of 4"])
+        save(figure, folder / "novels.svg")
+    rows = []
+    for setting, sides in cells.items():
+        if setting.startswith("sweep/"):
+            continue
+        compared = {**cells, setting: {"softmax": main.get("softmax", {}), **sides}}
+        for side in sides:
+            for row in paired_rows(compared, setting, side, [final_loss()]) if side != "softmax" else []:
+                rows.append((setting, side, row))
+    if rows:
+        figure, axes = plt.subplots(figsize=(7, 0.9 + 0.26 * len(rows)))
+        for i, (_, side, row) in enumerate(reversed(rows)):
+            mean, low, high, _ = row.difference
+            color = COLORS.get(side, "#cc79a7")
+            axes.plot([mean if low is None else low, mean if high is None else high], [i, i], color=color, lw=2)
+            axes.plot(mean, i, "o", color=color)
+        axes.axvline(0, color="#999", lw=0.8)
+        axes.set_yticks(
+            range(len(rows)), [f"{setting}: {NAMES.get(side, side)}" for setting, side, _ in reversed(rows)]
+        )
+        axes.set_xlabel("validation loss less the Transformer's, nats a token (95 % over seeds)")
+        save(figure, folder / "differences.svg")
+
+
+def draw_stability(cells: dict, folder: Path) -> None:
+    """Largest gradient norm, spikes and final loss by learning rate."""
+    rates = sorted(cells, key=lambda name: float(name.removeprefix("lr")))
+    figure, panels = plt.subplots(1, 3, figsize=(9, 3))
+    titles = ("largest gradient norm", "spikes in a run", "final validation loss")
+    for axes, title in zip(panels, titles, strict=True):
+        for side in dict.fromkeys(side for rate in rates for side in cells[rate]):
+            points = []
+            for rate in rates:
+                for record in cells[rate].get(side, {}).values():
+                    value = {
+                        titles[0]: record["gradients"]["largest"],
+                        titles[1]: record["gradients"]["spikes"],
+                        titles[2]: record["validation"]["loss"][-1] if not record["diverged"] else None,
+                    }[title]
+                    if value is not None:
+                        points.append((float(rate.removeprefix("lr")), value))
+            xs = sorted({x for x, _ in points})
+            means = [sum(v for x, v in points if x == at) / sum(x == at for x, _ in points) for at in xs]
+            color = COLORS.get(side, "#cc79a7")
+            axes.plot(xs, means, color=color, label=NAMES.get(side, side))
+            axes.plot([x for x, _ in points], [v for _, v in points], ".", color=color, ms=4)
+        axes.set(xscale="log", xlabel="learning rate", title=title)
+    panels[0].set_yscale("log")
+    panels[2].legend(fontsize=7)
+    save(figure, folder / "stability.svg")
+
+
+def cells_of(folder: Path) -> dict:
+    """The cells of a study's committed record; seeds as numbers."""
+    kept = json.loads((folder / "measured.json").read_text())
+    return {
+        setting: {side: {int(seed): record for seed, record in seeds.items()} for side, seeds in sides.items()}
+        for setting, sides in kept["cells"].items()
+    }
+
+
+DRAWN = {"desk": (draw_desk, ("novels.svg", "differences.svg")), "stability": (draw_stability, ("stability.svg",))}
+
+
+def main(arguments: list[str]) -> int:
+    missing = []
+    for name, (draw, files) in DRAWN.items():
+        folder = FIGURES / name
+        cells = cells_of(folder) if (folder / "measured.json").exists() else {}
+        if not any(not setting.startswith("sweep/") for setting in cells):
+            continue
+        if arguments == ["--check"]:
+            missing += [f"{name}/{file}" for file in files if not (folder / file).exists()]
+        else:
+            draw(cells, folder)
+    print("\n".join(f"figures/{path} is missing: python figures/plots.py" for path in missing), end="")
+    return bool(missing)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,116 @@
+"""README's tables and the plot, from measured.json."""
+
+import json
+import re
+import sys
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+sys.path[:0] = [str(HERE), str(HERE.parent)]
+from arms import ARMS  # noqa: E402  (beside this file; plots is above)
+from plots import plt, save  # noqa: E402
+
+from diff_transformer.compare.intervals import over_seeds  # noqa: E402
+
+COLORS = {
+    "source": "#333333", "wider": "#999999", "diff": "#0072b2", "diff_v2": "#009e73", "frozen": "#cc79a7",
+    "diff_0.2": "#56b4e9",
+}  # fmt: skip
+PARTS = ("q", "q1", "q2", "k", "k1", "k2", "lambda")
+MEASURED = re.compile(r"(?<=<!-- measured -->\n).*?(?=\n<!-- /measured -->)", re.DOTALL)
+
+
+def start_table(start: dict) -> list[str]:
+    """Distance to the source and gradients, before any training."""
+    parts = [part for part in PARTS if any(part in arm["gradients"] for arm in start.values())]
+    lines = [
+        "| | parameters | logits, fp32 | logits, bf16 | KL, fp32 | gradient of " + " | ".join(parts) + " |",
+        "|---" * (5 + len(parts)) + "|",
+    ]
+    base = start["source"]["parameters"]
+    for name, arm in start.items():
+        more = f"{arm['parameters']:,} ({arm['parameters'] / base - 1:+.1%})"
+        distances = [f"{arm[dtype]['logits']:.2g}" for dtype in ("fp32", "bf16")] + [f"{max(0, arm['fp32']['kl']):.1g}"]
+        gradients = [f"{arm['gradients'][part]:.1e}" if part in arm["gradients"] else "" for part in parts]
+        zero = [cell if cell != "0.0e+00" else "0" for cell in gradients]
+        lines.append(f"| {ARMS[name]} | " + " | ".join([more, *distances, *zero]) + " |")
+    return lines
+
+
+def differences(curves: dict, name: str) -> list:
+    """For every validation, the interval over seeds of this arm's loss minus the source's."""
+    seeds = [seed for seed in curves[name] if seed in curves["source"]]
+    pairs = [zip(curves[name][seed]["loss"], curves["source"][seed]["loss"], strict=True) for seed in seeds]
+    return [over_seeds([a - b for a, b in at]) for at in zip(*pairs, strict=True)]
+
+
+def end_table(curves: dict) -> list[str]:
+    """Validation loss after training on, and its difference to the source's at equal tokens."""
+    lines = [
+        "| | seeds | loss before | loss after | difference to the source, continued | lambda after |",
+        "|---" * 6 + "|",
+    ]
+    for name, seeds in curves.items():
+        first, last = ([curve["loss"][at] for curve in seeds.values()] for at in (0, -1))
+        interval = differences(curves, name)[-1]
+        spread = "" if interval.low is None else f" ({interval.low:+.4f} to {interval.high:+.4f})"
+        lambdas = [f"{value:.3f}" for value in next(iter(seeds.values())).get("lambda", [])]
+        told = "" if name == "source" else f"{interval.mean:+.4f}{spread}"
+        before, after = sum(first) / len(first), sum(last) / len(last)
+        lines.append(f"| {ARMS[name]} | {len(seeds)} | {before:.4f} | {after:.4f} | {told} | {', '.join(lambdas)} |")
+    return lines
+
+
+def rate_table(curves: dict, rates: dict) -> list[str]:
+    """The loss after training on at other learning rates, one seed."""
+    names = list(next(iter(rates.values())))
+    rows = {"0.001": {name: curves[name]["0"]["loss"][-1] for name in names}, **rates}
+    lines = ["| learning rate | " + " | ".join(ARMS[name] for name in names) + " |", "|---" * (len(names) + 1) + "|"]
+    for rate in sorted(rows, key=float):
+        lines.append(f"| {rate} | " + " | ".join(f"{rows[rate][name]:.4f}" for name in names) + " |")
+    return lines
+
+
+def plot(curves: dict) -> None:
+    """Left: the mean over seeds, of arms that have several. Right: minus the source; bands are the intervals, dotted
+    lines one seed."""
+    figure, (left, right) = plt.subplots(1, 2, figsize=(8, 3.6))
+    for name in [name for name in COLORS if name in curves]:
+        seeds, color = list(curves[name].values()), COLORS[name]
+        steps, several = seeds[0]["step"], len(seeds) > 1
+        if several:
+            losses = zip(*(curve["loss"] for curve in seeds), strict=True)
+            left.plot(steps, [sum(at) / len(at) for at in losses], color=color, lw=1.4)
+        found = differences(curves, name)
+        right.plot(steps, [at.mean for at in found], color=color, lw=1.4, ls="-" if several else ":", label=ARMS[name])
+        if several and name != "source":
+            right.fill_between(steps, [at.low for at in found], [at.high for at in found], color=color, alpha=0.2, lw=0)
+    left.set(xlabel="step", ylabel="validation loss, nats a token")
+    right.set(xlabel="step", ylabel="minus the continued source's", ylim=(-0.012, 0.02))
+    right.legend(fontsize=6.5, loc="upper right")
+    save(figure, HERE / "loss.svg")
+
+
+def filled() -> str:
+    """README with its tables made anew."""
+    record = json.loads((HERE / "measured.json").read_text())
+    about = record["provenance"]
+    own = record["start"]["source"]
+    tokens = about["tokens"]
+    lines = [
+        f"The source was trained on {tokens['source']:,} tokens, every arm on {tokens['more']:,} more.",
+        "Logits: largest distance to the source's in fp64; rounding alone takes the source itself",
+        f"{own['fp32']['logits']:.1g} in fp32 and {own['bf16']['logits']:.2g} in bf16 away.",
+        "Gradients: root mean square over the weights.", "", *start_table(record["start"]), "",
+        "Trained on; differences are of the same seed's runs, in parentheses Student's 95 % interval over seeds:", "",
+        *end_table(record["curves"]), "",
+        "Loss after training on at other learning rates, one seed:", "",
+        *rate_table(record["curves"], record["rates"]), "",
+        f"{about['cpu']}, torch {about['torch']}, fp32, one thread, commit {about['commit']}, {about['date'][:10]}.",
+    ]  # fmt: skip
+    return MEASURED.sub(lambda _: "\n".join(lines), (HERE / "README.md").read_text())
+
+
+def draw() -> None:
+    (HERE / "README.md").write_text(filled())
+    plot(json.loads((HERE / "measured.json").read_text())["curves"])

@@ -1,0 +1,120 @@
+"""``diff-transformer prepare``: progress on the screen, and what came out in words."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Generator
+from contextlib import contextmanager
+from pathlib import Path
+
+from diff_transformer.data.prepare.config import PrepareConfig
+from diff_transformer.data.prepare.run import Progress, prepare
+from diff_transformer.data.prepare.state import MANIFEST, PLAN
+from diff_transformer.data.prepare.verify import verify
+
+
+def run_prepare(
+    sources: list[str], out: Path, settings: dict, *, jobs: int | None = None, resume: bool = False
+) -> dict:
+    """Prepare ``out`` (:func:`~diff_transformer.data.prepare.run.prepare`) with a progress bar; its manifest.
+
+    Args:
+        sources: none to go on with those of ``out``.
+        settings: fields of ``PrepareConfig`` that were asked for; those left out (None) are the defaults, or with no
+            sources those of ``out``.
+        jobs: processes; a core each by default.
+    """
+    given = {key: value for key, value in settings.items() if value is not None}
+    config = PrepareConfig(tuple(sources), **given) if sources else _planned(out, given)
+    with _bar() as show:
+        manifest = prepare(_absolute(config), out, jobs=jobs or os.cpu_count() or 1, resume=resume, progress=show)
+    print(describe(manifest))
+    print(f"prepared: {out}")
+    return manifest
+
+
+def run_verify(folder: Path) -> None:
+    """Check every file of a prepared folder.
+
+    Raises:
+        ValueError: listing what is wrong, and how to mend it.
+    """
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    from diff_transformer.data.shards import mending
+
+    columns = (TextColumn("checking shards"), BarColumn(), MofNCompleteColumn(), TextColumn("left"))
+    with Progress(*columns, TimeRemainingColumn(), transient=True) as bar:
+        task = bar.add_task("")
+        problems = verify(folder, lambda done, total: bar.update(task, completed=done, total=total))
+    if problems:
+        listed = "\n  ".join(problems)
+        raise ValueError(f"{folder} is damaged:\n  {listed}\nMend it with `{mending(folder)}`")
+    print(f"every file of {folder} is what was written")
+
+
+def describe(manifest: dict) -> str:
+    """Tokens, documents, shards and tokenizer of a prepared folder, a line each."""
+    lines = []
+    for side in ("train", "validation"):
+        part = manifest[side]
+        lines.append(
+            f"{side}: {part['tokens']:,} tokens of {part['documents']:,} documents, {part['text_bytes']:,} bytes of "
+            f"text, in {len(part['shards'])} shards"
+        )
+    left_out = {kind: count for kind, count in manifest["left_out"].items() if count}
+    if left_out:
+        lines.append("left out: " + ", ".join(f"{count:,} {kind}" for kind, count in left_out.items()))
+    tokenizer = manifest["tokenizer"]
+    lines.append(f"tokenizer: {tokenizer['size']:,} tokens, hash {tokenizer['hash']}; {manifest['dtype'][1:]} a token")
+    return "\n".join(lines)
+
+
+def _planned(out: Path, given: dict) -> PrepareConfig:
+    import json
+
+    for name in (MANIFEST, PLAN):
+        if (out / name).exists():
+            config = PrepareConfig.from_dict(json.loads((out / name).read_text())["settings"])
+            different = {key: value for key, value in given.items() if getattr(config, key) != value}
+            if different:
+                raise ValueError(
+                    f"{out} is prepared with other settings than {different}; leave them out to go on with it, or "
+                    "choose another folder"
+                )
+            return config
+    raise ValueError("no source of text; give at least one, or the --out of a preparation to go on with (--resume)")
+
+
+def _absolute(config: PrepareConfig) -> PrepareConfig:
+    """The same from every working directory: for the sources so that a folder can be mended from anywhere."""
+    import dataclasses
+
+    paths = [s if s == "python" or s.startswith("hub:") else os.path.abspath(s) for s in config.sources]
+    tokenizer = os.path.abspath(config.tokenizer) if Path(config.tokenizer).exists() else config.tokenizer
+    return dataclasses.replace(config, sources=tuple(paths), tokenizer=tokenizer)
+
+
+@contextmanager
+def _bar() -> Generator:
+    from rich.progress import BarColumn, DownloadColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+    from rich.progress import Progress as Bars
+
+    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeElapsedColumn(), TextColumn("left"))
+    with Bars(*columns, TimeRemainingColumn(elapsed_when_finished=False)) as bars:
+        task = bars.add_task("choosing the tokenizer", total=None)
+        begun: list[float] = []
+
+        def show(state: Progress) -> None:
+            if not begun:
+                begun.append(time.perf_counter())
+            rate = state.text_bytes / 1e6 / max(time.perf_counter() - begun[0], 1e-9)
+            bars.update(
+                task,
+                completed=state.read,
+                total=state.total or None,
+                description=f"{state.tokens:,} tokens, {rate:.1f} MB/s of text",
+            )
+
+        yield show

@@ -1,0 +1,104 @@
+"""Texts of any length as a stream of pieces, so that memory does not grow with the longest document."""
+
+import codecs
+from collections.abc import Iterable, Iterator
+from itertools import groupby
+from typing import BinaryIO, NamedTuple
+
+PIECE_CHARACTERS = 1 << 20
+_READ_BYTES = 1 << 20
+_PLACES_TRIED = 1000
+
+
+class Piece(NamedTuple):
+    """Part of a document, mostly all of it. ``read``: bytes of input consumed since the piece before, for progress."""
+
+    text: str
+    side: str  # "train" or "validation"
+    first: bool
+    last: bool
+    read: int = 0
+
+
+def cut(parts: Iterable[str], limit: int | None = None) -> Iterator[tuple[str, bool, bool]]:
+    """(piece, first, last) of one document that comes in ``parts``; nothing for a blank one.
+
+    The pieces depend on the document alone, not on how it comes in. A document of more than ``limit`` characters
+    (default: 2^20) is cut between a letter and white space, where byte-level tokenizers begin a token anyway; in the
+    last resort at ``limit``.
+    """
+    limit = PIECE_CHARACTERS if limit is None else limit
+    buffer, first = "", True
+    for part in parts:
+        buffer += part
+        while len(buffer) > limit:
+            end = _place(buffer, limit)
+            yield buffer[:end], first, False
+            buffer, first = buffer[end:], False
+    if not first or buffer.strip():
+        yield buffer, first, True
+
+
+def _place(text: str, limit: int) -> int:
+    end = limit + 1
+    for _ in range(_PLACES_TRIED):
+        end = max(text.rfind(" ", 0, end), text.rfind("\n", 0, end))
+        if end < 1:
+            break
+        if text[end - 1].isalpha():
+            return end
+    return limit
+
+
+def decoded(stream: BinaryIO, name: str) -> Iterator[str]:
+    """The UTF-8 text of a stream in parts, without a byte order mark and with CRLF as LF.
+
+    Raises:
+        ValueError: for what is not UTF-8, naming the byte.
+    """
+    decoder, done, held = codecs.getincrementaldecoder("utf-8-sig")(), 0, ""
+    while True:
+        data = stream.read(_READ_BYTES)
+        waiting = len(decoder.getstate()[0])
+        try:
+            text = held + decoder.decode(data, final=not data)
+        except UnicodeDecodeError as error:
+            place = done - waiting + error.start
+            raise ValueError(
+                f"{name} is not UTF-8 (byte {place}: {error.object[error.start]:#04x}); convert it, say with "
+                "`iconv -f latin1 -t utf-8`, or take it out"
+            ) from None
+        done += len(data)
+        held = "\r" if data and text.endswith("\r") else ""
+        text = text[:-1] if held else text
+        if text:
+            yield text.replace("\r\n", "\n")
+        if not data:
+            return
+
+
+def document_pieces(parts: Iterable[str], side: str) -> Iterator[Piece]:
+    """The pieces of one document of a known side."""
+    for text, first, last in cut(parts):
+        yield Piece(text, side, first, last)
+
+
+def tail_pieces(parts: Iterable[str], size: int, share: float) -> Iterator[Piece]:
+    """The pieces of a text that is all there is: the last ``share`` of its ``size`` bytes, from
+    a line end on where there is one, is a document of the validation side."""
+    for side, group in groupby(_sided(parts, size * (1 - share)), key=lambda pair: pair[0]):
+        yield from document_pieces((part for _, part in group), side)
+
+
+def _sided(parts: Iterable[str], wanted: float) -> Iterator[tuple[str, str]]:
+    done, side = 0, "train"
+    for part in parts:
+        size = len(part.encode())
+        if side == "train" and done + size > wanted:
+            head = part.encode()[: max(0, int(wanted) - done)].decode(errors="ignore")
+            end = head.rfind("\n") + 1 or len(head)
+            yield "train", part[:end]
+            side, part = "validation", part[end:]
+        done += size
+        if part:
+            yield side, part

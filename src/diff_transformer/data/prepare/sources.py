@@ -1,0 +1,175 @@
+"""What a user may name as a source of text, and the files and documents in it, before any of it is read."""
+
+import hashlib
+import json
+import os
+import tarfile
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path, PurePosixPath
+from urllib.parse import parse_qsl
+
+from diff_transformer.data.documents import Document, held_out_split
+from diff_transformer.data.prepare.records import JSON_SUFFIXES
+from diff_transformer.data.text_files import ARCHIVE_SUFFIXES, TEXT_SUFFIXES, VALIDATION_FOLDERS
+
+ACCEPTED = (
+    "'python', a text file, JSON lines (.jsonl, .jsonl.gz, .jsonl.zst), a .parquet file, a folder of these, "
+    "a tar archive of text files, or hub:NAME[?config=...&split=...&revision=...]"
+)
+HUB_OPTIONS = ("config", "split", "revision")
+TAIL = "tail"  # the side of a text that is all there is: its end is the validation side
+
+
+@dataclass(frozen=True)
+class Item:
+    """A file. ``side``: "train" or "validation" where the name decides, "tail", or None where each row decides."""
+
+    name: str
+    kind: str  # "text", "lines", "parquet"
+    size: int
+    side: str | None = None
+
+
+@dataclass(frozen=True)
+class Source:
+    """``name``: as given, a path made absolute; ``kind``: "files", "tar", "python", "hub"; ``size``: bytes to read, 0
+    where nobody knows."""
+
+    name: str
+    kind: str
+    items: tuple[Item, ...] = ()
+    size: int = 0
+
+    def description(self) -> dict:
+        """What must be the same when an interrupted preparation goes on: names and sizes, by their hash."""
+        listed = json.dumps([[item.name, item.size] for item in self.items])
+        return {
+            "source": self.name,
+            "files": len(self.items),
+            "bytes": self.size,
+            "fingerprint": hashlib.blake2b(listed.encode(), digest_size=8).hexdigest(),
+        }
+
+
+def find_sources(names: Sequence[str], share: float) -> list[Source]:
+    """The sources of these names, with the side of every file that has one.
+
+    Where a source has folders ``train/`` and ``val/`` (or ``valid/``, ``validation/``), they are the split and nothing
+    beside them is read; else about ``share`` of its text files is held out by a hash of their names, at least one.
+    Rows of files are held out one by one. The end of a text is held out where there is nothing else.
+
+    Raises:
+        FileNotFoundError: for a path that is not there.
+        ValueError: for no source, one that holds nothing to read, or another kind of file.
+    """
+    if not names:
+        raise ValueError(f"no source of text; give {ACCEPTED}")
+    found = [_find(name) for name in names]
+    if len(found) == 1 and [item.kind for item in found[0].items] == ["text"]:
+        return [replace(found[0], items=(replace(found[0].items[0], side=TAIL),))]
+    return [_with_sides(source, share) for source in found]
+
+
+def hub_query(name: str) -> tuple[str, dict[str, str]]:
+    """Repository and options of ``hub:NAME?config=...``."""
+    repository, _, query = name.removeprefix("hub:").partition("?")
+    options = dict(parse_qsl(query))
+    unknown = sorted(set(options) - set(HUB_OPTIONS))
+    if unknown or not repository:
+        raise ValueError(f"source {name!r}: {', '.join(unknown) or 'no name'}; accepted: {', '.join(HUB_OPTIONS)}")
+    return repository, options
+
+
+def _find(name: str) -> Source:
+    if name == "python":
+        from diff_transformer.data.python_library import load_python_library
+
+        corpus = load_python_library()
+        items = [
+            Item(document.name, "text", document.num_bytes, side)
+            for side, documents in (("train", corpus.train), ("validation", corpus.validation))
+            for document in documents
+        ]
+        return Source(name, "python", tuple(items), sum(item.size for item in items))
+    if name.startswith("hub:"):
+        hub_query(name)
+        return Source(name, "hub")
+    path = Path(name).absolute()
+    if not path.exists():
+        raise FileNotFoundError(f"source {name!r} does not exist; give {ACCEPTED}")
+    if path.is_dir():
+        items = list(_folder(path))
+    elif path.name.lower().endswith(ARCHIVE_SUFFIXES):
+        return Source(str(path), "tar", tuple(_archive(path)), path.stat().st_size)
+    else:
+        kind = _kind(path.name) or ("text" if not path.suffix else None)
+        items = [Item(path.name, kind, path.stat().st_size)] if kind else []
+    if not items:
+        raise ValueError(f"source {name!r} holds nothing that is read; give {ACCEPTED}")
+    return Source(str(path), "files", tuple(items), sum(item.size for item in items))
+
+
+def _kind(name: str) -> str | None:
+    name = name.lower()
+    if name.endswith(JSON_SUFFIXES):
+        return "lines"
+    if name.endswith(".parquet"):
+        return "parquet"
+    return "text" if PurePosixPath(name).suffix in TEXT_SUFFIXES else None
+
+
+def _folder(root: Path):
+    for folder, subfolders, names in os.walk(root):
+        subfolders[:] = sorted(name for name in subfolders if not name.startswith("."))
+        for name in sorted(names):
+            path = Path(folder) / name
+            kind = None if name.startswith(".") else _kind(name)
+            if kind:
+                yield Item(path.relative_to(root).as_posix(), kind, path.stat().st_size)
+
+
+def _archive(path: Path):
+    """Regular text members of an archive, whose names are read to the end of it."""
+    try:
+        with tarfile.open(path, "r|*") as archive:
+            for member in archive:
+                hidden = any(part.startswith(".") and part not in (".", "..") for part in member.name.split("/"))
+                if member.isfile() and not hidden and _kind(member.name) == "text":
+                    yield Item(member.name, "text", member.size)
+    except Exception as error:  # tarfile and each library of compression have errors of their own
+        raise ValueError(f"{path} cannot be read as a tar archive ({error})") from error
+
+
+def _with_sides(source: Source, share: float) -> Source:
+    if source.kind in ("python", "hub"):
+        return source
+    if not source.items:
+        raise ValueError(f"source {source.name!r} holds nothing that is read; give {ACCEPTED}")
+    inner = _without_common_folder([item.name for item in source.items])
+    tops = {name.split("/")[0] for name in inner if "/" in name}
+    if "train" in tops and tops & VALIDATION_FOLDERS:
+        side = sorted(tops & VALIDATION_FOLDERS)[0]
+        folders = {"train": "train", side: "validation"}
+        pairs = [(item, folders.get(name.split("/")[0])) for item, name in zip(source.items, inner, strict=True)]
+        return replace(source, items=tuple(replace(item, side=chosen) for item, chosen in pairs if chosen))
+    names = [name for item, name in zip(source.items, inner, strict=True) if item.kind == "text"]
+    documents = [Document(name, "") for name in names]
+    held_out = {document.name for document in held_out_split(documents, share)[1]} if len(names) > 1 else set()
+    sides = {True: "validation", False: "train"}
+    items = [
+        replace(item, side=sides[name in held_out]) if item.kind == "text" else item
+        for item, name in zip(source.items, inner, strict=True)
+    ]
+    return replace(source, items=tuple(items))
+
+
+def _without_common_folder(names: list[str]) -> list[str]:
+    """The names without the folders that all begin with (``./``, ``novels/``), but never without a side's own."""
+    split = [PurePosixPath(name).parts for name in names]
+    depth = 0
+    while all(len(parts) > depth + 1 for parts in split) and len({parts[depth] for parts in split}) == 1:
+        if split[0][depth] == "train" or split[0][depth] in VALIDATION_FOLDERS:
+            break
+        depth += 1
+    return ["/".join(parts[depth:]) for parts in split]

@@ -1,0 +1,154 @@
+"""Rows of language modelling from a prepared folder, in an order that takes no memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from diff_transformer.data.documents import Corpus, Document
+from diff_transformer.data.packing import PackedCorpus
+from diff_transformer.data.permutation import permuted
+from diff_transformer.data.seeding import training_rng
+from diff_transformer.data.shards import Shards, load_prepared_tokenizer
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+_DECODED_BYTES = 8_000_000
+
+
+class PreparedCorpus(PackedCorpus):
+    """Windows of ``length`` tokens of a :class:`Shards`, as those of :class:`PackedCorpus`: each token at most once an
+    epoch, row i a pure function of (seed, i), every epoch with a cut and an order of its own. Any process may ask for
+    any rows; nothing is kept but the maps of the files.
+
+    Raises:
+        ValueError: if there are fewer tokens than a window.
+    """
+
+    tokens: Shards
+
+    def __init__(self, tokens: Shards, length: int, *, seed: int = 0):
+        super().__init__(tokens, length, seed=seed)
+
+    def _starts(self, epoch: int, places: np.ndarray) -> np.ndarray:
+        rng = training_rng(self.seed, "prepared", epoch)
+        offset = rng.integers(len(self.tokens))
+        return offset + permuted(places, self.num_windows, rng) * self.length
+
+
+class LongDocuments(PreparedCorpus):
+    """Rows of a corpus up-sampled by length, for training at long context (sec. 3.3, after Fu et al., arXiv 2402.10171:
+    long documents are repeated within each corpus, so that the proportions of the corpora stay what they are).
+
+    A document is long from ``threshold`` tokens on, its end of text included. An epoch holds
+
+    - every row of a long document ``factor`` times. Such a row begins with the document, or a whole number of rows
+      after its beginning; a document of m tokens has max(1, round(m / length)) of them, halves rounded up. A row that
+      reaches beyond its document goes on with what follows it in the corpus;
+    - the other documents once, joined and cut into windows as those of a PreparedCorpus.
+
+    All of it is shuffled together; row i is a pure function of (seed, i). The long documents are kept in memory, 32
+    bytes each, and nothing else.
+
+    Raises:
+        ValueError: if no document is long, or threshold or factor is below 1.
+    """
+
+    def __init__(self, tokens: Shards, length: int, *, threshold: int, factor: int, seed: int = 0):
+        if threshold < 1 or factor < 1:
+            raise ValueError(f"threshold {threshold} and factor {factor} must be at least 1")
+        super().__init__(tokens, length, seed=seed)
+        starts, sizes = _documents_from(tokens, threshold)
+        if not len(starts):
+            raise ValueError(
+                f"no document of {tokens.folder} has {threshold} tokens or more; set data.upsample_length lower, or 0 "
+                "for no up-sampling"
+            )
+        self.threshold, self.factor = threshold, factor
+        self._long_starts = starts
+        rows = np.maximum(1, (2 * sizes + length) // (2 * length))
+        self._rows_before = np.concatenate([[0], np.cumsum(rows)])  # rows of the long documents before each, and of all
+        self._long_before = np.concatenate([[0], np.cumsum(sizes)])  # the same in tokens
+        self._other_before = starts - self._long_before[:-1]  # tokens of other documents before each long one
+        self.num_other = len(tokens) - int(self._long_before[-1])
+        self._other_windows = self.num_other // length
+        self.num_windows = self._other_windows + factor * int(self._rows_before[-1])
+
+    def rows(self, first: int, count: int) -> tuple[np.ndarray, np.ndarray]:
+        positions = np.empty((count, self.length), np.int64)
+        indices = np.arange(first, first + count)
+        for epoch in np.unique(indices // self.num_windows):
+            mine = indices // self.num_windows == epoch
+            positions[mine] = self._positions(int(epoch), indices[mine] % self.num_windows)
+        input_ids = self.tokens[positions].astype(np.int64)
+        return input_ids, input_ids.copy()
+
+    def _positions(self, epoch: int, places: np.ndarray) -> np.ndarray:
+        """Positions of the tokens of some rows of an epoch: int64 [places, length]."""
+        rng = training_rng(self.seed, "prepared", epoch)
+        offset = rng.integers(max(1, self.num_other))
+        chosen = permuted(places, self.num_windows, rng)
+        other = chosen < self._other_windows
+        positions = np.empty((len(places), self.length), np.int64)
+        steps = np.arange(self.length)
+        if other.any():
+            among = (offset + chosen[other][:, None] * self.length + steps) % self.num_other
+            before = np.searchsorted(self._other_before, among, side="right")  # long documents passed
+            positions[other] = among + self._long_before[before]
+        row = (chosen[~other] - self._other_windows) % int(self._rows_before[-1])
+        document = np.searchsorted(self._rows_before, row, side="right") - 1
+        within = row - self._rows_before[document]
+        starts = self._long_starts[document] + within * self.length
+        positions[~other] = (starts[:, None] + steps) % len(self.tokens)
+        return positions
+
+
+def _documents_from(tokens: Shards, threshold: int) -> tuple[np.ndarray, np.ndarray]:
+    """(start, tokens) of each document of at least ``threshold`` tokens, in order: int64 [documents]."""
+    starts, sizes, last = [], [], np.empty(0, np.int64)
+    for part in [*tokens.document_starts(), np.array([len(tokens)])]:
+        known = np.concatenate([last, part])
+        long = np.flatnonzero(np.diff(known) >= threshold)
+        starts.append(known[long])
+        sizes.append(np.diff(known)[long])
+        last = known[-1:]
+    return np.concatenate(starts), np.concatenate(sizes)
+
+
+def decoded_corpus(folder: Path | str, max_bytes: int | None = None) -> Corpus:
+    """The first documents of both sides as text, for what needs words: about ``max_bytes`` of each (default: 8 MB).
+
+    Where the tokenizer is byte-level the text is what was prepared.
+    """
+    tokenizer = load_prepared_tokenizer(folder)
+    limit = _DECODED_BYTES if max_bytes is None else max_bytes
+    sides = {side: list(_decoded(Shards(folder, side), tokenizer, limit)) for side in ("train", "validation")}
+    return Corpus(str(folder), sides["train"], sides["validation"], "as prepared; the first documents of each side")
+
+
+def _decoded(tokens: Shards, tokenizer: PreTrainedTokenizerFast, limit: int) -> Iterable[Document]:
+    """Whole documents, but one that is longer than what is left is cut after as many tokens."""
+    done, number = 0, 0
+    for start, end in _spans(tokens):
+        ids = tokens[start : min(end - 1, start + limit - done)]
+        text = tokenizer.backend_tokenizer.decode(ids.tolist(), skip_special_tokens=False)
+        if text.strip():
+            yield Document(f"{tokens.side}/{number}", text)
+        done, number = done + len(text.encode()), number + 1
+        if done >= limit:
+            return
+
+
+def _spans(tokens: Shards) -> Iterable[tuple[int, int]]:
+    previous = None
+    for part in tokens.document_starts():
+        for start in part.tolist():
+            if previous is not None:
+                yield previous, start
+            previous = start
+    if previous is not None:
+        yield previous, len(tokens)

@@ -1,0 +1,87 @@
+"""``diff-transformer generate``: continue one prompt as it streams, or a file of prompts in batches."""
+
+import json
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from diff_transformer.checks import require_positive
+from diff_transformer.inference.generation import Settings
+from diff_transformer.inference.generation import generate as continue_prompts
+from diff_transformer.model.loading import load_model
+from diff_transformer.model.presets import PRESETS
+
+
+def run_generate(
+    model: str,
+    prompt: str | None,
+    settings: Settings,
+    *,
+    prompts_file: Path | None = None,
+    batch_size: int = 8,
+    device: str | None = None,
+    dtype: str | None = None,
+    weights: str | None = None,
+    assistant: str | None = None,
+    write: Callable[[str], object] | None = None,
+) -> None:
+    """Write the prompt and, as it comes, its continuation; or a line of JSON for each prompt of a file.
+
+    Args:
+        model, assistant, device, dtype, weights: as in ``load_model``; the assistant keeps weights as they are saved.
+        prompt: the text itself, or "-" for standard input.
+        prompts_file: a prompt a line, each with its own continuation: ``{"prompt": ..., "text": ...}``.
+        batch_size: prompts of the file that are continued at a time.
+        write: takes the text; standard output if None.
+
+    Raises:
+        ValueError: for none or both of ``prompt`` and ``prompts_file``, and as ``Settings``, ``load_model`` and
+            ``generate``. FileNotFoundError: for a file or a model that does not exist.
+    """
+    require_positive(batch_size=batch_size)
+    write = write or sys.stdout.write
+    if (prompt is None) == (prompts_file is None):
+        raise ValueError("give one of a prompt (- reads standard input) and --prompts FILE")
+    prompts = [_read(prompt)] if prompt is not None else _lines(prompts_file)
+    for name in (model, assistant):
+        if name in PRESETS and not Path(name).exists():
+            print(f"{name} is a preset: an untrained model over bytes, whose text means nothing", file=sys.stderr)
+    loaded, tokenizer = load_model(model, device=device, dtype=dtype, weights=weights)
+    helper = None if assistant is None else load_model(assistant, device=device, dtype=dtype)[0]
+    if settings.compiled:
+        print("compiling the step of one token: up to a minute or two, once in a process", file=sys.stderr)
+    if prompts_file is None:
+        _stream(loaded, tokenizer, prompts[0], settings, helper, write)
+        return
+    for start in range(0, len(prompts), batch_size):
+        batch = prompts[start : start + batch_size]
+        texts = continue_prompts(loaded, tokenizer, batch, settings, assistant=helper)
+        for text_before, text in zip(batch, texts, strict=True):
+            write(json.dumps({"prompt": text_before, "text": text}, ensure_ascii=False) + "\n")
+
+
+def _stream(model, tokenizer, prompt: str, settings: Settings, assistant, write: Callable[[str], object]) -> None:
+    started = False
+
+    def send(piece: str):
+        nonlocal started
+        write(piece if started else prompt + piece)  # only then: what is wrong with a prompt is an error without text
+        started = True
+        sys.stdout.flush()
+
+    continue_prompts(model, tokenizer, [prompt], settings, assistant=assistant, on_text=send)
+    write("\n" if started else prompt + "\n")
+
+
+def _read(prompt: str) -> str:
+    return sys.stdin.read().removesuffix("\n") if prompt == "-" else prompt
+
+
+def _lines(path: Path | None) -> Sequence[str]:
+    assert path is not None
+    if not path.is_file():
+        raise FileNotFoundError(f"{path} is not a file; give a text file with a prompt a line")
+    lines = [line for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+    if not lines:
+        raise ValueError(f"{path} has no prompt; write one a line")
+    return lines

@@ -1,0 +1,37 @@
+"""The CUDA kernels as an exported model sees them: those of the package where it is installed, else none."""
+
+import torch
+from torch import Tensor
+
+from diff_transformer import __version__
+from diff_transformer.inference.export.portable.installed import installed
+
+_package = installed("ops.triton")
+
+
+def attend(*arguments) -> Tensor:
+    """As in the package."""
+    assert _package is not None  # why_not says so first
+    return _package.attend(*arguments)
+
+
+def attend_varlen(*arguments) -> Tensor:
+    """As in the package."""
+    assert _package is not None
+    return _package.attend_varlen(*arguments)
+
+
+def why_not(device: torch.device, dtype: torch.dtype) -> str | None:
+    """Why the backend cannot work here, or None."""
+    if _package is None:
+        return f"the exported model brings no kernels of its own; pip install diff-transformer=={__version__} for them"
+    return _package.why_not(device, dtype)
+
+
+# For torch.compile the answer is a constant, as it is in the package.
+why_not._dynamo_marked_constant = True  # ty: ignore[missing-attribute]
+
+
+def why_not_arguments(*arguments) -> str | None:
+    """Why the backend cannot compute this call, or None."""
+    return None if _package is None else _package.why_not_arguments(*arguments)

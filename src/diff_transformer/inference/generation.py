@@ -1,0 +1,204 @@
+"""Continuing text with any causal LM: as it streams, in batches of ragged prompts, compiled, or with an assistant."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.generation.streamers import BaseStreamer
+
+from diff_transformer.checks import require_positive
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How to generate.
+
+    Attributes:
+        max_new_tokens: at most so many tokens; fewer where the model ends the text.
+        temperature: 0 takes the likeliest token (greedy); above it, tokens are drawn.
+        top_p: when drawing, only from the likeliest tokens that together have this probability.
+        seed: of the draw; None for a new one each time.
+        prefill_chunk: tokens of the prompt in one forward pass; the whole prompt if None.
+        compiled: compile the step of one token, over a static cache: no graph breaks, and no recompilation for a
+            second text of up to the same length.
+        lookup: guess so many tokens ahead from the prompt itself (prompt lookup), which repetitive text rewards.
+
+    Raises:
+        ValueError: for values outside their range, or settings that exclude one another.
+    """
+
+    max_new_tokens: int = 64
+    temperature: float = 0.0
+    top_p: float = 1.0
+    seed: int | None = None
+    prefill_chunk: int | None = None
+    compiled: bool = False
+    lookup: int | None = None
+
+    def __post_init__(self):
+        require_positive(max_new_tokens=self.max_new_tokens, prefill_chunk=self.prefill_chunk, lookup=self.lookup)
+        if not 0 <= self.temperature < float("inf"):
+            raise ValueError(f"temperature is {self.temperature}; give 0 (the likeliest token) or more")
+        if not 0 < self.top_p <= 1:
+            raise ValueError(f"top_p is {self.top_p}; give more than 0 and at most 1")
+        if self.temperature == 0 and (self.top_p < 1 or self.seed is not None):
+            raise ValueError("top_p and seed are for drawing tokens, but temperature is 0; give a temperature above 0")
+        if self.compiled and self.lookup:
+            raise ValueError(
+                "lookup cuts its cache back, which the static one of compiled cannot be; leave one of them out"
+            )
+
+
+def generate(
+    model,
+    tokenizer,
+    prompts: Sequence[str],
+    settings: Settings | None = None,
+    *,
+    assistant=None,
+    on_text: Callable[[str], None] | None = None,
+) -> list[str]:
+    """Continuations of ``prompts``, without the prompts, in one batch with left padding.
+
+    Args:
+        model: a causal LM of transformers, on its device, in eval mode.
+        tokenizer: its fast tokenizer; it needs no padding token.
+        settings: the defaults of ``Settings`` if None.
+        assistant: a smaller model with the same vocabulary, which guesses tokens that ``model`` then checks
+            (speculative decoding): the same text as without it, sooner.
+        on_text: called with each piece of the continuation as soon as it is known; for one prompt.
+
+    Raises:
+        ValueError: for an empty prompt, more tokens than the model has positions, an assistant with another
+            vocabulary, or options that exclude one another.
+    """
+    settings = settings or Settings()
+    if not prompts:
+        raise ValueError("there is no prompt; give at least one")
+    if on_text is not None and len(prompts) > 1:
+        raise ValueError(f"{len(prompts)} prompts cannot stream into one text; leave out on_text or give one prompt")
+    if len(prompts) > 1 and (assistant is not None or settings.lookup):
+        raise ValueError(f"speculative decoding takes one prompt at a time, not {len(prompts)}; give one")
+    if assistant is not None:
+        _check_assistant(model, assistant, settings)
+    ids = [_encode(tokenizer, prompt) for prompt in prompts]
+    _check_length(model, max(map(len, ids)) + settings.max_new_tokens)
+    pad = next((i for i in (tokenizer.pad_token_id, tokenizer.eos_token_id) if i is not None), 0)
+    whole_chunks = settings.prefill_chunk if settings.compiled else None  # or each rest would be compiled anew
+    inputs, mask = left_padded(ids, pad, model.device, whole_chunks or 1)
+    streamer = None if on_text is None else TextPieces(tokenizer, on_text)
+    with torch.inference_mode(not settings.compiled), torch.no_grad(), _seeded(settings.seed, model.device):
+        out = model.generate(
+            input_ids=inputs, attention_mask=mask, pad_token_id=pad, streamer=streamer, assistant_model=assistant,
+            **_options(settings, model.device),
+        )  # fmt: skip
+    return [tokenizer.decode(row, skip_special_tokens=True) for row in out[:, inputs.shape[1] :]]
+
+
+def left_padded(ids: Sequence[Sequence[int]], pad: int, device: Any, multiple: int = 1) -> tuple[Tensor, Tensor]:
+    """Rows of different lengths as ``input_ids`` and ``attention_mask``, int64 ``[B, T]``, the padding on the left.
+
+    T is the longest row's length, or the next multiple of ``multiple``.
+    """
+    longest = -(-max(map(len, ids)) // multiple) * multiple
+    inputs = torch.tensor([[pad] * (longest - len(row)) + list(row) for row in ids], device=device)
+    mask = torch.tensor([[0] * (longest - len(row)) + [1] * len(row) for row in ids], device=device)
+    return inputs, mask
+
+
+class TextPieces(BaseStreamer):
+    """Streamer of ``generate`` for one prompt: ``on_text`` gets each piece of text once its characters are whole."""
+
+    def __init__(self, tokenizer, on_text: Callable[[str], None]):
+        self.tokenizer, self.on_text = tokenizer, on_text
+        self.stream, self.new, self.sent = None, [], ""
+
+    def put(self, value: Tensor):
+        from tokenizers.decoders import DecodeStream
+
+        ids = value.flatten().tolist()
+        if self.stream is None:  # the first call brings the prompt
+            self.stream = DecodeStream(ids=ids, skip_special_tokens=True)
+            return
+        for token in ids:
+            self.new.append(token)
+            self._send(self.stream.step(self.tokenizer.backend_tokenizer, token))
+
+    def end(self):
+        whole = self.tokenizer.decode(self.new, skip_special_tokens=True)
+        if whole.startswith(self.sent):  # bytes at the end that make no whole character
+            self._send(whole[len(self.sent) :])
+
+    def _send(self, piece: str | None):
+        if piece:
+            self.sent += piece
+            self.on_text(piece)
+
+
+def _options(settings: Settings, device: torch.device) -> dict[str, Any]:
+    """``settings`` as arguments of transformers' ``generate``; the model's own sampling defaults are overruled."""
+    drawn = settings.temperature > 0
+    options: dict[str, Any] = {
+        "max_new_tokens": settings.max_new_tokens, "do_sample": drawn, "num_beams": 1, "repetition_penalty": 1.0,
+        "no_repeat_ngram_size": 0, "temperature": settings.temperature if drawn else None,
+        "top_p": settings.top_p if drawn else None, "top_k": 0 if drawn else None,
+        "prefill_chunk_size": settings.prefill_chunk, "prompt_lookup_num_tokens": settings.lookup,
+    }  # fmt: skip
+    return {**options, **compiled_options(device)} if settings.compiled else options
+
+
+def compiled_options(device: torch.device | str) -> dict[str, Any]:
+    """Arguments of ``generate`` that compile its step over a static cache, on the CPU as well."""
+    from transformers import CompileConfig
+
+    graphs = torch.device(device).type == "cuda"
+    compile_config = CompileConfig(fullgraph=True, mode="reduce-overhead" if graphs else "default")
+    compile_config._compile_all_devices = True
+    return {"cache_implementation": "static", "compile_config": compile_config}
+
+
+def _encode(tokenizer, prompt: str) -> list[int]:
+    ids = tokenizer(prompt)["input_ids"]
+    if ids:
+        return ids
+    for begin in (tokenizer.bos_token_id, tokenizer.eos_token_id):
+        if begin is not None:
+            return [begin]
+    raise ValueError("the prompt is empty and the tokenizer has no token that begins a text; give some text")
+
+
+def _check_length(model, tokens: int) -> None:
+    positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    if isinstance(positions, int) and tokens > positions:
+        raise ValueError(
+            f"the prompt and its continuation have up to {tokens} tokens, more than the {positions} positions of the "
+            "model (config.max_position_embeddings); give a shorter prompt or fewer new tokens"
+        )
+
+
+def _check_assistant(model, assistant, settings: Settings) -> None:
+    if settings.compiled or settings.lookup:
+        other = "compiled" if settings.compiled else "lookup"
+        raise ValueError(f"an assistant and {other} exclude each other; leave one of them out")
+    ours, theirs = (m.config.get_text_config().vocab_size for m in (model, assistant))
+    if ours != theirs:
+        raise ValueError(f"the assistant has {theirs} tokens and the model {ours}; give one with the same tokenizer")
+
+
+class _seeded:
+    """The generators of the CPU and of ``device`` seeded inside the context and as they were after it."""
+
+    def __init__(self, seed: int | None, device: torch.device):
+        self.seed = seed
+        self.fork = torch.random.fork_rng(devices=[device] if device.type == "cuda" else [])
+
+    def __enter__(self):
+        if self.seed is not None:
+            self.fork.__enter__()
+            torch.manual_seed(self.seed)
+
+    def __exit__(self, *error):
+        if self.seed is not None:
+            self.fork.__exit__(*error)

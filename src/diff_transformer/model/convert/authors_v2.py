@@ -1,0 +1,72 @@
+"""The authors' layout, version 2: ``Diff-Transformer-V2/multihead_flashdiffv2.py`` of microsoft/unilm.
+
+Read there: 2h query heads of which neighbours are a pair, the baseline's key and value heads, ``lambda_proj`` whose
+sigmoid is lambda for each token and head, no head norm, and a rotary embedding that turns neighbouring channels.
+"""
+
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from diff_transformer.model.config import DiffTransformerConfig
+from diff_transformer.model.convert.authors import shared_fields, shared_params
+from diff_transformer.model.convert.authors_config import (
+    AuthorsConfig,
+    read_params,
+    shapes_of_params,
+    write_params,
+)
+from diff_transformer.model.convert.checkpoint import Checkpoint
+from diff_transformer.model.convert.names import Change, plan_of
+from diff_transformer.model.convert.options import Options
+from diff_transformer.model.convert.ours import our_names, refuse
+from diff_transformer.model.convert.plan import Conversion, Shapes
+from diff_transformer.model.convert.rows import halves_from_interleaved, interleaved_from_halves
+
+
+def read_config(checkpoint: Checkpoint, options: Options) -> AuthorsConfig:
+    return read_params(checkpoint, version=2)
+
+
+def write_config(config: AuthorsConfig, folder: Path, dtype: torch.dtype) -> None:
+    write_params(config, folder)
+
+
+def tensors(config: AuthorsConfig) -> Shapes:
+    return shapes_of_params(config)
+
+
+def to_ours(config: AuthorsConfig) -> Conversion:
+    """``attention="diff_v2"``; rows of W_Q and W_K move, nothing else changes."""
+    ours = DiffTransformerConfig(
+        attention="diff_v2",
+        num_attention_heads=config.n_heads,
+        num_key_value_heads=config.n_kv_heads,
+        **shared_fields(config),
+    )
+    turned = Change(partial(halves_from_interleaved, head_dim=config.head_dim))
+    return Conversion(ours, plan_of(config.names(), our_names(ours), config.n_layers, {"q": turned, "k": turned}))
+
+
+def from_ours(config: DiffTransformerConfig, options: Options) -> Conversion:
+    """The inverse.
+
+    Raises:
+        ValueError: for another attention, other widths of values, another activation, a window, scaled positions.
+    """
+    refuse(
+        config, "the authors' second layout",
+        attention=("diff_v2",), value_head_dim=(None, config.heads.head_dim), hidden_act=("silu",),
+        sliding_window=(None,),
+    )  # fmt: skip
+    authors = AuthorsConfig(
+        n_heads=config.heads.outputs,
+        n_kv_heads=config.heads.keys,
+        version=2,
+        has_head_norm_weight=False,
+        **shared_params(config),
+    )
+    turned = Change(partial(interleaved_from_halves, head_dim=authors.head_dim))
+    plan = plan_of(our_names(config), authors.names(), authors.n_layers, {"q": turned, "k": turned})
+    return Conversion(authors, plan)

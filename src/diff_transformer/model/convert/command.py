@@ -1,0 +1,173 @@
+"""Converting the model in a folder to another layout, in a new folder: what ``diff-transformer convert`` calls."""
+
+from collections import Counter
+from collections.abc import Callable
+from functools import partial
+from inspect import signature
+from pathlib import Path
+
+import torch
+from huggingface_hub.errors import StrictDataclassError
+
+from diff_transformer.model.convert.checkpoint import Checkpoint
+from diff_transformer.model.convert.layouts import DIRECT, LAYOUTS, OURS, direct, targets
+from diff_transformer.model.convert.options import Options
+from diff_transformer.model.convert.plan import Conversion, Planned, Source, check_tensors, listed
+from diff_transformer.model.convert.recognise import by_names, layout_of
+from diff_transformer.model.convert.write import SHARD_BYTES, carry_over, new_folder, require_free, write_tensors
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
+# Buffers that older checkpoints hold and that follow from the configuration.
+_BUFFERS = ("rotary_emb.inv_freq", "rope.inv_freq")
+
+
+def convert_folder(
+    source: Path,
+    out: Path,
+    origin: str | None = None,
+    target: str = OURS,
+    *,
+    naive_grouped_query: bool = False,
+    dtype: str | torch.dtype | None = None,
+    shard_bytes: int = SHARD_BYTES,
+    progress: Callable[[int, int], None] | None = None,
+    **options,
+) -> list[str]:
+    """Convert the model in ``source`` and write it, with its tokenizer if it has one, to the new folder ``out``.
+
+    Tensors pass through in pieces: in memory are one shard and what one tensor is made of. ``out`` appears when it is
+    whole; nothing is written over.
+
+    Args:
+        origin: layout of ``source``; None tells it from the folder.
+        target: layout to write; ``layouts.targets()`` lists them.
+        naive_grouped_query: the authors' layout is that of their plain file (see ``naive_groups``).
+        dtype: of the tensors written, all but lambda vectors: a name of ``DTYPES`` or a torch dtype; that of the source
+            if None.
+        progress: called with (bytes done, bytes in all).
+        options: of a direct conversion (``layouts.DIRECT``), passed on to it.
+
+    Returns:
+        What a user should know: the layout that was recognised, what was folded or repeated, files carried over.
+
+    Raises:
+        ValueError: for layouts that are not known, or a checkpoint that is not of the layout, or cannot be held.
+        FileNotFoundError, FileExistsError: if ``source`` is no folder of a model, or ``out`` is not empty.
+    """
+    _check_names(origin, target)
+    cast = _dtype(dtype)
+    checkpoint = Checkpoint(source)
+    require_free(out)
+    found = layout_of(checkpoint)
+    origin = origin or found
+    if origin != found:
+        raise ValueError(
+            f"{source} is {LAYOUTS[found].title}, not {LAYOUTS[origin].title}; give --from {found}, or leave it out"
+        )
+    other = direct(origin, target)
+    if other is None and target not in LAYOUTS:
+        starts = " or ".join(start for start, to in DIRECT if to == target)
+        raise ValueError(f"cannot convert from {origin!r} to {target!r}; --to {target} is for {starts}")
+    unknown = sorted(set(options) - set(() if other is None else signature(other).parameters))
+    if unknown:
+        raise ValueError(f"{', '.join(unknown)}: not for a conversion from {origin!r} to {target!r}")
+    if origin == target:
+        raise ValueError(f"{source} is in the layout {target!r} already; give another --to: {_others(origin)}")
+    if naive_grouped_query and "authors" not in (origin, target):
+        raise ValueError("--naive-grouped-query is for the authors' layout, on either side")
+    notes = [f"{source}: {LAYOUTS[origin].title}"]
+    made = None if other is None else partial(other, **options)
+    converted, config = _convert(checkpoint, origin, target, Options(naive_grouped_query), cast, notes, made)
+    with new_folder(out) as folder:
+        write_tensors(converted, folder, shard_bytes=shard_bytes, progress=progress)
+        LAYOUTS[target if other is None else OURS].load().write_config(config, folder, _main_dtype(converted))
+        carried = carry_over(source, folder)
+    return notes + ([f"carried over: {listed(carried)}"] if carried else [])
+
+
+def _convert(
+    checkpoint: Checkpoint,
+    origin: str,
+    target: str,
+    options: Options,
+    dtype: torch.dtype | None,
+    notes: list[str],
+    made: Callable[..., Conversion] | None,
+) -> tuple[Source, object]:
+    if LAYOUTS[origin].model_types and not (checkpoint.folder / "config.json").exists():
+        raise FileNotFoundError(
+            f"{checkpoint.folder} has the tensors of {LAYOUTS[origin].title}, but no config.json; put it there"
+        )
+    layout = LAYOUTS[origin].load()
+    try:
+        config = layout.read_config(checkpoint, options)
+        expected = layout.tensors(config)
+    except (StrictDataclassError, ArithmeticError, AttributeError, LookupError, TypeError) as error:
+        raise ValueError(
+            f"{checkpoint.folder / 'config.json'} does not describe {LAYOUTS[origin].title}: "
+            f"{type(error).__name__}: {error}"
+        ) from error
+    _check(checkpoint, expected, origin)
+    source: Source = checkpoint
+    steps = [] if origin == OURS else [(layout.to_ours, OURS)]
+    if made is not None:
+        steps.append((made, OURS))
+    elif target != OURS:
+        steps.append((lambda ours: LAYOUTS[target].load().from_ours(ours, options), target))
+    for step, (convert, name) in enumerate(steps, 1):
+        conversion: Conversion = convert(config)
+        config, shapes = conversion.config, LAYOUTS[name].load().tensors(conversion.config)
+        assert set(conversion.plan) == set(shapes), sorted(set(conversion.plan) ^ set(shapes))
+        source = Planned(source, conversion.plan, shapes, dtype if step == len(steps) else None)
+        notes += conversion.notes
+    return source, config
+
+
+def _check(checkpoint: Checkpoint, expected: dict, origin: str):
+    found = checkpoint.shapes()
+    ignored = [name for name in found if name.endswith(_BUFFERS)]
+    head, embedding = "lm_head.weight", "model.embed_tokens.weight"
+    if head in found and head not in expected and embedding in found:
+        if not torch.equal(checkpoint.tensor(head), checkpoint.tensor(embedding)):
+            raise ValueError(
+                f"{checkpoint.folder}: tie_word_embeddings is true, but {head} is not {embedding}; set it to false in "
+                "config.json if the head is one of its own"
+            )
+        ignored.append(head)
+    try:
+        check_tensors(found, expected, ignored, LAYOUTS[origin].title)
+    except ValueError as error:
+        like = by_names(found)
+        hint = f"\n  by their names they are {LAYOUTS[like].title}" if like not in (None, origin) else ""
+        raise ValueError(f"{checkpoint.folder}: {error}{hint}") from None
+
+
+def _check_names(origin: str | None, target: str):
+    if (origin is None or origin in LAYOUTS) and target in targets():
+        return
+    origins = " or ".join(LAYOUTS)
+    raise ValueError(
+        f"cannot convert {f'from {origin!r} ' if origin else ''}to {target!r}; accepted: from {origins}; to "
+        f"{' or '.join(targets())}"
+    )
+
+
+def _dtype(name: str | torch.dtype | None) -> torch.dtype | None:
+    if isinstance(name, str):
+        if name not in DTYPES:
+            raise ValueError(f"dtype is {name!r}; accepted: {', '.join(DTYPES)}")
+        return DTYPES[name]
+    return name
+
+
+def _others(origin: str) -> str:
+    direct_targets = [to for start, to in DIRECT if start == origin]
+    return ", ".join(name for name in targets() if name != origin and (name in LAYOUTS or name in direct_targets))
+
+
+def _main_dtype(source: Source) -> torch.dtype:
+    """The dtype that most numbers have."""
+    counts = Counter()
+    for name, shape in source.shapes().items():
+        counts[source.dtype(name)] += torch.Size(shape).numel()
+    return counts.most_common(1)[0][0]

@@ -1,0 +1,85 @@
+"""Hugging Face ``DiffLlama``: pairs heads i and i + n/2, splits values the same way, and has no head-norm weight.
+
+Read in transformers' ``modeling_diffllama.py``: queries and keys of differential head i are heads i and i + n/2; its
+value is the pair of half-heads i // r and i // r + m/2; the group norm has no weight and the model's ``rms_norm_eps``;
+the rotary embedding turns halves, as here.
+"""
+
+from functools import partial
+from pathlib import Path
+
+import torch
+from transformers import DiffLlamaConfig, DiffLlamaForCausalLM
+
+from diff_transformer.model.config import DiffTransformerConfig
+from diff_transformer.model.convert.checkpoint import Checkpoint
+from diff_transformer.model.convert.names import HUGGING_FACE, LAMBDAS, Change, Names, plan_of, without
+from diff_transformer.model.convert.options import Options
+from diff_transformer.model.convert.ours import SHARED_FIELDS, our_names, refuse, save_config, shapes_of
+from diff_transformer.model.convert.plan import Conversion, Shapes
+from diff_transformer.model.convert.rows import adjacent_from_split, fold_head_norm, split_from_adjacent
+
+MODEL_TYPES = ("diffllama",)
+_NAMES: Names = {**HUGGING_FACE, **{name: f"model.layers.{{i}}.self_attn.{name}" for name in LAMBDAS}}
+
+
+def read_config(checkpoint: Checkpoint, options: Options) -> DiffLlamaConfig:
+    return DiffLlamaConfig.from_pretrained(checkpoint.folder)
+
+
+def write_config(config: DiffLlamaConfig, folder: Path, dtype: torch.dtype) -> None:
+    save_config(config, folder, dtype, DiffLlamaForCausalLM.__name__)
+
+
+def tensors(config: DiffLlamaConfig) -> Shapes:
+    return shapes_of(DiffLlamaForCausalLM, config)
+
+
+def to_ours(config: DiffLlamaConfig) -> Conversion:
+    """Differential attention with ``head_norm="no_weight"``; rows of W_Q, W_K and W_V move, nothing else changes.
+
+    Raises:
+        ValueError: for biases or another activation than SiLU.
+    """
+    if config.attention_bias or config.hidden_act != "silu":
+        raise ValueError(
+            f"attention_bias={config.attention_bias}, hidden_act={config.hidden_act!r}: the DIFF Transformer has no "
+            "biases and SwiGLU with silu; convert a DiffLlama model without them"
+        )
+    ours = DiffTransformerConfig(
+        attention="diff",
+        head_norm="no_weight",
+        lambda_std=config.lambda_std_dev or 0.0,
+        **{name: getattr(config, name) for name in SHARED_FIELDS},
+    )
+    move = Change(partial(adjacent_from_split, head_dim=ours.heads.head_dim))
+    plan = plan_of(_names(ours), our_names(ours), ours.num_hidden_layers, dict.fromkeys("qkv", move))
+    return Conversion(ours, plan)
+
+
+def from_ours(config: DiffTransformerConfig, options: Options) -> Conversion:
+    """The inverse; a head-norm weight is folded into W_O, exact but for the rounding of that product.
+
+    Raises:
+        ValueError: for what ``DiffLlama`` cannot hold: another attention, another lambda_init than the published one,
+            a model without head norm, an epsilon of its own for that norm, a window.
+    """
+    refuse(
+        config, "DiffLlama",
+        attention=("diff",), head_norm=(True, "no_weight"), lambda_init=("depth",), lambda_depth_offset=(0,),
+        lambda_learned=(True,), value_head_dim=(None, 2 * config.heads.head_dim), hidden_act=("silu",),
+        head_norm_eps=(None, config.rms_norm_eps), sliding_window=(None,),
+    )  # fmt: skip
+    fields = {name: getattr(config, name) for name in SHARED_FIELDS}
+    diffllama = DiffLlamaConfig(lambda_std_dev=config.lambda_std, **fields)
+    changes = dict.fromkeys("qkv", Change(partial(split_from_adjacent, head_dim=config.heads.head_dim)))
+    notes = []
+    if config.head_norm is True:
+        changes["o"] = Change(fold_head_norm, ("head_norm",))
+        notes.append("DiffLlama has no head-norm weight: it is folded into W_O, which is rounded once")
+    plan = plan_of(our_names(config), _names(config), config.num_hidden_layers, changes)
+    return Conversion(diffllama, plan, notes)
+
+
+def _names(config) -> Names:
+    return without(_NAMES, "head") if config.tie_word_embeddings else _NAMES

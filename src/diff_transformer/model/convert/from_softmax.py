@@ -1,0 +1,139 @@
+"""A trained softmax Transformer as a DIFF Transformer that computes the same and learns from its first step.
+
+Every head becomes a differential head whose two maps are both the old map: q2, k2 are copies of q1, k1. With lambda = c
+the difference of the maps is (1 - c) times the old map, and W_O is divided by what is then missing, so the logits stay.
+Training tells the copies apart at once, because the loss falls in opposite directions: the gradient of the first map's
+scores is that of the old map's times 1 / (1 - c), and of the second map's times -c / (1 - c). Setting lambda and its
+vectors to 0 would keep the logits too, but then the gradients of the second map and of lambda are 0 and stay 0.
+
+With c = 1/2 every factor is a power of two, and even bf16 weights are scaled without rounding.
+"""
+
+import copy
+import math
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import LlamaForCausalLM
+
+from diff_transformer.model.config import DiffTransformerConfig
+from diff_transformer.model.convert.models import from_llama, made_of
+from diff_transformer.model.convert.names import LAMBDAS, OURS, Change, plan_of, without
+from diff_transformer.model.convert.ours import our_names
+from diff_transformer.model.convert.plan import Conversion, Made
+from diff_transformer.model.modeling import DiffTransformerForCausalLM
+
+HALF = 0.5
+
+
+def softmax_to_diff(
+    model: DiffTransformerForCausalLM | LlamaForCausalLM, attention: str = "diff", **options
+) -> DiffTransformerForCausalLM:
+    """A DIFF Transformer with the logits of ``model``, a softmax Transformer of this package or a Llama.
+
+    Args:
+        attention: ``"diff"`` (see ``to_diff``, which takes the options) or ``"diff_v2"`` (see ``to_diff_v2``).
+
+    Raises:
+        ValueError: for a model with differential attention, head norms or biases, or an option that is not accepted.
+    """
+    ways = {"diff": to_diff, "diff_v2": to_diff_v2}
+    if attention not in ways:
+        raise ValueError(f"attention is {attention!r}; accepted: {', '.join(map(repr, ways))}")
+    softmax: Any = from_llama(model) if isinstance(model, LlamaForCausalLM) else model
+    return made_of(ways[attention](softmax.config, **options), DiffTransformerForCausalLM, softmax)
+
+
+def to_diff(config: DiffTransformerConfig, *, lambda_init: float = HALF, seed: int = 0) -> Conversion:
+    """The plan of a DIFF Transformer (V1) from a softmax Transformer's configuration.
+
+    W_Q and W_K are twice as large, values as wide as before (``value_head_dim``), heads without norm.
+
+    Args:
+        lambda_init: c, lambda of every layer at the start, between 0 and 1.
+        seed: of the lambda vectors. Both pairs are equal, so that lambda is c whatever they are.
+
+    Raises:
+        ValueError: for another model, or a ``lambda_init`` with which the second map could not learn.
+    """
+    _check(config)
+    if not isinstance(lambda_init, int | float) or not (math.isfinite(lambda_init) and 0 < lambda_init < 1):
+        raise ValueError(
+            f"lambda_init is {lambda_init}; give a number between 0 and 1, neither of them: at 0 the second map has no "
+            "gradient, and at 1 nothing is left of two equal maps"
+        )
+    assert config.num_key_value_heads is not None  # set by the configuration itself
+    target = copy.deepcopy(config)
+    target.attention, target.lambda_init, target.lambda_learned = "diff", float(lambda_init), True
+    target.head_norm, target.head_norm_init = False, 1.0
+    target.num_attention_heads = 2 * config.num_attention_heads
+    target.num_key_value_heads = 2 * config.num_key_value_heads
+    target.value_head_dim = config.heads.value_dim
+    twice = _each_head_twice(config)
+    kept = (1.0 - lambda_init) ** 2  # of the old map, and the factor 1 - lambda_init of every head
+    names = our_names(target)
+    plan = plan_of(
+        our_names(config), without(names, *LAMBDAS), config.num_hidden_layers,
+        {"q": twice, "k": twice, "o": Change(partial(torch.mul, other=1 / kept))},
+    )  # fmt: skip
+    draw = torch.Generator().manual_seed(seed)
+    for i in range(config.num_hidden_layers):
+        q, k = target.lambda_std * torch.randn(2, config.heads.head_dim, generator=draw)
+        for role, vector in zip(LAMBDAS, (q, k, q, k), strict=True):
+            plan[names[role].format(i=i)] = _instead(vector, i)
+    return Conversion(target, plan, [_growth(config, target), f"lambda starts at {lambda_init:g} in every layer"])
+
+
+def to_diff_v2(config: DiffTransformerConfig) -> Conversion:
+    """The plan of the second version: W_Q twice as large; keys, values and their cache as before.
+
+    lambda is sigmoid(X W_lambda) with W_lambda = 0: 1/2 for every token, at the start.
+
+    Raises:
+        ValueError: for another model than a softmax Transformer.
+    """
+    _check(config)
+    target = copy.deepcopy(config)
+    target.attention, target.lambda_learned = "diff_v2", True
+    names = our_names(target)
+    changes = {"q": _each_head_twice(config), "o": Change(partial(torch.mul, other=1 / HALF))}
+    plan = plan_of(our_names(config), without(names, "lambda_proj"), config.num_hidden_layers, changes)
+    for i in range(config.num_hidden_layers):
+        plan[names["lambda_proj"].format(i=i)] = _instead(torch.zeros(target.num_diff_heads, target.hidden_size), i)
+    return Conversion(target, plan, [_growth(config, target), "lambda starts at 0.5 for every token"])
+
+
+def _check(config: DiffTransformerConfig):
+    if config.attention != "softmax":
+        raise ValueError(f"the model has attention={config.attention!r} already; give a softmax Transformer")
+    if config.softmax_head_norm:
+        raise ValueError("softmax_head_norm is True; the converted heads have no norm, so that the logits would differ")
+
+
+def _growth(source: DiffTransformerConfig, target: DiffTransformerConfig) -> str:
+    from diff_transformer.model.cost import model_cost
+
+    before, after = model_cost(source), model_cost(target)
+    more = after.total_parameters / before.total_parameters - 1
+    cache = after.kv_bytes_per_token / before.kv_bytes_per_token
+    return (
+        f"parameters: {before.total_parameters:,} -> {after.total_parameters:,} (+{more:.1%}); key/value cache: "
+        f"{cache:g} times as large"
+    )
+
+
+def _each_head_twice(config: DiffTransformerConfig) -> Change:
+    """[heads * d, width] with every head followed by its copy: heads 2i and 2i + 1 are head i."""
+
+    def twice(weight: Tensor) -> Tensor:
+        return weight.unflatten(0, (-1, config.heads.head_dim)).repeat_interleave(2, dim=0).flatten(0, 1)
+
+    return Change(twice)
+
+
+def _instead(tensor: Tensor, layer: int) -> Made:
+    """A tensor of its own; fp32 for the vectors of lambda, else the dtype that the layer's W_Q has."""
+    dtype = torch.float32 if tensor.dim() == 1 else None
+    return Made((OURS["q"].format(i=layer),), lambda _: tensor.clone(), dtype)

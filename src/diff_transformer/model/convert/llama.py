@@ -1,0 +1,66 @@
+"""Llama-family softmax models: the matched Transformer has their architecture, and every tensor keeps its name."""
+
+from pathlib import Path
+
+import torch
+from transformers import AutoConfig, LlamaConfig, LlamaForCausalLM, MistralConfig
+
+from diff_transformer.model.config import DiffTransformerConfig
+from diff_transformer.model.convert.checkpoint import Checkpoint
+from diff_transformer.model.convert.names import HUGGING_FACE, Names, plan_of, without
+from diff_transformer.model.convert.options import Options
+from diff_transformer.model.convert.ours import SHARED_FIELDS, our_names, refuse, save_config, shapes_of
+from diff_transformer.model.convert.plan import Conversion, Shapes
+
+MODEL_TYPES = ("llama", "mistral")
+
+
+def read_config(checkpoint: Checkpoint, options: Options) -> LlamaConfig | MistralConfig:
+    return AutoConfig.from_pretrained(checkpoint.folder)
+
+
+def write_config(config: LlamaConfig, folder: Path, dtype: torch.dtype) -> None:
+    save_config(config, folder, dtype, LlamaForCausalLM.__name__)
+
+
+def tensors(config: LlamaConfig | MistralConfig) -> Shapes:
+    fields = {name: getattr(config, name) for name in SHARED_FIELDS}
+    return shapes_of(LlamaForCausalLM, LlamaConfig(**fields))
+
+
+def to_ours(config: LlamaConfig | MistralConfig) -> Conversion:
+    """The matched Transformer (``attention="softmax"``).
+
+    Raises:
+        ValueError: for biases or another activation than SiLU, which this architecture lacks.
+    """
+    biases = {name: getattr(config, name, False) for name in ("attention_bias", "mlp_bias")}
+    if any(biases.values()) or config.hidden_act != "silu":
+        told = ", ".join(f"{name}={value}" for name, value in biases.items())
+        raise ValueError(
+            f"{told}, hidden_act={config.hidden_act!r}: the matched Transformer has no biases and SwiGLU with silu; "
+            "convert a Llama model without them"
+        )
+    ours = DiffTransformerConfig(
+        attention="softmax",
+        sliding_window=getattr(config, "sliding_window", None),
+        **{name: getattr(config, name) for name in SHARED_FIELDS},
+    )
+    names = our_names(ours)
+    return Conversion(ours, plan_of(names, names, ours.num_hidden_layers))
+
+
+def from_ours(config: DiffTransformerConfig, options: Options) -> Conversion:
+    """The inverse.
+
+    Raises:
+        ValueError: for differential attention, head norms or a window, which Llama's architecture cannot hold.
+    """
+    refuse(
+        config, "Llama's architecture",
+        attention=("softmax",), softmax_head_norm=(False,), hidden_act=("silu",), sliding_window=(None,),
+        value_head_dim=(None, config.heads.head_dim),
+    )  # fmt: skip
+    llama = LlamaConfig(**{name: getattr(config, name) for name in SHARED_FIELDS})
+    names: Names = without(HUGGING_FACE, "head") if config.tie_word_embeddings else HUGGING_FACE
+    return Conversion(llama, plan_of(names, names, config.num_hidden_layers))

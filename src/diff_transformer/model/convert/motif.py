@@ -1,0 +1,163 @@
+"""Motif-2.6B and Motif-2-12.7B (Motif-Technologies on the Hugging Face hub).
+
+What is public: neighbouring heads paired and a rotary embedding that turns halves, as here; head norm ``subln`` with a
+weight and an epsilon of its own (``attn_rms_norm_eps``); lambda_init with the layer's index less one, so that layer 0
+starts at -0.0099; PolyNorm in the MLP. Motif-2-12.7B has grouped differential attention: of every r + 1 query heads the
+first r are signal heads and the last is their noise head; keys in pairs, one for each map. Read in vLLM's ``motif.py``
+(0.10) and in the MLX port junhoyeo/mlx-motif, not tried on the published weights.
+"""
+
+import json
+from pathlib import Path
+
+import torch
+
+from diff_transformer.model.config import DiffTransformerConfig
+from diff_transformer.model.convert.authors_config import shapes_by_role
+from diff_transformer.model.convert.checkpoint import Checkpoint, read_settings
+from diff_transformer.model.convert.names import HUGGING_FACE, LAMBDAS, OURS, Names, plan_of, without
+from diff_transformer.model.convert.options import Options
+from diff_transformer.model.convert.ours import our_names, refuse
+from diff_transformer.model.convert.plan import Conversion, Shapes
+
+MODEL_TYPES = ("motif",)
+DEPTH_OFFSET = -1
+_PREFIX = "model.layers.{i}.self_attn"
+_NAMES: Names = {
+    **HUGGING_FACE,
+    **{name: f"{_PREFIX}.{name}" for name in LAMBDAS},
+    "head_norm": f"{_PREFIX}.subln.weight",
+    "activation_weight": OURS["activation_weight"],
+    "activation_bias": OURS["activation_bias"],
+}
+# Defaults that the ports give to settings a config.json may leave out.
+_DEFAULTS = {
+    "rms_norm_eps": 1e-6, "attn_rms_norm_eps": 1e-5, "rope_theta": 10000.0, "max_position_embeddings": 8192,
+    "hidden_act": "poly_norm", "tie_word_embeddings": False, "rope_scaling": None, "num_noise_heads": None,
+    "k_ratio": 1, "head_dim": None, "pad_token_id": None, "bos_token_id": None, "eos_token_id": None,
+}  # fmt: skip
+_REQUIRED = (
+    "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
+    "num_key_value_heads",
+)  # fmt: skip
+_UNHELD = {
+    "use_bias": "biases", "attention_bias": "biases", "qkv_bias": "biases", "kv_lora_rank": "latent keys and values",
+    "mhc_enabled": "several residual streams", "num_experts": "a mixture of experts",
+    "use_sliding_window": "a sliding window in some layers",
+}  # fmt: skip
+
+
+def read_config(checkpoint: Checkpoint, options: Options) -> dict:
+    """``config.json`` with defaults filled in.
+
+    Raises:
+        ValueError: if a size is missing, or the model has parts that this package's does not.
+    """
+    told = read_settings(checkpoint.folder) or {}
+    missing = [name for name in _REQUIRED if told.get(name) is None]
+    if missing:
+        raise ValueError(f"{checkpoint.folder / 'config.json'} does not say {', '.join(missing)}")
+    unheld = [f"{name}={told[name]} ({part})" for name, part in _UNHELD.items() if told.get(name)]
+    if unheld:
+        raise ValueError(
+            f"this Motif model has parts that the DIFF Transformer here has not: {', '.join(unheld)}; Motif-2.6B and "
+            "Motif-2-12.7B can be converted"
+        )
+    if told.get("k_ratio", 1) != 1:
+        raise ValueError(f"k_ratio is {told['k_ratio']}; grouped differential attention here has one noise key a pair")
+    return {**_DEFAULTS, **told}
+
+
+def write_config(config: dict, folder: Path, dtype: torch.dtype) -> None:
+    settings = {**config, "torch_dtype": str(dtype).removeprefix("torch.")}
+    (folder / "config.json").write_text(json.dumps(settings, indent=2) + "\n")
+
+
+def tensors(config: dict) -> Shapes:
+    ours = _ours(config)
+    heads, d, width, inner = ours.heads, ours.heads.head_dim, ours.hidden_size, config["intermediate_size"]
+    by_role = {
+        "embedding": (ours.vocab_size, width),
+        "head": (ours.vocab_size, width),
+        **dict.fromkeys(("norm", "attention_norm", "mlp_norm"), (width,)),
+        **dict.fromkeys(("gate", "up"), (inner, width)),
+        "down": (width, inner),
+        "q": (heads.queries * d, width),
+        "k": (heads.keys * d, width),
+        "v": (heads.values * heads.value_dim, width),
+        "o": (width, heads.outputs * heads.value_dim),
+        "head_norm": (heads.value_dim,),
+        "activation_weight": (3,),
+        "activation_bias": (1,),
+        **dict.fromkeys(LAMBDAS, (d,)),
+    }
+    return shapes_by_role(_names(ours), by_role, ours.num_hidden_layers)
+
+
+def to_ours(config: dict) -> Conversion:
+    """Every tensor keeps its numbers and its rows; the configuration says the rest."""
+    ours = _ours(config)
+    return Conversion(ours, plan_of(_names(ours), our_names(ours), ours.num_hidden_layers))
+
+
+def from_ours(config: DiffTransformerConfig, options: Options) -> Conversion:
+    """The inverse.
+
+    Raises:
+        ValueError: for what Motif's layer cannot hold: another attention, another lambda_init than with the index less
+            one, a model without the head norm's weight, a window.
+    """
+    refuse(
+        config, "Motif's layout",
+        attention=("diff", "grouped_diff"), head_norm=(True,), lambda_init=("depth",),
+        lambda_depth_offset=(DEPTH_OFFSET,), lambda_learned=(True,), value_head_dim=(None, 2 * config.heads.head_dim),
+        sliding_window=(None,),
+    )  # fmt: skip
+    rope = dict(config.rope_parameters or {})
+    theta = rope.pop("rope_theta", 10000.0)
+    settings = {
+        **_DEFAULTS,
+        "model_type": "motif",
+        "architectures": ["MotifForCausalLM"],
+        **{name: getattr(config, name) for name in _REQUIRED},
+        **{name: getattr(config, name) for name in _DEFAULTS if hasattr(config, name)},
+        "attn_rms_norm_eps": config.head_norm_eps or config.rms_norm_eps,
+        "rope_theta": theta,
+        "rope_scaling": rope if rope.get("rope_type", "default") != "default" else None,
+        "use_bias": False,
+    }
+    if config.attention == "grouped_diff":
+        settings |= {"num_noise_heads": config.heads.queries - config.heads.outputs, "k_ratio": 1}
+    notes = ["the code that runs a Motif checkpoint is in its repository on the hub: copy it beside, or set auto_map"]
+    return Conversion(settings, plan_of(our_names(config), _names(config), config.num_hidden_layers), notes)
+
+
+def _ours(config: dict) -> DiffTransformerConfig:
+    noise = config["num_noise_heads"]
+    grouped = {}
+    if noise:
+        signal = (config["num_attention_heads"] - noise) // noise
+        grouped = {"attention": "grouped_diff", "signal_heads_per_noise_head": signal}
+    scaling = dict(config["rope_scaling"] or {})
+    rope_type = scaling.pop("type", None) or scaling.pop("rope_type", "default")
+    eps = config["attn_rms_norm_eps"]
+    return DiffTransformerConfig(
+        **{name: config[name] for name in _REQUIRED},
+        **grouped,
+        head_dim=config["head_dim"],
+        max_position_embeddings=config["max_position_embeddings"],
+        rope_parameters={**scaling, "rope_type": rope_type, "rope_theta": config["rope_theta"]},
+        rms_norm_eps=config["rms_norm_eps"],
+        head_norm_eps=None if eps == config["rms_norm_eps"] else eps,
+        hidden_act=config["hidden_act"],
+        lambda_depth_offset=DEPTH_OFFSET,
+        tie_word_embeddings=config["tie_word_embeddings"],
+        **{name: config[name] for name in ("pad_token_id", "bos_token_id", "eos_token_id")},
+    )
+
+
+def _names(ours: DiffTransformerConfig) -> Names:
+    absent = ["head"] if ours.tie_word_embeddings else []
+    if ours.hidden_act != "poly_norm":
+        absent += ["activation_weight", "activation_bias"]
+    return without(_NAMES, *absent)

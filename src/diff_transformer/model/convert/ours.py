@@ -1,0 +1,88 @@
+"""This package's own layout: configuration, tensors, and what other layouts ask of it."""
+
+from pathlib import Path
+
+import torch
+from transformers import PreTrainedModel
+
+from diff_transformer.model.config import DiffTransformerConfig
+from diff_transformer.model.convert.checkpoint import Checkpoint
+from diff_transformer.model.convert.names import LAMBDAS, OURS, Names, without
+from diff_transformer.model.convert.options import Options
+from diff_transformer.model.convert.plan import Shapes
+from diff_transformer.model.modeling import DiffTransformerForCausalLM
+
+SHARED_FIELDS = (
+    "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
+    "num_key_value_heads", "head_dim", "max_position_embeddings", "rope_parameters", "rms_norm_eps",
+    "tie_word_embeddings", "initializer_range", "pad_token_id", "bos_token_id", "eos_token_id",
+)  # fmt: skip
+
+
+def read_config(checkpoint: Checkpoint, options: Options) -> DiffTransformerConfig:
+    return DiffTransformerConfig.from_pretrained(checkpoint.folder)
+
+
+def write_config(config: DiffTransformerConfig, folder: Path, dtype: torch.dtype) -> None:
+    save_config(config, folder, dtype, DiffTransformerForCausalLM.__name__)
+
+
+def tensors(config: DiffTransformerConfig) -> Shapes:
+    return shapes_of(DiffTransformerForCausalLM, config)
+
+
+def save_config(config, folder: Path, dtype: torch.dtype, architecture: str) -> None:
+    """Write ``config.json`` as ``save_pretrained`` of the model would."""
+    config.architectures = [architecture]
+    config.dtype = dtype
+    config.save_pretrained(folder)
+
+
+def shapes_of(model: type[PreTrainedModel], config) -> Shapes:
+    """Names and shapes of the tensors in a checkpoint of ``model``, without making one; a tied head is not stored."""
+    with torch.device("meta"):
+        state = model(config).state_dict()
+    tied = "lm_head.weight" if config.tie_word_embeddings else None
+    return {name: tuple(tensor.shape) for name, tensor in state.items() if name != tied}
+
+
+def our_names(config: DiffTransformerConfig) -> Names:
+    """Templates of the tensors that a model of ``config`` has."""
+    with_vectors = config.attention not in ("softmax", "diff_v2")
+    absent = ["head"] if config.tie_word_embeddings else []
+    if not (with_vectors and config.lambda_learned):
+        absent += LAMBDAS
+    if config.attention != "diff_v2":
+        absent.append("lambda_proj")
+    if not (config.softmax_head_norm if config.attention == "softmax" else with_vectors and config.head_norm is True):
+        absent.append("head_norm")
+    if config.hidden_act != "poly_norm":
+        absent += ["activation_weight", "activation_bias"]
+    return without(OURS, *absent)
+
+
+def plain_rope_theta(config: DiffTransformerConfig, target: str) -> float:
+    """Base of the rotary embedding.
+
+    Raises:
+        ValueError: if positions are scaled, which ``target`` cannot hold.
+    """
+    rope = config.rope_parameters or {}
+    if rope.get("rope_type", "default") != "default":
+        raise ValueError(f"{target} cannot hold this model: rope_parameters is {rope}, it has no scaled positions")
+    return rope.get("rope_theta", 10000.0)
+
+
+def refuse(config: DiffTransformerConfig, target: str, **held: tuple) -> None:
+    """Check that each field named in ``held`` has one of the values that ``target`` can hold.
+
+    Raises:
+        ValueError: with every field that has not.
+    """
+    wrong = [
+        f"{name} is {getattr(config, name)!r}, it holds {' or '.join(map(repr, accepted))}"
+        for name, accepted in held.items()
+        if getattr(config, name) not in accepted
+    ]
+    if wrong:
+        raise ValueError(f"{target} cannot hold this model: {'; '.join(wrong)}")

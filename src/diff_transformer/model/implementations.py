@@ -1,0 +1,89 @@
+"""What transformers' ``attn_implementation`` means here: one name chooses for differential and for softmax attention.
+
+``from_pretrained(folder, attn_implementation=NAME)`` and ``model.set_attn_implementation(NAME)`` take the names of
+``IMPLEMENTATIONS``; where none is given, ``config.backend`` decides about differential attention.
+"""
+
+import difflib
+from typing import NamedTuple
+
+from diff_transformer.ops import flash
+from diff_transformer.ops.diff_attention import BACKENDS
+
+DEFAULT = "diff_auto"
+
+
+class Implementation(NamedTuple):
+    """diff: backend of ``diff_attention``, None for the configuration's; softmax: one of ``model/softmax.py``."""
+
+    diff: str | None
+    softmax: str
+
+
+IMPLEMENTATIONS = {
+    DEFAULT: Implementation(None, "sdpa"),
+    "eager": Implementation("reference", "eager"),
+    "sdpa": Implementation("sdpa", "sdpa"),
+    "flex_attention": Implementation("flex", "flex"),
+    "flash_attention_2": Implementation("flash", "flash"),
+    "flash_attention_3": Implementation("flash", "flash"),
+    "flash_attention_4": Implementation("flash", "flash"),
+    **{f"diff_{name}": Implementation(name, "sdpa") for name in BACKENDS},
+}
+OWN_NAMES = tuple(name for name in IMPLEMENTATIONS if name.startswith("diff_"))
+# The name under which transformers' continuous batching asks for "eager".
+_OTHER_NAMES = {None: DEFAULT, "paged|eager": "eager"}
+
+
+def check_implementation(name: str | None) -> str:
+    """``name`` as the configuration keeps it; None means the default.
+
+    Raises:
+        ValueError: for a name that is not in ``IMPLEMENTATIONS``. RuntimeError: if flash-attn is not installed.
+    """
+    if _OTHER_NAMES.get(name, name) not in IMPLEMENTATIONS:
+        near = difflib.get_close_matches(str(name), IMPLEMENTATIONS, n=1)
+        hint = f" (did you mean {near[0]!r}?)" if near else ""
+        raise ValueError(f"attn_implementation is {name!r}{hint}; accepted: {', '.join(map(repr, IMPLEMENTATIONS))}")
+    name = DEFAULT if name is None else name
+    if implementation(name).softmax == "flash" and flash.installed() is None:
+        raise RuntimeError(
+            f"attn_implementation={name!r} needs the flash-attn package, which is not installed; install it, or take "
+            "'sdpa', or 'diff_triton' for kernels that come with this package"
+        )
+    return name
+
+
+def implementation(name: str | None) -> Implementation:
+    """Both sides of a checked name."""
+    return IMPLEMENTATIONS[_OTHER_NAMES.get(name, name or DEFAULT)]
+
+
+def attention_backend(config) -> str:
+    """Which code computes the attention of a model of ``config``: a backend, or one of ``model/softmax.py``."""
+    chosen = implementation(config._attn_implementation)
+    if config.attention == "softmax":
+        return chosen.softmax
+    return config.backend if chosen.diff is None else chosen.diff
+
+
+class BooleanMasks:
+    """A configuration as transformers' mask functions should read it: every backend here takes masks as SDPA does.
+
+    Under their own names "eager" would get an additive mask, "flex_attention" a BlockMask and "flash_attention_2" a
+    padding mask.
+    """
+
+    _attn_implementation = "sdpa"
+
+    def __init__(self, config):
+        self._config = config
+
+    def __getattr__(self, name: str):
+        return getattr(self._config, name)
+
+
+def mask_config(config):
+    """``config``, or a view of it that asks for boolean masks."""
+    name = config._attn_implementation
+    return config if name == "sdpa" or name in OWN_NAMES else BooleanMasks(config)

@@ -1,0 +1,152 @@
+"""Reading a saved model: safetensors and nothing else, for a pickle can run code when it is read."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from diff_transformer.model.presets import PRESETS, preset
+
+DTYPES = ("float32", "bfloat16", "float16")
+WEIGHTS = ("int8",)
+_PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl", "*.pickle")
+_ADVICE = (
+    "Only safetensors are read, since a pickle can run code. If you trust the file, "
+    "AutoModelForCausalLM.from_pretrained(OLD).save_pretrained(NEW) writes safetensors"
+)
+
+
+def load_model(
+    name_or_path: str, *, device: str | None = None, dtype: str | None = None, weights: str | None = None
+) -> tuple[Any, Any]:
+    """A causal LM in eval mode and its tokenizer, from a folder, the hub, or a preset (untrained, byte tokenizer).
+
+    Args:
+        device: "cpu", "cuda", ...; CUDA where there is one if None.
+        dtype: "float32", "bfloat16" or "float16"; that of the checkpoint if None. lambda stays fp32.
+        weights: "int8" keeps the matrices in 8 bits (``model/int8.py``) and computes in ``dtype``; as saved if None.
+
+    Raises:
+        FileNotFoundError: for a path that does not exist, or a name that the hub does not give.
+        ValueError: for another dtype, device or kind of weights, or a model that has no safetensors.
+        RuntimeError: if a library that the checkpoint needs is not installed.
+    """
+    import torch
+
+    import diff_transformer.model.modeling  # noqa: F401  (registers the model class)
+
+    if dtype not in (None, *DTYPES):
+        raise ValueError(f"dtype is {dtype!r}; give {', '.join(DTYPES)}")
+    if weights not in (None, *WEIGHTS):
+        raise ValueError(
+            f"weights are {weights!r}; give {', '.join(WEIGHTS)}, or leave it out for those of the checkpoint"
+        )
+    wanted = None if dtype is None else getattr(torch, dtype)
+    device = _device(device)
+    if name_or_path in PRESETS and not Path(name_or_path).exists():
+        return _untrained(name_or_path, device, wanted, weights)
+    if name_or_path.startswith((".", "/", "~")) and not Path(name_or_path).expanduser().exists():
+        raise FileNotFoundError(
+            f"no model at {name_or_path}; give a folder written by save_pretrained, a hub name or a preset"
+        )
+    path = str(Path(name_or_path).expanduser()) if name_or_path.startswith("~") else name_or_path
+    options: dict[str, Any] = {} if wanted is None else {"dtype": wanted}
+    if weights == "int8":
+        from diff_transformer.model.int8 import int8_config
+
+        options["quantization_config"] = int8_config()
+    return read_model(path, **options).to(device).eval(), _tokenizer(path)
+
+
+def read_model(name_or_path: str | Path, model_class: Any = None, **options: Any) -> Any:
+    """``model_class.from_pretrained`` (``AutoModelForCausalLM`` if None) that reads safetensors alone.
+
+    Args:
+        options: of ``from_pretrained``.
+
+    Raises:
+        ValueError: if there are no safetensors. FileNotFoundError: if there is no such model.
+        RuntimeError: if a library that the checkpoint needs is not installed.
+    """
+    if model_class is None:
+        from transformers import AutoModelForCausalLM as model_class
+
+        import diff_transformer.model.modeling  # noqa: F401  (registers the model class)
+
+    folder = Path(name_or_path)
+    if folder.is_dir():
+        refuse_pickles(folder)
+    try:
+        return model_class.from_pretrained(str(name_or_path), **options, use_safetensors=True)
+    except ImportError as error:
+        raise RuntimeError(f"{name_or_path} cannot be read here: {error}") from None
+    except OSError as error:
+        told = str(error).splitlines()[0] if str(error) else type(error).__name__
+        if "safetensors" in str(error):
+            raise ValueError(f"{name_or_path} has no safetensors ({told}). {_ADVICE}") from None
+        raise FileNotFoundError(
+            f"no model called {name_or_path} ({told}); give a folder written by save_pretrained, a name on the hub "
+            "that is cached or can be downloaded, or a preset"
+        ) from None
+
+
+def refuse_pickles(folder: Path) -> None:
+    """Raise ValueError if the weights of a model, or of a LoRA adapter, in ``folder`` would come from a pickle."""
+    index = folder / "model.safetensors.index.json"
+    if index.exists():
+        try:
+            shards = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise ValueError(f"{index} is not an index of shards ({error!r}); copy or download it again") from None
+        wrong = sorted(str(name) for name in shards if not str(name).endswith(".safetensors"))
+        if wrong:
+            raise ValueError(f"{index} names {', '.join(wrong)}. {_ADVICE}")
+    if any(folder.glob("*.safetensors")):
+        return
+    found = sorted({path.name for pattern in _PICKLES for path in folder.glob(pattern)} - {"training_args.bin"})
+    if found:
+        raise ValueError(f"{folder} holds {', '.join(found)} and no safetensors. {_ADVICE}")
+    if not (folder / "config.json").exists() and not (folder / "adapter_config.json").exists():
+        raise FileNotFoundError(f"{folder} holds no model (no config.json); give a folder written by save_pretrained")
+    raise FileNotFoundError(f"{folder} holds no .safetensors file; give the folder of a saved model")
+
+
+def _untrained(name: str, device: str, dtype: Any, weights: str | None) -> tuple[Any, Any]:
+    import torch
+
+    from diff_transformer.data.tokenizer import byte_tokenizer
+    from diff_transformer.model.modeling import DiffTransformerForCausalLM
+
+    tokenizer = byte_tokenizer()
+    torch.manual_seed(0)
+    config = preset(name)
+    model = DiffTransformerForCausalLM(preset(name, vocab_size=max(config.vocab_size, len(tokenizer))))
+    model = model.to(device=device, dtype=dtype or model.dtype).eval()
+    if weights == "int8":
+        from diff_transformer.model.int8 import quantize_int8
+
+        quantize_int8(model)
+    return model, tokenizer
+
+
+def _tokenizer(path: str) -> Any:
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(path)
+    except (OSError, ValueError) as error:
+        told = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise ValueError(f"{path} has no tokenizer ({told}); save it beside the model with save_pretrained") from None
+
+
+def _device(device: str | None) -> str:
+    import torch
+
+    if device is None:
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        kind = torch.device(device).type
+    except RuntimeError:
+        raise ValueError(f"device is {device!r}; give cpu, cuda or cuda:0") from None
+    if kind == "cuda" and not torch.cuda.is_available():
+        raise ValueError(f"device is {device!r}, and PyTorch finds no CUDA device here; give cpu")
+    return device

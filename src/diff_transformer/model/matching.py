@@ -1,0 +1,102 @@
+"""Configurations of equal cost: each relative of differential attention beside the Transformer it is compared with."""
+
+import copy
+from typing import Any
+
+from diff_transformer.model.cost import count_parameters
+from diff_transformer.model.heads import count_heads, default_key_value_heads
+
+# What ``compare --variants`` and ``info --attention`` take: fields that make the variant out of a configuration.
+VARIANTS: dict[str, dict[str, Any]] = {
+    "diff": {"attention": "diff"},
+    "diff_v2": {"attention": "diff_v2", "lambda_learned": True},
+    "grouped_diff": {"attention": "grouped_diff"},
+    "dint": {"attention": "dint"},
+    "fixed_lambda": {"attention": "diff", "lambda_learned": False},
+    "softmax": {"attention": "softmax"},
+}
+LABELS = {
+    "diff": "DIFF Transformer",
+    "diff_v2": "DIFF V2",
+    "grouped_diff": "Grouped DIFF",
+    "dint": "DINT",
+    "fixed_lambda": "DIFF, fixed lambda",
+    "softmax": "Transformer",
+}
+_WIDE_VALUES = ("diff", "dint", "grouped_diff")  # half as many value heads as key heads, twice as wide
+_LARGEST_STEP = 64
+_TOLERANCE = 0.005  # of all parameters: half of what a matched pair may differ by
+
+
+def variant(config, name: str):
+    """The variant ``name`` (of ``VARIANTS``) at the cost of ``config``.
+
+    Raises:
+        ValueError: for an unknown name, or head counts of which the variant cannot be made.
+    """
+    if name not in VARIANTS:
+        raise ValueError(f"no variant {name!r}; there are: {', '.join(VARIANTS)}")
+    return cost_matched(config, **VARIANTS[name])
+
+
+def cost_matched(config, **fields: Any):
+    """``config`` with ``fields`` (``attention="diff_v2"``, ...) and, where needed, sizes changed to keep the cost.
+
+    Nothing else changes between ``"diff"``, ``"dint"``, a fixed lambda and ``"softmax"``, whose projections are equally
+    large. Those of ``"diff_v2"`` and ``"grouped_diff"`` are not: there ``intermediate_size`` makes up for it, changed
+    in the largest step (64, 32, ... 1) that leaves the totals within 0.5 %. FLOPs and the key/value cache may then
+    differ; ``model_cost`` states them. Without grouped queries ``num_key_value_heads`` is again what the attention has
+    by default; with them it stays, or becomes the next smaller number that works. A ``value_head_dim`` is halved or
+    doubled with the value heads.
+
+    Raises:
+        ValueError: for head counts that do not fit the attention, or a feed-forward that would have no width left.
+    """
+    changed = copy.deepcopy(config)
+    for name, value in fields.items():
+        setattr(changed, name, value)
+    if changed.attention == config.attention:
+        return changed
+    changed.num_key_value_heads = _key_value_heads(config, changed)
+    changed.value_head_dim = _value_head_dim(config, changed)
+    before, after = count_parameters(config), count_parameters(changed)
+    if before["attention"] != after["attention"]:
+        spare = sum(before.values()) - sum(after.values())
+        changed.intermediate_size += _widening(spare, sum(before.values()), config)
+        if changed.intermediate_size < 1:
+            raise ValueError(
+                f"attention={changed.attention!r} has more parameters than {config.attention!r} by more than the whole "
+                f"feed-forward (intermediate_size {config.intermediate_size}); give a wider one"
+            )
+    return changed
+
+
+def _widening(spare: int, total: int, config) -> int:
+    """How much wider a feed-forward uses ``spare`` parameters up, in the largest step that is exact enough."""
+    unit = 3 * config.hidden_size * config.num_hidden_layers  # parameters of one unit of width
+    step = _LARGEST_STEP
+    while step > 1 and abs(spare - unit * step * round(spare / (unit * step))) > _TOLERANCE * total:
+        step //= 2
+    return step * round(spare / (unit * step))
+
+
+def _key_value_heads(config, changed) -> int:
+    n, m, r = config.num_attention_heads, config.num_key_value_heads, config.signal_heads_per_noise_head
+    if m == default_key_value_heads(config.attention, n, r):
+        return default_key_value_heads(changed.attention, n, changed.signal_heads_per_noise_head)
+    for candidate in range(m, 1, -1):
+        try:
+            count_heads(changed.attention, n, candidate, 1, None, changed.signal_heads_per_noise_head)
+        except ValueError:
+            continue
+        return candidate
+    return m
+
+
+def _value_head_dim(config, changed) -> int | None:
+    width, wide, was_wide = config.value_head_dim, changed.attention in _WIDE_VALUES, config.attention in _WIDE_VALUES
+    if width is None or wide == was_wide:
+        return width
+    if was_wide and width % 2:
+        raise ValueError(f"value_head_dim {width} of {config.attention!r} is odd; {changed.attention!r} needs its half")
+    return 2 * width if wide else width // 2

@@ -1,0 +1,116 @@
+"""Checks the arguments of the operator in JAX and brings lam, attn_mask and scale to the form that is computed with."""
+
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+DTYPES = ("float32", "bfloat16", "float16", "float64")
+
+
+def check(q1, q2, k1, k2, v, lam, attn_mask, is_causal, window, scale, block_size):
+    """(q1, q2, k1, k2, v, lam, attn_mask, scale), the same call with every argument in one form.
+
+    lam is 4-dimensional and broadcasts to [B, H, T, 1], in fp32 (fp64 for fp64 inputs); attn_mask is None or
+    4-dimensional and broadcasts to [B, H, T, S]. What does not fit together is refused, as ``diff_attention`` says.
+    """
+    arrays = {"q1": q1, "q2": q2, "k1": k1, "k2": k2} | ({} if v is None else {"v": v})
+    arrays = {name: _array(name, x) for name, x in arrays.items()}
+    _check_shapes(arrays)
+    q1 = arrays["q1"]
+    if scale is not None and (isinstance(scale, bool) or not isinstance(scale, int | float)):
+        raise TypeError(f"scale is a {type(scale).__name__}; give a number or None")
+    if scale is not None and not math.isfinite(scale):
+        raise ValueError(f"scale is {scale}; give a finite number, or None for D ** -0.5")
+    for name, size in (("window", window), ("block_size", block_size)):
+        if size is not None and (isinstance(size, bool) or not isinstance(size, int)):
+            raise TypeError(f"{name} is a {type(size).__name__}; give an int or None")
+        if size is not None and size < 1:
+            raise ValueError(f"{name} is {size}; give at least 1 or None")
+    if window is not None and not is_causal:
+        raise ValueError(
+            f"window={window} without is_causal=True; a window counts back from the query's own position. "
+            "Set is_causal=True, or give another band as a boolean attn_mask"
+        )
+    scale = q1.shape[3] ** -0.5 if scale is None else float(scale)
+    mask = _mask(attn_mask, (*q1.shape[:3], arrays["k1"].shape[2]))
+    return *(arrays[name] for name in ("q1", "q2", "k1", "k2")), arrays.get("v"), _lam(lam, q1), mask, scale
+
+
+def _array(name: str, x) -> Array:
+    if not isinstance(x, jax.Array | np.ndarray):
+        raise TypeError(f"{name} is a {type(x).__name__}; give a jax.Array of shape [batch, heads, length, width]")
+    return jnp.asarray(x)
+
+
+def _check_shapes(arrays: dict[str, Array]) -> None:
+    q1 = arrays["q1"]
+    for name, x in arrays.items():
+        if x.ndim != 4:
+            raise ValueError(
+                f"{name} has {x.ndim} dimensions (shape {list(x.shape)}); give [batch, heads, length, width]"
+            )
+        if 0 in x.shape:
+            raise ValueError(f"{name} has shape {list(x.shape)}, with a size of 0; every size must be at least 1")
+    for name, x in arrays.items():
+        if x.dtype.name not in DTYPES:
+            raise TypeError(f"{name} has dtype {x.dtype}; give {', '.join(DTYPES[:-1])} or {DTYPES[-1]}")
+        if x.dtype != q1.dtype:
+            raise TypeError(f"q1 is {q1.dtype} and {name} is {x.dtype}; cast them to one dtype")
+    like = {"q2": ("q1", (0, 2, 3)), "k1": ("q1", (0, 3)), "k2": ("k1", (0, 1, 2, 3)), "v": ("k1", (0, 1, 2))}
+    words = ("batch", "number of heads", "length", "width")
+    for name, (other, dimensions) in like.items():
+        for i in dimensions if name in arrays else ():
+            mine, needed = arrays[name].shape[i], arrays[other].shape[i]
+            if mine != needed:
+                raise ValueError(f"{other} has {words[i]} {needed} and {name} has {words[i]} {mine}; make them equal")
+    H, Hn, G = q1.shape[1], arrays["q2"].shape[1], arrays["k1"].shape[1]
+    if H % Hn:
+        raise ValueError(
+            f"q1 has {H} heads, which q2's {Hn} noise heads do not divide; "
+            "give q2 as many heads as q1 or a divisor of that number"
+        )
+    if Hn % G:
+        raise ValueError(
+            f"q2 has {Hn} heads, which k1's {G} key/value heads do not divide; "
+            "give a number of key/value heads that divides the heads of q2 (and so of q1)"
+        )
+
+
+def _lam(lam, q1: Array) -> Array:
+    B, H, T, _ = q1.shape
+    dtype = jnp.promote_types(q1.dtype, jnp.float32)
+    if not isinstance(lam, jax.Array | np.ndarray):
+        if isinstance(lam, bool) or not isinstance(lam, int | float):
+            raise TypeError(f"lam is a {type(lam).__name__}; give a number or an array")
+        return jnp.full((1, 1, 1, 1), lam, dtype)
+    if not jnp.issubdtype(lam.dtype, jnp.floating):
+        raise TypeError(f"lam has dtype {lam.dtype}; give a floating-point array (float32 is what is computed with)")
+    given, lam = lam.shape, jnp.asarray(lam).astype(dtype)
+    if lam.ndim == 0:
+        return lam.reshape(1, 1, 1, 1)
+    if lam.ndim == 1 and given[0] in (1, H):
+        return lam[None, :, None, None]
+    if lam.ndim == 4 and all(n in (1, size) for n, size in zip(given, (B, H, T, 1), strict=True)):
+        return lam
+    raise ValueError(
+        f"lam has shape {list(given)}; give a number, a scalar, [{H}] (one per head) "
+        f"or four dimensions that broadcast to [{B}, {H}, {T}, 1]"
+    )
+
+
+def _mask(attn_mask, full: tuple[int, ...]) -> Array | None:
+    if attn_mask is None:
+        return None
+    if not isinstance(attn_mask, jax.Array | np.ndarray):
+        raise TypeError(f"attn_mask is a {type(attn_mask).__name__}; give an array or None")
+    if attn_mask.dtype != bool and not jnp.issubdtype(attn_mask.dtype, jnp.floating):
+        raise TypeError(
+            f"attn_mask has dtype {attn_mask.dtype}; give bool (True = attend) or a floating-point mask that is added"
+        )
+    sizes = zip(reversed(attn_mask.shape), reversed(full), strict=False)
+    if attn_mask.ndim > 4 or not all(n in (1, size) for n, size in sizes):
+        raise ValueError(f"attn_mask has shape {list(attn_mask.shape)}, which does not broadcast to {list(full)}")
+    return jnp.asarray(attn_mask)[(None,) * (4 - attn_mask.ndim)]

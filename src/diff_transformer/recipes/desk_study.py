@@ -1,0 +1,114 @@
+"""The desk study: does differential attention help at a scale that two CPU cores can reach?
+
+Matched pairs on novels with needles hidden in them, several seeds, a learning rate for each side from the same sweep,
+and head norms that start at 1 (as published) and at .1 (the size of softmax attention's output at the start).
+"""
+
+import copy
+import dataclasses
+from typing import Any
+
+from diff_transformer.recipes.desk import demo
+from diff_transformer.study.plan import Cell, Choices, Study, seeds
+from diff_transformer.train.config import RunConfig
+
+LEARNING_RATES = (5e-4, 1e-3, 2e-3, 4e-3)
+MANY, FEW = range(5), range(3)
+# What is compared at learning rates of their own; the ablations take that of "diff".
+SIDES: dict[str, dict[str, Any]] = {
+    "softmax": {"attention": "softmax"},
+    "diff": {"attention": "diff", "head_norm_init": 0.1},
+    "diff_norm1": {"attention": "diff", "head_norm_init": 1.0},
+}
+ABLATIONS: dict[str, dict[str, Any]] = {
+    "diff_no_norm": {"attention": "diff", "head_norm": False, "head_norm_init": 1.0},
+    "diff_lambda_0.8": {"attention": "diff", "head_norm_init": 0.1, "lambda_init": 0.8},
+    "diff_lambda_0.5": {"attention": "diff", "head_norm_init": 0.1, "lambda_init": 0.5},
+    "diff_norm0.3": {"attention": "diff", "head_norm_init": 0.3},
+    "diff_norm0.03": {"attention": "diff", "head_norm_init": 0.03},
+}
+
+
+def base(corpus: str) -> RunConfig:
+    """The setting that matters most: 3 layers of width 128, 8 maps of width 16, half prose, half needles.
+
+    1500 steps of 16 rows of 128 tokens; some five minutes of one core, experiments included.
+    """
+    config = demo()
+    config.name = "desk"
+    config.model = {
+        **config.model, "num_hidden_layers": 3, "max_position_embeddings": 1024, "head_norm_init": 1.0,
+    }  # fmt: skip
+    config.data.corpus, config.data.max_bytes = corpus, 8_000_000
+    config.data.mixture = {"text": 0.5, "needles": 0.5}
+    config.data.needles.queries = (1, 2)
+    config.train.steps, config.train.validate_every, config.train.checkpoint_every = 1500, 50, 250
+    config.train.threads = 1
+    config.evaluation = dataclasses.replace(
+        config.evaluation,
+        needles=((1, 1), (2, 1), (4, 1), (4, 2)),
+        samples=50,
+        more={
+            "long_nll": {"samples": 12, "length": 512},
+            "quantization": {"samples": 100, "rows": 64},
+            "many_shot": {"samples": 24, "order_seeds": 5},
+        },
+    )
+    return config
+
+
+def desk_study(corpus: str) -> Study:
+    """See the module. ``corpus``: a folder or archive of novels (train/ and val/ inside), or any text.
+
+    Command: ``diff-transformer study desk --set data.corpus=FOLDER --out runs/desk --minutes 60``, again until it says
+    that all is finished. Hardware: two CPU cores. Time: about six hours in all.
+    """
+    plain = base(corpus)
+    sweep = [
+        dataclasses.replace(cell, setting=f"sweep/lr{rate:g}")
+        for side in SIDES
+        for rate in LEARNING_RATES
+        for cell in seeds("sweep", side, _side(_short(plain), side, {side: rate}), range(100, 101), measured=False)
+    ]
+
+    def cells(chosen: Choices) -> list[Cell]:
+        def compared(setting: str, config: RunConfig, numbers: range, sides=("softmax", "diff")) -> list[Cell]:
+            made = [list(seeds(setting, side, _side(config, side, chosen), numbers)) for side in sides]
+            return [cell for one_seed in zip(*made, strict=True) for cell in one_seed]
+
+        python = base("python")
+        return [
+            *compared("novels", plain, MANY, tuple(SIDES)),
+            *compared("wide", _resized(plain, hidden_size=256, num_hidden_layers=4), FEW, tuple(SIDES)),
+            *compared("ablation", plain, FEW, tuple(ABLATIONS)),
+            *compared("maps4", _resized(plain, num_attention_heads=4), FEW),
+            *compared("maps16", _resized(plain, num_attention_heads=16), FEW),
+            *compared("python", python, FEW, tuple(SIDES)),
+            *compared("narrow", _resized(plain, hidden_size=64, num_hidden_layers=2), FEW, tuple(SIDES)),
+            *compared("long", _longer(plain, 3), FEW, tuple(SIDES)),
+        ]
+
+    return Study("desk", sweep, cells)
+
+
+def _side(config: RunConfig, side: str, rates: Choices) -> RunConfig:
+    config = copy.deepcopy(config)
+    config.model |= SIDES.get(side) or ABLATIONS[side]
+    config.optim.lr = rates[side if side in SIDES else "diff"]
+    return config
+
+
+def _short(config: RunConfig) -> RunConfig:
+    return _longer(config, 0.4)
+
+
+def _longer(config: RunConfig, times: float) -> RunConfig:
+    config = copy.deepcopy(config)
+    config.train.steps = round(config.train.steps * times)
+    return config
+
+
+def _resized(config: RunConfig, **fields) -> RunConfig:
+    config = copy.deepcopy(config)
+    config.model |= fields
+    return config

@@ -1,0 +1,23 @@
+"""Studies by name: functions from a corpus to a plan of many runs."""
+
+import difflib
+from collections.abc import Callable
+
+from diff_transformer.recipes.desk_study import desk_study
+from diff_transformer.recipes.stability import stability_study
+from diff_transformer.study.plan import Study
+
+STUDIES: dict[str, Callable[[str], Study]] = {"desk": desk_study, "stability": stability_study}
+
+
+def study(name: str, corpus: str = "python") -> Study:
+    """The plan of the study called ``name`` on ``corpus`` (as ``data.corpus`` of a run).
+
+    Raises:
+        ValueError: for a name that is not in ``STUDIES``.
+    """
+    if name not in STUDIES:
+        near = difflib.get_close_matches(name, STUDIES, n=1)
+        hint = f" (did you mean {near[0]!r}?)" if near else ""
+        raise ValueError(f"no study {name!r}{hint}; there are: {', '.join(STUDIES)}")
+    return STUDIES[name](corpus)

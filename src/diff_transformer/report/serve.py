@@ -1,0 +1,210 @@
+"""The report over HTTP on this machine alone, so that a typed text can be drawn by the models of the comparison.
+
+``GET /`` is the page. ``POST /attention`` takes ``{"model": NAME, "text": TEXT}`` and gives one example as the page
+holds them: ``{"title", "tokens", "models": [...]}``. Whatever is refused is JSON, ``{"error": WORDS}``.
+"""
+
+import base64
+import hashlib
+import json
+import re
+import sys
+import threading
+from collections.abc import Callable
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+from diff_transformer.report.figures.explorer import packed_examples
+from diff_transformer.report.load import ResultsError, load_results
+from diff_transformer.report.typed import BYTES, TOKENS, PromptError, TypedPrompts, UnknownModel
+from diff_transformer.report.write import render_page
+
+LOOPBACK = "127.0.0.1"
+NAMES = ("127.0.0.1", "localhost", "[::1]")  # of this machine, as a browser writes them
+LARGEST = 8 * BYTES  # bytes of a request: JSON may write a character in six
+_DRAINED = 1 << 20  # bytes of a refused request that are still read, so that its sender sees the answer
+Ask = Callable[[str, str], dict]
+
+
+def serve_report(folder: Path | str, *, port: int = 0) -> None:
+    """Serve the page of the comparison in ``folder`` on 127.0.0.1 until Ctrl-C, and print its address.
+
+    Args:
+        folder: that ``compare`` wrote, with results.json and the models.
+        port: 0 for any that is free.
+
+    Raises:
+        ResultsError: if the folder holds no finished comparison. FileNotFoundError: if it holds no models.
+        OSError: if the port cannot be opened.
+    """
+    prompts = TypedPrompts(folder)
+    known = [{"name": m.name, "seed": m.seed} for m in prompts.members.values()]
+    page = render_page(load_results(folder), {"models": known, "tokens": TOKENS, "bytes": BYTES})
+    with make_server(page, prompts.entry, port=port) as server:
+        print(f"report: http://{LOOPBACK}:{server.server_port}/ (this machine only); stop with Ctrl-C", flush=True)
+        try:
+            server.serve_forever()
+        except KeyboardInterrupt:
+            print("\nstopped")
+
+
+def make_server(page: str, ask: Ask, *, port: int = 0, host: str = LOOPBACK) -> ThreadingHTTPServer:
+    """A server of ``page`` and of what ``ask(model, text)`` gives: an explorer entry, one at a time.
+
+    Raises:
+        ValueError: for any host but 127.0.0.1: nobody is asked for a password. OSError: if the port cannot be opened.
+    """
+    if host != LOOPBACK:
+        raise ValueError(
+            f"host is {host!r}; the report is served on {LOOPBACK} only, without a password. From another machine, "
+            f"forward the port: ssh -L {port or 8000}:{LOOPBACK}:{port or 8000} MACHINE"
+        )
+    shown, policy, one_at_a_time = page.encode("utf-8"), content_policy(page), threading.Lock()
+
+    class Handler(_Handler):
+        def page(self) -> tuple[bytes, str]:
+            return shown, policy
+
+        def ask(self, model: str, text: str) -> dict:
+            with one_at_a_time:
+                entry = ask(model, text)
+            (example,) = packed_examples([entry])
+            return example
+
+    try:
+        server = ThreadingHTTPServer((host, port), Handler)
+    except OSError as error:
+        raise OSError(
+            f"port {port} cannot be opened ({error.strerror}); give another, or 0 for any that is free"
+        ) from None
+    server.daemon_threads = True
+    return server
+
+
+def content_policy(page: str) -> str:
+    """A Content-Security-Policy under which the page's own script runs, and no other."""
+    scripts = re.findall(r"<script>(.*?)</script>", page, re.DOTALL)
+    hashes = [base64.b64encode(hashlib.sha256(script.encode("utf-8")).digest()).decode() for script in scripts]
+    allowed = " ".join(f"'sha256-{digest}'" for digest in hashes)
+    return (
+        f"default-src 'none'; script-src {allowed}; style-src 'unsafe-inline'; img-src data:; connect-src 'self'; "
+        "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+    )
+
+
+class Refusal(Exception):
+    """A request that is not served: an HTTP status and what to say."""
+
+    def __init__(self, status: int, words: str):
+        super().__init__(words)
+        self.status = status
+
+
+class _Handler(BaseHTTPRequestHandler):
+    timeout = 30  # seconds without a byte
+    server_version, sys_version = "diff-transformer", ""
+    taken = False  # whether the body was read
+
+    def page(self) -> tuple[bytes, str]:
+        raise NotImplementedError
+
+    def ask(self, model: str, text: str) -> dict:
+        raise NotImplementedError
+
+    def do_GET(self):
+        self._answer(self._get)
+
+    def do_POST(self):
+        self._answer(self._post)
+
+    def _get(self) -> tuple[bytes, str]:
+        if self.path not in ("/", "/index.html"):
+            raise Refusal(404, f"there is nothing at {self.path[:80]!r}; the report is at /")
+        return self.page()[0], "text/html; charset=utf-8"
+
+    def _post(self) -> tuple[bytes, str]:
+        if self.path != "/attention":
+            raise Refusal(404, f"nothing is taken at {self.path[:80]!r}; POST /attention takes a text")
+        origin = self.headers.get("Origin")
+        if origin is not None and origin not in {f"http://{name}" for name in self._own_names()}:
+            raise Refusal(403, f"the request comes from {origin[:80]!r}; only the report's own page may ask")
+        if self.headers.get_content_type() != "application/json":
+            raise Refusal(415, f"the request is {self.headers.get_content_type()}; send application/json")
+        body, self.taken = self.rfile.read(self._length()), True
+        model, text = _question(body)
+        try:
+            example = self.ask(model, text)
+        except UnknownModel as error:
+            raise Refusal(404, str(error)) from None
+        except (PromptError, ResultsError) as error:
+            raise Refusal(422, str(error)) from None
+        return json.dumps(example).encode("ascii"), "application/json"
+
+    def _length(self) -> int:
+        given = self.headers.get("Content-Length", "")
+        if not (given.isascii() and given.isdigit()):
+            raise Refusal(411, "the request does not say how long it is; send Content-Length")
+        if len(given) > 9 or int(given) > LARGEST:
+            raise Refusal(413, f"the request has {given[:20]} bytes; {LARGEST:,} are taken, {BYTES:,} of them text")
+        return int(given)
+
+    def _drain(self) -> None:
+        given = self.headers.get("Content-Length", "")
+        if not self.taken and given.isascii() and given.isdigit() and len(given) < 10:
+            self.rfile.read(min(int(given), _DRAINED))
+
+    def _own_names(self) -> set[str]:
+        port = self.connection.getsockname()[1]
+        return {f"{name}:{port}" for name in NAMES} | (set(NAMES) if port == 80 else set())
+
+    def _answer(self, work: Callable[[], tuple[bytes, str]]) -> None:
+        status = 200
+        try:
+            if self.headers.get("Host", "").lower() not in self._own_names():
+                raise Refusal(
+                    403,
+                    f"the host is {self.headers.get('Host', '')[:80]!r}; the report answers as "
+                    f"{', '.join(sorted(self._own_names()))}",
+                )
+            body, kind = work()
+        except Refusal as refusal:
+            self._drain()
+            status, body, kind = refusal.status, _error(str(refusal)), "application/json"
+        except TimeoutError:
+            status, body, kind = 408, _error("the request did not arrive in time"), "application/json"
+        except Exception as error:
+            print(f"{self.path}: {type(error).__name__}: {error}", file=sys.stderr)
+            status, body, kind = 500, _error(f"the model failed: {error}"), "application/json"
+        self.close_connection = True
+        self.send_response(status)
+        for name, value in {
+            "Content-Type": kind,
+            "Content-Length": str(len(body)),
+            "Content-Security-Policy": self.page()[1],
+            "X-Content-Type-Options": "nosniff",
+            "Referrer-Policy": "no-referrer",
+            "Cross-Origin-Resource-Policy": "same-origin",
+            "Cache-Control": "no-store",
+            "Connection": "close",
+        }.items():
+            self.send_header(name, value)
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, format: str, *args: object) -> None:
+        """Nothing: what is typed stays out of the terminal."""
+
+
+def _question(body: bytes) -> tuple[str, str]:
+    try:
+        given = json.loads(body)
+    except (ValueError, RecursionError):
+        raise Refusal(400, 'the request is not JSON; send {"model": NAME, "text": TEXT}') from None
+    model, text = (given.get(key) if isinstance(given, dict) else None for key in ("model", "text"))
+    if not isinstance(model, str) or not isinstance(text, str):
+        raise Refusal(400, 'the request lacks "model" or "text", or they are no strings; send both')
+    return model, text
+
+
+def _error(words: str) -> bytes:
+    return json.dumps({"error": words}).encode("ascii")

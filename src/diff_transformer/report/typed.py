@@ -1,0 +1,115 @@
+"""The models of a finished comparison, asked for their attention over a text that somebody typed."""
+
+import json
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+TOKENS = 256  # of a typed text, at most: the maps grow with the square
+BYTES = 8192  # of a typed text in UTF-8, at most
+_NAME = re.compile(r"(?P<attention>[a-z_0-9]+)-seed(?P<seed>\d+)")
+_TWO_MAPS = ("diff", "softmax", "diff_v2", "grouped_diff", "fixed_lambda")
+
+
+class PromptError(ValueError):
+    """A typed text that cannot be drawn; the message says what is accepted."""
+
+
+class UnknownModel(PromptError):
+    """A name that is no model of the comparison."""
+
+
+@dataclass(frozen=True)
+class Member:
+    """A trained model of the comparison: ``folder`` was written by ``save_pretrained``."""
+
+    name: str
+    attention: str
+    seed: int
+    folder: Path
+
+
+class TypedPrompts:
+    """Attention maps of typed texts; models are read when they are first asked, and kept.
+
+    Args:
+        folder: of a comparison, as ``compare`` wrote it: models are in ``members/NAME/run/model``. A model of DINT is
+            left out: it adds a third map, and the explorer draws two.
+
+    Raises:
+        FileNotFoundError: if there are no models.
+    """
+
+    def __init__(self, folder: Path | str):
+        self.members = {member.name: member for member in _members(Path(folder))}
+        if not self.members:
+            raise FileNotFoundError(
+                f"{folder} has no models in members/*/run/model, which typed texts need; give the folder that "
+                "`diff-transformer compare --out` wrote"
+            )
+        self._read: dict[str, Any] = {}
+
+    def entry(self, model: str, text: str) -> dict:
+        """What ``explorer_entry`` gives for an example, with ``attention`` and ``seed``, for ``text``.
+
+        Raises:
+            UnknownModel: if the comparison has no such model.
+            PromptError: if the text is empty, too long, or cannot be written as UTF-8.
+        """
+        from diff_transformer.compare.explorer import attention_entry
+        from diff_transformer.data.tokenizer import encode
+
+        if model not in self.members:
+            raise UnknownModel(f"there is no model {model[:80]!r}; there are {', '.join(self.members)}")
+        check_text(text)
+        lm = self._lm(model)
+        count, most = len(encode(lm.tokenizer, text)), min(TOKENS, lm.positions or TOKENS)
+        if not 0 < count <= most:
+            raise PromptError(f"the text has {count} tokens; {model} takes 1 to {most} here")
+        member = self.members[model]
+        entry = attention_entry(lm, text, title=title_of(text))
+        return entry | {"attention": member.attention, "seed": member.seed}
+
+    def _lm(self, name: str):
+        if name not in self._read:
+            from diff_transformer.evals.lm import CausalLM
+            from diff_transformer.model.loading import load_model
+
+            self._read[name] = CausalLM(*load_model(str(self.members[name].folder)), name)
+        return self._read[name]
+
+
+def check_text(text: str) -> None:
+    """Raise PromptError for a text that no model takes."""
+    try:
+        size = len(text.encode("utf-8"))
+    except UnicodeEncodeError:
+        raise PromptError("the text holds half of a character (a lone surrogate); give whole characters") from None
+    if not text.strip():
+        raise PromptError("the text is empty; type some words")
+    if size > BYTES:
+        raise PromptError(f"the text has {size:,} bytes; {BYTES:,} are taken")
+
+
+def title_of(text: str) -> str:
+    """The beginning of a text on one line, as a name for it."""
+    words = " ".join(text.split())
+    return f"Typed: {words if len(words) <= 40 else words[:39] + '…'}"
+
+
+def _members(folder: Path) -> list[Member]:
+    found = []
+    for path in sorted((folder.resolve() / "members").glob("*/run/model")):
+        name = path.parent.parent.name
+        match = _NAME.fullmatch(name)
+        if match and match["attention"] in _TWO_MAPS and _is_saved(path):
+            found.append(Member(name, match["attention"], int(match["seed"]), path))
+    return sorted(found, key=lambda one: (one.seed, _TWO_MAPS.index(one.attention)))
+
+
+def _is_saved(path: Path) -> bool:
+    try:
+        return isinstance(json.loads((path / "config.json").read_text(encoding="utf-8")), dict)
+    except (OSError, ValueError):
+        return False

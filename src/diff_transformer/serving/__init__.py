@@ -1,0 +1,1 @@
+"""An OpenAI-compatible endpoint for models of this package, on transformers' own server."""

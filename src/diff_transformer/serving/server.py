@@ -1,0 +1,146 @@
+"""``diff-transformer serve``: transformers' server with the models of this package, one model, on this machine."""
+
+from pathlib import Path
+from typing import Any
+
+from diff_transformer.serving.chat import count_prompt_tokens, give_template
+from diff_transformer.serving.front import Front
+
+SECONDS_TO_FINISH = 5  # what running requests get after Ctrl-C
+PAGE_TOKENS = 64  # of the paged cache
+BATCH_TOKENS = 512  # in one forward pass of continuous batching, those of new prompts included
+
+
+def make_server(
+    model: str,
+    *,
+    host: str = "127.0.0.1",
+    port: int = 8000,
+    name: str | None = None,
+    continuous_batching: bool = False,
+    requests_at_once: int = 16,
+    attn_implementation: str | None = None,
+    dtype: str = "auto",
+    device: str = "auto",
+):
+    """Load a model and make the server for it; ``server.run()`` answers until Ctrl-C, ``server.close()`` frees it.
+
+    Args:
+        model: folder of a model with its tokenizer, or its name on the hub; any causal language model.
+        host: address to listen at. The default is this machine alone: there is no authentication.
+        port: 0 for any that is free.
+        name: what clients call the model; the last part of ``model`` that says something by default.
+        continuous_batching: answer requests together, a token each at a time, over a paged cache; else one by one.
+        requests_at_once: how many, at most; the paged cache has room for so many of full length.
+        attn_implementation: as ``from_pretrained`` takes it. Continuous batching needs ``"sdpa"`` or ``"eager"``.
+        dtype, device: as in transformers: ``"auto"``, or ``"bfloat16"``, ``"cuda:0"``, ...
+
+    Raises:
+        RuntimeError: without the packages for serving. FileNotFoundError: for a folder that is not there or has no
+        tokenizer. ValueError: for a model that cannot be served in the way asked for.
+    """
+    _check(model, continuous_batching, attn_implementation)
+    import transformers
+    from transformers.cli.serve import Serve
+
+    from diff_transformer.evals.command import label_of
+    from diff_transformer.model.modeling import DiffTransformerForCausalLM
+
+    # The server looks classes of causal language models up here by the name in config.json.
+    setattr(transformers, DiffTransformerForCausalLM.__name__, DiffTransformerForCausalLM)
+
+    class Server(Serve):
+        """Built as if for the background, then run in front of its caller, behind ``Front``."""
+
+        name = ""
+
+        def start_server(self):
+            pass
+
+        def run(self):
+            """Answer until Ctrl-C."""
+            try:
+                self.server.run()
+            finally:
+                self.close()
+
+        def close(self):
+            """Stop the threads that generate and let go of the model."""
+            self._generation_state.shutdown()
+            self._model_manager.shutdown()
+
+    if continuous_batching and attn_implementation is None:
+        attn_implementation = "sdpa"
+    options: dict[str, Any] = {"device": device, "dtype": dtype, "host": host, "port": port, "log_level": "error"}
+    server = Server(
+        force_model=model, non_blocking=True, continuous_batching=continuous_batching,
+        attn_implementation=attn_implementation, **options,
+    )  # fmt: skip
+    server.name = shown = name or label_of(model)
+    loaded = _rename(server._model_manager, shown)
+    give_template(loaded.processor)
+    loaded.model.generation_config.do_sample = True  # OpenAI's default; temperature 0 is greedy
+    context = loaded.model.config.max_position_embeddings
+    if continuous_batching:
+        _check_paged(loaded.model.config)
+        server._generation_state._cb_config = batching(context, requests_at_once)
+    config = server.server.config
+    app: Any = config.app
+    app.add_exception_handler(Exception, _internal_error)
+    config.app = Front(
+        app, [shown, model], lambda path, body: count_prompt_tokens(loaded.processor, path, body), context
+    )
+    config.timeout_graceful_shutdown = SECONDS_TO_FINISH
+    return server
+
+
+def batching(context: int, requests: int):
+    """Continuous batching of so many requests, with a paged cache that holds all of them at full length."""
+    from transformers import ContinuousBatchingConfig
+
+    page = min(PAGE_TOKENS, context)
+    pages = requests * -(-context // page)
+    return ContinuousBatchingConfig(
+        page_size=page, num_blocks=pages, max_batch_tokens=max(BATCH_TOKENS, requests), max_requests_per_batch=requests
+    )
+
+
+def _check_paged(config):
+    if getattr(config, "attention", None) == "dint":
+        raise ValueError(
+            "attention='dint' keeps a running sum beside keys and values, for which the paged cache of continuous "
+            "batching has no place; leave out continuous_batching"
+        )
+
+
+def _rename(manager, name: str):
+    """Let the server call its model ``name`` rather than by its path, in requests and in answers; the model."""
+    (loaded,) = manager.loaded_models.values()
+    manager.force_model, manager.loaded_models = name, {name: loaded}
+    manager.process_model_name = lambda given: given
+    return loaded
+
+
+async def _internal_error(request, error: Exception):
+    from fastapi.responses import JSONResponse
+
+    return JSONResponse({"error": {"message": f"{type(error).__name__}: {error}", "type": "server_error"}}, 500)
+
+
+def _check(model: str, continuous_batching: bool, attn_implementation: str | None):
+    from transformers.utils.import_utils import is_serve_available
+
+    if not is_serve_available():
+        raise RuntimeError("serving needs more packages; install them: pip install 'diff-transformer[serving]'")
+    folder = Path(model).expanduser()
+    if folder.exists() and not (folder / "config.json").exists():
+        raise FileNotFoundError(f"{model} has no config.json; give the folder of a saved model")
+    if folder.exists() and not (folder / "tokenizer_config.json").exists():
+        raise FileNotFoundError(f"{model} has no tokenizer; save one into the same folder (tokenizer.save_pretrained)")
+    if not folder.exists() and model.startswith(("/", ".", "~")):
+        raise FileNotFoundError(f"no model at {model}; give the folder of a saved model, or a name on the hub")
+    if continuous_batching and attn_implementation not in (None, "sdpa", "eager"):
+        raise ValueError(
+            f"continuous batching computes attention through a mask over a paged cache, which attn_implementation="
+            f"{attn_implementation!r} does not; accepted: 'sdpa', 'eager'"
+        )

@@ -1,0 +1,128 @@
+"""What the cells of a study say together: means over seeds, paired differences, tokens to an equal loss."""
+
+import json
+import re
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean, stdev
+
+from diff_transformer.compare.intervals import Interval, over_seeds, verdict
+
+Record = dict  # what a cell's result.json holds
+Cells = dict[str, dict[str, dict[int, Record]]]  # setting -> side -> seed -> record
+
+KEPT = {
+    "associative_recall": r"validation|ar_hit|others|ar_hit_share",
+    "needle": r"chance|n\d+_r\d+(_depth\d+)?",
+    "allocation": r"(answer|noise)(_depth\d+)?|best_head_answer",
+    "outliers": r"(logits|hidden)_(top\d+|median)",
+    "quantization": r"(accuracy|loss)_\d+bit(_change)?|chance",
+    "long_nll": r"nll\d+|books",
+    "many_shot": r"chance|shots\d+|(random|alternate)_(mean|best|worst|margin)",
+}
+
+
+@dataclass(frozen=True)
+class Measure:
+    """A number of a cell. ``better``: which way differential attention should differ by the paper; "" where it says
+    nothing. ``read`` gives None where a cell lacks the number."""
+
+    name: str
+    read: Callable[[Record], float | None]
+    better: str = ""
+
+
+@dataclass(frozen=True)
+class Row:
+    """A measure in one setting: mean over seeds of both sides, and their paired difference (side less baseline)."""
+
+    measure: str
+    baseline: float
+    side: float
+    difference: Interval
+    verdict: str
+    seeds: int
+
+
+def collect(out: Path) -> Cells:
+    """All finished cells below ``out``, as ``result.json`` has them but for metrics that no table shows."""
+    cells: Cells = {}
+    for path in sorted(out.rglob("result.json")):
+        side, _, seed = path.parent.name.rpartition("-seed")
+        setting = path.parent.parent.relative_to(out).as_posix()
+        cells.setdefault(setting, {}).setdefault(side, {})[int(seed)] = _kept(json.loads(path.read_text()))
+    return cells
+
+
+def _kept(record: Record) -> Record:
+    metrics = {
+        name: {key: _short(value) for key, value in values.items() if re.fullmatch(KEPT[name], key)}
+        for name, values in record["metrics"].items()
+        if name in KEPT
+    }
+    curves = {
+        name: {key: [_short(v) for v in values] for key, values in record[name].items()}
+        for name in ("validation", "training")
+    }
+    return {**record, "metrics": metrics, **curves}
+
+
+def _short(value: float) -> float:
+    return float(f"{value:.5g}")
+
+
+def metric(experiment: str, key: str, better: str = "", name: str | None = None) -> Measure:
+    """The metric ``key`` of ``experiment``."""
+    return Measure(name or f"{experiment} {key}", lambda record: record["metrics"].get(experiment, {}).get(key), better)
+
+
+def final_loss(better: str = "lower") -> Measure:
+    """The last validation loss of training, nats a token."""
+    return Measure("validation loss", lambda record: record["validation"]["loss"][-1], better)
+
+
+def paired_rows(
+    cells: Cells, setting: str, side: str, measures: Iterable[Measure], baseline: str = "softmax"
+) -> list[Row]:
+    """A row for each measure that both sides of ``setting`` have, over the seeds that both have."""
+    first, second = cells[setting].get(side, {}), cells[setting].get(baseline, {})
+    rows = []
+    for measure in measures:
+        pairs = [
+            (ours, theirs)
+            for seed in sorted(first.keys() & second.keys())
+            for ours, theirs in [(measure.read(first[seed]), measure.read(second[seed]))]
+            if ours is not None and theirs is not None
+        ]
+        if pairs:
+            interval = over_seeds([ours - theirs for ours, theirs in pairs])
+            said = verdict(interval, measure.better) if measure.better else ""
+            means = fmean(theirs for _, theirs in pairs), fmean(ours for ours, _ in pairs)
+            rows.append(Row(measure.name, *means, interval, said, len(pairs)))
+    return rows
+
+
+def spread(values: list[float]) -> tuple[float, float]:
+    """Mean and standard deviation over seeds (0 of a single one)."""
+    return fmean(values), stdev(values) if len(values) > 1 else 0.0
+
+
+def tokens_to_equal_loss(side: Record, baseline: Record) -> float | None:
+    """Tokens after which ``side`` has the baseline's final validation loss, as a share of the baseline's tokens.
+
+    Between two validations the loss is taken to be linear. None where ``side`` never gets there: its share is above 1.
+    Both runs end their learning-rate schedule at the same step, so the share is at most 1 (Figure 3b of the paper,
+    which reads it off one run as well, has .637).
+    """
+    goal = baseline["validation"]["loss"][-1]
+    steps, losses = side["validation"]["step"], side["validation"]["loss"]
+    for i, loss in enumerate(losses):
+        if loss <= goal:
+            if i == 0:
+                return 0.0
+            before = losses[i - 1]
+            part = (before - goal) / (before - loss)
+            step = steps[i - 1] + part * (steps[i] - steps[i - 1])
+            return step * side["tokens_per_step"] / (baseline["validation"]["step"][-1] * baseline["tokens_per_step"])
+    return None

@@ -1,0 +1,69 @@
+"""Being asked to stop: Ctrl-C by a person, SIGTERM by a scheduler that wants the machine back."""
+
+import signal
+import threading
+from collections.abc import Generator
+from contextlib import contextmanager
+
+
+class Interrupted(KeyboardInterrupt):
+    """The run was asked to stop and has saved its state. ``number`` is the signal that asked."""
+
+    def __init__(self, message: str = "", number: int = signal.SIGINT):
+        super().__init__(message)
+        self.number = number
+
+    @property
+    def exit_code(self) -> int:
+        """0 after SIGTERM, by which a scheduler knows that all is well; 130 after Ctrl-C, as in a shell."""
+        return 0 if self.number == signal.SIGTERM else 130
+
+
+class StopRequest:
+    """Whether someone asked to stop, and by which signal: asked between steps, ``if stop(): ...``."""
+
+    number: int | None = None
+
+    def __call__(self) -> bool:
+        return self.number is not None
+
+
+@contextmanager
+def stop_requests() -> Generator[StopRequest]:
+    """Turn Ctrl-C and SIGTERM into a question. A second Ctrl-C stops at once; a second SIGTERM changes nothing.
+
+    Outside the main thread signals cannot be caught, and the answer is always no.
+    """
+    stop = StopRequest()
+
+    def request(number, frame):
+        if stop() and number == signal.SIGINT:
+            raise KeyboardInterrupt
+        stop.number = stop.number or number
+
+    with _handlers(request, signal.SIGINT, signal.SIGTERM):
+        yield stop
+
+
+@contextmanager
+def sigterm_interrupts(message: str) -> Generator[None]:
+    """Let SIGTERM raise ``Interrupted(message)``, as Ctrl-C raises KeyboardInterrupt: for what saves as it goes."""
+
+    def interrupt(number, frame):
+        raise Interrupted(message, number)
+
+    with _handlers(interrupt, signal.SIGTERM):
+        yield
+
+
+@contextmanager
+def _handlers(handler, *numbers: signal.Signals) -> Generator[None]:
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    previous = {number: signal.signal(number, handler) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, before in previous.items():
+            signal.signal(number, before)

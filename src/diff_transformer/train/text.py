@@ -1,0 +1,145 @@
+"""The running text of a run: a corpus that is tokenised in memory, or prepared folders that stay on the disk."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from itertools import chain
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from diff_transformer.data.cache import fingerprint, kept_array
+from diff_transformer.data.corpora import WeightedCorpora
+from diff_transformer.data.corpus import load_corpus
+from diff_transformer.data.documents import Corpus, Document
+from diff_transformer.data.mixture import Source, apportion
+from diff_transformer.data.packing import PackedCorpus, pack_documents
+from diff_transformer.data.prepare.state import is_prepared
+from diff_transformer.data.prepared import LongDocuments, PreparedCorpus, decoded_corpus
+from diff_transformer.data.shards import Shards, load_prepared_tokenizer, read_manifest
+from diff_transformer.data.tokenizer import load_tokenizer, tokenizer_hash
+from diff_transformer.train.config import DataConfig
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+_TOKENS_COUNTED = 20_000_000
+
+
+@dataclass(frozen=True)
+class Text:
+    """``corpus``: documents as text, of prepared folders the first ones; ``source``: rows to train on; ``parts`` and
+    ``held_out``: the training rows and the held-out rows of each corpus by name, with its weight in ``weights``."""
+
+    corpus: Corpus
+    tokenizer: PreTrainedTokenizerFast
+    source: Source
+    parts: dict[str, PackedCorpus]
+    held_out: dict[str, PackedCorpus]
+    weights: dict[str, float] = field(default_factory=dict)
+
+    def validation_rows(self, count: int) -> np.ndarray:
+        """At most ``count`` held-out windows, spread evenly over each corpus: int64 [rows, length]."""
+        rows = []
+        for name, share in apportion(self.weights, count).items():
+            packed = self.held_out[name]
+            share = min(share, packed.num_windows)
+            rows += [packed.rows(packed.num_windows * i // share, 1)[0] for i in range(share)]
+        return np.concatenate(rows)
+
+    def tokens(self, limit: int = _TOKENS_COUNTED) -> np.ndarray:
+        """Training tokens to count n-grams in: all of a corpus in memory; of prepared folders the first ``limit``,
+        shared out by weight. [N]"""
+        if all(isinstance(packed.tokens, np.ndarray) for packed in self.parts.values()):
+            return np.concatenate([np.asarray(packed.tokens) for packed in self.parts.values()])
+        shares = apportion(self.weights, limit)
+        return np.concatenate([packed.tokens[: shares[name]] for name, packed in self.parts.items()])
+
+
+def load_text(
+    data: DataConfig, seed: int, make_tokenizer: Callable[[Corpus], PreTrainedTokenizerFast], vocab_size: int
+) -> Text:
+    """What ``data.corpus`` or ``data.corpora`` names.
+
+    Raises:
+        ValueError, FileNotFoundError: for text or a tokenizer that cannot be had, or folders and settings that do not
+            fit together.
+    """
+    folders = data.corpora or ({data.corpus: 1.0} if is_prepared(data.corpus) else {})
+    if folders:
+        return _prepared(data, folders, seed, vocab_size)
+    if data.upsample_length:
+        raise ValueError(
+            f"data.upsample_length needs a prepared folder, and data.corpus is {data.corpus!r}; make one with "
+            f"`diff-transformer prepare {data.corpus} --out FOLDER`"
+        )
+    corpus = load_corpus(data.corpus, max_bytes=data.max_bytes)
+    tokenizer = make_tokenizer(corpus)
+    packed = PackedCorpus(_tokens(corpus.train, tokenizer), data.length, seed=seed)
+    held_out = PackedCorpus(_tokens(corpus.validation, tokenizer), data.length, shuffle=False)
+    name = data.corpus
+    return Text(corpus, tokenizer, packed, {name: packed}, {name: held_out}, {name: 1.0})
+
+
+def _tokens(documents: list[Document], tokenizer: PreTrainedTokenizerFast) -> np.ndarray:
+    key = fingerprint((document.text for document in documents), "tokens", tokenizer_hash(tokenizer))
+    return kept_array(key, lambda: pack_documents(documents, tokenizer))
+
+
+def _prepared(data: DataConfig, folders: dict[str, float], seed: int, vocab_size: int) -> Text:
+    if data.max_bytes is not None:
+        raise ValueError(
+            f"data.max_bytes is {data.max_bytes}, and prepared folders are read as a whole; set data.max_bytes=null"
+        )
+    tokenizer = _one_tokenizer(data, list(folders), vocab_size)
+    parts, held_out = {}, {}
+    for name in folders:
+        shards, validation = Shards(name, "train"), Shards(name, "validation")
+        if len(validation) < data.length:
+            raise ValueError(
+                f"the validation side of {name} has {len(validation)} tokens, less than one row of {data.length}; "
+                "prepare with a larger --validation, or set a smaller data.length"
+            )
+        held_out[name] = PackedCorpus(validation, data.length, shuffle=False)
+        if data.upsample_length:
+            parts[name] = LongDocuments(
+                shards, data.length, threshold=data.upsample_length, factor=data.upsample_factor, seed=seed
+            )
+        else:
+            parts[name] = PreparedCorpus(shards, data.length, seed=seed)
+    source = next(iter(parts.values())) if len(parts) == 1 else WeightedCorpora(parts, folders, seed)
+    decoded = [decoded_corpus(name) for name in folders]
+    corpus = Corpus(
+        ", ".join(folders),
+        list(chain.from_iterable(part.train for part in decoded)),
+        list(chain.from_iterable(part.validation for part in decoded)),
+        "as prepared",
+    )
+    return Text(corpus, tokenizer, source, parts, held_out, dict(folders))
+
+
+def _one_tokenizer(data: DataConfig, folders: list[str], vocab_size: int) -> PreTrainedTokenizerFast:
+    """The tokenizer of all the folders, which must be the one that ``data.tokenizer`` names unless that is "bpe"."""
+    hashes = {name: read_manifest(name)["tokenizer"]["hash"] for name in folders}
+    if len(set(hashes.values())) > 1:
+        listed = ", ".join(f"{name} ({found})" for name, found in hashes.items())
+        raise ValueError(
+            f"the folders were prepared with different tokenizers: {listed}; prepare all with one, say "
+            f"`--tokenizer {folders[0]}/tokenizer`"
+        )
+    tokenizer = load_prepared_tokenizer(folders[0])
+    if data.tokenizer != "bpe":
+        asked = tokenizer_hash(load_tokenizer(data.tokenizer))
+        if asked != hashes[folders[0]]:
+            raise ValueError(
+                f"data.tokenizer {data.tokenizer!r} has hash {asked}, {folders[0]} was prepared with a tokenizer of "
+                f"hash {hashes[folders[0]]}; leave data.tokenizer at 'bpe' to use the folder's own, or prepare again"
+            )
+    size = read_manifest(folders[0])["tokenizer"]["size"]
+    if size > vocab_size:
+        raise ValueError(
+            f"the tokenizer of {folders[0]} has {size} tokens, model.vocab_size is {vocab_size}; set model.vocab_size "
+            f"to at least {size}"
+        )
+    return tokenizer

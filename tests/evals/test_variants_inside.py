@@ -1,0 +1,120 @@
+"""Experiments that look into attention, on a small model of every variant."""
+
+import pytest
+import torch
+
+from diff_transformer import DiffTransformerForCausalLM
+from diff_transformer.data.multiple_choice import MultipleChoiceItem
+from diff_transformer.data.tokenizer import byte_tokenizer
+from diff_transformer.evals import inside
+from diff_transformer.evals.gradient_flow import attention_weights, evaluate_gradient_flow
+from diff_transformer.evals.inside import changed_logits, tapped_attention
+from diff_transformer.evals.likelihood import continuation_logprobs
+from diff_transformer.evals.lm import CausalLM
+from diff_transformer.evals.outliers import evaluate_outliers
+from diff_transformer.evals.quantization import evaluate_quantization
+from diff_transformer.model.matching import VARIANTS, variant
+from diff_transformer.model.presets import preset
+
+KINDS = pytest.mark.parametrize("kind", VARIANTS)
+
+
+def make(kind):
+    torch.manual_seed(0)
+    return DiffTransformerForCausalLM(variant(preset("debug", embedding_initializer_range=1.0), kind)).eval()
+
+
+def tokens(rows=2, length=20):
+    return torch.randint(0, 512, (rows, length), generator=torch.Generator().manual_seed(1))
+
+
+class NoPrefix:
+    bos_token_id = None
+
+
+@KINDS
+def test_the_map_that_a_tap_sees_is_the_models_own(kind):
+    model, ids, seen = make(kind), tokens(), []
+
+    def tap(call):
+        whole = call.attention()
+        parts = torch.cat([call.attention(rows) for rows in call.blocks(300)], dim=2)
+        torch.testing.assert_close(parts, whole, atol=1e-6, rtol=1e-5)
+        seen.append(whole)
+
+    with torch.no_grad(), tapped_attention(model, tap):
+        out = model(ids, output_attentions=True)
+    for ours, theirs in zip(seen, out.attentions, strict=True):
+        torch.testing.assert_close(ours, theirs, atol=1e-6, rtol=1e-5)
+
+
+@KINDS
+def test_unchanged_logits_change_nothing(kind, monkeypatch):
+    """In blocks of few queries, whole and read in two pieces: the cached state of DINT goes on."""
+    model, ids = make(kind), tokens()
+    monkeypatch.setattr(inside.AttentionCall.blocks, "__defaults__", (300,))
+    expected = model(ids).logits
+    with torch.no_grad(), changed_logits(model, lambda call: lambda logits, allowed: logits):
+        torch.testing.assert_close(model(ids).logits, expected, atol=2e-5, rtol=1e-5)
+        first = model(ids[:, :13], use_cache=True)
+        second = model(ids[:, 13:], past_key_values=first.past_key_values, use_cache=True)
+    torch.testing.assert_close(torch.cat((first.logits, second.logits), 1), expected, atol=2e-5, rtol=1e-5)
+    with torch.no_grad(), changed_logits(model, lambda call: lambda logits, allowed: tuple(5 * x for x in logits)):
+        assert (model(ids).logits - expected).abs().max() > 1e-3
+
+
+@KINDS
+def test_the_last_row_of_attention(kind, monkeypatch):
+    monkeypatch.setattr("diff_transformer.evals.lm.CHUNK", 7)
+    model, ids = make(kind), tokens(1)
+    rows = CausalLM(model, NoPrefix(), kind).last_row_attention(ids)
+    maps = model(ids, output_attentions=True).attentions
+    for row, whole in zip(rows, maps, strict=True):
+        torch.testing.assert_close(row, whole[0, :, -1], atol=1e-6, rtol=1e-5)
+
+
+def test_a_map_of_dint_needs_the_whole_sequence():
+    model, ids = make("dint"), tokens(1)
+    cache = model(ids[:, :9], use_cache=True).past_key_values
+    with (
+        pytest.raises(ValueError, match="give the whole sequence in one call"),
+        tapped_attention(model, lambda call: call.attention()),
+    ):
+        model(ids[:, 9:], past_key_values=cache)
+
+
+@KINDS
+def test_outliers_and_gradients(kind):
+    model, ids = make(kind), tokens()
+    lm = CausalLM(model, NoPrefix(), kind)
+    largest = evaluate_outliers(lm, ids).metrics
+    assert largest["logits_top1"] >= largest["logits_top2"] > 0
+    flow = evaluate_gradient_flow(lm, ids, trials=1).metrics
+    assert flow["model_q"] > 0
+    assert flow["init_ratio_v"] > 0
+    assert ("model_lambda" in flow) == (kind not in ("softmax", "fixed_lambda"))
+    assert ("model_k2" in flow) == (kind not in ("softmax", "diff_v2"))
+
+
+def test_which_heads_make_which_map():
+    weights = attention_weights(make("grouped_diff"))[0]
+    assert {kind: part[0].heads for kind, part in weights.items() if kind[1:] in ("1", "2")} == {
+        "q1": (0, 1, 2), "q2": (3,), "k1": (0,), "k2": (1,)}  # fmt: skip
+    weights = attention_weights(make("diff_v2"))[0]
+    assert weights["q2"][0].heads == (1, 3, 5, 7)
+
+
+@KINDS
+def test_quantised_logits_and_likelihoods(kind):
+    """Contexts are read once and their cache, with DINT's state, is copied for the endings."""
+    lm = CausalLM(make(kind), byte_tokenizer(), kind)
+    tasks = [MultipleChoiceItem("The cat sat on", (" the mat.", " a dog", " blue"), 0)] * 2
+    metrics = evaluate_quantization(lm, tasks, tokens(2, 40) % 256, bits=(16, 4)).metrics
+    plain = lm.token_losses(tokens(2, 40) % 256).mean().item()
+    assert metrics["loss_16bit"] == pytest.approx(plain, abs=2e-3)
+    prompt, endings = [1, 2, 3, 4, 5, 6, 7], [[8, 9], [10, 11, 12]]
+    found = continuation_logprobs(lm, [prompt], [endings])[0]
+    for ending, value in zip(endings, found, strict=True):
+        whole = lm.model(torch.tensor([prompt + ending])).logits.log_softmax(-1)[0]
+        expected = sum(whole[len(prompt) - 1 + i, token] for i, token in enumerate(ending))
+        assert float(value) == pytest.approx(expected.item(), abs=1e-3)

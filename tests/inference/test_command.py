@@ -1,0 +1,131 @@
+"""``diff-transformer generate`` and ``export``: what they print, and that what is wrong is said in words."""
+
+import json
+from functools import partial
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from diff_transformer import DiffTransformerForCausalLM
+from diff_transformer.cli import app
+from diff_transformer.data.tokenizer import byte_tokenizer
+from diff_transformer.inference import command
+from diff_transformer.inference.command import run_generate
+from diff_transformer.inference.generation import Settings
+from diff_transformer.model.loading import load_model
+from diff_transformer.model.presets import preset
+
+
+def save(folder, seed=0, **fields):
+    torch.manual_seed(seed)
+    config = preset("debug", vocab_size=258, embedding_initializer_range=1.0, tie_word_embeddings=False, **fields)
+    DiffTransformerForCausalLM(config).save_pretrained(folder)
+    byte_tokenizer().save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return save(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def assistant(tmp_path_factory):
+    return save(tmp_path_factory.mktemp("assistant"), seed=1, num_hidden_layers=1)
+
+
+@pytest.fixture
+def run():
+    return partial(CliRunner().invoke, app, catch_exceptions=False)
+
+
+def test_text_is_written_as_it_comes(model):
+    """Each piece is written before the model computes the next: the calls alternate."""
+    events, loaded = [], load_model
+
+    def watched(*arguments, **options):
+        found, tokenizer = loaded(*arguments, **options)
+        found.model.register_forward_hook(lambda *_: events.append("pass"))
+        return found, tokenizer
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(command, "load_model", watched)
+        run_generate(model, "hello", Settings(20), write=events.append)
+    written = [event for event in events if event != "pass"]
+    assert written[0].startswith("hello")
+    assert written[-1] == "\n"
+    assert len(written) > 5
+    first = events.index(written[0])
+    assert events[:first].count("pass") < events.count("pass") - 5
+
+
+def test_every_way_prints_the_same_text(run, model, assistant):
+    plain = run(["generate", model, "hello", "--max-new-tokens", "12"])
+    assert plain.exit_code == 0
+    assert plain.stdout.startswith("hello")
+    common = ["--max-new-tokens", "12"]
+    assert run(["generate", model, "-", *common], input="hello\n").stdout == plain.stdout
+    assert run(["generate", model, "hello", "--prefill-chunk", "2", *common]).stdout == plain.stdout
+    assert run(["generate", model, "hello", "--assistant", assistant, *common]).stdout == plain.stdout
+    assert run(["generate", model, "hello", "--lookup", "2", *common]).stdout == plain.stdout
+    drawn = ["generate", model, "hello", "--temperature", "3", "--top-p", "0.95", *common]
+    assert run([*drawn, "--seed", "1"]).stdout == run([*drawn, "--seed", "1"]).stdout != plain.stdout
+
+
+def test_a_file_of_prompts_gives_json_lines(run, model, tmp_path):
+    prompts = ["one", "a second, longer one", "thrée"]
+    (tmp_path / "prompts.txt").write_text("\n".join(prompts) + "\n\n", encoding="utf-8")
+    out = run(
+        ["generate", model, "--prompts", str(tmp_path / "prompts.txt"), "--max-new-tokens", "6", "--batch-size", "2"]
+    )
+    rows = [json.loads(line) for line in out.stdout.splitlines()]
+    assert [row["prompt"] for row in rows] == prompts
+    alone = run(["generate", model, prompts[2], "--max-new-tokens", "6"])
+    assert alone.stdout == prompts[2] + rows[2]["text"] + "\n"
+
+
+def test_dtype_and_weights(run, model):
+    pytest.importorskip("torchao", reason="the extra `inference` is not installed")
+    for options in (["--dtype", "bfloat16"], ["--weights", "int8"], ["--dtype", "bfloat16", "--weights", "int8"]):
+        out = run(["generate", model, "hello", "--max-new-tokens", "4", *options])
+        assert out.exit_code == 0
+        assert out.stdout.startswith("hello")
+
+
+def test_a_preset_says_that_it_is_untrained(run):
+    out = run(["generate", "debug", "hello", "--max-new-tokens", "3"])
+    assert out.exit_code == 0
+    assert "debug is a preset: an untrained model" in out.stderr
+    assert out.stdout.startswith("hello")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        (["hello", "--max-new-tokens", "0"], ValueError, "max_new_tokens is 0; it must be positive"),
+        (["hello", "--max-new-tokens", "500"], ValueError, "more than the 128 positions"),
+        (["hello", "--temperature", "-1"], ValueError, "temperature is -1.0"),
+        (["hello", "--seed", "1"], ValueError, "give a temperature above 0"),
+        (["hello", "--dtype", "half"], ValueError, "dtype is 'half'; give float32"),
+        (["hello", "--weights", "int4"], ValueError, "weights are 'int4'; give int8"),
+        (["hello", "--assistant", "/nowhere/m"], FileNotFoundError, "no model at /nowhere/m"),
+        (["hello", "--assistant", "demo"], ValueError, "the assistant has 2048 tokens and the model 512"),
+        (["hello", "--compile", "--lookup", "2"], ValueError, "leave one of them out"),
+        ([], ValueError, "give one of a prompt"),
+        (["hello", "--prompts", "x"], ValueError, "give one of a prompt"),
+        (["--prompts", "/nowhere.txt"], FileNotFoundError, "/nowhere.txt is not a file"),
+        (["hello", "--batch-size", "0"], ValueError, "batch_size is 0"),
+    ],
+)
+def test_what_is_wrong_is_said(run, arguments, error, message):
+    with pytest.raises(error, match=message):
+        run(["generate", "debug", *arguments])
+
+
+def test_export_writes_a_folder_and_no_other(run, model, tmp_path):
+    out = run(["export", model, "--out", str(tmp_path / "exported")])
+    assert out.exit_code == 0
+    assert (tmp_path / "exported" / "modeling_diff_transformer.py").exists()
+    with pytest.raises(FileExistsError, match="not an empty folder"):
+        run(["export", model, "--out", str(tmp_path / "exported")])

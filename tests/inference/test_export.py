@@ -1,0 +1,116 @@
+"""An exported checkpoint gives the same numbers where the package is absent, whatever the model consists of by then."""
+
+import ast
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from diff_transformer import DiffTransformerForCausalLM
+from diff_transformer.data.tokenizer import byte_tokenizer
+from diff_transformer.inference.export import export
+from diff_transformer.inference.export.flatten import _relative, flatten
+from diff_transformer.model.config import ATTENTIONS
+from diff_transformer.model.presets import preset
+
+CASES = {
+    **{attention: {"attention": attention} for attention in ATTENTIONS},
+    "grouped keys and a window": {"num_key_value_heads": 2, "sliding_window": 6},
+    "no weight in the head norm": {"head_norm": "no_weight", "tie_word_embeddings": False},
+}
+
+
+def save(folder: Path, **fields) -> DiffTransformerForCausalLM:
+    torch.manual_seed(0)
+    config = preset("debug", vocab_size=258, embedding_initializer_range=1.0, **fields)
+    model = DiffTransformerForCausalLM(config).eval()
+    model.save_pretrained(folder)
+    byte_tokenizer().save_pretrained(folder)
+    return model
+
+
+@pytest.fixture(scope="module")
+def exported(tmp_path_factory):
+    """Models by case, each with the folder of its export, all loaded in one process that lacks the package."""
+    root = tmp_path_factory.mktemp("export")
+    models = {case: save(root / str(i), **fields) for i, (case, fields) in enumerate(CASES.items())}
+    folders = {case: root / f"exported{i}" for i, case in enumerate(CASES)}
+    for i, folder in enumerate(folders.values()):
+        export(str(root / str(i)), folder)
+    done = subprocess.run(
+        [sys.executable, Path(__file__).with_name("load_exported.py"), *folders.values()],
+        env={**os.environ, "HF_MODULES_CACHE": str(root / "modules")}, capture_output=True, text=True, timeout=280,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return {case: (models[case], folders[case]) for case in CASES}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_same_numbers_without_the_package(exported, case):
+    model, folder = exported[case]
+    outputs = torch.load(folder / "outputs.pt", weights_only=True)
+    ids = torch.tensor([list(b"some text, and more")])
+    torch.testing.assert_close(outputs["logits"], model(ids).logits, atol=1e-5, rtol=1e-5)
+    expected = model.generate(ids, max_new_tokens=12, do_sample=False, pad_token_id=0, eos_token_id=None)
+    assert torch.equal(outputs["tokens"], expected)
+    assert torch.equal(outputs["static"], expected)
+    model.train()(ids, labels=ids).loss.backward()
+    torch.testing.assert_close(outputs["gradient"], next(iter(model.parameters())).grad, atol=1e-5, rtol=1e-4)
+    model.eval()
+
+
+def test_where_the_package_is_installed_its_own_class_loads_the_folder(exported):
+    model, folder = exported["diff"]
+    loaded = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True).eval()
+    assert type(loaded) is DiffTransformerForCausalLM
+    ids = torch.tensor([list(b"some text")])
+    assert torch.equal(loaded(ids).logits, model(ids).logits)
+
+
+def test_the_folder_has_safetensors_and_no_pickle(exported):
+    _, folder = exported["diff"]
+    written = {path.name for path in folder.iterdir()} - {"outputs.pt"}
+    assert {path.rpartition(".")[2] for path in written} == {"safetensors", "json", "py"}
+    assert json.loads((folder / "config.json").read_text())["auto_map"]["AutoModelForCausalLM"].startswith("modeling_")
+
+
+def test_no_exported_file_imports_the_package():
+    files = flatten()
+    for name, text in files.items():
+        for node in ast.walk(ast.parse(text, name)):
+            if isinstance(node, ast.ImportFrom):
+                assert (node.module or "").split(".")[0] != "diff_transformer", (name, node.lineno)
+                assert not node.level or node.module is None or f"{node.module}.py" in files, (name, node.module)
+    assert "register(DiffTransformerConfig" not in files["modeling_diff_transformer.py"]
+
+
+def test_what_cannot_be_exported_is_refused():
+    with pytest.raises(ValueError, match="line 1: write `from diff_transformer"):
+        _relative("diff_transformer.model.new", "import diff_transformer.ops.sdpa\n")
+    with pytest.raises(ValueError, match="line 2 imports relatively"):
+        _relative("diff_transformer.model.new", "x = 1\nfrom .heads import pair_heads\n")
+    text, needed = _relative(
+        "m", "def f():\n    from diff_transformer.model.heads import (\n        pair_heads,\n    )\n"
+    )
+    assert "    from .heads import pair_heads\n" in text
+    assert needed == ["diff_transformer.model.heads"]
+
+
+def test_a_folder_in_use_and_another_architecture_are_refused(tmp_path):
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "notes.txt").write_text("mine")
+    with pytest.raises(FileExistsError, match="not an empty folder"):
+        export("debug", tmp_path / "full")
+    sizes = {"vocab_size": 258, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
+    LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=2)).save_pretrained(tmp_path / "llama")
+    byte_tokenizer().save_pretrained(tmp_path / "llama")
+    with pytest.raises(ValueError, match="is a llama model"):
+        export(str(tmp_path / "llama"), tmp_path / "out")
+    assert not (tmp_path / "out").exists()

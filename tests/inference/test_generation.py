@@ -1,0 +1,267 @@
+"""Generation in every form gives the tokens of the plain one: chunks, batches, caches, assistants, streams."""
+
+from functools import partial
+
+import pytest
+import torch
+from transformers import DynamicCache, StaticCache
+
+from diff_transformer import DiffTransformerForCausalLM, diff_attention_decode
+from diff_transformer.data.tokenizer import byte_tokenizer
+from diff_transformer.inference.generation import Settings, generate, left_padded
+from diff_transformer.model import cores
+from diff_transformer.model.config import ATTENTIONS
+from diff_transformer.model.presets import preset
+
+KINDS = pytest.mark.parametrize("attention", ATTENTIONS)
+WINDOWS = pytest.mark.parametrize(  # the running mean of "dint" excludes a window
+    ("attention", "window"),
+    [(kind, window) for kind in ATTENTIONS for window in (None, 6) if (kind, window) != ("dint", 6)],
+)
+PLAIN = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+PROMPTS = ["a", "some longer text", "of three", "the longest of all of these prompts"]
+
+
+def make(attention="diff", seed=0, **fields):
+    torch.manual_seed(seed)
+    fields = {
+        "embedding_initializer_range": 1.0,
+        "output_initializer_range": 0.1,
+        "tie_word_embeddings": False,
+        **fields,
+    }
+    return DiffTransformerForCausalLM(preset("debug", attention=attention, vocab_size=258, **fields)).eval()
+
+
+def tokens(rows=2, length=20):
+    return torch.randint(0, 256, (rows, length), generator=torch.Generator().manual_seed(1))
+
+
+def ragged():
+    ids = [list(prompt.encode()) for prompt in PROMPTS]
+    return (*left_padded(ids, 257, "cpu"), ids)
+
+
+def logits_of(out):
+    return torch.stack(out.logits, 1)
+
+
+PREFILLS = [
+    ("dynamic", 1, False),
+    ("dynamic", 7, True),
+    ("static", 7, False),
+    ("static", 64, True),
+]
+
+
+@WINDOWS
+@pytest.mark.parametrize(("cache", "chunk", "padded"), PREFILLS)
+def test_prefill_in_chunks_is_prefill(attention, window, padded, cache, chunk):
+    model = make(attention, sliding_window=window, num_key_value_heads=2)
+    inputs, mask, _ = ragged()
+    if not padded:
+        mask = torch.ones_like(mask)
+    options = {"max_new_tokens": 3, "output_logits": True, "return_dict_in_generate": True, **PLAIN}
+    whole = model.generate(inputs, attention_mask=mask, **options)
+    parts = model.generate(
+        inputs, attention_mask=mask, prefill_chunk_size=chunk, cache_implementation=cache, disable_compile=True,
+        **options,
+    )  # fmt: skip
+    assert torch.equal(parts.sequences, whole.sequences)
+    torch.testing.assert_close(logits_of(parts), logits_of(whole), atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("attention", ["diff", "softmax"])
+def test_prefill_in_chunks_with_values_of_another_width(attention):
+    model, ids = make(attention, value_head_dim=12), tokens(2, 9)
+    whole = model.generate(ids, max_new_tokens=5, **PLAIN)
+    static = {"cache_implementation": "static", "disable_compile": True, "prefill_chunk_size": 4}
+    assert torch.equal(model.generate(ids, max_new_tokens=5, **static, **PLAIN), whole)
+
+
+@KINDS
+@pytest.mark.parametrize("cache", ["dynamic", "static"])
+@pytest.mark.parametrize("decoding_operator", [False, True])
+def test_a_ragged_batch_is_its_prompts_one_by_one(attention, cache, decoding_operator, monkeypatch):
+    if decoding_operator:
+        used = []
+
+        def decode(*tensors, is_causal, **options):
+            used.append(tensors[0].shape[2])
+            if is_causal:
+                return diff_attention_decode(*tensors, **options)
+            return whole(*tensors, is_causal=False, **options)
+
+        whole = cores.diff_attention
+        monkeypatch.setattr(cores, "diff_attention", decode)
+    model = make(attention, num_key_value_heads=2)
+    inputs, mask, ids = ragged()
+    options = {"max_new_tokens": 8, "output_logits": True, "return_dict_in_generate": True, "disable_compile": True}
+    together = model.generate(inputs, attention_mask=mask, cache_implementation=cache, **options, **PLAIN)
+    for row, prompt in enumerate(ids):
+        alone = model.generate(torch.tensor([prompt]), **options, **PLAIN)
+        assert torch.equal(together.sequences[row, inputs.shape[1] :], alone.sequences[0, len(prompt) :])
+        torch.testing.assert_close(logits_of(together)[row], logits_of(alone)[0], atol=1e-4, rtol=1e-4)
+    if decoding_operator and attention in ("diff", "grouped_diff", "diff_v2"):
+        assert 1 in used
+
+
+@pytest.mark.parametrize("attention", ["diff", "grouped_diff"])
+def test_the_decoding_operator_takes_a_ragged_cache_by_lengths(attention):
+    """A batch whose prompts lie at the left of one static cache: each row's length instead of a mask."""
+    x = cores_inputs()
+    lengths = torch.tensor([3, 11, 16])
+    together = diff_attention_decode(*x, lengths=lengths)
+    for row, used in enumerate(lengths.tolist()):
+        q1, q2, k1, k2, v, lam = (part[row : row + 1] for part in x)
+        alone = diff_attention_decode(q1, q2, k1[:, :, :used], k2[:, :, :used], v[:, :, :used], lam)
+        torch.testing.assert_close(together[row : row + 1], alone, atol=1e-5, rtol=1e-5)
+
+
+def cores_inputs():
+    from diff_transformer.testing import make_inputs
+
+    return make_inputs(B=3, T=1, S=16, requires_grad=False)
+
+
+@WINDOWS
+def test_an_assistant_changes_no_token(attention, window):
+    """The assistant agrees on some tokens and not on others, so that the cache is cut back; so does prompt lookup."""
+    model = make(attention, sliding_window=window)
+    ids = tokens(1, 12)
+    plain = model.generate(ids, max_new_tokens=24, **PLAIN)
+    for kind in ("diff", "softmax"):
+        assistant = make(kind, seed=1, num_hidden_layers=1)
+        shared = {k: v for k, v in model.state_dict().items() if k in assistant.state_dict() and "layers" not in k}
+        assistant.load_state_dict(shared, strict=False)
+        assert torch.equal(model.generate(ids, max_new_tokens=24, assistant_model=assistant, **PLAIN), plain)
+    repetitive = ids[:, :4].repeat(1, 5)
+    expected = model.generate(repetitive, max_new_tokens=16, **PLAIN)
+    guessed = model.generate(repetitive, max_new_tokens=16, prompt_lookup_num_tokens=3, **PLAIN)
+    assert torch.equal(guessed, expected)
+
+
+def test_an_assistant_that_knows_all_saves_passes_of_the_model():
+    model, ids = make(), tokens(1, 12)
+    calls = []
+    model.model.register_forward_hook(lambda *_: calls.append(1))
+    model.generate(ids, max_new_tokens=20, **PLAIN)
+    plain = len(calls)
+    twin = make()
+    twin.generation_config.num_assistant_tokens = 5
+    twin.generation_config.assistant_confidence_threshold = 0.0
+    calls.clear()
+    model.generate(ids, max_new_tokens=20, assistant_model=twin, **PLAIN)
+    assert plain == 20
+    assert len(calls) <= 5
+
+
+@WINDOWS
+def test_a_cache_cut_back_is_the_shorter_cache(attention, window):
+    model, ids = make(attention, sliding_window=window), tokens(1, 20)
+    cache = DynamicCache(config=model.config)
+    cache.activate_past_recording()
+    model(ids[:, :14], past_key_values=cache, use_cache=True)
+    cache.crop(-4)
+    again = model(ids[:, 10:], past_key_values=cache, use_cache=True).logits
+    torch.testing.assert_close(again, model(ids).logits[:, 10:], atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("attention", [kind for kind in ATTENTIONS if kind != "dint"])
+def test_a_cache_laid_out_early_is_written_in_place(attention):
+    """Keys and values get the shape that the configuration tells transformers; nothing of that size is made later.
+
+    (transformers never lays out the cache of "dint" early.)
+    """
+    model, ids = make(attention, num_key_value_heads=2), tokens(2, 6)
+    cache = StaticCache(config=model.config, max_cache_len=16)
+    cache.early_initialization(2, 2, model.config.head_dim, torch.float32, torch.device("cpu"))
+    laid_out = [(layer.keys, layer.values) for layer in cache.layers]
+    held = {x.untyped_storage().data_ptr() for pair in laid_out for x in pair}
+    seen = []
+    for layer in model.model.layers:
+        attend = layer.self_attn.core.forward
+
+        def spy(q, k, v, *rest, attend=attend, **options):
+            seen.extend((k, v))
+            return attend(q, k, v, *rest, **options)
+
+        layer.self_attn.core.forward = spy
+    first = model(ids, past_key_values=cache, use_cache=True).logits
+    torch.testing.assert_close(first, model(ids, use_cache=False).logits, atol=1e-5, rtol=1e-5)
+    cached = seen[: 2 * len(cache.layers)]
+    assert {x.untyped_storage().data_ptr() for x in cached} == held
+    assert [(layer.keys.shape, layer.values.shape) for layer in cache.layers] == [
+        (k.shape, v.shape) for k, v in laid_out
+    ]
+
+
+@pytest.mark.parametrize("attention", ["diff", "softmax"])
+def test_streaming_gives_the_text_piece_by_piece(attention):
+    model, tokenizer, pieces = make(attention), byte_tokenizer(), []
+    model.generation_config.eos_token_id = None
+    (text,) = generate(model, tokenizer, ["wörld 😀"], Settings(40), on_text=pieces.append)
+    assert "".join(pieces) == text
+    assert len(pieces) > 5
+    assert generate(model, tokenizer, ["wörld 😀"], Settings(40)) == [text]
+
+
+def test_a_character_streams_only_when_it_is_whole():
+    from diff_transformer.inference.generation import TextPieces
+
+    pieces = []
+    streamer = TextPieces(byte_tokenizer(), pieces.append)
+    streamer.put(torch.tensor([list(b"prompt")]))
+    for byte in "é 😀!".encode():
+        streamer.put(torch.tensor([byte]))
+    streamer.put(torch.tensor([*"ü".encode(), 0xC3]))
+    streamer.end()
+    assert pieces == ["é", " ", "😀", "!", "ü", "�"]
+
+
+def test_generate_takes_batches_chunks_assistants_and_guesses():
+    model, tokenizer = make(), byte_tokenizer()
+    run = partial(generate, model, tokenizer)
+    alone = [run([prompt], Settings(8))[0] for prompt in PROMPTS]
+    assert run(PROMPTS, Settings(8)) == alone
+    assert run(PROMPTS, Settings(8, prefill_chunk=3)) == alone
+    assert run(PROMPTS[1:2], Settings(8), assistant=make("softmax", num_hidden_layers=1)) == alone[1:2]
+    assert run(PROMPTS[1:2], Settings(8, lookup=2)) == alone[1:2]
+    drawn = run(PROMPTS[:1], Settings(30, temperature=2.0, top_p=0.9, seed=1))
+    state = torch.get_rng_state()
+    assert run(PROMPTS[:1], Settings(30, temperature=2.0, top_p=0.9, seed=1)) == drawn
+    assert torch.equal(torch.get_rng_state(), state)
+    assert run(PROMPTS[:1], Settings(30, temperature=2.0, seed=2)) != drawn
+    assert len(run([""], Settings(4))) == 1
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"max_new_tokens": 0}, "max_new_tokens is 0; it must be positive"),
+        ({"prefill_chunk": -1}, "prefill_chunk is -1"),
+        ({"temperature": -1.0}, "temperature is -1.0; give 0"),
+        ({"temperature": 1.0, "top_p": 0.0}, "top_p is 0.0; give more than 0"),
+        ({"seed": 3}, "temperature is 0; give a temperature above 0"),
+        ({"compiled": True, "lookup": 2}, "leave one of them out"),
+    ],
+)
+def test_settings_out_of_range_are_refused(options, message):
+    with pytest.raises(ValueError, match=message):
+        Settings(**options)
+
+
+def test_requests_that_cannot_be_met_are_refused():
+    model, tokenizer = make(), byte_tokenizer()
+    with pytest.raises(ValueError, match="there is no prompt"):
+        generate(model, tokenizer, [])
+    with pytest.raises(ValueError, match="up to 135 tokens, more than the 128 positions"):
+        generate(model, tokenizer, ["x" * 100], Settings(35))
+    with pytest.raises(ValueError, match="2 prompts cannot stream"):
+        generate(model, tokenizer, ["a", "b"], on_text=print)
+    with pytest.raises(ValueError, match="one prompt at a time, not 2"):
+        generate(model, tokenizer, ["a", "b"], Settings(lookup=2))
+    with pytest.raises(ValueError, match="the assistant has 300 tokens and the model 258"):
+        generate(model, tokenizer, ["a"], assistant=DiffTransformerForCausalLM(preset("debug", vocab_size=300)))
+    with pytest.raises(ValueError, match="an assistant and compiled exclude"):
+        generate(model, tokenizer, ["a"], Settings(compiled=True), assistant=model)

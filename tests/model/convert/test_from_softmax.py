@@ -1,0 +1,265 @@
+"""A softmax Transformer as a DIFF Transformer: the same logits, and gradients for all that is new."""
+
+import copy
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+
+from diff_transformer import DiffTransformerForCausalLM
+from diff_transformer.model.convert import convert_folder, softmax_to_diff, to_llama
+from diff_transformer.model.lambdas import LearnedLambda
+from diff_transformer.testing import assert_within_budget
+
+WAYS = {"diff": {}, "diff .2": {"lambda_init": 0.2}, "diff .8": {"lambda_init": 0.8}, "diff_v2": {}}
+SOURCES = {"all heads": {}, "grouped keys": {"num_key_value_heads": 2}, "one key head": {"num_key_value_heads": 1},
+           "window": {"sliding_window": 5}, "tied": {"tie_word_embeddings": True}}  # fmt: skip
+
+
+@pytest.fixture
+def source(make):
+    return lambda **fields: make(attention="softmax", **fields)
+
+
+def converted(model, way):
+    return softmax_to_diff(model, way.split()[0], **WAYS[way])
+
+
+def logits(model, ids):
+    with torch.no_grad():
+        return model(ids).logits
+
+
+def gradients(model, ids):
+    """Of the mean loss, in fp64: by the part of a parameter's name that comes last, a list over layers."""
+    model = model.double()
+    model(ids, labels=ids).loss.backward()
+    layers = [layer.self_attn for layer in model.model.layers]
+    found = {"q": [layer.q_proj.weight.grad for layer in layers], "k": [layer.k_proj.weight.grad for layer in layers]}
+    for layer in layers:
+        for name, parameter in layer.core.named_parameters():
+            found.setdefault(name, []).append(parameter.grad)
+    return found
+
+
+def halves(gradient, head_dim):
+    """Those of the first maps' heads and those of the second maps'."""
+    by_head = gradient.unflatten(0, (-1, 2, head_dim))
+    return by_head[:, 0], by_head[:, 1]
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("kind", SOURCES)
+def test_logits_are_equal_in_fp32(source, ids, way, kind):
+    model = source(**SOURCES[kind])
+    diff = converted(model, way)
+    assert diff.config.attention == way.split()[0]
+    assert_within_budget(logits(diff, ids), logits(model.double(), ids), what="logits")
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_logits_are_equal_in_bf16(source, ids, way):
+    """As near to the exact logits of the bf16 weights as the source itself computes them, up to a factor of 2."""
+    model = source(num_key_value_heads=4).to(torch.bfloat16)
+    diff, half = converted(model, way), logits(model, ids)
+    assert diff.dtype == torch.bfloat16
+    assert_within_budget(logits(diff, ids), logits(model.double(), ids), half, what="logits")
+
+
+@pytest.mark.parametrize("way", ["diff", "diff_v2"])
+def test_bf16_weights_are_scaled_without_rounding(source, way):
+    model = source().to(torch.bfloat16)
+    diff, factor = converted(model, way), 4.0 if way == "diff" else 2.0
+    for old, new in zip(model.model.layers, diff.model.layers, strict=True):
+        assert torch.equal(new.self_attn.o_proj.weight, old.self_attn.o_proj.weight * factor)
+        assert torch.equal(new.self_attn.o_proj.weight / factor, old.self_attn.o_proj.weight)
+
+
+@pytest.mark.parametrize("lambda_init", [0.2, 0.5, 0.8])
+def test_all_that_is_new_has_a_gradient(source, ids, lambda_init):
+    """The first map's queries and keys have the source's gradient times 1 / (1 - c), the second's times -c / (1 - c);
+    that of lambda is minus that of a factor on the attention's output, over 1 - c."""
+    model = source(num_key_value_heads=4).double()
+    diff, d = softmax_to_diff(model, lambda_init=lambda_init), model.config.head_dim
+    new, old = gradients(diff, ids), gradients(model, ids)
+    kept = 1 - lambda_init
+    for role in ("q", "k"):
+        for both, one in zip(new[role], old[role], strict=True):
+            first, second = halves(both, d)
+            torch.testing.assert_close(first, one.unflatten(0, (-1, d)) / kept, rtol=1e-6, atol=1e-9)
+            torch.testing.assert_close(second, -lambda_init / kept * one.unflatten(0, (-1, d)), rtol=1e-6, atol=1e-9)
+            assert second.abs().amin(dim=(1, 2)).max() > 0
+    for i, layer in enumerate(model.model.layers):
+        lam, out = diff.model.layers[i].self_attn.core.lam, layer.self_attn.o_proj.weight
+        slope = -(out * out.grad).sum() / kept
+        assert slope.abs() > 1e-4
+        scale = torch.dot(lam.lambda_q1, lam.lambda_k1).exp()
+        torch.testing.assert_close(new["lam.lambda_q1"][i], slope * scale * lam.lambda_k1, rtol=1e-5, atol=1e-9)
+        torch.testing.assert_close(new["lam.lambda_q2"][i], -slope * scale * lam.lambda_k2, rtol=1e-5, atol=1e-9)
+        assert all(new[f"lam.{name}"][i].any() for name in ("lambda_k1", "lambda_k2"))
+
+
+def test_all_that_is_new_has_a_gradient_in_v2(source, ids):
+    model = source(num_key_value_heads=4)
+    new, old = gradients(softmax_to_diff(model, "diff_v2"), ids), gradients(model, ids)
+    for both, one in zip(new["q"], old["q"], strict=True):
+        first, second = halves(both, model.config.head_dim)
+        torch.testing.assert_close(first, 2 * one.unflatten(0, (-1, model.config.head_dim)), rtol=1e-6, atol=1e-9)
+        torch.testing.assert_close(second, -first / 2, rtol=1e-6, atol=1e-9)
+    for gradient in new["lam.proj.weight"]:
+        assert (gradient.norm(dim=1) > 1e-4).all()  # every head's
+
+
+def test_lambda_0_with_vectors_of_0_keeps_the_logits_and_never_learns(source, ids):
+    """The obvious way: exact as well, but the second map and lambda have a gradient of 0, after a step too."""
+    model = source()
+    frozen = softmax_to_diff(model).double()
+    with torch.no_grad():
+        for layer in frozen.model.layers:
+            lam = layer.self_attn.core.lam
+            lam.initial = 0.0
+            layer.self_attn.o_proj.weight.div_(4)
+            for vector in lam.parameters():
+                vector.zero_()
+    torch.testing.assert_close(logits(frozen, ids), logits(copy.deepcopy(model).double(), ids), rtol=0, atol=1e-9)
+    optimizer = torch.optim.AdamW(frozen.parameters(), lr=1e-2)
+    for _ in range(2):
+        optimizer.zero_grad()
+        found = gradients(frozen, ids)
+        for both in (*found["q"], *found["k"]):
+            first, second = halves(both, model.config.head_dim)
+            assert first.abs().max() > 1e-4
+            assert not second.any()
+        assert not any(
+            gradient.any() for name, layers in found.items() if name.startswith("lam.") for gradient in layers
+        )
+        optimizer.step()
+
+
+@pytest.mark.parametrize("way", ["diff", "diff_v2"])
+def test_one_step_tells_the_maps_apart_and_lowers_the_loss(source, ids, way):
+    diff = converted(source(), way)
+    optimizer = torch.optim.AdamW(diff.parameters(), lr=1e-3)
+    losses = []
+    for _ in range(3):
+        loss = diff(ids, labels=ids).loss
+        losses.append(loss.item())
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    assert losses[0] > losses[1] > losses[2]
+    assert all(abs(value - 0.5) > 1e-6 for value in diff.lambdas().tolist())
+    with torch.no_grad():
+        maps = diff.model(ids, output_attentions=True, output_attention_parts=True).attentions
+    assert all((layer.first - layer.second).abs().max() > 1e-3 for layer in maps)
+
+
+@pytest.mark.parametrize("way", ["diff", "diff_v2"])
+def test_generation_is_the_same(source, ids, way):
+    """Greedy, over a cache that grows and over a static one, from prompts of different lengths."""
+    model = source(num_key_value_heads=2)
+    diff, mask = converted(model, way), torch.ones_like(ids)
+    mask[1, :6] = 0
+    options = {"attention_mask": mask, "max_new_tokens": 12, "do_sample": False, "pad_token_id": 0}
+    expected = model.generate(ids, **options)
+    assert torch.equal(diff.generate(ids, **options), expected)
+    static = diff.generate(ids, **options, cache_implementation="static", disable_compile=True)
+    assert torch.equal(static, expected)
+
+
+def test_parameters_and_cache_grow_as_said(source, tmp_path):
+    """Width 32, 8 heads of 4, 3 layers: W_Q and W_K are 32 x 32, the lambda vectors 4 x 4, W_lambda 8 x 32."""
+    model = source()
+    model.save_pretrained(tmp_path / "source")
+    count = sum(p.numel() for p in model.parameters())
+    for target, more, cache in (("diff", 3 * (2 * 32 * 32 + 16), "1.5"), ("diff_v2", 3 * (32 * 32 + 8 * 32), "1")):
+        notes = convert_folder(tmp_path / "source", tmp_path / target, target=target)
+        saved = AutoModelForCausalLM.from_pretrained(tmp_path / target)
+        assert sum(p.numel() for p in saved.parameters()) == count + more
+        assert f"parameters: {count:,} -> {count + more:,} (+{more / count:.1%})" in "\n".join(notes)
+        assert f"cache: {cache} times as large" in "\n".join(notes)
+
+
+@pytest.mark.parametrize("target", ["diff", "diff_v2"])
+@pytest.mark.parametrize("origin", ["llama", "diff-transformer"])
+def test_folders(source, ids, tmp_path, origin, target):
+    """In bf16, in shards, with and without saying what the source is; as the conversion in memory."""
+    model = source(num_key_value_heads=4).to(torch.bfloat16)
+    (to_llama(model) if origin == "llama" else model).save_pretrained(tmp_path / "source")
+    convert_folder(tmp_path / "source", tmp_path / "out", origin, target, shard_bytes=20_000)
+    assert len(list((tmp_path / "out").glob("*.safetensors"))) > 2
+    saved = DiffTransformerForCausalLM.from_pretrained(tmp_path / "out")
+    expected = softmax_to_diff(model, target)
+    assert saved.config.attention == target
+    assert saved.dtype == torch.bfloat16
+    assert all(torch.equal(value, expected.state_dict()[name]) for name, value in saved.state_dict().items())
+    assert torch.equal(logits(saved, ids), logits(expected, ids))
+    assert {p.dtype for m in saved.modules() if isinstance(m, LearnedLambda) for p in m.parameters()} <= {torch.float32}
+    convert_folder(tmp_path / "source", tmp_path / "fp32", target=target, dtype="float32")
+    whole = load_file(tmp_path / "fp32" / "model.safetensors")
+    assert {tensor.dtype for tensor in whole.values()} == {torch.float32}
+
+
+def test_lambda_init_of_a_folder(source, tmp_path):
+    source().save_pretrained(tmp_path / "source")
+    notes = convert_folder(tmp_path / "source", tmp_path / "out", target="diff", lambda_init=0.25)
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["lambda_init"] == 0.25
+    assert any("lambda starts at 0.25" in note for note in notes)
+    saved = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert saved.lambdas().tolist() == [0.25] * 3
+
+
+def test_a_llama_in_memory(randomise, ids):
+    llama = randomise(LlamaForCausalLM(LlamaConfig(
+        vocab_size=96, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=16, rope_parameters={"rope_type": "default", "rope_theta": 500.0},
+    )))  # fmt: skip
+    diff = softmax_to_diff(llama)
+    assert_within_budget(logits(diff, ids), logits(llama.double(), ids), what="logits")
+    assert not diff.training
+
+
+@pytest.mark.parametrize(
+    ("fields", "options", "message"),
+    [
+        ({"attention": "diff"}, {}, "attention='diff' already; give a softmax Transformer"),
+        ({"attention": "softmax", "softmax_head_norm": True}, {}, "softmax_head_norm is True"),
+        ({"attention": "softmax"}, {"lambda_init": 0.0}, "lambda_init is 0.0; .* at 0 the second map has no gradient"),
+        ({"attention": "softmax"}, {"lambda_init": 1}, "lambda_init is 1; give a number between 0 and 1"),
+        ({"attention": "softmax"}, {"lambda_init": float("nan")}, "lambda_init is nan"),
+        ({"attention": "softmax"}, {"lambda_init": "depth"}, "lambda_init is depth"),
+        ({"attention": "softmax"}, {"attention": "dint"}, "attention is 'dint'; accepted: 'diff', 'diff_v2'"),
+    ],
+)
+def test_refused(make, fields, options, message):
+    with pytest.raises(ValueError, match=message):
+        softmax_to_diff(make(**fields), **options)
+
+
+def test_a_refused_folder_leaves_nothing(make, tmp_path):
+    make(attention="diff").save_pretrained(tmp_path / "source")
+    with pytest.raises(ValueError, match="attention='diff' already"):
+        convert_folder(tmp_path / "source", tmp_path / "out", target="diff_v2")
+    assert not (tmp_path / "out").exists()
+
+
+def test_the_command(source, tmp_path, monkeypatch, capsys):
+    from diff_transformer import cli
+
+    to_llama(source()).save_pretrained(tmp_path / "source")
+
+    def run(*arguments):
+        monkeypatch.setattr("sys.argv", ["diff-transformer", "convert", str(tmp_path / "source"), *map(str, arguments)])
+        with pytest.raises(SystemExit) as ended:
+            cli.main()
+        return ended.value.code, capsys.readouterr()
+
+    code, said = run("--from", "llama", "--to", "diff", "--out", tmp_path / "diff", "--lambda-init", "0.25")
+    assert code == 0
+    assert "lambda starts at 0.25" in said.out
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "diff").lambdas().tolist() == [0.25] * 3
+    code, said = run("--to", "diff_v2", "--out", tmp_path / "v2", "--lambda-init", "0.25")
+    assert code == 2
+    assert "lambda_init: not for a conversion from 'llama' to 'diff_v2'" in said.err

@@ -1,0 +1,134 @@
+"""Llama-family checkpoints as folders: sharded, tied, with old buffers, of Mistral."""
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM
+
+from diff_transformer import DiffTransformerForCausalLM
+from diff_transformer.model.convert import convert_folder, from_llama, to_llama
+from diff_transformer.testing import assert_within_budget
+
+SIZES = {"vocab_size": 96, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 8}
+
+
+@pytest.fixture
+def llama(randomise):
+    def build(**fields):
+        return randomise(LlamaForCausalLM(LlamaConfig(**{**SIZES, **fields})))
+
+    return build
+
+
+def logits(model, ids):
+    with torch.no_grad():
+        return model(ids).logits
+
+
+@pytest.mark.parametrize("kv_heads", [8, 2])
+@pytest.mark.parametrize("tied", [False, True])
+def test_sharded_folder_there_and_back(llama, ids, tmp_path, kv_heads, tied):
+    theirs = llama(num_key_value_heads=kv_heads, tie_word_embeddings=tied)
+    theirs.save_pretrained(tmp_path / "theirs", max_shard_size="20KB")
+    assert len(list((tmp_path / "theirs").glob("*.safetensors"))) > 3
+    convert_folder(tmp_path / "theirs", tmp_path / "ours", shard_bytes=30_000)
+    assert len(list((tmp_path / "ours").glob("*.safetensors"))) > 2
+    ours = DiffTransformerForCausalLM.from_pretrained(tmp_path / "ours")
+    assert_within_budget(logits(ours, ids), logits(theirs.double(), ids), what="logits")
+    convert_folder(tmp_path / "ours", tmp_path / "back", target="llama")
+    back = load_file(tmp_path / "back" / "model.safetensors")
+    expected = theirs.float().state_dict()
+    assert set(back) == set(expected) - ({"lm_head.weight"} if tied else set())
+    assert all(torch.equal(back[name], expected[name]) for name in back)
+    again = LlamaForCausalLM.from_pretrained(tmp_path / "back")
+    assert torch.equal(logits(again, ids), logits(theirs, ids))
+
+
+def test_bf16_stays_bf16_bit_for_bit(llama, ids, tmp_path):
+    theirs = llama().to(torch.bfloat16)
+    theirs.save_pretrained(tmp_path / "theirs")
+    convert_folder(tmp_path / "theirs", tmp_path / "ours")
+    ours = DiffTransformerForCausalLM.from_pretrained(tmp_path / "ours")
+    assert ours.dtype == torch.bfloat16
+    assert json.loads((tmp_path / "ours" / "config.json").read_text())["dtype"] == "bfloat16"
+    for name, tensor in theirs.state_dict().items():
+        assert torch.equal(ours.state_dict()[name], tensor), name
+
+
+def test_a_tied_head_may_be_stored_and_buffers_of_old_are_left_out(llama, ids, save):
+    theirs = llama(tie_word_embeddings=True)
+    tensors = dict(theirs.state_dict()) | {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(2)}
+    folder = save("theirs", tensors, **{"config.json": theirs.config.to_dict()})
+    convert_folder(folder, folder.with_name("ours"))
+    ours = DiffTransformerForCausalLM.from_pretrained(folder.with_name("ours"))
+    assert_within_budget(logits(ours, ids), logits(theirs.double(), ids), what="logits")
+
+
+def test_a_tied_head_that_is_not_the_embedding_is_refused(llama, save):
+    theirs = llama(tie_word_embeddings=True)
+    tensors = dict(theirs.state_dict()) | {"lm_head.weight": torch.zeros(96, 32)}
+    folder = save("theirs", tensors, **{"config.json": theirs.config.to_dict()})
+    with pytest.raises(ValueError, match=r"lm_head.weight is not model.embed_tokens.weight"):
+        convert_folder(folder, folder.with_name("ours"))
+
+
+@pytest.mark.parametrize("window", [None, 5])
+def test_mistral_with_its_window(randomise, ids, tmp_path, window):
+    config = MistralConfig(**SIZES, num_key_value_heads=4, sliding_window=window)
+    theirs = randomise(MistralForCausalLM(config))
+    theirs.save_pretrained(tmp_path / "theirs")
+    convert_folder(tmp_path / "theirs", tmp_path / "ours")
+    ours = DiffTransformerForCausalLM.from_pretrained(tmp_path / "ours")
+    assert ours.config.sliding_window == window
+    assert_within_budget(logits(ours, ids), logits(theirs.double(), ids), what="logits")
+    if window:
+        with pytest.raises(ValueError, match="sliding_window is 5, it holds None"):
+            to_llama(ours)
+
+
+def test_models_in_memory_keep_dtype_and_mode(llama):
+    theirs = llama().to(torch.bfloat16).train()
+    ours = from_llama(theirs)
+    assert ours.dtype == torch.bfloat16
+    assert ours.training
+    assert all(parameter.requires_grad for parameter in ours.parameters())
+    assert ours.model.rotary_emb.inv_freq.dtype == torch.float32  # in bf16, positions would be off
+    assert not to_llama(ours.eval()).training
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"attention": "diff"}, "attention is 'diff', it holds 'softmax'"),
+        ({"softmax_head_norm": True}, "softmax_head_norm is True, it holds False"),
+        ({"value_head_dim": 6}, "value_head_dim is 6, it holds None or 4"),
+        ({"hidden_act": "poly_norm"}, "hidden_act is 'poly_norm', it holds 'silu'"),
+    ],
+)
+def test_what_llama_cannot_hold_is_named(make, fields, message):
+    with pytest.raises(ValueError, match="Llama's architecture cannot hold this model") as caught:
+        to_llama(make(**{"attention": "softmax", **fields}))
+    assert message in str(caught.value)
+
+
+def test_the_two_sides_share_no_memory(llama):
+    theirs = llama()
+    ours = from_llama(theirs)
+    before = ours.model.norm.weight.detach().clone()
+    theirs.model.norm.weight.data.zero_()
+    assert torch.equal(ours.model.norm.weight, before)
+
+
+def test_files_without_index_are_read_together(llama, ids, save):
+    theirs = llama()
+    state = theirs.state_dict()
+    folder = save("theirs", {}, **{"config.json": theirs.config.to_dict()})
+    (folder / "model.safetensors").unlink()
+    names = sorted(state)
+    for number, part in enumerate((names[::2], names[1::2])):
+        save_file({name: state[name].clone() for name in part}, folder / f"part{number}.safetensors")
+    convert_folder(folder, folder.with_name("ours"))
+    ours = DiffTransformerForCausalLM.from_pretrained(folder.with_name("ours"))
+    assert_within_budget(logits(ours, ids), logits(theirs.double(), ids), what="logits")

@@ -1,0 +1,182 @@
+"""transformers' ``attn_implementation`` on both sides of a pair."""
+
+import pytest
+import torch
+from torch.nn.attention import flex_attention as flex_module
+from transformers import AutoModelForCausalLM
+
+from diff_transformer import DiffTransformerForCausalLM
+from diff_transformer.model import cores, softmax
+from diff_transformer.model.implementations import DEFAULT, IMPLEMENTATIONS, check_implementation
+from diff_transformer.model.presets import preset
+from diff_transformer.ops import flash, flex
+from diff_transformer.ops.diff_attention import BACKENDS
+
+BOTH = pytest.mark.parametrize("attention", ["diff", "softmax"])
+HERE = ["eager", "sdpa", "flex_attention", "diff_auto", "diff_reference", "diff_blockwise", "diff_sdpa", "diff_flex"]
+
+
+def make(attention="diff", **fields):
+    torch.manual_seed(0)
+    fields = {"num_key_value_heads": 2, "initializer_range": 0.2, **fields}
+    return DiffTransformerForCausalLM(preset("debug", attention=attention, **fields)).eval()
+
+
+def padded():
+    """Two rows of 12 tokens, the first with 4 of padding before it, and where there are tokens."""
+    ids = torch.randint(0, 512, (2, 12), generator=torch.Generator().manual_seed(1))
+    mask = torch.ones(2, 12, dtype=torch.long)
+    mask[0, :4] = 0
+    return ids, mask
+
+
+@pytest.fixture
+def flex_uncompiled(monkeypatch):
+    """FlexAttention's own eager form: the same rules without a minute of compilation."""
+    monkeypatch.setattr(flex_module, "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", True)
+    monkeypatch.setattr(flex, "compiled", lambda: flex_module.flex_attention)
+
+
+def used_backends(model, monkeypatch, *arguments, **options):
+    """The names with which one forward pass calls the operator and softmax attention."""
+    called = set()
+
+    def spy(name, function):
+        def wrapped(*args, backend, **kwargs):
+            called.add((name, backend))
+            return function(*args, backend=backend, **kwargs)
+
+        return wrapped
+
+    monkeypatch.setattr(cores, "diff_attention", spy("diff", cores.diff_attention))
+    monkeypatch.setattr(cores, "softmax_attention", spy("softmax", cores.softmax_attention))
+    model(*arguments, **options)
+    monkeypatch.undo()
+    return called
+
+
+@pytest.mark.usefixtures("flex_uncompiled")
+@BOTH
+@pytest.mark.parametrize("window", [None, 5])
+def test_every_implementation_gives_the_same_output(attention, window):
+    model, (ids, mask) = make(attention, sliding_window=window), padded()
+    there = mask.bool()
+    with torch.no_grad():
+        plain, with_padding = model(ids).logits, model(ids, attention_mask=mask).logits
+        for name in HERE:
+            model.set_attn_implementation(name)
+            torch.testing.assert_close(model(ids).logits, plain, atol=1e-5, rtol=1e-5)
+            again = model(ids, attention_mask=mask).logits
+            torch.testing.assert_close(again[there], with_padding[there], atol=1e-5, rtol=1e-5)
+
+
+@BOTH
+@pytest.mark.parametrize("name", ["eager", "sdpa"])
+def test_generation_is_the_same(attention, name):
+    model, (ids, mask) = make(attention), padded()
+    options = {"attention_mask": mask, "max_new_tokens": 6, "do_sample": False, "pad_token_id": 0}
+    expected = model.generate(ids, **options)
+    model.set_attn_implementation(name)
+    assert torch.equal(model.generate(ids, **options), expected)
+    static = {"cache_implementation": "static", "disable_compile": True}
+    assert torch.equal(model.generate(ids, **options, **static), expected)
+
+
+@pytest.mark.parametrize("name", ["eager", "sdpa", "diff_blockwise", None])
+def test_the_name_reaches_the_operator(name, tmp_path, monkeypatch):
+    for attention in ("diff", "softmax"):
+        make(attention).save_pretrained(tmp_path / attention)
+        model = AutoModelForCausalLM.from_pretrained(tmp_path / attention, attn_implementation=name)
+        chosen = IMPLEMENTATIONS[name or DEFAULT]
+        expected = {"diff": chosen.diff or "auto", "softmax": chosen.softmax}[attention]
+        assert used_backends(model, monkeypatch, padded()[0]) == {(attention, expected)}
+        assert model.config._attn_implementation == (name or DEFAULT)
+
+
+def test_config_backend_decides_where_no_name_is_given(tmp_path, monkeypatch):
+    model, ids = make(backend="sdpa"), padded()[0]
+    assert used_backends(model, monkeypatch, ids) == {("diff", "sdpa")}
+    model.set_attn_implementation("eager")
+    assert used_backends(model, monkeypatch, ids) == {("diff", "reference")}
+    model.set_attn_implementation(DEFAULT)
+    assert used_backends(model, monkeypatch, ids) == {("diff", "sdpa")}
+    model.set_attn_implementation("eager")
+    model.save_pretrained(tmp_path)  # a choice of this process, not of the checkpoint
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert used_backends(loaded, monkeypatch, ids) == {("diff", "sdpa")}
+
+
+@BOTH
+@pytest.mark.parametrize("name", ["eager", "sdpa", "diff_blockwise"])
+def test_attention_maps_come_from_every_implementation(attention, name):
+    model, (ids, mask) = make(attention), padded()
+    expected = model(ids, attention_mask=mask, output_attentions=True).attentions
+    model.set_attn_implementation(name)
+    maps = model(ids, attention_mask=mask, output_attentions=True).attentions
+    for ours, theirs in zip(maps, expected, strict=True):
+        torch.testing.assert_close(ours[1], theirs[1], atol=1e-6, rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("spda", r"attn_implementation is 'spda' \(did you mean 'sdpa'\?\); accepted: 'diff_auto', 'eager'"),
+        ("diff_blockwize", r"did you mean 'diff_blockwise'"),
+        ("vllm", r"attn_implementation is 'vllm'"),
+    ],
+)
+def test_unknown_names_are_refused(name, message, tmp_path):
+    model = make()
+    model.save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=message):
+        AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation=name)
+    with pytest.raises(ValueError, match=message):
+        model.set_attn_implementation(name)
+    assert model.config._attn_implementation == DEFAULT
+
+
+def test_flash_attention_that_is_not_installed_is_named(monkeypatch):
+    monkeypatch.setattr(flash, "installed", lambda: None)
+    with pytest.raises(RuntimeError, match="'flash_attention_2' needs the flash-attn package, which is not installed"):
+        make().set_attn_implementation("flash_attention_2")
+
+
+def test_flash_attention_gets_causal_attention_of_both_sides(monkeypatch):
+    """A stand-in for the package with flash-attn's own signature and layout, [B, T, heads, d]."""
+
+    def flash_attn_func(q, k, v, softmax_scale, causal, window_size=(-1, -1)):
+        assert causal
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+        return softmax._eager(q * softmax_scale * q.shape[-1] ** 0.5, k, v, None, True, None).transpose(1, 2)
+
+    monkeypatch.setattr(flash, "installed", lambda: ("flash_attn", flash_attn_func))
+    monkeypatch.setattr(flash, "why_not", lambda device, dtype: None)
+    for attention in ("diff", "softmax"):
+        model, (ids, mask) = make(attention), padded()
+        expected = model(ids).logits
+        model.set_attn_implementation("flash_attention_2")
+        torch.testing.assert_close(model(ids).logits, expected, atol=1e-5, rtol=1e-5)
+        with pytest.raises(RuntimeError, match="flash-attn takes no attn_mask"):
+            model(ids, attention_mask=mask)
+
+
+def test_every_backend_has_a_name():
+    assert {f"diff_{name}" for name in BACKENDS} <= IMPLEMENTATIONS.keys()
+    assert {chosen.softmax for chosen in IMPLEMENTATIONS.values()} == set(softmax.SOFTMAX)
+    assert check_implementation(None) == DEFAULT
+
+
+@pytest.mark.usefixtures("flex_uncompiled")
+@pytest.mark.parametrize("backend", ["eager", "flex"])
+def test_softmax_backends_give_zero_to_rows_that_see_nothing(backend):
+    q, k, v = torch.randn(3, 1, 2, 4, 8).unbind()
+    mask = torch.tensor([[0, 0, 0, 0], [1, 0, 0, 0], [1, 1, 0, 0], [0, 1, 1, 1]], dtype=torch.bool)
+    out = softmax.softmax_attention(q, k, v, mask, False, backend=backend)
+    assert torch.equal(out[:, :, 0], torch.zeros_like(out[:, :, 0]))
+    torch.testing.assert_close(out[:, :, 1], v[:, :, 0])
+
+
+def test_flex_on_the_cpu_refuses_gradients_of_softmax_attention():
+    q, k, v = torch.randn(3, 1, 2, 4, 8, requires_grad=True).unbind()
+    with pytest.raises(NotImplementedError, match="no gradients on the CPU"):
+        softmax.softmax_attention(q, k, v, None, True, backend="flex")

@@ -1,0 +1,210 @@
+"""Models are read from safetensors alone; what else there is, is refused in words."""
+
+import json
+import pickle
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from transformers import AutoModelForCausalLM
+
+from diff_transformer import DiffTransformerForCausalLM
+from diff_transformer.data.tokenizer import byte_tokenizer
+from diff_transformer.evals.command import load_lm
+from diff_transformer.model.int8 import int8_config, quantize_int8, weight_bytes
+from diff_transformer.model.loading import load_model, read_model
+from diff_transformer.model.presets import preset
+from diff_transformer.testing import assert_within_budget
+
+
+class Trap:
+    """Unpickling it leaves a file behind."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return open, (self.path, "w")
+
+
+def save(folder, attention="diff", **fields):
+    torch.manual_seed(0)
+    config = preset("debug", vocab_size=258, attention=attention, embedding_initializer_range=1.0, **fields)
+    model = DiffTransformerForCausalLM(config).eval()
+    model.save_pretrained(folder)
+    byte_tokenizer().save_pretrained(folder)
+    return model
+
+
+def tokens():
+    return torch.randint(0, 258, (2, 24), generator=torch.Generator().manual_seed(1))
+
+
+@pytest.mark.parametrize("name", ["pytorch_model.bin", "model.pt", "weights.ckpt"])
+@pytest.mark.parametrize("read", [read_model, load_lm])
+def test_a_pickle_is_refused_unread(tmp_path, name, read):
+    folder, sprung = tmp_path / "model", tmp_path / "sprung"
+    save(folder)
+    (folder / "model.safetensors").unlink()
+    (folder / name).write_bytes(pickle.dumps(Trap(str(sprung))))
+    with pytest.raises(ValueError, match=f"holds {name} and no safetensors.*a pickle can run code"):
+        read(str(folder))
+    assert not sprung.exists()
+
+
+def test_an_index_may_name_safetensors_only(tmp_path):
+    save(tmp_path)
+    (tmp_path / "model.safetensors").rename(tmp_path / "other.safetensors")
+    (tmp_path / "shard.bin").write_bytes(pickle.dumps(Trap(str(tmp_path / "sprung"))))
+    index = tmp_path / "model.safetensors.index.json"
+    index.write_text(json.dumps({"metadata": {}, "weight_map": {"lm_head.weight": "shard.bin"}}))
+    with pytest.raises(ValueError, match=r"names shard\.bin"):
+        read_model(tmp_path)
+    index.write_text("{}")
+    with pytest.raises(ValueError, match="is not an index of shards"):
+        read_model(tmp_path)
+    assert not (tmp_path / "sprung").exists()
+
+
+def test_a_pickled_adapter_is_refused(tmp_path):
+    (tmp_path / "adapter_config.json").write_text("{}")
+    (tmp_path / "adapter_model.bin").write_bytes(b"")
+    with pytest.raises(ValueError, match=r"holds adapter_model\.bin"):
+        read_model(tmp_path)
+
+
+def test_shards_are_read(tmp_path):
+    model = save(tmp_path / "whole", tie_word_embeddings=False)
+    model.save_pretrained(tmp_path / "shards", max_shard_size="20KB")
+    assert len(list((tmp_path / "shards").glob("*.safetensors"))) > 2
+    assert torch.equal(read_model(tmp_path / "shards").eval()(tokens()).logits, model(tokens()).logits)
+
+
+def test_what_is_missing_is_named(tmp_path, monkeypatch):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    with pytest.raises(FileNotFoundError, match="holds no model"):
+        read_model(tmp_path)
+    save_file({"x": torch.zeros(1)}, tmp_path / "x.safetensors")
+    with pytest.raises((ValueError, FileNotFoundError), match=str(tmp_path)):
+        read_model(tmp_path)
+    with pytest.raises(FileNotFoundError, match="no model at"):
+        load_model("./nowhere")
+    with pytest.raises(FileNotFoundError, match="no model called nobody/nothing"):
+        load_model("nobody/nothing")
+    save(tmp_path / "bare")
+    for file in ("tokenizer.json", "tokenizer_config.json"):
+        (tmp_path / "bare" / file).unlink()
+    with pytest.raises(ValueError, match="has no tokenizer"):
+        load_model(str(tmp_path / "bare"))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"dtype": "int8"}, "dtype is 'int8'; give float32, bfloat16, float16"),
+        ({"weights": "int4"}, "weights are 'int4'; give int8"),
+        ({"device": "gpu"}, "device is 'gpu'; give cpu, cuda"),
+    ],
+)
+def test_bad_options_are_refused(options, message):
+    with pytest.raises(ValueError, match=message):
+        load_model("debug", **options)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a CUDA device is there")
+def test_cuda_where_there_is_none():
+    with pytest.raises(ValueError, match="finds no CUDA device here"):
+        load_model("debug", device="cuda")
+
+
+@pytest.mark.parametrize("attention", ["diff", "diff_v2", "softmax"])
+def test_bf16_weights(tmp_path, attention):
+    """bf16 activations double the error of the weights' rounding at most: twice the error of rounded weights in fp32,
+    and the rounding of every layer's output."""
+    model = save(tmp_path, attention)
+    exact = model.double()(tokens()).logits
+    loaded, _ = load_model(str(tmp_path), dtype="bfloat16", device="cpu")
+    assert loaded.lm_head.weight.dtype == torch.bfloat16
+    eager, _ = load_model(str(tmp_path), dtype="bfloat16", device="cpu")
+    eager.set_attn_implementation("eager")
+    assert_within_budget(loaded(tokens()).logits, exact, eager(tokens()).logits)
+    assert weight_bytes(loaded) == pytest.approx(weight_bytes(model.float()) / 2, rel=0.02)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("attention", ["diff", "diff_v2", "grouped_diff", "softmax"])
+def test_int8_weights(tmp_path, attention, dtype):
+    """Each matrix but the head is within half a step of its scale, and is computed with as if written out in full."""
+    pytest.importorskip("torchao", reason="the extra `inference` is not installed")
+    model = save(tmp_path, attention)
+    int8 = read_model(tmp_path, dtype=dtype, quantization_config=int8_config()).eval()
+    quantised = {name for name, p in int8.named_parameters() if hasattr(p, "__tensor_flatten__")}
+    assert quantised == {name for name, _ in model.named_parameters() if name.endswith("_proj.weight")}
+    rounded = read_model(tmp_path, dtype=dtype).eval()
+    with torch.no_grad():
+        for name, parameter in rounded.named_parameters():
+            if name in quantised:
+                written_out = int8.get_parameter(name).dequantize()
+                step = parameter.float().abs().amax(1, keepdim=True) / 127
+                assert ((written_out - parameter).float().abs() <= (0.5 + 127 * torch.finfo(dtype).eps) * step).all()
+                parameter.copy_(written_out)
+            else:
+                assert torch.equal(parameter, int8.get_parameter(name)), name
+        got, eager = int8(tokens()).logits, rounded(tokens()).logits
+        assert_within_budget(got, rounded.double()(tokens()).logits, eager if dtype == torch.bfloat16 else None)
+        generated = int8.generate(tokens()[:1], max_new_tokens=4, do_sample=False, pad_token_id=0, eos_token_id=None)
+    assert generated.shape == (1, 28)
+
+
+def test_int8_weights_are_a_quarter_of_fp32_and_half_of_bf16(tmp_path):
+    pytest.importorskip("torchao", reason="the extra `inference` is not installed")
+    save(tmp_path, hidden_size=128, num_attention_heads=8)
+    sizes = {}
+    for dtype in ("float32", "bfloat16"):
+        for weights in (None, "int8"):
+            model, _ = load_model(str(tmp_path), dtype=dtype, weights=weights, device="cpu")
+            sizes[dtype, weights] = weight_bytes(model.model.layers)
+    assert sizes["float32", "int8"] / sizes["float32", None] == pytest.approx(0.25, abs=0.02)
+    assert sizes["bfloat16", "int8"] / sizes["bfloat16", None] == pytest.approx(0.5, abs=0.02)
+
+
+def test_int8_checkpoints_are_safetensors(tmp_path):
+    pytest.importorskip("torchao", reason="the extra `inference` is not installed")
+    save(tmp_path / "fp32")
+    model, _ = load_model(str(tmp_path / "fp32"), weights="int8", device="cpu")
+    model.save_pretrained(tmp_path / "int8")
+    assert {path.suffix for path in (tmp_path / "int8").iterdir()} == {".safetensors", ".json"}
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "int8", use_safetensors=True).eval()
+    assert torch.equal(again(tokens()).logits, model(tokens()).logits)
+    assert weight_bytes(again) == weight_bytes(model)
+
+
+def test_int8_in_memory_is_int8_from_a_folder(tmp_path):
+    pytest.importorskip("torchao", reason="the extra `inference` is not installed")
+    model = save(tmp_path)
+    quantize_int8(model)
+    loaded, _ = load_model(str(tmp_path), weights="int8", device="cpu")
+    assert torch.equal(model(tokens()).logits, loaded(tokens()).logits)
+
+
+def test_no_other_file_reads_weights():
+    """``from_pretrained`` of a model is called in one place, and nothing unpickles."""
+    import ast
+    from pathlib import Path
+
+    import diff_transformer
+
+    root, found = Path(diff_transformer.__file__).parent, []
+    for path in root.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute):
+                continue
+            owner, method = ast.unparse(node.func.value), node.func.attr
+            reads_weights = method == "from_pretrained" and not owner.endswith(("Config", "Tokenizer", "TokenizerFast"))
+            unpickles = owner in ("pickle", "joblib", "dill") or ast.unparse(node.func) == "torch.load"
+            careful = any(
+                option.arg == "weights_only" and ast.unparse(option.value) == "True" for option in node.keywords
+            )
+            if (reads_weights or unpickles) and not careful:
+                found.append(f"{path.relative_to(root)}: {ast.unparse(node.func)}")
+    assert found == ["model/loading.py: model_class.from_pretrained"]

@@ -1,0 +1,172 @@
+"""A sliding window is one and the same in training, in every cache, in maps, on packed documents and in the cost."""
+
+import pytest
+import torch
+from transformers import DynamicCache, StaticCache
+
+from diff_transformer import DiffAttention, DiffTransformerForCausalLM, diff_attention, diff_attention_decode
+from diff_transformer.model.config import ATTENTIONS
+from diff_transformer.model.cost import attention_core_flops, model_cost
+from diff_transformer.model.documents import Documents
+from diff_transformer.model.presets import preset
+from diff_transformer.testing import make_inputs
+
+WINDOW = 5
+KINDS = pytest.mark.parametrize("attention", [kind for kind in ATTENTIONS if kind != "dint"])  # which has none
+
+
+def make(attention="diff", window=WINDOW, **fields):
+    torch.manual_seed(0)
+    fields = {"embedding_initializer_range": 1.0, "sliding_window": window, **fields}
+    return DiffTransformerForCausalLM(preset("debug", attention=attention, **fields)).eval()
+
+
+def tokens(rows=2, length=20):
+    return torch.randint(0, 512, (rows, length), generator=torch.Generator().manual_seed(1))
+
+
+def band(length, window=WINDOW):
+    """True where a query may see a key: its own and the ``window - 1`` before."""
+    distance = torch.arange(length)[:, None] - torch.arange(length)
+    return (distance >= 0) & (distance < window)
+
+
+@KINDS
+def test_the_window_is_the_band_mask(attention):
+    model, ids = make(attention), tokens()
+    whole = make(attention, window=None)
+    whole.load_state_dict(model.state_dict())
+    masked = whole(ids, attention_mask=band(20).expand(2, 1, 20, 20)).logits
+    torch.testing.assert_close(model(ids).logits, masked, atol=1e-5, rtol=1e-5)
+    assert (whole(ids).logits - masked).abs().max() > 1e-3
+
+
+@KINDS
+@pytest.mark.parametrize("layers", [1, 2])
+def test_a_token_reaches_no_further_than_the_window_a_layer(attention, layers):
+    model, ids = make(attention, num_hidden_layers=layers), tokens(1, 30)
+    changed = ids.clone()
+    changed[0, 3] = (ids[0, 3] + 1) % 512
+    moved = (model(ids).logits != model(changed).logits).any(-1)[0].nonzero().flatten()
+    assert moved.min() == 3
+    assert moved.max() <= 3 + layers * (WINDOW - 1)
+
+
+@KINDS
+@pytest.mark.parametrize("cache", ["dynamic", "static"])
+def test_generation_far_beyond_the_window_equals_full_passes(attention, cache):
+    model, ids = make(attention, num_key_value_heads=2), tokens(2, 3)
+    expected = ids
+    for _ in range(4 * WINDOW):
+        best = model(expected, use_cache=False).logits[:, -1].argmax(-1, keepdim=True)
+        expected = torch.cat((expected, best), 1)
+    out = model.generate(
+        ids, max_new_tokens=4 * WINDOW, do_sample=False, eos_token_id=None, pad_token_id=0, cache_implementation=cache,
+        disable_compile=True,
+    )  # fmt: skip
+    assert torch.equal(out, expected)
+
+
+@KINDS
+@pytest.mark.parametrize("cuts", [(1,) * 20, (20,), (3, 9, 8), (12, 8), (4, 1, 15)])
+def test_cached_logits_in_any_chunks_equal_one_pass(attention, cuts):
+    model, ids = make(attention), tokens()
+    for cache in (DynamicCache(config=model.config), StaticCache(config=model.config, max_cache_len=24)):
+        parts = [model(part, past_key_values=cache, use_cache=True).logits for part in ids.split(cuts, dim=1)]
+        torch.testing.assert_close(torch.cat(parts, 1), model(ids).logits, atol=1e-5, rtol=1e-5)
+
+
+@KINDS
+def test_the_cache_holds_no_more_than_the_window(attention):
+    model = make(attention)
+    for cache in (DynamicCache(config=model.config), StaticCache(config=model.config, max_cache_len=64)):
+        for part in tokens(1, 60).split(7, dim=1):
+            model(part, past_key_values=cache, use_cache=True)
+        held = sum(x.numel() * x.element_size() for layer in cache.layers for x in (layer.keys, layer.values))
+        assert held <= model_cost(model.config, bytes_per_value=4).kv_bytes(60)
+        assert cache.get_seq_length() == 60
+
+
+@KINDS
+def test_left_padding_changes_nothing(attention):
+    model, ids = make(attention), tokens(1, 9)
+    padded = torch.cat((torch.zeros(1, 4, dtype=torch.long), ids), 1)
+    mask = torch.tensor([[0] * 4 + [1] * 9])
+    logits = model(padded, attention_mask=mask, position_ids=(mask.cumsum(-1) - 1).clamp_min(0)).logits[:, 4:]
+    torch.testing.assert_close(logits, model(ids).logits, atol=1e-5, rtol=1e-5)
+    options = {"max_new_tokens": 12, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
+    generated = model.generate(padded, attention_mask=mask, **options)
+    assert torch.equal(generated[:, 13:], model.generate(ids, **options)[:, 9:])
+
+
+@KINDS
+def test_packed_documents_and_gradients(attention):
+    model, ids = make(attention).train(), tokens(1, 20)
+    packed = model(ids, cu_seq_lens_q=torch.tensor([0, 8, 20], dtype=torch.int32), max_length_q=12).logits
+    alone = torch.cat((model(ids[:, :8]).logits, model(ids[:, 8:]).logits), 1)
+    torch.testing.assert_close(packed, alone, atol=1e-5, rtol=1e-5)
+    assert Documents(torch.tensor([0, 8, 20]), 12).longest > WINDOW
+    model(ids, labels=ids).loss.backward()
+    assert all(p.grad.isfinite().all() for p in model.parameters() if p.grad is not None)
+
+
+@pytest.mark.parametrize("attention", ["diff", "softmax"])
+def test_maps_are_zero_outside_the_window(attention):
+    model = make(attention)
+    for attended in model(tokens(), output_attentions=True).attentions:
+        assert attended.masked_select(~band(20)).abs().max() == 0
+        assert (attended.masked_select(band(20)) != 0).all()
+
+
+def test_no_mask_of_the_size_of_a_map_is_made_where_nothing_is_padded(monkeypatch):
+    from diff_transformer.model import masks
+
+    def refuse(**_):
+        raise AssertionError("a mask of [T, S] was made")
+
+    model, ids = make(), tokens()
+    monkeypatch.setattr(masks, "create_sliding_window_causal_mask", refuse)
+    first = model(ids[:, :9], attention_mask=torch.ones(2, 9, dtype=torch.long), use_cache=True)
+    model(ids[:, 9:], attention_mask=torch.ones(2, 20), past_key_values=first.past_key_values, use_cache=True)
+    with pytest.raises(AssertionError, match=r"\[T, S\]"):
+        model(ids, attention_mask=torch.tensor([[0] + [1] * 19] * 2))
+
+
+def test_the_layer_takes_a_window():
+    layer = DiffAttention(32, 4, is_causal=True, window=WINDOW)
+    x = torch.randn(1, 12, 32)
+    seen = layer(x)[0]
+    layer.core.window = None
+    torch.testing.assert_close(layer(x, attention_mask=band(12))[0], seen, atol=1e-6, rtol=1e-5)
+    with pytest.raises(ValueError, match="window is 0; it must be positive"):
+        DiffAttention(32, 4, window=0)
+
+
+def test_the_decoding_operator_respects_the_window_and_lengths():
+    x = make_inputs(B=2, T=2, S=24, requires_grad=False)
+    lengths = torch.tensor([24, 11])
+    out = diff_attention_decode(*x, lengths=lengths, window=WINDOW)
+    for row, used in enumerate(lengths.tolist()):
+        q1, q2, k1, k2, v, lam = (part[row : row + 1] for part in x)
+        cut = slice(max(0, used - WINDOW - 1), used)
+        keys = (k1[:, :, cut], k2[:, :, cut], v[:, :, cut])
+        alone = diff_attention(q1, q2, *keys, lam, is_causal=True, window=WINDOW, backend="reference")
+        torch.testing.assert_close(out[row : row + 1], alone, atol=1e-5, rtol=1e-5)
+
+
+def test_cost_counts_the_window():
+    """A window of 2 over 4 tokens: queries see 1, 2, 2, 2 keys, 1.75 on average; without it 2.5."""
+    windowed, whole = preset("debug", sliding_window=2), preset("debug")
+    heads = whole.num_attention_heads * whole.head_dim
+    per_key = 2 * 2 * heads + 2 * whole.num_diff_heads
+    assert attention_core_flops(windowed, 4) == 1.75 * per_key + 4 * heads
+    assert attention_core_flops(whole, 4) == 2.5 * per_key + 4 * heads
+    assert attention_core_flops(preset("debug", sliding_window=9), 4) == attention_core_flops(whole, 4)
+    cost = model_cost(windowed)
+    assert cost.kv_bytes_per_token == model_cost(whole).kv_bytes_per_token
+    assert (cost.kv_bytes(1), cost.kv_bytes(100)) == (cost.kv_bytes_per_token, 2 * cost.kv_bytes_per_token)
+
+
+def test_a_window_that_is_not_positive_is_refused():
+    with pytest.raises(ValueError, match="sliding_window is 0; it must be positive"):
+        preset("debug", sliding_window=0)

@@ -1,0 +1,126 @@
+"""What the models of all variants have in common: precision on disk, packed rows, telemetry, training, cost."""
+
+from itertools import pairwise
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
+
+from diff_transformer import DiffTransformerForCausalLM, lambda_init
+from diff_transformer.model.cost import model_cost
+from diff_transformer.model.lambdas import LearnedLambda
+from diff_transformer.model.matching import VARIANTS
+from diff_transformer.model.presets import preset
+
+KINDS = pytest.mark.parametrize("kind", VARIANTS)
+
+
+def make(kind, **fields):
+    torch.manual_seed(0)
+    fields = {"embedding_initializer_range": 1.0, **VARIANTS[kind], **fields}
+    return DiffTransformerForCausalLM(preset("debug", **fields)).eval()
+
+
+def tokens(rows=2, length=20):
+    return torch.randint(0, 512, (rows, length), generator=torch.Generator().manual_seed(1))
+
+
+@KINDS
+def test_saved_and_loaded_in_bf16(kind, tmp_path):
+    """lambda vectors stay in fp32, bit for bit; whatever else, W_lambda included, is rounded; logits stay near."""
+    model, ids = make(kind), tokens()
+    model.save_pretrained(tmp_path)
+    assert AutoConfig.from_pretrained(tmp_path).to_diff_dict() == model.config.to_diff_dict()
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16).eval()
+    wide = {name for name, p in loaded.named_parameters() if p.dtype == torch.float32}
+    learned = {name for name, m in model.named_modules() if isinstance(m, LearnedLambda)}
+    assert wide == {f"{name}.lambda_{x}" for name in learned for x in ("q1", "k1", "q2", "k2")}
+    exact = dict(model.named_parameters())
+    assert all(torch.equal(dict(loaded.named_parameters())[name], exact[name]) for name in wide)
+    torch.testing.assert_close(loaded.lambdas(), model.lambdas())
+    difference = (loaded(ids).logits - model(ids).logits).abs().max()
+    assert 0 < difference < 0.05 * model(ids).logits.abs().max()
+
+
+@KINDS
+def test_packed_documents_are_as_if_alone(kind):
+    model, ids = make(kind), tokens()
+    bounds = torch.tensor([0, 7, 20, 25, 40], dtype=torch.int32)
+    packed = model(ids, cu_seq_lens_q=bounds, max_length_q=15).logits.flatten(0, 1)
+    rows = ids.flatten()
+    parts = [model(rows[None, a:b]).logits[0] for a, b in pairwise(bounds)]
+    torch.testing.assert_close(packed, torch.cat(parts), atol=2e-5, rtol=1e-5)
+
+
+@KINDS
+def test_telemetry(kind):
+    model = make(kind)
+    model(tokens())
+    lambdas = model.lambdas()
+    assert (lambdas.dtype, lambdas.requires_grad) == (torch.float32, False)
+    cores = [layer.self_attn.core for layer in model.model.layers]
+    if kind == "softmax":
+        assert not lambdas.numel()
+    elif kind == "diff_v2":
+        x = model.model.layers[0].input_layernorm(model.model.embed_tokens(tokens()))
+        expected = (x @ cores[0].lam.proj.weight.T).sigmoid().mean()
+        assert lambdas[0] == pytest.approx(expected.item(), abs=1e-6)
+        assert lambdas[0] != 0.5
+        assert len(lambdas) == 2
+    elif kind == "fixed_lambda":
+        assert lambdas.tolist() == pytest.approx([lambda_init(0), lambda_init(1)], rel=1e-6)
+    else:
+        assert lambdas.tolist() == pytest.approx([core.lam().item() for core in cores])
+
+
+@KINDS
+def test_a_few_steps_of_training_lower_the_loss(kind):
+    model, ids = make(kind).train(), tokens(4, 24)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    losses = []
+    for _ in range(12):
+        loss = model(ids, labels=ids).loss
+        loss.backward()
+        assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    assert losses[-1] < losses[0] - 1
+
+
+@KINDS
+def test_bf16_autocast_trains(kind):
+    model, ids = make(kind).train(), tokens()
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = model(ids, labels=ids).loss
+    loss.backward()
+    exact = make(kind)(ids, labels=ids).loss
+    assert loss.item() == pytest.approx(exact.item(), rel=0.01)
+    assert all(p.grad.isfinite().all() for p in model.parameters())
+
+
+@KINDS
+@pytest.mark.parametrize("fields", [{}, {"num_key_value_heads": 2, "value_head_dim": 6, "tie_word_embeddings": False}])
+def test_cost_is_what_the_model_does(kind, fields):
+    """FLOPs of all products of a forward pass, in which every query sees every key (2 T - 1 tokens on average), and
+    the bytes that a cache then holds."""
+    model, ids = make(kind, **fields), tokens(1, 20)
+    model.set_attn_implementation("eager")
+    with FlopCounterMode(display=False) as counter:
+        model(ids, use_cache=False)
+    config, heads, keys = model.config, model.config.heads, 20
+    cost = model_cost(config, length=2 * keys - 1, bytes_per_value=4)
+    norms = 4 * heads.outputs * heads.value_dim if model.model.layers[0].self_attn.core.head_norm is not None else 0
+    subtraction = 0 if kind == "softmax" else 2 * heads.outputs * keys
+    products = cost.flops_per_token - config.num_hidden_layers * (norms + subtraction)
+    counted = counter.get_total_flops() / 20
+    if kind == "dint":  # the backends compute scores anew for the product of the first map
+        counted -= config.num_hidden_layers * 2 * heads.queries * heads.head_dim * keys
+    if kind == "grouped_diff":  # "eager" repeats the noise map for each of its signal heads
+        counted -= config.num_hidden_layers * 2 * (2 * heads.outputs - heads.queries) * heads.head_dim * keys
+    assert products == counted
+    cache = DynamicCache(config=config)
+    model(ids, past_key_values=cache)
+    held = sum(x.numel() * x.element_size() for layer in cache.layers for x in (layer.keys, layer.values))
+    assert held == cost.kv_bytes_per_token * 20

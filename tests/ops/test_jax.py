@@ -1,0 +1,392 @@
+"""The operator in JAX through the whole contract, output and gradients, against the fp64 reference in PyTorch."""
+
+import os
+import re
+import subprocess
+import sys
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from diff_transformer import ops
+from diff_transformer.testing import assert_within_budget, eager_diff_attention, make_inputs
+
+# Compiling is what these tests spend their time on; JAX reads the variable at its first computation.
+QUICK = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
+os.environ["XLA_FLAGS"] = " ".join([os.environ.get("XLA_FLAGS", ""), QUICK]).strip()
+jax = pytest.importorskip("jax", reason="JAX is not installed")
+
+import jax.numpy as jnp  # noqa: E402
+
+from diff_transformer.ops.jax import diff_attention, diff_attention_maps  # noqa: E402
+
+NAMES = ("q1", "q2", "k1", "k2", "v", "lam")
+
+
+def random_mask(*shape):
+    """About two thirds of the keys visible, the first always."""
+    mask = torch.rand(*shape, generator=torch.Generator().manual_seed(1)) > 0.35
+    mask[..., 0] = True
+    return mask
+
+
+def blind_rows(B, T, S):
+    """Queries 0 and 7 of batch 0, and every query of batch 1, may attend to nothing: [B, 1, T, S]."""
+    mask = random_mask(B, 1, T, S)
+    mask[0, :, [0, 7]] = False
+    mask[1] = False
+    return mask
+
+
+def as_bias(mask):
+    return torch.zeros(mask.shape).masked_fill(~mask, float("-inf"))
+
+
+# name: (arguments of make_inputs, arguments of diff_attention)
+CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "plain": ({"T": 31}, {}),
+    "causal": ({"T": 63}, {"is_causal": True}),
+    "causal 31 on 90": ({"T": 31, "S": 90}, {"is_causal": True}),
+    "causal 90 on 31": ({"T": 90, "S": 31}, {"is_causal": True}),
+    "one query": ({"T": 1, "S": 31}, {"is_causal": True}),
+    "window 1": ({"T": 31}, {"is_causal": True, "window": 1}),
+    "window 20, 63 on 90": ({"T": 63, "S": 90}, {"is_causal": True, "window": 20}),
+    "window 20, 90 on 31": ({"T": 90, "S": 31}, {"is_causal": True, "window": 20}),
+    "grouped keys": ({"T": 31, "G": 2}, {"is_causal": True}),
+    "shared noise, grouped keys": ({"T": 31, "H": 8, "Hn": 4, "G": 2}, {"is_causal": True}),
+    "one noise head": ({"T": 31, "H": 3, "Hn": 1}, {"is_causal": True}),
+    "narrow values, scale": ({"T": 31, "Dv": 5}, {"scale": 0.7}),
+    "mask [T, S]": ({"T": 31, "S": 40}, {"attn_mask": random_mask(31, 40)}),
+    "mask per head, shared noise": ({"T": 31, "Hn": 2, "G": 1}, {"attn_mask": random_mask(1, 4, 31, 31)}),
+    "bias per head": ({"T": 31, "G": 2}, {"attn_mask": torch.linspace(-3, 0, 31) * torch.rand(1, 4, 1, 1)}),
+    "blind rows, causal": ({"T": 31}, {"attn_mask": blind_rows(2, 31, 31), "is_causal": True}),
+    "blind rows, additive": ({"T": 31}, {"attn_mask": as_bias(blind_rows(2, 31, 31))}),
+    "strided": ({"T": 31, "strided": True}, {"is_causal": True}),
+    "lam scalar": ({"T": 31, "lam_shape": ()}, {}),
+    "lam per head": ({"T": 31, "lam_shape": (4,)}, {}),
+    "lam per batch": ({"T": 31, "lam_shape": (2, 1, 1, 1)}, {}),
+}
+
+
+def to_jax(x: torch.Tensor):
+    if x.dtype == torch.bfloat16:
+        return jnp.asarray(x.detach().float().numpy(), jnp.bfloat16)
+    return jnp.asarray(x.detach().numpy())
+
+
+def to_torch(x) -> torch.Tensor:
+    dtype = getattr(torch, x.dtype.name)
+    return torch.from_numpy(np.array(x.astype(jnp.float32) if dtype == torch.bfloat16 else x)).to(dtype)
+
+
+def in_jax(inputs, options):
+    """The output and the gradients of every input, computed with JAX in one compiled function, as PyTorch tensors."""
+    options = {name: to_jax(x) if isinstance(x, torch.Tensor) else x for name, x in options.items()}
+
+    def run(x, dout):
+        out, backward = jax.vjp(partial(diff_attention, **options), *x)
+        return out, *backward(dout)
+
+    shape = (*inputs.q1.shape[:3], inputs.v.shape[3])
+    dout = torch.randn(shape, generator=torch.Generator().manual_seed(2)).to(inputs.v.dtype)
+    return [to_torch(x) for x in jax.jit(run)(tuple(map(to_jax, inputs)), to_jax(dout))]
+
+
+def in_torch(function, inputs, options):
+    """The same with PyTorch; an additive mask is cast to the inputs' dtype."""
+    mask = options.get("attn_mask")
+    if mask is not None and mask.dtype != torch.bool:
+        options = options | {"attn_mask": mask.to(inputs.q1.dtype)}
+    out = function(*inputs, **options)
+    dout = torch.randn(out.shape, generator=torch.Generator().manual_seed(2)).to(out.dtype)
+    return [out, *torch.autograd.grad(out, inputs, dout)]
+
+
+def eager(q1, q2, k1, k2, v, lam, **options):
+    lam = lam[None, :, None, None] if lam.dim() == 1 else lam
+    return eager_diff_attention(q1, q2, k1, k2, v, lam, **options)
+
+
+exact_result = partial(in_torch, partial(ops.diff_attention, backend="reference"))
+
+
+IN_BLOCKS = [("causal", 16), ("window 20, 63 on 90", 7), ("mask per head, shared noise", 30), ("bias per head", 8)]
+
+
+@pytest.mark.parametrize(("case", "block_size"), [*((case, None) for case in CASES), *IN_BLOCKS, ("plain", 31)])
+def test_fp32(case, block_size):
+    sizes, options = CASES[case]
+    inputs = make_inputs(**sizes)
+    exact = exact_result(inputs.to(torch.float64), options)
+    values = in_jax(inputs, options | {"block_size": block_size})
+    for name, value, expected in zip(("out", *NAMES), values, exact, strict=True):
+        assert value.dtype == torch.float32
+        assert_within_budget(value, expected, what=name)
+
+
+@pytest.mark.parametrize(
+    ("case", "block_size", "dtype"),
+    [
+        ("causal", None, torch.bfloat16),
+        ("causal", 16, torch.bfloat16),
+        ("shared noise, grouped keys", None, torch.bfloat16),
+        ("blind rows, causal", None, torch.bfloat16),
+        ("lam per head", 4, torch.bfloat16),
+        ("causal", None, torch.float16),
+    ],
+    ids=str,
+)
+def test_half_precision(case, block_size, dtype):
+    sizes, options = CASES[case]
+    inputs = make_inputs(**sizes, dtype=dtype)
+    exact = exact_result(inputs.to(torch.float64), options)
+    by_eager = in_torch(eager, inputs, options)
+    values = in_jax(inputs, options | {"block_size": block_size})
+    for name, value, expected, rounded in zip(("out", *NAMES), values, exact, by_eager, strict=True):
+        assert value.dtype == (torch.float32 if name == "lam" else dtype)
+        assert_within_budget(value, expected, rounded, what=name)
+
+
+@pytest.mark.parametrize(
+    ("case", "block_size"), [("shared noise, grouped keys", None), ("blind rows, causal", 7)], ids=str
+)
+def test_fp64_is_exact(case, block_size):
+    sizes, options = CASES[case]
+    inputs = make_inputs(**sizes, dtype=torch.float64)
+    with jax.enable_x64(True):
+        values = in_jax(inputs, options | {"block_size": block_size})
+    for name, value, expected in zip(("out", *NAMES), values, exact_result(inputs, options), strict=True):
+        torch.testing.assert_close(value, expected, rtol=0, atol=1e-12, msg=lambda m, name=name: f"{name}: {m}")
+
+
+def test_gradients_of_keys_are_summed_over_blocks_in_fp32():
+    """128 blocks in bf16 stay within twice the error of one product over all queries; sums in bf16 would be at 3."""
+    inputs = make_inputs(B=1, H=1, T=256, D=8, dtype=torch.bfloat16)
+    exact = exact_result(inputs.to(torch.float64), {"is_causal": True})
+    whole, blocks = (in_jax(inputs, {"is_causal": True, "block_size": size}) for size in (None, 2))
+    for name, one, many, expected in list(zip(("out", *NAMES), whole, blocks, exact, strict=True))[3:6]:
+        error_of_one, error_of_many = ((x.double() - expected).norm() for x in (one, many))
+        assert error_of_many < 2 * error_of_one, name
+
+
+def test_blocks_bound_the_memory():
+    """Compiled for 2048 queries, forward and backward need a tenth of what whole maps need."""
+    x = [to_jax(y) for y in make_inputs(B=1, H=1, T=2048, D=8, lam_shape=())]
+
+    def bytes_needed(block_size):
+        loss = lambda *x: diff_attention(*x, is_causal=True, block_size=block_size).sum()  # noqa: E731
+        compiled = jax.jit(jax.grad(loss, argnums=tuple(range(6)))).lower(*x).compile()
+        return compiled.memory_analysis().temp_size_in_bytes
+
+    assert bytes_needed(64) < bytes_needed(None) / 10
+
+
+def test_maps():
+    x = make_inputs(T=31, H=6, Hn=2, G=1, requires_grad=False)
+    exact = ops.diff_attention_maps(*(y.double() for y in x[:4]), x.lam.double(), is_causal=True, window=9)
+    found = diff_attention_maps(*map(to_jax, x[:4]), to_jax(x.lam), is_causal=True, window=9)
+    assert found._fields == exact._fields
+    for name, value, expected in zip(found._fields, found, exact, strict=True):
+        assert_within_budget(to_torch(value), expected, what=name)
+
+
+def test_worked_by_hand():
+    """Both queries score the two keys log 3 and 0 with the first map (.75, .25), equally with the second (.5, .5)."""
+    q = jnp.ones((1, 1, 2, 1))
+    k1, k2 = jnp.log(jnp.array([3.0, 1.0])).reshape(1, 1, 2, 1), jnp.zeros((1, 1, 2, 1))
+    v = jnp.array([[8.0, 0.0], [0.0, 8.0]])[None, None]
+    out = diff_attention(q, q, k1, k2, v, 0.5)
+    np.testing.assert_allclose(out[0, 0], [[4, 0], [4, 0]], atol=1e-6)
+    causal = diff_attention(q, q, k1, k2, v, 0.5, is_causal=True)
+    np.testing.assert_allclose(causal[0, 0], [[4, 0], [4, 0]], atol=1e-6)
+    with_one_key = diff_attention(q, q, k1[:, :, :1], k2[:, :, :1], v[:, :, :1], 0.5, is_causal=True)
+    np.testing.assert_allclose(with_one_key[0, 0], [[0, 0], [4, 0]], atol=1e-6)
+
+
+@pytest.mark.parametrize(("kind", "block_size"), [("bool", 16), ("additive", None), ("additive", 16)])
+def test_rows_that_see_nothing_are_exactly_zero(kind, block_size):
+    mask = blind_rows(2, 31, 31)
+    options = {"attn_mask": mask if kind == "bool" else as_bias(mask), "block_size": block_size}
+    out, dq1, dq2, dk1, dk2, dv, dlam = in_jax(make_inputs(T=31), options)
+    assert out[0, :, 1].abs().min() > 0
+    for x in (out, dq1, dq2, dlam):
+        assert not x[0, :, [0, 7]].any()
+        assert not x[1].any()
+    for x in (dk1, dk2, dv):
+        assert x[0].any()
+        assert not x[1].any()
+
+
+def test_shared_keys():
+    """k2 may be k1: its gradient is the sum of both."""
+    q1, q2, k, _, v, lam = map(to_jax, make_inputs(T=31))
+    shared = jax.grad(lambda k: diff_attention(q1, q2, k, k, v, lam).sum())(k)
+    first, second = jax.grad(lambda k1, k2: diff_attention(q1, q2, k1, k2, v, lam).sum(), argnums=(0, 1))(k, k)
+    np.testing.assert_allclose(shared, first + second, atol=1e-5)
+
+
+def test_additive_mask_has_a_gradient():
+    inputs, bias = make_inputs(T=31), torch.randn(4, 31, 31, generator=torch.Generator().manual_seed(3))
+    exact_bias = bias.double().requires_grad_()
+    exact = ops.diff_attention(*inputs.to(torch.float64), attn_mask=exact_bias, backend="reference")
+    expected = torch.autograd.grad(exact.sum(), exact_bias)[0]
+    x = [to_jax(y) for y in inputs]
+    for block_size in (None, 16):
+        loss = lambda b, size=block_size: diff_attention(*x, attn_mask=b, block_size=size).sum()  # noqa: E731
+        assert_within_budget(to_torch(jax.jit(jax.grad(loss))(to_jax(bias))), expected)
+
+
+@pytest.mark.parametrize("lam", [0.3, 1, -0.2])
+def test_lam_as_a_number(lam):
+    x = [to_jax(y) for y in make_inputs(T=31)]
+    as_array = diff_attention(*x[:5], jnp.full((2, 4, 31, 1), float(lam)))
+    np.testing.assert_allclose(diff_attention(*x[:5], lam), as_array, atol=1e-6)
+
+
+def test_lam_is_not_rounded_to_bf16():
+    """Two equal maps cancel to 2^-12 of softmax attention; a lam rounded to bf16 would be 1 and leave nothing."""
+    x = [to_jax(y) for y in make_inputs(T=31, dtype=torch.bfloat16)]
+    cancel = (x[0], x[0], x[2], x[2], x[4])
+    out = diff_attention(*cancel, jnp.asarray(1 - 2**-12)).astype(jnp.float32)
+    softmax_attention = diff_attention(*cancel, 0.0).astype(jnp.float32)
+    np.testing.assert_allclose(out * 2**12, softmax_attention, rtol=0.02, atol=2**-7)  # maps are rounded to bf16
+
+
+def test_identities():
+    q1, q2, k1, k2, v, _ = (to_jax(x) for x in make_inputs(T=31, Dv=16))
+    swapped = diff_attention(q2, q1, k2, k1, v, 1.0)
+    np.testing.assert_allclose(diff_attention(q1, q2, k1, k2, v, 1.0), -swapped, atol=1e-6)
+    np.testing.assert_allclose(diff_attention(q1, q1, k1, k1, v, 1.0), jnp.zeros_like(v), atol=1e-6)
+    library = jax.nn.dot_product_attention(*(jnp.swapaxes(x, 1, 2) for x in (q1, k1, v)), is_causal=True)
+    np.testing.assert_allclose(
+        diff_attention(q1, q2, k1, k2, v, 0.0, is_causal=True), jnp.swapaxes(library, 1, 2), atol=1e-5
+    )
+
+
+def test_jit_with_static_names_and_vmap():
+    x = [to_jax(y) for y in make_inputs(B=3, T=31, G=2)]
+    plain = diff_attention(*x, is_causal=True, window=9)
+    jitted = jax.jit(diff_attention, static_argnames=("is_causal", "window"))(*x, is_causal=True, window=9)
+    np.testing.assert_allclose(jitted, plain, atol=1e-6)
+    one = lambda *x: diff_attention(*(y[None] for y in x), is_causal=True, window=9, block_size=8)[0]  # noqa: E731
+    np.testing.assert_allclose(jax.vmap(one)(*x), plain, atol=1e-5)
+
+
+X: dict[str, Any] = {name: to_jax(x) for name, x in make_inputs(B=2, H=4, G=2, T=6, S=8, D=3, Dv=5)._asdict().items()}
+BAD: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
+    "a list": ({"k1": [1.0]}, TypeError, "k1 is a list; give a jax.Array"),
+    "a PyTorch tensor": ({"q1": torch.ones(2, 4, 6, 3)}, TypeError, "q1 is a Tensor; give a jax.Array"),
+    "rank": ({"q2": X["q2"][0]}, ValueError, r"q2 has 3 dimensions \(shape \[4, 6, 3\]\); give \[batch, heads"),
+    "no keys": ({"k1": X["k1"][:, :, :0]}, ValueError, r"k1 has shape \[2, 2, 0, 3\], with a size of 0"),
+    "integers": ({"q1": X["q1"].astype(int)}, TypeError, "q1 has dtype int32; give float32, bfloat16, float16"),
+    "mixed dtypes": ({"v": X["v"].astype(jnp.bfloat16)}, TypeError, "q1 is float32 and v is bfloat16; cast them"),
+    "batches": ({"k1": X["k1"][:1]}, ValueError, "q1 has batch 2 and k1 has batch 1"),
+    "widths": ({"k2": X["k2"][..., :2]}, ValueError, "k1 has width 3 and k2 has width 2"),
+    "query lengths": ({"q2": X["q2"][:, :, :5]}, ValueError, "q1 has length 6 and q2 has length 5"),
+    "value length": ({"v": X["v"][:, :, :7]}, ValueError, "k1 has length 8 and v has length 7"),
+    "key heads": ({"k2": X["k2"][:, :1]}, ValueError, "k1 has number of heads 2 and k2 has number of heads 1"),
+    "noise heads": ({"q2": X["q2"][:, :3]}, ValueError, "q1 has 4 heads, which q2's 3 noise heads do not divide"),
+    "grouped heads": ({"q2": X["q2"][:, :1]}, ValueError, "q2 has 1 heads, which k1's 2 key/value heads do not divide"),
+    "lam of no number": ({"lam": "0.5"}, TypeError, "lam is a str; give a number or an array"),
+    "integer lam": ({"lam": jnp.array(1)}, TypeError, "lam has dtype int32; give a floating-point array"),
+    "lam per wrong head": ({"lam": jnp.ones(3)}, ValueError, r"lam has shape \[3\]; give a number, a scalar, \[4\]"),
+    "mask of no array": ({"attn_mask": [[True]]}, TypeError, "attn_mask is a list"),
+    "integer mask": ({"attn_mask": jnp.ones((6, 8), int)}, TypeError, "attn_mask has dtype int32"),
+    "mask shape": ({"attn_mask": jnp.ones((8, 6), bool)}, ValueError, r"which does not broadcast to \[2, 4, 6, 8\]"),
+    "window 0": ({"window": 0, "is_causal": True}, ValueError, "window is 0; give at least 1"),
+    "window not causal": ({"window": 4}, ValueError, "window=4 without is_causal=True"),
+    "block_size": ({"block_size": 2.0}, TypeError, "block_size is a float; give an int or None"),
+    "scale": ({"scale": float("nan")}, ValueError, "scale is nan; give a finite number"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_refused(name):
+    values, error, message = BAD[name]
+    with pytest.raises(error, match=message):
+        diff_attention(**(X | values))
+
+
+def test_the_examples_of_the_documentation_run():
+    text = (Path(__file__).resolve().parents[2] / "docs" / "jax.md").read_text()
+    names: dict[str, Any] = {}
+    for block in re.findall(r"```python\n(.*?)```", text, re.DOTALL):
+        exec(block, names)
+    assert names["out"].shape == (2, 4, 128, 64)
+    assert jnp.abs(names["slope"]).min() > 0
+    x = [names[name] for name in ("q1", "q2", "k1", "k2", "v")]
+    vectors = 0.1 * jax.random.normal(jax.random.key(5), (4, 32))
+    heads = names["head_outputs"](*x, vectors, jnp.ones(64), layer=0)
+    rms = jnp.sqrt((heads**2).mean(-1))
+    np.testing.assert_allclose(rms, jnp.full_like(rms, 1 - 0.2), rtol=1e-2)
+
+
+def run_python(code: str) -> str:
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip()
+
+
+def test_the_package_does_not_import_jax():
+    code = "import sys, diff_transformer.ops, diff_transformer as d; d.diff_attention; print('jax' in sys.modules)"
+    assert run_python(code) == "False"
+
+
+def test_without_jax_the_error_says_what_to_do():
+    code = """
+import importlib.util, sys
+find = importlib.util.find_spec
+importlib.util.find_spec = lambda name, package=None: None if name == "jax" else find(name, package)
+try:
+    import diff_transformer.ops.jax
+except ImportError as error:
+    print(error)
+"""
+    assert "needs JAX, which is not installed; install it (pip install 'diff-transformer[jax]')" in run_python(code)
+
+
+# What a JAX snippet that circulates gets wrong (docs/jax.md): each error made here on purpose, with what it costs.
+
+
+def test_lambda_vectors_from_a_unit_normal_give_no_usable_lambda():
+    """Vectors of width 256 from N(0, 1): |lambda| is in the thousands. From N(0, 0.1) it stays near lambda_init."""
+    width, draws, initial = 256, 2000, 0.2
+    q1, k1, q2, k2 = np.random.default_rng(0).standard_normal((4, draws, width))
+
+    def lambdas(std):
+        return np.abs(np.exp(std**2 * (q1 * k1).sum(-1)) - np.exp(std**2 * (q2 * k2).sum(-1)) + initial)
+
+    assert np.median(lambdas(1.0)) > 1e3
+    assert np.quantile(lambdas(0.1), 0.99) < 1.0
+
+
+def test_a_lambda_of_thousands_leaves_nothing_of_the_first_map():
+    """At lambda = 10^4 the output is -10^4 times the second map's, and without a head norm it has that size."""
+    q1, q2, k1, k2, v, _ = (to_jax(x) for x in make_inputs(T=31))
+    out = diff_attention(q1, q2, k1, k2, v, 1e4, is_causal=True)
+    second = diff_attention(q2, q2, k2, k2, v, 0.0, is_causal=True)
+    np.testing.assert_allclose(out, -1e4 * second, rtol=0, atol=2e-3 * float(jnp.abs(out).max()))
+    assert jnp.abs(out).max() > 1e3
+
+
+def test_swapped_roles_are_another_function_of_the_same_weights():
+    """A2 - lambda A1 is -lambda (A1 - A2 / lambda): with lambda = .2 it is nearly the second map alone, where the
+    paper's head is nearly the first."""
+    q1, q2, k1, k2, *_ = (to_jax(x) for x in make_inputs(T=31))
+    right = diff_attention_maps(q1, q2, k1, k2, 0.2, is_causal=True)
+    swapped = diff_attention_maps(q2, q1, k2, k1, 0.2, is_causal=True).difference
+    distance = lambda a, b: float(jnp.abs(a - b).mean())  # noqa: E731
+    assert distance(right.difference, right.first) < 0.5 * distance(right.difference, right.second)
+    assert distance(swapped, right.second) < 0.5 * distance(swapped, right.first)
+
+
+def test_without_the_causal_flag_a_token_sees_its_successor():
+    """The loss of a language model then measures copying: the output at a position depends on what follows it."""
+    x = [to_jax(y) for y in make_inputs(T=31)]
+    changed = [*x[:4], x[4].at[:, :, -1].add(1.0), x[5]]
+    earlier = (slice(None), slice(None), slice(0, -1))
+    assert jnp.abs(diff_attention(*changed)[earlier] - diff_attention(*x)[earlier]).min() > 0
+    causal = (diff_attention(*changed, is_causal=True), diff_attention(*x, is_causal=True))
+    np.testing.assert_array_equal(causal[0][earlier], causal[1][earlier])

@@ -1,0 +1,70 @@
+"""The figure of ``compare --variants``."""
+
+import pytest
+
+from diff_transformer.report.figures import variants
+from diff_transformer.report.write import render_page
+
+
+def row(name, loss, parameters=1_000_000, **more):
+    return {
+        "variant": name,
+        "label": {"softmax": "Transformer", "diff": "DIFF Transformer", "dint": "DINT", "diff_v2": "DIFF V2"}[name],
+        "parameters": parameters,
+        "flops_per_token": 2_500_000,
+        "kv_bytes_per_token": 512,
+        "intermediate_size": 320,
+        "loss": {str(seed): value for seed, value in enumerate(loss)},
+        "needles": {"n1_r1": {str(seed): 0.5 for seed in range(len(loss))}},
+        "train_tokens_per_second": 1234.0,
+        "forward_tokens_per_second": 5678.0,
+        **more,
+    }
+
+
+@pytest.fixture
+def rows():
+    return [
+        row("diff", [3.90, 3.80]),
+        row("softmax", [4.00, 3.90]),
+        row("diff_v2", [4.10, 3.95], parameters=1_004_000),
+        row("dint", [3.95, 3.99]),
+    ]
+
+
+def test_who_is_ahead_is_said_for_each_variant(rows):
+    found = {f.text.split(":")[0]: f for f in variants.build({"variants": rows}).findings if f}
+    ours = found["DIFF Transformer"]
+    assert ours.text == "DIFF Transformer: loss −0.100 against the Transformer (same sign in 2 of 2 seeds)."
+    assert (ours.outcome, ours.weak) == ("diff", False)
+    assert found["DIFF V2"].outcome == "softmax"
+    assert found["DINT"].outcome == "level"
+    assert found["DINT"].text == "DINT: loss +0.020 against the Transformer (same sign in 1 of 2 seeds)."
+    assert "Transformer" not in found
+
+
+def test_one_seed_is_called_weak(rows):
+    for one in rows:
+        one["loss"] = {"0": one["loss"]["0"]}
+    found = [f for f in variants.build({"variants": rows}).findings if f]
+    assert all(f.weak for f in found if f.outcome in ("diff", "softmax"))
+    assert "one seed: no interval" in found[0].text
+
+
+def test_the_table_has_every_number(rows):
+    body = str(variants.build({"variants": rows}).body)
+    for shown in ("3.850", "+0.40 %", "1,004,000", "2.5 M", "512 B", "1,234", "5,678", "1 needle, 1 asked", "0.50"):
+        assert shown in body
+    assert body.count("<tr>") == 5
+
+
+@pytest.mark.parametrize("broken", [None, [], "text", [{}], [{"loss": {"0": "much"}}, {"loss": None}]])
+def test_without_variants_there_is_no_figure(broken):
+    assert variants.build({"variants": broken}) is None
+
+
+def test_odd_rows_do_not_stop_the_page(results, rows):
+    rows[1] |= {"parameters": None, "needles": "none", "flops_per_token": "x"}
+    page = render_page({**results, "variants": [*rows, {"variant": 3, "label": None, "loss": {"0": 4.0}}]})
+    assert 'id="variants"' in page
+    assert 'id="variants"' not in render_page(results)

@@ -1,0 +1,245 @@
+"""The endpoint on loopback: OpenAI's own client, streams, load, bad requests, the end."""
+
+import json
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+pytest.importorskip("openai", reason="serving is an extra: pip install 'diff-transformer[serving]'")
+from openai import NotFoundError, OpenAI
+
+from diff_transformer import DiffTransformerForCausalLM
+from diff_transformer.data.tokenizer import byte_tokenizer
+from diff_transformer.model.presets import preset
+from diff_transformer.serving.server import batching, make_server
+
+CHAT, COMPLETIONS, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
+HELLO = [{"role": "user", "content": "abc"}]
+GREEDY = {"temperature": 0}
+ALPHABET = "abcdefghijklmnopqrstuvwxyz" * 3
+
+
+@pytest.fixture
+def client(server):
+    with OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=120) as client:
+        yield client
+
+
+def test_completions(client):
+    answer = client.completions.create(model="tiny-diff", prompt="abcdef", max_tokens=6, **GREEDY)
+    assert answer.choices[0].text == "ghijkl"
+    assert answer.choices[0].finish_reason == "length"
+    assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (6, 6)
+    assert answer.model.startswith("tiny-diff")
+
+
+def test_a_stream_is_the_same_text_in_pieces(client):
+    stream = client.completions.create(model="tiny-diff", prompt="abcdef", max_tokens=6, stream=True, **GREEDY)
+    pieces = [chunk.choices[0].text for chunk in stream]
+    assert "".join(pieces) == "ghijkl"
+    assert len([piece for piece in pieces if piece]) > 1
+
+
+def test_chat_has_a_template_although_the_tokenizer_has_none(client):
+    options = {"model": "tiny-diff", "messages": HELLO, "max_tokens": 5, **GREEDY}
+    answer = client.chat.completions.create(**options)
+    assert answer.usage.prompt_tokens == 1 + len("user: abc\nassistant:")
+    assert answer.usage.completion_tokens == 5
+    stream = client.chat.completions.create(**options, stream=True)
+    text = "".join(chunk.choices[0].delta.content or "" for chunk in stream)
+    assert text == answer.choices[0].message.content
+
+
+def test_responses(client):
+    answer = client.responses.create(model="tiny-diff", input="abc", max_output_tokens=4, **GREEDY)
+    assert answer.usage.output_tokens == 4
+    events = client.responses.create(model="tiny-diff", input="abc", max_output_tokens=4, stream=True, **GREEDY)
+    assert "".join(event.delta for event in events if event.type == "response.output_text.delta") == answer.output_text
+
+
+def test_sampling_follows_the_temperature_and_the_seed(server):
+    def text(**options):
+        return server.ask(COMPLETIONS, {"prompt": "a", "max_tokens": 12, **options})[1]["choices"][0]["text"]
+
+    assert text(temperature=2.0, seed=1) == text(temperature=2.0, seed=1)
+    assert len({text(temperature=2.0, seed=seed) for seed in range(6)}) > 1
+    assert {text(temperature=0.0, seed=seed) for seed in range(3)} == {ALPHABET[1:13]}
+
+
+def test_models_are_the_one_that_is_served(client, model_folder):
+    assert [model.id for model in client.models.list()] == ["tiny-diff"]
+    with pytest.raises(NotFoundError, match="no model 'gpt-4' here; this server has 'tiny-diff'"):
+        client.completions.create(model="gpt-4", prompt="a")
+    assert client.completions.create(model=str(model_folder), prompt="a", max_tokens=1).choices[0].text
+
+
+def test_many_requests_at_once(server):
+    def ask(i):
+        start = i % 20
+        status, answer = server.ask(COMPLETIONS, {"prompt": ALPHABET[start : start + 5], "max_tokens": 5, **GREEDY})
+        return status, answer["choices"][0]["text"] == ALPHABET[start + 5 : start + 10]
+
+    with ThreadPoolExecutor(12) as pool:
+        assert list(pool.map(ask, range(36))) == [(200, True)] * 36
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "status"),
+    [
+        (CHAT, {}, 400),
+        (CHAT, {"messages": HELLO, "model": "gpt-4"}, 404),
+        (CHAT, {"messages": [{"role": "user", "content": 3}]}, 400),
+        (CHAT, {"messages": HELLO, "tools": [1]}, 400),
+        (COMPLETIONS, {"prompt": "x" * 500}, 400),
+        (COMPLETIONS, {"prompt": ""}, 400),
+        (COMPLETIONS, {"prompt": "a", "max_tokens": -1}, 400),
+        (RESPONSES, {"input": 7}, 400),
+        ("/load_model", {"model": "gpt2"}, 404),
+        ("/reset", {}, 404),
+        ("/v1/systemone", {}, 404),
+        ("/v1/audio/transcriptions", {}, 404),
+        ("/v1/completions", None, 405),
+        ("/nothing", None, 404),
+    ],
+)
+def test_bad_requests_get_json_and_the_server_lives_on(server, path, body, status):
+    got, answer = server.ask(path, body)
+    assert got == status
+    assert answer["error"]["message"]
+    assert server.ask("/health") == (200, {"status": "ok"})
+
+
+@pytest.mark.parametrize("raw", [b"{not json", b"\xff\xfe\x00", b"", b"[" * 100_000, b"null"])
+def test_what_is_not_json_is_refused(server, raw):
+    status, answer = server.ask(COMPLETIONS, raw=raw)
+    assert status == 400
+    assert "send an object" in answer["error"]["message"]
+
+
+def test_too_much_is_refused(server, monkeypatch):
+    monkeypatch.setattr("diff_transformer.serving.front.MOST_BYTES", 1000)
+    assert server.ask(COMPLETIONS, {"prompt": "a" * 2000})[0] == 413
+
+
+def test_a_client_that_hangs_up_does_not_stop_the_others(server):
+    body = json.dumps({"prompt": "abc", "max_tokens": 100, "stream": True}).encode()
+    with socket.create_connection(("127.0.0.1", server.port), timeout=30) as raw:
+        head = f"POST {COMPLETIONS} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n"
+        raw.sendall(head.encode() + body)
+        assert raw.recv(64).startswith(b"HTTP/1.1 200")
+    status, answer = server.ask(COMPLETIONS, {"prompt": "abc", "max_tokens": 3, **GREEDY})
+    assert (status, answer["choices"][0]["text"]) == (200, "def")
+
+
+def test_an_error_inside_is_json_too(server, monkeypatch):
+    loaded = server.server._model_manager.loaded_models["tiny-diff"].model
+
+    def fail(*args, **kwargs):
+        raise RuntimeError("the roof is on fire")
+
+    monkeypatch.setattr(loaded, "generate", fail)
+    status, answer = server.ask(COMPLETIONS, {"prompt": "a"})
+    assert (status, answer["error"]["message"]) == (500, "RuntimeError: the roof is on fire")
+    monkeypatch.undo()
+    assert server.ask(COMPLETIONS, {"prompt": "a", "max_tokens": 1})[0] == 200
+
+
+def test_it_listens_on_this_machine_alone(server):
+    assert server.server.server.config.host == "127.0.0.1"
+    assert server.server.server.servers[0].sockets[0].getsockname()[0] == "127.0.0.1"
+
+
+def test_continuous_batching_answers_together_what_it_answers_alone(run_server, model_folder):
+    batched = run_server(model_folder, continuous_batching=True, requests_at_once=4)
+
+    def ask(i):
+        length = 2 + i % 5
+        body = {"prompt": ALPHABET[i : i + length], "max_tokens": 8, **GREEDY}
+        status, answer = batched.ask(COMPLETIONS, body)
+        return status, answer["choices"][0]["text"] == ALPHABET[i + length : i + length + 8]
+
+    with ThreadPoolExecutor(8) as pool:
+        assert list(pool.map(ask, range(16))) == [(200, True)] * 16
+    assert batched.ask(COMPLETIONS, {"prompt": "a", "max_tokens": -1})[0] == 400
+    assert batched.ask("/health") == (200, {"status": "ok"})
+
+
+def test_the_paged_cache_holds_all_requests_at_full_length():
+    config = batching(context=1000, requests=16)
+    assert config.num_blocks * config.page_size >= 16 * 1000
+    assert config.num_blocks * config.page_size < 16 * 1100
+    assert config.max_requests_per_batch == 16 <= config.max_batch_tokens
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"continuous_batching": True, "attn_implementation": "diff_blockwise"}, "accepted: 'sdpa', 'eager'"),
+        ({"attn_implementation": "spda"}, "Unsupported attention implementation|did you mean 'sdpa'"),
+        ({"dtype": "float17"}, "float17"),
+    ],
+)
+def test_what_cannot_be_served_is_said_at_the_start(model_folder, options, message):
+    with pytest.raises(ValueError, match=message):
+        make_server(str(model_folder), **options)
+
+
+def test_dint_has_no_place_in_the_paged_cache(tmp_path):
+    DiffTransformerForCausalLM(preset("debug", vocab_size=258, attention="dint")).save_pretrained(tmp_path)
+    byte_tokenizer().save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="attention='dint' keeps a running sum beside keys and values"):
+        make_server(str(tmp_path), continuous_batching=True)
+
+
+def test_folders_that_are_no_models(model_folder, tmp_path):
+    with pytest.raises(FileNotFoundError, match="no model at /nowhere/model"):
+        make_server("/nowhere/model")
+    with pytest.raises(FileNotFoundError, match=r"has no config\.json"):
+        make_server(str(tmp_path))
+    for name in ("config.json", "model.safetensors"):
+        (tmp_path / name).write_bytes((model_folder / name).read_bytes())
+    with pytest.raises(FileNotFoundError, match="has no tokenizer; save one into the same folder"):
+        make_server(str(tmp_path))
+
+
+@pytest.mark.slow
+def test_the_command_answers_and_ends_with_ctrl_c(model_folder):
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    command = [
+        sys.executable,
+        "-m",
+        "diff_transformer",
+        "serve",
+        str(model_folder),
+        "--port",
+        str(port),
+        "--name",
+        "abc",
+    ]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    try:
+        deadline = time.monotonic() + 200
+        while True:
+            assert process.poll() is None, process.stdout.read()
+            assert time.monotonic() < deadline, "the server did not start"
+            try:
+                with urllib.request.urlopen(f"http://127.0.0.1:{port}/v1/models", timeout=10) as answer:
+                    assert json.loads(answer.read())["data"][0]["id"] == "abc"
+                break
+            except OSError:
+                time.sleep(0.5)
+        process.send_signal(signal.SIGINT)
+        output, _ = process.communicate(timeout=60)
+    finally:
+        process.kill()
+    assert process.returncode in (0, 130)
+    assert "model: abc; stop with Ctrl-C" in output
+    assert "Traceback" not in output

@@ -1,0 +1,122 @@
+"""The plan and the driver of a study: what is finished is skipped, what is interrupted goes on, failures are told."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from diff_transformer.recipes import recipe
+from diff_transformer.recipes.desk_study import SIDES, desk_study
+from diff_transformer.study.cell import gradient_record
+from diff_transformer.study.plan import Cell, Study, seeds
+from diff_transformer.study.run import run_study, sweep_losses
+from diff_transformer.train.config import override
+
+
+@pytest.fixture(scope="module")
+def texts(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("texts")
+    for i in range(12):
+        words = " ".join(f"the {a} fox {b} jumps over dog number {i}." for a in ("red", "old") for b in range(40))
+        (folder / f"{i}.txt").write_text(words)
+    return folder
+
+
+def tiny(texts, side, lr, *more):
+    settings = [f"data.corpus={texts}", "data.max_bytes=null", "train.steps=4", "train.checkpoint_every=2"]
+    settings += ["evaluation.more={}", f"model.attention={side}", f"optim.lr={lr}", *more]
+    return override(recipe("debug"), settings)
+
+
+def study(texts, *more):
+    sweep = [
+        Cell(f"sweep/lr{lr}", side, tiny(texts, side, lr, *more), measured=False)
+        for side in ("diff", "softmax")
+        for lr in (1e-3, 1e-2)
+    ]
+
+    def cells(chosen):
+        return [
+            cell
+            for side in ("softmax", "diff")
+            for cell in seeds("main", side, tiny(texts, side, chosen[side], *more), range(1))
+        ]
+
+    return Study("tiny", sweep, cells)
+
+
+def test_each_side_takes_its_own_best_rate(texts):
+    plan = study(texts)
+    losses = dict(zip([cell.key for cell in plan.sweep], [3.0, 2.0, 4.0, 5.0], strict=True))
+    assert plan.choose(losses) == {"diff": 1e-2, "softmax": 1e-3}
+    del losses[plan.sweep[2].key]
+    with pytest.raises(ValueError, match=r"sweep is not finished: sweep/lr0.001/softmax-seed0"):
+        plan.choose(losses)
+
+
+@pytest.mark.slow
+def test_a_study_runs_in_pieces_and_does_nothing_twice(texts, tmp_path):
+    out = tmp_path / "study"
+    first = run_study(study(texts), out, minutes=0.02, jobs=1)
+    assert first.total is None  # the time was too short for the sweep
+    done = run_study(study(texts), out, jobs=2)
+    assert (done.finished, done.total) == (6, 6)
+    assert len(sweep_losses(study(texts), out)) == 4
+    record = json.loads((out / "main/diff-seed0/result.json").read_text())
+    assert record["metrics"]["needle"].keys() >= {"n1_r1", "chance"}
+    assert record["steps"] == 4
+    assert len(record["validation"]["loss"]) == 2
+    assert not (out / "sweep/lr0.01/diff-seed0/evals").exists()
+    times = {path: path.stat().st_mtime_ns for path in out.rglob("result.json")}
+    run_study(study(texts), out, jobs=2)
+    assert times == {path: path.stat().st_mtime_ns for path in out.rglob("result.json")}
+
+
+def test_a_cell_that_fails_is_named_with_its_reason(texts, tmp_path):
+    broken = study(texts, "data.tokenizer=nowhere/such")
+    with pytest.raises(RuntimeError, match=r"sweep/lr0.001/diff-seed0 failed with exit code 1(.|\n)*nowhere/such"):
+        run_study(broken, tmp_path / "study", jobs=1)
+
+
+def test_spikes_are_norms_far_above_those_before():
+    assert gradient_record([1.0] * 10 + [3.5] + [1.0] * 9)["spikes"] == 1
+    assert gradient_record([1.0] * 20)["spikes"] == 0
+    rising = gradient_record([1.05**i for i in range(20)])
+    assert rising["spikes"] == 0
+    assert rising["largest"] == 1.05**19
+
+
+def test_the_desk_study_compares_like_with_like():
+    plan = desk_study("python")
+    cells = plan.cells(dict.fromkeys(SIDES, 1e-3))
+    assert len({cell.key for cell in cells}) == len(cells)
+    by_setting = {}
+    for cell in cells:
+        by_setting.setdefault(cell.setting, {}).setdefault(cell.side, []).append(cell)
+    assert len(by_setting["novels"]["diff"]) == 5
+    assert all(len(members) >= 3 for sides in by_setting.values() for members in sides.values())
+    for sides in by_setting.values():
+        for side, members in sides.items():
+            for cell, twin in zip(members, next(iter(sides.values())), strict=True):
+                ours, theirs = cell.config.to_dict(), twin.config.to_dict()
+                varied = ("attention", "head_norm", "head_norm_init", "lambda_init")
+                for each in (ours, theirs):
+                    each["optim"].pop("lr")
+                    for name in varied:
+                        each["model"].pop(name, None)
+                assert ours == theirs, (side, cell.key)
+    assert Path(cells[0].key).parts == ("novels", "softmax-seed0")
+
+
+def test_a_run_that_diverges_is_a_result(texts, tmp_path, monkeypatch):
+    from diff_transformer.study.cell import run_cell
+    from diff_transformer.train import loop
+
+    config = tiny(texts, "diff", 1e-3, "train.log_every=1", "train.steps=8")
+    (tmp_path / "request.json").write_text(json.dumps(config.to_dict()))
+    seen = loop.learning_rate
+    monkeypatch.setattr(loop, "learning_rate", lambda step, *more: float("nan") if step == 6 else seen(step, *more))
+    run_cell(tmp_path, measured=False)
+    record = json.loads((tmp_path / "result.json").read_text())
+    assert record["diverged"].startswith("step 8: loss nan")
+    assert record["gradients"]["logged"] == 7

@@ -1,0 +1,91 @@
+"""The pages are true: links exist, commands parse, the tutorial runs, generated pages are those of the sources."""
+
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md")),
+         *sorted((ROOT / "figures").rglob("README.md")), *sorted((ROOT / "examples").glob("*.md"))]  # fmt: skip
+GENERATED = (
+    "docs/cli.py",
+    "docs/tables.py",
+    "figures/desk/run.py",
+    "figures/fill.py",
+    "figures/plots.py",
+    "figures/stability/run.py",
+    "figures/uptraining/run.py",
+)
+
+
+def name(page):
+    return page.relative_to(ROOT).as_posix()
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name)
+def test_links_exist(page):
+    text = re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL)
+    links = [link.split("#")[0] for link in re.findall(r"\]\(([^)\s]+)\)", text)]
+    assert [link for link in links if link and "://" not in link and not (page.parent / link).exists()] == []
+
+
+def commands(page):
+    """The lines of a page that begin with the command; those that end with a backslash or within quotes go on."""
+    text = re.sub(r"\\\n\s*", " ", page.read_text())
+    text = re.sub(r"='[^'`]*'", lambda quoted: " ".join(quoted[0].split()), text)
+    lines = re.findall(r"^ *(?:\$ )?(diff-transformer [^\n`]*|.*-m diff_transformer [^\n`]*)$", text, re.MULTILINE)
+    lines += re.findall(r"`(diff-transformer [a-z][^`]*)`", text)
+    return [line for line in lines if "[OPTIONS]" not in line]
+
+
+WITH_COMMANDS = [page for page in PAGES if page.name != "cli.md" and commands(page)]
+
+
+@pytest.mark.parametrize("page", WITH_COMMANDS, ids=name)
+def test_commands_parse(page):
+    """Each names a command that exists, with options it has and values of their kind."""
+    import click
+    import typer
+
+    from diff_transformer.cli import app
+
+    command = typer.main.get_command(app)
+    for line in commands(page):
+        words = shlex.split(re.split(r"diff-transformer |-m diff_transformer ", line, maxsplit=1)[1], comments=True)
+        words = [word for word in words if word not in ("...", "|")]
+        chosen = command.commands.get(words[0])
+        assert chosen is not None, f"{name(page)}: no command {words[0]!r} in: {line}"
+        parser = chosen.make_parser(click.Context(chosen, resilient_parsing=True))
+        known = {option for parameter in chosen.params for option in parameter.opts if option.startswith("-")}
+        used = {word.split("=")[0] for word in words if word.startswith("--")} - {"--help"}
+        assert used <= known, f"{name(page)}: {chosen.name} has no {', '.join(sorted(used - known))}: {line}"
+        if all(word.isascii() for word in words):
+            parser.parse_args([word for word in words[1:] if word != "--help"])
+
+
+@pytest.mark.parametrize("script", GENERATED)
+def test_generated_pages_are_those_of_their_sources(script):
+    done = subprocess.run([sys.executable, str(ROOT / script), "--check"], capture_output=True, text=True)
+    assert done.returncode == 0, f"run python {script}\n{done.stdout}{done.stderr}"
+
+
+@pytest.mark.slow
+def test_the_tutorial_runs(tmp_path):
+    """Every block of it in order, in one folder: shell and Python alike."""
+    text = (ROOT / "docs" / "tutorial.md").read_text()
+    blocks = re.findall(r"```(sh|python)\n(.*?)```", text, re.DOTALL)
+    assert [kind for kind, _ in blocks].count("sh") >= 3
+    for kind, code in blocks:
+        if kind == "sh":
+            code = re.sub(r"^diff-transformer", f"{shlex.quote(sys.executable)} -m diff_transformer", code, flags=re.M)
+            done = subprocess.run(["bash", "-ec", code], cwd=tmp_path, capture_output=True, text=True, timeout=600)
+        else:
+            code = "import matplotlib\nmatplotlib.use('Agg')\n" + code
+            done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True)
+        assert done.returncode == 0, f"{code}\n{done.stdout[-2000:]}{done.stderr[-2000:]}"
+    for made in ("runs/tutorial/report.html", "runs/runs.html", "runs/allocation.png"):
+        assert (tmp_path / made).stat().st_size > 1000

@@ -1,0 +1,73 @@
+"""docs/data.md is true: its commands run in their order, and the files it draws are there."""
+
+import os
+import re
+import shlex
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from typer.testing import CliRunner
+
+from diff_transformer.cli import app
+
+TEXT = (Path(__file__).parent.parent / "docs" / "data.md").read_text()
+BLOCKS = re.findall(r"```sh\n(.*?)```", TEXT, re.DOTALL)
+COMMANDS = [shlex.split(line)[1:] for block in BLOCKS for line in block.splitlines()]
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory):
+    """A folder with what the commands read: ``texts`` and ``more``."""
+    root = tmp_path_factory.mktemp("home")
+    generator = np.random.default_rng(0)
+    words = ["river", "mountain", "letter", "window", "garden", "morning", "winter", "silence"]
+    for name in ("texts", "more"):
+        (root / name).mkdir()
+        for i in range(24):
+            chosen = generator.choice(words, 300 + 20 * i)
+            (root / name / f"{i}.txt").write_text(" ".join(chosen) + ".\n")
+    return root
+
+
+def run(arguments, home, monkeypatch):
+    monkeypatch.chdir(home)
+    done = CliRunner().invoke(app, arguments)
+    assert done.exit_code == 0, (arguments, done.output, done.exception)
+
+
+def test_commands_run_in_their_order(home, monkeypatch):
+    small = ["--set", "train.steps=1", "--set", "train.validation_rows=1"]
+    assert [command[0] for command in COMMANDS] == ["prepare", "prepare", "train", "prepare", "train", "train"]
+    for command in COMMANDS:
+        run(command + (small if command[0] == "train" else []), home, monkeypatch)
+    drawn = re.findall(r"^(prepared/\S+)", TEXT, re.MULTILINE)
+    assert len(drawn) == 5
+    assert all((home / path).exists() for path in drawn)
+    for name in ("run", "mixed", "long"):
+        assert (home / name / "model" / "config.json").exists()
+    (mending,) = re.findall(r"`diff-transformer (prepare --out \S+ --resume)`", TEXT)
+    shard = home / "prepared" / "shards" / "train-000000.tokens"
+    before = shard.read_bytes()
+    os.truncate(shard, 10)
+    run(shlex.split(mending), home, monkeypatch)
+    assert shard.read_bytes() == before
+
+
+def test_what_goes_wrong_is_a_message_that_names_it(home, monkeypatch, capsys):
+    from diff_transformer.cli import main
+
+    monkeypatch.chdir(home)
+    for arguments, message in [
+        (["prepare", "texts"], "no folder to write to; give --out FOLDER"),
+        (["prepare", "--out", "new"], "no source of text"),
+        (["prepare", "nowhere", "--out", "new"], "nowhere' does not exist"),
+        (["prepare", "texts", "--out", "texts"], "is not empty and holds no preparation"),
+        (["prepare", "--verify", "texts"], "is no prepared folder"),
+    ]:
+        monkeypatch.setattr(sys, "argv", ["diff-transformer", *arguments])
+        with pytest.raises(SystemExit, match="2"):
+            main()
+        assert message in capsys.readouterr().err
+    assert not (home / "new").exists()

@@ -1,0 +1,78 @@
+"""One of several training processes: ``python parallel_worker.py jobs.json``, with torchrun's variables set.
+
+A job is {"folder", "set": assignments, "resume", "interrupt": [rank, step], "sleep": [rank, step, seconds]}; what it
+raised is written to jobs.json.RANK.
+"""
+
+import json
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from diff_transformer.recipes import recipe
+from diff_transformer.train.config import RunConfig, override
+from diff_transformer.train.loop import train
+from diff_transformer.train.materials import load_materials
+
+
+class Mixture:
+    """A mixture before whose batch of one step something happens."""
+
+    def __init__(self, mixture, step: int, happens: Callable[[], None]):
+        self.mixture, self.step, self.happens = mixture, step, happens
+
+    def batch(self, step: int, *share: int):
+        if step == self.step:
+            self.happens()
+        return self.mixture.batch(step, *share)
+
+
+_made: dict[str, Any] = {}
+
+
+def shared_materials(config: RunConfig) -> Any:
+    """``load_materials(config)``, once for all jobs with the same data."""
+    values = config.to_dict()
+    key = json.dumps([values["data"], values["model"], config.train.batch_size])
+    if key not in _made:
+        _made[key] = load_materials(config)
+    return _made[key]
+
+
+def run(job: dict, rank: int) -> str | None:
+    config = override(recipe("debug"), job["set"])
+    materials = shared_materials(config)
+    if job.get("sleep", [None])[0] == rank:
+        _, step, seconds = job["sleep"]
+        materials = replace(materials, mixture=Mixture(materials.mixture, step, lambda: time.sleep(seconds)))
+    if job.get("interrupt", [None])[0] == rank:
+        stop = partial(os.kill, os.getpid(), signal.SIGTERM)
+        materials = replace(materials, mixture=Mixture(materials.mixture, job["interrupt"][1], stop))
+    try:
+        train(config, Path(job["folder"]), resume=job.get("resume", False), materials=materials)
+    except BaseException as error:
+        return f"{type(error).__name__}: {error}"
+    return None
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    path, rank = Path(sys.argv[1]), int(os.environ["RANK"])
+    outcomes = []
+    for job in json.loads(path.read_text()):
+        outcomes.append(run(job, rank))
+        Path(f"{path}.{rank}").write_text(json.dumps(outcomes))
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

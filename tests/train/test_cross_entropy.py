@@ -1,0 +1,118 @@
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from diff_transformer.train.cross_entropy import weighted_cross_entropy
+from diff_transformer.train.objective import Objective
+
+N, D, V = 37, 12, 101
+
+
+def inputs(dtype=torch.float64):
+    hidden = torch.randn(N, D, dtype=dtype, requires_grad=True)
+    head = torch.randn(V, D, dtype=dtype, requires_grad=True)
+    targets = torch.randint(0, V, (N,))
+    targets[::5] = -100
+    return hidden, head, targets, torch.rand(N, dtype=torch.float64)
+
+
+def plain(hidden, head, targets, weights):
+    losses = F.cross_entropy(
+        F.linear(hidden, head).to(torch.promote_types(hidden.dtype, torch.float32)), targets, reduction="none"
+    )
+    return (losses * weights).sum(), losses
+
+
+@pytest.mark.parametrize("chunk", [None, 1, 8, 37, 1000])
+def test_equal_to_the_plain_loss_with_every_gradient(chunk):
+    hidden, head, targets, weights = inputs()
+    expected, losses = plain(hidden, head, targets, weights)
+    wanted = torch.autograd.grad(3 * expected, (hidden, head))
+    got, each = weighted_cross_entropy(hidden, head, targets, weights, chunk=chunk)
+    found = torch.autograd.grad(3 * got, (hidden, head))
+    torch.testing.assert_close(got, expected, rtol=1e-13, atol=0)
+    torch.testing.assert_close(each, losses.detach(), rtol=1e-12, atol=1e-13)
+    for actual, exact in zip(found, wanted, strict=True):
+        torch.testing.assert_close(actual, exact, rtol=1e-12, atol=1e-13)
+
+
+def test_bf16_autocast_is_as_near_as_the_plain_loss():
+    hidden, head, targets, weights = inputs(torch.float32)
+    exact = torch.autograd.grad(plain(hidden.double(), head.double(), targets, weights)[0], (hidden, head))
+    with torch.autocast("cpu", torch.bfloat16):
+        eager = torch.autograd.grad(plain(hidden, head, targets, weights)[0], (hidden, head))
+        loss, _ = weighted_cross_entropy(hidden, head, targets, weights.float(), chunk=8)
+    chunked = torch.autograd.grad(loss, (hidden, head))
+    for one, other, right in zip(chunked, eager, exact, strict=True):
+        assert one.dtype == torch.float32
+        assert (one - right).abs().max() <= 2 * (other - right).abs().max() + 2**-8 * right.abs().max()
+
+
+def test_weights_in_bf16():
+    hidden, head, targets, weights = inputs(torch.bfloat16)
+    loss, _ = weighted_cross_entropy(hidden, head, targets, weights, chunk=8)
+    d_hidden, d_head = torch.autograd.grad(loss, (hidden, head))
+    assert (loss.dtype, d_hidden.dtype, d_head.dtype) == (torch.float32, torch.bfloat16, torch.bfloat16)
+    exact = plain(hidden.double(), head.double(), targets, weights)[0]
+    assert loss.item() == pytest.approx(exact.item(), rel=0.02)
+
+
+class Largest(TorchDispatchMode):
+    """The most elements that a tensor had which some operation made; a view is not made."""
+
+    elements = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        given = {x.untyped_storage().data_ptr() for x in args if isinstance(x, torch.Tensor)}
+        out = func(*args, **(kwargs or {}))
+        for tensor in out if isinstance(out, tuple | list) else (out,):
+            if isinstance(tensor, torch.Tensor) and tensor.untyped_storage().data_ptr() not in given:
+                self.elements = max(self.elements, tensor.numel())
+        return out
+
+
+@pytest.mark.parametrize(("chunk", "largest"), [(None, 512 * 1000), (64, 64 * 1000)])
+def test_logits_are_never_whole(chunk, largest):
+    hidden, head = torch.randn(512, 8, requires_grad=True), torch.randn(1000, 8, requires_grad=True)
+    with Largest() as seen:
+        loss, _ = weighted_cross_entropy(hidden, head, torch.randint(0, 1000, (512,)), torch.ones(512), chunk=chunk)
+        loss.backward()
+    assert seen.elements == largest
+
+
+def test_no_gradient_is_computed_where_none_is_asked_for():
+    hidden, head, targets, weights = inputs(torch.float32)
+    with torch.no_grad(), Largest() as seen:
+        loss, _ = weighted_cross_entropy(hidden, head, targets, weights, chunk=2)
+    assert not loss.requires_grad
+    assert seen.elements == 2 * V  # neither [N, D] nor [V, D] was made
+
+
+def test_a_second_backward_is_refused():
+    hidden, head, targets, weights = inputs()
+    loss, _ = weighted_cross_entropy(hidden, head, targets, weights, chunk=8)
+    loss.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="can be taken once; compute the loss again"):
+        loss.backward()
+    with pytest.raises(ValueError, match="chunk is -1; it must be positive"):
+        weighted_cross_entropy(hidden, head, targets, weights, chunk=-1)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_the_objective_is_the_same_in_chunks(tied):
+    from diff_transformer import DiffTransformerForCausalLM
+    from diff_transformer.model.presets import preset
+
+    model = DiffTransformerForCausalLM(preset("debug", tie_word_embeddings=tied)).train()
+    ids = torch.randint(0, 512, (3, 17))
+    labels, weights = ids.masked_fill(ids % 7 == 0, -100), torch.rand(3, 16)
+    gradients = []
+    for chunk in (0, 5):
+        model.zero_grad(set_to_none=True)
+        loss, rows = Objective(model, chunk)({"input_ids": ids}, labels, weights)
+        loss.backward()
+        gradients.append([loss.detach(), rows, *(p.grad for p in model.parameters())])
+    for one, other in zip(*gradients, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-6)
+    assert rows.shape == (3,)

@@ -1,0 +1,110 @@
+"""A run that starts from a saved model: its weights, its configuration unless told otherwise, its tokenizer."""
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from diff_transformer.model.convert import softmax_to_diff
+from diff_transformer.recipes import recipe
+from diff_transformer.train.config import override
+from diff_transformer.train.loop import train
+from diff_transformer.train.materials import build_model, load_materials
+from diff_transformer.train.metrics import read_metrics
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("texts")
+    for i in range(8):
+        words = " ".join(f"the {a} fox {b} jumps over dog number {i}." for a in ("red", "old") for b in range(30))
+        (folder / f"{i}.txt").write_text(words)
+    settings = [
+        f"data.corpus={folder}", "data.max_bytes=null", "train.steps=4", "data.mixture.needles=0",
+        "data.mixture.recall=0", "model.attention=softmax", "model.head_norm_init=1.0",
+    ]  # fmt: skip
+    return override(recipe("debug"), settings)
+
+
+@pytest.fixture(scope="module")
+def trained(config, tmp_path_factory):
+    return train(config, tmp_path_factory.mktemp("run"))
+
+
+def initial(config, folder, *settings):
+    return override(config, [f"train.initial_model={folder}", *settings])
+
+
+def validation_losses(folder):
+    return [line["validation_loss"] for line in read_metrics(folder / "metrics.jsonl") if "validation_loss" in line]
+
+
+def test_a_run_goes_on_from_a_run(config, trained, tmp_path):
+    """Its first validation loss is the last of the run before, and what it saves names where it came from."""
+    again = train(initial(config, trained.folder), tmp_path / "again")
+    assert validation_losses(again.folder)[0] == pytest.approx(validation_losses(trained.folder)[-1], abs=1e-6)
+    assert validation_losses(again.folder)[-1] < validation_losses(again.folder)[0]
+    assert str(trained.folder) in (tmp_path / "again" / "config.json").read_text()
+
+
+def test_a_folder_of_a_model_in_bf16_is_trained_in_fp32(config, trained, tmp_path):
+    saved = AutoModelForCausalLM.from_pretrained(trained.folder / "model").to(torch.bfloat16)
+    saved.save_pretrained(tmp_path / "half")
+    model = build_model(initial(config, tmp_path / "half"), trained.tokenizer)
+    expected = saved.state_dict()
+    assert {p.dtype for p in model.parameters()} == {torch.float32}
+    assert all(torch.equal(value, expected[name].float()) for name, value in model.state_dict().items())
+
+
+def test_fields_of_the_run_replace_those_of_the_model(config, trained):
+    """As continuing at another length needs: more positions and another rotary base, the same weights."""
+    run = initial(config, trained.folder, "model.max_position_embeddings=512")
+    run.model["rope_parameters"] = {"rope_type": "default", "rope_theta": 640_000.0}
+    model = build_model(run, trained.tokenizer)
+    assert model.config.max_position_embeddings == 512
+    assert model.config.rope_parameters["rope_theta"] == 640_000.0
+    assert model.model.rotary_emb.inv_freq[1] < trained.model.model.rotary_emb.inv_freq[1]
+    assert torch.equal(model.lm_head.weight, trained.model.lm_head.weight)
+
+
+def test_a_converted_model_keeps_what_the_run_does_not_say(config, trained, tmp_path):
+    """As with the recipe ``uptrain``, whose configuration says nothing of the model."""
+    converted = softmax_to_diff(trained.model)
+    converted.save_pretrained(tmp_path / "diff")
+    run = initial(config, tmp_path / "diff")
+    run.model = {}
+    done = train(run, tmp_path / "run")
+    assert done.model.config.attention == "diff"
+    assert done.model.config.value_head_dim == trained.model.config.head_dim
+    assert validation_losses(done.folder)[0] == pytest.approx(validation_losses(trained.folder)[-1], abs=1e-5)
+    moved = done.model.model.layers[0].self_attn.q_proj.weight.unflatten(0, (-1, 2, converted.config.head_dim))
+    assert not torch.equal(moved[:, 0], moved[:, 1])
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (["model.attention=diff"], r"model \(attention='diff'\) does not fit the weights in .*missing: .*lambda"),
+        (["model.num_hidden_layers=1"], r"does not fit .*not of the model: model.layers.1"),
+        (["model.intermediate_size=128"], "does not fit the weights"),
+        (["data.length=600"], "data.length is 600, more than model.max_position_embeddings"),
+    ],
+)
+def test_another_model_than_the_weights_is_refused(config, trained, settings, message):
+    with pytest.raises(ValueError, match=message):
+        build_model(initial(config, trained.folder, *settings), trained.tokenizer)
+
+
+def test_another_tokenizer_is_refused(config, trained):
+    other = initial(config, trained.folder, "data.tokenizer=bytes")
+    with pytest.raises(ValueError, match=r"was trained with another tokenizer; set data.tokenizer="):
+        build_model(other, load_materials(other).tokenizer)
+
+
+def test_a_run_that_says_nothing_of_its_model_is_refused():
+    with pytest.raises(ValueError, match=r"nothing says what the model is; give train.initial_model"):
+        load_materials(recipe("uptrain"))
+
+
+def test_a_folder_without_a_model_is_refused(config, trained, tmp_path):
+    with pytest.raises(FileNotFoundError, match="holds no model"):
+        build_model(initial(config, tmp_path), trained.tokenizer)

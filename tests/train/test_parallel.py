@@ -1,0 +1,209 @@
+"""Several processes (gloo, CPU) against one: DDP, FSDP2, tensor parallel, resuming over another number of them."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+
+import pytest
+from transformers import AutoModelForCausalLM
+
+from diff_transformer.recipes import recipe
+from diff_transformer.train.config import override
+from diff_transformer.train.loop import Interrupted, train
+from diff_transformer.train.materials import load_materials
+from diff_transformer.train.metrics import read_metrics
+
+WORKER = Path(__file__).with_name("parallel_worker.py")
+STRATEGIES = {
+    "ddp": ["train.parallel.strategy=ddp"],
+    "fsdp": ["train.parallel.strategy=fsdp"],
+    "tp": ["train.parallel.tensor_parallel=2"],
+    "fsdp and tp": ["train.parallel.strategy=fsdp", "train.parallel.tensor_parallel=2"],
+}
+SECONDS = 1000  # for all jobs of a group of processes; a few, but on a machine that is busy with other things
+SHARDED = ["train.parallel.sharded_checkpoints=true"]
+pytestmark = pytest.mark.timeout(2 * SECONDS)
+LOSS, NORM = 1e-5, 1e-3  # absolute, relative
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory):
+    """Settings of every run here: 20 steps, each logged."""
+    folder = tmp_path_factory.mktemp("texts")
+    for i in range(12):
+        words = " ".join(f"the {a} fox {b} jumps over dog number {i}." for a in ("red", "old") for b in range(40))
+        (folder / f"{i}.txt").write_text(words)
+    return [f"data.corpus={folder}", "data.max_bytes=null", "train.log_every=1"]
+
+
+@cache
+def _materials(settings: tuple[str, ...]):
+    return load_materials(override(recipe("debug"), list(settings)))
+
+
+def run_alone(folder: Path, settings: list[str], *, resume: bool = False, stop_at: int | None = None):
+    def progress(step: int, values: dict):
+        if step == stop_at:
+            os.kill(os.getpid(), 15)
+
+    config = override(recipe("debug"), settings)
+    data = (setting for setting in settings if setting.startswith(("data.", "model.")))
+    materials = _materials(tuple(data))
+    if stop_at is None:
+        train(config, folder, resume=resume, materials=materials)
+        return
+    with pytest.raises(Interrupted):
+        train(config, folder, resume=resume, progress=progress, materials=materials)
+
+
+def run_together(tmp_path: Path, jobs: list[dict], processes: int = 2) -> tuple[list[list], list[int], str]:
+    """What each rank's jobs raised, exit codes, and what was printed; the processes run all jobs, one after another."""
+    path = tmp_path / f"jobs{processes}.json"
+    path.write_text(json.dumps(jobs))
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    shared = {
+        **os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "TORCHELASTIC_RUN_ID": "test",
+        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(processes),
+        "LOCAL_WORLD_SIZE": str(processes), "TRANSFORMERS_VERBOSITY": "error",
+    }  # fmt: skip
+    started = [
+        subprocess.Popen(
+            [sys.executable, str(WORKER), str(path)],
+            env={**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank in range(processes)
+    ]
+    try:
+        printed = [process.communicate(timeout=SECONDS)[0] for process in started]
+    finally:
+        for process in started:
+            process.kill()
+    results = [Path(f"{path}.{rank}") for rank in range(processes)]
+    raised = [json.loads(result.read_text()) if result.exists() else [] for result in results]
+    return raised, [process.returncode for process in started], "\n".join(printed)
+
+
+def logged(folder: Path, name: str) -> list:
+    return [line[name] for line in read_metrics(folder / "metrics.jsonl") if name in line]
+
+
+def assert_same_training(folder: Path, expected: Path):
+    """Losses, and gradient norms too: Adam would hide a gradient that is wrong by a factor."""
+    assert len(logged(expected, "loss")) == 20
+    for name in ("loss", "validation_loss"):
+        assert logged(folder, name) == pytest.approx(logged(expected, name), abs=LOSS, rel=0), (folder.name, name)
+    norms = zip(logged(folder, "grad_norm_by_part"), logged(expected, "grad_norm_by_part"), strict=True)
+    assert all(found == pytest.approx(wanted, rel=NORM, abs=1e-7) for found, wanted in norms), folder.name
+
+
+def job(folder: Path, settings: list[str], **more) -> dict:
+    return {"folder": str(folder), "set": settings, **more}
+
+
+def test_two_processes_train_like_one(base, tmp_path):
+    """DDP in two pieces a step, FSDP2 with recomputation and a chunked loss, tensor parallel; DDP stopped by a SIGTERM
+    to rank 1 and resumed alone; a run begun alone and resumed under FSDP2; a rank that stalls."""
+    run_alone(tmp_path / "one", base)
+    run_alone(tmp_path / "begun alone", base, stop_at=10)
+    memory = ["train.activation_checkpointing=true", "train.loss_chunk=100"]
+    slow = [*base, *STRATEGIES["ddp"], "train.parallel.stall_seconds=2"]
+    jobs = [
+        job(tmp_path / "ddp", [*base, *STRATEGIES["ddp"], "train.accumulate=2"]),
+        job(tmp_path / "fsdp", [*base, *STRATEGIES["fsdp"], *memory]),
+        job(tmp_path / "tp", [*base, *STRATEGIES["tp"]]),
+        job(tmp_path / "begun by two", [*base, *STRATEGIES["ddp"]], interrupt=[1, 10]),
+        job(tmp_path / "begun alone", [*base, *STRATEGIES["fsdp"]], resume=True),
+        job(tmp_path / "slow", slow, sleep=[1, 7, 60]),
+    ]
+    raised, codes, printed = run_together(tmp_path, jobs)
+    for of_rank in raised:
+        assert [text and text[:11] for text in of_rank] == [None, None, None, "Interrupted", None], printed
+    run_alone(tmp_path / "begun by two", base, resume=True)
+    for name in ("ddp", "fsdp", "tp", "begun by two", "begun alone"):
+        assert_same_training(tmp_path / name, tmp_path / "one")
+        AutoModelForCausalLM.from_pretrained(tmp_path / name / "model")
+    assert codes == [75, 75]
+    assert printed.count("stalled in 'waiting for data' of step 8") == 1
+    assert "error: rank 1 (" in printed
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "settings",
+    [
+        ["model.attention=softmax"],
+        ["model.attention=diff_v2", "model.head_norm=true", "model.head_norm_init=1.0"],
+        ["model.attention=grouped_diff", "model.num_attention_heads=8"],
+        ["model.attention=dint"],
+        [
+            "model.num_attention_heads=8",
+            "model.num_key_value_heads=4",
+            "model.tie_word_embeddings=false",
+            "data.loss=sources",
+        ],
+        ["data.documents=separate", "model.head_norm=no_weight", "model.head_norm_init=1.0"],
+    ],
+    ids=["softmax", "diff_v2", "grouped_diff", "dint", "gqa, untied, sources", "documents"],
+)
+def test_every_attention_is_spread_right(base, settings, tmp_path):
+    run_alone(tmp_path / "one", [*base, *settings])
+    kinds = ["ddp", "fsdp", "tp"]
+    run_together(tmp_path, [job(tmp_path / kind, [*base, *settings, *STRATEGIES[kind]]) for kind in kinds])
+    for kind in kinds:
+        assert_same_training(tmp_path / kind, tmp_path / "one")
+
+
+@pytest.mark.slow
+def test_a_run_goes_on_over_any_number_of_processes(base, tmp_path):
+    """Begun -> resumed: by 2 under tensor parallel -> alone under FSDP2; by 2 under FSDP2, in parts -> by 4 in a 2 x 2
+    grid; by 4 in a grid -> by 2 under DDP; alone -> by 2 under tensor parallel."""
+    run_alone(tmp_path / "one", base)
+    run_alone(tmp_path / "1 to tp", base, stop_at=10)
+    both = STRATEGIES["fsdp and tp"]
+    run_together(
+        tmp_path,
+        [
+            job(tmp_path / "tp to 1", [*base, *STRATEGIES["tp"]], interrupt=[0, 10]),
+            job(tmp_path / "parts to grid", [*base, *STRATEGIES["fsdp"], *SHARDED], interrupt=[1, 10]),
+            job(tmp_path / "1 to tp", [*base, *STRATEGIES["tp"]], resume=True),
+        ],
+    )
+    run_together(
+        tmp_path,
+        [
+            job(tmp_path / "parts to grid", [*base, *both, *SHARDED], resume=True),
+            job(tmp_path / "grid to ddp", [*base, *both], interrupt=[3, 10]),
+        ],
+        processes=4,
+    )
+    run_together(tmp_path, [job(tmp_path / "tp to 1", [*base, *STRATEGIES["fsdp"]], resume=True)], processes=1)
+    run_together(tmp_path, [job(tmp_path / "grid to ddp", [*base, *STRATEGIES["ddp"]], resume=True)])
+    for name in ("tp to 1", "parts to grid", "1 to tp", "grid to ddp"):
+        assert_same_training(tmp_path / name, tmp_path / "one")
+
+
+@pytest.mark.slow
+def test_mixed_precision_and_compilation_over_processes(base, tmp_path):
+    """bf16 rounds differently where weights are gathered in bf16; the losses stay within what bf16 rounds."""
+    low = [*base, "train.precision=bf16-mixed", "train.loss_chunk=100"]
+    run_alone(tmp_path / "one", base)
+    run_alone(tmp_path / "one low", low)
+    kinds = ["ddp", "fsdp", "tp"]
+    jobs = [job(tmp_path / f"{kind} low", [*low, *STRATEGIES[kind]]) for kind in kinds]
+    compiled = [*base, *STRATEGIES["fsdp"], "train.compile=true"]
+    raised, _, printed = run_together(tmp_path, [*jobs, job(tmp_path / "compiled", compiled)])
+    assert raised == [[None] * 4] * 2, printed
+    for kind in kinds:
+        assert logged(tmp_path / f"{kind} low", "loss") == pytest.approx(
+            logged(tmp_path / "one low", "loss"), rel=2**-8
+        )
+    assert logged(tmp_path / "compiled", "loss") == pytest.approx(logged(tmp_path / "one", "loss"), abs=1e-4)

@@ -1,0 +1,458 @@
+"""Runs that are killed, preempted, starved of disk or fed with what is not finite: nothing that was saved is lost."""
+
+import json
+import logging
+import multiprocessing
+import os
+import random
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from diff_transformer.cli import main
+from diff_transformer.durable import DiskError
+from diff_transformer.recipes import recipe
+from diff_transformer.train import run_folder
+from diff_transformer.train.checkpoint import latest_checkpoint, load_checkpoint
+from diff_transformer.train.config import override
+from diff_transformer.train.loop import train
+from diff_transformer.train.materials import load_materials
+from diff_transformer.train.metrics import read_metrics
+from diff_transformer.train.random_state import random_state, set_random_state
+from diff_transformer.train.run_folder import RunLock, open_run_folder
+
+OF_THE_MACHINE = ("tokens_per_second", "mfu", "memory_bytes", "peak_memory_bytes")
+MIXTURE = '{"text": 0.5, "needles": 0.25, "recall": 0.25}'
+FORK = multiprocessing.get_context("fork")
+
+
+@pytest.fixture(scope="module")
+def assignments(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("texts")
+    for i in range(6):
+        words = " ".join(f"the {a} fox {b} jumps over dog number {i}." for a in ("red", "old") for b in range(40))
+        (folder / f"{i}.txt").write_text(words)
+    return [
+        f"data.corpus={folder}", "data.max_bytes=null", "data.length=32", 'data.mixture={"text": 0.5, "recall": 0.5}',
+        "data.recall.symbols=8", "train.steps=24", "train.batch_size=4", "train.log_every=1", "train.validate_every=8",
+        "train.validation_rows=4", "train.checkpoint_every=1", "train.threads=1",
+    ]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def config(assignments):
+    return override(recipe("debug"), assignments)
+
+
+@pytest.fixture(scope="module")
+def materials(config):
+    return load_materials(config)
+
+
+@pytest.fixture(scope="module")
+def whole(config, materials, tmp_path_factory):
+    """The uninterrupted run, and seconds of its steps."""
+    folder = tmp_path_factory.mktemp("whole") / "run"
+    return folder, pace(config, folder, materials)
+
+
+def history(folder: Path) -> list[dict]:
+    lines = read_metrics(folder / "metrics.jsonl")
+    return [{key: value for key, value in line.items() if key not in OF_THE_MACHINE} for line in lines]
+
+
+def assert_same_run(folder: Path, other: Path):
+    """Bit by bit: weights of the finished model, the last whole state of training, and every logged number."""
+    weights = [(one / "model/model.safetensors").read_bytes() for one in (folder, other)]
+    assert weights[0] == weights[1]
+    states = [torch.load(latest_checkpoint(one) / "state.ckpt", weights_only=True) for one in (folder, other)]
+    assert_equal(*states)
+    assert history(folder) == history(other)
+
+
+def assert_equal(first, second, place="state"):
+    """Equal, tensors bit by bit; a tuple may have become a list."""
+    if isinstance(first, dict):
+        assert list(first) == list(second), place
+        first, second = list(first.items()), list(second.items())
+    if isinstance(first, list | tuple):
+        assert len(first) == len(second), place
+        for i, (one, other) in enumerate(zip(first, second, strict=True)):
+            assert_equal(one, other, f"{place}[{one[0] if isinstance(one, tuple) else i}]")
+    elif isinstance(first, torch.Tensor):
+        assert torch.equal(first, second), place
+    else:
+        assert first == second, place
+
+
+def start(config, folder, materials, steps=None) -> multiprocessing.Process:
+    """Train in a child of this process, which has everything imported; go on with what is there.
+
+    ``steps`` counts those that it has taken.
+    """
+
+    def count(step, values):
+        if steps is not None:
+            steps.value += 1
+
+    def child():
+        logging.disable()
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
+        resume = (folder / "config.json").exists()
+        train(config, folder, materials=materials, resume=resume, progress=count)
+
+    process = FORK.Process(target=child)
+    process.start()
+    return process
+
+
+def killed_and_resumed(config, folder, materials, kills: int, a_step: float, seed: int) -> dict:
+    """Kill a run -9 at ``kills`` random moments and let it finish; what the kills hit.
+
+    Of five lives one ends at some moment of what the life before needed up to its first step; the others after 0 to 4
+    steps and a random part of the next one, ``a_step`` seconds. So how fast the machine is does not decide where the
+    kills fall.
+    """
+    draw, hit = random.Random(seed), {"kills": 0, "before the first step of a life": 0, "while one was written": 0}
+    a_start = 0.0
+    for life in range(kills):
+        steps, few, born = FORK.Value("i", 0), draw.randint(0, 4), time.monotonic()
+        process = start(config, folder, materials, steps)
+        if life % 5 == 1:
+            end = born + draw.random() * a_start
+        else:
+            while steps.value == 0 and process.is_alive():
+                time.sleep(0.001)
+            a_start = time.monotonic() - born
+            while steps.value <= few and process.is_alive():
+                time.sleep(0.001)
+            end = time.monotonic() + draw.random() * a_step
+        while time.monotonic() < end and steps.value < few + 2:  # where the machine is faster than it was
+            time.sleep(0.001)
+        process.kill()
+        process.join()
+        assert process.exitcode == -signal.SIGKILL, f"ended by itself in life {life}"
+        hit["kills"] += 1
+        hit["before the first step of a life"] += steps.value == 0
+        hit["while one was written"] += any((folder / "checkpoints").glob("*.partial"))
+    process = start(config, folder, materials)
+    process.join(120)
+    assert process.exitcode == 0
+    return hit
+
+
+def pace(config, folder, materials) -> float:
+    """Train without a break; seconds of a step."""
+    times = []
+    train(config, folder, materials=materials, progress=lambda step, values: times.append(time.monotonic()))
+    return (times[-1] - times[0]) / (len(times) - 1)
+
+
+@pytest.mark.parametrize("background", [False, True])
+def test_a_killed_run_ends_as_if_nothing_had_been(config, materials, whole, tmp_path, background):
+    folder, a_step = whole
+    config = override(config, [f"train.checkpoint_async={str(background).lower()}"])
+    hit = killed_and_resumed(config, tmp_path / "run", materials, 3, a_step, seed=1)
+    assert hit["kills"] == 3
+    assert_same_run(tmp_path / "run", folder)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("background", [False, True])
+def test_a_run_killed_two_dozen_times_ends_as_if_nothing_had_been(config, materials, tmp_path, background):
+    config = override(config, ["train.steps=150", f"train.checkpoint_async={str(background).lower()}"])
+    a_step = pace(config, tmp_path / "whole", materials)
+    hit = killed_and_resumed(config, tmp_path / "run", materials, 24, a_step, seed=2)
+    print(hit)
+    assert hit["kills"] == 24
+    assert hit["while one was written"] >= 3
+    assert hit["before the first step of a life"] >= 3
+    assert_same_run(tmp_path / "run", tmp_path / "whole")
+
+
+def test_a_damaged_last_checkpoint_costs_a_few_steps_only(config, materials, whole, tmp_path, caplog):
+    folder = tmp_path / "run"
+    train(config, folder, materials=materials)
+    state = latest_checkpoint(folder) / "state.ckpt"
+    os.truncate(state, state.stat().st_size - 100)
+    with caplog.at_level(logging.WARNING):
+        train(config, folder, materials=materials, resume=True)
+    said = "checkpoint step-00000024 is damaged: state.ckpt has"
+    assert any(record.getMessage().startswith(said) for record in caplog.records)
+    notes = [line for line in read_metrics(folder / "metrics.jsonl") if "note" in line]
+    assert [(line["step"], line["note"][: len(said)]) for line in notes] == [(23, said)]
+    assert [line for line in history(folder) if "note" not in line] == history(whole[0])
+    assert (folder / "model/model.safetensors").read_bytes() == (whole[0] / "model/model.safetensors").read_bytes()
+
+
+def test_a_finished_run_resumed_is_the_same_run(config, materials, whole, tmp_path):
+    train(config, tmp_path / "run", materials=materials)
+    before = (tmp_path / "run" / "metrics.jsonl").read_bytes()
+    train(config, tmp_path / "run", materials=materials, resume=True)
+    assert (tmp_path / "run" / "metrics.jsonl").read_bytes() == before
+    assert_same_run(tmp_path / "run", whole[0])
+
+
+def test_every_generator_is_restored():
+    draws = [lambda: torch.rand(3).tolist(), lambda: np.random.rand(3).tolist(), random.random]
+    draws.append(lambda: random.gauss(0, 1))
+    [draw() for draw in draws]
+    random.gauss(0, 1)
+    state = random_state()
+    first = [draw() for draw in draws]
+    assert [draw() for draw in draws] != first
+    set_random_state(state)
+    assert [draw() for draw in draws] == first
+
+
+def test_random_draws_in_training_go_on_where_they_were(config, materials, tmp_path):
+    """A model that draws at every step (as dropout would) sees the same draws after a resume."""
+    drawn = {}
+
+    def draw(until):
+        def progress(step, values):
+            drawn.setdefault(step, []).append((torch.rand(()).item(), np.random.rand(), random.random()))
+            if step == until:
+                os.kill(os.getpid(), signal.SIGTERM)
+
+        return progress
+
+    train(config, tmp_path / "whole", materials=materials, progress=draw(None))
+    with pytest.raises(KeyboardInterrupt):
+        train(config, tmp_path / "halved", materials=materials, progress=draw(9))
+    train(config, tmp_path / "halved", materials=materials, progress=draw(None), resume=True)
+    assert all(len(set(values)) == 1 and len(values) == 2 for values in drawn.values())
+    assert len({values[0] for values in drawn.values()}) == 24
+
+
+def command(folder: Path, assignments: list[str], *more: str, name: str = "train") -> list[str]:
+    sets = [item for assignment in assignments for item in ("--set", assignment)]
+    return [name, "--recipe", "debug", "--out", str(folder), *sets, *more]
+
+
+def start_command(arguments: list[str], said: Path) -> multiprocessing.Process:
+    """``diff-transformer ARGUMENTS`` in a child, which has everything imported; what it says goes to a file."""
+
+    def child():
+        for number in (1, 2):
+            os.dup2(os.open(said, os.O_WRONLY | os.O_CREAT | os.O_APPEND), number)
+        sys.stdout, sys.stderr = (os.fdopen(number, "w", closefd=False) for number in (1, 2))
+        sys.argv = ["diff-transformer", *arguments]
+        main()
+
+    said.write_text("")
+    process = FORK.Process(target=child)
+    process.start()
+    return process
+
+
+def until(condition, is_alive, seconds=250):
+    """Wait for ``condition()`` while a process lives."""
+    end = time.monotonic() + seconds
+    while not condition():
+        assert is_alive()
+        assert time.monotonic() < end
+        time.sleep(0.005)
+
+
+def test_sigterm_saves_and_exits_0_and_ctrl_c_130(assignments, whole, tmp_path):
+    """A second SIGTERM while the state is saved changes nothing."""
+    folder, said = tmp_path / "run", tmp_path / "said"
+    for number, code, more in ((signal.SIGTERM, 0, ()), (signal.SIGINT, 130, ("--resume",))):
+        seen = len(read_metrics(folder / "metrics.jsonl"))
+        process = start_command(command(folder, assignments, *more), said)
+        until(lambda seen=seen: len(read_metrics(folder / "metrics.jsonl")) > seen + 1, process.is_alive)
+        os.kill(process.pid, number)
+        if number == signal.SIGTERM:
+            os.kill(process.pid, number)
+        process.join(120)
+        errors = said.read_text()
+        assert process.exitcode == code, errors
+        step = int(re.search(r"stopped after step (\d+), state saved in", errors)[1])
+        assert "continue with --resume" in " ".join(errors.split())
+        assert latest_checkpoint(folder).name == f"step-{step:08d}"
+        assert not (folder / "model").exists()
+    process = start_command(command(folder, assignments, "--resume"), said)
+    process.join(120)
+    assert process.exitcode == 0, said.read_text()
+    assert_same_run(folder, whole[0])
+
+
+def test_sigterm_before_the_first_step_exits_0_too(assignments, tmp_path, monkeypatch):
+    def reading(config):
+        (tmp_path / "reading").touch()
+        time.sleep(60)
+
+    monkeypatch.setattr("diff_transformer.train.loop.load_materials", reading)
+    process = start_command(command(tmp_path / "run", assignments), tmp_path / "said")
+    until((tmp_path / "reading").exists, process.is_alive)
+    time.sleep(0.05)
+    process.terminate()
+    process.join(30)
+    assert process.exitcode == 0
+    assert "continue with --resume" in (tmp_path / "said").read_text()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_a_preempted_comparison_exits_0_and_resumes(assignments, tmp_path):
+    """The scheduler's signal reaches the parent alone; its members save, and 0 says that all is well."""
+    out, settings = tmp_path / "out", [*assignments, "data.length=96", "train.steps=60", f"data.mixture={MIXTURE}"]
+    program = [sys.executable, "-m", "diff_transformer"]
+    process = subprocess.Popen([*program, *command(out, settings, name="compare")], stderr=subprocess.PIPE, text=True)
+    metrics = out / "members" / "diff-seed0" / "run" / "metrics.jsonl"
+    until(lambda: len(read_metrics(metrics)) > 5, lambda: process.poll() is None)
+    process.send_signal(signal.SIGTERM)
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 0, errors
+    assert "--resume" in errors
+    assert not (out / "results.json").exists()
+    assert latest_checkpoint(metrics.parent) is not None
+    again = [*program, *command(out, settings, "--resume", name="compare")]
+    done = subprocess.run(again, capture_output=True, text=True, check=True)
+    assert "report:" in done.stdout
+
+
+def test_a_full_disk_ends_the_run_and_keeps_its_state(config, materials, whole, tmp_path, monkeypatch):
+    def full(path, state):
+        if "00000005" in str(path):
+            path.write_bytes(b"half")
+            raise OSError(28, "No space left on device")
+        return write(path, state)
+
+    from diff_transformer.train import checkpoint
+
+    write = checkpoint.write_state
+    monkeypatch.setattr(checkpoint, "write_state", full)
+    with pytest.raises(
+        DiskError, match=r"the checkpoint of step 5 could not be written.*step-00000004 is intact"
+    ) as caught:
+        train(config, tmp_path / "run", materials=materials)
+    assert re.search(r"the disk or the quota is full \(\d+ kB needed, [\d.]+ .B free\)", str(caught.value))
+    monkeypatch.undo()
+    train(config, tmp_path / "run", materials=materials, resume=True)
+    assert_same_run(tmp_path / "run", whole[0])
+
+
+@pytest.mark.parametrize("readable", ["a file", "no rights"])
+def test_a_folder_that_cannot_be_written_to_is_said_before_anything_is_read(config, tmp_path, monkeypatch, readable):
+    config = override(config, ["data.corpus=/nowhere"])
+    if readable == "a file":
+        (tmp_path / "thing").write_text("mine")
+        folder, said = tmp_path / "thing" / "run", r"run cannot be a folder: .*thing is a file; choose another --out"
+    else:  # no rights bind root, so the question is answered for it
+        monkeypatch.setattr(os, "access", lambda path, mode: False)
+        folder, said = tmp_path / "deep" / "run", rf"{tmp_path} may not be written to; choose another --out"
+    with pytest.raises(DiskError, match=said):
+        train(config, folder)
+    assert not (tmp_path / "deep").exists()
+
+
+def test_a_folder_that_turns_out_not_to_take_files(config, tmp_path, monkeypatch):
+    def refused(self, folder):
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(run_folder.RunLock, "__init__", refused)
+    with pytest.raises(DiskError, match="run cannot be written to: Permission denied; choose another --out"):
+        open_run_folder(tmp_path / "run", config, resume=False)
+
+
+class Poisoned:
+    """A mixture that is as the one it stands for, until a step from which the rows of one source are no tokens."""
+
+    def __init__(self, mixture, step, source):
+        self.mixture, self.step, self.source = mixture, step, source
+
+    def batch(self, step, *share):
+        batch = self.mixture.batch(step, *share)
+        if step >= self.step:
+            batch["input_ids"][batch["source"] == self.source] = 511
+        return batch
+
+
+def test_a_batch_that_is_not_finite_is_named_and_not_saved(config, materials, whole, tmp_path, monkeypatch):
+    import dataclasses
+
+    from diff_transformer.train import loop
+
+    built = loop.build_model
+
+    def with_a_hole(*arguments):
+        """Token 511, which the tokenizer never gives, has an embedding that is not finite."""
+        model = built(*arguments)
+        with torch.no_grad():
+            model.get_input_embeddings().weight[511] = float("inf")
+        whole = model.get_input_embeddings().weight.detach().nan_to_num(0, 0, 0)
+        model.lm_head.weight = torch.nn.Parameter(whole)
+        return model
+
+    monkeypatch.setattr(loop, "build_model", with_a_hole)
+    poisoned = dataclasses.replace(materials, mixture=Poisoned(materials.mixture, 6, source=1))
+    with pytest.raises(FloatingPointError) as caught:
+        train(config, tmp_path / "run", materials=poisoned)
+    said = str(caught.value)
+    assert said.startswith("step 7: loss nan not finite on rows of recall, gradient norm nan")
+    assert "nothing of this step is saved, the last checkpoint" in said
+    assert latest_checkpoint(tmp_path / "run").name == "step-00000006"
+    state = torch.load(latest_checkpoint(tmp_path / "run") / "state.ckpt", weights_only=True)
+    assert all(value[:511].isfinite().all() for value in state["model"].values())
+    assert read_metrics(tmp_path / "run" / "metrics.jsonl")[-1]["step"] == 6
+
+
+def test_two_processes_do_not_share_a_folder(config, materials, tmp_path):
+    folder = tmp_path / "run"
+    lock = open_run_folder(folder, config, resume=False)
+    with pytest.raises(
+        DiskError, match=rf"run is in use by process {os.getpid()} on .*; wait for it, stop it, or choose"
+    ):
+        train(config, folder, materials=materials, resume=True)
+    process = start(config, folder, materials)
+    process.join(60)
+    assert process.exitcode == 1
+    lock.release()
+    process = start(config, folder, materials)
+    while latest_checkpoint(folder) is None:
+        time.sleep(0.01)
+    with pytest.raises(DiskError, match=rf"in use by process {process.pid} on "):
+        open_run_folder(folder, config, resume=True)
+    process.kill()
+    process.join()
+    open_run_folder(folder, config, resume=True).release()
+
+
+def test_a_lock_that_the_file_system_does_not_have_is_a_warning(tmp_path, monkeypatch, caplog):
+    def missing(file, operation):
+        raise OSError(38, "Function not implemented")
+
+    monkeypatch.setattr(run_folder.fcntl, "flock", missing)
+    with caplog.at_level(logging.WARNING), RunLock(tmp_path):
+        pass
+    assert "cannot be locked (Function not implemented): let no other process train in it" in caplog.text
+
+
+def test_what_may_change_in_a_resumed_run(config, tmp_path):
+    open_run_folder(tmp_path / "run", config, resume=False).release()
+    other = override(config, ["train.checkpoint_keep=5", "train.checkpoint_every=7", "train.parallel.strategy=ddp"])
+    open_run_folder(tmp_path / "run", other, resume=True).release()
+    assert json.loads((tmp_path / "run" / "config.json").read_text())["train"]["checkpoint_keep"] == 5
+    with pytest.raises(ValueError, match=r"train\.seed: 0 against 1"):
+        open_run_folder(tmp_path / "run", override(config, ["train.seed=1"]), resume=True)
+    saved = json.loads((tmp_path / "run" / "config.json").read_text())
+    del saved["train"]["checkpoint_async"]
+    (tmp_path / "run" / "config.json").write_text(json.dumps(saved))
+    open_run_folder(tmp_path / "run", config, resume=True).release()
+
+
+def test_checkpoints_load_without_running_code(whole):
+    """No pickle of arbitrary objects: what is in a checkpoint is tensors, numbers and text."""
+    state = torch.load(latest_checkpoint(whole[0]) / "state.ckpt", weights_only=True)
+    assert set(state) == {"model", "optimizer", "step", "random"}
+    assert load_checkpoint.__module__ == "diff_transformer.train.checkpoint"

@@ -1,0 +1,117 @@
+import dataclasses
+from typing import Any
+
+import numpy as np
+import pytest
+from transformers import AutoTokenizer
+
+from diff_transformer.data import Document, Filler
+from diff_transformer.data.corpora import WeightedCorpora
+from diff_transformer.data.prepare.config import PrepareConfig
+from diff_transformer.data.prepare.run import prepare
+from diff_transformer.data.prepared import LongDocuments, PreparedCorpus
+from diff_transformer.data.tokenizer import byte_tokenizer, load_tokenizer, tokenizer_hash
+from diff_transformer.recipes import recipe
+from diff_transformer.train.config import override
+from diff_transformer.train.loop import train
+from diff_transformer.train.materials import load_materials
+
+
+def written(root, number, word):
+    for i in range(number):
+        path = root / ("val" if i % 4 == 0 else "train") / f"{i}.txt"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(" ".join(f"the {word} walks over hill {i} and river {j}." for j in range(10 + 5 * i)))
+    return root
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    """Two folders of one tokenizer; a third of another."""
+    root = tmp_path_factory.mktemp("folders")
+    for name, word in (("foxes", "fox"), ("bears", "bear")):
+        tokenizer = "bpe" if name == "foxes" else str(root / "foxes" / "tokenizer")
+        source = str(written(root / f"{name}-text", 24, word))
+        prepare(PrepareConfig((source,), tokenizer=tokenizer, vocab_size=290, shard_bytes=4000), root / name)
+    prepare(PrepareConfig((str(root / "foxes-text"),), tokenizer="bytes"), root / "bytes")
+    return root
+
+
+@pytest.fixture(scope="module")
+def config(folders):
+    own = [f"data.corpus={folders / 'foxes'}", "data.max_bytes=null", 'data.mixture={"text": 1.0}']
+    return override(recipe("debug"), own)
+
+
+def test_a_prepared_folder_is_what_training_reads(config, folders):
+    materials = load_materials(config)
+    assert isinstance(materials.text.source, PreparedCorpus)
+    assert materials.text.source.seed == config.train.seed
+    assert tokenizer_hash(materials.tokenizer) == tokenizer_hash(load_tokenizer(folders / "foxes" / "tokenizer"))
+    decoded = materials.tokenizer.batch_decode(materials.validation)
+    assert all("fox" in text for text in decoded)
+    held_out = "".join(document.text for document in materials.corpus.validation)
+    assert all(part in held_out for text in decoded for part in text.split("<|endoftext|>"))
+    assert materials.validation.shape[1] == config.data.length
+    assert Filler(materials.corpus.train).words
+    whole = materials.text.parts[config.data.corpus].tokens[:]
+    np.testing.assert_array_equal(materials.text.tokens(), whole)
+    np.testing.assert_array_equal(materials.text.tokens(100), whole[:100])
+
+
+def test_training_on_a_prepared_folder_saves_its_tokenizer(config, folders, tmp_path):
+    config = override(config, ["train.steps=2", "train.validation_rows=2"])
+    train(config, tmp_path / "run")
+    saved: Any = AutoTokenizer.from_pretrained(tmp_path / "run" / "model")
+    assert tokenizer_hash(saved) == tokenizer_hash(load_tokenizer(folders / "foxes" / "tokenizer"))
+
+
+def test_another_tokenizer_is_refused_with_both_hashes(config, folders):
+    hashes = tokenizer_hash(byte_tokenizer()), tokenizer_hash(load_tokenizer(folders / "foxes" / "tokenizer"))
+    with pytest.raises(ValueError, match=f"'bytes' has hash {hashes[0]}, .*foxes was prepared .*hash {hashes[1]}"):
+        load_materials(override(config, ["data.tokenizer=bytes"]))
+    load_materials(override(config, [f"data.corpus={folders / 'bytes'}", "data.tokenizer=bytes"]))
+    both = {str(folders / name): 1.0 for name in ("foxes", "bytes")}
+    with pytest.raises(ValueError, match=rf"different tokenizers: .*foxes \({hashes[1]}\), .*bytes \({hashes[0]}\)"):
+        load_materials(dataclasses.replace(config, data=dataclasses.replace(config.data, corpora=both)))
+
+
+def test_settings_that_do_not_fit_a_prepared_folder_are_refused(config, folders):
+    for change, message in [
+        ("model.vocab_size=289", "has 290 tokens, model.vocab_size is 289; set model.vocab_size to at least 290"),
+        ("data.max_bytes=1000", "prepared folders are read as a whole; set data.max_bytes=null"),
+        ("data.upsample_length=100000", "has 100000 tokens or more; set data.upsample_length lower"),
+        ("data.length=90000", "the validation side of .*foxes has .* less than one row of 90000"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            load_materials(override(config, [change]))
+    with pytest.raises(ValueError, match=r"needs a prepared folder, .* `diff-transformer prepare .* --out FOLDER`"):
+        load_materials(override(config, [f"data.corpus={folders / 'foxes-text'}", "data.upsample_length=9"]))
+    with pytest.raises(ValueError, match=r"data.upsample_length is -1; give tokens, or 0"):
+        override(config, ["data.upsample_length=-1"]).validate()
+
+
+def test_corpora_are_mixed_by_weight_beside_needles_and_recall(config, folders):
+    weights = {str(folders / "foxes"): 3.0, str(folders / "bears"): 1.0}
+    shares = 'data.mixture={"text": 0.8, "needles": 0.1, "recall": 0.1}'
+    config = override(config, ["train.batch_size=40", "data.length=200", shares])
+    config = dataclasses.replace(config, data=dataclasses.replace(config.data, corpora=weights))
+    materials = load_materials(config)
+    assert isinstance(materials.text.source, WeightedCorpora)
+    assert materials.mixture.rows_per_source == {"text": 32, "needles": 4, "recall": 4}
+    foxes = bears = 0
+    for step in range(25):
+        batch = materials.mixture.batch(step)
+        for text in materials.tokenizer.batch_decode(batch["input_ids"][batch["source"] == 0]):
+            foxes, bears = foxes + ("fox" in text), bears + ("bear" in text)
+    assert foxes + bears == 25 * 32
+    assert 0.70 < foxes / (foxes + bears) < 0.80  # three standard deviations of 800 draws
+    held_out = materials.tokenizer.batch_decode(materials.validation)
+    assert sum("fox" in text for text in held_out) == 3 * sum("bear" in text for text in held_out) > 0
+    assert {type(document) for document in materials.corpus.train} == {Document}
+
+
+def test_up_sampling_by_length_reaches_training(config):
+    text = load_materials(override(config, ["data.upsample_length=500", "data.upsample_factor=5"])).text
+    assert isinstance(text.source, LongDocuments)
+    assert (text.source.threshold, text.source.factor) == (500, 5)
