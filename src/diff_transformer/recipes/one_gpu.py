@@ -15,7 +15,7 @@ def one_gpu() -> RunConfig:
 
     Command: ``diff-transformer compare --recipe one_gpu --set data.corpus=FOLDER --out runs/one_gpu``. Hardware: one
     H100-class GPU. Time: 7 minutes a model, if it reaches 25 % of 989 TFLOP/s (``model.training_cost``); not measured.
-    Give it 70 MB of text or more: on less it sees the text many times over.
+    Give it 70 MB of text or more: on less it sees the text many times over. Expected: nothing yet, for the same reason.
     """
     return RunConfig(
         name="one_gpu",
