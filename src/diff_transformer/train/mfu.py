@@ -5,11 +5,8 @@ from dataclasses import dataclass
 
 import torch
 
-# Dense bf16 FLOP/s from the makers' data sheets; the first name that the device's own contains counts.
-PEAKS = {
-    "GB200": 2.5e15, "B200": 2.25e15, "GH200": 989e12, "H200": 989e12, "H100 PCIe": 756e12, "H100 NVL": 835e12,
-    "H100": 989e12, "A100": 312e12, "L40S": 362e12, "L4": 121e12, "A10": 125e12, "RTX 4090": 165e12, "MI300X": 1307e12,
-}  # fmt: skip
+from diff_transformer.model.training_cost import BF16_PEAK_FLOPS
+
 _SIZE, _REPEATS = 1024, 5
 
 
@@ -59,7 +56,7 @@ def utilisation(config, length: int, device: torch.device, precision: str, *, gi
         source = f"a measured {name} product of {_SIZE} x {_SIZE} matrices on {torch.get_num_threads()} CPU thread(s)"
         return Utilisation(flops, length, matmul_speed(dtype), source, devices)
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else str(device)
-    for known, peak in PEAKS.items():
+    for known, peak in BF16_PEAK_FLOPS.items():
         if known in name:
             return Utilisation(flops, length, peak, f"{name}, dense bf16", devices)
     return Utilisation(flops, length, None, f"the peak of {name!r} is not known", devices)
