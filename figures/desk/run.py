@@ -73,7 +73,8 @@ DEPTHS = (0, 25, 50, 75, 100)
 def tables(cells: Cells) -> str:
     """What stands between the README's markers."""
     if "novels" not in cells:
-        return f"Of the study only the sweep has been run.\n\n{sweep(cells)}"
+        done = sum(len(seeds) for sides in cells.values() for seeds in sides.values())
+        return f"Of the study only {done} runs of the sweep are finished.\n\n{sweep(cells)}"
     parts = ["![Loss and retrieval in the main setting](novels.svg)", "![Differences in loss](differences.svg)"]
     parts.append(overview(cells))
     for setting in [name for name in SETTINGS if name in cells]:
