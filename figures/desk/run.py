@@ -170,7 +170,7 @@ def sweep(cells: Cells) -> str:
     rates = sorted(found, key=float)
     lines = ["**Learning rates** (validation loss after 600 steps, one seed)", "", f"| | {' | '.join(rates)} |"]
     lines.append("|---" * (len(rates) + 1) + "|")
-    for side in ("softmax", "diff", "diff_norm1"):
+    for side in ("softmax", "diff", "diff_norm1", "diff_v2"):
         losses = [
             next((f"{r['validation']['loss'][-1]:.3f}" for r in found[rate].get(side, {}).values()), "")
             for rate in rates
