@@ -1,8 +1,8 @@
-"""Put what experiments measured into the folders of the paper's tables and figures.
+"""Put what was measured into the folders of the paper's tables and figures: tables, a plot and what they say in short.
 
-python figures/fill.py runs/evals "the demo's checkpoints, --quick"  # record and fill
-python figures/fill.py  # fill again from the records
-python figures/fill.py --check  # exit 1 if one differs
+python figures/fill.py runs/evals "the demo's checkpoints, --quick"  # record experiments, then fill
+python figures/fill.py  # fill again from the records, and draw
+python figures/fill.py --check  # exit 1 if a README differs or a plot is missing
 """
 
 import json
@@ -10,55 +10,43 @@ import re
 import sys
 from pathlib import Path
 
+from folder_plots import Numbers, draw_ablation, draw_folder, draw_scaling, draw_throughput
+from paper import ABLATED, FOLDERS, TABLE_6, Folder
+from plots import cells_of
 from record import without_places
+from scaling import matched, scaling_runs
+from tables import in_short, interval, table
+
+from diff_transformer.study.analysis import Cells, Row, paired_rows
 
 FIGURES = Path(__file__).resolve().parent
 MEASURED = re.compile(r"(?<=<!-- measured -->\n).*?(?=\n<!-- /measured -->)", re.DOTALL)
-
-# The folder of each table and figure: its experiment, and which of the metrics belong to it (None: all that are few).
-SHOWN: dict[str, tuple[str, str | None]] = {
-    "table1_harness": ("harness", r"(.+_0shot|mean_0shot)(?<!_acc)(?<!_acc_norm)(?<!_truncated)"),
-    "table8_five_shot": ("harness", r"(.+_5shot|mean_5shot)(?<!_acc)(?<!_acc_norm)(?<!_truncated)"),
-    "figure3_scaling": ("scaling", r".*ratio.*"),
-    "figure4_long_nll": ("long_nll", r"nll\d+"),
-    "table2_needle": ("needle", r"n\d+_r\d+|n\d+_r\d+_depth\d+|chance"),
-    "figure5_needle_64k": ("needle", r"n\d+_r\d+_len\d+.*"),
-    "table3_allocation": ("allocation", r"(answer|noise)(_depth\d+)?"),
-    "figure6_many_shot": ("many_shot", r"shots\d+|tokens\d+|chance"),
-    "figure7_order": ("many_shot", r"(random|alternate)_(mean|best|worst|margin)|chance"),
-    "figure9_order": ("many_shot", r"(random|alternate)_(mean|margin)|chance"),
-    "table4_hallucination": ("hallucination", r"(?!.*_(stderr|undecided|empty|truncated)$).+"),
-    "table5_outliers": ("outliers", r"(logits|hidden)_(top\d+|median)"),
-    "figure8_quantization": ("quantization", r"(accuracy|loss)_\d+bit|chance"),
-    "table6_associative_recall": ("associative_recall", r"validation|ar_hit|others|ar_hit_share"),
-    "table6_ablation": ("ablation", r".+_(validation|ar_hit|others)"),
-    "appendix_f_gradient_flow": ("gradient_flow", r"(model|init_diff|init_softmax)_(q1|q2|k1|k2|q|k|v|o)|error_w_.*"),
-}
 ABOUT = ("length", "samples", "seed", "steps", "dtype", "cpu", "threads", "commit", "date")
+MAIN = "novels"  # the desk study's setting with the most seeds
+THROUGHPUT = FIGURES.parent / "benchmarks" / "results" / "throughput_cpu.json"
 
 
 def record(folder: Path, on: str) -> None:
     """Keep, for each folder, the metrics and the provenance of every model; no examples."""
-    for name, (experiment, _) in SHOWN.items():
-        results = [json.loads(path.read_text()) for path in sorted((folder / experiment).glob("*.json"))]
-        if results and any(_metrics(name, result) for result in results):
+    for name, of in FOLDERS.items():
+        results = [json.loads(path.read_text()) for path in sorted((folder / of.experiment).glob("*.json"))]
+        if results and any(shown(of, result["metrics"]) for result in results):
             kept = [{key: result[key] for key in ("eval", "model", "metrics", "provenance")} for result in results]
             text = json.dumps({"on": on, "results": without_places(kept)}, indent=1)
             (FIGURES / name / "measured.json").write_text(text + "\n")
 
 
-def _metrics(name: str, result: dict) -> dict[str, float]:
-    wanted = SHOWN[name][1]
-    return {key: value for key, value in result["metrics"].items() if wanted is None or re.fullmatch(wanted, key)}
+def shown(of: Folder, metrics: dict[str, float]) -> dict[str, float]:
+    return {key: value for key, value in metrics.items() if re.fullmatch(of.shown, key)}
 
 
-def measured(name: str) -> str:
-    """What stands between the markers of a folder's README: a table from its ``measured.json``."""
+def of_checkpoints(name: str) -> str:
+    """The table of a folder's ``measured.json``: one pair, as an example of what the command gives."""
     path = FIGURES / name / "measured.json"
     if not path.exists():
-        return "Not run at this scale yet."
+        return ""
     kept = json.loads(path.read_text())
-    columns = {result["model"]: _metrics(name, result) for result in kept["results"]}
+    columns = {result["model"]: shown(FOLDERS[name], result["metrics"]) for result in kept["results"]}
     keys = dict.fromkeys(key for metrics in columns.values() for key in metrics)
     lines = [f"| | {' | '.join(columns)} |", "|---" * (len(columns) + 1) + "|"]
     for key in keys:
@@ -69,20 +57,111 @@ def measured(name: str) -> str:
     return "\n".join([f"On {kept['on']}; one seed:", "", *lines, "", f"{about[0].upper()}{about[1:]}."])
 
 
-def filled(name: str) -> str:
+def of_desk(name: str, cells: Cells) -> str:
+    """What the desk study says of a folder, over its seeds."""
+    if name == "table6_ablation":
+        return _ablation(cells)
+    rows = paired_rows(cells, MAIN, "diff", FOLDERS[name].measures) if MAIN in cells else []
+    if not rows:
+        return ""
+    title = "[The desk study](../desk/README.md): pairs on novels and needles, 95 % intervals"
+    parts = [in_short(rows), table(title, rows)]
+    if name == "figure3_scaling":
+        parts += matched(cells)
+    return "\n\n".join(part for part in parts if part)
+
+
+def _ablation(cells: Cells) -> str:
+    found = ablation_rows(cells)
+    if not found:
+        return ""
+    lines = ["| | seeds | " + " | ".join(f"{measure.name}: less the Transformer's" for measure in TABLE_6) + " |"]
+    lines.append("|---" * (len(TABLE_6) + 2) + "|")
+    for side, rows in found.items():
+        lines.append(f"| {ABLATED[side][0]} | {rows[0].seeds} | {' | '.join(map(interval, rows))} |")
+    return "\n".join(["[The desk study](../desk/README.md), paired differences with 95 % intervals:", "", *lines])
+
+
+def ablation_rows(cells: Cells) -> dict[str, list[Row]]:
+    rows = {side: paired_rows(*_among(cells, side), side, TABLE_6) for side in ABLATED}
+    return {side: found for side, found in rows.items() if found}
+
+
+def _among(cells: Cells, side: str) -> tuple[Cells, str]:
+    """The ablations were trained in the setting of the main comparison and have its Transformer as their baseline."""
+    baseline = cells.get(MAIN, {}).get("softmax", {})
+    if side == "softmax_wide":
+        found = cells.get("maps4", {}).get("softmax", {})
+    else:
+        found = cells.get(MAIN, {}).get(side) or cells.get("ablation", {}).get(side, {})
+    return {"table6": {"softmax": baseline, side: found}}, "table6"
+
+
+def numbers(name: str, cells: Cells) -> Numbers:
+    """The numbers of a folder's plot: of every seed of the desk study, where that has them, else of the record."""
+    experiment = FOLDERS[name].experiment
+    main = cells.get(MAIN, {})
+    ours: Numbers = {}
+    for side in ("softmax", "diff"):
+        for record_of in main.get(side, {}).values():
+            for key, value in record_of["metrics"].get(experiment, {}).items():
+                ours.setdefault(side, {}).setdefault(key, []).append(value)
+    ticks = [p.ticks for p in FOLDERS[name].panels if not p.paper]
+    wanted = {key for tick in ticks if isinstance(tick, dict) for key in tick.values()}
+    if any(wanted & of.keys() or (not wanted and of) for of in ours.values()):
+        return ours
+    path = FIGURES / name / "measured.json"
+    if not path.exists():
+        return {}
+    results = json.loads(path.read_text())["results"]
+    return {r["model"].split("-")[0]: {key: [value] for key, value in r["metrics"].items()} for r in results}
+
+
+def draw(name: str, cells: Cells) -> None:
+    path, of = FIGURES / name / "plot.svg", FOLDERS[name]
+    expected = json.loads((FIGURES / name / "expected.json").read_text())
+    if name == "figure3_scaling":
+        draw_scaling(scaling_runs(cells), cells.get(MAIN, {}), path)
+    elif name == "table6_ablation":
+        draw_ablation(ablation_rows(cells), expected, path)
+    else:
+        draw_folder(of.panels, numbers(name, cells), expected, path)
+
+
+def drawable(name: str, cells: Cells) -> bool:
+    if name in ("figure3_scaling", "table6_ablation"):
+        return MAIN in cells
+    return bool(numbers(name, cells)) or any(panel.paper for panel in FOLDERS[name].panels)
+
+
+def measured(name: str, cells: Cells) -> str:
+    """What stands between the markers of a folder's README."""
+    plot = [f"![{name.replace('_', ' ')}: ours, and the paper's where printed](plot.svg)"] * drawable(name, cells)
+    parts = [part for part in (of_desk(name, cells), of_checkpoints(name)) if part]
+    return "\n\n".join([*plot, *(parts or ["Not run at this scale yet."])])
+
+
+def filled(name: str, cells: Cells) -> str:
     text = (FIGURES / name / "README.md").read_text()
-    return MEASURED.sub(lambda _: measured(name), text)
+    return MEASURED.sub(lambda _: measured(name, cells), text)
 
 
 def main(arguments: list[str]) -> int:
     if arguments and arguments[0] != "--check":
         record(Path(arguments[0]), arguments[1])
-    stale = [name for name in SHOWN if (FIGURES / name / "README.md").read_text() != filled(name)]
+    cells = cells_of(FIGURES / "desk")
+    stale = [name for name in FOLDERS if (FIGURES / name / "README.md").read_text() != filled(name, cells)]
+    drawn = [name for name in FOLDERS if drawable(name, cells)]
     if arguments == ["--check"]:
-        print("\n".join(f"figures/{name}/README.md differs from its measured.json" for name in stale))
-        return bool(stale)
+        missing = [name for name in drawn if not (FIGURES / name / "plot.svg").exists()]
+        print("\n".join(f"figures/{name}/README.md differs from what was measured" for name in stale))
+        print("\n".join(f"figures/{name}/plot.svg is missing" for name in missing))
+        return bool(stale or missing)
     for name in stale:
-        (FIGURES / name / "README.md").write_text(filled(name))
+        (FIGURES / name / "README.md").write_text(filled(name, cells))
+    for name in drawn:
+        draw(name, cells)
+    draw_throughput(THROUGHPUT, FIGURES / "table7_throughput")
     return 0
 
 

@@ -33,7 +33,8 @@ plt.rcParams.update(
 
 
 def save(figure, path: Path) -> None:
-    figure.tight_layout()
+    if figure.get_layout_engine() is None:
+        figure.tight_layout()
     figure.savefig(path, format="svg", metadata={"Date": None, "Creator": None})
     plt.close(figure)
 

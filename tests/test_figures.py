@@ -27,10 +27,10 @@ def test_a_folder_has_its_commands_and_the_paper_s_numbers(folder):
     expected = json.loads((folder / "expected.json").read_text())
     assert {"paper", "source"} <= set(expected)
     text = (folder / "README.md").read_text()
-    named = set(re.findall(r"diff-transformer eval (\w+)", text))
+    named = set(re.findall(r"diff-transformer (?:eval|bench) (\w+)", text))
     assert named
-    assert named <= {*EXPERIMENTS, "all"}
-    assert FILLED.search(text)
+    assert named <= {*EXPERIMENTS, "all", "throughput"}
+    assert FILLED.search(text) or "<!-- table: throughput -->" in text
 
 
 def test_what_was_measured_comes_from_the_record():

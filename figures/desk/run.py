@@ -13,7 +13,6 @@ from pathlib import Path
 from diff_transformer.study.analysis import (
     Cells,
     Measure,
-    Row,
     collect,
     final_loss,
     metric,
@@ -24,8 +23,9 @@ from diff_transformer.study.analysis import (
 
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent))
-from plots import cells_of, draw_desk  # noqa: E402  (these two stand beside this folder)
+from plots import cells_of, draw_desk  # noqa: E402  (these three stand beside this folder)
 from record import without_places  # noqa: E402
+from tables import interval, table  # noqa: E402
 
 SETTINGS = {
     "novels": "novels and needles, 3 layers of width 128, 8 maps of 16, 1500 steps",
@@ -124,23 +124,6 @@ def overview(cells: Cells) -> str:
             lines.append(f"| {setting} | {SIDES[side]} | {len(losses)} | {cell} | {more} |")
     named = "\n".join(f"- {name}: {said}" for name, said in SETTINGS.items() if name in cells)
     return "\n".join(lines) + "\n\n" + named
-
-
-def table(title: str, rows: list[Row]) -> str:
-    lines = [
-        f"**{title}** ({rows[0].seeds} seeds)",
-        "",
-        "| | Transformer | DIFF | difference | claim |",
-        "|---|---|---|---|---|",
-    ]
-    for row in rows:
-        lines.append(f"| {row.measure} | {row.baseline:.3f} | {row.side:.3f} | {interval(row)} | {row.verdict} |")
-    return "\n".join(lines)
-
-
-def interval(row: Row) -> str:
-    mean, low, high, _ = row.difference
-    return f"{mean:+.3f}" if low is None else f"{mean:+.3f} ({low:+.3f} to {high:+.3f})"
 
 
 def by_depth(cells: Cells) -> str:

@@ -99,10 +99,11 @@ def test_the_desk_study_compares_like_with_like():
         for side, members in sides.items():
             for cell, twin in zip(members, next(iter(sides.values())), strict=False):
                 ours, theirs = cell.config.to_dict(), twin.config.to_dict()
-                varied = ("attention", "head_norm", "head_norm_init", "lambda_init")
+                varied = ("attention", "head_norm", "head_norm_init", "lambda_init", "softmax_head_norm")
+                heads = ("num_attention_heads",) if side == "softmax_wide_norm" else ()
                 for each in (ours, theirs):
                     each["optim"].pop("lr")
-                    for name in varied:
+                    for name in (*varied, *heads):
                         each["model"].pop(name, None)
                 assert ours == theirs, (side, cell.key)
     assert Path(cells[0].key).parts == ("novels", "softmax-seed0")

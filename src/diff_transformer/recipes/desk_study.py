@@ -14,7 +14,7 @@ from diff_transformer.train.config import RunConfig
 
 LEARNING_RATES = (5e-4, 1e-3, 2e-3, 4e-3, 8e-3)
 MANY, FEW = range(5), range(3)
-# What is compared at learning rates of their own; the ablations take that of "diff".
+# What is compared at learning rates of their own; an ablation takes that of "softmax" or "diff".
 SIDES: dict[str, dict[str, Any]] = {
     "softmax": {"attention": "softmax"},
     "diff": {"attention": "diff", "head_norm_init": 0.1},
@@ -28,7 +28,10 @@ ABLATIONS: dict[str, dict[str, Any]] = {
     "diff_lambda_0.5": {"attention": "diff", "head_norm_init": 0.1, "lambda_init": 0.5},
     "diff_norm0.3": {"attention": "diff", "head_norm_init": 0.3},
     "diff_norm0.03": {"attention": "diff", "head_norm_init": 0.03},
-}
+    "softmax_wide_norm": {
+        "attention": "softmax", "num_attention_heads": 4, "softmax_head_norm": True, "head_norm_init": 0.1,
+    },
+}  # fmt: skip
 
 
 def base(corpus: str) -> RunConfig:
@@ -96,8 +99,9 @@ def desk_study(corpus: str) -> Study:
 
 def _side(config: RunConfig, side: str, rates: Choices) -> RunConfig:
     config = copy.deepcopy(config)
-    config.model |= SIDES.get(side) or ABLATIONS[side]
-    config.optim.lr = rates[side if side in SIDES else "diff"]
+    fields = SIDES.get(side) or ABLATIONS[side]
+    config.model |= fields
+    config.optim.lr = rates[side if side in SIDES else fields["attention"]]
     return config
 
 

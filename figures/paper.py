@@ -1,0 +1,216 @@
+"""What belongs to each table and figure of the paper: its experiment, its measures and the panels of its plot."""
+
+from dataclasses import dataclass
+
+from diff_transformer.study.analysis import Measure, final_loss, metric
+
+DEPTHS = (0, 25, 50, 75, 100)
+TOPS = ("top1", "top2", "top3", "top10", "top100", "median")
+BITS = (16, 8, 6, 4)
+
+
+@dataclass(frozen=True)
+class Panel:
+    """A panel of bars or, with ``line``, of lines: one group for each of ``ticks``, label -> name of the number (or a
+    pattern of names whose group is the label).
+
+    Names are metrics of the folder's experiment or, where ``paper`` is given, keys of that entry of ``expected.json``
+    under "Transformer" and "DIFF".
+    """
+
+    title: str
+    ticks: dict[str, str] | str
+    label: str
+    paper: str = ""
+    line: bool = False
+    log: bool = False
+    level: str = ""  # the metric of a level to draw, such as chance
+
+
+@dataclass(frozen=True)
+class Folder:
+    """``shown``: a pattern of the metrics in the table of the demo's checkpoints; ``measures``: rows from the desk
+    study; ``panels``: the plot, its first ones from the desk study where that has the experiment."""
+
+    experiment: str
+    shown: str
+    panels: tuple[Panel, ...] = ()
+    measures: tuple[Measure, ...] = ()
+
+
+def _depths(kind: str) -> dict[str, str]:
+    return {f"{depth} %": f"{kind}_depth{depth}" for depth in DEPTHS}
+
+
+def _margins(title: str) -> tuple[Panel, ...]:
+    ticks = {"random": "random_mean", "by class": "alternate_mean"}
+    return (
+        Panel(f"ours: accuracy, {title}", ticks, "share right", level="chance"),
+        Panel(
+            "ours: best order less worst", {"random": "random_margin", "by class": "alternate_margin"}, "share of right"
+        ),
+    )
+
+
+_ORDER = (
+    metric("many_shot", "random_mean", "higher", "accuracy, examples in random order"),
+    metric("many_shot", "random_margin", "lower", "best less worst of the random orders"),
+    metric("many_shot", "alternate_margin", "lower", "best less worst of the orders by class"),
+)
+_TASKS = {"ARC-C": "arc_challenge", "ARC-E": "arc_easy", "BoolQ": "boolq", "Hella-\nSwag": "hellaswag",
+          "OBQA": "openbookqa", "PIQA": "piqa", "Wino-\nGrande": "winogrande", "mean": "mean"}  # fmt: skip
+_SETS = {"XSum": "xsum", "CNN": "cnn_dailymail", "Multi-\nNews": "multi_news", "Qasper": "qasper",
+         "Hotpot": "hotpotqa", "2Wiki": "2wikimultihopqa"}  # fmt: skip
+
+
+def _harness(shots: int) -> tuple[Panel, ...]:
+    names = {"names": f"python_names_{shots}shot", "descriptions": f"python_descriptions_{shots}shot"}
+    return (Panel(f"ours, {shots}-shot (four choices)", names, "share right"),)
+
+
+FOLDERS: dict[str, Folder] = {
+    "table1_harness": Folder(
+        "harness",
+        r"(.+_0shot|mean_0shot)(?<!_acc)(?<!_acc_norm)(?<!_truncated)",
+        (*_harness(0), Panel("paper, 3B, zero-shot", _TASKS, "per cent right", paper="models")),
+    ),
+    "table8_five_shot": Folder(
+        "harness", r"(.+_5shot|mean_5shot)(?<!_acc)(?<!_acc_norm)(?<!_truncated)", _harness(5)
+    ),
+    "figure3_scaling": Folder("scaling", r".*ratio.*", (), (final_loss(),)),
+    "figure4_long_nll": Folder(
+        "long_nll",
+        r"nll\d+",
+        (
+            Panel("ours: mean over the first tokens of a book", {str(2**i): f"nll{2**i}" for i in range(4, 10)},
+                  "nats a token", line=True),
+        ),
+        (
+            metric("long_nll", "nll128", "lower", "loss over 128 tokens, the length trained at"),
+            metric("long_nll", "nll256", "lower", "loss over 256 tokens"),
+            metric("long_nll", "nll512", "lower", "loss over 512 tokens"),
+        ),
+    ),
+    "table2_needle": Folder(
+        "needle",
+        r"n\d+_r\d+|n\d+_r\d+_depth\d+|chance",
+        (
+            Panel("ours, 128 tokens", {"1 of 1": "n1_r1", "1 of 2": "n2_r1", "1 of 4": "n4_r1", "2 of 4": "n4_r2"},
+                  "share found", level="chance"),
+            Panel("paper, 3B, 4096 tokens", {f"{r} of {n}": f"n{n}_r{r}" for n, r in ((1, 1), (2, 2), (4, 2), (6, 2))},
+                  "share found", paper="accuracy"),
+        ),
+        (
+            metric("needle", "n1_r1", "higher", "the only needle"),
+            metric("needle", "n2_r1", "higher", "1 of 2 needles"),
+            metric("needle", "n4_r1", "higher", "1 of 4 needles"),
+            metric("needle", "n4_r2", "higher", "2 of 4 needles"),
+        ),
+    ),
+    "figure5_needle_64k": Folder(
+        "needle",
+        r"n\d+_r\d+_len\d+.*",
+        (Panel("ours: one needle by length (trained at 128)",
+               {str(n): f"n1_r1_len{n}" for n in (96, 128, 192, 256)}, "share found", line=True, level="chance"),),
+    ),
+    "table3_allocation": Folder(
+        "allocation",
+        r"(answer|noise)(_depth\d+)?",
+        (
+            Panel("ours: on the answer", _depths("answer"), "share of attention", line=True),
+            Panel("ours: on the noise", _depths("noise"), "share of attention", line=True),
+            Panel("paper: on the answer", {f"{d} %": str(d) for d in DEPTHS}, "share of attention", "answer", True),
+            Panel("paper: on the noise", {f"{d} %": str(d) for d in DEPTHS}, "share of attention", "noise", True),
+        ),
+        (
+            metric("allocation", "answer", "higher", "attention on the answer, mean of heads and layers"),
+            metric("allocation", "noise", "lower", "attention on the noise, mean of heads and layers"),
+            metric("allocation", "best_head_answer", "higher", "attention on the answer in the best head"),
+        ),
+    ),
+    "figure6_many_shot": Folder(
+        "many_shot",
+        r"shots\d+|tokens\d+|chance",
+        (Panel("ours: accuracy by number of examples", r"shots(\d+)", "share right", line=True, level="chance"),),
+        (metric("many_shot", "random_mean", "higher", "accuracy with the longest prompt (chance .06)"),),
+    ),
+    "figure7_order": Folder(
+        "many_shot",
+        r"(random|alternate)_(mean|best|worst|margin)|chance",
+        (*_margins("modules of Python"),
+         Panel("paper, TREC: best less worst", {"random": "random", "by class": "alternate"}, "points", "margin")),
+        _ORDER,
+    ),
+    "figure9_order": Folder(
+        "many_shot", r"(random|alternate)_(mean|margin)|chance", _margins("modules of Python"), _ORDER
+    ),
+    "table4_hallucination": Folder(
+        "hallucination",
+        r"(?!.*_(stderr|undecided|empty|truncated)$).+",
+        (
+            Panel("ours, judged by containment", {"summaries": "python_summaries", "lookups": "python_lookups"},
+                  "share free of it"),
+            Panel("paper, 3B, judged by a model", _SETS, "share free of it", paper="models"),
+        ),
+    ),
+    "table5_outliers": Folder(
+        "outliers",
+        r"(logits|hidden)_(top\d+|median)",
+        tuple(
+            Panel(f"{who}: {what}", {tick: f"{prefix}{tick}" for tick in TOPS}, "magnitude", paper=paper, log=True)
+            for who, kind in (("ours", ""), ("paper", "paper"))
+            for name, what in (("logits", "attention logits"), ("hidden", "hidden states"))
+            for prefix, paper in [("", name) if kind else (f"{name}_", "")]
+        ),
+        (
+            metric("outliers", "logits_top1", "lower", "largest attention logit"),
+            metric("outliers", "logits_median", "", "median attention logit"),
+            metric("outliers", "hidden_top1", "lower", "largest hidden value"),
+            metric("outliers", "hidden_median", "", "median hidden value"),
+        ),
+    ),
+    "figure8_quantization": Folder(
+        "quantization",
+        r"(accuracy|loss)_\d+bit|chance",
+        (
+            Panel("ours: loss of held-out text", {f"{b}": f"loss_{b}bit" for b in BITS}, "nats a token", line=True),
+            Panel("ours: accuracy, four choices", {f"{b}": f"accuracy_{b}bit" for b in BITS}, "share right",
+                  line=True, level="chance"),
+        ),
+        (
+            metric("quantization", "loss_6bit_change", "lower", "loss that 6 bits cost"),
+            metric("quantization", "loss_4bit_change", "lower", "loss that 4 bits cost"),
+            metric("quantization", "accuracy_4bit", "higher", "accuracy at 4 bits (chance .25)"),
+        ),
+    ),
+    "table6_associative_recall": Folder(
+        "associative_recall",
+        r"validation|ar_hit|others|ar_hit_share",
+        (Panel("ours", {"all": "validation", "AR-Hit": "ar_hit", "Others": "others"}, "nats a token"),),
+        (
+            metric("associative_recall", "validation", "lower", "loss on held-out novels"),
+            metric("associative_recall", "ar_hit", "lower", "loss on AR-Hit"),
+            metric("associative_recall", "others", "lower", "loss on Others"),
+        ),
+    ),
+    "table6_ablation": Folder("ablation", r".+_(validation|ar_hit|others)"),
+    "appendix_f_gradient_flow": Folder(
+        "gradient_flow",
+        r"(model|init_diff|init_softmax)_(q1|q2|k1|k2|q|k|v|o)|error_w_.*",
+        (Panel("after training", {name: f"model_{name}" for name in "qkvo"}, "RMS of the gradient"),),
+    ),
+}  # fmt: skip
+
+# Table 6: a side of the desk study -> its name, and its row in expected.json.
+ABLATED = {
+    "softmax_wide": ("Transformer, half the heads, twice as wide", "transformer_wide"),
+    "softmax_wide_norm": ("the same with a head norm", "transformer_wide_norm"),
+    "diff": ("DIFF", "diff"),
+    "diff_no_norm": ("DIFF without head norm", "diff_no_norm"),
+    "diff_lambda_0.8": ("DIFF, lambda_init .8", "diff_lambda_0.8"),
+    "diff_lambda_0.5": ("DIFF, lambda_init .5", "diff_lambda_0.5"),
+}
+TABLE_6 = tuple(
+    metric("associative_recall", key, "lower", name)
+    for key, name in (("validation", "loss"), ("ar_hit", "loss on AR-Hit"), ("others", "loss on Others"))
+)

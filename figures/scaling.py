@@ -1,0 +1,69 @@
+"""The desk study's sizes as a table of runs, and the law of Figure 3 fitted to it."""
+
+from diff_transformer.evals.run_tables import Run
+from diff_transformer.evals.scaling import evaluate_scaling
+from diff_transformer.model.config import DiffTransformerConfig
+from diff_transformer.model.cost import count_parameters
+from diff_transformer.study.analysis import Cells
+
+SIZES = ("narrow", "novels", "wide")  # settings that differ in size alone
+SIDES = {"softmax": "Transformer", "diff": "DIFF"}
+
+
+def scaling_runs(cells: Cells) -> list[Run]:
+    """A finished run for every seed of every size, and the way of the main setting's."""
+    runs = []
+    for setting in SIZES:
+        for side in SIDES:
+            for record in cells.get(setting, {}).get(side, {}).values():
+                size = sum(count_parameters(DiffTransformerConfig(**record["model"])).values())
+                steps, losses = record["validation"]["step"], record["validation"]["loss"]
+                points = [step * record["tokens_per_step"] for step in steps]
+                runs.append(Run(side, size, points[-1], losses[-1]))
+                if setting == "novels":
+                    runs += [Run(side, size, x, y, "curve") for x, y in zip(points, losses, strict=True) if x]
+    return runs
+
+
+def matched(cells: Cells) -> list[str]:
+    """Parts of the page: mean loss by size, and the share of the Transformer's parameters that DIFF needs."""
+    runs = [run for run in scaling_runs(cells) if run.part == "final"]
+    sizes = sorted({run.parameters for run in runs if run.model == "softmax"})
+    if len(sizes) < 2:
+        return []
+    lines = ["| parameters | Transformer | DIFF |", "|---|---|---|"]
+    for setting in SIZES:
+        losses = [
+            [
+                run
+                for run in scaling_runs({setting: cells.get(setting, {})})
+                if run.model == side and run.part == "final"
+            ]
+            for side in SIDES
+        ]
+        if all(losses):
+            means = (f"{sum(run.loss for run in of) / len(of):.3f}" for of in losses)
+            lines.append(f"| {losses[0][0].parameters / 1e6:.2f}M | {' | '.join(means)} |")
+    form = "offset" if len(sizes) > 2 else "plain"
+    found = evaluate_scaling(runs, form=form, draws=200).metrics
+    law = "a x^-b + c" if form == "offset" else "a x^-b (two sizes leave no room for c)"
+    said = [
+        _said(found, kind, size)
+        for kind, size in (("ours", "DIFF's largest"), ("reference", "the Transformer's largest"))
+    ]
+    return [
+        "\n".join(lines),
+        f"By {law}, fitted to the runs of {len(sizes)} sizes: " + "; ".join(filter(None, said)) + ".",
+    ]
+
+
+def _said(found: dict[str, float], kind: str, size: str) -> str:
+    for key, how in (
+        (f"parameters_ratio_from_{kind}", ""),
+        (f"parameters_ratio_from_{kind}_extrapolated", ", extrapolated"),
+    ):
+        if key in found:
+            low, high = found.get(f"{key}_low"), found.get(f"{key}_high")
+            spread = "" if low is None else f" ({low:.2f} to {high:.2f})"
+            return f"DIFF needs {found[key]:.2f}{spread} of the parameters at {size} matched size{how}"
+    return ""
