@@ -5,8 +5,10 @@ from pathlib import Path
 
 import pytest
 
+from diff_transformer import DiffTransformerConfig
+from diff_transformer.model.head_scale import matched_head_norm_init
 from diff_transformer.recipes import recipe
-from diff_transformer.recipes.desk_study import SIDES, desk_study
+from diff_transformer.recipes.desk_study import MATCHED, SIDES, base, desk_study
 from diff_transformer.study.cell import gradient_record
 from diff_transformer.study.plan import Cell, Study, seeds
 from diff_transformer.study.run import run_study, sweep_losses
@@ -107,6 +109,11 @@ def test_the_desk_study_compares_like_with_like():
                         each["model"].pop(name, None)
                 assert ours == theirs, (side, cell.key)
     assert Path(cells[0].key).parts == ("novels", "softmax-seed0")
+
+
+def test_the_matched_head_norm_is_what_the_untrained_pair_has():
+    model = DiffTransformerConfig(**{**base("python").model, "attention": "diff"})
+    assert matched_head_norm_init(model) == pytest.approx(MATCHED, abs=0.01)
 
 
 def test_a_run_that_diverges_is_a_result(texts, tmp_path, monkeypatch):

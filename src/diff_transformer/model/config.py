@@ -52,8 +52,9 @@ class DiffTransformerConfig(PreTrainedConfig):
         softmax_head_norm: the same norm, with a weight of width d, on the heads of softmax attention (ablation of
             Table 6); for ``attention="softmax"`` only.
         head_norm_eps: epsilon of that norm; None means ``rms_norm_eps``.
-        head_norm_init: initial value of that weight. 1.0 is the paper's; a smaller one gives each head, at the start,
-            an output of the size that softmax attention has.
+        head_norm_init: initial value of that weight, or one for each layer. 1.0 is the paper's; a smaller one gives
+            each head, at the start, an output of the size that softmax attention has (``matched_head_norm_init``
+            measures which).
         hidden_act: activation of the gated MLP: ``"silu"`` (SwiGLU), or ``"poly_norm"`` (arXiv 2411.03884), which some
             published models have.
         initializer_range: standard deviation of all matrices, unless one of the next two says otherwise.
@@ -91,7 +92,7 @@ class DiffTransformerConfig(PreTrainedConfig):
     head_norm: bool | str = True
     softmax_head_norm: bool = False
     head_norm_eps: float | None = None
-    head_norm_init: float = 1.0
+    head_norm_init: float | list[float] = 1.0
     hidden_act: str = "silu"
     initializer_range: float = 0.02
     embedding_initializer_range: float | None = None
@@ -200,6 +201,11 @@ def _check_choices(config):
         raise ValueError(
             f"head_norm_init={config.head_norm_init} sets the weight of the head norm, which head_norm="
             f"{config.head_norm!r} leaves out; set head_norm=True or head_norm_init=1.0"
+        )
+    if isinstance(config.head_norm_init, list | tuple) and len(config.head_norm_init) != config.num_hidden_layers:
+        raise ValueError(
+            f"head_norm_init has {len(config.head_norm_init)} values for {config.num_hidden_layers} layers; give one "
+            f"number for all layers, or one for each"
         )
     if isinstance(config.lambda_init, str) and config.lambda_init != "depth":
         raise ValueError(f"lambda_init is {config.lambda_init!r}; accepted: 'depth' or a number")

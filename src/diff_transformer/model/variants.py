@@ -42,9 +42,11 @@ def diff_core(
 
 def core_of(config, layer_index: int, backend: str) -> Core:
     """The core of layer ``layer_index`` of a model, with its window."""
-    heads = config.heads
+    heads, norm_init = config.heads, config.head_norm_init
+    if isinstance(norm_init, list | tuple):
+        norm_init = norm_init[layer_index]
     if config.attention == "softmax":
-        norm = RMSNorm(heads.value_dim, config.head_norm_eps or config.rms_norm_eps, config.head_norm_init)
+        norm = RMSNorm(heads.value_dim, config.head_norm_eps or config.rms_norm_eps, norm_init)
         core = SoftmaxCore(norm if config.softmax_head_norm else None, backend=backend)
     else:
         core = diff_core(
@@ -57,7 +59,7 @@ def core_of(config, layer_index: int, backend: str) -> Core:
             lambda_learned=config.lambda_learned,
             lambda_std=config.lambda_std,
             head_norm=config.head_norm,
-            head_norm_init=config.head_norm_init,
+            head_norm_init=norm_init,
             norm_eps=config.head_norm_eps or config.rms_norm_eps,
             backend=backend,
             is_causal=True,

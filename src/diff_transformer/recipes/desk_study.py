@@ -22,7 +22,10 @@ SIDES: dict[str, dict[str, Any]] = {
     "diff_v2": {"attention": "diff_v2"},
 }
 PAPER = ("softmax", "diff", "diff_norm1")
+# Each head starts at the size of the Transformer's in that layer: ``matched_head_norm_init`` of ``base``, rounded.
+MATCHED = [0.19, 0.59, 0.9]
 ABLATIONS: dict[str, dict[str, Any]] = {
+    "diff_matched": {"attention": "diff", "head_norm_init": MATCHED},
     "diff_no_norm": {"attention": "diff", "head_norm": False, "head_norm_init": 1.0},
     "diff_lambda_0.8": {"attention": "diff", "head_norm_init": 0.1, "lambda_init": 0.8},
     "diff_lambda_0.5": {"attention": "diff", "head_norm_init": 0.1, "lambda_init": 0.5},

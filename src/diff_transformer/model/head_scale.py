@@ -1,0 +1,83 @@
+"""How large the heads' outputs are before training, and the head norm's weight that makes them equal in a pair.
+
+Softmax attention over t nearly independent values of size s gives about s / sqrt(t): small, and smaller with length.
+The head norm gives 1 - lambda_init (.8 in the first layer) whatever the width, the length and the initial weights.
+"""
+
+import math
+
+import torch
+from torch import Tensor
+
+from diff_transformer.checks import require_positive
+from diff_transformer.model.lambdas import lambda_init
+
+
+def first_layer_output(config, length: int, repeats: float = 0.0) -> float:
+    """Root mean square of softmax attention's output in the first layer of an untrained model, in closed form.
+
+    ``std sqrt(D) sqrt(c + (1 - c) H_T / T)``: values of RMS ``std sqrt(D)`` (W_V on a normalised input of width D),
+    averaged over 1 to T of them (H_T: the T-th harmonic number), equal to one another with probability c. It takes the
+    maps to be flat, which they are while the logits, of standard deviation ``std^2 D``, are well below 1.
+
+    Args:
+        length: T, tokens of a row.
+        repeats: c, the chance that two tokens are the same: the sum of the squared frequencies.
+    """
+    require_positive(length=length)
+    harmonic = sum(1 / t for t in range(1, length + 1))
+    shared = repeats + (1 - repeats) * harmonic / length
+    return config.initializer_range * math.sqrt(config.hidden_size) * math.sqrt(shared)
+
+
+def head_outputs(config, input_ids: Tensor, seed: int = 0) -> list[float]:
+    """Root mean square of what W_O reads in each layer of an untrained model of ``config``, on tokens ``[B, T]``."""
+    from diff_transformer.model.modeling import DiffTransformerForCausalLM
+
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = DiffTransformerForCausalLM(config).eval()
+    found: list[float] = []
+
+    def note(_, inputs):
+        found.append(inputs[0].float().square().mean().sqrt().item())
+
+    for layer in model.model.layers:
+        layer.self_attn.o_proj.register_forward_pre_hook(note)
+    with torch.no_grad():
+        model(input_ids, use_cache=False)
+    return found
+
+
+def matched_head_norm_init(config, input_ids: Tensor | None = None, *, length: int = 128, seed: int = 0) -> list[float]:
+    """For each layer the ``head_norm_init`` with which a head starts at the size of the matched Transformer's.
+
+    Measured on an untrained Transformer of the same size (``matched_baseline``), which is built in memory: the RMS of
+    its attention's output in that layer over ``1 - lambda_init``.
+
+    Args:
+        config: a ``DiffTransformerConfig`` with differential attention and a head norm.
+        input_ids: tokens ``[B, T]`` to measure on; by default 8 rows of ``length`` tokens whose frequencies fall as
+            1 / rank.
+
+    Raises:
+        ValueError: for attention without a head norm.
+    """
+    from diff_transformer.model.config import matched_baseline
+
+    if config.attention in ("softmax", "diff_v2") or not config.head_norm:
+        raise ValueError(
+            f"attention={config.attention!r} with head_norm={config.head_norm!r} has no head norm to set; give a "
+            f"configuration with differential attention and head_norm=True"
+        )
+    if input_ids is None:
+        require_positive(length=length)
+        generator = torch.Generator().manual_seed(seed)
+        frequencies = 1 / torch.arange(1, config.vocab_size + 1).float()
+        input_ids = torch.multinomial(frequencies, 8 * length, replacement=True, generator=generator).view(8, length)
+    softmax = head_outputs(matched_baseline(config), input_ids, seed)
+    starts = (
+        lambda_init(layer, config.lambda_depth_offset) if config.lambda_init == "depth" else float(config.lambda_init)
+        for layer in range(config.num_hidden_layers)
+    )
+    return [size / (1 - start) for size, start in zip(softmax, starts, strict=True)]
