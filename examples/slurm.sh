@@ -18,6 +18,8 @@ first=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
 resume=()
 [ -e "$out/config.json" ] && resume=(--resume)
 
+# torchrun kills processes that have not ended so many seconds after the signal; saving a large model takes its time.
+export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=110
 # exec: the signal reaches torchrun, which passes it on to every process of the run.
 exec srun --kill-on-bad-exit=1 torchrun \
     --nnodes "$SLURM_NNODES" --nproc-per-node 8 \
