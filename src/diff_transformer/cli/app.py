@@ -1,0 +1,73 @@
+"""The app, the options that commands share, and what each does around its work."""
+
+import sys
+from collections.abc import Generator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+app = typer.Typer(
+    help="Differential attention (arXiv 2410.05258): train the matched pair, run the experiments, write a report.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+Out = Annotated[Path, typer.Option("--out", help="Folder for everything that is written; must be new.")]
+Recipe = Annotated[str, typer.Option("--recipe", help="Name of a recipe: see `diff-transformer info`.")]
+Set = Annotated[list[str] | None, typer.Option("--set", help="Override a setting, e.g. --set optim.lr=1e-3.")]
+Resume = Annotated[bool, typer.Option("--resume", help="Go on with an interrupted run in the same folder.")]
+
+
+@contextmanager
+def resumable(said: str = "stopped, state saved; continue with --resume") -> Generator[None]:
+    """After Ctrl-C say how to go on, and exit with 130; after SIGTERM, the same with 0."""
+    from diff_transformer.train.launch import is_first
+    from diff_transformer.train.signals import sigterm_interrupts
+
+    try:
+        with sigterm_interrupts(said):
+            yield
+    except KeyboardInterrupt as stopped:
+        if is_first():
+            print(str(stopped) or said, file=sys.stderr)
+        raise typer.Exit(getattr(stopped, "exit_code", 130)) from None
+
+
+@contextmanager
+def bytes_done(title: str) -> Generator:
+    """A progress bar in bytes: ``progress(done, total)``."""
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
+
+    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TextColumn("left"))
+    screen = Console(stderr=True)
+    quiet = not screen.is_terminal
+    with Progress(*columns, TimeRemainingColumn(), transient=True, console=screen, disable=quiet) as bars:
+        task = bars.add_task(title, total=None)
+
+        def show(done: int, total: int):
+            bars.update(task, completed=done, total=total)
+
+        yield show
+
+
+def quiet():
+    """Leave the screen to our own progress bars and messages."""
+    import logging
+
+    from transformers.utils import logging as transformers_logging
+
+    transformers_logging.disable_progress_bar()
+    # transformers imports torchao where it is installed, which warns of every kernel that is for another machine.
+    for name in ("torchao", "torch.utils._pytree"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+
+
+def configuration(name: str, assignments: list[str] | None):
+    from diff_transformer.recipes import recipe
+    from diff_transformer.train.config import override
+
+    return override(recipe(name), assignments or [])

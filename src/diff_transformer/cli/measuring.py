@@ -1,0 +1,199 @@
+"""Commands that measure, and show what was measured."""
+
+import sys
+from collections.abc import Generator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from diff_transformer.cli.app import Resume, Set, app, quiet, resumable
+
+
+@app.command(name="eval")
+def evaluate(
+    name: Annotated[str, typer.Argument(help="An experiment, or all: see the list above.")],
+    out: Annotated[Path, typer.Option("--out", help="JSON file for one result, or a folder; must be new.")],
+    models: Annotated[
+        list[str] | None,
+        typer.Option("--model", help="Folder with its tokenizer, hub name or preset; may be repeated."),
+    ] = None,
+    assignments: Set = None,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="Small sizes: a minute an experiment on a small model.")
+    ] = False,
+    limit: Annotated[int | None, typer.Option(help="At most so many samples of each part of an experiment.")] = None,
+    corpus: Annotated[
+        str | None,
+        typer.Option(help='Text: "python", a file, a folder, an archive. What a folder of it trains is kept out.'),
+    ] = None,
+    data: Annotated[str | None, typer.Option(help="Labelled data: a file, hub:NAME, or the offline default.")] = None,
+    length: Annotated[int | None, typer.Option(help="Tokens in a prompt or row.")] = None,
+    samples: Annotated[int | None, typer.Option(help="Prompts in a cell, questions, or rows of text.")] = None,
+    seed: Annotated[int | None, typer.Option(help="What is drawn at random is drawn from it.")] = None,
+    device: Annotated[str | None, typer.Option(help="cpu or cuda; CUDA where there is one by default.")] = None,
+    dtype: Annotated[str | None, typer.Option(help="float32, bfloat16, float16; the checkpoint's by default.")] = None,
+    batch_size: Annotated[int, typer.Option(help="Prompts or rows in one forward pass.")] = 32,
+    resume: Resume = False,
+):
+    """Run an experiment, or all of them, on any causal language model."""
+    from diff_transformer.evals.suite import Plan, names_of
+
+    quiet()
+    options = {"corpus": corpus, "data": data, "length": length, "samples": samples, "seed": seed}
+    plan = Plan(
+        names_of(name, quick), models or [], options, assignments or [], quick, limit, device, dtype, batch_size
+    )
+    single = out.suffix == ".json" and len(plan.names) == 1 and len(plan.models) <= 1
+    with resumable(), _bars() as bar:
+        failed = _evaluate_one(plan, out, resume, bar) if single else _evaluate_many(plan, out, resume, bar)
+    if failed:
+        raise typer.Exit(2)
+
+
+def _evaluate_one(plan, out: Path, resume: bool, bar) -> bool:
+    from diff_transformer.evals.command import experiment, load_lm, run_eval, settings_of
+
+    (name,) = plan.names
+    settings = settings_of(name, plan.options, plan.assignments, quick=plan.quick)
+    lm = None
+    if getattr(experiment(name), "NEEDS_MODEL", True):
+        if not plan.models:
+            raise ValueError("no model; give --model with a folder, a name on the hub or a preset")
+        lm = load_lm(plan.models[0], device=plan.device, dtype=plan.dtype, batch_size=plan.batch_size)
+    result = run_eval(name, lm, settings, out, limit=plan.limit, resume=resume, bar=bar(name))
+    if hasattr(experiment(name), "table"):
+        from rich.console import Console
+
+        Console().print(experiment(name).table(result))
+    else:
+        for metric, value in result.metrics.items():
+            print(f"{metric:32} {value:.4f}")
+    print(f"result: {out}")
+    return False
+
+
+def _evaluate_many(plan, out: Path, resume: bool, bar) -> bool:
+    from diff_transformer.evals.suite import run_suite
+
+    outcomes = run_suite(plan, out, resume=resume, bar=bar)
+    for outcome in outcomes:
+        told = outcome.error or outcome.path
+        print(f"{outcome.name:20} {outcome.model or '':16} {told}", file=sys.stderr if outcome.error else sys.stdout)
+    if any(outcome.result for outcome in outcomes):
+        print(f"report: {out / 'report.html'}")
+    return any(outcome.error for outcome in outcomes)
+
+
+@contextmanager
+def _bars() -> Generator:
+    """Progress bars, one for each part of an experiment: ``bar(title)(part, done, total)``."""
+    from rich.progress import (
+        BarColumn,
+        MofNCompleteColumn,
+        Progress,
+        TextColumn,
+        TimeElapsedColumn,
+        TimeRemainingColumn,
+    )
+
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, TextColumn("left"), TimeRemainingColumn(), transient=True) as progress:
+
+        def bar(title: str):
+            tasks: dict[str, Any] = {}
+
+            def show(part: str, done: int, total: int):
+                if part not in tasks:
+                    for task in list(progress.task_ids):
+                        progress.update(task, visible=False)
+                    tasks[part] = progress.add_task(f"{title}: {part}", total=total)
+                progress.update(tasks[part], completed=done, total=total)
+
+            return show
+
+        yield bar
+
+
+@app.command()
+def bench(
+    name: Annotated[str, typer.Argument(help="attention, decode, throughput or step.")],
+    out: Annotated[
+        Path | None, typer.Option("--out", help="JSON file for the record; must be new. Default: in runs/bench.")
+    ] = None,
+    full: Annotated[bool, typer.Option("--full", help="The whole grid of lengths and widths.")] = False,
+    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
+    grid: Annotated[
+        str | None, typer.Option(help="Shapes for attention, batch x heads x length x width: 1x4x2048x64,...")
+    ] = None,
+):
+    """Time the operator and the models against softmax attention of the matched size; correctness is checked first."""
+    from diff_transformer.bench.command import run_bench
+
+    quiet()
+    run_bench(name, out, full, device, grid)
+
+
+@app.command()
+def report(
+    results: Annotated[
+        list[Path],
+        typer.Argument(
+            help="results.json of a comparison or its folder; results of `eval`, any number; or folders of `train`, "
+            "any number, finished or not."
+        ),
+    ],
+    out: Annotated[Path | None, typer.Option("--out", help="HTML file to write; needed unless --serve.")] = None,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the file if it exists.")] = False,
+    serve: Annotated[
+        bool, typer.Option("--serve", help="Open a comparison's folder at 127.0.0.1, and draw texts typed there.")
+    ] = False,
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Of --serve; any that is free if 0.")] = 0,
+):
+    """Write the report of a comparison again and print its claims; or one page of experiments, or of runs overlaid."""
+    from rich.console import Console
+
+    from diff_transformer.report import (
+        is_comparison,
+        is_run,
+        load_results,
+        render_claims,
+        write_evals_report,
+        write_report,
+        write_runs_report,
+    )
+
+    if serve:
+        from diff_transformer.report.serve import serve_report
+
+        quiet()
+        if out is not None or len(results) != 1 or not results[0].is_dir() or not is_comparison(results[0]):
+            raise ValueError("--serve takes the folder of one comparison and writes no file; leave out --out")
+        return serve_report(results[0], port=port)
+    if out is None:
+        raise ValueError("there is no --out; name the HTML file to write, or give --serve")
+    if all(is_run(path) for path in results):
+        print(f"report: {write_runs_report([*results], out, overwrite=overwrite)}")
+    elif len(results) == 1 and is_comparison(results[0]):
+        loaded = load_results(results[0])
+        Console().print(render_claims(loaded))
+        print(f"report: {write_report(loaded, out, overwrite=overwrite)}")
+    else:
+        print(f"report: {write_evals_report(list(results), out, overwrite=overwrite)}")
+
+
+@app.command()
+def info(
+    preset: Annotated[str | None, typer.Argument(help="Name of a model preset; all of them if left out.")] = None,
+    length: Annotated[int | None, typer.Option(help="Tokens a sequence, for FLOPs and cache.")] = None,
+    attention: Annotated[
+        str, typer.Option(help="Variant against its matched Transformer: diff_v2, grouped_diff, dint, fixed_lambda.")
+    ] = "diff",
+):
+    """Both sides of a preset: parameters by part, FLOPs a token, key/value cache."""
+    from rich.console import Console
+
+    from diff_transformer.model.info import pair_table, preset_table
+
+    Console().print(pair_table(preset, length, attention) if preset else preset_table())

@@ -1,0 +1,132 @@
+"""Commands that use a model or turn it into another form."""
+
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from diff_transformer.cli.app import Out, app, bytes_done, quiet
+
+
+@app.command()
+def convert(
+    source: Annotated[Path, typer.Argument(help="Folder of the model to convert.")],
+    out: Out,
+    origin: Annotated[
+        str | None,
+        typer.Option(
+            "--from",
+            help="llama, diffllama, authors, authors-v2, motif, diff-transformer; told from the folder if left out.",
+        ),
+    ] = None,
+    target: Annotated[
+        str,
+        typer.Option(
+            "--to",
+            help="diff-transformer, llama, diffllama, authors, authors-v2 or motif; diff or diff_v2 make a DIFF "
+            "Transformer of a softmax model, with its logits.",
+        ),
+    ] = "diff-transformer",
+    lambda_init: Annotated[
+        float | None, typer.Option(help="With --to diff: lambda at the start, between 0 and 1; 0.5 by default.")
+    ] = None,
+    naive_grouped_query: Annotated[
+        bool,
+        typer.Option(
+            "--naive-grouped-query",
+            help="The authors' layout is that of their plain file, which groups keys otherwise than the flash files.",
+        ),
+    ] = False,
+    dtype: Annotated[
+        str | None, typer.Option(help="float32, bfloat16 or float16 for the matrices; the source's by default.")
+    ] = None,
+):
+    """Convert a model to this package's layout, from it or through it; where the layouts agree, so do the logits.
+
+    docs/conversion.md says what each layout can hold. Only safetensors are read; nothing is written over.
+    """
+    from diff_transformer.model.convert import convert_folder
+
+    quiet()
+    options: dict[str, Any] = {} if lambda_init is None else {"lambda_init": lambda_init}
+    with bytes_done("converting") as progress:
+        notes = convert_folder(
+            source, out, origin, target, naive_grouped_query=naive_grouped_query, dtype=dtype, progress=progress,
+            **options,
+        )  # fmt: skip
+    for note in notes:
+        print(note)
+    print(f"model: {out}")
+
+
+@app.command()
+def generate(
+    model: Annotated[str, typer.Argument(help="Folder of a model with its tokenizer, or its name on the hub.")],
+    prompt: Annotated[str | None, typer.Argument(help="Text to continue; - reads it from standard input.")] = None,
+    prompts: Annotated[Path | None, typer.Option("--prompts", help="File with a prompt a line; prints JSON.")] = None,
+    batch_size: Annotated[int, typer.Option(help="Prompts of the file that are continued at a time.")] = 8,
+    max_new_tokens: Annotated[int, typer.Option(help="Tokens to generate at most.")] = 64,
+    temperature: Annotated[float, typer.Option(help="0 takes the likeliest token; above it, tokens are drawn.")] = 0.0,
+    top_p: Annotated[float, typer.Option(help="Draw from the likeliest tokens of this probability together.")] = 1.0,
+    seed: Annotated[int | None, typer.Option(help="Of the draw.")] = None,
+    device: Annotated[str | None, typer.Option(help="cpu or cuda; CUDA where there is one by default.")] = None,
+    dtype: Annotated[str | None, typer.Option(help="float32, bfloat16, float16; the checkpoint's by default.")] = None,
+    weights: Annotated[str | None, typer.Option(help="int8: matrices held in 8 bits (torchao).")] = None,
+    assistant: Annotated[str | None, typer.Option(help="Smaller model that guesses ahead; same text.")] = None,
+    lookup: Annotated[int | None, typer.Option(help="Guess so many tokens ahead from the prompt itself.")] = None,
+    compiled: Annotated[bool, typer.Option("--compile", help="Compile the step, over a static cache.")] = False,
+    prefill_chunk: Annotated[int | None, typer.Option(help="Tokens of the prompt in one forward pass.")] = None,
+):
+    """Continue a prompt, and print the text as it comes; or continue each line of a file."""
+    from diff_transformer.inference.command import run_generate
+    from diff_transformer.inference.generation import Settings
+
+    quiet()
+    settings = Settings(max_new_tokens, temperature, top_p, seed, prefill_chunk, compiled, lookup)
+    run_generate(
+        model, prompt, settings, prompts_file=prompts, batch_size=batch_size, device=device, dtype=dtype,
+        weights=weights, assistant=assistant,
+    )  # fmt: skip
+
+
+@app.command()
+def export(
+    model: Annotated[str, typer.Argument(help="Folder of a model with its tokenizer, hub name or preset.")],
+    out: Out,
+    dtype: Annotated[str | None, typer.Option(help="float32, bfloat16, float16; the checkpoint's by default.")] = None,
+):
+    """Write a checkpoint with its code, which trust_remote_code loads where this package is not installed."""
+    from diff_transformer.inference.export import export as run
+
+    quiet()
+    run(model, out, dtype=dtype)
+    print(f"model: {out}")
+
+
+@app.command()
+def serve(
+    model: Annotated[str, typer.Argument(help="Folder of a model with its tokenizer, or its name on the hub.")],
+    host: Annotated[str, typer.Option(help="Address to listen at; by default this machine alone.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="Port; 0 for any that is free.")] = 8000,
+    name: Annotated[str | None, typer.Option(help="What clients call the model; its folder's name by default.")] = None,
+    continuous_batching: Annotated[
+        bool, typer.Option("--continuous-batching", help="Answer requests together, over a paged cache.")
+    ] = False,
+    requests_at_once: Annotated[int, typer.Option(help="How many are answered together at most.")] = 16,
+    attn_implementation: Annotated[str | None, typer.Option(help="As from_pretrained takes it: sdpa, ...")] = None,
+    dtype: Annotated[str, typer.Option(help="auto (the checkpoint's), float32, bfloat16 or float16.")] = "auto",
+    device: Annotated[str, typer.Option(help="auto, cpu, cuda:0, ...")] = "auto",
+):
+    """Answer OpenAI's clients (chat completions, completions, responses) until Ctrl-C."""
+    from diff_transformer.serving.server import make_server
+
+    quiet()
+    server = make_server(
+        model, host=host, port=port, name=name, continuous_batching=continuous_batching,
+        requests_at_once=requests_at_once, attn_implementation=attn_implementation, dtype=dtype, device=device,
+    )  # fmt: skip
+    if host not in ("127.0.0.1", "localhost", "::1"):
+        print(f"{host}: whoever reaches this address may use the model; there is no authentication", file=sys.stderr)
+    print(f"model: {server.name}; stop with Ctrl-C", flush=True)
+    server.run()

@@ -1,0 +1,130 @@
+"""Commands that train: a pair, one model, many small ones; and the text they are trained on."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from diff_transformer.cli.app import Out, Recipe, Resume, Set, app, configuration, quiet, resumable
+
+
+@app.command()
+def compare(
+    out: Out,
+    recipe: Recipe = "demo",
+    assignments: Set = None,
+    seeds: Annotated[int, typer.Option(help="Pairs to train, each with a seed of its own.")] = 1,
+    jobs: Annotated[int | None, typer.Option(help="Models trained at a time; on CPU, one a core by default.")] = None,
+    resume: Resume = False,
+    variants: Annotated[
+        str, typer.Option(help="Also train, by commas: diff_v2, grouped_diff, dint, fixed_lambda, each at equal cost.")
+    ] = "",
+):
+    """Train a DIFF Transformer and its matched Transformer, measure both, write the report with the verdicts."""
+    from diff_transformer.compare import compare as run
+
+    quiet()
+    with resumable():
+        more = [name.strip() for name in variants.split(",") if name.strip()]
+        run(configuration(recipe, assignments), out, seeds=seeds, jobs=jobs, resume=resume, variants=more)
+
+
+@app.command()
+def train(out: Out, recipe: Recipe = "demo", assignments: Set = None, resume: Resume = False):
+    """Train one model of a recipe (--set model.attention=softmax for the matched Transformer).
+
+    --set train.parallel.devices=8 starts eight processes; torchrun -m diff_transformer train ... starts any number.
+    """
+    from rich.progress import (
+        BarColumn,
+        MofNCompleteColumn,
+        Progress,
+        TextColumn,
+        TimeElapsedColumn,
+        TimeRemainingColumn,
+    )
+
+    from diff_transformer.train.launch import is_first, start_processes
+
+    config = configuration(recipe, assignments)
+    start_processes(config.train.parallel)
+    from diff_transformer.train.loop import train as run
+
+    quiet()
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    left = TextColumn("left")
+    with resumable(), Progress(*columns, left, TimeRemainingColumn(), disable=not is_first()) as bar:
+        task = bar.add_task("training", total=config.train.steps)
+
+        def show(step: int, values: dict):
+            described = f"loss {values['loss']:.3f}" if "loss" in values else None
+            bar.update(task, completed=step, description=described)
+
+        trained = run(config, out, resume=resume, progress=show, announce=bar.console.print)
+    if is_first():
+        print(f"model: {trained.folder / 'model'}")
+
+
+@app.command()
+def prepare(
+    sources: Annotated[
+        list[str] | None,
+        typer.Argument(
+            help='"python", text, .jsonl[.gz|.zst], .parquet, a folder or tar of them, hub:NAME; any number.'
+        ),
+    ] = None,
+    out: Annotated[Path | None, typer.Option("--out", help="Folder for the shards; must be new.")] = None,
+    tokenizer: Annotated[
+        str | None, typer.Option(help="bpe (default), bytes, cl100k, a .tiktoken file, a folder or hub name.")
+    ] = None,
+    vocab_size: Annotated[int | None, typer.Option(help="Tokens of bpe; 32768 by default.")] = None,
+    field: Annotated[str | None, typer.Option(help='Field or column that holds the text; "text" by default.')] = None,
+    validation: Annotated[float | None, typer.Option(help="Share of documents held out; 0.01 by default.")] = None,
+    shard_mb: Annotated[float | None, typer.Option(help="MB of text in a shard; 32 by default.")] = None,
+    skip_invalid: Annotated[bool, typer.Option("--skip-invalid", help="Leave out rows without text.")] = False,
+    jobs: Annotated[int | None, typer.Option(help="Processes; one a core by default.")] = None,
+    resume: Resume = False,
+    verify: Annotated[Path | None, typer.Option("--verify", help="Check a prepared folder, and do no more.")] = None,
+):
+    """Tokenise text of any size to shards that training maps into memory; --resume goes on, and mends."""
+    from diff_transformer.data.prepare.command import run_prepare, run_verify
+
+    quiet()
+    if verify is not None:
+        run_verify(verify)
+        return
+    if out is None:
+        raise ValueError("no folder to write to; give --out FOLDER")
+    settings = {
+        "tokenizer": tokenizer,
+        "vocab_size": vocab_size,
+        "field": field,
+        "validation": validation,
+        "shard_bytes": None if shard_mb is None else round(shard_mb * 1e6),
+        "skip_invalid": skip_invalid or None,
+    }
+    with resumable():
+        run_prepare(sources or [], out, settings, jobs=jobs, resume=resume)
+
+
+@app.command()
+def study(
+    name: Annotated[str, typer.Argument(help="desk or stability.")],
+    out: Annotated[Path, typer.Option("--out", help="Folder of the study; what is finished there is not done again.")],
+    corpus: Annotated[str, typer.Option(help='Text: "python", a file, a folder, an archive.')] = "python",
+    minutes: Annotated[
+        float | None, typer.Option(help="Stop after so many minutes; the next call goes on from there.")
+    ] = None,
+    jobs: Annotated[int | None, typer.Option(help="Models trained at a time; one a core by default.")] = None,
+):
+    """Train and measure many small models with several seeds, in pieces as long as you like."""
+    from diff_transformer.recipes.studies import study as plan
+    from diff_transformer.study import run_study
+
+    quiet()
+    with resumable("stopped, state saved; the same command goes on"):
+        done = run_study(plan(name, corpus), out, minutes=minutes, jobs=jobs)
+    total = "a number that the sweep decides" if done.total is None else done.total
+    print(f"{done.finished} of {total} models finished: {out}")
+    if done.finished != done.total:
+        print("the same command again goes on")
