@@ -8,7 +8,7 @@ from torch import Tensor
 from diff_transformer.ops.blockwise.build import library
 
 FEW = 8  # rows of either map that share a key/value head: up to here each key is read once and nothing is packed
-SMALL = 2**18  # multiply-adds that one thread does sooner than two begin
+SMALL = 2**15  # multiply-adds that one thread does sooner than two begin
 
 
 # ``struct Problem`` of native.cpp: 12 matrices (pointer and three strides), lam, dlam, mask, 14 sizes, the scale, and
