@@ -9,7 +9,7 @@ from diff_transformer import DiffTransformerConfig
 from diff_transformer.model.head_scale import matched_head_norm_init
 from diff_transformer.recipes import recipe
 from diff_transformer.recipes.desk_study import MATCHED, SIDES, base, desk_study
-from diff_transformer.study.cell import gradient_record
+from diff_transformer.study.cell import by_source, gradient_record
 from diff_transformer.study.plan import Cell, Study, seeds
 from diff_transformer.study.run import run_study, sweep_losses
 from diff_transformer.train.config import override
@@ -78,6 +78,15 @@ def test_a_cell_that_fails_is_named_with_its_reason(texts, tmp_path):
     broken = study(texts, "data.tokenizer=nowhere/such")
     with pytest.raises(RuntimeError, match=r"sweep/lr0.001/diff-seed0 failed with exit code 1(.|\n)*nowhere/such"):
         run_study(broken, tmp_path / "study", jobs=1)
+
+
+def test_the_loss_of_a_source_is_a_mean_since_the_validation_before():
+    logged = [
+        {"step": 5, "loss_by_source": {"text": 4.0, "needles": 2.0}},
+        {"step": 10, "loss_by_source": {"text": 2.0}},
+        {"step": 15, "loss_by_source": {"text": 1.0}},
+    ]
+    assert by_source(logged, [0, 10, 15]) == {"text": [None, 3.0, 1.0], "needles": [None, 2.0, None]}
 
 
 def test_spikes_are_norms_far_above_those_before():

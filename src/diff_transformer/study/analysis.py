@@ -108,21 +108,31 @@ def spread(values: list[float]) -> tuple[float, float]:
     return fmean(values), stdev(values) if len(values) > 1 else 0.0
 
 
-def tokens_to_equal_loss(side: Record, baseline: Record) -> float | None:
+def tokens_to_equal_loss(side: Record, baseline: Record, source: str | None = None) -> float | None:
     """Tokens after which ``side`` has the baseline's final validation loss, as a share of the baseline's tokens.
 
     Between two validations the loss is taken to be linear. None where ``side`` never gets there: its share is above 1.
     Both runs end their learning-rate schedule at the same step, so the share is at most 1 (Figure 3b of the paper,
     which reads it off one run as well, has .637).
+
+    Args:
+        source: the loss of this source of the mixture, as "needles", instead of the validation loss.
     """
-    goal = baseline["validation"]["loss"][-1]
-    steps, losses = side["validation"]["step"], side["validation"]["loss"]
-    for i, loss in enumerate(losses):
+    theirs, ours = _curve(baseline, source), _curve(side, source)
+    if not theirs or not ours:
+        return None
+    end, goal = theirs[-1]
+    for i, (step, loss) in enumerate(ours):
         if loss <= goal:
             if i == 0:
                 return 0.0
-            before = losses[i - 1]
-            part = (before - goal) / (before - loss)
-            step = steps[i - 1] + part * (steps[i] - steps[i - 1])
-            return step * side["tokens_per_step"] / (baseline["validation"]["step"][-1] * baseline["tokens_per_step"])
+            before, high = ours[i - 1]
+            reached = before + (high - goal) / (high - loss) * (step - before)
+            return reached * side["tokens_per_step"] / (end * baseline["tokens_per_step"])
     return None
+
+
+def _curve(record: Record, source: str | None) -> list[tuple[int, float]]:
+    steps = record["validation"]["step"]
+    losses = record["validation"]["loss"] if source is None else record.get("sources", {}).get(source, [])
+    return [(step, loss) for step, loss in zip(steps, losses, strict=False) if loss is not None]

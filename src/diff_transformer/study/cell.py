@@ -56,12 +56,26 @@ def summary(folder: Path, config: RunConfig) -> dict:
         "steps": config.train.steps,
         "tokens_per_step": config.train.batch_size * config.data.length,
         "validation": {"step": [x["step"] for x in checked], "loss": [x["validation_loss"] for x in checked]},
+        "sources": by_source(logged, [line["step"] for line in checked]),
         "training": {name: [x[name] for x in logged[::stride]] for name in ("step", "loss", "grad_norm")},
         "gradients": gradient_record([line["grad_norm"] for line in logged]),
         "lambda": logged[-1].get("lambda"),
         "metrics": {result.eval: result.metrics for result in results},
         "provenance": provenance(),
     }
+
+
+def by_source(logged: list[dict], steps: list[int]) -> dict[str, list[float | None]]:
+    """The training loss of each source of the mixture up to each of ``steps``, a mean over the lines since the step
+    before; None where it was not in a batch. Training rows come once, so that it is a loss on rows not seen before."""
+    curves: dict[str, list[float | None]] = {}
+    for name in dict.fromkeys(name for line in logged for name in line.get("loss_by_source", {})):
+        curves[name] = []
+        for after, until in zip([-1, *steps], steps, strict=False):
+            values = [line["loss_by_source"].get(name) for line in logged if after < line["step"] <= until]
+            known = [value for value in values if value is not None]
+            curves[name].append(round(sum(known) / len(known), 5) if known else None)
+    return curves
 
 
 def gradient_record(norms: list[float]) -> dict[str, float]:
