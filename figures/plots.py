@@ -39,9 +39,12 @@ def save(figure, path: Path) -> None:
     plt.close(figure)
 
 
-def bands(axes, seeds: Iterable[dict], side: str, *, label: str | None = None) -> None:
-    """Mean of the validation loss over seeds, and from the lowest to the highest."""
-    curves = [(record["validation"]["step"], record["validation"]["loss"]) for record in seeds]
+def bands(axes, seeds: Iterable[dict], side: str, *, label: str | None = None, source: str = "") -> None:
+    """Mean of the validation loss, or of a source's training loss, over seeds, and from the lowest to the highest."""
+    curves = [
+        (record["validation"]["step"][1:], (record["sources"][source] if source else record["validation"]["loss"])[1:])
+        for record in seeds
+    ]
     steps = curves[0][0]
     columns = list(zip(*(losses for _, losses in curves), strict=True))
     color = COLORS.get(side, "#cc79a7")
@@ -55,9 +58,11 @@ def draw_desk(cells: dict, folder: Path) -> None:
 
     main = cells.get("novels", {})
     if main.keys() >= {"softmax", "diff"}:
-        figure, (left, right) = plt.subplots(1, 2, figsize=(8, 3.2))
+        figure, (left, middle, right) = plt.subplots(1, 3, figsize=(11, 3.2))
         for side in [name for name in NAMES if name in main]:
             bands(left, main[side].values(), side)
+            bands(middle, main[side].values(), side, source="needles")
+        middle.set(xlabel="step", ylabel="loss on needles' answers, nats a token", ylim=(0, None))
         top = max(record["validation"]["loss"][4] for record in main["softmax"].values())
         left.set(xlabel="step", ylabel="validation loss, nats a token", ylim=(None, top))
         left.legend()

@@ -67,7 +67,9 @@ MEASURES = [
     metric("quantization", "loss_4bit_change", "lower", "loss that 4-bit logits cost"),
     metric("many_shot", "random_mean", "higher", "many-shot accuracy (chance .06)"),
     metric("many_shot", "random_margin", "lower", "many-shot best less worst order"),
+    Measure("median gradient norm", lambda record: record["gradients"]["median"]),
     Measure("largest gradient norm after the first tenth", lambda record: record["gradients"]["largest"]),
+    Measure("gradient spikes", lambda record: record["gradients"]["spikes"]),
 ]
 DEPTHS = (0, 25, 50, 75, 100)
 
@@ -97,35 +99,33 @@ def with_baseline(cells: Cells, setting: str) -> Cells:
 
 def overview(cells: Cells) -> str:
     """One line a setting and side: final validation loss and what it takes to reach the Transformer's."""
-    lines = ["| setting | side | seeds | validation loss | less the Transformer's | verdict | tokens to its loss |"]
-    lines.append("|---|---|---|---|---|---|---|")
+    heads = ("setting", "side", "seeds", "validation loss", "less the Transformer's", "verdict")
+    heads += ("tokens to its loss", "tokens to its loss on needles")
+    lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
     for setting in [name for name in SETTINGS if name in cells]:
-        sides = with_baseline(cells, setting)[setting]
-        for side in [name for name in SIDES if name in sides]:
-            if setting == "ablation" and side == "softmax":
-                continue
+        compared = with_baseline(cells, setting)
+        sides = compared[setting]
+        for side in [name for name in SIDES if name in sides and (setting, name) != ("ablation", "softmax")]:
             losses = [final_loss().read(record) for record in sides[side].values()]
             mean, deviation = spread(losses)
-            cell = f"{mean:.3f} (sd {deviation:.3f})"
-            rows = (
-                paired_rows(with_baseline(cells, setting), setting, side, [final_loss()]) if side != "softmax" else []
-            )
+            more = ["", "", "", ""]
+            rows = paired_rows(compared, setting, side, [final_loss()]) if side != "softmax" else []
             if rows:
-                row = rows[0]
-                shares = [
-                    tokens_to_equal_loss(sides[side][s], sides["softmax"][s])
-                    for s in sides[side]
-                    if s in sides["softmax"]
-                ]
-                known = [share for share in shares if share is not None]
-                reached = f"{sum(known) / len(known):.2f}" if known else ""
-                tokens = f"{reached} ({len(known)} of {len(shares)} get there)" if known else "none gets there"
-                more = f"{interval(row)} | {row.verdict} | {tokens}"
-            else:
-                more = " | | "
-            lines.append(f"| {setting} | {SIDES[side]} | {len(losses)} | {cell} | {more} |")
+                more = [interval(rows[0]), rows[0].verdict, *(reached(sides, side, of) for of in (None, "needles"))]
+            line = (setting, SIDES[side], str(len(losses)), f"{mean:.3f} (sd {deviation:.3f})", *more)
+            lines.append(f"| {' | '.join(line)} |")
     named = "\n".join(f"- {name}: {said}" for name, said in SETTINGS.items() if name in cells)
     return "\n".join(lines) + "\n\n" + named
+
+
+def reached(sides: dict[str, dict[int, dict]], side: str, source: str | None) -> str:
+    """The mean share of the Transformer's tokens after which ``side`` has its final loss, and in how many runs."""
+    pairs = [(sides[side][seed], sides["softmax"][seed]) for seed in sides[side] if seed in sides["softmax"]]
+    shares = [tokens_to_equal_loss(ours, theirs, source) for ours, theirs in pairs]
+    known = [share for share in shares if share is not None]
+    if not known:
+        return "none gets there"
+    return f"{sum(known) / len(known):.2f} ({len(known)} of {len(shares)} get there)"
 
 
 def by_depth(cells: Cells) -> str:
