@@ -111,7 +111,8 @@ class DiffCore(Core):
 
         ``hidden_states [B, T, hidden_size]``: what a lambda of each token is computed from.
         """
-        if attn_mask is None and documents is None and q.shape[2] <= FEW and q.device.type == "cpu":
+        plain = attn_mask is None and documents is None and type(self) is DiffCore
+        if plain and q.shape[2] <= FEW and q.device.type == "cpu":
             head = decoding_head(self)
             if head is not None and layer.takes(q, k, v):
                 return layer.decode(q, k, v, head, is_causal, self.reach(is_causal))
