@@ -8,6 +8,7 @@ python figures/desk/run.py --check       # exit 1 if the README's tables differ 
 import json
 import re
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 from diff_transformer.study.analysis import (
@@ -71,6 +72,7 @@ MEASURES = [
     Measure("largest gradient norm after the first tenth", lambda record: record["gradients"]["largest"]),
     Measure("gradient spikes", lambda record: record["gradients"]["spikes"]),
 ]
+SHOWN = MEASURES[:7] + MEASURES[8:13]  # of these, what the first README shows
 DEPTHS = (0, 25, 50, 75, 100)
 
 
@@ -164,11 +166,40 @@ def sweep(cells: Cells) -> str:
     return "\n".join(lines)
 
 
-def filled(cells: Cells) -> str:
-    text = (HERE / "README.md").read_text()
-    return re.sub(
-        r"(?<=<!-- measured -->\n).*?(?=\n<!-- /measured -->)", lambda _: tables(cells), text, flags=re.DOTALL
+def at_a_glance(cells: Cells) -> str:
+    """What stands in the first README: the main setting's measures, with both head norms."""
+    sides = [side for side in ("diff", "diff_norm1") if side in cells.get("novels", {})]
+    if not sides:
+        return "The study has begun; so far its sweep of learning rates."
+    found = {side: {row.measure: row for row in paired_rows(cells, "novels", side, SHOWN)} for side in sides}
+    heads = ["", "Transformer"]
+    for side in sides:
+        heads += [SIDES[side], "less the Transformer's"]
+    lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
+    for name, row in found[sides[0]].items():
+        cells_of_row = [name, f"{row.baseline:.3f}"]
+        for side in sides:
+            of = found[side][name]
+            mark = {"held": "✓ ", "did not hold": "✗ "}.get(of.verdict, "")
+            cells_of_row += [f"{of.side:.3f}", f"{mark}{interval(of)}"]
+        lines.append(f"| {' | '.join(cells_of_row)} |")
+    seeds = " and ".join(str(count) for count in dict.fromkeys(row.seeds for row in found[sides[0]].values()))
+    return "\n".join(
+        [*lines, "", f"{seeds} pairs; {SETTINGS['novels']}; 95 % intervals; ✓ and ✗: as the paper says, or not."]
     )
+
+
+# File -> what stands between its markers, and how these are called.
+PAGES: dict[Path, tuple[str, Callable[[Cells], str]]] = {
+    HERE / "README.md": ("measured", tables),
+    HERE.parents[1] / "README.md": ("desk", at_a_glance),
+}
+
+
+def filled(page: Path, cells: Cells) -> str:
+    name, make = PAGES[page]
+    pattern = rf"(?<=<!-- {name} -->\n).*?(?=\n<!-- /{name} -->)"
+    return re.sub(pattern, lambda _: make(cells), page.read_text(), flags=re.DOTALL)
 
 
 def main(arguments: list[str]) -> int:
@@ -176,12 +207,14 @@ def main(arguments: list[str]) -> int:
         kept = {"cells": without_places(collect(Path(arguments[0])))}
         (HERE / "measured.json").write_text(json.dumps(kept, separators=(",", ":")) + "\n")
     cells = cells_of(HERE)
+    stale = [page for page in PAGES if page.read_text() != filled(page, cells)]
     if arguments == ["--check"]:
-        if (HERE / "README.md").read_text() != filled(cells):
-            print("figures/desk/README.md differs from its measured.json")
-            return 1
-        return 0
-    (HERE / "README.md").write_text(filled(cells))
+        print(
+            "\n".join(f"{page.relative_to(HERE.parents[1])} differs from figures/desk/measured.json" for page in stale)
+        )
+        return bool(stale)
+    for page in stale:
+        page.write_text(filled(page, cells))
     draw_desk(cells, HERE)
     return 0
 
