@@ -37,3 +37,65 @@ def test_what_was_measured_comes_from_the_record():
     """Each README's table is that of ``measured.json``: run ``python figures/fill.py`` after a new record."""
     done = subprocess.run([sys.executable, str(FIGURES / "fill.py"), "--check"], capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.fixture
+def figures(monkeypatch):
+    """The modules that stand in figures/, which is no package."""
+    monkeypatch.syspath_prepend(str(FIGURES))
+
+
+def cell(loss: float, **metrics) -> dict:
+    curve = {"step": [0, 100, 200], "loss": [5.0, loss + 1, loss]}
+    model = {"hidden_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4, "vocab_size": 100}
+    return {
+        "validation": curve, "sources": {"needles": [None, 1.0, loss / 4]}, "tokens_per_step": 10, "model": model,
+        "metrics": {"associative_recall": {"validation": loss, "ar_hit": loss + 1, "others": loss}, **metrics},
+    }  # fmt: skip
+
+
+def test_a_plot_of_every_kind_is_drawn(figures, tmp_path):
+    from folder_plots import draw_ablation, draw_folder, draw_scaling, draw_throughput, ticks_of
+    from paper import FOLDERS, TABLE_6, Panel
+
+    from diff_transformer.study.analysis import paired_rows
+
+    numbers = {"softmax": {"shots1": [0.1, 0.2], "shots16": [0.3, 0.2], "chance": [0.06]}, "diff": {"shots16": [0.4]}}
+    assert ticks_of(Panel("", r"shots(\d+)", ""), numbers) == {"1": "shots1", "16": "shots16"}
+    draw_folder(FOLDERS["figure6_many_shot"].panels, numbers, {}, tmp_path / "folder.svg")
+    expected = json.loads((FIGURES / "table2_needle" / "expected.json").read_text())
+    draw_folder(FOLDERS["table2_needle"].panels, {}, expected, tmp_path / "paper.svg")
+    main = {side: {seed: cell(3.0 + seed / 10) for seed in range(3)} for side in ("softmax", "diff")}
+    rows = paired_rows({"table6": main}, "table6", "diff", TABLE_6)
+    assert [row.difference.mean for row in rows] == [0, 0, 0]
+    expected = json.loads((FIGURES / "table6_ablation" / "expected.json").read_text())
+    draw_ablation({"diff": rows}, expected, tmp_path / "ablation.svg")
+    from scaling import scaling_runs
+
+    draw_scaling(scaling_runs({"novels": main}), main, tmp_path / "scaling.svg")
+    table_7 = tmp_path / "table7"
+    table_7.mkdir()
+    (table_7 / "expected.json").write_text((FIGURES / "table7_throughput" / "expected.json").read_text())
+    draw_throughput(FIGURES.parent / "benchmarks" / "results" / "throughput_cpu.json", table_7)
+    drawn = sorted(path.name for path in tmp_path.rglob("*.svg"))
+    assert drawn == ["ablation.svg", "folder.svg", "paper.svg", "plot.svg", "scaling.svg"]
+    assert all(path.stat().st_size > 3000 for path in tmp_path.rglob("*.svg"))
+
+
+def test_the_share_of_parameters_comes_from_sizes_that_differ(figures):
+    from scaling import matched
+
+    def sized(loss, width):
+        made = cell(loss)
+        return {**made, "model": {**made["model"], "hidden_size": width}}
+
+    cells = {
+        name: {side: {0: sized(loss - (side == "diff") / 5, width)} for side in ("softmax", "diff")}
+        for name, loss, width in (("narrow", 5.0, 32), ("novels", 4.0, 64), ("wide", 3.5, 128))
+    }
+    lines, said = matched(cells)
+    assert lines.count("\n") == 4
+    assert "3 sizes" in said
+    share = float(re.search(r"DIFF needs (\d\.\d+)", said)[1])
+    assert 0.5 < share < 1
+    assert matched({"novels": cells["novels"]}) == []
