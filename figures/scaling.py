@@ -1,9 +1,7 @@
 """The desk study's sizes as a table of runs, and the law of Figure 3 fitted to it."""
 
-from diff_transformer.evals.run_tables import Run
+from diff_transformer.evals.run_tables import Run, runs_of_cell
 from diff_transformer.evals.scaling import evaluate_scaling
-from diff_transformer.model.config import DiffTransformerConfig
-from diff_transformer.model.cost import count_parameters
 from diff_transformer.study.analysis import Cells
 
 SIZES = ("narrow", "novels", "wide")  # settings that differ in size alone
@@ -11,18 +9,14 @@ SIDES = {"softmax": "Transformer", "diff": "DIFF"}
 
 
 def scaling_runs(cells: Cells) -> list[Run]:
-    """A finished run for every seed of every size, and the way of the main setting's."""
-    runs = []
-    for setting in SIZES:
-        for side in SIDES:
-            for record in cells.get(setting, {}).get(side, {}).values():
-                size = sum(count_parameters(DiffTransformerConfig(**record["model"])).values())
-                steps, losses = record["validation"]["step"], record["validation"]["loss"]
-                points = [step * record["tokens_per_step"] for step in steps]
-                runs.append(Run(side, size, points[-1], losses[-1]))
-                if setting == "novels":
-                    runs += [Run(side, size, x, y, "curve") for x, y in zip(points, losses, strict=True) if x]
-    return runs
+    """The runs of every seed of every size."""
+    return [
+        run
+        for setting in SIZES
+        for side in SIDES
+        for record in cells.get(setting, {}).get(side, {}).values()
+        for run in runs_of_cell(record, side)
+    ]
 
 
 def matched(cells: Cells) -> list[str]:

@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+from diff_transformer import DiffTransformerConfig, DiffTransformerForCausalLM
 from diff_transformer.evals.run_tables import Run, read_runs
 from diff_transformer.evals.samples import Samples
 from diff_transformer.evals.scaling import QUICK, Settings, evaluate_scaling, run
@@ -159,6 +160,23 @@ def test_bad_tables_are_said_to_be_bad(tmp_path, name, content, message):
     (tmp_path / name).write_text(content)
     with pytest.raises(ValueError, match=message):
         read_runs([tmp_path / name])
+
+
+def test_a_folder_of_a_study_is_a_table(tmp_path):
+    """Its finished models, by side; the sweep of learning rates is of other lengths and stays out."""
+    model = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 256}
+    record = {"model": model, "tokens_per_step": 100, "validation": {"step": [0, 50, 100], "loss": [6.0, 4.0, 3.0]}}
+    for name in ("novels/softmax-seed0", "novels/diff_norm1-seed1", "sweep/lr0.001/diff-seed100"):
+        (tmp_path / name).mkdir(parents=True)
+        (tmp_path / name / "result.json").write_text(json.dumps(record))
+    runs = read_runs([tmp_path])
+    size = DiffTransformerForCausalLM(DiffTransformerConfig(**model)).num_parameters()
+    assert Run("softmax", size, 10_000, 3.0) in runs
+    assert Run("diff_norm1", size, 5_000, 4.0, "curve") in runs
+    assert len(runs) == 6
+    (tmp_path / "novels" / "softmax-seed0" / "result.json").write_text("{}")
+    with pytest.raises(ValueError, match="is not the record of a study's model"):
+        read_runs([tmp_path])
 
 
 def test_missing_tables(tmp_path):

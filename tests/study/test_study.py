@@ -9,6 +9,7 @@ from diff_transformer import DiffTransformerConfig
 from diff_transformer.model.head_scale import matched_head_norm_init
 from diff_transformer.recipes import recipe
 from diff_transformer.recipes.desk_study import MATCHED, SIDES, base, desk_study
+from diff_transformer.recipes.studies import study
 from diff_transformer.study.cell import by_source, gradient_record
 from diff_transformer.study.plan import Cell, Study, seeds
 from diff_transformer.study.run import run_study, sweep_losses
@@ -120,13 +121,22 @@ def test_the_desk_study_compares_like_with_like():
     assert Path(cells[0].key).parts == ("novels", "softmax-seed0")
 
 
+def test_the_ladder_has_four_sizes_with_equal_tokens():
+    cells = study("ladder").cells({})
+    sizes = {cell.config.model["hidden_size"] for cell in cells}
+    assert len(sizes) == 4
+    assert {cell.side for cell in cells} == {"softmax", "diff"}
+    assert len({cell.config.train.steps * cell.config.train.batch_size * cell.config.data.length for cell in cells}) == 1
+
+
 def test_the_matched_head_norm_is_what_the_untrained_pair_has():
     model = DiffTransformerConfig(**{**base("python").model, "attention": "diff"})
     assert matched_head_norm_init(model) == pytest.approx(MATCHED, abs=0.01)
 
 
 def test_a_run_that_diverges_is_a_result(texts, tmp_path, monkeypatch):
-    from diff_transformer.study.cell import run_cell
+    from diff_transformer.recipes.studies import study
+from diff_transformer.study.cell import run_cell
     from diff_transformer.train import loop
 
     config = tiny(texts, "diff", 1e-3, "train.log_every=1", "train.steps=8")

@@ -109,7 +109,7 @@ def prepare(
 
 @app.command()
 def study(
-    name: Annotated[str, typer.Argument(help="desk or stability.")],
+    name: Annotated[str, typer.Argument(help="desk, stability or ladder.")],
     out: Annotated[Path, typer.Option("--out", help="Folder of the study; what is finished there is not done again.")],
     corpus: Annotated[str, typer.Option(help='Text: "python", a file, a folder, an archive.')] = "python",
     minutes: Annotated[

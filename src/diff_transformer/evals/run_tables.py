@@ -33,7 +33,8 @@ def read_runs(paths: Iterable[Path | str]) -> list[Run]:
     """The runs of several tables.
 
     A ``.csv`` has a header with at least ``model, parameters, tokens, loss``; a ``.json`` a list of objects with these
-    keys, or the results of a comparison; a folder counts as all ``results.json`` below it. Counts may be written 6.8B.
+    keys, or the results of a comparison. A folder counts as all comparisons below it, and as the finished models of
+    studies, their sweeps of learning rates left out. Counts may be written 6.8B.
 
     Raises:
         FileNotFoundError: for a path that is not there.
@@ -43,11 +44,14 @@ def read_runs(paths: Iterable[Path | str]) -> list[Run]:
     for path in map(Path, paths):
         if path.is_dir():
             found = sorted(path.rglob("results.json"))
-            if not found:
+            cells = [file for file in sorted(path.rglob("result.json")) if "sweep" not in file.relative_to(path).parts]
+            if not found and not cells:
                 raise ValueError(
-                    f"{path} holds no results.json; give a folder of comparisons, or a table (.csv, .json)"
+                    f"{path} holds no results.json of a comparison and no result.json of a study; give a folder of "
+                    "them, or a table (.csv, .json)"
                 )
             runs += [run for file in found for run in _from_json(file)]
+            runs += [run for file in cells for run in _from_study(file)]
         elif not path.exists():
             raise FileNotFoundError(f"no table of runs at {path}; give a .csv, a .json or a folder of comparisons")
         else:
@@ -109,6 +113,27 @@ def _from_comparison(results: dict, path: Path) -> list[Run]:
             f"{path} is not the results of a comparison: {error!r} is missing or of another kind"
         ) from None
     return runs
+
+
+def _from_study(path: Path) -> list[Run]:
+    """The model of a study in ``SIDE-seedK/result.json``, by the name of its side."""
+    side, _, _ = path.parent.name.rpartition("-seed")
+    try:
+        return runs_of_cell(json.loads(path.read_text(encoding="utf-8")), canonical(side))
+    except (json.JSONDecodeError, KeyError, TypeError) as error:
+        raise ValueError(f"{path} is not the record of a study's model: {error!r}") from None
+
+
+def runs_of_cell(record: dict, model: str) -> list[Run]:
+    """The finished run and the points on its way that the record of a study's model has, warm-up's not left out."""
+    from diff_transformer.model.config import DiffTransformerConfig
+    from diff_transformer.model.cost import count_parameters
+
+    size = sum(count_parameters(DiffTransformerConfig(**record["model"])).values())
+    steps, losses = record["validation"]["step"], record["validation"]["loss"]
+    points = [(step * record["tokens_per_step"], loss) for step, loss in zip(steps, losses, strict=True) if step]
+    final = Run(model, size, *points[-1])
+    return [final, *(Run(model, size, *point, "curve") for point in points)]
 
 
 def _require(names, where: str) -> None:

@@ -12,6 +12,7 @@ RECIPES: dict[str, Callable[[], RunConfig]] = {
     "desk": desk.desk,
     "novels": desk.novels,
     "one_gpu": one_gpu.one_gpu,
+    "one_gpu_16k": one_gpu.one_gpu_16k,
     "uptrain": uptrain.uptrain,
     **paper.recipes(),
 }

@@ -4,10 +4,15 @@ import difflib
 from collections.abc import Callable
 
 from diff_transformer.recipes.desk_study import desk_study
+from diff_transformer.recipes.ladder import ladder_study
 from diff_transformer.recipes.stability import stability_study
 from diff_transformer.study.plan import Study
 
-STUDIES: dict[str, Callable[[str], Study]] = {"desk": desk_study, "stability": stability_study}
+STUDIES: dict[str, Callable[[str], Study]] = {
+    "desk": desk_study,
+    "ladder": ladder_study,
+    "stability": stability_study,
+}
 
 
 def study(name: str, corpus: str = "python") -> Study:
