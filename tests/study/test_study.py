@@ -126,7 +126,8 @@ def test_the_ladder_has_four_sizes_with_equal_tokens():
     sizes = {cell.config.model["hidden_size"] for cell in cells}
     assert len(sizes) == 4
     assert {cell.side for cell in cells} == {"softmax", "diff"}
-    assert len({cell.config.train.steps * cell.config.train.batch_size * cell.config.data.length for cell in cells}) == 1
+    configs = [cell.config for cell in cells]
+    assert len({config.train.steps * config.train.batch_size * config.data.length for config in configs}) == 1
 
 
 def test_the_matched_head_norm_is_what_the_untrained_pair_has():
@@ -135,8 +136,7 @@ def test_the_matched_head_norm_is_what_the_untrained_pair_has():
 
 
 def test_a_run_that_diverges_is_a_result(texts, tmp_path, monkeypatch):
-    from diff_transformer.recipes.studies import study
-from diff_transformer.study.cell import run_cell
+    from diff_transformer.study.cell import run_cell
     from diff_transformer.train import loop
 
     config = tiny(texts, "diff", 1e-3, "train.log_every=1", "train.steps=8")
