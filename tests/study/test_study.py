@@ -9,7 +9,7 @@ from diff_transformer import DiffTransformerConfig
 from diff_transformer.model.head_scale import matched_head_norm_init
 from diff_transformer.recipes import recipe
 from diff_transformer.recipes.desk_study import MATCHED, SIDES, base, desk_study
-from diff_transformer.recipes.studies import study
+from diff_transformer.recipes.ladder import ladder_study
 from diff_transformer.study.cell import by_source, gradient_record
 from diff_transformer.study.plan import Cell, Study, seeds
 from diff_transformer.study.run import run_study, sweep_losses
@@ -122,7 +122,7 @@ def test_the_desk_study_compares_like_with_like():
 
 
 def test_the_ladder_has_four_sizes_with_equal_tokens():
-    cells = study("ladder").cells({})
+    cells = ladder_study("python").cells({})
     sizes = {cell.config.model["hidden_size"] for cell in cells}
     assert len(sizes) == 4
     assert {cell.side for cell in cells} == {"softmax", "diff"}
