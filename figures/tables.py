@@ -5,7 +5,7 @@ from diff_transformer.study.analysis import Row
 
 def table(title: str, rows: list[Row]) -> str:
     lines = [
-        f"**{title}** ({rows[0].seeds} seeds)",
+        f"**{title}** ({rows[0].seeds} pair{'s' * (rows[0].seeds > 1)})",
         "",
         "| | Transformer | DIFF | difference | claim |",
         "|---|---|---|---|---|",
