@@ -88,11 +88,11 @@ def desk_study(corpus: str) -> Study:
         return [
             *compared("novels", plain, MANY, PAPER),
             *compared("novels", plain, FEW, ("diff_v2",)),
+            *compared("ablation", plain, FEW, tuple(ABLATIONS)),
             *compared("narrow", _resized(plain, hidden_size=64, num_hidden_layers=2), FEW, PAPER),
             *compared("maps4", _resized(plain, num_attention_heads=4), FEW),
             *compared("maps16", _resized(plain, num_attention_heads=16), FEW),
             *compared("python", python, FEW, PAPER),
-            *compared("ablation", plain, FEW, tuple(ABLATIONS)),
             *compared("wide", _resized(plain, hidden_size=256, num_hidden_layers=4), FEW, PAPER),
             *compared("long", _longer(plain, 3), FEW, PAPER),
         ]
