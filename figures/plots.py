@@ -15,10 +15,17 @@ matplotlib.use("svg")
 import matplotlib.pyplot as plt
 
 FIGURES = Path(__file__).resolve().parent
-COLORS = {"softmax": "#d55e00", "diff": "#0072b2", "diff_norm1": "#56b4e9", "diff_v2": "#009e73"}
+COLORS = {
+    "softmax": "#d55e00",
+    "diff": "#0072b2",
+    "diff_same_rate": "#332288",
+    "diff_norm1": "#56b4e9",
+    "diff_v2": "#009e73",
+}
 NAMES = {
     "softmax": "Transformer",
     "diff": "DIFF, head norm from .1",
+    "diff_same_rate": "the same at the Transformer's rate",
     "diff_norm1": "DIFF, head norm from 1",
     "diff_v2": "DIFF V2",
 }
@@ -71,8 +78,8 @@ def draw_desk(cells: dict, folder: Path) -> None:
         for i, side in enumerate(shown):
             for j, task in enumerate(tasks):
                 scores = [record["metrics"]["needle"][task] for record in main[side].values()]
-                place = j + (i - len(shown) / 2 + 0.5) * 0.22
-                right.bar(place, sum(scores) / len(scores), 0.2, color=COLORS[side], alpha=0.5)
+                place = j + (i - len(shown) / 2 + 0.5) * 0.17
+                right.bar(place, sum(scores) / len(scores), 0.15, color=COLORS[side], alpha=0.5)
                 right.plot([place] * len(scores), scores, ".", color=COLORS[side], ms=4)
         right.set(ylabel="needles found", ylim=(0, 1.02))
         right.set_xticks(range(len(tasks)), ["1 of 1", "1 of 2", "1 of 4", "2 of 4"])

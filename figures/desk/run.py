@@ -41,6 +41,7 @@ SETTINGS = {
 SIDES = {
     "softmax": "Transformer",
     "diff": "DIFF, head norm starts at .1",
+    "diff_same_rate": "DIFF, head norm starts at .1, the Transformer's learning rate",
     "diff_norm1": "DIFF as published, head norm starts at 1",
     "diff_matched": "DIFF, head norm starts at the Transformer's scale in each layer (.19, .59, .9)",
     "diff_norm0.3": "DIFF, head norm starts at .3",
@@ -140,7 +141,7 @@ def by_depth(cells: Cells) -> str:
     ]
     lines.append("|---" * (len(DEPTHS) + 2) + "|")
     for n, r in ((1, 1), (2, 1), (4, 1), (4, 2)):
-        for side in [name for name in ("softmax", "diff", "diff_norm1") if name in sides]:
+        for side in [name for name in ("softmax", "diff", "diff_same_rate", "diff_norm1") if name in sides]:
             scores = [
                 [record["metrics"]["needle"][f"n{n}_r{r}_depth{depth}"] for record in sides[side].values()]
                 for depth in DEPTHS
@@ -168,7 +169,7 @@ def sweep(cells: Cells) -> str:
 
 def at_a_glance(cells: Cells) -> str:
     """What stands in the first README: the main setting's measures, with both head norms."""
-    sides = [side for side in ("diff", "diff_norm1") if side in cells.get("novels", {})]
+    sides = [side for side in ("diff", "diff_same_rate", "diff_norm1") if side in cells.get("novels", {})]
     if not sides:
         return "The study has begun; so far its sweep of learning rates."
     found = {side: {row.measure: row for row in paired_rows(cells, "novels", side, SHOWN)} for side in sides}

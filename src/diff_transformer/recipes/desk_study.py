@@ -22,6 +22,8 @@ SIDES: dict[str, dict[str, Any]] = {
     "diff_v2": {"attention": "diff_v2"},
 }
 PAPER = ("softmax", "diff", "diff_norm1")
+# DIFF at the Transformer's learning rate. A rate that is chosen by the loss on prose is not the best for retrieval.
+SAME_RATE: dict[str, dict[str, Any]] = {"diff_same_rate": SIDES["diff"]}
 # Each head starts at the size of the Transformer's in that layer: ``matched_head_norm_init`` of ``base``, rounded.
 MATCHED = [0.19, 0.59, 0.9]
 ABLATIONS: dict[str, dict[str, Any]] = {
@@ -87,6 +89,7 @@ def desk_study(corpus: str) -> Study:
         python = base("python")
         return [
             *compared("novels", plain, MANY, PAPER),
+            *compared("novels", plain, MANY, tuple(SAME_RATE)),
             *compared("novels", plain, FEW, ("diff_v2",)),
             *compared("ablation", plain, FEW, tuple(ABLATIONS)),
             *compared("narrow", _resized(plain, hidden_size=64, num_hidden_layers=2), FEW, PAPER),
@@ -102,9 +105,12 @@ def desk_study(corpus: str) -> Study:
 
 def _side(config: RunConfig, side: str, rates: Choices) -> RunConfig:
     config = copy.deepcopy(config)
-    fields = SIDES.get(side) or ABLATIONS[side]
+    fields = (SIDES | ABLATIONS | SAME_RATE)[side]
     config.model |= fields
-    config.optim.lr = rates[side if side in SIDES else fields["attention"]]
+    if side in SAME_RATE:
+        config.optim.lr = rates["softmax"]
+    else:
+        config.optim.lr = rates[side if side in SIDES else fields["attention"]]
     return config
 
 
