@@ -69,7 +69,7 @@ def draw_desk(cells: dict, folder: Path) -> None:
         for side in [name for name in NAMES if name in main]:
             bands(left, main[side].values(), side)
             bands(middle, main[side].values(), side, source="needles")
-        middle.set(xlabel="step", ylabel="loss on needles' answers, nats a token", ylim=(0, None))
+        middle.set(xlabel="step", ylabel="loss on needles' answers, nats a token", ylim=(0, 2.5))
         top = max(record["validation"]["loss"][4] for record in main["softmax"].values())
         left.set(xlabel="step", ylabel="validation loss, nats a token", ylim=(None, top))
         left.legend()
@@ -100,6 +100,7 @@ def draw_desk(cells: dict, folder: Path) -> None:
             axes.plot([mean if low is None else low, mean if high is None else high], [i, i], color=color, lw=2)
             axes.plot(mean, i, "o", color=color)
         axes.axvline(0, color="#999", lw=0.8)
+        axes.set_ylim(-0.6, len(rows) - 0.4)
         axes.set_yticks(
             range(len(rows)), [f"{setting}: {NAMES.get(side, side)}" for setting, side, _ in reversed(rows)]
         )
