@@ -83,7 +83,9 @@ def draw_scaling(runs: Sequence[Run], main: dict[str, dict], path: Path) -> None
         left.plot(sizes, means, "-", color=COLORS[side], label="DIFF" if side == "diff" else NAMES[side])
         if side in main:
             bands(right, main[side].values(), side, label="DIFF" if side == "diff" else NAMES[side])
+    counts = [run.parameters for run in runs]
     left.set(xscale="log", xlabel="parameters", ylabel="validation loss, nats a token")
+    left.set_xlim(min(counts) / 1.6, max(counts) * 1.6)
     right.set(xlabel="step (equal tokens a step)", ylim=(None, right.get_ylim()[0] + 2))
     left.legend(fontsize=7)
     save(figure, path)
