@@ -192,8 +192,8 @@ def at_a_glance(cells: Cells) -> str:
     seeds = " and ".join(str(count) for count in dict.fromkeys(row.seeds for row in found[sides[0]].values()))
     counted = f"{seeds} pair{'s' * (seeds != '1')}"
     about = (
-        f"{counted}; {SETTINGS['novels']}; 95 % intervals; ✓ and ✗: as the paper says, or not. DIFF's head norm starts at "
-        ".1, as published at 1; each model's own rate is chosen by its loss on prose after 600 steps."
+        f"{counted}; {SETTINGS['novels']}; 95 % intervals; ✓ and ✗: as the paper says, or not. DIFF's head norm starts "
+        "at .1, as published at 1; each model's own rate is chosen by its loss on prose after 600 steps."
     )
     return "\n".join([*lines, "", about])
 
