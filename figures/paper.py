@@ -205,7 +205,7 @@ FOLDERS: dict[str, Folder] = {
 ABLATED = {
     "softmax_wide": ("Transformer, half the heads, twice as wide", "transformer_wide"),
     "softmax_wide_norm": ("the same with a head norm", "transformer_wide_norm"),
-    "diff": ("DIFF", "diff"),
+    "diff_same_rate": ("DIFF", "diff"),
     "diff_no_norm": ("DIFF without head norm", "diff_no_norm"),
     "diff_lambda_0.8": ("DIFF, lambda_init .8", "diff_lambda_0.8"),
     "diff_lambda_0.5": ("DIFF, lambda_init .5", "diff_lambda_0.5"),

@@ -69,7 +69,7 @@ def test_a_plot_of_every_kind_is_drawn(figures, tmp_path):
     rows = paired_rows({"table6": main}, "table6", "diff", TABLE_6)
     assert [row.difference.mean for row in rows] == [0, 0, 0]
     expected = json.loads((FIGURES / "table6_ablation" / "expected.json").read_text())
-    draw_ablation({"diff": rows}, expected, tmp_path / "ablation.svg")
+    draw_ablation({"diff_same_rate": rows}, expected, tmp_path / "ablation.svg")
     from scaling import scaling_runs
 
     draw_scaling(scaling_runs({"novels": main}), main, tmp_path / "scaling.svg")

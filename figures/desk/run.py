@@ -36,7 +36,7 @@ SETTINGS = {
     "maps16": "16 maps of 8 at width 128",
     "python": "the default corpus instead of novels",
     "long": "three times the steps",
-    "ablation": "Table 6's changes to DIFF, against the same seeds' Transformer",
+    "ablation": "Table 6's changes to DIFF and head norms from other values, against the same seeds' Transformer",
 }
 SIDES = {
     "softmax": "Transformer",
