@@ -1,6 +1,7 @@
 """Put what was measured into the folders of the paper's tables and figures: tables, a plot and what they say in short.
 
 python figures/fill.py runs/evals "the demo's checkpoints, --quick"  # record experiments, then fill
+python figures/fill.py runs/evals "the demo's checkpoints" table8_five_shot  # of these, what belongs to one folder
 python figures/fill.py  # fill again from the records, and draw
 python figures/fill.py --check  # exit 1 if a README differs or a plot is missing
 """
@@ -26,9 +27,11 @@ MAIN = "novels"  # the desk study's setting with the most seeds
 THROUGHPUT = FIGURES.parent / "benchmarks" / "results" / "throughput_cpu.json"
 
 
-def record(folder: Path, on: str) -> None:
-    """Keep, for each folder, the metrics and the provenance of every model; no examples."""
+def record(folder: Path, on: str, names: list[str]) -> None:
+    """Keep, for each of the folders ``names``, the metrics and the provenance of every model; no examples."""
     for name, of in FOLDERS.items():
+        if name not in names:
+            continue
         results = [json.loads(path.read_text()) for path in sorted((folder / of.experiment).glob("*.json"))]
         if results and any(shown(of, result["metrics"]) for result in results):
             kept = [{key: result[key] for key in ("eval", "model", "metrics", "provenance")} for result in results]
@@ -53,6 +56,8 @@ def of_checkpoints(name: str) -> str:
         cells = (f"{metrics[key]:.4g}" if key in metrics else "" for metrics in columns.values())
         lines.append(f"| `{key}` | {' | '.join(cells)} |")
     source = kept["results"][0]["provenance"]
+    if source.get("lengths"):
+        source = {**source, "length": " ".join(map(str, source["lengths"]))}
     about = ", ".join(f"{key} {source[key]}" for key in ABOUT if source.get(key) is not None)
     return "\n".join([f"On {kept['on']}; one seed:", "", *lines, "", f"{about[0].upper()}{about[1:]}."])
 
@@ -148,7 +153,7 @@ def filled(name: str, cells: Cells) -> str:
 
 def main(arguments: list[str]) -> int:
     if arguments and arguments[0] != "--check":
-        record(Path(arguments[0]), arguments[1])
+        record(Path(arguments[0]), arguments[1], arguments[2:] or list(FOLDERS))
     cells = cells_of(FIGURES / "desk")
     stale = [name for name in FOLDERS if (FIGURES / name / "README.md").read_text() != filled(name, cells)]
     drawn = [name for name in FOLDERS if drawable(name, cells)]
