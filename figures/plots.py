@@ -25,7 +25,7 @@ COLORS = {
 NAMES = {
     "softmax": "Transformer",
     "diff": "DIFF, head norm from .1",
-    "diff_same_rate": "the same at the Transformer's rate",
+    "diff_same_rate": "DIFF, from .1, the Transformer's rate",
     "diff_norm1": "DIFF, head norm from 1",
     "diff_v2": "DIFF V2",
 }
@@ -65,14 +65,14 @@ def draw_desk(cells: dict, folder: Path) -> None:
 
     main = cells.get("novels", {})
     if main.keys() >= {"softmax", "diff"}:
-        figure, (left, middle, right) = plt.subplots(1, 3, figsize=(11, 3.2))
+        figure, (left, middle, right) = plt.subplots(1, 3, figsize=(11, 3.4), layout="constrained")
         for side in [name for name in NAMES if name in main]:
             bands(left, main[side].values(), side)
             bands(middle, main[side].values(), side, source="needles")
         middle.set(xlabel="step", ylabel="loss on needles' answers, nats a token", ylim=(0, 2.5))
         top = max(record["validation"]["loss"][4] for record in main["softmax"].values())
         left.set(xlabel="step", ylabel="validation loss, nats a token", ylim=(None, top))
-        left.legend()
+        figure.legend(*left.get_legend_handles_labels(), loc="outside upper center", ncol=5, fontsize=8)
         tasks = ["n1_r1", "n2_r1", "n4_r1", "n4_r2"]
         shown = [name for name in NAMES if name in main]
         for i, side in enumerate(shown):
@@ -93,7 +93,7 @@ def draw_desk(cells: dict, folder: Path) -> None:
             for row in paired_rows(compared, setting, side, [final_loss()]) if side != "softmax" else []:
                 rows.append((setting, side, row))
     if rows:
-        figure, axes = plt.subplots(figsize=(7, 0.9 + 0.26 * len(rows)))
+        figure, axes = plt.subplots(figsize=(7, 0.9 + 0.26 * len(rows)), layout="constrained")
         for i, (_, side, row) in enumerate(reversed(rows)):
             mean, low, high, _ = row.difference
             color = COLORS.get(side, "#cc79a7")
@@ -104,7 +104,7 @@ def draw_desk(cells: dict, folder: Path) -> None:
         axes.set_yticks(
             range(len(rows)), [f"{setting}: {NAMES.get(side, side)}" for setting, side, _ in reversed(rows)]
         )
-        axes.set_xlabel("validation loss less the Transformer's, nats a token (95 % over seeds)")
+        axes.set_xlabel("validation loss less the Transformer's, nats a token (95 %)")
         save(figure, folder / "differences.svg")
 
 
