@@ -72,7 +72,7 @@ def desk_study(corpus: str) -> Study:
     """See the module. ``corpus``: a folder or archive of novels (train/ and val/ inside), or any text.
 
     Command: ``diff-transformer study desk --set data.corpus=FOLDER --out runs/desk --minutes 60``, again until it says
-    that all is finished. Hardware: two CPU cores. Time: about six hours in all.
+    that all is finished. Hardware: two CPU cores. Time: about eight hours in all.
     """
     plain = base(corpus)
     sweep = [
