@@ -389,10 +389,12 @@ def test_saved_text_is_neither_a_formula_nor_another_cell(visit, results):
 
 
 def test_data_of_the_chosen_token_is_a_table(visit, results):
+    from playwright.sync_api import expect
+
     page = visit(results)
     page.get_by_text("Data: the weight of every token").click()
     table = page.get_by_role("region", name="Attention of the chosen token")
-    assert table.locator("tbody tr").count() == 112
+    expect(table.locator("tbody tr")).to_have_count(112)  # it is filled when the opening is told, a moment later
     page.locator(".ex-tokens").first.focus()
     page.keyboard.press("Home")
-    assert table.locator("tbody tr").count() == 1
+    expect(table.locator("tbody tr")).to_have_count(1)
