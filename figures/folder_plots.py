@@ -71,8 +71,8 @@ def ticks_of(panel: Panel, numbers: Numbers) -> dict[str, str]:
     return {label: key for label, key in panel.ticks.items() if key in known}
 
 
-def draw_scaling(runs: Sequence[Run], main: dict[str, dict], path: Path) -> None:
-    """Left: the final loss of every run by size. Right: the loss along training, by tokens."""
+def draw_scaling(runs: Sequence[Run], seeds: dict[str, list[dict]], path: Path) -> None:
+    """Left: the final loss of every run by size. Right: the loss along training of the ``seeds`` of each side."""
     figure, (left, right) = plt.subplots(1, 2, figsize=(7.2, 2.9))
     for side in ("softmax", "diff"):
         found = [run for run in runs if run.model == side and run.part == "final"]
@@ -81,8 +81,8 @@ def draw_scaling(runs: Sequence[Run], main: dict[str, dict], path: Path) -> None
         left.plot([run.parameters for run in found], [run.loss for run in found], ".", color=COLORS[side], ms=4)
         means = [sum(of) / len(of) for of in losses]
         left.plot(sizes, means, "-", color=COLORS[side], label="DIFF" if side == "diff" else NAMES[side])
-        if side in main:
-            bands(right, main[side].values(), side, label="DIFF" if side == "diff" else NAMES[side])
+        if seeds[side]:
+            bands(right, seeds[side], side, label="DIFF" if side == "diff" else NAMES[side])
     counts = [run.parameters for run in runs]
     left.set(xscale="log", xlabel="parameters", ylabel="validation loss, nats a token")
     left.set_xlim(min(counts) / 1.6, max(counts) * 1.6)

@@ -5,18 +5,22 @@ from diff_transformer.evals.scaling import evaluate_scaling
 from diff_transformer.study.analysis import Cells
 
 SIZES = ("narrow", "novels", "wide")  # settings that differ in size alone
-SIDES = {"softmax": "Transformer", "diff": "DIFF"}
+SIDES = ("softmax", "diff")
+SAME_RATE = {("novels", "diff"): "diff_same_rate"}  # elsewhere all models have the Transformer's learning rate
 
 
 def scaling_runs(cells: Cells) -> list[Run]:
-    """The runs of every seed of every size."""
-    return [
-        run
-        for setting in SIZES
-        for side in SIDES
-        for record in cells.get(setting, {}).get(side, {}).values()
-        for run in runs_of_cell(record, side)
-    ]
+    """The runs of every seed of every size, at one learning rate for both models."""
+    return [run for setting in SIZES for side in SIDES for run in _of(cells, setting, side)]
+
+
+def records(cells: Cells, setting: str, side: str) -> list[dict]:
+    """What the seeds of ``side`` left, at the learning rate of both models."""
+    return list(cells.get(setting, {}).get(SAME_RATE.get((setting, side), side), {}).values())
+
+
+def _of(cells: Cells, setting: str, side: str) -> list[Run]:
+    return [run for record in records(cells, setting, side) for run in runs_of_cell(record, side)]
 
 
 def matched(cells: Cells) -> list[str]:
@@ -27,17 +31,10 @@ def matched(cells: Cells) -> list[str]:
         return []
     lines = ["| parameters | Transformer | DIFF |", "|---|---|---|"]
     for setting in SIZES:
-        losses = [
-            [
-                run
-                for run in scaling_runs({setting: cells.get(setting, {})})
-                if run.model == side and run.part == "final"
-            ]
-            for side in SIDES
-        ]
-        if all(losses):
-            means = (f"{sum(run.loss for run in of) / len(of):.3f}" for of in losses)
-            lines.append(f"| {losses[0][0].parameters / 1e6:.2f}M | {' | '.join(means)} |")
+        both = [[run for run in _of(cells, setting, side) if run.part == "final"] for side in SIDES]
+        if all(both):
+            means = (f"{sum(run.loss for run in found) / len(found):.3f}" for found in both)
+            lines.append(f"| {both[0][0].parameters / 1e6:.2f}M | {' | '.join(means)} |")
     form = "offset" if len(sizes) > 2 else "plain"
     found = evaluate_scaling(runs, form=form, draws=200).metrics
     law = "a x^-b + c" if form == "offset" else "a x^-b (two sizes leave no room for c)"

@@ -65,14 +65,16 @@ def test_a_plot_of_every_kind_is_drawn(figures, tmp_path):
     draw_folder(FOLDERS["figure6_many_shot"].panels, numbers, {}, tmp_path / "folder.svg")
     expected = json.loads((FIGURES / "table2_needle" / "expected.json").read_text())
     draw_folder(FOLDERS["table2_needle"].panels, {}, expected, tmp_path / "paper.svg")
-    main = {side: {seed: cell(3.0 + seed / 10) for seed in range(3)} for side in ("softmax", "diff")}
-    rows = paired_rows({"table6": main}, "table6", "diff", TABLE_6)
+    main = {side: {seed: cell(3.0 + seed / 10) for seed in range(3)} for side in ("softmax", "diff_same_rate")}
+    rows = paired_rows({"table6": main}, "table6", "diff_same_rate", TABLE_6)
     assert [row.difference.mean for row in rows] == [0, 0, 0]
     expected = json.loads((FIGURES / "table6_ablation" / "expected.json").read_text())
     draw_ablation({"diff_same_rate": rows}, expected, tmp_path / "ablation.svg")
-    from scaling import scaling_runs
+    from scaling import SIDES, records, scaling_runs
 
-    draw_scaling(scaling_runs({"novels": main}), main, tmp_path / "scaling.svg")
+    seeds = {side: records({"novels": main}, "novels", side) for side in SIDES}
+    assert [len(of) for of in seeds.values()] == [3, 3]
+    draw_scaling(scaling_runs({"novels": main}), seeds, tmp_path / "scaling.svg")
     table_7 = tmp_path / "table7"
     table_7.mkdir()
     (table_7 / "expected.json").write_text((FIGURES / "table7_throughput" / "expected.json").read_text())
@@ -90,8 +92,12 @@ def test_the_share_of_parameters_comes_from_sizes_that_differ(figures):
         return {**made, "model": {**made["model"], "hidden_size": width}}
 
     cells = {
-        name: {side: {0: sized(loss - (side == "diff") / 5, width)} for side in ("softmax", "diff")}
-        for name, loss, width in (("narrow", 5.0, 32), ("novels", 4.0, 64), ("wide", 3.5, 128))
+        name: {"softmax": {0: sized(loss, width)}, side: {0: sized(loss - 0.2, width)}}
+        for name, side, loss, width in (
+            ("narrow", "diff", 5.0, 32),
+            ("novels", "diff_same_rate", 4.0, 64),
+            ("wide", "diff", 3.5, 128),
+        )
     }
     lines, said = matched(cells)
     assert lines.count("\n") == 4

@@ -1,8 +1,9 @@
 """Record the desk study, and make its tables and plots from the record.
 
-python figures/desk/run.py runs/desk     # record what is finished there, then the rest
-python figures/desk/run.py               # tables and plots again from measured.json
-python figures/desk/run.py --check       # exit 1 if the README's tables differ from measured.json
+python figures/desk/run.py runs/desk             # record what is finished there, then the rest
+python figures/desk/run.py                       # tables and plots again from measured.json
+python figures/desk/run.py --check               # exit 1 if the README's tables differ from measured.json
+python figures/desk/run.py --restore runs/desk   # the recorded cells as a folder that the study goes on with
 """
 
 import json
@@ -30,13 +31,13 @@ from tables import interval, table  # noqa: E402
 
 SETTINGS = {
     "novels": "novels and needles, 3 layers of width 128, 8 maps of 16, 1500 steps",
-    "wide": "4 layers of width 256, 8 maps of 32",
-    "narrow": "2 layers of width 64, 8 maps of 8",
-    "maps4": "4 maps of 32 at width 128",
-    "maps16": "16 maps of 8 at width 128",
-    "python": "the default corpus instead of novels",
-    "long": "three times the steps",
-    "ablation": "Table 6's changes to DIFF and head norms from other values, against the same seeds' Transformer",
+    "wide": "4 layers of width 256, 8 maps of 32, one learning rate",
+    "narrow": "2 layers of width 64, 8 maps of 8, one learning rate",
+    "maps4": "4 maps of 32 at width 128, one learning rate",
+    "maps16": "16 maps of 8 at width 128, one learning rate",
+    "python": "the default corpus instead of novels, one learning rate",
+    "long": "three times the steps, one learning rate",
+    "ablation": "changed models beside the same seeds' Transformer of novels, one learning rate but where said",
 }
 SIDES = {
     "softmax": "Transformer",
@@ -51,6 +52,7 @@ SIDES = {
     "diff_lambda_0.8": "DIFF, lambda_init .8",
     "diff_lambda_0.5": "DIFF, lambda_init .5",
     "diff_v2": "DIFF V2",
+    "softmax_diff_rate": "Transformer at DIFF's learning rate",
 }
 MEASURES = [
     final_loss(),
@@ -211,7 +213,22 @@ def filled(page: Path, cells: Cells) -> str:
     return re.sub(pattern, lambda _: make(cells), page.read_text(), flags=re.DOTALL)
 
 
+def restore(cells: Cells, out: Path) -> None:
+    """Write each recorded cell as the study leaves it (``study.run``), so that only what is missing is trained. A cell
+    that is there already stays as it is."""
+    for setting, sides in cells.items():
+        for side, records in sides.items():
+            for seed, record in records.items():
+                kept = out / setting / f"{side}-seed{seed}" / "result.json"
+                if not kept.exists():
+                    kept.parent.mkdir(parents=True, exist_ok=True)
+                    kept.write_text(json.dumps(record) + "\n")
+
+
 def main(arguments: list[str]) -> int:
+    if arguments[:1] == ["--restore"]:
+        restore(cells_of(HERE), Path(arguments[1]))
+        return 0
     if arguments and arguments[0] != "--check":
         kept = {"cells": without_places(collect(Path(arguments[0])))}
         (HERE / "measured.json").write_text(json.dumps(kept, separators=(",", ":")) + "\n")

@@ -121,6 +121,15 @@ def test_the_desk_study_compares_like_with_like():
     assert Path(cells[0].key).parts == ("novels", "softmax-seed0")
 
 
+def test_the_desk_study_s_learning_rates():
+    chosen = {side: 1e-3 * (i + 1) for i, side in enumerate(SIDES)}
+    rates = {(cell.setting, cell.side): cell.config.optim.lr for cell in desk_study("python").cells(chosen)}
+    for (setting, side), rate in rates.items():
+        own = setting == "novels" and side in SIDES
+        expected = chosen[side] if own else chosen["diff" if side == "softmax_diff_rate" else "softmax"]
+        assert rate == expected, (setting, side)
+
+
 def test_the_ladder_has_four_sizes_with_equal_tokens():
     cells = ladder_study("python").cells({})
     sizes = {cell.config.model["hidden_size"] for cell in cells}

@@ -151,7 +151,7 @@ def paper_claims(cells: Sequence[tuple[int, int]]) -> list[Claim]:
               _metric("hidden_top1"), _column("hidden_top1"), "lower", "magnitude"),
         Claim("throughput", "Training costs at most 12 % of the throughput", "7247 / 6635 and 7491 / 6718 tokens/s",
               "Table 7", "throughput", _metric("train_tokens_per_second"), _column("train_tokens_per_second"), "higher",
-              "tokens/s", margin=0.12, relative=True),
+              "tokens/s", np.median, margin=0.12, relative=True),
         *_more_claims(),
     ]  # fmt: skip
 

@@ -25,6 +25,8 @@ PAPER = ("softmax", "diff", "diff_norm1")
 # DIFF at the Transformer's learning rate. The rates are chosen by the loss on prose after 600 steps, which was found to
 # be too high for DIFF to learn retrieval; so every other setting trains all its models at the Transformer's rate.
 SAME_RATE: dict[str, dict[str, Any]] = {"diff_same_rate": SIDES["diff"]}
+# And the other way round: the Transformer at DIFF's.
+DIFF_RATE: dict[str, dict[str, Any]] = {"softmax_diff_rate": SIDES["softmax"]}
 # Each head starts at the size of the Transformer's in that layer: ``matched_head_norm_init`` of ``base``, rounded.
 MATCHED = [0.19, 0.59, 0.9]
 ABLATIONS: dict[str, dict[str, Any]] = {
@@ -89,17 +91,19 @@ def desk_study(corpus: str) -> Study:
             made = [list(seeds(setting, side, _side(config, side, rates), numbers)) for side in sides]
             return [cell for one_seed in zip(*made, strict=True) for cell in one_seed]
 
+        other = _brief(plain)
         return [
             *compared("novels", plain, MANY, PAPER, chosen),
             *compared("novels", plain, MANY, tuple(SAME_RATE)),
             *compared("novels", plain, FEW, ("diff_v2",), chosen),
-            *compared("ablation", plain, FEW, tuple(ABLATIONS)),
-            *compared("narrow", _resized(plain, hidden_size=64, num_hidden_layers=2), FEW, PAPER),
-            *compared("wide", _resized(plain, hidden_size=256, num_hidden_layers=4), FEW, PAPER),
-            *compared("maps4", _resized(plain, num_attention_heads=4), FEW),
-            *compared("maps16", _resized(plain, num_attention_heads=16), FEW),
-            *compared("python", base("python"), FEW, PAPER),
-            *compared("long", _longer(plain, 3), FEW, PAPER),
+            *compared("ablation", other, FEW, tuple(ABLATIONS)),
+            *compared("narrow", _resized(other, hidden_size=64, num_hidden_layers=2), FEW, PAPER),
+            *compared("ablation", other, FEW, tuple(DIFF_RATE), {**same, "softmax": chosen["diff"]}),
+            *compared("maps16", _resized(other, num_attention_heads=16), FEW),
+            *compared("maps4", _resized(other, num_attention_heads=4), FEW),
+            *compared("wide", _resized(other, hidden_size=256, num_hidden_layers=4), FEW, PAPER),
+            *compared("python", _brief(base("python")), FEW),
+            *compared("long", _longer(other, 3), FEW, PAPER),
         ]
 
     return Study("desk", sweep, cells)
@@ -107,7 +111,7 @@ def desk_study(corpus: str) -> Study:
 
 def _side(config: RunConfig, side: str, rates: Choices) -> RunConfig:
     config = copy.deepcopy(config)
-    fields = (SIDES | ABLATIONS | SAME_RATE)[side]
+    fields = (SIDES | ABLATIONS | SAME_RATE | DIFF_RATE)[side]
     config.model |= fields
     config.optim.lr = rates[side if side in SIDES else fields["attention"]]
     return config
@@ -126,4 +130,11 @@ def _longer(config: RunConfig, times: float) -> RunConfig:
 def _resized(config: RunConfig, **fields) -> RunConfig:
     config = copy.deepcopy(config)
     config.model |= fields
+    return config
+
+
+def _brief(config: RunConfig) -> RunConfig:
+    """Without the two experiments that take longest, quantisation and many-shot classification."""
+    config = copy.deepcopy(config)
+    config.evaluation.more = {"long_nll": config.evaluation.more["long_nll"]}
     return config

@@ -52,11 +52,12 @@ def one_gpu() -> RunConfig:
 def one_gpu_16k() -> RunConfig:
     """The pair of ``one_gpu`` continued at 16K tokens with a rotary base of 640,000 (section 3.3, at this size).
 
-    Command, for each of the pair: ``diff-transformer train --recipe one_gpu_16k --set train.initial_model=FOLDER --set
-    data.corpus=BOOKS --out runs/one_gpu_16k``, where FOLDER is the model that ``one_gpu`` ended with; then
-    ``diff-transformer eval needle --model runs/one_gpu_16k/model --set cells=[[4,1]] --set lengths=[4096,8192,16384]
-    --out runs/needle_16k.json``. Hardware: one H100-class GPU. Time: 2 minutes a model (``model.training_cost``); not
-    measured. Expected: nothing yet.
+    Command: ``diff-transformer train --recipe one_gpu_16k --set train.initial_model=FOLDER --set data.corpus=BOOKS
+    --out runs/one_gpu_16k``, where FOLDER is the DIFF model that ``one_gpu`` ended with, and for the matched
+    Transformer the same with its folder, another ``--out`` and ``--set model.attention=softmax --set
+    model.head_norm_init=1.0``; then ``diff-transformer eval needle --model runs/one_gpu_16k/model --set cells=[[4,1]]
+    --set lengths=[4096,8192,16384] --out runs/needle_16k.json``. Hardware: one H100-class GPU. Time: 2 minutes a model
+    (``model.training_cost``); not measured. Expected: nothing yet.
     """
     config = one_gpu()
     config.name = "one_gpu_16k"

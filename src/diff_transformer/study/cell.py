@@ -67,7 +67,8 @@ def summary(folder: Path, config: RunConfig) -> dict:
 
 def by_source(logged: list[dict], steps: list[int]) -> dict[str, list[float | None]]:
     """The training loss of each source of the mixture up to each of ``steps``, a mean over the lines since the step
-    before; None where it was not in a batch. Training rows come once, so that it is a loss on rows not seen before."""
+    before; None where it was not in a batch. Needle and recall documents are made anew for each batch, and so is text
+    within its first epoch: there it is a loss on rows not seen before."""
     curves: dict[str, list[float | None]] = {}
     for name in dict.fromkeys(name for line in logged for name in line.get("loss_by_source", {})):
         curves[name] = []

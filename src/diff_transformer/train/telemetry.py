@@ -68,8 +68,8 @@ def layer_lambdas(model: nn.Module) -> list[float]:
 
 def memory_bytes(device: torch.device) -> dict[str, int]:
     """Bytes: on CUDA the most that was allocated since the last call; otherwise what the process holds, and the most
-    that it ever held. Linux counts what a process holds core by core and adds up now and then: on a machine of many
-    cores the number lacks up to some 2 MB a core."""
+    that it ever held. Recent Linux counts what a process holds core by core and adds up now and then, so that on a
+    machine of many cores the number may lack some 2 MB a core."""
     if device.type == "cuda":
         peak = torch.cuda.max_memory_allocated(device)
         torch.cuda.reset_peak_memory_stats(device)
