@@ -22,12 +22,31 @@ COLORS = {
     "diff_norm1": "#56b4e9",
     "diff_v2": "#009e73",
 }
+# The models of the desk study, and its settings, in the order in which they are shown.
 NAMES = {
     "softmax": "Transformer",
     "diff": "DIFF, head norm from .1",
     "diff_same_rate": "DIFF, from .1, the Transformer's rate",
-    "diff_norm1": "DIFF, head norm from 1",
+    "diff_norm1": "DIFF as published, head norm from 1",
     "diff_v2": "DIFF V2",
+    "diff_matched": "DIFF, from the Transformer's scale in each layer (.19, .59, .9)",
+    "diff_norm0.3": "DIFF, head norm from .3",
+    "diff_norm0.03": "DIFF, head norm from .03",
+    "diff_no_norm": "DIFF without head norm",
+    "diff_lambda_0.8": "DIFF, from .1, lambda_init .8",
+    "diff_lambda_0.5": "DIFF, from .1, lambda_init .5",
+    "softmax_wide_norm": "Transformer, 4 heads of 32 with a head norm from .1",
+    "softmax_diff_rate": "Transformer, DIFF's rate",
+}
+SETTINGS = {
+    "novels": "novels and needles, 3 layers of width 128, 8 maps of 16, 1500 steps",
+    "ablation": "changed models beside the same seeds' Transformer of novels, one learning rate but where said",
+    "narrow": "2 layers of width 64, 8 maps of 8, one learning rate",
+    "wide": "4 layers of width 256, 8 maps of 32, one learning rate",
+    "maps4": "4 maps of 32 at width 128, one learning rate",
+    "maps16": "16 maps of 8 at width 128, one learning rate",
+    "python": "the default corpus instead of novels, one learning rate",
+    "long": "three times the steps, one learning rate",
 }
 plt.rcParams.update(
     {
@@ -85,13 +104,10 @@ def draw_desk(cells: dict, folder: Path) -> None:
         right.set_xticks(range(len(tasks)), ["1 of 1", "1 of 2", "1 of 4", "2 of 4"])
         save(figure, folder / "novels.svg")
     rows = []
-    for setting, sides in cells.items():
-        if setting.startswith("sweep/"):
-            continue
-        compared = {**cells, setting: {"softmax": main.get("softmax", {}), **sides}}
-        for side in sides:
-            for row in paired_rows(compared, setting, side, [final_loss()]) if side != "softmax" else []:
-                rows.append((setting, side, row))
+    for setting in [name for name in SETTINGS if name in cells]:
+        compared = {setting: {"softmax": main.get("softmax", {}), **cells[setting]}}
+        for side in [name for name in NAMES if name in cells[setting] and name != "softmax"]:
+            rows += [(setting, side, row) for row in paired_rows(compared, setting, side, [final_loss()])]
     if rows:
         figure, axes = plt.subplots(figsize=(7, 0.9 + 0.26 * len(rows)), layout="constrained")
         for i, (_, side, row) in enumerate(reversed(rows)):
@@ -101,9 +117,7 @@ def draw_desk(cells: dict, folder: Path) -> None:
             axes.plot(mean, i, "o", color=color)
         axes.axvline(0, color="#999", lw=0.8)
         axes.set_ylim(-0.6, len(rows) - 0.4)
-        axes.set_yticks(
-            range(len(rows)), [f"{setting}: {NAMES.get(side, side)}" for setting, side, _ in reversed(rows)]
-        )
+        axes.set_yticks(range(len(rows)), [f"{setting}: {NAMES[side]}" for setting, side, _ in reversed(rows)])
         axes.set_xlabel("validation loss less the Transformer's, nats a token (95 %)")
         save(figure, folder / "differences.svg")
 

@@ -105,3 +105,20 @@ def test_the_share_of_parameters_comes_from_sizes_that_differ(figures):
     share = float(re.search(r"DIFF needs (\d\.\d+)", said)[1])
     assert 0.5 < share < 1
     assert matched({"novels": cells["novels"]}) == []
+
+
+def test_recorded_cells_can_be_gone_on_with(figures, tmp_path):
+    from plots import cells_of
+
+    from diff_transformer.study.analysis import collect
+
+    kept = tmp_path / "novels" / "softmax-seed0" / "result.json"
+    kept.parent.mkdir(parents=True)
+    recorded = cells_of(FIGURES / "desk")
+    kept.write_text(json.dumps(recorded["novels"]["softmax"][1]))
+    restore = [sys.executable, str(FIGURES / "desk" / "run.py"), "--restore", str(tmp_path)]
+    subprocess.run(restore, check=True, timeout=120)
+    restored = collect(tmp_path)
+    assert restored["novels"]["softmax"].pop(0) == recorded["novels"]["softmax"][1], "a cell that is there stays"
+    recorded["novels"]["softmax"].pop(0)
+    assert restored == recorded

@@ -25,35 +25,10 @@ from diff_transformer.study.analysis import (
 
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent))
-from plots import cells_of, draw_desk  # noqa: E402  (these three stand beside this folder)
+from plots import NAMES, SETTINGS, cells_of, draw_desk  # noqa: E402  (these three stand beside this folder)
 from record import without_places  # noqa: E402
 from tables import interval, table  # noqa: E402
 
-SETTINGS = {
-    "novels": "novels and needles, 3 layers of width 128, 8 maps of 16, 1500 steps",
-    "wide": "4 layers of width 256, 8 maps of 32, one learning rate",
-    "narrow": "2 layers of width 64, 8 maps of 8, one learning rate",
-    "maps4": "4 maps of 32 at width 128, one learning rate",
-    "maps16": "16 maps of 8 at width 128, one learning rate",
-    "python": "the default corpus instead of novels, one learning rate",
-    "long": "three times the steps, one learning rate",
-    "ablation": "changed models beside the same seeds' Transformer of novels, one learning rate but where said",
-}
-SIDES = {
-    "softmax": "Transformer",
-    "diff": "DIFF, head norm starts at .1",
-    "diff_same_rate": "DIFF, head norm starts at .1, the Transformer's learning rate",
-    "diff_norm1": "DIFF as published, head norm starts at 1",
-    "diff_matched": "DIFF, head norm starts at the Transformer's scale in each layer (.19, .59, .9)",
-    "diff_norm0.3": "DIFF, head norm starts at .3",
-    "diff_norm0.03": "DIFF, head norm starts at .03",
-    "softmax_wide_norm": "Transformer, 4 heads of 32 with a head norm from .1",
-    "diff_no_norm": "DIFF without head norm",
-    "diff_lambda_0.8": "DIFF, lambda_init .8",
-    "diff_lambda_0.5": "DIFF, lambda_init .5",
-    "diff_v2": "DIFF V2",
-    "softmax_diff_rate": "Transformer at DIFF's learning rate",
-}
 MEASURES = [
     final_loss(),
     metric("associative_recall", "ar_hit", "lower", "loss on AR-Hit"),
@@ -92,10 +67,10 @@ def tables(cells: Cells) -> str:
     parts = ["![Loss and retrieval in the main setting](novels.svg)", "![Differences in loss](differences.svg)"]
     parts.append(overview(cells))
     for setting in [name for name in SETTINGS if name in cells]:
-        for side in [name for name in SIDES if name in cells[setting] and name != "softmax"]:
+        for side in [name for name in NAMES if name in cells[setting] and name != "softmax"]:
             rows = paired_rows(with_baseline(cells, setting), setting, side, MEASURES)
             if rows and (side == "diff" or setting == "novels"):
-                parts.append(table(f"{SETTINGS[setting]}: {SIDES[side]}", rows))
+                parts.append(table(f"{SETTINGS[setting]}: {NAMES[side]}", rows))
     parts += [by_depth(cells), sweep(cells)]
     return "\n\n".join(part for part in parts if part)
 
@@ -115,14 +90,14 @@ def overview(cells: Cells) -> str:
     for setting in [name for name in SETTINGS if name in cells]:
         compared = with_baseline(cells, setting)
         sides = compared[setting]
-        for side in [name for name in SIDES if name in sides and (setting, name) != ("ablation", "softmax")]:
+        for side in [name for name in NAMES if name in sides and (setting, name) != ("ablation", "softmax")]:
             losses = [final_loss().read(record) for record in sides[side].values()]
             mean, deviation = spread(losses)
             more = ["", "", "", ""]
             rows = paired_rows(compared, setting, side, [final_loss()]) if side != "softmax" else []
             if rows:
                 more = [interval(rows[0]), rows[0].verdict, *(reached(sides, side, of) for of in (None, "needles"))]
-            line = (setting, SIDES[side], str(len(losses)), f"{mean:.3f} (sd {deviation:.3f})", *more)
+            line = (setting, NAMES[side], str(len(losses)), f"{mean:.3f} (sd {deviation:.3f})", *more)
             lines.append(f"| {' | '.join(line)} |")
     named = "\n".join(f"- {name}: {said}" for name, said in SETTINGS.items() if name in cells)
     return "\n".join(lines) + "\n\n" + named
@@ -153,7 +128,7 @@ def by_depth(cells: Cells) -> str:
                 [record["metrics"]["needle"][f"n{n}_r{r}_depth{depth}"] for record in sides[side].values()]
                 for depth in DEPTHS
             ]
-            lines.append(f"| {n}, {r} | {SIDES[side]} | {' | '.join(f'{sum(s) / len(s):.2f}' for s in scores)} |")
+            lines.append(f"| {n}, {r} | {NAMES[side]} | {' | '.join(f'{sum(s) / len(s):.2f}' for s in scores)} |")
     return "\n".join(lines) if sides else ""
 
 
@@ -170,7 +145,7 @@ def sweep(cells: Cells) -> str:
             next((f"{r['validation']['loss'][-1]:.3f}" for r in found[rate].get(side, {}).values()), "")
             for rate in rates
         ]
-        lines.append(f"| {SIDES[side]} | {' | '.join(losses)} |")
+        lines.append(f"| {NAMES[side]} | {' | '.join(losses)} |")
     return "\n".join(lines)
 
 

@@ -18,26 +18,19 @@ sys.path.insert(0, str(HERE.parent))
 from plots import NAMES, cells_of, draw_stability  # noqa: E402  (these two stand beside this folder)
 from record import without_places  # noqa: E402
 
-SIDES = {
-    "softmax": "Transformer",
-    "diff_norm1": "DIFF as published, head norm starts at 1",
-    "diff": "DIFF, head norm starts at .1",
-    "diff_v2": NAMES["diff_v2"],
-}
-
 
 def table(cells: Cells) -> str:
     lines = ["![Gradient norms, spikes and loss by learning rate](stability.svg)", ""]
     lines += ["| learning rate | side | runs | diverged | spikes a run | largest norm | median norm | final loss |"]
     lines.append("|---|---|---|---|---|---|---|---|")
     for rate in sorted(cells, key=lambda name: float(name.removeprefix("lr"))):
-        for side in [name for name in SIDES if name in cells[rate]]:
+        for side in [name for name in NAMES if name in cells[rate]]:
             records = list(cells[rate][side].values())
             gradients = [record["gradients"] for record in records]
             losses = [record["validation"]["loss"][-1] for record in records if not record["diverged"]]
             cells_of_row = (
                 rate.removeprefix("lr"),
-                SIDES[side],
+                NAMES[side],
                 str(len(records)),
                 str(sum(bool(record["diverged"]) for record in records)),
                 f"{fmean(g['spikes'] for g in gradients):.1f}",
