@@ -133,3 +133,34 @@ def test_outputs_without_a_verdict_do_not_count():
     results = [hallucination("diff", [1.0, None] * 10), hallucination("softmax", [0.0, None] * 10)]
     (claim,) = judge(paper_claims(CELLS), results)
     assert (claim["verdict"], claim["difference"]["mean"]) == ("held", 1.0)
+
+
+def test_what_is_shown_is_what_is_judged():
+    """The difference (or ratio) is that of the two numbers beside it, whatever the experiment's own summary says."""
+
+    def outliers(side, values):
+        rows = [{"logits_top1": v, "hidden_top1": 2 * v} for v in values]
+        return Result("outliers", f"{side}-seed0", {"logits_top1": max(values), "hidden_top1": 2 * max(values)}, rows)
+
+    def timed(side, values):
+        rows = [{"train_tokens_per_second": v} for v in values]
+        return Result("throughput", f"{side}-seed0", {"train_tokens_per_second": 0.0}, rows)
+
+    pairs = [outliers("diff", [1.0, 9.0, 2.0]), outliers("softmax", [4.0, 5.0, 6.0])]
+    pairs += [timed("diff", [90.0, 120.0, 70.0]), timed("softmax", [100.0, 80.0, 130.0])]
+    judged = judge(paper_claims(CELLS), pairs)
+    assert [claim["id"] for claim in judged] == ["logits", "hidden", "throughput"]
+    for claim in judged:
+        ours, theirs = claim["diff"][0], claim["softmax"][0]
+        relative = claim["difference"]["relative"]
+        assert claim["difference"]["mean"] == pytest.approx(ours / theirs - 1 if relative else ours - theirs)
+    assert judged[0]["here"] == "5.000 / 4.000"
+    assert judged[2]["here"] == "100 / 90.0"
+
+
+def test_a_slice_without_a_token_makes_no_claim():
+    results = [loss(side, 0, [2.0, 3.0]) for side in ("diff", "softmax")]
+    for result in results:
+        for row in result.rows:
+            row["ar_hit_count"] = 0
+    assert [claim["id"] for claim in judge(paper_claims(CELLS), results)] == ["loss", "others"]

@@ -212,3 +212,11 @@ def test_an_interrupted_run_goes_on(tmp_path):
     resumed = evaluate_scaling(made(), **settings, samples=Samples(journal, resume=True))
     whole = evaluate_scaling(made(), **settings)
     assert (resumed.metrics, resumed.rows) == (whole.metrics, whole.rows)
+
+
+def test_a_table_that_is_not_there_leaves_nothing_behind(tmp_path):
+    from diff_transformer.evals.command import run_eval
+
+    with pytest.raises(FileNotFoundError, match="no table of runs"):
+        run_eval("scaling", None, Settings(runs=str(tmp_path / "nofile.csv")), tmp_path / "out" / "scaling.json")
+    assert list(tmp_path.iterdir()) == []

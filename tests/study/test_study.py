@@ -57,6 +57,31 @@ def test_each_side_takes_its_own_best_rate(texts):
         plan.choose(losses)
 
 
+def test_what_cannot_work_is_said_before_anything_is_written(texts, tmp_path):
+    out = tmp_path / "study"
+    with pytest.raises(ValueError, match="attention"):
+        run_study(study(texts, "model.attention=difff"), out)
+    with pytest.raises(ValueError, match="head"):
+        run_study(study(texts, "model.num_attention_heads=7"), out)
+    with pytest.raises(FileNotFoundError, match="nowhere"):
+        run_study(study(texts, "data.corpus=/nowhere"), out)
+    assert not out.exists()
+
+
+def test_finished_cells_of_another_configuration_are_refused(texts, tmp_path):
+    cell = study(texts).sweep[0]
+    folder = tmp_path / cell.key
+    folder.mkdir(parents=True)
+    cell.config.save(folder / "request.json")
+    with pytest.raises(ValueError, match=r"another configuration[^\0]*train.steps: 4 against 5"):
+        run_study(study(texts, "train.steps=5"), tmp_path)
+    (folder / "request.json").unlink()
+    settings = {"model": cell.config.model, "lr": 0.5, "seed": 0, "steps": 4}
+    (folder / "result.json").write_text(json.dumps(settings))
+    with pytest.raises(ValueError, match=r"lr: 0\.5 against 0\.001"):
+        run_study(study(texts), tmp_path)
+
+
 @pytest.mark.slow
 def test_a_study_runs_in_pieces_and_does_nothing_twice(texts, tmp_path):
     out = tmp_path / "study"

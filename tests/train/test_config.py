@@ -64,3 +64,8 @@ def test_batch_divides_into_pieces():
 
 def test_differences_name_the_path():
     assert differences({"a": {"b": 1}, "c": 2}, {"a": {"b": 3}, "c": 2}) == ["a.b: 1 against 3"]
+
+
+def test_a_precision_that_is_not_there_is_named():
+    with pytest.raises(ValueError, match=r"train\.precision is 'fp8'; accepted: 32-true"):
+        override(recipe("debug"), ["train.precision=fp8"]).validate()

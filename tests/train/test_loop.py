@@ -40,6 +40,13 @@ def same(first, second):
     return first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
 
 
+@pytest.mark.parametrize("wrong", ["model.attention=difff", "model.num_attention_heads=7", "data.length=4096"])
+def test_a_model_that_cannot_be_made_leaves_nothing_behind(config, wrong, tmp_path):
+    with pytest.raises(ValueError, match=r"attention|heads|length"):
+        train(override(config, [wrong]), tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
 @pytest.mark.parametrize("side", ["diff", "softmax"])
 def test_training_learns_and_writes_what_it_promises(config, side, tmp_path):
     config = override(config, [f"model.attention={side}"])

@@ -4,6 +4,7 @@ With three seeds or more the interval is over seeds. With fewer it is over evalu
 says how sure the difference between *these* trained models is, not how another seed would come out.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -17,16 +18,15 @@ Rows = Callable[[Result], np.ndarray]  # for each example, what its score is mad
 
 @dataclass(frozen=True)
 class Claim:
-    """``paper``: Transformer / DIFF. ``value``: a model's number. ``rows`` and ``reduce``: how it follows from its
-    examples (for the bootstrap). ``better``: which way DIFF should differ; ``margin``: how far on the wrong side it
-    still holds."""
+    """``paper``: Transformer / DIFF; a dagger marks numbers from a third party's transcription. A model's number is
+    ``reduce`` of its ``rows``. ``better``: which way DIFF should differ; ``margin``: how far on the wrong side it still
+    holds."""
 
     id: str
     claim: str
     paper: str
     source: str
     eval: str
-    value: Callable[[Result], float]
     rows: Rows
     better: str
     unit: str = ""
@@ -34,6 +34,11 @@ class Claim:
     margin: float = 0.0
     relative: bool = False  # judge DIFF / Transformer - 1 instead of DIFF - Transformer
     needs: float | None = None  # "no worse than" says something only where the Transformer itself reaches this
+
+    def value(self, result: Result) -> float:
+        """A model's number; NaN if no example says anything."""
+        rows = self.rows(result)
+        return float(self.reduce(rows)) if rows.size else math.nan
 
 
 def _column(name: str) -> Rows:
@@ -45,11 +50,8 @@ def _slice(name: str) -> Rows:
 
 
 def _ratio_of_sums(values: np.ndarray) -> float:
-    return float(values[:, 0].sum() / max(values[:, 1].sum(), 1.0))
-
-
-def _metric(name: str) -> Callable[[Result], float]:
-    return lambda result: result.metrics[name]
+    sums = values.sum(0)
+    return float(sums[0] / sums[1]) if sums[1] else math.nan
 
 
 def _needle_claims(cells: Sequence[tuple[int, int]]) -> list[Claim]:
@@ -61,8 +63,7 @@ def _needle_claims(cells: Sequence[tuple[int, int]]) -> list[Claim]:
             id=f"needle_n{n}_r{r}",
             claim="One needle is found as well (within .05)" if single
             else f"{n} needles, {r} asked for: more of them found",
-            paper=f"{paper.get((n, r), 'not reported; (6, 2): .55 / .85')} (4K, 3B)", source="Table 2", eval="needle",
-            value=_metric(f"n{n}_r{r}"),
+            paper=f"{paper.get((n, r), 'not reported; (6, 2): .55 / .85')} † (4K, 3B)", source="Table 2", eval="needle",
             rows=lambda result, n=n, r=r: np.array(
                 [row["score"] for row in result.rows if (row["needles"], row["queries"]) == (n, r)], dtype=float),
             better="higher", unit="accuracy", margin=0.05 if single else 0.0,
@@ -89,7 +90,7 @@ def _cost_of_four_bits(result: Result) -> np.ndarray:
 def _orders(result: Result, order: str) -> np.ndarray:
     """Score of each question under each order of the examples, at the largest number: [questions, orders]."""
     rows = [row for row in result.rows if row["order"] == order]
-    largest = max(row["shots"] for row in rows)
+    largest = max((row["shots"] for row in rows), default=0)
     by_seed: dict[int, list[float]] = {}
     for row in rows:
         if row["shots"] == largest:
@@ -104,54 +105,50 @@ def _margin(scores: np.ndarray) -> float:
 
 
 def _mean_of_decided(scores: np.ndarray) -> float:
-    return float(np.nanmean(scores)) if np.isfinite(scores).any() else 0.0
-
-
-def _last_nll(result: Result) -> float:
-    return float(_last_average(result).mean())
+    return float(np.nanmean(scores)) if np.isfinite(scores).any() else math.nan
 
 
 def _more_claims() -> list[Claim]:
     """Claims of the experiments that a recipe may add (``evaluation.more``)."""
     return [
         Claim("long_nll", "Lower loss over the whole length of a document", "a figure: DIFF lower throughout",
-              "Figure 4", "long_nll", _last_nll, _last_average, "lower", "nats a token"),
+              "Figure 4", "long_nll", _last_average, "lower", "nats a token"),
         Claim("four_bits", "Attention logits of 4 bits cost less", "a figure: 4-bit DIFF as good as 6-bit Transformer",
-              "Figure 8", "quantization", _metric("loss_4bit_change"), _cost_of_four_bits, "lower", "nats a token"),
-        Claim("many_shot", "More right answers from many examples", "mean gain 5.2 to 21.6 points (64K)", "Figure 6",
-              "many_shot", _metric("random_mean"), lambda r: _orders(r, "random"), "higher", "accuracy"),
-        Claim("order_random", "Less depends on the order of the examples (drawn at random)", "19.0 / 4.0 points (TREC)",
-              "Figure 7", "many_shot", _metric("random_margin"), lambda r: _orders(r, "random"), "lower",
+              "Figure 8", "quantization", _cost_of_four_bits, "lower", "nats a token"),
+        Claim("many_shot", "More right answers from many examples", "mean gain 5.2 to 21.6 points † (64K)", "Figure 6",
+              "many_shot", lambda r: _orders(r, "random"), "higher", "accuracy"),
+        Claim("order_random", "Less depends on the order of the examples (drawn at random)",
+              "19.0 / 4.0 points † (TREC)", "Figure 7", "many_shot", lambda r: _orders(r, "random"), "lower",
               "best less worst", _margin),
         Claim("order_alternate", "Less depends on the order of the examples (classes in turn)",
-              "56.7 / 13.4 points (TREC)", "Figure 7", "many_shot", _metric("alternate_margin"),
-              lambda r: _orders(r, "alternate"), "lower", "best less worst", _margin),
-        Claim("hallucination", "More outputs free of hallucination", ".28 to .44 / .36 to .61", "Table 4",
-              "hallucination", _metric("mean"), _column("score"), "higher", "accuracy", _mean_of_decided),
+              "56.7 / 13.4 points † (TREC)", "Figure 7", "many_shot", lambda r: _orders(r, "alternate"), "lower",
+              "best less worst", _margin),
+        Claim("hallucination", "More outputs free of hallucination", ".28 to .44 / .36 to .61 †", "Table 4",
+              "hallucination", _column("score"), "higher", "accuracy", _mean_of_decided),
     ]  # fmt: skip
 
 
 def paper_claims(cells: Sequence[tuple[int, int]]) -> list[Claim]:
     """Every claim that ``compare`` tests; ``cells`` are the (N, R) of the needle evaluation."""
     return [
-        Claim("loss", "Lower language-modelling loss", "3.087 / 3.062 (1.4B)", "Table 6, Figure 3",
-              "associative_recall", _metric("validation"), _column("loss"), "lower", "nats a token"),
-        Claim("ar_hit", "Lower loss where the context can be recalled", ".898 / .880 (1.4B)", "Table 6, AR-Hit",
-              "associative_recall", _metric("ar_hit"), _slice("ar_hit"), "lower", "nats a token", _ratio_of_sums),
-        Claim("others", "Lower loss on all other tokens", "3.272 / 3.247 (1.4B)", "Table 6, Others",
-              "associative_recall", _metric("others"), _slice("others"), "lower", "nats a token", _ratio_of_sums),
+        Claim("loss", "Lower language-modelling loss", "3.087 / 3.062 † (1.4B)", "Table 6, Figure 3",
+              "associative_recall", _column("loss"), "lower", "nats a token"),
+        Claim("ar_hit", "Lower loss where the context can be recalled", ".898 / .880 † (1.4B)", "Table 6, AR-Hit",
+              "associative_recall", _slice("ar_hit"), "lower", "nats a token", _ratio_of_sums),
+        Claim("others", "Lower loss on all other tokens", "3.272 / 3.247 † (1.4B)", "Table 6, Others",
+              "associative_recall", _slice("others"), "lower", "nats a token", _ratio_of_sums),
         *_needle_claims(cells),
         Claim("answer", "More attention on the answer", ".05 / .32 (mean of depths)", "Table 3", "allocation",
-              _metric("answer"), _column("answer"), "higher", "share"),
+              _column("answer"), "higher", "share"),
         Claim("noise", "Less attention on the noise", ".51 / .02 (mean of depths)", "Table 3", "allocation",
-              _metric("noise"), _column("noise"), "lower", "share"),
-        Claim("logits", "Smaller largest attention logit", "318.0 / 38.8", "Table 5", "outliers",
-              _metric("logits_top1"), _column("logits_top1"), "lower", "magnitude"),
-        Claim("hidden", "Smaller largest hidden state", "3608.6 / 1688.2", "Table 5", "outliers",
-              _metric("hidden_top1"), _column("hidden_top1"), "lower", "magnitude"),
-        Claim("throughput", "Training costs at most 12 % of the throughput", "7247 / 6635 and 7491 / 6718 tokens/s",
-              "Table 7", "throughput", _metric("train_tokens_per_second"), _column("train_tokens_per_second"), "higher",
-              "tokens/s", np.median, margin=0.12, relative=True),
+              _column("noise"), "lower", "share"),
+        Claim("logits", "Smaller largest attention logit of a text (mean over texts)", "318.0 / 38.8 † (of all texts)",
+              "Table 5", "outliers", _column("logits_top1"), "lower", "magnitude"),
+        Claim("hidden", "Smaller largest hidden value of a text (mean over texts)", "3608.6 / 1688.2 † (of all texts)",
+              "Table 5", "outliers", _column("hidden_top1"), "lower", "magnitude"),
+        Claim("throughput", "Training costs at most 12 % of the throughput", "7247 / 6635 and 7491 / 6718 tokens/s †",
+              "Table 7", "throughput", _column("train_tokens_per_second"), "higher", "tokens/s", np.median,
+              margin=0.12, relative=True),
         *_more_claims(),
     ]  # fmt: skip
 
@@ -168,11 +165,9 @@ def judge(claims: Sequence[Claim], results: Sequence[Result]) -> list[dict]:
         }
         if not sides["diff"] or len(sides["diff"]) != len(sides["softmax"]):
             continue
-        try:
-            ours, theirs = ([claim.value(result) for result in sides[side]] for side in ("diff", "softmax"))
-        except KeyError:  # a slice that holds no token, say
-            continue
-        judged.append(_judge_one(claim, sides, ours, theirs))
+        ours, theirs = ([claim.value(result) for result in sides[side]] for side in ("diff", "softmax"))
+        if np.isfinite([*ours, *theirs]).all():  # else a slice holds no token, say
+            judged.append(_judge_one(claim, sides, ours, theirs))
     return judged
 
 
@@ -182,9 +177,7 @@ def _judge_one(claim: Claim, sides: dict[str, list[Result]], ours: list[float], 
         interval = over_seeds([a / b - 1 if relative else a - b for a, b in zip(ours, theirs, strict=True)])
     else:
         first, second = ([claim.rows(result) for result in sides[side]] for side in ("diff", "softmax"))
-        if relative:
-            first, second = [a / b for a, b in zip(first, second, strict=True)], [np.ones_like(a) for a in first]
-        interval = over_examples(first, second, claim.reduce)
+        interval = over_examples(first, second, claim.reduce, relative=relative)
     a, b = float(np.mean(ours)), float(np.mean(theirs))
     judged = verdict(interval, claim.better, claim.margin)
     if claim.needs is not None and b < claim.needs:

@@ -36,25 +36,31 @@ def mean(values: np.ndarray) -> float:
 
 
 def over_examples(
-    first: Sequence[np.ndarray], second: Sequence[np.ndarray], reduce: Callable[[np.ndarray], float] = mean
+    first: Sequence[np.ndarray],
+    second: Sequence[np.ndarray],
+    reduce: Callable[[np.ndarray], float] = mean,
+    *,
+    relative: bool = False,
 ) -> Interval:
-    """Bootstrap interval of ``reduce(first) - reduce(second)``, resampling examples in pairs, seeds kept apart.
+    """Bootstrap interval of ``reduce(first) - reduce(second)``, resampling examples in pairs, seeds kept apart; if
+    ``relative``, of ``reduce(first) / reduce(second) - 1``.
 
     Args:
         first, second: for each seed, an array whose first dimension counts examples, in the same order on both sides.
-        reduce: from such an array to a number.
+        reduce: from such an array to a number; draws for which it is NaN are left out.
     """
     rng = np.random.default_rng(0)
 
     def difference(indices: Sequence[np.ndarray]) -> float:
         pairs = zip(first, second, indices, strict=True)
-        return float(np.mean([reduce(a[i]) - reduce(b[i]) for a, b, i in pairs]))
+        ends = [(reduce(a[i]), reduce(b[i])) for a, b, i in pairs]
+        return float(np.mean([x / y - 1 if relative else x - y for x, y in ends]))
 
     observed = difference([np.arange(len(a)) for a in first])
     if min(len(a) for a in first) < 2:
         return Interval(observed, None, None, "examples")
     draws = [difference([rng.integers(len(a), size=len(a)) for a in first]) for _ in range(_RESAMPLES)]
-    low, high = np.percentile(draws, [2.5, 97.5])
+    low, high = np.nanpercentile(draws, [2.5, 97.5])
     return Interval(observed, float(low), float(high), "examples")
 
 

@@ -146,9 +146,11 @@ def _check_materials(config: RunConfig):
     from diff_transformer.compare.member import more_experiments
     from diff_transformer.data.filler import Filler
     from diff_transformer.evals.needle import check_needle_fits
-    from diff_transformer.train.materials import load_materials
+    from diff_transformer.train.materials import check_model, load_materials
 
     more_experiments(config)
+    for side in SIDES:
+        check_model(dataclasses.replace(config, model={**config.model, "attention": side}))
     materials = load_materials(config)
     filler, digits = Filler(materials.corpus.validation), config.data.needles.digits
     check_needle_fits(filler, materials.tokenizer, config.evaluation.needles, config.data.length, digits)

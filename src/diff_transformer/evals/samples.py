@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from diff_transformer.checks import require_positive
+from diff_transformer.durable import require_writable
 
 Item = TypeVar("Item")
 
@@ -44,15 +45,15 @@ class Samples:
         self.finished: dict[tuple[str, int], dict] = {}
         if journal is None:
             return
-        settings = json.loads(json.dumps(settings or {}))
+        require_writable(journal.parent)
+        self._settings = settings = json.loads(json.dumps(settings or {}))
         if journal.exists():
             if not resume:
                 raise FileExistsError(
                     f"{journal} holds an interrupted run; resume it (--resume), delete it, or choose another --out"
                 )
             self._read(journal, settings)
-        journal.parent.mkdir(parents=True, exist_ok=True)
-        self._rewrite(journal, settings)
+            self._rewrite(journal)
 
     def rows(
         self,
@@ -94,6 +95,9 @@ class Samples:
 
     def _append(self, lines: list[dict]) -> None:
         if self.journal is not None:
+            if not self.journal.exists():
+                self._rewrite(self.journal)  # holds the new rows already
+                return
             with self.journal.open("a") as file:
                 file.write("".join(json.dumps(line) + "\n" for line in lines))
                 file.flush()
@@ -118,10 +122,11 @@ class Samples:
                 break
             self.finished[entry["part"], entry["index"]] = entry["row"]
 
-    def _rewrite(self, journal: Path, settings: dict) -> None:
+    def _rewrite(self, journal: Path) -> None:
         """Write the journal anew, without a line that was cut off."""
+        journal.parent.mkdir(parents=True, exist_ok=True)
         partial = journal.with_name(journal.name + ".partial")
-        lines: list[dict] = [{"settings": settings}]
+        lines: list[dict] = [{"settings": self._settings}]
         lines += [{"part": part, "index": index, "row": row} for (part, index), row in self.finished.items()]
         partial.write_text("".join(json.dumps(line) + "\n" for line in lines))
         os.replace(partial, journal)

@@ -27,4 +27,6 @@ def render_claims(results: dict) -> Table:
             Text("\n".join(part for part in (str(claim.get("here", "")), interval(claim)) if part)),
             Text(f"{mark} {verdict}", style=f"bold {colour}"),
         )
+    if any("†" in str(c.get("paper")) for c in dicts(results.get("claims"))):
+        shown.caption = Text("† from a third party's transcription of the paper", justify="left")
     return shown

@@ -14,7 +14,9 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from diff_transformer.checks import require_positive
+from diff_transformer.durable import require_writable
 from diff_transformer.study.plan import Cell, Study
+from diff_transformer.train.config import RunConfig, differences
 
 _POLL_SECONDS = 0.5
 _STOP_SECONDS = 120
@@ -41,16 +43,20 @@ def run_study(
 
     Raises:
         RuntimeError: if a cell fails, with the end of its log; the others are asked to save and stop.
-        ValueError: if ``out`` holds a cell of another configuration.
+        ValueError: if ``out`` holds a cell of another configuration, or for models that cannot be made.
+        FileNotFoundError: if there is no such corpus.
     """
     require_positive(minutes=minutes, jobs=jobs)
     console, out = console or Console(), Path(out)
+    require_writable(out)
     jobs = jobs or os.cpu_count() or 1
+    _check(study.sweep, out)
     end = time.monotonic() + 60 * minutes if minutes else float("inf")
     _run_cells(study.sweep, out, jobs, end, console)
     if not all(_finished(out, cell) for cell in study.sweep):
         return Progressed(_count(out, study.sweep), None)
     cells = study.cells(study.choose(sweep_losses(study, out)))
+    _check(cells, out)
     _run_cells(cells, out, jobs, end, console)
     return Progressed(_count(out, [*study.sweep, *cells]), len(study.sweep) + len(cells))
 
@@ -63,6 +69,39 @@ def sweep_losses(study: Study, out: Path) -> dict[str, float]:
             record = json.loads((out / cell.key / "result.json").read_text())
             losses[cell.key] = record["validation"]["loss"][-1]
     return losses
+
+
+def _check(cells: list[Cell], out: Path) -> None:
+    """Refuse, before anything is written, cells of another configuration, models and text that cannot be had."""
+    from diff_transformer.data.corpus import load_corpus
+    from diff_transformer.train.materials import check_model
+
+    for cell in cells:
+        different = _differences(cell, out / cell.key)
+        if different:
+            listed = "\n  ".join(different)
+            raise ValueError(
+                f"{out / cell.key} is of another configuration (there against here):\n  {listed}\n"
+                "give the corpus it was made with, or choose another folder"
+            )
+    missing = [cell for cell in cells if not _finished(out, cell)]
+    for model in {json.dumps(cell.config.model, sort_keys=True): cell.config for cell in missing}.values():
+        check_model(model)
+    for source in {cell.config.data.corpus for cell in missing} - {"python"}:
+        load_corpus(source)
+
+
+def _differences(cell: Cell, folder: Path) -> list[str]:
+    """In what ``folder``, if it holds a cell, was trained otherwise than ``cell``. How it is measured may differ."""
+    request, result, here = folder / "request.json", folder / "result.json", cell.config.to_dict()
+    if request.exists():
+        there = RunConfig.load(request).to_dict()
+        return differences({**there, "evaluation": {}}, {**here, "evaluation": {}})
+    if result.exists():  # of a record, which says less
+        record = json.loads(result.read_text())
+        wanted = {"model": here["model"], "lr": here["optim"]["lr"], **{k: here["train"][k] for k in ("seed", "steps")}}
+        return differences({key: record[key] for key in wanted}, wanted)
+    return []
 
 
 def _run_cells(cells: list[Cell], out: Path, jobs: int, end: float, console: Console):

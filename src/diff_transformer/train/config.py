@@ -162,6 +162,7 @@ class EvaluationConfig:
     seed: int = 0
 
 
+PRECISIONS = ("32-true", "bf16-mixed", "bf16-true", "16-mixed", "16-true", "64-true")
 _COUNTS = ("samples", "allocation_samples", "allocation_needles", "loss_rows", "outlier_rows", "throughput_repeats")
 
 
@@ -210,6 +211,8 @@ class RunConfig:
             raise ValueError(
                 f"train.batch_size {self.train.batch_size} is not divisible by train.accumulate {self.train.accumulate}"
             )
+        if self.train.precision not in PRECISIONS:
+            raise ValueError(f"train.precision is {self.train.precision!r}; accepted: {', '.join(PRECISIONS)}")
         if self.train.threads < 0:
             raise ValueError(f"train.threads is {self.train.threads}; give 0 for PyTorch's own choice, or a count")
         for name in ("loss_chunk", "prefetch", "peak_flops"):

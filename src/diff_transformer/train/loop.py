@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from lightning.fabric import Fabric
 
-from diff_transformer.durable import require_writable
 from diff_transformer.train.checkpoint import latest_checkpoint, load_checkpoint, on_first_rank, open_run_folder
 from diff_transformer.train.config import RunConfig
 from diff_transformer.train.heartbeat import Heartbeat
@@ -26,6 +25,7 @@ from diff_transformer.train.objective import Objective
 from diff_transformer.train.optim import learning_rate, make_optimizer
 from diff_transformer.train.parallelize import compile_layers, make_fabric, share_of
 from diff_transformer.train.prefetch import prefetched
+from diff_transformer.train.run_folder import check_run_folder
 from diff_transformer.train.saver import Saver
 from diff_transformer.train.signals import Interrupted, StopRequest, stop_requests
 from diff_transformer.train.state import TrainingState, whole_model
@@ -78,12 +78,13 @@ def train(
     config.validate()
     if config.train.threads:
         torch.set_num_threads(config.train.threads)
-    require_writable(folder)
+    check_run_folder(folder, resume=resume)
     fabric = make_fabric(config)
     materials = materials or load_materials(config)
+    run = Run(fabric, config, folder, materials)  # what does not fit together shows before anything is written
     with ExitStack() as held:
         on_first_rank(fabric, lambda: held.enter_context(open_run_folder(folder, config, resume=resume)) and None)
-        return Run(fabric, config, folder, materials).train(resume, progress, announce)
+        return run.train(resume, progress, announce)
 
 
 class Run:

@@ -134,6 +134,32 @@ def make_tokenizer(data: DataConfig, corpus: Corpus, vocab_size: int):
     return tokenizer
 
 
+def check_model(config: RunConfig) -> None:
+    """Check that the model of a run, and its matched Transformer, can be made; takes no memory for weights.
+
+    Raises:
+        ValueError: for fields that do not exist or do not fit together.
+    """
+    from diff_transformer.model.config import DiffTransformerConfig, matched_baseline
+    from diff_transformer.model.modeling import DiffTransformerForCausalLM
+
+    if config.train.initial_model is not None:
+        return
+    settings = DiffTransformerConfig(**config.model)
+    _check_length(settings, config)
+    with torch.device("meta"):
+        for each in (settings, matched_baseline(settings)):
+            DiffTransformerForCausalLM(each)
+
+
+def _check_length(settings, config: RunConfig) -> None:
+    if settings.max_position_embeddings < config.data.length:
+        raise ValueError(
+            f"data.length is {config.data.length}, more than model.max_position_embeddings "
+            f"{settings.max_position_embeddings}; raise the latter"
+        )
+
+
 def build_model(config: RunConfig, tokenizer):
     """The model of a run, initialised from ``train.seed``, or ``train.initial_model`` where there is one.
 
@@ -146,11 +172,7 @@ def build_model(config: RunConfig, tokenizer):
     initial = None if config.train.initial_model is None else load_initial_model(config, tokenizer)
     special = {name: getattr(tokenizer, name) for name in ("pad_token_id", "bos_token_id", "eos_token_id")}
     settings = DiffTransformerConfig(**{**special, **config.model}) if initial is None else initial.config
-    if settings.max_position_embeddings < config.data.length:
-        raise ValueError(
-            f"data.length is {config.data.length}, more than model.max_position_embeddings "
-            f"{settings.max_position_embeddings}; raise the latter"
-        )
+    _check_length(settings, config)
     if initial is not None:
         return initial
     torch.manual_seed(config.train.seed)

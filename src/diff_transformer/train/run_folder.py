@@ -62,6 +62,17 @@ class RunLock:
         self.release()
 
 
+def check_run_folder(folder: Path, *, resume: bool) -> None:
+    """Check, before anything is loaded, that ``folder`` can be the home of a run; write nothing.
+
+    Raises:
+        FileExistsError: if the folder holds anything and ``resume`` is False, or holds no run.
+        DiskError: if it cannot be written to.
+    """
+    _refuse_strangers(folder, resume)
+    require_writable(folder)
+
+
 def open_run_folder(folder: Path, config: RunConfig, *, resume: bool) -> RunLock:
     """Make ``folder`` the home of a run of ``config``, or check that it already is and may go on; lock it.
 
@@ -76,8 +87,7 @@ def open_run_folder(folder: Path, config: RunConfig, *, resume: bool) -> RunLock
         ValueError: if it holds a run of another configuration.
         DiskError: if it cannot be written to, or another process trains in it.
     """
-    _refuse_strangers(folder, resume)
-    require_writable(folder)
+    check_run_folder(folder, resume=resume)
     try:
         folder.mkdir(parents=True, exist_ok=True)
         lock = RunLock(folder)
