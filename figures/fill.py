@@ -13,10 +13,10 @@ from pathlib import Path
 
 from folder_plots import Numbers, draw_ablation, draw_folder, draw_scaling, draw_throughput
 from paper import ABLATED, FOLDERS, TABLE_6, Folder
-from plots import cells_of
+from plots import RATES, cells_of
 from record import without_places
 from scaling import SIDES, matched, records, scaling_runs
-from tables import in_short, interval, table
+from tables import in_short, interval, side_by_side
 
 from diff_transformer.study.analysis import Cells, Row, paired_rows
 
@@ -67,11 +67,15 @@ def of_desk(name: str, cells: Cells) -> str:
     """What the desk study says of a folder, over its seeds."""
     if name == "table6_ablation":
         return _ablation(cells)
-    rows = paired_rows(cells, MAIN, "diff", FOLDERS[name].measures) if MAIN in cells else []
-    if not rows:
+    found = {column: paired_rows(cells, MAIN, side, FOLDERS[name].measures) for side, column in RATES.items()}
+    found = {column: rows for column, rows in found.items() if rows}
+    if not found:
         return ""
-    title = "[The desk study](../desk/README.md): novels and needles, a learning rate for each side, 95 % intervals"
-    parts = [in_short(rows), table(title, rows)]
+    title = "[The desk study](../desk/README.md): novels and needles"
+    short = [f"- {column}: {said}" for column, rows in found.items() if (said := in_short(rows))]
+    pairs = next(iter(found.values()))[0].seeds
+    about = f"**{title}**, {pairs} pairs, 95 % intervals; ✓ and ✗: as the paper says, or not:"
+    parts = ["\n".join(short), about, side_by_side(found)]
     if name == "figure3_scaling":
         parts += matched(cells)
     return "\n\n".join(part for part in parts if part)
@@ -114,7 +118,7 @@ def numbers(name: str, cells: Cells) -> Numbers:
     experiment = FOLDERS[name].experiment
     main = cells.get(MAIN, {})
     ours: Numbers = {}
-    for side in ("softmax", "diff"):
+    for side in ("softmax", *RATES):
         for record_of in main.get(side, {}).values():
             for key, value in record_of["metrics"].get(experiment, {}).items():
                 ours.setdefault(side, {}).setdefault(key, []).append(value)

@@ -5,8 +5,8 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
-from paper import ABLATED, Panel
-from plots import COLORS, NAMES, bands, plt, save
+from paper import ABLATED, TABLE_6, Panel
+from plots import COLORS, NAMES, RATES, bands, plt, save
 
 from diff_transformer.evals.run_tables import Run
 from diff_transformer.study.analysis import Row
@@ -26,7 +26,7 @@ def draw_folder(panels: Sequence[Panel], ours: Numbers, expected: dict, path: Pa
         layout="constrained",
     )
     for axes, panel in zip(grid.flat, panels, strict=True):
-        of = {side: ours.get(side, {}) for side in ("softmax", "diff")}
+        of = ours
         if panel.paper:
             entry = expected[panel.paper]
             of = {
@@ -36,18 +36,21 @@ def draw_folder(panels: Sequence[Panel], ours: Numbers, expected: dict, path: Pa
         ticks = ticks_of(panel, of)
         sides = [(side, numbers) for side, numbers in of.items() if any(key in numbers for key in ticks.values())]
         for i, (side, numbers) in enumerate(sides):
-            shift = 0 if panel.line or len(sides) == 1 else 0.36 * i - 0.18
+            width = 0.72 / len(sides)
+            shift = 0 if panel.line or len(sides) == 1 else width * (i + 0.5) - 0.36
             shown = [(j, numbers[key]) for j, key in enumerate(ticks.values()) if key in numbers]
             color, name = COLORS[side], NAMES["softmax"] if side == "softmax" else "DIFF"
+            if "diff_same_rate" in of:
+                name = RATES.get(side, name)
             means = [sum(values) / len(values) for _, values in shown]
             if panel.line:
                 axes.plot([j for j, _ in shown], means, "o-", color=color, label=name, ms=3)
             else:
-                axes.bar([j + shift for j, _ in shown], means, 0.34, color=color, alpha=0.55, label=name)
+                axes.bar([j + shift for j, _ in shown], means, 0.94 * width, color=color, alpha=0.55, label=name)
             for j, values in shown:
                 if len(values) > 1:
                     axes.plot([j + shift] * len(values), values, ".", color=color, ms=4)
-        if panel.level and (level := of["softmax"].get(panel.level)):
+        if panel.level and (level := of.get("softmax", {}).get(panel.level)):
             axes.axhline(level[0], color="#999", lw=0.8, ls=":")
             axes.annotate(panel.level, (0, level[0]), color="#777", fontsize=7, va="bottom")
         axes.set_xticks(range(len(ticks)), list(ticks), fontsize=7)
@@ -58,7 +61,7 @@ def draw_folder(panels: Sequence[Panel], ours: Numbers, expected: dict, path: Pa
         elif not panel.line:
             axes.set_ylim(bottom=0)
     marks = {name: mark for axes in grid.flat for mark, name in zip(*axes.get_legend_handles_labels(), strict=True)}
-    figure.legend(marks.values(), marks, loc="outside upper center", ncol=2, fontsize=7)
+    figure.legend(marks.values(), marks, loc="outside upper center", ncol=3 if across > 1 else 1, fontsize=7)
     save(figure, path)
 
 
@@ -93,10 +96,9 @@ def draw_scaling(runs: Sequence[Run], seeds: dict[str, list[dict]], path: Path) 
 
 def draw_ablation(rows: dict[str, list[Row]], expected: dict, path: Path) -> None:
     """Losses less the Transformer's by model: ours with intervals, the paper's as points."""
-    columns = expected["columns"][3:]
     baseline = expected["rows"]["transformer"][3:]
     figure, (left, right) = plt.subplots(1, 2, figsize=(9, 2.9), sharey=True)
-    for j, (column, mark) in enumerate(zip(columns, ("o", "^", "s"), strict=True)):
+    for j, mark in enumerate(("o", "^", "s")):
         shift = 0.2 * (j - 1)
         for i, of in enumerate(rows.values()):
             mean, low, high, _ = of[j].difference
@@ -106,7 +108,7 @@ def draw_ablation(rows: dict[str, list[Row]], expected: dict, path: Path) -> Non
                 color="#0072b2",
                 lw=1.4,
             )
-            left.plot(mean, i + shift, mark, color="#0072b2", ms=4, label=column if i == 0 else None)
+            left.plot(mean, i + shift, mark, color="#0072b2", ms=4, label=TABLE_6[j].name if i == 0 else None)
         paper = [expected["rows"][ABLATED[side][1]][3 + j] - baseline[j] for side in rows]
         right.plot(paper, [i + shift for i in range(len(rows))], mark, color="#0072b2", ms=4, ls="")
     for axes, title in ((left, "ours"), (right, "paper, 1.4B")):

@@ -38,6 +38,7 @@ NAMES = {
     "softmax_wide_norm": "Transformer, 4 heads of 32 with a head norm from .1",
     "softmax_diff_rate": "Transformer, DIFF's rate",
 }
+RATES = {"diff_same_rate": "DIFF, the Transformer's rate", "diff": "DIFF, its own rate"}  # of the main setting
 SETTINGS = {
     "novels": "novels and needles, 3 layers of width 128, 8 maps of 16, 1500 steps",
     "ablation": "changed models beside the same seeds' Transformer of novels, one learning rate but where said",

@@ -2,6 +2,9 @@
 
 from diff_transformer.study.analysis import Row
 
+MARKS = {"held": "✓ ", "did not hold": "✗ "}
+WORDS = {"held": "better in DIFF", "did not hold": "worse in DIFF", "undecided": "undecided"}
+
 
 def table(title: str, rows: list[Row]) -> str:
     lines = [
@@ -15,15 +18,31 @@ def table(title: str, rows: list[Row]) -> str:
     return "\n".join(lines)
 
 
+def side_by_side(found: dict[str, list[Row]]) -> str:
+    """``found``: by the name of a column, the rows of one model against the same Transformer."""
+    heads = ["", "Transformer"]
+    for name in found:
+        heads += [name, "less the Transformer's"]
+    lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
+    for rows in zip(*found.values(), strict=True):
+        shown = [rows[0].measure, f"{rows[0].baseline:.3f}"]
+        for row in rows:
+            shown += [f"{row.side:.3f}", f"{MARKS.get(row.verdict, '')}{interval(row)}"]
+        lines.append(f"| {' | '.join(shown)} |")
+    return "\n".join(lines)
+
+
 def interval(row: Row) -> str:
     mean, low, high, _ = row.difference
     return f"{mean:+.3f}" if low is None else f"{mean:+.3f} ({low:+.3f} to {high:+.3f})"
 
 
 def in_short(rows: list[Row]) -> str:
-    """Which of the claims held, in a sentence; empty where no row has a claim."""
-    said = {
-        name: [row.measure for row in rows if row.verdict == name] for name in ("held", "did not hold", "undecided")
-    }
-    words = {"held": "Better in DIFF", "did not hold": "Worse in DIFF", "undecided": "Undecided"}
-    return " ".join(f"{words[name]}: {'; '.join(names)}." for name, names in said.items() if names)
+    """Which of the claims held, in a line; empty where no row has a claim."""
+    said: dict[str, list[str]] = {}
+    for row in rows:
+        same = row.difference.low == row.difference.high == 0
+        if row.verdict:
+            said.setdefault("the same in every pair" if same else WORDS[row.verdict], []).append(row.measure)
+    order = [*WORDS.values(), "the same in every pair"]
+    return "; ".join(f"{words}: {', '.join(said[words])}" for words in order if words in said)

@@ -25,9 +25,9 @@ from diff_transformer.study.analysis import (
 
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent))
-from plots import NAMES, SETTINGS, cells_of, draw_desk  # noqa: E402  (these three stand beside this folder)
+from plots import NAMES, RATES, SETTINGS, cells_of, draw_desk  # noqa: E402  (these three stand beside this folder)
 from record import without_places  # noqa: E402
-from tables import interval, table  # noqa: E402
+from tables import interval, side_by_side, table  # noqa: E402
 
 MEASURES = [
     final_loss(),
@@ -51,11 +51,7 @@ MEASURES = [
     Measure("gradient spikes", lambda record: record["gradients"]["spikes"]),
 ]
 SHOWN = MEASURES[:7] + MEASURES[8:13]  # of these, what the first README shows
-COLUMNS = {
-    "diff": "DIFF, its own rate",
-    "diff_same_rate": "DIFF, the Transformer's rate",
-    "diff_norm1": "DIFF as published",
-}
+COLUMNS = {**RATES, "diff_norm1": "DIFF as published"}
 DEPTHS = (0, 25, 50, 75, 100)
 
 
@@ -154,25 +150,14 @@ def at_a_glance(cells: Cells) -> str:
     sides = [side for side in COLUMNS if side in cells.get("novels", {})]
     if not sides:
         return "The study has begun; so far its sweep of learning rates."
-    found = {side: {row.measure: row for row in paired_rows(cells, "novels", side, SHOWN)} for side in sides}
-    heads = ["", "Transformer"]
-    for side in sides:
-        heads += [COLUMNS[side], "less the Transformer's"]
-    lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
-    for name, row in found[sides[0]].items():
-        cells_of_row = [name, f"{row.baseline:.3f}"]
-        for side in sides:
-            of = found[side][name]
-            mark = {"held": "✓ ", "did not hold": "✗ "}.get(of.verdict, "")
-            cells_of_row += [f"{of.side:.3f}", f"{mark}{interval(of)}"]
-        lines.append(f"| {' | '.join(cells_of_row)} |")
-    seeds = " and ".join(str(count) for count in dict.fromkeys(row.seeds for row in found[sides[0]].values()))
+    found = {COLUMNS[side]: paired_rows(cells, "novels", side, SHOWN) for side in sides}
+    seeds = " and ".join(str(count) for count in dict.fromkeys(row.seeds for rows in found.values() for row in rows))
     counted = f"{seeds} pair{'s' * (seeds != '1')}"
     about = (
         f"{counted}; {SETTINGS['novels']}; 95 % intervals; ✓ and ✗: as the paper says, or not. DIFF's head norm starts "
         "at .1, as published at 1; each model's own rate is chosen by its loss on prose after 600 steps."
     )
-    return "\n".join([*lines, "", about])
+    return f"{side_by_side(found)}\n\n{about}"
 
 
 # File -> what stands between its markers, and how these are called.

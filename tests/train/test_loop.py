@@ -40,9 +40,9 @@ def same(first, second):
     return first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
 
 
-@pytest.mark.parametrize("wrong", ["model.attention=difff", "model.num_attention_heads=7", "data.length=4096"])
+@pytest.mark.parametrize("wrong", ["model.attention=difff", "model.num_attention_heads=7"])
 def test_a_model_that_cannot_be_made_leaves_nothing_behind(config, wrong, tmp_path):
-    with pytest.raises(ValueError, match=r"attention|heads|length"):
+    with pytest.raises(ValueError, match=r"attention|heads"):
         train(override(config, [wrong]), tmp_path / "run")
     assert not (tmp_path / "run").exists()
 
