@@ -1,18 +1,20 @@
-"""Fill the tables of docs/pretraining.md from the cost model.
+"""Fill the tables of docs/pretraining.md, from the cost model, and docs/reproduction.md.
 
 python docs/tables.py          # fill
-python docs/tables.py --check  # exit 1 if the page differs
+python docs/tables.py --check  # exit 1 if a page differs
 """
 
 import re
 import sys
 from pathlib import Path
 
+from claims_table import claims_table
+
 from diff_transformer.model.cost import model_cost
 from diff_transformer.model.training_cost import BF16_PEAK_FLOPS, training_memory, training_seconds
 from diff_transformer.recipes import recipe
 
-PAGE = Path(__file__).resolve().parent / "pretraining.md"
+DOCS = Path(__file__).resolve().parent
 RECIPES = (
     "scaling_830m",
     "scaling_1p4b",
@@ -67,18 +69,23 @@ def _days(seconds: float) -> str:
     return f"{days:,.0f} days" if days >= 10 else f"{days:.1f} days" if days >= 1 else f"{24 * days:.1f} hours"
 
 
-def filled() -> str:
-    table = memory()
-    return re.sub(
-        r"(?<=<!-- memory -->\n).*?(?=\n<!-- /memory -->)", lambda _: table, PAGE.read_text(), flags=re.DOTALL
-    )
+TABLES = {DOCS / "pretraining.md": ("memory", memory), DOCS / "reproduction.md": ("claims", claims_table)}
+
+
+def filled(page: Path) -> str:
+    name, table = TABLES[page]
+    made = table()
+    pattern = rf"(?<=<!-- {name} -->\n).*?(?=\n<!-- /{name} -->)"
+    return re.sub(pattern, lambda _: made, page.read_text(), flags=re.DOTALL)
 
 
 def main(arguments: list[str]) -> int:
-    text = filled()
+    stale = {page: text for page in TABLES if (text := filled(page)) != page.read_text()}
     if arguments == ["--check"]:
-        return int(text != PAGE.read_text())
-    PAGE.write_text(text)
+        print("\n".join(f"{page.name} differs" for page in stale))
+        return bool(stale)
+    for page, text in stale.items():
+        page.write_text(text)
     return 0
 
 

@@ -35,6 +35,8 @@ def test_links_exist(page):
 
 def commands(page):
     """The lines of a page that begin with the command; those that end with a backslash or within quotes go on."""
+    if page.suffix == ".py":  # docstrings break lines within a command
+        return re.findall(r"``(diff-transformer [a-z][^`]*)``", re.sub(r"\s*\n\s*", " ", page.read_text()))
     text = re.sub(r"\\\n\s*", " ", page.read_text())
     text = re.sub(r"='[^'`]*'", lambda quoted: " ".join(quoted[0].split()), text)
     lines = re.findall(r"^ *(?:\$ )?(diff-transformer [^\n`]*|.*-m diff_transformer [^\n`]*)$", text, re.MULTILINE)
@@ -42,7 +44,8 @@ def commands(page):
     return [line for line in lines if "[OPTIONS]" not in line]
 
 
-WITH_COMMANDS = [page for page in PAGES if page.name != "cli.md" and commands(page)]
+SOURCES = sorted((ROOT / "src" / "diff_transformer" / "recipes").glob("*.py"))
+WITH_COMMANDS = [page for page in (*PAGES, *SOURCES) if page.name != "cli.md" and commands(page)]
 
 
 @pytest.mark.parametrize("page", WITH_COMMANDS, ids=name)

@@ -1,7 +1,7 @@
 """The desk study: does differential attention help at a scale that two CPU cores can reach?
 
 Matched pairs on novels with needles hidden in them, several seeds, a learning rate for each side from the same sweep,
-and head norms that start at 1 (as published) and at .1 (the size of softmax attention's output at the start).
+and head norms that start at 1 (as published) and at .1 (below softmax attention's output at the start).
 """
 
 import copy
@@ -73,7 +73,7 @@ def base(corpus: str) -> RunConfig:
 def desk_study(corpus: str) -> Study:
     """See the module. ``corpus``: a folder or archive of novels (train/ and val/ inside), or any text.
 
-    Command: ``diff-transformer study desk --set data.corpus=FOLDER --out runs/desk --minutes 60``, again until it says
+    Command: ``diff-transformer study desk --corpus FOLDER --out runs/desk --minutes 60``, again until it says
     that all is finished. Hardware: two CPU cores. Time: about eight hours in all.
     """
     plain = base(corpus)

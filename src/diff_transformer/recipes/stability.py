@@ -20,7 +20,7 @@ def stability_study(corpus: str) -> Study:
     The record has, for each run, the gradient norm's median, its largest value and how many spikes there were (more
     than three times the median of the 20 before; every step is logged), and the final loss.
 
-    Command: ``diff-transformer study stability --set data.corpus=FOLDER --out runs/stability``. Hardware: two CPU
+    Command: ``diff-transformer study stability --corpus FOLDER --out runs/stability``. Hardware: two CPU
     cores. Time: about twenty minutes.
     """
 
