@@ -158,3 +158,13 @@ def test_errors_are_messages(arguments, message, tmp_path, monkeypatch):
     assert message in out.stderr
     assert "Traceback" not in out.stderr
     assert not (tmp_path / "x").exists()
+
+
+def test_help_names_every_experiment():
+    import typer
+
+    from diff_transformer.cli import app
+    from diff_transformer.evals.command import EXPERIMENTS
+
+    said = next(p.help for p in typer.main.get_command(app).commands["eval"].params if p.name == "name")
+    assert said == f"{', '.join(EXPERIMENTS)}; or all."

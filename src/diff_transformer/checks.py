@@ -1,4 +1,7 @@
-"""The check that everything with a size needs."""
+"""The checks that everything with a size, or with a name to choose, needs."""
+
+import difflib
+from collections.abc import Iterable
 
 
 def require_positive(**sizes: float | None) -> None:
@@ -6,3 +9,16 @@ def require_positive(**sizes: float | None) -> None:
     for name, value in sizes.items():
         if value is not None and not value > 0:
             raise ValueError(f"{name} is {value}; it must be positive")
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """`` (did you mean 'demo'?)`` for a name close to one of ``known``; nothing for any other."""
+    near = difflib.get_close_matches(name, list(known), n=1)
+    return f" (did you mean {near[0]!r}?)" if near else ""
+
+
+def require_known(kind: str, name: str, known: Iterable[str], more: str = "") -> None:
+    """Raise ValueError if ``name`` is none of ``known``, naming the nearest and all of them, and what ``more`` adds."""
+    known = list(known)
+    if name not in known:
+        raise ValueError(f"no {kind} {name!r}{did_you_mean(name, known)}; there are: {', '.join(known)}{more}")

@@ -80,6 +80,20 @@ def test_shards_are_read(tmp_path):
     assert torch.equal(read_model(tmp_path / "shards").eval()(tokens()).logits, model(tokens()).logits)
 
 
+def test_the_hub_is_asked_once(monkeypatch):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+    asked = []
+
+    def unreachable(self, name, **kwargs):
+        asked.append(name)
+        raise ConnectionError("name not known")
+
+    monkeypatch.setattr("huggingface_hub.HfApi.model_info", unreachable)
+    with pytest.raises(FileNotFoundError, match=r"no model called 3BB \(did you mean '3B'\?\) \(name not known\)"):
+        load_model("3BB")
+    assert asked == ["3BB"]
+
+
 def test_what_is_missing_is_named(tmp_path, monkeypatch):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     with pytest.raises(FileNotFoundError, match="holds no model"):

@@ -9,6 +9,7 @@ import torch
 
 from diff_transformer.bench import tables
 from diff_transformer.bench.shapes import default_grid, parse_shapes
+from diff_transformer.checks import require_known
 from diff_transformer.ops import available_backends
 
 BENCHMARKS = ("attention", "decode", "throughput", "step")
@@ -36,8 +37,7 @@ def run_bench(
         ValueError: for an unknown name or device, or a grid that is none. FileExistsError: if ``out`` exists, before
         anything runs, unless ``overwrite``.
     """
-    if name not in BENCHMARKS:
-        raise ValueError(f"no benchmark {name!r}; there are: {', '.join(BENCHMARKS)}")
+    require_known("benchmark", name, BENCHMARKS)
     if grid is not None and name != "attention":
         raise ValueError(f"grid gives shapes of the benchmark 'attention'; {name!r} has its own")
     if torch.device(device).type == "cuda" and not torch.cuda.is_available():

@@ -13,7 +13,13 @@ from diff_transformer.cli.app import Resume, Set, app, quiet, resumable
 
 @app.command(name="eval")
 def evaluate(
-    name: Annotated[str, typer.Argument(help="An experiment, or all: see the list above.")],
+    name: Annotated[
+        str,
+        typer.Argument(
+            help="harness, scaling, long_nll, needle, allocation, many_shot, hallucination, outliers, quantization, "
+            "associative_recall, ablation, gradient_flow; or all."
+        ),
+    ],
     out: Annotated[Path, typer.Option("--out", help="JSON file for one result, or a folder; must be new.")],
     models: Annotated[
         list[str] | None,

@@ -17,6 +17,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
+from diff_transformer.checks import require_known
 from diff_transformer.evals.samples import Samples
 from diff_transformer.evals.types import Result
 
@@ -45,8 +46,7 @@ def experiment(name: str) -> ModuleType:
     Raises:
         ValueError: for a name that is not in ``EXPERIMENTS``.
     """
-    if name not in EXPERIMENTS:
-        raise ValueError(f"no experiment {name!r}; there are: {', '.join(EXPERIMENTS)}, or all")
+    require_known("experiment", name, EXPERIMENTS, ", or all")
     return import_module(f"diff_transformer.evals.{name}")
 
 

@@ -23,6 +23,14 @@ _LOGITS = 1 << 28  # logits of the vocabulary held at a time
 
 
 class LanguageModel(Protocol):
+    """What an experiment needs of a model; ``CausalLM`` is one.
+
+    ``generate``: for each prompt, what follows it greedily, at most ``max_new_tokens`` tokens, without the prompt.
+    ``token_losses``: for rows ``ids`` int64 [B, T], nats of each token but the first given those before it, fp32
+    [B, T - 1]. ``last_row_attention``: for each layer, the weights with which the last token of ``ids`` [1, T] attends,
+    fp32 [heads, T]; of differential attention the difference of its two maps.
+    """
+
     name: str
     tokenizer: "PreTrainedTokenizerFast"
 

@@ -4,9 +4,9 @@
 ``IMPLEMENTATIONS``; where none is given, ``config.backend`` decides about differential attention.
 """
 
-import difflib
 from typing import NamedTuple
 
+from diff_transformer.checks import did_you_mean
 from diff_transformer.ops import flash
 from diff_transformer.ops.diff_attention import BACKENDS
 
@@ -42,8 +42,7 @@ def check_implementation(name: str | None) -> str:
         ValueError: for a name that is not in ``IMPLEMENTATIONS``. RuntimeError: if flash-attn is not installed.
     """
     if _OTHER_NAMES.get(name, name) not in IMPLEMENTATIONS:
-        near = difflib.get_close_matches(str(name), IMPLEMENTATIONS, n=1)
-        hint = f" (did you mean {near[0]!r}?)" if near else ""
+        hint = did_you_mean(str(name), IMPLEMENTATIONS)
         raise ValueError(f"attn_implementation is {name!r}{hint}; accepted: {', '.join(map(repr, IMPLEMENTATIONS))}")
     name = DEFAULT if name is None else name
     if implementation(name).softmax == "flash" and flash.installed() is None:

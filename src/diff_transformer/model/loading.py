@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from diff_transformer.checks import did_you_mean
 from diff_transformer.model.presets import PRESETS, preset
 
 DTYPES = ("float32", "bfloat16", "float16")
@@ -75,6 +76,8 @@ def read_model(name_or_path: str | Path, model_class: Any = None, **options: Any
     folder = Path(name_or_path)
     if folder.is_dir():
         refuse_pickles(folder)
+    else:
+        require_reachable(str(name_or_path))
     try:
         return model_class.from_pretrained(str(name_or_path), **options, use_safetensors=True)
     except ImportError as error:
@@ -83,10 +86,31 @@ def read_model(name_or_path: str | Path, model_class: Any = None, **options: Any
         told = str(error).splitlines()[0] if str(error) else type(error).__name__
         if "safetensors" in str(error):
             raise ValueError(f"{name_or_path} has no safetensors ({told}). {_ADVICE}") from None
-        raise FileNotFoundError(
-            f"no model called {name_or_path} ({told}); give a folder written by save_pretrained, a name on the hub "
-            "that is cached or can be downloaded, or a preset"
-        ) from None
+        raise FileNotFoundError(_no_model(name_or_path, told)) from None
+
+
+def require_reachable(name: str) -> None:
+    """Ask the hub once for a model that is not cached, where a download would ask again and again.
+
+    Raises:
+        FileNotFoundError: if it answers that there is none, or does not answer.
+    """
+    from huggingface_hub import HfApi, constants, try_to_load_from_cache
+
+    try:
+        if constants.HF_HUB_OFFLINE or isinstance(try_to_load_from_cache(name, "config.json"), str):
+            return
+        HfApi().model_info(name, timeout=10)
+    except Exception as error:  # of the client's network library, whichever it is
+        told = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise FileNotFoundError(_no_model(name, told)) from None
+
+
+def _no_model(name: str | Path, told: str) -> str:
+    return (
+        f"no model called {name}{did_you_mean(str(name), PRESETS)} ({told}); give a folder written by save_pretrained, "
+        f"a name on the hub that is cached or can be downloaded, or a preset: {', '.join(PRESETS)}"
+    )
 
 
 def refuse_pickles(folder: Path) -> None:

@@ -131,6 +131,19 @@ class DiffTransformerModel(DiffTransformerPreTrainedModel):
         use_cache: bool | None = None,
         **kwargs,
     ) -> BaseModelOutputWithPast:
+        """The last layer's normalised output ``[B, T, hidden_size]``, in the weights' dtype.
+
+        Args:
+            input_ids: int64 ``[B, T]``; or ``inputs_embeds`` ``[B, T, hidden_size]`` instead.
+            attention_mask: 1 for tokens, 0 for padding, ``[B, S]`` with S the cached tokens and these together; or a
+                boolean or additive mask ``[B or 1, heads or 1, T, S]``.
+            position_ids: int64 ``[B, T]``; counted on from the cache's length by default.
+            past_key_values: a cache of transformers, which these tokens are added to.
+            kwargs: ``cu_seq_lens_q`` and ``max_length_q`` of packed documents (``model/documents.py``).
+
+        Raises:
+            ValueError: for both or neither of the inputs, or a mask that the backend does not take.
+        """
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("give exactly one of input_ids and inputs_embeds")
         if inputs_embeds is None:
@@ -217,6 +230,14 @@ class DiffTransformerForCausalLM(DiffTransformerPreTrainedModel, GenerationMixin
         logits_to_keep: int | Tensor = 0,
         **kwargs,
     ) -> CausalLMOutputWithPast:
+        """Logits ``[B, T, vocab_size]`` and, with ``labels``, the mean loss in nats.
+
+        Args:
+            labels: int64 ``[B, T]``, the input itself: each token is predicted from those before it; -100 is left out.
+            logits_to_keep: of so many last tokens, or of the tokens with these indices; 0 for all.
+
+        The others are those of ``DiffTransformerModel.forward``.
+        """
         outputs = self.model(
             input_ids=input_ids,
             attention_mask=attention_mask,

@@ -1,5 +1,6 @@
 """Named model configurations: the paper's sizes (appendices C and D) and the small ones of the demo and the tests."""
 
+from diff_transformer.checks import require_known
 from diff_transformer.model.config import DiffTransformerConfig
 
 CL100K_VOCABULARY = 100_288  # cl100k_base with its special tokens, padded to a multiple of 128
@@ -50,6 +51,5 @@ def preset(name: str, **overrides) -> DiffTransformerConfig:
     Raises:
         ValueError: for a name that is not in ``PRESETS``.
     """
-    if name not in PRESETS:
-        raise ValueError(f"no preset {name!r}; there are: {', '.join(PRESETS)}")
+    require_known("preset", name, PRESETS)
     return DiffTransformerConfig(**{**PRESETS[name], **overrides})

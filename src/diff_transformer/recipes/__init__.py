@@ -1,8 +1,8 @@
 """Recipes: functions that return the full configuration of a run. Their docstrings say what to expect of them."""
 
-import difflib
 from collections.abc import Callable
 
+from diff_transformer.checks import require_known
 from diff_transformer.recipes import desk, one_gpu, paper, uptrain
 from diff_transformer.train.config import RunConfig
 
@@ -24,8 +24,5 @@ def recipe(name: str) -> RunConfig:
     Raises:
         ValueError: for a name that is not in ``RECIPES``.
     """
-    if name not in RECIPES:
-        near = difflib.get_close_matches(name, RECIPES, n=1)
-        hint = f" (did you mean {near[0]!r}?)" if near else ""
-        raise ValueError(f"no recipe {name!r}{hint}; there are: {', '.join(RECIPES)}")
+    require_known("recipe", name, RECIPES)
     return RECIPES[name]()

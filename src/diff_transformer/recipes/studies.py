@@ -1,8 +1,8 @@
 """Studies by name: functions from a corpus to a plan of many runs."""
 
-import difflib
 from collections.abc import Callable
 
+from diff_transformer.checks import require_known
 from diff_transformer.recipes.desk_study import desk_study
 from diff_transformer.recipes.ladder import ladder_study
 from diff_transformer.recipes.stability import stability_study
@@ -21,8 +21,5 @@ def study(name: str, corpus: str = "python") -> Study:
     Raises:
         ValueError: for a name that is not in ``STUDIES``.
     """
-    if name not in STUDIES:
-        near = difflib.get_close_matches(name, STUDIES, n=1)
-        hint = f" (did you mean {near[0]!r}?)" if near else ""
-        raise ValueError(f"no study {name!r}{hint}; there are: {', '.join(STUDIES)}")
+    require_known("study", name, STUDIES)
     return STUDIES[name](corpus)

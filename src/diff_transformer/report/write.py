@@ -40,7 +40,7 @@ def save_page(render: Callable[[], str], path: Path | str, *, overwrite: bool = 
     """
     path = Path(path)
     if path.exists() and not overwrite:
-        raise FileExistsError(f"{path} exists; give another path, or overwrite=True to replace it")
+        raise FileExistsError(f"{path} exists; give another path, or --overwrite (overwrite=True) to replace it")
     page = render().encode("utf-8")
     if len(page) > LIMIT:
         raise ResultsError(

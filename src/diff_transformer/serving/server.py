@@ -3,6 +3,7 @@
 from pathlib import Path
 from typing import Any
 
+from diff_transformer.model.loading import require_reachable
 from diff_transformer.serving.chat import count_prompt_tokens, give_template
 from diff_transformer.serving.front import Front
 
@@ -139,6 +140,8 @@ def _check(model: str, continuous_batching: bool, attn_implementation: str | Non
         raise FileNotFoundError(f"{model} has no tokenizer; save one into the same folder (tokenizer.save_pretrained)")
     if not folder.exists() and model.startswith(("/", ".", "~")):
         raise FileNotFoundError(f"no model at {model}; give the folder of a saved model, or a name on the hub")
+    if not folder.exists():
+        require_reachable(model)
     if continuous_batching and attn_implementation not in (None, "sdpa", "eager"):
         raise ValueError(
             f"continuous batching computes attention through a mask over a paged cache, which attn_implementation="
