@@ -81,7 +81,7 @@ def bands(axes, seeds: Iterable[dict], side: str, *, label: str | None = None, s
 
 def draw_desk(cells: dict, folder: Path) -> None:
     """Loss curves and retrieval of the main setting, and the difference in loss in every setting."""
-    from diff_transformer.study.analysis import final_loss, paired_rows
+    from diff_transformer.study.analysis import borrow_baselines, final_loss, paired_rows
 
     main = cells.get("novels", {})
     if main.keys() >= {"softmax", "diff"}:
@@ -104,9 +104,8 @@ def draw_desk(cells: dict, folder: Path) -> None:
         right.set(ylabel="needles found", ylim=(0, 1.02))
         right.set_xticks(range(len(tasks)), ["1 of 1", "1 of 2", "1 of 4", "2 of 4"])
         save(figure, folder / "novels.svg")
-    rows = []
+    rows, compared = [], borrow_baselines(cells)
     for setting in [name for name in SETTINGS if name in cells]:
-        compared = {setting: {"softmax": main.get("softmax", {}), **cells[setting]}}
         for side in [name for name in NAMES if name in cells[setting] and name != "softmax"]:
             rows += [(setting, side, row) for row in paired_rows(compared, setting, side, [final_loss()])]
     if rows:

@@ -14,14 +14,14 @@ from pathlib import Path
 
 from diff_transformer.study.analysis import (
     Cells,
-    Measure,
+    borrow_baselines,
     collect,
     final_loss,
-    metric,
     paired_rows,
     spread,
     tokens_to_equal_loss,
 )
+from diff_transformer.study.measures import MEASURES
 
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent))
@@ -29,27 +29,6 @@ from plots import NAMES, RATES, SETTINGS, cells_of, draw_desk  # noqa: E402  (th
 from record import without_places  # noqa: E402
 from tables import interval, side_by_side, table  # noqa: E402
 
-MEASURES = [
-    final_loss(),
-    metric("associative_recall", "ar_hit", "lower", "loss on AR-Hit"),
-    metric("associative_recall", "others", "lower", "loss on Others"),
-    metric("needle", "n1_r1", "higher", "1 needle"),
-    metric("needle", "n2_r1", "higher", "2 needles, 1 asked for"),
-    metric("needle", "n4_r1", "higher", "4 needles, 1 asked for"),
-    metric("needle", "n4_r2", "higher", "4 needles, 2 asked for"),
-    metric("long_nll", "nll128", "", "loss over 128 tokens (the length trained at)"),
-    metric("long_nll", "nll512", "lower", "loss over 512 tokens"),
-    metric("allocation", "answer", "higher", "attention on the answer"),
-    metric("allocation", "noise", "lower", "attention on the noise"),
-    metric("outliers", "logits_top1", "lower", "largest attention logit"),
-    metric("outliers", "hidden_top1", "lower", "largest hidden value"),
-    metric("quantization", "loss_4bit_change", "lower", "loss that 4-bit logits cost"),
-    metric("many_shot", "random_mean", "higher", "many-shot accuracy (chance .06)"),
-    metric("many_shot", "random_margin", "lower", "many-shot best less worst order"),
-    Measure("median gradient norm", lambda record: record["gradients"]["median"]),
-    Measure("largest gradient norm after the first tenth", lambda record: record["gradients"]["largest"]),
-    Measure("gradient spikes", lambda record: record["gradients"]["spikes"]),
-]
 SHOWN = MEASURES[:7] + MEASURES[8:13]  # of these, what the first README shows
 COLUMNS = {**RATES, "diff_norm1": "DIFF as published"}
 DEPTHS = (0, 25, 50, 75, 100)
@@ -64,18 +43,11 @@ def tables(cells: Cells) -> str:
     parts.append(overview(cells))
     for setting in [name for name in SETTINGS if name in cells]:
         for side in [name for name in NAMES if name in cells[setting] and name != "softmax"]:
-            rows = paired_rows(with_baseline(cells, setting), setting, side, MEASURES)
+            rows = paired_rows(borrow_baselines(cells), setting, side, MEASURES)
             if rows and (side == "diff" or setting == "novels"):
                 parts.append(table(f"{SETTINGS[setting]}: {NAMES[side]}", rows))
     parts += [by_depth(cells), sweep(cells)]
     return "\n\n".join(part for part in parts if part)
-
-
-def with_baseline(cells: Cells, setting: str) -> Cells:
-    """The ablations were trained in the setting of "novels" and are compared with its Transformer."""
-    if setting != "ablation":
-        return cells
-    return {**cells, "ablation": {**cells["ablation"], "softmax": cells["novels"]["softmax"]}}
 
 
 def overview(cells: Cells) -> str:
@@ -84,9 +56,9 @@ def overview(cells: Cells) -> str:
     heads += ("tokens to its loss", "tokens to its loss on needles")
     lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
     for setting in [name for name in SETTINGS if name in cells]:
-        compared = with_baseline(cells, setting)
+        compared = borrow_baselines(cells)
         sides = compared[setting]
-        for side in [name for name in NAMES if name in sides and (setting, name) != ("ablation", "softmax")]:
+        for side in [name for name in NAMES if name in cells[setting]]:
             losses = [final_loss().read(record) for record in sides[side].values()]
             mean, deviation = spread(losses)
             more = ["", "", "", ""]

@@ -146,8 +146,8 @@ def report(
     results: Annotated[
         list[Path],
         typer.Argument(
-            help="results.json of a comparison or its folder; results of `eval`, any number; or folders of `train`, "
-            "any number, finished or not."
+            help="results.json of a comparison or its folder; results of `eval`, any number; folders of `train`, any "
+            "number, finished or not; or the folder of a study."
         ),
     ],
     out: Annotated[Path | None, typer.Option("--out", help="HTML file to write; needed unless --serve.")] = None,
@@ -157,17 +157,19 @@ def report(
     ] = False,
     port: Annotated[int, typer.Option(min=0, max=65535, help="Of --serve; any that is free if 0.")] = 0,
 ):
-    """Write the report of a comparison again and print its claims; or one page of experiments, or of runs overlaid."""
+    """Write a comparison's report again and print its claims; or one page of experiments, of runs, or of a study."""
     from rich.console import Console
 
     from diff_transformer.report import (
         is_comparison,
         is_run,
+        is_study,
         load_results,
         render_claims,
         write_evals_report,
         write_report,
         write_runs_report,
+        write_study_report,
     )
 
     if serve:
@@ -179,12 +181,19 @@ def report(
         return serve_report(results[0], port=port)
     if out is None:
         raise ValueError("there is no --out; name the HTML file to write, or give --serve")
-    if all(is_run(path) for path in results):
+    if len(results) == 1 and is_study(results[0]):
+        print(f"report: {write_study_report(results[0], out, overwrite=overwrite)}")
+    elif all(is_run(path) for path in results):
         print(f"report: {write_runs_report([*results], out, overwrite=overwrite)}")
     elif len(results) == 1 and is_comparison(results[0]):
         loaded = load_results(results[0])
         Console().print(render_claims(loaded))
         print(f"report: {write_report(loaded, out, overwrite=overwrite)}")
+    elif any((path / "results.json").exists() for path in results):
+        raise ValueError(
+            "the page of a comparison is of one alone; to lay several over one another give their runs "
+            "(FOLDER/members/*/run), or their experiments (FOLDER/members/*/evals)"
+        )
     else:
         print(f"report: {write_evals_report(list(results), out, overwrite=overwrite)}")
 

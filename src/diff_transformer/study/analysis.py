@@ -103,6 +103,31 @@ def paired_rows(
     return rows
 
 
+def borrow_baselines(cells: Cells, baseline: str = "softmax") -> Cells:
+    """``cells``, where a setting without the side ``baseline`` has that of the first setting whose models are of the
+    same size and trained on as many tokens."""
+    made = {}
+    for setting, sides in cells.items():
+        known = next(iter(next(iter(sides.values())).values()))
+        found = sides.get(baseline) or next(
+            (
+                other[baseline]
+                for name, other in cells.items()
+                if "/" not in name and baseline in other and _alike(next(iter(other[baseline].values())), known)
+            ),
+            None,
+        )
+        made[setting] = {baseline: found, **sides} if found else sides
+    return made
+
+
+def _alike(first: Record, second: Record) -> bool:
+    fields = ("hidden_size", "num_hidden_layers", "vocab_size")
+    return all(first[name] == second[name] for name in ("steps", "tokens_per_step", "lr")) and all(
+        first["model"][name] == second["model"][name] for name in fields
+    )
+
+
 def spread(values: list[float]) -> tuple[float, float]:
     """Mean and standard deviation over seeds (0 of a single one)."""
     return fmean(values), stdev(values) if len(values) > 1 else 0.0
