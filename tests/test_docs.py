@@ -70,6 +70,24 @@ def test_commands_parse(page):
             parser.parse_args([word for word in words[1:] if word != "--help"])
 
 
+def test_imports_run_one_way():
+    """Each room of the package imports from those behind it alone, in the order of docs/architecture.md."""
+    text = (ROOT / "docs" / "architecture.md").read_text()
+    order = [re.findall(r"`(\w+)`", group) for group in re.search(r"^`cli` → .*?\n\n", text, re.M | re.S)[0].split("→")]
+    rank = {room: place for place, group in enumerate(order) for room in group}
+    package, wrong = ROOT / "src" / "diff_transformer", []
+    for path in package.rglob("*.py"):
+        here = path.relative_to(package).parts[0].removesuffix(".py")
+        if here in ("__init__", "__main__"):
+            continue
+        assert here in rank, f"docs/architecture.md does not say where {here} stands"
+        for there in re.findall(r"^ *(?:from|import) diff_transformer\.(\w+)", path.read_text(), re.M):
+            together = there == here or {here, there} == {"ops", "testing"}
+            if there in rank and not together and rank[there] <= rank[here]:
+                wrong.append(f"{path.relative_to(package)} imports {there}")
+    assert wrong == []
+
+
 @pytest.mark.parametrize("script", GENERATED)
 def test_generated_pages_are_those_of_their_sources(script):
     done = subprocess.run([sys.executable, str(ROOT / script), "--check"], capture_output=True, text=True)

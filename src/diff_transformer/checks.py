@@ -22,3 +22,15 @@ def require_known(kind: str, name: str, known: Iterable[str], more: str = "") ->
     known = list(known)
     if name not in known:
         raise ValueError(f"no {kind} {name!r}{did_you_mean(name, known)}; there are: {', '.join(known)}{more}")
+
+
+def differences(first: dict, second: dict, prefix: str = "") -> list[str]:
+    """Dotted paths at which two nested dictionaries differ, with both values."""
+    lines = []
+    for key in sorted(set(first) | set(second)):
+        a, b = first.get(key), second.get(key)
+        if isinstance(a, dict) and isinstance(b, dict):
+            lines += differences(a, b, f"{prefix}{key}.")
+        elif a != b:
+            lines.append(f"{prefix}{key}: {a!r} against {b!r}")
+    return lines

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from diff_transformer.checks import differences
 from diff_transformer.evals import ablation
 from diff_transformer.evals.ablation import QUICK, Settings, evaluate_ablation, run, table, train_rows
 from diff_transformer.evals.samples import Samples
@@ -18,7 +19,7 @@ from diff_transformer.model.config import DiffTransformerConfig
 from diff_transformer.model.cost import model_cost
 from diff_transformer.recipes import recipe
 from diff_transformer.recipes.ablation import ROWS, ablation_rows
-from diff_transformer.train.config import differences, override
+from diff_transformer.train.config import override
 from diff_transformer.train.materials import build_model
 
 

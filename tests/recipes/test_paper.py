@@ -2,11 +2,12 @@
 
 import pytest
 
+from diff_transformer.checks import differences
 from diff_transformer.model.config import DiffTransformerConfig
 from diff_transformer.model.cost import model_cost
 from diff_transformer.recipes import RECIPES, recipe
 from diff_transformer.recipes.paper import SCALING, ablation_1p4b, scaling
-from diff_transformer.train.config import RunConfig, differences
+from diff_transformer.train.config import RunConfig
 
 
 def config_of(run):

@@ -10,8 +10,8 @@ from diff_transformer.model.head_scale import matched_head_norm_init
 from diff_transformer.recipes import recipe
 from diff_transformer.recipes.desk_study import MATCHED, SIDES, base, desk_study
 from diff_transformer.recipes.ladder import ladder_study
+from diff_transformer.recipes.plan import Cell, Study, seeds
 from diff_transformer.study.cell import by_source, gradient_record
-from diff_transformer.study.plan import Cell, Study, seeds
 from diff_transformer.study.run import run_study, sweep_losses
 from diff_transformer.train.config import override
 

@@ -1,7 +1,8 @@
 import pytest
 
+from diff_transformer.checks import differences
 from diff_transformer.recipes import RECIPES, recipe
-from diff_transformer.train.config import RunConfig, differences, override
+from diff_transformer.train.config import RunConfig, override
 
 
 @pytest.mark.parametrize("name", RECIPES)

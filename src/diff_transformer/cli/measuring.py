@@ -82,13 +82,15 @@ def _evaluate_one(plan, out: Path, resume: bool, bar) -> bool:
 
 def _evaluate_many(plan, out: Path, resume: bool, bar) -> bool:
     from diff_transformer.evals.suite import run_suite
+    from diff_transformer.report import write_evals_report
 
     outcomes = run_suite(plan, out, resume=resume, bar=bar)
     for outcome in outcomes:
         told = outcome.error or outcome.path
         print(f"{outcome.name:20} {outcome.model or '':16} {told}", file=sys.stderr if outcome.error else sys.stdout)
-    if any(outcome.result for outcome in outcomes):
-        print(f"report: {out / 'report.html'}")
+    measured = [outcome.result for outcome in outcomes if outcome.result]
+    if measured:
+        print(f"report: {write_evals_report(measured, out / 'report.html', overwrite=True)}")
     return any(outcome.error for outcome in outcomes)
 
 
@@ -163,14 +165,13 @@ def report(
     from diff_transformer.report import (
         is_comparison,
         is_run,
-        is_study,
         load_results,
         render_claims,
         write_evals_report,
         write_report,
         write_runs_report,
-        write_study_report,
     )
+    from diff_transformer.study.page import is_study, write_study_report
 
     if serve:
         from diff_transformer.report.serve import serve_report
@@ -210,5 +211,6 @@ def info(
     from rich.console import Console
 
     from diff_transformer.model.info import pair_table, preset_table
+    from diff_transformer.recipes import RECIPES
 
-    Console().print(pair_table(preset, length, attention) if preset else preset_table())
+    Console().print(pair_table(preset, length, attention) if preset else preset_table(RECIPES))

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from diff_transformer.compare.intervals import SEEDS_FOR_AN_INTERVAL, Interval, mean, over_examples, over_seeds, verdict
+from diff_transformer.evals.intervals import SEEDS_FOR_AN_INTERVAL, Interval, mean, over_examples, over_seeds, verdict
 from diff_transformer.evals.types import Result
 
 Rows = Callable[[Result], np.ndarray]  # for each example, what its score is made of: [examples, ...]

@@ -49,8 +49,8 @@ def run_member(folder: Path, *, explorer: bool) -> None:
             write_status(folder, f"measuring {name}", config.train.steps)
             run_eval(name, lm, settings, path, resume=True)
     if explorer and not (folder / "explorer.json").exists():
-        from diff_transformer.compare.explorer import explorer_entry
         from diff_transformer.data.filler import Filler
+        from diff_transformer.evals.explorer import explorer_entry
 
         entry = explorer_entry(lm, Filler(materials.corpus.validation), config)
         write_whole(folder / "explorer.json", json.dumps(entry))

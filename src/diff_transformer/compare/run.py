@@ -13,14 +13,14 @@ from typing import Any
 
 from rich.console import Console
 
-from diff_transformer.checks import require_positive
+from diff_transformer.checks import differences, require_positive
 from diff_transformer.compare.claims import judge, paper_claims
 from diff_transformer.compare.pool import run_pool
 from diff_transformer.compare.variants import known_variants, variant_folders, variant_model, variant_rows
 from diff_transformer.durable import require_writable, write_whole
 from diff_transformer.evals.provenance import provenance
 from diff_transformer.evals.types import Result
-from diff_transformer.train.config import RunConfig, differences
+from diff_transformer.train.config import RunConfig
 from diff_transformer.train.metrics import read_metrics
 from diff_transformer.train.run_folder import RunLock
 

@@ -17,11 +17,11 @@ from pathlib import Path
 
 import numpy as np
 
-from diff_transformer.checks import require_positive
+from diff_transformer.checks import differences, require_positive
 from diff_transformer.evals.provenance import commit, provenance
 from diff_transformer.evals.samples import Samples
 from diff_transformer.evals.types import Result
-from diff_transformer.train.config import RunConfig, differences
+from diff_transformer.train.config import RunConfig
 
 NEEDS_MODEL = False
 SLICES = ("validation", "ar_hit", "others")

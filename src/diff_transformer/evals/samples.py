@@ -104,7 +104,7 @@ class Samples:
                 os.fsync(file.fileno())
 
     def _read(self, journal: Path, settings: dict) -> None:
-        from diff_transformer.train.config import differences
+        from diff_transformer.checks import differences
 
         lines = journal.read_text().splitlines()
         try:

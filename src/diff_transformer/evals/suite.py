@@ -1,4 +1,4 @@
-"""Several experiments on several models, into one folder with one report: ``diff-transformer eval all``."""
+"""Several experiments on several models, into one folder: ``diff-transformer eval all``."""
 
 import json
 from collections.abc import Callable, Sequence
@@ -59,7 +59,7 @@ def names_of(name: str, quick: bool) -> tuple[str, ...]:
 
 
 def run_suite(plan: Plan, out: Path, *, resume: bool = False, bar: Callable[[str], Bar] | None = None) -> list[Outcome]:
-    """Run every experiment of ``plan`` on every model; write ``out/EXPERIMENT/MODEL.json`` and ``out/report.html``.
+    """Run every experiment of ``plan`` on every model; write ``out/EXPERIMENT/MODEL.json``.
 
     With a single experiment an error is raised as it is; with several it is kept with its outcome, and the others run.
 
@@ -98,11 +98,6 @@ def run_suite(plan: Plan, out: Path, *, resume: bool = False, bar: Callable[[str
                 if len(plan.names) == 1:
                     raise
                 outcomes.append(Outcome(name, label, path, error=f"{type(error).__name__}: {error}"))
-    if any(outcome.result for outcome in outcomes):
-        from diff_transformer.report.evals_page import write_evals_report
-
-        measured = [outcome.result for outcome in outcomes if outcome.result]
-        write_evals_report(measured, out / "report.html", overwrite=True)
     return outcomes
 
 
@@ -132,7 +127,7 @@ def _open_folder(out: Path, plan: Plan, resume: bool) -> None:
     request = json.loads(json.dumps({**plan.__dict__, "names": list(plan.names), "models": list(plan.models)}))
     path = out / "request.json"
     if path.exists() and resume:
-        from diff_transformer.train.config import differences
+        from diff_transformer.checks import differences
 
         different = differences(json.loads(path.read_text()), request)
         if different:

@@ -1,5 +1,7 @@
 """What ``diff-transformer info`` prints."""
 
+from collections.abc import Iterable
+
 from rich.table import Table
 
 from diff_transformer.model.config import matched_baseline
@@ -45,10 +47,8 @@ def pair_table(name: str, length: int | None = None, attention: str = "diff") ->
     return table
 
 
-def preset_table() -> Table:
-    """All presets and recipes, a line each."""
-    from diff_transformer.recipes import RECIPES
-
+def preset_table(recipes: Iterable[str] = ()) -> Table:
+    """All presets, a line each, and the names of ``recipes`` below."""
     table = Table(title="presets", title_justify="left")
     for column in ("preset", "parameters", "d_model", "layers", "DIFF heads", "d", "length"):
         table.add_column(column, justify="left" if column == "preset" else "right")
@@ -56,7 +56,7 @@ def preset_table() -> Table:
         c = preset(name)
         cells = (c.hidden_size, c.num_hidden_layers, c.num_diff_heads, c.head_dim, c.max_position_embeddings)
         table.add_row(name, f"{model_cost(c).total_parameters / 1e6:,.1f}M", *map(str, cells))
-    table.caption = f"recipes: {', '.join(RECIPES)}"
+    table.caption = f"recipes: {', '.join(recipes)}"
     return table
 
 

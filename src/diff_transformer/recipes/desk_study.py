@@ -9,7 +9,7 @@ import dataclasses
 from typing import Any
 
 from diff_transformer.recipes.desk import demo
-from diff_transformer.study.plan import Cell, Choices, Study, seeds
+from diff_transformer.recipes.plan import Cell, Choices, Study, seeds
 from diff_transformer.train.config import RunConfig
 
 LEARNING_RATES = (5e-4, 1e-3, 2e-3, 4e-3, 8e-3)

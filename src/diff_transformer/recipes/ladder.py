@@ -1,7 +1,7 @@
 """Figure 3 on one GPU: the pair at four sizes, equal tokens."""
 
 from diff_transformer.recipes.one_gpu import one_gpu
-from diff_transformer.study.plan import Cell, Choices, Study, seeds
+from diff_transformer.recipes.plan import Cell, Choices, Study, seeds
 
 SIZES = ((256, 4), (512, 6), (768, 8), (1024, 8))  # width, layers; 16 maps each
 

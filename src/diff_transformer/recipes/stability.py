@@ -3,7 +3,7 @@
 from typing import Any
 
 from diff_transformer.recipes.desk_study import base
-from diff_transformer.study.plan import Cell, Choices, Study, seeds
+from diff_transformer.recipes.plan import Cell, Choices, Study, seeds
 
 LEARNING_RATES = (1e-3, 3e-3, 1e-2, 3e-2)
 SIDES: dict[str, dict[str, Any]] = {

@@ -5,8 +5,8 @@ from collections.abc import Callable
 from diff_transformer.checks import require_known
 from diff_transformer.recipes.desk_study import desk_study
 from diff_transformer.recipes.ladder import ladder_study
+from diff_transformer.recipes.plan import Study
 from diff_transformer.recipes.stability import stability_study
-from diff_transformer.study.plan import Study
 
 STUDIES: dict[str, Callable[[str], Study]] = {
     "desk": desk_study,

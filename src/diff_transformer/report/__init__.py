@@ -5,10 +5,9 @@ from diff_transformer.report.evals_page import write_evals_report
 from diff_transformer.report.load import ResultsError, is_comparison, load_results
 from diff_transformer.report.load_runs import is_run
 from diff_transformer.report.run_overlay import write_runs_report
-from diff_transformer.report.study_page import is_study, write_study_report
 from diff_transformer.report.write import write_report
 
 __all__ = [
-    "ResultsError", "is_comparison", "is_run", "is_study", "load_results", "render_claims", "write_evals_report",
-    "write_report", "write_runs_report", "write_study_report",
+    "ResultsError", "is_comparison", "is_run", "load_results", "render_claims", "write_evals_report", "write_report",
+    "write_runs_report",
 ]  # fmt: skip

@@ -57,8 +57,8 @@ class TypedPrompts:
             UnknownModel: if the comparison has no such model.
             PromptError: if the text is empty, too long, or cannot be written as UTF-8.
         """
-        from diff_transformer.compare.explorer import attention_entry
         from diff_transformer.data.tokenizer import encode
+        from diff_transformer.evals.explorer import attention_entry
 
         if model not in self.members:
             raise UnknownModel(f"there is no model {model[:80]!r}; there are {', '.join(self.members)}")

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean, stdev
 
-from diff_transformer.compare.intervals import Interval, over_seeds, verdict
+from diff_transformer.evals.intervals import Interval, over_seeds, verdict
 
 Record = dict  # what a cell's result.json holds
 Cells = dict[str, dict[str, dict[int, Record]]]  # setting -> side -> seed -> record

@@ -13,10 +13,10 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from diff_transformer.checks import require_positive
+from diff_transformer.checks import differences, require_positive
 from diff_transformer.durable import require_writable
-from diff_transformer.study.plan import Cell, Study
-from diff_transformer.train.config import RunConfig, differences
+from diff_transformer.recipes.plan import Cell, Study
+from diff_transformer.train.config import RunConfig
 
 _POLL_SECONDS = 0.5
 _STOP_SECONDS = 120

@@ -270,18 +270,6 @@ def unknown_key(path: str, values: dict, depth: int = 0) -> str:
     return f"no setting {path!r}{hint}"
 
 
-def differences(first: dict, second: dict, prefix: str = "") -> list[str]:
-    """Dotted paths at which two nested dictionaries differ, with both values."""
-    lines = []
-    for key in sorted(set(first) | set(second)):
-        a, b = first.get(key), second.get(key)
-        if isinstance(a, dict) and isinstance(b, dict):
-            lines += differences(a, b, f"{prefix}{key}.")
-        elif a != b:
-            lines.append(f"{prefix}{key}: {a!r} against {b!r}")
-    return lines
-
-
 def _dotted(values: dict, prefix: str = ""):
     for key, value in values.items():
         if isinstance(value, dict) and value:

@@ -9,8 +9,9 @@ import re
 from pathlib import Path
 from typing import IO
 
+from diff_transformer.checks import differences
 from diff_transformer.durable import DiskError, explained, require_writable
-from diff_transformer.train.config import RunConfig, differences
+from diff_transformer.train.config import RunConfig
 
 try:
     import fcntl

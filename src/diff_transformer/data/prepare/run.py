@@ -165,7 +165,7 @@ def _go_on(config, out: Path, plan: dict, sources, facts: TokenizerFacts, jobs: 
 def _refuse_another(out: Path, plan: dict, manifest: dict | None) -> None:
     import json
 
-    from diff_transformer.train.config import differences
+    from diff_transformer.checks import differences
 
     whole: dict = manifest or json.loads((out / PLAN).read_text())
     there: dict = {key: whole.get(key) for key in plan}

@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 
-from diff_transformer.compare.intervals import Interval, over_examples, over_seeds, verdict
+from diff_transformer.evals.intervals import Interval, over_examples, over_seeds, verdict
 
 
 def test_interval_over_seeds_is_the_t_interval():

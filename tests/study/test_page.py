@@ -7,9 +7,9 @@ import pytest
 from typer.testing import CliRunner
 
 from diff_transformer.cli import app
-from diff_transformer.report import ResultsError, is_study, write_study_report
-from diff_transformer.report.study_page import load_cells, render_study_page
+from diff_transformer.report import ResultsError
 from diff_transformer.study.analysis import borrow_baselines
+from diff_transformer.study.page import is_study, load_cells, render_study_page, write_study_report
 
 ATTACK = "<img src=x onerror=alert(1)>"
 
