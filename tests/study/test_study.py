@@ -82,6 +82,16 @@ def test_finished_cells_of_another_configuration_are_refused(texts, tmp_path):
         run_study(study(texts), tmp_path)
 
 
+def test_a_rate_at_which_training_diverged_is_not_chosen(texts, tmp_path):
+    plan = study(texts)
+    for cell, loss in zip(plan.sweep, (3.0, 2.0, 4.0, 5.0), strict=True):
+        kept = tmp_path / cell.key / "result.json"
+        kept.parent.mkdir(parents=True)
+        record = {"validation": {"loss": [loss]}, "diverged": "step 3: loss nan" if loss == 2.0 else None}
+        kept.write_text(json.dumps(record))
+    assert plan.choose(sweep_losses(plan, tmp_path)) == {"diff": 1e-3, "softmax": 1e-3}
+
+
 @pytest.mark.slow
 def test_a_study_runs_in_pieces_and_does_nothing_twice(texts, tmp_path):
     out = tmp_path / "study"

@@ -29,9 +29,11 @@ class Result:
         return asdict(self)
 
     def save(self, path: Path):
+        """Write the result as JSON, whole or not at all, in a folder that is made if need be."""
         path.parent.mkdir(parents=True, exist_ok=True)
         write_whole(path, json.dumps(self.to_dict()) + "\n")
 
     @classmethod
     def load(cls, path: Path) -> "Result":
+        """What ``save`` wrote."""
         return cls(**json.loads(path.read_text()))

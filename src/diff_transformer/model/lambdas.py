@@ -45,6 +45,7 @@ class LearnedLambda(nn.Module):
             nn.init.normal_(parameter, std=self.std)
 
     def forward(self, hidden_states: Tensor | None = None) -> Tensor:
+        """The layer's lambda, a scalar in the vectors' dtype; the input is not looked at."""
         first = torch.dot(self.lambda_q1, self.lambda_k1).exp()
         second = torch.dot(self.lambda_q2, self.lambda_k2).exp()
         return first - second + self.initial
@@ -91,6 +92,7 @@ class TokenLambda(nn.Module):
         self.register_buffer("mean", torch.full((), 0.5), persistent=False)
 
     def forward(self, hidden_states: Tensor) -> Tensor:
+        """lambda of each token and head, ``[B, h, T, 1]`` in fp32 or wider, of ``hidden_states [B, T, width]``."""
         logits = self.proj(hidden_states)  # [B, T, h]
         lam = logits.to(torch.promote_types(logits.dtype, torch.float32)).sigmoid()
         if lam.shape[1] > 1:

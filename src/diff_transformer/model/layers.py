@@ -14,6 +14,7 @@ class RMSNorm(nn.Module):
         self.weight = nn.Parameter(torch.full((width,), initial)) if has_weight else None
 
     def forward(self, x: Tensor, gain: float = 1.0) -> Tensor:
+        """``x [..., width]`` over its root mean square, times the weight, if there is one, and ``gain``."""
         if self.weight is None:
             return F.rms_norm(x, (self.width,), None, self.eps) * gain
         weight = self.weight if gain == 1.0 else self.weight * gain

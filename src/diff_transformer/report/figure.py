@@ -51,7 +51,8 @@ def _together(words: str) -> str:
 
 
 def _finding(finding: Finding) -> Html:
-    label = tag("span", LABELS[finding.outcome], class_=f"who {finding.outcome}{' weak' if finding.weak else ''}")
+    words = f"{LABELS[finding.outcome]}{' in this run' if finding.weak else ''}"
+    label = tag("span", words, class_=f"who {finding.outcome}{' weak' if finding.weak else ''}")
     return tag("li", label, tag("span", finding.text, class_="said"))
 
 

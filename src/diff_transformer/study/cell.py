@@ -1,11 +1,11 @@
 """One cell of a study in a process of its own: train, measure, keep the numbers."""
 
 import json
-import os
 import sys
 import time
 from pathlib import Path
 
+from diff_transformer.durable import write_whole
 from diff_transformer.evals.provenance import provenance
 from diff_transformer.evals.types import Result
 from diff_transformer.train.config import RunConfig
@@ -37,9 +37,7 @@ def run_cell(folder: Path, *, measured: bool) -> None:
         except FloatingPointError as stopped:
             diverged = str(stopped).split(",")[0]
     record = summary(folder, config) | {"diverged": diverged, "seconds": round(time.perf_counter() - started, 1)}
-    partial = folder / "result.partial"
-    partial.write_text(json.dumps(record) + "\n")
-    os.replace(partial, folder / "result.json")
+    write_whole(folder / "result.json", json.dumps(record) + "\n")
 
 
 def summary(folder: Path, config: RunConfig) -> dict:

@@ -1,6 +1,7 @@
 """The driver of a study: cells a few at a time, finished ones skipped, within a given time."""
 
 import json
+import math
 import os
 import signal
 import subprocess
@@ -62,12 +63,12 @@ def run_study(
 
 
 def sweep_losses(study: Study, out: Path) -> dict[str, float]:
-    """Final validation loss of the sweep's cells that are finished, by key."""
+    """Final validation loss of the sweep's cells that are finished, by key; of one that diverged infinity."""
     losses = {}
     for cell in study.sweep:
         if _finished(out, cell):
             record = json.loads((out / cell.key / "result.json").read_text())
-            losses[cell.key] = record["validation"]["loss"][-1]
+            losses[cell.key] = math.inf if record.get("diverged") else record["validation"]["loss"][-1]
     return losses
 
 

@@ -225,6 +225,7 @@ class RunConfig:
         return json.loads(json.dumps(dataclasses.asdict(self)))
 
     def save(self, path: Path):
+        """Write the configuration as JSON, whole or not at all."""
         write_whole(path, json.dumps(self.to_dict(), indent=2) + "\n")
 
     @classmethod
@@ -233,6 +234,11 @@ class RunConfig:
 
     @classmethod
     def load(cls, path: Path) -> "RunConfig":
+        """What ``save`` wrote.
+
+        Raises:
+            ValueError: for a setting that does not exist, naming the nearest.
+        """
         return cls.from_dict(json.loads(path.read_text()))
 
 

@@ -43,7 +43,8 @@ def build(results: dict) -> Figure | None:
         title="Loss over training",
         source=("Fig. 3",),
         read="Lower is better. Thin lines are single seeds, thick lines their mean; each training point averages "
-        "neighbouring log steps, and the first steps may lie above the frame.",
+        "neighbouring log steps, and the first steps may lie above the frame. The training loss is that of the "
+        "mixture, each source by its share; the validation loss is of held-out rows of text, the claims' of others.",
         body=panels(*shown, columns=len(shown)) + legend(key("thin-line", "one seed")),
         findings=findings,
         paper="6.8 B parameters of DIFF reach the loss of an 11 B Transformer, and 160 B tokens that of 251 B.",
