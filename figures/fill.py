@@ -157,6 +157,26 @@ def measured(name: str, cells: Cells) -> str:
     return "\n\n".join([*plot, *(parts or ["Not run at this scale yet."])])
 
 
+def status(name: str, cells: Cells) -> str:
+    """What there is of ours, for the index."""
+    if name == TABLE_7:
+        return "on a CPU"
+    if name == "table6_ablation":
+        seeds = {row.seeds for rows in ablation_rows(cells).values() for row in rows}
+    else:
+        sides = [side for side in RATES if side in cells.get(MAIN, {})]
+        seeds = {row.seeds for side in sides for row in paired_rows(cells, MAIN, side, FOLDERS[name].measures)}
+    if seeds:
+        return f"{' or '.join(map(str, sorted(seeds)))} pairs"
+    return "one pair" if (FIGURES / name / "measured.json").exists() else "not run yet"
+
+
+def index(cells: Cells) -> str:
+    """The index of the folders, its last column filled."""
+    row = re.compile(r"^(\| \[(\w+)\]\(\w+/README\.md\) \|.*\|.*\|)[^|\n]*\|$", re.M)
+    return row.sub(lambda found: f"{found[1]} {status(found[2], cells)} |", (FIGURES / "README.md").read_text())
+
+
 def filled(name: str, cells: Cells) -> str:
     text = (FIGURES / name / "README.md").read_text()
     return MEASURED.sub(lambda _: measured(name, cells), text)
@@ -166,15 +186,17 @@ def main(arguments: list[str]) -> int:
     if arguments and arguments[0] != "--check":
         record(Path(arguments[0]), arguments[1], arguments[2:] or list(FOLDERS))
     cells = cells_of(FIGURES / "desk")
-    stale = [name for name in FOLDERS if (FIGURES / name / "README.md").read_text() != filled(name, cells)]
+    texts = {FIGURES / name / "README.md": filled(name, cells) for name in FOLDERS}
+    texts[FIGURES / "README.md"] = index(cells)
+    stale = [page for page, text in texts.items() if page.read_text() != text]
     drawn = [name for name in FOLDERS if drawable(name, cells)]
     if arguments == ["--check"]:
         missing = [name for name in (*drawn, TABLE_7) if not (FIGURES / name / "plot.svg").exists()]
-        print("\n".join(f"figures/{name}/README.md differs from what was measured" for name in stale))
+        print("\n".join(f"{page.relative_to(FIGURES.parent)} differs from what was measured" for page in stale))
         print("\n".join(f"figures/{name}/plot.svg is missing" for name in missing))
         return bool(stale or missing)
-    for name in stale:
-        (FIGURES / name / "README.md").write_text(filled(name, cells))
+    for page in stale:
+        page.write_text(texts[page])
     for name in drawn:
         draw(name, cells)
     draw_throughput(THROUGHPUT, FIGURES / TABLE_7)
