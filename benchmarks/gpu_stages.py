@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from diff_transformer.bench import caches, ceilings, generation, pair_throughput, tables
-from diff_transformer.bench.attention import run_attention_benchmark, verdict
+from diff_transformer.bench.attention import LOST, DeviceLost, run_attention_benchmark, verdict
 from diff_transformer.bench.contenders import KERNELS, backend_contender
 from diff_transformer.bench.decode import run_decode_benchmark
 from diff_transformer.bench.gates import Gate
@@ -62,7 +62,10 @@ def gates(dry: bool) -> Iterator[dict]:
             for name in available_backends(device, dtype):
                 if name != "flex" or not dry:
                     contender = backend_contender(name, gate.full, shape.causal)
-                    yield {"backend": name, "dtype": str(dtype), "shape": str(shape), "gate": verdict(contender, gate)}
+                    row = {"backend": name, "dtype": str(dtype), "shape": str(shape), "gate": verdict(contender, gate)}
+                    yield row
+                    if row["gate"].startswith(LOST):
+                        raise DeviceLost(f"{name} at {shape} in {dtype}: {row['gate']}")
 
 
 def attention(dry: bool, seconds: float, out: Path) -> None:

@@ -7,8 +7,9 @@ import torch
 
 from diff_transformer.bench import caches as module
 from diff_transformer.bench import decode as bench
+from diff_transformer.bench.attention import DeviceLost
 from diff_transformer.bench.caches import Caches, DecodeShape, fits, how_many
-from diff_transformer.bench.contenders import sdpa_on
+from diff_transformer.bench.contenders import FAULTS, sdpa_on
 from diff_transformer.bench.generation import ModelSetting, build_pair, model_rows
 from diff_transformer.bench.timing import Times
 from diff_transformer.ops import blockwise
@@ -44,6 +45,20 @@ def test_caches_rotate(monkeypatch):
     run()
     assert not graph
     assert len(set(seen)) == len(caches.all) == 2
+
+
+def test_nothing_is_timed_after_a_fault_of_the_device(monkeypatch):
+    def faults(*args):
+        raise FAULTS[-1]("oh no")
+
+    monkeypatch.setattr(blockwise, "attend", faults)
+    rows = bench.measure(Caches(GROUPED, torch.float32, "cpu"), ["blockwise", "sdpa"], [], {}, repeats=1)
+    row = next(rows)
+    assert row["backend"] == "blockwise"
+    assert row["cache"] == 50
+    assert row["gate"].startswith("failed: the device is lost: ")
+    with pytest.raises(DeviceLost, match="blockwise over 3x4/2x50x8"):
+        next(rows)
 
 
 @pytest.mark.parametrize("captures", [True, False])
