@@ -40,7 +40,7 @@ def attention_gpu_table(path: Path) -> list[str]:
         shape = f"{', '.join(map(str, sizes))}, {DTYPES[dtype]}"
         rivals = sorted((r for r in rows if r["role"] == "rival"), key=lambda r: r["both_ms"])
         triton = sorted((r for r in rows if r["backend"].startswith("triton")), key=lambda r: r["both_ms"])
-        ours = [r for r in rows if r["backend"] in ("triton", "flash", "flex") or r is triton[0]]
+        ours = [r for r in rows if r["backend"] in ("triton", "flash", "flex") or r in triton[:1]]
         baselines = [r for r in rows if r["role"] == "baseline" and r["backend"] in ("softmax", CUDNN)]
         for row in [*ours, *rivals[:1], *baselines]:
             ratios = (f"{number(row[f'{kind}_ratio'], 2)} / {number(over_cudnn(row, kind), 2)}" for kind in KINDS)

@@ -69,6 +69,18 @@ def test_gpu_table_has_ours_the_fastest_rival_and_both_baselines(modules, saved)
     assert lines[-1].endswith(f"A GPU, PyTorch 2.11.0, {versions}, {rates}.")
 
 
+def test_gpu_table_of_a_shape_at_which_triton_failed(modules, saved):
+    rows = [
+        attention_row("softmax", "baseline", sdpa="flash"),
+        attention_row("flash", ms=1.5),
+        {**attention_row("triton"), "gate": "failed: out"},
+    ]
+    for kind in ("forward", "backward", "both"):
+        rows[2].pop(f"{kind}_ms")
+    lines = modules[0].attention_gpu_table(saved(rows, GPU))
+    assert [line.split(" | ")[1] for line in lines[2:-2]] == ["flash", "softmax (flash)"]
+
+
 def test_decode_table(modules, saved):
     operator = {"kind": "operator", "dtype": "bfloat16", "batch": 8, "heads": 16, "kv_heads": 4, "cache": 4096}
     operator |= {"width": 64, "us": 30.0, "ratio": 0.9, "ratios": {"softmax[cudnn]": 1.1}}
