@@ -50,7 +50,7 @@ def diff_attention(
         attn_mask: bool (True = attend) or floating (added to the scaled scores), broadcastable to [B, H, T, S], the
             same for both maps. Only "reference" computes a gradient of it; "auto" then chooses that. Hide with -inf: of
             a row that finfo.min hides wholly, "reference" and "sdpa" give the mean of the values, "triton" and the
-            compiled "blockwise" 0; of such rows (-1e9 suffices) only "reference" has the gradients of that mean right.
+            compiled "blockwise" 0; gradients of such rows, from about -1e7 on, are reliable with "reference" alone.
         is_causal: hide later keys. The last query stands at the last key (lower right alignment), as decoding over a
             cache needs; where T differs from S this is not the alignment of SDPA's flag. Combines with attn_mask.
         window: each query sees the last ``window`` keys up to its own position; needs is_causal.
