@@ -22,6 +22,8 @@ COLUMNS = {
         "ratio",
         "MFU",
         "attention",
+        "norm",
+        "RoPE",
         "W_QKVO",
         "MLP",
         "output",
