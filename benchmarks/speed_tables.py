@@ -91,6 +91,19 @@ def throughput_table(path: Path) -> list[str]:
     return [*lines, "", machine(record)]
 
 
+def step_table(path: Path) -> list[str]:
+    """Where a training step's time goes: a line for each part, both sides beside one another."""
+    record = json.loads(path.read_text())
+    lines = header("model", "batch x N", "part", "Transformer, ms", "DIFF, ms")
+    for pair in pairs_of(record["rows"]):
+        size = f"{pair[1]['batch']} x {pair[1]['length']}"
+        lines.append(line(model(pair[1]), size, "whole step", *(f"{row['step_ms']:.1f}" for row in pair)))
+        for part in pair[1]["shares"]:
+            times = (row["shares"].get(part, 0) * row["step_ms"] for row in pair)
+            lines.append(line(model(pair[1]), size, part, *(f"{time:.1f}" for time in times)))
+    return [*lines, "", machine(record)]
+
+
 def pairs_of(rows: list[dict]) -> list[tuple[dict, dict]]:
     """The Transformer's and DIFF's row of each setting; one without its partner is left out."""
     sides = ([row for row in rows if row["side"] == side] for side in ("softmax", "diff"))

@@ -121,6 +121,15 @@ def test_throughput_table(modules, saved):
     assert lines[3] == "| 3B, bf16 | 2 x 4096 | prefill | 20,000 | 20,000 | 1.000 |  | 50 % / 50 % |"
 
 
+def test_step_table(modules, saved):
+    row = {"model": "830M", "batch": 4, "length": 2048, "dtype": "bfloat16", "layers": 24, "layers_of_preset": 24}
+    row |= {"fields": {}, "step_ms": 200.0, "shares": {"attention": 0.25, "head norm": 0.0}}
+    diff = {**row, "side": "diff", "step_ms": 220.0, "shares": {"attention": 0.25, "head norm": 0.05}}
+    lines = modules[0].step_table(saved([{**row, "side": "softmax"}, diff], CPU))
+    assert lines[2] == "| 830M, bf16 | 4 x 2048 | whole step | 200.0 | 220.0 |"
+    assert lines[4] == "| 830M, bf16 | 4 x 2048 | head norm | 0.0 | 11.0 |"
+
+
 def test_tables_appear_with_their_json(modules, saved, monkeypatch, tmp_path):
     readme_tables = modules[2]
     text = "<!-- table: decode_gpu -->\nold\n<!-- end -->\n"
