@@ -120,11 +120,12 @@ def who(row: dict) -> str:
 
 
 def model(row: dict) -> str:
-    """Preset, width where it is not the preset's, layers where they are not all, dtype."""
+    """Preset, width where it is not the preset's, layers where they are not all, dtype, whether compiled."""
     width = f", d_model {row['fields']['hidden_size']}" if "hidden_size" in row["fields"] else ""
     layers, whole = row["layers"], row["layers_of_preset"]
     cut = "" if layers == whole else f", {layers} of {whole} layers" if layers < whole else f", {layers} layers"
-    return f"{row['model']}{width}{cut}, {DTYPES[row['dtype']]}"
+    compiled = ", compiled" if row.get("compiled") else ""
+    return f"{row['model']}{width}{cut}, {DTYPES[row['dtype']]}{compiled}"
 
 
 def machine(record: dict) -> str:

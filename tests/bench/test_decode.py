@@ -147,7 +147,8 @@ def test_models_generate_over_a_cache_that_keeps_its_length():
     assert (diff["layers"], diff["layers_of_preset"], diff["dtype"]) == (2, 2, "float32")
 
 
-def test_what_is_timed_is_greedy_generation():
+@pytest.mark.parametrize("compiled", [False, True])
+def test_what_is_timed_is_greedy_generation(monkeypatch, compiled):
     from diff_transformer.bench import generation
 
     lively = {"tie_word_embeddings": False, "initializer_range": 0.5}  # or it repeats one token for ever
@@ -155,17 +156,25 @@ def test_what_is_timed_is_greedy_generation():
     prompt = torch.randint(0, 512, (2, 20))
     expected = model.generate(prompt, max_new_tokens=4, do_sample=False)[:, 20:]
     assert all(len(set(row)) == 4 for row in expected.tolist())
-    fed, lengths, forward = [], [], model.forward
+    fed, lengths = [], []
 
-    def watched(*args, **options):
-        if options.get("past_key_values") is not None:
-            fed.append(options["input_ids"])
-            lengths.append(options["past_key_values"].get_seq_length())
-        return forward(*args, **options)
+    def watched(forward):
+        def step(*args, **options):
+            if options.get("past_key_values") is not None and options["input_ids"].shape[1] == 1:
+                fed.append(options["input_ids"])
+                lengths.append(int(options["past_key_values"].get_seq_length()))
+            return forward(*args, **options)
 
-    model.forward = watched
-    decode = generation._decoder(model, prompt, 3)
+        return step
+
+    if compiled:
+        one_graph = torch.compile(model, fullgraph=True, backend="eager")
+        monkeypatch.setattr(generation, "compiled_step", lambda model: watched(one_graph))
+    else:
+        model.forward = watched(model.forward)
+    decode = generation._decoder(model, prompt, 3, compiled)
     decode()
     assert torch.equal(torch.cat(fed, dim=1), expected[:, :3])
     decode()
+    assert torch.equal(torch.cat(fed[3:], dim=1), expected[:, :3])
     assert lengths == [20, 21, 22] * 2
