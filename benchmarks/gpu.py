@@ -15,6 +15,7 @@ import argparse
 import json
 import multiprocessing
 import os
+import shutil
 import signal
 import sys
 import tempfile
@@ -36,6 +37,8 @@ SHARES = {
     "throughput": 18,
     "step": 5,
 }
+SANITIZER = "compute-sanitizer"  # NVIDIA's; where it is not installed the stage is left out
+SHARES["sanitizer"] = 6
 UNFINISHED = 3  # exit code of a stage that ended well with something left to do
 ENDS = {0: "done", UNFINISHED: "unfinished"}
 SOFT = 0.85  # of a stage's time, after which it begins nothing new; at the whole of it it is stopped
@@ -45,10 +48,10 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--dry", action="store_true", help="tiny sizes on the CPU")
     parser.add_argument("--seconds", type=float, default=560, help="for all stages together")
-    parser.add_argument("--stages", default=",".join(SHARES), help="which, with commas between them")
+    parser.add_argument("--stages", help="which, with commas between them; all by default")
     parser.add_argument("--continue", type=Path, dest="earlier", metavar="FOLDER", help="records of an earlier call")
     given = parser.parse_args(arguments)
-    stages = given.stages.split(",")
+    stages = given.stages.split(",") if given.stages else stages_here(given.dry)
     unknown = [stage for stage in stages if stage not in SHARES]
     if unknown:
         parser.error(f"no stage {unknown[0]!r}; there are: {', '.join(SHARES)}")
@@ -61,6 +64,10 @@ def main(arguments: list[str] | None = None) -> int:
     status = run_stages(stages, given.seconds, given.dry, folder, given.earlier and given.earlier.resolve())
     print("\n".join(gpu_goals.goals_table(folder)))
     return status
+
+
+def stages_here(dry: bool) -> list[str]:
+    return [stage for stage in SHARES if stage != "sanitizer" or dry or shutil.which(SANITIZER)]
 
 
 def run_stages(stages: list[str], seconds: float, dry: bool, folder: Path, earlier: Path | None = None) -> int:

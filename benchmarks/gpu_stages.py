@@ -261,6 +261,37 @@ def step(dry: bool, seconds: float, out: Path, earlier: list[dict]) -> None:
     )
 
 
+def sanitizer(dry: bool, seconds: float, out: Path, earlier: list[dict]) -> None:
+    """Small launches of all kernels under compute-sanitizer: memory accesses, and of the Gluon kernels races."""
+    end = time.monotonic() + seconds
+    device = device_of(dry)
+
+    def rows() -> Iterator[dict]:
+        for tool, what in (("memcheck", "all"), ("racecheck", "gluon")):
+            under = [] if dry else ["compute-sanitizer", "--tool", tool, "--error-exitcode", "9"]
+            command = [*under, sys.executable, str(Path(__file__).with_name("sanitized.py")), what, device]
+            left = max(1.0, end - time.monotonic())
+            half = left / 2 if tool == "memcheck" else left
+            yield {"tool": tool, "what": what, **run_sanitized(command, half)}
+
+    record = collect("sanitizer", rows(), {"machine": machine(device)}, out=out, on_row=_say_row)
+    gates = [row["gate"] for row in record["rows"]]
+    if any(gate.startswith("failed") for gate in gates):
+        raise SystemExit(f"compute-sanitizer: {gates}")
+    if "unfinished" in gates:
+        raise Unfinished(f"compute-sanitizer: {gates}")
+
+
+def run_sanitized(command: list[str], seconds: float) -> dict:
+    """A row's verdict and what was said last."""
+    try:
+        done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=seconds)
+        gate, output = "passed" if done.returncode == 0 else f"failed: exit status {done.returncode}", done.stdout
+    except subprocess.TimeoutExpired as stopped:
+        gate, output = "unfinished", stopped.stdout or b""
+    return {"gate": gate, "output": output.decode(errors="replace")[-4000:]}
+
+
 def left_of(items: list, earlier: list[dict], **fields) -> list:
     """Shapes or settings that no earlier row was measured at."""
     recorded = settings_of(earlier)
@@ -308,4 +339,5 @@ STAGES: dict[str, Callable[[bool, float, Path, list[dict]], None]] = {
     "decode": decode,
     "throughput": throughput,
     "step": step,
+    "sanitizer": sanitizer,
 }

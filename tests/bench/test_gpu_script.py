@@ -21,7 +21,7 @@ def test_dry_run_of_every_stage(tmp_path):
     )
     assert done.returncode == 0, done.stdout + done.stderr
     summary = json.loads((tmp_path / "summary.json").read_text())
-    stages = ["correctness", "compile", "attention", "attention_slow", "decode", "throughput", "step"]
+    stages = ["correctness", "compile", "attention", "attention_slow", "decode", "throughput", "step", "sanitizer"]
     assert [(line["stage"], line["status"]) for line in summary] == [(stage, "done") for stage in stages]
     records = {stage: json.loads((tmp_path / f"{stage}.json").read_text()) for stage in stages}
     tests = records["correctness"]["provenance"]["tests"].values()
@@ -31,6 +31,11 @@ def test_dry_run_of_every_stage(tmp_path):
     assert {"softmax", "softmax[cudnn]", "FlashDiffAttn_1", "FlashDiffAttn_2[cudnn]", "blockwise", "sdpa"} <= names
     assert {row["causal"] for row in records["attention"]["rows"]} == {True, False}
     assert {row["kind"] for row in records["decode"]["rows"]} == {"operator", "model"}
+    assert [(row["tool"], row["gate"]) for row in records["sanitizer"]["rows"]] == [
+        ("memcheck", "passed"),
+        ("racecheck", "passed"),
+    ]
+    assert all(row["output"].endswith("all ran\n") for row in records["sanitizer"]["rows"])
     for stage in ("throughput", "step"):
         assert {row["side"] for row in records[stage]["rows"]} == {"softmax", "diff"}
     assert "decoding, DIFF / Transformer | ≥ 1 |  | not measured |" in done.stdout
@@ -153,6 +158,24 @@ def test_a_kernel_that_does_not_compile_is_named(gpu):
     row = gpu_stages.compile_one("cpu", gpu_stages.parse_shapes("1x2x40x8")[0], "toaster")
     assert (row["form"], row["shape"]) == ("toaster", "1x2x40x8")
     assert row["gate"].startswith("failed: ")
+
+
+def test_the_sanitizer_has_a_stage_where_it_is_installed(gpu, monkeypatch):
+    for path in (None, "/usr/bin/compute-sanitizer"):
+        monkeypatch.setattr(gpu.shutil, "which", lambda name, path=path: path)
+        assert ("sanitizer" in gpu.stages_here(dry=False)) == (path is not None)
+    assert "sanitizer" in gpu.stages_here(dry=True)
+
+
+def test_what_the_sanitizer_finds_is_a_failure(gpu, monkeypatch, tmp_path):
+    import gpu_stages
+
+    assert gpu_stages.run_sanitized(["false"], 5) == {"gate": "failed: exit status 1", "output": ""}
+    assert gpu_stages.run_sanitized(["sleep", "9"], 0.1)["gate"] == "unfinished"
+    results = [{"gate": "passed", "output": ""}, {"gate": "failed: exit status 9", "output": "a race"}]
+    monkeypatch.setattr(gpu_stages, "run_sanitized", lambda command, seconds: results.pop(0))
+    with pytest.raises(SystemExit, match="failed: exit status 9"):
+        gpu_stages.sanitizer(True, 5, tmp_path / "sanitizer.json", [])
 
 
 def test_unknown_stages_are_refused(gpu, capsys):
