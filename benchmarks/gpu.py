@@ -109,7 +109,10 @@ def run_stage(stage: str, budget: float, dry: bool, folder: Path, earlier: Path 
         said = said or f"exit code {process.exitcode}"
         print(said, flush=True)
     if earlier is not None:
-        gpu_records.merge_files([earlier / f"{stage}.json", folder / f"{stage}.json"], folder / f"{stage}.json")
+        try:
+            gpu_records.merge_files([earlier / f"{stage}.json", folder / f"{stage}.json"], folder / f"{stage}.json")
+        except ValueError as error:
+            status, said = "failed", f"{said}not merged: {error}"
     return {"status": status, "seconds": round(time.monotonic() - began, 1), "error": said}
 
 

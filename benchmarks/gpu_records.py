@@ -22,7 +22,7 @@ INSTALLED = {
 SETTING = (
     "kind", "model", "fields", "compiled", "dtype", "batch", "heads", "kv_heads", "length", "cache", "width", "causal"
 )  # fmt: skip
-WHO = ("backend", "side", "variant", "shape", "form")
+WHO = ("backend", "side", "shape", "form", "tool")
 VERSIONS = ("gpu", "cuda", "cudnn", "triton")
 LOST = "failed: the device is lost: "
 

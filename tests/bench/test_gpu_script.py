@@ -115,6 +115,16 @@ def test_an_earlier_call_is_gone_on_with(gpu, tmp_path):
     assert json.loads((now / "step.json").read_text())["rows"] == [rows[0], {"batch": 2, "backend": "a", "us": 2}]
 
 
+def test_an_earlier_call_on_another_machine_is_left_alone(gpu, tmp_path):
+    (tmp_path / "earlier").mkdir()
+    (tmp_path / "earlier" / "step.json").write_text(json.dumps({"rows": [], "provenance": {"torch": "2.0"}}))
+    gpu.run_stages(["step"], 60, True, tmp_path, tmp_path / "earlier")
+    (step,) = json.loads((tmp_path / "summary.json").read_text())
+    assert step["status"] == "failed"
+    assert "not merged: records of unlike machines or versions" in step["error"]
+    assert len(json.loads((tmp_path / "step.json").read_text())["rows"]) == 1
+
+
 def test_what_an_earlier_call_recorded_is_not_measured_again(gpu, tmp_path):
     import gpu_stages
 
