@@ -1,8 +1,10 @@
 """Everything that wants a GPU, in one call of at most ten minutes: correctness, operator, decoding, throughput.
 
-python benchmarks/gpu.py                  # JSON into the folder $OUT, or runs/gpu; from source, nothing installed
-python benchmarks/gpu.py --stages decode  # some of it
-python benchmarks/gpu.py --dry            # every stage on the CPU at tiny sizes
+python benchmarks/gpu.py                   # JSON into the folder $OUT, or runs/gpu; from source, nothing installed
+python benchmarks/gpu.py --stages decode   # some of it
+python benchmarks/gpu.py --continue FOLDER # without the rows that an earlier call left there, which are merged in
+python benchmarks/gpu.py --dry             # every stage on the CPU at tiny sizes
+python benchmarks/gpu_records.py FOLDER    # put the records into benchmarks/results
 
 Each stage is a process of its own with its share of the time that is left, so that neither an exception nor a device
 error of one stage reaches the next. Records are written row by row: a stage that is stopped leaves what it has. How
@@ -13,6 +15,7 @@ import argparse
 import json
 import multiprocessing
 import os
+import shutil
 import signal
 import sys
 import tempfile
@@ -21,8 +24,23 @@ import traceback
 from pathlib import Path
 from typing import Any
 
+import gpu_goals
+import gpu_records
+
 ROOT = Path(__file__).resolve().parent.parent
-SHARES = {"correctness": 22, "attention": 35, "attention_slow": 8, "decode": 12, "throughput": 23}
+SHARES = {
+    "correctness": 20,
+    "compile": 8,
+    "attention": 30,
+    "attention_slow": 7,
+    "decode": 12,
+    "throughput": 18,
+    "step": 5,
+}
+SANITIZER = "compute-sanitizer"  # NVIDIA's; where it is not installed the stage is left out
+SHARES["sanitizer"] = 6
+UNFINISHED = 3  # exit code of a stage that ended well with something left to do
+ENDS = {0: "done", UNFINISHED: "unfinished"}
 SOFT = 0.85  # of a stage's time, after which it begins nothing new; at the whole of it it is stopped
 
 
@@ -30,21 +48,30 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--dry", action="store_true", help="tiny sizes on the CPU")
     parser.add_argument("--seconds", type=float, default=560, help="for all stages together")
-    parser.add_argument("--stages", default=",".join(SHARES), help="which, with commas between them")
+    parser.add_argument("--stages", help="which, with commas between them; all by default")
+    parser.add_argument("--continue", type=Path, dest="earlier", metavar="FOLDER", help="records of an earlier call")
     given = parser.parse_args(arguments)
-    stages = given.stages.split(",")
+    stages = given.stages.split(",") if given.stages else stages_here(given.dry)
     unknown = [stage for stage in stages if stage not in SHARES]
     if unknown:
         parser.error(f"no stage {unknown[0]!r}; there are: {', '.join(SHARES)}")
+    if given.earlier is not None and not given.earlier.is_dir():
+        parser.error(f"{given.earlier} is no folder of records")
     folder = Path(os.environ.get("OUT") or ROOT / "runs" / "gpu").resolve()
     folder.mkdir(parents=True, exist_ok=True)
     sys.path.insert(0, str(ROOT / "src"))
     os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT / "src"), *filter(None, [os.environ.get("PYTHONPATH")])])
-    return run_stages(stages, given.seconds, given.dry, folder)
+    status = run_stages(stages, given.seconds, given.dry, folder, given.earlier and given.earlier.resolve())
+    print("\n".join(gpu_goals.goals_table(folder)))
+    return status
 
 
-def run_stages(stages: list[str], seconds: float, dry: bool, folder: Path) -> int:
-    """0 if every stage ended well. Time that a stage leaves over goes to those after it."""
+def stages_here(dry: bool) -> list[str]:
+    return [stage for stage in SHARES if stage != "sanitizer" or dry or shutil.which(SANITIZER)]
+
+
+def run_stages(stages: list[str], seconds: float, dry: bool, folder: Path, earlier: Path | None = None) -> int:
+    """0 if every stage ended well and finished. Time that a stage leaves over goes to those after it."""
     if dry:
         # Forked stages then start with everything imported.
         import diff_transformer.model.modeling  # noqa: F401
@@ -55,7 +82,7 @@ def run_stages(stages: list[str], seconds: float, dry: bool, folder: Path) -> in
         left = end - time.monotonic()
         budget = left * SHARES[stage] / sum(SHARES[s] for s in stages[i:])
         print(f"== {stage}: {budget:.0f} s", flush=True)
-        outcome = run_stage(stage, budget, dry, folder) if left > 1 else {"status": "no time left"}
+        outcome = run_stage(stage, budget, dry, folder, earlier) if left > 1 else {"status": "no time left"}
         print(f"== {stage}: {outcome['status']}", flush=True)
         summary.append({"stage": stage, **outcome})
         (folder / "summary.json").write_text(json.dumps(summary, indent=1) + "\n")
@@ -64,23 +91,28 @@ def run_stages(stages: list[str], seconds: float, dry: bool, folder: Path) -> in
     return int(any(line["status"] != "done" for line in summary))
 
 
-def run_stage(stage: str, budget: float, dry: bool, folder: Path) -> dict:
-    """How the stage ended: status "done", "failed" or "stopped", seconds, and what an error said."""
+def run_stage(stage: str, budget: float, dry: bool, folder: Path, earlier: Path | None = None) -> dict:
+    """How the stage ended: status "done", "unfinished", "failed" or "stopped", seconds, and what an error said."""
     began = time.monotonic()
     with tempfile.TemporaryDirectory() as scratch:
         error = Path(scratch, "error")
         # Only a fresh process can use CUDA after another has: on the CPU a fork is as good, and faster.
         context: Any = multiprocessing.get_context("fork" if dry else "spawn")
-        process = context.Process(target=stage_process, args=(stage, dry, SOFT * budget, folder, error))
+        process = context.Process(target=stage_process, args=(stage, dry, SOFT * budget, folder, earlier, error))
         process.start()
         process.join(budget)
-        status = "stopped" if process.is_alive() else "failed" if process.exitcode else "done"
+        status = "stopped" if process.is_alive() else ENDS.get(process.exitcode, "failed")
         if status == "stopped":
             _kill(process)
         said = error.read_text()[-2000:] if error.exists() else ""
     if status == "failed":
         said = said or f"exit code {process.exitcode}"
         print(said, flush=True)
+    if earlier is not None:
+        try:
+            gpu_records.merge_files([earlier / f"{stage}.json", folder / f"{stage}.json"], folder / f"{stage}.json")
+        except ValueError as error:
+            status, said = "failed", f"{said}not merged: {error}"
     return {"status": status, "seconds": round(time.monotonic() - began, 1), "error": said}
 
 
@@ -93,14 +125,18 @@ def _kill(process: Any) -> None:
     process.join()
 
 
-def stage_process(stage: str, dry: bool, seconds: float, folder: Path, error: Path) -> None:
+def stage_process(stage: str, dry: bool, seconds: float, folder: Path, earlier: Path | None, error: Path) -> None:
     """Runs in a process group of its own."""
     os.setsid()
     os.chdir(ROOT)
     try:
         from gpu_stages import STAGES
 
-        STAGES[stage](dry, seconds, folder / f"{stage}.json")
+        out = folder / f"{stage}.json"
+        STAGES[stage](dry, seconds, out, [] if earlier is None else gpu_records.rows_of(earlier / out.name))
+    except gpu_records.Unfinished as reason:
+        error.write_text(str(reason))
+        os._exit(UNFINISHED)
     except BaseException:
         error.write_text(traceback.format_exc())
         os._exit(1)

@@ -1,26 +1,58 @@
-"""The stages of gpu.py, each with its sizes on a GPU and, dry, on the CPU. Called (dry, seconds, file to write)."""
+"""The stages of gpu.py, each with its sizes on a GPU and, dry, on the CPU.
 
+Called (dry, seconds, file to write, rows that an earlier call recorded); what is recorded is not done again.
+"""
+
+import importlib.util
 import logging
+import multiprocessing
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import asdict
 from pathlib import Path
 
 import torch
 
 from diff_transformer.bench import caches, ceilings, generation, pair_throughput, tables
-from diff_transformer.bench.attention import run_attention_benchmark, verdict
-from diff_transformer.bench.contenders import KERNELS, backend_contender
+from diff_transformer.bench.attention import LOST, DeviceLost, calls, run_attention_benchmark, verdict
+from diff_transformer.bench.contenders import KERNELS, VARIANTS, backend_contender, wait_for_device
 from diff_transformer.bench.decode import run_decode_benchmark
-from diff_transformer.bench.gates import Gate
+from diff_transformer.bench.gates import SHORTER, Gate, shape_inputs
 from diff_transformer.bench.machine import machine
 from diff_transformer.bench.record import collect
 from diff_transformer.bench.shapes import Shape, gpu_shape, parse_shapes
+from diff_transformer.bench.step import GPU_SETTINGS as GPU_STEPS
+from diff_transformer.bench.step import run_step_benchmark
 from diff_transformer.ops import available_backends
+from gpu_records import Unfinished, setting, settings_of
 
+KERNEL_TESTS = "tests/ops/triton/test_"
+# What is experimental, and what takes longest, first.
+TESTS = {
+    "for a GPU": [
+        "-m",
+        "gpu",
+        *(f"{KERNEL_TESTS}{name}" for name in ("gluon.py", "decode_gpu.py", "attention_gpu.py::test_long")),
+        "tests/ops",
+    ],
+    "of the kernels anywhere": [
+        "-m",
+        "not slow and not gpu",
+        *(f"{KERNEL_TESTS}{name}.py" for name in ("attention", "decode", "varlen_kernels")),
+    ],
+}
+DRY_TESTS = {
+    "of the reference": ["-m", "not slow and not gpu", "tests/ops/test_reference.py"],
+    "of arguments": ["-m", "not slow and not gpu", "tests/ops/test_arguments.py"],
+}
+FIRST_TESTS = 0.7  # of the stage's time
+WORKERS = 14  # compiling is most of the time of a test, and of the stage that does nothing else
 SLOW = ("reference", "blockwise", "flex")  # on a GPU: they have a stage of their own
 TINY = "1x2x40x8,1x2x33x8n"
+TINY_PAIR = pair_throughput.ThroughputSetting("debug", 2, 32, layers=1, dtype=torch.float32)
 NO_TESTS = 5  # pytest's exit status where nothing was collected
 
 
@@ -31,26 +63,44 @@ def operator_shapes() -> list[Shape]:
     return causal[:6] + [gpu_shape(4096, width, causal=False) for width in (128, 64)] + causal[6:]
 
 
-def correctness(dry: bool, seconds: float, out: Path) -> None:
-    """The tests marked gpu (dry: those of the reference), or where there are none the gates of all backends."""
-    selected = ["-m", "not slow and not gpu", "tests/ops/test_reference.py"] if dry else ["-m", "gpu", "tests/ops"]
-    command = [sys.executable, "-m", "pytest", "-q", "--maxfail=20", "-p", "no:cacheprovider", *selected]
+def correctness(dry: bool, seconds: float, out: Path, earlier: list[dict]) -> None:
+    """The tests that want a GPU (dry: some others), or where there are none the gates of all backends."""
+    end = time.monotonic() + seconds
+    tests = {}
+    for i, (name, selected) in enumerate((DRY_TESTS if dry else TESTS).items()):
+        left = end - time.monotonic()
+        tests[name] = run_tests(selected, left if i else FIRST_TESTS * left, parallel=not dry)
+    statuses = [call["exit_status"] for call in tests.values()]
+    without_pytest = any("No module named pytest" in call["output"] for call in tests.values())
+    rows = gates(dry) if without_pytest or set(statuses) == {NO_TESTS} else iter(())
+    device = device_of(dry)
+    record = collect("correctness", rows, {"tests": tests, "machine": machine(device)}, out=out, on_row=_say_row)
+    wrong = [row for row in record["rows"] if row["gate"].startswith("failed")]
+    if wrong or any(status not in (0, None, NO_TESTS) for status in statuses):
+        raise SystemExit(f"tests ended with {statuses}; gates that failed: {len(wrong)}")
+    if None in statuses:
+        raise Unfinished(f"not all tests ran: {', '.join(name for name in tests if not tests[name]['finished'])}")
+
+
+def run_tests(selected: list[str], seconds: float, parallel: bool) -> dict:
+    """What pytest said; its exit status is None where it was stopped."""
+    workers = ["-n", str(WORKERS), "--maxschedchunk=1"] if parallel and importlib.util.find_spec("xdist") else []
+    command = [sys.executable, "-m", "pytest", "-q", "--maxfail=20", "-p", "no:cacheprovider", *workers, *selected]
     began = time.monotonic()
     try:
-        done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=seconds)
+        done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=max(seconds, 1))
         status, output = done.returncode, done.stdout
     except subprocess.TimeoutExpired as stopped:
         status, output = None, stopped.stdout or b""
-    text = output.decode(errors="replace")[-8000:]
-    print(text, flush=True)
-    tests = {"command": command[1:], "exit_status": status, "output": text, "finished": status is not None}
-    rows = gates(dry) if status == NO_TESTS or "No module named pytest" in text else iter(())
-    device = device_of(dry)
-    record = collect("correctness", rows, {"tests": tests, "machine": machine(device)}, out=out, on_row=_say_gate)
-    print(f"tests: exit status {status}, {time.monotonic() - began:.0f} s", flush=True)
-    wrong = [row for row in record["rows"] if row["gate"].startswith("failed")]
-    if wrong or status not in (0, None, NO_TESTS):
-        raise SystemExit(f"tests ended with {status}; gates that failed: {len(wrong)}")
+    text, took = output.decode(errors="replace")[-8000:], round(time.monotonic() - began, 1)
+    print(f"{text}\ntests: exit status {status}, {took} s", flush=True)
+    return {
+        "command": command[1:],
+        "exit_status": status,
+        "output": text,
+        "finished": status is not None,
+        "seconds": took,
+    }
 
 
 def gates(dry: bool) -> Iterator[dict]:
@@ -62,24 +112,80 @@ def gates(dry: bool) -> Iterator[dict]:
             for name in available_backends(device, dtype):
                 if name != "flex" or not dry:
                     contender = backend_contender(name, gate.full, shape.causal)
-                    yield {"backend": name, "dtype": str(dtype), "shape": str(shape), "gate": verdict(contender, gate)}
+                    row = {"backend": name, "dtype": str(dtype), "shape": str(shape), "gate": verdict(contender, gate)}
+                    yield row
+                    if row["gate"].startswith(LOST):
+                        raise DeviceLost(f"{name} at {shape} in {dtype}: {row['gate']}")
 
 
-def attention(dry: bool, seconds: float, out: Path) -> None:
+def compile_kernels(dry: bool, seconds: float, out: Path, earlier: list[dict]) -> None:
+    """Compile what the operator's benchmark will launch, many kernels at a time, into Triton's cache on disk."""
+    device = device_of(dry)
+    tasks = [
+        (device, shape, variant) for shape in compiled_shapes(dry) for variant in (VARIANTS if not dry else [None])
+    ]
+    began = time.monotonic()
+
+    def rows() -> Iterator[dict]:
+        context = multiprocessing.get_context("fork" if dry else "spawn")
+        with ProcessPoolExecutor(1 if dry else WORKERS, mp_context=context) as pool:
+            waiting = [pool.submit(compile_one, *task) for task in tasks]
+            try:
+                for done in as_completed(waiting, timeout=seconds):
+                    yield done.result()
+            except TimeoutError:
+                left = sum(not task.done() for task in waiting)
+                pool.shutdown(wait=False, cancel_futures=True)
+                yield {"unfinished": f"out of time before {left} of {len(tasks)}"}
+
+    record = collect("compile", rows(), {"machine": machine(device)}, out=out, on_row=_say_row)
+    print(f"{len(record['rows'])} compiled, {time.monotonic() - began:.0f} s", flush=True)
+    failed = [row for row in record["rows"] if row["gate"] != "passed"]
+    if failed:
+        raise SystemExit(f"{len(failed)} of {len(tasks)} could not be compiled")
+    _finish(record)
+
+
+def compiled_shapes(dry: bool) -> list[Shape]:
+    """One short sequence of each width, with and without the causal limit, and one as the gates take it: lengths are
+    not compiled in, but whether 16 divides a stride is."""
+    if dry:
+        return parse_shapes(TINY)[:1]
+    kinds = dict.fromkeys((shape.width, shape.heads, shape.causal) for shape in operator_shapes())
+    return [Shape(2, heads, length, width, causal) for length in (128, SHORTER) for width, heads, causal in kinds]
+
+
+def compile_one(device: str, shape: Shape, variant: str | None) -> dict:
+    """Forward and backward, once, in a process of the pool."""
+    began = time.monotonic()
+    row = {"form": variant or "default", "shape": str(shape)}
+    try:
+        inputs = shape_inputs(shape, torch.bfloat16, device)
+        contender = backend_contender("blockwise" if device == "cpu" else "triton", inputs, shape.causal, variant)
+        for run in calls(contender).values():
+            run()
+        wait_for_device()
+        gate = "passed"
+    except Exception as error:
+        gate = f"failed: {type(error).__name__}: {error}"[:1000]
+    return row | {"gate": gate, "seconds": round(time.monotonic() - began, 1)}
+
+
+def attention(dry: bool, seconds: float, out: Path, earlier: list[dict]) -> None:
     """Ours against every kernel of softmax attention and both forms of FlashDiffAttn."""
     device = device_of(dry)
     names = [n for n in available_backends(device, torch.bfloat16) if n not in SLOW or (dry and n == "blockwise")]
     shapes = parse_shapes(TINY) if dry else operator_shapes()
-    _operator(dry, device, seconds, out, shapes, names, kernels=list(KERNELS), with_rivals=True)
+    _operator(dry, device, seconds, out, earlier, shapes, names, kernels=list(KERNELS), with_rivals=True)
 
 
-def attention_slow(dry: bool, seconds: float, out: Path) -> None:
+def attention_slow(dry: bool, seconds: float, out: Path, earlier: list[dict]) -> None:
     """The backends that compile long or run long, at two shapes, against SDPA's own choice."""
     device = device_of(dry)
     wanted = ("blockwise",) if dry else ("flex", "blockwise")
     names = [n for n in wanted if n in available_backends(device, torch.bfloat16)]
     shapes = parse_shapes(TINY)[:1] if dry else [gpu_shape(4096, 128), gpu_shape(4096, 64)]
-    _operator(dry, device, seconds, out, shapes, names, kernels=[], with_rivals=False)
+    _operator(dry, device, seconds, out, earlier, shapes, names, kernels=[], with_rivals=False)
 
 
 def _operator(
@@ -87,13 +193,14 @@ def _operator(
     device: str,
     seconds: float,
     out: Path,
+    earlier: list[dict],
     shapes: list[Shape],
     names: list[str],
     kernels: list[str],
     with_rivals: bool,
 ) -> None:
-    run_attention_benchmark(
-        shapes,
+    record = run_attention_benchmark(
+        left_of(shapes, earlier),
         (torch.bfloat16,),
         device=device,
         backends=names,
@@ -105,15 +212,16 @@ def _operator(
         out=out,
         on_row=_say("attention"),
     )
+    _finish(record)
 
 
-def decode(dry: bool, seconds: float, out: Path) -> None:
+def decode(dry: bool, seconds: float, out: Path, earlier: list[dict]) -> None:
     """The operator over long caches, and the pair of models generating."""
     shapes = [caches.DecodeShape(2, 2, 1, 40, 8)] if dry else caches.GPU_GRID
     models = [generation.ModelSetting("debug", 1, 24, 4)] if dry else generation.GPU_MODELS
-    run_decode_benchmark(
-        shapes,
-        models,
+    record = run_decode_benchmark(
+        left_of(shapes, earlier, kind="operator"),
+        left_of(models, earlier, kind="model"),
         device=device_of(dry),
         kernels=list(KERNELS),
         repeats=2 if dry else 15,
@@ -122,13 +230,14 @@ def decode(dry: bool, seconds: float, out: Path) -> None:
         out=out,
         on_row=_say("decode"),
     )
+    _finish(record)
 
 
-def throughput(dry: bool, seconds: float, out: Path) -> None:
+def throughput(dry: bool, seconds: float, out: Path, earlier: list[dict]) -> None:
     """Table 7."""
-    tiny = [pair_throughput.ThroughputSetting("debug", 2, 32, layers=1, dtype=torch.float32)]
-    pair_throughput.run_throughput_benchmark(
-        tiny if dry else pair_throughput.GPU_SETTINGS,
+    settings = [TINY_PAIR] if dry else pair_throughput.GPU_SETTINGS
+    record = pair_throughput.run_throughput_benchmark(
+        left_of(settings, earlier),
         device=device_of(dry),
         repeats=2 if dry else 9,
         seconds=seconds,
@@ -136,6 +245,69 @@ def throughput(dry: bool, seconds: float, out: Path) -> None:
         out=out,
         on_row=_say("throughput"),
     )
+    _finish(record)
+
+
+def step(dry: bool, seconds: float, out: Path, earlier: list[dict]) -> None:
+    """Where a training step's time goes."""
+    run_step_benchmark(
+        left_of([TINY_PAIR] if dry else GPU_STEPS, earlier),
+        device=device_of(dry),
+        repeats=2 if dry else 9,
+        profiled=1 if dry else 3,
+        seconds_each=0.2 * seconds,
+        out=out,
+        on_row=_say("step"),
+    )
+
+
+def sanitizer(dry: bool, seconds: float, out: Path, earlier: list[dict]) -> None:
+    """Small launches of all kernels under compute-sanitizer: memory accesses, and of the Gluon kernels races."""
+    end = time.monotonic() + seconds
+    device = device_of(dry)
+
+    def rows() -> Iterator[dict]:
+        for tool, what in (("memcheck", "all"), ("racecheck", "gluon")):
+            under = [] if dry else ["compute-sanitizer", "--tool", tool, "--error-exitcode", "9"]
+            command = [*under, sys.executable, str(Path(__file__).with_name("sanitized.py")), what, device]
+            left = max(1.0, end - time.monotonic())
+            half = left / 2 if tool == "memcheck" else left
+            yield {"tool": tool, "what": what, **run_sanitized(command, half)}
+
+    record = collect("sanitizer", rows(), {"machine": machine(device)}, out=out, on_row=_say_row)
+    gates = [row["gate"] for row in record["rows"]]
+    if any(gate.startswith("failed") for gate in gates):
+        raise SystemExit(f"compute-sanitizer: {gates}")
+    if "unfinished" in gates:
+        raise Unfinished(f"compute-sanitizer: {gates}")
+
+
+def run_sanitized(command: list[str], seconds: float) -> dict:
+    """A row's verdict and what was said last."""
+    try:
+        done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=seconds)
+        gate, output = "passed" if done.returncode == 0 else f"failed: exit status {done.returncode}", done.stdout
+    except subprocess.TimeoutExpired as stopped:
+        gate, output = "unfinished", stopped.stdout or b""
+    return {"gate": gate, "output": output.decode(errors="replace")[-4000:]}
+
+
+def left_of(items: list, earlier: list[dict], **fields) -> list:
+    """Shapes or settings that no earlier row was measured at."""
+    recorded = settings_of(earlier)
+
+    def known(item) -> str:
+        values = asdict(item)
+        dtype = str(values.get("dtype", torch.bfloat16)).removeprefix("torch.")
+        return setting({**values, **fields, "dtype": dtype})
+
+    return [item for item in items if known(item) not in recorded]
+
+
+def _finish(record: dict) -> None:
+    """Raises Unfinished if the time ran out before all was measured."""
+    if "unfinished" in record:
+        raise Unfinished(record["unfinished"])
 
 
 def device_of(dry: bool) -> str:
@@ -155,14 +327,17 @@ def _say(name: str) -> Callable[[dict], None]:
     return lambda row: print("  ".join(cell for cell in tables.cells(name, row) if cell), flush=True)
 
 
-def _say_gate(row: dict) -> None:
-    print("  ".join(row.values()), flush=True)
+def _say_row(row: dict) -> None:
+    print("  ".join(map(str, row.values())), flush=True)
 
 
-STAGES: dict[str, Callable[[bool, float, Path], None]] = {
+STAGES: dict[str, Callable[[bool, float, Path, list[dict]], None]] = {
     "correctness": correctness,
+    "compile": compile_kernels,
     "attention": attention,
     "attention_slow": attention_slow,
     "decode": decode,
     "throughput": throughput,
+    "step": step,
+    "sanitizer": sanitizer,
 }

@@ -9,7 +9,8 @@ import re
 import sys
 from pathlib import Path
 
-from speed_tables import attention_gpu_table, attention_table, decode_table, throughput_table
+from gpu_goals import goals_table
+from speed_tables import attention_gpu_table, attention_table, decode_table, step_table, throughput_table
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
@@ -41,10 +42,12 @@ TABLES = {
     "novels": (claims_table, ROOT / "figures" / "novels" / "results.json"),
     "attention": (attention_table, RESULTS / "attention_cpu.json"),
     "attention_gpu": (attention_gpu_table, RESULTS / "attention_gpu.json"),
+    "goals_gpu": (lambda path: goals_table(path.parent), RESULTS / "attention_gpu.json"),
     "decode": (decode_table, RESULTS / "decode_cpu.json"),
     "decode_gpu": (decode_table, RESULTS / "decode_gpu.json"),
     "throughput": (throughput_table, RESULTS / "throughput_cpu.json"),
     "throughput_gpu": (throughput_table, RESULTS / "throughput_gpu.json"),
+    "step_gpu": (step_table, RESULTS / "step_gpu.json"),
 }
 
 

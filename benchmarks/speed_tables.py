@@ -40,7 +40,7 @@ def attention_gpu_table(path: Path) -> list[str]:
         shape = f"{', '.join(map(str, sizes))}, {DTYPES[dtype]}"
         rivals = sorted((r for r in rows if r["role"] == "rival"), key=lambda r: r["both_ms"])
         triton = sorted((r for r in rows if r["backend"].startswith("triton")), key=lambda r: r["both_ms"])
-        ours = [r for r in rows if r["backend"] in ("triton", "flash", "flex") or r is triton[0]]
+        ours = [r for r in rows if r["backend"] in ("triton", "flash", "flex") or r in triton[:1]]
         baselines = [r for r in rows if r["role"] == "baseline" and r["backend"] in ("softmax", CUDNN)]
         for row in [*ours, *rivals[:1], *baselines]:
             ratios = (f"{number(row[f'{kind}_ratio'], 2)} / {number(over_cudnn(row, kind), 2)}" for kind in KINDS)
@@ -91,6 +91,19 @@ def throughput_table(path: Path) -> list[str]:
     return [*lines, "", machine(record)]
 
 
+def step_table(path: Path) -> list[str]:
+    """Where a training step's time goes: a line for each part, both sides beside one another."""
+    record = json.loads(path.read_text())
+    lines = header("model", "batch x N", "part", "Transformer, ms", "DIFF, ms")
+    for pair in pairs_of(record["rows"]):
+        size = f"{pair[1]['batch']} x {pair[1]['length']}"
+        lines.append(line(model(pair[1]), size, "whole step", *(f"{row['step_ms']:.1f}" for row in pair)))
+        for part in pair[1]["shares"]:
+            times = (row["shares"].get(part, 0) * row["step_ms"] for row in pair)
+            lines.append(line(model(pair[1]), size, part, *(f"{time:.1f}" for time in times)))
+    return [*lines, "", machine(record)]
+
+
 def pairs_of(rows: list[dict]) -> list[tuple[dict, dict]]:
     """The Transformer's and DIFF's row of each setting; one without its partner is left out."""
     sides = ([row for row in rows if row["side"] == side] for side in ("softmax", "diff"))
@@ -107,11 +120,12 @@ def who(row: dict) -> str:
 
 
 def model(row: dict) -> str:
-    """Preset, width where it is not the preset's, layers where they are not all, dtype."""
+    """Preset, width where it is not the preset's, layers where they are not all, dtype, whether compiled."""
     width = f", d_model {row['fields']['hidden_size']}" if "hidden_size" in row["fields"] else ""
     layers, whole = row["layers"], row["layers_of_preset"]
     cut = "" if layers == whole else f", {layers} of {whole} layers" if layers < whole else f", {layers} layers"
-    return f"{row['model']}{width}{cut}, {DTYPES[row['dtype']]}"
+    compiled = ", compiled" if row.get("compiled") else ""
+    return f"{row['model']}{width}{cut}, {DTYPES[row['dtype']]}{compiled}"
 
 
 def machine(record: dict) -> str:

@@ -7,8 +7,9 @@ import torch
 
 from diff_transformer.bench import caches as module
 from diff_transformer.bench import decode as bench
+from diff_transformer.bench.attention import DeviceLost
 from diff_transformer.bench.caches import Caches, DecodeShape, fits, how_many
-from diff_transformer.bench.contenders import sdpa_on
+from diff_transformer.bench.contenders import FAULTS, sdpa_on
 from diff_transformer.bench.generation import ModelSetting, build_pair, model_rows
 from diff_transformer.bench.timing import Times
 from diff_transformer.ops import blockwise
@@ -44,6 +45,20 @@ def test_caches_rotate(monkeypatch):
     run()
     assert not graph
     assert len(set(seen)) == len(caches.all) == 2
+
+
+def test_nothing_is_timed_after_a_fault_of_the_device(monkeypatch):
+    def faults(*args):
+        raise FAULTS[-1]("oh no")
+
+    monkeypatch.setattr(blockwise, "attend", faults)
+    rows = bench.measure(Caches(GROUPED, torch.float32, "cpu"), ["blockwise", "sdpa"], [], {}, repeats=1)
+    row = next(rows)
+    assert row["backend"] == "blockwise"
+    assert row["cache"] == 50
+    assert row["gate"].startswith("failed: the device is lost: ")
+    with pytest.raises(DeviceLost, match="blockwise over 3x4/2x50x8"):
+        next(rows)
 
 
 @pytest.mark.parametrize("captures", [True, False])
@@ -132,7 +147,8 @@ def test_models_generate_over_a_cache_that_keeps_its_length():
     assert (diff["layers"], diff["layers_of_preset"], diff["dtype"]) == (2, 2, "float32")
 
 
-def test_what_is_timed_is_greedy_generation():
+@pytest.mark.parametrize("compiled", [False, True])
+def test_what_is_timed_is_greedy_generation(monkeypatch, compiled):
     from diff_transformer.bench import generation
 
     lively = {"tie_word_embeddings": False, "initializer_range": 0.5}  # or it repeats one token for ever
@@ -140,17 +156,25 @@ def test_what_is_timed_is_greedy_generation():
     prompt = torch.randint(0, 512, (2, 20))
     expected = model.generate(prompt, max_new_tokens=4, do_sample=False)[:, 20:]
     assert all(len(set(row)) == 4 for row in expected.tolist())
-    fed, lengths, forward = [], [], model.forward
+    fed, lengths = [], []
 
-    def watched(*args, **options):
-        if options.get("past_key_values") is not None:
-            fed.append(options["input_ids"])
-            lengths.append(options["past_key_values"].get_seq_length())
-        return forward(*args, **options)
+    def watched(forward):
+        def step(*args, **options):
+            if options.get("past_key_values") is not None and options["input_ids"].shape[1] == 1:
+                fed.append(options["input_ids"])
+                lengths.append(int(options["past_key_values"].get_seq_length()))
+            return forward(*args, **options)
 
-    model.forward = watched
-    decode = generation._decoder(model, prompt, 3)
+        return step
+
+    if compiled:
+        one_graph = torch.compile(model, fullgraph=True, backend="eager")
+        monkeypatch.setattr(generation, "compiled_step", lambda model: watched(one_graph))
+    else:
+        model.forward = watched(model.forward)
+    decode = generation._decoder(model, prompt, 3, compiled)
     decode()
     assert torch.equal(torch.cat(fed, dim=1), expected[:, :3])
     decode()
+    assert torch.equal(torch.cat(fed[3:], dim=1), expected[:, :3])
     assert lengths == [20, 21, 22] * 2

@@ -21,15 +21,24 @@ def test_dry_run_of_every_stage(tmp_path):
     )
     assert done.returncode == 0, done.stdout + done.stderr
     summary = json.loads((tmp_path / "summary.json").read_text())
-    stages = ["correctness", "attention", "attention_slow", "decode", "throughput"]
+    stages = ["correctness", "compile", "attention", "attention_slow", "decode", "throughput", "step", "sanitizer"]
     assert [(line["stage"], line["status"]) for line in summary] == [(stage, "done") for stage in stages]
     records = {stage: json.loads((tmp_path / f"{stage}.json").read_text()) for stage in stages}
-    assert records["correctness"]["provenance"]["tests"]["exit_status"] == 0
+    tests = records["correctness"]["provenance"]["tests"].values()
+    assert [(call["exit_status"], call["finished"]) for call in tests] == [(0, True), (0, True)]
+    assert [row["gate"] for row in records["compile"]["rows"]] == ["passed"]
     names = {row["backend"] for row in records["attention"]["rows"]}
     assert {"softmax", "softmax[cudnn]", "FlashDiffAttn_1", "FlashDiffAttn_2[cudnn]", "blockwise", "sdpa"} <= names
     assert {row["causal"] for row in records["attention"]["rows"]} == {True, False}
     assert {row["kind"] for row in records["decode"]["rows"]} == {"operator", "model"}
-    assert {row["side"] for row in records["throughput"]["rows"]} == {"softmax", "diff"}
+    assert [(row["tool"], row["gate"]) for row in records["sanitizer"]["rows"]] == [
+        ("memcheck", "passed"),
+        ("racecheck", "passed"),
+    ]
+    assert all(row["output"].endswith("all ran\n") for row in records["sanitizer"]["rows"])
+    for stage in ("throughput", "step"):
+        assert {row["side"] for row in records[stage]["rows"]} == {"softmax", "diff"}
+    assert "decoding, DIFF / Transformer | ≥ 1 |  | not measured |" in done.stdout
     assert "blockwise  bf16" in done.stdout
     assert {path.name for path in tmp_path.iterdir()} == {"summary.json", *(f"{stage}.json" for stage in stages)}
 
@@ -41,21 +50,26 @@ def gpu(monkeypatch):
     import gpu
     import gpu_stages
 
-    def fine(dry, seconds, out):
+    def fine(dry, seconds, out, earlier):
         out.write_text("{}")
 
-    def broken(dry, seconds, out):
+    def broken(dry, seconds, out, earlier):
         raise ZeroDivisionError("oh no")
 
-    def killed(dry, seconds, out):
+    def killed(dry, seconds, out, earlier):
         os.kill(os.getpid(), signal.SIGKILL)
 
-    def endless(dry, seconds, out):
+    def endless(dry, seconds, out, earlier):
         child = subprocess.Popen(["sleep", "600"])
         out.write_text(json.dumps({"child": child.pid, "soft": seconds}))
         child.wait()
 
+    def unfinished(dry, seconds, out, earlier):
+        out.write_text(json.dumps({"rows": [{"batch": 2, "backend": "a", "us": len(earlier)}]}))
+        raise gpu.gpu_records.Unfinished("out of time before the rest")
+
     stages = {"correctness": fine, "attention": broken, "attention_slow": killed, "decode": endless, "throughput": fine}
+    stages["step"] = unfinished
     monkeypatch.setattr(gpu_stages, "STAGES", stages)
     return gpu
 
@@ -85,10 +99,102 @@ def test_a_stage_that_runs_out_is_stopped_with_all_it_started(gpu, tmp_path):
     assert not state.exists() or state.read_text().rsplit(")", 1)[1].split()[0] == "Z"
 
 
+def test_a_stage_that_did_not_get_to_all_is_not_done(gpu, tmp_path):
+    assert gpu.run_stages(["step"], 60, True, tmp_path) == 1
+    (step,) = json.loads((tmp_path / "summary.json").read_text())
+    assert (step["status"], step["error"]) == ("unfinished", "out of time before the rest")
+
+
+def test_an_earlier_call_is_gone_on_with(gpu, tmp_path):
+    earlier, now = tmp_path / "earlier", tmp_path / "now"
+    for folder in (earlier, now):
+        folder.mkdir()
+    rows = [{"batch": 1, "backend": "a", "us": 5}, {"batch": 2, "backend": "a", "us": 7}]
+    (earlier / "step.json").write_text(json.dumps({"rows": rows}))
+    gpu.run_stages(["step"], 60, True, now, earlier)
+    assert json.loads((now / "step.json").read_text())["rows"] == [rows[0], {"batch": 2, "backend": "a", "us": 2}]
+
+
+def test_an_earlier_call_on_another_machine_is_left_alone(gpu, tmp_path):
+    (tmp_path / "earlier").mkdir()
+    (tmp_path / "earlier" / "step.json").write_text(json.dumps({"rows": [], "provenance": {"torch": "2.0"}}))
+    gpu.run_stages(["step"], 60, True, tmp_path, tmp_path / "earlier")
+    (step,) = json.loads((tmp_path / "summary.json").read_text())
+    assert step["status"] == "failed"
+    assert "not merged: records of unlike machines or versions" in step["error"]
+    assert len(json.loads((tmp_path / "step.json").read_text())["rows"]) == 1
+
+
+def test_what_an_earlier_call_recorded_is_not_measured_again(gpu, tmp_path):
+    import gpu_stages
+
+    out = tmp_path / "attention.json"
+    first, second = gpu_stages.parse_shapes(gpu_stages.TINY)
+    gpu_stages.run_attention_benchmark([first], (gpu_stages.torch.bfloat16,), backends=[], repeats=1, out=out)
+    rows = json.loads(out.read_text())["rows"]
+    assert gpu_stages.left_of([first, second], rows) == [second]
+    decoding = gpu_stages.caches.DecodeShape(1, 2, 1, 40, 8)
+    assert gpu_stages.left_of([decoding], rows, kind="operator") == [decoding]
+    pair = [gpu_stages.TINY_PAIR]
+    record = gpu_stages.pair_throughput.run_throughput_benchmark(pair, repeats=1)
+    assert gpu_stages.left_of(pair, json.loads(json.dumps(record, default=str))["rows"]) == []
+
+
+def test_tests_that_are_stopped_are_unfinished(gpu, monkeypatch, tmp_path):
+    import gpu_stages
+
+    monkeypatch.setattr(gpu_stages, "DRY_TESTS", {"endless": ["--version"]})
+    monkeypatch.setattr(gpu_stages.sys, "executable", tmp_path / "sleep")
+    (tmp_path / "sleep").write_text("#!/bin/sh\nexec sleep 60\n")
+    (tmp_path / "sleep").chmod(0o700)
+    with pytest.raises(gpu.gpu_records.Unfinished, match="not all tests ran: endless"):
+        gpu_stages.correctness(True, 1.0, tmp_path / "correctness.json", [])
+    tests = json.loads((tmp_path / "correctness.json").read_text())["provenance"]["tests"]
+    assert (tests["endless"]["finished"], tests["endless"]["exit_status"]) == (False, None)
+
+
+def test_kernels_are_compiled_for_every_width_form_and_stride(gpu):
+    import gpu_stages
+
+    shapes = gpu_stages.compiled_shapes(dry=False)
+    wanted = {(s.width, s.heads, s.causal) for s in gpu_stages.operator_shapes()}
+    assert {(s.width, s.heads, s.causal) for s in shapes if s.length == 128} == wanted
+    assert {(s.width, s.heads, s.causal) for s in shapes if s.length % 16} == wanted
+
+
+def test_a_kernel_that_does_not_compile_is_named(gpu):
+    import gpu_stages
+
+    row = gpu_stages.compile_one("cpu", gpu_stages.parse_shapes("1x2x40x8")[0], "toaster")
+    assert (row["form"], row["shape"]) == ("toaster", "1x2x40x8")
+    assert row["gate"].startswith("failed: ")
+
+
+def test_the_sanitizer_has_a_stage_where_it_is_installed(gpu, monkeypatch):
+    for path in (None, "/usr/bin/compute-sanitizer"):
+        monkeypatch.setattr(gpu.shutil, "which", lambda name, path=path: path)
+        assert ("sanitizer" in gpu.stages_here(dry=False)) == (path is not None)
+    assert "sanitizer" in gpu.stages_here(dry=True)
+
+
+def test_what_the_sanitizer_finds_is_a_failure(gpu, monkeypatch, tmp_path):
+    import gpu_stages
+
+    assert gpu_stages.run_sanitized(["false"], 5) == {"gate": "failed: exit status 1", "output": ""}
+    assert gpu_stages.run_sanitized(["sleep", "9"], 0.1)["gate"] == "unfinished"
+    results = [{"gate": "passed", "output": ""}, {"gate": "failed: exit status 9", "output": "a race"}]
+    monkeypatch.setattr(gpu_stages, "run_sanitized", lambda command, seconds: results.pop(0))
+    with pytest.raises(SystemExit, match="failed: exit status 9"):
+        gpu_stages.sanitizer(True, 5, tmp_path / "sanitizer.json", [])
+
+
 def test_unknown_stages_are_refused(gpu, capsys):
     with pytest.raises(SystemExit):
         gpu.main(["--stages", "decode,toaster"])
-    assert "no stage 'toaster'; there are: correctness, attention, " in capsys.readouterr().err
+    assert "no stage 'toaster'; there are: correctness, compile, " in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        gpu.main(["--continue", "nowhere"])
+    assert "nowhere is no folder of records" in capsys.readouterr().err
 
 
 def test_without_a_gpu_it_says_so(gpu, monkeypatch):

@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -23,6 +25,14 @@ def test_both_sides_of_a_setting():
     peak = record["provenance"]["ceilings"]["matmul_tflops"]["float32"] * 1e12
     mfu = diff["forward_backward_tokens_per_second"] * flops / peak
     assert diff["forward_backward_mfu"] == pytest.approx(mfu, rel=0.02, abs=1e-4)
+
+
+def test_both_models_are_compiled_where_the_setting_says_so(monkeypatch):
+    compiled = []
+    monkeypatch.setattr(torch.nn.Module, "compile", lambda model: compiled.append(model.config.attention))
+    rows = bench.run_throughput_benchmark([replace(TINY, compiled=True), TINY], repeats=1)["rows"]
+    assert compiled == ["softmax", "diff"]
+    assert [row["compiled"] for row in rows] == [True, True, False, False]
 
 
 def test_rates_of_known_times():

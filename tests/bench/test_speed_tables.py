@@ -69,6 +69,18 @@ def test_gpu_table_has_ours_the_fastest_rival_and_both_baselines(modules, saved)
     assert lines[-1].endswith(f"A GPU, PyTorch 2.11.0, {versions}, {rates}.")
 
 
+def test_gpu_table_of_a_shape_at_which_triton_failed(modules, saved):
+    rows = [
+        attention_row("softmax", "baseline", sdpa="flash"),
+        attention_row("flash", ms=1.5),
+        {**attention_row("triton"), "gate": "failed: out"},
+    ]
+    for kind in ("forward", "backward", "both"):
+        rows[2].pop(f"{kind}_ms")
+    lines = modules[0].attention_gpu_table(saved(rows, GPU))
+    assert [line.split(" | ")[1] for line in lines[2:-2]] == ["flash", "softmax (flash)"]
+
+
 def test_decode_table(modules, saved):
     operator = {"kind": "operator", "dtype": "bfloat16", "batch": 8, "heads": 16, "kv_heads": 4, "cache": 4096}
     operator |= {"width": 64, "us": 30.0, "ratio": 0.9, "ratios": {"softmax[cudnn]": 1.1}}
@@ -107,6 +119,15 @@ def test_throughput_table(modules, saved):
     lines = modules[0].throughput_table(saved([{**row, "side": "softmax"}, {**row, "side": "diff", **diff}], CPU))
     assert lines[2] == "| 3B, bf16 | 2 x 4096 | forward + backward | 20,000 | 19,000 | 0.950 | 0.90 | 50 % / 48 % |"
     assert lines[3] == "| 3B, bf16 | 2 x 4096 | prefill | 20,000 | 20,000 | 1.000 |  | 50 % / 50 % |"
+
+
+def test_step_table(modules, saved):
+    row = {"model": "830M", "batch": 4, "length": 2048, "dtype": "bfloat16", "layers": 24, "layers_of_preset": 24}
+    row |= {"fields": {}, "step_ms": 200.0, "shares": {"attention": 0.25, "head norm": 0.0}}
+    diff = {**row, "side": "diff", "step_ms": 220.0, "shares": {"attention": 0.25, "head norm": 0.05}}
+    lines = modules[0].step_table(saved([{**row, "side": "softmax"}, diff], CPU))
+    assert lines[2] == "| 830M, bf16 | 4 x 2048 | whole step | 200.0 | 220.0 |"
+    assert lines[4] == "| 830M, bf16 | 4 x 2048 | head norm | 0.0 | 11.0 |"
 
 
 def test_tables_appear_with_their_json(modules, saved, monkeypatch, tmp_path):

@@ -29,24 +29,26 @@ class Event:
 def test_shares_of_known_events():
     step = Event("step", 5)
     attention = Event("part: attention", 10, step)
+    norm = Event("part: head norm", 0, attention, start=1)
     mlp = Event("part: feed-forward", 0, step, start=2)
     first = "autograd::engine::evaluate_function: SoftmaxBackward0"
     second = "autograd::engine::evaluate_function: MmBackward0"
     events = [
-        step, attention, mlp,
+        step, attention, norm, mlp,
+        Event("aten::rms_norm", 10, norm),
         Event("aten::view", 0, attention, sequence_nr=7, start=1),  # makes no node: the next has the same number
         Event("aten::softmax", 20, attention, sequence_nr=6),
         Event("aten::mm", 15, mlp, sequence_nr=7, start=3),
         one := Event(second, 1, step, sequence_nr=7, start=4), Event("aten::mm", 24, one, start=5),
         other := Event(first, 2, step, sequence_nr=6, start=6),
         Event("SoftmaxBackward0", 3, other, sequence_nr=6, start=7),
-        Event("Optimizer.step#AdamW.step", 10, step, start=8),
-        Event("autograd::engine::evaluate_function: torch::autograd::AccumulateGrad", 10, step, start=9),
+        Event("Optimizer.step#AdamW.step", 5, step, start=8),
+        Event("autograd::engine::evaluate_function: torch::autograd::AccumulateGrad", 5, step, start=9),
     ]  # fmt: skip
     assert bench.shares(events, "self_cpu_time_total") == pytest.approx(
         {
-            "attention": 0.35, "feed-forward": 0.40, "optimizer": 0.10, "other": 0.15,
-            "projections": 0, "output and cross-entropy": 0, "data": 0,
+            "attention": 0.35, "head norm": 0.10, "feed-forward": 0.40, "optimizer": 0.05, "other": 0.10,
+            "rotary embedding": 0, "projections": 0, "output and cross-entropy": 0, "data": 0,
         }
     )  # fmt: skip
 
@@ -58,7 +60,9 @@ def test_a_row_of_each_side_says_where_the_time_goes():
     for row in (softmax, diff):
         assert tuple(row["shares"]) == bench.PARTS
         assert sum(row["shares"].values()) == pytest.approx(1, abs=1e-3)
-        assert all(share > 0 for share in row["shares"].values())
+        assert [part for part, share in row["shares"].items() if share == 0] == (
+            ["head norm"] if row["side"] == "softmax" else []
+        )
         assert row["tokens_per_second"] == pytest.approx(64 / row["step_ms"] * 1e3, rel=0.01)
 
 

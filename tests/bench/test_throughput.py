@@ -1,6 +1,7 @@
 import torch
 
 from diff_transformer import DiffTransformerForCausalLM
+from diff_transformer.bench import throughput
 from diff_transformer.bench.throughput import measure_throughput
 from diff_transformer.model.presets import preset
 
@@ -19,3 +20,11 @@ def test_both_models_are_timed_and_left_as_they_were():
             assert result.metrics[f"{kind}_tokens_per_second"] == seen[1] > 0
     after = [parameter for model in models.values() for parameter in model.parameters()]
     assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+
+
+def test_a_gpu_is_idle_when_the_clock_starts(monkeypatch):
+    log = []
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: log.append("wait"))
+    monkeypatch.setattr(throughput.time, "perf_counter", lambda: log.append("clock") or 0.0)
+    throughput._time(lambda: log.append("run"), 2, torch.device("cuda"))
+    assert log == ["wait", "clock", "run", "run", "wait", "clock"]

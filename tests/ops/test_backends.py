@@ -227,6 +227,21 @@ def test_lam_is_not_rounded_to_bf16(backend):
     torch.testing.assert_close(out * 2**12, softmax_attention, rtol=0.02, atol=1e-3)
 
 
+@pytest.mark.parametrize(
+    ("backend", "mean"),
+    [("reference", True), ("blockwise", False), ("blockwise in PyTorch", True), ("sdpa", True)],
+    indirect=["backend"],
+)
+def test_rows_hidden_by_finite_values(backend, mean):
+    x = make_inputs(B=1, H=2, T=20)
+    mask = torch.zeros(20, 20)
+    mask[3] = torch.finfo(torch.float32).min
+    out = diff_attention(*x, attn_mask=mask, backend=backend)
+    expected = x.v.mean(2) * (1 - x.lam[:, :, 3]) * mean
+    torch.testing.assert_close(out[:, :, 3], expected, rtol=1e-5, atol=1e-6)
+    assert all(gradient.isfinite().all() for gradient in torch.autograd.grad(out.sum(), x))
+
+
 @pytest.mark.parametrize("backend", ["reference", "blockwise", "blockwise in PyTorch", "sdpa"], indirect=True)
 def test_autocast_casts_as_sdpa_does(backend):
     x = make_inputs(T=63)

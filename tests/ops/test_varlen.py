@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from diff_transformer import diff_attention, diff_attention_varlen
+from diff_transformer.ops.varlen import _is_new
 from diff_transformer.testing import Inputs, assert_within_budget, make_inputs
 
 ENDS_Q, ENDS_K = [0, 20, 20, 53, 60], [0, 15, 30, 70, 70]  # one document without queries, one without keys
@@ -106,6 +107,22 @@ def test_bf16_and_autocast():
         out = attend(x, is_causal=True)
     assert out.dtype == torch.bfloat16
     assert torch.equal(out, attend(Inputs(*(y.bfloat16() for y in x[:5]), x.lam), is_causal=True))
+
+
+def test_content_is_asserted_once():
+    cu_seqlens = ends()
+    asked = [_is_new(cu_seqlens, *sizes) for sizes in ((60, 33), (60, 33), (60, 40), (60, 40))]
+    assert asked == [True, False, True, False]
+    cu_seqlens[1] = 10
+    assert _is_new(cu_seqlens, 60, 40)
+    assert _is_new(ends(), 60, 40)
+
+
+def test_content_of_inference_tensors_is_asserted_each_time():
+    with torch.inference_mode():
+        cu_seqlens = ends()
+    assert _is_new(cu_seqlens, 60, 33)
+    assert _is_new(cu_seqlens, 60, 33)
 
 
 X = packed()

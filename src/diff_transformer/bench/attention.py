@@ -18,6 +18,7 @@ from diff_transformer.bench.ceilings import ceilings
 from diff_transformer.bench.contenders import (
     BASELINE,
     DIFF_UNITS,
+    FAULTS,
     KERNELS,
     SOFTMAX_UNITS,
     Contender,
@@ -38,6 +39,11 @@ from diff_transformer.testing import peak_memory
 
 LONGEST_REFERENCE = 1024  # it materialises the maps; longer, it is left out
 KINDS = ("forward", "backward", "both")
+LOST = "failed: the device is lost: "  # begins a verdict
+
+
+class DeviceLost(RuntimeError):
+    """A kernel faulted or hangs, and this process can compute no more on the device."""
 
 
 def run_attention_benchmark(
@@ -115,7 +121,12 @@ def measure(
 ) -> Iterator[dict]:
     """A row for each contender, all at the gate's shape; see ``run_attention_benchmark``."""
     shape, dtype = gate.shape, str(gate.dtype).removeprefix("torch.")
-    verdicts = {c.name: verdict(c, gate) for c in contenders}
+    verdicts: dict[str, str] = {}
+    for c in contenders:
+        verdicts[c.name] = verdict(c, gate)
+        if verdicts[c.name].startswith(LOST):
+            yield {**first_fields(c, gate), "gate": verdicts[c.name]}
+            raise DeviceLost(f"{c.name} at {shape} in {dtype}: {verdicts[c.name]}")
     timed = [c for c in contenders if counts(c.role, verdicts[c.name])]
     peaks = {c.name: peak_memory(calls(c)["both" if c.backward else "forward"], gate.device) for c in timed}
     runs = {(c.name, kind): run for c in timed for kind, run in calls(c, retain=True).items()}
@@ -123,7 +134,7 @@ def measure(
     del runs  # and with them the retained graphs
     ceiling_tflops = ceiling["matmul_tflops"][dtype]
     for c in contenders:
-        row = {"backend": c.name, "role": c.role, "dtype": dtype, **asdict(shape), **c.facts, "gate": verdicts[c.name]}
+        row = {**first_fields(c, gate), "gate": verdicts[c.name]}
         if c.name in peaks:
             for kind in KINDS:
                 if (c.name, kind) in times:
@@ -135,6 +146,18 @@ def measure(
             }
             row["peak_bytes"] = peaks[c.name]
         yield row
+
+
+def first_fields(contender: Contender, gate: Gate) -> dict:
+    """Of a row: who, and at which shape."""
+    dtype = str(gate.dtype).removeprefix("torch.")
+    return {
+        "backend": contender.name,
+        "role": contender.role,
+        "dtype": dtype,
+        **asdict(gate.shape),
+        **contender.facts,
+    }
 
 
 def verdict(contender: Contender, gate: Gate) -> str:
@@ -150,7 +173,7 @@ def judge(role: str, run: Callable[[], object], check: Callable[[], object]) -> 
     """Run once, then check: "passed", "is the baseline", "skipped: why" or "failed: what".
 
     A kernel refuses by RuntimeError, NotImplementedError or ValueError. Anything else that it raises, a compiler's
-    error for one, is its failure, and the others go on.
+    error for one, is its failure, and the others go on; but not after a fault of the device (``LOST``).
     """
     try:
         reason = why_it_cannot(run)
@@ -159,6 +182,8 @@ def judge(role: str, run: Callable[[], object], check: Callable[[], object]) -> 
         if role == "baseline":
             return "is the baseline"
         check()
+    except FAULTS as error:
+        return f"{LOST}{type(error).__name__}: {error}"[:1000]
     except AssertionError as error:
         return f"failed: {error}"
     except Exception as error:

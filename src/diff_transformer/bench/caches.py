@@ -45,13 +45,18 @@ CPU_GRID = [
     for cache in (512, 1024, 2048, 4096)
 ]
 HEADS = ((12, 12, 128), (16, 4, 128), (16, 16, 64), (16, 4, 64))  # h, g, d: 3B, and one to four heads of a cache
-GPU_GRID = [DecodeShape(batch, h, g, cache, d) for h, g, d in HEADS for batch in (1, 8, 64) for cache in (4096, 16384)]
-GPU_FULL_GRID = [
-    DecodeShape(batch, h, g, cache, d)
-    for h, g, d in HEADS
-    for batch in (1, 4, 16, 64)
-    for cache in (1024, 4096, 16384, 65536)
-]
+# Batches and caches of a GPU, the most telling first: one long sequence, then many, then the rest by size.
+TELLING = ((1, 4096), (16, 4096), (1, 16384), (64, 1024), (1, 65536), (64, 4096), (4, 16384), (16, 16384))
+GPU_GRID = sorted(
+    (
+        DecodeShape(batch, h, g, cache, d)
+        for h, g, d in HEADS
+        for batch in (1, 4, 16, 64)
+        for cache in (1024, 4096, 16384, 65536)
+    ),
+    key=lambda shape: (*TELLING, (shape.batch, shape.cache)).index((shape.batch, shape.cache)),
+)
+GPU_SHORT_GRID = [shape for shape in GPU_GRID if (shape.batch, shape.cache) in TELLING]
 
 
 class KeysValues(NamedTuple):

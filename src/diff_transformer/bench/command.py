@@ -70,7 +70,7 @@ def _run(name: str, full: bool, device: str, grid: str | None, options: dict) ->
         from diff_transformer.bench import caches, generation
         from diff_transformer.bench.decode import run_decode_benchmark
 
-        shapes = (caches.GPU_FULL_GRID if full else caches.GPU_GRID) if cuda else caches.CPU_GRID
+        shapes = (caches.GPU_GRID if full else caches.GPU_SHORT_GRID) if cuda else caches.CPU_GRID
         models = generation.GPU_MODELS if cuda else generation.CPU_MODELS
         options = {"dtypes": (torch.bfloat16,) if cuda else (torch.float32, torch.bfloat16), **options}
         return run_decode_benchmark(shapes, models, device=device, **options)

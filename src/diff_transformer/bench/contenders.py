@@ -18,6 +18,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from diff_transformer.bench.machine import free_memory
 from diff_transformer.bench.shapes import Shape
 from diff_transformer.ops import diff_attention
+from diff_transformer.ops.triton.gluon.verify import KernelHangs
 from diff_transformer.testing import Inputs
 
 BASELINE = "softmax"
@@ -28,6 +29,9 @@ KERNELS = {
     "efficient": SDPBackend.EFFICIENT_ATTENTION,
     "math": SDPBackend.MATH,
 }
+# What a kernel that faults or hangs raises; the process cannot use the device any more. (PyTorch before 2.8 has no
+# AcceleratorError.)
+FAULTS: tuple[type[Exception], ...] = (KernelHangs, getattr(torch, "AcceleratorError", KernelHangs))
 # Multiply-adds in units of h N^2 d. All differential attention is given the fused kernel's, whatever it executes.
 SOFTMAX_UNITS = {"forward": 4, "backward": 10, "both": 14}
 DIFF_UNITS = {"forward": 6, "backward": 10, "both": 16}
@@ -187,12 +191,28 @@ def math_fits(shape: Shape, device: torch.device) -> bool:
 
 
 def why_it_cannot(run: Callable[[], object]) -> str | None:
-    """Runs once: None, or in one line why this kernel does not take these tensors (or runs out of memory)."""
+    """Runs once: None, or in one line why this kernel does not take these tensors (or runs out of memory).
+
+    Raises:
+        One of ``FAULTS`` if the device was lost, RuntimeError if Triton could not launch a kernel of ours.
+    """
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         try:
             run()
+            wait_for_device()
+        except FAULTS:
+            raise
         except (RuntimeError, NotImplementedError, ValueError) as error:
+            wait_for_device()
+            if str(error).startswith("Triton Error"):
+                raise
             said = [str(error), *(str(warning.message) for warning in caught)]
             return " ".join(dict.fromkeys(line.split("(Triggered")[0].strip() for line in said))[:300]
     return None
+
+
+def wait_for_device() -> None:
+    """A kernel's fault is raised here, and not at a later call of something else."""
+    if torch.cuda.is_initialized():
+        torch.cuda.synchronize()

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from diff_transformer.bench.attention import counts, judge, ratio
+from diff_transformer.bench.attention import LOST, DeviceLost, counts, judge, ratio
 from diff_transformer.bench.caches import Caches, DecodeShape, KeysValues, fits
 from diff_transformer.bench.ceilings import ceilings
 from diff_transformer.bench.contenders import BASELINE, KERNELS, default_kernel, named, sdpa_on
@@ -97,19 +97,27 @@ def measure(
     for name, call in calls.items():
         run, check = lambda call=call: call(first), lambda name=name: caches.gate(name)
         facts[name]["gate"] = judge(facts[name]["role"], run, check)
+        if facts[name]["gate"].startswith(LOST):
+            yield first_fields(caches, name) | facts[name]
+            raise DeviceLost(f"{name} over {shape}: {facts[name]['gate']}")
         if counts(facts[name]["role"], facts[name]["gate"]):
             runs[name, "decode"], graphs[name] = as_graph(caches, call)
     times = interleaved_times(runs, repeats, caches.device, seconds=seconds_each)
     others = [n for n in graphs if facts[n]["role"] == "baseline" and n != BASELINE]
     for name in calls:
-        row: dict = {"kind": "operator", "backend": name, "dtype": str(caches.dtype).removeprefix("torch.")}
-        row |= asdict(shape) | facts[name]
+        row = first_fields(caches, name) | facts[name]
         if name in graphs:
             row |= timed_fields(caches, times[name, "decode"], ceiling["copy_gb_per_s"])
             row["ratio"] = ratio(times, name, BASELINE, "decode")
             row["ratios"] = {b: ratio(times, name, b, "decode") for b in others}
             row["graph"] = graphs[name]
         yield row
+
+
+def first_fields(caches: Caches, name: str) -> dict:
+    """Of a row: who, and over which cache."""
+    dtype = str(caches.dtype).removeprefix("torch.")
+    return {"kind": "operator", "backend": name, "dtype": dtype, **asdict(caches.shape)}
 
 
 def as_graph(caches: Caches, call: Callable[[KeysValues], Tensor]) -> tuple[Callable[[], object], bool]:

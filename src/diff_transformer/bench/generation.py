@@ -2,9 +2,11 @@
 
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import StaticCache
 
 from diff_transformer.bench.timing import interleaved_times
 from diff_transformer.model.config import DiffTransformerConfig, matched_baseline
@@ -15,7 +17,10 @@ SIDES = ("softmax", "diff")
 
 @dataclass(frozen=True)
 class ModelSetting:
-    """A preset with some of its fields replaced; ``tokens`` are generated in a turn."""
+    """A preset with some of its fields replaced; ``tokens`` are generated in a turn.
+
+    ``compiled``: a compiled step over a static cache, on a GPU as a CUDA graph; else as it is, over a dynamic one.
+    """
 
     model: str
     batch: int
@@ -23,6 +28,7 @@ class ModelSetting:
     tokens: int = 16
     fields: dict = field(default_factory=dict)
     dtype: torch.dtype = torch.float32
+    compiled: bool = False
 
     def config(self) -> DiffTransformerConfig:
         return preset(self.model, **{"max_position_embeddings": self.cache + self.tokens, **self.fields})
@@ -36,7 +42,9 @@ CPU_MODELS = [
     for cache in (512, 2048)
 ]
 GPU_MODELS = [
-    ModelSetting("3B", batch, 4096, 32, {"num_hidden_layers": 4}, torch.bfloat16) for batch in (1, 16)
+    ModelSetting("3B", batch, 4096, 32, {"num_hidden_layers": 4}, torch.bfloat16, compiled)
+    for compiled in (False, True)
+    for batch in (1, 16)
 ]  # four of its 28 layers
 
 
@@ -56,13 +64,13 @@ def build_pair(config: DiffTransformerConfig, device: str, dtype: torch.dtype) -
 def model_rows(setting: ModelSetting, device: str, repeats: int) -> Iterator[dict]:
     """A row of kind "model" for each side: tokens_per_second of the whole batch, quartiles, ratio over the Transformer.
 
-    Both generate greedily with transformers' dynamic cache, in turns; after each turn the cache is cut back.
+    Both generate greedily with a cache of transformers, in turns; after each turn the cache is cut back.
     """
     config = setting.config()
     models = build_pair(config, device, setting.dtype)
     generator = torch.Generator().manual_seed(0)
     prompt = torch.randint(0, config.vocab_size, (setting.batch, setting.cache), generator=generator).to(device)
-    runs = {side: _decoder(model, prompt, setting.tokens) for side, model in models.items()}
+    runs = {side: _decoder(model, prompt, setting.tokens, setting.compiled) for side, model in models.items()}
     times = interleaved_times(runs, repeats, device, warmup=1)
     new_tokens = setting.batch * setting.tokens
     for side in SIDES:
@@ -81,18 +89,36 @@ def model_rows(setting: ModelSetting, device: str, repeats: int) -> Iterator[dic
         }
 
 
-def _decoder(model: nn.Module, prompt: Tensor, tokens: int) -> Callable[[], None]:
+def _decoder(model: nn.Module, prompt: Tensor, tokens: int, compiled: bool = False) -> Callable[[], None]:
     """Generates ``tokens`` tokens after the prompt, whose cache is filled here, once."""
-    with torch.inference_mode():
-        out = model(input_ids=prompt, use_cache=True, logits_to_keep=1)
+    config: Any = model.config
+    static = StaticCache(config=config, max_cache_len=prompt.shape[1] + tokens) if compiled else None
+    with torch.inference_mode(not compiled), torch.no_grad():
+        out = model(input_ids=prompt, past_key_values=static, use_cache=True, logits_to_keep=1)
     cache, first = out.past_key_values, out.logits[:, -1].argmax(-1, keepdim=True)  # [B, 1]
+    step = compiled_step(model) if compiled else model
 
-    @torch.inference_mode()
     def decode() -> None:
         token = first
-        for _ in range(tokens):
-            out = model(input_ids=token, past_key_values=cache, use_cache=True, logits_to_keep=1)
-            token = out.logits[:, -1].argmax(-1, keepdim=True)
-        cache.crop(-tokens)
+        with torch.inference_mode(not compiled), torch.no_grad():
+            for _ in range(tokens):
+                out = step(input_ids=token, past_key_values=cache, use_cache=True, logits_to_keep=1)
+                token = out.logits[:, -1].argmax(-1, keepdim=True)
+            cut_back(cache, tokens)
 
     return decode
+
+
+def compiled_step(model: nn.Module) -> Callable:
+    """The model in one graph; on a GPU replayed as a CUDA graph."""
+    cuda = next(model.parameters()).device.type == "cuda"
+    return torch.compile(model, fullgraph=True, mode="reduce-overhead" if cuda else None)
+
+
+def cut_back(cache, tokens: int) -> None:
+    """Forget the last tokens. A static cache writes over them."""
+    if isinstance(cache, StaticCache):
+        for layer in cache.layers:
+            layer.cumulative_length.sub_(tokens)
+    else:
+        cache.crop(-tokens)

@@ -1,7 +1,7 @@
 """Throughput of the pair side by side (Table 7): forward + backward without an update, and prefill of a cache.
 
-Weights are random and in bf16 (lambda in fp32), attention is each side's default, nothing is compiled. A model that one
-GPU does not hold twice is cut to its first layers, and the row says to how many of how many.
+Weights are random and in bf16 (lambda in fp32), attention is each side's default; rows say which models are compiled. A
+model that one GPU does not hold twice is cut to its first layers, and the row says to how many of how many.
 """
 
 from collections.abc import Callable, Iterator
@@ -35,7 +35,10 @@ LOGIT_BYTES = 14  # a token and word: logits, their fp32 copy, its softmax and g
 
 @dataclass(frozen=True)
 class ThroughputSetting:
-    """A preset at a batch of sequences. ``layers``: at most so many of its layers; None for as many as fit."""
+    """A preset at a batch of sequences. ``layers``: at most so many of its layers; None for as many as fit.
+
+    ``compiled``: both models by torch.compile.
+    """
 
     model: str
     batch: int
@@ -43,6 +46,7 @@ class ThroughputSetting:
     layers: int | None = None
     fields: dict = field(default_factory=dict)
     dtype: torch.dtype = torch.bfloat16
+    compiled: bool = False
 
     def config(self, layers: int) -> DiffTransformerConfig:
         longest = {"max_position_embeddings": self.length}
@@ -61,6 +65,7 @@ GPU_SETTINGS = [
     ThroughputSetting("3B", 2, 4096),
     ThroughputSetting("3B", 4, 2048),
     ThroughputSetting("13.1B", 4, 2048, layers=8),
+    ThroughputSetting("3B", 2, 4096, layers=8, compiled=True),
 ]
 
 
@@ -108,6 +113,9 @@ def measure_pair(
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(0, config.vocab_size, (setting.batch, setting.length), generator=generator).to(device)  # [B, T]
     models = build_pair(config, device, setting.dtype)
+    if setting.compiled:
+        for model in models.values():
+            model.compile()
     runs = {(side, kind): run for side in SIDES for kind, run in calls(models[side], ids).items()}
     times = interleaved_times(runs, repeats, device, seconds=seconds_each, warmup=1)
     for side in SIDES:

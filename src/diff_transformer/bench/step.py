@@ -29,7 +29,17 @@ from diff_transformer.checks import require_positive
 from diff_transformer.model.config import matched_baseline
 from diff_transformer.model.cost import model_cost
 
-PARTS = ("attention", "projections", "feed-forward", "output and cross-entropy", "optimizer", "data", "other")
+PARTS = (
+    "attention",
+    "head norm",
+    "rotary embedding",
+    "projections",
+    "feed-forward",
+    "output and cross-entropy",
+    "optimizer",
+    "data",
+    "other",
+)
 CPU_SETTINGS = [
     ThroughputSetting("demo", 16, 128, dtype=torch.float32),
     ThroughputSetting("demo", 2, 512, fields={**SMALL, "num_hidden_layers": 2}, dtype=torch.float32),
@@ -153,6 +163,9 @@ def mark_parts(model: Any) -> None:
     for layer in model.base_model.layers:
         attention = layer.self_attn
         _mark(attention.core, "attention")
+        if getattr(attention.core, "head_norm", None) is not None:
+            _mark(attention.core.head_norm, "head norm")
+        attention.rotate = _within("rotary embedding", attention.rotate)
         for projection in (attention.q_proj, attention.k_proj, attention.v_proj, attention.o_proj):
             _mark(projection, "projections")
         _mark(layer.mlp, "feed-forward")

@@ -22,6 +22,8 @@ COLUMNS = {
         "ratio",
         "MFU",
         "attention",
+        "norm",
+        "RoPE",
         "W_QKVO",
         "MLP",
         "output",
@@ -85,7 +87,7 @@ def _attention(row: dict) -> list[str]:
 
 def _decode(row: dict) -> list[str]:
     if row["kind"] == "model":
-        who = f"{row['model']} {row['side']}, {row['layers']} of {row['layers_of_preset']} layers"
+        who = f"{row['model']} {row['side']}, {row['layers']} of {row['layers_of_preset']} layers{_compiled(row)}"
         rates = [_number(row, "ratio", 2), "", "", "", f"{row['tokens_per_second']:,.0f}"]
         return [who, DTYPES[row["dtype"]], f"{row['batch']}, {row['cache']}", *rates]
     size = f"{row['batch']}, {row['heads']}/{row['kv_heads']}, {row['cache']}, {row['width']}"
@@ -101,7 +103,7 @@ def _throughput(row: dict) -> list[str]:
     for kind in ("forward_backward", "prefill"):
         rates += [f"{row[f'{kind}_tokens_per_second']:,.0f}", _number(row, f"{kind}_ratio", 3)]
         rates.append(_percent(row, f"{kind}_mfu"))
-    return [f"{row['model']} {row['side']}", DTYPES[row["dtype"]], size, *rates]
+    return [f"{row['model']} {row['side']}{_compiled(row)}", DTYPES[row["dtype"]], size, *rates]
 
 
 def _step(row: dict) -> list[str]:
@@ -109,6 +111,10 @@ def _step(row: dict) -> list[str]:
     rates = [f"{row['step_ms']:.1f}", f"{row['tokens_per_second']:,.0f}", _number(row, "ratio", 3)]
     shares = [_percent(row["shares"], part) for part in row["shares"]]
     return [f"{row['model']} {row['side']}", DTYPES[row["dtype"]], size, *rates, _percent(row, "mfu"), *shares]
+
+
+def _compiled(row: dict) -> str:
+    return ", compiled" if row.get("compiled") else ""
 
 
 def _who(row: dict) -> str:

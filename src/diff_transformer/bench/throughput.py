@@ -64,12 +64,18 @@ def _forward(model: nn.Module, ids: Tensor) -> Callable[[], None]:
 
 
 def _time(run: Callable[[], None], steps: int, device: torch.device) -> float:
+    """Seconds of ``steps`` runs, none of them of what was queued before."""
+    _wait_for(device)
     start = time.perf_counter()
     for _ in range(steps):
         run()
+    _wait_for(device)
+    return time.perf_counter() - start
+
+
+def _wait_for(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
-    return time.perf_counter() - start
 
 
 def _medians(rows: list[dict]) -> dict[str, float]:

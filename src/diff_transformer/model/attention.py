@@ -93,7 +93,7 @@ class Attention(nn.Module):
         v = self.v_proj(source).view(batch, source.shape[1], -1, self.value_dim)  # [B, S, value heads, dv]
         tables = position_embeddings or self._tables(position_ids, queries, past_key_values, q.device)
         if tables is not None:
-            q, k = apply_rotary(q, *tables), apply_rotary(k, *tables)
+            q, k = self.rotate(q, k, *tables)
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
         if past_key_values is not None:
             k, v = self._update_cache(past_key_values, k, v)
@@ -115,6 +115,10 @@ class Attention(nn.Module):
             if not output_attention_parts:
                 weights = getattr(weights, "difference", weights)
         return self.o_proj(out), weights
+
+    def rotate(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+        """Queries and keys, [B, length, heads, d], turned by their positions."""
+        return apply_rotary(q, cos, sin), apply_rotary(k, cos, sin)
 
     @staticmethod
     def _check_documents(mask, cache, context, maps: bool):

@@ -48,7 +48,9 @@ def diff_attention(
         v: values, [B, G, S, Dv]; Dv may differ from D (the paper has Dv = 2 D).
         lam: a float, or a tensor that is scalar, [H] or broadcastable to [B, H, T, 1]; computed with in fp32 (fp64).
         attn_mask: bool (True = attend) or floating (added to the scaled scores), broadcastable to [B, H, T, S], the
-            same for both maps. Only "reference" computes a gradient of it; "auto" then chooses that.
+            same for both maps. Only "reference" computes a gradient of it; "auto" then chooses that. Hide with -inf:
+            in a row that huge finite values hide wholly, gradients of "triton" and "sdpa" are wrong from about -1e6 on,
+            and for finfo.min "triton" and the compiled "blockwise" give 0, the others the mean of the values.
         is_causal: hide later keys. The last query stands at the last key (lower right alignment), as decoding over a
             cache needs; where T differs from S this is not the alignment of SDPA's flag. Combines with attn_mask.
         window: each query sees the last ``window`` keys up to its own position; needs is_causal.

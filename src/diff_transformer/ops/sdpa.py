@@ -51,17 +51,28 @@ def one_mask(seen: Tensor | None, attn_mask: Tensor | None, blind: Tensor | None
 def whole_or_in_parts(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, is_causal: bool, scale: float) -> Tensor:
     """softmax(q k^T scale) v, [B, heads, T, Dv]."""
     D, Dv = q.shape[-1], v.shape[-1]
+    grouped = q.shape[1] != k.shape[1]
+    if grouped and not shares_keys(q, v, mask):
+        k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
+        grouped = False
     if q.device.type == "cuda":
-        grouped = q.shape[1] != k.shape[1]
         return scaled_dot_product_attention(
             q, k, v, attn_mask=mask, is_causal=is_causal, scale=scale, enable_gqa=grouped
         )
-    k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) if x.shape[1] != q.shape[1] else x for x in (k, v))
     parts = pad(v, (0, -Dv % D)).split(D, dim=-1)
     outs = [
         scaled_dot_product_attention(q, k, part, attn_mask=mask, is_causal=is_causal, scale=scale) for part in parts
     ]
     return torch.cat(outs, dim=-1)[..., :Dv]
+
+
+def shares_keys(q: Tensor, v: Tensor, mask: Tensor | None) -> bool:
+    """Whether a kernel takes heads of queries that share keys; else SDPA would materialise the maps.
+
+    On CUDA that is FlashAttention, which takes one width, no mask and no fp32; the memory-efficient kernel, which takes
+    all of these, refuses ``enable_gqa``.
+    """
+    return q.device.type == "cuda" and q.shape[-1] == v.shape[-1] and mask is None and q.dtype != torch.float32
 
 
 def why_not(device: torch.device, dtype: torch.dtype) -> str | None:

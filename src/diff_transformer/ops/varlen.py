@@ -143,11 +143,21 @@ def check_documents(name: str, cu_seqlens: Tensor, max_name: str, max_seqlen: in
     total = x.shape[0]
     if whole or cu_seqlens.device.type == "cpu":
         _check_ends(name, cu_seqlens.tolist(), max_name, max_seqlen, total)
-    elif _asserted.get(cu_seqlens) != (cu_seqlens._version, total, max_seqlen):
+    elif _is_new(cu_seqlens, total, max_seqlen):
         lengths = cu_seqlens.diff()
         fits = (cu_seqlens[0] == 0) & (cu_seqlens[-1] == total) & (lengths.min() >= 0) & (lengths.max() <= max_seqlen)
         torch._assert_async(fits, f"{name} must start with 0, not decrease, end with {total}; no step over {max_name}")
-        _asserted[cu_seqlens] = (cu_seqlens._version, total, max_seqlen)
+
+
+def _is_new(cu_seqlens: Tensor, total: int, max_seqlen: int) -> bool:
+    """Whether this was not asked before with the same content; always, of a tensor made in inference mode: it has no
+    version."""
+    if cu_seqlens.is_inference():
+        return True
+    seen = (cu_seqlens._version, total, max_seqlen)
+    before = _asserted.get(cu_seqlens)
+    _asserted[cu_seqlens] = seen
+    return before != seen
 
 
 def _check_ends(name: str, ends: list[int], max_name: str, max_seqlen: int, total: int) -> None:

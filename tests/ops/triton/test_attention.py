@@ -225,6 +225,17 @@ def test_rows_that_see_nothing_are_exactly_zero():
         assert not results[name][1].any(), name
 
 
+def test_rows_hidden_by_finite_values_are_zero_too():
+    x = make_inputs(B=1, H=1, T=20, D=16, device=DEVICE)
+    mask = torch.zeros(20, 20, device=DEVICE)
+    mask[3] = torch.finfo(torch.float32).min
+    out = diff_attention(*x, attn_mask=mask, backend="triton")
+    assert not out[:, :, 3].any()
+    assert out[:, :, 4].any()
+    gradients = torch.autograd.grad(out[:, :, 3].sum(), x)
+    assert not any(gradient.any() for gradient in gradients)
+
+
 def test_nan_in_an_input_is_not_hidden():
     x = make_inputs(B=1, H=1, T=40, requires_grad=False, device=DEVICE)
     x.q1[0, 0, 5] = float("nan")

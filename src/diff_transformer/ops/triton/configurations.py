@@ -2,11 +2,12 @@
 
 None of these was timed. They are the largest found that ptxas compiles for every masking and grouping without spilling
 a register or serialising wgmma, within the shared memory of the GPUs they are for (99 KiB, for all but Hopper);
-tests/ops/triton/test_compiled_attention.py compiles what ships. What decides is registers: a thread has 255, and 128 of
-them hold the fp32 accumulators of, for example, 128 rows of 256 columns with 8 warps. Hopper multiplies 64 rows with 4
-warps, Ampere 16 with each. Smaller tiles on the other side read more shared memory for a product, fewer stages hide
-less of the loading, and gradients that do not fit together cost another computation of the maps: 16 products instead of
-14 where the programs that own keys are split, 18 where those that own queries are as well.
+tests/ops/triton/test_compiled_attention.py compiles what ships. The exception is a mask of one value a query, the same
+for all keys, with which some tiles spill. What decides is registers: a thread has 255, and 128 of them hold the fp32
+accumulators of, for example, 128 rows of 256 columns with 8 warps. Hopper multiplies 64 rows with 4 warps, Ampere 16
+with each. Smaller tiles on the other side read more shared memory for a product, fewer stages hide less of the loading,
+and gradients that do not fit together cost another computation of the maps: 16 products instead of 14 where the
+programs that own keys are split, 18 where those that own queries are as well.
 """
 
 from typing import Any, NamedTuple
@@ -66,9 +67,16 @@ HOPPER_BACKWARD = {
     ),
 }
 # A mask that differs from query to query takes registers too; with these tiles it would serialise wgmma.
-HOPPER_FORWARD_MASKED = HOPPER_FORWARD | {(96, 192): Configuration(128, 32, 8, 2, together=False)}
-HOPPER_BACKWARD_MASKED = HOPPER_BACKWARD | {
-    (63, 127): HOPPER_BACKWARD[63, 127]._replace(keys=Configuration(32, 128, 8, 1, together=False)),
+HOPPER_FORWARD_MASKED = {
+    (31, 63): Configuration(128, 32, 8, 3),
+    **HOPPER_FORWARD,
+    (96, 192): Configuration(128, 32, 8, 2, together=False),
+}
+_MASKED_KEYS = HOPPER_BACKWARD[63, 127]._replace(keys=Configuration(32, 128, 8, 1, together=False))
+HOPPER_BACKWARD_MASKED = {
+    (32, 64): _MASKED_KEYS._replace(queries=Configuration(128, 64, 8, 1)),
+    **HOPPER_BACKWARD,
+    (63, 127): _MASKED_KEYS,
     (64, 128): HOPPER_BACKWARD[64, 128]._replace(
         keys=Configuration(32, 128, 8, 1, together=False),
         one_pass=Configuration(32, 128, 8, 1, together=False),
@@ -96,6 +104,12 @@ AMPERE_BACKWARD = {
         queries=Configuration(64, 16, 8, 1, together=False),
         one_pass=Configuration(16, 32, 4, 1, together=False),
     ),
+}
+AMPERE_BACKWARD_MASKED = {
+    (31, 63): AMPERE_BACKWARD[64, 128],
+    (32, 64): AMPERE_BACKWARD[64, 128]._replace(keys=Configuration(16, 32, 4, 1, together=False)),
+    (64, 64): AMPERE_BACKWARD[64, 128]._replace(queries=Configuration(64, 32, 8, 1, together=False)),
+    **AMPERE_BACKWARD,
 }
 # fp32 is multiplied without tensor cores, for exactness; some of these spill a few registers.
 FP32_FORWARD = {
@@ -128,7 +142,7 @@ def backward_configuration(D: int, Dv: int, dtype: torch.dtype, device: torch.de
         return at_least(D, Dv, FP32_BACKWARD)
     if is_hopper(device):
         return at_least(D, Dv, HOPPER_BACKWARD_MASKED if mask_by_query else HOPPER_BACKWARD)
-    return at_least(D, Dv, AMPERE_BACKWARD)
+    return at_least(D, Dv, AMPERE_BACKWARD_MASKED if mask_by_query else AMPERE_BACKWARD)
 
 
 def is_hopper(device: torch.device) -> bool:

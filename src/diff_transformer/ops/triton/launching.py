@@ -11,6 +11,7 @@ from torch import Tensor
 from diff_transformer.ops.triton.tiles import ADDITIVE, BOOLEAN, NOTHING
 
 INTERPRETED: bool = triton.knobs.runtime.interpret  # TRITON_INTERPRET=1, which counts when kernels are decorated
+ALIGNMENT = 16  # what Triton notes of integers and of addresses, when it compiles for a launch
 SECTION = 8  # heads whose keys and values share the L2 cache: 8 of 4096 keys at D = 128 are 34 MB of an H100's 50
 
 
@@ -51,6 +52,22 @@ def kernel_mask(attn_mask: Tensor | None, placeholder: Tensor) -> tuple[Tensor, 
     if attn_mask is None:
         return placeholder, [0, 0, 0, 0], NOTHING.value, False
     boolean = attn_mask.dtype == torch.bool
+    if attn_mask.shape[2] > 1 and attn_mask.stride(2) != 0:
+        attn_mask = aligned_rows(attn_mask)
     steps = [0 if size == 1 else step for size, step in zip(attn_mask.shape, attn_mask.stride(), strict=True)]
     mask = attn_mask.view(torch.uint8) if boolean else attn_mask
     return mask, steps, (BOOLEAN if boolean else ADDITIVE).value, steps[2] != 0
+
+
+def aligned_rows(mask: Tensor) -> Tensor:
+    """mask [B|1, H|1, T, S|1], or a copy of it whose rows begin at multiples of 16 elements and have no gaps.
+
+    Only then are several values read at once; else the kernels run out of registers. What is the same for all batch
+    entries or heads is copied once, and what is the same for all keys, one value a row, not at all.
+    """
+    *_, row, step = mask.stride()
+    if mask.shape[3] == 1 or step == 0 or (step == 1 and row % ALIGNMENT == 0 and mask.data_ptr() % ALIGNMENT == 0):
+        return mask
+    own = mask[tuple(slice(1 if stride == 0 else None) for stride in mask.stride()[:2])]
+    length = -(-mask.shape[3] // ALIGNMENT) * ALIGNMENT
+    return own.new_empty(*own.shape[:3], length)[..., : mask.shape[3]].copy_(own).expand(mask.shape)

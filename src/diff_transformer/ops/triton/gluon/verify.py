@@ -33,7 +33,7 @@ def verified(device: torch.device, D: int, dtype: torch.dtype, is_causal: bool) 
     While a CUDA graph is captured nothing can be tried, and what has not been tried counts as not verified.
 
     Raises:
-        KernelHangs: the kernel did not end.
+        KernelHangs: the kernel did not end. torch.AcceleratorError: it faulted.
     """
     index = torch.cuda.current_device() if device.index is None else device.index
     key = (torch.device(device.type, index), D, dtype, is_causal)
@@ -54,7 +54,7 @@ def fault_of(device: torch.device, D: int, dtype: torch.dtype, is_causal: bool) 
         with torch.no_grad():
             for lengths in PROBLEMS:
                 compare(device, D, dtype, is_causal, **lengths)
-    except KernelHangs:
+    except (KernelHangs, getattr(torch, "AcceleratorError", KernelHangs)):  # the device is lost, not only the kernel
         raise
     except Exception as error:  # a compiler's errors have no common base
         return f"{type(error).__name__}: {error}"

@@ -1,0 +1,112 @@
+"""Records of several calls of gpu.py as one, and into benchmarks/results, from where tables and drawings are made.
+
+python benchmarks/gpu_records.py runs/gpu-1 runs/gpu-2    # later folders win; then the tables and drawings
+
+A row is known by what was measured, not by what came out. Records of unlike machines or versions are not mixed.
+"""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "benchmarks" / "results"
+# Of benchmarks/results, and the stages whose records it holds.
+INSTALLED = {
+    "attention_gpu": ("attention_slow", "attention"),  # whose baselines are kept
+    "decode_gpu": ("decode",),
+    "throughput_gpu": ("throughput",),
+    "step_gpu": ("step",),
+}
+SETTING = (
+    "kind", "model", "fields", "compiled", "dtype", "batch", "heads", "kv_heads", "length", "cache", "width", "causal"
+)  # fmt: skip
+WHO = ("backend", "side", "shape", "form", "tool")
+VERSIONS = ("gpu", "cuda", "cudnn", "triton")
+LOST = "failed: the device is lost: "
+
+
+class Unfinished(Exception):
+    """A stage ended well, with something left to do."""
+
+
+def setting(row: dict) -> str:
+    """What a row was measured at, as text to compare."""
+    return json.dumps({name: row[name] for name in SETTING if name in row}, sort_keys=True)
+
+
+def key(row: dict) -> str:
+    return setting(row) + json.dumps({name: row[name] for name in WHO if name in row}, sort_keys=True)
+
+
+def rows_of(path: Path) -> list[dict]:
+    """The rows of a record, [] if there is none, without settings at which the device was lost."""
+    rows = json.loads(path.read_text()).get("rows", []) if path.exists() else []
+    lost = {setting(row) for row in rows if row.get("gate", "").startswith(LOST)}
+    return [row for row in rows if setting(row) not in lost]
+
+
+def settings_of(rows: list[dict]) -> set[str]:
+    return {setting(row) for row in rows}
+
+
+def merge(records: list[dict]) -> dict:
+    """One record of all rows; of a row that is in several, the last. Its provenance is the last record's.
+
+    Raises:
+        ValueError: the records are of unlike machines or versions.
+    """
+    sources = [machine_of(record) for record in records]
+    if any(source != sources[0] for source in sources):
+        raise ValueError(f"records of unlike machines or versions: {', '.join(map(str, dict.fromkeys(sources)))}")
+    rows = {key(row): row for record in records for row in record.get("rows", [])}
+    merged = {**records[-1], "rows": list(rows.values())}
+    dates = [date for record in records for date in _dates(record)]
+    return merged | {"dates": list(dict.fromkeys(dates))}
+
+
+def machine_of(record: dict) -> tuple:
+    source = record.get("provenance", {})
+    machine = source.get("machine") or {}
+    return (source.get("torch"), *(machine.get(name) for name in VERSIONS))
+
+
+def _dates(record: dict) -> list[str]:
+    return record.get("dates") or [record.get("provenance", {}).get("date", "unknown")]
+
+
+def merge_files(paths: list[Path], out: Path) -> None:
+    """Write the merged record of those paths that exist; nothing if none does."""
+    records = [json.loads(path.read_text()) for path in paths if path.exists()]
+    if records:
+        partial = out.with_name(out.name + ".partial")
+        partial.write_text(json.dumps(merge(records), indent=1) + "\n")
+        partial.replace(out)
+
+
+def install(folders: list[Path], results: Path = RESULTS) -> list[str]:
+    """Write what the folders hold into ``results``, and return the names of the files."""
+    written = []
+    for name, stages in INSTALLED.items():
+        paths = [folder / f"{stage}.json" for stage in stages for folder in folders]
+        if any(path.exists() for path in paths):
+            merge_files(paths, results / f"{name}.json")
+            written.append(f"{name}.json")
+    return written
+
+
+def main(arguments: list[str]) -> int:
+    folders = [Path(argument) for argument in arguments]
+    if not folders or not all(folder.is_dir() for folder in folders):
+        print(__doc__)
+        return 2
+    written = install(folders)
+    print("\n".join(written) or "no record there")
+    for script in ("readme_tables.py", "plot.py") if written else ():
+        subprocess.run([sys.executable, str(ROOT / "benchmarks" / script)], check=True)
+    return 0 if written else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,138 @@
+"""Records of several calls as one, where they go, and the goals that they hold."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+PROVENANCE = {"torch": "2.11.0", "date": "monday", "machine": {"gpu": "A GPU", "triton": "3.6.0"}}
+
+
+@pytest.fixture
+def records(monkeypatch):
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    import gpu_records
+
+    return gpu_records
+
+
+@pytest.fixture
+def goals(records):
+    import gpu_goals
+
+    return gpu_goals
+
+
+def attention_row(backend, length=4096, width=128, role="backend", ms=1.0, **more):
+    row = {"backend": backend, "role": role, "dtype": "bfloat16", "batch": 4, "heads": 12, "length": length}
+    row |= {"width": width, "causal": True, "gate": "passed"}
+    row |= {f"{kind}_ms": ms for kind in ("forward", "backward", "both")}
+    return row | {f"{kind}_ratio": ms for kind in ("forward", "backward", "both")} | {"ratios": {}} | more
+
+
+def save(path, rows, **provenance):
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(json.dumps({"rows": rows, "provenance": {**PROVENANCE, **provenance}}))
+
+
+def test_the_last_of_several_records_wins(records, tmp_path):
+    first, second = tmp_path / "a.json", tmp_path / "b.json"
+    save(first, [attention_row("triton", ms=1.0), attention_row("triton", length=512)])
+    save(second, [attention_row("triton", ms=2.0), attention_row("flash")], date="tuesday")
+    records.merge_files([first, second, tmp_path / "missing.json"], first)
+    merged = json.loads(first.read_text())
+    assert [(r["backend"], r["length"], r["both_ms"]) for r in merged["rows"]] == [
+        ("triton", 4096, 2.0), ("triton", 512, 1.0), ("flash", 4096, 1.0),
+    ]  # fmt: skip
+    assert merged["provenance"]["date"] == "tuesday"
+    assert merged["dates"] == ["monday", "tuesday"]
+
+
+@pytest.mark.parametrize("other", [{"torch": "2.12.0"}, {"machine": {"gpu": "Another", "triton": "3.6.0"}}])
+def test_unlike_machines_are_not_mixed(records, tmp_path, other):
+    first, second = tmp_path / "a.json", tmp_path / "b.json"
+    save(first, [])
+    save(second, [], **other)
+    with pytest.raises(ValueError, match="records of unlike machines or versions: "):
+        records.merge_files([first, second], first)
+
+
+def test_a_setting_at_which_the_device_was_lost_is_measured_again(records, tmp_path):
+    lost = attention_row("triton", gate="failed: the device is lost: AcceleratorError: oh no")
+    save(tmp_path / "a.json", [attention_row("softmax"), lost, kept := attention_row("softmax", length=512)])
+    assert records.rows_of(tmp_path / "a.json") == [kept]
+    assert records.rows_of(tmp_path / "missing.json") == []
+
+
+def test_installed_under_the_names_that_tables_are_made_from(records, tmp_path, monkeypatch):
+    slow = [attention_row("softmax", ms=9.0), attention_row("flex")]
+    save(tmp_path / "one" / "attention_slow.json", slow)
+    save(tmp_path / "one" / "attention.json", [attention_row("softmax", ms=1.0), attention_row("triton")])
+    save(tmp_path / "two" / "attention.json", [attention_row("triton", length=512)])
+    save(tmp_path / "two" / "decode.json", [])
+    results = tmp_path / "results"
+    results.mkdir()
+    assert records.install([tmp_path / "one", tmp_path / "two"], results) == ["attention_gpu.json", "decode_gpu.json"]
+    rows = json.loads((results / "attention_gpu.json").read_text())["rows"]
+    assert [(r["backend"], r["length"], r["both_ms"]) for r in rows] == [
+        ("softmax", 4096, 1.0), ("flex", 4096, 1.0), ("triton", 4096, 1.0), ("triton", 512, 1.0),
+    ]  # fmt: skip
+    import readme_tables
+
+    tables = {path.name for _, path in readme_tables.TABLES.values() if path.stem.endswith("_gpu")}
+    assert tables <= {f"{name}.json" for name in records.INSTALLED}
+
+
+def test_without_a_record_nothing_is_installed(records, tmp_path, capsys):
+    assert records.main([str(tmp_path)]) == 1
+    assert capsys.readouterr().out == "no record there\n"
+    assert records.main([]) == 2
+    assert records.main([str(tmp_path / "nowhere")]) == 2
+
+
+def test_every_gpu_table_has_its_place(records):
+    import readme_tables
+
+    text = (BENCHMARKS.parent / "docs" / "performance.md").read_text()
+    for name in readme_tables.TABLES:
+        assert f"<!-- table: {name} -->" in text or not name.endswith("_gpu")
+
+
+def verdicts(goals, folder):
+    return {line.split(" | ")[0].removeprefix("| "): line.split(" | ")[2:] for line in goals.goals_table(folder)[2:]}
+
+
+def test_goals_without_records_are_not_measured(goals, tmp_path):
+    assert {tuple(cells) for cells in verdicts(goals, tmp_path).values()} == {("", "not measured |")}
+
+
+def test_goals_are_held_or_not(goals, tmp_path):
+    cudnn = {"softmax[cudnn]": {"forward": 1.59, "backward": 1.51, "both": 1.5}}
+    rows = [
+        attention_row("softmax", role="baseline", sdpa="flash"),
+        attention_row("triton", ms=1.1, ratios=cudnn),
+        attention_row("triton", length=2048, ms=0.1),
+        attention_row("triton", causal=False, ms=0.1),
+        attention_row("FlashDiffAttn_1", role="rival", ms=1.4),
+        attention_row("FlashDiffAttn_2", role="rival", ms=1.3),
+        attention_row("softmax", width=64, role="baseline", sdpa="cudnn"),
+        attention_row("triton", width=64, ms=1.2),
+    ]
+    save(tmp_path / "attention_gpu.json", rows)
+    pair = {"model": "3B", "side": "diff", "length": 4096, "forward_backward_ratio": 0.985, "prefill_ratio": 0.96}
+    save(tmp_path / "throughput.json", [pair, {**pair, "length": 2048, "compiled": True}, {**pair, "side": "softmax"}])
+    decoding = {"kind": "model", "model": "3B", "side": "diff"}
+    save(tmp_path / "decode.json", [{**decoding, "ratio": 1.1}, {**decoding, "ratio": 0.999}])
+    found = verdicts(goals, tmp_path)
+    assert found["operator, d 128: forward + backward over SDPA's default"] == ["1.100", "✓ held |"]
+    assert found["operator, d 64: forward + backward over SDPA's default"] == ["1.200", "✗ not held |"]
+    assert found["operator, d 128: forward over cuDNN"] == ["1.590", "✓ held |"]
+    assert found["operator, d 128: backward over cuDNN"] == ["1.510", "✗ not held |"]
+    assert found["operator, d 64: forward over cuDNN"] == ["1.200", "✓ held |"]
+    assert found["operator, d 128: times as fast as the fastest FlashDiffAttn"] == ["1.182", "✗ not held |"]
+    assert found["operator, d 64: times as fast as the fastest FlashDiffAttn"] == ["", "not measured |"]
+    assert found["3B at 4096: forward + backward, DIFF / Transformer"] == ["0.985", "✓ held |"]
+    assert found["3B at 4096: prefill, DIFF / Transformer"] == ["0.960", "✗ not held |"]
+    assert found["3B at 2048: prefill, DIFF / Transformer"] == ["", "not measured |"]
+    assert found["3B: decoding, DIFF / Transformer"] == ["0.999", "✗ not held |"]
