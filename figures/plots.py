@@ -36,6 +36,7 @@ NAMES = {
     "diff_lambda_0.8": "DIFF, from .1, lambda_init .8",
     "diff_lambda_0.5": "DIFF, from .1, lambda_init .5",
     "softmax_wide_norm": "Transformer, 4 heads of 32 with a head norm from .1",
+    "softmax_norm": "Transformer with a head norm from .1",
     "softmax_diff_rate": "Transformer, DIFF's rate",
 }
 RATES = {"diff_same_rate": "DIFF, the Transformer's rate", "diff": "DIFF, its own rate"}  # of the main setting

@@ -27,6 +27,10 @@ PAPER = ("softmax", "diff", "diff_norm1")
 SAME_RATE: dict[str, dict[str, Any]] = {"diff_same_rate": SIDES["diff"]}
 # And the other way round: the Transformer at DIFF's.
 DIFF_RATE: dict[str, dict[str, Any]] = {"softmax_diff_rate": SIDES["softmax"]}
+# The Transformer's heads as they are, but normalised like DIFF's. (With half the heads, twice as wide: Table 6's row.)
+NORMED: dict[str, dict[str, Any]] = {
+    "softmax_norm": {"attention": "softmax", "softmax_head_norm": True, "head_norm_init": 0.1}
+}
 # Each head starts at the size of the Transformer's in that layer: ``matched_head_norm_init`` of ``base``, rounded.
 MATCHED = [0.19, 0.59, 0.9]
 ABLATIONS: dict[str, dict[str, Any]] = {
@@ -97,10 +101,12 @@ def desk_study(corpus: str) -> Study:
             *compared("novels", plain, MANY, tuple(SAME_RATE)),
             *compared("novels", plain, FEW, ("diff_v2",), chosen),
             *compared("ablation", other, FEW, tuple(ABLATIONS)),
-            *compared("narrow", _resized(other, hidden_size=64, num_hidden_layers=2), FEW, PAPER),
+            *compared("maps4", _resized(other, num_attention_heads=4), FEW, ("softmax",)),
+            *compared("ablation", other, FEW, tuple(NORMED)),
             *compared("ablation", other, FEW, tuple(DIFF_RATE), {**same, "softmax": chosen["diff"]}),
+            *compared("narrow", _resized(other, hidden_size=64, num_hidden_layers=2), FEW, PAPER),
+            *compared("maps4", _resized(other, num_attention_heads=4), FEW, ("diff",)),
             *compared("maps16", _resized(other, num_attention_heads=16), FEW),
-            *compared("maps4", _resized(other, num_attention_heads=4), FEW),
             *compared("wide", _resized(other, hidden_size=256, num_hidden_layers=4), FEW, PAPER),
             *compared("python", _brief(base("python")), FEW),
             *compared("long", _longer(other, 3), FEW, PAPER),
@@ -111,7 +117,7 @@ def desk_study(corpus: str) -> Study:
 
 def _side(config: RunConfig, side: str, rates: Choices) -> RunConfig:
     config = copy.deepcopy(config)
-    fields = (SIDES | ABLATIONS | SAME_RATE | DIFF_RATE)[side]
+    fields = (SIDES | ABLATIONS | SAME_RATE | DIFF_RATE | NORMED)[side]
     config.model |= fields
     config.optim.lr = rates[side if side in SIDES else fields["attention"]]
     return config
