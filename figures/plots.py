@@ -93,7 +93,7 @@ def draw_desk(cells: dict, folder: Path) -> None:
         middle.set(xlabel="step", ylabel="loss on needles' answers, nats a token", ylim=(0, 2.5))
         top = max(record["validation"]["loss"][4] for record in main["softmax"].values())
         left.set(xlabel="step", ylabel="validation loss, nats a token", ylim=(None, top))
-        figure.legend(*left.get_legend_handles_labels(), loc="outside upper center", ncol=5, fontsize=8)
+        figure.legend(*left.get_legend_handles_labels(), loc="outside upper center", ncol=5, fontsize=9)
         tasks = ["n1_r1", "n2_r1", "n4_r1", "n4_r2"]
         shown = [name for name in NAMES if name in main]
         for i, side in enumerate(shown):
@@ -126,7 +126,7 @@ def draw_desk(cells: dict, folder: Path) -> None:
 def draw_stability(cells: dict, folder: Path) -> None:
     """Largest gradient norm, spikes and final loss by learning rate."""
     rates = sorted(cells, key=lambda name: float(name.removeprefix("lr")))
-    figure, panels = plt.subplots(1, 3, figsize=(9, 3))
+    figure, panels = plt.subplots(1, 3, figsize=(9, 3.2), layout="constrained")
     titles = ("largest gradient norm", "spikes in a run", "final validation loss")
     for axes, title in zip(panels, titles, strict=True):
         for side in dict.fromkeys(side for rate in rates for side in cells[rate]):
@@ -147,7 +147,7 @@ def draw_stability(cells: dict, folder: Path) -> None:
             axes.plot([x for x, _ in points], [v for _, v in points], ".", color=color, ms=4)
         axes.set(xscale="log", xlabel="learning rate", title=title)
     panels[0].set_yscale("log")
-    panels[2].legend(fontsize=7)
+    figure.legend(*panels[2].get_legend_handles_labels(), loc="outside upper center", ncol=4, fontsize=8)
     save(figure, folder / "stability.svg")
 
 
