@@ -204,7 +204,7 @@ FOLDERS: dict[str, Folder] = {
 # Table 6: a side of the desk study -> its name, and its row in expected.json.
 ABLATED = {
     "softmax_wide": ("Transformer, half the heads, twice as wide", "transformer_wide"),
-    "softmax_wide_norm": ("the same with a head norm", "transformer_wide_norm"),
+    "softmax_wide_norm": ("Transformer, half the heads, with a head norm", "transformer_wide_norm"),
     "diff_same_rate": ("DIFF", "diff"),
     "diff_no_norm": ("DIFF without head norm", "diff_no_norm"),
     "diff_lambda_0.8": ("DIFF, lambda_init .8", "diff_lambda_0.8"),

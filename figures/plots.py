@@ -29,7 +29,7 @@ NAMES = {
     "diff_same_rate": "DIFF, from .1, the Transformer's rate",
     "diff_norm1": "DIFF as published, head norm from 1",
     "diff_v2": "DIFF V2",
-    "diff_matched": "DIFF, from the Transformer's scale in each layer (.19, .59, .9)",
+    "diff_matched": "DIFF, from the Transformer's scale (.19, .59, .9 by layer)",
     "diff_norm0.3": "DIFF, head norm from .3",
     "diff_norm0.03": "DIFF, head norm from .03",
     "diff_no_norm": "DIFF without head norm",
@@ -110,7 +110,7 @@ def draw_desk(cells: dict, folder: Path) -> None:
         for side in [name for name in NAMES if name in cells[setting] and name != "softmax"]:
             rows += [(setting, side, row) for row in paired_rows(compared, setting, side, [final_loss()])]
     if rows:
-        figure, axes = plt.subplots(figsize=(7, 0.9 + 0.26 * len(rows)), layout="constrained")
+        figure, axes = plt.subplots(figsize=(9, 0.9 + 0.26 * len(rows)), layout="constrained")
         for i, (_, side, row) in enumerate(reversed(rows)):
             mean, low, high, _ = row.difference
             color = COLORS.get(side, "#cc79a7")
@@ -119,7 +119,7 @@ def draw_desk(cells: dict, folder: Path) -> None:
         axes.axvline(0, color="#999", lw=0.8)
         axes.set_ylim(-0.6, len(rows) - 0.4)
         axes.set_yticks(range(len(rows)), [f"{setting}: {NAMES[side]}" for setting, side, _ in reversed(rows)])
-        axes.set_xlabel("validation loss less the Transformer's, nats a token (95 %)")
+        axes.set_xlabel("loss less the Transformer's, nats a token (95 %)")
         save(figure, folder / "differences.svg")
 
 

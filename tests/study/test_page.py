@@ -58,6 +58,10 @@ def test_a_setting_without_a_baseline_takes_that_of_its_size(folder):
     assert cells["changed"]["softmax"] is cells["main"]["softmax"]
     wider = {"changed": {"diff": {0: record(3.0, width=128)}}, "main": load_cells(folder)["main"]}
     assert "softmax" not in borrow_baselines(wider)["changed"]
+    fewer = record(3.0)
+    fewer["model"]["num_attention_heads"] = 2
+    cells = {"fewer": {"softmax": {0: fewer}}, **load_cells(folder)}
+    assert borrow_baselines(cells)["changed"]["softmax"] is cells["main"]["softmax"]
 
 
 def test_a_record_of_cells_is_a_study_too(folder, tmp_path):

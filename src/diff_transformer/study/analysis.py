@@ -105,7 +105,7 @@ def paired_rows(
 
 def borrow_baselines(cells: Cells, baseline: str = "softmax") -> Cells:
     """``cells``, where a setting without the side ``baseline`` has that of the first setting whose models are of the
-    same size and trained on as many tokens."""
+    same size, with as many heads, and trained alike on as many tokens (its first side is looked at)."""
     made = {}
     for setting, sides in cells.items():
         known = next(iter(next(iter(sides.values())).values()))
@@ -122,7 +122,7 @@ def borrow_baselines(cells: Cells, baseline: str = "softmax") -> Cells:
 
 
 def _alike(first: Record, second: Record) -> bool:
-    fields = ("hidden_size", "num_hidden_layers", "vocab_size")
+    fields = ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
     return all(first[name] == second[name] for name in ("steps", "tokens_per_step", "lr")) and all(
         first["model"][name] == second["model"][name] for name in fields
     )
