@@ -34,7 +34,13 @@ def claims_table(path: Path) -> list[str]:
     tokens = (
         f"{run['tokens'] / 1e6:.1f}M tokens ({run['steps']:,} steps of {run['batch_size']} x {run['sequence_length']})"
     )
-    return [*lines, "", f"{sizes}; {tokens}; {summary['seconds'] / 60:.0f} minutes on {summary['provenance']['cpu']}."]
+    daggers = any("†" in claim["paper"] for claim in summary["claims"])
+    note = " † from a third party's transcription of the paper." if daggers else ""
+    return [
+        *lines,
+        "",
+        f"{sizes}; {tokens}; {summary['seconds'] / 60:.0f} minutes on {summary['provenance']['cpu']}.{note}",
+    ]
 
 
 TABLES = {
