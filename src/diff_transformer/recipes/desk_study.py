@@ -96,6 +96,7 @@ def desk_study(corpus: str) -> Study:
             return [cell for one_seed in zip(*made, strict=True) for cell in one_seed]
 
         other = _brief(plain)
+        wide, long = _resized(other, hidden_size=256, num_hidden_layers=4), _longer(other, 3)
         return [
             *compared("novels", plain, MANY, PAPER, chosen),
             *compared("novels", plain, MANY, tuple(SAME_RATE)),
@@ -103,13 +104,15 @@ def desk_study(corpus: str) -> Study:
             *compared("ablation", other, FEW, tuple(ABLATIONS)),
             *compared("maps4", _resized(other, num_attention_heads=4), FEW, ("softmax",)),
             *compared("ablation", other, FEW, tuple(NORMED)),
-            *compared("ablation", other, FEW, tuple(DIFF_RATE), {**same, "softmax": chosen["diff"]}),
+            *compared("python", _brief(base("python")), FEW),
             *compared("narrow", _resized(other, hidden_size=64, num_hidden_layers=2), FEW, PAPER),
             *compared("maps4", _resized(other, num_attention_heads=4), FEW, ("diff",)),
             *compared("maps16", _resized(other, num_attention_heads=16), FEW),
-            *compared("wide", _resized(other, hidden_size=256, num_hidden_layers=4), FEW, PAPER),
-            *compared("python", _brief(base("python")), FEW),
-            *compared("long", _longer(other, 3), FEW, PAPER),
+            *compared("wide", wide, FEW),
+            *compared("long", long, FEW),
+            *compared("ablation", other, FEW, tuple(DIFF_RATE), {**same, "softmax": chosen["diff"]}),
+            *compared("wide", wide, FEW, ("diff_norm1",)),
+            *compared("long", long, FEW, ("diff_norm1",)),
         ]
 
     return Study("desk", sweep, cells)
