@@ -53,6 +53,23 @@ def test_the_page_has_every_setting_its_differences_and_the_numbers(folder, tmp_
         write_study_report(folder, path)
 
 
+def test_a_model_that_diverged_is_counted_and_left_out_of_means(folder):
+    def lost(path):
+        failed = record(99.0) | {"diverged": "step 7: loss nan", "metrics": {}}
+        failed["gradients"] = {"median": None, "largest": None, "spikes": 0, "logged": 0}
+        path.write_text(json.dumps(failed))
+
+    lost(folder / "main/diff-seed1/result.json")
+    lost(folder / "changed/diff_other-seed0/result.json")
+    lost(folder / "changed/diff_other-seed1/result.json")
+    lost(folder / "sweep/lr0.001/diff-seed0/result.json")
+    page = render_study_page(load_cells(folder))
+    words = " ".join(re.sub(r"<[^>]+>", " ", page).split())
+    assert "main: diff 3, 1 diverged 2.850 −0.200" in words
+    assert "changed: diff_other 2, 2 diverged –" in words
+    assert "99" not in words
+
+
 def test_a_setting_without_a_baseline_takes_that_of_its_size(folder):
     cells = borrow_baselines(load_cells(folder))
     assert cells["changed"]["softmax"] is cells["main"]["softmax"]

@@ -179,15 +179,20 @@ def test_the_matched_head_norm_is_what_the_untrained_pair_has():
     assert matched_head_norm_init(model) == pytest.approx(MATCHED, abs=0.01)
 
 
-def test_a_run_that_diverges_is_a_result(texts, tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("measured", "step", "logged"), [(False, 6, 7), (True, 0, 0)], ids=["a sweep's", "a measured one, at once"]
+)
+def test_a_run_that_diverges_is_a_result(texts, tmp_path, monkeypatch, measured, step, logged):
     from diff_transformer.study.cell import run_cell
     from diff_transformer.train import loop
 
-    config = tiny(texts, "diff", 1e-3, "train.log_every=1", "train.steps=8")
+    every = 1 if logged else 5
+    config = tiny(texts, "diff", 1e-3, f"train.log_every={every}", "train.steps=8", 'data.mixture={"text": 1.0}')
     (tmp_path / "request.json").write_text(json.dumps(config.to_dict()))
     seen = loop.learning_rate
-    monkeypatch.setattr(loop, "learning_rate", lambda step, *more: float("nan") if step == 6 else seen(step, *more))
-    run_cell(tmp_path, measured=False)
+    monkeypatch.setattr(loop, "learning_rate", lambda at, *more: float("nan") if at == step else seen(at, *more))
+    run_cell(tmp_path, measured=measured)
     record = json.loads((tmp_path / "result.json").read_text())
-    assert record["diverged"].startswith("step 8: loss nan")
-    assert record["gradients"]["logged"] == 7
+    assert record["diverged"].startswith(f"step {step + 2}: loss nan")
+    assert record["gradients"]["logged"] == logged
+    assert record["metrics"] == {}

@@ -72,6 +72,11 @@ def _short(value: float) -> float:
     return float(f"{value:.5g}")
 
 
+def trained(seeds: dict[int, Record]) -> dict[int, Record]:
+    """Those of one side whose training did not diverge."""
+    return {seed: record for seed, record in seeds.items() if not record.get("diverged")}
+
+
 def metric(experiment: str, key: str, better: str = "", name: str | None = None) -> Measure:
     """The metric ``key`` of ``experiment``."""
     return Measure(name or f"{experiment} {key}", lambda record: record["metrics"].get(experiment, {}).get(key), better)
@@ -85,8 +90,8 @@ def final_loss(better: str = "lower") -> Measure:
 def paired_rows(
     cells: Cells, setting: str, side: str, measures: Iterable[Measure], baseline: str = "softmax"
 ) -> list[Row]:
-    """A row for each measure that both sides of ``setting`` have, over the seeds that both have."""
-    first, second = cells[setting].get(side, {}), cells[setting].get(baseline, {})
+    """A row for each measure that both sides of ``setting`` have, over the seeds with which both were trained."""
+    first, second = (trained(cells[setting].get(name, {})) for name in (side, baseline))
     rows = []
     for measure in measures:
         pairs = [

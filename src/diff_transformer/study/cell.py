@@ -17,25 +17,25 @@ POINTS = 60  # of a curve that is kept
 def run_cell(folder: Path, *, measured: bool) -> None:
     """Train (or go on training) the run of ``folder/request.json``, measure it, and write ``folder/result.json``.
 
-    A run that is not measured may diverge: that is a result too (``diverged`` says where).
+    A run may diverge: that is a result too (``diverged`` says where), without experiments.
     """
     from diff_transformer.compare.member import run_member, write_status
     from diff_transformer.train.loop import train
 
     config, started = RunConfig.load(folder / "request.json"), time.perf_counter()
     diverged = None
-    if measured:
-        run_member(folder, explorer=False)
-    else:
 
-        def report(step: int, values: dict):
-            if values or step % 5 == 0:
-                write_status(folder, "training", step, values.get("loss"))
+    def report(step: int, values: dict):
+        if values or step % 5 == 0:
+            write_status(folder, "training", step, values.get("loss"))
 
-        try:
+    try:
+        if measured:
+            run_member(folder, explorer=False)
+        else:
             train(config, folder / "run", resume=(folder / "run" / "config.json").exists(), progress=report)
-        except FloatingPointError as stopped:
-            diverged = str(stopped).split(",")[0]
+    except FloatingPointError as stopped:
+        diverged = str(stopped).split(",")[0]
     record = summary(folder, config) | {"diverged": diverged, "seconds": round(time.perf_counter() - started, 1)}
     write_whole(folder / "result.json", json.dumps(record) + "\n")
 
@@ -57,7 +57,7 @@ def summary(folder: Path, config: RunConfig) -> dict:
         "sources": by_source(logged, [line["step"] for line in checked]),
         "training": {name: [x[name] for x in logged[::stride]] for name in ("step", "loss", "grad_norm")},
         "gradients": gradient_record([line["grad_norm"] for line in logged]),
-        "lambda": logged[-1].get("lambda"),
+        "lambda": logged[-1].get("lambda") if logged else None,
         "metrics": {result.eval: result.metrics for result in results},
         "provenance": provenance(),
     }
@@ -77,7 +77,7 @@ def by_source(logged: list[dict], steps: list[int]) -> dict[str, list[float | No
     return curves
 
 
-def gradient_record(norms: list[float]) -> dict[str, float]:
+def gradient_record(norms: list[float]) -> dict[str, float | None]:
     """What gradient norms say of stability: their median and largest after the first tenth, and how many spikes.
 
     A spike is a norm of more than three times the median of the (up to) 20 logged before it.
@@ -87,6 +87,8 @@ def gradient_record(norms: list[float]) -> dict[str, float]:
         before = sorted(norms[max(0, i - 20) : i])
         spikes += norms[i] > 3 * before[len(before) // 2]
     late = sorted(norms[len(norms) // 10 :])
+    if not late:  # diverged before anything was logged
+        return {"median": None, "largest": None, "spikes": 0, "logged": 0}
     return {"median": late[len(late) // 2], "largest": late[-1], "spikes": spikes, "logged": len(norms)}
 
 

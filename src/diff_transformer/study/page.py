@@ -8,13 +8,22 @@ from diff_transformer.report.figure import Figure, key, panels
 from diff_transformer.report.line_chart import Line, Point, averaged, line_chart
 from diff_transformer.report.load import ResultsError
 from diff_transformer.report.markup import Html, join, table, tag
-from diff_transformer.report.numbers import number, plural
+from diff_transformer.report.numbers import mean, number, plural
 from diff_transformer.report.row_chart import Row as Drawn
 from diff_transformer.report.row_chart import row_chart
 from diff_transformer.report.series import sides_of
 from diff_transformer.report.svg import panel
 from diff_transformer.report.write import contents, fill_page, save_page
-from diff_transformer.study.analysis import Cells, Record, Row, borrow_baselines, collect, final_loss, paired_rows
+from diff_transformer.study.analysis import (
+    Cells,
+    Record,
+    Row,
+    borrow_baselines,
+    collect,
+    final_loss,
+    paired_rows,
+    trained,
+)
 from diff_transformer.study.measures import MEASURES
 
 BASELINE = "softmax"
@@ -76,7 +85,7 @@ def render_study_page(cells: Cells) -> str:
     sweep = {name: sides for name, sides in cells.items() if "/" in name}
     names = list(dict.fromkeys(side for sides in cells.values() for side in sides))
     marks = dict(zip(names, sides_of(["softmax" if name == BASELINE else "diff" for name in names]), strict=True))
-    figures = [_setting(name, sides, marks) for name, sides in settings.items()]
+    figures = [_setting(name, kept, marks) for name, sides in settings.items() if (kept := _trained(sides))]
     if sweep:
         figures.append(_sweep(sweep, marks))
     runs = sum(len(seeds) for sides in cells.values() for seeds in sides.values())
@@ -91,15 +100,21 @@ def render_study_page(cells: Cells) -> str:
     )
 
 
+def _trained(sides: dict[str, dict[int, Record]]) -> dict[str, dict[int, Record]]:
+    """The sides with a seed whose training did not diverge, and of each these seeds."""
+    return {side: kept for side, seeds in sides.items() if (kept := trained(seeds))}
+
+
 def _first_screen(settings: Cells, said: str) -> Html:
     head: list[object] = ["setting: model", "seeds", "validation loss", f"less {BASELINE}'s", "95 % interval", "lower?"]
     rows: list[list[object]] = []
     for name, sides in settings.items():
         for side, seeds in sides.items():
-            mean = sum(record["validation"]["loss"][-1] for record in seeds.values()) / len(seeds)
+            kept = trained(seeds)
             paired = _rows(sides, side, [final_loss()])
             more = _cells(paired[0]) if paired else ["", "", ""]
-            rows.append([f"{name}: {side}", str(len(seeds)), number(mean, 3), *more])
+            counted = str(len(seeds)) if len(kept) == len(seeds) else f"{len(seeds)}, {len(seeds) - len(kept)} diverged"
+            rows.append([f"{name}: {side}", counted, number(mean(map(_last, kept.values())), 3), *more])
     lead = tag("p", f"{said}. Each model against softmax attention of the same seed.", class_="lead")
     return join([tag("h1", "A study of matched pairs"), lead, table(head, rows, "Final validation loss")])
 
@@ -109,9 +124,9 @@ def _rows(sides: dict[str, dict[int, Record]], side: str, measures: Iterable) ->
 
 
 def _cells(row: Row) -> list[object]:
-    mean, low, high, _ = row.difference
+    difference, low, high, _ = row.difference
     interval = "" if low is None else f"{number(low, 3, sign=True)} to {number(high, 3, sign=True)}"
-    return [number(mean, 3, sign=True), interval, row.verdict]
+    return [number(difference, 3, sign=True), interval, row.verdict]
 
 
 def _setting(name: str, sides: dict[str, dict[int, Record]], marks: dict[str, str]) -> Figure:
@@ -165,18 +180,24 @@ def _measures(sides: dict[str, dict[int, Record]], side: str) -> Html | None:
 
 def _sweep(sweep: Cells, marks: dict[str, str]) -> Figure:
     points: dict[str, list[Point]] = {}
+    said: dict[float, dict[str, str]] = {}
     for sides in sweep.values():
         for side, seeds in sides.items():
-            points.setdefault(side, []).extend((record["lr"], _last(record)) for record in seeds.values())
-    lines = [Line(side, sorted(found), marks[side], marks=True) for side, found in points.items()]
-    drawn = line_chart("sweep", lines, x_label="learning rate", log_x=True)
+            for record in seeds.values():
+                lost = record.get("diverged")
+                said.setdefault(record["lr"], {})[side] = "diverged" if lost else number(_last(record), 3)
+                points.setdefault(side, []).extend([] if lost else [(record["lr"], _last(record))])
+    lines = [Line(side, sorted(found), marks[side], marks=True) for side, found in points.items() if found]
+    shown = [
+        panel("Validation loss, nats per token", line_chart("sweep", lines, x_label="learning rate", log_x=True))
+    ] if lines else []  # fmt: skip
     rows: list[list[object]] = [
-        [f"{rate:g}", *(number(dict(found).get(rate), 3) for found in points.values())]
-        for rate in sorted({rate for found in points.values() for rate, _ in found})
+        [f"{rate:g}", *(said[rate].get(side, number(None)) for side in points)] for rate in sorted(said)
     ]
     return Figure(
-        "sweep", "Learning rates", (), "The final validation loss of each model by its learning rate.",
-        panels(panel("Validation loss, nats per token", drawn), columns=1) + _legend(points, marks),
+        "sweep", "Learning rates", (),
+        "The final validation loss of each model by its learning rate; a run that diverged has none.",
+        panels(*shown, columns=1) + _legend(points, marks),
         data=table(["learning rate", *points], rows, "Learning rates"),
     )  # fmt: skip
 
