@@ -85,11 +85,6 @@ def bootstrap(
     return [PowerLaw(*(float(v) for v in law), fitted.low, fitted.high) for law in zip(a, b, c, strict=True)]
 
 
-def matched_x(ours: PowerLaw, reference: PowerLaw, at: float) -> float:
-    """The x at which ``ours`` has the loss that ``reference`` has at ``at``; infinity where it never has."""
-    return ours.inverse(reference.loss(at))
-
-
 def _checked(x: Sequence[float], loss: Sequence[float], form: str, huber: float) -> tuple[np.ndarray, np.ndarray]:
     require_positive(huber=huber)
     if form not in FORMS:

@@ -7,7 +7,7 @@ from diff_transformer.report.markup import Html
 from diff_transformer.report.numbers import mean, number, short
 from diff_transformer.report.pair import NAMES
 from diff_transformer.report.scales import Scale, padded
-from diff_transformer.report.svg import WIDTH, box, chart, hit, mark, segment, text, x_axis, y_axis
+from diff_transformer.report.svg import LINE, WIDTH, box, chart, hit, mark, segment, text, wrapped, x_axis, y_axis
 
 Values = dict[str, list[dict[int, float]]]  # side -> for each category, value by seed
 
@@ -36,8 +36,10 @@ def category_chart(
     places = tick_digits(ticks)
     named = [(t, short(t) if log or max(map(abs, ticks)) >= 10_000 else number(t, places)) for t in ticks]
     drawn: list[object] = [*y_axis(y, x.start, x.end, named)]
-    drawn += x_axis(x, y.start, list(enumerate(categories)), x_label)
     room = (x.end - x.start) / len(categories)
+    below = [wrapped(name, room) for name in categories]
+    drawn += x_axis(x, y.start, list(enumerate(below)), x_label)
+    height += LINE * max(name.count("\n") for name in below)
     for place, name in enumerate(categories):
         drawn.append(_group(place, name, values, x, y, room, bars, digits, unit, names))
     for level, words in guides:

@@ -48,7 +48,7 @@ def line_chart(
     values = [v for line in lines for _, v in line.points] + [v for v, _ in guides]
     steps = [s for line in lines for s, _ in line.points]
     low, high = y_range or (padded_log(values) if log_y else padded(values))
-    right = WIDTH - (58 if any(line.end_label for line in lines) else 14)
+    right = WIDTH - (58 if any(line.end_label for line in lines) else 18)
     y = Scale(low, high, height - 46, 14, log_y)
     x = Scale(min(steps), max(steps), 48, right, log_x)
     y_ticks = y.ticks(5)

@@ -1,9 +1,13 @@
 """The pieces that every chart is made of. Units are those of a drawing 400 wide, shown between 330 and 500 px."""
 
+import textwrap
+
 from diff_transformer.report.markup import Html, escape, tag
 from diff_transformer.report.scales import Scale
 
 WIDTH = 400
+LINE = 13  # from one line of words to the next
+_LETTER = 6.6  # width of a letter where letters are largest beside the drawing, on a phone
 DIAMOND = [(-1.3, 0), (0, -1.3), (1.3, 0), (0, 1.3)]
 SHAPES = {  # corners of a mark of size 1, for the models s2 to s6 of a page; s1 is the diamond
     "s2": [(0, -1.25), (1.2, 0.95), (-1.2, 0.95)],
@@ -81,8 +85,16 @@ def y_axis(y: Scale, left: float, right: float, ticks: list[tuple[float, str]]) 
 
 
 def x_axis(x: Scale, bottom: float, ticks: list[tuple[float, str]], label: str) -> list[Html]:
-    """The bottom rule, its values, and below them what they count."""
+    """The bottom rule, its values (each line of them on its own), and below them what they count."""
     drawn = [segment(x.start, bottom, x.end, bottom, "rule")]
-    drawn += [text(x(value), bottom + 17, words, "tick", "middle") for value, words in ticks]
-    drawn.append(text((x.start + x.end) / 2, bottom + 34, label, "axis", "middle"))
+    for value, words in ticks:
+        for i, line in enumerate(words.split("\n")):
+            drawn.append(text(x(value), bottom + 17 + LINE * i, line, "tick", "middle"))
+    below = bottom + 34 + LINE * max((words.count("\n") for _, words in ticks), default=0)
+    drawn.append(text((x.start + x.end) / 2, below, label, "axis", "middle"))
     return drawn
+
+
+def wrapped(words: str, room: float) -> str:
+    """``words`` in lines that fit into ``room``, as far as their spaces allow."""
+    return "\n".join(textwrap.wrap(words, max(1, int(room / _LETTER)), break_long_words=False)) or words
