@@ -46,17 +46,18 @@ def tables(cells: Cells) -> str:
             rows = paired_rows(borrow_baselines(cells), setting, side, MEASURES)
             if rows and (side == "diff" or setting == "novels"):
                 parts.append(table(f"{SETTINGS[setting]}: {NAMES[side]}", rows))
-    parts += [against_wide_heads(cells), by_depth(cells), sweep(cells)]
+    parts += [against_normed(cells, baseline) for baseline in ("softmax_norm", "softmax_wide_norm")]
+    parts += [by_depth(cells), sweep(cells)]
     return "\n\n".join(part for part in parts if part)
 
 
-def against_wide_heads(cells: Cells) -> str:
-    """DIFF less the Transformer that has its heads' number, width and norm, and one map (Table 6)."""
-    wide = cells.get("ablation", {}).get("softmax_wide_norm", {})
-    pair = {"": {"softmax": wide, "diff": cells["novels"].get("diff_same_rate", {})}}
+def against_normed(cells: Cells, baseline: str) -> str:
+    """DIFF less a Transformer whose heads are normalised like DIFF's: as they are, or as many and as wide as DIFF's
+    (Table 6)."""
+    normed = cells.get("ablation", {}).get(baseline, {})
+    pair = {"": {"softmax": normed, "diff": cells["novels"].get("diff_same_rate", {})}}
     rows = paired_rows(pair, "", "diff", MEASURES)
-    title = "DIFF, from .1, beside a Transformer with 4 heads of 32 and a head norm from .1, one learning rate"
-    return table(title, rows) if rows else ""
+    return table(f"{NAMES['diff']}, beside a {NAMES[baseline]}, one learning rate", rows) if rows else ""
 
 
 def overview(cells: Cells) -> str:

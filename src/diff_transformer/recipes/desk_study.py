@@ -14,6 +14,7 @@ from diff_transformer.train.config import RunConfig
 
 LEARNING_RATES = (5e-4, 1e-3, 2e-3, 4e-3, 8e-3)
 MANY, FEW = range(5), range(3)
+REST = range(3, 5)  # of what was found to need as many seeds as the main setting
 # What the main setting compares, each at a learning rate of its own.
 SIDES: dict[str, dict[str, Any]] = {
     "softmax": {"attention": "softmax"},
@@ -108,6 +109,7 @@ def desk_study(corpus: str) -> Study:
             *compared("narrow", _resized(other, hidden_size=64, num_hidden_layers=2), FEW, PAPER),
             *compared("maps4", _resized(other, num_attention_heads=4), FEW, ("diff",)),
             *compared("maps16", _resized(other, num_attention_heads=16), FEW),
+            *compared("ablation", other, REST, (*NORMED, "softmax_wide_norm")),
             *compared("wide", wide, FEW),
             *compared("long", long, FEW),
             *compared("ablation", other, FEW, tuple(DIFF_RATE), {**same, "softmax": chosen["diff"]}),
