@@ -109,10 +109,10 @@ def desk_study(corpus: str) -> Study:
             *compared("narrow", _resized(other, hidden_size=64, num_hidden_layers=2), FEW, PAPER),
             *compared("maps4", _resized(other, num_attention_heads=4), FEW, ("diff",)),
             *compared("maps16", _resized(other, num_attention_heads=16), FEW),
+            *compared("ablation", other, FEW, tuple(DIFF_RATE), {**same, "softmax": chosen["diff"]}),
             *compared("ablation", other, REST, (*NORMED, "softmax_wide_norm")),
             *compared("wide", wide, FEW),
             *compared("long", long, FEW),
-            *compared("ablation", other, FEW, tuple(DIFF_RATE), {**same, "softmax": chosen["diff"]}),
             *compared("wide", wide, FEW, ("diff_norm1",)),
             *compared("long", long, FEW, ("diff_norm1",)),
         ]
