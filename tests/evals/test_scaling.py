@@ -1,10 +1,12 @@
 """Tables of runs, and the matched-loss ratio on tables made to have a known one."""
 
 import json
+from collections.abc import Sequence
 
 import pytest
 
 from diff_transformer import DiffTransformerConfig, DiffTransformerForCausalLM
+from diff_transformer.evals.intervals import over_seeds
 from diff_transformer.evals.run_tables import Run, read_runs
 from diff_transformer.evals.samples import Samples
 from diff_transformer.evals.scaling import QUICK, Settings, evaluate_scaling, run
@@ -144,6 +146,32 @@ def test_a_folder_of_comparisons_is_a_table(tmp_path):
     assert curves == [(320, 5.0), (640, 4.0)]
 
 
+def along(shares: Sequence[float]) -> list[Run]:
+    """Curves of several trainings; in each DIFF needs this share of the Transformer's tokens."""
+    steps = [1e6 * k for k in range(1, 12)]
+    return [
+        Run(model, 1e6, step, 2 + 50 * (step / part) ** -0.3, "curve", f"seed {seed}")
+        for seed, share in enumerate(shares)
+        for model, part in (("softmax", 1.0), ("diff", share))
+        for step in steps
+    ]
+
+
+def test_points_of_one_curve_give_no_interval():
+    metrics = evaluate_scaling(along([0.7])).metrics
+    assert metrics["tokens_ratio_from_reference"] == pytest.approx(0.7, rel=0.01)
+    assert not [name for name in metrics if name.endswith(("_low", "_high"))]
+
+
+def test_the_interval_along_curves_is_over_trainings():
+    shares = [0.6, 0.7, 0.8, 0.75]
+    metrics = evaluate_scaling(along(shares)).metrics
+    expected = over_seeds(shares)
+    low, high = (metrics[f"tokens_ratio_from_reference_{end}"] for end in ("low", "high"))
+    assert (low, high) == pytest.approx((expected.low, expected.high), rel=0.01)
+    assert low < metrics["tokens_ratio_from_reference"] < high
+
+
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
@@ -171,8 +199,8 @@ def test_a_folder_of_a_study_is_a_table(tmp_path):
         (tmp_path / name / "result.json").write_text(json.dumps(record))
     runs = read_runs([tmp_path])
     size = DiffTransformerForCausalLM(DiffTransformerConfig(**model)).num_parameters()
-    assert Run("softmax", size, 10_000, 3.0) in runs
-    assert Run("diff_norm1", size, 5_000, 4.0, "curve") in runs
+    assert Run("softmax", size, 10_000, 3.0, pair=f"{tmp_path / 'novels'} 0") in runs
+    assert Run("diff_norm1", size, 5_000, 4.0, "curve", f"{tmp_path / 'novels'} 1") in runs
     assert len(runs) == 6
     (tmp_path / "novels" / "softmax-seed0" / "result.json").write_text("{}")
     with pytest.raises(ValueError, match="is not the record of a study's model"):

@@ -17,16 +17,18 @@ _COUNT = re.compile(r"\s*([\d_,.]+(?:e[+-]?\d+)?)\s*([KMBT]?)\s*", re.IGNORECASE
 @dataclass(frozen=True)
 class Run:
     """``loss`` in nats a token after ``tokens`` of training. ``part``: "final" for a finished run, "curve" for a point
-    on the way, which the learning rate's decay has not yet reached."""
+    on the way, which the learning rate's decay has not yet reached. ``pair``: what names the training, the same for
+    both models of a pair; "" where a table does not say."""
 
     model: str
     parameters: float
     tokens: float
     loss: float
     part: str = "final"
+    pair: str = ""
 
     def to_dict(self) -> dict:
-        return asdict(self)
+        return {name: value for name, value in asdict(self).items() if name != "pair"}
 
 
 def read_runs(paths: Iterable[Path | str]) -> list[Run]:
@@ -107,7 +109,7 @@ def _from_comparison(results: dict, path: Path) -> list[Run]:
             side = curve["attention"]
             for at, loss in zip(curve["validation_step"], curve["validation_loss"], strict=True):
                 if at > warm:
-                    runs.append(Run(side, sizes[side], at * step, loss, "curve"))
+                    runs.append(Run(side, sizes[side], at * step, loss, "curve", f"{path} {curve.get('seed')}"))
     except (KeyError, TypeError) as error:
         raise ValueError(
             f"{path} is not the results of a comparison: {error!r} is missing or of another kind"
@@ -117,14 +119,15 @@ def _from_comparison(results: dict, path: Path) -> list[Run]:
 
 def _from_study(path: Path) -> list[Run]:
     """The model of a study in ``SIDE-seedK/result.json``, by the name of its side."""
-    side, _, _ = path.parent.name.rpartition("-seed")
+    side, _, seed = path.parent.name.rpartition("-seed")
     try:
-        return runs_of_cell(json.loads(path.read_text(encoding="utf-8")), canonical(side))
+        pair = f"{path.parent.parent} {seed}"
+        return runs_of_cell(json.loads(path.read_text(encoding="utf-8")), canonical(side), pair)
     except (json.JSONDecodeError, KeyError, TypeError) as error:
         raise ValueError(f"{path} is not the record of a study's model: {error!r}") from None
 
 
-def runs_of_cell(record: dict, model: str) -> list[Run]:
+def runs_of_cell(record: dict, model: str, pair: str = "") -> list[Run]:
     """The finished run and the points on its way that the record of a study's model has, warm-up's not left out."""
     from diff_transformer.model.config import DiffTransformerConfig
     from diff_transformer.model.cost import count_parameters
@@ -132,8 +135,8 @@ def runs_of_cell(record: dict, model: str) -> list[Run]:
     size = sum(count_parameters(DiffTransformerConfig(**record["model"])).values())
     steps, losses = record["validation"]["step"], record["validation"]["loss"]
     points = [(step * record["tokens_per_step"], loss) for step, loss in zip(steps, losses, strict=True) if step]
-    final = Run(model, size, *points[-1])
-    return [final, *(Run(model, size, *point, "curve") for point in points)]
+    final = Run(model, size, *points[-1], pair=pair)
+    return [final, *(Run(model, size, *point, "curve", pair) for point in points)]
 
 
 def _require(names, where: str) -> None:

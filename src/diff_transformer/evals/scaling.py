@@ -16,6 +16,7 @@ from pathlib import Path
 import numpy as np
 
 from diff_transformer.checks import require_positive
+from diff_transformer.evals.intervals import SEEDS_FOR_AN_INTERVAL, over_seeds
 from diff_transformer.evals.power_law import FORMS, HUBER, PowerLaw, bootstrap, fit_power_law
 from diff_transformer.evals.provenance import provenance
 from diff_transformer.evals.run_tables import Run, canonical, read_runs
@@ -37,7 +38,7 @@ class Settings:
     ours, reference: which models of the table are compared ("diff", "softmax"; Transformer and DIFF are understood).
     form: "offset" for a x^-b + c, "plain" for a x^-b.
     huber: size, in log loss, from which a residual counts linearly.
-    draws: resamplings for the 95 % intervals.
+    draws: resamplings of finished runs for the 95 % intervals.
     seed: of the resampling.
     """
 
@@ -86,8 +87,9 @@ def evaluate_scaling(
     of b, and its range of x as ``_first`` and ``_last``; ``{fit}_ratio_from_reference`` at the largest run of the
     reference whose match lies within our runs (59.5 % in the paper), ``{fit}_ratio_from_ours`` at our largest run whose
     match lies within the reference's (62.2 %), each with ``_low`` and ``_high`` where there are runs enough for an
-    interval. A ratio beyond the runs is called ``..._extrapolated`` instead. ``rows``: the runs with their fitted loss,
-    and the match of every run's size.
+    interval: finished runs are drawn anew; along training curves it is over pairs of trainings, three at least. A ratio
+    beyond the runs is called ``..._extrapolated`` instead. ``rows``: the runs with their fitted loss, and the match of
+    every run's size.
 
     Raises:
         ValueError: if a model has no runs, or the runs vary neither in size nor in tokens enough to fit.
@@ -126,17 +128,26 @@ def evaluate_scaling(
 def _one_fit(fit, x_of, names, chosen, metrics, rows, samples, form, huber, draws, seed) -> None:
     laws: dict[str, PowerLaw] = {}
     clouds: dict[str, list[PowerLaw]] = {}
+    along = any(one.part == "curve" for one in chosen[names[0]])
+    interval = _over_pairs if along else _over_draws
     for name in names:
         x, loss = [x_of(one) for one in chosen[name]], [one.loss for one in chosen[name]]
         law = laws[name] = fit_power_law(x, loss, form=form, huber=huber)
-        clouds[name] = bootstrap(x, loss, form=form, huber=huber, draws=draws, seed=seed)
+        if along:
+            clouds[name] = _a_law_each(x_of, names, chosen, name, form, huber)
+        else:
+            clouds[name] = bootstrap(x, loss, form=form, huber=huber, draws=draws, seed=seed)
         values = {"a": law.a, "b": law.b, "c": law.c, "first": law.low, "last": law.high, "residual": law.residual}
         metrics |= {f"{fit}_{name}_{key}": value for key, value in values.items()}
-        _interval(metrics, f"{fit}_{name}_b", [one.b for one in clouds[name]])
+        low, high = interval([one.b for one in clouds[name]])
+        if low is not None:
+            metrics |= {f"{fit}_{name}_b_low": low, f"{fit}_{name}_b_high": high}
         rows += [{"fit": fit, **one.to_dict(), "fitted": law.loss(x_of(one))} for one in chosen[name]]
     matches = [(name, x) for name in names for x in sorted({x_of(one) for one in chosen[name]})]
     matched = samples.rows(
-        f"{fit} matches", matches, lambda batch: [_match(fit, name, x, names, laws, clouds) for name, x in batch]
+        f"{fit} matches",
+        matches,
+        lambda batch: [_match(fit, name, x, names, laws, clouds, interval) for name, x in batch],
     )
     rows += matched
     for name, side in zip(names, ("ours", "reference"), strict=True):
@@ -151,7 +162,35 @@ def _one_fit(fit, x_of, names, chosen, metrics, rows, samples, form, huber, draw
                 metrics |= {f"{key}_low": best["low"], f"{key}_high": best["high"]}
 
 
-def _match(fit: str, name: str, x: float, names: tuple[str, str], laws: dict, clouds: dict) -> dict:
+def _a_law_each(x_of, names, chosen, name, form, huber) -> list[PowerLaw]:
+    """A fit to the curve of each training that both models have: points of one curve are not independent, so that only
+    several trainings say how far the fit may be off."""
+    shared = {one.pair for one in chosen[names[0]]} & {one.pair for one in chosen[names[1]]} - {""}
+    curves = [[one for one in chosen[name] if one.pair == pair] for pair in sorted(shared)]
+    if len(curves) < SEEDS_FOR_AN_INTERVAL:
+        return []
+    return [
+        fit_power_law([x_of(p) for p in curve], [p.loss for p in curve], form=form, huber=huber) for curve in curves
+    ]
+
+
+def _over_draws(values: Sequence[float]) -> tuple[float | None, float | None]:
+    """The middle 95 % of what was drawn."""
+    if not values or not np.isfinite(values).all():
+        return None, None
+    low, high = np.percentile(values, [2.5, 97.5])
+    return float(low), float(high)
+
+
+def _over_pairs(values: Sequence[float]) -> tuple[float | None, float | None]:
+    """Student's 95 % interval of the mean over trainings."""
+    if len(values) < SEEDS_FOR_AN_INTERVAL or not np.isfinite(values).all():
+        return None, None
+    found = over_seeds(values)
+    return found.low, found.high
+
+
+def _match(fit: str, name: str, x: float, names: tuple[str, str], laws: dict, clouds: dict, interval: Callable) -> dict:
     """The size of the other model at which its curve has the loss that the curve of ``name`` has at ``x``."""
     other = names[1] if name == names[0] else names[0]
 
@@ -164,16 +203,8 @@ def _match(fit: str, name: str, x: float, names: tuple[str, str], laws: dict, cl
     row |= {"matched": None, "high": None, "extrapolated": not laws[other].covers(there)}
     if np.isfinite(there):
         row |= {"matched": there, "ratio": ratio(laws[name], laws[other])}
-        drawn = [ratio(a, b) for a, b in zip(clouds[name], clouds[other], strict=False)]
-        if drawn and np.isfinite(drawn).all():
-            row["low"], row["high"] = (float(v) for v in np.percentile(drawn, [2.5, 97.5]))
+        row["low"], row["high"] = interval([ratio(a, b) for a, b in zip(clouds[name], clouds[other], strict=False)])
     return row
-
-
-def _interval(metrics: dict[str, float], key: str, values: list[float]) -> None:
-    if values:
-        low, high = np.percentile(values, [2.5, 97.5])
-        metrics |= {f"{key}_low": float(low), f"{key}_high": float(high)}
 
 
 def _choose(runs: Sequence[Run], names: tuple[str, str], fit: str, needed: int) -> dict[str, list[Run]] | str:
