@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from diff_transformer.study.analysis import Measure, final_loss, metric
+from diff_transformer.study.measures import AR_HIT, OUTLIERS
 
 DEPTHS = (0, 25, 50, 75, 100)
 TOPS = ("top1", "top2", "top3", "top10", "top100", "median")
@@ -87,8 +88,8 @@ FOLDERS: dict[str, Folder] = {
         ),
         (
             metric("long_nll", "nll128", "lower", "loss over 128 tokens, the length trained at"),
-            metric("long_nll", "nll256", "lower", "loss over 256 tokens"),
-            metric("long_nll", "nll512", "lower", "loss over 512 tokens"),
+            metric("long_nll", "nll256", "", "loss over 256 tokens (extrapolation)"),
+            metric("long_nll", "nll512", "", "loss over 512 tokens (extrapolation)"),
         ),
     ),
     "table2_needle": Folder(
@@ -125,7 +126,7 @@ FOLDERS: dict[str, Folder] = {
         (
             metric("allocation", "answer", "higher", "attention on the answer, mean of heads and layers"),
             metric("allocation", "noise", "lower", "attention on the noise, mean of heads and layers"),
-            metric("allocation", "best_head_answer", "higher", "attention on the answer in the best head"),
+            metric("allocation", "best_head_answer", "", "attention on the answer in the best head of all"),
         ),
     ),
     "figure6_many_shot": Folder(
@@ -163,10 +164,7 @@ FOLDERS: dict[str, Folder] = {
             for prefix, paper in [("", name) if kind else (f"{name}_", "")]
         ),
         (
-            metric("outliers", "logits_top1", "lower", "largest attention logit"),
-            metric("outliers", "logits_median", "", "median attention logit"),
-            metric("outliers", "hidden_top1", "lower", "largest hidden value"),
-            metric("outliers", "hidden_median", "", "median hidden value"),
+            *OUTLIERS,
         ),
     ),
     "figure8_quantization": Folder(
@@ -189,7 +187,7 @@ FOLDERS: dict[str, Folder] = {
         (Panel("ours", {"all": "validation", "AR-Hit": "ar_hit", "Others": "others"}, "nats a token"),),
         (
             metric("associative_recall", "validation", "lower", "loss on held-out novels"),
-            metric("associative_recall", "ar_hit", "lower", "loss on AR-Hit"),
+            AR_HIT,
             metric("associative_recall", "others", "lower", "loss on Others"),
         ),
     ),

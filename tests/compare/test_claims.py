@@ -139,7 +139,7 @@ def test_what_is_shown_is_what_is_judged():
     """The difference (or ratio) is that of the two numbers beside it, whatever the experiment's own summary says."""
 
     def outliers(side, values):
-        rows = [{"logits_top1": v, "hidden_top1": 2 * v} for v in values]
+        rows = [{"logits_top1": v, "hidden_top1": 2 * v, "logits_median": 2.0, "hidden_median": v} for v in values]
         return Result("outliers", f"{side}-seed0", {"logits_top1": max(values), "hidden_top1": 2 * max(values)}, rows)
 
     def timed(side, values):
@@ -149,13 +149,43 @@ def test_what_is_shown_is_what_is_judged():
     pairs = [outliers("diff", [1.0, 9.0, 2.0]), outliers("softmax", [4.0, 5.0, 6.0])]
     pairs += [timed("diff", [90.0, 120.0, 70.0]), timed("softmax", [100.0, 80.0, 130.0])]
     judged = judge(paper_claims(CELLS), pairs)
-    assert [claim["id"] for claim in judged] == ["logits", "hidden", "throughput"]
+    expected = ["logits", "logits_in_medians", "hidden", "hidden_in_medians", "throughput"]
+    assert [claim["id"] for claim in judged] == expected
     for claim in judged:
         ours, theirs = claim["diff"][0], claim["softmax"][0]
         relative = claim["difference"]["relative"]
         assert claim["difference"]["mean"] == pytest.approx(ours / theirs - 1 if relative else ours - theirs)
-    assert judged[0]["here"] == "5.000 / 4.000"
-    assert judged[2]["here"] == "100 / 90.0"
+    here = {claim["id"]: claim["here"] for claim in judged}
+    assert here["logits"] == "6.000 / 9.000"  # the largest of all texts, as in the paper's table
+    assert here["logits_in_medians"] == "3.000 / 4.500"
+    assert here["hidden_in_medians"] == "2.400 / 9.000"
+    assert here["throughput"] == "100 / 90.0"
+
+
+def test_recall_is_not_judged_against_a_model_that_does_not_recall():
+    """In the paper the loss on AR-Hit is far below that on other tokens; where it is not, there is nothing to beat."""
+    claims = {
+        c["id"]: c for c in judge(paper_claims(CELLS), [loss("diff", 0, [2.0, 3.0]), loss("softmax", 0, [2.5, 3.5])])
+    }
+    assert (claims["ar_hit"]["verdict"], claims["ar_hit"]["untested"]) == ("held", "")
+    worse = [loss("diff", 0, [2.0, 3.0]), loss("softmax", 0, [2.5, 3.5])]
+    for row in worse[1].rows:
+        row["ar_hit_sum"] += 1
+    claims = {c["id"]: c for c in judge(paper_claims(CELLS), worse)}
+    assert claims["ar_hit"]["verdict"] == "undecided"
+    assert "its loss elsewhere is lower, 3.000" in claims["ar_hit"]["untested"]
+    assert claims["others"]["verdict"] == "held"
+
+
+def test_a_seed_without_a_token_of_a_slice_leaves_the_claim_undecided():
+    results = [loss(side, k, [v + k]) for k in range(4) for side, v in (("diff", 2.0), ("softmax", 2.5))]
+    for result in results[:2]:
+        for row in result.rows:
+            row["ar_hit_count"] = 0
+    claim = next(c for c in judge(paper_claims(CELLS), results) if c["id"] == "ar_hit")
+    assert (claim["verdict"], claim["untested"]) == ("undecided", "1 of 4 seeds has no example of it")
+    assert claim["difference"]["mean"] == pytest.approx(-0.5)
+    assert len(claim["diff"]) == 3
 
 
 def test_a_slice_without_a_token_makes_no_claim():

@@ -55,7 +55,9 @@ def test_everything_is_written(finished):
         "answer",
         "noise",
         "logits",
+        "logits_in_medians",
         "hidden",
+        "hidden_in_medians",
         "throughput",
         "long_nll",
     ]

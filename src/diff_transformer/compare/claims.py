@@ -20,7 +20,7 @@ Rows = Callable[[Result], np.ndarray]  # for each example, what its score is mad
 class Claim:
     """``paper``: Transformer / DIFF; a dagger marks numbers from a third party's transcription. A model's number is
     ``reduce`` of its ``rows``. ``better``: which way DIFF should differ; ``margin``: how far on the wrong side it still
-    holds."""
+    holds; ``untested``: why a Transformer with this result cannot test the claim, "" where it can."""
 
     id: str
     claim: str
@@ -33,7 +33,7 @@ class Claim:
     reduce: Callable[[np.ndarray], float] = mean
     margin: float = 0.0
     relative: bool = False  # judge DIFF / Transformer - 1 instead of DIFF - Transformer
-    needs: float | None = None  # "no worse than" says something only where the Transformer itself reaches this
+    untested: Callable[[Result], str] = lambda result: ""
 
     def value(self, result: Result) -> float:
         """A model's number; NaN if no example says anything."""
@@ -54,6 +54,28 @@ def _ratio_of_sums(values: np.ndarray) -> float:
     return float(sums[0] / sums[1]) if sums[1] else math.nan
 
 
+def _finds_few(result: Result) -> str:
+    scores = [row["score"] for row in result.rows if (row["needles"], row["queries"]) == (1, 1)]
+    return "" if np.mean(scores) >= 0.5 else "the Transformer itself finds fewer than half"
+
+
+def _recalls_little(result: Result) -> str:
+    hit, others = (_ratio_of_sums(_slice(name)(result)) for name in ("ar_hit", "others"))
+    if hit <= others:
+        return ""
+    return f"the Transformer does not recall there: its loss elsewhere is lower, {others:.3f} (the paper: higher)"
+
+
+def _in_medians(values: np.ndarray) -> float:
+    """The largest of all texts over the texts' median; from rows of (largest, median)."""
+    return float(values[:, 0].max() / np.median(values[:, 1]))
+
+
+def _largest_and_median(kind: str) -> Rows:
+    names = f"{kind}_top1", f"{kind}_median"
+    return lambda result: np.array([[row[name] for name in names] for row in result.rows], dtype=float)
+
+
 def _needle_claims(cells: Sequence[tuple[int, int]]) -> list[Claim]:
     paper = {(1, 1): "1.00 / 1.00", (2, 2): ".85 / .92", (4, 2): ".62 / .84", (6, 2): ".55 / .85"}
     claims = []
@@ -67,7 +89,7 @@ def _needle_claims(cells: Sequence[tuple[int, int]]) -> list[Claim]:
             rows=lambda result, n=n, r=r: np.array(
                 [row["score"] for row in result.rows if (row["needles"], row["queries"]) == (n, r)], dtype=float),
             better="higher", unit="accuracy", margin=0.05 if single else 0.0,
-            needs=0.5 if single else None,
+            untested=_finds_few if single else lambda result: "",
         ))  # fmt: skip
     return claims
 
@@ -134,7 +156,8 @@ def paper_claims(cells: Sequence[tuple[int, int]]) -> list[Claim]:
         Claim("loss", "Lower language-modelling loss", "3.087 / 3.062 † (1.4B)", "Table 6, Figure 3",
               "associative_recall", _column("loss"), "lower", "nats a token"),
         Claim("ar_hit", "Lower loss where the context can be recalled", ".898 / .880 † (1.4B)", "Table 6, AR-Hit",
-              "associative_recall", _slice("ar_hit"), "lower", "nats a token", _ratio_of_sums),
+              "associative_recall", _slice("ar_hit"), "lower", "nats a token", _ratio_of_sums,
+              untested=_recalls_little),
         Claim("others", "Lower loss on all other tokens", "3.272 / 3.247 † (1.4B)", "Table 6, Others",
               "associative_recall", _slice("others"), "lower", "nats a token", _ratio_of_sums),
         *_needle_claims(cells),
@@ -142,10 +165,14 @@ def paper_claims(cells: Sequence[tuple[int, int]]) -> list[Claim]:
               _column("answer"), "higher", "share"),
         Claim("noise", "Less attention on the noise", ".51 / .02 (mean of depths)", "Table 3", "allocation",
               _column("noise"), "lower", "share"),
-        Claim("logits", "Smaller largest attention logit of a text (mean over texts)", "318.0 / 38.8 † (of all texts)",
-              "Table 5", "outliers", _column("logits_top1"), "lower", "magnitude"),
-        Claim("hidden", "Smaller largest hidden value of a text (mean over texts)", "3608.6 / 1688.2 † (of all texts)",
-              "Table 5", "outliers", _column("hidden_top1"), "lower", "magnitude"),
+        Claim("logits", "Smaller largest attention logit", "318.0 / 38.8 †", "Table 5", "outliers",
+              _column("logits_top1"), "lower", "magnitude", np.max),
+        Claim("logits_in_medians", "Smaller largest attention logit beside the median", "59 / 12 † (its quotients)",
+              "Table 5", "outliers", _largest_and_median("logits"), "lower", "medians", _in_medians),
+        Claim("hidden", "Smaller largest hidden value", "3608.6 / 1688.2 †", "Table 5", "outliers",
+              _column("hidden_top1"), "lower", "magnitude", np.max),
+        Claim("hidden_in_medians", "Smaller largest hidden value beside the median", "6014 / 1407 † (its quotients)",
+              "Table 5", "outliers", _largest_and_median("hidden"), "lower", "medians", _in_medians),
         Claim("throughput", "Training costs at most 12 % of the throughput", "7247 / 6635 and 7491 / 6718 tokens/s †",
               "Table 7", "throughput", _column("train_tokens_per_second"), "higher", "tokens/s", np.median,
               margin=0.12, relative=True),
@@ -165,14 +192,17 @@ def judge(claims: Sequence[Claim], results: Sequence[Result]) -> list[dict]:
         }
         if not sides["diff"] or len(sides["diff"]) != len(sides["softmax"]):
             continue
-        ours, theirs = ([claim.value(result) for result in sides[side]] for side in ("diff", "softmax"))
-        if np.isfinite([*ours, *theirs]).all():  # else a slice holds no token, say
-            judged.append(_judge_one(claim, sides, ours, theirs))
+        values = np.array([[claim.value(result) for result in sides[side]] for side in ("diff", "softmax")])
+        known = np.array([np.isfinite(pair).all() for pair in values.T])  # else a slice holds no token, say
+        if known.any():
+            judged.append(_judge_one(claim, sides, values, known))
     return judged
 
 
-def _judge_one(claim: Claim, sides: dict[str, list[Result]], ours: list[float], theirs: list[float]) -> dict:
+def _judge_one(claim: Claim, sides: dict[str, list[Result]], values: np.ndarray, known: np.ndarray) -> dict:
     relative = claim.relative
+    ours, theirs = values[:, known].tolist()
+    sides = {side: [result for result, kept in zip(found, known, strict=True) if kept] for side, found in sides.items()}
     if len(ours) >= SEEDS_FOR_AN_INTERVAL:
         interval = over_seeds([a / b - 1 if relative else a - b for a, b in zip(ours, theirs, strict=True)])
     else:
@@ -180,12 +210,16 @@ def _judge_one(claim: Claim, sides: dict[str, list[Result]], ours: list[float], 
         interval = over_examples(first, second, claim.reduce, relative=relative)
     a, b = float(np.mean(ours)), float(np.mean(theirs))
     judged = verdict(interval, claim.better, claim.margin)
-    if claim.needs is not None and b < claim.needs:
-        judged = "undecided"
+    reasons = [reason for result in sides["softmax"] if (reason := claim.untested(result))]
+    untested = reasons[0] if len(reasons) > len(theirs) / 2 else ""
+    if not known.all():
+        missing = len(known) - len(ours)
+        untested = f"{missing} of {len(known)} seeds {'has' if missing == 1 else 'have'} no example of it"
     return {
         "id": claim.id, "claim": claim.claim, "paper": claim.paper, "source": claim.source, "unit": claim.unit,
         "here": f"{_number(b)} / {_number(a)}", "detail": _detail(interval, len(ours), relative),
-        "verdict": judged, "diff": ours, "softmax": theirs, "better": claim.better,
+        "verdict": "undecided" if untested else judged, "untested": untested, "diff": ours, "softmax": theirs,
+        "better": claim.better,
         "difference": {"mean": interval.mean, "low": interval.low, "high": interval.high, "over": interval.over,
                        "relative": relative},
     }  # fmt: skip

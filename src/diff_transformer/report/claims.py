@@ -49,6 +49,7 @@ def _row(place: int, claim: dict, figure: str | None) -> Html:
         tag("span", two(claim.get("here") or "not measured"), f" {claim.get('unit') or ''}".rstrip(), class_="value"),
         _strip(claim),
         tag("span", interval(claim), class_="small"),
+        tag("span", untested(claim), class_="small") if untested(claim) else None,
         tag("span", detail, class_="small") if detail and not detail.startswith("difference") else None,
     ]
     source = tag("span", join(origin, " · "), class_="small") if origin else None
@@ -87,6 +88,11 @@ def interval(claim: dict) -> str:
     elif seeds and "no interval" not in str(claim.get("here")):
         said.append("one seed: no interval" if seeds == 1 else "no interval")
     return ", ".join(said)
+
+
+def untested(claim: dict) -> str:
+    """Why the models could not test the claim, or ""."""
+    return f"not tested: {claim['untested']}" if claim.get("untested") else ""
 
 
 def _amounts(values: list, relative: bool) -> list[str]:

@@ -3,7 +3,7 @@
 from rich.table import Table
 from rich.text import Text
 
-from diff_transformer.report.claims import TWO, interval
+from diff_transformer.report.claims import TWO, interval, untested
 from diff_transformer.report.pair import dicts
 
 MARKS = {"held": ("✓", "green"), "did not hold": ("✗", "red"), "undecided": ("?", "yellow")}
@@ -24,7 +24,7 @@ def render_claims(results: dict) -> Table:
         shown.add_row(
             Text(str(claim.get("claim", ""))),
             Text(f"{claim.get('paper', '')}{source}"),
-            Text("\n".join(part for part in (str(claim.get("here", "")), interval(claim)) if part)),
+            Text("\n".join(part for part in (str(claim.get("here", "")), interval(claim), untested(claim)) if part)),
             Text(f"{mark} {verdict}", style=f"bold {colour}"),
         )
     if any("†" in str(c.get("paper")) for c in dicts(results.get("claims"))):

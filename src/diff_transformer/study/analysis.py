@@ -26,16 +26,19 @@ KEPT = {
 @dataclass(frozen=True)
 class Measure:
     """A number of a cell. ``better``: which way differential attention should differ by the paper; "" where it says
-    nothing. ``read`` gives None where a cell lacks the number."""
+    nothing. ``read`` gives None where a cell lacks the number. ``tests``: whether a baseline of this record is one
+    against which the difference can test the claim at all."""
 
     name: str
     read: Callable[[Record], float | None]
     better: str = ""
+    tests: Callable[[Record], bool] | None = None
 
 
 @dataclass(frozen=True)
 class Row:
-    """A measure in one setting: mean over seeds of both sides, and their paired difference (side less baseline)."""
+    """A measure in one setting: mean over seeds of both sides, and their paired difference (side less baseline).
+    ``verdict``: "" where the paper says nothing, or most baselines are none to test it against."""
 
     measure: str
     baseline: float
@@ -77,9 +80,24 @@ def trained(seeds: dict[int, Record]) -> dict[int, Record]:
     return {seed: record for seed, record in seeds.items() if not record.get("diverged")}
 
 
-def metric(experiment: str, key: str, better: str = "", name: str | None = None) -> Measure:
-    """The metric ``key`` of ``experiment``."""
-    return Measure(name or f"{experiment} {key}", lambda record: record["metrics"].get(experiment, {}).get(key), better)
+def metric(
+    experiment: str,
+    key: str,
+    better: str = "",
+    name: str | None = None,
+    *,
+    over: str | None = None,
+    tests: Callable[[Record], bool] | None = None,
+) -> Measure:
+    """The metric ``key`` of ``experiment``; ``over``: as a multiple of this other one."""
+
+    def read(record: Record) -> float | None:
+        found = record["metrics"].get(experiment, {})
+        if over is None or found.get(key) is None:
+            return found.get(key)
+        return found[key] / found[over] if found.get(over) else None
+
+    return Measure(name or f"{experiment} {key}", read, better, tests)
 
 
 def final_loss(better: str = "lower") -> Measure:
@@ -102,7 +120,8 @@ def paired_rows(
         ]
         if pairs:
             interval = over_seeds([ours - theirs for ours, theirs in pairs])
-            said = verdict(interval, measure.better) if measure.better else ""
+            tested = [not measure.tests or measure.tests(second[seed]) for seed in second.keys() & first.keys()]
+            said = verdict(interval, measure.better) if measure.better and sum(tested) > len(tested) / 2 else ""
             means = fmean(theirs for _, theirs in pairs), fmean(ours for ours, _ in pairs)
             rows.append(Row(measure.name, *means, interval, said, len(pairs)))
     return rows
