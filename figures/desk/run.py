@@ -20,6 +20,7 @@ from diff_transformer.study.analysis import (
     paired_rows,
     spread,
     tokens_to_equal_loss,
+    trained,
 )
 from diff_transformer.study.measures import MEASURES
 
@@ -69,13 +70,15 @@ def overview(cells: Cells) -> str:
         compared = borrow_baselines(cells)
         sides = compared[setting]
         for side in [name for name in NAMES if name in cells[setting]]:
-            losses = [final_loss().read(record) for record in sides[side].values()]
-            mean, deviation = spread(losses)
+            kept = trained(sides[side])
+            lost = len(sides[side]) - len(kept)
+            seeds = f"{len(kept)}, {lost} diverged" if lost else f"{len(kept)}"
+            mean, deviation = spread([final_loss().read(record) for record in kept.values()])
             more = ["", "", "", ""]
             rows = paired_rows(compared, setting, side, [final_loss()]) if side != "softmax" else []
             if rows:
                 more = [interval(rows[0]), rows[0].verdict, *(reached(sides, side, of) for of in (None, "needles"))]
-            line = (setting, NAMES[side], str(len(losses)), f"{mean:.3f} (sd {deviation:.3f})", *more)
+            line = (setting, NAMES[side], seeds, f"{mean:.3f} (sd {deviation:.3f})", *more)
             lines.append(f"| {' | '.join(line)} |")
     named = "\n".join(f"- {name}: {said}" for name, said in SETTINGS.items() if name in cells)
     return "\n".join(lines) + "\n\n" + named
@@ -83,7 +86,8 @@ def overview(cells: Cells) -> str:
 
 def reached(sides: dict[str, dict[int, dict]], side: str, source: str | None) -> str:
     """The mean share of the Transformer's tokens after which ``side`` has its final loss, and in how many runs."""
-    pairs = [(sides[side][seed], sides["softmax"][seed]) for seed in sides[side] if seed in sides["softmax"]]
+    ours, theirs = trained(sides[side]), trained(sides["softmax"])
+    pairs = [(ours[seed], theirs[seed]) for seed in ours if seed in theirs]
     shares = [tokens_to_equal_loss(ours, theirs, source) for ours, theirs in pairs]
     known = [share for share in shares if share is not None]
     if not known:
@@ -103,7 +107,7 @@ def by_depth(cells: Cells) -> str:
     for n, r in ((1, 1), (2, 1), (4, 1), (4, 2)):
         for side in [name for name in ("softmax", "diff", "diff_same_rate", "diff_norm1") if name in sides]:
             scores = [
-                [record["metrics"]["needle"][f"n{n}_r{r}_depth{depth}"] for record in sides[side].values()]
+                [record["metrics"]["needle"][f"n{n}_r{r}_depth{depth}"] for record in trained(sides[side]).values()]
                 for depth in DEPTHS
             ]
             lines.append(f"| {n}, {r} | {NAMES[side]} | {' | '.join(f'{sum(s) / len(s):.2f}' for s in scores)} |")

@@ -63,8 +63,8 @@ def test_shares_by_hand():
     answer, noise = shares_of(row, 2, 4, 5)
     assert answer.tolist() == pytest.approx([0.3, 1.0])
     assert noise.tolist() == pytest.approx([0.1, 0.0])
-    answer, noise = shares_of(row, 0, 3, 5)  # the answer begins at the first token, which is never noise
-    assert answer.tolist() == pytest.approx([0.7, 1.0])
+    answer, noise = shares_of(row, 0, 3, 5)  # the answer begins at the first token, which counts as neither
+    assert answer.tolist() == pytest.approx([0.3, 1.0])
     assert noise.tolist() == pytest.approx([0.1, 0.0])
 
 

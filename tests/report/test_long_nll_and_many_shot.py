@@ -69,8 +69,11 @@ def test_a_pair_by_position_with_its_interval_over_books():
         nll_entry("softmax-seed0", [3.1, 2.2, 4.1, 3.2], attention="softmax", seed=0),
     ]
     figure = long_nll.build({"evals": pair})
-    # differences -.1, -.2, -.1, -.2: mean -.15, standard error .0577 / 2, times 1.96
-    assert "DIFF − Transformer is −0.1500, 95 % interval over books −0.2066 to −0.0934" in " ".join(said(figure))
+    # differences -.1, -.2, -.1, -.2: mean -.15, standard error .0577 / 2, times Student's 3.182
+    expected = "DIFF − Transformer is −0.1500, 95 % interval over books −0.2419 to −0.0581"
+    assert expected in " ".join(said(figure))
+    again = [{**entry, "model": entry["model"][:-1] + "1", "seed": 1} for entry in pair]
+    assert expected in " ".join(said(long_nll.build({"evals": [*pair, *again]})))  # the same books are no others
     assert "Average NLL over the first 32 positions: DIFF 3.000, Transformer 3.150" in said(figure)[0]
     assert "Averages over 4 books" in said(figure)[-1]
     assert "position 32\nDIFF: 3.000\nTransformer: 3.150" in tips(figure)

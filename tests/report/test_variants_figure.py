@@ -35,11 +35,11 @@ def rows():
 def test_who_is_ahead_is_said_for_each_variant(rows):
     found = {f.text.split(":")[0]: f for f in variants.build({"variants": rows}).findings if f}
     ours = found["DIFF Transformer"]
-    assert ours.text == "DIFF Transformer: loss −0.100 against the Transformer (same sign in 2 of 2 seeds)."
-    assert (ours.outcome, ours.weak) == ("diff", False)
+    assert ours.text == "DIFF Transformer: loss −0.100 against the Transformer (the same sign in 2 of 2 seeds)."
+    assert (ours.outcome, ours.weak) == ("diff", True)
     assert found["DIFF V2"].outcome == "softmax"
     assert found["DINT"].outcome == "level"
-    assert found["DINT"].text == "DINT: loss +0.020 against the Transformer (same sign in 1 of 2 seeds)."
+    assert found["DINT"].text == "DINT: loss +0.020 against the Transformer (the same sign in 1 of 2 seeds)."
     assert "Transformer" not in found
 
 

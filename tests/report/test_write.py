@@ -52,7 +52,8 @@ def test_page_is_small(tmp_path, results):
 
 def test_summary_sentence_and_verdicts_are_in_the_html_itself(results):
     page = render_page(results)
-    assert "2 of 4 claims of the paper held here, 1 did not and 1 is undecided." in page
+    said = "2 of 4 claims of the paper held in these 2 pairs of models, 1 did not and 1 is undecided."
+    assert f"{said} Intervals are over examples: another seed may come out otherwise." in page
     rows = re.findall(r'(?s)<tr id="claim-\d">.*?</tr>', page)
     verdicts = [word for row in rows for word in re.findall(r'class="verdict [a-z-]+"><svg.*?</svg>([a-z ]+)<', row)]
     assert verdicts == ["held", "undecided", "held", "did not hold"]
@@ -93,7 +94,9 @@ def test_two_numbers_carry_the_marks_of_their_models():
 def test_a_loss_of_diff_is_named(results):
     page = render_page(results)
     outliers = page[page.index('<section id="outliers"') : page.index('<section id="slices"')]
-    assert re.search(r'who softmax">Transformer ahead</span><span class="said">Logits, top 1: DIFF 24.5,', outliers)
+    assert re.search(
+        r'who softmax weak">Transformer ahead in this run</span><span class="said">Logits, top 1: DIFF 24.5,', outliers
+    )
 
 
 def test_claims_link_to_their_figures_and_back(results):

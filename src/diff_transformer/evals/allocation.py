@@ -140,11 +140,12 @@ def _scorer(lm: LanguageModel, filler: Filler, options: dict, seed: int) -> Call
 
 def shares_of(row: torch.Tensor, start: int, end: int, question: int) -> tuple[torch.Tensor, torch.Tensor]:
     """The shares of ``row [heads, T]``, normalised by its sum of magnitudes, on the answer's tokens ``start`` to
-    ``end`` and on the noise: what else comes after the first token and before ``question``. Each ``[heads]``, fp64."""
+    ``end`` and on the noise: what else comes before ``question``. The first token, where softmax attention rests, is
+    neither, be it the answer's own (at depth 0, without a token that begins every text). Each ``[heads]``, fp64."""
     row = row.double().abs()
     row = row / row.sum(-1, keepdim=True)
-    answer = row[:, start:end].sum(-1)
-    return answer, row[:, 1:question].sum(-1) - row[:, max(1, start) : end].sum(-1)
+    answer = row[:, max(1, start) : end].sum(-1)
+    return answer, row[:, 1:question].sum(-1) - answer
 
 
 def allocation_metrics(rows: Sequence[dict]) -> dict[str, float]:

@@ -22,7 +22,7 @@ class Interval(NamedTuple):
 
 
 def over_seeds(differences: Sequence[float]) -> Interval:
-    """Mean and t-interval of one paired difference a seed."""
+    """Mean and Student's interval of one paired difference a seed (or a book, whatever is independent)."""
     values = np.asarray(differences, dtype=float)
     centre, count = float(values.mean()), len(values)
     if count < 2:

@@ -1,5 +1,6 @@
 """The first screen: what was compared, what it says in one sentence, and what was run."""
 
+from diff_transformer.evals.intervals import SEEDS_FOR_AN_INTERVAL
 from diff_transformer.report.markup import Html, join, tag
 from diff_transformer.report.numbers import duration, is_number, number, plural, short
 from diff_transformer.report.pair import NAMES, SIDES, as_dict, dicts, seeds_by_side
@@ -15,17 +16,21 @@ def verdicts(results: dict) -> dict[str, int]:
 
 
 def sentence(results: dict) -> str:
-    """One sentence from the verdicts."""
+    """What the verdicts say together, and of few seeds that they are no more than that."""
     counts = verdicts(results)
     total = sum(counts.values())
     if not total:
         return "No claim was judged in this run."
-    said = [f"{counts['held']} of {plural(total, 'claim')} of the paper held here"]
+    seeds = max((len(found) for found in seeds_by_side(results).values()), default=0)
+    few = 0 < seeds < SEEDS_FOR_AN_INTERVAL
+    where = f"in {'this pair' if seeds == 1 else f'these {seeds} pairs'} of models" if few else "here"
+    said = [f"{counts['held']} of {plural(total, 'claim')} of the paper held {where}"]
     if counts["did not hold"]:
         said.append(f"{counts['did not hold']} did not")
     if counts["undecided"]:
         said.append(f"{counts['undecided']} {'is' if counts['undecided'] == 1 else 'are'} undecided")
-    return ", ".join(said[:-1]) + (" and " if len(said) > 1 else "") + said[-1] + "."
+    more = " Intervals are over examples: another seed may come out otherwise." if few else ""
+    return ", ".join(said[:-1]) + (" and " if len(said) > 1 else "") + said[-1] + "." + more
 
 
 def first_screen(results: dict) -> Html:

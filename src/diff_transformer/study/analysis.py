@@ -109,7 +109,9 @@ def paired_rows(
     cells: Cells, setting: str, side: str, measures: Iterable[Measure], baseline: str = "softmax"
 ) -> list[Row]:
     """A row for each measure that both sides of ``setting`` have, over the seeds with which both were trained."""
-    first, second = (trained(cells[setting].get(name, {})) for name in (side, baseline))
+    given = [cells[setting].get(name, {}) for name in (side, baseline)]
+    first, second = map(trained, given)
+    lost = any(len(kept) < len(seeds) for kept, seeds in zip((first, second), given, strict=True))
     rows = []
     for measure in measures:
         pairs = [
@@ -122,6 +124,7 @@ def paired_rows(
             interval = over_seeds([ours - theirs for ours, theirs in pairs])
             tested = [not measure.tests or measure.tests(second[seed]) for seed in second.keys() & first.keys()]
             said = verdict(interval, measure.better) if measure.better and sum(tested) > len(tested) / 2 else ""
+            said = "undecided" if said and lost else said  # those that are left are not a fair sample
             means = fmean(theirs for _, theirs in pairs), fmean(ours for ours, _ in pairs)
             rows.append(Row(measure.name, *means, interval, said, len(pairs)))
     return rows

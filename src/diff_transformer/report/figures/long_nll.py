@@ -1,8 +1,8 @@
 """Negative log-likelihood by position."""
 
-import math
 import re
 
+from diff_transformer.evals.intervals import over_seeds
 from diff_transformer.report.figure import Figure, key, panels
 from diff_transformer.report.findings import Finding
 from diff_transformer.report.line_chart import Line, Point, averaged, line_chart
@@ -80,18 +80,21 @@ def ticks(positions: list[int]) -> list[tuple[float, str]]:
 
 
 def _gaps(diff: Series, soft: Series, positions: list[int]) -> dict[int, tuple[float, float]]:
-    """By position: DIFF minus Transformer, and the half-width of its 95 % interval over books (0 without rows)."""
+    """By position: DIFF minus Transformer, and the half-width of its 95 % interval over books (0 without rows), whose
+    differences are means over seeds: the same book read by models of other seeds is not another book."""
     gaps = {}
     books = _by_book(diff), _by_book(soft)
     shared = sorted(books[0].keys() & books[1].keys())
     for n in positions:
-        pairs = [(books[0][b][n], books[1][b][n]) for b in shared if n in books[0][b] and n in books[1][b]]
+        by_book: dict[str, list[float]] = {}
+        for place, book in shared:
+            ours, theirs = books[0][place, book], books[1][place, book]
+            if n in ours and n in theirs:
+                by_book.setdefault(book, []).append(ours[n] - theirs[n])
         a, b = diff.mean(f"nll{n}"), soft.mean(f"nll{n}")
-        if len(pairs) > 1:
-            values = [x - y for x, y in pairs]
-            centre = sum(values) / len(values)
-            spread = math.sqrt(sum((v - centre) ** 2 for v in values) / (len(values) - 1))
-            gaps[n] = centre, 1.96 * spread / math.sqrt(len(values))
+        if len(by_book) > 1:
+            found = over_seeds([sum(values) / len(values) for values in by_book.values()])
+            gaps[n] = found.mean, (found.high or found.mean) - found.mean
         elif a is not None and b is not None:
             gaps[n] = a - b, 0.0
     return gaps

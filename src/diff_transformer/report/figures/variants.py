@@ -2,9 +2,9 @@
 
 from diff_transformer.report.category_chart import category_chart
 from diff_transformer.report.figure import Figure, key, panels
-from diff_transformer.report.findings import Finding
+from diff_transformer.report.findings import Finding, lead
 from diff_transformer.report.markup import Html, table, tag
-from diff_transformer.report.numbers import is_number, mean, number, plural, short
+from diff_transformer.report.numbers import is_number, mean, number, short
 from diff_transformer.report.pair import as_dict, dicts
 from diff_transformer.report.svg import panel
 
@@ -49,7 +49,7 @@ def _short(row: dict) -> str:
 
 
 def _against_baseline(name: str, row: dict, rows: list[dict]) -> Finding | None:
-    """The loss of a variant less that of the Transformer, paired by seed; the sign counts where all seeds agree."""
+    """The loss of a variant less that of the Transformer, paired by seed."""
     own = _seeds(row.get("loss"))
     baseline = next((_seeds(r.get("loss")) for r in rows if r.get("variant") == BASELINE), {})
     shared = sorted(own.keys() & baseline.keys())
@@ -57,12 +57,9 @@ def _against_baseline(name: str, row: dict, rows: list[dict]) -> Finding | None:
         return None
     gaps = [own[seed] - baseline[seed] for seed in shared]
     gap = mean(gaps) or 0.0
-    agree = sum(g * gap > 0 for g in gaps)
-    seeds = "one seed: no interval" if len(shared) == 1 else f"same sign in {agree} of {plural(len(shared), 'seed')}"
+    outcome, weak, seeds = lead(gaps, "lower")
     said = f"{name}: loss {number(gap, 3, sign=True)} against the Transformer ({seeds})."
-    if agree < len(shared) or number(gap, 3) == number(0.0, 3):
-        return Finding("level", said)
-    return Finding("diff" if gap < 0 else "softmax", said, weak=len(shared) < 2)
+    return Finding("level", said) if number(gap, 3) == number(0.0, 3) else Finding(outcome, said, weak)
 
 
 def _table(rows: list[dict]) -> Html:
