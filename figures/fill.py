@@ -60,7 +60,16 @@ def of_checkpoints(name: str) -> str:
     if source.get("lengths"):
         source = {**source, "length": " ".join(map(str, source["lengths"]))}
     about = ", ".join(f"{key} {source[key]}" for key in ABOUT if source.get(key) is not None)
-    return "\n".join([f"On {kept['on']}; one seed:", "", *lines, "", f"{about[0].upper()}{about[1:]}."])
+    return "\n".join(
+        [f"On {kept['on']}{_of_which_training(source)}; one seed:", "", *lines, "", f"{about[0].upper()}{about[1:]}."]
+    )
+
+
+def _of_which_training(source: dict) -> str:
+    """Whether these checkpoints are those of the demo's record: rounding differs between processors, so weights do."""
+    demo = json.loads((FIGURES / "demo" / "results.json").read_text())["provenance"]
+    same = source["commit"] == demo["commit"] and source["cpu"] == demo["cpu"]
+    return "" if same else ", of another training of the pair than [the demo's record](../demo/README.md) is of"
 
 
 def of_desk(name: str, cells: Cells) -> str:
