@@ -21,7 +21,7 @@ from diff_transformer.durable import DiskError
 from diff_transformer.recipes import recipe
 from diff_transformer.train import run_folder
 from diff_transformer.train.checkpoint import latest_checkpoint, load_checkpoint
-from diff_transformer.train.config import override
+from diff_transformer.train.config import RunConfig, override
 from diff_transformer.train.loop import train
 from diff_transformer.train.materials import load_materials
 from diff_transformer.train.metrics import read_metrics
@@ -449,6 +449,37 @@ def test_what_may_change_in_a_resumed_run(config, tmp_path):
     del saved["train"]["checkpoint_async"]
     (tmp_path / "run" / "config.json").write_text(json.dumps(saved))
     open_run_folder(tmp_path / "run", config, resume=True).release()
+
+
+@pytest.mark.parametrize(
+    "assignment",
+    ["train.accumulate=2", "train.activation_checkpointing=true", "train.loss_chunk=8", "train.compile=true",
+     "train.threads=2", "train.log_every=3", "train.validate_every=5", "evaluation.needles=[[3,1]]",
+     'evaluation.more={"long_nll": {}}'],
+)  # fmt: skip
+def test_what_only_rounds_or_observes_may_change(config, tmp_path, assignment):
+    open_run_folder(tmp_path / "run", config, resume=False).release()
+    other = override(config, [assignment])
+    open_run_folder(tmp_path / "run", other, resume=True).release()
+    assert RunConfig.load(tmp_path / "run" / "config.json") == other
+
+
+def test_a_resumed_run_goes_on_in_other_pieces(config, materials, whole, tmp_path):
+    def stop(step, values):
+        if step == 9:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        train(config, tmp_path / "run", materials=materials, progress=stop)
+    other = override(config, ["train.accumulate=2", "train.log_every=5", "evaluation.samples=3"])
+    train(other, tmp_path / "run", materials=materials, resume=True)
+    ours, uninterrupted = (
+        [line["validation_loss"] for line in history(folder) if "validation_loss" in line]
+        for folder in (tmp_path / "run", whole[0])
+    )
+    assert ours == pytest.approx(uninterrupted, rel=1e-4)
+    train(config, tmp_path / "run", materials=materials, resume=True)
+    assert RunConfig.load(tmp_path / "run" / "config.json") == other  # with which it was finished
 
 
 def test_checkpoints_load_without_running_code(whole):

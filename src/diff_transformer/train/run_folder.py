@@ -22,8 +22,9 @@ logger = logging.getLogger("diff_transformer")
 
 LOCK = "run.lock"
 _OURS = {LOCK, "train.log"}
-_FREE = re.compile(  # settings that change nothing that is trained, but for rounding
-    r"train\.(checkpoint_\w+|parallel\.\w+|prefetch|peak_flops):"
+_FREE = re.compile(  # what changes nothing that is trained, but for rounding
+    r"evaluation\.|train\.(checkpoint_\w+|parallel\.\w+|prefetch|peak_flops|accumulate|micro_rows|loss_chunk"
+    r"|activation_checkpointing|compile|threads|log_every|validate_every):"
 )
 
 
@@ -77,8 +78,9 @@ def check_run_folder(folder: Path, *, resume: bool) -> None:
 def open_run_folder(folder: Path, config: RunConfig, *, resume: bool) -> RunLock:
     """Make ``folder`` the home of a run of ``config``, or check that it already is and may go on; lock it.
 
-    In a resumed run, how often and how many checkpoints are kept may differ, and over how many processes it is spread;
-    nothing else may.
+    In a resumed run may differ: how often it logs, validates and saves, what is measured afterwards, over how many
+    processes and in how many pieces a step is spread, and how it is computed but for rounding. Nothing else may.
+    ``config.json`` has the settings with which the run went on last; that of a finished run stays as it is.
 
     Returns:
         The lock, held until ``release`` (it is also a context manager) or the end of the process.
@@ -101,7 +103,8 @@ def open_run_folder(folder: Path, config: RunConfig, *, resume: bool) -> RunLock
         path = folder / "config.json"
         if path.exists():
             _refuse_other_run(folder, path, config)
-        config.save(path)
+        if not (folder / "model").is_dir():
+            config.save(path)
     except FileExistsError:
         lock.release()
         raise
