@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 from diff_transformer.compare import compare
 from diff_transformer.compare.pool import MemberFailed
 from diff_transformer.recipes import recipe
-from diff_transformer.train.config import override
+from diff_transformer.train.config import RunConfig, override
 
 
 @pytest.fixture(scope="module")
@@ -90,6 +90,48 @@ def test_a_finished_folder_is_not_overwritten_but_resumes(finished, assignments)
     again = compare(config, out, resume=True)
     assert model.read_bytes() == before
     assert again["claims"] == summary["claims"]
+
+
+@pytest.fixture
+def trained_by(monkeypatch):
+    """The folders that comparisons hand out to be trained, which here ends them."""
+    handed = []
+
+    def instead(folders, steps, **options):
+        handed.append({f.name: RunConfig.load(f / "request.json").train for f in folders})
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("diff_transformer.compare.run.run_pool", instead)
+    return handed
+
+
+def test_another_number_of_cores_or_jobs_does_not_matter_to_a_resumed_comparison(
+    assignments, trained_by, tmp_path, monkeypatch
+):
+    config = override(recipe("debug"), [*assignments, "train.threads=0"])
+    for cores, options in ((8, {"jobs": 2}), (2, {"resume": True}), (8, {"jobs": 1, "resume": True})):
+        monkeypatch.setattr(os, "cpu_count", lambda cores=cores: cores)
+        with pytest.raises(KeyboardInterrupt):
+            compare(config, tmp_path / "out", **options)
+    assert [{settings.threads for settings in members.values()} for members in trained_by] == [{4}] * 3
+    with pytest.raises(ValueError, match=r"config\.train\.threads: 4 against 3"):
+        compare(override(config, ["train.threads=3"]), tmp_path / "out", resume=True)
+
+
+def test_seeds_can_be_added_and_not_taken_away(assignments, trained_by, tmp_path):
+    config, out = override(recipe("debug"), assignments), tmp_path / "out"
+    for options in ({}, {"seeds": 3, "resume": True}):
+        with pytest.raises(KeyboardInterrupt):
+            compare(config, out, **options)
+    assert list(trained_by[1]) == [f"{side}-seed{k}" for k in range(3) for side in ("diff", "softmax")]
+    assert {name: trained_by[1][name] for name in trained_by[0]} == trained_by[0]
+    with pytest.raises(ValueError, match=r"of 3 seeds, and 1 is asked for; give --seeds 3 to go on"):
+        compare(config, out, resume=True)
+    saved = json.loads((out / "compare.json").read_text())
+    del saved["config"]["train"]["prefetch"]  # of a version that did not have it
+    (out / "compare.json").write_text(json.dumps(saved))
+    with pytest.raises(KeyboardInterrupt):
+        compare(config, out, seeds=3, resume=True)
 
 
 def test_strange_folders_are_left_alone(assignments, tmp_path):

@@ -13,7 +13,7 @@ def compare(
     out: Out,
     recipe: Recipe = "demo",
     assignments: Set = None,
-    seeds: Annotated[int, typer.Option(help="Pairs to train, each with a seed of its own.")] = 1,
+    seeds: Annotated[int, typer.Option(help="Pairs to train, each with a seed of its own; --resume may add some.")] = 1,
     jobs: Annotated[int | None, typer.Option(help="Models trained at a time; on CPU, one a core by default.")] = None,
     resume: Resume = False,
     variants: Annotated[

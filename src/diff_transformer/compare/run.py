@@ -46,7 +46,9 @@ def compare(
         config: of either side; ``model.attention`` is set for each.
         out: folder for everything: ``results.json``, ``report.html``, ``members/SIDE-seedK/`` with ``run/model``
             (Hugging Face format), TensorBoard files, metrics and single results.
-        jobs: members trained at a time; on CPU one a core, on a GPU one.
+        seeds: pairs; with ``resume`` more may be asked for than there are.
+        jobs: members trained at a time; on CPU one a core, on a GPU one. The cores are divided among them where
+            ``config.train.threads`` is 0; a resumed comparison keeps the threads it began with.
         resume: go on with an interrupted comparison; what is finished is not done again.
         variants: relatives of differential attention to train beside the pair, by their names in ``VARIANTS``
             (``"diff_v2"``, ``"grouped_diff"``, ``"dint"``, ``"fixed_lambda"``), with equal data, steps and seeds and
@@ -67,14 +69,15 @@ def compare(
     require_positive(seeds=seeds, jobs=jobs)
     jobs = jobs or _default_jobs(seeds)
     if not config.train.threads:
-        threads = max(1, (os.cpu_count() or 1) // jobs)
+        threads = _threads_there(out) or max(1, (os.cpu_count() or 1) // jobs)
         config = dataclasses.replace(config, train=dataclasses.replace(config.train, threads=threads))
     config.validate()
     names = known_variants(variants, out, SIDES)
     for name in names:
         variant_model(config, name)  # raises where the heads do not fit
-    folders = _prepare(config, out, seeds, resume)
+    _prepare(config, out, seeds, resume)
     with RunLock(out):
+        folders = _member_folders(config, out, seeds)
         return _compare(config, out, folders, names, seeds, jobs, console, started)
 
 
@@ -109,23 +112,39 @@ def _compare(
     return summary
 
 
-def _prepare(config: RunConfig, out: Path, seeds: int, resume: bool) -> list[Path]:
-    request = {"seeds": seeds, "config": config.to_dict()}
+def _prepare(config: RunConfig, out: Path, seeds: int, resume: bool) -> None:
+    """Make ``out`` the folder of this comparison, or check that it is and may go on."""
     path = out / "compare.json"
     if path.exists():
         if not resume:
             raise FileExistsError(f"{out} holds a comparison already; resume it (--resume) or choose another folder")
-        different = differences(json.loads(path.read_text()), request)
+        there = json.loads(path.read_text())
+        earlier = RunConfig.from_dict(there["config"])
+        different = differences({"config": earlier.to_dict()}, {"config": config.to_dict()})
         if different:
             listed = "\n  ".join(different)
             raise ValueError(f"{out} holds a comparison with other settings (there against here):\n  {listed}")
+        if seeds < there["seeds"]:
+            raise ValueError(
+                f"{out} holds a comparison of {there['seeds']} seeds, and {seeds} is asked for; give --seeds "
+                f"{there['seeds']} to go on with it, more to add some, or choose another folder"
+            )
     elif out.is_dir() and any(out.iterdir()):
         raise FileExistsError(f"{out} is not empty and holds no comparison; choose another folder")
     else:
         require_writable(out)
         _check_materials(config)
         out.mkdir(parents=True, exist_ok=True)
-        _write(path, request)
+        _write(path, _request(config, seeds))
+
+
+def _request(config: RunConfig, seeds: int) -> dict:
+    return {"seeds": seeds, "config": config.to_dict()}
+
+
+def _member_folders(config: RunConfig, out: Path, seeds: int) -> list[Path]:
+    """The folders of the pair's members, with their requests; remembers in ``out`` how many seeds there are."""
+    _write(out / "compare.json", _request(config, seeds))
     folders = []
     for seed in range(seeds):
         for side in SIDES:
@@ -139,6 +158,12 @@ def _prepare(config: RunConfig, out: Path, seeds: int, resume: bool) -> list[Pat
             member.save(folder / "request.json")
             folders.append(folder)
     return folders
+
+
+def _threads_there(out: Path) -> int:
+    """Threads of a model in the comparison that ``out`` holds, 0 where there is none."""
+    path = out / "compare.json"
+    return json.loads(path.read_text())["config"]["train"]["threads"] if path.exists() else 0
 
 
 def _check_materials(config: RunConfig):
