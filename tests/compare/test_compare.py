@@ -11,7 +11,11 @@ import pytest
 from transformers import AutoModelForCausalLM
 
 from diff_transformer.compare import compare
+from diff_transformer.compare.member import more_experiments
 from diff_transformer.compare.pool import MemberFailed
+from diff_transformer.compare.run import _corpus_label
+from diff_transformer.data.prepare.config import PrepareConfig
+from diff_transformer.data.prepare.run import prepare
 from diff_transformer.recipes import recipe
 from diff_transformer.train.config import RunConfig, override
 
@@ -159,6 +163,36 @@ def test_a_failing_member_is_reported_with_its_log(assignments, tmp_path):
     config = override(recipe("debug"), [*assignments, "optim.lr=1e30", "optim.warmup_steps=0", "optim.grad_clip=0"])
     with pytest.raises(MemberFailed, match=r"(diff|softmax)-seed0 failed with exit code 1(.|\n)*FloatingPointError"):
         compare(config, tmp_path / "out", jobs=1)
+
+
+@pytest.fixture(scope="module")
+def folders(assignments, tmp_path_factory):
+    """Two prepared folders of one tokenizer."""
+    place, texts = tmp_path_factory.mktemp("prepared"), assignments[0].partition("=")[2]
+    for name in ("prose", "code"):
+        prepare(PrepareConfig((texts,), tokenizer="bytes", validation=0.3), place / name)
+    return place
+
+
+def test_what_is_measured_and_the_report_name_the_corpora_that_were_trained_on(folders):
+    one, two = {str(folders / "prose"): 1.0}, {str(folders / "prose"): 3.0, str(folders / "code"): 1.0}
+    config = recipe("debug")
+    config.data.corpora = one
+    assert more_experiments(config)["long_nll"].corpus == str(folders / "prose")
+    assert _corpus_label(config.data) == "prose"
+    config.data.corpora = two
+    assert _corpus_label(config.data) == "prose 75 %, code 25 %"
+    config.evaluation.more["long_nll"] = {"corpus": str(folders / "code")}
+    assert more_experiments(config)["long_nll"].corpus == str(folders / "code")
+    assert _corpus_label(recipe("debug").data) == "python"
+
+
+def test_one_corpus_has_to_be_chosen_of_several_for_an_experiment_that_reads_one(folders, tmp_path):
+    config = override(recipe("debug"), ["data.max_bytes=null", "data.mixture.needles=0"])
+    config.data.corpora = {str(folders / "prose"): 3.0, str(folders / "code"): 1.0}
+    with pytest.raises(ValueError, match=r"evaluation\.more\.long_nll reads one corpus, and data\.corpora has .*code"):
+        compare(config, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.slow

@@ -61,15 +61,22 @@ def more_experiments(config: RunConfig) -> dict[str, Any]:
     """The settings of each experiment of ``evaluation.more``.
 
     Raises:
-        ValueError: for an experiment that does not exist or is part of every comparison, or a setting it does not have.
+        ValueError: for an experiment that does not exist or is part of every comparison, or a setting it does not have;
+            for one that reads a corpus, without one of its own, where ``data.corpora`` mixes several.
     """
-    general = {"corpus": config.data.corpus, "length": config.data.length, "seed": config.evaluation.seed}
+    corpora = list(config.data.corpora) or [config.data.corpus]
+    general = {"corpus": corpora[0], "length": config.data.length, "seed": config.evaluation.seed}
     settings = {}
     for name, own in config.evaluation.more.items():
         if name in EVALS or not getattr(experiment(name), "NEEDS_MODEL", True):
             raise ValueError(f"evaluation.more.{name}: {name} is {'always measured' if name in EVALS else 'no model'}")
         assignments = [f"{key}={json.dumps(value)}" for key, value in own.items()]
         settings[name] = settings_of(name, general, assignments, quick=True, lenient=True)
+        if len(corpora) > 1 and hasattr(settings[name], "corpus") and "corpus" not in own:
+            raise ValueError(
+                f"evaluation.more.{name} reads one corpus, and data.corpora has {', '.join(corpora)}; choose one of "
+                f"them, --set evaluation.more.{name}.corpus={corpora[0]}, or leave it out, --set evaluation.more={{}}"
+            )
     return settings
 
 

@@ -20,7 +20,7 @@ from diff_transformer.compare.variants import known_variants, variant_folders, v
 from diff_transformer.durable import require_writable, write_whole
 from diff_transformer.evals.provenance import provenance
 from diff_transformer.evals.types import Result
-from diff_transformer.train.config import RunConfig
+from diff_transformer.train.config import DataConfig, RunConfig
 from diff_transformer.train.metrics import read_metrics
 from diff_transformer.train.run_folder import RunLock
 
@@ -246,7 +246,7 @@ def _assemble(config: RunConfig, folders: list[Path], results: list[Result], see
             "sequence_length": config.data.length,
             "tokens": config.train.steps * config.train.batch_size * config.data.length,
             "seeds": [config.train.seed + k for k in range(seeds)],
-            "corpus": config.data.corpus if config.data.corpus == "python" else Path(config.data.corpus).name,
+            "corpus": _corpus_label(config.data),
             "mixture": {name: share / total for name, share in config.data.mixture.items()},
             "lr": config.optim.lr,
             "config": config.to_dict(),
@@ -260,6 +260,14 @@ def _assemble(config: RunConfig, folders: list[Path], results: list[Result], see
             if (folder / "explorer.json").exists()
         ],
     }
+
+
+def _corpus_label(data: DataConfig) -> str:
+    """``novels``; of several corpora ``novels 70 %, code 30 %``."""
+    if len(data.corpora) < 2:
+        return Path(next(iter(data.corpora), data.corpus)).name
+    total = sum(data.corpora.values())
+    return ", ".join(f"{Path(name).name} {100 * weight / total:.3g} %" for name, weight in data.corpora.items())
 
 
 def _labelled(result: Result) -> dict:
