@@ -1,8 +1,11 @@
+import re
+
 import pytest
 
 from diff_transformer.checks import differences
 from diff_transformer.recipes import RECIPES, recipe
 from diff_transformer.train.config import RunConfig, override
+from diff_transformer.train.loop import train
 
 
 @pytest.mark.parametrize("name", RECIPES)
@@ -37,25 +40,67 @@ def test_overrides_reach_every_kind_of_value():
         ("optimm.lr=1", "no setting 'optimm.lr'; the nearest: optim.lr"),
         ("model.atention=softmax", "no setting 'model.atention'; the nearest: model.attention"),
         ("optim.lr", "'optim.lr' is not an assignment; write key=value"),
-        ("train.steps=many", "train.steps=many: int is needed"),
-        ("train.steps=1.5", "train.steps=1.5: int is needed"),
-        ("train.compile=1", "train.compile=1: bool is needed"),
+        ("train.steps=many", "train.steps is 'many'; give a whole number"),
+        ("train.steps=1.5", "train.steps is 1.5; give a whole number"),
+        ("train.compile=1", "train.compile is 1; give true or false"),
+        ("model.hidden_size=abc", "model.hidden_size is 'abc'; give a whole number"),
+        ("model.head_dim=abc", "model.head_dim is 'abc'; give a whole number or null"),
+        ("optim.betas=[0.9]", "optim.betas is [0.9]; give a list of 2 numbers, such as [0.5, 0.5]"),
+        ("optim.lr=1e400", "optim.lr is inf; give a number"),
+        ("optim=fast", "optim is 'fast'; give an object"),
+        ('data.needles.counts=["a"]', "data.needles.counts is ['a']; give a list of whole numbers, such as [1]"),
+        (
+            "evaluation.needles=[1,2]",
+            "evaluation.needles is [1, 2]; give a list of lists of 2 whole numbers, such as [[1, 1]]",
+        ),
+        ('data.corpora={"a":"b"}', "data.corpora is {'a': 'b'}; give an object with numbers, such as {\"name\": 0.5}"),
+        ("data.mixture.text=much", "data.mixture is {'text': 'much'"),
+        ("evaluation.more.long_nll=3", "give an object with objects"),
+        ("train.initial_model=3", "train.initial_model is 3; give a text or null"),
     ],
 )
 def test_bad_overrides_are_refused(assignment, message):
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(ValueError, match=re.escape(message)):
         override(recipe("debug"), [assignment])
+
+
+def test_values_become_what_their_fields_declare():
+    config = override(recipe("debug"), ["train.steps=7.0", "optim.weight_decay=1", "model.head_norm_init=1"])
+    found = config.train.steps, config.optim.weight_decay, config.model["head_norm_init"]
+    assert [(value, type(value)) for value in found] == [(7, int), (1.0, float), (1.0, float)]
+    assert override(recipe("debug"), ["model.head_norm_init=[1, 0.5]"]).model["head_norm_init"] == [1.0, 0.5]
+    assert override(recipe("debug"), ["data.max_bytes=null", "train.initial_model=m"]).data.max_bytes is None
 
 
 @pytest.mark.parametrize(
     "assignment",
     ["train.steps=0", "train.batch_size=-1", "data.length=0", "optim.lr=0", "evaluation.samples=0", "train.threads=-1",
-     "optim.weight_decay=-0.1", "data.recall.pairs=0"],
+     "optim.weight_decay=-0.1", "data.recall.pairs=0", "optim.eps=-1", "optim.betas=[1.5,2]", "train.seed=-1",
+     "evaluation.seed=-1", "train.seed=4294967296", "data.mixture={}", 'data.mixture={"text": -1, "recall": 1}',
+     'data.mixture={"text": 0}', 'data.corpora={"a": 0}', "data.max_bytes=0", "data.needles.counts=[]",
+     "data.needles.queries=[0]", "evaluation.needles=[[2,3]]"],
 )  # fmt: skip
-def test_sizes_must_be_positive(assignment):
+def test_values_out_of_range_are_refused(assignment):
     config = override(recipe("debug"), [assignment])
     with pytest.raises(ValueError, match=assignment.split("=")[0].replace(".", r"\.") + " is .*"):
         config.validate()
+
+
+def test_what_is_wrong_with_the_model_is_said_before_anything_is_loaded(tmp_path, monkeypatch):
+    def loading(config):
+        raise AssertionError("the corpus is read")
+
+    monkeypatch.setattr("diff_transformer.train.loop.load_materials", loading)
+    for fields, message in (
+        ({"hidden_size": "abc"}, "model.hidden_size is 'abc'; give a whole number"),
+        ({"hidden_size": 65}, "hidden_size 65 is not divisible"),
+        ({"max_position_embeddings": 8}, "data.length is 96, more than model.max_position_embeddings 8"),
+    ):
+        config = recipe("debug")
+        config.model |= fields
+        with pytest.raises(ValueError, match=re.escape(message)):
+            train(config, tmp_path / "run")
+    assert not (tmp_path / "run").exists()
 
 
 def test_batch_divides_into_pieces():

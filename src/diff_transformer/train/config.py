@@ -9,6 +9,7 @@ from typing import Any
 
 from diff_transformer.checks import require_positive
 from diff_transformer.durable import write_whole
+from diff_transformer.train.values import as_kind
 
 
 @dataclass
@@ -163,6 +164,7 @@ class EvaluationConfig:
 
 
 PRECISIONS = ("32-true", "bf16-mixed", "bf16-true", "16-mixed", "16-true", "64-true")
+MAX_SEED = 2**32 - 1
 _COUNTS = ("samples", "allocation_samples", "allocation_needles", "loss_rows", "outlier_rows", "throughput_repeats")
 
 
@@ -182,6 +184,7 @@ class RunConfig:
         positive = {
             "data.length": self.data.length,
             "data.upsample_factor": self.data.upsample_factor,
+            "data.max_bytes": self.data.max_bytes,
             "train.steps": self.train.steps,
             "train.batch_size": self.train.batch_size,
             "train.accumulate": self.train.accumulate,
@@ -195,16 +198,18 @@ class RunConfig:
             "data.recall.pairs": self.data.recall.pairs,
             "data.recall.symbols": self.data.recall.symbols,
             "optim.lr": self.optim.lr,
+            "evaluation.ngram": self.evaluation.ngram,
             **{f"evaluation.{name}": getattr(self.evaluation, name) for name in _COUNTS},
         }
         require_positive(**positive)
+        self._check_ranges()
         if self.data.loss not in ("tokens", "sources"):
             raise ValueError(f"data.loss is {self.data.loss!r}; accepted: 'tokens', 'sources'")
         if self.data.upsample_length < 0:
             raise ValueError(f"data.upsample_length is {self.data.upsample_length}; give tokens, or 0 for none")
         if self.data.documents not in ("joined", "separate"):
             raise ValueError(f"data.documents is {self.data.documents!r}; accepted: 'joined', 'separate'")
-        for name in ("weight_decay", "warmup_steps", "grad_clip", "final_lr_ratio"):
+        for name in ("eps", "weight_decay", "warmup_steps", "grad_clip", "final_lr_ratio"):
             if getattr(self.optim, name) < 0:
                 raise ValueError(f"optim.{name} is {getattr(self.optim, name)}; it must not be negative")
         if self.train.batch_size % self.train.accumulate:
@@ -220,6 +225,30 @@ class RunConfig:
                 raise ValueError(f"train.{name} is {getattr(self.train, name)}; it must not be negative")
         self.train.parallel.validate()
         return self
+
+    def _check_ranges(self) -> None:
+        data, evaluation = self.data, self.evaluation
+        for name, seed in (("data", data.seed), ("train", self.train.seed), ("evaluation", evaluation.seed)):
+            if not 0 <= seed <= MAX_SEED:
+                raise ValueError(f"{name}.seed is {seed}; give a whole number from 0 to {MAX_SEED}")
+        if not all(0 <= beta < 1 for beta in self.optim.betas):
+            raise ValueError(f"optim.betas is {self.optim.betas}; give two numbers from 0 up to, but not, 1")
+        if any(share < 0 for share in data.mixture.values()) or not any(data.mixture.values()):
+            raise ValueError(
+                f"data.mixture is {data.mixture}; give shares of 0 or more, at least one above 0, such as "
+                f'{{"text": 1.0}}'
+            )
+        if any(not weight > 0 for weight in data.corpora.values()):
+            raise ValueError(f"data.corpora is {data.corpora}; give weights above 0, and leave out what is not wanted")
+        for name in ("counts", "queries"):
+            counts = getattr(data.needles, name)
+            if not counts or min(counts) < 1:
+                raise ValueError(f"data.needles.{name} is {counts}; give one or more numbers from 1, such as [1, 2]")
+        if any(not 1 <= asked <= count for count, asked in evaluation.needles):
+            raise ValueError(
+                f"evaluation.needles is {evaluation.needles}; give pairs [N, R] of needles and cities asked for, with "
+                "R from 1 to N"
+            )
 
     def to_dict(self) -> dict[str, Any]:
         return json.loads(json.dumps(dataclasses.asdict(self)))
@@ -265,8 +294,11 @@ def override(config: RunConfig, assignments: list[str]) -> RunConfig:
             raise ValueError(unknown_key(path, values, len(parents)))
         if parents == ["model"] and key not in place:
             _check_model_field(key)
-        place[key] = _parse(path, text.strip(), place.get(key))
-    return RunConfig.from_dict(values)
+        place[key] = _parse(text.strip())
+    config = RunConfig.from_dict(values)
+    if any(assignment.strip().startswith("model") for assignment in assignments):
+        config.model = checked_model(config.model)
+    return config
 
 
 def unknown_key(path: str, values: dict, depth: int = 0) -> str:
@@ -293,23 +325,19 @@ def _check_model_field(key: str):
         raise ValueError(f"no setting 'model.{key}'; the nearest: {', '.join('model.' + n for n in near) or 'none'}")
 
 
-def _parse(path: str, text: str, old: Any) -> Any:
+def checked_model(fields: dict[str, Any]) -> dict[str, Any]:
+    """Fields of ``DiffTransformerConfig``, of the kinds that it declares; ValueError for a value of another kind."""
+    from diff_transformer.model.config import DiffTransformerConfig
+
+    kinds = {name: field.type for name, field in DiffTransformerConfig.__dataclass_fields__.items()}
+    return {key: as_kind(kinds.get(key, Any), value, f"model.{key}") for key, value in fields.items()}
+
+
+def _parse(text: str) -> Any:
     try:
-        value = json.loads(text)
+        return json.loads(text)
     except json.JSONDecodeError:
-        value = {"True": True, "False": False, "None": None}.get(text, text)
-    numbers = (int, float)
-    if isinstance(value, tuple):
-        value = list(value)
-    if old is None or (isinstance(value, type(old)) and isinstance(value, bool) == isinstance(old, bool)):
-        return value
-    if isinstance(old, float) and isinstance(value, numbers) and not isinstance(value, bool):
-        return float(value)
-    if path.startswith("model.") or (path == "data.max_bytes" and value is None):
-        return value
-    if isinstance(old, int) and not isinstance(old, bool) and isinstance(value, float) and value.is_integer():
-        return int(value)
-    raise ValueError(f"{path}={text}: {type(old).__name__} is needed (now {old!r}), not {type(value).__name__}")
+        return {"True": True, "False": False, "None": None}.get(text, text)
 
 
 def _build(kind, values: dict[str, Any], prefix: str):
@@ -323,9 +351,5 @@ def _build(kind, values: dict[str, Any], prefix: str):
         if dataclasses.is_dataclass(fields[key].type) and isinstance(value, dict):
             made[key] = _build(fields[key].type, value, f"{prefix}{key}.")
         else:
-            made[key] = _frozen(value)
+            made[key] = as_kind(fields[key].type, value, prefix + key)
     return kind(**made)
-
-
-def _frozen(value: Any) -> Any:
-    return tuple(_frozen(item) for item in value) if isinstance(value, list) else value

@@ -17,7 +17,7 @@ from lightning.fabric import Fabric
 from diff_transformer.train.checkpoint import latest_checkpoint, load_checkpoint, on_first_rank, open_run_folder
 from diff_transformer.train.config import RunConfig
 from diff_transformer.train.heartbeat import Heartbeat
-from diff_transformer.train.materials import Materials, build_model, load_materials, mixture_shares
+from diff_transformer.train.materials import Materials, build_model, check_model, load_materials, mixture_shares
 from diff_transformer.train.metrics import MetricsLog
 from diff_transformer.train.mfu import utilisation
 from diff_transformer.train.model_folder import save_model
@@ -79,6 +79,7 @@ def train(
     if config.train.threads:
         torch.set_num_threads(config.train.threads)
     check_run_folder(folder, resume=resume)
+    check_model(config)
     fabric = make_fabric(config)
     materials = materials or load_materials(config)
     run = Run(fabric, config, folder, materials)  # what does not fit together shows before anything is written

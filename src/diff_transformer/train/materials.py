@@ -17,7 +17,7 @@ from diff_transformer.data.needles import needle_texts
 from diff_transformer.data.packing import PackedCorpus
 from diff_transformer.data.recall import RecallSource
 from diff_transformer.data.tokenizer import load_tokenizer, tokenizer_of, train_tokenizer
-from diff_transformer.train.config import DataConfig, RunConfig
+from diff_transformer.train.config import DataConfig, RunConfig, checked_model
 from diff_transformer.train.initial import load_initial_model, vocabulary_size
 from diff_transformer.train.text import Text, load_text
 
@@ -138,11 +138,14 @@ def check_model(config: RunConfig) -> None:
     """Check that the model of a run, and its matched Transformer, can be made; takes no memory for weights.
 
     Raises:
-        ValueError: for fields that do not exist or do not fit together.
+        ValueError: for fields that do not exist, are of another kind or do not fit together.
+        FileNotFoundError: if there is no model in ``train.initial_model``.
     """
     from diff_transformer.model.config import DiffTransformerConfig, matched_baseline
     from diff_transformer.model.modeling import DiffTransformerForCausalLM
 
+    checked_model(config.model)
+    vocabulary_size(config)
     if config.train.initial_model is not None:
         return
     settings = DiffTransformerConfig(**config.model)
