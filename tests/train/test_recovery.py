@@ -6,6 +6,7 @@ import multiprocessing
 import os
 import random
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -286,19 +287,40 @@ def test_sigterm_saves_and_exits_0_and_ctrl_c_130(assignments, whole, tmp_path):
     assert_same_run(folder, whole[0])
 
 
-def test_sigterm_before_the_first_step_exits_0_too(assignments, tmp_path, monkeypatch):
+@pytest.mark.parametrize("name", ["train", "compare"])
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+def test_a_signal_while_the_corpus_is_read_claims_nothing(assignments, tmp_path, monkeypatch, name, number, code):
     def reading(config):
         (tmp_path / "reading").touch()
         time.sleep(60)
 
     monkeypatch.setattr("diff_transformer.train.loop.load_materials", reading)
-    process = start_command(command(tmp_path / "run", assignments), tmp_path / "said")
+    monkeypatch.setattr("diff_transformer.train.materials.load_materials", reading)
+    process = start_command(command(tmp_path / "run", assignments, name=name), tmp_path / "said")
+    until((tmp_path / "reading").exists, process.is_alive)
+    time.sleep(0.05)
+    os.kill(process.pid, number)
+    process.join(30)
+    assert process.exitcode == code
+    assert (tmp_path / "said").read_text().strip().splitlines()[-1] == "stopped before anything was saved"
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_signal_before_a_resumed_run_goes_on_keeps_what_there_was(assignments, whole, tmp_path, monkeypatch):
+    def reading(config):
+        (tmp_path / "reading").touch()
+        time.sleep(60)
+
+    shutil.copytree(whole[0], tmp_path / "run")
+    monkeypatch.setattr("diff_transformer.train.loop.load_materials", reading)
+    process = start_command(command(tmp_path / "run", assignments, "--resume"), tmp_path / "said")
     until((tmp_path / "reading").exists, process.is_alive)
     time.sleep(0.05)
     process.terminate()
     process.join(30)
-    assert process.exitcode == 0
-    assert "continue with --resume" in (tmp_path / "said").read_text()
+    assert process.exitcode == 143
+    said = " ".join((tmp_path / "said").read_text().split())
+    assert f"stopped; what was finished is kept in {tmp_path / 'run'}: continue with --resume" in said
 
 
 @pytest.mark.slow

@@ -1,7 +1,7 @@
 """The app, the options that commands share, and what each does around its work."""
 
 import sys
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated
@@ -22,18 +22,30 @@ Resume = Annotated[bool, typer.Option("--resume", help="Go on with an interrupte
 
 
 @contextmanager
-def resumable(said: str = "stopped, state saved; continue with --resume") -> Generator[None]:
-    """After Ctrl-C say how to go on, and exit with 130; after SIGTERM, the same with 0."""
+def resumable(out: Path, kept: Callable[[], object], how: str = "with --resume") -> Generator[None]:
+    """After Ctrl-C or SIGTERM say what there is to go on with, and exit with 130 or 143; with 0 where training saved
+    its state in answer to SIGTERM.
+
+    Args:
+        kept: whether there is finished work in ``out``.
+    """
     from diff_transformer.train.launch import is_first
     from diff_transformer.train.signals import sigterm_interrupts
 
     try:
-        with sigterm_interrupts(said):
+        with sigterm_interrupts():
             yield
     except KeyboardInterrupt as stopped:
         if is_first():
-            print(str(stopped) or said, file=sys.stderr)
+            print(str(stopped) or _stopped(out, bool(kept()), how), file=sys.stderr)
         raise typer.Exit(getattr(stopped, "exit_code", 130)) from None
+
+
+def _stopped(out: Path, kept: bool, how: str) -> str:
+    if kept:
+        return f"stopped; what was finished is kept in {out}: continue {how}"
+    begun = out.is_dir() and any(out.iterdir())
+    return "stopped before anything was saved" + (f"; start again {how}" if begun else "")
 
 
 @contextmanager

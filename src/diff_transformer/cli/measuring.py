@@ -52,7 +52,11 @@ def evaluate(
         names_of(name, quick), models or [], options, assignments or [], quick, limit, device, dtype, batch_size
     )
     single = out.suffix == ".json" and len(plan.names) == 1 and len(plan.models) <= 1
-    with resumable(), _bars() as bar:
+
+    def kept() -> bool:
+        return out.with_name(out.name + ".samples.jsonl").exists() if single else any(out.glob("*/*.json*"))
+
+    with resumable(out, kept), _bars() as bar:
         failed = _evaluate_one(plan, out, resume, bar) if single else _evaluate_many(plan, out, resume, bar)
     if failed:
         raise typer.Exit(2)

@@ -7,6 +7,8 @@ import typer
 
 from diff_transformer.cli.app import Out, Recipe, Resume, Set, app, configuration, quiet, resumable
 
+CHECKPOINTS = "checkpoints/step-????????"  # of a run, those that are whole
+
 
 @app.command()
 def compare(
@@ -24,7 +26,7 @@ def compare(
     from diff_transformer.compare import compare as run
 
     quiet()
-    with resumable():
+    with resumable(out, lambda: any(out.glob(f"members/*/run/{CHECKPOINTS}"))):
         more = [name.strip() for name in variants.split(",") if name.strip()]
         run(configuration(recipe, assignments), out, seeds=seeds, jobs=jobs, resume=resume, variants=more)
 
@@ -52,8 +54,8 @@ def train(out: Out, recipe: Recipe = "demo", assignments: Set = None, resume: Re
 
     quiet()
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    left = TextColumn("left")
-    with resumable(), Progress(*columns, left, TimeRemainingColumn(), disable=not is_first()) as bar:
+    bars = Progress(*columns, TextColumn("left"), TimeRemainingColumn(), disable=not is_first())
+    with resumable(out, lambda: any(out.glob(CHECKPOINTS))), bars as bar:
         task = bar.add_task("training", total=config.train.steps)
 
         def show(step: int, values: dict):
@@ -103,7 +105,7 @@ def prepare(
         "shard_bytes": None if shard_mb is None else round(shard_mb * 1e6),
         "skip_invalid": skip_invalid or None,
     }
-    with resumable():
+    with resumable(out, (out / "finished.jsonl").exists):
         run_prepare(sources or [], out, settings, jobs=jobs, resume=resume)
 
 
@@ -122,7 +124,7 @@ def study(
     from diff_transformer.study import run_study
 
     quiet()
-    with resumable("stopped, state saved; the same command goes on"):
+    with resumable(out, lambda: any(out.rglob(CHECKPOINTS)), "with the same command"):
         done = run_study(plan(name, corpus), out, minutes=minutes, jobs=jobs)
     total = "a number that the sweep decides" if done.total is None else done.total
     print(f"{done.finished} of {total} models finished: {out}")

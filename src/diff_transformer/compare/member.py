@@ -12,7 +12,7 @@ from diff_transformer.evals.command import experiment, run_eval, settings_of
 from diff_transformer.train.config import RunConfig
 from diff_transformer.train.signals import sigterm_interrupts
 
-INTERRUPTED, TERMINATED = 128 + signal.SIGINT, 128 + signal.SIGTERM  # exit codes of a member that saved and stopped
+INTERRUPTED, TERMINATED = 128 + signal.SIGINT, 128 + signal.SIGTERM  # exit codes of a member that stopped
 EVALS = ("associative_recall", "needle", "allocation", "outliers")
 
 
@@ -135,7 +135,7 @@ def main() -> int:
     logging.disable_progress_bar()
     folder, explorer = Path(sys.argv[1]), sys.argv[2] == "explorer"
     try:
-        with sigterm_interrupts("stopped"):
+        with sigterm_interrupts():
             run_member(folder, explorer=explorer)
     except KeyboardInterrupt as stopped:
         print(str(stopped) or "stopped", file=sys.stderr)

@@ -11,7 +11,8 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from diff_transformer.compare.member import INTERRUPTED, TERMINATED, read_status
-from diff_transformer.train.signals import Interrupted
+from diff_transformer.train.checkpoint import latest_checkpoint
+from diff_transformer.train.signals import Interrupted, Stopped
 
 _POLL_SECONDS = 0.5
 
@@ -27,7 +28,8 @@ def run_pool(folders: list[Path], steps: int, *, jobs: int, console: Console) ->
 
     Raises:
         MemberFailed: if a process fails; the others are asked to save and stop.
-        KeyboardInterrupt: after Ctrl-C, or ``Interrupted`` after SIGTERM, once all members have saved.
+        Interrupted: after Ctrl-C or SIGTERM, once the members have saved their states; another KeyboardInterrupt
+            where none had come as far as that.
     """
     waiting, running = list(folders), {}
     columns = (
@@ -51,11 +53,17 @@ def run_pool(folders: list[Path], steps: int, *, jobs: int, console: Console) ->
                         del running[folder]
                         bars.stop_task(tasks[folder])
                         if process.returncode == TERMINATED:
-                            raise Interrupted("stopped, state saved; continue with --resume", signal.SIGTERM)
+                            raise Stopped
                         if process.returncode == INTERRUPTED:
                             raise KeyboardInterrupt
                         if process.returncode:
                             raise MemberFailed(_failure(folder, process.returncode))
+        except KeyboardInterrupt as stopped:
+            _stop(list(running.values()))
+            if any(latest_checkpoint(folder / "run") for folder in folders):
+                number = getattr(stopped, "number", signal.SIGINT)
+                raise Interrupted("stopped, state saved; continue with --resume", number) from None
+            raise
         except BaseException:
             _stop(list(running.values()))
             raise

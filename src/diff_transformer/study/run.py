@@ -17,7 +17,9 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from diff_transformer.checks import differences, require_positive
 from diff_transformer.durable import require_writable
 from diff_transformer.recipes.plan import Cell, Study
+from diff_transformer.train.checkpoint import latest_checkpoint
 from diff_transformer.train.config import RunConfig
+from diff_transformer.train.signals import Interrupted
 
 _POLL_SECONDS = 0.5
 _STOP_SECONDS = 120
@@ -129,6 +131,12 @@ def _run_cells(cells: list[Cell], out: Path, jobs: int, end: float, console: Con
                             raise RuntimeError(_failure(out / key, process.returncode))
                         bar.advance(task)
                 bar.update(task, note=", ".join(running))
+        except KeyboardInterrupt as stopped:
+            _stop(list(running.values()))
+            if any(latest_checkpoint(out / cell.key / "run") for cell in cells):
+                number = getattr(stopped, "number", signal.SIGINT)
+                raise Interrupted("stopped, state saved; the same command goes on", number) from None
+            raise
         finally:
             _stop(list(running.values()))
 

@@ -19,6 +19,13 @@ class Interrupted(KeyboardInterrupt):
         return 0 if self.number == signal.SIGTERM else 130
 
 
+class Stopped(KeyboardInterrupt):
+    """SIGTERM reached a process that was not at the steps of a run, and so saved nothing in answer."""
+
+    number = signal.SIGTERM
+    exit_code = 128 + signal.SIGTERM
+
+
 class StopRequest:
     """Whether someone asked to stop, and by which signal: asked between steps, ``if stop(): ...``."""
 
@@ -46,11 +53,11 @@ def stop_requests() -> Generator[StopRequest]:
 
 
 @contextmanager
-def sigterm_interrupts(message: str) -> Generator[None]:
-    """Let SIGTERM raise ``Interrupted(message)``, as Ctrl-C raises KeyboardInterrupt: for what saves as it goes."""
+def sigterm_interrupts() -> Generator[None]:
+    """Let SIGTERM raise ``Stopped``, as Ctrl-C raises KeyboardInterrupt."""
 
     def interrupt(number, frame):
-        raise Interrupted(message, number)
+        raise Stopped
 
     with _handlers(interrupt, signal.SIGTERM):
         yield
