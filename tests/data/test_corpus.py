@@ -1,4 +1,5 @@
 import io
+import re
 import tarfile
 from collections.abc import Mapping
 from pathlib import Path
@@ -273,3 +274,18 @@ def test_the_real_library_is_prose_and_code_within_the_default_cap():
     assert 1_000_000 < size <= corpus_module.PYTHON_BYTES
     assert {"docstrings/argparse.py", "code/argparse.py"} <= {d.name for d in corpus.train + corpus.validation}
     assert not any("/test/" in d.name or "site-packages" in d.name for d in corpus.train)
+
+
+def test_what_prepare_reads_is_refused_with_its_command(tmp_path):
+    (tmp_path / "rows").mkdir()
+    for name in ("rows/a.jsonl.gz", "b.jsonl", "c.parquet"):
+        (tmp_path / name).write_bytes(b"")
+    for path in (tmp_path / "rows", tmp_path / "b.jsonl", tmp_path / "c.parquet"):
+        with pytest.raises(ValueError, match=re.escape(f"`diff-transformer prepare {path} --out FOLDER`")):
+            load_corpus(path)
+    with pytest.raises(FileNotFoundError, match=r"or prepare it: `diff-transformer prepare SOURCE\.\.\. --out corpus`"):
+        load_corpus("corpus")
+    (tmp_path / "picture.png").write_bytes(b"")
+    with pytest.raises(ValueError, match=r"suffix '\.png', which is not read") as caught:
+        load_corpus(tmp_path / "picture.png")
+    assert "diff-transformer prepare" not in str(caught.value)

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 
 from diff_transformer.data.documents import Corpus, Document, held_out_split, stable_order, tail_split
+from diff_transformer.data.prepare.records import JSON_SUFFIXES
 
 TEXT_SUFFIXES = frozenset(
     [
@@ -57,17 +58,30 @@ def load_text_path(path: str | os.PathLike) -> Corpus:
     """
     path = Path(path)
     if path.is_dir():
-        return _split(str(path), list(_folder_files(path)))
+        files = list(_folder_files(path))
+        if not files:
+            raise ValueError(f"corpus {str(path)!r} holds no text files; give {_accepted(path)}")
+        return _split(str(path), files)
     if not path.exists():
-        raise FileNotFoundError(f"corpus {str(path)!r} does not exist; give 'python' or {ACCEPTED}")
+        raise FileNotFoundError(
+            f"corpus {str(path)!r} does not exist; give 'python' or {ACCEPTED}, or prepare it: `diff-transformer "
+            f"prepare SOURCE... --out {path}`"
+        )
     if path.name.lower().endswith(ARCHIVE_SUFFIXES):
         return _split(str(path), list(_archive_files(path)))
     if path.suffix.lower() not in TEXT_SUFFIXES | {""}:
-        raise ValueError(f"corpus {str(path)!r} has suffix {path.suffix!r}, which is not read; give {ACCEPTED}")
+        raise ValueError(f"corpus {str(path)!r} has suffix {path.suffix!r}, which is not read; give {_accepted(path)}")
     document = Document(path.name, _decode(str(path), path.read_bytes()))
     _refuse_blank(str(path), [document])
     train, validation = tail_split(document)
     return Corpus(str(path), [train], [validation], "the last 10 % of the text is validation")
+
+
+def _accepted(path: Path) -> str:
+    """What may be given instead, and where ``prepare`` reads what ``path`` holds, how."""
+    names = [path.name, *(inner.name for inner in path.rglob("*"))]
+    rows = any(name.lower().endswith((*JSON_SUFFIXES, ".parquet")) for name in names)
+    return ACCEPTED + (f", or prepare it: `diff-transformer prepare {path} --out FOLDER`" if rows else "")
 
 
 def _folder_files(root: Path) -> Iterator[tuple[str, bytes]]:
