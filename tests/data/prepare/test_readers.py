@@ -147,6 +147,48 @@ def test_files_are_held_out_by_name_and_at_least_one(tmp_path):
     assert sum(side == "validation" for side in dict(read(tmp_path, share=1e-9)).values()) == 1
 
 
+def test_texts_given_one_by_one_are_divided_together(tmp_path):
+    paths = [tmp_path / ("even" if i % 2 == 0 else "odd") / f"{i // 2}.txt" for i in range(40)]
+    for path in paths:
+        path.parent.mkdir(exist_ok=True)
+        path.write_text("/".join(path.parts[-2:]))
+    sides = dict(read(*paths, share=0.3))
+    assert len(sides) == 40
+    assert all((side == "validation") == (hash_of_name(name) < 0.3) for name, side in sides.items())
+    assert read(*paths, share=0.3) == read(*paths, share=0.3)
+    assert sorted(dict(read(*paths[:2], share=1e-9)).values()) == ["train", "validation"]
+    (tmp_path / "even" / "0.txt").write_text("")  # an empty file is no side
+    assert {side for _, side in read(*paths[:6:2], share=1 - 1e-9)} == {"train", "validation"}
+
+
+def test_what_has_a_held_out_side_is_divided_as_ever(tmp_path):
+    """Each source by itself, a text file beside others being for training."""
+    (tmp_path / "folder").mkdir()
+    for i in range(3):
+        (tmp_path / "folder" / f"{i}.txt").write_text(f"file {i}")
+        (tmp_path / f"{i}.txt").write_text(f"alone {i}")
+    (tmp_path / "rows.jsonl").write_bytes(lines(ROWS))
+    alone = [tmp_path / f"{i}.txt" for i in range(3)]
+    for more in (tmp_path / "folder", tmp_path / "rows.jsonl"):
+        mixed = read(*alone, more)
+        assert all(side == "train" for text, side in mixed if text.startswith("alone"))
+        assert [pair for pair in mixed if not pair[0].startswith("alone")] == read(more)
+
+
+def test_too_few_texts_for_two_sides_are_refused(tmp_path):
+    (tmp_path / "a.txt").write_text("some text")
+    (tmp_path / "b.txt").write_text("")
+    with pytest.raises(ValueError, match=r"1 of 2 text files hold text, too few .*; give two different ones or more"):
+        find_sources([str(tmp_path / "a.txt"), str(tmp_path / "b.txt")], 0.1)
+    with pytest.raises(ValueError, match="2 of 2 text files hold text, too few"):
+        find_sources([str(tmp_path / "a.txt")] * 2, 0.1)
+    for side, text in (("train", "text"), ("val", "")):
+        (tmp_path / "split" / side).mkdir(parents=True)
+        (tmp_path / "split" / side / "c.txt").write_text(text)
+    with pytest.raises(ValueError, match="no file of the validation side holds text; put text into folders train/"):
+        find_sources([str(tmp_path / "split")], 0.1)
+
+
 def test_a_single_text_keeps_its_end_for_validation_cut_at_a_line_end(tmp_path):
     text = "".join(f"line {i:03d}\n" for i in range(101))
     (tmp_path / "play.txt").write_text(text)

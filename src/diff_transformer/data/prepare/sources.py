@@ -56,19 +56,29 @@ def find_sources(names: Sequence[str], share: float) -> list[Source]:
     """The sources of these names, with the side of every file that has one.
 
     Where a source has folders ``train/`` and ``val/`` (or ``valid/``, ``validation/``), they are the split and nothing
-    beside them is read; else about ``share`` of its text files is held out by a hash of their names, at least one.
-    Rows of files are held out one by one. The end of a text is held out where there is nothing else.
+    beside them is read; else about ``share`` of its text files, where it has several, is held out by a hash of their
+    names, at least one. Rows of files are held out one by one. Where that holds out nothing, as with text files that
+    are given one by one, the text files of all sources are divided together, by their paths without the folders that
+    all begin with. The end of a text is held out where there is nothing else.
 
     Raises:
         FileNotFoundError: for a path that is not there.
-        ValueError: for no source, one that holds nothing to read, or another kind of file.
+        ValueError: for no source, one that holds nothing to read, another kind of file, or a side that would be empty.
     """
     if not names:
         raise ValueError(f"no source of text; give {ACCEPTED}")
     found = [_find(name) for name in names]
     if len(found) == 1 and [item.kind for item in found[0].items] == ["text"]:
         return [replace(found[0], items=(replace(found[0].items[0], side=TAIL),))]
-    return [_with_sides(source, share) for source in found]
+    sided = [_with_sides(source, share) for source in found]
+    items = [item for source in sided for item in source.items]
+    rows = any(source.kind == "hub" for source in sided) or any(item.side is None for item in items)
+    empty = {"train", "validation"} - {item.side for item in items if item.size}
+    if rows or not empty:
+        return sided
+    if any(_own_sides(source) for source in found):
+        raise ValueError(f"no file of the {min(empty)} side holds text; put text into folders train/ and val/")
+    return _divided_together(sided, share)
 
 
 def hub_query(name: str) -> tuple[str, dict[str, str]]:
@@ -146,13 +156,10 @@ def _with_sides(source: Source, share: float) -> Source:
         return source
     if not source.items:
         raise ValueError(f"source {source.name!r} holds nothing that is read; give {ACCEPTED}")
+    own = _own_sides(source)
+    if own:
+        return replace(source, items=tuple(replace(item, side=side) for item, side in own if side))
     inner = _without_common_folder([item.name for item in source.items])
-    tops = {name.split("/")[0] for name in inner if "/" in name}
-    if "train" in tops and tops & VALIDATION_FOLDERS:
-        side = sorted(tops & VALIDATION_FOLDERS)[0]
-        folders = {"train": "train", side: "validation"}
-        pairs = [(item, folders.get(name.split("/")[0])) for item, name in zip(source.items, inner, strict=True)]
-        return replace(source, items=tuple(replace(item, side=chosen) for item, chosen in pairs if chosen))
     names = [name for item, name in zip(source.items, inner, strict=True) if item.kind == "text"]
     documents = [Document(name, "") for name in names]
     held_out = {document.name for document in held_out_split(documents, share)[1]} if len(names) > 1 else set()
@@ -162,6 +169,45 @@ def _with_sides(source: Source, share: float) -> Source:
         for item, name in zip(source.items, inner, strict=True)
     ]
     return replace(source, items=tuple(items))
+
+
+def _own_sides(source: Source) -> list[tuple[Item, str | None]]:
+    """The items with the sides that folders train/ and val/ give them, None beside these; nothing without such."""
+    inner = _without_common_folder([item.name for item in source.items])
+    tops = {name.split("/")[0] for name in inner if "/" in name}
+    if source.kind == "python" or "train" not in tops or not tops & VALIDATION_FOLDERS:
+        return []
+    folders = {"train": "train", min(tops & VALIDATION_FOLDERS): "validation"}
+    return [(item, folders.get(name.split("/")[0])) for item, name in zip(source.items, inner, strict=True)]
+
+
+def _divided_together(sources: Sequence[Source], share: float) -> list[Source]:
+    """The sources with about ``share`` of all their text files held out, one or more a side; empty files play no part.
+
+    Raises:
+        ValueError: for less than two files.
+    """
+    every = [(number, item) for number, source in enumerate(sources) for item in source.items]
+    paths = [_path(sources[number], item) for number, item in every]
+    documents = {
+        place: Document(name, "") for place, name in enumerate(_without_common_folder(paths)) if every[place][1].size
+    }
+    if len({document.name for document in documents.values()}) < 2:
+        raise ValueError(
+            f"{len(documents)} of {len(every)} text files hold text, too few for a training and a validation side; "
+            "give two different ones or more, or a single one alone, of which the end is held out"
+        )
+    held_out = {document.name for document in held_out_split(list(documents.values()), share)[1]}
+    items: list[list[Item]] = [[] for _ in sources]
+    for place, (number, item) in enumerate(every):
+        chosen = place in documents and documents[place].name in held_out
+        items[number].append(replace(item, side="validation" if chosen else "train"))
+    return [replace(source, items=tuple(mine)) for source, mine in zip(sources, items, strict=True)]
+
+
+def _path(source: Source, item: Item) -> str:
+    path = Path(source.name)
+    return (path if source.kind == "files" and path.is_file() else path / item.name).as_posix()
 
 
 def _without_common_folder(names: list[str]) -> list[str]:
