@@ -3,6 +3,7 @@ import errno
 import json
 import multiprocessing
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -345,12 +346,48 @@ def test_a_side_without_documents_is_refused(tmp_path, rows):
     path = tmp_path / "one.jsonl"
     path.write_text('{"text": "a single row"}\n')
     config = PrepareConfig((str(path),), tokenizer="bytes")
-    with pytest.raises(ValueError, match=r"none of the 1 documents fell to the validation side .* 0.01; prepare into"):
+    with pytest.raises(
+        ValueError, match=r"none of the 1 documents fell to the validation side .* 0.01; give more text"
+    ):
         prepare(config, tmp_path / "out")
     assert not (tmp_path / "out" / "manifest.json").exists()
     path.write_text('{"text": " "}\n')
     with pytest.raises(ValueError, match="the sources hold no text: 1 blank and 0 invalid documents"):
         prepare(config, tmp_path / "blank")
+    path.write_text("".join(json.dumps({"text": f"row {i}"}) + "\n" for i in range(9)))
+    prepare(config, tmp_path / "blank")
+    assert verify(tmp_path / "blank") == []
+
+
+@pytest.mark.parametrize("resume", [False, True])
+def test_after_bad_input_the_same_command_begins_anew_until_a_shard_is_finished(tmp_path, rows, resume):
+    for name in ("good", "other"):
+        (tmp_path / f"{name}.txt").write_text(f"a {name} text\n" * 30)
+    bad = tmp_path / "bad.txt"
+    bad.write_bytes(b"a caf\xe9\n" * 30)
+    out = tmp_path / "out"
+    names = [str(tmp_path / f"{name}.txt") for name in ("good", "other", "bad")]
+    for shard_bytes in (10_000, 100):
+        config = PrepareConfig(tuple(names), tokenizer="bytes", validation=0.3, shard_bytes=shard_bytes)
+        with pytest.raises(ValueError, match=r"bad.txt is not UTF-8"):
+            prepare(config, out, resume=resume)
+    assert (out / "finished.jsonl").read_text()
+    bad.write_text("a café\n" * 30)
+    if resume:
+        with pytest.raises(ValueError, match=r"(?s)other settings .*remove .*out to begin anew, or choose another"):
+            prepare(config, out, resume=True)
+    else:
+        with pytest.raises(FileExistsError, match="holds an interrupted preparation"):
+            prepare(config, out)
+    shutil.rmtree(out)
+    bad.write_bytes(b"a caf\xe9\n" * 30)
+    config = dataclasses.replace(config, shard_bytes=10_000)
+    with pytest.raises(ValueError, match=r"bad.txt is not UTF-8"):
+        prepare(config, out)
+    bad.write_text("a café\n" * 30)
+    prepare(config, out, resume=resume)
+    prepare(config, tmp_path / "whole")
+    assert content(out) == content(tmp_path / "whole")
 
 
 def test_a_folder_that_is_not_complete_or_not_ours_is_refused(tmp_path, rows, monkeypatch):

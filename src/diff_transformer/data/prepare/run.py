@@ -55,13 +55,13 @@ def prepare(
     The bytes of the folder depend on the sources and on ``config`` alone: not on ``jobs``, nor on interruptions. At any
     moment the process may be killed; with ``resume`` finished shards are kept and the others made. In a folder that is
     complete ``resume`` makes the shards again that are missing or damaged. The input is read from its start each time,
-    and a shard's text must be what it was.
+    and a shard's text must be what it was. A preparation without a finished shard may be begun anew.
 
     Args:
         jobs: processes; memory is about jobs times six shards of text.
 
     Raises:
-        FileExistsError: if ``out`` holds anything and ``resume`` is False, or holds something else.
+        FileExistsError: if ``out`` holds a finished shard and ``resume`` is False, or holds something else.
         FileNotFoundError, ValueError: for sources or a tokenizer that cannot be had, text that cannot be read, a side
             of the split without a document, or an ``out`` of another plan, naming the differences.
         RuntimeError: if another process is at work in ``out``, or one of its processes was killed.
@@ -83,6 +83,8 @@ def prepare(
         with FileLock(out / LOCK, timeout=0):
             if is_new(out):
                 begin(out, plan, tokenizer)
+            elif not resume:
+                raise FileExistsError(f"{out} {_what_is_in(out)}")
             return _go_on(config, out, plan, sources, facts, jobs, progress)
     except Timeout:
         raise RuntimeError(f"another process is preparing {out}; wait for it, or choose another folder") from None
@@ -178,7 +180,10 @@ def _refuse_another(out: Path, plan: dict, manifest: dict | None) -> None:
             "give the same tokenizer, or choose another folder"
         )
     listed = "\n  ".join(differences(there, plan))
-    raise ValueError(f"{out} is a preparation with other settings (there against here):\n  {listed}")
+    raise ValueError(
+        f"{out} is a preparation with other settings (there against here):\n  {listed}\n"
+        f"remove {out} to begin anew, or choose another folder"
+    )
 
 
 def _intact(out: Path, manifest: dict | None, dtype: str) -> dict[str, dict]:
@@ -207,9 +212,10 @@ def _refuse_an_empty_side(tally: Tally, config: PrepareConfig) -> None:
         raise ValueError(f"the sources hold no text: {tally.blank} blank and {tally.invalid} invalid documents")
     for side, count in (("training", tally.train), ("validation", tally.validation)):
         if not count:
+            total = tally.train + tally.validation
             raise ValueError(
-                f"none of the {tally.train + tally.validation} documents fell to the {side} side at a held-out share "
-                f"of {config.validation}; prepare into another folder with another --validation"
+                f"none of the {total} documents fell to the {side} side at a held-out share of {config.validation}; "
+                f"give more text, or folders train/ and val/"
             )
 
 

@@ -12,7 +12,7 @@ import os
 import shutil
 from pathlib import Path
 
-from diff_transformer.durable import flush_tree, write_whole
+from diff_transformer.durable import flush_tree, remove, write_whole
 
 MANIFEST, PLAN, JOURNAL, SHARDS, TOKENIZER = "manifest.json", "plan.json", "finished.jsonl", "shards", "tokenizer"
 LOCK = ".lock"
@@ -30,13 +30,18 @@ def is_prepared(path: Path | str) -> bool:
 
 
 def is_new(out: Path) -> bool:
-    """Whether nothing of value is in ``out``: it is not there, or holds what is written before the plan."""
-    return not out.exists() or {entry.name for entry in out.iterdir()} <= _BEFORE_THE_PLAN
+    """Whether nothing of value is in ``out``: it is not there, or holds a preparation without a finished shard."""
+    if not out.exists():
+        return True
+    names = {entry.name for entry in out.iterdir()}
+    begun = {PLAN, SHARDS, JOURNAL, JOURNAL + ".partial"} if PLAN in names else set()
+    return names <= _BEFORE_THE_PLAN | begun and not (JOURNAL in names and (out / JOURNAL).stat().st_size)
 
 
 def begin(out: Path, plan: dict, tokenizer) -> None:
     """Make a new folder for ``plan``; the plan itself comes last."""
-    shutil.rmtree(out / TOKENIZER, ignore_errors=True)
+    for name in (SHARDS, JOURNAL, PLAN, TOKENIZER):  # what is there without the plan must be new
+        remove(out / name)
     partial = out / (TOKENIZER + ".partial")
     shutil.rmtree(partial, ignore_errors=True)
     tokenizer.save_pretrained(partial)
