@@ -8,9 +8,10 @@ import sys
 import time
 
 import pytest
+from rich.console import Console
 from transformers import AutoModelForCausalLM
 
-from diff_transformer.compare import compare
+from diff_transformer.compare import compare, pool
 from diff_transformer.compare.member import more_experiments
 from diff_transformer.compare.pool import MemberFailed
 from diff_transformer.compare.run import _corpus_label
@@ -18,6 +19,7 @@ from diff_transformer.data.prepare.config import PrepareConfig
 from diff_transformer.data.prepare.run import prepare
 from diff_transformer.recipes import recipe
 from diff_transformer.train.config import RunConfig, override
+from diff_transformer.train.signals import Stopped
 
 
 @pytest.fixture(scope="module")
@@ -163,6 +165,24 @@ def test_a_failing_member_is_reported_with_its_log(assignments, tmp_path):
     config = override(recipe("debug"), [*assignments, "optim.lr=1e30", "optim.warmup_steps=0", "optim.grad_clip=0"])
     with pytest.raises(MemberFailed, match=r"(diff|softmax)-seed0 failed with exit code 1(.|\n)*FloatingPointError"):
         compare(config, tmp_path / "out", jobs=1)
+
+
+@pytest.mark.parametrize(("saved", "code"), [(False, 143), (True, 0)])
+def test_a_comparison_that_is_stopped_claims_what_its_members_saved(tmp_path, monkeypatch, saved, code):
+    def stop(folder):
+        raise Stopped
+
+    def waiting(folder, *, explorer):
+        return subprocess.Popen([sys.executable, "-c", "import signal; signal.pause()"])
+
+    monkeypatch.setattr(pool, "_start", waiting)
+    monkeypatch.setattr(pool, "read_status", stop)
+    if saved:
+        (tmp_path / "diff-seed0" / "run" / "checkpoints" / "step-00000010").mkdir(parents=True)
+    with pytest.raises(KeyboardInterrupt) as caught:
+        pool.run_pool([tmp_path / "diff-seed0"], 20, jobs=1, console=Console(quiet=True))
+    assert caught.value.exit_code == code
+    assert ("state saved" in str(caught.value)) == saved
 
 
 @pytest.fixture(scope="module")
