@@ -46,7 +46,7 @@ def test_overrides_reach_every_kind_of_value():
         ("model.hidden_size=abc", "model.hidden_size is 'abc'; give a whole number"),
         ("model.head_dim=abc", "model.head_dim is 'abc'; give a whole number or null"),
         ("optim.betas=[0.9]", "optim.betas is [0.9]; give a list of 2 numbers, such as [0.5, 0.5]"),
-        ("optim.lr=1e400", "optim.lr is inf; give a number"),
+        ("optim.lr=1e400", "optim.lr is inf; give a finite number"),
         ("optim=fast", "optim is 'fast'; give an object"),
         ('data.needles.counts=["a"]', "data.needles.counts is ['a']; give a list of whole numbers, such as [1]"),
         (

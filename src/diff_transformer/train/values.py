@@ -4,7 +4,7 @@ import math
 import types
 from typing import Any, Union, get_args, get_origin
 
-_NAMES = {int: "a whole number", float: "a number", bool: "true or false", str: "a text", type(None): "null"}
+_NAMES = {int: "a whole number", float: "a finite number", bool: "true or false", str: "a text", type(None): "null"}
 _EXAMPLES = {int: "1", float: "0.5", bool: "true", str: '"text"'}
 
 
