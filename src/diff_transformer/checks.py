@@ -24,6 +24,14 @@ def require_known(kind: str, name: str, known: Iterable[str], more: str = "") ->
         raise ValueError(f"no {kind} {name!r}{did_you_mean(name, known)}; there are: {', '.join(known)}{more}")
 
 
+def refuse_keywords(of: str, given: Iterable[str], known: Iterable[str]) -> None:
+    """Raise TypeError for the first keyword ``given`` to ``of`` that is none of ``known``, naming the nearest."""
+    known = list(known)
+    for name in given:
+        if name not in known:
+            raise TypeError(f"{of} has no argument {name!r}{did_you_mean(name, known)}; it has: {', '.join(known)}")
+
+
 def differences(first: dict, second: dict, prefix: str = "") -> list[str]:
     """Dotted paths at which two nested dictionaries differ, with both values."""
     lines = []

@@ -135,3 +135,17 @@ def test_bad_padding_mask_is_refused():
     layer = DiffAttention(32, 4)
     with pytest.raises(ValueError, match=r"accepted: bool of shape \[B, S\] = \(2, 6\)"):
         layer(torch.randn(2, 6, 32), key_padding_mask=torch.ones(2, 5, dtype=torch.bool))
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"attn_mask": None}, r"DiffAttention has no argument 'attn_mask' \(did you mean 'attention_mask'\?\); it has"),
+        ({"key_paddding_mask": None}, r"'key_paddding_mask' \(did you mean 'key_padding_mask'\?\)"),
+        ({"need_weights": False}, "'need_weights'; it has: hidden_states, context, attention_mask"),
+    ],
+)
+def test_unknown_arguments_of_a_call_are_refused(given, message):
+    """A mask under another name must not be dropped without a word."""
+    with pytest.raises(TypeError, match=message):
+        DiffAttention(32, 4)(torch.randn(2, 6, 32), **given)

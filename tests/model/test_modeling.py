@@ -202,6 +202,35 @@ def test_one_of_ids_and_embeddings():
         make().model()
 
 
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("atention_mask", r"has no argument 'atention_mask' \(did you mean 'attention_mask'\?\)"),
+        ("lables", r"did you mean 'labels'\?"),
+        ("key_padding_mask", "has no argument 'key_padding_mask'"),
+    ],
+)
+def test_unknown_arguments_are_refused(name, message):
+    ids = tokens()
+    with pytest.raises(TypeError, match=message):
+        make()(ids, **{name: torch.ones_like(ids)})
+
+
+def test_a_causal_model_stays_causal():
+    model, ids = make(), tokens()
+    assert torch.equal(model(ids, is_causal=True).logits, model(ids).logits)
+    with pytest.raises(ValueError, match="is_causal is False, but this model is causal"):
+        model(ids, is_causal=False)
+
+
+def test_what_transformers_passes_to_any_model_changes_nothing():
+    model, ids = make(), tokens()
+    known = {"num_items_in_batch": None, "token_type_ids": torch.zeros_like(ids), "output_hidden_states": True}
+    out = model(ids, labels=ids, **known)
+    assert torch.equal(out.logits, model(ids).logits)
+    assert len(out.hidden_states) == 3
+
+
 def test_baseline_takes_the_same_weights():
     model = make()
     baseline = DiffTransformerForCausalLM(matched_baseline(model.config))

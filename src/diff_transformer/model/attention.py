@@ -5,10 +5,12 @@ between them differs. Legend: B batch, T queries, S keys, d head width, dv width
 ``model/heads.py`` says how many heads queries, keys, values and outputs have.
 """
 
+import inspect
+
 import torch
 from torch import Tensor, nn
 
-from diff_transformer.checks import require_positive
+from diff_transformer.checks import refuse_keywords, require_positive
 from diff_transformer.model.cores import Core
 from diff_transformer.model.documents import Documents
 from diff_transformer.model.heads import HeadCounts, check_variant, count_heads, default_key_value_heads
@@ -85,7 +87,12 @@ class Attention(nn.Module):
 
         Returns:
             ``(out [B, T, hidden_size], weights or None)``; a row that may attend to nothing gives 0.
+
+        Raises:
+            TypeError: for another argument, such as ``attn_mask``.
         """
+        if options and cache is None:
+            refuse_keywords(type(self).__name__, options, _arguments(self))
         batch, queries = hidden_states.shape[:2]
         source = hidden_states if context is None else context
         q = self.q_proj(hidden_states).view(batch, queries, -1, self.head_dim)  # [B, T, query heads, d]
@@ -166,9 +173,11 @@ class Attention(nn.Module):
 
 
 class DiffAttention(Attention):
-    """Differential attention for any model: language, vision, time series; self- or cross-attention.
+    """Differential attention for any model, self- or cross-attention; True in a mask means: may be attended to.
 
-    A drop-in for multi-head attention with ``num_heads`` heads: the same parameters (6 ``head_dim`` more) and FLOPs.
+    It takes the place of multi-head attention with ``num_heads`` heads: the same parameters (6 ``head_dim`` more) and
+    FLOPs. Two things differ from ``torch.nn.MultiheadAttention``: there True in a mask *hides* a key, so invert masks
+    made for it; and ``forward`` takes ``(x)`` or ``(x, context)``, not query, key and value.
 
     Args:
         hidden_size: width of the input and the output.
@@ -265,6 +274,11 @@ class DiffAttention(Attention):
             layer_idx=layer_index,
             bias=bias,
         )
+
+
+def _arguments(layer: Attention) -> list[str]:
+    named = inspect.signature(layer.forward).parameters.values()
+    return [parameter.name for parameter in named if parameter.kind is not parameter.VAR_KEYWORD]
 
 
 def _with_padding(mask: Tensor | None, key_padding_mask: Tensor | None, k: Tensor) -> Tensor | None:

@@ -1,5 +1,7 @@
 """The decoder-only DIFF Transformer and its matched Transformer (``attention="softmax"``), as Hugging Face models."""
 
+import inspect
+
 import torch
 from torch import Tensor, nn
 from transformers import (
@@ -18,6 +20,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from transformers.utils import can_return_tuple
 from transformers.utils.output_capturing import capture_outputs
 
+from diff_transformer.checks import refuse_keywords
 from diff_transformer.model.attention import Attention
 from diff_transformer.model.config import DiffTransformerConfig
 from diff_transformer.model.cores import Core
@@ -27,6 +30,13 @@ from diff_transformer.model.implementations import attention_backend, check_impl
 from diff_transformer.model.lambdas import LAMBDAS, LearnedLambda, TokenLambda, present_lambda
 from diff_transformer.model.layers import PolyNorm, ResidualLinear, RMSNorm, SwiGLU
 from diff_transformer.model.masks import causal_mask
+
+_FOR_LAYERS = ("output_attentions", "output_attention_parts")
+# What transformers' trainer, tokenizers and generation pass to any model, and this one has no use for.
+_UNUSED = (
+    "output_hidden_states", "output_router_logits", "num_items_in_batch", "ignore_index", "shift_labels",
+    "token_type_ids", "seq_idx", "cache_position",
+)  # fmt: skip
 
 
 class DecoderLayer(GradientCheckpointingLayer):
@@ -139,10 +149,13 @@ class DiffTransformerModel(DiffTransformerPreTrainedModel):
                 boolean or additive mask ``[B or 1, heads or 1, T, S]``.
             position_ids: int64 ``[B, T]``; counted on from the cache's length by default.
             past_key_values: a cache of transformers, which these tokens are added to.
-            kwargs: ``cu_seq_lens_q`` and ``max_length_q`` of packed documents (``model/documents.py``).
+            kwargs: ``cu_seq_lens_q`` and ``max_length_q`` of packed documents (``model/documents.py``);
+                ``output_attentions``, ``output_attention_parts``, ``output_hidden_states``; and what transformers
+                passes to any model.
 
         Raises:
             ValueError: for both or neither of the inputs, or a mask that the backend does not take.
+            TypeError: for an argument that the model does not have.
         """
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("give exactly one of input_ids and inputs_embeds")
@@ -153,6 +166,7 @@ class DiffTransformerModel(DiffTransformerPreTrainedModel):
             kwargs.pop("is_causal", None)
         else:
             documents = take_documents(kwargs)
+            kwargs = _for_layers(kwargs)
         if self.config.attention == "dint":
             attention_mask, kwargs["query_padding_mask"] = padding_of(attention_mask, inputs_embeds.shape[1])
         if use_cache is None:
@@ -259,6 +273,17 @@ class DiffTransformerForCausalLM(DiffTransformerPreTrainedModel, GenerationMixin
             hidden_states=outputs.hidden_states,
             attentions=outputs.attentions,
         )
+
+
+def _for_layers(options: dict) -> dict:
+    """Those of a forward pass's further arguments that its layers take."""
+    if options.pop("is_causal", None) is False:
+        raise ValueError("is_causal is False, but this model is causal; DiffAttention is a layer that need not be")
+    for name in options:
+        if name not in _FOR_LAYERS and name not in _UNUSED:
+            known = [*inspect.signature(DiffTransformerForCausalLM.forward).parameters][1:-1]
+            refuse_keywords("the model's forward pass", options, [*known, *_FOR_LAYERS, *_UNUSED])
+    return {name: value for name, value in options.items() if name in _FOR_LAYERS}
 
 
 AutoConfig.register(DiffTransformerConfig.model_type, DiffTransformerConfig, exist_ok=True)
