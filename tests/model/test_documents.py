@@ -3,19 +3,28 @@
 import pytest
 import torch
 
-from diff_transformer import DiffTransformerForCausalLM, matched_baseline
+from diff_transformer import DiffTransformerForCausalLM
 from diff_transformer.model.documents import Documents, split_documents, take_documents
+from diff_transformer.model.matching import variant
 from diff_transformer.model.presets import preset
 
 END = 0
 
 
+def make(attention):
+    config = preset("debug", num_key_value_heads=2, embedding_initializer_range=1.0)
+    torch.manual_seed(0)
+    return DiffTransformerForCausalLM(variant(config, attention)).eval()
+
+
 @pytest.fixture(params=["diff", "softmax"])
 def model(request):
-    config = preset("debug", num_key_value_heads=2)
-    config = matched_baseline(config) if request.param == "softmax" else config
-    torch.manual_seed(0)
-    return DiffTransformerForCausalLM(config).eval()
+    return make(request.param)
+
+
+@pytest.fixture(params=["diff", "diff_v2", "grouped_diff", "softmax"])
+def any_model(request):
+    return make(request.param)
 
 
 def rows():
@@ -47,6 +56,25 @@ def test_each_document_is_as_if_alone(model):
         torch.testing.assert_close(together[row, start:stop], alone, rtol=1e-5, atol=1e-5)
     joined = model(input_ids=ids, use_cache=False).logits
     assert (joined[0, 8:] - together[0, 8:]).abs().max() > 1e-3
+
+
+@pytest.mark.parametrize("use_cache", [None, True, False])
+def test_positions_that_begin_anew_separate_documents(any_model, use_cache):
+    """With the cache that a model in eval mode makes by default as well as without."""
+    ids = rows()
+    positions = split_documents(ids, END).positions(ids.shape)
+    together = any_model(input_ids=ids, position_ids=positions, use_cache=use_cache).logits
+    torch.testing.assert_close(together, any_model(**packed(ids)).logits, rtol=1e-5, atol=2e-5)
+    assert (any_model(input_ids=ids).logits[0, 8:] - together[0, 8:]).abs().max() > 1e-3
+
+
+def test_positions_that_count_on_need_no_mask(any_model):
+    ids, masks = rows(), []
+    layer = any_model.model.layers[0]
+    layer.register_forward_pre_hook(lambda *call: masks.append(call[2]["attention_mask"]), with_kwargs=True)
+    logits = any_model(input_ids=ids, position_ids=torch.arange(20)[None]).logits
+    torch.testing.assert_close(logits, any_model(input_ids=ids).logits)
+    assert masks == [None, None]
 
 
 def test_gradients_are_those_of_each_document_alone(model):

@@ -25,9 +25,25 @@ def split_documents(ids: Tensor, end: int) -> Documents:
     """The documents of ``ids [B, T]``: each ends with the token ``end``, or with its row."""
     ends = ids == end
     ends[:, -1] = True
+    return _ending_at(ends)
+
+
+def _ending_at(ends: Tensor) -> Documents:
     after = ends.flatten().nonzero().flatten() + 1
     bounds = torch.cat((after.new_zeros(1), after)).to(torch.int32)
     return Documents(bounds, int(bounds.diff().max()))
+
+
+def restarts(position_ids: Tensor) -> bool:
+    """Whether ``position_ids [B, T]`` do not count on by one somewhere in a row, where another document begins."""
+    return bool((position_ids.diff(dim=-1) != 1).any())
+
+
+def documents_at(position_ids: Tensor, batch: int) -> Documents:
+    """The documents of ``position_ids [B or 1, T]`` in a batch of ``batch`` rows: each ends with its row at the latest."""
+    ends = torch.ones_like(position_ids, dtype=torch.bool)
+    ends[:, :-1] = position_ids.diff(dim=-1) != 1
+    return _ending_at(ends.expand(batch, -1))
 
 
 def take_documents(kwargs: dict) -> Documents | None:

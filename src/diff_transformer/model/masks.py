@@ -11,6 +11,7 @@ from transformers.masking_utils import (
     sdpa_mask,
 )
 
+from diff_transformer.model.documents import restarts
 from diff_transformer.model.implementations import OWN_NAMES, mask_config
 
 for _name in OWN_NAMES:
@@ -25,11 +26,12 @@ def causal_mask(
 
     Args:
         attention_mask: ``[B, past + T]``, 0 where a token is padding; or a ready mask of four dimensions, kept as is.
-        cache: a transformers ``Cache`` or None. A static one has keys that are not in use yet, and always needs a mask.
+        cache: a transformers ``Cache`` with what came before, or None. A static one has keys that are not in use yet,
+            and always needs a mask.
         position_ids: ``[B, T]``, where the caller gave them: without mask and cache they may tell of packed documents.
     """
     static = getattr(cache, "is_compileable", False)
-    packed = position_ids is not None and cache is None and attention_mask is None
+    packed = position_ids is not None and cache is None and attention_mask is None and _may_restart(position_ids)
     if not static and not packed and _keeps_all(attention_mask):
         return None
     create = create_causal_mask if config.sliding_window is None else create_sliding_window_causal_mask
@@ -42,6 +44,11 @@ def causal_mask(
         allow_is_causal_skip=False,
     )
     return cast("Tensor | None", mask)  # a BlockMask is for another ``attn_implementation`` than ``mask_config`` names
+
+
+def _may_restart(position_ids: Tensor) -> bool:
+    """Whether positions do not count on by one somewhere; those that cannot be read while a graph is traced may."""
+    return torch.compiler.is_compiling() or restarts(position_ids)
 
 
 def _keeps_all(attention_mask: Tensor | None) -> bool:

@@ -107,7 +107,8 @@ class DiffTransformerModel(DiffTransformerPreTrainedModel):
     """Embedding, ``num_hidden_layers`` decoder layers, final norm.
 
     Packed documents come as transformers' ``DataCollatorWithFlattening`` gives them: ``cu_seq_lens_q`` int32
-    [documents + 1] over the rows of the batch one after another, and ``max_length_q``.
+    [documents + 1] over the rows of the batch one after another, and ``max_length_q``; or as ``position_ids`` that begin
+    anew in each document, without a mask and without tokens in a cache.
 
     ``output_attentions=True`` returns for each layer the difference map ``[B, h, T, S]`` (softmax: ``[B, n, T, S]``);
     with ``output_attention_parts=True`` beside it, ``DiffMaps(first, second, difference)``.
@@ -147,7 +148,8 @@ class DiffTransformerModel(DiffTransformerPreTrainedModel):
             input_ids: int64 ``[B, T]``; or ``inputs_embeds`` ``[B, T, hidden_size]`` instead.
             attention_mask: 1 for tokens, 0 for padding, ``[B, S]`` with S the cached tokens and these together; or a
                 boolean or additive mask ``[B or 1, heads or 1, T, S]``.
-            position_ids: int64 ``[B, T]``; counted on from the cache's length by default.
+            position_ids: int64 ``[B, T]``; counted on from the cache's length by default. Where they do not count on by
+                one, and neither a mask nor a cache is given, another document begins.
             past_key_values: a cache of transformers, which these tokens are added to.
             kwargs: ``cu_seq_lens_q`` and ``max_length_q`` of packed documents (``model/documents.py``);
                 ``output_attentions``, ``output_attention_parts``, ``output_hidden_states``; and what transformers
@@ -171,6 +173,7 @@ class DiffTransformerModel(DiffTransformerPreTrainedModel):
             attention_mask, kwargs["query_padding_mask"] = padding_of(attention_mask, inputs_embeds.shape[1])
         if use_cache is None:
             use_cache = self.config.use_cache and not self.training and documents is None
+        earlier = past_key_values
         if use_cache and past_key_values is None:
             past_key_values = DynamicCache(config=self.config)
         if documents is not None:
@@ -186,7 +189,7 @@ class DiffTransformerModel(DiffTransformerPreTrainedModel):
             position_ids = (torch.arange(inputs_embeds.shape[1], device=inputs_embeds.device) + seen)[None]
         mask = None
         if documents is None:
-            mask = causal_mask(self.config, inputs_embeds, attention_mask, past_key_values, given_positions)
+            mask = causal_mask(self.config, inputs_embeds, attention_mask, earlier, given_positions)
         position_embeddings = self.rotary_emb(inputs_embeds, position_ids=position_ids)
         hidden_states = inputs_embeds
         for layer in self.layers:
