@@ -106,6 +106,36 @@ def test_the_mean_begins_anew_in_each_document(causal):
     torch.testing.assert_close(out, torch.cat(parts), atol=1e-10, rtol=1e-8)
 
 
+@pytest.mark.parametrize("training", [False, True])
+def test_positions_that_begin_anew_begin_the_mean_anew(training):
+    model, ids = make_model().train(training), tokens()
+    positions = torch.cat((torch.arange(8), torch.arange(12)))[None]
+    together = model(ids, position_ids=positions).logits
+    for part in (slice(0, 8), slice(8, 20)):
+        torch.testing.assert_close(together[:, part], model(ids[:, part]).logits, atol=2e-5, rtol=1e-5)
+    with pytest.raises(ValueError, match="positions that begin anew"):
+        model(ids, position_ids=positions, use_cache=True)
+
+
+@pytest.mark.parametrize("additive", [False, True])
+def test_a_mask_under_which_sight_is_lost_is_refused(additive):
+    """As a mask of packed documents or a window is; the mean would go on over what it hides."""
+
+    def mask(seen):
+        return torch.zeros(seen.shape).masked_fill(~seen, float("-inf")) if additive else seen
+
+    model, ids = make_model(), tokens()
+    causal = torch.ones(1, 1, 20, 20).tril().bool()
+    documents = causal.clone()
+    documents[..., 8:, :8] = False
+    with pytest.raises(ValueError, match="a later query see less than an earlier one"):
+        model(ids, attention_mask=mask(documents))
+    padded = causal.clone()
+    padded[..., :3] = padded[..., 17:, :] = False  # on the left, and on the right with rows that see nothing
+    got = model(ids, attention_mask=mask(padded), position_ids=torch.arange(20)[None] - 3).logits
+    torch.testing.assert_close(got[:, 3:17], model(ids[:, 3:17]).logits, atol=2e-5, rtol=1e-5)
+
+
 @pytest.mark.parametrize("cache", ["dynamic", "static"])
 @pytest.mark.parametrize("cuts", [[20], [5, 4, 11], [1] * 20, [19, 1]])
 def test_the_cached_state_continues_the_mean(cache, cuts):

@@ -14,7 +14,9 @@ the running mean of the first map's products with V: no map is needed, and decod
 queries so far and their number, h (dv + 1) numbers a layer beside the key/value cache.
 
 Queries that may attend to nothing, and padding, do not count; a query that may attend to nothing gives 0. In packed
-documents the mean begins anew in each. lambda, head norm and the factor 1 - lambda_init are those of ``DiffCore``.
+documents the mean begins anew in each. A mask does not make it begin anew: the model refuses masks under which a later
+query sees less than an earlier one; the layer alone does not look. lambda, head norm and the factor 1 - lambda_init are
+those of ``DiffCore``.
 """
 
 from typing import Any, NamedTuple
@@ -88,8 +90,7 @@ class DintCore(DiffCore):
     def counted(self, q: Tensor, k: Tensor, attn_mask: Tensor | None, is_causal: bool, rows: Rows) -> "Counted":
         """Which queries of a call count."""
         if attn_mask is not None:
-            if attn_mask.dtype != torch.bool:
-                attn_mask = attn_mask > torch.finfo(attn_mask.dtype).min / 2  # what transformers' additive masks hide
+            attn_mask = _seen(attn_mask)
             attn_mask = attn_mask[(None,) * (4 - attn_mask.dim())]
         blind = rows_that_see_nothing(q.shape[2], k.shape[2], is_causal, None, attn_mask, q.device)
         counts = torch.ones(1, 1, q.shape[2], 1, dtype=torch.bool, device=q.device)
@@ -183,10 +184,31 @@ def padding_of(attention_mask: Any, queries: int) -> tuple[Any, Tensor | None]:
 
     transformers gives a mask ``[B, past + T]``, one of four dimensions, or (preparing a step of generation) both in a
     dictionary.
+
+    Raises:
+        ValueError: for a mask of four dimensions under which a later query sees less than an earlier one.
     """
     if isinstance(attention_mask, dict):
         attention_mask, padding = attention_mask["full_attention"], attention_mask["linear_attention"]
         return attention_mask, None if padding is None else padding[:, -queries:].bool()
     if attention_mask is None or attention_mask.dim() != 2:
+        if attention_mask is not None and queries > 1 and not torch.compiler.is_compiling():
+            _refuse_loss_of_sight(attention_mask)
         return attention_mask, None
     return attention_mask, attention_mask[:, -queries:].bool()
+
+
+def _seen(attn_mask: Tensor) -> Tensor:
+    """True where a mask, bool or additive, lets a query see a key; transformers' hide by the smallest number."""
+    return attn_mask if attn_mask.dtype == torch.bool else attn_mask > torch.finfo(attn_mask.dtype).min / 2
+
+
+def _refuse_loss_of_sight(attention_mask: Tensor) -> None:
+    seen = _seen(attention_mask)
+    lost = ~seen & (seen.cumsum(-2) > 0)
+    if (lost & seen.any(-1, keepdim=True)).any():
+        raise ValueError(
+            "the mask lets a later query see less than an earlier one, but the running mean of attention='dint' is "
+            "over all earlier queries; give packed documents as cu_seq_lens_q or as position_ids that begin anew, or "
+            "take another attention"
+        )

@@ -40,7 +40,7 @@ def restarts(position_ids: Tensor) -> bool:
 
 
 def documents_at(position_ids: Tensor, batch: int) -> Documents:
-    """The documents of ``position_ids [B or 1, T]`` in a batch of ``batch`` rows: each ends with its row at the latest."""
+    """The documents of ``position_ids [B or 1, T]`` in a batch of ``batch`` rows; none spans two rows."""
     ends = torch.ones_like(position_ids, dtype=torch.bool)
     ends[:, :-1] = position_ids.diff(dim=-1) != 1
     return _ending_at(ends.expand(batch, -1))

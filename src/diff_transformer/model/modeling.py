@@ -25,7 +25,7 @@ from diff_transformer.model.attention import Attention
 from diff_transformer.model.config import DiffTransformerConfig
 from diff_transformer.model.cores import Core
 from diff_transformer.model.dint import padding_of
-from diff_transformer.model.documents import take_documents
+from diff_transformer.model.documents import documents_at, restarts, take_documents
 from diff_transformer.model.implementations import attention_backend, check_implementation
 from diff_transformer.model.lambdas import LAMBDAS, LearnedLambda, TokenLambda, present_lambda
 from diff_transformer.model.layers import PolyNorm, ResidualLinear, RMSNorm, SwiGLU
@@ -107,8 +107,8 @@ class DiffTransformerModel(DiffTransformerPreTrainedModel):
     """Embedding, ``num_hidden_layers`` decoder layers, final norm.
 
     Packed documents come as transformers' ``DataCollatorWithFlattening`` gives them: ``cu_seq_lens_q`` int32
-    [documents + 1] over the rows of the batch one after another, and ``max_length_q``; or as ``position_ids`` that begin
-    anew in each document, without a mask and without tokens in a cache.
+    [documents + 1] over the rows of the batch one after another, and ``max_length_q``; or as ``position_ids`` that
+    begin anew in each document, without mask and cache.
 
     ``output_attentions=True`` returns for each layer the difference map ``[B, h, T, S]`` (softmax: ``[B, n, T, S]``);
     with ``output_attention_parts=True`` beside it, ``DiffMaps(first, second, difference)``.
@@ -156,7 +156,7 @@ class DiffTransformerModel(DiffTransformerPreTrainedModel):
                 passes to any model.
 
         Raises:
-            ValueError: for both or neither of the inputs, or a mask that the backend does not take.
+            ValueError: for both or neither of the inputs, or a mask that the backend (or ``"dint"``) does not take.
             TypeError: for an argument that the model does not have.
         """
         if (input_ids is None) == (inputs_embeds is None):
@@ -170,6 +170,9 @@ class DiffTransformerModel(DiffTransformerPreTrainedModel):
             documents = take_documents(kwargs)
             kwargs = _for_layers(kwargs)
         if self.config.attention == "dint":
+            bare = attention_mask is None and past_key_values is None and documents is None
+            if bare and position_ids is not None and restarts(position_ids):
+                documents = documents_at(position_ids, inputs_embeds.shape[0])
             attention_mask, kwargs["query_padding_mask"] = padding_of(attention_mask, inputs_embeds.shape[1])
         if use_cache is None:
             use_cache = self.config.use_cache and not self.training and documents is None
@@ -179,7 +182,8 @@ class DiffTransformerModel(DiffTransformerPreTrainedModel):
         if documents is not None:
             if attention_mask is not None or use_cache:
                 raise ValueError(
-                    "packed documents (cu_seq_lens_q) exclude attention_mask and use_cache; leave them out"
+                    "packed documents (cu_seq_lens_q, or for attention='dint' positions that begin anew) exclude "
+                    "attention_mask and use_cache; leave them out"
                 )
             position_ids = documents.positions(inputs_embeds.shape[:2]) if position_ids is None else position_ids
             kwargs["documents"] = documents
