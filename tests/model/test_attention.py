@@ -3,9 +3,11 @@
 import pytest
 import torch
 from torch.nn.functional import rms_norm
+from transformers import StaticCache
 
 from diff_transformer import DiffAttention, lambda_init
 from diff_transformer.model.layers import apply_rotary, rotary_tables
+from diff_transformer.model.presets import preset
 
 
 def by_hand(layer, x, context, *, group, causal, gain, mask=None):
@@ -86,6 +88,39 @@ def test_maps_on_request():
     assert difference.shape == (2, 2, 6, 6)
     torch.testing.assert_close(parts.first - layer.core.lam() * parts.second, difference)
     torch.testing.assert_close(parts.first.sum(-1), torch.ones(2, 2, 6))
+
+
+@pytest.mark.parametrize("attention", ["diff", "diff_v2", "grouped_diff", "dint"])
+@pytest.mark.parametrize("window", [None, 3])
+@pytest.mark.parametrize("masked", [False, True])
+def test_a_static_cache_hides_what_is_not_in_use(attention, window, masked):
+    if attention == "dint" and window is not None:
+        pytest.skip("has no window")
+    torch.manual_seed(0)
+    layer = DiffAttention(32, 4, attention=attention, signal_heads_per_noise_head=1, is_causal=True, rope_theta=1e4)
+    layer.core.window = window
+    x = torch.randn(2, 6, 32)
+    cache = StaticCache(config=preset("debug", attention=attention, signal_heads_per_noise_head=1), max_cache_len=16)
+    options = {"attention_mask": torch.zeros(1, 1, 1, 16)} if masked else {}
+    parts = [layer(part, past_key_values=cache, **options)[0] for part in x.split((1, 3, 2), 1)]
+    torch.testing.assert_close(torch.cat(parts, 1), layer(x)[0], atol=1e-5, rtol=1e-5)
+
+
+def test_a_static_cache_that_slides():
+    torch.manual_seed(0)
+    layer = DiffAttention(32, 4, is_causal=True, rope_theta=1e4, window=3)
+    x = torch.randn(2, 9, 32)
+    cache = StaticCache(config=preset("debug", sliding_window=3), max_cache_len=16)
+    parts = [layer(part, past_key_values=cache)[0] for part in x.split((2, 1, 4, 1, 1), 1)]
+    torch.testing.assert_close(torch.cat(parts, 1), layer(x)[0], atol=1e-5, rtol=1e-5)
+
+
+def test_a_static_cache_without_causal_limit():
+    torch.manual_seed(0)
+    layer, x = DiffAttention(32, 4), torch.randn(2, 6, 32)
+    cache = StaticCache(config=preset("debug"), max_cache_len=16)
+    layer(x[:, :4], past_key_values=cache)
+    torch.testing.assert_close(layer(x[:, 4:], past_key_values=cache)[0], layer(x)[0][:, 4:], atol=1e-5, rtol=1e-5)
 
 
 def test_rotary_positions_are_relative():

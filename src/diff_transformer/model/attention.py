@@ -78,7 +78,8 @@ class Attention(nn.Module):
                 such queries only; in self-attention the newest positions of ``key_padding_mask`` if None.
             position_ids: integer positions ``[B, T]`` for the rotary embedding; 0..T-1 (after the cache) if None.
             position_embeddings: ready ``(cos, sin)``, each ``[B, T, d]``, instead of ``position_ids``.
-            past_key_values: a transformers ``Cache``, which receives the new keys and values.
+            past_key_values: a transformers ``Cache``, which receives the new keys and values; of a static one the S
+                keys of masks are all that it has room for.
             is_causal: overrides the module's own setting.
             documents: packed documents, none of which attends to another; excludes masks, cache and maps.
             output_attentions: also return the attention map (of differential attention: the difference).
@@ -102,12 +103,15 @@ class Attention(nn.Module):
         if tables is not None:
             q, k = self.rotate(q, k, *tables)
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+        causal = self.is_causal if is_causal is None else is_causal
         if past_key_values is not None:
+            if (causal or attention_mask is None) and getattr(past_key_values, "is_compileable", False):
+                used = self._used(past_key_values, queries, causal, q.device)
+                attention_mask, causal = used if attention_mask is None else _both(attention_mask, used), False
             k, v = self._update_cache(past_key_values, k, v)
         if cache is not None:
             k, v = update_paged(cache, k, v, self.layer_idx, attention_mask, options)
         mask = _with_padding(attention_mask, key_padding_mask, k)
-        causal = self.is_causal if is_causal is None else is_causal
         if query_padding_mask is None and key_padding_mask is not None and context is None:
             query_padding_mask = key_padding_mask[:, -queries:]
         if documents is not None:
@@ -143,6 +147,16 @@ class Attention(nn.Module):
             start = cache.get_seq_length(self.layer_idx) if cache is not None else 0
             position_ids = torch.arange(queries, device=device)[None] + start
         return rotary_tables(position_ids, self.head_dim, self.rope_theta)
+
+    def _used(self, cache, queries: int, causal: bool, device) -> Tensor:
+        """Which keys of a static cache, that has others not in use yet, the new queries may attend to: [T or 1, S]."""
+        keys, first = cache.get_mask_sizes(queries, self.layer_idx)
+        start = cache.get_seq_length(self.layer_idx)
+        key = torch.arange(keys, device=device)[None] + first
+        if not causal:
+            return key < start + queries
+        own = torch.arange(queries, device=device)[:, None] + start
+        return key <= own if self.core.window is None else (key <= own) & (key > own - self.core.window)
 
     def _update_cache(self, cache, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """A static cache gives keys and values equally many heads: there, the keys of one value head lie side by side,
@@ -290,6 +304,9 @@ def _with_padding(mask: Tensor | None, key_padding_mask: Tensor | None, k: Tenso
             f"of shape [B, S] = {(k.shape[0], k.shape[2])}, True where a key may be attended to"
         )
     allowed = key_padding_mask[:, None, None, :]
-    if mask is None:
-        return allowed
+    return allowed if mask is None else _both(mask, allowed)
+
+
+def _both(mask: Tensor, allowed: Tensor) -> Tensor:
+    """``mask``, bool or additive, and beside it the boolean ``allowed``."""
     return mask & allowed if mask.dtype == torch.bool else mask.masked_fill(~allowed, float("-inf"))
