@@ -6,6 +6,8 @@ Names are resolved on first use, so that ``import diff_transformer`` loads neith
 from importlib import import_module
 from typing import TYPE_CHECKING
 
+from diff_transformer.registration import register as _register
+
 __version__ = "0.1.0"
 
 _HOMES = {
@@ -17,7 +19,7 @@ _HOMES = {
     "DiffMaps": "ops.reference",
     "lambda_init": "model.lambdas",
     "DiffAttention": "model.attention",
-    "DiffTransformerConfig": "model.config",
+    "DiffTransformerConfig": "model.modeling",  # beside the models, which it registers with transformers
     "matched_baseline": "model.config",
     "DiffTransformerModel": "model.modeling",
     "DiffTransformerForCausalLM": "model.modeling",
@@ -52,3 +54,6 @@ def __getattr__(name: str):
 
 def __dir__():
     return sorted(__all__)
+
+
+_register()

@@ -2,6 +2,8 @@
 
 import json
 import pickle
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -199,6 +201,39 @@ def test_int8_in_memory_is_int8_from_a_folder(tmp_path):
     quantize_int8(model)
     loaded, _ = load_model(str(tmp_path), weights="int8", device="cpu")
     assert torch.equal(model(tokens()).logits, loaded(tokens()).logits)
+
+
+@pytest.mark.parametrize(
+    "imports",
+    [
+        "import diff_transformer\nfrom transformers import AutoConfig, AutoModel, AutoModelForCausalLM",
+        "from transformers import AutoConfig, AutoModel, AutoModelForCausalLM\nimport diff_transformer",
+    ],
+)
+def test_auto_classes_know_the_models_after_the_bare_import(imports, tmp_path):
+    """In either order, in a process that has loaded nothing else of the package."""
+    save(tmp_path)
+    code = f"""{imports}
+import sys
+assert "diff_transformer.model.modeling" not in sys.modules
+print(type(AutoConfig.from_pretrained({str(tmp_path)!r})).__name__)
+print(type(AutoModelForCausalLM.from_pretrained({str(tmp_path)!r})).__name__)
+print(type(AutoModel.from_pretrained({str(tmp_path)!r})).__name__)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    names = ["DiffTransformerConfig", "DiffTransformerForCausalLM", "DiffTransformerModel"]
+    assert done.stdout.split() == names, done.stderr[-2000:]
+
+
+def test_auto_classes_know_a_configuration_made_by_hand():
+    code = """from diff_transformer import DiffTransformerConfig
+from transformers import AutoConfig, AutoModelForCausalLM
+sizes = dict(vocab_size=64, hidden_size=32, num_hidden_layers=1, num_attention_heads=4)
+print(type(AutoModelForCausalLM.from_config(DiffTransformerConfig(**sizes))).__name__)
+print(AutoConfig.for_model("diff_transformer", **sizes).num_diff_heads)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.stdout.split() == ["DiffTransformerForCausalLM", "2"], done.stderr[-2000:]
 
 
 def test_no_other_file_reads_weights():
