@@ -3,7 +3,8 @@ import math
 import pytest
 import torch
 
-from diff_transformer.model.lambdas import LearnedLambda, lambda_init
+from diff_transformer import DiffAttention
+from diff_transformer.model.lambdas import LearnedLambda, TokenLambda, lambda_init
 
 
 def test_lambda_init_counts_layers_from_zero():
@@ -43,3 +44,22 @@ def test_spread_at_initialisation(width, spread):
     torch.manual_seed(0)
     draws = torch.stack([LearnedLambda(width, 0.0)() for _ in range(2000)])
     assert draws.std().item() == pytest.approx(spread, rel=0.08)
+
+
+def test_a_module_made_in_inference_mode_runs_outside_it():
+    x = torch.randn(1, 3, 32)
+    with torch.inference_mode():
+        layer = DiffAttention(32, 4, attention="diff_v2")
+        inside = layer(x)[0]
+        mean = layer.core.lam.mean.item()
+    with torch.no_grad():
+        assert torch.equal(layer(x)[0], inside)
+        layer(10 * x)
+    assert layer.core.lam.mean.item() == mean
+
+
+def test_the_mean_is_that_of_the_last_call():
+    lam, x = TokenLambda(32, 4), torch.randn(1, 3, 32)
+    assert lam(x).mean().item() == pytest.approx(lam.mean.item())
+    with torch.inference_mode():
+        assert lam(10 * x).mean().item() == pytest.approx(lam.mean.item())

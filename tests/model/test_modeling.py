@@ -55,6 +55,16 @@ def test_cached_generation_is_the_uncached_argmax(attention, cache):
 
 
 @ALL
+def test_generation_begins_from_embeddings(attention):
+    model, ids = make(attention, embedding_initializer_range=1.0), tokens(2, 6)
+    mask = torch.ones_like(ids)
+    mask[1, :2] = 0
+    options = {"attention_mask": mask, "max_new_tokens": 8, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    out = model.generate(inputs_embeds=model.get_input_embeddings()(ids), **options)
+    assert torch.equal(out, model.generate(ids, **options)[:, 6:])
+
+
+@ALL
 def test_a_static_cache_laid_out_beforehand(attention):
     """As export and chunked prefill do it: keys and values both get the key heads and width of the configuration."""
     model, ids = make(attention, num_key_value_heads=2), tokens(2, 6)

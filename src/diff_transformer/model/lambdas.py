@@ -80,7 +80,7 @@ class TokenLambda(nn.Module):
 
     The projection is computed in the dtype of the hidden states, like those of queries and keys; the sigmoid in fp32.
     ``mean`` (not saved) is the mean lambda of the last call that computed more than one token of a row: what
-    telemetry shows of a lambda that depends on the input.
+    telemetry shows of a lambda that depends on the input. That of a module made in inference mode is kept only there.
     """
 
     initial = 0.0
@@ -95,9 +95,14 @@ class TokenLambda(nn.Module):
         """lambda of each token and head, ``[B, h, T, 1]`` in fp32 or wider, of ``hidden_states [B, T, width]``."""
         logits = self.proj(hidden_states)  # [B, T, h]
         lam = logits.to(torch.promote_types(logits.dtype, torch.float32)).sigmoid()
-        if lam.shape[1] > 1:
+        if lam.shape[1] > 1 and self._may_write():
             self.mean.copy_(lam.detach().mean())
         return lam.transpose(1, 2)[..., None]
+
+    def _may_write(self) -> bool:
+        if torch.compiler.is_compiling() or torch.is_inference_mode_enabled():  # the first: it cannot trace the rest
+            return True
+        return not self.mean.is_inference()
 
 
 LambdaModule = LearnedLambda | FixedLambda | TokenLambda

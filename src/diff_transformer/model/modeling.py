@@ -231,8 +231,12 @@ class DiffTransformerForCausalLM(DiffTransformerPreTrainedModel, GenerationMixin
             return None
         return super()._get_static_cache_init_shape()  # ty: ignore[invalid-argument-type]
 
-    def prepare_inputs_for_generation(self, *args, **kwargs):
-        """Positions of a chunk come as a slice, whose strides tell a compiled step of the prompt's length."""
+    def prepare_inputs_for_generation(self, *args, inputs_embeds: Tensor | None = None, **kwargs):
+        """Positions of a chunk come as a slice, whose strides tell a compiled step of the prompt's length.
+
+        ``inputs_embeds`` is named because ``generate`` looks for it among the names here.
+        """
+        kwargs["inputs_embeds"] = inputs_embeds
         inputs = super().prepare_inputs_for_generation(*args, **kwargs)  # ty: ignore[invalid-argument-type]
         if inputs.get("position_ids") is not None:
             inputs["position_ids"] = inputs["position_ids"].contiguous()
