@@ -3,7 +3,7 @@ import math
 import pytest
 import torch
 
-from diff_transformer import DiffAttention
+from diff_transformer import DiffAttention, DiffTransformerConfig
 from diff_transformer.model.lambdas import LearnedLambda, TokenLambda, lambda_init
 
 
@@ -12,6 +12,31 @@ def test_lambda_init_counts_layers_from_zero():
     assert lambda_init(27) == pytest.approx(0.8 - 0.6 * math.exp(-0.3 * 27))
     with pytest.raises(ValueError, match="counted from 0"):
         lambda_init(-1)
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        (1, "lambda_init is 1; every head is multiplied by 1 - lambda_init, which must be positive"),
+        (1.5, "give a number below 1, or 'depth'"),
+        (float("nan"), "lambda_init is nan; accepted: 'depth' or a number"),
+        (float("-inf"), "lambda_init is -inf; accepted"),
+        (True, "lambda_init is True; accepted"),
+        ("deep", "lambda_init is 'deep'; accepted"),
+    ],
+)
+@pytest.mark.parametrize("head_norm", [True, False])
+def test_a_lambda_init_that_kills_a_layer_is_refused(value, message, head_norm):
+    with pytest.raises(ValueError, match=message):
+        DiffTransformerConfig(lambda_init=value, head_norm=head_norm)
+    with pytest.raises(ValueError, match=message):
+        DiffAttention(32, 4, lambda_init=value, head_norm=head_norm)
+
+
+@pytest.mark.parametrize("value", [0, -0.0099, 0.999])
+def test_other_numbers_are_accepted(value):
+    layer = DiffAttention(32, 4, lambda_init=DiffTransformerConfig(lambda_init=value).lambda_init)
+    assert layer(torch.randn(1, 3, 32))[0].abs().max() > 0
 
 
 def test_value_is_the_formula():

@@ -206,7 +206,7 @@ class DiffAttention(Attention):
         is_causal: whether a query sees only keys up to its own position, aligned to the lower right corner.
         rope_theta: base of the rotary embedding; None for none (vision, cross-attention, positions of your own).
         layer_index: depth, counted from 0, for ``lambda_init="depth"``; also the layer's place in a cache.
-        lambda_init: ``"depth"`` or a constant.
+        lambda_init: ``"depth"`` or a constant below 1.
         window: with ``is_causal``, each query sees its last ``window`` keys, its own included; all if None.
         bias: whether the four projections have biases (the paper's have none).
         lambda_learned, signal_heads_per_noise_head, head_norm, head_norm_init, lambda_std, norm_eps, backend: as in

@@ -8,6 +8,7 @@ from transformers import PreTrainedConfig
 from diff_transformer.checks import require_positive
 from diff_transformer.model.heads import ATTENTIONS as ATTENTIONS
 from diff_transformer.model.heads import HeadCounts, check_variant, count_heads, default_key_value_heads
+from diff_transformer.model.lambdas import check_lambda_init
 
 HEAD_NORMS = (True, False, "no_weight")
 ACTIVATIONS = ("silu", "poly_norm")
@@ -43,7 +44,8 @@ class DiffTransformerConfig(PreTrainedConfig):
             ``"dint"`` and ``"grouped_diff"``, ``head_dim`` for ``"diff_v2"`` and ``"softmax"``.
         signal_heads_per_noise_head: r of ``"grouped_diff"``; the authors advise 3 or 4. 1 is ``"diff"``.
         rope_parameters: as in transformers, ``{"rope_type": "default", "rope_theta": 10000.0}`` if None.
-        lambda_init: ``"depth"`` (0.8 - 0.6 exp(-0.3 i)) or a constant for every layer (ablation of Table 6).
+        lambda_init: ``"depth"`` (0.8 - 0.6 exp(-0.3 i)) or a constant for every layer (ablation of Table 6), below 1,
+            since every head is multiplied by ``1 - lambda_init``.
         lambda_learned: False fixes lambda at ``lambda_init``; ``"diff_v2"`` has no fixed one.
         lambda_depth_offset: added to the layer's index in that formula; -1 for checkpoints that count one layer less.
         lambda_std: standard deviation of the lambda vectors at initialisation.
@@ -207,7 +209,6 @@ def _check_choices(config):
             f"head_norm_init has {len(config.head_norm_init)} values for {config.num_hidden_layers} layers; give one "
             f"number for all layers, or one for each"
         )
-    if isinstance(config.lambda_init, str) and config.lambda_init != "depth":
-        raise ValueError(f"lambda_init is {config.lambda_init!r}; accepted: 'depth' or a number")
+    check_lambda_init(config.lambda_init)
     if config.head_dim % 2:
         raise ValueError(f"head_dim is {config.head_dim}; rotary embedding needs an even width")

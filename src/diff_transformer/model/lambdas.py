@@ -19,6 +19,22 @@ def lambda_init(layer_index: int, depth_offset: int = 0) -> float:
     return 0.8 - 0.6 * math.exp(-0.3 * (layer_index + depth_offset))
 
 
+def check_lambda_init(value: str | float) -> None:
+    """Raise ValueError unless ``value`` is ``"depth"`` or a number that leaves ``1 - lambda_init`` positive.
+
+    Every head is multiplied by that factor, with a head norm and without: at 0 a layer is dead, below it a head turns
+    its sign.
+    """
+    number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    if value != "depth" and not number:
+        raise ValueError(f"lambda_init is {value!r}; accepted: 'depth' or a number")
+    if not isinstance(value, str) and value >= 1:
+        raise ValueError(
+            f"lambda_init is {value}; every head is multiplied by 1 - lambda_init, which must be positive: give a "
+            "number below 1, or 'depth'"
+        )
+
+
 class LearnedLambda(nn.Module):
     """``exp(q1 . k1) - exp(q2 . k2) + lambda_init``, one fp32 scalar for all heads of a layer.
 

@@ -3,7 +3,7 @@
 from diff_transformer.model.cores import Core, DiffCore, DiffV2Core, GroupedDiffCore, SoftmaxCore
 from diff_transformer.model.dint import DintCore
 from diff_transformer.model.heads import HeadCounts
-from diff_transformer.model.lambdas import FixedLambda, LearnedLambda, TokenLambda, lambda_init
+from diff_transformer.model.lambdas import FixedLambda, LearnedLambda, TokenLambda, check_lambda_init, lambda_init
 from diff_transformer.model.layers import RMSNorm
 
 
@@ -26,7 +26,7 @@ def diff_core(
     """The core of differential attention or of a relative; the arguments are fields of ``DiffTransformerConfig``.
 
     Raises:
-        ValueError: if ``lambda_init`` is neither ``"depth"`` nor a number.
+        ValueError: if ``lambda_init`` is neither ``"depth"`` nor a number below 1.
     """
     if attention == "diff_v2":
         return DiffV2Core(TokenLambda(hidden_size, heads.outputs), backend=backend)
@@ -69,8 +69,7 @@ def core_of(config, layer_index: int, backend: str) -> Core:
 
 
 def _lambda_start(setting: str | float, layer_index: int, depth_offset: int) -> float:
+    check_lambda_init(setting)
     if setting == "depth":
         return lambda_init(layer_index, depth_offset)
-    if isinstance(setting, str):
-        raise ValueError(f"lambda_init is {setting!r}; accepted: 'depth' or a number")
     return float(setting)
