@@ -201,6 +201,45 @@ def test_other_names_around_the_layer(save, ids, dialect):
     assert_within_budget(ours_of(folder)[0](ids).logits, expected, what="logits")
 
 
+@pytest.mark.parametrize(
+    "rope", [{"rope_theta": THETA}, {"rope_parameters": {"rope_type": "default", "rope_theta": THETA}}]
+)
+def test_settings_under_hugging_face_names_are_read(save, ids, rope):
+    state = random_state(3)
+    told = {"rms_norm_eps": 0.1, "max_position_embeddings": 64, "num_attention_heads": 12, "rope_scaling": None, **rope}
+    ours, notes = ours_of(save("authors", state, **{"config.json": told}))
+    assert_within_budget(ours(ids).logits, logits(state, ids, 3, norm_eps=0.1), what="logits")
+    assert ours.config.max_position_embeddings == 64
+    assert not [note for note in notes if "otherwise" in note]
+
+
+def test_settings_that_nobody_told_are_noted(save):
+    _, notes = ours_of(save("authors", random_state(3), **{"params.json": {"norm_eps": 1e-5}}))
+    assert "neither params.json nor config.json says otherwise, so rope_theta 10000, max_seq_len 4096" in notes
+
+
+@pytest.mark.parametrize(
+    ("told", "message"),
+    [
+        ({"rope_scaling": {"rope_type": "linear", "factor": 4.0}}, r"rotary embedding is linear \(\{'factor': 4.0\}\)"),
+        ({"rope_parameters": {"type": "yarn", "rope_theta": THETA}}, "rotary embedding is yarn"),
+        ({"rope_parameters": {"rope_theta": THETA, "partial_rotary_factor": 0.5}}, "'partial_rotary_factor': 0.5"),
+        (
+            {"rope_theta": 1e4, "rope_parameters": {"rope_theta": THETA}},
+            "rope_theta is 5000.0, but rope_theta is 10000.0",
+        ),
+        ({"rms_norm_eps": 1e-6, "norm_eps": 1e-5}, "rms_norm_eps is 1e-06, but norm_eps is 1e-05"),
+        ({"hidden_size": 64}, "dim is 64, the tensors have 48"),
+        ({"hidden_act": "gelu"}, "hidden_act is 'gelu'; the authors' layout has"),
+        ({"sliding_window": 8}, "sliding_window is 8; the authors' layout has"),
+    ],
+)
+def test_settings_that_the_layout_cannot_hold_are_refused(save, told, message):
+    folder = save("authors", random_state(3), **{"config.json": told})
+    with pytest.raises(ValueError, match=message):
+        convert_folder(folder, folder.with_name("ours"))
+
+
 def test_the_norms_of_the_model_have_an_epsilon_of_their_own(save, ids):
     state = random_state(3)
     folder = save("authors", state, **{"params.json": params(3, norm_eps=0.1)})

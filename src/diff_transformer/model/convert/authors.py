@@ -60,7 +60,7 @@ def to_ours(config: AuthorsConfig) -> Conversion:
         **shared_fields(config),
     )
     changes = _to_ours(config.head_dim, keys, values)
-    notes = []
+    notes = config.notes()
     if values and pairs != config.n_kv_heads:
         notes.append(
             f"key and value heads are repeated, {config.n_kv_heads} pairs to {pairs}, to keep what the naive file "

@@ -42,8 +42,8 @@ _DIALECTS = (
 
 @dataclass
 class AuthorsConfig:
-    """Sizes, under the names of that repository's ``ModelArgs``; the last five follow from the tensors' names and from
-    the file that the model was trained with.
+    """Sizes, under the names of that repository's ``ModelArgs``; those from ``version`` on follow from the tensors'
+    names and from the file that the model was trained with. ``assumed`` names the settings that no file gave.
 
     ``n_heads`` counts the heads that reach W_O: differential heads, in version 1 half of the matched Transformer's.
     ``n_kv_heads`` counts pairs of keys in version 1, and keys in version 2.
@@ -64,6 +64,7 @@ class AuthorsConfig:
     tied: bool = False
     has_head_norm_weight: bool = True
     naive: bool = False
+    assumed: tuple[str, ...] = ()
 
     def names(self) -> Names:
         absent = ["head"] if self.tied else []
@@ -71,15 +72,27 @@ class AuthorsConfig:
             absent.append("head_norm")
         return without(_names(self.dialect, self.version), *absent)
 
+    def notes(self) -> list[str]:
+        """A line where something was assumed."""
+        told = ", ".join(f"{name} {getattr(self, name):g}" for name in self.assumed)
+        return [f"neither params.json nor config.json says otherwise, so {told}"] if told else []
 
-_NOT_IN_PARAMS = ("version", "dialect", "tied", "has_head_norm_weight", "naive")
+
+_NOT_IN_PARAMS = ("version", "dialect", "tied", "has_head_norm_weight", "naive", "assumed")
+_SETTINGS = ("norm_eps", "rope_theta", "max_seq_len")  # what no tensor tells
+_HUGGING_FACE_SETTINGS = {
+    "rms_norm_eps": "norm_eps", "max_position_embeddings": "max_seq_len", "hidden_size": "dim",
+    "num_hidden_layers": "n_layers", "intermediate_size": "hidden_dim",
+}  # fmt: skip
 
 
 def read_params(checkpoint: Checkpoint, version: int, naive: bool = False) -> AuthorsConfig:
-    """Sizes from the shapes of the tensors; ``params.json`` (or ``config.json``) gives what shapes cannot.
+    """Sizes from the shapes of the tensors; ``params.json`` (or ``config.json``) gives what shapes cannot, under these
+    names or Hugging Face's.
 
     Raises:
-        ValueError: if a tensor that tells a size is missing, or ``params.json`` says otherwise than the tensors.
+        ValueError: if a tensor that tells a size is missing, or the file says otherwise than the tensors, or what this
+            layout cannot hold.
     """
     shapes = checkpoint.shapes()
     dialect = next((i for i in range(len(_DIALECTS)) if _is_dialect(shapes, _names(i, version))), 0)
@@ -100,7 +113,7 @@ def read_params(checkpoint: Checkpoint, version: int, naive: bool = False) -> Au
         keys = shape("k")[0] // d
     layer = re.compile(re.escape(names["q"]).replace(r"\{i\}", r"(\d+)"))
     found = [int(match[1]) for name in shapes if (match := layer.fullmatch(name))]
-    told = read_settings(checkpoint.folder, "params.json") or read_settings(checkpoint.folder) or {}
+    told = _told(checkpoint.folder)
     config = AuthorsConfig(
         dim=shape("embedding")[1],
         n_layers=max(found) + 1,
@@ -109,12 +122,13 @@ def read_params(checkpoint: Checkpoint, version: int, naive: bool = False) -> Au
         head_dim=d,
         hidden_dim=shape("gate")[0],
         vocab_size=shape("embedding")[0],
-        **{name: told[name] for name in ("norm_eps", "rope_theta", "max_seq_len") if told.get(name)},
+        **{name: told[name] for name in _SETTINGS if told.get(name)},
         version=version,
         dialect=dialect,
         tied=names["head"] not in shapes,
         has_head_norm_weight=any(name.endswith("subln.weight") for name in shapes),
         naive=naive,
+        assumed=tuple(name for name in _SETTINGS if not told.get(name)),
     )
     _check_told(checkpoint.folder, told, asdict(config))
     return config
@@ -162,6 +176,36 @@ def _names(dialect: int, version: int) -> Names:
 
 def _is_dialect(shapes: Shapes, names: Names) -> bool:
     return all(names[role].format(i=0) in shapes for role in ("embedding", "q", "o"))
+
+
+def _told(folder: Path) -> dict:
+    """The settings in ``folder`` under the names of ``AuthorsConfig``, those it does not know among them."""
+    told = dict(read_settings(folder, "params.json") or read_settings(folder) or {})
+    rope: dict = {}
+    for name in ("rope_parameters", "rope_scaling"):
+        given = told.get(name) or {}
+        rope |= given if isinstance(given, dict) else {"type": given}
+    theta = rope.pop("rope_theta", None)
+    kind = rope.pop("rope_type", None) or rope.pop("type", None) or ("scaled" if rope.get("factor") else "default")
+    wrong = {
+        "rotary embedding": kind if kind != "default" or rope.get("partial_rotary_factor", 1) != 1 else None,
+        "hidden_act": told.get("hidden_act") if told.get("hidden_act") not in ("silu", "swish") else None,
+        "sliding_window": told.get("sliding_window") if told.get("use_sliding_window", True) else None,
+    }
+    for name, value in wrong.items():
+        if value is not None:
+            shown = f"{value} ({rope})" if name == "rotary embedding" else repr(value)
+            raise ValueError(
+                f"{folder}: {name} is {shown}; the authors' layout has plain rotary embeddings over the whole head, "
+                "silu and no window"
+            )
+    synonyms = [(name, _HUGGING_FACE_SETTINGS[name], told[name]) for name in _HUGGING_FACE_SETTINGS if name in told]
+    for name, own, value in [*synonyms, ("rope_parameters' rope_theta", "rope_theta", theta)]:
+        if value is not None and told.setdefault(own, value) != value:
+            raise ValueError(
+                f"{folder}: {name} is {value}, but {own} is {told[own]}; they mean the same, leave one out"
+            )
+    return told
 
 
 def _check_told(folder: Path, told: dict, sizes: dict):

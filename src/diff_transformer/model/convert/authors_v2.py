@@ -46,7 +46,8 @@ def to_ours(config: AuthorsConfig) -> Conversion:
         **shared_fields(config),
     )
     turned = Change(partial(halves_from_interleaved, head_dim=config.head_dim))
-    return Conversion(ours, plan_of(config.names(), our_names(ours), config.n_layers, {"q": turned, "k": turned}))
+    plan = plan_of(config.names(), our_names(ours), config.n_layers, {"q": turned, "k": turned})
+    return Conversion(ours, plan, config.notes())
 
 
 def from_ours(config: DiffTransformerConfig, options: Options) -> Conversion:
