@@ -265,3 +265,18 @@ def test_requests_that_cannot_be_met_are_refused():
         generate(model, tokenizer, ["a"], assistant=DiffTransformerForCausalLM(preset("debug", vocab_size=300)))
     with pytest.raises(ValueError, match="an assistant and compiled exclude"):
         generate(model, tokenizer, ["a"], Settings(compiled=True), assistant=model)
+
+
+def test_of_the_models_own_defaults_only_the_special_tokens_count():
+    model, tokenizer = make(), byte_tokenizer()
+    plain, drawn = Settings(8), Settings(8, temperature=2.0, seed=1)
+    expected = [generate(model, tokenizer, PROMPTS, settings) for settings in (plain, drawn)]
+    own = model.generation_config
+    own.do_sample, own.min_p, own.typical_p, own.top_k, own.temperature = True, 1.0, 0.2, 1, 0.1
+    own.num_return_sequences, own.num_beams, own.repetition_penalty, own.max_length = 2, 3, 2.0, 5
+    assert [generate(model, tokenizer, PROMPTS, settings) for settings in (plain, drawn)] == expected
+    assert model.generation_config is own
+    assert own.num_return_sequences == 2
+    first = model(torch.tensor([list(PROMPTS[0].encode())])).logits[0, -1].argmax()
+    own.eos_token_id = int(first)
+    assert len(generate(model, tokenizer, PROMPTS[:1], plain)[0]) == 1

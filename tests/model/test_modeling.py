@@ -172,9 +172,13 @@ def test_softmax_model_is_llama(kv_heads, tied):
     sizes = {"vocab_size": 512, "hidden_size": 32, "intermediate_size": 96, "num_hidden_layers": 2}
     heads = {"num_attention_heads": 4, "num_key_value_heads": kv_heads}
     llama = LlamaForCausalLM(LlamaConfig(**sizes, **heads, tie_word_embeddings=tied)).eval()
+    llama.generation_config.eos_token_id, llama.generation_config.top_k = 7, 3
     ours = from_llama(llama)
     torch.testing.assert_close(ours(tokens()).logits, llama(tokens()).logits, atol=1e-5, rtol=1e-5)
+    assert ours.generation_config.eos_token_id == 7
     back = to_llama(ours)
+    assert back.generation_config.to_dict() == llama.generation_config.to_dict()
+    assert back.generation_config is not llama.generation_config
     torch.testing.assert_close(back(tokens()).logits, llama(tokens()).logits, atol=1e-6, rtol=1e-6)
 
 

@@ -1,6 +1,7 @@
 """Continuing text with any causal LM: as it streams, in batches of ragged prompts, compiled, or with an assistant."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -62,6 +63,8 @@ def generate(
 ) -> list[str]:
     """Continuations of ``prompts``, without the prompts, in one batch with left padding.
 
+    Of the model's ``generation_config`` only the special tokens count; the rest is in ``settings``.
+
     Args:
         model: a causal LM of transformers, on its device, in eval mode.
         tokenizer: its fast tokenizer; it needs no padding token.
@@ -89,7 +92,8 @@ def generate(
     whole_chunks = settings.prefill_chunk if settings.compiled else None  # or each rest would be compiled anew
     inputs, mask = left_padded(ids, pad, model.device, whole_chunks or 1)
     streamer = None if on_text is None else TextPieces(tokenizer, on_text)
-    with torch.inference_mode(not settings.compiled), torch.no_grad(), _seeded(settings.seed, model.device):
+    inference = torch.inference_mode(not settings.compiled)
+    with inference, torch.no_grad(), _seeded(settings.seed, model.device), _plain_defaults(model):
         out = model.generate(
             input_ids=inputs, attention_mask=mask, pad_token_id=pad, streamer=streamer, assistant_model=assistant,
             **_options(settings, model.device),
@@ -138,15 +142,29 @@ class TextPieces(BaseStreamer):
 
 
 def _options(settings: Settings, device: torch.device) -> dict[str, Any]:
-    """``settings`` as arguments of transformers' ``generate``; the model's own sampling defaults are overruled."""
-    drawn = settings.temperature > 0
+    """``settings`` as arguments of transformers' ``generate``."""
     options: dict[str, Any] = {
-        "max_new_tokens": settings.max_new_tokens, "do_sample": drawn, "num_beams": 1, "repetition_penalty": 1.0,
-        "no_repeat_ngram_size": 0, "temperature": settings.temperature if drawn else None,
-        "top_p": settings.top_p if drawn else None, "top_k": 0 if drawn else None,
+        "max_new_tokens": settings.max_new_tokens, "do_sample": settings.temperature > 0,
         "prefill_chunk_size": settings.prefill_chunk, "prompt_lookup_num_tokens": settings.lookup,
     }  # fmt: skip
+    if settings.temperature > 0:
+        options |= {"temperature": settings.temperature, "top_p": settings.top_p, "top_k": 0}
     return {**options, **compiled_options(device)} if settings.compiled else options
+
+
+@contextmanager
+def _plain_defaults(model) -> Iterator[None]:
+    """In the context the model's own defaults of generation are its special tokens alone: ``generate`` would take each
+    of the others (``min_p``, ``num_return_sequences``, ...) that a call leaves out."""
+    from transformers import GenerationConfig
+
+    own = model.generation_config
+    tokens = {name: getattr(own, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
+    model.generation_config = GenerationConfig(**tokens)
+    try:
+        yield
+    finally:
+        model.generation_config = own
 
 
 def compiled_options(device: torch.device | str) -> dict[str, Any]:

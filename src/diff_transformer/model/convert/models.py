@@ -1,5 +1,6 @@
 """Models in memory: from and to the classes of transformers."""
 
+import copy
 from typing import Any
 
 from transformers import DiffLlamaForCausalLM, LlamaForCausalLM, PreTrainedModel
@@ -50,6 +51,8 @@ def to_diffllama(model: DiffTransformerForCausalLM) -> DiffLlamaForCausalLM:
 def made_of(conversion: Conversion, kind: type, model: PreTrainedModel) -> Any:
     """A model of ``kind`` with the tensors of ``conversion`` from ``model``, in its dtypes and mode; none is shared.
 
+    It has the same ``generation_config``.
+
     Buffers, such as the frequencies of the rotary embedding, keep the precision in which they are made.
     """
     target = kind(conversion.config)
@@ -57,6 +60,7 @@ def made_of(conversion: Conversion, kind: type, model: PreTrainedModel) -> Any:
     planned = Planned(StateDict(model.state_dict()), conversion.plan, shapes)
     target.load_state_dict({name: planned.tensor(name).clone() for name in conversion.plan}, strict=False, assign=True)
     target.tie_weights()
+    target.generation_config = copy.deepcopy(model.generation_config)
     return target.train(model.training)
 
 
