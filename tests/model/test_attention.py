@@ -159,11 +159,32 @@ def test_layer_trains_every_parameter():
         ((32, -4), {}, "num_heads is -4; it must be positive"),
         ((32, 4), {"lambda_init": "shallow"}, "lambda_init is 'shallow'"),
         ((32, 4), {"rope_theta": 1e4, "context_size": 16}, "exclude each other"),
+        ((36, 4), {"rope_theta": 1e4}, "head_dim is 9; rotary embedding needs an even width"),
+        ((32, 4), {"head_norm": "no_weigth"}, r"head_norm is 'no_weigth' \(did you mean 'no_weight'\?\)"),
+        ((32, 4), {"head_norm": False, "head_norm_init": 0.1}, "head_norm_init=0.1 sets the weight"),
+        ((32, 4), {"window": 3}, "window=3 without is_causal=True"),
+        ((32, 4), {"backend": "tritn"}, r"no backend 'tritn' \(did you mean 'triton'\?\)"),
+        ((32, 4), {"attention": "dffi"}, r"attention is 'dffi' \(did you mean 'diff'\?\)"),
     ],
 )
 def test_bad_arguments_are_refused(arguments, options, message):
     with pytest.raises(ValueError, match=message):
         DiffAttention(*arguments, **options)
+
+
+def test_a_window_of_a_call_that_is_not_causal_is_refused():
+    layer, x = DiffAttention(32, 4, is_causal=True, window=3), torch.randn(2, 6, 32)
+    with pytest.raises(ValueError, match="window=3 without is_causal=True"):
+        layer(x, is_causal=False)
+    band = torch.ones(6, 6).tril().triu(-2).bool()
+    torch.testing.assert_close(layer(x, attention_mask=band, is_causal=False)[0], layer(x)[0])
+
+
+@pytest.mark.parametrize("length", [6, 9])
+def test_a_context_has_no_rotary_positions(length):
+    x = torch.randn(2, 6, 32)
+    with pytest.raises(ValueError, match="a context came to attention with a rotary embedding"):
+        DiffAttention(32, 4, rope_theta=1e4)(x, torch.randn(2, length, 32))
 
 
 def test_bad_padding_mask_is_refused():

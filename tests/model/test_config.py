@@ -4,7 +4,9 @@ from transformers import AutoConfig
 import diff_transformer.model.modeling  # noqa: F401  (registers the configuration)
 from diff_transformer import DiffTransformerConfig, matched_baseline
 from diff_transformer.model.cost import model_cost
+from diff_transformer.model.heads import count_heads
 from diff_transformer.model.presets import PRESETS, preset
+from diff_transformer.model.variants import diff_core
 
 
 def test_heads_are_counted_as_in_the_matched_transformer():
@@ -47,6 +49,8 @@ def test_paper_sizes(name, billions):
         ({"attention": "linear"}, "attention is 'linear'; accepted: 'diff', 'diff_v2', 'grouped_diff', 'dint'"),
         ({"lambda_init": "deep"}, "lambda_init is 'deep'; accepted: 'depth' or a number"),
         ({"head_norm": "layer"}, "head_norm is 'layer'; accepted"),
+        ({"head_norm": 1}, "head_norm is 1; accepted"),
+        ({"backend": "tritn"}, r"no backend 'tritn' \(did you mean 'triton'\?\); there are: auto, reference"),
         ({"head_norm": False, "head_norm_init": 0.1}, "head_norm_init=0.1 sets the weight"),
         ({"softmax_head_norm": True}, "softmax_head_norm is for attention='softmax', not 'diff'"),
         ({"head_dim": 7}, "head_dim is 7; rotary embedding needs an even width"),
@@ -56,6 +60,20 @@ def test_paper_sizes(name, billions):
 def test_bad_values_are_refused(fields, message):
     with pytest.raises(ValueError, match=message):
         DiffTransformerConfig(**{"hidden_size": 32, "num_attention_heads": 4, **fields})
+
+
+@pytest.mark.parametrize("attention", ["dffi", "softmaxx"])
+def test_unknown_attention_has_no_heads(attention):
+    with pytest.raises(ValueError, match=f"attention is '{attention}'.* accepted"):
+        count_heads(attention, 4, 4, 8)
+
+
+@pytest.mark.parametrize("attention", ["dffi", "softmax"])
+def test_only_differential_attention_has_its_core(attention):
+    heads = count_heads("diff", 4, 4, 8)
+    options = {"lambda_init": "depth", "lambda_learned": True, "lambda_std": 0.1, "backend": "auto", "is_causal": True}
+    with pytest.raises(ValueError, match=f"attention is '{attention}'.* accepted: 'diff', .*'dint'$"):
+        diff_core(attention, 32, heads, 0, head_norm=True, head_norm_init=1.0, norm_eps=1e-5, **options)
 
 
 def test_unknown_preset_names_the_known():

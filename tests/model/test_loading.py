@@ -204,6 +204,22 @@ def test_int8_in_memory_is_int8_from_a_folder(tmp_path):
 
 
 @pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"attention": "dffi"}, r"attention is 'dffi' \(did you mean 'diff'\?\)"),
+        ({"attention": "grouped_diff"}, "4 attention heads do not make groups of 2 signal heads"),
+        ({"head_norm": "no_weigth"}, "head_norm is 'no_weigth'"),
+        ({"lambda_init": 1.0}, "lambda_init is 1.0"),
+        ({"sliding_window": 0}, "sliding_window is 0"),
+    ],
+)
+def test_fields_given_on_loading_are_checked(fields, message, tmp_path):
+    save(tmp_path, signal_heads_per_noise_head=2)
+    with pytest.raises(ValueError, match=message):
+        AutoModelForCausalLM.from_pretrained(tmp_path, **fields)
+
+
+@pytest.mark.parametrize(
     "imports",
     [
         "import diff_transformer\nfrom transformers import AutoConfig, AutoModel, AutoModelForCausalLM",

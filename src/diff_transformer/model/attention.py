@@ -13,8 +13,14 @@ from torch import Tensor, nn
 from diff_transformer.checks import refuse_keywords, require_positive
 from diff_transformer.model.cores import Core
 from diff_transformer.model.documents import Documents
-from diff_transformer.model.heads import HeadCounts, check_variant, count_heads, default_key_value_heads
-from diff_transformer.model.implementations import attention_backend
+from diff_transformer.model.heads import (
+    HeadCounts,
+    check_rotary_width,
+    check_variant,
+    count_heads,
+    default_key_value_heads,
+)
+from diff_transformer.model.implementations import attention_backend, check_backend
 from diff_transformer.model.layers import ResidualLinear, apply_rotary, rotary_tables
 from diff_transformer.model.paged import update_paged
 from diff_transformer.model.variants import core_of, diff_core
@@ -101,6 +107,11 @@ class Attention(nn.Module):
         v = self.v_proj(source).view(batch, source.shape[1], -1, self.value_dim)  # [B, S, value heads, dv]
         tables = position_embeddings or self._tables(position_ids, queries, past_key_values, q.device)
         if tables is not None:
+            if context is not None:
+                raise ValueError(
+                    "a context came to attention with a rotary embedding, but its keys have no positions among the "
+                    "queries'; leave out rope_theta (or position_embeddings) for cross-attention"
+                )
             q, k = self.rotate(q, k, *tables)
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
         causal = self.is_causal if is_causal is None else is_causal
@@ -112,6 +123,11 @@ class Attention(nn.Module):
         if cache is not None:
             k, v = update_paged(cache, k, v, self.layer_idx, attention_mask, options)
         mask = _with_padding(attention_mask, key_padding_mask, k)
+        if not causal and mask is None and self.core.window is not None:
+            raise ValueError(
+                f"window={self.core.window} without is_causal=True; a window counts back from the query's own "
+                "position. Give a band as attention_mask instead"
+            )
         if query_padding_mask is None and key_padding_mask is not None and context is None:
             query_padding_mask = key_padding_mask[:, -queries:]
         if documents is not None:
@@ -215,7 +231,8 @@ class DiffAttention(Attention):
     ``forward`` returns ``(out, weights or None)``, as ``torch.nn.MultiheadAttention`` does.
 
     Raises:
-        ValueError: for head counts that are odd or do not divide.
+        ValueError: for head counts that are odd or do not divide, unknown values, and arguments that exclude one
+            another.
     """
 
     def __init__(
@@ -258,6 +275,14 @@ class DiffAttention(Attention):
         if rope_theta is not None and context_size is not None:
             raise ValueError("rope_theta and context_size exclude each other: cross-attention has no shared positions")
         check_variant(attention, lambda_learned=lambda_learned, window=window)
+        check_backend(backend)
+        if rope_theta is not None:
+            check_rotary_width(head_dim)
+        if window is not None and not is_causal:
+            raise ValueError(
+                f"window={window} without is_causal=True; a window counts back from the query's own position. "
+                "Set is_causal=True, or give another band as attention_mask"
+            )
         if attention == "softmax":
             raise ValueError("attention is 'softmax'; for softmax attention take torch.nn.MultiheadAttention")
         signal = signal_heads_per_noise_head

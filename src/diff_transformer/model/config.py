@@ -7,10 +7,17 @@ from transformers import PreTrainedConfig
 
 from diff_transformer.checks import require_positive
 from diff_transformer.model.heads import ATTENTIONS as ATTENTIONS
-from diff_transformer.model.heads import HeadCounts, check_variant, count_heads, default_key_value_heads
+from diff_transformer.model.heads import (
+    HeadCounts,
+    check_head_norm,
+    check_rotary_width,
+    check_variant,
+    count_heads,
+    default_key_value_heads,
+)
+from diff_transformer.model.implementations import check_backend
 from diff_transformer.model.lambdas import check_lambda_init
 
-HEAD_NORMS = (True, False, "no_weight")
 ACTIVATIONS = ("silu", "poly_norm")
 # Keys that transformers itself writes into, or passes with, a configuration without declaring them as fields.
 _FOREIGN_KEYS = {
@@ -123,12 +130,20 @@ class DiffTransformerConfig(PreTrainedConfig):
             self.head_dim = self.hidden_size // self.num_attention_heads
         if self.intermediate_size is None:
             self.intermediate_size = max(64, 64 * round(self.hidden_size * 8 / 3 / 64))
+        self.check()
+        super().__post_init__(**kwargs)
+
+    def check(self):
+        """Raise ValueError for sizes that are not positive or do not fit together, and for unknown values.
+
+        A model asks again, for ``from_pretrained(folder, attention=...)`` sets fields of a finished configuration.
+        """
+        self._require_positive("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads")
         self._require_positive("num_key_value_heads", "head_dim", "intermediate_size", "max_position_embeddings")
         require_positive(sliding_window=self.sliding_window, value_head_dim=self.value_head_dim)
         require_positive(head_norm_eps=self.head_norm_eps)
         _check_choices(self)
         _ = self.heads  # raises for head counts that do not fit
-        super().__post_init__(**kwargs)
 
     @property
     def heads(self) -> HeadCounts:
@@ -193,16 +208,11 @@ def _check_choices(config):
     check_variant(config.attention, lambda_learned=config.lambda_learned, window=config.sliding_window)
     if config.hidden_act not in ACTIVATIONS:
         raise ValueError(f"hidden_act is {config.hidden_act!r}; accepted: {', '.join(map(repr, ACTIVATIONS))}")
-    if config.head_norm not in HEAD_NORMS:
-        raise ValueError(f"head_norm is {config.head_norm!r}; accepted: True, False, 'no_weight'")
+    check_backend(config.backend)
+    check_head_norm(config.head_norm, config.head_norm_init)
     if config.softmax_head_norm and config.attention != "softmax":
         raise ValueError(
             f"softmax_head_norm is for attention='softmax', not {config.attention!r}; there, set head_norm"
-        )
-    if config.head_norm is not True and config.head_norm_init != 1.0:
-        raise ValueError(
-            f"head_norm_init={config.head_norm_init} sets the weight of the head norm, which head_norm="
-            f"{config.head_norm!r} leaves out; set head_norm=True or head_norm_init=1.0"
         )
     if isinstance(config.head_norm_init, list | tuple) and len(config.head_norm_init) != config.num_hidden_layers:
         raise ValueError(
@@ -210,5 +220,4 @@ def _check_choices(config):
             f"number for all layers, or one for each"
         )
     check_lambda_init(config.lambda_init)
-    if config.head_dim % 2:
-        raise ValueError(f"head_dim is {config.head_dim}; rotary embedding needs an even width")
+    check_rotary_width(config.head_dim)

@@ -4,6 +4,8 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from diff_transformer.checks import did_you_mean
+
 ATTENTIONS = ("diff", "diff_v2", "grouped_diff", "dint", "softmax")
 
 
@@ -44,8 +46,9 @@ def count_heads(
     r is ``signal_heads_per_noise_head``; ``value_head_dim`` replaces the width of a value.
 
     Raises:
-        ValueError: for head counts that do not divide, pair up or make groups.
+        ValueError: for an unknown attention, and for head counts that do not divide, pair up or make groups.
     """
+    check_attention(attention)
     n, m, d = num_heads, num_key_value_heads, head_dim
     if attention == "grouped_diff":
         outputs = _check_groups(n, m, signal_heads_per_noise_head)
@@ -65,10 +68,16 @@ def default_key_value_heads(attention: str, num_heads: int, signal_heads_per_noi
     return max(1, 2 * num_heads // groups)
 
 
+def check_attention(attention: str, accepted: tuple[str, ...] = ATTENTIONS):
+    """Raise ValueError for an attention that is none of ``accepted``."""
+    if attention not in accepted:
+        hint = did_you_mean(str(attention), accepted)
+        raise ValueError(f"attention is {attention!r}{hint}; accepted: {', '.join(map(repr, accepted))}")
+
+
 def check_variant(attention: str, *, lambda_learned: bool, window: int | None):
     """Raise ValueError for an unknown attention, or one that lacks what is asked of it."""
-    if attention not in ATTENTIONS:
-        raise ValueError(f"attention is {attention!r}; accepted: {', '.join(map(repr, ATTENTIONS))}")
+    check_attention(attention)
     if attention == "diff_v2" and not lambda_learned:
         raise ValueError(
             "lambda_learned is False, but attention='diff_v2' has no lambda_init to fix lambda at: it computes lambda "
@@ -79,6 +88,24 @@ def check_variant(attention: str, *, lambda_learned: bool, window: int | None):
             f"a window of {window} keys is asked for, but the running mean of attention='dint' is over all earlier "
             "queries; leave out the window, or take another attention"
         )
+
+
+def check_head_norm(head_norm: bool | str, head_norm_init: float | list[float]):
+    """Raise ValueError for an unknown head norm, or an initial weight of one that has none."""
+    if not isinstance(head_norm, bool) and head_norm != "no_weight":
+        hint = did_you_mean(str(head_norm), ["no_weight"])
+        raise ValueError(f"head_norm is {head_norm!r}{hint}; accepted: True, False, 'no_weight'")
+    if head_norm is not True and head_norm_init != 1.0:
+        raise ValueError(
+            f"head_norm_init={head_norm_init} sets the weight of the head norm, which head_norm={head_norm!r} leaves "
+            "out; set head_norm=True or head_norm_init=1.0"
+        )
+
+
+def check_rotary_width(head_dim: int):
+    """Raise ValueError for a width of which a rotary embedding cannot turn pairs."""
+    if head_dim % 2:
+        raise ValueError(f"head_dim is {head_dim}; rotary embedding needs an even width")
 
 
 def check_heads(num_heads: int, num_key_value_heads: int, *, paired: bool):

@@ -6,7 +6,7 @@
 
 from typing import NamedTuple
 
-from diff_transformer.checks import did_you_mean
+from diff_transformer.checks import did_you_mean, require_known
 from diff_transformer.ops import flash
 from diff_transformer.ops.diff_attention import BACKENDS
 
@@ -33,6 +33,11 @@ IMPLEMENTATIONS = {
 OWN_NAMES = tuple(name for name in IMPLEMENTATIONS if name.startswith("diff_"))
 # The name under which transformers' continuous batching asks for "eager".
 _OTHER_NAMES = {None: DEFAULT, "paged|eager": "eager"}
+
+
+def check_backend(name: str) -> None:
+    """Raise ValueError for a backend that is neither "auto" nor in ``BACKENDS``."""
+    require_known("backend", name, ("auto", *BACKENDS))
 
 
 def check_implementation(name: str | None) -> str:

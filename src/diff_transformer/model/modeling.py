@@ -69,6 +69,10 @@ class DiffTransformerPreTrainedModel(PreTrainedModel):
     _can_record_outputs = {"hidden_states": DecoderLayer, "attentions": Attention}  # noqa: RUF012
     _keep_in_fp32_modules_strict = ["lambda_q1", "lambda_k1", "lambda_q2", "lambda_k2"]  # noqa: RUF012
 
+    def __init__(self, config: DiffTransformerConfig, *args, **kwargs):
+        config.check()
+        super().__init__(config, *args, **kwargs)
+
     def _check_and_adjust_attn_implementation(self, attn_implementation, is_init_check=False, allow_all_kernels=False):
         return check_implementation(attn_implementation)
 

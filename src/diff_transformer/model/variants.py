@@ -2,7 +2,7 @@
 
 from diff_transformer.model.cores import Core, DiffCore, DiffV2Core, GroupedDiffCore, SoftmaxCore
 from diff_transformer.model.dint import DintCore
-from diff_transformer.model.heads import HeadCounts
+from diff_transformer.model.heads import ATTENTIONS, HeadCounts, check_attention, check_head_norm
 from diff_transformer.model.lambdas import FixedLambda, LearnedLambda, TokenLambda, check_lambda_init, lambda_init
 from diff_transformer.model.layers import RMSNorm
 
@@ -26,8 +26,11 @@ def diff_core(
     """The core of differential attention or of a relative; the arguments are fields of ``DiffTransformerConfig``.
 
     Raises:
-        ValueError: if ``lambda_init`` is neither ``"depth"`` nor a number below 1.
+        ValueError: for another attention, a ``lambda_init`` that is neither ``"depth"`` nor a number below 1, or an
+            unknown head norm.
     """
+    check_attention(attention, ATTENTIONS[:-1])
+    check_head_norm(head_norm, head_norm_init)
     if attention == "diff_v2":
         return DiffV2Core(TokenLambda(hidden_size, heads.outputs), backend=backend)
     start = _lambda_start(lambda_init, layer_index, lambda_depth_offset)
