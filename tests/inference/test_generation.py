@@ -280,3 +280,19 @@ def test_of_the_models_own_defaults_only_the_special_tokens_count():
     first = model(torch.tensor([list(PROMPTS[0].encode())])).logits[0, -1].argmax()
     own.eos_token_id = int(first)
     assert len(generate(model, tokenizer, PROMPTS[:1], plain)[0]) == 1
+
+
+@KINDS
+@pytest.mark.parametrize("use_cache", [True, False])
+def test_attention_maps_of_each_step(attention, use_cache):
+    model, ids = make(attention), tokens(1, 5)
+    options = {**PLAIN, "max_new_tokens": 3, "output_attentions": True, "return_dict_in_generate": True}
+    if attention == "dint" and use_cache:
+        with pytest.raises(ValueError, match="the cache does not keep"):
+            model.generate(ids, use_cache=True, **options)
+        return
+    out = model.generate(ids, use_cache=use_cache, **options)
+    expected = model(out.sequences[:, :-1], output_attentions=True).attentions
+    for layer, whole in enumerate(expected):
+        for step, maps in enumerate(out.attentions):
+            torch.testing.assert_close(maps[layer][:, :, -1], whole[:, :, 4 + step, : 5 + step], atol=1e-5, rtol=1e-4)

@@ -1,6 +1,6 @@
 """Continuing text with any causal LM: as it streams, in batches of ragged prompts, compiled, or with an assistant."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -153,7 +153,7 @@ def _options(settings: Settings, device: torch.device) -> dict[str, Any]:
 
 
 @contextmanager
-def _plain_defaults(model) -> Iterator[None]:
+def _plain_defaults(model) -> Generator[None]:
     """In the context the model's own defaults of generation are its special tokens alone: ``generate`` would take each
     of the others (``min_p``, ``num_return_sequences``, ...) that a call leaves out."""
     from transformers import GenerationConfig
