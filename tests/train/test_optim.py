@@ -7,13 +7,16 @@ from diff_transformer.train.config import OptimConfig
 from diff_transformer.train.optim import learning_rate, make_optimizer
 
 
-def test_decay_touches_matrices_only():
-    model = DiffTransformerForCausalLM(preset("debug"))
+@pytest.mark.parametrize("attention", ["diff", "diff_v2", "grouped_diff", "softmax"])
+def test_decay_touches_matrices_only(attention):
+    heads = {"num_attention_heads": 8} if attention == "grouped_diff" else {}
+    model = DiffTransformerForCausalLM(preset("debug", attention=attention, **heads))
     optimizer = make_optimizer(model, OptimConfig(weight_decay=0.1))
     decay = {id(p): group["weight_decay"] for group in optimizer.param_groups for p in group["params"]}
     for name, parameter in model.named_parameters():
-        vector = "norm" in name or "lambda" in name
-        assert decay[id(parameter)] == (0.0 if vector else 0.1), name
+        spared = "norm" in name or ".lam." in name
+        assert decay[id(parameter)] == (0.0 if spared else 0.1), name
+    assert any(".lam." in name for name, _ in model.named_parameters()) == (attention != "softmax")
 
 
 def test_schedule_warms_up_and_decays_linearly():

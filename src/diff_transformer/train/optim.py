@@ -7,10 +7,15 @@ from diff_transformer.train.config import OptimConfig
 
 
 def make_optimizer(model: nn.Module, config: OptimConfig) -> torch.optim.AdamW:
-    """AdamW with weight decay on matrices only: never on lambda, norms or other vectors."""
-    matrices = [p for p in model.parameters() if p.requires_grad and p.ndim >= 2]
-    vectors = [p for p in model.parameters() if p.requires_grad and p.ndim < 2]
-    groups = [{"params": matrices, "weight_decay": config.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
+    """AdamW with weight decay on matrices only: never on lambda (V2's projection included), norms or other vectors."""
+    from diff_transformer.model.lambdas import LAMBDAS
+
+    spared = {id(p) for module in model.modules() if isinstance(module, LAMBDAS) for p in module.parameters()}
+    decayed, others = [], []
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            (decayed if parameter.ndim >= 2 and id(parameter) not in spared else others).append(parameter)
+    groups = [{"params": decayed, "weight_decay": config.weight_decay}, {"params": others, "weight_decay": 0.0}]
     return torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps, fused=True)
 
 
