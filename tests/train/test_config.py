@@ -115,3 +115,12 @@ def test_differences_name_the_path():
 def test_a_precision_that_is_not_there_is_named():
     with pytest.raises(ValueError, match=r"train\.precision is 'fp8'; accepted: 32-true"):
         override(recipe("debug"), ["train.precision=fp8"]).validate()
+
+
+@pytest.mark.parametrize(
+    ("precision", "why"), [("16-mixed", "no checkpoint holds the scale"), ("16-true", "round"), ("bf16-true", "round")]
+)
+def test_precisions_that_cannot_train_are_refused(precision, why):
+    message = rf"train\.precision is '{precision}', which does not train: .*{why}.*; give 'bf16-mixed' or '32-true'"
+    with pytest.raises(ValueError, match=message):
+        override(recipe("debug"), [f"train.precision={precision}"]).validate()
