@@ -8,6 +8,7 @@ from diff_transformer.model.cost import model_cost
 from diff_transformer.recipes import RECIPES, recipe
 from diff_transformer.recipes.paper import SCALING, ablation_1p4b, scaling
 from diff_transformer.train.config import RunConfig
+from diff_transformer.train.optim import learning_rate, schedule_warning
 
 
 def config_of(run):
@@ -20,6 +21,15 @@ def test_every_recipe_is_whole(name):
     assert RunConfig.from_dict(run.to_dict()) == run
     assert config_of(run).max_position_embeddings >= run.data.length
     assert run.train.batch_size % run.train.accumulate == 0
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_every_recipe_reaches_its_rate_and_decays(name):
+    run = recipe(name)
+    rates = [learning_rate(step, run.train.steps, run.optim) for step in range(run.train.steps)]
+    assert max(rates) == run.optim.lr
+    assert rates[-1] == pytest.approx(run.optim.final_lr_ratio * run.optim.lr, abs=1e-12)
+    assert schedule_warning(run.train.steps, run.optim) is None
 
 
 def test_3b_is_appendix_c():
