@@ -25,37 +25,41 @@ RECIPES = (
     "long_context_64k",
 )
 GPUS = (1, 8, 16, 64, 256)
-LOSS_CHUNK = 4096
+FITS = 76  # GiB of a GPU with 80
 
 
 def memory() -> str:
-    """GiB on each GPU for one row a GPU, and days for the recipe's tokens."""
-    lines = ["| recipe | parameters | tokens | " + " | ".join(f"{n} GPU{'s' * (n > 1)}" for n in GPUS) + " |"]
-    lines.append("|---" * (len(GPUS) + 3) + "|")
+    """GiB on each GPU and days for the recipe's tokens, with the settings that the recipe has."""
+    heads = "| recipe | parameters | tokens | rows a pass | "
+    lines = [heads + " | ".join(f"{n} GPU{'s' * (n > 1)}" for n in GPUS) + " |"]
+    lines.append("|---" * (len(GPUS) + 4) + "|")
     for name in RECIPES:
         run = recipe(name)
         config = _config(run)
         tokens = run.train.steps * run.train.batch_size * run.data.length
-        cells = []
-        for devices in GPUS:
-            used = training_memory(
-                config,
-                tokens=run.data.length,
-                devices=devices,
-                activation_checkpointing=True,
-                loss_chunk=LOSS_CHUNK,
-            )
-            seconds = training_seconds(
-                config,
-                tokens=tokens,
-                length=run.data.length,
-                devices=devices,
-                peak_flops=BF16_PEAK_FLOPS["H100"],
-            )
-            cells.append(f"{used.gib:.0f} GiB, {_days(seconds)}" if used.gib < 76 else f"{used.gib:.0f} GiB: too much")
-        size = model_cost(config).total_parameters
-        lines.append(f"| `{name}` | {size / 1e9:.2f}B | {tokens / 1e9:,.1f}B | {' | '.join(cells)} |")
+        cells = [_cell(run, config, tokens, devices) for devices in GPUS]
+        size, rows = model_cost(config).total_parameters, run.train.rows_of_a_pass()
+        lines.append(f"| `{name}` | {size / 1e9:.2f}B | {tokens / 1e9:,.1f}B | {rows} | {' | '.join(cells)} |")
     return "\n".join(lines)
+
+
+def _cell(run, config, tokens: int, devices: int) -> str:
+    if run.train.batch_size % devices:
+        return f"{run.train.batch_size} rows only"
+    used = training_memory(
+        config,
+        tokens=run.train.rows_of_a_pass(devices) * run.data.length,
+        devices=devices,
+        mixed=run.train.precision == "bf16-mixed",
+        activation_checkpointing=run.train.activation_checkpointing,
+        loss_chunk=run.train.loss_chunk,
+    )
+    if used.gib > FITS:
+        return f"{used.gib:.0f} GiB: too much"
+    seconds = training_seconds(
+        config, tokens=tokens, length=run.data.length, devices=devices, peak_flops=BF16_PEAK_FLOPS["H100"]
+    )
+    return f"{used.gib:.0f} GiB, {_days(seconds)}"
 
 
 def _config(run):

@@ -5,9 +5,11 @@ import pytest
 from diff_transformer.checks import differences
 from diff_transformer.model.config import DiffTransformerConfig
 from diff_transformer.model.cost import model_cost
+from diff_transformer.model.training_cost import training_memory
 from diff_transformer.recipes import RECIPES, recipe
 from diff_transformer.recipes.paper import SCALING, ablation_1p4b, scaling
 from diff_transformer.train.config import RunConfig
+from diff_transformer.train.optim import learning_rate, schedule_warning
 
 
 def config_of(run):
@@ -20,6 +22,15 @@ def test_every_recipe_is_whole(name):
     assert RunConfig.from_dict(run.to_dict()) == run
     assert config_of(run).max_position_embeddings >= run.data.length
     assert run.train.batch_size % run.train.accumulate == 0
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_every_recipe_reaches_its_rate_and_decays(name):
+    run = recipe(name)
+    rates = [learning_rate(step, run.train.steps, run.optim) for step in range(run.train.steps)]
+    assert max(rates) == run.optim.lr
+    assert rates[-1] == pytest.approx(run.optim.final_lr_ratio * run.optim.lr, abs=1e-12)
+    assert schedule_warning(run.train.steps, run.optim) is None
 
 
 def test_3b_is_appendix_c():
@@ -65,6 +76,23 @@ def test_64k_continues_the_3b_model():
     assert long.data.upsample_length
     changed = {line.split(":")[0] for line in differences(short.model, long.model)}
     assert changed == {"max_position_embeddings", "rope_parameters"}
+
+
+@pytest.mark.parametrize(
+    ("name", "devices", "gib"),
+    [("scaling_830m", 1, 22), ("scaling_1p4b", 8, 14), ("scaling_13b", 8, 52), ("paper_3b", 64, 15),
+     ("paper_3b", 8, 22), ("long_context_64k", 8, 46)],
+)  # fmt: skip
+def test_a_pass_fits_on_the_gpus_that_the_recipe_names(name, devices, gib):
+    run = recipe(name)
+    used = training_memory(
+        config_of(run),
+        tokens=run.train.rows_of_a_pass(devices) * run.data.length,
+        devices=devices,
+        activation_checkpointing=run.train.activation_checkpointing,
+        loss_chunk=run.train.loss_chunk,
+    )
+    assert used.gib < gib
 
 
 @pytest.mark.parametrize("name", [name for name in RECIPES if f"{name}_baseline" in RECIPES])

@@ -108,6 +108,14 @@ def test_batch_divides_into_pieces():
         override(recipe("debug"), ["train.accumulate=3"]).validate()
 
 
+def test_passes_are_said_once():
+    override(recipe("debug"), ["train.micro_rows=3"]).validate()
+    with pytest.raises(ValueError, match=r"micro_rows is 2 and train\.accumulate 4, which both say .*; set train"):
+        override(recipe("debug"), ["train.micro_rows=2", "train.accumulate=4"]).validate()
+    with pytest.raises(ValueError, match=r"train\.micro_rows is -1; it must not be negative"):
+        override(recipe("debug"), ["train.micro_rows=-1"]).validate()
+
+
 def test_differences_name_the_path():
     assert differences({"a": {"b": 1}, "c": 2}, {"a": {"b": 3}, "c": 2}) == ["a.b: 1 against 3"]
 
@@ -115,3 +123,12 @@ def test_differences_name_the_path():
 def test_a_precision_that_is_not_there_is_named():
     with pytest.raises(ValueError, match=r"train\.precision is 'fp8'; accepted: 32-true"):
         override(recipe("debug"), ["train.precision=fp8"]).validate()
+
+
+@pytest.mark.parametrize(
+    ("precision", "why"), [("16-mixed", "no checkpoint holds the scale"), ("16-true", "round"), ("bf16-true", "round")]
+)
+def test_precisions_that_cannot_train_are_refused(precision, why):
+    message = rf"train\.precision is '{precision}', which does not train: .*{why}.*; give 'bf16-mixed' or '32-true'"
+    with pytest.raises(ValueError, match=message):
+        override(recipe("debug"), [f"train.precision={precision}"]).validate()

@@ -167,6 +167,15 @@ def test_materials_that_do_not_fit(config, assignment, message, tmp_path):
         train(config, tmp_path / "run")
 
 
+def test_a_run_that_ends_in_its_warm_up_says_so_and_runs(config, tmp_path, caplog):
+    train(override(config, ["train.steps=6"]), tmp_path / "enough")
+    assert caplog.messages == []
+    train(override(config, ["train.steps=2"]), tmp_path / "short")
+    (said,) = caplog.messages
+    assert said.startswith("optim.warmup_steps 5 is not less than train.steps 2")
+    assert (tmp_path / "short" / "model").exists()
+
+
 @pytest.mark.slow
 def test_compiled_training_gives_the_same_model(texts, config, tmp_path):
     short = override(config, ["train.steps=10"])

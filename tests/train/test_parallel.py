@@ -110,18 +110,18 @@ def job(folder: Path, settings: list[str], **more) -> dict:
 
 
 def test_two_processes_train_like_one(base, tmp_path):
-    """DDP in two pieces a step, FSDP2 with recomputation and a chunked loss, tensor parallel; DDP stopped by a SIGTERM
-    to rank 1 and resumed alone; a run begun alone and resumed under FSDP2; a rank that stalls."""
+    """DDP in two passes a step, FSDP2 in four with recomputation and a chunked loss, tensor parallel; DDP stopped by a
+    SIGTERM to rank 1 and resumed alone; a run begun alone and resumed under FSDP2, in passes; a rank that stalls."""
     run_alone(tmp_path / "one", base)
     run_alone(tmp_path / "begun alone", base, stop_at=10)
-    memory = ["train.activation_checkpointing=true", "train.loss_chunk=100"]
+    memory = ["train.activation_checkpointing=true", "train.loss_chunk=100", "train.micro_rows=1"]
     slow = [*base, *STRATEGIES["ddp"], "train.parallel.stall_seconds=2"]
     jobs = [
         job(tmp_path / "ddp", [*base, *STRATEGIES["ddp"], "train.accumulate=2"]),
         job(tmp_path / "fsdp", [*base, *STRATEGIES["fsdp"], *memory]),
         job(tmp_path / "tp", [*base, *STRATEGIES["tp"]]),
         job(tmp_path / "begun by two", [*base, *STRATEGIES["ddp"]], interrupt=[1, 10]),
-        job(tmp_path / "begun alone", [*base, *STRATEGIES["fsdp"]], resume=True),
+        job(tmp_path / "begun alone", [*base, *STRATEGIES["fsdp"], "train.micro_rows=3"], resume=True),
         job(tmp_path / "slow", slow, sleep=[1, 7, 60]),
     ]
     raised, codes, printed = run_together(tmp_path, jobs)

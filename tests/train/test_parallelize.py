@@ -59,7 +59,7 @@ def test_what_can_never_be(settings, message):
         (2, ["parallel.strategy=ddp", "parallel.tensor_parallel=2"], "'ddp', which excludes tensor_parallel=2"),
         (3, [], r"batch_size 8 is not divisible by 3: 3 processes with rows of their own, train\.accumulate 1"),
         (4, ["accumulate=4"], "not divisible by 16: 4 processes .*accumulate 4; give a multiple of 16"),
-        (2, ["precision=16-mixed", "parallel.strategy=fsdp"], "precision is '16-mixed'; .*'fsdp' accepted: '32-true'"),
+        (2, ["precision=64-true", "parallel.strategy=fsdp"], "precision is '64-true'; .*'fsdp' accepted: '32-true'"),
     ],
 )
 def test_what_the_processes_do_not_allow(torchrun, world, settings, message):

@@ -152,7 +152,7 @@ def _prepare(folder: Path, name: str, config: RunConfig, seed: int) -> Path:
     config = dataclasses.replace(config, train=dataclasses.replace(config.train, seed=config.train.seed + seed))
     request = place / "request.json"
     if request.exists():
-        different = differences(json.loads(request.read_text()), config.to_dict())
+        different = differences(RunConfig.load(request).to_dict(), config.to_dict())
         if different:
             listed = "\n  ".join(different)
             raise ValueError(

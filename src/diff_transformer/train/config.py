@@ -111,17 +111,19 @@ class ParallelConfig:
 @dataclass
 class TrainConfig:
     """``initial_model``: folder of a saved model, or of a finished run, whose weights a run starts from (see
-    ``train/initial.py``); None draws them. ``precision``: Fabric's names ("32-true", "bf16-mixed", ...). ``threads``:
-    CPU threads, 0 for PyTorch's own choice; fixed in a run because the sum of a reduction depends on it.
-    ``batch_size``: rows of a step, over all processes and its ``accumulate`` pieces. ``loss_chunk``: tokens whose
-    logits are held at a time, 0 for all. ``prefetch``: batches prepared ahead, in a thread. ``peak_flops``: of a
-    device, for MFU; 0 for what is known of it. ``checkpoint_keep``: how many of the last checkpoints stay;
-    ``checkpoint_best``: the one with the lowest validation loss stays too; ``checkpoint_async``: a thread writes a copy
-    of the state while training goes on."""
+    ``train/initial.py``); None draws them. ``precision``: "32-true", "bf16-mixed" (weights and optimizer in fp32) or
+    "64-true". ``threads``: CPU threads, 0 for PyTorch's own choice; fixed in a run because the sum of a reduction
+    depends on it. ``batch_size``: rows of a step, over all processes and passes. ``micro_rows``: most rows that a
+    process takes in one pass forward and backward, by which a step's memory grows; 0 for its whole share of the batch.
+    ``accumulate``: instead of it, the number of passes. ``loss_chunk``: tokens whose logits are held at a time, 0 for
+    all. ``prefetch``: batches prepared ahead, in a thread. ``peak_flops``: of a device, for MFU; 0 for what is known of
+    it. ``checkpoint_keep``: how many of the last checkpoints stay; ``checkpoint_best``: the one with the lowest
+    validation loss stays too; ``checkpoint_async``: a thread writes a copy of the state while training goes on."""
 
     initial_model: str | None = None
     steps: int = 1000
     batch_size: int = 16
+    micro_rows: int = 0
     accumulate: int = 1
     precision: str = "32-true"
     seed: int = 0
@@ -139,6 +141,12 @@ class TrainConfig:
     prefetch: int = 2
     peak_flops: float = 0.0
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
+
+    def rows_of_a_pass(self, processes: int = 1) -> int:
+        """Most rows in a pass forward and backward of each of ``processes`` that share the rows of a batch."""
+        share = self.batch_size // processes
+        passes = -(-share // self.micro_rows) if self.micro_rows else self.accumulate
+        return -(-share // passes)
 
 
 @dataclass
@@ -163,7 +171,13 @@ class EvaluationConfig:
     seed: int = 0
 
 
-PRECISIONS = ("32-true", "bf16-mixed", "bf16-true", "16-mixed", "16-true", "64-true")
+PRECISIONS = ("32-true", "bf16-mixed", "64-true")
+_ROUNDED = "its weights are in 16 bits, which round away updates as small as optim.lr (nothing keeps them in fp32)"
+UNTRAINABLE = {  # other names of Fabric's -> why no run takes them
+    "bf16-true": _ROUNDED,
+    "16-true": _ROUNDED,
+    "16-mixed": "it scales the loss, with which gradients cannot be clipped here, and no checkpoint holds the scale",
+}
 MAX_SEED = 2**32 - 1
 _COUNTS = ("samples", "allocation_samples", "allocation_needles", "loss_rows", "outlier_rows", "throughput_repeats")
 
@@ -216,11 +230,21 @@ class RunConfig:
             raise ValueError(
                 f"train.batch_size {self.train.batch_size} is not divisible by train.accumulate {self.train.accumulate}"
             )
+        if self.train.micro_rows and self.train.accumulate > 1:
+            raise ValueError(
+                f"train.micro_rows is {self.train.micro_rows} and train.accumulate {self.train.accumulate}, which "
+                f"both say how many passes a step takes; set train.micro_rows=0 or train.accumulate=1"
+            )
+        if self.train.precision in UNTRAINABLE:
+            raise ValueError(
+                f"train.precision is {self.train.precision!r}, which does not train: "
+                f"{UNTRAINABLE[self.train.precision]}; give 'bf16-mixed' or '32-true'"
+            )
         if self.train.precision not in PRECISIONS:
             raise ValueError(f"train.precision is {self.train.precision!r}; accepted: {', '.join(PRECISIONS)}")
         if self.train.threads < 0:
             raise ValueError(f"train.threads is {self.train.threads}; give 0 for PyTorch's own choice, or a count")
-        for name in ("loss_chunk", "prefetch", "peak_flops"):
+        for name in ("micro_rows", "loss_chunk", "prefetch", "peak_flops"):
             if getattr(self.train, name) < 0:
                 raise ValueError(f"train.{name} is {getattr(self.train, name)}; it must not be negative")
         self.train.parallel.validate()
@@ -264,6 +288,8 @@ class RunConfig:
     @classmethod
     def load(cls, path: Path) -> "RunConfig":
         """What ``save`` wrote.
+
+        Settings that the file does not have, of an earlier version, are at their defaults.
 
         Raises:
             ValueError: for a setting that does not exist, naming the nearest.

@@ -3,6 +3,7 @@
 The model knows one device; ``parallelize.py`` says how it is spread over more, and nothing here depends on that.
 """
 
+import logging
 import math
 import time
 from collections.abc import Callable
@@ -22,7 +23,7 @@ from diff_transformer.train.metrics import MetricsLog
 from diff_transformer.train.mfu import utilisation
 from diff_transformer.train.model_folder import save_model
 from diff_transformer.train.objective import Objective
-from diff_transformer.train.optim import learning_rate, make_optimizer
+from diff_transformer.train.optim import learning_rate, make_optimizer, schedule_warning
 from diff_transformer.train.parallelize import compile_layers, make_fabric, share_of
 from diff_transformer.train.prefetch import prefetched
 from diff_transformer.train.run_folder import check_run_folder
@@ -33,6 +34,8 @@ from diff_transformer.train.step import Outcome, Stepper, make_rows
 from diff_transformer.train.telemetry import by_source, telemetry
 
 __all__ = ["Interrupted", "Trained", "train"]
+
+logger = logging.getLogger("diff_transformer")
 
 
 @dataclass(frozen=True)
@@ -81,6 +84,9 @@ def train(
     check_run_folder(folder, resume=resume)
     check_model(config)
     fabric = make_fabric(config)
+    short = schedule_warning(config.train.steps, config.optim)
+    if short and fabric.is_global_zero:
+        logger.warning(short)
     materials = materials or load_materials(config)
     run = Run(fabric, config, folder, materials)  # what does not fit together shows before anything is written
     with ExitStack() as held:

@@ -18,6 +18,7 @@ from diff_transformer.data.packing import PackedCorpus
 from diff_transformer.data.recall import RecallSource
 from diff_transformer.data.tokenizer import load_tokenizer, tokenizer_of, train_tokenizer
 from diff_transformer.train.config import DataConfig, RunConfig, checked_model
+from diff_transformer.train.draws import Start
 from diff_transformer.train.initial import load_initial_model, vocabulary_size
 from diff_transformer.train.text import Text, load_text
 
@@ -167,7 +168,8 @@ def build_model(config: RunConfig, tokenizer):
     """The model of a run, initialised from ``train.seed``, or ``train.initial_model`` where there is one.
 
     Every parameter that a DIFF Transformer (or a relative) shares with its matched Transformer, by name and shape,
-    starts with the same values in both: they are drawn, in the baseline's order, before all others.
+    starts with the same values in both: they are drawn, in the baseline's order, before all others. Only one of the two
+    is in memory at a time.
     """
     from diff_transformer.model.config import DiffTransformerConfig, matched_baseline
     from diff_transformer.model.modeling import DiffTransformerForCausalLM
@@ -179,11 +181,9 @@ def build_model(config: RunConfig, tokenizer):
     if initial is not None:
         return initial
     torch.manual_seed(config.train.seed)
-    baseline = DiffTransformerForCausalLM(matched_baseline(settings))
     if settings.attention == "softmax":
-        return baseline
+        return DiffTransformerForCausalLM(matched_baseline(settings))
+    start = Start(lambda: DiffTransformerForCausalLM(matched_baseline(settings)))
     model = DiffTransformerForCausalLM(settings)
-    own = model.state_dict()
-    shared = {name: value for name, value in baseline.state_dict().items() if own[name].shape == value.shape}
-    model.load_state_dict(shared, strict=False)
+    start.give(model)
     return model

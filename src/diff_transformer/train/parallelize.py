@@ -30,7 +30,7 @@ from diff_transformer.train.config import ParallelConfig, RunConfig
 from diff_transformer.train.launch import torchrun_options
 from diff_transformer.train.objective import Objective
 
-SHARDED_PRECISIONS = ("32-true", "bf16-mixed", "bf16-true")
+SHARDED_PRECISIONS = ("32-true", "bf16-mixed")
 
 
 @dataclass(frozen=True)

@@ -79,7 +79,7 @@ def open_run_folder(folder: Path, config: RunConfig, *, resume: bool) -> RunLock
     """Make ``folder`` the home of a run of ``config``, or check that it already is and may go on; lock it.
 
     In a resumed run may differ: how often it logs, validates and saves, what is measured afterwards, over how many
-    processes and in how many pieces a step is spread, and how it is computed but for rounding. Nothing else may.
+    processes and in how many passes a step is spread, and how it is computed but for rounding. Nothing else may.
     ``config.json`` has the settings with which the run went on last; that of a finished run stays as it is.
 
     Returns:

@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
+from lightning.fabric.strategies import ModelParallelStrategy
 from torch import Tensor, nn
 
 from diff_transformer.train.config import RunConfig
@@ -15,7 +16,7 @@ from diff_transformer.train.parallelize import Share, reshard, share_of
 from diff_transformer.train.telemetry import full, gradient_norms
 from diff_transformer.train.weighting import count_by_source, predicted, token_weights
 
-VALIDATION_ROWS = 16  # in a forward pass
+VALIDATION_ROWS = 16  # most in a forward pass
 
 
 class Rows(NamedTuple):
@@ -58,6 +59,7 @@ class Stepper:
     def __init__(self, fabric, model, optimizer, plain: nn.Module, config: RunConfig, end: int):
         self.fabric, self.model, self.optimizer, self.plain = fabric, model, optimizer, plain
         self.config, self.end, self.share = config, end, share_of(fabric)
+        self.sharded = isinstance(fabric.strategy, ModelParallelStrategy)  # whole gradients would not fit: none wait
 
     def step(self, rows: Rows, rate: float, stop: Callable[[], bool], *, by_part: bool = False) -> Outcome:
         """One update at learning rate ``rate``. ``stop``: whether this process was asked to stop."""
@@ -65,17 +67,18 @@ class Stepper:
         self.model.train()
         for group in self.optimizer.param_groups:
             group["lr"] = rate
-        pieces, shares = config.train.accumulate, list(mixture_shares(config).values())
+        shares, micro_rows = list(mixture_shares(config).values()), config.train.rows_of_a_pass(self.share.size)
         ids, labels, source = fabric.to_device(rows)
         counts = self._add_up(count_by_source(labels, source, len(shares)))
         weights = token_weights(labels, source, counts, shares, config.data.loss)
         total, nats = torch.zeros((), device=fabric.device), torch.zeros_like(counts)
-        for i, part in enumerate(zip(*(tensor.chunk(pieces) for tensor in (ids, labels, weights)), strict=True)):
-            with fabric.no_backward_sync(self.model, enabled=i < pieces - 1):
+        parts = list(zip(*(tensor.split(micro_rows) for tensor in (ids, labels, weights, source)), strict=True))
+        for i, (*part, of_part) in enumerate(parts):
+            with fabric.no_backward_sync(self.model, enabled=i < len(parts) - 1 and not self.sharded):
                 loss, of_rows = self._forward(*part)
                 fabric.backward(loss * self.share.size)  # DDP and FSDP2 average over processes; ours is a sum
             total += loss.detach()
-            nats.index_add_(0, source.chunk(pieces)[i], of_rows.to(nats))
+            nats.index_add_(0, of_part, of_rows.to(nats))
         limit = config.optim.grad_clip or float("inf")
         norm = fabric.clip_gradients(self.model, self.optimizer, max_norm=limit, error_if_nonfinite=False)
         norms = gradient_norms(self.plain, norm) if by_part else {}
@@ -97,7 +100,8 @@ class Stepper:
         weights = predicted(labels).float()
         weights[max(0, len(held_out) - self.share.rank * len(ids)) :] = 0
         total = torch.zeros(2, dtype=torch.float64)  # nats, tokens
-        for part in zip(*(tensor.split(VALIDATION_ROWS) for tensor in (ids, labels, weights)), strict=True):
+        micro_rows = min(VALIDATION_ROWS, self.config.train.micro_rows or VALIDATION_ROWS)
+        for part in zip(*(tensor.split(micro_rows) for tensor in (ids, labels, weights)), strict=True):
             nats, _ = self._forward(*self.fabric.to_device(part))
             total += torch.tensor([nats.item(), part[-1].sum().item()])
         reshard(self.model)
