@@ -11,6 +11,7 @@ from diff_transformer.model.config import DiffTransformerConfig, matched_baselin
 from diff_transformer.model.modeling import DiffTransformerForCausalLM
 from diff_transformer.recipes import recipe
 from diff_transformer.train.config import override
+from diff_transformer.train.draws import Start
 from diff_transformer.train.materials import build_model
 
 TOKENIZER = SimpleNamespace(pad_token_id=None, bos_token_id=None, eos_token_id=0)
@@ -73,3 +74,23 @@ def test_building_holds_little_more_than_the_model():
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     assert float(done.stdout) < 1.4  # both models at once: 2.0
+
+
+def test_a_draw_that_was_changed_or_whose_memory_went_on_is_no_start():
+    def model():
+        made = torch.nn.Module()
+        made.drawn = torch.nn.Parameter(torch.empty(64).normal_())
+        made.scaled = torch.nn.Parameter(torch.empty(64).normal_())
+        made.scaled.data.mul_(3)
+        torch.empty(64).normal_()  # freed: the next tensor may get its memory
+        made.ones = torch.nn.Parameter(torch.ones(64))
+        return made
+
+    torch.manual_seed(0)
+    expected = {name: value.detach().clone() for name, value in model().named_parameters()}
+    torch.manual_seed(0)
+    start = Start(model)
+    other = model()
+    start.give(other)
+    for name, value in other.named_parameters():
+        assert torch.equal(value, expected[name]), name

@@ -10,16 +10,23 @@ _RANDOM = (torch.ops.aten.normal_.default, torch.ops.aten.uniform_.default)
 
 
 class _Notes(TorchDispatchMode):
-    """Of each tensor's last draw: the generator's state before it, the operation and its arguments."""
+    """Of each tensor that holds a draw as it was made: the generator's state before it, the operation, its arguments.
+
+    A note ends when its memory is written to otherwise, or given to another tensor.
+    """
 
     def __init__(self):
         super().__init__()
         self.last: dict[int, tuple[Tensor, Any, tuple, dict]] = {}
 
     def __torch_dispatch__(self, func, types, args: tuple[Any, ...] = (), kwargs=None):
-        if func in _RANDOM:
+        drawn = func in _RANDOM
+        if drawn:
             self.last[args[0].data_ptr()] = torch.get_rng_state(), func, args[1:], kwargs or {}
-        return func(*args, **(kwargs or {}))
+        result = func(*args, **(kwargs or {}))
+        if isinstance(result, Tensor) and not drawn and not func.is_view:
+            self.last.pop(result.data_ptr(), None)
+        return result
 
 
 class Start:
