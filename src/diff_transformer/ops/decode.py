@@ -6,7 +6,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from diff_transformer.ops import triton
+from diff_transformer.ops import transforms, triton
 from diff_transformer.ops.arguments import check
 from diff_transformer.ops.diff_attention import _autocast, diff_attention
 
@@ -101,6 +101,9 @@ def _why_not_kernel(q1, q2, k1, k2, v, lam, attn_mask, window) -> str | None:
         return reason
     if torch.is_grad_enabled() and any(x.requires_grad for x in (q1, q2, k1, k2, v, lam)):
         return "gradients are needed"
+    transform = transforms.active()
+    if transform is not None:
+        return f"it does not follow {transform}"
     from diff_transformer.ops.triton.decode import fits
 
     return fits(q1, q2, k1, k2, v, attn_mask, True, window)

@@ -6,7 +6,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from diff_transformer.ops import blockwise, flash, flex, reference, sdpa, triton
+from diff_transformer.ops import blockwise, flash, flex, reference, sdpa, transforms, triton
 from diff_transformer.ops.arguments import Arguments, check
 from diff_transformer.ops.reference import DiffMaps
 
@@ -18,6 +18,8 @@ BACKENDS = {
     "flash": flash,
     "triton": triton,
 }
+
+IN_PLAIN_PYTORCH = ("reference", "sdpa")  # what PyTorch's transforms follow, as far as its own operators do
 
 log = logging.getLogger("diff_transformer")
 
@@ -63,7 +65,8 @@ def diff_attention(
 
     Raises:
         TypeError: an argument of a wrong type or dtype. ValueError: shapes, head counts, devices or names that do not
-        fit. RuntimeError: the named backend cannot work here. NotImplementedError: it cannot give a needed gradient.
+        fit. RuntimeError: the named backend cannot work here. NotImplementedError: it cannot give a needed gradient, or
+        does not follow forward-mode AD or a transform of torch.func (vmap, jvp, ...); "auto" then is "reference".
     """
     q1, q2, k1, k2, v = _autocast(q1, q2, k1, k2, v)
     arguments = check(q1, q2, k1, k2, v, lam, attn_mask, is_causal, window, scale)
@@ -120,6 +123,7 @@ def resolve(backend: str, tensors: tuple[Tensor, ...], arguments: Arguments, mas
 
     Raises:
         ValueError: an unknown name. RuntimeError: the named backend cannot work here or not on these arguments.
+        NotImplementedError: it does not follow the transform that the call is made in.
     """
     device, dtype = tensors[0].device, tensors[0].dtype
     if backend == "auto":
@@ -133,6 +137,11 @@ def resolve(backend: str, tensors: tuple[Tensor, ...], arguments: Arguments, mas
     if reason is not None:
         here = ", ".join(available_backends(device, dtype))
         raise RuntimeError(f"backend={backend!r} is not available: {reason}; available here: {here}")
+    transform = transforms.active()
+    if transform is not None and backend not in IN_PLAIN_PYTORCH:
+        raise NotImplementedError(
+            f"backend={backend!r} does not follow {transform}; give backend='reference' or 'auto', which is that here"
+        )
     return backend
 
 
@@ -140,6 +149,9 @@ def choose(tensors: tuple[Tensor, ...], arguments: Arguments, mask_gradient: boo
     """What "auto" means: (the fastest backend here that computes all that is asked for, why not a faster one)."""
     if mask_gradient:
         return "reference", "attn_mask requires grad"
+    transform = transforms.active()
+    if transform is not None:
+        return "reference", f"inside {transform}"
     if tensors[0].device.type == "cpu":
         return "blockwise", ""
     reason = why_not("triton", tensors, arguments)
