@@ -77,6 +77,7 @@ BAD = {
     "window not causal": (changed(window=4), ValueError, "window=4 without is_causal=True"),
     "scale text": (changed(scale="1"), TypeError, "scale is a str; give a number"),
     "scale nan": (changed(scale=float("nan")), ValueError, "scale is nan; give a finite number"),
+    "scale inf": (changed(scale=-float("inf")), ValueError, "scale is -inf; give a finite number"),
     "unknown backend": (
         changed(backend="magic"),
         ValueError,

@@ -138,7 +138,7 @@ def check(q1, q2, k1, k2, v, lam, attn_mask, is_causal, window, scale) -> Argume
         check_tensors(q1, q2, k1, k2, v)
     if scale is not None and (isinstance(scale, bool) or not isinstance(scale, int | float)):
         raise TypeError(f"scale is a {type(scale).__name__}; give a number or None")
-    if scale is not None and not math.isfinite(scale):
+    if scale is not None and not -math.inf < scale < math.inf:  # torch.compile cannot trace math.isfinite
         raise ValueError(f"scale is {scale}; give a finite number, or None for D ** -0.5")
     if window is not None:
         if isinstance(window, bool) or not isinstance(window, int):
