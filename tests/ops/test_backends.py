@@ -227,6 +227,18 @@ def test_lam_is_not_rounded_to_bf16(backend):
     torch.testing.assert_close(out * 2**12, softmax_attention, rtol=0.02, atol=1e-3)
 
 
+@pytest.mark.parametrize("backend", ["reference", "blockwise", "blockwise in PyTorch", "sdpa"], indirect=True)
+@pytest.mark.parametrize("mask_dtype", [torch.float32, torch.float64], ids=str)
+def test_additive_masks_are_not_rounded_to_bf16(backend, mask_dtype):
+    """A constant added to all scores of a row changes nothing, but leaves a mask in bf16 steps of 1."""
+    x, bias = make_inputs(H=4, G=2, T=150, dtype=torch.bfloat16), distance_bias(4, 150)
+    options = {"attn_mask": bias, "is_causal": True}
+    exact, by_eager = in_fp64(x, options), run(eager, x, options)
+    shifted = {"attn_mask": bias.to(mask_dtype) + 200.3, "is_causal": True}
+    for name, value in run(backend_of(backend), x, shifted).items():
+        assert_within_budget(value, exact[name], by_eager[name], what=name)
+
+
 @pytest.mark.parametrize(
     ("backend", "mean"),
     [("reference", True), ("blockwise", False), ("blockwise in PyTorch", True), ("sdpa", True)],
