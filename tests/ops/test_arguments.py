@@ -52,6 +52,8 @@ BAD = {
         r"lam has shape \[3\]; give a float, a scalar, \[4\]",
     ),
     "lam [B, H]": (changed(lam=torch.rand(2, 4)), ValueError, r"lam has shape \[2, 4\].*broadcast to \[2, 4, 6, 1\]"),
+    "lam [H, T]": (changed(lam=torch.rand(4, 6)), ValueError, r"lam has shape \[4, 6\]; .* \[4\] \(one per head\)"),
+    "lam of five dimensions": (changed(lam=torch.rand(1, 2, 4, 6, 1)), ValueError, r"lam has shape \[1, 2, 4, 6, 1\]"),
     "lam per key": (changed(lam=torch.rand(2, 4, 1, 8)), ValueError, r"lam has shape \[2, 4, 1, 8\]"),
     "lam elsewhere": (changed(lam=torch.rand(4, device="meta")), ValueError, "q1 is on cpu and lam on meta"),
     "mask of no tensor": (changed(attn_mask=[[True]]), TypeError, "attn_mask is a list"),
@@ -109,8 +111,8 @@ def test_maps_refuse_the_same(name):
 
 @pytest.mark.parametrize(
     "lam",
-    [0.3, 1, torch.tensor(0.3), torch.rand(1), torch.rand(4), torch.rand(2, 1, 6, 1)],
-    ids=["float", "int", "scalar", "[1]", "[H]", "[B, 1, T, 1]"],
+    [0.3, 1, torch.tensor(0.3), torch.rand(1), torch.rand(4), torch.rand(4, 1, 1), torch.rand(2, 1, 6, 1)],
+    ids=["float", "int", "scalar", "[1]", "[H]", "[H, 1, 1]", "[B, 1, T, 1]"],
 )
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
 def test_accepted_lam(lam, dtype):

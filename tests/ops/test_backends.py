@@ -84,6 +84,8 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "strided, grouped keys": ({"T": 150, "H": 4, "G": 2, "strided": True}, {"is_causal": True}),
     "lam scalar": ({"lam_shape": ()}, {}),
     "lam per head": ({"lam_shape": (4,)}, {}),
+    "lam [H, 1, 1]": ({"lam_shape": (4, 1, 1)}, {}),
+    "lam [T, 1]": ({"H": 4, "G": 2, "lam_shape": (63, 1)}, {}),
     "lam per batch": ({"lam_shape": (2, 1, 1, 1)}, {}),
     "lam per query": ({"lam_shape": (1, 1, 63, 1)}, {}),
 }

@@ -68,6 +68,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "strided": ({"T": 31, "strided": True}, {"is_causal": True}),
     "lam scalar": ({"T": 31, "lam_shape": ()}, {}),
     "lam per head": ({"T": 31, "lam_shape": (4,)}, {}),
+    "lam [H, 1, 1]": ({"T": 31, "lam_shape": (4, 1, 1)}, {}),
     "lam per batch": ({"T": 31, "lam_shape": (2, 1, 1, 1)}, {}),
 }
 

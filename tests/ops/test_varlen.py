@@ -66,7 +66,7 @@ def test_equals_each_document_by_itself(backend, options):
     compare(x, attend(x, backend, **options), *document_by_document(x, **options))
 
 
-@pytest.mark.parametrize("lam_shape", [(), (4,)], ids=str)
+@pytest.mark.parametrize("lam_shape", [(), (4,), (4, 1)], ids=str)
 @pytest.mark.parametrize("backend", ["blockwise", "sdpa"])
 def test_lam_of_other_shapes(backend, lam_shape):
     x = packed(lam_shape=lam_shape)

@@ -103,12 +103,18 @@ def lam_for_every_row(lam: float | Tensor, q1: Tensor) -> Tensor:
     lam = lam.to(device=q1.device, dtype=dtype)
     if lam.dim() == 1 and lam.shape[0] in (1, H):
         return lam[None, :, None, None].expand(B, H, T, 1)
-    if lam.dim() in (0, 4) and all(n in (1, size) for n, size in zip(lam.shape, (B, H, T, 1), strict=False)):
+    if lam.dim() != 1 and broadcasts(lam, (B, H, T, 1)):
         return lam.expand(B, H, T, 1)
     raise ValueError(
         f"lam has shape {given}; give a float, a scalar, [{H}] (one per head) "
-        f"or four dimensions that broadcast to [{B}, {H}, {T}, 1]"
+        f"or dimensions that broadcast to [{B}, {H}, {T}, 1]"
     )
+
+
+def broadcasts(x: Tensor, full: tuple[int, ...]) -> bool:
+    """Whether x is one that broadcasting, from the right, makes ``full``."""
+    sizes = zip(reversed(x.shape), reversed(full), strict=False)
+    return x.dim() <= len(full) and all(n in (1, size) for n, size in sizes)
 
 
 def four_dimensional_mask(attn_mask: Tensor | None, q1: Tensor, S: int) -> Tensor | None:
@@ -124,10 +130,7 @@ def four_dimensional_mask(attn_mask: Tensor | None, q1: Tensor, S: int) -> Tenso
         )
     if attn_mask.device != q1.device:
         raise ValueError(f"q1 is on {q1.device} and attn_mask on {attn_mask.device}; move them to one device")
-    fits = attn_mask.dim() <= 4 and all(
-        n in (1, size) for n, size in zip(reversed(attn_mask.shape), reversed(full), strict=False)
-    )
-    if not fits:
+    if not broadcasts(attn_mask, full):
         raise ValueError(f"attn_mask has shape {list(attn_mask.shape)}, which does not broadcast to {list(full)}")
     return attn_mask[(None,) * (4 - attn_mask.dim())]
 

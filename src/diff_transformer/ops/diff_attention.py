@@ -48,7 +48,8 @@ def diff_attention(
         q2: queries of the noise map, [B, Hn, T, D]. Hn divides H; signal head j uses noise head j // (H // Hn).
         k1, k2: keys, [B, G, S, D]; k2 may be k1. G divides Hn; head j of n uses key/value head j // (n // G).
         v: values, [B, G, S, Dv]; Dv may differ from D (the paper has Dv = 2 D).
-        lam: a float, or a tensor that is scalar, [H] or broadcastable to [B, H, T, 1]; computed with in fp32 (fp64).
+        lam: a float, or a tensor that is scalar, [H] or broadcastable to [B, H, T, 1], as [H, 1, 1] is; computed with
+            in fp32 (fp64).
         attn_mask: bool (True = attend) or floating (added to the scaled scores), broadcastable to [B, H, T, S], the
             same for both maps. Only "reference" computes a gradient of it; "auto" then chooses that. Hide with -inf:
             in a row that huge finite values hide wholly, gradients of "triton" and "sdpa" are wrong from about -1e6 on,

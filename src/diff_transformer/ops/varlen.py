@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from diff_transformer.ops import triton
-from diff_transformer.ops.arguments import Arguments, check
+from diff_transformer.ops.arguments import Arguments, broadcasts, check
 from diff_transformer.ops.diff_attention import BACKENDS, _autocast, refuse_missing_gradients, resolve
 
 # cu_seqlens on a GPU whose content was asserted there: (version, total, max_seqlen), so that layers do not repeat it.
@@ -96,12 +96,12 @@ def _lam_as_batch(lam: float | Tensor, q1: Tensor) -> float | Tensor:
     if not isinstance(lam, Tensor) or lam.dim() < 2:
         return lam
     total, H, _ = q1.shape
-    if lam.dim() != 3 or any(n not in (1, size) for n, size in zip(lam.shape, (total, H, 1), strict=True)):
+    if not broadcasts(lam, (total, H, 1)):
         raise ValueError(
             f"lam has shape {list(lam.shape)}; give a float, a scalar, [{H}] (one per head) "
-            f"or three dimensions that broadcast to [{total}, {H}, 1]"
+            f"or dimensions that broadcast to [{total}, {H}, 1]"
         )
-    return _as_batch(lam)
+    return _as_batch(lam if lam.dim() == 3 else lam[None])
 
 
 def _one_by_one(backend: str, tensors, arguments: Arguments, ends_q: list[int], ends_k: list[int]) -> Tensor:
