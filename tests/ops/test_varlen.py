@@ -35,6 +35,7 @@ def document_by_document(x, ends_q=ENDS_Q, ends_k=ENDS_K, **options):
     for (a, b), (c, d) in zip(pairwise(ends_q), pairwise(ends_k), strict=True):
         q1, q2, lam = (y[a:b].transpose(0, 1)[None] if y.dim() == 3 else y for y in (x.q1, x.q2, x.lam))
         k1, k2, v = (y[c:d].transpose(0, 1)[None] for y in (x.k1, x.k2, x.v))
+        lam = lam[..., None] if lam.dim() == 2 else lam  # [H, 1]: one per head
         if b > a and d > c:
             outs.append(diff_attention(q1, q2, k1, k2, v, lam, backend="reference", **options)[0].transpose(0, 1))
         else:

@@ -20,7 +20,10 @@ class Arguments(NamedTuple):
 
 
 def fit_together(q1: Tensor, q2: Tensor, k1: Tensor, k2: Tensor, v: Tensor) -> bool:
-    """Whether ``check_tensors`` would find nothing wrong with them: the same questions in as few steps as can be."""
+    """Whether ``check_tensors`` would find nothing wrong with them: the same questions in as few steps as can be.
+
+    Of empty tensors it says no, and leaves them to ``check_tensors``.
+    """
     try:
         (B, H, T, D), (_, Hn, _, _), (_, G, S, _), Dv = q1.shape, q2.shape, k1.shape, v.shape[3]
         return (
@@ -47,8 +50,8 @@ def check_tensors(q1: Tensor, q2: Tensor, k1: Tensor, k2: Tensor, v: Tensor | No
             raise ValueError(
                 f"{name} has {x.dim()} dimensions (shape {list(x.shape)}); give [batch, heads, length, width]"
             )
-        if 0 in x.shape:
-            raise ValueError(f"{name} has shape {list(x.shape)}, with a size of 0; every size must be at least 1")
+        if 0 in (x.shape[1], x.shape[3]):
+            raise ValueError(f"{name} has shape {list(x.shape)}; give at least 1 head of width 1 or more")
     for name, x in named.items():
         if x.dtype not in DTYPES:
             raise TypeError(f"{name} has dtype {x.dtype}; give float32, bfloat16, float16 or float64")

@@ -9,6 +9,7 @@ from torch import Tensor
 from diff_transformer.ops import transforms, triton
 from diff_transformer.ops.arguments import check
 from diff_transformer.ops.diff_attention import _autocast, diff_attention
+from diff_transformer.ops.empty import is_empty
 
 log = logging.getLogger("diff_transformer")
 
@@ -52,7 +53,8 @@ def diff_attention_decode(
     q1, q2, k1, k2, v = _autocast(q1, q2, k1, k2, v)
     arguments = check(q1, q2, k1, k2, v, lam, attn_mask, True, window, scale)
     _check_lengths(lengths, q1)
-    if backend == "triton" or (backend == "auto" and q1.device.type == "cuda"):
+    empty = is_empty(q1, k1)
+    if not empty and (backend == "triton" or (backend == "auto" and q1.device.type == "cuda")):
         reason = _why_not_kernel(q1, q2, k1, k2, v, arguments.lam, arguments.attn_mask, window)
         if backend == "auto" and not torch.compiler.is_compiling():
             _announce(q1.device.type, q1.dtype, reason)
@@ -60,7 +62,7 @@ def diff_attention_decode(
             from diff_transformer.ops.triton.decode import attend_decode
 
             return attend_decode(q1, q2, k1, k2, v, *arguments, lengths=lengths)
-    if lengths is None:
+    if lengths is None or empty:
         return diff_attention(
             q1, q2, k1, k2, v, lam, attn_mask=attn_mask, is_causal=True, window=window, scale=scale, backend=backend
         )

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from diff_transformer.ops import blockwise, flash, flex, reference, sdpa, transforms, triton
 from diff_transformer.ops.arguments import Arguments, check
+from diff_transformer.ops.empty import is_empty, zeros
 from diff_transformer.ops.reference import DiffMaps
 
 BACKENDS = {
@@ -61,8 +62,8 @@ def diff_attention(
         backend: "auto" or one of ``available_backends``. A named backend never falls back to another.
 
     Returns:
-        [B, H, T, Dv] in the dtype of v. A row that may attend to nothing is 0, and so are its gradients. Under autocast
-        q, k and v are cast to the autocast dtype first, as SDPA does; lam is not.
+        [B, H, T, Dv] in the dtype of v. A row that may attend to nothing is 0, and so are its gradients; B, T and S
+        may be 0. Under autocast q, k and v are cast to the autocast dtype first, as SDPA does; lam is not.
 
     Raises:
         TypeError: an argument of a wrong type or dtype. ValueError: shapes, head counts, devices or names that do not
@@ -79,6 +80,9 @@ def diff_attention(
             "give backend='reference' or 'auto', or detach the mask"
         )
     refuse_missing_gradients(backend, (q1, q2, k1, k2, v), arguments.lam)
+    if is_empty(q1, k1):
+        mask = () if arguments.attn_mask is None or not mask_gradient else (arguments.attn_mask,)
+        return zeros((*q1.shape[:3], v.shape[3]), v.dtype, q1, q2, k1, k2, v, arguments.lam, *mask)
     if not torch.is_autocast_enabled(q1.device.type):
         return BACKENDS[backend].attend(q1, q2, k1, k2, v, *arguments)
     with torch.autocast(q1.device.type, enabled=False):
@@ -104,6 +108,9 @@ def diff_attention_maps(
     """
     q1, q2, k1, k2 = _autocast(q1, q2, k1, k2)
     arguments = check(q1, q2, k1, k2, None, lam, attn_mask, is_causal, window, scale)
+    if is_empty(q1, k1):
+        nothing = zeros((*q1.shape[:3], k1.shape[2]), arguments.lam.dtype, q1, q2, k1, k2, arguments.lam)
+        return DiffMaps(nothing, nothing, nothing)
     with torch.autocast(q1.device.type, enabled=False):
         return reference.maps(q1, q2, k1, k2, *arguments)
 

@@ -142,7 +142,7 @@ class Chunk:
         return p1.view(c, -1, n), p2.view(c, -1, n)
 
     def hide(self, scores: Tensor, block: Block) -> None:
-        """Put -inf in place where its position or a boolean mask hides a key from a query; scores [b, g, heads, R, n]."""
+        """Put -inf where its position or a boolean mask hides a key from a query; scores [b, g, heads, R, n]."""
         start, stop, first, last = block
         R, n = stop - start, last - first
         if self.problem.is_causal:

@@ -39,6 +39,8 @@ def takes(q: Tensor, k: Tensor, v: Tensor) -> bool:
         return False
     if not (type(q) is type(k) is type(v) is Tensor and q.dtype == k.dtype == v.dtype):
         return False
+    if not (q.numel() and k.numel()):
+        return False
     if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
         return False
     dense = q.stride(3) == k.stride(3) == v.stride(3) == 1

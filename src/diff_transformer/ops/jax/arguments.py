@@ -52,8 +52,8 @@ def _check_shapes(arrays: dict[str, Array]) -> None:
             raise ValueError(
                 f"{name} has {x.ndim} dimensions (shape {list(x.shape)}); give [batch, heads, length, width]"
             )
-        if 0 in x.shape:
-            raise ValueError(f"{name} has shape {list(x.shape)}, with a size of 0; every size must be at least 1")
+        if 0 in (x.shape[1], x.shape[3]):
+            raise ValueError(f"{name} has shape {list(x.shape)}; give at least 1 head of width 1 or more")
     for name, x in arrays.items():
         if x.dtype.name not in DTYPES:
             raise TypeError(f"{name} has dtype {x.dtype}; give {', '.join(DTYPES[:-1])} or {DTYPES[-1]}")
