@@ -72,7 +72,13 @@ def diff_attention(
     """
     q1, q2, k1, k2, v = _autocast(q1, q2, k1, k2, v)
     arguments = check(q1, q2, k1, k2, v, lam, attn_mask, is_causal, window, scale)
-    mask_gradient = attn_mask is not None and attn_mask.requires_grad and torch.is_grad_enabled()
+    return compute(choose_for(q1, q2, k1, k2, v, arguments, backend), q1, q2, k1, k2, v, arguments)
+
+
+def choose_for(q1, q2, k1, k2, v, arguments: Arguments, backend: str) -> str:
+    """The name of the backend that computes a checked call, with all gradients that it needs."""
+    mask = arguments.attn_mask
+    mask_gradient = mask is not None and mask.requires_grad and torch.is_grad_enabled()
     backend = resolve(backend, (q1, q2, k1, k2, v), arguments, mask_gradient)
     if mask_gradient and backend != "reference":
         raise NotImplementedError(
@@ -80,8 +86,13 @@ def diff_attention(
             "give backend='reference' or 'auto', or detach the mask"
         )
     refuse_missing_gradients(backend, (q1, q2, k1, k2, v), arguments.lam)
+    return backend
+
+
+def compute(backend: str, q1, q2, k1, k2, v, arguments: Arguments) -> Tensor:
+    """[B, H, T, Dv] by the backend of that name; tensors and arguments went through ``_autocast`` and ``check``."""
     if is_empty(q1, k1):
-        mask = () if arguments.attn_mask is None or not mask_gradient else (arguments.attn_mask,)
+        mask = () if arguments.attn_mask is None else (arguments.attn_mask,)
         return zeros((*q1.shape[:3], v.shape[3]), v.dtype, q1, q2, k1, k2, v, arguments.lam, *mask)
     if not torch.is_autocast_enabled(q1.device.type):
         return BACKENDS[backend].attend(q1, q2, k1, k2, v, *arguments)
