@@ -79,6 +79,27 @@ def test_padding_joins_a_bool_and_an_additive_mask():
     torch.testing.assert_close(layer(x, attention_mask=additive, key_padding_mask=keep)[0], expected)
 
 
+@pytest.mark.parametrize("variant", ["diff", "diff_v2", "grouped_diff", "dint"])
+@pytest.mark.parametrize(("batch", "queries"), [(0, 5), (0, 30), (2, 0)])
+def test_nothing_in_gives_nothing_out(variant, batch, queries):
+    layer = DiffAttention(64, 4 if variant == "diff_v2" else 8, attention=variant, is_causal=True, rope_theta=1e4)
+    x = torch.zeros(batch, queries, 64, requires_grad=True)
+    out, maps = layer(x, output_attentions=True)
+    assert out.shape == (batch, queries, 64)
+    assert maps.shape[::2] == (batch, queries)
+    out.sum().backward()
+    assert all(p.grad is not None and not p.grad.any() for p in layer.parameters())
+    with torch.no_grad():
+        assert layer(x)[0].shape == (batch, queries, 64)
+
+
+def test_an_empty_context_gives_zero():
+    layer = DiffAttention(32, 4, context_size=16)
+    for queries in (3, 30):
+        with torch.no_grad():
+            assert not layer(torch.randn(2, queries, 32), torch.empty(2, 0, 16))[0].any()
+
+
 def test_maps_on_request():
     torch.manual_seed(0)
     layer = DiffAttention(32, 4, is_causal=True)

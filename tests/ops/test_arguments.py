@@ -18,8 +18,10 @@ BAD = {
     "not a tensor": (changed(k1=[1.0]), TypeError, "k1 is a list; give a tensor"),
     "rank 3": (changed(q2=X.q2[0]), ValueError, r"q2 has 3 dimensions \(shape \[4, 6, 3\]\); give \[batch, heads"),
     "rank 5": (changed(v=X.v[None]), ValueError, "v has 5 dimensions"),
-    "no keys": (changed(k1=X.k1[:, :, :0]), ValueError, r"k1 has shape \[2, 2, 0, 3\], with a size of 0"),
-    "no queries": (changed(q1=X.q1[:, :, :0], q2=X.q2[:, :, :0]), ValueError, "q1 has shape .* with a size of 0"),
+    "no keys for some": (changed(k1=X.k1[:, :, :0]), ValueError, "k1 has 0 keys and k2 has 8"),
+    "no queries for one map": (changed(q1=X.q1[:, :, :0]), ValueError, "q1 has 0 queries and q2 has 6"),
+    "no heads": (changed(q2=X.q2[:, :0]), ValueError, r"q2 has shape \[2, 0, 6, 3\]; give at least 1 head of width 1"),
+    "no width": (changed(k2=X.k2[..., :0]), ValueError, r"k2 has shape \[2, 2, 8, 0\]; give at least 1 head of width"),
     "integers": (changed(q1=X.q1.long()), TypeError, "q1 has dtype torch.int64; give float32, bfloat16"),
     "complex": (changed(q1=X.q1.to(torch.complex64)), TypeError, "q1 has dtype torch.complex64; give float32"),
     "mixed dtypes": (changed(v=X.v.bfloat16()), TypeError, "q1 is torch.float32 and v is torch.bfloat16; cast them"),
@@ -52,6 +54,8 @@ BAD = {
         r"lam has shape \[3\]; give a float, a scalar, \[4\]",
     ),
     "lam [B, H]": (changed(lam=torch.rand(2, 4)), ValueError, r"lam has shape \[2, 4\].*broadcast to \[2, 4, 6, 1\]"),
+    "lam [H, T]": (changed(lam=torch.rand(4, 6)), ValueError, r"lam has shape \[4, 6\]; .* \[4\] \(one per head\)"),
+    "lam of five dimensions": (changed(lam=torch.rand(1, 2, 4, 6, 1)), ValueError, r"lam has shape \[1, 2, 4, 6, 1\]"),
     "lam per key": (changed(lam=torch.rand(2, 4, 1, 8)), ValueError, r"lam has shape \[2, 4, 1, 8\]"),
     "lam elsewhere": (changed(lam=torch.rand(4, device="meta")), ValueError, "q1 is on cpu and lam on meta"),
     "mask of no tensor": (changed(attn_mask=[[True]]), TypeError, "attn_mask is a list"),
@@ -77,6 +81,7 @@ BAD = {
     "window not causal": (changed(window=4), ValueError, "window=4 without is_causal=True"),
     "scale text": (changed(scale="1"), TypeError, "scale is a str; give a number"),
     "scale nan": (changed(scale=float("nan")), ValueError, "scale is nan; give a finite number"),
+    "scale inf": (changed(scale=-float("inf")), ValueError, "scale is -inf; give a finite number"),
     "unknown backend": (
         changed(backend="magic"),
         ValueError,
@@ -108,8 +113,8 @@ def test_maps_refuse_the_same(name):
 
 @pytest.mark.parametrize(
     "lam",
-    [0.3, 1, torch.tensor(0.3), torch.rand(1), torch.rand(4), torch.rand(2, 1, 6, 1)],
-    ids=["float", "int", "scalar", "[1]", "[H]", "[B, 1, T, 1]"],
+    [0.3, 1, torch.tensor(0.3), torch.rand(1), torch.rand(4), torch.rand(4, 1, 1), torch.rand(2, 1, 6, 1)],
+    ids=["float", "int", "scalar", "[1]", "[H]", "[H, 1, 1]", "[B, 1, T, 1]"],
 )
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
 def test_accepted_lam(lam, dtype):

@@ -84,6 +84,8 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "strided, grouped keys": ({"T": 150, "H": 4, "G": 2, "strided": True}, {"is_causal": True}),
     "lam scalar": ({"lam_shape": ()}, {}),
     "lam per head": ({"lam_shape": (4,)}, {}),
+    "lam [H, 1, 1]": ({"lam_shape": (4, 1, 1)}, {}),
+    "lam [T, 1]": ({"H": 4, "G": 2, "lam_shape": (63, 1)}, {}),
     "lam per batch": ({"lam_shape": (2, 1, 1, 1)}, {}),
     "lam per query": ({"lam_shape": (1, 1, 63, 1)}, {}),
 }
@@ -225,6 +227,18 @@ def test_lam_is_not_rounded_to_bf16(backend):
     out = diff_attention(*maps_cancel, torch.tensor(1 - 2**-12), backend=backend)
     softmax_attention = diff_attention(*maps_cancel, 0.0, backend=backend)
     torch.testing.assert_close(out * 2**12, softmax_attention, rtol=0.02, atol=1e-3)
+
+
+@pytest.mark.parametrize("backend", ["reference", "blockwise", "blockwise in PyTorch", "sdpa"], indirect=True)
+@pytest.mark.parametrize("mask_dtype", [torch.float32, torch.float64], ids=str)
+def test_additive_masks_are_not_rounded_to_bf16(backend, mask_dtype):
+    """A constant added to all scores of a row changes nothing, but leaves a mask in bf16 steps of 1."""
+    x, bias = make_inputs(H=4, G=2, T=150, dtype=torch.bfloat16), distance_bias(4, 150)
+    options = {"attn_mask": bias, "is_causal": True}
+    exact, by_eager = in_fp64(x, options), run(eager, x, options)
+    shifted = {"attn_mask": bias.to(mask_dtype) + 200.3, "is_causal": True}
+    for name, value in run(backend_of(backend), x, shifted).items():
+        assert_within_budget(value, exact[name], by_eager[name], what=name)
 
 
 @pytest.mark.parametrize(

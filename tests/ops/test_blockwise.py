@@ -51,6 +51,13 @@ def test_compiles_for_lengths_not_known_beforehand():
         assert torch.equal(compiled(*x), diff_attention(*x, is_causal=True))
 
 
+def test_compiles_for_scales_not_known_beforehand():
+    compiled = torch.compile(lambda *x, scale: diff_attention(*x, scale=scale), fullgraph=True, backend="aot_eager")
+    x = make_inputs(T=5, requires_grad=False)
+    for scale in (0.2, 0.3, 0.4):
+        assert torch.equal(compiled(*x, scale=scale), diff_attention(*x, scale=scale))
+
+
 @pytest.mark.slow
 def test_compiles_with_inductor():
     x = make_inputs(T=63)

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from diff_transformer import diff_attention, diff_attention_decode
-from diff_transformer.ops import decode
+from diff_transformer.ops import decode, flash, flex
 from diff_transformer.testing import assert_within_budget, make_inputs
 
 
@@ -42,6 +42,55 @@ def test_lengths_and_masks():
     assert_within_budget(diff_attention_decode(*x, lengths=torch.tensor(used), attn_mask=mask), exact)
     additive = torch.zeros(mask.shape).masked_fill(~mask, float("-inf"))
     assert_within_budget(diff_attention_decode(*x, lengths=torch.tensor(used), attn_mask=additive), exact)
+
+
+WAYS = ["auto", "reference", "sdpa", "flex"]
+
+
+@pytest.mark.parametrize("used", [[1, 5, 7], [5, 5, 5], [0, 9, 4]], ids=str)
+@pytest.mark.parametrize("garbage", [float("nan"), float("inf")])
+@pytest.mark.parametrize("way", [*WAYS, "each by itself", "compiled"])
+def test_what_is_not_in_use_changes_nothing(monkeypatch, way, garbage, used):
+    if way == "flex" and flex.why_not(torch.device("cpu"), torch.float32) is not None:
+        pytest.skip("no C++ compiler")
+    if way == "each by itself":
+        monkeypatch.setattr(decode, "SMALL", 0)
+    x, lengths = inputs(H=4, G=2, T=1 if way == "flex" else 2), torch.tensor(used)
+    exact = one_by_one(x, used) if min(used) else None
+    mask = torch.ones(3, 1, 1, 9, dtype=torch.bool)
+    clean = diff_attention_decode(*x, lengths=lengths, attn_mask=mask, backend="reference")
+    for b, n in enumerate(used):
+        for cache in (x.k1, x.k2, x.v):
+            cache[b, :, n:] = garbage
+    call = diff_attention_decode
+    if way == "compiled":
+        call = torch.compile(diff_attention_decode, backend="aot_eager", fullgraph=True)
+    backend = way if way in WAYS else "auto"
+    with torch.no_grad():
+        out = call(*x, lengths=lengths, attn_mask=mask, backend=backend)
+        assert_within_budget(out, clean)
+        if exact is not None:
+            assert_within_budget(call(*x, lengths=lengths, backend=backend), exact)
+
+
+def test_a_backend_without_masks_refuses_lengths_that_become_one(monkeypatch):
+    monkeypatch.setattr(flash, "why_not", lambda device, dtype: None)
+    monkeypatch.setattr(decode, "_can_be_read", lambda lengths: False)
+    with pytest.raises(RuntimeError, match="'flash' is not available: flash-attn takes no attn_mask"):
+        diff_attention_decode(*inputs(dtype=torch.bfloat16), lengths=torch.tensor([1, 5, 9]), backend="flash")
+
+
+@pytest.mark.parametrize("backend", ["auto", "reference", "sdpa"])
+def test_gradients_do_not_see_what_is_not_in_use(backend):
+    x, used = inputs(H=4, G=2, requires_grad=True), [2, 5, 9]
+    exact_x, mask = x.to(torch.float64), decode._mask(torch.tensor(used), None, 2, 9, None)
+    exact = torch.autograd.grad(diff_attention(*exact_x, attn_mask=mask, backend="reference").sum(), exact_x)
+    for b, n in enumerate(used):
+        for cache in (x.k1, x.k2, x.v):
+            cache.data[b, :, n:] = float("nan")
+    out = diff_attention_decode(*x, lengths=torch.tensor(used), backend=backend)
+    for name, value, gradient in zip(x._fields, torch.autograd.grad(out.sum(), x), exact, strict=True):
+        assert_within_budget(value, gradient, what=name)
 
 
 def test_no_keys_give_zero_and_too_many_are_all():

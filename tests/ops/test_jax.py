@@ -68,6 +68,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "strided": ({"T": 31, "strided": True}, {"is_causal": True}),
     "lam scalar": ({"T": 31, "lam_shape": ()}, {}),
     "lam per head": ({"T": 31, "lam_shape": (4,)}, {}),
+    "lam [H, 1, 1]": ({"T": 31, "lam_shape": (4, 1, 1)}, {}),
     "lam per batch": ({"T": 31, "lam_shape": (2, 1, 1, 1)}, {}),
 }
 
@@ -275,12 +276,30 @@ def test_jit_with_static_names_and_vmap():
     np.testing.assert_allclose(jax.vmap(one)(*x), plain, atol=1e-5)
 
 
+@pytest.mark.parametrize("block_size", [None, 4])
+@pytest.mark.parametrize("empty", [{"B": 0}, {"T": 0}, {"S": 0}], ids=str)
+def test_nothing_to_attend_from_or_to_gives_zeros(empty, block_size):
+    sizes = {"B": 2, "T": 6, "S": 8} | empty
+    B, T, S = sizes["B"], sizes["T"], sizes["S"]
+    x = [jnp.ones((B, heads, n, width)) for heads, n, width in ((4, T, 3), (2, T, 3), (1, S, 3), (1, S, 3), (1, S, 5))]
+    lam, mask = jnp.ones((B, 4, T, 1)), jnp.ones((T, S), bool)
+    loss = lambda *x: diff_attention(*x, attn_mask=mask, is_causal=True, block_size=block_size).sum()  # noqa: E731
+    out = diff_attention(*x, lam, attn_mask=mask, is_causal=True, block_size=block_size)
+    assert out.shape == (B, 4, T, 5)
+    assert not out.any()
+    for y, gradient in zip((*x, lam), jax.grad(loss, argnums=tuple(range(6)))(*x, lam), strict=True):
+        assert gradient.shape == y.shape
+        assert not gradient.any()
+    assert diff_attention_maps(*x[:4], lam).difference.shape == (B, 4, T, S)
+
+
 X: dict[str, Any] = {name: to_jax(x) for name, x in make_inputs(B=2, H=4, G=2, T=6, S=8, D=3, Dv=5)._asdict().items()}
 BAD: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "a list": ({"k1": [1.0]}, TypeError, "k1 is a list; give a jax.Array"),
     "a PyTorch tensor": ({"q1": torch.ones(2, 4, 6, 3)}, TypeError, "q1 is a Tensor; give a jax.Array"),
     "rank": ({"q2": X["q2"][0]}, ValueError, r"q2 has 3 dimensions \(shape \[4, 6, 3\]\); give \[batch, heads"),
-    "no keys": ({"k1": X["k1"][:, :, :0]}, ValueError, r"k1 has shape \[2, 2, 0, 3\], with a size of 0"),
+    "no keys for some": ({"k1": X["k1"][:, :, :0]}, ValueError, "k1 has length 0 and k2 has length 8"),
+    "no heads": ({"q2": X["q2"][:, :0]}, ValueError, r"q2 has shape \[2, 0, 6, 3\]; give at least 1 head of width 1"),
     "integers": ({"q1": X["q1"].astype(int)}, TypeError, "q1 has dtype int32; give float32, bfloat16, float16"),
     "mixed dtypes": ({"v": X["v"].astype(jnp.bfloat16)}, TypeError, "q1 is float32 and v is bfloat16; cast them"),
     "batches": ({"k1": X["k1"][:1]}, ValueError, "q1 has batch 2 and k1 has batch 1"),

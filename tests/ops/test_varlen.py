@@ -35,6 +35,7 @@ def document_by_document(x, ends_q=ENDS_Q, ends_k=ENDS_K, **options):
     for (a, b), (c, d) in zip(pairwise(ends_q), pairwise(ends_k), strict=True):
         q1, q2, lam = (y[a:b].transpose(0, 1)[None] if y.dim() == 3 else y for y in (x.q1, x.q2, x.lam))
         k1, k2, v = (y[c:d].transpose(0, 1)[None] for y in (x.k1, x.k2, x.v))
+        lam = lam[..., None] if lam.dim() == 2 else lam  # [H, 1]: one per head
         if b > a and d > c:
             outs.append(diff_attention(q1, q2, k1, k2, v, lam, backend="reference", **options)[0].transpose(0, 1))
         else:
@@ -66,7 +67,7 @@ def test_equals_each_document_by_itself(backend, options):
     compare(x, attend(x, backend, **options), *document_by_document(x, **options))
 
 
-@pytest.mark.parametrize("lam_shape", [(), (4,)], ids=str)
+@pytest.mark.parametrize("lam_shape", [(), (4,), (4, 1)], ids=str)
 @pytest.mark.parametrize("backend", ["blockwise", "sdpa"])
 def test_lam_of_other_shapes(backend, lam_shape):
     x = packed(lam_shape=lam_shape)

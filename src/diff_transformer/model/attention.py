@@ -100,11 +100,11 @@ class Attention(nn.Module):
         """
         if options and cache is None:
             refuse_keywords(type(self).__name__, options, _arguments(self))
-        batch, queries = hidden_states.shape[:2]
+        queries = hidden_states.shape[1]
         source = hidden_states if context is None else context
-        q = self.q_proj(hidden_states).view(batch, queries, -1, self.head_dim)  # [B, T, query heads, d]
-        k = self.k_proj(source).view(batch, source.shape[1], -1, self.head_dim)  # [B, S, key heads, d]
-        v = self.v_proj(source).view(batch, source.shape[1], -1, self.value_dim)  # [B, S, value heads, dv]
+        q = _by_head(self.q_proj(hidden_states), self.head_dim)  # [B, T, query heads, d]
+        k = _by_head(self.k_proj(source), self.head_dim)  # [B, S, key heads, d]
+        v = _by_head(self.v_proj(source), self.value_dim)  # [B, S, value heads, dv]
         tables = position_embeddings or self._tables(position_ids, queries, past_key_values, q.device)
         if tables is not None:
             if context is not None:
@@ -135,7 +135,7 @@ class Attention(nn.Module):
         packed = {} if documents is None else {"documents": documents}
         rows = self.core.rows(past_key_values if cache is None else cache, self.layer_idx, query_padding_mask)
         out = self.core(q, k, v, mask, causal, hidden_states=hidden_states, **packed, **rows)
-        out = out.reshape(batch, queries, -1)
+        out = out.flatten(2)
         weights = None
         if output_attentions or output_attention_parts:
             weights = self.core.maps(q, k, mask, causal, hidden_states=hidden_states, **rows)
@@ -318,6 +318,11 @@ class DiffAttention(Attention):
 def _arguments(layer: Attention) -> list[str]:
     named = inspect.signature(layer.forward).parameters.values()
     return [parameter.name for parameter in named if parameter.kind is not parameter.VAR_KEYWORD]
+
+
+def _by_head(x: Tensor, width: int) -> Tensor:
+    """``[B, length, heads * width]`` as ``[B, length, heads, width]``, also of no rows."""
+    return x.view(*x.shape[:2], x.shape[2] // width, width)
 
 
 def _with_padding(mask: Tensor | None, key_padding_mask: Tensor | None, k: Tensor) -> Tensor | None:

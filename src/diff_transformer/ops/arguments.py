@@ -20,7 +20,10 @@ class Arguments(NamedTuple):
 
 
 def fit_together(q1: Tensor, q2: Tensor, k1: Tensor, k2: Tensor, v: Tensor) -> bool:
-    """Whether ``check_tensors`` would find nothing wrong with them: the same questions in as few steps as can be."""
+    """Whether ``check_tensors`` would find nothing wrong with them: the same questions in as few steps as can be.
+
+    Of empty tensors it says no, and leaves them to ``check_tensors``.
+    """
     try:
         (B, H, T, D), (_, Hn, _, _), (_, G, S, _), Dv = q1.shape, q2.shape, k1.shape, v.shape[3]
         return (
@@ -47,8 +50,8 @@ def check_tensors(q1: Tensor, q2: Tensor, k1: Tensor, k2: Tensor, v: Tensor | No
             raise ValueError(
                 f"{name} has {x.dim()} dimensions (shape {list(x.shape)}); give [batch, heads, length, width]"
             )
-        if 0 in x.shape:
-            raise ValueError(f"{name} has shape {list(x.shape)}, with a size of 0; every size must be at least 1")
+        if 0 in (x.shape[1], x.shape[3]):
+            raise ValueError(f"{name} has shape {list(x.shape)}; give at least 1 head of width 1 or more")
     for name, x in named.items():
         if x.dtype not in DTYPES:
             raise TypeError(f"{name} has dtype {x.dtype}; give float32, bfloat16, float16 or float64")
@@ -103,12 +106,18 @@ def lam_for_every_row(lam: float | Tensor, q1: Tensor) -> Tensor:
     lam = lam.to(device=q1.device, dtype=dtype)
     if lam.dim() == 1 and lam.shape[0] in (1, H):
         return lam[None, :, None, None].expand(B, H, T, 1)
-    if lam.dim() in (0, 4) and all(n in (1, size) for n, size in zip(lam.shape, (B, H, T, 1), strict=False)):
+    if lam.dim() != 1 and broadcasts(lam, (B, H, T, 1)):
         return lam.expand(B, H, T, 1)
     raise ValueError(
         f"lam has shape {given}; give a float, a scalar, [{H}] (one per head) "
-        f"or four dimensions that broadcast to [{B}, {H}, {T}, 1]"
+        f"or dimensions that broadcast to [{B}, {H}, {T}, 1]"
     )
+
+
+def broadcasts(x: Tensor, full: tuple[int, ...]) -> bool:
+    """Whether x is one that broadcasting, from the right, makes ``full``."""
+    sizes = zip(reversed(x.shape), reversed(full), strict=False)
+    return x.dim() <= len(full) and all(n in (1, size) for n, size in sizes)
 
 
 def four_dimensional_mask(attn_mask: Tensor | None, q1: Tensor, S: int) -> Tensor | None:
@@ -124,10 +133,7 @@ def four_dimensional_mask(attn_mask: Tensor | None, q1: Tensor, S: int) -> Tenso
         )
     if attn_mask.device != q1.device:
         raise ValueError(f"q1 is on {q1.device} and attn_mask on {attn_mask.device}; move them to one device")
-    fits = attn_mask.dim() <= 4 and all(
-        n in (1, size) for n, size in zip(reversed(attn_mask.shape), reversed(full), strict=False)
-    )
-    if not fits:
+    if not broadcasts(attn_mask, full):
         raise ValueError(f"attn_mask has shape {list(attn_mask.shape)}, which does not broadcast to {list(full)}")
     return attn_mask[(None,) * (4 - attn_mask.dim())]
 
@@ -138,7 +144,7 @@ def check(q1, q2, k1, k2, v, lam, attn_mask, is_causal, window, scale) -> Argume
         check_tensors(q1, q2, k1, k2, v)
     if scale is not None and (isinstance(scale, bool) or not isinstance(scale, int | float)):
         raise TypeError(f"scale is a {type(scale).__name__}; give a number or None")
-    if scale is not None and not math.isfinite(scale):
+    if scale is not None and not -math.inf < scale < math.inf:  # torch.compile cannot trace math.isfinite
         raise ValueError(f"scale is {scale}; give a finite number, or None for D ** -0.5")
     if window is not None:
         if isinstance(window, bool) or not isinstance(window, int):

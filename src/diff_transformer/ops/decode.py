@@ -5,10 +5,14 @@ from functools import cache
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _get_current_dispatch_mode
 
-from diff_transformer.ops import triton
-from diff_transformer.ops.arguments import check
-from diff_transformer.ops.diff_attention import _autocast, diff_attention
+from diff_transformer.ops import transforms, triton
+from diff_transformer.ops.arguments import Arguments, check
+from diff_transformer.ops.diff_attention import _autocast, choose_for, compute
+from diff_transformer.ops.empty import is_empty
+
+SMALL = 2**17  # values of a batch entry: up to here "blockwise" copies and masks them sooner than it is called again
 
 log = logging.getLogger("diff_transformer")
 
@@ -31,13 +35,15 @@ def diff_attention_decode(
 
     The same as ``diff_attention(..., is_causal=True)`` where the cache is full. On CUDA one kernel reads k1, k2 and v
     once, cut along the keys (and a second one combines the parts); nothing is read on the host and nothing allocated
-    by content, so that a step can be captured in a CUDA graph. On the CPU the lengths become a mask.
+    by content, so that a step can be captured in a CUDA graph. On the CPU the keys in use are cut out where lengths
+    are equal or long; other ways (short ones, a CUDA call that the kernel does not take) make a mask of the lengths.
 
     Args:
         q1, q2, k1, k2, v, lam, attn_mask, scale: as in ``diff_attention``; k1, k2 and v [B, G, S, width] may be views
             of a static cache.
-        lengths: integers [B] on the device of q1: how many keys of each batch entry are in use. The rest is not
-            read, and the last query stands at the last key in use. Values outside 0 to S count as 0 and S. S if None.
+        lengths: integers [B] on the device of q1: how many keys of each batch entry are in use. What the rest holds,
+            NaN included, changes nothing, and the last query stands at the last key in use. Values outside 0 to S
+            count as 0 and S. S if None.
         window: each query sees the last ``window`` keys up to its own position.
         backend: "auto" takes the decoding kernel on CUDA where it can (at most 8 queries, no gradients, no additive
             mask, widths up to 128 and 256), else what ``diff_attention`` takes; a name as there, where "triton"
@@ -52,7 +58,8 @@ def diff_attention_decode(
     q1, q2, k1, k2, v = _autocast(q1, q2, k1, k2, v)
     arguments = check(q1, q2, k1, k2, v, lam, attn_mask, True, window, scale)
     _check_lengths(lengths, q1)
-    if backend == "triton" or (backend == "auto" and q1.device.type == "cuda"):
+    empty = is_empty(q1, k1)
+    if not empty and (backend == "triton" or (backend == "auto" and q1.device.type == "cuda")):
         reason = _why_not_kernel(q1, q2, k1, k2, v, arguments.lam, arguments.attn_mask, window)
         if backend == "auto" and not torch.compiler.is_compiling():
             _announce(q1.device.type, q1.dtype, reason)
@@ -60,12 +67,46 @@ def diff_attention_decode(
             from diff_transformer.ops.triton.decode import attend_decode
 
             return attend_decode(q1, q2, k1, k2, v, *arguments, lengths=lengths)
-    if lengths is None:
-        return diff_attention(
-            q1, q2, k1, k2, v, lam, attn_mask=attn_mask, is_causal=True, window=window, scale=scale, backend=backend
-        )
+    chosen = choose_for(q1, q2, k1, k2, v, arguments, backend)
+    if lengths is None or empty:
+        return compute(chosen, q1, q2, k1, k2, v, arguments)
+    if chosen != "flex" and _can_be_read(lengths):  # which is compiled for each length
+        used = [min(max(0, n), k1.shape[2]) for n in lengths.tolist()]
+        if min(used) == max(used) or chosen != "blockwise" or v[0].numel() > SMALL or torch.is_grad_enabled():
+            return _cut(used, chosen, q1, q2, k1, k2, v, arguments)
+        v = v.clone()
+        for entry, n in zip(v.unbind(), used, strict=True):
+            entry[:, n:] = 0
+    else:
+        unused = (torch.arange(k1.shape[2], device=lengths.device) >= lengths[:, None])[:, None, :, None]
+        shared = k2 is k1
+        k1, v = k1.masked_fill(unused, 0), v.masked_fill(unused, 0)  # a weight of 0 would leave NaN what it is
+        k2 = k1 if shared else k2.masked_fill(unused, 0)
     mask = _mask(lengths, arguments.attn_mask, q1.shape[2], k1.shape[2], window)
-    return diff_attention(q1, q2, k1, k2, v, lam, attn_mask=mask, scale=scale, backend=backend)
+    arguments = arguments._replace(attn_mask=mask, is_causal=False, window=None)
+    return compute(choose_for(q1, q2, k1, k2, v, arguments, backend), q1, q2, k1, k2, v, arguments)
+
+
+def _can_be_read(lengths: Tensor) -> bool:
+    """Whether looking at the content costs nothing: on the CPU, where nothing is traced or transformed."""
+    traced = torch.compiler.is_compiling() or _get_current_dispatch_mode() is not None
+    return lengths.device.type == "cpu" and not traced and transforms.active() is None
+
+
+def _cut(used: list[int], backend: str, q1, q2, k1, k2, v, arguments: Arguments) -> Tensor:
+    """One call of the keys in use for each batch entry, or for all of them where the lengths are equal."""
+    B, S = v.shape[0], v.shape[2]
+    size = B if min(used) == max(used) else 1  # of the batch of a call
+    queries = zip(*(x.split(size) for x in (q1, q2, arguments.lam)), strict=True)
+    caches = zip(*(x.split(size) for x in (k1, k2, v)), strict=True)
+    mask, outs = arguments.attn_mask, []
+    for i, (n, (q1_part, q2_part, lam), kept) in enumerate(zip(used, queries, caches, strict=False)):
+        in_use = kept if n == S else (x[:, :, :n] for x in kept)
+        if mask is not None:
+            part = mask if mask.shape[0] == 1 else mask[i : i + size]
+            arguments = arguments._replace(attn_mask=part if mask.shape[3] == 1 else part[..., :n])
+        outs.append(compute(backend, q1_part, q2_part, *in_use, arguments._replace(lam=lam)))
+    return outs[0] if len(outs) == 1 else torch.cat(outs)
 
 
 def _mask(lengths: Tensor, attn_mask: Tensor | None, T: int, S: int, window: int | None) -> Tensor:
@@ -101,6 +142,9 @@ def _why_not_kernel(q1, q2, k1, k2, v, lam, attn_mask, window) -> str | None:
         return reason
     if torch.is_grad_enabled() and any(x.requires_grad for x in (q1, q2, k1, k2, v, lam)):
         return "gradients are needed"
+    transform = transforms.active()
+    if transform is not None:
+        return f"it does not follow {transform}"
     from diff_transformer.ops.triton.decode import fits
 
     return fits(q1, q2, k1, k2, v, attn_mask, True, window)

@@ -6,8 +6,9 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from diff_transformer.ops import blockwise, flash, flex, reference, sdpa, triton
+from diff_transformer.ops import blockwise, flash, flex, reference, sdpa, transforms, triton
 from diff_transformer.ops.arguments import Arguments, check
+from diff_transformer.ops.empty import is_empty, zeros
 from diff_transformer.ops.reference import DiffMaps
 
 BACKENDS = {
@@ -18,6 +19,8 @@ BACKENDS = {
     "flash": flash,
     "triton": triton,
 }
+
+IN_PLAIN_PYTORCH = ("reference", "sdpa")  # what PyTorch's transforms follow, as far as its own operators do
 
 log = logging.getLogger("diff_transformer")
 
@@ -46,7 +49,8 @@ def diff_attention(
         q2: queries of the noise map, [B, Hn, T, D]. Hn divides H; signal head j uses noise head j // (H // Hn).
         k1, k2: keys, [B, G, S, D]; k2 may be k1. G divides Hn; head j of n uses key/value head j // (n // G).
         v: values, [B, G, S, Dv]; Dv may differ from D (the paper has Dv = 2 D).
-        lam: a float, or a tensor that is scalar, [H] or broadcastable to [B, H, T, 1]; computed with in fp32 (fp64).
+        lam: a float, or a tensor that is scalar, [H] or broadcastable to [B, H, T, 1], as [H, 1, 1] is; computed with
+            in fp32 (fp64).
         attn_mask: bool (True = attend) or floating (added to the scaled scores), broadcastable to [B, H, T, S], the
             same for both maps. Only "reference" computes a gradient of it; "auto" then chooses that. Hide with -inf:
             in a row that huge finite values hide wholly, gradients of "triton" and "sdpa" are wrong from about -1e6 on,
@@ -58,16 +62,23 @@ def diff_attention(
         backend: "auto" or one of ``available_backends``. A named backend never falls back to another.
 
     Returns:
-        [B, H, T, Dv] in the dtype of v. A row that may attend to nothing is 0, and so are its gradients. Under autocast
-        q, k and v are cast to the autocast dtype first, as SDPA does; lam is not.
+        [B, H, T, Dv] in the dtype of v. A row that may attend to nothing is 0, and so are its gradients; B, T and S
+        may be 0. Under autocast q, k and v are cast to the autocast dtype first, as SDPA does; lam is not.
 
     Raises:
         TypeError: an argument of a wrong type or dtype. ValueError: shapes, head counts, devices or names that do not
-        fit. RuntimeError: the named backend cannot work here. NotImplementedError: it cannot give a needed gradient.
+        fit. RuntimeError: the named backend cannot work here. NotImplementedError: it cannot give a needed gradient, or
+        does not follow forward-mode AD or a transform of torch.func (vmap, jvp, ...); "auto" then is "reference".
     """
     q1, q2, k1, k2, v = _autocast(q1, q2, k1, k2, v)
     arguments = check(q1, q2, k1, k2, v, lam, attn_mask, is_causal, window, scale)
-    mask_gradient = attn_mask is not None and attn_mask.requires_grad and torch.is_grad_enabled()
+    return compute(choose_for(q1, q2, k1, k2, v, arguments, backend), q1, q2, k1, k2, v, arguments)
+
+
+def choose_for(q1, q2, k1, k2, v, arguments: Arguments, backend: str) -> str:
+    """The name of the backend that computes a checked call, with all gradients that it needs."""
+    mask = arguments.attn_mask
+    mask_gradient = mask is not None and mask.requires_grad and torch.is_grad_enabled()
     backend = resolve(backend, (q1, q2, k1, k2, v), arguments, mask_gradient)
     if mask_gradient and backend != "reference":
         raise NotImplementedError(
@@ -75,6 +86,14 @@ def diff_attention(
             "give backend='reference' or 'auto', or detach the mask"
         )
     refuse_missing_gradients(backend, (q1, q2, k1, k2, v), arguments.lam)
+    return backend
+
+
+def compute(backend: str, q1, q2, k1, k2, v, arguments: Arguments) -> Tensor:
+    """[B, H, T, Dv] by the backend of that name; tensors and arguments went through ``_autocast`` and ``check``."""
+    if is_empty(q1, k1):
+        mask = () if arguments.attn_mask is None else (arguments.attn_mask,)
+        return zeros((*q1.shape[:3], v.shape[3]), v.dtype, q1, q2, k1, k2, v, arguments.lam, *mask)
     if not torch.is_autocast_enabled(q1.device.type):
         return BACKENDS[backend].attend(q1, q2, k1, k2, v, *arguments)
     with torch.autocast(q1.device.type, enabled=False):
@@ -100,6 +119,9 @@ def diff_attention_maps(
     """
     q1, q2, k1, k2 = _autocast(q1, q2, k1, k2)
     arguments = check(q1, q2, k1, k2, None, lam, attn_mask, is_causal, window, scale)
+    if is_empty(q1, k1):
+        nothing = zeros((*q1.shape[:3], k1.shape[2]), arguments.lam.dtype, q1, q2, k1, k2, arguments.lam)
+        return DiffMaps(nothing, nothing, nothing)
     with torch.autocast(q1.device.type, enabled=False):
         return reference.maps(q1, q2, k1, k2, *arguments)
 
@@ -120,6 +142,7 @@ def resolve(backend: str, tensors: tuple[Tensor, ...], arguments: Arguments, mas
 
     Raises:
         ValueError: an unknown name. RuntimeError: the named backend cannot work here or not on these arguments.
+        NotImplementedError: it does not follow the transform that the call is made in.
     """
     device, dtype = tensors[0].device, tensors[0].dtype
     if backend == "auto":
@@ -133,6 +156,11 @@ def resolve(backend: str, tensors: tuple[Tensor, ...], arguments: Arguments, mas
     if reason is not None:
         here = ", ".join(available_backends(device, dtype))
         raise RuntimeError(f"backend={backend!r} is not available: {reason}; available here: {here}")
+    transform = transforms.active()
+    if transform is not None and backend not in IN_PLAIN_PYTORCH:
+        raise NotImplementedError(
+            f"backend={backend!r} does not follow {transform}; give backend='reference' or 'auto', which is that here"
+        )
     return backend
 
 
@@ -140,6 +168,9 @@ def choose(tensors: tuple[Tensor, ...], arguments: Arguments, mask_gradient: boo
     """What "auto" means: (the fastest backend here that computes all that is asked for, why not a faster one)."""
     if mask_gradient:
         return "reference", "attn_mask requires grad"
+    transform = transforms.active()
+    if transform is not None:
+        return "reference", f"inside {transform}"
     if tensors[0].device.type == "cpu":
         return "blockwise", ""
     reason = why_not("triton", tensors, arguments)

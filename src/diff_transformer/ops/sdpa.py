@@ -21,15 +21,13 @@ def attend(q1, q2, k1, k2, v, lam, attn_mask, is_causal, window, scale) -> Tenso
     if attn_mask is not None and attn_mask.shape[1] > 1:
         q2, repeat = q2.repeat_interleave(repeat, dim=1), 1  # each signal head masks its own second map
     blind = rows_that_see_nothing(T, S, is_causal, window, attn_mask, q1.device)
+    out_dtype = v.dtype
+    if q1.device.type == "cpu":
+        q1, q2, k1, k2, v = (x.to(lam.dtype) for x in (q1, q2, k1, k2, v))
     mask = None
     if attn_mask is not None or window is not None or T != S:
         mask = one_mask(position_mask(T, S, is_causal, window, q1.device), attn_mask, blind, q1.dtype)
         is_causal = False
-
-    out_dtype = v.dtype
-    if q1.device.type == "cpu":
-        q1, q2, k1, k2, v = (x.to(lam.dtype) for x in (q1, q2, k1, k2, v))
-        mask = mask if mask is None or mask.dtype == torch.bool else mask.to(lam.dtype)
 
     def softmax_attention(q, k):
         return whole_or_in_parts(q, k, v, mask, is_causal, scale).to(lam.dtype)

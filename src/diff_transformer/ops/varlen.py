@@ -10,8 +10,9 @@ from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from diff_transformer.ops import triton
-from diff_transformer.ops.arguments import Arguments, check
+from diff_transformer.ops.arguments import Arguments, broadcasts, check
 from diff_transformer.ops.diff_attention import BACKENDS, _autocast, refuse_missing_gradients, resolve
+from diff_transformer.ops.empty import is_empty, zeros
 
 # cu_seqlens on a GPU whose content was asserted there: (version, total, max_seqlen), so that layers do not repeat it.
 _asserted = WeakTensorKeyDictionary()
@@ -46,7 +47,7 @@ def diff_attention_varlen(
         lam: a float, or a tensor that is scalar, [H] or broadcastable to [total_q, H, 1]; computed with in fp32.
         cu_seqlens_q, cu_seqlens_k: int32 [documents + 1] on the device of q1: 0, then where each document ends.
             Document i has rows cu_seqlens[i] to cu_seqlens[i + 1] - 1, and may have none.
-        max_seqlen_q, max_seqlen_k: the length of the longest document (or more).
+        max_seqlen_q, max_seqlen_k: the length of the longest document (or more); 0 only where there are no rows.
         is_causal, window, scale, backend: as in ``diff_attention``; each document is aligned to its own lower right
             corner. "auto" is "triton" on CUDA where that works, else "sdpa"; "blockwise" on the CPU.
 
@@ -77,6 +78,8 @@ def diff_attention_varlen(
             f"cu_seqlens_q has {len(cu_seqlens_q) - 1} documents and cu_seqlens_k {len(cu_seqlens_k) - 1}; "
             "give both for the same documents"
         )
+    if is_empty(tensors[0], packed_k1):
+        return zeros((*q1.shape[:2], v.shape[2]), v.dtype, q1, q2, k1, k2, v, arguments.lam)
     with torch.autocast(q1.device.type, enabled=False):
         if backend == "triton":
             documents = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
@@ -96,12 +99,12 @@ def _lam_as_batch(lam: float | Tensor, q1: Tensor) -> float | Tensor:
     if not isinstance(lam, Tensor) or lam.dim() < 2:
         return lam
     total, H, _ = q1.shape
-    if lam.dim() != 3 or any(n not in (1, size) for n, size in zip(lam.shape, (total, H, 1), strict=True)):
+    if not broadcasts(lam, (total, H, 1)):
         raise ValueError(
             f"lam has shape {list(lam.shape)}; give a float, a scalar, [{H}] (one per head) "
-            f"or three dimensions that broadcast to [{total}, {H}, 1]"
+            f"or dimensions that broadcast to [{total}, {H}, 1]"
         )
-    return _as_batch(lam)
+    return _as_batch(lam if lam.dim() == 3 else lam[None])
 
 
 def _one_by_one(backend: str, tensors, arguments: Arguments, ends_q: list[int], ends_k: list[int]) -> Tensor:
@@ -117,7 +120,8 @@ def _one_by_one(backend: str, tensors, arguments: Arguments, ends_q: list[int], 
             rest = arguments._replace(lam=lam)
             outs.append(BACKENDS[backend].attend(q1_part, q2_part, k1_part, k2_part, v_part, *rest))
         else:
-            outs.append(v.new_zeros(*q1_part.shape[:3], v.shape[3]))
+            parts = (q1_part, q2_part, k1_part, k2_part, v_part, lam)
+            outs.append(zeros((*q1_part.shape[:3], v.shape[3]), v.dtype, *parts))
     return torch.cat(outs, dim=2)
 
 
@@ -136,7 +140,7 @@ def check_documents(name: str, cu_seqlens: Tensor, max_name: str, max_seqlen: in
         raise ValueError(f"q1 is on {x.device} and {name} on {cu_seqlens.device}; move them to one device")
     if isinstance(max_seqlen, bool) or not isinstance(max_seqlen, int | torch.SymInt):
         raise TypeError(f"{max_name} is a {type(max_seqlen).__name__}; give an int")
-    if max_seqlen < 1:
+    if max_seqlen < (1 if len(x) else 0):
         raise ValueError(f"{max_name} is {max_seqlen}; give the length of the longest document")
     if torch.compiler.is_compiling() and not whole:
         return

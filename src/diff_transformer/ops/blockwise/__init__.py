@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from diff_transformer.ops.blockwise import in_torch, native
+from diff_transformer.ops.transforms import refuse_second_derivatives
 
 
 def attend(q1, q2, k1, k2, v, lam, attn_mask, is_causal, window, scale) -> Tensor:
@@ -100,3 +101,4 @@ def _differentiate(ctx, dout):
 
 
 forward.register_autograd(_differentiate, setup_context=_save)
+backward.register_autograd(refuse_second_derivatives)

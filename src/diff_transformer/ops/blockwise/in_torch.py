@@ -128,9 +128,13 @@ class Chunk:
             s = s.view(c, -1, n)
             torch.baddbmm(s, self.rows(q, block), kt[..., first:last], beta=0, alpha=self.scale, out=s)
             self.hide(s.view(*self.pairs, -1, R, n), block)
-        sees_nothing = None if self.attn_mask is None else scores.amax(-1) == NEGATIVE_INFINITY
         if p.dtype != scores.dtype:
             p.copy_(scores)
+        if self.attn_mask is not None and self.attn_mask.dtype != torch.bool:
+            mask = self.mask_of(block)
+            for s in p.view(-1).split(sizes):
+                s.view(*self.pairs, -1, R, n).add_(mask)  # in fp32: what a row has in common would round bf16 away
+        sees_nothing = None if self.attn_mask is None else p.amax(-1) == NEGATIVE_INFINITY
         torch.softmax(p, -1, out=p)
         if sees_nothing is not None:
             p[sees_nothing] = 0
@@ -138,7 +142,7 @@ class Chunk:
         return p1.view(c, -1, n), p2.view(c, -1, n)
 
     def hide(self, scores: Tensor, block: Block) -> None:
-        """Put -inf in place where a query may not see a key; scores [b, g, heads, R, n]."""
+        """Put -inf where its position or a boolean mask hides a key from a query; scores [b, g, heads, R, n]."""
         start, stop, first, last = block
         R, n = stop - start, last - first
         if self.problem.is_causal:
@@ -147,14 +151,15 @@ class Chunk:
             if self.problem.window is not None:
                 edge = self.before[:R, first - (own - self.problem.window + 1) : R][:, :n]
                 scores[..., : edge.shape[1]] += edge
-        if self.attn_mask is not None:
-            mask = self.attn_mask
-            mask = mask[..., start:stop, :] if mask.shape[-2] > 1 else mask
-            mask = mask[..., first:last] if mask.shape[-1] > 1 else mask
-            if mask.dtype == torch.bool:
-                scores.masked_fill_(~mask, NEGATIVE_INFINITY)
-            else:
-                scores += mask
+        if self.attn_mask is not None and self.attn_mask.dtype == torch.bool:
+            scores.masked_fill_(~self.mask_of(block), NEGATIVE_INFINITY)
+
+    def mask_of(self, block: Block) -> Tensor:
+        """attn_mask of the block, [b|1, g|1, heads of a group|1, R|1, n|1]; there is one."""
+        assert self.attn_mask is not None
+        mask = self.attn_mask
+        mask = mask[..., block.start : block.stop, :] if mask.shape[-2] > 1 else mask
+        return mask[..., block.first : block.last] if mask.shape[-1] > 1 else mask
 
     def narrowed(self, x: Tensor) -> Tensor:
         """x in the dtype of the inputs, in the room of the scores, which are no longer needed."""

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
+from diff_transformer.ops import transforms
 from diff_transformer.ops.blockwise.build import library
 from diff_transformer.ops.blockwise.native import FEW, LAYOUT, NOTHING, SMALL
 
@@ -29,13 +30,16 @@ class Head(NamedTuple):
 
 
 def takes(q: Tensor, k: Tensor, v: Tensor) -> bool:
-    """Whether a call is plain decoding here: a few queries, no gradient, no tracing, dense rows, on the CPU."""
+    """Whether a call is plain decoding here: a few queries, no gradient, no tracing or transform, dense
+    rows, on the CPU."""
     T, G = q.shape[2], v.shape[1]
     if q.shape[1] // 2 // G * T > FEW or q.device.type != "cpu" or q.dtype not in (torch.float32, torch.bfloat16):
         return False
-    if torch.compiler.is_compiling() or _get_current_dispatch_mode() is not None:
+    if torch.compiler.is_compiling() or _get_current_dispatch_mode() is not None or transforms.active() is not None:
         return False
     if not (type(q) is type(k) is type(v) is Tensor and q.dtype == k.dtype == v.dtype):
+        return False
+    if not (q.numel() and k.numel()):
         return False
     if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
         return False

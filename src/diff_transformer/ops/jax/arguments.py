@@ -52,8 +52,8 @@ def _check_shapes(arrays: dict[str, Array]) -> None:
             raise ValueError(
                 f"{name} has {x.ndim} dimensions (shape {list(x.shape)}); give [batch, heads, length, width]"
             )
-        if 0 in x.shape:
-            raise ValueError(f"{name} has shape {list(x.shape)}, with a size of 0; every size must be at least 1")
+        if 0 in (x.shape[1], x.shape[3]):
+            raise ValueError(f"{name} has shape {list(x.shape)}; give at least 1 head of width 1 or more")
     for name, x in arrays.items():
         if x.dtype.name not in DTYPES:
             raise TypeError(f"{name} has dtype {x.dtype}; give {', '.join(DTYPES[:-1])} or {DTYPES[-1]}")
@@ -93,12 +93,17 @@ def _lam(lam, q1: Array) -> Array:
         return lam.reshape(1, 1, 1, 1)
     if lam.ndim == 1 and given[0] in (1, H):
         return lam[None, :, None, None]
-    if lam.ndim == 4 and all(n in (1, size) for n, size in zip(given, (B, H, T, 1), strict=True)):
-        return lam
+    if lam.ndim > 1 and _broadcasts(given, (B, H, T, 1)):
+        return lam[(None,) * (4 - lam.ndim)]
     raise ValueError(
         f"lam has shape {list(given)}; give a number, a scalar, [{H}] (one per head) "
-        f"or four dimensions that broadcast to [{B}, {H}, {T}, 1]"
+        f"or dimensions that broadcast to [{B}, {H}, {T}, 1]"
     )
+
+
+def _broadcasts(given: tuple[int, ...], full: tuple[int, ...]) -> bool:
+    sizes = zip(reversed(given), reversed(full), strict=False)
+    return len(given) <= len(full) and all(n in (1, size) for n, size in sizes)
 
 
 def _mask(attn_mask, full: tuple[int, ...]) -> Array | None:
@@ -110,7 +115,6 @@ def _mask(attn_mask, full: tuple[int, ...]) -> Array | None:
         raise TypeError(
             f"attn_mask has dtype {attn_mask.dtype}; give bool (True = attend) or a floating-point mask that is added"
         )
-    sizes = zip(reversed(attn_mask.shape), reversed(full), strict=False)
-    if attn_mask.ndim > 4 or not all(n in (1, size) for n, size in sizes):
+    if not _broadcasts(attn_mask.shape, full):
         raise ValueError(f"attn_mask has shape {list(attn_mask.shape)}, which does not broadcast to {list(full)}")
     return jnp.asarray(attn_mask)[(None,) * (4 - attn_mask.ndim)]

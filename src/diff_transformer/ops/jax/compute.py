@@ -28,7 +28,7 @@ def attend(q1, q2, k1, k2, v, lam, attn_mask, is_causal, window, scale, block_si
         return product("bgnrts,bgsv->bgnrtv", difference, v).astype(dtype)
 
     if block_size is None or block_size >= T:
-        return rows(q1, q2, lam, attn_mask, 0, (k1, k2, v)).reshape(B, H, T, -1)
+        return rows(q1, q2, lam, attn_mask, 0, (k1, k2, v)).reshape(B, H, T, v.shape[3])
 
     count = -(-T // block_size)
     starts = jnp.arange(count) * block_size
@@ -43,7 +43,7 @@ def attend(q1, q2, k1, k2, v, lam, attn_mask, is_causal, window, scale, block_si
 
     out = jax.lax.map(one, (starts, *(x for cut, x in zip(sliced, by_query, strict=True) if cut)))
     out = jnp.moveaxis(out, 0, 4)  # [B, G, n, r, blocks, rows, Dv]
-    return out.reshape(B, H, count * block_size, -1)[:, :, :T]
+    return out.reshape(B, H, count * block_size, v.shape[3])[:, :, :T]
 
 
 @partial(jax.jit, static_argnames=("is_causal", "window", "scale", "precision"))
@@ -103,7 +103,7 @@ def _map(q: Array, k: Array, seen, attn_mask, scale: float, precision: str) -> A
         scores = scores + attn_mask.astype(wide)
     if seen is not None:
         scores = jnp.where(seen, scores, -jnp.inf)
-    largest = jax.lax.stop_gradient(scores.max(-1, keepdims=True))
+    largest = jax.lax.stop_gradient(scores.max(-1, keepdims=True, initial=-jnp.inf))
     weights = jnp.exp(scores - jnp.where(largest == -jnp.inf, 0, largest))
     total = weights.sum(-1, keepdims=True)
     return weights / jnp.where(total == 0, 1, total)

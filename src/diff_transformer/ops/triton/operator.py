@@ -10,6 +10,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
+from diff_transformer.ops.transforms import refuse_second_derivatives
 from diff_transformer.ops.triton.backward import launch_backward
 from diff_transformer.ops.triton.forward import launch_forward
 from diff_transformer.ops.triton.launching import INTERPRETED as INTERPRETED
@@ -130,6 +131,7 @@ def _differentiate(ctx, dout, *unused):
 
 
 forward.register_autograd(_differentiate, setup_context=_save)
+backward.register_autograd(refuse_second_derivatives)
 
 
 def _gluon_forward(q1, q2, k1, k2, v, attn_mask, cu_seqlens_q, is_causal, window) -> bool:
