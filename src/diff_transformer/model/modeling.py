@@ -1,6 +1,7 @@
 """The decoder-only DIFF Transformer and its matched Transformer (``attention="softmax"``), as Hugging Face models."""
 
 import inspect
+from difflib import get_close_matches
 
 import torch
 from torch import Tensor, nn
@@ -32,11 +33,9 @@ from diff_transformer.model.layers import PolyNorm, ResidualLinear, RMSNorm, Swi
 from diff_transformer.model.masks import causal_mask
 
 _FOR_LAYERS = ("output_attentions", "output_attention_parts")
-# What transformers' trainer, tokenizers and generation pass to any model, and this one has no use for.
-_UNUSED = (
-    "output_hidden_states", "output_router_logits", "num_items_in_batch", "ignore_index", "shift_labels",
-    "token_type_ids", "seq_idx", "cache_position",
-)  # fmt: skip
+_MISSPELT = 0.8  # likeness to a known name (1: the same) from which a name is taken for it
+# Masks by the names that they have elsewhere; without them tokens would be seen that should not.
+_MASKS_ELSEWHERE = ("attn_mask", "key_padding_mask", "padding_mask", "mask")
 
 
 class DecoderLayer(GradientCheckpointingLayer):
@@ -291,13 +290,17 @@ class DiffTransformerForCausalLM(DiffTransformerPreTrainedModel, GenerationMixin
 
 
 def _for_layers(options: dict) -> dict:
-    """Those of a forward pass's further arguments that its layers take."""
+    """Those of a forward pass's further arguments that its layers take. Callers of any model (trainers, generation,
+    servers) pass more, which is ignored; refused is what must be a mistake: a mask's other name, a misspelt argument.
+    """
     if options.pop("is_causal", None) is False:
         raise ValueError("is_causal is False, but this model is causal; DiffAttention is a layer that need not be")
-    for name in options:
-        if name not in _FOR_LAYERS and name not in _UNUSED:
-            known = [*inspect.signature(DiffTransformerForCausalLM.forward).parameters][1:-1]
-            refuse_keywords("the model's forward pass", options, [*known, *_FOR_LAYERS, *_UNUSED])
+    further = [name for name in options if name not in _FOR_LAYERS]
+    if further:
+        known = [*[*inspect.signature(DiffTransformerForCausalLM.forward).parameters][1:-1], *_FOR_LAYERS]
+        for name in further:
+            if name in _MASKS_ELSEWHERE or get_close_matches(name, known, cutoff=_MISSPELT):
+                refuse_keywords("the model's forward pass", [name], known)
     return {name: value for name, value in options.items() if name in _FOR_LAYERS}
 
 
