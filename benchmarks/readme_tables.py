@@ -9,6 +9,7 @@ import re
 import sys
 from pathlib import Path
 
+from diff_transformer.report.claims import untested
 from gpu_goals import goals_table
 from speed_tables import attention_gpu_table, attention_table, decode_table, step_table, throughput_table
 
@@ -27,7 +28,8 @@ def claims_table(path: Path) -> list[str]:
     summary = json.loads(path.read_text())
     lines = ["| claim | paper: Transformer / DIFF | here: Transformer / DIFF | verdict |", "|---|---|---|---|"]
     for claim in summary["claims"]:
-        cells = (claim["claim"], claim["paper"], f"{claim['here']}; {claim['detail']}", MARKS[claim["verdict"]])
+        here = "; ".join(part for part in (claim["here"], claim["detail"], untested(claim)) if part)
+        cells = (claim["claim"], claim["paper"], here, MARKS[claim["verdict"]])
         lines.append(f"| {' | '.join(cells)} |")
     run, pair = summary["train"], summary["pair"]
     sizes = f"{pair['softmax']['parameters']:,} / {pair['diff']['parameters']:,} parameters"

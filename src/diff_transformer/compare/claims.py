@@ -16,6 +16,10 @@ from diff_transformer.evals.types import Result
 Rows = Callable[[Result], np.ndarray]  # for each example, what its score is made of: [examples, ...]
 
 
+def _testable(result: Result) -> str:
+    return ""
+
+
 @dataclass(frozen=True)
 class Claim:
     """``paper``: Transformer / DIFF; a dagger marks numbers from a third party's transcription. A model's number is
@@ -33,7 +37,7 @@ class Claim:
     reduce: Callable[[np.ndarray], float] = mean
     margin: float = 0.0
     relative: bool = False  # judge DIFF / Transformer - 1 instead of DIFF - Transformer
-    untested: Callable[[Result], str] = lambda result: ""
+    untested: Callable[[Result], str] = _testable
 
     def value(self, result: Result) -> float:
         """A model's number; NaN if no example says anything."""
@@ -89,7 +93,7 @@ def _needle_claims(cells: Sequence[tuple[int, int]]) -> list[Claim]:
             rows=lambda result, n=n, r=r: np.array(
                 [row["score"] for row in result.rows if (row["needles"], row["queries"]) == (n, r)], dtype=float),
             better="higher", unit="accuracy", margin=0.05 if single else 0.0,
-            untested=_finds_few if single else lambda result: "",
+            untested=_finds_few if single else _testable,
         ))  # fmt: skip
     return claims
 

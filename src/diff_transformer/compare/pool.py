@@ -12,7 +12,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from diff_transformer.compare.member import INTERRUPTED, TERMINATED, read_status
 from diff_transformer.train.checkpoint import latest_checkpoint
-from diff_transformer.train.signals import Interrupted, Stopped
+from diff_transformer.train.signals import Stopped, once_saved
 
 _POLL_SECONDS = 0.5
 
@@ -60,10 +60,8 @@ def run_pool(folders: list[Path], steps: int, *, jobs: int, console: Console) ->
                             raise MemberFailed(_failure(folder, process.returncode))
         except KeyboardInterrupt as stopped:
             _stop(list(running.values()))
-            if any(latest_checkpoint(folder / "run") for folder in folders):
-                number = getattr(stopped, "number", signal.SIGINT)
-                raise Interrupted("stopped, state saved; continue with --resume", number) from None
-            raise
+            saved = any(latest_checkpoint(folder / "run") for folder in folders)
+            raise once_saved(stopped, saved, "continue with --resume") from None
         except BaseException:
             _stop(list(running.values()))
             raise

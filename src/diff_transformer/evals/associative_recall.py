@@ -18,7 +18,7 @@ from diff_transformer.data.corpus import load_corpus
 from diff_transformer.data.documents import take_bytes
 from diff_transformer.data.ngrams import ar_hits, frequent_ngrams
 from diff_transformer.data.packing import PackedCorpus, pack_documents
-from diff_transformer.evals.lm import LanguageModel, check_length, micro_rows, settings_of_lm
+from diff_transformer.evals.lm import LanguageModel, check_length, rows_at_once, settings_of_lm
 from diff_transformer.evals.provenance import provenance
 from diff_transformer.evals.samples import Samples
 from diff_transformer.evals.types import Result
@@ -106,7 +106,7 @@ def evaluate_associative_recall(
             rows.append(entry)
         return rows
 
-    batch_size = micro_rows(lm, ids.shape[1])
+    batch_size = rows_at_once(lm, ids.shape[1])
     rows = (samples or Samples()).rows("rows", range(len(ids)), score, batch_size=batch_size)
     details = {
         "n": n, "frequent_above": threshold, "frequent_share": frequent_share, "frequent_ngrams": len(frequent),

@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from diff_transformer.checks import require_positive
-from diff_transformer.evals.lm import CausalLM, check_length, micro_rows
+from diff_transformer.evals.lm import CausalLM, check_length, rows_at_once
 
 CHUNK = 1024  # tokens of a context in one forward pass
 
@@ -89,7 +89,7 @@ def continuation_logprobs(
         for context, choices in zip(contexts, continuations, strict=True)
     )
     check_length(lm, longest, "the longest context with its continuation")
-    batch_size = batch_size or micro_rows(lm, longest)
+    batch_size = batch_size or rows_at_once(lm, longest)
     shared = common_prefix(contexts)
     if prefix is None and len(contexts) > 1 and shared:
         prefix = read_prefix(lm, contexts[0][:shared])

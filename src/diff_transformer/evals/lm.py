@@ -87,7 +87,7 @@ class CausalLM:
         order = sorted(range(len(ids)), key=lambda i: len(ids[i]), reverse=True)
         texts = [""] * len(ids)
         while order:
-            size = micro_rows(self, len(ids[order[0]]) + max_new_tokens)
+            size = rows_at_once(self, len(ids[order[0]]) + max_new_tokens)
             part, order = order[:size], order[size:]
             new = self._continue([ids[i] for i in part], max_new_tokens)
             for i, text in zip(part, self.tokenizer.batch_decode(new, skip_special_tokens=True), strict=True):
@@ -103,7 +103,7 @@ class CausalLM:
         """
         check_length(self, ids.shape[1], "a row")
         vocabulary = self.model.config.get_text_config().vocab_size
-        size = max(1, min(micro_rows(self, ids.shape[1]), _LOGITS // (ids.shape[1] * vocabulary)))
+        size = max(1, min(rows_at_once(self, ids.shape[1]), _LOGITS // (ids.shape[1] * vocabulary)))
         parts = []
         for rows in ids.split(size):
             logits = self.model(input_ids=rows.to(self.device), use_cache=False).logits[:, :-1].float()
@@ -178,7 +178,7 @@ def check_length(lm: Any, tokens: int, what: str) -> None:
         )
 
 
-def micro_rows(lm: Any, length: int) -> int:
+def rows_at_once(lm: Any, length: int) -> int:
     """Rows of ``length`` tokens in one batch: the model's batch size, or what fits in 131,072 tokens; at least one."""
     return max(1, min(getattr(lm, "batch_size", 32), BATCH_TOKENS // max(1, length)))
 

@@ -25,7 +25,7 @@ from diff_transformer.data.needles import (
     parse_numbers,
 )
 from diff_transformer.data.seeding import evaluation_rng
-from diff_transformer.evals.lm import LanguageModel, check_length, micro_rows, settings_of_lm
+from diff_transformer.evals.lm import LanguageModel, check_length, rows_at_once, settings_of_lm
 from diff_transformer.evals.provenance import provenance
 from diff_transformer.evals.samples import Samples
 from diff_transformer.evals.types import Result
@@ -116,7 +116,7 @@ def evaluate_needle(
                 cell = _Cell(needles, queries, each, depth, digits, seed)
                 part = f"n{needles}_r{queries}_len{each}_depth{round(100 * depth)}"
                 score = _scorer(lm, filler, cell)
-                rows += samples.rows(part, range(per_cell), score, batch_size=micro_rows(lm, each))
+                rows += samples.rows(part, range(per_cell), score, batch_size=rows_at_once(lm, each))
     metrics = {"chance": 1.0 / (high - low), **needle_metrics(rows)}
     details = {"length": max(lengths), "lengths": list(lengths), "samples": per_cell, "digits": digits, "seed": seed}
     return Result("needle", lm.name, metrics, rows, provenance(**details, **settings_of_lm(lm)))

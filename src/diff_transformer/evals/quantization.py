@@ -25,7 +25,7 @@ from diff_transformer.data.multiple_choice import MultipleChoiceItem
 from diff_transformer.data.tokenizer import encode_all
 from diff_transformer.evals.inside import AttentionCall, Change, changed_logits
 from diff_transformer.evals.likelihood import common_prefix, continuation_logprobs
-from diff_transformer.evals.lm import CausalLM, check_length, micro_rows, settings_of_lm
+from diff_transformer.evals.lm import CausalLM, check_length, rows_at_once, settings_of_lm
 from diff_transformer.evals.provenance import provenance
 from diff_transformer.evals.samples import Samples
 from diff_transformer.evals.types import Result
@@ -115,7 +115,7 @@ def evaluate_quantization(
         rows += samples.rows(f"choices_{each}bit", tasks, score, batch_size=1 if alone else max(1, lm.batch_size // 4))
         if ids is not None:
             score = _loss_scorer(lm, ids, quantised, each)
-            part, size = f"loss_{each}bit", micro_rows(lm, ids.shape[1])
+            part, size = f"loss_{each}bit", rows_at_once(lm, ids.shape[1])
             rows += samples.rows(part, range(len(ids)), score, batch_size=size)
     details = {"bits": list(bits), "granularity": granularity, "tasks": len(tasks), **settings_of_lm(lm)}
     return Result("quantization", lm.name, quantization_metrics(rows, tasks), rows, provenance(**details))

@@ -19,7 +19,7 @@ from diff_transformer.durable import require_writable
 from diff_transformer.recipes.plan import Cell, Study
 from diff_transformer.train.checkpoint import latest_checkpoint
 from diff_transformer.train.config import RunConfig
-from diff_transformer.train.signals import Interrupted
+from diff_transformer.train.signals import once_saved
 
 _POLL_SECONDS = 0.5
 _STOP_SECONDS = 120
@@ -133,10 +133,8 @@ def _run_cells(cells: list[Cell], out: Path, jobs: int, end: float, console: Con
                 bar.update(task, note=", ".join(running))
         except KeyboardInterrupt as stopped:
             _stop(list(running.values()))
-            if any(latest_checkpoint(out / cell.key / "run") for cell in cells):
-                number = getattr(stopped, "number", signal.SIGINT)
-                raise Interrupted("stopped, state saved; the same command goes on", number) from None
-            raise
+            saved = any(latest_checkpoint(out / cell.key / "run") for cell in cells)
+            raise once_saved(stopped, saved, "the same command goes on") from None
         finally:
             _stop(list(running.values()))
 

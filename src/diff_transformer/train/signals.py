@@ -26,6 +26,13 @@ class Stopped(KeyboardInterrupt):
     exit_code = 128 + signal.SIGTERM
 
 
+def once_saved(stopped: KeyboardInterrupt, saved: bool, how: str) -> KeyboardInterrupt:
+    """What the driver of several runs raises when it was stopped: ``Interrupted``, where a run's state is ``saved``,
+    saying ``how`` to go on; else what stopped it."""
+    number = getattr(stopped, "number", signal.SIGINT)
+    return Interrupted(f"stopped, state saved; {how}", number) if saved else stopped
+
+
 class StopRequest:
     """Whether someone asked to stop, and by which signal: asked between steps, ``if stop(): ...``."""
 

@@ -67,12 +67,12 @@ class Stepper:
         self.model.train()
         for group in self.optimizer.param_groups:
             group["lr"] = rate
-        shares, micro_rows = list(mixture_shares(config).values()), config.train.rows_of_a_pass(self.share.size)
+        shares, at_once = list(mixture_shares(config).values()), config.train.rows_of_a_pass(self.share.size)
         ids, labels, source = fabric.to_device(rows)
         counts = self._add_up(count_by_source(labels, source, len(shares)))
         weights = token_weights(labels, source, counts, shares, config.data.loss)
         total, nats = torch.zeros((), device=fabric.device), torch.zeros_like(counts)
-        parts = list(zip(*(tensor.split(micro_rows) for tensor in (ids, labels, weights, source)), strict=True))
+        parts = list(zip(*(tensor.split(at_once) for tensor in (ids, labels, weights, source)), strict=True))
         for i, (*part, of_part) in enumerate(parts):
             with fabric.no_backward_sync(self.model, enabled=i < len(parts) - 1 and not self.sharded):
                 loss, of_rows = self._forward(*part)
@@ -100,8 +100,8 @@ class Stepper:
         weights = predicted(labels).float()
         weights[max(0, len(held_out) - self.share.rank * len(ids)) :] = 0
         total = torch.zeros(2, dtype=torch.float64)  # nats, tokens
-        micro_rows = min(VALIDATION_ROWS, self.config.train.micro_rows or VALIDATION_ROWS)
-        for part in zip(*(tensor.split(micro_rows) for tensor in (ids, labels, weights)), strict=True):
+        at_once = min(VALIDATION_ROWS, self.config.train.micro_rows or VALIDATION_ROWS)
+        for part in zip(*(tensor.split(at_once) for tensor in (ids, labels, weights)), strict=True):
             nats, _ = self._forward(*self.fabric.to_device(part))
             total += torch.tensor([nats.item(), part[-1].sum().item()])
         reshard(self.model)
