@@ -14,10 +14,13 @@ from pathlib import Path
 log = logging.getLogger("diff_transformer")
 
 SOURCE = Path(__file__).with_name("native.cpp")
+HEADERS = tuple(sorted(SOURCE.parent.glob("*.h")))
 FLAGS = (
     *("-O3", "-march=native", "-std=c++17", "-fPIC", "-shared", "-fopenmp"),
     *("-ffp-contract=fast", "-fno-math-errno", "-fno-trapping-math", "-w"),
 )
+
+WITHOUT_TILES = (*FLAGS, "-mno-amx-tile", "-mno-amx-bf16", "-mno-amx-int8")
 
 
 class CannotBuild(RuntimeError):
@@ -52,20 +55,21 @@ def _processor() -> str:
     return flags[0] if flags else platform.processor()
 
 
-def library_path(command: str) -> Path:
+def library_path(command: str, flags: tuple[str, ...] = FLAGS) -> Path:
     """Where the library of this source, compiler, flags and processor is kept."""
-    told = "\n".join([SOURCE.read_text(), command, *FLAGS, platform.machine(), _processor()])
+    sources = [path.read_text() for path in (SOURCE, *HEADERS)]
+    told = "\n".join([*sources, command, *flags, platform.machine(), _processor()])
     return cache_folder() / f"native-{hashlib.sha256(told.encode()).hexdigest()[:16]}.so"
 
 
-def build(command: str, path: Path) -> None:
+def build(command: str, path: Path, flags: tuple[str, ...] = FLAGS) -> None:
     """Compile to ``path``, in one move, so that processes that build it at the same time do not meet half of it."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         with tempfile.TemporaryDirectory(dir=path.parent) as folder:
             made = Path(folder) / path.name
             done = subprocess.run(
-                [command, *FLAGS, str(SOURCE), "-o", str(made)],
+                [command, *flags, str(SOURCE), "-o", str(made)],
                 capture_output=True,
                 text=True,
                 timeout=300,
@@ -76,6 +80,16 @@ def build(command: str, path: Path) -> None:
             os.replace(made, path)
     except (OSError, subprocess.SubprocessError) as error:
         raise CannotBuild(f"{error}") from error
+
+
+def _load(command: str, flags: tuple[str, ...]) -> tuple[Path, ctypes.CDLL]:
+    path = library_path(command, flags)
+    if not path.exists():
+        log.info("blockwise: compiling the native form, once on this machine")
+        build(command, path, flags)
+    loaded = ctypes.CDLL(str(path))
+    loaded.diff_attention_ready.restype = loaded.diff_attention_in_tiles.restype = ctypes.c_bool
+    return path, loaded
 
 
 @cache
@@ -89,11 +103,10 @@ def library() -> ctypes.CDLL | None:
         return None
     try:
         command = compiler()
-        path = library_path(command)
-        if not path.exists():
-            log.info("blockwise: compiling the native form, once on this machine")
-            build(command, path)
-        loaded = ctypes.CDLL(str(path))
+        path, loaded = _load(command, FLAGS)
+        if not loaded.diff_attention_ready():
+            log.info("blockwise: this process may not use the processor's tiles (AMX)")
+            path, loaded = _load(command, WITHOUT_TILES)
     except (CannotBuild, OSError) as error:
         log.warning("blockwise: PyTorch form, which is slower, because the native one cannot be built: %s", error)
         return None
@@ -103,5 +116,5 @@ def library() -> ctypes.CDLL | None:
         call.argtypes, call.restype = [ctypes.c_char_p, ctypes.c_bool, ctypes.c_void_p], None
     loaded.diff_attention_decode_layer.argtypes = [ctypes.c_char_p, ctypes.c_char_p, ctypes.c_bool]
     loaded.diff_attention_decode_layer.restype = None
-    log.info("blockwise: native form, %s", path)
+    log.info("blockwise: native form%s, %s", ", bf16 in tiles" if loaded.diff_attention_in_tiles() else "", path)
     return loaded

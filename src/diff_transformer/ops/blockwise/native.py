@@ -1,6 +1,7 @@
 """Calls the native form of the backend, ``native.cpp``."""
 
 import struct
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -29,7 +30,13 @@ def forward(q1, q2, k1, k2, v, lam, attn_mask, is_causal, window, scale) -> Tens
     B, H, T, D = q1.shape
     out = v.new_empty(B, T, H, v.shape[-1]).transpose(1, 2)
     few = H // k1.shape[1] * T <= FEW
-    rows = block_rows(T, (32 if D <= 64 else 64) if v.dtype == torch.float32 else (48 if D <= 64 else 32))
+    if v.dtype == torch.float32:
+        measured = 32 if D <= 64 else 64
+    elif in_tiles():
+        measured = 128 if D <= 32 else 64
+    else:
+        measured = 48 if D <= 64 else 32
+    rows = block_rows(T, measured)
     tensors = (q1, q2, k1, k2, v, out)
     run("decode" if few else "forward", tensors, lam, attn_mask, is_causal, window, scale, rows)
     return out
@@ -40,10 +47,21 @@ def backward(dout, q1, q2, k1, k2, v, lam, attn_mask, is_causal, window, scale):
     T, D = q1.shape[2:]
     new = torch.zeros_like if is_causal and k1.shape[2] < T else torch.empty_like  # some queries may see nothing
     gradients = [new(x, memory_format=torch.contiguous_format) for x in (q1, q2, k1, k2, v, lam)]
-    rows = block_rows(T, 32 if D <= 32 else 64 if D <= 64 else 128)
+    if q1.dtype == torch.bfloat16 and in_tiles():
+        measured = 128 if D <= 64 else 256
+    else:
+        measured = 32 if D <= 32 else 64 if D <= 64 else 128
+    rows = block_rows(T, measured)
     tensors = (q1, q2, k1, k2, v, None, dout, *gradients[:5])
     run("backward", tensors, lam, attn_mask, is_causal, window, scale, rows, gradients[5])
     return tuple(gradients)
+
+
+@cache
+def in_tiles() -> bool:
+    """Whether this processor multiplies bf16 in tiles (AMX)."""
+    native = library()
+    return native is not None and native.diff_attention_in_tiles()
 
 
 def block_rows(T: int, measured: int) -> int:

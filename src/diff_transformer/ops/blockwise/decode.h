@@ -1,0 +1,138 @@
+// Decoding: a few queries over a cache, each key and value read once and nothing packed.
+
+#pragma once
+
+#include "problem.h"
+
+#include <omp.h>
+
+namespace {
+
+// A few queries, each key and value read once and nothing packed: what cached decoding needs. The heads that share a
+// key/value head go together, at most MOST rows of either map.
+constexpr int MOST = 8;
+
+template <typename In>
+struct Decode {
+    const Problem& p;
+    Range r;
+    int64_t rows1, rows2, wide;  // rows of the maps of a key/value head; D padded to vectors
+    float *q, *s1, *s2, *total;
+
+    Decode(const Problem& problem, Room& room) : p(problem) {
+        r = range_of(p, 0);
+        rows1 = p.H / p.G * p.T, rows2 = p.Hn / p.G * p.T, wide = up(p.D, W);
+        q = room.floats(MOST * wide);
+        s1 = room.floats(MOST * (r.ldn + NR));
+        s2 = room.floats(MOST * (r.ldn + NR));
+        total = room.floats(MOST * up(p.Dv, W));
+    }
+
+    template <int rows>
+    void scores(const In* k, int64_t by_row, int64_t keys, float* s) const {
+        for (int64_t i = 0; i < keys; i++, k += by_row) {
+            vf dots[rows];
+            for (int j = 0; j < rows; j++) dots[j] = broadcast(0.0f);
+            for (int64_t d = 0; d < p.D; d += W) {
+                const vf x = load_first(k + d, p.D - d);
+                for (int j = 0; j < rows; j++) dots[j] += x * load(q + j * wide + d);
+            }
+            for (int j = 0; j < rows; j++) s[j * r.ldn + i] = sum(dots[j]);
+        }
+    }
+
+    template <int rows>
+    void values(const In* v, int64_t by_row, int64_t keys, const float* weights) const {
+        for (int64_t d = 0; d < p.Dv; d += W) {  // a strip of columns at a time, its sums in registers
+            vf sums[rows];
+            for (int j = 0; j < rows; j++) sums[j] = load(total + j * up(p.Dv, W) + d);
+            const In* x = v + d;
+            if (p.Dv - d >= W)
+                for (int64_t i = 0; i < keys; i++, x += by_row)
+                    for (int j = 0; j < rows; j++) sums[j] += broadcast(weights[j * r.ldn + i]) * load_wide(x);
+            else
+                for (int64_t i = 0; i < keys; i++, x += by_row)
+                    for (int j = 0; j < rows; j++)
+                        sums[j] += broadcast(weights[j * r.ldn + i]) * load_first(x, p.Dv - d);
+            for (int j = 0; j < rows; j++) store(total + j * up(p.Dv, W) + d, sums[j]);
+        }
+    }
+
+    template <int rows>
+    void some_scores(int64_t n, const In* k, int64_t by_row, int64_t keys, float* s) const {
+        if constexpr (rows < MOST)
+            if (n > rows) return some_scores<rows + 1>(n, k, by_row, keys, s);
+        scores<rows>(k, by_row, keys, s);
+    }
+    template <int rows>
+    void some_values(int64_t n, const In* v, int64_t by_row, int64_t keys, const float* weights) const {
+        if constexpr (rows < MOST)
+            if (n > rows) return some_values<rows + 1>(n, v, by_row, keys, weights);
+        values<rows>(v, by_row, keys, weights);
+    }
+
+    void map(const Matrix& queries, const Matrix& keys, int64_t rows, int64_t b, int64_t g, float* s, float* sums) {
+        const int64_t heads = rows / p.T, seen = std::min(p.S - r.k0, r.n);
+        for (int64_t j = 0; j < rows; j++) {
+            const In* x = at<In>(queries, b, g * heads + j / p.T, j % p.T);
+            for (int64_t d = 0; d < wide; d++) q[j * wide + d] = d < p.D ? widen(x[d]) : 0.0f;
+        }
+        some_scores<1>(rows, at<In>(keys, b, g, r.k0), keys.by_row, seen, s);
+        for (int64_t j = 0; j < rows; j++) sums[j] = soften(p, r, b, g * heads + j / p.T, j % p.T, s + j * r.ldn);
+    }
+
+    void head(int64_t b, int64_t g) {
+        float sum1[MOST], sum2[MOST];
+        const int64_t seen = std::min(p.S - r.k0, r.n), m = p.H / p.Hn, heads = p.H / p.G, padded = up(p.Dv, W);
+        std::fill(total, total + MOST * padded, 0.0f);
+        if (r.n) {
+            map(p.q2, p.k2, rows2, b, g, s2, sum2);
+            map(p.q1, p.k1, rows1, b, g, s1, sum1);
+            for (int64_t j = 0; j < rows1; j++) {
+                const int64_t h = g * heads + j / p.T, t = j % p.T, j2 = j / p.T / m * p.T + t;
+                const float lam = p.lam[b * p.lam_by_batch + h * p.lam_by_head + t * p.lam_by_row];
+                subtract<false>(r.n, s1 + j * r.ldn, s2 + j2 * r.ldn, inverse(sum1[j]), inverse(sum2[j2]), lam);
+            }
+            const In* v = at<In>(p.v, b, g, r.k0);
+            for (int64_t i = 0; i < seen; i += DEEP)  // so that a strip of values stays in cache
+                some_values<1>(rows1, v + i * p.v.by_row, p.v.by_row, std::min<int64_t>(DEEP, seen - i), s1 + i);
+        }
+        for (int64_t j = 0; j < rows1; j++) {
+            In* to = place<In>(p.out, b, g * heads + j / p.T, j % p.T);
+            if (p.normed) norm(total + j * padded);
+            for (int64_t d = 0; d < p.Dv; d++) put(to + d, p.gain * total[j * padded + d]);
+        }
+    }
+
+    // x / rms(x) * weights, of a head's output.
+    void norm(float* x) const {
+        float squares = 0;
+        for (int64_t d = 0; d < p.Dv; d++) squares += x[d] * x[d];
+        const float by = 1 / std::sqrt(squares / p.Dv + p.eps);
+        for (int64_t d = 0; d < p.Dv; d++) {
+            const float w = !p.norm           ? 1.0f
+                            : p.norm_in_bf16 ? widen(static_cast<const bf16*>(p.norm)[d])
+                                             : static_cast<const float*>(p.norm)[d];
+            x[d] *= by * w;
+        }
+    }
+};
+
+template <typename In>
+int64_t decode_bytes(const Problem& p) {
+    Room room(nullptr);
+    Decode<In>(p, room);
+    return reinterpret_cast<intptr_t>(room.next);
+}
+
+template <typename In>
+void decode(const Problem& p, char* start) {
+    const int64_t bytes = decode_bytes<In>(p);
+#pragma omp parallel for schedule(dynamic, 1) num_threads(p.threads) if (p.threads > 1)
+    for (int64_t head = 0; head < p.B * p.G; head++) {
+        Room room(start + bytes * omp_get_thread_num());
+        Decode<In>(p, room).head(head / p.G, head % p.G);
+    }
+}
+
+}  // namespace

@@ -1,0 +1,238 @@
+// The problem as the library is given it, what a block of queries can see, and the room that the work takes.
+//
+// Letters: B batch, H signal heads, Hn noise heads, G key/value heads, T queries, S keys, D, Dv widths,
+// m = H / Hn signal heads that share a noise head.
+
+#pragma once
+
+#include "products.h"
+
+extern "C" {
+struct Matrix {  // [B, heads, rows, columns], numbers of a row side by side
+    void* data;
+    int64_t by_batch, by_head, by_row;  // in numbers
+};
+
+struct Problem {
+    Matrix q1, q2, k1, k2, v, out, dout, dq1, dq2, dk1, dk2, dv;
+    float* lam;                                        // [B, H, T]
+    int64_t lam_by_batch, lam_by_head, lam_by_row;
+    float* dlam;                                       // the same shape, dense
+    void* mask;                                        // bool or float, or null; of single heads only where Hn == H
+    int64_t mask_by_batch, mask_by_head, mask_by_row, mask_by_key;
+    int64_t mask_adds;                                 // 1: floats that are added
+    int64_t B, H, Hn, G, T, S, D, Dv;
+    int64_t causal, window;                            // window 0: none
+    int64_t threads;
+    int64_t rows;                                      // queries of a block
+    int64_t parts;                                     // backward: blocks of a key/value head are dealt to so many
+    float scale;                                       // positive
+    float gain, eps;                                   // decoding: of the head norm below
+    void* norm;                                        // decoding: its weights [Dv], or null
+    int64_t norm_in_bf16, normed;                      // dtype of the weights; 1: norm each head's output
+};
+// A layer's lambda, exp(q1 . k1) - exp(q2 . k2) + initial: vectors of n floats, or n = 0.
+struct Lambda {
+    float *q1, *k1, *q2, *k2;
+    int64_t n;
+    float initial;
+};
+}
+
+namespace {
+
+struct Range {
+    int64_t t0, t1;      // queries of the block
+    int64_t k0, n, ldn;  // keys it can see start at k0, a multiple of NR; n of them, a multiple of NR; padded
+};
+
+Range range_of(const Problem& p, int64_t block) {
+    Range r;
+    r.t0 = block * p.rows, r.t1 = std::min(p.T, r.t0 + p.rows);
+    const int64_t shift = p.S - p.T;
+    const int64_t last = p.causal ? std::max<int64_t>(0, r.t1 + shift) : p.S;
+    const int64_t first = p.causal && p.window ? std::max<int64_t>(0, r.t0 + shift - p.window + 1) : 0;
+    r.k0 = first / NR * NR;
+    r.n = last > first ? up(last - r.k0, NR) : 0;
+    r.ldn = r.n + (r.n % 256 == 0 ? HALF : 0);  // rows a power of two apart would share the lines of the cache
+    return r;
+}
+
+int64_t padded_keys(const Problem& p) { return up(p.S, NR); }
+int64_t longest(const Problem& p) {
+    int64_t n = padded_keys(p);
+    if (p.causal && p.window) n = std::min(n, up(p.window + p.rows + NR, NR));
+    return n + HALF;
+}
+
+// Scores of a query with n keys from k0 on: those of keys it may not see become LOWEST. False if there is none it may
+// see for its place, and then the scores are left as they are.
+bool hide(const Problem& p, int64_t k0, int64_t n, int64_t b, int64_t h, int64_t t, float* s) {
+    const int64_t own = t + p.S - p.T;
+    const int64_t last = std::min(std::min(p.causal ? own + 1 : p.S, p.S) - k0, n);
+    const int64_t first = p.causal && p.window ? std::max<int64_t>(0, own - p.window + 1 - k0) : 0;
+    if (last <= first) return false;
+    if (p.mask) {
+        const int64_t at = b * p.mask_by_batch + h * p.mask_by_head + t * p.mask_by_row + k0 * p.mask_by_key;
+        if (p.mask_adds) {
+            const float* mask = static_cast<const float*>(p.mask) + at;
+            for (int64_t i = first; i < last; i++) s[i] += mask[i * p.mask_by_key] / p.scale;
+        } else {
+            const uint8_t* mask = static_cast<const uint8_t*>(p.mask) + at;
+            for (int64_t i = first; i < last; i++) s[i] = mask[i * p.mask_by_key] ? s[i] : LOWEST;
+        }
+    }
+    std::fill(s, s + first, LOWEST);
+    std::fill(s + last, s + n, LOWEST);
+    return true;
+}
+
+// Scores to exponentials in place; returns their sum, 0 for a row that sees nothing.
+float soften(const Problem& p, const Range& r, int64_t b, int64_t h, int64_t t, float* s) {
+    if (!hide(p, r.k0, r.n, b, h, t, s)) {
+        std::fill(s, s + r.n, 0.0f);
+        return 0;
+    }
+    const float factor = p.scale * 1.44269504f;
+    vf tops[2] = {load(s), load(s + W)};
+    for (int64_t i = 2 * W; i < r.n; i += 2 * W) {
+        tops[0] = maximum(load(s + i), tops[0]);
+        tops[1] = maximum(load(s + i + W), tops[1]);
+    }
+    const float top = largest(maximum(tops[0], tops[1]));
+    if (top == LOWEST) {  // a comparison with NaN is false, so that NaN may hide here
+        const float nothing = std::any_of(s, s + r.n, [](float x) { return x != x; }) ? NAN : 0.0f;
+        std::fill(s, s + r.n, nothing);
+        return nothing;
+    }
+    const vf scaled = broadcast(factor), offset = broadcast(-top * factor);
+    vf totals[2] = {broadcast(0.0f), broadcast(0.0f)};
+    for (int64_t i = 0; i < r.n; i += 2 * W)
+        for (int j = 0; j < 2; j++) {
+            const vf e = exp2(load(s + i + j * W) * scaled + offset);
+            totals[j] += e;
+            store(s + i + j * W, e);
+        }
+    return sum(totals[0] + totals[1]);
+}
+
+// 1 / total; 0 for a row that sees nothing, and NaN stays NaN.
+inline float inverse(float total) { return total > 0 ? 1 / total : total - total; }
+
+// e1 c1 - lam e2 c2, as words in the place of e1. Maps that cancel cancel exactly.
+template <bool pairs>
+inline void subtract(int64_t n, float* e1, const float* e2, float c1, float c2, float lam) {
+    const vf v1 = broadcast(c1), v2 = broadcast(c2), minus_lam = broadcast(-lam);
+    for (int64_t i = 0; i < n; i += W) {
+        const vf p1 = load(e1 + i) * v1, p2 = load(e2 + i) * v2;
+        put_words<pairs>(reinterpret_cast<uint32_t*>(e1), i, multiplied_and_added(minus_lam, p2, p1));
+    }
+}
+
+template <typename In>
+const In* at(const Matrix& m, int64_t b, int64_t h, int64_t t) {
+    return static_cast<const In*>(m.data) + b * m.by_batch + h * m.by_head + t * m.by_row;
+}
+template <typename In>
+In* place(const Matrix& m, int64_t b, int64_t h, int64_t t) {
+    return static_cast<In*>(m.data) + b * m.by_batch + h * m.by_head + t * m.by_row;
+}
+
+// ---- Room: each part of it is cut off in turn, at lines of the cache ------------------------------------------------
+
+class Room {
+  public:
+    explicit Room(char* start) : next(start) {}
+    uint32_t* words(int64_t n) { return reinterpret_cast<uint32_t*>(take(4 * n)); }
+    float* floats(int64_t n) { return reinterpret_cast<float*>(take(4 * n)); }
+    char* take(int64_t bytes) {
+        char* at = next;
+        next += up(bytes, 64);
+        return at;
+    }
+    char* next;
+};
+
+// Keys and values of a key/value head, packed for the products.
+struct Packed {
+    uint32_t *k1t, *k2t, *v, *vt, *k1, *k2;  // t: contracted over the width; the others over the keys
+
+    template <typename In>
+    static Packed make(const Problem& p, Room& room, bool backward) {
+        Packed x;
+        x.take<In>(p, room, backward);
+        return x;
+    }
+
+    template <typename In>
+    void take(const Problem& p, Room& room, bool backward) {
+        const int64_t S = padded_keys(p), Kw = ::words<In>(S);
+        const bool one = std::memcmp(&p.k1, &p.k2, sizeof(Matrix)) == 0;
+        k1t = room.words(S * ::words<In>(p.D));
+        k2t = one ? k1t : room.words(S * ::words<In>(p.D));
+        v = vt = k1 = k2 = nullptr;
+        if (!backward) {
+            v = room.words(Kw * columns(p.Dv));
+            return;
+        }
+        vt = room.words(S * ::words<In>(p.Dv));
+        k1 = room.words(Kw * columns(p.D));
+        k2 = one ? k1 : room.words(Kw * columns(p.D));
+    }
+
+    template <typename In>
+    void fill(const Problem& p, int64_t b, int64_t g) const {
+        const int64_t Kw = ::words<In>(padded_keys(p));
+        pack_transposed(at<In>(p.k1, b, g, 0), p.k1.by_row, p.S, p.D, k1t);
+        if (k2t != k1t) pack_transposed(at<In>(p.k2, b, g, 0), p.k2.by_row, p.S, p.D, k2t);
+        if (v) pack_columns(at<In>(p.v, b, g, 0), p.v.by_row, p.S, p.Dv, Kw, v);
+        if (vt) {
+            pack_transposed(at<In>(p.v, b, g, 0), p.v.by_row, p.S, p.Dv, vt);
+            pack_columns(at<In>(p.k1, b, g, 0), p.k1.by_row, p.S, p.D, Kw, k1);
+            if (k2 != k1) pack_columns(at<In>(p.k2, b, g, 0), p.k2.by_row, p.S, p.D, Kw, k2);
+        }
+    }
+};
+
+// Gradients of keys and values of one key/value head, summed in fp32: [keys][columns], or where they are computed in
+// tiles [panels of NR keys][columns][NR].
+struct Totals {
+    float *dk1, *dk2, *dv;
+    Totals(const Problem& p, Room& room) {
+        const int64_t S = padded_keys(p);
+        dk1 = room.floats(S * columns(p.D)), dk2 = room.floats(S * columns(p.D)), dv = room.floats(S * columns(p.Dv));
+    }
+    void clear(const Problem& p) const {
+        const int64_t S = padded_keys(p);
+        std::fill(dk1, dk1 + S * columns(p.D), 0.0f);
+        std::fill(dk2, dk2 + S * columns(p.D), 0.0f);
+        std::fill(dv, dv + S * columns(p.Dv), 0.0f);
+    }
+};
+
+template <typename In>
+void write_total(const Matrix& to, int64_t b, int64_t g, int64_t keys, int64_t n, const Totals* parts, int64_t count,
+                 float* Totals::*which, float factor) {
+    constexpr bool turned = Words<In>::tiles;
+    float line[256 + HALF];
+    for (int64_t s = 0; s < keys; s++) {
+        const int64_t start = turned ? s / NR * NR * columns(n) + s % NR : s * columns(n);
+        const int64_t step = turned ? NR : 1;
+        std::fill(line, line + n, 0.0f);
+        for (int64_t part = 0; part < count; part++) {
+            const float* total = parts[part].*which + start;
+            for (int64_t j = 0; j < n; j++) line[j] += total[j * step];
+        }
+        In* row = place<In>(to, b, g, s);
+        for (int64_t j = 0; j < n; j++) put(row + j, line[j] * factor);
+    }
+}
+
+template <typename In>
+void write_totals(const Problem& p, int64_t b, int64_t g, const Totals* parts, int64_t count) {
+    write_total<In>(p.dk1, b, g, p.S, p.D, parts, count, &Totals::dk1, p.scale);
+    write_total<In>(p.dk2, b, g, p.S, p.D, parts, count, &Totals::dk2, p.scale);
+    write_total<In>(p.dv, b, g, p.S, p.Dv, parts, count, &Totals::dv, 1.0f);
+}
+
+}  // namespace
