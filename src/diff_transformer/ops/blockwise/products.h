@@ -311,13 +311,13 @@ void short_product(int64_t rows, int64_t n, int64_t Kw, const uint32_t* a, int64
 template <bool pairs>
 void long_product(int64_t rows, int64_t n, int64_t Kw, const uint32_t* a, int64_t lda, const uint32_t* b, int64_t Kb,
                   int64_t k0, float* c, int64_t ldc) {
-    for (int64_t j = 0; j < columns(n); j += NR) {
-        const int wide = width(n, j);
-        for (int64_t k = 0; k < Kw; k += DEEP)
+    for (int64_t k = 0; k < Kw; k += DEEP)  // outside, so that this much of A stays in cache for all panels
+        for (int64_t j = 0; j < columns(n); j += NR) {
+            const int wide = width(n, j);
             for (int64_t i = 0; i < rows; i += MR)
                 panel<pairs>(std::min<int64_t>(DEEP, Kw - k), a + i * lda + k, lda, 1, b + j * Kb + (k0 + k) * wide,
                              wide, c + i * ldc + j, ldc, k > 0);
-    }
+        }
 }
 
 // C[keys][n] += A^T B over rows: A(key, row word) = a[key + word * lda]; B in panels at b + column * Kw.
