@@ -31,6 +31,7 @@ constexpr int NV = 2;            // vectors of columns that the kernel works on
 constexpr int NR = 32;           // columns of a panel
 constexpr int HALF = 16;         // columns of a narrow last panel
 constexpr int DEEP = 256;        // words of a long contraction that are worked on at a time
+constexpr int64_t FAR = 1 << 18;  // words of an operand that are no longer near, so that steps across them are announced
 constexpr float LOWEST = -std::numeric_limits<float>::infinity();
 
 typedef float vf __attribute__((vector_size(4 * W), aligned(4), may_alias));
@@ -324,9 +325,15 @@ void long_product(int64_t rows, int64_t n, int64_t Kw, const uint32_t* a, int64_
 template <bool pairs>
 void outer_product(int64_t keys, int64_t n, int64_t Kw, const uint32_t* a, int64_t lda, const uint32_t* b, float* c,
                    int64_t ldc) {
-    for (int64_t i = 0; i < keys; i += MR)
-        for (int64_t j = 0; j < columns(n); j += NR)
+    const bool far = keys * Kw > FAR;
+    for (int64_t i = 0; i < keys; i += MR) {
+        for (int64_t k = 0; far && i % HALF == 0 && k < Kw; k++) __builtin_prefetch(a + i + HALF + k * lda);
+        for (int64_t j = 0; j < columns(n); j += NR) {
+            for (int64_t l = i + MR; far && l < i + 2 * MR; l++)
+                for (int64_t half = j; half < j + NR; half += HALF) __builtin_prefetch(c + l * ldc + half, 1);
             panel<pairs>(Kw, a + i, 1, lda, b + j * Kw, width(n, j), c + i * ldc + j, ldc, true);
+        }
+    }
 }
 
 // ---- Packing ----------------------------------------------------------------------------------------------------

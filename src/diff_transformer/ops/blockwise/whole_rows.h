@@ -78,12 +78,12 @@ struct Backward {
         q2_columns = room.words(Kw * columns(p.D));
         dout = room.words(padded * words<In>(p.Dv));
         dout_columns = room.words(Kw * columns(p.Dv));
-        difference = room.words(pairs ? n / 2 : n);
         turned = room.words(pairs ? n / 2 : 0);
-        dp = room.floats(n);
-        dp2 = room.floats(n);
-        dq = room.floats(padded * columns(p.D));
         s1 = forward.s1, s2 = forward.s2;
+        dp = room.floats(n);
+        difference = pairs ? room.words(n / 2) : reinterpret_cast<uint32_t*>(dp);  // each number in its gradient's place
+        dp2 = p.H == p.Hn ? s2 : room.floats(n);
+        dq = room.floats(padded * columns(p.D));
     }
 
     static void normalise(int64_t n, float* e, float total) {
