@@ -1,6 +1,6 @@
 """Draw the operator's time over softmax attention's by length, a line for each width d, from committed JSON into docs/.
 
-python benchmarks/plot.py            # docs/attention_cpu.svg, docs/attention_gpu.svg
+python benchmarks/plot.py            # docs/attention_cpu.svg, docs/attention_amx.svg, docs/attention_gpu.svg
 python benchmarks/plot.py --check    # exit 1 if a drawing differs from its JSON, or is missing
 """
 
@@ -11,7 +11,11 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS, DOCS = ROOT / "benchmarks" / "results", ROOT / "docs"
-DRAWINGS = {"attention_cpu": ("blockwise",), "attention_gpu": ("triton",)}  # and whose time
+DRAWINGS = {  # and whose time
+    "attention_cpu": ("blockwise",),
+    "attention_amx": ("blockwise",),
+    "attention_gpu": ("triton",),
+}
 KINDS = {"forward_ratio": "forward", "backward_ratio": "backward", "both_ratio": "forward + backward"}
 DTYPES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 COLORS = {16: "#999999", 32: "#0072b2", 64: "#d55e00", 96: "#009e73", 128: "#cc79a7"}

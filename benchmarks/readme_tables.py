@@ -49,6 +49,7 @@ TABLES = {
     "demo": (claims_table, ROOT / "figures" / "demo" / "results.json"),
     "novels": (claims_table, ROOT / "figures" / "novels" / "results.json"),
     "attention": (attention_table, RESULTS / "attention_cpu.json"),
+    "attention_amx": (attention_table, RESULTS / "attention_amx.json"),
     "attention_gpu": (attention_gpu_table, RESULTS / "attention_gpu.json"),
     "goals_gpu": (lambda path: goals_table(path.parent), RESULTS / "attention_gpu.json"),
     "decode": (decode_table, RESULTS / "decode_cpu.json"),

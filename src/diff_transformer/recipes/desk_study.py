@@ -79,7 +79,7 @@ def desk_study(corpus: str) -> Study:
     """See the module. ``corpus``: a folder or archive of novels (train/ and val/ inside), or any text.
 
     Command: ``diff-transformer study desk --corpus FOLDER --out runs/desk --minutes 60``, again until it says
-    that all is finished. Hardware: two CPU cores. Time: about eight hours in all.
+    that all is finished. Hardware: two CPU cores. Time: about nine hours in all.
     """
     plain = base(corpus)
     sweep = [
@@ -112,6 +112,7 @@ def desk_study(corpus: str) -> Study:
             *compared("ablation", other, FEW, tuple(DIFF_RATE), {**same, "softmax": chosen["diff"]}),
             *compared("ablation", other, REST, (*NORMED, "softmax_wide_norm")),
             *compared("wide", wide, FEW),
+            *compared("wide", wide, FEW, tuple(NORMED)),
             *compared("long", long, FEW),
             *compared("wide", wide, FEW, ("diff_norm1",)),
             *compared("long", long, FEW, ("diff_norm1",)),
