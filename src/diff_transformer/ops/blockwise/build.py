@@ -94,7 +94,7 @@ def _load(command: str, flags: tuple[str, ...]) -> tuple[Path, ctypes.CDLL]:
 
 @cache
 def library() -> ctypes.CDLL | None:
-    """The native library, built if it is not there yet (a few seconds, once on a machine); None where it cannot be.
+    """The native library, built if it is not there yet (some ten seconds, once on a machine); None where it cannot be.
 
     ``DIFF_TRANSFORMER_NATIVE=0`` turns it off. Which of the two forms of the backend runs is logged once.
     """

@@ -61,13 +61,8 @@ struct Running {
     }
     // Largest of n scores; LOWEST if there is nothing to be summed, and then a hidden NaN makes the sum NaN.
     float look(const float* s, int64_t n) {
-        vf tops[2] = {load(s), load(s + W)};
-        for (int64_t i = 2 * W; i < n; i += 2 * W) {
-            tops[0] = maximum(load(s + i), tops[0]);
-            tops[1] = maximum(load(s + i + W), tops[1]);
-        }
-        const float found = largest(maximum(tops[0], tops[1]));
-        if (found == LOWEST && std::any_of(s, s + n, [](float x) { return x != x; })) sum = NAN;
+        const float found = largest(s, n);
+        if (found == LOWEST && any_nan(s, n)) sum = NAN;
         return found;
     }
 };
@@ -96,7 +91,7 @@ struct ForwardInTiles {
     uint16_t *e1, *e2;      // exponentials of the block, [padded][line]
     float *top1, *top2;     // that those of a chunk are relative to, [padded][chunks]
     Running *row1, *row2;
-    float *s, *total;       // of a strip and a chunk; of a strip
+    float *s, *total;       // of a strip and a chunk; of the block
 
     ForwardInTiles(const Problem& problem, Room& room)
         : p(problem), padded(padded_rows<In>(p.rows)), Dw(words<In>(p.D)), wide(columns(p.Dv)), line(longest(p) + NR),
@@ -151,7 +146,7 @@ struct ForwardInTiles {
     }
 
     float weigh(int64_t b, int64_t h, int64_t i, Chunk chunk, float* from, Running& row, uint16_t* to) {
-        const float factor = p.scale * 1.44269504f;
+        const float factor = in_bits(p);
         const bool any = r.t0 + i < r.t1 && hide(p, chunk.first, chunk.n, b, h, r.t0 + i, from);
         const float top = any ? row.look(from, chunk.n) : LOWEST;
         if (top == LOWEST) {
@@ -174,7 +169,7 @@ struct ForwardInTiles {
     // What exponentials relative to `top` are to be multiplied by.
     float share(const Running& row, float top) const {
         if (row.sum != row.sum) return NAN;
-        return top == LOWEST ? 0.0f : inverse(row.sum) * std::exp2((top - row.top) * p.scale * 1.44269504f);
+        return top == LOWEST ? 0.0f : inverse(row.sum) * std::exp2((top - row.top) * in_bits(p));
     }
 
     // (P1 - lam P2) v
@@ -295,7 +290,7 @@ struct BackwardInTiles {
 
     // The first turn.
     void look(const Packed& keys, Chunk chunk) {
-        const float factor = p.scale * 1.44269504f;
+        const float factor = in_bits(p);
         for (int64_t first = 0; first < r.t1 - r.t0; first += STRIP) {
             const int64_t n = seen_by(first, chunk);
             if (n == 0) continue;
@@ -365,7 +360,7 @@ struct BackwardInTiles {
             std::fill(line, line + n, 0.0f);
             return;
         }
-        const float factor = p.scale * 1.44269504f;
+        const float factor = in_bits(p);
         const vf scaled = broadcast(factor), offset = broadcast(row.top == LOWEST ? 0.0f : -row.top * factor);
         const vf share = broadcast(inverse(row.sum));
         for (int64_t k = 0; k < n; k += W) store(line + k, exp2(load(line + k) * scaled + offset) * share);

@@ -87,21 +87,19 @@ bool hide(const Problem& p, int64_t k0, int64_t n, int64_t b, int64_t h, int64_t
     return true;
 }
 
+// Scores are scaled to exponents of 2.
+inline float in_bits(const Problem& p) { return p.scale * 1.44269504f; }
+
 // Scores to exponentials in place; returns their sum, 0 for a row that sees nothing.
 float soften(const Problem& p, const Range& r, int64_t b, int64_t h, int64_t t, float* s) {
     if (!hide(p, r.k0, r.n, b, h, t, s)) {
         std::fill(s, s + r.n, 0.0f);
         return 0;
     }
-    const float factor = p.scale * 1.44269504f;
-    vf tops[2] = {load(s), load(s + W)};
-    for (int64_t i = 2 * W; i < r.n; i += 2 * W) {
-        tops[0] = maximum(load(s + i), tops[0]);
-        tops[1] = maximum(load(s + i + W), tops[1]);
-    }
-    const float top = largest(maximum(tops[0], tops[1]));
-    if (top == LOWEST) {  // a comparison with NaN is false, so that NaN may hide here
-        const float nothing = std::any_of(s, s + r.n, [](float x) { return x != x; }) ? NAN : 0.0f;
+    const float factor = in_bits(p);
+    const float top = largest(s, r.n);
+    if (top == LOWEST) {
+        const float nothing = any_nan(s, r.n) ? NAN : 0.0f;
         std::fill(s, s + r.n, nothing);
         return nothing;
     }

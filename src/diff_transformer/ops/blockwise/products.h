@@ -70,11 +70,29 @@ inline float largest(vf x) {
 
 inline vf maximum(vf a, vf b) { return a > b ? a : b; }
 
+// Of n numbers, a multiple of 2 W. A comparison with NaN is false, so that NaN may hide behind the result.
+inline float largest(const float* s, int64_t n) {
+    vf tops[2] = {load(s), load(s + W)};
+    for (int64_t i = 2 * W; i < n; i += 2 * W) {
+        tops[0] = maximum(load(s + i), tops[0]);
+        tops[1] = maximum(load(s + i + W), tops[1]);
+    }
+    return largest(maximum(tops[0], tops[1]));
+}
+inline bool any_nan(const float* s, int64_t n) {
+    return std::any_of(s, s + n, [](float x) { return x != x; });
+}
+
 // a b + c, rounded once, of a c that is rounded already: compilers may else leave c's own last rounding out.
 inline vf multiplied_and_added(vf a, vf b, vf c) {
 #ifdef __AVX512F__
     return (vf)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
 #else
+#if defined(__x86_64__)
+    asm("" : "+x"(c));
+#elif defined(__aarch64__)
+    asm("" : "+w"(c));
+#endif
     return a * b + c;
 #endif
 }
