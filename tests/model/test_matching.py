@@ -27,10 +27,17 @@ def test_every_variant_of_every_preset_costs_as_much(size, name):
     equal = name not in ("diff_v2", "grouped_diff")
     assert (ours.intermediate_size == baseline.intermediate_size) == equal
     if equal:
-        assert differing(ours, baseline) <= {"attention"}
+        assert differing(ours, baseline) <= {"attention", "softmax_head_norm"}
         assert one.kv_bytes_per_token == other.kv_bytes_per_token
     if size == "3B":
         assert ours.intermediate_size % 64 == 0
+
+
+def test_the_normalised_transformer_and_back():
+    normalised = variant(preset("debug", head_norm_init=0.1), "softmax_norm")
+    assert (normalised.attention, normalised.softmax_head_norm, normalised.head_norm_init) == ("softmax", True, 0.1)
+    assert not matched_baseline(normalised).softmax_head_norm
+    assert not variant(normalised, "diff").softmax_head_norm
 
 
 def test_v2_pays_for_its_queries_with_feed_forward():

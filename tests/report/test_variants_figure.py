@@ -2,6 +2,8 @@
 
 import pytest
 
+from diff_transformer.model.matching import LABELS
+from diff_transformer.report.caveats import caveats
 from diff_transformer.report.figures import variants
 from diff_transformer.report.write import render_page
 
@@ -9,7 +11,7 @@ from diff_transformer.report.write import render_page
 def row(name, loss, parameters=1_000_000, **more):
     return {
         "variant": name,
-        "label": {"softmax": "Transformer", "diff": "DIFF Transformer", "dint": "DINT", "diff_v2": "DIFF V2"}[name],
+        "label": LABELS[name],
         "parameters": parameters,
         "flops_per_token": 2_500_000,
         "kv_bytes_per_token": 512,
@@ -41,6 +43,28 @@ def test_who_is_ahead_is_said_for_each_variant(rows):
     assert found["DINT"].outcome == "level"
     assert found["DINT"].text == "DINT: loss +0.020 against the Transformer (the same sign in 1 of 2 seeds)."
     assert "Transformer" not in found
+
+
+def test_what_is_left_for_the_subtraction_is_said(rows):
+    rows.append(row("softmax_norm", [3.93, 3.83]))
+    found = [(f.outcome, f.text) for f in variants.build({"variants": rows}).findings if f]
+    assert found[-2:] == [
+        ("note", "Transformer, normalised heads: loss −0.070 against the Transformer (the same sign in 2 of 2 seeds)."),
+        (
+            "diff",
+            "DIFF Transformer: loss −0.030 against the Transformer with normalised heads "
+            "(the same sign in 2 of 2 seeds).",
+        ),
+    ]
+
+
+def test_a_pair_without_that_control_has_a_caveat(rows, results):
+    results["pair"]["diff"]["config"] = {"head_norm": True}
+    missing = "--variants softmax_norm"
+    assert missing in " ".join(caveats(results))
+    assert missing not in " ".join(caveats({**results, "variants": [*rows, row("softmax_norm", [3.9, 3.8])]}))
+    results["pair"]["diff"]["config"] = {"head_norm": False}
+    assert missing not in " ".join(caveats(results))
 
 
 def test_one_seed_is_called_weak(rows):

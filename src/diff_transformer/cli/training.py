@@ -19,7 +19,11 @@ def compare(
     jobs: Annotated[int | None, typer.Option(help="Models trained at a time; on CPU, one a core by default.")] = None,
     resume: Resume = False,
     variants: Annotated[
-        str, typer.Option(help="Also train, by commas: diff_v2, grouped_diff, dint, fixed_lambda, each at equal cost.")
+        str,
+        typer.Option(
+            help="Also train, by commas: diff_v2, grouped_diff, dint, fixed_lambda, softmax_norm (the Transformer with "
+            "DIFF's head norm), each at equal cost."
+        ),
     ] = "",
 ):
     """Train a DIFF Transformer and its matched Transformer, measure both, write the report with the verdicts."""

@@ -51,9 +51,10 @@ def compare(
             ``config.train.threads`` is 0; a resumed comparison keeps the threads it began with.
         resume: go on with an interrupted comparison; what is finished is not done again.
         variants: relatives of differential attention to train beside the pair, by their names in ``VARIANTS``
-            (``"diff_v2"``, ``"grouped_diff"``, ``"dint"``, ``"fixed_lambda"``), with equal data, steps and seeds and
-            sizes that keep the pair's parameters within 1 %. The claims are about the pair alone. Those of an earlier
-            call in ``out`` stay; more can be added with ``resume``.
+            (``"diff_v2"``, ``"grouped_diff"``, ``"dint"``, ``"fixed_lambda"``, and ``"softmax_norm"``, the Transformer
+            with DIFF's head norm, which tells the norm's gain from the subtraction's), with equal data, steps and seeds
+            and sizes that keep the pair's parameters within 1 %. The claims are about the pair alone. Those of an
+            earlier call in ``out`` stay; more can be added with ``resume``.
 
     Returns:
         What is written to ``results.json``.

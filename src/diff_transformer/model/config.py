@@ -192,7 +192,7 @@ class DiffTransformerConfig(PreTrainedConfig):
 
 
 def matched_baseline(config: DiffTransformerConfig) -> DiffTransformerConfig:
-    """The matched Transformer of a configuration: the same with ``attention="softmax"``.
+    """The matched Transformer of a configuration: the same with ``attention="softmax"``, its heads not normalised.
 
     Parameters agree within 1 %, and for ``"diff"`` FLOPs and the key/value cache too: there nothing but ``attention``
     differs, and the DIFF Transformer has only ``6 head_dim`` parameters a layer more. The same holds for ``"dint"``,
@@ -201,7 +201,7 @@ def matched_baseline(config: DiffTransformerConfig) -> DiffTransformerConfig:
     """
     from diff_transformer.model.matching import cost_matched
 
-    return cost_matched(config, attention="softmax")
+    return cost_matched(config, attention="softmax", softmax_head_norm=False)
 
 
 def _check_choices(config):

@@ -13,7 +13,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "grouped_diff": {"attention": "grouped_diff"},
     "dint": {"attention": "dint"},
     "fixed_lambda": {"attention": "diff", "lambda_learned": False},
-    "softmax": {"attention": "softmax"},
+    "softmax_norm": {"attention": "softmax", "softmax_head_norm": True},
+    "softmax": {"attention": "softmax", "softmax_head_norm": False},
 }
 LABELS = {
     "diff": "DIFF Transformer",
@@ -21,6 +22,7 @@ LABELS = {
     "grouped_diff": "Grouped DIFF",
     "dint": "DINT",
     "fixed_lambda": "DIFF, fixed lambda",
+    "softmax_norm": "Transformer, normalised heads",
     "softmax": "Transformer",
 }
 _WIDE_VALUES = ("diff", "dint", "grouped_diff")  # half as many value heads as key heads, twice as wide
@@ -43,11 +45,11 @@ def cost_matched(config, **fields: Any):
     """``config`` with ``fields`` (``attention="diff_v2"``, ...) and, where needed, sizes changed to keep the cost.
 
     Nothing else changes between ``"diff"``, ``"dint"``, a fixed lambda and ``"softmax"``, whose projections are equally
-    large. Those of ``"diff_v2"`` and ``"grouped_diff"`` are not: there ``intermediate_size`` makes up for it, changed
-    in the largest step (64, 32, ... 1) that leaves the totals within 0.5 %. FLOPs and the key/value cache may then
-    differ; ``model_cost`` states them. Without grouped queries ``num_key_value_heads`` is again what the attention has
-    by default; with them it stays, or becomes the next smaller number that works. A ``value_head_dim`` is halved or
-    doubled with the value heads.
+    large; ``softmax_head_norm`` goes with softmax attention alone. The projections of ``"diff_v2"`` and
+    ``"grouped_diff"`` are not: there ``intermediate_size`` makes up for it, changed in the largest step (64, 32, ... 1)
+    that leaves the totals within 0.5 %. FLOPs and the key/value cache may then differ; ``model_cost`` states them.
+    Without grouped queries ``num_key_value_heads`` is again what the attention has by default; with them it stays, or
+    becomes the next smaller number that works. A ``value_head_dim`` is halved or doubled with the value heads.
 
     Raises:
         ValueError: for head counts that do not fit the attention, or a feed-forward that would have no width left.
@@ -55,6 +57,8 @@ def cost_matched(config, **fields: Any):
     changed = copy.deepcopy(config)
     for name, value in fields.items():
         setattr(changed, name, value)
+    if changed.attention != "softmax":
+        changed.softmax_head_norm = False
     if changed.attention == config.attention:
         return changed
     changed.num_key_value_heads = _key_value_heads(config, changed)

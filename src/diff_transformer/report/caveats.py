@@ -19,6 +19,10 @@ def caveats_section(results: dict) -> Html:
     )
 
 
+def _has_normalised(results: dict) -> bool:
+    return any(row.get("variant") == "softmax_norm" for row in dicts(results.get("variants")))
+
+
 def caveats(results: dict) -> list[str]:
     """The limits of the run, in plain sentences."""
     said = []
@@ -36,6 +40,12 @@ def caveats(results: dict) -> list[str]:
         said.append("One seed: nothing here tells a difference between models from one between random draws.")
     elif 1 < seeds < 5:
         said.append(f"{plural(seeds, 'seed')}: intervals over so few seeds are wide and rough.")
+    if size and as_dict(as_dict(pair.get("diff")).get("config")).get("head_norm") and not _has_normalised(results):
+        said.append(
+            "DIFF's heads are normalised, the Transformer's are not. In this project's study at desk scale a "
+            "Transformer with the same norm had most of DIFF's lead; the same command with --resume --variants "
+            "softmax_norm trains one beside this pair, and sets DIFF against it."
+        )
     if train.get("corpus"):
         said.append(f"One corpus ({train['corpus']}); other text may rank the models differently.")
     claims = len(dicts(results.get("claims")))

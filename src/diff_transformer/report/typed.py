@@ -9,7 +9,7 @@ from typing import Any
 TOKENS = 256  # of a typed text, at most: the maps grow with the square
 BYTES = 8192  # of a typed text in UTF-8, at most
 _NAME = re.compile(r"(?P<attention>[a-z_0-9]+)-seed(?P<seed>\d+)")
-_TWO_MAPS = ("diff", "softmax", "diff_v2", "grouped_diff", "fixed_lambda")
+_TWO_MAPS = ("diff", "softmax", "softmax_norm", "diff_v2", "grouped_diff", "fixed_lambda")
 
 
 class PromptError(ValueError):

@@ -8,7 +8,7 @@ from diff_transformer.report.numbers import is_number, mean, number, short
 from diff_transformer.report.pair import as_dict, dicts
 from diff_transformer.report.svg import panel
 
-BASELINE = "softmax"
+BASELINE, NORMALISED = "softmax", "softmax_norm"
 
 
 def build(results: dict) -> Figure | None:
@@ -16,7 +16,6 @@ def build(results: dict) -> Figure | None:
     rows = [row for row in dicts(results.get("variants")) if _seeds(row.get("loss"))]
     if len(rows) < 2:
         return None
-    names = [str(row.get("label")) for row in rows]
     losses = category_chart(
         "Loss of every variant",
         [_short(row) for row in rows],
@@ -34,7 +33,7 @@ def build(results: dict) -> Figure | None:
         body=panels(panel("Loss on held-out text, nats per token: lower is better", losses), columns=1)
         + tag("p", key("difference", "mean and seeds"), class_="legend")
         + _table(rows),
-        findings=[_against_baseline(name, row, rows) for name, row in zip(names, rows, strict=True)],
+        findings=_findings(rows),
     )
 
 
@@ -44,22 +43,33 @@ def _seeds(values: object) -> dict[int, float]:
 
 def _short(row: dict) -> str:
     words = {"softmax": "Transf.", "diff": "DIFF", "diff_v2": "V2", "grouped_diff": "grouped", "dint": "DINT",
-             "fixed_lambda": "fixed λ"}  # fmt: skip
+             "fixed_lambda": "fixed λ", "softmax_norm": "T., norm"}  # fmt: skip
     return words.get(str(row.get("variant")), str(row.get("variant")).replace("_", " "))
 
 
-def _against_baseline(name: str, row: dict, rows: list[dict]) -> Finding | None:
-    """The loss of a variant less that of the Transformer, paired by seed."""
-    own = _seeds(row.get("loss"))
-    baseline = next((_seeds(r.get("loss")) for r in rows if r.get("variant") == BASELINE), {})
-    shared = sorted(own.keys() & baseline.keys())
-    if row.get("variant") == BASELINE or not shared:
+def _findings(rows: list[dict]) -> list[Finding | None]:
+    """Each variant against the Transformer; and DIFF against the Transformer with normalised heads: what is left for
+    the subtraction."""
+    by_name = {str(row.get("variant")): row for row in rows}
+    baseline, normalised = by_name.get(BASELINE), by_name.get(NORMALISED)
+    found = [_against(row, baseline, "the Transformer") for row in rows if row is not baseline]
+    return [*found, _against(by_name.get("diff"), normalised, "the Transformer with normalised heads")]
+
+
+def _against(row: dict | None, other: dict | None, name: str) -> Finding | None:
+    """The loss of one model less that of a Transformer, paired by seed."""
+    if row is None or other is None:
         return None
-    gaps = [own[seed] - baseline[seed] for seed in shared]
-    gap = mean(gaps) or 0.0
+    own, theirs = _seeds(row.get("loss")), _seeds(other.get("loss"))
+    gaps = [own[seed] - theirs[seed] for seed in sorted(own.keys() & theirs.keys())]
+    if not gaps:
+        return None
+    gap = number(mean(gaps), 3, sign=True)
     outcome, weak, seeds = lead(gaps, "lower")
-    said = f"{name}: loss {number(gap, 3, sign=True)} against the Transformer ({seeds})."
-    return Finding("level", said) if number(gap, 3) == number(0.0, 3) else Finding(outcome, said, weak)
+    said = f"{row.get('label')}: loss {gap} against {name} ({seeds})."
+    if row.get("variant") == NORMALISED:
+        return Finding("note", said)
+    return Finding("level", said) if gap == number(0.0, 3, sign=True) else Finding(outcome, said, weak)
 
 
 def _table(rows: list[dict]) -> Html:
