@@ -21,6 +21,7 @@ COLORS = {
     "diff_same_rate": "#332288",
     "diff_norm1": "#56b4e9",
     "diff_v2": "#009e73",
+    "softmax_norm": "#e69f00",
 }
 # The models of the desk study, and its settings, in the order in which they are shown.
 NAMES = {
@@ -160,12 +161,16 @@ def cells_of(folder: Path) -> dict:
     }
 
 
-DRAWN = {"desk": (draw_desk, ("novels.svg", "differences.svg")), "stability": (draw_stability, ("stability.svg",))}
-
-
 def main(arguments: list[str]) -> int:
+    from lead import draw_lead
+
     missing = []
-    for name, (draw, files) in DRAWN.items():
+    drawn = [
+        ("desk", draw_desk, ("novels.svg", "differences.svg")),
+        ("desk", draw_lead, ("lead.svg",)),
+        ("stability", draw_stability, ("stability.svg",)),
+    ]
+    for name, draw, files in drawn:
         folder = FIGURES / name
         cells = cells_of(folder) if (folder / "measured.json").exists() else {}
         if not any(not setting.startswith("sweep/") for setting in cells):

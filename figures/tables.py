@@ -1,5 +1,6 @@
 """Tables of paired differences, in Markdown."""
 
+from diff_transformer.evals.intervals import Interval
 from diff_transformer.study.analysis import Row
 
 MARKS = {"held": "✓ ", "did not hold": "✗ "}
@@ -33,7 +34,11 @@ def side_by_side(found: dict[str, list[Row]]) -> str:
 
 
 def interval(row: Row) -> str:
-    mean, low, high, _ = row.difference
+    return in_numbers(row.difference)
+
+
+def in_numbers(found: Interval) -> str:
+    mean, low, high, _ = found
     return f"{mean:+.3f}" if low is None else f"{mean:+.3f} ({low:+.3f} to {high:+.3f})"
 
 

@@ -26,6 +26,7 @@ from diff_transformer.study.measures import MEASURES
 
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent))
+from lead import draw_lead, lead_table  # noqa: E402
 from plots import NAMES, RATES, SETTINGS, cells_of, draw_desk  # noqa: E402  (these three stand beside this folder)
 from record import without_places  # noqa: E402
 from tables import interval, side_by_side, table  # noqa: E402
@@ -33,6 +34,12 @@ from tables import interval, side_by_side, table  # noqa: E402
 SHOWN = MEASURES[:15]  # of these, what the first README shows
 COLUMNS = {**RATES, "diff_norm1": "DIFF as published"}
 DEPTHS = (0, 25, 50, 75, 100)
+# Where a Transformer with normalised heads stands, which one, and where DIFF at the same rate does.
+NORMED = (
+    ("ablation", "softmax_norm", "novels", "diff_same_rate"),
+    ("ablation", "softmax_wide_norm", "novels", "diff_same_rate"),
+    ("wide", "softmax_norm", "wide", "diff"),
+)
 
 
 def tables(cells: Cells) -> str:
@@ -41,24 +48,25 @@ def tables(cells: Cells) -> str:
         done = sum(len(seeds) for sides in cells.values() for seeds in sides.values())
         return f"Of the study only {done} runs of the sweep are finished.\n\n{sweep(cells)}"
     parts = ["![Loss and retrieval in the main setting](novels.svg)", "![Differences in loss](differences.svg)"]
+    parts += ["![DIFF's loss less the Transformer's while they are trained](lead.svg)", lead_table(cells)]
     parts.append(overview(cells))
     for setting in [name for name in SETTINGS if name in cells]:
         for side in [name for name in NAMES if name in cells[setting] and name != "softmax"]:
             rows = paired_rows(borrow_baselines(cells), setting, side, MEASURES)
             if rows and (side == "diff" or setting == "novels"):
                 parts.append(table(f"{SETTINGS[setting]}: {NAMES[side]}", rows))
-    parts += [against_normed(cells, baseline) for baseline in ("softmax_norm", "softmax_wide_norm")]
+    parts += [against_normed(cells, *pair) for pair in NORMED]
     parts += [by_depth(cells), sweep(cells)]
     return "\n\n".join(part for part in parts if part)
 
 
-def against_normed(cells: Cells, baseline: str) -> str:
+def against_normed(cells: Cells, where: str, baseline: str, home: str, side: str) -> str:
     """DIFF less a Transformer whose heads are normalised like DIFF's: as they are, or as many and as wide as DIFF's
     (Table 6)."""
-    normed = cells.get("ablation", {}).get(baseline, {})
-    pair = {"": {"softmax": normed, "diff": cells["novels"].get("diff_same_rate", {})}}
-    rows = paired_rows(pair, "", "diff", MEASURES)
-    return table(f"{NAMES['diff']}, beside a {NAMES[baseline]}, one learning rate", rows) if rows else ""
+    normed, ours = cells.get(where, {}).get(baseline, {}), cells.get(home, {}).get(side, {})
+    rows = paired_rows({"": {"softmax": normed, "diff": ours}}, "", "diff", MEASURES)
+    size = "one learning rate" if home == "novels" else SETTINGS[home]
+    return table(f"{NAMES['diff']}, beside a {NAMES[baseline]}, {size}", rows) if rows else ""
 
 
 def overview(cells: Cells) -> str:
@@ -188,6 +196,7 @@ def main(arguments: list[str]) -> int:
     for page in stale:
         page.write_text(filled(page, cells))
     draw_desk(cells, HERE)
+    draw_lead(cells, HERE)
     return 0
 
 
