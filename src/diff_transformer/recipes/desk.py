@@ -81,8 +81,8 @@ def desk() -> RunConfig:
     """The pair at four layers of width 256, on the corpus of ``demo`` or any other, needles mixed in.
 
     Command: ``diff-transformer compare --recipe desk --out runs/desk --set data.corpus=FOLDER``. Hardware: two CPU
-    cores. Time: half an hour by the demo's speed. Expected: a lower loss than the Transformer's, as in ``demo``; pairs of
-    this size on novels ended .105 apart (figures/desk, "wide").
+    cores. Time: half an hour by the demo's speed. Expected: a lower loss than the Transformer's, as in ``demo``;
+    pairs of this size on novels ended .105 apart (figures/desk, "wide").
     """
     config = demo()
     config.name = "desk"
