@@ -92,8 +92,9 @@ def test_outliers_and_gradients(kind):
     flow = evaluate_gradient_flow(lm, ids, trials=1).metrics
     assert flow["model_q"] > 0
     assert flow["init_ratio_v"] > 0
-    assert ("model_lambda" in flow) == (kind not in ("softmax", "fixed_lambda"))
-    assert ("model_k2" in flow) == (kind not in ("softmax", "diff_v2"))
+    one_map = ("softmax", "softmax_norm")
+    assert ("model_lambda" in flow) == (kind not in (*one_map, "fixed_lambda"))
+    assert ("model_k2" in flow) == (kind not in (*one_map, "diff_v2"))
 
 
 def test_which_heads_make_which_map():
