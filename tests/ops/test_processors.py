@@ -25,9 +25,11 @@ def processor(request, tmp_path_factory):
         patch.setattr(build, "FLAGS", flags)
         patch.setenv("DIFF_TRANSFORMER_CACHE", str(tmp_path_factory.mktemp("cache")))
         build.library.cache_clear(), native.in_tiles.cache_clear()
-        assert build.library() is not None
-        yield request.param
-    build.library.cache_clear(), native.in_tiles.cache_clear()
+        try:
+            assert build.library() is not None
+            yield request.param
+        finally:
+            build.library.cache_clear(), native.in_tiles.cache_clear()
 
 
 def gradients(function, x, **options):

@@ -208,7 +208,10 @@ def info(
     preset: Annotated[str | None, typer.Argument(help="Name of a model preset; all of them if left out.")] = None,
     length: Annotated[int | None, typer.Option(help="Tokens a sequence, for FLOPs and cache.")] = None,
     attention: Annotated[
-        str, typer.Option(help="Variant against its matched Transformer: diff_v2, grouped_diff, dint, fixed_lambda.")
+        str,
+        typer.Option(
+            help="Variant against its matched Transformer: diff_v2, grouped_diff, dint, fixed_lambda, softmax_norm."
+        ),
     ] = "diff",
 ):
     """Both sides of a preset: parameters by part, FLOPs a token, key/value cache."""

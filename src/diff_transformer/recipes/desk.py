@@ -82,7 +82,7 @@ def desk() -> RunConfig:
 
     Command: ``diff-transformer compare --recipe desk --out runs/desk --set data.corpus=FOLDER``. Hardware: two CPU
     cores. Time: half an hour by the demo's speed. Expected: a lower loss than the Transformer's, as in ``demo``;
-    pairs of this size on novels ended .105 apart (figures/desk, "wide").
+    on novels it ended .105 lower in pairs of this size (figures/desk, "wide").
     """
     config = demo()
     config.name = "desk"

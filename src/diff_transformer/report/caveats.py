@@ -43,8 +43,9 @@ def caveats(results: dict) -> list[str]:
     if size and as_dict(as_dict(pair.get("diff")).get("config")).get("head_norm") and not _has_normalised(results):
         said.append(
             "DIFF's heads are normalised, the Transformer's are not. In this project's study at desk scale a "
-            "Transformer with the same norm had most of DIFF's lead, and the lead shrank as training went on; the same "
-            "command with --resume --variants softmax_norm trains one beside this pair, and sets DIFF against it."
+            "Transformer with such a norm, from .1, had most of DIFF's lead, and the lead shrank as training went on; "
+            "the same command with --resume --variants softmax_norm trains one beside this pair, and sets DIFF against "
+            "it."
         )
     if train.get("corpus"):
         said.append(f"One corpus ({train['corpus']}); other text may rank the models differently.")
