@@ -27,13 +27,21 @@ def main(what: str, device: str) -> int:
 
 
 def gluon_forms(device: str) -> dict[str, Callable[[], object]]:
-    """The forward at the widths and maskings that have a Hopper kernel."""
+    """What has Hopper kernels: both widths and maskings, forward alone and with either backward."""
 
-    def forward(D: int, is_causal: bool) -> Callable[[], object]:
+    def forward(D: int, options: dict) -> Callable[[], object]:
         x = make_inputs(1, 2, T, D, dtype=torch.bfloat16, device=device, requires_grad=False)
-        return lambda: diff_attention(*x, is_causal=is_causal, backend=backend(device))
+        return lambda: diff_attention(*x, **options, backend=backend(device))
 
-    return {f"forward, width {D}, causal {causal}": forward(D, causal) for D in (64, 128) for causal in (True, False)}
+    torch.use_deterministic_algorithms(False)
+    found = {}
+    for D in (64, 128):
+        for causal in (True, False):
+            options, what = {"is_causal": causal}, f"width {D}, causal {causal}"
+            found[f"forward, {what}"] = forward(D, options)
+            found[f"two passes, {what}"] = both(device, options, D=D)
+            found[f"one pass, {what}"] = one_pass(both(device, options, D=D))
+    return found
 
 
 def forms(device: str) -> dict[str, Callable[[], object]]:

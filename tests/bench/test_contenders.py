@@ -77,18 +77,20 @@ def test_forms_of_triton(monkeypatch, reason):
     def fake(*tensors, is_causal, backend):
         from diff_transformer.ops import triton
 
-        seen.append((triton._one_pass, os.environ.get(contenders.GLUON_SWITCH)))
+        seen.append((triton._one_pass, os.environ.get(gluon.SWITCH)))
         return tensors[4]
 
-    monkeypatch.delenv(contenders.GLUON_SWITCH, raising=False)
+    monkeypatch.delenv(gluon.SWITCH, raising=False)
     monkeypatch.setattr(contenders, "diff_attention", fake)
     monkeypatch.setattr(gluon, "why_not", lambda *args: reason)
+    monkeypatch.setattr(gluon, "why_not_backward", lambda *args: reason)
     x = make_inputs(T=5)
     found = contenders.backend_contenders(["sdpa", "triton"], x, True)
     for contender in found:
         contender.function(*contender.inputs, is_causal=True)
     names = ["sdpa", "triton", "triton[one_pass]", "triton[plain]"]
     assert [c.name for c in found] == (names if reason is None else names[:3])
-    assert found[1].facts == {"forward_kernel": "gluon" if reason is None else "triton, since too old"}
+    kernel = "gluon" if reason is None else "triton, since too old"
+    assert found[1].facts == {"forward_kernel": kernel, "backward_kernel": kernel}
     assert seen == [(False, None), (False, None), (True, None), (False, "0")][: len(found)]
-    assert contenders.GLUON_SWITCH not in os.environ
+    assert gluon.SWITCH not in os.environ

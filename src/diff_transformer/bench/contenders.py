@@ -18,6 +18,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from diff_transformer.bench.machine import free_memory
 from diff_transformer.bench.shapes import Shape
 from diff_transformer.ops import diff_attention
+from diff_transformer.ops.triton import gluon
 from diff_transformer.ops.triton.gluon.verify import KernelHangs
 from diff_transformer.testing import Inputs
 
@@ -133,8 +134,8 @@ def backend_contender(name: str, x: Inputs, is_causal: bool, variant: str | None
         if package is not None:
             facts = {"form": flash.form(x.q1, x.q2, x.k1, x.v), "package": package[0]}
     if name == "triton" and variant != "plain":
-        reason = why_not_gluon(x, is_causal)
-        facts = {"forward_kernel": "gluon" if reason is None else f"triton, since {reason}"}
+        reasons = why_not_gluon(x, is_causal, one_pass=variant == "one_pass")
+        facts = {what: "gluon" if reason is None else f"triton, since {reason}" for what, reason in reasons.items()}
     backward = not (name == "flex" and x.q1.device.type == "cpu")
     return Contender(named(name, variant), "backend", function, tuple(x), is_causal, backward, facts)
 
@@ -146,16 +147,16 @@ def backend_contenders(names: list[str], x: Inputs, is_causal: bool) -> list[Con
         found.append(backend_contender(name, x, is_causal))
         if name == "triton":
             found.append(backend_contender(name, x, is_causal, "one_pass"))
-            if found[-1].facts["forward_kernel"] == "gluon":
+            if "gluon" in (*found[-2].facts.values(), *found[-1].facts.values()):
                 found.append(backend_contender(name, x, is_causal, "plain"))
     return found
 
 
-def why_not_gluon(x: Inputs, is_causal: bool) -> str | None:
-    """Why the Triton backend's forward is not its Gluon kernel here, or None."""
-    from diff_transformer.ops.triton import gluon
-
-    return gluon.why_not(*x[:5], None, None, is_causal, None)
+def why_not_gluon(x: Inputs, is_causal: bool, one_pass: bool) -> dict[str, str | None]:
+    """Why the Triton backend's kernels of either direction are not Gluon's here, or None."""
+    forward = gluon.why_not(*x[:5], None, None, is_causal, None)
+    backward = gluon.why_not_backward(*x[:5], None, None, is_causal, None, one_pass)
+    return {"forward_kernel": forward, "backward_kernel": backward}
 
 
 def _one_pass() -> AbstractContextManager:
@@ -166,17 +167,16 @@ def _one_pass() -> AbstractContextManager:
 
 @contextmanager
 def _without_gluon() -> Generator[None]:
-    before = os.environ.get(GLUON_SWITCH)
-    os.environ[GLUON_SWITCH] = "0"
+    before = os.environ.get(gluon.SWITCH)
+    os.environ[gluon.SWITCH] = "0"
     try:
         yield
     finally:
-        os.environ.pop(GLUON_SWITCH)
+        os.environ.pop(gluon.SWITCH)
         if before is not None:
-            os.environ[GLUON_SWITCH] = before
+            os.environ[gluon.SWITCH] = before
 
 
-GLUON_SWITCH = "DIFF_TRANSFORMER_GLUON"
 VARIANTS = {None: nullcontext, "one_pass": _one_pass, "plain": _without_gluon}
 
 

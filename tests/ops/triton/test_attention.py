@@ -313,7 +313,7 @@ def test_opcheck(shared):
     torch.library.opcheck(operator.forward, (*tensors, *rest, True, False))
     tensors = tuple(None if y is None else y.detach() for y in tensors)
     out, *saved = operator.forward(*tensors, *rest, True, False)
-    arguments = (torch.randn_like(out), *tensors, None, None, None, out, *saved, 7, 9, True, 4, 0.5, False)
+    arguments = (torch.randn_like(out), *tensors, None, None, None, out, *saved, 7, 9, True, 4, 0.5, False, True)
     torch.library.opcheck(operator.backward, arguments)
 
 

@@ -1,6 +1,6 @@
 """The Hopper kernels: which calls they take, that every form compiles well, and (on a Hopper GPU) their results.
 
-What they compute is tested without a GPU in test_gluon_emulated.py.
+What they compute is tested without a GPU in test_gluon_emulated.py and test_gluon_gradients_emulated.py.
 """
 
 from itertools import product
@@ -13,8 +13,10 @@ from diff_transformer.ops.triton import gluon
 from diff_transformer.testing import assert_within_budget, eager_diff_attention, make_inputs
 
 pytest.importorskip("triton", reason="the kernels are written in Triton's Gluon")
-from diff_transformer.ops.triton.gluon import forward, verify
+from diff_transformer.ops.triton import backward_form, operator
+from diff_transformer.ops.triton.gluon import backward, forward, of_keys, of_queries, verify
 from diff_transformer.ops.triton.gluon.steps import NOT_SPECIALIZED
+from diff_transformer.ops.triton.launching import INTERPRETED
 from diff_transformer.ops.triton.metadata import assert_ships, compile_in_subprocess
 
 HALF_TYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -96,8 +98,37 @@ def test_device_and_version(monkeypatch, capability, version, switch, said):
     assert reason is None if said is None else said in str(reason)
 
 
+def test_the_gradients_want_as_many_noise_heads_as_signal_heads():
+    q1, q2, k1, k2, v = tensors(Hn=2, G=1)
+    lam, dout, lse = torch.zeros(2, 4, 20, 1), torch.zeros(2, 4, 20, 128), torch.zeros(2, 4, 20)
+    with pytest.raises(ValueError, match="as many noise heads as signal heads, not 2 for 4"):
+        gluon.attend_backward(dout, q1, q2, k1, k2, v, lam, dout, dout, lse, lse, True, None, 1.0, False)
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="the plain kernels run on the CPU in the interpreter")
+@pytest.mark.parametrize(("switch", "asked"), [(None, ["two passes"]), ("1", ["two passes"]), ("0", [])])
+def test_a_backward_keeps_to_what_its_forward_was_told(monkeypatch, switch, asked):
+    seen = []
+
+    def records(*arguments):
+        seen.append(arguments[-1])
+        return False
+
+    monkeypatch.setattr(operator, "_gluon_backward", records)
+    monkeypatch.delenv(gluon.SWITCH, raising=False)
+    x = make_inputs(1, 1, 5, 16)
+    if switch is not None:
+        monkeypatch.setenv(gluon.SWITCH, switch)
+    out = diff_attention(*x, backend="triton")
+    monkeypatch.delenv(gluon.SWITCH, raising=False)
+    out.sum().backward()
+    assert seen == asked
+
+
 def test_no_cuda_device_no_kernel():
-    assert gluon.why_not(*tensors(), None, None, True, None) == "the Hopper kernel needs a CUDA device, not cpu"
+    said = "the Hopper kernel needs a CUDA device, not cpu"
+    assert gluon.why_not_backward(*tensors(), None, None, True, None, False) == said
+    assert gluon.why_not(*tensors(), None, None, True, None) == said
 
 
 def test_a_descriptor_sees_the_tensor_where_it_lies():
@@ -144,6 +175,57 @@ def test_every_form_compiles_without_spills_or_serialised_wgmma(form):
     assert compiled.wgmma == 2 * maps * 3 * (scores + values)
 
 
+GRADIENT_FORMS = [  # D, causal, dtype, kernel, its flags
+    (D, causal, dtype, kernel, flags)
+    for D, causal, dtype in product((64, 128), (True, False), HALF_TYPES)
+    for kernel, flags in (
+        ("keys", {"ONE_PASS": False, "ONE_KEY": False}),
+        ("keys", {"ONE_PASS": True, "ONE_KEY": False}),
+        ("keys", {"ONE_PASS": False, "ONE_KEY": True}),
+        ("keys", {"ONE_PASS": True, "ONE_KEY": True}),
+        ("queries", {}),
+    )
+]
+
+
+def trained(form):
+    _, causal, dtype, _, flags = form
+    return causal and dtype == "bf16" and not flags.get("ONE_KEY")
+
+
+@pytest.mark.parametrize(
+    "form", [pytest.param(form, marks=() if trained(form) else pytest.mark.slow) for form in GRADIENT_FORMS], ids=str
+)
+def test_every_gradient_form_compiles_without_spills_or_serialised_wgmma(form):
+    D, causal, dtype, kernel, flags = form
+    configuration, Dv = backward.CONFIGURATIONS[D], gluon.WIDTHS[D]
+
+    def described(width):
+        return f"tensordesc<{dtype}[1,1,64,{width}],{forward.layout(64, width, HALF_TYPES[dtype])!r}>"
+
+    signature = dict.fromkeys(("q1", "q2", "k1", "k2"), described(D)) | dict.fromkeys(("v", "do"), described(Dv))
+    signature |= dict.fromkeys(("lse1", "lse2", "delta1", "lam_delta2", "lam"), "*fp32") | {"factor": "fp32"}
+    signature |= dict.fromkeys(("dq1", "dq2"), "*fp32" if flags.get("ONE_PASS") else f"*{dtype}")
+    constants = {"BN": 64, "D": D, "DV": Dv, "CAUSAL": causal} | flags
+    if kernel == "keys":
+        module, function = of_keys, configuration.keys
+        signature |= dict.fromkeys(("dk1", "dk2", "dv"), f"*{dtype}")
+        constants |= {"BM": 64, "STAGES": configuration.stages}
+        # Products of depth 16. Twice, before or after the loop and in it: scores, dP, dK. In the loop: dV.
+        wgmma = 2 * (2 * D // 16 + Dv // 16 + 2 * 64 // 16) + 64 // 16
+        wgmma += 2 * (D // 64) * 64 // 16 if flags["ONE_PASS"] else 0
+    else:
+        module, function = of_queries, configuration.queries
+        constants |= {"ROWS": 64, "KEY_STAGES": configuration.key_stages, "VALUE_STAGES": configuration.value_stages}
+        wgmma = 2 * (2 * D // 16 + Dv // 16 + 2 * 64 // 16)  # of each half: scores, dP, dQ
+    signature |= dict.fromkeys(module.NOT_SPECIALIZED, "i32")
+    path = f"{module.__name__}:{function.__name__}"
+    compiled = compile_in_subprocess(path, signature, constants, capability=90, **forward.OPTIONS)
+    assert_ships(compiled)
+    assert compiled.num_warps == 12
+    assert compiled.wgmma == wgmma
+
+
 hopper = pytest.mark.skipif(
     not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9, reason="needs a Hopper GPU"
 )
@@ -186,21 +268,77 @@ def test_many_launches_agree(D):
             assert torch.equal(one, other)
 
 
+GRADIENT_LENGTHS = [(1, 1000), (63, 63), (64, 128), (111, 333), (200, 63), (1000, 1000), (2048, 2048)]
+
+
+@pytest.mark.gpu
+@hopper
+@pytest.mark.parametrize("one_pass", [False, True])
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("lengths", GRADIENT_LENGTHS)
+@pytest.mark.parametrize("dtype", HALF_TYPES)
+@pytest.mark.parametrize("D", [64, 128])
+def test_gradients_on_the_gpu(D, dtype, lengths, causal, one_pass):
+    verify.compare_gradients(torch.device("cuda"), D, HALF_TYPES[dtype], causal, one_pass, *lengths)
+
+
+def backward_arguments(B, H, T, D):
+    """Of ``attend_backward`` but for one_pass; the forward is the Gluon one."""
+    inputs = make_inputs(B, H, T, D, dtype=torch.bfloat16, device="cuda", strided=True, requires_grad=False)
+    saved = gluon.attend_forward(*inputs, True, None, D**-0.5, True)
+    dout = torch.randn(saved[0].shape, generator=torch.Generator().manual_seed(1)).to(saved[0])
+    return [dout, *inputs, *saved, True, None, D**-0.5]
+
+
 @pytest.mark.gpu
 @hopper
 @pytest.mark.parametrize("D", [64, 128])
+def test_many_backwards_agree(D):
+    """A race would show as a difference between launches of the same problem, on a full GPU."""
+    arguments = backward_arguments(4, 16, 1000, D)
+    first = gluon.attend_backward(*arguments, False)
+    for _ in range(100):
+        for one, other in zip(first, gluon.attend_backward(*arguments, False), strict=True):
+            assert torch.equal(one, other)
+
+
+@pytest.mark.gpu
+@hopper
+@pytest.mark.parametrize("D", [64, 128])
+def test_one_pass_differs_from_two_by_rounding(D):
+    """At 16K tokens; dk, dv and dlam do not depend on the order of anything."""
+    arguments = backward_arguments(1, 2, 16384, D)
+    two = gluon.attend_backward(*arguments, False)
+    for _ in range(5):
+        one = gluon.attend_backward(*arguments, True)
+        for which, (a, b) in enumerate(zip(one, two, strict=True)):
+            if which < 2:
+                torch.testing.assert_close(a, b, rtol=0, atol=2e-2 * float(b.abs().max()))
+            else:
+                assert torch.equal(a, b)
+
+
+@pytest.mark.gpu
+@hopper
+@pytest.mark.parametrize("form", ["two_pass", "one_pass"])
+@pytest.mark.parametrize("D", [64, 128])
 @pytest.mark.parametrize("G", [1, 4])
-def test_gradients_through_the_operator(D, G):
-    """The Gluon forward saves what the backward of the Triton backend needs."""
+def test_gradients_through_the_operator(D, G, form, caplog):
+    """Forward and backward by Gluon; the forward saves what any backward needs."""
+    torch.use_deterministic_algorithms(False)
     inputs = make_inputs(2, 4, 333, D, G=G, dtype=torch.bfloat16, device="cuda", strided=True)
     assert gluon.why_not(*inputs[:5], None, None, True, None) is None
+    assert gluon.why_not_backward(*inputs[:5], None, None, True, None, form == "one_pass") is None
 
     def gradients(attention, given, **options):
         out = attention(*given, is_causal=True, **options)
         dout = torch.randn(out.shape, generator=torch.Generator().manual_seed(1)).to(out)
         return out, *torch.autograd.grad(out, list(given), dout)
 
-    ours = gradients(diff_attention, inputs, backend="triton")
+    operator._announce.cache_clear()
+    with backward_form(form), caplog.at_level("INFO", logger="diff_transformer"):
+        ours = gradients(diff_attention, inputs, backend="triton")
+    assert "backward on cuda:0, bfloat16: Gluon" in caplog.text
     exact = gradients(diff_attention, inputs.to(torch.float64), backend="reference")
     eager = gradients(eager_diff_attention, inputs)
     for what, *three in zip(("out", *inputs._fields), ours, exact, eager, strict=True):

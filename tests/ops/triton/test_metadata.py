@@ -21,11 +21,12 @@ from diff_transformer.ops.triton.metadata import (
     compile_in_subprocess,
     describe,
     faults,
+    unguarded_arrivals,
 )
 
 GOOD = Compiled(
     name="kernel", capability=90, registers=168, spill_bytes=0, shared_bytes=227 * 1024, num_warps=4, wgmma=8, mma=0,
-    wgmma_serialized=False,
+    wgmma_serialized=False, unguarded_arrivals=0,
 )  # fmt: skip
 COMBINE = "diff_transformer.ops.triton.decode_kernels:combine_slices"
 SIGNATURE = {"partial": "*fp32", "lam": "*fp32", "out": "*bf16"}
@@ -39,6 +40,23 @@ def test_limits_of_the_chips():
     assert SHARED_LIMIT[90] == 227 * 1024
 
 
+ARRIVAL = "@%p1 mbarrier.arrive.shared::cta.b64 _, [%r1];"
+
+
+@pytest.mark.parametrize(
+    ("lines", "found"),
+    [
+        (["st.shared.v4.b32 [%r1], {%r2};", "bar.sync 2, 128;", ARRIVAL], 0),
+        (["bar.sync 2, 128;", "stmatrix.sync.aligned.m8n8.x4.shared.b16 [%r1], {%r2};", ARRIVAL], 1),
+        (["ld.shared.b32 %r2, [%r1];", ARRIVAL, "bar.warp.sync -1;", ARRIVAL], 1),
+        (["ld.shared.b32 %r2, [%r1];", "mbarrier.arrive.expect_tx.shared::cta.b64 _, [%r1], 64;"], 0),
+        (["ld.shared.b32 %r2, [%r1];", "barrier.cta.sync 1;", ARRIVAL], 0),
+    ],
+)
+def test_arrivals_that_do_not_speak_for_all_warps(lines, found):
+    assert unguarded_arrivals("\n".join(lines)) == found
+
+
 def test_what_ships():
     assert faults(GOOD) == []
     assert_ships(GOOD)
@@ -49,10 +67,11 @@ def test_what_ships():
     [
         ({"spill_bytes": 8, "registers": 255}, "spills 8 bytes a thread at 255 registers"),
         ({"wgmma_serialized": True}, "serialises its wgmma instructions"),
+        ({"unguarded_arrivals": 2}, "arrives 2 times at an mbarrier with no barrier of the warps before"),
         ({"shared_bytes": 227 * 1024 + 1}, "uses 227 KiB of shared memory; sm_90 has 227"),
         ({"capability": 80}, "uses 227 KiB of shared memory; sm_80 has 163"),
     ],
-    ids=["spill", "serialised", "shared", "smaller chip"],
+    ids=["spill", "serialised", "unguarded", "shared", "smaller chip"],
 )
 def test_what_does_not_ship(change, message):
     with pytest.raises(AssertionError, match=message):

@@ -345,6 +345,18 @@ def query_gradient_kernel(
         store_tile(to, queries, dq2_t, T - first, dq2a * scale, dq2b * scale, DA, DB, D)
 
 
+def row_statistics(dout: Tensor, out: Tensor, out2: Tensor, lam: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """delta1, lam delta2 and dlam, each [B, H, T], fp32, from [B, H, T, Dv] with equal strides of out and out2."""
+    B, H, T, Dv = dout.shape
+    VA, VB = chunks(Dv)
+    results = [dout.new_empty((B, H, T), dtype=torch.float32) for _ in range(3)]
+    tiles = triton.cdiv(T, DELTA_ROWS)
+    arguments = [dout, out, out2, lam, *results, *strides(dout, out, lam), T, tiles]
+    launch(delta_kernel, tiles * B * H, arguments, {"H": H, "DV": Dv, "VA": VA, "VB": VB, "BLOCK_M": DELTA_ROWS})
+    delta1, lam_delta2, dlam = results
+    return delta1, lam_delta2, dlam
+
+
 def launch_backward(
     dout: Tensor, q1: Tensor, q2: Tensor, k1: Tensor, k2: Tensor | None, v: Tensor, lam: Tensor,
     attn_mask: Tensor | None, cu_seqlens_q: Tensor | None, cu_seqlens_k: Tensor | None, max_q: int, max_k: int,
@@ -366,7 +378,7 @@ def launch_backward(
     configuration = backward_configuration(D, Dv, q1.dtype, q1.device, mask_rows)
     by_keys = configuration.one_pass if one_pass else configuration.keys
     by_queries = configuration.queries
-    delta1, lam_delta2, dlam = (q1.new_empty((B, H, T), dtype=torch.float32) for _ in range(3))
+    delta1, lam_delta2, dlam = row_statistics(dout, out, out2, lam)
     dk1, dv = transposed_like(k1), transposed_like(v)
     dk2 = k1.new_empty(0) if k2 is None else transposed_like(k1)
     if one_pass:
@@ -382,11 +394,6 @@ def launch_backward(
     inputs = (q1, q2, k1, second_keys, v, lam)
     given = [*inputs, mask, dout, lse1, lse2, delta1, lam_delta2, dq1, dq2]
     lengths = [*mask_strides, T, S, window or 0, scale, scale * LOG2_E.value]
-
-    tiles = triton.cdiv(T, DELTA_ROWS)
-    arguments = [dout, out, out2, lam, delta1, lam_delta2, dlam, *strides(dout, out, lam), T, tiles]
-    widths = {"H": H, "DV": Dv, "VA": VA, "VB": VB, "BLOCK_M": DELTA_ROWS}
-    launch(delta_kernel, tiles * B * H, arguments, widths)
 
     tiles = triton.cdiv(max_k, by_keys.BLOCK_N)
     arguments = [*given, dk1, dk2, dv, *documents, *strides(*inputs, dout, dk1, dv), *lengths, tiles, batches * G]

@@ -41,6 +41,7 @@ class Compiled:
     wgmma: int  # asynchronous products of warp groups (Hopper)
     mma: int  # synchronous products (Ampere's form)
     wgmma_serialized: bool
+    unguarded_arrivals: int  # at an mbarrier, after accesses to shared memory and no barrier of the warps since
 
 
 def compile_for(
@@ -106,7 +107,24 @@ def compile_for(
         wgmma=len(re.findall(r"\bwgmma\.mma_async", ptx)),
         mma=len(re.findall(r"\bmma\.sync", ptx)),
         wgmma_serialized="wgmma.mma_async instructions are serialized" in log,  # C7510 and its neighbours
+        unguarded_arrivals=unguarded_arrivals(ptx),
     )
+
+
+def unguarded_arrivals(ptx: str) -> int:
+    """How many arrivals at an mbarrier speak for warps that may still be at their accesses to shared memory.
+
+    Of a warpgroup one thread arrives. It speaks for the others if they have met at a barrier since their last access.
+    """
+    found, guarded = 0, True
+    for line in ptx.splitlines():
+        if re.search(r"\bbar(rier)?\.(cta\.|warp\.)?sync\b", line):
+            guarded = True
+        elif re.search(r"\b(ld|st)\.shared|\b(ld|st)matrix", line):
+            guarded = False
+        elif "mbarrier.arrive." in line and "expect_tx" not in line:
+            found += not guarded
+    return found
 
 
 class Launch(NamedTuple):
@@ -160,6 +178,8 @@ def faults(compiled: Compiled, capability: int | None = None) -> list[str]:
         found.append(f"spills {compiled.spill_bytes} bytes a thread at {compiled.registers} registers")
     if compiled.wgmma_serialized:
         found.append("serialises its wgmma instructions")
+    if compiled.unguarded_arrivals:
+        found.append(f"arrives {compiled.unguarded_arrivals} times at an mbarrier with no barrier of the warps before")
     if compiled.shared_bytes > SHARED_LIMIT[capability]:
         found.append(
             f"uses {compiled.shared_bytes / KIB:.0f} KiB of shared memory; "

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from diff_transformer.ops.transforms import refuse_second_derivatives
+from diff_transformer.ops.triton import gluon
 from diff_transformer.ops.triton.backward import launch_backward
 from diff_transformer.ops.triton.forward import launch_forward
 from diff_transformer.ops.triton.launching import INTERPRETED as INTERPRETED
@@ -53,8 +54,6 @@ def forward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """out, softmax(q2 k2^T scale) v, and both log-sum-exps; ``one_pass`` is for the backward."""
     if _gluon_forward(q1, q2, k1, k2, v, attn_mask, cu_seqlens_q, is_causal, window):
-        from diff_transformer.ops.triton import gluon
-
         return gluon.attend_forward(q1, q2, k1, k2, v, lam, is_causal, window, scale, need_gradient)
     _announce("forward", str(q1.device), q1.dtype, "plain Triton")
     return launch_forward(
@@ -85,10 +84,16 @@ def backward(
     window: int | None,
     scale: float,
     one_pass: bool,
+    by_gluon: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of q1, q2, k1, k2, v and lam; that of k2 is empty where k2 is None."""
+    """Gradients of q1, q2, k1, k2, v and lam; that of k2 is empty where k2 is None. by_gluon: if they can."""
     one_pass = one_pass and not torch.are_deterministic_algorithms_enabled()
-    _announce("backward", str(q1.device), q1.dtype, "plain Triton, " + ("one pass" if one_pass else "two passes"))
+    passes = "one pass" if one_pass else "two passes"
+    if by_gluon and _gluon_backward(q1, q2, k1, k2, v, attn_mask, cu_seqlens_q, is_causal, window, one_pass, passes):
+        return gluon.attend_backward(
+            dout, q1, q2, k1, k2, v, lam, out, out2, lse1, lse2, is_causal, window, scale, one_pass
+        )  # fmt: skip
+    _announce("backward", str(q1.device), q1.dtype, f"plain Triton, {passes}")
     return launch_backward(
         dout, q1, q2, k1, k2, v, lam, attn_mask, cu_seqlens_q, cu_seqlens_k, max_q, max_k, out, out2, lse1, lse2,
         is_causal, window, scale, one_pass,
@@ -119,12 +124,13 @@ def _save(ctx, inputs, output):
     *tensors, ctx.max_q, ctx.max_k, ctx.is_causal, ctx.window, ctx.scale, _, ctx.one_pass = inputs
     ctx.save_for_backward(*tensors, *output)
     ctx.set_materialize_grads(False)
+    ctx.by_gluon = not gluon.switched_off()  # now: a backward keeps to what its forward was told
 
 
 def _differentiate(ctx, dout, *unused):
     if dout is None:
         return (None,) * 16
-    rest = (ctx.max_q, ctx.max_k, ctx.is_causal, ctx.window, ctx.scale, ctx.one_pass)
+    rest = (ctx.max_q, ctx.max_k, ctx.is_causal, ctx.window, ctx.scale, ctx.one_pass, ctx.by_gluon)
     saved = ctx.saved_tensors
     dq1, dq2, dk1, dk2, dv, dlam = backward(dout, *saved, *rest)
     return dq1, dq2, dk1, dk2 if saved[3] is not None else None, dv, dlam, *(None,) * 10
@@ -138,10 +144,18 @@ def _gluon_forward(q1, q2, k1, k2, v, attn_mask, cu_seqlens_q, is_causal, window
     """Whether the Gluon kernel computes the forward; says once why it does not."""
     if q1.device.type != "cuda":
         return False
-    from diff_transformer.ops.triton import gluon
-
     reason = gluon.why_not(q1, q2, k1, k2, v, attn_mask, cu_seqlens_q, is_causal, window)
     _announce("forward", str(q1.device), q1.dtype, "Gluon" if reason is None else f"not Gluon: {reason}")
+    return reason is None
+
+
+def _gluon_backward(q1, q2, k1, k2, v, attn_mask, cu_seqlens_q, is_causal, window, one_pass: bool, passes: str) -> bool:
+    """Whether Gluon kernels compute the gradients; says once why they do not."""
+    if q1.device.type != "cuda":
+        return False
+    reason = gluon.why_not_backward(q1, q2, k1, k2, v, attn_mask, cu_seqlens_q, is_causal, window, one_pass)
+    what = f"Gluon, {passes}" if reason is None else f"not Gluon: {reason}"
+    _announce("backward", str(q1.device), q1.dtype, what)
     return reason is None
 
 

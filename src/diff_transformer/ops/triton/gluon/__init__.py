@@ -1,8 +1,9 @@
-"""The forward of the Triton backend for Hopper GPUs, written in Gluon: a loading warp and two computing warpgroups.
+"""Forward and backward of the Triton backend for Hopper GPUs, written in Gluon: a loading warp, two warpgroups.
 
-It computes what the plain Triton forward computes, for the shapes that matter most for speed; ``why_not`` says which.
-Gluon is experimental: only tested versions of Triton are accepted, and on each machine a width, dtype and masking is
-used only after a small problem came out right there (verify.py). DIFF_TRANSFORMER_GLUON=0 does without it.
+They compute what the plain Triton kernels compute, for the shapes that matter most for speed; ``why_not`` and
+``why_not_backward`` say which. Gluon is experimental: only tested versions of Triton are accepted, and on each machine
+a kernel is used for a width, dtype and masking only after small problems came out right there (verify.py).
+DIFF_TRANSFORMER_GLUON=0 does without them.
 """
 
 import os
@@ -10,6 +11,7 @@ import os
 import torch
 from torch import Tensor
 
+SWITCH = "DIFF_TRANSFORMER_GLUON"
 TESTED_TRITON = ((3, 6), (3, 7))
 WIDTHS = {64: 128, 128: 256}  # D: Dv
 DTYPES = (torch.bfloat16, torch.float16)
@@ -24,18 +26,42 @@ def why_not(
     The first call on a GPU for a width, dtype and masking compiles and tries the kernel, which takes seconds.
     """
     reason = why_not_here(q1.device) or why_not_shapes(q1, q2, k1, k2, v, attn_mask, cu_seqlens_q, window)
-    if reason is None:
-        from diff_transformer.ops.triton.gluon.verify import verified
+    return reason or _why_not_verified(q1, is_causal, "forward")
 
-        if not verified(q1.device, q1.shape[3], q1.dtype, is_causal):
-            reason = "the Hopper kernel has not passed its check on this machine (see the log)"
-    return reason
+
+def why_not_backward(
+    q1: Tensor, q2: Tensor, k1: Tensor, k2: Tensor | None, v: Tensor,
+    attn_mask: Tensor | None, cu_seqlens_q: Tensor | None, is_causal: bool, window: int | None, one_pass: bool,
+) -> str | None:  # fmt: skip
+    """``why_not`` for the gradients, in two passes or one. Whether there was a Gluon forward does not matter."""
+    reason = why_not_here(q1.device) or why_not_shapes(q1, q2, k1, k2, v, attn_mask, cu_seqlens_q, window)
+    return reason or why_not_heads(q1, q2) or _why_not_verified(q1, is_causal, "one pass" if one_pass else "two passes")
+
+
+def why_not_heads(q1: Tensor, q2: Tensor) -> str | None:
+    """Why the gradient kernels do not take these heads, or None."""
+    if q2.shape[1] != q1.shape[1]:
+        return f"the Hopper backward takes as many noise heads as signal heads, not {q2.shape[1]} for {q1.shape[1]}"
+    return None
+
+
+def _why_not_verified(q1: Tensor, is_causal: bool, kernels: str) -> str | None:
+    from diff_transformer.ops.triton.gluon.verify import verified
+
+    if verified(q1.device, q1.shape[3], q1.dtype, is_causal, kernels):
+        return None
+    return "the Hopper kernel has not passed its check on this machine (see the log)"
+
+
+def switched_off() -> bool:
+    """Whether the user does without these kernels."""
+    return os.environ.get(SWITCH) == "0"
 
 
 def why_not_here(device: torch.device) -> str | None:
     """Why the kernels cannot run on the device with this installation, or None."""
-    if os.environ.get("DIFF_TRANSFORMER_GLUON") == "0":
-        return "DIFF_TRANSFORMER_GLUON is 0"
+    if switched_off():
+        return f"{SWITCH} is 0"
     if device.type != "cuda":
         return f"the Hopper kernel needs a CUDA device, not {device.type}"
     capability = torch.cuda.get_device_capability(device)
@@ -110,3 +136,34 @@ def attend_forward(
     from diff_transformer.ops.triton.gluon.forward import launch
 
     return launch(q1, q2, k1, k2, v, lam, is_causal, scale, need_gradient)[0]
+
+
+def attend_backward(
+    dout: Tensor, q1: Tensor, q2: Tensor, k1: Tensor, k2: Tensor | None, v: Tensor, lam: Tensor,
+    out: Tensor, out2: Tensor, lse1: Tensor, lse2: Tensor,
+    is_causal: bool, window: int | None, scale: float, one_pass: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """Gradients on a Hopper GPU, for arguments that ``why_not_backward`` does not refuse.
+
+    Args:
+        dout: [B, H, T, 2 D], the gradient of the output, in the dtype of v; any strides.
+        q1, q2, k1, k2, v, lam, is_causal, window, scale: as in ``attend_forward``; q2 has the H heads of q1.
+        out, out2, lse1, lse2: what the forward returned for a gradient.
+        one_pass: add up dq1 and dq2 in fp32 with atomics, in whatever order programs come to them, instead of
+            computing the maps again in a second pass whose results repeat bit for bit.
+
+    Returns:
+        dq1, dq2 [B, H, T, D], dk1, dk2 [B, G, S, D] and dv [B, G, S, 2 D] in their dtypes, in memory [B, length, heads,
+        width]; dlam [B, H, T, 1], fp32. Without k2 the gradient of k1 is both maps' and that of k2 is empty.
+
+    Raises:
+        ValueError: tensors that the kernels do not take.
+    """
+    reason = why_not_shapes(q1, q2, k1, k2, v, None, None, window) or why_not_heads(q1, q2)
+    if reason is not None:
+        raise ValueError(reason)
+    from diff_transformer.ops.triton.gluon.backward import launch
+
+    if why_not_tma(dout) is not None:  # the gradient of a sum has strides 0
+        dout = dout.contiguous()
+    return launch(dout, q1, q2, k1, k2, v, lam, out, out2, lse1, lse2, is_causal, scale, one_pass)[0]

@@ -1,13 +1,14 @@
 """The gate of the Hopper kernels: on each machine they are used only for what has come out right there.
 
 Gluon is experimental, and these kernels synchronise by hand. So the first use in a process of a width, dtype and
-masking runs small problems through the kernel and compares with the fp64 reference, within the numerics budget. A
+masking runs small problems through the kernels and compares with the fp64 reference, within the numerics budget. A
 kernel that is wrong, spills registers or does not compile is reported once and not used; plain Triton takes its place.
 """
 
 import logging
 import math
 import time
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,8 +28,10 @@ class KernelHangs(RuntimeError):
     """A kernel does not end; the device is lost to this process."""
 
 
-def verified(device: torch.device, D: int, dtype: torch.dtype, is_causal: bool) -> bool:
-    """Whether the kernel for this width, dtype and masking is right on the device; the first call tries it, in seconds.
+def verified(device: torch.device, D: int, dtype: torch.dtype, is_causal: bool, kernels: str = "forward") -> bool:
+    """Whether the kernels for this width, dtype and masking are right on the device; the first call tries them.
+
+    kernels: "forward", or of the gradients "two passes" or "one pass". The trial takes seconds, most of it to compile.
 
     While a CUDA graph is captured nothing can be tried, and what has not been tried counts as not verified.
 
@@ -36,10 +39,11 @@ def verified(device: torch.device, D: int, dtype: torch.dtype, is_causal: bool) 
         KernelHangs: the kernel did not end. torch.AcceleratorError: it faulted.
     """
     index = torch.cuda.current_device() if device.index is None else device.index
-    key = (torch.device(device.type, index), D, dtype, is_causal)
+    key = (torch.device(device.type, index), D, dtype, is_causal, kernels)
     if key not in _verdicts and not torch.cuda.is_current_stream_capturing():
         fault = fault_of(*key)
-        what = f"the Hopper attention kernel (D {D}, {dtype}, {'causal' if is_causal else 'full'}) on {key[0]}"
+        masking = "causal" if is_causal else "full"
+        what = f"the Hopper attention kernel ({kernels}, D {D}, {dtype}, {masking}) on {key[0]}"
         if fault is None:
             log.info("%s agrees with the reference and is used", what)
         else:
@@ -48,12 +52,14 @@ def verified(device: torch.device, D: int, dtype: torch.dtype, is_causal: bool) 
     return _verdicts.get(key, False)
 
 
-def fault_of(device: torch.device, D: int, dtype: torch.dtype, is_causal: bool) -> str | None:
-    """What is wrong with the kernel, in words, or None."""
+def fault_of(device: torch.device, D: int, dtype: torch.dtype, is_causal: bool, kernels: str) -> str | None:
+    """What is wrong with the kernels, in words, or None."""
     try:
-        with torch.no_grad():
-            for lengths in PROBLEMS:
+        for lengths in PROBLEMS:
+            if kernels == "forward":
                 compare(device, D, dtype, is_causal, **lengths)
+            else:
+                compare_gradients(device, D, dtype, is_causal, kernels == "one pass", **lengths)
     except (KernelHangs, getattr(torch, "AcceleratorError", KernelHangs)):  # the device is lost, not only the kernel
         raise
     except Exception as error:  # a compiler's errors have no common base
@@ -61,6 +67,7 @@ def fault_of(device: torch.device, D: int, dtype: torch.dtype, is_causal: bool) 
     return None
 
 
+@torch.no_grad()
 def compare(device: torch.device, D: int, dtype: torch.dtype, is_causal: bool, T: int, S: int) -> None:
     """Raise unless the kernel is right for one problem in each of its forms: with gradients or not, k2 = k1 or not."""
     from diff_transformer.ops.triton.gluon.forward import launch
@@ -74,8 +81,7 @@ def compare(device: torch.device, D: int, dtype: torch.dtype, is_causal: bool, T
             arguments = (*given[:3], k2, given.v, given.lam, is_causal, D**-0.5, need_gradient)
             results, compiled = launch(*arguments)
             wait(device)
-            if getattr(compiled, "n_spills", 0):
-                raise AssertionError(f"it spills {compiled.n_spills} registers a thread")
+            refuse_spills(compiled)
             for (name, (exact, eager)), result in zip(expected.items(), results, strict=True):
                 if name != "out" and not need_gradient:
                     continue
@@ -83,6 +89,68 @@ def compare(device: torch.device, D: int, dtype: torch.dtype, is_causal: bool, T
                     raise AssertionError(f"{name} is not infinite where the reference is (T {T}, S {S})")
                 result, exact = (x.masked_fill(x.isinf(), 0) for x in (result, exact))
                 assert_within_budget(result, exact, eager, what=f"{name} (T {T}, S {S})")
+
+
+def compare_gradients(
+    device: torch.device, D: int, dtype: torch.dtype, is_causal: bool, one_pass: bool, T: int, S: int
+) -> None:
+    """Raise unless the gradient kernels are right for one problem, with k2 = k1 and without."""
+    from diff_transformer.ops.triton.gluon.backward import launch
+    from diff_transformer.testing import assert_within_budget, make_inputs
+
+    scale = D**-0.5
+    inputs = make_inputs(2, 2, T, D, S=S, G=1, dtype=dtype, device=device, strided=True, requires_grad=False)
+    dout = torch.randn(2, 2, T, 2 * D, generator=torch.Generator().manual_seed(1)).to(device, dtype)
+    for given in (inputs, inputs._replace(k2=inputs.k1)):
+        k2 = None if given.k2 is given.k1 else given.k2
+        with torch.no_grad():
+            saved = [exact for exact, _ in expected_results(*given, is_causal=is_causal, scale=scale).values()]
+            saved = [x.to(dtype) for x in saved[:2]] + [x.float() for x in saved[2:]]
+            results, compiled = launch(dout, *given[:3], k2, *given[4:], *saved, is_causal, scale, one_pass)
+        wait(device)
+        for kernel in compiled:
+            refuse_spills(kernel)
+        expected = expected_gradients(dout, saved[1], *given, is_causal=is_causal, scale=scale)
+        for (name, (exact, eager)), result in zip(expected.items(), results, strict=True):
+            if name == "dk2" and k2 is None:
+                continue
+            assert_within_budget(result, exact, eager, what=f"{name} (T {T}, S {S})")
+
+
+def refuse_spills(compiled: Any) -> None:
+    """Raise if a kernel spills registers."""
+    if getattr(compiled, "n_spills", 0):
+        raise AssertionError(f"it spills {compiled.n_spills} registers a thread")
+
+
+def expected_gradients(
+    dout: Tensor, out2: Tensor, q1: Tensor, q2: Tensor, k1: Tensor, k2: Tensor, v: Tensor, lam: Tensor,
+    *, is_causal: bool, scale: float,
+) -> dict[str, tuple[Tensor, Tensor | None]]:  # fmt: skip
+    """What ``attend_backward`` should return: the exact value (fp64) and, but for dlam, the eager formula's.
+
+    dlam is a sum over the saved ``out2``, whose rounding counts as given.
+    """
+    from diff_transformer.ops.reference import attend
+    from diff_transformer.testing import eager_diff_attention
+
+    def exact(*given: Tensor) -> Tensor:
+        return attend(*given, None, is_causal, None, scale)
+
+    def eager(*given: Tensor) -> Tensor:
+        return eager_diff_attention(*given, is_causal=is_causal, scale=scale)
+
+    gradients = []
+    for function, dtype in ((exact, torch.float64), (eager, q1.dtype)):
+        tensors = [x.detach().to(dtype) for x in (q1, q2, k1)]
+        tensors += [tensors[2] if k2 is k1 else k2.detach().to(dtype), v.detach().to(dtype)]
+        tensors.append(lam.detach().to(torch.float64 if dtype == torch.float64 else lam.dtype))
+        with torch.enable_grad():
+            leaves = [x.requires_grad_() for x in tensors]
+            gradients.append(torch.autograd.grad(function(*leaves), leaves, dout.to(dtype)))
+    names = ("dq1", "dq2", "dk1", "dk2", "dv")
+    expected = dict(zip(names, list(zip(*gradients, strict=True))[:5], strict=True))
+    return expected | {"dlam": (-(dout.double() * out2.double()).sum(-1, keepdim=True), None)}
 
 
 def expected_results(

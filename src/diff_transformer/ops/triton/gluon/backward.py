@@ -1,0 +1,70 @@
+"""Launches the gradient kernels: tensors to descriptors, memory for the results, the configuration of each width."""
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from diff_transformer.ops.triton.backward import row_statistics
+from diff_transformer.ops.triton.gluon.forward import OPTIONS, descriptor
+from diff_transformer.ops.triton.gluon.of_keys import key_gradients
+from diff_transformer.ops.triton.gluon.of_queries import query_gradients
+from diff_transformer.ops.triton.launching import transposed_like
+
+TILE = 64  # queries, and keys, of a tile: the height of a wgmma tile
+
+
+@dataclass(frozen=True)
+class Configuration:
+    """Slots of the rings for one width. At most 225 KiB of shared memory of the chip's 227."""
+
+    keys: Any = key_gradients
+    queries: Any = query_gradients
+    stages: int = 2  # of queries and dO, in the programs that own keys
+    key_stages: int = 2  # in those that own queries
+    value_stages: int = 1
+
+
+CONFIGURATIONS = {64: Configuration(stages=3, key_stages=3, value_stages=3), 128: Configuration()}  # by D
+
+
+def launch(
+    dout: Tensor, q1: Tensor, q2: Tensor, k1: Tensor, k2: Tensor | None, v: Tensor, lam: Tensor,
+    out: Tensor, out2: Tensor, lse1: Tensor, lse2: Tensor, is_causal: bool, scale: float, one_pass: bool,
+) -> tuple[tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor], list[Any]]:  # fmt: skip
+    """The results of ``attend_backward`` and the compiled kernels; no checks."""
+    B, H, T, D = q1.shape
+    G, S, Dv = v.shape[1:]
+    configuration = CONFIGURATIONS[D]
+    delta1, lam_delta2, dlam = row_statistics(dout, out, out2, lam)
+    dk1, dv = transposed_like(k1), transposed_like(v)
+    dk2 = k1.new_empty(0) if k2 is None else transposed_like(k1)
+    if one_pass:
+        dq1, dq2 = (q1.new_zeros(B, H, T, D, dtype=torch.float32) for _ in "12")
+    else:
+        dq1, dq2 = transposed_like(q1), transposed_like(q2)
+    keys = descriptor(k1, TILE)
+    keys2 = keys if k2 is None else descriptor(k2, TILE)
+    tiles = [descriptor(q1, TILE), descriptor(q2, TILE), keys, keys2, descriptor(v, TILE), descriptor(dout, TILE)]
+    statistics = [lse1, lse2, delta1, lam_delta2, lam]
+    factor = scale * math.log2(math.e)
+    sizes = {"BN": TILE, "D": D, "DV": Dv, "CAUSAL": is_causal}
+    with torch.cuda.device_of(v):
+        compiled = [
+            configuration.keys[(math.ceil(S / TILE), G, B)](
+                *tiles, *statistics, dq1, dq2, dk1, dk2, dv, *lam.stride()[:3], T, S, G, H // G, factor,
+                **sizes, BM=TILE, STAGES=configuration.stages, ONE_PASS=one_pass, ONE_KEY=k2 is None, **OPTIONS,
+            )
+        ]  # fmt: skip
+        if not one_pass:
+            compiled.append(
+                configuration.queries[(math.ceil(T / (2 * TILE)), H, B)](
+                    *tiles, *statistics, dq1, dq2, *lam.stride()[:3], T, S, H, H // G, factor, **sizes, ROWS=TILE,
+                    KEY_STAGES=configuration.key_stages, VALUE_STAGES=configuration.value_stages, **OPTIONS,
+                )
+            )  # fmt: skip
+    if one_pass:
+        dq1, dq2 = (transposed_like(q1).copy_(total.mul_(scale)) for total in (dq1, dq2))
+    return (dq1, dq2, dk1, dk2, dv, dlam[..., None]), compiled

@@ -1,0 +1,333 @@
+"""Gradients of keys and values for Hopper; in one pass those of queries as well.
+
+A program owns BN = 64 keys of one key/value head and goes over all tiles of BM = 64 queries that see some of them, for
+every signal head that uses them. Tiles of scores are [keys, queries]. Two warpgroups share the work of a tile by what
+it belongs to, so that neither holds more than half of the accumulators, and two warps' worth of loading:
+
+* ``keys``: both maps' scores, P1 and P2, their difference W = P1 - lam P2; dK1 and dK2.
+* ``values``: dP = V dO^T, from it dS1 and dS2; dV; in one pass also dQ1 and dQ2, added in fp32.
+* ``load``: K, V, then the tiles of queries and of dO by TMA, and the statistics of their rows by ordinary loads.
+
+The formulas are those of backward.py. P1 and P2 are handed over in half precision and come back as dS1 and dS2 in the
+same place; W is made of them in fp32 before. While ``values`` makes the dS of a tile, ``keys`` is at the next tile's
+scores, and while ``keys`` takes exponentials, dV and dK are under way.
+
+Rings (rings.py), c counting tiles over the life of the program:
+
+* ``kv_full``: one arrival, the loader's, with the bytes of K1, K2 and V. Used once.
+* queries: Q1, Q2 and the statistics; filled twice a use, by TMA and by the loader's stores, read by both warpgroups.
+* gradients: dO; read by ``values`` alone.
+* maps: W, P1 and P2, one slot; filled by ``keys``, who has waited for its own products with dS of the tile before, and
+  let go by ``values`` when its products with W (in one pass: with dS too) are complete.
+* ``ds_full``: dS1 and dS2 lie where P1 and P2 lay; one arrival of ``values`` a tile. The slot is free again by the two
+  conditions of the maps' ring.
+"""
+
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from diff_transformer.ops.triton.gluon.rings import LN_2, add_rows, fill, gl, jit, late, ring, store_rows, wait_empty
+from diff_transformer.ops.triton.gluon.steps import claim, load_lam, release, tile, wait_full
+
+NOT_SPECIALIZED = ["stride_lam_b", "stride_lam_h", "stride_lam_t", "T", "S", "G", "members"]
+# Rows of the statistics of a tile of queries.
+LSE1: gl.constexpr = gl.constexpr(0)
+LSE2: gl.constexpr = gl.constexpr(1)
+LAM: gl.constexpr = gl.constexpr(2)
+DELTA1: gl.constexpr = gl.constexpr(3)
+LAM_DELTA2: gl.constexpr = gl.constexpr(4)
+STATISTICS: gl.constexpr = gl.constexpr(8)  # rows that they take, a power of two
+
+
+@jit
+def place_of_keys(sizes, zero, BM: gl.constexpr, BN: gl.constexpr, CAUSAL: gl.constexpr):
+    """b, g, the first key, the first query of the first tile that sees it, and how many tiles do, a head.
+
+    zero: 0, or ``late`` of something, so that the place is worked out again where it is needed again.
+    """
+    T, S, _, _ = sizes
+    first = (gl.program_id(0) + zero) * BN
+    low = zero
+    if CAUSAL:
+        low = gl.maximum(first - (S - T), 0) // BM
+    tiles = gl.maximum((T + BM - 1) // BM - low, 0)
+    return gl.program_id(2) + zero, gl.program_id(1) + zero, first, low * BM, tiles
+
+
+@jit
+def statistic(st_s, c, row, STAGES: gl.constexpr, SL: gl.constexpr):
+    """A statistic of the queries of tile c, [1, BM]."""
+    x = st_s.index((c % STAGES) * STATISTICS + row).load(gl.SliceLayout(0, SL))
+    return gl.expand_dims(x, 0)
+
+
+@jit
+def start_scores(q_s, k_s, c, STAGES: gl.constexpr, SL: gl.constexpr):
+    """Start both maps' scores of tile c, [BN, BM] in layout SL."""
+    zeros = gl.full([k_s.shape[3], q_s.shape[3]], 0.0, gl.float32, SL)
+    slot = 2 * (c % STAGES)
+    k1 = tile(k_s, late(c))
+    k2 = tile(k_s, 1 + late(c))
+    s1 = warpgroup_mma(k1, tile(q_s, slot).permute((1, 0)), zeros, use_acc=False, is_async=True)
+    s2 = warpgroup_mma(k2, tile(q_s, slot + 1).permute((1, 0)), zeros, use_acc=False, is_async=True)
+    return s1, s2
+
+
+@jit
+def weights(s, log, first_query, origin, factor, SL: gl.constexpr, CAUSAL: gl.constexpr):
+    """A tile of a map, [BN, BM]; ``origin`` is the query that stands at the first key (lower right alignment)."""
+    p = gl.exp2(s * factor - log)
+    if CAUSAL:  # noqa: SIM102 (known when compiled)
+        if first_query < origin + s.shape[0]:
+            queries = first_query + gl.arange(0, s.shape[1], gl.SliceLayout(0, SL))
+            keys = origin + gl.arange(0, s.shape[0], gl.SliceLayout(1, SL))
+            p = gl.where(gl.expand_dims(queries, 0) >= gl.expand_dims(keys, 1), p, 0.0)
+    return p
+
+
+@jit
+def maps(s1, s2, st_s, c, first_query, origin, factor, dtype: gl.constexpr,
+         STAGES: gl.constexpr, SL: gl.constexpr, CAUSAL: gl.constexpr, OTHERS: gl.constexpr):  # fmt: skip
+    """W, P1 and P2 of tile c, in half precision, from scores after which OTHERS products have been started."""
+    s1 = warpgroup_mma_wait(OTHERS + 1, deps=(s1,))
+    p1 = weights(s1, statistic(st_s, c, LSE1, STAGES, SL), first_query, origin, factor, SL, CAUSAL)
+    s2 = warpgroup_mma_wait(OTHERS, deps=(s2,))
+    p2 = weights(s2, statistic(st_s, c, LSE2, STAGES, SL), first_query, origin, factor, SL, CAUSAL)
+    w = p1 - statistic(st_s, c, LAM, STAGES, SL) * p2
+    return w.to(dtype), p1.to(dtype), p2.to(dtype)
+
+
+@jit
+def hand_over(w, p1, p2, w_s, p_s, maps_full, c):
+    """keys: W, P1 and P2 of tile c are there."""
+    w_s.store(w)
+    p_s.index(0).store(p1)
+    p_s.index(1).store(p2)
+    fence_async_shared()
+    fill(maps_full, c, 1)
+
+
+@jit
+def start_key_gradients(dk1, dk2, p_s, q_s, c, STAGES: gl.constexpr):
+    """Start dK1 += dS1 Q1 and dK2 += dS2 Q2 of tile c."""
+    slot = 2 * (c % STAGES)
+    dk1 = warpgroup_mma(p_s.index(late(c)), tile(q_s, slot), dk1, is_async=True)
+    dk2 = warpgroup_mma(p_s.index(1 + late(c)), tile(q_s, slot + 1), dk2, is_async=True)
+    return dk1, dk2
+
+
+@jit
+def keys(q_s, st_s, k_s, w_s, p_s, bars, dk1_to, dk2_to, sizes, factor,
+         STAGES: gl.constexpr, CAUSAL: gl.constexpr, ONE_KEY: gl.constexpr):  # fmt: skip
+    """A warpgroup: the maps, dK1 and dK2. ONE_KEY: k2 is k1, whose gradient is the sum."""
+    kv_full, query_ring, _, maps_ring, ds_full = bars
+    q_full, q_empty = query_ring
+    maps_full, maps_empty = maps_ring
+    T, S, G, _ = sizes
+    BM: gl.constexpr = q_s.shape[3]
+    BN: gl.constexpr = k_s.shape[3]
+    D: gl.constexpr = k_s.shape[4]
+    dtype: gl.constexpr = k_s.dtype
+    SL: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BM, 16])
+    KL: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, D, 16])
+    b, g, first, low, tiles = place_of_keys(sizes, 0, BM, BN, CAUSAL)
+    total = tiles * sizes[3]
+    origin = first - (S - T)
+    dk1 = gl.full([BN, D], 0.0, gl.float32, KL)
+    dk2 = gl.full([BN, D], 0.0, gl.float32, KL)
+    mbarrier.wait(kv_full, 0)
+    if total > 0:
+        wait_full(q_full, 0, STAGES)
+        s1, s2 = start_scores(q_s, k_s, 0, STAGES, SL)
+        w, p1, p2 = maps(s1, s2, st_s, 0, low, origin, factor, dtype, STAGES, SL, CAUSAL, 0)
+        hand_over(w, p1, p2, w_s, p_s, maps_full, 0)
+        query = low
+        for c in range(1, total):
+            query = gl.where(query + BM < T, query + BM, low)
+            wait_full(q_full, c, STAGES)
+            s1, s2 = start_scores(q_s, k_s, c, STAGES, SL)
+            wait_full(ds_full, c - 1, 1)
+            dk1, dk2 = start_key_gradients(dk1, dk2, p_s, q_s, c - 1, STAGES)
+            w, p1, p2 = maps(s1, s2, st_s, c, query, origin, factor, dtype, STAGES, SL, CAUSAL, 2)
+            dk1, dk2 = warpgroup_mma_wait(0, deps=(dk1, dk2))
+            release(q_empty, c - 1, STAGES)
+            wait_empty(maps_empty, c, 1)
+            hand_over(w, p1, p2, w_s, p_s, maps_full, c)
+        wait_full(ds_full, total - 1, 1)
+        dk1, dk2 = start_key_gradients(dk1, dk2, p_s, q_s, total - 1, STAGES)
+        dk1, dk2 = warpgroup_mma_wait(0, deps=(dk1, dk2))
+    b, g, first, low, tiles = place_of_keys(sizes, late(total), BM, BN, CAUSAL)
+    start = (b.to(gl.int64) * S * G + g) * D
+    scale = factor * LN_2
+    if ONE_KEY:
+        store_rows(dk1_to + start, ((dk1 + dk2) * scale).to(dtype), first, S, G * D, KL)
+    else:
+        store_rows(dk1_to + start, (dk1 * scale).to(dtype), first, S, G * D, KL)
+        store_rows(dk2_to + start, (dk2 * scale).to(dtype), first, S, G * D, KL)
+
+
+@jit
+def score_gradients(dp, p_s, st_s, c, dtype: gl.constexpr, STAGES: gl.constexpr, SL: gl.constexpr):
+    """dS1 = P1 (dP - delta1) and dS2 = P2 lam (delta2 - dP) of tile c, in the place of P1 and P2."""
+    p1 = p_s.index(0).load(SL).to(gl.float32)
+    p_s.index(0).store((p1 * (dp - statistic(st_s, c, DELTA1, STAGES, SL))).to(dtype))
+    p2 = p_s.index(1).load(SL).to(gl.float32)
+    lam = statistic(st_s, c, LAM, STAGES, SL)
+    p_s.index(1).store((p2 * (statistic(st_s, c, LAM_DELTA2, STAGES, SL) - lam * dp)).to(dtype))
+    fence_async_shared()
+
+
+@jit
+def values(do_s, st_s, k_s, v_s, w_s, p_s, bars, dq1_to, dq2_to, dv_to, sizes, BM: gl.constexpr,
+           STAGES: gl.constexpr, CAUSAL: gl.constexpr, ONE_PASS: gl.constexpr):  # fmt: skip
+    """A warpgroup: dP, dS1, dS2 and dV. ONE_PASS: the products for dQ1 and dQ2 as well, 64 columns at a time."""
+    kv_full, query_ring, gradient_ring, maps_ring, ds_full = bars
+    _, q_empty = query_ring
+    do_full, do_empty = gradient_ring
+    maps_full, maps_empty = maps_ring
+    T, S, G, members = sizes
+    BN: gl.constexpr = k_s.shape[3]
+    D: gl.constexpr = k_s.shape[4]
+    DV: gl.constexpr = v_s.shape[4]
+    dtype: gl.constexpr = k_s.dtype
+    SL: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BM, 16])
+    VL: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, DV, 16])
+    QL: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 64, 16])
+    b, g, first, low, tiles = place_of_keys(sizes, 0, BM, BN, CAUSAL)
+    total = tiles * members
+    dv = gl.full([BN, DV], 0.0, gl.float32, VL)
+    zeros = gl.full([BN, BM], 0.0, gl.float32, SL)
+    none = gl.full([BM, 64], 0.0, gl.float32, QL)
+    mbarrier.wait(kv_full, 0)
+    if total > 0:
+        wait_full(do_full, 0, STAGES)
+        dp = warpgroup_mma(tile(v_s, 0), tile(do_s, 0).permute((1, 0)), zeros, use_acc=False, is_async=True)
+        dp = warpgroup_mma_wait(0, deps=(dp,))
+        query = low
+        row = (b * G + g) * members * T  # of the head, among B H T
+        for c in range(total):
+            wait_full(maps_full, c, 1)
+            dv = warpgroup_mma(w_s, tile(do_s, c % STAGES), dv, is_async=True)
+            score_gradients(dp, p_s, st_s, c, dtype, STAGES, SL)
+            fill(ds_full, c, 1)
+            release(q_empty, c, STAGES)
+            if ONE_PASS:
+                to = (row + query).to(gl.int64) * D
+                wait_full(ds_full, c, 1)  # its own arrival, which speaks for all of its warps
+                for map in gl.static_range(2):
+                    for column in gl.static_range(0, D, 64):
+                        ds = p_s.index(map + late(c)).permute((1, 0))
+                        k = tile(k_s, map + late(c)).slice(column, 64, 1)
+                        dq = warpgroup_mma(ds, k, none, use_acc=False, is_async=True)
+                        dv, dq = warpgroup_mma_wait(0, deps=(dv, dq))
+                        if map + column == 0:
+                            release(do_empty, c, STAGES)
+                        if map == 0:
+                            add_rows(dq1_to + to + column, dq, query, T, D, QL)
+                        else:
+                            if column == D - 64:
+                                release(maps_empty, c, 1)
+                            add_rows(dq2_to + to + column, dq, query, T, D, QL)
+                query += BM
+                if query >= T:
+                    query = low
+                    row += T
+            n = gl.minimum(c + 1, total - 1)  # the last tile's, which nobody loads over, once more and for nothing
+            wait_full(do_full, n, STAGES)
+            do = tile(do_s, n % STAGES).permute((1, 0))
+            dp = warpgroup_mma(tile(v_s, late(c)), do, zeros, use_acc=False, is_async=True)
+            if not ONE_PASS:
+                dv = warpgroup_mma_wait(1, deps=(dv,))
+                release(maps_empty, c, 1)
+                release(do_empty, c, STAGES)
+            dp = warpgroup_mma_wait(0, deps=(dp,))
+    b, g, first, low, tiles = place_of_keys(sizes, late(total), BM, BN, CAUSAL)
+    start = (b.to(gl.int64) * S * G + g) * DV
+    store_rows(dv_to + start, dv.to(dtype), first, S, G * DV, VL)
+
+
+@jit
+def load(descriptors, statistics, lam_strides, q_s, do_s, st_s, k_s, v_s, bars, sizes,
+         STAGES: gl.constexpr, CAUSAL: gl.constexpr):  # fmt: skip
+    """The loading warp."""
+    q1, q2, k1, k2, v, do = descriptors
+    lse1, lse2, delta1, lam_delta2, lam = statistics
+    kv_full, query_ring, gradient_ring, _, _ = bars
+    q_full, q_empty = query_ring
+    do_full, do_empty = gradient_ring
+    T, _, G, members = sizes
+    BM: gl.constexpr = q_s.shape[3]
+    BN: gl.constexpr = k_s.shape[3]
+    D: gl.constexpr = k_s.shape[4]
+    DV: gl.constexpr = v_s.shape[4]
+    RL: gl.constexpr = gl.BlockedLayout([2], [32], [1], [0])
+    b, g, first, low, tiles = place_of_keys(sizes, 0, BM, BN, CAUSAL)
+    mbarrier.expect(kv_full, BN * (2 * D + DV) * 2)
+    tma.async_copy_global_to_shared(k1, [b, g, first, 0], kv_full, k_s.index(0))
+    tma.async_copy_global_to_shared(k2, [b, g, first, 0], kv_full, k_s.index(1))
+    tma.async_copy_global_to_shared(v, [b, g, first, 0], kv_full, v_s.index(0))
+    query = low
+    h = g * members
+    for c in range(tiles * members):
+        slot = c % STAGES
+        claim(do_full, do_empty, c, STAGES, BM * DV * 2)
+        tma.async_copy_global_to_shared(do, [b, h, query, 0], do_full.index(slot), do_s.index(slot))
+        claim(q_full, q_empty, c, STAGES, 2 * BM * D * 2)
+        tma.async_copy_global_to_shared(q1, [b, h, query, 0], q_full.index(slot), q_s.index(2 * slot))
+        tma.async_copy_global_to_shared(q2, [b, h, query, 0], q_full.index(slot), q_s.index(2 * slot + 1))
+        rows = query + gl.arange(0, BM, RL)
+        here = rows < T
+        at = (b * G * members + h).to(gl.int64) * T + rows
+        st = slot * STATISTICS
+        st_s.index(st + LSE1).store(gl.load(lse1 + at, mask=here, other=float("inf")))
+        st_s.index(st + LSE2).store(gl.load(lse2 + at, mask=here, other=float("inf")))
+        st_s.index(st + LAM).store(load_lam(lam, lam_strides, b, h, rows, T))
+        st_s.index(st + DELTA1).store(gl.load(delta1 + at, mask=here, other=0.0))
+        st_s.index(st + LAM_DELTA2).store(gl.load(lam_delta2 + at, mask=here, other=0.0))
+        fill(q_full, c, STAGES)
+        query += BM
+        if query >= T:
+            query = low
+            h += 1
+
+
+@jit(do_not_specialize=NOT_SPECIALIZED)
+def key_gradients(q1, q2, k1, k2, v, do, lse1, lse2, delta1, lam_delta2, lam, dq1, dq2, dk1, dk2, dv,
+                  stride_lam_b, stride_lam_h, stride_lam_t, T, S, G, members, factor,
+                  BM: gl.constexpr, BN: gl.constexpr, D: gl.constexpr, DV: gl.constexpr, STAGES: gl.constexpr,
+                  CAUSAL: gl.constexpr, ONE_PASS: gl.constexpr, ONE_KEY: gl.constexpr):  # fmt: skip
+    """Grid: cdiv(S, BN), G, B.
+
+    q1 .. do: descriptors of [B, heads, length, width] in blocks [1, 1, BM or BN, width]; H = G members heads of q1, q2
+    and do. lse1 .. lam_delta2 [B, H, T]; lam [B, H, T] by strides. dk1, dk2, dv: memory [B, S, G, width]. ONE_PASS: dq1
+    and dq2, fp32 [B, H, T, D], get this program's share added, without the factor scale. factor: scale log2(e).
+    """
+    dtype: gl.constexpr = v.dtype
+    SHARED: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BN, BM], dtype)
+    q_s = gl.allocate_shared_memory(dtype, [2 * STAGES, 1, 1, BM, D], q1.layout)
+    do_s = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, BM, DV], do.layout)
+    k_s = gl.allocate_shared_memory(dtype, [2, 1, 1, BN, D], k1.layout)
+    v_s = gl.allocate_shared_memory(dtype, [1, 1, 1, BN, DV], v.layout)
+    st_s = gl.allocate_shared_memory(
+        gl.float32, [STATISTICS * STAGES, BM], gl.SwizzledSharedLayout(1, 1, 1, [0])
+    )  # fmt: skip
+    w_s = gl.allocate_shared_memory(dtype, [BN, BM], SHARED)
+    p_s = gl.allocate_shared_memory(dtype, [2, BN, BM], SHARED)
+    kv_full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    mbarrier.init(kv_full, count=1)
+    ds_full, _ = ring(1, 1, 1)
+    bars = (kv_full, ring(STAGES, 2, 2), ring(STAGES, 1, 1), ring(1, 1, 1), ds_full)
+    descriptors = (q1, q2, k1, k2, v, do)
+    statistics = (lse1, lse2, delta1, lam_delta2, lam)
+    strides = (stride_lam_b, stride_lam_h, stride_lam_t)
+    sizes = (T, S, G, members)
+    gl.warp_specialize([
+        (values, (do_s, st_s, k_s, v_s, w_s, p_s, bars, dq1, dq2, dv, sizes, BM, STAGES, CAUSAL, ONE_PASS)),
+        (keys, (q_s, st_s, k_s, w_s, p_s, bars, dk1, dk2, sizes, factor, STAGES, CAUSAL, ONE_KEY)),
+        (load, (descriptors, statistics, strides, q_s, do_s, st_s, k_s, v_s, bars, sizes, STAGES, CAUSAL)),
+    ], [4, 1], [248, 32])  # fmt: skip

@@ -1,0 +1,167 @@
+"""Gradients of queries for Hopper: the second pass of two, in which every sum has one order.
+
+A program makes 2 ROWS rows of dQ1 and dQ2 of one head. As in the forward (steps.py) one warp loads and two warpgroups
+compute, the "halves", each with ROWS = 64 query rows, whose queries and dO it fetches itself. A tile of keys takes five
+products of a half: dP, each map's scores, and each map's dS times its keys.
+
+Barriers: ``q_full[half]``, one arrival with the bytes of the half's own tiles, used once; a ring of both maps' keys and
+one of values (rings.py), filled by the loader and read by both halves, which visit every tile (``skip``).
+"""
+
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
+
+from diff_transformer.ops.triton.gluon.rings import LN_2, gl, jit, late, ring, store_rows
+from diff_transformer.ops.triton.gluon.steps import (
+    claim,
+    last_seen_by,
+    load_lam,
+    release,
+    skip,
+    tile,
+    tiles_for,
+    wait_full,
+    whole_tiles_for,
+)
+
+NOT_SPECIALIZED = ["stride_lam_b", "stride_lam_h", "stride_lam_t", "T", "S", "H", "signal_per_kv"]
+
+
+@jit
+def place_of_queries(T, zero, ROWS: gl.constexpr):
+    """b, h and the first row of a program, the last (longest) rows first; zero as in ``place_of_keys``."""
+    blocks = (T + 2 * ROWS - 1) // (2 * ROWS)
+    return gl.program_id(2) + zero, gl.program_id(1) + zero, (blocks - 1 - zero - gl.program_id(0)) * (2 * ROWS)
+
+
+@jit
+def weights(s, log, first_key, whole, last_seen, factor, SL: gl.constexpr, CAUSAL: gl.constexpr):
+    """A tile of a map, [ROWS, BN]; keys from ``whole`` on may not be seen by all rows."""
+    p = gl.exp2(s * factor - gl.expand_dims(log, 1))
+    if first_key >= whole:
+        keys = first_key + gl.arange(0, s.shape[1], gl.SliceLayout(0, SL))
+        if CAUSAL:
+            p = gl.where(gl.expand_dims(keys, 0) <= gl.expand_dims(last_seen, 1), p, 0.0)
+        else:
+            p = gl.where(gl.expand_dims(keys <= last_seen, 0), p, 0.0)
+    return p
+
+
+@jit
+def half(descriptors, statistics, lam_strides, q_s, do_s, k_s, v_s, bars, dq1_to, dq2_to, sizes, factor,
+         KEY_STAGES: gl.constexpr, VALUE_STAGES: gl.constexpr, CAUSAL: gl.constexpr, HALF: gl.constexpr):  # fmt: skip
+    """A computing warpgroup."""
+    q1, q2, do = descriptors
+    lse1, lse2, delta1, lam_delta2, lam = statistics
+    q_full, key_ring, value_ring = bars
+    k_full, k_empty = key_ring
+    v_full, v_empty = value_ring
+    T, S, H = sizes
+    ROWS: gl.constexpr = q_s.shape[3]
+    BN: gl.constexpr = k_s.shape[3]
+    D: gl.constexpr = k_s.shape[4]
+    DV: gl.constexpr = v_s.shape[4]
+    dtype: gl.constexpr = k_s.dtype
+    SL: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BN, 16])
+    QL: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, D, 16])
+    AL: gl.constexpr = gl.DotOperandLayout(0, QL, 2)
+    b, h, row = place_of_queries(T, 0, ROWS)
+    tiles = tiles_for(row, 2 * ROWS, T, S, BN, CAUSAL)
+    row += HALF * ROWS
+    mbarrier.expect(q_full.index(HALF), ROWS * (2 * D + DV) * 2)
+    tma.async_copy_global_to_shared(q1, [b, h, row, 0], q_full.index(HALF), q_s.index(HALF))
+    tma.async_copy_global_to_shared(do, [b, h, row, 0], q_full.index(HALF), do_s.index(HALF))
+    tma.async_copy_global_to_shared(q2, [b, h, row, 0], q_full.index(HALF), q_s.index(2 + HALF))
+    own = tiles_for(row, ROWS, T, S, BN, CAUSAL)
+    whole = whole_tiles_for(row, T, S, BN, CAUSAL) * BN
+    rows = row + gl.arange(0, ROWS, gl.SliceLayout(1, SL))
+    last_seen = last_seen_by(rows, T, S, CAUSAL)
+    here = rows < T
+    at = (b * H + h).to(gl.int64) * T + rows
+    log1 = gl.load(lse1 + at, mask=here, other=float("inf"))
+    log2 = gl.load(lse2 + at, mask=here, other=float("inf"))
+    first_delta = gl.expand_dims(gl.load(delta1 + at, mask=here, other=0.0), 1)
+    second_delta = gl.expand_dims(gl.load(lam_delta2 + at, mask=here, other=0.0), 1)
+    weight = gl.expand_dims(load_lam(lam, lam_strides, b, h, rows, T), 1)
+    dq1 = gl.full([ROWS, D], 0.0, gl.float32, QL)
+    dq2 = gl.full([ROWS, D], 0.0, gl.float32, QL)
+    zeros = gl.full([ROWS, BN], 0.0, gl.float32, SL)
+    mbarrier.wait(q_full.index(HALF), 0)
+    for c in range(own):
+        wait_full(k_full, c, KEY_STAGES)
+        k1 = tile(k_s, 2 * (c % KEY_STAGES))
+        k2 = tile(k_s, 2 * (c % KEY_STAGES) + 1)
+        s = warpgroup_mma(tile(q_s, HALF + late(c)), k1.permute((1, 0)), zeros, use_acc=False, is_async=True)
+        wait_full(v_full, c, VALUE_STAGES)
+        v = tile(v_s, c % VALUE_STAGES + late(c))
+        dp = warpgroup_mma(tile(do_s, HALF + late(c)), v.permute((1, 0)), zeros, use_acc=False, is_async=True)
+        s = warpgroup_mma_wait(1, deps=(s,))
+        p = weights(s, log1, c * BN, whole, last_seen, factor, SL, CAUSAL)
+        dp = warpgroup_mma_wait(0, deps=(dp,))
+        release(v_empty, c, VALUE_STAGES)
+        ds = (p * (dp - first_delta)).to(dtype)
+        s = warpgroup_mma(tile(q_s, 2 + HALF + late(c)), k2.permute((1, 0)), zeros, use_acc=False, is_async=True)
+        dq1 = warpgroup_mma(gl.convert_layout(ds, AL), k1, dq1, is_async=True)
+        s, dq1 = warpgroup_mma_wait(0, deps=(s, dq1))
+        p = weights(s, log2, c * BN, whole, last_seen, factor, SL, CAUSAL)
+        ds = (p * (second_delta - weight * dp)).to(dtype)
+        dq2 = warpgroup_mma(gl.convert_layout(ds, AL), k2, dq2, is_async=True)
+        dq2 = warpgroup_mma_wait(0, deps=(dq2,))
+        release(k_empty, c, KEY_STAGES)
+    for c in range(own, tiles):  # one of each ring in turn, as the loader fills them
+        skip(k_full, k_empty, c, c + 1, KEY_STAGES)
+        skip(v_full, v_empty, c, c + 1, VALUE_STAGES)
+    b, h, row = place_of_queries(T, late(own), ROWS)
+    start = (b.to(gl.int64) * T * H + h) * D
+    scale = factor * LN_2
+    store_rows(dq1_to + start, (dq1 * scale).to(dtype), row + HALF * ROWS, T, H * D, QL)
+    store_rows(dq2_to + start, (dq2 * scale).to(dtype), row + HALF * ROWS, T, H * D, QL)
+
+
+@jit
+def load(descriptors, k_s, v_s, bars, sizes, signal_per_kv, ROWS: gl.constexpr,
+         KEY_STAGES: gl.constexpr, VALUE_STAGES: gl.constexpr, CAUSAL: gl.constexpr):  # fmt: skip
+    """The loading warp: tiles of keys of both maps, and of values."""
+    k1, k2, v = descriptors
+    _, key_ring, value_ring = bars
+    k_full, k_empty = key_ring
+    v_full, v_empty = value_ring
+    T, S, _ = sizes
+    BN: gl.constexpr = k_s.shape[3]
+    b, h, row = place_of_queries(T, 0, ROWS)
+    g = h // signal_per_kv
+    for c in range(tiles_for(row, 2 * ROWS, T, S, BN, CAUSAL)):
+        claim(k_full, k_empty, c, KEY_STAGES, 2 * BN * k_s.shape[4] * 2)
+        slot = c % KEY_STAGES
+        tma.async_copy_global_to_shared(k1, [b, g, c * BN, 0], k_full.index(slot), k_s.index(2 * slot))
+        tma.async_copy_global_to_shared(k2, [b, g, c * BN, 0], k_full.index(slot), k_s.index(2 * slot + 1))
+        claim(v_full, v_empty, c, VALUE_STAGES, BN * v_s.shape[4] * 2)
+        slot = c % VALUE_STAGES
+        tma.async_copy_global_to_shared(v, [b, g, c * BN, 0], v_full.index(slot), v_s.index(slot))
+
+
+@jit(do_not_specialize=NOT_SPECIALIZED)
+def query_gradients(q1, q2, k1, k2, v, do, lse1, lse2, delta1, lam_delta2, lam, dq1, dq2,
+                    stride_lam_b, stride_lam_h, stride_lam_t, T, S, H, signal_per_kv, factor,
+                    ROWS: gl.constexpr, BN: gl.constexpr, D: gl.constexpr, DV: gl.constexpr,
+                    KEY_STAGES: gl.constexpr, VALUE_STAGES: gl.constexpr, CAUSAL: gl.constexpr):  # fmt: skip
+    """Grid: cdiv(T, 2 ROWS), H, B. Arguments as in ``key_gradients``; dq1 and dq2: memory [B, T, H, D]."""
+    dtype: gl.constexpr = v.dtype
+    q_s = gl.allocate_shared_memory(dtype, [4, 1, 1, ROWS, D], q1.layout)
+    do_s = gl.allocate_shared_memory(dtype, [2, 1, 1, ROWS, DV], do.layout)
+    k_s = gl.allocate_shared_memory(dtype, [2 * KEY_STAGES, 1, 1, BN, D], k1.layout)
+    v_s = gl.allocate_shared_memory(dtype, [VALUE_STAGES, 1, 1, BN, DV], v.layout)
+    q_full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    mbarrier.init(q_full.index(0), count=1)
+    mbarrier.init(q_full.index(1), count=1)
+    bars = (q_full, ring(KEY_STAGES, 1, 2), ring(VALUE_STAGES, 1, 2))
+    descriptors = (q1, q2, do)
+    statistics = (lse1, lse2, delta1, lam_delta2, lam)
+    strides = (stride_lam_b, stride_lam_h, stride_lam_t)
+    sizes = (T, S, H)
+    gl.warp_specialize([
+        (half, (descriptors, statistics, strides, q_s, do_s, k_s, v_s, bars, dq1, dq2, sizes, factor,
+                KEY_STAGES, VALUE_STAGES, CAUSAL, 0)),
+        (half, (descriptors, statistics, strides, q_s, do_s, k_s, v_s, bars, dq1, dq2, sizes, factor,
+                KEY_STAGES, VALUE_STAGES, CAUSAL, 1)),
+        (load, ((k1, k2, v), k_s, v_s, bars, sizes, signal_per_kv, ROWS, KEY_STAGES, VALUE_STAGES, CAUSAL)),
+    ], [4, 1], [240, 24])  # fmt: skip

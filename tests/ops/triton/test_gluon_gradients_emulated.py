@@ -1,0 +1,258 @@
+"""The gradient kernels for Hopper, run on the CPU by an emulator (tests/helpers/gluon_emulator.py)."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from diff_transformer.testing import assert_within_budget, make_inputs
+
+pytest.importorskip("triton", reason="the kernels are written in Triton's Gluon")
+from gluon_emulator import Deadlock, Kernel
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+
+from diff_transformer.ops.triton.gluon import attend_backward, backward, verify
+from diff_transformer.ops.triton.launching import INTERPRETED
+
+pytestmark = pytest.mark.skipif(not INTERPRETED, reason="sums of rows are made by a plain kernel, here interpreted")
+
+CONFIGURATIONS = dict(backward.CONFIGURATIONS)
+CAUSAL, FULL = True, False
+TWO, ONE = False, True
+
+
+def emulate(monkeypatch, seed=0, changed=None):
+    """Make the launcher run the emulator."""
+
+    def emulated(kernel):
+        return Kernel(kernel, seed, changed)
+
+    monkeypatch.setattr(
+        backward,
+        "CONFIGURATIONS",
+        {D: replace(c, keys=emulated(c.keys), queries=emulated(c.queries)) for D, c in CONFIGURATIONS.items()},
+    )
+
+
+def problem(inputs, is_causal, scale=None):
+    """Arguments of ``attend_backward`` but for one_pass, and what it should return.
+
+    A softmax over one key is 1 whatever the score, whose gradient is 0 up to the rounding of the saved outputs, while
+    the eager formula has 0 exactly: there they are saved in fp32.
+    """
+    scale = inputs.q1.shape[-1] ** -0.5 if scale is None else scale
+    B, H, T = inputs.q1.shape[:3]
+    inputs = inputs._replace(lam=inputs.lam.expand(B, H, T, 1))
+    dtype = inputs.v.dtype
+    dout = torch.randn(B, H, T, inputs.v.shape[3], generator=torch.Generator().manual_seed(1)).to(dtype)
+    saved = [exact for exact, _ in verify.expected_results(*inputs, is_causal=is_causal, scale=scale).values()]
+    outputs = torch.float32 if inputs.k1.shape[2] == 1 else dtype
+    saved = [saved[0].to(outputs), saved[1].to(outputs), saved[2].float(), saved[3].float()]
+    k2 = None if inputs.k2 is inputs.k1 else inputs.k2
+    arguments = [dout, *inputs[:3], k2, *inputs[4:], *saved, is_causal, None, scale]
+    return arguments, verify.expected_gradients(dout, saved[1], *inputs, is_causal=is_causal, scale=scale)
+
+
+def check(inputs, is_causal, one_pass, scale=None):
+    """Run the emulated kernels through their launcher and compare everything that they return."""
+    arguments, expected = problem(inputs, is_causal, scale)
+    results = attend_backward(*arguments, one_pass)
+    for (name, (exact, eager)), result in zip(expected.items(), results, strict=True):
+        if name == "dk2" and inputs.k2 is inputs.k1:
+            assert result.numel() == 0
+            continue
+        assert_within_budget(result, exact, eager, what=name)
+        if name != "dlam":
+            assert result.dtype == inputs.v.dtype
+            assert result.transpose(1, 2).is_contiguous()
+
+
+# name: (arguments of make_inputs, causal)
+CASES: dict[str, tuple[dict[str, Any], bool]] = {
+    "one program, exact tiles": ({"T": 64}, CAUSAL),
+    "odd length": ({"T": 333}, CAUSAL),
+    "one query, one key": ({"T": 1}, CAUSAL),
+    "one query": ({"T": 1, "S": 200}, CAUSAL),
+    "one key": ({"T": 130, "S": 1}, FULL),
+    "65 rows": ({"T": 65, "S": 65}, FULL),
+    "fewer queries than keys": ({"T": 63, "S": 250}, CAUSAL),
+    "a tile boundary on the diagonal": ({"T": 64, "S": 192}, CAUSAL),
+    "a key beyond a tile boundary": ({"T": 64, "S": 193}, CAUSAL),
+    "queries that see nothing": ({"T": 200, "S": 63}, CAUSAL),
+    "whole programs that see nothing": ({"T": 300, "S": 20}, CAUSAL),
+    "full, odd": ({"T": 111, "S": 333}, FULL),
+    "full, whole tiles": ({"T": 128, "S": 256}, FULL),
+    "full, more tiles than slots": ({"T": 500, "S": 500}, FULL),
+    "rows for one half only": ({"T": 40, "S": 700}, CAUSAL),
+    "heads and batches": ({"B": 2, "H": 3, "T": 150}, CAUSAL),
+    "grouped keys": ({"B": 2, "H": 4, "G": 2, "T": 150}, CAUSAL),
+    "one key head for all": ({"H": 4, "G": 1, "T": 70}, FULL),
+    "as a layer lays them out": ({"B": 2, "H": 2, "T": 111, "strided": True}, CAUSAL),
+    "one lam": ({"H": 2, "T": 70, "lam_shape": (1, 1, 1, 1)}, CAUSAL),
+    "lam a head": ({"B": 2, "H": 2, "T": 70, "lam_shape": (1, 2, 1, 1)}, CAUSAL),
+    "float16": ({"T": 150, "dtype": torch.float16}, CAUSAL),
+}
+FORMS = [(D, one_pass) for D in (64, 128) for one_pass in (TWO, ONE)]
+
+
+def inputs_of(case, D, **more):
+    defaults: dict[str, Any] = {"B": 1, "H": 1, "dtype": torch.bfloat16, "requires_grad": False}
+    return make_inputs(D=D, **defaults | CASES[case][0] | more)
+
+
+@pytest.mark.parametrize(("D", "one_pass"), FORMS)
+@pytest.mark.parametrize("case", CASES)
+def test_gradients_are_within_the_budget(monkeypatch, case, D, one_pass):
+    emulate(monkeypatch)
+    check(inputs_of(case, D), CASES[case][1], one_pass)
+
+
+@pytest.mark.parametrize(("D", "one_pass"), FORMS)
+@pytest.mark.parametrize("scale", [-0.3, 0.0, 1.0])
+def test_any_scale(monkeypatch, D, one_pass, scale):
+    emulate(monkeypatch)
+    check(inputs_of("fewer queries than keys", D), CAUSAL, one_pass, scale=scale)
+
+
+@pytest.mark.parametrize(("D", "one_pass"), FORMS)
+@pytest.mark.parametrize("case", ["odd length", "grouped keys"])
+def test_one_key_for_both_maps(monkeypatch, case, D, one_pass):
+    emulate(monkeypatch)
+    inputs = inputs_of(case, D)
+    check(inputs._replace(k2=inputs.k1), CAUSAL, one_pass)
+
+
+@pytest.mark.parametrize("D", [64, 128])
+@pytest.mark.parametrize("seed", range(100, 500, 100))
+def test_two_passes_repeat_bit_for_bit_in_any_order_of_events(monkeypatch, D, seed):
+    arguments, _ = problem(inputs_of("grouped keys", D), CAUSAL)
+    emulate(monkeypatch, seed=0)
+    first = attend_backward(*arguments, TWO)
+    emulate(monkeypatch, seed=seed)
+    for one, other in zip(first, attend_backward(*arguments, TWO), strict=True):
+        assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("D", [64, 128])
+@pytest.mark.parametrize("seed", range(100, 500, 100))
+def test_the_order_of_events_changes_one_pass_by_rounding_alone(monkeypatch, D, seed):
+    emulate(monkeypatch, seed=seed)
+    check(inputs_of("grouped keys", D), CAUSAL, ONE)
+
+
+def test_the_gradient_of_a_sum_has_no_strides_and_is_copied(monkeypatch):
+    emulate(monkeypatch)
+    arguments, _ = problem(inputs_of("65 rows", 64), FULL)
+    ones = torch.ones_like(arguments[0])
+    expected = attend_backward(ones, *arguments[1:], TWO)
+    expanded = ones[:1, :1, :1, :1].expand_as(ones)
+    for one, other in zip(expected, attend_backward(expanded, *arguments[1:], TWO), strict=True):
+        assert torch.equal(one, other)
+
+
+def always_phase_0(full, c, STAGES):
+    mbarrier.wait(full.index(c % STAGES), 0)
+
+
+def no_wait(full, c, STAGES):
+    pass
+
+
+def waits_for_the_phase_after(empty, c, STAGES):
+    mbarrier.wait(empty.index(c % STAGES), (c // STAGES) & 1)
+
+
+def claims_without_waiting(full, empty, c, STAGES, BYTES):
+    mbarrier.expect(full.index(c % STAGES), BYTES)
+
+
+def expects_too_few_bytes(full, empty, c, STAGES, BYTES):
+    mbarrier.wait(empty.index(c % STAGES), ((c // STAGES) & 1) ^ 1)
+    mbarrier.expect(full.index(c % STAGES), BYTES - 16)
+
+
+def never(barrier, c, STAGES):
+    pass
+
+
+def next_slot(barrier, c, STAGES):
+    mbarrier.arrive(barrier.index((c + 1) % STAGES), count=1)
+
+
+def twice(barrier, c, STAGES):
+    mbarrier.arrive(barrier.index(c % STAGES), count=2)
+
+
+def hands_over_without_a_fence(w, p1, p2, w_s, p_s, maps_full, c):
+    w_s.store(w)
+    p_s.index(0).store(p1)
+    p_s.index(1).store(p2)
+    mbarrier.arrive(maps_full.index(0), count=1)
+
+
+def stores_before_it_may(w, p1, p2, w_s, p_s, maps_full, c):
+    w_s.store(w * 0)
+
+
+WRONG = {
+    "wait_full": [always_phase_0, no_wait],
+    "wait_empty": [waits_for_the_phase_after, never],
+    "claim": [claims_without_waiting, expects_too_few_bytes],
+    "release": [never, next_slot, twice],
+    "fill": [never, twice],
+    "hand_over": [hands_over_without_a_fence, stores_before_it_may],
+}
+
+
+@pytest.mark.parametrize("D", [64, 128])
+@pytest.mark.parametrize(("name", "wrong"), [(name, f) for name, wrong in WRONG.items() for f in wrong])
+def test_a_wrong_barrier_is_noticed(monkeypatch, D, name, wrong):
+    """Of ten orders of events at least one must end in a deadlock, a refused step or a wrong number."""
+    arguments, _ = problem(inputs_of("full, more tiles than slots", D, T=300, S=70), FULL)
+    emulate(monkeypatch)
+    right = attend_backward(*arguments, TWO)
+    noticed = 0
+    for seed in range(10):
+        emulate(monkeypatch, seed=1000 * seed, changed={name: wrong})
+        try:
+            noticed += not all(map(torch.equal, right, attend_backward(*arguments, TWO)))
+        except (Deadlock, AssertionError):
+            noticed += 1
+    assert noticed
+
+
+def adds_nothing(to, x, first, limit, STRIDE, L):
+    pass
+
+
+def stores_zeros(to, x, first, limit, stride, L):
+    rows = first + gl.arange(0, x.shape[0], None)
+    columns = gl.arange(0, x.shape[1], None)
+    offsets = gl.expand_dims(rows.to(gl.int64) * stride, 1) + gl.expand_dims(columns, 0)
+    gl.store(to + offsets, x * 0, mask=gl.expand_dims(rows < limit, 1))
+
+
+@pytest.mark.parametrize("D", [64, 128])
+@pytest.mark.parametrize(
+    ("kernels", "changed"),
+    [
+        ("two passes", None),
+        ("one pass", None),
+        ("two passes", {"store_rows": stores_zeros}),
+        ("one pass", {"add_rows": adds_nothing}),
+    ],
+)
+def test_the_gate_lets_right_kernels_pass_and_no_others(monkeypatch, caplog, D, kernels, changed):
+    emulate(monkeypatch, changed=changed)
+    monkeypatch.setattr(verify, "PROBLEMS", ({"T": 70, "S": 63},))
+    monkeypatch.setattr(verify, "wait", lambda device: None)
+    monkeypatch.setattr(verify, "_verdicts", {})
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    with caplog.at_level("INFO", logger="diff_transformer"):
+        verdicts = [verify.verified(torch.device("cpu", 0), D, torch.bfloat16, CAUSAL, kernels) for _ in "12"]
+    assert verdicts == [changed is None] * 2
+    assert len(caplog.records) == 1
+    assert kernels in caplog.text
+    assert ("agrees with the reference" if changed is None else "is not used") in caplog.text
