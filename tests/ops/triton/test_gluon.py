@@ -177,7 +177,7 @@ def test_every_form_compiles_without_spills_or_serialised_wgmma(form):
 
 GRADIENT_FORMS = [  # D, causal, dtype, kernel, its flags
     (D, causal, dtype, kernel, flags)
-    for D, causal, dtype in product((64, 128), (True, False), HALF_TYPES)
+    for D, causal, dtype in product((64, 96, 128), (True, False), HALF_TYPES)
     for kernel, flags in (
         ("keys", {"ONE_PASS": False, "ONE_KEY": False}),
         ("keys", {"ONE_PASS": True, "ONE_KEY": False}),
@@ -198,7 +198,9 @@ def trained(form):
 )
 def test_every_gradient_form_compiles_without_spills_or_serialised_wgmma(form):
     D, causal, dtype, kernel, flags = form
-    configuration, Dv = backward.CONFIGURATIONS[D], gluon.WIDTHS[D]
+    configuration = backward.CONFIGURATIONS[D]
+    width, D = D, configuration.columns
+    Dv = 2 * D
 
     def described(width):
         return f"tensordesc<{dtype}[1,1,64,{width}],{forward.layout(64, width, HALF_TYPES[dtype])!r}>"
@@ -206,7 +208,7 @@ def test_every_gradient_form_compiles_without_spills_or_serialised_wgmma(form):
     signature = dict.fromkeys(("q1", "q2", "k1", "k2"), described(D)) | dict.fromkeys(("v", "do"), described(Dv))
     signature |= dict.fromkeys(("lse1", "lse2", "delta1", "lam_delta2", "lam"), "*fp32") | {"factor": "fp32"}
     signature |= dict.fromkeys(("dq1", "dq2"), "*fp32" if flags.get("ONE_PASS") else f"*{dtype}")
-    constants = {"BN": 64, "D": D, "DV": Dv, "CAUSAL": causal} | flags
+    constants = {"BN": 64, "D": D, "DV": Dv, "WIDTH": width, "CAUSAL": causal} | flags
     if kernel == "keys":
         module, function = of_keys, configuration.keys
         signature |= dict.fromkeys(("dk1", "dk2", "dv"), f"*{dtype}")
@@ -277,22 +279,22 @@ GRADIENT_LENGTHS = [(1, 1000), (63, 63), (64, 128), (111, 333), (200, 63), (1000
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("lengths", GRADIENT_LENGTHS)
 @pytest.mark.parametrize("dtype", HALF_TYPES)
-@pytest.mark.parametrize("D", [64, 128])
+@pytest.mark.parametrize("D", [64, 96, 128])
 def test_gradients_on_the_gpu(D, dtype, lengths, causal, one_pass):
     verify.compare_gradients(torch.device("cuda"), D, HALF_TYPES[dtype], causal, one_pass, *lengths)
 
 
 def backward_arguments(B, H, T, D):
-    """Of ``attend_backward`` but for one_pass; the forward is the Gluon one."""
+    """Of ``attend_backward`` but for one_pass."""
     inputs = make_inputs(B, H, T, D, dtype=torch.bfloat16, device="cuda", strided=True, requires_grad=False)
-    saved = gluon.attend_forward(*inputs, True, None, D**-0.5, True)
+    saved = operator.forward(*inputs, None, None, None, T, T, True, None, D**-0.5, True, False)
     dout = torch.randn(saved[0].shape, generator=torch.Generator().manual_seed(1)).to(saved[0])
     return [dout, *inputs, *saved, True, None, D**-0.5]
 
 
 @pytest.mark.gpu
 @hopper
-@pytest.mark.parametrize("D", [64, 128])
+@pytest.mark.parametrize("D", [64, 96, 128])
 def test_many_backwards_agree(D):
     """A race would show as a difference between launches of the same problem, on a full GPU."""
     arguments = backward_arguments(4, 16, 1000, D)
@@ -304,7 +306,7 @@ def test_many_backwards_agree(D):
 
 @pytest.mark.gpu
 @hopper
-@pytest.mark.parametrize("D", [64, 128])
+@pytest.mark.parametrize("D", [64, 96, 128])
 def test_one_pass_differs_from_two_by_rounding(D):
     """At 16K tokens; dk, dv and dlam do not depend on the order of anything."""
     arguments = backward_arguments(1, 2, 16384, D)

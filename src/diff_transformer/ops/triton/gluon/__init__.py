@@ -14,6 +14,7 @@ from torch import Tensor
 SWITCH = "DIFF_TRANSFORMER_GLUON"
 TESTED_TRITON = ((3, 6), (3, 7))
 WIDTHS = {64: 128, 128: 256}  # D: Dv
+BACKWARD_WIDTHS = {64: 128, 96: 192, 128: 256}
 DTYPES = (torch.bfloat16, torch.float16)
 
 
@@ -34,15 +35,8 @@ def why_not_backward(
     attn_mask: Tensor | None, cu_seqlens_q: Tensor | None, is_causal: bool, window: int | None, one_pass: bool,
 ) -> str | None:  # fmt: skip
     """``why_not`` for the gradients, in two passes or one. Whether there was a Gluon forward does not matter."""
-    reason = why_not_here(q1.device) or why_not_shapes(q1, q2, k1, k2, v, attn_mask, cu_seqlens_q, window)
-    return reason or why_not_heads(q1, q2) or _why_not_verified(q1, is_causal, "one pass" if one_pass else "two passes")
-
-
-def why_not_heads(q1: Tensor, q2: Tensor) -> str | None:
-    """Why the gradient kernels do not take these heads, or None."""
-    if q2.shape[1] != q1.shape[1]:
-        return f"the Hopper backward takes as many noise heads as signal heads, not {q2.shape[1]} for {q1.shape[1]}"
-    return None
+    reason = why_not_here(q1.device) or why_not_backward_shapes(q1, q2, k1, k2, v, attn_mask, cu_seqlens_q, window)
+    return reason or _why_not_verified(q1, is_causal, "one pass" if one_pass else "two passes")
 
 
 def _why_not_verified(q1: Tensor, is_causal: bool, kernels: str) -> str | None:
@@ -77,17 +71,27 @@ def why_not_here(device: torch.device) -> str | None:
     return None
 
 
-def why_not_shapes(
+def why_not_backward_shapes(
     q1: Tensor, q2: Tensor, k1: Tensor, k2: Tensor | None, v: Tensor,
     attn_mask: Tensor | None, cu_seqlens_q: Tensor | None, window: int | None,
+) -> str | None:  # fmt: skip
+    """Why the gradient kernels do not take tensors like these, or None."""
+    if q2.shape[1] != q1.shape[1]:
+        return f"the Hopper backward takes as many noise heads as signal heads, not {q2.shape[1]} for {q1.shape[1]}"
+    return why_not_shapes(q1, q2, k1, k2, v, attn_mask, cu_seqlens_q, window, BACKWARD_WIDTHS)
+
+
+def why_not_shapes(
+    q1: Tensor, q2: Tensor, k1: Tensor, k2: Tensor | None, v: Tensor,
+    attn_mask: Tensor | None, cu_seqlens_q: Tensor | None, window: int | None, widths: dict[int, int] = WIDTHS,
 ) -> str | None:  # fmt: skip
     """Why the kernels do not take tensors like these, or None."""
     if attn_mask is not None or window is not None or cu_seqlens_q is not None:
         return "the Hopper kernel takes no attn_mask, no window and no packed documents"
     if q1.dtype not in DTYPES:
         return f"the Hopper kernel takes bfloat16 and float16, not {q1.dtype}"
-    if WIDTHS.get(q1.shape[3]) != v.shape[3]:
-        pairs = ", ".join(f"({d}, {dv})" for d, dv in WIDTHS.items())
+    if widths.get(q1.shape[3]) != v.shape[3]:
+        pairs = ", ".join(f"({d}, {dv})" for d, dv in widths.items())
         return f"the Hopper kernel takes query and value widths {pairs}, not ({q1.shape[3]}, {v.shape[3]})"
     for name, x in {"q1": q1, "q2": q2, "k1": k1, "k2": k2, "v": v}.items():
         reason = None if x is None else why_not_tma(x)
@@ -159,7 +163,7 @@ def attend_backward(
     Raises:
         ValueError: tensors that the kernels do not take.
     """
-    reason = why_not_shapes(q1, q2, k1, k2, v, None, None, window) or why_not_heads(q1, q2)
+    reason = why_not_backward_shapes(q1, q2, k1, k2, v, None, None, window)
     if reason is not None:
         raise ValueError(reason)
     from diff_transformer.ops.triton.gluon.backward import launch

@@ -20,6 +20,7 @@ TILE = 64  # queries, and keys, of a tile: the height of a wgmma tile
 class Configuration:
     """Slots of the rings for one width. At most 225 KiB of shared memory of the chip's 227."""
 
+    columns: int  # of a tile of queries or keys, a power of two that is not less than D; of values twice as many
     keys: Any = key_gradients
     queries: Any = query_gradients
     stages: int = 2  # of queries and dO, in the programs that own keys
@@ -27,7 +28,11 @@ class Configuration:
     value_stages: int = 1
 
 
-CONFIGURATIONS = {64: Configuration(stages=3, key_stages=3, value_stages=3), 128: Configuration()}  # by D
+CONFIGURATIONS = {  # by D
+    64: Configuration(64, stages=3, key_stages=3, value_stages=3),
+    96: Configuration(128),
+    128: Configuration(128),
+}
 
 
 def launch(
@@ -36,8 +41,9 @@ def launch(
 ) -> tuple[tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor], list[Any]]:  # fmt: skip
     """The results of ``attend_backward`` and the compiled kernels; no checks."""
     B, H, T, D = q1.shape
-    G, S, Dv = v.shape[1:]
+    G, S = v.shape[1:3]
     configuration = CONFIGURATIONS[D]
+    columns = configuration.columns
     delta1, lam_delta2, dlam = row_statistics(dout, out, out2, lam)
     dk1, dv = transposed_like(k1), transposed_like(v)
     dk2 = k1.new_empty(0) if k2 is None else transposed_like(k1)
@@ -45,12 +51,12 @@ def launch(
         dq1, dq2 = (q1.new_zeros(B, H, T, D, dtype=torch.float32) for _ in "12")
     else:
         dq1, dq2 = transposed_like(q1), transposed_like(q2)
-    keys = descriptor(k1, TILE)
-    keys2 = keys if k2 is None else descriptor(k2, TILE)
-    tiles = [descriptor(q1, TILE), descriptor(q2, TILE), keys, keys2, descriptor(v, TILE), descriptor(dout, TILE)]
+    narrow = [None if x is None else descriptor(x, TILE, columns) for x in (q1, q2, k1, k2)]
+    wide = [descriptor(x, TILE, 2 * columns) for x in (v, dout)]
+    tiles = [*narrow[:3], narrow[2] if k2 is None else narrow[3], *wide]
     statistics = [lse1, lse2, delta1, lam_delta2, lam]
     factor = scale * math.log2(math.e)
-    sizes = {"BN": TILE, "D": D, "DV": Dv, "CAUSAL": is_causal}
+    sizes = {"BN": TILE, "D": columns, "DV": 2 * columns, "WIDTH": D, "CAUSAL": is_causal}
     with torch.cuda.device_of(v):
         compiled = [
             configuration.keys[(math.ceil(S / TILE), G, B)](

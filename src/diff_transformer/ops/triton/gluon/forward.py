@@ -41,12 +41,16 @@ def layout(rows: int, width: int, dtype: torch.dtype):
     return gl.NVMMASharedLayout.get_default_for([1, 1, rows, width], DTYPES[dtype])
 
 
-def descriptor(x: Tensor, rows: int) -> TensorDescriptor:
-    """How TMA sees x [B, heads, length, width]: in tiles of rows x width, zero outside. Any order of the dimensions."""
+def descriptor(x: Tensor, rows: int, columns: int | None = None) -> TensorDescriptor:
+    """How TMA sees x [B, heads, length, width]: in tiles of rows x columns (None: the width), zero outside.
+
+    The dimensions but the last may lie in any order.
+    """
     # The stride of a dimension of size 1 means nothing, but TMA wants a multiple of 16 bytes there too.
     strides = [stride if size > 1 else x.shape[3] for size, stride in zip(x.shape[:3], x.stride()[:3], strict=True)]
-    block = [1, 1, rows, x.shape[3]]
-    return TensorDescriptor(x, list(x.shape), [*strides, 1], block, layout(rows, x.shape[3], x.dtype))
+    columns = x.shape[3] if columns is None else columns
+    block = [1, 1, rows, columns]
+    return TensorDescriptor(x, list(x.shape), [*strides, 1], block, layout(rows, columns, x.dtype))
 
 
 def launch(

@@ -122,7 +122,7 @@ def start_key_gradients(dk1, dk2, p_s, q_s, c, STAGES: gl.constexpr):
 
 
 @jit
-def keys(q_s, st_s, k_s, w_s, p_s, bars, dk1_to, dk2_to, sizes, factor,
+def keys(q_s, st_s, k_s, w_s, p_s, bars, dk1_to, dk2_to, sizes, factor, WIDTH: gl.constexpr,
          STAGES: gl.constexpr, CAUSAL: gl.constexpr, ONE_KEY: gl.constexpr):  # fmt: skip
     """A warpgroup: the maps, dK1 and dK2. ONE_KEY: k2 is k1, whose gradient is the sum."""
     kv_full, query_ring, _, maps_ring, ds_full = bars
@@ -162,13 +162,13 @@ def keys(q_s, st_s, k_s, w_s, p_s, bars, dk1_to, dk2_to, sizes, factor,
         dk1, dk2 = start_key_gradients(dk1, dk2, p_s, q_s, total - 1, STAGES)
         dk1, dk2 = warpgroup_mma_wait(0, deps=(dk1, dk2))
     b, g, first, low, tiles = place_of_keys(sizes, late(total), BM, BN, CAUSAL)
-    start = (b.to(gl.int64) * S * G + g) * D
+    start = (b.to(gl.int64) * S * G + g) * WIDTH
     scale = factor * LN_2
     if ONE_KEY:
-        store_rows(dk1_to + start, ((dk1 + dk2) * scale).to(dtype), first, S, G * D, KL)
+        store_rows(dk1_to + start, ((dk1 + dk2) * scale).to(dtype), first, S, G * WIDTH, WIDTH, KL)
     else:
-        store_rows(dk1_to + start, (dk1 * scale).to(dtype), first, S, G * D, KL)
-        store_rows(dk2_to + start, (dk2 * scale).to(dtype), first, S, G * D, KL)
+        store_rows(dk1_to + start, (dk1 * scale).to(dtype), first, S, G * WIDTH, WIDTH, KL)
+        store_rows(dk2_to + start, (dk2 * scale).to(dtype), first, S, G * WIDTH, WIDTH, KL)
 
 
 @jit
@@ -183,7 +183,7 @@ def score_gradients(dp, p_s, st_s, c, dtype: gl.constexpr, STAGES: gl.constexpr,
 
 
 @jit
-def values(do_s, st_s, k_s, v_s, w_s, p_s, bars, dq1_to, dq2_to, dv_to, sizes, BM: gl.constexpr,
+def values(do_s, st_s, k_s, v_s, w_s, p_s, bars, dq1_to, dq2_to, dv_to, sizes, BM: gl.constexpr, WIDTH: gl.constexpr,
            STAGES: gl.constexpr, CAUSAL: gl.constexpr, ONE_PASS: gl.constexpr):  # fmt: skip
     """A warpgroup: dP, dS1, dS2 and dV. ONE_PASS: the products for dQ1 and dQ2 as well, 64 columns at a time."""
     kv_full, query_ring, gradient_ring, maps_ring, ds_full = bars
@@ -217,7 +217,7 @@ def values(do_s, st_s, k_s, v_s, w_s, p_s, bars, dq1_to, dq2_to, dv_to, sizes, B
             fill(ds_full, c, 1)
             release(q_empty, c, STAGES)
             if ONE_PASS:
-                to = (row + query).to(gl.int64) * D
+                to = (row + query).to(gl.int64) * WIDTH
                 wait_full(ds_full, c, 1)  # its own arrival, which speaks for all of its warps
                 for map in gl.static_range(2):
                     for column in gl.static_range(0, D, 64):
@@ -228,11 +228,11 @@ def values(do_s, st_s, k_s, v_s, w_s, p_s, bars, dq1_to, dq2_to, dv_to, sizes, B
                         if map + column == 0:
                             release(do_empty, c, STAGES)
                         if map == 0:
-                            add_rows(dq1_to + to + column, dq, query, T, D, QL)
+                            add_rows(dq1_to + to, dq, query, T, column, WIDTH, QL)
                         else:
                             if column == D - 64:
                                 release(maps_empty, c, 1)
-                            add_rows(dq2_to + to + column, dq, query, T, D, QL)
+                            add_rows(dq2_to + to, dq, query, T, column, WIDTH, QL)
                 query += BM
                 if query >= T:
                     query = low
@@ -247,8 +247,8 @@ def values(do_s, st_s, k_s, v_s, w_s, p_s, bars, dq1_to, dq2_to, dv_to, sizes, B
                 release(do_empty, c, STAGES)
             dp = warpgroup_mma_wait(0, deps=(dp,))
     b, g, first, low, tiles = place_of_keys(sizes, late(total), BM, BN, CAUSAL)
-    start = (b.to(gl.int64) * S * G + g) * DV
-    store_rows(dv_to + start, dv.to(dtype), first, S, G * DV, VL)
+    start = (b.to(gl.int64) * S * G + g) * (2 * WIDTH)
+    store_rows(dv_to + start, dv.to(dtype), first, S, G * 2 * WIDTH, 2 * WIDTH, VL)
 
 
 @jit
@@ -299,13 +299,15 @@ def load(descriptors, statistics, lam_strides, q_s, do_s, st_s, k_s, v_s, bars, 
 @jit(do_not_specialize=NOT_SPECIALIZED)
 def key_gradients(q1, q2, k1, k2, v, do, lse1, lse2, delta1, lam_delta2, lam, dq1, dq2, dk1, dk2, dv,
                   stride_lam_b, stride_lam_h, stride_lam_t, T, S, G, members, factor,
-                  BM: gl.constexpr, BN: gl.constexpr, D: gl.constexpr, DV: gl.constexpr, STAGES: gl.constexpr,
-                  CAUSAL: gl.constexpr, ONE_PASS: gl.constexpr, ONE_KEY: gl.constexpr):  # fmt: skip
+                  BM: gl.constexpr, BN: gl.constexpr, D: gl.constexpr, DV: gl.constexpr, WIDTH: gl.constexpr,
+                  STAGES: gl.constexpr, CAUSAL: gl.constexpr, ONE_PASS: gl.constexpr,
+                  ONE_KEY: gl.constexpr):  # fmt: skip
     """Grid: cdiv(S, BN), G, B.
 
-    q1 .. do: descriptors of [B, heads, length, width] in blocks [1, 1, BM or BN, width]; H = G members heads of q1, q2
-    and do. lse1 .. lam_delta2 [B, H, T]; lam [B, H, T] by strides. dk1, dk2, dv: memory [B, S, G, width]. ONE_PASS: dq1
-    and dq2, fp32 [B, H, T, D], get this program's share added, without the factor scale. factor: scale log2(e).
+    q1 .. do: descriptors of [B, heads, length, width] in blocks [1, 1, BM or BN, D or DV], where WIDTH <= D and 2 WIDTH
+    <= DV are the tensors' widths (TMA fills up with zeros); H = G members heads of q1, q2 and do. lse1 .. lam_delta2
+    [B, H, T]; lam [B, H, T] by strides. dk1, dk2, dv: memory [B, S, G, width]. ONE_PASS: dq1 and dq2, fp32 [B, H, T,
+    WIDTH], get this program's share added, without the factor scale. factor: scale log2(e).
     """
     dtype: gl.constexpr = v.dtype
     SHARED: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BN, BM], dtype)
@@ -327,7 +329,7 @@ def key_gradients(q1, q2, k1, k2, v, do, lse1, lse2, delta1, lam_delta2, lam, dq
     strides = (stride_lam_b, stride_lam_h, stride_lam_t)
     sizes = (T, S, G, members)
     gl.warp_specialize([
-        (values, (do_s, st_s, k_s, v_s, w_s, p_s, bars, dq1, dq2, dv, sizes, BM, STAGES, CAUSAL, ONE_PASS)),
-        (keys, (q_s, st_s, k_s, w_s, p_s, bars, dk1, dk2, sizes, factor, STAGES, CAUSAL, ONE_KEY)),
+        (values, (do_s, st_s, k_s, v_s, w_s, p_s, bars, dq1, dq2, dv, sizes, BM, WIDTH, STAGES, CAUSAL, ONE_PASS)),
+        (keys, (q_s, st_s, k_s, w_s, p_s, bars, dk1, dk2, sizes, factor, WIDTH, STAGES, CAUSAL, ONE_KEY)),
         (load, (descriptors, statistics, strides, q_s, do_s, st_s, k_s, v_s, bars, sizes, STAGES, CAUSAL)),
     ], [4, 1], [248, 32])  # fmt: skip

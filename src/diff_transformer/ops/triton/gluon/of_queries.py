@@ -48,7 +48,8 @@ def weights(s, log, first_key, whole, last_seen, factor, SL: gl.constexpr, CAUSA
 
 @jit
 def half(descriptors, statistics, lam_strides, q_s, do_s, k_s, v_s, bars, dq1_to, dq2_to, sizes, factor,
-         KEY_STAGES: gl.constexpr, VALUE_STAGES: gl.constexpr, CAUSAL: gl.constexpr, HALF: gl.constexpr):  # fmt: skip
+         WIDTH: gl.constexpr, KEY_STAGES: gl.constexpr, VALUE_STAGES: gl.constexpr, CAUSAL: gl.constexpr,
+         HALF: gl.constexpr):  # fmt: skip
     """A computing warpgroup."""
     q1, q2, do = descriptors
     lse1, lse2, delta1, lam_delta2, lam = statistics
@@ -111,10 +112,10 @@ def half(descriptors, statistics, lam_strides, q_s, do_s, k_s, v_s, bars, dq1_to
         skip(k_full, k_empty, c, c + 1, KEY_STAGES)
         skip(v_full, v_empty, c, c + 1, VALUE_STAGES)
     b, h, row = place_of_queries(T, late(own), ROWS)
-    start = (b.to(gl.int64) * T * H + h) * D
+    start = (b.to(gl.int64) * T * H + h) * WIDTH
     scale = factor * LN_2
-    store_rows(dq1_to + start, (dq1 * scale).to(dtype), row + HALF * ROWS, T, H * D, QL)
-    store_rows(dq2_to + start, (dq2 * scale).to(dtype), row + HALF * ROWS, T, H * D, QL)
+    store_rows(dq1_to + start, (dq1 * scale).to(dtype), row + HALF * ROWS, T, H * WIDTH, WIDTH, QL)
+    store_rows(dq2_to + start, (dq2 * scale).to(dtype), row + HALF * ROWS, T, H * WIDTH, WIDTH, QL)
 
 
 @jit
@@ -142,7 +143,7 @@ def load(descriptors, k_s, v_s, bars, sizes, signal_per_kv, ROWS: gl.constexpr,
 @jit(do_not_specialize=NOT_SPECIALIZED)
 def query_gradients(q1, q2, k1, k2, v, do, lse1, lse2, delta1, lam_delta2, lam, dq1, dq2,
                     stride_lam_b, stride_lam_h, stride_lam_t, T, S, H, signal_per_kv, factor,
-                    ROWS: gl.constexpr, BN: gl.constexpr, D: gl.constexpr, DV: gl.constexpr,
+                    ROWS: gl.constexpr, BN: gl.constexpr, D: gl.constexpr, DV: gl.constexpr, WIDTH: gl.constexpr,
                     KEY_STAGES: gl.constexpr, VALUE_STAGES: gl.constexpr, CAUSAL: gl.constexpr):  # fmt: skip
     """Grid: cdiv(T, 2 ROWS), H, B. Arguments as in ``key_gradients``; dq1 and dq2: memory [B, T, H, D]."""
     dtype: gl.constexpr = v.dtype
@@ -160,8 +161,8 @@ def query_gradients(q1, q2, k1, k2, v, do, lse1, lse2, delta1, lam_delta2, lam, 
     sizes = (T, S, H)
     gl.warp_specialize([
         (half, (descriptors, statistics, strides, q_s, do_s, k_s, v_s, bars, dq1, dq2, sizes, factor,
-                KEY_STAGES, VALUE_STAGES, CAUSAL, 0)),
+                WIDTH, KEY_STAGES, VALUE_STAGES, CAUSAL, 0)),
         (half, (descriptors, statistics, strides, q_s, do_s, k_s, v_s, bars, dq1, dq2, sizes, factor,
-                KEY_STAGES, VALUE_STAGES, CAUSAL, 1)),
+                WIDTH, KEY_STAGES, VALUE_STAGES, CAUSAL, 1)),
         (load, ((k1, k2, v), k_s, v_s, bars, sizes, signal_per_kv, ROWS, KEY_STAGES, VALUE_STAGES, CAUSAL)),
     ], [4, 1], [240, 24])  # fmt: skip

@@ -55,18 +55,27 @@ def late(c):
 
 
 @jit
-def store_rows(to, x, first, limit, stride, L: gl.constexpr):
-    """Store x, in layout L, to rows first .. limit - 1 of width x.shape[1], ``stride`` elements apart."""
+def store_rows(to, x, first, limit, stride, WIDTH: gl.constexpr, L: gl.constexpr):
+    """Store x, in layout L, to rows first .. limit - 1 of WIDTH columns, ``stride`` elements apart."""
     rows = first + gl.arange(0, x.shape[0], gl.SliceLayout(1, L))
     columns = gl.arange(0, x.shape[1], gl.SliceLayout(0, L))
     offsets = gl.expand_dims(rows.to(gl.int64) * stride, 1) + gl.expand_dims(columns, 0)
-    gl.store(to + offsets, x, mask=gl.expand_dims(rows < limit, 1))
+    inside = gl.expand_dims(rows < limit, 1)
+    if x.shape[1] > WIDTH:
+        inside = inside & gl.expand_dims(columns < WIDTH, 0)
+    gl.store(to + offsets, x, mask=inside)
 
 
 @jit
-def add_rows(to, x, first, limit, STRIDE: gl.constexpr, L: gl.constexpr):
-    """Add x, in layout L, to fp32 rows; ``to`` points to row ``first``, and rows from ``limit`` on are left alone."""
+def add_rows(to, x, first, limit, COLUMN: gl.constexpr, WIDTH: gl.constexpr, L: gl.constexpr):
+    """Add x, in layout L, to fp32 rows of WIDTH columns from column COLUMN on; ``to`` points to row ``first``.
+
+    What would be in rows from ``limit`` on, or beyond a row's end, is left out.
+    """
     rows = gl.arange(0, x.shape[0], gl.SliceLayout(1, L))
-    columns = gl.arange(0, x.shape[1], gl.SliceLayout(0, L))
-    offsets = gl.expand_dims(rows * STRIDE, 1) + gl.expand_dims(columns, 0)
-    gl.atomic_add(to + offsets, x, mask=gl.expand_dims(first + rows < limit, 1), sem="relaxed")
+    columns = COLUMN + gl.arange(0, x.shape[1], gl.SliceLayout(0, L))
+    offsets = gl.expand_dims(rows * WIDTH, 1) + gl.expand_dims(columns, 0)
+    inside = gl.expand_dims(first + rows < limit, 1)
+    if COLUMN + x.shape[1] > WIDTH:
+        inside = inside & gl.expand_dims(columns < WIDTH, 0)
+    gl.atomic_add(to + offsets, x, mask=inside, sem="relaxed")
