@@ -256,3 +256,14 @@ def test_the_gate_lets_right_kernels_pass_and_no_others(monkeypatch, caplog, D, 
     assert len(caplog.records) == 1
     assert kernels in caplog.text
     assert ("agrees with the reference" if changed is None else "is not used") in caplog.text
+
+
+def test_the_gate_works_within_an_operator(monkeypatch, caplog):
+    """Where a backward calls it, nothing that it computes would be differentiated."""
+    emulate(monkeypatch)
+    monkeypatch.setattr(verify, "PROBLEMS", ({"T": 70, "S": 63},))
+    monkeypatch.setattr(verify, "wait", lambda device: None)
+    monkeypatch.setattr(verify, "_verdicts", {})
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    with torch._C._AutoDispatchBelowAutograd(), torch.no_grad():
+        assert verify.verified(torch.device("cpu", 0), 64, torch.bfloat16, CAUSAL, "two passes"), caplog.text
