@@ -86,7 +86,8 @@ class Machine:
         self.local.agent, self.local.main = agent, main
         agent.turn.acquire()
         try:
-            function(*arguments)
+            with torch.no_grad():
+                function(*arguments)
         except BaseException as error:
             self.error = error
         agent.done = True

@@ -75,6 +75,11 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "mask per head, shared noise": ({"H": 4, "Hn": 2, "G": 1, "T": 33}, {"attn_mask": random_mask(1, 4, 33, 33)}),
     "mask and window": ({}, {"attn_mask": random_mask(1, 1, 70, 70), "is_causal": True, "window": 30}),
     "blind rows": ({"B": 2, "T": 40}, {"attn_mask": blind_rows(2, 40, 40)}),
+    "hidden queries": ({"T": 33}, {"attn_mask": (torch.arange(33) % 3 > 0).view(33, 1), "is_causal": True}),
+    "hidden queries, by entry and head": (
+        {"B": 2, "H": 2, "T": 33},
+        {"attn_mask": (torch.arange(2 * 2 * 33) % 5 > 0).view(2, 2, 33, 1).expand(2, 2, 33, 33)},
+    ),
     "bias": ({"H": 2, "T": 40}, {"attn_mask": torch.linspace(-3, 1, 2 * 40).view(1, 2, 1, 40), "is_causal": True}),
     "additive mask": (
         {"B": 2, "T": 40},
@@ -329,6 +334,22 @@ def test_compiles_into_one_graph(options):
     expected = torch.autograd.grad(loss(*x), x)
     for value, exact in zip(torch.autograd.grad(compiled(*x), x), expected, strict=True):
         assert_within_budget(value, exact)
+
+
+@pytest.mark.parametrize("shape", [(33, 1), (1, 2, 1, 1), (1, 1, 33, 33)])
+def test_masks_of_whole_queries_do_not_reach_the_kernels(monkeypatch, shape):
+    seen = []
+    kernels = operator.apply
+
+    def records(*arguments):
+        seen.append(arguments[6])
+        return kernels(*arguments)
+
+    monkeypatch.setattr(operator, "apply", records)
+    x = make_inputs(B=1, H=2, T=33, device=DEVICE)
+    mask = torch.ones(shape, dtype=torch.bool, device=DEVICE)
+    diff_attention(*x, attn_mask=mask, backend="triton")
+    assert [x is None for x in seen] == [shape[-1] == 1]
 
 
 def test_activation_checkpointing():

@@ -1,11 +1,13 @@
 """The gradient kernels for Hopper, run on the CPU by an emulator (tests/helpers/gluon_emulator.py)."""
 
+import functools
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
+from diff_transformer import diff_attention
 from diff_transformer.testing import assert_within_budget, make_inputs
 
 pytest.importorskip("triton", reason="the kernels are written in Triton's Gluon")
@@ -13,7 +15,8 @@ from gluon_emulator import Deadlock, Kernel
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from diff_transformer.ops.triton.gluon import attend_backward, backward, verify
+from diff_transformer.ops.triton import backward_form, operator
+from diff_transformer.ops.triton.gluon import attend_backward, backward, forward, verify
 from diff_transformer.ops.triton.launching import INTERPRETED
 
 pytestmark = pytest.mark.skipif(not INTERPRETED, reason="sums of rows are made by a plain kernel, here interpreted")
@@ -150,6 +153,33 @@ def test_the_gradient_of_a_sum_has_no_strides_and_is_copied(monkeypatch):
     expanded = ones[:1, :1, :1, :1].expand_as(ones)
     for one, other in zip(expected, attend_backward(expanded, *arguments[1:], TWO), strict=True):
         assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("form", ["two_pass", "one_pass"])
+@pytest.mark.parametrize("compiled", [False, True])
+def test_forward_and_backward_of_the_operator(monkeypatch, form, compiled):
+    """As on a Hopper GPU: both directions by these kernels, through autograd and the compiler."""
+    emulate(monkeypatch)
+    kernels = {D: replace(c, kernel=Kernel(c.kernel, 0)) for D, c in forward.CONFIGURATIONS.items()}
+    monkeypatch.setattr(forward, "CONFIGURATIONS", kernels)
+    monkeypatch.setattr(operator, "_gluon_forward", lambda *_: True)
+    monkeypatch.setattr(operator, "_gluon_backward", lambda *_: True)
+    torch.use_deterministic_algorithms(False)
+    inputs = inputs_of("grouped keys", 64, T=70, dtype=torch.float16, requires_grad=True)
+    attend = functools.partial(diff_attention, is_causal=True, backend="triton")
+    if compiled:
+        attend = torch.compile(attend, fullgraph=True, backend="aot_eager")
+    with backward_form(form):
+        out = attend(*inputs)
+    dout = torch.randn(out.shape, generator=torch.Generator().manual_seed(1)).to(out)
+    gradients = torch.autograd.grad(out, list(inputs), dout)
+    _, expected = problem(inputs._make(x.detach() for x in inputs), CAUSAL)
+    for (name, (exact, eager)), result in zip(expected.items(), gradients, strict=True):
+        if name == "dlam":
+            # A sum over out2 in fp16, which the forward and the reference may round differently.
+            torch.testing.assert_close(result, exact.float(), rtol=0, atol=2e-3 * float(exact.abs().max()))
+        else:
+            assert_within_budget(result, exact, eager, what=name)
 
 
 def always_phase_0(full, c, STAGES):

@@ -38,6 +38,9 @@ def attend(q1, q2, k1, k2, v, lam, attn_mask, is_causal, window, scale) -> Tenso
     few_on_many = T <= DECODE_QUERIES and S >= DECODE_KEYS and not _gradient_needed(q1, q2, k1, k2, v, lam)
     if few_on_many and decode.fits(q1, q2, k1, k2, v, attn_mask, is_causal, window) is None:
         return decode.attend_decode(q1, q2, k1, k2, v, lam, attn_mask, is_causal, window, scale)
+    if attn_mask is not None and _whole_rows(attn_mask):
+        out = attend(q1, q2, k1, k2, v, lam, None, is_causal, window, scale)
+        return torch.where(attn_mask[..., :1], out, 0)  # a hidden row sends no gradient back either
     return operator.apply(q1, q2, k1, k2, v, lam, attn_mask, None, None, T, S, is_causal, window, scale, _one_pass)
 
 
@@ -51,6 +54,11 @@ def attend_varlen(
     if v.dtype == torch.bfloat16 and operator.INTERPRETED:
         return attend_varlen(*_in_fp32(q1, q2, k1, k2, v), lam, *documents, is_causal, window, scale).bfloat16()
     return operator.apply(q1, q2, k1, k2, v, lam, None, *documents, is_causal, window, scale, _one_pass)
+
+
+def _whole_rows(attn_mask: Tensor) -> bool:
+    """Whether a boolean mask hides queries from all keys or from none."""
+    return attn_mask.dtype == torch.bool and (attn_mask.shape[3] == 1 or attn_mask.stride(3) == 0)
 
 
 def _in_fp32(q1, q2, k1, k2, v) -> tuple[Tensor, ...]:
