@@ -14,7 +14,7 @@ SHOWN = {
     "novels": ("diff_same_rate", "diff_norm1"),
     "ablation": ("softmax_norm",),
     "wide": ("diff", "softmax_norm", "diff_norm1"),
-    "long": ("diff", "diff_norm1"),
+    "long": ("diff", "softmax_norm", "diff_norm1"),
 }
 PANELS = {
     "novels": ("3 layers of width 128, 1500 steps", ("novels", "ablation")),

@@ -39,6 +39,7 @@ NORMED = (
     ("ablation", "softmax_norm", "novels", "diff_same_rate"),
     ("ablation", "softmax_wide_norm", "novels", "diff_same_rate"),
     ("wide", "softmax_norm", "wide", "diff"),
+    ("long", "softmax_norm", "long", "diff"),
 )
 
 

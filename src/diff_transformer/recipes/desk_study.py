@@ -79,7 +79,7 @@ def desk_study(corpus: str) -> Study:
     """See the module. ``corpus``: a folder or archive of novels (train/ and val/ inside), or any text.
 
     Command: ``diff-transformer study desk --corpus FOLDER --out runs/desk --minutes 60``, again until it says
-    that all is finished. Hardware: two CPU cores. Time: about twelve hours in all.
+    that all is finished. Hardware: two CPU cores. Time: about fourteen hours in all.
     """
     plain = base(corpus)
     sweep = [
@@ -116,6 +116,8 @@ def desk_study(corpus: str) -> Study:
             *compared("long", long, FEW),
             *compared("wide", wide, FEW, ("diff_norm1",)),
             *compared("long", long, FEW, ("diff_norm1",)),
+            *compared("long", long, FEW, tuple(NORMED)),
+            *compared("long", long, REST),
         ]
 
     return Study("desk", sweep, cells)
