@@ -105,6 +105,14 @@ def test_the_gradients_want_as_many_noise_heads_as_signal_heads():
         gluon.attend_backward(dout, q1, q2, k1, k2, v, lam, dout, dout, lse, lse, True, None, 1.0, False)
 
 
+@pytest.mark.parametrize("sizes", [(65536, 1, 16), (1, 65536, 16), (64, 64, 2**19)])
+def test_the_gradients_want_sizes_that_a_launch_can_have(sizes):
+    q = torch.empty(*sizes, 64, dtype=torch.bfloat16, device="meta")
+    v = torch.empty(*sizes, 128, dtype=torch.bfloat16, device="meta")
+    said = gluon.why_not_backward_shapes(q, q, q, q, v, None, None, None)
+    assert "not {} x {} x {}".format(*sizes) in str(said)
+
+
 @pytest.mark.skipif(not INTERPRETED, reason="the plain kernels run on the CPU in the interpreter")
 @pytest.mark.parametrize(("switch", "asked"), [(None, ["two passes"]), ("1", ["two passes"]), ("0", [])])
 def test_a_backward_keeps_to_what_its_forward_was_told(monkeypatch, switch, asked):

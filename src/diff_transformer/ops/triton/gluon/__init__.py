@@ -15,6 +15,7 @@ SWITCH = "DIFF_TRANSFORMER_GLUON"
 TESTED_TRITON = ((3, 6), (3, 7))
 WIDTHS = {64: 128, 128: 256}  # D: Dv
 BACKWARD_WIDTHS = {64: 128, 96: 192, 128: 256}
+LARGEST_GRID = 65535  # programs in the second and third dimension of a launch
 DTYPES = (torch.bfloat16, torch.float16)
 
 
@@ -78,6 +79,9 @@ def why_not_backward_shapes(
     """Why the gradient kernels do not take tensors like these, or None."""
     if q2.shape[1] != q1.shape[1]:
         return f"the Hopper backward takes as many noise heads as signal heads, not {q2.shape[1]} for {q1.shape[1]}"
+    B, H, T = q1.shape[:3]
+    if max(B, H) > LARGEST_GRID or B * H * T >= 2**31:
+        return f"the Hopper backward takes batches and heads up to {LARGEST_GRID} and 2^31 rows, not {B} x {H} x {T}"
     return why_not_shapes(q1, q2, k1, k2, v, attn_mask, cu_seqlens_q, window, BACKWARD_WIDTHS)
 
 
