@@ -4,6 +4,7 @@ Called (dry, seconds, file to write, rows that an earlier call recorded); what i
 """
 
 import importlib.util
+import json
 import logging
 import multiprocessing
 import subprocess
@@ -27,6 +28,7 @@ from diff_transformer.bench.shapes import Shape, gpu_shape, parse_shapes
 from diff_transformer.bench.step import GPU_SETTINGS as GPU_STEPS
 from diff_transformer.bench.step import run_step_benchmark
 from diff_transformer.ops import available_backends
+from diff_transformer.ops.triton import gluon
 from gpu_records import Unfinished, setting, settings_of
 
 KERNEL_TESTS = "tests/ops/triton/test_"
@@ -61,6 +63,35 @@ def operator_shapes() -> list[Shape]:
     lengths = (4096, 2048, 8192, 16384, 1024, 32768, 512)
     causal = [gpu_shape(length, width) for length in lengths for width in (128, 64, 96)]
     return causal[:6] + [gpu_shape(4096, width, causal=False) for width in (128, 64)] + causal[6:]
+
+
+def hopper(dry: bool, seconds: float, out: Path, earlier: list[dict]) -> None:
+    """Each kind of Hopper kernels in a process that may be lost to it. What does not end, no later stage launches."""
+    device, end = device_of(dry), time.monotonic() + seconds
+    script = str(Path(__file__).with_name("hopper.py"))
+    tried = {}
+    for kernels in gluon.KERNELS:
+        command = [sys.executable, script, kernels, device]
+        tried[kernels] = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+    def rows() -> Iterator[dict]:
+        for kernels, process in tried.items():
+            try:
+                said, _ = process.communicate(timeout=max(1.0, end - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                process.kill()
+                said, _ = process.communicate()
+            for row in (json.loads(line) for line in said.splitlines() if line.startswith("{")):
+                fault = row.pop("fault")
+                yield row | {"gate": "passed" if fault is None else f"failed: {fault}"}
+            ended = process.returncode == 0
+            gate = "ended" if ended else f"failed: exit status {process.returncode}: {said[-2000:]}"
+            yield {"form": kernels, "ended": ended, "gate": gate}
+
+    record = collect("hopper", rows(), {"machine": machine(device)}, out=out, on_row=_say_row)
+    lost = [row["form"] for row in record["rows"] if row.get("ended") is False]
+    if lost:
+        raise SystemExit(f"Hopper kernels that do not end well, and are not used in what follows: {', '.join(lost)}")
 
 
 def correctness(dry: bool, seconds: float, out: Path, earlier: list[dict]) -> None:
@@ -332,6 +363,7 @@ def _say_row(row: dict) -> None:
 
 
 STAGES: dict[str, Callable[[bool, float, Path, list[dict]], None]] = {
+    "hopper": hopper,
     "correctness": correctness,
     "compile": compile_kernels,
     "attention": attention,

@@ -21,9 +21,21 @@ def test_dry_run_of_every_stage(tmp_path):
     )
     assert done.returncode == 0, done.stdout + done.stderr
     summary = json.loads((tmp_path / "summary.json").read_text())
-    stages = ["correctness", "compile", "attention", "attention_slow", "decode", "throughput", "step", "sanitizer"]
+    stages = [
+        "hopper",
+        "correctness",
+        "compile",
+        "attention",
+        "attention_slow",
+        "decode",
+        "throughput",
+        "step",
+        "sanitizer",
+    ]
     assert [(line["stage"], line["status"]) for line in summary] == [(stage, "done") for stage in stages]
     records = {stage: json.loads((tmp_path / f"{stage}.json").read_text()) for stage in stages}
+    tried = [(row["form"], row["ended"]) for row in records["hopper"]["rows"] if "ended" in row]
+    assert tried == [("forward", True), ("two_pass", True), ("one_pass", True)]
     tests = records["correctness"]["provenance"]["tests"].values()
     assert [(call["exit_status"], call["finished"]) for call in tests] == [(0, True), (0, True)]
     assert [row["gate"] for row in records["compile"]["rows"]] == ["passed"]
@@ -83,6 +95,33 @@ def test_a_stage_that_breaks_or_dies_is_recorded_and_the_next_one_runs(gpu, tmp_
     assert (killed["status"], killed["error"]) == ("failed", "exit code -9")
     assert fine["status"] == "done"
     assert (tmp_path / "correctness.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("ended", "before", "then"),
+    [
+        ({"forward": True, "two_pass": False, "one_pass": True}, None, "forward,one_pass"),
+        ({"forward": False}, None, "0"),
+        ({"forward": True}, "0", "0"),
+    ],
+)
+def test_hopper_kernels_that_hang_are_not_launched_again(gpu, tmp_path, monkeypatch, ended, before, then):
+    import gpu_stages
+
+    def hopper(dry, seconds, out, earlier):
+        rows = [{"form": kernels, "ended": well} for kernels, well in ended.items()]
+        out.write_text(json.dumps({"rows": [{"form": "forward", "gate": "passed"}, *rows]}))
+
+    def later(dry, seconds, out, earlier):
+        out.write_text(os.environ[gpu.SWITCH])
+
+    monkeypatch.setenv(gpu.SWITCH, "")  # what the script sets is taken back in the end
+    monkeypatch.delenv(gpu.SWITCH)
+    if before is not None:
+        monkeypatch.setenv(gpu.SWITCH, before)
+    monkeypatch.setattr(gpu_stages, "STAGES", {"hopper": hopper, "step": later})
+    assert gpu.run_stages(["hopper", "step"], 60, True, tmp_path) == 0
+    assert (tmp_path / "step.json").read_text() == then
 
 
 def test_a_stage_that_runs_out_is_stopped_with_all_it_started(gpu, tmp_path):
@@ -191,7 +230,7 @@ def test_what_the_sanitizer_finds_is_a_failure(gpu, monkeypatch, tmp_path):
 def test_unknown_stages_are_refused(gpu, capsys):
     with pytest.raises(SystemExit):
         gpu.main(["--stages", "decode,toaster"])
-    assert "no stage 'toaster'; there are: correctness, compile, " in capsys.readouterr().err
+    assert "no stage 'toaster'; there are: hopper, correctness, compile, " in capsys.readouterr().err
     with pytest.raises(SystemExit):
         gpu.main(["--continue", "nowhere"])
     assert "nowhere is no folder of records" in capsys.readouterr().err

@@ -94,7 +94,7 @@ def test_device_and_version(monkeypatch, capability, version, switch, said):
     monkeypatch.delenv("DIFF_TRANSFORMER_GLUON", raising=False)
     if switch is not None:
         monkeypatch.setenv("DIFF_TRANSFORMER_GLUON", switch)
-    reason = gluon.why_not_here(torch.device("cuda", 0))
+    reason = gluon.why_not_here(torch.device("cuda", 0), "forward")
     assert reason is None if said is None else said in str(reason)
 
 
@@ -131,6 +131,16 @@ def test_a_backward_keeps_to_what_its_forward_was_told(monkeypatch, switch, aske
     monkeypatch.delenv(gluon.SWITCH, raising=False)
     out.sum().backward()
     assert seen == asked
+
+
+def test_some_kernels_may_be_switched_off(monkeypatch):
+    monkeypatch.setenv(gluon.SWITCH, "forward,one_pass")
+    assert [gluon.switched_off(kernels) for kernels in gluon.KERNELS] == [False, True, False]
+    monkeypatch.setenv(gluon.SWITCH, "backward")
+    with pytest.raises(
+        ValueError, match="DIFF_TRANSFORMER_GLUON is 'backward'; give 0, 1, or some of forward,two_pass,"
+    ):
+        gluon.switched_off("forward")
 
 
 def test_no_cuda_device_no_kernel():
@@ -239,6 +249,14 @@ def test_every_gradient_form_compiles_without_spills_or_serialised_wgmma(form):
 hopper = pytest.mark.skipif(
     not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9, reason="needs a Hopper GPU"
 )
+
+
+def unless_switched_off(*kernels):
+    off = [name for name in kernels if gluon.switched_off(name)]
+    if off:
+        pytest.skip(f"{gluon.SWITCH} does without {', '.join(off)}")
+
+
 LENGTHS = [(1, 1), (1, 1000), (63, 63), (64, 128), (111, 333), (200, 63), (1000, 1000), (2048, 2048)]
 
 
@@ -249,6 +267,7 @@ LENGTHS = [(1, 1), (1, 1000), (63, 63), (64, 128), (111, 333), (200, 63), (1000,
 @pytest.mark.parametrize("dtype", HALF_TYPES)
 @pytest.mark.parametrize("D", [64, 128])
 def test_results_on_the_gpu(D, dtype, lengths, causal):
+    unless_switched_off("forward")
     verify.compare(torch.device("cuda"), D, HALF_TYPES[dtype], causal, *lengths)
 
 
@@ -256,6 +275,7 @@ def test_results_on_the_gpu(D, dtype, lengths, causal):
 @hopper
 @pytest.mark.parametrize("D", [64, 128])
 def test_16k_tokens(D):
+    unless_switched_off("forward")
     inputs = make_inputs(1, 1, 16384, D, dtype=torch.bfloat16, device="cuda", strided=True, requires_grad=False)
     out, out2, lse1, lse2 = gluon.attend_forward(*inputs, True, None, D**-0.5, True)
     verify.wait(torch.device("cuda"))
@@ -271,6 +291,7 @@ def test_16k_tokens(D):
 @pytest.mark.parametrize("D", [64, 128])
 def test_many_launches_agree(D):
     """A race would show as a difference between launches of the same problem, on a full GPU."""
+    unless_switched_off("forward")
     inputs = make_inputs(4, 16, 1000, D, dtype=torch.bfloat16, device="cuda", strided=True, requires_grad=False)
     first = gluon.attend_forward(*inputs, True, None, D**-0.5, True)
     for _ in range(100):
@@ -289,6 +310,7 @@ GRADIENT_LENGTHS = [(1, 1000), (63, 63), (64, 128), (111, 333), (200, 63), (1000
 @pytest.mark.parametrize("dtype", HALF_TYPES)
 @pytest.mark.parametrize("D", [64, 96, 128])
 def test_gradients_on_the_gpu(D, dtype, lengths, causal, one_pass):
+    unless_switched_off(gluon.backward_kernels(one_pass))
     verify.compare_gradients(torch.device("cuda"), D, HALF_TYPES[dtype], causal, one_pass, *lengths)
 
 
@@ -305,6 +327,7 @@ def backward_arguments(B, H, T, D):
 @pytest.mark.parametrize("D", [64, 96, 128])
 def test_many_backwards_agree(D):
     """A race would show as a difference between launches of the same problem, on a full GPU."""
+    unless_switched_off("two_pass")
     arguments = backward_arguments(4, 16, 1000, D)
     first = gluon.attend_backward(*arguments, False)
     for _ in range(100):
@@ -317,6 +340,7 @@ def test_many_backwards_agree(D):
 @pytest.mark.parametrize("D", [64, 96, 128])
 def test_one_pass_differs_from_two_by_rounding(D):
     """At 16K tokens; dk, dv and dlam do not depend on the order of anything."""
+    unless_switched_off("two_pass", "one_pass")
     arguments = backward_arguments(1, 2, 16384, D)
     two = gluon.attend_backward(*arguments, False)
     for _ in range(5):
@@ -335,6 +359,7 @@ def test_one_pass_differs_from_two_by_rounding(D):
 @pytest.mark.parametrize("G", [1, 4])
 def test_gradients_through_the_operator(D, G, form, caplog):
     """Forward and backward by Gluon; the forward saves what any backward needs."""
+    unless_switched_off("forward", form)
     torch.use_deterministic_algorithms(False)
     inputs = make_inputs(2, 4, 333, D, G=G, dtype=torch.bfloat16, device="cuda", strided=True)
     assert gluon.why_not(*inputs[:5], None, None, True, None) is None

@@ -268,10 +268,10 @@ def stores_zeros(to, x, first, limit, stride, WIDTH, L):
 @pytest.mark.parametrize(
     ("kernels", "changed"),
     [
-        ("two passes", None),
-        ("one pass", None),
-        ("two passes", {"store_rows": stores_zeros}),
-        ("one pass", {"add_rows": adds_nothing}),
+        ("two_pass", None),
+        ("one_pass", None),
+        ("two_pass", {"store_rows": stores_zeros}),
+        ("one_pass", {"add_rows": adds_nothing}),
     ],
 )
 def test_the_gate_lets_right_kernels_pass_and_no_others(monkeypatch, caplog, D, kernels, changed):
@@ -296,4 +296,4 @@ def test_the_gate_works_within_an_operator(monkeypatch, caplog):
     monkeypatch.setattr(verify, "_verdicts", {})
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     with torch._C._AutoDispatchBelowAutograd(), torch.no_grad():
-        assert verify.verified(torch.device("cpu", 0), 64, torch.bfloat16, CAUSAL, "two passes"), caplog.text
+        assert verify.verified(torch.device("cpu", 0), 64, torch.bfloat16, CAUSAL, "two_pass"), caplog.text

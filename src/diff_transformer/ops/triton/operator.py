@@ -124,7 +124,8 @@ def _save(ctx, inputs, output):
     *tensors, ctx.max_q, ctx.max_k, ctx.is_causal, ctx.window, ctx.scale, _, ctx.one_pass = inputs
     ctx.save_for_backward(*tensors, *output)
     ctx.set_materialize_grads(False)
-    ctx.by_gluon = not gluon.switched_off()  # now: a backward keeps to what its forward was told
+    # Now, and not when it is wanted: a backward keeps to what its forward was told.
+    ctx.by_gluon = not gluon.switched_off(gluon.backward_kernels(ctx.one_pass))
 
 
 def _differentiate(ctx, dout, *unused):

@@ -3,7 +3,7 @@
 They compute what the plain Triton kernels compute, for the shapes that matter most for speed; ``why_not`` and
 ``why_not_backward`` say which. Gluon is experimental: only tested versions of Triton are accepted, and on each machine
 a kernel is used for a width, dtype and masking only after small problems came out right there (verify.py).
-DIFF_TRANSFORMER_GLUON=0 does without them.
+DIFF_TRANSFORMER_GLUON=0 does without them; a list, such as "forward,two_pass", allows what it names.
 """
 
 import os
@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 SWITCH = "DIFF_TRANSFORMER_GLUON"
+KERNELS = ("forward", "two_pass", "one_pass")
 TESTED_TRITON = ((3, 6), (3, 7))
 WIDTHS = {64: 128, 128: 256}  # D: Dv
 BACKWARD_WIDTHS = {64: 128, 96: 192, 128: 256}
@@ -27,7 +28,8 @@ def why_not(
 
     The first call on a GPU for a width, dtype and masking compiles and tries the kernel, which takes seconds.
     """
-    reason = why_not_here(q1.device) or why_not_shapes(q1, q2, k1, k2, v, attn_mask, cu_seqlens_q, window)
+    reason = why_not_here(q1.device, "forward")
+    reason = reason or why_not_shapes(q1, q2, k1, k2, v, attn_mask, cu_seqlens_q, window)
     return reason or _why_not_verified(q1, is_causal, "forward")
 
 
@@ -36,8 +38,15 @@ def why_not_backward(
     attn_mask: Tensor | None, cu_seqlens_q: Tensor | None, is_causal: bool, window: int | None, one_pass: bool,
 ) -> str | None:  # fmt: skip
     """``why_not`` for the gradients, in two passes or one. Whether there was a Gluon forward does not matter."""
-    reason = why_not_here(q1.device) or why_not_backward_shapes(q1, q2, k1, k2, v, attn_mask, cu_seqlens_q, window)
-    return reason or _why_not_verified(q1, is_causal, "one pass" if one_pass else "two passes")
+    kernels = backward_kernels(one_pass)
+    reason = why_not_here(q1.device, kernels)
+    reason = reason or why_not_backward_shapes(q1, q2, k1, k2, v, attn_mask, cu_seqlens_q, window)
+    return reason or _why_not_verified(q1, is_causal, kernels)
+
+
+def backward_kernels(one_pass: bool) -> str:
+    """The name among KERNELS."""
+    return "one_pass" if one_pass else "two_pass"
 
 
 def _why_not_verified(q1: Tensor, is_causal: bool, kernels: str) -> str | None:
@@ -48,15 +57,26 @@ def _why_not_verified(q1: Tensor, is_causal: bool, kernels: str) -> str | None:
     return "the Hopper kernel has not passed its check on this machine (see the log)"
 
 
-def switched_off() -> bool:
-    """Whether the user does without these kernels."""
-    return os.environ.get(SWITCH) == "0"
+def switched_off(kernels: str) -> bool:
+    """Whether the user does without these, one of KERNELS.
+
+    Raises:
+        ValueError: the environment variable is neither 0 nor 1 nor a list of names.
+    """
+    given = os.environ.get(SWITCH, "1")
+    if given in ("0", "1"):
+        return given == "0"
+    allowed = given.split(",")
+    unknown = [name for name in allowed if name not in KERNELS]
+    if unknown:
+        raise ValueError(f"{SWITCH} is {given!r}; give 0, 1, or some of {','.join(KERNELS)} with commas between them")
+    return kernels not in allowed
 
 
-def why_not_here(device: torch.device) -> str | None:
-    """Why the kernels cannot run on the device with this installation, or None."""
-    if switched_off():
-        return f"{SWITCH} is 0"
+def why_not_here(device: torch.device, kernels: str) -> str | None:
+    """Why the kernels, one of KERNELS, cannot run on the device with this installation, or None."""
+    if switched_off(kernels):
+        return f"{SWITCH} is {os.environ[SWITCH]}"
     if device.type != "cuda":
         return f"the Hopper kernel needs a CUDA device, not {device.type}"
     capability = torch.cuda.get_device_capability(device)

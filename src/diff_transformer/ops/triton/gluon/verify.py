@@ -32,7 +32,7 @@ class KernelHangs(RuntimeError):
 def verified(device: torch.device, D: int, dtype: torch.dtype, is_causal: bool, kernels: str = "forward") -> bool:
     """Whether the kernels for this width, dtype and masking are right on the device; the first call tries them.
 
-    kernels: "forward", or of the gradients "two passes" or "one pass". The trial takes seconds, most of it to compile.
+    kernels: "forward", or of the gradients "two_pass" or "one_pass". The trial takes seconds, most of it to compile.
 
     While a CUDA graph is captured nothing can be tried, and what has not been tried counts as not verified.
 
@@ -61,7 +61,7 @@ def fault_of(device: torch.device, D: int, dtype: torch.dtype, is_causal: bool, 
             if kernels == "forward":
                 compare(device, D, dtype, is_causal, **lengths)
             else:
-                compare_gradients(device, D, dtype, is_causal, kernels == "one pass", **lengths)
+                compare_gradients(device, D, dtype, is_causal, kernels == "one_pass", **lengths)
     except (KernelHangs, getattr(torch, "AcceleratorError", KernelHangs)):  # the device is lost, not only the kernel
         raise
     except Exception as error:  # a compiler's errors have no common base
