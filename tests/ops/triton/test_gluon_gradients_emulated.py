@@ -127,6 +127,16 @@ def test_one_key_for_both_maps(monkeypatch, case, D, one_pass):
     check(inputs._replace(k2=inputs.k1), CAUSAL, one_pass)
 
 
+@pytest.mark.parametrize(("D", "one_pass"), FORMS)
+def test_keys_that_do_not_exist_have_no_weight(monkeypatch, D, one_pass):
+    """Where all scores are low, the 0 of a row beyond the last key would be higher by more than fp16 can hold."""
+    emulate(monkeypatch)
+    x = inputs_of("65 rows", D, dtype=torch.float16)
+    along = torch.ones(D, dtype=torch.float16)
+    x = x._replace(q1=x.q1 * 0.1 + along, q2=x.q2 * 0.1 + along, k1=x.k1 * 0.1 - along, k2=x.k2 * 0.1 - along)
+    check(x, FULL, one_pass, scale=0.5)
+
+
 @pytest.mark.parametrize("D", [64, 128])
 @pytest.mark.parametrize("seed", range(100, 500, 100))
 def test_two_passes_repeat_bit_for_bit_in_any_order_of_events(monkeypatch, D, seed):

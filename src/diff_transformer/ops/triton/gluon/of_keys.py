@@ -79,25 +79,33 @@ def start_scores(q_s, k_s, c, STAGES: gl.constexpr, SL: gl.constexpr):
 
 
 @jit
-def weights(s, log, first_query, origin, factor, SL: gl.constexpr, CAUSAL: gl.constexpr):
-    """A tile of a map, [BN, BM]; ``origin`` is the query that stands at the first key (lower right alignment)."""
+def weights(s, log, first_query, edge, factor, SL: gl.constexpr, CAUSAL: gl.constexpr):
+    """A tile of a map, [BN, BM].
+
+    edge: if CAUSAL the query that stands at the first key (lower right alignment), which hides the keys that do not
+    exist as well; else how many keys there are from the first on.
+    """
     p = gl.exp2(s * factor - log)
-    if CAUSAL:  # noqa: SIM102 (known when compiled)
-        if first_query < origin + s.shape[0]:
+    if CAUSAL:
+        if first_query < edge + s.shape[0]:
             queries = first_query + gl.arange(0, s.shape[1], gl.SliceLayout(0, SL))
-            keys = origin + gl.arange(0, s.shape[0], gl.SliceLayout(1, SL))
+            keys = edge + gl.arange(0, s.shape[0], gl.SliceLayout(1, SL))
             p = gl.where(gl.expand_dims(queries, 0) >= gl.expand_dims(keys, 1), p, 0.0)
+    else:
+        if edge < s.shape[0]:
+            keys = gl.arange(0, s.shape[0], gl.SliceLayout(1, SL))
+            p = gl.where(gl.expand_dims(keys < edge, 1), p, 0.0)
     return p
 
 
 @jit
-def maps(s1, s2, st_s, c, first_query, origin, factor, dtype: gl.constexpr,
+def maps(s1, s2, st_s, c, first_query, edge, factor, dtype: gl.constexpr,
          STAGES: gl.constexpr, SL: gl.constexpr, CAUSAL: gl.constexpr, OTHERS: gl.constexpr):  # fmt: skip
     """W, P1 and P2 of tile c, in half precision, from scores after which OTHERS products have been started."""
     s1 = warpgroup_mma_wait(OTHERS + 1, deps=(s1,))
-    p1 = weights(s1, statistic(st_s, c, LSE1, STAGES, SL), first_query, origin, factor, SL, CAUSAL)
+    p1 = weights(s1, statistic(st_s, c, LSE1, STAGES, SL), first_query, edge, factor, SL, CAUSAL)
     s2 = warpgroup_mma_wait(OTHERS, deps=(s2,))
-    p2 = weights(s2, statistic(st_s, c, LSE2, STAGES, SL), first_query, origin, factor, SL, CAUSAL)
+    p2 = weights(s2, statistic(st_s, c, LSE2, STAGES, SL), first_query, edge, factor, SL, CAUSAL)
     w = p1 - statistic(st_s, c, LAM, STAGES, SL) * p2
     return w.to(dtype), p1.to(dtype), p2.to(dtype)
 
@@ -137,14 +145,16 @@ def keys(q_s, st_s, k_s, w_s, p_s, bars, dk1_to, dk2_to, sizes, factor, WIDTH: g
     KL: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, D, 16])
     b, g, first, low, tiles = place_of_keys(sizes, 0, BM, BN, CAUSAL)
     total = tiles * sizes[3]
-    origin = first - (S - T)
+    edge = S - first
+    if CAUSAL:
+        edge = T - edge
     dk1 = gl.full([BN, D], 0.0, gl.float32, KL)
     dk2 = gl.full([BN, D], 0.0, gl.float32, KL)
     mbarrier.wait(kv_full, 0)
     if total > 0:
         wait_full(q_full, 0, STAGES)
         s1, s2 = start_scores(q_s, k_s, 0, STAGES, SL)
-        w, p1, p2 = maps(s1, s2, st_s, 0, low, origin, factor, dtype, STAGES, SL, CAUSAL, 0)
+        w, p1, p2 = maps(s1, s2, st_s, 0, low, edge, factor, dtype, STAGES, SL, CAUSAL, 0)
         hand_over(w, p1, p2, w_s, p_s, maps_full, 0)
         query = low
         for c in range(1, total):
@@ -153,7 +163,7 @@ def keys(q_s, st_s, k_s, w_s, p_s, bars, dk1_to, dk2_to, sizes, factor, WIDTH: g
             s1, s2 = start_scores(q_s, k_s, c, STAGES, SL)
             wait_full(ds_full, c - 1, 1)
             dk1, dk2 = start_key_gradients(dk1, dk2, p_s, q_s, c - 1, STAGES)
-            w, p1, p2 = maps(s1, s2, st_s, c, query, origin, factor, dtype, STAGES, SL, CAUSAL, 2)
+            w, p1, p2 = maps(s1, s2, st_s, c, query, edge, factor, dtype, STAGES, SL, CAUSAL, 2)
             dk1, dk2 = warpgroup_mma_wait(0, deps=(dk1, dk2))
             release(q_empty, c - 1, STAGES)
             wait_empty(maps_empty, c, 1)
