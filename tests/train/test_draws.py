@@ -7,7 +7,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from diff_transformer.compare.variants import variant_model
 from diff_transformer.model.config import DiffTransformerConfig, matched_baseline
+from diff_transformer.model.matching import VARIANTS
 from diff_transformer.model.modeling import DiffTransformerForCausalLM
 from diff_transformer.recipes import recipe
 from diff_transformer.train.config import override
@@ -65,6 +67,31 @@ def test_the_start_is_that_of_copying_from_the_whole_baseline(settings, seed):
     found = model.state_dict()
     assert found.keys() == expected.state_dict().keys()
     assert all(torch.equal(found[name], value) for name, value in expected.state_dict().items())
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_what_is_trained_is_what_was_asked_for(name):
+    config = recipe("debug")
+    config.model = variant_model(config, name) | {"head_norm_init": 0.1}
+    model = build_model(config, TOKENIZER)
+    expected = DiffTransformerForCausalLM(DiffTransformerConfig(**config.model))
+    assert [(name, value.shape) for name, value in model.named_parameters()] == [
+        (name, value.shape) for name, value in expected.named_parameters()
+    ]
+    for field, value in config.model.items():
+        assert getattr(model.config, field) == value
+
+
+def test_normalised_heads_start_as_the_others_but_for_the_norm():
+    config = recipe("debug")
+    config.model |= {"attention": "softmax", "head_norm_init": 0.1}
+    plain = build_model(config, TOKENIZER).state_dict()
+    config.model["softmax_head_norm"] = True
+    normalised = build_model(config, TOKENIZER).state_dict()
+    own = normalised.keys() - plain.keys()
+    assert len(own) == config.model["num_hidden_layers"]
+    assert all((normalised[name] == 0.1).all() for name in own)
+    assert all(torch.equal(normalised[name], value) for name, value in plain.items())
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="resource is of Unix")

@@ -181,8 +181,8 @@ def build_model(config: RunConfig, tokenizer):
     if initial is not None:
         return initial
     torch.manual_seed(config.train.seed)
-    if settings.attention == "softmax":
-        return DiffTransformerForCausalLM(matched_baseline(settings))
+    if settings.attention == "softmax":  # with or without a head norm, whose weights are not drawn
+        return DiffTransformerForCausalLM(settings)
     start = Start(lambda: DiffTransformerForCausalLM(matched_baseline(settings)))
     model = DiffTransformerForCausalLM(settings)
     start.give(model)
