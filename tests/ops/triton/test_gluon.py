@@ -98,10 +98,10 @@ def test_device_and_version(monkeypatch, capability, version, switch, said):
     assert reason is None if said is None else said in str(reason)
 
 
-def test_the_gradients_want_as_many_noise_heads_as_signal_heads():
-    q1, q2, k1, k2, v = tensors(Hn=2, G=1)
-    lam, dout, lse = torch.zeros(2, 4, 20, 1), torch.zeros(2, 4, 20, 128), torch.zeros(2, 4, 20)
-    with pytest.raises(ValueError, match="as many noise heads as signal heads, not 2 for 4"):
+def test_gradients_of_other_widths_are_refused():
+    q1, q2, k1, k2, v = tensors(D=32)
+    lam, dout, lse = torch.zeros(2, 4, 20, 1), torch.zeros(2, 4, 20, 64), torch.zeros(2, 4, 20)
+    with pytest.raises(ValueError, match=r"widths \(64, 128\), \(96, 192\), \(128, 256\), not \(32, 64\)"):
         gluon.attend_backward(dout, q1, q2, k1, k2, v, lam, dout, dout, lse, lse, True, None, 1.0, False)
 
 
@@ -202,13 +202,17 @@ GRADIENT_FORMS = [  # D, causal, dtype, kernel, its flags
         ("keys", {"ONE_PASS": False, "ONE_KEY": True}),
         ("keys", {"ONE_PASS": True, "ONE_KEY": True}),
         ("queries", {}),
+        # Three signal heads share a noise head.
+        ("keys", {"ONE_PASS": False, "ONE_KEY": False, "SIGNAL_PER_NOISE": 3}),
+        ("keys", {"ONE_PASS": True, "ONE_KEY": False, "SIGNAL_PER_NOISE": 3}),
+        ("queries", {"SIGNAL_PER_NOISE": 3}),
     )
 ]
 
 
 def trained(form):
     _, causal, dtype, _, flags = form
-    return causal and dtype == "bf16" and not flags.get("ONE_KEY")
+    return causal and dtype == "bf16" and not flags.get("ONE_KEY") and "SIGNAL_PER_NOISE" not in flags
 
 
 @pytest.mark.parametrize(
@@ -226,7 +230,8 @@ def test_every_gradient_form_compiles_without_spills_or_serialised_wgmma(form):
     signature = dict.fromkeys(("q1", "q2", "k1", "k2"), described(D)) | dict.fromkeys(("v", "do"), described(Dv))
     signature |= dict.fromkeys(("lse1", "lse2", "delta1", "lam_delta2", "lam"), "*fp32") | {"factor": "fp32"}
     signature |= dict.fromkeys(("dq1", "dq2"), "*fp32" if flags.get("ONE_PASS") else f"*{dtype}")
-    constants = {"BN": 64, "D": D, "DV": Dv, "WIDTH": width, "CAUSAL": causal} | flags
+    signature |= {"dq2": "*fp32"} if "SIGNAL_PER_NOISE" in flags else {}
+    constants = {"BN": 64, "D": D, "DV": Dv, "WIDTH": width, "CAUSAL": causal, "SIGNAL_PER_NOISE": 1} | flags
     if kernel == "keys":
         module, function = of_keys, configuration.keys
         signature |= dict.fromkeys(("dk1", "dk2", "dv"), f"*{dtype}")

@@ -68,7 +68,7 @@ def check(inputs, is_causal, one_pass, scale=None):
             continue
         assert_within_budget(result, exact, eager, what=name)
         if name != "dlam":
-            assert result.dtype == inputs.v.dtype
+            assert result.dtype == inputs.v.dtype, name
             assert result.transpose(1, 2).is_contiguous()
 
 
@@ -91,6 +91,8 @@ CASES: dict[str, tuple[dict[str, Any], bool]] = {
     "rows for one half only": ({"T": 40, "S": 700}, CAUSAL),
     "heads and batches": ({"B": 2, "H": 3, "T": 150}, CAUSAL),
     "grouped keys": ({"B": 2, "H": 4, "G": 2, "T": 150}, CAUSAL),
+    "shared noise, grouped keys": ({"B": 2, "H": 4, "Hn": 2, "G": 1, "T": 70}, CAUSAL),
+    "one noise head": ({"H": 3, "Hn": 1, "G": 1, "T": 150}, FULL),
     "one key head for all": ({"H": 4, "G": 1, "T": 70}, FULL),
     "as a layer lays them out": ({"B": 2, "H": 2, "T": 111, "strided": True}, CAUSAL),
     "one lam": ({"H": 2, "T": 70, "lam_shape": (1, 1, 1, 1)}, CAUSAL),

@@ -97,8 +97,6 @@ def why_not_backward_shapes(
     attn_mask: Tensor | None, cu_seqlens_q: Tensor | None, window: int | None,
 ) -> str | None:  # fmt: skip
     """Why the gradient kernels do not take tensors like these, or None."""
-    if q2.shape[1] != q1.shape[1]:
-        return f"the Hopper backward takes as many noise heads as signal heads, not {q2.shape[1]} for {q1.shape[1]}"
     B, H, T = q1.shape[:3]
     if max(B, H) > LARGEST_GRID or B * H * T >= 2**31:
         return f"the Hopper backward takes batches and heads up to {LARGEST_GRID} and 2^31 rows, not {B} x {H} x {T}"
@@ -175,14 +173,15 @@ def attend_backward(
 
     Args:
         dout: [B, H, T, 2 D], the gradient of the output, in the dtype of v; any strides.
-        q1, q2, k1, k2, v, lam, is_causal, window, scale: as in ``attend_forward``; q2 has the H heads of q1.
+        q1, q2, k1, k2, v, lam, is_causal, window, scale: as in ``attend_forward``.
         out, out2, lse1, lse2: what the forward returned for a gradient.
         one_pass: add up dq1 and dq2 in fp32 with atomics, in whatever order programs come to them, instead of
             computing the maps again in a second pass whose results repeat bit for bit.
 
     Returns:
-        dq1, dq2 [B, H, T, D], dk1, dk2 [B, G, S, D] and dv [B, G, S, 2 D] in their dtypes, in memory [B, length, heads,
-        width]; dlam [B, H, T, 1], fp32. Without k2 the gradient of k1 is both maps' and that of k2 is empty.
+        dq1 [B, H, T, D], dq2 [B, Hn, T, D], dk1, dk2 [B, G, S, D] and dv [B, G, S, 2 D] in their dtypes, in memory [B,
+        length, heads, width]; dlam [B, H, T, 1], fp32. Without k2 the gradient of k1 is both maps' and that of k2 is
+        empty.
 
     Raises:
         ValueError: tensors that the kernels do not take.

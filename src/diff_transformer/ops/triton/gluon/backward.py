@@ -47,16 +47,19 @@ def launch(
     delta1, lam_delta2, dlam = row_statistics(dout, out, out2, lam)
     dk1, dv = transposed_like(k1), transposed_like(v)
     dk2 = k1.new_empty(0) if k2 is None else transposed_like(k1)
+    shared = H // q2.shape[1]  # signal heads of a noise head; each makes its part of dq2, in fp32
     if one_pass:
         dq1, dq2 = (q1.new_zeros(B, H, T, D, dtype=torch.float32) for _ in "12")
     else:
-        dq1, dq2 = transposed_like(q1), transposed_like(q2)
+        dq1 = transposed_like(q1)
+        dq2 = q1.new_empty(B, T, H, D, dtype=q1.dtype if shared == 1 else torch.float32).transpose(1, 2)
     narrow = [None if x is None else descriptor(x, TILE, columns) for x in (q1, q2, k1, k2)]
     wide = [descriptor(x, TILE, 2 * columns) for x in (v, dout)]
     tiles = [*narrow[:3], narrow[2] if k2 is None else narrow[3], *wide]
     statistics = [lse1, lse2, delta1, lam_delta2, lam]
     factor = scale * math.log2(math.e)
-    sizes = {"BN": TILE, "D": columns, "DV": 2 * columns, "WIDTH": D, "CAUSAL": is_causal}
+    sizes = {"BN": TILE, "D": columns, "DV": 2 * columns, "WIDTH": D, "CAUSAL": is_causal,
+             "SIGNAL_PER_NOISE": shared}  # fmt: skip
     with torch.cuda.device_of(v):
         compiled = [
             configuration.keys[(math.ceil(S / TILE), G, B)](
@@ -71,6 +74,12 @@ def launch(
                     KEY_STAGES=configuration.key_stages, VALUE_STAGES=configuration.value_stages, **OPTIONS,
                 )
             )  # fmt: skip
+    if shared > 1:
+        dq2 = dq2.unflatten(1, (-1, shared)).sum(2)
     if one_pass:
-        dq1, dq2 = (transposed_like(q1).copy_(total.mul_(scale)) for total in (dq1, dq2))
+        dq1, dq2 = dq1.mul_(scale), dq2.mul_(scale)
+    if dq1.dtype != q1.dtype:
+        dq1 = transposed_like(q1).copy_(dq1)
+    if dq2.dtype != q2.dtype:
+        dq2 = transposed_like(q2).copy_(dq2)
     return (dq1, dq2, dk1, dk2, dv, dlam[..., None]), compiled

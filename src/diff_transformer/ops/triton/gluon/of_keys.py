@@ -263,7 +263,7 @@ def values(do_s, st_s, k_s, v_s, w_s, p_s, bars, dq1_to, dq2_to, dv_to, sizes, B
 
 @jit
 def load(descriptors, statistics, lam_strides, q_s, do_s, st_s, k_s, v_s, bars, sizes,
-         STAGES: gl.constexpr, CAUSAL: gl.constexpr):  # fmt: skip
+         STAGES: gl.constexpr, CAUSAL: gl.constexpr, SIGNAL_PER_NOISE: gl.constexpr):  # fmt: skip
     """The loading warp."""
     q1, q2, k1, k2, v, do = descriptors
     lse1, lse2, delta1, lam_delta2, lam = statistics
@@ -289,7 +289,8 @@ def load(descriptors, statistics, lam_strides, q_s, do_s, st_s, k_s, v_s, bars, 
         tma.async_copy_global_to_shared(do, [b, h, query, 0], do_full.index(slot), do_s.index(slot))
         claim(q_full, q_empty, c, STAGES, 2 * BM * D * 2)
         tma.async_copy_global_to_shared(q1, [b, h, query, 0], q_full.index(slot), q_s.index(2 * slot))
-        tma.async_copy_global_to_shared(q2, [b, h, query, 0], q_full.index(slot), q_s.index(2 * slot + 1))
+        noise = h // SIGNAL_PER_NOISE
+        tma.async_copy_global_to_shared(q2, [b, noise, query, 0], q_full.index(slot), q_s.index(2 * slot + 1))
         rows = query + gl.arange(0, BM, RL)
         here = rows < T
         at = (b * G * members + h).to(gl.int64) * T + rows
@@ -310,14 +311,15 @@ def load(descriptors, statistics, lam_strides, q_s, do_s, st_s, k_s, v_s, bars, 
 def key_gradients(q1, q2, k1, k2, v, do, lse1, lse2, delta1, lam_delta2, lam, dq1, dq2, dk1, dk2, dv,
                   stride_lam_b, stride_lam_h, stride_lam_t, T, S, G, members, factor,
                   BM: gl.constexpr, BN: gl.constexpr, D: gl.constexpr, DV: gl.constexpr, WIDTH: gl.constexpr,
-                  STAGES: gl.constexpr, CAUSAL: gl.constexpr, ONE_PASS: gl.constexpr,
-                  ONE_KEY: gl.constexpr):  # fmt: skip
+                  STAGES: gl.constexpr, CAUSAL: gl.constexpr, ONE_PASS: gl.constexpr, ONE_KEY: gl.constexpr,
+                  SIGNAL_PER_NOISE: gl.constexpr):  # fmt: skip
     """Grid: cdiv(S, BN), G, B.
 
     q1 .. do: descriptors of [B, heads, length, width] in blocks [1, 1, BM or BN, D or DV], where WIDTH <= D and 2 WIDTH
-    <= DV are the tensors' widths (TMA fills up with zeros); H = G members heads of q1, q2 and do. lse1 .. lam_delta2
-    [B, H, T]; lam [B, H, T] by strides. dk1, dk2, dv: memory [B, S, G, width]. ONE_PASS: dq1 and dq2, fp32 [B, H, T,
-    WIDTH], get this program's share added, without the factor scale. factor: scale log2(e).
+    <= DV are the tensors' widths (TMA fills up with zeros); H = G members heads of q1 and do, H / SIGNAL_PER_NOISE of
+    q2. lse1 .. lam_delta2 [B, H, T]; lam [B, H, T] by strides. dk1, dk2, dv: memory [B, S, G, width]. ONE_PASS: dq1 and
+    dq2, fp32 [B, H, T, WIDTH], get this program's share added, without the factor scale; heads of q1 that share one of
+    q2 have rows of their own in dq2. factor: scale log2(e).
     """
     dtype: gl.constexpr = v.dtype
     SHARED: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BN, BM], dtype)
@@ -341,5 +343,6 @@ def key_gradients(q1, q2, k1, k2, v, do, lse1, lse2, delta1, lam_delta2, lam, dq
     gl.warp_specialize([
         (values, (do_s, st_s, k_s, v_s, w_s, p_s, bars, dq1, dq2, dv, sizes, BM, WIDTH, STAGES, CAUSAL, ONE_PASS)),
         (keys, (q_s, st_s, k_s, w_s, p_s, bars, dk1, dk2, sizes, factor, WIDTH, STAGES, CAUSAL, ONE_KEY)),
-        (load, (descriptors, statistics, strides, q_s, do_s, st_s, k_s, v_s, bars, sizes, STAGES, CAUSAL)),
+        (load, (descriptors, statistics, strides, q_s, do_s, st_s, k_s, v_s, bars, sizes, STAGES, CAUSAL,
+                SIGNAL_PER_NOISE)),
     ], [4, 1], [248, 32])  # fmt: skip

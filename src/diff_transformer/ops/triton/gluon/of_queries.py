@@ -49,7 +49,7 @@ def weights(s, log, first_key, whole, last_seen, factor, SL: gl.constexpr, CAUSA
 @jit
 def half(descriptors, statistics, lam_strides, q_s, do_s, k_s, v_s, bars, dq1_to, dq2_to, sizes, factor,
          WIDTH: gl.constexpr, KEY_STAGES: gl.constexpr, VALUE_STAGES: gl.constexpr, CAUSAL: gl.constexpr,
-         HALF: gl.constexpr):  # fmt: skip
+         SIGNAL_PER_NOISE: gl.constexpr, HALF: gl.constexpr):  # fmt: skip
     """A computing warpgroup."""
     q1, q2, do = descriptors
     lse1, lse2, delta1, lam_delta2, lam = statistics
@@ -71,7 +71,8 @@ def half(descriptors, statistics, lam_strides, q_s, do_s, k_s, v_s, bars, dq1_to
     mbarrier.expect(q_full.index(HALF), ROWS * (2 * D + DV) * 2)
     tma.async_copy_global_to_shared(q1, [b, h, row, 0], q_full.index(HALF), q_s.index(HALF))
     tma.async_copy_global_to_shared(do, [b, h, row, 0], q_full.index(HALF), do_s.index(HALF))
-    tma.async_copy_global_to_shared(q2, [b, h, row, 0], q_full.index(HALF), q_s.index(2 + HALF))
+    noise = h // SIGNAL_PER_NOISE
+    tma.async_copy_global_to_shared(q2, [b, noise, row, 0], q_full.index(HALF), q_s.index(2 + HALF))
     own = tiles_for(row, ROWS, T, S, BN, CAUSAL)
     whole = whole_tiles_for(row, T, S, BN, CAUSAL) * BN
     rows = row + gl.arange(0, ROWS, gl.SliceLayout(1, SL))
@@ -115,7 +116,8 @@ def half(descriptors, statistics, lam_strides, q_s, do_s, k_s, v_s, bars, dq1_to
     start = (b.to(gl.int64) * T * H + h) * WIDTH
     scale = factor * LN_2
     store_rows(dq1_to + start, (dq1 * scale).to(dtype), row + HALF * ROWS, T, H * WIDTH, WIDTH, QL)
-    store_rows(dq2_to + start, (dq2 * scale).to(dtype), row + HALF * ROWS, T, H * WIDTH, WIDTH, QL)
+    dq2 = (dq2 * scale).to(gl.float32 if SIGNAL_PER_NOISE > 1 else dtype)
+    store_rows(dq2_to + start, dq2, row + HALF * ROWS, T, H * WIDTH, WIDTH, QL)
 
 
 @jit
@@ -144,8 +146,12 @@ def load(descriptors, k_s, v_s, bars, sizes, signal_per_kv, ROWS: gl.constexpr,
 def query_gradients(q1, q2, k1, k2, v, do, lse1, lse2, delta1, lam_delta2, lam, dq1, dq2,
                     stride_lam_b, stride_lam_h, stride_lam_t, T, S, H, signal_per_kv, factor,
                     ROWS: gl.constexpr, BN: gl.constexpr, D: gl.constexpr, DV: gl.constexpr, WIDTH: gl.constexpr,
-                    KEY_STAGES: gl.constexpr, VALUE_STAGES: gl.constexpr, CAUSAL: gl.constexpr):  # fmt: skip
-    """Grid: cdiv(T, 2 ROWS), H, B. Arguments as in ``key_gradients``; dq1 and dq2: memory [B, T, H, D]."""
+                    KEY_STAGES: gl.constexpr, VALUE_STAGES: gl.constexpr, CAUSAL: gl.constexpr,
+                    SIGNAL_PER_NOISE: gl.constexpr):  # fmt: skip
+    """Grid: cdiv(T, 2 ROWS), H, B. Arguments as in ``key_gradients``; dq1 and dq2: memory [B, T, H, WIDTH].
+
+    Where heads of q1 share one of q2, dq2 is fp32 and has rows for each of them.
+    """
     dtype: gl.constexpr = v.dtype
     q_s = gl.allocate_shared_memory(dtype, [4, 1, 1, ROWS, D], q1.layout)
     do_s = gl.allocate_shared_memory(dtype, [2, 1, 1, ROWS, DV], do.layout)
@@ -161,8 +167,8 @@ def query_gradients(q1, q2, k1, k2, v, do, lse1, lse2, delta1, lam_delta2, lam, 
     sizes = (T, S, H)
     gl.warp_specialize([
         (half, (descriptors, statistics, strides, q_s, do_s, k_s, v_s, bars, dq1, dq2, sizes, factor,
-                WIDTH, KEY_STAGES, VALUE_STAGES, CAUSAL, 0)),
+                WIDTH, KEY_STAGES, VALUE_STAGES, CAUSAL, SIGNAL_PER_NOISE, 0)),
         (half, (descriptors, statistics, strides, q_s, do_s, k_s, v_s, bars, dq1, dq2, sizes, factor,
-                WIDTH, KEY_STAGES, VALUE_STAGES, CAUSAL, 1)),
+                WIDTH, KEY_STAGES, VALUE_STAGES, CAUSAL, SIGNAL_PER_NOISE, 1)),
         (load, ((k1, k2, v), k_s, v_s, bars, sizes, signal_per_kv, ROWS, KEY_STAGES, VALUE_STAGES, CAUSAL)),
     ], [4, 1], [240, 24])  # fmt: skip
