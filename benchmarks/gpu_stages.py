@@ -66,16 +66,18 @@ def operator_shapes() -> list[Shape]:
 
 
 def hopper(dry: bool, seconds: float, out: Path, earlier: list[dict]) -> None:
-    """Each kind of Hopper kernels in a process that may be lost to it. What does not end, no later stage launches."""
+    """Each kind and width of Hopper kernels in a process that may be lost to it. No later stage launches what was."""
     device, end = device_of(dry), time.monotonic() + seconds
     script = str(Path(__file__).with_name("hopper.py"))
     tried = {}
     for kernels in gluon.KERNELS:
-        command = [sys.executable, script, kernels, device]
-        tried[kernels] = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        for width in gluon.WIDTHS if kernels == "forward" else gluon.BACKWARD_WIDTHS:
+            command = [sys.executable, script, kernels, str(width), device]
+            process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+            tried[kernels, width] = process
 
     def rows() -> Iterator[dict]:
-        for kernels, process in tried.items():
+        for (kernels, width), process in tried.items():
             try:
                 said, _ = process.communicate(timeout=max(1.0, end - time.monotonic()))
             except subprocess.TimeoutExpired:
@@ -86,10 +88,10 @@ def hopper(dry: bool, seconds: float, out: Path, earlier: list[dict]) -> None:
                 yield row | {"gate": "passed" if fault is None else f"failed: {fault}"}
             ended = process.returncode == 0
             gate = "ended" if ended else f"failed: exit status {process.returncode}: {said[-2000:]}"
-            yield {"form": kernels, "ended": ended, "gate": gate}
+            yield {"form": kernels, "width": width, "ended": ended, "gate": gate}
 
     record = collect("hopper", rows(), {"machine": machine(device)}, out=out, on_row=_say_row)
-    lost = [row["form"] for row in record["rows"] if row.get("ended") is False]
+    lost = sorted({row["form"] for row in record["rows"] if row.get("ended") is False})
     if lost:
         raise SystemExit(f"Hopper kernels that do not end well, and are not used in what follows: {', '.join(lost)}")
 

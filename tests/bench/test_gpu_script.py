@@ -34,8 +34,9 @@ def test_dry_run_of_every_stage(tmp_path):
     ]
     assert [(line["stage"], line["status"]) for line in summary] == [(stage, "done") for stage in stages]
     records = {stage: json.loads((tmp_path / f"{stage}.json").read_text()) for stage in stages}
-    tried = [(row["form"], row["ended"]) for row in records["hopper"]["rows"] if "ended" in row]
-    assert tried == [("forward", True), ("two_pass", True), ("one_pass", True)]
+    tried = [(row["form"], row["width"]) for row in records["hopper"]["rows"] if row.get("ended")]
+    backward = [(form, width) for form in ("two_pass", "one_pass") for width in (64, 96, 128)]
+    assert tried == [("forward", 64), ("forward", 128), *backward]
     tests = records["correctness"]["provenance"]["tests"].values()
     assert [(call["exit_status"], call["finished"]) for call in tests] == [(0, True), (0, True)]
     assert [row["gate"] for row in records["compile"]["rows"]] == ["passed"]
@@ -100,16 +101,16 @@ def test_a_stage_that_breaks_or_dies_is_recorded_and_the_next_one_runs(gpu, tmp_
 @pytest.mark.parametrize(
     ("ended", "before", "then"),
     [
-        ({"forward": True, "two_pass": False, "one_pass": True}, None, "forward,one_pass"),
-        ({"forward": False}, None, "0"),
-        ({"forward": True}, "0", "0"),
+        ([("forward", True), ("two_pass", True), ("two_pass", False), ("one_pass", True)], None, "forward,one_pass"),
+        ([("forward", False)], None, "0"),
+        ([("forward", True)], "0", "0"),
     ],
 )
 def test_hopper_kernels_that_hang_are_not_launched_again(gpu, tmp_path, monkeypatch, ended, before, then):
     import gpu_stages
 
     def hopper(dry, seconds, out, earlier):
-        rows = [{"form": kernels, "ended": well} for kernels, well in ended.items()]
+        rows = [{"form": kernels, "ended": well} for kernels, well in ended]
         out.write_text(json.dumps({"rows": [{"form": "forward", "gate": "passed"}, *rows]}))
 
     def later(dry, seconds, out, earlier):

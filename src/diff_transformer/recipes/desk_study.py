@@ -117,7 +117,6 @@ def desk_study(corpus: str) -> Study:
             *compared("wide", wide, FEW, ("diff_norm1",)),
             *compared("long", long, FEW, ("diff_norm1",)),
             *compared("long", long, FEW, tuple(NORMED)),
-            *compared("long", long, REST),
         ]
 
     return Study("desk", sweep, cells)
