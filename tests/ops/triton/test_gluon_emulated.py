@@ -13,6 +13,7 @@ pytest.importorskip("triton", reason="the kernels are written in Triton's Gluon"
 from gluon_emulator import Deadlock, Kernel
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+from wrong_barriers import always_phase_0, claims_without_waiting, expects_too_few_bytes, no_wait
 
 from diff_transformer.ops.triton.gluon import attend_forward, forward, verify
 from diff_transformer.ops.triton.gluon.steps import release
@@ -127,26 +128,9 @@ def test_the_order_of_events_does_not_matter(monkeypatch, D, seed):
         assert torch.equal(one, other)
 
 
-def always_phase_0(full, c, STAGES):
-    mbarrier.wait(full.index(c % STAGES), 0)
-
-
-def no_wait(full, c, STAGES):
-    pass
-
-
 def waits_for_the_phase_after(full, empty, c, STAGES, BYTES):
     mbarrier.wait(empty.index(c % STAGES), (c // STAGES) & 1)
     mbarrier.expect(full.index(c % STAGES), BYTES)
-
-
-def claims_without_waiting(full, empty, c, STAGES, BYTES):
-    mbarrier.expect(full.index(c % STAGES), BYTES)
-
-
-def expects_too_few_bytes(full, empty, c, STAGES, BYTES):
-    mbarrier.wait(empty.index(c % STAGES), ((c // STAGES) & 1) ^ 1)
-    mbarrier.expect(full.index(c % STAGES), BYTES - 16)
 
 
 def never_releases(empty, c, STAGES):
