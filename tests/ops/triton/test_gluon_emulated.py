@@ -183,12 +183,8 @@ def forgets_to_divide(acc, m, l, lse, rows, T, OL, SAVE):
 
 @pytest.mark.parametrize("D", [64, 128])
 @pytest.mark.parametrize("changed", [None, {"finish": forgets_to_divide}])
-def test_the_gate_lets_right_kernels_pass_and_no_others(monkeypatch, caplog, D, changed):
+def test_the_gate_lets_right_kernels_pass_and_no_others(monkeypatch, small_gate, caplog, D, changed):
     emulate(monkeypatch, changed=changed)
-    monkeypatch.setattr(verify, "PROBLEMS", ({"T": 70, "S": 63},))
-    monkeypatch.setattr(verify, "wait", lambda device: None)
-    monkeypatch.setattr(verify, "_verdicts", {})
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     with caplog.at_level("INFO", logger="diff_transformer"):
         verdicts = [verify.verified(torch.device("cpu", 0), D, torch.bfloat16, CAUSAL) for _ in "12"]
     assert verdicts == [changed is None] * 2

@@ -2,7 +2,7 @@
 
 A program owns BN = 64 keys of one key/value head and goes over all tiles of BM = 64 queries that see some of them, for
 every signal head that uses them. Tiles of scores are [keys, queries]. Two warpgroups share the work of a tile by what
-it belongs to, so that neither holds more than half of the accumulators, and two warps' worth of loading:
+it belongs to, so that neither holds more than half of the accumulators, and a warp loads:
 
 * ``keys``: both maps' scores, P1 and P2, their difference W = P1 - lam P2; dK1 and dK2.
 * ``values``: dP = V dO^T, from it dS1 and dS2; dV; in one pass also dQ1 and dQ2, added in fp32.

@@ -1,5 +1,7 @@
 """What both forward kernels for Hopper are made of: the ring of tiles in shared memory, its barriers, the softmax.
 
+The gradient kernels (rings.py) take what is not the softmax from here too.
+
 A program makes 2 ROWS rows of the output of one head with three groups of warps. One warp loads: it copies tiles of BN
 keys and values into a ring of STAGES slots by TMA. Two warpgroups compute (the "halves"): each owns ROWS = 64 query
 rows, multiplies with wgmma, and does one tile's softmax while the tensor cores work on the product of an earlier one.
