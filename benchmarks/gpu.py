@@ -28,7 +28,6 @@ import gpu_goals
 import gpu_records
 
 ROOT = Path(__file__).resolve().parent.parent
-SWITCH = "DIFF_TRANSFORMER_GLUON"
 SHARES = {
     "hopper": 10,
     "correctness": 20,
@@ -86,27 +85,11 @@ def run_stages(stages: list[str], seconds: float, dry: bool, folder: Path, earli
         print(f"== {stage}: {budget:.0f} s", flush=True)
         outcome = run_stage(stage, budget, dry, folder, earlier) if left > 1 else {"status": "no time left"}
         print(f"== {stage}: {outcome['status']}", flush=True)
-        if stage == "hopper":
-            allow_what_ended(folder / "hopper.json")
         summary.append({"stage": stage, **outcome})
         (folder / "summary.json").write_text(json.dumps(summary, indent=1) + "\n")
     for line in summary:
         print(f"{line['stage']:16} {line['status']:12} {line.get('seconds', 0):6.1f} s")
     return int(any(line["status"] != "done" for line in summary))
-
-
-def allow_what_ended(record: Path) -> None:
-    """Let later stages launch only those Hopper kernels that did not take their process with them.
-
-    What the user has set counts for more.
-    """
-    if SWITCH in os.environ or not record.exists():
-        return
-    rows = json.loads(record.read_text())["rows"]
-    tried = {row["form"]: True for row in rows if "ended" in row}
-    tried |= {row["form"]: False for row in rows if row.get("ended") is False}
-    os.environ[SWITCH] = ",".join(kernels for kernels, ended in tried.items() if ended) or "0"
-    print(f"{SWITCH}={os.environ[SWITCH]}", flush=True)
 
 
 def run_stage(stage: str, budget: float, dry: bool, folder: Path, earlier: Path | None = None) -> dict:

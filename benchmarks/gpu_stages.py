@@ -4,14 +4,13 @@ Called (dry, seconds, file to write, rows that an earlier call recorded); what i
 """
 
 import importlib.util
-import json
 import logging
 import multiprocessing
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor, as_completed
 from dataclasses import asdict
 from pathlib import Path
 
@@ -29,6 +28,7 @@ from diff_transformer.bench.step import GPU_SETTINGS as GPU_STEPS
 from diff_transformer.bench.step import run_step_benchmark
 from diff_transformer.ops import available_backends
 from diff_transformer.ops.triton import gluon
+from diff_transformer.ops.triton.gluon import trial
 from gpu_records import Unfinished, setting, settings_of
 
 KERNEL_TESTS = "tests/ops/triton/test_"
@@ -66,34 +66,35 @@ def operator_shapes() -> list[Shape]:
 
 
 def hopper(dry: bool, seconds: float, out: Path, earlier: list[dict]) -> None:
-    """Each kind and width of Hopper kernels in a process that may be lost to it. No later stage launches what was."""
-    device, end = device_of(dry), time.monotonic() + seconds
-    script = str(Path(__file__).with_name("hopper.py"))
-    tried = {}
-    for kernels in gluon.KERNELS:
-        for width in gluon.WIDTHS if kernels == "forward" else gluon.BACKWARD_WIDTHS:
-            command = [sys.executable, script, kernels, str(width), device]
-            process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-            tried[kernels, width] = process
+    """Each form of Hopper kernels in a process that may be lost to it; what fails is not launched in later stages."""
+    device, dtype = torch.device(device_of(dry), 0), torch.bfloat16
+    forms = [
+        (kernels, width, causal)
+        for kernels in gluon.KERNELS
+        for width in (gluon.WIDTHS if kernels == "forward" else gluon.BACKWARD_WIDTHS)
+        for causal in (True, False)
+    ]
+
+    refused = {kernels: gluon.why_not_here(device, kernels) for kernels in gluon.KERNELS}
+
+    def tried(kernels: str, width: int, causal: bool) -> tuple[str | None, float]:
+        began = time.monotonic()
+        fault = refused[kernels] or trial.fault_found(device, width, dtype, causal, kernels)
+        return fault, round(time.monotonic() - began, 2)
 
     def rows() -> Iterator[dict]:
-        for (kernels, width), process in tried.items():
-            try:
-                said, _ = process.communicate(timeout=max(1.0, end - time.monotonic()))
-            except subprocess.TimeoutExpired:
-                process.kill()
-                said, _ = process.communicate()
-            for row in (json.loads(line) for line in said.splitlines() if line.startswith("{")):
-                fault = row.pop("fault")
-                yield row | {"gate": "passed" if fault is None else f"failed: {fault}"}
-            ended = process.returncode == 0
-            gate = "ended" if ended else f"failed: exit status {process.returncode}: {said[-2000:]}"
-            yield {"form": kernels, "width": width, "ended": ended, "gate": gate}
+        with ThreadPoolExecutor(len(forms)) as pool:
+            results = [pool.submit(tried, *form) for form in forms]
+            for (kernels, width, causal), result in zip(forms, results, strict=True):
+                fault, took = result.result()
+                gate = "passed" if fault is None else f"failed: {fault}"
+                row = {"form": kernels, "width": width, "causal": causal, "dtype": "bfloat16"}
+                yield {**row, "gate": gate, "seconds": took}
 
-    record = collect("hopper", rows(), {"machine": machine(device)}, out=out, on_row=_say_row)
-    lost = sorted({row["form"] for row in record["rows"] if row.get("ended") is False})
-    if lost:
-        raise SystemExit(f"Hopper kernels that do not end well, and are not used in what follows: {', '.join(lost)}")
+    record = collect("hopper", rows(), {"machine": machine(device.type)}, out=out, on_row=_say_row)
+    failed = [row for row in record["rows"] if row["gate"] != "passed" and not refused[row["form"]]]
+    if failed:
+        raise SystemExit(f"{len(failed)} Hopper kernels fail, and are not used in what follows: see {out.name}")
 
 
 def correctness(dry: bool, seconds: float, out: Path, earlier: list[dict]) -> None:

@@ -1,4 +1,7 @@
-"""Files that survive a crash: written beside their place, flushed to the disk, moved there in one step."""
+"""Files that survive a crash: written beside their place, flushed to the disk, moved there in one step.
+
+And where the package keeps what it would otherwise make again.
+"""
 
 import errno
 import os
@@ -14,6 +17,14 @@ class DiskError(OSError):
 
     def __str__(self) -> str:
         return str(self.strerror)
+
+
+def cache_folder() -> Path:
+    """``$DIFF_TRANSFORMER_CACHE``, or ``diff_transformer`` in ``$XDG_CACHE_HOME`` or ``~/.cache``."""
+    given = os.environ.get("DIFF_TRANSFORMER_CACHE")
+    if given:
+        return Path(given).expanduser()
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "diff_transformer"
 
 
 def write_whole(path: Path, text: str) -> None:

@@ -115,19 +115,18 @@ def test_a_backend_that_breaks_has_failed_and_the_others_go_on():
     assert "both_ms" in rows["blockwise"]
 
 
-@pytest.mark.parametrize("fault", contenders.FAULTS)
-def test_nothing_is_timed_after_a_fault_of_the_device(fault):
+def test_nothing_is_timed_after_a_fault_of_the_device():
     seen: list[dict] = []
 
     def faults(*x, is_causal):
-        raise fault("oh no")
+        raise contenders.FAULT("oh no")
 
     with pytest.raises(bench.DeviceLost, match="faults at 1x2x65x8 in float32: failed: the device is lost"):
         bench.run_attention_benchmark(
             SMALL * 2, FP32, backends=["blockwise"], extra={"faults": faults}, repeats=1, on_row=seen.append
         )
     assert [row["backend"] for row in seen] == ["faults"]
-    assert seen[0]["gate"] == f"failed: the device is lost: {fault.__name__}: oh no"
+    assert seen[0]["gate"] == "failed: the device is lost: AcceleratorError: oh no"
 
 
 def test_further_functions_are_gated_and_timed():

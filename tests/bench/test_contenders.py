@@ -42,9 +42,7 @@ def test_the_reason_of_a_kernel_is_one_line_with_its_warnings():
     assert contenders.why_it_cannot(lambda: None) is None
 
 
-@pytest.mark.parametrize(
-    "error", [*(fault("illegal address") for fault in contenders.FAULTS), RuntimeError("Triton Error: oh no")]
-)
+@pytest.mark.parametrize("error", [contenders.FAULT("illegal address"), RuntimeError("Triton Error: oh no")])
 def test_a_fault_of_the_device_is_no_refusal(error):
     def faults():
         raise error
@@ -57,7 +55,7 @@ def test_a_fault_that_comes_later_is_blamed_on_the_run(monkeypatch):
     """Also where the kernel itself seemed only to refuse."""
 
     def late():
-        raise contenders.FAULTS[-1]("illegal address")
+        raise contenders.FAULT("illegal address")
 
     def refuses():
         raise RuntimeError("No available kernel.")
@@ -65,7 +63,7 @@ def test_a_fault_that_comes_later_is_blamed_on_the_run(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "synchronize", late)
     for run in (lambda: None, refuses):
-        with pytest.raises(contenders.FAULTS, match="illegal address"):
+        with pytest.raises(contenders.FAULT, match="illegal address"):
             contenders.why_it_cannot(run)
 
 

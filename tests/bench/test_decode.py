@@ -9,7 +9,7 @@ from diff_transformer.bench import caches as module
 from diff_transformer.bench import decode as bench
 from diff_transformer.bench.attention import DeviceLost
 from diff_transformer.bench.caches import Caches, DecodeShape, fits, how_many
-from diff_transformer.bench.contenders import FAULTS, sdpa_on
+from diff_transformer.bench.contenders import FAULT, sdpa_on
 from diff_transformer.bench.generation import ModelSetting, build_pair, model_rows
 from diff_transformer.bench.timing import Times
 from diff_transformer.ops import blockwise
@@ -49,7 +49,7 @@ def test_caches_rotate(monkeypatch):
 
 def test_nothing_is_timed_after_a_fault_of_the_device(monkeypatch):
     def faults(*args):
-        raise FAULTS[-1]("oh no")
+        raise FAULT("oh no")
 
     monkeypatch.setattr(blockwise, "attend", faults)
     rows = bench.measure(Caches(GROUPED, torch.float32, "cpu"), ["blockwise", "sdpa"], [], {}, repeats=1)

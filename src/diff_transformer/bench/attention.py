@@ -18,7 +18,7 @@ from diff_transformer.bench.ceilings import ceilings
 from diff_transformer.bench.contenders import (
     BASELINE,
     DIFF_UNITS,
-    FAULTS,
+    FAULT,
     KERNELS,
     SOFTMAX_UNITS,
     Contender,
@@ -182,7 +182,7 @@ def judge(role: str, run: Callable[[], object], check: Callable[[], object]) -> 
         if role == "baseline":
             return "is the baseline"
         check()
-    except FAULTS as error:
+    except FAULT as error:
         return f"{LOST}{type(error).__name__}: {error}"[:1000]
     except AssertionError as error:
         return f"failed: {error}"

@@ -19,7 +19,6 @@ from diff_transformer.bench.machine import free_memory
 from diff_transformer.bench.shapes import Shape
 from diff_transformer.ops import diff_attention
 from diff_transformer.ops.triton import gluon
-from diff_transformer.ops.triton.gluon.verify import KernelHangs
 from diff_transformer.testing import Inputs
 
 BASELINE = "softmax"
@@ -30,9 +29,7 @@ KERNELS = {
     "efficient": SDPBackend.EFFICIENT_ATTENTION,
     "math": SDPBackend.MATH,
 }
-# What a kernel that faults or hangs raises; the process cannot use the device any more. (PyTorch before 2.8 has no
-# AcceleratorError.)
-FAULTS: tuple[type[Exception], ...] = (KernelHangs, getattr(torch, "AcceleratorError", KernelHangs))
+FAULT = torch.AcceleratorError  # what a kernel that faults raises; the process cannot use the device any more
 # Multiply-adds in units of h N^2 d. All differential attention is given the fused kernel's, whatever it executes.
 SOFTMAX_UNITS = {"forward": 4, "backward": 10, "both": 14}
 DIFF_UNITS = {"forward": 6, "backward": 10, "both": 16}
@@ -194,14 +191,14 @@ def why_it_cannot(run: Callable[[], object]) -> str | None:
     """Runs once: None, or in one line why this kernel does not take these tensors (or runs out of memory).
 
     Raises:
-        One of ``FAULTS`` if the device was lost, RuntimeError if Triton could not launch a kernel of ours.
+        torch.AcceleratorError: if the device was lost. RuntimeError: if Triton could not launch a kernel of ours.
     """
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         try:
             run()
             wait_for_device()
-        except FAULTS:
+        except FAULT:
             raise
         except (RuntimeError, NotImplementedError, ValueError) as error:
             wait_for_device()

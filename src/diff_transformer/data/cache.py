@@ -16,6 +16,8 @@ from pathlib import Path
 
 import numpy as np
 
+from diff_transformer.durable import cache_folder
+
 MIN_CHARACTERS = 1_000_000  # a smaller corpus is made faster than found
 MAX_BYTES = 4 << 30
 
@@ -25,10 +27,7 @@ def folder() -> Path | None:
     chosen = os.environ.get("DIFF_TRANSFORMER_CORPORA")
     if chosen is not None:
         return Path(chosen) if chosen else None
-    given = os.environ.get("DIFF_TRANSFORMER_CACHE")
-    if given:
-        return Path(given).expanduser() / "corpora"
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "diff_transformer" / "corpora"
+    return cache_folder() / "corpora"
 
 
 def fingerprint(texts: Iterable[str], *more: object) -> str | None:

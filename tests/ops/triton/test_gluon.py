@@ -14,7 +14,7 @@ from diff_transformer.testing import assert_within_budget, eager_diff_attention,
 
 pytest.importorskip("triton", reason="the kernels are written in Triton's Gluon")
 from diff_transformer.ops.triton import backward_form, operator
-from diff_transformer.ops.triton.gluon import backward, forward, of_keys, of_queries, verify
+from diff_transformer.ops.triton.gluon import backward, forward, of_keys, of_queries, trial, verify
 from diff_transformer.ops.triton.gluon.steps import NOT_SPECIALIZED
 from diff_transformer.ops.triton.launching import INTERPRETED
 from diff_transformer.ops.triton.metadata import assert_ships, compile_in_subprocess
@@ -256,10 +256,14 @@ hopper = pytest.mark.skipif(
 )
 
 
-def unless_switched_off(*kernels):
+def unless_they_fail(D, *kernels, dtype=torch.bfloat16, masking=True):
+    """Skip what is switched off; fail, and launch nothing, where a kernel failed in a process of its own."""
     off = [name for name in kernels if gluon.switched_off(name)]
     if off:
         pytest.skip(f"{gluon.SWITCH} does without {', '.join(off)}")
+    for name in kernels:
+        fault = trial.fault_found(torch.device("cuda", 0), D, dtype, masking, name)
+        assert fault is None, f"{name}: {fault}"
 
 
 LENGTHS = [(1, 1), (1, 1000), (63, 63), (64, 128), (111, 333), (200, 63), (1000, 1000), (2048, 2048)]
@@ -272,7 +276,7 @@ LENGTHS = [(1, 1), (1, 1000), (63, 63), (64, 128), (111, 333), (200, 63), (1000,
 @pytest.mark.parametrize("dtype", HALF_TYPES)
 @pytest.mark.parametrize("D", [64, 128])
 def test_results_on_the_gpu(D, dtype, lengths, causal):
-    unless_switched_off("forward")
+    unless_they_fail(D, "forward", dtype=HALF_TYPES[dtype], masking=causal)
     verify.compare(torch.device("cuda"), D, HALF_TYPES[dtype], causal, *lengths)
 
 
@@ -280,7 +284,7 @@ def test_results_on_the_gpu(D, dtype, lengths, causal):
 @hopper
 @pytest.mark.parametrize("D", [64, 128])
 def test_16k_tokens(D):
-    unless_switched_off("forward")
+    unless_they_fail(D, "forward")
     inputs = make_inputs(1, 1, 16384, D, dtype=torch.bfloat16, device="cuda", strided=True, requires_grad=False)
     out, out2, lse1, lse2 = gluon.attend_forward(*inputs, True, None, D**-0.5, True)
     verify.wait(torch.device("cuda"))
@@ -296,7 +300,7 @@ def test_16k_tokens(D):
 @pytest.mark.parametrize("D", [64, 128])
 def test_many_launches_agree(D):
     """A race would show as a difference between launches of the same problem, on a full GPU."""
-    unless_switched_off("forward")
+    unless_they_fail(D, "forward")
     inputs = make_inputs(4, 16, 1000, D, dtype=torch.bfloat16, device="cuda", strided=True, requires_grad=False)
     first = gluon.attend_forward(*inputs, True, None, D**-0.5, True)
     for _ in range(100):
@@ -315,7 +319,7 @@ GRADIENT_LENGTHS = [(1, 1000), (63, 63), (64, 128), (111, 333), (200, 63), (1000
 @pytest.mark.parametrize("dtype", HALF_TYPES)
 @pytest.mark.parametrize("D", [64, 96, 128])
 def test_gradients_on_the_gpu(D, dtype, lengths, causal, one_pass):
-    unless_switched_off(gluon.backward_kernels(one_pass))
+    unless_they_fail(D, gluon.backward_kernels(one_pass), dtype=HALF_TYPES[dtype], masking=causal)
     verify.compare_gradients(torch.device("cuda"), D, HALF_TYPES[dtype], causal, one_pass, *lengths)
 
 
@@ -332,7 +336,7 @@ def backward_arguments(B, H, T, D):
 @pytest.mark.parametrize("D", [64, 96, 128])
 def test_many_backwards_agree(D):
     """A race would show as a difference between launches of the same problem, on a full GPU."""
-    unless_switched_off("two_pass")
+    unless_they_fail(D, "two_pass")
     arguments = backward_arguments(4, 16, 1000, D)
     first = gluon.attend_backward(*arguments, False)
     for _ in range(100):
@@ -345,7 +349,7 @@ def test_many_backwards_agree(D):
 @pytest.mark.parametrize("D", [64, 96, 128])
 def test_one_pass_differs_from_two_by_rounding(D):
     """At 16K tokens; dk, dv and dlam do not depend on the order of anything."""
-    unless_switched_off("two_pass", "one_pass")
+    unless_they_fail(D, "two_pass", "one_pass")
     arguments = backward_arguments(1, 2, 16384, D)
     two = gluon.attend_backward(*arguments, False)
     for _ in range(5):
@@ -364,7 +368,7 @@ def test_one_pass_differs_from_two_by_rounding(D):
 @pytest.mark.parametrize("G", [1, 4])
 def test_gradients_through_the_operator(D, G, form, caplog):
     """Forward and backward by Gluon; the forward saves what any backward needs."""
-    unless_switched_off("forward", form)
+    unless_they_fail(D, "forward", form)
     torch.use_deterministic_algorithms(False)
     inputs = make_inputs(2, 4, 333, D, G=G, dtype=torch.bfloat16, device="cuda", strided=True)
     assert gluon.why_not(*inputs[:5], None, None, True, None) is None

@@ -183,17 +183,10 @@ def forgets_to_divide(acc, m, l, lse, rows, T, OL, SAVE):
 
 @pytest.mark.parametrize("D", [64, 128])
 @pytest.mark.parametrize("changed", [None, {"finish": forgets_to_divide}])
-def test_the_gate_lets_right_kernels_pass_and_no_others(monkeypatch, small_gate, caplog, D, changed):
+def test_the_gate_lets_right_kernels_pass_and_no_others(monkeypatch, small_gate, D, changed):
     emulate(monkeypatch, changed=changed)
-    with caplog.at_level("INFO", logger="diff_transformer"):
-        verdicts = [verify.verified(torch.device("cpu", 0), D, torch.bfloat16, CAUSAL) for _ in "12"]
-    assert verdicts == [changed is None] * 2
-    assert len(caplog.records) == 1
-    assert ("agrees with the reference" if changed is None else "is not used") in caplog.text
-
-
-def test_nothing_is_tried_while_a_graph_is_captured(monkeypatch):
-    monkeypatch.setattr(verify, "_verdicts", {})
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-    assert not verify.verified(torch.device("cuda", 0), 64, torch.bfloat16, CAUSAL)
-    assert verify._verdicts == {}
+    fault = verify.fault_of(torch.device("cpu"), D, torch.bfloat16, CAUSAL, "forward")
+    if changed is None:
+        assert fault is None
+    else:
+        assert fault.startswith("AssertionError: out (T 70, S 63)")

@@ -269,18 +269,10 @@ def stores_zeros(to, x, first, limit, stride, WIDTH, L):
         ("one_pass", {"add_rows": adds_nothing}),
     ],
 )
-def test_the_gate_lets_right_kernels_pass_and_no_others(monkeypatch, small_gate, caplog, D, kernels, changed):
+def test_the_gate_lets_right_kernels_pass_and_no_others(monkeypatch, small_gate, D, kernels, changed):
     emulate(monkeypatch, changed=changed)
-    with caplog.at_level("INFO", logger="diff_transformer"):
-        verdicts = [verify.verified(torch.device("cpu", 0), D, torch.bfloat16, CAUSAL, kernels) for _ in "12"]
-    assert verdicts == [changed is None] * 2
-    assert len(caplog.records) == 1
-    assert kernels in caplog.text
-    assert ("agrees with the reference" if changed is None else "is not used") in caplog.text
-
-
-def test_the_gate_works_within_an_operator(monkeypatch, small_gate, caplog):
-    """Where a backward calls it, nothing that it computes would be differentiated."""
-    emulate(monkeypatch)
-    with torch._C._AutoDispatchBelowAutograd(), torch.no_grad():
-        assert verify.verified(torch.device("cpu", 0), 64, torch.bfloat16, CAUSAL, "two_pass"), caplog.text
+    fault = verify.fault_of(torch.device("cpu"), D, torch.bfloat16, CAUSAL, kernels)
+    if changed is None:
+        assert fault is None
+    else:
+        assert fault.startswith("AssertionError: d")

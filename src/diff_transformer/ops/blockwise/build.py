@@ -11,6 +11,8 @@ import tempfile
 from functools import cache
 from pathlib import Path
 
+from diff_transformer.durable import cache_folder
+
 log = logging.getLogger("diff_transformer")
 
 SOURCE = Path(__file__).with_name("native.cpp")
@@ -25,14 +27,6 @@ WITHOUT_TILES = (*FLAGS, "-mno-amx-tile", "-mno-amx-bf16", "-mno-amx-int8")
 
 class CannotBuild(RuntimeError):
     """There is no native library here, and why."""
-
-
-def cache_folder() -> Path:
-    """``$DIFF_TRANSFORMER_CACHE``, or ``diff_transformer`` in ``$XDG_CACHE_HOME`` or ``~/.cache``."""
-    given = os.environ.get("DIFF_TRANSFORMER_CACHE")
-    if given:
-        return Path(given).expanduser()
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "diff_transformer"
 
 
 def compiler() -> str:

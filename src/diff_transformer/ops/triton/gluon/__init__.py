@@ -2,7 +2,8 @@
 
 They compute what the plain Triton kernels compute, for the shapes that matter most for speed; ``why_not`` and
 ``why_not_backward`` say which. Gluon is experimental: only tested versions of Triton are accepted, and on each machine
-a kernel is used for a width, dtype and masking only after small problems came out right there (verify.py).
+a kernel is used for a width, dtype and masking only after small problems came out right there, in a process of their
+own (trial.py).
 DIFF_TRANSFORMER_GLUON=0 does without them; a list, such as "forward,two_pass", allows what it names.
 """
 
@@ -26,7 +27,7 @@ def why_not(
 ) -> str | None:  # fmt: skip
     """Why these kernels cannot compute the forward of this call, or None. Shapes as in ``attend_forward``.
 
-    The first call on a GPU for a width, dtype and masking compiles and tries the kernel, which takes seconds.
+    The first call on a machine for a width, dtype and masking compiles and tries the kernel, which takes seconds.
     """
     reason = why_not_here(q1.device, "forward")
     reason = reason or why_not_shapes(q1, q2, k1, k2, v, attn_mask, cu_seqlens_q, window)
@@ -50,11 +51,10 @@ def backward_kernels(one_pass: bool) -> str:
 
 
 def _why_not_verified(q1: Tensor, is_causal: bool, kernels: str) -> str | None:
-    from diff_transformer.ops.triton.gluon.verify import verified
+    from diff_transformer.ops.triton.gluon.trial import fault_found
 
-    if verified(q1.device, q1.shape[3], q1.dtype, is_causal, kernels):
-        return None
-    return "the Hopper kernel has not passed its check on this machine (see the log)"
+    fault = fault_found(q1.device, q1.shape[3], q1.dtype, is_causal, kernels)
+    return None if fault is None else f"the Hopper kernel did not pass its check on this machine: {fault}"
 
 
 def switched_off(kernels: str) -> bool:

@@ -1,0 +1,129 @@
+"""The trial of the Hopper kernels in a process of its own; children of ours stand in for one with a GPU."""
+
+import json
+import sys
+
+import pytest
+import torch
+
+from diff_transformer.ops.triton.gluon import trial
+
+CPU = torch.device("cpu")
+READY, WRONG, RIGHT = (
+    "print('{\"ready\": true}', flush=True)",
+    'print(\'{"fault": "out is off"}\')',
+    "print('{\"fault\": null}')",
+)
+
+
+@pytest.fixture
+def child(monkeypatch, tmp_path):
+    """Have these lines of Python run as the child; gives the file in which it says what it was given."""
+    monkeypatch.setenv("DIFF_TRANSFORMER_CACHE", str(tmp_path / "cache"))
+    seen = tmp_path / "seen"
+    note = f"import os, sys, time; open({str(seen)!r}, 'a').write(' '.join(sys.argv[1:]) + '\\n')"
+
+    def become(*lines):
+        trial.fault_found.cache_clear()
+        monkeypatch.setattr(trial, "COMMAND", (sys.executable, "-c", "\n".join([note, *lines])))
+        return seen
+
+    yield become
+    trial.fault_found.cache_clear()
+
+
+def found(D=64, **options):
+    return trial.fault_found(CPU, D, torch.bfloat16, True, **options)
+
+
+def test_a_verdict_is_asked_for_once_on_a_machine(child, caplog):
+    seen = child(READY, RIGHT)
+    with caplog.at_level("INFO", logger="diff_transformer"):
+        assert found() is found() is None
+        trial.fault_found.cache_clear()  # as in the next process
+        assert found() is None
+    assert seen.read_text() == "forward 64 bfloat16 causal cpu\n"
+    what = "the Hopper attention kernel (forward, 64, bfloat16, causal) on cpu"
+    assert [record.message for record in caplog.records] == [
+        f"trying {what} in a process of its own: up to a minute, once on this machine",
+        *[f"{what} agrees with the reference and is used"] * 2,
+    ]
+    assert found(D=128, kernels="two_pass") is None
+    assert seen.read_text().splitlines()[1:] == ["two_pass 128 bfloat16 causal cpu"]
+
+
+def test_wrong_kernels_stay_out(child, caplog):
+    seen = child(READY, WRONG)
+    assert found() == "out is off"
+    child(READY, RIGHT)
+    assert found() == "out is off"
+    assert len(seen.read_text().splitlines()) == 1
+    assert "is not used, plain Triton is: out is off" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("lines", "said"),
+    [
+        ([READY, "os.kill(os.getpid(), 9)"], "its process was lost: exit status -9: "),
+        ([READY, "sys.exit('illegal address')"], "its process was lost: exit status 1: illegal address"),
+        ([READY, "time.sleep(600)"], "its process was lost: it has not ended after 2 s: "),
+    ],
+)
+def test_a_kernel_that_takes_its_process_with_it_is_not_launched_again(child, monkeypatch, lines, said):
+    monkeypatch.setattr(trial, "SECONDS", 2.0)
+    child(*lines)
+    assert found() == said
+    child(READY, RIGHT)
+    assert found() == said
+
+
+def test_where_nothing_could_be_tried_the_next_process_tries_again(child):
+    child("sys.exit('all CUDA devices are busy')")
+    assert found() == found() == "it could not be tried: exit status 1: all CUDA devices are busy"
+    child(READY, RIGHT)
+    assert found() is None
+
+
+def test_no_process_can_be_started(child, monkeypatch, tmp_path):
+    child()
+    monkeypatch.setattr(trial, "COMMAND", (str(tmp_path / "missing"),))
+    assert found().startswith("it could not be tried: no process can be started: ")
+
+
+def test_a_folder_that_cannot_be_written_costs_a_trial_each_process(child, monkeypatch, tmp_path):
+    seen = child(READY, RIGHT)
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("DIFF_TRANSFORMER_CACHE", str(tmp_path / "file"))
+    assert found() is None
+    trial.fault_found.cache_clear()
+    assert found() is None
+    assert len(seen.read_text().splitlines()) == 2
+
+
+def test_a_damaged_record_is_made_anew(child):
+    child(READY, RIGHT)
+    path = trial.record(CPU, ("forward", "64", "bfloat16", "causal"))
+    path.parent.mkdir(parents=True)
+    path.write_text("")
+    assert found() is None
+    assert json.loads(path.read_text()) == {"fault": None}
+
+
+def test_another_gpu_or_version_is_another_record(child, monkeypatch):
+    import triton
+
+    form = ("forward", "64", "bfloat16", "causal")
+    first = trial.record(CPU, form)
+    monkeypatch.setattr(triton, "__version__", "9.9")
+    assert trial.record(CPU, form) != first
+
+
+def test_the_child_itself_without_a_gpu(monkeypatch, tmp_path):
+    """Here a kernel cannot be launched, and that is the verdict."""
+    monkeypatch.setenv("DIFF_TRANSFORMER_CACHE", str(tmp_path))
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    trial.fault_found.cache_clear()
+    fault = trial.fault_found(CPU, 64, torch.float16, False, "one_pass")
+    trial.fault_found.cache_clear()
+    assert "Error: " in fault
+    assert not fault.startswith(("it could not be tried", "its process was lost"))
