@@ -29,14 +29,14 @@ import gpu_records
 
 ROOT = Path(__file__).resolve().parent.parent
 SHARES = {
-    "hopper": 10,
+    "hopper": 15,
     "correctness": 20,
     "compile": 6,
     "attention": 30,
     "attention_slow": 7,
-    "decode": 12,
+    "decode": 14,
     "throughput": 18,
-    "step": 5,
+    "step": 8,
 }
 SANITIZER = "compute-sanitizer"  # NVIDIA's; where it is not installed the stage is left out
 SHARES["sanitizer"] = 6

@@ -48,23 +48,24 @@ def make_inputs(
     strided: bool = False,
     requires_grad: bool = True,
     seed: int = 0,
+    drawn_on: str | torch.device = "cpu",
 ) -> Inputs:
-    """Normal q, k, v and a lam uniform in (0, 1), the same values on every device.
+    """Normal q, k, v and a lam uniform in (0, 1), the same values on every device unless they are ``drawn_on`` it.
 
     Hn defaults to H, G to Hn, S to T, Dv to 2 D, and lam to one value a row, [B, H, T, 1]. ``strided`` lays tensors
     out as a layer does after its projections, [B, length, heads, width], and seen as [B, heads, length, width].
     """
     Hn, S, Dv = Hn or H, S or T, Dv or 2 * D
     G = G or Hn
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator(drawn_on).manual_seed(seed)
 
     def normal(heads: int, length: int, width: int) -> Tensor:
-        x = torch.randn(B, heads, length, width, generator=generator).to(device, dtype)
+        x = torch.randn(B, heads, length, width, generator=generator, device=drawn_on).to(device, dtype)
         x = x.transpose(1, 2).contiguous().transpose(1, 2) if strided else x
         return x.requires_grad_(requires_grad)
 
     q1, q2, k1, k2, v = normal(H, T, D), normal(Hn, T, D), normal(G, S, D), normal(G, S, D), normal(G, S, Dv)
-    lam = torch.rand((B, H, T, 1) if lam_shape is None else lam_shape, generator=generator)
+    lam = torch.rand((B, H, T, 1) if lam_shape is None else lam_shape, generator=generator, device=drawn_on)
     lam = lam.to(device, torch.promote_types(dtype, torch.float32)).requires_grad_(requires_grad)
     return Inputs(q1, q2, k1, k2, v, lam)
 

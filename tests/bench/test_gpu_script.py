@@ -219,6 +219,8 @@ def test_what_the_sanitizer_finds_is_a_failure(gpu, monkeypatch, tmp_path):
 
     assert gpu_stages.run_sanitized(["false"], 5) == {"gate": "failed: exit status 1", "output": ""}
     assert gpu_stages.run_sanitized(["sleep", "9"], 0.1)["gate"] == "unfinished"
+    refuses = ["sh", "-c", "echo '========= Error: Device not supported'; exit 9"]
+    assert gpu_stages.run_sanitized(refuses, 5)["gate"] == "not tried: the tool does not support this device"
     results = [{"gate": "passed", "output": ""}, {"gate": "failed: exit status 9", "output": "a race"}]
     monkeypatch.setattr(gpu_stages, "run_sanitized", lambda command, seconds: results.pop(0))
     with pytest.raises(SystemExit, match="failed: exit status 9"):

@@ -20,6 +20,7 @@ class Event:
     cpu_parent: Any = None
     sequence_nr: int = -1
     start: int = 0
+    device_type: Any = torch.autograd.DeviceType.CPU
     time_range: Any = field(init=False)
 
     def __post_init__(self):
@@ -43,6 +44,8 @@ def test_shares_of_known_events():
         other := Event(first, 2, step, sequence_nr=6, start=6),
         Event("SoftmaxBackward0", 3, other, sequence_nr=6, start=7),
         Event("Optimizer.step#AdamW.step", 5, step, start=8),
+        Event("attention_kernel", 20, device_type=torch.autograd.DeviceType.CUDA),  # is in the softmax's time already
+        Event("part: attention", 30, device_type=torch.autograd.DeviceType.CUDA),
         Event("autograd::engine::evaluate_function: torch::autograd::AccumulateGrad", 5, step, start=9),
     ]  # fmt: skip
     assert bench.shares(events, "self_cpu_time_total") == pytest.approx(

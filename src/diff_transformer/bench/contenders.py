@@ -59,8 +59,8 @@ class Contender:
 def softmax_inputs(shape: Shape, dtype: torch.dtype, device: str) -> tuple[Tensor, Tensor, Tensor]:
     """q, k, v of the matched softmax attention, each [batch, 2 heads, length, width]."""
     size = (shape.batch, 2 * shape.heads, shape.length, shape.width)
-    seeds = (torch.Generator().manual_seed(seed) for seed in (1, 2, 3))
-    q, k, v = (torch.randn(size, generator=seed).to(device, dtype).requires_grad_() for seed in seeds)
+    generator = torch.Generator(device).manual_seed(1)
+    q, k, v = (torch.randn(size, generator=generator, device=device).to(dtype).requires_grad_() for _ in range(3))
     return q, k, v
 
 

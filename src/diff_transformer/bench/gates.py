@@ -78,7 +78,8 @@ class Gate:
 
 def shape_inputs(shape: Shape, dtype: torch.dtype, device: str, length: int | None = None) -> Inputs:
     """Random inputs of a shape, leaves that require gradients."""
-    return make_inputs(shape.batch, shape.heads, length or shape.length, shape.width, dtype=dtype, device=device)
+    sizes = (shape.batch, shape.heads, length or shape.length, shape.width)
+    return make_inputs(*sizes, dtype=dtype, device=device, drawn_on=device)
 
 
 def _reference(*x: Tensor, is_causal: bool) -> Tensor:

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import Tensor, nn
@@ -12,17 +13,19 @@ from diff_transformer.evals.types import Result
 
 
 def measure_throughput(
-    models: dict[str, nn.Module], ids: Tensor, *, repeats: int = 7, steps: int = 3, warmup: int = 2
-) -> list[Result]:
+    models: dict[str, nn.Module], ids: Tensor, *, precision: str = "32-true", repeats: int = 7, steps: int = 3,
+    warmup: int = 2,
+) -> list[Result]:  # fmt: skip
     """One ``Result`` a model: the median of ``repeats`` measurements of ``steps`` steps on ``ids [B, T]``.
 
     The models take turns within each repeat, and every other repeat in the opposite order, so that a slow moment of the
     machine hits both. The training step is forward, backward, clipping and a fused AdamW update at learning rate 0,
-    which leaves the weights as they are.
+    which leaves the weights as they are. ``precision``: as a run is trained; with "bf16-mixed" both kinds are autocast.
     """
     require_positive(repeats=repeats, steps=steps)
     kinds = {
-        name: {"train": _training_step(model, ids), "forward": _forward(model, ids)} for name, model in models.items()
+        name: {"train": _training_step(model, ids, precision), "forward": _forward(model, ids, precision)}
+        for name, model in models.items()
     }
     for name in kinds:
         for run in kinds[name].values():
@@ -38,15 +41,22 @@ def measure_throughput(
                     seen[name].append({"repeat": repeat})
                 seen[name][repeat][f"{kind}_tokens_per_second"] = tokens / _time(kinds[name][kind], steps, ids.device)
     settings = {"batch": ids.shape[0], "length": ids.shape[1], "repeats": repeats, "steps": steps}
+    settings["precision"] = precision
     return [Result("throughput", name, _medians(rows), rows, provenance(**settings)) for name, rows in seen.items()]
 
 
-def _training_step(model: nn.Module, ids: Tensor) -> Callable[[], None]:
+def _autocast(ids: Tensor, precision: str) -> AbstractContextManager:
+    return torch.autocast(ids.device.type, torch.bfloat16) if precision == "bf16-mixed" else nullcontext()
+
+
+def _training_step(model: nn.Module, ids: Tensor, precision: str) -> Callable[[], None]:
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.0, weight_decay=0.0, fused=True)
 
     def step():
         model.train()
-        model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+        with _autocast(ids, precision):
+            loss = model(input_ids=ids, labels=ids, use_cache=False).loss
+        loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
@@ -54,10 +64,10 @@ def _training_step(model: nn.Module, ids: Tensor) -> Callable[[], None]:
     return step
 
 
-def _forward(model: nn.Module, ids: Tensor) -> Callable[[], None]:
+def _forward(model: nn.Module, ids: Tensor, precision: str) -> Callable[[], None]:
     def forward():
         model.eval()
-        with torch.inference_mode():
+        with torch.inference_mode(), _autocast(ids, precision):
             model(input_ids=ids, use_cache=False)
 
     return forward

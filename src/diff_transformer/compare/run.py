@@ -208,9 +208,10 @@ def _throughput(config: RunConfig, out: Path, sides: Sequence[str] = SIDES, fold
         generator = torch.Generator().manual_seed(0)
         shape = (config.train.batch_size, config.data.length)
         ids = torch.randint(0, config.model["vocab_size"], shape, generator=generator).to(device)
-        for path, result in zip(
-            paths, measure_throughput(models, ids, repeats=config.evaluation.throughput_repeats), strict=True
-        ):
+        results = measure_throughput(
+            models, ids, precision=config.train.precision, repeats=config.evaluation.throughput_repeats
+        )
+        for path, result in zip(paths, results, strict=True):
             result.save(path)
         torch.set_num_threads(threads)
     return [Result.load(path) for path in paths]

@@ -30,7 +30,7 @@ from diff_transformer.train.run_folder import check_run_folder
 from diff_transformer.train.saver import Saver
 from diff_transformer.train.signals import Interrupted, StopRequest, stop_requests
 from diff_transformer.train.state import TrainingState, whole_model
-from diff_transformer.train.step import Outcome, Stepper, make_rows
+from diff_transformer.train.step import Outcome, Rows, Stepper, make_rows
 from diff_transformer.train.telemetry import by_source, telemetry
 
 __all__ = ["Interrupted", "Trained", "train"]
@@ -154,9 +154,14 @@ class Run:
             start = stepper.validation_loss(materials.validation)
             log.write(0, {"validation_loss": start, **telemetry(self.plain, self.fabric.device)})
         last_saved, clock, tokens = first, time.perf_counter(), 0
-        batches = prefetched(
-            lambda step: make_rows(materials, config, share, step), first, settings.steps, ahead=settings.prefetch
-        )
+
+        gpu = self.fabric.device.index if self.fabric.device.type == "cuda" else -1
+
+        def prepare(step: int) -> Rows:
+            with torch.cuda.device(gpu):  # a new thread begins with the first, and rows are pinned for the current one
+                return make_rows(materials, config, share, step)
+
+        batches = prefetched(prepare, first, settings.steps, ahead=settings.prefetch)
         with stop_requests() as stop, self._watched() as at, batches as ready:
             for step in range(first, settings.steps):
                 done, last = step + 1, step + 1 == settings.steps
