@@ -34,6 +34,7 @@ SHARES = {
     "compile": 6,
     "attention": 30,
     "attention_slow": 7,
+    "attention_fp32": 3,
     "decode": 14,
     "throughput": 18,
     "step": 8,

@@ -15,6 +15,7 @@ RESULTS = ROOT / "benchmarks" / "results"
 # Of benchmarks/results, and the stages whose records it holds.
 INSTALLED = {
     "attention_gpu": ("attention_slow", "attention"),  # whose baselines are kept
+    "attention_gpu_fp32": ("attention_fp32",),
     "decode_gpu": ("decode",),
     "throughput_gpu": ("throughput",),
     "step_gpu": ("step",),

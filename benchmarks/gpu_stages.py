@@ -223,6 +223,14 @@ def attention_slow(dry: bool, seconds: float, out: Path, earlier: list[dict]) ->
     _operator(dry, device, seconds, out, earlier, shapes, names, kernels=[], with_rivals=False)
 
 
+def attention_fp32(dry: bool, seconds: float, out: Path, earlier: list[dict]) -> None:
+    """Exact products, without tensor cores: whether ours are faster than two calls of SDPA, which auto might prefer."""
+    device = device_of(dry)
+    names = [n for n in ("triton", "sdpa") if n in available_backends(device, torch.float32)]
+    shapes = parse_shapes(TINY)[:1] if dry else [gpu_shape(2048, 128), gpu_shape(2048, 64)]
+    _operator(dry, device, seconds, out, earlier, shapes, names, kernels=[], with_rivals=False, dtype=torch.float32)
+
+
 def _operator(
     dry: bool,
     device: str,
@@ -233,10 +241,11 @@ def _operator(
     names: list[str],
     kernels: list[str],
     with_rivals: bool,
+    dtype: torch.dtype = torch.bfloat16,
 ) -> None:
     record = run_attention_benchmark(
         left_of(shapes, earlier),
-        (torch.bfloat16,),
+        (dtype,),
         device=device,
         backends=names,
         kernels=kernels,
@@ -374,6 +383,7 @@ STAGES: dict[str, Callable[[bool, float, Path, list[dict]], None]] = {
     "compile": compile_kernels,
     "attention": attention,
     "attention_slow": attention_slow,
+    "attention_fp32": attention_fp32,
     "decode": decode,
     "throughput": throughput,
     "step": step,

@@ -30,6 +30,7 @@ def test_dry_run_of_every_stage(tmp_path):
         "compile",
         "attention",
         "attention_slow",
+        "attention_fp32",
         "decode",
         "throughput",
         "step",

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from diff_transformer.ops import available_backends, diff_attention
+from diff_transformer.ops import available_backends, diff_attention, diff_attention_maps
 from diff_transformer.testing import assert_within_budget, eager_diff_attention, make_inputs
 
 
@@ -39,6 +39,9 @@ def blind_rows(B, T, S):
 # name: (arguments of make_inputs, arguments of diff_attention)
 CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "plain 63": ({}, {}),
+    "scale 0": ({}, {"scale": 0.0}),
+    "scale 0, causal": ({"T": 111}, {"is_causal": True, "scale": 0.0}),
+    "scale below 0, causal": ({"T": 111}, {"is_causal": True, "scale": -0.25}),
     "causal 111": ({"T": 111}, {"is_causal": True}),
     "causal 1000": ({"B": 1, "H": 2, "T": 1000, "D": 32}, {"is_causal": True}),
     "cross 63 on 111": ({"T": 63, "S": 111}, {}),
@@ -254,6 +257,16 @@ def test_rows_hidden_by_finite_values(backend, mean):
     expected = x.v.mean(2) * (1 - x.lam[:, :, 3]) * mean
     torch.testing.assert_close(out[:, :, 3], expected, rtol=1e-5, atol=1e-6)
     assert all(gradient.isfinite().all() for gradient in torch.autograd.grad(out.sum(), x))
+
+
+@pytest.mark.parametrize("backend", ["auto", "reference", "blockwise", "sdpa"])
+def test_shapes_alone(backend):
+    """On the meta device nothing is computed, and autocast is not there to ask for."""
+    x = make_inputs(H=4, Hn=2, T=7, S=9, device="meta")
+    assert backend == "auto" or backend in available_backends("meta", torch.float32)
+    out = diff_attention(*x, is_causal=True, backend=backend)
+    assert (out.device.type, out.shape) == ("meta", (2, 4, 7, 32))
+    assert diff_attention_maps(*x[:4], x.lam).difference.shape == (2, 4, 7, 9)
 
 
 @pytest.mark.parametrize("backend", ["reference", "blockwise", "blockwise in PyTorch", "sdpa"], indirect=True)

@@ -84,6 +84,9 @@ def test_available_backends():
     assert {"reference", "blockwise", "sdpa"} <= set(available_backends("cpu", torch.bfloat16))
     assert available_backends("cpu", torch.float64) == ["reference", "blockwise", "sdpa"]
     assert "triton" not in available_backends("cpu", torch.float32), "not even where the interpreter would take it"
+    assert available_backends("cpu", torch.int32) == []
+    with pytest.raises(TypeError, match=r"dtype is 'float32'; give a torch\.dtype, such as torch\.float32"):
+        available_backends("cpu", "float32")
 
 
 def on_a_gpu(monkeypatch, capability=(9, 0)):
@@ -157,6 +160,12 @@ def test_flex_refuses_gradients_on_the_cpu():
     x = make_inputs(T=5, requires_grad=False)
     with pytest.raises(NotImplementedError, match="lam require grad"):
         diff_attention(*x[:5], x.lam.requires_grad_(), backend="flex")
+
+
+def test_flex_refuses_to_be_compiled_with_its_caller_on_the_cpu():
+    x = make_inputs(T=5, requires_grad=False)
+    with pytest.raises(Exception, match="FlexAttention on the CPU cannot be part of a compiled function"):
+        torch.compile(diff_attention, backend="eager")(*x, backend="flex")
 
 
 def test_flex_refuses_float64():

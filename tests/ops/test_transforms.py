@@ -113,6 +113,13 @@ def test_vmap_is_each_by_itself():
     assert_within_budget(compiled(*x), each)
 
 
+@pytest.mark.parametrize("attention", ["diff", "diff_v2", "grouped_diff", "dint"])
+def test_layers_under_vmap(attention):
+    layer, x = DiffAttention(64, 16, attention=attention), torch.randn(3, 5, 64)
+    with torch.no_grad():
+        assert_within_budget(torch.func.vmap(lambda x: layer(x[None])[0][0])(x), layer(x)[0])
+
+
 @pytest.mark.parametrize("backend", KERNELS)
 def test_named_backends_refuse(backend):
     x = make_inputs(**SIZES, requires_grad=False)

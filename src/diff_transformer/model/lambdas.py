@@ -5,6 +5,8 @@ import math
 import torch
 from torch import Tensor, nn
 
+from diff_transformer.ops import transforms
+
 HALF_PRECISION = (torch.float16, torch.bfloat16)
 
 
@@ -118,6 +120,8 @@ class TokenLambda(nn.Module):
     def _may_write(self) -> bool:
         if torch.compiler.is_compiling() or torch.is_inference_mode_enabled():  # the first: it cannot trace the rest
             return True
+        if transforms.active():  # of each of several inputs at once there is no one mean
+            return False
         return not self.mean.is_inference()
 
 

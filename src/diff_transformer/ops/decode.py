@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
-from diff_transformer.ops import transforms, triton
+from diff_transformer.ops import autocast, transforms, triton
 from diff_transformer.ops.arguments import Arguments, check
-from diff_transformer.ops.diff_attention import _autocast, choose_for, compute
+from diff_transformer.ops.diff_attention import choose_for, compute
 from diff_transformer.ops.empty import is_empty
 
 SMALL = 2**17  # values of a batch entry: up to here "blockwise" copies and masks them sooner than it is called again
@@ -55,7 +55,7 @@ def diff_attention_decode(
     Raises:
         As ``diff_attention``; TypeError or ValueError for lengths of another type, shape or device.
     """
-    q1, q2, k1, k2, v = _autocast(q1, q2, k1, k2, v)
+    q1, q2, k1, k2, v = autocast.cast(q1, q2, k1, k2, v)
     arguments = check(q1, q2, k1, k2, v, lam, attn_mask, True, window, scale)
     _check_lengths(lengths, q1)
     empty = is_empty(q1, k1)

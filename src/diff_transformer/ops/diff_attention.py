@@ -6,8 +6,8 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from diff_transformer.ops import blockwise, flash, flex, reference, sdpa, transforms, triton
-from diff_transformer.ops.arguments import Arguments, check
+from diff_transformer.ops import autocast, blockwise, flash, flex, reference, sdpa, transforms, triton
+from diff_transformer.ops.arguments import DTYPES, Arguments, check
 from diff_transformer.ops.empty import is_empty, zeros
 from diff_transformer.ops.reference import DiffMaps
 
@@ -70,7 +70,7 @@ def diff_attention(
         fit. RuntimeError: the named backend cannot work here. NotImplementedError: it cannot give a needed gradient, or
         does not follow forward-mode AD or a transform of torch.func (vmap, jvp, ...); "auto" then is "reference".
     """
-    q1, q2, k1, k2, v = _autocast(q1, q2, k1, k2, v)
+    q1, q2, k1, k2, v = autocast.cast(q1, q2, k1, k2, v)
     arguments = check(q1, q2, k1, k2, v, lam, attn_mask, is_causal, window, scale)
     return compute(choose_for(q1, q2, k1, k2, v, arguments, backend), q1, q2, k1, k2, v, arguments)
 
@@ -90,13 +90,11 @@ def choose_for(q1, q2, k1, k2, v, arguments: Arguments, backend: str) -> str:
 
 
 def compute(backend: str, q1, q2, k1, k2, v, arguments: Arguments) -> Tensor:
-    """[B, H, T, Dv] by the backend of that name; tensors and arguments went through ``_autocast`` and ``check``."""
+    """[B, H, T, Dv] by the backend of that name; tensors and arguments went through ``autocast.cast`` and ``check``."""
     if is_empty(q1, k1):
         mask = () if arguments.attn_mask is None else (arguments.attn_mask,)
         return zeros((*q1.shape[:3], v.shape[3]), v.dtype, q1, q2, k1, k2, v, arguments.lam, *mask)
-    if not torch.is_autocast_enabled(q1.device.type):
-        return BACKENDS[backend].attend(q1, q2, k1, k2, v, *arguments)
-    with torch.autocast(q1.device.type, enabled=False):
+    with autocast.without(q1.device.type):
         return BACKENDS[backend].attend(q1, q2, k1, k2, v, *arguments)
 
 
@@ -117,12 +115,12 @@ def diff_attention_maps(
     Arguments and errors as in ``diff_attention``. Each map is [B, H, T, S] in fp32 (fp64 for fp64 inputs); memory is
     that of several T x S maps. Rows of the difference sum to 1 - lam.
     """
-    q1, q2, k1, k2 = _autocast(q1, q2, k1, k2)
+    q1, q2, k1, k2 = autocast.cast(q1, q2, k1, k2)
     arguments = check(q1, q2, k1, k2, None, lam, attn_mask, is_causal, window, scale)
     if is_empty(q1, k1):
         nothing = zeros((*q1.shape[:3], k1.shape[2]), arguments.lam.dtype, q1, q2, k1, k2, arguments.lam)
         return DiffMaps(nothing, nothing, nothing)
-    with torch.autocast(q1.device.type, enabled=False):
+    with autocast.without(q1.device.type):
         return reference.maps(q1, q2, k1, k2, *arguments)
 
 
@@ -130,8 +128,16 @@ def available_backends(device: str | torch.device, dtype: torch.dtype) -> list[s
     """Names that ``diff_attention(backend=...)`` accepts for tensors of this device and dtype, the specification first.
 
     "flex" is listed where its forward works; on the CPU it has no backward. Triton's interpreter, with which "triton"
-    computes CPU tensors under TRITON_INTERPRET=1, is for tests and not listed.
+    computes CPU tensors under TRITON_INTERPRET=1, is for tests and not listed. For a dtype that is not one of
+    bfloat16, float16, float32 and float64 there is none.
+
+    Raises:
+        TypeError: dtype is no torch.dtype. RuntimeError: device is no name of a device.
     """
+    if not isinstance(dtype, torch.dtype):
+        raise TypeError(f"dtype is {dtype!r}; give a torch.dtype, such as torch.float32")
+    if dtype not in DTYPES:
+        return []
     device = torch.device(device)
     names = [name for name, backend in BACKENDS.items() if backend.why_not(device, dtype) is None]
     return [name for name in names if not (name == "triton" and device.type == "cpu")]
@@ -200,21 +206,3 @@ def refuse_missing_gradients(backend: str, tensors: tuple[Tensor, ...], lam: Ten
 def _announce(device: str, dtype: torch.dtype, backend: str, because: str) -> None:
     name = str(dtype).removeprefix("torch.")
     log.info("diff_attention on %s, %s: backend=%r%s", device, name, backend, because and f" ({because})")
-
-
-def _autocast(*tensors):
-    """The tensors in the autocast dtype where autocast is on (float64 is left alone, as autocast does).
-
-    Neighbours that are one tensor (k1 and k2) stay one.
-    """
-    device = tensors[0].device.type if isinstance(tensors[0], Tensor) else "cpu"
-    if not torch.is_autocast_enabled(device) or not all(isinstance(x, Tensor) for x in tensors):
-        return tensors
-    dtype = torch.get_autocast_dtype(device)
-    cast: list[Tensor] = []
-    for i, x in enumerate(tensors):
-        if i and x is tensors[i - 1]:
-            cast.append(cast[-1])
-        else:
-            cast.append(x.to(dtype) if x.is_floating_point() and x.dtype != torch.float64 else x)
-    return tuple(cast)

@@ -110,8 +110,9 @@ def why_not(device: torch.device, dtype: torch.dtype) -> str | None:
     """Why the backend cannot work here, or None."""
     if dtype == torch.float64:
         return "FlexAttention has no float64 kernels; give backend='reference' or 'blockwise'"
-    compiling = torch.compiler.is_compiling()  # then the caller's own compilation says what it misses
-    if device.type == "cpu" and not compiling and shutil.which(os.environ.get("CXX", "g++")) is None:
+    if device.type == "cpu" and torch.compiler.is_compiling():
+        return "FlexAttention on the CPU cannot be part of a compiled function; give backend='blockwise'"
+    if device.type == "cpu" and shutil.which(os.environ.get("CXX", "g++")) is None:
         return "FlexAttention on the CPU is compiled with a C++ compiler, and none was found; install g++ or set CXX"
     if device.type not in ("cpu", "cuda"):
         return f"FlexAttention is used here on CPU and CUDA devices only, not on {device.type}"

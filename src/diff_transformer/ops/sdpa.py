@@ -25,7 +25,8 @@ def attend(q1, q2, k1, k2, v, lam, attn_mask, is_causal, window, scale) -> Tenso
     if q1.device.type == "cpu":
         q1, q2, k1, k2, v = (x.to(lam.dtype) for x in (q1, q2, k1, k2, v))
     mask = None
-    if attn_mask is not None or window is not None or T != S:
+    negative = scale <= 0 and q1.device.type == "cpu"  # there the -inf of is_causal is multiplied by it
+    if attn_mask is not None or window is not None or T != S or (is_causal and negative):
         mask = one_mask(position_mask(T, S, is_causal, window, q1.device), attn_mask, blind, q1.dtype)
         is_causal = False
 

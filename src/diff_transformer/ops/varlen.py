@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from diff_transformer.ops import triton
+from diff_transformer.ops import autocast, triton
 from diff_transformer.ops.arguments import Arguments, broadcasts, check
-from diff_transformer.ops.diff_attention import BACKENDS, _autocast, refuse_missing_gradients, resolve
+from diff_transformer.ops.diff_attention import BACKENDS, refuse_missing_gradients, resolve
 from diff_transformer.ops.empty import is_empty, zeros
 
 # cu_seqlens on a GPU whose content was asserted there: (version, total, max_seqlen), so that layers do not repeat it.
@@ -37,7 +37,8 @@ def diff_attention_varlen(
 ) -> Tensor:
     """``diff_attention`` within each of several documents that lie packed one after another.
 
-    The Triton backend computes all of them in one launch; the other backends are called once for each document.
+    The Triton backend computes all of them in one launch; the other backends are called once for each document, for
+    which they read cu_seqlens: torch.compile breaks the graph there (and refuses with fullgraph=True).
 
     Args:
         q1: queries of the signal map, [total_q, H, D].
@@ -60,7 +61,7 @@ def diff_attention_varlen(
         what they hold is asserted by the device, without waiting for it (a failed assertion ends the process's use of
         the GPU), and not at all under torch.compile.
     """
-    q1, q2, k1, k2, v = _autocast(q1, q2, k1, k2, v)
+    q1, q2, k1, k2, v = autocast.cast(q1, q2, k1, k2, v)
     for name, x in {"q1": q1, "q2": q2, "k1": k1, "k2": k2, "v": v}.items():
         if not isinstance(x, Tensor):
             raise TypeError(f"{name} is a {type(x).__name__}; give a tensor of shape [rows, heads, width]")
@@ -80,7 +81,7 @@ def diff_attention_varlen(
         )
     if is_empty(tensors[0], packed_k1):
         return zeros((*q1.shape[:2], v.shape[2]), v.dtype, q1, q2, k1, k2, v, arguments.lam)
-    with torch.autocast(q1.device.type, enabled=False):
+    with autocast.without(q1.device.type):
         if backend == "triton":
             documents = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
             positions = (arguments.is_causal, arguments.window, arguments.scale)

@@ -29,6 +29,8 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
     "padding": ({}, {"is_causal": True, "attn_mask": torch.ones(2, 1, 1, LENGTH, dtype=torch.bool)}, {}),
     "mask": ({}, {"attn_mask": torch.ones(2, 4, LENGTH, LENGTH, dtype=torch.bool)}, {}),
     "bias": ({}, {"attn_mask": torch.ones(4, LENGTH, LENGTH)}, {}),
+    "half bias": ({}, {"attn_mask": torch.ones(4, LENGTH, LENGTH)}, {"half": True}),
+    "query bias": ({}, {"attn_mask": torch.ones(4, LENGTH, 1)}, {}),
     "odd": ({"T": ODD}, {"is_causal": True}, {}),
     "odd mask": ({"T": ODD}, {"attn_mask": torch.ones(2, 4, ODD, ODD, dtype=torch.bool)}, {}),
     "odd bias": ({"T": ODD}, {"attn_mask": torch.ones(4, ODD, ODD)}, {}),
@@ -39,7 +41,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
     "one pass": ({}, {"is_causal": True}, {"one_pass": True}),
     "no gradient": ({}, {"is_causal": True}, {"need_gradient": False}),
 }
-FORMS = ("mask", "bias", "one pass", "odd mask", "odd bias")
+FORMS = ("mask", "bias", "half bias", "query bias", "one pass", "odd mask", "odd bias")
 FP32_WITHOUT_SPILL = [(64, 128), (128, 256)]
 PAPER = [(64, 128), (96, 192), (128, 256)]
 OFTEN = [*(("bf16", widths, "causal") for widths in PAPER), ("bf16", (64, 128), "odd mask")]
@@ -65,6 +67,8 @@ def launches(monkeypatch, capability, dtype, widths, case) -> list:
     x = make_inputs(**sizes, dtype=DTYPES[dtype], requires_grad=False)
     lam, *rest = check(*x, *(options.get(name) for name in ("attn_mask", "is_causal", "window", "scale")))
     attn_mask, *rest = rest
+    if form.get("half"):
+        attn_mask = attn_mask.to(DTYPES[dtype])
     k2 = None if form.get("shared_keys") else x.k2
     cu_seqlens = torch.tensor([0, 50, LENGTH], dtype=torch.int32) if form.get("varlen") else None
     documents = (cu_seqlens, cu_seqlens, LENGTH, LENGTH)

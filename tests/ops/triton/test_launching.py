@@ -6,6 +6,7 @@ import torch
 pytest.importorskip("triton", reason="the kernels are written in Triton")
 
 from diff_transformer.ops.triton.launching import kernel_mask
+from diff_transformer.ops.triton.tiles import OWN
 
 ODD = {
     "odd rows": torch.rand(2, 3, 5, 125),
@@ -22,8 +23,8 @@ ODD = {
 @pytest.mark.parametrize("given", ODD.values(), ids=ODD)
 def test_rows_of_a_mask_are_aligned(given, dtype):
     given = given > 0.5 if dtype == torch.bool else given.to(dtype)
-    mask, steps, _, by_query = kernel_mask(given, torch.zeros(1))
-    assert by_query
+    mask, steps, _, rows = kernel_mask(given, torch.zeros(1))
+    assert rows == OWN.value
     assert torch.equal(mask.bool() if dtype == torch.bool else mask, given)
     assert mask.data_ptr() % 16 == 0
     assert steps[2] % 16 == 0
@@ -53,3 +54,11 @@ def test_other_masks_are_taken_as_they_are(given):
     mask, steps, *_ = kernel_mask(given, torch.zeros(1))
     assert mask is given
     assert steps == [0 if size == 1 else step for size, step in zip(given.shape, given.stride(), strict=True)]
+
+
+def test_a_row_that_cannot_be_read_to_its_padded_end_is_copied():
+    given = torch.rand(9 * 64 + 57).as_strided((1, 1, 10, 57), (640, 640, 64, 1))
+    mask, *_ = kernel_mask(given, torch.zeros(1))
+    assert mask is not given
+    assert torch.equal(mask, given)
+    assert mask.untyped_storage().nbytes() == 10 * 64 * 4

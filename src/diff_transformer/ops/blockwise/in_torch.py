@@ -126,7 +126,10 @@ class Chunk:
         scores, p = (x[: sum(sizes)].view(-1, n) for x in (problem.buffers.scores, problem.buffers.maps))
         for s, q, kt in zip(scores.view(-1).split(sizes), (self.q1, self.q2), (self.k1t, self.k2t), strict=True):
             s = s.view(c, -1, n)
-            torch.baddbmm(s, self.rows(q, block), kt[..., first:last], beta=0, alpha=self.scale, out=s)
+            if self.scale:
+                torch.baddbmm(s, self.rows(q, block), kt[..., first:last], beta=0, alpha=self.scale, out=s)
+            else:  # in bf16 it then leaves s as it was
+                s.zero_()
             self.hide(s.view(*self.pairs, -1, R, n), block)
         if p.dtype != scores.dtype:
             p.copy_(scores)

@@ -30,6 +30,7 @@ from diff_transformer.ops.triton.launching import (
     transposed_like,
 )
 from diff_transformer.ops.triton.tiles import (
+    ALIKE,
     LOG2_E,
     NOTHING,
     accumulate,
@@ -375,7 +376,7 @@ def launch_backward(
     mask, mask_strides, mask_kind, mask_rows = kernel_mask(attn_mask, v)
     DA, DB = chunks(D)
     VA, VB = chunks(Dv)
-    configuration = backward_configuration(D, Dv, q1.dtype, q1.device, mask_rows)
+    configuration = backward_configuration(D, Dv, q1.dtype, q1.device, mask_rows != ALIKE.value)
     by_keys = configuration.one_pass if one_pass else configuration.keys
     by_queries = configuration.queries
     delta1, lam_delta2, dlam = row_statistics(dout, out, out2, lam)

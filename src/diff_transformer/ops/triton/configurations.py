@@ -2,12 +2,11 @@
 
 None of these was timed. They are the largest found that ptxas compiles for every masking and grouping without spilling
 a register or serialising wgmma, within the shared memory of the GPUs they are for (99 KiB, for all but Hopper);
-tests/ops/triton/test_compiled_attention.py compiles what ships. The exception is an additive mask of one value a query,
-the same for all keys, with which some tiles spill. What decides is registers: a thread has 255, and 128 of them hold
-the fp32 accumulators of, for example, 128 rows of 256 columns with 8 warps. Hopper multiplies 64 rows with 4 warps,
-Ampere 16 with each. Smaller tiles on the other side read more shared memory for a product, fewer stages hide less of
-the loading, and gradients that do not fit together cost another computation of the maps: 16 products instead of 14
-where the programs that own keys are split, 18 where those that own queries are as well.
+tests/ops/triton/test_compiled_attention.py compiles what ships. What decides is registers: a thread has 255, and 128 of
+them hold the fp32 accumulators of, for example, 128 rows of 256 columns with 8 warps. Hopper multiplies 64 rows with 4
+warps, Ampere 16 with each. Smaller tiles on the other side read more shared memory for a product, fewer stages hide
+less of the loading, and gradients that do not fit together cost another computation of the maps: 16 products instead of
+14 where the programs that own keys are split, 18 where those that own queries are as well.
 """
 
 from typing import Any, NamedTuple
@@ -76,9 +75,10 @@ _MASKED_KEYS = HOPPER_BACKWARD[63, 127]._replace(keys=Configuration(32, 128, 8, 
 HOPPER_BACKWARD_MASKED = {
     (32, 64): _MASKED_KEYS._replace(queries=Configuration(128, 64, 8, 1)),
     **HOPPER_BACKWARD,
-    (63, 127): _MASKED_KEYS,
+    (63, 127): _MASKED_KEYS._replace(keys=Configuration(16, 128, 8, 1, together=False)),
     (64, 128): HOPPER_BACKWARD[64, 128]._replace(
         keys=Configuration(32, 128, 8, 1, together=False),
+        queries=Configuration(128, 64, 8, 1),
         one_pass=Configuration(32, 128, 8, 1, together=False),
     ),
 }

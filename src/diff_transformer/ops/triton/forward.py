@@ -15,6 +15,7 @@ from torch import Tensor
 from diff_transformer.ops.triton.configurations import chunks, forward_configuration, value_chunks
 from diff_transformer.ops.triton.launching import SECTION, kernel_mask, launch, like_queries, strides
 from diff_transformer.ops.triton.tiles import (
+    ALIKE,
     LOG2_E,
     MINUS_INFINITY,
     NOTHING,
@@ -314,7 +315,7 @@ def launch_forward(
     out2 = like_queries(v, B, H, T) if need_gradient else v.new_empty(0)
     lse1, lse2 = (q1.new_empty((B, H, T) if need_gradient else 0, dtype=torch.float32) for _ in range(2))
     mask, mask_strides, mask_kind, mask_rows = kernel_mask(attn_mask, v)
-    configuration = forward_configuration(D, Dv, q1.dtype, q1.device, mask_rows)
+    configuration = forward_configuration(D, Dv, q1.dtype, q1.device, mask_rows != ALIKE.value)
     batches, varlen = (B, False) if cu_seqlens_q is None else (len(cu_seqlens_q) - 1, True)
     tiles = triton.cdiv(max_q, configuration.BLOCK_M)
     DA, DB = chunks(D)

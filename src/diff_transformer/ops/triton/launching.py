@@ -8,7 +8,7 @@ import torch
 import triton.knobs
 from torch import Tensor
 
-from diff_transformer.ops.triton.tiles import ADDITIVE, BOOLEAN, NOTHING
+from diff_transformer.ops.triton.tiles import ADDITIVE, ALIKE, BOOLEAN, NOTHING, ONE_VALUE, OWN
 
 INTERPRETED: bool = triton.knobs.runtime.interpret  # TRITON_INTERPRET=1, which counts when kernels are decorated
 ALIGNMENT = 16  # what Triton notes of integers and of addresses, when it compiles for a launch
@@ -47,27 +47,38 @@ def transposed_like(x: Tensor) -> Tensor:
     return x.new_empty(B, length, heads, width).transpose(1, 2)
 
 
-def kernel_mask(attn_mask: Tensor | None, placeholder: Tensor) -> tuple[Tensor, list[int], int, bool]:
-    """(mask, its strides, 0 in broadcast dimensions, its kind, whether it differs by query) for a kernel."""
+def kernel_mask(attn_mask: Tensor | None, placeholder: Tensor) -> tuple[Tensor, list[int], int, int]:
+    """(mask, its strides, 0 in broadcast dimensions, MASK_KIND, MASK_ROWS) for a kernel."""
     if attn_mask is None:
-        return placeholder, [0, 0, 0, 0], NOTHING.value, False
+        return placeholder, [0, 0, 0, 0], NOTHING.value, ALIKE.value
     boolean = attn_mask.dtype == torch.bool
     if attn_mask.shape[2] > 1 and attn_mask.stride(2) != 0:
         attn_mask = aligned_rows(attn_mask)
     steps = [0 if size == 1 else step for size, step in zip(attn_mask.shape, attn_mask.stride(), strict=True)]
     mask = attn_mask.view(torch.uint8) if boolean else attn_mask
-    return mask, steps, (BOOLEAN if boolean else ADDITIVE).value, steps[2] != 0
+    rows = ALIKE if steps[2] == 0 else ONE_VALUE if steps[3] == 0 else OWN
+    return mask, steps, (BOOLEAN if boolean else ADDITIVE).value, rows.value
 
 
 def aligned_rows(mask: Tensor) -> Tensor:
-    """mask [B|1, H|1, T, S|1], or a copy of it whose rows begin at multiples of 16 elements and have no gaps.
+    """mask [B|1, H|1, T, S|1], or a copy of it whose rows begin and end at multiples of 16 elements and have no gaps.
 
-    Only then are several values read at once; else the kernels run out of registers. What is the same for all batch
-    entries or heads is copied once, and what is the same for all keys, one value a row, not at all.
+    Only then can a kernel read several values at once and without asking which there are; else it runs out of
+    registers. What is the same for all batch entries or heads is copied once, and what is the same for all keys, one
+    value a row, not at all.
     """
     *_, row, step = mask.stride()
-    if mask.shape[3] == 1 or step == 0 or (step == 1 and row % ALIGNMENT == 0 and mask.data_ptr() % ALIGNMENT == 0):
+    if mask.shape[3] == 1 or step == 0:
+        return mask
+    if step == 1 and row % ALIGNMENT == 0 and mask.data_ptr() % ALIGNMENT == 0 and _ends_within_memory(mask):
         return mask
     own = mask[tuple(slice(1 if stride == 0 else None) for stride in mask.stride()[:2])]
     length = -(-mask.shape[3] // ALIGNMENT) * ALIGNMENT
     return own.new_empty(*own.shape[:3], length)[..., : mask.shape[3]].copy_(own).expand(mask.shape)
+
+
+def _ends_within_memory(mask: Tensor) -> bool:
+    """Whether the last row, padded, is still within what the mask was cut from."""
+    last = sum((size - 1) * step for size, step in zip(mask.shape[:3], mask.stride()[:3], strict=True))
+    end = mask.storage_offset() + last + -(-mask.shape[3] // ALIGNMENT) * ALIGNMENT
+    return end * mask.element_size() <= mask.untyped_storage().nbytes()

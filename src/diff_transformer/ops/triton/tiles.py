@@ -10,6 +10,9 @@ import triton.language as tl
 NOTHING = tl.constexpr(0)  # MASK_KIND: no attn_mask
 BOOLEAN = tl.constexpr(1)
 ADDITIVE = tl.constexpr(2)
+ALIKE = tl.constexpr(0)  # MASK_ROWS: one row of attn_mask for all queries
+OWN = tl.constexpr(1)  # a row for each
+ONE_VALUE = tl.constexpr(2)  # a row for each, of one value for all keys
 LOG2_E = tl.constexpr(1.4426950408889634)
 MINUS_INFINITY = tl.constexpr(float("-inf"))
 
@@ -96,6 +99,16 @@ def zeros(ROWS: tl.constexpr, A: tl.constexpr, B: tl.constexpr):
 
 
 @triton.jit
+def within_rows(key, S):
+    """key, or where there is no such key another in the last 16 of rows that are padded to multiples of 16."""
+    group = tl.minimum(key // 16, (S - 1) // 16) * 16 + key % 16
+    if key.shape[0] == 1:
+        return tl.max_contiguous(tl.multiple_of(group, [1, 16]), [1, 16])
+    else:
+        return tl.max_contiguous(tl.multiple_of(group, [16, 1]), [16, 1])
+
+
+@triton.jit
 def masked(
     scores,
     query,
@@ -113,8 +126,7 @@ def masked(
 ):
     """Scores (in units of log2), -inf where a key does not exist or is hidden by its position or by attn_mask.
 
-    query and key are positions that broadcast to the tile, whichever of them runs along its rows. MASK_ROWS says that
-    attn_mask differs from query to query.
+    query and key are positions that broadcast to the tile, whichever of them runs along its rows.
     """
     keep = (key < S) & (query < T)
     if CAUSAL:
@@ -125,11 +137,14 @@ def masked(
     if MASK_KIND == NOTHING:
         return tl.where(keep, scores, MINUS_INFINITY)
     else:
-        offset = key.to(tl.int64) * mask_stride_s
-        if MASK_ROWS:
-            given = tl.load(mask + query.to(tl.int64) * mask_stride_t + offset, mask=keep, other=0)
+        # Loads that are not predicated, or wgmma would be serialised: rows of their own are padded in memory.
+        row = tl.minimum(query, T - 1).to(tl.int64) * mask_stride_t
+        if MASK_ROWS == OWN:
+            given = tl.load(mask + row + within_rows(key, S) * mask_stride_s)
+        elif MASK_ROWS == ONE_VALUE:
+            given = tl.load(mask + row)
         else:
-            given = tl.load(mask + offset, mask=key < S, other=0)
+            given = tl.load(mask + key.to(tl.int64) * mask_stride_s, mask=key < S, other=0)
         if MASK_KIND == BOOLEAN:
             return tl.where(keep & (given != 0), scores, MINUS_INFINITY)
         else:
