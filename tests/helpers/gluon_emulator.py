@@ -197,6 +197,7 @@ class Pointer:
         return self.tensor.untyped_storage().size() // self.tensor.element_size()
 
     def places(self, mask):
+        mask = torch.tensor(True) if mask is None else mask
         assert self.offset.min() >= 0 or not mask.all()
         inside = (self.offset >= 0) & (self.offset < self.memory())
         assert bool((inside | ~mask.expand(self.offset.shape)).all()), "an access outside the tensor's memory"
@@ -223,15 +224,15 @@ def emulated(machine, program):
         return Shared(torch.full(shape, float("nan"), dtype=dtype), machine)
 
     def load(pointer, mask=None, other=None):
-        flat, places, mask = pointer.places(torch.tensor(True) if mask is None else mask)
+        flat, places, mask = pointer.places(mask)
         return torch.where(mask, flat[places.where(mask, 0)], torch.tensor(other, dtype=flat.dtype))
 
     def store(pointer, value, mask=None):
-        flat, places, mask = pointer.places(torch.tensor(True) if mask is None else mask)
+        flat, places, mask = pointer.places(mask)
         assert value.dtype == flat.dtype, f"{value.dtype} stored to {flat.dtype}"
         flat[places[mask]] = value[mask]
 
-    def atomic_add(pointer, value, mask, sem):
+    def atomic_add(pointer, value, mask=None, *, sem):
         flat, places, mask = pointer.places(mask)
         assert value.dtype == flat.dtype == torch.float32
         flat.index_put_((places[mask],), value[mask], accumulate=True)

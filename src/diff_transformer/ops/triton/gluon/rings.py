@@ -75,7 +75,11 @@ def add_rows(to, x, first, limit, COLUMN: gl.constexpr, WIDTH: gl.constexpr, L: 
     rows = gl.arange(0, x.shape[0], gl.SliceLayout(1, L))
     columns = COLUMN + gl.arange(0, x.shape[1], gl.SliceLayout(0, L))
     offsets = gl.expand_dims(rows * WIDTH, 1) + gl.expand_dims(columns, 0)
-    inside = gl.expand_dims(first + rows < limit, 1)
     if COLUMN + x.shape[1] > WIDTH:
-        inside = inside & gl.expand_dims(columns < WIDTH, 0)
-    gl.atomic_add(to + offsets, x, mask=inside, sem="relaxed")
+        inside = gl.expand_dims(first + rows < limit, 1) & gl.expand_dims(columns < WIDTH, 0)
+        gl.atomic_add(to + offsets, x, mask=inside, sem="relaxed")
+    else:
+        if first + x.shape[0] <= limit:  # a mask makes a branch of each addition
+            gl.atomic_add(to + offsets, x, sem="relaxed")
+        else:
+            gl.atomic_add(to + offsets, x, mask=gl.expand_dims(first + rows < limit, 1), sem="relaxed")
