@@ -107,9 +107,14 @@ AMPERE_BACKWARD = {
 }
 AMPERE_BACKWARD_MASKED = {
     (31, 63): AMPERE_BACKWARD[64, 128],
-    (32, 64): AMPERE_BACKWARD[64, 128]._replace(keys=Configuration(16, 32, 4, 1, together=False)),
+    (32, 64): AMPERE_BACKWARD[64, 128]._replace(keys=Configuration(32, 32, 4, 1, together=False)),
     (64, 64): AMPERE_BACKWARD[64, 128]._replace(queries=Configuration(64, 32, 8, 1, together=False)),
-    **AMPERE_BACKWARD,
+    (64, 128): AMPERE_BACKWARD[64, 128],
+    (96, 192): AMPERE_BACKWARD[96, 192]._replace(
+        keys=Configuration(16, 16, 4, 1, together=False), queries=Configuration(64, 16, 8, 1, together=False)
+    ),
+    (128, 128): AMPERE_BACKWARD[128, 256]._replace(queries=Configuration(64, 16, 4, 1, together=False)),
+    (128, 256): AMPERE_BACKWARD[128, 256],
 }
 # fp32 is multiplied without tensor cores, for exactness; some of these spill a few registers.
 FP32_FORWARD = {
