@@ -1,5 +1,6 @@
 """No size may be zero or negative, wherever it is given."""
 
+import numpy as np
 import pytest
 import torch
 
@@ -25,6 +26,12 @@ def test_names_and_values_are_said():
         require_positive(a=1, b=-2)
     with pytest.raises(ValueError, match="a is nan"):
         require_positive(a=float("nan"))
+
+
+@pytest.mark.parametrize("value", ["12", [12], object, np.ones(2)])
+def test_what_is_no_number_is_said_with_its_name(value):
+    with pytest.raises(TypeError, match=r"^size is .*; give a positive number$"):
+        require_positive(size=value)
 
 
 @pytest.fixture(scope="module")

@@ -1,5 +1,6 @@
 import dataclasses
 import json
+import os
 import subprocess
 import sys
 
@@ -143,6 +144,18 @@ def test_convert_llama_and_back(tmp_path):
             ("eval", "needle", "--model", "debug", "--set", "colour=red", "--out", "x"),
             "needle has no setting colour; it has:",
         ),
+        (("eval", "needle", "--model", "debug", "--set", "lengths=64", "--out", "x"), "give a value like [64]"),
+        (
+            ("eval", "ablation", "--quick", "--model", "nofolder", "--out", "x"),
+            "ablation takes no model, so --model would change nothing",
+        ),
+        (
+            ("eval", "scaling", "--set", "runs=/nowhere", "--dtype", "float32", "--model", "m", "--out", "x.json"),
+            "scaling takes no model, so --model, --dtype would change nothing; leave out what is of a model, and set "
+            "with --set what scaling has: runs, ours, reference, form, huber, draws, seed",
+        ),
+        (("info", "--length", "0"), "length is 0; it must be positive"),
+        (("info", "--length", "64"), "--length and --attention are of one preset"),
         (("bench", "toaster"), "no benchmark 'toaster'"),
         (("report", "/nowhere", "--out", "x"), "/nowhere"),
         (("convert", "/nowhere", "--out", "x"), "/nowhere is not a folder"),
@@ -158,6 +171,16 @@ def test_errors_are_messages(arguments, message, tmp_path, monkeypatch):
     assert message in out.stderr
     assert "Traceback" not in out.stderr
     assert not (tmp_path / "x").exists()
+
+
+def test_export_says_before_it_reads_a_model_that_a_folder_may_not_be_written_to(tmp_path, monkeypatch):
+    from typer.testing import CliRunner
+
+    from diff_transformer.cli import app
+
+    monkeypatch.setattr(os, "access", lambda path, mode: False)  # no rights bind root
+    failed = CliRunner().invoke(app, ["export", "/nowhere/m", "--out", str(tmp_path / "out")])
+    assert f"{tmp_path} may not be written to; choose another --out" in str(failed.exception)
 
 
 def test_help_names_every_experiment():

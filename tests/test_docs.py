@@ -44,21 +44,26 @@ def commands(page):
     return [line for line in lines if "[OPTIONS]" not in line]
 
 
+def short_commands(page, names):
+    """What a page calls by the command alone: ``eval needle``."""
+    return re.findall(rf"`((?:{'|'.join(names)}) [^`\n]+)`", page.read_text())
+
+
 SOURCES = sorted((ROOT / "src" / "diff_transformer" / "recipes").glob("*.py"))
-WITH_COMMANDS = [page for page in (*PAGES, *SOURCES) if page.name != "cli.md" and commands(page)]
 
 
-@pytest.mark.parametrize("page", WITH_COMMANDS, ids=name)
+@pytest.mark.parametrize("page", [page for page in (*PAGES, *SOURCES) if page.name != "cli.md"], ids=name)
 def test_commands_parse(page):
-    """Each names a command that exists, with options it has and values of their kind."""
+    """Each names a command that exists, with options it has, values of their kind and no argument too many."""
     import click
     import typer
 
     from diff_transformer.cli import app
 
     command = typer.main.get_command(app)
-    for line in commands(page):
-        words = shlex.split(re.split(r"diff-transformer |-m diff_transformer ", line, maxsplit=1)[1], comments=True)
+    lines = [re.split(r"diff-transformer |-m diff_transformer ", line, maxsplit=1)[1] for line in commands(page)]
+    for line in [*lines, *short_commands(page, command.commands)]:
+        words = shlex.split(re.sub(r"\[(--[^]]*)\]", r"\1", line), comments=True)
         words = [word for word in words if word not in ("...", "|")]
         chosen = command.commands.get(words[0])
         assert chosen is not None, f"{name(page)}: no command {words[0]!r} in: {line}"
@@ -67,7 +72,8 @@ def test_commands_parse(page):
         used = {word.split("=")[0] for word in words if word.startswith("--")} - {"--help"}
         assert used <= known, f"{name(page)}: {chosen.name} has no {', '.join(sorted(used - known))}: {line}"
         if all(word.isascii() for word in words):
-            parser.parse_args([word for word in words[1:] if word != "--help"])
+            _, left, _ = parser.parse_args([word for word in words[1:] if word != "--help"])
+            assert left == [], f"{name(page)}: {chosen.name} takes no {' '.join(left)}: {line}"
 
 
 def test_imports_run_one_way():

@@ -5,9 +5,20 @@ from collections.abc import Iterable
 
 
 def require_positive(**sizes: float | None) -> None:
-    """Raise ValueError for the first of ``sizes`` that is given and not positive, with its name and value."""
+    """Check every one of ``sizes`` that is given, that is, not None.
+
+    Raises:
+        TypeError: for the first that is no number, with its name and value.
+        ValueError: for the first that is not positive.
+    """
     for name, value in sizes.items():
-        if value is not None and not value > 0:
+        if value is None:
+            continue
+        try:
+            positive = bool(value > 0)
+        except (TypeError, ValueError):  # the second: of an array of several
+            raise TypeError(f"{name} is {value!r}; give a positive number") from None
+        if not positive:
             raise ValueError(f"{name} is {value}; it must be positive")
 
 

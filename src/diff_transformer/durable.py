@@ -97,11 +97,12 @@ def require_writable(folder: Path) -> None:
     Raises:
         DiskError: if an existing parent is a file, or may not be written to.
     """
-    parent = next(p for p in (folder, *folder.absolute().parents) if p.exists())
+    parent = next(p for p in (folder, *folder.absolute().parents) if os.path.exists(p))  # .exists() may raise
     if not parent.is_dir():
         raise DiskError(errno.ENOTDIR, f"{folder} cannot be a folder: {parent} is a file; choose another --out")
     if not os.access(parent, os.W_OK | os.X_OK):
-        raise DiskError(errno.EACCES, f"{parent} may not be written to; choose another --out, or change its mode")
+        shown = parent if parent.parts else parent.absolute()  # of a bare name the parent is "."
+        raise DiskError(errno.EACCES, f"{shown} may not be written to; choose another --out, or change its mode")
 
 
 def size(count: int) -> str:

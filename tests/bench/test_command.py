@@ -1,4 +1,5 @@
 import json
+import os
 
 import pytest
 
@@ -7,6 +8,7 @@ from diff_transformer.bench.caches import DecodeShape
 from diff_transformer.bench.generation import ModelSetting
 from diff_transformer.bench.pair_throughput import ThroughputSetting
 from diff_transformer.bench.shapes import Shape
+from diff_transformer.durable import DiskError
 
 
 @pytest.fixture
@@ -36,11 +38,25 @@ def test_a_record_and_a_table(tiny, tmp_path, capsys, name):
 def test_nothing_is_overwritten_unasked(tiny, tmp_path):
     out = tmp_path / "attention.json"
     out.write_text("mine")
-    with pytest.raises(FileExistsError, match="exists; give another path, or overwrite=True"):
+    with pytest.raises(FileExistsError, match=r"exists; choose another --out, or leave it out"):
         command.run_bench("attention", out, repeats=1, backends=["blockwise"])
     assert out.read_text() == "mine"
     command.run_bench("attention", out, repeats=1, backends=["blockwise"], overwrite=True)
     assert json.loads(out.read_text())["rows"]
+
+
+def test_a_folder_that_may_not_be_written_to_is_said_before_anything_is_timed(tmp_path, monkeypatch):
+    monkeypatch.setattr(command, "_run", None)
+    monkeypatch.setattr(os, "access", lambda path, mode: False)  # no rights bind root
+    with pytest.raises(DiskError, match=f"{tmp_path} may not be written to; choose another --out"):
+        command.run_bench("attention", tmp_path / "new" / "attention.json")
+
+
+def test_a_grid_that_does_not_fit_the_memory_leaves_nothing(tmp_path):
+    out = tmp_path / "attention.json"
+    with pytest.raises(ValueError, match=r"1x1x1000000000000x64 in float32 takes about .* are free on cpu"):
+        command.run_bench("attention", out, grid="1x1x1000000000000x64")
+    assert not out.exists()
 
 
 def test_a_grid_of_ones_own(tmp_path, monkeypatch):

@@ -96,6 +96,16 @@ def test_the_command_line_takes_variants(tmp_path):
     assert "no variant 'v2'" in str(failed)
 
 
+@pytest.mark.parametrize("attention", ["softmax", "diff_v2"])
+def test_the_command_line_does_not_take_the_attention_of_a_pair(tmp_path, attention):
+    command = ["compare", "--recipe", "debug", "--out", str(tmp_path / "out"), "--set", f"model.attention={attention}"]
+    failed = CliRunner().invoke(app, command).exception
+    assert isinstance(failed, ValueError)
+    assert "compare trains the pair, diff and softmax, whatever model.attention is; leave it out" in str(failed)
+    assert "--variants (diff_v2, grouped_diff, dint, fixed_lambda, softmax_norm)" in str(failed)
+    assert not (tmp_path / "out").exists()
+
+
 def test_every_recipe_has_its_variants():
     for name in RECIPES:
         config = recipe(name)

@@ -1,5 +1,7 @@
 """Multi-needle retrieval with models that are known to find everything, nothing, or half."""
 
+import re
+
 import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -102,12 +104,24 @@ def test_prompts_are_those_of_the_seed(filler):
 
 
 def test_cells_that_do_not_fit_are_named_before_anything_is_generated(filler):
-    with pytest.raises(ValueError, match="needle evaluation with N=8, R=2, 200 tokens: length"):
+    with pytest.raises(ValueError, match="needle evaluation with N=8, R=2, 200 tokens: needles, question and answer"):
         check_needle_fits(filler, byte_tokenizer(), ((1, 1), (8, 2)), 200, 2)
     model = Finder(read_out)
     with pytest.raises(ValueError, match="N=8, R=2, 200 tokens"):
         evaluate_needle(model, filler, settings=((1, 1), (8, 2)), lengths=(900, 200))
     assert not model.prompts
+
+
+def test_the_least_length_that_is_named_is_the_least_that_works(filler):
+    model, sizes = Finder(read_out), {**SIZES, "per_cell": 20}
+    model.prefix = (1, 2)  # as a tokenizer's token at the beginning: it counts
+    with pytest.raises(ValueError, match=r"N=3, R=2, 5 tokens: .* give a length of \d+ or more") as caught:
+        evaluate_needle(model, filler, **{**sizes, "lengths": (5,)})
+    least = int(re.search(r"length of (\d+) or more", str(caught.value))[1])
+    with pytest.raises(ValueError, match=f"N=3, R=2, {least - 1} tokens: .* give a length of {least} or more"):
+        evaluate_needle(model, filler, **{**sizes, "lengths": (least - 1,)})
+    assert not model.prompts
+    assert evaluate_needle(model, filler, **{**sizes, "lengths": (least,)}).metrics["n3_r2"] == 1
 
 
 def test_an_interrupted_run_goes_on_and_ends_the_same(filler, tmp_path):

@@ -179,6 +179,8 @@ def test_layer_trains_every_parameter():
         ((0, 4), {}, "hidden_size is 0; it must be positive"),
         ((32, -4), {}, "num_heads is -4; it must be positive"),
         ((32, 4), {"lambda_init": "shallow"}, "lambda_init is 'shallow'"),
+        ((32, 4), {"rope_theta": 0}, "rope_theta is 0; it must be positive"),
+        ((32, 4), {"rope_theta": -1e4}, "rope_theta is -10000.0; it must be positive"),
         ((32, 4), {"rope_theta": 1e4, "context_size": 16}, "exclude each other"),
         ((36, 4), {"rope_theta": 1e4}, "head_dim is 9; rotary embedding needs an even width"),
         ((32, 4), {"head_norm": "no_weigth"}, r"head_norm is 'no_weigth' \(did you mean 'no_weight'\?\)"),
@@ -191,6 +193,29 @@ def test_layer_trains_every_parameter():
 def test_bad_arguments_are_refused(arguments, options, message):
     with pytest.raises(ValueError, match=message):
         DiffAttention(*arguments, **options)
+
+
+def test_a_size_that_is_no_number_is_refused():
+    with pytest.raises(TypeError, match="hidden_size is '64'; give a positive number"):
+        DiffAttention("64", 2)
+
+
+@pytest.mark.parametrize(
+    ("shape", "context", "message"),
+    [
+        (
+            (5, 32),
+            None,
+            r"hidden_states has shape \[5, 32\]; accepted: \[batch, length, hidden_size\]; .* give x\[None\]",
+        ),
+        ((32,), None, r"hidden_states has shape \[32\]; accepted: \[batch, length, hidden_size\]$"),
+        ((1, 2, 5, 32), None, r"hidden_states has shape \[1, 2, 5, 32\]; accepted: \[batch, length, hidden_size\]$"),
+        ((2, 5, 32), (5, 32), r"context has shape \[5, 32\]; accepted: \[batch, length, context_size\]"),
+    ],
+)
+def test_what_is_no_batch_of_sequences_is_refused(shape, context, message):
+    with pytest.raises(ValueError, match=message):
+        DiffAttention(32, 4)(torch.randn(shape), None if context is None else torch.randn(context))
 
 
 def test_a_window_of_a_call_that_is_not_causal_is_refused():

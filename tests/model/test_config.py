@@ -62,6 +62,12 @@ def test_bad_values_are_refused(fields, message):
         DiffTransformerConfig(**{"hidden_size": 32, "num_attention_heads": 4, **fields})
 
 
+@pytest.mark.parametrize("name", ["hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim"])
+def test_sizes_that_are_no_numbers_are_refused(name):
+    with pytest.raises(TypeError, match=f"{name} is '12'; give a positive number"):
+        DiffTransformerConfig(**{"hidden_size": 32, "num_attention_heads": 4, name: "12"})
+
+
 @pytest.mark.parametrize("attention", ["dffi", "softmaxx"])
 def test_unknown_attention_has_no_heads(attention):
     with pytest.raises(ValueError, match=f"attention is '{attention}'.* accepted"):

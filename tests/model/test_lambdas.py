@@ -1,5 +1,6 @@
 import math
 
+import numpy as np
 import pytest
 import torch
 
@@ -12,6 +13,13 @@ def test_lambda_init_counts_layers_from_zero():
     assert lambda_init(27) == pytest.approx(0.8 - 0.6 * math.exp(-0.3 * 27))
     with pytest.raises(ValueError, match="counted from 0"):
         lambda_init(-1)
+    assert lambda_init(np.int64(3)) == lambda_init(3)
+
+
+@pytest.mark.parametrize("index", ["a", None, 1.5, True])
+def test_an_index_that_is_no_integer_is_refused(index):
+    with pytest.raises(TypeError, match=f"layer_index is {index!r}; give an integer: layers are counted from 0"):
+        lambda_init(index)
 
 
 @pytest.mark.parametrize(

@@ -2,10 +2,12 @@
 
 import copy
 import json
+import os
 import re
 
 import pytest
 
+from diff_transformer.durable import DiskError
 from diff_transformer.report import ResultsError, write_report
 from diff_transformer.report.claims import interval, two
 from diff_transformer.report.write import render_page
@@ -38,6 +40,13 @@ def test_existing_file_is_kept_unless_told(tmp_path, results):
     assert path.read_text() == "mine"
     write_report(results, path, overwrite=True)
     assert path.read_text().startswith("<!doctype html>")
+
+
+def test_a_folder_that_may_not_be_written_to_is_said_before_the_page_is_made(tmp_path, results, monkeypatch):
+    monkeypatch.setattr(os, "access", lambda path, mode: False)  # no rights bind root
+    with pytest.raises(DiskError, match=f"{tmp_path} may not be written to; choose another --out"):
+        write_report(results, tmp_path / "new" / "page.html")
+    assert not list(tmp_path.iterdir())
 
 
 def test_page_asks_for_nothing_outside_itself(results):

@@ -25,12 +25,14 @@ from diff_transformer.bench.contenders import (
     backend_contenders,
     baselines,
     rivals,
+    sdpa_on,
     softmax_inputs,
     why_it_cannot,
 )
 from diff_transformer.bench.gates import Function, Gate
 from diff_transformer.bench.machine import machine
 from diff_transformer.bench.record import Deadline, collect
+from diff_transformer.bench.room import why_too_large
 from diff_transformer.bench.shapes import Shape
 from diff_transformer.bench.timing import Times, interleaved_times
 from diff_transformer.checks import require_positive
@@ -76,11 +78,27 @@ def run_attention_benchmark(
         with_rivals: also FlashDiffAttn_1 and _2 over the same kernels; on CUDA by default.
         extra: further functions of (q1, q2, k1, k2, v, lam, *, is_causal), by name, timed as backends.
         repeats: turns. seconds: no shape is begun after them. seconds_each: for one function at one shape.
+
+    A shape that takes more than the free memory of the device is a row of the baseline, skipped with both numbers.
+
+    Raises:
+        ValueError: if no shape fits the memory, before anything is allocated.
     """
     require_positive(repeats=repeats, seconds=seconds, seconds_each=seconds_each)
     cuda = torch.device(device).type == "cuda"
     kernels = (list(KERNELS) if cuda else []) if kernels is None else kernels
     with_rivals = cuda if with_rivals is None else with_rivals
+
+    def ours(shape: Shape, dtype: torch.dtype) -> list[str]:
+        names = available_backends(device, dtype) if backends is None else backends
+        return [n for n in names if n != "reference" or shape.length <= LONGEST_REFERENCE]
+
+    def too_large(shape: Shape, dtype: torch.dtype) -> str | None:
+        return why_too_large(shape, dtype, 1 + len(ours(shape, dtype)) + len(extra or {}), device)
+
+    reasons = [too_large(shape, dtype) for dtype in dtypes for shape in shapes]
+    if reasons and None not in reasons:
+        raise ValueError(reasons[0])
     ceiling = ceilings(device, dtypes)
     deadline = Deadline(seconds)
 
@@ -91,16 +109,20 @@ def run_attention_benchmark(
                 yield {"unfinished": f"out of time before {', '.join(f'{s} in {d}' for d, s in left)}"}
                 return
             dtype, shape = left.pop(0)
-            names = available_backends(device, dtype) if backends is None else backends
-            names = [n for n in names if n != "reference" or shape.length <= LONGEST_REFERENCE]
             gate = Gate(shape, dtype, device)
+            reason = too_large(shape, dtype)
+            if reason is not None:
+                skipped = Contender(BASELINE, "baseline", sdpa_on(None), (), shape.causal)
+                yield {**first_fields(skipped, gate), "gate": f"skipped: {reason}"}
+                continue
             contenders = baselines(shape, softmax_inputs(shape, dtype, device), kernels)
-            contenders += backend_contenders(names, gate.full, shape.causal)
+            contenders += backend_contenders(ours(shape, dtype), gate.full, shape.causal)
             contenders += [
                 Contender(name, "backend", f, tuple(gate.full), shape.causal) for name, f in (extra or {}).items()
             ]
             contenders += rivals(gate.full, shape.causal, kernels) if with_rivals else []
             yield from measure(contenders, gate, ceiling, repeats, seconds_each)
+            del contenders, gate  # their memory is free before the next shape is weighed
 
     settings = {
         "repeats": repeats,

@@ -10,6 +10,7 @@ import torch
 from diff_transformer.bench import tables
 from diff_transformer.bench.shapes import default_grid, parse_shapes
 from diff_transformer.checks import require_known
+from diff_transformer.durable import require_writable
 from diff_transformer.ops import available_backends
 
 BENCHMARKS = ("attention", "decode", "throughput", "step")
@@ -35,7 +36,7 @@ def run_bench(
 
     Raises:
         ValueError: for an unknown name or device, or a grid that is none. FileExistsError: if ``out`` exists, before
-        anything runs, unless ``overwrite``.
+        anything runs, unless ``overwrite``. DiskError: if its folder may not be written to.
     """
     require_known("benchmark", name, BENCHMARKS)
     if grid is not None and name != "attention":
@@ -45,8 +46,9 @@ def run_bench(
     if grid is not None:
         parse_shapes(grid)
     out = out or Path("runs", "bench", f"{name}-{device}-{time.strftime('%Y%m%d-%H%M%S')}.json")
+    require_writable(out.parent)
     if out.exists() and not overwrite:
-        raise FileExistsError(f"{out} exists; give another path, or overwrite=True")
+        raise FileExistsError(f"{out} exists; choose another --out, or leave it out for a new file in runs/bench")
     with tables.live(name) as show:
         record = _run(name, full, device, grid, {**options, "out": out, "on_row": show})
     tables.print_failures(record)

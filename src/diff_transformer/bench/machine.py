@@ -6,6 +6,8 @@ import subprocess
 
 import torch
 
+from diff_transformer.bench.host_memory import free_host_memory
+
 QUERY = ("driver_version", "clocks.sm", "clocks.mem", "clocks.max.sm", "power.limit", "temperature.gpu")
 
 
@@ -29,8 +31,10 @@ def machine(device: str) -> dict:
 
 
 def free_memory(device: str | torch.device) -> int:
-    """Free bytes of a CUDA device, after PyTorch has given back what it only kept."""
+    """Free bytes: of a CUDA device, after PyTorch has given back what it only kept; else of the machine."""
     gc.collect()
+    if torch.device(device).type != "cuda":
+        return free_host_memory()
     torch.cuda.empty_cache()
     return torch.cuda.mem_get_info(device)[0]
 

@@ -54,9 +54,11 @@ def live(name: str) -> Generator[Callable[[dict], None]]:
         faint = "dim" if row.get("role") == "baseline" or row.get("side") == "softmax" else ""
         table.add_row(*cells(name, row), style="red" if row.get("gate", "").startswith("failed") else faint)
 
-    with Live(table, console=console, vertical_overflow="visible"):
-        yield show
-    console.print()
+    try:
+        with Live(table, console=console, vertical_overflow="visible"):
+            yield show
+    finally:
+        console.print()  # ends the table's last line, also before an error
 
 
 def cells(name: str, row: dict) -> list[str]:

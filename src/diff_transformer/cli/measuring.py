@@ -64,13 +64,13 @@ def evaluate(
 
 def _evaluate_one(plan, out: Path, resume: bool, bar) -> bool:
     from diff_transformer.evals.command import experiment, load_lm, run_eval, settings_of
+    from diff_transformer.evals.suite import check_models
 
     (name,) = plan.names
+    check_models(plan)
     settings = settings_of(name, plan.options, plan.assignments, quick=plan.quick)
     lm = None
-    if getattr(experiment(name), "NEEDS_MODEL", True):
-        if not plan.models:
-            raise ValueError("no model; give --model with a folder, a name on the hub or a preset")
+    if plan.models:
         lm = load_lm(plan.models[0], device=plan.device, dtype=plan.dtype, batch_size=plan.batch_size)
     result = run_eval(name, lm, settings, out, limit=plan.limit, resume=resume, bar=bar(name))
     if hasattr(experiment(name), "table"):
@@ -217,7 +217,14 @@ def info(
     """Both sides of a preset: parameters by part, FLOPs a token, key/value cache."""
     from rich.console import Console
 
+    from diff_transformer.checks import require_positive
     from diff_transformer.model.info import pair_table, preset_table
     from diff_transformer.recipes import RECIPES
 
+    require_positive(length=length)
+    if preset is None and (length is not None or attention != "diff"):
+        raise ValueError(
+            "--length and --attention are of one preset, and the list of all shows neither; name one, for example "
+            "`diff-transformer info 3B --length 4096`"
+        )
     Console().print(pair_table(preset, length, attention) if preset else preset_table(RECIPES))

@@ -97,9 +97,11 @@ def export(
     dtype: Annotated[str | None, typer.Option(help="float32, bfloat16, float16; the checkpoint's by default.")] = None,
 ):
     """Write a checkpoint with its code, which trust_remote_code loads where this package is not installed."""
+    from diff_transformer.durable import require_writable
     from diff_transformer.inference.export import export as run
 
     quiet()
+    require_writable(out)
     run(model, out, dtype=dtype)
     print(f"model: {out}")
 

@@ -28,8 +28,16 @@ def compare(
 ):
     """Train a DIFF Transformer and its matched Transformer, measure both, write the report with the verdicts."""
     from diff_transformer.compare import compare as run
+    from diff_transformer.model.matching import VARIANTS
 
     quiet()
+    for assignment in assignments or []:
+        if assignment.partition("=")[0].strip() == "model.attention":
+            more = ", ".join(name for name in VARIANTS if name not in ("diff", "softmax"))
+            raise ValueError(
+                f"--set {assignment}: compare trains the pair, diff and softmax, whatever model.attention is; leave it "
+                f"out, give other variants with --variants ({more}), or train one model with `diff-transformer train`"
+            )
     with resumable(out, lambda: any(out.glob(f"members/*/run/{CHECKPOINTS}"))):
         more = [name.strip() for name in variants.split(",") if name.strip()]
         run(configuration(recipe, assignments), out, seeds=seeds, jobs=jobs, resume=resume, variants=more)

@@ -178,8 +178,11 @@ def _check_materials(config: RunConfig):
     for side in SIDES:
         check_model(dataclasses.replace(config, model={**config.model, "attention": side}))
     materials = load_materials(config)
-    filler, digits = Filler(materials.corpus.validation), config.data.needles.digits
-    check_needle_fits(filler, materials.tokenizer, config.evaluation.needles, config.data.length, digits)
+    filler, settings = Filler(materials.corpus.validation), config.evaluation
+    check_needle_fits(
+        filler, materials.tokenizer, settings.needles, config.data.length, config.data.needles.digits,
+        per_cell=settings.samples, seed=settings.seed,
+    )  # fmt: skip
 
 
 def _default_jobs(seeds: int) -> int:

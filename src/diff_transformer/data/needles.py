@@ -105,6 +105,16 @@ def number_range(digits: int) -> tuple[int, int]:
     return (0 if digits == 1 else 10 ** (digits - 1)), 10**digits
 
 
+def least_length(
+    rng: np.random.Generator, tokenizer: PreTrainedTokenizerFast, *, needles: int, queries: int, digits: int = 2
+) -> int:
+    """Tokens of the facts and the question that :func:`make_needle_example` makes with this ``rng`` and a depth: the
+    least ``length`` that it takes."""
+    cities, numbers = draw_facts(rng, needles, digits)
+    facts = [NEEDLE.format(city=city, number=number) for city, number in zip(cities, numbers, strict=True)]
+    return sum(len(encode(tokenizer, text)) for text in (*facts, question(cities[:queries])))
+
+
 def make_needle_example(
     rng: np.random.Generator,
     filler: Filler,

@@ -43,10 +43,10 @@ class Settings:
     """
 
     recipe: str = "demo"
-    set: tuple[str, ...] = ()
+    set: tuple[str, ...] = dataclasses.field(default=(), metadata={"example": ["optim.lr=1e-3"]})
     steps: int | None = None
     seeds: int = 1
-    rows: tuple[str, ...] = ()
+    rows: tuple[str, ...] = dataclasses.field(default=(), metadata={"example": ["transformer", "diff"]})
     folder: str = ""
     jobs: int | None = None
 

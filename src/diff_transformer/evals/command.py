@@ -89,14 +89,19 @@ def _frozen(value: Any) -> Any:
 
 
 def _check_type(name: str, field: dataclasses.Field, value: Any) -> None:
-    """Numbers and truth values are checked against the default; what else a field accepts its experiment checks."""
+    """Numbers and truth values are checked against the default; what else a field accepts its experiment checks.
+
+    A field whose default is no example of its values has one in its metadata, as ``"example"``.
+    """
     default = field.default
     accepted = {bool: (bool,), int: (int,), float: (int, float), str: (str,), tuple: (tuple,)}.get(type(default))
     wrong = accepted is not None and (
         not isinstance(value, accepted) or (isinstance(value, bool) and type(default) is not bool)
     )
     if wrong:
-        raise ValueError(f"{name}: {field.name} is {value!r}; give a value like {default!r}")
+        example = json.dumps(field.metadata.get("example", default))
+        example = f"'{example}'" if '"' in example else example  # a shell would take the inner quotes away
+        raise ValueError(f"{name}: {field.name} is {value!r}; give a value like {example}")
 
 
 def load_lm(

@@ -14,7 +14,7 @@ ones among them. The examples' tokens are read once for each order, whatever the
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -55,8 +55,8 @@ class Settings:
 
     data: str = "python"
     fine: bool = False
-    shots: tuple = ()
-    lengths: tuple = ()
+    shots: tuple = field(default=(), metadata={"example": [1, 10, 100]})
+    lengths: tuple = field(default=(), metadata={"example": [4096]})
     samples: int = 250
     curve_seeds: int = 1
     order_seeds: int = 10

@@ -9,7 +9,7 @@ and in order; numbers and cities are drawn from a stream that training never use
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 
 import numpy as np
 
@@ -20,6 +20,7 @@ from diff_transformer.data.needles import (
     DEPTHS,
     NeedleExample,
     completion,
+    least_length,
     make_needle_example,
     number_range,
     parse_numbers,
@@ -51,7 +52,7 @@ class Settings:
     cells: tuple = ((1, 1), (2, 2), (4, 2), (6, 2))
     depths: tuple = DEPTHS
     length: int = 4096
-    lengths: tuple = ()
+    lengths: tuple = field(default=(), metadata={"example": [64]})
     samples: int = 50
     digits: int = 2
     seed: int = 0
@@ -63,6 +64,7 @@ QUICK = {"length": 128, "cells": ((1, 1),), "samples": 8, "digits": 1}
 def run(lm: LanguageModel, settings: Settings, samples: Samples) -> Result:
     """``diff-transformer eval needle``."""
     lengths = settings.lengths or (settings.length,)
+    require_positive(**{f"lengths[{i}]": each for i, each in enumerate(settings.lengths)})
     check_length(lm, max(lengths), "the longest prompt with its answer")
     filler, side = load_haystack(settings.corpus, lm.tokenizer, max(lengths))
     result = evaluate_needle(
@@ -106,8 +108,12 @@ def evaluate_needle(
     require_positive(length=min(lengths), per_cell=per_cell)
     samples = samples or Samples()
     check_length(lm, max(lengths), "the longest prompt with its answer")
+    prompts = min(per_cell, samples.limit or per_cell)
     for each in lengths:
-        check_needle_fits(filler, lm.tokenizer, settings, each - len(getattr(lm, "prefix", ())), digits)
+        check_needle_fits(
+            filler, lm.tokenizer, settings, each, digits, depths=depths, per_cell=prompts, seed=seed,
+            prefix=len(getattr(lm, "prefix", ())),
+        )  # fmt: skip
     low, high = number_range(digits)
     rows = []
     for needles, queries in settings:
@@ -131,18 +137,31 @@ class _Cell:
     digits: int
     seed: int
 
-    def example(self, filler: Filler, lm: LanguageModel, sample: int) -> NeedleExample:
-        rng = evaluation_rng(self.seed, "needle", self.needles, self.queries, round(100 * self.depth), sample)
-        room = answer_tokens(lm.tokenizer, self.queries, self.digits) + len(getattr(lm, "prefix", ()))
+    def __str__(self) -> str:
+        return f"needle evaluation with N={self.needles}, R={self.queries}, {self.length} tokens"
+
+    def example(self, filler: Filler, tokenizer, sample: int, prefix: int = 0) -> NeedleExample:
+        room = self.length - prefix - answer_tokens(tokenizer, self.queries, self.digits)
         return make_needle_example(
-            rng, filler, lm.tokenizer, length=self.length - room, needles=self.needles, queries=self.queries,
+            self._rng(sample), filler, tokenizer, length=room, needles=self.needles, queries=self.queries,
             depth=self.depth, digits=self.digits,
         )  # fmt: skip
+
+    def least(self, tokenizer, sample: int, prefix: int = 0) -> int:
+        """The least ``length`` that this sample's prompt and answer take."""
+        facts = least_length(
+            self._rng(sample), tokenizer, needles=self.needles, queries=self.queries, digits=self.digits
+        )
+        return prefix + facts + answer_tokens(tokenizer, self.queries, self.digits)
+
+    def _rng(self, sample: int) -> np.random.Generator:
+        return evaluation_rng(self.seed, "needle", self.needles, self.queries, round(100 * self.depth), sample)
 
 
 def _scorer(lm: LanguageModel, filler: Filler, cell: _Cell) -> Callable[[list[int]], list[dict]]:
     def score(numbers: list[int]) -> list[dict]:
-        examples = [cell.example(filler, lm, number) for number in numbers]
+        prefix = len(getattr(lm, "prefix", ()))
+        examples = [cell.example(filler, lm.tokenizer, number, prefix) for number in numbers]
         texts = lm.generate([e.prompt for e in examples], answer_tokens(lm.tokenizer, cell.queries, cell.digits))
         rows = []
         for example, text in zip(examples, texts, strict=True):
@@ -177,17 +196,45 @@ def needle_metrics(rows: Sequence[dict]) -> dict[str, float]:
     return metrics
 
 
-def check_needle_fits(filler: Filler, tokenizer, cells: Sequence[tuple[int, int]], length: int, digits: int):
-    """Raise ValueError if a prompt of one of the cells (N, R) cannot be made in ``length`` tokens."""
-    for needles, queries in cells:
-        room = length - answer_tokens(tokenizer, queries, digits)
-        rng = evaluation_rng(0, "fit", needles, queries)
+def check_needle_fits(
+    filler: Filler,
+    tokenizer,
+    cells: Sequence[tuple[int, int]],
+    length: int,
+    digits: int,
+    *,
+    depths: Sequence[float] = DEPTHS,
+    per_cell: int = 50,
+    seed: int = 0,
+    prefix: int = 0,
+):
+    """Check that the prompts of the cells (N, R) can be made in ``length`` tokens, ``prefix`` and answer included.
+
+    Raises:
+        ValueError: if they cannot, with the least length that all of them take.
+    """
+    longest: list[tuple[int, _Cell, int]] = []  # of each (N, R): tokens of the longest prompt and answer, and which
+    for needles, queries in cells if depths else ():
+        every = [
+            (_Cell(needles, queries, length, depth, digits, seed), sample)
+            for depth in depths
+            for sample in range(per_cell)
+        ]
         try:
-            make_needle_example(
-                rng, filler, tokenizer, length=room, needles=needles, queries=queries, depth=0.5, digits=digits
-            )
+            sizes = [cell.least(tokenizer, sample, prefix) for cell, sample in every]
         except ValueError as error:
-            raise ValueError(f"needle evaluation with N={needles}, R={queries}, {length} tokens: {error}") from error
+            raise ValueError(f"{every[0][0]}: {error}") from error
+        longest.append((max(sizes), *every[sizes.index(max(sizes))]))
+    for least, cell, sample in sorted(longest, key=lambda one: -one[0]):
+        if least > length:
+            raise ValueError(
+                f"{cell}: needles, question and answer take up to {least}; give a length of {least} or more, or fewer "
+                "needles"
+            )
+        try:
+            cell.example(filler, tokenizer, sample, prefix)
+        except ValueError as error:
+            raise ValueError(f"{cell}: {error}") from error
 
 
 def answer_tokens(tokenizer, queries: int, digits: int) -> int:

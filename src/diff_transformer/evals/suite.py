@@ -2,10 +2,11 @@
 
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
+from diff_transformer.durable import require_writable
 from diff_transformer.evals.command import EXPERIMENTS, experiment, label_of, load_lm, run_eval, settings_of
 from diff_transformer.evals.types import Result
 
@@ -58,6 +59,32 @@ def names_of(name: str, quick: bool) -> tuple[str, ...]:
     return (name,)
 
 
+def check_models(plan: Plan) -> None:
+    """Check that there is a model for an experiment that needs one, and none, nor settings of one, where none does.
+
+    Raises:
+        ValueError: otherwise.
+    """
+    if any(_needs_model(name) for name in plan.names):
+        if not plan.models:
+            raise ValueError("no model; give --model with a folder, a name on the hub or a preset")
+        return
+    given = {
+        "--model": bool(plan.models),
+        "--device": plan.device is not None,
+        "--dtype": plan.dtype is not None,
+        "--batch-size": plan.batch_size != Plan.batch_size,
+    }
+    refused = [option for option, is_given in given.items() if is_given]
+    if refused:
+        name = ", ".join(plan.names)
+        settings = ", ".join(field.name for field in fields(experiment(plan.names[0]).Settings))
+        raise ValueError(
+            f"{name} takes no model, so {', '.join(refused)} would change nothing; leave out what is of a model, and "
+            f"set with --set what {name} has: {settings}"
+        )
+
+
 def run_suite(plan: Plan, out: Path, *, resume: bool = False, bar: Callable[[str], Bar] | None = None) -> list[Outcome]:
     """Run every experiment of ``plan`` on every model; write ``out/EXPERIMENT/MODEL.json``.
 
@@ -69,11 +96,11 @@ def run_suite(plan: Plan, out: Path, *, resume: bool = False, bar: Callable[[str
 
     Raises:
         FileExistsError: if ``out`` is not empty and ``resume`` is False, or holds a run of another plan.
+        DiskError: if ``out`` is a file, or may not be written to.
         ValueError: for names, settings or models that do not exist; nothing has run then.
     """
     settings = {name: _settings(plan, name) for name in plan.names}
-    if not plan.models and any(_needs_model(name) for name in plan.names):
-        raise ValueError("no model; give --model with a folder, a name on the hub or a preset")
+    check_models(plan)
     labels = [label_of(model) for model in plan.models]
     if len(set(labels)) < len(labels):
         labels = [str(Path(model)).strip("./~").replace("/", "_") for model in plan.models]
@@ -126,6 +153,7 @@ def _settings(plan: Plan, name: str) -> Any:
 def _open_folder(out: Path, plan: Plan, resume: bool) -> None:
     request = json.loads(json.dumps({**plan.__dict__, "names": list(plan.names), "models": list(plan.models)}))
     path = out / "request.json"
+    require_writable(out)
     if path.exists() and resume:
         from diff_transformer.checks import differences
 

@@ -97,9 +97,14 @@ class Attention(nn.Module):
 
         Raises:
             TypeError: for another argument, such as ``attn_mask``.
+            ValueError: for hidden states or a context that are no batch of sequences, and for arguments that exclude
+                one another.
         """
         if options and cache is None:
             refuse_keywords(type(self).__name__, options, _arguments(self))
+        _check_sequences("hidden_states", hidden_states, "hidden_size")
+        if context is not None:
+            _check_sequences("context", context, "context_size")
         queries = hidden_states.shape[1]
         source = hidden_states if context is None else context
         q = _by_head(self.q_proj(hidden_states), self.head_dim)  # [B, T, query heads, d]
@@ -220,7 +225,8 @@ class DiffAttention(Attention):
         value_head_dim: another width of a value head.
         context_size: width of the context in cross-attention; ``hidden_size`` if None.
         is_causal: whether a query sees only keys up to its own position, aligned to the lower right corner.
-        rope_theta: base of the rotary embedding; None for none (vision, cross-attention, positions of your own).
+        rope_theta: base of the rotary embedding, above 0; None for none (vision, cross-attention, positions of your
+            own).
         layer_index: depth, counted from 0, for ``lambda_init="depth"``; also the layer's place in a cache.
         lambda_init: ``"depth"`` or a constant below 1.
         window: with ``is_causal``, each query sees its last ``window`` keys, its own included; all if None.
@@ -231,8 +237,9 @@ class DiffAttention(Attention):
     ``forward`` returns ``(out, weights or None)``, as ``torch.nn.MultiheadAttention`` does.
 
     Raises:
-        ValueError: for head counts that are odd or do not divide, unknown values, and arguments that exclude one
-            another.
+        TypeError: for a size that is no number.
+        ValueError: for sizes that are not positive, head counts that are odd or do not divide, unknown values, and
+            arguments that exclude one another.
     """
 
     def __init__(
@@ -268,6 +275,7 @@ class DiffAttention(Attention):
             signal_heads_per_noise_head=signal_heads_per_noise_head,
             context_size=context_size,
             window=window,
+            rope_theta=rope_theta,
         )
         if head_dim is None and hidden_size % num_heads:
             raise ValueError(f"hidden_size {hidden_size} is not divisible by num_heads {num_heads}; give head_dim")
@@ -318,6 +326,12 @@ class DiffAttention(Attention):
 def _arguments(layer: Attention) -> list[str]:
     named = inspect.signature(layer.forward).parameters.values()
     return [parameter.name for parameter in named if parameter.kind is not parameter.VAR_KEYWORD]
+
+
+def _check_sequences(name: str, x: Tensor, width: str):
+    if x.dim() != 3:
+        hint = "; for one sequence x give x[None]" if x.dim() == 2 else ""
+        raise ValueError(f"{name} has shape {list(x.shape)}; accepted: [batch, length, {width}]{hint}")
 
 
 def _by_head(x: Tensor, width: int) -> Tensor:

@@ -74,6 +74,7 @@ class DiffTransformerConfig(PreTrainedConfig):
             in the cache, whose memory it bounds; None for all keys.
 
     Raises:
+        TypeError: for a size that is no number.
         ValueError: for sizes that are not positive or do not divide, unknown values, and unknown keys.
     """
 

@@ -1,6 +1,7 @@
 """lambda: the weight of the second map. It is computed here and nowhere else (section 2.1, equation 2)."""
 
 import math
+import operator
 
 import torch
 from torch import Tensor, nn
@@ -15,10 +16,20 @@ def lambda_init(layer_index: int, depth_offset: int = 0) -> float:
 
     The paper counts layers from 1 and writes ``exp(-0.3 (l - 1))``: the same number. ``depth_offset`` is added to i:
     with -1, as some published checkpoints have it, layer 0 starts below 0, at -0.0099.
+
+    Raises:
+        TypeError: for a ``layer_index`` that is no integer.
+        ValueError: for a ``layer_index`` below 0.
     """
-    if layer_index < 0:
+    try:
+        index = None if isinstance(layer_index, bool) else operator.index(layer_index)
+    except TypeError:
+        index = None
+    if index is None:
+        raise TypeError(f"layer_index is {layer_index!r}; give an integer: layers are counted from 0")
+    if index < 0:
         raise ValueError(f"layer_index is {layer_index}; layers are counted from 0")
-    return 0.8 - 0.6 * math.exp(-0.3 * (layer_index + depth_offset))
+    return 0.8 - 0.6 * math.exp(-0.3 * (index + depth_offset))
 
 
 def check_lambda_init(value: str | float) -> None:

@@ -6,6 +6,7 @@ from importlib.resources import files
 from pathlib import Path
 from string import Template
 
+from diff_transformer.durable import require_writable
 from diff_transformer.report.caveats import caveats_section
 from diff_transformer.report.claims import bears_on, claim_links, claims_section
 from diff_transformer.report.figures import IN_ORDER
@@ -35,10 +36,11 @@ def write_report(results: dict | Path | str, path: Path | str, *, overwrite: boo
 def save_page(render: Callable[[], str], path: Path | str, *, overwrite: bool = False) -> Path:
     """Write what ``render`` gives to ``path``, whole or not at all.
 
-    Raises FileExistsError, before rendering, when ``path`` exists and ``overwrite`` is False, and ResultsError for a
-    page above 3 MB.
+    Raises, before rendering, FileExistsError when ``path`` exists and ``overwrite`` is False and DiskError when its
+    folder may not be written to, and ResultsError for a page above 3 MB.
     """
     path = Path(path)
+    require_writable(path.parent)
     if path.exists() and not overwrite:
         raise FileExistsError(f"{path} exists; give another path, or --overwrite (overwrite=True) to replace it")
     page = render().encode("utf-8")

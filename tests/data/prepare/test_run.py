@@ -21,6 +21,7 @@ from diff_transformer.data.prepare.run import prepare
 from diff_transformer.data.prepare.verify import verify
 from diff_transformer.data.shards import Shards, load_prepared_tokenizer, read_manifest
 from diff_transformer.data.tokenizer import byte_tokenizer, encode, tokenizer_hash
+from diff_transformer.durable import DiskError
 
 END = 256
 
@@ -399,6 +400,15 @@ def test_a_folder_that_is_not_complete_or_not_ours_is_refused(tmp_path, rows, mo
     (tmp_path / "manifest.json").write_text('{"format": "something else", "version": 1}')
     with pytest.raises(ValueError, match=r"is of format .*something else"):
         Shards(tmp_path, "train")
+
+
+def test_an_out_that_may_not_be_written_to_is_said_before_anything_is_read(tmp_path, rows, monkeypatch):
+    (tmp_path / "file").write_text("mine")
+    with pytest.raises(DiskError, match="file is a file; choose another --out"):
+        prepare(rows, tmp_path / "file")
+    monkeypatch.setattr(os, "access", lambda path, mode: False)  # no rights bind root
+    with pytest.raises(DiskError, match=f"{tmp_path} may not be written to; choose another --out"):
+        prepare(dataclasses.replace(rows, sources=("/nowhere",)), tmp_path / "out")
 
 
 def test_settings_are_checked_before_anything_is_written(tmp_path, rows):

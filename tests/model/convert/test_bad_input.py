@@ -9,6 +9,7 @@ import torch
 from safetensors.torch import save_file
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
+from diff_transformer.durable import DiskError
 from diff_transformer.model.convert import convert_folder, layout_of
 from diff_transformer.model.convert import write as writing
 from diff_transformer.model.convert.checkpoint import Checkpoint
@@ -187,6 +188,11 @@ def test_an_out_that_is_a_file_is_left_alone(llama, tmp_path):
     (tmp_path / "out").write_text("kept")
     refused(llama, "out is a file; choose a folder", FileExistsError)
     assert (tmp_path / "out").read_text() == "kept"
+
+
+def test_an_out_that_may_not_be_made_is_said_before_anything_is_read(llama, tmp_path, monkeypatch):
+    monkeypatch.setattr(os, "access", lambda path, mode: False)  # no rights bind root
+    refused(llama, f"{tmp_path} may not be written to; choose another --out", DiskError)
 
 
 def test_a_folder_filled_meanwhile_is_left_alone(llama, tmp_path):

@@ -30,6 +30,7 @@ from diff_transformer.data.prepare.units import Unit, units
 from diff_transformer.data.prepare.workers import Task, shards
 from diff_transformer.data.shards import FORMAT, SIDES, VERSION, read_manifest
 from diff_transformer.data.tokenizer import load_tokenizer
+from diff_transformer.durable import require_writable
 
 
 @dataclass
@@ -64,11 +65,13 @@ def prepare(
         FileExistsError: if ``out`` holds a finished shard and ``resume`` is False, or holds something else.
         FileNotFoundError, ValueError: for sources or a tokenizer that cannot be had, text that cannot be read, a side
             of the split without a document, or an ``out`` of another plan, naming the differences.
+        DiskError: if ``out`` is a file, or may not be written to.
         RuntimeError: if another process is at work in ``out``, or one of its processes was killed.
     """
     out = Path(out)
     config.validate()
     require_positive(jobs=jobs)
+    require_writable(out)
     fresh = is_new(out)
     if not fresh and not resume:
         raise FileExistsError(f"{out} {_what_is_in(out)}")

@@ -53,6 +53,7 @@ def convert_folder(
     Raises:
         ValueError: for layouts that are not known, or a checkpoint that is not of the layout, or cannot be held.
         FileNotFoundError, FileExistsError: if ``source`` is no folder of a model, or ``out`` is not empty.
+        DiskError: if the folder around ``out`` may not be written to, or has no room.
     """
     _check_names(origin, target)
     cast = _dtype(dtype)

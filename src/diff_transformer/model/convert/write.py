@@ -12,7 +12,7 @@ import torch
 from huggingface_hub import split_torch_state_dict_into_shards
 from safetensors.torch import save_file
 
-from diff_transformer.durable import flush_tree, require_room
+from diff_transformer.durable import flush_tree, require_room, require_writable
 from diff_transformer.model.convert.plan import Source
 
 SHARD_BYTES = 2 * 10**9
@@ -24,7 +24,13 @@ _LICENCES = ("LICENSE*", "LICENCE*", "NOTICE*")
 
 
 def require_free(out: Path) -> None:
-    """Raise FileExistsError if ``out`` is a file or a folder that holds anything."""
+    """Check that a new folder ``out`` can be moved to its place.
+
+    Raises:
+        FileExistsError: if ``out`` is a file or a folder that holds anything.
+        DiskError: if the folder around it may not be written to.
+    """
+    require_writable(out.parent)
     if out.is_file():
         raise FileExistsError(f"{out} is a file; choose a folder")
     if out.exists() and any(out.iterdir()):
@@ -39,6 +45,7 @@ def new_folder(out: Path) -> Generator[Path]:
 
     Raises:
         FileExistsError: if ``out`` is not empty, before the block or after it.
+        DiskError: if the folder around it may not be written to.
     """
     require_free(out)
     partial = out.absolute().with_name(f".{out.absolute().name}.partial-{secrets.token_hex(4)}")
