@@ -7,7 +7,7 @@ import torch
 from diff_transformer import DiffAttention, DiffTransformerForCausalLM
 from diff_transformer.bench.attention import run_attention_benchmark
 from diff_transformer.bench.throughput import measure_throughput
-from diff_transformer.checks import require_positive
+from diff_transformer.checks import first_line, listed, require_port, require_positive
 from diff_transformer.data.corpus import Document
 from diff_transformer.data.filler import Filler
 from diff_transformer.data.mixture import Mixture
@@ -32,6 +32,32 @@ def test_names_and_values_are_said():
 def test_what_is_no_number_is_said_with_its_name(value):
     with pytest.raises(TypeError, match=r"^size is .*; give a positive number$"):
         require_positive(size=value)
+
+
+def test_ports():
+    for port in (0, 1, 65535):
+        require_port(port)
+    for port in (-1, 65536, 99999):
+        with pytest.raises(ValueError, match=rf"port is {port}; give 0 \(any that is free\) to 65535"):
+            require_port(port)
+
+
+def test_long_lists_end_in_a_count():
+    assert listed(["a", "b"]) == "a, b"
+    assert listed([f"n{i}" for i in range(11)]) == "n0, n1, n2, n3, n4, n5, n6, n7 and 3 more"
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (ValueError("one\ntwo"), "one"),
+        (OSError(), "OSError"),
+        (KeyError("added_tokens"), "KeyError: 'added_tokens'"),
+        (Exception("\n no such thing "), "no such thing"),
+    ],
+)
+def test_the_first_line_of_an_error_tells_what_it_is(error, said):
+    assert first_line(error) == said
 
 
 @pytest.fixture(scope="module")

@@ -6,10 +6,13 @@ import sys
 
 import pytest
 import torch
+import typer
 from transformers import LlamaConfig, LlamaForCausalLM
+from typer.testing import CliRunner
 
 import diff_transformer
 from diff_transformer import DiffTransformerForCausalLM
+from diff_transformer.cli import app
 from diff_transformer.data.tokenizer import byte_tokenizer
 from diff_transformer.model.presets import preset
 
@@ -174,19 +177,37 @@ def test_errors_are_messages(arguments, message, tmp_path, monkeypatch):
 
 
 def test_export_says_before_it_reads_a_model_that_a_folder_may_not_be_written_to(tmp_path, monkeypatch):
-    from typer.testing import CliRunner
-
-    from diff_transformer.cli import app
-
     monkeypatch.setattr(os, "access", lambda path, mode: False)  # no rights bind root
     failed = CliRunner().invoke(app, ["export", "/nowhere/m", "--out", str(tmp_path / "out")])
     assert f"{tmp_path} may not be written to; choose another --out" in str(failed.exception)
 
 
-def test_help_names_every_experiment():
-    import typer
+def test_what_several_processes_would_refuse_is_said_once(tmp_path):
+    command = ("train", "--recipe", "debug", "--set", "train.parallel.devices=3", "--set", "train.steps=2")
+    out = cli(*command, "--out", tmp_path / "x")
+    assert out.returncode == 2
+    assert out.stderr.startswith("error: train.batch_size 8 is not divisible by 3")
+    assert out.stderr.count("divisible") == 1
+    assert "Traceback" not in out.stderr
+    assert not (tmp_path / "x").exists()
 
-    from diff_transformer.cli import app
+
+@pytest.mark.parametrize("command", [("report", "x", "--out", "y"), ("serve", "x")])
+def test_a_port_is_checked_before_anything_is_read(command):
+    out = CliRunner().invoke(app, [*command, "--port", "99999"])
+    assert out.exit_code == 2
+    assert "Invalid value for '--port'" in out.output
+
+
+def test_help_names_every_dtype_of_a_conversion():
+    from diff_transformer.model.convert.command import DTYPES
+
+    said = next(p.help for p in typer.main.get_command(app).commands["convert"].params if p.name == "dtype")
+    *most, last = DTYPES
+    assert said.startswith(f"{', '.join(most)} or {last} for")
+
+
+def test_help_names_every_experiment():
     from diff_transformer.evals.command import EXPERIMENTS
 
     said = next(p.help for p in typer.main.get_command(app).commands["eval"].params if p.name == "name")

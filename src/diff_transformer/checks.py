@@ -1,7 +1,10 @@
 """The checks that everything with a size, or with a name to choose, needs."""
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+
+LAST_PORT = 65535
+_SHOWN = 8  # names of one kind in a message; the rest is a count
 
 
 def require_positive(**sizes: float | None) -> None:
@@ -20,6 +23,27 @@ def require_positive(**sizes: float | None) -> None:
             raise TypeError(f"{name} is {value!r}; give a positive number") from None
         if not positive:
             raise ValueError(f"{name} is {value}; it must be positive")
+
+
+def require_port(port: int) -> None:
+    """Raise ValueError unless ``port`` is one that a server can listen at, or 0 for any that is free."""
+    if not 0 <= port <= LAST_PORT:
+        raise ValueError(f"port is {port}; give 0 (any that is free) to {LAST_PORT}")
+
+
+def listed(names: Sequence[str]) -> str:
+    """Names for a message: the first few, and how many more."""
+    more = len(names) - _SHOWN
+    return ", ".join(names[:_SHOWN]) + (f" and {more} more" if more > 0 else "")
+
+
+def first_line(error: Exception) -> str:
+    """What an exception of another library says, for a message; its type where that says nothing by itself."""
+    kind, said = type(error).__name__, str(error).strip()
+    if not said:
+        return kind
+    line = said.splitlines()[0]
+    return f"{kind}: {line}" if isinstance(error, LookupError | AttributeError | TypeError) else line
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:

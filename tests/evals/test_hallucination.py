@@ -7,6 +7,7 @@ import math
 import pytest
 import torch
 from transformers import (
+    ByT5Tokenizer,
     DiffLlamaConfig,
     DiffLlamaForCausalLM,
     GPT2Config,
@@ -160,6 +161,16 @@ def test_cutting_keeps_as_much_as_fits():
     assert (fitted.prompt, fitted.kept, fitted.tokens, fitted.truncated) == ("<abcdefghijklmnopqr>", 18, 26, True)
     whole = fit_document(tokenizer, "short", lambda text: f"<{text}>", 7)
     assert (whole.prompt, whole.truncated) == ("<short>", False)
+
+
+@pytest.mark.parametrize("document", ["short", "a long text " * 100])
+def test_a_tokenizer_without_a_fast_backend_is_refused(document):
+    wanted = "ByT5Tokenizer has no fast backend; give a tokenizer saved with tokenizer.json"
+    with pytest.raises(ValueError, match=wanted):
+        fit_document(ByT5Tokenizer(), document, lambda text: f"<{text}>", 60)
+    lm = CausalLM(model("llama"), ByT5Tokenizer(), "slow")
+    with pytest.raises(ValueError, match=wanted):
+        evaluate_hallucination(lm, {"s": [GroundedItem("summary", document)]}, ContainmentJudge(), summary_tokens=8)
 
 
 def test_an_interrupted_run_ends_as_an_uninterrupted_one(tmp_path):

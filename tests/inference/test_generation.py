@@ -4,11 +4,11 @@ from functools import partial
 
 import pytest
 import torch
-from transformers import DynamicCache, StaticCache
+from transformers import ByT5Tokenizer, DynamicCache, StaticCache
 
 from diff_transformer import DiffTransformerForCausalLM, diff_attention_decode
 from diff_transformer.data.tokenizer import byte_tokenizer
-from diff_transformer.inference.generation import Settings, generate, left_padded
+from diff_transformer.inference.generation import Settings, TextPieces, generate, left_padded
 from diff_transformer.model import cores
 from diff_transformer.model.config import ATTENTIONS
 from diff_transformer.model.presets import preset
@@ -28,9 +28,10 @@ def make(attention="diff", seed=0, **fields):
         "embedding_initializer_range": 1.0,
         "output_initializer_range": 0.1,
         "tie_word_embeddings": False,
+        "vocab_size": 258,
         **fields,
     }
-    return DiffTransformerForCausalLM(preset("debug", attention=attention, vocab_size=258, **fields)).eval()
+    return DiffTransformerForCausalLM(preset("debug", attention=attention, **fields)).eval()
 
 
 def tokens(rows=2, length=20):
@@ -207,14 +208,41 @@ def test_streaming_gives_the_text_piece_by_piece(attention):
 
 
 def test_a_character_streams_only_when_it_is_whole():
-    from diff_transformer.inference.generation import TextPieces
-
     pieces = []
     streamer = TextPieces(byte_tokenizer(), pieces.append)
     streamer.put(torch.tensor([list(b"prompt")]))
     for byte in "é 😀!".encode():
         streamer.put(torch.tensor([byte]))
     streamer.put(torch.tensor([*"ü".encode(), 0xC3]))
+    streamer.end()
+    assert pieces == ["é", " ", "😀", "!", "ü", "�"]
+
+
+class SlowTokenizer(ByT5Tokenizer):
+    """As tokenizers written in Python are that replace what is no character."""
+
+    def convert_tokens_to_string(self, tokens):
+        return b"".join(bytes([ord(token)]) for token in tokens).decode(errors="replace")
+
+
+@pytest.mark.parametrize("kind", [ByT5Tokenizer, SlowTokenizer])
+def test_a_tokenizer_without_a_fast_backend_streams_the_same_text(kind):
+    model, tokenizer, pieces = make(vocab_size=384, seed=1), kind(), []
+    model.generation_config.eos_token_id = None
+    settings = Settings(40, temperature=2.0, seed=3)
+    (text,) = generate(model, tokenizer, ["wörld"], settings, on_text=pieces.append)
+    assert "".join(pieces) == text
+    assert len(pieces) > 5
+    assert generate(model, tokenizer, ["wörld"], settings) == [text]
+
+
+def test_without_a_fast_backend_too_a_character_streams_only_when_it_is_whole():
+    pieces, tokenizer = [], SlowTokenizer()
+    streamer = TextPieces(tokenizer, pieces.append)
+    streamer.put(torch.tensor([tokenizer.encode("prompt")]))
+    for token in tokenizer.encode("é 😀!", add_special_tokens=False):
+        streamer.put(torch.tensor([token]))
+    streamer.put(torch.tensor([*tokenizer.encode("ü", add_special_tokens=False), 3 + 0xC3]))
     streamer.end()
     assert pieces == ["é", " ", "😀", "!", "ü", "�"]
 

@@ -1,18 +1,35 @@
 """Models are read from safetensors alone; what else there is, is refused in words."""
 
 import json
+import logging
 import pickle
+import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import save_file
-from transformers import AutoModelForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    BertConfig,
+    BertModel,
+    DiffLlamaConfig,
+    DiffLlamaForCausalLM,
+    GPT2Config,
+    GPT2LMHeadModel,
+    GPT2Model,
+    LlamaConfig,
+    LlamaForCausalLM,
+    OPTConfig,
+    OPTForCausalLM,
+)
 
 from diff_transformer import DiffTransformerForCausalLM
-from diff_transformer.data.tokenizer import byte_tokenizer
+from diff_transformer.data.tokenizer import byte_tokenizer, load_tokenizer
 from diff_transformer.evals.command import load_lm
+from diff_transformer.model.convert.checkpoint import Checkpoint
 from diff_transformer.model.int8 import int8_config, quantize_int8, weight_bytes
 from diff_transformer.model.loading import load_model, read_model
 from diff_transformer.model.presets import preset
@@ -36,6 +53,24 @@ def save(folder, attention="diff", **fields):
     model.save_pretrained(folder)
     byte_tokenizer().save_pretrained(folder)
     return model
+
+
+SIZES = {"vocab_size": 258, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+
+
+def edit(folder, **fields):
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | fields))
+
+
+@pytest.fixture
+def reported():
+    """What transformers says of its loading."""
+    said, watch, logger = [], logging.Handler(), logging.getLogger("transformers.modeling_utils")
+    watch.emit = lambda record: said.append(record.getMessage())
+    logger.addHandler(watch)
+    yield said
+    logger.removeHandler(watch)
 
 
 def tokens():
@@ -80,6 +115,111 @@ def test_shards_are_read(tmp_path):
     model.save_pretrained(tmp_path / "shards", max_shard_size="20KB")
     assert len(list((tmp_path / "shards").glob("*.safetensors"))) > 2
     assert torch.equal(read_model(tmp_path / "shards").eval()(tokens()).logits, model(tokens()).logits)
+
+
+def test_weights_that_are_missing_are_not_made_up(tmp_path, reported):
+    save(tmp_path)
+    layers = json.loads((tmp_path / "config.json").read_text())["num_hidden_layers"]
+    edit(tmp_path, num_hidden_layers=layers + 1)
+    wanted = rf"not all of those that DiffTransformerForCausalLM has .*: \d+ missing: model\.layers\.{layers}\."
+    for read in (read_model, load_lm):
+        with pytest.raises(ValueError, match=wanted) as caught:
+            read(str(tmp_path))
+    assert re.search(r" and \d+ more\. They would be random; give a causal language model with", str(caught.value))
+    assert not [said for said in reported if "MISSING" in said]
+
+
+def test_weights_of_another_shape_are_named_with_both(tmp_path):
+    LlamaForCausalLM(LlamaConfig(**SIZES, intermediate_size=48)).save_pretrained(tmp_path)
+    edit(tmp_path, intermediate_size=64)
+    wanted = r"6 of another shape: model\.layers\.0\.mlp\.down_proj\.weight \(32, 48\) \(expected \(32, 64\)\), "
+    with pytest.raises(ValueError, match=wanted):
+        read_model(tmp_path)
+
+
+def test_a_shard_that_is_lost_is_named(tmp_path):
+    save(tmp_path).save_pretrained(tmp_path / "shards", max_shard_size="20KB")
+    first, *others = sorted((tmp_path / "shards").glob("*.safetensors"))
+    first.unlink()
+    wanted = rf"lacks 1 of the {len(others) + 1} files its index names: {re.escape(first.name)}; copy or download"
+    with pytest.raises(FileNotFoundError, match=wanted):
+        read_model(tmp_path / "shards")
+
+
+def test_a_shard_that_the_index_forgot_is_missed(tmp_path):
+    model = LlamaForCausalLM(LlamaConfig(**SIZES, intermediate_size=48))
+    model.save_pretrained(tmp_path, max_shard_size="20KB")
+    index = tmp_path / "model.safetensors.index.json"
+    known = json.loads(index.read_text())
+    lost = known["weight_map"]["lm_head.weight"]
+    known["weight_map"] = {name: file for name, file in known["weight_map"].items() if file != lost}
+    index.write_text(json.dumps(known))
+    with pytest.raises(ValueError, match=r"missing: lm_head\.weight"):
+        read_model(tmp_path)
+
+
+def test_a_model_without_its_head_is_refused(tmp_path):
+    BertModel(BertConfig(**SIZES)).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=r"BertLMHeadModel has .* missing: cls\.predictions\.bias, "):
+        read_model(tmp_path)
+
+
+def test_what_the_checkpoint_has_besides_is_reported_and_no_error(tmp_path, reported):
+    model = LlamaForCausalLM(LlamaConfig(**SIZES, intermediate_size=48))
+    state = {**model.state_dict(), "extra.weight": torch.zeros(1)}
+    model.save_pretrained(tmp_path)
+    save_file(state, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    read_model(tmp_path)
+    assert any("extra.weight" in said for said in reported)
+
+
+SMALL_GPT2 = GPT2Config(vocab_size=258, n_positions=64, n_embd=32, n_layer=2, n_head=2)
+WHOLE = {
+    **{f"ours {kind} tied={tied}": (kind, tied) for kind in ("diff", "softmax", "diff_v2") for tied in (False, True)},
+    "gpt2": lambda: GPT2LMHeadModel(SMALL_GPT2),
+    "gpt2 without a head, which is the embedding": lambda: GPT2Model(SMALL_GPT2),
+    "opt": lambda: OPTForCausalLM(OPTConfig(**SIZES, ffn_dim=48, word_embed_proj_dim=32, max_position_embeddings=64)),
+    "diffllama": lambda: DiffLlamaForCausalLM(DiffLlamaConfig(**SIZES, intermediate_size=48)),
+    "llama": lambda: LlamaForCausalLM(LlamaConfig(**SIZES, intermediate_size=48)),
+    "llama tied": lambda: LlamaForCausalLM(LlamaConfig(**SIZES, intermediate_size=48, tie_word_embeddings=True)),
+}
+
+
+@pytest.mark.parametrize("kind", WHOLE)
+def test_tied_weights_are_not_missing(tmp_path, kind):
+    make = WHOLE[kind]
+    if isinstance(make, tuple):
+        model = save(tmp_path, make[0], tie_word_embeddings=make[1])
+    else:
+        model = make().eval()
+        model.save_pretrained(tmp_path)
+    state, read = model.state_dict(), read_model(tmp_path).state_dict()
+    prefix = "" if next(iter(state)) in read else "transformer."
+    assert all(torch.equal(value, read[prefix + name]) for name, value in state.items())
+
+
+@pytest.mark.parametrize("kept", [5, -100])
+def test_damaged_safetensors_are_named(tmp_path, kept):
+    save(tmp_path / "whole").save_pretrained(tmp_path / "shards", max_shard_size="20KB")
+    for folder, name in (("whole", "model.safetensors"), ("shards", "model-00002-of-")):
+        path = next(path for path in (tmp_path / folder).glob("*.safetensors") if path.name.startswith(name))
+        path.write_bytes(path.read_bytes()[:kept])
+        wanted = rf"{re.escape(str(path))} cannot be read as safetensors \(.*\); copy or download it again"
+        for read in (read_model, lambda folder: Checkpoint(Path(folder))):
+            with pytest.raises(ValueError, match=wanted):
+                read(str(tmp_path / folder))
+
+
+@pytest.mark.parametrize(
+    "content", ["{}", "[]", "{", '{"added_tokens": []}', '{"added_tokens": [], "model": {"type": "Nothing"}}']
+)
+def test_a_damaged_tokenizer_is_refused(tmp_path, content):
+    save(tmp_path)
+    (tmp_path / "tokenizer.json").write_text(content)
+    with pytest.raises(ValueError, match=rf"{re.escape(str(tmp_path))} has no tokenizer that can be read \(.+\); save"):
+        load_model(str(tmp_path))
+    with pytest.raises(ValueError, match=rf"no tokenizer at '{re.escape(str(tmp_path))}'"):
+        load_tokenizer(tmp_path)
 
 
 def test_the_hub_is_asked_once(monkeypatch):
@@ -255,7 +395,6 @@ print(AutoConfig.for_model("diff_transformer", **sizes).num_diff_heads)
 def test_no_other_file_reads_weights():
     """``from_pretrained`` of a model is called in one place, and nothing unpickles."""
     import ast
-    from pathlib import Path
 
     import diff_transformer
 

@@ -177,6 +177,12 @@ def test_a_taken_port_is_said(port):
         make_server("", entry, port=port)
 
 
+def test_a_port_that_is_none_is_said(tmp_path):
+    for opened in (lambda: make_server("", entry, port=99999), lambda: serve.serve_report(tmp_path, port=99999)):
+        with pytest.raises(ValueError, match="port is 99999; give 0"):
+            opened()
+
+
 def test_the_policy_names_the_script_of_a_real_page_alone(results):
     page = render_page(results, {"models": [{"name": "diff-seed0", "seed": 0}], "tokens": 256, "bytes": 8192})
     assert len(re.findall("'sha256-", content_policy(page))) == 1

@@ -1,6 +1,7 @@
 """The endpoint on loopback: OpenAI's own client, streams, load, bad requests, the end."""
 
 import json
+import shutil
 import signal
 import socket
 import subprocess
@@ -13,6 +14,7 @@ import pytest
 
 pytest.importorskip("openai", reason="serving is an extra: pip install 'diff-transformer[serving]'")
 from openai import NotFoundError, OpenAI
+from transformers import ByT5Tokenizer
 
 from diff_transformer import DiffTransformerForCausalLM
 from diff_transformer.data.tokenizer import byte_tokenizer
@@ -195,6 +197,48 @@ def test_dint_has_no_place_in_the_paged_cache(tmp_path):
     byte_tokenizer().save_pretrained(tmp_path)
     with pytest.raises(ValueError, match="attention='dint' keeps a running sum beside keys and values"):
         make_server(str(tmp_path), continuous_batching=True)
+
+
+def test_a_port_that_is_none_is_said_before_anything_is_loaded():
+    with pytest.raises(ValueError, match="port is 99999; give 0"):
+        make_server("/nowhere/model", port=99999)
+
+
+def test_a_name_that_is_no_model(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    with pytest.raises(FileNotFoundError) as caught:
+        make_server("nofolder")
+    assert "no model called nofolder (" in str(caught.value)
+    assert "give a folder written by save_pretrained, or a name on the hub" in str(caught.value)
+    assert "preset" not in str(caught.value)
+
+
+def test_damaged_models_are_refused(model_folder, tmp_path):
+    def copy(name):
+        return shutil.copytree(model_folder, tmp_path / name)
+
+    short = copy("short")
+    settings = json.loads((short / "config.json").read_text())
+    (short / "config.json").write_text(json.dumps(settings | {"num_hidden_layers": 2}))
+    with pytest.raises(ValueError, match=r"missing: model\.layers\.1\."):
+        make_server(str(short))
+    cut = copy("cut") / "model.safetensors"
+    cut.write_bytes(cut.read_bytes()[:-10])
+    with pytest.raises(ValueError, match=r"cut/model\.safetensors cannot be read as safetensors"):
+        make_server(str(cut.parent))
+    pickled = copy("pickled")
+    (pickled / "model.safetensors").rename(pickled / "pytorch_model.bin")
+    with pytest.raises(ValueError, match=r"holds pytorch_model\.bin and no safetensors"):
+        make_server(str(pickled))
+    (copy("words") / "tokenizer.json").write_text("{}")
+    with pytest.raises(ValueError, match="words has no tokenizer that can be read"):
+        make_server(str(tmp_path / "words"))
+    slow = copy("slow")
+    (slow / "tokenizer.json").unlink()
+    ByT5Tokenizer().save_pretrained(slow)
+    with pytest.raises(ValueError, match="ByT5Tokenizer has no fast backend"):
+        make_server(str(slow))
 
 
 def test_folders_that_are_no_models(model_folder, tmp_path):

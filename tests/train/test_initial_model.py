@@ -2,13 +2,13 @@
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig
 
 from diff_transformer.model.convert import softmax_to_diff
 from diff_transformer.recipes import recipe
 from diff_transformer.train.config import override
 from diff_transformer.train.loop import train
-from diff_transformer.train.materials import build_model, load_materials
+from diff_transformer.train.materials import build_model, check_model, load_materials
 from diff_transformer.train.metrics import read_metrics
 
 
@@ -103,6 +103,27 @@ def test_another_tokenizer_is_refused(config, trained):
 def test_a_run_that_says_nothing_of_its_model_is_refused():
     with pytest.raises(ValueError, match=r"nothing says what the model is; give train.initial_model"):
         load_materials(recipe("uptrain"))
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        (LlamaConfig, r"a 'llama' model and not one of this package; make one of it with `diff-transformer convert "),
+        (
+            GPT2Config,
+            r"a 'gpt2' model and not .*; give one of it, or of a kind that diff-transformer convert reads: .*llama",
+        ),
+    ],
+)
+def test_a_model_of_another_library_is_named_with_what_to_do(config, tmp_path, kind, message):
+    kind().save_pretrained(tmp_path / "its folder")
+    silent = initial(config, tmp_path / "its folder")
+    silent.model = {}
+    for check, run in ((check_model, initial(config, tmp_path / "its folder")), (load_materials, silent)):
+        with pytest.raises(ValueError, match=message) as caught:
+            check(run)
+    if kind is LlamaConfig:
+        assert f"convert '{tmp_path}/its folder' --out NEW` and set train.initial_model=NEW" in str(caught.value)
 
 
 def test_a_folder_without_a_model_is_refused(config, trained, tmp_path):

@@ -6,7 +6,7 @@ import torch
 from diff_transformer.model.config import DiffTransformerConfig
 from diff_transformer.recipes import recipe
 from diff_transformer.train import launch
-from diff_transformer.train.config import ParallelConfig, override
+from diff_transformer.train.config import override
 from diff_transformer.train.launch import start_processes
 from diff_transformer.train.loop import train
 from diff_transformer.train.materials import load_materials
@@ -77,12 +77,12 @@ def test_one_process_where_several_are_asked_for(tmp_path, monkeypatch):
     assert not (tmp_path / "run").exists()
 
 
-def test_the_command_line_becomes_torchrun(monkeypatch):
+def test_the_command_line_becomes_torchrun(monkeypatch, tmp_path):
     monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
     became = []
     monkeypatch.setattr(launch.os, "execv", lambda program, arguments: became.append(arguments[1:]))
     monkeypatch.setattr(launch.sys, "argv", ["diff-transformer", "train", "--out", "runs/a b"])
-    start_processes(ParallelConfig(devices=2))
+    start_processes(config("parallel.devices=2"), tmp_path)
     assert became == [
         [
             "-m",
@@ -96,11 +96,42 @@ def test_the_command_line_becomes_torchrun(monkeypatch):
             "runs/a b",
         ]
     ]
-    for parallel in (ParallelConfig(), ParallelConfig(devices=1), ParallelConfig(devices=2, num_nodes=2)):
-        start_processes(parallel)
+    for settings in ([], ["parallel.devices=1"], ["parallel.devices=2", "parallel.num_nodes=2"]):
+        start_processes(config(*settings), tmp_path)
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "test")
-    start_processes(ParallelConfig(devices=2))
+    start_processes(config("parallel.devices=2"), tmp_path)
     assert len(became) == 1
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (["parallel.devices=3"], "batch_size 8 is not divisible by 3: 3 processes with rows of their own"),
+        (["parallel.devices=2", "parallel.strategy=single"], "'single', but there are 2 processes"),
+        (["parallel.devices=2", "parallel.strategy=fsdp", "precision=64-true"], "precision is '64-true'"),
+        (["parallel.devices=2", "batch_size=-8"], "batch_size is -8"),
+        (["parallel.devices=2", "initial_model=/nowhere"], "/nowhere, which holds no model"),
+    ],
+)
+def test_what_each_process_would_refuse_is_refused_before_there_are_several(monkeypatch, tmp_path, settings, message):
+    monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
+    monkeypatch.setattr(launch.os, "execv", lambda *_: pytest.fail("the processes were started"))
+    asked = override(recipe("debug"), [f"train.{setting}" for setting in settings])
+    with pytest.raises((ValueError, FileNotFoundError), match=message):
+        start_processes(asked, tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_folder_that_is_taken_is_refused_before_there_are_several(monkeypatch, tmp_path):
+    monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
+    started = []
+    monkeypatch.setattr(launch.os, "execv", lambda *_: started.append(1))
+    config("parallel.devices=2").save(tmp_path / "config.json")
+    with pytest.raises(FileExistsError, match=r"holds a run already; resume it \(--resume\)"):
+        start_processes(config("parallel.devices=2"), tmp_path)
+    assert not started
+    start_processes(config("parallel.devices=2"), tmp_path, resume=True)
+    assert started
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
+from diff_transformer.checks import LAST_PORT
 from diff_transformer.cli.app import Resume, Set, app, quiet, resumable
 
 
@@ -161,7 +162,7 @@ def report(
     serve: Annotated[
         bool, typer.Option("--serve", help="Open a comparison's folder at 127.0.0.1, and draw texts typed there.")
     ] = False,
-    port: Annotated[int, typer.Option(min=0, max=65535, help="Of --serve; any that is free if 0.")] = 0,
+    port: Annotated[int, typer.Option(min=0, max=LAST_PORT, help="Of --serve; any that is free if 0.")] = 0,
 ):
     """Write a comparison's report again and print its claims; or one page of experiments, of runs, or of a study."""
     from rich.console import Console

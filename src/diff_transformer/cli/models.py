@@ -6,6 +6,7 @@ from typing import Annotated, Any
 
 import typer
 
+from diff_transformer.checks import LAST_PORT
 from diff_transformer.cli.app import Out, app, bytes_done, quiet
 
 
@@ -39,7 +40,8 @@ def convert(
         ),
     ] = False,
     dtype: Annotated[
-        str | None, typer.Option(help="float32, bfloat16 or float16 for the matrices; the source's by default.")
+        str | None,
+        typer.Option(help="float32, bfloat16, float16 or float64 for the matrices; the source's by default."),
     ] = None,
 ):
     """Convert a model to this package's layout, from it or through it; where the layouts agree, so do the logits.
@@ -110,7 +112,7 @@ def export(
 def serve(
     model: Annotated[str, typer.Argument(help="Folder of a model with its tokenizer, or its name on the hub.")],
     host: Annotated[str, typer.Option(help="Address to listen at; by default this machine alone.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(help="Port; 0 for any that is free.")] = 8000,
+    port: Annotated[int, typer.Option(min=0, max=LAST_PORT, help="Port; 0 for any that is free.")] = 8000,
     name: Annotated[str | None, typer.Option(help="What clients call the model; its folder's name by default.")] = None,
     continuous_batching: Annotated[
         bool, typer.Option("--continuous-batching", help="Answer requests together, over a paged cache.")

@@ -60,11 +60,11 @@ def train(out: Out, recipe: Recipe = "demo", assignments: Set = None, resume: Re
 
     from diff_transformer.train.launch import is_first, start_processes
 
+    quiet()
     config = configuration(recipe, assignments)
-    start_processes(config.train.parallel)
+    start_processes(config, out, resume=resume)
     from diff_transformer.train.loop import train as run
 
-    quiet()
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     bars = Progress(*columns, TextColumn("left"), TimeRemainingColumn(), disable=not is_first())
     with resumable(out, lambda: any(out.glob(CHECKPOINTS))), bars as bar:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, cast
 
 import numpy as np
 
+from diff_transformer.checks import first_line
 from diff_transformer.data.tiktoken_ranks import is_tiktoken, tiktoken_tokenizer
 
 if TYPE_CHECKING:
@@ -107,12 +108,12 @@ def load_tokenizer(name_or_path: str | Path) -> PreTrainedTokenizerFast:
 
     try:
         tokenizer = AutoTokenizer.from_pretrained(str(name_or_path))
-    except (OSError, ValueError) as error:
+    except Exception as error:  # of a damaged file: KeyError, TypeError, or an Exception of no kind of its own
         raise ValueError(
             f"no tokenizer at {str(name_or_path)!r}; give 'bytes', a folder written by save_pretrained, 'cl100k', or a "
-            f"hub name that is cached or can be downloaded ({(str(error) or type(error).__name__).splitlines()[0]})"
+            f"hub name that is cached or can be downloaded ({first_line(error)})"
         ) from error
-    _backend(tokenizer)
+    require_fast(tokenizer)
     return cast("PreTrainedTokenizerFast", tokenizer)
 
 
@@ -126,7 +127,7 @@ def encode(tokenizer: PreTrainedTokenizerFast, text: str) -> np.ndarray:
 
 def encode_all(tokenizer: PreTrainedTokenizerFast, texts: Sequence[str]) -> list[np.ndarray]:
     """:func:`encode` for many texts at once, on all cores."""
-    with _plain(_backend(tokenizer)) as backend:
+    with _plain(require_fast(tokenizer)) as backend:
         encodings = backend.encode_batch_fast(list(texts), add_special_tokens=False)
     return [np.array(encoding.ids, dtype=np.int64) for encoding in encodings]
 
@@ -135,7 +136,7 @@ def token_spans(
     tokenizer: PreTrainedTokenizerFast, text: str, spans: Iterable[tuple[int, int]]
 ) -> list[tuple[int, int]]:
     """Character spans (start, end) of ``text`` as token spans: every token that shares a character with the span."""
-    with _plain(_backend(tokenizer)) as backend:
+    with _plain(require_fast(tokenizer)) as backend:
         offsets = np.array(backend.encode(text, add_special_tokens=False).offsets, dtype=np.int64).reshape(-1, 2)
     found = []
     for start, end in spans:
@@ -148,9 +149,17 @@ def token_spans(
 
 def tokenizer_hash(tokenizer: PreTrainedTokenizerFast) -> str:
     """16 hexadecimal digits that change with anything that changes the tokens (not with padding or truncation)."""
-    state = json.loads(_backend(tokenizer).to_str())
+    state = json.loads(require_fast(tokenizer).to_str())
     state["padding"] = state["truncation"] = None
     return hashlib.sha256(json.dumps(state, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def require_fast(tokenizer: object) -> Tokenizer:
+    """The Rust backend of a tokenizer, which alone knows where in a text its tokens are; ValueError if it has none."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None:
+        raise ValueError(f"{type(tokenizer).__name__} has no fast backend; give a tokenizer saved with tokenizer.json")
+    return backend
 
 
 def _with_spaced_digits(backend: Tokenizer, vocab_size: int) -> BPE:
@@ -201,10 +210,3 @@ def _plain(backend: Tokenizer) -> Generator[Tokenizer]:
             backend.enable_padding(**padding)
         if truncation is not None:
             backend.enable_truncation(**truncation)
-
-
-def _backend(tokenizer: object) -> Tokenizer:
-    backend = getattr(tokenizer, "backend_tokenizer", None)
-    if backend is None:
-        raise ValueError(f"{type(tokenizer).__name__} has no fast backend; give a tokenizer saved with tokenizer.json")
-    return backend

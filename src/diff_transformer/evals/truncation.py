@@ -3,6 +3,8 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from diff_transformer.data.tokenizer import require_fast
+
 SMALLEST = 16  # tokens of a document below which a prompt says nothing about it
 
 
@@ -24,8 +26,9 @@ def fit_document(tokenizer, document: str, frame: Callable[[str], str], limit: i
     """``frame(document)``, with the document cut at its end as far as needed for at most ``limit`` tokens.
 
     Raises:
-        ValueError: where less than 16 tokens of the document would remain.
+        ValueError: where less than 16 tokens of the document would remain, or the tokenizer has no fast backend.
     """
+    require_fast(tokenizer)
     total = _length(tokenizer, document)
     prompt = frame(document)
     if limit is None or _length(tokenizer, prompt) <= limit:

@@ -67,7 +67,7 @@ def generate(
 
     Args:
         model: a causal LM of transformers, on its device, in eval mode.
-        tokenizer: its fast tokenizer; it needs no padding token.
+        tokenizer: its tokenizer; it needs no padding token.
         settings: the defaults of ``Settings`` if None.
         assistant: a smaller model with the same vocabulary, which guesses tokens that ``model`` then checks
             (speculative decoding): the same text as without it, sooner.
@@ -113,10 +113,14 @@ def left_padded(ids: Sequence[Sequence[int]], pad: int, device: Any, multiple: i
 
 
 class TextPieces(BaseStreamer):
-    """Streamer of ``generate`` for one prompt: ``on_text`` gets each piece of text once its characters are whole."""
+    """Streamer of ``generate`` for one prompt: ``on_text`` gets each piece of text once its characters are whole.
+
+    A tokenizer without a fast (Rust) backend decodes the whole continuation anew for each token.
+    """
 
     def __init__(self, tokenizer, on_text: Callable[[str], None]):
         self.tokenizer, self.on_text = tokenizer, on_text
+        self.backend = getattr(tokenizer, "backend_tokenizer", None)
         self.stream, self.new, self.sent = None, [], ""
 
     def put(self, value: Tensor):
@@ -128,12 +132,16 @@ class TextPieces(BaseStreamer):
             return
         for token in ids:
             self.new.append(token)
-            self._send(self.stream.step(self.tokenizer.backend_tokenizer, token))
+            self._send(self._rest() if self.backend is None else self.stream.step(self.backend, token))
 
     def end(self):
         whole = self.tokenizer.decode(self.new, skip_special_tokens=True)
-        if whole.startswith(self.sent):  # bytes at the end that make no whole character
+        if self.backend is None or whole.startswith(self.sent):  # bytes at the end that make no whole character
             self._send(whole[len(self.sent) :])
+
+    def _rest(self) -> str:
+        whole = self.tokenizer.decode(self.new, skip_special_tokens=True)
+        return "" if whole.endswith("\ufffd") else whole[len(self.sent) :]
 
     def _send(self, piece: str | None):
         if piece:

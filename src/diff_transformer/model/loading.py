@@ -1,10 +1,11 @@
 """Reading a saved model: safetensors and nothing else, for a pickle can run code when it is read."""
 
 import json
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
-from diff_transformer.checks import did_you_mean
+from diff_transformer.checks import did_you_mean, first_line, listed
 from diff_transformer.model.presets import PRESETS, preset
 
 DTYPES = ("float32", "bfloat16", "float16")
@@ -28,7 +29,8 @@ def load_model(
 
     Raises:
         FileNotFoundError: for a path that does not exist, or a name that the hub does not give.
-        ValueError: for another dtype, device or kind of weights, or a model that has no safetensors.
+        ValueError: for another dtype, device or kind of weights, a model that has no safetensors, damaged ones or not
+            all of its weights, or a tokenizer that cannot be read.
         RuntimeError: if a library that the checkpoint needs is not installed.
     """
     import torch
@@ -55,17 +57,22 @@ def load_model(
         from diff_transformer.model.int8 import int8_config
 
         options["quantization_config"] = int8_config()
-    return read_model(path, **options).to(device).eval(), _tokenizer(path)
+    return read_model(path, **options).to(device).eval(), read_tokenizer(path)
 
 
-def read_model(name_or_path: str | Path, model_class: Any = None, **options: Any) -> Any:
-    """``model_class.from_pretrained`` (``AutoModelForCausalLM`` if None) that reads safetensors alone.
+def read_model(
+    name_or_path: str | Path, model_class: Any = None, *, presets: Collection[str] = PRESETS, **options: Any
+) -> Any:
+    """``model_class.from_pretrained`` (``AutoModelForCausalLM`` if None) that reads safetensors alone, and all weights.
 
     Args:
-        options: of ``from_pretrained``.
+        presets: what the caller takes besides, for the message where there is no such model.
+        options: of ``from_pretrained``. With ``output_loading_info`` the model and what was found come back, and it is
+            for the caller to judge whether weights are missing.
 
     Raises:
-        ValueError: if there are no safetensors. FileNotFoundError: if there is no such model.
+        ValueError: if there are no safetensors, or damaged ones, or not all of the model's weights in them.
+        FileNotFoundError: if there is no such model.
         RuntimeError: if a library that the checkpoint needs is not installed.
     """
     if model_class is None:
@@ -73,24 +80,60 @@ def read_model(name_or_path: str | Path, model_class: Any = None, **options: Any
 
         import diff_transformer.model.modeling  # noqa: F401  (registers the model class)
 
+    from safetensors import SafetensorError
+
+    from diff_transformer.model.loaded import misfits, reports_held_back, require_all_weights
+
     folder = Path(name_or_path)
     if folder.is_dir():
         refuse_pickles(folder)
     else:
-        require_reachable(str(name_or_path))
+        require_reachable(str(name_or_path), presets)
+    caller_judges = options.pop("output_loading_info", False)
+    fixed = {"use_safetensors": True, "output_loading_info": True, "ignore_mismatched_sizes": True}
     try:
-        return model_class.from_pretrained(str(name_or_path), **options, use_safetensors=True)
+        with reports_held_back() as reports:
+            both: Any = model_class.from_pretrained(str(name_or_path), **options, **fixed)
+            model, found = both
+            if caller_judges or misfits(found, unexpected=False):
+                reports.clear()  # what they say is said in one message
     except ImportError as error:
         raise RuntimeError(f"{name_or_path} cannot be read here: {error}") from None
+    except SafetensorError as error:
+        raise unreadable(_damaged_file(folder) or folder, error) from None
     except OSError as error:
-        told = str(error).splitlines()[0] if str(error) else type(error).__name__
+        told = first_line(error)
         if "safetensors" in str(error):
             raise ValueError(f"{name_or_path} has no safetensors ({told}). {_ADVICE}") from None
-        raise FileNotFoundError(_no_model(name_or_path, told)) from None
+        raise FileNotFoundError(_no_model(name_or_path, told, presets)) from None
+    if caller_judges:
+        return model, found
+    require_all_weights(name_or_path, model, found)
+    return model
 
 
-def require_reachable(name: str) -> None:
+def unreadable(path: Path, error: Exception) -> ValueError:
+    """The error for a file of safetensors that is cut short or otherwise damaged."""
+    return ValueError(f"{path} cannot be read as safetensors ({first_line(error)}); copy or download it again")
+
+
+def _damaged_file(folder: Path) -> Path | None:
+    from safetensors import SafetensorError, safe_open
+
+    for path in sorted(folder.glob("*.safetensors")):
+        try:
+            with safe_open(path, framework="pt"):
+                pass
+        except (SafetensorError, OSError):
+            return path
+    return None
+
+
+def require_reachable(name: str, presets: Collection[str] = PRESETS) -> None:
     """Ask the hub once for a model that is not cached, where a download would ask again and again.
+
+    Args:
+        presets: as in ``read_model``.
 
     Raises:
         FileNotFoundError: if it answers that there is none, or does not answer.
@@ -102,19 +145,20 @@ def require_reachable(name: str) -> None:
             return
         HfApi().model_info(name, timeout=10)
     except Exception as error:  # of the client's network library, whichever it is
-        told = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise FileNotFoundError(_no_model(name, told)) from None
+        raise FileNotFoundError(_no_model(name, first_line(error), presets)) from None
 
 
-def _no_model(name: str | Path, told: str) -> str:
+def _no_model(name: str | Path, told: str, presets: Collection[str]) -> str:
+    others = f", or a preset: {', '.join(presets)}" if presets else ""
     return (
-        f"no model called {name}{did_you_mean(str(name), PRESETS)} ({told}); give a folder written by save_pretrained, "
-        f"a name on the hub that is cached or can be downloaded, or a preset: {', '.join(PRESETS)}"
+        f"no model called {name}{did_you_mean(str(name), presets)} ({told}); give a folder written by save_pretrained, "
+        f"or a name on the hub that is cached or can be downloaded{others}"
     )
 
 
 def refuse_pickles(folder: Path) -> None:
-    """Raise ValueError if the weights of a model, or of a LoRA adapter, in ``folder`` would come from a pickle."""
+    """Raise ValueError if the weights of a model, or of a LoRA adapter, in ``folder`` would come from a pickle, and
+    FileNotFoundError if there are none, or not all the files that their index names."""
     index = folder / "model.safetensors.index.json"
     if index.exists():
         try:
@@ -124,6 +168,12 @@ def refuse_pickles(folder: Path) -> None:
         wrong = sorted(str(name) for name in shards if not str(name).endswith(".safetensors"))
         if wrong:
             raise ValueError(f"{index} names {', '.join(wrong)}. {_ADVICE}")
+        lost = sorted(str(name) for name in shards if not (folder / str(name)).exists())
+        if lost:
+            raise FileNotFoundError(
+                f"{folder} lacks {len(lost)} of the {len(shards)} files its index names: {listed(lost)}; copy or "
+                "download them again"
+            )
     if any(folder.glob("*.safetensors")):
         return
     found = sorted({path.name for pattern in _PICKLES for path in folder.glob(pattern)} - {"training_args.bin"})
@@ -152,14 +202,21 @@ def _untrained(name: str, device: str, dtype: Any, weights: str | None) -> tuple
     return model, tokenizer
 
 
-def _tokenizer(path: str) -> Any:
+def read_tokenizer(path: str) -> Any:
+    """The tokenizer that is saved beside the model of a folder, or of a name on the hub.
+
+    Raises:
+        ValueError: if there is none, or its files are damaged.
+    """
     from transformers import AutoTokenizer
 
     try:
         return AutoTokenizer.from_pretrained(path)
-    except (OSError, ValueError) as error:
-        told = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise ValueError(f"{path} has no tokenizer ({told}); save it beside the model with save_pretrained") from None
+    except Exception as error:  # of a damaged file: KeyError, TypeError, or an Exception of no kind of its own
+        raise ValueError(
+            f"{path} has no tokenizer that can be read ({first_line(error)}); save it beside the model with "
+            "save_pretrained, or copy or download it again"
+        ) from None
 
 
 def _device(device: str | None) -> str:

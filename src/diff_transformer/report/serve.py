@@ -14,6 +14,7 @@ from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
+from diff_transformer.checks import require_port
 from diff_transformer.report.figures.explorer import packed_examples
 from diff_transformer.report.load import ResultsError, load_results
 from diff_transformer.report.typed import BYTES, TOKENS, PromptError, TypedPrompts, UnknownModel
@@ -35,8 +36,9 @@ def serve_report(folder: Path | str, *, port: int = 0) -> None:
 
     Raises:
         ResultsError: if the folder holds no finished comparison. FileNotFoundError: if it holds no models.
-        OSError: if the port cannot be opened.
+        ValueError: for a port above 65535. OSError: if the port cannot be opened.
     """
+    require_port(port)
     prompts = TypedPrompts(folder)
     known = [{"name": m.name, "seed": m.seed} for m in prompts.members.values()]
     page = render_page(load_results(folder), {"models": known, "tokens": TOKENS, "bytes": BYTES})
@@ -52,13 +54,15 @@ def make_server(page: str, ask: Ask, *, port: int = 0, host: str = LOOPBACK) -> 
     """A server of ``page`` and of what ``ask(model, text)`` gives: an explorer entry, one at a time.
 
     Raises:
-        ValueError: for any host but 127.0.0.1: nobody is asked for a password. OSError: if the port cannot be opened.
+        ValueError: for any host but 127.0.0.1: nobody is asked for a password; for a port above 65535.
+        OSError: if the port cannot be opened.
     """
     if host != LOOPBACK:
         raise ValueError(
             f"host is {host!r}; the report is served on {LOOPBACK} only, without a password. From another machine, "
             f"forward the port: ssh -L {port or 8000}:{LOOPBACK}:{port or 8000} MACHINE"
         )
+    require_port(port)
     shown, policy, one_at_a_time = page.encode("utf-8"), content_policy(page), threading.Lock()
 
     class Handler(_Handler):

@@ -3,7 +3,9 @@
 from pathlib import Path
 from typing import Any
 
-from diff_transformer.model.loading import require_reachable
+from diff_transformer.checks import require_port
+from diff_transformer.data.tokenizer import require_fast
+from diff_transformer.model.loading import read_model, read_tokenizer, require_reachable
 from diff_transformer.serving.chat import count_prompt_tokens, give_template
 from diff_transformer.serving.front import Front
 
@@ -37,9 +39,11 @@ def make_server(
         dtype, device: as in transformers: ``"auto"``, or ``"bfloat16"``, ``"cuda:0"``, ...
 
     Raises:
-        RuntimeError: without the packages for serving. FileNotFoundError: for a folder that is not there or has no
-        tokenizer. ValueError: for a model that cannot be served in the way asked for.
+        RuntimeError: without the packages for serving.
+        FileNotFoundError: for a folder that is not there or has no tokenizer.
+        ValueError: for a model that cannot be served in the way asked for, as ``read_model``, or a port above 65535.
     """
+    require_port(port)
     _check(model, continuous_batching, attn_implementation)
     import transformers
     from transformers.cli.serve import Serve
@@ -74,11 +78,10 @@ def make_server(
         attn_implementation = "sdpa"
     options: dict[str, Any] = {"device": device, "dtype": dtype, "host": host, "port": port, "log_level": "error"}
     server = Server(
-        force_model=model, non_blocking=True, continuous_batching=continuous_batching,
-        attn_implementation=attn_implementation, **options,
+        non_blocking=True, continuous_batching=continuous_batching, attn_implementation=attn_implementation, **options
     )  # fmt: skip
     server.name = shown = name or label_of(model)
-    loaded = _rename(server._model_manager, shown)
+    loaded = _load(server._model_manager, model, shown)
     give_template(loaded.processor)
     loaded.model.generation_config.do_sample = True  # OpenAI's default; temperature 0 is greedy
     context = loaded.model.config.max_position_embeddings
@@ -114,9 +117,18 @@ def _check_paged(config):
         )
 
 
-def _rename(manager, name: str):
-    """Let the server call its model ``name`` rather than by its path, in requests and in answers; the model."""
-    (loaded,) = manager.loaded_models.values()
+def _load(manager, model: str, name: str):
+    """The one model of the server, which calls it ``name`` in requests and in answers; never unloaded."""
+    from transformers.cli.serving.model_manager import TimedModel
+
+    path = str(Path(model).expanduser()) if model.startswith("~") else model
+    read = read_model(
+        path, presets=(), attn_implementation=manager.attn_implementation, dtype=manager.dtype,
+        device_map=manager.device,
+    )  # fmt: skip
+    tokenizer = read_tokenizer(path)
+    require_fast(tokenizer)
+    loaded = TimedModel(read, timeout_seconds=-1, processor=tokenizer)
     manager.force_model, manager.loaded_models = name, {name: loaded}
     manager.process_model_name = lambda given: given
     return loaded
@@ -141,7 +153,7 @@ def _check(model: str, continuous_batching: bool, attn_implementation: str | Non
     if not folder.exists() and model.startswith(("/", ".", "~")):
         raise FileNotFoundError(f"no model at {model}; give the folder of a saved model, or a name on the hub")
     if not folder.exists():
-        require_reachable(model)
+        require_reachable(model, presets=())
     if continuous_batching and attn_implementation not in (None, "sdpa", "eager"):
         raise ValueError(
             f"continuous batching computes attention through a mask over a paged cache, which attn_implementation="

@@ -19,7 +19,7 @@ from diff_transformer.data.recall import RecallSource
 from diff_transformer.data.tokenizer import load_tokenizer, tokenizer_of, train_tokenizer
 from diff_transformer.train.config import DataConfig, RunConfig, checked_model
 from diff_transformer.train.draws import Start
-from diff_transformer.train.initial import load_initial_model, vocabulary_size
+from diff_transformer.train.initial import load_initial_model, model_folder, vocabulary_size
 from diff_transformer.train.text import Text, load_text
 
 if TYPE_CHECKING:
@@ -139,8 +139,9 @@ def check_model(config: RunConfig) -> None:
     """Check that the model of a run, and its matched Transformer, can be made; takes no memory for weights.
 
     Raises:
-        ValueError: for fields that do not exist, are of another kind or do not fit together.
-        FileNotFoundError: if there is no model in ``train.initial_model``.
+        ValueError: for fields that do not exist, are of another kind or do not fit together, or another library's model
+            in ``train.initial_model``.
+        FileNotFoundError: if there is no model in it.
     """
     from diff_transformer.model.config import DiffTransformerConfig, matched_baseline
     from diff_transformer.model.modeling import DiffTransformerForCausalLM
@@ -148,6 +149,7 @@ def check_model(config: RunConfig) -> None:
     checked_model(config.model)
     vocabulary_size(config)
     if config.train.initial_model is not None:
+        model_folder(config)
         return
     settings = DiffTransformerConfig(**config.model)
     _check_length(settings, config)

@@ -54,17 +54,11 @@ def make_fabric(config: RunConfig) -> Fabric:
     """
     parallel, (processes, nodes) = config.train.parallel, _started(config.train.parallel)
     world = processes * nodes
-    name = _strategy(parallel, world)
-    _check_batch(config, world)
+    name = check_processes(config, world)
     strategy: Any = "auto"
     if name == "ddp":
         strategy = DDPStrategy(gradient_as_bucket_view=True)
     elif name == "fsdp":
-        if config.train.precision not in SHARDED_PRECISIONS:
-            raise ValueError(
-                f"train.precision is {config.train.precision!r}; with parallel.strategy 'fsdp' accepted: "
-                f"{', '.join(map(repr, SHARDED_PRECISIONS))}"
-            )
         strategy = ModelParallelStrategy(
             partial(shard, precision=config.train.precision, compiled=config.train.compile),
             data_parallel_size=world // parallel.tensor_parallel,
@@ -76,6 +70,22 @@ def make_fabric(config: RunConfig) -> Fabric:
     if world > 1 or name == "fsdp":
         fabric.launch()
     return fabric
+
+
+def check_processes(config: RunConfig, world: int) -> str:
+    """The strategy, "single", "ddp" or "fsdp", with which ``world`` processes train what ``config`` says.
+
+    Raises:
+        ValueError: if they do not divide the batch, or the strategy is not for so many or for the precision.
+    """
+    name = _strategy(config.train.parallel, world)
+    _check_batch(config, world)
+    if name == "fsdp" and config.train.precision not in SHARDED_PRECISIONS:
+        raise ValueError(
+            f"train.precision is {config.train.precision!r}; with parallel.strategy 'fsdp' accepted: "
+            f"{', '.join(map(repr, SHARDED_PRECISIONS))}"
+        )
+    return name
 
 
 def share_of(fabric: Fabric) -> Share:

@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file
 
 from diff_transformer.model.convert.checkpoint import Checkpoint
-from diff_transformer.model.convert.plan import Made, Planned, StateDict, check_tensors, listed
+from diff_transformer.model.convert.plan import Made, Planned, StateDict, check_tensors
 from diff_transformer.model.convert.write import write_tensors
 
 
@@ -70,11 +70,6 @@ def test_a_dtype_is_for_what_the_plan_leaves_open(tmp_path):
     written = load_file(tmp_path / "model.safetensors")
     assert (written["a"].dtype, written["b"].dtype) == (torch.float16, torch.float32)
     assert torch.equal(written["b"], source.tensor("b").float())
-
-
-def test_long_lists_end_in_a_count():
-    assert listed(["a", "b"]) == "a, b"
-    assert listed([f"n{i}" for i in range(11)]) == "n0, n1, n2, n3, n4, n5, n6, n7 and 3 more"
 
 
 def test_what_is_ignored_is_neither_missing_nor_extra():

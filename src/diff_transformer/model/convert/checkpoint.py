@@ -7,7 +7,9 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from diff_transformer.model.convert.plan import Shapes, listed
+from diff_transformer.checks import listed
+from diff_transformer.model.convert.plan import Shapes
+from diff_transformer.model.loading import unreadable
 
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
 _DTYPES = {
@@ -41,7 +43,7 @@ class Checkpoint:
         try:
             handle = safe_open(path, framework="pt")
         except (SafetensorError, OSError) as error:
-            raise ValueError(f"{path} cannot be read as safetensors ({error}); copy or download it again") from None
+            raise unreadable(path, error) from None
         self._open[path] = handle
         for name in handle.keys():  # noqa: SIM118  (a handle is no mapping)
             if name in self._file_of:

@@ -9,10 +9,11 @@ from pathlib import Path
 import torch
 from huggingface_hub.errors import StrictDataclassError
 
+from diff_transformer.checks import listed
 from diff_transformer.model.convert.checkpoint import Checkpoint
 from diff_transformer.model.convert.layouts import DIRECT, LAYOUTS, OURS, direct, targets
 from diff_transformer.model.convert.options import Options
-from diff_transformer.model.convert.plan import Conversion, Planned, Source, check_tensors, listed
+from diff_transformer.model.convert.plan import Conversion, Planned, Source, check_tensors
 from diff_transformer.model.convert.recognise import by_names, layout_of
 from diff_transformer.model.convert.write import SHARD_BYTES, carry_over, new_folder, require_free, write_tensors
 

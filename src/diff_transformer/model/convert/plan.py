@@ -10,8 +10,9 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from diff_transformer.checks import listed
+
 Shapes = dict[str, tuple[int, ...]]
-_SHOWN = 8  # names of one kind in a message; the rest is a count
 
 
 class Source(Protocol):
@@ -118,9 +119,3 @@ def check_tensors(found: Shapes, expected: Shapes, ignored: Iterable[str], what:
     ]
     if lines:
         raise ValueError(f"the tensors are not those of {what}\n  " + "\n  ".join(lines))
-
-
-def listed(names: list[str]) -> str:
-    """Names for a message: the first few, and how many more."""
-    more = len(names) - _SHOWN
-    return ", ".join(names[:_SHOWN]) + (f" and {more} more" if more > 0 else "")
