@@ -243,6 +243,7 @@ def start_command(arguments: list[str], said: Path) -> multiprocessing.Process:
     """``diff-transformer ARGUMENTS`` in a child, which has everything imported; what it says goes to a file."""
 
     def child():
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's job in the background ignores it
         for number in (1, 2):
             os.dup2(os.open(said, os.O_WRONLY | os.O_CREAT | os.O_APPEND), number)
         sys.stdout, sys.stderr = (os.fdopen(number, "w", closefd=False) for number in (1, 2))
