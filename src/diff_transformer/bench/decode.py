@@ -51,13 +51,16 @@ def run_decode_benchmark(
     ceiling = ceilings(device, dtypes)
     deadline = Deadline(seconds)
 
+    def of_models(compiled: bool) -> Iterator[dict]:
+        for setting in models or []:
+            if setting.compiled == compiled:
+                if deadline.passed():
+                    yield {"unfinished": f"out of time before the models at {setting}"}
+                    return
+                yield from model_rows(setting, device, repeats)
+
     def rows() -> Iterator[dict]:
-        compiled = [setting for setting in models or [] if setting.compiled]
-        for setting in (setting for setting in models or [] if not setting.compiled):
-            if deadline.passed():
-                yield {"unfinished": f"out of time before the models at {setting}"}
-                return
-            yield from model_rows(setting, device, repeats)
+        yield from of_models(compiled=False)
         left = [(dtype, shape) for dtype in dtypes for shape in shapes if fits(shape, dtype, device)]
         while left:
             if deadline.passed():
@@ -66,11 +69,7 @@ def run_decode_benchmark(
             dtype, shape = left.pop(0)
             names = default_backends(device, dtype) if backends is None else backends
             yield from measure(Caches(shape, dtype, device), names, kernels, ceiling, repeats, seconds_each)
-        for setting in compiled:  # last: compiling takes most of a minute
-            if deadline.passed():
-                yield {"unfinished": f"out of time before the models at {setting}"}
-                return
-            yield from model_rows(setting, device, repeats)
+        yield from of_models(compiled=True)  # last: compiling takes most of a minute
 
     settings = {"repeats": repeats, "device": device, "ceilings": ceiling, "machine": machine(device)}
     settings["baseline"] = f"{BASELINE}: scaled_dot_product_attention, 2 * heads, the kernel that PyTorch chooses"

@@ -4,9 +4,8 @@ import gc
 import importlib.util
 import subprocess
 
+import psutil
 import torch
-
-from diff_transformer.bench.host_memory import free_host_memory
 
 QUERY = ("driver_version", "clocks.sm", "clocks.mem", "clocks.max.sm", "power.limit", "temperature.gpu")
 
@@ -34,7 +33,7 @@ def free_memory(device: str | torch.device) -> int:
     """Free bytes: of a CUDA device, after PyTorch has given back what it only kept; else of the machine."""
     gc.collect()
     if torch.device(device).type != "cuda":
-        return free_host_memory()
+        return psutil.virtual_memory().available
     torch.cuda.empty_cache()
     return torch.cuda.mem_get_info(device)[0]
 

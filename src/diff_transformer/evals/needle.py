@@ -109,7 +109,7 @@ def evaluate_needle(
     samples = samples or Samples()
     check_length(lm, max(lengths), "the longest prompt with its answer")
     prompts = min(per_cell, samples.limit or per_cell)
-    for each in lengths:
+    for each in dict.fromkeys((min(lengths), max(lengths))):  # what is between fits if these do
         check_needle_fits(
             filler, lm.tokenizer, settings, each, digits, depths=depths, per_cell=prompts, seed=seed,
             prefix=len(getattr(lm, "prefix", ())),

@@ -100,11 +100,26 @@ def test_a_folder_that_cannot_be_written_costs_a_trial_each_process(child, monke
     assert len(seen.read_text().splitlines()) == 2
 
 
-def test_a_damaged_record_is_made_anew(child):
+def test_a_full_disk_costs_no_more(child, monkeypatch):
+    def full(path, text):
+        raise OSError("No space left on device")
+
+    monkeypatch.setattr(trial, "write_whole", full)
+    child(READY, WRONG)
+    assert found() == "out is off"
+
+
+def test_what_else_a_child_prints_does_not_matter(child):
+    child("print('{a debugging line')", READY, "print('{}')", RIGHT)
+    assert found() is None
+
+
+@pytest.mark.parametrize("text", ["", "{}", "[1]"])
+def test_a_damaged_record_is_made_anew(child, text):
     child(READY, RIGHT)
     path = trial.record(CPU, ("forward", "64", "bfloat16", "causal"))
     path.parent.mkdir(parents=True)
-    path.write_text("")
+    path.write_text(text)
     assert found() is None
     assert json.loads(path.read_text()) == {"fault": None}
 

@@ -17,6 +17,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
+from contextlib import ExitStack
 from functools import cache
 from pathlib import Path
 
@@ -75,23 +76,26 @@ def record(device: torch.device, form: tuple[str, ...]) -> Path:
 
 
 def _kept(path: Path, make: Callable[[], str | None]) -> str | None:
-    """The verdict in the file, or that of ``make``, kept from then on; processes that want the same wait for one."""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        lock = FileLock(path.with_suffix(".lock"))
-        lock.acquire()
-    except OSError as error:
-        log.info("the verdict is not kept: %s", error)
-        return make()
-    try:
+    """The verdict in the file, or that of ``make``, kept from then on; processes that want the same wait for one.
+
+    Where nothing can be kept, each process makes its own.
+    """
+    with ExitStack() as held:
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+            held.enter_context(FileLock(path.with_suffix(".lock")))
+        except (OSError, NotImplementedError) as error:  # the second: a file system without locks
+            log.info("verdicts are not kept: %s", error)
+            return make()
         try:
             return json.loads(path.read_text())[FAULT]
-        except (OSError, ValueError):  # none, or half of one
+        except (OSError, ValueError, LookupError, TypeError):  # none, or no verdict
             fault = make()
+        try:
             write_whole(path, json.dumps({FAULT: fault}) + "\n")
-            return fault
-    finally:
-        lock.release()
+        except OSError as error:
+            log.info("the verdict is not kept: %s", error)
+        return fault
 
 
 def tried(what: str, arguments: tuple[str, ...]) -> str | None:
@@ -119,7 +123,7 @@ def tried(what: str, arguments: tuple[str, ...]) -> str | None:
     except subprocess.TimeoutExpired as late:
         said, errors = ((x or b"").decode(errors="replace") for x in (late.stdout, late.stderr))
         end = f"it has not ended after {SECONDS:.0f} s"
-    lines = [json.loads(line) for line in said.splitlines() if line.startswith("{")]
+    lines = [json.loads(line) for line in said.splitlines() if line.startswith((f'{{"{READY}"', f'{{"{FAULT}"'))]
     verdict = next((line for line in lines if FAULT in line), None)
     if verdict is not None:
         return verdict[FAULT]
