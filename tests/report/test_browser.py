@@ -73,6 +73,16 @@ COLLIDING = """() => [...document.querySelectorAll(".panel svg.chart")].flatMap(
   return found;
 })"""
 
+# Findings whose sentence begins on what stands before it; Range, for an element's box ends where its column does.
+RUN_INTO = """() => [...document.querySelectorAll(".findings li")].filter((li) => {
+  const [label, sentence] = [...li.children].map((part) => {
+    const text = document.createRange();
+    text.selectNodeContents(part);
+    return text.getBoundingClientRect();
+  });
+  return sentence.left < label.right && sentence.top < label.bottom - 3;
+}).map((li) => li.textContent)"""
+
 
 @pytest.fixture(scope="module")
 def browser():
@@ -151,6 +161,8 @@ def test_no_label_lies_on_another_or_leaves_its_drawing(visit, results, size, gi
     page = visit(results if given == "made up" else DEMO, size)
     assert page.evaluate(COLLIDING) == []
     assert page.evaluate(CLIPPED) == []
+    assert page.locator(".findings li").count() > 5
+    assert page.evaluate(RUN_INTO) == []
 
 
 def test_long_words_do_not_widen_the_phone(visit, results):
