@@ -70,10 +70,7 @@ def hopper(dry: bool, seconds: float, out: Path, earlier: list[dict]) -> None:
     """Each form of Hopper kernels in a process that may be lost to it; what fails is not launched in later stages."""
     device, dtype = torch.device(device_of(dry), 0), torch.bfloat16
     forms = [
-        (kernels, width, causal)
-        for kernels in gluon.KERNELS
-        for width in (gluon.WIDTHS if kernels == "forward" else gluon.BACKWARD_WIDTHS)
-        for causal in (True, False)
+        (kernels, width, causal) for kernels in gluon.KERNELS for width in gluon.WIDTHS for causal in (True, False)
     ]
 
     refused = {kernels: gluon.why_not_here(device, kernels) for kernels in gluon.KERNELS}

@@ -10,7 +10,7 @@ from collections.abc import Callable
 import torch
 
 from diff_transformer.ops import diff_attention, diff_attention_decode, diff_attention_varlen
-from diff_transformer.ops.triton import backward_form
+from diff_transformer.ops.triton import backward_form, gluon
 from diff_transformer.testing import Inputs, make_inputs
 
 T = 200  # more than one tile of each side, and none that is whole at the end
@@ -27,7 +27,7 @@ def main(what: str, device: str) -> int:
 
 
 def gluon_forms(device: str) -> dict[str, Callable[[], object]]:
-    """What has Hopper kernels: both widths and maskings, forward alone and with either backward."""
+    """What has Hopper kernels: all widths and both maskings, forward alone and with either backward."""
 
     def forward(D: int, options: dict) -> Callable[[], object]:
         x = make_inputs(1, 2, T, D, dtype=torch.bfloat16, device=device, requires_grad=False)
@@ -35,7 +35,7 @@ def gluon_forms(device: str) -> dict[str, Callable[[], object]]:
 
     torch.use_deterministic_algorithms(False)
     found = {}
-    for D in (64, 128):
+    for D in gluon.WIDTHS:
         for causal in (True, False):
             options, what = {"is_causal": causal}, f"width {D}, causal {causal}"
             found[f"forward, {what}"] = forward(D, options)

@@ -280,7 +280,6 @@ def emulated(machine, program):
 
     def mma(a, b, acc, use_acc=True, is_async=False):
         assert is_async
-        acc = acc.value if isinstance(acc, Pending) else acc
         for operand in (a, b):
             assert not getattr(operand, "unfenced", None), "a product reads shared memory stored to without a fence"
 
@@ -288,7 +287,10 @@ def emulated(machine, program):
             left = a.data if isinstance(a, Shared) else a
             assert left.dtype == b.dtype
             product = left.float() @ b.data.float()
-            return acc + product if use_acc else product
+            if not use_acc:
+                return product
+            # Products end in the order of their start: one that adds to what is under way comes after it.
+            return product + (acc.value if isinstance(acc, Pending) else acc)
 
         machine.products().append(Pending(compute))
         machine.pause()

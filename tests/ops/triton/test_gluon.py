@@ -33,7 +33,9 @@ def moved(x, offset):
     return memory[offset:].view(x.shape).copy_(x)
 
 
-@pytest.mark.parametrize("options", [{}, {"D": 128}, {"strided": True}, {"G": 2}, {"Hn": 2, "G": 1}, {"S": 33}])
+@pytest.mark.parametrize(
+    "options", [{}, {"D": 96}, {"D": 128}, {"strided": True}, {"G": 2}, {"Hn": 2, "G": 1}, {"S": 33}]
+)
 def test_takes(options):
     assert gluon.why_not_shapes(*tensors(**options), None, None, None) is None
 
@@ -49,7 +51,7 @@ def test_takes_one_key_for_both_maps_and_any_stride_of_a_dimension_of_size_1():
     [
         (lambda q1, q2, k1, k2, v: (q1.float(), q2.float(), k1.float(), k2.float(), v.float()), "not torch.float32"),
         (lambda q1, q2, k1, k2, v: (q1, q2, k1, k2, v[..., :64]), r"not \(64, 64\)"),
-        (lambda q1, q2, k1, k2, v: tensors(D=96), r"not \(96, 192\)"),
+        (lambda q1, q2, k1, k2, v: tensors(D=80), r"not \(80, 160\)"),
         (lambda q1, q2, k1, k2, v: (q1.mT.contiguous().mT, q2, k1, k2, v), "q1 has a last dimension"),
         (lambda q1, q2, k1, k2, v: (q1, moved(q2, 1), k1, k2, v), "q2 starts 2 bytes beyond"),
         (lambda q1, q2, k1, k2, v: (q1, q2, k1[:, :1].expand_as(k1), k2, v), "k1 has a stride in dimension 1"),
@@ -157,12 +159,14 @@ def test_a_descriptor_sees_the_tensor_where_it_lies():
     assert list(seen.block_shape) == [1, 1, 64, 64]
 
 
-FORMS = [  # D, causal, save, k2 is k1, dtype; where both widths treat k2 = k1 alike it is left out
+FORMS = [  # D, causal, save, k2 is k1, dtype; k2 = k1 where the kernel is told
     (D, causal, save, one_key, dtype)
-    for D, causal, save, one_key, dtype in product((64, 128), (True, False), (True, False), (False, True), HALF_TYPES)
+    for D, causal, save, one_key, dtype in product(
+        gluon.WIDTHS, (True, False), (True, False), (False, True), HALF_TYPES
+    )
     if forward.CONFIGURATIONS[D].one_key or not one_key
 ]
-TRAINING = [(64, True, True, False, "bf16"), (128, True, True, False, "bf16")]
+TRAINING = [(D, True, True, False, "bf16") for D in gluon.WIDTHS]
 
 
 @pytest.mark.parametrize(
@@ -176,18 +180,19 @@ def test_every_form_compiles_without_spills_or_serialised_wgmma(form):
         return f"tensordesc<{dtype}[1,1,{rows},{width}],{forward.layout(rows, width, HALF_TYPES[dtype])!r}>"
 
     query, key, value = (
-        described(rows, width) for rows, width in ((forward.ROWS, D), (configuration.keys, D), (configuration.keys, Dv))
+        described(rows, width // configuration.parts)
+        for rows, width in ((forward.ROWS, D), (configuration.keys, D), (configuration.keys, Dv))
     )
     signature = {"q1": query, "q2": query, "k1": key, "k2": key, "v": value, "out": f"*{dtype}", "out2": f"*{dtype}"}
     signature |= {"lse1": "*fp32", "lse2": "*fp32", "lam": "*fp32", "scale": "fp32"}
     signature |= dict.fromkeys(NOT_SPECIALIZED, "i32")
-    constants = {"ROWS": forward.ROWS, "BN": configuration.keys, "D": D, "DV": Dv, "STAGES": configuration.stages}
-    constants |= {"CAUSAL": causal, "SAVE": save} | ({"ONE_KEY": one_key} if configuration.one_key else {})
+    constants = configuration.constants(D, Dv, causal, save, one_key)
     kernel = f"{configuration.kernel.__module__}:{configuration.kernel.__name__}"
     compiled = compile_in_subprocess(kernel, signature, constants, capability=90, **forward.OPTIONS)
     assert_ships(compiled)
     assert compiled.num_warps == 12  # two computing warpgroups and one that loads, of whose warps one works
-    scores, values = D // 16, configuration.keys // 16  # wgmma of depth 16 in one product
+    # wgmma of depth 16 in one product, and one after the other for each part of the values.
+    scores, values = D // 16, configuration.parts * configuration.keys // 16
     # First tile, loop without masks, loop with masks, last tile; the maps together take both maps' products in each.
     maps = 2 if configuration.one_key else 1
     assert compiled.wgmma == 2 * maps * 3 * (scores + values)
@@ -195,7 +200,7 @@ def test_every_form_compiles_without_spills_or_serialised_wgmma(form):
 
 GRADIENT_FORMS = [  # D, causal, dtype, kernel, its flags
     (D, causal, dtype, kernel, flags)
-    for D, causal, dtype in product((64, 96, 128), (True, False), HALF_TYPES)
+    for D, causal, dtype in product(gluon.WIDTHS, (True, False), HALF_TYPES)
     for kernel, flags in (
         ("keys", {"ONE_PASS": False, "ONE_KEY": False}),
         ("keys", {"ONE_PASS": True, "ONE_KEY": False}),
@@ -274,7 +279,7 @@ LENGTHS = [(1, 1), (1, 1000), (63, 63), (64, 128), (111, 333), (200, 63), (1000,
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("lengths", LENGTHS)
 @pytest.mark.parametrize("dtype", HALF_TYPES)
-@pytest.mark.parametrize("D", [64, 128])
+@pytest.mark.parametrize("D", gluon.WIDTHS)
 def test_results_on_the_gpu(D, dtype, lengths, causal):
     unless_they_fail(D, "forward", dtype=HALF_TYPES[dtype], masking=causal)
     verify.compare(torch.device("cuda"), D, HALF_TYPES[dtype], causal, *lengths)
@@ -282,7 +287,7 @@ def test_results_on_the_gpu(D, dtype, lengths, causal):
 
 @pytest.mark.gpu
 @hopper
-@pytest.mark.parametrize("D", [64, 128])
+@pytest.mark.parametrize("D", gluon.WIDTHS)
 def test_16k_tokens(D):
     unless_they_fail(D, "forward")
     inputs = make_inputs(1, 1, 16384, D, dtype=torch.bfloat16, device="cuda", strided=True, requires_grad=False)
@@ -297,7 +302,7 @@ def test_16k_tokens(D):
 
 @pytest.mark.gpu
 @hopper
-@pytest.mark.parametrize("D", [64, 128])
+@pytest.mark.parametrize("D", gluon.WIDTHS)
 def test_many_launches_agree(D):
     """A race would show as a difference between launches of the same problem, on a full GPU."""
     unless_they_fail(D, "forward")
@@ -317,7 +322,7 @@ GRADIENT_LENGTHS = [(1, 1000), (63, 63), (64, 128), (111, 333), (200, 63), (1000
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("lengths", GRADIENT_LENGTHS)
 @pytest.mark.parametrize("dtype", HALF_TYPES)
-@pytest.mark.parametrize("D", [64, 96, 128])
+@pytest.mark.parametrize("D", gluon.WIDTHS)
 def test_gradients_on_the_gpu(D, dtype, lengths, causal, one_pass):
     unless_they_fail(D, gluon.backward_kernels(one_pass), dtype=HALF_TYPES[dtype], masking=causal)
     verify.compare_gradients(torch.device("cuda"), D, HALF_TYPES[dtype], causal, one_pass, *lengths)
@@ -333,7 +338,7 @@ def backward_arguments(B, H, T, D):
 
 @pytest.mark.gpu
 @hopper
-@pytest.mark.parametrize("D", [64, 96, 128])
+@pytest.mark.parametrize("D", gluon.WIDTHS)
 def test_many_backwards_agree(D):
     """A race would show as a difference between launches of the same problem, on a full GPU."""
     unless_they_fail(D, "two_pass")
@@ -346,7 +351,7 @@ def test_many_backwards_agree(D):
 
 @pytest.mark.gpu
 @hopper
-@pytest.mark.parametrize("D", [64, 96, 128])
+@pytest.mark.parametrize("D", gluon.WIDTHS)
 def test_one_pass_differs_from_two_by_rounding(D):
     """At 16K tokens; dk, dv and dlam do not depend on the order of anything."""
     unless_they_fail(D, "two_pass", "one_pass")
@@ -364,7 +369,7 @@ def test_one_pass_differs_from_two_by_rounding(D):
 @pytest.mark.gpu
 @hopper
 @pytest.mark.parametrize("form", ["two_pass", "one_pass"])
-@pytest.mark.parametrize("D", [64, 128])
+@pytest.mark.parametrize("D", gluon.WIDTHS)
 @pytest.mark.parametrize("G", [1, 4])
 def test_gradients_through_the_operator(D, G, form, caplog):
     """Forward and backward by Gluon; the forward saves what any backward needs."""

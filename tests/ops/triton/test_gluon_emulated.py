@@ -15,7 +15,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from wrong_barriers import always_phase_0, claims_without_waiting, expects_too_few_bytes, no_wait
 
-from diff_transformer.ops.triton.gluon import attend_forward, forward, verify
+from diff_transformer.ops.triton.gluon import WIDTHS, attend_forward, forward, verify
 from diff_transformer.ops.triton.gluon.steps import release
 from diff_transformer.ops.triton.gluon.verify import expected_results
 
@@ -90,34 +90,34 @@ def causal_results(inputs):
     return attend_forward(*inputs, True, None, 0.1, True)
 
 
-@pytest.mark.parametrize("D", [64, 128])
+@pytest.mark.parametrize("D", WIDTHS)
 @pytest.mark.parametrize("case", CASES)
 def test_results_are_within_the_budget(monkeypatch, case, D):
     emulate(monkeypatch)
     check(inputs_of(case, D), CASES[case][1])
 
 
-@pytest.mark.parametrize("D", [64, 128])
+@pytest.mark.parametrize("D", WIDTHS)
 def test_without_gradients_only_the_output_is_written(monkeypatch, D):
     emulate(monkeypatch)
     check(inputs_of("heads and batches", D), CAUSAL, need_gradient=False)
 
 
-@pytest.mark.parametrize("D", [64, 128])
+@pytest.mark.parametrize("D", WIDTHS)
 @pytest.mark.parametrize("scale", [-0.3, 0.0, 1.0])
 def test_any_scale(monkeypatch, D, scale):
     emulate(monkeypatch)
     check(inputs_of("fewer queries than keys", D), CAUSAL, scale=scale)
 
 
-@pytest.mark.parametrize("D", [64, 128])
+@pytest.mark.parametrize("D", WIDTHS)
 def test_one_key_for_both_maps(monkeypatch, D):
     emulate(monkeypatch)
     inputs = inputs_of("odd length", D)
     check(inputs._replace(k2=inputs.k1), CAUSAL)
 
 
-@pytest.mark.parametrize("D", [64, 128])
+@pytest.mark.parametrize("D", WIDTHS)
 @pytest.mark.parametrize("seed", range(100, 500, 100))
 def test_the_order_of_events_does_not_matter(monkeypatch, D, seed):
     inputs = inputs_of("odd length", D)
@@ -158,7 +158,7 @@ WRONG = {
 }
 
 
-@pytest.mark.parametrize("D", [64, 128])
+@pytest.mark.parametrize("D", WIDTHS)
 @pytest.mark.parametrize(("name", "wrong"), [(name, f) for name, wrong in WRONG.items() for f in wrong])
 def test_a_wrong_barrier_is_noticed(monkeypatch, D, name, wrong):
     """Of ten orders of events at least one must end in a deadlock, a refused arrival or a wrong number."""
@@ -181,7 +181,7 @@ def forgets_to_divide(acc, m, l, lse, rows, T, OL, SAVE):
     return acc
 
 
-@pytest.mark.parametrize("D", [64, 128])
+@pytest.mark.parametrize("D", WIDTHS)
 @pytest.mark.parametrize("changed", [None, {"finish": forgets_to_divide}])
 def test_the_gate_lets_right_kernels_pass_and_no_others(monkeypatch, small_gate, D, changed):
     emulate(monkeypatch, changed=changed)

@@ -15,8 +15,7 @@ from torch import Tensor
 SWITCH = "DIFF_TRANSFORMER_GLUON"
 KERNELS = ("forward", "two_pass", "one_pass")
 TESTED_TRITON = ((3, 6), (3, 7))
-WIDTHS = {64: 128, 128: 256}  # D: Dv
-BACKWARD_WIDTHS = {64: 128, 96: 192, 128: 256}
+WIDTHS = {64: 128, 96: 192, 128: 256}  # D: Dv
 LARGEST_GRID = 65535  # programs in the second and third dimension of a launch
 DTYPES = (torch.bfloat16, torch.float16)
 
@@ -100,20 +99,20 @@ def why_not_backward_shapes(
     B, H, T = q1.shape[:3]
     if max(B, H) > LARGEST_GRID or B * H * T >= 2**31:
         return f"the Hopper backward takes batches and heads up to {LARGEST_GRID} and 2^31 rows, not {B} x {H} x {T}"
-    return why_not_shapes(q1, q2, k1, k2, v, attn_mask, cu_seqlens_q, window, BACKWARD_WIDTHS)
+    return why_not_shapes(q1, q2, k1, k2, v, attn_mask, cu_seqlens_q, window)
 
 
 def why_not_shapes(
     q1: Tensor, q2: Tensor, k1: Tensor, k2: Tensor | None, v: Tensor,
-    attn_mask: Tensor | None, cu_seqlens_q: Tensor | None, window: int | None, widths: dict[int, int] = WIDTHS,
+    attn_mask: Tensor | None, cu_seqlens_q: Tensor | None, window: int | None,
 ) -> str | None:  # fmt: skip
     """Why the kernels do not take tensors like these, or None."""
     if attn_mask is not None or window is not None or cu_seqlens_q is not None:
         return "the Hopper kernel takes no attn_mask, no window and no packed documents"
     if q1.dtype not in DTYPES:
         return f"the Hopper kernel takes bfloat16 and float16, not {q1.dtype}"
-    if widths.get(q1.shape[3]) != v.shape[3]:
-        pairs = ", ".join(f"({d}, {dv})" for d, dv in widths.items())
+    if WIDTHS.get(q1.shape[3]) != v.shape[3]:
+        pairs = ", ".join(f"({d}, {dv})" for d, dv in WIDTHS.items())
         return f"the Hopper kernel takes query and value widths {pairs}, not ({q1.shape[3]}, {v.shape[3]})"
     for name, x in {"q1": q1, "q2": q2, "k1": k1, "k2": k2, "v": v}.items():
         reason = None if x is None else why_not_tma(x)
@@ -142,7 +141,7 @@ def attend_forward(
     """Differential attention on a Hopper GPU, for arguments that ``why_not`` does not refuse.
 
     Args:
-        q1: [B, H, T, D], bfloat16 or float16, like q2, k1, k2 and v; D is 64 or 128.
+        q1: [B, H, T, D], bfloat16 or float16, like q2, k1, k2 and v; D is 64, 96 or 128.
         q2: [B, Hn, T, D]. k1, k2: [B, G, S, D]; k2 is None where it is k1. v: [B, G, S, 2 D].
         lam: [B, H, T, 1], float32, any strides.
         is_causal: lower right alignment. window: must be None. scale: factor of the scores, of any sign.

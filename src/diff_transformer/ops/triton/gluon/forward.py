@@ -2,7 +2,7 @@
 
 import math
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -24,12 +24,20 @@ class Configuration:
     kernel: Any
     keys: int  # keys a tile
     stages: int  # tiles the ring holds
-    one_key: bool  # whether the kernel gains by knowing that k2 is k1
+    one_key: bool = False  # whether the kernel gains by knowing that k2 is k1
+    parts: int = 1  # of which a width is made up, each a power of two
+
+    def constants(self, D: int, Dv: int, is_causal: bool, save: bool, one_key: bool) -> dict[str, Any]:
+        """What the kernel is compiled for; ``one_key``: k2 is k1."""
+        own = {"ONE_KEY": one_key} if self.one_key else {"PARTS": self.parts}
+        return {"ROWS": ROWS, "BN": self.keys, "D": D, "DV": Dv, "STAGES": self.stages, "CAUSAL": is_causal,
+                "SAVE": save, **own}  # fmt: skip
 
 
 CONFIGURATIONS = {  # by D
     64: Configuration(forward_together, keys=64, stages=4, one_key=True),
-    128: Configuration(forward_in_turn, keys=64, stages=3, one_key=False),
+    96: Configuration(forward_in_turn, keys=64, stages=4, parts=3),
+    128: Configuration(forward_in_turn, keys=64, stages=3),
 }
 # The 12 warps of a program start with 168 registers a thread; then 8 that compute take 240 and 4 that load keep 24.
 OPTIONS = {"num_warps": 4, "maxnreg": 168}
@@ -67,15 +75,15 @@ def launch(
     save = v.new_empty(B, T, H, Dv) if need_gradient else out  # without gradients the second map is parked in out
     lse1, lse2 = (torch.empty((B, H, T) if need_gradient else 0, dtype=torch.float32, device=v.device) for _ in "12")
     configuration = CONFIGURATIONS[D]
-    constants = {"ROWS": ROWS, "BN": configuration.keys, "D": D, "DV": Dv, "STAGES": configuration.stages,
-                 "CAUSAL": is_causal, "SAVE": need_gradient}  # fmt: skip
-    if configuration.one_key:
-        constants["ONE_KEY"] = k2 is None
-    first_keys = descriptor(k1, configuration.keys)
-    second_keys = first_keys if k2 is None else descriptor(k2, configuration.keys)
+    constants = configuration.constants(D, Dv, is_causal, need_gradient, k2 is None)
+    queries, keys = (partial(descriptor, rows=rows, columns=D // configuration.parts)
+                     for rows in (ROWS, configuration.keys))  # fmt: skip
+    first_keys = keys(k1)
+    second_keys = first_keys if k2 is None else keys(k2)
+    values = descriptor(v, configuration.keys, Dv // configuration.parts)
     with torch.cuda.device_of(v):
         compiled = configuration.kernel[(math.ceil(T / (2 * ROWS)) * B * H,)](
-            descriptor(q1, ROWS), descriptor(q2, ROWS), first_keys, second_keys, descriptor(v, configuration.keys),
+            queries(q1), queries(q2), first_keys, second_keys, values,
             out, save, lse1, lse2, lam, *lam.stride()[:3],
             T, S, H, H // q2.shape[1], H // v.shape[1], base2, **constants, **OPTIONS,
         )  # fmt: skip

@@ -113,13 +113,21 @@ def claim(full, empty, c, STAGES: gl.constexpr, BYTES: gl.constexpr):
 
 
 @jit
-def load_queries(q1, q2, q_s, q_full, b, h, noise_head, row0):
-    """The loader: the query tiles of both maps and both halves, to q_s [2 * map + half, 1, 1, ROWS, D]."""
+def load_queries(q1, q2, q_s, q_full, b, h, noise_head, row0, PARTS: gl.constexpr):
+    """The loader: the query tiles of both maps and both halves.
+
+    They go to q_s [(2 * map + half) * PARTS + part, 1, 1, ROWS, D / PARTS].
+    """
     ROWS: gl.constexpr = q_s.shape[3]
-    mbarrier.expect(q_full, 4 * ROWS * q_s.shape[4] * 2)
+    WIDTH: gl.constexpr = q_s.shape[4]
+    mbarrier.expect(q_full, 4 * PARTS * ROWS * WIDTH * 2)
     for half in gl.static_range(2):
-        tma.async_copy_global_to_shared(q1, [b, h, row0 + half * ROWS, 0], q_full, q_s.index(half))
-        tma.async_copy_global_to_shared(q2, [b, noise_head, row0 + half * ROWS, 0], q_full, q_s.index(2 + half))
+        row = row0 + half * ROWS
+        for part in gl.static_range(PARTS):
+            place = half * PARTS + part
+            tma.async_copy_global_to_shared(q1, [b, h, row, part * WIDTH], q_full, q_s.index(place))
+            tma.async_copy_global_to_shared(q2, [b, noise_head, row, part * WIDTH], q_full,
+                                            q_s.index(2 * PARTS + place))  # fmt: skip
 
 
 @jit
@@ -187,9 +195,9 @@ def finish(acc, m, l, lse, rows, T, OL: gl.constexpr, SAVE: gl.constexpr):
 
 
 @jit
-def output_offsets(b, h, H, T, rows, DV: gl.constexpr, OL: gl.constexpr):
-    """Offsets of rows [ROWS] of head h in memory [B, T, H, DV]; [ROWS, DV]."""
-    columns = gl.arange(0, DV, gl.SliceLayout(0, OL))
+def output_offsets(b, h, H, T, rows, DV: gl.constexpr, COLUMN: gl.constexpr, WIDTH: gl.constexpr, OL: gl.constexpr):
+    """Offsets of WIDTH columns from COLUMN on, in rows [ROWS] of head h, in memory [B, T, H, DV]; [ROWS, WIDTH]."""
+    columns = COLUMN + gl.arange(0, WIDTH, gl.SliceLayout(0, OL))
     starts = ((b.to(gl.int64) * T + rows) * H + h) * DV
     return gl.expand_dims(starts, 1) + gl.expand_dims(columns, 0)
 

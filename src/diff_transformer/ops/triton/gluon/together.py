@@ -132,7 +132,7 @@ def half(q_s, k1_s, k2_s, v_s, bars, pointers, lam_strides, place, T, S, H, scal
     rows = row + gl.arange(0, ROWS, gl.SliceLayout(1, OL))
     inside = gl.expand_dims(rows < T, 1)
     statistics = (b * H + h).to(gl.int64) * T
-    offsets = output_offsets(b, h, H, T, rows, DV, OL)
+    offsets = output_offsets(b, h, H, T, rows, DV, 0, DV, OL)
     acc2 = finish(acc2, m2, l2, lse2 + statistics, rows, T, OL, SAVE)
     if SAVE:
         gl.store(out2 + offsets, acc2.to(v_s.dtype), mask=inside)
@@ -150,7 +150,7 @@ def load(descriptors, q_s, k1_s, k2_s, v_s, bars, place, kv_head, noise_head,
     b, h, row0, tiles = place
     BN: gl.constexpr = k1_s.shape[3]
     KEYS: gl.constexpr = 1 if ONE_KEY else 2
-    load_queries(q1, q2, q_s, q_full, b, h, noise_head, row0)
+    load_queries(q1, q2, q_s, q_full, b, h, noise_head, row0, 1)
     for c in range(tiles):
         slot = c % STAGES
         claim(full, empty, c, STAGES, BN * (KEYS * k1_s.shape[4] + v_s.shape[4]) * 2)
