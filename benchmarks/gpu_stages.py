@@ -63,7 +63,7 @@ def operator_shapes() -> list[Shape]:
     """The goals' length first, then the other lengths, then without the causal limit."""
     lengths = (4096, 2048, 8192, 16384, 1024, 32768, 512)
     causal = [gpu_shape(length, width) for length in lengths for width in (128, 64, 96)]
-    return causal[:6] + [gpu_shape(4096, width, causal=False) for width in (128, 64)] + causal[6:]
+    return causal[:6] + [gpu_shape(4096, width, causal=False) for width in (128, 64, 96)] + causal[6:]
 
 
 def hopper(dry: bool, seconds: float, out: Path, earlier: list[dict]) -> None:

@@ -330,11 +330,17 @@ def emulated(machine, program):
     }  # fmt: skip
 
 
-class Kernel:
-    """Stands where the compiled kernel stood: ``kernel[grid](...)`` runs every program, one after the other."""
+CLEAN = SimpleNamespace(n_spills=0, asm={"ptx": ""})  # what a launch gives back: the kernel as it was compiled
 
-    def __init__(self, kernel, seed, changed=None):
-        self.kernel, self.seed, self.changed = kernel, seed, changed or {}
+
+class Kernel:
+    """Stands where the compiled kernel stood: ``kernel[grid](...)`` runs every program, one after the other.
+
+    A launch gives back ``compiled``.
+    """
+
+    def __init__(self, kernel, seed, changed=None, compiled=CLEAN):
+        self.kernel, self.seed, self.changed, self.compiled = kernel, seed, changed or {}, compiled
 
     def __getitem__(self, grid):
         def run(*arguments, num_warps, maxnreg, **constants):
@@ -350,6 +356,7 @@ class Kernel:
                             names[name] = value.value
                 names.update({name: FunctionType(f.__code__, names, name) for name, f in self.changed.items()})
                 names[self.kernel.__name__](*given, **constants)
+            return self.compiled
 
         return run
 

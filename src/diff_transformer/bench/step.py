@@ -44,7 +44,7 @@ CPU_SETTINGS = [
     ThroughputSetting("demo", 16, 128, dtype=torch.float32),
     ThroughputSetting("demo", 2, 512, fields={**SMALL, "num_hidden_layers": 2}, dtype=torch.float32),
 ]
-GPU_SETTINGS = [ThroughputSetting("830M", 4, 2048)]
+GPU_SETTINGS = [ThroughputSetting("830M", 4, 2048), ThroughputSetting("3B", 4, 2048, layers=8)]
 PRECISIONS = {torch.float32: "32-true", torch.bfloat16: "bf16-mixed"}
 _SCOPE, _BACKWARD, _OPTIMIZER = "part: ", "autograd::engine::evaluate_function: ", "Optimizer.step#"
 _TOKENS = 1 << 18

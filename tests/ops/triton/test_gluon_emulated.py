@@ -1,6 +1,7 @@
 """The forward kernels for Hopper, run on the CPU by an emulator (tests/helpers/gluon_emulator.py)."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,12 +23,12 @@ from diff_transformer.ops.triton.gluon.verify import expected_results
 CONFIGURATIONS = dict(forward.CONFIGURATIONS)
 
 
-def emulate(monkeypatch, seed=0, changed=None):
+def emulate(monkeypatch, seed=0, changed=None, **options):
     """Make the launcher run the emulator."""
     monkeypatch.setattr(
         forward,
         "CONFIGURATIONS",
-        {width: replace(c, kernel=Kernel(c.kernel, seed, changed)) for width, c in CONFIGURATIONS.items()},
+        {width: replace(c, kernel=Kernel(c.kernel, seed, changed, **options)) for width, c in CONFIGURATIONS.items()},
     )
 
 
@@ -190,3 +191,20 @@ def test_the_gate_lets_right_kernels_pass_and_no_others(monkeypatch, small_gate,
         assert fault is None
     else:
         assert fault.startswith("AssertionError: out (T 70, S 63)")
+
+
+@pytest.mark.parametrize(
+    ("spilled", "ptx", "said"),
+    [
+        (3, "", "it spills 12 bytes a thread"),
+        (
+            0,
+            "ld.shared.b32 %r2, [%r1];\nmbarrier.arrive.shared::cta.b64 _, [%r1];",
+            "it arrives 1 times at an mbarrier",
+        ),
+    ],
+)
+def test_the_gate_refuses_what_was_compiled_badly(monkeypatch, small_gate, spilled, ptx, said):
+    emulate(monkeypatch, compiled=SimpleNamespace(n_spills=spilled, asm={"ptx": ptx}))
+    fault = verify.fault_of(torch.device("cpu"), 64, torch.bfloat16, CAUSAL, "forward")
+    assert fault.startswith(f"AssertionError: {said}")

@@ -6,7 +6,9 @@ import sys
 import pytest
 import torch
 
+pytest.importorskip("triton", reason="the kernels are written in Triton's Gluon")
 from diff_transformer.ops.triton.gluon import trial
+from diff_transformer.ops.triton.metadata import SERIALIZED
 
 CPU = torch.device("cpu")
 READY, WRONG, RIGHT = (
@@ -142,3 +144,16 @@ def test_the_child_itself_without_a_gpu(monkeypatch, tmp_path):
     trial.fault_found.cache_clear()
     assert "Error: " in fault
     assert not fault.startswith(("it could not be tried", "its process was lost"))
+
+
+@pytest.mark.parametrize(
+    ("printed", "fault"), [("ptxas info: Used 168 registers", "null"), (SERIALIZED, '"it serialises its wgmma')]
+)
+def test_the_child_reads_what_ptxas_says(monkeypatch, capsys, printed, fault):
+    def right(*form):
+        print(printed)
+
+    monkeypatch.setattr(trial, "fault_of", right)
+    monkeypatch.setattr(trial.os, "_exit", lambda status: None)
+    trial.main(["forward", "64", "bfloat16", "causal", "cpu"])
+    assert capsys.readouterr().out.startswith('{"ready": true}\n{"fault": ' + fault)

@@ -13,8 +13,8 @@ import re
 import subprocess
 import sys
 from atexit import register
-from collections.abc import Sequence
-from contextlib import redirect_stdout
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager, redirect_stdout
 from dataclasses import asdict, dataclass
 from functools import cache
 from importlib import import_module
@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 
 KIB = 1024
 OPTIONS = ("num_warps", "num_stages", "maxnreg")
+SERIALIZED = "wgmma.mma_async instructions are serialized"  # in ptxas' report, C7510 and its neighbours
 POINTERS = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "bool": "i1", "uint8": "u8", "int32": "i32"}
 # Shared memory that one program may use, by compute capability (CUDA C++ Programming Guide, technical specifications).
 SHARED_LIMIT = {80: 163 * KIB, 86: 99 * KIB, 87: 163 * KIB, 89: 99 * KIB, 90: 227 * KIB, 100: 227 * KIB, 120: 99 * KIB}
@@ -68,7 +69,7 @@ def compile_for(
         ValueError: an argument of the kernel is in neither or in both of the dicts, or one is no argument.
         TypeError: the kernel was decorated under the interpreter.
     """
-    import triton.knobs
+    import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
     from triton.experimental.gluon._runtime import GluonASTSource, GluonJITFunction
@@ -87,10 +88,7 @@ def compile_for(
         if divisor == "16" or (written.startswith("*") and divisor != "1"):
             attributes[(i,)] = [["tt.divisibility", 16]]
     source = GluonASTSource if isinstance(kernel, GluonJITFunction) else ASTSource
-    report = io.StringIO()
-    with triton.knobs.compilation.scope(), triton.knobs.nvidia.scope(), redirect_stdout(report):
-        triton.knobs.compilation.always_compile = True  # the cache keeps the binary without the report
-        triton.knobs.nvidia.dump_ptxas_log = True
+    with ptxas_report() as report:
         compiled = triton.compile(
             source(fn=kernel, signature=types, constexprs=constexprs, attrs=attributes),
             target=GPUTarget("cuda", capability, 32),
@@ -106,9 +104,24 @@ def compile_for(
         num_warps=compiled.metadata.num_warps,
         wgmma=len(re.findall(r"\bwgmma\.mma_async", ptx)),
         mma=len(re.findall(r"\bmma\.sync", ptx)),
-        wgmma_serialized="wgmma.mma_async instructions are serialized" in log,  # C7510 and its neighbours
+        wgmma_serialized=SERIALIZED in log,
         unguarded_arrivals=unguarded_arrivals(ptx),
     )
+
+
+@contextmanager
+def ptxas_report() -> Generator[io.StringIO]:
+    """What ptxas says of each kernel that Triton compiles inside this context, where nothing is taken from a cache.
+
+    What else is printed to standard output inside goes there too.
+    """
+    import triton.knobs
+
+    report = io.StringIO()
+    with triton.knobs.compilation.scope(), triton.knobs.nvidia.scope(), redirect_stdout(report):
+        triton.knobs.compilation.always_compile = True  # the cache keeps the binary without the report
+        triton.knobs.nvidia.dump_ptxas_log = True
+        yield report
 
 
 def unguarded_arrivals(ptx: str) -> int:
@@ -179,13 +192,28 @@ def faults(compiled: Compiled, capability: int | None = None) -> list[str]:
     if compiled.wgmma_serialized:
         found.append("serialises its wgmma instructions")
     if compiled.unguarded_arrivals:
-        found.append(f"arrives {compiled.unguarded_arrivals} times at an mbarrier with no barrier of the warps before")
+        found.append(_unguarded(compiled.unguarded_arrivals))
     if compiled.shared_bytes > SHARED_LIMIT[capability]:
         found.append(
             f"uses {compiled.shared_bytes / KIB:.0f} KiB of shared memory; "
             f"sm_{capability} has {SHARED_LIMIT[capability] // KIB}"
         )
     return found
+
+
+def launched_faults(kernel: Any) -> list[str]:
+    """``faults`` of a kernel as Triton launched it.
+
+    Too much shared memory is not among them, as such a launch fails, nor serialised wgmma, of which only
+    ``ptxas_report`` tells.
+    """
+    found = [f"spills {4 * kernel.n_spills} bytes a thread"] if kernel.n_spills else []
+    unguarded = unguarded_arrivals(kernel.asm["ptx"])
+    return found + ([_unguarded(unguarded)] if unguarded else [])
+
+
+def _unguarded(arrivals: int) -> str:
+    return f"arrives {arrivals} times at an mbarrier with no barrier of the warps before"
 
 
 def assert_ships(compiled: Compiled, capability: int | None = None) -> None:

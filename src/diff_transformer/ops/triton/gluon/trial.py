@@ -27,6 +27,7 @@ from filelock import FileLock
 from diff_transformer.durable import cache_folder, write_whole
 from diff_transformer.ops.triton.gluon import KERNELS
 from diff_transformer.ops.triton.gluon.verify import fault_of
+from diff_transformer.ops.triton.metadata import SERIALIZED, ptxas_report
 
 log = logging.getLogger("diff_transformer")
 
@@ -145,7 +146,10 @@ def main(given: list[str] | None = None) -> None:
     torch.ones(1, device=form.device).sum().item()  # a GPU that cannot be used says nothing of the kernel
     print(json.dumps({READY: True}), flush=True)
     dtype = getattr(torch, form.dtype)
-    fault = fault_of(form.device, form.width, dtype, MASKINGS[form.masking], form.kernels)
+    with ptxas_report() as report:
+        fault = fault_of(form.device, form.width, dtype, MASKINGS[form.masking], form.kernels)
+    if fault is None and SERIALIZED in report.getvalue():
+        fault = "it serialises its wgmma instructions, and would be several times slower"
     print(json.dumps({FAULT: fault}), flush=True)
     os._exit(0)
 

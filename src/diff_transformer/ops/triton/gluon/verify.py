@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from diff_transformer.ops.masking import apply_masks, position_mask
+from diff_transformer.ops.triton.metadata import launched_faults
 from diff_transformer.testing import Inputs, assert_within_budget, eager_diff_attention, make_inputs
 
 SECONDS = 20.0  # in which a launched kernel must end; it takes well under one
@@ -55,7 +56,7 @@ def compare(device: torch.device, D: int, dtype: torch.dtype, is_causal: bool, T
             arguments = (*given[:3], k2, given.v, given.lam, is_causal, D**-0.5, need_gradient)
             results, compiled = launch(*arguments)
             wait(device)
-            refuse_spills(compiled)
+            refuse_faults(compiled)
             for (name, (exact, eager)), result in zip(expected.items(), results, strict=True):
                 if name != "out" and not need_gradient:
                     continue
@@ -82,7 +83,7 @@ def compare_gradients(
             results, compiled = launch(dout, *given[:3], k2, *given[4:], *saved, is_causal, scale, one_pass)
         wait(device)
         for kernel in compiled:
-            refuse_spills(kernel)
+            refuse_faults(kernel)
         expected = expected_gradients(dout, saved[1], *given, is_causal=is_causal, scale=scale)
         for (name, (exact, eager)), result in zip(expected.items(), results, strict=True):
             if name == "dk2" and k2 is None:
@@ -95,10 +96,11 @@ def forms_of(inputs: Inputs) -> tuple[Inputs, ...]:
     return inputs, inputs._replace(k2=inputs.k1), inputs._replace(q2=inputs.q2[:, :1])
 
 
-def refuse_spills(compiled: Any) -> None:
-    """Raise if a kernel spills registers."""
-    if getattr(compiled, "n_spills", 0):
-        raise AssertionError(f"it spills {compiled.n_spills} registers a thread")
+def refuse_faults(compiled: Any) -> None:
+    """Raise if a kernel that was launched spills registers, or arrives at a barrier before its warps have met."""
+    found = launched_faults(compiled)
+    if found:
+        raise AssertionError(f"it {' and '.join(found)}")
 
 
 def expected_gradients(
