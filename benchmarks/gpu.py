@@ -37,7 +37,7 @@ SHARES = {
     "attention_fp32": 3,
     "decode": 14,
     "throughput": 18,
-    "step": 8,
+    "step": 10,
 }
 SANITIZER = "compute-sanitizer"  # NVIDIA's; where it is not installed the stage is left out
 SHARES["sanitizer"] = 6
