@@ -8,7 +8,7 @@ WORKERS ?= 2
 
 export HF_HUB_OFFLINE ?= 1
 
-.PHONY: demo test slow lint format figures env clean
+.PHONY: demo test slow compile-check lint format figures env clean
 
 demo: $(READY)  ## train the matched pair on real text, measure both, write the report
 	$(BIN)/diff-transformer compare --recipe demo --out $(OUT) $(ARGS)
@@ -18,6 +18,11 @@ test: $(READY)  ## the test suite, without the slow tests
 
 slow: $(READY)  ## the slow tests
 	$(BIN)/python -m pytest -m "slow and not gpu" $(ARGS)
+
+OTHER_TRITON = $(CURDIR)/build/triton-$(TRITON)
+compile-check: $(READY)  ## all forms of the GPU kernels, compiled without one; TRITON=3.6.0: by another version than the pinned one
+	$(if $(TRITON),$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --upgrade --target $(OTHER_TRITON) triton==$(TRITON))
+	$(if $(TRITON),PYTHONPATH=$(OTHER_TRITON)) $(BIN)/python -m pytest -n $(WORKERS) -m "not gpu" $(wildcard tests/ops/triton/test_compiled_*.py) tests/ops/triton/test_gluon.py $(ARGS)
 
 figures: $(READY)  ## tables and plots again from the committed records
 	$(BIN)/python figures/fill.py
