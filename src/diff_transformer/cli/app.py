@@ -78,6 +78,14 @@ def quiet():
         logging.getLogger(name).setLevel(logging.ERROR)
 
 
+def computing():
+    """``quiet``, for commands that compute in this process."""
+    from diff_transformer.memory import keep_freed_memory
+
+    quiet()
+    keep_freed_memory()
+
+
 def configuration(name: str, assignments: list[str] | None):
     from diff_transformer.recipes import recipe
     from diff_transformer.train.config import override

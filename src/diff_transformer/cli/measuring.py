@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from diff_transformer.checks import LAST_PORT
-from diff_transformer.cli.app import Resume, Set, app, quiet, resumable
+from diff_transformer.cli.app import Resume, Set, app, computing, quiet, resumable
 
 
 @app.command(name="eval")
@@ -47,7 +47,7 @@ def evaluate(
     """Run an experiment, or all of them, on any causal language model."""
     from diff_transformer.evals.suite import Plan, names_of
 
-    quiet()
+    computing()
     options = {"corpus": corpus, "data": data, "length": length, "samples": samples, "seed": seed}
     plan = Plan(
         names_of(name, quick), models or [], options, assignments or [], quick, limit, device, dtype, batch_size
@@ -144,7 +144,7 @@ def bench(
     """Time the operator and the models against softmax attention of the matched size; correctness is checked first."""
     from diff_transformer.bench.command import run_bench
 
-    quiet()
+    computing()
     run_bench(name, out, full, device, grid)
 
 

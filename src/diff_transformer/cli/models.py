@@ -7,7 +7,7 @@ from typing import Annotated, Any
 import typer
 
 from diff_transformer.checks import LAST_PORT
-from diff_transformer.cli.app import Out, app, bytes_done, quiet
+from diff_transformer.cli.app import Out, app, bytes_done, computing, quiet
 
 
 @app.command()
@@ -84,7 +84,7 @@ def generate(
     from diff_transformer.inference.command import run_generate
     from diff_transformer.inference.generation import Settings
 
-    quiet()
+    computing()
     settings = Settings(max_new_tokens, temperature, top_p, seed, prefill_chunk, compiled, lookup)
     run_generate(
         model, prompt, settings, prompts_file=prompts, batch_size=batch_size, device=device, dtype=dtype,

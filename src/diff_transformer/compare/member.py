@@ -9,6 +9,7 @@ from typing import Any
 
 from diff_transformer.durable import write_whole
 from diff_transformer.evals.command import experiment, run_eval, settings_of
+from diff_transformer.memory import keep_freed_memory
 from diff_transformer.train.config import RunConfig
 from diff_transformer.train.signals import sigterm_interrupts
 
@@ -133,6 +134,7 @@ def main() -> int:
     from transformers.utils import logging
 
     logging.disable_progress_bar()
+    keep_freed_memory()
     folder, explorer = Path(sys.argv[1]), sys.argv[2] == "explorer"
     try:
         with sigterm_interrupts():

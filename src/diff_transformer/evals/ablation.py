@@ -21,6 +21,7 @@ from diff_transformer.checks import differences, require_positive
 from diff_transformer.evals.provenance import commit, provenance
 from diff_transformer.evals.samples import Samples
 from diff_transformer.evals.types import Result
+from diff_transformer.memory import keep_freed_memory
 from diff_transformer.train.config import RunConfig
 
 NEEDS_MODEL = False
@@ -294,6 +295,7 @@ def main() -> int:
     from diff_transformer.train.loop import Interrupted
 
     logging.disable_progress_bar()
+    keep_freed_memory()
     try:
         train_rows([Path(argument) for argument in sys.argv[1:]])
     except Interrupted as stopped:

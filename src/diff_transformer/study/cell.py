@@ -8,6 +8,7 @@ from pathlib import Path
 from diff_transformer.durable import write_whole
 from diff_transformer.evals.provenance import provenance
 from diff_transformer.evals.types import Result
+from diff_transformer.memory import keep_freed_memory
 from diff_transformer.train.config import RunConfig
 from diff_transformer.train.metrics import read_metrics
 
@@ -98,6 +99,7 @@ def main() -> int:
     from diff_transformer.train.loop import Interrupted
 
     logging.disable_progress_bar()
+    keep_freed_memory()
     try:
         run_cell(Path(sys.argv[1]), measured=sys.argv[2] == "measured")
     except Interrupted as stopped:

@@ -1,0 +1,52 @@
+"""Freed memory is kept by the processes that ask for it, each of these a process of its own."""
+
+import platform
+import subprocess
+import sys
+
+import pytest
+
+from diff_transformer.memory import keep_freed_memory
+
+# Tensors of 64 MB, made and freed over and over; prints what was said, and the page faults of the last turns.
+PROGRAM = """
+import resource
+import torch
+from diff_transformer.memory import keep_freed_memory
+
+said = {ask}
+faults = [0]
+for _ in range(10):
+    x = torch.ones(1 << 24)
+    y = 2 * x
+    del x, y
+    faults.append(resource.getrusage(resource.RUSAGE_SELF).ru_minflt)
+print(said, faults[-1] - faults[5])
+"""
+glibc = pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only glibc has mallopt")
+
+
+def run(ask, **environment):
+    command = ["env", *(f"{name}={value}" for name, value in environment.items()), sys.executable, "-c"]
+    printed = subprocess.run([*command, PROGRAM.format(ask=ask)], capture_output=True, text=True, check=True).stdout
+    said, faults = printed.split()
+    return said == "True", int(faults)
+
+
+@glibc
+def test_pages_are_taken_from_the_system_once():
+    said, kept = run("keep_freed_memory()")
+    assert said
+    assert kept < 0.01 * run("None")[1]
+
+
+@glibc
+def test_a_users_own_setting_is_left_alone():
+    said, faults = run("keep_freed_memory()", MALLOC_MMAP_THRESHOLD_=65536)
+    assert not said
+    assert faults > 100
+
+
+def test_no_such_library(monkeypatch):
+    monkeypatch.setattr("ctypes.CDLL", lambda name: object())
+    assert not keep_freed_memory()
