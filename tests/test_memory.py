@@ -37,7 +37,7 @@ def run(ask, **environment):
 def test_pages_are_taken_from_the_system_once():
     said, kept = run("keep_freed_memory()")
     assert said
-    assert kept < 0.01 * run("None")[1]
+    assert kept < 0.1 * run("None")[1]
 
 
 @glibc
