@@ -94,6 +94,11 @@ AMPERE_FORWARD = {
     (128, 256): Configuration(64, 32, 8, 2, together=False),
 }
 AMPERE_BACKWARD = {
+    (64, 64): Backward(
+        keys=Configuration(16, 32, 8, 1, together=False),
+        queries=Configuration(64, 32, 4, 2, together=False),
+        one_pass=Configuration(16, 32, 8, 1, together=False),
+    ),
     (64, 128): Backward(
         keys=Configuration(16, 32, 8, 1, together=False),
         queries=Configuration(64, 32, 4, 1, together=False),
