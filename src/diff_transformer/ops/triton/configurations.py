@@ -81,7 +81,7 @@ HOPPER_BACKWARD_MASKED = {
     (63, 127): _MASKED_KEYS._replace(keys=Configuration(16, 128, 8, 1, together=False)),
     (64, 128): HOPPER_BACKWARD[64, 128]._replace(
         keys=Configuration(32, 128, 8, 1, together=False),
-        queries=Configuration(128, 64, 8, 1),
+        queries=Configuration(128, 32, 8, 1),
         one_pass=Configuration(16, 128, 8, 1, together=False),
     ),
     (96, 192): _MASKED_WIDE._replace(queries=Configuration(128, 32, 8, 1, together=False)),
