@@ -112,7 +112,16 @@ def launches(monkeypatch, capability, dtype, widths, case) -> list:
 @pytest.mark.parametrize("capability", [80, 90])
 @pytest.mark.parametrize(
     ("dtype", "widths", "case"),
-    [*OFTEN, *(pytest.param(*case, marks=pytest.mark.slow) for case in dict.fromkeys(SELDOM) if case not in OFTEN)],
+    [
+        pytest.param(
+            dtype,
+            widths,
+            case,
+            id=f"{dtype}, {widths[0]} and {widths[1]}, {case}",
+            marks=() if (dtype, widths, case) in OFTEN else pytest.mark.slow,
+        )
+        for dtype, widths, case in dict.fromkeys(OFTEN + SELDOM)
+    ],
 )
 def test_ships(monkeypatch, dtype, widths, case, capability):
     compile_and_check(monkeypatch, dtype, widths, case, capability)
@@ -145,5 +154,6 @@ def compile_and_check(monkeypatch, dtype, widths, case, capability):
         if kernel.name != "delta_kernel":
             # Wide programs of one pass own too few keys for the products of warp groups.
             wide = widths[0] > 64 or widths[1] > 128
-            warp_groups = capability == 90 and not (form.get("one_pass") and wide)
+            alone = form.get("one_pass") and wide and kernel.name == "key_gradient_kernel"
+            warp_groups = capability == 90 and not alone
             assert kernel.wgmma if warp_groups else kernel.mma, "no tensor cores"
