@@ -20,6 +20,7 @@ from diff_transformer.testing import make_inputs
 CAPABILITIES = [80, 90]
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 WIDTHS = [(16, 32), (32, 64), (64, 64), (64, 128), (96, 192), (128, 128), (128, 256)]
+WIDTHS += [(40, 80), (48, 96), (80, 160), (112, 224)]
 
 
 class Recorder:

@@ -34,12 +34,11 @@ from diff_transformer.ops.triton.tiles import (
     LOG2_E,
     NOTHING,
     accumulate,
-    document,
     load_tile,
     masked,
+    place,
     product,
     store_tile,
-    tile_of_program,
     zeros,
 )
 
@@ -140,7 +139,7 @@ def key_gradient_kernel(
     cu_seqlens_q, cu_seqlens_k,
     q1_b, q1_h, q1_t, q2_b, q2_h, q2_t, k1_b, k1_h, k1_t, k2_b, k2_h, k2_t, v_b, v_h, v_t, lam_b, lam_h, lam_t,
     dout_b, dout_h, dout_t, dk1_b, dk1_h, dk1_t, dv_b, dv_h, dv_t, mask_b, mask_h, mask_t, mask_s,
-    T, S, window, scale, factor, tiles, heads_in_all,
+    T, S, window, scale, factor, tiles, heads_in_all, nothing,
     H: tl.constexpr, HN: tl.constexpr, G: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, DA: tl.constexpr,
     DB: tl.constexpr, VA: tl.constexpr, VB: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     CAUSAL: tl.constexpr, WINDOW: tl.constexpr, MASK_KIND: tl.constexpr, MASK_ROWS: tl.constexpr,
@@ -155,12 +154,10 @@ def key_gradient_kernel(
     SHARED_KEYS: dK1 takes both maps' sum. ONE_PASS: dQ1 [B, H, T, D] and dQ2 [B, Hn, T, D], fp32 and contiguous, get
     this program's share added, without the factor ``scale``.
     """
-    tile, head_in_all = tile_of_program(tiles, heads_in_all, SECTION)
-    batch = (head_in_all // G).to(tl.int64)
-    kv_head = head_in_all % G
     rows_in_all = T
-    q_start, T, q_batch = document(cu_seqlens_q, batch, T, VARLEN)
-    k_start, S, k_batch = document(cu_seqlens_k, batch, S, VARLEN)
+    tile, kv_head, batch, q_start, T, k_start, S = place(
+        tiles, heads_in_all, cu_seqlens_q, cu_seqlens_k, T, S, G, VARLEN, SECTION
+    )
     first = tile * BLOCK_N  # under a causal limit the longest columns come first
     if first >= S:
         return
@@ -169,9 +166,9 @@ def key_gradient_kernel(
     queries = tl.arange(0, BLOCK_M)
     wide_head = kv_head.to(tl.int64)
     row = k_start + first
-    k1 += k_batch * k1_b + wide_head * k1_h + row * k1_t
-    k2 += k_batch * k2_b + wide_head * k2_h + row * k2_t
-    v += k_batch * v_b + wide_head * v_h + row * v_t
+    k1 += batch * k1_b + wide_head * k1_h + row * k1_t
+    k2 += batch * k2_b + wide_head * k2_h + row * k2_t
+    v += batch * v_b + wide_head * v_h + row * v_t
     k1a, k1b = load_tile(k1, keys, k1_t, S - first, DA, DB, D, True)
     k2a, k2b = k1a, k1b
     if not SHARED_KEYS:
@@ -182,21 +179,24 @@ def key_gradient_kernel(
     dk2a, dk2b = zeros(BLOCK_N, DA, DB)
     dva, dvb = zeros(BLOCK_N, VA, VB)
     key = (first + keys)[:, None]
-    low, inner_low, inner_high, high = query_ranges(
-        first, T, S, window, BLOCK_M, BLOCK_N, CAUSAL, WINDOW, MASK_KIND != NOTHING
-    )
     for member in tl.range(0, H // G):
+        tile, kv_head, batch, q_start, T, k_start, S = place(
+            tiles + member * nothing, heads_in_all, cu_seqlens_q, cu_seqlens_k, T, S, G, VARLEN, SECTION
+        )
+        low, inner_low, inner_high, high = query_ranges(
+            tile * BLOCK_N, T, S, window, BLOCK_M, BLOCK_N, CAUSAL, WINDOW, MASK_KIND != NOTHING
+        )
         head = (kv_head * (H // G) + member).to(tl.int64)
         noise_head = (kv_head * (H // G) + member) // (H // HN)
         noise_head = noise_head.to(tl.int64)
-        q1_here = q1 + (q_batch * q1_b + head * q1_h + q_start * q1_t)
-        q2_here = q2 + (q_batch * q2_b + noise_head * q2_h + q_start * q2_t)
-        dout_here = dout + (q_batch * dout_b + head * dout_h + q_start * dout_t)
-        lam_here = lam + (q_batch * lam_b + head * lam_h + q_start * lam_t)
-        row_here = (q_batch * H + head) * rows_in_all + q_start
+        q1_here = q1 + (batch * q1_b + head * q1_h + q_start * q1_t)
+        q2_here = q2 + (batch * q2_b + noise_head * q2_h + q_start * q2_t)
+        dout_here = dout + (batch * dout_b + head * dout_h + q_start * dout_t)
+        lam_here = lam + (batch * lam_b + head * lam_h + q_start * lam_t)
+        row_here = (batch * H + head) * rows_in_all + q_start
         mask_here = mask
         if MASK_KIND != NOTHING:
-            mask_here = mask + (q_batch * mask_b + head * mask_h)
+            mask_here = mask + (batch * mask_b + head * mask_h)
         for CHECKED in tl.static_range(2):
             if CHECKED or MASK_KIND == NOTHING:
                 begin, end, gap = range_of_loop(CHECKED, low, inner_low, inner_high, high)
@@ -240,15 +240,22 @@ def key_gradient_kernel(
                         else:
                             dk2a, dk2b = accumulate(dk2a, dk2b, ds, qa, qb, DB)
                         if ONE_PASS:
-                            noise_row = (q_batch * HN + noise_head) * rows_in_all + q_start
+                            noise_row = (batch * HN + noise_head) * rows_in_all + q_start
                             add_product(dq2 + (noise_row + start) * D, queries, T - m, ds, k2a, k2b, DA, DB, D)
+    tile, kv_head, batch, q_start, T, k_start, S = place(
+        tiles + nothing, heads_in_all, cu_seqlens_q, cu_seqlens_k, T, S, G, VARLEN, SECTION
+    )
+    first = tile * BLOCK_N
+    wide_head = kv_head.to(tl.int64)
+    row = k_start + first
+    keys += nothing
     if KEYS:
-        to = k_batch * dk1_b + wide_head * dk1_h + row * dk1_t
+        to = batch * dk1_b + wide_head * dk1_h + row * dk1_t
         store_tile(dk1 + to, keys, dk1_t, S - first, dk1a * scale, dk1b * scale, DA, DB, D)
         if not SHARED_KEYS:
             store_tile(dk2 + to, keys, dk1_t, S - first, dk2a * scale, dk2b * scale, DA, DB, D)
     if VALUES:
-        to = k_batch * dv_b + wide_head * dv_h + row * dv_t
+        to = batch * dv_b + wide_head * dv_h + row * dv_t
         store_tile(dv + to, keys, dv_t, S - first, dva, dvb, VA, VB, DV)
 
 
@@ -257,7 +264,7 @@ def query_gradient_kernel(
     q1, q2, k1, k2, v, lam, mask, dout, lse1, lse2, delta1, lam_delta2, dq1, dq2, cu_seqlens_q, cu_seqlens_k,
     q1_b, q1_h, q1_t, q2_b, q2_h, q2_t, k1_b, k1_h, k1_t, k2_b, k2_h, k2_t, v_b, v_h, v_t, lam_b, lam_h, lam_t,
     dout_b, dout_h, dout_t, dq1_b, dq1_h, dq1_t, dq2_b, dq2_h, dq2_t, mask_b, mask_h, mask_t, mask_s,
-    T, S, window, scale, factor, tiles, heads_in_all,
+    T, S, window, scale, factor, tiles, heads_in_all, nothing,
     H: tl.constexpr, HN: tl.constexpr, G: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, DA: tl.constexpr,
     DB: tl.constexpr, VA: tl.constexpr, VB: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     CAUSAL: tl.constexpr, WINDOW: tl.constexpr, MASK_KIND: tl.constexpr, MASK_ROWS: tl.constexpr,
@@ -267,50 +274,50 @@ def query_gradient_kernel(
 
     FIRST and SECOND say which of the two this launch computes; where both do not fit the registers, two launches do.
     """
-    tile, head_in_all = tile_of_program(tiles, heads_in_all, SECTION)
-    batch = (head_in_all // HN).to(tl.int64)
-    noise_head = head_in_all % HN
     rows_in_all = T
-    q_start, T, q_batch = document(cu_seqlens_q, batch, T, VARLEN)
-    k_start, S, k_batch = document(cu_seqlens_k, batch, S, VARLEN)
+    tile, noise_head, batch, q_start, T, k_start, S = place(
+        tiles, heads_in_all, cu_seqlens_q, cu_seqlens_k, T, S, HN, VARLEN, SECTION
+    )
     first = (tiles - 1 - tile) * BLOCK_M  # the longest rows first
     if first >= T:
         return
 
     keys = tl.arange(0, BLOCK_N)
     queries = tl.arange(0, BLOCK_M)
-    here = first + queries < T
-    query = (first + queries)[:, None]
     wide_head = noise_head.to(tl.int64)
     kv_head = (noise_head // (HN // G)).to(tl.int64)
     row = q_start + first
-    k1 += k_batch * k1_b + kv_head * k1_h + k_start * k1_t
-    k2 += k_batch * k2_b + kv_head * k2_h + k_start * k2_t
-    v += k_batch * v_b + kv_head * v_h + k_start * v_t
-    q2a, q2b = load_tile(
-        q2 + (q_batch * q2_b + wide_head * q2_h + row * q2_t), queries, q2_t, T - first, DA, DB, D, True
-    )
+    k1 += batch * k1_b + kv_head * k1_h + k_start * k1_t
+    k2 += batch * k2_b + kv_head * k2_h + k_start * k2_t
+    v += batch * v_b + kv_head * v_h + k_start * v_t
+    q2a, q2b = load_tile(q2 + (batch * q2_b + wide_head * q2_h + row * q2_t), queries, q2_t, T - first, DA, DB, D, True)
     dq2a, dq2b = zeros(BLOCK_M, DA, DB)
-    low, inner_low, inner_high, high = key_ranges(
-        first, T, S, window, BLOCK_M, BLOCK_N, CAUSAL, WINDOW, MASK_KIND != NOTHING
-    )
     for member in tl.range(0, H // HN):
+        tile, noise_head, batch, q_start, T, k_start, S = place(
+            tiles + member * nothing, heads_in_all, cu_seqlens_q, cu_seqlens_k, T, S, HN, VARLEN, SECTION
+        )
+        first = (tiles - 1 - tile) * BLOCK_M
+        row = q_start + first
+        rows = queries + member * nothing
+        here = first + rows < T
+        query = (first + rows)[:, None]
+        low, inner_low, inner_high, high = key_ranges(
+            first, T, S, window, BLOCK_M, BLOCK_N, CAUSAL, WINDOW, MASK_KIND != NOTHING
+        )
         head = (noise_head * (H // HN) + member).to(tl.int64)
-        q1a, q1b = load_tile(
-            q1 + (q_batch * q1_b + head * q1_h + row * q1_t), queries, q1_t, T - first, DA, DB, D, True
-        )
+        q1a, q1b = load_tile(q1 + (batch * q1_b + head * q1_h + row * q1_t), rows, q1_t, T - first, DA, DB, D, True)
         da, db = load_tile(
-            dout + (q_batch * dout_b + head * dout_h + row * dout_t), queries, dout_t, T - first, VA, VB, DV, True
+            dout + (batch * dout_b + head * dout_h + row * dout_t), rows, dout_t, T - first, VA, VB, DV, True
         )
-        row_here = (q_batch * H + head) * rows_in_all + row + queries
+        row_here = (batch * H + head) * rows_in_all + row + rows
         log1 = tl.load(lse1 + row_here, mask=here, other=float("inf"))[:, None]
         log2 = tl.load(lse2 + row_here, mask=here, other=float("inf"))[:, None]
         first_delta = tl.load(delta1 + row_here, mask=here, other=0.0)[:, None]
         second_delta = tl.load(lam_delta2 + row_here, mask=here, other=0.0)[:, None]
-        weight = tl.load(lam + (q_batch * lam_b + head * lam_h + (row + queries) * lam_t), mask=here, other=0.0)
+        weight = tl.load(lam + (batch * lam_b + head * lam_h + (row + rows) * lam_t), mask=here, other=0.0)
         mask_here = mask
         if MASK_KIND != NOTHING:
-            mask_here = mask + (q_batch * mask_b + head * mask_h)
+            mask_here = mask + (batch * mask_b + head * mask_h)
         dq1a, dq1b = zeros(BLOCK_M, DA, DB)
         for CHECKED in tl.static_range(2):
             if CHECKED or MASK_KIND == NOTHING:
@@ -338,11 +345,25 @@ def query_gradient_kernel(
                             factor, log2, CAUSAL, WINDOW, MASK_KIND, MASK_ROWS, CHECKED,
                         )  # fmt: skip
                         dq2a, dq2b = accumulate(dq2a, dq2b, p * (second_delta - weight[:, None] * dp), ka, kb, DB)
+        tile, noise_head, batch, q_start, T, k_start, S = place(
+            tiles + (member + 1) * nothing, heads_in_all, cu_seqlens_q, cu_seqlens_k, T, S, HN, VARLEN, SECTION
+        )
+        first = (tiles - 1 - tile) * BLOCK_M
+        row = q_start + first
+        head = (noise_head * (H // HN) + member).to(tl.int64)
+        rows += nothing
         if FIRST:
-            to = dq1 + (q_batch * dq1_b + head * dq1_h + row * dq1_t)
-            store_tile(to, queries, dq1_t, T - first, dq1a * scale, dq1b * scale, DA, DB, D)
+            to = dq1 + (batch * dq1_b + head * dq1_h + row * dq1_t)
+            store_tile(to, rows, dq1_t, T - first, dq1a * scale, dq1b * scale, DA, DB, D)
+    tile, noise_head, batch, q_start, T, k_start, S = place(
+        tiles + nothing, heads_in_all, cu_seqlens_q, cu_seqlens_k, T, S, HN, VARLEN, SECTION
+    )
+    first = (tiles - 1 - tile) * BLOCK_M
+    wide_head = noise_head.to(tl.int64)
+    row = q_start + first
+    queries += nothing
     if SECOND:
-        to = dq2 + (q_batch * dq2_b + wide_head * dq2_h + row * dq2_t)
+        to = dq2 + (batch * dq2_b + wide_head * dq2_h + row * dq2_t)
         store_tile(to, queries, dq2_t, T - first, dq2a * scale, dq2b * scale, DA, DB, D)
 
 
@@ -397,14 +418,14 @@ def launch_backward(
     lengths = [*mask_strides, T, S, window or 0, scale, scale * LOG2_E.value]
 
     tiles = triton.cdiv(max_k, by_keys.BLOCK_N)
-    arguments = [*given, dk1, dk2, dv, *documents, *strides(*inputs, dout, dk1, dv), *lengths, tiles, batches * G]
+    arguments = [*given, dk1, dk2, dv, *documents, *strides(*inputs, dout, dk1, dv), *lengths, tiles, batches * G, 0]
     options = constants | {"ONE_PASS": one_pass} | by_keys.options()
     for computed in split(by_keys, "KEYS", "VALUES"):
         launch(key_gradient_kernel, tiles * batches * G, arguments, options | computed)
 
     if not one_pass:
         tiles = triton.cdiv(max_q, by_queries.BLOCK_M)
-        arguments = [*given, *documents, *strides(*inputs, dout, dq1, dq2), *lengths, tiles, batches * HN]
+        arguments = [*given, *documents, *strides(*inputs, dout, dq1, dq2), *lengths, tiles, batches * HN, 0]
         for computed in split(by_queries, "FIRST", "SECOND"):
             options = constants | computed | by_queries.options()
             launch(query_gradient_kernel, tiles * batches * HN, arguments, options)

@@ -1,12 +1,14 @@
 """Tile sizes, by widths, dtype, compute capability and direction.
 
-None of these was timed. They are the largest found that ptxas compiles for every masking and grouping without spilling
-a register or serialising wgmma, within the shared memory of the GPUs they are for (99 KiB, for all but Hopper);
-tests/ops/triton/test_compiled_attention.py compiles what ships. What decides is registers: a thread has 255, and 128 of
-them hold the fp32 accumulators of, for example, 128 rows of 256 columns with 8 warps. Hopper multiplies 64 rows with 4
-warps, Ampere 16 with each. Smaller tiles on the other side read more shared memory for a product, fewer stages hide
-less of the loading, and gradients that do not fit together cost another computation of the maps: 16 products instead of
-14 where the programs that own keys are split, 18 where those that own queries are as well.
+None of these was timed. They are the largest found that ptxas compiles without spilling a register or serialising
+wgmma, within the shared memory of the GPUs they are for (99 KiB, for all but Hopper). Not every call is compiled, for
+there are thousands: tests/ops/triton/test_compiled_attention.py compiles each feature alone, and of those that take
+registers (a window, documents, a mask, shared heads, shared keys, one pass) the heaviest combinations. What decides is
+registers: a thread has 255, and 128 of them hold the fp32 accumulators of, for example, 128 rows of 256 columns with 8
+warps. Hopper multiplies 64 rows with 4 warps, Ampere 16 with each. Smaller tiles on the other side read more shared
+memory for a product, fewer stages hide less of the loading, and gradients that do not fit together cost another
+computation of the maps: 16 products instead of 14 where the programs that own keys are split, 18 where those that own
+queries are as well.
 """
 
 from typing import Any, NamedTuple
@@ -65,22 +67,25 @@ HOPPER_BACKWARD = {
         one_pass=Configuration(16, 32, 8, 1, together=False),
     ),
 }
-# A mask that differs from query to query takes registers too; with these tiles it would serialise wgmma.
+# A mask that differs from query to query takes registers too, above all beside a window: with the tiles above it would
+# serialise wgmma or spill.
 HOPPER_FORWARD_MASKED = {
     (31, 63): Configuration(128, 32, 8, 3),
     **HOPPER_FORWARD,
     (96, 192): Configuration(128, 32, 8, 2, together=False),
 }
 _MASKED_KEYS = HOPPER_BACKWARD[63, 127]._replace(keys=Configuration(32, 128, 8, 1, together=False))
+_MASKED_WIDE = HOPPER_BACKWARD[128, 256]._replace(one_pass=Configuration(16, 32, 4, 2, together=False))
 HOPPER_BACKWARD_MASKED = {
     (32, 64): _MASKED_KEYS._replace(queries=Configuration(128, 64, 8, 1)),
-    **HOPPER_BACKWARD,
     (63, 127): _MASKED_KEYS._replace(keys=Configuration(16, 128, 8, 1, together=False)),
     (64, 128): HOPPER_BACKWARD[64, 128]._replace(
         keys=Configuration(32, 128, 8, 1, together=False),
-        queries=Configuration(128, 64, 8, 1),
-        one_pass=Configuration(32, 128, 8, 1, together=False),
+        queries=Configuration(128, 32, 8, 1),
+        one_pass=Configuration(16, 128, 8, 1, together=False),
     ),
+    (96, 192): _MASKED_WIDE._replace(queries=Configuration(128, 32, 8, 1, together=False)),
+    (128, 256): _MASKED_WIDE,
 }
 AMPERE_FORWARD = {
     (32, 64): Configuration(64, 32, 4, 3),
@@ -89,6 +94,11 @@ AMPERE_FORWARD = {
     (128, 256): Configuration(64, 32, 8, 2, together=False),
 }
 AMPERE_BACKWARD = {
+    (64, 64): Backward(
+        keys=Configuration(16, 32, 8, 1, together=False),
+        queries=Configuration(64, 32, 4, 2, together=False),
+        one_pass=Configuration(16, 32, 8, 1, together=False),
+    ),
     (64, 128): Backward(
         keys=Configuration(16, 32, 8, 1, together=False),
         queries=Configuration(64, 32, 4, 1, together=False),
@@ -102,7 +112,7 @@ AMPERE_BACKWARD = {
     (128, 256): Backward(
         keys=Configuration(16, 32, 4, 1, together=False),
         queries=Configuration(64, 16, 8, 1, together=False),
-        one_pass=Configuration(16, 32, 4, 1, together=False),
+        one_pass=Configuration(16, 32, 4, 2, together=False),
     ),
 }
 AMPERE_BACKWARD_MASKED = {
@@ -113,7 +123,7 @@ AMPERE_BACKWARD_MASKED = {
     (96, 192): AMPERE_BACKWARD[96, 192]._replace(
         keys=Configuration(16, 16, 4, 1, together=False), queries=Configuration(64, 16, 8, 1, together=False)
     ),
-    (128, 128): AMPERE_BACKWARD[128, 256]._replace(queries=Configuration(64, 16, 4, 1, together=False)),
+    (128, 128): AMPERE_BACKWARD[128, 256]._replace(queries=Configuration(64, 16, 4, 2, together=False)),
     (128, 256): AMPERE_BACKWARD[128, 256],
 }
 # fp32 is multiplied without tensor cores, for exactness; some of these spill a few registers.

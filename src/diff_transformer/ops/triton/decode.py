@@ -42,13 +42,14 @@ class Tile(NamedTuple):
 def tile(D: int, Dv: int, element_size: int, mask_rows: bool) -> Tile:
     """The tile for these widths and this many bytes an element: as many keys as need no spilled registers.
 
-    A mask that differs from row to row (mask_rows) takes registers for a pointer and a flag each.
+    A mask that differs from row to row (mask_rows) takes registers for a pointer and a flag each, and so do rows of a
+    width that 16 does not divide, which are read value by value: 8 warps then share them.
     """
     if element_size == 4:  # exact products hold whole rows and columns of both factors
         return Tile(16, 8, maxnreg=255)
     keys = STAGE_BYTES // ((2 * room(D) + room(Dv)) * element_size)
     keys = max(16, min(64, 1 << (keys.bit_length() - 1)))
-    return Tile(keys, 8, maxnreg=255) if mask_rows else Tile(keys, 4)
+    return Tile(keys, 8, maxnreg=255) if mask_rows or D % 16 or Dv % 16 else Tile(keys, 4)
 
 
 def room(width: int) -> int:

@@ -20,14 +20,13 @@ from diff_transformer.ops.triton.tiles import (
     MINUS_INFINITY,
     NOTHING,
     accumulate,
-    document,
     load_chunk,
     load_tile,
     masked,
+    place,
     product,
     store_chunk,
     store_tile,
-    tile_of_program,
     zeros,
 )
 
@@ -215,14 +214,10 @@ def forward_kernel(
     VARLEN: tl.constexpr, SECTION: tl.constexpr,
 ):  # fmt: skip
     """BLOCK_M queries of one signal head. x_b, x_h, x_t: strides of a batch entry, a head, a row, in elements."""
-    tile, head_in_all = tile_of_program(tiles, heads_in_all, SECTION)
-    batch = (head_in_all // H).to(tl.int64)
-    head = head_in_all % H
-    lse_row = head_in_all.to(tl.int64) * T
-    if VARLEN:
-        lse_row = head.to(tl.int64) * T
-    q_start, T, q_batch = document(cu_seqlens_q, batch, T, VARLEN)
-    k_start, S, k_batch = document(cu_seqlens_k, batch, S, VARLEN)
+    rows_in_all = T
+    tile, head, batch, q_start, T, k_start, S = place(
+        tiles, heads_in_all, cu_seqlens_q, cu_seqlens_k, T, S, H, VARLEN, SECTION
+    )
     first = (tiles - 1 - tile) * BLOCK_M  # the longest rows first
     if first >= T:
         return
@@ -230,14 +225,15 @@ def forward_kernel(
     noise_head = (head // (H // HN)).to(tl.int64)
     kv_head = (head // (H // G)).to(tl.int64)
     head = head.to(tl.int64)
+    lse_row = (batch * H + head) * rows_in_all
     row = q_start + first
-    q1 += q_batch * q1_b + head * q1_h + row * q1_t
-    q2 += q_batch * q2_b + noise_head * q2_h + row * q2_t
-    k1 += k_batch * k1_b + kv_head * k1_h + k_start * k1_t
-    k2 += k_batch * k2_b + kv_head * k2_h + k_start * k2_t
-    v += k_batch * v_b + kv_head * v_h + k_start * v_t
+    q1 += batch * q1_b + head * q1_h + row * q1_t
+    q2 += batch * q2_b + noise_head * q2_h + row * q2_t
+    k1 += batch * k1_b + kv_head * k1_h + k_start * k1_t
+    k2 += batch * k2_b + kv_head * k2_h + k_start * k2_t
+    v += batch * v_b + kv_head * v_h + k_start * v_t
     if MASK_KIND != NOTHING:
-        mask += q_batch * mask_b + head * mask_h
+        mask += batch * mask_b + head * mask_h
 
     rows = tl.arange(0, BLOCK_M)
     here = first + rows < T
@@ -247,7 +243,7 @@ def forward_kernel(
     parked = out
     if SAVE:
         parked = out2
-    parked += q_batch * out_b + head * out_h + row * out_t
+    parked += batch * out_b + head * out_h + row * out_t
     if TOGETHER:
         o1a, o1b, log1, o2a, o2b, log2 = both_maps(
             q1, q2, k1, k2, v, q1_t, q2_t, k1_t, k2_t, v_t, first, T, S, low, inner_low, inner_high, high, window,
@@ -269,7 +265,12 @@ def forward_kernel(
         rows += nothing
         out_t += nothing
         out_h += nothing
-        head += nothing
+        tile, again, batch, q_start, T, k_start, S = place(
+            tiles + nothing, heads_in_all, cu_seqlens_q, cu_seqlens_k, T, S, H, VARLEN, SECTION
+        )
+        head = again.to(tl.int64)
+        first = (tiles - 1 - tile) * BLOCK_M
+        row = q_start + first
         o1a, o1b, log1 = one_map(
             q1, k1, v, q1_t, k1_t, v_t, first, T, S, low, inner_low, inner_high, high, window, mask, mask_t, mask_s,
             factor, BLOCK_M, BLOCK_N, D, DV, DA, DB, VA, VB, CAUSAL, WINDOW, MASK_KIND, MASK_ROWS, POSITIVE,
@@ -277,13 +278,13 @@ def forward_kernel(
         parked = out
         if SAVE:
             parked = out2
-        parked += q_batch * out_b + head * out_h + row * out_t
+        parked += batch * out_b + head * out_h + row * out_t
 
     here = first + rows < T
     if SAVE:
         tl.store(lse1 + lse_row + row + rows, log1, mask=here)
-    out += q_batch * out_b + head * out_h + row * out_t
-    lam += q_batch * lam_b + head * lam_h + row * lam_t
+    out += batch * out_b + head * out_h + row * out_t
+    lam += batch * lam_b + head * lam_h + row * lam_t
     weight = tl.load(lam + rows.to(tl.int64) * lam_t, mask=here, other=0.0)[:, None]
     # Chunk by chunk, which needs fewer registers. Other threads may have parked what this one reads: hence barriers.
     if not TOGETHER:

@@ -169,3 +169,20 @@ def document(cu_seqlens, batch, length, VARLEN: tl.constexpr):
         return start.to(tl.int64), tl.load(cu_seqlens + batch + 1) - start, batch * 0
     else:
         return (batch * 0).to(tl.int64), length, batch
+
+
+@triton.jit
+def place(
+    tiles, heads_in_all, cu_seqlens_q, cu_seqlens_k, T, S, HEADS: tl.constexpr, VARLEN: tl.constexpr,
+    SECTION: tl.constexpr,
+):  # fmt: skip
+    """(tile, head, batch entry, first query, queries, first key, keys) of this program, of HEADS heads an entry.
+
+    Kernels ask again, with 0 added to ``tiles`` in a way the compiler does not see through, after a loop and in it:
+    else it keeps all of this, and the addresses that follow from it, in registers throughout the loop.
+    """
+    tile, head_in_all = tile_of_program(tiles, heads_in_all, SECTION)
+    batch = (head_in_all // HEADS).to(tl.int64)
+    q_start, T, entry = document(cu_seqlens_q, batch, T, VARLEN)
+    k_start, S, entry = document(cu_seqlens_k, batch, S, VARLEN)
+    return tile, head_in_all % HEADS, entry, q_start, T, k_start, S
