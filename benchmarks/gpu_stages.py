@@ -303,17 +303,17 @@ def step(dry: bool, seconds: float, out: Path, earlier: list[dict]) -> None:
 
 
 def sanitizer(dry: bool, seconds: float, out: Path, earlier: list[dict]) -> None:
-    """Small launches of all kernels under compute-sanitizer: memory accesses, and of the Gluon kernels races."""
+    """Small launches of all kernels under compute-sanitizer: memory accesses, and races, of the Gluon kernels first."""
     end = time.monotonic() + seconds
     device = device_of(dry)
 
     def rows() -> Iterator[dict]:
-        for tool, what in (("memcheck", "all"), ("racecheck", "gluon")):
+        calls = (("memcheck", "all"), ("racecheck", "gluon"), ("racecheck", "all"))
+        for i, (tool, what) in enumerate(calls):
             under = [] if dry else ["compute-sanitizer", "--tool", tool, "--error-exitcode", "9"]
             command = [*under, sys.executable, str(Path(__file__).with_name("sanitized.py")), what, device]
             left = max(1.0, end - time.monotonic())
-            half = left / 2 if tool == "memcheck" else left
-            yield {"tool": tool, "what": what, **run_sanitized(command, half)}
+            yield {"tool": tool, "what": what, **run_sanitized(command, left / (len(calls) - i))}
 
     record = collect("sanitizer", rows(), {"machine": machine(device)}, out=out, on_row=_say_row)
     gates = [row["gate"] for row in record["rows"]]

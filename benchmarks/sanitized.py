@@ -2,6 +2,7 @@
 
 python benchmarks/sanitized.py all cuda      # or "gluon": the Hopper kernels alone
 python benchmarks/sanitized.py all cpu       # the same calls without kernels of ours
+python benchmarks/sanitized.py all cpu triton  # with TRITON_INTERPRET=1: the kernels, interpreted
 """
 
 import sys
@@ -14,10 +15,12 @@ from diff_transformer.ops.triton import backward_form, gluon
 from diff_transformer.testing import Inputs, make_inputs
 
 T = 200  # more than one tile of each side, and none that is whole at the end
+CACHE = 1000  # keys, where a few queries are decoded
 
 
-def main(what: str, device: str) -> int:
-    for name, run in (forms if what == "all" else gluon_forms)(device).items():
+def main(what: str, device: str, backend: str | None = None) -> int:
+    backend = backend or ("triton" if device == "cuda" else "blockwise")
+    for name, run in (forms if what == "all" else gluon_forms)(device, backend).items():
         print(name, flush=True)
         run()
         if device == "cuda":
@@ -26,12 +29,12 @@ def main(what: str, device: str) -> int:
     return 0
 
 
-def gluon_forms(device: str) -> dict[str, Callable[[], object]]:
+def gluon_forms(device: str, backend: str) -> dict[str, Callable[[], object]]:
     """What has Hopper kernels: all widths and both maskings, forward alone and with either backward."""
 
     def forward(D: int, options: dict) -> Callable[[], object]:
         x = make_inputs(1, 2, T, D, dtype=torch.bfloat16, device=device, requires_grad=False)
-        return lambda: diff_attention(*x, **options, backend=backend(device))
+        return lambda: diff_attention(*x, **options, backend=backend)
 
     torch.use_deterministic_algorithms(False)
     found = {}
@@ -39,32 +42,42 @@ def gluon_forms(device: str) -> dict[str, Callable[[], object]]:
         for causal in (True, False):
             options, what = {"is_causal": causal}, f"width {D}, causal {causal}"
             found[f"forward, {what}"] = forward(D, options)
-            found[f"two passes, {what}"] = both(device, options, D=D)
-            found[f"one pass, {what}"] = one_pass(both(device, options, D=D))
+            found[f"two passes, {what}"] = both(device, backend, options, D=D)
+            found[f"one pass, {what}"] = one_pass(both(device, backend, options, D=D))
     return found
 
 
-def forms(device: str) -> dict[str, Callable[[], object]]:
+def forms(device: str, backend: str) -> dict[str, Callable[[], object]]:
     """Forward and backward of what differs in its memory accesses."""
     torch.use_deterministic_algorithms(False)
     mask = torch.rand(1, 2, T, T, device=device) > 0.3
-    causal = {"is_causal": True}
+    padding = torch.arange(T, device=device).view(1, 1, 1, T) >= T // 3
+    lengths = torch.tensor([CACHE * 2 // 3, 3], dtype=torch.int32, device=device)
+    causal, half = {"is_causal": True}, torch.float16
     return {
-        "causal": both(device, causal),
-        "one pass": one_pass(both(device, causal)),
-        "mask": both(device, {"attn_mask": mask}),
-        "window": both(device, causal | {"window": 50}),
-        "grouped": both(device, causal, H=4, Hn=2, G=1),
-        "documents": documents(device),
-        "decode": decode(device),
-        "width 128": both(device, causal, D=128),
-        "width 96": both(device, causal, D=96),
+        "causal": both(device, backend, causal),
+        "one pass": one_pass(both(device, backend, causal)),
+        "fp16": both(device, backend, causal, dtype=half),
+        "one pass, fp16": one_pass(both(device, backend, causal, dtype=half)),
+        "mask": both(device, backend, {"attn_mask": mask}),
+        "padding": both(device, backend, causal | {"attn_mask": padding}),
+        "one pass, padding": one_pass(both(device, backend, causal | {"attn_mask": padding})),
+        "window": both(device, backend, causal | {"window": 50}),
+        "grouped": both(device, backend, causal, H=4, Hn=2, G=1),
+        "documents": documents(device, backend),
+        "one pass, documents": one_pass(documents(device, backend)),
+        "decode": decode(device, backend),
+        "decode, lengths, fp16": decode(device, backend, half, lengths=lengths),
+        "decode, mask": decode(device, backend, attn_mask=torch.rand(2, 4, 1, CACHE, device=device) > 0.3),
+        "width 128": both(device, backend, causal, D=128),
+        "width 96": both(device, backend, causal, D=96),
     }
 
 
-def both(device: str, options: dict, **sizes) -> Callable[[], object]:
-    x = make_inputs(**({"B": 1, "H": 2, "T": T, "D": 64} | sizes), dtype=torch.bfloat16, device=device)
-    return lambda: diff_attention(*x, **options, backend=backend(device)).sum().backward()
+def both(device: str, backend: str, options: dict, **sizes) -> Callable[[], object]:
+    sizes = {"B": 1, "H": 2, "T": T, "D": 64, "dtype": torch.bfloat16} | sizes
+    x = make_inputs(**sizes, device=device)
+    return lambda: diff_attention(*x, **options, backend=backend).sum().backward()
 
 
 def one_pass(run: Callable[[], object]) -> Callable[[], object]:
@@ -75,21 +88,18 @@ def one_pass(run: Callable[[], object]) -> Callable[[], object]:
     return in_one_pass
 
 
-def documents(device: str) -> Callable[[], object]:
-    ends = torch.tensor([0, 70, 70, T], dtype=torch.int32, device=device)
+def documents(device: str, backend: str) -> Callable[[], object]:
+    begin, end = T // 3, T
+    ends = torch.tensor([0, begin, begin, end], dtype=torch.int32, device=device)
     x = make_inputs(B=1, H=2, T=T, D=64, dtype=torch.bfloat16, device=device)
     rows = Inputs(*(y[0].transpose(0, 1).detach().requires_grad_() for y in x))
-    options = {"is_causal": True, "backend": backend(device)}
-    return lambda: diff_attention_varlen(*rows, ends, ends, 130, 130, **options).sum().backward()
+    options = {"is_causal": True, "backend": backend}
+    return lambda: diff_attention_varlen(*rows, ends, ends, end - begin, end - begin, **options).sum().backward()
 
 
-def decode(device: str) -> Callable[[], object]:
-    x = make_inputs(B=2, H=4, T=1, S=1000, G=2, D=64, dtype=torch.bfloat16, device=device, requires_grad=False)
-    return lambda: diff_attention_decode(*x, backend=backend(device))
-
-
-def backend(device: str) -> str:
-    return "triton" if device == "cuda" else "blockwise"
+def decode(device: str, backend: str, dtype: torch.dtype = torch.bfloat16, **options) -> Callable[[], object]:
+    x = make_inputs(B=2, H=4, T=1, S=CACHE, G=2, D=64, dtype=dtype, device=device, requires_grad=False)
+    return lambda: diff_attention_decode(*x, **options, backend=backend)
 
 
 if __name__ == "__main__":

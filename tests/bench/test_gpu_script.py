@@ -39,8 +39,8 @@ def test_dry_run_of_every_stage(tmp_path):
     assert [(line["stage"], line["status"]) for line in summary] == [(stage, "done") for stage in stages]
     records = {stage: json.loads((tmp_path / f"{stage}.json").read_text()) for stage in stages}
     tried = [(row["form"], row["width"]) for row in records["hopper"]["rows"] if row["causal"]]
-    backward = [(form, width) for form in ("two_pass", "one_pass") for width in (64, 96, 128)]
-    assert tried == [("forward", 64), ("forward", 128), *backward]
+    forms = ("forward", "two_pass", "one_pass")
+    assert tried == [(form, width) for form in forms for width in (64, 96, 128)]
     tests = records["correctness"]["provenance"]["tests"].values()
     assert [(call["exit_status"], call["finished"]) for call in tests] == [(0, True), (0, True)]
     assert [row["gate"] for row in records["compile"]["rows"]] == ["passed"]
@@ -50,6 +50,7 @@ def test_dry_run_of_every_stage(tmp_path):
     assert {row["kind"] for row in records["decode"]["rows"]} == {"operator", "model"}
     assert [(row["tool"], row["gate"]) for row in records["sanitizer"]["rows"]] == [
         ("memcheck", "passed"),
+        ("racecheck", "passed"),
         ("racecheck", "passed"),
     ]
     assert all(row["output"].endswith("all ran\n") for row in records["sanitizer"]["rows"])
@@ -208,11 +209,42 @@ def test_a_kernel_that_does_not_compile_is_named(gpu):
     assert row["gate"].startswith("failed: ")
 
 
-def test_the_sanitizer_has_a_stage_where_it_is_installed(gpu, monkeypatch):
-    for path in (None, "/usr/bin/compute-sanitizer"):
-        monkeypatch.setattr(gpu.shutil, "which", lambda name, path=path: path)
-        assert ("sanitizer" in gpu.stages_here(dry=False)) == (path is not None)
-    assert "sanitizer" in gpu.stages_here(dry=True)
+def test_a_sanitizer_that_is_not_installed_is_said_and_no_failure(gpu, monkeypatch, tmp_path):
+    ran = []
+    monkeypatch.setattr(gpu, "run_stage", lambda stage, budget, *_: ran.append((stage, budget)) or {"status": "done"})
+    monkeypatch.setattr(gpu.shutil, "which", lambda name: None)
+    assert gpu.run_stages(["step", "sanitizer"], 60, False, tmp_path) == 0
+    step, sanitizer = json.loads((tmp_path / "summary.json").read_text())
+    assert (step["status"], sanitizer["status"]) == ("done", "not installed")
+    assert sanitizer["error"] == "compute-sanitizer was not found; it comes with the CUDA toolkit"
+    assert ran == [("step", pytest.approx(60, abs=1))], "its share of the time goes to the others"
+    monkeypatch.setattr(gpu.shutil, "which", lambda name: f"/usr/bin/{name}")
+    assert gpu.run_stages(["step", "sanitizer"], 60, False, tmp_path) == 0
+    assert [stage for stage, _ in ran[1:]] == ["step", "sanitizer"]
+    share = gpu.SHARES["step"] / (gpu.SHARES["step"] + gpu.SHARES["sanitizer"])
+    assert ran[1][1] == pytest.approx(60 * share, abs=1)
+
+
+@pytest.mark.slow
+def test_what_the_sanitizer_sees_runs_interpreted(gpu, monkeypatch, capsys):
+    """All forms with the kernels, which on the CPU are otherwise left to another backend."""
+    import sanitized
+    from diff_transformer.ops.triton import decode, interpreted, operator
+
+    if not interpreted():
+        pytest.skip("needs TRITON_INTERPRET=1")
+    launched = []
+    for module, name in ((operator, "launch_forward"), (operator, "launch_backward"), (decode, "attend_decode")):
+        compute = getattr(module, name)
+        monkeypatch.setattr(module, name, lambda *a, _f=compute, _n=name, **b: launched.append(_n) or _f(*a, **b))
+    monkeypatch.setattr(sanitized, "T", 70)
+    monkeypatch.setattr(sanitized, "CACHE", 300)
+    assert sanitized.main("all", "cpu", "triton") == 0
+    said = capsys.readouterr().out.splitlines()
+    assert said[-1] == "all ran"
+    decoded = sum(name.startswith("decode") for name in said)
+    counts = [launched.count(name) for name in ("launch_forward", "launch_backward", "attend_decode")]
+    assert counts == [len(said) - 1 - decoded] * 2 + [decoded]
 
 
 def test_what_the_sanitizer_finds_is_a_failure(gpu, monkeypatch, tmp_path):
@@ -222,7 +254,8 @@ def test_what_the_sanitizer_finds_is_a_failure(gpu, monkeypatch, tmp_path):
     assert gpu_stages.run_sanitized(["sleep", "9"], 0.1)["gate"] == "unfinished"
     refuses = ["sh", "-c", "echo '========= Error: Device not supported'; exit 9"]
     assert gpu_stages.run_sanitized(refuses, 5)["gate"] == "not tried: the tool does not support this device"
-    results = [{"gate": "passed", "output": ""}, {"gate": "failed: exit status 9", "output": "a race"}]
+    gates = ("passed", "failed: exit status 9", "passed")
+    results = [{"gate": gate, "output": "what was said last"} for gate in gates]
     monkeypatch.setattr(gpu_stages, "run_sanitized", lambda command, seconds: results.pop(0))
     with pytest.raises(SystemExit, match="failed: exit status 9"):
         gpu_stages.sanitizer(True, 5, tmp_path / "sanitizer.json", [])

@@ -195,6 +195,22 @@ def test_bad_arguments_are_refused(arguments, options, message):
         DiffAttention(*arguments, **options)
 
 
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"backend": ["triton"]}, r"backend is \['triton'\]; give one name: 'auto' or one of reference"),
+        ({"backend": None}, "backend is None; give one name"),
+        ({"is_causal": "no"}, "is_causal is a str; give True or False"),
+    ],
+)
+def test_what_is_no_name_and_no_flag_is_refused(options, message):
+    with pytest.raises(TypeError, match=message):
+        DiffAttention(64, 4, **options)
+    if "is_causal" in options:
+        with pytest.raises(TypeError, match=message):
+            DiffAttention(64, 4)(torch.randn(1, 1, 64), **options)
+
+
 def test_a_size_that_is_no_number_is_refused():
     with pytest.raises(TypeError, match="hidden_size is '64'; give a positive number"):
         DiffAttention("64", 2)

@@ -62,6 +62,11 @@ def test_bad_values_are_refused(fields, message):
         DiffTransformerConfig(**{"hidden_size": 32, "num_attention_heads": 4, **fields})
 
 
+def test_a_backend_that_is_no_name_is_refused():
+    with pytest.raises(TypeError, match=r"backend is \['triton'\]; give one name: 'auto' or one of reference"):
+        preset("debug", backend=["triton"])
+
+
 @pytest.mark.parametrize("name", ["hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim"])
 def test_sizes_that_are_no_numbers_are_refused(name):
     with pytest.raises(TypeError, match=f"{name} is '12'; give a positive number"):

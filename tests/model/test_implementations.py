@@ -123,6 +123,7 @@ def test_attention_maps_come_from_every_implementation(attention, name):
         ("spda", r"attn_implementation is 'spda' \(did you mean 'sdpa'\?\); accepted: 'diff_auto', 'eager'"),
         ("diff_blockwize", r"did you mean 'diff_blockwise'"),
         ("vllm", r"attn_implementation is 'vllm'"),
+        (["sdpa"], r"attn_implementation is \['sdpa'\]"),
     ],
 )
 def test_unknown_names_are_refused(name, message, tmp_path):

@@ -1,9 +1,10 @@
 """Every bad argument is refused with a message that says what was given and what is accepted."""
 
+import numpy as np
 import pytest
 import torch
 
-from diff_transformer.ops import diff_attention, diff_attention_maps
+from diff_transformer.ops import diff_attention, diff_attention_decode, diff_attention_maps
 from diff_transformer.testing import make_inputs
 
 X = make_inputs(B=2, H=4, G=2, T=6, S=8, D=3, Dv=5, Hn=4, requires_grad=False)
@@ -87,6 +88,16 @@ BAD = {
         ValueError,
         "backend is 'magic'; give 'auto' or one of reference, blockwise",
     ),
+    "several backends": (
+        changed(backend=["triton"]),
+        TypeError,
+        r"backend is \['triton'\]; give one name: 'auto' or one of reference, blockwise",
+    ),
+    "no backend": (changed(backend=None), TypeError, "backend is None; give one name"),
+    "is_causal of a text": (changed(is_causal="no"), TypeError, "is_causal is a str; give True or False"),
+    "is_causal of a number": (changed(is_causal=1), TypeError, "is_causal is a int; give True or False"),
+    "is_causal None": (changed(is_causal=None, window=4), TypeError, "is_causal is a NoneType; give True or False"),
+    "is_causal of a tensor": (changed(is_causal=torch.tensor(True)), TypeError, "is_causal is a Tensor; give"),
 }
 
 
@@ -109,6 +120,28 @@ def test_maps_refuse_the_same(name):
     values, error, message = BAD[name]
     with pytest.raises(error, match=message):
         call(diff_attention_maps, values)
+
+
+@pytest.mark.parametrize("name", [n for n, (values, *_) in BAD.items() if {"backend", "attn_mask"} & values.keys()])
+def test_decoding_refuses_the_same(name):
+    values, error, message = BAD[name]
+    with pytest.raises(error, match=message):
+        diff_attention_decode(*X, **{name: value for name, value in values.items() if name not in X._fields})
+
+
+def test_causal_flags_of_numpy_and_of_a_compiler():
+    tensors = make_inputs(T=6, D=3, requires_grad=False)
+    causal, full = (diff_attention(*tensors, is_causal=flag) for flag in (True, False))
+    assert torch.equal(diff_attention(*tensors, is_causal=np.True_), causal)
+    assert torch.equal(diff_attention(*tensors, is_causal=np.False_), full)
+
+    def attend(*x):
+        return diff_attention(*x, is_causal=x[0].shape[2] > 4)
+
+    compiled = torch.compile(attend, fullgraph=True, dynamic=True, backend="aot_eager")
+    assert torch.equal(compiled(*tensors), causal)
+    short = make_inputs(T=3, D=3, requires_grad=False)
+    assert torch.equal(compiled(*short), diff_attention(*short))
 
 
 @pytest.mark.parametrize(

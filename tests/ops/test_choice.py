@@ -87,6 +87,18 @@ def test_available_backends():
     assert available_backends("cpu", torch.int32) == []
     with pytest.raises(TypeError, match=r"dtype is 'float32'; give a torch\.dtype, such as torch\.float32"):
         available_backends("cpu", "float32")
+    with pytest.raises(TypeError, match=r"device is \['cpu'\]; give a name, such as 'cuda', or a torch\.device"):
+        available_backends(["cpu"], torch.float32)
+
+
+def test_a_device_that_is_not_here_has_no_backends(monkeypatch):
+    assert available_backends("meta", torch.float32) == ["reference", "blockwise", "sdpa"]
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert available_backends("cuda", torch.bfloat16) == []
+    on_a_gpu(monkeypatch)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    assert "sdpa" in available_backends("cuda:1", torch.bfloat16)
+    assert available_backends(torch.device("cuda", 2), torch.bfloat16) == []
 
 
 def on_a_gpu(monkeypatch, capability=(9, 0)):

@@ -315,6 +315,7 @@ BAD: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "mask of no array": ({"attn_mask": [[True]]}, TypeError, "attn_mask is a list"),
     "integer mask": ({"attn_mask": jnp.ones((6, 8), int)}, TypeError, "attn_mask has dtype int32"),
     "mask shape": ({"attn_mask": jnp.ones((8, 6), bool)}, ValueError, r"which does not broadcast to \[2, 4, 6, 8\]"),
+    "is_causal": ({"is_causal": "no"}, TypeError, "is_causal is a str; give True or False"),
     "window 0": ({"window": 0, "is_causal": True}, ValueError, "window is 0; give at least 1"),
     "window not causal": ({"window": 4}, ValueError, "window=4 without is_causal=True"),
     "block_size": ({"block_size": 2.0}, TypeError, "block_size is a float; give an int or None"),

@@ -151,6 +151,8 @@ BAD = {
     "documents": ({"cu_k": ends([0, 40, 70])}, ValueError, "cu_seqlens_q has 4 documents and cu_seqlens_k 2"),
     "window": ({"window": 4}, ValueError, "window=4 without is_causal=True"),
     "backend": ({"backend": "magic"}, ValueError, "backend is 'magic'; give 'auto' or one of reference"),
+    "backends": ({"backend": ["triton"]}, TypeError, r"backend is \['triton'\]; give one name: 'auto' or one of"),
+    "is_causal": ({"is_causal": "no"}, TypeError, "is_causal is a str; give True or False"),
 }
 
 

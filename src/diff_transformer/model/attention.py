@@ -24,6 +24,7 @@ from diff_transformer.model.implementations import attention_backend, check_back
 from diff_transformer.model.layers import ResidualLinear, apply_rotary, rotary_tables
 from diff_transformer.model.paged import update_paged
 from diff_transformer.model.variants import core_of, diff_core
+from diff_transformer.ops.arguments import flag
 
 
 class Attention(nn.Module):
@@ -96,7 +97,7 @@ class Attention(nn.Module):
             ``(out [B, T, hidden_size], weights or None)``; a row that may attend to nothing gives 0.
 
         Raises:
-            TypeError: for another argument, such as ``attn_mask``.
+            TypeError: for another argument, such as ``attn_mask``, or an ``is_causal`` that is no bool.
             ValueError: for hidden states or a context that are no batch of sequences, and for arguments that exclude
                 one another.
         """
@@ -119,7 +120,7 @@ class Attention(nn.Module):
                 )
             q, k = self.rotate(q, k, *tables)
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
-        causal = self.is_causal if is_causal is None else is_causal
+        causal = self.is_causal if is_causal is None else flag("is_causal", is_causal)
         if past_key_values is not None:
             if (causal or attention_mask is None) and getattr(past_key_values, "is_compileable", False):
                 used = self._used(past_key_values, queries, causal, q.device)
@@ -237,7 +238,7 @@ class DiffAttention(Attention):
     ``forward`` returns ``(out, weights or None)``, as ``torch.nn.MultiheadAttention`` does.
 
     Raises:
-        TypeError: for a size that is no number.
+        TypeError: for a size that is no number, a backend that is no name, an ``is_causal`` that is no bool.
         ValueError: for sizes that are not positive, head counts that are odd or do not divide, unknown values, and
             arguments that exclude one another.
     """
@@ -284,6 +285,7 @@ class DiffAttention(Attention):
             raise ValueError("rope_theta and context_size exclude each other: cross-attention has no shared positions")
         check_variant(attention, lambda_learned=lambda_learned, window=window)
         check_backend(backend)
+        is_causal = flag("is_causal", is_causal)
         if rope_theta is not None:
             check_rotary_width(head_dim)
         if window is not None and not is_causal:

@@ -5,7 +5,7 @@ key/value heads (g = m / 2), d head width.
 """
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, cast
 
 import torch
@@ -171,7 +171,7 @@ class SoftmaxCore(Core):
     ) -> Tensor:
         """The same within each of the packed documents: FlashAttention's packed form on CUDA, else one by one."""
         rows = [_in_a_row(x) for x in (q, k, v)]
-        packed = self.backend in ("sdpa", "flash") and (self.window is None or _takes_window())
+        packed = self.backend in ("sdpa", "flash") and (self.window is None or "window_size" in _varlen_options())
         if packed and q.is_cuda and q.dtype in (torch.bfloat16, torch.float16):
             return _packed_flash_attention(*rows, documents, is_causal, self.reach(is_causal))
         sizes = documents.cu_seqlens.diff().tolist()
@@ -201,11 +201,11 @@ class SoftmaxCore(Core):
         return diff_attention_maps(q, q, k, k, 0.0, attn_mask=attn_mask, is_causal=is_causal, window=window).first
 
 
-def _takes_window() -> bool:
-    """Whether PyTorch's ``varlen_attn`` takes a window; its causal flag became one."""
+def _varlen_options() -> Mapping[str, Any]:
+    """The arguments of PyTorch's ``varlen_attn``: its causal flag became a window, and grouped heads came later."""
     from torch.nn.attention.varlen import varlen_attn
 
-    return "window_size" in inspect.signature(varlen_attn).parameters
+    return inspect.signature(varlen_attn).parameters
 
 
 def _packed_flash_attention(
@@ -215,10 +215,15 @@ def _packed_flash_attention(
     from torch.nn.attention.varlen import varlen_attn
 
     before = -1 if window is None else window - 1  # keys to the left of a query's own
-    options: dict[str, Any] = {"is_causal": is_causal}
-    if _takes_window():
-        options = {"window_size": (before, 0 if is_causal else -1)}
-    k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in (k, v))
+    known, options = _varlen_options(), {}
+    if "window_size" in known:
+        options["window_size"] = (before, 0 if is_causal else -1)
+    else:
+        options["is_causal"] = is_causal
+    if "enable_gqa" in known:
+        options["enable_gqa"] = q.shape[1] != k.shape[1]
+    else:
+        k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in (k, v))
     (bounds, longest), attend = documents, cast(Callable[..., Tensor], varlen_attn)
     return attend(q, k, v, bounds, bounds, longest, longest, **options)
 

@@ -36,7 +36,9 @@ _OTHER_NAMES = {None: DEFAULT, "paged|eager": "eager"}
 
 
 def check_backend(name: str) -> None:
-    """Raise ValueError for a backend that is neither "auto" nor in ``BACKENDS``."""
+    """Raise ValueError for a backend that is neither "auto" nor in ``BACKENDS``, TypeError for what is no name."""
+    if not isinstance(name, str):
+        raise TypeError(f"backend is {name!r}; give one name: 'auto' or one of {', '.join(BACKENDS)}")
     require_known("backend", name, ("auto", *BACKENDS))
 
 
@@ -46,7 +48,7 @@ def check_implementation(name: str | None) -> str:
     Raises:
         ValueError: for a name that is not in ``IMPLEMENTATIONS``. RuntimeError: if flash-attn is not installed.
     """
-    if _OTHER_NAMES.get(name, name) not in IMPLEMENTATIONS:
+    if not isinstance(name, str | None) or _OTHER_NAMES.get(name, name) not in IMPLEMENTATIONS:
         hint = did_you_mean(str(name), IMPLEMENTATIONS)
         raise ValueError(f"attn_implementation is {name!r}{hint}; accepted: {', '.join(map(repr, IMPLEMENTATIONS))}")
     name = DEFAULT if name is None else name

@@ -3,6 +3,7 @@
 import math
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -138,10 +139,20 @@ def four_dimensional_mask(attn_mask: Tensor | None, q1: Tensor, S: int) -> Tenso
     return attn_mask[(None,) * (4 - attn_mask.dim())]
 
 
+def flag(name: str, value: bool) -> bool:
+    """value as a bool: also of NumPy, or one that torch.compile traces; what merely counts as true is refused."""
+    if type(value) is bool:
+        return value
+    if not isinstance(value, bool | np.bool_ | torch.SymBool):
+        raise TypeError(f"{name} is a {type(value).__name__}; give True or False")
+    return bool(value)
+
+
 def check(q1, q2, k1, k2, v, lam, attn_mask, is_causal, window, scale) -> Arguments:
     """Everything that ``diff_attention`` promises to refuse is refused here; see there for shapes and errors."""
     if v is None or not fit_together(q1, q2, k1, k2, v):
         check_tensors(q1, q2, k1, k2, v)
+    is_causal = flag("is_causal", is_causal)
     if scale is not None and (isinstance(scale, bool) or not isinstance(scale, int | float)):
         raise TypeError(f"scale is a {type(scale).__name__}; give a number or None")
     if scale is not None and not -math.inf < scale < math.inf:  # torch.compile cannot trace math.isfinite
@@ -159,7 +170,7 @@ def check(q1, q2, k1, k2, v, lam, attn_mask, is_causal, window, scale) -> Argume
     return Arguments(
         lam_for_every_row(lam, q1),
         four_dimensional_mask(attn_mask, q1, k1.shape[2]),
-        bool(is_causal),
+        is_causal,
         window,
         q1.shape[3] ** -0.5 if scale is None else float(scale),
     )

@@ -129,25 +129,37 @@ def available_backends(device: str | torch.device, dtype: torch.dtype) -> list[s
 
     "flex" is listed where its forward works; on the CPU it has no backward. Triton's interpreter, with which "triton"
     computes CPU tensors under TRITON_INTERPRET=1, is for tests and not listed. For a dtype that is not one of
-    bfloat16, float16, float32 and float64 there is none.
+    bfloat16, float16, float32 and float64 there is none, nor for a device that this machine does not have.
 
     Raises:
-        TypeError: dtype is no torch.dtype. RuntimeError: device is no name of a device.
+        TypeError: dtype is no torch.dtype, or device neither a name nor a device. RuntimeError: device is no name of a
+        device.
     """
     if not isinstance(dtype, torch.dtype):
         raise TypeError(f"dtype is {dtype!r}; give a torch.dtype, such as torch.float32")
-    if dtype not in DTYPES:
-        return []
+    if not isinstance(device, str | int | torch.device):
+        raise TypeError(f"device is {device!r}; give a name, such as 'cuda', or a torch.device")
     device = torch.device(device)
+    if dtype not in DTYPES or not _is_here(device):
+        return []
     names = [name for name, backend in BACKENDS.items() if backend.why_not(device, dtype) is None]
     return [name for name in names if not (name == "triton" and device.type == "cpu")]
+
+
+def _is_here(device: torch.device) -> bool:
+    """Whether this machine has the device; it always has those that PyTorch does not ask for, such as meta."""
+    module = getattr(torch, device.type, None)
+    if module is None or not hasattr(module, "is_available"):
+        return True
+    return module.is_available() and (device.index is None or device.index < module.device_count())
 
 
 def resolve(backend: str, tensors: tuple[Tensor, ...], arguments: Arguments, mask_gradient: bool = False) -> str:
     """The name of the backend for checked tensors (q1, q2, k1, k2, v) and arguments; "auto" is decided and logged.
 
     Raises:
-        ValueError: an unknown name. RuntimeError: the named backend cannot work here or not on these arguments.
+        TypeError: no name. ValueError: an unknown name. RuntimeError: the named backend cannot work here or not on
+        these arguments.
         NotImplementedError: it does not follow the transform that the call is made in.
     """
     device, dtype = tensors[0].device, tensors[0].dtype
@@ -156,11 +168,13 @@ def resolve(backend: str, tensors: tuple[Tensor, ...], arguments: Arguments, mas
         if not torch.compiler.is_compiling():
             _announce(device.type, dtype, backend, because)
         return backend
+    if not isinstance(backend, str):
+        raise TypeError(f"backend is {backend!r}; give one name: 'auto' or one of {', '.join(BACKENDS)}")
     if backend not in BACKENDS:
         raise ValueError(f"backend is {backend!r}; give 'auto' or one of {', '.join(BACKENDS)}")
     reason = why_not(backend, tensors, arguments)
     if reason is not None:
-        here = ", ".join(available_backends(device, dtype))
+        here = ", ".join(available_backends(device, dtype)) or "none"
         raise RuntimeError(f"backend={backend!r} is not available: {reason}; available here: {here}")
     transform = transforms.active()
     if transform is not None and backend not in IN_PLAIN_PYTORCH:

@@ -21,41 +21,111 @@ pytestmark = [
 def packed(dtype=torch.float32, **sizes) -> Inputs:
     sizes = {"B": 1, "H": 2, "Hn": 1, "G": 1, "T": ENDS_Q[-1], "S": ENDS_K[-1], "device": DEVICE} | sizes
     x = make_inputs(**sizes, dtype=dtype)
-    return Inputs(*(y[0].transpose(0, 1).detach().clone().requires_grad_() for y in x))
+    return Inputs(*(y[0].transpose(0, 1).detach().clone().requires_grad_() if y.dim() == 4 else y for y in x))
+
+
+def ends():
+    return [torch.tensor(e, dtype=torch.int32, device=DEVICE) for e in (ENDS_Q, ENDS_K)]
+
+
+def attend(*x, backend="triton", **options):
+    return diff_attention_varlen(*x, *ends(), 40, 33, backend=backend, **options)
 
 
 def results(x, backend, **options):
-    ends = [torch.tensor(e, dtype=torch.int32, device=DEVICE) for e in (ENDS_Q, ENDS_K)]
-    out = diff_attention_varlen(*x, *ends, 40, 33, backend=backend, **options)
+    """The output and the gradients of the tensors that are inputs; k2 may be k1."""
+    out = attend(*x, backend=backend, **options)
     dout = torch.randn(out.shape, generator=torch.Generator().manual_seed(2)).to(out)
-    return out, *torch.autograd.grad(out, x, dout)
+    return out, *torch.autograd.grad(out, [y for y in x if y is not x.k1] + [x.k1], dout)
 
 
-@pytest.mark.parametrize(
-    ("sizes", "options"),
-    [
-        ({}, {}),
-        ({}, {"is_causal": True}),
-        ({"H": 1, "D": 96}, {"is_causal": True}),
-        ({"H": 1}, {"is_causal": True, "window": 7}),
-    ],
-    ids=["full", "causal", "width 96", "window"],
-)
-def test_equals_each_document_by_itself(sizes, options):
-    x = packed(**sizes)
-    exact = results(Inputs(*(y.detach().double().requires_grad_() for y in x)), "reference", **options)
-    for name, value, true in zip(("out", *x._fields), results(x, "triton", **options), exact, strict=True):
-        assert_within_budget(value, true, what=name)
+def in_fp64(x, **options):
+    wide = Inputs(*(y.detach().double().requires_grad_() for y in x))
+    return results(wide._replace(k2=wide.k1) if x.k2 is x.k1 else wide, "reference", **options)
 
 
-def test_one_pass():
+# name: (arguments of make_inputs, of the operator, whether k2 is k1)
+CASES = {
+    "full": ({}, {}, False),
+    "causal": ({}, {"is_causal": True}, False),
+    "width 96": ({"H": 1, "D": 96}, {"is_causal": True}, False),
+    "window": ({"H": 1}, {"is_causal": True, "window": 7}, False),
+    "shared keys": ({}, {"is_causal": True}, True),
+    "shared keys, width 96": ({"H": 1, "D": 96}, {"is_causal": True}, True),
+    "lam scalar": ({"lam_shape": ()}, {"is_causal": True}, False),
+    "lam per head": ({"lam_shape": (2,)}, {}, False),
+    "negative scale": ({}, {"is_causal": True, "scale": -0.3}, False),
+}
+
+
+@pytest.fixture(params=["two_pass", "one_pass"])
+def form(request, monkeypatch):
+    """A form of the backward, which is seen to be the one that is taken."""
+    taken = []
+    compute = operator.launch_backward
+    monkeypatch.setattr(operator, "launch_backward", lambda *a: taken.append(a[-1]) or compute(*a))
     torch.use_deterministic_algorithms(False)
+    with backward_form(request.param):
+        yield
+    assert taken == [request.param == "one_pass"]
+
+
+@pytest.mark.usefixtures("form")
+@pytest.mark.parametrize("case", CASES)
+def test_equals_each_document_by_itself(case):
+    sizes, options, shared = CASES[case]
+    x = packed(**sizes)
+    x = x._replace(k2=x.k1) if shared else x
+    for value, exact in zip(results(x, "triton", **options), in_fp64(x, **options), strict=True):
+        assert_within_budget(value, exact)
+
+
+@pytest.mark.usefixtures("form")
+@pytest.mark.parametrize("case", ["causal", "window", "shared keys", "lam per head"])
+def test_fp16(case):
+    """Beside its own error it may have that of PyTorch's attention on each document by itself."""
+    sizes, options, shared = CASES[case]
+    x = packed(dtype=torch.float16, **sizes)
+    x = x._replace(k2=x.k1) if shared else x
+    by_eager = results(x, "sdpa", **options)
+    for value, exact, eager in zip(results(x, "triton", **options), in_fp64(x, **options), by_eager, strict=True):
+        assert value.dtype in (torch.float16, torch.float32)
+        assert_within_budget(value, exact, eager)
+
+
+def test_autocast():
     x = packed()
-    exact = results(Inputs(*(y.detach().double().requires_grad_() for y in x)), "reference", is_causal=True)
-    with backward_form("one_pass"):
-        values = results(x, "triton", is_causal=True)
-    for name, value, true in zip(("out", *x._fields), values, exact, strict=True):
-        assert_within_budget(value, true, what=name)
+    with torch.autocast(DEVICE, dtype=torch.float16):
+        out = attend(*x, is_causal=True)
+    assert out.dtype == torch.float16
+    assert torch.equal(out, attend(*(y.half() for y in x[:5]), x.lam, is_causal=True))
+    gradients = torch.autograd.grad(out.float().square().sum(), x)
+    assert {g.dtype for g in gradients} == {torch.float32}
+    assert all(g.any() for g in gradients)
+
+
+def test_activation_checkpointing():
+    x = packed(H=1)
+    expected = torch.autograd.grad(attend(*x, is_causal=True).sum(), x)
+    out = torch.utils.checkpoint.checkpoint(attend, *x, use_reentrant=False, is_causal=True)
+    for value, exact in zip(torch.autograd.grad(out.sum(), x), expected, strict=True):
+        assert_within_budget(value, exact)
+
+
+@pytest.mark.parametrize("shared", [False, True], ids=["two keys", "one key"])
+def test_compiles_into_one_graph(shared):
+    x, (ends_q, ends_k) = packed(H=1), ends()
+
+    def loss(q1, q2, k1, k2, v, lam, *documents):
+        keys = k1 if shared else k2
+        out = diff_attention_varlen(q1, q2, k1, keys, v, lam, *documents, 40, 33, is_causal=True, backend="triton")
+        return out.square().sum()
+
+    compiled = torch.compile(loss, fullgraph=True, backend="aot_eager")
+    given = [y for y in x if y is not x.k2 or not shared]
+    expected = torch.autograd.grad(loss(*x, ends_q, ends_k), given)
+    for value, exact in zip(torch.autograd.grad(compiled(*x, ends_q, ends_k), given), expected, strict=True):
+        assert_within_budget(value, exact)
 
 
 def test_is_one_launch(monkeypatch):

@@ -7,6 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from diff_transformer.ops.arguments import flag
+
 DTYPES = ("float32", "bfloat16", "float16", "float64")
 
 
@@ -20,6 +22,7 @@ def check(q1, q2, k1, k2, v, lam, attn_mask, is_causal, window, scale, block_siz
     arrays = {name: _array(name, x) for name, x in arrays.items()}
     _check_shapes(arrays)
     q1 = arrays["q1"]
+    flag("is_causal", is_causal)
     if scale is not None and (isinstance(scale, bool) or not isinstance(scale, int | float)):
         raise TypeError(f"scale is a {type(scale).__name__}; give a number or None")
     if scale is not None and not math.isfinite(scale):
