@@ -149,10 +149,9 @@ def flag(name: str, value: bool) -> bool:
 
 
 def check(q1, q2, k1, k2, v, lam, attn_mask, is_causal, window, scale) -> Arguments:
-    """Everything that ``diff_attention`` promises to refuse is refused here; see there for shapes and errors."""
+    """Refuses what ``diff_attention`` promises to refuse, but for a causal flag that is none; see there for errors."""
     if v is None or not fit_together(q1, q2, k1, k2, v):
         check_tensors(q1, q2, k1, k2, v)
-    is_causal = flag("is_causal", is_causal)
     if scale is not None and (isinstance(scale, bool) or not isinstance(scale, int | float)):
         raise TypeError(f"scale is a {type(scale).__name__}; give a number or None")
     if scale is not None and not -math.inf < scale < math.inf:  # torch.compile cannot trace math.isfinite
@@ -170,7 +169,7 @@ def check(q1, q2, k1, k2, v, lam, attn_mask, is_causal, window, scale) -> Argume
     return Arguments(
         lam_for_every_row(lam, q1),
         four_dimensional_mask(attn_mask, q1, k1.shape[2]),
-        is_causal,
+        bool(is_causal),
         window,
         q1.shape[3] ** -0.5 if scale is None else float(scale),
     )

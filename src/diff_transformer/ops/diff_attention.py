@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from diff_transformer.ops import autocast, blockwise, flash, flex, reference, sdpa, transforms, triton
-from diff_transformer.ops.arguments import DTYPES, Arguments, check
+from diff_transformer.ops.arguments import DTYPES, Arguments, check, flag
 from diff_transformer.ops.empty import is_empty, zeros
 from diff_transformer.ops.reference import DiffMaps
 
@@ -71,7 +71,7 @@ def diff_attention(
         does not follow forward-mode AD or a transform of torch.func (vmap, jvp, ...); "auto" then is "reference".
     """
     q1, q2, k1, k2, v = autocast.cast(q1, q2, k1, k2, v)
-    arguments = check(q1, q2, k1, k2, v, lam, attn_mask, is_causal, window, scale)
+    arguments = check(q1, q2, k1, k2, v, lam, attn_mask, flag("is_causal", is_causal), window, scale)
     return compute(choose_for(q1, q2, k1, k2, v, arguments, backend), q1, q2, k1, k2, v, arguments)
 
 
@@ -116,7 +116,7 @@ def diff_attention_maps(
     that of several T x S maps. Rows of the difference sum to 1 - lam.
     """
     q1, q2, k1, k2 = autocast.cast(q1, q2, k1, k2)
-    arguments = check(q1, q2, k1, k2, None, lam, attn_mask, is_causal, window, scale)
+    arguments = check(q1, q2, k1, k2, None, lam, attn_mask, flag("is_causal", is_causal), window, scale)
     if is_empty(q1, k1):
         nothing = zeros((*q1.shape[:3], k1.shape[2]), arguments.lam.dtype, q1, q2, k1, k2, arguments.lam)
         return DiffMaps(nothing, nothing, nothing)

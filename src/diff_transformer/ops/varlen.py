@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from diff_transformer.ops import autocast, triton
-from diff_transformer.ops.arguments import Arguments, broadcasts, check
+from diff_transformer.ops.arguments import Arguments, broadcasts, check, flag
 from diff_transformer.ops.diff_attention import BACKENDS, refuse_missing_gradients, resolve
 from diff_transformer.ops.empty import is_empty, zeros
 
@@ -69,7 +69,7 @@ def diff_attention_varlen(
             raise ValueError(f"{name} has {x.dim()} dimensions (shape {list(x.shape)}); give [rows, heads, width]")
     packed_k1 = _as_batch(k1)
     tensors = (_as_batch(q1), _as_batch(q2), packed_k1, packed_k1 if k2 is k1 else _as_batch(k2), _as_batch(v))
-    arguments = check(*tensors, _lam_as_batch(lam, q1), None, is_causal, window, scale)
+    arguments = check(*tensors, _lam_as_batch(lam, q1), None, flag("is_causal", is_causal), window, scale)
     backend = resolve(backend, tensors, arguments)
     refuse_missing_gradients(backend, tensors, arguments.lam)
     check_documents("cu_seqlens_q", cu_seqlens_q, "max_seqlen_q", max_seqlen_q, q1, whole=backend != "triton")
