@@ -1,8 +1,9 @@
 """The forward kernel: both maps in one launch, subtracted in fp32.
 
-Two forms. TOGETHER keeps an accumulator for each map and reads every tile of V once; its registers suffice up to width
-64. The other goes through the keys twice, first for the noise map, with one accumulator of twice the rows: O2 waits in
-memory, where the backward wants it anyway, and comes back for the subtraction.
+Two forms. TOGETHER keeps an accumulator for each map and reads every tile of V, and of keys that both maps share, once;
+its registers suffice in half precision up to width 64 on Hopper, 32 on Ampere. The other goes through keys and values
+twice, also where k2 is k1, first for the noise map, with one accumulator of twice the rows: O2 waits in memory, where
+the backward wants it anyway, and comes back for the subtraction.
 
 Shapes: B batch, H signal heads, Hn noise heads, G key/value heads, T queries, S keys, D query width, Dv value width.
 """
