@@ -3,9 +3,12 @@
 import platform
 import subprocess
 import sys
+from importlib import import_module
 
 import pytest
+from typer.testing import CliRunner
 
+from diff_transformer.cli import app
 from diff_transformer.memory import keep_freed_memory
 
 # Tensors of 64 MB, made and freed over and over; prints what was said, and the page faults of the last turns.
@@ -50,3 +53,29 @@ def test_a_users_own_setting_is_left_alone():
 def test_no_such_library(monkeypatch):
     monkeypatch.setattr("ctypes.CDLL", lambda name: object())
     assert not keep_freed_memory()
+
+
+class Asked(Exception):
+    """What ``keep_freed_memory`` raises here: the process has asked for it."""
+
+
+def ask():
+    raise Asked
+
+
+@pytest.mark.parametrize("module", ["compare.member", "evals.ablation", "study.cell"])
+def test_processes_that_train_ask_for_it(monkeypatch, module):
+    process = import_module(f"diff_transformer.{module}")
+    monkeypatch.setattr(process, "keep_freed_memory", ask)
+    with pytest.raises(Asked):
+        process.main()
+
+
+@pytest.mark.parametrize(
+    "command",
+    ["compare --out x", "train --out x", "eval needle --model debug --out x.json", "bench step", "generate x text"],
+)
+def test_commands_that_compute_ask_for_it(monkeypatch, tmp_path, command):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("diff_transformer.memory.keep_freed_memory", ask)
+    assert isinstance(CliRunner().invoke(app, command.split()).exception, Asked)

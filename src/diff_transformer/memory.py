@@ -13,7 +13,7 @@ def keep_freed_memory() -> bool:
     """Have the C library keep the memory that tensors free, for the next ones, until the process ends.
 
     A step on the CPU allocates and frees the same sizes again and again. By default the system gets them back each
-    time, and every page has to be taken from it anew: of a training step of the demo, 12 to 15 thousand page faults and
+    time, and every page has to be taken from it anew: of a training step of the demo, 8 to 16 thousand page faults and
     a fifth of the time. For processes of our own; a library's caller may want it otherwise.
 
     Returns:
