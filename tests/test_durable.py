@@ -1,11 +1,12 @@
-"""Where may be written to."""
+"""Atomic replacement of files and folders, and the check that a folder can be written to."""
 
 import os
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
-from diff_transformer.durable import DiskError, require_writable
+from diff_transformer.durable import DiskError, replacing, require_writable, write_whole
 
 
 def test_a_folder_that_is_not_there_yet_is_judged_by_what_is_around_it(tmp_path, monkeypatch):
@@ -23,3 +24,36 @@ def test_the_working_folder_is_named(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "access", lambda path, mode: False)
     with pytest.raises(DiskError, match=f"^{tmp_path} may not be written to"):
         require_writable(Path("page.html").parent)
+
+
+def test_a_file_is_replaced_as_a_whole_or_not_at_all(tmp_path):
+    path = tmp_path / "a.json"
+    write_whole(path, "café")
+    with suppress(KeyError), replacing(path) as partial:
+        partial.write_text("half of it")
+        assert path.read_text(encoding="utf-8") == "café"
+        raise KeyError
+    assert path.read_text(encoding="utf-8") == "café"
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_folder_is_replaced_as_a_whole_or_not_at_all(tmp_path):
+    folder = tmp_path / "model"
+    (tmp_path / "model.partial").mkdir()
+    (tmp_path / "model.partial" / "left by a killed process").touch()
+    for text in ("first", "second"):
+        with replacing(folder) as partial:
+            partial.mkdir()
+            (partial / "weights").write_text(text)
+        assert (folder / "weights").read_text() == text
+    with suppress(KeyError), replacing(folder) as partial:
+        partial.mkdir()
+        raise KeyError
+    assert [path.relative_to(tmp_path).as_posix() for path in sorted(tmp_path.rglob("*"))] == ["model", "model/weights"]
+
+
+def test_several_processes_may_write_one_file(tmp_path):
+    with replacing(tmp_path / "a", unique=True) as first, replacing(tmp_path / "a", unique=True) as second:
+        first.write_text("1")
+        second.write_text("2")
+    assert (tmp_path / "a").read_text() == "1"  # the outer block ends last

@@ -1,19 +1,24 @@
-"""Files that survive a crash: written beside their place, flushed to the disk, moved there in one step.
+"""Files that survive a crash, and the messages when a disk or a folder does not take them.
 
-And where the package keeps what it would otherwise make again.
+``replacing`` is how the package replaces a file or a folder atomically: the new content is written beside the path,
+flushed to the disk and renamed. ``write_whole`` does this for a text.
 """
 
 import errno
 import os
+import secrets
 import shutil
+from collections.abc import Generator
+from contextlib import contextmanager
 from pathlib import Path
 
+PARTIAL, OLD = ".partial", ".old"  # endings of unfinished and of outdated files
 _NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
-_SPARE = 1.02  # headers, alignment and the manifest, beside the tensors themselves
+_OVERHEAD = 1.02  # room for headers, alignment and the manifest, relative to the tensors
 
 
 class DiskError(OSError):
-    """Something could not be written; the message names the folder, what was needed and what is free."""
+    """A write failed. The message names the folder, the bytes needed and the bytes free."""
 
     def __str__(self) -> str:
         return str(self.strerror)
@@ -27,34 +32,62 @@ def cache_folder() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "diff_transformer"
 
 
-def write_whole(path: Path, text: str) -> None:
-    """Write ``text`` to ``path`` so that a reader, or a crash at any moment, finds the old content or the new."""
-    partial = path.with_name(path.name + ".partial")
+@contextmanager
+def replacing(path: Path, *, flush: bool = True, unique: bool = False) -> Generator[Path]:
+    """Replace ``path``, a file or a folder, atomically.
+
+    The block writes a file or a folder at the yielded path, which is beside ``path``. If the block ends without an
+    exception, that file or folder becomes ``path``. If it raises, what it wrote is removed and ``path`` is unchanged.
+    What a killed process left is removed first.
+
+    Args:
+        flush: bring the content and the new name to the disk before returning. Give False for files that may be lost.
+        unique: draw a name for the yielded path, for files that several processes write at a time.
+    """
+    partial = path.with_name(f"{path.name}.{secrets.token_hex(8)}{PARTIAL}" if unique else path.name + PARTIAL)
     try:
-        with partial.open("w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(partial, path)
+        remove(partial)
+        yield partial
+        if flush:
+            flush_tree(partial)
+        if path.is_dir():  # os.replace refuses a folder that is not empty
+            old = path.with_name(path.name + OLD)
+            remove(old)
+            os.replace(path, old)
+            os.replace(partial, path)
+            remove(old)
+        else:
+            os.replace(partial, path)
     except BaseException:
-        partial.unlink(missing_ok=True)
+        remove(partial)
         raise
-    flush_folder(path.parent)
+    if flush:
+        flush_folder(path.parent)
 
 
-def flush_tree(folder: Path) -> None:
-    """Flush every file below ``folder``, and the folders themselves, to the disk."""
-    for path in sorted(folder.rglob("*")):
-        if path.is_file():
-            with path.open("rb") as file:
-                os.fsync(file.fileno())
-        elif path.is_dir():
-            flush_folder(path)
-    flush_folder(folder)
+def write_whole(path: Path, text: str, *, flush: bool = True) -> None:
+    """Write ``text`` to ``path`` atomically: a reader, or a crash at any moment, finds the old content or the new.
+
+    Args:
+        flush: as in ``replacing``.
+    """
+    with replacing(path, flush=flush) as partial:
+        partial.write_text(text, encoding="utf-8")
+
+
+def flush_tree(path: Path) -> None:
+    """Flush a file, or a folder with everything below it, to the disk."""
+    if path.is_dir():
+        for entry in sorted(path.iterdir()):
+            flush_tree(entry)
+        flush_folder(path)
+    elif path.is_file():
+        with path.open("rb") as file:
+            os.fsync(file.fileno())
 
 
 def flush_folder(folder: Path) -> None:
-    """Flush the names in ``folder``: a rename is on the disk only after this."""
+    """Flush the names in ``folder`` to the disk. A rename is durable only after this call."""
     number = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(number)
@@ -63,7 +96,7 @@ def flush_folder(folder: Path) -> None:
 
 
 def remove(path: Path) -> None:
-    """Remove a file or folder if it is there."""
+    """Remove a file or a folder if it exists."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
     else:
@@ -71,18 +104,18 @@ def remove(path: Path) -> None:
 
 
 def require_room(folder: Path, needed: int, what: str) -> None:
-    """Check that ``needed`` bytes fit on the disk of ``folder`` before anything is written.
+    """Check that the disk of ``folder`` has ``needed`` bytes free, before anything is written.
 
     Raises:
-        DiskError: if they do not.
+        DiskError: if it has not.
     """
     free = shutil.disk_usage(folder).free
-    if needed * _SPARE > free:
+    if needed * _OVERHEAD > free:
         raise DiskError(errno.ENOSPC, f"{what} needs {size(needed)} in {folder}, where {size(free)} are free")
 
 
 def explained(error: Exception, folder: Path, needed: int, what: str) -> DiskError:
-    """The error of a failed write with the folder, what was needed and what is free."""
+    """The error of a failed write as a DiskError that names ``folder``, the bytes needed and the bytes free."""
     number = next((e.errno for e in _chain(error) if isinstance(e, OSError) and e.errno), errno.EIO)
     free = shutil.disk_usage(next(p for p in (folder, *folder.parents) if p.exists())).free
     cause = "the disk or the quota is full" if number in _NO_ROOM else f"{type(error).__name__}: {error}"
@@ -92,21 +125,21 @@ def explained(error: Exception, folder: Path, needed: int, what: str) -> DiskErr
 
 
 def require_writable(folder: Path) -> None:
-    """Check that ``folder``, which need not exist yet, can be made and written to.
+    """Check that ``folder``, which need not exist yet, can be created and written to.
 
     Raises:
-        DiskError: if an existing parent is a file, or may not be written to.
+        DiskError: if an existing parent is a file or is not writable.
     """
     parent = next(p for p in (folder, *folder.absolute().parents) if os.path.exists(p))  # .exists() may raise
     if not parent.is_dir():
         raise DiskError(errno.ENOTDIR, f"{folder} cannot be a folder: {parent} is a file; choose another --out")
     if not os.access(parent, os.W_OK | os.X_OK):
-        shown = parent if parent.parts else parent.absolute()  # of a bare name the parent is "."
+        shown = parent if parent.parts else parent.absolute()  # the parent of a bare name is "."
         raise DiskError(errno.EACCES, f"{shown} may not be written to; choose another --out, or change its mode")
 
 
 def size(count: int) -> str:
-    """Bytes for the eye: 1.23 GB, 4.5 MB."""
+    """A number of bytes for people to read: 1.23 GB, 4.5 MB."""
     for unit, step in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
         if count >= step:
             return f"{count / step:.3g} {unit}"

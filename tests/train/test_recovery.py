@@ -1,5 +1,6 @@
 """Runs that are killed, preempted, starved of disk or fed with what is not finite: nothing that was saved is lost."""
 
+import fcntl
 import json
 import logging
 import multiprocessing
@@ -455,7 +456,7 @@ def test_a_lock_that_the_file_system_does_not_have_is_a_warning(tmp_path, monkey
     def missing(file, operation):
         raise OSError(38, "Function not implemented")
 
-    monkeypatch.setattr(run_folder.fcntl, "flock", missing)
+    monkeypatch.setattr(fcntl, "flock", missing)
     with caplog.at_level(logging.WARNING), RunLock(tmp_path):
         pass
     assert "cannot be locked (Function not implemented): let no other process train in it" in caplog.text

@@ -1,11 +1,11 @@
 """A benchmark's record: rows as they come, saved after each, so that a run cut short leaves what it has."""
 
 import json
-import os
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from diff_transformer.durable import write_whole
 from diff_transformer.evals.provenance import provenance
 
 
@@ -49,10 +49,7 @@ def collect(
 
 
 def save(record: dict, out: Path | None) -> None:
-    """Write the record in one move, so that a reader never sees half of it."""
-    if out is None:
-        return
-    out.parent.mkdir(parents=True, exist_ok=True)
-    partial = out.with_name(out.name + ".partial")
-    partial.write_text(json.dumps(record, indent=1) + "\n")
-    os.replace(partial, out)
+    """Write the record atomically; do nothing where ``out`` is None."""
+    if out is not None:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        write_whole(out, json.dumps(record, indent=1) + "\n")

@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import hashlib
 import os
-import uuid
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from pathlib import Path
+from typing import IO
 
 import numpy as np
 
-from diff_transformer.durable import cache_folder
+from diff_transformer.durable import cache_folder, replacing
 
 MIN_CHARACTERS = 1_000_000  # a smaller corpus is made faster than found
 MAX_BYTES = 4 << 30
@@ -51,7 +52,7 @@ def kept_array(key: str | None, make: Callable[[], np.ndarray]) -> np.ndarray:
         return np.load(path, mmap_mode="r")
     except (OSError, ValueError):
         array = make()
-        _keep(path, lambda partial: np.save(partial, array))
+        _keep(path, lambda file: np.save(file, array))
         return array
 
 
@@ -65,7 +66,7 @@ def kept_text(key: str | None, make: Callable[[], str]) -> str:
         return path.read_text(encoding="utf-8")
     except (OSError, ValueError):
         text = make()
-        _keep(path, lambda partial: partial.write_text(text, encoding="utf-8"))
+        _keep(path, lambda file: file.write(text.encode()))
         return text
 
 
@@ -74,16 +75,13 @@ def _path(key: str | None, suffix: str) -> Path | None:
     return None if key is None or place is None else place / f"{key}{suffix}"
 
 
-def _keep(path: Path, write: Callable[[Path], object]) -> None:
+def _keep(path: Path, write: Callable[[IO[bytes]], object]) -> None:
     """A cache that cannot be written is no error."""
-    partial = path.with_name(f"{uuid.uuid4().hex}.partial{path.suffix}")
-    try:
+    with suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
-        write(partial)
-        os.replace(partial, path)
+        with replacing(path, flush=False, unique=True) as partial, partial.open("wb") as file:
+            write(file)
         _forget(path.parent, path)
-    except OSError:
-        partial.unlink(missing_ok=True)
 
 
 def _forget(place: Path, newest: Path) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from diff_transformer.checks import require_positive
-from diff_transformer.durable import require_writable
+from diff_transformer.durable import require_writable, write_whole
 
 Item = TypeVar("Item")
 
@@ -125,8 +125,6 @@ class Samples:
     def _rewrite(self, journal: Path) -> None:
         """Write the journal anew, without a line that was cut off."""
         journal.parent.mkdir(parents=True, exist_ok=True)
-        partial = journal.with_name(journal.name + ".partial")
         lines: list[dict] = [{"settings": self._settings}]
         lines += [{"part": part, "index": index, "row": row} for (part, index), row in self.finished.items()]
-        partial.write_text("".join(json.dumps(line) + "\n" for line in lines))
-        os.replace(partial, journal)
+        write_whole(journal, "".join(json.dumps(line) + "\n" for line in lines))

@@ -1,10 +1,9 @@
 """The finished model in Hugging Face's format, whole or not there."""
 
 import errno
-import os
 from pathlib import Path
 
-from diff_transformer.durable import DiskError, explained, flush_folder, flush_tree, remove, require_room
+from diff_transformer.durable import DiskError, explained, replacing, require_room
 from diff_transformer.train.snapshot import state_bytes
 
 
@@ -14,22 +13,13 @@ def save_model(model, tokenizer, folder: Path) -> None:
     Raises:
         DiskError: if it cannot be written; what was there is intact, and so is the run's last checkpoint.
     """
-    partial, old = folder.with_name(folder.name + ".partial"), folder.with_name(folder.name + ".old")
     needed = state_bytes({"model": model})
     try:
-        remove(partial)
-        require_room(folder.parent, needed, "the model")
-        model.save_pretrained(partial)
-        tokenizer.save_pretrained(partial)
-        flush_tree(partial)
-        if folder.exists():
-            remove(old)
-            os.replace(folder, old)
-        os.replace(partial, folder)
-        flush_folder(folder.parent)
-        remove(old)
+        with replacing(folder) as partial:
+            require_room(folder.parent, needed, "the model")
+            model.save_pretrained(partial)
+            tokenizer.save_pretrained(partial)
     except Exception as error:
-        remove(partial)
         if not isinstance(error, DiskError):
             error = explained(error, folder.parent, needed, "the model")
         raise DiskError(

@@ -7,20 +7,17 @@ import os
 import platform
 import re
 from pathlib import Path
-from typing import IO
+
+from filelock import FileLock, Timeout
 
 from diff_transformer.checks import differences
 from diff_transformer.durable import DiskError, explained, require_writable
 from diff_transformer.train.config import RunConfig
 
-try:
-    import fcntl
-except ImportError:  # not on Windows
-    fcntl = None
-
 logger = logging.getLogger("diff_transformer")
 
 LOCK = "run.lock"
+_NO_LOCKS = {errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP}  # of file systems without locks
 _OURS = {LOCK, "train.log"}
 _FREE = re.compile(  # what changes nothing that is trained, but for rounding
     r"evaluation\.|train\.(checkpoint_\w+|parallel\.\w+|prefetch|peak_flops|accumulate|micro_rows|loss_chunk"
@@ -29,39 +26,49 @@ _FREE = re.compile(  # what changes nothing that is trained, but for rounding
 
 
 class RunLock:
-    """A folder's lock, which the operating system releases when the process ends, however it ends."""
+    """The lock of a folder, for one process at a time. The operating system releases it when the process ends.
+
+    Where the file system has no locks, a warning says so.
+
+    Raises:
+        DiskError: if another process holds the lock, naming that process.
+        OSError: if the lock file cannot be created.
+    """
 
     def __init__(self, folder: Path):
-        self._file: IO[str] | None = None
         path = folder / LOCK
-        file = path.open("a+", encoding="utf-8")
-        if fcntl is not None:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except OSError as error:
-                if error.errno in (errno.EWOULDBLOCK, errno.EACCES):
-                    file.seek(0)
-                    owner = file.read().strip() or "an unknown process"
-                    file.close()
-                    raise DiskError(
-                        errno.EBUSY, f"{folder} is in use by {owner}; wait for it, stop it, or choose another --out"
-                    ) from None
-                logger.warning("%s cannot be locked (%s): let no other process train in it", folder, error.strerror)
-        file.truncate(0)
-        file.write(f"process {os.getpid()} on {platform.node()}\n")
-        file.flush()
-        self._file = file
+        self._lock = FileLock(path, timeout=0, thread_local=False, fallback_to_soft=False, on_acquired=_write_owner)
+        try:
+            self._lock.acquire()
+        except Timeout:
+            raise DiskError(
+                errno.EBUSY, f"{folder} is in use by {_owner(path)}; wait for it, stop it, or choose another --out"
+            ) from None
+        except OSError as error:
+            if error.errno not in _NO_LOCKS:
+                raise
+            logger.warning("%s cannot be locked (%s): let no other process train in it", folder, error.strerror)
 
     def release(self) -> None:
-        if self._file is not None:
-            self._file.close()
-            self._file = None
+        self._lock.release()
 
     def __enter__(self) -> "RunLock":
         return self
 
     def __exit__(self, *_: object) -> None:
         self.release()
+
+
+def _write_owner(lock_file: int) -> None:
+    os.ftruncate(lock_file, 0)
+    os.write(lock_file, f"process {os.getpid()} on {platform.node()}\n".encode())
+
+
+def _owner(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8").strip() or "an unknown process"
+    except OSError:  # Windows does not let another process read a locked file
+        return "an unknown process"
 
 
 def check_run_folder(folder: Path, *, resume: bool) -> None:

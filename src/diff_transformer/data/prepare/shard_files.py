@@ -1,13 +1,13 @@
 """The two files of a shard: its tokens, and where in them documents begin."""
 
 import hashlib
-import os
 from pathlib import Path
 
 import numpy as np
 
 from diff_transformer.data.prepare.encoder import Encoder
 from diff_transformer.data.prepare.units import Unit
+from diff_transformer.durable import replacing
 
 TOKENS, DOCUMENTS = ".tokens", ".documents"
 DOCUMENT_DTYPE = "<i8"
@@ -79,12 +79,9 @@ def _digest():
 
 
 def _write(path: Path, parts: list[bytes]) -> str:
-    partial, digest = path.with_name(path.name + ".partial"), _digest()
-    with partial.open("wb") as file:
+    digest = _digest()
+    with replacing(path) as partial, partial.open("wb") as file:
         for part in parts:
             file.write(part)
             digest.update(part)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(partial, path)
     return digest.hexdigest()

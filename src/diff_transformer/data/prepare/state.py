@@ -9,10 +9,9 @@ manifest.json    written last: a folder with it is complete
 
 import json
 import os
-import shutil
 from pathlib import Path
 
-from diff_transformer.durable import flush_tree, remove, write_whole
+from diff_transformer.durable import remove, replacing, write_whole
 
 MANIFEST, PLAN, JOURNAL, SHARDS, TOKENIZER = "manifest.json", "plan.json", "finished.jsonl", "shards", "tokenizer"
 LOCK = ".lock"
@@ -42,11 +41,8 @@ def begin(out: Path, plan: dict, tokenizer) -> None:
     """Make a new folder for ``plan``; the plan itself comes last."""
     for name in (SHARDS, JOURNAL, PLAN, TOKENIZER):  # what is there without the plan must be new
         remove(out / name)
-    partial = out / (TOKENIZER + ".partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    tokenizer.save_pretrained(partial)
-    flush_tree(partial)
-    os.replace(partial, out / TOKENIZER)
+    with replacing(out / TOKENIZER) as partial:
+        tokenizer.save_pretrained(partial)
     write_json(out / PLAN, plan)
 
 
