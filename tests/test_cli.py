@@ -200,7 +200,7 @@ def test_a_port_is_checked_before_anything_is_read(command):
 
 
 def test_help_names_every_dtype_of_a_conversion():
-    from diff_transformer.model.convert.command import DTYPES
+    from diff_transformer.model.convert.folder import DTYPES
 
     said = next(p.help for p in typer.main.get_command(app).commands["convert"].params if p.name == "dtype")
     *most, last = DTYPES

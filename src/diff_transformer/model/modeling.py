@@ -56,6 +56,7 @@ class DecoderLayer(GradientCheckpointingLayer):
 
 
 class DiffTransformerPreTrainedModel(PreTrainedModel):
+    config: DiffTransformerConfig
     config_class = DiffTransformerConfig
     base_model_prefix = "model"
     supports_gradient_checkpointing = True

@@ -9,7 +9,7 @@ from torch.nn.functional import silu
 
 from diff_transformer import DiffTransformerForCausalLM
 from diff_transformer.model.convert import attention_from_authors, convert_folder
-from diff_transformer.model.convert.naive_groups import naive_sources
+from diff_transformer.model.convert.authors import naive_sources
 from diff_transformer.testing import assert_within_budget
 
 DIM, LAYERS, HEADS, D, HIDDEN, VOCABULARY, THETA = 48, 3, 6, 4, 40, 96, 5000.0

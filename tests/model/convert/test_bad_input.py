@@ -10,8 +10,8 @@ from safetensors.torch import save_file
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
 from diff_transformer.durable import DiskError
+from diff_transformer.model.convert import checkpoint as writing
 from diff_transformer.model.convert import convert_folder, layout_of
-from diff_transformer.model.convert import write as writing
 from diff_transformer.model.convert.checkpoint import Checkpoint
 
 SIZES = {"vocab_size": 96, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 8}

@@ -7,9 +7,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from diff_transformer.model.convert.checkpoint import Checkpoint
+from diff_transformer.model.convert.checkpoint import Checkpoint, write_tensors
 from diff_transformer.model.convert.plan import Made, Planned, StateDict, check_tensors
-from diff_transformer.model.convert.write import write_tensors
 
 
 class Counting:

@@ -1,6 +1,6 @@
-"""Weights of other implementations to and from this package's: ``docs/conversion.md`` has the table of layouts.
+"""Convert weights between this package and other implementations; ``docs/conversion.md`` has the table of layouts.
 
-Names are resolved on first use, so that a refusal needs no model code.
+Names are resolved on first use, so rejecting an unknown layout loads no model code.
 """
 
 from importlib import import_module
@@ -9,29 +9,29 @@ from typing import TYPE_CHECKING
 _HOMES = {
     "LAYOUTS": "layouts",
     "attention_from_authors": "authors",
-    "convert_folder": "command",
-    "from_diffllama": "models",
-    "from_llama": "models",
-    "layout_of": "recognise",
+    "convert_folder": "folder",
+    "from_diffllama": "diffllama",
+    "from_llama": "llama",
+    "layout_of": "layouts",
     "softmax_to_diff": "from_softmax",
     "phi4flash_attention": "phi4flash",
-    "to_diffllama": "models",
-    "to_llama": "models",
+    "to_diffllama": "diffllama",
+    "to_llama": "llama",
 }
 
 __all__ = [*_HOMES]
 
 if TYPE_CHECKING:
     from diff_transformer.model.convert.authors import attention_from_authors as attention_from_authors
-    from diff_transformer.model.convert.command import convert_folder as convert_folder
+    from diff_transformer.model.convert.diffllama import from_diffllama as from_diffllama
+    from diff_transformer.model.convert.diffllama import to_diffllama as to_diffllama
+    from diff_transformer.model.convert.folder import convert_folder as convert_folder
     from diff_transformer.model.convert.from_softmax import softmax_to_diff as softmax_to_diff
     from diff_transformer.model.convert.layouts import LAYOUTS as LAYOUTS
-    from diff_transformer.model.convert.models import from_diffllama as from_diffllama
-    from diff_transformer.model.convert.models import from_llama as from_llama
-    from diff_transformer.model.convert.models import to_diffllama as to_diffllama
-    from diff_transformer.model.convert.models import to_llama as to_llama
+    from diff_transformer.model.convert.layouts import layout_of as layout_of
+    from diff_transformer.model.convert.llama import from_llama as from_llama
+    from diff_transformer.model.convert.llama import to_llama as to_llama
     from diff_transformer.model.convert.phi4flash import phi4flash_attention as phi4flash_attention
-    from diff_transformer.model.convert.recognise import layout_of as layout_of
 
 
 def __getattr__(name: str):

@@ -1,8 +1,12 @@
 """The authors' layout, version 1: ``multihead_diffattn.py`` and ``multihead_flashdiff_*.py`` of microsoft/unilm.
 
-Read there: neighbouring heads paired as here, a rotary embedding that turns neighbouring channels, the head norm
-``subln`` (eps 1e-5; without a weight before 25 October 2024), ``num_heads`` counting differential heads. Under
-grouped-query attention the plain file pairs other keys than the flash files (``naive_groups``).
+In these files, neighbouring heads form a pair, as in this package; the rotary embedding rotates neighbouring channels;
+the head norm ``subln`` has eps 1e-5 (and no weight before 25 October 2024); ``num_heads`` counts differential heads.
+
+Under grouped-query attention the naive file (``multihead_diffattn.py``) pairs other keys than the flash files. It
+repeats the 2g key heads of the g key/value pairs r times, one after another, and takes neighbours as the two maps. So
+differential head i uses keys 2i // r and (2i + 1) // r, while the flash files give it both keys of pair i // r; values
+agree. With an even r both maps use the same key. Multi-head attention (r = 1) is not affected.
 """
 
 from collections.abc import Mapping
@@ -22,18 +26,25 @@ from diff_transformer.model.convert.authors_config import (
     write_params,
 )
 from diff_transformer.model.convert.checkpoint import Checkpoint
-from diff_transformer.model.convert.naive_groups import naive_sources, single_keys, single_values
-from diff_transformer.model.convert.names import LAMBDAS, Change, Names, plan_of, without
-from diff_transformer.model.convert.options import Options
 from diff_transformer.model.convert.ours import our_names, plain_rope_theta, refuse
-from diff_transformer.model.convert.plan import Conversion, Shapes
-from diff_transformer.model.convert.rows import halves_from_interleaved, interleaved_from_halves, take_heads
+from diff_transformer.model.convert.plan import (
+    LAMBDAS,
+    Change,
+    Conversion,
+    Names,
+    Shapes,
+    halves_from_interleaved,
+    interleaved_from_halves,
+    plan_of,
+    take_heads,
+    without,
+)
 
 HEAD_NORM_EPS = 1e-5
 
 
-def read_config(checkpoint: Checkpoint, options: Options) -> AuthorsConfig:
-    return read_params(checkpoint, version=1, naive=options.naive_grouped_query)
+def read_config(checkpoint: Checkpoint, *, naive_grouped_query: bool = False) -> AuthorsConfig:
+    return read_params(checkpoint, version=1, naive=naive_grouped_query)
 
 
 def write_config(config: AuthorsConfig, folder: Path, dtype: torch.dtype) -> None:
@@ -45,9 +56,9 @@ def tensors(config: AuthorsConfig) -> Shapes:
 
 
 def to_ours(config: AuthorsConfig) -> Conversion:
-    """Differential attention with the head norm's weight; rows of W_Q and W_K move, nothing else changes.
+    """To ``attention="diff"`` with the head norm's weight; rows of W_Q and W_K move, nothing else changes.
 
-    A model of the naive file comes with its key and value heads repeated (``naive_groups``).
+    For a model of the naive file, key and value heads are repeated (see ``naive_sources``).
     """
     keys, values = naive_sources(config.n_heads, config.n_kv_heads) if config.naive else (None, None)
     pairs = len(values) if values else config.n_kv_heads
@@ -69,8 +80,8 @@ def to_ours(config: AuthorsConfig) -> Conversion:
     return Conversion(ours, plan_of(config.names(), our_names(ours), config.n_layers, changes), notes)
 
 
-def from_ours(config: DiffTransformerConfig, options: Options) -> Conversion:
-    """The inverse, for the authors' flash files, or for the naive one if ``options.naive_grouped_query``.
+def from_ours(config: DiffTransformerConfig, *, naive_grouped_query: bool = False) -> Conversion:
+    """The inverse, for the authors' flash files, or for the naive file with ``naive_grouped_query``.
 
     Raises:
         ValueError: for what their layer cannot hold: another attention or lambda_init, a model without head norm or
@@ -84,7 +95,7 @@ def from_ours(config: DiffTransformerConfig, options: Options) -> Conversion:
         sliding_window=(None,),
     )  # fmt: skip
     pairs, heads = config.heads.values, config.heads.outputs
-    naive = options.naive_grouped_query and pairs != heads
+    naive = naive_grouped_query and pairs != heads
     if naive and pairs % 2:
         raise ValueError(
             f"the naive grouped-query file cannot hold {pairs} key/value pairs for {heads} differential heads: with an "
@@ -102,7 +113,7 @@ def from_ours(config: DiffTransformerConfig, options: Options) -> Conversion:
 
 
 def shared_fields(config: AuthorsConfig) -> dict:
-    """Fields of our configuration that both versions give."""
+    """Fields of ``DiffTransformerConfig`` that both versions determine."""
     return {
         "vocab_size": config.vocab_size,
         "hidden_size": config.dim,
@@ -134,16 +145,16 @@ def shared_params(config: DiffTransformerConfig) -> dict:
 def attention_from_authors(
     state: Mapping[str, Tensor], depth: int, *, rope_theta: float | None = 10000.0, naive_grouped_query: bool = False
 ) -> DiffAttention:
-    """One layer of the authors' as a causal ``DiffAttention`` with equal outputs.
+    """Convert one layer of the authors' code to a causal ``DiffAttention`` with equal outputs.
 
     Args:
         state: ``state_dict()`` of ``MultiheadDiffAttn`` or ``MultiheadFlashDiff*``.
-        depth: the layer's index from 0, as their constructors take it.
-        rope_theta: base of the rotary embedding that ``rel_pos`` held; None if the layer was given none.
-        naive_grouped_query: the layer is of ``multihead_diffattn.py``, and was trained with grouped-query attention.
+        depth: the layer's index from 0, as the authors' constructors take it.
+        rope_theta: base of the rotary embedding in ``rel_pos``; None for a layer without one.
+        naive_grouped_query: the layer comes from ``multihead_diffattn.py`` and uses grouped-query attention.
 
     Raises:
-        ValueError: if tensors are missing or not known.
+        ValueError: if tensors are missing or unknown.
     """
     weight = "subln.weight" in state
     names = LAYER[1] if weight else without(LAYER[1], "head_norm")
@@ -194,3 +205,46 @@ def _from_ours(d: int, naive: bool) -> dict[str, Change]:
         changes["k"] = Change(lambda weight: single_keys(turned(weight), d))
         changes["v"] = Change(partial(single_values, value_dim=2 * d))
     return changes
+
+
+def naive_sources(diff_heads: int, pairs: int) -> tuple[list[int], list[int]]:
+    """The heads of the naive file that each key and value head of this package copies, so that the outputs are equal.
+
+    Returns:
+        The source of every key head (two for each key/value pair of this package) and of every value head (one).
+        Consecutive differential heads with the same keys and values share a pair: an even r gives twice as many pairs
+        as the naive file has, an odd r gives as many as differential heads.
+    """
+    r = diff_heads // pairs
+    used = [((2 * i) // r, (2 * i + 1) // r, i // r) for i in range(diff_heads)]
+    size = next(s for s in range(diff_heads, 0, -1) if diff_heads % s == 0 and _same_in_blocks(used, s))
+    kept = used[::size]
+    return [key for first, second, _ in kept for key in (first, second)], [value for _, _, value in kept]
+
+
+def _same_in_blocks(items: list, size: int) -> bool:
+    return all(item == items[i - i % size] for i, item in enumerate(items))
+
+
+def single_keys(weight: Tensor, head_dim: int) -> Tensor:
+    """The inverse for W_K and an even r: keep one of every two equal key heads.
+
+    Raises:
+        ValueError: if they differ, so that the naive file cannot hold the model.
+    """
+    return _halved(weight, head_dim, "the two maps of a key/value pair have different keys")
+
+
+def single_values(weight: Tensor, value_dim: int) -> Tensor:
+    """The inverse for W_V and an even r: keep one of every two equal value heads."""
+    return _halved(weight, value_dim, "neighbouring key/value pairs have different values")
+
+
+def _halved(weight: Tensor, width: int, difference: str) -> Tensor:
+    heads = weight.unflatten(0, (-1, 2, width))
+    if not torch.equal(heads[:, 0], heads[:, 1]):
+        raise ValueError(
+            f"the naive grouped-query file cannot hold this model: {difference}; convert it without "
+            "--naive-grouped-query, for the authors' flash files"
+        )
+    return take_heads(weight, list(range(0, 2 * len(heads), 2)), width)

@@ -1,7 +1,7 @@
-"""Sizes and names of a model in the authors' layout (microsoft/unilm, folder Diff-Transformer), of either version.
+"""Sizes and tensor names of a model in the authors' layout (microsoft/unilm, folder Diff-Transformer), both versions.
 
-Public is the attention. The names around it are those of the same repository's decoder (folder YOCO) or of Hugging
-Face, with the attention as ``attention`` or ``self_attn``.
+The authors published only the attention. The other tensors have the names of the same repository's decoder (folder
+YOCO) or of Hugging Face models; the attention is called ``attention`` or ``self_attn``.
 """
 
 import json
@@ -10,8 +10,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from diff_transformer.model.convert.checkpoint import Checkpoint, read_settings
-from diff_transformer.model.convert.names import HUGGING_FACE, LAMBDAS, Names, without
-from diff_transformer.model.convert.plan import Shapes
+from diff_transformer.model.convert.plan import HUGGING_FACE, LAMBDAS, Names, Shapes, shapes_by_role, without
 
 _PROJECTIONS: Names = {"q": "q_proj.weight", "k": "k_proj.weight", "v": "v_proj.weight"}
 LAYER: dict[int, Names] = {
@@ -42,11 +41,11 @@ _DIALECTS = (
 
 @dataclass
 class AuthorsConfig:
-    """Sizes, under the names of that repository's ``ModelArgs``; those from ``version`` on follow from the tensors'
-    names and from the file that the model was trained with. ``assumed`` names the settings that no file gave.
+    """Sizes under the names of that repository's ``ModelArgs``.
 
     ``n_heads`` counts the heads that reach W_O: differential heads, in version 1 half of the matched Transformer's.
-    ``n_kv_heads`` counts pairs of keys in version 1, and keys in version 2.
+    ``n_kv_heads`` counts pairs of keys in version 1 and keys in version 2. The fields from ``version`` on follow from
+    the tensors' names and the file that the model was trained with. ``assumed`` lists settings that no file states.
     """
 
     dim: int
@@ -73,13 +72,13 @@ class AuthorsConfig:
         return without(_names(self.dialect, self.version), *absent)
 
     def notes(self) -> list[str]:
-        """A line where something was assumed."""
+        """One note if a setting was assumed."""
         told = ", ".join(f"{name} {getattr(self, name):g}" for name in self.assumed)
         return [f"neither params.json nor config.json says otherwise, so {told}"] if told else []
 
 
 _NOT_IN_PARAMS = ("version", "dialect", "tied", "has_head_norm_weight", "naive", "assumed")
-_SETTINGS = ("norm_eps", "rope_theta", "max_seq_len")  # what no tensor tells
+_SETTINGS = ("norm_eps", "rope_theta", "max_seq_len")  # no tensor shape determines these
 _HUGGING_FACE_SETTINGS = {
     "rms_norm_eps": "norm_eps", "max_position_embeddings": "max_seq_len", "hidden_size": "dim",
     "num_hidden_layers": "n_layers", "intermediate_size": "hidden_dim",
@@ -87,12 +86,13 @@ _HUGGING_FACE_SETTINGS = {
 
 
 def read_params(checkpoint: Checkpoint, version: int, naive: bool = False) -> AuthorsConfig:
-    """Sizes from the shapes of the tensors; ``params.json`` (or ``config.json``) gives what shapes cannot, under these
-    names or Hugging Face's.
+    """Read sizes from the shapes of the tensors, and the rest from ``params.json`` or ``config.json``.
+
+    These files may use the names of ``AuthorsConfig`` or Hugging Face's.
 
     Raises:
-        ValueError: if a tensor that tells a size is missing, or the file says otherwise than the tensors, or what this
-            layout cannot hold.
+        ValueError: if a required tensor is missing, the file contradicts the tensors, or it asks for something that
+            this layout does not have.
     """
     shapes = checkpoint.shapes()
     dialect = next((i for i in range(len(_DIALECTS)) if _is_dialect(shapes, _names(i, version))), 0)
@@ -160,15 +160,6 @@ def shapes_of_params(config: AuthorsConfig) -> Shapes:
     return shapes_by_role(config.names(), by_role, config.n_layers)
 
 
-def shapes_by_role(names: Names, by_role: dict[str, tuple[int, ...]], layers: int) -> Shapes:
-    """Shapes of every tensor of a model, from one shape a role."""
-    return {
-        template.format(i=i): by_role[role]
-        for role, template in names.items()
-        for i in (range(layers) if "{i}" in template else (0,))
-    }
-
-
 def _names(dialect: int, version: int) -> Names:
     names, prefix = _DIALECTS[dialect]
     return {**names, **{role: prefix + name for role, name in LAYER[version].items()}}
@@ -179,7 +170,7 @@ def _is_dialect(shapes: Shapes, names: Names) -> bool:
 
 
 def _told(folder: Path) -> dict:
-    """The settings in ``folder`` under the names of ``AuthorsConfig``, those it does not know among them."""
+    """The settings in ``folder`` under the names of ``AuthorsConfig``; unknown settings are kept."""
     told = dict(read_settings(folder, "params.json") or read_settings(folder) or {})
     rope: dict = {}
     for name in ("rope_parameters", "rope_scaling"):

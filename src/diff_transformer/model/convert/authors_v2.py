@@ -1,7 +1,8 @@
 """The authors' layout, version 2: ``Diff-Transformer-V2/multihead_flashdiffv2.py`` of microsoft/unilm.
 
-Read there: 2h query heads of which neighbours are a pair, the baseline's key and value heads, ``lambda_proj`` whose
-sigmoid is lambda for each token and head, no head norm, and a rotary embedding that turns neighbouring channels.
+In this file, neighbours of the 2h query heads form a pair; keys and values have the baseline's heads; the sigmoid of
+``lambda_proj`` is lambda for each token and head; there is no head norm; the rotary embedding rotates neighbouring
+channels.
 """
 
 from functools import partial
@@ -18,14 +19,18 @@ from diff_transformer.model.convert.authors_config import (
     write_params,
 )
 from diff_transformer.model.convert.checkpoint import Checkpoint
-from diff_transformer.model.convert.names import Change, plan_of
-from diff_transformer.model.convert.options import Options
 from diff_transformer.model.convert.ours import our_names, refuse
-from diff_transformer.model.convert.plan import Conversion, Shapes
-from diff_transformer.model.convert.rows import halves_from_interleaved, interleaved_from_halves
+from diff_transformer.model.convert.plan import (
+    Change,
+    Conversion,
+    Shapes,
+    halves_from_interleaved,
+    interleaved_from_halves,
+    plan_of,
+)
 
 
-def read_config(checkpoint: Checkpoint, options: Options) -> AuthorsConfig:
+def read_config(checkpoint: Checkpoint) -> AuthorsConfig:
     return read_params(checkpoint, version=2)
 
 
@@ -38,7 +43,7 @@ def tensors(config: AuthorsConfig) -> Shapes:
 
 
 def to_ours(config: AuthorsConfig) -> Conversion:
-    """``attention="diff_v2"``; rows of W_Q and W_K move, nothing else changes."""
+    """To ``attention="diff_v2"``; rows of W_Q and W_K move, nothing else changes."""
     ours = DiffTransformerConfig(
         attention="diff_v2",
         num_attention_heads=config.n_heads,
@@ -50,7 +55,7 @@ def to_ours(config: AuthorsConfig) -> Conversion:
     return Conversion(ours, plan, config.notes())
 
 
-def from_ours(config: DiffTransformerConfig, options: Options) -> Conversion:
+def from_ours(config: DiffTransformerConfig) -> Conversion:
     """The inverse.
 
     Raises:

@@ -1,30 +1,44 @@
-"""Reading the folder of a model: its configuration and its safetensors files, one tensor at a time; never a pickle."""
+"""The folder of a model: read its configuration and safetensors tensor by tensor (never a pickle), write a new one."""
 
 import json
+import os
+import secrets
+import shutil
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
+from huggingface_hub import split_torch_state_dict_into_shards
 from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
 from torch import Tensor
 
 from diff_transformer.checks import listed
-from diff_transformer.model.convert.plan import Shapes
+from diff_transformer.durable import flush_tree, require_room, require_writable
+from diff_transformer.model.convert.plan import Shapes, TensorSource
 from diff_transformer.model.loading import unreadable
 
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
 _DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
 }  # fmt: skip
+SHARD_BYTES = 2 * 10**9
+_CARRIED = (
+    "tokenizer.json", "tokenizer_config.json", "tokenizer.model", "special_tokens_map.json", "added_tokens.json",
+    "vocab.json", "vocab.txt", "merges.txt", "chat_template.jinja", "generation_config.json",
+)  # fmt: skip
+_LICENCES = ("LICENSE*", "LICENCE*", "NOTICE*")
 
 
 class Checkpoint:
-    """The tensors of a folder, a ``Source``: ``model.safetensors``, shards with an index, or any ``*.safetensors``.
+    """The tensors of a folder as a ``TensorSource``: ``model.safetensors``, indexed shards, or any ``*.safetensors``.
 
-    Only headers are read at first; a tensor is read from its file when it is asked for.
+    The constructor reads headers only; ``tensor`` reads one tensor from its file.
 
     Raises:
-        FileNotFoundError: if ``folder`` is no folder, holds no safetensors, or lacks a shard that its index names.
-        ValueError: if all there is are pickles, or a file is damaged, or tensors are not floating point (quantised).
+        FileNotFoundError: if ``folder`` is not a folder, has no safetensors, or lacks a shard that its index names.
+        ValueError: if the weights are pickles, a file is damaged, or tensors are not floating point (quantised).
     """
 
     def __init__(self, folder: Path):
@@ -72,10 +86,10 @@ class Checkpoint:
 
 
 def read_settings(folder: Path, name: str = "config.json") -> dict | None:
-    """The JSON object in ``folder / name``, or None where there is no such file.
+    """Read the JSON object in ``folder / name``; None if there is no such file.
 
     Raises:
-        ValueError: if it is no JSON object.
+        ValueError: if the file does not hold a JSON object.
     """
     path = folder / name
     if not path.exists():
@@ -117,3 +131,81 @@ def _refuse_without(folder: Path):
         "torch.load(FILE, weights_only=True, map_location='cpu'), then safetensors.torch.save_file(tensors, "
         "'model.safetensors'); or AutoModelForCausalLM.from_pretrained(FOLDER).save_pretrained(NEW)"
     )
+
+
+def require_free(out: Path) -> None:
+    """Check that a new folder can be moved to ``out``.
+
+    Raises:
+        FileExistsError: if ``out`` is a file or a folder that is not empty.
+        DiskError: if the folder around it is not writable.
+    """
+    require_writable(out.parent)
+    if out.is_file():
+        raise FileExistsError(f"{out} is a file; choose a folder")
+    if out.exists() and any(out.iterdir()):
+        raise FileExistsError(f"{out} is not empty; choose another folder")
+
+
+@contextmanager
+def new_folder(out: Path) -> Generator[Path]:
+    """Context manager: a temporary folder beside ``out``, renamed to ``out`` on success and removed on an error.
+
+    A killed process leaves ``.NAME.partial-*`` behind, never an incomplete ``out``.
+
+    Raises:
+        FileExistsError: if ``out`` is not empty, before or after the block.
+        DiskError: if the folder around it is not writable.
+    """
+    require_free(out)
+    partial = out.absolute().with_name(f".{out.absolute().name}.partial-{secrets.token_hex(4)}")
+    partial.mkdir(parents=True)
+    try:
+        yield partial
+        flush_tree(partial)
+        require_free(out)
+        if out.exists():
+            out.rmdir()
+        os.rename(partial, out)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+def write_tensors(
+    source: TensorSource,
+    folder: Path,
+    *,
+    shard_bytes: int = SHARD_BYTES,
+    progress: Callable[[int, int], None] | None = None,
+) -> None:
+    """Write the tensors of ``source`` as ``model.safetensors``, or as indexed shards of at most ``shard_bytes`` each.
+
+    Memory holds one shard and the sources of one tensor at a time. ``progress(done, total)`` gets bytes after each
+    tensor.
+    """
+    sizes = {
+        name: torch.empty(shape, dtype=source.dtype(name), device="meta") for name, shape in source.shapes().items()
+    }
+    split = split_torch_state_dict_into_shards(sizes, max_shard_size=shard_bytes)
+    total, done = sum(x.nbytes for x in sizes.values()), 0
+    require_room(folder, total, "the converted model")
+    for file, names in split.filename_to_tensors.items():
+        shard = {}
+        for name in names:
+            shard[name] = source.tensor(name)
+            done += shard[name].nbytes
+            if progress is not None:
+                progress(done, total)
+        save_file(shard, folder / file, metadata={"format": "pt"})
+    if split.is_sharded:
+        index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
+        (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
+
+
+def carry_over(source: Path, folder: Path) -> list[str]:
+    """Copy tokenizer, generation settings and licence files unchanged; return the names of the copied files."""
+    licences = [path.name for pattern in _LICENCES for path in sorted(source.glob(pattern)) if path.is_file()]
+    copied = [name for name in (*_CARRIED, *licences) if (source / name).is_file()]
+    for name in copied:
+        shutil.copyfile(source / name, folder / name)
+    return copied

@@ -1,8 +1,8 @@
 """Hugging Face ``DiffLlama``: pairs heads i and i + n/2, splits values the same way, and has no head-norm weight.
 
-Read in transformers' ``modeling_diffllama.py``: queries and keys of differential head i are heads i and i + n/2; its
-value is the pair of half-heads i // r and i // r + m/2; the group norm has no weight and the model's ``rms_norm_eps``;
-the rotary embedding turns halves, as here.
+In transformers' ``modeling_diffllama.py``, queries and keys of differential head i are heads i and i + n/2. Its value
+is the pair of half-heads i // r and i // r + m/2. The group norm has no weight and uses the model's ``rms_norm_eps``.
+The rotary embedding rotates halves, as in this package.
 """
 
 from functools import partial
@@ -13,17 +13,45 @@ from transformers import DiffLlamaConfig, DiffLlamaForCausalLM
 
 from diff_transformer.model.config import DiffTransformerConfig
 from diff_transformer.model.convert.checkpoint import Checkpoint
-from diff_transformer.model.convert.names import HUGGING_FACE, LAMBDAS, Change, Names, plan_of, without
-from diff_transformer.model.convert.options import Options
 from diff_transformer.model.convert.ours import SHARED_FIELDS, our_names, refuse, save_config, shapes_of
-from diff_transformer.model.convert.plan import Conversion, Shapes
-from diff_transformer.model.convert.rows import adjacent_from_split, fold_head_norm, split_from_adjacent
+from diff_transformer.model.convert.plan import (
+    HUGGING_FACE,
+    LAMBDAS,
+    Change,
+    Conversion,
+    Names,
+    Shapes,
+    adjacent_from_split,
+    convert_model,
+    fold_head_norm,
+    plan_of,
+    split_from_adjacent,
+    without,
+)
+from diff_transformer.model.modeling import DiffTransformerForCausalLM
 
-MODEL_TYPES = ("diffllama",)
 _NAMES: Names = {**HUGGING_FACE, **{name: f"model.layers.{{i}}.self_attn.{name}" for name in LAMBDAS}}
 
 
-def read_config(checkpoint: Checkpoint, options: Options) -> DiffLlamaConfig:
+def from_diffllama(model: DiffLlamaForCausalLM) -> DiffTransformerForCausalLM:
+    """A model with ``head_norm="no_weight"``, the weights of a Hugging Face ``DiffLlama`` and equal logits.
+
+    Raises:
+        ValueError: as ``to_ours``.
+    """
+    return convert_model(to_ours(model.config), DiffTransformerForCausalLM, model)
+
+
+def to_diffllama(model: DiffTransformerForCausalLM) -> DiffLlamaForCausalLM:
+    """The inverse of ``from_diffllama``; a head-norm weight is folded into W_O.
+
+    Raises:
+        ValueError: as ``from_ours``.
+    """
+    return convert_model(from_ours(model.config), DiffLlamaForCausalLM, model)
+
+
+def read_config(checkpoint: Checkpoint) -> DiffLlamaConfig:
     return DiffLlamaConfig.from_pretrained(checkpoint.folder)
 
 
@@ -36,10 +64,10 @@ def tensors(config: DiffLlamaConfig) -> Shapes:
 
 
 def to_ours(config: DiffLlamaConfig) -> Conversion:
-    """Differential attention with ``head_norm="no_weight"``; rows of W_Q, W_K and W_V move, nothing else changes.
+    """To ``attention="diff"``, ``head_norm="no_weight"``; rows of W_Q, W_K and W_V move, nothing else changes.
 
     Raises:
-        ValueError: for biases or another activation than SiLU.
+        ValueError: for biases, or an activation other than SiLU.
     """
     if config.attention_bias or config.hidden_act != "silu":
         raise ValueError(
@@ -57,12 +85,12 @@ def to_ours(config: DiffLlamaConfig) -> Conversion:
     return Conversion(ours, plan)
 
 
-def from_ours(config: DiffTransformerConfig, options: Options) -> Conversion:
+def from_ours(config: DiffTransformerConfig) -> Conversion:
     """The inverse; a head-norm weight is folded into W_O, exact but for the rounding of that product.
 
     Raises:
-        ValueError: for what ``DiffLlama`` cannot hold: another attention, another lambda_init than the published one,
-            a model without head norm, an epsilon of its own for that norm, a window.
+        ValueError: for what ``DiffLlama`` cannot hold: another attention, a lambda_init other than the published one,
+            a model without head norm or with a separate epsilon for it, a window.
     """
     refuse(
         config, "DiffLlama",

@@ -1,12 +1,12 @@
-"""A trained softmax Transformer as a DIFF Transformer that computes the same and learns from its first step.
+"""Convert a trained softmax Transformer to a DIFF Transformer with the same logits that trains from its first step.
 
 Every head becomes a differential head whose two maps are both the old map: q2, k2 are copies of q1, k1. With lambda = c
-the difference of the maps is (1 - c) times the old map, and W_O is divided by what is then missing, so the logits stay.
-Training tells the copies apart at once, because the loss falls in opposite directions: the gradient of the first map's
-scores is that of the old map's times 1 / (1 - c), and of the second map's times -c / (1 - c). Setting lambda and its
-vectors to 0 would keep the logits too, but then the gradients of the second map and of lambda are 0 and stay 0.
+the difference of the maps is (1 - c) times the old map. Dividing W_O by this factor restores the logits. The copies
+separate at the first training step, because their gradients have opposite signs: the first map's scores get the old
+map's gradient times 1 / (1 - c), the second map's scores get it times -c / (1 - c). Setting lambda and its vectors to 0
+would also keep the logits, but then the gradients of the second map and of lambda would stay 0.
 
-With c = 1/2 every factor is a power of two, and even bf16 weights are scaled without rounding.
+With c = 1/2 every factor is a power of two, so even bf16 weights are scaled without rounding.
 """
 
 import copy
@@ -19,10 +19,10 @@ from torch import Tensor
 from transformers import LlamaForCausalLM
 
 from diff_transformer.model.config import DiffTransformerConfig
-from diff_transformer.model.convert.models import from_llama, made_of
-from diff_transformer.model.convert.names import LAMBDAS, OURS, Change, plan_of, without
-from diff_transformer.model.convert.ours import our_names
-from diff_transformer.model.convert.plan import Conversion, Made
+from diff_transformer.model.convert.llama import from_llama
+from diff_transformer.model.convert.ours import OUR_NAMES, our_names
+from diff_transformer.model.convert.plan import LAMBDAS, Change, Conversion, Made, convert_model, plan_of, without
+from diff_transformer.model.cost import model_cost
 from diff_transformer.model.modeling import DiffTransformerForCausalLM
 
 HALF = 0.5
@@ -31,32 +31,32 @@ HALF = 0.5
 def softmax_to_diff(
     model: DiffTransformerForCausalLM | LlamaForCausalLM, attention: str = "diff", **options
 ) -> DiffTransformerForCausalLM:
-    """A DIFF Transformer with the logits of ``model``, a softmax Transformer of this package or a Llama.
+    """Convert ``model``, a softmax Transformer of this package or a Llama, to a DIFF Transformer with equal logits.
 
     Args:
         attention: ``"diff"`` (see ``to_diff``, which takes the options) or ``"diff_v2"`` (see ``to_diff_v2``).
 
     Raises:
-        ValueError: for a model with differential attention, head norms or biases, or an option that is not accepted.
+        ValueError: for a model with differential attention, head norms or biases, or an unknown option.
     """
     ways = {"diff": to_diff, "diff_v2": to_diff_v2}
     if attention not in ways:
         raise ValueError(f"attention is {attention!r}; accepted: {', '.join(map(repr, ways))}")
     softmax: Any = from_llama(model) if isinstance(model, LlamaForCausalLM) else model
-    return made_of(ways[attention](softmax.config, **options), DiffTransformerForCausalLM, softmax)
+    return convert_model(ways[attention](softmax.config, **options), DiffTransformerForCausalLM, softmax)
 
 
 def to_diff(config: DiffTransformerConfig, *, lambda_init: float = HALF, seed: int = 0) -> Conversion:
-    """The plan of a DIFF Transformer (V1) from a softmax Transformer's configuration.
+    """Plan the conversion of a softmax Transformer to ``attention="diff"``.
 
-    W_Q and W_K are twice as large, values as wide as before (``value_head_dim``), heads without norm.
+    W_Q and W_K double in size; values keep their width (``value_head_dim``); heads have no norm.
 
     Args:
         lambda_init: c, lambda of every layer at the start, between 0 and 1.
-        seed: of the lambda vectors. Both pairs are equal, so that lambda is c whatever they are.
+        seed: seed of the lambda vectors. The two pairs of vectors are equal, so lambda is exactly c.
 
     Raises:
-        ValueError: for another model, or a ``lambda_init`` with which the second map could not learn.
+        ValueError: for a model without softmax attention, or a ``lambda_init`` that gives the second map no gradient.
     """
     _check(config)
     if not isinstance(lambda_init, int | float) or not (math.isfinite(lambda_init) and 0 < lambda_init < 1):
@@ -87,12 +87,12 @@ def to_diff(config: DiffTransformerConfig, *, lambda_init: float = HALF, seed: i
 
 
 def to_diff_v2(config: DiffTransformerConfig) -> Conversion:
-    """The plan of the second version: W_Q twice as large; keys, values and their cache as before.
+    """Plan the conversion to ``attention="diff_v2"``: W_Q doubles in size; keys, values and their cache stay.
 
-    lambda is sigmoid(X W_lambda) with W_lambda = 0: 1/2 for every token, at the start.
+    lambda is sigmoid(X W_lambda). W_lambda starts at 0, so lambda starts at 1/2 for every token.
 
     Raises:
-        ValueError: for another model than a softmax Transformer.
+        ValueError: for a model without softmax attention.
     """
     _check(config)
     target = copy.deepcopy(config)
@@ -113,8 +113,6 @@ def _check(config: DiffTransformerConfig):
 
 
 def _growth(source: DiffTransformerConfig, target: DiffTransformerConfig) -> str:
-    from diff_transformer.model.cost import model_cost
-
     before, after = model_cost(source), model_cost(target)
     more = after.total_parameters / before.total_parameters - 1
     cache = after.kv_bytes_per_token / before.kv_bytes_per_token
@@ -125,7 +123,7 @@ def _growth(source: DiffTransformerConfig, target: DiffTransformerConfig) -> str
 
 
 def _each_head_twice(config: DiffTransformerConfig) -> Change:
-    """[heads * d, width] with every head followed by its copy: heads 2i and 2i + 1 are head i."""
+    """Repeat every head of [heads * d, width]: heads 2i and 2i + 1 are copies of head i."""
 
     def twice(weight: Tensor) -> Tensor:
         return weight.unflatten(0, (-1, config.heads.head_dim)).repeat_interleave(2, dim=0).flatten(0, 1)
@@ -134,6 +132,6 @@ def _each_head_twice(config: DiffTransformerConfig) -> Change:
 
 
 def _instead(tensor: Tensor, layer: int) -> Made:
-    """A tensor of its own; fp32 for the vectors of lambda, else the dtype that the layer's W_Q has."""
+    """A new tensor: fp32 for the lambda vectors, else in the dtype of the layer's W_Q."""
     dtype = torch.float32 if tensor.dim() == 1 else None
-    return Made((OURS["q"].format(i=layer),), lambda _: tensor.clone(), dtype)
+    return Made((OUR_NAMES["q"].format(i=layer),), lambda _: tensor.clone(), dtype)

@@ -1,19 +1,22 @@
-"""The layouts by name: one table for the command, for recognising a folder and for the converters.
+"""The table of layouts, and how the layout of a folder is detected.
 
-Every layout's module has ``read_config``, ``write_config``, ``tensors``, ``to_ours`` and ``from_ours``; through this
-package's own layout any of them goes to any other. ``DIRECT`` holds conversions that make another model of one.
+Every layout's module has ``read_config``, ``write_config``, ``tensors``, ``to_ours`` and ``from_ours``. Any layout
+converts to any other through this package's own. ``DIRECT`` lists conversions that change the model itself.
 """
 
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Iterable
 from importlib import import_module
 from types import ModuleType
 from typing import NamedTuple
+
+from diff_transformer.model.convert.checkpoint import Checkpoint, read_settings
 
 OURS = "diff-transformer"
 
 
 class Layout(NamedTuple):
-    """title: for messages. model_types: ``model_type`` in ``config.json``. writable: whether a model can go to it."""
+    """title: for messages. model_types: ``model_type`` in ``config.json``. writable: whether it can be a target."""
 
     title: str
     module: str
@@ -34,8 +37,8 @@ LAYOUTS: dict[str, Layout] = {
     "phi4flash": Layout("Phi-4-mini-flash (SambaY)", "phi4flash", ("phi4flash",), writable=False),
 }
 
-# (--from, --to): "module:function" below this package, called with the configuration in this package's layout and with
-# the options of ``convert_folder``; it returns a ``Conversion`` to another model of that layout.
+# (--from, --to): "module:function" in this package. The function takes a configuration in this package's layout and the
+# options of ``convert_folder``; it returns a ``Conversion`` to another model in this package's layout.
 DIRECT: dict[tuple[str, str], str] = {
     ("llama", "diff"): "from_softmax:to_diff",
     ("llama", "diff_v2"): "from_softmax:to_diff_v2",
@@ -45,7 +48,7 @@ DIRECT: dict[tuple[str, str], str] = {
 
 
 def direct(origin: str, target: str) -> Callable | None:
-    """The function of a conversion that makes another model, or None."""
+    """The function of a direct conversion, or None."""
     place = DIRECT.get((origin, target))
     if place is None:
         return None
@@ -56,3 +59,48 @@ def direct(origin: str, target: str) -> Callable | None:
 def targets() -> list[str]:
     """Names that ``--to`` takes."""
     return [name for name, layout in LAYOUTS.items() if layout.writable] + sorted({to for _, to in DIRECT})
+
+
+# A layout matches if every pattern matches the end of some tensor's name; the first match wins.
+_TELLING = (
+    ("phi4flash", (r"inner_cross_attn\.lambda_q1", r"Wqkv\.weight")),
+    ("authors", (r"out_proj\.weight", r"lambda_q1")),
+    ("authors-v2", (r"o_proj\.weight", r"lambda_proj\.weight")),
+    ("motif", (r"o_proj\.weight", r"self_attn\.lambda_q1", r"subln\.weight")),
+    (OURS, (r"o_proj\.weight", r"self_attn\.core\.\S+")),
+    ("diffllama", (r"o_proj\.weight", r"self_attn\.lambda_q1")),
+    ("llama", (r"o_proj\.weight", r"gate_proj\.weight", r"input_layernorm\.weight")),
+)
+
+
+def by_names(names: Iterable[str]) -> str | None:
+    """Detect the layout from the names of its tensors; None if no layout matches."""
+    text = "\n".join(names)
+    for layout, patterns in _TELLING:
+        if all(re.search(rf"{pattern}$", text, re.MULTILINE) for pattern in patterns):
+            return layout
+    return None
+
+
+def layout_of(checkpoint: Checkpoint) -> str:
+    """Detect the checkpoint's layout from ``config.json`` and the names of its tensors; return a key of ``LAYOUTS``.
+
+    Raises:
+        ValueError: if no layout matches, with the checkpoint's ``model_type`` or some names of its tensors.
+    """
+    settings = read_settings(checkpoint.folder) or {}
+    model_type = settings.get("model_type")
+    for name, layout in LAYOUTS.items():
+        if model_type is not None and str(model_type).lower() in layout.model_types:
+            return name
+    told = by_names(checkpoint.shapes())
+    if model_type is None and told is not None:
+        return told
+    known = "; ".join(f"{name} ({layout.title})" for name, layout in LAYOUTS.items())
+    if model_type is not None:
+        architectures = ", ".join(settings.get("architectures") or [])
+        what = f"a {model_type!r} model" + (f" ({architectures})" if architectures else "")
+    else:
+        some = ", ".join(sorted(checkpoint.shapes())[:4])
+        what = f"of no known layout; it has tensors such as {some}"
+    raise ValueError(f"{checkpoint.folder} is {what}; accepted: {known}")

@@ -7,15 +7,38 @@ from transformers import AutoConfig, LlamaConfig, LlamaForCausalLM, MistralConfi
 
 from diff_transformer.model.config import DiffTransformerConfig
 from diff_transformer.model.convert.checkpoint import Checkpoint
-from diff_transformer.model.convert.names import HUGGING_FACE, Names, plan_of, without
-from diff_transformer.model.convert.options import Options
 from diff_transformer.model.convert.ours import SHARED_FIELDS, our_names, refuse, save_config, shapes_of
-from diff_transformer.model.convert.plan import Conversion, Shapes
+from diff_transformer.model.convert.plan import (
+    HUGGING_FACE,
+    Conversion,
+    Names,
+    Shapes,
+    convert_model,
+    plan_of,
+    without,
+)
+from diff_transformer.model.modeling import DiffTransformerForCausalLM
 
-MODEL_TYPES = ("llama", "mistral")
+
+def from_llama(model: LlamaForCausalLM) -> DiffTransformerForCausalLM:
+    """The matched Transformer (``attention="softmax"``) with the weights of a Llama model and equal logits.
+
+    Raises:
+        ValueError: as ``to_ours``.
+    """
+    return convert_model(to_ours(model.config), DiffTransformerForCausalLM, model)
 
 
-def read_config(checkpoint: Checkpoint, options: Options) -> LlamaConfig | MistralConfig:
+def to_llama(model: DiffTransformerForCausalLM) -> LlamaForCausalLM:
+    """The inverse of ``from_llama``.
+
+    Raises:
+        ValueError: as ``from_ours``.
+    """
+    return convert_model(from_ours(model.config), LlamaForCausalLM, model)
+
+
+def read_config(checkpoint: Checkpoint) -> LlamaConfig | MistralConfig:
     return AutoConfig.from_pretrained(checkpoint.folder)
 
 
@@ -29,10 +52,10 @@ def tensors(config: LlamaConfig | MistralConfig) -> Shapes:
 
 
 def to_ours(config: LlamaConfig | MistralConfig) -> Conversion:
-    """The matched Transformer (``attention="softmax"``).
+    """To the matched Transformer (``attention="softmax"``).
 
     Raises:
-        ValueError: for biases or another activation than SiLU, which this architecture lacks.
+        ValueError: for biases, or an activation other than SiLU.
     """
     biases = {name: getattr(config, name, False) for name in ("attention_bias", "mlp_bias")}
     if any(biases.values()) or config.hidden_act != "silu":
@@ -50,7 +73,7 @@ def to_ours(config: LlamaConfig | MistralConfig) -> Conversion:
     return Conversion(ours, plan_of(names, names, ours.num_hidden_layers))
 
 
-def from_ours(config: DiffTransformerConfig, options: Options) -> Conversion:
+def from_ours(config: DiffTransformerConfig) -> Conversion:
     """The inverse.
 
     Raises:

@@ -1,10 +1,10 @@
 """Motif-2.6B and Motif-2-12.7B (Motif-Technologies on the Hugging Face hub).
 
-What is public: neighbouring heads paired and a rotary embedding that turns halves, as here; head norm ``subln`` with a
-weight and an epsilon of its own (``attn_rms_norm_eps``); lambda_init with the layer's index less one, so that layer 0
-starts at -0.0099; PolyNorm in the MLP. Motif-2-12.7B has grouped differential attention: of every r + 1 query heads the
-first r are signal heads and the last is their noise head; keys in pairs, one for each map. Read in vLLM's ``motif.py``
-(0.10) and in the MLX port junhoyeo/mlx-motif, not tried on the published weights.
+As in this package, neighbouring heads form a pair and the rotary embedding rotates halves. The head norm ``subln`` has
+a weight and a separate epsilon (``attn_rms_norm_eps``). lambda_init uses the layer's index minus one, so layer 0 starts
+at -0.0099. The MLP has PolyNorm. Motif-2-12.7B has grouped differential attention: of every r + 1 query heads the first
+r are signal heads and the last is their noise head; keys come in pairs, one for each map. Sources: vLLM's ``motif.py``
+(0.10) and the MLX port junhoyeo/mlx-motif. The conversion was not tried on the published weights.
 """
 
 import json
@@ -13,24 +13,29 @@ from pathlib import Path
 import torch
 
 from diff_transformer.model.config import DiffTransformerConfig
-from diff_transformer.model.convert.authors_config import shapes_by_role
 from diff_transformer.model.convert.checkpoint import Checkpoint, read_settings
-from diff_transformer.model.convert.names import HUGGING_FACE, LAMBDAS, OURS, Names, plan_of, without
-from diff_transformer.model.convert.options import Options
-from diff_transformer.model.convert.ours import our_names, refuse
-from diff_transformer.model.convert.plan import Conversion, Shapes
+from diff_transformer.model.convert.ours import OUR_NAMES, our_names, refuse
+from diff_transformer.model.convert.plan import (
+    HUGGING_FACE,
+    LAMBDAS,
+    Conversion,
+    Names,
+    Shapes,
+    plan_of,
+    shapes_by_role,
+    without,
+)
 
-MODEL_TYPES = ("motif",)
 DEPTH_OFFSET = -1
 _PREFIX = "model.layers.{i}.self_attn"
 _NAMES: Names = {
     **HUGGING_FACE,
     **{name: f"{_PREFIX}.{name}" for name in LAMBDAS},
     "head_norm": f"{_PREFIX}.subln.weight",
-    "activation_weight": OURS["activation_weight"],
-    "activation_bias": OURS["activation_bias"],
+    "activation_weight": OUR_NAMES["activation_weight"],
+    "activation_bias": OUR_NAMES["activation_bias"],
 }
-# Defaults that the ports give to settings a config.json may leave out.
+# The ports' defaults for settings that a config.json may omit.
 _DEFAULTS = {
     "rms_norm_eps": 1e-6, "attn_rms_norm_eps": 1e-5, "rope_theta": 10000.0, "max_position_embeddings": 8192,
     "hidden_act": "poly_norm", "tie_word_embeddings": False, "rope_scaling": None, "num_noise_heads": None,
@@ -47,11 +52,11 @@ _UNHELD = {
 }  # fmt: skip
 
 
-def read_config(checkpoint: Checkpoint, options: Options) -> dict:
-    """``config.json`` with defaults filled in.
+def read_config(checkpoint: Checkpoint) -> dict:
+    """Read ``config.json`` and fill in defaults.
 
     Raises:
-        ValueError: if a size is missing, or the model has parts that this package's does not.
+        ValueError: if a size is missing, or the model has parts that this package does not have.
     """
     told = read_settings(checkpoint.folder) or {}
     missing = [name for name in _REQUIRED if told.get(name) is None]
@@ -60,7 +65,7 @@ def read_config(checkpoint: Checkpoint, options: Options) -> dict:
     unheld = [f"{name}={told[name]} ({part})" for name, part in _UNHELD.items() if told.get(name)]
     if unheld:
         raise ValueError(
-            f"this Motif model has parts that the DIFF Transformer here has not: {', '.join(unheld)}; Motif-2.6B and "
+            f"this Motif model has parts that this package's model does not have: {', '.join(unheld)}; Motif-2.6B and "
             "Motif-2-12.7B can be converted"
         )
     if told.get("k_ratio", 1) != 1:
@@ -95,17 +100,17 @@ def tensors(config: dict) -> Shapes:
 
 
 def to_ours(config: dict) -> Conversion:
-    """Every tensor keeps its numbers and its rows; the configuration says the rest."""
+    """Every tensor stays as it is; only the configuration is translated."""
     ours = _ours(config)
     return Conversion(ours, plan_of(_names(ours), our_names(ours), ours.num_hidden_layers))
 
 
-def from_ours(config: DiffTransformerConfig, options: Options) -> Conversion:
+def from_ours(config: DiffTransformerConfig) -> Conversion:
     """The inverse.
 
     Raises:
-        ValueError: for what Motif's layer cannot hold: another attention, another lambda_init than with the index less
-            one, a model without the head norm's weight, a window.
+        ValueError: for what Motif's layer cannot hold: another attention, a lambda_init that does not use the index
+            minus one, a model without the head norm's weight, a window.
     """
     refuse(
         config, "Motif's layout",

@@ -1,4 +1,4 @@
-"""This package's own layout: configuration, tensors, and what other layouts ask of it."""
+"""This package's own layout, and what converters to other layouts need to know about it."""
 
 from pathlib import Path
 
@@ -7,9 +7,7 @@ from transformers import PreTrainedModel
 
 from diff_transformer.model.config import DiffTransformerConfig
 from diff_transformer.model.convert.checkpoint import Checkpoint
-from diff_transformer.model.convert.names import LAMBDAS, OURS, Names, without
-from diff_transformer.model.convert.options import Options
-from diff_transformer.model.convert.plan import Shapes
+from diff_transformer.model.convert.plan import HUGGING_FACE, LAMBDAS, Names, Shapes, without
 from diff_transformer.model.modeling import DiffTransformerForCausalLM
 
 SHARED_FIELDS = (
@@ -17,9 +15,18 @@ SHARED_FIELDS = (
     "num_key_value_heads", "head_dim", "max_position_embeddings", "rope_parameters", "rms_norm_eps",
     "tie_word_embeddings", "initializer_range", "pad_token_id", "bos_token_id", "eos_token_id",
 )  # fmt: skip
+_CORE = "model.layers.{i}.self_attn.core"
+OUR_NAMES: Names = {
+    **HUGGING_FACE,
+    **{name: f"{_CORE}.lam.{name}" for name in LAMBDAS},
+    "lambda_proj": f"{_CORE}.lam.proj.weight",
+    "head_norm": f"{_CORE}.head_norm.weight",
+    "activation_weight": "model.layers.{i}.mlp.act_fn.weight",
+    "activation_bias": "model.layers.{i}.mlp.act_fn.bias",
+}
 
 
-def read_config(checkpoint: Checkpoint, options: Options) -> DiffTransformerConfig:
+def read_config(checkpoint: Checkpoint) -> DiffTransformerConfig:
     return DiffTransformerConfig.from_pretrained(checkpoint.folder)
 
 
@@ -39,7 +46,7 @@ def save_config(config, folder: Path, dtype: torch.dtype, architecture: str) -> 
 
 
 def shapes_of(model: type[PreTrainedModel], config) -> Shapes:
-    """Names and shapes of the tensors in a checkpoint of ``model``, without making one; a tied head is not stored."""
+    """Names and shapes of a checkpoint's tensors, computed on the meta device; a tied head is not stored."""
     with torch.device("meta"):
         state = model(config).state_dict()
     tied = "lm_head.weight" if config.tie_word_embeddings else None
@@ -47,7 +54,7 @@ def shapes_of(model: type[PreTrainedModel], config) -> Shapes:
 
 
 def our_names(config: DiffTransformerConfig) -> Names:
-    """Templates of the tensors that a model of ``config`` has."""
+    """Name templates of the tensors in a model of ``config``."""
     with_vectors = config.attention not in ("softmax", "diff_v2")
     absent = ["head"] if config.tie_word_embeddings else []
     if not (with_vectors and config.lambda_learned):
@@ -58,14 +65,14 @@ def our_names(config: DiffTransformerConfig) -> Names:
         absent.append("head_norm")
     if config.hidden_act != "poly_norm":
         absent += ["activation_weight", "activation_bias"]
-    return without(OURS, *absent)
+    return without(OUR_NAMES, *absent)
 
 
 def plain_rope_theta(config: DiffTransformerConfig, target: str) -> float:
-    """Base of the rotary embedding.
+    """The base of the rotary embedding.
 
     Raises:
-        ValueError: if positions are scaled, which ``target`` cannot hold.
+        ValueError: if positions are scaled, which ``target`` cannot represent.
     """
     rope = config.rope_parameters or {}
     if rope.get("rope_type", "default") != "default":
@@ -74,10 +81,10 @@ def plain_rope_theta(config: DiffTransformerConfig, target: str) -> float:
 
 
 def refuse(config: DiffTransformerConfig, target: str, **held: tuple) -> None:
-    """Check that each field named in ``held`` has one of the values that ``target`` can hold.
+    """Check that each field named in ``held`` has one of the values that ``target`` can represent.
 
     Raises:
-        ValueError: with every field that has not.
+        ValueError: naming every field that does not.
     """
     wrong = [
         f"{name} is {getattr(config, name)!r}, it holds {' or '.join(map(repr, accepted))}"

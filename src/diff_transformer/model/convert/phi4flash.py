@@ -1,10 +1,10 @@
 """Phi-4-mini-flash-reasoning (microsoft, SambaY): its differential attention, layer by layer.
 
-The model alternates Mamba layers with differential attention and, in its second half, gated memory units with attention
-to the keys and values of one earlier layer. This package's model has none of these, nor the LayerNorm with biases, so
-the whole model is refused. The attention itself is held exactly: no positions, neighbouring heads paired as here,
-``subln`` with a weight and eps 1e-5, lambda_init by the layer's index from 0, biases on all projections, a window in
-the odd layers of the first half. Read in the model's ``modeling_phi4flash.py`` and in its safetensors index.
+The model alternates Mamba layers with differential attention. In its second half, gated memory units alternate with
+attention to the keys and values of one earlier layer. This package's model has neither these nor LayerNorm with biases,
+so the whole model is refused. The attention layers convert exactly: no positions, neighbouring heads paired, ``subln``
+with a weight and eps 1e-5, lambda_init by the layer's index from 0, biases on all projections, a window in the odd
+layers of the first half. Source: the model's ``modeling_phi4flash.py`` and its safetensors index.
 """
 
 from pathlib import Path
@@ -13,17 +13,14 @@ from torch import Tensor
 
 from diff_transformer.model.attention import DiffAttention
 from diff_transformer.model.convert.checkpoint import Checkpoint, read_settings
-from diff_transformer.model.convert.names import LAMBDAS
-from diff_transformer.model.convert.options import Options
-from diff_transformer.model.convert.plan import check_tensors
+from diff_transformer.model.convert.plan import LAMBDAS, check_tensors
 
-MODEL_TYPES = ("phi4flash",)
 _NORM_EPS = 1e-5
 _DEFAULT_WINDOW = 2047
 
 
-def read_config(checkpoint: Checkpoint, options: Options):
-    """Refuse the whole model, and say what of it can be had.
+def read_config(checkpoint: Checkpoint):
+    """Refuse the whole model and say which parts can be converted.
 
     Raises:
         ValueError: always.
@@ -35,17 +32,16 @@ def read_config(checkpoint: Checkpoint, options: Options):
         f"{checkpoint.folder} is Phi-4-mini-flash (SambaY), which this package's model cannot hold. Missing here: "
         f"Mamba layers (every second one up to layer {half}), gated memory units (every second one after it), "
         f"attention to the keys and values of layer {half + 1} (every second layer from {half + 3}), LayerNorm with "
-        "biases. Its differential attention layers can be had, biases and all, each as a DiffAttention with equal "
-        "outputs: "
-        "diff_transformer.model.convert.phi4flash_attention(folder)"
+        "biases. Its differential attention layers, with their biases, convert to DiffAttention modules with equal "
+        "outputs: diff_transformer.model.convert.phi4flash_attention(folder)"
     )
 
 
 def phi4flash_attention(folder: Path) -> dict[int, DiffAttention]:
-    """The differential attention layers of a checkpoint, by layer index; in fp32 or in the checkpoint's dtype.
+    """Convert the differential attention layers of a checkpoint; return them by layer index, in the checkpoint's dtype.
 
-    Input and output are those of the layer's ``attn`` (after its LayerNorm, with the bias of ``out_proj``). A layer in
-    the second half has queries of its own alone: it comes with the keys and values of layer n/2 + 1, and takes that
+    Input and output are those of the layer's ``attn``: after its LayerNorm, with the bias of ``out_proj``. A layer in
+    the second half projects only queries. It gets the key and value projections of layer n/2 + 1 and takes that
     layer's input as ``context``: ``layer(x, context)``.
 
     Raises:
@@ -54,7 +50,7 @@ def phi4flash_attention(folder: Path) -> dict[int, DiffAttention]:
     """
     checkpoint = Checkpoint(folder)
     settings = read_settings(folder) or {}
-    if settings.get("model_type") not in MODEL_TYPES:
+    if settings.get("model_type") != "phi4flash":
         raise ValueError(f"{folder} holds a {settings.get('model_type')!r} model; expected 'phi4flash'")
     layers, period = settings["num_hidden_layers"], settings.get("mb_per_layer", 2)
     attention = [i for i in range(layers) if not period or i % period]

@@ -1,4 +1,4 @@
-"""Converting the model in a folder to another layout, in a new folder: what ``diff-transformer convert`` calls."""
+"""Convert the model in a folder to another layout, in a new folder: what ``diff-transformer convert`` calls."""
 
 from collections import Counter
 from collections.abc import Callable
@@ -10,15 +10,19 @@ import torch
 from huggingface_hub.errors import StrictDataclassError
 
 from diff_transformer.checks import listed
-from diff_transformer.model.convert.checkpoint import Checkpoint
-from diff_transformer.model.convert.layouts import DIRECT, LAYOUTS, OURS, direct, targets
-from diff_transformer.model.convert.options import Options
-from diff_transformer.model.convert.plan import Conversion, Planned, Source, check_tensors
-from diff_transformer.model.convert.recognise import by_names, layout_of
-from diff_transformer.model.convert.write import SHARD_BYTES, carry_over, new_folder, require_free, write_tensors
+from diff_transformer.model.convert.checkpoint import (
+    SHARD_BYTES,
+    Checkpoint,
+    carry_over,
+    new_folder,
+    require_free,
+    write_tensors,
+)
+from diff_transformer.model.convert.layouts import DIRECT, LAYOUTS, OURS, by_names, direct, layout_of, targets
+from diff_transformer.model.convert.plan import Conversion, Planned, TensorSource, check_tensors
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
-# Buffers that older checkpoints hold and that follow from the configuration.
+# Buffers in older checkpoints; the configuration determines them.
 _BUFFERS = ("rotary_emb.inv_freq", "rope.inv_freq")
 
 
@@ -36,25 +40,26 @@ def convert_folder(
 ) -> list[str]:
     """Convert the model in ``source`` and write it, with its tokenizer if it has one, to the new folder ``out``.
 
-    Tensors pass through in pieces: in memory are one shard and what one tensor is made of. ``out`` appears when it is
-    whole; nothing is written over.
+    Memory holds one shard and the sources of one tensor at a time. ``out`` appears when it is complete; nothing is
+    overwritten.
 
     Args:
-        origin: layout of ``source``; None tells it from the folder.
+        origin: layout of ``source``; None detects it.
         target: layout to write; ``layouts.targets()`` lists them.
-        naive_grouped_query: the authors' layout is that of their plain file (see ``naive_groups``).
-        dtype: of the tensors written, all but lambda vectors: a name of ``DTYPES`` or a torch dtype; that of the source
-            if None.
-        progress: called with (bytes done, bytes in all).
-        options: of a direct conversion (``layouts.DIRECT``), passed on to it.
+        naive_grouped_query: the authors' layout is that of their naive file (see ``authors.py``).
+        dtype: dtype of the written tensors except lambda vectors: a name of ``DTYPES`` or a torch dtype; None keeps
+            that of the source.
+        progress: called with (bytes done, total bytes).
+        options: passed on to a direct conversion (``layouts.DIRECT``).
 
     Returns:
-        What a user should know: the layout that was recognised, what was folded or repeated, files carried over.
+        Notes for the user: the detected layout, what was folded or repeated, which files were copied.
 
     Raises:
-        ValueError: for layouts that are not known, or a checkpoint that is not of the layout, or cannot be held.
-        FileNotFoundError, FileExistsError: if ``source`` is no folder of a model, or ``out`` is not empty.
-        DiskError: if the folder around ``out`` may not be written to, or has no room.
+        ValueError: for unknown layouts, or a checkpoint that does not have the layout or cannot be represented in the
+            target.
+        FileNotFoundError, FileExistsError: if ``source`` is not the folder of a model, or ``out`` is not empty.
+        DiskError: if the folder around ``out`` is not writable or the disk is full.
     """
     _check_names(origin, target)
     cast = _dtype(dtype)
@@ -79,7 +84,7 @@ def convert_folder(
         raise ValueError("--naive-grouped-query is for the authors' layout, on either side")
     notes = [f"{source}: {LAYOUTS[origin].title}"]
     made = None if other is None else partial(other, **options)
-    converted, config = _convert(checkpoint, origin, target, Options(naive_grouped_query), cast, notes, made)
+    converted, config = _convert(checkpoint, origin, target, naive_grouped_query, cast, notes, made)
     with new_folder(out) as folder:
         write_tensors(converted, folder, shard_bytes=shard_bytes, progress=progress)
         LAYOUTS[target if other is None else OURS].load().write_config(config, folder, _main_dtype(converted))
@@ -91,18 +96,22 @@ def _convert(
     checkpoint: Checkpoint,
     origin: str,
     target: str,
-    options: Options,
+    naive: bool,
     dtype: torch.dtype | None,
     notes: list[str],
     made: Callable[..., Conversion] | None,
-) -> tuple[Source, object]:
+) -> tuple[TensorSource, object]:
     if LAYOUTS[origin].model_types and not (checkpoint.folder / "config.json").exists():
         raise FileNotFoundError(
             f"{checkpoint.folder} has the tensors of {LAYOUTS[origin].title}, but no config.json; put it there"
         )
     layout = LAYOUTS[origin].load()
+
+    def naive_option(name: str) -> dict:  # only the authors' layout has this option
+        return {"naive_grouped_query": naive} if name == "authors" else {}
+
     try:
-        config = layout.read_config(checkpoint, options)
+        config = layout.read_config(checkpoint, **naive_option(origin))
         expected = layout.tensors(config)
     except (StrictDataclassError, ArithmeticError, AttributeError, LookupError, TypeError) as error:
         raise ValueError(
@@ -110,12 +119,12 @@ def _convert(
             f"{type(error).__name__}: {error}"
         ) from error
     _check(checkpoint, expected, origin)
-    source: Source = checkpoint
+    source: TensorSource = checkpoint
     steps = [] if origin == OURS else [(layout.to_ours, OURS)]
     if made is not None:
         steps.append((made, OURS))
     elif target != OURS:
-        steps.append((lambda ours: LAYOUTS[target].load().from_ours(ours, options), target))
+        steps.append((lambda ours: LAYOUTS[target].load().from_ours(ours, **naive_option(target)), target))
     for step, (convert, name) in enumerate(steps, 1):
         conversion: Conversion = convert(config)
         config, shapes = conversion.config, LAYOUTS[name].load().tensors(conversion.config)
@@ -167,8 +176,8 @@ def _others(origin: str) -> str:
     return ", ".join(name for name in targets() if name != origin and (name in LAYOUTS or name in direct_targets))
 
 
-def _main_dtype(source: Source) -> torch.dtype:
-    """The dtype that most numbers have."""
+def _main_dtype(source: TensorSource) -> torch.dtype:
+    """The dtype of most elements."""
     counts = Counter()
     for name, shape in source.shapes().items():
         counts[source.dtype(name)] += torch.Size(shape).numel()
