@@ -26,8 +26,8 @@ from diff_transformer.evals.command import run_eval, settings_of
 from diff_transformer.evals.hallucination import evaluate_hallucination, frame, summarise, trimmed
 from diff_transformer.evals.judges import ContainmentJudge, Verdict
 from diff_transformer.evals.lm import CausalLM
+from diff_transformer.evals.prompts import fit_document
 from diff_transformer.evals.samples import Samples
-from diff_transformer.evals.truncation import fit_document
 from diff_transformer.model.presets import preset
 
 QUESTIONS = [

@@ -19,7 +19,7 @@ from transformers import (
 from diff_transformer import DiffTransformerForCausalLM
 from diff_transformer.data.multiple_choice import MultipleChoiceItem, MultipleChoiceSet, load_multiple_choice
 from diff_transformer.data.tokenizer import byte_tokenizer
-from diff_transformer.evals import harness, harness_tasks
+from diff_transformer.evals import harness
 from diff_transformer.evals.command import run_eval, settings_of
 from diff_transformer.evals.harness import PAPER_TASKS, evaluate_harness, summarise
 from diff_transformer.evals.likelihood import continuation_logprobs
@@ -266,7 +266,7 @@ def test_the_seven_tasks_of_the_paper(monkeypatch, shots):
 
     monkeypatch.setattr("datasets.load_dataset", load)
     lm = CausalLM(model("llama"), byte_tokenizer(), "llama", batch_size=4)
-    tasks = {name: (lambda name=name: harness_tasks.harness_task(name)) for name in PAPER_TASKS}
+    tasks = {name: (lambda name=name: harness.harness_task(name)) for name in PAPER_TASKS}
     result = evaluate_harness(lm, tasks, shots=shots, items=2)
     assert [name for name in PAPER_TASKS if f"{name}_{shots}shot" in result.metrics] == list(PAPER_TASKS)
     for row in result.rows:
@@ -290,10 +290,10 @@ def test_without_a_network_the_message_says_what_to_do(monkeypatch):
         match=r"arc_easy are not cached and cannot be downloaded \(ConnectionError: no route .* set data to a file or",
     ):
         harness.run(knowing(), harness.Settings(tasks=("arc_easy",)), Samples())
-    of_the_paper = harness_tasks.task_manager(True)  # the whole index takes long to read
-    monkeypatch.setattr(harness_tasks, "task_manager", lambda _: of_the_paper)
+    of_the_paper = harness.task_manager(True)  # the whole index takes long to read
+    monkeypatch.setattr(harness, "task_manager", lambda _: of_the_paper)
     with pytest.raises(ValueError, match="has no task 'arc_esay'; the paper's are arc_challenge"):
-        harness_tasks.harness_task("arc_esay")
+        harness.harness_task("arc_esay")
 
 
 def test_without_the_harness_the_message_says_what_to_install(monkeypatch):

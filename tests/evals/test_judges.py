@@ -13,9 +13,15 @@ import torch
 from diff_transformer.data.grounded import GroundedItem
 from diff_transformer.data.tokenizer import byte_tokenizer
 from diff_transformer.evals.hallucination import evaluate_hallucination
-from diff_transformer.evals.judge_cache import ReplyCache
-from diff_transformer.evals.judge_client import ChatClient, JudgeError, _retry_after
-from diff_transformer.evals.judge_endpoint import Endpoint, Prices, endpoint_from_environment
+from diff_transformer.evals.judge_client import (
+    ChatClient,
+    Endpoint,
+    JudgeError,
+    Prices,
+    ReplyCache,
+    _retry_after,
+    endpoint_from_environment,
+)
 from diff_transformer.evals.judges import (
     ContainmentJudge,
     EndpointJudge,
@@ -204,7 +210,7 @@ def test_retry_after_may_be_a_date():
 
 def test_an_endpoint_that_wants_a_long_break_ends_the_run(server):
     server.replies = [(429, b"", {"Retry-After": "4000"})]
-    with pytest.raises(JudgeError, match=r"asks to come back in 4000 s; replies so far are kept"):
+    with pytest.raises(JudgeError, match=r"asks to wait 4000 s; replies so far are kept"):
         client_of(server).reply("one")
 
 

@@ -19,9 +19,9 @@ from transformers import (
 
 from diff_transformer import DiffTransformerForCausalLM
 from diff_transformer.data.tokenizer import byte_tokenizer, train_tokenizer
-from diff_transformer.evals.label_scoring import best_of, choice_tokens
 from diff_transformer.evals.likelihood import common_prefix, continuation_logprobs, position_losses, read_prefix
 from diff_transformer.evals.lm import CausalLM
+from diff_transformer.evals.prompts import best_of, choice_tokens
 from diff_transformer.model.presets import preset
 
 SIZES = {

@@ -1,4 +1,4 @@
-"""What the attention of a layer computes from, the same for every model.
+"""Inputs of one attention call, in the same form for every model.
 
 Legend: B batch, H heads of a map, G key heads, T queries, S keys, d head width.
 """
@@ -15,19 +15,19 @@ BLOCK = 1 << 22  # logits held at a time
 
 @dataclass(frozen=True)
 class AttentionCall:
-    """What the attention of one layer computes from: queries and keys after the rotary embedding. Not to be changed.
+    """Inputs of one layer's attention: queries and keys after the rotary embedding. Do not modify them.
 
     Attributes:
-        layer: counted from 0.
+        layer: index, from 0.
         q1, k1: ``[B, H, T, d]``, ``[B, G, S, d]``: the first map, or the only one.
         scale: factor of ``q k^T``.
         mask: bool (True = attend) or additive, broadcastable to ``[B, H, T, S]``, or None.
-        is_causal: whether a causal limit holds beside the mask, aligned to the lower right corner.
+        is_causal: whether a causal mask applies too, aligned to the lower right corner.
         q2, k2, lam: the second map and lambda (broadcastable to ``[B, H, T, 1]``); None for softmax attention.
-        softcap: c of ``c tanh(logits / c)``, where the model has it.
-        mean: for DINT, ``mean(call, rows, first, change)``: the mean of the first map that its attention adds, for the
-            queries ``rows`` of which ``first`` is the map.
-        window: of the causal limit, as in ``diff_attention``.
+        softcap: c of ``c tanh(logits / c)``, if the model has it.
+        mean: for DINT, ``mean(call, rows, first, change)``: the mean of the first map that DINT adds, for the queries
+            ``rows``, whose map is ``first``.
+        window: sliding window of the causal mask, as in ``diff_attention``.
     """
 
     layer: int
@@ -44,7 +44,7 @@ class AttentionCall:
     window: int | None = None
 
     def blocks(self, elements: int = BLOCK) -> Iterator[slice]:
-        """Ranges of queries that together are all, each with at most ``elements`` logits in all its maps."""
+        """Ranges that partition the queries, each with at most ``elements`` logits over all its maps."""
         batch, heads, queries = self.q1.shape[:3]
         maps = 1 if self.q2 is None else 2
         size = max(1, elements // (batch * heads * self.k1.shape[2] * maps))
@@ -60,7 +60,7 @@ class AttentionCall:
         return tuple(found)
 
     def allowed(self, rows: slice = slice(None)) -> Tensor:
-        """True where a query may attend to a key: bool, broadcastable to ``[B, H, t, S]``, of at least ``[t, S]``."""
+        """True where a query may attend to a key: bool, at least ``[t, S]``, broadcastable to ``[B, H, t, S]``."""
         queries, keys = self.q1.shape[2], self.k1.shape[2]
         seen = torch.ones(len(range(queries)[rows]), keys, dtype=torch.bool, device=self.q1.device)
         if self.is_causal:
@@ -75,16 +75,16 @@ class AttentionCall:
         return seen & (mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min / 2)
 
     def maps(self, rows: slice = slice(None), change: "Change | None" = None) -> tuple[Tensor, ...]:
-        """softmax of the (changed) logits over the allowed keys, one map or two; a row that sees nothing is 0."""
+        """Softmax of the (changed) logits over the allowed keys, one map or two. A fully masked row is 0."""
         allowed, logits = self.allowed(rows), self.logits(rows)
         if change is not None:
             logits = change(logits, allowed)
         mask = self._mask(rows)
         if mask is not None and mask.dtype != torch.bool:
             logits = tuple(x + mask for x in logits)
-        blind = ~allowed.any(-1, keepdim=True)
-        hidden = ~allowed & ~blind
-        return tuple(x.masked_fill(hidden, float("-inf")).softmax(-1).masked_fill(blind, 0.0) for x in logits)
+        fully_masked = ~allowed.any(-1, keepdim=True)
+        hidden = ~allowed & ~fully_masked
+        return tuple(x.masked_fill(hidden, float("-inf")).softmax(-1).masked_fill(fully_masked, 0.0) for x in logits)
 
     def attention(self, rows: slice = slice(None), change: "Change | None" = None) -> Tensor:
         """``A1 - lambda A2`` (DINT: ``+ lambda G``), or the map of softmax attention: ``[B, H, t, S]``."""
@@ -97,7 +97,7 @@ class AttentionCall:
         return difference + self.lam * self.mean(self, rows, maps[0], change)
 
     def difference(self, maps: tuple[Tensor, ...], rows: slice) -> Tensor:
-        """``A1 - lambda A2`` of two maps of the queries ``rows``."""
+        """``A1 - lambda A2`` of the two maps of the queries ``rows``."""
         assert self.lam is not None
         lam = self.lam[..., rows, :] if self.lam.dim() > 1 and self.lam.shape[-2] > 1 else self.lam
         return maps[0] - lam * maps[1].repeat_interleave(maps[0].shape[1] // maps[1].shape[1], dim=1)
@@ -114,7 +114,7 @@ Change = Callable[[tuple[Tensor, ...], Tensor], tuple[Tensor, ...]]  # (logits o
 Mean = Callable[[AttentionCall, slice, Tensor, "Change | None"], Tensor]
 Plan = Callable[[AttentionCall], Change]
 Original = Callable[[], Any]
-Finish = Callable[[Change], Any]  # from changed logits, what the layer goes on with
+Finish = Callable[[Change], Any]  # change of logits -> the layer's result
 
 
 def _products(q: Tensor, k: Tensor) -> Tensor:
@@ -125,6 +125,6 @@ def _products(q: Tensor, k: Tensor) -> Tensor:
 
 
 def weighted(weights: Tensor, v: Tensor) -> Tensor:
-    """``weights [B, H, t, S]`` times ``v [B, g, S, dv]``, in the dtype of v: ``[B, H, t, dv]``."""
+    """``weights [B, H, t, S]`` times ``v [B, g, S, dv]``: ``[B, H, t, dv]`` in the dtype of v."""
     grouped = weights.unflatten(1, (v.shape[1], -1))
     return (grouped @ v.to(weights.dtype)[:, :, None]).flatten(1, 2).to(v.dtype)

@@ -16,14 +16,12 @@ from pathlib import Path
 
 from diff_transformer.checks import require_positive
 from diff_transformer.data.grounded import UNANSWERABLE, GroundedItem, load_grounded
-from diff_transformer.evals.judge_client import ChatClient
-from diff_transformer.evals.judge_endpoint import Prices, endpoint_from_environment
+from diff_transformer.evals.judge_client import ChatClient, Prices, endpoint_from_environment
 from diff_transformer.evals.judges import NO, UNDECIDED, YES, EndpointJudge, Judge, Verdict, make_judge
-from diff_transformer.evals.likelihood import max_positions
-from diff_transformer.evals.lm import LanguageModel
+from diff_transformer.evals.lm import LanguageModel, max_positions
+from diff_transformer.evals.prompts import fit_document
 from diff_transformer.evals.provenance import provenance
 from diff_transformer.evals.samples import Samples
-from diff_transformer.evals.truncation import fit_document
 from diff_transformer.evals.types import Result
 
 QUICK = {"samples": 12, "summary_tokens": 40, "answer_tokens": 12}

@@ -1,12 +1,12 @@
 """lm-evaluation-harness (Tables 1 and 8): multiple choice by log-likelihood, zero- and few-shot.
 
     Question: ...  Answer: ...      examples, for few-shot
-    Question: ...  Answer:| choice  the choice that the model finds likeliest, as it is or for each of its characters
+    Question: ...  Answer:| choice  the choice with the highest log-likelihood, in total or per character
 
-``data="hub"`` runs the harness's own tasks, which it downloads; files and "python" run offline, through the same
-scoring. The paper's table takes ``acc_norm`` for HellaSwag and ``acc`` for the other six: of all choices of the two,
-only this one gives the means that it prints for StableLM-base-alpha-3B-v2 (56.8) and OpenLLaMA-3B-v2 (57.5) from the
-scores by task that were published for those models.
+``data="hub"`` runs the harness's own tasks, which it downloads. Files and "python" run offline through the same
+scoring. The paper's tables use ``acc_norm`` for HellaSwag and ``acc`` for the other six tasks. Of all combinations,
+only this one reproduces the printed means of StableLM-base-alpha-3B-v2 (56.8) and OpenLLaMA-3B-v2 (57.5) from the
+published scores by task.
 """
 
 import logging
@@ -15,41 +15,41 @@ import os
 from collections.abc import Callable, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, partial
+from pathlib import Path
 from typing import Any
 
 from diff_transformer.checks import require_positive
 from diff_transformer.data.multiple_choice import MultipleChoiceSet, load_multiple_choice
-from diff_transformer.evals.harness_model import harness_model
-from diff_transformer.evals.harness_tasks import PAPER_TASKS, check_shots, harness_task, local_task
+from diff_transformer.evals.lm import max_positions
 from diff_transformer.evals.provenance import provenance
 from diff_transformer.evals.samples import Samples
 from diff_transformer.evals.types import Result
 
+PAPER_TASKS = ("arc_challenge", "arc_easy", "boolq", "hellaswag", "openbookqa", "piqa", "winogrande")
+FOLDERS = ("arc", "super_glue/boolq", "hellaswag", "openbookqa", "piqa", "winogrande")  # of PAPER_TASKS in lm_eval
+REQUESTS = 256  # per step of the progress bar
 METRICS = ("paper", "acc", "acc_norm")
 QUICK = {"data": "python", "samples": 40}
 
 
 @dataclass(frozen=True)
 class Settings:
-    """Which tasks, and how they are scored.
+    """Tasks and scoring."""
 
-    Attributes:
-        data: "hub" (the harness's tasks, downloaded when first used), "python" (made from the running Python's
-            documentation), a file or a folder (see ``load_multiple_choice``).
-        tasks: names of the harness's tasks; the paper's seven. Of a folder, the tasks to run: all if left as it is.
-        shots: examples before each question; the paper has 0 (Table 1) and 5 (Table 8).
-        metric: "acc" (the likeliest choice), "acc_norm" (the likeliest for each of its characters), or "paper":
-            acc_norm for HellaSwag and acc for all others. A task without acc_norm is scored by acc.
-        samples: items of each task, the first ones; None for all.
-        seed: of the draw of examples.
-    """
-
+    # "hub" (the harness's tasks, downloaded on first use), "python" (made from the running Python's documentation), a
+    # file or a folder (see load_multiple_choice)
     data: str = "hub"
+    # Names of the harness's tasks; by default the paper's seven. For a folder: the tasks to run, by default all.
     tasks: tuple = PAPER_TASKS
+    # Examples before each question. Table 1 has 0, Table 8 has 5.
     shots: int = 0
+    # "acc" (highest log-likelihood), "acc_norm" (highest per character), or "paper": acc_norm for HellaSwag and acc for
+    # all others. A task without acc_norm is scored by acc.
     metric: str = "paper"
+    # First items of each task; None for all.
     samples: int | None = None
+    # Seed of the draw of examples.
     seed: int = 1234
 
 
@@ -84,16 +84,16 @@ def evaluate_harness(
     """Accuracy on each of ``tasks``, as the harness computes it.
 
     Args:
-        lm: a ``CausalLM``, or any model that is a ``lm_eval.api.model.LM`` and has a name.
-        tasks: items of our own, or functions that return a task object of the harness.
-        items: at most so many of each task.
+        lm: a ``CausalLM``, or a ``lm_eval.api.model.LM`` with a name.
+        tasks: sets of items, or functions that return a task object of the harness.
+        items: most items per task.
 
-    ``metrics``, for each task, with 5 shots: ``NAME_5shot`` by ``metric``, its ``NAME_5shot_stderr``,
-    ``NAME_5shot_acc``, ``NAME_5shot_acc_norm`` where the task has it, and ``NAME_5shot_truncated``, the share of items
-    of which the model could not see the beginning; ``mean_5shot`` over the tasks.
+    ``metrics``, for each task, with 5 shots: ``NAME_5shot`` by ``metric``, ``NAME_5shot_stderr``, ``NAME_5shot_acc``,
+    ``NAME_5shot_acc_norm`` if the task has it, ``NAME_5shot_truncated`` (share of items whose beginning was cut), and
+    ``mean_5shot`` over the tasks.
 
     Raises:
-        ValueError: where the harness is not installed, a task cannot be downloaded, or has too few examples.
+        ValueError: if the harness is not installed, or a task cannot be downloaded or has too few examples.
     """
     require_positive(items=items)
     if shots < 0:
@@ -125,7 +125,7 @@ def evaluate_harness(
 
 
 def summarise(rows: list[dict], shots: int) -> dict[str, float]:
-    """The metrics of rows, by task; standard errors as the harness's, with n - 1."""
+    """Metrics from rows, by task. Standard errors divide by n - 1, as the harness does."""
     metrics: dict[str, float] = {}
     means = []
     for task in dict.fromkeys(row["task"] for row in rows):
@@ -146,7 +146,7 @@ def summarise(rows: list[dict], shots: int) -> dict[str, float]:
 
 
 def _score(lm_eval, model, name: str, task, count: int, shots: int, seed: int) -> list[dict]:
-    """A row for each of the first ``count`` items, always scored together, as the draw of examples depends on it."""
+    """A row for each of the first ``count`` items. They are scored together: the draw of examples depends on it."""
     task.set_config("num_fewshot", shots)
     task.set_fewshot_seed(seed=seed)
     outcome = lm_eval.evaluate(lm=model, task_dict={name: task}, limit=count, bootstrap_iters=0, log_samples=True)
@@ -158,7 +158,7 @@ def _row(model, name: str, task, sample: dict) -> dict:
     arguments = [(context, continuation) for context, continuation in sample["arguments"]]
     contexts, continuations = zip(*arguments, strict=True)
     prompt, choices = contexts[0], [continuation.strip() for continuation in continuations]
-    in_context = len(set(contexts)) > 1  # WinoGrande: the choices are the beginnings of one and the same ending
+    in_context = len(set(contexts)) > 1  # WinoGrande: the choices precede one shared ending
     if in_context:
         prompt = os.path.commonprefix(contexts)  # noqa: RUF071 (of characters)
         choices = [context[len(prompt) :] + continuation for context, continuation in arguments]
@@ -202,7 +202,7 @@ def _library():
 
 @contextmanager
 def _quiet():
-    """The harness without its log and its own progress bars, which would run into ours."""
+    """Silence the harness's log and progress bars, which would interleave with ours."""
     import lm_eval.api.task
 
     module: Any = lm_eval.api.task
@@ -217,3 +217,127 @@ def _quiet():
         logger.setLevel(level)
         if bars is not None:
             module.tqdm = bars
+
+
+def harness_task(name: str):
+    """A task of the harness by its name, with its data.
+
+    Raises:
+        ValueError: for an unknown name, or data that are neither cached nor downloadable.
+    """
+    manager = task_manager(name in PAPER_TASKS)
+    if name not in manager.all_tasks:
+        raise ValueError(f"lm-evaluation-harness has no task {name!r}; the paper's are {', '.join(PAPER_TASKS)}")
+    try:
+        found = manager.load([name])["tasks"]
+    except Exception as error:  # the hub's exception depends on versions and on where it fails
+        raise ValueError(
+            f"the data of {name} are not cached and cannot be downloaded ({type(error).__name__}: {str(error)[:200]}); "
+            "connect this machine, or set data to a file or folder of tasks, or to python"
+        ) from error
+    if name not in found:
+        raise ValueError(f"{name!r} is a group of tasks; name its tasks one by one")
+    return found[name]
+
+
+@cache
+def task_manager(of_the_paper: bool):
+    """The harness's index of tasks. The whole index is slow to read, so the paper's tasks get one of their folders."""
+    import lm_eval.tasks
+
+    root = Path(lm_eval.tasks.__file__).parent
+    folders = [root / name for name in FOLDERS if (root / name).is_dir()]
+    if of_the_paper and len(folders) == len(FOLDERS):
+        return lm_eval.tasks.TaskManager(include_path=[str(folder) for folder in folders], include_defaults=False)
+    return lm_eval.tasks.TaskManager()
+
+
+def local_task(name: str, tasks: MultipleChoiceSet):
+    """Our items as a task of the harness: questions in the format of ARC, completions in that of HellaSwag."""
+    import datasets
+    from lm_eval.api.task import ConfigurableTask
+
+    def split(part) -> datasets.Dataset:
+        return datasets.Dataset.from_list([
+            {
+                "text": item.question if item.completion else f"Question: {item.question}\nAnswer:",
+                "choices": list(item.choices), "answer": item.answer,
+            }
+            for item in part
+        ])  # fmt: skip
+
+    def load(**_: object) -> dict[str, datasets.Dataset]:
+        parts = {"test": split(tasks.items)}
+        return {**parts, "train": split(tasks.examples)} if tasks.examples else parts
+
+    config = {
+        "task": name, "custom_dataset": load, "output_type": "multiple_choice", "test_split": "test",
+        "fewshot_split": "train" if tasks.examples else "test", "num_fewshot": 0,
+        "doc_to_text": lambda doc: doc["text"], "doc_to_choice": lambda doc: doc["choices"],
+        "doc_to_target": lambda doc: doc["answer"],
+        "metric_list": [
+            {"metric": metric, "aggregation": "mean", "higher_is_better": True} for metric in ("acc", "acc_norm")
+        ],
+    }  # fmt: skip
+    return ConfigurableTask(config=config)
+
+
+def check_shots(name: str, source: object, shots: int) -> None:
+    """Raise ValueError if one of our tasks has fewer examples than ``shots``."""
+    if isinstance(source, MultipleChoiceSet):
+        there = len(source.examples) or len(source.items) - 1
+        if shots > there:
+            raise ValueError(f"{shots} shots are more than the {there} examples that {name} has; give fewer")
+
+
+def harness_model(lm):
+    """``lm`` as a model of the harness; one that already is a harness model is returned as it is.
+
+    ``cuts(context, continuation)`` tells whether the model has too few positions for both. The model calls
+    ``step(done, total)`` as it answers requests.
+    """
+    from lm_eval.api.model import LM
+    from lm_eval.models.huggingface import HFLM
+
+    if isinstance(lm, LM):
+        return _with_defaults(lm)
+
+    class Adapter(HFLM):
+        step: Callable[[int, int], None] = staticmethod(_nothing)
+
+        def loglikelihood(self, requests, disable_tqdm: bool = False):
+            """Score in chunks of similar length, which moves the progress bar and keeps padding small."""
+            for request in requests:
+                tokens = len(self.tok_encode(request.args[1]))
+                if tokens > self.max_length:
+                    raise ValueError(
+                        f"a choice has {tokens} tokens, more than the {self.max_length} positions of {lm.name}; give a "
+                        "model with more positions"
+                    )
+            order = sorted(range(len(requests)), key=lambda i: -sum(map(len, requests[i].args)))
+            found: list[Any] = [None] * len(requests)
+            for start in range(0, len(order), REQUESTS):
+                part = order[start : start + REQUESTS]
+                for i, value in zip(part, super().loglikelihood([requests[i] for i in part], True), strict=True):
+                    found[i] = value
+                self.step(start + len(part), len(order))
+            return found
+
+        def cuts(self, context: str, continuation: str) -> bool:
+            return len(self.tok_encode(context + continuation)) > self.max_length + 1
+
+    return Adapter(
+        pretrained=lm.model, tokenizer=lm.tokenizer, backend="causal", batch_size=lm.batch_size,
+        max_length=max_positions(lm),
+    )  # fmt: skip
+
+
+def _with_defaults(model):
+    for name, default in (("step", _nothing), ("cuts", lambda context, continuation: False)):
+        if not hasattr(model, name):
+            setattr(model, name, default)
+    return model
+
+
+def _nothing(*_: object) -> None:
+    pass

@@ -1,8 +1,14 @@
 """A client of OpenAI-compatible chat endpoints that pays for no reply twice.
 
-The key goes into the Authorization header of requests to the endpoint's address and nowhere else: not into the cache,
-results or messages, and not along with a redirection. Replies are appended to a file as they come, under a hash of the
-request, so an interrupted run goes on without asking again.
+The environment names the endpoint:
+
+    DIFF_TRANSFORMER_JUDGE_URL     https://HOST/v1, or the whole address of .../chat/completions
+    DIFF_TRANSFORMER_JUDGE_MODEL   the model's name there
+    DIFF_TRANSFORMER_JUDGE_KEY     the bearer token; a server of your own may need none
+
+The key goes into the Authorization header of requests to that address and nowhere else: not into the cache, results or
+messages, and not along with a redirection. Each reply is appended to a file as it arrives, under a hash of its
+request, so an interrupted run never asks again.
 """
 
 import datetime
@@ -14,38 +20,145 @@ import os
 import random
 import time
 import urllib.error
+import urllib.parse
 import urllib.request
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from http.client import HTTPException
 from pathlib import Path
 
 from diff_transformer.checks import require_positive
-from diff_transformer.evals.judge_cache import ReplyCache
-from diff_transformer.evals.judge_endpoint import KEY, MODEL, URL, Endpoint, Estimate, Prices
 
+URL, MODEL, KEY = (f"DIFF_TRANSFORMER_JUDGE_{name}" for name in ("URL", "MODEL", "KEY"))
 TRANSIENT = frozenset({408, 409, 425, 429, 500, 502, 503, 504, 520, 522, 524, 529})
 LONGEST_WAIT = 300.0  # seconds between two tries
-CHARACTERS_PER_TOKEN = 3.0  # of English text; tokenizers give about 4, so estimates are on the high side
+CHARACTERS_PER_TOKEN = 3.0  # English text has about 4; a smaller number keeps estimates high
 MAX_REPLY_BYTES = 4 << 20
 
 
+@dataclass(frozen=True)
+class Endpoint:
+    """Address, model and key of a chat endpoint. ``key`` never appears in the representation.
+
+    Raises:
+        ValueError: for an address that is not http or https, or a missing model.
+    """
+
+    url: str
+    model: str
+    key: str = field(default="", repr=False)
+
+    def __post_init__(self):
+        parts = urllib.parse.urlsplit(self.url)
+        if parts.scheme not in ("http", "https") or not parts.hostname:
+            raise ValueError(f"{URL} is not an address like https://HOST/v1")
+        if parts.username or parts.password:
+            raise ValueError(f"{URL} holds a user name or password; give the key in {KEY} instead")
+        if not self.model:
+            raise ValueError(f"{MODEL} is empty; name the model that judges")
+        if any(ord(char) < 33 or ord(char) > 126 for char in self.key):
+            raise ValueError(f"{KEY} holds a space, a line end or a character that no header can carry")
+
+    @property
+    def address(self) -> str:
+        path = self.url.rstrip("/")
+        return path if path.endswith("/chat/completions") else f"{path}/chat/completions"
+
+    @property
+    def host(self) -> str:
+        return urllib.parse.urlsplit(self.url).hostname or ""
+
+
+def endpoint_from_environment() -> Endpoint:
+    """The endpoint that the environment names.
+
+    Raises:
+        ValueError: if the address or the model is missing, naming the variables.
+    """
+    missing = [name for name in (URL, MODEL) if not os.environ.get(name, "").strip()]
+    if missing:
+        raise ValueError(
+            f"no judge endpoint: set {' and '.join(missing)} (and {KEY} where the endpoint wants a key), or choose "
+            "judge=containment or judge=lm:PATH"
+        )
+    return Endpoint(*(os.environ.get(name, "").strip() for name in (URL, MODEL, KEY)))
+
+
+@dataclass(frozen=True)
+class Prices:
+    """Price per million tokens, in any currency."""
+
+    prompt: float = 0.0
+    completion: float = 0.0
+
+    def __post_init__(self):
+        for name in ("prompt", "completion"):
+            value = getattr(self, name)
+            if not math.isfinite(value) or value < 0:
+                raise ValueError(f"the price of {name} tokens is {value}; give a number that is at least 0")
+
+    def of(self, prompt_tokens: float, completion_tokens: float) -> float:
+        return (self.prompt * prompt_tokens + self.completion * completion_tokens) / 1e6
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """What a run would send: requests, tokens, and their price (0 without given prices)."""
+
+    requests: int
+    prompt_tokens: int
+    completion_tokens: int
+    money: float
+
+    def __str__(self) -> str:
+        tokens = f"{self.prompt_tokens:,} prompt and {self.completion_tokens:,} completion tokens"
+        money = f", {self.money:.4g} at the given prices" if self.money else ", no prices given"
+        return f"about {self.requests:,} requests with {tokens}{money}"
+
+
+class ReplyCache:
+    """Replies by key, in an append-only file of JSON lines. Incomplete lines are ignored."""
+
+    def __init__(self, path: Path | None):
+        self.path, self.replies = path, {}
+        if path is not None and path.exists():
+            for line in path.read_text(encoding="utf-8").split("\n"):
+                try:
+                    entry = json.loads(line)
+                    self.replies[entry["key"]] = entry["reply"]
+                except (json.JSONDecodeError, KeyError, TypeError):
+                    continue
+
+    def add(self, key: str, reply: str, **details: object) -> None:
+        self.replies[key] = reply
+        if self.path is None:
+            return
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        line = json.dumps({"key": key, "reply": reply, **details}) + "\n"
+        with self.path.open("a+b") as file:  # one write, so that two runs may share the file
+            torn = file.tell() > 0 and (file.seek(-1, os.SEEK_END), file.read(1))[1] != b"\n"
+            file.write((b"\n" if torn else b"") + line.encode())
+            file.flush()
+            os.fsync(file.fileno())
+
+
 class JudgeError(RuntimeError):
-    """The endpoint cannot be used, or did not recover; what it has answered so far is kept."""
+    """The endpoint refuses requests or did not recover. Replies received so far are kept."""
 
 
 class ChatClient:
-    """Asks one endpoint, one request at a time.
+    """Sends requests to one endpoint, one at a time.
 
     Args:
         endpoint: from ``endpoint_from_environment``.
         cache: file of replies; None keeps them in memory.
-        options: fields of the request's body beside model and messages.
-        requests_per_minute: at most so many; 0 for no limit.
+        options: fields of the request body besides model and messages.
+        requests_per_minute: rate limit; 0 for none.
         timeout: seconds to wait for a reply.
-        tries: requests for one reply, the first included.
+        tries: requests per reply, including the first.
         prices: for ``spent``.
-        max_cost: stop, with a ``JudgeError``, once this client has spent so much; None for no limit.
-        sleep, clock: in place of those of ``time``.
+        max_cost: raise ``JudgeError`` once this client has spent this much; None for no limit.
+        sleep, clock: replacements for those of ``time``.
     """
 
     def __init__(
@@ -78,24 +191,24 @@ class ChatClient:
 
     @property
     def spent(self) -> float:
-        """Money for the replies received so far, at the given prices."""
+        """Price of the replies received so far."""
         return self.prices.of(self.prompt_tokens, self.completion_tokens)
 
     def reply(self, prompt: str, attempt: int = 0) -> str:
-        """The text of the reply to ``prompt``: from the cache, or from the endpoint. Empty where it has no text.
+        """Text of the reply to ``prompt``, from the cache or the endpoint; empty if the reply has no text.
 
         Args:
-            attempt: asking again, after a reply that was of no use, is another request.
+            attempt: number of the attempt. Each attempt is a separate request with its own cached reply.
 
         Raises:
-            JudgeError: where the endpoint refuses, or does not recover in ``tries`` requests, or ``max_cost`` is spent.
+            JudgeError: if the endpoint refuses or does not recover within ``tries`` requests, or ``max_cost`` is spent.
         """
         body = self._body(prompt)
         key = hashlib.sha256(json.dumps([body, attempt], sort_keys=True).encode()).hexdigest()
         if key not in self.cache.replies:
             if self.max_cost is not None and self.spent >= self.max_cost > 0:
                 raise JudgeError(
-                    f"{self.spent:.4g} of max_cost {self.max_cost:g} is spent; give more and start anew, as the "
+                    f"{self.spent:.4g} of max_cost {self.max_cost:g} is spent; raise max_cost and start again: the "
                     "replies so far are in the cache"
                 )
             text, usage = self._ask(json.dumps(body).encode(), prompt)
@@ -106,7 +219,7 @@ class ChatClient:
         return self.cache.replies[key]
 
     def estimate(self, prompt_characters: list[int]) -> Estimate:
-        """What prompts of these lengths cost, if every one is asked once and answered at full length."""
+        """Cost of prompts of these lengths, if each is sent once and answered at full length."""
         prompts = sum(math.ceil(length / CHARACTERS_PER_TOKEN) for length in prompt_characters)
         limits = (self.options.get(name) for name in ("max_tokens", "max_completion_tokens"))
         each = next((limit for limit in limits if isinstance(limit, int)), 1024)
@@ -150,10 +263,10 @@ class ChatClient:
             return response.read(MAX_REPLY_BYTES)
 
     def _refusal(self, error: urllib.error.HTTPError) -> tuple[float | None, str]:
-        """(seconds that the endpoint asks to wait, what it said); nothing said where its filter refused the text.
+        """(seconds that the endpoint asks to wait, its message); no message if a content filter refused the text.
 
         Raises:
-            JudgeError: for what asking again does not mend.
+            JudgeError: for an error that a new request cannot fix.
         """
         try:
             said = error.read(4096).decode("utf-8", "replace")
@@ -163,13 +276,13 @@ class ChatClient:
         if error.code == 400 and "content_filter" in said:
             return None, ""
         if 300 <= error.code < 400:
-            raise JudgeError(f"{self.endpoint.host} redirects; put the address it redirects to into {URL}; {_KEPT}")
+            raise JudgeError(f"{self.endpoint.host} redirects; set {URL} to the address it redirects to; {_KEPT}")
         if error.code not in TRANSIENT:
             hint = f"check {KEY}" if error.code in (401, 403) else f"check {URL} and {MODEL}, and judge_options"
             raise JudgeError(self._without_key(f"{self.endpoint.host} refuses: {failure}; {hint}; {_KEPT}"))
         wait = _retry_after(error.headers.get("Retry-After"))
         if wait is not None and wait > LONGEST_WAIT:
-            raise JudgeError(f"{self.endpoint.host} asks to come back in {wait:.0f} s; {_KEPT}")
+            raise JudgeError(f"{self.endpoint.host} asks to wait {wait:.0f} s; {_KEPT}")
         return wait, failure
 
     def _keep_the_rate(self) -> None:
@@ -182,22 +295,22 @@ class ChatClient:
         return text.replace(self.endpoint.key, "[key]") if self.endpoint.key else text
 
 
-_KEPT = "replies so far are kept, run again with --resume"
+_KEPT = "replies so far are kept; run again with --resume"
 
 
 class _Malformed(Exception):
-    """A reply of status 200 that is not one of a chat endpoint."""
+    """A reply of status 200 that does not have the form of a chat completion."""
 
 
 class _NoRedirection(urllib.request.HTTPRedirectHandler):
-    """The key must not travel to another host, and a POST must not become a GET."""
+    """Follows no redirect: the key must not reach another host, and a POST must not become a GET."""
 
     def redirect_request(self, req, fp, code, msg, headers, newurl):
         return None
 
 
 def _read(data: bytes, prompt: str) -> tuple[str, tuple[int, int]]:
-    """(text, (prompt tokens, completion tokens)) of a reply; tokens are estimated where it does not count them."""
+    """(text, (prompt tokens, completion tokens)) of a reply. Tokens are estimated if the reply does not count them."""
     excerpt = " ".join(data[:200].decode("utf-8", "replace").split())
     try:
         reply = json.loads(data)
@@ -221,7 +334,7 @@ def _count(value: object, otherwise: int) -> int:
 
 
 def _retry_after(value: str | None) -> float | None:
-    """Seconds, from a number of seconds or an HTTP date; None for neither."""
+    """Seconds to wait, from a number of seconds or an HTTP date; None otherwise."""
     if not value:
         return None
     try:

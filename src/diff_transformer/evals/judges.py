@@ -1,11 +1,11 @@
-"""Judges: does a text stay with its source? Each answers yes or no, or says that it could not decide.
+"""Judges: is a text supported by its source? Each answers yes, no, or undecided.
 
-    endpoint      a chat model anywhere, asked in words
-    lm:PATH       a local causal LM: is " yes" or " no" the likelier continuation of the same words
-    containment   no model: is a reference answer contained in the output; for a summary, does the source have every
-                  word of it (a stand-in that is strict with paraphrase and blind to how the words are put together)
+    endpoint      a chat model behind an OpenAI-compatible endpoint
+    lm:PATH       a local causal LM: compares the log-probabilities of " yes" and " no" after the same prompt
+    containment   no model. Questions: does the output contain a reference answer? Summaries: does the source contain
+                  every word of the output? (Strict with paraphrases, and blind to how the words are combined.)
 
-What is judged is data. It stands between marks that it cannot contain, and nothing of it is ever run.
+The judged text is data. It stands between marks that it cannot contain, and none of it is executed.
 """
 
 import hashlib
@@ -21,14 +21,15 @@ from diff_transformer.checks import require_positive
 from diff_transformer.data.grounded import GroundedItem
 from diff_transformer.data.tokenizer import encode
 from diff_transformer.evals.judge_client import ChatClient
-from diff_transformer.evals.likelihood import continuation_logprobs, max_positions
-from diff_transformer.evals.truncation import Fitted, fit_document
+from diff_transformer.evals.likelihood import continuation_logprobs
+from diff_transformer.evals.lm import max_positions
+from diff_transformer.evals.prompts import Fitted, fit_document
 
 YES, NO, UNDECIDED = "yes", "no", "undecided"
 
 
 class Verdict(NamedTuple):
-    """``answer`` is yes (the output stays with its source), no, or undecided; ``why`` what it rests on."""
+    """``answer``: yes (the source supports the output), no, or undecided. ``why``: the reason."""
 
     answer: str
     why: str
@@ -38,7 +39,7 @@ class Judge(Protocol):
     name: str
 
     def prepare(self, items: list[GroundedItem], output_characters: int) -> None:
-        """Called once before anything is generated: refuse here what cannot be judged."""
+        """Called once, before anything is generated. Raise ValueError for items that cannot be judged."""
 
     def __call__(self, item: GroundedItem, output: str) -> Verdict: ...
 
@@ -58,9 +59,9 @@ _QUESTION = (
 
 
 def judge_prompt(item: GroundedItem, output: str) -> str:
-    """The words that put ``output`` before a model: source, question and references if any, output, the question put.
+    """The judge's prompt: source, question and references if any, output, and the question to the judge.
 
-    The marks hold a hash of all the material, so none of it can contain them.
+    The marks contain a hash of all this material, so the material cannot contain the marks.
     """
     references = "\n".join(item.references)
     parts = {"source": item.document}
@@ -81,7 +82,7 @@ _TAKEN_BACK = re.compile(r"(?i)\W*(yes|no)\W*(?:$|[.:,;!\n])")
 
 
 def parse_verdict(reply: str) -> str | None:
-    """ "yes" or "no" where the reply is, or begins with, that word as a statement of its own; None for all else.
+    """ "yes" or "no" if the reply is, or begins with, that word as a separate statement; otherwise None.
 
     "Yes.", "**No**", "Answer: yes" and "No, the date is invented" are verdicts; "yes and no", "no idea", "Yes, no." and
     "I think so" are not.
@@ -98,12 +99,12 @@ def parse_verdict(reply: str) -> str | None:
 
 
 class EndpointJudge:
-    """Asks a chat endpoint, again if the reply is no verdict; undecided after ``attempts`` replies that are none.
+    """Asks a chat endpoint, up to ``attempts`` times until a reply is a verdict; otherwise undecided.
 
     Args:
-        max_cost: the estimate must not be above it; counts only where the client has prices.
-        confirm: start whatever the estimate, or without one.
-        say: told the estimate before anything starts.
+        max_cost: highest estimate allowed; needs a client with prices.
+        confirm: start whatever the estimate.
+        say: receives the estimate before anything starts.
     """
 
     def __init__(
@@ -120,7 +121,7 @@ class EndpointJudge:
         self.name = f"endpoint:{client.endpoint.model}"
 
     def prepare(self, items: list[GroundedItem], output_characters: int) -> None:
-        """Say what the run will cost, and refuse to start without a limit or a confirmation.
+        """Print the estimated cost, and refuse to start without a limit or a confirmation.
 
         Raises:
             ValueError: if the estimate is above ``max_cost``, or there is neither a limit with prices nor ``confirm``.
@@ -134,7 +135,7 @@ class EndpointJudge:
         prices = self.client.prices
         if self.max_cost is None or not (prices.prompt or prices.completion):
             raise ValueError(
-                f"the judge would send {estimate}; set confirm=true to go on, or prompt_price and completion_price "
+                f"the judge would send {estimate}; set confirm=true to continue, or prompt_price and completion_price "
                 "(per million tokens) with max_cost"
             )
         if estimate.money > self.max_cost:
@@ -154,17 +155,17 @@ class EndpointJudge:
 
 
 class LikelihoodJudge:
-    """A local causal LM, given the same words, finds " yes" or " no" likelier. Small models judge badly."""
+    """A local causal LM: whichever of " yes" and " no" is likelier after the prompt. Small models judge badly."""
 
     def __init__(self, lm):
         self.lm, self.name = lm, f"lm:{lm.name}"
         self.words = [encode(lm.tokenizer, word).tolist() for word in (" yes", " no")]
 
     def prepare(self, items: list[GroundedItem], output_characters: int) -> None:
-        """Any item can be judged, its source cut where it is too long for the judge, which the verdict says.
+        """Check that every prompt fits. A source that is too long will be cut, and the verdict says so.
 
         Raises:
-            ValueError: where the judge has too few positions for its instructions.
+            ValueError: if the judge has too few positions for its instructions.
         """
         for item in items:
             try:
@@ -192,12 +193,12 @@ class LikelihoodJudge:
 
 
 class ContainmentJudge:
-    """No model: containment of words after SQuAD's normalisation."""
+    """Containment of words after SQuAD's normalisation. Needs no model."""
 
     name = "containment"
 
     def prepare(self, items: list[GroundedItem], output_characters: int) -> None:
-        """Refuse questions without reference answers."""
+        """Raise ValueError for a question without reference answers."""
         for item in items:
             if item.kind == "question" and not any(normalised(reference) for reference in item.references):
                 raise ValueError(
@@ -231,7 +232,7 @@ _DROPPED = dict.fromkeys(map(ord, string.punctuation + "“”‘’«»—–�
 
 
 def normalised(text: str) -> list[str]:
-    """Words as SQuAD compares them: lower case, without punctuation and without "a", "an", "the"."""
+    """Words as SQuAD compares them: lower case, no punctuation, no "a", "an", "the"."""
     words = unicodedata.normalize("NFKC", text).casefold().translate(_DROPPED).split()
     return [word for word in words if word not in ("a", "an", "the")] or words
 

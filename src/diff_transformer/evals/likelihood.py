@@ -1,12 +1,12 @@
-"""Exact log-probabilities of token sequences, each token read once.
+"""Exact log-probabilities of token sequences. Each token is read once.
 
     contexts        shared tokens | rest of context 0 | its continuations
                                   | rest of context 1 | its continuations
                     read once       read once           scored in batches over copies of the context's cache
 
-No padding ever stands before a token that counts: contexts are batched with contexts of the same length, and
-continuations are padded on the right. So every model with a causal mask gives what it gives for the whole sequence by
-itself, whatever its positions, window or mask.
+Only contexts of equal length share a batch, and continuations are padded on the right, so padding never precedes a
+scored token. Every causal model therefore gives the same result as for the whole sequence alone, whatever its
+positions, window or mask.
 """
 
 import copy
@@ -22,17 +22,17 @@ from torch import Tensor
 from diff_transformer.checks import require_positive
 from diff_transformer.evals.lm import CausalLM, check_length, rows_at_once
 
-CHUNK = 1024  # tokens of a context in one forward pass
+CHUNK = 1024  # tokens of a context per forward pass
 
 
 @dataclass(frozen=True)
 class Prefix:
-    """Tokens that a model has read.
+    """A sequence that a model has read.
 
     Attributes:
-        ids: the tokens.
-        cache: the model's cache after them, batch 1; never changed once it is here.
-        logits: of the token that follows, fp32 ``[V]``.
+        ids: its tokens.
+        cache: the model's cache after them, batch size 1. Nothing modifies it.
+        logits: of the next token, fp32 ``[V]``.
     """
 
     ids: tuple[int, ...]
@@ -42,10 +42,10 @@ class Prefix:
 
 @torch.inference_mode()
 def read_prefix(lm: CausalLM, ids: Sequence[int], *, chunk: int = CHUNK) -> Prefix:
-    """Read ``ids`` in chunks, so that memory beyond the cache itself does not grow with their number.
+    """Read ``ids`` in chunks of ``chunk`` tokens, so that only the cache grows with the length.
 
     Raises:
-        ValueError: for no tokens, or more than the model has positions.
+        ValueError: for no tokens, or more than the model supports.
     """
     require_positive(chunk=chunk)
     if not len(ids):
@@ -67,15 +67,15 @@ def continuation_logprobs(
     """Log-probability (nats) of each continuation of each context: the sum over its tokens.
 
     Args:
-        contexts: token ids, at least one each. What all of them begin with is read once.
-        continuations: for each context any number of token sequences; an empty one has log-probability 0.
-        prefix: from ``read_prefix``, read already: used where the contexts begin with all of it.
-        batch_size: sequences in one forward pass, and so copies of a cache at a time; if None, ``lm.batch_size`` or
-            what fits in 131,072 tokens.
+        contexts: token ids, at least one each. Their common prefix is read once.
+        continuations: for each context, any number of token sequences. An empty one has log-probability 0.
+        prefix: from ``read_prefix``; used if every context begins with it.
+        batch_size: sequences per forward pass, each with a copy of its cache; if None, ``lm.batch_size`` or what fits
+            in 131,072 tokens.
 
     Raises:
-        ValueError: for an empty context, numbers of contexts and continuations that differ, or a sequence longer than
-            the model's positions.
+        ValueError: for an empty context, different numbers of contexts and continuations, or a sequence longer than
+            the model supports.
     """
     require_positive(batch_size=batch_size)
     if len(contexts) != len(continuations):
@@ -110,15 +110,16 @@ def continuation_logprobs(
 
 @torch.inference_mode()
 def position_losses(lm: CausalLM, ids: Sequence[int], *, chunk: int = CHUNK, allow_beyond: bool = False) -> Tensor:
-    """Negative log-likelihood in nats of ``ids[1:]``, each given all that is before it: fp32 ``[T - 1]``, on the CPU.
+    """Negative log-likelihood in nats of ``ids[1:]``, each given all tokens before it: fp32 ``[T - 1]``, on the CPU.
 
-    The text is read in chunks over one cache: memory is O(T) for the cache, and the logits are those of a chunk.
+    The text is read in chunks over one cache. Memory is O(T) for the cache, plus the logits of one chunk.
 
     Args:
-        allow_beyond: read on beyond the positions that the model was built for, where it can (rotary embeddings).
+        chunk: tokens per forward pass.
+        allow_beyond: allow more positions than the model was built for, where it can (rotary embeddings).
 
     Raises:
-        ValueError: for fewer than two tokens, or more than the model has positions.
+        ValueError: for fewer than 2 tokens, or more than the model supports.
     """
     require_positive(chunk=chunk)
     if len(ids) < 2:
@@ -139,26 +140,21 @@ def position_losses(lm: CausalLM, ids: Sequence[int], *, chunk: int = CHUNK, all
 
 
 def common_prefix(sequences: Sequence[Sequence[int]]) -> int:
-    """How many tokens all ``sequences`` (at least one) begin with."""
+    """Length of the longest common prefix of ``sequences`` (at least one)."""
     lists = [list(sequence) for sequence in sequences]
-    first, last = min(lists), max(lists)  # in the order of their tokens, so that all others lie between
+    first, last = min(lists), max(lists)  # all others lie between them in lexicographic order
     length = min(len(first), len(last))
     return next((i for i in range(length) if first[i] != last[i]), length)
 
 
-def max_positions(lm: Any) -> int | None:
-    """The positions that the model was made for (``config.max_position_embeddings``); None where it does not say."""
-    return getattr(lm, "positions", None)
-
-
 def _check_learned_positions(lm: CausalLM, tokens: int) -> None:
-    """Raise ValueError for more tokens than a model with a table of positions has in it."""
+    """Raise ValueError if a model with learned position embeddings has too few of them."""
     for name, module in lm.model.named_modules():
         table = name.rsplit(".", 1)[-1] in ("wpe", "embed_positions", "position_embeddings")
         if table and isinstance(module, torch.nn.Embedding) and tokens > module.num_embeddings:
             raise ValueError(
-                f"{lm.name} has learned a table of {module.num_embeddings} positions and none beyond, {tokens} are "
-                "needed; give a smaller length"
+                f"{lm.name} has learned a table of {module.num_embeddings} positions and {tokens} are needed; give a "
+                "smaller length"
             )
 
 
@@ -213,10 +209,10 @@ def _score(
 
 
 def _rows(cache: Any, entries: int, rows: list[int], device: torch.device) -> Any:
-    """A new cache with the entries ``rows`` of ``cache``, whose batch has ``entries``; ``cache`` stays as it is."""
+    """A new cache with the batch entries ``rows`` of ``cache``, which has ``entries`` of them and stays unchanged."""
     from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
-    replaced = (DynamicLayer, DynamicSlidingWindowLayer)  # their update makes new tensors and never writes to the old
+    replaced = (DynamicLayer, DynamicSlidingWindowLayer)  # their update allocates new tensors and leaves the old ones
     if type(cache) is DynamicCache and all(type(layer) in replaced for layer in cache.layers):
         copied = copy.copy(cache)
         copied.layers = [copy.copy(layer) for layer in cache.layers]

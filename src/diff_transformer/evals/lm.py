@@ -1,7 +1,7 @@
-"""The only place where an experiment meets a model.
+"""The only way from an experiment to a model.
 
-An experiment uses the methods of ``LanguageModel`` it needs and no others, so that it runs unchanged on the pair, on
-any Hugging Face causal LM, and on a ten-line fake. What looks inside a model is in ``evals/inside.py``.
+An experiment calls only the methods of ``LanguageModel`` that it needs. It therefore runs unchanged on the pair, on any
+Hugging Face causal LM, and on a ten-line fake. ``evals/inside.py`` looks inside the attention of a model.
 """
 
 from typing import TYPE_CHECKING, Any, Protocol
@@ -17,18 +17,18 @@ from diff_transformer.evals.inside import AttentionCall, tapped_attention
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
-CHUNK = 2048  # tokens of a prompt in one forward pass
-BATCH_TOKENS = 1 << 17  # tokens in one batch
-_LOGITS = 1 << 28  # logits of the vocabulary held at a time
+CHUNK = 2048  # tokens of a prompt per forward pass
+BATCH_TOKENS = 1 << 17  # tokens per batch
+_LOGITS = 1 << 28  # logits over the vocabulary held at a time
 
 
 class LanguageModel(Protocol):
-    """What an experiment needs of a model; ``CausalLM`` is one.
+    """What an experiment needs of a model. ``CausalLM`` implements it.
 
-    ``generate``: for each prompt, what follows it greedily, at most ``max_new_tokens`` tokens, without the prompt.
-    ``token_losses``: for rows ``ids`` int64 [B, T], nats of each token but the first given those before it, fp32
-    [B, T - 1]. ``last_row_attention``: for each layer, the weights with which the last token of ``ids`` [1, T] attends,
-    fp32 [heads, T]; of differential attention the difference of its two maps.
+    ``generate`` returns the greedy continuation of each prompt, at most ``max_new_tokens`` tokens, without the prompt.
+    ``token_losses`` returns the loss in nats of every token but the first, fp32 [B, T - 1], for ``ids`` int64 [B, T].
+    ``last_row_attention`` returns, for each layer, the attention weights of the last token of ``ids`` [1, T], fp32
+    [heads, T]; for differential attention, the difference of the two maps.
     """
 
     name: str
@@ -45,10 +45,10 @@ class CausalLM:
     """``LanguageModel`` over a Hugging Face causal LM and its tokenizer.
 
     Args:
-        model: in any dtype, on any device; used in eval mode.
+        model: in any dtype, on any device; switched to eval mode.
         tokenizer: any fast tokenizer; it needs no padding token.
-        name: how results call the model.
-        batch_size: prompts or rows in one forward pass, at most.
+        name: the model's name in results.
+        batch_size: most prompts or rows per forward pass.
     """
 
     def __init__(self, model, tokenizer, name: str, batch_size: int = 32):
@@ -61,25 +61,23 @@ class CausalLM:
 
     @property
     def positions(self) -> int | None:
-        """The positions that the model was made for; None where its configuration does not say."""
+        """The longest sequence the model supports (``config.max_position_embeddings``); None if it does not say."""
         positions = getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
         return positions if isinstance(positions, int) and positions > 0 else None
 
     @property
     def prefix(self) -> list[int]:
-        """What the tokenizer puts in front of every text: the beginning-of-text token of Llama, nothing for Qwen,
-        GPT-2 and this package's tokenizers."""
-        ids = self.tokenizer("")["input_ids"]
-        return ids[:1] if ids and ids[0] == self.tokenizer.bos_token_id else []
+        """``leading_ids`` of its tokenizer."""
+        return leading_ids(self.tokenizer)
 
     @torch.inference_mode()
     def generate(self, prompts: list[str], max_new_tokens: int) -> list[str]:
         """Greedy continuations of ``prompts``, without the prompts, in their order.
 
-        Prompts of like length are batched with left padding; long ones are read in chunks.
+        Prompts of similar length share a batch with left padding. Long prompts are read in chunks.
 
         Raises:
-            ValueError: if a prompt and its continuation need more positions than the model has.
+            ValueError: if a prompt with its continuation is longer than the model supports.
         """
         require_positive(max_new_tokens=max_new_tokens)
         ids = [self.prefix + found.tolist() for found in encode_all(self.tokenizer, prompts)]
@@ -96,10 +94,10 @@ class CausalLM:
 
     @torch.inference_mode()
     def token_losses(self, ids: Tensor) -> Tensor:
-        """Negative log-likelihood in nats of ``ids[:, 1:]`` given what comes before: fp32 ``[B, T - 1]``.
+        """Negative log-likelihood in nats of ``ids[:, 1:]``, each given all tokens before it: fp32 ``[B, T - 1]``.
 
         Raises:
-            ValueError: if a row is longer than the model's positions.
+            ValueError: if a row is longer than the model supports.
         """
         check_length(self, ids.shape[1], "a row")
         vocabulary = self.model.config.get_text_config().vocab_size
@@ -113,14 +111,14 @@ class CausalLM:
 
     @torch.inference_mode()
     def last_row_attention(self, ids: Tensor) -> list[Tensor]:
-        """For each layer, the attention of the last position of ``ids [1, T]`` to all: fp32 ``[heads, T]``.
+        """For each layer, the attention of the last position of ``ids [1, T]`` to all positions: fp32 ``[heads, T]``.
 
-        Differential attention gives the difference ``A1 - lambda A2``. What comes before is read in chunks into the
-        cache, and only the last row is computed: O(T) memory. A layer with a sliding window gives 0 before it. DINT,
-        whose last row is a mean over all queries, reads the prompt in one piece, and its maps in blocks.
+        Differential attention gives the difference ``A1 - lambda A2``. The prompt is read into the cache in chunks and
+        only the last row is computed, which takes O(T) memory. Keys outside a layer's sliding window get 0. DINT, whose
+        last row is a mean over all queries, reads the prompt in one pass and its maps in blocks.
 
         Raises:
-            ValueError: if there are more tokens than the model has positions.
+            ValueError: if there are more tokens than the model supports.
         """
         check_length(self, ids.shape[1], "the prompt")
         rows: list[Tensor] = []
@@ -139,11 +137,13 @@ class CausalLM:
 
     @torch.inference_mode()
     def read(self, ids: Tensor, *, chunk: int | None = None) -> Any:
-        """The model's cache after ``ids [B, T]``, read in chunks (of 2048 tokens if ``chunk`` is None); None after no
-        tokens. No logits are computed.
+        """The model's cache after reading ``ids [B, T]`` in chunks; None if there are no tokens. Computes no logits.
+
+        Args:
+            chunk: tokens per forward pass; 2048 if None.
 
         Raises:
-            ValueError: for a model that gives no cache.
+            ValueError: for a model without a cache.
         """
         require_positive(chunk=chunk)
         cache = None
@@ -151,7 +151,7 @@ class CausalLM:
             out = self.model.base_model(input_ids=part.to(self.device), past_key_values=cache, use_cache=True)
             cache = getattr(out, "past_key_values", None)
             if cache is None:
-                raise ValueError(f"{type(self.model).__name__} gives no cache, which reading in chunks needs")
+                raise ValueError(f"{type(self.model).__name__} returns no cache, which reading in chunks needs")
         return cache
 
     def _continue(self, ids: list[list[int]], max_new_tokens: int) -> Tensor:
@@ -168,23 +168,35 @@ class CausalLM:
         return out[:, longest:]
 
 
+def leading_ids(tokenizer: "PreTrainedTokenizerFast") -> list[int]:
+    """The tokens that the tokenizer puts in front of every text: its BOS token (Llama), or none (Qwen, GPT-2 and this
+    package's tokenizers)."""
+    ids = tokenizer("")["input_ids"]
+    return ids[:1] if ids and ids[0] == tokenizer.bos_token_id else []
+
+
+def max_positions(lm: Any) -> int | None:
+    """The longest sequence that a model supports (``config.max_position_embeddings``); None if it does not say."""
+    return getattr(lm, "positions", None)
+
+
 def check_length(lm: Any, tokens: int, what: str) -> None:
-    """Raise ValueError if ``what`` has more tokens than the model has positions (where it says how many it has)."""
-    positions = getattr(lm, "positions", None)
+    """Raise ValueError if ``what`` has more tokens than the model supports (where its configuration says)."""
+    positions = max_positions(lm)
     if positions is not None and tokens > positions:
         raise ValueError(
             f"{what} has {tokens} tokens, more than the {positions} positions of {lm.name} "
-            "(config.max_position_embeddings); set a smaller length or take a model for longer texts"
+            "(config.max_position_embeddings); set a smaller length or use a model with more positions"
         )
 
 
 def rows_at_once(lm: Any, length: int) -> int:
-    """Rows of ``length`` tokens in one batch: the model's batch size, or what fits in 131,072 tokens; at least one."""
+    """Rows of ``length`` tokens per batch: at most the model's batch size and 131,072 tokens; at least 1."""
     return max(1, min(getattr(lm, "batch_size", 32), BATCH_TOKENS // max(1, length)))
 
 
 def settings_of_lm(lm: Any) -> dict:
-    """What a result's provenance says of the model: class, kind of attention (where it says), dtype, positions."""
+    """Facts about the model for a result's provenance: class, dtype, positions and, if known, kind of attention."""
     model = getattr(lm, "model", None)
     if model is None:
         return {}

@@ -18,9 +18,8 @@ from diff_transformer.checks import require_positive
 from diff_transformer.data.corpus import load_corpus
 from diff_transformer.data.documents import Document
 from diff_transformer.data.tokenizer import encode
-from diff_transformer.evals.label_scoring import leading_ids
-from diff_transformer.evals.likelihood import CHUNK, max_positions, position_losses
-from diff_transformer.evals.lm import CausalLM, settings_of_lm
+from diff_transformer.evals.likelihood import CHUNK, position_losses
+from diff_transformer.evals.lm import CausalLM, leading_ids, max_positions, settings_of_lm
 from diff_transformer.evals.provenance import provenance
 from diff_transformer.evals.samples import Samples
 from diff_transformer.evals.types import Result

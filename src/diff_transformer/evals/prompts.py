@@ -1,0 +1,121 @@
+"""Tokens of a prompt: choices as its continuations, and a document cut so that the prompt fits a model."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from diff_transformer.data.tokenizer import encode_all, require_fast
+from diff_transformer.evals.likelihood import common_prefix
+from diff_transformer.evals.lm import leading_ids
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+_WINDOW = 2000  # characters at the end of a context that are tokenised again with each choice
+_SYNC = 64  # tokens that must agree between the window and the whole context before they are joined
+SMALLEST = 16  # tokens of a document that a prompt must keep
+
+
+def choice_tokens(
+    tokenizer: "PreTrainedTokenizerFast", context: str, choices: Sequence[str]
+) -> tuple[list[int], list[list[int]]]:
+    """Tokens to score each of ``choices`` as a continuation of ``context``: (context, one sequence per choice).
+
+    Context and choice are tokenised together, as one text. The common prefix of the context and of all these texts is
+    the context; the rest of each text is its continuation. If a token crosses the border between context and choice,
+    the context ends before it for all choices. All texts are then scored from the same place, and the sum over a
+    continuation is exactly the log-probability of that text's tokens.
+
+    Raises:
+        ValueError: for no choices, an empty choice, or an empty context where the tokenizer has neither BOS nor EOS.
+    """
+    if not choices or not all(choices):
+        raise ValueError(f"the choices are {list(choices)!r}; give at least one, none of them empty")
+    before = leading_ids(tokenizer)
+    alone, texts = (
+        _whole(tokenizer, context, choices) if len(context) <= 2 * _WINDOW else _long(tokenizer, context, choices)
+    )
+    shared = common_prefix([alone, *texts])
+    if not before and not shared:
+        start = tokenizer.bos_token_id if tokenizer.bos_token_id is not None else tokenizer.eos_token_id
+        if start is None:
+            raise ValueError("an empty context needs a tokenizer with a bos_token or an eos_token")
+        before = [start]
+    return before + alone[:shared], [text[shared:] for text in texts]
+
+
+def best_of(scores: Sequence[float]) -> list[int]:
+    """Indices of the highest score: one, or all that tie exactly."""
+    highest = max(scores)
+    return [place for place, score in enumerate(scores) if score == highest]
+
+
+def _whole(tokenizer, context: str, choices: Sequence[str]) -> tuple[list[int], list[list[int]]]:
+    alone, *texts = [ids.tolist() for ids in encode_all(tokenizer, [context, *(context + c for c in choices)])]
+    return alone, texts
+
+
+def _long(tokenizer, context: str, choices: Sequence[str]) -> tuple[list[int], list[list[int]]]:
+    """``_whole`` for a long context, which is tokenised once instead of once per choice where the tokenizer allows it.
+
+    The end of the context is tokenised with each choice and joined to the tokens of the whole context where the two
+    agree. The longest choice checks that this is exact; otherwise every text is tokenised as a whole.
+    """
+    tail = context[-_WINDOW:]
+    longest = max(range(len(choices)), key=lambda i: len(choices[i]))
+    whole, whole_longest = (ids.tolist() for ids in encode_all(tokenizer, [context, context + choices[longest]]))
+    tail_alone, tails = _whole(tokenizer, tail, choices)
+    same = common_prefix([whole[::-1], tail_alone[::-1]])  # tokens at the end on which both agree
+    cut = len(tail_alone) - same
+    stem = whole[: len(whole) - same]
+    texts = [stem + ids[cut:] for ids in tails]
+    intact = all(ids[: cut + _SYNC] == tail_alone[: cut + _SYNC] for ids in tails)
+    if same > 2 * _SYNC and intact and texts[longest] == whole_longest:
+        return whole, texts
+    return _whole(tokenizer, context, choices)
+
+
+@dataclass(frozen=True)
+class Fitted:
+    """A prompt that fits. ``tokens`` is the length of the whole document, ``kept`` of the part in the prompt."""
+
+    prompt: str
+    document: str
+    tokens: int
+    kept: int
+
+    @property
+    def truncated(self) -> bool:
+        return self.kept < self.tokens
+
+
+def fit_document(tokenizer, document: str, frame: Callable[[str], str], limit: int | None) -> Fitted:
+    """``frame(document)``, with the document cut at its end as far as needed for at most ``limit`` tokens.
+
+    Raises:
+        ValueError: where less than 16 tokens of the document would remain, or the tokenizer has no fast backend.
+    """
+    require_fast(tokenizer)
+    total = _length(tokenizer, document)
+    prompt = frame(document)
+    if limit is None or _length(tokenizer, prompt) <= limit:
+        return Fitted(prompt, document, total, total)
+    room = limit - _length(tokenizer, frame(""))
+    ends = [
+        end for _, end in tokenizer(document, add_special_tokens=False, return_offsets_mapping=True)["offset_mapping"]
+    ]
+    while room >= min(SMALLEST, total):
+        kept = document[: ends[min(room, total) - 1]]
+        prompt = frame(kept)
+        over = _length(tokenizer, prompt) - limit
+        if over <= 0:
+            return Fitted(prompt, kept, total, _length(tokenizer, kept))
+        room -= over
+    raise ValueError(
+        f"{limit} tokens leave {max(room, 0)} for a document of {total}, below the least of {min(SMALLEST, total)}; "
+        "give a model with more positions, fewer new tokens, or another length"
+    )
+
+
+def _length(tokenizer, text: str) -> int:
+    return len(tokenizer(text, add_special_tokens=False)["input_ids"])
