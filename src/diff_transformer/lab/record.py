@@ -1,0 +1,369 @@
+"""``Record``: everything that is known of one trained model. Every driver writes it; statistics and pages read it.
+
+``load_all(path)`` reads the records of a file or a folder, whatever wrote it; ``save_all`` writes several to one file.
+``of_result`` makes a record of what an experiment returned. ``grouped`` sorts records by setting, side and seed.
+
+This module imports no driver, so the report may import it. Files of earlier versions are read by ``from_v1``, the only
+place that takes a setting, a side or a seed from a name.
+"""
+
+import json
+import re
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from diff_transformer.durable import write_whole
+
+SCHEMA = 2
+FILE = "record.json"  # of a finished run, in its folder
+PAIR = ("diff", "softmax")
+
+
+class RecordError(ValueError):
+    """A file or folder holds no record; the message says what it holds."""
+
+
+@dataclass(frozen=True)
+class Record:
+    """One model, trained with one seed, and what was measured on it.
+
+    Attributes:
+        setting: what a comparison holds fixed: a recipe, or the setting of a study such as ``"novels"`` or
+            ``"sweep/lr0.001"``. Empty where nothing is known of the training.
+        side: what a comparison varies: ``"diff"``, ``"softmax"``, a variant, a row of Table 6. For a model trained
+            elsewhere its name.
+        seed: number of the run among those of its setting and side.
+        config: the run's ``RunConfig`` as a dictionary. Records of earlier versions have a part of it.
+        metrics: numbers by experiment and name, as ``metrics["needle"]["n2_r1"]``. ``metrics["gradients"]`` has the
+            ``median`` and ``largest`` gradient norm and the number of ``spikes``.
+        rows: by experiment, one dictionary an example. ``rows["explorer"]`` holds attention maps for the report.
+        curves: ``"training"`` (``step``, ``loss``, ``grad_norm``, ``tokens_per_second``), ``"validation"`` (``step``,
+            ``loss``), ``"sources"`` (training loss of each source of the mixture at the validation steps) and
+            ``"lambda"`` (``step``, ``layers``: a list a step, ``init``: a number a layer). Losses are nats a token.
+        provenance: by experiment, where its numbers come from; ``provenance["training"]`` is that of the run, with
+            the ``seconds`` it took.
+        diverged: the step and loss at which training diverged, or None.
+    """
+
+    setting: str
+    side: str
+    seed: int
+    config: dict = field(default_factory=dict)
+    metrics: dict[str, dict[str, Any]] = field(default_factory=dict)
+    rows: dict[str, list[dict]] = field(default_factory=dict)
+    curves: dict[str, dict] = field(default_factory=dict)
+    provenance: dict[str, dict] = field(default_factory=dict)
+    diverged: str | None = None
+
+    @property
+    def identity(self) -> tuple[str, str, int]:
+        return self.setting, self.side, self.seed
+
+    @property
+    def attention(self) -> str | None:
+        """The model's ``attention`` field, or None where nothing says it."""
+        said = [self.config.get("model", {}), *self.provenance.values()]
+        return next((about["attention"] for about in said if isinstance(about.get("attention"), str)), None)
+
+    @property
+    def final_loss(self) -> float:
+        """The last validation loss of training, in nats a token."""
+        return self.curves["validation"]["loss"][-1]
+
+    @property
+    def steps(self) -> int:
+        return self.config["train"]["steps"]
+
+    @property
+    def lr(self) -> float:
+        return self.config["optim"]["lr"]
+
+    @property
+    def tokens_per_step(self) -> int:
+        return self.config["train"]["batch_size"] * self.config["data"]["length"]
+
+    def to_dict(self) -> dict:
+        return {"schema": SCHEMA, **asdict(self)}
+
+    def save(self, path: Path) -> None:
+        """Write the record as JSON, whole or not at all."""
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_whole(path, json.dumps(self.to_dict()) + "\n")
+
+    @classmethod
+    def from_dict(cls, values: dict) -> "Record":
+        """What ``to_dict`` made."""
+        return cls(**{key: value for key, value in values.items() if key != "schema"})
+
+
+Cells = dict[str, dict[str, dict[int, Record]]]  # setting -> side -> seed -> record
+
+
+def grouped(records: Iterable[Record]) -> Cells:
+    """The records by setting, side and seed, in the order in which they come."""
+    cells: Cells = {}
+    for record in records:
+        cells.setdefault(record.setting, {}).setdefault(record.side, {})[record.seed] = record
+    return cells
+
+
+def merged(records: Iterable[Record]) -> list[Record]:
+    """Records of one model as one, where no experiment is in both; others stay apart."""
+    made: list[Record] = []
+    for record in records:
+        for place, other in enumerate(made):
+            if other.identity == record.identity and not _overlap(other, record):
+                made[place] = replace(
+                    other,
+                    config=other.config or record.config,
+                    metrics=other.metrics | record.metrics,
+                    rows=other.rows | record.rows,
+                    curves=other.curves | record.curves,
+                    provenance=other.provenance | record.provenance,
+                    diverged=other.diverged or record.diverged,
+                )
+                break
+        else:
+            made.append(record)
+    return made
+
+
+def _overlap(first: Record, second: Record) -> bool:
+    return any(getattr(first, part).keys() & getattr(second, part).keys() for part in ("metrics", "rows", "curves"))
+
+
+def save_all(records: Iterable[Record], path: Path, **about) -> None:
+    """Write several records to one file, with whatever ``about`` says of them."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    values = {"schema": SCHEMA, **about, "records": [asdict(record) for record in records]}
+    write_whole(path, json.dumps(values) + "\n")
+
+
+def load_all(source: Path | str) -> list[Record]:
+    """The records of a JSON file, or of all such files in a folder, of this version and of earlier ones.
+
+    A folder with the ``results.json`` of a comparison counts as that file.
+
+    Raises:
+        RecordError: where there is no such file, it is not JSON, or it holds no record.
+    """
+    source = Path(source)
+    if source.is_dir() and (source / "results.json").exists():
+        source = source / "results.json"
+    if not source.is_dir():
+        return _of_value(_read(source), source)
+    found: list[Record] = []
+    whole = [path for name in (FILE, "result.json", "slices.json") for path in source.rglob(name)]
+    inside = {path.parent for path in whole}
+    for path in sorted(source.rglob("*.json")):
+        if path.name not in (FILE, "result.json", "slices.json") and inside & {*path.parents}:
+            continue  # the record of the run holds it already
+        if path.name != FILE and (path.parent / FILE).exists():
+            continue
+        try:
+            found += _of_value(_read(path), path, source)
+        except RecordError:
+            continue
+    if not found:
+        raise RecordError(f"{source} holds no record; write some with `diff-transformer compare`, `study` or `eval`")
+    return merged(found)
+
+
+def of_result(result: Any, *, setting: str = "", side: str | None = None, seed: int | None = None) -> Record:
+    """A record of what an experiment returned: a ``Result``, or its dictionary.
+
+    ``side`` and ``seed`` default to what the name of the model says, as in ``diff-seed0``.
+    """
+    value = result if isinstance(result, dict) else result.to_dict()
+    name = value["eval"]
+    said, number = _split(value["model"])
+    about = dict(value.get("provenance") or {})
+    return Record(
+        setting=setting,
+        side=said if side is None else side,
+        seed=number if seed is None else seed,
+        metrics={name: value["metrics"]},
+        rows={name: value.get("rows") or []},
+        provenance={name: about},
+    )
+
+
+def _read(path: Path) -> object:
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise RecordError(f"there is no file {path}") from None
+    except (OSError, ValueError) as error:
+        raise RecordError(f"{path} is not JSON ({error})") from None
+
+
+def _of_value(value: object, path: Path, root: Path | None = None) -> list[Record]:
+    try:
+        if isinstance(value, dict) and value.get("schema") == SCHEMA:
+            return [Record.from_dict(one) for one in value.get("records", [value])]
+        return from_v1(value, path, root)
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        if isinstance(error, RecordError):
+            raise
+        raise RecordError(f"{path} is not a record: {error!r}") from None
+
+
+# ---- earlier versions
+
+
+def from_v1(value: object, path: Path | None = None, root: Path | None = None) -> list[Record]:
+    """The records of a value that an earlier version wrote as JSON.
+
+    Args:
+        value: the ``results.json`` of a comparison (schema 1), the ``{"cells": ...}`` or ``{"curves": ...}`` of a
+            recorded study, ``{"results": [...]}`` of recorded experiments, the ``result.json`` of a study's run, the
+            ``slices.json`` of an ablation's row, or one experiment's result.
+        path: the file it is from. The folder of a study's run names its setting, side and seed.
+        root: the folder that was asked for, to which the setting is relative.
+
+    Raises:
+        RecordError: for a value of another form.
+    """
+    where = str(path or "the value")
+    if isinstance(value, dict):
+        if value.get("schema") == 1 and ("evals" in value or "curves" in value):
+            return _comparison(value)
+        if isinstance(value.get("cells"), dict):
+            return [
+                _study_run(record, setting, side, int(seed))
+                for setting, sides in value["cells"].items()
+                for side, seeds in sides.items()
+                for seed, record in seeds.items()
+            ]
+        if isinstance(value.get("results"), list):
+            return merged(of_result(one) for one in value["results"])
+        if isinstance(value.get("curves"), dict) and "start" in value:
+            return _uptraining(value)
+        if {"eval", "model", "metrics"} <= value.keys():
+            return [of_result(value)]
+        if {"validation", "metrics", "tokens_per_step"} <= value.keys() and path is not None:
+            side, seed = _split(path.parent.name)
+            parent = path.parent.parent
+            inside = root is not None and parent.is_relative_to(root)
+            setting = parent.relative_to(root).as_posix() if inside and root is not None else parent.name
+            return [_study_run(value, "" if setting == "." else setting, side, seed)]
+        if {"row", "seed", "parameters"} <= value.keys():
+            return [_ablation_row(value, path)]
+    found = f"keys {sorted(map(str, value))[:6]}" if isinstance(value, dict) else f"a {type(value).__name__}"
+    raise RecordError(f"{where} has {found}, which is no record")
+
+
+def config_of_request(path: Path) -> dict:
+    """The run's configuration in a ``request.json``; earlier versions wrote it without what is measured."""
+    values = json.loads(path.read_text(encoding="utf-8"))
+    return values.get("config", values)
+
+
+def _split(name: str) -> tuple[str, int]:
+    """Side and seed of names such as ``diff-seed0``; seed 0 for any other name."""
+    found = re.fullmatch(r"(.+)-seed(\d+)", str(name))
+    return (found[1], int(found[2])) if found else (str(name), 0)
+
+
+def _comparison(value: dict) -> list[Record]:
+    """A record a model: of the pair with rows and curves, of variants what their table had."""
+    said = value.get("train")
+    train: dict = said if isinstance(said, dict) else {}
+    config, setting = train.get("config") or {}, str(value.get("recipe") or "")
+    seeds = train.get("seeds") or []
+
+    def record(entry: dict) -> Record:
+        side, seed = _split(entry.get("model", ""))
+        side, seed = str(entry.get("attention", side)), entry.get("seed", seed)
+        seed = seed if isinstance(seed, int) else 0
+        mine = {**config, "model": {**config.get("model", {}), "attention": side}} if config else {}
+        if config and seed < len(seeds):
+            mine["train"] = {**config["train"], "seed": seeds[seed]}
+        return Record(setting, side, seed, mine, provenance={"training": value.get("provenance") or {}})
+
+    found = []
+    for entry in _dicts(value.get("curves")):
+        found.append(replace(record(entry), curves=_curves(entry)))
+    for entry in _dicts(value.get("evals")):
+        if "eval" in entry and isinstance(entry.get("metrics"), dict):
+            measured, base = of_result({"model": "", **entry}), record(entry)
+            provenance = base.provenance | measured.provenance
+            found.append(replace(base, metrics=measured.metrics, rows=measured.rows, provenance=provenance))
+    for entry in _dicts(value.get("explorer")):
+        found.append(replace(record(entry), rows={"explorer": [entry]}))
+    for row in _dicts(value.get("variants")):
+        if row.get("variant") not in PAIR:
+            found += _variant(row, setting, config)
+    return merged(found)
+
+
+def _variant(row: dict, setting: str, config: dict) -> list[Record]:
+    made = []
+    for seed in row["loss"]:
+        metrics: dict[str, dict] = {"associative_recall": {"validation": row["loss"][seed]}}
+        metrics["needle"] = {cell: found[seed] for cell, found in row.get("needles", {}).items() if seed in found}
+        if seed == "0":
+            metrics["throughput"] = {way: value for way, value in row.items() if way.endswith("_tokens_per_second")}
+        mine = {**config, "model": row.get("config") or {}} if config else {}
+        made.append(Record(setting, row["variant"], int(seed), mine, metrics))
+    return made
+
+
+def _curves(entry: dict) -> dict[str, dict]:
+    names = ("step", "loss", "grad_norm", "tokens_per_second")
+    curves: dict[str, dict] = {"training": {name: entry[name] for name in names if name in entry}}
+    if "validation_step" in entry:
+        curves["validation"] = {"step": entry["validation_step"], "loss": entry["validation_loss"]}
+    if entry.get("lambda"):
+        curves["lambda"] = {"step": entry["step"], "layers": entry["lambda"], "init": entry.get("lambda_init") or []}
+    return curves
+
+
+def _study_run(value: dict, setting: str, side: str, seed: int) -> Record:
+    tokens = value["tokens_per_step"]
+    config = {
+        "model": value["model"],
+        "data": {"length": tokens},  # of a step in all; rows and their length were not kept
+        "optim": {"lr": value["lr"]},
+        "train": {"seed": value["seed"], "steps": value["steps"], "batch_size": 1},
+    }
+    curves = {"training": value["training"], "validation": value["validation"]}
+    if value.get("sources"):
+        curves["sources"] = value["sources"]
+    if value.get("lambda"):
+        curves["lambda"] = {"step": [value["steps"]], "layers": [value["lambda"]]}
+    about = {**value.get("provenance", {}), "seconds": value.get("seconds")}
+    metrics = {**value["metrics"], "gradients": value["gradients"]} if "gradients" in value else value["metrics"]
+    return Record(setting, side, seed, config, metrics, {}, curves, {"training": about}, value.get("diverged"))
+
+
+def _ablation_row(value: dict, path: Path | None) -> Record:
+    known = path is not None and (path.parent / "request.json").exists()
+    config = config_of_request(path.parent / "request.json") if known and path is not None else {}
+    side, seed = (value["row"], value["seed"]) if path is None else _split(path.parent.name)
+    numbers = ("validation", "ar_hit", "others", "ar_hit_share")
+    metrics = {name: value[name] for name in numbers if value.get(name) is not None}
+    return Record("ablation", side, seed, config, {"associative_recall": metrics}, {"ablation": [value]})
+
+
+def _uptraining(value: dict) -> list[Record]:
+    """Continued training of one Transformer: ``curves`` by arm and seed; ``rates`` has final losses alone."""
+    about, made = {"training": value.get("provenance") or {}}, []
+    for side, seeds in value["curves"].items():
+        for seed, curve in seeds.items():
+            curves = {"validation": {"step": curve["step"], "loss": curve["loss"]}}
+            if "lambda" in curve:
+                curves["lambda"] = {"step": curve["step"][-1:], "layers": [curve["lambda"]]}
+            metrics = {"start": value["start"][side]} if side in value["start"] else {}
+            made.append(Record("uptraining", side, int(seed), {}, metrics, {}, curves, about))
+    for rate, sides in value.get("rates", {}).items():
+        for side, loss in sides.items():
+            config = {"optim": {"lr": float(rate)}}
+            made.append(Record(f"rates/lr{rate}", side, 0, config, curves={"validation": {"step": [], "loss": [loss]}}))
+    return made
+
+
+def _dicts(value: object) -> list[dict]:
+    return [one for one in value if isinstance(one, dict)] if isinstance(value, list) else []

@@ -1,0 +1,156 @@
+"""Records: saved and loaded, grouped and merged, and read from every form that earlier versions wrote."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from diff_transformer.evals.types import Result
+from diff_transformer.lab.record import (
+    Record,
+    RecordError,
+    config_of_request,
+    from_v1,
+    grouped,
+    load_all,
+    merged,
+    of_result,
+    save_all,
+)
+
+FIGURES = Path(__file__).parents[2] / "figures"
+
+
+def test_a_record_survives_its_file(tmp_path):
+    record = Record(
+        "novels", "diff", 3, {"model": {"attention": "diff"}}, {"needle": {"n1_r1": 0.5}}, {"needle": [{"score": 1.0}]},
+        {"validation": {"step": [0, 10], "loss": [5.0, 4.0]}}, {"training": {"seconds": 3.0}},
+    )  # fmt: skip
+    record.save(tmp_path / "deep" / "record.json")
+    assert load_all(tmp_path / "deep" / "record.json") == [record]
+    assert load_all(tmp_path) == [record]
+    assert (record.final_loss, record.attention) == (4.0, "diff")
+    save_all([record], tmp_path / "all.json", about="a test")
+    assert load_all(tmp_path / "all.json") == [record]
+
+
+def test_records_are_grouped_by_their_fields():
+    records = [Record("a-seed9", side, seed) for side in ("diff", "softmax-seed1") for seed in (0, 1)]
+    assert grouped(records) == {"a-seed9": {"diff": {0: records[0], 1: records[1]},
+                                            "softmax-seed1": {0: records[2], 1: records[3]}}}  # fmt: skip
+
+
+def test_experiments_of_one_model_are_one_record_and_a_repeated_one_is_another():
+    results = [Result(name, "diff-seed1", {"x": value}) for name, value in (("a", 1.0), ("b", 2.0), ("a", 3.0))]
+    first, second = merged(map(of_result, results))
+    assert first.metrics == {"a": {"x": 1.0}, "b": {"x": 2.0}}
+    assert second.metrics == {"a": {"x": 3.0}}
+    assert (first.side, first.seed) == ("diff", 1)
+    named = of_result(Result("a", "Qwen3-0.6B", {}))
+    assert (named.side, named.seed) == ("Qwen3-0.6B", 0)
+
+
+def test_the_demo_s_record_is_read():
+    diff, softmax = load_all(FIGURES / "demo")
+    assert (diff.setting, diff.side, softmax.side, diff.seed) == ("demo", "diff", "softmax", 0)
+    assert (diff.attention, softmax.attention) == ("diff", "softmax")
+    kept = json.loads((FIGURES / "demo" / "results.json").read_text())
+    for entry in kept["evals"]:
+        record = {"diff": diff, "softmax": softmax}[entry["attention"]]
+        assert record.metrics[entry["eval"]] == entry["metrics"]
+        assert record.provenance[entry["eval"]] == entry["provenance"]
+    assert diff.curves["validation"]["loss"] == kept["curves"][0]["validation_loss"]
+    assert len(diff.curves["lambda"]["layers"]) == len(diff.curves["training"]["step"])
+    assert diff.tokens_per_step == 16 * 128
+
+
+@pytest.mark.parametrize("study", ["desk", "stability"])
+def test_recorded_studies_are_read(study):
+    kept = json.loads((FIGURES / study / "measured.json").read_text())["cells"]
+    cells = grouped(load_all(FIGURES / study / "measured.json"))
+    for setting, sides in kept.items():
+        for side, seeds in sides.items():
+            for seed, old in seeds.items():
+                record = cells[setting][side][int(seed)]
+                assert record.final_loss == old["validation"]["loss"][-1]
+                assert (record.lr, record.steps) == (old["lr"], old["steps"])
+                assert record.tokens_per_step == old["tokens_per_step"]
+                assert record.diverged == old.get("diverged")
+                assert record.metrics == {
+                    **old["metrics"],
+                    **({"gradients": old["gradients"]} if "gradients" in old else {}),
+                }
+                assert record.config["model"] == old["model"]
+
+
+def test_recorded_experiments_and_continued_training_are_read():
+    results = json.loads((FIGURES / "table2_needle" / "measured.json").read_text())["results"]
+    records = load_all(FIGURES / "table2_needle" / "measured.json")
+    assert [r.metrics["needle"] for r in records] == [old["metrics"] for old in results]
+    kept = json.loads((FIGURES / "uptraining" / "measured.json").read_text())
+    cells = grouped(load_all(FIGURES / "uptraining" / "measured.json"))
+    assert cells["uptraining"]["diff_0.2"][0].final_loss == kept["curves"]["diff_0.2"]["0"]["loss"][-1]
+    assert cells["rates/lr0.002"]["diff"][0].final_loss == kept["rates"]["0.002"]["diff"]
+
+
+def test_the_folder_of_an_earlier_study_is_read(tmp_path):
+    cells = json.loads((FIGURES / "stability" / "measured.json").read_text())["cells"]
+    for name, old in (("lr0.001", cells["lr0.001"]), ("sweep/lr0.01", cells["lr0.01"])):
+        folder = tmp_path / name / "diff-seed2"
+        (folder / "evals").mkdir(parents=True)
+        (folder / "result.json").write_text(json.dumps(old["diff"]["2"]))
+        Result("needle", "diff-seed2", {"n1_r1": 9.0}).save(folder / "evals" / "needle.json")  # is in the record
+    (tmp_path / "lr0.001" / "diff-seed3").mkdir()  # not finished
+    assert [r.identity for r in load_all(tmp_path)] == [("lr0.001", "diff", 2), ("sweep/lr0.01", "diff", 2)]
+    Record("lr0.001", "diff", 2).save(tmp_path / "lr0.001" / "diff-seed2" / "record.json")
+    assert load_all(tmp_path / "lr0.001")[0] == Record("lr0.001", "diff", 2)  # the newer file counts
+
+
+def test_the_rows_of_an_earlier_ablation_are_read(tmp_path):
+    folder = tmp_path / "diff_lambda_0.8-seed1"
+    folder.mkdir()
+    row = {"row": "diff_lambda_0.8", "seed": 5, "heads": 4, "parameters": 10, "validation": 3.0, "ar_hit": None}
+    (folder / "slices.json").write_text(json.dumps(row))
+    (folder / "request.json").write_text(json.dumps({"name": "demo", "model": {"attention": "diff"}}))
+    (record,) = load_all(tmp_path)
+    assert record.identity == ("ablation", "diff_lambda_0.8", 1)
+    assert record.metrics == {"associative_recall": {"validation": 3.0}}
+    assert record.attention == "diff"
+
+
+def test_variants_of_an_earlier_comparison_are_read():
+    row = {"variant": "dint", "config": {"attention": "dint"}, "loss": {"0": 3.0, "1": 3.1},
+           "needles": {"n1_r1": {"0": 0.5}}, "train_tokens_per_second": 7.0}  # fmt: skip
+    value = {"schema": 1, "recipe": "demo", "train": {"config": {"model": {}}}, "evals": [], "variants": [row]}
+    first, second = from_v1(value)
+    assert first.metrics["needle"] == {"n1_r1": 0.5}
+    assert first.metrics["throughput"] == {"train_tokens_per_second": 7.0}
+    assert (second.side, second.seed, second.attention) == ("dint", 1, "dint")
+    assert second.metrics["associative_recall"] == {"validation": 3.1}
+
+
+def test_requests_of_both_forms_are_read(tmp_path):
+    path = tmp_path / "request.json"
+    for value in ({"name": "demo"}, {"side": "diff", "config": {"name": "demo"}}):
+        path.write_text(json.dumps(value))
+        assert config_of_request(path) == {"name": "demo"}
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("nonsense", "is not JSON"),
+        ("[1]", "has a list, which is no record"),
+        ('{"a": 1}', r"has keys \['a'\], which is no record"),
+        ('{"cells": {"x": 3}}', "is not a record: AttributeError"),
+        ('{"schema": 2, "records": [{"setting": "x"}]}', "is not a record: TypeError"),
+    ],
+)
+def test_what_is_no_record_is_said(tmp_path, text, message):
+    (tmp_path / "file.json").write_text(text)
+    with pytest.raises(RecordError, match=message):
+        load_all(tmp_path / "file.json")
+    with pytest.raises(RecordError, match="holds no record; write some with `diff-transformer compare`"):
+        load_all(tmp_path)
+    with pytest.raises(RecordError, match="there is no file"):
+        load_all(tmp_path / "nowhere.json")
