@@ -21,15 +21,16 @@ from diff_transformer.durable import DiskError
 from diff_transformer.train import checkpoint
 from diff_transformer.train.checkpoint import (
     CheckpointError,
+    Saver,
     best_checkpoint,
     checkpoint_path,
     choose_checkpoint,
+    damage,
     latest_checkpoint,
     load_checkpoint,
+    read_manifest,
     save_checkpoint,
 )
-from diff_transformer.train.manifest import damage, read_manifest
-from diff_transformer.train.saver import Saver
 
 
 @pytest.fixture(scope="module")
@@ -255,7 +256,7 @@ def test_a_full_disk_is_seen_before_the_write(fabric, tiny_disk):
         DiskError, match=r"the checkpoint of step 2 needs 4.2 MB in .*checkpoints, where 1.8\d MB are free"
     ) as caught:
         save(fabric, tiny_disk, 2, size=1024)
-    assert "step-00000001 is intact. Once this is mended, continue with --resume" in str(caught.value)
+    assert "step-00000001 is intact. Once this is fixed, continue with --resume" in str(caught.value)
     assert caught.value.errno == errno.ENOSPC
     assert steps(tiny_disk) == [1]
     assert loaded(fabric, tiny_disk, 256) == 1
@@ -305,7 +306,7 @@ def test_the_manifest_too_may_meet_a_full_disk(fabric, tmp_path, monkeypatch):
     def full(*_):
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr("diff_transformer.train.manifest.write_whole", full)
+    monkeypatch.setattr("diff_transformer.train.checkpoint.write_whole", full)
     with pytest.raises(DiskError, match=r"the disk or the quota is full.*step-00000001 is intact"):
         save(fabric, tmp_path, 2, keep=1)
     assert steps(tmp_path) == [1]

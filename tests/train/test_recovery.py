@@ -27,8 +27,8 @@ from diff_transformer.train.config import RunConfig, override
 from diff_transformer.train.loop import train
 from diff_transformer.train.materials import load_materials
 from diff_transformer.train.metrics import read_metrics
-from diff_transformer.train.random_state import random_state, set_random_state
 from diff_transformer.train.run_folder import RunLock, open_run_folder
+from diff_transformer.train.state import random_state, set_random_state
 
 OF_THE_MACHINE = ("tokens_per_second", "mfu", "memory_bytes", "peak_memory_bytes")
 MIXTURE = '{"text": 0.5, "needles": 0.25, "recall": 0.25}'

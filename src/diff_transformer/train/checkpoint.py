@@ -1,18 +1,27 @@
-"""Checkpoints: written aside and renamed, checked on the disk before an older one goes, checked again when loaded.
+"""Checkpoints: written beside their place and renamed, read back before older ones go, checked again when loaded.
 
 ``RUN/checkpoints/step-00000200/`` holds ``state.ckpt`` (one file, or a folder of shards where the model is sharded) and
-``manifest.json``; ``checkpoints/best.json`` names the one with the lowest validation loss.
+``manifest.json``, which has the size and the SHA-256 of every file. A checkpoint is whole exactly if its manifest says
+so. ``checkpoints/best.json`` names the checkpoint with the lowest validation loss.
 """
 
+import datetime
 import errno
+import hashlib
 import json
 import logging
 import os
+import platform
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from diff_transformer.durable import (
+    OLD,
+    PARTIAL,
     DiskError,
     explained,
     flush_folder,
@@ -21,20 +30,12 @@ from diff_transformer.durable import (
     require_room,
     write_whole,
 )
-from diff_transformer.train.manifest import damage, read_manifest, write_manifest
-from diff_transformer.train.run_folder import open_run_folder
-from diff_transformer.train.snapshot import has_shards, plain_state, state_bytes
-from diff_transformer.train.state_file import write_state
-
-__all__ = [
-    "CheckpointError", "best_checkpoint", "checkpoint_path", "choose_checkpoint", "latest_checkpoint",
-    "load_checkpoint", "open_run_folder", "save_checkpoint", "write_checkpoint",
-]  # fmt: skip
+from diff_transformer.train.state import Snapshots, has_shards, plain_state, state_bytes
 
 logger = logging.getLogger("diff_transformer")
 
-STATE = "state.ckpt"
-_PARTIAL, _OLD, _DAMAGED, _REPLACED = ".partial", ".old", ".damaged", ".replaced"
+STATE, MANIFEST, FORMAT = "state.ckpt", "manifest.json", 1
+_DAMAGED, _REPLACED = ".damaged", ".replaced"
 
 
 class CheckpointError(RuntimeError):
@@ -42,17 +43,18 @@ class CheckpointError(RuntimeError):
 
 
 def checkpoint_path(folder: Path, step: int) -> Path:
+    """The folder of the checkpoint of ``step`` in the run's ``folder``."""
     return folder / "checkpoints" / f"step-{step:08d}"
 
 
 def latest_checkpoint(folder: Path) -> Path | None:
-    """The newest complete checkpoint of a run, or None; its checksums are not looked at."""
+    """The newest complete checkpoint of a run, or None. Its checksums are not verified."""
     found = _complete(folder)
     return found[-1] if found else None
 
 
 def best_checkpoint(folder: Path) -> Path | None:
-    """Of the checkpoints of a run, the one with the lowest validation loss; None where none was validated."""
+    """The checkpoint of a run with the lowest validation loss; None if none has one."""
     losses = []
     for path in _complete(folder):
         try:
@@ -74,17 +76,19 @@ def save_checkpoint(
     keep_best: bool = True,
     validation_loss: float | None = None,
 ) -> Path:
-    """Write ``state`` as the checkpoint of ``step``; called by every rank.
+    """Write ``state`` as the checkpoint of ``step``. Every rank calls it.
 
-    The files are written beside their final place, flushed to the disk and renamed together; they are read back from
-    the disk before older checkpoints go, all but the last ``keep`` and (``keep_best``) the best.
+    The files are written beside their final place, flushed to the disk and renamed together. They are read back from
+    the disk before older checkpoints are removed.
 
     Args:
-        state: modules, optimizers and plain values; where the model is sharded every rank writes its part.
-        validation_loss: of this very step, where it was measured.
+        state: modules, optimizers and plain values. If the model is sharded, every rank writes its part.
+        keep: number of newest checkpoints that stay.
+        keep_best: whether the checkpoint with the lowest validation loss stays too.
+        validation_loss: the loss measured at this step, if it was.
 
     Raises:
-        DiskError: if it cannot be written, with folder, bytes needed and free. What was there before is intact.
+        DiskError: if it cannot be written, with the folder, the bytes needed and free. Older checkpoints are intact.
     """
     options: dict[str, Any] = {"keep": keep, "keep_best": keep_best, "validation_loss": validation_loss}
     if not has_shards(state):
@@ -104,7 +108,7 @@ def save_checkpoint(
 
 
 def write_checkpoint(folder: Path, step: int, state: dict[str, Any], *, world_size: int = 1, **options) -> Path:
-    """``save_checkpoint`` of a plain state (``plain_state``) from this process alone."""
+    """As ``save_checkpoint``, for a state from ``plain_state`` and from this process alone."""
     needed = state_bytes(state)
     partial = _prepare(folder, step, needed)
     try:
@@ -116,13 +120,13 @@ def write_checkpoint(folder: Path, step: int, state: dict[str, Any], *, world_si
 
 
 def choose_checkpoint(folder: Path) -> tuple[Path | None, list[str]]:
-    """The newest checkpoint whose checksums are right, and what is to be said about newer ones that are damaged.
+    """The newest undamaged checkpoint, and a note for each newer one that is damaged.
 
     Returns:
-        (None, []) where there is no checkpoint at all.
+        (None, []) if there is no checkpoint at all.
 
     Raises:
-        CheckpointError: if every checkpoint is damaged; nothing is removed.
+        CheckpointError: if every checkpoint is damaged. Nothing is removed.
     """
     found = _complete(folder)
     broken: list[str] = []
@@ -133,19 +137,19 @@ def choose_checkpoint(folder: Path) -> tuple[Path | None, list[str]]:
         broken.append(f"{path.name} is damaged: {wrong}")
     if found:
         raise CheckpointError(
-            f"no checkpoint in {folder / 'checkpoints'} can be used ({'; '.join(broken)}). Nothing was removed; put a "
-            f"copy of one of them back, or start anew in another folder"
+            f"no checkpoint in {folder / 'checkpoints'} can be used ({'; '.join(broken)}). Nothing was removed; "
+            f"restore one of them from a copy, or start again in another folder"
         )
     return None, []
 
 
 def load_checkpoint(fabric, folder: Path, state: dict[str, Any]) -> list[str]:
-    """Load the newest checkpoint that is whole into ``state``, if there is any; called by every rank.
+    """Load the newest undamaged checkpoint into ``state``, if there is any. Every rank calls it.
 
-    Damaged ones that are newer are renamed to ``NAME.damaged``.
+    Newer checkpoints, which are damaged, are renamed to ``NAME.damaged``.
 
     Returns:
-        What is to be said about damaged checkpoints, already logged as warnings.
+        A note for each damaged checkpoint; the notes are also logged as warnings.
 
     Raises:
         CheckpointError: if there are checkpoints but all are damaged.
@@ -167,8 +171,166 @@ def load_checkpoint(fabric, folder: Path, state: dict[str, Any]) -> list[str]:
     return notes
 
 
+class Saver:
+    """Writes the checkpoints of a run, while training waits or in the background, with the same guarantees.
+
+    In the background, ``save`` copies the state to main memory and a thread writes the copy; this needs memory for one
+    more state. One checkpoint is written at a time: ``save`` waits for the previous one and raises its error. Call
+    ``wait`` before telling anybody that a state is saved.
+
+    Args:
+        keep, keep_best: as in ``save_checkpoint``.
+    """
+
+    def __init__(self, fabric, folder: Path, *, keep: int = 2, keep_best: bool = True, background: bool = False):
+        self._fabric, self._folder = fabric, folder
+        self._options: dict[str, Any] = {"keep": keep, "keep_best": keep_best}
+        self._snapshots = Snapshots()
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix="checkpoint") if background else None
+        self._writing: Future | None = None
+
+    def save(self, step: int, state: dict[str, Any], validation_loss: float | None = None) -> None:
+        """Save ``state`` as the checkpoint of ``step``. Every rank calls it.
+
+        Raises:
+            DiskError: if this checkpoint, or the previous one in the background, cannot be written.
+            ValueError: for a sharded model in the background.
+        """
+        options: dict[str, Any] = {**self._options, "validation_loss": validation_loss}
+        if self._pool is None:
+            save_checkpoint(self._fabric, self._folder, step, state, **options)
+            return
+        if has_shards(state):
+            raise ValueError("train.checkpoint_async copies whole tensors, and this model is sharded; set it to false")
+        self.wait()
+        if self._fabric.is_global_zero:
+            world = self._fabric.world_size
+            copied = self._snapshots.take(state)
+            self._writing = self._pool.submit(write_checkpoint, self._folder, step, copied, world_size=world, **options)
+
+    def wait(self) -> None:
+        """Return once the state given to ``save`` is on the disk. Every rank calls it.
+
+        Raises:
+            DiskError: if it could not be written.
+        """
+        writing, self._writing = self._writing, None
+        if self._pool is not None:
+            on_first_rank(self._fabric, lambda: None if writing is None else (writing.result(), None)[1])
+
+    def close(self) -> None:
+        """End the thread after its last write. ``wait`` raises the errors, this does not."""
+        if self._pool is not None:
+            self._pool.shutdown()
+
+
+def write_manifest(
+    folder: Path, *, step: int, world_size: int, validation_loss: float | None, checksums: dict[str, str] | None = None
+) -> None:
+    """Write ``manifest.json`` for the files in ``folder``: their sizes and SHA-256, and its own SHA-256.
+
+    Args:
+        checksums: known checksums by path in ``folder``. The other files are read.
+    """
+    paths, known = _files(folder), checksums or {}
+    with ThreadPoolExecutor(_threads(paths)) as pool:
+        sums = list(pool.map(lambda path: known.get(str(path.relative_to(folder))) or _checksum(path), paths))
+    manifest = {
+        "format": FORMAT,
+        "step": step,
+        "world_size": world_size,
+        "validation_loss": validation_loss,
+        "created": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "versions": {"torch": torch.__version__, "python": platform.python_version()},
+        "files": {
+            str(path.relative_to(folder)): {"bytes": path.stat().st_size, "sha256": checksum}
+            for path, checksum in zip(paths, sums, strict=True)
+        },
+    }
+    write_whole(folder / MANIFEST, json.dumps({**manifest, "sha256": _own_checksum(manifest)}, indent=1) + "\n")
+
+
+def read_manifest(folder: Path) -> dict:
+    """The manifest of the checkpoint in ``folder``.
+
+    Raises:
+        ValueError: if it is missing, is not a manifest, or does not have its own checksum.
+    """
+    path = folder / MANIFEST
+    try:
+        manifest = json.loads(path.read_text(encoding="utf-8"))
+        said = manifest.pop("sha256")
+        files, step = dict(manifest["files"]), int(manifest["step"])
+    except FileNotFoundError:
+        raise ValueError(f"{MANIFEST} is missing") from None
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"{MANIFEST} is damaged ({type(error).__name__})") from None
+    if said != _own_checksum(manifest):
+        raise ValueError(f"{MANIFEST} is damaged (its checksum differs)")
+    return {**manifest, "files": files, "step": step}
+
+
+def damage(folder: Path, *, from_disk: bool = False) -> str | None:
+    """What is wrong with the checkpoint in ``folder``; None if every file has the size and checksum of the manifest.
+
+    Args:
+        from_disk: drop the files from the page cache first, so that the disk is read.
+    """
+    try:
+        files = read_manifest(folder)["files"]
+    except ValueError as error:
+        return str(error)
+    for name, entry in files.items():
+        path = folder / name
+        if not path.is_file():
+            return f"{name} is missing"
+        if path.stat().st_size != entry["bytes"]:
+            return f"{name} has {path.stat().st_size:,} bytes instead of {entry['bytes']:,}"
+        if from_disk:
+            _drop_from_page_cache(path)
+    with ThreadPoolExecutor(_threads(list(files))) as pool:
+        try:
+            sums = list(pool.map(_checksum, [folder / name for name in files]))
+        except OSError as error:
+            return f"it cannot be read ({error})"
+    wrong = [name for (name, entry), found in zip(files.items(), sums, strict=True) if entry["sha256"] != found]
+    return f"the checksum of {', '.join(wrong)} differs" if wrong else None
+
+
+class _HashingFile:
+    """A file that computes the SHA-256 of what is written to it."""
+
+    def __init__(self, file):
+        self._file, self.digest = file, hashlib.sha256()
+
+    def write(self, data) -> int:
+        self._file.write(data)
+        self.digest.update(data)
+        return memoryview(data).nbytes
+
+    def flush(self) -> None:
+        self._file.flush()
+
+
+def write_state(path: Path, state: dict[str, Any]) -> str:
+    """Write ``state`` with ``torch.save``, flush it to the disk and return its SHA-256.
+
+    The checksum is computed from the bytes that the serialiser gives, not from the file, so that comparing the two
+    finds errors of the disk.
+
+    Raises:
+        OSError: if the write fails.
+    """
+    with path.open("wb") as file:
+        hashing = _HashingFile(file)
+        torch.save(state, hashing)  # ty: ignore[invalid-argument-type]  (it has the methods that torch.save calls)
+        file.flush()
+        os.fsync(file.fileno())
+    return hashing.digest.hexdigest()
+
+
 def on_first_rank(fabric, action: Callable[[], Any]) -> Any:
-    """``action()`` on rank 0 alone; its result, or its exception, on every rank."""
+    """Call ``action`` on rank 0 alone; return its result, or raise its exception, on every rank."""
     if getattr(fabric, "world_size", 1) == 1:
         return action()
     outcome = None
@@ -184,22 +346,22 @@ def on_first_rank(fabric, action: Callable[[], Any]) -> Any:
 
 
 def _complete(folder: Path) -> list[Path]:
-    """By step, whatever has the name of a checkpoint: it got that name when it was whole."""
+    """The checkpoints by step. A folder gets the name of a checkpoint only when it is complete."""
     return sorted(path for path in (folder / "checkpoints").glob("step-*") if path.name[5:].isdigit())
 
 
 def _partial(folder: Path, step: int) -> Path:
     final = checkpoint_path(folder, step)
-    return final.with_name(final.name + _PARTIAL)
+    return final.with_name(final.name + PARTIAL)
 
 
 def _prepare(folder: Path, step: int, needed: int) -> Path:
-    """An empty folder to write to, on a disk with room; what earlier, broken-off writes left is removed."""
+    """Make an empty folder to write to, on a disk with enough room; remove what interrupted writes left."""
     partial = _partial(folder, step)
     try:
         partial.parent.mkdir(parents=True, exist_ok=True)
         _put_back(folder)
-        for left in [*partial.parent.glob(f"step-*{_PARTIAL}"), *partial.parent.glob(f"step-*{_OLD}")]:
+        for left in [*partial.parent.glob(f"step-*{PARTIAL}"), *partial.parent.glob(f"step-*{OLD}")]:
             remove(left)
         require_room(partial.parent, needed, f"the checkpoint of step {step}")
         partial.mkdir()
@@ -219,7 +381,7 @@ def _publish(
     keep_best: bool = True,
     validation_loss: float | None = None,
 ) -> Path:
-    """Give what was written its manifest and its name, read it back, let older ones go."""
+    """Write the manifest, give the folder its final name, read it back, remove older checkpoints."""
     final, partial = checkpoint_path(folder, step), _partial(folder, step)
     try:
         write_manifest(partial, step=step, world_size=world_size, validation_loss=validation_loss, checksums=checksums)
@@ -237,7 +399,7 @@ def _publish(
 
 
 def _replace(partial: Path, final: Path) -> None:
-    """Give ``partial`` its name; one that has that name already comes back if this is cut short."""
+    """Rename ``partial`` to ``final``. If this is interrupted, ``_put_back`` restores the ``final`` of before."""
     if final.exists():
         os.replace(final, final.with_name(final.name + _REPLACED))
     os.replace(partial, final)
@@ -246,10 +408,11 @@ def _replace(partial: Path, final: Path) -> None:
 
 
 def _put_back(folder: Path) -> None:
+    """Finish or undo an interrupted ``_replace``."""
     for path in (folder / "checkpoints").glob(f"step-*{_REPLACED}"):
         final = path.with_name(path.name.removesuffix(_REPLACED))
         if final.exists():
-            old = path.with_name(final.name + _OLD)
+            old = path.with_name(final.name + OLD)
             os.replace(path, old)
             remove(old)
         else:
@@ -263,8 +426,8 @@ def _forget_older(folder: Path, newest: Path, keep: int, keep_best: bool) -> Non
         pointer = {"checkpoint": best.name, "step": manifest["step"], "validation_loss": manifest["validation_loss"]}
         write_whole(best.parent / "best.json", json.dumps(pointer) + "\n")
     for path in set(_complete(folder)) - {*_complete(folder)[-max(1, keep) :], newest, best}:
-        old = path.with_name(path.name + _OLD)
-        os.replace(path, old)  # first the name: what is left of it must not look like a checkpoint
+        old = path.with_name(path.name + OLD)
+        os.replace(path, old)  # rename first: a half-removed folder must not look like a checkpoint
         remove(old)
     for path in newest.parent.glob(f"step-*{_DAMAGED}"):
         if path.name.removesuffix(_DAMAGED) <= newest.name:
@@ -278,9 +441,32 @@ def _set_aside(path: Path) -> None:
 
 
 def _failed(error: Exception, folder: Path, step: int, needed: int) -> DiskError:
-    """The error with where, how much, what the user still has, and what to do."""
+    """The error with the folder, the bytes needed, which checkpoint is intact, and what to do."""
     if not isinstance(error, DiskError):
         error = explained(error, folder / "checkpoints", needed, f"the checkpoint of step {step}")
     last = latest_checkpoint(folder)
     kept = f"{last} is intact" if last is not None else "there is no earlier checkpoint"
-    return DiskError(error.errno, f"{error.strerror}; {kept}. Once this is mended, continue with --resume")
+    return DiskError(error.errno, f"{error.strerror}; {kept}. Once this is fixed, continue with --resume")
+
+
+def _files(folder: Path) -> list[Path]:
+    return sorted(path for path in folder.rglob("*") if path.is_file() and path.relative_to(folder) != Path(MANIFEST))
+
+
+def _threads(paths: list) -> int:
+    return max(1, min(len(paths), os.cpu_count() or 1, 8))
+
+
+def _checksum(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _own_checksum(manifest: dict) -> str:
+    return hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
+
+
+def _drop_from_page_cache(path: Path) -> None:
+    if hasattr(os, "posix_fadvise"):
+        with path.open("rb") as file:
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)

@@ -15,19 +15,17 @@ from typing import Any
 import torch
 from lightning.fabric import Fabric
 
-from diff_transformer.train.checkpoint import latest_checkpoint, load_checkpoint, on_first_rank, open_run_folder
+from diff_transformer.train.checkpoint import Saver, latest_checkpoint, load_checkpoint, on_first_rank
 from diff_transformer.train.config import RunConfig
 from diff_transformer.train.heartbeat import Heartbeat
 from diff_transformer.train.materials import Materials, build_model, check_model, load_materials, mixture_shares
 from diff_transformer.train.metrics import MetricsLog
 from diff_transformer.train.mfu import utilisation
-from diff_transformer.train.model_folder import save_model
 from diff_transformer.train.objective import Objective
 from diff_transformer.train.optim import learning_rate, make_optimizer, schedule_warning
 from diff_transformer.train.parallelize import compile_layers, make_fabric, share_of
 from diff_transformer.train.prefetch import prefetched
-from diff_transformer.train.run_folder import check_run_folder
-from diff_transformer.train.saver import Saver
+from diff_transformer.train.run_folder import check_run_folder, open_run_folder, save_model
 from diff_transformer.train.signals import Interrupted, StopRequest, stop_requests
 from diff_transformer.train.state import TrainingState, whole_model
 from diff_transformer.train.step import Outcome, Rows, Stepper, make_rows

@@ -1,4 +1,7 @@
-"""The folder of a run: never overwritten, written to by one process (or one group of ranks) at a time."""
+"""The folder of a run: never overwritten, used by one process (or one group of ranks) at a time.
+
+It holds ``config.json``, ``metrics.jsonl``, ``checkpoints/`` and, at the end, ``model/`` in Hugging Face's format.
+"""
 
 import errno
 import json
@@ -11,15 +14,16 @@ from pathlib import Path
 from filelock import FileLock, Timeout
 
 from diff_transformer.checks import differences
-from diff_transformer.durable import DiskError, explained, require_writable
+from diff_transformer.durable import DiskError, explained, replacing, require_room, require_writable
 from diff_transformer.train.config import RunConfig
+from diff_transformer.train.state import state_bytes
 
 logger = logging.getLogger("diff_transformer")
 
 LOCK = "run.lock"
 _NO_LOCKS = {errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP}  # of file systems without locks
 _OURS = {LOCK, "train.log"}
-_FREE = re.compile(  # what changes nothing that is trained, but for rounding
+_FREE = re.compile(  # settings that a resumed run may change: they affect results by rounding at most
     r"evaluation\.|train\.(checkpoint_\w+|parallel\.\w+|prefetch|peak_flops|accumulate|micro_rows|loss_chunk"
     r"|activation_checkpointing|compile|threads|log_every|validate_every):"
 )
@@ -72,10 +76,10 @@ def _owner(path: Path) -> str:
 
 
 def check_run_folder(folder: Path, *, resume: bool) -> None:
-    """Check, before anything is loaded, that ``folder`` can be the home of a run; write nothing.
+    """Check that ``folder`` can be the folder of a run, before anything is loaded. Writes nothing.
 
     Raises:
-        FileExistsError: if the folder holds anything and ``resume`` is False, or holds no run.
+        FileExistsError: if the folder is not empty and ``resume`` is False, or if it holds something else than a run.
         DiskError: if it cannot be written to.
     """
     _refuse_strangers(folder, resume)
@@ -83,19 +87,19 @@ def check_run_folder(folder: Path, *, resume: bool) -> None:
 
 
 def open_run_folder(folder: Path, config: RunConfig, *, resume: bool) -> RunLock:
-    """Make ``folder`` the home of a run of ``config``, or check that it already is and may go on; lock it.
+    """Make ``folder`` the folder of a run of ``config``, or check that it holds such a run already. Lock it.
 
-    In a resumed run may differ: how often it logs, validates and saves, what is measured afterwards, over how many
-    processes and in how many passes a step is spread, and how it is computed but for rounding. Nothing else may.
-    ``config.json`` has the settings with which the run went on last; that of a finished run stays as it is.
+    A resumed run may change these settings: how often it logs, validates and saves, what is measured afterwards, the
+    number of processes and of passes a step, and how a step is computed, up to rounding. ``config.json`` is updated
+    with them, except for a finished run.
 
     Returns:
         The lock, held until ``release`` (it is also a context manager) or the end of the process.
 
     Raises:
-        FileExistsError: if the folder holds anything and ``resume`` is False.
+        FileExistsError: if the folder is not empty and ``resume`` is False.
         ValueError: if it holds a run of another configuration.
-        DiskError: if it cannot be written to, or another process trains in it.
+        DiskError: if it cannot be written to, or another process uses it.
     """
     check_run_folder(folder, resume=resume)
     try:
@@ -124,6 +128,26 @@ def open_run_folder(folder: Path, config: RunConfig, *, resume: bool) -> RunLock
     return lock
 
 
+def save_model(model, tokenizer, folder: Path) -> None:
+    """Write model and tokenizer to ``folder`` in Hugging Face's format, atomically.
+
+    Raises:
+        DiskError: if it cannot be written. What was there before is intact, and so is the run's last checkpoint.
+    """
+    needed = state_bytes({"model": model})
+    try:
+        with replacing(folder) as partial:
+            require_room(folder.parent, needed, "the model")
+            model.save_pretrained(partial)
+            tokenizer.save_pretrained(partial)
+    except Exception as error:
+        if not isinstance(error, DiskError):
+            error = explained(error, folder.parent, needed, "the model")
+        raise DiskError(
+            error.errno or errno.EIO, f"{error.strerror}; the checkpoints are intact: make room, then --resume"
+        ) from error
+
+
 def _refuse_strangers(folder: Path, resume: bool) -> None:
     if (folder / "config.json").exists():
         if not resume:
@@ -140,7 +164,9 @@ def _refuse_other_run(folder: Path, path: Path, config: RunConfig) -> None:
     try:
         there = RunConfig.from_dict(json.loads(path.read_text(encoding="utf-8"))).to_dict()
     except json.JSONDecodeError as error:
-        raise ValueError(f"{path} is damaged ({error}); put the run's configuration back, or start anew") from None
+        raise ValueError(
+            f"{path} is damaged ({error}); restore the run's configuration, or start again in another folder"
+        ) from None
     here = config.to_dict()
     different = [line for line in differences(there, here) if not _FREE.match(line)]
     if different:

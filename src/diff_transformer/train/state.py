@@ -1,10 +1,17 @@
-"""The training state in a form that depends on no number of processes: whole tensors under the parameters' names."""
+"""The training state that a checkpoint holds, in a form that does not depend on the number of processes.
 
-from typing import Any
+Weights and optimizer state are whole tensors under the parameters' names, unless every process writes its own part
+(``sharded_files``). Everything loads with ``weights_only=True``, without executing code.
+"""
 
+import random
+from collections.abc import Iterator
+from typing import Any, cast
+
+import numpy as np
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -13,14 +20,68 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.tensor import DTensor
 
-from diff_transformer.train.random_state import random_state, set_random_state
+
+class TrainingState:
+    """The state of a run: model, optimizer, number of finished steps, random state of every process.
+
+    Args:
+        sharded_files: if the model is sharded, every process writes its part to a file of its own instead of sending it
+            to rank 0. Such a checkpoint loads over any number of processes, but only under FSDP2.
+    """
+
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, *, sharded_files: bool = False):
+        self.model, self.optimizer = model, optimizer
+        self.in_parts = sharded_files and is_sharded(model)
+
+    def to_load(self) -> dict[str, Any]:
+        """The state that ``load_checkpoint`` loads into."""
+        optimizer = self.optimizer if self.in_parts else NamedOptimizer(self.model, self.optimizer)
+        return {"model": self.model, "optimizer": optimizer, "step": 0, "random": []}
+
+    def take(self, loaded: dict[str, Any], seed: int) -> int:
+        """Restore this process's random state from a loaded state; return the number of finished steps."""
+        _take_random_state(loaded["random"], seed, loaded["step"])
+        return loaded["step"]
+
+    def to_save(self, step: int) -> dict[str, Any]:
+        """The state after ``step`` steps, for ``save_checkpoint``. Every process calls it."""
+        rest = {"step": step, "random": _random_states()}
+        if self.in_parts:
+            return {"model": self.model, "optimizer": self.optimizer, **rest}
+        optimizer = NamedOptimizer(self.model, self.optimizer).state_dict()
+        return {"model": whole_weights(self.model), "optimizer": optimizer, **rest}
+
+
+def whole_weights(model: nn.Module) -> dict[str, Any]:
+    """The model's state dict with whole tensors. For a sharded model: on the CPU of rank 0, and {} on other ranks."""
+    return get_model_state_dict(model, options=_whole(model))
+
+
+def whole_model(model: Any, first: bool) -> Any:
+    """The finished model in eval mode, ready for generation. Every process calls it.
+
+    For a sharded model: a whole copy on the process that is ``first``, None on the others.
+    """
+    if is_sharded(model):
+        weights = whole_weights(model)
+        if not first:
+            return None
+        dtype = model.dtype
+        model = type(model)(model.config)
+        model.to(dtype).load_state_dict(weights)
+    model.config.use_cache = True
+    return model.eval()
+
+
+def is_sharded(model: nn.Module) -> bool:
+    """Whether some parameter is a DTensor."""
+    return any(isinstance(parameter, DTensor) for parameter in model.parameters())
 
 
 class NamedOptimizer:
-    """An optimizer's state under the names of its model's parameters; whole on rank 0, where parameters are sharded.
+    """An optimizer's state under the names of its model's parameters; whole on rank 0 if parameters are sharded.
 
-    ``state_dict`` and ``load_state_dict`` are called by every process. The state loads into the same optimizer over any
-    number of processes.
+    Every process calls ``state_dict`` and ``load_state_dict``. The state loads over any number of processes.
     """
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer):
@@ -34,64 +95,12 @@ class NamedOptimizer:
         set_optimizer_state_dict(self.model, self.optimizer, optim_state_dict=state, options=options)
 
 
-class TrainingState:
-    """What a checkpoint holds of a run: model, optimizer, finished steps, random state of every process.
-
-    Args:
-        sharded_files: where the model is sharded, every process writes its part to a file of its own instead of
-            sending it to rank 0; such a checkpoint loads over any number of processes, but under FSDP2 alone.
-    """
-
-    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, *, sharded_files: bool = False):
-        self.model, self.optimizer = model, optimizer
-        self.in_parts = sharded_files and is_sharded(model)
-
-    def to_load(self) -> dict[str, Any]:
-        """A state for ``load_checkpoint`` to load into."""
-        optimizer = self.optimizer if self.in_parts else NamedOptimizer(self.model, self.optimizer)
-        return {"model": self.model, "optimizer": optimizer, "step": 0, "random": []}
-
-    def take(self, loaded: dict[str, Any], seed: int) -> int:
-        """The number of finished steps of a loaded state, whose random state this process takes on."""
-        _take_random_state(loaded["random"], seed, loaded["step"])
-        return loaded["step"]
-
-    def to_save(self, step: int) -> dict[str, Any]:
-        """The state after ``step`` steps, for ``save_checkpoint``; called by every process."""
-        rest = {"step": step, "random": _random_states()}
-        if self.in_parts:
-            return {"model": self.model, "optimizer": self.optimizer, **rest}
-        optimizer = NamedOptimizer(self.model, self.optimizer).state_dict()
-        return {"model": whole_weights(self.model), "optimizer": optimizer, **rest}
-
-
-def whole_weights(model: nn.Module) -> dict[str, Any]:
-    """The state dict of a model with whole tensors: of a sharded one on the CPU of rank 0, and {} on other ranks."""
-    return get_model_state_dict(model, options=_whole(model))
-
-
-def whole_model(model: Any, first: bool) -> Any:
-    """The finished model in eval mode, ready for generation: ``model`` itself, or of a sharded one a whole copy on the
-    process that is ``first``, None on the others. Called by every process."""
-    if is_sharded(model):
-        weights = whole_weights(model)
-        if not first:
-            return None
-        dtype = model.dtype
-        model = type(model)(model.config)
-        model.to(dtype).load_state_dict(weights)
-    model.config.use_cache = True
-    return model.eval()
-
-
-def is_sharded(model: nn.Module) -> bool:
-    return any(isinstance(parameter, DTensor) for parameter in model.parameters())
-
-
 @torch.no_grad()
 def present_lambdas(model: nn.Module) -> list[float]:
-    """What telemetry shows of lambda in each layer of a model that is spread over processes, all of which call it. A
-    lambda that depends on the token is averaged over what they computed last."""
+    """Lambda of each layer of a model that is spread over processes. Every process calls it.
+
+    A lambda that depends on the token is the mean over the tokens that the processes saw last.
+    """
     from diff_transformer.model.lambdas import LAMBDAS, LearnedLambda, TokenLambda, present_lambda
 
     values = []
@@ -111,6 +120,101 @@ def present_lambdas(model: nn.Module) -> list[float]:
     return values
 
 
+class Snapshots:
+    """Copies states into main memory, reusing its buffers (pinned if the state is on a GPU)."""
+
+    def __init__(self):
+        self._buffers: dict[tuple, Tensor] = {}
+
+    def take(self, state: dict[str, Any]) -> dict[str, Any]:
+        """``plain_state(state)`` with every tensor copied. The next ``take`` overwrites the copies.
+
+        Tensors that share memory (tied weights) share their copy.
+        """
+        copied: dict[tuple, Tensor] = {}
+        taken = self._copy(plain_state(state), (), copied)
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        return taken
+
+    def _copy(self, value: Any, place: tuple, copied: dict[tuple, Tensor]) -> Any:
+        if isinstance(value, dict):
+            return {key: self._copy(item, (*place, key), copied) for key, item in value.items()}
+        if isinstance(value, list | tuple):
+            return type(value)(self._copy(item, (*place, i), copied) for i, item in enumerate(value))
+        if not isinstance(value, Tensor):
+            return value
+        memory = (value.device, value.data_ptr(), value.dtype, value.shape, value.stride())
+        if value.numel() == 0 or memory not in copied:
+            buffer = self._buffers.get(place)
+            if buffer is None or buffer.shape != value.shape or buffer.dtype != value.dtype:
+                buffer = torch.empty_like(value, device="cpu", pin_memory=value.is_cuda)
+                self._buffers[place] = buffer
+            copied[memory] = buffer.copy_(value.detach(), non_blocking=True)
+        return copied[memory]
+
+
+def plain_state(state: dict[str, Any]) -> dict[str, Any]:
+    """``state`` with the ``state_dict`` of each module and optimizer, unwrapped from Fabric and ``torch.compile``."""
+    return {key: _plain(value) for key, value in state.items()}
+
+
+def has_shards(state: dict[str, Any]) -> bool:
+    """Whether some tensor of the state is a DTensor, so that this process may hold only a part of it."""
+    return any(isinstance(tensor, DTensor) for tensor in _tensors(state))
+
+
+def state_bytes(state: dict[str, Any]) -> int:
+    """Bytes of all tensors of a state; shared memory counts once, a sharded tensor with all its shards."""
+    sizes: dict[int, int] = {}
+    for tensor in _tensors(state):
+        local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+        sizes[local.data_ptr()] = tensor.numel() * tensor.element_size()
+    return sum(sizes.values())
+
+
+def _plain(value: Any) -> Any:
+    from lightning.fabric import is_wrapped
+
+    value = getattr(value, "_orig_mod", value)
+    if is_wrapped(value):
+        value = value.optimizer if isinstance(value, torch.optim.Optimizer) else value.module
+    value = getattr(value, "_orig_mod", value)
+    return value.state_dict() if hasattr(value, "state_dict") else value
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    value = _plain(value)
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, dict | list | tuple):
+        for item in value.values() if isinstance(value, dict) else value:
+            yield from _tensors(item)
+
+
+def random_state() -> dict[str, Any]:
+    """States of PyTorch (CPU and every CUDA device), NumPy's global generator and Python's ``random``."""
+    kind, keys, position, has_gauss, gauss = cast(tuple, np.random.get_state())
+    version, words, following = random.getstate()
+    return {
+        "torch": torch.get_rng_state(),
+        "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
+        "numpy": [str(kind), torch.from_numpy(keys.astype(np.int64)), int(position), int(has_gauss), float(gauss)],
+        "python": [version, torch.tensor(words, dtype=torch.int64), following],
+    }
+
+
+def set_random_state(state: dict[str, Any]) -> None:
+    """Restore what ``random_state`` returned; CUDA devices that do not exist here are left out."""
+    torch.set_rng_state(state["torch"].cpu())
+    for device, words in enumerate(state["cuda"][: torch.cuda.device_count()]):
+        torch.cuda.set_rng_state(words.cpu(), device)
+    kind, keys, *rest = state["numpy"]
+    np.random.set_state((kind, keys.cpu().numpy().astype(np.uint32), *rest))
+    version, words, following = state["python"]
+    random.setstate((version, tuple(words.tolist()), following))
+
+
 def _whole(model: nn.Module) -> StateDictOptions:
     return StateDictOptions(full_state_dict=True, cpu_offload=is_sharded(model))
 
@@ -120,7 +224,7 @@ def _whole_tensor(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _random_states() -> list[dict[str, Any]]:
-    """The state of the random generators of every process, by rank."""
+    """``random_state`` of every process, by rank."""
     if not dist.is_initialized():
         return [random_state()]
     states: list[Any] = [None] * dist.get_world_size()
@@ -129,7 +233,7 @@ def _random_states() -> list[dict[str, Any]]:
 
 
 def _take_random_state(states: list[dict[str, Any]], seed: int, step: int) -> None:
-    """Put back this process's random state; one that had no process then starts from (seed, step, rank)."""
+    """Restore this process's random state. A rank that did not exist then is seeded with (seed, step, rank)."""
     rank = dist.get_rank() if dist.is_initialized() else 0
     if rank < len(states):
         set_random_state(states[rank])
