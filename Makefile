@@ -8,7 +8,7 @@ WORKERS ?= 2
 
 export HF_HUB_OFFLINE ?= 1
 
-.PHONY: demo test slow compile-check lint format figures env clean
+.PHONY: demo test slow compile-check docs lint format figures env clean
 
 demo: $(READY)  ## train the matched pair on real text, measure both, write the report
 	$(BIN)/diff-transformer compare --recipe demo --out $(OUT) $(ARGS)
@@ -33,6 +33,9 @@ figures: $(READY)  ## tables and plots again from the committed records
 	$(BIN)/python benchmarks/readme_tables.py
 	$(BIN)/python docs/tables.py
 	$(BIN)/python docs/cli.py
+
+docs: $(READY)  ## the documentation site, in build/site; to read it: python3 -m http.server --directory build/site
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 lint: $(READY)  ## style and types
 	$(BIN)/ruff check .
