@@ -1,6 +1,7 @@
 """The checks that everything with a size, or with a name to choose, needs."""
 
 import difflib
+import importlib.util
 from collections.abc import Iterable, Sequence
 
 LAST_PORT = 65535
@@ -77,3 +78,16 @@ def differences(first: dict, second: dict, prefix: str = "") -> list[str]:
         elif a != b:
             lines.append(f"{prefix}{key}: {a!r} against {b!r}")
     return lines
+
+
+def require_extra(extra: str, purpose: str, *packages: str) -> None:
+    """Raise RuntimeError if one of ``packages`` is not installed, with the command that installs them.
+
+    Args:
+        extra: of this distribution, that has the packages. purpose: what needs them, as the subject of a sentence.
+    """
+    missing = [package for package in packages if importlib.util.find_spec(package) is None]
+    if missing:
+        raise RuntimeError(
+            f"{purpose} needs {' and '.join(missing)}; install with: pip install 'diff-transformer[{extra}]'"
+        )

@@ -86,6 +86,14 @@ def computing():
     keep_freed_memory()
 
 
+def training():
+    """``computing``, for commands that train. Raises RuntimeError if the extra ``train`` is not installed."""
+    from diff_transformer.checks import require_extra
+
+    require_extra("train", "training", "lightning", "tensorboard")
+    computing()
+
+
 def configuration(name: str, assignments: list[str] | None):
     from diff_transformer.recipes import recipe
     from diff_transformer.train.config import override

@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from diff_transformer.cli.app import Out, Recipe, Resume, Set, app, computing, configuration, quiet, resumable
+from diff_transformer.cli.app import Out, Recipe, Resume, Set, app, configuration, quiet, resumable, training
 
 CHECKPOINTS = "checkpoints/step-????????"  # of a run, those that are whole
 
@@ -30,7 +30,7 @@ def compare(
     from diff_transformer.compare import compare as run
     from diff_transformer.model.matching import VARIANTS
 
-    computing()
+    training()
     for assignment in assignments or []:
         if assignment.partition("=")[0].strip() == "model.attention":
             more = ", ".join(name for name in VARIANTS if name not in ("diff", "softmax"))
@@ -60,7 +60,7 @@ def train(out: Out, recipe: Recipe = "demo", assignments: Set = None, resume: Re
 
     from diff_transformer.train.launch import is_first, start_processes
 
-    computing()
+    training()
     config = configuration(recipe, assignments)
     start_processes(config, out, resume=resume)
     from diff_transformer.train.loop import train as run
@@ -135,7 +135,7 @@ def study(
     from diff_transformer.recipes.studies import study as plan
     from diff_transformer.study import run_study
 
-    quiet()
+    training()
     with resumable(out, lambda: any(out.rglob(CHECKPOINTS)), "with the same command"):
         done = run_study(plan(name, corpus), out, minutes=minutes, jobs=jobs)
     total = "a number that the sweep decides" if done.total is None else done.total

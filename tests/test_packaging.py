@@ -1,0 +1,97 @@
+"""What is installed and published: extras, metadata, the page of the package index, the source distribution."""
+
+import re
+import shutil
+import subprocess
+import sys
+import tarfile
+import tomllib
+from pathlib import Path
+
+import pytest
+
+import diff_transformer
+
+ROOT = Path(__file__).parent.parent
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+WITHOUT_TRAINING = (
+    "import sys\n"
+    "for name in ('lightning', 'tensorboard', 'matplotlib'): sys.modules[name] = None\n"  # as if not installed
+)
+
+
+def run(code: str, *arguments: str) -> subprocess.CompletedProcess:
+    command = [sys.executable, "-c", WITHOUT_TRAINING + code, *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=240)
+
+
+def test_a_layer_a_model_and_an_experiment_do_without_the_extra_train():
+    done = run(
+        "import torch, diff_transformer as d\n"
+        "d.DiffAttention(32, 4)(torch.randn(1, 3, 32))\n"
+        "config = d.DiffTransformerConfig(vocab_size=8, hidden_size=32, num_hidden_layers=1, num_attention_heads=4)\n"
+        "d.DiffTransformerForCausalLM(config)(torch.tensor([[1, 2]]))\n"
+        "import diff_transformer.evals.needle, diff_transformer.inference.generation, diff_transformer.model.convert\n"
+    )
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("command", ["train", "compare", "study desk"])
+def test_training_without_its_extra_says_what_to_install(command, tmp_path):
+    out = tmp_path / "run"
+    done = run("from diff_transformer.cli import main; main()", *command.split(), "--out", str(out))
+    assert done.returncode == 2
+    assert done.stderr.strip().splitlines()[-1] == (
+        "error: training needs lightning and tensorboard; install with: pip install 'diff-transformer[train]'"
+    )
+    assert not out.exists()
+
+
+def test_every_extra_that_a_message_names_exists():
+    sources = "\n".join(path.read_text() for path in (ROOT / "src").rglob("*.py"))
+    named = set(re.findall(r"diff-transformer\[(\w+)\]", sources))
+    assert named
+    assert named <= PROJECT["optional-dependencies"].keys()
+
+
+def test_versions_agree():
+    assert PROJECT["version"] == diff_transformer.__version__
+    assert f"version: {PROJECT['version']}\n" in (ROOT / "CITATION.cff").read_text()
+    assert f"## [{PROJECT['version']}]" in (ROOT / "CHANGELOG.md").read_text()
+
+
+def test_the_citation_is_complete():
+    yaml = pytest.importorskip("yaml")
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
+    assert {"cff-version", "message", "title", "authors", "version", "license", "preferred-citation"} <= citation.keys()
+    assert citation["preferred-citation"]["title"] == "Differential Transformer"
+    assert "2410.05258" in citation["preferred-citation"]["url"]
+
+
+def test_the_page_of_the_package_index_stands_alone():
+    """Its links are absolute, it has no images of the repository, and its code is README's, which a test runs."""
+    page, readme = ((ROOT / name).read_text() for name in (PROJECT["readme"], "README.md"))
+    links = re.findall(r"\]\(([^)\s]+)\)", page)
+    assert links
+    assert all(link.startswith("https://") for link in links)
+    (code,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    assert code in readme
+    extras = re.search(r"Other extras: (.*)\.", page)[1]
+    assert set(re.findall(r"`(\w+)`", extras)) == PROJECT["optional-dependencies"].keys() - {"dev", "docs", "train"}
+
+
+@pytest.mark.slow
+def test_the_source_distribution_holds_the_package_and_no_tests(tmp_path):
+    copy = tmp_path / "copy"
+    ignored = shutil.ignore_patterns(".git", ".venv", "build", "runs", "*.egg-info", "__pycache__")
+    shutil.copytree(ROOT, copy, ignore=ignored)
+    code = "from setuptools import build_meta; print(build_meta.build_sdist('dist'))"
+    done = subprocess.run([sys.executable, "-c", code], cwd=copy, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr
+    with tarfile.open(copy / "dist" / done.stdout.split()[-1]) as archive:
+        names = {name.partition("/")[2] for name in archive.getnames()}
+    assert {"pyproject.toml", "README.md", PROJECT["readme"], "LICENSE", "CITATION.cff"} <= names
+    assert not any(name.startswith("tests/") for name in names)
+    package = ROOT / "src" / "diff_transformer"
+    sources = [path for path in package.rglob("*") if path.suffix in (".py", ".cpp", ".h", ".css", ".js", ".html")]
+    assert {path.relative_to(ROOT).as_posix() for path in sources} <= names
