@@ -61,7 +61,7 @@ TABLES = {
 
 
 def experiments_table() -> list[str]:
-    from diff_transformer.evals.command import EXPERIMENTS
+    from diff_transformer.lab.experiments import EXPERIMENTS
 
     lines = ["| `eval` | in the paper |", "|---|---|"]
     return [*lines, *(f"| `{name}` | {what} |" for name, what in EXPERIMENTS.items())]

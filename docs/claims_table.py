@@ -4,11 +4,10 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
+from diff_transformer.lab.measures import AR_HIT, OUTLIERS, Measure, final_loss, metric, paired_rows
+from diff_transformer.lab.recipes import recipe
 from diff_transformer.model.config import DiffTransformerConfig
 from diff_transformer.model.training_cost import BF16_PEAK_FLOPS, training_seconds
-from diff_transformer.recipes import recipe
-from diff_transformer.study.analysis import Measure, final_loss, metric, paired_rows
-from diff_transformer.study.measures import AR_HIT, OUTLIERS
 
 RECORD = Path(__file__).resolve().parents[1] / "figures" / "desk" / "measured.json"
 MAIN, SIDE = "novels", "diff_same_rate"  # of the desk study: its main setting, one learning rate for both models

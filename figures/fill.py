@@ -18,7 +18,7 @@ from record import without_places
 from scaling import SIDES, matched, records, scaling_runs
 from tables import in_short, interval, side_by_side
 
-from diff_transformer.study.analysis import Cells, Row, paired_rows
+from diff_transformer.lab.measures import Cells, Row, paired_rows
 
 FIGURES = Path(__file__).resolve().parent
 MEASURED = re.compile(r"(?<=<!-- measured -->\n).*?(?=\n<!-- /measured -->)", re.DOTALL)

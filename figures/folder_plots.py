@@ -8,8 +8,8 @@ from pathlib import Path
 from paper import ABLATED, TABLE_6, Panel
 from plots import COLORS, NAMES, RATES, bands, plt, save
 
-from diff_transformer.evals.run_tables import Run
-from diff_transformer.study.analysis import Row
+from diff_transformer.lab.measures import Row
+from diff_transformer.lab.run_tables import Run
 
 Numbers = dict[str, dict[str, list[float]]]  # side -> metric -> a number for each seed
 

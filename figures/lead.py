@@ -6,8 +6,8 @@ import matplotlib.pyplot as plt
 from plots import COLORS, NAMES, save
 from tables import in_numbers
 
-from diff_transformer.evals.intervals import Interval, over_seeds
-from diff_transformer.study.analysis import Cells, Record, borrow_baselines, trained
+from diff_transformer.lab.measures import Cells, Record, borrow_baselines, trained
+from diff_transformer.lab.stats import Interval, over_seeds
 
 # Setting -> the sides that are shown, all at the Transformer's learning rate but the published one of "novels".
 SHOWN = {

@@ -2,8 +2,7 @@
 
 from dataclasses import dataclass
 
-from diff_transformer.study.analysis import Measure, final_loss, metric
-from diff_transformer.study.measures import AR_HIT, OUTLIERS
+from diff_transformer.lab.measures import AR_HIT, OUTLIERS, Measure, final_loss, metric
 
 DEPTHS = (0, 25, 50, 75, 100)
 TOPS = ("top1", "top2", "top3", "top10", "top100", "median")

@@ -83,7 +83,7 @@ def bands(axes, seeds: Iterable[dict], side: str, *, label: str | None = None, s
 
 def draw_desk(cells: dict, folder: Path) -> None:
     """Loss curves and retrieval of the main setting, and the difference in loss in every setting."""
-    from diff_transformer.study.analysis import borrow_baselines, final_loss, paired_rows
+    from diff_transformer.lab.measures import borrow_baselines, final_loss, paired_rows
 
     main = cells.get("novels", {})
     if main.keys() >= {"softmax", "diff"}:

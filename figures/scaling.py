@@ -1,8 +1,8 @@
 """The desk study's sizes as a table of runs, and the law of Figure 3 fitted to it."""
 
-from diff_transformer.evals.run_tables import Run, runs_of_cell
-from diff_transformer.evals.scaling import evaluate_scaling
-from diff_transformer.study.analysis import Cells
+from diff_transformer.lab.measures import Cells
+from diff_transformer.lab.run_tables import Run, runs_of_cell
+from diff_transformer.lab.scaling import evaluate_scaling
 
 SIZES = ("narrow", "novels", "wide")  # settings that differ in size alone
 SIDES = ("softmax", "diff")

@@ -1,7 +1,7 @@
 """Tables of paired differences, in Markdown."""
 
-from diff_transformer.evals.intervals import Interval
-from diff_transformer.study.analysis import Row
+from diff_transformer.lab.measures import Row
+from diff_transformer.lab.stats import Interval
 
 MARKS = {"held": "✓ ", "did not hold": "✗ "}
 WORDS = {"held": "better in DIFF", "did not hold": "worse in DIFF", "undecided": "undecided"}

@@ -49,7 +49,7 @@ def short_commands(page, names):
     return re.findall(rf"`((?:{'|'.join(names)}) [^`\n]+)`", page.read_text())
 
 
-SOURCES = sorted((ROOT / "src" / "diff_transformer" / "recipes").glob("*.py"))
+SOURCES = sorted((ROOT / "src" / "diff_transformer" / "lab" / "recipes").glob("*.py"))
 
 
 @pytest.mark.parametrize("page", [page for page in (*PAGES, *SOURCES) if page.name != "cli.md"], ids=name)

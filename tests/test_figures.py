@@ -22,7 +22,7 @@ def test_the_index_names_every_folder():
 
 @pytest.mark.parametrize("folder", FOLDERS, ids=lambda path: path.name)
 def test_a_folder_has_its_commands_and_the_paper_s_numbers(folder):
-    from diff_transformer.evals.command import EXPERIMENTS
+    from diff_transformer.lab.experiments import EXPERIMENTS
 
     expected = json.loads((folder / "expected.json").read_text())
     assert {"paper", "source"} <= set(expected)
@@ -58,7 +58,7 @@ def test_a_plot_of_every_kind_is_drawn(figures, tmp_path):
     from folder_plots import draw_ablation, draw_folder, draw_scaling, draw_throughput, ticks_of
     from paper import FOLDERS, TABLE_6, Panel
 
-    from diff_transformer.study.analysis import paired_rows
+    from diff_transformer.lab.measures import paired_rows
 
     numbers = {"softmax": {"shots1": [0.1, 0.2], "shots16": [0.3, 0.2], "chance": [0.06]}, "diff": {"shots16": [0.4]}}
     assert ticks_of(Panel("", r"shots(\d+)", ""), numbers) == {"1": "shots1", "16": "shots16"}
@@ -110,7 +110,7 @@ def test_the_share_of_parameters_comes_from_sizes_that_differ(figures):
 def test_recorded_cells_can_be_gone_on_with(figures, tmp_path):
     from plots import cells_of
 
-    from diff_transformer.study.analysis import collect
+    from diff_transformer.lab.measures import collect
 
     kept = tmp_path / "novels" / "softmax-seed0" / "result.json"
     kept.parent.mkdir(parents=True)

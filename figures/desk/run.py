@@ -12,7 +12,8 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from diff_transformer.study.analysis import (
+from diff_transformer.lab.measures import (
+    MEASURES,
     Cells,
     borrow_baselines,
     collect,
@@ -22,7 +23,6 @@ from diff_transformer.study.analysis import (
     tokens_to_equal_loss,
     trained,
 )
-from diff_transformer.study.measures import MEASURES
 
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent))

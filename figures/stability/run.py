@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 from statistics import fmean
 
-from diff_transformer.study.analysis import Cells, collect
+from diff_transformer.lab.measures import Cells, collect
 
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent))

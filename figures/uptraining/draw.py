@@ -10,7 +10,7 @@ sys.path[:0] = [str(HERE), str(HERE.parent)]
 from arms import ARMS  # noqa: E402  (beside this file; plots is above)
 from plots import plt, save  # noqa: E402
 
-from diff_transformer.evals.intervals import over_seeds  # noqa: E402
+from diff_transformer.lab.stats import over_seeds  # noqa: E402
 
 COLORS = {
     "source": "#333333", "wider": "#999999", "diff": "#0072b2", "diff_v2": "#009e73", "frozen": "#cc79a7",

@@ -15,7 +15,7 @@ import torch
 from rich.progress import Progress
 
 from diff_transformer.evals.provenance import provenance
-from diff_transformer.recipes import recipe
+from diff_transformer.lab.recipes import recipe
 from diff_transformer.train.config import DataConfig, RunConfig
 from diff_transformer.train.loop import train
 from diff_transformer.train.materials import load_materials

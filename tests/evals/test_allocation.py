@@ -9,9 +9,9 @@ from diff_transformer.data.corpus import Document
 from diff_transformer.data.filler import Filler
 from diff_transformer.data.tokenizer import byte_tokenizer, token_spans
 from diff_transformer.evals.allocation import evaluate_allocation, shares_of
-from diff_transformer.evals.command import run_eval, settings_of
 from diff_transformer.evals.lm import CausalLM
 from diff_transformer.evals.samples import Samples
+from diff_transformer.lab.experiments import run_eval, settings_of
 from diff_transformer.model.presets import preset
 from diff_transformer.testing import peak_memory
 

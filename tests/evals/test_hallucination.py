@@ -22,12 +22,12 @@ from diff_transformer import DiffTransformerForCausalLM
 from diff_transformer.data.grounded import HUB, GroundedItem, load_grounded
 from diff_transformer.data.python_questions import documented, documented_in, lookups, summaries
 from diff_transformer.data.tokenizer import byte_tokenizer
-from diff_transformer.evals.command import run_eval, settings_of
 from diff_transformer.evals.hallucination import evaluate_hallucination, frame, summarise, trimmed
 from diff_transformer.evals.judges import ContainmentJudge, Verdict
 from diff_transformer.evals.lm import CausalLM
 from diff_transformer.evals.prompts import fit_document
 from diff_transformer.evals.samples import Samples
+from diff_transformer.lab.experiments import run_eval, settings_of
 from diff_transformer.model.presets import preset
 
 QUESTIONS = [

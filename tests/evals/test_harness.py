@@ -20,11 +20,11 @@ from diff_transformer import DiffTransformerForCausalLM
 from diff_transformer.data.multiple_choice import MultipleChoiceItem, MultipleChoiceSet, load_multiple_choice
 from diff_transformer.data.tokenizer import byte_tokenizer
 from diff_transformer.evals import harness
-from diff_transformer.evals.command import run_eval, settings_of
 from diff_transformer.evals.harness import PAPER_TASKS, evaluate_harness, summarise
 from diff_transformer.evals.likelihood import continuation_logprobs
 from diff_transformer.evals.lm import CausalLM
 from diff_transformer.evals.samples import Samples
+from diff_transformer.lab.experiments import run_eval, settings_of
 from diff_transformer.model.presets import preset
 
 pytest.importorskip("lm_eval", reason="the extra `harness` is not installed")

@@ -11,10 +11,10 @@ from diff_transformer import DiffTransformerForCausalLM
 from diff_transformer.data.documents import Document
 from diff_transformer.data.tokenizer import byte_tokenizer
 from diff_transformer.evals import long_nll
-from diff_transformer.evals.command import run_eval, settings_of
 from diff_transformer.evals.lm import CausalLM
 from diff_transformer.evals.long_nll import bin_edges, binned, cumulative, evaluate_long_nll
 from diff_transformer.evals.samples import Samples
+from diff_transformer.lab.experiments import run_eval, settings_of
 from diff_transformer.model.presets import preset
 
 BOOKS = [

@@ -21,10 +21,10 @@ from diff_transformer import DiffTransformerForCausalLM
 from diff_transformer.data.labelled import Labelled, LabelledSet
 from diff_transformer.data.tokenizer import byte_tokenizer
 from diff_transformer.evals import many_shot
-from diff_transformer.evals.command import run_eval, settings_of
 from diff_transformer.evals.lm import CausalLM
 from diff_transformer.evals.many_shot import alternate, evaluate_many_shot
 from diff_transformer.evals.samples import Samples
+from diff_transformer.lab.experiments import run_eval, settings_of
 from diff_transformer.model.presets import preset
 
 LABELS = ("river", "city", "mountain")

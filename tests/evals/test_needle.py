@@ -10,10 +10,10 @@ from diff_transformer.data.corpus import Document
 from diff_transformer.data.filler import Filler
 from diff_transformer.data.haystack import load_haystack
 from diff_transformer.data.tokenizer import byte_tokenizer
-from diff_transformer.evals.command import run_eval, settings_of
 from diff_transformer.evals.lm import CausalLM
 from diff_transformer.evals.needle import SHOWN, check_needle_fits, evaluate_needle, needle_metrics, shown
 from diff_transformer.evals.samples import Samples
+from diff_transformer.lab.experiments import run_eval, settings_of
 
 SIZES = {"settings": ((1, 1), (3, 2)), "depths": (0.0, 1.0), "length": 400, "per_cell": 3}
 

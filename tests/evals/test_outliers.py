@@ -7,10 +7,10 @@ from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausa
 from diff_transformer import DiffTransformerForCausalLM, matched_baseline
 from diff_transformer.data.eval_rows import load_rows
 from diff_transformer.data.tokenizer import byte_tokenizer
-from diff_transformer.evals.command import run_eval, settings_of
 from diff_transformer.evals.lm import CausalLM
 from diff_transformer.evals.outliers import Magnitudes, evaluate_outliers, outlier_metrics
 from diff_transformer.evals.samples import Samples
+from diff_transformer.lab.experiments import run_eval, settings_of
 from diff_transformer.model.presets import preset
 
 

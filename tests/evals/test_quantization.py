@@ -19,7 +19,6 @@ from diff_transformer.data.continuations import continuations_of, load_continuat
 from diff_transformer.data.documents import Document
 from diff_transformer.data.multiple_choice import MultipleChoiceItem
 from diff_transformer.data.tokenizer import byte_tokenizer
-from diff_transformer.evals.command import run_eval, settings_of
 from diff_transformer.evals.inside import AttentionCall, changed_logits
 from diff_transformer.evals.lm import CausalLM
 from diff_transformer.evals.quantization import (
@@ -30,6 +29,7 @@ from diff_transformer.evals.quantization import (
     split_task,
 )
 from diff_transformer.evals.samples import Samples
+from diff_transformer.lab.experiments import run_eval, settings_of
 from diff_transformer.model.presets import preset
 
 SIZES = {

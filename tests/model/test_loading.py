@@ -28,7 +28,7 @@ from transformers import (
 
 from diff_transformer import DiffTransformerForCausalLM
 from diff_transformer.data.tokenizer import byte_tokenizer, load_tokenizer
-from diff_transformer.evals.command import load_lm
+from diff_transformer.evals.lm import load_lm
 from diff_transformer.model.convert.checkpoint import Checkpoint
 from diff_transformer.model.int8 import int8_config, quantize_int8, weight_bytes
 from diff_transformer.model.loading import load_model, read_model

@@ -13,9 +13,9 @@ import pytest
 from diff_transformer.report import write_report
 from diff_transformer.report.evals_page import write_evals_report
 from diff_transformer.report.serve import make_server
+from diff_transformer.report.study_page import write_study_report
 from diff_transformer.report.typed import PromptError
 from diff_transformer.report.write import render_page
-from diff_transformer.study.page import write_study_report
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no chromium, chromium-browser or google-chrome on the PATH")

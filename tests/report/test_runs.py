@@ -9,7 +9,7 @@ import pytest
 from typer.testing import CliRunner
 
 from diff_transformer.cli import app
-from diff_transformer.recipes import recipe
+from diff_transformer.lab.recipes import recipe
 from diff_transformer.report.load import ResultsError
 from diff_transformer.report.load_runs import is_run, load_runs
 from diff_transformer.report.run_figures import thinned

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from diff_transformer.recipes import recipe
+from diff_transformer.lab.recipes import recipe
 from diff_transformer.train.config import RunConfig, override
 from diff_transformer.train.loop import train
 from diff_transformer.train.materials import load_materials

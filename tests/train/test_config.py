@@ -3,7 +3,7 @@ import re
 import pytest
 
 from diff_transformer.checks import differences
-from diff_transformer.recipes import RECIPES, recipe
+from diff_transformer.lab.recipes import RECIPES, recipe
 from diff_transformer.train.config import RunConfig, override
 from diff_transformer.train.loop import train
 

@@ -7,11 +7,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from diff_transformer.compare.variants import variant_model
+from diff_transformer.lab.recipes import recipe
+from diff_transformer.lab.variants import variant_model
 from diff_transformer.model.config import DiffTransformerConfig, matched_baseline
 from diff_transformer.model.matching import VARIANTS
 from diff_transformer.model.modeling import DiffTransformerForCausalLM
-from diff_transformer.recipes import recipe
 from diff_transformer.train.config import override
 from diff_transformer.train.draws import Start
 from diff_transformer.train.materials import build_model
@@ -20,7 +20,7 @@ TOKENIZER = SimpleNamespace(pad_token_id=None, bos_token_id=None, eos_token_id=0
 PEAK = """
 import resource, sys
 from types import SimpleNamespace
-from diff_transformer.recipes import recipe
+from diff_transformer.lab.recipes import recipe
 from diff_transformer.train.config import override
 from diff_transformer.train.materials import build_model
 

@@ -4,8 +4,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig
 
+from diff_transformer.lab.recipes import recipe
 from diff_transformer.model.convert import softmax_to_diff
-from diff_transformer.recipes import recipe
 from diff_transformer.train.config import override
 from diff_transformer.train.loop import train
 from diff_transformer.train.materials import build_model, check_model, load_materials

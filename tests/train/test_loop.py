@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from diff_transformer.recipes import recipe
+from diff_transformer.lab.recipes import recipe
 from diff_transformer.train.checkpoint import latest_checkpoint
 from diff_transformer.train.config import override
 from diff_transformer.train.loop import Interrupted, train

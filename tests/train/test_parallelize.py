@@ -3,8 +3,8 @@ from typing import Any
 import pytest
 import torch
 
+from diff_transformer.lab.recipes import recipe
 from diff_transformer.model.config import DiffTransformerConfig
-from diff_transformer.recipes import recipe
 from diff_transformer.train import launch
 from diff_transformer.train.config import override
 from diff_transformer.train.launch import start_processes

@@ -20,7 +20,7 @@ import torch
 
 from diff_transformer.cli import main
 from diff_transformer.durable import DiskError
-from diff_transformer.recipes import recipe
+from diff_transformer.lab.recipes import recipe
 from diff_transformer.train import run_folder
 from diff_transformer.train.checkpoint import latest_checkpoint, load_checkpoint
 from diff_transformer.train.config import RunConfig, override

@@ -9,8 +9,8 @@ import torch
 from lightning.fabric.strategies import DDPStrategy, ModelParallelStrategy
 
 from diff_transformer import DiffTransformerForCausalLM
+from diff_transformer.lab.recipes import recipe
 from diff_transformer.model.presets import preset
-from diff_transformer.recipes import recipe
 from diff_transformer.train import step
 from diff_transformer.train.config import override
 from diff_transformer.train.objective import Objective

@@ -11,7 +11,7 @@ from diff_transformer.data.prepare.config import PrepareConfig
 from diff_transformer.data.prepare.run import prepare
 from diff_transformer.data.prepared import LongDocuments, PreparedCorpus
 from diff_transformer.data.tokenizer import byte_tokenizer, load_tokenizer, tokenizer_hash
-from diff_transformer.recipes import recipe
+from diff_transformer.lab.recipes import recipe
 from diff_transformer.train.config import override
 from diff_transformer.train.loop import train
 from diff_transformer.train.materials import load_materials

@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from diff_transformer.compare.variants import variant_model
+from diff_transformer.lab.recipes import recipe
+from diff_transformer.lab.variants import variant_model
 from diff_transformer.model.matching import VARIANTS
-from diff_transformer.recipes import recipe
 from diff_transformer.train.config import override
 from diff_transformer.train.materials import build_model, load_materials
 

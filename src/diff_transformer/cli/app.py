@@ -95,7 +95,7 @@ def training():
 
 
 def configuration(name: str, assignments: list[str] | None):
-    from diff_transformer.recipes import recipe
+    from diff_transformer.lab.recipes import recipe
     from diff_transformer.train.config import override
 
     return override(recipe(name), assignments or [])

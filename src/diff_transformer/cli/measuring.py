@@ -45,7 +45,7 @@ def evaluate(
     resume: Resume = False,
 ):
     """Run an experiment, or all of them, on any causal language model."""
-    from diff_transformer.evals.suite import Plan, names_of
+    from diff_transformer.lab.experiments import Plan, names_of
 
     computing()
     options = {"corpus": corpus, "data": data, "length": length, "samples": samples, "seed": seed}
@@ -64,8 +64,7 @@ def evaluate(
 
 
 def _evaluate_one(plan, out: Path, resume: bool, bar) -> bool:
-    from diff_transformer.evals.command import experiment, load_lm, run_eval, settings_of
-    from diff_transformer.evals.suite import check_models
+    from diff_transformer.lab.experiments import check_models, experiment, load_lm, run_eval, settings_of
 
     (name,) = plan.names
     check_models(plan)
@@ -86,7 +85,7 @@ def _evaluate_one(plan, out: Path, resume: bool, bar) -> bool:
 
 
 def _evaluate_many(plan, out: Path, resume: bool, bar) -> bool:
-    from diff_transformer.evals.suite import run_suite
+    from diff_transformer.lab.experiments import run_suite
     from diff_transformer.report import write_evals_report
 
     outcomes = run_suite(plan, out, resume=resume, bar=bar)
@@ -176,7 +175,7 @@ def report(
         write_report,
         write_runs_report,
     )
-    from diff_transformer.study.page import is_study, write_study_report
+    from diff_transformer.report.study_page import is_study, write_study_report
 
     if serve:
         from diff_transformer.report.serve import serve_report
@@ -219,8 +218,8 @@ def info(
     from rich.console import Console
 
     from diff_transformer.checks import require_positive
+    from diff_transformer.lab.recipes import RECIPES
     from diff_transformer.model.info import pair_table, preset_table
-    from diff_transformer.recipes import RECIPES
 
     require_positive(length=length)
     if preset is None and (length is not None or attention != "diff"):

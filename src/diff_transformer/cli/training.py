@@ -27,7 +27,7 @@ def compare(
     ] = "",
 ):
     """Train a DIFF Transformer and its matched Transformer, measure both, write the report with the verdicts."""
-    from diff_transformer.compare import compare as run
+    from diff_transformer.lab.compare import compare as run
     from diff_transformer.model.matching import VARIANTS
 
     training()
@@ -132,8 +132,8 @@ def study(
     jobs: Annotated[int | None, typer.Option(help="Models trained at a time; one a core by default.")] = None,
 ):
     """Train and measure many small models with several seeds, in pieces as long as you like."""
-    from diff_transformer.recipes.studies import study as plan
-    from diff_transformer.study import run_study
+    from diff_transformer.lab.recipes.studies import study as plan
+    from diff_transformer.lab.study import run_study
 
     training()
     with resumable(out, lambda: any(out.rglob(CHECKPOINTS)), "with the same command"):

@@ -252,7 +252,7 @@ def make_judge(name: str, *, client: Callable[[], EndpointJudge], device: str | 
     if name == "endpoint":
         return client()
     if name.startswith("lm:") and len(name) > 3:
-        from diff_transformer.evals.command import load_lm
+        from diff_transformer.evals.lm import load_lm
 
         return LikelihoodJudge(load_lm(name.removeprefix("lm:"), device=device))
     raise ValueError(f"judge is {name!r}; give containment, endpoint, or lm:PATH (a folder, a hub name or a preset)")

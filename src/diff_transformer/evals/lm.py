@@ -4,6 +4,7 @@ An experiment calls only the methods of ``LanguageModel`` that it needs. It ther
 Hugging Face causal LM, and on a ten-line fake. ``evals/inside.py`` looks inside the attention of a model.
 """
 
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -203,3 +204,27 @@ def settings_of_lm(lm: Any) -> dict:
     found = {"class": type(model).__name__, "dtype": str(model.dtype).removeprefix("torch."), "positions": lm.positions}
     attention = getattr(model.config, "attention", None)
     return {**found, "attention": attention} if isinstance(attention, str) else found
+
+
+def load_lm(
+    name_or_path: str, *, device: str | None = None, dtype: str | None = None, batch_size: int = 32
+) -> CausalLM:
+    """A causal LM and its tokenizer from a folder, the hub, or a preset (untrained, with a byte tokenizer).
+
+    Args:
+        device: "cpu", "cuda", ...; CUDA where there is one if None.
+        dtype: "float32", "bfloat16" or "float16"; that of the checkpoint if None.
+
+    Raises: as ``load_model``, which reads safetensors only.
+    """
+    from diff_transformer.model.loading import load_model
+
+    model, tokenizer = load_model(name_or_path, device=device, dtype=dtype)
+    return CausalLM(model, tokenizer, label_of(name_or_path), batch_size=batch_size)
+
+
+def label_of(name_or_path: str) -> str:
+    """What results call a model: the last part of its path that says something (``diff-seed0`` for
+    ``members/diff-seed0/run/model``)."""
+    parts = [part for part in Path(name_or_path).parts if part not in ("run", "model", "/", ".", "..", "~")]
+    return parts[-1] if parts else Path(name_or_path).resolve().name

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from diff_transformer.evals.intervals import SEEDS_FOR_AN_INTERVAL, over_seeds
+from diff_transformer.lab.stats import SEEDS_FOR_AN_INTERVAL, over_seeds
 from diff_transformer.report.numbers import mean, number, plural
 
 LABELS = {

@@ -48,7 +48,7 @@ def make_server(
     import transformers
     from transformers.cli.serve import Serve
 
-    from diff_transformer.evals.command import label_of
+    from diff_transformer.evals.lm import label_of
     from diff_transformer.model.modeling import DiffTransformerForCausalLM
 
     # The server looks classes of causal language models up here by the name in config.json.

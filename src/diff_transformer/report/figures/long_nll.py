@@ -2,7 +2,7 @@
 
 import re
 
-from diff_transformer.evals.intervals import over_seeds
+from diff_transformer.lab.stats import over_seeds
 from diff_transformer.report.figure import Figure, key, panels
 from diff_transformer.report.findings import Finding
 from diff_transformer.report.line_chart import Line, Point, averaged, line_chart

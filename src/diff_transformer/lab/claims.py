@@ -1,0 +1,244 @@
+"""The paper's claims, each with the number that tests it here.
+
+With three seeds or more the interval is over seeds. With fewer it is over evaluation examples (paired bootstrap), which
+says how sure the difference between *these* trained models is, not how another seed would come out.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from diff_transformer.evals.types import Result
+from diff_transformer.lab.stats import SEEDS_FOR_AN_INTERVAL, Interval, mean, over_examples, over_seeds, verdict
+
+Rows = Callable[[Result], np.ndarray]  # for each example, what its score is made of: [examples, ...]
+
+
+def _testable(result: Result) -> str:
+    return ""
+
+
+@dataclass(frozen=True)
+class Claim:
+    """``paper``: Transformer / DIFF; a dagger marks numbers from a third party's transcription. A model's number is
+    ``reduce`` of its ``rows``. ``better``: which way DIFF should differ; ``margin``: how far on the wrong side it still
+    holds; ``untested``: why a Transformer with this result cannot test the claim, "" where it can."""
+
+    id: str
+    claim: str
+    paper: str
+    source: str
+    eval: str
+    rows: Rows
+    better: str
+    unit: str = ""
+    reduce: Callable[[np.ndarray], float] = mean
+    margin: float = 0.0
+    relative: bool = False  # judge DIFF / Transformer - 1 instead of DIFF - Transformer
+    untested: Callable[[Result], str] = _testable
+
+    def value(self, result: Result) -> float:
+        """A model's number; NaN if no example says anything."""
+        rows = self.rows(result)
+        return float(self.reduce(rows)) if rows.size else math.nan
+
+
+def _column(name: str) -> Rows:
+    return lambda result: np.array([row[name] for row in result.rows], dtype=float)
+
+
+def _slice(name: str) -> Rows:
+    return lambda result: np.array([[row[f"{name}_sum"], row[f"{name}_count"]] for row in result.rows], dtype=float)
+
+
+def _ratio_of_sums(values: np.ndarray) -> float:
+    sums = values.sum(0)
+    return float(sums[0] / sums[1]) if sums[1] else math.nan
+
+
+def _finds_few(result: Result) -> str:
+    scores = [row["score"] for row in result.rows if (row["needles"], row["queries"]) == (1, 1)]
+    return "" if np.mean(scores) >= 0.5 else "the Transformer itself finds fewer than half"
+
+
+def _recalls_little(result: Result) -> str:
+    hit, others = (_ratio_of_sums(_slice(name)(result)) for name in ("ar_hit", "others"))
+    if hit <= others:
+        return ""
+    return f"the Transformer does not recall there: its loss elsewhere is lower, {others:.3f} (the paper: higher)"
+
+
+def _in_medians(values: np.ndarray) -> float:
+    """The largest of all texts over the texts' median; from rows of (largest, median)."""
+    return float(values[:, 0].max() / np.median(values[:, 1]))
+
+
+def _largest_and_median(kind: str) -> Rows:
+    names = f"{kind}_top1", f"{kind}_median"
+    return lambda result: np.array([[row[name] for name in names] for row in result.rows], dtype=float)
+
+
+def _needle_claims(cells: Sequence[tuple[int, int]]) -> list[Claim]:
+    paper = {(1, 1): "1.00 / 1.00", (2, 2): ".85 / .92", (4, 2): ".62 / .84", (6, 2): ".55 / .85"}
+    claims = []
+    for n, r in cells:
+        single = n == 1
+        claims.append(Claim(
+            id=f"needle_n{n}_r{r}",
+            claim="One needle is found as well (within .05)" if single
+            else f"{n} needles, {r} asked for: more of them found",
+            paper=f"{paper.get((n, r), 'not reported; (6, 2): .55 / .85')} † (4K, 3B)", source="Table 2", eval="needle",
+            rows=lambda result, n=n, r=r: np.array(
+                [row["score"] for row in result.rows if (row["needles"], row["queries"]) == (n, r)], dtype=float),
+            better="higher", unit="accuracy", margin=0.05 if single else 0.0,
+            untested=_finds_few if single else _testable,
+        ))  # fmt: skip
+    return claims
+
+
+def _last_average(result: Result) -> np.ndarray:
+    """For each book, the mean loss over the whole length."""
+    return np.array([sum(row["sums"]) / sum(row["counts"]) for row in result.rows])
+
+
+def _cost_of_four_bits(result: Result) -> np.ndarray:
+    """For each row of text, its loss with logits of 4 bits less that with the most bits."""
+    losses: dict[int, dict[int, float]] = {}
+    for row in result.rows:
+        if "loss" in row:
+            losses.setdefault(row["bits"], {})[row["row"]] = row["loss"]
+    most = losses[max(losses)]
+    return np.array([losses[4][row] - most[row] for row in most])
+
+
+def _orders(result: Result, order: str) -> np.ndarray:
+    """Score of each question under each order of the examples, at the largest number: [questions, orders]."""
+    rows = [row for row in result.rows if row["order"] == order]
+    largest = max((row["shots"] for row in rows), default=0)
+    by_seed: dict[int, list[float]] = {}
+    for row in rows:
+        if row["shots"] == largest:
+            by_seed.setdefault(row["order_seed"], []).append(row["score"])
+    return np.array(list(by_seed.values())).T
+
+
+def _margin(scores: np.ndarray) -> float:
+    """Best less worst accuracy over the orders."""
+    accuracies = scores.mean(0)
+    return float(accuracies.max() - accuracies.min())
+
+
+def _mean_of_decided(scores: np.ndarray) -> float:
+    return float(np.nanmean(scores)) if np.isfinite(scores).any() else math.nan
+
+
+def _more_claims() -> list[Claim]:
+    """Claims of the experiments that a recipe may add (``evaluation.more``)."""
+    return [
+        Claim("long_nll", "Lower loss over the whole length of a document", "a figure: DIFF lower throughout",
+              "Figure 4", "long_nll", _last_average, "lower", "nats a token"),
+        Claim("four_bits", "Attention logits of 4 bits cost less", "a figure: 4-bit DIFF as good as 6-bit Transformer",
+              "Figure 8", "quantization", _cost_of_four_bits, "lower", "nats a token"),
+        Claim("many_shot", "More right answers from many examples", "mean gain 5.2 to 21.6 points † (64K)", "Figure 6",
+              "many_shot", lambda r: _orders(r, "random"), "higher", "accuracy"),
+        Claim("order_random", "Less depends on the order of the examples (drawn at random)",
+              "19.0 / 4.0 points † (TREC)", "Figure 7", "many_shot", lambda r: _orders(r, "random"), "lower",
+              "best less worst", _margin),
+        Claim("order_alternate", "Less depends on the order of the examples (classes in turn)",
+              "56.7 / 13.4 points † (TREC)", "Figure 7", "many_shot", lambda r: _orders(r, "alternate"), "lower",
+              "best less worst", _margin),
+        Claim("hallucination", "More outputs free of hallucination", ".28 to .44 / .36 to .61 †", "Table 4",
+              "hallucination", _column("score"), "higher", "accuracy", _mean_of_decided),
+    ]  # fmt: skip
+
+
+def paper_claims(cells: Sequence[tuple[int, int]]) -> list[Claim]:
+    """Every claim that ``compare`` tests; ``cells`` are the (N, R) of the needle evaluation."""
+    return [
+        Claim("loss", "Lower language-modelling loss", "3.087 / 3.062 † (1.4B)", "Table 6, Figure 3",
+              "associative_recall", _column("loss"), "lower", "nats a token"),
+        Claim("ar_hit", "Lower loss where the context can be recalled", ".898 / .880 † (1.4B)", "Table 6, AR-Hit",
+              "associative_recall", _slice("ar_hit"), "lower", "nats a token", _ratio_of_sums,
+              untested=_recalls_little),
+        Claim("others", "Lower loss on all other tokens", "3.272 / 3.247 † (1.4B)", "Table 6, Others",
+              "associative_recall", _slice("others"), "lower", "nats a token", _ratio_of_sums),
+        *_needle_claims(cells),
+        Claim("answer", "More attention on the answer", ".05 / .32 (mean of depths)", "Table 3", "allocation",
+              _column("answer"), "higher", "share"),
+        Claim("noise", "Less attention on the noise", ".51 / .02 (mean of depths)", "Table 3", "allocation",
+              _column("noise"), "lower", "share"),
+        Claim("logits", "Smaller largest attention logit", "318.0 / 38.8 †", "Table 5", "outliers",
+              _column("logits_top1"), "lower", "magnitude", np.max),
+        Claim("logits_in_medians", "Smaller largest attention logit beside the median", "59 / 12 † (its quotients)",
+              "Table 5", "outliers", _largest_and_median("logits"), "lower", "medians", _in_medians),
+        Claim("hidden", "Smaller largest hidden value", "3608.6 / 1688.2 †", "Table 5", "outliers",
+              _column("hidden_top1"), "lower", "magnitude", np.max),
+        Claim("hidden_in_medians", "Smaller largest hidden value beside the median", "6014 / 1407 † (its quotients)",
+              "Table 5", "outliers", _largest_and_median("hidden"), "lower", "medians", _in_medians),
+        Claim("throughput", "Training costs at most 12 % of the throughput", "7247 / 6635 and 7491 / 6718 tokens/s †",
+              "Table 7", "throughput", _column("train_tokens_per_second"), "higher", "tokens/s", np.median,
+              margin=0.12, relative=True),
+        *_more_claims(),
+    ]  # fmt: skip
+
+
+def judge(claims: Sequence[Claim], results: Sequence[Result]) -> list[dict]:
+    """One dictionary a claim whose experiment is among ``results`` (named ``diff-seed0``, ``softmax-seed0``, ...)."""
+    judged = []
+    for claim in claims:
+        sides = {
+            side: sorted(
+                (r for r in results if r.eval == claim.eval and r.model.startswith(side)), key=lambda r: r.model
+            )
+            for side in ("diff", "softmax")
+        }
+        if not sides["diff"] or len(sides["diff"]) != len(sides["softmax"]):
+            continue
+        values = np.array([[claim.value(result) for result in sides[side]] for side in ("diff", "softmax")])
+        known = np.array([np.isfinite(pair).all() for pair in values.T])  # else a slice holds no token, say
+        if known.any():
+            judged.append(_judge_one(claim, sides, values, known))
+    return judged
+
+
+def _judge_one(claim: Claim, sides: dict[str, list[Result]], values: np.ndarray, known: np.ndarray) -> dict:
+    relative = claim.relative
+    ours, theirs = values[:, known].tolist()
+    sides = {side: [result for result, kept in zip(found, known, strict=True) if kept] for side, found in sides.items()}
+    if len(ours) >= SEEDS_FOR_AN_INTERVAL:
+        interval = over_seeds([a / b - 1 if relative else a - b for a, b in zip(ours, theirs, strict=True)])
+    else:
+        first, second = ([claim.rows(result) for result in sides[side]] for side in ("diff", "softmax"))
+        interval = over_examples(first, second, claim.reduce, relative=relative)
+    a, b = float(np.mean(ours)), float(np.mean(theirs))
+    judged = verdict(interval, claim.better, claim.margin)
+    reasons = [reason for result in sides["softmax"] if (reason := claim.untested(result))]
+    untested = reasons[0] if len(reasons) > len(theirs) / 2 else ""
+    if not known.all():
+        missing = len(known) - len(ours)
+        untested = f"{missing} of {len(known)} seeds {'has' if missing == 1 else 'have'} no example of it"
+    return {
+        "id": claim.id, "claim": claim.claim, "paper": claim.paper, "source": claim.source, "unit": claim.unit,
+        "here": f"{_number(b)} / {_number(a)}", "detail": _detail(interval, len(ours), relative),
+        "verdict": "undecided" if untested else judged, "untested": untested, "diff": ours, "softmax": theirs,
+        "better": claim.better,
+        "difference": {"mean": interval.mean, "low": interval.low, "high": interval.high, "over": interval.over,
+                       "relative": relative},
+    }  # fmt: skip
+
+
+def _detail(interval: Interval, seeds: int, relative: bool) -> str:
+    scale, unit = (100, " %") if relative else (1, "")
+    text = f"difference {_number(interval.mean * scale, sign=True)}{unit}"
+    if interval.low is not None and interval.high is not None:
+        text += f" [{_number(interval.low * scale, sign=True)}, {_number(interval.high * scale, sign=True)}]"
+    over = f"{seeds} seeds" if interval.over == "seeds" else f"examples ({seeds} seed{'s' * (seeds > 1)})"
+    return f"{text}, 95 % over {over}"
+
+
+def _number(value: float, sign: bool = False) -> str:
+    size = abs(value)
+    digits = 0 if size >= 100 else 1 if size >= 10 else 3
+    return f"{value:+,.{digits}f}" if sign else f"{value:,.{digits}f}"

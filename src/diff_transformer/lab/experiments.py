@@ -1,0 +1,301 @@
+"""``diff-transformer eval``: any experiment on any causal language model, from the command line.
+
+An experiment is a module of this package with
+
+    Settings            a frozen dataclass; its docstring explains the fields, which ``--set`` and the options fill
+    QUICK               the fields that ``--quick`` changes: minutes on a small model, to see that all works
+    run(lm, settings, samples) -> Result
+
+and perhaps ``NEEDS_MODEL = False``, where ``lm`` is None.
+"""
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import Field, asdict, dataclass, field, fields
+from importlib import import_module
+from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+from diff_transformer.checks import differences, require_known
+from diff_transformer.durable import require_writable, write_whole
+from diff_transformer.evals.lm import label_of, load_lm
+from diff_transformer.evals.samples import Samples
+from diff_transformer.evals.types import Result
+
+if TYPE_CHECKING:
+    from diff_transformer.evals.lm import CausalLM
+
+EXPERIMENTS = {  # in the order of the paper
+    "harness": "Tables 1 and 8: lm-evaluation-harness, zero- and five-shot",
+    "scaling": "Figure 3: power-law fits and the matched-loss ratio, from a table of runs",
+    "long_nll": "Figure 4: negative log-likelihood by position",
+    "needle": "Table 2, Figure 5: multi-needle retrieval",
+    "allocation": "Table 3, Figure 1: attention on the answer and on the noise",
+    "many_shot": "Figures 6, 7 and 9: many-shot classification and its robustness to order",
+    "hallucination": "Table 4: contextual hallucination, by a judge",
+    "outliers": "Table 5: largest attention logits and hidden states",
+    "quantization": "Figure 8: quantised attention logits",
+    "associative_recall": "Table 6: loss where the context can be recalled, and elsewhere",
+    "ablation": "Table 6: its seven rows, trained at any scale",
+    "gradient_flow": "Appendix F: gradients in closed form, and their magnitudes in the pair",
+}
+
+
+STUDIES = ("scaling", "ablation")  # of many models: their modules are in this room
+
+
+def experiment(name: str) -> ModuleType:
+    """The module of an experiment.
+
+    Raises:
+        ValueError: for a name that is not in ``EXPERIMENTS``.
+    """
+    require_known("experiment", name, EXPERIMENTS, ", or all")
+    return import_module(f"diff_transformer.{'lab' if name in STUDIES else 'evals'}.{name}")
+
+
+def settings_of(
+    name: str, options: dict[str, Any], assignments: Sequence[str] = (), *, quick: bool = False, lenient: bool = False
+) -> Any:
+    """The ``Settings`` of an experiment: defaults, then ``QUICK``, then ``options`` that are not None, then ``--set``.
+
+    Args:
+        options: by field name; an option that the experiment does not have is an error, or with ``lenient`` left out.
+        assignments: ``"field=value"``, the value as JSON or text.
+
+    Raises:
+        ValueError: for a field that the experiment does not have (naming those it has), or a value of another type.
+    """
+    module = experiment(name)
+    values = dict(module.QUICK) if quick else {}
+    known = {field.name for field in fields(module.Settings)}
+    given = {key: value for key, value in options.items() if value is not None and not (lenient and key not in known)}
+    for assignment in assignments:
+        key, separator, text = assignment.partition("=")
+        if not separator:
+            raise ValueError(f"{assignment!r} is not an assignment; write key=value, for example samples=20")
+        try:
+            given[key.strip()] = json.loads(text)
+        except json.JSONDecodeError:
+            given[key.strip()] = text
+    unknown = sorted(set(given) - known)
+    if unknown:
+        raise ValueError(f"{name} has no setting {', '.join(unknown)}; it has: {', '.join(sorted(known)) or 'none'}")
+    values.update({key: _frozen(value) for key, value in given.items()})
+    settings = module.Settings(**values)
+    for one in fields(settings):
+        _check_type(name, one, getattr(settings, one.name))
+    return settings
+
+
+def _frozen(value: Any) -> Any:
+    return tuple(_frozen(item) for item in value) if isinstance(value, list) else value
+
+
+def _check_type(name: str, field: Field, value: Any) -> None:
+    """Numbers and truth values are checked against the default; what else a field accepts its experiment checks.
+
+    A field whose default is no example of its values has one in its metadata, as ``"example"``.
+    """
+    default = field.default
+    accepted = {bool: (bool,), int: (int,), float: (int, float), str: (str,), tuple: (tuple,)}.get(type(default))
+    wrong = accepted is not None and (
+        not isinstance(value, accepted) or (isinstance(value, bool) and type(default) is not bool)
+    )
+    if wrong:
+        example = json.dumps(field.metadata.get("example", default))
+        example = f"'{example}'" if '"' in example else example  # a shell would take the inner quotes away
+        raise ValueError(f"{name}: {field.name} is {value!r}; give a value like {example}")
+
+
+def run_eval(
+    name: str,
+    lm: "CausalLM | None",
+    settings: Any,
+    out: Path,
+    *,
+    limit: int | None = None,
+    resume: bool = False,
+    bar: Callable[[str, int, int], None] | None = None,
+) -> Result:
+    """Run one experiment on one model and save the result to ``out``; finished samples are kept beside it until then.
+
+    Args:
+        settings: from ``settings_of``.
+        limit: at most so many samples of each part.
+        resume: go on with an interrupted run.
+
+    Raises:
+        ValueError: for an unknown experiment, or a run to resume that had other settings.
+        FileExistsError: if ``out`` exists, or holds an interrupted run and ``resume`` is False.
+    """
+    module = experiment(name)
+    if out.exists():
+        raise FileExistsError(f"{out} exists; choose another file")
+    everything = {
+        "eval": name, "model": None if lm is None else lm.name, "limit": limit, **asdict(settings)
+    }  # fmt: skip
+    journal = out.with_name(out.name + ".samples.jsonl")
+    samples = Samples(journal, settings=everything, limit=limit, resume=resume, bar=bar)
+    result = module.run(lm, settings, samples)
+    result.save(out)
+    samples.done()
+    return result
+
+
+Bar = Callable[[str, int, int], None]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What to run, and on what.
+
+    Attributes:
+        names: experiments.
+        models: folders, names on the hub or presets.
+        options: settings by name, of every experiment that has them; None leaves the experiment's own.
+        assignments: ``"field=value"`` of ``--set``; with several experiments, ``"experiment.field=value"``.
+        quick, limit: as in ``settings_of`` and ``run_eval``.
+        device, dtype, batch_size: as in ``load_lm``.
+    """
+
+    names: Sequence[str]
+    models: Sequence[str]
+    options: dict[str, Any] = field(default_factory=dict)
+    assignments: Sequence[str] = ()
+    quick: bool = False
+    limit: int | None = None
+    device: str | None = None
+    dtype: str | None = None
+    batch_size: int = 32
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """One experiment on one model: its file, and the result or why there is none."""
+
+    name: str
+    model: str | None
+    path: Path
+    result: Result | None = None
+    error: str | None = None
+
+
+def names_of(name: str, quick: bool) -> tuple[str, ...]:
+    """The experiments that a name on the command line stands for.
+
+    "all" is every experiment on a model; with ``quick`` also those that train or read tables instead.
+    """
+    if name == "all":
+        return tuple(n for n in EXPERIMENTS if quick or getattr(experiment(n), "NEEDS_MODEL", True))
+    experiment(name)
+    return (name,)
+
+
+def check_models(plan: Plan) -> None:
+    """Check that there is a model for an experiment that needs one, and none, nor settings of one, where none does.
+
+    Raises:
+        ValueError: otherwise.
+    """
+    if any(_needs_model(name) for name in plan.names):
+        if not plan.models:
+            raise ValueError("no model; give --model with a folder, a name on the hub or a preset")
+        return
+    given = {
+        "--model": bool(plan.models),
+        "--device": plan.device is not None,
+        "--dtype": plan.dtype is not None,
+        "--batch-size": plan.batch_size != Plan.batch_size,
+    }
+    refused = [option for option, is_given in given.items() if is_given]
+    if refused:
+        name = ", ".join(plan.names)
+        settings = ", ".join(field.name for field in fields(experiment(plan.names[0]).Settings))
+        raise ValueError(
+            f"{name} takes no model, so {', '.join(refused)} would change nothing; leave out what is of a model, and "
+            f"set with --set what {name} has: {settings}"
+        )
+
+
+def run_suite(plan: Plan, out: Path, *, resume: bool = False, bar: Callable[[str], Bar] | None = None) -> list[Outcome]:
+    """Run every experiment of ``plan`` on every model; write ``out/EXPERIMENT/MODEL.json``.
+
+    With a single experiment an error is raised as it is; with several it is kept with its outcome, and the others run.
+
+    Args:
+        resume: go on in a folder: finished results are kept, interrupted ones continued.
+        bar: makes the progress bar of one experiment on one model from its title.
+
+    Raises:
+        FileExistsError: if ``out`` is not empty and ``resume`` is False, or holds a run of another plan.
+        DiskError: if ``out`` is a file, or may not be written to.
+        ValueError: for names, settings or models that do not exist; nothing has run then.
+    """
+    settings = {name: _settings(plan, name) for name in plan.names}
+    check_models(plan)
+    labels = [label_of(model) for model in plan.models]
+    if len(set(labels)) < len(labels):
+        labels = [str(Path(model)).strip("./~").replace("/", "_") for model in plan.models]
+    _open_folder(out, plan, resume)
+    outcomes = []
+    for model, label in [*zip(plan.models, labels, strict=True), (None, None)]:
+        mine = [name for name in plan.names if _needs_model(name) == (model is not None)]
+        lm = None
+        for name in mine:
+            path = out / name / f"{label or 'runs'}.json"
+            if path.exists():
+                outcomes.append(Outcome(name, label, path, Result.load(path)))
+                continue
+            if model is not None and lm is None:
+                lm = load_lm(model, device=plan.device, dtype=plan.dtype, batch_size=plan.batch_size)
+                lm.name = str(label)
+            show = bar(f"{name} {label or ''}".strip()) if bar else None
+            try:
+                result = run_eval(name, lm, settings[name], path, limit=plan.limit, resume=resume, bar=show)
+                outcomes.append(Outcome(name, label, path, result))
+            except Exception as error:
+                if len(plan.names) == 1:
+                    raise
+                outcomes.append(Outcome(name, label, path, error=f"{type(error).__name__}: {error}"))
+    return outcomes
+
+
+def _needs_model(name: str) -> bool:
+    return getattr(experiment(name), "NEEDS_MODEL", True)
+
+
+def _settings(plan: Plan, name: str) -> Any:
+    assignments = []
+    for assignment in plan.assignments:
+        key, _, value = assignment.partition("=")
+        head, dot, tail = key.partition(".")
+        if len(plan.names) == 1 and not dot:
+            assignments.append(assignment)
+        elif dot and head not in plan.names:
+            raise ValueError(f"--set {assignment}: {head!r} is not among the experiments: {', '.join(plan.names)}")
+        elif dot and head == name:
+            assignments.append(f"{tail}={value}")
+        elif not dot:
+            raise ValueError(
+                f"--set {assignment}: with several experiments name one: --set {plan.names[0]}.{assignment}"
+            )
+    return settings_of(name, plan.options, assignments, quick=plan.quick, lenient=len(plan.names) > 1)
+
+
+def _open_folder(out: Path, plan: Plan, resume: bool) -> None:
+    request = json.loads(json.dumps({**plan.__dict__, "names": list(plan.names), "models": list(plan.models)}))
+    path = out / "request.json"
+    require_writable(out)
+    if path.exists() and resume:
+        different = differences(json.loads(path.read_text()), request)
+        if different:
+            listed = "\n  ".join(different)
+            raise FileExistsError(f"{out} holds experiments with other settings (there against here):\n  {listed}")
+        return
+    if out.is_file() or (out.exists() and any(out.iterdir())):
+        hint = "resume it (--resume) or choose another" if path.exists() else "choose another"
+        raise FileExistsError(f"{out} is not an empty folder; {hint}")
+    out.mkdir(parents=True, exist_ok=True)
+    write_whole(path, json.dumps(request, indent=1) + "\n")

@@ -1,0 +1,225 @@
+"""What the cells of a study say together: means over seeds, paired differences, tokens to an equal loss."""
+
+import json
+import re
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean, stdev
+
+from diff_transformer.lab.stats import Interval, over_seeds, verdict
+
+Record = dict  # what a cell's result.json holds
+Cells = dict[str, dict[str, dict[int, Record]]]  # setting -> side -> seed -> record
+
+KEPT = {
+    "associative_recall": r"validation|ar_hit|others|ar_hit_share",
+    "needle": r"chance|n\d+_r\d+(_depth\d+)?",
+    "allocation": r"(answer|noise)(_depth\d+)?|best_head_answer",
+    "outliers": r"(logits|hidden)_(top\d+|median)",
+    "quantization": r"(accuracy|loss)_\d+bit(_change)?|chance",
+    "long_nll": r"nll\d+|books",
+    "many_shot": r"chance|shots\d+|(random|alternate)_(mean|best|worst|margin)",
+}
+
+
+@dataclass(frozen=True)
+class Measure:
+    """A number of a cell. ``better``: which way differential attention should differ by the paper; "" where it says
+    nothing. ``read`` gives None where a cell lacks the number. ``tests``: whether a baseline of this record is one
+    against which the difference can test the claim at all."""
+
+    name: str
+    read: Callable[[Record], float | None]
+    better: str = ""
+    tests: Callable[[Record], bool] | None = None
+
+
+@dataclass(frozen=True)
+class Row:
+    """A measure in one setting: mean over seeds of both sides, and their paired difference (side less baseline).
+    ``verdict``: "" where the paper says nothing, or most baselines are none to test it against."""
+
+    measure: str
+    baseline: float
+    side: float
+    difference: Interval
+    verdict: str
+    seeds: int
+
+
+def collect(out: Path) -> Cells:
+    """All finished cells below ``out``, as ``result.json`` has them but for metrics that no table shows."""
+    cells: Cells = {}
+    for path in sorted(out.rglob("result.json")):
+        side, _, seed = path.parent.name.rpartition("-seed")
+        setting = path.parent.parent.relative_to(out).as_posix()
+        cells.setdefault(setting, {}).setdefault(side, {})[int(seed)] = _kept(json.loads(path.read_text()))
+    return cells
+
+
+def _kept(record: Record) -> Record:
+    metrics = {
+        name: {key: _short(value) for key, value in values.items() if re.fullmatch(KEPT[name], key)}
+        for name, values in record["metrics"].items()
+        if name in KEPT
+    }
+    curves = {
+        name: {key: [_short(v) for v in values] for key, values in record[name].items()}
+        for name in ("validation", "training")
+    }
+    return {**record, "metrics": metrics, **curves}
+
+
+def _short(value: float) -> float:
+    return float(f"{value:.5g}")
+
+
+def trained(seeds: dict[int, Record]) -> dict[int, Record]:
+    """Those of one side whose training did not diverge."""
+    return {seed: record for seed, record in seeds.items() if not record.get("diverged")}
+
+
+def metric(
+    experiment: str,
+    key: str,
+    better: str = "",
+    name: str | None = None,
+    *,
+    over: str | None = None,
+    tests: Callable[[Record], bool] | None = None,
+) -> Measure:
+    """The metric ``key`` of ``experiment``; ``over``: as a multiple of this other one."""
+
+    def read(record: Record) -> float | None:
+        found = record["metrics"].get(experiment, {})
+        if over is None or found.get(key) is None:
+            return found.get(key)
+        return found[key] / found[over] if found.get(over) else None
+
+    return Measure(name or f"{experiment} {key}", read, better, tests)
+
+
+def final_loss(better: str = "lower") -> Measure:
+    """The last validation loss of training, nats a token."""
+    return Measure("validation loss", lambda record: record["validation"]["loss"][-1], better)
+
+
+def paired_rows(
+    cells: Cells, setting: str, side: str, measures: Iterable[Measure], baseline: str = "softmax"
+) -> list[Row]:
+    """A row for each measure that both sides of ``setting`` have, over the seeds with which both were trained."""
+    given = [cells[setting].get(name, {}) for name in (side, baseline)]
+    first, second = map(trained, given)
+    lost = any(len(kept) < len(seeds) for kept, seeds in zip((first, second), given, strict=True))
+    rows = []
+    for measure in measures:
+        pairs = [
+            (ours, theirs)
+            for seed in sorted(first.keys() & second.keys())
+            for ours, theirs in [(measure.read(first[seed]), measure.read(second[seed]))]
+            if ours is not None and theirs is not None
+        ]
+        if pairs:
+            interval = over_seeds([ours - theirs for ours, theirs in pairs])
+            tested = [not measure.tests or measure.tests(second[seed]) for seed in second.keys() & first.keys()]
+            said = verdict(interval, measure.better) if measure.better and sum(tested) > len(tested) / 2 else ""
+            said = "undecided" if said and lost else said  # those that are left are not a fair sample
+            means = fmean(theirs for _, theirs in pairs), fmean(ours for ours, _ in pairs)
+            rows.append(Row(measure.name, *means, interval, said, len(pairs)))
+    return rows
+
+
+def borrow_baselines(cells: Cells, baseline: str = "softmax") -> Cells:
+    """``cells``, where a setting without the side ``baseline`` has that of the first setting whose models are of the
+    same size, with as many heads, and trained alike on as many tokens (its first side is looked at)."""
+    made = {}
+    for setting, sides in cells.items():
+        known = next(iter(next(iter(sides.values())).values()))
+        found = sides.get(baseline) or next(
+            (
+                other[baseline]
+                for name, other in cells.items()
+                if "/" not in name and baseline in other and _alike(next(iter(other[baseline].values())), known)
+            ),
+            None,
+        )
+        made[setting] = {baseline: found, **sides} if found else sides
+    return made
+
+
+def _alike(first: Record, second: Record) -> bool:
+    fields = ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
+    return all(first[name] == second[name] for name in ("steps", "tokens_per_step", "lr")) and all(
+        first["model"][name] == second["model"][name] for name in fields
+    )
+
+
+def spread(values: list[float]) -> tuple[float, float]:
+    """Mean and standard deviation over seeds (0 of a single one)."""
+    return fmean(values), stdev(values) if len(values) > 1 else 0.0
+
+
+def tokens_to_equal_loss(side: Record, baseline: Record, source: str | None = None) -> float | None:
+    """Tokens after which ``side`` has the baseline's final validation loss, as a share of the baseline's tokens.
+
+    Between two validations the loss is taken to be linear. None where ``side`` never gets there: its share is above 1.
+    Both runs end their learning-rate schedule at the same step, so the share is at most 1 (Figure 3b of the paper,
+    which reads it off one run as well, has .637).
+
+    Args:
+        source: the loss of this source of the mixture, as "needles", instead of the validation loss.
+    """
+    theirs, ours = _curve(baseline, source), _curve(side, source)
+    if not theirs or not ours:
+        return None
+    end, goal = theirs[-1]
+    for i, (step, loss) in enumerate(ours):
+        if loss <= goal:
+            if i == 0:
+                return 0.0
+            before, high = ours[i - 1]
+            reached = before + (high - goal) / (high - loss) * (step - before)
+            return reached * side["tokens_per_step"] / (end * baseline["tokens_per_step"])
+    return None
+
+
+def _curve(record: Record, source: str | None) -> list[tuple[int, float]]:
+    steps = record["validation"]["step"]
+    losses = record["validation"]["loss"] if source is None else record.get("sources", {}).get(source, [])
+    return [(step, loss) for step, loss in zip(steps, losses, strict=False) if loss is not None]
+
+
+def recalls(record: Record) -> bool:
+    """Whether a model's loss is lower where the context can be recalled, as the paper's models' is (.898, 3.272)."""
+    found = record["metrics"].get("associative_recall", {})
+    return found.get("ar_hit", 0.0) < found.get("others", 0.0)
+
+
+AR_HIT = metric("associative_recall", "ar_hit", "lower", "loss on AR-Hit", tests=recalls)
+OUTLIERS = (
+    metric("outliers", "logits_top1", "lower", "largest attention logit"),
+    metric("outliers", "logits_top1", "lower", "largest attention logit, in medians", over="logits_median"),
+    metric("outliers", "hidden_top1", "lower", "largest hidden value"),
+    metric("outliers", "hidden_top1", "lower", "largest hidden value, in medians", over="hidden_median"),
+)
+MEASURES = [
+    final_loss(),
+    AR_HIT,
+    metric("associative_recall", "others", "lower", "loss on Others"),
+    metric("needle", "n1_r1", "higher", "1 needle"),
+    metric("needle", "n2_r1", "higher", "2 needles, 1 asked for"),
+    metric("needle", "n4_r1", "higher", "4 needles, 1 asked for"),
+    metric("needle", "n4_r2", "higher", "4 needles, 2 asked for"),
+    metric("long_nll", "nll128", "lower", "loss over 128 tokens (the length trained at)"),
+    metric("long_nll", "nll512", "", "loss over 512 tokens (extrapolation)"),
+    metric("allocation", "answer", "higher", "attention on the answer"),
+    metric("allocation", "noise", "lower", "attention on the noise"),
+    *OUTLIERS,
+    metric("quantization", "loss_4bit_change", "lower", "loss that 4-bit logits cost"),
+    metric("many_shot", "random_mean", "higher", "many-shot accuracy (chance .06)"),
+    metric("many_shot", "random_margin", "lower", "many-shot best less worst order"),
+    Measure("median gradient norm", lambda record: record["gradients"]["median"]),
+    Measure("largest gradient norm after the first tenth", lambda record: record["gradients"]["largest"]),
+    Measure("gradient spikes", lambda record: record["gradients"]["spikes"]),
+]

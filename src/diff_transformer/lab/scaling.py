@@ -1,0 +1,277 @@
+"""Scaling laws (section 3.2, Figure 3): loss against parameters and against tokens, and the matched-loss ratio.
+
+    loss  \\  Transformer
+           \\..........\\
+             \\ DIFF     \\            ratio = x of DIFF / x of the Transformer
+    --------- x -------- x ---->      at which both curves have the same loss
+
+The paper reads off 6.8B against 11B parameters (62.2 %), 7.8B against 13.1B (59.5 %), and 160B against 251B tokens
+(63.7 %). Its losses are not published as numbers, so the check of this code is a table made to have such a ratio.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from diff_transformer.checks import require_positive
+from diff_transformer.evals.provenance import provenance
+from diff_transformer.evals.samples import Samples
+from diff_transformer.evals.types import Result
+from diff_transformer.lab.run_tables import Run, canonical, read_runs
+from diff_transformer.lab.stats import (
+    FORMS,
+    HUBER,
+    SEEDS_FOR_AN_INTERVAL,
+    PowerLaw,
+    bootstrap,
+    fit_power_law,
+    over_seeds,
+)
+
+NEEDS_MODEL = False
+SYNTHETIC = "synthetic"
+FITS: dict[str, Callable[[Run], float]] = {"parameters": lambda run: run.parameters, "tokens": lambda run: run.tokens}
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Fields:
+
+    runs: tables of runs, separated by commas: CSV or JSON with model, parameters, tokens, loss; folders with the
+        results.json of comparisons; or "synthetic", a made-up table with the paper's ratios, which shows that the fit
+        works and nothing about any model.
+    ours, reference: which models of the table are compared ("diff", "softmax"; Transformer and DIFF are understood).
+    form: "offset" for a x^-b + c, "plain" for a x^-b.
+    huber: size, in log loss, from which a residual counts linearly.
+    draws: resamplings of finished runs for the 95 % intervals.
+    seed: of the resampling.
+    """
+
+    runs: str = ""
+    ours: str = "diff"
+    reference: str = "softmax"
+    form: str = "offset"
+    huber: float = HUBER
+    draws: int = 1000
+    seed: int = 0
+
+
+QUICK: dict = {"runs": SYNTHETIC, "draws": 300}
+
+
+def run(lm, settings: Settings, samples: Samples) -> Result:
+    """Read the tables and fit them; ``lm`` is not used."""
+    if not settings.runs.strip():
+        raise ValueError(
+            "scaling needs a table of runs: --set runs=FILE.csv (model, parameters, tokens, loss), a .json, or a "
+            "folder of comparisons"
+        )
+    tables = [path.strip() for path in settings.runs.split(",") if path.strip()]
+    table = synthetic_runs() if settings.runs == SYNTHETIC else read_runs(tables)
+    return evaluate_scaling(
+        table, ours=settings.ours, reference=settings.reference, form=settings.form, huber=settings.huber,
+        draws=settings.draws, seed=settings.seed, source=settings.runs, samples=samples,
+    )  # fmt: skip
+
+
+def evaluate_scaling(
+    runs: Sequence[Run],
+    *,
+    ours: str = "diff",
+    reference: str = "softmax",
+    form: str = "offset",
+    huber: float = HUBER,
+    draws: int = 1000,
+    seed: int = 0,
+    source: str = "",
+    samples: Samples | None = None,
+) -> Result:
+    """Fit L(parameters) and L(tokens) of both models, whichever the runs allow, and match their losses.
+
+    ``metrics``: of each fit ("parameters", "tokens") and model ``{fit}_{model}_{a,b,c}``, with ``_low`` and ``_high``
+    of b, and its range of x as ``_first`` and ``_last``; ``{fit}_ratio_from_reference`` at the largest run of the
+    reference whose match lies within our runs (59.5 % in the paper), ``{fit}_ratio_from_ours`` at our largest run whose
+    match lies within the reference's (62.2 %), each with ``_low`` and ``_high`` where there are runs enough for an
+    interval: finished runs are drawn anew; along training curves it is over pairs of trainings, three at least. A ratio
+    beyond the runs is called ``..._extrapolated`` instead. ``rows``: the runs with their fitted loss, and the match of
+    every run's size.
+
+    Raises:
+        ValueError: if a model has no runs, or the runs vary neither in size nor in tokens enough to fit.
+    """
+    samples = Samples() if samples is None else samples
+    require_positive(draws=draws)
+    if form not in FORMS:
+        raise ValueError(f"form is {form!r}; accepted: {', '.join(map(repr, FORMS))}")
+    names = (canonical(ours), canonical(reference))
+    known = sorted({one.model for one in runs})
+    for name in names:
+        if name not in known:
+            raise ValueError(f"no run of {name!r}; the table has: {', '.join(known) or 'none'}; set ours and reference")
+    metrics: dict[str, float] = {}
+    rows: list[dict] = []
+    refused: list[str] = []
+    rises: list[str] = []
+    for fit, x_of in FITS.items():
+        chosen = _choose(runs, names, fit, FORMS[form])
+        if isinstance(chosen, str):
+            refused.append(chosen)
+            continue
+        rises += [words for name in names for words in _rises(fit, name, chosen[name])]
+        try:
+            _one_fit(fit, x_of, names, chosen, metrics, rows, samples, form, huber, draws, seed)
+        except ValueError as error:
+            raise ValueError(f"loss against {fit}: {error}") from error
+    if not metrics:
+        raise ValueError("nothing to fit. " + " ".join(refused))
+    about = {"ours": names[0], "reference": names[1], "form": form, "huber": huber, "draws": draws, "seed": seed}
+    source_of = {"runs": source, "synthetic": source == SYNTHETIC, "notes": refused + rises}
+    title = ", ".join(Path(table).stem for table in source.split(",")) if source else " against ".join(names)
+    return Result("scaling", title, metrics, rows, provenance(**about, **source_of))
+
+
+def _one_fit(fit, x_of, names, chosen, metrics, rows, samples, form, huber, draws, seed) -> None:
+    laws: dict[str, PowerLaw] = {}
+    clouds: dict[str, list[PowerLaw]] = {}
+    along = any(one.part == "curve" for one in chosen[names[0]])
+    interval = _over_pairs if along else _over_draws
+    for name in names:
+        x, loss = [x_of(one) for one in chosen[name]], [one.loss for one in chosen[name]]
+        law = laws[name] = fit_power_law(x, loss, form=form, huber=huber)
+        if along:
+            clouds[name] = _a_law_each(x_of, names, chosen, name, form, huber)
+        else:
+            clouds[name] = bootstrap(x, loss, form=form, huber=huber, draws=draws, seed=seed)
+        values = {"a": law.a, "b": law.b, "c": law.c, "first": law.low, "last": law.high, "residual": law.residual}
+        metrics |= {f"{fit}_{name}_{key}": value for key, value in values.items()}
+        low, high = interval([one.b for one in clouds[name]])
+        if low is not None:
+            metrics |= {f"{fit}_{name}_b_low": low, f"{fit}_{name}_b_high": high}
+        rows += [{"fit": fit, **one.to_dict(), "fitted": law.loss(x_of(one))} for one in chosen[name]]
+    matches = [(name, x) for name in names for x in sorted({x_of(one) for one in chosen[name]})]
+    matched = samples.rows(
+        f"{fit} matches",
+        matches,
+        lambda batch: [_match(fit, name, x, names, laws, clouds, interval) for name, x in batch],
+    )
+    rows += matched
+    for name, side in zip(names, ("ours", "reference"), strict=True):
+        found = [row for row in matched if row["measured"] == name and row["ratio"] is not None]
+        within = [row for row in found if not row["extrapolated"]]
+        if found:
+            best = (within or found)[-1]
+            key = f"{fit}_ratio_from_{side}" + ("" if within else "_extrapolated")
+            metrics[key] = best["ratio"]
+            metrics[f"{key}_at"] = best["at"]
+            if best["low"] is not None:
+                metrics |= {f"{key}_low": best["low"], f"{key}_high": best["high"]}
+
+
+def _a_law_each(x_of, names, chosen, name, form, huber) -> list[PowerLaw]:
+    """A fit to the curve of each training that both models have: points of one curve are not independent, so that only
+    several trainings say how far the fit may be off."""
+    shared = {one.pair for one in chosen[names[0]]} & {one.pair for one in chosen[names[1]]} - {""}
+    curves = [[one for one in chosen[name] if one.pair == pair] for pair in sorted(shared)]
+    if len(curves) < SEEDS_FOR_AN_INTERVAL:
+        return []
+    return [
+        fit_power_law([x_of(p) for p in curve], [p.loss for p in curve], form=form, huber=huber) for curve in curves
+    ]
+
+
+def _over_draws(values: Sequence[float]) -> tuple[float | None, float | None]:
+    """The middle 95 % of what was drawn."""
+    if not values or not np.isfinite(values).all():
+        return None, None
+    low, high = np.percentile(values, [2.5, 97.5])
+    return float(low), float(high)
+
+
+def _over_pairs(values: Sequence[float]) -> tuple[float | None, float | None]:
+    """Student's 95 % interval of the mean over trainings."""
+    if len(values) < SEEDS_FOR_AN_INTERVAL or not np.isfinite(values).all():
+        return None, None
+    found = over_seeds(values)
+    return found.low, found.high
+
+
+def _match(fit: str, name: str, x: float, names: tuple[str, str], laws: dict, clouds: dict, interval: Callable) -> dict:
+    """The size of the other model at which its curve has the loss that the curve of ``name`` has at ``x``."""
+    other = names[1] if name == names[0] else names[0]
+
+    def ratio(mine: PowerLaw, theirs: PowerLaw) -> float:
+        there = theirs.inverse(mine.loss(x))
+        return x / there if name == names[0] else there / x
+
+    there = laws[other].inverse(laws[name].loss(x))
+    row: dict = {"fit": fit, "measured": name, "at": x, "loss": laws[name].loss(x), "ratio": None, "low": None}
+    row |= {"matched": None, "high": None, "extrapolated": not laws[other].covers(there)}
+    if np.isfinite(there):
+        row |= {"matched": there, "ratio": ratio(laws[name], laws[other])}
+        row["low"], row["high"] = interval([ratio(a, b) for a, b in zip(clouds[name], clouds[other], strict=False)])
+    return row
+
+
+def _choose(runs: Sequence[Run], names: tuple[str, str], fit: str, needed: int) -> dict[str, list[Run]] | str:
+    """The runs of a fit, alike in all but its x: the group with the most sizes, of those the one with the largest
+    models or the most tokens. Or, in words, why there is none.
+
+    Against parameters, finished runs of equal tokens; against tokens, runs of one size (the two models' sizes differ a
+    little, by lambda and the head norm), on the way where there are such, else finished.
+    """
+    groups: list[tuple[int, float, dict[str, list[Run]]]] = []
+    part = "curve" if fit == "tokens" and all(_of(runs, n, "curve") for n in names) else "final"
+    pools = {name: _of(runs, name, part) for name in names}
+    fixed = (lambda one: one.tokens) if fit == "parameters" else (lambda one: one.parameters)
+    slack = 1e-9 if fit == "parameters" else 0.1
+    for anchor in sorted({fixed(one) for one in pools[names[1]]}):
+        nearest = min((fixed(one) for one in pools[names[0]]), key=lambda v: abs(v - anchor), default=0.0)
+        if abs(nearest - anchor) > slack * anchor:
+            continue
+        group = {
+            names[1]: [one for one in pools[names[1]] if fixed(one) == anchor],
+            names[0]: [one for one in pools[names[0]] if fixed(one) == nearest],
+        }
+        sizes = min(len({FITS[fit](one) for one in found}) for found in group.values())
+        groups.append((sizes, anchor, group))
+    best = max(groups, key=lambda g: g[:2], default=(0, 0.0, {}))
+    if best[0] < needed:
+        alike = "tokens" if fit == "parameters" else "parameters"
+        return (
+            f"Loss against {fit}: both models need runs at {needed} values or more of {fit} and equal {alike}; "
+            f"there are {best[0]}."
+        )
+    return best[2]
+
+
+def _rises(fit: str, name: str, runs: list[Run]) -> list[str]:
+    """In words, where a model's mean loss is above that at the next smaller x: noise, or runs that are not alike."""
+    x_of = FITS[fit]
+    sizes = sorted({x_of(one) for one in runs})
+    means = [float(np.mean([one.loss for one in runs if x_of(one) == x])) for x in sizes]
+    places = [i for i in range(1, len(means)) if means[i] > means[i - 1]]
+    if not places:
+        return []
+    at, steps = places[0], len(means) - 1
+    return [
+        f"The loss of {name} rises at {len(places)} of {steps} steps in {fit}, first from {means[at - 1]:.4g} to "
+        f"{means[at]:.4g} between {sizes[at - 1]:.3g} and {sizes[at]:.3g}."
+    ]
+
+
+def _of(runs: Sequence[Run], name: str, part: str) -> list[Run]:
+    return [one for one in runs if one.model == name and one.part == part]
+
+
+def synthetic_runs() -> list[Run]:
+    """A made-up table with the paper's sizes in which DIFF needs exactly 62.2 % of the parameters and 63.7 % of the
+    tokens for the Transformer's loss. It checks the fit; its losses are of no model."""
+    runs: list[Run] = []
+    for name, share in (("softmax", (1.0, 1.0)), ("diff", (0.622, 0.637))):
+        for size in (0.83e9, 1.4e9, 2.8e9, 6.8e9, 13.1e9):
+            runs.append(Run(name, size, 10e9, 1.8 + 300 * (size / share[0]) ** -0.28))
+        for tokens in range(40, 361, 40):
+            runs.append(Run(name, 3e9, tokens * 1e9, 1.7 + 500 * (tokens * 1e9 / share[1]) ** -0.27))
+    return runs

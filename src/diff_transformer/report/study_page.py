@@ -1,0 +1,215 @@
+"""A study -> one page: for each setting the loss of every model over its seeds, and the paired differences."""
+
+import json
+from collections.abc import Iterable
+from pathlib import Path
+
+from diff_transformer.lab.measures import (
+    MEASURES,
+    Cells,
+    Record,
+    Row,
+    borrow_baselines,
+    collect,
+    final_loss,
+    paired_rows,
+    trained,
+)
+from diff_transformer.report.figure import Figure, key, panels
+from diff_transformer.report.line_chart import Line, Point, averaged, line_chart
+from diff_transformer.report.load import ResultsError
+from diff_transformer.report.markup import Html, join, table, tag
+from diff_transformer.report.numbers import mean, number, plural
+from diff_transformer.report.row_chart import Row as Drawn
+from diff_transformer.report.row_chart import row_chart
+from diff_transformer.report.series import sides_of
+from diff_transformer.report.svg import panel
+from diff_transformer.report.write import contents, fill_page, save_page
+
+BASELINE = "softmax"
+_CAVEATS = (
+    "Differences are of the same seed's pair; intervals are Student's 95 % over seeds, without correction for the "
+    "number of measures: one in twenty of those that mean nothing excludes zero. What a study of small models shows "
+    "holds for models of that size."
+)
+
+
+def is_study(path: Path | str) -> bool:
+    """Whether this is a folder that ``diff-transformer study`` wrote, or a record of one (``{"cells": ...}``)."""
+    path = Path(path)
+    if path.is_dir():
+        return any(path.glob("*/*-seed*/result.json")) or any(path.glob("sweep/*/*-seed*/result.json"))
+    return isinstance(_record(path), dict)
+
+
+def write_study_report(source: Path | str, path: Path | str, *, overwrite: bool = False) -> Path:
+    """Write the page of a study, finished or not, and return its path.
+
+    Args:
+        source: the study's folder, or a JSON record of its cells.
+
+    Raises:
+        FileExistsError: when ``path`` exists and ``overwrite`` is False.
+        ResultsError: when no cell of ``source`` is finished.
+    """
+    return save_page(lambda: render_study_page(load_cells(source)), path, overwrite=overwrite)
+
+
+def load_cells(source: Path | str) -> Cells:
+    """The finished cells of a study: setting -> side -> seed -> record."""
+    source = Path(source)
+    if source.is_dir():
+        cells = collect(source)
+    else:
+        found = _record(source) or {}
+        cells = {
+            setting: {side: {int(seed): record for seed, record in seeds.items()} for side, seeds in sides.items()}
+            for setting, sides in found.items()
+        }
+    if not cells:
+        raise ResultsError(f"{source} holds no finished cell of a study; go on with `diff-transformer study`")
+    return cells
+
+
+def _record(path: Path) -> dict | None:
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    return value.get("cells") if isinstance(value, dict) else None
+
+
+def render_study_page(cells: Cells) -> str:
+    """The whole page as a string."""
+    settings = {name: sides for name, sides in borrow_baselines(cells, BASELINE).items() if "/" not in name}
+    sweep = {name: sides for name, sides in cells.items() if "/" in name}
+    names = list(dict.fromkeys(side for sides in cells.values() for side in sides))
+    marks = dict(zip(names, sides_of(["softmax" if name == BASELINE else "diff" for name in names]), strict=True))
+    figures = [_setting(name, kept, marks) for name, sides in settings.items() if (kept := _trained(sides))]
+    if sweep:
+        figures.append(_sweep(sweep, marks))
+    runs = sum(len(seeds) for sides in cells.values() for seeds in sides.values())
+    said = f"{plural(runs, 'run')} in {plural(len(cells), 'setting')}"
+    return fill_page(
+        title="A study of matched pairs",
+        description=f"{said}.",
+        first_screen=_first_screen(settings, said),
+        contents=contents([(figure.id, figure.title) for figure in figures]),
+        figures=join(figure.html(place, Html("")) for place, figure in enumerate(figures, 1)),
+        caveats=tag("section", tag("h2", "Caveats", id="caveats-title"), tag("p", _CAVEATS), id="caveats"),
+    )
+
+
+def _trained(sides: dict[str, dict[int, Record]]) -> dict[str, dict[int, Record]]:
+    """The sides with a seed whose training did not diverge, and of each these seeds."""
+    return {side: kept for side, seeds in sides.items() if (kept := trained(seeds))}
+
+
+def _first_screen(settings: Cells, said: str) -> Html:
+    head: list[object] = ["setting: model", "seeds", "validation loss", f"less {BASELINE}'s", "95 % interval", "lower?"]
+    rows: list[list[object]] = []
+    for name, sides in settings.items():
+        for side, seeds in sides.items():
+            kept = trained(seeds)
+            paired = _rows(sides, side, [final_loss()])
+            more = _cells(paired[0]) if paired else ["", "", ""]
+            counted = str(len(seeds)) if len(kept) == len(seeds) else f"{len(seeds)}, {len(seeds) - len(kept)} diverged"
+            rows.append([f"{name}: {side}", counted, number(mean(map(_last, kept.values())), 3), *more])
+    lead = tag("p", f"{said}. Each model against softmax attention of the same seed.", class_="lead")
+    return join([tag("h1", "A study of matched pairs"), lead, table(head, rows, "Final validation loss")])
+
+
+def _rows(sides: dict[str, dict[int, Record]], side: str, measures: Iterable) -> list[Row]:
+    return [] if side == BASELINE else paired_rows({"": sides}, "", side, measures, BASELINE)
+
+
+def _cells(row: Row) -> list[object]:
+    difference, low, high, _ = row.difference
+    interval = "" if low is None else f"{number(low, 3, sign=True)} to {number(high, 3, sign=True)}"
+    return [number(difference, 3, sign=True), interval, row.verdict]
+
+
+def _setting(name: str, sides: dict[str, dict[int, Record]], marks: dict[str, str]) -> Figure:
+    lines = []
+    for side, seeds in sides.items():
+        curves = [_curve(record) for record in seeds.values()]
+        lines += [Line(side, curve, marks[side], thin=True) for curve in curves if len(curves) > 1]
+        lines.append(Line(side, averaged(curves), marks[side], read=True))
+    ends = [value for line in lines for _, value in line.points[len(line.points) // 5 :]]
+    room = 0.06 * (max(ends) - min(ends)) or 0.1
+    drawn = line_chart(
+        f"{name}: validation loss", lines, x_label="training step", y_range=(min(ends) - room, max(ends) + room)
+    )
+    differences = [
+        Drawn(side, marks[side], {seed: _last(seeds[seed]) - _last(sides[BASELINE][seed]) for seed in shared})
+        for side, seeds in sides.items()
+        if side != BASELINE and (shared := sorted(seeds.keys() & sides.get(BASELINE, {}).keys()))
+    ]
+    shown = [panel("Validation loss, nats per token", drawn)]
+    if differences:
+        rows = row_chart(f"{name}: differences", differences, x_label=f"final validation loss less {BASELINE}'s")
+        shown.append(panel("Difference of each pair", rows))
+    return Figure(
+        id=f"setting-{name}",
+        title=_title(name, sides),
+        source=(),
+        read="Thin lines and small marks are seeds, thick lines and large marks their means. The first fifth of "
+        "training may lie above the frame.",
+        body=panels(*shown) + _legend(sides, marks),
+        data=join(_measures(sides, side) for side in sides if side != BASELINE),
+    )
+
+
+def _title(name: str, sides: dict[str, dict[int, Record]]) -> str:
+    record = next(iter(next(iter(sides.values())).values()))
+    model = record["model"]
+    sizes = f"{model['num_hidden_layers']} layers of width {model['hidden_size']}"
+    return f"{name}: {sizes}, {model['num_attention_heads']} maps, {record['steps']:,} steps"
+
+
+def _measures(sides: dict[str, dict[int, Record]], side: str) -> Html | None:
+    rows = _rows(sides, side, MEASURES)
+    if not rows:
+        return None
+    head: list[object] = [f"{side}, {plural(rows[0].seeds, 'pair')}", BASELINE, side, "difference", "95 % interval",
+                          "as the paper says"]  # fmt: skip
+    return table(
+        head, [[row.measure, number(row.baseline, 3), number(row.side, 3), *_cells(row)] for row in rows], side
+    )
+
+
+def _sweep(sweep: Cells, marks: dict[str, str]) -> Figure:
+    points: dict[str, list[Point]] = {}
+    said: dict[float, dict[str, str]] = {}
+    for sides in sweep.values():
+        for side, seeds in sides.items():
+            for record in seeds.values():
+                lost = record.get("diverged")
+                said.setdefault(record["lr"], {})[side] = "diverged" if lost else number(_last(record), 3)
+                points.setdefault(side, []).extend([] if lost else [(record["lr"], _last(record))])
+    lines = [Line(side, sorted(found), marks[side], marks=True) for side, found in points.items() if found]
+    shown = [
+        panel("Validation loss, nats per token", line_chart("sweep", lines, x_label="learning rate", log_x=True))
+    ] if lines else []  # fmt: skip
+    rows: list[list[object]] = [
+        [f"{rate:g}", *(said[rate].get(side, number(None)) for side in points)] for rate in sorted(said)
+    ]
+    return Figure(
+        "sweep", "Learning rates", (),
+        "The final validation loss of each model by its learning rate; a run that diverged has none.",
+        panels(*shown, columns=1) + _legend(points, marks),
+        data=table(["learning rate", *points], rows, "Learning rates"),
+    )  # fmt: skip
+
+
+def _legend(sides: Iterable[str], marks: dict[str, str]) -> Html:
+    return tag("p", join([key(marks[side], side) for side in sides]), class_="legend")
+
+
+def _curve(record: Record) -> list[Point]:
+    steps, losses = record["validation"]["step"], record["validation"]["loss"]
+    return list(zip(steps, losses, strict=True))[1:]
+
+
+def _last(record: Record) -> float:
+    return record["validation"]["loss"][-1]

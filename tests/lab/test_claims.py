@@ -1,0 +1,196 @@
+import pytest
+
+from diff_transformer.evals.types import Result
+from diff_transformer.lab.claims import judge, paper_claims
+
+CELLS = ((1, 1), (4, 2))
+
+
+def loss(side, seed, values):
+    rows = [{"loss": v, "ar_hit_sum": v, "ar_hit_count": 1, "others_sum": 2 * v, "others_count": 2} for v in values]
+    mean = sum(values) / len(values)
+    return Result(
+        "associative_recall", f"{side}-seed{seed}", {"validation": mean, "ar_hit": mean, "others": mean}, rows
+    )
+
+
+def needle(side, scores):
+    rows = [{"needles": n, "queries": r, "score": s} for (n, r), cell in scores.items() for s in cell]
+    metrics = {f"n{n}_r{r}": sum(cell) / len(cell) for (n, r), cell in scores.items()}
+    return Result("needle", f"{side}-seed0", metrics, rows)
+
+
+def verdicts(results):
+    return {claim["id"]: claim["verdict"] for claim in judge(paper_claims(CELLS), results)}
+
+
+def test_a_lower_loss_on_every_example_holds():
+    results = [loss("diff", 0, [2.0, 3.0, 2.5, 1.0]), loss("softmax", 0, [2.1, 3.1, 2.6, 1.1])]
+    claims = judge(paper_claims(CELLS), results)
+    assert [claim["id"] for claim in claims] == ["loss", "ar_hit", "others"]
+    assert {claim["verdict"] for claim in claims} == {"held"}
+    assert claims[0]["difference"]["mean"] == pytest.approx(-0.1)
+    assert claims[0]["here"] == "2.225 / 2.125"
+    assert "examples (1 seed)" in claims[0]["detail"]
+
+
+def test_a_loss_that_is_worse_does_not_hold():
+    results = [loss("softmax", 0, [2.0, 3.0, 2.5, 1.0]), loss("diff", 0, [2.1, 3.1, 2.6, 1.1])]
+    assert set(verdicts(results).values()) == {"did not hold"}
+
+
+def test_three_seeds_give_an_interval_over_seeds():
+    ours, theirs = [2.0, 2.1, 2.2], [2.1, 2.2, 2.35]
+    results = [loss("diff", k, [v]) for k, v in enumerate(ours)] + [
+        loss("softmax", k, [v]) for k, v in enumerate(theirs)
+    ]
+    claim = judge(paper_claims(CELLS), results)[0]
+    assert "3 seeds" in claim["detail"]
+    assert claim["diff"] == ours
+    assert claim["verdict"] == "held"
+
+
+def test_no_worse_than_a_model_that_fails_proves_nothing():
+    nothing, everything = [0.0] * 20, [1.0] * 20
+    cells = {(1, 1): nothing, (4, 2): nothing}
+    assert verdicts([needle("diff", cells), needle("softmax", cells)]) == {
+        "needle_n1_r1": "undecided",
+        "needle_n4_r2": "undecided",
+    }
+    found = {(1, 1): everything, (4, 2): everything}
+    assert verdicts([needle("diff", found), needle("softmax", {(1, 1): everything, (4, 2): nothing})]) == {
+        "needle_n1_r1": "held",
+        "needle_n4_r2": "held",
+    }
+
+
+def test_throughput_is_judged_as_a_ratio():
+    def timed(side, values):
+        rows = [{"train_tokens_per_second": v} for v in values]
+        return Result("throughput", f"{side}-seed0", {"train_tokens_per_second": values[0]}, rows)
+
+    assert verdicts([timed("diff", [95.0, 96.0, 94.0]), timed("softmax", [100.0] * 3)]) == {"throughput": "held"}
+    assert verdicts([timed("diff", [70.0, 71.0, 72.0]), timed("softmax", [100.0] * 3)]) == {
+        "throughput": "did not hold"
+    }
+
+
+def test_a_missing_side_makes_no_claim():
+    assert judge(paper_claims(CELLS), [loss("diff", 0, [1.0])]) == []
+
+
+def many_shot(side, scores):
+    """``scores``: for each order seed, the score of each question."""
+    rows = [
+        {"shots": shots, "order": order, "order_seed": seed, "score": score}
+        for shots in (1, 8)
+        for order in ("random", "alternate")
+        for seed, of_seed in enumerate(scores)
+        for score in (of_seed if shots == 8 else [0.0] * len(of_seed))
+    ]
+    means = [sum(of_seed) / len(of_seed) for of_seed in scores]
+    of_order = {"mean": sum(means) / len(means), "margin": max(means) - min(means)}
+    metrics = {f"{order}_{key}": value for order in ("random", "alternate") for key, value in of_order.items()}
+    return Result("many_shot", f"{side}-seed0", metrics, rows)
+
+
+def test_the_spread_over_orders_is_judged_at_the_most_examples():
+    steady, swinging = [[1.0] * 30, [1.0] * 30], [[1.0] * 30, [0.0] * 30]
+    claims = judge(paper_claims(CELLS), [many_shot("diff", steady), many_shot("softmax", swinging)])
+    assert {c["id"]: c["verdict"] for c in claims} == dict.fromkeys(
+        ("many_shot", "order_random", "order_alternate"), "held"
+    )
+    assert claims[1]["difference"]["mean"] == pytest.approx(-1.0)
+    other_way = judge(paper_claims(CELLS), [many_shot("diff", swinging), many_shot("softmax", steady)])
+    assert {c["verdict"] for c in other_way} == {"did not hold"}
+
+
+def test_four_bits_are_judged_by_what_they_cost():
+    def quantization(side, cost):
+        rows = [{"bits": bits, "row": n, "loss": 3.0 + n + cost * (bits == 4)} for bits in (16, 4) for n in range(9)]
+        return Result("quantization", f"{side}-seed0", {"loss_4bit_change": cost}, [{"bits": 4, "score": 1.0}, *rows])
+
+    (claim,) = judge(paper_claims(CELLS), [quantization("diff", 0.1), quantization("softmax", 0.3)])
+    assert claim["verdict"] == "held"
+    assert claim["difference"]["mean"] == pytest.approx(-0.2)
+
+
+def test_long_documents_are_judged_by_the_mean_over_their_length():
+    def long_nll(side, late):
+        rows = [{"book": f"{n}", "sums": [4.0, 3 * late], "counts": [1, 3]} for n in range(5)]
+        return Result("long_nll", f"{side}-seed0", {}, rows)
+
+    (claim,) = judge(paper_claims(CELLS), [long_nll("diff", 1.0), long_nll("softmax", 2.0)])
+    assert (claim["verdict"], claim["diff"], claim["softmax"]) == ("held", [1.75], [2.5])
+
+
+def test_outputs_without_a_verdict_do_not_count():
+    def hallucination(side, scores):
+        decided = [score for score in scores if score is not None]
+        rows = [{"score": score} for score in scores]
+        return Result("hallucination", f"{side}-seed0", {"mean": sum(decided) / len(decided)}, rows)
+
+    results = [hallucination("diff", [1.0, None] * 10), hallucination("softmax", [0.0, None] * 10)]
+    (claim,) = judge(paper_claims(CELLS), results)
+    assert (claim["verdict"], claim["difference"]["mean"]) == ("held", 1.0)
+
+
+def test_what_is_shown_is_what_is_judged():
+    """The difference (or ratio) is that of the two numbers beside it, whatever the experiment's own summary says."""
+
+    def outliers(side, values):
+        rows = [{"logits_top1": v, "hidden_top1": 2 * v, "logits_median": 2.0, "hidden_median": v} for v in values]
+        return Result("outliers", f"{side}-seed0", {"logits_top1": max(values), "hidden_top1": 2 * max(values)}, rows)
+
+    def timed(side, values):
+        rows = [{"train_tokens_per_second": v} for v in values]
+        return Result("throughput", f"{side}-seed0", {"train_tokens_per_second": 0.0}, rows)
+
+    pairs = [outliers("diff", [1.0, 9.0, 2.0]), outliers("softmax", [4.0, 5.0, 6.0])]
+    pairs += [timed("diff", [90.0, 120.0, 70.0]), timed("softmax", [100.0, 80.0, 130.0])]
+    judged = judge(paper_claims(CELLS), pairs)
+    expected = ["logits", "logits_in_medians", "hidden", "hidden_in_medians", "throughput"]
+    assert [claim["id"] for claim in judged] == expected
+    for claim in judged:
+        ours, theirs = claim["diff"][0], claim["softmax"][0]
+        relative = claim["difference"]["relative"]
+        assert claim["difference"]["mean"] == pytest.approx(ours / theirs - 1 if relative else ours - theirs)
+    here = {claim["id"]: claim["here"] for claim in judged}
+    assert here["logits"] == "6.000 / 9.000"  # the largest of all texts, as in the paper's table
+    assert here["logits_in_medians"] == "3.000 / 4.500"
+    assert here["hidden_in_medians"] == "2.400 / 9.000"
+    assert here["throughput"] == "100 / 90.0"
+
+
+def test_recall_is_not_judged_against_a_model_that_does_not_recall():
+    """In the paper the loss on AR-Hit is far below that on other tokens; where it is not, there is nothing to beat."""
+    claims = {
+        c["id"]: c for c in judge(paper_claims(CELLS), [loss("diff", 0, [2.0, 3.0]), loss("softmax", 0, [2.5, 3.5])])
+    }
+    assert (claims["ar_hit"]["verdict"], claims["ar_hit"]["untested"]) == ("held", "")
+    worse = [loss("diff", 0, [2.0, 3.0]), loss("softmax", 0, [2.5, 3.5])]
+    for row in worse[1].rows:
+        row["ar_hit_sum"] += 1
+    claims = {c["id"]: c for c in judge(paper_claims(CELLS), worse)}
+    assert claims["ar_hit"]["verdict"] == "undecided"
+    assert "its loss elsewhere is lower, 3.000" in claims["ar_hit"]["untested"]
+    assert claims["others"]["verdict"] == "held"
+
+
+def test_a_seed_without_a_token_of_a_slice_leaves_the_claim_undecided():
+    results = [loss(side, k, [v + k]) for k in range(4) for side, v in (("diff", 2.0), ("softmax", 2.5))]
+    for result in results[:2]:
+        for row in result.rows:
+            row["ar_hit_count"] = 0
+    claim = next(c for c in judge(paper_claims(CELLS), results) if c["id"] == "ar_hit")
+    assert (claim["verdict"], claim["untested"]) == ("undecided", "1 of 4 seeds has no example of it")
+    assert claim["difference"]["mean"] == pytest.approx(-0.5)
+    assert len(claim["diff"]) == 3
+
+
+def test_a_slice_without_a_token_makes_no_claim():
+    results = [loss(side, 0, [2.0, 3.0]) for side in ("diff", "softmax")]
+    for result in results:
+        for row in result.rows:
+            row["ar_hit_count"] = 0
+    assert [claim["id"] for claim in judge(paper_claims(CELLS), results)] == ["loss", "others"]

@@ -1,0 +1,244 @@
+"""The whole of ``compare`` on a corpus of a few files."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+from rich.console import Console
+from transformers import AutoModelForCausalLM
+
+from diff_transformer.data.prepare.config import PrepareConfig
+from diff_transformer.data.prepare.run import prepare
+from diff_transformer.lab import pool
+from diff_transformer.lab.compare import _corpus_label, compare
+from diff_transformer.lab.pool import MemberFailed
+from diff_transformer.lab.recipes import recipe
+from diff_transformer.lab.worker import more_experiments
+from diff_transformer.train.config import RunConfig, override
+from diff_transformer.train.signals import Stopped
+
+
+@pytest.fixture(scope="module")
+def assignments(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("texts")
+    for i in range(12):
+        words = " ".join(f"the {a} fox {b} jumps over dog number {i}." for a in ("red", "old") for b in range(60))
+        (folder / f"{i}.txt").write_text(words)
+    return [f"data.corpus={folder}", "data.max_bytes=null", "model.vocab_size=384"]
+
+
+@pytest.fixture(scope="module")
+def finished(assignments, tmp_path_factory):
+    out = tmp_path_factory.mktemp("compare") / "out"
+    summary = compare(override(recipe("debug"), assignments), out)
+    return out, summary
+
+
+def test_everything_is_written(finished):
+    out, summary = finished
+    assert json.loads((out / "results.json").read_text()) == json.loads(json.dumps(summary))
+    for side in ("diff", "softmax"):
+        member = out / "members" / f"{side}-seed0"
+        model = AutoModelForCausalLM.from_pretrained(member / "run" / "model")
+        assert model.config.attention == side
+        assert list((member / "run" / "tensorboard").glob("events*"))
+    page = (out / "report.html").read_text()
+    assert "<html" in page
+    assert len(summary["explorer"]) == 2
+    always = {"associative_recall", "needle", "allocation", "outliers", "throughput"}
+    assert {e["eval"] for e in summary["evals"]} == always | {"long_nll"}
+    ids = [claim["id"] for claim in summary["claims"]]
+    assert ids == [
+        "loss",
+        "ar_hit",
+        "others",
+        "needle_n1_r1",
+        "needle_n2_r1",
+        "answer",
+        "noise",
+        "logits",
+        "logits_in_medians",
+        "hidden",
+        "hidden_in_medians",
+        "throughput",
+        "long_nll",
+    ]
+
+
+def test_both_sides_saw_the_same(finished):
+    out, _ = finished
+    requests = [
+        json.loads((out / "members" / f"{side}-seed0" / "request.json").read_text()) for side in ("diff", "softmax")
+    ]
+    for request in requests:
+        request["model"].pop("attention")
+    assert requests[0] == requests[1]
+    first = [
+        json.loads((out / "members" / f"{side}-seed0" / "run" / "metrics.jsonl").read_text().splitlines()[0])
+        for side in ("diff", "softmax")
+    ]
+    assert first[0]["validation_loss"] == pytest.approx(first[1]["validation_loss"], abs=0.2)
+
+
+def test_a_finished_folder_is_not_overwritten_but_resumes(finished, assignments):
+    out, summary = finished
+    config = override(recipe("debug"), assignments)
+    with pytest.raises(FileExistsError, match="holds a comparison already"):
+        compare(config, out)
+    with pytest.raises(ValueError, match=r"other settings(.|\n)*config\.optim\.lr: 0\.003 against 0\.001"):
+        compare(override(config, ["optim.lr=0.001"]), out, resume=True)
+    model = out / "members" / "diff-seed0" / "run" / "model" / "model.safetensors"
+    before = model.read_bytes()
+    request = json.loads((out / "compare.json").read_text())
+    del request["config"]["train"]["micro_rows"]  # as if written before there was this setting
+    (out / "compare.json").write_text(json.dumps(request))
+    again = compare(config, out, resume=True)
+    assert model.read_bytes() == before
+    assert again["claims"] == summary["claims"]
+
+
+@pytest.fixture
+def trained_by(monkeypatch):
+    """The folders that comparisons hand out to be trained, which here ends them."""
+    handed = []
+
+    def instead(folders, steps, **options):
+        handed.append({f.name: RunConfig.load(f / "request.json").train for f in folders})
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("diff_transformer.lab.compare.run_pool", instead)
+    return handed
+
+
+def test_another_number_of_cores_or_jobs_does_not_matter_to_a_resumed_comparison(
+    assignments, trained_by, tmp_path, monkeypatch
+):
+    config = override(recipe("debug"), [*assignments, "train.threads=0"])
+    for cores, options in ((8, {"jobs": 2}), (2, {"resume": True}), (8, {"jobs": 1, "resume": True})):
+        monkeypatch.setattr(os, "cpu_count", lambda cores=cores: cores)
+        with pytest.raises(KeyboardInterrupt):
+            compare(config, tmp_path / "out", **options)
+    assert [{settings.threads for settings in members.values()} for members in trained_by] == [{4}] * 3
+    with pytest.raises(ValueError, match=r"config\.train\.threads: 4 against 3"):
+        compare(override(config, ["train.threads=3"]), tmp_path / "out", resume=True)
+
+
+def test_seeds_can_be_added_and_not_taken_away(assignments, trained_by, tmp_path):
+    config, out = override(recipe("debug"), assignments), tmp_path / "out"
+    for options in ({}, {"seeds": 3, "resume": True}):
+        with pytest.raises(KeyboardInterrupt):
+            compare(config, out, **options)
+    assert list(trained_by[1]) == [f"{side}-seed{k}" for k in range(3) for side in ("diff", "softmax")]
+    assert {name: trained_by[1][name] for name in trained_by[0]} == trained_by[0]
+    with pytest.raises(ValueError, match=r"of 3 seeds, and 1 is asked for; give --seeds 3 to go on"):
+        compare(config, out, resume=True)
+    saved = json.loads((out / "compare.json").read_text())
+    del saved["config"]["train"]["prefetch"]  # of a version that did not have it
+    (out / "compare.json").write_text(json.dumps(saved))
+    with pytest.raises(KeyboardInterrupt):
+        compare(config, out, seeds=3, resume=True)
+
+
+def test_strange_folders_are_left_alone(assignments, tmp_path):
+    (tmp_path / "letter.txt").write_text("dear")
+    with pytest.raises(FileExistsError, match="is not empty and holds no comparison"):
+        compare(override(recipe("debug"), assignments), tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("extra", "options", "message"),
+    [
+        (["evaluation.needles=[[9,2]]"], {}, "needle evaluation with N=9, R=2, 96 tokens"),
+        ([], {"seeds": 0}, "seeds is 0"),
+        ([], {"jobs": -1}, "jobs is -1"),
+        (["train.steps=-5"], {}, r"train\.steps is -5"),
+    ],
+)
+def test_what_cannot_work_is_said_before_the_folder_is_made(assignments, extra, options, message, tmp_path):
+    with pytest.raises(ValueError, match=message):
+        compare(override(recipe("debug"), [*assignments, *extra]), tmp_path / "out", **options)
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_failing_member_is_reported_with_its_log(assignments, tmp_path):
+    config = override(recipe("debug"), [*assignments, "optim.lr=1e30", "optim.warmup_steps=0", "optim.grad_clip=0"])
+    with pytest.raises(MemberFailed, match=r"(diff|softmax)-seed0 failed with exit code 1(.|\n)*FloatingPointError"):
+        compare(config, tmp_path / "out", jobs=1)
+
+
+@pytest.mark.parametrize(("saved", "code"), [(False, 143), (True, 0)])
+def test_a_comparison_that_is_stopped_claims_what_its_members_saved(tmp_path, monkeypatch, saved, code):
+    def stop(folder):
+        raise Stopped
+
+    def waiting(folder, *, explorer):
+        return subprocess.Popen([sys.executable, "-c", "import signal; signal.pause()"])
+
+    monkeypatch.setattr(pool, "_start", waiting)
+    monkeypatch.setattr(pool, "read_status", stop)
+    if saved:
+        (tmp_path / "diff-seed0" / "run" / "checkpoints" / "step-00000010").mkdir(parents=True)
+    with pytest.raises(KeyboardInterrupt) as caught:
+        pool.run_pool([tmp_path / "diff-seed0"], 20, jobs=1, console=Console(quiet=True))
+    assert caught.value.exit_code == code
+    assert ("state saved" in str(caught.value)) == saved
+
+
+@pytest.fixture(scope="module")
+def folders(assignments, tmp_path_factory):
+    """Two prepared folders of one tokenizer."""
+    place, texts = tmp_path_factory.mktemp("prepared"), assignments[0].partition("=")[2]
+    for name in ("prose", "code"):
+        prepare(PrepareConfig((texts,), tokenizer="bytes", validation=0.3), place / name)
+    return place
+
+
+def test_what_is_measured_and_the_report_name_the_corpora_that_were_trained_on(folders):
+    one, two = {str(folders / "prose"): 1.0}, {str(folders / "prose"): 3.0, str(folders / "code"): 1.0}
+    config = recipe("debug")
+    config.data.corpora = one
+    assert more_experiments(config)["long_nll"].corpus == str(folders / "prose")
+    assert _corpus_label(config.data) == "prose"
+    config.data.corpora = two
+    assert _corpus_label(config.data) == "prose 75 %, code 25 %"
+    config.evaluation.more["long_nll"] = {"corpus": str(folders / "code")}
+    assert more_experiments(config)["long_nll"].corpus == str(folders / "code")
+    assert _corpus_label(recipe("debug").data) == "python"
+
+
+def test_one_corpus_has_to_be_chosen_of_several_for_an_experiment_that_reads_one(folders, tmp_path):
+    config = override(recipe("debug"), ["data.max_bytes=null", "data.mixture.needles=0"])
+    config.data.corpora = {str(folders / "prose"): 3.0, str(folders / "code"): 1.0}
+    with pytest.raises(ValueError, match=r"evaluation\.more\.long_nll reads one corpus, and data\.corpora has .*code"):
+        compare(config, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.slow
+def test_an_interrupted_comparison_resumes(assignments, tmp_path):
+    sets = [item for assignment in [*assignments, "train.steps=60"] for item in ("--set", assignment)]
+    command = [
+        sys.executable,
+        "-m",
+        "diff_transformer",
+        "compare",
+        "--recipe",
+        "debug",
+        "--out",
+        str(tmp_path / "out"),
+        *sets,
+    ]
+    process = subprocess.Popen(command, start_new_session=True, stderr=subprocess.PIPE, text=True)
+    status = tmp_path / "out" / "members" / "diff-seed0" / "status.json"
+    while process.poll() is None and not (status.exists() and json.loads(status.read_text())["step"] >= 10):
+        time.sleep(0.05)
+    os.killpg(process.pid, signal.SIGINT)
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert "--resume" in errors
+    done = subprocess.run([*command, "--resume"], capture_output=True, text=True, timeout=300, check=True)
+    assert "report:" in done.stdout

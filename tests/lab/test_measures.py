@@ -1,0 +1,57 @@
+"""Means, paired intervals and tokens to an equal loss, against numbers worked by hand."""
+
+import json
+
+import pytest
+
+from diff_transformer.lab.measures import collect, final_loss, metric, paired_rows, tokens_to_equal_loss
+
+
+def record(losses, **metrics):
+    return {
+        "validation": {"step": [0, 100, 200], "loss": losses},
+        "training": {"step": [1], "loss": [1.0], "grad_norm": [1.0]},
+        "tokens_per_step": 10,
+        "metrics": metrics,
+    }
+
+
+def test_cells_are_found_by_setting_side_and_seed(tmp_path):
+    for key in ("novels/diff-seed0", "novels/softmax-seed0", "sweep/lr0.001/diff_lambda_0.8-seed3"):
+        (tmp_path / key).mkdir(parents=True)
+        kept = record([3.0, 2.0, 1.0], needle={"n1_r1": 1.0, "n1_r1_stderr": 0.1}, harness={"x": 1.0})
+        (tmp_path / key / "result.json").write_text(json.dumps(kept))
+    (tmp_path / "novels/diff-seed1").mkdir()  # not finished
+    cells = collect(tmp_path)
+    assert {s: {side: list(seeds) for side, seeds in sides.items()} for s, sides in cells.items()} == {
+        "novels": {"diff": [0], "softmax": [0]},
+        "sweep/lr0.001": {"diff_lambda_0.8": [3]},
+    }
+    assert cells["novels"]["diff"][0]["metrics"] == {"needle": {"n1_r1": 1.0}}
+
+
+def test_paired_differences_are_taken_seed_by_seed():
+    ours = {0: record([0, 0, 2.0]), 1: record([0, 0, 3.0]), 2: record([0, 0, 4.0]), 7: record([0, 0, 99.0])}
+    theirs = {0: record([0, 0, 2.1]), 1: record([0, 0, 3.2]), 2: record([0, 0, 4.3])}
+    (row,) = paired_rows({"x": {"diff": ours, "softmax": theirs}}, "x", "diff", [final_loss()])
+    assert (row.seeds, row.side, row.baseline) == (3, 3.0, pytest.approx(3.2))
+    half = 4.303 * 0.1 / 3**0.5  # Student's t for two degrees of freedom times the standard error of -.1, -.2, -.3
+    assert row.difference[:3] == pytest.approx((-0.2, -0.2 - half, -0.2 + half))
+    assert row.verdict == "undecided"
+    ours = {seed: record([0, 0, theirs[seed]["validation"]["loss"][-1] - 0.2]) for seed in theirs}
+    assert paired_rows({"x": {"diff": ours, "softmax": theirs}}, "x", "diff", [final_loss()])[0].verdict == "held"
+
+
+def test_what_a_cell_lacks_is_left_out():
+    ours, theirs = {0: record([1, 1, 1], needle={"n1_r1": 0.5})}, {0: record([1, 1, 1])}
+    cells = {"x": {"diff": ours, "softmax": theirs}}
+    assert paired_rows(cells, "x", "diff", [metric("needle", "n1_r1", "higher")]) == []
+    assert paired_rows(cells, "x", "absent", [final_loss()]) == []
+
+
+def test_tokens_to_equal_loss():
+    baseline = record([5.0, 3.0, 2.0])
+    assert tokens_to_equal_loss(record([5.0, 2.5, 1.5]), baseline) == pytest.approx(0.75)  # half way from 100 to 200
+    assert tokens_to_equal_loss(record([5.0, 2.0, 1.5]), baseline) == 0.5
+    assert tokens_to_equal_loss(record([5.0, 3.0, 2.1]), baseline) is None
+    assert tokens_to_equal_loss(record([1.0, 1.0, 1.0]), baseline) == 0.0

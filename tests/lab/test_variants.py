@@ -1,0 +1,139 @@
+"""Variants beside the pair of a comparison: equal cost, rows of results, and what can be asked for."""
+
+import json
+
+import pytest
+from typer.testing import CliRunner
+
+from diff_transformer import DiffTransformerConfig
+from diff_transformer.cli import app
+from diff_transformer.evals.types import Result
+from diff_transformer.lab.compare import compare
+from diff_transformer.lab.recipes import RECIPES, recipe
+from diff_transformer.lab.variants import known_variants, variant_folders, variant_model, variant_rows
+from diff_transformer.model.cost import model_cost
+from diff_transformer.model.matching import VARIANTS
+from diff_transformer.train.config import RunConfig, override
+
+PAIR = ("diff", "softmax")
+OTHERS = [name for name in VARIANTS if name not in PAIR]
+
+
+@pytest.mark.parametrize("name", OTHERS)
+@pytest.mark.parametrize("run", ["debug", "demo"])
+def test_parameters_agree_with_both_sides_of_the_pair(run, name):
+    config = recipe(run)
+    count = model_cost(DiffTransformerConfig(**variant_model(config, name))).total_parameters
+    for side in PAIR:
+        pair = model_cost(DiffTransformerConfig(**{**config.model, "attention": side})).total_parameters
+        assert count == pytest.approx(pair, rel=0.01)
+
+
+def test_members_differ_from_the_pair_in_the_model_alone(tmp_path):
+    config = recipe("debug")
+    folders = variant_folders(config, tmp_path, ["softmax_norm", "diff_v2"], seeds=2)
+    assert [f.name for f in folders] == ["softmax_norm-seed0", "diff_v2-seed0", "softmax_norm-seed1", "diff_v2-seed1"]
+    for folder in folders:
+        request = RunConfig.load(folder / "request.json")
+        seed = int(folder.name[-1])
+        assert request.train.seed == config.train.seed + seed
+        assert VARIANTS[folder.name.split("-")[0]].items() <= request.model.items()
+        request.model, request.train.seed = config.model, config.train.seed
+        assert request.to_dict() == config.to_dict()
+
+
+def test_earlier_variants_stay(tmp_path):
+    assert known_variants(["dint", "diff", "softmax"], tmp_path, PAIR) == ["dint"]
+    variant_folders(recipe("debug"), tmp_path, ["dint"], seeds=1)
+    assert known_variants(["fixed_lambda", "dint"], tmp_path, PAIR) == ["dint", "fixed_lambda"]
+    with pytest.raises(ValueError, match="no variant 'dinner'; there are: diff, diff_v2, grouped_diff, dint"):
+        known_variants(["dinner"], tmp_path, PAIR)
+
+
+def test_a_row_says_what_it_cost_and_what_it_reached():
+    config = recipe("debug")
+    results = [
+        Result("associative_recall", f"{name}-seed{seed}", {"validation": loss + seed}, [], {})
+        for name, loss in (("softmax", 4.0), ("diff_v2", 3.0))
+        for seed in (0, 1)
+    ]
+    results.append(Result("needle", "diff_v2-seed1", {"n1_r1": 0.75, "n2_r1": 0.5}, [], {}))
+    speeds = [
+        Result(
+            "throughput",
+            f"{name}-seed0",
+            {"train_tokens_per_second": 10.0 + i, "forward_tokens_per_second": 20.0 + i},
+            [],
+            {},
+        )
+        for i, name in enumerate(("softmax", "diff_v2"))
+    ]
+    softmax, ours = variant_rows(config, ["softmax", "diff_v2"], results, speeds)
+    assert softmax["loss"] == {"0": 4.0, "1": 5.0}
+    assert ours["loss"] == {"0": 3.0, "1": 4.0}
+    assert ours["needles"] == {"n1_r1": {"1": 0.75}, "n2_r1": {"1": 0.5}}
+    assert (ours["train_tokens_per_second"], ours["forward_tokens_per_second"]) == (11.0, 21.0)
+    assert ours["parameters"] == pytest.approx(softmax["parameters"], rel=0.01)
+    assert ours["intermediate_size"] < softmax["intermediate_size"]
+    assert json.loads(json.dumps(ours)) == ours
+
+
+def test_what_cannot_be_is_said_before_anything_is_made(tmp_path):
+    config = override(recipe("debug"), ["model.signal_heads_per_noise_head=2"])
+    with pytest.raises(ValueError, match="do not make groups of 2 signal heads"):
+        compare(config, tmp_path / "out", variants=["grouped_diff"])
+    with pytest.raises(ValueError, match="no variant 'v2'"):
+        compare(config, tmp_path / "out", variants=["v2"])
+    assert not (tmp_path / "out").exists()
+
+
+def test_the_command_line_takes_variants(tmp_path):
+    shown = CliRunner().invoke(app, ["info", "debug", "--attention", "dint"]).output
+    assert "DINT" in shown
+    command = ["compare", "--recipe", "debug", "--out", str(tmp_path / "out"), "--variants", "dint, v2"]
+    failed = CliRunner().invoke(app, command).exception
+    assert isinstance(failed, ValueError)
+    assert "no variant 'v2'" in str(failed)
+
+
+@pytest.mark.parametrize("attention", ["softmax", "diff_v2"])
+def test_the_command_line_does_not_take_the_attention_of_a_pair(tmp_path, attention):
+    command = ["compare", "--recipe", "debug", "--out", str(tmp_path / "out"), "--set", f"model.attention={attention}"]
+    failed = CliRunner().invoke(app, command).exception
+    assert isinstance(failed, ValueError)
+    assert "compare trains the pair, diff and softmax, whatever model.attention is; leave it out" in str(failed)
+    assert "--variants (diff_v2, grouped_diff, dint, fixed_lambda, softmax_norm)" in str(failed)
+    assert not (tmp_path / "out").exists()
+
+
+def test_every_recipe_has_its_variants():
+    for name in RECIPES:
+        config = recipe(name)
+        if config.model.get("softmax_head_norm"):
+            continue  # a control for which there is no pair either
+        for other in OTHERS:
+            variant_model(config, other)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_the_whole_of_it(tmp_path):
+    """A pair and one variant; then one more in the same folder, without training the others again."""
+    for i in range(12):
+        words = " ".join(f"the {a} fox {b} jumps over dog {i}." for a in ("red", "old") for b in range(60))
+        (tmp_path / f"{i}.txt").write_text(words)
+    settings = [f"data.corpus={tmp_path}", "data.max_bytes=null", "model.vocab_size=384", "train.steps=4"]
+    settings += ["evaluation.more={}", "evaluation.samples=1", "evaluation.allocation_samples=1",
+                 "evaluation.loss_rows=4", "evaluation.outlier_rows=2", "evaluation.throughput_repeats=1"]  # fmt: skip
+    config, out = override(recipe("debug"), settings), tmp_path / "out"
+    first = compare(config, out, variants=["dint"])
+    assert [row["variant"] for row in first["variants"]] == ["diff", "softmax", "dint"]
+    weights = out / "members" / "dint-seed0" / "run" / "model" / "model.safetensors"
+    before = weights.read_bytes()
+    again = compare(config, out, variants=["diff_v2"], resume=True)
+    assert [row["variant"] for row in again["variants"]] == ["diff", "softmax", "dint", "diff_v2"]
+    assert weights.read_bytes() == before
+    assert all(len(row["loss"]) == 1 and row["train_tokens_per_second"] > 0 for row in again["variants"])
+    assert again["claims"] == first["claims"]
+    assert {e["attention"] for e in again["evals"]} == {"diff", "softmax"}
+    assert 'id="variants"' in (out / "report.html").read_text()

@@ -1,0 +1,107 @@
+"""The page of a study: finished or not, from its folder or from a record of its cells."""
+
+import json
+import re
+
+import pytest
+from typer.testing import CliRunner
+
+from diff_transformer.cli import app
+from diff_transformer.lab.measures import borrow_baselines
+from diff_transformer.report import ResultsError
+from diff_transformer.report.study_page import is_study, load_cells, render_study_page, write_study_report
+
+ATTACK = "<img src=x onerror=alert(1)>"
+
+
+def record(loss: float, seed: int = 0, lr: float = 1e-3, width: int = 64) -> dict:
+    model = {"hidden_size": width, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 100}
+    return {
+        "model": model, "lr": lr, "seed": seed, "steps": 100, "tokens_per_step": 10,
+        "validation": {"step": [0, 50, 100], "loss": [7.0, loss + 1, loss]}, "metrics": {"needle": {"n1_r1": 0.5}},
+        "gradients": {"median": 1.0, "largest": 2.0, "spikes": 0},
+        "training": {"step": [50], "loss": [3.0], "grad_norm": [1.0]},
+    }  # fmt: skip
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """Two settings, of which one has no baseline of its own, and a sweep."""
+    for setting, side, losses in (
+        ("main", "softmax", [3.0, 3.2, 3.1]),
+        ("main", "diff", [2.9, 3.0, 2.8]),
+        ("changed", "diff_other", [3.5, 3.6]),
+        ("sweep/lr0.001", "diff", [4.0]),
+    ):
+        for seed, loss in enumerate(losses):
+            path = tmp_path / "study" / setting / f"{side}-seed{seed}" / "result.json"
+            path.parent.mkdir(parents=True)
+            path.write_text(json.dumps(record(loss, seed)))
+    return tmp_path / "study"
+
+
+def test_the_page_has_every_setting_its_differences_and_the_numbers(folder, tmp_path):
+    assert is_study(folder)
+    path = write_study_report(folder, tmp_path / "study.html")
+    page = path.read_text()
+    words = re.sub(r"<[^>]+>", " ", page)
+    assert "9 runs in 3 settings" in words
+    for said in ("main: diff", "changed: diff_other", "Learning rates", "−0.200", "held", "1 needle"):
+        assert said in words, said
+    assert not re.search(r"""(src|href)=["']?(https?:)?//""", page)
+    with pytest.raises(FileExistsError, match="--overwrite"):
+        write_study_report(folder, path)
+
+
+def test_a_model_that_diverged_is_counted_and_left_out_of_means(folder):
+    def lost(path):
+        failed = record(99.0) | {"diverged": "step 7: loss nan", "metrics": {}}
+        failed["gradients"] = {"median": None, "largest": None, "spikes": 0, "logged": 0}
+        path.write_text(json.dumps(failed))
+
+    lost(folder / "main/diff-seed1/result.json")
+    lost(folder / "changed/diff_other-seed0/result.json")
+    lost(folder / "changed/diff_other-seed1/result.json")
+    lost(folder / "sweep/lr0.001/diff-seed0/result.json")
+    page = render_study_page(load_cells(folder))
+    words = " ".join(re.sub(r"<[^>]+>", " ", page).split())
+    assert re.search(r"main: diff 3, 1 diverged 2.850 −0.200 [^a-z]*to [^a-z]*undecided", words)
+    assert "changed: diff_other 2, 2 diverged –" in words
+    assert "99" not in words
+
+
+def test_a_setting_without_a_baseline_takes_that_of_its_size(folder):
+    cells = borrow_baselines(load_cells(folder))
+    assert cells["changed"]["softmax"] is cells["main"]["softmax"]
+    wider = {"changed": {"diff": {0: record(3.0, width=128)}}, "main": load_cells(folder)["main"]}
+    assert "softmax" not in borrow_baselines(wider)["changed"]
+    fewer = record(3.0)
+    fewer["model"]["num_attention_heads"] = 2
+    cells = {"fewer": {"softmax": {0: fewer}}, **load_cells(folder)}
+    assert borrow_baselines(cells)["changed"]["softmax"] is cells["main"]["softmax"]
+
+
+def test_a_record_of_cells_is_a_study_too(folder, tmp_path):
+    kept = tmp_path / "measured.json"
+    kept.write_text(json.dumps({"cells": load_cells(folder)}))
+    assert is_study(kept)
+    assert load_cells(kept) == load_cells(folder)
+
+
+def test_names_are_data(folder):
+    cells = load_cells(folder)
+    cells[ATTACK] = {ATTACK: cells["main"]["diff"], "softmax": cells["main"]["softmax"]}
+    page = render_study_page(cells)
+    assert ATTACK not in page
+    assert "&lt;img src=x" in page
+
+
+def test_the_command_writes_it_and_says_what_it_cannot(folder, tmp_path):
+    run = CliRunner().invoke(app, ["report", str(folder), "--out", str(tmp_path / "page.html")])
+    assert run.exit_code == 0, run.output
+    assert "A study of matched pairs" in (tmp_path / "page.html").read_text()
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    assert not is_study(empty)
+    with pytest.raises(ResultsError, match="no finished cell"):
+        load_cells(empty)
