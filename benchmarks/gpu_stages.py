@@ -16,14 +16,15 @@ from pathlib import Path
 
 import torch
 
-from diff_transformer.bench import caches, ceilings, generation, pair_throughput, tables
+from diff_transformer.bench import decode as decoding
+from diff_transformer.bench import generation, timing
+from diff_transformer.bench import throughput as pair_throughput
 from diff_transformer.bench.attention import LOST, DeviceLost, calls, run_attention_benchmark, verdict
-from diff_transformer.bench.contenders import KERNELS, VARIANTS, backend_contender, wait_for_device
+from diff_transformer.bench.contenders import KERNELS, VARIANTS, Gate, backend_contender, shape_inputs, wait_for_device
 from diff_transformer.bench.decode import run_decode_benchmark
-from diff_transformer.bench.gates import SHORTER, Gate, shape_inputs
-from diff_transformer.bench.machine import machine
-from diff_transformer.bench.record import collect
-from diff_transformer.bench.shapes import Shape, gpu_shape, parse_shapes
+from diff_transformer.bench.record import collect, machine
+from diff_transformer.bench.run import cells
+from diff_transformer.bench.shapes import SHORTER, Shape, gpu_shape, parse_shapes
 from diff_transformer.bench.step import GPU_SETTINGS as GPU_STEPS
 from diff_transformer.bench.step import run_step_benchmark
 from diff_transformer.ops import available_backends
@@ -258,7 +259,7 @@ def _operator(
 
 def decode(dry: bool, seconds: float, out: Path, earlier: list[dict]) -> None:
     """The operator over long caches, and the pair of models generating."""
-    shapes = [caches.DecodeShape(2, 2, 1, 40, 8)] if dry else caches.GPU_GRID
+    shapes = [decoding.DecodeShape(2, 2, 1, 40, 8)] if dry else decoding.GPU_GRID
     models = [generation.ModelSetting("debug", 1, 24, 4)] if dry else generation.GPU_MODELS
     record = run_decode_benchmark(
         left_of(shapes, earlier, kind="operator"),
@@ -359,7 +360,7 @@ def device_of(dry: bool) -> str:
     logging.getLogger("diff_transformer").setLevel(logging.INFO)
     if dry:
         torch.set_num_threads(1)
-        ceilings.MATRIX["cpu"], ceilings.COPY_BYTES["cpu"], caches.ROTATED_BYTES = 64, 2**16, 2**16
+        timing.MATRIX["cpu"], timing.COPY_BYTES["cpu"], decoding.ROTATED_BYTES = 64, 2**16, 2**16
         return "cpu"
     if not torch.cuda.is_available():
         raise RuntimeError("PyTorch sees no CUDA device here; --dry runs every stage on the CPU")
@@ -367,7 +368,7 @@ def device_of(dry: bool) -> str:
 
 
 def _say(name: str) -> Callable[[dict], None]:
-    return lambda row: print("  ".join(cell for cell in tables.cells(name, row) if cell), flush=True)
+    return lambda row: print("  ".join(cell for cell in cells(name, row) if cell), flush=True)
 
 
 def _say_row(row: dict) -> None:

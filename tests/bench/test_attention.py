@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from diff_transformer.bench import attention as bench
-from diff_transformer.bench import contenders, gates, room
+from diff_transformer.bench import contenders, shapes
 from diff_transformer.bench.shapes import Shape
 from diff_transformer.ops import blockwise, diff_attention
 
@@ -152,7 +152,7 @@ def test_without_the_causal_limit():
 def test_gate_looks_at_the_length_that_is_timed(monkeypatch):
     attend = blockwise.attend
     monkeypatch.setattr(blockwise, "attend", lambda *args: attend(*args) * (1.01 if args[0].shape[2] > 555 else 1))
-    gate = gates.Gate(Shape(1, 1, 600, 8), torch.float32, "cpu")
+    gate = contenders.Gate(Shape(1, 1, 600, 8), torch.float32, "cpu")
     with pytest.raises(AssertionError, match="out at length 600"):
         gate.check(contenders.backend_contender("blockwise", gate.full, True).function)
 
@@ -170,7 +170,7 @@ def test_time_runs_out_between_shapes(monkeypatch):
 
 
 def test_a_shape_that_does_not_fit_the_memory_is_skipped_and_the_others_are_timed(monkeypatch):
-    monkeypatch.setattr(room, "free_memory", lambda device: 10**9)
+    monkeypatch.setattr(shapes, "free_memory", lambda device: 10**9)
     large = Shape(1, 1, 10**7, 64)
     record = bench.run_attention_benchmark([large, *SMALL], FP32, backends=["blockwise"], repeats=1)
     skipped, *timed = record["rows"]
@@ -184,7 +184,7 @@ def test_a_shape_that_does_not_fit_the_memory_is_skipped_and_the_others_are_time
 
 
 def test_shapes_of_which_none_fits_the_memory_are_refused(monkeypatch, tmp_path):
-    monkeypatch.setattr(room, "free_memory", lambda device: 1000)
+    monkeypatch.setattr(shapes, "free_memory", lambda device: 1000)
     with pytest.raises(ValueError, match=r"1x2x65x8 in float32 takes about .* kB .*, and 1 kB are free on cpu; give a"):
         bench.run_attention_benchmark(SMALL, backends=["blockwise"], repeats=1, out=tmp_path / "a.json")
     assert not list(tmp_path.iterdir())

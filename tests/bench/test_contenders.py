@@ -38,8 +38,8 @@ def test_the_reason_of_a_kernel_is_one_line_with_its_warnings():
         warnings.warn("head width is odd. (Triggered internally at x.cpp:3.)", stacklevel=2)
         raise RuntimeError("No available kernel.")
 
-    assert contenders.why_it_cannot(refuses) == "No available kernel. head width is odd."
-    assert contenders.why_it_cannot(lambda: None) is None
+    assert contenders.refusal(refuses) == "No available kernel. head width is odd."
+    assert contenders.refusal(lambda: None) is None
 
 
 @pytest.mark.parametrize("error", [contenders.FAULT("illegal address"), RuntimeError("Triton Error: oh no")])
@@ -48,7 +48,7 @@ def test_a_fault_of_the_device_is_no_refusal(error):
         raise error
 
     with pytest.raises(type(error), match=str(error)):
-        contenders.why_it_cannot(faults)
+        contenders.refusal(faults)
 
 
 def test_a_fault_that_comes_later_is_blamed_on_the_run(monkeypatch):
@@ -64,7 +64,7 @@ def test_a_fault_that_comes_later_is_blamed_on_the_run(monkeypatch):
     monkeypatch.setattr(torch.cuda, "synchronize", late)
     for run in (lambda: None, refuses):
         with pytest.raises(contenders.FAULT, match="illegal address"):
-            contenders.why_it_cannot(run)
+            contenders.refusal(run)
 
 
 @pytest.mark.parametrize("reason", [None, "too old"])

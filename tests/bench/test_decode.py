@@ -5,11 +5,10 @@ from contextlib import contextmanager
 import pytest
 import torch
 
-from diff_transformer.bench import caches as module
 from diff_transformer.bench import decode as bench
 from diff_transformer.bench.attention import DeviceLost
-from diff_transformer.bench.caches import Caches, DecodeShape, fits, how_many
 from diff_transformer.bench.contenders import FAULT, sdpa_on
+from diff_transformer.bench.decode import Caches, DecodeShape, fits, how_many
 from diff_transformer.bench.generation import ModelSetting, build_pair, model_rows
 from diff_transformer.bench.timing import Times
 from diff_transformer.ops import blockwise
@@ -35,10 +34,10 @@ def test_softmax_attention_reads_the_same_memory():
 
 
 def test_caches_rotate(monkeypatch):
-    monkeypatch.setattr(module, "ROTATED_BYTES", 10 * GROUPED.bytes(2))
+    monkeypatch.setattr(bench, "ROTATED_BYTES", 10 * GROUPED.bytes(2))
     assert how_many(GROUPED, torch.bfloat16, "cpu") == 10
     assert how_many(GROUPED, torch.float32, "cpu") == 5
-    monkeypatch.setattr(module, "ROTATED_BYTES", 1)
+    monkeypatch.setattr(bench, "ROTATED_BYTES", 1)
     assert how_many(GROUPED, torch.bfloat16, "cpu") == 2
     caches, seen = Caches(GROUPED, torch.float32, "cpu"), []
     run, graph = bench.as_graph(caches, lambda cache: seen.append(cache.k.data_ptr()))
@@ -91,7 +90,7 @@ def test_on_a_gpu_a_round_is_one_graph_where_it_can_be_captured(monkeypatch, cap
 def test_a_shape_that_does_not_fit_is_left_out(monkeypatch):
     size = GROUPED.bytes(2)
     for free, expected in ((4 * size, True), (4 * size - 2, False)):
-        monkeypatch.setattr(module, "free_memory", lambda device, free=free: free)
+        monkeypatch.setattr(bench, "free_memory", lambda device, free=free: free)
         assert fits(GROUPED, torch.bfloat16, "cuda") is expected
     assert fits(GROUPED, torch.bfloat16, "cpu")
 

@@ -172,7 +172,7 @@ def test_what_an_earlier_call_recorded_is_not_measured_again(gpu, tmp_path):
     gpu_stages.run_attention_benchmark([first], (gpu_stages.torch.bfloat16,), backends=[], repeats=1, out=out)
     rows = json.loads(out.read_text())["rows"]
     assert gpu_stages.left_of([first, second], rows) == [second]
-    decoding = gpu_stages.caches.DecodeShape(1, 2, 1, 40, 8)
+    decoding = gpu_stages.decoding.DecodeShape(1, 2, 1, 40, 8)
     assert gpu_stages.left_of([decoding], rows, kind="operator") == [decoding]
     pair = [gpu_stages.TINY_PAIR]
     record = gpu_stages.pair_throughput.run_throughput_benchmark(pair, repeats=1)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from diff_transformer.bench import step as bench
-from diff_transformer.bench.pair_throughput import ThroughputSetting
+from diff_transformer.bench.throughput import ThroughputSetting
 
 TINY = ThroughputSetting("debug", 2, 32, layers=1, dtype=torch.float32)
 

@@ -1,9 +1,9 @@
-"""Time of the operator's backends over that of softmax attention of matched size: SDPA with twice the heads.
+"""Time of the operator's backends relative to matched softmax attention: SDPA with twice the heads.
 
-For each shape and dtype first the correctness gate, at the length timed and, with every gradient, at a shorter one. A
-backend that does not pass has no time; a rival that does not keeps its time, beside what it missed. Then all take
-turns, every other turn in the opposite order, and the ratio of the medians is the result. TFLOP/s are those of useful
-work, in units of h N^2 d multiply-adds: 4 forward and 10 backward for softmax attention, 6 and 10 for differential.
+The correctness gate comes first, for each shape and dtype: at the timed length, and with every gradient at a shorter
+one. A backend that fails is not timed. A rival that fails is timed, and its row says what it missed. Contenders then
+take turns, every other turn in the opposite order; the result is the ratio of the medians. TFLOP/s count useful work
+in units of h N^2 d multiply-adds: 4 forward and 10 backward for softmax attention, 6 and 10 for differential attention.
 """
 
 from collections.abc import Callable, Iterator
@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 from torch._functorch import config as functorch_config
 
-from diff_transformer.bench.ceilings import ceilings
 from diff_transformer.bench.contenders import (
     BASELINE,
     DIFF_UNITS,
@@ -22,30 +21,29 @@ from diff_transformer.bench.contenders import (
     KERNELS,
     SOFTMAX_UNITS,
     Contender,
+    Function,
+    Gate,
     backend_contenders,
     baselines,
+    refusal,
     rivals,
     sdpa_on,
     softmax_inputs,
-    why_it_cannot,
 )
-from diff_transformer.bench.gates import Function, Gate
-from diff_transformer.bench.machine import machine
-from diff_transformer.bench.record import Deadline, collect
-from diff_transformer.bench.room import why_too_large
-from diff_transformer.bench.shapes import Shape
-from diff_transformer.bench.timing import Times, interleaved_times
+from diff_transformer.bench.record import Deadline, collect, machine
+from diff_transformer.bench.shapes import Shape, too_large_reason
+from diff_transformer.bench.timing import Times, ceilings, interleaved_times
 from diff_transformer.checks import require_positive
 from diff_transformer.ops import available_backends
 from diff_transformer.testing import peak_memory
 
-LONGEST_REFERENCE = 1024  # it materialises the maps; longer, it is left out
+LONGEST_REFERENCE = 1024  # the reference materialises the maps and is left out beyond this length
 KINDS = ("forward", "backward", "both")
-LOST = "failed: the device is lost: "  # begins a verdict
+LOST = "failed: the device is lost: "  # prefix of a gate's verdict
 
 
 class DeviceLost(RuntimeError):
-    """A kernel faulted or hangs, and this process can compute no more on the device."""
+    """A kernel faulted or hung, and this process cannot use the device any more."""
 
 
 def run_attention_benchmark(
@@ -63,7 +61,7 @@ def run_attention_benchmark(
     out: Path | None = None,
     on_row: Callable[[dict], None] | None = None,
 ) -> dict:
-    """The record: {"rows": [...], "provenance": {...}}; ``on_row`` sees each row, and ``out`` is written, as they come.
+    """Benchmark the operator and return the record. ``on_row`` receives each row, and ``out`` is written after each.
 
     A row has backend, role ("baseline", "backend" or "rival"), dtype, batch, heads, length, width, causal, gate
     ("passed", "is the baseline", or "failed: " or "skipped: " and why) and, for the kinds forward, backward (alone) and
@@ -71,15 +69,17 @@ def run_attention_benchmark(
     ..._share of the measured matrix product; ratios over every other baseline; peak_bytes of forward + backward.
 
     Args:
-        backends: of ours, all available ones by default; the reference is left out beyond a length of 1024, and
-            FlexAttention has no backward on the CPU.
-        kernels: SDPA's kernels, each timed with softmax attention ("flash", "cudnn", "efficient", "math"); on CUDA all
-            of them, on the CPU only SDPA's own choice.
-        with_rivals: also FlashDiffAttn_1 and _2 over the same kernels; on CUDA by default.
+        backends: our backends, by default all available ones. The reference is left out beyond a length of 1024, and
+            FlexAttention has no backward pass on the CPU.
+        kernels: SDPA's kernels for softmax attention ("flash", "cudnn", "efficient", "math"); by default all of them
+            on CUDA, and SDPA's own choice on the CPU.
+        with_rivals: also time FlashDiffAttn_1 and _2 on the same kernels; by default on CUDA only.
         extra: further functions of (q1, q2, k1, k2, v, lam, *, is_causal), by name, timed as backends.
-        repeats: turns. seconds: no shape is begun after them. seconds_each: for one function at one shape.
+        repeats: turns.
+        seconds: start no new shape after this time.
+        seconds_each: time limit of one function at one shape.
 
-    A shape that takes more than the free memory of the device is a row of the baseline, skipped with both numbers.
+    A shape that does not fit the free memory gives one skipped row of the baseline, with both sizes.
 
     Raises:
         ValueError: if no shape fits the memory, before anything is allocated.
@@ -94,7 +94,7 @@ def run_attention_benchmark(
         return [n for n in names if n != "reference" or shape.length <= LONGEST_REFERENCE]
 
     def too_large(shape: Shape, dtype: torch.dtype) -> str | None:
-        return why_too_large(shape, dtype, 1 + len(ours(shape, dtype)) + len(extra or {}), device)
+        return too_large_reason(shape, dtype, 1 + len(ours(shape, dtype)) + len(extra or {}), device)
 
     reasons = [too_large(shape, dtype) for dtype in dtypes for shape in shapes]
     if reasons and None not in reasons:
@@ -122,7 +122,7 @@ def run_attention_benchmark(
             ]
             contenders += rivals(gate.full, shape.causal, kernels) if with_rivals else []
             yield from measure(contenders, gate, ceiling, repeats, seconds_each)
-            del contenders, gate  # their memory is free before the next shape is weighed
+            del contenders, gate  # frees their memory before the next shape is checked
 
     settings = {
         "repeats": repeats,
@@ -133,7 +133,7 @@ def run_attention_benchmark(
         "ceilings": ceiling,
         "machine": machine(device),
     }
-    # A compiled backward may otherwise give away what it saved, and then runs only once over a graph.
+    # A compiled backward may otherwise donate its saved buffers, and then runs only once per graph.
     with functorch_config.patch(donated_buffer=False):
         return collect("attention", rows(), settings, out=out, on_row=on_row)
 
@@ -149,7 +149,7 @@ def measure(
         if verdicts[c.name].startswith(LOST):
             yield {**first_fields(c, gate), "gate": verdicts[c.name]}
             raise DeviceLost(f"{c.name} at {shape} in {dtype}: {verdicts[c.name]}")
-    timed = [c for c in contenders if counts(c.role, verdicts[c.name])]
+    timed = [c for c in contenders if is_timed(c.role, verdicts[c.name])]
     peaks = {c.name: peak_memory(calls(c)["both" if c.backward else "forward"], gate.device) for c in timed}
     runs = {(c.name, kind): run for c in timed for kind, run in calls(c, retain=True).items()}
     times = interleaved_times(runs, repeats, gate.device, seconds=seconds_each)
@@ -171,7 +171,7 @@ def measure(
 
 
 def first_fields(contender: Contender, gate: Gate) -> dict:
-    """Of a row: who, and at which shape."""
+    """The fields of a row that name the contender and the shape."""
     dtype = str(gate.dtype).removeprefix("torch.")
     return {
         "backend": contender.name,
@@ -184,21 +184,21 @@ def first_fields(contender: Contender, gate: Gate) -> dict:
 
 def verdict(contender: Contender, gate: Gate) -> str:
     """The row's field "gate"."""
-    return judge(
+    return run_gate(
         contender.role,
         lambda: calls(contender)["both" if contender.backward else "forward"](),
         lambda: gate.check(contender.function, contender.backward),
     )
 
 
-def judge(role: str, run: Callable[[], object], check: Callable[[], object]) -> str:
+def run_gate(role: str, run: Callable[[], object], check: Callable[[], object]) -> str:
     """Run once, then check: "passed", "is the baseline", "skipped: why" or "failed: what".
 
-    A kernel refuses by RuntimeError, NotImplementedError or ValueError. Anything else that it raises, a compiler's
-    error for one, is its failure, and the others go on; but not after a fault of the device (``LOST``).
+    A kernel refuses by RuntimeError, NotImplementedError or ValueError. Any other exception, such as a compiler error,
+    is a failure of this contender only, except for a fault of the device (``LOST``).
     """
     try:
-        reason = why_it_cannot(run)
+        reason = refusal(run)
         if reason is not None:
             return f"skipped: {reason}"
         if role == "baseline":
@@ -213,13 +213,13 @@ def judge(role: str, run: Callable[[], object], check: Callable[[], object]) -> 
     return "passed"
 
 
-def counts(role: str, verdict: str) -> bool:
-    """Whether it is timed: only what is right, but a rival also where it misses the budget."""
+def is_timed(role: str, verdict: str) -> bool:
+    """Whether a contender is timed: only if it passed, except that a rival may miss the budget."""
     return verdict in ("passed", "is the baseline") or (role == "rival" and verdict.startswith("failed"))
 
 
 def calls(contender: Contender, retain: bool = False) -> dict[str, Callable[[], object]]:
-    """What is timed, by kind; ``retain`` adds the backward pass alone, again and again over one graph."""
+    """The functions to time, by kind. ``retain`` adds the backward pass alone, repeated over one retained graph."""
 
     def attend() -> Tensor:
         return contender.function(*contender.inputs, is_causal=contender.is_causal)
@@ -247,7 +247,7 @@ def calls(contender: Contender, retain: bool = False) -> dict[str, Callable[[], 
 
 
 def timed_fields(kind: str, times: Times, multiply_adds: float, ceiling_tflops: float) -> dict:
-    """Median, quartiles, rate of useful work and its share of the ceiling."""
+    """Median, quartiles, rate of useful work, and its share of the peak rate."""
     tflops = 2 * multiply_adds / times.median / 1e12
     return {
         f"{kind}_ms": round(times.median * 1e3, 4),
@@ -259,7 +259,7 @@ def timed_fields(kind: str, times: Times, multiply_adds: float, ceiling_tflops: 
 
 
 def ratio(times: dict[tuple[str, str], Times], name: str, baseline: str, kind: str) -> float | None:
-    """Median over the baseline's median in the same turns; None where the baseline was not timed."""
+    """Median divided by the baseline's median in the same turns; None if the baseline was not timed."""
     if (baseline, kind) not in times:
         return None
     return round(times[name, kind].median / times[baseline, kind].median, 4)

@@ -1,7 +1,8 @@
-"""Who is timed: the operator's backends, softmax attention with twice the heads, and FlashDiffAttn over SDPA.
+"""Contenders of the operator's benchmark, and the correctness gate that they must pass.
 
-PyTorch's SDPA has several kernels. What its own choice runs depends on the device, so the default is named by what ran,
-and every other kernel takes part under its own name: softmax[cudnn], FlashDiffAttn_2[flash].
+Contenders are the operator's backends, softmax attention with twice the heads, and FlashDiffAttn over SDPA. SDPA has
+several kernels and picks one by device. The default is named by the kernel that ran, and every other kernel takes part
+under its own name: softmax[cudnn], FlashDiffAttn_2[flash].
 """
 
 import os
@@ -9,17 +10,18 @@ import warnings
 from collections.abc import Callable, Generator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
-from diff_transformer.bench.machine import free_memory
-from diff_transformer.bench.shapes import Shape
+from diff_transformer.bench.record import free_memory
+from diff_transformer.bench.shapes import SHORTER, Shape
 from diff_transformer.ops import diff_attention
 from diff_transformer.ops.triton import gluon
-from diff_transformer.testing import Inputs
+from diff_transformer.testing import Inputs, assert_within_budget, eager_diff_attention, make_inputs
 
 BASELINE = "softmax"
 RIVAL = "FlashDiffAttn"
@@ -29,8 +31,8 @@ KERNELS = {
     "efficient": SDPBackend.EFFICIENT_ATTENTION,
     "math": SDPBackend.MATH,
 }
-FAULT = torch.AcceleratorError  # what a kernel that faults raises; the process cannot use the device any more
-# Multiply-adds in units of h N^2 d. All differential attention is given the fused kernel's, whatever it executes.
+FAULT = torch.AcceleratorError  # raised when a kernel faults; the process cannot use the device any more
+# Multiply-adds in units of h N^2 d. Every form of differential attention is credited with those of the fused kernel.
 SOFTMAX_UNITS = {"forward": 4, "backward": 10, "both": 14}
 DIFF_UNITS = {"forward": 6, "backward": 10, "both": 16}
 
@@ -45,7 +47,7 @@ class Contender:
     inputs: tuple[Tensor, ...]  # q, k, v of the baseline; q1, q2, k1, k2, v, lam of all others
     is_causal: bool = True
     backward: bool = True
-    facts: dict = field(default_factory=dict)  # go into its rows
+    facts: dict = field(default_factory=dict)  # further fields of its rows
 
     @property
     def units(self) -> dict[str, int]:
@@ -75,7 +77,7 @@ def sdpa_on(kernel: str | None) -> Callable[..., Tensor]:
 
 
 def flash_diff_attention(form: int, kernel: str | None) -> Callable[..., Tensor]:
-    """FlashDiffAttn (appendix A) over SDPA: form 1 passes v whole, form 2 in two halves; subtracted in fp32."""
+    """FlashDiffAttn (appendix A) over SDPA: form 1 passes v whole, form 2 in two halves. Subtracts in fp32."""
     attention = sdpa_on(kernel)
 
     def function(q1, q2, k1, k2, v, lam, *, is_causal: bool = False) -> Tensor:
@@ -90,13 +92,13 @@ def flash_diff_attention(form: int, kernel: str | None) -> Callable[..., Tensor]
 
 
 def default_kernel(q: Tensor, k: Tensor, v: Tensor, is_causal: bool, enable_gqa: bool = False) -> str:
-    """The name of what SDPA chooses by itself for these tensors."""
+    """Name of the kernel that SDPA chooses for these tensors."""
     chosen = torch._fused_sdp_choice(q, k, v, is_causal=is_causal, enable_gqa=enable_gqa)
     return next((name for name, kernel in KERNELS.items() if kernel.value == int(chosen)), str(chosen))
 
 
 def baselines(shape: Shape, inputs: tuple[Tensor, Tensor, Tensor], kernels: list[str]) -> list[Contender]:
-    """Softmax attention by SDPA's choice, and on each of ``kernels`` that it did not choose."""
+    """Softmax attention on SDPA's choice, and on each of the other ``kernels``."""
     chosen = default_kernel(*inputs, is_causal=shape.causal)
     kernels = [k for k in kernels if k != chosen and (k != "math" or math_fits(shape, inputs[0].device))]
     return [
@@ -106,7 +108,7 @@ def baselines(shape: Shape, inputs: tuple[Tensor, Tensor, Tensor], kernels: list
 
 
 def rivals(x: Inputs, is_causal: bool, kernels: list[str]) -> list[Contender]:
-    """FlashDiffAttn_1 and _2 by SDPA's choice, and on each of ``kernels`` that it did not choose."""
+    """FlashDiffAttn_1 and _2 on SDPA's choice, and on each of the other ``kernels``."""
     found = []
     for form in (1, 2):
         chosen = default_kernel(x.q1, x.k1, x.v.chunk(form, dim=-1)[0], is_causal)
@@ -117,7 +119,7 @@ def rivals(x: Inputs, is_causal: bool, kernels: list[str]) -> list[Contender]:
 
 
 def backend_contender(name: str, x: Inputs, is_causal: bool, variant: str | None = None) -> Contender:
-    """One of ours, or a ``variant`` of "triton". FlexAttention has no backward on the CPU."""
+    """One of our backends, or a ``variant`` of "triton". FlexAttention has no backward pass on the CPU."""
 
     def function(q1, q2, k1, k2, v, lam, *, is_causal: bool) -> Tensor:
         with VARIANTS[variant]():
@@ -131,14 +133,14 @@ def backend_contender(name: str, x: Inputs, is_causal: bool, variant: str | None
         if package is not None:
             facts = {"form": flash.form(x.q1, x.q2, x.k1, x.v), "package": package[0]}
     if name == "triton" and variant != "plain":
-        reasons = why_not_gluon(x, is_causal, one_pass=variant == "one_pass")
+        reasons = gluon_unsupported_reasons(x, is_causal, one_pass=variant == "one_pass")
         facts = {what: "gluon" if reason is None else f"triton, since {reason}" for what, reason in reasons.items()}
     backward = not (name == "flex" and x.q1.device.type == "cpu")
     return Contender(named(name, variant), "backend", function, tuple(x), is_causal, backward, facts)
 
 
 def backend_contenders(names: list[str], x: Inputs, is_causal: bool) -> list[Contender]:
-    """All of ``names``, and "triton" in its other forms: the one-pass backward, and without Gluon where that ran."""
+    """All of ``names``. "triton" also takes part with the one-pass backward and, where Gluon ran, without Gluon."""
     found = []
     for name in names:
         found.append(backend_contender(name, x, is_causal))
@@ -149,8 +151,8 @@ def backend_contenders(names: list[str], x: Inputs, is_causal: bool) -> list[Con
     return found
 
 
-def why_not_gluon(x: Inputs, is_causal: bool, one_pass: bool) -> dict[str, str | None]:
-    """Why the Triton backend's kernels of either direction are not Gluon's here, or None."""
+def gluon_unsupported_reasons(x: Inputs, is_causal: bool, one_pass: bool) -> dict[str, str | None]:
+    """Why the Triton backend does not use its Gluon kernels here, by direction; None where it does."""
     forward = gluon.why_not(*x[:5], None, None, is_causal, None)
     backward = gluon.why_not_backward(*x[:5], None, None, is_causal, None, one_pass)
     return {"forward_kernel": forward, "backward_kernel": backward}
@@ -182,16 +184,17 @@ def named(name: str, kernel: str | None) -> str:
 
 
 def math_fits(shape: Shape, device: torch.device) -> bool:
-    """Whether the N x N maps of SDPA's math path stay within a quarter of the free memory (on the CPU: 1 GiB)."""
+    """Whether the N x N maps of SDPA's math path fit a quarter of the free memory (on the CPU: 1 GiB)."""
     free = free_memory(device) // 4 if device.type == "cuda" else 2**30
     return 16 * shape.batch * 2 * shape.heads * shape.length**2 <= free
 
 
-def why_it_cannot(run: Callable[[], object]) -> str | None:
-    """Runs once: None, or in one line why this kernel does not take these tensors (or runs out of memory).
+def refusal(run: Callable[[], object]) -> str | None:
+    """Run once. Return one line on why the kernel refuses these tensors or runs out of memory; None if it ran.
 
     Raises:
-        torch.AcceleratorError: if the device was lost. RuntimeError: if Triton could not launch a kernel of ours.
+        torch.AcceleratorError: if the device was lost.
+        RuntimeError: if Triton could not launch one of our kernels.
     """
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -210,6 +213,81 @@ def why_it_cannot(run: Callable[[], object]) -> str | None:
 
 
 def wait_for_device() -> None:
-    """A kernel's fault is raised here, and not at a later call of something else."""
+    """Wait for the GPU, so that a kernel's fault is raised here and not at a later call."""
     if torch.cuda.is_initialized():
         torch.cuda.synchronize()
+
+
+ROWS = 32  # queries compared at the full length
+
+Function = Callable[..., Tensor]  # (*Inputs, is_causal=...)
+
+
+class Gate:
+    """The correctness gate at one shape. It computes the exact results once, for all contenders.
+
+    It compares the output and every gradient at length min(length, 555), and the output of 32 queries at full length.
+    """
+
+    def __init__(self, shape: Shape, dtype: torch.dtype, device: str):
+        self.shape, self.dtype, self.device = shape, dtype, device
+
+    def check(self, function: Function, backward: bool = True) -> None:
+        """Raise AssertionError, with the numbers, unless ``function`` is within the numerics budget."""
+        with torch.set_grad_enabled(backward):
+            actual = self._with_gradients(function, self.short)
+        for name in actual:
+            assert_within_budget(actual[name], *self._expected[name], what=name)
+        with torch.no_grad():
+            actual = function(*self.full, is_causal=self.shape.causal)[:, :, self._rows]
+        assert_within_budget(actual, *self._expected_rows, what=f"out at length {self.shape.length}")
+
+    @cached_property
+    def full(self) -> Inputs:
+        """The inputs for timing."""
+        return shape_inputs(self.shape, self.dtype, self.device)
+
+    @cached_property
+    def short(self) -> Inputs:
+        return shape_inputs(self.shape, self.dtype, self.device, min(self.shape.length, SHORTER))
+
+    @cached_property
+    def _rows(self) -> Tensor:
+        return torch.linspace(0, self.shape.length - 1, ROWS, device=self.device).long().unique()
+
+    @cached_property
+    def _expected(self) -> dict[str, tuple[Tensor, Tensor | None]]:
+        with torch.enable_grad():
+            exact = self._with_gradients(_reference, self.short.to(torch.float64))
+            eager = self._with_gradients(eager_diff_attention, self.short)
+        return {name: (exact[name], None if self.dtype == torch.float32 else eager[name]) for name in exact}
+
+    @cached_property
+    def _expected_rows(self) -> tuple[Tensor, Tensor | None]:
+        x, rows = self.full, self._rows
+        some = x._replace(q1=x.q1[:, :, rows], q2=x.q2[:, :, rows], lam=x.lam[:, :, rows])
+        seen = None
+        if self.shape.causal:
+            seen = torch.arange(self.shape.length, device=self.device) <= rows[:, None]  # [rows, length]
+        with torch.no_grad():
+            exact = diff_attention(*some.to(torch.float64), attn_mask=seen, backend="reference")
+            eager = None if self.dtype == torch.float32 else eager_diff_attention(*some, attn_mask=seen)
+        return exact, eager
+
+    def _with_gradients(self, function: Function, x: Inputs) -> dict[str, Tensor]:
+        out = function(*x, is_causal=self.shape.causal)
+        if not out.requires_grad:
+            return {"out": out}
+        dout = torch.randn(out.shape, generator=torch.Generator().manual_seed(4)).to(out.device, x.v.dtype)
+        names = (f"gradient of {name}" for name in x._fields)
+        return {"out": out} | dict(zip(names, torch.autograd.grad(out, x, dout.to(out.dtype)), strict=True))
+
+
+def shape_inputs(shape: Shape, dtype: torch.dtype, device: str, length: int | None = None) -> Inputs:
+    """Random inputs of a shape: leaves that require gradients."""
+    sizes = (shape.batch, shape.heads, length or shape.length, shape.width)
+    return make_inputs(*sizes, dtype=dtype, device=device, drawn_on=device)
+
+
+def _reference(*x: Tensor, is_causal: bool) -> Tensor:
+    return diff_attention(*x, is_causal=is_causal, backend="reference")

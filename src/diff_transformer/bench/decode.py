@@ -1,27 +1,141 @@
-"""Decoding: one query a sequence over a long cache, differential against softmax attention, and the models' own.
+"""Decoding: one query per sequence over a long cache, and cached generation by the models.
 
-Both kinds read the same cache: keys [B, 2g, S, d] and as many values, which differential attention sees as g heads of
-2d. So both have the same bytes to move, and the rate is bytes over time as a share of the measured copy. Calls rotate
-among caches that together exceed the last-level cache several times; on a GPU one round is one replayed CUDA graph.
+Differential and softmax attention read the same cache: keys [B, 2g, S, d] and as many values, which differential
+attention reads as g heads of 2d. Both therefore move the same bytes, and the rate is bytes over time as a share of the
+measured copy rate. Calls rotate among caches that together exceed the last-level cache several times. On a GPU one
+round is one replayed CUDA graph.
 """
 
 from collections.abc import Callable, Iterator
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
+from functools import cached_property
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from diff_transformer.bench.attention import LOST, DeviceLost, counts, judge, ratio
-from diff_transformer.bench.caches import Caches, DecodeShape, KeysValues, fits
-from diff_transformer.bench.ceilings import ceilings
+from diff_transformer.bench.attention import LOST, DeviceLost, is_timed, ratio, run_gate
 from diff_transformer.bench.contenders import BASELINE, KERNELS, default_kernel, named, sdpa_on
 from diff_transformer.bench.generation import ModelSetting, model_rows
-from diff_transformer.bench.machine import machine
-from diff_transformer.bench.record import Deadline, collect
-from diff_transformer.bench.timing import Times, interleaved_times
+from diff_transformer.bench.record import Deadline, collect, free_memory, machine
+from diff_transformer.bench.timing import Times, ceilings, interleaved_times
 from diff_transformer.checks import require_positive
-from diff_transformer.ops import available_backends
+from diff_transformer.model.heads import pair_heads
+from diff_transformer.ops import available_backends, diff_attention, diff_attention_decode
+from diff_transformer.testing import assert_within_budget, eager_diff_attention
+
+LAM = 0.3
+GATED_SEQUENCES = 2  # sequences of the batch that are compared with the reference
+MOST_CACHES = 64
+ROTATED_BYTES: int = 2**27  # on the CPU; on a GPU four times its L2 cache
+
+
+@dataclass(frozen=True)
+class DecodeShape:
+    """``heads`` differential heads over ``kv_heads`` key/value heads; softmax attention has twice as many of both."""
+
+    batch: int
+    heads: int
+    kv_heads: int
+    cache: int
+    width: int
+
+    def bytes(self, itemsize: int) -> int:
+        """Bytes that one call must move: keys and values once, queries and output."""
+        values = 4 * self.kv_heads * self.cache * self.width + 4 * self.heads * self.width
+        return self.batch * values * itemsize
+
+    def __str__(self) -> str:
+        return f"{self.batch}x{self.heads}/{self.kv_heads}x{self.cache}x{self.width}"
+
+
+CPU_GRID = [
+    DecodeShape(batch, 4, kv_heads, cache, 64)
+    for kv_heads in (4, 2)
+    for batch in (1, 4)
+    for cache in (512, 1024, 2048, 4096)
+]
+HEADS = (
+    (12, 12, 128),
+    (16, 4, 128),
+    (16, 16, 64),
+    (16, 4, 64),
+)  # h, g, d: that of 3B, then one or four queries per key
+# (batch, cache) of a GPU, the most informative first.
+TELLING = ((1, 4096), (16, 4096), (1, 16384), (64, 1024), (1, 65536), (64, 4096), (4, 16384), (16, 16384))
+GPU_GRID = sorted(
+    (
+        DecodeShape(batch, h, g, cache, d)
+        for h, g, d in HEADS
+        for batch in (1, 4, 16, 64)
+        for cache in (1024, 4096, 16384, 65536)
+    ),
+    key=lambda shape: (*TELLING, (shape.batch, shape.cache)).index((shape.batch, shape.cache)),
+)
+GPU_SHORT_GRID = [shape for shape in GPU_GRID if (shape.batch, shape.cache) in TELLING]
+
+
+class KeysValues(NamedTuple):
+    """One cache. Softmax attention reads the same memory of ``v`` as [B, 2g, S, d]."""
+
+    k: Tensor  # [B, 2g, S, d]
+    v: Tensor  # [B, g, S, 2d]
+
+
+class Caches:
+    """Queries, several caches of one shape, and their correctness gate."""
+
+    def __init__(self, shape: DecodeShape, dtype: torch.dtype, device: str):
+        self.shape, self.dtype, self.device = shape, dtype, device
+        B, h, g, S, d = shape.batch, shape.heads, shape.kv_heads, shape.cache, shape.width
+        self.q = torch.randn(B, 2 * h, 1, d, device=device).to(dtype)
+        self.lam = torch.full((), LAM, device=device)
+        self.all = [
+            KeysValues(
+                torch.randn(B, 2 * g, S, d, device=device, dtype=dtype),
+                torch.randn(B, g, S, 2 * d, device=device, dtype=dtype),
+            )
+            for _ in range(how_many(shape, dtype, device))
+        ]
+
+    def diff(self, cache: KeysValues, backend: str) -> Tensor:
+        """Differential attention, [B, h, 1, 2d]."""
+        return diff_attention_decode(*pair_heads(self.q, cache.k), cache.v, self.lam, backend=backend)
+
+    def softmax(self, cache: KeysValues, attention: Callable[..., Tensor]) -> Tensor:
+        """Softmax attention with twice the heads, [B, 2h, 1, d]."""
+        grouped = self.shape.heads != self.shape.kv_heads
+        return attention(self.q, cache.k, cache.v.view_as(cache.k), enable_gqa=grouped)
+
+    def gate(self, backend: str) -> None:
+        """Raise AssertionError unless the backend is within the numerics budget on the first cache."""
+        actual = self.diff(self.all[0], backend)[:GATED_SEQUENCES]
+        assert_within_budget(actual, *self._expected, what=f"out over a cache of {self.shape.cache}")
+
+    @cached_property
+    def _expected(self) -> tuple[Tensor, Tensor | None]:
+        cache = self.all[0]
+        q, k, v = (x[:GATED_SEQUENCES] for x in (self.q, cache.k, cache.v))
+        q1, q2, k1, k2 = pair_heads(q, k)
+        doubles = (x.double() for x in (q1, q2, k1, k2, v))
+        exact = diff_attention(*doubles, self.lam, backend="reference")
+        return exact, None if self.dtype == torch.float32 else eager_diff_attention(q1, q2, k1, k2, v, self.lam)
+
+
+def how_many(shape: DecodeShape, dtype: torch.dtype, device: str) -> int:
+    """Number of caches to rotate among."""
+    rotated = ROTATED_BYTES
+    if torch.device(device).type == "cuda":
+        rotated = 4 * torch.cuda.get_device_properties(device).L2_cache_size
+    return max(2, min(MOST_CACHES, -(-rotated // shape.bytes(dtype.itemsize))))
+
+
+def fits(shape: DecodeShape, dtype: torch.dtype, device: str) -> bool:
+    """Whether two caches fit half of the free memory of a GPU."""
+    if torch.device(device).type != "cuda":
+        return True
+    return 2 * shape.bytes(dtype.itemsize) <= free_memory(device) // 2
 
 
 def run_decode_benchmark(
@@ -38,7 +152,7 @@ def run_decode_benchmark(
     out: Path | None = None,
     on_row: Callable[[dict], None] | None = None,
 ) -> dict:
-    """The record: {"rows": [...], "provenance": {...}}; ``on_row`` sees each row, and ``out`` is written, as they come.
+    """Benchmark decoding and return the record. ``on_row`` receives each row, and ``out`` is written after each.
 
     A row of kind "operator" has backend, role, dtype, batch, heads, kv_heads, cache, width, gate, us (microseconds a
     call), us_quartiles, ratio (over softmax attention on SDPA's own choice, in the same turns), ratios over its other
@@ -69,7 +183,7 @@ def run_decode_benchmark(
             dtype, shape = left.pop(0)
             names = default_backends(device, dtype) if backends is None else backends
             yield from measure(Caches(shape, dtype, device), names, kernels, ceiling, repeats, seconds_each)
-        yield from of_models(compiled=True)  # last: compiling takes most of a minute
+        yield from of_models(compiled=True)  # last: compilation takes most of a minute
 
     settings = {"repeats": repeats, "device": device, "ceilings": ceiling, "machine": machine(device)}
     settings["baseline"] = f"{BASELINE}: scaled_dot_product_attention, 2 * heads, the kernel that PyTorch chooses"
@@ -101,11 +215,11 @@ def measure(
     runs, graphs = {}, {}
     for name, call in calls.items():
         run, check = lambda call=call: call(first), lambda name=name: caches.gate(name)
-        facts[name]["gate"] = judge(facts[name]["role"], run, check)
+        facts[name]["gate"] = run_gate(facts[name]["role"], run, check)
         if facts[name]["gate"].startswith(LOST):
             yield first_fields(caches, name) | facts[name]
             raise DeviceLost(f"{name} over {shape}: {facts[name]['gate']}")
-        if counts(facts[name]["role"], facts[name]["gate"]):
+        if is_timed(facts[name]["role"], facts[name]["gate"]):
             runs[name, "decode"], graphs[name] = as_graph(caches, call)
     times = interleaved_times(runs, repeats, caches.device, seconds=seconds_each)
     others = [n for n in graphs if facts[n]["role"] == "baseline" and n != BASELINE]
@@ -120,13 +234,13 @@ def measure(
 
 
 def first_fields(caches: Caches, name: str) -> dict:
-    """Of a row: who, and over which cache."""
+    """The fields of a row that name the backend and the cache."""
     dtype = str(caches.dtype).removeprefix("torch.")
     return {"kind": "operator", "backend": name, "dtype": dtype, **asdict(caches.shape)}
 
 
 def as_graph(caches: Caches, call: Callable[[KeysValues], Tensor]) -> tuple[Callable[[], object], bool]:
-    """A function that calls once with every cache: the replay of a CUDA graph where that can be captured."""
+    """(a function that runs ``call`` once per cache, whether it replays a CUDA graph)."""
 
     def one_round() -> None:
         for cache in caches.all:
@@ -146,7 +260,7 @@ def as_graph(caches: Caches, call: Callable[[KeysValues], Tensor]) -> tuple[Call
 
 
 def timed_fields(caches: Caches, times: Times, copy_gb_per_s: float) -> dict:
-    """Time of one call and the rate at which it moves what it must."""
+    """Time of one call, and the rate at which it moves the bytes it must."""
     count, size = len(caches.all), caches.shape.bytes(caches.q.element_size())
     rate = size * count / times.median / 1e9
     return {
@@ -161,5 +275,5 @@ def timed_fields(caches: Caches, times: Times, copy_gb_per_s: float) -> dict:
 
 
 def default_backends(device: str, dtype: torch.dtype) -> list[str]:
-    """Available ones; neither the reference nor FlexAttention, which is compiled anew for each length, decodes."""
+    """Available backends without the reference and FlexAttention, which recompiles for each length."""
     return [name for name in available_backends(device, dtype) if name not in ("reference", "flex")]

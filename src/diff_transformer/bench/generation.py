@@ -1,4 +1,4 @@
-"""Cached decoding of the model pair: tokens a second, one token at a time after a prompt of the cache's length."""
+"""Cached generation by the pair: tokens per second, one token at a time, after a prompt that fills the cache."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
@@ -17,9 +17,9 @@ SIDES = ("softmax", "diff")
 
 @dataclass(frozen=True)
 class ModelSetting:
-    """A preset with some of its fields replaced; ``tokens`` are generated in a turn.
+    """A preset, with ``fields`` replaced. One turn generates ``tokens`` tokens.
 
-    ``compiled``: a compiled step over a static cache, on a GPU as a CUDA graph; else as it is, over a dynamic one.
+    ``compiled``: a compiled step over a static cache, on a GPU as a CUDA graph; otherwise eager over a dynamic cache.
     """
 
     model: str
@@ -62,9 +62,9 @@ def build_pair(config: DiffTransformerConfig, device: str, dtype: torch.dtype) -
 
 
 def model_rows(setting: ModelSetting, device: str, repeats: int) -> Iterator[dict]:
-    """A row of kind "model" for each side: tokens_per_second of the whole batch, quartiles, ratio over the Transformer.
+    """A row of kind "model" for each side: tokens_per_second of the whole batch, quartiles, ratio to the Transformer.
 
-    Both generate greedily with a cache of transformers, in turns; after each turn the cache is cut back.
+    Both generate greedily, in turns, with a cache of transformers. After each turn the cache is cropped.
     """
     config = setting.config()
     models = build_pair(config, device, setting.dtype)
@@ -90,7 +90,7 @@ def model_rows(setting: ModelSetting, device: str, repeats: int) -> Iterator[dic
 
 
 def _decoder(model: nn.Module, prompt: Tensor, tokens: int, compiled: bool = False) -> Callable[[], None]:
-    """Generates ``tokens`` tokens after the prompt, whose cache is filled here, once."""
+    """A function that generates ``tokens`` tokens after the prompt. The prompt is read here, once."""
     config: Any = model.config
     static = StaticCache(config=config, max_cache_len=prompt.shape[1] + tokens) if compiled else None
     with torch.inference_mode(not compiled), torch.no_grad():
@@ -104,19 +104,19 @@ def _decoder(model: nn.Module, prompt: Tensor, tokens: int, compiled: bool = Fal
             for _ in range(tokens):
                 out = step(input_ids=token, past_key_values=cache, use_cache=True, logits_to_keep=1)
                 token = out.logits[:, -1].argmax(-1, keepdim=True)
-            cut_back(cache, tokens)
+            crop(cache, tokens)
 
     return decode
 
 
 def compiled_step(model: nn.Module) -> Callable:
-    """The model in one graph; on a GPU replayed as a CUDA graph."""
+    """The model compiled to one graph; on a GPU, replayed as a CUDA graph."""
     cuda = next(model.parameters()).device.type == "cuda"
     return torch.compile(model, fullgraph=True, mode="reduce-overhead" if cuda else None)
 
 
-def cut_back(cache, tokens: int) -> None:
-    """Forget the last tokens. A static cache writes over them."""
+def crop(cache, tokens: int) -> None:
+    """Drop the last tokens. A static cache overwrites them instead."""
     if isinstance(cache, StaticCache):
         for layer in cache.layers:
             layer.cumulative_length.sub_(tokens)

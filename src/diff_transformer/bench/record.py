@@ -1,16 +1,76 @@
-"""A benchmark's record: rows as they come, saved after each, so that a run cut short leaves what it has."""
+"""A benchmark's record: its rows, the machine they were measured on, and the time left.
 
+The file is rewritten after every row, so an interrupted run keeps what it has.
+"""
+
+import gc
+import importlib.util
 import json
+import subprocess
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import psutil
+import torch
+
 from diff_transformer.durable import write_whole
 from diff_transformer.evals.provenance import provenance
 
+QUERY = ("driver_version", "clocks.sm", "clocks.mem", "clocks.max.sm", "power.limit", "temperature.gpu")
+
+
+def machine(device: str) -> dict:
+    """Name, memory, driver, clocks and library versions of a CUDA device; {} for any other."""
+    if torch.device(device).type != "cuda":
+        return {}
+    properties = torch.cuda.get_device_properties(device)
+    return {
+        "gpu": properties.name,
+        "capability": f"{properties.major}.{properties.minor}",
+        "multiprocessors": properties.multi_processor_count,
+        "memory_bytes": properties.total_memory,
+        "l2_bytes": properties.L2_cache_size,
+        "cuda": torch.version.cuda,
+        "cudnn": torch.backends.cudnn.version(),
+        "triton": version_of("triton"),
+        "flash_attn": version_of("flash_attn"),
+        "nvidia_smi": smi(),
+    }
+
+
+def free_memory(device: str | torch.device) -> int:
+    """Free bytes of a CUDA device, after PyTorch has released its cache; for the CPU, of the machine."""
+    gc.collect()
+    if torch.device(device).type != "cuda":
+        return psutil.virtual_memory().available
+    torch.cuda.empty_cache()
+    return torch.cuda.mem_get_info(device)[0]
+
+
+def version_of(module: str) -> str | None:
+    """Version of a package; None if it is not installed."""
+    try:
+        if importlib.util.find_spec(module) is None:
+            return None
+        return getattr(importlib.import_module(module), "__version__", "unknown")
+    except (ImportError, ValueError):
+        return None
+
+
+def smi() -> dict[str, str]:
+    """Driver, clocks in MHz, power limit in W and temperature in °C, as nvidia-smi reports them now; {} without it."""
+    command = ["nvidia-smi", f"--query-gpu={','.join(QUERY)}", "--format=csv,noheader,nounits"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return {}
+    values = done.stdout.splitlines()[0].split(",") if done.stdout.strip() else []
+    return {name: value.strip() for name, value in zip(QUERY, values, strict=False)}
+
 
 class Deadline:
-    """A moment after which nothing new is begun; ``seconds=None`` is never."""
+    """A time limit from now; ``seconds=None`` is no limit."""
 
     def __init__(self, seconds: float | None = None):
         self.end = None if seconds is None else time.monotonic() + seconds
@@ -30,10 +90,9 @@ def collect(
     out: Path | None = None,
     on_row: Callable[[dict], None] | None = None,
 ) -> dict:
-    """{"benchmark": name, "rows": [...], "provenance": {...}} of a generator of rows.
+    """Collect a generator of rows to {"benchmark": name, "rows": [...], "provenance": {...}}.
 
-    A row of {"unfinished": reason} is not kept as a row but as the record's field of that name. With ``out`` the file
-    is written after every row.
+    {"unfinished": reason} is not a row: it sets the record's field of that name. ``out`` is written after every row.
     """
     record: dict = {"benchmark": benchmark, "rows": [], "provenance": provenance(**settings)}
     save(record, out)

@@ -1,8 +1,8 @@
-"""Where the time of a training step goes, both models of the pair side by side.
+"""Time of a training step and of its parts, both models of the pair side by side.
 
-The step is the one of training (``train/step.py``): rows, forward, backward, clipping, fused AdamW. Its time is taken
-without the profiler, in turns; the shares are those of a few profiled steps. An operation of the backward pass counts
-for the part whose forward operation it differentiates.
+The step is that of training (``train/step.py``): rows, forward, backward, clipping, fused AdamW. Step times are
+measured in turns without the profiler; the shares come from a few profiled steps. An operation of the backward pass
+counts for the part whose forward operation it differentiates.
 """
 
 import os
@@ -19,12 +19,10 @@ import torch
 from torch import nn
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from diff_transformer.bench.ceilings import ceilings
 from diff_transformer.bench.generation import SIDES, SMALL
-from diff_transformer.bench.machine import machine
-from diff_transformer.bench.pair_throughput import ThroughputSetting
-from diff_transformer.bench.record import collect
-from diff_transformer.bench.timing import interleaved_times
+from diff_transformer.bench.record import collect, machine
+from diff_transformer.bench.throughput import ThroughputSetting
+from diff_transformer.bench.timing import ceilings, interleaved_times
 from diff_transformer.checks import require_positive
 from diff_transformer.model.config import matched_baseline
 from diff_transformer.model.cost import model_cost
@@ -60,11 +58,11 @@ def run_step_benchmark(
     out: Path | None = None,
     on_row: Callable[[dict], None] | None = None,
 ) -> dict:
-    """The record: {"rows": [...], "provenance": {...}}; ``on_row`` sees each row, and ``out`` is written, as they come.
+    """Benchmark training steps and return the record. ``on_row`` receives each row, and ``out`` is written after each.
 
     A row is one side of one setting: step_ms (median) with quartiles, tokens_per_second, ratio (over the Transformer's
     median in the same turns), mfu (over the measured matrix product) and shares: of the step's time, by part, sum 1.
-    ``profiled``: steps under the profiler. ``seconds_each`` bounds the turns of one side.
+    ``profiled``: steps under the profiler. ``seconds_each`` limits the time of one side.
     """
     require_positive(repeats=repeats, profiled=profiled, seconds_each=seconds_each)
     ceiling = ceilings(device, tuple(dict.fromkeys(s.dtype for s in settings)) or (torch.float32,))
@@ -115,7 +113,7 @@ def measure_steps(
 
 
 def training_step(config, setting: ThroughputSetting, device: str) -> Callable[[], None]:
-    """One step of training a new model of ``config``, rows included, with its parts marked for the profiler."""
+    """A function that trains a new model of ``config`` for one step, with its parts marked for the profiler."""
     from lightning.fabric import Fabric
 
     from diff_transformer.data.mixture import Mixture
@@ -136,7 +134,7 @@ def training_step(config, setting: ThroughputSetting, device: str) -> Callable[[
     materials: Any = SimpleNamespace(mixture=mixture, tokenizer=SimpleNamespace(eos_token_id=0))
     fabric: Any = Fabric(accelerator=torch.device(device).type, devices=1, precision=precision)
     torch.manual_seed(0)
-    with torch.device(device):  # drawn there: on the CPU a large model takes longer than its steps
+    with torch.device(device):  # initialised there: on the CPU a large model would take longer than its steps
         plain = DiffTransformerForCausalLM(config)
     mark_parts(plain)
     objective = Objective(plain)
@@ -155,12 +153,12 @@ def training_step(config, setting: ThroughputSetting, device: str) -> Callable[[
 
 
 def load_average() -> float | None:
-    """Processes that wanted a core in the last minute: more than there are cores, and the times are worth little."""
+    """Average number of runnable processes in the last minute; above the number of cores, times are unreliable."""
     return round(os.getloadavg()[0], 1) if hasattr(os, "getloadavg") else None
 
 
 def mark_parts(model: Any) -> None:
-    """Mark what the modules of a model's layers do, for the profiler."""
+    """Mark the modules of a model's layers for the profiler."""
     for layer in model.base_model.layers:
         attention = layer.self_attn
         _mark(attention.core, "attention")
@@ -185,7 +183,7 @@ def shares_of(step: Callable[[], None], steps: int, device: str) -> dict[str, fl
 
 def shares(events: list, clock: str) -> dict[str, float]:
     """``shares_of`` from profiler events, by the time that their field ``clock`` names."""
-    # Kernels are events as well, but their time is already that of the operations that launched them.
+    # Kernels are events too, but their time is already counted in the operations that launched them.
     events = [event for event in events if event.device_type == torch.autograd.DeviceType.CPU]
     of_node = parts_of_nodes(events)
     spent = dict.fromkeys(PARTS, 0.0)

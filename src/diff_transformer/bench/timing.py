@@ -1,4 +1,4 @@
-"""Time of functions that take turns, on the device's own clock."""
+"""Interleaved timing on the device's own clock, and the measured peak rates of a device."""
 
 import statistics
 import time
@@ -7,8 +7,10 @@ from typing import Any, NamedTuple
 
 import torch
 
-AT_LEAST = 3  # turns, whatever the time
-HEAD_START = 2_000_000  # cycles, about a millisecond: the host queues a launch-heavy run meanwhile
+AT_LEAST = 3  # turns per function, even beyond the time limit
+HEAD_START = 2_000_000  # cycles, about 1 ms, in which the host queues a run of many launches
+MATRIX = {"cuda": 8192, "cpu": 1024}  # rows and columns of the matrix product
+COPY_BYTES = {"cuda": 2**32, "cpu": 2**27}
 
 
 class Times(NamedTuple):
@@ -21,13 +23,13 @@ class Times(NamedTuple):
 
 
 def summary(seconds: list[float]) -> Times:
-    """Median and quartiles (of one value: three times that value)."""
+    """Median and quartiles; of a single value, that value."""
     low, _, high = statistics.quantiles(seconds, n=4, method="inclusive") if len(seconds) > 1 else seconds * 3
     return Times(statistics.median(seconds), low, high, len(seconds))
 
 
 class WallClock:
-    """For devices that have finished when the call returns."""
+    """Wall-clock time, for devices that have finished when the call returns."""
 
     def start(self, run: Callable[[], object]) -> float:
         begin = time.perf_counter()
@@ -39,7 +41,7 @@ class WallClock:
 
 
 class EventClock:
-    """CUDA events around a run. Before it the L2 cache is overwritten, and the device waits until the run is queued."""
+    """CUDA events around a run. First it overwrites the L2 cache and lets the device wait until the run is queued."""
 
     def __init__(self, device: str | torch.device = "cuda"):
         cache = torch.cuda.get_device_properties(device).L2_cache_size
@@ -72,9 +74,9 @@ def interleaved_times(
     seconds: float | None = None,
     warmup: int = 2,
 ) -> dict[Any, Times]:
-    """Median and quartiles of every function of ``runs``: all in turns, every other turn in the opposite order.
+    """Median and quartiles of every function in ``runs``, in turns. Every other turn runs in the opposite order.
 
-    ``seconds`` bounds the time of one function: beyond it, and after three turns, it sits out the rest.
+    ``seconds`` limits the time of each function: beyond it, and after 3 turns, the function takes no further turn.
     """
     for run in [*runs.values()] * warmup:
         run()
@@ -88,3 +90,35 @@ def interleaved_times(
         for key, measured in started:
             seen[key].append(clock.read(measured))
     return {key: summary(values) for key, values in seen.items()}
+
+
+def ceilings(
+    device: str,
+    dtypes: tuple[torch.dtype, ...],
+    *,
+    repeats: int = 10,
+    size: int | None = None,
+    copied: int | None = None,
+) -> dict:
+    """Measured peak rates of a device: a large matrix product and a large copy, both of random data.
+
+    {"matmul_tflops": {dtype: TFLOP/s}, "copy_gb_per_s": GB read and written per second, and both sizes}; medians of
+    ``repeats``. ``size``: rows and columns of the matrices. ``copied``: bytes to copy.
+    """
+    kind = torch.device(device).type
+    size, copied = size or MATRIX.get(kind, 1024), copied or COPY_BYTES.get(kind, 2**27)
+    rates = {}
+    for dtype in dtypes:
+        a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
+        out = torch.empty_like(a)
+        times = interleaved_times({"matmul": lambda a=a, b=b, out=out: torch.mm(a, b, out=out)}, repeats, device)
+        rates[str(dtype).removeprefix("torch.")] = round(2 * size**3 / times["matmul"].median / 1e12, 6)
+    source = torch.randint(-128, 127, (copied,), dtype=torch.int8, device=device)
+    target = torch.empty_like(source)
+    copy = interleaved_times({"copy": lambda: target.copy_(source)}, repeats, device)["copy"]
+    return {
+        "matmul_tflops": rates,
+        "matmul_size": size,
+        "copy_gb_per_s": round(2 * copied / copy.median / 1e9, 2),
+        "copy_bytes": copied,
+    }

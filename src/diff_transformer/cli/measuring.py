@@ -141,7 +141,7 @@ def bench(
     ] = None,
 ):
     """Time the operator and the models against softmax attention of the matched size; correctness is checked first."""
-    from diff_transformer.bench.command import run_bench
+    from diff_transformer.bench.run import run_bench
 
     computing()
     run_bench(name, out, full, device, grid)

@@ -1,7 +1,93 @@
-"""The rows of a benchmark for the eye."""
+"""``run_bench``: runs a benchmark, shows its rows as they come, and keeps the record as JSON."""
 
+import time
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from diff_transformer.bench.shapes import default_grid, parse_shapes
+from diff_transformer.checks import require_known
+from diff_transformer.durable import require_writable
+from diff_transformer.ops import available_backends
+
+BENCHMARKS = ("attention", "decode", "throughput", "step")
+
+
+def run_bench(
+    name: str,
+    out: Path | None = None,
+    full: bool = False,
+    device: str = "cpu",
+    grid: str | None = None,
+    *,
+    overwrite: bool = False,
+    **options: Any,
+) -> dict:
+    """Run benchmark ``name``, one of ``BENCHMARKS``, print a table, return the record.
+
+    The record is written after every row, to ``out`` or to a new file in runs/bench. The default grid of "attention"
+    takes a few minutes on two cores. The full grid (lengths 512 to 8192, widths 32 to 128) takes most of an hour. On
+    the CPU the default grid leaves FlexAttention out, because its compilation would take most of the time.
+
+    Args:
+        grid: shapes of "attention" to time instead: "1x4x2048x64,..." is batch x heads x length x width, with a final n
+            for attention without the causal mask.
+        overwrite: replace ``out`` if it exists.
+        options: further arguments of ``run_attention_benchmark`` and the other runners (repeats, backends, ...).
+
+    Raises:
+        ValueError: for an unknown name or device, or a malformed grid.
+        FileExistsError: before anything runs, if ``out`` exists and ``overwrite`` is False.
+        DiskError: if the folder of ``out`` is not writable.
+    """
+    require_known("benchmark", name, BENCHMARKS)
+    if grid is not None and name != "attention":
+        raise ValueError(f"grid gives shapes of the benchmark 'attention'; {name!r} has its own")
+    if torch.device(device).type == "cuda" and not torch.cuda.is_available():
+        raise ValueError(f"device is {device!r}, and PyTorch sees no CUDA device here; give device='cpu'")
+    if grid is not None:
+        parse_shapes(grid)
+    out = out or Path("runs", "bench", f"{name}-{device}-{time.strftime('%Y%m%d-%H%M%S')}.json")
+    require_writable(out.parent)
+    if out.exists() and not overwrite:
+        raise FileExistsError(f"{out} exists; choose another --out, or leave it out for a new file in runs/bench")
+    with live_table(name) as show:
+        record = _run(name, full, device, grid, {**options, "out": out, "on_row": show})
+    print_failures(record)
+    print(f"record: {out}")
+    return record
+
+
+def _run(name: str, full: bool, device: str, grid: str | None, options: dict) -> dict:
+    cuda = torch.device(device).type == "cuda"
+    if name == "attention":
+        from diff_transformer.bench.attention import run_attention_benchmark
+
+        shapes = default_grid(device, full) if grid is None else parse_shapes(grid)
+        if cuda:
+            options = {"dtypes": (torch.bfloat16,), "repeats": 20, "seconds_each": 0.5, **options}
+        elif not full and "backends" not in options:
+            options["backends"] = [n for n in available_backends(device, torch.bfloat16) if n != "flex"]
+        return run_attention_benchmark(shapes, device=device, **options)
+    if name == "decode":
+        from diff_transformer.bench import decode, generation
+
+        shapes = (decode.GPU_GRID if full else decode.GPU_SHORT_GRID) if cuda else decode.CPU_GRID
+        models = generation.GPU_MODELS if cuda else generation.CPU_MODELS
+        options = {"dtypes": (torch.bfloat16,) if cuda else (torch.float32, torch.bfloat16), **options}
+        return decode.run_decode_benchmark(shapes, models, device=device, **options)
+    if name == "step":
+        from diff_transformer.bench import step
+
+        return step.run_step_benchmark(step.GPU_SETTINGS if cuda else step.CPU_SETTINGS, device=device, **options)
+    from diff_transformer.bench import throughput
+
+    settings = throughput.GPU_SETTINGS if cuda else throughput.CPU_SETTINGS
+    return throughput.run_throughput_benchmark(settings, device=device, **options)
+
 
 TITLES = {
     "attention": "time over that of softmax attention with twice the heads",
@@ -32,13 +118,13 @@ COLUMNS = {
         "other",
     ),
 }
-WIDTH = 120  # where the output is no terminal
+WIDTH = 120  # characters, if the output is not a terminal
 DTYPES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 
 
 @contextmanager
-def live(name: str) -> Generator[Callable[[dict], None]]:
-    """A table on the screen; call what it gives with every row."""
+def live_table(name: str) -> Generator[Callable[[dict], None]]:
+    """A table on the screen. Yields a function that adds a row."""
     from rich.console import Console
     from rich.live import Live
     from rich.table import Table
@@ -58,17 +144,17 @@ def live(name: str) -> Generator[Callable[[dict], None]]:
         with Live(table, console=console, vertical_overflow="visible"):
             yield show
     finally:
-        console.print()  # ends the table's last line, also before an error
+        console.print()  # ends the table's last line, also before an error message
 
 
 def cells(name: str, row: dict) -> list[str]:
-    """The texts of a row's columns."""
+    """The cells of a row, as text."""
     make = {"attention": _attention, "decode": _decode, "throughput": _throughput, "step": _step}[name]
     return make(row)
 
 
 def print_failures(record: dict) -> None:
-    """The gates that failed, whole, and what was left out."""
+    """Print the full messages of failed and skipped gates, and what was left out."""
     for row in record["rows"]:
         if row.get("gate", "").startswith(("failed", "skipped")):
             size = ", ".join(str(row[k]) for k in ("batch", "heads", "length", "cache", "width") if k in row)
@@ -120,7 +206,7 @@ def _compiled(row: dict) -> str:
 
 
 def _who(row: dict) -> str:
-    """A default is named with the kernel that ran."""
+    """The contender's name; a default is named with the kernel that ran."""
     kernel = row.get("sdpa")
     return row["backend"] if kernel is None or "[" in row["backend"] else f"{row['backend']} = {kernel}"
 

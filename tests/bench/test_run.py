@@ -3,11 +3,11 @@ import os
 
 import pytest
 
-from diff_transformer.bench import caches, command, generation, pair_throughput, shapes, step
-from diff_transformer.bench.caches import DecodeShape
+from diff_transformer.bench import decode, generation, run, shapes, step, throughput
+from diff_transformer.bench.decode import DecodeShape
 from diff_transformer.bench.generation import ModelSetting
-from diff_transformer.bench.pair_throughput import ThroughputSetting
 from diff_transformer.bench.shapes import Shape
+from diff_transformer.bench.throughput import ThroughputSetting
 from diff_transformer.durable import DiskError
 
 
@@ -16,17 +16,17 @@ def tiny(monkeypatch):
     import torch
 
     monkeypatch.setattr(shapes, "SHORT_GRID", [Shape(1, 2, 65, 8)])
-    monkeypatch.setattr(caches, "CPU_GRID", [DecodeShape(1, 2, 1, 40, 8)])
+    monkeypatch.setattr(decode, "CPU_GRID", [DecodeShape(1, 2, 1, 40, 8)])
     monkeypatch.setattr(generation, "CPU_MODELS", [ModelSetting("debug", 1, 16, 2)])
     setting = ThroughputSetting("debug", 1, 16, layers=1, dtype=torch.float32)
-    monkeypatch.setattr(pair_throughput, "CPU_SETTINGS", [setting])
+    monkeypatch.setattr(throughput, "CPU_SETTINGS", [setting])
     monkeypatch.setattr(step, "CPU_SETTINGS", [setting])
 
 
-@pytest.mark.parametrize("name", command.BENCHMARKS)
+@pytest.mark.parametrize("name", run.BENCHMARKS)
 def test_a_record_and_a_table(tiny, tmp_path, capsys, name):
     out = tmp_path / "results" / f"{name}.json"
-    record = command.run_bench(name, out, repeats=1)
+    record = run.run_bench(name, out, repeats=1)
     assert json.loads(out.read_text()) == record
     assert record["benchmark"] == name
     printed = capsys.readouterr().out
@@ -39,29 +39,29 @@ def test_nothing_is_overwritten_unasked(tiny, tmp_path):
     out = tmp_path / "attention.json"
     out.write_text("mine")
     with pytest.raises(FileExistsError, match=r"exists; choose another --out, or leave it out"):
-        command.run_bench("attention", out, repeats=1, backends=["blockwise"])
+        run.run_bench("attention", out, repeats=1, backends=["blockwise"])
     assert out.read_text() == "mine"
-    command.run_bench("attention", out, repeats=1, backends=["blockwise"], overwrite=True)
+    run.run_bench("attention", out, repeats=1, backends=["blockwise"], overwrite=True)
     assert json.loads(out.read_text())["rows"]
 
 
 def test_a_folder_that_may_not_be_written_to_is_said_before_anything_is_timed(tmp_path, monkeypatch):
-    monkeypatch.setattr(command, "_run", None)
+    monkeypatch.setattr(run, "_run", None)
     monkeypatch.setattr(os, "access", lambda path, mode: False)  # no rights bind root
     with pytest.raises(DiskError, match=f"{tmp_path} may not be written to; choose another --out"):
-        command.run_bench("attention", tmp_path / "new" / "attention.json")
+        run.run_bench("attention", tmp_path / "new" / "attention.json")
 
 
 def test_a_grid_that_does_not_fit_the_memory_leaves_nothing(tmp_path):
     out = tmp_path / "attention.json"
     with pytest.raises(ValueError, match=r"1x1x1000000000000x64 in float32 takes about .* are free on cpu"):
-        command.run_bench("attention", out, grid="1x1x1000000000000x64")
+        run.run_bench("attention", out, grid="1x1x1000000000000x64")
     assert not out.exists()
 
 
 def test_a_grid_of_ones_own(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    record = command.run_bench("attention", grid="1x1x20x8n", repeats=1, backends=["blockwise"])
+    record = run.run_bench("attention", grid="1x1x20x8n", repeats=1, backends=["blockwise"])
     assert {(row["length"], row["causal"]) for row in record["rows"]} == {(20, False)}
     (written,) = (tmp_path / "runs" / "bench").iterdir()
     assert written.name.startswith("attention-cpu-")
@@ -72,7 +72,7 @@ def test_failed_and_skipped_are_said_whole(tiny, tmp_path, capsys, monkeypatch):
 
     attend = blockwise.attend
     monkeypatch.setattr(blockwise, "attend", lambda *args: attend(*args) * 1.01)
-    command.run_bench("attention", tmp_path / "a.json", repeats=1, backends=["blockwise"], kernels=["cudnn"])
+    run.run_bench("attention", tmp_path / "a.json", repeats=1, backends=["blockwise"], kernels=["cudnn"])
     printed = capsys.readouterr().out
     assert "blockwise float32 1, 2, 65, 8: failed: out" in printed
     assert "softmax[cudnn] bfloat16 1, 2, 65, 8: skipped: No " in printed
@@ -93,5 +93,5 @@ def test_refusals(arguments, message, monkeypatch, tmp_path):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ValueError, match=message):
-        command.run_bench(*arguments)
+        run.run_bench(*arguments)
     assert not list(tmp_path.iterdir())

@@ -3,9 +3,9 @@ from types import SimpleNamespace
 
 import torch
 
-from diff_transformer.bench import machine as module
-from diff_transformer.bench.ceilings import ceilings
+from diff_transformer.bench import record
 from diff_transformer.bench.record import Deadline
+from diff_transformer.bench.timing import ceilings
 
 
 def test_a_gpu_is_described(monkeypatch):
@@ -15,13 +15,13 @@ def test_a_gpu_is_described(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
     answer = SimpleNamespace(stdout="580.1, 1980, 3201, 1980, 700.00, 41\n")
     monkeypatch.setattr(subprocess, "run", lambda command, **options: answer)
-    found = module.machine("cuda")
+    found = record.machine("cuda")
     assert found["gpu"] == "A GPU"
     assert found["capability"] == "9.0"
     assert found["nvidia_smi"]["driver_version"] == "580.1"
     assert found["nvidia_smi"]["clocks.sm"] == "1980"
     assert {"triton", "cudnn", "cuda", "flash_attn"} <= found.keys()
-    assert module.machine("cpu") == {}
+    assert record.machine("cpu") == {}
 
 
 def test_without_nvidia_smi(monkeypatch):
@@ -29,16 +29,16 @@ def test_without_nvidia_smi(monkeypatch):
         raise FileNotFoundError("nvidia-smi")
 
     monkeypatch.setattr(subprocess, "run", missing)
-    assert module.smi() == {}
+    assert record.smi() == {}
 
 
 def test_versions():
-    assert module.version_of("torch") == torch.__version__
-    assert module.version_of("no_such_package_at_all") is None
+    assert record.version_of("torch") == torch.__version__
+    assert record.version_of("no_such_package_at_all") is None
 
 
 def test_ceilings_count_operations_and_both_ways_of_a_copy(monkeypatch):
-    from diff_transformer.bench import ceilings as measured
+    from diff_transformer.bench import timing as measured
     from diff_transformer.bench.timing import Times
 
     monkeypatch.setattr(
