@@ -2,11 +2,10 @@ import pytest
 from transformers import AutoConfig
 
 import diff_transformer.model.modeling  # noqa: F401  (registers the configuration)
-from diff_transformer import DiffTransformerConfig, matched_baseline
+from diff_transformer import DiffAttention, DiffTransformerConfig, matched_baseline
 from diff_transformer.model.cost import model_cost
 from diff_transformer.model.heads import count_heads
 from diff_transformer.model.presets import PRESETS, preset
-from diff_transformer.model.variants import diff_core
 
 
 def test_heads_are_counted_as_in_the_matched_transformer():
@@ -79,12 +78,10 @@ def test_unknown_attention_has_no_heads(attention):
         count_heads(attention, 4, 4, 8)
 
 
-@pytest.mark.parametrize("attention", ["dffi", "softmax"])
-def test_only_differential_attention_has_its_core(attention):
-    heads = count_heads("diff", 4, 4, 8)
-    options = {"lambda_init": "depth", "lambda_learned": True, "lambda_std": 0.1, "backend": "auto", "is_causal": True}
-    with pytest.raises(ValueError, match=f"attention is '{attention}'.* accepted: 'diff', .*'dint'$"):
-        diff_core(attention, 32, heads, 0, head_norm=True, head_norm_init=1.0, norm_eps=1e-5, **options)
+@pytest.mark.parametrize(("attention", "message"), [("dffi", "accepted: 'diff', .*'dint'$"), ("softmax", "take torch")])
+def test_only_differential_attention_is_a_layer(attention, message):
+    with pytest.raises(ValueError, match=f"attention is '{attention}'.* {message}"):
+        DiffAttention(32, 4, attention=attention)
 
 
 def test_unknown_preset_names_the_known():

@@ -4,7 +4,6 @@ import pytest
 import torch
 
 from diff_transformer.model.attention import DiffAttention
-from diff_transformer.model.decoding import decoding_head
 from diff_transformer.model.modeling import DiffTransformerForCausalLM
 from diff_transformer.model.presets import preset
 from diff_transformer.ops.blockwise import layer
@@ -79,7 +78,7 @@ def test_new_weights_are_seen_at_once():
 
 def test_it_leaves_alone_what_it_does_not_compute():
     core, (q, k, v) = make_core(torch.float32), inputs(torch.float32, 1)
-    assert decoding_head(core) is not None
+    assert core.native_head() is not None
     assert layer.takes(q, k, v)
     assert not layer.takes(q.requires_grad_(), k, v)
     with torch.no_grad():
@@ -88,17 +87,17 @@ def test_it_leaves_alone_what_it_does_not_compute():
     assert not layer.takes(*inputs(torch.float32, 5))  # ten rows of a map share a key/value head
     assert not layer.takes(q, k, v[..., ::2])
     core.requires_grad_(True)
-    assert decoding_head(core) is None
+    assert core.native_head() is None
     with torch.no_grad():
-        assert decoding_head(core) is not None
+        assert core.native_head() is not None
         handle = core.head_norm.register_forward_hook(lambda *_: None)
-        assert decoding_head(core) is None
+        assert core.native_head() is None
         handle.remove()
         core.attend = core.attend  # what an experiment does that looks inside
-        assert decoding_head(core) is None
+        assert core.native_head() is None
         del core.attend
         core.backend = "reference"
-        assert decoding_head(core) is None
+        assert core.native_head() is None
 
 
 @pytest.mark.parametrize("window", [None, 7])

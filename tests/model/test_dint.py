@@ -7,7 +7,7 @@ import torch
 from transformers import DynamicCache, StaticCache
 
 from diff_transformer import DiffAttention, DiffTransformerForCausalLM
-from diff_transformer.model.documents import Documents
+from diff_transformer.model.inputs import Documents
 from diff_transformer.model.presets import preset
 
 

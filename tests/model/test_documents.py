@@ -7,10 +7,10 @@ import torch
 import torch.nn.attention.varlen
 
 from diff_transformer import DiffTransformerForCausalLM
-from diff_transformer.model.cores import SoftmaxCore, _packed_flash_attention
-from diff_transformer.model.documents import Documents, split_documents, take_documents
+from diff_transformer.model.inputs import Documents, split_documents, take_documents
 from diff_transformer.model.matching import variant
 from diff_transformer.model.presets import preset
+from diff_transformer.model.softmax import SoftmaxCore, _packed_flash_attention
 
 END = 0
 

@@ -49,7 +49,7 @@ def used_backends(model, monkeypatch, *arguments, **options):
         return wrapped
 
     monkeypatch.setattr(cores, "diff_attention", spy("diff", cores.diff_attention))
-    monkeypatch.setattr(cores, "softmax_attention", spy("softmax", cores.softmax_attention))
+    monkeypatch.setattr(softmax, "softmax_attention", spy("softmax", softmax.softmax_attention))
     model(*arguments, **options)
     monkeypatch.undo()
     return called

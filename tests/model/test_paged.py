@@ -5,7 +5,7 @@ import torch
 from transformers import ContinuousBatchingConfig, GenerationConfig
 
 from diff_transformer import DiffTransformerForCausalLM
-from diff_transformer.model.paged import update_paged
+from diff_transformer.model.caches import update_paged_cache
 from diff_transformer.model.presets import preset
 
 PROMPTS = [[1, 2, 3], [4, 5, 6, 7, 8], [9] * 20]
@@ -55,7 +55,7 @@ class FakeCache:
 
 def test_wide_values_are_kept_as_narrow_heads_and_come_back_wide():
     k, v = torch.randn(1, 4, 5, 8), torch.randn(1, 2, 5, 16)
-    keys, values = update_paged(FakeCache(), k, v, 3, torch.ones(1, 1, 5, 10), {"read_index": 1})
+    keys, values = update_paged_cache(FakeCache(), k, v, 3, torch.ones(1, 1, 5, 10), {"read_index": 1})
     assert torch.equal(keys, torch.cat((k, k), 2))
     assert torch.equal(values, torch.cat((v, v), 2))
 
@@ -63,9 +63,9 @@ def test_wide_values_are_kept_as_narrow_heads_and_come_back_wide():
 def test_what_cannot_be_kept_is_refused():
     k, mask = torch.randn(1, 4, 5, 8), torch.ones(1, 1, 5, 10)
     with pytest.raises(ValueError, match="needs attn_implementation='sdpa' or 'eager'"):
-        update_paged(FakeCache(), k, torch.randn(1, 2, 5, 16), 3, None, {})
+        update_paged_cache(FakeCache(), k, torch.randn(1, 2, 5, 16), 3, None, {})
     with pytest.raises(ValueError, match="4 key heads of width 8 and 4 value heads of width 16"):
-        update_paged(FakeCache(), k, torch.randn(1, 4, 5, 16), 3, mask, {})
+        update_paged_cache(FakeCache(), k, torch.randn(1, 4, 5, 16), 3, mask, {})
 
 
 def test_other_implementations_are_refused_before_anything_runs():

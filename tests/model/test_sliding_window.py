@@ -7,7 +7,7 @@ from transformers import DynamicCache, StaticCache
 from diff_transformer import DiffAttention, DiffTransformerForCausalLM, diff_attention, diff_attention_decode
 from diff_transformer.model.config import ATTENTIONS
 from diff_transformer.model.cost import attention_core_flops, model_cost
-from diff_transformer.model.documents import Documents
+from diff_transformer.model.inputs import Documents
 from diff_transformer.model.presets import preset
 from diff_transformer.testing import make_inputs
 
@@ -119,13 +119,13 @@ def test_maps_are_zero_outside_the_window(attention):
 
 
 def test_no_mask_of_the_size_of_a_map_is_made_where_nothing_is_padded(monkeypatch):
-    from diff_transformer.model import masks
+    from diff_transformer.model import inputs
 
     def refuse(**_):
         raise AssertionError("a mask of [T, S] was made")
 
     model, ids = make(), tokens()
-    monkeypatch.setattr(masks, "create_sliding_window_causal_mask", refuse)
+    monkeypatch.setattr(inputs, "create_sliding_window_causal_mask", refuse)
     first = model(ids[:, :9], attention_mask=torch.ones(2, 9, dtype=torch.long), use_cache=True)
     model(ids[:, 9:], attention_mask=torch.ones(2, 20), past_key_values=first.past_key_values, use_cache=True)
     with pytest.raises(AssertionError, match=r"\[T, S\]"):

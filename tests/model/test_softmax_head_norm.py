@@ -6,10 +6,10 @@ from torch.nn.functional import rms_norm
 
 from diff_transformer import DiffTransformerForCausalLM
 from diff_transformer.model.convert import to_llama
-from diff_transformer.model.cores import SoftmaxCore
 from diff_transformer.model.cost import count_parameters, model_cost
 from diff_transformer.model.layers import RMSNorm
 from diff_transformer.model.presets import preset
+from diff_transformer.model.softmax import SoftmaxCore
 
 
 def test_each_head_is_normed_by_itself():

@@ -21,7 +21,7 @@ from diff_transformer.bench.generation import ModelSetting, model_rows
 from diff_transformer.bench.record import Deadline, collect, free_memory, machine
 from diff_transformer.bench.timing import Times, ceilings, interleaved_times
 from diff_transformer.checks import require_positive
-from diff_transformer.model.heads import pair_heads
+from diff_transformer.model.cores import pair_heads
 from diff_transformer.ops import available_backends, diff_attention, diff_attention_decode
 from diff_transformer.testing import assert_within_budget, eager_diff_attention
 

@@ -132,13 +132,13 @@ def _attribute(owner: Any, name: str, value: Any) -> Generator[None]:
 def _own_attention(core: Any, layer: int, handle: Callable) -> Callable:
     """``core.attend`` of this package's attention, passed through ``handle``."""
     from diff_transformer.model.cores import DiffCore
-    from diff_transformer.model.dint import DintCore, Rows
+    from diff_transformer.model.dint import DintCore, RunningMean
 
     before = core.attend
 
     def attend(q: Tensor, k: Tensor, v: Tensor, lam: Any, mask: Tensor | None, is_causal: bool, **more: Any) -> Tensor:
         scale, window = q.shape[-1] ** -0.5, core.reach(is_causal)
-        given = more.get("rows", Rows())
+        given = more.get("running", RunningMean())
         if isinstance(core, DiffCore):
             q1, q2, k1, k2 = core.split(q, k)
             lam = torch.as_tensor(lam, dtype=torch.float32, device=q.device) if isinstance(lam, float) else lam

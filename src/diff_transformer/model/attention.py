@@ -1,30 +1,73 @@
 """Differential attention as a layer, and the softmax attention that it is compared with.
 
 Both are one module, ``Attention``: projections, rotary embedding, cache and output are shared, and only the ``core``
-between them differs. Legend: B batch, T queries, S keys, d head width, dv width of a value head. ``count_heads`` in
-``model/heads.py`` says how many heads queries, keys, values and outputs have.
+between them differs (``make_core``). Legend: B batch, T queries, S keys, d head width, dv width of a value head.
+``count_heads`` in ``model/heads.py`` defines how many heads queries, keys, values and outputs have.
 """
 
 import inspect
+from types import SimpleNamespace
 
 import torch
 from torch import Tensor, nn
 
 from diff_transformer.checks import refuse_keywords, require_positive
-from diff_transformer.model.cores import Core
-from diff_transformer.model.documents import Documents
+from diff_transformer.model.caches import mask_unused_slots, update_cache, update_paged_cache
+from diff_transformer.model.cores import Core, DiffCore, DiffV2Core, GroupedDiffCore
+from diff_transformer.model.dint import DintCore
 from diff_transformer.model.heads import (
+    ATTENTIONS,
     HeadCounts,
+    check_attention,
+    check_head_norm,
     check_rotary_width,
     check_variant,
     count_heads,
     default_key_value_heads,
 )
 from diff_transformer.model.implementations import attention_backend, check_backend
-from diff_transformer.model.layers import ResidualLinear, apply_rotary, rotary_tables
-from diff_transformer.model.paged import update_paged
-from diff_transformer.model.variants import core_of, diff_core
+from diff_transformer.model.inputs import Documents, with_key_padding
+from diff_transformer.model.lambdas import FixedLambda, LearnedLambda, TokenLambda, check_lambda_init, lambda_init
+from diff_transformer.model.layers import ResidualLinear, RMSNorm, apply_rotary, rotary_tables
+from diff_transformer.model.softmax import SoftmaxCore
 from diff_transformer.ops.arguments import flag
+
+
+def make_core(config, layer_index: int, backend: str, *, is_causal: bool = True) -> Core:
+    """The core of layer ``layer_index``: the few lines in which the models of this package differ.
+
+    Args:
+        config: a ``DiffTransformerConfig``, or any object with its fields on attention.
+
+    Raises:
+        ValueError: for an unknown attention or head norm, or a ``lambda_init`` that is neither ``"depth"`` nor a number
+            below 1.
+    """
+    check_attention(config.attention)
+    heads, norm_init = config.heads, config.head_norm_init
+    if isinstance(norm_init, list | tuple):
+        norm_init = norm_init[layer_index]
+    norm_eps = config.head_norm_eps or config.rms_norm_eps
+    if config.attention == "softmax":
+        core = SoftmaxCore(RMSNorm(heads.value_dim, norm_eps, norm_init) if config.softmax_head_norm else None, backend)
+    elif config.attention == "diff_v2":
+        core = DiffV2Core(TokenLambda(config.hidden_size, heads.outputs), backend=backend)
+    else:
+        check_head_norm(config.head_norm, norm_init)
+        check_lambda_init(config.lambda_init)
+        depth = config.lambda_init == "depth"
+        start = lambda_init(layer_index, config.lambda_depth_offset) if depth else float(config.lambda_init)
+        learned = config.lambda_learned
+        lam = LearnedLambda(heads.head_dim, start, config.lambda_std) if learned else FixedLambda(start)
+        norm = RMSNorm(heads.value_dim, norm_eps, norm_init, config.head_norm is True) if config.head_norm else None
+        if config.attention == "grouped_diff":
+            core = GroupedDiffCore(lam, norm, backend, signal=heads.outputs // (heads.queries - heads.outputs))
+        elif config.attention == "dint":
+            core = DintCore(lam, norm, backend, is_causal=is_causal)
+        else:
+            core = DiffCore(lam, norm, backend)
+    core.window = config.sliding_window
+    return core
 
 
 class Attention(nn.Module):
@@ -54,8 +97,8 @@ class Attention(nn.Module):
 
     @classmethod
     def from_config(cls, config, layer_idx: int) -> "Attention":
-        """The attention of layer ``layer_idx`` of a model; the models of a pair differ in the core alone."""
-        core = core_of(config, layer_idx, attention_backend(config))
+        """The attention of layer ``layer_idx`` of a model; the models of a pair differ only in the core."""
+        core = make_core(config, layer_idx, attention_backend(config))
         return Attention(config.hidden_size, config.heads, core, layer_idx=layer_idx)
 
     def forward(
@@ -81,37 +124,68 @@ class Attention(nn.Module):
         Args:
             attention_mask: bool (True = attend) or additive, broadcastable to ``[B, heads, T, S]``.
             key_padding_mask: bool ``[B, S]``, True where a key may be attended to.
-            query_padding_mask: bool ``[B, T]``, True where a query is no padding, for ``"dint"``, whose means count
-                such queries only; in self-attention the newest positions of ``key_padding_mask`` if None.
-            position_ids: integer positions ``[B, T]`` for the rotary embedding; 0..T-1 (after the cache) if None.
-            position_embeddings: ready ``(cos, sin)``, each ``[B, T, d]``, instead of ``position_ids``.
-            past_key_values: a transformers ``Cache``, which receives the new keys and values; of a static one the S
-                keys of masks are all that it has room for.
+            query_padding_mask: bool ``[B, T]``, True where a query is not padding. Only ``"dint"`` uses it: its means
+                leave padding out. In self-attention None takes the newest positions of ``key_padding_mask``.
+            position_ids: integer positions ``[B, T]`` for the rotary embedding; None counts from 0, or from the
+                cache's length.
+            position_embeddings: precomputed ``(cos, sin)``, each ``[B, T, d]``, instead of ``position_ids``.
+            past_key_values: a transformers ``Cache`` that receives the new keys and values. With a static cache, masks
+                have one column for each of its slots.
             is_causal: overrides the module's own setting.
             documents: packed documents, none of which attends to another; excludes masks, cache and maps.
-            output_attentions: also return the attention map (of differential attention: the difference).
+            output_attentions: also return the attention map (for differential attention the difference).
             output_attention_parts: return ``DiffMaps`` (both maps and their difference) instead.
-            cache, options: the paged cache of transformers' continuous batching, and what it passes beside it.
+            cache, options: the paged cache of transformers' continuous batching and its arguments.
 
         Returns:
-            ``(out [B, T, hidden_size], weights or None)``; a row that may attend to nothing gives 0.
+            ``(out [B, T, hidden_size], weights or None)``; a fully masked row gives 0.
 
         Raises:
-            TypeError: for another argument, such as ``attn_mask``, or an ``is_causal`` that is no bool.
-            ValueError: for hidden states or a context that are no batch of sequences, and for arguments that exclude
-                one another.
+            TypeError: for an unknown argument, such as ``attn_mask``, or an ``is_causal`` that is not a bool.
+            ValueError: for inputs that are not a batch of sequences, and for arguments that exclude one another.
         """
         if options and cache is None:
             refuse_keywords(type(self).__name__, options, _arguments(self))
+        q, k, v = self._project(hidden_states, context, position_ids, position_embeddings, past_key_values)
+        causal = self.is_causal if is_causal is None else flag("is_causal", is_causal)
+        mask = attention_mask
+        if past_key_values is not None:
+            unused = (past_key_values, self.layer_idx, q.shape[2])
+            mask, causal = mask_unused_slots(*unused, mask, causal, self.core.window, q.device)
+            k, v = update_cache(past_key_values, k, v, self.layer_idx)
+        if cache is not None:
+            k, v = update_paged_cache(cache, k, v, self.layer_idx, mask, options)
+        mask = with_key_padding(mask, key_padding_mask, k)
+        with_maps = output_attentions or output_attention_parts
+        self._check(mask, causal, documents, past_key_values, context, with_maps)
+        if query_padding_mask is None and key_padding_mask is not None and context is None:
+            query_padding_mask = key_padding_mask[:, -q.shape[2] :]
+        state = self.core.call_state(past_key_values if cache is None else cache, self.layer_idx, query_padding_mask)
+        weights = None
+        if with_maps:
+            out, weights = self.core.forward_with_maps(q, k, v, mask, causal, hidden_states=hidden_states, **state)
+        elif documents is not None:
+            out = self.core(q, k, v, mask, causal, documents, hidden_states=hidden_states, **state)
+        else:
+            out = self.core(q, k, v, mask, causal, hidden_states=hidden_states, **state)
+        if not output_attention_parts:
+            weights = getattr(weights, "difference", weights)
+        return self.o_proj(out.flatten(2)), weights
+
+    def _project(self, hidden_states, context, position_ids, position_embeddings, cache) -> tuple[Tensor, ...]:
+        """Queries, keys and values with their positions, each [B, heads, length, width].
+
+        Raises:
+            ValueError: for inputs that are not a batch of sequences, or a context together with a rotary embedding.
+        """
         _check_sequences("hidden_states", hidden_states, "hidden_size")
         if context is not None:
             _check_sequences("context", context, "context_size")
-        queries = hidden_states.shape[1]
         source = hidden_states if context is None else context
         q = _by_head(self.q_proj(hidden_states), self.head_dim)  # [B, T, query heads, d]
         k = _by_head(self.k_proj(source), self.head_dim)  # [B, S, key heads, d]
         v = _by_head(self.v_proj(source), self.value_dim)  # [B, S, value heads, dv]
-        tables = position_embeddings or self._tables(position_ids, queries, past_key_values, q.device)
+        tables = position_embeddings or self._rotary_tables(position_ids, q.shape[1], cache, q.device)
         if tables is not None:
             if context is not None:
                 raise ValueError(
@@ -119,50 +193,13 @@ class Attention(nn.Module):
                     "queries'; leave out rope_theta (or position_embeddings) for cross-attention"
                 )
             q, k = self.rotate(q, k, *tables)
-        q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
-        causal = self.is_causal if is_causal is None else flag("is_causal", is_causal)
-        if past_key_values is not None:
-            if (causal or attention_mask is None) and getattr(past_key_values, "is_compileable", False):
-                used = self._used(past_key_values, queries, causal, q.device)
-                attention_mask, causal = used if attention_mask is None else _both(attention_mask, used), False
-            k, v = self._update_cache(past_key_values, k, v)
-        if cache is not None:
-            k, v = update_paged(cache, k, v, self.layer_idx, attention_mask, options)
-        mask = _with_padding(attention_mask, key_padding_mask, k)
-        if not causal and mask is None and self.core.window is not None:
-            raise ValueError(
-                f"window={self.core.window} without is_causal=True; a window counts back from the query's own "
-                "position. Give a band as attention_mask instead"
-            )
-        if query_padding_mask is None and key_padding_mask is not None and context is None:
-            query_padding_mask = key_padding_mask[:, -queries:]
-        if documents is not None:
-            self._check_documents(mask, past_key_values, context, output_attentions or output_attention_parts)
-        packed = {} if documents is None else {"documents": documents}
-        rows = self.core.rows(past_key_values if cache is None else cache, self.layer_idx, query_padding_mask)
-        out = self.core(q, k, v, mask, causal, hidden_states=hidden_states, **packed, **rows)
-        out = out.flatten(2)
-        weights = None
-        if output_attentions or output_attention_parts:
-            weights = self.core.maps(q, k, mask, causal, hidden_states=hidden_states, **rows)
-            if not output_attention_parts:
-                weights = getattr(weights, "difference", weights)
-        return self.o_proj(out), weights
+        return q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
 
     def rotate(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-        """Queries and keys, [B, length, heads, d], turned by their positions."""
+        """Apply the rotary embedding to queries and keys, [B, length, heads, d]."""
         return apply_rotary(q, cos, sin), apply_rotary(k, cos, sin)
 
-    @staticmethod
-    def _check_documents(mask, cache, context, maps: bool):
-        excluded = {"a mask": mask is not None, "a cache": cache is not None, "a context": context is not None}
-        wrong = [name for name, given in {**excluded, "attention maps as output": maps}.items() if given]
-        if wrong:
-            raise ValueError(
-                f"packed documents came with {' and '.join(wrong)}; they say themselves what may be attended to"
-            )
-
-    def _tables(self, position_ids, queries: int, cache, device):
+    def _rotary_tables(self, position_ids, queries: int, cache, device):
         if self.rope_theta is None:
             return None
         if position_ids is None:
@@ -170,42 +207,21 @@ class Attention(nn.Module):
             position_ids = torch.arange(queries, device=device)[None] + start
         return rotary_tables(position_ids, self.head_dim, self.rope_theta)
 
-    def _used(self, cache, queries: int, causal: bool, device) -> Tensor:
-        """Which keys of a static cache, that has others not in use yet, the new queries may attend to: [T or 1, S]."""
-        keys, first = cache.get_mask_sizes(queries, self.layer_idx)
-        start = cache.get_seq_length(self.layer_idx)
-        key = torch.arange(keys, device=device)[None] + first
-        if not causal:
-            return key < start + queries
-        own = torch.arange(queries, device=device)[:, None] + start
-        return key <= own if self.core.window is None else (key <= own) & (key > own - self.core.window)
-
-    def _update_cache(self, cache, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """A static cache gives keys and values equally many heads: there, the keys of one value head lie side by side,
-        [B, g, S, 2d].
-
-        One that was laid out before it saw any (``early_initialization``) has m heads of width d for both: as many
-        numbers, which are then seen as [B, g, S, 2d] while the cache is written, so that nothing is copied.
-        """
-        if v.shape[1] == k.shape[1] or not getattr(cache, "is_compileable", False):
-            return cache.update(k, v, self.layer_idx)
-        k = k.unflatten(1, (v.shape[1], -1)).transpose(2, 3).flatten(-2)  # [B, g, T, 2d]
-        layer = cache.layers[self.layer_idx]
-        if not layer.is_initialized or layer.keys.shape[1] == k.shape[1]:
-            return cache.update(k, v, self.layer_idx)
-        laid_out = layer.keys, layer.values  # [B, m, S, d]
-        if v.shape[1] * v.shape[3] != k.shape[1] * k.shape[3]:
+    def _check(self, mask, causal: bool, documents, cache, context, with_maps: bool):
+        """Raise ValueError for arguments that exclude one another."""
+        if not causal and mask is None and self.core.window is not None:
             raise ValueError(
-                f"a cache laid out beforehand has as much room for values as for keys, and value heads of width "
-                f"{v.shape[3]} need another; let the first call lay it out, or leave value_head_dim at its default"
+                f"window={self.core.window} without is_causal=True; a window counts back from the query's own "
+                "position. Give a band as attention_mask instead"
             )
-        layer.keys, layer.values = (
-            held.view(held.shape[0], new.shape[1], held.shape[2], new.shape[3])
-            for held, new in zip(laid_out, (k, v), strict=True)
-        )
-        updated = cache.update(k, v, self.layer_idx)
-        layer.keys, layer.values = laid_out
-        return updated
+        if documents is None:
+            return
+        excluded = {"a mask": mask is not None, "a cache": cache is not None, "a context": context is not None}
+        wrong = [name for name, given in {**excluded, "attention maps as output": with_maps}.items() if given]
+        if wrong:
+            raise ValueError(
+                f"packed documents came with {' and '.join(wrong)}; they say themselves what may be attended to"
+            )
 
 
 class DiffAttention(Attention):
@@ -283,6 +299,9 @@ class DiffAttention(Attention):
         head_dim = head_dim or hidden_size // num_heads
         if rope_theta is not None and context_size is not None:
             raise ValueError("rope_theta and context_size exclude each other: cross-attention has no shared positions")
+        if attention == "softmax":
+            raise ValueError("attention is 'softmax'; for softmax attention take torch.nn.MultiheadAttention")
+        check_attention(attention, ATTENTIONS[:-1])
         check_variant(attention, lambda_learned=lambda_learned, window=window)
         check_backend(backend)
         is_causal = flag("is_causal", is_causal)
@@ -293,30 +312,20 @@ class DiffAttention(Attention):
                 f"window={window} without is_causal=True; a window counts back from the query's own position. "
                 "Set is_causal=True, or give another band as attention_mask"
             )
-        if attention == "softmax":
-            raise ValueError("attention is 'softmax'; for softmax attention take torch.nn.MultiheadAttention")
         signal = signal_heads_per_noise_head
         key_value_heads = num_key_value_heads or default_key_value_heads(attention, num_heads, signal)
         heads = count_heads(attention, num_heads, key_value_heads, head_dim, value_head_dim, signal)
-        core = diff_core(
-            attention,
-            hidden_size,
-            heads,
-            layer_index,
-            lambda_init=lambda_init,
-            lambda_learned=lambda_learned,
-            lambda_std=lambda_std,
-            head_norm=head_norm,
-            head_norm_init=head_norm_init,
-            norm_eps=norm_eps,
-            backend=backend,
-            is_causal=is_causal,
-        )
-        core.window = window
+        check_head_norm(head_norm, head_norm_init)
+        check_lambda_init(lambda_init)
+        settings = SimpleNamespace(
+            attention=attention, hidden_size=hidden_size, heads=heads, lambda_init=lambda_init, lambda_depth_offset=0,
+            lambda_learned=lambda_learned, lambda_std=lambda_std, head_norm=head_norm, head_norm_init=head_norm_init,
+            head_norm_eps=None, rms_norm_eps=norm_eps, sliding_window=window,
+        )  # fmt: skip
         super().__init__(
             hidden_size,
             heads,
-            core,
+            make_core(settings, layer_index, backend, is_causal=is_causal),
             context_size=context_size,
             is_causal=is_causal,
             rope_theta=rope_theta,
@@ -339,20 +348,3 @@ def _check_sequences(name: str, x: Tensor, width: str):
 def _by_head(x: Tensor, width: int) -> Tensor:
     """``[B, length, heads * width]`` as ``[B, length, heads, width]``, also of no rows."""
     return x.view(*x.shape[:2], x.shape[2] // width, width)
-
-
-def _with_padding(mask: Tensor | None, key_padding_mask: Tensor | None, k: Tensor) -> Tensor | None:
-    if key_padding_mask is None:
-        return mask
-    if key_padding_mask.dtype != torch.bool or key_padding_mask.shape != (k.shape[0], k.shape[2]):
-        raise ValueError(
-            f"key_padding_mask is {key_padding_mask.dtype} of shape {tuple(key_padding_mask.shape)}; accepted: bool "
-            f"of shape [B, S] = {(k.shape[0], k.shape[2])}, True where a key may be attended to"
-        )
-    allowed = key_padding_mask[:, None, None, :]
-    return allowed if mask is None else _both(mask, allowed)
-
-
-def _both(mask: Tensor, allowed: Tensor) -> Tensor:
-    """``mask``, bool or additive, and beside it the boolean ``allowed``."""
-    return mask & allowed if mask.dtype == torch.bool else mask.masked_fill(~allowed, float("-inf"))

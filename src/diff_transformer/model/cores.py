@@ -1,22 +1,19 @@
-"""The cores of attention, between projections and output: the one thing in which the two models of a pair differ.
+"""The cores of ``"diff"``, ``"diff_v2"`` and ``"grouped_diff"``: differential attention between projections and W_O.
 
-Legend: B batch, T queries, S keys, n query heads of the matched Transformer (h = n / 2 differential heads), m its
-key/value heads (g = m / 2), d head width.
+A core is the one thing in which the models of a pair differ; ``softmax.py`` has the baseline's and ``dint.py`` that of
+``"dint"``. Legend: B batch, T queries, S keys, n query heads of the matched Transformer (h = n / 2 differential heads),
+m its key/value heads (g = m / 2), d head width, dv width of a value head.
 """
 
-import inspect
-from collections.abc import Callable, Mapping
-from typing import Any, cast
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from diff_transformer.model.decoding import decoding_head
-from diff_transformer.model.documents import Documents
-from diff_transformer.model.heads import group_heads, pair_heads
-from diff_transformer.model.lambdas import LambdaModule
+from diff_transformer.model.inputs import Documents
+from diff_transformer.model.lambdas import FixedLambda, LambdaModule, LearnedLambda
 from diff_transformer.model.layers import RMSNorm
-from diff_transformer.model.softmax import softmax_attention
 from diff_transformer.ops.blockwise import layer
 from diff_transformer.ops.blockwise.native import FEW
 from diff_transformer.ops.diff_attention import diff_attention, diff_attention_maps
@@ -27,9 +24,9 @@ Lambda = float | Tensor  # a number, a scalar or [B, h, T, 1]
 
 
 class Core(nn.Module):
-    """A core computes ``attend`` on rows that may see one another, and ``attend_documents`` on packed documents.
+    """What the layer around a core calls: ``forward``, ``forward_with_maps`` and ``call_state``.
 
-    ``window``: where attention is causal, each query sees the last ``window`` keys up to its own; all if None.
+    ``window``: in causal attention each query sees its last ``window`` keys, its own included; None for all keys.
     """
 
     window: int | None = None
@@ -39,27 +36,48 @@ class Core(nn.Module):
     attend_documents: Callable[..., Tensor]
     maps: Callable[..., Any]
 
+    def attended(
+        self, q: Tensor, k: Tensor, v: Tensor, lam: Lambda | None, attn_mask, is_causal: bool, documents, **state
+    ) -> Tensor:
+        """``attend``, or ``attend_documents`` for packed documents: ``[B, T, heads, width]``."""
+        if documents is None:
+            return self.attend(q, k, v, lam, attn_mask, is_causal, **state).transpose(1, 2)
+        return self.attend_documents(q, k, v, lam, documents, is_causal).unflatten(0, (q.shape[0], q.shape[2]))
+
+    def normalise(self, out: Tensor) -> Tensor:
+        """What follows attention in each head ``[B, T, heads, width]``."""
+        return out
+
+    def forward_with_maps(self, q: Tensor, k: Tensor, v: Tensor, attn_mask, is_causal: bool, **state) -> tuple:
+        """Output and attention maps.
+
+        With ``attn_implementation="eager"`` the output is computed from the maps, so that gradients reach them. Other
+        backends never form the maps; there they are computed beside the output.
+        """
+        if not self.output_follows_maps():
+            return self(q, k, v, attn_mask, is_causal, **state), self.maps(q, k, attn_mask, is_causal, **state)
+        maps = self.maps(q, k, attn_mask, is_causal, **state)
+        weights = getattr(maps, "difference", maps)  # [B, heads, T, S], fp32
+        values = v.to(weights.dtype).repeat_interleave(weights.shape[1] // v.shape[1], dim=1)
+        return self.normalise((weights @ values).to(v.dtype).transpose(1, 2)), maps
+
+    def output_follows_maps(self) -> bool:
+        """Whether the output can be computed from the maps: the backend forms them, and no experiment replaced it."""
+        return self.backend in ("reference", "eager") and "attend" not in self.__dict__
+
     def reach(self, is_causal: bool) -> int | None:
-        """The window of a call; where a mask says what may be seen (``is_causal`` False), it holds the window too."""
+        """The window of a call; with ``is_causal=False`` the mask already contains it."""
         return self.window if is_causal else None
 
-    def rows(self, cache, layer_idx: int, tokens: Tensor | None) -> dict:
-        """What a core needs to know beside queries, keys and values: keyword arguments of ``attend`` and ``maps``."""
+    def call_state(self, cache, layer_idx: int, tokens: Tensor | None) -> dict:
+        """Further keyword arguments of ``attend`` and ``maps``, for cores that need more than q, k and v."""
         return {}
-
-    def attended(
-        self, q: Tensor, k: Tensor, v: Tensor, lam: Lambda | None, attn_mask, is_causal: bool, documents, **rows
-    ) -> Tensor:
-        """Whichever of the two is asked for: ``[B, T, heads, width]``."""
-        if documents is None:
-            return self.attend(q, k, v, lam, attn_mask, is_causal, **rows).transpose(1, 2)
-        return self.attend_documents(q, k, v, lam, documents, is_causal).unflatten(0, (q.shape[0], q.shape[2]))
 
 
 class DiffCore(Core):
     """``(1 - lambda_init) * RMSNorm(DiffAttn(q, k, v))``, each head by itself (section 2.1, equations 1 to 3).
 
-    Without the head norm the constant factor stays: the ablation of Table 6 takes away the norm alone.
+    Without the head norm the constant factor stays: the ablation of Table 6 removes the norm alone.
     """
 
     lam: LambdaModule
@@ -68,6 +86,29 @@ class DiffCore(Core):
     def __init__(self, lam: LambdaModule, head_norm: RMSNorm | None = None, backend: str = "auto"):
         super().__init__()
         self.lam, self.head_norm, self.backend = lam, head_norm, backend
+
+    def forward(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        attn_mask: Tensor | None,
+        is_causal: bool,
+        documents: Documents | None = None,
+        *,
+        hidden_states: Tensor | None = None,
+        **state,
+    ) -> Tensor:
+        """``q``, ``k``, ``v`` with the heads of ``count_heads``, ``[B, heads, length, width]`` -> ``[B, T, h, dv]``.
+
+        ``hidden_states [B, T, hidden_size]``: the input from which a lambda for each token is computed.
+        """
+        if attn_mask is None and documents is None and q.shape[2] <= FEW and q.device.type == "cpu":
+            head = self.native_head()
+            if head is not None and layer.takes(q, k, v):
+                return layer.decode(q, k, v, head, is_causal, self.reach(is_causal))
+        lam = self.lam(hidden_states)
+        return self.normalise(self.attended(q, k, v, lam, attn_mask, is_causal, documents, **state))
 
     def split(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Queries and keys of the two maps, ``(q1, q2, k1, k2)``, as ``diff_attention`` takes them."""
@@ -84,39 +125,19 @@ class DiffCore(Core):
     def attend_documents(
         self, q: Tensor, k: Tensor, v: Tensor, lam: Lambda, documents: Documents, is_causal: bool
     ) -> Tensor:
-        """The same within each of the packed documents: ``[B * T, h, dv]``."""
+        """``attend`` within each packed document: ``[B * T, h, dv]``."""
         q1, q2, k1, k2 = self.split(q, k)
-        rows1, rows2, keys1 = (_in_a_row(x) for x in (q1, q2, k1))
-        keys2 = keys1 if k2 is k1 else _in_a_row(k2)
-        lam = _in_a_row(lam) if isinstance(lam, Tensor) and lam.dim() == 4 else lam
+        rows1, rows2, keys1 = (concatenate_rows(x) for x in (q1, q2, k1))
+        keys2 = keys1 if k2 is k1 else concatenate_rows(k2)
+        lam = concatenate_rows(lam) if isinstance(lam, Tensor) and lam.dim() == 4 else lam
         bounds, longest = documents
         return diff_attention_varlen(
-            rows1, rows2, keys1, keys2, _in_a_row(v), lam, bounds, bounds, longest, longest,
+            rows1, rows2, keys1, keys2, concatenate_rows(v), lam, bounds, bounds, longest, longest,
             is_causal=is_causal, window=self.reach(is_causal), backend=self.backend,
         )  # fmt: skip
 
-    def forward(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        attn_mask: Tensor | None,
-        is_causal: bool,
-        documents: Documents | None = None,
-        *,
-        hidden_states: Tensor | None = None,
-        **rows,
-    ) -> Tensor:
-        """``q``, ``k``, ``v`` with the heads of ``count_heads``, ``[B, heads, length, width]`` -> ``[B, T, h, dv]``.
-
-        ``hidden_states [B, T, hidden_size]``: what a lambda of each token is computed from.
-        """
-        plain = attn_mask is None and documents is None and type(self) is DiffCore
-        if plain and q.shape[2] <= FEW and q.device.type == "cpu":
-            head = decoding_head(self)
-            if head is not None and layer.takes(q, k, v):
-                return layer.decode(q, k, v, head, is_causal, self.reach(is_causal))
-        out = self.attended(q, k, v, self.lam(hidden_states), attn_mask, is_causal, documents, **rows)
+    def normalise(self, out: Tensor) -> Tensor:
+        """``(1 - lambda_init) * RMSNorm(out)``."""
         gain = 1.0 - self.lam.initial
         if self.head_norm is None:
             return out if gain == 1.0 else out * gain
@@ -129,105 +150,82 @@ class DiffCore(Core):
         lam, window = self.lam(hidden_states), self.reach(is_causal)
         return diff_attention_maps(*self.split(q, k), lam, attn_mask=attn_mask, is_causal=is_causal, window=window)
 
+    def native_head(self) -> layer.Head | None:
+        """The weights that ``ops.blockwise.layer.decode`` needs to decode this core in one native call on the CPU.
+
+        None for a subclass, for a core with hooks or replaced parts, for another backend, and while gradients of its
+        weights are needed. Called for every token and layer: it takes microseconds, hence no loops over generators.
+        """
+        if type(self) is not DiffCore or self.backend not in ("auto", "blockwise") or "attend" in self.__dict__:
+            return None
+        lam, norm = self._modules["lam"], self._modules.get("head_norm")
+        if type(lam) is LearnedLambda:
+            of = lam._parameters
+            vectors = (of.get("lambda_q1"), of.get("lambda_k1"), of.get("lambda_q2"), of.get("lambda_k2"))
+            for x in vectors:
+                if type(x) is not nn.Parameter or x.dtype is not torch.float32:
+                    return None
+        elif type(lam) is FixedLambda:
+            vectors = ()
+        else:
+            return None
+        if lam._forward_hooks or lam._forward_pre_hooks:
+            return None
+        weight, eps = None, 0.0
+        if norm is not None:
+            if norm._forward_hooks or norm._forward_pre_hooks:
+                return None
+            weight, eps = norm._parameters.get("weight"), norm.eps
+            if weight is not None and weight.dtype not in (torch.float32, torch.bfloat16):
+                return None
+        if torch.is_grad_enabled():
+            for x in (*vectors, weight):
+                if x is not None and x.requires_grad:
+                    return None
+        return layer.Head(vectors, lam.initial, weight, norm is not None, eps, 1.0 - lam.initial)  # ty: ignore[invalid-argument-type]
+
+
+class DiffV2Core(DiffCore):
+    """The second version: query heads 2i and 2i+1 are the maps of head i and share keys and values.
+
+    lambda depends on token and head (``TokenLambda``); there is neither a head norm nor the factor 1 - lambda_init.
+    """
+
+    def split(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        return q[:, 0::2], q[:, 1::2], k, k
+
 
 class GroupedDiffCore(DiffCore):
-    """Grouped differential attention (arXiv 2510.06949): ``signal`` signal heads share one noise head; lambda and head
-    norm are those of ``DiffCore``. Query heads lie group by group, the signal heads first and then their noise head."""
+    """Grouped differential attention (arXiv 2510.06949): ``signal`` signal heads share one noise head.
+
+    Lambda and head norm are those of ``DiffCore``. Query heads come group by group: the signal heads, then their noise
+    head.
+    """
 
     def __init__(self, lam: LambdaModule, head_norm: RMSNorm | None = None, backend: str = "auto", *, signal: int):
         super().__init__(lam, head_norm, backend)
         self.signal = signal
 
     def split(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        return group_heads(q, k, self.signal)
+        """q1 ``[B, n r / (r + 1), T, d]``, q2 ``[B, n / (r + 1), T, d]`` with r = ``signal``; k1, k2 as before."""
+        groups = q.unflatten(1, (-1, self.signal + 1))  # [B, noise heads, r + 1, T, d]
+        return groups[:, :, : self.signal].flatten(1, 2), groups[:, :, self.signal], *_pair_keys(q, k)
 
 
-class DiffV2Core(DiffCore):
-    """The second version: query heads 2i and 2i+1 are the maps of head i and share keys and values; lambda is that of
-    a token and head (``TokenLambda``), and there is neither head norm nor the factor 1 - lambda_init."""
+def pair_heads(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Views of the two maps' queries and keys, ``(q1, q2, k1, k2)``: heads 2i and 2i+1 are the maps of head i.
 
-    def split(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        return q[:, 0::2], q[:, 1::2], k, k
-
-
-class SoftmaxCore(Core):
-    """``softmax(q k^T / sqrt(d)) v``, by default through PyTorch's ``scaled_dot_product_attention``.
-
-    ``head_norm``, an RMSNorm over d, is applied to each head by itself: the control of Table 6.
+    ``q`` is ``[B, n, T, d]``; ``k`` is ``[B, m, S, d]`` or, in a static cache, pairs side by side,
+    ``[B, m / 2, S, 2d]``.
     """
-
-    def __init__(self, head_norm: RMSNorm | None = None, backend: str = "sdpa"):
-        super().__init__()
-        self.head_norm = head_norm
-        self.backend = backend
-
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, lam: None, attn_mask: Tensor | None, is_causal: bool) -> Tensor:
-        """``A V``: ``[B, n, T, d]``."""
-        window = self.reach(is_causal)
-        return softmax_attention(q, k, v, attn_mask, is_causal, window=window, backend=self.backend)
-
-    def attend_documents(
-        self, q: Tensor, k: Tensor, v: Tensor, lam: None, documents: Documents, is_causal: bool
-    ) -> Tensor:
-        """The same within each of the packed documents: FlashAttention's packed form on CUDA, else one by one."""
-        rows = [_in_a_row(x) for x in (q, k, v)]
-        packed = self.backend in ("sdpa", "flash") and (self.window is None or "window_size" in _varlen_options())
-        if packed and q.is_cuda and q.dtype in (torch.bfloat16, torch.float16):
-            return _packed_flash_attention(*rows, documents, is_causal, self.reach(is_causal))
-        sizes = documents.cu_seqlens.diff().tolist()
-        parts = [
-            self.attend(*(x.transpose(0, 1)[None] for x in document), None, None, is_causal)[0].transpose(0, 1)
-            for document in zip(*(x.split(sizes) for x in rows), strict=True)
-        ]
-        return torch.cat(parts)
-
-    def forward(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        attn_mask: Tensor | None,
-        is_causal: bool,
-        documents: Documents | None = None,
-        **_,
-    ) -> Tensor:
-        """``q [B, n, T, d]``, ``k``, ``v [B, m, S, d]`` -> ``[B, T, n, d]``."""
-        out = self.attended(q, k, v, None, attn_mask, is_causal, documents)
-        return out if self.head_norm is None else self.head_norm(out)
-
-    def maps(self, q: Tensor, k: Tensor, attn_mask: Tensor | None, is_causal: bool, **_) -> Tensor:
-        """The attention map ``[B, n, T, S]``: the first map of differential attention with lambda = 0."""
-        window = self.reach(is_causal)
-        return diff_attention_maps(q, q, k, k, 0.0, attn_mask=attn_mask, is_causal=is_causal, window=window).first
+    return q[:, 0::2], q[:, 1::2], *_pair_keys(q, k)
 
 
-def _varlen_options() -> Mapping[str, Any]:
-    """The arguments of PyTorch's ``varlen_attn``: its causal flag became a window, and grouped heads came later."""
-    from torch.nn.attention.varlen import varlen_attn
-
-    return inspect.signature(varlen_attn).parameters
+def _pair_keys(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+    k1, k2 = (k[:, 0::2], k[:, 1::2]) if k.shape[-1] == q.shape[-1] else k.chunk(2, dim=-1)
+    return k1, k2
 
 
-def _packed_flash_attention(
-    q: Tensor, k: Tensor, v: Tensor, documents: Documents, is_causal: bool, window: int | None
-) -> Tensor:
-    """PyTorch's ``varlen_attn`` of ``q [B * T, n, d]``, ``k``, ``v [B * T, m, d]``."""
-    from torch.nn.attention.varlen import varlen_attn
-
-    before = -1 if window is None else window - 1  # keys to the left of a query's own
-    known, options = _varlen_options(), {}
-    if "window_size" in known:
-        options["window_size"] = (before, 0 if is_causal else -1)
-    else:
-        options["is_causal"] = is_causal
-    if "enable_gqa" in known:
-        options["enable_gqa"] = q.shape[1] != k.shape[1]
-    else:
-        k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in (k, v))
-    (bounds, longest), attend = documents, cast(Callable[..., Tensor], varlen_attn)
-    return attend(q, k, v, bounds, bounds, longest, longest, **options)
-
-
-def _in_a_row(x: Tensor) -> Tensor:
-    """Rows of a batch one after another: [B, heads, T, width] -> [B * T, heads, width]."""
+def concatenate_rows(x: Tensor) -> Tensor:
+    """The rows of a batch one after another: [B, heads, T, width] -> [B * T, heads, width]."""
     return x.transpose(1, 2).flatten(0, 1)

@@ -1,8 +1,6 @@
-"""How heads are counted, paired and grouped; needs neither transformers nor a model."""
+"""How many heads each attention has, and which combinations of settings are valid."""
 
 from typing import NamedTuple
-
-from torch import Tensor
 
 from diff_transformer.checks import did_you_mean
 
@@ -12,7 +10,7 @@ ATTENTIONS = ("diff", "diff_v2", "grouped_diff", "dint", "softmax")
 class HeadCounts(NamedTuple):
     """Heads of an attention layer: ``queries`` and ``keys`` of width ``head_dim``, ``values`` of width ``value_dim``.
 
-    outputs: heads, each ``value_dim`` wide, that reach W_O.
+    outputs: heads of width ``value_dim`` that reach W_O.
     """
 
     queries: int
@@ -31,8 +29,7 @@ def count_heads(
     value_head_dim: int | None = None,
     signal_heads_per_noise_head: int = 1,
 ) -> HeadCounts:
-    """The heads of ``attention`` that stands for softmax attention with ``num_heads`` (n) and ``num_key_value_heads``
-    (m) heads of width ``head_dim`` (d).
+    """The heads of an ``attention`` that replaces softmax attention with n query and m key/value heads of width d.
 
     ============== ========= ======== ========== ================ =============
     attention      queries   keys     values     width of a value outputs
@@ -43,10 +40,11 @@ def count_heads(
     grouped_diff   n         m        m / 2      2d               n r / (r + 1)
     ============== ========= ======== ========== ================ =============
 
-    r is ``signal_heads_per_noise_head``; ``value_head_dim`` replaces the width of a value.
+    n is ``num_heads``, m ``num_key_value_heads``, d ``head_dim`` and r ``signal_heads_per_noise_head``;
+    ``value_head_dim`` overrides the width of a value.
 
     Raises:
-        ValueError: for an unknown attention, and for head counts that do not divide, pair up or make groups.
+        ValueError: for an unknown attention, or head counts that do not divide, form pairs or form groups.
     """
     check_attention(attention)
     n, m, d = num_heads, num_key_value_heads, head_dim
@@ -63,20 +61,20 @@ def count_heads(
 
 
 def default_key_value_heads(attention: str, num_heads: int, signal_heads_per_noise_head: int) -> int:
-    """Key/value heads without grouped queries: as many as heads, or two for each noise head of ``grouped_diff``."""
+    """Key/value heads without grouped queries: one for each head, or two for each noise head of ``grouped_diff``."""
     groups = signal_heads_per_noise_head + 1 if attention == "grouped_diff" else 2
     return max(1, 2 * num_heads // groups)
 
 
 def check_attention(attention: str, accepted: tuple[str, ...] = ATTENTIONS):
-    """Raise ValueError for an attention that is none of ``accepted``."""
+    """Raise ValueError for an attention that is not in ``accepted``."""
     if attention not in accepted:
         hint = did_you_mean(str(attention), accepted)
         raise ValueError(f"attention is {attention!r}{hint}; accepted: {', '.join(map(repr, accepted))}")
 
 
 def check_variant(attention: str, *, lambda_learned: bool, window: int | None):
-    """Raise ValueError for an unknown attention, or one that lacks what is asked of it."""
+    """Raise ValueError for an unknown attention, or a setting that this attention does not have."""
     check_attention(attention)
     if attention == "diff_v2" and not lambda_learned:
         raise ValueError(
@@ -91,7 +89,7 @@ def check_variant(attention: str, *, lambda_learned: bool, window: int | None):
 
 
 def check_head_norm(head_norm: bool | str, head_norm_init: float | list[float]):
-    """Raise ValueError for an unknown head norm, or an initial weight of one that has none."""
+    """Raise ValueError for an unknown head norm, or an initial weight for a norm without a weight."""
     if not isinstance(head_norm, bool) and head_norm != "no_weight":
         hint = did_you_mean(str(head_norm), ["no_weight"])
         raise ValueError(f"head_norm is {head_norm!r}{hint}; accepted: True, False, 'no_weight'")
@@ -103,13 +101,13 @@ def check_head_norm(head_norm: bool | str, head_norm_init: float | list[float]):
 
 
 def check_rotary_width(head_dim: int):
-    """Raise ValueError for a width of which a rotary embedding cannot turn pairs."""
+    """Raise ValueError for an odd width: a rotary embedding rotates pairs of channels."""
     if head_dim % 2:
         raise ValueError(f"head_dim is {head_dim}; rotary embedding needs an even width")
 
 
 def check_heads(num_heads: int, num_key_value_heads: int, *, paired: bool):
-    """Raise ValueError unless the head counts divide (and, for differential attention, pair up)."""
+    """Raise ValueError unless the head counts divide (and, for differential attention, form pairs)."""
     if num_heads % num_key_value_heads:
         raise ValueError(
             f"{num_heads} attention heads are not divisible by {num_key_value_heads} key/value heads; "
@@ -132,7 +130,7 @@ def _check_shared_keys(pairs: int, num_key_value_heads: int):
 
 
 def _check_groups(num_heads: int, num_key_value_heads: int, signal: int) -> int:
-    """The signal heads: r of every r + 1."""
+    """The number of signal heads: r of every r + 1."""
     if num_heads % (signal + 1):
         raise ValueError(
             f"{num_heads} attention heads do not make groups of {signal} signal heads and 1 noise head; give "
@@ -146,26 +144,3 @@ def _check_groups(num_heads: int, num_key_value_heads: int, signal: int) -> int:
             f"noise heads ({2 * noise} gives each noise head keys of its own)"
         )
     return num_heads - noise
-
-
-def pair_heads(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Views of the two maps' queries and keys: heads 2i and 2i+1 are the maps of differential head i.
-
-    ``q`` is ``[B, n, T, d]``; ``k`` is ``[B, m, S, d]`` or, as a static cache has it, pairs side by side,
-    ``[B, m / 2, S, 2d]``.
-    """
-    return q[:, 0::2], q[:, 1::2], *_pair_keys(q, k)
-
-
-def group_heads(q: Tensor, k: Tensor, signal: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Queries and keys of grouped differential attention: ``signal`` signal heads, then their noise head, a group.
-
-    ``q [B, n, T, d]`` -> q1 ``[B, n r / (r + 1), T, d]``, q2 ``[B, n / (r + 1), T, d]``; ``k`` as in ``pair_heads``.
-    """
-    groups = q.unflatten(1, (-1, signal + 1))  # [B, noise heads, r + 1, T, d]
-    return groups[:, :, :signal].flatten(1, 2), groups[:, :, signal], *_pair_keys(q, k)
-
-
-def _pair_keys(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-    k1, k2 = (k[:, 0::2], k[:, 1::2]) if k.shape[-1] == q.shape[-1] else k.chunk(2, dim=-1)
-    return k1, k2

@@ -71,25 +71,3 @@ def attention_backend(config) -> str:
     if config.attention == "softmax":
         return chosen.softmax
     return config.backend if chosen.diff is None else chosen.diff
-
-
-class BooleanMasks:
-    """A configuration as transformers' mask functions should read it: every backend here takes masks as SDPA does.
-
-    Under their own names "eager" would get an additive mask, "flex_attention" a BlockMask and "flash_attention_2" a
-    padding mask.
-    """
-
-    _attn_implementation = "sdpa"
-
-    def __init__(self, config):
-        self._config = config
-
-    def __getattr__(self, name: str):
-        return getattr(self._config, name)
-
-
-def mask_config(config):
-    """``config``, or a view of it that asks for boolean masks."""
-    name = config._attn_implementation
-    return config if name == "sdpa" or name in OWN_NAMES else BooleanMasks(config)

@@ -25,16 +25,21 @@ from diff_transformer.checks import refuse_keywords
 from diff_transformer.model.attention import Attention
 from diff_transformer.model.config import DiffTransformerConfig
 from diff_transformer.model.cores import Core
-from diff_transformer.model.dint import padding_of
-from diff_transformer.model.documents import documents_at, restarts, take_documents
 from diff_transformer.model.implementations import attention_backend, check_implementation
+from diff_transformer.model.inputs import (
+    Documents,
+    causal_mask,
+    documents_at,
+    restarts,
+    split_padding,
+    take_documents,
+)
 from diff_transformer.model.lambdas import LAMBDAS, LearnedLambda, TokenLambda, present_lambda
 from diff_transformer.model.layers import PolyNorm, ResidualLinear, RMSNorm, SwiGLU
-from diff_transformer.model.masks import causal_mask
 
 _FOR_LAYERS = ("output_attentions", "output_attention_parts")
-_MISSPELT = 0.8  # likeness to a known name (1: the same) from which a name is taken for it
-# Masks by the names that they have elsewhere; without them tokens would be seen that should not.
+_MISSPELT = 0.8  # similarity (1: equal) from which an unknown name counts as a misspelt known one
+# Names of masks in other libraries: ignoring one would let tokens attend to what they must not see.
 _MASKS_ELSEWHERE = ("attn_mask", "key_padding_mask", "padding_mask", "mask")
 
 
@@ -77,7 +82,7 @@ class DiffTransformerPreTrainedModel(PreTrainedModel):
         return check_implementation(attn_implementation)
 
     def set_attn_implementation(self, attn_implementation: str | dict, allow_all_kernels: bool = False):
-        """Compute attention as the name says from now on: one of ``IMPLEMENTATIONS``, for either side of a pair."""
+        """Choose how attention is computed from now on: one of ``IMPLEMENTATIONS``, for both models of a pair."""
         super().set_attn_implementation(attn_implementation, allow_all_kernels)
         for core in self.modules():
             if isinstance(core, Core):
@@ -112,7 +117,7 @@ class DiffTransformerModel(DiffTransformerPreTrainedModel):
 
     Packed documents come as transformers' ``DataCollatorWithFlattening`` gives them: ``cu_seq_lens_q`` int32
     [documents + 1] over the rows of the batch one after another, and ``max_length_q``; or as ``position_ids`` that
-    begin anew in each document, without mask and cache.
+    restart in each document, without mask and cache.
 
     ``output_attentions=True`` returns for each layer the difference map ``[B, h, T, S]`` (softmax: ``[B, n, T, S]``);
     with ``output_attention_parts=True`` beside it, ``DiffMaps(first, second, difference)``.
@@ -128,9 +133,9 @@ class DiffTransformerModel(DiffTransformerPreTrainedModel):
         self.post_init()
 
     def lambdas(self) -> Tensor:
-        """The present value of lambda in each layer, fp32 ``[L]``, without gradient; empty for softmax attention.
+        """The current lambda of each layer, fp32 ``[L]``, without gradient; empty for softmax attention.
 
-        For ``attention="diff_v2"``, whose lambda depends on the token: the mean over the tokens and heads of the last
+        For ``attention="diff_v2"``, whose lambda depends on the token: the mean over tokens and heads in the last
         forward pass over more than one token.
         """
         return torch.tensor([present_lambda(module) for module in self.modules() if isinstance(module, LAMBDAS)])
@@ -150,66 +155,68 @@ class DiffTransformerModel(DiffTransformerPreTrainedModel):
 
         Args:
             input_ids: int64 ``[B, T]``; or ``inputs_embeds`` ``[B, T, hidden_size]`` instead.
-            attention_mask: 1 for tokens, 0 for padding, ``[B, S]`` with S the cached tokens and these together; or a
-                boolean or additive mask ``[B or 1, heads or 1, T, S]``.
-            position_ids: int64 ``[B, T]``; counted on from the cache's length by default. Where they do not count on by
-                one, and neither a mask nor a cache is given, another document begins.
-            past_key_values: a cache of transformers, which these tokens are added to.
-            kwargs: ``cu_seq_lens_q`` and ``max_length_q`` of packed documents (``model/documents.py``);
-                ``output_attentions``, ``output_attention_parts``, ``output_hidden_states``; and what transformers
-                passes to any model.
+            attention_mask: 1 for tokens, 0 for padding, ``[B, S]`` with S the cached and the new tokens; or a boolean
+                or additive mask ``[B or 1, heads or 1, T, S]``.
+            position_ids: int64 ``[B, T]``; by default they continue from the cache's length. Without mask and cache, a
+                new document begins wherever they do not increase by one.
+            past_key_values: a cache of transformers, to which these tokens are added.
+            kwargs: ``cu_seq_lens_q`` and ``max_length_q`` of packed documents (``model/inputs.py``);
+                ``output_attentions``, ``output_attention_parts``, ``output_hidden_states``; and arguments that
+                transformers passes to any model.
 
         Raises:
-            ValueError: for both or neither of the inputs, or a mask that the backend (or ``"dint"``) does not take.
-            TypeError: for an argument that the model does not have.
+            ValueError: for both or neither of the inputs, or a mask that the backend (or ``"dint"``) does not support.
+            TypeError: for an unknown argument.
         """
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("give exactly one of input_ids and inputs_embeds")
         if inputs_embeds is None:
             inputs_embeds = self.embed_tokens(input_ids)
-        documents = None
-        if "cache" in kwargs:  # continuous batching: the tokens of several requests in a row, told apart by a mask
-            kwargs.pop("is_causal", None)
-        else:
-            documents = take_documents(kwargs)
-            kwargs = _for_layers(kwargs)
-        if self.config.attention == "dint":
-            bare = attention_mask is None and past_key_values is None and documents is None
-            if bare and position_ids is not None and restarts(position_ids):
-                documents = documents_at(position_ids, inputs_embeds.shape[0])
-            attention_mask, kwargs["query_padding_mask"] = padding_of(attention_mask, inputs_embeds.shape[1])
+        batch, queries, _ = inputs_embeds.shape
+        documents = self._documents(kwargs, batch, attention_mask, position_ids, past_key_values)
+        options = _for_layers(kwargs)
         if use_cache is None:
             use_cache = self.config.use_cache and not self.training and documents is None
-        earlier = past_key_values
-        if use_cache and past_key_values is None:
-            past_key_values = DynamicCache(config=self.config)
-        if documents is not None:
+        if self.config.attention == "dint":
+            attention_mask, options["query_padding_mask"] = split_padding(attention_mask, queries)
+        if documents is None:
+            mask = causal_mask(self.config, inputs_embeds, attention_mask, past_key_values, position_ids)
+        else:
+            mask, options["documents"] = None, documents
             if attention_mask is not None or use_cache:
                 raise ValueError(
                     "packed documents (cu_seq_lens_q, or for attention='dint' positions that begin anew) exclude "
                     "attention_mask and use_cache; leave them out"
                 )
-            position_ids = documents.positions(inputs_embeds.shape[:2]) if position_ids is None else position_ids
-            kwargs["documents"] = documents
-        given_positions = position_ids
+            position_ids = documents.positions((batch, queries)) if position_ids is None else position_ids
+        if use_cache and past_key_values is None:
+            past_key_values = DynamicCache(config=self.config)
         if position_ids is None:
             seen = past_key_values.get_seq_length() if past_key_values is not None else 0
-            position_ids = (torch.arange(inputs_embeds.shape[1], device=inputs_embeds.device) + seen)[None]
-        mask = None
-        if documents is None:
-            mask = causal_mask(self.config, inputs_embeds, attention_mask, earlier, given_positions)
+            position_ids = (torch.arange(queries, device=inputs_embeds.device) + seen)[None]
         position_embeddings = self.rotary_emb(inputs_embeds, position_ids=position_ids)
         hidden_states = inputs_embeds
-        for layer in self.layers:
+        for layer in self.layers[: self.config.num_hidden_layers]:  # ``generate(assistant_early_exit=n)`` lowers it
             hidden_states = layer(
                 hidden_states,
                 attention_mask=mask,
                 is_causal=mask is None,
                 position_embeddings=position_embeddings,
                 past_key_values=past_key_values,
-                **kwargs,
+                **options,
             )
         return BaseModelOutputWithPast(last_hidden_state=self.norm(hidden_states), past_key_values=past_key_values)
+
+    def _documents(self, kwargs: dict, batch: int, attention_mask, position_ids, cache) -> Documents | None:
+        """The packed documents of a forward pass, their arguments removed from ``kwargs``; None if there are none.
+
+        For ``"dint"``, positions that restart describe documents; for the others ``causal_mask`` reads the positions.
+        """
+        documents = None if "cache" in kwargs else take_documents(kwargs)
+        bare = documents is None and attention_mask is None and cache is None and position_ids is not None
+        if self.config.attention == "dint" and bare and restarts(position_ids):
+            return documents_at(position_ids, batch)
+        return documents
 
 
 class DiffTransformerForCausalLM(DiffTransformerPreTrainedModel, GenerationMixin):
@@ -228,17 +235,19 @@ class DiffTransformerForCausalLM(DiffTransformerPreTrainedModel, GenerationMixin
         return self.model.lambdas()
 
     def _get_static_cache_init_shape(self):
-        """Heads and width with which transformers lays out a static cache before a prefill in chunks; None lets the
-        first call do it, where values need other room than keys."""
+        """Heads and width with which transformers allocates a static cache before a chunked prefill.
+
+        None lets the first call allocate it: values and keys need different sizes.
+        """
         heads = self.config.heads
         if heads.values * heads.value_dim != heads.keys * heads.head_dim:
             return None
         return super()._get_static_cache_init_shape()  # ty: ignore[invalid-argument-type]
 
     def prepare_inputs_for_generation(self, *args, inputs_embeds: Tensor | None = None, **kwargs):
-        """Positions of a chunk come as a slice, whose strides tell a compiled step of the prompt's length.
+        """Make the positions of a chunk contiguous: strides that depend on the prompt's length would recompile a step.
 
-        ``inputs_embeds`` is named because ``generate`` looks for it among the names here.
+        ``generate`` inspects this signature for ``inputs_embeds``.
         """
         kwargs["inputs_embeds"] = inputs_embeds
         inputs = super().prepare_inputs_for_generation(*args, **kwargs)  # ty: ignore[invalid-argument-type]
@@ -262,10 +271,10 @@ class DiffTransformerForCausalLM(DiffTransformerPreTrainedModel, GenerationMixin
         """Logits ``[B, T, vocab_size]`` and, with ``labels``, the mean loss in nats.
 
         Args:
-            labels: int64 ``[B, T]``, the input itself: each token is predicted from those before it; -100 is left out.
-            logits_to_keep: of so many last tokens, or of the tokens with these indices; 0 for all.
+            labels: int64 ``[B, T]``, the input itself: each token is predicted from those before it; -100 is ignored.
+            logits_to_keep: number of last tokens, or indices of the tokens, whose logits are computed; 0 for all.
 
-        The others are those of ``DiffTransformerModel.forward``.
+        The other arguments are those of ``DiffTransformerModel.forward``.
         """
         outputs = self.model(
             input_ids=input_ids,
@@ -291,9 +300,17 @@ class DiffTransformerForCausalLM(DiffTransformerPreTrainedModel, GenerationMixin
 
 
 def _for_layers(options: dict) -> dict:
-    """Those of a forward pass's further arguments that its layers take. Callers of any model (trainers, generation,
-    servers) pass more, which is ignored; refused is what must be a mistake: a mask's other name, a misspelt argument.
+    """Select the further arguments of a forward pass that its layers take.
+
+    Trainers, generation and servers pass arguments for any model; those are ignored. Continuous batching (``cache``)
+    passes all of its arguments to the layers.
+
+    Raises:
+        TypeError: for a likely mistake: another name for a mask, or a misspelt argument.
+        ValueError: for ``is_causal=False``.
     """
+    if "cache" in options:
+        return {name: value for name, value in options.items() if name != "is_causal"}
     if options.pop("is_causal", None) is False:
         raise ValueError("is_causal is False, but this model is causal; DiffAttention is a layer that need not be")
     further = [name for name in options if name not in _FOR_LAYERS]

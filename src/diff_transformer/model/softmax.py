@@ -1,17 +1,81 @@
-"""Softmax attention of the matched Transformer, in the forms that differential attention has as backends.
+"""Softmax attention of the matched Transformer: its core, and one function for each backend.
 
-Shapes: B batch, n query heads, m key/value heads, T queries, S keys, d head width.
+Legend: B batch, T queries, S keys, n query heads, m key/value heads, d head width.
 """
+
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from diff_transformer.model.cores import Core, concatenate_rows
+from diff_transformer.model.inputs import Documents
+from diff_transformer.model.layers import RMSNorm
 from diff_transformer.ops import flash, flex
+from diff_transformer.ops.diff_attention import diff_attention_maps
 from diff_transformer.ops.masking import position_mask, rows_that_see_nothing
 from diff_transformer.ops.reference import attention_map
 
 SOFTMAX = ("sdpa", "eager", "flex", "flash")
+
+
+class SoftmaxCore(Core):
+    """``softmax(q k^T / sqrt(d)) v``, by default through PyTorch's ``scaled_dot_product_attention``.
+
+    ``head_norm``, an RMSNorm over d, is applied to each head by itself: the control of Table 6.
+    """
+
+    def __init__(self, head_norm: RMSNorm | None = None, backend: str = "sdpa"):
+        super().__init__()
+        self.head_norm = head_norm
+        self.backend = backend
+
+    def forward(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        attn_mask: Tensor | None,
+        is_causal: bool,
+        documents: Documents | None = None,
+        **_,
+    ) -> Tensor:
+        """``q [B, n, T, d]``, ``k``, ``v [B, m, S, d]`` -> ``[B, T, n, d]``."""
+        return self.normalise(self.attended(q, k, v, None, attn_mask, is_causal, documents))
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, lam: None, attn_mask: Tensor | None, is_causal: bool) -> Tensor:
+        """``A V``: ``[B, n, T, d]``."""
+        window = self.reach(is_causal)
+        return softmax_attention(q, k, v, attn_mask, is_causal, window=window, backend=self.backend)
+
+    def attend_documents(
+        self, q: Tensor, k: Tensor, v: Tensor, lam: None, documents: Documents, is_causal: bool
+    ) -> Tensor:
+        """``attend`` within each packed document, ``[B * T, n, d]``.
+
+        One call of FlashAttention's packed form on CUDA, else one call for each document.
+        """
+        rows = [concatenate_rows(x) for x in (q, k, v)]
+        packed = self.backend in ("sdpa", "flash") and (self.window is None or "window_size" in _varlen_options())
+        if packed and q.is_cuda and q.dtype in (torch.bfloat16, torch.float16):
+            return _packed_flash_attention(*rows, documents, is_causal, self.reach(is_causal))
+        sizes = documents.cu_seqlens.diff().tolist()
+        parts = [
+            self.attend(*(x.transpose(0, 1)[None] for x in document), None, None, is_causal)[0].transpose(0, 1)
+            for document in zip(*(x.split(sizes) for x in rows), strict=True)
+        ]
+        return torch.cat(parts)
+
+    def normalise(self, out: Tensor) -> Tensor:
+        return out if self.head_norm is None else self.head_norm(out)
+
+    def maps(self, q: Tensor, k: Tensor, attn_mask: Tensor | None, is_causal: bool, **_) -> Tensor:
+        """The attention map ``[B, n, T, S]``: the first map of differential attention with lambda = 0."""
+        window = self.reach(is_causal)
+        return diff_attention_maps(q, q, k, k, 0.0, attn_mask=attn_mask, is_causal=is_causal, window=window).first
 
 
 def softmax_attention(
@@ -47,7 +111,7 @@ def softmax_attention(
 def sdpa_mask(
     q: Tensor, k: Tensor, attn_mask: Tensor | None, is_causal: bool, window: int | None = None
 ) -> tuple[Tensor | None, bool]:
-    """SDPA's flag aligns to the upper left corner and excludes a mask: express both here, to the lower right."""
+    """Mask and flag for SDPA, whose causal flag aligns to the upper left corner and cannot be combined with a mask."""
     queries, keys = q.shape[2], k.shape[2]
     if is_causal and attn_mask is None and 1 < queries == keys and (window is None or window >= keys):
         return None, True
@@ -72,16 +136,16 @@ def _flex(q: Tensor, k: Tensor, v: Tensor, attn_mask, is_causal: bool, window) -
     if reason and torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v)):
         raise NotImplementedError(reason)
     T, S = q.shape[2], k.shape[2]
-    blind = rows_that_see_nothing(T, S, is_causal, window, attn_mask, q.device)
-    if attn_mask is None or blind is None:
+    fully_masked = rows_that_see_nothing(T, S, is_causal, window, attn_mask, q.device)
+    if attn_mask is None or fully_masked is None:
         mask, bias = flex.position_block_mask(T, S, is_causal, window, q.device), None
     else:
-        mask = flex.dense_block_mask(T, S, is_causal, window, attn_mask, blind)
-        bias = None if attn_mask.dtype == torch.bool else flex.additive(attn_mask, blind)
+        mask = flex.dense_block_mask(T, S, is_causal, window, attn_mask, fully_masked)
+        bias = None if attn_mask.dtype == torch.bool else flex.additive(attn_mask, fully_masked)
     # Without gradients the CPU still refuses tensors that require them.
     q, k, v = (x.contiguous() if torch.is_grad_enabled() else x.detach().contiguous() for x in (q, k, v))
     out = flex.flex_attention(q, k, v, bias, mask, enable_gqa=q.shape[1] != k.shape[1])
-    return out if blind is None else out.masked_fill(blind, 0)
+    return out if fully_masked is None else out.masked_fill(fully_masked, 0)
 
 
 def _flash(q: Tensor, k: Tensor, v: Tensor, attn_mask, is_causal: bool, window) -> Tensor:
@@ -100,3 +164,30 @@ def _flash(q: Tensor, k: Tensor, v: Tensor, attn_mask, is_causal: bool, window) 
 def _require(reason: str | None, name: str) -> None:
     if reason is not None:
         raise RuntimeError(f"softmax attention on {name!r} is not available: {reason}")
+
+
+def _varlen_options() -> Mapping[str, Any]:
+    """The arguments of PyTorch's ``varlen_attn``, which differ between versions."""
+    from torch.nn.attention.varlen import varlen_attn
+
+    return inspect.signature(varlen_attn).parameters
+
+
+def _packed_flash_attention(
+    q: Tensor, k: Tensor, v: Tensor, documents: Documents, is_causal: bool, window: int | None
+) -> Tensor:
+    """PyTorch's ``varlen_attn`` of ``q [B * T, n, d]``, ``k``, ``v [B * T, m, d]``."""
+    from torch.nn.attention.varlen import varlen_attn
+
+    before = -1 if window is None else window - 1  # keys to the left of a query's own
+    known, options = _varlen_options(), {}
+    if "window_size" in known:
+        options["window_size"] = (before, 0 if is_causal else -1)
+    else:
+        options["is_causal"] = is_causal
+    if "enable_gqa" in known:
+        options["enable_gqa"] = q.shape[1] != k.shape[1]
+    else:
+        k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in (k, v))
+    (bounds, longest), attend = documents, cast(Callable[..., Tensor], varlen_attn)
+    return attend(q, k, v, bounds, bounds, longest, longest, **options)

@@ -89,7 +89,7 @@ def model_inputs(ids: Tensor, documents: str, end: int) -> dict:
     """What the model is called with for rows ``ids [B, T]``, by ``data.documents`` of the configuration."""
     if documents == "joined":
         return {"input_ids": ids}
-    from diff_transformer.model.documents import split_documents
+    from diff_transformer.model.inputs import split_documents
 
     split = split_documents(ids, end)
     return {"input_ids": ids, "cu_seq_lens_q": split.cu_seqlens, "max_length_q": split.longest}

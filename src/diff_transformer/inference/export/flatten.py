@@ -16,7 +16,6 @@ ENTRANCE = f"{PACKAGE}.model.modeling"
 # Kernels stay at home: these stand for them.
 _AT_HOME = (f"{PACKAGE}.ops.blockwise", f"{PACKAGE}.ops.triton")
 _STAND_INS = {
-    f"{PACKAGE}.model.decoding": f"{PACKAGE}.inference.export.portable.decoding",
     f"{PACKAGE}.ops.blockwise.layer": f"{PACKAGE}.inference.export.portable.decoding",
     f"{PACKAGE}.ops.blockwise.native": f"{PACKAGE}.inference.export.portable.decoding",
     f"{PACKAGE}.ops.blockwise": f"{PACKAGE}.inference.export.portable.blockwise",

@@ -1,7 +1,16 @@
 """An exported model decodes through ``diff_attention``: it has no native call for a whole layer."""
 
-FEW = 0  # queries up to which the native call would be tried
+from typing import Any
+
+FEW = 0  # the largest number of queries for which the native call is tried
+Head = Any
 
 
-def decoding_head(core) -> None:
-    """No core can decode in one native call."""
+def takes(*arguments) -> bool:
+    """Whether the native call can compute these arguments: never."""
+    return False
+
+
+def decode(*arguments):
+    """Never called."""
+    raise NotImplementedError

@@ -1,0 +1,104 @@
+"""How a layer writes to and reads from transformers' caches: dynamic, static and paged.
+
+The static and the paged cache need keys and values with equally many heads. Differential attention has m key heads of
+width d and g = m / 2 value heads of width 2d: the same numbers, viewed in another shape. Legend: B batch, T new tokens,
+S keys in the cache.
+"""
+
+import torch
+from torch import Tensor
+
+from diff_transformer.model.inputs import restrict
+
+_PAGED_NEEDS = "continuous batching needs attn_implementation='sdpa' or 'eager'"
+
+
+def mask_unused_slots(
+    cache, layer_idx: int, queries: int, mask: Tensor | None, is_causal: bool, window: int | None, device
+) -> tuple[Tensor | None, bool]:
+    """Add the unused slots of a static cache to ``mask``, and the causal limit if ``is_causal``; call before updating.
+
+    Returns:
+        The mask and whether the operator must still apply its causal limit. Both are returned as given for a dynamic
+        cache, which has no unused slots, and for a complete mask.
+    """
+    if not getattr(cache, "is_compileable", False) or not (is_causal or mask is None):
+        return mask, is_causal
+    keys, first = cache.get_mask_sizes(queries, layer_idx)
+    start = cache.get_seq_length(layer_idx)
+    key = torch.arange(keys, device=device)[None] + first  # [1, S]
+    if is_causal:
+        own = torch.arange(queries, device=device)[:, None] + start  # [T, 1]
+        used = key <= own if window is None else (key <= own) & (key > own - window)
+    else:
+        used = key < start + queries
+    return used if mask is None else restrict(mask, used), False
+
+
+def update_cache(cache, k: Tensor, v: Tensor, layer_idx: int) -> tuple[Tensor, Tensor]:
+    """Append a layer's new keys ``[B, m, T, d]`` and values ``[B, g, T, dv]``; return all keys and values.
+
+    A dynamic cache keeps these shapes. In a static cache the two keys of a value head lie side by side: its keys are
+    ``[B, g, S, 2d]``. A static cache that was allocated before the first call (``early_initialization``) has m heads of
+    width d for both; it is viewed as ``[B, g, S, 2d]`` during the update, so nothing is copied.
+
+    Raises:
+        ValueError: if an allocated static cache has no room for the values' width.
+    """
+    if v.shape[1] == k.shape[1]:
+        return cache.update(k, v, layer_idx)
+    if not getattr(cache, "is_compileable", False):
+        return cache.update(k, v, layer_idx)
+    k = pair_side_by_side(k, v.shape[1])  # [B, g, T, 2d]
+    layer = cache.layers[layer_idx]
+    if not layer.is_initialized or layer.keys.shape[1] == k.shape[1]:
+        return cache.update(k, v, layer_idx)
+    if v.shape[1] * v.shape[3] != k.shape[1] * k.shape[3]:
+        raise ValueError(
+            f"a cache laid out beforehand has as much room for values as for keys, and value heads of width "
+            f"{v.shape[3]} need another; let the first call lay it out, or leave value_head_dim at its default"
+        )
+    allocated = layer.keys, layer.values  # [B, m, S, d]
+    layer.keys, layer.values = (
+        held.view(held.shape[0], new.shape[1], held.shape[2], new.shape[3])
+        for held, new in zip(allocated, (k, v), strict=True)
+    )
+    updated = cache.update(k, v, layer_idx)
+    layer.keys, layer.values = allocated
+    return updated
+
+
+def update_paged_cache(
+    cache, k: Tensor, v: Tensor, layer_idx: int, mask: Tensor | None, options: dict
+) -> tuple[Tensor, Tensor]:
+    """Write new keys and values to the paged cache of continuous batching; return those of all requests, concatenated.
+
+    Args:
+        cache: transformers' ``PagedAttentionCache``.
+        k: ``[1, m, T, d]``, T new tokens of all requests in a row.
+        v: ``[1, g, T, dv]`` with ``g dv = m d``.
+        mask: which of the returned keys each token sees.
+        options: further arguments of continuous batching: where to write and what to read.
+
+    Returns:
+        ``k [1, m, S, d]`` and ``v [1, g, S, dv]``.
+
+    Raises:
+        ValueError: if values and keys have different sizes, or the attention implementation gives no mask.
+    """
+    heads, parts = v.shape[1], v.shape[3] // k.shape[3]
+    if mask is None:
+        raise ValueError(f"no mask came with the paged cache; {_PAGED_NEEDS}")
+    if heads * parts != k.shape[1]:
+        raise ValueError(
+            f"{k.shape[1]} key heads of width {k.shape[3]} and {heads} value heads of width {v.shape[3]}; the paged "
+            "cache holds as many numbers for values as for keys"
+        )
+    narrow = v.unflatten(-1, (parts, -1)).transpose(2, 3).flatten(1, 2)  # [1, m, T, d]
+    k, narrow = cache.update(k, narrow, layer_idx, options)
+    return k, pair_side_by_side(narrow, heads)
+
+
+def pair_side_by_side(x: Tensor, heads: int) -> Tensor:
+    """``[B, m, S, d]`` as ``[B, heads, S, (m / heads) d]``: neighbouring heads side by side."""
+    return x.unflatten(1, (heads, -1)).transpose(2, 3).flatten(-2)

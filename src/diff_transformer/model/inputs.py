@@ -1,0 +1,211 @@
+"""What the tokens of a forward pass may attend to: causal masks, padding, packed documents.
+
+Legend: B batch, T queries, S keys (cached and new).
+"""
+
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import Tensor
+from transformers.masking_utils import (
+    AttentionMaskInterface,
+    create_causal_mask,
+    create_sliding_window_causal_mask,
+    sdpa_mask,
+)
+
+from diff_transformer.model.implementations import OWN_NAMES
+
+for _name in OWN_NAMES:
+    AttentionMaskInterface.register(_name, sdpa_mask)
+
+
+# Masks.
+
+
+def causal_mask(
+    config, inputs_embeds: Tensor, attention_mask: Tensor | None, cache, position_ids: Tensor | None
+) -> Tensor | None:
+    """The mask of a model's forward pass, bool or additive ``[B, 1, T, S]``.
+
+    None means that the operator's own causal limit and window are enough: each query sees every key up to its own
+    position, and the last query is aligned with the last key.
+
+    Args:
+        attention_mask: ``[B, S]``, 0 where a token is padding; or a ready mask of four dimensions, returned as is.
+        cache: the transformers ``Cache`` of the earlier tokens, or None. A static cache has unused slots, so it always
+            needs a mask.
+        position_ids: ``[B, T]`` if the caller gave them: without mask and cache they may describe packed documents.
+    """
+    static = getattr(cache, "is_compileable", False)
+    packed = position_ids is not None and cache is None and attention_mask is None and _may_restart(position_ids)
+    if not static and not packed and _keeps_all(attention_mask):
+        return None
+    create = create_causal_mask if config.sliding_window is None else create_sliding_window_causal_mask
+    mask = create(
+        config=_mask_config(config),
+        inputs_embeds=inputs_embeds,
+        attention_mask=attention_mask,
+        past_key_values=cache,
+        position_ids=position_ids if packed else None,
+        allow_is_causal_skip=False,
+    )
+    return cast("Tensor | None", mask)  # ``_mask_config`` never asks for a BlockMask
+
+
+class _BooleanMasks:
+    """A view of a configuration that makes transformers' mask functions return SDPA's masks.
+
+    All backends of this package take these. Under their own names "eager" would get an additive mask, "flex_attention"
+    a BlockMask and "flash_attention_2" a padding mask.
+    """
+
+    _attn_implementation = "sdpa"
+
+    def __init__(self, config):
+        self._config = config
+
+    def __getattr__(self, name: str):
+        return getattr(self._config, name)
+
+
+def _mask_config(config):
+    name = config._attn_implementation
+    return config if name == "sdpa" or name in OWN_NAMES else _BooleanMasks(config)
+
+
+def _may_restart(position_ids: Tensor) -> bool:
+    """Whether positions may restart within a row; while a graph is traced they cannot be read, so they may."""
+    return torch.compiler.is_compiling() or restarts(position_ids)
+
+
+def _keeps_all(attention_mask: Tensor | None) -> bool:
+    """Whether no token is padding; while a graph is traced a mask cannot be read, so it counts as padding."""
+    if attention_mask is None:
+        return True
+    return attention_mask.dim() == 2 and not torch.compiler.is_compiling() and bool(attention_mask.all())
+
+
+def restrict(mask: Tensor, allowed: Tensor) -> Tensor:
+    """Combine ``mask``, bool or additive, with the boolean mask ``allowed``."""
+    return mask & allowed if mask.dtype == torch.bool else mask.masked_fill(~allowed, float("-inf"))
+
+
+def with_key_padding(mask: Tensor | None, key_padding_mask: Tensor | None, k: Tensor) -> Tensor | None:
+    """``mask`` restricted to the keys ``[B, heads, S, d]`` for which ``key_padding_mask [B, S]`` is True.
+
+    Raises:
+        ValueError: if ``key_padding_mask`` is not boolean or has another shape.
+    """
+    if key_padding_mask is None:
+        return mask
+    if key_padding_mask.dtype != torch.bool or key_padding_mask.shape != (k.shape[0], k.shape[2]):
+        raise ValueError(
+            f"key_padding_mask is {key_padding_mask.dtype} of shape {tuple(key_padding_mask.shape)}; accepted: bool "
+            f"of shape [B, S] = {(k.shape[0], k.shape[2])}, True where a key may be attended to"
+        )
+    allowed = key_padding_mask[:, None, None, :]
+    return allowed if mask is None else restrict(mask, allowed)
+
+
+# Padding of queries, for ``attention="dint"``.
+
+
+def split_padding(attention_mask: Any, queries: int) -> tuple[Any, Tensor | None]:
+    """Split a model's ``attention_mask`` into the mask for its layers and the padding of the newest ``queries``.
+
+    transformers gives a mask ``[B, S]``, a mask of four dimensions, or (preparing a step of generation) a dictionary
+    with both.
+
+    Returns:
+        The mask, and bool ``[B, T]``, True for tokens that are not padding (None if unknown).
+
+    Raises:
+        ValueError: for a mask of four dimensions under which a later query sees less than an earlier one.
+    """
+    if isinstance(attention_mask, dict):
+        attention_mask, padding = attention_mask["full_attention"], attention_mask["linear_attention"]
+        return attention_mask, None if padding is None else padding[:, -queries:].bool()
+    if attention_mask is None or attention_mask.dim() != 2:
+        if attention_mask is not None and queries > 1 and not torch.compiler.is_compiling():
+            _refuse_loss_of_sight(attention_mask)
+        return attention_mask, None
+    return attention_mask, attention_mask[:, -queries:].bool()
+
+
+def visible(attn_mask: Tensor) -> Tensor:
+    """True where a mask, bool or additive, lets a query see a key; transformers hides with the smallest number."""
+    return attn_mask if attn_mask.dtype == torch.bool else attn_mask > torch.finfo(attn_mask.dtype).min / 2
+
+
+def _refuse_loss_of_sight(attention_mask: Tensor) -> None:
+    seen = visible(attention_mask)
+    lost = ~seen & (seen.cumsum(-2) > 0)
+    if (lost & seen.any(-1, keepdim=True)).any():
+        raise ValueError(
+            "the mask lets a later query see less than an earlier one, but the running mean of attention='dint' is "
+            "over all earlier queries; give packed documents as cu_seq_lens_q or as position_ids that begin anew, or "
+            "take another attention"
+        )
+
+
+# Packed documents: several documents in one row of tokens; no token attends to another document.
+
+
+class Documents(NamedTuple):
+    """Where the documents of a batch begin and end, its rows concatenated.
+
+    cu_seqlens: int32 [documents + 1], 0 and then the end of each document.
+    longest: tokens of the longest document.
+    """
+
+    cu_seqlens: Tensor
+    longest: int
+
+    def positions(self, shape: torch.Size | tuple[int, ...]) -> Tensor:
+        """Each token's position in its document, int64 of ``shape`` [B, T]."""
+        starts = torch.repeat_interleave(self.cu_seqlens[:-1], self.cu_seqlens.diff())
+        return (torch.arange(len(starts), device=starts.device) - starts).view(shape)
+
+
+def split_documents(ids: Tensor, end: int) -> Documents:
+    """The documents of ``ids [B, T]``: each ends with the token ``end`` or at the end of its row."""
+    ends = ids == end
+    ends[:, -1] = True
+    return _ending_at(ends)
+
+
+def documents_at(position_ids: Tensor, batch: int) -> Documents:
+    """The documents that ``position_ids [B or 1, T]`` describe in ``batch`` rows; none spans two rows."""
+    ends = torch.ones_like(position_ids, dtype=torch.bool)
+    ends[:, :-1] = position_ids.diff(dim=-1) != 1
+    return _ending_at(ends.expand(batch, -1))
+
+
+def restarts(position_ids: Tensor) -> bool:
+    """Whether ``position_ids [B, T]`` do not increase by one somewhere in a row: there another document begins."""
+    return bool((position_ids.diff(dim=-1) != 1).any())
+
+
+def take_documents(kwargs: dict) -> Documents | None:
+    """Remove the arguments of transformers' collators for packed documents from ``kwargs``; None if there are none.
+
+    Raises:
+        ValueError: if queries and keys are packed differently, or an argument is missing.
+    """
+    names = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
+    bounds, of_keys, longest, longest_key = (kwargs.pop(name, None) for name in names)
+    if bounds is None:
+        return None
+    if longest is None:
+        raise ValueError("cu_seq_lens_q came without max_length_q; give both, as DataCollatorWithFlattening does")
+    same = of_keys is None or of_keys is bounds or torch.equal(of_keys, bounds)
+    if not same or longest_key not in (None, longest):
+        raise ValueError("queries and keys are packed differently; self-attention needs the same documents for both")
+    return Documents(bounds, int(longest))
+
+
+def _ending_at(ends: Tensor) -> Documents:
+    after = ends.flatten().nonzero().flatten() + 1
+    bounds = torch.cat((after.new_zeros(1), after)).to(torch.int32)
+    return Documents(bounds, int(bounds.diff().max()))
