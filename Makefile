@@ -41,6 +41,7 @@ compile-check: $(READY)  ## all forms of the GPU kernels, compiled without one; 
 figures: $(READY)  ## tables and plots again from the committed records
 	$(BIN)/python figures/fill.py
 	$(BIN)/python figures/desk/run.py
+	$(BIN)/python figures/desk/objective.py
 	$(BIN)/python figures/stability/run.py
 	$(BIN)/python figures/uptraining/run.py
 	$(BIN)/python benchmarks/plot.py

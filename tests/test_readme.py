@@ -1,11 +1,15 @@
 """README is true: its code runs, its commands and files exist, its tables are those of the committed JSON."""
 
+import json
 import re
 import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parent.parent
+DESK = ROOT / "figures" / "desk"
 README = (ROOT / "README.md").read_text()
 
 
@@ -42,3 +46,79 @@ def test_tables_are_the_committed_numbers():
 def test_plots_are_the_committed_numbers():
     done = subprocess.run([sys.executable, str(ROOT / "benchmarks" / "plot.py"), "--check"])
     assert done.returncode == 0, "docs/*.svg differ from the JSON: run python benchmarks/plot.py"
+
+
+def test_it_is_short():
+    assert len(README.split()) < 1500
+
+
+INTERVAL = re.compile(
+    r"(\d\.\d{3}) nats (lower|higher)\s+\(95 %\s+CI\s+(-?\d\.\d{3})\s+to\s+(-?\d\.\d{3}),\s+(\d)\s+seeds\)"
+)
+
+
+@pytest.fixture(scope="module")
+def differences():
+    """What the desk study gives: mean, low, high and pairs of every difference in loss that a page may name."""
+    from diff_transformer.evals.intervals import over_seeds
+    from diff_transformer.lab.record import grouped, load_all
+
+    cells = grouped(load_all(DESK / "measured.json"))
+    normed = [cells["ablation"]["softmax_norm"], cells["ablation"]["softmax_wide_norm"]]
+    found = set()
+    for setting, sides in cells.items():
+        if setting.startswith("sweep"):
+            continue
+        baselines = [sides.get("softmax", cells["novels"]["softmax"]), *normed]
+        for ours in sides.values():
+            for theirs in baselines:
+                seeds = sorted(ours.keys() & theirs.keys())
+                steps = [theirs[seed].curves["validation"]["step"] for seed in seeds]
+                losses = [[of[seed].curves["validation"]["loss"] for seed in seeds] for of in (ours, theirs)]
+                if ours is theirs or len({len(curve) for curves in losses for curve in curves}) != 1:
+                    continue
+                for place, step in enumerate(steps[0]):
+                    if step in (250, 500, 1000, 1500, 3000, 4500):
+                        mean, low, high, _ = over_seeds([a[place] - b[place] for a, b in zip(*losses, strict=True)])
+                        found.add((f"{mean:.3f}", f"{low:.3f}", f"{high:.3f}", str(len(seeds))))
+    return found
+
+
+PAGES = ("README.md", "docs/faq.md", "docs/reproduction.md", "figures/desk/README.md")
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_intervals_in_prose_are_those_of_the_record(page, differences):
+    """ "0.087 nats lower (95 % CI 0.040 to 0.134, 5 seeds)" is a difference of -0.087 (-0.134 to -0.040)."""
+    text = (ROOT / page).read_text()
+    assert text.count("95 % CI") + text.count("95 %\nCI") == len(INTERVAL.findall(text))
+    for size, side, low, high, seeds in INTERVAL.findall(text):
+        if side == "lower":
+            said = (f"{-float(size):.3f}", f"{-float(high):.3f}", f"{-float(low):.3f}", seeds)
+        else:
+            said = (size, low, high, seeds)
+        assert said in differences, f"{page}: {size} nats {side} ({low} to {high}, {seeds} seeds)"
+
+
+def test_what_it_says_of_the_objective_is_the_record(monkeypatch):
+    """The two models are indistinguishable on the objective at one rate; at width 256 DIFF is certainly lower."""
+    monkeypatch.syspath_prepend(str(DESK))
+    import objective
+
+    from diff_transformer.lab.record import grouped, load_all
+
+    cells = grouped(load_all(DESK / "measured.json"))
+    (prose, needles, both), _ = objective.differences(cells, "novels", "diff_same_rate", "novels")
+    assert prose.high < 0
+    assert needles.low < 0 < needles.high
+    assert both.low < 0 < both.high
+    assert objective.differences(cells, "novels", "diff", "novels")[0][2].low > 0  # at its own rate it is worse
+    assert objective.differences(cells, "wide", "diff", "wide")[0][2].high < 0
+
+
+def test_what_it_says_of_the_operator_s_time_is_the_record():
+    for name, words in (("attention_cpu", "takes {} to {} of the time"), ("attention_amx", "takes {} to {};")):
+        rows = json.loads((ROOT / "benchmarks" / "results" / f"{name}.json").read_text())["rows"]
+        ours = [row for row in rows if row["backend"] == "blockwise" and row["gate"] == "passed"]
+        shares = [row[kind] for row in ours for kind in ("forward_ratio", "both_ratio") if kind in row]
+        assert words.format(f"{min(shares):.2f}", f"{max(shares):.2f}") in README

@@ -158,7 +158,7 @@ def at_a_glance(cells: Cells) -> str:
 # File -> what stands between its markers, and how these are called.
 PAGES: dict[Path, tuple[str, Callable[[Cells], str]]] = {
     HERE / "README.md": ("measured", tables),
-    HERE.parents[1] / "README.md": ("desk", at_a_glance),
+    HERE.parents[1] / "docs" / "reproduction.md": ("desk", at_a_glance),
 }
 
 
