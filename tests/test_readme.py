@@ -60,8 +60,8 @@ INTERVAL = re.compile(
 @pytest.fixture(scope="module")
 def differences():
     """What the desk study gives: mean, low, high and pairs of every difference in loss that a page may name."""
-    from diff_transformer.evals.intervals import over_seeds
     from diff_transformer.lab.record import grouped, load_all
+    from diff_transformer.lab.stats import over_seeds
 
     cells = grouped(load_all(DESK / "measured.json"))
     normed = [cells["ablation"]["softmax_norm"], cells["ablation"]["softmax_wide_norm"]]

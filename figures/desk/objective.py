@@ -13,8 +13,8 @@ import sys
 from pathlib import Path
 from statistics import fmean
 
-from diff_transformer.evals.intervals import Interval, over_seeds
 from diff_transformer.lab.record import Cells, Record, grouped, load_all
+from diff_transformer.lab.stats import Interval, over_seeds
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
