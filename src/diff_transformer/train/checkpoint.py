@@ -30,6 +30,7 @@ from diff_transformer.durable import (
     require_room,
     write_whole,
 )
+from diff_transformer.train.launch import on_first_rank
 from diff_transformer.train.state import Snapshots, has_shards, plain_state, state_bytes
 
 logger = logging.getLogger("diff_transformer")
@@ -327,22 +328,6 @@ def write_state(path: Path, state: dict[str, Any]) -> str:
         file.flush()
         os.fsync(file.fileno())
     return hashing.digest.hexdigest()
-
-
-def on_first_rank(fabric, action: Callable[[], Any]) -> Any:
-    """Call ``action`` on rank 0 alone; return its result, or raise its exception, on every rank."""
-    if getattr(fabric, "world_size", 1) == 1:
-        return action()
-    outcome = None
-    if fabric.is_global_zero:
-        try:
-            outcome = action()
-        except Exception as error:
-            outcome = error
-    outcome = fabric.broadcast(outcome)
-    if isinstance(outcome, Exception):
-        raise outcome
-    return outcome
 
 
 def _complete(folder: Path) -> list[Path]:

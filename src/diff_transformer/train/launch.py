@@ -1,15 +1,38 @@
-"""Starting the processes of a run from the command line; torchrun does it."""
+"""The processes of a run: whether they fit its configuration, and how the command line starts them with torchrun.
+
+This module imports no PyTorch at the top, so that commands that only ask for ``is_first`` start fast.
+"""
 
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from diff_transformer.train.config import ParallelConfig, RunConfig
 
+SHARDED_PRECISIONS = ("32-true", "bf16-mixed")
+
 
 def is_first() -> bool:
-    """Whether this is rank 0 of what torchrun started, or a process alone: the one that speaks."""
+    """Whether this is rank 0 of the processes that torchrun started, or a process alone: the one that prints."""
     return os.environ.get("RANK", "0") == "0"
+
+
+def on_first_rank(fabric, action: Callable[[], Any]) -> Any:
+    """Call ``action`` on rank 0 alone; return its result, or raise its exception, on every rank."""
+    if getattr(fabric, "world_size", 1) == 1:
+        return action()
+    outcome = None
+    if fabric.is_global_zero:
+        try:
+            outcome = action()
+        except Exception as error:
+            outcome = error
+    outcome = fabric.broadcast(outcome)
+    if isinstance(outcome, Exception):
+        raise outcome
+    return outcome
 
 
 def torchrun_options(parallel: ParallelConfig) -> list[str]:
@@ -20,22 +43,21 @@ def torchrun_options(parallel: ParallelConfig) -> list[str]:
 
 
 def start_processes(config: RunConfig, folder: Path, *, resume: bool = False) -> None:
-    """Where a run wants several processes on this machine and torchrun has not started them, become torchrun, with the
-    same command line for each. Returns otherwise.
+    """Replace this process by torchrun with the same command line, if a run wants several processes on this machine.
 
-    What each of them would refuse is refused here, once.
+    Return otherwise, or if torchrun has started this process. Errors that every process would raise are raised here,
+    once.
 
     Raises:
-        ValueError, FileNotFoundError, FileExistsError: as ``train``, for a configuration that does not fit together or
-            the processes, and a folder that cannot be the run's.
+        ValueError, FileNotFoundError, FileExistsError: as ``train``, for a configuration that is not consistent or does
+            not fit the number of processes, and for a folder that cannot be the run's.
     """
     import torch.distributed
 
     parallel = config.train.parallel
     if parallel.devices <= 1 or parallel.num_nodes > 1 or torch.distributed.is_torchelastic_launched():
         return
-    from diff_transformer.train.materials import check_model
-    from diff_transformer.train.parallelize import check_processes
+    from diff_transformer.train.initial_model import check_model
     from diff_transformer.train.run_folder import check_run_folder
 
     config.validate()
@@ -45,3 +67,72 @@ def start_processes(config: RunConfig, folder: Path, *, resume: bool = False) ->
     sys.stdout.flush()
     module = ["-m", "torch.distributed.run", *torchrun_options(parallel), "-m", "diff_transformer", *sys.argv[1:]]
     os.execv(sys.executable, [sys.executable, *module])
+
+
+def started_processes(parallel: ParallelConfig) -> tuple[int, int]:
+    """The number of processes on this machine, and of machines, as started.
+
+    Raises:
+        ValueError: if the configuration asks for other numbers.
+    """
+    import torch.distributed
+
+    asked = {"devices": parallel.devices, "num_nodes": parallel.num_nodes}
+    if not torch.distributed.is_torchelastic_launched():
+        wanted = max(1, parallel.devices) * max(1, parallel.num_nodes)
+        if wanted > 1:
+            raise ValueError(
+                f"train.parallel asks for {wanted} processes, this is one alone; start them with: "
+                f"torchrun {' '.join(torchrun_options(parallel))} -m diff_transformer train ..."
+            )
+        return 1, 1
+    here, world = int(os.environ["LOCAL_WORLD_SIZE"]), int(os.environ["WORLD_SIZE"])
+    there = {"devices": here, "num_nodes": world // here}
+    for name, count in asked.items():
+        if count not in (0, there[name]):
+            raise ValueError(
+                f"train.parallel.{name} is {count}, but torchrun started {there[name]}; give {there[name]}, or 0 for "
+                f"whatever it starts"
+            )
+    return here, world // here
+
+
+def check_processes(config: RunConfig, world: int) -> str:
+    """The strategy with which ``world`` processes train ``config``: "single", "ddp" or "fsdp".
+
+    Raises:
+        ValueError: if the processes do not divide the batch, or the strategy does not allow this number of processes or
+            this precision.
+    """
+    name = _strategy(config.train.parallel, world)
+    parts = world // config.train.parallel.tensor_parallel * config.train.accumulate
+    if config.train.batch_size % parts:
+        raise ValueError(
+            f"train.batch_size {config.train.batch_size} is not divisible by {parts}: "
+            f"{parts // config.train.accumulate} processes with rows of their own, train.accumulate "
+            f"{config.train.accumulate}; give a multiple of {parts}"
+        )
+    if name == "fsdp" and config.train.precision not in SHARDED_PRECISIONS:
+        raise ValueError(
+            f"train.precision is {config.train.precision!r}; with parallel.strategy 'fsdp' accepted: "
+            f"{', '.join(map(repr, SHARDED_PRECISIONS))}"
+        )
+    return name
+
+
+def _strategy(parallel: ParallelConfig, world: int) -> str:
+    ways = parallel.tensor_parallel
+    if world % ways:
+        raise ValueError(
+            f"train.parallel.tensor_parallel is {ways}, which does not divide the {world} processes; start "
+            f"{ways * -(-world // ways)}, or give another tensor_parallel"
+        )
+    if parallel.strategy == "single" and world > 1:
+        raise ValueError(f"train.parallel.strategy is 'single', but there are {world} processes; give 'ddp' or 'fsdp'")
+    if parallel.strategy in ("single", "ddp") and ways > 1:
+        raise ValueError(
+            f"train.parallel.strategy is {parallel.strategy!r}, which excludes tensor_parallel={ways}; give 'fsdp'"
+        )
+    if parallel.strategy == "fsdp" or (parallel.strategy == "auto" and ways > 1):
+        return "fsdp"
+    return "single" if world == 1 else "ddp"

@@ -1,14 +1,11 @@
-"""How a run is spread over processes: DDP, FSDP2 and tensor parallel, all applied from outside to a model that knows
-one device.
+"""DDP, FSDP2 and tensor parallel, applied from outside to a model that is written for one device.
 
 Tensor parallel splits a layer by whole heads: the queries and keys of both maps of a head, its values, lambda and head
-norm are on one process. The vocabulary of embedding and output matrix is split as well. What belongs to all heads of a
-layer (lambda's vectors, the head norm's weight) is on every process, and its gradient is summed over them.
+norm are on one process. The vocabulary of the embedding and of the output matrix is split too. Parameters that all
+heads of a layer share (lambda's vectors, the head norm's weight) are on every process, and their gradient is summed.
 """
 
 import logging
-import os
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -26,33 +23,19 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from diff_transformer.train.config import ParallelConfig, RunConfig
-from diff_transformer.train.launch import torchrun_options
-from diff_transformer.train.objective import Objective
-
-SHARDED_PRECISIONS = ("32-true", "bf16-mixed")
-
-
-@dataclass(frozen=True)
-class Share:
-    """This process's part of each batch: rows ``rank`` of ``size``. Tensor parallel processes have the same rows."""
-
-    rank: int = 0
-    size: int = 1
-
-    def of(self, rows):
-        """This process's rows of an array or tensor [rows, ...]; ``size`` divides the number of rows."""
-        each = len(rows) // self.size
-        return rows[self.rank * each : (self.rank + 1) * each]
+from diff_transformer.train.config import RunConfig
+from diff_transformer.train.launch import check_processes, started_processes
+from diff_transformer.train.loss import Objective
+from diff_transformer.train.training_data import Share
 
 
 def make_fabric(config: RunConfig) -> Fabric:
-    """Fabric for the processes that the launcher (torchrun) started, or for this one alone; launched.
+    """A launched Fabric for the processes that torchrun started, or for this process alone.
 
     Raises:
         ValueError: if the processes are not those that the configuration asks for, or do not divide the batch.
     """
-    parallel, (processes, nodes) = config.train.parallel, _started(config.train.parallel)
+    parallel, (processes, nodes) = config.train.parallel, started_processes(config.train.parallel)
     world = processes * nodes
     name = check_processes(config, world)
     strategy: Any = "auto"
@@ -70,22 +53,6 @@ def make_fabric(config: RunConfig) -> Fabric:
     if world > 1 or name == "fsdp":
         fabric.launch()
     return fabric
-
-
-def check_processes(config: RunConfig, world: int) -> str:
-    """The strategy, "single", "ddp" or "fsdp", with which ``world`` processes train what ``config`` says.
-
-    Raises:
-        ValueError: if they do not divide the batch, or the strategy is not for so many or for the precision.
-    """
-    name = _strategy(config.train.parallel, world)
-    _check_batch(config, world)
-    if name == "fsdp" and config.train.precision not in SHARDED_PRECISIONS:
-        raise ValueError(
-            f"train.precision is {config.train.precision!r}; with parallel.strategy 'fsdp' accepted: "
-            f"{', '.join(map(repr, SHARDED_PRECISIONS))}"
-        )
-    return name
 
 
 def share_of(fabric: Fabric) -> Share:
@@ -121,8 +88,8 @@ def check_split(config, ways: int) -> None:
 def shard(objective: Objective, mesh: DeviceMesh, *, precision: str, compiled: bool = False) -> Objective:
     """FSDP2 over the mesh's "data_parallel" dimension, tensor parallel over its "tensor_parallel" dimension.
 
-    A layer is gathered when it is needed, in bf16 where ``precision`` is "bf16-mixed"; embedding, last norm and output
-    matrix are gathered together, in their own precision. lambda's vectors are a group of their own that stays in fp32.
+    A layer is gathered when it is needed, in bf16 if ``precision`` is "bf16-mixed". Embedding, last norm and output
+    matrix are gathered together, in their own precision. Lambda's vectors are a separate group, which stays in fp32.
     """
     model: Any = objective.model
     tensor, data = mesh["tensor_parallel"], mesh["data_parallel"]
@@ -143,14 +110,14 @@ def shard(objective: Objective, mesh: DeviceMesh, *, precision: str, compiled: b
 
 
 def reshard(module: nn.Module) -> None:
-    """Give back what a forward pass without a backward pass left gathered; nothing where nothing is sharded."""
+    """Free the parameters that a forward pass without a backward pass left gathered; for FSDP2."""
     for part in module.modules():
         if isinstance(part, FSDPModule):
             part.reshard()
 
 
 def compile_layers(model: Any) -> None:
-    """Compile each decoder layer by itself, so that gathering and gradient exchange overlap with the next one."""
+    """Compile each decoder layer separately, so that all-gather and gradient reduction overlap with the next layer."""
     for layer in model.base_model.layers:
         layer.forward = torch.compile(layer.forward)
 
@@ -163,12 +130,12 @@ def _keeps_precision(module: nn.Module) -> bool:
 
 def _split(model: Any, mesh: DeviceMesh) -> None:
     """Tensor parallel within the processes of ``mesh``."""
-    logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)  # advice on its own internals
+    logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)  # silence its performance advice
     whole, columns, rows = Replicate(), ColwiseParallel, RowwiseParallel
     once = partial(PrepareModuleInput, input_layouts=(whole,), desired_input_layouts=(whole,))
     for layer in model.base_model.layers:
         plan = {
-            "self_attn": once(), "mlp": once(),  # so that the gradient of their input is summed once, not per matrix
+            "self_attn": once(), "mlp": once(),  # sums the gradient of their input once, not per matrix
             **{f"self_attn.{name}_proj": columns() for name in "qkv"}, "self_attn.o_proj": rows(),
             "mlp.gate_proj": columns(), "mlp.up_proj": columns(), "mlp.down_proj": rows(),
         }  # fmt: skip
@@ -187,7 +154,7 @@ def _split(model: Any, mesh: DeviceMesh) -> None:
 
 
 def _split_core(core: Any, mesh: DeviceMesh) -> None:
-    """lambda and the head norm beside the heads that this process has."""
+    """Lambda and the head norm of the heads that this process has."""
     from diff_transformer.model.lambdas import LearnedLambda, TokenLambda
 
     lam = getattr(core, "lam", None)
@@ -200,7 +167,7 @@ def _split_core(core: Any, mesh: DeviceMesh) -> None:
 
 
 def _on_every_process(norm: nn.Module, mesh: DeviceMesh, placement) -> None:
-    """A norm whose weight is on every process; ``placement``: how its input lies over them."""
+    """Replicate a norm's weight; ``placement`` says how its input is distributed."""
 
     def enter(module: nn.Module, inputs: tuple, mesh: DeviceMesh):
         x, *others = inputs
@@ -213,55 +180,5 @@ def _on_every_process(norm: nn.Module, mesh: DeviceMesh, placement) -> None:
 
 
 def _shared_scalar(module: nn.Module, output: Any, mesh: DeviceMesh) -> Any:
-    """lambda as a plain scalar, whose gradient, of this process's heads alone, is to be summed over all."""
+    """Lambda as a plain scalar. Its gradient, which covers this process's heads, is summed over the processes."""
     return output.to_local(grad_placements=[Partial()]).clone()
-
-
-def _started(parallel: ParallelConfig) -> tuple[int, int]:
-    """Processes on this machine, and machines."""
-    asked = {"devices": parallel.devices, "num_nodes": parallel.num_nodes}
-    if not torch.distributed.is_torchelastic_launched():
-        wanted = max(1, parallel.devices) * max(1, parallel.num_nodes)
-        if wanted > 1:
-            raise ValueError(
-                f"train.parallel asks for {wanted} processes, this is one alone; start them with: "
-                f"torchrun {' '.join(torchrun_options(parallel))} -m diff_transformer train ..."
-            )
-        return 1, 1
-    here, world = int(os.environ["LOCAL_WORLD_SIZE"]), int(os.environ["WORLD_SIZE"])
-    there = {"devices": here, "num_nodes": world // here}
-    for name, count in asked.items():
-        if count not in (0, there[name]):
-            raise ValueError(
-                f"train.parallel.{name} is {count}, but torchrun started {there[name]}; give {there[name]}, or 0 for "
-                f"whatever it starts"
-            )
-    return here, world // here
-
-
-def _strategy(parallel: ParallelConfig, world: int) -> str:
-    ways = parallel.tensor_parallel
-    if world % ways:
-        raise ValueError(
-            f"train.parallel.tensor_parallel is {ways}, which does not divide the {world} processes; start "
-            f"{ways * -(-world // ways)}, or give another tensor_parallel"
-        )
-    if parallel.strategy == "single" and world > 1:
-        raise ValueError(f"train.parallel.strategy is 'single', but there are {world} processes; give 'ddp' or 'fsdp'")
-    if parallel.strategy in ("single", "ddp") and ways > 1:
-        raise ValueError(
-            f"train.parallel.strategy is {parallel.strategy!r}, which excludes tensor_parallel={ways}; give 'fsdp'"
-        )
-    if parallel.strategy == "fsdp" or (parallel.strategy == "auto" and ways > 1):
-        return "fsdp"
-    return "single" if world == 1 else "ddp"
-
-
-def _check_batch(config: RunConfig, world: int) -> None:
-    parts = world // config.train.parallel.tensor_parallel * config.train.accumulate
-    if config.train.batch_size % parts:
-        raise ValueError(
-            f"train.batch_size {config.train.batch_size} is not divisible by {parts}: "
-            f"{parts // config.train.accumulate} processes with rows of their own, train.accumulate "
-            f"{config.train.accumulate}; give a multiple of {parts}"
-        )

@@ -95,31 +95,6 @@ class NamedOptimizer:
         set_optimizer_state_dict(self.model, self.optimizer, optim_state_dict=state, options=options)
 
 
-@torch.no_grad()
-def present_lambdas(model: nn.Module) -> list[float]:
-    """Lambda of each layer of a model that is spread over processes. Every process calls it.
-
-    A lambda that depends on the token is the mean over the tokens that the processes saw last.
-    """
-    from diff_transformer.model.lambdas import LAMBDAS, LearnedLambda, TokenLambda, present_lambda
-
-    values = []
-    for module in model.modules():
-        if isinstance(module, LearnedLambda):
-            parameters = {name: _whole_tensor(p) for name, p in module.named_parameters()}
-            with torch.device("meta"):
-                copy = LearnedLambda(len(parameters["lambda_q1"]), module.initial, module.std)
-            copy.load_state_dict(parameters, assign=True)
-            values.append(present_lambda(copy))
-        elif isinstance(module, TokenLambda):
-            mean = module.mean.clone()
-            dist.all_reduce(mean)
-            values.append(mean.item() / dist.get_world_size())
-        elif isinstance(module, LAMBDAS):
-            values.append(present_lambda(module))
-    return values
-
-
 class Snapshots:
     """Copies states into main memory, reusing its buffers (pinned if the state is on a GPU)."""
 
@@ -217,10 +192,6 @@ def set_random_state(state: dict[str, Any]) -> None:
 
 def _whole(model: nn.Module) -> StateDictOptions:
     return StateDictOptions(full_state_dict=True, cpu_offload=is_sharded(model))
-
-
-def _whole_tensor(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def _random_states() -> list[dict[str, Any]]:

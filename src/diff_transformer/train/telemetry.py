@@ -1,18 +1,21 @@
-"""What is read from a model while it trains: gradient norms by part, lambda and head-norm gain by layer, memory.
+"""Measurements during training: gradient norms by part, lambda and head-norm gain by layer, memory, FLOPs utilisation.
 
-Every function gives the same numbers on every rank, whatever is sharded over them, and must be called by all of them.
+Functions of the model return the same numbers on every rank, also for a sharded model, and every rank must call them.
 """
 
 import re
 import sys
+import time
 from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from diff_transformer.train.state import present_lambdas
+from diff_transformer.model.training_cost import BF16_PEAK_FLOPS
 
 PARTS = (
     ("lambda", r"lambda|\blam\b"),
@@ -26,19 +29,24 @@ PARTS = (
     ("head", r"\blm_head\b"),
     ("norms", r"norm"),
 )
+_SIZE, _REPEATS = 1024, 5  # of the matrix product that measures a CPU
 
 
-def part_of(name: str) -> str:
-    """The part of the model that a parameter belongs to, by its dotted name; "other" for what no part claims."""
-    return next((part for part, pattern in PARTS if re.search(pattern, name)), "other")
+def telemetry(model: nn.Module, device: torch.device) -> dict[str, Any]:
+    """The values logged about the weights and the machine: lambda, head-norm gain, memory."""
+    values: dict[str, Any] = {}
+    for name, layers in (("lambda", layer_lambdas(model)), ("head_norm_gain", head_norm_gains(model))):
+        if layers:
+            values[name] = layers
+    return values | memory_bytes(device)
 
 
 def gradient_norms(model: nn.Module, total: Tensor | None = None) -> dict[str, float]:
-    """The L2 norm of the gradient of each part of the model; their squares add up to the square of the total.
+    """The L2 norm of the gradient of each part of the model. Their squares add up to the square of the total.
 
     Args:
         model: after the backward pass, before gradients are set to None.
-        total: the norm before clipping, where gradients have been clipped since; the parts are scaled back to it.
+        total: the norm before clipping, if gradients were clipped; the parts are scaled back to it.
     """
     by_part: dict[str, list[Tensor]] = {}
     for name, parameter in model.named_parameters():
@@ -49,27 +57,44 @@ def gradient_norms(model: nn.Module, total: Tensor | None = None) -> dict[str, f
     squares = torch.stack([_sum_of_squares(grads) for grads in by_part.values()])  # [parts]
     if total is not None:
         whole = squares.sum()
-        squares = squares * torch.where(whole > 0, full(total).to(squares) ** 2 / whole, 1.0)
+        squares = squares * torch.where(whole > 0, full_tensor(total).to(squares) ** 2 / whole, 1.0)
     return dict(zip(by_part, squares.sqrt().tolist(), strict=True))
 
 
+def part_of(name: str) -> str:
+    """The part of the model that a parameter belongs to, by its dotted name; "other" if no pattern matches."""
+    return next((part for part, pattern in PARTS if re.search(pattern, name)), "other")
+
+
 def head_norm_gains(model: nn.Module) -> list[float]:
-    """The mean magnitude of the head norm's weight in each layer that has one: what multiplies heads of RMS 1."""
-    weights = [full(p) for name, p in model.named_parameters() if name.endswith("head_norm.weight")]
+    """The mean magnitude of the head norm's weight in each layer that has one; it scales heads of RMS 1."""
+    weights = [full_tensor(p) for name, p in model.named_parameters() if name.endswith("head_norm.weight")]
     return torch.stack([weight.detach().float().abs().mean() for weight in weights]).tolist() if weights else []
 
 
 def layer_lambdas(model: nn.Module) -> list[float]:
-    """Lambda of each layer, as ``model.lambdas()`` gives it; [] for a model without."""
-    if torch.distributed.is_initialized():
-        return present_lambdas(model)
+    """Lambda of each layer, as ``model.lambdas()`` returns it; [] for a model without lambda."""
+    if dist.is_initialized():
+        return _gathered_lambdas(model)
     return model.lambdas().tolist() if hasattr(model, "lambdas") else []  # ty: ignore[not-callable]
 
 
+def by_source(sums: Tensor, counts: Tensor, names: Iterable[str]) -> dict[str, float]:
+    """Mean loss of each source of the mixture, nats a token, from sums and counts ``[sources]``.
+
+    Sources without a token in the batch are left out.
+    """
+    pairs = zip(names, full_tensor(sums).tolist(), full_tensor(counts).tolist(), strict=True)
+    return {name: total / count for name, total, count in pairs if count}
+
+
 def memory_bytes(device: torch.device) -> dict[str, int]:
-    """Bytes: on CUDA the most that was allocated since the last call; otherwise what the process holds, and the most
-    that it ever held. Recent Linux counts what a process holds core by core and adds up now and then, so that on a
-    machine of many cores the number may lack some 2 MB a core."""
+    """Memory in use and its peak, in bytes.
+
+    On CUDA: the memory that PyTorch allocated, and its peak since the last call. Otherwise: the process's resident
+    memory, and its peak since the process started. Recent Linux counts resident memory per core and sums it up now and
+    then, so the number can lack about 2 MB a core.
+    """
     if device.type == "cuda":
         peak = torch.cuda.max_memory_allocated(device)
         torch.cuda.reset_peak_memory_stats(device)
@@ -77,28 +102,112 @@ def memory_bytes(device: torch.device) -> dict[str, int]:
     return _process_memory()
 
 
-def full(tensor: Tensor) -> Tensor:
-    """The whole of a tensor that may be sharded over ranks (a DTensor)."""
+@dataclass(frozen=True)
+class Utilisation:
+    """Model FLOPs utilisation (MFU): the share of a device's peak that the model's own arithmetic takes."""
+
+    flops_per_token: int  # of a training step, forward and backward
+    length: int  # tokens a row
+    peak: float | None  # FLOP/s of one device; None if unknown
+    source: str  # where the peak is from
+    devices: int = 1
+
+    def of(self, tokens_per_second: float) -> float | None:
+        """The utilisation at a speed of all devices together; None if the peak is unknown."""
+        if self.peak is None:
+            return None
+        return tokens_per_second * self.flops_per_token / (self.peak * self.devices)
+
+    def formula(self) -> str:
+        """The formula of ``of`` with its numbers, for the user."""
+        flops = (
+            f"{self.flops_per_token:,} training FLOPs a token (3 x the forward pass at length {self.length}; "
+            f"recomputation not counted)"
+        )
+        if self.peak is None:
+            return f"MFU is not reported: {self.source}; set train.peak_flops. {flops}"
+        return f"MFU = tokens/s x {flops} / ({self.devices} x {self.peak:.4g} FLOP/s: {self.source})"
+
+
+def utilisation(config, length: int, device: torch.device, precision: str, *, given: float = 0.0, devices: int = 1):
+    """``Utilisation`` of a model's configuration on a device.
+
+    Args:
+        given: peak FLOP/s of a device (``train.peak_flops``); 0 for the data sheet of a known GPU, or for the measured
+            speed of a matrix product on the CPU.
+    """
+    from diff_transformer.model.cost import model_cost
+
+    flops = model_cost(config, length=length).training_flops_per_token
+    if given:
+        return Utilisation(flops, length, given, "train.peak_flops", devices)
+    if device.type == "cpu":
+        dtype = torch.bfloat16 if precision.startswith("bf16") else torch.float32
+        name = str(dtype).removeprefix("torch.")
+        source = f"a measured {name} product of {_SIZE} x {_SIZE} matrices on {torch.get_num_threads()} CPU thread(s)"
+        return Utilisation(flops, length, matmul_speed(dtype), source, devices)
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else str(device)
+    for known, peak in BF16_PEAK_FLOPS.items():
+        if known in name:
+            return Utilisation(flops, length, peak, f"{name}, dense bf16", devices)
+    return Utilisation(flops, length, None, f"the peak of {name!r} is not known", devices)
+
+
+_measured: dict[tuple[torch.dtype, int], float] = {}
+
+
+def matmul_speed(dtype: torch.dtype) -> float:
+    """FLOP/s of a square matrix product on the CPU, best of a few; measured once per process and thread count."""
+    key = dtype, torch.get_num_threads()
+    if key not in _measured:
+        a, b = (torch.full((_SIZE, _SIZE), value, dtype=dtype) for value in (0.5, 0.25))
+        times = []
+        for _ in range(_REPEATS + 1):
+            start = time.perf_counter()
+            torch.mm(a, b)
+            times.append(time.perf_counter() - start)
+        _measured[key] = 2 * _SIZE**3 / min(times[1:])
+    return _measured[key]
+
+
+def full_tensor(tensor: Tensor) -> Tensor:
+    """The whole tensor of one that may be sharded over ranks (a DTensor)."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
-def telemetry(model: nn.Module, device: torch.device) -> dict[str, Any]:
-    """What is logged of the model's weights and the machine at a log step: lambda, head-norm gain, memory."""
-    values: dict[str, Any] = {}
-    for name, layers in (("lambda", layer_lambdas(model)), ("head_norm_gain", head_norm_gains(model))):
-        if layers:
-            values[name] = layers
-    return values | memory_bytes(device)
-
-
 def _sum_of_squares(grads: list[Tensor]) -> Tensor:
-    """In fp32, with one exchange between ranks for all gradients that are sharded alike."""
+    """In fp32, with one exchange between ranks for all gradients of equal sharding."""
     alike: dict[Any, list[Tensor]] = {}
     for grad in grads:
         sharding = (grad.device_mesh, grad.placements) if isinstance(grad, DTensor) else None
         alike.setdefault(sharding, []).append(grad)
-    norms = [full(torch.nn.utils.get_total_norm(group)) for group in alike.values()]
+    norms = [full_tensor(torch.nn.utils.get_total_norm(group)) for group in alike.values()]
     return sum(((norm.float() ** 2).reshape(()) for norm in norms), start=torch.zeros((), device=norms[0].device))
+
+
+@torch.no_grad()
+def _gathered_lambdas(model: nn.Module) -> list[float]:
+    """Lambda of each layer of a model that is spread over processes. Every process calls it.
+
+    A lambda that depends on the token is the mean over the tokens that the processes saw last.
+    """
+    from diff_transformer.model.lambdas import LAMBDAS, LearnedLambda, TokenLambda, present_lambda
+
+    values = []
+    for module in model.modules():
+        if isinstance(module, LearnedLambda):
+            parameters = {name: full_tensor(p) for name, p in module.named_parameters()}
+            with torch.device("meta"):
+                copy = LearnedLambda(len(parameters["lambda_q1"]), module.initial, module.std)
+            copy.load_state_dict(parameters, assign=True)
+            values.append(present_lambda(copy))
+        elif isinstance(module, TokenLambda):
+            mean = module.mean.clone()
+            dist.all_reduce(mean)
+            values.append(mean.item() / dist.get_world_size())
+        elif isinstance(module, LAMBDAS):
+            values.append(present_lambda(module))
+    return values
 
 
 def _process_memory() -> dict[str, int]:
@@ -113,10 +222,3 @@ def _process_memory() -> dict[str, int]:
             return {"memory_bytes": int(file.read().split()[1]) * resource.getpagesize(), "peak_memory_bytes": peak}
     except OSError:
         return {"peak_memory_bytes": peak}
-
-
-def by_source(sums: Tensor, counts: Tensor, names: Iterable[str]) -> dict[str, float]:
-    """Mean loss of each source of the mixture, nats a token, from sums and counts ``[sources]``; sources without a
-    token in the batch are left out."""
-    pairs = zip(names, full(sums).tolist(), full(counts).tolist(), strict=True)
-    return {name: total / count for name, total, count in pairs if count}

@@ -1,0 +1,219 @@
+"""From a run's configuration to the rows that it trains on: tokenizer, mixture of sources, batches prepared ahead."""
+
+import queue
+import threading
+from collections.abc import Callable, Generator, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import chain
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from diff_transformer.data.cache import fingerprint, kept_text
+from diff_transformer.data.documents import Corpus
+from diff_transformer.data.filler import Filler
+from diff_transformer.data.mixture import Mixture, Source
+from diff_transformer.data.needle_source import NeedleSource
+from diff_transformer.data.needles import needle_texts
+from diff_transformer.data.packing import PackedCorpus
+from diff_transformer.data.recall import RecallSource
+from diff_transformer.data.tokenizer import load_tokenizer, tokenizer_of, train_tokenizer
+from diff_transformer.train.config import DataConfig, RunConfig
+from diff_transformer.train.initial_model import vocabulary_size
+from diff_transformer.train.text import Text, load_text
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+SOURCES = ("text", "needles", "recall")
+_TOKENIZER_BYTES = 5_000_000  # of the corpus, to train the tokenizer on
+_TOKENIZER_NEEDLES = 20_000
+_POLL_SECONDS = 0.1
+
+
+@dataclass(frozen=True)
+class TrainingData:
+    """Everything that training reads."""
+
+    corpus: Corpus  # documents; of prepared folders the first ones
+    tokenizer: "PreTrainedTokenizerFast"
+    text: Text  # where the rows of text come from
+    mixture: Mixture
+    validation: Tensor  # held-out rows of text, int64 [rows, length]
+
+
+class Rows(NamedTuple):
+    """This process's rows of a batch."""
+
+    ids: Tensor  # int64 [b, T]
+    labels: Tensor  # int64 [b, T], -100 for none
+    source: Tensor  # int64 [b], index of each row's source in the mixture
+
+
+@dataclass(frozen=True)
+class Share:
+    """This process's part of each batch: part ``rank`` of ``size``. Tensor parallel processes have the same rows."""
+
+    rank: int = 0
+    size: int = 1
+
+    def of(self, rows):
+        """This process's rows of an array or tensor [rows, ...]; ``size`` divides the number of rows."""
+        each = len(rows) // self.size
+        return rows[self.rank * each : (self.rank + 1) * each]
+
+
+def load_training_data(config: RunConfig) -> TrainingData:
+    """The data of a run: the same on every machine that has the same corpus.
+
+    Raises:
+        ValueError, FileNotFoundError: for a corpus, tokenizer or mixture that cannot be loaded.
+    """
+    data, seed = config.data, config.train.seed
+    unknown = sorted(set(data.mixture) - set(SOURCES))
+    if unknown:
+        raise ValueError(f"data.mixture names {', '.join(unknown)}; the sources are {', '.join(SOURCES)}")
+    shares = mixture_shares(config)
+    vocab_size = vocabulary_size(config)
+    text = load_text(data, seed, lambda corpus: make_tokenizer(data, corpus, vocab_size), vocab_size)
+    corpus, tokenizer = text.corpus, text.tokenizer
+    sources: dict[str, Source] = {"text": text.source}
+    if "needles" in shares:
+        sources["needles"] = NeedleSource(
+            Filler(corpus.train),
+            tokenizer,
+            length=data.length,
+            seed=seed,
+            needles=data.needles.counts,
+            queries=data.needles.queries,
+            digits=data.needles.digits,
+            questions_per_document=data.needles.questions,
+            answer_loss_only=data.loss == "sources",
+        )
+    if "recall" in shares:
+        recall = data.recall
+        sources["recall"] = RecallSource(
+            tokenizer, length=data.length, pairs=recall.pairs, seed=seed, num_symbols=recall.symbols
+        )
+    mixture = Mixture({name: sources[name] for name in shares}, shares, config.train.batch_size, seed)
+    validation = torch.from_numpy(text.validation_rows(config.train.validation_rows))
+    return TrainingData(corpus, tokenizer, text, mixture, validation)
+
+
+def mixture_shares(config: RunConfig) -> dict[str, float]:
+    """The share of each source that is used; the order is that of ``Rows.source``."""
+    return {name: share for name, share in config.data.mixture.items() if share > 0}
+
+
+def make_tokenizer(data: DataConfig, corpus: Corpus, vocab_size: int) -> "PreTrainedTokenizerFast":
+    """The tokenizer that ``data.tokenizer`` asks for.
+
+    "bpe" is trained on the corpus and, if the mixture has needles, on needle sentences.
+
+    Raises:
+        ValueError: if it has more tokens than the model's vocabulary.
+    """
+    if data.tokenizer == "bpe":
+        size, texts = 0, []
+        for document in corpus.train:
+            texts.append(document.text)
+            size += document.num_bytes
+            if size > _TOKENIZER_BYTES:
+                break
+        needles = needle_texts(_TOKENIZER_NEEDLES) if data.mixture.get("needles") else ()
+        key = fingerprint(texts, "tokenizer", vocab_size, bool(needles))
+        state = kept_text(key, lambda: train_tokenizer(chain(texts, needles), vocab_size).backend_tokenizer.to_str())
+        return tokenizer_of(state)
+    tokenizer = load_tokenizer(data.tokenizer)
+    if len(tokenizer) > vocab_size:
+        raise ValueError(
+            f"the tokenizer {data.tokenizer!r} has {len(tokenizer)} tokens, model.vocab_size is {vocab_size}; "
+            f"set model.vocab_size to at least {len(tokenizer)}"
+        )
+    return tokenizer
+
+
+def make_rows(data: TrainingData, config: RunConfig, share: Share, step: int) -> Rows:
+    """This process's part of the batch of ``step``: a pure function of its arguments. Pinned if there is a GPU."""
+    batch, end = data.mixture.batch(step, share.rank, share.size), data.tokenizer.eos_token_id
+    if config.data.documents == "separate":
+        batch["labels"] = without_first_tokens(batch["labels"], batch["input_ids"], end)
+    rows = Rows(*(torch.from_numpy(batch[name]) for name in ("input_ids", "labels", "source")))
+    return Rows(*(tensor.pin_memory() for tensor in rows)) if torch.cuda.is_available() else rows
+
+
+def without_first_tokens(labels: np.ndarray, ids: np.ndarray, end: int) -> np.ndarray:
+    """Labels [B, T] with -100 for the first token of each document, which no token of that document predicts."""
+    labels = labels.copy()
+    labels[:, 1:][ids[:, :-1] == end] = -100
+    return labels
+
+
+def model_inputs(ids: Tensor, documents: str, end: int) -> dict:
+    """The keyword arguments of the model for rows ``ids [B, T]``, by ``data.documents`` of the configuration."""
+    if documents == "joined":
+        return {"input_ids": ids}
+    from diff_transformer.model.inputs import split_documents
+
+    split = split_documents(ids, end)
+    return {"input_ids": ids, "cu_seq_lens_q": split.cu_seqlens, "max_length_q": split.longest}
+
+
+def spread_rows(packed: PackedCorpus, count: int) -> Tensor:
+    """``count`` windows spread evenly over a corpus, int64 [count, length]."""
+    indices = [packed.num_windows * i // count for i in range(count)]
+    return torch.cat([torch.from_numpy(packed.rows(index, 1)[0]) for index in indices])
+
+
+T = TypeVar("T")
+
+
+@contextmanager
+def prefetched(prepare: Callable[[int], T], first: int, last: int, *, ahead: int = 2) -> Generator[Iterator[T]]:
+    """Iterate over ``prepare(first), ..., prepare(last - 1)``, made up to ``ahead`` steps early in a thread.
+
+    ``prepare`` must depend on the step alone, so that running ahead changes no batch. An exception of ``prepare`` is
+    raised where its batch is asked for. With ``ahead`` 0 there is no thread. Leaving the context ends the thread.
+    """
+    if not ahead:
+        yield map(prepare, range(first, last))
+        return
+    ready: queue.Queue[tuple[bool, T | BaseException]] = queue.Queue(ahead)
+    over = threading.Event()
+
+    def put(item: tuple[bool, T | BaseException]) -> bool:
+        while not over.is_set():
+            try:
+                ready.put(item, timeout=_POLL_SECONDS)
+                return True
+            except queue.Full:
+                continue
+        return False
+
+    def work():
+        for step in range(first, last):
+            try:
+                item = True, prepare(step)
+            except BaseException as error:
+                put((False, error))
+                return
+            if not put(item):
+                return
+
+    def batches() -> Iterator[T]:
+        for _ in range(first, last):
+            succeeded, item = ready.get()
+            if not succeeded:
+                raise item  # ty: ignore[invalid-raise]  (an exception, as it is no batch)
+            yield item  # ty: ignore[invalid-yield]
+
+    thread = threading.Thread(target=work, name="prefetch", daemon=True)
+    thread.start()
+    try:
+        yield batches()
+    finally:
+        over.set()
+        thread.join()
