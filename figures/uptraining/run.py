@@ -18,8 +18,8 @@ from diff_transformer.evals.provenance import provenance
 from diff_transformer.lab.recipes import recipe
 from diff_transformer.train.config import DataConfig, RunConfig
 from diff_transformer.train.loop import train
-from diff_transformer.train.materials import load_materials
 from diff_transformer.train.metrics import read_metrics
+from diff_transformer.train.training_data import load_training_data
 
 HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE), str(HERE.parent)]
@@ -64,7 +64,7 @@ def trained(config: RunConfig, folder: Path, materials=None):
         with Progress() as bar:
             task = bar.add_task(config.name, total=config.train.steps)
             show = lambda step, values: bar.update(task, completed=step)  # noqa: E731
-            train(config, folder, resume=(folder / "config.json").exists(), materials=materials, progress=show)
+            train(config, folder, resume=(folder / "config.json").exists(), data=materials, progress=show)
     return read_metrics(folder / "metrics.jsonl")
 
 
@@ -74,7 +74,7 @@ def main(out: Path) -> None:
     out.mkdir(parents=True, exist_ok=True)
     torch.set_num_threads(1)
     config = source_config()
-    materials = load_materials(config)
+    materials = load_training_data(config)
     trained(config, out / "source", materials)
     source = AutoModelForCausalLM.from_pretrained(out / "source" / "model").eval()
     rows, calibration = materials.validation[:16], torch.from_numpy(materials.mixture.batch(0)["input_ids"])
@@ -98,7 +98,7 @@ def main(out: Path) -> None:
             for name in names:
                 more = more_config(out / "arms" / name, seed)
                 done = (out / "more" / f"{name}-{seed}" / "model" / "config.json").exists()
-                order = order or (None if done else load_materials(more))
+                order = order or (None if done else load_training_data(more))
                 lines = trained(more, out / "more" / f"{name}-{seed}", order)
                 record["curves"].setdefault(name, {})[str(seed)] = curve(lines)
                 (HERE / "measured.json").write_text(json.dumps(record, indent=1) + "\n")
@@ -106,7 +106,7 @@ def main(out: Path) -> None:
     for rate in RATES[1:]:
         for name in AT_RATES:
             more = more_config(out / "arms" / name, SEEDS[0], rate)
-            order = order or load_materials(more)
+            order = order or load_training_data(more)
             lines = trained(more, out / "rates" / f"{name}-{rate:g}", order)
             record["rates"].setdefault(f"{rate:g}", {})[name] = curve(lines)["loss"][-1]
             (HERE / "measured.json").write_text(json.dumps(record, indent=1) + "\n")

@@ -20,7 +20,7 @@ from diff_transformer.lab.recipes.ablation import ROWS, ablation_rows
 from diff_transformer.model.config import DiffTransformerConfig
 from diff_transformer.model.cost import model_cost
 from diff_transformer.train.config import override
-from diff_transformer.train.materials import build_model
+from diff_transformer.train.initial_model import build_model
 
 
 @pytest.fixture(scope="module")
@@ -176,7 +176,7 @@ def test_the_table_is_the_paper_s(base, tmp_path):
         place = tmp_path / f"{name}-seed0"
         place.mkdir()
         request = rows[name].to_dict()
-        del request["train"]["micro_rows"]  # as if written before there was this setting
+        del request["train"]["micro_batch_size"]  # as if written before there was this setting
         (place / "request.json").write_text(json.dumps(request))
         row = {"row": name, "seed": 0, "heads": 4, "head_dim": 8, "head_norm": False, "parameters": 10}
         (place / "slices.json").write_text(json.dumps({**row, "validation": 3.0871, "ar_hit": 0.8984, "others": 3.2}))

@@ -94,7 +94,7 @@ def test_a_finished_folder_is_not_overwritten_but_resumes(finished, assignments)
     model = out / "members" / "diff-seed0" / "run" / "model" / "model.safetensors"
     before = model.read_bytes()
     request = json.loads((out / "compare.json").read_text())
-    del request["config"]["train"]["micro_rows"]  # as if written before there was this setting
+    del request["config"]["train"]["micro_batch_size"]  # as if written before there was this setting
     (out / "compare.json").write_text(json.dumps(request))
     again = compare(config, out, resume=True)
     assert model.read_bytes() == before

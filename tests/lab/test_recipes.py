@@ -9,7 +9,7 @@ from diff_transformer.model.config import DiffTransformerConfig
 from diff_transformer.model.cost import model_cost
 from diff_transformer.model.training_cost import training_memory
 from diff_transformer.train.config import RunConfig
-from diff_transformer.train.optim import learning_rate, schedule_warning
+from diff_transformer.train.step import learning_rate, schedule_warning
 
 
 def config_of(run):

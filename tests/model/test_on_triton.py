@@ -10,7 +10,7 @@ from diff_transformer.model.matching import variant
 from diff_transformer.model.presets import preset
 from diff_transformer.ops import triton
 from diff_transformer.ops.triton import decode, interpreted, operator
-from diff_transformer.train.materials import model_inputs, without_first_tokens
+from diff_transformer.train.training_data import model_inputs, without_first_tokens
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 VARIANTS = ["diff", "diff_v2", "grouped_diff"]

@@ -20,7 +20,7 @@ import torch
 from diff_transformer.lab.recipes import recipe
 from diff_transformer.train.config import RunConfig, override
 from diff_transformer.train.loop import train
-from diff_transformer.train.materials import load_materials
+from diff_transformer.train.training_data import load_training_data
 
 
 class Mixture:
@@ -39,25 +39,27 @@ _made: dict[str, Any] = {}
 
 
 def shared_materials(config: RunConfig) -> Any:
-    """``load_materials(config)``, once for all jobs with the same data."""
+    """``load_training_data(config)``, once for all jobs with the same data."""
     values = config.to_dict()
     key = json.dumps([values["data"], values["model"], config.train.batch_size])
     if key not in _made:
-        _made[key] = load_materials(config)
+        _made[key] = load_training_data(config)
     return _made[key]
 
 
 def run(job: dict, rank: int) -> str | None:
     config = override(recipe("debug"), job["set"])
-    materials = shared_materials(config)
+    training_data = shared_materials(config)
     if job.get("sleep", [None])[0] == rank:
         _, step, seconds = job["sleep"]
-        materials = replace(materials, mixture=Mixture(materials.mixture, step, lambda: time.sleep(seconds)))
+        training_data = replace(
+            training_data, mixture=Mixture(training_data.mixture, step, lambda: time.sleep(seconds))
+        )
     if job.get("interrupt", [None])[0] == rank:
         stop = partial(os.kill, os.getpid(), signal.SIGTERM)
-        materials = replace(materials, mixture=Mixture(materials.mixture, job["interrupt"][1], stop))
+        training_data = replace(training_data, mixture=Mixture(training_data.mixture, job["interrupt"][1], stop))
     try:
-        train(config, Path(job["folder"]), resume=job.get("resume", False), materials=materials)
+        train(config, Path(job["folder"]), resume=job.get("resume", False), data=training_data)
     except BaseException as error:
         return f"{type(error).__name__}: {error}"
     return None

@@ -4,7 +4,7 @@ import pytest
 
 from diff_transformer.checks import differences
 from diff_transformer.lab.recipes import RECIPES, recipe
-from diff_transformer.train.config import RunConfig, override
+from diff_transformer.train.config import RunConfig, TrainConfig, override
 from diff_transformer.train.loop import train
 
 
@@ -90,7 +90,7 @@ def test_what_is_wrong_with_the_model_is_said_before_anything_is_loaded(tmp_path
     def loading(config):
         raise AssertionError("the corpus is read")
 
-    monkeypatch.setattr("diff_transformer.train.loop.load_materials", loading)
+    monkeypatch.setattr("diff_transformer.train.loop.load_training_data", loading)
     for fields, message in (
         ({"hidden_size": "abc"}, "model.hidden_size is 'abc'; give a whole number"),
         ({"hidden_size": 65}, "hidden_size 65 is not divisible"),
@@ -109,11 +109,25 @@ def test_batch_divides_into_pieces():
 
 
 def test_passes_are_said_once():
-    override(recipe("debug"), ["train.micro_rows=3"]).validate()
-    with pytest.raises(ValueError, match=r"micro_rows is 2 and train\.accumulate 4, which both say .*; set train"):
-        override(recipe("debug"), ["train.micro_rows=2", "train.accumulate=4"]).validate()
-    with pytest.raises(ValueError, match=r"train\.micro_rows is -1; it must not be negative"):
-        override(recipe("debug"), ["train.micro_rows=-1"]).validate()
+    override(recipe("debug"), ["train.micro_batch_size=3"]).validate()
+    with pytest.raises(ValueError, match=r"micro_batch_size is 2 and train\.accumulate 4, which both .*; set train"):
+        override(recipe("debug"), ["train.micro_batch_size=2", "train.accumulate=4"]).validate()
+    with pytest.raises(ValueError, match=r"train\.micro_batch_size is -1; it must not be negative"):
+        override(recipe("debug"), ["train.micro_batch_size=-1"]).validate()
+
+
+def test_the_old_name_of_a_setting_is_an_alias():
+    old = recipe("debug").to_dict()
+    old["train"]["micro_rows"] = 3
+    del old["train"]["micro_batch_size"]
+    for make in (
+        lambda: override(recipe("debug"), ["train.micro_rows=3"]).train,
+        lambda: RunConfig.from_dict(old).train,
+        lambda: TrainConfig(micro_rows=3),
+    ):
+        with pytest.warns(DeprecationWarning, match=r"train\.micro_rows is now train\.micro_batch_size"):
+            assert make().micro_batch_size == 3
+    assert "micro_rows" not in recipe("debug").to_dict()["train"]
 
 
 def test_differences_name_the_path():

@@ -3,8 +3,7 @@ import torch
 import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from diff_transformer.train.cross_entropy import weighted_cross_entropy
-from diff_transformer.train.objective import Objective
+from diff_transformer.train.loss import Objective, weighted_cross_entropy
 
 N, D, V = 37, 12, 101
 

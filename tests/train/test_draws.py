@@ -13,8 +13,7 @@ from diff_transformer.model.config import DiffTransformerConfig, matched_baselin
 from diff_transformer.model.matching import VARIANTS
 from diff_transformer.model.modeling import DiffTransformerForCausalLM
 from diff_transformer.train.config import override
-from diff_transformer.train.draws import Start
-from diff_transformer.train.materials import build_model
+from diff_transformer.train.initial_model import InitialValues, build_model
 
 TOKENIZER = SimpleNamespace(pad_token_id=None, bos_token_id=None, eos_token_id=0)
 PEAK = """
@@ -22,7 +21,7 @@ import resource, sys
 from types import SimpleNamespace
 from diff_transformer.lab.recipes import recipe
 from diff_transformer.train.config import override
-from diff_transformer.train.materials import build_model
+from diff_transformer.train.initial_model import build_model
 
 def peak():
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
@@ -116,8 +115,8 @@ def test_a_draw_that_was_changed_or_whose_memory_went_on_is_no_start():
     torch.manual_seed(0)
     expected = {name: value.detach().clone() for name, value in model().named_parameters()}
     torch.manual_seed(0)
-    start = Start(model)
+    initial = InitialValues(model)
     other = model()
-    start.give(other)
+    initial.copy_to(other)
     for name, value in other.named_parameters():
         assert torch.equal(value, expected[name]), name

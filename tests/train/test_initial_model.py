@@ -7,9 +7,10 @@ from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig
 from diff_transformer.lab.recipes import recipe
 from diff_transformer.model.convert import softmax_to_diff
 from diff_transformer.train.config import override
+from diff_transformer.train.initial_model import build_model, check_model
 from diff_transformer.train.loop import train
-from diff_transformer.train.materials import build_model, check_model, load_materials
 from diff_transformer.train.metrics import read_metrics
+from diff_transformer.train.training_data import load_training_data
 
 
 @pytest.fixture(scope="module")
@@ -97,18 +98,18 @@ def test_another_model_than_the_weights_is_refused(config, trained, settings, me
 def test_another_tokenizer_is_refused(config, trained):
     other = initial(config, trained.folder, "data.tokenizer=bytes")
     with pytest.raises(ValueError, match=r"was trained with another tokenizer; set data.tokenizer="):
-        build_model(other, load_materials(other).tokenizer)
+        build_model(other, load_training_data(other).tokenizer)
 
 
 def test_a_run_that_says_nothing_of_its_model_is_refused():
     with pytest.raises(ValueError, match=r"nothing says what the model is; give train.initial_model"):
-        load_materials(recipe("uptrain"))
+        load_training_data(recipe("uptrain"))
 
 
 @pytest.mark.parametrize(
     ("kind", "message"),
     [
-        (LlamaConfig, r"a 'llama' model and not one of this package; make one of it with `diff-transformer convert "),
+        (LlamaConfig, r"a 'llama' model and not one of this package; convert it with `diff-transformer convert "),
         (
             GPT2Config,
             r"a 'gpt2' model and not .*; give one of it, or of a kind that diff-transformer convert reads: .*llama",
@@ -119,7 +120,7 @@ def test_a_model_of_another_library_is_named_with_what_to_do(config, tmp_path, k
     kind().save_pretrained(tmp_path / "its folder")
     silent = initial(config, tmp_path / "its folder")
     silent.model = {}
-    for check, run in ((check_model, initial(config, tmp_path / "its folder")), (load_materials, silent)):
+    for check, run in ((check_model, initial(config, tmp_path / "its folder")), (load_training_data, silent)):
         with pytest.raises(ValueError, match=message) as caught:
             check(run)
     if kind is LlamaConfig:

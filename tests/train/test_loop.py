@@ -13,9 +13,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from diff_transformer.lab.recipes import recipe
 from diff_transformer.train.checkpoint import latest_checkpoint
 from diff_transformer.train.config import override
+from diff_transformer.train.initial_model import build_model
 from diff_transformer.train.loop import Interrupted, train
-from diff_transformer.train.materials import build_model, load_materials, without_first_tokens
 from diff_transformer.train.metrics import read_metrics
+from diff_transformer.train.training_data import load_training_data, without_first_tokens
 
 
 @pytest.fixture(scope="module")
@@ -143,7 +144,7 @@ def test_folders_are_never_overwritten(config, tmp_path):
 
 
 def test_pair_starts_from_the_same_weights(config):
-    tokenizer = load_materials(config).tokenizer
+    tokenizer = load_training_data(config).tokenizer
     diff = build_model(config, tokenizer).state_dict()
     softmax = build_model(override(config, ["model.attention=softmax"]), tokenizer).state_dict()
     assert all(torch.equal(diff[name], softmax[name]) for name in softmax)

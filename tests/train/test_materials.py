@@ -2,7 +2,7 @@ import numpy as np
 import torch
 
 from diff_transformer.data.packing import PackedCorpus
-from diff_transformer.train.materials import spread_rows
+from diff_transformer.train.training_data import spread_rows
 
 
 def test_rows_are_spread_over_the_corpus():

@@ -3,8 +3,8 @@ import torch
 
 from diff_transformer.model.cost import model_cost
 from diff_transformer.model.presets import preset
-from diff_transformer.train import mfu
-from diff_transformer.train.mfu import utilisation
+from diff_transformer.train import telemetry
+from diff_transformer.train.telemetry import utilisation
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 
@@ -20,13 +20,13 @@ def test_the_share_of_a_given_peak():
 
 
 def test_the_peak_of_a_processor_is_measured_once(monkeypatch):
-    monkeypatch.setattr(mfu, "_measured", {})
+    monkeypatch.setattr(telemetry, "_measured", {})
     calls = []
     monkeypatch.setattr(torch, "mm", lambda a, b: calls.append(a.dtype))
     use = utilisation(preset("debug"), 96, CPU, "bf16-mixed")
     assert set(calls) == {torch.bfloat16}
     assert use.peak == utilisation(preset("debug"), 96, CPU, "bf16-mixed").peak > 0
-    assert len(calls) == mfu._REPEATS + 1
+    assert len(calls) == telemetry._REPEATS + 1
     assert "a measured bfloat16 product" in use.formula()
 
 

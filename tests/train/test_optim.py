@@ -4,7 +4,7 @@ import torch
 from diff_transformer import DiffTransformerForCausalLM
 from diff_transformer.model.presets import preset
 from diff_transformer.train.config import OptimConfig
-from diff_transformer.train.optim import learning_rate, make_optimizer, schedule_warning
+from diff_transformer.train.step import learning_rate, make_optimizer, schedule_warning
 
 
 @pytest.mark.parametrize("attention", ["diff", "diff_v2", "grouped_diff", "softmax"])

@@ -14,8 +14,8 @@ from transformers import AutoModelForCausalLM
 from diff_transformer.lab.recipes import recipe
 from diff_transformer.train.config import override
 from diff_transformer.train.loop import Interrupted, train
-from diff_transformer.train.materials import load_materials
 from diff_transformer.train.metrics import read_metrics
+from diff_transformer.train.training_data import load_training_data
 
 WORKER = Path(__file__).with_name("parallel_worker.py")
 STRATEGIES = {
@@ -42,7 +42,7 @@ def base(tmp_path_factory):
 
 @cache
 def _materials(settings: tuple[str, ...]):
-    return load_materials(override(recipe("debug"), list(settings)))
+    return load_training_data(override(recipe("debug"), list(settings)))
 
 
 def run_alone(folder: Path, settings: list[str], *, resume: bool = False, stop_at: int | None = None):
@@ -52,12 +52,12 @@ def run_alone(folder: Path, settings: list[str], *, resume: bool = False, stop_a
 
     config = override(recipe("debug"), settings)
     data = (setting for setting in settings if setting.startswith(("data.", "model.")))
-    materials = _materials(tuple(data))
+    training_data = _materials(tuple(data))
     if stop_at is None:
-        train(config, folder, resume=resume, materials=materials)
+        train(config, folder, resume=resume, data=training_data)
         return
     with pytest.raises(Interrupted):
-        train(config, folder, resume=resume, progress=progress, materials=materials)
+        train(config, folder, resume=resume, progress=progress, data=training_data)
 
 
 def run_together(tmp_path: Path, jobs: list[dict], processes: int = 2) -> tuple[list[list], list[int], str]:
@@ -114,14 +114,14 @@ def test_two_processes_train_like_one(base, tmp_path):
     SIGTERM to rank 1 and resumed alone; a run begun alone and resumed under FSDP2, in passes; a rank that stalls."""
     run_alone(tmp_path / "one", base)
     run_alone(tmp_path / "begun alone", base, stop_at=10)
-    memory = ["train.activation_checkpointing=true", "train.loss_chunk=100", "train.micro_rows=1"]
+    memory = ["train.activation_checkpointing=true", "train.loss_chunk=100", "train.micro_batch_size=1"]
     slow = [*base, *STRATEGIES["ddp"], "train.parallel.stall_seconds=2"]
     jobs = [
         job(tmp_path / "ddp", [*base, *STRATEGIES["ddp"], "train.accumulate=2"]),
         job(tmp_path / "fsdp", [*base, *STRATEGIES["fsdp"], *memory]),
         job(tmp_path / "tp", [*base, *STRATEGIES["tp"]]),
         job(tmp_path / "begun by two", [*base, *STRATEGIES["ddp"]], interrupt=[1, 10]),
-        job(tmp_path / "begun alone", [*base, *STRATEGIES["fsdp"], "train.micro_rows=3"], resume=True),
+        job(tmp_path / "begun alone", [*base, *STRATEGIES["fsdp"], "train.micro_batch_size=3"], resume=True),
         job(tmp_path / "slow", slow, sleep=[1, 7, 60]),
     ]
     raised, codes, printed = run_together(tmp_path, jobs)

@@ -9,9 +9,9 @@ from diff_transformer.train import launch
 from diff_transformer.train.config import override
 from diff_transformer.train.launch import start_processes
 from diff_transformer.train.loop import train
-from diff_transformer.train.materials import load_materials
 from diff_transformer.train.metrics import read_metrics
-from diff_transformer.train.parallelize import Share, check_split, make_fabric
+from diff_transformer.train.parallelize import check_split, make_fabric
+from diff_transformer.train.training_data import Share, load_training_data
 
 
 @pytest.fixture
@@ -164,10 +164,10 @@ def test_what_tensor_parallel_cannot_split(fields, ways, message):
 
 def test_settings_that_change_no_loss(tmp_path):
     short, runs = ["steps=4", "log_every=1"], {}
-    materials = load_materials(config(*short))
+    training_data = load_training_data(config(*short))
     for settings in ([], ["prefetch=0"], ["loss_chunk=50", "activation_checkpointing=true"]):
         folder = tmp_path / " ".join(["run", *settings])
-        train(config(*short, *settings), folder, materials=materials)
+        train(config(*short, *settings), folder, data=training_data)
         runs[folder] = [
             line for line in read_metrics(folder / "metrics.jsonl") if "validation_loss" in line or "loss" in line
         ]

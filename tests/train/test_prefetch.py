@@ -3,7 +3,7 @@ import time
 
 import pytest
 
-from diff_transformer.train.prefetch import prefetched
+from diff_transformer.train.training_data import prefetched
 
 
 @pytest.mark.parametrize("ahead", [0, 1, 3])

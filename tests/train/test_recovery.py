@@ -25,10 +25,10 @@ from diff_transformer.train import run_folder
 from diff_transformer.train.checkpoint import latest_checkpoint, load_checkpoint
 from diff_transformer.train.config import RunConfig, override
 from diff_transformer.train.loop import train
-from diff_transformer.train.materials import load_materials
 from diff_transformer.train.metrics import read_metrics
 from diff_transformer.train.run_folder import RunLock, open_run_folder
 from diff_transformer.train.state import random_state, set_random_state
+from diff_transformer.train.training_data import load_training_data
 
 OF_THE_MACHINE = ("tokens_per_second", "mfu", "memory_bytes", "peak_memory_bytes")
 MIXTURE = '{"text": 0.5, "needles": 0.25, "recall": 0.25}'
@@ -54,15 +54,15 @@ def config(assignments):
 
 
 @pytest.fixture(scope="module")
-def materials(config):
-    return load_materials(config)
+def training_data(config):
+    return load_training_data(config)
 
 
 @pytest.fixture(scope="module")
-def whole(config, materials, tmp_path_factory):
+def whole(config, training_data, tmp_path_factory):
     """The uninterrupted run, and seconds of its steps."""
     folder = tmp_path_factory.mktemp("whole") / "run"
-    return folder, pace(config, folder, materials)
+    return folder, pace(config, folder, training_data)
 
 
 def history(folder: Path) -> list[dict]:
@@ -94,7 +94,7 @@ def assert_equal(first, second, place="state"):
         assert first == second, place
 
 
-def start(config, folder, materials, steps=None) -> multiprocessing.Process:
+def start(config, folder, training_data, steps=None) -> multiprocessing.Process:
     """Train in a child of this process, which has everything imported; go on with what is there.
 
     ``steps`` counts those that it has taken.
@@ -108,14 +108,14 @@ def start(config, folder, materials, steps=None) -> multiprocessing.Process:
         logging.disable()
         os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
         resume = (folder / "config.json").exists()
-        train(config, folder, materials=materials, resume=resume, progress=count)
+        train(config, folder, data=training_data, resume=resume, progress=count)
 
     process = FORK.Process(target=child)
     process.start()
     return process
 
 
-def killed_and_resumed(config, folder, materials, kills: int, a_step: float, seed: int) -> dict:
+def killed_and_resumed(config, folder, training_data, kills: int, a_step: float, seed: int) -> dict:
     """Kill a run -9 at ``kills`` random moments and let it finish; what the kills hit.
 
     Of five lives one ends at some moment of what the life before needed up to its first step; the others after 0 to 4
@@ -126,7 +126,7 @@ def killed_and_resumed(config, folder, materials, kills: int, a_step: float, see
     a_start = 0.0
     for life in range(kills):
         steps, few, born = FORK.Value("i", 0), draw.randint(0, 4), time.monotonic()
-        process = start(config, folder, materials, steps)
+        process = start(config, folder, training_data, steps)
         if life % 5 == 1:
             end = born + draw.random() * a_start
         else:
@@ -144,24 +144,24 @@ def killed_and_resumed(config, folder, materials, kills: int, a_step: float, see
         hit["kills"] += 1
         hit["before the first step of a life"] += steps.value == 0
         hit["while one was written"] += any((folder / "checkpoints").glob("*.partial"))
-    process = start(config, folder, materials)
+    process = start(config, folder, training_data)
     process.join(120)
     assert process.exitcode == 0
     return hit
 
 
-def pace(config, folder, materials) -> float:
+def pace(config, folder, training_data) -> float:
     """Train without a break; seconds of a step."""
     times = []
-    train(config, folder, materials=materials, progress=lambda step, values: times.append(time.monotonic()))
+    train(config, folder, data=training_data, progress=lambda step, values: times.append(time.monotonic()))
     return (times[-1] - times[0]) / (len(times) - 1)
 
 
 @pytest.mark.parametrize("background", [False, True])
-def test_a_killed_run_ends_as_if_nothing_had_been(config, materials, whole, tmp_path, background):
+def test_a_killed_run_ends_as_if_nothing_had_been(config, training_data, whole, tmp_path, background):
     folder, a_step = whole
     config = override(config, [f"train.checkpoint_async={str(background).lower()}"])
-    hit = killed_and_resumed(config, tmp_path / "run", materials, 3, a_step, seed=1)
+    hit = killed_and_resumed(config, tmp_path / "run", training_data, 3, a_step, seed=1)
     assert hit["kills"] == 3
     assert_same_run(tmp_path / "run", folder)
 
@@ -169,10 +169,10 @@ def test_a_killed_run_ends_as_if_nothing_had_been(config, materials, whole, tmp_
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("background", [False, True])
-def test_a_run_killed_two_dozen_times_ends_as_if_nothing_had_been(config, materials, tmp_path, background):
+def test_a_run_killed_two_dozen_times_ends_as_if_nothing_had_been(config, training_data, tmp_path, background):
     config = override(config, ["train.steps=150", f"train.checkpoint_async={str(background).lower()}"])
-    a_step = pace(config, tmp_path / "whole", materials)
-    hit = killed_and_resumed(config, tmp_path / "run", materials, 24, a_step, seed=2)
+    a_step = pace(config, tmp_path / "whole", training_data)
+    hit = killed_and_resumed(config, tmp_path / "run", training_data, 24, a_step, seed=2)
     print(hit)
     assert hit["kills"] == 24
     assert hit["while one was written"] >= 3
@@ -180,13 +180,13 @@ def test_a_run_killed_two_dozen_times_ends_as_if_nothing_had_been(config, materi
     assert_same_run(tmp_path / "run", tmp_path / "whole")
 
 
-def test_a_damaged_last_checkpoint_costs_a_few_steps_only(config, materials, whole, tmp_path, caplog):
+def test_a_damaged_last_checkpoint_costs_a_few_steps_only(config, training_data, whole, tmp_path, caplog):
     folder = tmp_path / "run"
-    train(config, folder, materials=materials)
+    train(config, folder, data=training_data)
     state = latest_checkpoint(folder) / "state.ckpt"
     os.truncate(state, state.stat().st_size - 100)
     with caplog.at_level(logging.WARNING):
-        train(config, folder, materials=materials, resume=True)
+        train(config, folder, data=training_data, resume=True)
     said = "checkpoint step-00000024 is damaged: state.ckpt has"
     assert any(record.getMessage().startswith(said) for record in caplog.records)
     notes = [line for line in read_metrics(folder / "metrics.jsonl") if "note" in line]
@@ -195,10 +195,10 @@ def test_a_damaged_last_checkpoint_costs_a_few_steps_only(config, materials, who
     assert (folder / "model/model.safetensors").read_bytes() == (whole[0] / "model/model.safetensors").read_bytes()
 
 
-def test_a_finished_run_resumed_is_the_same_run(config, materials, whole, tmp_path):
-    train(config, tmp_path / "run", materials=materials)
+def test_a_finished_run_resumed_is_the_same_run(config, training_data, whole, tmp_path):
+    train(config, tmp_path / "run", data=training_data)
     before = (tmp_path / "run" / "metrics.jsonl").read_bytes()
-    train(config, tmp_path / "run", materials=materials, resume=True)
+    train(config, tmp_path / "run", data=training_data, resume=True)
     assert (tmp_path / "run" / "metrics.jsonl").read_bytes() == before
     assert_same_run(tmp_path / "run", whole[0])
 
@@ -215,7 +215,7 @@ def test_every_generator_is_restored():
     assert [draw() for draw in draws] == first
 
 
-def test_random_draws_in_training_go_on_where_they_were(config, materials, tmp_path):
+def test_random_draws_in_training_go_on_where_they_were(config, training_data, tmp_path):
     """A model that draws at every step (as dropout would) sees the same draws after a resume."""
     drawn = {}
 
@@ -227,10 +227,10 @@ def test_random_draws_in_training_go_on_where_they_were(config, materials, tmp_p
 
         return progress
 
-    train(config, tmp_path / "whole", materials=materials, progress=draw(None))
+    train(config, tmp_path / "whole", data=training_data, progress=draw(None))
     with pytest.raises(KeyboardInterrupt):
-        train(config, tmp_path / "halved", materials=materials, progress=draw(9))
-    train(config, tmp_path / "halved", materials=materials, progress=draw(None), resume=True)
+        train(config, tmp_path / "halved", data=training_data, progress=draw(9))
+    train(config, tmp_path / "halved", data=training_data, progress=draw(None), resume=True)
     assert all(len(set(values)) == 1 and len(values) == 2 for values in drawn.values())
     assert len({values[0] for values in drawn.values()}) == 24
 
@@ -296,8 +296,8 @@ def test_a_signal_while_the_corpus_is_read_claims_nothing(assignments, tmp_path,
         (tmp_path / "reading").touch()
         time.sleep(60)
 
-    monkeypatch.setattr("diff_transformer.train.loop.load_materials", reading)
-    monkeypatch.setattr("diff_transformer.train.materials.load_materials", reading)
+    monkeypatch.setattr("diff_transformer.train.loop.load_training_data", reading)
+    monkeypatch.setattr("diff_transformer.train.training_data.load_training_data", reading)
     process = start_command(command(tmp_path / "run", assignments, name=name), tmp_path / "said")
     until((tmp_path / "reading").exists, process.is_alive)
     time.sleep(0.05)
@@ -314,7 +314,7 @@ def test_a_signal_before_a_resumed_run_goes_on_keeps_what_there_was(assignments,
         time.sleep(60)
 
     shutil.copytree(whole[0], tmp_path / "run")
-    monkeypatch.setattr("diff_transformer.train.loop.load_materials", reading)
+    monkeypatch.setattr("diff_transformer.train.loop.load_training_data", reading)
     process = start_command(command(tmp_path / "run", assignments, "--resume"), tmp_path / "said")
     until((tmp_path / "reading").exists, process.is_alive)
     time.sleep(0.05)
@@ -345,7 +345,7 @@ def test_a_preempted_comparison_exits_0_and_resumes(assignments, tmp_path):
     assert "report:" in done.stdout
 
 
-def test_a_full_disk_ends_the_run_and_keeps_its_state(config, materials, whole, tmp_path, monkeypatch):
+def test_a_full_disk_ends_the_run_and_keeps_its_state(config, training_data, whole, tmp_path, monkeypatch):
     def full(path, state):
         if "00000005" in str(path):
             path.write_bytes(b"half")
@@ -359,10 +359,10 @@ def test_a_full_disk_ends_the_run_and_keeps_its_state(config, materials, whole, 
     with pytest.raises(
         DiskError, match=r"the checkpoint of step 5 could not be written.*step-00000004 is intact"
     ) as caught:
-        train(config, tmp_path / "run", materials=materials)
+        train(config, tmp_path / "run", data=training_data)
     assert re.search(r"the disk or the quota is full \(\d+ kB needed, [\d.]+ .B free\)", str(caught.value))
     monkeypatch.undo()
-    train(config, tmp_path / "run", materials=materials, resume=True)
+    train(config, tmp_path / "run", data=training_data, resume=True)
     assert_same_run(tmp_path / "run", whole[0])
 
 
@@ -402,7 +402,7 @@ class Poisoned:
         return batch
 
 
-def test_a_batch_that_is_not_finite_is_named_and_not_saved(config, materials, whole, tmp_path, monkeypatch):
+def test_a_batch_that_is_not_finite_is_named_and_not_saved(config, training_data, whole, tmp_path, monkeypatch):
     import dataclasses
 
     from diff_transformer.train import loop
@@ -419,9 +419,9 @@ def test_a_batch_that_is_not_finite_is_named_and_not_saved(config, materials, wh
         return model
 
     monkeypatch.setattr(loop, "build_model", with_a_hole)
-    poisoned = dataclasses.replace(materials, mixture=Poisoned(materials.mixture, 6, source=1))
+    poisoned = dataclasses.replace(training_data, mixture=Poisoned(training_data.mixture, 6, source=1))
     with pytest.raises(FloatingPointError) as caught:
-        train(config, tmp_path / "run", materials=poisoned)
+        train(config, tmp_path / "run", data=poisoned)
     said = str(caught.value)
     assert said.startswith("step 7: loss nan not finite on rows of recall, gradient norm nan")
     assert "nothing of this step is saved, the last checkpoint" in said
@@ -431,18 +431,18 @@ def test_a_batch_that_is_not_finite_is_named_and_not_saved(config, materials, wh
     assert read_metrics(tmp_path / "run" / "metrics.jsonl")[-1]["step"] == 6
 
 
-def test_two_processes_do_not_share_a_folder(config, materials, tmp_path):
+def test_two_processes_do_not_share_a_folder(config, training_data, tmp_path):
     folder = tmp_path / "run"
     lock = open_run_folder(folder, config, resume=False)
     with pytest.raises(
         DiskError, match=rf"run is in use by process {os.getpid()} on .*; wait for it, stop it, or choose"
     ):
-        train(config, folder, materials=materials, resume=True)
-    process = start(config, folder, materials)
+        train(config, folder, data=training_data, resume=True)
+    process = start(config, folder, training_data)
     process.join(60)
     assert process.exitcode == 1
     lock.release()
-    process = start(config, folder, materials)
+    process = start(config, folder, training_data)
     while latest_checkpoint(folder) is None:
         time.sleep(0.01)
     with pytest.raises(DiskError, match=rf"in use by process {process.pid} on "):
@@ -488,21 +488,21 @@ def test_what_only_rounds_or_observes_may_change(config, tmp_path, assignment):
     assert RunConfig.load(tmp_path / "run" / "config.json") == other
 
 
-def test_a_resumed_run_goes_on_in_other_pieces(config, materials, whole, tmp_path):
+def test_a_resumed_run_goes_on_in_other_pieces(config, training_data, whole, tmp_path):
     def stop(step, values):
         if step == 9:
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        train(config, tmp_path / "run", materials=materials, progress=stop)
+        train(config, tmp_path / "run", data=training_data, progress=stop)
     other = override(config, ["train.accumulate=2", "train.log_every=5", "evaluation.samples=3"])
-    train(other, tmp_path / "run", materials=materials, resume=True)
+    train(other, tmp_path / "run", data=training_data, resume=True)
     ours, uninterrupted = (
         [line["validation_loss"] for line in history(folder) if "validation_loss" in line]
         for folder in (tmp_path / "run", whole[0])
     )
     assert ours == pytest.approx(uninterrupted, rel=1e-4)
-    train(config, tmp_path / "run", materials=materials, resume=True)
+    train(config, tmp_path / "run", data=training_data, resume=True)
     assert RunConfig.load(tmp_path / "run" / "config.json") == other  # with which it was finished
 
 

@@ -13,10 +13,9 @@ from diff_transformer.lab.recipes import recipe
 from diff_transformer.model.presets import preset
 from diff_transformer.train import step
 from diff_transformer.train.config import override
-from diff_transformer.train.objective import Objective
-from diff_transformer.train.optim import make_optimizer
-from diff_transformer.train.parallelize import Share
-from diff_transformer.train.step import Rows, Stepper
+from diff_transformer.train.loss import Objective
+from diff_transformer.train.step import Stepper, make_optimizer
+from diff_transformer.train.training_data import Rows, Share
 
 
 class Noting(Objective):
@@ -60,11 +59,11 @@ def rows(count: int) -> Rows:
     ("settings", "processes", "expected"),
     [
         ([], 1, [8]),
-        (["train.micro_rows=1"], 1, [1] * 8),
-        (["train.micro_rows=1"], 4, [1, 1]),
-        (["train.micro_rows=3"], 1, [3, 3, 2]),
-        (["train.micro_rows=3"], 2, [2, 2]),
-        (["train.micro_rows=100"], 2, [4]),
+        (["train.micro_batch_size=1"], 1, [1] * 8),
+        (["train.micro_batch_size=1"], 4, [1, 1]),
+        (["train.micro_batch_size=3"], 1, [3, 3, 2]),
+        (["train.micro_batch_size=3"], 2, [2, 2]),
+        (["train.micro_batch_size=100"], 2, [4]),
         (["train.accumulate=4"], 2, [1] * 4),
     ],
 )
@@ -77,7 +76,7 @@ def test_passes_have_the_rows_that_the_configuration_says(monkeypatch, settings,
 
 def test_passes_add_up_to_the_batch(monkeypatch):
     outcomes = []
-    for settings in ([], ["train.micro_rows=3"], ["train.micro_rows=1"]):
+    for settings in ([], ["train.micro_batch_size=3"], ["train.micro_batch_size=1"]):
         made, _ = stepper(monkeypatch, settings, DDPStrategy, 1)
         outcomes.append(made.step(rows(8), 1e-3, lambda: False))
     for outcome in outcomes[1:]:
@@ -92,13 +91,13 @@ def test_passes_add_up_to_the_batch(monkeypatch):
 )
 def test_sharded_gradients_are_exchanged_after_every_pass(monkeypatch, kind, expected):
     """Put off, each process would hold the gradients of the whole model."""
-    made, put_off = stepper(monkeypatch, ["train.micro_rows=3"], kind, 1)
+    made, put_off = stepper(monkeypatch, ["train.micro_batch_size=3"], kind, 1)
     made.step(rows(8), 1e-3, lambda: False)
     assert put_off == expected
 
 
-@pytest.mark.parametrize(("settings", "expected"), [([], [16, 4]), (["train.micro_rows=6"], [6, 6, 6, 2])])
-def test_validation_takes_no_more_micro_rows_than_training(monkeypatch, settings, expected):
+@pytest.mark.parametrize(("settings", "expected"), [([], [16, 4]), (["train.micro_batch_size=6"], [6, 6, 6, 2])])
+def test_validation_takes_no_more_micro_batch_size_than_training(monkeypatch, settings, expected):
     made, _ = stepper(monkeypatch, settings, DDPStrategy, 1)
     made.validation_loss(rows(20).ids)
     assert made.model.rows == expected

@@ -14,7 +14,7 @@ from diff_transformer.data.tokenizer import byte_tokenizer, load_tokenizer, toke
 from diff_transformer.lab.recipes import recipe
 from diff_transformer.train.config import override
 from diff_transformer.train.loop import train
-from diff_transformer.train.materials import load_materials
+from diff_transformer.train.training_data import load_training_data
 
 
 def written(root, number, word):
@@ -44,19 +44,19 @@ def config(folders):
 
 
 def test_a_prepared_folder_is_what_training_reads(config, folders):
-    materials = load_materials(config)
-    assert isinstance(materials.text.source, PreparedCorpus)
-    assert materials.text.source.seed == config.train.seed
-    assert tokenizer_hash(materials.tokenizer) == tokenizer_hash(load_tokenizer(folders / "foxes" / "tokenizer"))
-    decoded = materials.tokenizer.batch_decode(materials.validation)
+    training_data = load_training_data(config)
+    assert isinstance(training_data.text.source, PreparedCorpus)
+    assert training_data.text.source.seed == config.train.seed
+    assert tokenizer_hash(training_data.tokenizer) == tokenizer_hash(load_tokenizer(folders / "foxes" / "tokenizer"))
+    decoded = training_data.tokenizer.batch_decode(training_data.validation)
     assert all("fox" in text for text in decoded)
-    held_out = "".join(document.text for document in materials.corpus.validation)
+    held_out = "".join(document.text for document in training_data.corpus.validation)
     assert all(part in held_out for text in decoded for part in text.split("<|endoftext|>"))
-    assert materials.validation.shape[1] == config.data.length
-    assert Filler(materials.corpus.train).words
-    whole = materials.text.parts[config.data.corpus].tokens[:]
-    np.testing.assert_array_equal(materials.text.tokens(), whole)
-    np.testing.assert_array_equal(materials.text.tokens(100), whole[:100])
+    assert training_data.validation.shape[1] == config.data.length
+    assert Filler(training_data.corpus.train).words
+    whole = training_data.text.parts[config.data.corpus].tokens[:]
+    np.testing.assert_array_equal(training_data.text.tokens(), whole)
+    np.testing.assert_array_equal(training_data.text.tokens(100), whole[:100])
 
 
 def test_training_on_a_prepared_folder_saves_its_tokenizer(config, folders, tmp_path):
@@ -69,11 +69,11 @@ def test_training_on_a_prepared_folder_saves_its_tokenizer(config, folders, tmp_
 def test_another_tokenizer_is_refused_with_both_hashes(config, folders):
     hashes = tokenizer_hash(byte_tokenizer()), tokenizer_hash(load_tokenizer(folders / "foxes" / "tokenizer"))
     with pytest.raises(ValueError, match=f"'bytes' has hash {hashes[0]}, .*foxes was prepared .*hash {hashes[1]}"):
-        load_materials(override(config, ["data.tokenizer=bytes"]))
-    load_materials(override(config, [f"data.corpus={folders / 'bytes'}", "data.tokenizer=bytes"]))
+        load_training_data(override(config, ["data.tokenizer=bytes"]))
+    load_training_data(override(config, [f"data.corpus={folders / 'bytes'}", "data.tokenizer=bytes"]))
     both = {str(folders / name): 1.0 for name in ("foxes", "bytes")}
     with pytest.raises(ValueError, match=rf"different tokenizers: .*foxes \({hashes[1]}\), .*bytes \({hashes[0]}\)"):
-        load_materials(dataclasses.replace(config, data=dataclasses.replace(config.data, corpora=both)))
+        load_training_data(dataclasses.replace(config, data=dataclasses.replace(config.data, corpora=both)))
 
 
 def test_settings_that_do_not_fit_a_prepared_folder_are_refused(config, folders):
@@ -84,9 +84,9 @@ def test_settings_that_do_not_fit_a_prepared_folder_are_refused(config, folders)
         ("data.length=90000", "the validation side of .*foxes has .* less than one row of 90000"),
     ]:
         with pytest.raises(ValueError, match=message):
-            load_materials(override(config, [change]))
+            load_training_data(override(config, [change]))
     with pytest.raises(ValueError, match=r"needs a prepared folder, .* `diff-transformer prepare .* --out FOLDER`"):
-        load_materials(override(config, [f"data.corpus={folders / 'foxes-text'}", "data.upsample_length=9"]))
+        load_training_data(override(config, [f"data.corpus={folders / 'foxes-text'}", "data.upsample_length=9"]))
     with pytest.raises(ValueError, match=r"data.upsample_length is -1; give tokens, or 0"):
         override(config, ["data.upsample_length=-1"]).validate()
 
@@ -96,22 +96,22 @@ def test_corpora_are_mixed_by_weight_beside_needles_and_recall(config, folders):
     shares = 'data.mixture={"text": 0.8, "needles": 0.1, "recall": 0.1}'
     config = override(config, ["train.batch_size=40", "data.length=200", shares])
     config = dataclasses.replace(config, data=dataclasses.replace(config.data, corpora=weights))
-    materials = load_materials(config)
-    assert isinstance(materials.text.source, WeightedCorpora)
-    assert materials.mixture.rows_per_source == {"text": 32, "needles": 4, "recall": 4}
+    training_data = load_training_data(config)
+    assert isinstance(training_data.text.source, WeightedCorpora)
+    assert training_data.mixture.rows_per_source == {"text": 32, "needles": 4, "recall": 4}
     foxes = bears = 0
     for step in range(25):
-        batch = materials.mixture.batch(step)
-        for text in materials.tokenizer.batch_decode(batch["input_ids"][batch["source"] == 0]):
+        batch = training_data.mixture.batch(step)
+        for text in training_data.tokenizer.batch_decode(batch["input_ids"][batch["source"] == 0]):
             foxes, bears = foxes + ("fox" in text), bears + ("bear" in text)
     assert foxes + bears == 25 * 32
     assert 0.70 < foxes / (foxes + bears) < 0.80  # three standard deviations of 800 draws
-    held_out = materials.tokenizer.batch_decode(materials.validation)
+    held_out = training_data.tokenizer.batch_decode(training_data.validation)
     assert sum("fox" in text for text in held_out) == 3 * sum("bear" in text for text in held_out) > 0
-    assert {type(document) for document in materials.corpus.train} == {Document}
+    assert {type(document) for document in training_data.corpus.train} == {Document}
 
 
 def test_up_sampling_by_length_reaches_training(config):
-    text = load_materials(override(config, ["data.upsample_length=500", "data.upsample_factor=5"])).text
+    text = load_training_data(override(config, ["data.upsample_length=500", "data.upsample_factor=5"])).text
     assert isinstance(text.source, LongDocuments)
     assert (text.source.threshold, text.source.factor) == (500, 5)

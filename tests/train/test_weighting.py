@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from diff_transformer.train.weighting import count_by_source, token_weights
+from diff_transformer.train.loss import count_by_source, token_weights
 
 LABELS = torch.tensor([[1, 2, 3, 4, 5], [-100, 2, 3, 4, 5], [-100, -100, -100, -100, 7]])
 SOURCE = torch.tensor([0, 0, 1])

@@ -120,10 +120,9 @@ def training_step(config, setting: ThroughputSetting, device: str) -> Callable[[
     from diff_transformer.data.packing import PackedCorpus
     from diff_transformer.model.modeling import DiffTransformerForCausalLM
     from diff_transformer.train.config import DataConfig, RunConfig, TrainConfig
-    from diff_transformer.train.objective import Objective
-    from diff_transformer.train.optim import make_optimizer
-    from diff_transformer.train.parallelize import Share
-    from diff_transformer.train.step import Stepper, make_rows
+    from diff_transformer.train.loss import Objective
+    from diff_transformer.train.step import Stepper, make_optimizer
+    from diff_transformer.train.training_data import Share, make_rows
 
     precision: Any = PRECISIONS[setting.dtype]
     run = RunConfig(

@@ -51,7 +51,7 @@ QUICK = {"length": 128, "samples": 64, "training_bytes": 1_000_000}
 
 def run(lm: LanguageModel, settings: Settings, samples: Samples) -> Result:
     """Loss by slice with ``settings``."""
-    from diff_transformer.train.materials import spread_rows
+    from diff_transformer.train.training_data import spread_rows
 
     require_positive(length=settings.length, samples=settings.samples)
     check_length(lm, settings.length, "a row")

@@ -224,13 +224,13 @@ def train_rows(places: Sequence[Path]) -> None:
     """Train, or go on training, the run that each ``place/request.json`` asks for, and write its row as
     ``slices.json``."""
     from diff_transformer.train.loop import train
-    from diff_transformer.train.materials import load_materials
+    from diff_transformer.train.training_data import load_training_data
 
     kept: tuple | None = None
     for place in places:
         config = RunConfig.load(place / "request.json")
         asks = (config.data, config.train, config.model["vocab_size"])  # all that the materials depend on
-        materials = kept[1] if kept is not None and kept[0] == asks else load_materials(config)
+        materials = kept[1] if kept is not None and kept[0] == asks else load_training_data(config)
         kept = (asks, materials)
 
         def report(step: int, values: dict, place: Path = place, total: int = config.train.steps) -> None:
@@ -239,7 +239,7 @@ def train_rows(places: Sequence[Path]) -> None:
 
         print(f"{place.name}: training", flush=True)
         resume = (place / "run" / "config.json").exists()
-        trained = train(config, place / "run", resume=resume, progress=report, materials=materials)
+        trained = train(config, place / "run", resume=resume, progress=report, data=materials)
         result = _slices(trained, materials, place.name)
         _replace(place / "slices.json", _row(place.name, trained.model, config, result))
 
@@ -249,7 +249,7 @@ def _slices(trained, materials, name: str) -> Result:
     from diff_transformer.data.packing import PackedCorpus
     from diff_transformer.evals.associative_recall import evaluate_associative_recall
     from diff_transformer.evals.lm import CausalLM
-    from diff_transformer.train.materials import spread_rows
+    from diff_transformer.train.training_data import spread_rows
 
     asked, length, tokenizer = trained.config.evaluation, trained.config.data.length, materials.tokenizer
     held_out = PackedCorpus.from_documents(materials.corpus.validation, tokenizer, length, shuffle=False)

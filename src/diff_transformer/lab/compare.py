@@ -172,12 +172,13 @@ def _check_materials(config: RunConfig):
     from diff_transformer.data.filler import Filler
     from diff_transformer.evals.needle import check_needle_fits
     from diff_transformer.lab.worker import more_experiments
-    from diff_transformer.train.materials import check_model, load_materials
+    from diff_transformer.train.initial_model import check_model
+    from diff_transformer.train.training_data import load_training_data
 
     more_experiments(config)
     for side in SIDES:
         check_model(dataclasses.replace(config, model={**config.model, "attention": side}))
-    materials = load_materials(config)
+    materials = load_training_data(config)
     filler, settings = Filler(materials.corpus.validation), config.evaluation
     check_needle_fits(
         filler, materials.tokenizer, settings.needles, config.data.length, config.data.needles.digits,

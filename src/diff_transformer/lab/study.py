@@ -77,7 +77,7 @@ def sweep_losses(study: Study, out: Path) -> dict[str, float]:
 def _check(cells: list[Cell], out: Path) -> None:
     """Refuse, before anything is written, cells of another configuration, models and text that cannot be had."""
     from diff_transformer.data.corpus import load_corpus
-    from diff_transformer.train.materials import check_model
+    from diff_transformer.train.initial_model import check_model
 
     for cell in cells:
         different = _differences(cell, out / cell.key)

@@ -25,7 +25,7 @@ def run_member(folder: Path, *, explorer: bool) -> None:
     """
     from diff_transformer.evals.lm import CausalLM
     from diff_transformer.train.loop import train
-    from diff_transformer.train.materials import load_materials
+    from diff_transformer.train.training_data import load_training_data
 
     config = RunConfig.load(folder / "request.json")
     run = folder / "run"
@@ -35,9 +35,9 @@ def run_member(folder: Path, *, explorer: bool) -> None:
             write_status(folder, "training", step, values.get("loss"))
 
     write_status(folder, "reading the corpus")
-    materials = load_materials(config)
+    materials = load_training_data(config)
     resume = (run / "config.json").exists()
-    trained = train(config, run, resume=resume, progress=report, materials=materials)
+    trained = train(config, run, resume=resume, progress=report, data=materials)
     lm = CausalLM(trained.model, trained.tokenizer, folder.name)
     for name in EVALS:
         path = folder / "evals" / f"{name}.json"
@@ -88,7 +88,7 @@ def _evaluate(name: str, lm, materials, config: RunConfig):
     from diff_transformer.evals.associative_recall import evaluate_associative_recall
     from diff_transformer.evals.needle import evaluate_needle
     from diff_transformer.evals.outliers import evaluate_outliers
-    from diff_transformer.train.materials import spread_rows
+    from diff_transformer.train.training_data import spread_rows
 
     settings, length = config.evaluation, config.data.length
     if name in ("associative_recall", "outliers"):

@@ -12,7 +12,6 @@ import json
 import logging
 import os
 import platform
-from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any

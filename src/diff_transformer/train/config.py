@@ -3,7 +3,9 @@
 import dataclasses
 import difflib
 import json
-from dataclasses import dataclass, field
+import warnings
+from dataclasses import InitVar, dataclass, field
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -14,44 +16,45 @@ from diff_transformer.train.values import as_kind
 
 @dataclass
 class NeedleConfig:
-    """Multi-needle documents in training. ``counts``: needles in a document, drawn evenly; ``questions``: most
-    questions a document may end with; ``digits``: of a magic number."""
+    """Multi-needle documents in training (source "needles")."""
 
-    counts: tuple[int, ...] = (1, 2, 4)
-    queries: tuple[int, ...] = (1, 2)
-    questions: int = 4
-    digits: int = 2
+    counts: tuple[int, ...] = (1, 2, 4)  # numbers of needles in a document, drawn with equal probability
+    queries: tuple[int, ...] = (1, 2)  # numbers of cities that a question asks for
+    questions: int = 4  # questions at the end of a document, at most
+    digits: int = 2  # of a magic number
 
 
 @dataclass
 class RecallConfig:
-    """Key-value recall in noise: ``pairs`` in a row; ``symbols``: keys, and as many values, to draw from."""
+    """Key-value recall in noise (source "recall")."""
 
-    pairs: int = 8
-    symbols: int = 64
+    pairs: int = 8  # key-value pairs in a row
+    symbols: int = 64  # number of keys, and of values, to draw from
 
 
 @dataclass
 class DataConfig:
-    """``corpus``: "python", a file, a folder or an archive, or a folder that ``diff-transformer prepare`` made.
-    ``corpora``: several such folders, each with its weight, instead of it. ``tokenizer``: "bpe" (trained on the corpus;
-    a prepared folder brings its own), "bytes", "cl100k", or a folder or hub name. ``upsample_length``: from so many
-    tokens on a document of a prepared folder is long, its rows begin with it, and an epoch holds them
-    ``upsample_factor`` times (sec. 3.3); 0 for never. ``length``: tokens a row. ``mixture``: shares of the rows of a
-    batch, by source. ``loss``: "tokens" is the mean over all labelled tokens; "sources" is the mean over each source's
-    tokens, weighted by the source's share, so that the few answers of a retrieval task are not drowned by prose. Needle
-    documents are then scored on their answers alone. ``documents``: "joined" lets a token attend to whatever comes
-    before it in its row; "separate" only to its own document (packed attention, positions from 0 in each)."""
+    """What a run trains on."""
 
+    # "python", a file, a folder or an archive, or a folder that `diff-transformer prepare` made
     corpus: str = "python"
+    # several prepared folders with their weights, instead of `corpus`
     corpora: dict[str, float] = field(default_factory=dict)
-    max_bytes: int | None = None
+    max_bytes: int | None = None  # of the corpus; None for all of it
+    # "bpe" (trained on the corpus; a prepared folder brings its own), "bytes", "cl100k", or a folder or hub name
     tokenizer: str = "bpe"
-    length: int = 128
+    length: int = 128  # tokens a row
+    # a document of a prepared folder with at least this many tokens is long: rows start at its beginning, and an epoch
+    # holds it `upsample_factor` times (section 3.3); 0 for no long documents
     upsample_length: int = 0
     upsample_factor: int = 4
+    # share of the rows of a batch by source: "text", "needles", "recall"
     mixture: dict[str, float] = field(default_factory=lambda: {"text": 1.0})
+    # "tokens": mean over all labelled tokens. "sources": mean over each source's tokens, weighted by the source's
+    # share; needle documents are then scored on their answers alone, which prose would otherwise outnumber
     loss: str = "tokens"
+    # "joined": a token attends to everything before it in its row. "separate": only to its own document (packed
+    # attention, positions from 0 in each document)
     documents: str = "joined"
     needles: NeedleConfig = field(default_factory=NeedleConfig)
     recall: RecallConfig = field(default_factory=RecallConfig)
@@ -60,15 +63,15 @@ class DataConfig:
 
 @dataclass
 class OptimConfig:
-    """AdamW with decay on matrices only; linear warm-up, then linear decay to ``final_lr_ratio * lr``."""
+    """AdamW with weight decay on matrices only; linear warm-up, then linear decay."""
 
-    lr: float = 1e-3
+    lr: float = 1e-3  # after warm-up
     betas: tuple[float, float] = (0.9, 0.95)
     eps: float = 1e-8
     weight_decay: float = 0.1
     warmup_steps: int = 50
-    final_lr_ratio: float = 0.04
-    grad_clip: float = 1.0
+    final_lr_ratio: float = 0.04  # the last step's learning rate as a share of `lr`
+    grad_clip: float = 1.0  # norm of the gradient, at most; 0 for no clipping
 
 
 STRATEGIES = ("auto", "single", "ddp", "fsdp")
@@ -76,23 +79,19 @@ STRATEGIES = ("auto", "single", "ddp", "fsdp")
 
 @dataclass
 class ParallelConfig:
-    """How a run is spread over processes, one a device; losses change by rounding alone, so a run may go on in another
-    way. ``strategy``: "auto" ("single" for one process, else "ddp", or "fsdp" with tensor parallel), "single", "ddp",
-    "fsdp" (FSDP2). ``tensor_parallel``: processes that share each layer by heads; the others share the rows of a batch.
-    ``devices``, ``num_nodes``: processes on a machine, machines; 0 for what the launcher (torchrun) starts, or one.
-    ``sharded_checkpoints``: with "fsdp", each process writes its part of a checkpoint instead of sending it to rank 0.
-    ``stall_seconds``: if no process moves for so long, the run ends and names the one that holds up the others; 0 for
-    never."""
+    """How a run is spread over processes, one per device. A resumed run may change it, up to rounding of the losses."""
 
+    # "single", "ddp", "fsdp" (FSDP2), or "auto": "fsdp" with tensor parallel, else "ddp", "single" for one process
     strategy: str = "auto"
-    tensor_parallel: int = 1
-    devices: int = 0
-    num_nodes: int = 0
-    sharded_checkpoints: bool = False
+    tensor_parallel: int = 1  # processes that share each layer by heads; the others share the rows of a batch
+    devices: int = 0  # processes on this machine; 0 for what torchrun starts, or one
+    num_nodes: int = 0  # machines; 0 for what torchrun starts, or one
+    sharded_checkpoints: bool = False  # with "fsdp": each process writes its part instead of sending it to rank 0
+    # end the run and name the process that holds up the others if none makes progress for this long; 0 for never
     stall_seconds: float = 600.0
 
     def validate(self) -> None:
-        """Raise ValueError for values that are not accepted; what depends on the processes is checked with them."""
+        """Raise ValueError for invalid values. ``launch.check_processes`` checks the number of processes."""
         require_positive(**{"train.parallel.tensor_parallel": self.tensor_parallel})
         if self.strategy not in STRATEGIES:
             raise ValueError(
@@ -110,130 +109,120 @@ class ParallelConfig:
 
 @dataclass
 class TrainConfig:
-    """``initial_model``: folder of a saved model, or of a finished run, whose weights a run starts from (see
-    ``train/initial.py``); None draws them. ``precision``: "32-true", "bf16-mixed" (weights and optimizer in fp32) or
-    "64-true". ``threads``: CPU threads, 0 for PyTorch's own choice; fixed in a run because the sum of a reduction
-    depends on it. ``batch_size``: rows of a step, over all processes and passes. ``micro_rows``: most rows that a
-    process takes in one pass forward and backward, by which a step's memory grows; 0 for its whole share of the batch.
-    ``accumulate``: instead of it, the number of passes. ``loss_chunk``: tokens whose logits are held at a time, 0 for
-    all. ``prefetch``: batches prepared ahead, in a thread. ``peak_flops``: of a device, for MFU; 0 for what is known of
-    it. ``checkpoint_keep``: how many of the last checkpoints stay; ``checkpoint_best``: the one with the lowest
-    validation loss stays too; ``checkpoint_async``: a thread writes a copy of the state while training goes on."""
+    """How a run trains, logs and saves."""
 
+    # folder of a saved model, or of a finished run, whose weights the run starts from; None for random weights
     initial_model: str | None = None
     steps: int = 1000
-    batch_size: int = 16
-    micro_rows: int = 0
-    accumulate: int = 1
-    precision: str = "32-true"
+    batch_size: int = 16  # rows of a step, over all processes and passes
+    micro_batch_size: int = 0  # rows of a forward and backward pass of a process, at most; 0 for its part of the batch
+    accumulate: int = 1  # number of passes of a step, instead of `micro_batch_size`
+    precision: str = "32-true"  # or "bf16-mixed" (weights and optimizer in fp32), "64-true"
     seed: int = 0
-    log_every: int = 10
-    validate_every: int = 200
-    validation_rows: int = 64
-    checkpoint_every: int = 200
-    checkpoint_keep: int = 2
-    checkpoint_best: bool = True
-    checkpoint_async: bool = False
+    log_every: int = 10  # steps
+    validate_every: int = 200  # steps
+    validation_rows: int = 64  # held-out rows, at most
+    checkpoint_every: int = 200  # steps
+    checkpoint_keep: int = 2  # number of newest checkpoints that stay
+    checkpoint_best: bool = True  # whether the checkpoint with the lowest validation loss stays too
+    checkpoint_async: bool = False  # write checkpoints in the background; needs memory for one more state
     activation_checkpointing: bool = False
     compile: bool = False
-    threads: int = 0
-    loss_chunk: int = 0
-    prefetch: int = 2
-    peak_flops: float = 0.0
+    threads: int = 0  # of the CPU, which affect rounding; 0 for PyTorch's choice
+    loss_chunk: int = 0  # tokens whose logits are held at a time; 0 for all
+    prefetch: int = 2  # batches prepared ahead, in a thread; 0 for none
+    peak_flops: float = 0.0  # FLOP/s of a device, for MFU; 0 for the known or measured value
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    micro_rows: InitVar[int | None] = None  # deprecated name of `micro_batch_size`
+
+    def __post_init__(self, micro_rows: int | None) -> None:
+        if micro_rows is not None:
+            self.micro_batch_size = micro_rows
+            warn_renamed("train.micro_rows", stacklevel=4)
 
     def rows_of_a_pass(self, processes: int = 1) -> int:
-        """Most rows in a pass forward and backward of each of ``processes`` that share the rows of a batch."""
+        """Rows of a forward and backward pass, at most, of each of ``processes`` that share the rows of a batch."""
         share = self.batch_size // processes
-        passes = -(-share // self.micro_rows) if self.micro_rows else self.accumulate
+        passes = -(-share // self.micro_batch_size) if self.micro_batch_size else self.accumulate
         return -(-share // passes)
 
 
 @dataclass
 class EvaluationConfig:
-    """What ``compare`` measures. ``needles``: cells (N, R) of Table 2; ``samples``: prompts a cell and depth;
-    ``allocation_needles``, ``allocation_samples``: the same for Table 3; ``loss_rows``: held-out rows for the loss and
-    its slices; ``ngram``, ``frequent_share``: an n-gram that makes up more of the training text is no AR-Hit;
-    ``outlier_rows``: held-out rows for Table 5; ``throughput_repeats``: timed repeats of each side. ``more``: further
-    experiments by name, each with the settings in which it differs from ``diff-transformer eval NAME --quick`` (corpus,
-    length and seed are those of the run)."""
+    """What ``compare`` measures on each trained model."""
 
-    needles: tuple[tuple[int, int], ...] = ((1, 1), (2, 1), (4, 1), (4, 2))
-    samples: int = 40
-    allocation_needles: int = 1
-    allocation_samples: int = 20
-    loss_rows: int = 256
-    ngram: int = 2
-    frequent_share: float = 6e-5
-    outlier_rows: int = 64
-    throughput_repeats: int = 7
+    needles: tuple[tuple[int, int], ...] = ((1, 1), (2, 1), (4, 1), (4, 2))  # cells (N, R) of Table 2
+    samples: int = 40  # prompts a cell and depth of Table 2
+    allocation_needles: int = 1  # needles in a prompt of Table 3
+    allocation_samples: int = 20  # prompts a depth of Table 3
+    loss_rows: int = 256  # held-out rows for the loss and its slices
+    ngram: int = 2  # tokens of an n-gram whose repetition is an AR-Hit
+    frequent_share: float = 6e-5  # an n-gram with a larger share of the training text is no AR-Hit
+    outlier_rows: int = 64  # held-out rows for Table 5
+    throughput_repeats: int = 7  # timed repeats of each side
+    # further experiments by name, each with the settings that differ from `diff-transformer eval NAME --quick`; corpus,
+    # length and seed are those of the run
     more: dict[str, dict[str, Any]] = field(default_factory=dict)
     seed: int = 0
 
 
 PRECISIONS = ("32-true", "bf16-mixed", "64-true")
 _ROUNDED = "its weights are in 16 bits, which round away updates as small as optim.lr (nothing keeps them in fp32)"
-UNTRAINABLE = {  # other names of Fabric's -> why no run takes them
+UNTRAINABLE = {  # precisions of Fabric -> why a run cannot use them
     "bf16-true": _ROUNDED,
     "16-true": _ROUNDED,
     "16-mixed": "it scales the loss, with which gradients cannot be clipped here, and no checkpoint holds the scale",
 }
 MAX_SEED = 2**32 - 1
-_COUNTS = ("samples", "allocation_samples", "allocation_needles", "loss_rows", "outlier_rows", "throughput_repeats")
+RENAMED = {"train.micro_rows": "train.micro_batch_size"}  # deprecated key -> key
+_POSITIVE = (
+    "data.length", "data.upsample_factor", "data.max_bytes", "data.needles.digits", "data.needles.questions",
+    "data.recall.pairs", "data.recall.symbols", "optim.lr", "train.steps", "train.batch_size", "train.accumulate",
+    "train.log_every", "train.validate_every", "train.validation_rows", "train.checkpoint_every",
+    "train.checkpoint_keep", "evaluation.ngram", "evaluation.samples", "evaluation.allocation_samples",
+    "evaluation.allocation_needles", "evaluation.loss_rows", "evaluation.outlier_rows",
+    "evaluation.throughput_repeats",
+)  # fmt: skip
+_NOT_NEGATIVE = (
+    "optim.eps", "optim.weight_decay", "optim.warmup_steps", "optim.grad_clip", "optim.final_lr_ratio",
+    "train.micro_batch_size", "train.loss_chunk", "train.prefetch", "train.peak_flops",
+)  # fmt: skip
+_CHOICES = {"data.loss": ("tokens", "sources"), "data.documents": ("joined", "separate")}
 
 
 @dataclass
 class RunConfig:
-    """Everything that determines a run. ``model`` holds fields of ``DiffTransformerConfig``."""
+    """Everything that determines a run."""
 
     name: str
-    model: dict[str, Any]
+    model: dict[str, Any]  # fields of `DiffTransformerConfig`
     data: DataConfig = field(default_factory=DataConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
 
     def validate(self) -> "RunConfig":
-        """Raise ValueError for sizes that are not positive and values that contradict one another."""
-        positive = {
-            "data.length": self.data.length,
-            "data.upsample_factor": self.data.upsample_factor,
-            "data.max_bytes": self.data.max_bytes,
-            "train.steps": self.train.steps,
-            "train.batch_size": self.train.batch_size,
-            "train.accumulate": self.train.accumulate,
-            "train.log_every": self.train.log_every,
-            "train.validate_every": self.train.validate_every,
-            "train.validation_rows": self.train.validation_rows,
-            "train.checkpoint_every": self.train.checkpoint_every,
-            "train.checkpoint_keep": self.train.checkpoint_keep,
-            "data.needles.digits": self.data.needles.digits,
-            "data.needles.questions": self.data.needles.questions,
-            "data.recall.pairs": self.data.recall.pairs,
-            "data.recall.symbols": self.data.recall.symbols,
-            "optim.lr": self.optim.lr,
-            "evaluation.ngram": self.evaluation.ngram,
-            **{f"evaluation.{name}": getattr(self.evaluation, name) for name in _COUNTS},
-        }
-        require_positive(**positive)
+        """Raise ValueError for values out of range and for values that contradict each other; return the config."""
+        require_positive(**{key: attrgetter(key)(self) for key in _POSITIVE})
         self._check_ranges()
-        if self.data.loss not in ("tokens", "sources"):
-            raise ValueError(f"data.loss is {self.data.loss!r}; accepted: 'tokens', 'sources'")
+        for key, accepted in _CHOICES.items():
+            value = attrgetter(key)(self)
+            if value not in accepted:
+                raise ValueError(f"{key} is {value!r}; accepted: {', '.join(map(repr, accepted))}")
         if self.data.upsample_length < 0:
             raise ValueError(f"data.upsample_length is {self.data.upsample_length}; give tokens, or 0 for none")
-        if self.data.documents not in ("joined", "separate"):
-            raise ValueError(f"data.documents is {self.data.documents!r}; accepted: 'joined', 'separate'")
-        for name in ("eps", "weight_decay", "warmup_steps", "grad_clip", "final_lr_ratio"):
-            if getattr(self.optim, name) < 0:
-                raise ValueError(f"optim.{name} is {getattr(self.optim, name)}; it must not be negative")
+        for key in _NOT_NEGATIVE:
+            if attrgetter(key)(self) < 0:
+                raise ValueError(f"{key} is {attrgetter(key)(self)}; it must not be negative")
         if self.train.batch_size % self.train.accumulate:
             raise ValueError(
                 f"train.batch_size {self.train.batch_size} is not divisible by train.accumulate {self.train.accumulate}"
             )
-        if self.train.micro_rows and self.train.accumulate > 1:
+        if self.train.micro_batch_size and self.train.accumulate > 1:
             raise ValueError(
-                f"train.micro_rows is {self.train.micro_rows} and train.accumulate {self.train.accumulate}, which "
-                f"both say how many passes a step takes; set train.micro_rows=0 or train.accumulate=1"
+                f"train.micro_batch_size is {self.train.micro_batch_size} and train.accumulate "
+                f"{self.train.accumulate}, which both say how many passes a step takes; set train.micro_batch_size=0 "
+                f"or train.accumulate=1"
             )
         if self.train.precision in UNTRAINABLE:
             raise ValueError(
@@ -244,9 +233,6 @@ class RunConfig:
             raise ValueError(f"train.precision is {self.train.precision!r}; accepted: {', '.join(PRECISIONS)}")
         if self.train.threads < 0:
             raise ValueError(f"train.threads is {self.train.threads}; give 0 for PyTorch's own choice, or a count")
-        for name in ("micro_rows", "loss_chunk", "prefetch", "peak_flops"):
-            if getattr(self.train, name) < 0:
-                raise ValueError(f"train.{name} is {getattr(self.train, name)}; it must not be negative")
         self.train.parallel.validate()
         return self
 
@@ -275,26 +261,31 @@ class RunConfig:
             )
 
     def to_dict(self) -> dict[str, Any]:
+        """The configuration as JSON values."""
         return json.loads(json.dumps(dataclasses.asdict(self)))
 
-    def save(self, path: Path):
-        """Write the configuration as JSON, whole or not at all."""
+    def save(self, path: Path) -> None:
+        """Write the configuration as JSON, atomically."""
         write_whole(path, json.dumps(self.to_dict(), indent=2) + "\n")
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> "RunConfig":
+        """The inverse of ``to_dict``; raises as ``load``."""
         return _build(cls, values, "")
 
     @classmethod
     def load(cls, path: Path) -> "RunConfig":
-        """What ``save`` wrote.
-
-        Settings that the file does not have, of an earlier version, are at their defaults.
+        """Read what ``save`` wrote. Settings that the file does not have get their defaults.
 
         Raises:
             ValueError: for a setting that does not exist, naming the nearest.
         """
         return cls.from_dict(json.loads(path.read_text()))
+
+
+def warn_renamed(key: str, stacklevel: int = 3) -> None:
+    """Warn that ``key`` is the deprecated name of another key."""
+    warnings.warn(f"{key} is now {RENAMED[key]}; use the new name", DeprecationWarning, stacklevel=stacklevel)
 
 
 def override(config: RunConfig, assignments: list[str]) -> RunConfig:
@@ -309,6 +300,9 @@ def override(config: RunConfig, assignments: list[str]) -> RunConfig:
         path, separator, text = assignment.partition("=")
         if not separator:
             raise ValueError(f"{assignment!r} is not an assignment; write key=value, for example optim.lr=1e-3")
+        if path.strip() in RENAMED:
+            warn_renamed(path.strip())
+            path = RENAMED[path.strip()]
         *parents, key = path.strip().split(".")
         place = values
         for depth, parent in enumerate(parents):
@@ -368,6 +362,10 @@ def _parse(text: str) -> Any:
 
 def _build(kind, values: dict[str, Any], prefix: str):
     fields = {f.name: f for f in dataclasses.fields(kind)}
+    for key in [key for key in values if prefix + key in RENAMED]:
+        warn_renamed(prefix + key)
+        new = RENAMED[prefix + key].removeprefix(prefix)
+        values = {new if name == key else name: value for name, value in values.items()}
     for key in values:
         if key not in fields:
             near = difflib.get_close_matches(key, list(fields), n=1)

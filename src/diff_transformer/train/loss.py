@@ -160,9 +160,7 @@ class _Chunked(torch.autograd.Function):
         return d_hidden.mul_(upstream), d_head.mul_(upstream).to(dtype), None, None, None, None, None, None
 
 
-def _loss_and_gradient(
-    logits: Tensor, targets: Tensor, group, first: int, exact: torch.dtype
-) -> tuple[Tensor, Tensor]:
+def _loss_and_gradient(logits: Tensor, targets: Tensor, group, first: int, exact: torch.dtype) -> tuple[Tensor, Tensor]:
     """Loss of each token [n], 0 where there is no target, and its gradient with respect to the logits [n, V]."""
     has_target = targets != IGNORED
     column = targets - first

@@ -130,7 +130,7 @@ def _keeps_precision(module: nn.Module) -> bool:
 
 def _split(model: Any, mesh: DeviceMesh) -> None:
     """Tensor parallel within the processes of ``mesh``."""
-    logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)  # silence its performance advice
+    logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)  # silences its advice
     whole, columns, rows = Replicate(), ColwiseParallel, RowwiseParallel
     once = partial(PrepareModuleInput, input_layouts=(whole,), desired_input_layouts=(whole,))
     for layer in model.base_model.layers:

@@ -7,7 +7,7 @@ All of them read a corpus prepared with the cl100k tokenizer (vocabulary of 100,
 
 Times below are estimates of ``model.training_cost`` at 40 % utilisation of H100s (989 TFLOP/s in bf16); the page
 docs/pretraining.md has them, and memory, for other numbers of GPUs, each of which takes its share of a batch in passes
-of 16,384 tokens (``train.micro_rows``). None of these runs has been done here. Weights start from N(0, 0.02), the
+of 16,384 tokens (``train.micro_batch_size``). None of these runs has been done here. Weights start from N(0, 0.02), the
 head norm's at 1; the paper gives no initialisation.
 """
 
@@ -169,7 +169,7 @@ def _cluster(*, steps: int, batch_size: int, length: int) -> TrainConfig:
     return TrainConfig(
         steps=steps,
         batch_size=batch_size,
-        micro_rows=max(1, TOKENS_AT_ONCE // length),
+        micro_batch_size=max(1, TOKENS_AT_ONCE // length),
         precision="bf16-mixed",
         log_every=10,
         validate_every=1000,
