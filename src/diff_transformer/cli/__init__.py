@@ -1,4 +1,4 @@
-"""The command line: each command is a thin wrapper of one importable function."""
+"""The command line. Each command is a thin wrapper of one importable function."""
 
 import sys
 from importlib import import_module
@@ -12,7 +12,7 @@ for _commands in ("training", "measuring", "models"):  # in the order in which -
 
 
 def main():
-    """Run the command line; an error that a user can mend is a message, not a traceback."""
+    """Run the command line. An error that a user can fix is a message, not a traceback."""
     try:
         app()
     except (ValueError, TypeError, OSError, FloatingPointError, RuntimeError) as error:

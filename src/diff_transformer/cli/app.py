@@ -1,4 +1,4 @@
-"""The app, the options that commands share, and what each does around its work."""
+"""The app, the options that commands share, and the context in which commands run."""
 
 import sys
 from collections.abc import Callable, Generator
@@ -9,25 +9,42 @@ from typing import Annotated
 import typer
 
 app = typer.Typer(
-    help="Differential attention (arXiv 2410.05258): train the matched pair, run the experiments, write a report.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
 )
 
-Out = Annotated[Path, typer.Option("--out", help="Folder for everything that is written; must be new.")]
-Recipe = Annotated[str, typer.Option("--recipe", help="Name of a recipe: see `diff-transformer info`.")]
+Out = Annotated[Path, typer.Option("--out", help="Folder for all output; must be new.")]
+Recipe = Annotated[str, typer.Option("--recipe", help="Name of a recipe; `diff-transformer info` lists them.")]
 Set = Annotated[list[str] | None, typer.Option("--set", help="Override a setting, e.g. --set optim.lr=1e-3.")]
-Resume = Annotated[bool, typer.Option("--resume", help="Go on with an interrupted run in the same folder.")]
+Resume = Annotated[bool, typer.Option("--resume", help="Resume an interrupted run in the same folder.")]
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        from diff_transformer import __version__
+
+        print(f"diff-transformer {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    version: Annotated[
+        bool, typer.Option("--version", help="Print the version and exit.", callback=_version, is_eager=True)
+    ] = False,
+):
+    """Differential attention (arXiv 2410.05258): train the matched pair, run the experiments, write a report."""
 
 
 @contextmanager
 def resumable(out: Path, kept: Callable[[], object], how: str = "with --resume") -> Generator[None]:
-    """After Ctrl-C or SIGTERM say what there is to go on with, and exit with 130 or 143; with 0 where training saved
-    its state in answer to SIGTERM.
+    """After Ctrl-C or SIGTERM, say what can be resumed and exit with 130 or 143; with 0 if training saved its state on
+    SIGTERM.
 
     Args:
-        kept: whether there is finished work in ``out``.
+        kept: tells whether ``out`` holds finished work.
+        how: how to resume.
     """
     from diff_transformer.train.launch import is_first
     from diff_transformer.train.signals import sigterm_interrupts
@@ -67,19 +84,19 @@ def bytes_done(title: str) -> Generator:
 
 
 def quiet():
-    """Leave the screen to our own progress bars and messages."""
+    """Silence the progress bars and warnings of libraries."""
     import logging
 
     from transformers.utils import logging as transformers_logging
 
     transformers_logging.disable_progress_bar()
-    # transformers imports torchao where it is installed, which warns of every kernel that is for another machine.
+    # transformers imports torchao if it is installed, and torchao warns of every kernel for another machine.
     for name in ("torchao", "torch.utils._pytree"):
         logging.getLogger(name).setLevel(logging.ERROR)
 
 
 def computing():
-    """``quiet``, for commands that compute in this process."""
+    """``quiet``, and keep freed memory: for commands that compute in this process."""
     from diff_transformer.memory import keep_freed_memory
 
     quiet()

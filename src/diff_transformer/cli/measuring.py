@@ -1,4 +1,4 @@
-"""Commands that measure, and show what was measured."""
+"""Commands that measure, and that show results: eval, bench, report, info."""
 
 import sys
 from collections.abc import Generator
@@ -28,20 +28,20 @@ def evaluate(
     ] = None,
     assignments: Set = None,
     quick: Annotated[
-        bool, typer.Option("--quick", help="Small sizes: a minute an experiment on a small model.")
+        bool, typer.Option("--quick", help="Small sizes: about a minute per experiment on a small model.")
     ] = False,
-    limit: Annotated[int | None, typer.Option(help="At most so many samples of each part of an experiment.")] = None,
+    limit: Annotated[int | None, typer.Option(help="Most samples in each part of an experiment.")] = None,
     corpus: Annotated[
         str | None,
-        typer.Option(help='Text: "python", a file, a folder, an archive. What a folder of it trains is kept out.'),
+        typer.Option(help='Text: "python", a file, a folder or an archive.'),
     ] = None,
     data: Annotated[str | None, typer.Option(help="Labelled data: a file, hub:NAME, or the offline default.")] = None,
     length: Annotated[int | None, typer.Option(help="Tokens in a prompt or row.")] = None,
-    samples: Annotated[int | None, typer.Option(help="Prompts in a cell, questions, or rows of text.")] = None,
-    seed: Annotated[int | None, typer.Option(help="What is drawn at random is drawn from it.")] = None,
+    samples: Annotated[int | None, typer.Option(help="Prompts per cell, questions, or rows of text.")] = None,
+    seed: Annotated[int | None, typer.Option(help="Seed of all random draws.")] = None,
     device: Annotated[str | None, typer.Option(help="cpu or cuda; CUDA where there is one by default.")] = None,
     dtype: Annotated[str | None, typer.Option(help="float32, bfloat16, float16; the checkpoint's by default.")] = None,
-    batch_size: Annotated[int, typer.Option(help="Prompts or rows in one forward pass.")] = 32,
+    batch_size: Annotated[int, typer.Option(help="Prompts or rows per forward pass.")] = 32,
     resume: Resume = False,
 ):
     """Run an experiment, or all of them, on any causal language model."""
@@ -50,8 +50,9 @@ def evaluate(
     computing()
     options = {"corpus": corpus, "data": data, "length": length, "samples": samples, "seed": seed}
     plan = Plan(
-        names_of(name, quick), models or [], options, assignments or [], quick, limit, device, dtype, batch_size
-    )
+        names_of(name, quick), models or [], options=options, assignments=assignments or [], quick=quick, limit=limit,
+        device=device, dtype=dtype, batch_size=batch_size,
+    )  # fmt: skip
     single = out.suffix == ".json" and len(plan.names) == 1 and len(plan.models) <= 1
 
     def kept() -> bool:
@@ -79,7 +80,7 @@ def _evaluate_one(plan, out: Path, resume: bool, bar) -> bool:
         Console().print(experiment(name).table(result))
     else:
         for metric, value in result.metrics.items():
-            print(f"{metric:32} {value:.4f}")
+            print(f"{metric:32} {shown_number(value)}")
     print(f"result: {out}")
     return False
 
@@ -98,9 +99,14 @@ def _evaluate_many(plan, out: Path, resume: bool, bar) -> bool:
     return any(outcome.error for outcome in outcomes)
 
 
+def shown_number(value: float) -> str:
+    """Four decimals; scientific notation for what four decimals would show as nearly 0."""
+    return f"{value:.2e}" if 0 < abs(value) < 1e-3 else f"{value:.4f}"
+
+
 @contextmanager
 def _bars() -> Generator:
-    """Progress bars, one for each part of an experiment: ``bar(title)(part, done, total)``."""
+    """Progress bars, one per part of an experiment: ``bar(title)(part, done, total)``."""
     from rich.progress import (
         BarColumn,
         MofNCompleteColumn,
@@ -134,13 +140,13 @@ def bench(
     out: Annotated[
         Path | None, typer.Option("--out", help="JSON file for the record; must be new. Default: in runs/bench.")
     ] = None,
-    full: Annotated[bool, typer.Option("--full", help="The whole grid of lengths and widths.")] = False,
+    full: Annotated[bool, typer.Option("--full", help="The full grid of lengths and widths.")] = False,
     device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
     grid: Annotated[
         str | None, typer.Option(help="Shapes for attention, batch x heads x length x width: 1x4x2048x64,...")
     ] = None,
 ):
-    """Time the operator and the models against softmax attention of the matched size; correctness is checked first."""
+    """Time the operator and the models against matched softmax attention, after a check of correctness."""
     from diff_transformer.bench.run import run_bench
 
     computing()
@@ -152,18 +158,18 @@ def report(
     results: Annotated[
         list[Path],
         typer.Argument(
-            help="results.json of a comparison or its folder; results of `eval`, any number; folders of `train`, any "
-            "number, finished or not; or the folder of a study."
+            help="A comparison's folder or results.json; any number of results of `eval`; any number of folders of "
+            "`train`, finished or not; or a study's folder."
         ),
     ],
-    out: Annotated[Path | None, typer.Option("--out", help="HTML file to write; needed unless --serve.")] = None,
+    out: Annotated[Path | None, typer.Option("--out", help="HTML file to write; required without --serve.")] = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the file if it exists.")] = False,
     serve: Annotated[
-        bool, typer.Option("--serve", help="Open a comparison's folder at 127.0.0.1, and draw texts typed there.")
+        bool, typer.Option("--serve", help="Serve a comparison's page at 127.0.0.1, and draw texts typed there.")
     ] = False,
-    port: Annotated[int, typer.Option(min=0, max=LAST_PORT, help="Of --serve; any that is free if 0.")] = 0,
+    port: Annotated[int, typer.Option(min=0, max=LAST_PORT, help="Port of --serve; 0 for any free port.")] = 0,
 ):
-    """Write a comparison's report again and print its claims; or one page of experiments, of runs, or of a study."""
+    """Write the report of a comparison and print its claims, or the page of experiments, runs or a study."""
     from rich.console import Console
 
     from diff_transformer.report import (
@@ -185,7 +191,7 @@ def report(
             raise ValueError("--serve takes the folder of one comparison and writes no file; leave out --out")
         return serve_report(results[0], port=port)
     if out is None:
-        raise ValueError("there is no --out; name the HTML file to write, or give --serve")
+        raise ValueError("--out is missing; name the HTML file to write, or give --serve")
     if len(results) == 1 and is_study(results[0]):
         print(f"report: {write_study_report(results[0], out, overwrite=overwrite)}")
     elif all(is_run(path) for path in results):
@@ -196,7 +202,7 @@ def report(
         print(f"report: {write_report(loaded, out, overwrite=overwrite)}")
     elif any((path / "results.json").exists() for path in results):
         raise ValueError(
-            "the page of a comparison is of one alone; to lay several over one another give their runs "
+            "a page shows one comparison only; to overlay several, give their runs "
             "(FOLDER/members/*/run), or their experiments (FOLDER/members/*/evals)"
         )
     else:
@@ -205,16 +211,14 @@ def report(
 
 @app.command()
 def info(
-    preset: Annotated[str | None, typer.Argument(help="Name of a model preset; all of them if left out.")] = None,
-    length: Annotated[int | None, typer.Option(help="Tokens a sequence, for FLOPs and cache.")] = None,
+    preset: Annotated[str | None, typer.Argument(help="Name of a model preset; by default, all.")] = None,
+    length: Annotated[int | None, typer.Option(help="Tokens per sequence, for FLOPs and cache.")] = None,
     attention: Annotated[
         str,
-        typer.Option(
-            help="Variant against its matched Transformer: diff_v2, grouped_diff, dint, fixed_lambda, softmax_norm."
-        ),
+        typer.Option(help="Variant to compare: diff_v2, grouped_diff, dint, fixed_lambda, softmax_norm."),
     ] = "diff",
 ):
-    """Both sides of a preset: parameters by part, FLOPs a token, key/value cache."""
+    """Both sides of a preset: parameters by part, FLOPs per token, key/value cache."""
     from rich.console import Console
 
     from diff_transformer.checks import require_positive

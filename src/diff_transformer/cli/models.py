@@ -1,4 +1,4 @@
-"""Commands that use a model or turn it into another form."""
+"""Commands that use or convert a model: convert, generate, export, serve."""
 
 import sys
 from pathlib import Path
@@ -18,7 +18,7 @@ def convert(
         str | None,
         typer.Option(
             "--from",
-            help="llama, diffllama, authors, authors-v2, motif, diff-transformer; told from the folder if left out.",
+            help="llama, diffllama, authors, authors-v2, motif, diff-transformer; detected from the folder by default.",
         ),
     ] = None,
     target: Annotated[
@@ -26,17 +26,17 @@ def convert(
         typer.Option(
             "--to",
             help="diff-transformer, llama, diffllama, authors, authors-v2 or motif; diff or diff_v2 make a DIFF "
-            "Transformer of a softmax model, with its logits.",
+            "Transformer of a softmax model with equal logits.",
         ),
     ] = "diff-transformer",
     lambda_init: Annotated[
-        float | None, typer.Option(help="With --to diff: lambda at the start, between 0 and 1; 0.5 by default.")
+        float | None, typer.Option(help="With --to diff: initial lambda, between 0 and 1; 0.5 by default.")
     ] = None,
     naive_grouped_query: Annotated[
         bool,
         typer.Option(
             "--naive-grouped-query",
-            help="The authors' layout is that of their plain file, which groups keys otherwise than the flash files.",
+            help="The checkpoint has the layout of the authors' naive file, which groups keys differently.",
         ),
     ] = False,
     dtype: Annotated[
@@ -44,9 +44,9 @@ def convert(
         typer.Option(help="float32, bfloat16, float16 or float64 for the matrices; the source's by default."),
     ] = None,
 ):
-    """Convert a model to this package's layout, from it or through it; where the layouts agree, so do the logits.
+    """Convert a model to or from this package's layout, with the same logits.
 
-    docs/conversion.md says what each layout can hold. Only safetensors are read; nothing is written over.
+    docs/conversion.md says what each layout can hold. Reads safetensors only and overwrites nothing.
     """
     from diff_transformer.model.convert import convert_folder
 
@@ -66,21 +66,23 @@ def convert(
 def generate(
     model: Annotated[str, typer.Argument(help="Folder of a model with its tokenizer, or its name on the hub.")],
     prompt: Annotated[str | None, typer.Argument(help="Text to continue; - reads it from standard input.")] = None,
-    prompts: Annotated[Path | None, typer.Option("--prompts", help="File with a prompt a line; prints JSON.")] = None,
-    batch_size: Annotated[int, typer.Option(help="Prompts of the file that are continued at a time.")] = 8,
-    max_new_tokens: Annotated[int, typer.Option(help="Tokens to generate at most.")] = 64,
-    temperature: Annotated[float, typer.Option(help="0 takes the likeliest token; above it, tokens are drawn.")] = 0.0,
-    top_p: Annotated[float, typer.Option(help="Draw from the likeliest tokens of this probability together.")] = 1.0,
-    seed: Annotated[int | None, typer.Option(help="Of the draw.")] = None,
+    prompts: Annotated[
+        Path | None, typer.Option("--prompts", help="File with one prompt per line; prints JSON.")
+    ] = None,
+    batch_size: Annotated[int, typer.Option(help="Prompts of the file per batch.")] = 8,
+    max_new_tokens: Annotated[int, typer.Option(help="Most tokens to generate.")] = 64,
+    temperature: Annotated[float, typer.Option(help="0 takes the likeliest token; a positive value samples.")] = 0.0,
+    top_p: Annotated[float, typer.Option(help="Sample from the likeliest tokens with this total probability.")] = 1.0,
+    seed: Annotated[int | None, typer.Option(help="Seed of sampling.")] = None,
     device: Annotated[str | None, typer.Option(help="cpu or cuda; CUDA where there is one by default.")] = None,
     dtype: Annotated[str | None, typer.Option(help="float32, bfloat16, float16; the checkpoint's by default.")] = None,
-    weights: Annotated[str | None, typer.Option(help="int8: matrices held in 8 bits (torchao).")] = None,
-    assistant: Annotated[str | None, typer.Option(help="Smaller model that guesses ahead; same text.")] = None,
-    lookup: Annotated[int | None, typer.Option(help="Guess so many tokens ahead from the prompt itself.")] = None,
+    weights: Annotated[str | None, typer.Option(help="int8: keep matrices in 8 bits (torchao).")] = None,
+    assistant: Annotated[str | None, typer.Option(help="Smaller model for speculative decoding; same text.")] = None,
+    lookup: Annotated[int | None, typer.Option(help="Tokens to guess ahead from the prompt itself.")] = None,
     compiled: Annotated[bool, typer.Option("--compile", help="Compile the step, over a static cache.")] = False,
-    prefill_chunk: Annotated[int | None, typer.Option(help="Tokens of the prompt in one forward pass.")] = None,
+    prefill_chunk: Annotated[int | None, typer.Option(help="Tokens of the prompt per forward pass.")] = None,
 ):
-    """Continue a prompt, and print the text as it comes; or continue each line of a file."""
+    """Continue a prompt and stream the text, or continue each line of a file."""
     from diff_transformer.inference.command import run_generate
     from diff_transformer.inference.generation import Settings
 
@@ -98,7 +100,7 @@ def export(
     out: Out,
     dtype: Annotated[str | None, typer.Option(help="float32, bfloat16, float16; the checkpoint's by default.")] = None,
 ):
-    """Write a checkpoint with its code, which trust_remote_code loads where this package is not installed."""
+    """Write a checkpoint with its code, for trust_remote_code where this package is not installed."""
     from diff_transformer.durable import require_writable
     from diff_transformer.inference.export import export as run
 
@@ -111,14 +113,16 @@ def export(
 @app.command()
 def serve(
     model: Annotated[str, typer.Argument(help="Folder of a model with its tokenizer, or its name on the hub.")],
-    host: Annotated[str, typer.Option(help="Address to listen at; by default this machine alone.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(min=0, max=LAST_PORT, help="Port; 0 for any that is free.")] = 8000,
-    name: Annotated[str | None, typer.Option(help="What clients call the model; its folder's name by default.")] = None,
+    host: Annotated[str, typer.Option(help="Address to listen on; by default, this machine only.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=LAST_PORT, help="Port; 0 for any free port.")] = 8000,
+    name: Annotated[
+        str | None, typer.Option(help="The model's name for clients; by default, its folder's name.")
+    ] = None,
     continuous_batching: Annotated[
-        bool, typer.Option("--continuous-batching", help="Answer requests together, over a paged cache.")
+        bool, typer.Option("--continuous-batching", help="Batch requests over a paged cache.")
     ] = False,
-    requests_at_once: Annotated[int, typer.Option(help="How many are answered together at most.")] = 16,
-    attn_implementation: Annotated[str | None, typer.Option(help="As from_pretrained takes it: sdpa, ...")] = None,
+    requests_at_once: Annotated[int, typer.Option(help="Most requests in a batch.")] = 16,
+    attn_implementation: Annotated[str | None, typer.Option(help="As in from_pretrained: sdpa, ...")] = None,
     dtype: Annotated[str, typer.Option(help="auto (the checkpoint's), float32, bfloat16 or float16.")] = "auto",
     device: Annotated[str, typer.Option(help="auto, cpu, cuda:0, ...")] = "auto",
 ):
@@ -131,6 +135,6 @@ def serve(
         requests_at_once=requests_at_once, attn_implementation=attn_implementation, dtype=dtype, device=device,
     )  # fmt: skip
     if host not in ("127.0.0.1", "localhost", "::1"):
-        print(f"{host}: whoever reaches this address may use the model; there is no authentication", file=sys.stderr)
+        print(f"{host}: anyone who reaches this address may use the model; there is no authentication", file=sys.stderr)
     print(f"model: {server.name}; stop with Ctrl-C", flush=True)
     server.run()

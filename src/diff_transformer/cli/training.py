@@ -1,4 +1,4 @@
-"""Commands that train: a pair, one model, many small ones; and the text they are trained on."""
+"""Commands that train, and that prepare text for training: compare, train, prepare, study."""
 
 from pathlib import Path
 from typing import Annotated
@@ -7,7 +7,7 @@ import typer
 
 from diff_transformer.cli.app import Out, Recipe, Resume, Set, app, configuration, quiet, resumable, training
 
-CHECKPOINTS = "checkpoints/step-????????"  # of a run, those that are whole
+CHECKPOINTS = "checkpoints/step-????????"  # complete checkpoints of a run
 
 
 @app.command()
@@ -15,8 +15,8 @@ def compare(
     out: Out,
     recipe: Recipe = "demo",
     assignments: Set = None,
-    seeds: Annotated[int, typer.Option(help="Pairs to train, each with a seed of its own; --resume may add some.")] = 1,
-    jobs: Annotated[int | None, typer.Option(help="Models trained at a time; on CPU, one a core by default.")] = None,
+    seeds: Annotated[int, typer.Option(help="Pairs to train, one per seed; --resume may add some.")] = 1,
+    jobs: Annotated[int | None, typer.Option(help="Models trained at once; on a CPU, one per core by default.")] = None,
     resume: Resume = False,
     variants: Annotated[
         str,
@@ -26,7 +26,7 @@ def compare(
         ),
     ] = "",
 ):
-    """Train a DIFF Transformer and its matched Transformer, measure both, write the report with the verdicts."""
+    """Train a DIFF Transformer and its matched Transformer, measure both, and write the report with verdicts."""
     from diff_transformer.lab.compare import compare as run
     from diff_transformer.model.matching import VARIANTS
 
@@ -93,14 +93,14 @@ def prepare(
     ] = None,
     vocab_size: Annotated[int | None, typer.Option(help="Tokens of bpe; 32768 by default.")] = None,
     field: Annotated[str | None, typer.Option(help='Field or column that holds the text; "text" by default.')] = None,
-    validation: Annotated[float | None, typer.Option(help="Share of documents held out; 0.01 by default.")] = None,
-    shard_mb: Annotated[float | None, typer.Option(help="MB of text in a shard; 32 by default.")] = None,
-    skip_invalid: Annotated[bool, typer.Option("--skip-invalid", help="Leave out rows without text.")] = False,
-    jobs: Annotated[int | None, typer.Option(help="Processes; one a core by default.")] = None,
+    validation: Annotated[float | None, typer.Option(help="Held-out share of documents; 0.01 by default.")] = None,
+    shard_mb: Annotated[float | None, typer.Option(help="MB of text per shard; 32 by default.")] = None,
+    skip_invalid: Annotated[bool, typer.Option("--skip-invalid", help="Skip rows without text.")] = False,
+    jobs: Annotated[int | None, typer.Option(help="Processes; one per core by default.")] = None,
     resume: Resume = False,
-    verify: Annotated[Path | None, typer.Option("--verify", help="Check a prepared folder, and do no more.")] = None,
+    verify: Annotated[Path | None, typer.Option("--verify", help="Only check a prepared folder.")] = None,
 ):
-    """Tokenise text of any size to shards that training maps into memory; --resume goes on, and mends."""
+    """Tokenise text of any size to shards that training maps into memory. --resume continues, and repairs."""
     from diff_transformer.data.prepare.command import run_prepare, run_verify
 
     quiet()
@@ -124,14 +124,14 @@ def prepare(
 @app.command()
 def study(
     name: Annotated[str, typer.Argument(help="desk, stability or ladder.")],
-    out: Annotated[Path, typer.Option("--out", help="Folder of the study; what is finished there is not done again.")],
+    out: Annotated[Path, typer.Option("--out", help="Folder of the study; finished runs in it are kept.")],
     corpus: Annotated[str, typer.Option(help='Text: "python", a file, a folder, an archive.')] = "python",
     minutes: Annotated[
-        float | None, typer.Option(help="Stop after so many minutes; the next call goes on from there.")
+        float | None, typer.Option(help="Stop after this many minutes; the same command continues.")
     ] = None,
-    jobs: Annotated[int | None, typer.Option(help="Models trained at a time; one a core by default.")] = None,
+    jobs: Annotated[int | None, typer.Option(help="Models trained at once; one per core by default.")] = None,
 ):
-    """Train and measure many small models with several seeds, in pieces as long as you like."""
+    """Train and measure many small models with several seeds, in sessions of any length."""
     from diff_transformer.lab.recipes.studies import study as plan
     from diff_transformer.lab.study import run_study
 
@@ -141,4 +141,4 @@ def study(
     total = "a number that the sweep decides" if done.total is None else done.total
     print(f"{done.finished} of {total} models finished: {out}")
     if done.finished != done.total:
-        print("the same command again goes on")
+        print("to continue, run the same command again")
