@@ -6,6 +6,7 @@ import shutil
 import threading
 from itertools import pairwise
 from pathlib import Path
+from xml.etree import ElementTree
 
 import numpy as np
 import pytest
@@ -182,7 +183,7 @@ def test_claims_are_on_the_first_screen(visit, results):
 def test_without_scripts_everything_but_the_explorer_stands(visit, results):
     page = visit(results, java_script_enabled=False)
     assert page.locator(".verdict").first.is_visible()
-    assert page.locator("#loss svg.chart path.line").count() == 12
+    assert page.locator("#loss svg.chart .mark-line path").count() == 12
     assert page.get_by_role("button").count() == 0
     assert page.get_by_text("The explorer needs JavaScript").is_visible()
 
@@ -431,6 +432,53 @@ def test_every_figure_saves_its_data(visit, results):
     assert len(rows) == 112 * 113 / 2
     last = [row for row in rows if row[3] == "112"]
     assert sum(float(row[7]) for row in last) == pytest.approx(1, abs=0.1)
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_every_chart_saves_itself_in_the_page_s_colours(visit, results, scheme):
+    page = visit(results, scheme=scheme)
+    charts = page.locator(".panel svg.chart").count()
+    assert (
+        page.get_by_role("button", name=" as SVG").count()
+        == page.get_by_role("button", name=" as PNG").count()
+        == charts
+    )
+    panel = page.locator("#needles .panel").first
+    panel.hover()
+    with page.expect_download() as saving:
+        panel.get_by_role("button", name="as SVG").click()
+    assert saving.value.suggested_filename == "needles-accuracy-mean-over-depths.svg"
+    drawn = ElementTree.fromstring(saving.value.path().read_text())
+    filled = {element.get("fill") for element in drawn.iter()}
+    assert {"#0b62b8ff", "#b8500aff"} <= filled if scheme == "light" else {"#74b6ffff", "#ffae63ff"} <= filled
+    assert "var(" not in saving.value.path().read_text()
+    with page.expect_download() as saving:
+        panel.get_by_role("button", name="as PNG").click()
+    data = saving.value.path().read_bytes()
+    assert data[:8] == b"\x89PNG\r\n\x1a\n"
+    assert int.from_bytes(data[16:20]) == 1200
+
+
+def test_the_pointer_reads_a_chart(visit, results):
+    page = visit(results)
+    last = page.locator("#loss svg.chart").last.locator(".hit").last
+    last.scroll_into_view_if_needed()
+    page.wait_for_timeout(500)  # the page scrolls smoothly
+    box = last.bounding_box()
+    for step in (2, 4):
+        page.mouse.move(box["x"] + step, box["y"] + 40)
+    tip = page.locator("#tip")
+    tip.wait_for()
+    assert tip.inner_text().startswith("step 600\nDIFF, mean of 2 seeds: ")
+    page.mouse.move(5, 5)
+    tip.wait_for(state="hidden")
+
+
+def test_first_paint_takes_less_than_a_second_and_the_page_is_small(visit, results):
+    page = visit(results)
+    painted = page.evaluate("performance.getEntriesByName('first-contentful-paint')[0].startTime")
+    assert painted < 1000
+    assert len(page.content()) < 2_000_000
 
 
 def test_saved_text_is_neither_a_formula_nor_another_cell(visit, results):

@@ -81,7 +81,7 @@ def test_every_curve_has_its_place(pair):
         "Layer 3",
     ]
     for name, lines in {"loss": 4, "sources": 4, "rate": 2, "lambda": 4, "speed": 4, "memory": 4}.items():
-        assert len(re.findall(r'<path d="[^"]*" class="line ', section(page, name))) == lines, name
+        assert section(page, name).count('class="mark-line"') == lines, name
     assert "Last validation loss, the lowest first: ours 3.0538 (step 400), plain 3.2538 (step 400)." in page
 
 
@@ -190,7 +190,7 @@ def test_the_page_stands_alone_and_text_stays_text(pair):
     page = render_runs_page(load_runs([evil, pair[1]]))
     assert "<img" not in page
     assert set(re.findall(r'(?:src|href)="([^"#]*)', page)) == {"", "data:,"}
-    assert not re.findall(r"https?://|@import|url\(", page)
+    assert not re.findall(r"https?://|@import|url\((?!#c)", page)
 
 
 def test_the_command_takes_runs(pair, tmp_path):

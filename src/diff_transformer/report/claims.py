@@ -3,12 +3,11 @@
 import math
 import re
 
+from diff_transformer.report.charts import NAMES, padded
 from diff_transformer.report.figure import legend
 from diff_transformer.report.markup import Html, escape, join, tag
 from diff_transformer.report.numbers import is_number, mean, number, plural
 from diff_transformer.report.pair import as_dict, dicts
-from diff_transformer.report.scales import Scale, padded
-from diff_transformer.report.svg import chart, hit, mark, segment
 
 TWO = re.compile(r"([\d.,+−-]+) / ([\d.,+−-]+)(.*)", re.DOTALL)
 ICONS = {"held": "M3 8.5l3.2 3.2L13 4.5", "did not hold": "M4 4l8 8M12 4l-8 8", "undecided": "M3.5 8h9"}
@@ -118,17 +117,20 @@ def _strip(claim: dict) -> Html | None:
     if min(len(values) for values in by_side.values()) < 2:
         return None
     low, high = padded([v for values in by_side.values() for v in values], 0.05)
-    x = Scale(low, high, 8, 212) if claim.get("better") == "higher" else Scale(low, high, 212, 8)
-    drawn: list[object] = [segment(4, 13, 216, 13, "grid")]
-    for side, name in (("softmax", "Transformer"), ("diff", "DIFF")):
-        values = by_side[side]
-        average = mean(values) or 0.0
-        marks = [mark(side, x(v), 13, 4, "seed") for v in values]
-        marks.append(segment(x(average), 5, x(average), 21, f"reach {side}"))
-        each = " · ".join(number(v) for v in values)
-        drawn.append(hit(f"{name} {number(average)}\nseeds: {each}", *marks))
+    ends = (low, high) if claim.get("better") == "higher" else (high, low)
+
+    def at(value: float) -> str:
+        return f"left:{100 * (value - ends[0]) / (ends[1] - ends[0]):.1f}%"
+
+    drawn = []
+    for side in ("softmax", "diff"):
+        values, average = by_side[side], mean(by_side[side]) or 0.0
+        marks = [tag("i", class_=f"swatch {side}", style=at(v)) for v in values]
+        marks.append(tag("i", class_=f"mean {side}", style=at(average)))
+        tip = f"{NAMES[side]} {number(average)}\nseeds: {' · '.join(number(v) for v in values)}"
+        drawn.append(tag("span", *marks, class_="hit", data_tip=tip))
     words = f"Seeds of DIFF and Transformer for: {claim.get('claim', '')}; further right is better"
-    return chart(words, 26, *drawn, width=220, class_="chart strip")
+    return tag("span", *drawn, class_="chart strip", role="img", tabindex="0", aria_label=words)
 
 
 def _key(strips: bool) -> Html:

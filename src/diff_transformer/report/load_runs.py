@@ -4,7 +4,7 @@ import json
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from diff_transformer.report.line_chart import Point
+from diff_transformer.report.charts import Point
 from diff_transformer.report.load import ResultsError
 from diff_transformer.report.numbers import is_number
 from diff_transformer.report.pair import as_dict

@@ -2,9 +2,10 @@
 
 import json
 
+from diff_transformer.report.charts import NAMES
 from diff_transformer.report.markup import Html, join, table, tag
 from diff_transformer.report.numbers import DASH, is_number, number, short
-from diff_transformer.report.pair import NAMES, SIDES, as_dict
+from diff_transformer.report.pair import SIDES, as_dict
 
 DEFINITIONS = {
     "Loss": "mean cross-entropy of the next token on held-out text, in nats per token.",

@@ -5,7 +5,6 @@ from dataclasses import dataclass
 from diff_transformer.report.numbers import is_number, mean
 
 SIDES = ("diff", "softmax")
-NAMES = {"diff": "DIFF", "softmax": "Transformer"}
 
 
 def side_of(entry: dict) -> str:

@@ -2,18 +2,17 @@
 
 from collections.abc import Callable
 
+from diff_transformer.report.charts import Line, Point, line_chart, panel
 from diff_transformer.report.figure import Figure, key, panels
 from diff_transformer.report.findings import Finding
-from diff_transformer.report.line_chart import Line, Point, line_chart
 from diff_transformer.report.load_runs import RunLog
 from diff_transformer.report.markup import Html, join, table, tag
 from diff_transformer.report.numbers import mean, number
-from diff_transformer.report.svg import panel
 
 LAYERS = 8  # panels of single layers
 SPIKE = 10.0  # times the median gradient norm
 _POINTS, _TOTAL = 48, 320  # most points of a line; of all lines of a chart, so that many runs fit on one page
-_SMALL, _LARGE = 215, 260
+_SMALL, _LARGE = 165, 210
 
 
 def figures_of(runs: list[RunLog]) -> list[Figure]:

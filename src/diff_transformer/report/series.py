@@ -6,11 +6,12 @@ A model keeps its colour and mark on the whole page. In a comparison the two mod
 import re
 from dataclasses import dataclass, field
 
+from diff_transformer.report.charts import NAMES
 from diff_transformer.report.figure import key
 from diff_transformer.report.findings import Finding, versus
 from diff_transformer.report.markup import Html, join, tag
 from diff_transformer.report.numbers import is_number, mean, number, plural
-from diff_transformer.report.pair import NAMES, as_dict, dicts, seed_of, side_of
+from diff_transformer.report.pair import as_dict, dicts, seed_of, side_of
 
 STYLES = 6  # colours and marks in the style sheet beside those of the pair: s1 to s6
 APART = ("many_shot",)  # experiments that show each data set by itself: another one contradicts nothing

@@ -15,15 +15,13 @@ from diff_transformer.lab.measures import (
     paired_rows,
     trained,
 )
+from diff_transformer.report.charts import Line, Point, averaged, line_chart, panel, row_chart
+from diff_transformer.report.charts import Row as Drawn
 from diff_transformer.report.figure import Figure, key, panels
-from diff_transformer.report.line_chart import Line, Point, averaged, line_chart
 from diff_transformer.report.load import ResultsError
 from diff_transformer.report.markup import Html, join, table, tag
 from diff_transformer.report.numbers import mean, number, plural
-from diff_transformer.report.row_chart import Row as Drawn
-from diff_transformer.report.row_chart import row_chart
 from diff_transformer.report.series import sides_of
-from diff_transformer.report.svg import panel
 from diff_transformer.report.write import contents, fill_page, save_page
 
 BASELINE = "softmax"

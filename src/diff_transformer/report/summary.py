@@ -1,9 +1,10 @@
 """The first screen: what was compared, what it says in one sentence, and what was run."""
 
 from diff_transformer.lab.stats import SEEDS_FOR_AN_INTERVAL
+from diff_transformer.report.charts import NAMES
 from diff_transformer.report.markup import Html, join, tag
 from diff_transformer.report.numbers import duration, is_number, number, plural, short
-from diff_transformer.report.pair import NAMES, SIDES, as_dict, dicts, seeds_by_side
+from diff_transformer.report.pair import SIDES, as_dict, dicts, seeds_by_side
 
 
 def verdicts(results: dict) -> dict[str, int]:

@@ -15,7 +15,7 @@ from diff_transformer.report.markup import Html, escape, join, tag
 from diff_transformer.report.method import method_section
 from diff_transformer.report.summary import first_screen, sentence
 
-SCRIPTS = ("page.js", "download.js", "attention.js", "prompt.js", "explorer.js")
+SCRIPTS = ("page.js", "explorer.js")
 LIMIT = 3_000_000  # bytes of a page
 
 

@@ -1,13 +1,12 @@
 """The rows of Table 6: what the loss owes to the number of heads, the head norm, the difference and lambda_init."""
 
+from diff_transformer.report.charts import Row, panel, row_chart
 from diff_transformer.report.figure import Figure, legend, panels
 from diff_transformer.report.findings import Finding, versus
 from diff_transformer.report.markup import Html, join, table, tag
 from diff_transformer.report.numbers import is_number, mean, number, short
 from diff_transformer.report.pair import as_dict, dicts
-from diff_transformer.report.row_chart import Row, row_chart
 from diff_transformer.report.series import Series, models_in
-from diff_transformer.report.svg import panel
 
 NAMES = {
     "transformer": "Transformer",

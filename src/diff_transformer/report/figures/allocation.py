@@ -2,12 +2,11 @@
 
 import re
 
+from diff_transformer.report.charts import Chart, Line, line_chart, panel
 from diff_transformer.report.figure import Figure, panels
-from diff_transformer.report.line_chart import Line, line_chart
 from diff_transformer.report.markup import Html, table
 from diff_transformer.report.numbers import mean, number
 from diff_transformer.report.series import Series, compared, legend_of, models_in
-from diff_transformer.report.svg import panel
 
 CELL = re.compile(r"(answer|noise)_(depth|layer)(\d+)")
 PARTS = {"answer": "Attention to the answer", "noise": "Attention to the noise"}
@@ -50,7 +49,7 @@ def _finding(models: list[Series], part: str, depths: list[int], better: str):
     return compared(f"Attention to the {part}, mean over depths", models, values, better)
 
 
-def _by_depth(models: list[Series], part: str, depths: list[int]) -> Html:
+def _by_depth(models: list[Series], part: str, depths: list[int]) -> Chart:
     return _chart(
         models,
         f"Attention to the {part} by depth of the needle",
@@ -61,7 +60,7 @@ def _by_depth(models: list[Series], part: str, depths: list[int]) -> Html:
     )
 
 
-def _by_layer(models: list[Series], part: str, layers: list[int]) -> Html:
+def _by_layer(models: list[Series], part: str, layers: list[int]) -> Chart:
     every = max(1, -(-len(layers) // 10))
     return _chart(
         models,
@@ -73,7 +72,7 @@ def _by_layer(models: list[Series], part: str, layers: list[int]) -> Html:
     )
 
 
-def _chart(models: list[Series], label: str, metrics: dict[float, str], **axis) -> Html:
+def _chart(models: list[Series], label: str, metrics: dict[float, str], **axis) -> Chart:
     lines = []
     for one in models:
         values = {at: one.seeds(name) for at, name in metrics.items()}

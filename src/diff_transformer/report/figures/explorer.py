@@ -5,12 +5,13 @@ import binascii
 
 import numpy as np
 
+from diff_transformer.report.charts import NAMES
 from diff_transformer.report.figure import Figure
 from diff_transformer.report.findings import Finding
 from diff_transformer.report.load import ResultsError
 from diff_transformer.report.markup import script_json, tag
 from diff_transformer.report.numbers import is_number, plural
-from diff_transformer.report.pair import NAMES, dicts, side_of
+from diff_transformer.report.pair import dicts, side_of
 
 BUDGET = 1_250_000  # characters of base64 in the page, over all examples
 FIRST = 2_500_000  # as many when there is only one

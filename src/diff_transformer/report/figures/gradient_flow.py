@@ -3,14 +3,12 @@
 import re
 from collections.abc import Mapping
 
-from diff_transformer.report.category_chart import category_chart
+from diff_transformer.report.charts import NAMES, Chart, category_chart, panel
 from diff_transformer.report.figure import Figure, legend, panels
 from diff_transformer.report.findings import Finding
 from diff_transformer.report.markup import Html, table
 from diff_transformer.report.numbers import number
-from diff_transformer.report.pair import NAMES
 from diff_transformer.report.series import Series, legend_of, models_in, names_of
-from diff_transformer.report.svg import panel
 
 WEIGHTS = {"q": "W_Q", "k": "W_K", "v": "W_V", "o": "W_O"}
 PARTS = {"q1": "Q₁", "q2": "Q₂", "k1": "K₁", "k2": "K₂", "lambda": "λ vectors", "head_norm": "head norm"}
@@ -67,7 +65,7 @@ def _layers(one: Series, state: str, kind: str) -> ByLayer:
 
 def _chart(
     title: str, categories: list[str], values: dict[str, list[ByLayer]], names: Mapping[str, str] = NAMES
-) -> Html:
+) -> Chart:
     return category_chart(
         f"Gradient sizes. {title}",
         categories,

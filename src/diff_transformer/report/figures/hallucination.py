@@ -1,13 +1,12 @@
 """Contextual hallucination: the share of outputs that stay with their source, by data set."""
 
-from diff_transformer.report.category_chart import category_chart
+from diff_transformer.report.charts import category_chart, panel
 from diff_transformer.report.figure import Figure, panels
 from diff_transformer.report.findings import Finding
 from diff_transformer.report.markup import Html, table
 from diff_transformer.report.numbers import mean, number
 from diff_transformer.report.pair import as_dict
 from diff_transformer.report.series import Series, compared, legend_of, models_in, names_of
-from diff_transformer.report.svg import panel
 
 DETAILS = ("stderr", "undecided", "empty", "truncated")
 EXAMPLES = 4  # of each model

@@ -2,13 +2,12 @@
 
 import re
 
-from diff_transformer.report.category_chart import category_chart
+from diff_transformer.report.charts import Chart, category_chart, panel
 from diff_transformer.report.figure import Figure, panels
 from diff_transformer.report.findings import Finding
 from diff_transformer.report.markup import Html, table
 from diff_transformer.report.numbers import mean, number, plural
 from diff_transformer.report.series import Series, compared, legend_of, models_in, names_of
-from diff_transformer.report.svg import panel
 
 CELL = re.compile(r"(.+)_(\d+)shot")
 SHORT = {
@@ -41,7 +40,7 @@ def build(results: dict) -> Figure | None:
     )
 
 
-def _chart(models: list[Series], tasks: list[str], shots: int) -> Html:
+def _chart(models: list[Series], tasks: list[str], shots: int) -> Chart:
     return category_chart(
         f"Accuracy by task, {plural(shots, 'shot')}",
         [SHORT.get(task, task.replace("_", " ")) for task in tasks],

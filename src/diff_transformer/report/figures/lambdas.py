@@ -1,13 +1,11 @@
 """Lambda of every layer over training."""
 
-from diff_transformer.report.category_chart import category_chart
+from diff_transformer.report.charts import Chart, Line, Point, averaged, bucketed, category_chart, line_chart, panel
 from diff_transformer.report.figure import Figure, panels
 from diff_transformer.report.findings import Finding
-from diff_transformer.report.line_chart import Line, Point, averaged, bucketed, line_chart
 from diff_transformer.report.markup import Html, table
 from diff_transformer.report.numbers import is_number, number, plural
 from diff_transformer.report.pair import dicts, seed_of, side_of
-from diff_transformer.report.svg import panel
 
 Layers = list[list[Point]]  # for each layer, its points (step, lambda)
 
@@ -52,19 +50,19 @@ def _layers(curve: dict) -> Layers:
 def shade(layer: int, count: int) -> str:
     """The colour of a layer: from pale to full in the colour of DIFF."""
     share = 45 + 55 * layer / max(count - 1, 1)
-    return f"--line:color-mix(in oklab, var(--diff) {share:.0f}%, var(--pale))"
+    return f"color-mix(in oklab, var(--diff) {share:.0f}%, var(--pale))"
 
 
-def _over_training(seeds: dict[int, Layers], count: int) -> Html:
+def _over_training(seeds: dict[int, Layers], count: int) -> Chart:
     lines = []
     every = max(1, -(-count // 10))
     for layer in range(count):
         runs = [bucketed(layers[layer], 40) for layers in seeds.values()]
-        style = shade(layer, count)
+        colour = shade(layer, count)
         if len(runs) > 1:
-            lines += [Line("", run, thin=True, style=style) for run in runs]
+            lines += [Line("", run, thin=True, colour=colour) for run in runs]
         named = f"layer {layer + 1}" if layer % every == 0 or layer == count - 1 else ""
-        lines.append(Line(f"layer {layer + 1}", averaged(runs), style=style, read=True, end_label=named))
+        lines.append(Line(f"layer {layer + 1}", averaged(runs), colour=colour, read=True, end_label=named))
     values = [v for line in lines for _, v in line.points]
     limits = (min(0.0, *values) - 0.03, max(1.0, *values) + 0.06)
     guides = [(1.0, "1: alarm above"), (0.0, "0: alarm below")]
@@ -74,11 +72,11 @@ def _over_training(seeds: dict[int, Layers], count: int) -> Html:
         x_label="training step",
         y_range=limits,
         guides=guides,
-        height=290,
+        height=240,
     )
 
 
-def _final(seeds: dict[int, Layers], start: list[float | None]) -> Html:
+def _final(seeds: dict[int, Layers], start: list[float | None]) -> Chart:
     last = [{seed: layers[i][-1][1] for seed, layers in seeds.items()} for i in range(len(start))]
     initial: list[dict[int, float]] = [{} if v is None else {0: v} for v in start]
     values = [v for by_seed in [*last, *initial] for v in by_seed.values()]
@@ -89,7 +87,7 @@ def _final(seeds: dict[int, Layers], start: list[float | None]) -> Html:
         {"init": initial, "diff": last},
         x_label="layer",
         y_range=(min(0.0, *values) - 0.03, max(1.0, *values) + 0.06),
-        height=290,
+        height=240,
         names={"init": "lambda_init", "diff": "last lambda"},
     )
 

@@ -3,15 +3,13 @@
 import re
 
 from diff_transformer.lab.stats import over_seeds
+from diff_transformer.report.charts import Chart, Line, Point, averaged, line_chart, padded, panel
 from diff_transformer.report.figure import Figure, key, panels
 from diff_transformer.report.findings import Finding
-from diff_transformer.report.line_chart import Line, Point, averaged, line_chart
 from diff_transformer.report.markup import Html, table
 from diff_transformer.report.numbers import is_number, number, plural
 from diff_transformer.report.pair import as_dict, dicts
-from diff_transformer.report.scales import padded
 from diff_transformer.report.series import Series, compared, legend_of, models_in, pair_in
-from diff_transformer.report.svg import panel
 
 POSITION = re.compile(r"nll(\d+)")
 SETTLED = 8  # positions after which the curve no longer falls out of the frame
@@ -52,7 +50,7 @@ def _points(model: Series, seed: int, positions: list[int]) -> list[Point]:
     return [(float(n), values[f"nll{n}"]) for n in positions if f"nll{n}" in values]
 
 
-def _chart(models: list[Series], positions: list[int]) -> Html:
+def _chart(models: list[Series], positions: list[int]) -> Chart:
     lines: list[Line] = []
     for model in models:
         runs = [_points(model, seed, positions) for seed in model.metrics]
@@ -68,7 +66,7 @@ def _chart(models: list[Series], positions: list[int]) -> Html:
         x_ticks=ticks(positions),
         y_range=padded(settled),
         log_x=True,
-        height=290,
+        height=240,
     )
 
 
@@ -117,7 +115,7 @@ def _by_book(model: Series) -> dict[tuple[int, str], dict[int, float]]:
     return found
 
 
-def _difference(gaps: dict[int, tuple[float, float]], positions: list[int]) -> Html:
+def _difference(gaps: dict[int, tuple[float, float]], positions: list[int]) -> Chart:
     middle = [(float(n), gap) for n, (gap, _) in gaps.items()]
     lines = [Line("DIFF − Transformer", middle, "difference", marks=True, read=True)]
     if any(half for _, half in gaps.values()):
@@ -135,7 +133,7 @@ def _difference(gaps: dict[int, tuple[float, float]], positions: list[int]) -> H
         guides=[(0.0, "no difference")],
         digits=4,
         log_x=True,
-        height=290,
+        height=240,
     )
 
 

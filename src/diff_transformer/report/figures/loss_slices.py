@@ -1,12 +1,11 @@
 """Validation loss on tokens that repeat an n-gram of the context, and on the others."""
 
-from diff_transformer.report.category_chart import category_chart
+from diff_transformer.report.charts import Chart, category_chart, panel
 from diff_transformer.report.figure import Figure, key, panels
 from diff_transformer.report.findings import Finding
 from diff_transformer.report.markup import Html, table
 from diff_transformer.report.numbers import mean, number
 from diff_transformer.report.series import Series, compared, legend_of, models_in, names_of, pair_in
-from diff_transformer.report.svg import panel
 
 SLICES = {"validation": "all tokens", "ar_hit": "AR-Hit", "others": "others"}
 
@@ -55,7 +54,7 @@ def _gaps(diff: Series, soft: Series, name: str) -> dict[int, float]:
     return paired or ({} if a is None or b is None else {0: a - b})
 
 
-def _difference(names: list[str], gaps: list[dict[int, float]]) -> Html:
+def _difference(names: list[str], gaps: list[dict[int, float]]) -> Chart:
     reach = max(abs(v) for g in gaps for v in g.values()) * 1.3 or 0.01
     return category_chart(
         "Difference in loss, DIFF minus Transformer, by slice",

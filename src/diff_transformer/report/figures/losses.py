@@ -1,12 +1,11 @@
 """Training and validation loss over steps."""
 
+from diff_transformer.report.charts import NAMES, Chart, Line, Point, averaged, bucketed, line_chart, panel
 from diff_transformer.report.figure import Figure, key, legend, panels
 from diff_transformer.report.findings import versus
-from diff_transformer.report.line_chart import Line, Point, averaged, bucketed, line_chart
 from diff_transformer.report.markup import Html, table
 from diff_transformer.report.numbers import is_number, number
-from diff_transformer.report.pair import NAMES, SIDES, dicts, seed_of, side_of
-from diff_transformer.report.svg import panel
+from diff_transformer.report.pair import SIDES, dicts, seed_of, side_of
 
 Curves = dict[str, dict[int, list[Point]]]  # side -> seed -> points
 
@@ -60,7 +59,7 @@ def _last(curves: Curves) -> dict[str, dict[int, float]]:
     }
 
 
-def _chart(name: str, curves: Curves, marks: bool = False) -> Html:
+def _chart(name: str, curves: Curves, marks: bool = False) -> Chart:
     lines: list[Line] = []
     for side in SIDES:
         seeds = {seed: bucketed(points) for seed, points in curves.get(side, {}).items()}

@@ -2,15 +2,13 @@
 
 import re
 
-from diff_transformer.report.category_chart import category_chart
+from diff_transformer.report.charts import Line, averaged, category_chart, line_chart, panel
 from diff_transformer.report.figure import Figure, key, panels
 from diff_transformer.report.findings import Finding
-from diff_transformer.report.line_chart import Line, averaged, line_chart
 from diff_transformer.report.markup import Html, join, table
 from diff_transformer.report.numbers import mean, number, short
 from diff_transformer.report.pair import as_dict, dicts
 from diff_transformer.report.series import Series, compared, legend_of, models_in, names_of
-from diff_transformer.report.svg import panel
 
 SHOTS = re.compile(r"shots(\d+)")
 ORDERS = {"random": "in random order", "alternate": "alternately by class"}
@@ -67,7 +65,7 @@ def _last(model: Series, metric: str = "") -> dict[int, float]:
     return model.seeds(metric or f"shots{_counts(model)[-1]}")
 
 
-def _curves(name: str, models: list[Series]) -> Html:
+def _curves(name: str, models: list[Series]) -> Html | None:
     lines, chance = [], mean([v for model in models for v in model.seeds("chance").values()])
     for model in models:
         places = {k: float(round(mean(model.seeds(f"tokens{k}")) or 0.0)) for k in _counts(model)}
@@ -80,7 +78,7 @@ def _curves(name: str, models: list[Series]) -> Html:
         lines.append(Line(model.label, averaged(runs), model.side, marks=True, read=True))
     ends = sorted({place for line in lines for place, _ in line.points})
     if not ends:
-        return panel(f"{name}: accuracy", Html(""))
+        return None
     chart = line_chart(
         f"Accuracy on {name} by the length of the prompt",
         lines,

@@ -2,15 +2,12 @@
 
 import re
 
-from diff_transformer.report.category_chart import category_chart
+from diff_transformer.report.charts import Chart, Line, averaged, category_chart, heat_map, line_chart, panel
 from diff_transformer.report.figure import Figure, key, panels
 from diff_transformer.report.findings import Finding
-from diff_transformer.report.heat_map import heat_map
-from diff_transformer.report.line_chart import Line, averaged, line_chart
 from diff_transformer.report.markup import Html, table
 from diff_transformer.report.numbers import mean, number, short
 from diff_transformer.report.series import Series, compared, legend_of, models_in, names_of
-from diff_transformer.report.svg import panel
 
 CELL = re.compile(r"n(\d+)_r(\d+)(?:_len(\d+))?(?:_depth(\d+))?")
 Grid = tuple[int, int]  # needles in the context, needles asked for
@@ -66,7 +63,7 @@ def _accuracy(model: Series, grid: Grid) -> dict[int, float]:
     return {seed: sum(values) / len(values) for seed, values in parts.items() if values}
 
 
-def _bars(models: list[Series], grids: list[Grid], chance: float | None) -> Html:
+def _bars(models: list[Series], grids: list[Grid], chance: float | None) -> Chart:
     return category_chart(
         "Needle accuracy by number of needles",
         [f"{n}, {r}" for n, r in grids],
@@ -79,7 +76,7 @@ def _bars(models: list[Series], grids: list[Grid], chance: float | None) -> Html
     )
 
 
-def _by_depth(models: list[Series], grids: list[Grid], depths: list[int]) -> Html:
+def _by_depth(models: list[Series], grids: list[Grid], depths: list[int]) -> Chart:
     lines = []
     for one in models:
         runs = [
@@ -113,7 +110,7 @@ def _length_map(model: Series, grid: Grid, lengths: list[int], depths: list[int]
     return panel(title, _grid(model, label, columns, depths, "tokens"))
 
 
-def _grid(model: Series, label: str, columns: list[tuple], depths: list[int], x_label: str) -> Html:
+def _grid(model: Series, label: str, columns: list[tuple], depths: list[int], x_label: str) -> Chart:
     """A heat map of depth by ``columns`` (name, words, (N, R), length); its last row is the mean over depths."""
     rows = [*depths, None] if len(depths) > 1 else depths
 

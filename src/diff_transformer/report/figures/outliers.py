@@ -2,14 +2,12 @@
 
 import re
 
-from diff_transformer.report.category_chart import category_chart
+from diff_transformer.report.charts import Chart, Line, category_chart, line_chart, panel
 from diff_transformer.report.figure import Figure, panels
 from diff_transformer.report.findings import Finding
-from diff_transformer.report.line_chart import Line, line_chart
 from diff_transformer.report.markup import Html, table
 from diff_transformer.report.numbers import mean, number
 from diff_transformer.report.series import Series, compared, legend_of, models_in, names_of
-from diff_transformer.report.svg import panel
 
 RANKS = {"top1": "top 1", "top2": "top 2", "top3": "top 3", "top10": "top 10", "top100": "top 100", "median": "median"}
 KINDS = {"logits": "Attention logits before softmax", "hidden": "Hidden states after a layer"}
@@ -42,7 +40,7 @@ def build(results: dict) -> Figure | None:
     )
 
 
-def _chart(models: list[Series], kind: str) -> Html:
+def _chart(models: list[Series], kind: str) -> Chart:
     return category_chart(
         f"{KINDS[kind]}: largest magnitudes",
         list(RANKS.values()),
@@ -54,7 +52,7 @@ def _chart(models: list[Series], kind: str) -> Html:
     )
 
 
-def _by_layer(models: list[Series], kind: str, layers: list[int]) -> Html:
+def _by_layer(models: list[Series], kind: str, layers: list[int]) -> Chart:
     lines = []
     for one in models:
         values = [(float(i + 1), mean(one.seeds(f"{kind}_layer{i}_top1"))) for i in layers]

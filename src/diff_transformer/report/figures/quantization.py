@@ -2,14 +2,13 @@
 
 import re
 
-from diff_transformer.report.category_chart import category_chart
+from diff_transformer.report.charts import Chart, category_chart, panel
 from diff_transformer.report.figure import Figure, key, panels
 from diff_transformer.report.findings import Finding
 from diff_transformer.report.markup import Html, table
 from diff_transformer.report.numbers import mean, number
 from diff_transformer.report.pair import as_dict
 from diff_transformer.report.series import Series, compared, legend_of, models_in, names_of
-from diff_transformer.report.svg import panel
 
 CELL = re.compile(r"(accuracy|accuracy_plain|loss)_(\d+)bit")
 KINDS = {"accuracy": "Accuracy", "loss": "Loss, nats a token"}
@@ -48,7 +47,7 @@ def _shared(models: list[Series]) -> str:
     return " or of ".join(known) if known else "the logits at hand"
 
 
-def _chart(models: list[Series], kind: str, bits: list[int], chance: float | None) -> Html:
+def _chart(models: list[Series], kind: str, bits: list[int], chance: float | None) -> Chart:
     return category_chart(
         f"{KINDS[kind]} by bits of an attention logit",
         [str(b) for b in bits],

@@ -2,14 +2,13 @@
 
 import re
 
+from diff_transformer.report.charts import NAMES, Chart, Line, line_chart, panel
 from diff_transformer.report.figure import Figure, key, legend, panels
 from diff_transformer.report.findings import Finding
-from diff_transformer.report.line_chart import Line, line_chart
 from diff_transformer.report.markup import Html, join, table, tag
 from diff_transformer.report.numbers import is_number, number, short
-from diff_transformer.report.pair import NAMES, as_dict
+from diff_transformer.report.pair import as_dict
 from diff_transformer.report.series import Series, legend_of, models_in
-from diff_transformer.report.svg import panel
 
 FITS = {"parameters": "Loss against parameters", "tokens": "Loss against training tokens"}
 LAW = re.compile(r"(parameters|tokens)_(.+)_a")
@@ -69,7 +68,7 @@ def _name(name: str) -> str:
     return NAMES.get(name, name)
 
 
-def _chart(one: Series, fit: str) -> Html:
+def _chart(one: Series, fit: str) -> Chart:
     lines = []
     for which, name in _laws(one):
         if which != fit:

@@ -1,12 +1,11 @@
 """Tokens a second, training and forward."""
 
-from diff_transformer.report.category_chart import category_chart
+from diff_transformer.report.charts import NAMES, Chart, category_chart, panel
 from diff_transformer.report.figure import Figure, key, legend, panels
 from diff_transformer.report.findings import versus
 from diff_transformer.report.markup import Html, table
 from diff_transformer.report.numbers import number
-from diff_transformer.report.pair import NAMES, SIDES, Measured, as_dict, measured
-from diff_transformer.report.svg import panel
+from diff_transformer.report.pair import SIDES, Measured, as_dict, measured
 
 WAYS = {"train_tokens_per_second": "forward + backward", "forward_tokens_per_second": "forward only"}
 
@@ -50,7 +49,7 @@ def _ratios(speed: Measured, name: str) -> dict[int, float]:
     return {s: diff[s] / soft[s] for s in diff if soft.get(s)}
 
 
-def _ratio_chart(names: list[str], ratios: list[dict[int, float]]) -> Html:
+def _ratio_chart(names: list[str], ratios: list[dict[int, float]]) -> Chart:
     reach = max([abs(v - 1) for r in ratios for v in r.values()]) * 1.4 + 0.02
     return category_chart(
         "Throughput of DIFF divided by that of the Transformer",

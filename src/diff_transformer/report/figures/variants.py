@@ -1,12 +1,11 @@
 """Relatives of differential attention beside the pair, each at equal cost."""
 
-from diff_transformer.report.category_chart import category_chart
+from diff_transformer.report.charts import category_chart, panel
 from diff_transformer.report.figure import Figure, key, panels
 from diff_transformer.report.findings import Finding, lead
 from diff_transformer.report.markup import Html, table, tag
 from diff_transformer.report.numbers import is_number, mean, number, short
 from diff_transformer.report.pair import as_dict, dicts
-from diff_transformer.report.svg import panel
 
 BASELINE, NORMALISED = "softmax", "softmax_norm"
 

@@ -1,0 +1,529 @@
+"""The charts of the report, of figures/ and of docs/: Vega-Lite specifications, rendered to SVG by vl-convert.
+
+``line_chart``, ``category_chart``, ``row_chart`` and ``heat_map`` return a specification (a dictionary, see
+https://vega.github.io/vega-lite/docs). ``panel`` draws it into the page; ``grid`` puts several into one, which ``save``
+writes to a file. A model is drawn by its ``side``: "diff", "softmax", or "s1" to "s6" for others. The side decides
+colour, mark and dashes everywhere. Colours are CSS custom properties such as ``var(--diff)``: page.css defines them for
+light and dark, and ``save`` replaces them by FILE_COLOURS. Transparent rectangles, the class ``hit`` in the page, carry
+the text that page.js shows on hover, on tap and by the arrow keys.
+"""
+
+import hashlib
+import json
+import math
+import re
+import textwrap
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from diff_transformer.report.markup import Html, escape, tag
+from diff_transformer.report.numbers import mean, number, short
+
+NAMES = {"diff": "DIFF", "softmax": "Transformer"}
+WIDTH = 400  # of a chart in the page, which shows it 330 to 520 pixels wide
+MARKS = {
+    "diff": "circle", "softmax": "square", "s1": "diamond", "s2": "triangle-up", "s3": "triangle-down", "s4": "cross",
+    "s5": "M-0.6,-1L0.6,-1L1.15,0L0.6,1L-0.6,1L-1.15,0Z", "s6": "M-1,-1L1,-1L0.3,0L1,1L-1,1L-0.3,0Z",
+}  # fmt: skip
+DASHES = {
+    "softmax": [7, 3.5], "s1": [2, 3], "s2": [11, 3, 2.5, 3], "s3": [4, 3], "s4": [14, 4], "s5": [7, 2, 2, 2],
+}  # fmt: skip
+FILE_COLOURS = {  # readable on white and on black: a file does not know its page
+    "diff": "#2a7fd4", "softmax": "#d1690f", "s1": "#0f9a85", "s2": "#b05cc9", "s3": "#a38600", "s4": "#e0506a",
+    "s5": "#75849a", "s6": "#5a9e35", "ink": "#767b81", "muted": "#767b81", "rule": "#88888855", "faint": "#88888822",
+    "heat": "#0f9a85", "on-heat": "#ffffff", "on-middle": "#767b81", "bg": "none",
+}  # fmt: skip
+Chart = dict[str, Any]  # a Vega-Lite specification
+Point = tuple[float, float]
+BySeed = Mapping[int, float]
+_LETTER = 6.6  # pixels of a letter, at most
+_CONFIG = {
+    "font": "Arial, sans-serif",
+    "background": None,
+    "view": {"stroke": None},
+    "axis": {
+        "labelColor": "var(--muted)", "titleColor": "var(--muted)", "labelFontSize": 12, "titleFontSize": 12,
+        "titleFontWeight": "normal", "titlePadding": 8, "tickColor": "var(--rule)", "domainColor": "var(--muted)",
+        "gridColor": "var(--rule)", "gridWidth": 0.75, "tickSize": 4,
+        "labelPadding": 5, "labelAngle": 0, "labelLimit": 0,
+    },
+    "axisX": {"grid": False},
+    "axisY": {"domain": False, "ticks": False},
+    "title": {"color": "var(--muted)", "fontSize": 12, "fontWeight": "normal", "anchor": "start"},
+    "text": {"fill": "var(--muted)", "fontSize": 12},
+    "rule": {"stroke": "var(--muted)"},
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Line:
+    """A line of a line chart.
+
+    Attributes:
+        points: (x, y), with x increasing.
+        side: decides colour, mark and dashes; ``colour``, any CSS colour, overrides the side's.
+        thin: one seed among several.
+        marks: draw a mark at each point; without ``joined``, marks alone.
+        read: its values are in the reading under the pointer.
+        end_label: words at the right end.
+        band: (x, low, high), drawn as an area in the line's colour.
+    """
+
+    name: str
+    points: list[Point]
+    side: str = ""
+    thin: bool = False
+    marks: bool = False
+    read: bool = False
+    end_label: str = ""
+    colour: str = ""
+    joined: bool = True
+    band: tuple[tuple[float, float, float], ...] = ()
+
+
+@dataclass(frozen=True)
+class Row:
+    """A row of a row chart: ``values`` by seed, and ``low`` and ``high``, the ends of an interval."""
+
+    name: str
+    side: str
+    values: BySeed
+    low: float | None = None
+    high: float | None = None
+
+
+def line_chart(
+    label: str,
+    lines: list[Line],
+    *,
+    x_label: str,
+    x_name: str = "step",
+    x_ticks: list[tuple[float, str]] | None = None,
+    y_range: tuple[float, float] | None = None,
+    digits: int = 3,
+    guides: Sequence[tuple[float, str]] = (),
+    height: float = 210,
+    width: float = WIDTH,
+    log_x: bool = False,
+    log_y: bool = False,
+) -> Chart:
+    """Lines over a number; on a logarithmic axis only positive values are drawn.
+
+    Args:
+        label: what a screen reader says.
+        x_name: what the reading under the pointer calls x.
+        x_ticks: (x, words); by default Vega chooses round numbers.
+        y_range: a line that leaves it ends at the frame.
+        guides: dashed levels, each with its name.
+    """
+    lines = [
+        replace(line, points=[(x, y) for x, y in line.points if (x > 0 or not log_x) and (y > 0 or not log_y)])
+        for line in lines
+    ]
+    lines = [line for line in lines if line.points]
+    xs = sorted({x for line in lines for x, _ in line.points})
+    ends = (xs[0], xs[-1]) if len(xs) > 1 else (xs[0] * 0.9, xs[0] * 1.1 or 1.0)
+    spans = [y for line in lines for _, low, high in line.band for y in (low, high)]
+    levels = [level for level, _ in guides]
+    low, high = y_range or padded([y for line in lines for _, y in line.points] + spans + levels, log=log_y)
+    x = _number("x", ends, log=log_x, title=x_label)
+    if x_ticks:
+        x["axis"] |= {"values": [at for at, _ in x_ticks], "labelExpr": _words([w for _, w in x_ticks], x_ticks)}
+    y = _number("y", (low, high), log=log_y)
+    ended = [line for line in lines if line.end_label]
+    layers = _guides(guides, y)
+    for line in sorted(lines, key=lambda line: not line.thin):
+        layers += _line(line, x, y)
+    if ended:
+        layers.append(_end_labels(ended, ends[1], x, y, (high - low) * 15 / height))
+    readings = _readings([line for line in lines if line.read], x_name, digits)
+    layers += [_hits(readings, x=x, x2={"field": "x2"})] if readings else []
+    return _chart(label, layers, height, width, right=58 if ended else 14)
+
+
+def _line(line: Line, x: dict, y: dict) -> list[dict]:
+    colour = line.colour or _colour(line.side)
+    data = [{"x": at, "y": value} for at, value in line.points]
+    made = []
+    if line.band:
+        area = [{"x": at, "y": low, "y2": high} for at, low, high in line.band]
+        made.append(_layer(area, {"type": "area", "fill": colour, "opacity": 0.2, "clip": True}, x=x, y=y, y2=_Y2))
+    if line.joined and len(data) > 1:
+        stroke: dict[str, Any] = {"type": "line", "stroke": colour, "clip": True}
+        stroke["strokeWidth"] = 1 if line.thin else 2.2
+        stroke |= {"opacity": 0.45} if line.thin else {"strokeDash": DASHES.get(_style(line.side), [1, 0])}
+        made.append(_layer(data, stroke, x=x, y=y))
+    if line.marks or not line.joined:
+        low, high = y["scale"]["domain"]
+        data = [point for point in data if low <= point["y"] <= high]
+        made.append(_layer(data, _mark(line.side, 14 if line.thin else 46, colour, faint=line.thin), x=x, y=y))
+    return made
+
+
+def _end_labels(lines: list[Line], right: float, x: dict, y: dict, apart: float) -> dict:
+    """Names at the right end, at least ``apart`` from one another."""
+    data, floor = [], -math.inf
+    for line in sorted(lines, key=lambda line: line.points[-1][1]):
+        floor = max(line.points[-1][1], floor + apart)
+        data.append({"x": right, "y": floor, "words": line.end_label, "fill": line.colour or _colour(line.side)})
+    mark = {"type": "text", "align": "left", "dx": 6}
+    return _layer(data, mark, x=x, y=y, text=_TEXT, fill={"field": "fill", "scale": None})
+
+
+def _readings(lines: list[Line], x_name: str, digits: int) -> list[dict]:
+    """For each x the values of all lines there, and the interval in which it is the nearest."""
+    tables = [(line.name, dict(line.points)) for line in lines]
+    xs = sorted({x for _, table in tables for x in table})
+    found = []
+    for i, at in enumerate(xs):
+        head = f"{x_name} {short(at) if at >= 1e6 else number(at, 0 if at == int(at) else None)}"
+        said = [f"{name}: {number(table[at], digits)}" for name, table in tables if at in table]
+        left = at if i == 0 else (xs[i - 1] + at) / 2
+        right = at if i == len(xs) - 1 else (at + xs[i + 1]) / 2
+        found.append({"x": left, "x2": right, "tip": "\n".join([head, *said])})
+    return found
+
+
+def category_chart(
+    label: str,
+    categories: list[str],
+    values: Mapping[str, Sequence[BySeed]],
+    *,
+    x_label: str = "",
+    bars: bool = False,
+    log: bool = False,
+    digits: int | None = 3,
+    unit: str = "",
+    y_range: tuple[float, float] | None = None,
+    guides: Sequence[tuple[float, str]] = (),
+    height: float = 210,
+    width: float = WIDTH,
+    names: Mapping[str, str] = NAMES,
+) -> Chart:
+    """Named categories; in each, a bar from 0 or a mark for each model's mean, and its seeds.
+
+    Args:
+        values: side -> for each category, values by seed; an empty one draws nothing.
+        names: side -> what the reading under the pointer calls it.
+    """
+    every = [v for by_category in values.values() for seeds in by_category for v in seeds.values()]
+    low, high = y_range or padded(every + [level for level, _ in guides], 0.12, zero=bars, log=log)
+    room = (width - 60) / len(categories)
+    free = 1 - min(0.8 if len(values) > 1 else 0.4, 48 * len(values) / room)
+    lines = [wrapped(name, room) for name in categories]
+    axis = {"labelExpr": _words(lines), "labelOverlap": False, "labelLineHeight": 13}
+    band = {"domain": list(range(len(categories))), "paddingInner": free, "paddingOuter": free / 2}
+    x = {"field": "place", "type": "ordinal", "title": x_label or None, "scale": band, "axis": axis}
+    y = _number("y", (low, high), log=log)
+    offset = {"field": "side", "type": "nominal", "scale": {"domain": list(values), "paddingInner": 0.1}}
+    layers = []
+    for side, by_category in values.items():
+        for data, mark in _group(side, by_category, bars, max(low, 0.0)):
+            layers.append(_layer(data, mark, x=x, y=y, xOffset=offset, **({"y2": _Y2} if "y2" in data[0] else {})))
+    tips = []
+    for i, name in enumerate(categories):
+        said = [_said(names[side], of[i], digits, unit) for side, of in values.items() if of[i]]
+        tips.append({"place": i, "tip": "\n".join([name, *said])})
+    return _chart(label, [*layers, *_guides(guides, y), _hits(tips, x=x)], height, width)
+
+
+def _group(side: str, by_category: Sequence[BySeed], bars: bool, zero: float) -> list[tuple[list[dict], dict]]:
+    """Data and mark of one model's bars or means, of the reach of its seeds, and of the seeds."""
+    colour, ink = _colour(side), "var(--ink)" if bars else _colour(side)
+    known = [(i, list(seeds.values())) for i, seeds in enumerate(by_category) if seeds]
+    several = [(i, found) for i, found in known if len(found) > 1]
+    means = [{"place": i, "side": side, "y": mean(found)} for i, found in known]
+    each = [{"place": i, "side": side, "y": v} for i, found in several for v in found]
+    reach = [{"place": i, "side": side, "y": min(found), "y2": max(found)} for i, found in several]
+    bar = {"type": "bar", "fill": colour, "stroke": colour, "strokeWidth": 1, "opacity": 0.8}
+    made = [
+        ([{**row, "y2": zero} for row in means] if bars else [], bar),
+        (reach, {"type": "rule", "stroke": ink, "strokeWidth": 1.5}),
+        (each, _mark(side, 16, ink, faint=not bars)),
+        ([] if bars else means, _mark(side, 60, colour)),
+    ]
+    return [(data, mark) for data, mark in made if data]
+
+
+def _said(name: str, seeds: BySeed, digits: int | None, unit: str = "") -> str:
+    each = f" ({' · '.join(number(v, digits) for v in seeds.values())})" if len(seeds) > 1 else ""
+    return f"{name}: {number(mean(seeds), digits)}{unit}{each}"
+
+
+def row_chart(
+    label: str,
+    rows: list[Row],
+    *,
+    x_label: str,
+    digits: int = 3,
+    guide: float | None = None,
+    width: float = WIDTH,
+) -> Chart:
+    """Named rows, one below the other: a mark and a number for the mean, small marks for seeds, a line for an interval.
+
+    ``guide`` is a value with a vertical line, such as 0 for differences.
+    """
+    ends = [v for row in rows for v in (*row.values.values(), row.low, row.high) if v is not None]
+    x = _number("x", padded(ends if guide is None else [*ends, guide], 0.08), title=x_label)
+    x["axis"] |= {"grid": True, "tickCount": 3}
+    names = [wrapped(row.name, 165 if width == WIDTH else 400) for row in rows]
+    extent = 8 + _LETTER * max(len(line) for name in names for line in name)
+    axis = {"labelExpr": _words(names), "labelOverlap": False, "labelLineHeight": 12, "minExtent": extent}
+    y = {"field": "place", "type": "ordinal", "title": None, "scale": {"domain": list(range(len(rows)))}, "axis": axis}
+    layers = [] if guide is None else [_layer([{"x": guide}], {"type": "rule"}, x=x)]
+    words, tips = [], []
+    for i, row in enumerate(rows):
+        colour, average = _colour(row.side), mean(row.values) or 0.0
+        text, each = number(average, digits, sign=guide == 0), [number(v, digits) for v in row.values.values()]
+        said = [row.name, text, f"seeds: {' · '.join(each)}" if len(each) > 1 else ""]
+        if row.low is not None and row.high is not None:
+            span = [{"place": i, "x": row.low, "x2": row.high}]
+            layers.append(_layer(span, {"type": "rule", "stroke": colour, "strokeWidth": 2}, x=x, y=y, x2=_X2))
+            said.append(f"95 % interval {number(row.low, digits)} to {number(row.high, digits)}")
+        if len(each) > 1:
+            seeds = [{"place": i, "x": v} for v in row.values.values()]
+            layers.append(_layer(seeds, _mark(row.side, 16, colour, faint=True), x=x, y=y))
+        layers.append(_layer([{"place": i, "x": average}], _mark(row.side, 60, colour), x=x, y=y))
+        words.append({"place": i, "words": text})
+        tips.append({"place": i, "tip": "\n".join(filter(None, said))})
+    layers.append(_layer(words, {"type": "text", "align": "right", "dx": 46, "x": {"expr": "width"}}, y=y, text=_TEXT))
+    return _chart(label, [*layers, _hits(tips, y=y)], 26 * len(rows), width, right=50)
+
+
+def heat_map(
+    label: str,
+    rows: list[str],
+    columns: list[str],
+    value: Callable[[int, int], float | None],
+    tip: Callable[[int, int], str],
+    *,
+    x_label: str,
+    y_label: str,
+) -> Chart:
+    """A grid of shares between 0 and 1, each cell with its number; a missing cell stays empty."""
+    cells = []
+    for r in range(len(rows)):
+        for c in range(len(columns)):
+            share = value(r, c)
+            if share is not None:
+                at = min(max(share, 0.0), 1.0)
+                ink = "on-heat" if at > 0.72 else "on-middle" if at > 0.47 else "ink"
+                words = {"words": number(share, 2), "fill": f"var(--{ink})", "tip": tip(r, c)}
+                cells.append({"r": r, "c": c, "share": at, **words})
+    axes: dict[str, dict[str, Any]] = {}
+    for field, names, title in (("c", columns, x_label), ("r", rows, y_label)):
+        scale = {"domain": list(range(len(names))), "paddingInner": 0.07, "paddingOuter": 0.03}
+        axis = {"labelExpr": _words(names), "domain": False, "ticks": False, "labelOverlap": False}
+        axes[field] = {"field": field, "type": "ordinal", "title": title, "scale": scale, "axis": axis}
+    x, y = axes["c"], axes["r"]
+    y["axis"] |= {"titleAngle": 0, "titleAlign": "right", "titleX": -6, "titleY": -8}
+    tall = min(38.0, (WIDTH - 70) / len(columns))
+    opacity = {"field": "share", "type": "quantitative", "scale": {"domain": [0, 1], "range": [0, 1]}, "legend": None}
+    layers = [
+        _layer(cells, {"type": "rect", "fill": "var(--faint)", "cornerRadius": 3}, x=x, y=y),
+        _layer(cells, {"type": "rect", "fill": "var(--heat)", "cornerRadius": 3}, x=x, y=y, fillOpacity=opacity),
+        _layer(cells, {"type": "text"}, x=x, y=y, text=_TEXT, fill={"field": "fill", "scale": None}),
+        _hits(cells, x=x, y=y),
+    ]
+    return _chart(label, layers, tall * len(rows), WIDTH)
+
+
+def grid(panels: Sequence[tuple[str, Chart]], names: Mapping[str, str], columns: int = 3) -> Chart:
+    """Several charts, (title, chart), as one, below a legend of ``names``, side -> name."""
+    shown: list[Chart] = [
+        {k: v for k, v in chart.items() if k not in _ALONE} | {"title": title} for title, chart in panels
+    ]
+    across = min(columns, len(shown))
+    legend = _legend(names, sum(chart["width"] + 50 for chart in shown[:across]))
+    made = {"concat": shown, "columns": across, "spacing": 24}
+    label = "; ".join(chart["description"] for _, chart in panels)
+    return {"description": label, "vconcat": [*legend, made], "spacing": 14, "padding": 6}
+
+
+def _legend(names: Mapping[str, str], room: float) -> list[dict]:
+    """Marks and names in as many lines as ``room`` pixels need; marks and texts stand at pixels, without a scale."""
+    layers, x, y = [], 0.0, 0.0
+    for side, name in names.items():
+        wide = 22 + 6.2 * len(name)
+        if x and x + wide > room:
+            x, y = 0.0, y + 18
+        place = {"x": {"value": x + 6}, "y": {"value": y + 8}}
+        layers.append(_layer([{}], _mark(side, 60, _colour(side)), **place))
+        words = {"type": "text", "text": name, "align": "left", "baseline": "middle", "dx": 10}
+        layers.append(_layer([{}], words, **place))
+        x += wide + 14
+    return [{"layer": layers, "width": room - 40, "height": y + 16}] if layers else []
+
+
+def averaged(points_by_seed: list[list[Point]]) -> list[Point]:
+    """The mean over seeds at every x that all seeds have."""
+    tables = [dict(points) for points in points_by_seed if points]
+    shared = sorted(set(tables[0]).intersection(*tables[1:])) if tables else []
+    return [(x, mean([table[x] for table in tables]) or 0.0) for x in shared]
+
+
+def bucketed(points: list[Point], count: int = 60) -> list[Point]:
+    """At most ``count`` points: the mean of each run of neighbours, placed at the last x of the run."""
+    size = -(-len(points) // count) or 1
+    runs = [points[i : i + size] for i in range(0, len(points), size)]
+    return [(run[-1][0], mean([v for _, v in run]) or 0.0) for run in runs]
+
+
+def padded(values: list[float], share: float = 0.06, *, zero: bool = False, log: bool = False) -> tuple[float, float]:
+    """The range of the values with some room. ``zero``: it contains 0. ``log``: the room is a factor."""
+    if log:
+        low, high = padded([math.log(v) for v in values if v > 0] or [0.0], share)
+        return math.exp(low), math.exp(high)
+    low, high = min(values, default=0.0), max(values, default=1.0)
+    low, high = (min(low, 0.0), max(high, 0.0)) if zero else (low, high)
+    room = (high - low) * share or abs(high) * 0.1 or 1.0
+    return (low if zero and low == 0 else low - room), (high if zero and high == 0 else high + room)
+
+
+def wrapped(words: str, room: float) -> list[str]:
+    """``words`` in lines that fit into ``room`` pixels, as far as their spaces allow."""
+    return textwrap.wrap(words, max(1, int(room / _LETTER)), break_long_words=False) or [words]
+
+
+# The parts of a specification
+
+_TEXT, _X2, _Y2 = {"field": "words"}, {"field": "x2"}, {"field": "y2"}
+_ALONE = ("padding", "autosize")  # keys of a chart by itself, not of a part of a grid
+
+
+def _chart(label: str, layers: list[dict], height: float, width: float, right: float = 14) -> Chart:
+    """``height`` is that of the plot; ``width`` that of the whole, or of the plot where it is part of a grid."""
+    padding = {"left": 10, "right": right, "top": 8, "bottom": 4}
+    size = {"width": width, "height": height, "padding": padding, "autosize": {"type": "fit-x", "contains": "padding"}}
+    return {"description": label, "layer": layers, **size}
+
+
+def _layer(data: list[dict], mark: dict, **encoding: object) -> dict:
+    return {"data": {"values": data}, "mark": {"aria": False, **mark}, "encoding": encoding}
+
+
+def _number(field: str, domain: tuple[float, float], *, log: bool = False, title: str | None = None) -> dict[str, Any]:
+    """A quantitative channel; a logarithmic one has its ticks at 1, 2 and 5 times powers of ten."""
+    low, high = domain
+    scale = {"type": "log" if log else "linear", "domain": [low, high], "nice": False}
+    axis: dict[str, Any] = {"tickCount": 5, "labelOverlap": "greedy", "labelSeparation": 14}
+    if max(abs(low), abs(high)) >= 10_000 or log:
+        axis["format"] = "~s" if high >= 1000 or low >= 0.001 else "~e"
+    if log:
+        first, last = math.floor(math.log10(low)), math.ceil(math.log10(high))
+        steps = (1, 2, 5) if last - first <= 3 else (1,)
+        every = [m * 10.0**e for e in range(first, last + 1) for m in steps]
+        ticks = [tick for tick in every if low <= tick * 1.0001 and tick <= high * 1.0001]
+        axis |= {"values": ticks} if len(ticks) > 1 else {"format": "~g"}
+    return {"field": field, "type": "quantitative", "title": title, "scale": scale, "axis": axis}
+
+
+def _words(words: Sequence[object], at: Sequence[tuple[float, str]] | None = None) -> str:
+    """An expression that gives the label of a tick: by its place, or by its place among the values ``at``."""
+    place = "datum.value" if at is None else f"indexof({json.dumps([value for value, _ in at])}, datum.value)"
+    return f"{json.dumps(list(words))}[{place}]"
+
+
+def _mark(side: str, size: float, colour: str, *, faint: bool = False) -> dict:
+    shape = {"type": "point", "shape": MARKS.get(_style(side), "diamond"), "size": size, "opacity": 0.5 if faint else 1}
+    if side == "init":
+        return shape | {"filled": False, "stroke": colour, "strokeWidth": 1.5}
+    return shape | {"filled": True, "fill": colour, "stroke": "var(--bg)", "strokeWidth": 1 if size > 20 else 0}
+
+
+def _style(side: str) -> str:
+    """A side beyond the sixth is called "s1 again1" and looks like s1."""
+    return side.split(" ")[0]
+
+
+def _colour(side: str) -> str:
+    name = _style(side)
+    return f"var(--{name if name in MARKS else 'muted' if name == 'init' else 'ink'})"
+
+
+def _guides(guides: Sequence[tuple[float, str]], y: dict) -> list[dict]:
+    data = [{"y": level, "words": words} for level, words in guides if level > 0 or y["scale"]["type"] != "log"]
+    if not data:
+        return []
+    words = {"type": "text", "align": "right", "baseline": "bottom", "dx": -2, "dy": -2, "x": {"expr": "width"}}
+    return [
+        _layer(data, {"type": "rule", "strokeDash": [4, 3]}, y=y),
+        _layer(data, {**words, "fontSize": 11}, y=y, text=_TEXT),
+    ]
+
+
+def _hits(data: list[dict], **place: object) -> dict:
+    """What answers to the pointer and the keyboard."""
+    told = [{**row, "tip": f"{_HIT}{row['tip']}".replace("\n", _BREAK)} for row in data]
+    mark = {"type": "rect", "fill": "var(--ink)", "opacity": 0, "aria": True}
+    return _layer(told, mark, description={"field": "tip"}, **place)
+
+
+# From a specification to SVG
+
+_HIT, _BREAK = "hit:", "\u2028"  # a line break that survives in an attribute
+
+
+def panel(title: str, drawing: Chart, note: str = "") -> Html:
+    """A chart of the page under its own small title, which carries the unit of the vertical axis."""
+    said = tag("p", note, class_="panel-note") if note else None
+    return tag("div", tag("h3", title), said, inline(drawing), class_="panel")
+
+
+def inline(chart: Chart) -> Html:
+    """The chart as an element of the page; its description is its name for screen readers."""
+    name = escape(chart["description"])
+    try:
+        svg = _svg(_text(chart))
+    except ImportError:
+        return tag("p", f"{name}: not drawn, vl-convert-python is not installed. The numbers are below.", class_="read")
+    size, inner = re.search(r'viewBox="[^"]*"', svg), svg[svg.index(">") + 1 :]
+    inner = re.sub(r'class="mark-(\w+) role-mark[^"]*"', r'class="mark-\1"', inner)
+    hit = rf' aria-label="{_HIT}([^"]*)" role="[^"]*" aria-roledescription="[^"]*"'
+    inner = re.sub(hit, r' class="hit" data-tip="\1"', inner).replace(_BREAK, "\n")
+    inner = re.sub(r'\bclip(?=\d+["\)])', f"c{hashlib.sha256(inner.encode()).hexdigest()[:8]}-", inner)
+    return Html(f'<svg class="chart" {size and size[0]} role="img" tabindex="0" aria-label="{name}">{inner}')
+
+
+def save(chart: Chart, path: Path) -> None:
+    """Write an SVG file in colours that read on white and on black; a comment names the specification."""
+    svg = re.sub(r"var\(--([\w-]+)\)", lambda found: FILE_COLOURS[found[1]], _svg(_text(chart)))
+    svg = re.sub(rf"{_HIT}([^\"]*)", lambda found: found[1].replace(_BREAK, "; "), svg)
+    path.write_text(f"{_comment(chart)}\n{svg}\n", encoding="utf-8")
+
+
+def is_current(chart: Chart, path: Path) -> bool:
+    """Whether the file was drawn from this specification. Nothing is rendered, so fonts and versions do not matter."""
+    return path.exists() and path.read_text(encoding="utf-8").startswith(_comment(chart))
+
+
+def _comment(chart: Chart) -> str:
+    return f"<!-- specification {hashlib.sha256(_text(chart).encode()).hexdigest()[:16]} -->"
+
+
+def _text(chart: Chart) -> str:
+    return json.dumps(chart | {"config": _CONFIG}, sort_keys=True)
+
+
+@lru_cache(1024)
+def _svg(spec: str) -> str:
+    import vl_convert
+
+    svg = vl_convert.vegalite_to_svg(spec, vl_version="6.4")
+    svg = re.sub(r'<path class="(?:background|foreground)"[^>]* d="(?:M0,0h0v0h0Z)?"[^>]*/>', "", svg)
+    svg = re.sub(r' (?:pointer-events="none"|aria-hidden="true"|stroke-miterlimit="10")', "", svg)
+    svg = re.sub(r"\bclip\d+\b", _numbered(re.findall(r'id="(clip\d+)"', svg)), svg)
+    return re.sub(r'(?<= )(?:d|transform|x2?|y2?|width|height)="[^"]*"', _rounded, svg)
+
+
+def _numbered(ids: list[str]) -> Callable[[re.Match], str]:
+    """Vega numbers its clip paths through a whole process; here each chart begins at 0."""
+    places = {name: f"clip{i}" for i, name in enumerate(dict.fromkeys(ids))}
+    return lambda found: places.get(found[0], found[0])
+
+
+def _rounded(attribute: re.Match) -> str:
+    return re.sub(r"(\.\d\d)\d+", r"\1", attribute[0])
