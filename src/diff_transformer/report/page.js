@@ -177,11 +177,10 @@ const download = {
     });
     copy.querySelectorAll(".hit").forEach((hit) => hit.remove());
     const { width, height } = chart.viewBox.baseVal;
-    const ground = document.createElementNS("http://www.w3.org/2000/svg", "rect");
+    const ground = document.createElementNS(chart.namespaceURI, "rect");
     const colours = { width, height, fill: download.plain(getComputedStyle(document.body).backgroundColor) };
     Object.entries(colours).forEach(([name, value]) => ground.setAttribute(name, value));
     copy.prepend(ground);
-    copy.setAttribute("xmlns", "http://www.w3.org/2000/svg");
     copy.setAttribute("width", width);
     copy.setAttribute("height", height);
     return new XMLSerializer().serializeToString(copy);
