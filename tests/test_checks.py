@@ -8,7 +8,7 @@ from diff_transformer import DiffAttention, DiffTransformerForCausalLM
 from diff_transformer.bench.attention import run_attention_benchmark
 from diff_transformer.bench.throughput import measure_throughput
 from diff_transformer.checks import first_line, listed, require_port, require_positive
-from diff_transformer.data.corpus import Document
+from diff_transformer.data.documents import Document
 from diff_transformer.data.filler import Filler
 from diff_transformer.data.mixture import Mixture
 from diff_transformer.data.tokenizer import byte_tokenizer

@@ -8,7 +8,7 @@ from typing import Literal
 import pytest
 
 from diff_transformer.data import corpus as corpus_module
-from diff_transformer.data import load_corpus, python_library, text_files
+from diff_transformer.data import load_corpus, python_library
 from diff_transformer.data.documents import Document, held_out_split, tail_split, take_bytes
 
 
@@ -135,7 +135,7 @@ def test_archives_are_never_extracted_and_links_are_not_followed(tmp_path, monke
 
 def test_an_archive_too_large_for_memory_is_refused(tmp_path, monkeypatch):
     path = _archive(tmp_path / "big.tar", {"a.txt": "x" * 100, "b.txt": "y" * 100}, "w")
-    monkeypatch.setattr(text_files, "MAX_ARCHIVE_BYTES", 150)
+    monkeypatch.setattr(corpus_module, "MAX_ARCHIVE_BYTES", 150)
     with pytest.raises(ValueError, match="unpack it"):
         load_corpus(path)
 

@@ -6,10 +6,9 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 
-from diff_transformer.data.labelled import Labelled, LabelledSet, load_labelled
-from diff_transformer.data.labelled.hub import SETS
-from diff_transformer.data.labelled.trec import COARSE, FINE
-from diff_transformer.data.labelled.types import hold_out
+from diff_transformer.data.tasks.labelled import SETS, load_labelled
+from diff_transformer.data.tasks.trec import COARSE, FINE
+from diff_transformer.data.tasks.types import Labelled, LabelledSet, hold_out
 
 TRAIN = "HUM:ind Who painted the caf\xe9 at night ?\nLOC:city What is the capital of Norway ?\nNUM:date When was it ?\n"
 TEST = "LOC:other Where is the  Lofoten wall ?\n\nHUM:gr Who won ?\n"

@@ -4,8 +4,7 @@ import numpy as np
 import pytest
 
 from diff_transformer.data import Document, Filler, byte_tokenizer, evaluation_rng, make_needle_example, parse_numbers
-from diff_transformer.data.cities import CITIES
-from diff_transformer.data.needles import DEPTHS, completion, draw_facts, question
+from diff_transformer.data.needles import CITIES, DEPTHS, completion, draw_facts, question
 from diff_transformer.data.tokenizer import encode
 
 

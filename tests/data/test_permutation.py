@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 
-from diff_transformer.data.permutation import permuted
+from diff_transformer.data.seeding import permuted
 
 
 def rng(seed=0):

@@ -4,13 +4,11 @@ import numpy as np
 import pytest
 
 from diff_transformer.data import load_corpus
-from diff_transformer.data import shards as shards_module
-from diff_transformer.data.corpora import PERIOD, WeightedCorpora
-from diff_transformer.data.mixture import Mixture
+from diff_transformer.data import prepared as prepared_module
+from diff_transformer.data.mixture import PERIOD, Mixture, WeightedCorpora
 from diff_transformer.data.prepare.config import PrepareConfig
 from diff_transformer.data.prepare.run import prepare
-from diff_transformer.data.prepared import LongDocuments, PreparedCorpus
-from diff_transformer.data.shards import Shards
+from diff_transformer.data.prepared import LongDocuments, PreparedCorpus, Shards
 
 END = 256
 
@@ -39,7 +37,7 @@ def array(folder):
 
 
 def test_shards_read_like_one_array(tokens, array, monkeypatch):
-    monkeypatch.setattr(shards_module, "_OPEN_AT_ONCE", 2)
+    monkeypatch.setattr(prepared_module, "_OPEN_AT_ONCE", 2)
     tokens = Shards(tokens.folder, "train")
     assert len(tokens) == len(array) == sum(range(2, 21)) + 19
     assert tokens.dtype == array.dtype

@@ -5,7 +5,7 @@ import torch
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from diff_transformer import DiffTransformerForCausalLM, matched_baseline
-from diff_transformer.data.corpus import Document
+from diff_transformer.data.documents import Document
 from diff_transformer.data.filler import Filler
 from diff_transformer.data.tokenizer import byte_tokenizer, token_spans
 from diff_transformer.evals.allocation import evaluate_allocation, shares_of

@@ -19,8 +19,9 @@ from transformers import (
 )
 
 from diff_transformer import DiffTransformerForCausalLM
-from diff_transformer.data.grounded import HUB, GroundedItem, load_grounded
-from diff_transformer.data.python_questions import documented, documented_in, lookups, summaries
+from diff_transformer.data.tasks.grounded import HUB, load_grounded
+from diff_transformer.data.tasks.python_tasks import documented, documented_in, lookups, summaries
+from diff_transformer.data.tasks.types import GroundedItem
 from diff_transformer.data.tokenizer import byte_tokenizer
 from diff_transformer.evals.hallucination import evaluate_hallucination, frame, summarise, trimmed
 from diff_transformer.evals.judges import ContainmentJudge, Verdict

@@ -17,7 +17,8 @@ from transformers import (
 )
 
 from diff_transformer import DiffTransformerForCausalLM
-from diff_transformer.data.multiple_choice import MultipleChoiceItem, MultipleChoiceSet, load_multiple_choice
+from diff_transformer.data.tasks.multiple_choice import load_multiple_choice
+from diff_transformer.data.tasks.types import MultipleChoiceItem, MultipleChoiceSet
 from diff_transformer.data.tokenizer import byte_tokenizer
 from diff_transformer.evals import harness
 from diff_transformer.evals.harness import PAPER_TASKS, evaluate_harness, summarise

@@ -10,7 +10,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import pytest
 import torch
 
-from diff_transformer.data.grounded import GroundedItem
+from diff_transformer.data.tasks.types import GroundedItem
 from diff_transformer.data.tokenizer import byte_tokenizer
 from diff_transformer.evals.hallucination import evaluate_hallucination
 from diff_transformer.evals.judge_client import (

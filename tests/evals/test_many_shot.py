@@ -18,7 +18,7 @@ from transformers import (
 )
 
 from diff_transformer import DiffTransformerForCausalLM
-from diff_transformer.data.labelled import Labelled, LabelledSet
+from diff_transformer.data.tasks.types import Labelled, LabelledSet
 from diff_transformer.data.tokenizer import byte_tokenizer
 from diff_transformer.evals import many_shot
 from diff_transformer.evals.lm import CausalLM

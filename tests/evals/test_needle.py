@@ -6,9 +6,9 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from diff_transformer.data.corpus import Document
+from diff_transformer.data.documents import Document
+from diff_transformer.data.evaluation_text import load_haystack
 from diff_transformer.data.filler import Filler
-from diff_transformer.data.haystack import load_haystack
 from diff_transformer.data.tokenizer import byte_tokenizer
 from diff_transformer.evals.lm import CausalLM
 from diff_transformer.evals.needle import SHOWN, check_needle_fits, evaluate_needle, needle_metrics, shown

@@ -5,7 +5,7 @@ import torch
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 from diff_transformer import DiffTransformerForCausalLM, matched_baseline
-from diff_transformer.data.eval_rows import load_rows
+from diff_transformer.data.evaluation_text import load_rows
 from diff_transformer.data.tokenizer import byte_tokenizer
 from diff_transformer.evals.lm import CausalLM
 from diff_transformer.evals.outliers import Magnitudes, evaluate_outliers, outlier_metrics

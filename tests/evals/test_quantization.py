@@ -15,9 +15,9 @@ from transformers import (
 )
 
 from diff_transformer import DiffTransformerForCausalLM, matched_baseline
-from diff_transformer.data.continuations import continuations_of, load_continuations
 from diff_transformer.data.documents import Document
-from diff_transformer.data.multiple_choice import MultipleChoiceItem
+from diff_transformer.data.tasks.multiple_choice import continuations_of, load_continuations
+from diff_transformer.data.tasks.types import MultipleChoiceItem
 from diff_transformer.data.tokenizer import byte_tokenizer
 from diff_transformer.evals.inside import AttentionCall, changed_logits
 from diff_transformer.evals.lm import CausalLM
@@ -287,7 +287,7 @@ def test_the_hub_is_asked_for_the_validation_part(monkeypatch):
         asked.append((name, split))
         return [{"ctx": f"context {i}", "activity_label": "A", "endings": ["x", "y"], "label": "1"} for i in range(9)]
 
-    monkeypatch.setattr("diff_transformer.data.continuations.hub_rows", hub_rows)
+    monkeypatch.setattr("diff_transformer.data.tasks.multiple_choice.hub_rows", hub_rows)
     items = load_continuations("hub:some/set", seed=1)
     assert asked == [("some/set", "validation")]
     assert len({item.question for item in items}) == 9

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from diff_transformer import DiffTransformerForCausalLM
-from diff_transformer.data.multiple_choice import MultipleChoiceItem
+from diff_transformer.data.tasks.types import MultipleChoiceItem
 from diff_transformer.data.tokenizer import byte_tokenizer
 from diff_transformer.evals import inside
 from diff_transformer.evals.gradient_flow import attention_weights, evaluate_gradient_flow

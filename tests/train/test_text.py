@@ -6,7 +6,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from diff_transformer.data import Document, Filler
-from diff_transformer.data.corpora import WeightedCorpora
+from diff_transformer.data.mixture import WeightedCorpora
 from diff_transformer.data.prepare.config import PrepareConfig
 from diff_transformer.data.prepare.run import prepare
 from diff_transformer.data.prepared import LongDocuments, PreparedCorpus

@@ -1,8 +1,9 @@
 """Text, tokens and synthetic tasks, as NumPy arrays that are pure functions of (seed, row)."""
 
-from diff_transformer.data.corpus import Corpus, Document, load_corpus
+from diff_transformer.data.corpus import load_corpus
+from diff_transformer.data.documents import Corpus, Document
 from diff_transformer.data.filler import Filler
-from diff_transformer.data.mixture import Batch, Mixture, Source
+from diff_transformer.data.mixture import Batch, Mixture, RowSource
 from diff_transformer.data.needle_source import NeedleSource
 from diff_transformer.data.needles import NeedleExample, make_needle_example, needle_texts, parse_numbers
 from diff_transformer.data.ngrams import ar_hits, frequent_ngrams
@@ -21,7 +22,7 @@ __all__ = [
     "NeedleSource",
     "PackedCorpus",
     "RecallSource",
-    "Source",
+    "RowSource",
     "ar_hits",
     "byte_tokenizer",
     "evaluation_rng",

@@ -1,13 +1,27 @@
-"""Where text comes from: ``load_corpus`` turns the name or path of a source into documents."""
+"""A corpus from the name or path of a source: the Python library, a text file, a folder, a tar archive."""
 
+import lzma
 import os
+import tarfile
+import zlib
+from collections.abc import Iterator
+from pathlib import Path, PurePosixPath
 
-from diff_transformer.data.documents import Corpus, Document, take_bytes
-from diff_transformer.data.prepare.state import is_prepared
+from diff_transformer.data.documents import (
+    ARCHIVE_SUFFIXES,
+    JSON_SUFFIXES,
+    TEXT_SUFFIXES,
+    VALIDATION_FOLDERS,
+    Corpus,
+    Document,
+    held_out_split,
+    stable_order,
+    tail_split,
+    take_bytes,
+    without_common_folders,
+)
+from diff_transformer.data.prepare.folder import is_prepared
 from diff_transformer.data.python_library import load_python_library
-from diff_transformer.data.text_files import load_text_path
-
-__all__ = ["PYTHON_BYTES", "Corpus", "Document", "load_corpus"]
 
 PYTHON_BYTES = 8_000_000
 
@@ -49,3 +63,125 @@ def _capped(corpus: Corpus, max_bytes: int) -> Corpus:
         take_bytes(corpus.validation, max(1, round(held_out * share))),
         corpus.split,
     )
+
+
+MAX_ARCHIVE_BYTES = 4 << 30
+
+ACCEPTED = (
+    "a UTF-8 text file, a folder of text files "
+    f"({', '.join(sorted(TEXT_SUFFIXES))}; optionally train/ and val/ inside) or a tar archive of one "
+    f"({', '.join(ARCHIVE_SUFFIXES)})"
+)
+
+
+def load_text_path(path: str | os.PathLike) -> Corpus:
+    """The corpus at ``path``: a text file, a folder of text files or a tar archive of one.
+
+    ``train/`` and ``val/`` (or ``valid/``, ``validation/``) are the split where both are there, and nothing beside them
+    is read; else about a tenth of the files is held out by a hash of their names, or the last tenth of a single file.
+    A byte order mark is dropped and CRLF becomes LF. Raises FileNotFoundError, or ValueError naming what is wrong.
+    """
+    path = Path(path)
+    if path.is_dir():
+        files = list(_folder_files(path))
+        if not files:
+            raise ValueError(f"corpus {str(path)!r} holds no text files; give {_accepted(path)}")
+        return _split(str(path), files)
+    if not path.exists():
+        raise FileNotFoundError(
+            f"corpus {str(path)!r} does not exist; give 'python' or {ACCEPTED}, or prepare it: `diff-transformer "
+            f"prepare SOURCE... --out {path}`"
+        )
+    if path.name.lower().endswith(ARCHIVE_SUFFIXES):
+        return _split(str(path), list(_archive_files(path)))
+    if path.suffix.lower() not in TEXT_SUFFIXES | {""}:
+        raise ValueError(f"corpus {str(path)!r} has suffix {path.suffix!r}, which is not read; give {_accepted(path)}")
+    document = Document(path.name, _decode(str(path), path.read_bytes()))
+    _refuse_blank(str(path), [document])
+    train, validation = tail_split(document)
+    return Corpus(str(path), [train], [validation], "the last 10 % of the text is validation")
+
+
+def _accepted(path: Path) -> str:
+    """What may be given instead, and where ``prepare`` reads what ``path`` holds, how."""
+    names = [path.name, *(inner.name for inner in path.rglob("*"))]
+    rows = any(name.lower().endswith((*JSON_SUFFIXES, ".parquet")) for name in names)
+    return ACCEPTED + (f", or prepare it: `diff-transformer prepare {path} --out FOLDER`" if rows else "")
+
+
+def _folder_files(root: Path) -> Iterator[tuple[str, bytes]]:
+    for folder, subfolders, names in os.walk(root):
+        subfolders[:] = sorted(name for name in subfolders if not name.startswith("."))
+        for name in sorted(names):
+            relative = (Path(folder) / name).relative_to(root).as_posix()
+            if _is_text(relative):
+                yield relative, (Path(folder) / name).read_bytes()
+
+
+def _archive_files(path: Path) -> Iterator[tuple[str, bytes]]:
+    """Regular text members. Links, devices and the member's path on disk play no part: nothing is written."""
+    total = 0
+    try:
+        with tarfile.open(path, "r|*") as archive:
+            for member in archive:
+                if not member.isfile() or not _is_text(member.name):
+                    continue
+                total += member.size
+                if total > MAX_ARCHIVE_BYTES:
+                    raise ValueError(
+                        f"{path} holds more than {MAX_ARCHIVE_BYTES >> 30} GiB of text, too much to read in memory; "
+                        "unpack it and give a folder with the part you need"
+                    )
+                stream = archive.extractfile(member)
+                if stream is not None:
+                    yield member.name, stream.read()
+    except (tarfile.TarError, EOFError, OSError, lzma.LZMAError, zlib.error) as error:
+        raise ValueError(f"{path} cannot be read as a tar archive ({error}); give {ACCEPTED}") from error
+
+
+def _is_text(name: str) -> bool:
+    parts = PurePosixPath(name).parts
+    hidden = any(part.startswith(".") and part not in (".", "..") for part in parts)
+    return not hidden and PurePosixPath(name).suffix.lower() in TEXT_SUFFIXES
+
+
+def _split(name: str, files: list[tuple[str, bytes]]) -> Corpus:
+    if not files:
+        raise ValueError(f"corpus {name!r} holds no text files; give {ACCEPTED}")
+    names = without_common_folders([path for path, _ in files])
+    files = [(path, data) for path, (_, data) in zip(names, files, strict=True)]
+    folders = {path.split("/")[0] for path, _ in files if "/" in path}
+    if "train" in folders and folders & VALIDATION_FOLDERS:
+        side = sorted(folders & VALIDATION_FOLDERS)[0]
+        train = stable_order(_documents(name, [file for file in files if file[0].startswith("train/")]))
+        validation = stable_order(_documents(name, [file for file in files if file[0].startswith(f"{side}/")]))
+        for label, documents in (("train", train), (side, validation)):
+            _refuse_blank(f"{name}, folder {label}/", documents)
+        return Corpus(name, train, validation, f"the folders train/ and {side}/")
+    documents = stable_order(_documents(name, files))
+    _refuse_blank(name, documents)
+    if len(documents) == 1:
+        first, second = tail_split(documents[0])
+        return Corpus(name, [first], [second], "the last 10 % of the text is validation")
+    train, validation = held_out_split(documents)
+    return Corpus(name, train, validation, "about 10 % of the files, by a hash of their names, are validation")
+
+
+def _documents(name: str, files: list[tuple[str, bytes]]) -> list[Document]:
+    documents = [Document(path, _decode(f"{path} in {name}", data)) for path, data in files]
+    return [document for document in documents if document.text.strip()]
+
+
+def _decode(name: str, data: bytes) -> str:
+    try:
+        return data.decode("utf-8-sig").replace("\r\n", "\n")
+    except UnicodeDecodeError as error:
+        raise ValueError(
+            f"{name} is not UTF-8 (byte {error.start}: {data[error.start]:#04x}); convert it, say with "
+            "`iconv -f latin1 -t utf-8`, or take it out"
+        ) from None
+
+
+def _refuse_blank(name: str, documents: list[Document]) -> None:
+    if not any(document.text.strip() for document in documents):
+        raise ValueError(f"corpus {name} is empty: no text but white space; give {ACCEPTED}")

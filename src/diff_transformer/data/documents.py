@@ -1,9 +1,41 @@
-"""Documents, and how they are divided into a training and a validation side."""
+"""Documents, the files that hold them, and their division into a training and a validation side."""
 
 import hashlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from pathlib import PurePosixPath
 
+TEXT_SUFFIXES = frozenset(
+    [
+        ".txt",
+        ".text",
+        ".md",
+        ".markdown",
+        ".rst",
+        ".tex",
+        ".org",
+        ".html",
+        ".py",
+        ".pyi",
+        ".c",
+        ".h",
+        ".cc",
+        ".cpp",
+        ".hpp",
+        ".cu",
+        ".java",
+        ".js",
+        ".ts",
+        ".go",
+        ".rs",
+        ".rb",
+        ".sh",
+        ".sql",
+    ]
+)
+ARCHIVE_SUFFIXES = (".tar", ".tar.xz", ".txz", ".tar.gz", ".tgz", ".tar.bz2")
+VALIDATION_FOLDERS = frozenset({"val", "valid", "validation"})
+JSON_SUFFIXES = tuple(kind + packed for kind in (".jsonl", ".ndjson") for packed in ("", ".gz", ".zst", ".bz2", ".xz"))
 VALIDATION_SHARE = 0.1
 
 
@@ -99,3 +131,20 @@ def take_bytes(documents: Sequence[Document], max_bytes: int) -> list[Document]:
 def hash_of_name(name: str) -> float:
     """A number in [0, 1) that depends on the name alone."""
     return int.from_bytes(hashlib.sha256(name.encode("utf-8", "surrogatepass")).digest()[:8], "big") / 2**64
+
+
+def common_folders(names: Sequence[str]) -> int:
+    """The number of leading folders that all ``names`` share (``./``, ``novels/``); ``train/`` and ``val/`` stay."""
+    split = [PurePosixPath(name).parts for name in names]
+    depth = 0
+    while all(len(parts) > depth + 1 for parts in split) and len({parts[depth] for parts in split}) == 1:
+        if split[0][depth] == "train" or split[0][depth] in VALIDATION_FOLDERS:
+            break
+        depth += 1
+    return depth
+
+
+def without_common_folders(names: Sequence[str]) -> list[str]:
+    """``names`` without their common leading folders."""
+    depth = common_folders(names)
+    return ["/".join(PurePosixPath(name).parts[depth:]) for name in names]

@@ -14,7 +14,7 @@ from diff_transformer.data.tokenizer import encode_all
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
-    from diff_transformer.data.shards import Shards
+    from diff_transformer.data.prepared import Shards
 
 _DOCUMENTS_AT_ONCE = 64
 

@@ -16,8 +16,8 @@ import numpy as np
 import torch
 
 from diff_transformer.checks import require_positive
+from diff_transformer.data.evaluation_text import load_haystack
 from diff_transformer.data.filler import Filler
-from diff_transformer.data.haystack import load_haystack
 from diff_transformer.data.needles import DEPTHS, make_needle_example
 from diff_transformer.data.seeding import evaluation_rng
 from diff_transformer.data.tokenizer import encode, token_spans

@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from diff_transformer.checks import require_positive
-from diff_transformer.data.eval_rows import load_rows
+from diff_transformer.data.evaluation_text import load_rows
 from diff_transformer.evals.inside import layers_of
 from diff_transformer.evals.lm import CausalLM, check_length, settings_of_lm
 from diff_transformer.evals.provenance import provenance

@@ -15,7 +15,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from diff_transformer.checks import require_positive
-from diff_transformer.data.grounded import UNANSWERABLE, GroundedItem, load_grounded
+from diff_transformer.data.tasks.grounded import UNANSWERABLE, load_grounded
+from diff_transformer.data.tasks.types import GroundedItem
 from diff_transformer.evals.judge_client import ChatClient, Prices, endpoint_from_environment
 from diff_transformer.evals.judges import NO, UNDECIDED, YES, EndpointJudge, Judge, Verdict, make_judge
 from diff_transformer.evals.lm import LanguageModel, max_positions

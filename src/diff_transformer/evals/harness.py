@@ -20,7 +20,8 @@ from pathlib import Path
 from typing import Any
 
 from diff_transformer.checks import require_positive
-from diff_transformer.data.multiple_choice import MultipleChoiceSet, load_multiple_choice
+from diff_transformer.data.tasks.multiple_choice import load_multiple_choice
+from diff_transformer.data.tasks.types import MultipleChoiceSet
 from diff_transformer.evals.lm import max_positions
 from diff_transformer.evals.provenance import provenance
 from diff_transformer.evals.samples import Samples

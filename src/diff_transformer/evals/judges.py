@@ -18,7 +18,7 @@ from dataclasses import replace
 from typing import NamedTuple, Protocol
 
 from diff_transformer.checks import require_positive
-from diff_transformer.data.grounded import GroundedItem
+from diff_transformer.data.tasks.types import GroundedItem
 from diff_transformer.data.tokenizer import encode
 from diff_transformer.evals.judge_client import ChatClient
 from diff_transformer.evals.likelihood import continuation_logprobs

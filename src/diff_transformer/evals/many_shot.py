@@ -19,8 +19,9 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from diff_transformer.checks import require_positive
-from diff_transformer.data.labelled import Labelled, LabelledSet, load_labelled
 from diff_transformer.data.seeding import evaluation_rng
+from diff_transformer.data.tasks.labelled import load_labelled
+from diff_transformer.data.tasks.types import Labelled, LabelledSet
 from diff_transformer.data.tokenizer import encode
 from diff_transformer.evals.likelihood import common_prefix, continuation_logprobs, read_prefix
 from diff_transformer.evals.lm import CausalLM, leading_ids, max_positions, settings_of_lm

@@ -14,8 +14,8 @@ from dataclasses import asdict, dataclass, field
 import numpy as np
 
 from diff_transformer.checks import require_positive
+from diff_transformer.data.evaluation_text import load_haystack
 from diff_transformer.data.filler import Filler
-from diff_transformer.data.haystack import load_haystack
 from diff_transformer.data.needles import (
     DEPTHS,
     NeedleExample,

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from diff_transformer.checks import require_positive
-from diff_transformer.data.eval_rows import load_rows
+from diff_transformer.data.evaluation_text import load_rows
 from diff_transformer.evals.inside import BLOCK, AttentionCall, layers_of, output_of, tapped_attention
 from diff_transformer.evals.lm import CausalLM, check_length, settings_of_lm
 from diff_transformer.evals.provenance import provenance

@@ -19,9 +19,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from diff_transformer.data.continuations import load_continuations
-from diff_transformer.data.eval_rows import load_rows
-from diff_transformer.data.multiple_choice import MultipleChoiceItem
+from diff_transformer.data.evaluation_text import load_rows
+from diff_transformer.data.tasks.multiple_choice import load_continuations
+from diff_transformer.data.tasks.types import MultipleChoiceItem
 from diff_transformer.data.tokenizer import encode_all
 from diff_transformer.evals.inside import AttentionCall, Change, changed_logits
 from diff_transformer.evals.likelihood import common_prefix, continuation_logprobs

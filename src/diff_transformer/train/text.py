@@ -10,14 +10,12 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from diff_transformer.data.cache import fingerprint, kept_array
-from diff_transformer.data.corpora import WeightedCorpora
 from diff_transformer.data.corpus import load_corpus
 from diff_transformer.data.documents import Corpus, Document
-from diff_transformer.data.mixture import Source, apportion
+from diff_transformer.data.mixture import RowSource, WeightedCorpora, apportion
 from diff_transformer.data.packing import PackedCorpus, pack_documents
-from diff_transformer.data.prepare.state import is_prepared
-from diff_transformer.data.prepared import LongDocuments, PreparedCorpus, decoded_corpus
-from diff_transformer.data.shards import Shards, load_prepared_tokenizer, read_manifest
+from diff_transformer.data.prepare.folder import is_prepared, load_prepared_tokenizer, read_manifest
+from diff_transformer.data.prepared import LongDocuments, PreparedCorpus, Shards, decoded_corpus
 from diff_transformer.data.tokenizer import load_tokenizer, tokenizer_hash
 from diff_transformer.train.config import DataConfig
 
@@ -34,7 +32,7 @@ class Text:
 
     corpus: Corpus
     tokenizer: PreTrainedTokenizerFast
-    source: Source
+    source: RowSource
     parts: dict[str, PackedCorpus]
     held_out: dict[str, PackedCorpus]
     weights: dict[str, float] = field(default_factory=dict)

@@ -15,7 +15,7 @@ from torch import Tensor
 from diff_transformer.data.cache import fingerprint, kept_text
 from diff_transformer.data.documents import Corpus
 from diff_transformer.data.filler import Filler
-from diff_transformer.data.mixture import Mixture, Source
+from diff_transformer.data.mixture import Mixture, RowSource
 from diff_transformer.data.needle_source import NeedleSource
 from diff_transformer.data.needles import needle_texts
 from diff_transformer.data.packing import PackedCorpus
@@ -80,7 +80,7 @@ def load_training_data(config: RunConfig) -> TrainingData:
     vocab_size = vocabulary_size(config)
     text = load_text(data, seed, lambda corpus: make_tokenizer(data, corpus, vocab_size), vocab_size)
     corpus, tokenizer = text.corpus, text.tokenizer
-    sources: dict[str, Source] = {"text": text.source}
+    sources: dict[str, RowSource] = {"text": text.source}
     if "needles" in shares:
         sources["needles"] = NeedleSource(
             Filler(corpus.train),

@@ -8,7 +8,7 @@ import tiktoken
 import tiktoken_ext.openai_public
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, trainers
 
-from diff_transformer.data.prepare.encoder import Encoder
+from diff_transformer.data.prepare.workers import Encoder
 from diff_transformer.data.tiktoken_ranks import tiktoken_tokenizer
 from diff_transformer.data.tokenizer import byte_tokenizer, load_tokenizer
 
@@ -70,7 +70,7 @@ def test_looking_words_up_gives_exactly_the_tokens_of_the_library(kind, tokenize
 
 
 def test_the_memory_of_words_is_bounded(tokenizer, monkeypatch):
-    monkeypatch.setattr("diff_transformer.data.prepare.encoder.MAX_WORDS", 50)
+    monkeypatch.setattr("diff_transformer.data.prepare.workers.MAX_WORDS", 50)
     encoder = Encoder(tokenizer.backend_tokenizer.to_str(), "<u4")
     for number in range(40):
         text = " ".join(f"word{number * 10 + k}" for k in range(10))

@@ -15,11 +15,11 @@ from filelock import FileLock
 from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerFast
 
-from diff_transformer.data.prepare import shard_files, workers
+from diff_transformer.data.prepare import workers
 from diff_transformer.data.prepare.config import PrepareConfig
+from diff_transformer.data.prepare.folder import load_prepared_tokenizer, read_manifest, verify
 from diff_transformer.data.prepare.run import prepare
-from diff_transformer.data.prepare.verify import verify
-from diff_transformer.data.shards import Shards, load_prepared_tokenizer, read_manifest
+from diff_transformer.data.prepared import Shards
 from diff_transformer.data.tokenizer import byte_tokenizer, encode, tokenizer_hash
 from diff_transformer.durable import DiskError
 
@@ -125,7 +125,7 @@ def test_after_a_stop_at_any_moment_resuming_gives_the_same_bytes(tmp_path, rows
     """Every file comes into place by a rename: the process stops before the first, the second, ... of them."""
     prepare(rows, tmp_path / "whole")
     whole = content(tmp_path / "whole")
-    replace, write = os.replace, shard_files.write_shard
+    replace, write = os.replace, workers.write_shard
     renames = len(whole) + 2  # of the files, the tokenizer's folder and the plan, which does not stay
     renames -= len([name for name in whole if name.startswith("tokenizer/")])
     for moment in range(renames):
@@ -218,7 +218,7 @@ def test_nothing_is_written_over(tmp_path, rows):
 
 def interrupted(config, out, monkeypatch, shards=3):
     """A preparation that stopped after a few shards."""
-    write, done = shard_files.write_shard, []
+    write, done = workers.write_shard, []
 
     def stopping(*arguments):
         if len(done) == shards:

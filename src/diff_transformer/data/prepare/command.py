@@ -9,9 +9,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from diff_transformer.data.prepare.config import PrepareConfig
+from diff_transformer.data.prepare.folder import MANIFEST, PLAN, verify
 from diff_transformer.data.prepare.run import Progress, prepare
-from diff_transformer.data.prepare.state import MANIFEST, PLAN
-from diff_transformer.data.prepare.verify import verify
 
 
 def run_prepare(
@@ -42,7 +41,7 @@ def run_verify(folder: Path) -> None:
     """
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-    from diff_transformer.data.shards import mending
+    from diff_transformer.data.prepare.folder import mending
 
     columns = (TextColumn("checking shards"), BarColumn(), MofNCompleteColumn(), TextColumn("left"))
     with Progress(*columns, TimeRemainingColumn(), transient=True) as bar:

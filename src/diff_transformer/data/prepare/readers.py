@@ -1,16 +1,29 @@
 """From sources to the stream of pieces that is tokenised: always the same, in the same order."""
 
+import bz2
+import gzip
+import io
+import json
+import lzma
 import os
 import tarfile
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
 from diff_transformer.data.documents import hash_of_name
 from diff_transformer.data.prepare.pieces import Piece, decoded, document_pieces, tail_pieces
-from diff_transformer.data.prepare.records import Invalid, Records, json_lines, parquet, text_of
-from diff_transformer.data.prepare.sources import TAIL, Item, Source, hub_query
+from diff_transformer.data.prepare.sources import TAIL, SourceFile, TextSource, hub_query
+
+MAX_RECORD_BYTES = 1 << 28
+_PARQUET_ROWS = 256
+
+TextRows = Iterator[tuple[object, int]]  # (the row's text, bytes of input read so far)
+
+
+class Invalid(ValueError):
+    """A row that holds no text: it may be left out, if the user says so."""
 
 
 @dataclass
@@ -24,7 +37,7 @@ class Tally:
 
 
 def read_pieces(
-    sources: Sequence[Source], *, field: str, share: float, skip_invalid: bool = False, tally: Tally | None = None
+    sources: Sequence[TextSource], *, field: str, share: float, skip_invalid: bool = False, tally: Tally | None = None
 ) -> Iterator[Piece]:
     """All pieces of all sources.
 
@@ -43,7 +56,9 @@ def read_pieces(
             yield piece
 
 
-def _source_pieces(source: Source, field: str, share: float, skip: bool, tally: Tally, final: bool) -> Iterator[Piece]:
+def _source_pieces(
+    source: TextSource, field: str, share: float, skip: bool, tally: Tally, final: bool
+) -> Iterator[Piece]:
     if source.kind == "python":
         from diff_transformer.data.python_library import load_python_library
 
@@ -52,7 +67,7 @@ def _source_pieces(source: Source, field: str, share: float, skip: bool, tally: 
             for document in documents:
                 yield from _counted(document_pieces([document.text], side), document.num_bytes, tally)
     elif source.kind == "hub":
-        yield from _row_pieces(hub_rows(source.name, field), None, share, skip, tally, final)
+        yield from _row_pieces(streamed_rows(source.name, field), None, share, skip, tally, final)
     elif source.kind == "tar":
         yield from _tar_pieces(source, share, tally)
     else:
@@ -68,7 +83,7 @@ def _source_pieces(source: Source, field: str, share: float, skip: bool, tally: 
                 yield from _row_pieces(rows, item.side, share, skip, tally, last)
 
 
-def _text_pieces(stream: BinaryIO, item: Item, name: str, share: float, tally: Tally) -> Iterator[Piece]:
+def _text_pieces(stream: BinaryIO, item: SourceFile, name: str, share: float, tally: Tally) -> Iterator[Piece]:
     parts = decoded(stream, name)
     pieces = tail_pieces(parts, item.size, share) if item.side == TAIL else document_pieces(parts, item.side or "train")
     yield from _counted(pieces, item.size, tally)
@@ -84,7 +99,7 @@ def _counted(pieces: Iterable[Piece], size: int, tally: Tally) -> Iterator[Piece
     tally.blank += empty
 
 
-def _tar_pieces(source: Source, share: float, tally: Tally) -> Iterator[Piece]:
+def _tar_pieces(source: TextSource, share: float, tally: Tally) -> Iterator[Piece]:
     """The members as they come. Nothing is written to the disk, and links are not followed."""
     wanted, done = {item.name: item for item in source.items}, 0
     with open(source.name, "rb") as raw, tarfile.open(fileobj=raw, mode="r|*") as archive:
@@ -100,7 +115,7 @@ def _tar_pieces(source: Source, share: float, tally: Tally) -> Iterator[Piece]:
 
 
 def _row_pieces(
-    rows: Records, side: str | None, share: float, skip: bool, tally: Tally, final: bool
+    rows: TextRows, side: str | None, share: float, skip: bool, tally: Tally, final: bool
 ) -> Iterator[Piece]:
     done = 0
     for (text, position), last in _with_last(_texts(rows, skip, tally)):
@@ -112,7 +127,7 @@ def _row_pieces(
             done = position
 
 
-def _texts(rows: Records, skip: bool, tally: Tally) -> Iterator[tuple[str, int]]:
+def _texts(rows: TextRows, skip: bool, tally: Tally) -> Iterator[tuple[str, int]]:
     for text, position in rows:
         if isinstance(text, Invalid):
             if not skip:
@@ -133,7 +148,7 @@ def _with_last(items: Iterable) -> Iterator[tuple[Any, bool]]:
         yield (previous, True)
 
 
-def hub_rows(name: str, field: str) -> Records:
+def streamed_rows(name: str, field: str) -> TextRows:
     """The texts of a data set on the Hugging Face hub, streamed: never as a whole on this machine.
 
     Raises:
@@ -162,3 +177,91 @@ def hub_rows(name: str, field: str) -> Records:
             f"{name} cannot be streamed after row {number}{offline} ({type(error).__name__}: {reason}); connect this "
             "machine and go on with --resume, or give the text as local files"
         ) from error
+
+
+def _zstd(raw: BinaryIO) -> BinaryIO:
+    try:
+        import zstandard
+    except ImportError:
+        raise ValueError("reading .zst files needs `pip install zstandard`; or unpack them") from None
+    return cast(BinaryIO, zstandard.ZstdDecompressor().stream_reader(raw, read_across_frames=True))
+
+
+UNPACK: dict[str, Callable[[BinaryIO], Any]] = {
+    ".gz": lambda raw: gzip.GzipFile(fileobj=raw),
+    ".zst": _zstd,
+    ".bz2": bz2.BZ2File,
+    ".xz": lzma.LZMAFile,
+}
+
+
+def json_lines(path: Path, field: str) -> TextRows:
+    """The text of each line. A line that is no object with a text under ``field`` gives an ``Invalid`` in its place.
+
+    Raises:
+        ValueError: for a file that is not what its name says, or a line of more than 256 MiB.
+    """
+    with path.open("rb") as raw:
+        unpack = UNPACK.get(path.suffix.lower())
+        stream = io.BufferedReader(unpack(raw), 1 << 20) if unpack else raw
+        number = 0
+        while True:
+            try:
+                line = stream.readline(MAX_RECORD_BYTES + 1)
+            except Exception as error:  # each library of compression has errors of its own
+                raise ValueError(f"{path} cannot be unpacked after line {number} ({error})") from error
+            if not line:
+                return
+            number += 1
+            if len(line) > MAX_RECORD_BYTES:
+                raise ValueError(f"{path}, line {number} has more than {MAX_RECORD_BYTES >> 20} MiB; divide it")
+            if line.strip():
+                yield _text_of_line(line, field, f"{path}, line {number}"), raw.tell()
+
+
+def _text_of_line(line: bytes, field: str, place: str) -> object:
+    try:
+        row = json.loads(line.decode("utf-8-sig"))
+    except ValueError as error:
+        return Invalid(f"{place} is not JSON in UTF-8 ({error})")
+    if not isinstance(row, dict):
+        return Invalid(f"{place} holds a {type(row).__name__}, not an object")
+    return text_of(row, field, place)
+
+
+def text_of(row: dict, field: str, place: str) -> object:
+    """The text under ``field``, or an ``Invalid`` that says what is there instead."""
+    if field not in row:
+        return Invalid(f"{place} has no field {field!r} but {', '.join(map(repr, row)) or 'none'}; give --field")
+    if not isinstance(row[field], str):
+        return Invalid(f"{place}: {field!r} holds a {type(row[field]).__name__}, not a text; give --field")
+    try:
+        row[field].encode()
+    except UnicodeEncodeError:
+        return Invalid(f"{place}: {field!r} holds half of a surrogate pair, which is no Unicode text")
+    return row[field]
+
+
+def parquet(path: Path, field: str) -> TextRows:
+    """The text of each row of the column ``field``, read a few hundred rows at a time.
+
+    Raises:
+        ValueError: without ``pyarrow``, or for a file that cannot be read or has no such column.
+    """
+    try:
+        import pyarrow
+        from pyarrow.parquet import ParquetFile
+    except ImportError:
+        raise ValueError("reading .parquet files needs `pip install pyarrow`; or convert them to JSON lines") from None
+    size, done = path.stat().st_size, 0
+    try:
+        with ParquetFile(path, pre_buffer=False, buffer_size=1 << 20) as file:
+            names, rows = file.schema_arrow.names, file.metadata.num_rows
+            if field not in names:
+                raise ValueError(f"{path} has no column {field!r} but {', '.join(map(repr, names))}; give --field")
+            for batch in file.iter_batches(_PARQUET_ROWS, columns=[field], use_threads=False):
+                for value in batch.column(0):
+                    done += 1
+                    yield text_of({field: value.as_py()}, field, f"{path}, row {done}"), size * done // rows
+    except (pyarrow.ArrowException, OSError) as error:
+        raise ValueError(f"{path} cannot be read as parquet after row {done} ({error})") from error

@@ -9,26 +9,29 @@ from pathlib import Path
 from filelock import FileLock, Timeout
 
 from diff_transformer.checks import require_positive
-from diff_transformer.data.prepare.choose import TokenizerFacts, choose_tokenizer, facts_of
-from diff_transformer.data.prepare.config import PrepareConfig
-from diff_transformer.data.prepare.readers import Tally, read_pieces
-from diff_transformer.data.prepare.shard_files import wrong_content, wrong_size
-from diff_transformer.data.prepare.sources import Source, find_sources
-from diff_transformer.data.prepare.state import (
+from diff_transformer.data.prepare.config import PrepareConfig, TokenizerFacts, choose_tokenizer, facts_of
+from diff_transformer.data.prepare.folder import (
+    FORMAT,
     JOURNAL,
     LOCK,
     MANIFEST,
     PLAN,
     SHARDS,
+    SIDES,
     TOKENIZER,
+    VERSION,
     Journal,
     begin,
     finish,
     is_new,
+    read_manifest,
+    wrong_content,
+    wrong_size,
 )
-from diff_transformer.data.prepare.units import Unit, units
+from diff_transformer.data.prepare.pieces import Unit, units
+from diff_transformer.data.prepare.readers import Tally, read_pieces
+from diff_transformer.data.prepare.sources import TextSource, find_sources
 from diff_transformer.data.prepare.workers import Task, shards
-from diff_transformer.data.shards import FORMAT, SIDES, VERSION, read_manifest
 from diff_transformer.data.tokenizer import load_tokenizer
 from diff_transformer.durable import require_writable
 
@@ -103,7 +106,7 @@ def _what_is_in(out: Path) -> str:
     return "is not empty and holds no preparation; choose another folder"
 
 
-def _plan(config: PrepareConfig, sources: Sequence[Source], facts: TokenizerFacts) -> dict:
+def _plan(config: PrepareConfig, sources: Sequence[TextSource], facts: TokenizerFacts) -> dict:
     return {
         "format": FORMAT,
         "version": VERSION,

@@ -9,9 +9,15 @@ from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
 from urllib.parse import parse_qsl
 
-from diff_transformer.data.documents import Document, held_out_split
-from diff_transformer.data.prepare.records import JSON_SUFFIXES
-from diff_transformer.data.text_files import ARCHIVE_SUFFIXES, TEXT_SUFFIXES, VALIDATION_FOLDERS
+from diff_transformer.data.documents import (
+    ARCHIVE_SUFFIXES,
+    JSON_SUFFIXES,
+    TEXT_SUFFIXES,
+    VALIDATION_FOLDERS,
+    Document,
+    held_out_split,
+    without_common_folders,
+)
 
 ACCEPTED = (
     "'python', a text file, JSON lines (.jsonl, .jsonl.gz, .jsonl.zst), a .parquet file, a folder of these, "
@@ -22,7 +28,7 @@ TAIL = "tail"  # the side of a text that is all there is: its end is the validat
 
 
 @dataclass(frozen=True)
-class Item:
+class SourceFile:
     """A file. ``side``: "train" or "validation" where the name decides, "tail", or None where each row decides."""
 
     name: str
@@ -32,13 +38,13 @@ class Item:
 
 
 @dataclass(frozen=True)
-class Source:
+class TextSource:
     """``name``: as given, a path made absolute; ``kind``: "files", "tar", "python", "hub"; ``size``: bytes to read, 0
     where nobody knows."""
 
     name: str
     kind: str
-    items: tuple[Item, ...] = ()
+    items: tuple[SourceFile, ...] = ()
     size: int = 0
 
     def description(self) -> dict:
@@ -52,7 +58,7 @@ class Source:
         }
 
 
-def find_sources(names: Sequence[str], share: float) -> list[Source]:
+def find_sources(names: Sequence[str], share: float) -> list[TextSource]:
     """The sources of these names, with the side of every file that has one.
 
     Where a source has folders ``train/`` and ``val/`` (or ``valid/``, ``validation/``), they are the split and nothing
@@ -91,33 +97,33 @@ def hub_query(name: str) -> tuple[str, dict[str, str]]:
     return repository, options
 
 
-def _find(name: str) -> Source:
+def _find(name: str) -> TextSource:
     if name == "python":
         from diff_transformer.data.python_library import load_python_library
 
         corpus = load_python_library()
         items = [
-            Item(document.name, "text", document.num_bytes, side)
+            SourceFile(document.name, "text", document.num_bytes, side)
             for side, documents in (("train", corpus.train), ("validation", corpus.validation))
             for document in documents
         ]
-        return Source(name, "python", tuple(items), sum(item.size for item in items))
+        return TextSource(name, "python", tuple(items), sum(item.size for item in items))
     if name.startswith("hub:"):
         hub_query(name)
-        return Source(name, "hub")
+        return TextSource(name, "hub")
     path = Path(name).absolute()
     if not path.exists():
         raise FileNotFoundError(f"source {name!r} does not exist; give {ACCEPTED}")
     if path.is_dir():
         items = list(_folder(path))
     elif path.name.lower().endswith(ARCHIVE_SUFFIXES):
-        return Source(str(path), "tar", tuple(_archive(path)), path.stat().st_size)
+        return TextSource(str(path), "tar", tuple(_archive(path)), path.stat().st_size)
     else:
         kind = _kind(path.name) or ("text" if not path.suffix else None)
-        items = [Item(path.name, kind, path.stat().st_size)] if kind else []
+        items = [SourceFile(path.name, kind, path.stat().st_size)] if kind else []
     if not items:
         raise ValueError(f"source {name!r} holds nothing that is read; give {ACCEPTED}")
-    return Source(str(path), "files", tuple(items), sum(item.size for item in items))
+    return TextSource(str(path), "files", tuple(items), sum(item.size for item in items))
 
 
 def _kind(name: str) -> str | None:
@@ -136,7 +142,7 @@ def _folder(root: Path):
             path = Path(folder) / name
             kind = None if name.startswith(".") else _kind(name)
             if kind:
-                yield Item(path.relative_to(root).as_posix(), kind, path.stat().st_size)
+                yield SourceFile(path.relative_to(root).as_posix(), kind, path.stat().st_size)
 
 
 def _archive(path: Path):
@@ -146,12 +152,12 @@ def _archive(path: Path):
             for member in archive:
                 hidden = any(part.startswith(".") and part not in (".", "..") for part in member.name.split("/"))
                 if member.isfile() and not hidden and _kind(member.name) == "text":
-                    yield Item(member.name, "text", member.size)
+                    yield SourceFile(member.name, "text", member.size)
     except Exception as error:  # tarfile and each library of compression have errors of their own
         raise ValueError(f"{path} cannot be read as a tar archive ({error})") from error
 
 
-def _with_sides(source: Source, share: float) -> Source:
+def _with_sides(source: TextSource, share: float) -> TextSource:
     if source.kind in ("python", "hub"):
         return source
     if not source.items:
@@ -159,7 +165,7 @@ def _with_sides(source: Source, share: float) -> Source:
     own = _own_sides(source)
     if own:
         return replace(source, items=tuple(replace(item, side=side) for item, side in own if side))
-    inner = _without_common_folder([item.name for item in source.items])
+    inner = without_common_folders([item.name for item in source.items])
     names = [name for item, name in zip(source.items, inner, strict=True) if item.kind == "text"]
     documents = [Document(name, "") for name in names]
     held_out = {document.name for document in held_out_split(documents, share)[1]} if len(names) > 1 else set()
@@ -171,9 +177,9 @@ def _with_sides(source: Source, share: float) -> Source:
     return replace(source, items=tuple(items))
 
 
-def _own_sides(source: Source) -> list[tuple[Item, str | None]]:
+def _own_sides(source: TextSource) -> list[tuple[SourceFile, str | None]]:
     """The items with the sides that folders train/ and val/ give them, None beside these; nothing without such."""
-    inner = _without_common_folder([item.name for item in source.items])
+    inner = without_common_folders([item.name for item in source.items])
     tops = {name.split("/")[0] for name in inner if "/" in name}
     if source.kind == "python" or "train" not in tops or not tops & VALIDATION_FOLDERS:
         return []
@@ -181,7 +187,7 @@ def _own_sides(source: Source) -> list[tuple[Item, str | None]]:
     return [(item, folders.get(name.split("/")[0])) for item, name in zip(source.items, inner, strict=True)]
 
 
-def _divided_together(sources: Sequence[Source], share: float) -> list[Source]:
+def _divided_together(sources: Sequence[TextSource], share: float) -> list[TextSource]:
     """The sources with about ``share`` of all their text files held out, one or more a side; empty files play no part.
 
     Raises:
@@ -190,7 +196,7 @@ def _divided_together(sources: Sequence[Source], share: float) -> list[Source]:
     every = [(number, item) for number, source in enumerate(sources) for item in source.items]
     paths = [_path(sources[number], item) for number, item in every]
     documents = {
-        place: Document(name, "") for place, name in enumerate(_without_common_folder(paths)) if every[place][1].size
+        place: Document(name, "") for place, name in enumerate(without_common_folders(paths)) if every[place][1].size
     }
     if len({document.name for document in documents.values()}) < 2:
         raise ValueError(
@@ -198,24 +204,13 @@ def _divided_together(sources: Sequence[Source], share: float) -> list[Source]:
             "give two different ones or more, or a single one alone, of which the end is held out"
         )
     held_out = {document.name for document in held_out_split(list(documents.values()), share)[1]}
-    items: list[list[Item]] = [[] for _ in sources]
+    items: list[list[SourceFile]] = [[] for _ in sources]
     for place, (number, item) in enumerate(every):
         chosen = place in documents and documents[place].name in held_out
         items[number].append(replace(item, side="validation" if chosen else "train"))
     return [replace(source, items=tuple(mine)) for source, mine in zip(sources, items, strict=True)]
 
 
-def _path(source: Source, item: Item) -> str:
+def _path(source: TextSource, item: SourceFile) -> str:
     path = Path(source.name)
     return (path if source.kind == "files" and path.is_file() else path / item.name).as_posix()
-
-
-def _without_common_folder(names: list[str]) -> list[str]:
-    """The names without the folders that all begin with (``./``, ``novels/``), but never without a side's own."""
-    split = [PurePosixPath(name).parts for name in names]
-    depth = 0
-    while all(len(parts) > depth + 1 for parts in split) and len({parts[depth] for parts in split}) == 1:
-        if split[0][depth] == "train" or split[0][depth] in VALIDATION_FOLDERS:
-            break
-        depth += 1
-    return ["/".join(parts[depth:]) for parts in split]

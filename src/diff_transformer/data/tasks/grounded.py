@@ -14,14 +14,15 @@
 import json
 import re
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from diff_transformer.checks import require_positive
-from diff_transformer.data.hub import hub_rows
-from diff_transformer.data.records import SUFFIXES, as_rows, read_records, read_text, stem
 from diff_transformer.data.seeding import evaluation_rng
+from diff_transformer.data.tasks.files import SUFFIXES, as_rows, read_records, read_text, stem
+from diff_transformer.data.tasks.hub import hub_rows
+from diff_transformer.data.tasks.python_tasks import lookups, summaries
+from diff_transformer.data.tasks.types import GroundedItem
 
 HUB = {  # name -> repository, configuration, split, revision
     "xsum": ("EdinburghNLP/xsum", None, "test", None),
@@ -36,24 +37,6 @@ ACCEPTED = (
     f"'python', 'hub:NAME' (NAME one of {', '.join(HUB)}, all, or OWNER/SET), or a file ({', '.join(SUFFIXES)}; .txt "
     "of prompts) or a folder of them"
 )
-
-
-@dataclass(frozen=True)
-class GroundedItem:
-    """A document and what is asked of it.
-
-    Attributes:
-        kind: "summary" or "question".
-        document: the text that the answer must stay with.
-        question: empty for a summary.
-        references: right answers, each sufficient; for a summary the reference summary.
-    """
-
-    kind: str
-    document: str
-    question: str = ""
-    references: tuple[str, ...] = ()
-    id: str = ""
 
 
 def load_grounded(data: str, *, samples: int | None = None, seed: int = 0) -> dict[str, list[GroundedItem]]:
@@ -89,8 +72,6 @@ def _draw(items: list[GroundedItem], samples: int, seed: int, name: str) -> list
 
 def _source(source: str, seed: int) -> Iterator[tuple[str, list[GroundedItem]]]:
     if source == "python":
-        from diff_transformer.data.python_questions import lookups, summaries
-
         yield "python_summaries", summaries(seed)
         yield "python_lookups", lookups(seed)
     elif source.startswith("hub:"):

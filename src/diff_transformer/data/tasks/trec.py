@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from diff_transformer.data.labelled.types import Labelled, make_example
+from diff_transformer.data.tasks.types import Labelled, make_example
 
 COARSE = {
     "ABBR": "abbreviation", "DESC": "description", "ENTY": "entity", "HUM": "human", "LOC": "location", "NUM": "number",

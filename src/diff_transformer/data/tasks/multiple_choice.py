@@ -8,34 +8,24 @@ simple      {"question": "...", "choices": ["...", ...], "answer": 0}, the answe
 """
 
 import re
-from dataclasses import dataclass, field
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from diff_transformer.data.records import SUFFIXES, as_rows, read_records, read_text, stem
+import numpy as np
+
+from diff_transformer.data.corpus import load_corpus
+from diff_transformer.data.documents import Document
+from diff_transformer.data.seeding import evaluation_rng
+from diff_transformer.data.tasks.files import SUFFIXES, as_rows, read_records, read_text, stem
+from diff_transformer.data.tasks.hub import hub_rows
+from diff_transformer.data.tasks.python_tasks import descriptions, names
+from diff_transformer.data.tasks.types import MultipleChoiceItem, MultipleChoiceSet
 
 TEXT_SUFFIXES = (".txt", ".txt.bz2", ".txt.gz")
 ACCEPTED = f"'python', or a file ({', '.join(SUFFIXES + TEXT_SUFFIXES)}) or a folder of them"
 _PART = re.compile(r"(?i)[-_. ]?(train|dev|val|valid|validation|test)$")
 _SHOTS_FROM = ("train", "dev", "val", "valid", "validation")
-
-
-@dataclass(frozen=True)
-class MultipleChoiceItem:
-    """A question or, with ``completion``, the beginning of a text, and what may follow; ``answer`` is a place."""
-
-    question: str
-    choices: tuple[str, ...]
-    answer: int
-    completion: bool = False
-
-
-@dataclass(frozen=True)
-class MultipleChoiceSet:
-    """Items to score, and items that few-shot examples come from (none: from the others of ``items``)."""
-
-    items: list[MultipleChoiceItem]
-    examples: list[MultipleChoiceItem] = field(default_factory=list)
 
 
 def load_multiple_choice(data: str, *, seed: int = 0) -> dict[str, MultipleChoiceSet]:
@@ -51,8 +41,6 @@ def load_multiple_choice(data: str, *, seed: int = 0) -> dict[str, MultipleChoic
         ValueError: for a format that is not known, naming what is.
     """
     if data == "python":
-        from diff_transformer.data.python_questions import descriptions, names
-
         return {"python_descriptions": _halved(descriptions(seed)), "python_names": _halved(names(seed))}
     path = Path(data)
     if path.is_file():
@@ -169,3 +157,78 @@ def _six_lines(path: Path) -> list[MultipleChoiceItem]:
             raise ValueError(f"line {start + 2} of {path} is {answer[:40]!r}; it should be the right ending's number")
         items.append(_item(_clean(context), [_clean(ending) for ending in endings], int(answer), completion=True))
     return items
+
+
+CHOICES = 4
+CONTEXT_CHARACTERS = (40, 400)
+ENDING_CHARACTERS = (25, 110)
+_SENTENCE_END = re.compile(r"(?<=[a-z)`'\"]\.) +(?=[A-Z`'\"])")
+_PROSE = re.compile(r"[\w\s,.;:'\"()`*/-]+")
+
+
+def load_continuations(data: str, *, seed: int = 0) -> list[MultipleChoiceItem]:
+    """The tasks that ``data`` names: those of a file in its order, others in an order drawn from ``seed``.
+
+    Args:
+        data: "python" (made from the documentation that the corpus "python" holds out); a file of HellaSwag, as JSON
+            lines or as text of six lines a task, plain or compressed; or "hub:NAME", say "hub:Rowan/hellaswag".
+
+    Raises:
+        FileNotFoundError: for a path that is not there.
+        ValueError: for another format, or a set on the hub that cannot be had.
+    """
+    if data == "python":
+        return continuations_of(load_corpus("python").validation, seed=seed)
+    if data.startswith("hub:"):
+        name = data.removeprefix("hub:")
+        items = items_of(hub_rows(name, split="validation"), name)
+        return [items[i] for i in evaluation_rng(seed, "order").permutation(len(items))]
+    if not Path(data).is_file():
+        raise FileNotFoundError(f"no file at {data!r}; give 'python', 'hub:Rowan/hellaswag' or a file of HellaSwag")
+    return read_multiple_choice(Path(data))
+
+
+def continuations_of(documents: Sequence[Document], *, seed: int = 0) -> list[MultipleChoiceItem]:
+    """A task for each paragraph of prose in ``documents`` (those named code/... have none) with two sentences or more:
+    its last sentence is right, the wrong ones are the last sentences of paragraphs of other documents.
+
+    Raises:
+        ValueError: where there are fewer than four documents with such a paragraph.
+    """
+    found = [(d.name, *split) for d in documents if not d.name.startswith("code/") for split in _paragraphs(d.text)]
+    found = list({ending: (name, context, ending) for name, context, ending in found}.values())
+    if len({name for name, _, _ in found}) < CHOICES:
+        raise ValueError(f"{len(documents)} documents hold too few paragraphs for tasks; give a file of HellaSwag")
+    items = []
+    for index, (name, context, ending) in enumerate(found):
+        rng = evaluation_rng(seed, "continuation", index)
+        choices = [ending, *_others(rng, found, name)]
+        order = [int(i) for i in rng.permutation(CHOICES)]
+        right = order.index(0)
+        items.append(MultipleChoiceItem(context, tuple(choices[i] for i in order), right, completion=True))
+    return [items[i] for i in evaluation_rng(seed, "order").permutation(len(items))]
+
+
+def _others(rng: np.random.Generator, found: list[tuple[str, str, str]], name: str) -> list[str]:
+    """Three endings from three other documents."""
+    taken: dict[str, str] = {}
+    while len(taken) < CHOICES - 1:
+        other, _, ending = found[rng.integers(len(found))]
+        if other != name:
+            taken.setdefault(other, ending)
+    return list(taken.values())
+
+
+def _paragraphs(text: str) -> list[tuple[str, str]]:
+    """(context, last sentence) of each paragraph of prose; the context is the sentences before it that fit."""
+    split = []
+    for paragraph in text.split("\n\n"):
+        *sentences, ending = _SENTENCE_END.split(" ".join(paragraph.split()))
+        while len(" ".join(sentences)) > CONTEXT_CHARACTERS[1]:
+            sentences.pop(0)
+        context = " ".join(sentences)
+        sizes = ((context, CONTEXT_CHARACTERS), (ending, ENDING_CHARACTERS))
+        fits = all(low <= len(part) <= high for part, (low, high) in sizes)
+        if fits and ending.endswith(".") and _PROSE.fullmatch(context + ending):
+            split.append((context, ending))
+    return split

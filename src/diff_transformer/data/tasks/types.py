@@ -1,10 +1,47 @@
-"""Texts with a label each, for classification in context: what every loader of this package returns."""
+"""What the loaders of this package return: questions about texts, multiple-choice questions, labelled texts."""
 
-import hashlib
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+
+from diff_transformer.data.documents import hash_of_name
 
 TEST_SHARE = 0.2
+
+
+@dataclass(frozen=True)
+class GroundedItem:
+    """A document and what is asked of it.
+
+    Attributes:
+        kind: "summary" or "question".
+        document: the text that the answer must stay with.
+        question: empty for a summary.
+        references: right answers, each sufficient; for a summary the reference summary.
+    """
+
+    kind: str
+    document: str
+    question: str = ""
+    references: tuple[str, ...] = ()
+    id: str = ""
+
+
+@dataclass(frozen=True)
+class MultipleChoiceItem:
+    """A question or, with ``completion``, the beginning of a text, and what may follow; ``answer`` is a place."""
+
+    question: str
+    choices: tuple[str, ...]
+    answer: int
+    completion: bool = False
+
+
+@dataclass(frozen=True)
+class MultipleChoiceSet:
+    """Items to score, and items that few-shot examples come from (none: from the others of ``items``)."""
+
+    items: list[MultipleChoiceItem]
+    examples: list[MultipleChoiceItem] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -76,12 +113,7 @@ def hold_out(examples: Iterable[Labelled]) -> tuple[tuple[Labelled, ...], tuple[
     """
     sides: tuple[list[Labelled], list[Labelled]] = ([], [])
     for example in examples:
-        sides[_hash(example.text) < TEST_SHARE].append(example)
+        sides[hash_of_name(example.text) < TEST_SHARE].append(example)
     train, test = sides
     shown = {example.label for example in train}
     return tuple(train), tuple(example for example in test if example.label in shown)
-
-
-def _hash(text: str) -> float:
-    """A number in [0, 1) that depends on the text alone."""
-    return int.from_bytes(hashlib.sha256(text.encode("utf-8", "surrogatepass")).digest()[:8], "big") / 2**64
