@@ -50,4 +50,9 @@ def answers(engine, rows: list[list[int]], tokens: int = 24, **options) -> list[
 def expected(model, rows: list[list[int]], tokens: int = 24) -> list[list[int]]:
     """What our own ``generate`` answers to each row alone."""
     options = {"max_new_tokens": tokens, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
-    return [model.generate(torch.tensor([row]), **options)[0, len(row) :].tolist() for row in rows]
+
+    def answer(row: list[int]) -> list[int]:
+        ids = torch.tensor([row])
+        return model.generate(ids, attention_mask=torch.ones_like(ids), **options)[0, len(row) :].tolist()
+
+    return [answer(row) for row in rows]
