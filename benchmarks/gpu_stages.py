@@ -27,24 +27,23 @@ from diff_transformer.bench.run import cells
 from diff_transformer.bench.shapes import SHORTER, Shape, gpu_shape, parse_shapes
 from diff_transformer.bench.step import GPU_SETTINGS as GPU_STEPS
 from diff_transformer.bench.step import run_step_benchmark
-from diff_transformer.ops import available_backends
-from diff_transformer.ops.triton import gluon
-from diff_transformer.ops.triton.gluon import trial
+from diff_transformer.ops import available_backends, gluon
+from diff_transformer.ops.gluon import self_test
 from gpu_records import Unfinished, setting, settings_of
 
-KERNEL_TESTS = "tests/ops/triton/test_"
 # What is experimental, and what takes longest, first.
 TESTS = {
     "for a GPU": [
         "-m",
         "gpu",
-        *(f"{KERNEL_TESTS}{name}" for name in ("gluon.py", "decode_gpu.py", "attention_gpu.py::test_long")),
+        "tests/ops/gluon/test_kernels.py",
+        *(f"tests/ops/triton/test_{name}" for name in ("decode_gpu.py", "attention_gpu.py::test_long")),
         "tests/ops",
     ],
     "of the kernels anywhere": [
         "-m",
         "not slow and not gpu",
-        *(f"{KERNEL_TESTS}{name}.py" for name in ("attention", "decode", "varlen_kernels")),
+        *(f"tests/ops/triton/test_{name}.py" for name in ("attention", "decode", "varlen_kernels")),
     ],
 }
 DRY_TESTS = {
@@ -74,11 +73,11 @@ def hopper(dry: bool, seconds: float, out: Path, earlier: list[dict]) -> None:
         (kernels, width, causal) for kernels in gluon.KERNELS for width in gluon.WIDTHS for causal in (True, False)
     ]
 
-    refused = {kernels: gluon.why_not_here(device, kernels) for kernels in gluon.KERNELS}
+    refused = {kernels: gluon.unsupported_device(device, kernels) for kernels in gluon.KERNELS}
 
     def tried(kernels: str, width: int, causal: bool) -> tuple[str | None, float]:
         began = time.monotonic()
-        fault = refused[kernels] or trial.fault_found(device, width, dtype, causal, kernels)
+        fault = refused[kernels] or self_test.fault_found(device, width, dtype, causal, kernels)
         return fault, round(time.monotonic() - began, 2)
 
     def rows() -> Iterator[dict]:

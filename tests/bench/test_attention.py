@@ -8,7 +8,7 @@ import torch
 from diff_transformer.bench import attention as bench
 from diff_transformer.bench import contenders, shapes
 from diff_transformer.bench.shapes import Shape
-from diff_transformer.ops import blockwise, diff_attention
+from diff_transformer.ops import cpu, diff_attention
 
 SMALL = [Shape(1, 2, 65, 8)]
 FP32 = (torch.float32,)
@@ -74,13 +74,13 @@ def test_every_kernel_and_both_forms_of_flash_diff_attention_by_name():
 
 @pytest.mark.parametrize("spoiled", ["forward", "backward"])
 def test_a_wrong_backend_gets_no_time(monkeypatch, spoiled):
-    attend = blockwise.attend
+    attend = cpu.attend
 
     def wrong(*args):
         out = attend(*args)
         return out * 1.01 if spoiled == "forward" else out + 0.01 * (out - out.detach())
 
-    monkeypatch.setattr(blockwise, "attend", wrong)
+    monkeypatch.setattr(cpu, "attend", wrong)
     (_, row) = bench.run_attention_benchmark(SMALL, FP32, backends=["blockwise"], repeats=1)["rows"]
     assert row["gate"].startswith("failed: out" if spoiled == "forward" else "failed: gradient of q1")
     assert not {"forward_ms", "both_ms", "forward_ratio", "peak_bytes"} & row.keys()
@@ -150,8 +150,8 @@ def test_without_the_causal_limit():
 
 
 def test_gate_looks_at_the_length_that_is_timed(monkeypatch):
-    attend = blockwise.attend
-    monkeypatch.setattr(blockwise, "attend", lambda *args: attend(*args) * (1.01 if args[0].shape[2] > 555 else 1))
+    attend = cpu.attend
+    monkeypatch.setattr(cpu, "attend", lambda *args: attend(*args) * (1.01 if args[0].shape[2] > 555 else 1))
     gate = contenders.Gate(Shape(1, 1, 600, 8), torch.float32, "cpu")
     with pytest.raises(AssertionError, match="out at length 600"):
         gate.check(contenders.backend_contender("blockwise", gate.full, True).function)

@@ -8,8 +8,7 @@ import torch
 
 from diff_transformer.bench import contenders
 from diff_transformer.bench.shapes import Shape
-from diff_transformer.ops import diff_attention
-from diff_transformer.ops.triton import gluon
+from diff_transformer.ops import diff_attention, gluon
 from diff_transformer.testing import assert_within_budget, make_inputs
 
 
@@ -80,8 +79,8 @@ def test_forms_of_triton(monkeypatch, reason):
 
     monkeypatch.delenv(gluon.SWITCH, raising=False)
     monkeypatch.setattr(contenders, "diff_attention", fake)
-    monkeypatch.setattr(gluon, "why_not", lambda *args: reason)
-    monkeypatch.setattr(gluon, "why_not_backward", lambda *args: reason)
+    monkeypatch.setattr(gluon, "unsupported_reason", lambda *args: reason)
+    monkeypatch.setattr(gluon, "unsupported_backward_reason", lambda *args: reason)
     x = make_inputs(T=5)
     found = contenders.backend_contenders(["sdpa", "triton"], x, True)
     for contender in found:

@@ -11,7 +11,7 @@ from diff_transformer.bench.contenders import FAULT, sdpa_on
 from diff_transformer.bench.decode import Caches, DecodeShape, fits, how_many
 from diff_transformer.bench.generation import ModelSetting, build_pair, model_rows
 from diff_transformer.bench.timing import Times
-from diff_transformer.ops import blockwise
+from diff_transformer.ops import cpu
 from diff_transformer.testing import eager_diff_attention
 
 GROUPED = DecodeShape(batch=3, heads=4, kv_heads=2, cache=50, width=8)
@@ -50,7 +50,7 @@ def test_nothing_is_timed_after_a_fault_of_the_device(monkeypatch):
     def faults(*args):
         raise FAULT("oh no")
 
-    monkeypatch.setattr(blockwise, "attend", faults)
+    monkeypatch.setattr(cpu, "attend", faults)
     rows = bench.measure(Caches(GROUPED, torch.float32, "cpu"), ["blockwise", "sdpa"], [], {}, repeats=1)
     row = next(rows)
     assert row["backend"] == "blockwise"
@@ -119,8 +119,8 @@ def test_rows():
 
 
 def test_a_wrong_backend_gets_no_time(monkeypatch):
-    attend = blockwise.attend
-    monkeypatch.setattr(blockwise, "attend", lambda *args: attend(*args) * 1.01)
+    attend = cpu.attend
+    monkeypatch.setattr(cpu, "attend", lambda *args: attend(*args) * 1.01)
     rows = bench.run_decode_benchmark([GROUPED], dtypes=(torch.float32,), backends=["blockwise"], repeats=1)["rows"]
     assert rows[1]["gate"].startswith("failed: out over a cache of 50")
     assert "us" not in rows[1]

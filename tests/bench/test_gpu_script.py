@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from diff_transformer.ops.triton import gluon
-from diff_transformer.ops.triton.gluon import trial
+from diff_transformer.ops import gluon
+from diff_transformer.ops.gluon import self_test
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "benchmarks" / "gpu.py"
@@ -107,13 +107,15 @@ def test_hopper_kernels_that_fail_fail_the_stage(gpu, tmp_path, monkeypatch):
     """And only they: what this machine cannot run at all is no failure."""
     import gpu_stages
 
-    monkeypatch.setattr(gluon, "why_not_here", lambda device, kernels: "too old" if kernels == "one_pass" else None)
+    monkeypatch.setattr(
+        gluon, "unsupported_device", lambda device, kernels: "too old" if kernels == "one_pass" else None
+    )
     wrong = ("forward", 64, True)
 
     def fault_found(device, width, dtype, causal, kernels):
         return "it hangs" if (kernels, width, causal) == wrong else None
 
-    monkeypatch.setattr(trial, "fault_found", fault_found)
+    monkeypatch.setattr(self_test, "fault_found", fault_found)
     with pytest.raises(SystemExit, match=r"1 Hopper kernels fail, and are not used in what follows: see hopper\.json"):
         gpu_stages.hopper(True, 10, tmp_path / "hopper.json", [])
     rows = json.loads((tmp_path / "hopper.json").read_text())["rows"]
@@ -282,12 +284,12 @@ def test_without_a_gpu_it_says_so(gpu, monkeypatch):
 
 def test_gates_find_a_wrong_backend(gpu, monkeypatch):
     import gpu_stages
-    from diff_transformer.ops import blockwise
+    from diff_transformer.ops import cpu
 
     verdicts = {(row["backend"], row["gate"]) for row in gpu_stages.gates(dry=True)}
     assert {("reference", "passed"), ("blockwise", "passed"), ("sdpa", "passed")} == verdicts
-    attend = blockwise.attend
-    monkeypatch.setattr(blockwise, "attend", lambda *args: attend(*args) * 1.1)
+    attend = cpu.attend
+    monkeypatch.setattr(cpu, "attend", lambda *args: attend(*args) * 1.1)
     wrong = [row["gate"] for row in gpu_stages.gates(dry=True) if row["backend"] == "blockwise"]
     assert all(gate.startswith("failed: out") for gate in wrong)
 

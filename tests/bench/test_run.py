@@ -68,10 +68,10 @@ def test_a_grid_of_ones_own(tmp_path, monkeypatch):
 
 
 def test_failed_and_skipped_are_said_whole(tiny, tmp_path, capsys, monkeypatch):
-    from diff_transformer.ops import blockwise
+    from diff_transformer.ops import cpu
 
-    attend = blockwise.attend
-    monkeypatch.setattr(blockwise, "attend", lambda *args: attend(*args) * 1.01)
+    attend = cpu.attend
+    monkeypatch.setattr(cpu, "attend", lambda *args: attend(*args) * 1.01)
     run.run_bench("attention", tmp_path / "a.json", repeats=1, backends=["blockwise"], kernels=["cudnn"])
     printed = capsys.readouterr().out
     assert "blockwise float32 1, 2, 65, 8: failed: out" in printed

@@ -19,7 +19,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon._runtime import GluonJITFunction
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from diff_transformer.ops.triton.gluon import rings, steps
+from diff_transformer.ops.gluon import pipeline
 
 
 class Int(int):
@@ -348,7 +348,7 @@ class Kernel:
             for i, program in enumerate(product(*map(range, (*grid, 1, 1)[:3]))):
                 stand_ins = emulated(Machine(self.seed + i), program)
                 names = {**vars(builtins), **stand_ins}
-                for module in (steps, rings, sys.modules[self.kernel.__module__]):
+                for module in (pipeline, sys.modules[self.kernel.__module__]):
                     for name, value in vars(module).items():
                         if isinstance(value, GluonJITFunction):
                             names[name] = FunctionType(value.fn.__code__, names, name)

@@ -6,8 +6,8 @@ import torch
 from diff_transformer.model.attention import DiffAttention
 from diff_transformer.model.modeling import DiffTransformerForCausalLM
 from diff_transformer.model.presets import preset
-from diff_transformer.ops.blockwise import layer
-from diff_transformer.ops.blockwise.build import library
+from diff_transformer.ops.cpu import layer
+from diff_transformer.ops.cpu.build import library
 from diff_transformer.testing import assert_within_budget
 
 pytestmark = pytest.mark.skipif(library() is None, reason="no C++ compiler here: there is no native form to test")
@@ -79,13 +79,13 @@ def test_new_weights_are_seen_at_once():
 def test_it_leaves_alone_what_it_does_not_compute():
     core, (q, k, v) = make_core(torch.float32), inputs(torch.float32, 1)
     assert core.native_head() is not None
-    assert layer.takes(q, k, v)
-    assert not layer.takes(q.requires_grad_(), k, v)
+    assert layer.supports(q, k, v)
+    assert not layer.supports(q.requires_grad_(), k, v)
     with torch.no_grad():
-        assert layer.takes(q, k, v)
-    assert not layer.takes(*(x.double() for x in (q, k, v)))
-    assert not layer.takes(*inputs(torch.float32, 5))  # ten rows of a map share a key/value head
-    assert not layer.takes(q, k, v[..., ::2])
+        assert layer.supports(q, k, v)
+    assert not layer.supports(*(x.double() for x in (q, k, v)))
+    assert not layer.supports(*inputs(torch.float32, 5))  # ten rows of a map share a key/value head
+    assert not layer.supports(q, k, v[..., ::2])
     core.requires_grad_(True)
     assert core.native_head() is None
     with torch.no_grad():

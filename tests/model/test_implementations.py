@@ -10,7 +10,7 @@ from diff_transformer.model import cores, softmax
 from diff_transformer.model.implementations import DEFAULT, IMPLEMENTATIONS, check_implementation
 from diff_transformer.model.presets import preset
 from diff_transformer.ops import flash, flex
-from diff_transformer.ops.diff_attention import BACKENDS
+from diff_transformer.ops.api import BACKENDS
 
 BOTH = pytest.mark.parametrize("attention", ["diff", "softmax"])
 HERE = ["eager", "sdpa", "flex_attention", "diff_auto", "diff_reference", "diff_blockwise", "diff_sdpa", "diff_flex"]
@@ -151,7 +151,7 @@ def test_flash_attention_gets_causal_attention_of_both_sides(monkeypatch):
         return softmax._eager(q * softmax_scale * q.shape[-1] ** 0.5, k, v, None, True, None).transpose(1, 2)
 
     monkeypatch.setattr(flash, "installed", lambda: ("flash_attn", flash_attn_func))
-    monkeypatch.setattr(flash, "why_not", lambda device, dtype: None)
+    monkeypatch.setattr(flash, "unsupported_reason", lambda device, dtype: None)
     for attention in ("diff", "softmax"):
         model, (ids, mask) = make(attention), padded()
         expected = model(ids).logits

@@ -47,7 +47,7 @@ def generated(model, padded, cache):
 @pytest.mark.parametrize("attention", VARIANTS)
 def test_generates_what_the_reference_does(monkeypatch, attention, cache, padded):
     """Every token after the first through the decoding kernel."""
-    monkeypatch.setattr(triton, "DECODE_KEYS", PROMPT)  # so that a short cache is long enough
+    monkeypatch.setattr(triton, "MIN_DECODE_KEYS", PROMPT)  # so that a short cache is long enough
     decoded = []
     compute = decode.attend_decode
     monkeypatch.setattr(decode, "attend_decode", lambda *a, **b: decoded.append(a[0].shape[2]) or compute(*a, **b))

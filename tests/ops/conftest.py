@@ -1,6 +1,6 @@
 import pytest
 
-from diff_transformer.ops.blockwise import native
+from diff_transformer.ops.cpu import native
 
 IN_TORCH = "blockwise in PyTorch"  # the form of the backend that runs where nothing can be compiled
 

@@ -8,9 +8,9 @@ import sys
 import pytest
 import torch
 
-from diff_transformer.ops import available_backends, blockwise, diff_attention, flex, reference, sdpa, triton
+from diff_transformer.ops import available_backends, diff_attention, triton
+from diff_transformer.ops.api import BACKENDS, _announce, choose
 from diff_transformer.ops.arguments import Arguments
-from diff_transformer.ops.diff_attention import _announce, choose
 from diff_transformer.testing import make_inputs
 
 
@@ -18,8 +18,8 @@ from diff_transformer.testing import make_inputs
 def called(monkeypatch):
     """The names of the backends that compute, in order."""
     names = []
-    for backend in (reference, blockwise, sdpa, flex):
-        name = backend.__name__.rsplit(".", 1)[-1]
+    for name in ("reference", "blockwise", "sdpa", "flex"):
+        backend = BACKENDS[name]
 
         def attend(*args, name=name, compute=backend.attend):
             names.append(name)

@@ -51,10 +51,10 @@ WAYS = ["auto", "reference", "sdpa", "flex"]
 @pytest.mark.parametrize("garbage", [float("nan"), float("inf")])
 @pytest.mark.parametrize("way", [*WAYS, "each by itself", "compiled"])
 def test_what_is_not_in_use_changes_nothing(monkeypatch, way, garbage, used):
-    if way == "flex" and flex.why_not(torch.device("cpu"), torch.float32) is not None:
+    if way == "flex" and flex.unsupported_reason(torch.device("cpu"), torch.float32) is not None:
         pytest.skip("no C++ compiler")
     if way == "each by itself":
-        monkeypatch.setattr(decode, "SMALL", 0)
+        monkeypatch.setattr(decode, "MAX_COPIED_VALUES", 0)
     x, lengths = inputs(H=4, G=2, T=1 if way == "flex" else 2), torch.tensor(used)
     exact = one_by_one(x, used) if min(used) else None
     mask = torch.ones(3, 1, 1, 9, dtype=torch.bool)
@@ -74,7 +74,7 @@ def test_what_is_not_in_use_changes_nothing(monkeypatch, way, garbage, used):
 
 
 def test_a_backend_without_masks_refuses_lengths_that_become_one(monkeypatch):
-    monkeypatch.setattr(flash, "why_not", lambda device, dtype: None)
+    monkeypatch.setattr(flash, "unsupported_reason", lambda device, dtype: None)
     monkeypatch.setattr(decode, "_can_be_read", lambda lengths: False)
     with pytest.raises(RuntimeError, match="'flash' is not available: flash-attn takes no attn_mask"):
         diff_attention_decode(*inputs(dtype=torch.bfloat16), lengths=torch.tensor([1, 5, 9]), backend="flash")
@@ -156,8 +156,8 @@ def test_the_choice_is_told_once(caplog):
 def test_why_the_kernel_is_not_taken(monkeypatch):
     """ "auto" asks on CUDA, "triton" everywhere."""
     x = inputs(requires_grad=True)
-    monkeypatch.setattr(decode.triton, "why_not", lambda device, dtype: None)
-    assert decode._why_not_kernel(*x, None, None) == "gradients are needed"
-    monkeypatch.setattr(decode.triton, "why_not", lambda device, dtype: f"not on {device}, {dtype}")
+    monkeypatch.setattr(decode.triton, "unsupported_reason", lambda device, dtype: None)
+    assert decode._kernel_unsupported_reason(*x, None, None) == "gradients are needed"
+    monkeypatch.setattr(decode.triton, "unsupported_reason", lambda device, dtype: f"not on {device}, {dtype}")
     with torch.no_grad():
-        assert decode._why_not_kernel(*x, None, None) == "not on cpu, torch.float32"
+        assert decode._kernel_unsupported_reason(*x, None, None) == "not on cpu, torch.float32"

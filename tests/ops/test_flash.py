@@ -169,22 +169,22 @@ def test_reasons(monkeypatch):
     for missing in flash.MODULES:
         monkeypatch.setitem(sys.modules, missing, None)
     flash.installed.cache_clear()
-    assert flash.why_not(cuda, torch.bfloat16) == (
+    assert flash.unsupported_reason(cuda, torch.bfloat16) == (
         "the flash-attn package is not installed; install it, or give another backend"
     )
     Package(monkeypatch)
-    assert flash.why_not(cuda, torch.bfloat16) is None
-    assert "not float32" in flash.why_not(cuda, torch.float32)
-    assert "not on cpu" in flash.why_not(torch.device("cpu"), torch.bfloat16)
+    assert flash.unsupported_reason(cuda, torch.bfloat16) is None
+    assert "not float32" in flash.unsupported_reason(cuda, torch.float32)
+    assert "not on cpu" in flash.unsupported_reason(torch.device("cpu"), torch.bfloat16)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
-    assert "capability 8.0" in flash.why_not(cuda, torch.float16)
+    assert "capability 8.0" in flash.unsupported_reason(cuda, torch.float16)
 
 
 def test_reasons_from_the_arguments():
     x = make_inputs()
     mask = torch.ones(63, 63, dtype=torch.bool)
-    assert flash.why_not_arguments(*x[:5], *checked(x, {})) is None
-    assert "takes no attn_mask" in flash.why_not_arguments(*x[:5], *checked(x, {"attn_mask": mask}))
+    assert flash.unsupported_call_reason(*x[:5], *checked(x, {})) is None
+    assert "takes no attn_mask" in flash.unsupported_call_reason(*x[:5], *checked(x, {"attn_mask": mask}))
     wide = make_inputs(T=3, D=264)
-    assert "width 256 at most, not 264" in flash.why_not_arguments(*wide[:5], *checked(wide, {}))
+    assert "width 256 at most, not 264" in flash.unsupported_call_reason(*wide[:5], *checked(wide, {}))

@@ -131,9 +131,9 @@ def test_named_backends_refuse(backend):
 
 
 def test_the_decoding_kernel_is_not_taken(monkeypatch):
-    monkeypatch.setattr(decode.triton, "why_not", lambda device, dtype: None)
+    monkeypatch.setattr(decode.triton, "unsupported_reason", lambda device, dtype: None)
     with forward_ad.dual_level():
-        reason = decode._why_not_kernel(*make_inputs(requires_grad=False), None, None)
+        reason = decode._kernel_unsupported_reason(*make_inputs(requires_grad=False), None, None)
     assert reason == "it does not follow forward-mode AD"
 
 

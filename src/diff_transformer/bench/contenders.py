@@ -19,8 +19,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from diff_transformer.bench.record import free_memory
 from diff_transformer.bench.shapes import SHORTER, Shape
-from diff_transformer.ops import diff_attention
-from diff_transformer.ops.triton import gluon
+from diff_transformer.ops import diff_attention, gluon
 from diff_transformer.testing import Inputs, assert_within_budget, eager_diff_attention, make_inputs
 
 BASELINE = "softmax"
@@ -153,8 +152,8 @@ def backend_contenders(names: list[str], x: Inputs, is_causal: bool) -> list[Con
 
 def gluon_unsupported_reasons(x: Inputs, is_causal: bool, one_pass: bool) -> dict[str, str | None]:
     """Why the Triton backend does not use its Gluon kernels here, by direction; None where it does."""
-    forward = gluon.why_not(*x[:5], None, None, is_causal, None)
-    backward = gluon.why_not_backward(*x[:5], None, None, is_causal, None, one_pass)
+    forward = gluon.unsupported_reason(*x[:5], None, None, is_causal, None)
+    backward = gluon.unsupported_backward_reason(*x[:5], None, None, is_causal, None, one_pass)
     return {"forward_kernel": forward, "backward_kernel": backward}
 
 

@@ -25,7 +25,7 @@ from diff_transformer.evals.lm import CausalLM, check_length, settings_of_lm
 from diff_transformer.evals.provenance import provenance
 from diff_transformer.evals.samples import Samples
 from diff_transformer.evals.types import Result
-from diff_transformer.ops.diff_attention import diff_attention
+from diff_transformer.ops.api import diff_attention
 
 KINDS = ("q", "k", "v", "o")  # what both models of a pair have; q is q1 and q2 together, k likewise
 _OUTPUTS = ("o_proj", "out_proj", "dense", "c_proj")

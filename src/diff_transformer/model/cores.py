@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from diff_transformer.model.inputs import Documents
 from diff_transformer.model.lambdas import FixedLambda, LambdaModule, LearnedLambda
 from diff_transformer.model.layers import RMSNorm
-from diff_transformer.ops.blockwise import layer
-from diff_transformer.ops.blockwise.native import FEW
-from diff_transformer.ops.diff_attention import diff_attention, diff_attention_maps
+from diff_transformer.ops.api import diff_attention, diff_attention_maps
+from diff_transformer.ops.cpu import layer
+from diff_transformer.ops.cpu.native import MAX_DECODE_ROWS
 from diff_transformer.ops.reference import DiffMaps
 from diff_transformer.ops.varlen import diff_attention_varlen
 
@@ -103,9 +103,9 @@ class DiffCore(Core):
 
         ``hidden_states [B, T, hidden_size]``: the input from which a lambda for each token is computed.
         """
-        if attn_mask is None and documents is None and q.shape[2] <= FEW and q.device.type == "cpu":
+        if attn_mask is None and documents is None and q.shape[2] <= MAX_DECODE_ROWS and q.device.type == "cpu":
             head = self.native_head()
-            if head is not None and layer.takes(q, k, v):
+            if head is not None and layer.supports(q, k, v):
                 return layer.decode(q, k, v, head, is_causal, self.reach(is_causal))
         lam = self.lam(hidden_states)
         return self.normalise(self.attended(q, k, v, lam, attn_mask, is_causal, documents, **state))
@@ -151,7 +151,7 @@ class DiffCore(Core):
         return diff_attention_maps(*self.split(q, k), lam, attn_mask=attn_mask, is_causal=is_causal, window=window)
 
     def native_head(self) -> layer.Head | None:
-        """The weights that ``ops.blockwise.layer.decode`` needs to decode this core in one native call on the CPU.
+        """The weights that ``ops.cpu.layer.decode`` needs to decode this core in one native call on the CPU.
 
         None for a subclass, for a core with hooks or replaced parts, for another backend, and while gradients of its
         weights are needed. Called for every token and layer: it takes microseconds, hence no loops over generators.

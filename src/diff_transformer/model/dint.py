@@ -28,7 +28,7 @@ from diff_transformer.model.cores import DiffCore, Lambda
 from diff_transformer.model.inputs import Documents, visible
 from diff_transformer.model.lambdas import LambdaModule
 from diff_transformer.model.layers import RMSNorm
-from diff_transformer.ops.masking import rows_that_see_nothing
+from diff_transformer.ops.masking import fully_masked_rows
 from diff_transformer.ops.reference import DiffMaps
 
 
@@ -100,7 +100,7 @@ class DintCore(DiffCore):
         if attn_mask is not None:
             attn_mask = visible(attn_mask)
             attn_mask = attn_mask[(None,) * (4 - attn_mask.dim())]
-        fully_masked = rows_that_see_nothing(q.shape[2], k.shape[2], is_causal, None, attn_mask, q.device)
+        fully_masked = fully_masked_rows(q.shape[2], k.shape[2], is_causal, None, attn_mask, q.device)
         counts = torch.ones(1, 1, q.shape[2], 1, dtype=torch.bool, device=q.device)
         if running.tokens is not None:
             counts = running.tokens[:, None, :, None]

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from diff_transformer.checks import did_you_mean, require_known
 from diff_transformer.ops import flash
-from diff_transformer.ops.diff_attention import BACKENDS
+from diff_transformer.ops.api import BACKENDS
 
 DEFAULT = "diff_auto"
 

@@ -6,7 +6,7 @@ import operator
 import torch
 from torch import Tensor, nn
 
-from diff_transformer.ops import transforms
+from diff_transformer.ops.arguments import active_transform
 
 HALF_PRECISION = (torch.float16, torch.bfloat16)
 
@@ -131,7 +131,7 @@ class TokenLambda(nn.Module):
     def _may_write(self) -> bool:
         if torch.compiler.is_compiling() or torch.is_inference_mode_enabled():  # the first: it cannot trace the rest
             return True
-        if transforms.active():  # of each of several inputs at once there is no one mean
+        if active_transform():  # of each of several inputs at once there is no one mean
             return False
         return not self.mean.is_inference()
 

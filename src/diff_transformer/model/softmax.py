@@ -15,8 +15,8 @@ from diff_transformer.model.cores import Core, concatenate_rows
 from diff_transformer.model.inputs import Documents
 from diff_transformer.model.layers import RMSNorm
 from diff_transformer.ops import flash, flex
-from diff_transformer.ops.diff_attention import diff_attention_maps
-from diff_transformer.ops.masking import position_mask, rows_that_see_nothing
+from diff_transformer.ops.api import diff_attention_maps
+from diff_transformer.ops.masking import fully_masked_rows, position_mask
 from diff_transformer.ops.reference import attention_map
 
 SOFTMAX = ("sdpa", "eager", "flex", "flash")
@@ -131,12 +131,12 @@ def _eager(q: Tensor, k: Tensor, v: Tensor, attn_mask, is_causal: bool, window) 
 
 
 def _flex(q: Tensor, k: Tensor, v: Tensor, attn_mask, is_causal: bool, window) -> Tensor:
-    _require(flex.why_not(q.device, q.dtype), "flex")
-    reason = flex.why_no_gradients(q.device)
+    _require(flex.unsupported_reason(q.device, q.dtype), "flex")
+    reason = flex.no_gradients_reason(q.device)
     if reason and torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v)):
         raise NotImplementedError(reason)
     T, S = q.shape[2], k.shape[2]
-    fully_masked = rows_that_see_nothing(T, S, is_causal, window, attn_mask, q.device)
+    fully_masked = fully_masked_rows(T, S, is_causal, window, attn_mask, q.device)
     if attn_mask is None or fully_masked is None:
         mask, bias = flex.position_block_mask(T, S, is_causal, window, q.device), None
     else:
@@ -149,11 +149,11 @@ def _flex(q: Tensor, k: Tensor, v: Tensor, attn_mask, is_causal: bool, window) -
 
 
 def _flash(q: Tensor, k: Tensor, v: Tensor, attn_mask, is_causal: bool, window) -> Tensor:
-    _require(flash.why_not(q.device, q.dtype), "flash")
+    _require(flash.unsupported_reason(q.device, q.dtype), "flash")
     if attn_mask is not None:
         _require("flash-attn takes no attn_mask; pack sequences instead of padding them", "flash")
     found = flash.installed()
-    assert found is not None  # why_not has asked
+    assert found is not None  # unsupported_reason has checked
     options = {"softmax_scale": q.shape[3] ** -0.5, "causal": is_causal}
     if window is not None:
         options["window_size"] = (window - 1, 0)

@@ -1,7 +1,7 @@
 """The operator: public functions, and one file or folder for each backend that computes it."""
 
+from diff_transformer.ops.api import available_backends, diff_attention, diff_attention_maps
 from diff_transformer.ops.decode import diff_attention_decode
-from diff_transformer.ops.diff_attention import available_backends, diff_attention, diff_attention_maps
 from diff_transformer.ops.reference import DiffMaps
 from diff_transformer.ops.varlen import diff_attention_varlen
 

@@ -1,17 +1,19 @@
-"""Checks the arguments of the operator and brings lam, attn_mask and scale to the one form that backends take."""
+"""What happens to a call before a backend is chosen: autocast, checks, and one canonical form of the arguments."""
 
 import math
+from contextlib import AbstractContextManager, nullcontext
 from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
 class Arguments(NamedTuple):
-    """What every backend takes, in this order after q1, q2, k1, k2, v. Shapes as in ``diff_attention``."""
+    """The arguments of every backend's ``attend`` after q1, q2, k1, k2, v, in this order."""
 
     lam: Tensor  # [B, H, T, 1], fp32 (fp64 for fp64 inputs); a view, often with strides of 0
     attn_mask: Tensor | None  # [B|1, H|1, T|1, S|1], bool or floating
@@ -20,11 +22,63 @@ class Arguments(NamedTuple):
     scale: float
 
 
-def fit_together(q1: Tensor, q2: Tensor, k1: Tensor, k2: Tensor, v: Tensor) -> bool:
-    """Whether ``check_tensors`` would find nothing wrong with them: the same questions in as few steps as can be.
+def autocast_inputs(*tensors):
+    """The tensors in the autocast dtype where autocast is on. fp64 stays, as in PyTorch.
 
-    Of empty tensors it says no, and leaves them to ``check_tensors``.
+    A tensor that is given twice in a row (k1 as k2) stays one tensor.
     """
+    device = tensors[0].device.type if isinstance(tensors[0], Tensor) else "cpu"
+    if not _autocast_enabled(device) or not all(isinstance(x, Tensor) for x in tensors):
+        return tensors
+    dtype = torch.get_autocast_dtype(device)
+    done: list[Tensor] = []
+    for i, x in enumerate(tensors):
+        if i and x is tensors[i - 1]:
+            done.append(done[-1])
+        else:
+            done.append(x.to(dtype) if x.is_floating_point() and x.dtype != torch.float64 else x)
+    return tuple(done)
+
+
+def autocast_off(device: str) -> AbstractContextManager:
+    """Context manager that disables autocast."""
+    return torch.autocast(device, enabled=False) if _autocast_enabled(device) else nullcontext()
+
+
+def _autocast_enabled(device: str) -> bool:
+    """Whether autocast is on; a device type may have none, such as meta."""
+    return torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
+
+
+def check(q1, q2, k1, k2, v, lam, attn_mask, is_causal, window, scale) -> Arguments:
+    """The canonical arguments of a call; raises what ``diff_attention`` documents. is_causal went through ``flag``."""
+    if v is None or not passes_fast_check(q1, q2, k1, k2, v):
+        check_tensors(q1, q2, k1, k2, v)
+    if scale is not None and (isinstance(scale, bool) or not isinstance(scale, int | float)):
+        raise TypeError(f"scale is a {type(scale).__name__}; give a number or None")
+    if scale is not None and not -math.inf < scale < math.inf:  # torch.compile cannot trace math.isfinite
+        raise ValueError(f"scale is {scale}; give a finite number, or None for D ** -0.5")
+    if window is not None:
+        if isinstance(window, bool) or not isinstance(window, int):
+            raise TypeError(f"window is a {type(window).__name__}; give an int or None")
+        if window < 1:
+            raise ValueError(f"window is {window}; give at least 1 (the query's own position) or None")
+        if not is_causal:
+            raise ValueError(
+                f"window={window} without is_causal=True; a window counts back from the query's own position. "
+                "Set is_causal=True, or give another band as a boolean attn_mask"
+            )
+    return Arguments(
+        lam_for_every_row(lam, q1),
+        four_dimensional_mask(attn_mask, q1, k1.shape[2]),
+        bool(is_causal),
+        window,
+        q1.shape[3] ** -0.5 if scale is None else float(scale),
+    )
+
+
+def passes_fast_check(q1: Tensor, q2: Tensor, k1: Tensor, k2: Tensor, v: Tensor) -> bool:
+    """Whether the tensors pass ``check_tensors``, in as few steps as possible; False for empty tensors."""
     try:
         (B, H, T, D), (_, Hn, _, _), (_, G, S, _), Dv = q1.shape, q2.shape, k1.shape, v.shape[3]
         return (
@@ -148,28 +202,31 @@ def flag(name: str, value: bool) -> bool:
     return bool(value)
 
 
-def check(q1, q2, k1, k2, v, lam, attn_mask, is_causal, window, scale) -> Arguments:
-    """Refuses what ``diff_attention`` promises to refuse, but for a causal flag that is none; see there for errors."""
-    if v is None or not fit_together(q1, q2, k1, k2, v):
-        check_tensors(q1, q2, k1, k2, v)
-    if scale is not None and (isinstance(scale, bool) or not isinstance(scale, int | float)):
-        raise TypeError(f"scale is a {type(scale).__name__}; give a number or None")
-    if scale is not None and not -math.inf < scale < math.inf:  # torch.compile cannot trace math.isfinite
-        raise ValueError(f"scale is {scale}; give a finite number, or None for D ** -0.5")
-    if window is not None:
-        if isinstance(window, bool) or not isinstance(window, int):
-            raise TypeError(f"window is a {type(window).__name__}; give an int or None")
-        if window < 1:
-            raise ValueError(f"window is {window}; give at least 1 (the query's own position) or None")
-        if not is_causal:
-            raise ValueError(
-                f"window={window} without is_causal=True; a window counts back from the query's own position. "
-                "Set is_causal=True, or give another band as a boolean attn_mask"
-            )
-    return Arguments(
-        lam_for_every_row(lam, q1),
-        four_dimensional_mask(attn_mask, q1, k1.shape[2]),
-        bool(is_causal),
-        window,
-        q1.shape[3] ** -0.5 if scale is None else float(scale),
+def is_empty(q1: Tensor, k1: Tensor) -> bool:
+    """Whether there is nothing to compute: no batch entry, no query or no key; q1 and k1 [B, heads, length, width]."""
+    return not (q1.numel() and k1.numel())
+
+
+def zeros(shape: tuple[int, ...], dtype: torch.dtype, *inputs: Tensor) -> Tensor:
+    """Zeros that have a gradient for ``inputs``, which is zero too."""
+    no_values = [x[:0].sum().to(dtype) for x in inputs]
+    return sum(no_values, inputs[0].new_zeros(shape, dtype=dtype))
+
+
+def active_transform() -> str | None:
+    """The transform that surrounds the call and that kernels of our own do not support, as a message, or None."""
+    if forward_ad._current_level >= 0:
+        return "forward-mode AD"
+    return "a transform of torch.func" if torch._C._are_functorch_transforms_active() else None
+
+
+def refuse_second_derivatives(*_) -> None:
+    """Backward of a backward: kernels of our own have none.
+
+    Raises:
+        NotImplementedError: always, with what to do.
+    """
+    raise NotImplementedError(
+        "the kernels of diff_attention have no second derivatives; give backend='reference' for what is differentiated "
+        "twice"
     )

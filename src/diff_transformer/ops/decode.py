@@ -1,4 +1,4 @@
-"""The public operator for decoding: a few queries at the end of a cache, whose used lengths may differ in a batch."""
+"""The public operator for decoding: a few queries over a cache whose used lengths may differ in a batch."""
 
 import logging
 from functools import cache
@@ -7,12 +7,11 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
-from diff_transformer.ops import autocast, transforms, triton
-from diff_transformer.ops.arguments import Arguments, check
-from diff_transformer.ops.diff_attention import choose_for, compute
-from diff_transformer.ops.empty import is_empty
+from diff_transformer.ops import triton
+from diff_transformer.ops.api import attend, choose_for
+from diff_transformer.ops.arguments import Arguments, active_transform, autocast_inputs, check, is_empty
 
-SMALL = 2**17  # values of a batch entry: up to here "blockwise" copies and masks them sooner than it is called again
+MAX_COPIED_VALUES = 2**17  # in a batch entry: up to here "blockwise" copies and masks faster than in a second call
 
 log = logging.getLogger("diff_transformer")
 
@@ -33,34 +32,34 @@ def diff_attention_decode(
 ) -> Tensor:
     """Differential attention of the newest T queries over a cache of S keys, causal among the queries.
 
-    The same as ``diff_attention(..., is_causal=True)`` where the cache is full. On CUDA one kernel reads k1, k2 and v
-    once, cut along the keys (and a second one combines the parts); nothing is read on the host and nothing allocated
-    by content, so that a step can be captured in a CUDA graph. On the CPU the keys in use are cut out where lengths
-    are equal or long; other ways (short ones, a CUDA call that the kernel does not take) make a mask of the lengths.
+    Equal to ``diff_attention(..., is_causal=True)`` if the cache is full. On CUDA one kernel, split along the keys,
+    reads k1, k2 and v once, and a second one combines the splits. The host reads no lengths and no allocation depends
+    on them, so a step can be captured in a CUDA graph. On the CPU, the keys in use are sliced out if lengths are equal
+    or long. In all other cases (short lengths, a CUDA call that the kernel does not support) the lengths become a mask.
 
     Args:
         q1, q2, k1, k2, v, lam, attn_mask, scale: as in ``diff_attention``; k1, k2 and v [B, G, S, width] may be views
             of a static cache.
-        lengths: integers [B] on the device of q1: how many keys of each batch entry are in use. What the rest holds,
-            NaN included, changes nothing, and the last query stands at the last key in use. Values outside 0 to S
+        lengths: integers [B] on the device of q1: how many keys of each batch entry are in use. The other keys have no
+            influence, even if they hold NaN. The last query is aligned to the last key in use. Values outside 0 to S
             count as 0 and S. S if None.
         window: each query sees the last ``window`` keys up to its own position.
         backend: "auto" takes the decoding kernel on CUDA where it can (at most 8 queries, no gradients, no additive
-            mask, widths up to 128 and 256), else what ``diff_attention`` takes; a name as there, where "triton"
+            mask, widths up to 128 and 256), otherwise what ``diff_attention`` takes. Or a name as there; "triton"
             includes the decoding kernel.
 
     Returns:
-        [B, H, T, Dv] in the dtype of v; a row that may attend to nothing is 0.
+        [B, H, T, Dv] in the dtype of v; a fully masked row is 0.
 
     Raises:
         As ``diff_attention``; TypeError or ValueError for lengths of another type, shape or device.
     """
-    q1, q2, k1, k2, v = autocast.cast(q1, q2, k1, k2, v)
+    q1, q2, k1, k2, v = autocast_inputs(q1, q2, k1, k2, v)
     arguments = check(q1, q2, k1, k2, v, lam, attn_mask, True, window, scale)
     _check_lengths(lengths, q1)
     empty = is_empty(q1, k1)
     if not empty and (backend == "triton" or (backend == "auto" and q1.device.type == "cuda")):
-        reason = _why_not_kernel(q1, q2, k1, k2, v, arguments.lam, arguments.attn_mask, window)
+        reason = _kernel_unsupported_reason(q1, q2, k1, k2, v, arguments.lam, arguments.attn_mask, window)
         if backend == "auto" and not torch.compiler.is_compiling():
             _announce(q1.device.type, q1.dtype, reason)
         if reason is None:
@@ -69,34 +68,39 @@ def diff_attention_decode(
             return attend_decode(q1, q2, k1, k2, v, *arguments, lengths=lengths)
     chosen = choose_for(q1, q2, k1, k2, v, arguments, backend)
     if lengths is None or empty:
-        return compute(chosen, q1, q2, k1, k2, v, arguments)
-    if chosen != "flex" and _can_be_read(lengths):  # which is compiled for each length
+        return attend(chosen, q1, q2, k1, k2, v, arguments)
+    if chosen != "flex" and _can_be_read(lengths):  # "flex" would be compiled for each length
         used = [min(max(0, n), k1.shape[2]) for n in lengths.tolist()]
-        if min(used) == max(used) or chosen != "blockwise" or v[0].numel() > SMALL or torch.is_grad_enabled():
-            return _cut(used, chosen, q1, q2, k1, k2, v, arguments)
+        if (
+            min(used) == max(used)
+            or chosen != "blockwise"
+            or v[0].numel() > MAX_COPIED_VALUES
+            or torch.is_grad_enabled()
+        ):
+            return _attend_to_used_keys(used, chosen, q1, q2, k1, k2, v, arguments)
         v = v.clone()
         for entry, n in zip(v.unbind(), used, strict=True):
             entry[:, n:] = 0
     else:
         unused = (torch.arange(k1.shape[2], device=lengths.device) >= lengths[:, None])[:, None, :, None]
         shared = k2 is k1
-        k1, v = k1.masked_fill(unused, 0), v.masked_fill(unused, 0)  # a weight of 0 would leave NaN what it is
+        k1, v = k1.masked_fill(unused, 0), v.masked_fill(unused, 0)  # 0 times NaN would be NaN
         k2 = k1 if shared else k2.masked_fill(unused, 0)
     mask = _mask(lengths, arguments.attn_mask, q1.shape[2], k1.shape[2], window)
     arguments = arguments._replace(attn_mask=mask, is_causal=False, window=None)
-    return compute(choose_for(q1, q2, k1, k2, v, arguments, backend), q1, q2, k1, k2, v, arguments)
+    return attend(choose_for(q1, q2, k1, k2, v, arguments, backend), q1, q2, k1, k2, v, arguments)
 
 
 def _can_be_read(lengths: Tensor) -> bool:
-    """Whether looking at the content costs nothing: on the CPU, where nothing is traced or transformed."""
+    """Whether the values can be read at no cost: on the CPU, outside tracing and transforms."""
     traced = torch.compiler.is_compiling() or _get_current_dispatch_mode() is not None
-    return lengths.device.type == "cpu" and not traced and transforms.active() is None
+    return lengths.device.type == "cpu" and not traced and active_transform() is None
 
 
-def _cut(used: list[int], backend: str, q1, q2, k1, k2, v, arguments: Arguments) -> Tensor:
-    """One call of the keys in use for each batch entry, or for all of them where the lengths are equal."""
+def _attend_to_used_keys(used: list[int], backend: str, q1, q2, k1, k2, v, arguments: Arguments) -> Tensor:
+    """Attend to the keys in use: one call for each batch entry, or a single call if all lengths are equal."""
     B, S = v.shape[0], v.shape[2]
-    size = B if min(used) == max(used) else 1  # of the batch of a call
+    size = B if min(used) == max(used) else 1  # batch entries in a call
     queries = zip(*(x.split(size) for x in (q1, q2, arguments.lam)), strict=True)
     caches = zip(*(x.split(size) for x in (k1, k2, v)), strict=True)
     mask, outs = arguments.attn_mask, []
@@ -105,12 +109,12 @@ def _cut(used: list[int], backend: str, q1, q2, k1, k2, v, arguments: Arguments)
         if mask is not None:
             part = mask if mask.shape[0] == 1 else mask[i : i + size]
             arguments = arguments._replace(attn_mask=part if mask.shape[3] == 1 else part[..., :n])
-        outs.append(compute(backend, q1_part, q2_part, *in_use, arguments._replace(lam=lam)))
+        outs.append(attend(backend, q1_part, q2_part, *in_use, arguments._replace(lam=lam)))
     return outs[0] if len(outs) == 1 else torch.cat(outs)
 
 
 def _mask(lengths: Tensor, attn_mask: Tensor | None, T: int, S: int, window: int | None) -> Tensor:
-    """lengths, the causal limit and the window in one mask with attn_mask, [B, 1|H, T, S]."""
+    """lengths, the causal limit, the window and attn_mask in one mask, [B, 1|H, T, S]."""
     own = lengths.clamp(0, S)[:, None] - T + torch.arange(T, device=lengths.device)  # [B, T]
     key = torch.arange(S, device=lengths.device)
     seen = key <= own[..., None]  # [B, T, S]
@@ -135,19 +139,19 @@ def _check_lengths(lengths: Tensor | None, q1: Tensor) -> None:
         raise ValueError(f"q1 is on {q1.device} and lengths on {lengths.device}; move them to one device")
 
 
-def _why_not_kernel(q1, q2, k1, k2, v, lam, attn_mask, window) -> str | None:
-    """Why the decoding kernel does not take the call, or None."""
-    reason = triton.why_not(q1.device, q1.dtype)
+def _kernel_unsupported_reason(q1, q2, k1, k2, v, lam, attn_mask, window) -> str | None:
+    """Why the decoding kernel does not support the call, or None."""
+    reason = triton.unsupported_reason(q1.device, q1.dtype)
     if reason is not None:
         return reason
     if torch.is_grad_enabled() and any(x.requires_grad for x in (q1, q2, k1, k2, v, lam)):
         return "gradients are needed"
-    transform = transforms.active()
+    transform = active_transform()
     if transform is not None:
         return f"it does not follow {transform}"
-    from diff_transformer.ops.triton.decode import fits
+    from diff_transformer.ops.triton import decode
 
-    return fits(q1, q2, k1, k2, v, attn_mask, True, window)
+    return decode.unsupported_reason(q1, q2, k1, k2, v, attn_mask, True, window)
 
 
 @cache

@@ -1,8 +1,9 @@
 """FlashDiffAttn (arXiv 2410.05258, appendix A) on the flash-attn package, where installed: one or two calls a map.
 
-``_1``, where the installed version takes values wider than the queries, passes v whole; ``_2`` passes it in parts as
-wide as the queries (two halves for the paper's 2 d). Which one is found out by a trial on a few tokens. All
-generations of the package are called alike: ``flash_attn_interface`` (3), ``flash_attn.cute`` (4), ``flash_attn`` (2).
+If the installed version takes values wider than the queries, v is passed whole (FlashDiffAttn_1). Otherwise it is
+passed in parts as wide as the queries, two for the paper's Dv = 2 D (FlashDiffAttn_2). A probe on a few tokens tells
+which. All generations of the package have one interface: ``flash_attn_interface`` (3), ``flash_attn.cute`` (4),
+``flash_attn`` (2).
 
 Shapes: B batch, H signal heads, Hn noise heads, G key/value heads, T queries, S keys, D query width, Dv value width.
 """
@@ -16,15 +17,15 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 MODULES = ("flash_attn_interface", "flash_attn.cute", "flash_attn")
-WIDEST = 256  # of all generations
-TRIAL_TOKENS = 128
+MAX_WIDTH = 256  # of every generation
+PROBE_TOKENS = 128
 
 
 def attend(q1, q2, k1, k2, v, lam, attn_mask, is_causal, window, scale) -> Tensor:
     """(softmax(q1 k1^T scale) - lam softmax(q2 k2^T scale)) v of checked arguments, [B, H, T, Dv] in the dtype of v."""
     T, S, Dv, repeat = q1.shape[2], k1.shape[2], v.shape[3], q1.shape[1] // q2.shape[1]
-    blind = max(0, T - S) if is_causal else 0  # queries before the first key: they give 0
-    q1, q2, lam = q1[:, :, blind:], q2[:, :, blind:], lam[:, :, blind:]
+    fully_masked = max(0, T - S) if is_causal else 0  # queries before the first key: their rows are 0
+    q1, q2, lam = q1[:, :, fully_masked:], q2[:, :, fully_masked:], lam[:, :, fully_masked:]
     parts = [part.transpose(1, 2) for part in value_parts(q1, q2, k1, v)]  # each [B, S, G, D or Dv]
     options = {"softmax_scale": scale, "causal": is_causal}
     if window is not None:
@@ -37,24 +38,24 @@ def attend(q1, q2, k1, k2, v, lam, attn_mask, is_causal, window, scale) -> Tenso
 
     second = softmax_attention(q2, k2).repeat_interleave(repeat, dim=1)
     out = (softmax_attention(q1, k1) - lam * second).to(v.dtype)
-    return pad(out, (0, 0, blind, 0))
+    return pad(out, (0, 0, fully_masked, 0))
 
 
 def form(q1: Tensor, q2: Tensor, k1: Tensor, v: Tensor) -> int:
-    """1 where the installed version takes the values whole, 2 where they go in parts as wide as the queries."""
+    """1 if the installed version takes the values whole, 2 if they are passed in parts as wide as the queries."""
     D, Dv = q1.shape[3], v.shape[3]
-    if Dv > WIDEST:
+    if Dv > MAX_WIDTH:
         return 2
     if Dv == D:
         return 1
     gradients = torch.is_grad_enabled() and any(x.requires_grad for x in (q1, q2, k1, v))
     groups = {q.shape[1] // k1.shape[1] for q in (q1, q2)}
     sizes = (_round_up(D), _round_up(Dv), v.dtype, v.device, gradients)
-    return 1 if all(takes_wider_values(_function(), group, *sizes) for group in groups) else 2
+    return 1 if all(supports_wide_values(_function(), group, *sizes) for group in groups) else 2
 
 
 def value_parts(q1: Tensor, q2: Tensor, k1: Tensor, v: Tensor) -> tuple[Tensor, ...]:
-    """v whole or in parts [B, G, S, width], filled up with zeros to a width that the kernels take."""
+    """v whole or in parts [B, G, S, width], padded with zeros to a width that the kernels take."""
     if form(q1, q2, k1, v) == 1:
         return (_multiple_of_eight(v),)
     width = _round_up(q1.shape[3])
@@ -62,20 +63,20 @@ def value_parts(q1: Tensor, q2: Tensor, k1: Tensor, v: Tensor) -> tuple[Tensor, 
 
 
 @cache
-def takes_wider_values(
+def supports_wide_values(
     function: Callable, group: int, D: int, Dv: int, dtype: torch.dtype, device: torch.device, gradients: bool
 ) -> bool:
-    """Whether ``function`` attends from ``group`` heads of width D to one with values of width Dv; tried out."""
+    """Whether ``function`` attends from ``group`` heads of width D to one with values of width Dv; found by a probe."""
     with torch.set_grad_enabled(gradients):
         q, k, v = (
-            torch.zeros(1, TRIAL_TOKENS, heads, width, dtype=dtype, device=device, requires_grad=gradients)
+            torch.zeros(1, PROBE_TOKENS, heads, width, dtype=dtype, device=device, requires_grad=gradients)
             for heads, width in ((group, D), (1, D), (1, Dv))
         )
         try:
             out = _output(function(q, k, v, softmax_scale=1.0, causal=True))
             if gradients:
                 out.sum().backward()
-        except Exception:  # each generation refuses with one of its own
+        except Exception:  # each generation raises its own type
             return False
     return out.shape[-1] == Dv
 
@@ -93,7 +94,7 @@ def installed() -> tuple[str, Callable] | None:
     return None
 
 
-def why_not(device: torch.device, dtype: torch.dtype) -> str | None:
+def unsupported_reason(device: torch.device, dtype: torch.dtype) -> str | None:
     """Why the backend cannot work here, or None."""
     if dtype not in (torch.bfloat16, torch.float16):
         name = str(dtype).removeprefix("torch.")
@@ -107,12 +108,12 @@ def why_not(device: torch.device, dtype: torch.dtype) -> str | None:
     return None
 
 
-def why_not_arguments(q1, q2, k1, k2, v, lam, attn_mask, is_causal, window, scale) -> str | None:
+def unsupported_call_reason(q1, q2, k1, k2, v, lam, attn_mask, is_causal, window, scale) -> str | None:
     """Why the backend cannot take these arguments, which ``attend`` takes, or None."""
     if attn_mask is not None:
         return "flash-attn takes no attn_mask; give backend='sdpa', or pack sequences instead of padding them"
-    if q1.shape[3] > WIDEST:
-        return f"flash-attn takes queries of width {WIDEST} at most, not {q1.shape[3]}; give backend='sdpa'"
+    if q1.shape[3] > MAX_WIDTH:
+        return f"flash-attn takes queries of width {MAX_WIDTH} at most, not {q1.shape[3]}; give backend='sdpa'"
     return None
 
 

@@ -1,7 +1,7 @@
-"""Which keys a query may attend to: positions, the causal limit and the window, and masks for kernels that take one.
+"""Which keys a query may attend to: the causal limit, the window, and masks.
 
-Query t of T stands at key position t + S - T: the last query at the last key (the lower right corner). Causal attention
-lets it see the keys up to that position, and a window of w the last w of those.
+Query t of T has the key position t + S - T, so that the last query is aligned to the last key (lower right corner).
+With causal attention it sees the keys up to that position, with a window of w the last w of those.
 
 Shapes: B batch, H heads, T queries, S keys; attn_mask is None or [B|1, H|1, T|1, S|1].
 """
@@ -11,7 +11,7 @@ from torch import Tensor
 
 
 def key_range(start: int, stop: int, T: int, S: int, is_causal: bool, window: int | None) -> tuple[int, int]:
-    """The half-open range of keys outside which queries ``start`` to ``stop - 1`` see nothing."""
+    """The half-open range of keys that queries ``start`` to ``stop - 1`` may see."""
     if not is_causal:
         return 0, S
     first = 0 if window is None else max(0, start + S - T - window + 1)
@@ -37,13 +37,13 @@ def apply_masks(scores: Tensor, seen: Tensor | None, attn_mask: Tensor | None) -
     return scores if seen is None else scores.masked_fill(~seen, float("-inf"))
 
 
-def rows_that_see_nothing(
+def fully_masked_rows(
     T: int, S: int, is_causal: bool, window: int | None, attn_mask: Tensor | None, device: torch.device
 ) -> Tensor | None:
-    """True for queries that may attend to no key, [B|1, H|1, T, 1]; None where no mask can leave a query without keys.
+    """True for queries that may attend to no key, [B|1, H|1, T, 1]; None if there can be none.
 
-    Kernels differ in what they return for such rows, NaN included. Their callers let these rows see everything, so that
-    values and gradients stay finite, and put 0 in their place afterwards.
+    Kernels return different values for such rows, among them NaN. Callers unmask these rows, so that values and
+    gradients stay finite, and set them to 0 afterwards.
     """
     if attn_mask is None:
         before_the_first_key = torch.arange(T, device=device) < T - S

@@ -1,4 +1,4 @@
-"""The specification: differential attention (arXiv 2410.05258, section 2.1) as the paper writes it, with N x N maps.
+"""The specification: differential attention as the paper writes it (arXiv 2410.05258, section 2.1), with N x N maps.
 
 Every other backend is tested against this file. Shapes: B batch, H signal heads, Hn noise heads, G key/value heads,
 T queries, S keys, D query width, Dv value width.
@@ -23,12 +23,12 @@ class DiffMaps(NamedTuple):
 def attention_map(q: Tensor, k: Tensor, seen: Tensor | None, attn_mask: Tensor | None, scale: float) -> Tensor:
     """softmax(q k^T scale) over the keys a query may see, [B, H, T, S], in fp32 (fp64 for fp64 inputs).
 
-    A query that sees no key has a row of zeros.
+    A fully masked row is 0.
     """
     scores = apply_masks(q @ k.mT * scale, seen, attn_mask)
-    sees_nothing = scores.amax(-1, keepdim=True) == float("-inf")
+    fully_masked = scores.amax(-1, keepdim=True) == float("-inf")
     wide = torch.promote_types(scores.dtype, torch.float32)
-    return scores.masked_fill(sees_nothing, 0).softmax(-1, dtype=wide).masked_fill(sees_nothing, 0)
+    return scores.masked_fill(fully_masked, 0).softmax(-1, dtype=wide).masked_fill(fully_masked, 0)
 
 
 def maps(q1, q2, k1, k2, lam, attn_mask, is_causal, window, scale) -> DiffMaps:
@@ -49,6 +49,6 @@ def attend(q1, q2, k1, k2, v, lam, attn_mask, is_causal, window, scale) -> Tenso
     return (difference @ values).to(v.dtype)
 
 
-def why_not(device: torch.device, dtype: torch.dtype) -> str | None:
+def unsupported_reason(device: torch.device, dtype: torch.dtype) -> str | None:
     """Why the backend cannot work here, or None."""
     return None

@@ -1,6 +1,6 @@
-"""The operator on packed documents: one row after another, and no document sees another.
+"""The public operator for packed documents: rows of several documents, and no document sees another.
 
-Letters: total_q and total_k rows of all documents, H signal heads, Hn noise heads, G key/value heads, D and Dv widths.
+Shapes: total_q and total_k rows of all documents, H signal heads, Hn noise heads, G key/value heads, D and Dv widths.
 """
 
 from itertools import pairwise
@@ -9,12 +9,21 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from diff_transformer.ops import autocast, triton
-from diff_transformer.ops.arguments import Arguments, broadcasts, check, flag
-from diff_transformer.ops.diff_attention import BACKENDS, refuse_missing_gradients, resolve
-from diff_transformer.ops.empty import is_empty, zeros
+from diff_transformer.ops import triton
+from diff_transformer.ops.api import BACKENDS, refuse_missing_gradients, resolve
+from diff_transformer.ops.arguments import (
+    Arguments,
+    autocast_inputs,
+    autocast_off,
+    broadcasts,
+    check,
+    flag,
+    is_empty,
+    zeros,
+)
 
-# cu_seqlens on a GPU whose content was asserted there: (version, total, max_seqlen), so that layers do not repeat it.
+# (version, total, max_seqlen) of cu_seqlens whose values were asserted on the GPU, so that later layers do not repeat
+# it.
 _asserted = WeakTensorKeyDictionary()
 
 
@@ -35,10 +44,10 @@ def diff_attention_varlen(
     scale: float | None = None,
     backend: str = "auto",
 ) -> Tensor:
-    """``diff_attention`` within each of several documents that lie packed one after another.
+    """``diff_attention`` within each of several packed documents.
 
-    The Triton backend computes all of them in one launch; the other backends are called once for each document, for
-    which they read cu_seqlens: torch.compile breaks the graph there (and refuses with fullgraph=True).
+    The Triton backend computes all documents in one launch. The other backends are called once for each document and
+    read cu_seqlens on the host: there torch.compile breaks the graph, and raises with fullgraph=True.
 
     Args:
         q1: queries of the signal map, [total_q, H, D].
@@ -56,12 +65,12 @@ def diff_attention_varlen(
         [total_q, H, Dv] in the dtype of v. Rows of a document without keys are 0.
 
     Raises:
-        As ``diff_attention``, and TypeError or ValueError for cu_seqlens of another dtype, shape or device, that do not
+        As ``diff_attention``. TypeError or ValueError for cu_seqlens of another dtype, shape or device, or that do not
         begin with 0, decrease, do not end with the number of rows, or have a document longer than max_seqlen. On a GPU
-        what they hold is asserted by the device, without waiting for it (a failed assertion ends the process's use of
-        the GPU), and not at all under torch.compile.
+        the device asserts their values asynchronously (a failed assertion ends the process's use of the GPU); under
+        torch.compile they are not checked.
     """
-    q1, q2, k1, k2, v = autocast.cast(q1, q2, k1, k2, v)
+    q1, q2, k1, k2, v = autocast_inputs(q1, q2, k1, k2, v)
     for name, x in {"q1": q1, "q2": q2, "k1": k1, "k2": k2, "v": v}.items():
         if not isinstance(x, Tensor):
             raise TypeError(f"{name} is a {type(x).__name__}; give a tensor of shape [rows, heads, width]")
@@ -72,8 +81,8 @@ def diff_attention_varlen(
     arguments = check(*tensors, _lam_as_batch(lam, q1), None, flag("is_causal", is_causal), window, scale)
     backend = resolve(backend, tensors, arguments)
     refuse_missing_gradients(backend, tensors, arguments.lam)
-    check_documents("cu_seqlens_q", cu_seqlens_q, "max_seqlen_q", max_seqlen_q, q1, whole=backend != "triton")
-    check_documents("cu_seqlens_k", cu_seqlens_k, "max_seqlen_k", max_seqlen_k, k1, whole=backend != "triton")
+    check_documents("cu_seqlens_q", cu_seqlens_q, "max_seqlen_q", max_seqlen_q, q1, read=backend != "triton")
+    check_documents("cu_seqlens_k", cu_seqlens_k, "max_seqlen_k", max_seqlen_k, k1, read=backend != "triton")
     if cu_seqlens_q.shape != cu_seqlens_k.shape:
         raise ValueError(
             f"cu_seqlens_q has {len(cu_seqlens_q) - 1} documents and cu_seqlens_k {len(cu_seqlens_k) - 1}; "
@@ -81,7 +90,7 @@ def diff_attention_varlen(
         )
     if is_empty(tensors[0], packed_k1):
         return zeros((*q1.shape[:2], v.shape[2]), v.dtype, q1, q2, k1, k2, v, arguments.lam)
-    with autocast.without(q1.device.type):
+    with autocast_off(q1.device.type):
         if backend == "triton":
             documents = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
             positions = (arguments.is_causal, arguments.window, arguments.scale)
@@ -109,7 +118,7 @@ def _lam_as_batch(lam: float | Tensor, q1: Tensor) -> float | Tensor:
 
 
 def _one_by_one(backend: str, tensors, arguments: Arguments, ends_q: list[int], ends_k: list[int]) -> Tensor:
-    """[1, H, total_q, Dv] from one call of the backend for each document that has queries and keys."""
+    """[1, H, total_q, Dv] from one call of the backend for each document with queries and keys."""
     q1, q2, k1, k2, v = tensors
     lengths_q, lengths_k = ([b - a for a, b in pairwise(ends)] for ends in (ends_q, ends_k))
     by_query = [x.split(lengths_q, dim=2) for x in (q1, q2, arguments.lam)]
@@ -126,10 +135,10 @@ def _one_by_one(backend: str, tensors, arguments: Arguments, ends_q: list[int], 
     return torch.cat(outs, dim=2)
 
 
-def check_documents(name: str, cu_seqlens: Tensor, max_name: str, max_seqlen: int, x: Tensor, whole: bool) -> None:
-    """Raise unless cu_seqlens cuts the rows of x into documents of at most max_seqlen rows.
+def check_documents(name: str, cu_seqlens: Tensor, max_name: str, max_seqlen: int, x: Tensor, read: bool) -> None:
+    """Raise unless cu_seqlens splits the rows of x into documents of at most max_seqlen rows.
 
-    What it holds is read where that costs nothing (on the CPU) or is needed anyway (``whole``), else asserted by the
+    Its values are read where that costs nothing (on the CPU) or is needed anyway (``read``), else asserted on the
     device.
     """
     if not isinstance(cu_seqlens, Tensor) or cu_seqlens.dtype != torch.int32:
@@ -143,10 +152,10 @@ def check_documents(name: str, cu_seqlens: Tensor, max_name: str, max_seqlen: in
         raise TypeError(f"{max_name} is a {type(max_seqlen).__name__}; give an int")
     if max_seqlen < (1 if len(x) else 0):
         raise ValueError(f"{max_name} is {max_seqlen}; give the length of the longest document")
-    if torch.compiler.is_compiling() and not whole:
+    if torch.compiler.is_compiling() and not read:
         return
     total = x.shape[0]
-    if whole or cu_seqlens.device.type == "cpu":
+    if read or cu_seqlens.device.type == "cpu":
         _check_ends(name, cu_seqlens.tolist(), max_name, max_seqlen, total)
     elif _is_new(cu_seqlens, total, max_seqlen):
         lengths = cu_seqlens.diff()
@@ -155,7 +164,7 @@ def check_documents(name: str, cu_seqlens: Tensor, max_name: str, max_seqlen: in
 
 
 def _is_new(cu_seqlens: Tensor, total: int, max_seqlen: int) -> bool:
-    """Whether this was not asked before with the same content; always, of a tensor made in inference mode: it has no
+    """Whether these values were not checked before; always true for tensors of inference mode, which have no
     version."""
     if cu_seqlens.is_inference():
         return True

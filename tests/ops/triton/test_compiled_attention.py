@@ -136,11 +136,11 @@ def compile_and_check(monkeypatch, dtype, widths, case, capability):
     _, _, form = CASES[case]
     recorded = launches(monkeypatch, capability, dtype, widths, case)
     names = {launch.kernel.partition(":")[2] for launch in recorded}
-    expected = {"forward_kernel", "delta_kernel", "key_gradient_kernel", "query_gradient_kernel"}
+    expected = {"forward_kernel", "delta_kernel", "bwd_dkdv_kernel", "bwd_dq_kernel"}
     if case == "no gradient":
         expected = {"forward_kernel"}
     elif form.get("one_pass"):
-        expected.remove("query_gradient_kernel")
+        expected.remove("bwd_dq_kernel")
     assert names == expected
     compiled = [compile_in_subprocess(*launch[:3], capability=capability, **launch.options) for launch in recorded]
     for kernel in compiled:
@@ -154,6 +154,6 @@ def compile_and_check(monkeypatch, dtype, widths, case, capability):
         if kernel.name != "delta_kernel":
             # Wide programs of one pass own too few keys for the products of warp groups.
             wide = widths[0] > 64 or widths[1] > 128
-            alone = form.get("one_pass") and wide and kernel.name == "key_gradient_kernel"
+            alone = form.get("one_pass") and wide and kernel.name == "bwd_dkdv_kernel"
             warp_groups = capability == 90 and not alone
             assert kernel.wgmma if warp_groups else kernel.mma, "no tensor cores"

@@ -41,13 +41,13 @@ def often_and_seldom(often, *axes):
     return [pytest.param(*case, marks=() if case in often else pytest.mark.slow) for case in product(*axes)]
 
 
-# What a call can ask of the decoding kernel: multiprocessors of the GPU (1: one slice), arguments of make_inputs and of
+# What a call can ask of the decoding kernel: multiprocessors of the GPU (1: one split), arguments of make_inputs and of
 # launch_decode.
 DECODING: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
     "plain": (132, {}, {}),
     "one of each": (132, {"B": 1, "H": 1}, {}),  # sizes of 1 become constants
-    "one slice": (1, {}, {}),
-    "most slices": (10_000, {}, {}),
+    "one split": (1, {}, {}),
+    "most splits": (10_000, {}, {}),
     "lengths": (132, {"T": 3, "G": 2}, {"is_causal": True, "lengths": torch.ones(2, dtype=torch.int32)}),
     "one key for both": (132, {"one_key": True}, {}),
     "padding": (132, {}, {"attn_mask": torch.ones(2, 1, 1, 200, dtype=torch.bool)}),
@@ -64,17 +64,17 @@ DECODING: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
 }
 OFTEN = [
     *product(["bf16"], [(64, 128), (128, 256)], ["padding", "everything"]),
-    *product(["bf16"], [(128, 256)], ["most slices", "one of each"]),
+    *product(["bf16"], [(128, 256)], ["most splits", "one of each"]),
 ]
 
 
 def launches_of_decoding(monkeypatch, dtype, widths, case):
     multiprocessors, asked, options = DECODING[case]
     launches = []
-    for name in ("attend_slice", "combine_slices"):
+    for name in ("decode_split_kernel", "decode_combine_kernel"):
         monkeypatch.setattr(decode, name, Recorder(getattr(decode, name), launches))
     monkeypatch.setattr(decode, "multiprocessors", lambda device: multiprocessors)
-    monkeypatch.setattr(decode, "FEWEST_KEYS", 1)
+    monkeypatch.setattr(decode, "MIN_KEYS_PER_SPLIT", 1)
     D, Dv = widths
     sizes: dict[str, Any] = {"B": 2, "H": 4, "T": 1, "S": 200, "D": D, "Dv": Dv, "requires_grad": False} | asked
     one_key = sizes.pop("one_key", False)
@@ -91,8 +91,8 @@ def launches_of_decoding(monkeypatch, dtype, widths, case):
 def test_decoding(monkeypatch, dtype, widths, case, capability):
     launches = launches_of_decoding(monkeypatch, dtype, widths, case)
     assert [launch.kernel.partition(":")[2] for launch in launches] == [
-        "attend_slice",
-        *(["combine_slices"] if DECODING[case][0] > 1 else []),
+        "decode_split_kernel",
+        *(["decode_combine_kernel"] if DECODING[case][0] > 1 else []),
     ]
     compiled = [compile_in_subprocess(*launch[:3], capability=capability, **launch.options) for launch in launches]
     for kernel in compiled:

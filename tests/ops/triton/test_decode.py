@@ -18,7 +18,7 @@ NAN = float("nan")
 
 @pytest.fixture(autouse=True)
 def many_multiprocessors(monkeypatch):
-    """As many slices as the keys allow, so that small caches are cut."""
+    """As many splits as the keys allow, so that small caches are cut."""
     monkeypatch.setattr(decode, "multiprocessors", lambda device: 1000)
 
 
@@ -29,7 +29,7 @@ def inputs(**sizes: Any):
 
 def kernel(q1, q2, k1, k2, v, lam, attn_mask=None, is_causal=False, window=None, scale=None, lengths=None):
     arguments = check(q1, q2, k1, k2, v, lam, attn_mask, is_causal, window, scale)
-    assert decode.fits(q1, q2, k1, k2, v, arguments.attn_mask, is_causal, window) is None
+    assert decode.unsupported_reason(q1, q2, k1, k2, v, arguments.attn_mask, is_causal, window) is None
     return decode.attend_decode(q1, q2, k1, k2, v, *arguments, lengths=lengths)
 
 
@@ -108,12 +108,12 @@ def test_any_number_of_slices(monkeypatch, multiprocessors):
 
 
 def test_number_of_slices():
-    """Two programs for each of 132 multiprocessors; not fewer than 64 keys each, not more slices than can be held."""
-    assert decode.slices_of(4096, 12, 132) == 22
-    assert decode.slices_of(4096, 300, 132) == 1
-    assert decode.slices_of(512, 12, 132) == 8
-    assert decode.slices_of(5, 1, 132) == 1
-    assert decode.slices_of(65536, 1, 132) == 128
+    """Two programs for each of 132 multiprocessors; not fewer than 64 keys each, not more splits than can be held."""
+    assert decode.split_count(4096, 12, 132) == 22
+    assert decode.split_count(4096, 300, 132) == 1
+    assert decode.split_count(512, 12, 132) == 8
+    assert decode.split_count(5, 1, 132) == 1
+    assert decode.split_count(65536, 1, 132) == 128
 
 
 @pytest.mark.parametrize("case", ["causal", "shared noise, grouped keys", "left padding", "width 96"])
@@ -164,9 +164,9 @@ def test_views_of_a_static_cache():
 
 
 def test_a_slice_beyond_the_last_key_reads_nothing():
-    """Of six slices of whole tiles, 80 keys each, five hold 390; NaN and a mask of True lie behind the keys."""
+    """Of six splits of whole tiles, 80 keys each, five hold 390; NaN and a mask of True lie behind the keys."""
     x = inputs(S=390)
-    assert decode.slices_of(390, 2, 1000) == 6
+    assert decode.split_count(390, 2, 1000) == 6
     assert decode.tile(16, 32, 4, False).keys == 16
     keys = [torch.cat([y, torch.full_like(y, NAN)], 2)[:, :, :390] for y in x[2:5]]
     mask = torch.ones(1, 1, 1, 780, dtype=torch.bool, device=DEVICE)[..., :390]
@@ -220,14 +220,14 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
 def test_what_it_does_not_take(case):
     sizes, options, message = REFUSED[case]
     x = inputs(**sizes)
-    reason = decode.fits(*x[:5], options.get("attn_mask"), True, None)
+    reason = decode.unsupported_reason(*x[:5], options.get("attn_mask"), True, None)
     assert reason is not None
     assert re.search(message, reason)
 
 
 def test_a_strided_width_is_refused():
     x = inputs()
-    reason = decode.fits(x.q1, x.q2, x.k1, x.k2.mT.contiguous().mT, x.v, None, True, None)
+    reason = decode.unsupported_reason(x.q1, x.q2, x.k1, x.k2.mT.contiguous().mT, x.v, None, True, None)
     assert reason is not None
     assert "k2 has stride 150 in its last dimension" in reason
 

@@ -6,7 +6,7 @@ import torch
 pytest.importorskip("triton", reason="the kernels are written in Triton")
 
 from diff_transformer.ops.triton.launching import kernel_mask
-from diff_transformer.ops.triton.tiles import OWN
+from diff_transformer.ops.triton.tiles import ROW_PER_QUERY
 
 ODD = {
     "odd rows": torch.rand(2, 3, 5, 125),
@@ -24,7 +24,7 @@ ODD = {
 def test_rows_of_a_mask_are_aligned(given, dtype):
     given = given > 0.5 if dtype == torch.bool else given.to(dtype)
     mask, steps, _, rows = kernel_mask(given, torch.zeros(1))
-    assert rows == OWN.value
+    assert rows == ROW_PER_QUERY.value
     assert torch.equal(mask.bool() if dtype == torch.bool else mask, given)
     assert mask.data_ptr() % 16 == 0
     assert steps[2] % 16 == 0

@@ -28,9 +28,9 @@ GOOD = Compiled(
     name="kernel", capability=90, registers=168, spill_bytes=0, shared_bytes=227 * 1024, num_warps=4, wgmma=8, mma=0,
     wgmma_serialized=False, unguarded_arrivals=0,
 )  # fmt: skip
-COMBINE = "diff_transformer.ops.triton.decode_kernels:combine_slices"
+COMBINE = "diff_transformer.ops.triton.decode_kernels:decode_combine_kernel"
 SIGNATURE = {"partial": "*fp32", "lam": "*fp32", "out": "*bf16"}
-SIGNATURE |= dict.fromkeys(("slices", "all_rows", "H", "T"), "i32")
+SIGNATURE |= dict.fromkeys(("splits", "all_rows", "H", "T"), "i32")
 SIGNATURE |= {f"lam_stride_{dimension}": "i32" for dimension in "bht"}
 CONSTANTS = {"DV": 64, "COLUMNS": 64, "ROOM": 8}
 
@@ -85,7 +85,7 @@ def test_another_chip_than_it_was_compiled_for():
 
 
 def test_a_spill_is_seen():
-    """32 slices of 256 columns in one warp: 256 values a thread, which has 255 registers."""
+    """32 splits of 256 columns in one warp: 256 values a thread, which has 255 registers."""
     wide = {"DV": 256, "COLUMNS": 256, "ROOM": 32}
     assert compile_in_subprocess(COMBINE, SIGNATURE, wide, capability=80, num_warps=1).spill_bytes > 0
     assert compile_in_subprocess(COMBINE, SIGNATURE, CONSTANTS, capability=80).spill_bytes == 0
@@ -103,7 +103,7 @@ def test_a_serialised_wgmma_is_seen(monkeypatch):
     monkeypatch.setattr(forward, "launch", launch)
     monkeypatch.setattr(configurations, "INTERPRETED", False)
     monkeypatch.setattr(configurations, "is_hopper", lambda device: True)
-    too_large = configurations.Configuration(128, 128, 8, 2, together=True)
+    too_large = configurations.Configuration(128, 128, 8, 2, fused=True)
     for configuration in (forward.forward_configuration, lambda *_: too_large):
         monkeypatch.setattr(forward, "forward_configuration", configuration)
         forward.launch_forward(x, x, x, None, v, lam, None, None, None, 128, 128, True, None, 0.125, False)
@@ -114,10 +114,10 @@ def test_a_serialised_wgmma_is_seen(monkeypatch):
 
 
 def test_errors_come_back():
-    with pytest.raises(RuntimeError, match=r"combine_slices does not compile .* without type or value: DV"):
+    with pytest.raises(RuntimeError, match=r"decode_combine_kernel does not compile .* without type or value: DV"):
         compile_in_subprocess(COMBINE, SIGNATURE, {"COLUMNS": 64, "ROOM": 8}, capability=80)
-    with pytest.raises(RuntimeError, match="in both dicts: slices"):
-        compile_in_subprocess(COMBINE, SIGNATURE, CONSTANTS | {"slices": 3}, capability=80)
+    with pytest.raises(RuntimeError, match="in both dicts: splits"):
+        compile_in_subprocess(COMBINE, SIGNATURE, CONSTANTS | {"splits": 3}, capability=80)
     with pytest.raises(RuntimeError, match="it does not have: Slices"):
         compile_in_subprocess(COMBINE, SIGNATURE, CONSTANTS | {"Slices": 3}, capability=80)
     with pytest.raises(RuntimeError, match="ModuleNotFoundError: No module named 'nowhere'"):

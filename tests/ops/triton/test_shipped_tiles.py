@@ -46,7 +46,7 @@ def shipped(kind):
 def shape(tiles):
     """What the interpreter sees of them."""
     parts = [tiles] if isinstance(tiles, configurations.Configuration) else tiles
-    return tuple((part.BLOCK_M, part.BLOCK_N, part.together) for part in parts)
+    return tuple((part.BLOCK_M, part.BLOCK_N, part.fused) for part in parts)
 
 
 def distinct(kind):

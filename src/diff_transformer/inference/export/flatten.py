@@ -14,11 +14,11 @@ from diff_transformer import __version__
 PACKAGE = "diff_transformer"
 ENTRANCE = f"{PACKAGE}.model.modeling"
 # Kernels stay at home: these stand for them.
-_AT_HOME = (f"{PACKAGE}.ops.blockwise", f"{PACKAGE}.ops.triton")
+_AT_HOME = (f"{PACKAGE}.ops.cpu", f"{PACKAGE}.ops.gluon", f"{PACKAGE}.ops.triton")
 _STAND_INS = {
-    f"{PACKAGE}.ops.blockwise.layer": f"{PACKAGE}.inference.export.portable.decoding",
-    f"{PACKAGE}.ops.blockwise.native": f"{PACKAGE}.inference.export.portable.decoding",
-    f"{PACKAGE}.ops.blockwise": f"{PACKAGE}.inference.export.portable.blockwise",
+    f"{PACKAGE}.ops.cpu.layer": f"{PACKAGE}.inference.export.portable.decoding",
+    f"{PACKAGE}.ops.cpu.native": f"{PACKAGE}.inference.export.portable.decoding",
+    f"{PACKAGE}.ops.cpu": f"{PACKAGE}.inference.export.portable.blockwise",
     f"{PACKAGE}.ops.triton": f"{PACKAGE}.inference.export.portable.triton",
 }
 _NAMES = {

@@ -30,12 +30,12 @@ from diff_transformer.ops.triton.launching import (
     transposed_like,
 )
 from diff_transformer.ops.triton.tiles import (
-    ALIKE,
     LOG2_E,
-    NOTHING,
+    NO_MASK,
+    ONE_ROW,
     accumulate,
     load_tile,
-    masked,
+    mask_scores,
     place,
     product,
     store_tile,
@@ -113,7 +113,7 @@ def attention_map(
     """A tile of a map from its scores and the log-sum-exps of its queries."""
     s = s * factor
     if CHECKED:
-        s = masked(s, query, key, T, S, window, mask, mask_t, mask_s, CAUSAL, WINDOW, MASK_KIND, MASK_ROWS)
+        s = mask_scores(s, query, key, T, S, window, mask, mask_t, mask_s, CAUSAL, WINDOW, MASK_KIND, MASK_ROWS)
     return tl.exp2(s - log)
 
 
@@ -134,12 +134,12 @@ def add_chunk(to, offset, limit, x, FIRST: tl.constexpr, CHUNK: tl.constexpr, WI
 
 
 @triton.jit(do_not_specialize=["T", "S", "window", "tiles", "heads_in_all"])
-def key_gradient_kernel(
+def bwd_dkdv_kernel(
     q1, q2, k1, k2, v, lam, mask, dout, lse1, lse2, delta1, lam_delta2, dq1, dq2, dk1, dk2, dv,
     cu_seqlens_q, cu_seqlens_k,
     q1_b, q1_h, q1_t, q2_b, q2_h, q2_t, k1_b, k1_h, k1_t, k2_b, k2_h, k2_t, v_b, v_h, v_t, lam_b, lam_h, lam_t,
     dout_b, dout_h, dout_t, dk1_b, dk1_h, dk1_t, dv_b, dv_h, dv_t, mask_b, mask_h, mask_t, mask_s,
-    T, S, window, scale, factor, tiles, heads_in_all, nothing,
+    T, S, window, scale, factor, tiles, heads_in_all, zero,
     H: tl.constexpr, HN: tl.constexpr, G: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, DA: tl.constexpr,
     DB: tl.constexpr, VA: tl.constexpr, VB: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     CAUSAL: tl.constexpr, WINDOW: tl.constexpr, MASK_KIND: tl.constexpr, MASK_ROWS: tl.constexpr,
@@ -181,10 +181,10 @@ def key_gradient_kernel(
     key = (first + keys)[:, None]
     for member in tl.range(0, H // G):
         tile, kv_head, batch, q_start, T, k_start, S = place(
-            tiles + member * nothing, heads_in_all, cu_seqlens_q, cu_seqlens_k, T, S, G, VARLEN, SECTION
+            tiles + member * zero, heads_in_all, cu_seqlens_q, cu_seqlens_k, T, S, G, VARLEN, SECTION
         )
         low, inner_low, inner_high, high = query_ranges(
-            tile * BLOCK_N, T, S, window, BLOCK_M, BLOCK_N, CAUSAL, WINDOW, MASK_KIND != NOTHING
+            tile * BLOCK_N, T, S, window, BLOCK_M, BLOCK_N, CAUSAL, WINDOW, MASK_KIND != NO_MASK
         )
         head = (kv_head * (H // G) + member).to(tl.int64)
         noise_head = (kv_head * (H // G) + member) // (H // HN)
@@ -195,10 +195,10 @@ def key_gradient_kernel(
         lam_here = lam + (batch * lam_b + head * lam_h + q_start * lam_t)
         row_here = (batch * H + head) * rows_in_all + q_start
         mask_here = mask
-        if MASK_KIND != NOTHING:
+        if MASK_KIND != NO_MASK:
             mask_here = mask + (batch * mask_b + head * mask_h)
         for CHECKED in tl.static_range(2):
-            if CHECKED or MASK_KIND == NOTHING:
+            if CHECKED or MASK_KIND == NO_MASK:
                 begin, end, gap = range_of_loop(CHECKED, low, inner_low, inner_high, high)
                 for step in tl.range(begin, end, BLOCK_M):
                     m = step
@@ -243,12 +243,12 @@ def key_gradient_kernel(
                             noise_row = (batch * HN + noise_head) * rows_in_all + q_start
                             add_product(dq2 + (noise_row + start) * D, queries, T - m, ds, k2a, k2b, DA, DB, D)
     tile, kv_head, batch, q_start, T, k_start, S = place(
-        tiles + nothing, heads_in_all, cu_seqlens_q, cu_seqlens_k, T, S, G, VARLEN, SECTION
+        tiles + zero, heads_in_all, cu_seqlens_q, cu_seqlens_k, T, S, G, VARLEN, SECTION
     )
     first = tile * BLOCK_N
     wide_head = kv_head.to(tl.int64)
     row = k_start + first
-    keys += nothing
+    keys += zero
     if KEYS:
         to = batch * dk1_b + wide_head * dk1_h + row * dk1_t
         store_tile(dk1 + to, keys, dk1_t, S - first, dk1a * scale, dk1b * scale, DA, DB, D)
@@ -260,11 +260,11 @@ def key_gradient_kernel(
 
 
 @triton.jit(do_not_specialize=["T", "S", "window", "tiles", "heads_in_all"])
-def query_gradient_kernel(
+def bwd_dq_kernel(
     q1, q2, k1, k2, v, lam, mask, dout, lse1, lse2, delta1, lam_delta2, dq1, dq2, cu_seqlens_q, cu_seqlens_k,
     q1_b, q1_h, q1_t, q2_b, q2_h, q2_t, k1_b, k1_h, k1_t, k2_b, k2_h, k2_t, v_b, v_h, v_t, lam_b, lam_h, lam_t,
     dout_b, dout_h, dout_t, dq1_b, dq1_h, dq1_t, dq2_b, dq2_h, dq2_t, mask_b, mask_h, mask_t, mask_s,
-    T, S, window, scale, factor, tiles, heads_in_all, nothing,
+    T, S, window, scale, factor, tiles, heads_in_all, zero,
     H: tl.constexpr, HN: tl.constexpr, G: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, DA: tl.constexpr,
     DB: tl.constexpr, VA: tl.constexpr, VB: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     CAUSAL: tl.constexpr, WINDOW: tl.constexpr, MASK_KIND: tl.constexpr, MASK_ROWS: tl.constexpr,
@@ -294,15 +294,15 @@ def query_gradient_kernel(
     dq2a, dq2b = zeros(BLOCK_M, DA, DB)
     for member in tl.range(0, H // HN):
         tile, noise_head, batch, q_start, T, k_start, S = place(
-            tiles + member * nothing, heads_in_all, cu_seqlens_q, cu_seqlens_k, T, S, HN, VARLEN, SECTION
+            tiles + member * zero, heads_in_all, cu_seqlens_q, cu_seqlens_k, T, S, HN, VARLEN, SECTION
         )
         first = (tiles - 1 - tile) * BLOCK_M
         row = q_start + first
-        rows = queries + member * nothing
+        rows = queries + member * zero
         here = first + rows < T
         query = (first + rows)[:, None]
         low, inner_low, inner_high, high = key_ranges(
-            first, T, S, window, BLOCK_M, BLOCK_N, CAUSAL, WINDOW, MASK_KIND != NOTHING
+            first, T, S, window, BLOCK_M, BLOCK_N, CAUSAL, WINDOW, MASK_KIND != NO_MASK
         )
         head = (noise_head * (H // HN) + member).to(tl.int64)
         q1a, q1b = load_tile(q1 + (batch * q1_b + head * q1_h + row * q1_t), rows, q1_t, T - first, DA, DB, D, True)
@@ -316,11 +316,11 @@ def query_gradient_kernel(
         second_delta = tl.load(lam_delta2 + row_here, mask=here, other=0.0)[:, None]
         weight = tl.load(lam + (batch * lam_b + head * lam_h + (row + rows) * lam_t), mask=here, other=0.0)
         mask_here = mask
-        if MASK_KIND != NOTHING:
+        if MASK_KIND != NO_MASK:
             mask_here = mask + (batch * mask_b + head * mask_h)
         dq1a, dq1b = zeros(BLOCK_M, DA, DB)
         for CHECKED in tl.static_range(2):
-            if CHECKED or MASK_KIND == NOTHING:
+            if CHECKED or MASK_KIND == NO_MASK:
                 begin, end, gap = range_of_loop(CHECKED, low, inner_low, inner_high, high)
                 for step in tl.range(begin, end, BLOCK_N):
                     n = step
@@ -346,22 +346,22 @@ def query_gradient_kernel(
                         )  # fmt: skip
                         dq2a, dq2b = accumulate(dq2a, dq2b, p * (second_delta - weight[:, None] * dp), ka, kb, DB)
         tile, noise_head, batch, q_start, T, k_start, S = place(
-            tiles + (member + 1) * nothing, heads_in_all, cu_seqlens_q, cu_seqlens_k, T, S, HN, VARLEN, SECTION
+            tiles + (member + 1) * zero, heads_in_all, cu_seqlens_q, cu_seqlens_k, T, S, HN, VARLEN, SECTION
         )
         first = (tiles - 1 - tile) * BLOCK_M
         row = q_start + first
         head = (noise_head * (H // HN) + member).to(tl.int64)
-        rows += nothing
+        rows += zero
         if FIRST:
             to = dq1 + (batch * dq1_b + head * dq1_h + row * dq1_t)
             store_tile(to, rows, dq1_t, T - first, dq1a * scale, dq1b * scale, DA, DB, D)
     tile, noise_head, batch, q_start, T, k_start, S = place(
-        tiles + nothing, heads_in_all, cu_seqlens_q, cu_seqlens_k, T, S, HN, VARLEN, SECTION
+        tiles + zero, heads_in_all, cu_seqlens_q, cu_seqlens_k, T, S, HN, VARLEN, SECTION
     )
     first = (tiles - 1 - tile) * BLOCK_M
     wide_head = noise_head.to(tl.int64)
     row = q_start + first
-    queries += nothing
+    queries += zero
     if SECOND:
         to = dq2 + (batch * dq2_b + wide_head * dq2_h + row * dq2_t)
         store_tile(to, queries, dq2_t, T - first, dq2a * scale, dq2b * scale, DA, DB, D)
@@ -397,7 +397,7 @@ def launch_backward(
     mask, mask_strides, mask_kind, mask_rows = kernel_mask(attn_mask, v)
     DA, DB = chunks(D)
     VA, VB = chunks(Dv)
-    configuration = backward_configuration(D, Dv, q1.dtype, q1.device, mask_rows != ALIKE.value)
+    configuration = backward_configuration(D, Dv, q1.dtype, q1.device, mask_rows != ONE_ROW.value)
     by_keys = configuration.one_pass if one_pass else configuration.keys
     by_queries = configuration.queries
     delta1, lam_delta2, dlam = row_statistics(dout, out, out2, lam)
@@ -421,14 +421,14 @@ def launch_backward(
     arguments = [*given, dk1, dk2, dv, *documents, *strides(*inputs, dout, dk1, dv), *lengths, tiles, batches * G, 0]
     options = constants | {"ONE_PASS": one_pass} | by_keys.options()
     for computed in split(by_keys, "KEYS", "VALUES"):
-        launch(key_gradient_kernel, tiles * batches * G, arguments, options | computed)
+        launch(bwd_dkdv_kernel, tiles * batches * G, arguments, options | computed)
 
     if not one_pass:
         tiles = triton.cdiv(max_q, by_queries.BLOCK_M)
         arguments = [*given, *documents, *strides(*inputs, dout, dq1, dq2), *lengths, tiles, batches * HN, 0]
         for computed in split(by_queries, "FIRST", "SECOND"):
             options = constants | computed | by_queries.options()
-            launch(query_gradient_kernel, tiles * batches * HN, arguments, options)
+            launch(bwd_dq_kernel, tiles * batches * HN, arguments, options)
     if one_pass:
         dq1, dq2 = (transposed_like(x).copy_(total.mul_(scale)) for x, total in ((q1, dq1), (q2, dq2)))
     return dq1, dq2, dk1, dk2, dv, dlam[..., None]

@@ -25,11 +25,11 @@ class Configuration(NamedTuple):
     BLOCK_N: int
     num_warps: int
     num_stages: int
-    together: bool = True  # both maps, or all gradients, in one loop; else one after the other
+    fused: bool = True  # both maps, or all gradients, in one loop; else one after the other
 
     def options(self) -> dict[str, int]:
-        """For a launch; ``together`` is for the launcher."""
-        return {name: value for name, value in self._asdict().items() if name != "together"}
+        """For a launch; ``fused`` is for the launcher."""
+        return {name: value for name, value in self._asdict().items() if name != "fused"}
 
 
 class Backward(NamedTuple):
@@ -47,24 +47,24 @@ IN_INTERPRETER = Configuration(32, 32, 4, 1)
 HOPPER_FORWARD = {
     (32, 64): Configuration(128, 64, 8, 3),
     (64, 128): Configuration(128, 32, 8, 3),
-    (96, 192): Configuration(128, 64, 8, 2, together=False),
-    (128, 256): Configuration(128, 32, 8, 2, together=False),
+    (96, 192): Configuration(128, 64, 8, 2, fused=False),
+    (128, 256): Configuration(128, 32, 8, 2, fused=False),
 }
 HOPPER_BACKWARD = {
     (63, 127): Backward(  # such as 40 and 80, of two chunks each
-        keys=Configuration(32, 128, 8, 2, together=False),
+        keys=Configuration(32, 128, 8, 2, fused=False),
         queries=Configuration(128, 32, 8, 2),
-        one_pass=Configuration(32, 128, 8, 2, together=False),
+        one_pass=Configuration(32, 128, 8, 2, fused=False),
     ),
     (64, 128): Backward(
-        keys=Configuration(32, 128, 8, 2, together=False),
+        keys=Configuration(32, 128, 8, 2, fused=False),
         queries=Configuration(128, 64, 8, 2),
-        one_pass=Configuration(32, 128, 8, 2, together=False),
+        one_pass=Configuration(32, 128, 8, 2, fused=False),
     ),
     (128, 256): Backward(
-        keys=Configuration(16, 128, 8, 1, together=False),
-        queries=Configuration(128, 64, 8, 1, together=False),
-        one_pass=Configuration(16, 32, 8, 1, together=False),
+        keys=Configuration(16, 128, 8, 1, fused=False),
+        queries=Configuration(128, 64, 8, 1, fused=False),
+        one_pass=Configuration(16, 32, 8, 1, fused=False),
     ),
 }
 # A mask that differs from query to query takes registers too, above all beside a window: with the tiles above it would
@@ -72,76 +72,76 @@ HOPPER_BACKWARD = {
 HOPPER_FORWARD_MASKED = {
     (31, 63): Configuration(128, 32, 8, 3),
     **HOPPER_FORWARD,
-    (96, 192): Configuration(128, 32, 8, 2, together=False),
+    (96, 192): Configuration(128, 32, 8, 2, fused=False),
 }
-_MASKED_KEYS = HOPPER_BACKWARD[63, 127]._replace(keys=Configuration(32, 128, 8, 1, together=False))
-_MASKED_WIDE = HOPPER_BACKWARD[128, 256]._replace(one_pass=Configuration(16, 32, 4, 2, together=False))
+_MASKED_KEYS = HOPPER_BACKWARD[63, 127]._replace(keys=Configuration(32, 128, 8, 1, fused=False))
+_MASKED_WIDE = HOPPER_BACKWARD[128, 256]._replace(one_pass=Configuration(16, 32, 4, 2, fused=False))
 HOPPER_BACKWARD_MASKED = {
     (32, 64): _MASKED_KEYS._replace(queries=Configuration(128, 64, 8, 1)),
-    (63, 127): _MASKED_KEYS._replace(keys=Configuration(16, 128, 8, 1, together=False)),
+    (63, 127): _MASKED_KEYS._replace(keys=Configuration(16, 128, 8, 1, fused=False)),
     (64, 128): HOPPER_BACKWARD[64, 128]._replace(
-        keys=Configuration(32, 128, 8, 1, together=False),
+        keys=Configuration(32, 128, 8, 1, fused=False),
         queries=Configuration(128, 32, 8, 1),
-        one_pass=Configuration(16, 128, 8, 1, together=False),
+        one_pass=Configuration(16, 128, 8, 1, fused=False),
     ),
-    (96, 192): _MASKED_WIDE._replace(queries=Configuration(128, 32, 8, 1, together=False)),
+    (96, 192): _MASKED_WIDE._replace(queries=Configuration(128, 32, 8, 1, fused=False)),
     (128, 256): _MASKED_WIDE,
 }
 AMPERE_FORWARD = {
     (32, 64): Configuration(64, 32, 4, 3),
-    (64, 128): Configuration(64, 32, 4, 2, together=False),
-    (96, 192): Configuration(64, 16, 4, 2, together=False),
-    (128, 256): Configuration(64, 32, 8, 2, together=False),
+    (64, 128): Configuration(64, 32, 4, 2, fused=False),
+    (96, 192): Configuration(64, 16, 4, 2, fused=False),
+    (128, 256): Configuration(64, 32, 8, 2, fused=False),
 }
 AMPERE_BACKWARD = {
     (64, 64): Backward(
-        keys=Configuration(16, 32, 8, 1, together=False),
-        queries=Configuration(64, 32, 4, 2, together=False),
-        one_pass=Configuration(16, 32, 8, 1, together=False),
+        keys=Configuration(16, 32, 8, 1, fused=False),
+        queries=Configuration(64, 32, 4, 2, fused=False),
+        one_pass=Configuration(16, 32, 8, 1, fused=False),
     ),
     (64, 128): Backward(
-        keys=Configuration(16, 32, 8, 1, together=False),
-        queries=Configuration(64, 32, 4, 1, together=False),
-        one_pass=Configuration(16, 32, 8, 1, together=False),
+        keys=Configuration(16, 32, 8, 1, fused=False),
+        queries=Configuration(64, 32, 4, 1, fused=False),
+        one_pass=Configuration(16, 32, 8, 1, fused=False),
     ),
     (96, 192): Backward(
-        keys=Configuration(16, 32, 8, 1, together=False),
-        queries=Configuration(64, 16, 4, 1, together=False),
-        one_pass=Configuration(16, 32, 8, 1, together=False),
+        keys=Configuration(16, 32, 8, 1, fused=False),
+        queries=Configuration(64, 16, 4, 1, fused=False),
+        one_pass=Configuration(16, 32, 8, 1, fused=False),
     ),
     (128, 256): Backward(
-        keys=Configuration(16, 32, 4, 1, together=False),
-        queries=Configuration(64, 16, 8, 1, together=False),
-        one_pass=Configuration(16, 32, 4, 2, together=False),
+        keys=Configuration(16, 32, 4, 1, fused=False),
+        queries=Configuration(64, 16, 8, 1, fused=False),
+        one_pass=Configuration(16, 32, 4, 2, fused=False),
     ),
 }
 AMPERE_BACKWARD_MASKED = {
     (31, 63): AMPERE_BACKWARD[64, 128],
-    (32, 64): AMPERE_BACKWARD[64, 128]._replace(keys=Configuration(32, 32, 4, 1, together=False)),
-    (64, 64): AMPERE_BACKWARD[64, 128]._replace(queries=Configuration(64, 32, 8, 1, together=False)),
+    (32, 64): AMPERE_BACKWARD[64, 128]._replace(keys=Configuration(32, 32, 4, 1, fused=False)),
+    (64, 64): AMPERE_BACKWARD[64, 128]._replace(queries=Configuration(64, 32, 8, 1, fused=False)),
     (64, 128): AMPERE_BACKWARD[64, 128],
     (96, 192): AMPERE_BACKWARD[96, 192]._replace(
-        keys=Configuration(16, 16, 4, 1, together=False), queries=Configuration(64, 16, 8, 1, together=False)
+        keys=Configuration(16, 16, 4, 1, fused=False), queries=Configuration(64, 16, 8, 1, fused=False)
     ),
-    (128, 128): AMPERE_BACKWARD[128, 256]._replace(queries=Configuration(64, 16, 4, 2, together=False)),
+    (128, 128): AMPERE_BACKWARD[128, 256]._replace(queries=Configuration(64, 16, 4, 2, fused=False)),
     (128, 256): AMPERE_BACKWARD[128, 256],
 }
 # fp32 is multiplied without tensor cores, for exactness; some of these spill a few registers.
 FP32_FORWARD = {
-    (64, 128): Configuration(32, 32, 8, 1, together=False),
-    (128, 256): Configuration(16, 16, 8, 1, together=False),
+    (64, 128): Configuration(32, 32, 8, 1, fused=False),
+    (128, 256): Configuration(16, 16, 8, 1, fused=False),
 }
 FP32_BACKWARD = {
-    (128, 256): Backward(*[Configuration(16, 16, 8, 1, together=False)] * 3),
+    (128, 256): Backward(*[Configuration(16, 16, 8, 1, fused=False)] * 3),
 }
 
 
 def forward_configuration(
     D: int, Dv: int, dtype: torch.dtype, device: torch.device, mask_by_query: bool
 ) -> Configuration:
-    """For ``forward_kernel``, whose ``together`` means both maps at once."""
+    """For ``forward_kernel``, whose ``fused`` means both maps at once."""
     if INTERPRETED and device.type == "cpu":
-        return IN_INTERPRETER._replace(together=D <= 64)
+        return IN_INTERPRETER._replace(fused=D <= 64)
     if dtype == torch.float32:
         return at_least(D, Dv, FP32_FORWARD)
     if is_hopper(device):
@@ -150,9 +150,9 @@ def forward_configuration(
 
 
 def backward_configuration(D: int, Dv: int, dtype: torch.dtype, device: torch.device, mask_by_query: bool) -> Backward:
-    """For the kernels of backward.py, whose ``together`` means all gradients of a kernel in one launch."""
+    """For the kernels of backward.py, whose ``fused`` means all gradients of a kernel in one launch."""
     if INTERPRETED and device.type == "cpu":
-        return Backward(*[IN_INTERPRETER._replace(together=D <= 64)] * 3)
+        return Backward(*[IN_INTERPRETER._replace(fused=D <= 64)] * 3)
     if dtype == torch.float32:
         return at_least(D, Dv, FP32_BACKWARD)
     if is_hopper(device):
@@ -172,7 +172,7 @@ def at_least(D: int, Dv: int, table: dict[tuple[int, int], Any]) -> Any:
 
 def split(configuration: Configuration, *flags: str) -> list[dict[str, bool]]:
     """What each launch computes of the gradients named by ``flags``: all at once, or one after the other."""
-    if configuration.together:
+    if configuration.fused:
         return [dict.fromkeys(flags, True)]
     return [{flag: flag == computed for flag in flags} for computed in flags]
 

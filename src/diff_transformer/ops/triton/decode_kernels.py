@@ -1,4 +1,4 @@
-"""The two kernels of decoding: one slice of the keys for both maps, and the slices put together.
+"""The two kernels of decoding: one split of the keys for both maps, and the splits put together.
 
 Shapes: B batch, H signal heads, Hn noise heads, G key/value heads, T queries, S keys, D query width, Dv value width.
 Rows of a program: row j T + t is query t of the j-th signal head of its key/value head.
@@ -14,23 +14,24 @@ MASK_SCAN = tl.constexpr(128)
 
 
 @triton.jit
-def online_softmax(acc, top, total, scores, v):
+def online_softmax(acc, row_max, row_sum, scores, v):
     """Take the scores [rows, keys] (units of log2, -inf where hidden) and values of a tile into a map's running state.
 
-    top and total, [rows], are the maximum and the sum of exp2(score - top) so far; a row of only -inf stays empty.
+    row_max and row_sum, [rows], are the maximum and the sum of exp2(score - row_max) so far; a row of only -inf stays
+    empty.
     """
-    higher = tl.maximum(top, tl.max(scores, 1))
+    higher = tl.maximum(row_max, tl.max(scores, 1))
     finite = tl.where(higher == MINUS_INFINITY, 0.0, higher)
     p = tl.exp2(scores - finite[:, None])
-    shrink = tl.exp2(top - finite)
-    acc = tl.dot(p.to(v.dtype), v, acc * shrink[:, None], input_precision="ieee")
-    return acc, higher, total * shrink + tl.sum(p, 1)
+    rescale = tl.exp2(row_max - finite)
+    acc = tl.dot(p.to(v.dtype), v, acc * rescale[:, None], input_precision="ieee")
+    return acc, higher, row_sum * rescale + tl.sum(p, 1)
 
 
 @triton.jit
-def quotient(acc, total):
-    """acc / total, 0 where nothing was seen."""
-    return tl.where(total > 0, acc / tl.where(total > 0, total, 1.0), 0.0)
+def quotient(acc, row_sum):
+    """acc / row_sum, 0 where nothing was seen."""
+    return tl.where(row_sum > 0, acc / tl.where(row_sum > 0, row_sum, 1.0), 0.0)
 
 
 @triton.jit
@@ -52,20 +53,22 @@ def visible_range(mask, mask_row, mask_stride_s, row_exists, low, high, MASK_ROW
 
 
 @triton.jit(do_not_specialize=["S", "window", "mask_stride_b", "mask_stride_h", "mask_stride_t"])
-def attend_slice(
+def decode_split_kernel(
     q1, q2, k1, k2, v, lam, mask, lengths, out, partial,
     factor, T, S, window, H, Hn, G, all_rows,
     q1_stride_b, q1_stride_h, q1_stride_t, q2_stride_b, q2_stride_h, q2_stride_t,
     k1_stride_b, k1_stride_g, k1_stride_s, k2_stride_b, k2_stride_g, k2_stride_s,
     v_stride_b, v_stride_g, v_stride_s, lam_stride_b, lam_stride_h, lam_stride_t,
     mask_stride_b, mask_stride_h, mask_stride_t, mask_stride_s,
-    D: tl.constexpr, DV: tl.constexpr, D_ROOM: tl.constexpr, DV_ROOM: tl.constexpr,
+    D: tl.constexpr, DV: tl.constexpr, D_PAD: tl.constexpr, DV_PAD: tl.constexpr,
     BLOCK_N: tl.constexpr, SHARED_KEYS: tl.constexpr, CAUSAL: tl.constexpr,
-    WINDOW: tl.constexpr, MASKED: tl.constexpr, MASK_ROWS: tl.constexpr, RAGGED: tl.constexpr, WHOLE: tl.constexpr,
+    WINDOW: tl.constexpr, MASKED: tl.constexpr, MASK_ROWS: tl.constexpr, RAGGED: tl.constexpr, SINGLE_SPLIT:
+    tl.constexpr,
 ):  # fmt: skip
-    """Both maps of one slice of keys. Grid: (B * G * tiles of rows, slices); WHOLE: one slice, out is written here.
+    """Both maps of one split of keys. Grid: (B * G * tiles of rows, splits); SINGLE_SPLIT: one split, out is written
+    here.
 
-    partial: unnormalised outputs [slices, 2, all_rows, DV], then row maxima and row sums [slices, 2, 2, all_rows].
+    partial: unnormalised outputs [splits, 2, all_rows, DV], then row maxima and row sums [splits, 2, 2, all_rows].
     """
     group = H // G
     tiles = tl.cdiv(group * T, ROWS)
@@ -83,8 +86,8 @@ def attend_slice(
     head64 = head.to(tl.int64)
     t64 = t.to(tl.int64)
     noise = (head // (H // Hn)).to(tl.int64)
-    d = tl.arange(0, D_ROOM)
-    dv = tl.arange(0, DV_ROOM)
+    d = tl.arange(0, D_PAD)
+    dv = tl.arange(0, DV_PAD)
     q_inside = row_exists[:, None] & (d < D)[None, :]
     q1_row = b64 * q1_stride_b + head64 * q1_stride_h + t64 * q1_stride_t
     q2_row = b64 * q2_stride_b + noise * q2_stride_h + t64 * q2_stride_t
@@ -98,8 +101,8 @@ def attend_slice(
     low = 0
     if WINDOW:
         low = tl.maximum(0, length - T - window + 1)
-    slices = tl.num_programs(1)
-    share = tl.cdiv(tl.cdiv(length - low, slices), BLOCK_N) * BLOCK_N
+    splits = tl.num_programs(1)
+    share = tl.cdiv(tl.cdiv(length - low, splits), BLOCK_N) * BLOCK_N
     low = tl.minimum(low + tl.program_id(1) * share, length)
     high = tl.minimum(low + share, length)
     mask_row = row
@@ -111,12 +114,12 @@ def attend_slice(
     k1 += b64 * k1_stride_b + g64 * k1_stride_g
     k2 += b64 * k2_stride_b + g64 * k2_stride_g
     v += b64 * v_stride_b + g64 * v_stride_g
-    acc1 = tl.zeros([ROWS, DV_ROOM], tl.float32)
-    acc2 = tl.zeros([ROWS, DV_ROOM], tl.float32)
-    top1 = tl.full([ROWS], MINUS_INFINITY, tl.float32)
-    top2 = tl.full([ROWS], MINUS_INFINITY, tl.float32)
-    total1 = tl.zeros([ROWS], tl.float32)
-    total2 = tl.zeros([ROWS], tl.float32)
+    acc1 = tl.zeros([ROWS, DV_PAD], tl.float32)
+    acc2 = tl.zeros([ROWS, DV_PAD], tl.float32)
+    row_max1 = tl.full([ROWS], MINUS_INFINITY, tl.float32)
+    row_max2 = tl.full([ROWS], MINUS_INFINITY, tl.float32)
+    row_sum1 = tl.zeros([ROWS], tl.float32)
+    row_sum2 = tl.zeros([ROWS], tl.float32)
     # Counted from 0: over a loop from the low that visible_range gives, Triton does not pipeline the loads.
     for step in tl.range(0, high - low, BLOCK_N):
         key = low + step + tl.arange(0, BLOCK_N)
@@ -144,57 +147,57 @@ def attend_slice(
         v_tile = tl.load(v + key64[:, None] * v_stride_s + dv[None, :], mask=v_inside, other=0.0)  # [BLOCK_N, DV]
         scores1 = tl.where(seen, scores1, MINUS_INFINITY)
         scores2 = tl.where(seen, scores2, MINUS_INFINITY)
-        acc1, top1, total1 = online_softmax(acc1, top1, total1, scores1, v_tile)
-        acc2, top2, total2 = online_softmax(acc2, top2, total2, scores2, v_tile)
+        acc1, row_max1, row_sum1 = online_softmax(acc1, row_max1, row_sum1, scores1, v_tile)
+        acc2, row_max2, row_sum2 = online_softmax(acc2, row_max2, row_sum2, scores2, v_tile)
 
     out_row = ((b64 * H + head64) * T + t64)[:, None]  # [ROWS, 1]
     out_inside = row_exists[:, None] & (dv < DV)[None, :]
-    if WHOLE:
+    if SINGLE_SPLIT:
         lam_row = b64 * lam_stride_b + head64 * lam_stride_h + t64 * lam_stride_t
         weight = tl.load(lam + lam_row)[:, None]
-        result = quotient(acc1, total1[:, None]) - weight * quotient(acc2, total2[:, None])
+        result = quotient(acc1, row_sum1[:, None]) - weight * quotient(acc2, row_sum2[:, None])
         tl.store(out + out_row * DV + dv[None, :], result.to(out.dtype.element_ty), mask=out_inside)
     else:
-        first = tl.program_id(1).to(tl.int64) * 2 * all_rows  # rows of this slice's maps among those of all slices
-        seen_any = top1 > MINUS_INFINITY
+        first = tl.program_id(1).to(tl.int64) * 2 * all_rows  # rows of this slice's maps among those of all splits
+        seen_any = row_max1 > MINUS_INFINITY
         tl.store(partial + (first + out_row) * DV + dv[None, :], acc1, mask=out_inside & seen_any[:, None])
         tl.store(partial + (first + all_rows + out_row) * DV + dv[None, :], acc2, mask=out_inside & seen_any[:, None])
         state = partial + tl.num_programs(1).to(tl.int64) * 2 * all_rows * DV + first * 2
         row_in_state = (b64 * H + head64) * T + t64
-        tl.store(state + row_in_state, top1, mask=row_exists)
-        tl.store(state + all_rows + row_in_state, total1, mask=row_exists)
-        tl.store(state + 2 * all_rows + row_in_state, top2, mask=row_exists)
-        tl.store(state + 3 * all_rows + row_in_state, total2, mask=row_exists)
+        tl.store(state + row_in_state, row_max1, mask=row_exists)
+        tl.store(state + all_rows + row_in_state, row_sum1, mask=row_exists)
+        tl.store(state + 2 * all_rows + row_in_state, row_max2, mask=row_exists)
+        tl.store(state + 3 * all_rows + row_in_state, row_sum2, mask=row_exists)
 
 
 @triton.jit
-def combine_map(outputs, state, slices, all_rows, row, dv, inside, DV: tl.constexpr, ROOM: tl.constexpr):
-    """softmax v of one map in one row, columns dv, from its slices; fp32."""
+def combine_splits(outputs, state, splits, all_rows, row, dv, inside, DV: tl.constexpr, ROOM: tl.constexpr):
+    """softmax v of one map in one row, columns dv, from its splits; fp32."""
     i = tl.arange(0, ROOM).to(tl.int64)
-    exists = i < slices
-    top = tl.load(state + i * 4 * all_rows + row, mask=exists, other=MINUS_INFINITY)  # [slices]
-    total = tl.load(state + i * 4 * all_rows + all_rows + row, mask=exists, other=0.0)
-    highest = tl.max(top, 0)
-    weight = tl.exp2(top - tl.where(highest == MINUS_INFINITY, 0.0, highest))
-    written = (top > MINUS_INFINITY)[:, None] & inside[None, :]  # a slice that saw nothing has left no output
+    exists = i < splits
+    row_max = tl.load(state + i * 4 * all_rows + row, mask=exists, other=MINUS_INFINITY)  # [splits]
+    row_sum = tl.load(state + i * 4 * all_rows + all_rows + row, mask=exists, other=0.0)
+    highest = tl.max(row_max, 0)
+    weight = tl.exp2(row_max - tl.where(highest == MINUS_INFINITY, 0.0, highest))
+    written = (row_max > MINUS_INFINITY)[:, None] & inside[None, :]  # a slice that saw nothing has left no output
     pointers = outputs + (i[:, None] * 2 * all_rows + row) * DV + dv[None, :]
-    parts = tl.load(pointers, mask=written, other=0.0)  # [slices, columns]
-    return quotient(tl.sum(parts * weight[:, None], 0), tl.sum(total * weight, 0))
+    parts = tl.load(pointers, mask=written, other=0.0)  # [splits, columns]
+    return quotient(tl.sum(parts * weight[:, None], 0), tl.sum(row_sum * weight, 0))
 
 
-@triton.jit(do_not_specialize=["slices", "all_rows"])
-def combine_slices(
-    partial, lam, out, slices, all_rows, H, T, lam_stride_b, lam_stride_h, lam_stride_t,
+@triton.jit(do_not_specialize=["splits", "all_rows"])
+def decode_combine_kernel(
+    partial, lam, out, splits, all_rows, H, T, lam_stride_b, lam_stride_h, lam_stride_t,
     DV: tl.constexpr, COLUMNS: tl.constexpr, ROOM: tl.constexpr,
 ):  # fmt: skip
-    """Combine the slices of both maps and subtract. Grid: (rows of out, tiles of COLUMNS)."""
+    """Combine the splits of both maps and subtract. Grid: (rows of out, tiles of COLUMNS)."""
     row = tl.program_id(0).to(tl.int64)
     dv = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     inside = dv < DV
-    state = partial + slices.to(tl.int64) * 2 * all_rows * DV
-    first = combine_map(partial, state, slices, all_rows, row, dv, inside, DV, ROOM)
-    second = combine_map(
-        partial + all_rows.to(tl.int64) * DV, state + 2 * all_rows, slices, all_rows, row, dv, inside, DV, ROOM
+    state = partial + splits.to(tl.int64) * 2 * all_rows * DV
+    first = combine_splits(partial, state, splits, all_rows, row, dv, inside, DV, ROOM)
+    second = combine_splits(
+        partial + all_rows.to(tl.int64) * DV, state + 2 * all_rows, splits, all_rows, row, dv, inside, DV, ROOM
     )
     head = row // T
     weight = tl.load(lam + (head // H) * lam_stride_b + (head % H) * lam_stride_h + (row % T) * lam_stride_t)

@@ -1,6 +1,6 @@
 """The forward kernel: both maps in one launch, subtracted in fp32.
 
-Two forms. TOGETHER keeps an accumulator for each map and reads every tile of V, and of keys that both maps share, once;
+Two forms. FUSED keeps an accumulator for each map and reads every tile of V, and of keys that both maps share, once;
 its registers suffice in half precision up to width 64 on Hopper, 32 on Ampere. The other goes through keys and values
 twice, also where k2 is k1, first for the noise map, with one accumulator of twice the rows: O2 waits in memory, where
 the backward wants it anyway, and comes back for the subtraction.
@@ -16,14 +16,14 @@ from torch import Tensor
 from diff_transformer.ops.triton.configurations import chunks, forward_configuration, value_chunks
 from diff_transformer.ops.triton.launching import SECTION, kernel_mask, launch, like_queries, strides
 from diff_transformer.ops.triton.tiles import (
-    ALIKE,
     LOG2_E,
     MINUS_INFINITY,
-    NOTHING,
+    NO_MASK,
+    ONE_ROW,
     accumulate,
     load_chunk,
     load_tile,
-    masked,
+    mask_scores,
     place,
     product,
     store_chunk,
@@ -33,35 +33,35 @@ from diff_transformer.ops.triton.tiles import (
 
 
 @triton.jit
-def absorb(acc_a, acc_b, top, total, s, va, vb, factor, FOLD: tl.constexpr, VB: tl.constexpr):
+def online_softmax_step(acc_a, acc_b, row_max, row_sum, s, va, vb, factor, FOLD: tl.constexpr, VB: tl.constexpr):
     """One step of the online softmax: scores s [rows, keys] and values into accumulator, row maximum and row sum.
 
     FOLD: s is not yet in units of log2, and ``factor`` (positive) brings it there within the exponential; such scores
     are finite. Else a row may be -inf throughout.
     """
     if FOLD:
-        new = tl.maximum(top, tl.max(s, 1) * factor)
+        new = tl.maximum(row_max, tl.max(s, 1) * factor)
         p = tl.exp2(s * factor - new[:, None])
-        shrink = tl.exp2(top - new)
+        rescale = tl.exp2(row_max - new)
     else:
-        new = tl.maximum(top, tl.max(s, 1))
+        new = tl.maximum(row_max, tl.max(s, 1))
         finite = tl.where(new == MINUS_INFINITY, 0.0, new)
         p = tl.exp2(s - finite[:, None])
-        shrink = tl.exp2(top - finite)
-    total = total * shrink + tl.sum(p, 1)
-    acc_a = acc_a * shrink[:, None]
+        rescale = tl.exp2(row_max - finite)
+    row_sum = row_sum * rescale + tl.sum(p, 1)
+    acc_a = acc_a * rescale[:, None]
     if VB > 0:
-        acc_b = acc_b * shrink[:, None]
+        acc_b = acc_b * rescale[:, None]
     acc_a, acc_b = accumulate(acc_a, acc_b, p, va, vb, VB)
-    return acc_a, acc_b, new, total
+    return acc_a, acc_b, new, row_sum
 
 
 @triton.jit
-def normalized(acc_a, acc_b, top, total, VB: tl.constexpr):
+def finalize(acc_a, acc_b, row_max, row_sum, VB: tl.constexpr):
     """(softmax v in both chunks, log-sum-exp to base 2); 0 and +inf for a row that saw nothing."""
-    blind = total == 0.0
-    inverse = tl.where(blind, 0.0, 1.0 / total)
-    lse = tl.where(blind, float("inf"), top + tl.log2(total))
+    fully_masked = row_sum == 0.0
+    inverse = tl.where(fully_masked, 0.0, 1.0 / row_sum)
+    lse = tl.where(fully_masked, float("inf"), row_max + tl.log2(row_sum))
     acc_a = acc_a * inverse[:, None]
     if VB > 0:
         acc_b = acc_b * inverse[:, None]
@@ -91,10 +91,10 @@ def one_map(
     query = (first + rows)[:, None]
     qa, qb = load_tile(q, rows, q_stride, T - first, DA, DB, D, True)
     acc_a, acc_b = zeros(BLOCK_M, VA, VB)
-    top = tl.full([BLOCK_M], float("-inf"), tl.float32)
-    total = tl.zeros([BLOCK_M], tl.float32)
+    row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    row_sum = tl.zeros([BLOCK_M], tl.float32)
     for CHECKED in tl.static_range(2):
-        if CHECKED or MASK_KIND == NOTHING:
+        if CHECKED or MASK_KIND == NO_MASK:
             begin, end, gap = range_of_loop(CHECKED, low, inner_low, inner_high, high)
             for step in tl.range(begin, end, BLOCK_N):
                 n = step
@@ -104,17 +104,17 @@ def one_map(
                 ka, kb = load_tile(k + start * k_stride, offset, k_stride, S - n, DA, DB, D, CHECKED)
                 s = product(qa, qb, ka, kb, DB)
                 if CHECKED:
-                    s = masked(
+                    s = mask_scores(
                         s * factor, query, n + offset[None, :], T, S, window, mask, mask_t, mask_s,
                         CAUSAL, WINDOW, MASK_KIND, MASK_ROWS,
                     )  # fmt: skip
                 elif not POSITIVE:
                     s = s * factor
                 va, vb = load_tile(v + start * v_stride, offset, v_stride, S - n, VA, VB, DV, CHECKED)
-                acc_a, acc_b, top, total = absorb(
-                    acc_a, acc_b, top, total, s, va, vb, factor, POSITIVE and not CHECKED, VB
+                acc_a, acc_b, row_max, row_sum = online_softmax_step(
+                    acc_a, acc_b, row_max, row_sum, s, va, vb, factor, POSITIVE and not CHECKED, VB
                 )
-    return normalized(acc_a, acc_b, top, total, VB)
+    return finalize(acc_a, acc_b, row_max, row_sum, VB)
 
 
 @triton.jit
@@ -133,11 +133,11 @@ def both_maps(
     q2a, q2b = load_tile(q2, rows, q2_stride, T - first, DA, DB, D, True)
     acc1_a, acc1_b = zeros(BLOCK_M, VA, VB)
     acc2_a, acc2_b = zeros(BLOCK_M, VA, VB)
-    top1 = tl.full([BLOCK_M], float("-inf"), tl.float32)
-    total1 = tl.zeros([BLOCK_M], tl.float32)
-    top2, total2 = top1, total1
+    row_max1 = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    row_sum1 = tl.zeros([BLOCK_M], tl.float32)
+    row_max2, row_sum2 = row_max1, row_sum1
     for CHECKED in tl.static_range(2):
-        if CHECKED or MASK_KIND == NOTHING:
+        if CHECKED or MASK_KIND == NO_MASK:
             begin, end, gap = range_of_loop(CHECKED, low, inner_low, inner_high, high)
             for step in tl.range(begin, end, BLOCK_N):
                 n = step
@@ -151,11 +151,11 @@ def both_maps(
                 s2 = product(q2a, q2b, ka, kb, DB)
                 if CHECKED:
                     key = n + offset[None, :]
-                    s1 = masked(
+                    s1 = mask_scores(
                         s1 * factor, query, key, T, S, window, mask, mask_t, mask_s,
                         CAUSAL, WINDOW, MASK_KIND, MASK_ROWS,
                     )  # fmt: skip
-                    s2 = masked(
+                    s2 = mask_scores(
                         s2 * factor, query, key, T, S, window, mask, mask_t, mask_s,
                         CAUSAL, WINDOW, MASK_KIND, MASK_ROWS,
                     )  # fmt: skip
@@ -163,14 +163,14 @@ def both_maps(
                     s1 = s1 * factor
                     s2 = s2 * factor
                 va, vb = load_tile(v + start * v_stride, offset, v_stride, S - n, VA, VB, DV, CHECKED)
-                acc1_a, acc1_b, top1, total1 = absorb(
-                    acc1_a, acc1_b, top1, total1, s1, va, vb, factor, POSITIVE and not CHECKED, VB
+                acc1_a, acc1_b, row_max1, row_sum1 = online_softmax_step(
+                    acc1_a, acc1_b, row_max1, row_sum1, s1, va, vb, factor, POSITIVE and not CHECKED, VB
                 )
-                acc2_a, acc2_b, top2, total2 = absorb(
-                    acc2_a, acc2_b, top2, total2, s2, va, vb, factor, POSITIVE and not CHECKED, VB
+                acc2_a, acc2_b, row_max2, row_sum2 = online_softmax_step(
+                    acc2_a, acc2_b, row_max2, row_sum2, s2, va, vb, factor, POSITIVE and not CHECKED, VB
                 )
-    o1a, o1b, lse1 = normalized(acc1_a, acc1_b, top1, total1, VB)
-    o2a, o2b, lse2 = normalized(acc2_a, acc2_b, top2, total2, VB)
+    o1a, o1b, lse1 = finalize(acc1_a, acc1_b, row_max1, row_sum1, VB)
+    o2a, o2b, lse2 = finalize(acc2_a, acc2_b, row_max2, row_sum2, VB)
     return o1a, o1b, lse1, o2a, o2b, lse2
 
 
@@ -207,10 +207,10 @@ def forward_kernel(
     q1, q2, k1, k2, v, lam, mask, out, out2, lse1, lse2, cu_seqlens_q, cu_seqlens_k,
     q1_b, q1_h, q1_t, q2_b, q2_h, q2_t, k1_b, k1_h, k1_t, k2_b, k2_h, k2_t, v_b, v_h, v_t,
     lam_b, lam_h, lam_t, mask_b, mask_h, mask_t, mask_s, out_b, out_h, out_t,
-    T, S, window, factor, tiles, heads_in_all, nothing,
+    T, S, window, factor, tiles, heads_in_all, zero,
     H: tl.constexpr, HN: tl.constexpr, G: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, DA: tl.constexpr,
     DB: tl.constexpr, VA: tl.constexpr, VB: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    TOGETHER: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, MASK_KIND: tl.constexpr,
+    FUSED: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, MASK_KIND: tl.constexpr,
     MASK_ROWS: tl.constexpr, POSITIVE: tl.constexpr, SHARED_KEYS: tl.constexpr, SAVE: tl.constexpr,
     VARLEN: tl.constexpr, SECTION: tl.constexpr,
 ):  # fmt: skip
@@ -233,41 +233,41 @@ def forward_kernel(
     k1 += batch * k1_b + kv_head * k1_h + k_start * k1_t
     k2 += batch * k2_b + kv_head * k2_h + k_start * k2_t
     v += batch * v_b + kv_head * v_h + k_start * v_t
-    if MASK_KIND != NOTHING:
+    if MASK_KIND != NO_MASK:
         mask += batch * mask_b + head * mask_h
 
     rows = tl.arange(0, BLOCK_M)
     here = first + rows < T
     low, inner_low, inner_high, high = key_ranges(
-        first, T, S, window, BLOCK_M, BLOCK_N, CAUSAL, WINDOW, MASK_KIND != NOTHING
+        first, T, S, window, BLOCK_M, BLOCK_N, CAUSAL, WINDOW, MASK_KIND != NO_MASK
     )
-    parked = out
+    o2_out = out
     if SAVE:
-        parked = out2
-    parked += batch * out_b + head * out_h + row * out_t
-    if TOGETHER:
+        o2_out = out2
+    o2_out += batch * out_b + head * out_h + row * out_t
+    if FUSED:
         o1a, o1b, log1, o2a, o2b, log2 = both_maps(
             q1, q2, k1, k2, v, q1_t, q2_t, k1_t, k2_t, v_t, first, T, S, low, inner_low, inner_high, high, window,
             mask, mask_t, mask_s, factor, BLOCK_M, BLOCK_N, D, DV, DA, DB, VA, VB, CAUSAL, WINDOW, MASK_KIND,
             MASK_ROWS, POSITIVE, SHARED_KEYS,
         )  # fmt: skip
         if SAVE:
-            store_tile(parked, rows, out_t, T - first, o2a, o2b, VA, VB, DV)
+            store_tile(o2_out, rows, out_t, T - first, o2a, o2b, VA, VB, DV)
             tl.store(lse2 + lse_row + row + rows, log2, mask=here)
     else:
         o2a, o2b, log2 = one_map(
             q2, k2, v, q2_t, k2_t, v_t, first, T, S, low, inner_low, inner_high, high, window, mask, mask_t, mask_s,
             factor, BLOCK_M, BLOCK_N, D, DV, DA, DB, VA, VB, CAUSAL, WINDOW, MASK_KIND, MASK_ROWS, POSITIVE,
         )  # fmt: skip
-        store_tile(parked, rows, out_t, T - first, o2a, o2b, VA, VB, DV)
+        store_tile(o2_out, rows, out_t, T - first, o2a, o2b, VA, VB, DV)
         if SAVE:
             tl.store(lse2 + lse_row + row + rows, log2, mask=here)
         # Addresses and limits are worked out anew rather than kept in registers throughout the second map.
-        rows += nothing
-        out_t += nothing
-        out_h += nothing
+        rows += zero
+        out_t += zero
+        out_h += zero
         tile, again, batch, q_start, T, k_start, S = place(
-            tiles + nothing, heads_in_all, cu_seqlens_q, cu_seqlens_k, T, S, H, VARLEN, SECTION
+            tiles + zero, heads_in_all, cu_seqlens_q, cu_seqlens_k, T, S, H, VARLEN, SECTION
         )
         head = again.to(tl.int64)
         first = (tiles - 1 - tile) * BLOCK_M
@@ -276,10 +276,10 @@ def forward_kernel(
             q1, k1, v, q1_t, k1_t, v_t, first, T, S, low, inner_low, inner_high, high, window, mask, mask_t, mask_s,
             factor, BLOCK_M, BLOCK_N, D, DV, DA, DB, VA, VB, CAUSAL, WINDOW, MASK_KIND, MASK_ROWS, POSITIVE,
         )  # fmt: skip
-        parked = out
+        o2_out = out
         if SAVE:
-            parked = out2
-        parked += batch * out_b + head * out_h + row * out_t
+            o2_out = out2
+        o2_out += batch * out_b + head * out_h + row * out_t
 
     here = first + rows < T
     if SAVE:
@@ -287,15 +287,15 @@ def forward_kernel(
     out += batch * out_b + head * out_h + row * out_t
     lam += batch * lam_b + head * lam_h + row * lam_t
     weight = tl.load(lam + rows.to(tl.int64) * lam_t, mask=here, other=0.0)[:, None]
-    # Chunk by chunk, which needs fewer registers. Other threads may have parked what this one reads: hence barriers.
-    if not TOGETHER:
+    # Chunk by chunk, which needs fewer registers. Other threads may have o2_out what this one reads: hence barriers.
+    if not FUSED:
         tl.debug_barrier()
-        o2a = load_chunk(parked, rows, out_t, T - first, 0, VA, DV, True).to(tl.float32)
+        o2a = load_chunk(o2_out, rows, out_t, T - first, 0, VA, DV, True).to(tl.float32)
     store_chunk(out, rows, out_t, T - first, o1a - weight * o2a, 0, VA, DV)
     if VB > 0:
-        if not TOGETHER:
+        if not FUSED:
             tl.debug_barrier()
-            o2b = load_chunk(parked, rows, out_t, T - first, VA, VB, DV, True).to(tl.float32)
+            o2b = load_chunk(o2_out, rows, out_t, T - first, VA, VB, DV, True).to(tl.float32)
         store_chunk(out, rows, out_t, T - first, o1b - weight * o2b, VA, VB, DV)
 
 
@@ -317,7 +317,7 @@ def launch_forward(
     out2 = like_queries(v, B, H, T) if need_gradient else v.new_empty(0)
     lse1, lse2 = (q1.new_empty((B, H, T) if need_gradient else 0, dtype=torch.float32) for _ in range(2))
     mask, mask_strides, mask_kind, mask_rows = kernel_mask(attn_mask, v)
-    configuration = forward_configuration(D, Dv, q1.dtype, q1.device, mask_rows != ALIKE.value)
+    configuration = forward_configuration(D, Dv, q1.dtype, q1.device, mask_rows != ONE_ROW.value)
     batches, varlen = (B, False) if cu_seqlens_q is None else (len(cu_seqlens_q) - 1, True)
     tiles = triton.cdiv(max_q, configuration.BLOCK_M)
     DA, DB = chunks(D)
@@ -329,7 +329,7 @@ def launch_forward(
     arguments += [T, S, window or 0, scale * LOG2_E.value, tiles, batches * H, 0]
     constants = {
         "H": H, "HN": q2.shape[1], "G": G, "D": D, "DV": Dv, "DA": DA, "DB": DB, "VA": VA, "VB": VB,
-        "TOGETHER": configuration.together, "CAUSAL": is_causal, "WINDOW": window is not None, "MASK_KIND": mask_kind,
+        "FUSED": configuration.fused, "CAUSAL": is_causal, "WINDOW": window is not None, "MASK_KIND": mask_kind,
         "MASK_ROWS": mask_rows, "POSITIVE": scale > 0, "SHARED_KEYS": k2 is None, "SAVE": need_gradient,
         "VARLEN": varlen, "SECTION": SECTION,
     }  # fmt: skip

@@ -8,7 +8,7 @@ import torch
 import triton.knobs
 from torch import Tensor
 
-from diff_transformer.ops.triton.tiles import ADDITIVE, ALIKE, BOOLEAN, NOTHING, ONE_VALUE, OWN
+from diff_transformer.ops.triton.tiles import ADDITIVE, BOOLEAN, NO_MASK, ONE_ROW, ROW_PER_QUERY, VALUE_PER_QUERY
 
 INTERPRETED: bool = triton.knobs.runtime.interpret  # TRITON_INTERPRET=1, which counts when kernels are decorated
 ALIGNMENT = 16  # what Triton notes of integers and of addresses, when it compiles for a launch
@@ -50,13 +50,13 @@ def transposed_like(x: Tensor) -> Tensor:
 def kernel_mask(attn_mask: Tensor | None, placeholder: Tensor) -> tuple[Tensor, list[int], int, int]:
     """(mask, its strides, 0 in broadcast dimensions, MASK_KIND, MASK_ROWS) for a kernel."""
     if attn_mask is None:
-        return placeholder, [0, 0, 0, 0], NOTHING.value, ALIKE.value
+        return placeholder, [0, 0, 0, 0], NO_MASK.value, ONE_ROW.value
     boolean = attn_mask.dtype == torch.bool
     if attn_mask.shape[2] > 1 and attn_mask.stride(2) != 0:
         attn_mask = aligned_rows(attn_mask)
     steps = [0 if size == 1 else step for size, step in zip(attn_mask.shape, attn_mask.stride(), strict=True)]
     mask = attn_mask.view(torch.uint8) if boolean else attn_mask
-    rows = ALIKE if steps[2] == 0 else ONE_VALUE if steps[3] == 0 else OWN
+    rows = ONE_ROW if steps[2] == 0 else VALUE_PER_QUERY if steps[3] == 0 else ROW_PER_QUERY
     return mask, steps, (BOOLEAN if boolean else ADDITIVE).value, rows.value
 
 

@@ -1,7 +1,6 @@
-"""The kernels as PyTorch operators, with gradients: they compile, export and checkpoint like any other.
+"""The kernels as PyTorch operators with gradients, so that they work with torch.compile, export and checkpointing.
 
-The form of arguments and results, which every kernel family here keeps to, is that of ``forward.launch_forward`` and
-``backward.launch_backward``.
+Arguments and results are those of ``forward.launch_forward`` and ``backward.launch_backward``.
 """
 
 import logging
@@ -10,8 +9,11 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from diff_transformer.ops.transforms import refuse_second_derivatives
-from diff_transformer.ops.triton import gluon
+from diff_transformer.ops import gluon
+from diff_transformer.ops.arguments import refuse_second_derivatives
+from diff_transformer.ops.gluon.backward import attend_backward
+from diff_transformer.ops.gluon.forward import attend_forward
+from diff_transformer.ops.gluon.support import backward_kernels, switched_off
 from diff_transformer.ops.triton.backward import launch_backward
 from diff_transformer.ops.triton.forward import launch_forward
 from diff_transformer.ops.triton.launching import INTERPRETED as INTERPRETED
@@ -20,17 +22,10 @@ from diff_transformer.ops.triton.launching import like_queries, rows_contiguous,
 log = logging.getLogger("diff_transformer")
 
 
-def apply(
-    q1, q2, k1, k2, v, lam, attn_mask, cu_seqlens_q, cu_seqlens_k, max_q, max_k, is_causal, window, scale, one_pass
-) -> Tensor:
-    """The output, [B, H, T, Dv] in the dtype of v; what a backward needs is saved only where there will be one."""
-    tensors = (q1, q2, k1, k2, v, lam)
-    need_gradient = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
+def with_contiguous_rows(q1, q2, k1, k2, v) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor]:
+    """The tensors with a last stride of 1, copied where needed; None for k2 where it is k1."""
     second_keys = None if k2 is k1 else rows_contiguous(k2)
-    q1, q2, k1, v = (rows_contiguous(x) for x in (q1, q2, k1, v))
-    documents = (cu_seqlens_q, cu_seqlens_k, max_q, max_k)
-    options = (is_causal, window, scale, need_gradient, one_pass)
-    return forward(q1, q2, k1, second_keys, v, lam, attn_mask, *documents, *options)[0]
+    return rows_contiguous(q1), rows_contiguous(q2), rows_contiguous(k1), second_keys, rows_contiguous(v)
 
 
 @torch.library.custom_op("diff_transformer::triton", mutates_args=())
@@ -53,8 +48,11 @@ def forward(
     one_pass: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """out, softmax(q2 k2^T scale) v, and both log-sum-exps; ``one_pass`` is for the backward."""
-    if _gluon_forward(q1, q2, k1, k2, v, attn_mask, cu_seqlens_q, is_causal, window):
-        return gluon.attend_forward(q1, q2, k1, k2, v, lam, is_causal, window, scale, need_gradient)
+    call = (q1, q2, k1, k2, v, attn_mask, cu_seqlens_q, is_causal, window)
+    if need_gradient:
+        _test_backward_early(*call, one_pass)
+    if _gluon_forward(*call):
+        return attend_forward(q1, q2, k1, k2, v, lam, is_causal, scale, need_gradient)[0]
     _announce("forward", str(q1.device), q1.dtype, "plain Triton")
     return launch_forward(
         q1, q2, k1, k2, v, lam, attn_mask, cu_seqlens_q, cu_seqlens_k, max_q, max_k, is_causal, window, scale,
@@ -86,13 +84,11 @@ def backward(
     one_pass: bool,
     by_gluon: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of q1, q2, k1, k2, v and lam; that of k2 is empty where k2 is None. by_gluon: if they can."""
+    """Gradients of q1, q2, k1, k2, v and lam; that of k2 is empty if k2 is None. by_gluon: use Gluon if it can."""
     one_pass = one_pass and not torch.are_deterministic_algorithms_enabled()
     passes = "one pass" if one_pass else "two passes"
     if by_gluon and _gluon_backward(q1, q2, k1, k2, v, attn_mask, cu_seqlens_q, is_causal, window, one_pass, passes):
-        return gluon.attend_backward(
-            dout, q1, q2, k1, k2, v, lam, out, out2, lse1, lse2, is_causal, window, scale, one_pass
-        )  # fmt: skip
+        return attend_backward(dout, q1, q2, k1, k2, v, lam, out, out2, lse1, lse2, is_causal, scale, one_pass)[0]
     _announce("backward", str(q1.device), q1.dtype, f"plain Triton, {passes}")
     return launch_backward(
         dout, q1, q2, k1, k2, v, lam, attn_mask, cu_seqlens_q, cu_seqlens_k, max_q, max_k, out, out2, lse1, lse2,
@@ -124,8 +120,8 @@ def _save(ctx, inputs, output):
     *tensors, ctx.max_q, ctx.max_k, ctx.is_causal, ctx.window, ctx.scale, _, ctx.one_pass = inputs
     ctx.save_for_backward(*tensors, *output)
     ctx.set_materialize_grads(False)
-    # Now, and not when it is wanted: a backward keeps to what its forward was told.
-    ctx.by_gluon = not gluon.switched_off(gluon.backward_kernels(ctx.one_pass))
+    # Read now: the backward follows the switch as it was at its forward.
+    ctx.by_gluon = not switched_off(backward_kernels(ctx.one_pass))
 
 
 def _differentiate(ctx, dout, *unused):
@@ -141,20 +137,27 @@ forward.register_autograd(_differentiate, setup_context=_save)
 backward.register_autograd(refuse_second_derivatives)
 
 
+def _test_backward_early(q1, q2, k1, k2, v, attn_mask, cu_seqlens_q, is_causal, window, one_pass: bool) -> None:
+    """Run the self-test of the gradient kernels, once in a process: in a backward, memory is fullest."""
+    if q1.device.type == "cuda":
+        one_pass = one_pass and not torch.are_deterministic_algorithms_enabled()
+        gluon.unsupported_backward_reason(q1, q2, k1, k2, v, attn_mask, cu_seqlens_q, is_causal, window, one_pass)
+
+
 def _gluon_forward(q1, q2, k1, k2, v, attn_mask, cu_seqlens_q, is_causal, window) -> bool:
-    """Whether the Gluon kernel computes the forward; says once why it does not."""
+    """Whether the Gluon kernel computes the forward. Logs once why it does not."""
     if q1.device.type != "cuda":
         return False
-    reason = gluon.why_not(q1, q2, k1, k2, v, attn_mask, cu_seqlens_q, is_causal, window)
+    reason = gluon.unsupported_reason(q1, q2, k1, k2, v, attn_mask, cu_seqlens_q, is_causal, window)
     _announce("forward", str(q1.device), q1.dtype, "Gluon" if reason is None else f"not Gluon: {reason}")
     return reason is None
 
 
 def _gluon_backward(q1, q2, k1, k2, v, attn_mask, cu_seqlens_q, is_causal, window, one_pass: bool, passes: str) -> bool:
-    """Whether Gluon kernels compute the gradients; says once why they do not."""
+    """Whether the Gluon kernels compute the gradients. Logs once why they do not."""
     if q1.device.type != "cuda":
         return False
-    reason = gluon.why_not_backward(q1, q2, k1, k2, v, attn_mask, cu_seqlens_q, is_causal, window, one_pass)
+    reason = gluon.unsupported_backward_reason(q1, q2, k1, k2, v, attn_mask, cu_seqlens_q, is_causal, window, one_pass)
     what = f"Gluon, {passes}" if reason is None else f"not Gluon: {reason}"
     _announce("backward", str(q1.device), q1.dtype, what)
     return reason is None

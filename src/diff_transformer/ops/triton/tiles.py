@@ -7,12 +7,12 @@ there is one chunk, b stands for nothing and is never read. Scores are in units 
 import triton
 import triton.language as tl
 
-NOTHING = tl.constexpr(0)  # MASK_KIND: no attn_mask
+NO_MASK = tl.constexpr(0)  # MASK_KIND: no attn_mask
 BOOLEAN = tl.constexpr(1)
 ADDITIVE = tl.constexpr(2)
-ALIKE = tl.constexpr(0)  # MASK_ROWS: one row of attn_mask for all queries
-OWN = tl.constexpr(1)  # a row for each
-ONE_VALUE = tl.constexpr(2)  # a row for each, of one value for all keys
+ONE_ROW = tl.constexpr(0)  # MASK_ROWS: one row of attn_mask for all queries
+ROW_PER_QUERY = tl.constexpr(1)  # a row for each
+VALUE_PER_QUERY = tl.constexpr(2)  # a row for each, of one value for all keys
 LOG2_E = tl.constexpr(1.4426950408889634)
 MINUS_INFINITY = tl.constexpr(float("-inf"))
 
@@ -109,7 +109,7 @@ def within_rows(key, S):
 
 
 @triton.jit
-def masked(
+def mask_scores(
     scores,
     query,
     key,
@@ -134,14 +134,14 @@ def masked(
         keep = keep & (key <= own)
         if WINDOW:
             keep = keep & (key > own - window)
-    if MASK_KIND == NOTHING:
+    if MASK_KIND == NO_MASK:
         return tl.where(keep, scores, MINUS_INFINITY)
     else:
         # Loads that are not predicated, or wgmma would be serialised: rows of their own are padded in memory.
         row = tl.minimum(query, T - 1).to(tl.int64) * mask_stride_t
-        if MASK_ROWS == OWN:
+        if MASK_ROWS == ROW_PER_QUERY:
             given = tl.load(mask + row + within_rows(key, S) * mask_stride_s)
-        elif MASK_ROWS == ONE_VALUE:
+        elif MASK_ROWS == VALUE_PER_QUERY:
             given = tl.load(mask + row)
         else:
             given = tl.load(mask + key.to(tl.int64) * mask_stride_s, mask=key < S, other=0)

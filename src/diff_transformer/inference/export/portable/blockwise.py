@@ -6,7 +6,7 @@ from torch import Tensor
 from diff_transformer.inference.export.portable.installed import installed
 from diff_transformer.ops.sdpa import attend as attend_in_torch
 
-_package = installed("ops.blockwise")
+_package = installed("ops.cpu")
 
 
 def attend(q1, q2, k1, k2, v, lam, attn_mask, is_causal, window, scale) -> Tensor:
@@ -15,6 +15,6 @@ def attend(q1, q2, k1, k2, v, lam, attn_mask, is_causal, window, scale) -> Tenso
     return form(q1, q2, k1, k2, v, lam, attn_mask, is_causal, window, scale)
 
 
-def why_not(device: torch.device, dtype: torch.dtype) -> str | None:
+def unsupported_reason(device: torch.device, dtype: torch.dtype) -> str | None:
     """Why the backend cannot work here, or None."""
     return None

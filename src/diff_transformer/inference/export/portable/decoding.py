@@ -2,7 +2,7 @@
 
 from typing import Any
 
-FEW = 0  # the largest number of queries for which the native call is tried
+MAX_DECODE_ROWS = 0  # the largest number of queries for which the native call is tried
 Head = Any
 
 

@@ -11,7 +11,7 @@ _package = installed("ops.triton")
 
 def attend(*arguments) -> Tensor:
     """As in the package."""
-    assert _package is not None  # why_not says so first
+    assert _package is not None  # unsupported_reason says so first
     return _package.attend(*arguments)
 
 
@@ -21,17 +21,17 @@ def attend_varlen(*arguments) -> Tensor:
     return _package.attend_varlen(*arguments)
 
 
-def why_not(device: torch.device, dtype: torch.dtype) -> str | None:
+def unsupported_reason(device: torch.device, dtype: torch.dtype) -> str | None:
     """Why the backend cannot work here, or None."""
     if _package is None:
         return f"the exported model brings no kernels of its own; pip install diff-transformer=={__version__} for them"
-    return _package.why_not(device, dtype)
+    return _package.unsupported_reason(device, dtype)
 
 
 # For torch.compile the answer is a constant, as it is in the package.
-why_not._dynamo_marked_constant = True  # ty: ignore[missing-attribute]
+unsupported_reason._dynamo_marked_constant = True  # ty: ignore[missing-attribute]
 
 
-def why_not_arguments(*arguments) -> str | None:
+def unsupported_call_reason(*arguments) -> str | None:
     """Why the backend cannot compute this call, or None."""
-    return None if _package is None else _package.why_not_arguments(*arguments)
+    return None if _package is None else _package.unsupported_call_reason(*arguments)

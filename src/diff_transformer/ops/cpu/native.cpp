@@ -160,7 +160,7 @@ bool diff_attention_ready() {
 }
 // Whether bf16 is multiplied in tiles.
 bool diff_attention_in_tiles() { return HAS_TILES; }
-int64_t diff_attention_decode_room(const Problem* p, bool in_bf16) {
+int64_t diff_attention_decode_workspace(const Problem* p, bool in_bf16) {
     return (in_bf16 ? decode_bytes<bf16>(*p) : decode_bytes<float>(*p)) * p->threads;
 }
 void diff_attention_decode(const Problem* p, bool in_bf16, char* room) {
@@ -174,16 +174,16 @@ void diff_attention_decode_layer(const Problem* problem, const Lambda* lambda, b
     float lam = std::exp(first) - std::exp(second) + lambda->initial;
     Problem p = *problem;
     p.lam = &lam, p.lam_by_batch = p.lam_by_head = p.lam_by_row = 0;
-    const int64_t bytes = diff_attention_decode_room(&p, in_bf16);
+    const int64_t bytes = diff_attention_decode_workspace(&p, in_bf16);
     char* room = static_cast<char*>(std::aligned_alloc(64, up(bytes, 64)));
     if (!room) throw std::bad_alloc();
     diff_attention_decode(&p, in_bf16, room);
     std::free(room);
 }
-int64_t diff_attention_forward_room(const Problem* p, bool in_bf16) {
+int64_t diff_attention_forward_workspace(const Problem* p, bool in_bf16) {
     return in_bf16 ? Shares<bf16>(*p, false).bytes() : Shares<float>(*p, false).bytes();
 }
-int64_t diff_attention_backward_room(const Problem* p, bool in_bf16) {
+int64_t diff_attention_backward_workspace(const Problem* p, bool in_bf16) {
     return in_bf16 ? Shares<bf16>(*p, true).bytes() : Shares<float>(*p, true).bytes();
 }
 void diff_attention_forward(const Problem* p, bool in_bf16, char* room) {

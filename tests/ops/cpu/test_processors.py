@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from diff_transformer.ops import diff_attention
-from diff_transformer.ops.blockwise import build, native
+from diff_transformer.ops.cpu import build, native
 from diff_transformer.testing import assert_within_budget, eager_diff_attention, make_inputs
 
 INFO = Path("/proc/cpuinfo")

@@ -16,9 +16,10 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from wrong_barriers import always_phase_0, claims_without_waiting, expects_too_few_bytes, no_wait
 
-from diff_transformer.ops.triton.gluon import WIDTHS, attend_forward, forward, verify
-from diff_transformer.ops.triton.gluon.steps import release
-from diff_transformer.ops.triton.gluon.verify import expected_results
+from diff_transformer.ops.gluon import WIDTHS, forward, verify
+from diff_transformer.ops.gluon.forward import attend_forward
+from diff_transformer.ops.gluon.pipeline import release
+from diff_transformer.ops.gluon.verify import expected_results
 
 CONFIGURATIONS = dict(forward.CONFIGURATIONS)
 
@@ -39,7 +40,7 @@ def check(inputs, is_causal, need_gradient=True, scale=None):
     inputs = inputs._replace(lam=inputs.lam.expand(B, H, T, 1))
     k2 = None if inputs.k2 is inputs.k1 else inputs.k2
     q1, q2, k1, _, v, lam = inputs
-    results = attend_forward(q1, q2, k1, k2, v, lam, is_causal, None, scale, need_gradient)
+    results = attend_forward(q1, q2, k1, k2, v, lam, is_causal, scale, need_gradient)[0]
     expected = expected_results(*inputs, is_causal=is_causal, scale=scale)
     reference = attend(*(x.double() for x in inputs), None, is_causal, None, scale)
     torch.testing.assert_close(expected["out"][0], reference, rtol=0, atol=1e-12)
@@ -88,7 +89,7 @@ def inputs_of(case, D):
 
 
 def causal_results(inputs):
-    return attend_forward(*inputs, True, None, 0.1, True)
+    return attend_forward(*inputs, True, 0.1, True)[0]
 
 
 @pytest.mark.parametrize("D", WIDTHS)

@@ -1,46 +1,46 @@
-"""Differential attention in blocks of queries: the CPU's default backend.
+"""The "blockwise" backend: differential attention in blocks of queries, the default on the CPU.
 
-Two forms of the same mathematics: ``native.cpp``, compiled for the processor at its first use, and PyTorch calls
-(``in_torch``), which need no compiler and take every dtype and device.
+It has two implementations of the same mathematics: ``native.cpp``, compiled for the processor at its first use, and
+PyTorch calls (``in_torch.py``), which need no compiler and take every dtype and device.
 """
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
-from diff_transformer.ops.blockwise import in_torch, native
-from diff_transformer.ops.transforms import refuse_second_derivatives
+from diff_transformer.ops.arguments import refuse_second_derivatives
+from diff_transformer.ops.cpu import in_torch, native
 
 
 def attend(q1, q2, k1, k2, v, lam, attn_mask, is_causal, window, scale) -> Tensor:
     """(softmax(q1 k1^T scale) - lam softmax(q2 k2^T scale)) v of checked arguments, [B, H, T, Dv] in the dtype of v."""
     if attn_mask is not None and attn_mask.shape[1] > 1 and q2.shape[1] < q1.shape[1]:
-        q2 = q2.repeat_interleave(q1.shape[1] // q2.shape[1], dim=1)  # each signal head masks its own second map
+        q2 = q2.repeat_interleave(q1.shape[1] // q2.shape[1], dim=1)  # each signal head then has its own second map
     arguments = (q1, q2, k1, k2, v, lam, attn_mask, is_causal, window, scale)
     if v.dtype == torch.float16:  # CPUs multiply float16 slowly or not at all
         return forward(*(x.float() for x in arguments[:5]), *arguments[5:]).half()
     if _is_plain_inference(*arguments[:6]):
-        return _forward(*arguments)
+        return _implementation(q1, v, scale).forward(*arguments)
     return forward(*arguments)
 
 
-def why_not(device: torch.device, dtype: torch.dtype) -> str | None:
+def unsupported_reason(device: torch.device, dtype: torch.dtype) -> str | None:
     """Why the backend cannot work here, or None."""
     return None
 
 
+def _implementation(q1: Tensor, v: Tensor, scale: float):
+    return native if native.supports(q1, v, scale) else in_torch
+
+
 def _is_plain_inference(*tensors: Tensor) -> bool:
-    """Nothing differentiates, traces or compiles: the operator's bookkeeping, as long as a short query, is left out."""
+    """Whether nothing differentiates, traces or compiles: then the operator's bookkeeping, which takes as long as a
+    short query, is skipped."""
     if torch.compiler.is_compiling() or _get_current_dispatch_mode() is not None:
         return False
     if torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
         return False
     return all(type(x) in (Tensor, torch.nn.Parameter) for x in tensors)
-
-
-def _forward(q1, q2, k1, k2, v, lam, attn_mask, is_causal, window, scale) -> Tensor:
-    form = native if native.takes(q1, v, scale) else in_torch
-    return form.forward(q1, q2, k1, k2, v, lam, attn_mask, is_causal, window, scale)
 
 
 @torch.library.custom_op("diff_transformer::blockwise", mutates_args=())
@@ -57,7 +57,8 @@ def forward(
     scale: float,
 ) -> Tensor:
     """[B, H, T, Dv], laid out in memory as [B, T, H, Dv]."""
-    return _forward(q1, q2, k1, k2, v, lam, attn_mask, is_causal, window, scale)
+    form = _implementation(q1, v, scale)
+    return form.forward(q1, q2, k1, k2, v, lam, attn_mask, is_causal, window, scale)
 
 
 @torch.library.custom_op("diff_transformer::blockwise_backward", mutates_args=())
@@ -75,7 +76,7 @@ def backward(
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Gradients of q1, q2, k1, k2, v and lam; dout [B, H, T, Dv] is that of the output."""
-    form = native if native.takes(q1, v, scale) else in_torch
+    form = _implementation(q1, v, scale)
     return form.backward(dout, q1, q2, k1, k2, v, lam, attn_mask, is_causal, window, scale)
 
 

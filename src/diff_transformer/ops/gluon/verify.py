@@ -1,7 +1,7 @@
-"""Compares the Hopper kernels with the fp64 reference on small problems, within the numerics budget.
+"""Compare the Hopper kernels with the fp64 reference on small problems, within the numerics budget.
 
-Gluon is experimental, and these kernels synchronise by hand. A kernel that is wrong, spills registers, does not compile
-or does not end is not used on a machine: trial.py runs this there before anything else does.
+self_test.py runs this on a machine before anything else launches the kernels. A kernel that is wrong, spills registers,
+does not compile or does not end is not used there.
 """
 
 import math
@@ -15,20 +15,20 @@ from diff_transformer.ops.masking import apply_masks, position_mask
 from diff_transformer.ops.triton.metadata import launched_faults
 from diff_transformer.testing import Inputs, assert_within_budget, eager_diff_attention, make_inputs
 
-SECONDS = 20.0  # in which a launched kernel must end; it takes well under one
-# Odd lengths; rows that see nothing (T > S); rows for one half only, and more tiles of keys than a ring holds.
+SECONDS = 20.0  # limit of a launched kernel, which takes well under one
+# Odd lengths; fully masked rows (T > S); rows for one consumer only, and more key tiles than a ring has slots.
 PROBLEMS = ({"T": 300, "S": 333}, {"T": 150, "S": 63}, {"T": 40, "S": 1000})
 
 
-class KernelHangs(RuntimeError):
-    """A kernel does not end; the device is lost to this process."""
+class NotTried(RuntimeError):
+    """A test came to no verdict, for a reason that need not be the kernel's."""
 
 
 def fault_of(device: torch.device, D: int, dtype: torch.dtype, is_causal: bool, kernels: str) -> str | None:
-    """What is wrong with the kernels, in words, or None. After a fault the device may be lost to this process.
+    """What is wrong with the kernels, as a message, or None. After a fault the device may be lost to this process.
 
     Raises:
-        torch.OutOfMemoryError: which says nothing of the kernels.
+        NotTried: memory ran out, or a kernel did not end in time, as on a GPU that others use.
     """
     try:
         for lengths in PROBLEMS:
@@ -36,17 +36,20 @@ def fault_of(device: torch.device, D: int, dtype: torch.dtype, is_causal: bool, 
                 compare(device, D, dtype, is_causal, **lengths)
             else:
                 compare_gradients(device, D, dtype, is_causal, kernels == "one_pass", **lengths)
-    except torch.OutOfMemoryError:
+    except NotTried:
         raise
     except Exception as error:  # a compiler's errors have no common base
-        return f"{type(error).__name__}: {error}"
+        message = f"{type(error).__name__}: {error}"
+        if isinstance(error, MemoryError | torch.OutOfMemoryError) or "out of memory" in str(error):
+            raise NotTried(message) from error
+        return message
     return None
 
 
 @torch.no_grad()
 def compare(device: torch.device, D: int, dtype: torch.dtype, is_causal: bool, T: int, S: int) -> None:
-    """Raise unless the kernel is right for one problem in each of its forms, with what a gradient wants or without."""
-    from diff_transformer.ops.triton.gluon.forward import launch
+    """Raise unless the kernel is right for one problem in each of its forms, with and without a gradient's results."""
+    from diff_transformer.ops.gluon.forward import attend_forward
 
     inputs = make_inputs(2, 2, T, D, S=S, G=1, dtype=dtype, device=device, strided=True, requires_grad=False)
     for given in forms_of(inputs):
@@ -54,7 +57,7 @@ def compare(device: torch.device, D: int, dtype: torch.dtype, is_causal: bool, T
         expected = expected_results(*given, is_causal=is_causal, scale=D**-0.5)
         for need_gradient in (True, False):
             arguments = (*given[:3], k2, given.v, given.lam, is_causal, D**-0.5, need_gradient)
-            results, compiled = launch(*arguments)
+            results, compiled = attend_forward(*arguments)
             wait(device)
             refuse_faults(compiled)
             for (name, (exact, eager)), result in zip(expected.items(), results, strict=True):
@@ -70,7 +73,7 @@ def compare_gradients(
     device: torch.device, D: int, dtype: torch.dtype, is_causal: bool, one_pass: bool, T: int, S: int
 ) -> None:
     """Raise unless the gradient kernels are right for one problem in each of their forms."""
-    from diff_transformer.ops.triton.gluon.backward import launch
+    from diff_transformer.ops.gluon.backward import attend_backward
 
     scale = D**-0.5
     inputs = make_inputs(2, 2, T, D, S=S, G=1, dtype=dtype, device=device, strided=True, requires_grad=False)
@@ -80,7 +83,7 @@ def compare_gradients(
         with torch.no_grad():
             saved = [exact for exact, _ in expected_results(*given, is_causal=is_causal, scale=scale).values()]
             saved = [x.to(dtype) for x in saved[:2]] + [x.float() for x in saved[2:]]
-            results, compiled = launch(dout, *given[:3], k2, *given[4:], *saved, is_causal, scale, one_pass)
+            results, compiled = attend_backward(dout, *given[:3], k2, *given[4:], *saved, is_causal, scale, one_pass)
         wait(device)
         for kernel in compiled:
             refuse_faults(kernel)
@@ -92,7 +95,7 @@ def compare_gradients(
 
 
 def forms_of(inputs: Inputs) -> tuple[Inputs, ...]:
-    """As given, with k2 = k1, and with one noise head for all signal heads."""
+    """The inputs as given, with k2 = k1, and with one noise head for all signal heads."""
     return inputs, inputs._replace(k2=inputs.k1), inputs._replace(q2=inputs.q2[:, :1])
 
 
@@ -107,9 +110,9 @@ def expected_gradients(
     dout: Tensor, out2: Tensor, q1: Tensor, q2: Tensor, k1: Tensor, k2: Tensor, v: Tensor, lam: Tensor,
     *, is_causal: bool, scale: float,
 ) -> dict[str, tuple[Tensor, Tensor | None]]:  # fmt: skip
-    """What ``attend_backward`` should return: the exact value (fp64) and, but for dlam, the eager formula's.
+    """Expected results of ``attend_backward``: the exact value (fp64) and, except for dlam, the eager formula's.
 
-    dlam is a sum over the saved ``out2``, whose rounding counts as given.
+    dlam is a sum over the saved ``out2``, so the rounding of out2 is part of the input.
     """
     from diff_transformer.ops.reference import attend
 
@@ -135,8 +138,7 @@ def expected_gradients(
 def expected_results(
     q1: Tensor, q2: Tensor, k1: Tensor, k2: Tensor, v: Tensor, lam: Tensor, *, is_causal: bool, scale: float
 ) -> dict[str, tuple[Tensor, Tensor | None]]:
-    """What ``attend_forward`` should return: the exact value (fp64) and, for out and out2, the eager formula's."""
-
+    """Expected results of ``attend_forward``: the exact value (fp64) and, for out and out2, the eager formula's."""
     H, T, S = q1.shape[1], q1.shape[2], k1.shape[2]
     q2, k1, k2, v = (x.repeat_interleave(H // x.shape[1], dim=1) for x in (q2, k1, k2, v))
     seen = position_mask(T, S, is_causal, None, q1.device)
@@ -153,11 +155,15 @@ def expected_results(
 
 
 def wait(device: torch.device) -> None:
-    """Wait for the work on the current stream of the device, but not for ever."""
+    """Wait for the work on the current stream of the device.
+
+    Raises:
+        NotTried: it has not ended after SECONDS.
+    """
     done = torch.cuda.Event()
     done.record(torch.cuda.current_stream(device))
     deadline = time.monotonic() + SECONDS
     while not done.query():
         if time.monotonic() > deadline:
-            raise KernelHangs(f"the Hopper attention kernel has not ended after {SECONDS:.0f} s on {device}")
+            raise NotTried(f"the Hopper attention kernel has not ended after {SECONDS:.0f} s on {device}")
         time.sleep(0.001)

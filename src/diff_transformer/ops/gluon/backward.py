@@ -1,4 +1,4 @@
-"""Launches the gradient kernels: tensors to descriptors, memory for the results, the configuration of each width."""
+"""Launch the gradient kernels: TMA descriptors, memory for the results, and the configuration of each width."""
 
 import math
 from dataclasses import dataclass
@@ -7,10 +7,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from diff_transformer.ops.gluon.bwd_dkdv import bwd_dkdv
+from diff_transformer.ops.gluon.bwd_dq import bwd_dq
+from diff_transformer.ops.gluon.forward import OPTIONS, descriptor
+from diff_transformer.ops.gluon.support import unsupported_backward_shapes, unsupported_by_tma
 from diff_transformer.ops.triton.backward import row_statistics
-from diff_transformer.ops.triton.gluon.forward import OPTIONS, descriptor
-from diff_transformer.ops.triton.gluon.of_keys import key_gradients
-from diff_transformer.ops.triton.gluon.of_queries import query_gradients
 from diff_transformer.ops.triton.launching import transposed_like
 
 TILE = 64  # queries, and keys, of a tile: the height of a wgmma tile
@@ -18,14 +19,14 @@ TILE = 64  # queries, and keys, of a tile: the height of a wgmma tile
 
 @dataclass(frozen=True)
 class Configuration:
-    """Slots of the rings for one width. At most 225 KiB of shared memory of the chip's 227."""
+    """Tiles and ring slots for one width. Uses at most 225 of the chip's 227 KiB of shared memory."""
 
-    columns: int  # of a tile of queries or keys, a power of two that is not less than D; of values twice as many
-    keys: Any = key_gradients
-    queries: Any = query_gradients
-    stages: int = 2  # of queries and dO, in the programs that own keys
-    key_stages: int = 2  # in those that own queries
-    value_stages: int = 1
+    columns: int  # of a tile of queries or keys: the least power of two >= D; a tile of values has twice as many
+    dkdv: Any = bwd_dkdv
+    dq: Any = bwd_dq
+    stages: int = 2  # slots for queries and dO in bwd_dkdv
+    key_stages: int = 2  # slots for keys in bwd_dq
+    value_stages: int = 1  # slots for values in bwd_dq
 
 
 CONFIGURATIONS = {  # by D
@@ -35,11 +36,31 @@ CONFIGURATIONS = {  # by D
 }
 
 
-def launch(
+def attend_backward(
     dout: Tensor, q1: Tensor, q2: Tensor, k1: Tensor, k2: Tensor | None, v: Tensor, lam: Tensor,
     out: Tensor, out2: Tensor, lse1: Tensor, lse2: Tensor, is_causal: bool, scale: float, one_pass: bool,
 ) -> tuple[tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor], list[Any]]:  # fmt: skip
-    """The results of ``attend_backward`` and the compiled kernels; no checks."""
+    """Gradients on a Hopper GPU: ((dq1, dq2, dk1, dk2, dv, dlam), the compiled kernels).
+
+    Args:
+        dout: [B, H, T, 2 D], the gradient of the output, in the dtype of v; any strides.
+        q1, q2, k1, k2, v, lam, is_causal, scale: as in ``attend_forward``.
+        out, out2, lse1, lse2: results of the forward with need_gradient.
+        one_pass: add up dq1 and dq2 in fp32 with atomics, in no fixed order, instead of recomputing the maps in a
+            second pass. Two passes repeat bit for bit.
+
+    Returns:
+        dq1 [B, H, T, D], dq2 [B, Hn, T, D], dk1, dk2 [B, G, S, D] and dv [B, G, S, 2 D] in their dtypes, in memory [B,
+        length, heads, width]; dlam [B, H, T, 1], fp32. Without k2, dk1 is the sum over both maps and dk2 is empty.
+
+    Raises:
+        ValueError: tensors that the kernels do not take.
+    """
+    reason = unsupported_backward_shapes(q1, q2, k1, k2, v, None, None, None)
+    if reason is not None:
+        raise ValueError(reason)
+    if unsupported_by_tma(dout) is not None:  # for example the gradient of a sum, whose strides are 0
+        dout = dout.contiguous()
     B, H, T, D = q1.shape
     G, S = v.shape[1:3]
     configuration = CONFIGURATIONS[D]
@@ -47,7 +68,7 @@ def launch(
     delta1, lam_delta2, dlam = row_statistics(dout, out, out2, lam)
     dk1, dv = transposed_like(k1), transposed_like(v)
     dk2 = k1.new_empty(0) if k2 is None else transposed_like(k1)
-    shared = H // q2.shape[1]  # signal heads of a noise head; each makes its part of dq2, in fp32
+    shared = H // q2.shape[1]  # signal heads of a noise head; each writes its share of dq2, in fp32
     if one_pass:
         dq1, dq2 = (q1.new_zeros(B, H, T, D, dtype=torch.float32) for _ in "12")
     else:
@@ -62,14 +83,14 @@ def launch(
              "SIGNAL_PER_NOISE": shared}  # fmt: skip
     with torch.cuda.device_of(v):
         compiled = [
-            configuration.keys[(math.ceil(S / TILE), G, B)](
+            configuration.dkdv[(math.ceil(S / TILE), G, B)](
                 *tiles, *statistics, dq1, dq2, dk1, dk2, dv, *lam.stride()[:3], T, S, G, H // G, factor,
                 **sizes, BM=TILE, STAGES=configuration.stages, ONE_PASS=one_pass, ONE_KEY=k2 is None, **OPTIONS,
             )
         ]  # fmt: skip
         if not one_pass:
             compiled.append(
-                configuration.queries[(math.ceil(T / (2 * TILE)), H, B)](
+                configuration.dq[(math.ceil(T / (2 * TILE)), H, B)](
                     *tiles, *statistics, dq1, dq2, *lam.stride()[:3], T, S, H, H // G, factor, **sizes, ROWS=TILE,
                     KEY_STAGES=configuration.key_stages, VALUE_STAGES=configuration.value_stages, **OPTIONS,
                 )

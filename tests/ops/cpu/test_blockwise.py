@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from diff_transformer.ops import blockwise, diff_attention
-from diff_transformer.ops.blockwise import build, in_torch, native
+from diff_transformer.ops import cpu, diff_attention
+from diff_transformer.ops.cpu import build, in_torch, native
 from diff_transformer.testing import assert_within_budget, make_inputs, peak_memory
 
 needs_native = pytest.mark.skipif(native.library() is None, reason="no C++ compiler with OpenMP on this machine")
@@ -21,9 +21,9 @@ OPCHECKS = [
 def test_opcheck(options, dtype):
     x = make_inputs(H=4, Hn=2, G=1, T=7, S=9, D=3, Dv=5, dtype=dtype)
     rest = (options.get("attn_mask"), options.get("is_causal", False), options.get("window"), 0.5)
-    torch.library.opcheck(blockwise.forward, (*x, *rest))
+    torch.library.opcheck(cpu.forward, (*x, *rest))
     detached = [y.detach() for y in x]
-    torch.library.opcheck(blockwise.backward, (torch.randn(2, 4, 7, 5).to(dtype), *detached, *rest))
+    torch.library.opcheck(cpu.backward, (torch.randn(2, 4, 7, 5).to(dtype), *detached, *rest))
 
 
 @pytest.mark.parametrize(
@@ -114,7 +114,7 @@ def test_pytorch_form_does_not_depend_on_blocks_and_chunks(monkeypatch, options,
 @pytest.mark.parametrize(("B", "G"), [(1, 1), (3, 3)])
 def test_native_form_does_not_depend_on_blocks_and_threads(monkeypatch, options, threads, rows, B, G):
     """Few key/value heads are packed once for all threads; of many, each thread packs its own."""
-    monkeypatch.setattr(native, "SMALL", 0)
+    monkeypatch.setattr(native, "MAX_SINGLE_THREAD_WORK", 0)
     monkeypatch.setattr(native, "block_rows", lambda T, measured: rows)
     torch.set_num_threads(threads)
     try:

@@ -105,8 +105,11 @@ def library() -> ctypes.CDLL | None:
         log.warning("blockwise: PyTorch form, which is slower, because the native one cannot be built: %s", error)
         return None
     for which in ("forward", "backward", "decode"):
-        room, call = getattr(loaded, f"diff_attention_{which}_room"), getattr(loaded, f"diff_attention_{which}")
-        room.argtypes, room.restype = [ctypes.c_char_p, ctypes.c_bool], ctypes.c_int64
+        workspace, call = (
+            getattr(loaded, f"diff_attention_{which}_workspace"),
+            getattr(loaded, f"diff_attention_{which}"),
+        )
+        workspace.argtypes, workspace.restype = [ctypes.c_char_p, ctypes.c_bool], ctypes.c_int64
         call.argtypes, call.restype = [ctypes.c_char_p, ctypes.c_bool, ctypes.c_void_p], None
     loaded.diff_attention_decode_layer.argtypes = [ctypes.c_char_p, ctypes.c_char_p, ctypes.c_bool]
     loaded.diff_attention_decode_layer.restype = None

@@ -1,26 +1,27 @@
-"""Gradients of keys and values for Hopper; in one pass those of queries as well.
+"""Gradients of the keys and values, dK1, dK2 and dV; in one-pass mode dQ1 and dQ2 as well.
 
-A program owns BN = 64 keys of one key/value head and goes over all tiles of BM = 64 queries that see some of them, for
-every signal head that uses them. Tiles of scores are [keys, queries]. Two warpgroups share the work of a tile by what
-it belongs to, so that neither holds more than half of the accumulators, and a warp loads:
+A program owns BN = 64 keys of one key/value head. It visits all tiles of BM = 64 queries that see some of these keys,
+for every signal head that uses them. Tiles of scores are [keys, queries]. Two consumer warpgroups split the work of a
+tile by gradient, so that neither holds more than half of the accumulators:
 
-* ``keys``: both maps' scores, P1 and P2, their difference W = P1 - lam P2; dK1 and dK2.
-* ``values``: dP = V dO^T, from it dS1 and dS2; dV; in one pass also dQ1 and dQ2, added in fp32.
-* ``load``: K, V, then the tiles of queries and of dO by TMA, and the statistics of their rows by ordinary loads.
+* ``dk_consumer``: scores of both maps, P1 and P2, their difference W = P1 - lam P2; dK1 and dK2.
+* ``dv_consumer``: dP = V dO^T, then dS1 and dS2; dV; in one-pass mode also dQ1 and dQ2, added in fp32.
+* ``producer``, one warp: K, V, then tiles of queries and dO by TMA, and the statistics of their rows by ordinary loads.
 
-The formulas are those of backward.py. P1 and P2 are handed over in half precision and come back as dS1 and dS2 in the
-same place; W is made of them in fp32 before. While ``values`` makes the dS of a tile, ``keys`` is at the next tile's
-scores, and while ``keys`` takes exponentials, dV and dK are under way.
+The formulas are those of ops/triton/backward.py. P1 and P2 are handed over in half precision and come back as dS1 and
+dS2 in the same memory; W is computed from them in fp32 before. While ``dv_consumer`` computes dS of a tile,
+``dk_consumer`` computes the next tile's scores. While ``dk_consumer`` computes exponentials, the products for dV and dK
+run.
 
-Rings (rings.py), c counting tiles over the life of the program:
+Rings (pipeline.py); c counts tiles over the life of the program:
 
-* ``kv_full``: one arrival, the loader's, with the bytes of K1, K2 and V. Used once.
-* queries: Q1, Q2 and the statistics; filled twice a use, by TMA and by the loader's stores, read by both warpgroups.
-* gradients: dO; read by ``values`` alone.
-* maps: W, P1 and P2, one slot; filled by ``keys``, who has waited for its own products with dS of the tile before, and
-  let go by ``values`` when its products with W (in one pass: with dS too) are complete.
-* ``ds_full``: dS1 and dS2 lie where P1 and P2 lay; one arrival of ``values`` a tile. The slot is free again by the two
-  conditions of the maps' ring.
+* ``kv_full``: one arrival of the producer, with the bytes of K1, K2 and V. Used once.
+* queries: Q1, Q2 and the statistics. Two fills a use, by TMA and by the producer's stores; both consumers read.
+* gradients: dO; only ``dv_consumer`` reads.
+* maps: W, P1 and P2, one slot. ``dk_consumer`` fills it after its products with dS of the previous tile completed.
+  ``dv_consumer`` releases it after its products with W (in one-pass mode: and with dS) completed.
+* ``ds_full``: dS1 and dS2 have replaced P1 and P2; one arrival of ``dv_consumer`` a tile. The two conditions of the
+  maps' ring also say when this memory is free again.
 """
 
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -31,24 +32,39 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from diff_transformer.ops.triton.gluon.rings import LN_2, add_rows, fill, gl, jit, late, ring, store_rows, wait_empty
-from diff_transformer.ops.triton.gluon.steps import claim, load_lam, release, tile, wait_full
+from diff_transformer.ops.gluon.pipeline import (
+    LN_2,
+    add_rows,
+    claim,
+    gl,
+    jit,
+    load_lam,
+    opaque_zero,
+    release,
+    ring,
+    signal_full,
+    store_rows,
+    tile,
+    wait_empty,
+    wait_full,
+)
 
 NOT_SPECIALIZED = ["stride_lam_b", "stride_lam_h", "stride_lam_t", "T", "S", "G", "members"]
-# Rows of the statistics of a tile of queries.
+# Rows of the statistics of a query tile in shared memory, [STATISTICS, BM] a slot.
 LSE1: gl.constexpr = gl.constexpr(0)
 LSE2: gl.constexpr = gl.constexpr(1)
 LAM: gl.constexpr = gl.constexpr(2)
 DELTA1: gl.constexpr = gl.constexpr(3)
 LAM_DELTA2: gl.constexpr = gl.constexpr(4)
-STATISTICS: gl.constexpr = gl.constexpr(8)  # rows that they take, a power of two
+STATISTICS: gl.constexpr = gl.constexpr(8)  # the least power of two that holds them
 
 
 @jit
-def place_of_keys(sizes, zero, BM: gl.constexpr, BN: gl.constexpr, CAUSAL: gl.constexpr):
-    """b, g, the first key, the first query of the first tile that sees it, and how many tiles do, a head.
+def dkdv_place(sizes, zero, BM: gl.constexpr, BN: gl.constexpr, CAUSAL: gl.constexpr):
+    """(batch entry, key/value head, first key, first query that sees it, number of query tiles that do, a head).
 
-    zero: 0, or ``late`` of something, so that the place is worked out again where it is needed again.
+    zero: 0, or ``opaque_zero`` after the loop. With the latter the compiler computes the place again instead of keeping
+    it in registers during the loop, where ptxas would spill it (``st.local``).
     """
     T, S, _, _ = sizes
     first = (gl.program_id(0) + zero) * BN
@@ -61,18 +77,18 @@ def place_of_keys(sizes, zero, BM: gl.constexpr, BN: gl.constexpr, CAUSAL: gl.co
 
 @jit
 def statistic(st_s, c, row, STAGES: gl.constexpr, SL: gl.constexpr):
-    """A statistic of the queries of tile c, [1, BM]."""
+    """One statistic of the queries of tile c, [1, BM]."""
     x = st_s.index((c % STAGES) * STATISTICS + row).load(gl.SliceLayout(0, SL))
     return gl.expand_dims(x, 0)
 
 
 @jit
 def start_scores(q_s, k_s, c, STAGES: gl.constexpr, SL: gl.constexpr):
-    """Start both maps' scores of tile c, [BN, BM] in layout SL."""
+    """Start the scores of both maps for tile c, [BN, BM] in layout SL."""
     zeros = gl.full([k_s.shape[3], q_s.shape[3]], 0.0, gl.float32, SL)
     slot = 2 * (c % STAGES)
-    k1 = tile(k_s, late(c))
-    k2 = tile(k_s, 1 + late(c))
+    k1 = tile(k_s, opaque_zero(c))
+    k2 = tile(k_s, 1 + opaque_zero(c))
     s1 = warpgroup_mma(k1, tile(q_s, slot).permute((1, 0)), zeros, use_acc=False, is_async=True)
     s2 = warpgroup_mma(k2, tile(q_s, slot + 1).permute((1, 0)), zeros, use_acc=False, is_async=True)
     return s1, s2
@@ -80,10 +96,10 @@ def start_scores(q_s, k_s, c, STAGES: gl.constexpr, SL: gl.constexpr):
 
 @jit
 def weights(s, log, first_query, edge, factor, SL: gl.constexpr, CAUSAL: gl.constexpr):
-    """A tile of a map, [BN, BM].
+    """A tile of a map, [BN, BM], from its scores and the log-sum-exps of its queries.
 
-    edge: if CAUSAL the query that stands at the first key (lower right alignment), which hides the keys that do not
-    exist as well; else how many keys there are from the first on.
+    edge: if CAUSAL, the query at the position of the first key (lower right alignment); this also masks keys beyond S.
+    Otherwise the number of keys from the first one on.
     """
     p = gl.exp2(s * factor - log)
     if CAUSAL:
@@ -101,7 +117,7 @@ def weights(s, log, first_query, edge, factor, SL: gl.constexpr, CAUSAL: gl.cons
 @jit
 def maps(s1, s2, st_s, c, first_query, edge, factor, dtype: gl.constexpr,
          STAGES: gl.constexpr, SL: gl.constexpr, CAUSAL: gl.constexpr, OTHERS: gl.constexpr):  # fmt: skip
-    """W, P1 and P2 of tile c, in half precision, from scores after which OTHERS products have been started."""
+    """W, P1 and P2 of tile c, [BN, BM] in half precision; OTHERS products were started after the scores."""
     s1 = warpgroup_mma_wait(OTHERS + 1, deps=(s1,))
     p1 = weights(s1, statistic(st_s, c, LSE1, STAGES, SL), first_query, edge, factor, SL, CAUSAL)
     s2 = warpgroup_mma_wait(OTHERS, deps=(s2,))
@@ -112,27 +128,27 @@ def maps(s1, s2, st_s, c, first_query, edge, factor, dtype: gl.constexpr,
 
 @jit
 def hand_over(w, p1, p2, w_s, p_s, maps_full, c):
-    """keys: W, P1 and P2 of tile c are there."""
+    """dk_consumer: hand W, P1 and P2 of tile c to dv_consumer."""
     w_s.store(w)
     p_s.index(0).store(p1)
     p_s.index(1).store(p2)
     fence_async_shared()
-    fill(maps_full, c, 1)
+    signal_full(maps_full, c, 1)
 
 
 @jit
 def start_key_gradients(dk1, dk2, p_s, q_s, c, STAGES: gl.constexpr):
     """Start dK1 += dS1 Q1 and dK2 += dS2 Q2 of tile c."""
     slot = 2 * (c % STAGES)
-    dk1 = warpgroup_mma(p_s.index(late(c)), tile(q_s, slot), dk1, is_async=True)
-    dk2 = warpgroup_mma(p_s.index(1 + late(c)), tile(q_s, slot + 1), dk2, is_async=True)
+    dk1 = warpgroup_mma(p_s.index(opaque_zero(c)), tile(q_s, slot), dk1, is_async=True)
+    dk2 = warpgroup_mma(p_s.index(1 + opaque_zero(c)), tile(q_s, slot + 1), dk2, is_async=True)
     return dk1, dk2
 
 
 @jit
-def keys(q_s, st_s, k_s, w_s, p_s, bars, dk1_to, dk2_to, sizes, factor, WIDTH: gl.constexpr,
+def dk_consumer(q_s, st_s, k_s, w_s, p_s, bars, dk1_to, dk2_to, sizes, factor, WIDTH: gl.constexpr,
          STAGES: gl.constexpr, CAUSAL: gl.constexpr, ONE_KEY: gl.constexpr):  # fmt: skip
-    """A warpgroup: the maps, dK1 and dK2. ONE_KEY: k2 is k1, whose gradient is the sum."""
+    """A consumer warpgroup: the maps, dK1 and dK2. ONE_KEY: k2 is k1, whose gradient is the sum."""
     kv_full, query_ring, _, maps_ring, ds_full = bars
     q_full, q_empty = query_ring
     maps_full, maps_empty = maps_ring
@@ -143,12 +159,12 @@ def keys(q_s, st_s, k_s, w_s, p_s, bars, dk1_to, dk2_to, sizes, factor, WIDTH: g
     dtype: gl.constexpr = k_s.dtype
     SL: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BM, 16])
     KL: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, D, 16])
-    b, g, first, low, tiles = place_of_keys(sizes, 0, BM, BN, CAUSAL)
+    b, g, first, low, tiles = dkdv_place(sizes, 0, BM, BN, CAUSAL)
     total = tiles * sizes[3]
     edge = S - first
     if CAUSAL:
         edge = T - edge
-    dk1 = gl.full([BN, D], 0.0, gl.float32, KL)
+    dk1 = gl.full([BN, D], 0.0, gl.float32, KL)  # [BN, D]
     dk2 = gl.full([BN, D], 0.0, gl.float32, KL)
     mbarrier.wait(kv_full, 0)
     if total > 0:
@@ -171,7 +187,7 @@ def keys(q_s, st_s, k_s, w_s, p_s, bars, dk1_to, dk2_to, sizes, factor, WIDTH: g
         wait_full(ds_full, total - 1, 1)
         dk1, dk2 = start_key_gradients(dk1, dk2, p_s, q_s, total - 1, STAGES)
         dk1, dk2 = warpgroup_mma_wait(0, deps=(dk1, dk2))
-    b, g, first, low, tiles = place_of_keys(sizes, late(total), BM, BN, CAUSAL)
+    b, g, first, low, tiles = dkdv_place(sizes, opaque_zero(total), BM, BN, CAUSAL)
     start = (b.to(gl.int64) * S * G + g) * WIDTH
     scale = factor * LN_2
     if ONE_KEY:
@@ -183,7 +199,7 @@ def keys(q_s, st_s, k_s, w_s, p_s, bars, dk1_to, dk2_to, sizes, factor, WIDTH: g
 
 @jit
 def score_gradients(dp, p_s, st_s, c, dtype: gl.constexpr, STAGES: gl.constexpr, SL: gl.constexpr):
-    """dS1 = P1 (dP - delta1) and dS2 = P2 lam (delta2 - dP) of tile c, in the place of P1 and P2."""
+    """Replace P1 and P2 of tile c by dS1 = P1 (dP - delta1) and dS2 = P2 lam (delta2 - dP), all [BN, BM]."""
     p1 = p_s.index(0).load(SL).to(gl.float32)
     p_s.index(0).store((p1 * (dp - statistic(st_s, c, DELTA1, STAGES, SL))).to(dtype))
     p2 = p_s.index(1).load(SL).to(gl.float32)
@@ -193,9 +209,9 @@ def score_gradients(dp, p_s, st_s, c, dtype: gl.constexpr, STAGES: gl.constexpr,
 
 
 @jit
-def values(do_s, st_s, k_s, v_s, w_s, p_s, bars, dq1_to, dq2_to, dv_to, sizes, BM: gl.constexpr, WIDTH: gl.constexpr,
-           STAGES: gl.constexpr, CAUSAL: gl.constexpr, ONE_PASS: gl.constexpr):  # fmt: skip
-    """A warpgroup: dP, dS1, dS2 and dV. ONE_PASS: the products for dQ1 and dQ2 as well, 64 columns at a time."""
+def dv_consumer(do_s, st_s, k_s, v_s, w_s, p_s, bars, dq1_to, dq2_to, dv_to, sizes, BM: gl.constexpr,
+                WIDTH: gl.constexpr, STAGES: gl.constexpr, CAUSAL: gl.constexpr, ONE_PASS: gl.constexpr):  # fmt: skip
+    """A consumer warpgroup: dP, dS1, dS2 and dV. ONE_PASS: also the products for dQ1 and dQ2, 64 columns at a time."""
     kv_full, query_ring, gradient_ring, maps_ring, ds_full = bars
     _, q_empty = query_ring
     do_full, do_empty = gradient_ring
@@ -208,9 +224,9 @@ def values(do_s, st_s, k_s, v_s, w_s, p_s, bars, dq1_to, dq2_to, dv_to, sizes, B
     SL: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BM, 16])
     VL: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, DV, 16])
     QL: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 64, 16])
-    b, g, first, low, tiles = place_of_keys(sizes, 0, BM, BN, CAUSAL)
+    b, g, first, low, tiles = dkdv_place(sizes, 0, BM, BN, CAUSAL)
     total = tiles * members
-    dv = gl.full([BN, DV], 0.0, gl.float32, VL)
+    dv = gl.full([BN, DV], 0.0, gl.float32, VL)  # [BN, DV]
     zeros = gl.full([BN, BM], 0.0, gl.float32, SL)
     none = gl.full([BM, 64], 0.0, gl.float32, QL)
     mbarrier.wait(kv_full, 0)
@@ -224,15 +240,15 @@ def values(do_s, st_s, k_s, v_s, w_s, p_s, bars, dq1_to, dq2_to, dv_to, sizes, B
             wait_full(maps_full, c, 1)
             dv = warpgroup_mma(w_s, tile(do_s, c % STAGES), dv, is_async=True)
             score_gradients(dp, p_s, st_s, c, dtype, STAGES, SL)
-            fill(ds_full, c, 1)
+            signal_full(ds_full, c, 1)
             release(q_empty, c, STAGES)
             if ONE_PASS:
                 to = (row + query).to(gl.int64) * WIDTH
-                wait_full(ds_full, c, 1)  # its own arrival, which speaks for all of its warps
+                wait_full(ds_full, c, 1)  # this group's own arrival, which stands for all of its warps
                 for map in gl.static_range(2):
                     for column in gl.static_range(0, D, 64):
-                        ds = p_s.index(map + late(c)).permute((1, 0))
-                        k = tile(k_s, map + late(c)).slice(column, 64, 1)
+                        ds = p_s.index(map + opaque_zero(c)).permute((1, 0))
+                        k = tile(k_s, map + opaque_zero(c)).slice(column, 64, 1)
                         dq = warpgroup_mma(ds, k, none, use_acc=False, is_async=True)
                         dv, dq = warpgroup_mma_wait(0, deps=(dv, dq))
                         if map + column == 0:
@@ -247,24 +263,24 @@ def values(do_s, st_s, k_s, v_s, w_s, p_s, bars, dq1_to, dq2_to, dv_to, sizes, B
                 if query >= T:
                     query = low
                     row += T
-            n = gl.minimum(c + 1, total - 1)  # the last tile's, which nobody loads over, once more and for nothing
+            n = gl.minimum(c + 1, total - 1)  # in the last step: the last tile again, whose product is not used
             wait_full(do_full, n, STAGES)
             do = tile(do_s, n % STAGES).permute((1, 0))
-            dp = warpgroup_mma(tile(v_s, late(c)), do, zeros, use_acc=False, is_async=True)
+            dp = warpgroup_mma(tile(v_s, opaque_zero(c)), do, zeros, use_acc=False, is_async=True)
             if not ONE_PASS:
                 dv = warpgroup_mma_wait(1, deps=(dv,))
                 release(maps_empty, c, 1)
                 release(do_empty, c, STAGES)
             dp = warpgroup_mma_wait(0, deps=(dp,))
-    b, g, first, low, tiles = place_of_keys(sizes, late(total), BM, BN, CAUSAL)
+    b, g, first, low, tiles = dkdv_place(sizes, opaque_zero(total), BM, BN, CAUSAL)
     start = (b.to(gl.int64) * S * G + g) * (2 * WIDTH)
     store_rows(dv_to + start, dv.to(dtype), first, S, G * 2 * WIDTH, 2 * WIDTH, VL)
 
 
 @jit
-def load(descriptors, statistics, lam_strides, q_s, do_s, st_s, k_s, v_s, bars, sizes,
+def producer(descriptors, statistics, lam_strides, q_s, do_s, st_s, k_s, v_s, bars, sizes,
          STAGES: gl.constexpr, CAUSAL: gl.constexpr, SIGNAL_PER_NOISE: gl.constexpr):  # fmt: skip
-    """The loading warp."""
+    """The producer warp."""
     q1, q2, k1, k2, v, do = descriptors
     lse1, lse2, delta1, lam_delta2, lam = statistics
     kv_full, query_ring, gradient_ring, _, _ = bars
@@ -276,7 +292,7 @@ def load(descriptors, statistics, lam_strides, q_s, do_s, st_s, k_s, v_s, bars, 
     D: gl.constexpr = k_s.shape[4]
     DV: gl.constexpr = v_s.shape[4]
     RL: gl.constexpr = gl.BlockedLayout([2], [32], [1], [0])
-    b, g, first, low, tiles = place_of_keys(sizes, 0, BM, BN, CAUSAL)
+    b, g, first, low, tiles = dkdv_place(sizes, 0, BM, BN, CAUSAL)
     mbarrier.expect(kv_full, BN * (2 * D + DV) * 2)
     tma.async_copy_global_to_shared(k1, [b, g, first, 0], kv_full, k_s.index(0))
     tma.async_copy_global_to_shared(k2, [b, g, first, 0], kv_full, k_s.index(1))
@@ -300,7 +316,7 @@ def load(descriptors, statistics, lam_strides, q_s, do_s, st_s, k_s, v_s, bars, 
         st_s.index(st + LAM).store(load_lam(lam, lam_strides, b, h, rows, T))
         st_s.index(st + DELTA1).store(gl.load(delta1 + at, mask=here, other=0.0))
         st_s.index(st + LAM_DELTA2).store(gl.load(lam_delta2 + at, mask=here, other=0.0))
-        fill(q_full, c, STAGES)
+        signal_full(q_full, c, STAGES)
         query += BM
         if query >= T:
             query = low
@@ -308,7 +324,7 @@ def load(descriptors, statistics, lam_strides, q_s, do_s, st_s, k_s, v_s, bars, 
 
 
 @jit(do_not_specialize=NOT_SPECIALIZED)
-def key_gradients(q1, q2, k1, k2, v, do, lse1, lse2, delta1, lam_delta2, lam, dq1, dq2, dk1, dk2, dv,
+def bwd_dkdv(q1, q2, k1, k2, v, do, lse1, lse2, delta1, lam_delta2, lam, dq1, dq2, dk1, dk2, dv,
                   stride_lam_b, stride_lam_h, stride_lam_t, T, S, G, members, factor,
                   BM: gl.constexpr, BN: gl.constexpr, D: gl.constexpr, DV: gl.constexpr, WIDTH: gl.constexpr,
                   STAGES: gl.constexpr, CAUSAL: gl.constexpr, ONE_PASS: gl.constexpr, ONE_KEY: gl.constexpr,
@@ -341,8 +357,8 @@ def key_gradients(q1, q2, k1, k2, v, do, lse1, lse2, delta1, lam_delta2, lam, dq
     strides = (stride_lam_b, stride_lam_h, stride_lam_t)
     sizes = (T, S, G, members)
     gl.warp_specialize([
-        (values, (do_s, st_s, k_s, v_s, w_s, p_s, bars, dq1, dq2, dv, sizes, BM, WIDTH, STAGES, CAUSAL, ONE_PASS)),
-        (keys, (q_s, st_s, k_s, w_s, p_s, bars, dk1, dk2, sizes, factor, WIDTH, STAGES, CAUSAL, ONE_KEY)),
-        (load, (descriptors, statistics, strides, q_s, do_s, st_s, k_s, v_s, bars, sizes, STAGES, CAUSAL,
+        (dv_consumer, (do_s, st_s, k_s, v_s, w_s, p_s, bars, dq1, dq2, dv, sizes, BM, WIDTH, STAGES, CAUSAL, ONE_PASS)),
+        (dk_consumer, (q_s, st_s, k_s, w_s, p_s, bars, dk1, dk2, sizes, factor, WIDTH, STAGES, CAUSAL, ONE_KEY)),
+        (producer, (descriptors, statistics, strides, q_s, do_s, st_s, k_s, v_s, bars, sizes, STAGES, CAUSAL,
                 SIGNAL_PER_NOISE)),
     ], [4, 1], [248, 32])  # fmt: skip

@@ -1,41 +1,41 @@
-"""Forward for widths whose registers hold one accumulator only (D = 96 and 128): the maps one after the other.
+"""Sequential forward: one map after the other, for widths whose registers hold one accumulator (D = 96 and 128).
 
-The second map goes first over all its keys. Its output is parked in global memory, where the backward wants it anyway,
-and the thread that wrote an element reads it back for the difference, so that no barrier is needed. For 128 rows K of
-each map is read once, V twice. Barriers and names: steps.py.
+The second map comes first, over all its keys. Its output O2 goes to global memory, which the backward needs anyway. For
+the difference, each thread reads back exactly the elements that it wrote, so that no barrier is needed. Keeping O2 in
+registers instead would spill. For 128 rows, K of each map is read once, V twice. Barriers and names: pipeline.py.
 
-Widths that are no powers of two come in PARTS, as Gluon's tensors cannot have them: D = 96 is 3 times 32, DV = 192 is 3
-times 64. Tile c of a ring is then the parts from c % STAGES * PARTS on. Scores are the sum of the parts' products, and
-each part of V has an accumulator of its own.
+Gluon's tensors have power-of-two sizes. Other widths come in PARTS: D = 96 is 3 parts of 32, DV = 192 is 3 parts of 64.
+Tile c of a ring then has the parts from c % STAGES * PARTS on. Scores are the sum of the parts' products, and each part
+of V has an accumulator of its own.
 """
 
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 
-from diff_transformer.ops.triton.gluon.steps import (
-    NOT_SPECIALIZED,
-    barriers,
+from diff_transformer.ops.gluon.pipeline import (
+    FWD_NOT_SPECIALIZED,
     claim,
-    finish,
+    finalize,
+    forward_barriers,
+    forward_place,
     gl,
     jit,
-    last_seen_by,
+    last_visible_key,
     load_lam,
     load_queries,
     output_offsets,
-    place_of,
     release,
     skip,
     softmax_step,
     tile,
     tiles_for,
+    unmasked_tiles_for,
     wait_full,
-    whole_tiles_for,
 )
 
 
 @jit
 def start_scores(q_s, which, k_s, c, STAGES: gl.constexpr, PARTS: gl.constexpr, SL: gl.constexpr):
-    """Start the products, PARTS of them, that add up to q K^T of tile c, [ROWS, BN] in layout SL."""
+    """Start the PARTS products that add up to q K^T of tile c, [ROWS, BN] in layout SL."""
     s = gl.full([q_s.shape[3], k_s.shape[3]], 0.0, gl.float32, SL)
     for part in gl.static_range(PARTS):
         k = tile(k_s, c % STAGES * PARTS + part).permute((1, 0))
@@ -45,7 +45,7 @@ def start_scores(q_s, which, k_s, c, STAGES: gl.constexpr, PARTS: gl.constexpr, 
 
 @jit
 def start_values(accs, p, v_s, c, STAGES: gl.constexpr, PARTS: gl.constexpr):
-    """Start acc += p V of tile c, a product a part."""
+    """Start acc += p V of tile c, one product for each part; accs are PARTS times [ROWS, DV / PARTS]."""
     started = ()
     for part in gl.static_range(PARTS):
         v = tile(v_s, c % STAGES * PARTS + part)
@@ -55,15 +55,15 @@ def start_values(accs, p, v_s, c, STAGES: gl.constexpr, PARTS: gl.constexpr):
 
 @jit
 def wait_for_values(accs, p):
-    """Wait until nothing is under way; ``p`` may not be overwritten earlier."""
+    """Wait until all products have completed; ``p`` must not be overwritten earlier."""
     done = warpgroup_mma_wait(0, deps=accs + (p,))  # noqa: RUF005 (no stars in a kernel)
     return done[:-1]
 
 
 @jit
-def shrunk(accs, shrink, PARTS: gl.constexpr, OL: gl.constexpr):
-    """Each row of every part times its factor."""
-    factor = gl.expand_dims(gl.convert_layout(shrink, gl.SliceLayout(1, OL)), 1)
+def rescaled(accs, rescale, PARTS: gl.constexpr, OL: gl.constexpr):
+    """Each row of every part multiplied by its factor [ROWS]."""
+    factor = gl.expand_dims(gl.convert_layout(rescale, gl.SliceLayout(1, OL)), 1)
     scaled = ()
     for part in gl.static_range(PARTS):
         scaled = scaled + (accs[part] * factor,)  # noqa: RUF005 (no stars in a kernel)
@@ -74,15 +74,15 @@ def shrunk(accs, shrink, PARTS: gl.constexpr, OL: gl.constexpr):
 def step(c, first_key, q_s, which, k_s, v_s, full, empty, accs, m, l, p, scale, last_seen,
          STAGES: gl.constexpr, PARTS: gl.constexpr, SL: gl.constexpr, OL: gl.constexpr, CAUSAL: gl.constexpr,
          MASK: gl.constexpr):  # fmt: skip
-    """Scores and weights of tile c, while accs take in tile c - 1, whose weights are p; tile c - 1 is let go."""
+    """Scores and weights of tile c, while accs += p V of tile c - 1; then release tile c - 1."""
     wait_full(full, c, STAGES)
-    s = start_scores(q_s, which, k_s, c, STAGES, PARTS, SL)
+    s = start_scores(q_s, which, k_s, c, STAGES, PARTS, SL)  # [ROWS, BN]
     accs = start_values(accs, p, v_s, c - 1, STAGES, PARTS)
     s = warpgroup_mma_wait(PARTS, deps=(s,))
-    weights, shrink, m, l = softmax_step(s, m, l, scale, first_key, last_seen, SL, k_s.shape[3], CAUSAL, MASK)
+    weights, rescale, m, l = softmax_step(s, m, l, scale, first_key, last_seen, SL, k_s.shape[3], CAUSAL, MASK)
     accs = wait_for_values(accs, p)
     release(empty, c - 1, STAGES)
-    accs = shrunk(accs, shrink, PARTS, OL)
+    accs = rescaled(accs, rescale, PARTS, OL)
     p = gl.convert_layout(weights.to(k_s.dtype), gl.DotOperandLayout(0, OL, 2))
     return accs, m, l, p
 
@@ -91,25 +91,25 @@ def step(c, first_key, q_s, which, k_s, v_s, full, empty, accs, m, l, p, scale, 
 def one_map(base, counts, q_s, which, k_s, v_s, full, empty, scale, last_seen,
             STAGES: gl.constexpr, PARTS: gl.constexpr, SL: gl.constexpr, OL: gl.constexpr,
             CAUSAL: gl.constexpr):  # fmt: skip
-    """One map over its tiles, the first of which is tile base: accs [ROWS, DV / PARTS], m and l [ROWS].
+    """One map over its tiles, which start at tile base: accs [ROWS, DV / PARTS], m and l [ROWS].
 
-    which: the tile of q_s.
+    which: index of the query tile in q_s. counts: number of tiles without a mask, of this consumer, of the program.
     """
-    whole, own, tiles = counts
+    unmasked, own, tiles = counts
     ROWS: gl.constexpr = q_s.shape[3]
     BN: gl.constexpr = k_s.shape[3]
-    m = gl.full([ROWS], -float("inf"), gl.float32, gl.SliceLayout(1, SL))
-    l = gl.full([ROWS], 0.0, gl.float32, gl.SliceLayout(1, SL))
+    m = gl.full([ROWS], -float("inf"), gl.float32, gl.SliceLayout(1, SL))  # row maxima
+    l = gl.full([ROWS], 0.0, gl.float32, gl.SliceLayout(1, SL))  # row sums
     accs = (gl.full([ROWS, v_s.shape[4]], 0.0, gl.float32, OL),) * PARTS
     wait_full(full, base, STAGES)
-    s = start_scores(q_s, which, k_s, base, STAGES, PARTS, SL)
+    s = start_scores(q_s, which, k_s, base, STAGES, PARTS, SL)  # [ROWS, BN]
     s = warpgroup_mma_wait(0, deps=(s,))
     p, _, m, l = softmax_step(s, m, l, scale, 0, last_seen, SL, BN, CAUSAL, True)
     p = gl.convert_layout(p.to(k_s.dtype), gl.DotOperandLayout(0, OL, 2))
-    for i in range(1, whole):
+    for i in range(1, unmasked):
         accs, m, l, p = step(base + i, i * BN, q_s, which, k_s, v_s, full, empty, accs, m, l, p, scale, last_seen,
                              STAGES, PARTS, SL, OL, CAUSAL, False)  # fmt: skip
-    for i in range(gl.maximum(whole, 1), own):
+    for i in range(gl.maximum(unmasked, 1), own):
         accs, m, l, p = step(base + i, i * BN, q_s, which, k_s, v_s, full, empty, accs, m, l, p, scale, last_seen,
                              STAGES, PARTS, SL, OL, CAUSAL, True)  # fmt: skip
     accs = start_values(accs, p, v_s, base + own - 1, STAGES, PARTS)
@@ -120,10 +120,10 @@ def one_map(base, counts, q_s, which, k_s, v_s, full, empty, scale, last_seen,
 
 
 @jit
-def half(q_s, k_s, v_s, bars, pointers, lam_strides, place, T, S, H, scale,
+def consumer(q_s, k_s, v_s, bars, pointers, lam_strides, place, T, S, H, scale,
          STAGES: gl.constexpr, PARTS: gl.constexpr, CAUSAL: gl.constexpr, SAVE: gl.constexpr,
-         HALF: gl.constexpr):  # fmt: skip
-    """A computing warpgroup: the second map, then the first, then their difference."""
+         INDEX: gl.constexpr):  # fmt: skip
+    """A consumer warpgroup: the second map, then the first, then their difference."""
     q_full, full, empty = bars
     out, out2, lse1, lse2, lam = pointers
     b, h, row0, tiles = place
@@ -132,13 +132,13 @@ def half(q_s, k_s, v_s, bars, pointers, lam_strides, place, T, S, H, scale,
     WIDTH: gl.constexpr = v_s.shape[4]
     SL: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BN, 16])
     OL: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, WIDTH, 16])
-    row = row0 + HALF * ROWS
+    row = row0 + INDEX * ROWS
     own = tiles_for(row, ROWS, T, S, BN, CAUSAL)
-    counts = (gl.minimum(whole_tiles_for(row, T, S, BN, CAUSAL), own), own, tiles)
-    last_seen = last_seen_by(row + gl.arange(0, ROWS, gl.SliceLayout(1, SL)), T, S, CAUSAL)
+    counts = (gl.minimum(unmasked_tiles_for(row, T, S, BN, CAUSAL), own), own, tiles)
+    last_seen = last_visible_key(row + gl.arange(0, ROWS, gl.SliceLayout(1, SL)), T, S, CAUSAL)
     mbarrier.wait(q_full, 0)
-    for turn in range(2):
-        accs, m, l = one_map(turn * tiles, counts, q_s, 2 - 2 * turn + HALF, k_s, v_s, full, empty, scale, last_seen,
+    for turn in range(2):  # 0: the second map, 1: the first
+        accs, m, l = one_map(turn * tiles, counts, q_s, 2 - 2 * turn + INDEX, k_s, v_s, full, empty, scale, last_seen,
                              STAGES, PARTS, SL, OL, CAUSAL)  # fmt: skip
         rows = row + gl.arange(0, ROWS, gl.SliceLayout(1, OL))
         inside = gl.expand_dims(rows < T, 1)
@@ -146,10 +146,10 @@ def half(q_s, k_s, v_s, bars, pointers, lam_strides, place, T, S, H, scale,
         for part in gl.static_range(PARTS):
             offsets = output_offsets(b, h, H, T, rows, PARTS * WIDTH, part * WIDTH, WIDTH, OL)
             if turn == 0:
-                acc = finish(accs[part], m, l, lse2 + statistics, rows, T, OL, SAVE and part == 0)
+                acc = finalize(accs[part], m, l, lse2 + statistics, rows, T, OL, SAVE and part == 0)
                 gl.store(out2 + offsets, acc.to(v_s.dtype), mask=inside)
             else:
-                acc = finish(accs[part], m, l, lse1 + statistics, rows, T, OL, SAVE and part == 0)
+                acc = finalize(accs[part], m, l, lse1 + statistics, rows, T, OL, SAVE and part == 0)
                 second = gl.load(out2 + offsets, mask=inside, other=0.0).to(gl.float32)
                 acc = acc - gl.expand_dims(load_lam(lam, lam_strides, b, h, rows, T), 1) * second
                 gl.store(out + offsets, acc.to(v_s.dtype), mask=inside)
@@ -158,7 +158,7 @@ def half(q_s, k_s, v_s, bars, pointers, lam_strides, place, T, S, H, scale,
 @jit
 def load_tile(k, v, k_s, v_s, full, empty, c, b, kv_head, first_key,
               STAGES: gl.constexpr, PARTS: gl.constexpr):  # fmt: skip
-    """The loading warp: keys and values from first_key on, as tile c."""
+    """Producer: load keys and values from first_key on, as tile c."""
     D: gl.constexpr = k_s.shape[4]
     DV: gl.constexpr = v_s.shape[4]
     slot = c % STAGES
@@ -170,8 +170,8 @@ def load_tile(k, v, k_s, v_s, full, empty, c, b, kv_head, first_key,
 
 
 @jit
-def load(descriptors, q_s, k_s, v_s, bars, place, kv_head, noise_head, STAGES: gl.constexpr, PARTS: gl.constexpr):
-    """The loading warp: queries, then the second map's keys with the values, then the first map's."""
+def producer(descriptors, q_s, k_s, v_s, bars, place, kv_head, noise_head, STAGES: gl.constexpr, PARTS: gl.constexpr):
+    """The producer warp: queries, then the second map's keys with the values, then the first map's."""
     q1, q2, k1, k2, v = descriptors
     q_full, full, empty = bars
     b, h, row0, tiles = place
@@ -183,8 +183,8 @@ def load(descriptors, q_s, k_s, v_s, bars, place, kv_head, noise_head, STAGES: g
         load_tile(k1, v, k_s, v_s, full, empty, tiles + i, b, kv_head, i * BN, STAGES, PARTS)
 
 
-@jit(do_not_specialize=NOT_SPECIALIZED)
-def forward_in_turn(q1, q2, k1, k2, v, out, out2, lse1, lse2, lam, stride_lam_b, stride_lam_h, stride_lam_t,
+@jit(do_not_specialize=FWD_NOT_SPECIALIZED)
+def fwd_sequential(q1, q2, k1, k2, v, out, out2, lse1, lse2, lam, stride_lam_b, stride_lam_h, stride_lam_t,
                     T, S, H, signal_per_noise, signal_per_kv, scale,
                     ROWS: gl.constexpr, BN: gl.constexpr, D: gl.constexpr, DV: gl.constexpr, STAGES: gl.constexpr,
                     PARTS: gl.constexpr, CAUSAL: gl.constexpr, SAVE: gl.constexpr):  # fmt: skip
@@ -194,20 +194,20 @@ def forward_in_turn(q1, q2, k1, k2, v, out, out2, lse1, lse2, lam, stride_lam_b,
     [B, T, H, DV]; lse1, lse2 [B, H, T]; lam [B, H, T] by strides. Without SAVE lse1 and lse2 are not written, and out2
     may be out.
     """
-    b, h, row0 = place_of(gl.program_id(0), T, H, ROWS)
+    b, h, row0 = forward_place(gl.program_id(0), T, H, ROWS)
     tiles = tiles_for(row0, 2 * ROWS, T, S, BN, CAUSAL)
     dtype: gl.constexpr = v.dtype
     q_s = gl.allocate_shared_memory(dtype, [4 * PARTS, 1, 1, ROWS, D // PARTS], q1.layout)
     k_s = gl.allocate_shared_memory(dtype, [STAGES * PARTS, 1, 1, BN, D // PARTS], k1.layout)
     v_s = gl.allocate_shared_memory(dtype, [STAGES * PARTS, 1, 1, BN, DV // PARTS], v.layout)
-    bars = barriers(STAGES)
+    bars = forward_barriers(STAGES)
     pointers = (out, out2, lse1, lse2, lam)
     strides = (stride_lam_b, stride_lam_h, stride_lam_t)
     place = (b, h, row0, tiles)
     kv_head = h // signal_per_kv
     noise_head = h // signal_per_noise
     gl.warp_specialize([
-        (half, (q_s, k_s, v_s, bars, pointers, strides, place, T, S, H, scale, STAGES, PARTS, CAUSAL, SAVE, 0)),
-        (half, (q_s, k_s, v_s, bars, pointers, strides, place, T, S, H, scale, STAGES, PARTS, CAUSAL, SAVE, 1)),
-        (load, ((q1, q2, k1, k2, v), q_s, k_s, v_s, bars, place, kv_head, noise_head, STAGES, PARTS)),
+        (consumer, (q_s, k_s, v_s, bars, pointers, strides, place, T, S, H, scale, STAGES, PARTS, CAUSAL, SAVE, 0)),
+        (consumer, (q_s, k_s, v_s, bars, pointers, strides, place, T, S, H, scale, STAGES, PARTS, CAUSAL, SAVE, 1)),
+        (producer, ((q1, q2, k1, k2, v), q_s, k_s, v_s, bars, place, kv_head, noise_head, STAGES, PARTS)),
     ], [4, 1], [240, 24])  # fmt: skip

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from diff_transformer.ops import diff_attention
-from diff_transformer.ops.blockwise import build, native
+from diff_transformer.ops.cpu import build, native
 from diff_transformer.testing import assert_within_budget, eager_diff_attention, make_inputs
 
 pytestmark = pytest.mark.skipif(native.library() is None, reason="no C++ compiler with OpenMP on this machine")
@@ -65,7 +65,7 @@ def test_several_chunks_of_keys(case):
 @pytest.mark.parametrize("rows", [8, 40, 256])
 @pytest.mark.parametrize(("B", "G"), [(1, 1), (3, 3)])
 def test_blocks_and_threads(monkeypatch, options, threads, rows, B, G):
-    monkeypatch.setattr(native, "SMALL", 0)
+    monkeypatch.setattr(native, "MAX_SINGLE_THREAD_WORK", 0)
     monkeypatch.setattr(native, "block_rows", lambda T, measured: rows)
     torch.set_num_threads(threads)
     try:

@@ -1,6 +1,6 @@
 """The Hopper kernels: which calls they take, that every form compiles well, and (on a Hopper GPU) their results.
 
-What they compute is tested without a GPU in test_gluon_emulated.py and test_gluon_gradients_emulated.py.
+What they compute is tested without a GPU in test_forward_emulated.py and test_backward_emulated.py.
 """
 
 from itertools import product
@@ -9,13 +9,13 @@ import pytest
 import torch
 
 from diff_transformer import diff_attention
-from diff_transformer.ops.triton import gluon
+from diff_transformer.ops import gluon
 from diff_transformer.testing import assert_within_budget, eager_diff_attention, make_inputs
 
 pytest.importorskip("triton", reason="the kernels are written in Triton's Gluon")
+from diff_transformer.ops.gluon import backward, bwd_dkdv, bwd_dq, forward, self_test, verify
+from diff_transformer.ops.gluon.pipeline import FWD_NOT_SPECIALIZED
 from diff_transformer.ops.triton import backward_form, operator
-from diff_transformer.ops.triton.gluon import backward, forward, of_keys, of_queries, trial, verify
-from diff_transformer.ops.triton.gluon.steps import NOT_SPECIALIZED
 from diff_transformer.ops.triton.launching import INTERPRETED
 from diff_transformer.ops.triton.metadata import assert_ships, compile_in_subprocess
 
@@ -37,13 +37,13 @@ def moved(x, offset):
     "options", [{}, {"D": 96}, {"D": 128}, {"strided": True}, {"G": 2}, {"Hn": 2, "G": 1}, {"S": 33}]
 )
 def test_takes(options):
-    assert gluon.why_not_shapes(*tensors(**options), None, None, None) is None
+    assert gluon.unsupported_shapes(*tensors(**options), None, None, None) is None
 
 
 def test_takes_one_key_for_both_maps_and_any_stride_of_a_dimension_of_size_1():
     q1, q2, k1, _, v = (x[:1] for x in tensors())
     k1 = k1.as_strided(k1.shape, (3, *k1.stride()[1:]))
-    assert gluon.why_not_shapes(q1, q2, k1, None, v, None, None, None) is None
+    assert gluon.unsupported_shapes(q1, q2, k1, None, v, None, None, None) is None
 
 
 @pytest.mark.parametrize(
@@ -62,20 +62,20 @@ def test_takes_one_key_for_both_maps_and_any_stride_of_a_dimension_of_size_1():
     ],
 )
 def test_refuses(change, said):
-    reason = gluon.why_not_shapes(*change(*tensors()), None, None, None)
+    reason = gluon.unsupported_shapes(*change(*tensors()), None, None, None)
     with pytest.raises(ValueError, match=said):
         raise ValueError(reason)
 
 
 @pytest.mark.parametrize("asked", [(torch.ones(1), None, None), (None, torch.ones(1), None), (None, None, 5)])
 def test_refuses_masks_packed_documents_and_windows(asked):
-    assert "no attn_mask, no window and no packed documents" in str(gluon.why_not_shapes(*tensors(), *asked))
+    assert "no attn_mask, no window and no packed documents" in str(gluon.unsupported_shapes(*tensors(), *asked))
 
 
 def test_launches_nothing_that_it_refuses():
     q1, q2, k1, k2, v = tensors(D=32)
     with pytest.raises(ValueError, match=r"not \(32, 64\)"):
-        gluon.attend_forward(q1, q2, k1, k2, v, torch.zeros(2, 4, 20, 1), False, None, 1.0, True)
+        forward.attend_forward(q1, q2, k1, k2, v, torch.zeros(2, 4, 20, 1), False, 1.0, True)
 
 
 @pytest.mark.parametrize(
@@ -96,7 +96,7 @@ def test_device_and_version(monkeypatch, capability, version, switch, said):
     monkeypatch.delenv("DIFF_TRANSFORMER_GLUON", raising=False)
     if switch is not None:
         monkeypatch.setenv("DIFF_TRANSFORMER_GLUON", switch)
-    reason = gluon.why_not_here(torch.device("cuda", 0), "forward")
+    reason = gluon.unsupported_device(torch.device("cuda", 0), "forward")
     assert reason is None if said is None else said in str(reason)
 
 
@@ -104,14 +104,14 @@ def test_gradients_of_other_widths_are_refused():
     q1, q2, k1, k2, v = tensors(D=32)
     lam, dout, lse = torch.zeros(2, 4, 20, 1), torch.zeros(2, 4, 20, 64), torch.zeros(2, 4, 20)
     with pytest.raises(ValueError, match=r"widths \(64, 128\), \(96, 192\), \(128, 256\), not \(32, 64\)"):
-        gluon.attend_backward(dout, q1, q2, k1, k2, v, lam, dout, dout, lse, lse, True, None, 1.0, False)
+        backward.attend_backward(dout, q1, q2, k1, k2, v, lam, dout, dout, lse, lse, True, 1.0, False)
 
 
 @pytest.mark.parametrize("sizes", [(65536, 1, 16), (1, 65536, 16), (64, 64, 2**19)])
 def test_the_gradients_want_sizes_that_a_launch_can_have(sizes):
     q = torch.empty(*sizes, 64, dtype=torch.bfloat16, device="meta")
     v = torch.empty(*sizes, 128, dtype=torch.bfloat16, device="meta")
-    said = gluon.why_not_backward_shapes(q, q, q, q, v, None, None, None)
+    said = gluon.unsupported_backward_shapes(q, q, q, q, v, None, None, None)
     assert "not {} x {} x {}".format(*sizes) in str(said)
 
 
@@ -147,8 +147,8 @@ def test_some_kernels_may_be_switched_off(monkeypatch):
 
 def test_no_cuda_device_no_kernel():
     said = "the Hopper kernel needs a CUDA device, not cpu"
-    assert gluon.why_not_backward(*tensors(), None, None, True, None, False) == said
-    assert gluon.why_not(*tensors(), None, None, True, None) == said
+    assert gluon.unsupported_backward_reason(*tensors(), None, None, True, None, False) == said
+    assert gluon.unsupported_reason(*tensors(), None, None, True, None) == said
 
 
 def test_a_descriptor_sees_the_tensor_where_it_lies():
@@ -185,7 +185,7 @@ def test_every_form_compiles_without_spills_or_serialised_wgmma(form):
     )
     signature = {"q1": query, "q2": query, "k1": key, "k2": key, "v": value, "out": f"*{dtype}", "out2": f"*{dtype}"}
     signature |= {"lse1": "*fp32", "lse2": "*fp32", "lam": "*fp32", "scale": "fp32"}
-    signature |= dict.fromkeys(NOT_SPECIALIZED, "i32")
+    signature |= dict.fromkeys(FWD_NOT_SPECIALIZED, "i32")
     constants = configuration.constants(D, Dv, causal, save, one_key)
     kernel = f"{configuration.kernel.__module__}:{configuration.kernel.__name__}"
     compiled = compile_in_subprocess(kernel, signature, constants, capability=90, **forward.OPTIONS)
@@ -202,15 +202,15 @@ GRADIENT_FORMS = [  # D, causal, dtype, kernel, its flags
     (D, causal, dtype, kernel, flags)
     for D, causal, dtype in product(gluon.WIDTHS, (True, False), HALF_TYPES)
     for kernel, flags in (
-        ("keys", {"ONE_PASS": False, "ONE_KEY": False}),
-        ("keys", {"ONE_PASS": True, "ONE_KEY": False}),
-        ("keys", {"ONE_PASS": False, "ONE_KEY": True}),
-        ("keys", {"ONE_PASS": True, "ONE_KEY": True}),
-        ("queries", {}),
+        ("dkdv", {"ONE_PASS": False, "ONE_KEY": False}),
+        ("dkdv", {"ONE_PASS": True, "ONE_KEY": False}),
+        ("dkdv", {"ONE_PASS": False, "ONE_KEY": True}),
+        ("dkdv", {"ONE_PASS": True, "ONE_KEY": True}),
+        ("dq", {}),
         # Three signal heads share a noise head.
-        ("keys", {"ONE_PASS": False, "ONE_KEY": False, "SIGNAL_PER_NOISE": 3}),
-        ("keys", {"ONE_PASS": True, "ONE_KEY": False, "SIGNAL_PER_NOISE": 3}),
-        ("queries", {"SIGNAL_PER_NOISE": 3}),
+        ("dkdv", {"ONE_PASS": False, "ONE_KEY": False, "SIGNAL_PER_NOISE": 3}),
+        ("dkdv", {"ONE_PASS": True, "ONE_KEY": False, "SIGNAL_PER_NOISE": 3}),
+        ("dq", {"SIGNAL_PER_NOISE": 3}),
     )
 ]
 
@@ -237,15 +237,15 @@ def test_every_gradient_form_compiles_without_spills_or_serialised_wgmma(form):
     signature |= dict.fromkeys(("dq1", "dq2"), "*fp32" if flags.get("ONE_PASS") else f"*{dtype}")
     signature |= {"dq2": "*fp32"} if "SIGNAL_PER_NOISE" in flags else {}
     constants = {"BN": 64, "D": D, "DV": Dv, "WIDTH": width, "CAUSAL": causal, "SIGNAL_PER_NOISE": 1} | flags
-    if kernel == "keys":
-        module, function = of_keys, configuration.keys
+    if kernel == "dkdv":
+        module, function = bwd_dkdv, configuration.dkdv
         signature |= dict.fromkeys(("dk1", "dk2", "dv"), f"*{dtype}")
         constants |= {"BM": 64, "STAGES": configuration.stages}
         # Products of depth 16. Twice, before or after the loop and in it: scores, dP, dK. In the loop: dV.
         wgmma = 2 * (2 * D // 16 + Dv // 16 + 2 * 64 // 16) + 64 // 16
         wgmma += 2 * (D // 64) * 64 // 16 if flags["ONE_PASS"] else 0
     else:
-        module, function = of_queries, configuration.queries
+        module, function = bwd_dq, configuration.dq
         constants |= {"ROWS": 64, "KEY_STAGES": configuration.key_stages, "VALUE_STAGES": configuration.value_stages}
         wgmma = 2 * (2 * D // 16 + Dv // 16 + 2 * 64 // 16)  # of each half: scores, dP, dQ
     signature |= dict.fromkeys(module.NOT_SPECIALIZED, "i32")
@@ -267,7 +267,7 @@ def unless_they_fail(D, *kernels, dtype=torch.bfloat16, masking=True):
     if off:
         pytest.skip(f"{gluon.SWITCH} does without {', '.join(off)}")
     for name in kernels:
-        fault = trial.fault_found(torch.device("cuda", 0), D, dtype, masking, name)
+        fault = self_test.fault_found(torch.device("cuda", 0), D, dtype, masking, name)
         assert fault is None, f"{name}: {fault}"
 
 
@@ -291,7 +291,7 @@ def test_results_on_the_gpu(D, dtype, lengths, causal):
 def test_16k_tokens(D):
     unless_they_fail(D, "forward")
     inputs = make_inputs(1, 1, 16384, D, dtype=torch.bfloat16, device="cuda", strided=True, requires_grad=False)
-    out, out2, lse1, lse2 = gluon.attend_forward(*inputs, True, None, D**-0.5, True)
+    (out, out2, lse1, lse2), _ = forward.attend_forward(*inputs, True, D**-0.5, True)
     verify.wait(torch.device("cuda"))
     last = 128  # rows, which see all keys
     tail = inputs._replace(q1=inputs.q1[:, :, -last:], q2=inputs.q2[:, :, -last:], lam=inputs.lam[:, :, -last:])
@@ -307,9 +307,9 @@ def test_many_launches_agree(D):
     """A race would show as a difference between launches of the same problem, on a full GPU."""
     unless_they_fail(D, "forward")
     inputs = make_inputs(4, 16, 1000, D, dtype=torch.bfloat16, device="cuda", strided=True, requires_grad=False)
-    first = gluon.attend_forward(*inputs, True, None, D**-0.5, True)
+    first = forward.attend_forward(*inputs, True, D**-0.5, True)[0]
     for _ in range(100):
-        for one, other in zip(first, gluon.attend_forward(*inputs, True, None, D**-0.5, True), strict=True):
+        for one, other in zip(first, forward.attend_forward(*inputs, True, D**-0.5, True)[0], strict=True):
             assert torch.equal(one, other)
 
 
@@ -333,7 +333,7 @@ def backward_arguments(B, H, T, D):
     inputs = make_inputs(B, H, T, D, dtype=torch.bfloat16, device="cuda", strided=True, requires_grad=False)
     saved = operator.forward(*inputs, None, None, None, T, T, True, None, D**-0.5, True, False)
     dout = torch.randn(saved[0].shape, generator=torch.Generator().manual_seed(1)).to(saved[0])
-    return [dout, *inputs, *saved, True, None, D**-0.5]
+    return [dout, *inputs, *saved, True, D**-0.5]
 
 
 @pytest.mark.gpu
@@ -343,9 +343,9 @@ def test_many_backwards_agree(D):
     """A race would show as a difference between launches of the same problem, on a full GPU."""
     unless_they_fail(D, "two_pass")
     arguments = backward_arguments(4, 16, 1000, D)
-    first = gluon.attend_backward(*arguments, False)
+    first = backward.attend_backward(*arguments, False)[0]
     for _ in range(100):
-        for one, other in zip(first, gluon.attend_backward(*arguments, False), strict=True):
+        for one, other in zip(first, backward.attend_backward(*arguments, False)[0], strict=True):
             assert torch.equal(one, other)
 
 
@@ -356,9 +356,9 @@ def test_one_pass_differs_from_two_by_rounding(D):
     """At 16K tokens; dk, dv and dlam do not depend on the order of anything."""
     unless_they_fail(D, "two_pass", "one_pass")
     arguments = backward_arguments(1, 2, 16384, D)
-    two = gluon.attend_backward(*arguments, False)
+    two = backward.attend_backward(*arguments, False)[0]
     for _ in range(5):
-        one = gluon.attend_backward(*arguments, True)
+        one = backward.attend_backward(*arguments, True)[0]
         for which, (a, b) in enumerate(zip(one, two, strict=True)):
             if which < 2:
                 torch.testing.assert_close(a, b, rtol=0, atol=2e-2 * float(b.abs().max()))
@@ -376,8 +376,8 @@ def test_gradients_through_the_operator(D, G, form, caplog):
     unless_they_fail(D, "forward", form)
     torch.use_deterministic_algorithms(False)
     inputs = make_inputs(2, 4, 333, D, G=G, dtype=torch.bfloat16, device="cuda", strided=True)
-    assert gluon.why_not(*inputs[:5], None, None, True, None) is None
-    assert gluon.why_not_backward(*inputs[:5], None, None, True, None, form == "one_pass") is None
+    assert gluon.unsupported_reason(*inputs[:5], None, None, True, None) is None
+    assert gluon.unsupported_backward_reason(*inputs[:5], None, None, True, None, form == "one_pass") is None
 
     def gradients(attention, given, **options):
         out = attention(*given, is_causal=True, **options)

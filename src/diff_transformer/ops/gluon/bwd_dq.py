@@ -1,43 +1,48 @@
-"""Gradients of queries for Hopper: the second pass of two, in which every sum has one order.
+"""Gradients of the queries, dQ1 and dQ2: the second of two deterministic passes.
 
-A program makes 2 ROWS rows of dQ1 and dQ2 of one head. As in the forward (steps.py) one warp loads and two warpgroups
-compute, the "halves", each with ROWS = 64 query rows, whose queries and dO it fetches itself. A tile of keys takes five
-products of a half: dP, each map's scores, and each map's dS times its keys.
+A program computes 2 ROWS rows of dQ1 and dQ2 of one head. As in the forward, a producer warp loads keys and values, and
+each of two consumer warpgroups owns ROWS = 64 query rows, whose queries and dO it loads itself. For each tile of keys a
+consumer computes five products: dP, the scores of each map, and dS of each map times its keys.
 
-Barriers: ``q_full[half]``, one arrival with the bytes of the half's own tiles, used once; a ring of both maps' keys and
-one of values (rings.py), filled by the loader and read by both halves, which visit every tile (``skip``).
+Barriers (pipeline.py): ``q_full[consumer]`` gets one arrival, with the bytes of the consumer's own tiles, and is used
+once. One ring holds the keys of both maps, another the values. Both consumers visit every tile (``skip``).
 """
 
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 
-from diff_transformer.ops.triton.gluon.rings import LN_2, gl, jit, late, ring, store_rows
-from diff_transformer.ops.triton.gluon.steps import (
+from diff_transformer.ops.gluon.pipeline import (
+    LN_2,
     claim,
-    last_seen_by,
+    gl,
+    jit,
+    last_visible_key,
     load_lam,
+    opaque_zero,
     release,
+    ring,
     skip,
+    store_rows,
     tile,
     tiles_for,
+    unmasked_tiles_for,
     wait_full,
-    whole_tiles_for,
 )
 
 NOT_SPECIALIZED = ["stride_lam_b", "stride_lam_h", "stride_lam_t", "T", "S", "H", "signal_per_kv"]
 
 
 @jit
-def place_of_queries(T, zero, ROWS: gl.constexpr):
-    """b, h and the first row of a program, the last (longest) rows first; zero as in ``place_of_keys``."""
+def dq_place(T, zero, ROWS: gl.constexpr):
+    """(batch entry, head, first row) of a program, the longest rows first; zero as in ``dkdv_place``."""
     blocks = (T + 2 * ROWS - 1) // (2 * ROWS)
     return gl.program_id(2) + zero, gl.program_id(1) + zero, (blocks - 1 - zero - gl.program_id(0)) * (2 * ROWS)
 
 
 @jit
-def weights(s, log, first_key, whole, last_seen, factor, SL: gl.constexpr, CAUSAL: gl.constexpr):
-    """A tile of a map, [ROWS, BN]; keys from ``whole`` on may not be seen by all rows."""
+def weights(s, log, first_key, unmasked, last_seen, factor, SL: gl.constexpr, CAUSAL: gl.constexpr):
+    """A tile of a map, [ROWS, BN]; keys from ``unmasked`` on are not visible to all rows."""
     p = gl.exp2(s * factor - gl.expand_dims(log, 1))
-    if first_key >= whole:
+    if first_key >= unmasked:
         keys = first_key + gl.arange(0, s.shape[1], gl.SliceLayout(0, SL))
         if CAUSAL:
             p = gl.where(gl.expand_dims(keys, 0) <= gl.expand_dims(last_seen, 1), p, 0.0)
@@ -47,10 +52,10 @@ def weights(s, log, first_key, whole, last_seen, factor, SL: gl.constexpr, CAUSA
 
 
 @jit
-def half(descriptors, statistics, lam_strides, q_s, do_s, k_s, v_s, bars, dq1_to, dq2_to, sizes, factor,
+def consumer(descriptors, statistics, lam_strides, q_s, do_s, k_s, v_s, bars, dq1_to, dq2_to, sizes, factor,
          WIDTH: gl.constexpr, KEY_STAGES: gl.constexpr, VALUE_STAGES: gl.constexpr, CAUSAL: gl.constexpr,
-         SIGNAL_PER_NOISE: gl.constexpr, HALF: gl.constexpr):  # fmt: skip
-    """A computing warpgroup."""
+         SIGNAL_PER_NOISE: gl.constexpr, INDEX: gl.constexpr):  # fmt: skip
+    """A consumer warpgroup: ROWS rows of dQ1 and dQ2."""
     q1, q2, do = descriptors
     lse1, lse2, delta1, lam_delta2, lam = statistics
     q_full, key_ring, value_ring = bars
@@ -65,18 +70,18 @@ def half(descriptors, statistics, lam_strides, q_s, do_s, k_s, v_s, bars, dq1_to
     SL: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BN, 16])
     QL: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, D, 16])
     AL: gl.constexpr = gl.DotOperandLayout(0, QL, 2)
-    b, h, row = place_of_queries(T, 0, ROWS)
+    b, h, row = dq_place(T, 0, ROWS)
     tiles = tiles_for(row, 2 * ROWS, T, S, BN, CAUSAL)
-    row += HALF * ROWS
-    mbarrier.expect(q_full.index(HALF), ROWS * (2 * D + DV) * 2)
-    tma.async_copy_global_to_shared(q1, [b, h, row, 0], q_full.index(HALF), q_s.index(HALF))
-    tma.async_copy_global_to_shared(do, [b, h, row, 0], q_full.index(HALF), do_s.index(HALF))
+    row += INDEX * ROWS
+    mbarrier.expect(q_full.index(INDEX), ROWS * (2 * D + DV) * 2)
+    tma.async_copy_global_to_shared(q1, [b, h, row, 0], q_full.index(INDEX), q_s.index(INDEX))
+    tma.async_copy_global_to_shared(do, [b, h, row, 0], q_full.index(INDEX), do_s.index(INDEX))
     noise = h // SIGNAL_PER_NOISE
-    tma.async_copy_global_to_shared(q2, [b, noise, row, 0], q_full.index(HALF), q_s.index(2 + HALF))
+    tma.async_copy_global_to_shared(q2, [b, noise, row, 0], q_full.index(INDEX), q_s.index(2 + INDEX))
     own = tiles_for(row, ROWS, T, S, BN, CAUSAL)
-    whole = whole_tiles_for(row, T, S, BN, CAUSAL) * BN
+    unmasked = unmasked_tiles_for(row, T, S, BN, CAUSAL) * BN
     rows = row + gl.arange(0, ROWS, gl.SliceLayout(1, SL))
-    last_seen = last_seen_by(rows, T, S, CAUSAL)
+    last_seen = last_visible_key(rows, T, S, CAUSAL)
     here = rows < T
     at = (b * H + h).to(gl.int64) * T + rows
     log1 = gl.load(lse1 + at, mask=here, other=float("inf"))
@@ -84,53 +89,55 @@ def half(descriptors, statistics, lam_strides, q_s, do_s, k_s, v_s, bars, dq1_to
     first_delta = gl.expand_dims(gl.load(delta1 + at, mask=here, other=0.0), 1)
     second_delta = gl.expand_dims(gl.load(lam_delta2 + at, mask=here, other=0.0), 1)
     weight = gl.expand_dims(load_lam(lam, lam_strides, b, h, rows, T), 1)
-    dq1 = gl.full([ROWS, D], 0.0, gl.float32, QL)
+    dq1 = gl.full([ROWS, D], 0.0, gl.float32, QL)  # [ROWS, D]
     dq2 = gl.full([ROWS, D], 0.0, gl.float32, QL)
     zeros = gl.full([ROWS, BN], 0.0, gl.float32, SL)
-    mbarrier.wait(q_full.index(HALF), 0)
+    mbarrier.wait(q_full.index(INDEX), 0)
     for c in range(own):
         wait_full(k_full, c, KEY_STAGES)
         k1 = tile(k_s, 2 * (c % KEY_STAGES))
         k2 = tile(k_s, 2 * (c % KEY_STAGES) + 1)
-        s = warpgroup_mma(tile(q_s, HALF + late(c)), k1.permute((1, 0)), zeros, use_acc=False, is_async=True)
+        s = warpgroup_mma(tile(q_s, INDEX + opaque_zero(c)), k1.permute((1, 0)), zeros, use_acc=False, is_async=True)
         wait_full(v_full, c, VALUE_STAGES)
-        v = tile(v_s, c % VALUE_STAGES + late(c))
-        dp = warpgroup_mma(tile(do_s, HALF + late(c)), v.permute((1, 0)), zeros, use_acc=False, is_async=True)
+        v = tile(v_s, c % VALUE_STAGES + opaque_zero(c))
+        dp = warpgroup_mma(tile(do_s, INDEX + opaque_zero(c)), v.permute((1, 0)), zeros, use_acc=False, is_async=True)
         s = warpgroup_mma_wait(1, deps=(s,))
-        p = weights(s, log1, c * BN, whole, last_seen, factor, SL, CAUSAL)
+        p = weights(s, log1, c * BN, unmasked, last_seen, factor, SL, CAUSAL)  # [ROWS, BN]
         dp = warpgroup_mma_wait(0, deps=(dp,))
         release(v_empty, c, VALUE_STAGES)
         ds = (p * (dp - first_delta)).to(dtype)
-        s = warpgroup_mma(tile(q_s, 2 + HALF + late(c)), k2.permute((1, 0)), zeros, use_acc=False, is_async=True)
+        s = warpgroup_mma(
+            tile(q_s, 2 + INDEX + opaque_zero(c)), k2.permute((1, 0)), zeros, use_acc=False, is_async=True
+        )
         dq1 = warpgroup_mma(gl.convert_layout(ds, AL), k1, dq1, is_async=True)
         s, dq1 = warpgroup_mma_wait(0, deps=(s, dq1))
-        p = weights(s, log2, c * BN, whole, last_seen, factor, SL, CAUSAL)
+        p = weights(s, log2, c * BN, unmasked, last_seen, factor, SL, CAUSAL)
         ds = (p * (second_delta - weight * dp)).to(dtype)
         dq2 = warpgroup_mma(gl.convert_layout(ds, AL), k2, dq2, is_async=True)
         dq2 = warpgroup_mma_wait(0, deps=(dq2,))
         release(k_empty, c, KEY_STAGES)
-    for c in range(own, tiles):  # one of each ring in turn, as the loader fills them
+    for c in range(own, tiles):  # one slot of each ring in turn, as the producer fills them
         skip(k_full, k_empty, c, c + 1, KEY_STAGES)
         skip(v_full, v_empty, c, c + 1, VALUE_STAGES)
-    b, h, row = place_of_queries(T, late(own), ROWS)
+    b, h, row = dq_place(T, opaque_zero(own), ROWS)
     start = (b.to(gl.int64) * T * H + h) * WIDTH
     scale = factor * LN_2
-    store_rows(dq1_to + start, (dq1 * scale).to(dtype), row + HALF * ROWS, T, H * WIDTH, WIDTH, QL)
+    store_rows(dq1_to + start, (dq1 * scale).to(dtype), row + INDEX * ROWS, T, H * WIDTH, WIDTH, QL)
     dq2 = (dq2 * scale).to(gl.float32 if SIGNAL_PER_NOISE > 1 else dtype)
-    store_rows(dq2_to + start, dq2, row + HALF * ROWS, T, H * WIDTH, WIDTH, QL)
+    store_rows(dq2_to + start, dq2, row + INDEX * ROWS, T, H * WIDTH, WIDTH, QL)
 
 
 @jit
-def load(descriptors, k_s, v_s, bars, sizes, signal_per_kv, ROWS: gl.constexpr,
+def producer(descriptors, k_s, v_s, bars, sizes, signal_per_kv, ROWS: gl.constexpr,
          KEY_STAGES: gl.constexpr, VALUE_STAGES: gl.constexpr, CAUSAL: gl.constexpr):  # fmt: skip
-    """The loading warp: tiles of keys of both maps, and of values."""
+    """The producer warp: tiles of the keys of both maps, and of values."""
     k1, k2, v = descriptors
     _, key_ring, value_ring = bars
     k_full, k_empty = key_ring
     v_full, v_empty = value_ring
     T, S, _ = sizes
     BN: gl.constexpr = k_s.shape[3]
-    b, h, row = place_of_queries(T, 0, ROWS)
+    b, h, row = dq_place(T, 0, ROWS)
     g = h // signal_per_kv
     for c in range(tiles_for(row, 2 * ROWS, T, S, BN, CAUSAL)):
         claim(k_full, k_empty, c, KEY_STAGES, 2 * BN * k_s.shape[4] * 2)
@@ -143,14 +150,14 @@ def load(descriptors, k_s, v_s, bars, sizes, signal_per_kv, ROWS: gl.constexpr,
 
 
 @jit(do_not_specialize=NOT_SPECIALIZED)
-def query_gradients(q1, q2, k1, k2, v, do, lse1, lse2, delta1, lam_delta2, lam, dq1, dq2,
+def bwd_dq(q1, q2, k1, k2, v, do, lse1, lse2, delta1, lam_delta2, lam, dq1, dq2,
                     stride_lam_b, stride_lam_h, stride_lam_t, T, S, H, signal_per_kv, factor,
                     ROWS: gl.constexpr, BN: gl.constexpr, D: gl.constexpr, DV: gl.constexpr, WIDTH: gl.constexpr,
                     KEY_STAGES: gl.constexpr, VALUE_STAGES: gl.constexpr, CAUSAL: gl.constexpr,
                     SIGNAL_PER_NOISE: gl.constexpr):  # fmt: skip
-    """Grid: cdiv(T, 2 ROWS), H, B. Arguments as in ``key_gradients``; dq1 and dq2: memory [B, T, H, WIDTH].
+    """Grid: cdiv(T, 2 ROWS), H, B. Arguments as in ``bwd_dkdv``; dq1 and dq2: memory [B, T, H, WIDTH].
 
-    Where heads of q1 share one of q2, dq2 is fp32 and has rows for each of them.
+    If heads of q1 share one of q2, dq2 is fp32 and has separate rows for each head of q1.
     """
     dtype: gl.constexpr = v.dtype
     q_s = gl.allocate_shared_memory(dtype, [4, 1, 1, ROWS, D], q1.layout)
@@ -166,9 +173,9 @@ def query_gradients(q1, q2, k1, k2, v, do, lse1, lse2, delta1, lam_delta2, lam, 
     strides = (stride_lam_b, stride_lam_h, stride_lam_t)
     sizes = (T, S, H)
     gl.warp_specialize([
-        (half, (descriptors, statistics, strides, q_s, do_s, k_s, v_s, bars, dq1, dq2, sizes, factor,
+        (consumer, (descriptors, statistics, strides, q_s, do_s, k_s, v_s, bars, dq1, dq2, sizes, factor,
                 WIDTH, KEY_STAGES, VALUE_STAGES, CAUSAL, SIGNAL_PER_NOISE, 0)),
-        (half, (descriptors, statistics, strides, q_s, do_s, k_s, v_s, bars, dq1, dq2, sizes, factor,
+        (consumer, (descriptors, statistics, strides, q_s, do_s, k_s, v_s, bars, dq1, dq2, sizes, factor,
                 WIDTH, KEY_STAGES, VALUE_STAGES, CAUSAL, SIGNAL_PER_NOISE, 1)),
-        (load, ((k1, k2, v), k_s, v_s, bars, sizes, signal_per_kv, ROWS, KEY_STAGES, VALUE_STAGES, CAUSAL)),
+        (producer, ((k1, k2, v), k_s, v_s, bars, sizes, signal_per_kv, ROWS, KEY_STAGES, VALUE_STAGES, CAUSAL)),
     ], [4, 1], [240, 24])  # fmt: skip

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 pytest.importorskip("triton", reason="the kernels are written in Triton's Gluon")
-from diff_transformer.ops.triton.gluon import trial
+from diff_transformer.ops.gluon import self_test
 from diff_transformer.ops.triton.metadata import SERIALIZED
 
 CPU = torch.device("cpu")
@@ -26,23 +26,23 @@ def child(monkeypatch, tmp_path):
     note = f"import os, sys, time; open({str(seen)!r}, 'a').write(' '.join(sys.argv[1:]) + '\\n')"
 
     def become(*lines):
-        trial.fault_found.cache_clear()
-        monkeypatch.setattr(trial, "COMMAND", (sys.executable, "-c", "\n".join([note, *lines])))
+        self_test.fault_found.cache_clear()
+        monkeypatch.setattr(self_test, "COMMAND", (sys.executable, "-c", "\n".join([note, *lines])))
         return seen
 
     yield become
-    trial.fault_found.cache_clear()
+    self_test.fault_found.cache_clear()
 
 
 def found(D=64, **options):
-    return trial.fault_found(CPU, D, torch.bfloat16, True, **options)
+    return self_test.fault_found(CPU, D, torch.bfloat16, True, **options)
 
 
 def test_a_verdict_is_asked_for_once_on_a_machine(child, caplog):
     seen = child(READY, RIGHT)
     with caplog.at_level("INFO", logger="diff_transformer"):
         assert found() is found() is None
-        trial.fault_found.cache_clear()  # as in the next process
+        self_test.fault_found.cache_clear()  # as in the next process
         assert found() is None
     assert seen.read_text() == "forward 64 bfloat16 causal cpu\n"
     what = "the Hopper attention kernel (forward, 64, bfloat16, causal) on cpu"
@@ -72,7 +72,7 @@ def test_wrong_kernels_stay_out(child, caplog):
     ],
 )
 def test_a_kernel_that_takes_its_process_with_it_is_not_launched_again(child, monkeypatch, lines, said):
-    monkeypatch.setattr(trial, "SECONDS", 2.0)
+    monkeypatch.setattr(self_test, "SECONDS", 2.0)
     child(*lines)
     assert found() == said
     child(READY, RIGHT)
@@ -88,7 +88,7 @@ def test_where_nothing_could_be_tried_the_next_process_tries_again(child):
 
 def test_no_process_can_be_started(child, monkeypatch, tmp_path):
     child()
-    monkeypatch.setattr(trial, "COMMAND", (str(tmp_path / "missing"),))
+    monkeypatch.setattr(self_test, "COMMAND", (str(tmp_path / "missing"),))
     assert found().startswith("it could not be tried: no process can be started: ")
 
 
@@ -97,7 +97,7 @@ def test_a_folder_that_cannot_be_written_costs_a_trial_each_process(child, monke
     (tmp_path / "file").touch()
     monkeypatch.setenv("DIFF_TRANSFORMER_CACHE", str(tmp_path / "file"))
     assert found() is None
-    trial.fault_found.cache_clear()
+    self_test.fault_found.cache_clear()
     assert found() is None
     assert len(seen.read_text().splitlines()) == 2
 
@@ -106,7 +106,7 @@ def test_a_full_disk_costs_no_more(child, monkeypatch):
     def full(path, text):
         raise OSError("No space left on device")
 
-    monkeypatch.setattr(trial, "write_whole", full)
+    monkeypatch.setattr(self_test, "write_whole", full)
     child(READY, WRONG)
     assert found() == "out is off"
 
@@ -119,7 +119,7 @@ def test_what_else_a_child_prints_does_not_matter(child):
 @pytest.mark.parametrize("text", ["", "{}", "[1]"])
 def test_a_damaged_record_is_made_anew(child, text):
     child(READY, RIGHT)
-    path = trial.record(CPU, ("forward", "64", "bfloat16", "causal"))
+    path = self_test.record(CPU, ("forward", "64", "bfloat16", "causal"))
     path.parent.mkdir(parents=True)
     path.write_text(text)
     assert found() is None
@@ -130,18 +130,18 @@ def test_another_gpu_or_version_is_another_record(child, monkeypatch):
     import triton
 
     form = ("forward", "64", "bfloat16", "causal")
-    first = trial.record(CPU, form)
+    first = self_test.record(CPU, form)
     monkeypatch.setattr(triton, "__version__", "9.9")
-    assert trial.record(CPU, form) != first
+    assert self_test.record(CPU, form) != first
 
 
 def test_the_child_itself_without_a_gpu(monkeypatch, tmp_path):
     """Here a kernel cannot be launched, and that is the verdict."""
     monkeypatch.setenv("DIFF_TRANSFORMER_CACHE", str(tmp_path))
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-    trial.fault_found.cache_clear()
-    fault = trial.fault_found(CPU, 64, torch.float16, False, "one_pass")
-    trial.fault_found.cache_clear()
+    self_test.fault_found.cache_clear()
+    fault = self_test.fault_found(CPU, 64, torch.float16, False, "one_pass")
+    self_test.fault_found.cache_clear()
     assert "Error: " in fault
     assert not fault.startswith(("it could not be tried", "its process was lost"))
 
@@ -153,7 +153,7 @@ def test_the_child_reads_what_ptxas_says(monkeypatch, capsys, printed, fault):
     def right(*form):
         print(printed)
 
-    monkeypatch.setattr(trial, "fault_of", right)
-    monkeypatch.setattr(trial.os, "_exit", lambda status: None)
-    trial.main(["forward", "64", "bfloat16", "causal", "cpu"])
+    monkeypatch.setattr(self_test, "fault_of", right)
+    monkeypatch.setattr(self_test.os, "_exit", lambda status: None)
+    self_test.main(["forward", "64", "bfloat16", "causal", "cpu"])
     assert capsys.readouterr().out.startswith('{"ready": true}\n{"fault": ' + fault)

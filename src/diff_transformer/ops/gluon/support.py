@@ -1,0 +1,100 @@
+"""Which calls the Hopper kernels take: the installation, the device, and the tensors' dtypes, widths and strides.
+
+Each function returns the reason why a call is not supported, as a message, or None. Nothing here runs a kernel.
+Shapes: q1 [B, H, T, D], q2 [B, Hn, T, D], k1 and k2 [B, G, S, D] (k2 is None where it is k1), v [B, G, S, Dv].
+"""
+
+import os
+
+import torch
+from torch import Tensor
+
+SWITCH = "DIFF_TRANSFORMER_GLUON"
+KERNELS = ("forward", "two_pass", "one_pass")
+TESTED_TRITON = ((3, 6), (3, 7))
+WIDTHS = {64: 128, 96: 192, 128: 256}  # D: Dv
+MAX_GRID = 65535  # programs in the second and third dimension of a launch
+DTYPES = (torch.bfloat16, torch.float16)
+
+
+def backward_kernels(one_pass: bool) -> str:
+    """The name of the gradient kernels among KERNELS."""
+    return "one_pass" if one_pass else "two_pass"
+
+
+def switched_off(kernels: str) -> bool:
+    """Whether the environment variable DIFF_TRANSFORMER_GLUON switches off ``kernels``, one of KERNELS.
+
+    Raises:
+        ValueError: the variable is neither 0 nor 1 nor a comma-separated list of names from KERNELS.
+    """
+    given = os.environ.get(SWITCH, "1")
+    if given in ("0", "1"):
+        return given == "0"
+    allowed = given.split(",")
+    unknown = [name for name in allowed if name not in KERNELS]
+    if unknown:
+        raise ValueError(f"{SWITCH} is {given!r}; give 0, 1, or some of {','.join(KERNELS)} with commas between them")
+    return kernels not in allowed
+
+
+def unsupported_device(device: torch.device, kernels: str) -> str | None:
+    """Why ``kernels``, one of KERNELS, cannot run on the device with this installation, or None."""
+    if switched_off(kernels):
+        return f"{SWITCH} is {os.environ[SWITCH]}"
+    if device.type != "cuda":
+        return f"the Hopper kernel needs a CUDA device, not {device.type}"
+    capability = torch.cuda.get_device_capability(device)
+    if capability[0] != 9:
+        return f"the Hopper kernel needs compute capability 9.x, not {capability[0]}.{capability[1]}"
+    try:
+        import triton
+    except ImportError:
+        return "triton is not installed"
+    if tuple(int(part) for part in triton.__version__.split(".")[:2]) not in TESTED_TRITON:
+        tested = " and ".join(f"{major}.{minor}" for major, minor in TESTED_TRITON)
+        return f"the Hopper kernel was tested with Triton {tested}, not {triton.__version__}"
+    return None
+
+
+def unsupported_shapes(
+    q1: Tensor, q2: Tensor, k1: Tensor, k2: Tensor | None, v: Tensor,
+    attn_mask: Tensor | None, cu_seqlens_q: Tensor | None, window: int | None,
+) -> str | None:  # fmt: skip
+    """Why the kernels do not take tensors like these, or None."""
+    if attn_mask is not None or window is not None or cu_seqlens_q is not None:
+        return "the Hopper kernel takes no attn_mask, no window and no packed documents"
+    if q1.dtype not in DTYPES:
+        return f"the Hopper kernel takes bfloat16 and float16, not {q1.dtype}"
+    if WIDTHS.get(q1.shape[3]) != v.shape[3]:
+        pairs = ", ".join(f"({d}, {dv})" for d, dv in WIDTHS.items())
+        return f"the Hopper kernel takes query and value widths {pairs}, not ({q1.shape[3]}, {v.shape[3]})"
+    for name, x in {"q1": q1, "q2": q2, "k1": k1, "k2": k2, "v": v}.items():
+        reason = None if x is None else unsupported_by_tma(x)
+        if reason is not None:
+            return f"{name} {reason}, which TMA cannot read"
+    return None
+
+
+def unsupported_backward_shapes(
+    q1: Tensor, q2: Tensor, k1: Tensor, k2: Tensor | None, v: Tensor,
+    attn_mask: Tensor | None, cu_seqlens_q: Tensor | None, window: int | None,
+) -> str | None:  # fmt: skip
+    """Why the gradient kernels do not take tensors like these, or None."""
+    B, H, T = q1.shape[:3]
+    if max(B, H) > MAX_GRID or B * H * T >= 2**31:
+        return f"the Hopper backward takes batches and heads up to {MAX_GRID} and 2^31 rows, not {B} x {H} x {T}"
+    return unsupported_shapes(q1, q2, k1, k2, v, attn_mask, cu_seqlens_q, window)
+
+
+def unsupported_by_tma(x: Tensor) -> str | None:
+    """Why no TMA descriptor can describe x as it lies in memory, or None. A dimension of size 1 may have any stride."""
+    if x.stride(-1) != 1:
+        return "has a last dimension that is not contiguous"
+    if x.data_ptr() % 16:
+        return f"starts {x.data_ptr() % 16} bytes beyond a multiple of 16"
+    for i in range(x.dim() - 1):
+        stride = x.stride(i) * x.element_size()
+        if x.shape[i] > 1 and (stride <= 0 or stride % 16):
+            return f"has a stride in dimension {i} that is no positive multiple of 16 bytes"
+    return None
