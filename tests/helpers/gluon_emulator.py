@@ -354,6 +354,7 @@ class Kernel:
                             names[name] = FunctionType(value.fn.__code__, names, name)
                         elif isinstance(value, gl.constexpr):
                             names[name] = value.value
+                assert set(self.changed) <= set(names), "no function of the kernels has the name of a changed one"
                 names.update({name: FunctionType(f.__code__, names, name) for name, f in self.changed.items()})
                 names[self.kernel.__name__](*given, **constants)
             return self.compiled

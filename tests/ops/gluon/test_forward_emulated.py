@@ -184,7 +184,7 @@ def forgets_to_divide(acc, m, l, lse, rows, T, OL, SAVE):
 
 
 @pytest.mark.parametrize("D", WIDTHS)
-@pytest.mark.parametrize("changed", [None, {"finish": forgets_to_divide}])
+@pytest.mark.parametrize("changed", [None, {"finalize": forgets_to_divide}])
 def test_the_gate_lets_right_kernels_pass_and_no_others(monkeypatch, small_gate, D, changed):
     emulate(monkeypatch, changed=changed)
     fault = verify.fault_of(torch.device("cpu"), D, torch.bfloat16, CAUSAL, "forward")

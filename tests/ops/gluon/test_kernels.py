@@ -135,6 +135,36 @@ def test_a_backward_keeps_to_what_its_forward_was_told(monkeypatch, switch, aske
     assert seen == asked
 
 
+class Elsewhere:
+    """A tensor on a GPU that need not be there."""
+
+    device = torch.device("cuda", 0)
+
+
+@pytest.mark.parametrize(
+    ("one_pass", "deterministic", "tested"), [(False, False, False), (True, False, True), (True, True, False)]
+)
+def test_the_gradient_kernels_are_tested_at_the_forward(monkeypatch, one_pass, deterministic, tested):
+    """In a backward, memory is fullest."""
+    asked = []
+    monkeypatch.setattr(gluon, "unsupported_backward_reason", lambda *arguments: asked.append(arguments[-1]))
+    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: deterministic)
+    operator._test_backward_early(Elsewhere(), *[None] * 6, True, None, one_pass)
+    assert asked == [tested]
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="the plain kernels run on the CPU in the interpreter")
+def test_a_forward_without_gradients_tests_no_gradient_kernels(monkeypatch):
+    asked = []
+    monkeypatch.setattr(operator, "_test_backward_early", lambda *arguments: asked.append(arguments[-1]))
+    x = make_inputs(1, 1, 5, 16)
+    with torch.no_grad():
+        diff_attention(*x, backend="triton")
+    assert asked == []
+    diff_attention(*x, backend="triton")
+    assert asked == [False]
+
+
 def test_some_kernels_may_be_switched_off(monkeypatch):
     monkeypatch.setenv(gluon.SWITCH, "forward,one_pass")
     assert [gluon.switched_off(kernels) for kernels in gluon.KERNELS] == [False, True, False]

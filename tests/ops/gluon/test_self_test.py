@@ -1,13 +1,14 @@
-"""The trial of the Hopper kernels in a process of its own; children of ours stand in for one with a GPU."""
+"""The self-test of the Hopper kernels in a subprocess; scripts stand in for a subprocess with a GPU."""
 
 import json
 import sys
+import threading
 
 import pytest
 import torch
 
 pytest.importorskip("triton", reason="the kernels are written in Triton's Gluon")
-from diff_transformer.ops.gluon import self_test
+from diff_transformer.ops.gluon import self_test, verify
 from diff_transformer.ops.triton.metadata import SERIALIZED
 
 CPU = torch.device("cpu")
@@ -66,13 +67,11 @@ def test_wrong_kernels_stay_out(child, caplog):
 @pytest.mark.parametrize(
     ("lines", "said"),
     [
-        ([READY, "os.kill(os.getpid(), 9)"], "its process was lost: exit status -9: "),
+        ([READY, "os.kill(os.getpid(), 11)"], "its process was lost: exit status -11: "),
         ([READY, "sys.exit('illegal address')"], "its process was lost: exit status 1: illegal address"),
-        ([READY, "time.sleep(600)"], "its process was lost: it has not ended after 2 s: "),
     ],
 )
-def test_a_kernel_that_takes_its_process_with_it_is_not_launched_again(child, monkeypatch, lines, said):
-    monkeypatch.setattr(self_test, "SECONDS", 2.0)
+def test_a_kernel_that_takes_its_process_with_it_is_not_launched_again(child, lines, said):
     child(*lines)
     assert found() == said
     child(READY, RIGHT)
@@ -84,6 +83,66 @@ def test_where_nothing_could_be_tried_the_next_process_tries_again(child):
     assert found() == found() == "it could not be tried: exit status 1: all CUDA devices are busy"
     child(READY, RIGHT)
     assert found() is None
+
+
+@pytest.mark.parametrize(
+    ("lines", "said"),
+    [
+        ([READY, "os.kill(os.getpid(), 9)"], "exit status -9: "),  # as the kernel does when memory runs out
+        ([READY, "time.sleep(600)"], "it has not ended after 2 s: "),
+        ([READY, 'print(\'{"not_tried": "OutOfMemoryError: 2 GiB"}\')'], "OutOfMemoryError: 2 GiB"),
+        (["sys.exit('busy or unavailable')"], "exit status 1: busy or unavailable"),
+    ],
+)
+def test_what_need_not_be_the_kernels_fault_is_not_kept(child, monkeypatch, lines, said):
+    monkeypatch.setattr(self_test, "SECONDS", 2.0)
+    child(*lines)
+    assert found() == f"it could not be tried: {said}"
+    child(READY, RIGHT)
+    assert found() is None
+
+
+def test_processes_that_waited_share_an_attempt(child):
+    """Eight ranks do not wait for eight time-outs, one after the other."""
+    seen = child("time.sleep(1)", "sys.exit('all CUDA devices are busy')")
+    path, form = self_test.record(CPU, ("forward", "64", "bfloat16", "causal")), ("forward", "64", "bfloat16", "causal")
+    reasons = []
+
+    def rank():
+        try:
+            self_test._kept(path, lambda: self_test.run_test("it", (*form, "cpu")))
+        except self_test.NotTried as reason:
+            reasons.append(str(reason))
+
+    ranks = [threading.Thread(target=rank) for _ in range(8)]
+    for thread in ranks:
+        thread.start()
+    for thread in ranks:
+        thread.join()
+    assert reasons == ["exit status 1: all CUDA devices are busy"] * 8
+    assert len(seen.read_text().splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        torch.OutOfMemoryError("CUDA out of memory"),
+        RuntimeError("Triton Error [CUDA]: out of memory"),
+        verify.NotTried("it has not ended after 20 s"),
+    ],
+    ids=lambda error: type(error).__name__,
+)
+def test_the_child_says_that_it_came_to_no_verdict(monkeypatch, capsys, error):
+    def fails(*args, **lengths):
+        raise error
+
+    monkeypatch.setattr(verify, "compare", fails)
+    monkeypatch.setattr(self_test.os, "_exit", lambda status: None)
+    self_test.main(["forward", "64", "bfloat16", "causal", "cpu"])
+    lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert lines[0] == {"ready": True}
+    assert list(lines[1]) == ["not_tried"]
+    assert str(error) in lines[1]["not_tried"]
 
 
 def test_no_process_can_be_started(child, monkeypatch, tmp_path):
