@@ -10,13 +10,14 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from diff_transformer.evals.types import Result
+from diff_transformer.lab.record import PAIR, Record
 from diff_transformer.lab.stats import SEEDS_FOR_AN_INTERVAL, Interval, mean, over_examples, over_seeds, verdict
 
-Rows = Callable[[Result], np.ndarray]  # for each example, what its score is made of: [examples, ...]
+Rows = list[dict]  # of one experiment, as a record has them
+Scores = Callable[[Rows], np.ndarray]  # for each example, the values of its score: [examples, ...]
 
 
-def _testable(result: Result) -> str:
+def _testable(rows: Rows) -> str:
     return ""
 
 
@@ -31,26 +32,26 @@ class Claim:
     paper: str
     source: str
     eval: str
-    rows: Rows
+    scores: Scores
     better: str
     unit: str = ""
     reduce: Callable[[np.ndarray], float] = mean
     margin: float = 0.0
     relative: bool = False  # judge DIFF / Transformer - 1 instead of DIFF - Transformer
-    untested: Callable[[Result], str] = _testable
+    untested: Callable[[Rows], str] = _testable
 
-    def value(self, result: Result) -> float:
+    def value(self, record: Record) -> float:
         """A model's number; NaN if no example says anything."""
-        rows = self.rows(result)
-        return float(self.reduce(rows)) if rows.size else math.nan
+        scores = self.scores(record.rows[self.eval])
+        return float(self.reduce(scores)) if scores.size else math.nan
 
 
-def _column(name: str) -> Rows:
-    return lambda result: np.array([row[name] for row in result.rows], dtype=float)
+def _column(name: str) -> Scores:
+    return lambda rows: np.array([row[name] for row in rows], dtype=float)
 
 
-def _slice(name: str) -> Rows:
-    return lambda result: np.array([[row[f"{name}_sum"], row[f"{name}_count"]] for row in result.rows], dtype=float)
+def _slice(name: str) -> Scores:
+    return lambda rows: np.array([[row[f"{name}_sum"], row[f"{name}_count"]] for row in rows], dtype=float)
 
 
 def _ratio_of_sums(values: np.ndarray) -> float:
@@ -58,13 +59,13 @@ def _ratio_of_sums(values: np.ndarray) -> float:
     return float(sums[0] / sums[1]) if sums[1] else math.nan
 
 
-def _finds_few(result: Result) -> str:
-    scores = [row["score"] for row in result.rows if (row["needles"], row["queries"]) == (1, 1)]
+def _finds_few(rows: Rows) -> str:
+    scores = [row["score"] for row in rows if (row["needles"], row["queries"]) == (1, 1)]
     return "" if np.mean(scores) >= 0.5 else "the Transformer itself finds fewer than half"
 
 
-def _recalls_little(result: Result) -> str:
-    hit, others = (_ratio_of_sums(_slice(name)(result)) for name in ("ar_hit", "others"))
+def _recalls_little(rows: Rows) -> str:
+    hit, others = (_ratio_of_sums(_slice(name)(rows)) for name in ("ar_hit", "others"))
     if hit <= others:
         return ""
     return f"the Transformer does not recall there: its loss elsewhere is lower, {others:.3f} (the paper: higher)"
@@ -75,9 +76,9 @@ def _in_medians(values: np.ndarray) -> float:
     return float(values[:, 0].max() / np.median(values[:, 1]))
 
 
-def _largest_and_median(kind: str) -> Rows:
+def _largest_and_median(kind: str) -> Scores:
     names = f"{kind}_top1", f"{kind}_median"
-    return lambda result: np.array([[row[name] for name in names] for row in result.rows], dtype=float)
+    return lambda rows: np.array([[row[name] for name in names] for row in rows], dtype=float)
 
 
 def _needle_claims(cells: Sequence[tuple[int, int]]) -> list[Claim]:
@@ -90,32 +91,32 @@ def _needle_claims(cells: Sequence[tuple[int, int]]) -> list[Claim]:
             claim="One needle is found as well (within .05)" if single
             else f"{n} needles, {r} asked for: more of them found",
             paper=f"{paper.get((n, r), 'not reported; (6, 2): .55 / .85')} † (4K, 3B)", source="Table 2", eval="needle",
-            rows=lambda result, n=n, r=r: np.array(
-                [row["score"] for row in result.rows if (row["needles"], row["queries"]) == (n, r)], dtype=float),
+            scores=lambda rows, n=n, r=r: np.array(
+                [row["score"] for row in rows if (row["needles"], row["queries"]) == (n, r)], dtype=float),
             better="higher", unit="accuracy", margin=0.05 if single else 0.0,
             untested=_finds_few if single else _testable,
         ))  # fmt: skip
     return claims
 
 
-def _last_average(result: Result) -> np.ndarray:
+def _last_average(rows: Rows) -> np.ndarray:
     """For each book, the mean loss over the whole length."""
-    return np.array([sum(row["sums"]) / sum(row["counts"]) for row in result.rows])
+    return np.array([sum(row["sums"]) / sum(row["counts"]) for row in rows])
 
 
-def _cost_of_four_bits(result: Result) -> np.ndarray:
+def _cost_of_four_bits(rows: Rows) -> np.ndarray:
     """For each row of text, its loss with logits of 4 bits less that with the most bits."""
     losses: dict[int, dict[int, float]] = {}
-    for row in result.rows:
+    for row in rows:
         if "loss" in row:
             losses.setdefault(row["bits"], {})[row["row"]] = row["loss"]
     most = losses[max(losses)]
     return np.array([losses[4][row] - most[row] for row in most])
 
 
-def _orders(result: Result, order: str) -> np.ndarray:
+def _orders(rows: Rows, order: str) -> np.ndarray:
     """Score of each question under each order of the examples, at the largest number: [questions, orders]."""
-    rows = [row for row in result.rows if row["order"] == order]
+    rows = [row for row in rows if row["order"] == order]
     largest = max((row["shots"] for row in rows), default=0)
     by_seed: dict[int, list[float]] = {}
     for row in rows:
@@ -142,12 +143,12 @@ def _more_claims() -> list[Claim]:
         Claim("four_bits", "Attention logits of 4 bits cost less", "a figure: 4-bit DIFF as good as 6-bit Transformer",
               "Figure 8", "quantization", _cost_of_four_bits, "lower", "nats a token"),
         Claim("many_shot", "More right answers from many examples", "mean gain 5.2 to 21.6 points † (64K)", "Figure 6",
-              "many_shot", lambda r: _orders(r, "random"), "higher", "accuracy"),
+              "many_shot", lambda rows: _orders(rows, "random"), "higher", "accuracy"),
         Claim("order_random", "Less depends on the order of the examples (drawn at random)",
-              "19.0 / 4.0 points † (TREC)", "Figure 7", "many_shot", lambda r: _orders(r, "random"), "lower",
+              "19.0 / 4.0 points † (TREC)", "Figure 7", "many_shot", lambda rows: _orders(rows, "random"), "lower",
               "best less worst", _margin),
         Claim("order_alternate", "Less depends on the order of the examples (classes in turn)",
-              "56.7 / 13.4 points † (TREC)", "Figure 7", "many_shot", lambda r: _orders(r, "alternate"), "lower",
+              "56.7 / 13.4 points † (TREC)", "Figure 7", "many_shot", lambda rows: _orders(rows, "alternate"), "lower",
               "best less worst", _margin),
         Claim("hallucination", "More outputs free of hallucination", ".28 to .44 / .36 to .61 †", "Table 4",
               "hallucination", _column("score"), "higher", "accuracy", _mean_of_decided),
@@ -184,37 +185,39 @@ def paper_claims(cells: Sequence[tuple[int, int]]) -> list[Claim]:
     ]  # fmt: skip
 
 
-def judge(claims: Sequence[Claim], results: Sequence[Result]) -> list[dict]:
-    """One dictionary a claim whose experiment is among ``results`` (named ``diff-seed0``, ``softmax-seed0``, ...)."""
+def judge(claims: Sequence[Claim], records: Sequence[Record]) -> list[dict]:
+    """Judge each claim whose experiment the records of the pair have, over the seeds that both sides have.
+
+    Returns:
+        A dictionary a claim, as the report shows it.
+    """
     judged = []
     for claim in claims:
-        sides = {
-            side: sorted(
-                (r for r in results if r.eval == claim.eval and r.model.startswith(side)), key=lambda r: r.model
-            )
-            for side in ("diff", "softmax")
-        }
-        if not sides["diff"] or len(sides["diff"]) != len(sides["softmax"]):
+        ours, theirs = (
+            sorted((r for r in records if r.side == side and claim.eval in r.rows), key=lambda r: r.seed)
+            for side in PAIR
+        )
+        if not ours or [r.seed for r in ours] != [r.seed for r in theirs]:
             continue
-        values = np.array([[claim.value(result) for result in sides[side]] for side in ("diff", "softmax")])
+        values = np.array([[claim.value(record) for record in side] for side in (ours, theirs)])
         known = np.array([np.isfinite(pair).all() for pair in values.T])  # else a slice holds no token, say
         if known.any():
-            judged.append(_judge_one(claim, sides, values, known))
+            judged.append(_judge_one(claim, (ours, theirs), values, known))
     return judged
 
 
-def _judge_one(claim: Claim, sides: dict[str, list[Result]], values: np.ndarray, known: np.ndarray) -> dict:
+def _judge_one(claim: Claim, pair: tuple[list[Record], list[Record]], values: np.ndarray, known: np.ndarray) -> dict:
     relative = claim.relative
     ours, theirs = values[:, known].tolist()
-    sides = {side: [result for result, kept in zip(found, known, strict=True) if kept] for side, found in sides.items()}
+    first, second = ([r.rows[claim.eval] for r, kept in zip(side, known, strict=True) if kept] for side in pair)
     if len(ours) >= SEEDS_FOR_AN_INTERVAL:
         interval = over_seeds([a / b - 1 if relative else a - b for a, b in zip(ours, theirs, strict=True)])
     else:
-        first, second = ([claim.rows(result) for result in sides[side]] for side in ("diff", "softmax"))
-        interval = over_examples(first, second, claim.reduce, relative=relative)
+        scores = ([claim.scores(rows) for rows in side] for side in (first, second))
+        interval = over_examples(*scores, claim.reduce, relative=relative)
     a, b = float(np.mean(ours)), float(np.mean(theirs))
     judged = verdict(interval, claim.better, claim.margin)
-    reasons = [reason for result in sides["softmax"] if (reason := claim.untested(result))]
+    reasons = [reason for rows in second if (reason := claim.untested(rows))]
     untested = reasons[0] if len(reasons) > len(theirs) / 2 else ""
     if not known.all():
         missing = len(known) - len(ours)

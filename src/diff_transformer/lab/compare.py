@@ -1,4 +1,8 @@
-"""``compare``: the pair over several seeds, from nothing to ``results.json`` and ``report.html``."""
+"""``compare``: the matched pair over several seeds, from nothing to ``results.json`` and ``report.html``.
+
+A comparison is a plan for the pool: each side with each seed, and the variants beside them. Then both models are timed
+in turns, the claims are judged, and the report is written.
+"""
 
 import dataclasses
 import datetime
@@ -7,7 +11,7 @@ import os
 import shlex
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,13 +22,19 @@ from diff_transformer.durable import require_writable, write_whole
 from diff_transformer.evals.provenance import provenance
 from diff_transformer.evals.types import Result
 from diff_transformer.lab.claims import judge, paper_claims
-from diff_transformer.lab.pool import run_pool
-from diff_transformer.lab.variants import known_variants, variant_folders, variant_model, variant_rows
+from diff_transformer.lab.pool import default_jobs, progress_bars, run_pool
+from diff_transformer.lab.record import PAIR, Record, load_run, of_result
+from diff_transformer.lab.spec import EXPLORER, RunSpec, everything, with_seed
+from diff_transformer.lab.worker import more_experiments
+from diff_transformer.model.config import DiffTransformerConfig
+from diff_transformer.model.cost import model_cost
+from diff_transformer.model.matching import LABELS, VARIANTS, variant
 from diff_transformer.train.config import DataConfig, RunConfig
-from diff_transformer.train.metrics import read_metrics
 from diff_transformer.train.run_folder import RunLock
 
-SIDES = ("diff", "softmax")
+_SIZES = ("num_key_value_heads", "value_head_dim", "intermediate_size")  # of a variant, so that costs are equal
+_SPEEDS = ("train_tokens_per_second", "forward_tokens_per_second")
+_NO_EVAL = ("gradients", "model")  # metrics of a record that no experiment measured
 
 
 def compare(
@@ -45,11 +55,11 @@ def compare(
     Args:
         config: of either side; ``model.attention`` is set for each.
         out: folder for everything: ``results.json``, ``report.html``, ``members/SIDE-seedK/`` with ``run/model``
-            (Hugging Face format), TensorBoard files, metrics and single results.
+            (Hugging Face format), TensorBoard files, metrics, single results and ``record.json``.
         seeds: pairs; with ``resume`` more may be asked for than there are.
-        jobs: members trained at a time; on CPU one a core, on a GPU one. The cores are divided among them where
+        jobs: models trained at a time; on CPU one a core, on a GPU one. The cores are divided among them where
             ``config.train.threads`` is 0; a resumed comparison keeps the threads it began with.
-        resume: go on with an interrupted comparison; what is finished is not done again.
+        resume: continue an interrupted comparison; what is finished is not done again.
         variants: relatives of differential attention to train beside the pair, by their names in ``VARIANTS``
             (``"diff_v2"``, ``"grouped_diff"``, ``"dint"``, ``"fixed_lambda"``, and ``"softmax_norm"``, the Transformer
             with DIFF's head norm, which tells the norm's gain from the subtraction's), with equal data, steps and seeds
@@ -63,42 +73,44 @@ def compare(
         FileExistsError: if ``out`` is not empty and ``resume`` is False.
         ValueError: for settings that do not fit together, or a ``resume`` with other settings.
         DiskError: if ``out`` cannot be written to, or another comparison is at work in it.
-        MemberFailed: if training or measuring fails.
+        RunFailed: if training or measuring fails.
     """
     console = console or Console()
     out, started = Path(out), time.perf_counter()
     require_positive(seeds=seeds, jobs=jobs)
-    jobs = jobs or _default_jobs(seeds)
+    jobs = jobs or default_jobs(2 * seeds)
     if not config.train.threads:
         threads = _threads_there(out) or max(1, (os.cpu_count() or 1) // jobs)
         config = dataclasses.replace(config, train=dataclasses.replace(config.train, threads=threads))
     config.validate()
-    names = known_variants(variants, out, SIDES)
+    names = known_variants(variants, out)
     for name in names:
-        variant_model(config, name)  # raises where the heads do not fit
+        side_model(config, name)  # raises where the heads do not fit
     _prepare(config, out, seeds, resume)
     with RunLock(out):
-        folders = _member_folders(config, out, seeds)
-        return _compare(config, out, folders, names, seeds, jobs, console, started)
+        return _compare(config, out, names, seeds, jobs, console, started)
 
 
 def _compare(
-    config, out: Path, folders: list[Path], names: list[str], seeds: int, jobs: int, console: Console, started: float
+    config: RunConfig, out: Path, names: list[str], seeds: int, jobs: int, console: Console, started: float
 ) -> dict:
-    more = variant_folders(config, out, names, seeds)
-    run_pool([*folders, *more], config.train.steps, jobs=jobs, console=console)
-    results = [Result.load(path) for folder in folders for path in sorted((folder / "evals").glob("*.json"))]
+    _write(out / "compare.json", {"seeds": seeds, "config": config.to_dict()})
+    if names:
+        write_whole(out / "variants.json", json.dumps(names))
+    specs = comparison_specs(config, names, seeds)
+    runs = {out / "members" / spec.name: spec for spec in specs}
+    with progress_bars(runs, console) as show:
+        run_pool(runs, jobs=jobs, show=show)
+    records = [load_run(folder, spec.setting, spec.side, spec.seed) for folder, spec in runs.items()]
+    pair = [record for record in records if record.side in PAIR]
     with console.status("timing both models in turns"):
-        results += _throughput(config, out)
+        pair += throughput(config, out, PAIR, out / "throughput")
     rows = []
     if names:
-        sides = [*SIDES, *names]
         with console.status("timing all variants in turns"):
-            speeds = _throughput(config, out, sides, out / "throughput" / "variants")
-        found = [Result.load(path) for folder in more for path in sorted((folder / "evals").glob("*.json"))]
-        rows = variant_rows(config, sides, [*results, *found], speeds)
-    spent = _seconds_spent(out, time.perf_counter() - started)
-    summary = _assemble(config, folders, results, seeds, spent)
+            speeds = throughput(config, out, [*PAIR, *names], out / "throughput" / "variants")
+        rows = variant_rows(config, [*PAIR, *names], records, speeds)
+    summary = _summary(config, pair, seeds, _seconds_spent(out, time.perf_counter() - started))
     if rows:
         summary["variants"] = rows
     _write(out / "results.json", summary)
@@ -113,8 +125,55 @@ def _compare(
     return summary
 
 
+# ---- the plan
+
+
+def comparison_specs(config: RunConfig, names: Sequence[str], seeds: int) -> list[RunSpec]:
+    """The runs of a comparison: the pair with each seed, then each variant of ``names``.
+
+    The first pair also writes its attention maps.
+    """
+    specs = []
+    for sides in (PAIR, names):
+        for seed in range(seeds):
+            for side in sides:
+                trained = with_seed(config, config.train.seed + seed, side_model(config, side))
+                maps = (EXPLORER,) if side in PAIR and seed == 0 else ()
+                specs.append(RunSpec(config.name, side, seed, trained, (*everything(config), *maps)))
+    return specs
+
+
+def side_model(config: RunConfig, name: str) -> dict[str, Any]:
+    """``config.model`` for a side of the pair or a variant: its fields, and sizes that keep the pair's cost.
+
+    Raises:
+        ValueError: if the variant cannot be made of the configuration's heads.
+    """
+    if name in PAIR:
+        return {**config.model, "attention": name}
+    fields: dict[str, Any] = {**config.model, "attention": "softmax"}
+    made = variant(DiffTransformerConfig(**fields), name)
+    model = {**config.model, **VARIANTS[name], **{size: getattr(made, size) for size in _SIZES}}
+    DiffTransformerConfig(**model)
+    return model
+
+
+def known_variants(names: Iterable[str], out: Path) -> list[str]:
+    """The variants of a comparison: those asked for and those that ``out`` has from an earlier call, without the pair.
+
+    Raises:
+        ValueError: for a name that is not in ``VARIANTS``.
+    """
+    names, path = list(names), out / "variants.json"
+    unknown = [name for name in names if name not in VARIANTS]
+    if unknown:
+        raise ValueError(f"no variant {', '.join(map(repr, unknown))}; there are: {', '.join(VARIANTS)}")
+    earlier = json.loads(path.read_text()) if path.exists() else []
+    return [name for name in dict.fromkeys([*earlier, *names]) if name not in PAIR]
+
+
 def _prepare(config: RunConfig, out: Path, seeds: int, resume: bool) -> None:
-    """Make ``out`` the folder of this comparison, or check that it is and may go on."""
+    """Make ``out`` the folder of this comparison, or check that it is and may be continued."""
     path = out / "compare.json"
     if path.exists():
         if not resume:
@@ -136,29 +195,7 @@ def _prepare(config: RunConfig, out: Path, seeds: int, resume: bool) -> None:
         require_writable(out)
         _check_materials(config)
         out.mkdir(parents=True, exist_ok=True)
-        _write(path, _request(config, seeds))
-
-
-def _request(config: RunConfig, seeds: int) -> dict:
-    return {"seeds": seeds, "config": config.to_dict()}
-
-
-def _member_folders(config: RunConfig, out: Path, seeds: int) -> list[Path]:
-    """The folders of the pair's members, with their requests; remembers in ``out`` how many seeds there are."""
-    _write(out / "compare.json", _request(config, seeds))
-    folders = []
-    for seed in range(seeds):
-        for side in SIDES:
-            folder = out / "members" / f"{side}-seed{seed}"
-            folder.mkdir(parents=True, exist_ok=True)
-            member = dataclasses.replace(
-                config,
-                model={**config.model, "attention": side},
-                train=dataclasses.replace(config.train, seed=config.train.seed + seed),
-            )
-            member.save(folder / "request.json")
-            folders.append(folder)
-    return folders
+        _write(path, {"seeds": seeds, "config": config.to_dict()})
 
 
 def _threads_there(out: Path) -> int:
@@ -167,18 +204,16 @@ def _threads_there(out: Path) -> int:
     return json.loads(path.read_text())["config"]["train"]["threads"] if path.exists() else 0
 
 
-def _check_materials(config: RunConfig):
-    """Let what is wrong with the configuration come to light before the folder is made and processes start."""
+def _check_materials(config: RunConfig) -> None:
+    """Raise for what is wrong with the configuration before the folder is made and processes start."""
     from diff_transformer.data.filler import Filler
     from diff_transformer.evals.needle import check_needle_fits
-    from diff_transformer.lab.worker import more_experiments
-    from diff_transformer.train.initial_model import check_model
-    from diff_transformer.train.training_data import load_training_data
+    from diff_transformer.train.materials import check_model, load_materials
 
     more_experiments(config)
-    for side in SIDES:
-        check_model(dataclasses.replace(config, model={**config.model, "attention": side}))
-    materials = load_training_data(config)
+    for side in PAIR:
+        check_model(dataclasses.replace(config, model=side_model(config, side)))
+    materials = load_materials(config)
     filler, settings = Filler(materials.corpus.validation), config.evaluation
     check_needle_fits(
         filler, materials.tokenizer, settings.needles, config.data.length, config.data.needles.digits,
@@ -186,29 +221,23 @@ def _check_materials(config: RunConfig):
     )  # fmt: skip
 
 
-def _default_jobs(seeds: int) -> int:
-    import torch
-
-    return 1 if torch.cuda.is_available() else max(1, min(os.cpu_count() or 1, 2 * seeds))
+# ---- what came out
 
 
-def _throughput(config: RunConfig, out: Path, sides: Sequence[str] = SIDES, folder: Path | None = None) -> list[Result]:
-    """Timed on the trained models of the first seed, alone on the machine, with all its threads."""
+def throughput(config: RunConfig, out: Path, sides: Sequence[str], folder: Path) -> list[Record]:
+    """Time the trained models of the first seed, alone on the machine, with all its threads; results go to ``folder``."""
     import torch
 
     from diff_transformer.bench.throughput import measure_throughput
     from diff_transformer.model.loading import read_model
 
-    paths = [(folder or out / "throughput") / f"{side}-seed0.json" for side in sides]
+    names = [f"{side}-seed0" for side in sides]
+    paths = [folder / f"{name}.json" for name in names]
     if not all(path.exists() for path in paths):
         threads = torch.get_num_threads()
         torch.set_num_threads(os.cpu_count() or 1)
         device = "cuda" if torch.cuda.is_available() else "cpu"
-        models = {
-            f"{side}-seed0": read_model(out / "members" / f"{side}-seed0" / "run" / "model")
-            .to(device)
-            for side in sides
-        }  # fmt: skip
+        models = {name: read_model(out / "members" / name / "run" / "model").to(device) for name in names}
         generator = torch.Generator().manual_seed(0)
         shape = (config.train.batch_size, config.data.length)
         ids = torch.randint(0, config.model["vocab_size"], shape, generator=generator).to(device)
@@ -218,17 +247,49 @@ def _throughput(config: RunConfig, out: Path, sides: Sequence[str] = SIDES, fold
         for path, result in zip(paths, results, strict=True):
             result.save(path)
         torch.set_num_threads(threads)
-    return [Result.load(path) for path in paths]
+    return [
+        of_result(Result.load(path), setting=config.name, side=side, seed=0)
+        for path, side in zip(paths, sides, strict=True)
+    ]
 
 
-def _assemble(config: RunConfig, folders: list[Path], results: list[Result], seeds: int, seconds: float) -> dict:
-    from diff_transformer.model.config import DiffTransformerConfig
-    from diff_transformer.model.cost import model_cost
+def variant_rows(config: RunConfig, sides: Sequence[str], records: Sequence[Record], speeds: Sequence[Record]) -> list:
+    """A row a model: cost, and by seed the loss on held-out text and the needles found in each cell.
 
+    Args:
+        records: of all runs.
+        speeds: throughput of the first seed's models, measured together.
+    """
+    rows = []
+    for side in sides:
+        made = DiffTransformerConfig(**side_model(config, side))
+        cost = model_cost(made, length=config.data.length)
+        mine = [record for record in records if record.side == side]
+        needles = [f"n{n}_r{r}" for n, r in config.evaluation.needles]
+        found = {str(r.seed): r.metrics["needle"] for r in mine if "needle" in r.metrics}
+        losses = {str(r.seed): r.metrics["associative_recall"] for r in mine if "associative_recall" in r.metrics}
+        row: dict[str, Any] = {
+            "variant": side,
+            "label": LABELS[side],
+            "config": made.to_diff_dict(),
+            "parameters": cost.total_parameters,
+            "flops_per_token": cost.flops_per_token,
+            "kv_bytes_per_token": cost.kv_bytes_per_token,
+            "intermediate_size": made.intermediate_size,
+            "loss": {seed: metrics["validation"] for seed, metrics in losses.items()},
+            "needles": {cell: {seed: metrics[cell] for seed, metrics in found.items()} for cell in needles if found},
+        }
+        for speed in speeds:
+            if speed.side == side:
+                row |= {way: speed.metrics["throughput"][way] for way in _SPEEDS}
+        rows.append(row)
+    return rows
+
+
+def _summary(config: RunConfig, records: list[Record], seeds: int, seconds: float) -> dict:
     pair = {}
-    for side in SIDES:
-        fields: dict[str, Any] = {**config.model, "attention": side}
-        model = DiffTransformerConfig(**fields)
+    for side in PAIR:
+        model = DiffTransformerConfig(**side_model(config, side))
         cost = model_cost(model, length=config.data.length)
         pair[side] = {
             "parameters": cost.total_parameters,
@@ -252,23 +313,21 @@ def _assemble(config: RunConfig, folders: list[Path], results: list[Result], see
             "sequence_length": config.data.length,
             "tokens": config.train.steps * config.train.batch_size * config.data.length,
             "seeds": [config.train.seed + k for k in range(seeds)],
-            "corpus": _corpus_label(config.data),
+            "corpus": corpus_label(config.data),
             "mixture": {name: share / total for name, share in config.data.mixture.items()},
             "lr": config.optim.lr,
             "config": config.to_dict(),
         },
-        "claims": judge(paper_claims(config.evaluation.needles), results),
-        "curves": [_curve(folder) for folder in folders],
-        "evals": [_labelled(result) for result in results],
+        "claims": judge(paper_claims(config.evaluation.needles), records),
+        "curves": [_curve(record) for record in records if record.curves],
+        "evals": [entry for record in records for entry in _evals(record)],
         "explorer": [
-            {**json.loads((folder / "explorer.json").read_text()), "attention": folder.name.split("-")[0]}
-            for folder in folders
-            if (folder / "explorer.json").exists()
+            {**entry, "attention": record.side} for record in records for entry in record.rows.get(EXPLORER, ())
         ],
     }
 
 
-def _corpus_label(data: DataConfig) -> str:
+def corpus_label(data: DataConfig) -> str:
     """``novels``; of several corpora ``novels 70 %, code 30 %``."""
     if len(data.corpora) < 2:
         return Path(next(iter(data.corpora), data.corpus)).name
@@ -276,38 +335,31 @@ def _corpus_label(data: DataConfig) -> str:
     return ", ".join(f"{Path(name).name} {100 * weight / total:.3g} %" for name, weight in data.corpora.items())
 
 
-def _labelled(result: Result) -> dict:
-    side, seed = result.model.split("-seed")
-    return {**result.to_dict(), "attention": side, "seed": int(seed)}
+def _evals(record: Record) -> list[dict]:
+    """The experiments of a record as ``results.json`` lists them."""
+    return [
+        {
+            "eval": name,
+            "model": f"{record.side}-seed{record.seed}",
+            "metrics": metrics,
+            "rows": record.rows.get(name, []),
+            "provenance": record.provenance.get(name, {}),
+            "attention": record.side,
+            "seed": record.seed,
+        }
+        for name, metrics in record.metrics.items()
+        if name not in _NO_EVAL
+    ]
 
 
-def _curve(folder: Path) -> dict:
-    lines = read_metrics(folder / "run" / "metrics.jsonl")
-    logged = [line for line in lines if "loss" in line]
-    checked = [line for line in lines if "validation_loss" in line]
-    side, seed = folder.name.split("-seed")
-    curve = {
-        "attention": side,
-        "seed": int(seed),
-        "step": [line["step"] for line in logged],
-        **{name: [line[name] for line in logged] for name in ("loss", "grad_norm", "tokens_per_second")},
-        "validation_step": [line["step"] for line in checked],
-        "validation_loss": [line["validation_loss"] for line in checked],
-    }
-    if side == "diff":
-        config = json.loads((folder / "run" / "model" / "config.json").read_text())
-        curve["lambda"] = [line["lambda"] for line in logged]
-        curve["lambda_init"] = _lambda_starts(config)
+def _curve(record: Record) -> dict:
+    """The curves of a record as ``results.json`` has them."""
+    validation = {f"validation_{name}": values for name, values in record.curves["validation"].items()}
+    curve = {"attention": record.side, "seed": record.seed, **record.curves["training"], **validation}
+    if record.side == "diff":
+        lambdas = record.curves["lambda"]
+        curve |= {"lambda": lambdas["layers"], "lambda_init": lambdas["init"]}
     return curve
-
-
-def _lambda_starts(config: dict) -> list[float]:
-    from diff_transformer.model.config import DiffTransformerConfig
-    from diff_transformer.model.lambdas import lambda_init
-
-    setting = config.get("lambda_init", DiffTransformerConfig.lambda_init)
-    layers, offset = config["num_hidden_layers"], config.get("lambda_depth_offset", 0)
-    return [lambda_init(i, offset) if setting == "depth" else float(setting) for i in range(layers)]
 
 
 def _seconds_spent(out: Path, now: float) -> float:
@@ -318,5 +370,5 @@ def _seconds_spent(out: Path, now: float) -> float:
     return total
 
 
-def _write(path: Path, values: dict):
+def _write(path: Path, values: dict) -> None:
     write_whole(path, json.dumps(values, indent=1) + "\n")

@@ -1,26 +1,13 @@
-"""What the cells of a study say together: means over seeds, paired differences, tokens to an equal loss."""
+"""What records say together: measures, paired differences over seeds, tokens to an equal loss."""
 
-import json
-import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from pathlib import Path
 from statistics import fmean, stdev
 
+from diff_transformer.lab.record import Cells, Record
 from diff_transformer.lab.stats import Interval, over_seeds, verdict
 
-Record = dict  # what a cell's result.json holds
-Cells = dict[str, dict[str, dict[int, Record]]]  # setting -> side -> seed -> record
-
-KEPT = {
-    "associative_recall": r"validation|ar_hit|others|ar_hit_share",
-    "needle": r"chance|n\d+_r\d+(_depth\d+)?",
-    "allocation": r"(answer|noise)(_depth\d+)?|best_head_answer",
-    "outliers": r"(logits|hidden)_(top\d+|median)",
-    "quantization": r"(accuracy|loss)_\d+bit(_change)?|chance",
-    "long_nll": r"nll\d+|books",
-    "many_shot": r"chance|shots\d+|(random|alternate)_(mean|best|worst|margin)",
-}
+BASELINE = "softmax"
 
 
 @dataclass(frozen=True)
@@ -48,36 +35,9 @@ class Row:
     seeds: int
 
 
-def collect(out: Path) -> Cells:
-    """All finished cells below ``out``, as ``result.json`` has them but for metrics that no table shows."""
-    cells: Cells = {}
-    for path in sorted(out.rglob("result.json")):
-        side, _, seed = path.parent.name.rpartition("-seed")
-        setting = path.parent.parent.relative_to(out).as_posix()
-        cells.setdefault(setting, {}).setdefault(side, {})[int(seed)] = _kept(json.loads(path.read_text()))
-    return cells
-
-
-def _kept(record: Record) -> Record:
-    metrics = {
-        name: {key: _short(value) for key, value in values.items() if re.fullmatch(KEPT[name], key)}
-        for name, values in record["metrics"].items()
-        if name in KEPT
-    }
-    curves = {
-        name: {key: [_short(v) for v in values] for key, values in record[name].items()}
-        for name in ("validation", "training")
-    }
-    return {**record, "metrics": metrics, **curves}
-
-
-def _short(value: float) -> float:
-    return float(f"{value:.5g}")
-
-
 def trained(seeds: dict[int, Record]) -> dict[int, Record]:
     """Those of one side whose training did not diverge."""
-    return {seed: record for seed, record in seeds.items() if not record.get("diverged")}
+    return {seed: record for seed, record in seeds.items() if not record.diverged}
 
 
 def metric(
@@ -92,7 +52,7 @@ def metric(
     """The metric ``key`` of ``experiment``; ``over``: as a multiple of this other one."""
 
     def read(record: Record) -> float | None:
-        found = record["metrics"].get(experiment, {})
+        found = record.metrics.get(experiment, {})
         if over is None or found.get(key) is None:
             return found.get(key)
         return found[key] / found[over] if found.get(over) else None
@@ -102,11 +62,11 @@ def metric(
 
 def final_loss(better: str = "lower") -> Measure:
     """The last validation loss of training, nats a token."""
-    return Measure("validation loss", lambda record: record["validation"]["loss"][-1], better)
+    return Measure("validation loss", lambda record: record.final_loss, better)
 
 
 def paired_rows(
-    cells: Cells, setting: str, side: str, measures: Iterable[Measure], baseline: str = "softmax"
+    cells: Cells, setting: str, side: str, measures: Iterable[Measure], baseline: str = BASELINE
 ) -> list[Row]:
     """A row for each measure that both sides of ``setting`` have, over the seeds with which both were trained."""
     given = [cells[setting].get(name, {}) for name in (side, baseline)]
@@ -130,7 +90,7 @@ def paired_rows(
     return rows
 
 
-def borrow_baselines(cells: Cells, baseline: str = "softmax") -> Cells:
+def borrow_baselines(cells: Cells, baseline: str = BASELINE) -> Cells:
     """``cells``, where a setting without the side ``baseline`` has that of the first setting whose models are of the
     same size, with as many heads, and trained alike on as many tokens (its first side is looked at)."""
     made = {}
@@ -150,8 +110,8 @@ def borrow_baselines(cells: Cells, baseline: str = "softmax") -> Cells:
 
 def _alike(first: Record, second: Record) -> bool:
     fields = ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
-    return all(first[name] == second[name] for name in ("steps", "tokens_per_step", "lr")) and all(
-        first["model"][name] == second["model"][name] for name in fields
+    return all(getattr(first, name) == getattr(second, name) for name in ("steps", "tokens_per_step", "lr")) and all(
+        first.config["model"][name] == second.config["model"][name] for name in fields
     )
 
 
@@ -180,19 +140,19 @@ def tokens_to_equal_loss(side: Record, baseline: Record, source: str | None = No
                 return 0.0
             before, high = ours[i - 1]
             reached = before + (high - goal) / (high - loss) * (step - before)
-            return reached * side["tokens_per_step"] / (end * baseline["tokens_per_step"])
+            return reached * side.tokens_per_step / (end * baseline.tokens_per_step)
     return None
 
 
 def _curve(record: Record, source: str | None) -> list[tuple[int, float]]:
-    steps = record["validation"]["step"]
-    losses = record["validation"]["loss"] if source is None else record.get("sources", {}).get(source, [])
+    steps = record.curves["validation"]["step"]
+    losses = record.curves["validation"]["loss"] if source is None else record.curves.get("sources", {}).get(source, [])
     return [(step, loss) for step, loss in zip(steps, losses, strict=False) if loss is not None]
 
 
 def recalls(record: Record) -> bool:
     """Whether a model's loss is lower where the context can be recalled, as the paper's models' is (.898, 3.272)."""
-    found = record["metrics"].get("associative_recall", {})
+    found = record.metrics.get("associative_recall", {})
     return found.get("ar_hit", 0.0) < found.get("others", 0.0)
 
 
@@ -219,7 +179,7 @@ MEASURES = [
     metric("quantization", "loss_4bit_change", "lower", "loss that 4-bit logits cost"),
     metric("many_shot", "random_mean", "higher", "many-shot accuracy (chance .06)"),
     metric("many_shot", "random_margin", "lower", "many-shot best less worst order"),
-    Measure("median gradient norm", lambda record: record["gradients"]["median"]),
-    Measure("largest gradient norm after the first tenth", lambda record: record["gradients"]["largest"]),
-    Measure("gradient spikes", lambda record: record["gradients"]["spikes"]),
+    Measure("median gradient norm", lambda record: record.metrics["gradients"]["median"]),
+    Measure("largest gradient norm after the first tenth", lambda record: record.metrics["gradients"]["largest"]),
+    Measure("gradient spikes", lambda record: record.metrics["gradients"]["spikes"]),
 ]

@@ -1,90 +1,178 @@
-"""Run the members of a comparison in processes of their own, a few at a time, with one progress bar each."""
+"""Run many specs, a few at a time: the one place that starts training processes.
+
+``run_pool`` starts, watches, resumes and stops the runs of every plan (``compare``, ``study``, ``ablation``). Each run
+is a worker (``lab/worker.py``) that an ``Executor`` starts; ``LocalProcesses`` is the one there is. An executor for a
+cluster starts the same command elsewhere, on a file system that both see.
+"""
 
 import os
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable, Generator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Protocol
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
+from diff_transformer.lab.record import finished
+from diff_transformer.lab.spec import RunSpec
 from diff_transformer.lab.worker import INTERRUPTED, TERMINATED, read_status
 from diff_transformer.train.checkpoint import latest_checkpoint
 from diff_transformer.train.signals import Stopped, once_saved
 
+LOG = "worker.log"
 _POLL_SECONDS = 0.5
+_STOP_SECONDS = 120  # for a worker to save its state
+_END = 12  # lines of a log in an error
+_FEW = 8  # runs that each have a progress bar from the start
+
+Runs = Mapping[Path, RunSpec]  # by folder, in the order in which they start
+Show = Callable[[Path, dict], None]  # called with a run's folder and status while it is at work
 
 
-class MemberFailed(RuntimeError):
-    """A member's process ended with an error; the message holds the end of its log."""
+class RunFailed(RuntimeError):
+    """A run ended with an error. The message holds the end of its log."""
 
 
-def run_pool(folders: list[Path], steps: int, *, jobs: int, console: Console) -> None:
-    """Train and measure every member; ``folders[0:2]`` also write their attention maps for the report.
+class Worker(Protocol):
+    """A run at work, as ``subprocess.Popen`` has it. ``poll`` and ``wait`` give the exit code."""
 
-    Ctrl-C reaches the members too: each saves its state, and the comparison can be resumed.
+    def poll(self) -> int | None: ...
+
+    def send_signal(self, sig: int, /) -> None: ...
+
+    def wait(self, timeout: float | None = None) -> int: ...
+
+    def kill(self) -> None: ...
+
+
+class Executor(Protocol):
+    """Starts workers."""
+
+    def start(self, folder: Path) -> Worker: ...
+
+
+class LocalProcesses:
+    """Workers as processes of this machine. They share the terminal, so Ctrl-C reaches them too."""
+
+    def start(self, folder: Path) -> Worker:
+        command = [sys.executable, "-m", "diff_transformer.lab.worker", str(folder)]
+        environment = {**os.environ, "HF_HUB_DISABLE_PROGRESS_BARS": "1", "TOKENIZERS_PARALLELISM": "true"}
+        with (folder / LOG).open("a") as log:
+            return subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=environment)
+
+
+def default_jobs(runs: int) -> int:
+    """Runs at a time: one on a GPU, on a CPU one a core."""
+    import torch
+
+    return 1 if torch.cuda.is_available() else max(1, min(os.cpu_count() or 1, runs))
+
+
+def run_pool(
+    runs: Runs,
+    *,
+    jobs: int,
+    show: Show,
+    resume_hint: str = "continue with --resume",
+    until: float = float("inf"),
+    executor: Executor | None = None,
+) -> None:
+    """Train and measure every run that has no record yet, ``jobs`` at a time.
+
+    Args:
+        show: shows progress, as ``progress_bars`` makes it.
+        resume_hint: what an interrupted user is told.
+        until: ``time.monotonic()`` at which runs are asked to save and stop, and the function returns.
 
     Raises:
-        MemberFailed: if a process fails; the others are asked to save and stop.
-        Interrupted: after Ctrl-C or SIGTERM, once the members have saved their states; another KeyboardInterrupt
-            where none had come as far as that.
+        RunFailed: if a run fails; the others are asked to save and stop.
+        Interrupted: after Ctrl-C or SIGTERM, once the runs have saved their states; another KeyboardInterrupt where
+            none had come as far as that.
     """
-    waiting, running = list(folders), {}
+    executor = executor or LocalProcesses()
+    waiting, working = [folder for folder in runs if not finished(folder)], {}
+    try:
+        while (waiting or working) and time.monotonic() < until:
+            while waiting and len(working) < jobs:
+                folder = waiting.pop(0)
+                runs[folder].save(folder)
+                working[folder] = executor.start(folder)
+            time.sleep(_POLL_SECONDS)
+            for folder, worker in list(working.items()):
+                code = worker.poll()
+                show(folder, read_status(folder))
+                if code is not None:
+                    del working[folder]
+                    _check(code, runs[folder], folder)
+    except KeyboardInterrupt as stopped:
+        _stop(working)
+        saved = any(latest_checkpoint(folder / "run") for folder in runs)
+        raise once_saved(stopped, saved, resume_hint) from None
+    finally:
+        _stop(working)
+
+
+def _check(code: int, spec: RunSpec, folder: Path) -> None:
+    if code == TERMINATED:
+        raise Stopped
+    if code == INTERRUPTED:
+        raise KeyboardInterrupt
+    if code:
+        lines = (folder / LOG).read_text(errors="replace").strip().splitlines()[-_END:]
+        name = spec.key.lstrip("/")
+        raise RunFailed("\n".join([f"{name} failed with exit code {code}; the end of {folder / LOG}:", *lines]))
+
+
+def _stop(working: dict[Path, Worker]) -> None:
+    """Ask each worker to save and stop, and wait for it."""
+    workers = [working.pop(folder) for folder in list(working)]
+    for worker in workers:
+        if worker.poll() is None:
+            with suppress(ProcessLookupError):
+                worker.send_signal(signal.SIGTERM)
+    for worker in workers:
+        try:
+            worker.wait(timeout=_STOP_SECONDS)
+        except subprocess.TimeoutExpired:
+            worker.kill()
+
+
+@contextmanager
+def progress_bars(runs: Runs, console: Console) -> Generator[Show]:
+    """A bar for each run with its stage or loss; of many runs, one bar for all and one for each that is at work."""
     columns = (
         TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[note]}"),
         TimeElapsedColumn(), TextColumn("left"), TimeRemainingColumn(),
     )  # fmt: skip
+    done = {folder for folder in runs if finished(folder)}
+    many = len(runs) > _FEW
     with Progress(*columns, console=console, refresh_per_second=2) as bars:
-        tasks = {f: bars.add_task(f.name, total=steps, note="waiting", start=False) for f in folders}
-        try:
-            while waiting or running:
-                while waiting and len(running) < jobs:
-                    folder = waiting.pop(0)
-                    running[folder] = _start(folder, explorer=folder in folders[:2])
-                    bars.start_task(tasks[folder])
-                time.sleep(_POLL_SECONDS)
-                for folder, process in list(running.items()):
-                    status = read_status(folder)
-                    note = status["stage"] if status["loss"] is None else f"loss {status['loss']:.3f}"
-                    bars.update(tasks[folder], completed=status["step"], note=note)
-                    if process.poll() is not None:
-                        del running[folder]
-                        bars.stop_task(tasks[folder])
-                        if process.returncode == TERMINATED:
-                            raise Stopped
-                        if process.returncode == INTERRUPTED:
-                            raise KeyboardInterrupt
-                        if process.returncode:
-                            raise MemberFailed(_failure(folder, process.returncode))
-        except KeyboardInterrupt as stopped:
-            _stop(list(running.values()))
-            saved = any(latest_checkpoint(folder / "run") for folder in folders)
-            raise once_saved(stopped, saved, "continue with --resume") from None
-        except BaseException:
-            _stop(list(running.values()))
-            raise
+        total = bars.add_task("runs", total=len(runs), completed=len(done), note="", visible=many)
+        tasks = {
+            folder: bars.add_task(
+                spec.key.lstrip("/"),
+                total=spec.config.train.steps,
+                completed=spec.config.train.steps if folder in done else 0,
+                note="done" if folder in done else "waiting",
+                start=False,
+                visible=not many,
+            )
+            for folder, spec in runs.items()
+        }
 
+        def show(folder: Path, status: dict) -> None:
+            task, ended = tasks[folder], status["stage"] == "done"
+            note = status["stage"] if status["loss"] is None else f"loss {status['loss']:.3f}"
+            bars.start_task(task)
+            bars.update(task, completed=status["step"], note=note, visible=not (many and ended))
+            if ended and folder not in done:
+                done.add(folder)
+                bars.stop_task(task)
+                bars.update(total, completed=len(done))
 
-def _start(folder: Path, *, explorer: bool) -> subprocess.Popen:
-    command = [sys.executable, "-m", "diff_transformer.lab.worker", str(folder), "explorer" if explorer else "-"]
-    environment = {**os.environ, "HF_HUB_DISABLE_PROGRESS_BARS": "1", "TOKENIZERS_PARALLELISM": "true"}
-    with (folder / "member.log").open("a") as log:
-        return subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=environment)
-
-
-def _stop(processes: list[subprocess.Popen]):
-    for process in processes:
-        if process.poll() is None:
-            process.send_signal(signal.SIGTERM)
-    for process in processes:
-        try:
-            process.wait(timeout=120)
-        except subprocess.TimeoutExpired:
-            process.kill()
-
-
-def _failure(folder: Path, code: int) -> str:
-    lines = (folder / "member.log").read_text().strip().splitlines()
-    return f"{folder.name} failed with exit code {code}; the end of {folder / 'member.log'}:\n" + "\n".join(lines[-12:])
+        yield show

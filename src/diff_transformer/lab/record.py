@@ -19,6 +19,7 @@ from diff_transformer.durable import write_whole
 SCHEMA = 2
 FILE = "record.json"  # of a finished run, in its folder
 PAIR = ("diff", "softmax")
+_WHOLE = (FILE, "result.json", "slices.json")  # the record of a run, the newest form first
 
 
 class RecordError(ValueError):
@@ -155,10 +156,10 @@ def load_all(source: Path | str) -> list[Record]:
     if not source.is_dir():
         return _of_value(_read(source), source)
     found: list[Record] = []
-    whole = [path for name in (FILE, "result.json", "slices.json") for path in source.rglob(name)]
+    whole = [path for name in _WHOLE for path in source.rglob(name)]
     inside = {path.parent for path in whole}
     for path in sorted(source.rglob("*.json")):
-        if path.name not in (FILE, "result.json", "slices.json") and inside & {*path.parents}:
+        if path.name not in _WHOLE and inside & {*path.parents}:
             continue  # the record of the run holds it already
         if path.name != FILE and (path.parent / FILE).exists():
             continue
@@ -188,6 +189,18 @@ def of_result(result: Any, *, setting: str = "", side: str | None = None, seed: 
         rows={name: value.get("rows") or []},
         provenance={name: about},
     )
+
+
+def finished(folder: Path) -> bool:
+    """Whether the folder of a run holds its record, in this version's form or an earlier one."""
+    return any((folder / name).exists() for name in _WHOLE)
+
+
+def load_run(folder: Path, setting: str, side: str, seed: int) -> Record:
+    """The record of the finished run in ``folder``, which the caller knows to be of this setting, side and seed."""
+    path = next(folder / name for name in _WHOLE if (folder / name).exists())
+    (record,) = _of_value(_read(path), path)
+    return replace(record, setting=setting, side=side, seed=seed)
 
 
 def _read(path: Path) -> object:

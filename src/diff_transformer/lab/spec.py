@@ -1,64 +1,126 @@
-"""What a study consists of: cells (one model trained and measured each) in stages, the most telling first."""
+"""What is to be run: a ``RunSpec`` a model, and a ``Study``, which is a list of them after a sweep."""
 
 import dataclasses
-from collections.abc import Callable, Iterator
+import json
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
+from diff_transformer.checks import differences
+from diff_transformer.durable import write_whole
+from diff_transformer.lab.record import config_of_request
 from diff_transformer.train.config import RunConfig
 
-Choices = dict[str, float]  # what an earlier stage decided: the learning rate of each side
+PAIR_EVALS = ("associative_recall", "needle", "allocation", "outliers")  # of every comparison; see ``lab/worker.py``
+EXPLORER = "explorer"  # attention maps for the report
+REQUEST = "request.json"  # a spec in the folder of its run
+
+Choices = dict[str, float]  # the learning rate of each side, chosen by a sweep
 
 
 @dataclass(frozen=True)
-class Cell:
-    """One model of a study. ``setting`` is what a comparison holds fixed, ``side`` what it compares (both are parts of
-    a path); ``measured``: run the experiments on it after training, or keep its curve alone."""
+class RunSpec:
+    """One model to train and measure.
+
+    Attributes:
+        setting: what a comparison holds fixed; part of a path.
+        side: what it varies; part of a path.
+        seed: number of the run among those of its setting and side.
+        config: of the training run.
+        measure: experiments to run on the trained model: names of ``PAIR_EVALS``, of ``config.evaluation.more``, or
+            ``EXPLORER``.
+        may_diverge: whether a diverged run is a result; if not, it is an error.
+    """
 
     setting: str
     side: str
+    seed: int
     config: RunConfig
-    measured: bool = True
+    measure: tuple[str, ...] = ()
+    may_diverge: bool = False
 
     @property
-    def seed(self) -> int:
-        return self.config.train.seed
+    def name(self) -> str:
+        """Name of the run's folder."""
+        return f"{self.side}-seed{self.seed}"
 
     @property
     def key(self) -> str:
-        return f"{self.setting}/{self.side}-seed{self.seed}"
+        """Path of the run's folder in a study."""
+        return f"{self.setting}/{self.name}"
+
+    def save(self, folder: Path) -> None:
+        """Write the spec as ``request.json`` of the run's folder, which is created."""
+        folder.mkdir(parents=True, exist_ok=True)
+        values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        write_whole(folder / REQUEST, json.dumps({**values, "config": self.config.to_dict()}, indent=1) + "\n")
+
+    @classmethod
+    def load(cls, folder: Path) -> "RunSpec":
+        """What ``save`` wrote."""
+        values = json.loads((folder / REQUEST).read_text(encoding="utf-8"))
+        measure, config = tuple(values["measure"]), RunConfig.from_dict(values["config"])
+        return cls(**{**values, "measure": measure, "config": config})
+
+    def differences(self, folder: Path, *, evaluation: bool = False) -> list[str]:
+        """The settings of the run that ``folder`` was made for against those of this spec; empty where it is new.
+
+        Args:
+            evaluation: whether the settings by which the model is measured count too.
+        """
+        if not (folder / REQUEST).exists():
+            return []
+        there, here = RunConfig.from_dict(config_of_request(folder / REQUEST)).to_dict(), self.config.to_dict()
+        if not evaluation:
+            there["evaluation"] = here["evaluation"] = {}
+        return differences(there, here)
+
+
+def everything(config: RunConfig) -> tuple[str, ...]:
+    """The experiments of a comparison of ``config``."""
+    return (*PAIR_EVALS, *config.evaluation.more)
+
+
+def with_seed(config: RunConfig, seed: int, model: Mapping | None = None) -> RunConfig:
+    """``config`` with another training seed and, if given, other fields of the model."""
+    fields = config.model if model is None else dict(model)
+    return dataclasses.replace(config, model=fields, train=dataclasses.replace(config.train, seed=seed))
+
+
+def seeds(setting: str, side: str, config: RunConfig, numbers: range, *, measured: bool = True) -> Iterator[RunSpec]:
+    """The runs of a study for one side: ``config`` with each training seed of ``numbers``."""
+    for seed in numbers:
+        trained = with_seed(config, seed).validate()
+        yield RunSpec(setting, side, seed, trained, everything(trained) if measured else (), may_diverge=True)
 
 
 @dataclass(frozen=True)
 class Study:
-    """Cells in order of importance, in two stages: ``sweep`` first; from its final validation losses ``choose`` takes a
-    learning rate for each side, with which ``cells`` makes the rest."""
+    """Runs in order of importance, in two stages.
+
+    ``sweep`` comes first. From its final validation losses, ``choose`` takes a learning rate for each side, with which
+    ``runs`` makes the rest.
+    """
 
     name: str
-    sweep: list[Cell]
-    cells: Callable[[Choices], list[Cell]]
+    sweep: list[RunSpec]
+    runs: Callable[[Choices], list[RunSpec]]
 
-    def choose(self, losses: dict[str, float]) -> Choices:
+    def choose(self, losses: Mapping[str, float]) -> Choices:
         """For each side the learning rate with the lowest loss.
 
         Args:
-            losses: final validation loss by key of the sweep's cells.
+            losses: final validation loss by ``key`` of the sweep's runs.
 
         Raises:
-            ValueError: if a cell of the sweep is missing.
+            ValueError: if a run of the sweep is missing.
         """
-        missing = [cell.key for cell in self.sweep if cell.key not in losses]
+        missing = [spec.key for spec in self.sweep if spec.key not in losses]
         if missing:
             raise ValueError(f"the sweep is not finished: {', '.join(missing)} missing")
-        best: dict[str, Cell] = {}
-        for cell in self.sweep:
-            known = best.get(cell.side)
-            if known is None or losses[cell.key] < losses[known.key]:
-                best[cell.side] = cell
-        return {side: cell.config.optim.lr for side, cell in best.items()}
-
-
-def seeds(setting: str, side: str, config: RunConfig, numbers: range, *, measured: bool = True) -> Iterator[Cell]:
-    """The same cell with each seed of ``numbers``."""
-    for seed in numbers:
-        trained = dataclasses.replace(config, train=dataclasses.replace(config.train, seed=seed))
-        yield Cell(setting, side, trained.validate(), measured)
+        best: dict[str, RunSpec] = {}
+        for spec in self.sweep:
+            known = best.get(spec.side)
+            if known is None or losses[spec.key] < losses[known.key]:
+                best[spec.side] = spec
+        return {side: spec.config.optim.lr for side, spec in best.items()}

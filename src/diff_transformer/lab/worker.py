@@ -1,61 +1,90 @@
-"""One model of a comparison: train it, run the experiments on it, write what came out. Runs in a process of its own."""
+"""The process of one run: train the model, measure it, write its record.
+
+``python -m diff_transformer.lab.worker FOLDER`` does what ``FOLDER/request.json`` asks for. The run goes to
+``FOLDER/run``, results to ``FOLDER/evals/NAME.json``, the state of affairs to ``FOLDER/status.json`` and the record to
+``FOLDER/record.json``. Started again, it continues: what is finished is not done again.
+"""
 
 import json
-import os
 import signal
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
 from diff_transformer.durable import write_whole
+from diff_transformer.evals.provenance import provenance
+from diff_transformer.evals.types import Result
 from diff_transformer.lab.experiments import experiment, run_eval, settings_of
+from diff_transformer.lab.record import FILE, Record
+from diff_transformer.lab.spec import EXPLORER, PAIR_EVALS, RunSpec
 from diff_transformer.memory import keep_freed_memory
 from diff_transformer.train.config import RunConfig
+from diff_transformer.train.metrics import read_metrics
 from diff_transformer.train.signals import sigterm_interrupts
 
-INTERRUPTED, TERMINATED = 128 + signal.SIGINT, 128 + signal.SIGTERM  # exit codes of a member that stopped
-EVALS = ("associative_recall", "needle", "allocation", "outliers")
+INTERRUPTED, TERMINATED = 128 + signal.SIGINT, 128 + signal.SIGTERM  # exit codes of a worker that was stopped
+STATUS = "status.json"
+_STEPS = 5  # between two reports of progress
 
 
-def run_member(folder: Path, *, explorer: bool) -> None:
-    """Train (or go on training) the run in ``folder``, then every experiment that has no result there yet.
+def run(folder: Path) -> Record:
+    """Train and measure the run of ``folder/request.json``, or continue it, and save its record.
 
-    The folder holds the run's configuration as ``request.json``; results go to ``evals/NAME.json``, the state of
-    affairs to ``status.json``.
+    Raises:
+        FloatingPointError: if training diverges, unless the spec takes that as a result.
+        Interrupted: after Ctrl-C or SIGTERM during training, once the state is saved.
     """
-    from diff_transformer.evals.lm import CausalLM
     from diff_transformer.train.loop import train
-    from diff_transformer.train.training_data import load_training_data
+    from diff_transformer.train.materials import load_materials
 
-    config = RunConfig.load(folder / "request.json")
-    run = folder / "run"
+    spec, started = RunSpec.load(folder), time.perf_counter()
+    config, place = spec.config, folder / "run"
 
-    def report(step: int, values: dict):
-        if values or step % 5 == 0:
+    def report(step: int, values: dict) -> None:
+        if values or step % _STEPS == 0:
             write_status(folder, "training", step, values.get("loss"))
 
-    write_status(folder, "reading the corpus")
-    materials = load_training_data(config)
-    resume = (run / "config.json").exists()
-    trained = train(config, run, resume=resume, progress=report, data=materials)
-    lm = CausalLM(trained.model, trained.tokenizer, folder.name)
-    for name in EVALS:
-        path = folder / "evals" / f"{name}.json"
-        if not path.exists():
-            write_status(folder, f"measuring {name}", config.train.steps)
-            _evaluate(name, lm, materials, config).save(path)
-    for name, settings in more_experiments(config).items():
-        path = folder / "evals" / f"{name}.json"
-        if not path.exists():
-            write_status(folder, f"measuring {name}", config.train.steps)
-            run_eval(name, lm, settings, path, resume=True)
-    if explorer and not (folder / "explorer.json").exists():
-        from diff_transformer.data.filler import Filler
-        from diff_transformer.evals.explorer import explorer_entry
-
-        entry = explorer_entry(lm, Filler(materials.corpus.validation), config)
-        write_whole(folder / "explorer.json", json.dumps(entry))
+    diverged, metrics = None, {}
+    try:
+        write_status(folder, "reading the corpus")
+        materials = load_materials(config)
+        resume = (place / "config.json").exists()
+        trained = train(config, place, resume=resume, progress=report, materials=materials)
+        metrics["model"] = {"parameters": sum(parameter.numel() for parameter in trained.model.parameters())}
+        if spec.measure:
+            measure(spec, folder, trained, materials)
+    except FloatingPointError as error:
+        if not spec.may_diverge:
+            raise
+        diverged = str(error).split(",")[0]
+    record = _record(spec, folder, metrics, diverged, round(time.perf_counter() - started, 1))
+    record.save(folder / FILE)
     write_status(folder, "done", config.train.steps)
+    return record
+
+
+def measure(spec: RunSpec, folder: Path, trained, materials) -> None:
+    """Run every experiment of ``spec`` that has no result in ``folder`` yet."""
+    from diff_transformer.data.filler import Filler
+    from diff_transformer.evals.explorer import explorer_entry
+    from diff_transformer.evals.lm import CausalLM
+
+    config = spec.config
+    lm = CausalLM(trained.model, trained.tokenizer, spec.name)
+    more = more_experiments(config)
+    for name in spec.measure:
+        path = folder / f"{EXPLORER}.json" if name == EXPLORER else folder / "evals" / f"{name}.json"
+        if path.exists():
+            continue
+        write_status(folder, f"measuring {name}", config.train.steps)
+        if name == EXPLORER:
+            entry = explorer_entry(lm, Filler(materials.corpus.validation), config)
+            write_whole(path, json.dumps(entry))
+        elif name in PAIR_EVALS:
+            _pair_eval(name, lm, materials, config).save(path)
+        else:
+            run_eval(name, lm, more[name], path, resume=True)
 
 
 def more_experiments(config: RunConfig) -> dict[str, Any]:
@@ -69,8 +98,10 @@ def more_experiments(config: RunConfig) -> dict[str, Any]:
     general = {"corpus": corpora[0], "length": config.data.length, "seed": config.evaluation.seed}
     settings = {}
     for name, own in config.evaluation.more.items():
-        if name in EVALS or not getattr(experiment(name), "NEEDS_MODEL", True):
-            raise ValueError(f"evaluation.more.{name}: {name} is {'always measured' if name in EVALS else 'no model'}")
+        if name in PAIR_EVALS:
+            raise ValueError(f"evaluation.more.{name}: {name} is always measured")
+        if not getattr(experiment(name), "NEEDS_MODEL", True):
+            raise ValueError(f"evaluation.more.{name}: {name} is no model")
         assignments = [f"{key}={json.dumps(value)}" for key, value in own.items()]
         settings[name] = settings_of(name, general, assignments, quick=True, lenient=True)
         if len(corpora) > 1 and hasattr(settings[name], "corpus") and "corpus" not in own:
@@ -81,14 +112,15 @@ def more_experiments(config: RunConfig) -> dict[str, Any]:
     return settings
 
 
-def _evaluate(name: str, lm, materials, config: RunConfig):
+def _pair_eval(name: str, lm, materials, config: RunConfig) -> Result:
+    """An experiment of ``PAIR_EVALS`` on held-out text of the run's own corpus."""
     from diff_transformer.data.filler import Filler
     from diff_transformer.data.packing import PackedCorpus
     from diff_transformer.evals.allocation import evaluate_allocation
     from diff_transformer.evals.associative_recall import evaluate_associative_recall
     from diff_transformer.evals.needle import evaluate_needle
     from diff_transformer.evals.outliers import evaluate_outliers
-    from diff_transformer.train.training_data import spread_rows
+    from diff_transformer.train.materials import spread_rows
 
     settings, length = config.evaluation, config.data.length
     if name in ("associative_recall", "outliers"):
@@ -117,28 +149,113 @@ def _evaluate(name: str, lm, materials, config: RunConfig):
     )  # fmt: skip
 
 
-def write_status(folder: Path, stage: str, step: int = 0, loss: float | None = None):
-    """Replace ``status.json`` in one move, so that a reader never sees half of it."""
-    path = folder / "status.json"
-    partial = path.with_suffix(".partial")
-    partial.write_text(json.dumps({"stage": stage, "step": step, "loss": loss}))
-    os.replace(partial, path)
+# ---- the record
+
+
+def _record(spec: RunSpec, folder: Path, metrics: dict, diverged: str | None, seconds: float) -> Record:
+    results = [Result.load(path) for path in sorted((folder / "evals").glob("*.json"))]
+    explorer = folder / f"{EXPLORER}.json"
+    rows: dict[str, list[dict]] = {result.eval: result.rows for result in results}
+    if explorer.exists():
+        rows[EXPLORER] = [json.loads(explorer.read_text(encoding="utf-8"))]
+    lines = read_metrics(folder / "run" / "metrics.jsonl")
+    norms = [line["grad_norm"] for line in lines if "loss" in line]
+    return Record(
+        spec.setting,
+        spec.side,
+        spec.seed,
+        spec.config.to_dict(),
+        {result.eval: result.metrics for result in results} | {"gradients": gradient_metrics(norms)} | metrics,
+        rows,
+        training_curves(lines, spec.config.model),
+        {result.eval: result.provenance for result in results} | {"training": provenance(seconds=seconds)},
+        diverged,
+    )
+
+
+def training_curves(lines: list[dict], model: dict) -> dict[str, dict]:
+    """The curves of a record from the lines of ``metrics.jsonl``; ``model`` are the fields of the model."""
+    logged = [line for line in lines if "loss" in line]
+    checked = [line for line in lines if "validation_loss" in line]
+    names = ("step", "loss", "grad_norm", "tokens_per_second")
+    curves: dict[str, dict] = {
+        "training": {name: [line[name] for line in logged] for name in names},
+        "validation": {"step": [x["step"] for x in checked], "loss": [x["validation_loss"] for x in checked]},
+    }
+    if sources := losses_by_source(logged, curves["validation"]["step"]):
+        curves["sources"] = sources
+    seen = [line for line in logged if line.get("lambda")]
+    if seen:
+        layers = [line["lambda"] for line in seen]
+        curves["lambda"] = {"step": [line["step"] for line in seen], "layers": layers, "init": _initial_lambdas(model)}
+    return curves
+
+
+def losses_by_source(logged: list[dict], steps: list[int]) -> dict[str, list[float | None]]:
+    """The training loss of each source of the mixture at each of ``steps``: its mean since the step before.
+
+    None where the source was not in a batch. Needle and recall documents are made anew for each batch, and so is text
+    within its first epoch: there it is a loss on rows not seen before.
+    """
+    curves: dict[str, list[float | None]] = {}
+    for name in dict.fromkeys(name for line in logged for name in line.get("loss_by_source", {})):
+        curves[name] = []
+        for after, until in zip([-1, *steps], steps, strict=False):
+            values = [line["loss_by_source"].get(name) for line in logged if after < line["step"] <= until]
+            known = [value for value in values if value is not None]
+            curves[name].append(round(sum(known) / len(known), 5) if known else None)
+    return curves
+
+
+def gradient_metrics(norms: list[float]) -> dict[str, float | None]:
+    """The median and the largest gradient norm after the first tenth of training, and the number of spikes.
+
+    A spike is a norm of more than three times the median of the (up to) 20 logged before it.
+    """
+    spikes = 0
+    for i in range(5, len(norms)):
+        before = sorted(norms[max(0, i - 20) : i])
+        spikes += norms[i] > 3 * before[len(before) // 2]
+    late = sorted(norms[len(norms) // 10 :])
+    if not late:  # diverged before anything was logged
+        return {"median": None, "largest": None, "spikes": 0, "logged": 0}
+    return {"median": late[len(late) // 2], "largest": late[-1], "spikes": spikes, "logged": len(norms)}
+
+
+def _initial_lambdas(model: dict) -> list[float]:
+    from diff_transformer.model.config import DiffTransformerConfig
+    from diff_transformer.model.lambdas import lambda_init
+
+    made = DiffTransformerConfig(**model)
+    if made.attention != "diff":
+        return []
+    setting, offset = made.lambda_init, made.lambda_depth_offset
+    layers = range(made.num_hidden_layers)
+    return [lambda_init(i, offset) if setting == "depth" else float(setting) for i in layers]
+
+
+# ---- the process
+
+
+def write_status(folder: Path, stage: str, step: int = 0, loss: float | None = None) -> None:
+    write_whole(folder / STATUS, json.dumps({"stage": stage, "step": step, "loss": loss}), flush=False)
 
 
 def read_status(folder: Path) -> dict:
-    path = folder / "status.json"
+    """``stage``, ``step`` and ``loss`` (None outside training) of the run in ``folder``."""
+    path = folder / STATUS
     return json.loads(path.read_text()) if path.exists() else {"stage": "starting", "step": 0, "loss": None}
 
 
 def main() -> int:
+    """Run what the folder named on the command line asks for; 130 after Ctrl-C, 143 after SIGTERM."""
     from transformers.utils import logging
 
     logging.disable_progress_bar()
     keep_freed_memory()
-    folder, explorer = Path(sys.argv[1]), sys.argv[2] == "explorer"
     try:
         with sigterm_interrupts():
-            run_member(folder, explorer=explorer)
+            run(Path(sys.argv[1]))
     except KeyboardInterrupt as stopped:
         print(str(stopped) or "stopped", file=sys.stderr)
         return TERMINATED if getattr(stopped, "number", signal.SIGINT) == signal.SIGTERM else INTERRUPTED

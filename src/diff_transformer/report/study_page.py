@@ -10,7 +10,6 @@ from diff_transformer.lab.measures import (
     Record,
     Row,
     borrow_baselines,
-    collect,
     final_loss,
     paired_rows,
     trained,
@@ -24,7 +23,6 @@ from diff_transformer.report.numbers import mean, number, plural
 from diff_transformer.report.series import sides_of
 from diff_transformer.report.write import contents, fill_page, save_page
 
-BASELINE = "softmax"
 _CAVEATS = (
     "Differences are of the same seed's pair; intervals are Student's 95 % over seeds, without correction for the "
     "number of measures: one in twenty of those that mean nothing excludes zero. What a study of small models shows "
@@ -33,11 +31,16 @@ _CAVEATS = (
 
 
 def is_study(path: Path | str) -> bool:
-    """Whether this is a folder that ``diff-transformer study`` wrote, or a record of one (``{"cells": ...}``)."""
+    """Whether this is a folder that ``diff-transformer study`` wrote, or a record of one."""
     path = Path(path)
     if path.is_dir():
-        return any(path.glob("*/*-seed*/result.json")) or any(path.glob("sweep/*/*-seed*/result.json"))
-    return isinstance(_record(path), dict)
+        runs = (f"{setting}/*-seed*/{name}" for setting in ("*", "sweep/*") for name in ("record.json", "result.json"))
+        return not (path / "compare.json").exists() and any(any(path.glob(pattern)) for pattern in runs)
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return False
+    return isinstance(value, dict) and any(isinstance(value.get(key), dict | list) for key in ("cells", "records"))
 
 
 def write_study_report(source: Path | str, path: Path | str, *, overwrite: bool = False) -> Path:
@@ -54,27 +57,14 @@ def write_study_report(source: Path | str, path: Path | str, *, overwrite: bool 
 
 
 def load_cells(source: Path | str) -> Cells:
-    """The finished cells of a study: setting -> side -> seed -> record."""
-    source = Path(source)
-    if source.is_dir():
-        cells = collect(source)
-    else:
-        found = _record(source) or {}
-        cells = {
-            setting: {side: {int(seed): record for seed, record in seeds.items()} for side, seeds in sides.items()}
-            for setting, sides in found.items()
-        }
-    if not cells:
-        raise ResultsError(f"{source} holds no finished cell of a study; go on with `diff-transformer study`")
-    return cells
-
-
-def _record(path: Path) -> dict | None:
+    """The records of a study's finished runs, by setting, side and seed."""
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return None
-    return value.get("cells") if isinstance(value, dict) else None
+        cells = grouped(record for record in load_all(source) if record.setting)
+    except RecordError:
+        cells = {}
+    if not cells:
+        raise ResultsError(f"{source} holds no finished run of a study; continue it with `diff-transformer study`")
+    return cells
 
 
 def render_study_page(cells: Cells) -> str:
@@ -160,9 +150,9 @@ def _setting(name: str, sides: dict[str, dict[int, Record]], marks: dict[str, st
 
 def _title(name: str, sides: dict[str, dict[int, Record]]) -> str:
     record = next(iter(next(iter(sides.values())).values()))
-    model = record["model"]
+    model = record.config["model"]
     sizes = f"{model['num_hidden_layers']} layers of width {model['hidden_size']}"
-    return f"{name}: {sizes}, {model['num_attention_heads']} maps, {record['steps']:,} steps"
+    return f"{name}: {sizes}, {model['num_attention_heads']} maps, {record.steps:,} steps"
 
 
 def _measures(sides: dict[str, dict[int, Record]], side: str) -> Html | None:
@@ -182,9 +172,9 @@ def _sweep(sweep: Cells, marks: dict[str, str]) -> Figure:
     for sides in sweep.values():
         for side, seeds in sides.items():
             for record in seeds.values():
-                lost = record.get("diverged")
-                said.setdefault(record["lr"], {})[side] = "diverged" if lost else number(_last(record), 3)
-                points.setdefault(side, []).extend([] if lost else [(record["lr"], _last(record))])
+                lost = record.diverged
+                said.setdefault(record.lr, {})[side] = "diverged" if lost else number(_last(record), 3)
+                points.setdefault(side, []).extend([] if lost else [(record.lr, _last(record))])
     lines = [Line(side, sorted(found), marks[side], marks=True) for side, found in points.items() if found]
     shown = [
         panel("Validation loss, nats per token", line_chart("sweep", lines, x_label="learning rate", log_x=True))
@@ -205,9 +195,9 @@ def _legend(sides: Iterable[str], marks: dict[str, str]) -> Html:
 
 
 def _curve(record: Record) -> list[Point]:
-    steps, losses = record["validation"]["step"], record["validation"]["loss"]
-    return list(zip(steps, losses, strict=True))[1:]
+    curve = record.curves["validation"]
+    return list(zip(curve["step"], curve["loss"], strict=True))[1:]
 
 
 def _last(record: Record) -> float:
-    return record["validation"]["loss"][-1]
+    return record.final_loss

@@ -9,7 +9,7 @@ import dataclasses
 from typing import Any
 
 from diff_transformer.lab.recipes.desk import demo
-from diff_transformer.lab.spec import Cell, Choices, Study, seeds
+from diff_transformer.lab.spec import Choices, RunSpec, Study, seeds
 from diff_transformer.train.config import RunConfig
 
 LEARNING_RATES = (5e-4, 1e-3, 2e-3, 4e-3, 8e-3)
@@ -89,10 +89,10 @@ def desk_study(corpus: str) -> Study:
         for cell in seeds("sweep", side, _side(_short(plain), side, {side: rate}), range(100, 101), measured=False)
     ]
 
-    def cells(chosen: Choices) -> list[Cell]:
+    def runs(chosen: Choices) -> list[RunSpec]:
         same = dict.fromkeys(SIDES, chosen["softmax"])
 
-        def compared(setting, config, numbers, sides=("softmax", "diff"), rates=same) -> list[Cell]:
+        def compared(setting, config, numbers, sides=("softmax", "diff"), rates=same) -> list[RunSpec]:
             made = [list(seeds(setting, side, _side(config, side, rates), numbers)) for side in sides]
             return [cell for one_seed in zip(*made, strict=True) for cell in one_seed]
 
@@ -119,7 +119,7 @@ def desk_study(corpus: str) -> Study:
             *compared("long", long, FEW, tuple(NORMED)),
         ]
 
-    return Study("desk", sweep, cells)
+    return Study("desk", sweep, runs)
 
 
 def _side(config: RunConfig, side: str, rates: Choices) -> RunConfig:

@@ -1,7 +1,7 @@
 """Figure 3 on one GPU: the pair at four sizes, equal tokens."""
 
 from diff_transformer.lab.recipes.one_gpu import one_gpu
-from diff_transformer.lab.spec import Cell, Choices, Study, seeds
+from diff_transformer.lab.spec import Choices, RunSpec, Study, seeds
 
 SIZES = ((256, 4), (512, 6), (768, 8), (1024, 8))  # width, layers; 16 maps each
 
@@ -14,7 +14,7 @@ def ladder_study(corpus: str) -> Study:
     at 25 % of 989 TFLOP/s; not measured. Give it 150 MB of text or more, to see none of it twice.
     """
 
-    def cells(_: Choices) -> list[Cell]:
+    def runs(_: Choices) -> list[RunSpec]:
         made = []
         for width, layers in SIZES:
             for attention in ("softmax", "diff"):
@@ -26,4 +26,4 @@ def ladder_study(corpus: str) -> Study:
                 made += seeds(f"width{width}", attention, config, range(1), measured=False)
         return made
 
-    return Study("ladder", [], cells)
+    return Study("ladder", [], runs)

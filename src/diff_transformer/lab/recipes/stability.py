@@ -3,7 +3,7 @@
 from typing import Any
 
 from diff_transformer.lab.recipes.desk_study import base
-from diff_transformer.lab.spec import Cell, Choices, Study, seeds
+from diff_transformer.lab.spec import Choices, RunSpec, Study, seeds
 
 LEARNING_RATES = (1e-3, 3e-3, 1e-2, 3e-2)
 SIDES: dict[str, dict[str, Any]] = {
@@ -24,7 +24,7 @@ def stability_study(corpus: str) -> Study:
     cores. Time: about twenty minutes.
     """
 
-    def cells(_: Choices) -> list[Cell]:
+    def runs(_: Choices) -> list[RunSpec]:
         made = []
         for rate in LEARNING_RATES:
             for side, fields in SIDES.items():
@@ -36,4 +36,4 @@ def stability_study(corpus: str) -> Study:
                 made += seeds(f"lr{rate:g}", side, config, range(3), measured=False)
         return sorted(made, key=lambda cell: cell.seed)
 
-    return Study("stability", [], cells)
+    return Study("stability", [], runs)
