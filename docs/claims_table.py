@@ -1,11 +1,11 @@
 """The table of docs/reproduction.md: each claim, what the paper ran, what it takes, what the desk study saw."""
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 
 from diff_transformer.lab.measures import AR_HIT, OUTLIERS, Measure, final_loss, metric, paired_rows
 from diff_transformer.lab.recipes import recipe
+from diff_transformer.lab.record import grouped, load_all
 from diff_transformer.model.config import DiffTransformerConfig
 from diff_transformer.model.training_cost import BF16_PEAK_FLOPS, training_seconds
 
@@ -79,8 +79,7 @@ ROWS = (
 
 
 def claims_table() -> str:
-    cells = json.loads(RECORD.read_text())["cells"]
-    cells = {MAIN: {side: {int(seed): of for seed, of in seeds.items()} for side, seeds in cells[MAIN].items()}}
+    cells = grouped(load_all(RECORD))
     heads = ("claim", "the paper ran", "command at its scale", "H100 days", "the desk study saw", "more")
     lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
     for row in ROWS:

@@ -13,12 +13,13 @@ from pathlib import Path
 
 from folder_plots import Numbers, draw_ablation, draw_folder, draw_scaling, draw_throughput
 from paper import ABLATED, FOLDERS, TABLE_6, Folder
-from plots import RATES, cells_of
-from record import without_places
+from plots import RATES
+from record import cells_of, without_places
 from scaling import SIDES, matched, records, scaling_runs
 from tables import in_short, interval, side_by_side
 
-from diff_transformer.lab.measures import Cells, Row, paired_rows
+from diff_transformer.lab.measures import Row, paired_rows
+from diff_transformer.lab.record import Cells, load_all
 
 FIGURES = Path(__file__).resolve().parent
 MEASURED = re.compile(r"(?<=<!-- measured -->\n).*?(?=\n<!-- /measured -->)", re.DOTALL)
@@ -129,7 +130,7 @@ def numbers(name: str, cells: Cells) -> Numbers:
     ours: Numbers = {}
     for side in ("softmax", *RATES):
         for record_of in main.get(side, {}).values():
-            for key, value in record_of["metrics"].get(experiment, {}).items():
+            for key, value in record_of.metrics.get(experiment, {}).items():
                 ours.setdefault(side, {}).setdefault(key, []).append(value)
     ticks = [p.ticks for p in FOLDERS[name].panels if not p.paper]
     wanted = {key for tick in ticks if isinstance(tick, dict) for key in tick.values()}
@@ -138,8 +139,9 @@ def numbers(name: str, cells: Cells) -> Numbers:
     path = FIGURES / name / "measured.json"
     if not path.exists():
         return {}
-    results = json.loads(path.read_text())["results"]
-    return {r["model"].split("-")[0]: {key: [value] for key, value in r["metrics"].items()} for r in results}
+    return {
+        record.side: {key: [value] for key, value in record.metrics[experiment].items()} for record in load_all(path)
+    }
 
 
 def draw(name: str, cells: Cells) -> None:

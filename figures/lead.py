@@ -6,7 +6,8 @@ import matplotlib.pyplot as plt
 from plots import COLORS, NAMES, save
 from tables import in_numbers
 
-from diff_transformer.lab.measures import Cells, Record, borrow_baselines, trained
+from diff_transformer.lab.measures import borrow_baselines, trained
+from diff_transformer.lab.record import Cells, Record
 from diff_transformer.lab.stats import Interval, over_seeds
 
 # Setting -> the sides that are shown, all at the Transformer's learning rate but the published one of "novels".
@@ -37,7 +38,7 @@ def by_step(cells: Cells, setting: str, side: str) -> dict[int, Interval]:
 
 
 def _losses(record: Record) -> dict[int, float]:
-    curve = record["validation"]
+    curve = record.curves["validation"]
     return {int(step): loss for step, loss in zip(curve["step"], curve["loss"], strict=True)}
 
 

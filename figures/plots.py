@@ -4,7 +4,6 @@ python figures/plots.py          # every plot again
 python figures/plots.py --check  # exit 1 if one is missing
 """
 
-import json
 import sys
 from collections.abc import Iterable
 from pathlib import Path
@@ -13,6 +12,9 @@ import matplotlib
 
 matplotlib.use("svg")
 import matplotlib.pyplot as plt
+from record import cells_of
+
+from diff_transformer.lab.record import Record
 
 FIGURES = Path(__file__).resolve().parent
 COLORS = {
@@ -70,10 +72,7 @@ def save(figure, path: Path) -> None:
 
 def bands(axes, seeds: Iterable[dict], side: str, *, label: str | None = None, source: str = "") -> None:
     """Mean of the validation loss, or of a source's training loss, over seeds, and from the lowest to the highest."""
-    curves = [
-        (record["validation"]["step"][1:], (record["sources"][source] if source else record["validation"]["loss"])[1:])
-        for record in seeds
-    ]
+    curves = [_curve(record, source) for record in seeds]
     steps = curves[0][0]
     columns = list(zip(*(losses for _, losses in curves), strict=True))
     color = COLORS.get(side, "#cc79a7")
@@ -92,14 +91,14 @@ def draw_desk(cells: dict, folder: Path) -> None:
             bands(left, main[side].values(), side)
             bands(middle, main[side].values(), side, source="needles")
         middle.set(xlabel="step", ylabel="loss on needles' answers, nats a token", ylim=(0, 2.5))
-        top = max(record["validation"]["loss"][4] for record in main["softmax"].values())
+        top = max(record.curves["validation"]["loss"][4] for record in main["softmax"].values())
         left.set(xlabel="step", ylabel="validation loss, nats a token", ylim=(None, top))
         figure.legend(*left.get_legend_handles_labels(), loc="outside upper center", ncol=5, fontsize=9)
         tasks = ["n1_r1", "n2_r1", "n4_r1", "n4_r2"]
         shown = [name for name in NAMES if name in main]
         for i, side in enumerate(shown):
             for j, task in enumerate(tasks):
-                scores = [record["metrics"]["needle"][task] for record in main[side].values()]
+                scores = [record.metrics["needle"][task] for record in main[side].values()]
                 place = j + (i - len(shown) / 2 + 0.5) * 0.17
                 right.bar(place, sum(scores) / len(scores), 0.15, color=COLORS[side], alpha=0.5)
                 right.plot([place] * len(scores), scores, ".", color=COLORS[side], ms=4)
@@ -135,9 +134,9 @@ def draw_stability(cells: dict, folder: Path) -> None:
             for rate in rates:
                 for record in cells[rate].get(side, {}).values():
                     value = {
-                        titles[0]: record["gradients"]["largest"],
-                        titles[1]: record["gradients"]["spikes"],
-                        titles[2]: record["validation"]["loss"][-1] if not record["diverged"] else None,
+                        titles[0]: record.metrics["gradients"]["largest"],
+                        titles[1]: record.metrics["gradients"]["spikes"],
+                        titles[2]: record.final_loss if not record.diverged else None,
                     }[title]
                     if value is not None:
                         points.append((float(rate.removeprefix("lr")), value))
@@ -152,13 +151,10 @@ def draw_stability(cells: dict, folder: Path) -> None:
     save(figure, folder / "stability.svg")
 
 
-def cells_of(folder: Path) -> dict:
-    """The cells of a study's committed record; seeds as numbers."""
-    kept = json.loads((folder / "measured.json").read_text())
-    return {
-        setting: {side: {int(seed): record for seed, record in seeds.items()} for side, seeds in sides.items()}
-        for setting, sides in kept["cells"].items()
-    }
+def _curve(record: Record, source: str) -> tuple[list, list]:
+    validation = record.curves["validation"]
+    losses = record.curves["sources"][source] if source else validation["loss"]
+    return validation["step"][1:], losses[1:]
 
 
 def main(arguments: list[str]) -> int:

@@ -1,4 +1,4 @@
-"""Keep the record of a comparison: its results without examples and attention maps, small enough to commit.
+"""Keep what a comparison or a study found in a form small enough to commit: no examples, no attention maps.
 
 python figures/record.py runs/demo figures/demo
 """
@@ -6,11 +6,64 @@ python figures/record.py runs/demo figures/demo
 import json
 import re
 import sys
+from dataclasses import replace
 from pathlib import Path
+
+from diff_transformer.lab.record import Cells, Record, grouped, load_all, save_all
+
+POINTS = 60  # of a curve
+# Metrics that some table shows, by experiment.
+SHOWN = {
+    "associative_recall": r"validation|ar_hit|others|ar_hit_share",
+    "needle": r"chance|n\d+_r\d+(_depth\d+)?",
+    "allocation": r"(answer|noise)(_depth\d+)?|best_head_answer",
+    "outliers": r"(logits|hidden)_(top\d+|median)",
+    "quantization": r"(accuracy|loss)_\d+bit(_change)?|chance",
+    "long_nll": r"nll\d+|books",
+    "many_shot": r"chance|shots\d+|(random|alternate)_(mean|best|worst|margin)",
+    "gradients": r".*",
+    "model": r".*",
+}
+
+
+def cells_of(source: Path) -> Cells:
+    """The records of a study by setting, side and seed: of its folder, or of a folder with its ``measured.json``."""
+    kept = source / "measured.json"
+    return grouped(record for record in load_all(kept if kept.exists() else source) if record.setting)
+
+
+def keep_study(source: Path, path: Path) -> None:
+    """Write the finished runs of the study in ``source`` to ``path``, as small as ``committed`` makes them."""
+    save_all((committed(record) for record in load_all(source) if record.setting), path)
+
+
+def committed(record: Record) -> Record:
+    """A record without examples, with the metrics that tables show, thin curves and no absolute paths."""
+    metrics = {
+        name: {key: _short(value) for key, value in values.items() if re.fullmatch(SHOWN[name], key)}
+        for name, values in record.metrics.items()
+        if name in SHOWN
+    }
+    curves = dict(record.curves)
+    for name in ("training", "lambda"):
+        if name in curves:
+            stride = max(1, len(curves[name]["step"]) // POINTS)
+            curves[name] = {key: values if key == "init" else values[::stride] for key, values in curves[name].items()}
+    curves = {name: {key: _short(values) for key, values in curve.items()} for name, curve in curves.items()}
+    about = {"training": record.provenance.get("training", {})}
+    small = replace(record, metrics=metrics, rows={}, curves=curves, provenance=about)
+    return Record.from_dict(without_places(small.to_dict()))
+
+
+def _short(value):
+    """Numbers with five significant digits; whole numbers as they are."""
+    if isinstance(value, list):
+        return [_short(one) for one in value]
+    return float(f"{value:.5g}") if isinstance(value, float) else value
 
 
 def trimmed(summary: dict) -> dict:
-    """Claims, settings, curves and metrics; no single examples, no maps."""
+    """The ``results.json`` of a comparison with claims, settings, curves and metrics alone."""
     kept = {key: value for key, value in summary.items() if key != "explorer"}
     kept["evals"] = [{**entry, "rows": []} for entry in summary["evals"]]
     kept["curves"] = [_thinned(curve) for curve in summary["curves"]]
@@ -28,8 +81,8 @@ def without_places(value):
     return value
 
 
-def _thinned(curve: dict, points: int = 60) -> dict:
-    stride = max(1, len(curve["step"]) // points)
+def _thinned(curve: dict) -> dict:
+    stride = max(1, len(curve["step"]) // POINTS)
     series = ("step", "loss", "grad_norm", "tokens_per_second", "lambda")
     return {key: value[::stride] if key in series else value for key, value in curve.items()}
 

@@ -1,7 +1,7 @@
 """The desk study's sizes as a table of runs, and the law of Figure 3 fitted to it."""
 
-from diff_transformer.lab.measures import Cells
-from diff_transformer.lab.run_tables import Run, runs_of_cell
+from diff_transformer.lab.record import Cells, Record
+from diff_transformer.lab.run_tables import Run, runs_of_record
 from diff_transformer.lab.scaling import evaluate_scaling
 
 SIZES = ("narrow", "novels", "wide")  # settings that differ in size alone
@@ -14,13 +14,13 @@ def scaling_runs(cells: Cells) -> list[Run]:
     return [run for setting in SIZES for side in SIDES for run in _of(cells, setting, side)]
 
 
-def records(cells: Cells, setting: str, side: str) -> list[dict]:
+def records(cells: Cells, setting: str, side: str) -> list[Record]:
     """What the seeds of ``side`` left, at the learning rate of both models."""
     return list(cells.get(setting, {}).get(SAME_RATE.get((setting, side), side), {}).values())
 
 
 def _of(cells: Cells, setting: str, side: str) -> list[Run]:
-    return [run for record in records(cells, setting, side) for run in runs_of_cell(record, side)]
+    return [run for record in records(cells, setting, side) for run in runs_of_record(record, side)]
 
 
 def matched(cells: Cells) -> list[str]:

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from diff_transformer.lab.record import Record, load_run
+
 FIGURES = Path(__file__).parents[1] / "figures"
 FOLDERS = sorted(path.parent for path in FIGURES.glob("*/expected.json"))
 FILLED = re.compile(r"<!-- measured -->\n(.+)\n<!-- /measured -->", re.DOTALL)
@@ -45,13 +47,16 @@ def figures(monkeypatch):
     monkeypatch.syspath_prepend(str(FIGURES))
 
 
-def cell(loss: float, **metrics) -> dict:
-    curve = {"step": [0, 100, 200], "loss": [5.0, loss + 1, loss]}
+def cell(loss: float, **metrics) -> Record:
+    steps = [0, 100, 200]
     model = {"hidden_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4, "vocab_size": 100}
-    return {
-        "validation": curve, "sources": {"needles": [None, 1.0, loss / 4]}, "tokens_per_step": 10, "model": model,
-        "metrics": {"associative_recall": {"validation": loss, "ar_hit": loss + 1, "others": loss}, **metrics},
-    }  # fmt: skip
+    return Record(
+        "novels", "", 0,
+        {"model": model, "train": {"batch_size": 1}, "data": {"length": 10}},
+        {"associative_recall": {"validation": loss, "ar_hit": loss + 1, "others": loss}, **metrics},
+        curves={"validation": {"step": steps, "loss": [5.0, loss + 1, loss]},
+                "sources": {"needles": [None, 1.0, loss / 4]}},
+    )  # fmt: skip
 
 
 def test_a_plot_of_every_kind_is_drawn(figures, tmp_path):
@@ -89,7 +94,8 @@ def test_the_share_of_parameters_comes_from_sizes_that_differ(figures):
 
     def sized(loss, width):
         made = cell(loss)
-        return {**made, "model": {**made["model"], "hidden_size": width}}
+        made.config["model"]["hidden_size"] = width
+        return made
 
     cells = {
         name: {"softmax": {0: sized(loss, width)}, side: {0: sized(loss - 0.2, width)}}
@@ -107,18 +113,35 @@ def test_the_share_of_parameters_comes_from_sizes_that_differ(figures):
     assert matched({"novels": cells["novels"]}) == []
 
 
-def test_recorded_cells_can_be_gone_on_with(figures, tmp_path):
-    from plots import cells_of
+def test_recorded_runs_can_be_gone_on_with(figures, tmp_path):
+    from record import cells_of
 
-    from diff_transformer.lab.measures import collect
-
-    kept = tmp_path / "novels" / "softmax-seed0" / "result.json"
-    kept.parent.mkdir(parents=True)
     recorded = cells_of(FIGURES / "desk")
-    kept.write_text(json.dumps(recorded["novels"]["softmax"][1]))
+    kept = recorded["novels"]["softmax"].pop(0)
+    there = recorded["novels"]["softmax"][1]
+    there.save(tmp_path / "novels" / "softmax-seed0" / "record.json")
     restore = [sys.executable, str(FIGURES / "desk" / "run.py"), "--restore", str(tmp_path)]
     subprocess.run(restore, check=True, timeout=120)
-    restored = collect(tmp_path)
-    assert restored["novels"]["softmax"].pop(0) == recorded["novels"]["softmax"][1], "a cell that is there stays"
-    recorded["novels"]["softmax"].pop(0)
-    assert restored == recorded
+    assert load_run(tmp_path / "novels" / "softmax-seed0", *there.identity) == there, "a run that is there stays"
+    kept.save(tmp_path / "novels" / "softmax-seed0" / "record.json")
+    recorded["novels"]["softmax"][0] = kept
+    assert cells_of(tmp_path) == recorded
+
+
+def test_what_is_committed_of_a_run_is_small_and_true(figures):
+    from record import cells_of, committed
+
+    (record, *_) = cells_of(FIGURES / "desk")["novels"]["softmax"].values()
+    assert committed(record) == record
+    long = list(range(600))
+    full = Record(
+        "novels", "diff", 0, {"data": {"corpus": "/home/me/novels"}},
+        {"needle": {"n1_r1": 0.123456789, "all_n1_r1": 1.0}, "harness": {"x": 1.0}}, {"needle": [{"score": 1.0}]},
+        {"training": {"step": long, "loss": [1.0] * 600},
+         "lambda": {"step": long, "layers": [[0.5]] * 600, "init": [0.8]}},
+    )  # fmt: skip
+    small = committed(full)
+    assert small.metrics == {"needle": {"n1_r1": 0.12346}}
+    assert (small.rows, small.config) == ({}, {"data": {"corpus": "novels"}})
+    assert len(small.curves["training"]["step"]) == len(small.curves["lambda"]["layers"]) == 60
+    assert small.curves["lambda"]["init"] == [0.8]

@@ -63,7 +63,7 @@ def ask():
     raise Asked
 
 
-@pytest.mark.parametrize("module", ["lab.worker", "lab.ablation", "lab.cell"])
+@pytest.mark.parametrize("module", ["lab.worker"])
 def test_processes_that_train_ask_for_it(monkeypatch, module):
     process = import_module(f"diff_transformer.{module}")
     monkeypatch.setattr(process, "keep_freed_memory", ask)

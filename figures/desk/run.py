@@ -6,7 +6,6 @@ python figures/desk/run.py --check               # exit 1 if the README's tables
 python figures/desk/run.py --restore runs/desk   # the recorded cells as a folder that the study goes on with
 """
 
-import json
 import re
 import sys
 from collections.abc import Callable
@@ -14,21 +13,20 @@ from pathlib import Path
 
 from diff_transformer.lab.measures import (
     MEASURES,
-    Cells,
     borrow_baselines,
-    collect,
     final_loss,
     paired_rows,
     spread,
     tokens_to_equal_loss,
     trained,
 )
+from diff_transformer.lab.record import FILE, Cells, finished
 
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent))
 from lead import draw_lead, lead_table  # noqa: E402
-from plots import NAMES, RATES, SETTINGS, cells_of, draw_desk  # noqa: E402  (these three stand beside this folder)
-from record import without_places  # noqa: E402
+from plots import NAMES, RATES, SETTINGS, draw_desk  # noqa: E402  (these three stand beside this folder)
+from record import cells_of, keep_study  # noqa: E402
 from tables import interval, side_by_side, table  # noqa: E402
 
 SHOWN = MEASURES[:15]  # of these, what the first README shows
@@ -116,7 +114,7 @@ def by_depth(cells: Cells) -> str:
     for n, r in ((1, 1), (2, 1), (4, 1), (4, 2)):
         for side in [name for name in ("softmax", "diff", "diff_same_rate", "diff_norm1") if name in sides]:
             scores = [
-                [record["metrics"]["needle"][f"n{n}_r{r}_depth{depth}"] for record in trained(sides[side]).values()]
+                [record.metrics["needle"][f"n{n}_r{r}_depth{depth}"] for record in trained(sides[side]).values()]
                 for depth in DEPTHS
             ]
             lines.append(f"| {n}, {r} | {NAMES[side]} | {' | '.join(f'{sum(s) / len(s):.2f}' for s in scores)} |")
@@ -132,10 +130,7 @@ def sweep(cells: Cells) -> str:
     lines = ["**Learning rates** (validation loss after 600 steps, one seed)", "", f"| | {' | '.join(rates)} |"]
     lines.append("|---" * (len(rates) + 1) + "|")
     for side in ("softmax", "diff", "diff_norm1", "diff_v2"):
-        losses = [
-            next((f"{r['validation']['loss'][-1]:.3f}" for r in found[rate].get(side, {}).values()), "")
-            for rate in rates
-        ]
+        losses = [next((f"{r.final_loss:.3f}" for r in found[rate].get(side, {}).values()), "") for rate in rates]
         lines.append(f"| {NAMES[side]} | {' | '.join(losses)} |")
     return "\n".join(lines)
 
@@ -169,15 +164,14 @@ def filled(page: Path, cells: Cells) -> str:
 
 
 def restore(cells: Cells, out: Path) -> None:
-    """Write each recorded cell as the study leaves it (``study.run``), so that only what is missing is trained. A cell
+    """Write each recorded cell as the study leaves it, so that only what is missing is trained. A cell
     that is there already stays as it is."""
     for setting, sides in cells.items():
         for side, records in sides.items():
             for seed, record in records.items():
-                kept = out / setting / f"{side}-seed{seed}" / "result.json"
-                if not kept.exists():
-                    kept.parent.mkdir(parents=True, exist_ok=True)
-                    kept.write_text(json.dumps(record) + "\n")
+                folder = out / setting / f"{side}-seed{seed}"
+                if not finished(folder):
+                    record.save(folder / FILE)
 
 
 def main(arguments: list[str]) -> int:
@@ -185,8 +179,7 @@ def main(arguments: list[str]) -> int:
         restore(cells_of(HERE), Path(arguments[1]))
         return 0
     if arguments and arguments[0] != "--check":
-        kept = {"cells": without_places(collect(Path(arguments[0])))}
-        (HERE / "measured.json").write_text(json.dumps(kept, separators=(",", ":")) + "\n")
+        keep_study(Path(arguments[0]), HERE / "measured.json")
     cells = cells_of(HERE)
     stale = [page for page in PAGES if page.read_text() != filled(page, cells)]
     if arguments == ["--check"]:

@@ -5,18 +5,17 @@ python figures/stability/run.py                  # table and plot again from mea
 python figures/stability/run.py --check          # exit 1 if the README's table differs from measured.json
 """
 
-import json
 import re
 import sys
 from pathlib import Path
 from statistics import fmean
 
-from diff_transformer.lab.measures import Cells, collect
+from diff_transformer.lab.record import Cells
 
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent))
-from plots import NAMES, cells_of, draw_stability  # noqa: E402  (these two stand beside this folder)
-from record import without_places  # noqa: E402
+from plots import NAMES, draw_stability  # noqa: E402  (both stand beside this folder)
+from record import cells_of, keep_study  # noqa: E402
 
 
 def table(cells: Cells) -> str:
@@ -26,13 +25,13 @@ def table(cells: Cells) -> str:
     for rate in sorted(cells, key=lambda name: float(name.removeprefix("lr"))):
         for side in [name for name in NAMES if name in cells[rate]]:
             records = list(cells[rate][side].values())
-            gradients = [record["gradients"] for record in records]
-            losses = [record["validation"]["loss"][-1] for record in records if not record["diverged"]]
+            gradients = [record.metrics["gradients"] for record in records]
+            losses = [record.final_loss for record in records if not record.diverged]
             cells_of_row = (
                 rate.removeprefix("lr"),
                 NAMES[side],
                 str(len(records)),
-                str(sum(bool(record["diverged"]) for record in records)),
+                str(sum(bool(record.diverged) for record in records)),
                 f"{fmean(g['spikes'] for g in gradients):.1f}",
                 f"{max(g['largest'] for g in gradients):.2f}",
                 f"{fmean(g['median'] for g in gradients):.2f}",
@@ -49,8 +48,7 @@ def filled(cells: Cells) -> str:
 
 def main(arguments: list[str]) -> int:
     if arguments and arguments[0] != "--check":
-        kept = {"cells": without_places(collect(Path(arguments[0])))}
-        (HERE / "measured.json").write_text(json.dumps(kept, separators=(",", ":")) + "\n")
+        keep_study(Path(arguments[0]), HERE / "measured.json")
     if not (HERE / "measured.json").exists():
         return 0
     cells = cells_of(HERE)

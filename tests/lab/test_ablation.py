@@ -1,10 +1,7 @@
 """The seven rows of Table 6: what they share, what sets them apart, and one small run of all."""
 
 import json
-import os
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -13,10 +10,13 @@ import torch
 
 from diff_transformer.checks import differences
 from diff_transformer.evals.samples import Samples
-from diff_transformer.lab import ablation
-from diff_transformer.lab.ablation import QUICK, Settings, evaluate_ablation, run, table, train_rows
+from diff_transformer.lab import ablation, record, worker
+from diff_transformer.lab.ablation import QUICK, Settings, evaluate_ablation, run, table
+from diff_transformer.lab.pool import LocalProcesses
 from diff_transformer.lab.recipes import recipe
 from diff_transformer.lab.recipes.ablation import ROWS, ablation_rows
+from diff_transformer.lab.spec import RunSpec
+from diff_transformer.lab.worker import read_status
 from diff_transformer.model.config import DiffTransformerConfig
 from diff_transformer.model.cost import model_cost
 from diff_transformer.train.config import override
@@ -146,28 +146,26 @@ def test_what_is_finished_is_not_done_again(finished):
 @pytest.mark.slow
 def test_a_failing_row_is_reported_with_its_log(base, tmp_path):
     broken = override(base, ["optim.lr=1e30", "optim.warmup_steps=0", "optim.grad_clip=0"])
-    with pytest.raises(RuntimeError, match=r"a row failed(.|\n)*FloatingPointError"):
+    with pytest.raises(RuntimeError, match=r"ablation/diff-seed0 failed with exit code 1(.|\n)*FloatingPointError"):
         evaluate_ablation({"diff": ablation_rows(broken)["diff"]}, tmp_path)
 
 
 @pytest.mark.slow
 def test_an_interrupted_row_goes_on_and_ends_as_if_it_had_not_been(base, tmp_path):
     row = override(ablation_rows(base)["diff"], ["train.steps=400", "train.checkpoint_every=1000"])
+    spec = RunSpec("ablation", "diff", 0, row, ("associative_recall",))
     for name in ("whole", "stopped"):
-        (tmp_path / name / "diff-seed0").mkdir(parents=True)
-        row.save(tmp_path / name / "diff-seed0" / "request.json")
-    place = tmp_path / "stopped" / "diff-seed0"
-    command = [sys.executable, "-m", "diff_transformer.lab.ablation", str(place)]
-    process = subprocess.Popen(command, env={**os.environ, "OMP_NUM_THREADS": "1"})
-    while process.poll() is None and not (place / "progress.json").exists():
+        spec.save(tmp_path / name)
+    place = tmp_path / "stopped"
+    process = LocalProcesses().start(place)
+    while process.poll() is None and read_status(place)["step"] < 5:
         time.sleep(0.02)
     process.send_signal(signal.SIGTERM)
-    assert process.wait(timeout=60) == 130
-    assert not (place / "slices.json").exists()
-    train_rows([place])
-    train_rows([tmp_path / "whole" / "diff-seed0"])
-    ended = [json.loads((tmp_path / name / "diff-seed0" / "slices.json").read_text()) for name in ("whole", "stopped")]
-    assert ended[0] == ended[1]
+    assert process.wait(timeout=60) == 143
+    assert not record.finished(place)
+    ended = [worker.run(tmp_path / name) for name in ("stopped", "whole")]
+    assert ended[0].metrics == ended[1].metrics
+    assert ended[0].rows == ended[1].rows
 
 
 def test_the_table_is_the_paper_s(base, tmp_path):
@@ -179,6 +177,7 @@ def test_the_table_is_the_paper_s(base, tmp_path):
         del request["train"]["micro_batch_size"]  # as if written before there was this setting
         (place / "request.json").write_text(json.dumps(request))
         row = {"row": name, "seed": 0, "heads": 4, "head_dim": 8, "head_norm": False, "parameters": 10}
+        # as an earlier version wrote it
         (place / "slices.json").write_text(json.dumps({**row, "validation": 3.0871, "ar_hit": 0.8984, "others": 3.2}))
     result = evaluate_ablation(rows, tmp_path)
     shown = table(result)

@@ -1,9 +1,16 @@
 import pytest
 
 from diff_transformer.evals.types import Result
-from diff_transformer.lab.claims import judge, paper_claims
+from diff_transformer.lab import claims as lab_claims
+from diff_transformer.lab.claims import paper_claims
+from diff_transformer.lab.record import of_result
 
 CELLS = ((1, 1), (4, 2))
+
+
+def judge(claims, results):
+    """The claims over records of single results."""
+    return lab_claims.judge(claims, [of_result(result) for result in results])
 
 
 def loss(side, seed, values):

@@ -8,17 +8,17 @@ import sys
 import time
 
 import pytest
-from rich.console import Console
 from transformers import AutoModelForCausalLM
 
 from diff_transformer.data.prepare.config import PrepareConfig
 from diff_transformer.data.prepare.run import prepare
-from diff_transformer.lab import pool
-from diff_transformer.lab.compare import _corpus_label, compare
-from diff_transformer.lab.pool import MemberFailed
+from diff_transformer.lab.compare import compare, corpus_label
+from diff_transformer.lab.pool import RunFailed, run_pool
 from diff_transformer.lab.recipes import recipe
+from diff_transformer.lab.record import load_all
+from diff_transformer.lab.spec import RunSpec
 from diff_transformer.lab.worker import more_experiments
-from diff_transformer.train.config import RunConfig, override
+from diff_transformer.train.config import override
 from diff_transformer.train.signals import Stopped
 
 
@@ -46,6 +46,11 @@ def test_everything_is_written(finished):
         model = AutoModelForCausalLM.from_pretrained(member / "run" / "model")
         assert model.config.attention == side
         assert list((member / "run" / "tensorboard").glob("events*"))
+    diff, softmax = load_all(out)
+    (whole,) = load_all(out / "members" / "softmax-seed0")
+    assert (diff.side, softmax.side, whole.seed) == ("diff", "softmax", 0)
+    assert whole.rows["needle"] == softmax.rows["needle"] != []
+    assert whole.metrics.keys() == softmax.metrics.keys() - {"throughput"} | {"gradients", "model"}
     page = (out / "report.html").read_text()
     assert "<html" in page
     assert len(summary["explorer"]) == 2
@@ -74,8 +79,8 @@ def test_both_sides_saw_the_same(finished):
     requests = [
         json.loads((out / "members" / f"{side}-seed0" / "request.json").read_text()) for side in ("diff", "softmax")
     ]
-    for request in requests:
-        request["model"].pop("attention")
+    for request, side in zip(requests, ("diff", "softmax"), strict=True):
+        assert (request.pop("side"), request["config"]["model"].pop("attention")) == (side, side)
     assert requests[0] == requests[1]
     first = [
         json.loads((out / "members" / f"{side}-seed0" / "run" / "metrics.jsonl").read_text().splitlines()[0])
@@ -106,8 +111,8 @@ def trained_by(monkeypatch):
     """The folders that comparisons hand out to be trained, which here ends them."""
     handed = []
 
-    def instead(folders, steps, **options):
-        handed.append({f.name: RunConfig.load(f / "request.json").train for f in folders})
+    def instead(runs, **options):
+        handed.append({spec.name: spec.config.train for spec in runs.values()})
         raise KeyboardInterrupt
 
     monkeypatch.setattr("diff_transformer.lab.compare.run_pool", instead)
@@ -166,24 +171,27 @@ def test_what_cannot_work_is_said_before_the_folder_is_made(assignments, extra, 
 
 def test_a_failing_member_is_reported_with_its_log(assignments, tmp_path):
     config = override(recipe("debug"), [*assignments, "optim.lr=1e30", "optim.warmup_steps=0", "optim.grad_clip=0"])
-    with pytest.raises(MemberFailed, match=r"(diff|softmax)-seed0 failed with exit code 1(.|\n)*FloatingPointError"):
+    with pytest.raises(RunFailed, match=r"(diff|softmax)-seed0 failed with exit code 1(.|\n)*FloatingPointError"):
         compare(config, tmp_path / "out", jobs=1)
 
 
-@pytest.mark.parametrize(("saved", "code"), [(False, 143), (True, 0)])
-def test_a_comparison_that_is_stopped_claims_what_its_members_saved(tmp_path, monkeypatch, saved, code):
-    def stop(folder):
-        raise Stopped
+class Waiting:
+    """An executor whose workers wait for a signal."""
 
-    def waiting(folder, *, explorer):
+    def start(self, folder):
         return subprocess.Popen([sys.executable, "-c", "import signal; signal.pause()"])
 
-    monkeypatch.setattr(pool, "_start", waiting)
-    monkeypatch.setattr(pool, "read_status", stop)
+
+@pytest.mark.parametrize(("saved", "code"), [(False, 143), (True, 0)])
+def test_a_comparison_that_is_stopped_claims_what_its_members_saved(tmp_path, saved, code):
+    def stop(folder, status):
+        raise Stopped
+
+    folder = tmp_path / "diff-seed0"
     if saved:
-        (tmp_path / "diff-seed0" / "run" / "checkpoints" / "step-00000010").mkdir(parents=True)
+        (folder / "run" / "checkpoints" / "step-00000010").mkdir(parents=True)
     with pytest.raises(KeyboardInterrupt) as caught:
-        pool.run_pool([tmp_path / "diff-seed0"], 20, jobs=1, console=Console(quiet=True))
+        run_pool({folder: RunSpec("", "diff", 0, recipe("debug"))}, jobs=1, show=stop, executor=Waiting())
     assert caught.value.exit_code == code
     assert ("state saved" in str(caught.value)) == saved
 
@@ -202,12 +210,12 @@ def test_what_is_measured_and_the_report_name_the_corpora_that_were_trained_on(f
     config = recipe("debug")
     config.data.corpora = one
     assert more_experiments(config)["long_nll"].corpus == str(folders / "prose")
-    assert _corpus_label(config.data) == "prose"
+    assert corpus_label(config.data) == "prose"
     config.data.corpora = two
-    assert _corpus_label(config.data) == "prose 75 %, code 25 %"
+    assert corpus_label(config.data) == "prose 75 %, code 25 %"
     config.evaluation.more["long_nll"] = {"corpus": str(folders / "code")}
     assert more_experiments(config)["long_nll"].corpus == str(folders / "code")
-    assert _corpus_label(recipe("debug").data) == "python"
+    assert corpus_label(recipe("debug").data) == "python"
 
 
 def test_one_corpus_has_to_be_chosen_of_several_for_an_experiment_that_reads_one(folders, tmp_path):

@@ -1,33 +1,14 @@
 """Means, paired intervals and tokens to an equal loss, against numbers worked by hand."""
 
-import json
-
 import pytest
 
-from diff_transformer.lab.measures import collect, final_loss, metric, paired_rows, tokens_to_equal_loss
+from diff_transformer.lab.measures import final_loss, metric, paired_rows, tokens_to_equal_loss
+from diff_transformer.lab.record import Record
 
 
 def record(losses, **metrics):
-    return {
-        "validation": {"step": [0, 100, 200], "loss": losses},
-        "training": {"step": [1], "loss": [1.0], "grad_norm": [1.0]},
-        "tokens_per_step": 10,
-        "metrics": metrics,
-    }
-
-
-def test_cells_are_found_by_setting_side_and_seed(tmp_path):
-    for key in ("novels/diff-seed0", "novels/softmax-seed0", "sweep/lr0.001/diff_lambda_0.8-seed3"):
-        (tmp_path / key).mkdir(parents=True)
-        kept = record([3.0, 2.0, 1.0], needle={"n1_r1": 1.0, "n1_r1_stderr": 0.1}, harness={"x": 1.0})
-        (tmp_path / key / "result.json").write_text(json.dumps(kept))
-    (tmp_path / "novels/diff-seed1").mkdir()  # not finished
-    cells = collect(tmp_path)
-    assert {s: {side: list(seeds) for side, seeds in sides.items()} for s, sides in cells.items()} == {
-        "novels": {"diff": [0], "softmax": [0]},
-        "sweep/lr0.001": {"diff_lambda_0.8": [3]},
-    }
-    assert cells["novels"]["diff"][0]["metrics"] == {"needle": {"n1_r1": 1.0}}
+    config = {"train": {"batch_size": 1}, "data": {"length": 10}}
+    return Record("x", "", 0, config, metrics, curves={"validation": {"step": [0, 100, 200], "loss": losses}})
 
 
 def test_paired_differences_are_taken_seed_by_seed():
@@ -38,7 +19,7 @@ def test_paired_differences_are_taken_seed_by_seed():
     half = 4.303 * 0.1 / 3**0.5  # Student's t for two degrees of freedom times the standard error of -.1, -.2, -.3
     assert row.difference[:3] == pytest.approx((-0.2, -0.2 - half, -0.2 + half))
     assert row.verdict == "undecided"
-    ours = {seed: record([0, 0, theirs[seed]["validation"]["loss"][-1] - 0.2]) for seed in theirs}
+    ours = {seed: record([0, 0, theirs[seed].final_loss - 0.2]) for seed in theirs}
     assert paired_rows({"x": {"diff": ours, "softmax": theirs}}, "x", "diff", [final_loss()])[0].verdict == "held"
 
 

@@ -203,7 +203,7 @@ def test_a_folder_of_a_study_is_a_table(tmp_path):
     assert Run("diff_norm1", size, 5_000, 4.0, "curve", f"{tmp_path / 'novels'} 1") in runs
     assert len(runs) == 6
     (tmp_path / "novels" / "softmax-seed0" / "result.json").write_text("{}")
-    with pytest.raises(ValueError, match="is not the record of a study's model"):
+    with pytest.raises(ValueError, match="does not hold the record of a study's run"):
         read_runs([tmp_path])
 
 

@@ -6,12 +6,13 @@ from pathlib import Path
 import pytest
 
 from diff_transformer import DiffTransformerConfig
-from diff_transformer.lab.cell import by_source, gradient_record
 from diff_transformer.lab.recipes import recipe
 from diff_transformer.lab.recipes.desk_study import MATCHED, SIDES, base, desk_study
 from diff_transformer.lab.recipes.ladder import ladder_study
-from diff_transformer.lab.spec import Cell, Study, seeds
+from diff_transformer.lab.record import Record, load_all
+from diff_transformer.lab.spec import RunSpec, Study, seeds
 from diff_transformer.lab.study import run_study, sweep_losses
+from diff_transformer.lab.worker import gradient_metrics, losses_by_source, run
 from diff_transformer.model.head_scale import matched_head_norm_init
 from diff_transformer.train.config import override
 
@@ -33,19 +34,19 @@ def tiny(texts, side, lr, *more):
 
 def study(texts, *more):
     sweep = [
-        Cell(f"sweep/lr{lr}", side, tiny(texts, side, lr, *more), measured=False)
+        RunSpec(f"sweep/lr{lr}", side, 0, tiny(texts, side, lr, *more), may_diverge=True)
         for side in ("diff", "softmax")
         for lr in (1e-3, 1e-2)
     ]
 
-    def cells(chosen):
+    def runs(chosen):
         return [
             cell
             for side in ("softmax", "diff")
             for cell in seeds("main", side, tiny(texts, side, chosen[side], *more), range(1))
         ]
 
-    return Study("tiny", sweep, cells)
+    return Study("tiny", sweep, runs)
 
 
 def test_each_side_takes_its_own_best_rate(texts):
@@ -72,12 +73,12 @@ def test_finished_cells_of_another_configuration_are_refused(texts, tmp_path):
     cell = study(texts).sweep[0]
     folder = tmp_path / cell.key
     folder.mkdir(parents=True)
-    cell.config.save(folder / "request.json")
+    cell.config.save(folder / "request.json")  # as an earlier version wrote it
     with pytest.raises(ValueError, match=r"another configuration[^\0]*train.steps: 4 against 5"):
         run_study(study(texts, "train.steps=5"), tmp_path)
     (folder / "request.json").unlink()
-    settings = {"model": cell.config.model, "lr": 0.5, "seed": 0, "steps": 4}
-    (folder / "result.json").write_text(json.dumps(settings))
+    old = {"model": cell.config.model, "lr": 0.5, "seed": 0, "steps": 4, "tokens_per_step": 1, "validation": {}}
+    (folder / "result.json").write_text(json.dumps(old))  # as an earlier version wrote it
     with pytest.raises(ValueError, match=r"lr: 0\.5 against 0\.001"):
         run_study(study(texts), tmp_path)
 
@@ -85,10 +86,9 @@ def test_finished_cells_of_another_configuration_are_refused(texts, tmp_path):
 def test_a_rate_at_which_training_diverged_is_not_chosen(texts, tmp_path):
     plan = study(texts)
     for cell, loss in zip(plan.sweep, (3.0, 2.0, 4.0, 5.0), strict=True):
-        kept = tmp_path / cell.key / "result.json"
-        kept.parent.mkdir(parents=True)
-        record = {"validation": {"loss": [loss]}, "diverged": "step 3: loss nan" if loss == 2.0 else None}
-        kept.write_text(json.dumps(record))
+        diverged = "step 3: loss nan" if loss == 2.0 else None
+        record = Record(cell.setting, cell.side, 0, curves={"validation": {"loss": [loss]}}, diverged=diverged)
+        record.save(tmp_path / cell.key / "record.json")
     assert plan.choose(sweep_losses(plan, tmp_path)) == {"diff": 1e-3, "softmax": 1e-3}
 
 
@@ -100,14 +100,16 @@ def test_a_study_runs_in_pieces_and_does_nothing_twice(texts, tmp_path):
     done = run_study(study(texts), out, jobs=2)
     assert (done.finished, done.total) == (6, 6)
     assert len(sweep_losses(study(texts), out)) == 4
-    record = json.loads((out / "main/diff-seed0/result.json").read_text())
-    assert record["metrics"]["needle"].keys() >= {"n1_r1", "chance"}
-    assert record["steps"] == 4
-    assert len(record["validation"]["loss"]) == 2
+    (record,) = load_all(out / "main/diff-seed0")
+    assert record.identity == ("main", "diff", 0)
+    assert record.metrics["needle"].keys() >= {"n1_r1", "chance"}
+    assert record.steps == 4
+    assert len(record.curves["validation"]["loss"]) == 2
+    assert len(load_all(out)) == 6
     assert not (out / "sweep/lr0.01/diff-seed0/evals").exists()
-    times = {path: path.stat().st_mtime_ns for path in out.rglob("result.json")}
+    times = {path: path.stat().st_mtime_ns for path in out.rglob("record.json")}
     run_study(study(texts), out, jobs=2)
-    assert times == {path: path.stat().st_mtime_ns for path in out.rglob("result.json")}
+    assert times == {path: path.stat().st_mtime_ns for path in out.rglob("record.json")}
 
 
 def test_a_cell_that_fails_is_named_with_its_reason(texts, tmp_path):
@@ -122,20 +124,20 @@ def test_the_loss_of_a_source_is_a_mean_since_the_validation_before():
         {"step": 10, "loss_by_source": {"text": 2.0}},
         {"step": 15, "loss_by_source": {"text": 1.0}},
     ]
-    assert by_source(logged, [0, 10, 15]) == {"text": [None, 3.0, 1.0], "needles": [None, 2.0, None]}
+    assert losses_by_source(logged, [0, 10, 15]) == {"text": [None, 3.0, 1.0], "needles": [None, 2.0, None]}
 
 
 def test_spikes_are_norms_far_above_those_before():
-    assert gradient_record([1.0] * 10 + [3.5] + [1.0] * 9)["spikes"] == 1
-    assert gradient_record([1.0] * 20)["spikes"] == 0
-    rising = gradient_record([1.05**i for i in range(20)])
+    assert gradient_metrics([1.0] * 10 + [3.5] + [1.0] * 9)["spikes"] == 1
+    assert gradient_metrics([1.0] * 20)["spikes"] == 0
+    rising = gradient_metrics([1.05**i for i in range(20)])
     assert rising["spikes"] == 0
     assert rising["largest"] == 1.05**19
 
 
 def test_the_desk_study_compares_like_with_like():
     plan = desk_study("python")
-    cells = plan.cells(dict.fromkeys(SIDES, 1e-3))
+    cells = plan.runs(dict.fromkeys(SIDES, 1e-3))
     assert len({cell.key for cell in cells}) == len(cells)
     by_setting = {}
     for cell in cells:
@@ -158,7 +160,7 @@ def test_the_desk_study_compares_like_with_like():
 
 def test_the_desk_study_s_learning_rates():
     chosen = {side: 1e-3 * (i + 1) for i, side in enumerate(SIDES)}
-    rates = {(cell.setting, cell.side): cell.config.optim.lr for cell in desk_study("python").cells(chosen)}
+    rates = {(cell.setting, cell.side): cell.config.optim.lr for cell in desk_study("python").runs(chosen)}
     for (setting, side), rate in rates.items():
         own = setting == "novels" and side in SIDES
         expected = chosen[side] if own else chosen["diff" if side == "softmax_diff_rate" else "softmax"]
@@ -166,7 +168,7 @@ def test_the_desk_study_s_learning_rates():
 
 
 def test_the_ladder_has_four_sizes_with_equal_tokens():
-    cells = ladder_study("python").cells({})
+    cells = ladder_study("python").runs({})
     sizes = {cell.config.model["hidden_size"] for cell in cells}
     assert len(sizes) == 4
     assert {cell.side for cell in cells} == {"softmax", "diff"}
@@ -183,16 +185,16 @@ def test_the_matched_head_norm_is_what_the_untrained_pair_has():
     ("measured", "step", "logged"), [(False, 6, 7), (True, 0, 0)], ids=["a sweep's", "a measured one, at once"]
 )
 def test_a_run_that_diverges_is_a_result(texts, tmp_path, monkeypatch, measured, step, logged):
-    from diff_transformer.lab.cell import run_cell
     from diff_transformer.train import loop
 
     every = 1 if logged else 5
     config = tiny(texts, "diff", 1e-3, f"train.log_every={every}", "train.steps=8", 'data.mixture={"text": 1.0}')
-    (tmp_path / "request.json").write_text(json.dumps(config.to_dict()))
+    (spec,) = seeds("main", "diff", config, range(1), measured=measured)
+    spec.save(tmp_path)
     seen = loop.learning_rate
     monkeypatch.setattr(loop, "learning_rate", lambda at, *more: float("nan") if at == step else seen(at, *more))
-    run_cell(tmp_path, measured=measured)
-    record = json.loads((tmp_path / "result.json").read_text())
-    assert record["diverged"].startswith(f"step {step + 2}: loss nan")
-    assert record["gradients"]["logged"] == logged
-    assert record["metrics"] == {}
+    record = run(tmp_path)
+    assert load_all(tmp_path) == [record]
+    assert record.diverged.startswith(f"step {step + 2}: loss nan")
+    assert record.metrics["gradients"]["logged"] == logged
+    assert record.metrics.keys() == {"gradients"}

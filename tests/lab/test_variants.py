@@ -7,15 +7,15 @@ from typer.testing import CliRunner
 
 from diff_transformer import DiffTransformerConfig
 from diff_transformer.cli import app
-from diff_transformer.evals.types import Result
-from diff_transformer.lab.compare import compare
+from diff_transformer.lab.compare import compare, comparison_specs, known_variants, side_model, variant_rows
 from diff_transformer.lab.recipes import RECIPES, recipe
-from diff_transformer.lab.variants import known_variants, variant_folders, variant_model, variant_rows
+from diff_transformer.lab.record import Record
 from diff_transformer.model.cost import model_cost
 from diff_transformer.model.matching import VARIANTS
-from diff_transformer.train.config import RunConfig, override
+from diff_transformer.train.config import override
 
 PAIR = ("diff", "softmax")
+WAYS = (("train", 10.0), ("forward", 20.0))
 OTHERS = [name for name in VARIANTS if name not in PAIR]
 
 
@@ -23,52 +23,48 @@ OTHERS = [name for name in VARIANTS if name not in PAIR]
 @pytest.mark.parametrize("run", ["debug", "demo"])
 def test_parameters_agree_with_both_sides_of_the_pair(run, name):
     config = recipe(run)
-    count = model_cost(DiffTransformerConfig(**variant_model(config, name))).total_parameters
+    count = model_cost(DiffTransformerConfig(**side_model(config, name))).total_parameters
     for side in PAIR:
         pair = model_cost(DiffTransformerConfig(**{**config.model, "attention": side})).total_parameters
         assert count == pytest.approx(pair, rel=0.01)
 
 
-def test_members_differ_from_the_pair_in_the_model_alone(tmp_path):
+def test_runs_differ_from_the_pair_in_the_model_alone():
     config = recipe("debug")
-    folders = variant_folders(config, tmp_path, ["softmax_norm", "diff_v2"], seeds=2)
-    assert [f.name for f in folders] == ["softmax_norm-seed0", "diff_v2-seed0", "softmax_norm-seed1", "diff_v2-seed1"]
-    for folder in folders:
-        request = RunConfig.load(folder / "request.json")
-        seed = int(folder.name[-1])
-        assert request.train.seed == config.train.seed + seed
-        assert VARIANTS[folder.name.split("-")[0]].items() <= request.model.items()
-        request.model, request.train.seed = config.model, config.train.seed
-        assert request.to_dict() == config.to_dict()
+    specs = comparison_specs(config, ["softmax_norm", "diff_v2"], seeds=2)
+    names = [f"{side}-seed{seed}" for sides in (PAIR, ("softmax_norm", "diff_v2")) for seed in (0, 1) for side in sides]
+    assert [spec.name for spec in specs] == names
+    for spec in specs:
+        assert spec.config.train.seed == config.train.seed + spec.seed
+        fields = {"attention": spec.side} if spec.side in PAIR else VARIANTS[spec.side]
+        assert fields.items() <= spec.config.model.items()
+        assert spec.measure[:5] == ("associative_recall", "needle", "allocation", "outliers", "long_nll")
+        spec.config.model, spec.config.train.seed = config.model, config.train.seed
+        assert spec.config == config
+    assert [spec.name for spec in specs if "explorer" in spec.measure] == ["diff-seed0", "softmax-seed0"]
 
 
 def test_earlier_variants_stay(tmp_path):
-    assert known_variants(["dint", "diff", "softmax"], tmp_path, PAIR) == ["dint"]
-    variant_folders(recipe("debug"), tmp_path, ["dint"], seeds=1)
-    assert known_variants(["fixed_lambda", "dint"], tmp_path, PAIR) == ["dint", "fixed_lambda"]
+    assert known_variants(["dint", "diff", "softmax"], tmp_path) == ["dint"]
+    (tmp_path / "variants.json").write_text('["dint"]')
+    assert known_variants(["fixed_lambda", "dint"], tmp_path) == ["dint", "fixed_lambda"]
     with pytest.raises(ValueError, match="no variant 'dinner'; there are: diff, diff_v2, grouped_diff, dint"):
-        known_variants(["dinner"], tmp_path, PAIR)
+        known_variants(["dinner"], tmp_path)
 
 
 def test_a_row_says_what_it_cost_and_what_it_reached():
     config = recipe("debug")
-    results = [
-        Result("associative_recall", f"{name}-seed{seed}", {"validation": loss + seed}, [], {})
-        for name, loss in (("softmax", 4.0), ("diff_v2", 3.0))
+    records = [
+        Record("", side, seed, metrics={"associative_recall": {"validation": loss + seed}})
+        for side, loss in (("softmax", 4.0), ("diff_v2", 3.0))
         for seed in (0, 1)
     ]
-    results.append(Result("needle", "diff_v2-seed1", {"n1_r1": 0.75, "n2_r1": 0.5}, [], {}))
+    records[-1].metrics["needle"] = {"n1_r1": 0.75, "n2_r1": 0.5}
     speeds = [
-        Result(
-            "throughput",
-            f"{name}-seed0",
-            {"train_tokens_per_second": 10.0 + i, "forward_tokens_per_second": 20.0 + i},
-            [],
-            {},
-        )
-        for i, name in enumerate(("softmax", "diff_v2"))
+        Record("", side, 0, metrics={"throughput": {f"{way}_tokens_per_second": speed + i for way, speed in WAYS}})
+        for i, side in enumerate(("softmax", "diff_v2"))
     ]
-    softmax, ours = variant_rows(config, ["softmax", "diff_v2"], results, speeds)
+    softmax, ours = variant_rows(config, ["softmax", "diff_v2"], records, speeds)
     assert softmax["loss"] == {"0": 4.0, "1": 5.0}
     assert ours["loss"] == {"0": 3.0, "1": 4.0}
     assert ours["needles"] == {"n1_r1": {"1": 0.75}, "n2_r1": {"1": 0.5}}
@@ -112,7 +108,7 @@ def test_every_recipe_has_its_variants():
         if config.model.get("softmax_head_norm"):
             continue  # a control for which there is no pair either
         for other in OTHERS:
-            variant_model(config, other)
+            side_model(config, other)
 
 
 @pytest.mark.slow

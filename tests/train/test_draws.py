@@ -7,8 +7,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from diff_transformer.lab.compare import side_model
 from diff_transformer.lab.recipes import recipe
-from diff_transformer.lab.variants import variant_model
 from diff_transformer.model.config import DiffTransformerConfig, matched_baseline
 from diff_transformer.model.matching import VARIANTS
 from diff_transformer.model.modeling import DiffTransformerForCausalLM
@@ -71,7 +71,7 @@ def test_the_start_is_that_of_copying_from_the_whole_baseline(settings, seed):
 @pytest.mark.parametrize("name", VARIANTS)
 def test_what_is_trained_is_what_was_asked_for(name):
     config = recipe("debug")
-    config.model = variant_model(config, name) | {"head_norm_init": 0.1}
+    config.model = side_model(config, name) | {"head_norm_init": 0.1}
     model = build_model(config, TOKENIZER)
     expected = DiffTransformerForCausalLM(DiffTransformerConfig(**config.model))
     assert [(name, value.shape) for name, value in model.named_parameters()] == [

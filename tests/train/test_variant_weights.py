@@ -3,8 +3,8 @@
 import pytest
 import torch
 
+from diff_transformer.lab.compare import side_model
 from diff_transformer.lab.recipes import recipe
-from diff_transformer.lab.variants import variant_model
 from diff_transformer.model.matching import VARIANTS
 from diff_transformer.train.config import override
 from diff_transformer.train.initial_model import build_model
@@ -24,7 +24,7 @@ def training_data(tmp_path_factory):
 def test_weights_of_equal_shape_are_shared_with_the_pair(training_data, name):
     config, tokenizer = training_data
     softmax = build_model(override(config, ["model.attention=softmax"]), tokenizer).state_dict()
-    config.model, before = variant_model(config, name), config.model
+    config.model, before = side_model(config, name), config.model
     model = build_model(config, tokenizer).state_dict()
     config.model = before
     shared = {n for n in softmax if softmax[n].shape == model[n].shape}

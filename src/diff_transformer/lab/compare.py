@@ -193,7 +193,7 @@ def _prepare(config: RunConfig, out: Path, seeds: int, resume: bool) -> None:
         raise FileExistsError(f"{out} is not empty and holds no comparison; choose another folder")
     else:
         require_writable(out)
-        _check_materials(config)
+        _check_data(config)
         out.mkdir(parents=True, exist_ok=True)
         _write(path, {"seeds": seeds, "config": config.to_dict()})
 
@@ -204,19 +204,20 @@ def _threads_there(out: Path) -> int:
     return json.loads(path.read_text())["config"]["train"]["threads"] if path.exists() else 0
 
 
-def _check_materials(config: RunConfig) -> None:
+def _check_data(config: RunConfig) -> None:
     """Raise for what is wrong with the configuration before the folder is made and processes start."""
     from diff_transformer.data.filler import Filler
     from diff_transformer.evals.needle import check_needle_fits
-    from diff_transformer.train.materials import check_model, load_materials
+    from diff_transformer.train.initial_model import check_model
+    from diff_transformer.train.training_data import load_training_data
 
     more_experiments(config)
     for side in PAIR:
         check_model(dataclasses.replace(config, model=side_model(config, side)))
-    materials = load_materials(config)
-    filler, settings = Filler(materials.corpus.validation), config.evaluation
+    data = load_training_data(config)
+    filler, settings = Filler(data.corpus.validation), config.evaluation
     check_needle_fits(
-        filler, materials.tokenizer, settings.needles, config.data.length, config.data.needles.digits,
+        filler, data.tokenizer, settings.needles, config.data.length, config.data.needles.digits,
         per_cell=settings.samples, seed=settings.seed,
     )  # fmt: skip
 
@@ -225,7 +226,7 @@ def _check_materials(config: RunConfig) -> None:
 
 
 def throughput(config: RunConfig, out: Path, sides: Sequence[str], folder: Path) -> list[Record]:
-    """Time the trained models of the first seed, alone on the machine, with all its threads; results go to ``folder``."""
+    """Time the trained models of the first seed, alone on the machine, with all threads; results go to ``folder``."""
     import torch
 
     from diff_transformer.bench.throughput import measure_throughput

@@ -166,7 +166,8 @@ def load_all(source: Path | str) -> list[Record]:
         try:
             found += _of_value(_read(path), path, source)
         except RecordError:
-            continue
+            if path.name in _WHOLE:
+                raise
     if not found:
         raise RecordError(f"{source} holds no record; write some with `diff-transformer compare`, `study` or `eval`")
     return merged(found)
@@ -256,7 +257,7 @@ def from_v1(value: object, path: Path | None = None, root: Path | None = None) -
             return _uptraining(value)
         if {"eval", "model", "metrics"} <= value.keys():
             return [of_result(value)]
-        if {"validation", "metrics", "tokens_per_step"} <= value.keys() and path is not None:
+        if {"validation", "tokens_per_step", "model"} <= value.keys() and path is not None:
             side, seed = _split(path.parent.name)
             parent = path.parent.parent
             inside = root is not None and parent.is_relative_to(root)
@@ -339,16 +340,16 @@ def _study_run(value: dict, setting: str, side: str, seed: int) -> Record:
     config = {
         "model": value["model"],
         "data": {"length": tokens},  # of a step in all; rows and their length were not kept
-        "optim": {"lr": value["lr"]},
-        "train": {"seed": value["seed"], "steps": value["steps"], "batch_size": 1},
+        "optim": {"lr": value.get("lr")},
+        "train": {"seed": value.get("seed"), "steps": value.get("steps"), "batch_size": 1},
     }
-    curves = {"training": value["training"], "validation": value["validation"]}
-    if value.get("sources"):
-        curves["sources"] = value["sources"]
+    curves = {name: value[name] for name in ("training", "validation", "sources") if value.get(name)}
     if value.get("lambda"):
         curves["lambda"] = {"step": [value["steps"]], "layers": [value["lambda"]]}
     about = {**value.get("provenance", {}), "seconds": value.get("seconds")}
-    metrics = {**value["metrics"], "gradients": value["gradients"]} if "gradients" in value else value["metrics"]
+    metrics = dict(value.get("metrics") or {})
+    if "gradients" in value:
+        metrics["gradients"] = value["gradients"]
     return Record(setting, side, seed, config, metrics, {}, curves, {"training": about}, value.get("diverged"))
 
 

@@ -7,6 +7,8 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from diff_transformer.lab.record import Record, load_all
+
 COLUMNS = ("model", "parameters", "tokens", "loss")
 # What tables call the two models of the paper.
 ALIASES = {"transformer": "softmax", "baseline": "softmax", "differential": "diff", "diff transformer": "diff"}
@@ -44,21 +46,32 @@ def read_runs(paths: Iterable[Path | str]) -> list[Run]:
     """
     runs: list[Run] = []
     for path in map(Path, paths):
-        if path.is_dir():
-            found = sorted(path.rglob("results.json"))
-            cells = [file for file in sorted(path.rglob("result.json")) if "sweep" not in file.relative_to(path).parts]
-            if not found and not cells:
-                raise ValueError(
-                    f"{path} holds no results.json of a comparison and no result.json of a study; give a folder of "
-                    "them, or a table (.csv, .json)"
-                )
-            runs += [run for file in found for run in _from_json(file)]
-            runs += [run for file in cells for run in _from_study(file)]
-        elif not path.exists():
+        if not path.exists():
             raise FileNotFoundError(f"no table of runs at {path}; give a .csv, a .json or a folder of comparisons")
+        if path.is_dir():
+            runs += _from_folder(path)
+        elif path.suffix.lower() == ".csv":
+            runs += _from_csv(path)
         else:
-            runs += _from_csv(path) if path.suffix.lower() == ".csv" else _from_json(path)
+            runs += _from_json(path)
     return runs
+
+
+def _from_folder(path: Path) -> list[Run]:
+    comparisons = sorted(path.rglob("results.json"))
+    homes = {file.parent for file in comparisons}
+    studies = [
+        folder
+        for folder in sorted({file.parent for name in ("record.json", "result.json") for file in path.rglob(name)})
+        if "sweep" not in folder.relative_to(path).parts and not homes & {*folder.parents}
+    ]
+    if not comparisons and not studies:
+        raise ValueError(
+            f"{path} holds no results.json of a comparison and no record of a study's run; give a folder of them, or a "
+            "table (.csv, .json)"
+        )
+    found = [run for file in comparisons for run in _from_json(file)]
+    return found + [run for folder in studies for run in _from_study(folder)]
 
 
 def canonical(model: str) -> str:
@@ -117,24 +130,27 @@ def _from_comparison(results: dict, path: Path) -> list[Run]:
     return runs
 
 
-def _from_study(path: Path) -> list[Run]:
-    """The model of a study in ``SIDE-seedK/result.json``, by the name of its side."""
-    side, _, seed = path.parent.name.rpartition("-seed")
+def _from_study(folder: Path) -> list[Run]:
+    """A finished run of a study, by the name of its side."""
     try:
-        pair = f"{path.parent.parent} {seed}"
-        return runs_of_cell(json.loads(path.read_text(encoding="utf-8")), canonical(side), pair)
-    except (json.JSONDecodeError, KeyError, TypeError) as error:
-        raise ValueError(f"{path} is not the record of a study's model: {error!r}") from None
+        return [
+            run
+            for record in load_all(folder)
+            for run in runs_of_record(record, canonical(record.side), f"{folder.parent} {record.seed}")
+        ]
+    except (KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"{folder} does not hold the record of a study's run: {error!r}") from None
 
 
-def runs_of_cell(record: dict, model: str, pair: str = "") -> list[Run]:
-    """The finished run and the points on its way that the record of a study's model has, warm-up's not left out."""
+def runs_of_record(record: Record, model: str, pair: str = "") -> list[Run]:
+    """The finished run of a record and the points on its way, those of the warm-up too."""
     from diff_transformer.model.config import DiffTransformerConfig
     from diff_transformer.model.cost import count_parameters
 
-    size = sum(count_parameters(DiffTransformerConfig(**record["model"])).values())
-    steps, losses = record["validation"]["step"], record["validation"]["loss"]
-    points = [(step * record["tokens_per_step"], loss) for step, loss in zip(steps, losses, strict=True) if step]
+    size = sum(count_parameters(DiffTransformerConfig(**record.config["model"])).values())
+    curve = record.curves["validation"]
+    pairs = zip(curve["step"], curve["loss"], strict=True)
+    points = [(step * record.tokens_per_step, loss) for step, loss in pairs if step]
     final = Run(model, size, *points[-1], pair=pair)
     return [final, *(Run(model, size, *point, "curve", pair) for point in points)]
 

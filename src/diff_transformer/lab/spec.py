@@ -5,6 +5,7 @@ import json
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from diff_transformer.checks import differences
 from diff_transformer.durable import write_whole
@@ -58,9 +59,9 @@ class RunSpec:
     @classmethod
     def load(cls, folder: Path) -> "RunSpec":
         """What ``save`` wrote."""
-        values = json.loads((folder / REQUEST).read_text(encoding="utf-8"))
-        measure, config = tuple(values["measure"]), RunConfig.from_dict(values["config"])
-        return cls(**{**values, "measure": measure, "config": config})
+        values: dict[str, Any] = json.loads((folder / REQUEST).read_text(encoding="utf-8"))
+        values["measure"], values["config"] = tuple(values["measure"]), RunConfig.from_dict(values["config"])
+        return cls(**values)
 
     def differences(self, folder: Path, *, evaluation: bool = False) -> list[str]:
         """The settings of the run that ``folder`` was made for against those of this spec; empty where it is new.

@@ -36,7 +36,7 @@ def run(folder: Path) -> Record:
         Interrupted: after Ctrl-C or SIGTERM during training, once the state is saved.
     """
     from diff_transformer.train.loop import train
-    from diff_transformer.train.materials import load_materials
+    from diff_transformer.train.training_data import load_training_data
 
     spec, started = RunSpec.load(folder), time.perf_counter()
     config, place = spec.config, folder / "run"
@@ -48,12 +48,13 @@ def run(folder: Path) -> Record:
     diverged, metrics = None, {}
     try:
         write_status(folder, "reading the corpus")
-        materials = load_materials(config)
+        data = load_training_data(config)
         resume = (place / "config.json").exists()
-        trained = train(config, place, resume=resume, progress=report, materials=materials)
+        trained = train(config, place, resume=resume, progress=report, data=data)
+        assert trained.model is not None  # as on every rank but the first; a worker is one process
         metrics["model"] = {"parameters": sum(parameter.numel() for parameter in trained.model.parameters())}
         if spec.measure:
-            measure(spec, folder, trained, materials)
+            measure(spec, folder, trained, data)
     except FloatingPointError as error:
         if not spec.may_diverge:
             raise
@@ -64,7 +65,7 @@ def run(folder: Path) -> Record:
     return record
 
 
-def measure(spec: RunSpec, folder: Path, trained, materials) -> None:
+def measure(spec: RunSpec, folder: Path, trained, data) -> None:
     """Run every experiment of ``spec`` that has no result in ``folder`` yet."""
     from diff_transformer.data.filler import Filler
     from diff_transformer.evals.explorer import explorer_entry
@@ -79,10 +80,10 @@ def measure(spec: RunSpec, folder: Path, trained, materials) -> None:
             continue
         write_status(folder, f"measuring {name}", config.train.steps)
         if name == EXPLORER:
-            entry = explorer_entry(lm, Filler(materials.corpus.validation), config)
+            entry = explorer_entry(lm, Filler(data.corpus.validation), config)
             write_whole(path, json.dumps(entry))
         elif name in PAIR_EVALS:
-            _pair_eval(name, lm, materials, config).save(path)
+            _pair_eval(name, lm, data, config).save(path)
         else:
             run_eval(name, lm, more[name], path, resume=True)
 
@@ -112,7 +113,7 @@ def more_experiments(config: RunConfig) -> dict[str, Any]:
     return settings
 
 
-def _pair_eval(name: str, lm, materials, config: RunConfig) -> Result:
+def _pair_eval(name: str, lm, data, config: RunConfig) -> Result:
     """An experiment of ``PAIR_EVALS`` on held-out text of the run's own corpus."""
     from diff_transformer.data.filler import Filler
     from diff_transformer.data.packing import PackedCorpus
@@ -120,24 +121,24 @@ def _pair_eval(name: str, lm, materials, config: RunConfig) -> Result:
     from diff_transformer.evals.associative_recall import evaluate_associative_recall
     from diff_transformer.evals.needle import evaluate_needle
     from diff_transformer.evals.outliers import evaluate_outliers
-    from diff_transformer.train.materials import spread_rows
+    from diff_transformer.train.training_data import spread_rows
 
     settings, length = config.evaluation, config.data.length
     if name in ("associative_recall", "outliers"):
         wanted = settings.loss_rows if name == "associative_recall" else settings.outlier_rows
-        held_out = PackedCorpus.from_documents(materials.corpus.validation, materials.tokenizer, length, shuffle=False)
+        held_out = PackedCorpus.from_documents(data.corpus.validation, data.tokenizer, length, shuffle=False)
         rows = spread_rows(held_out, min(wanted, held_out.num_windows))
         if name == "outliers":
             return evaluate_outliers(lm, rows)
         return evaluate_associative_recall(
             lm,
             rows,
-            materials.text.tokens(),
-            vocab_size=len(materials.tokenizer),
+            data.text.tokens(),
+            vocab_size=len(data.tokenizer),
             n=settings.ngram,
             frequent_share=settings.frequent_share,
         )
-    filler, digits = Filler(materials.corpus.validation), config.data.needles.digits
+    filler, digits = Filler(data.corpus.validation), config.data.needles.digits
     if name == "needle":
         return evaluate_needle(
             lm, filler, settings=settings.needles, length=length, per_cell=settings.samples, digits=digits,

@@ -4,16 +4,8 @@ import json
 from collections.abc import Iterable
 from pathlib import Path
 
-from diff_transformer.lab.measures import (
-    MEASURES,
-    Cells,
-    Record,
-    Row,
-    borrow_baselines,
-    final_loss,
-    paired_rows,
-    trained,
-)
+from diff_transformer.lab.measures import BASELINE, MEASURES, Row, borrow_baselines, final_loss, paired_rows, trained
+from diff_transformer.lab.record import Cells, Record, RecordError, grouped, load_all
 from diff_transformer.report.charts import Line, Point, averaged, line_chart, panel, row_chart
 from diff_transformer.report.charts import Row as Drawn
 from diff_transformer.report.figure import Figure, key, panels
