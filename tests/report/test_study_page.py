@@ -8,6 +8,7 @@ from typer.testing import CliRunner
 
 from diff_transformer.cli import app
 from diff_transformer.lab.measures import borrow_baselines
+from diff_transformer.lab.record import Record, from_v1, save_all
 from diff_transformer.report import ResultsError
 from diff_transformer.report.study_page import is_study, load_cells, render_study_page, write_study_report
 
@@ -22,6 +23,11 @@ def record(loss: float, seed: int = 0, lr: float = 1e-3, width: int = 64) -> dic
         "gradients": {"median": 1.0, "largest": 2.0, "spikes": 0},
         "training": {"step": [50], "loss": [3.0], "grad_norm": [1.0]},
     }  # fmt: skip
+
+
+def read(old: dict) -> Record:
+    (one,) = from_v1({"cells": {"main": {"diff": {"0": old}}}})
+    return one
 
 
 @pytest.fixture
@@ -73,19 +79,23 @@ def test_a_model_that_diverged_is_counted_and_left_out_of_means(folder):
 def test_a_setting_without_a_baseline_takes_that_of_its_size(folder):
     cells = borrow_baselines(load_cells(folder))
     assert cells["changed"]["softmax"] is cells["main"]["softmax"]
-    wider = {"changed": {"diff": {0: record(3.0, width=128)}}, "main": load_cells(folder)["main"]}
+    wider = {"changed": {"diff": {0: read(record(3.0, width=128))}}, "main": load_cells(folder)["main"]}
     assert "softmax" not in borrow_baselines(wider)["changed"]
     fewer = record(3.0)
     fewer["model"]["num_attention_heads"] = 2
-    cells = {"fewer": {"softmax": {0: fewer}}, **load_cells(folder)}
+    cells = {"fewer": {"softmax": {0: read(fewer)}}, **load_cells(folder)}
     assert borrow_baselines(cells)["changed"]["softmax"] is cells["main"]["softmax"]
 
 
 def test_a_record_of_cells_is_a_study_too(folder, tmp_path):
     kept = tmp_path / "measured.json"
-    kept.write_text(json.dumps({"cells": load_cells(folder)}))
+    cells = load_cells(folder)
+    save_all((r for sides in cells.values() for seeds in sides.values() for r in seeds.values()), kept)
     assert is_study(kept)
-    assert load_cells(kept) == load_cells(folder)
+    assert load_cells(kept) == cells
+    kept.write_text(json.dumps({"cells": {"main": {"diff": {"2": record(3.0, 2)}}}}))  # as an earlier version wrote it
+    assert is_study(kept)
+    assert load_cells(kept)["main"]["diff"][2].final_loss == 3.0
 
 
 def test_names_are_data(folder):
@@ -103,5 +113,5 @@ def test_the_command_writes_it_and_says_what_it_cannot(folder, tmp_path):
     empty = tmp_path / "empty"
     empty.mkdir()
     assert not is_study(empty)
-    with pytest.raises(ResultsError, match="no finished cell"):
+    with pytest.raises(ResultsError, match="no finished run"):
         load_cells(empty)
