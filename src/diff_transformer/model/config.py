@@ -1,6 +1,8 @@
 """The configuration of the DIFF Transformer and of its matched Transformer: one class, one field apart."""
 
 import difflib
+import warnings
+from functools import cache
 from typing import Any
 
 from transformers import PreTrainedConfig
@@ -19,8 +21,8 @@ from diff_transformer.model.implementations import check_backend
 from diff_transformer.model.lambdas import check_lambda_init
 
 ACTIVATIONS = ("silu", "poly_norm")
-# Keys that transformers itself writes into, or passes with, a configuration without declaring them as fields.
-_FOREIGN_KEYS = {
+# Keys that transformers writes into a configuration, or passes with it, without declaring them as fields.
+_TRANSFORMERS_KEYS = {
     "attn_implementation", "experts_implementation", "torch_dtype", "num_labels", "name_or_path", "auto_map",
     "model_type", "output_attentions", "quantization_config", "trust_remote_code", "rope_theta", "rope_scaling",
     "per_layer_config",
@@ -33,89 +35,129 @@ class DiffTransformerConfig(PreTrainedConfig):
     ``num_attention_heads`` and ``num_key_value_heads`` count the heads of the *matched Transformer* (3B: 24), so the
     two configurations of a pair differ in the field ``attention`` alone; ``num_diff_heads`` is the paper's h (12).
 
-    Args:
-        attention: ``"diff"``; ``"softmax"`` (the matched Transformer: Llama's architecture); or a relative:
-            ``"diff_v2"`` (the second version: lambda of each token and head, both maps share keys and values, no head
-            norm), ``"grouped_diff"`` (arXiv 2510.06949: several signal heads share a noise head), ``"dint"`` (arXiv
-            2501.17486: the mean of the first map is added, so that rows sum to 1). ``count_heads`` in
-            ``model/heads.py`` says how many heads each has.
-        hidden_size: d_model.
-        intermediate_size: inner width of SwiGLU; None means 8/3 ``hidden_size``, rounded to a multiple of 64.
-        num_attention_heads: query heads of width ``head_dim``; even for ``"diff"`` and ``"dint"``, where heads 2i and
-            2i+1 are the two maps of differential head i, which has values of width ``2 * head_dim``. For
-            ``"diff_v2"``: pairs of query heads. For ``"grouped_diff"``: signal and noise heads together.
-        num_key_value_heads: key/value heads for grouped-query attention; None means ``num_attention_heads`` (for
-            ``"grouped_diff"`` two for each noise head: one for each of its maps).
-        head_dim: d; None means ``hidden_size // num_attention_heads``.
-        value_head_dim: width of a value head, and so of a head's output; None means ``2 * head_dim`` for ``"diff"``,
-            ``"dint"`` and ``"grouped_diff"``, ``head_dim`` for ``"diff_v2"`` and ``"softmax"``.
-        signal_heads_per_noise_head: r of ``"grouped_diff"``; the authors advise 3 or 4. 1 is ``"diff"``.
-        rope_parameters: as in transformers, ``{"rope_type": "default", "rope_theta": 10000.0}`` if None.
-        lambda_init: ``"depth"`` (0.8 - 0.6 exp(-0.3 i)) or a constant for every layer (ablation of Table 6), below 1,
-            since every head is multiplied by ``1 - lambda_init``.
-        lambda_learned: False fixes lambda at ``lambda_init``; ``"diff_v2"`` has no fixed one.
-        lambda_depth_offset: added to the layer's index in that formula; -1 for checkpoints that count one layer less.
-        lambda_std: standard deviation of the lambda vectors at initialisation.
-        head_norm: RMSNorm on each head's output: True (with a weight as wide as the head), ``"no_weight"``, or False.
-            ``"diff_v2"`` has none, and no ``lambda_init``.
-        softmax_head_norm: the same norm, with a weight of width d, on the heads of softmax attention (ablation of
-            Table 6); for ``attention="softmax"`` only.
-        head_norm_eps: epsilon of that norm; None means ``rms_norm_eps``.
-        head_norm_init: initial value of that weight, or one for each layer. 1.0 is the paper's; a smaller one gives
-            each head, at the start, an output of the size that softmax attention has (``matched_head_norm_init``
-            measures which).
-        hidden_act: activation of the gated MLP: ``"silu"`` (SwiGLU), or ``"poly_norm"`` (arXiv 2411.03884), which some
-            published models have.
-        initializer_range: standard deviation of all matrices, unless one of the next two says otherwise.
-        embedding_initializer_range: that of the token embedding.
-        output_initializer_range: that of the projections that write to the residual stream (W_O and SwiGLU's W_3).
-        backend: backend of ``diff_attention`` for every layer.
-        sliding_window: every query sees its last ``sliding_window`` keys (its own position included), in training and
-            in the cache, whose memory it bounds; None for all keys.
-
     Raises:
-        TypeError: for a size that is no number.
-        ValueError: for sizes that are not positive or do not divide, unknown values, and unknown keys.
+        TypeError: for a size that is not a number.
+        ValueError: for sizes that are not positive or do not divide, unknown values, and unknown keys. A file may hold
+            unknown keys: they are kept as attributes, with one warning.
     """
 
     model_type = "diff_transformer"
     keys_to_ignore_at_inference = ["past_key_values"]  # noqa: RUF012  (Trainer adds a list to it)
 
     attention: str = "diff"
+    """``"diff"``; ``"softmax"`` (the matched Transformer: Llama's architecture); or ``"diff_v2"`` (the second
+    version: lambda of each token and head, both maps share keys and values, no head norm), ``"grouped_diff"`` (arXiv
+    2510.06949: several signal heads share a noise head), ``"dint"`` (arXiv 2501.17486: adds the mean of the first map,
+    so that rows sum to 1). ``count_heads`` in ``model/heads.py`` defines how many heads each has."""
+
     vocab_size: int = 32000
+    """Number of tokens in the vocabulary."""
+
     hidden_size: int = 1024
+    """d_model."""
+
     intermediate_size: int | None = None
+    """Inner width of SwiGLU; None means 8/3 ``hidden_size``, rounded to a multiple of 64."""
+
     num_hidden_layers: int = 12
+    """Number of decoder layers."""
+
     num_attention_heads: int = 16
+    """Query heads of width ``head_dim``. For ``"diff"`` and ``"dint"`` even: heads 2i and 2i+1 are the two maps of
+    differential head i, which has values of width ``2 * head_dim``. For ``"diff_v2"`` pairs of query heads. For
+    ``"grouped_diff"`` signal and noise heads together."""
+
     num_key_value_heads: int | None = None
+    """Key/value heads for grouped-query attention; None means ``num_attention_heads`` (for ``"grouped_diff"`` two for
+    each noise head: one for each of its maps)."""
+
     head_dim: int | None = None
+    """d; None means ``hidden_size // num_attention_heads``."""
+
     value_head_dim: int | None = None
+    """Width of a value head, and so of a head's output; None means ``2 * head_dim`` for ``"diff"``, ``"dint"`` and
+    ``"grouped_diff"``, ``head_dim`` for ``"diff_v2"`` and ``"softmax"``."""
+
     signal_heads_per_noise_head: int = 3
+    """r of ``"grouped_diff"``; the authors advise 3 or 4. 1 is ``"diff"``."""
+
     max_position_embeddings: int = 4096
+    """Longest sequence, in tokens."""
+
     rope_parameters: dict | None = None
+    """As in transformers; None means ``{"rope_type": "default", "rope_theta": 10000.0}``."""
+
     rms_norm_eps: float = 1e-5
+    """Epsilon of all norms, unless ``head_norm_eps`` is set."""
+
     tie_word_embeddings: bool = False
+    """Whether the language-modelling head shares the weight of the token embedding."""
+
     lambda_init: str | float = "depth"
+    """``"depth"`` (0.8 - 0.6 exp(-0.3 i) in layer i) or a constant for every layer (ablation of Table 6). Below 1:
+    every head is multiplied by ``1 - lambda_init``."""
+
     lambda_depth_offset: int = 0
+    """Added to the layer's index in that formula; -1 for checkpoints that count layers from -1."""
+
     lambda_learned: bool = True
+    """False fixes lambda at ``lambda_init``; not for ``"diff_v2"``."""
+
     lambda_std: float = 0.1
+    """Standard deviation of the lambda vectors at initialisation."""
+
     head_norm: bool | str = True
+    """RMSNorm on each head's output: True (with a weight as wide as the head), ``"no_weight"``, or False.
+    ``"diff_v2"`` has neither a head norm nor a ``lambda_init``."""
+
     softmax_head_norm: bool = False
+    """The same norm, with a weight of width d, on the heads of softmax attention (ablation of Table 6); for
+    ``attention="softmax"`` only."""
+
     head_norm_eps: float | None = None
+    """Epsilon of the head norm; None means ``rms_norm_eps``."""
+
     head_norm_init: float | list[float] = 1.0
+    """Initial weight of the head norm, or one value for each layer. The paper has 1.0. A smaller value gives each head
+    at the start an output as small as softmax attention's; ``matched_head_norm_init`` measures it."""
+
     hidden_act: str = "silu"
+    """Activation of the gated MLP: ``"silu"`` (SwiGLU) or ``"poly_norm"`` (arXiv 2411.03884; some published models)."""
+
     initializer_range: float = 0.02
+    """Standard deviation of all matrices at initialisation, unless one of the next two fields overrides it."""
+
     embedding_initializer_range: float | None = None
+    """Standard deviation of the token embedding; None means ``initializer_range``."""
+
     output_initializer_range: float | None = None
+    """Standard deviation of the projections that write to the residual stream (W_O and SwiGLU's W_3); None means
+    ``initializer_range``."""
+
     backend: str = "auto"
+    """Backend of ``diff_attention`` in every layer."""
+
     sliding_window: int | None = None
+    """Every query sees its last ``sliding_window`` keys, its own included, in training and in the cache, whose memory
+    this bounds; None for all keys."""
+
     use_cache: bool = True
+    """Whether a forward pass in eval mode returns a key/value cache."""
+
     pad_token_id: int | None = None
+    """Token id of padding."""
+
     bos_token_id: int | None = None
+    """Token id that begins a text."""
+
     eos_token_id: int | list[int] | None = None
+    """Token id, or ids, that end a text."""
 
     def __post_init__(self, **kwargs: Any):
-        self._refuse_unknown(kwargs)
+        for key in _unknown(kwargs):
+            near = difflib.get_close_matches(key, sorted(self.__class__.__dataclass_fields__), n=1)
+            hint = f"did you mean {near[0]!r}?" if near else "see the documentation of DiffTransformerConfig"
+            raise ValueError(f"DiffTransformerConfig has no field {key!r}; {hint}")
         self._require_positive("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads")
         require_positive(signal_heads_per_noise_head=self.signal_heads_per_noise_head)
         if self.num_key_value_heads is None:
@@ -134,10 +176,27 @@ class DiffTransformerConfig(PreTrainedConfig):
         self.check()
         super().__post_init__(**kwargs)
 
+    @classmethod
+    def from_dict(cls, config_dict: dict[str, Any], **kwargs):
+        """A configuration from the content of a file; ``kwargs`` override it.
+
+        Keys that no field has (of other tools, other versions, a user's notes) become attributes, so that
+        ``save_pretrained`` writes them again. One warning names them.
+        """
+        foreign = _unknown({key: value for key, value in config_dict.items() if key not in cls.__dataclass_fields__})
+        if foreign:
+            _warn_of_foreign_keys(tuple(foreign))
+        made = super().from_dict({key: value for key, value in config_dict.items() if key not in foreign}, **kwargs)
+        config = made[0] if isinstance(made, tuple) else made
+        for key, value in foreign.items():
+            setattr(config, key, value)
+        return made
+
     def check(self):
         """Raise ValueError for sizes that are not positive or do not fit together, and for unknown values.
 
-        A model asks again, for ``from_pretrained(folder, attention=...)`` sets fields of a finished configuration.
+        A model checks again, because ``from_pretrained(folder, attention=...)`` sets fields of an existing
+        configuration.
         """
         self._require_positive("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads")
         self._require_positive("num_key_value_heads", "head_dim", "intermediate_size", "max_position_embeddings")
@@ -162,43 +221,64 @@ class DiffTransformerConfig(PreTrainedConfig):
 
     @property
     def num_diff_heads(self) -> int:
-        """The paper's h: heads that are a difference of two maps. Softmax attention: those of its counterpart."""
+        """The paper's h: heads that are a difference of two maps; for softmax attention those of its counterpart."""
         return self.num_attention_heads // 2 if self.attention == "softmax" else self.heads.outputs
 
     @property
     def layer_types(self) -> list[str]:
-        """By this transformers makes caches: ``"dint"`` keeps a running mean beside keys and values.
+        """The kind of cache that transformers makes for each layer; ``"dint"`` also keeps a running mean.
 
         Raises:
-            AttributeError: for every other attention, which needs nothing but keys and values.
+            AttributeError: for every other attention, which needs only keys and values.
         """
         if self.attention != "dint":
             raise AttributeError(f"attention={self.attention!r} has no layer_types")
         return ["hybrid"] * self.num_hidden_layers
 
+    @property
+    def output_attentions(self) -> bool:
+        """Whether a forward pass returns attention maps by default; any ``attn_implementation`` can."""
+        return bool(self._output_attentions)
+
+    @output_attentions.setter
+    def output_attentions(self, value: bool):
+        self._output_attentions = value
+
+    def validate(self):
+        """Validate as transformers does, but accept ``output_attentions`` with any ``attn_implementation``."""
+        maps, self._output_attentions = self._output_attentions, False
+        try:
+            super().validate()
+        finally:
+            self._output_attentions = maps
+
     def _require_positive(self, *names: str):
         require_positive(**{name: getattr(self, name) for name in names})
 
-    def _refuse_unknown(self, kwargs: dict[str, Any]):
-        from transformers import GenerationConfig
 
-        known = _FOREIGN_KEYS | set(GenerationConfig().to_dict())
-        fields = sorted(self.__class__.__dataclass_fields__)
-        for key in kwargs:
-            if key in known or key.startswith("_"):
-                continue
-            near = difflib.get_close_matches(key, fields, n=1)
-            hint = f"did you mean {near[0]!r}?" if near else "see the docstring of DiffTransformerConfig for the fields"
-            raise ValueError(f"DiffTransformerConfig has no field {key!r}; {hint}")
+def _unknown(kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Those of the given keys that belong neither to this package nor to transformers."""
+    from transformers import GenerationConfig
+
+    known = _TRANSFORMERS_KEYS | set(GenerationConfig().to_dict())
+    return {key: value for key, value in kwargs.items() if key not in known and not key.startswith("_")}
+
+
+@cache
+def _warn_of_foreign_keys(keys: tuple[str, ...]):
+    warnings.warn(
+        f"config.json has keys that DiffTransformerConfig does not use: {', '.join(keys)}; they are kept as attributes",
+        stacklevel=2,
+    )
 
 
 def matched_baseline(config: DiffTransformerConfig) -> DiffTransformerConfig:
     """The matched Transformer of a configuration: the same with ``attention="softmax"``, its heads not normalised.
 
-    Parameters agree within 1 %, and for ``"diff"`` FLOPs and the key/value cache too: there nothing but ``attention``
-    differs, and the DIFF Transformer has only ``6 head_dim`` parameters a layer more. The same holds for ``"dint"``,
-    which computes more, and for a fixed lambda. For ``"diff_v2"`` and ``"grouped_diff"`` ``intermediate_size`` differs
-    too: see ``cost_matched`` in ``model/matching.py``.
+    Parameters agree within 1 %. For ``"diff"`` FLOPs and the key/value cache agree too: only ``attention`` differs, and
+    the DIFF Transformer has ``6 head_dim`` more parameters in each layer. The same holds for a fixed lambda and for
+    ``"dint"``, which computes more. For ``"diff_v2"`` and ``"grouped_diff"`` ``intermediate_size`` differs too: see
+    ``cost_matched`` in ``model/matching.py``.
     """
     from diff_transformer.model.matching import cost_matched
 

@@ -173,6 +173,7 @@ class DiffTransformerModel(DiffTransformerPreTrainedModel):
         if inputs_embeds is None:
             inputs_embeds = self.embed_tokens(input_ids)
         batch, queries, _ = inputs_embeds.shape
+        kwargs.setdefault("output_attentions", self.config.output_attentions)
         documents = self._documents(kwargs, batch, attention_mask, position_ids, past_key_values)
         options = _for_layers(kwargs)
         if use_cache is None:
