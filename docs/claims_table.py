@@ -7,7 +7,7 @@ from diff_transformer.lab.measures import AR_HIT, OUTLIERS, Measure, final_loss,
 from diff_transformer.lab.recipes import recipe
 from diff_transformer.lab.record import grouped, load_all
 from diff_transformer.model.config import DiffTransformerConfig
-from diff_transformer.model.training_cost import BF16_PEAK_FLOPS, training_seconds
+from diff_transformer.model.cost import BF16_PEAK_FLOPS, training_seconds
 
 RECORD = Path(__file__).resolve().parents[1] / "figures" / "desk" / "measured.json"
 MAIN, SIDE = "novels", "diff_same_rate"  # of the desk study: its main setting, one learning rate for both models

@@ -11,8 +11,7 @@ from pathlib import Path
 from claims_table import claims_table
 
 from diff_transformer.lab.recipes import recipe
-from diff_transformer.model.cost import model_cost
-from diff_transformer.model.training_cost import BF16_PEAK_FLOPS, training_memory, training_seconds
+from diff_transformer.model.cost import BF16_PEAK_FLOPS, model_cost, training_memory, training_seconds
 
 DOCS = Path(__file__).resolve().parent
 RECIPES = (

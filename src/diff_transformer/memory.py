@@ -1,23 +1,23 @@
-"""What this process does with memory that it no longer needs."""
+"""Keep freed memory in the process instead of returning it to the system."""
 
 import ctypes
 import os
 
-# Of mallopt(3), and the variables by which a user sets the same.
+# Parameters of mallopt(3), and the environment variables that set the same.
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
 _USERS = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "MALLOC_MMAP_MAX_", "MALLOC_TOP_PAD_", "GLIBC_TUNABLES")
-_LARGE = 1 << 28  # bytes from which on an allocation is given back all the same: what is kept may not fit the next
+_LARGE = 1 << 28  # bytes; larger allocations are still returned to the system, as they may not fit the next request
 
 
 def keep_freed_memory() -> bool:
-    """Have the C library keep the memory that tensors free, for the next ones, until the process ends.
+    """Make the C library keep freed memory for later allocations until the process ends.
 
-    A step on the CPU allocates and frees the same sizes again and again. By default the system gets them back each
-    time, and every page has to be taken from it anew: of a training step of the demo, 8 to 16 thousand page faults and
-    a fifth of the time. For processes of our own; a library's caller may want it otherwise.
+    A step on the CPU allocates and frees the same sizes again and again. By default each free returns the memory to the
+    system and each allocation faults its pages in again: 8,000 to 16,000 page faults, a fifth of the time, in a
+    training step of the demo. Commands of this package call this; importing the package does not.
 
     Returns:
-        Whether it was done: the C library must be glibc, and a user's own settings are left alone.
+        Whether the setting was made: it needs glibc, and the user's own settings take precedence.
     """
     if any(name in os.environ for name in _USERS):
         return False

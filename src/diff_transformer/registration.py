@@ -1,7 +1,7 @@
-"""``import diff_transformer`` makes the Auto classes of transformers know its checkpoints, and still loads neither.
+"""Register the models with transformers' Auto classes lazily: ``import diff_transformer`` imports neither of them.
 
-They learn a stand-in for the configuration, at once or as soon as transformers loads its table of configurations; the
-first checkpoint that asks for it loads ``model.modeling``, which registers the classes themselves.
+The Auto classes get a config stub: immediately, or as soon as transformers loads its table of configurations. The first
+checkpoint that uses the stub loads ``model.modeling``, which registers the real classes.
 """
 
 import sys
@@ -22,14 +22,14 @@ class _Forwarding(type):
         return _configuration()(*args, **kwargs)
 
 
-class StandIn(metaclass=_Forwarding):
-    """``DiffTransformerConfig``, loaded when something is asked of it."""
+class ConfigStub(metaclass=_Forwarding):
+    """``DiffTransformerConfig``, loaded on first use."""
 
     model_type = MODEL_TYPE
 
 
 class _Finder:
-    """Waits for the import of transformers' table; finds nothing itself."""
+    """Import hook that registers the stub when transformers' table of configurations is loaded."""
 
     def find_spec(self, name: str, path=None, target=None):
         if name != _TABLE:
@@ -49,7 +49,7 @@ class _Finder:
 
 
 def register() -> None:
-    """Enter the stand-in, now or when transformers is there."""
+    """Register the stub, now or when transformers is imported."""
     if _TABLE in sys.modules:
         _enter(sys.modules[_TABLE])
     else:
@@ -58,7 +58,7 @@ def register() -> None:
 
 def _enter(table) -> None:
     if MODEL_TYPE not in table.CONFIG_MAPPING:
-        table.AutoConfig.register(MODEL_TYPE, StandIn)
+        table.AutoConfig.register(MODEL_TYPE, ConfigStub)
 
 
 def _configuration():

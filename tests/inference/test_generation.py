@@ -8,7 +8,7 @@ from transformers import ByT5Tokenizer, DynamicCache, StaticCache
 
 from diff_transformer import DiffTransformerForCausalLM, diff_attention_decode
 from diff_transformer.data.tokenizer import byte_tokenizer
-from diff_transformer.inference.generation import Settings, TextPieces, generate, left_padded
+from diff_transformer.inference.generation import GenerationSettings, TextPieces, generate, left_padded
 from diff_transformer.model import cores
 from diff_transformer.model.config import ATTENTIONS
 from diff_transformer.model.presets import preset
@@ -201,10 +201,10 @@ def test_a_cache_laid_out_early_is_written_in_place(attention):
 def test_streaming_gives_the_text_piece_by_piece(attention):
     model, tokenizer, pieces = make(attention), byte_tokenizer(), []
     model.generation_config.eos_token_id = None
-    (text,) = generate(model, tokenizer, ["wörld 😀"], Settings(40), on_text=pieces.append)
+    (text,) = generate(model, tokenizer, ["wörld 😀"], GenerationSettings(40), on_text=pieces.append)
     assert "".join(pieces) == text
     assert len(pieces) > 5
-    assert generate(model, tokenizer, ["wörld 😀"], Settings(40)) == [text]
+    assert generate(model, tokenizer, ["wörld 😀"], GenerationSettings(40)) == [text]
 
 
 def test_a_character_streams_only_when_it_is_whole():
@@ -229,7 +229,7 @@ class SlowTokenizer(ByT5Tokenizer):
 def test_a_tokenizer_without_a_fast_backend_streams_the_same_text(kind):
     model, tokenizer, pieces = make(vocab_size=384, seed=1), kind(), []
     model.generation_config.eos_token_id = None
-    settings = Settings(40, temperature=2.0, seed=3)
+    settings = GenerationSettings(40, temperature=2.0, seed=3)
     (text,) = generate(model, tokenizer, ["wörld"], settings, on_text=pieces.append)
     assert "".join(pieces) == text
     assert len(pieces) > 5
@@ -250,17 +250,17 @@ def test_without_a_fast_backend_too_a_character_streams_only_when_it_is_whole():
 def test_generate_takes_batches_chunks_assistants_and_guesses():
     model, tokenizer = make(), byte_tokenizer()
     run = partial(generate, model, tokenizer)
-    alone = [run([prompt], Settings(8))[0] for prompt in PROMPTS]
-    assert run(PROMPTS, Settings(8)) == alone
-    assert run(PROMPTS, Settings(8, prefill_chunk=3)) == alone
-    assert run(PROMPTS[1:2], Settings(8), assistant=make("softmax", num_hidden_layers=1)) == alone[1:2]
-    assert run(PROMPTS[1:2], Settings(8, lookup=2)) == alone[1:2]
-    drawn = run(PROMPTS[:1], Settings(30, temperature=2.0, top_p=0.9, seed=1))
+    alone = [run([prompt], GenerationSettings(8))[0] for prompt in PROMPTS]
+    assert run(PROMPTS, GenerationSettings(8)) == alone
+    assert run(PROMPTS, GenerationSettings(8, prefill_chunk=3)) == alone
+    assert run(PROMPTS[1:2], GenerationSettings(8), assistant=make("softmax", num_hidden_layers=1)) == alone[1:2]
+    assert run(PROMPTS[1:2], GenerationSettings(8, lookup=2)) == alone[1:2]
+    drawn = run(PROMPTS[:1], GenerationSettings(30, temperature=2.0, top_p=0.9, seed=1))
     state = torch.get_rng_state()
-    assert run(PROMPTS[:1], Settings(30, temperature=2.0, top_p=0.9, seed=1)) == drawn
+    assert run(PROMPTS[:1], GenerationSettings(30, temperature=2.0, top_p=0.9, seed=1)) == drawn
     assert torch.equal(torch.get_rng_state(), state)
-    assert run(PROMPTS[:1], Settings(30, temperature=2.0, seed=2)) != drawn
-    assert len(run([""], Settings(4))) == 1
+    assert run(PROMPTS[:1], GenerationSettings(30, temperature=2.0, seed=2)) != drawn
+    assert len(run([""], GenerationSettings(4))) == 1
 
 
 @pytest.mark.parametrize(
@@ -276,7 +276,7 @@ def test_generate_takes_batches_chunks_assistants_and_guesses():
 )
 def test_settings_out_of_range_are_refused(options, message):
     with pytest.raises(ValueError, match=message):
-        Settings(**options)
+        GenerationSettings(**options)
 
 
 def test_requests_that_cannot_be_met_are_refused():
@@ -284,20 +284,20 @@ def test_requests_that_cannot_be_met_are_refused():
     with pytest.raises(ValueError, match="there is no prompt"):
         generate(model, tokenizer, [])
     with pytest.raises(ValueError, match="up to 135 tokens, more than the 128 positions"):
-        generate(model, tokenizer, ["x" * 100], Settings(35))
+        generate(model, tokenizer, ["x" * 100], GenerationSettings(35))
     with pytest.raises(ValueError, match="2 prompts cannot stream"):
         generate(model, tokenizer, ["a", "b"], on_text=print)
     with pytest.raises(ValueError, match="one prompt at a time, not 2"):
-        generate(model, tokenizer, ["a", "b"], Settings(lookup=2))
+        generate(model, tokenizer, ["a", "b"], GenerationSettings(lookup=2))
     with pytest.raises(ValueError, match="the assistant has 300 tokens and the model 258"):
         generate(model, tokenizer, ["a"], assistant=DiffTransformerForCausalLM(preset("debug", vocab_size=300)))
     with pytest.raises(ValueError, match="an assistant and compiled exclude"):
-        generate(model, tokenizer, ["a"], Settings(compiled=True), assistant=model)
+        generate(model, tokenizer, ["a"], GenerationSettings(compiled=True), assistant=model)
 
 
 def test_of_the_models_own_defaults_only_the_special_tokens_count():
     model, tokenizer = make(), byte_tokenizer()
-    plain, drawn = Settings(8), Settings(8, temperature=2.0, seed=1)
+    plain, drawn = GenerationSettings(8), GenerationSettings(8, temperature=2.0, seed=1)
     expected = [generate(model, tokenizer, PROMPTS, settings) for settings in (plain, drawn)]
     own = model.generation_config
     own.do_sample, own.min_p, own.typical_p, own.top_k, own.temperature = True, 1.0, 0.2, 1, 0.1

@@ -6,8 +6,7 @@ from diff_transformer.checks import differences
 from diff_transformer.lab.recipes import RECIPES, recipe
 from diff_transformer.lab.recipes.paper import SCALING, ablation_1p4b, scaling
 from diff_transformer.model.config import DiffTransformerConfig
-from diff_transformer.model.cost import model_cost
-from diff_transformer.model.training_cost import training_memory
+from diff_transformer.model.cost import model_cost, training_memory
 from diff_transformer.train.config import RunConfig
 from diff_transformer.train.step import learning_rate, schedule_warning
 

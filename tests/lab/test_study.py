@@ -13,7 +13,7 @@ from diff_transformer.lab.record import Record, load_all
 from diff_transformer.lab.spec import RunSpec, Study, seeds
 from diff_transformer.lab.study import run_study, sweep_losses
 from diff_transformer.lab.worker import gradient_metrics, losses_by_source, run
-from diff_transformer.model.head_scale import matched_head_norm_init
+from diff_transformer.model.head_norm_init import matched_head_norm_init
 from diff_transformer.train.config import override
 
 

@@ -3,8 +3,8 @@ import re
 import pytest
 
 from diff_transformer import DiffTransformerConfig, matched_baseline
+from diff_transformer.cli.info import pair_table
 from diff_transformer.model.cost import model_cost
-from diff_transformer.model.info import pair_table
 from diff_transformer.model.matching import VARIANTS, cost_matched, variant
 from diff_transformer.model.presets import PRESETS, preset
 

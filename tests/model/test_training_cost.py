@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from diff_transformer.model.config import DiffTransformerConfig
+from diff_transformer.model.cost import layer_activation_bytes, training_memory, training_seconds
 from diff_transformer.model.modeling import DiffTransformerForCausalLM
 from diff_transformer.model.presets import preset
-from diff_transformer.model.training_cost import layer_activation_bytes, training_memory, training_seconds
 
 
 def saved_bytes(config, rows, length, *, mixed, checkpointing=False):

@@ -222,8 +222,8 @@ def info(
     from rich.console import Console
 
     from diff_transformer.checks import require_positive
+    from diff_transformer.cli.info import pair_table, preset_table
     from diff_transformer.lab.recipes import RECIPES
-    from diff_transformer.model.info import pair_table, preset_table
 
     require_positive(length=length)
     if preset is None and (length is not None or attention != "diff"):

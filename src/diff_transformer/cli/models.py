@@ -83,11 +83,11 @@ def generate(
     prefill_chunk: Annotated[int | None, typer.Option(help="Tokens of the prompt per forward pass.")] = None,
 ):
     """Continue a prompt and stream the text, or continue each line of a file."""
-    from diff_transformer.inference.command import run_generate
-    from diff_transformer.inference.generation import Settings
+    from diff_transformer.cli.generate import run_generate
+    from diff_transformer.inference.generation import GenerationSettings
 
     computing()
-    settings = Settings(max_new_tokens, temperature, top_p, seed, prefill_chunk, compiled, lookup)
+    settings = GenerationSettings(max_new_tokens, temperature, top_p, seed, prefill_chunk, compiled, lookup)
     run_generate(
         model, prompt, settings, prompts_file=prompts, batch_size=batch_size, device=device, dtype=dtype,
         weights=weights, assistant=assistant,

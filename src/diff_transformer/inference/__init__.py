@@ -1,1 +1,1 @@
-"""Generating text with a trained model, and taking it to where this package is not installed."""
+"""Generate text with a trained model, and export it to machines without this package."""

@@ -1,4 +1,4 @@
-"""Continuing text with any causal LM: as it streams, in batches of ragged prompts, compiled, or with an assistant."""
+"""Generate text with any causal LM: streaming, in batches of prompts, compiled, or with an assistant model."""
 
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
@@ -13,18 +13,18 @@ from diff_transformer.checks import require_positive
 
 
 @dataclass(frozen=True)
-class Settings:
+class GenerationSettings:
     """How to generate.
 
     Attributes:
-        max_new_tokens: at most so many tokens; fewer where the model ends the text.
-        temperature: 0 takes the likeliest token (greedy); above it, tokens are drawn.
-        top_p: when drawing, only from the likeliest tokens that together have this probability.
-        seed: of the draw; None for a new one each time.
-        prefill_chunk: tokens of the prompt in one forward pass; the whole prompt if None.
-        compiled: compile the step of one token, over a static cache: no graph breaks, and no recompilation for a
-            second text of up to the same length.
-        lookup: guess so many tokens ahead from the prompt itself (prompt lookup), which repetitive text rewards.
+        max_new_tokens: the largest number of new tokens; fewer if the model ends the text.
+        temperature: 0 takes the likeliest token (greedy); above 0, tokens are sampled.
+        top_p: sample from the likeliest tokens that together have this probability.
+        seed: seed of the sampling; None for a new one each time.
+        prefill_chunk: tokens of the prompt in one forward pass; None for the whole prompt.
+        compiled: compile the step of one token over a static cache, without graph breaks. A second text of up to the
+            same length does not recompile.
+        lookup: tokens to guess ahead from the prompt itself (prompt lookup); it helps with repetitive text.
 
     Raises:
         ValueError: for values outside their range, or settings that exclude one another.
@@ -52,32 +52,35 @@ class Settings:
             )
 
 
+Settings = GenerationSettings  # the earlier name
+
+
 def generate(
     model,
     tokenizer,
     prompts: Sequence[str],
-    settings: Settings | None = None,
+    settings: GenerationSettings | None = None,
     *,
     assistant=None,
     on_text: Callable[[str], None] | None = None,
 ) -> list[str]:
-    """Continuations of ``prompts``, without the prompts, in one batch with left padding.
+    """Continue ``prompts`` in one batch with left padding; return the continuations without the prompts.
 
-    Of the model's ``generation_config`` only the special tokens count; the rest is in ``settings``.
+    Only the special tokens of the model's ``generation_config`` are used; ``settings`` determines the rest.
 
     Args:
         model: a causal LM of transformers, on its device, in eval mode.
         tokenizer: its tokenizer; it needs no padding token.
-        settings: the defaults of ``Settings`` if None.
-        assistant: a smaller model with the same vocabulary, which guesses tokens that ``model`` then checks
-            (speculative decoding): the same text as without it, sooner.
-        on_text: called with each piece of the continuation as soon as it is known; for one prompt.
+        settings: the defaults of ``GenerationSettings`` if None.
+        assistant: a smaller model with the same vocabulary for speculative decoding: it guesses tokens that ``model``
+            checks. The text is the same as without it.
+        on_text: called with each piece of the continuation as soon as it is known; for a single prompt.
 
     Raises:
         ValueError: for an empty prompt, more tokens than the model has positions, an assistant with another
             vocabulary, or options that exclude one another.
     """
-    settings = settings or Settings()
+    settings = settings or GenerationSettings()
     if not prompts:
         raise ValueError("there is no prompt; give at least one")
     if on_text is not None and len(prompts) > 1:
@@ -89,7 +92,7 @@ def generate(
     ids = [_encode(tokenizer, prompt) for prompt in prompts]
     _check_length(model, max(map(len, ids)) + settings.max_new_tokens)
     pad = next((i for i in (tokenizer.pad_token_id, tokenizer.eos_token_id) if i is not None), 0)
-    whole_chunks = settings.prefill_chunk if settings.compiled else None  # or each rest would be compiled anew
+    whole_chunks = settings.prefill_chunk if settings.compiled else None  # or each remainder would be compiled again
     inputs, mask = left_padded(ids, pad, model.device, whole_chunks or 1)
     streamer = None if on_text is None else TextPieces(tokenizer, on_text)
     inference = torch.inference_mode(not settings.compiled)
@@ -102,9 +105,9 @@ def generate(
 
 
 def left_padded(ids: Sequence[Sequence[int]], pad: int, device: Any, multiple: int = 1) -> tuple[Tensor, Tensor]:
-    """Rows of different lengths as ``input_ids`` and ``attention_mask``, int64 ``[B, T]``, the padding on the left.
+    """Pad rows on the left: ``input_ids`` and ``attention_mask``, int64 ``[B, T]``.
 
-    T is the longest row's length, or the next multiple of ``multiple``.
+    T is the length of the longest row, rounded up to a multiple of ``multiple``.
     """
     longest = -(-max(map(len, ids)) // multiple) * multiple
     inputs = torch.tensor([[pad] * (longest - len(row)) + list(row) for row in ids], device=device)
@@ -113,9 +116,9 @@ def left_padded(ids: Sequence[Sequence[int]], pad: int, device: Any, multiple: i
 
 
 class TextPieces(BaseStreamer):
-    """Streamer of ``generate`` for one prompt: ``on_text`` gets each piece of text once its characters are whole.
+    """Streamer of ``generate`` for one prompt: ``on_text`` gets each piece of text once its characters are complete.
 
-    A tokenizer without a fast (Rust) backend decodes the whole continuation anew for each token.
+    A tokenizer without a fast (Rust) backend decodes the whole continuation again for each token.
     """
 
     def __init__(self, tokenizer, on_text: Callable[[str], None]):
@@ -136,7 +139,7 @@ class TextPieces(BaseStreamer):
 
     def end(self):
         whole = self.tokenizer.decode(self.new, skip_special_tokens=True)
-        if self.backend is None or whole.startswith(self.sent):  # bytes at the end that make no whole character
+        if self.backend is None or whole.startswith(self.sent):  # the last bytes may not form a complete character
             self._send(whole[len(self.sent) :])
 
     def _rest(self) -> str:
@@ -149,7 +152,7 @@ class TextPieces(BaseStreamer):
             self.on_text(piece)
 
 
-def _options(settings: Settings, device: torch.device) -> dict[str, Any]:
+def _options(settings: GenerationSettings, device: torch.device) -> dict[str, Any]:
     """``settings`` as arguments of transformers' ``generate``."""
     options: dict[str, Any] = {
         "max_new_tokens": settings.max_new_tokens, "do_sample": settings.temperature > 0,
@@ -162,8 +165,10 @@ def _options(settings: Settings, device: torch.device) -> dict[str, Any]:
 
 @contextmanager
 def _plain_defaults(model) -> Generator[None]:
-    """In the context the model's own defaults of generation are its special tokens alone: ``generate`` would take each
-    of the others (``min_p``, ``num_return_sequences``, ...) that a call leaves out."""
+    """Context manager that reduces the model's generation defaults to its special tokens.
+
+    Otherwise ``generate`` would use each other default (``min_p``, ``num_return_sequences``, ...) that a call omits.
+    """
     from transformers import GenerationConfig
 
     own = model.generation_config
@@ -176,7 +181,7 @@ def _plain_defaults(model) -> Generator[None]:
 
 
 def compiled_options(device: torch.device | str) -> dict[str, Any]:
-    """Arguments of ``generate`` that compile its step over a static cache, on the CPU as well."""
+    """Arguments of ``generate`` that compile its step over a static cache, also on the CPU."""
     from transformers import CompileConfig
 
     graphs = torch.device(device).type == "cuda"
@@ -204,7 +209,7 @@ def _check_length(model, tokens: int) -> None:
         )
 
 
-def _check_assistant(model, assistant, settings: Settings) -> None:
+def _check_assistant(model, assistant, settings: GenerationSettings) -> None:
     if settings.compiled or settings.lookup:
         other = "compiled" if settings.compiled else "lookup"
         raise ValueError(f"an assistant and {other} exclude each other; leave one of them out")
@@ -213,18 +218,12 @@ def _check_assistant(model, assistant, settings: Settings) -> None:
         raise ValueError(f"the assistant has {theirs} tokens and the model {ours}; give one with the same tokenizer")
 
 
-class _seeded:
-    """The generators of the CPU and of ``device`` seeded inside the context and as they were after it."""
-
-    def __init__(self, seed: int | None, device: torch.device):
-        self.seed = seed
-        self.fork = torch.random.fork_rng(devices=[device] if device.type == "cuda" else [])
-
-    def __enter__(self):
-        if self.seed is not None:
-            self.fork.__enter__()
-            torch.manual_seed(self.seed)
-
-    def __exit__(self, *error):
-        if self.seed is not None:
-            self.fork.__exit__(*error)
+@contextmanager
+def _seeded(seed: int | None, device: torch.device) -> Generator[None]:
+    """Context manager that seeds the generators of the CPU and of ``device`` and restores them afterwards."""
+    if seed is None:
+        yield
+        return
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        torch.manual_seed(seed)
+        yield

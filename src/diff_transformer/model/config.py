@@ -248,7 +248,7 @@ class DiffTransformerConfig(PreTrainedConfig):
         """Validate as transformers does, but accept ``output_attentions`` with any ``attn_implementation``."""
         maps, self._output_attentions = self._output_attentions, False
         try:
-            super().validate()
+            super().validate()  # ty: ignore[missing-attribute]  (huggingface_hub's strict dataclasses add it)
         finally:
             self._output_attentions = maps
 

@@ -1,8 +1,21 @@
-"""What a model costs, from its configuration alone: parameters by part, FLOPs a token, bytes of key/value cache."""
+"""What a model costs, from its configuration alone.
+
+Inference: parameters by part, FLOPs for each token, bytes of key/value cache. Training: memory on each device, and
+time. Training keeps 16 bytes for each parameter, with AdamW on fp32 master weights: 4 for the weight, 4 for its
+gradient, 8 for the two moments. Sharding divides them by the number of devices; the weights in use are gathered one
+layer at a time.
+"""
 
 from dataclasses import dataclass
 
 from diff_transformer.checks import require_positive
+
+# Dense bf16 FLOP/s of one device, from the makers' data sheets; the first name that the device's own contains counts.
+BF16_PEAK_FLOPS = {
+    "GB200": 2.5e15, "B200": 2.25e15, "GH200": 989e12, "H200": 989e12, "H100 PCIe": 756e12, "H100 NVL": 835e12,
+    "H100": 989e12, "A100": 312e12, "L40S": 362e12, "L4": 121e12, "A10": 125e12, "RTX 4090": 165e12, "MI300X": 1307e12,
+}  # fmt: skip
+_GIB = 1 << 30
 
 
 @dataclass(frozen=True)
@@ -92,3 +105,98 @@ def model_cost(config, *, length: int | None = None, bytes_per_value: int = 2) -
     heads = config.heads
     cached = config.num_hidden_layers * (heads.keys * heads.head_dim + heads.values * heads.value_dim)
     return Cost(parameters, round(flops), cached * bytes_per_value, length, config.sliding_window)
+
+
+@dataclass(frozen=True)
+class TrainingMemory:
+    """Bytes on one device: ``states`` (weights, gradients, moments; its share of them), ``gathered`` (weights of the
+    layers at work, in the precision of the computation), ``activations`` (saved for the backward pass) and ``logits``
+    (with their gradient). The allocator's own overhead, 5 to 20 % in practice, is not in it."""
+
+    states: int
+    gathered: int
+    activations: int
+    logits: int
+
+    @property
+    def total(self) -> int:
+        return self.states + self.gathered + self.activations + self.logits
+
+    @property
+    def gib(self) -> float:
+        return self.total / _GIB
+
+
+def training_memory(
+    config,
+    *,
+    tokens: int,
+    devices: int = 1,
+    mixed: bool = True,
+    activation_checkpointing: bool = False,
+    loss_chunk: int = 0,
+) -> TrainingMemory:
+    """Memory of a training step on each of ``devices`` that share weights and optimizer (FSDP).
+
+    Args:
+        tokens: of one forward and backward pass on one device (rows times their length).
+        mixed: bf16 computation on fp32 weights; else all in fp32.
+        activation_checkpointing: keep each layer's input alone and compute the rest again.
+        loss_chunk: tokens whose logits are alive at a time; 0 for all.
+
+    Raises:
+        ValueError: for numbers that are not positive.
+    """
+    require_positive(tokens=tokens, devices=devices)
+    parameters = sum(count_parameters(config).values())
+    alive = min(loss_chunk, tokens) if loss_chunk else tokens
+    layer = layer_activation_bytes(config, mixed=mixed)
+    if activation_checkpointing:
+        saved = 4 * config.hidden_size * config.num_hidden_layers + layer
+    else:
+        saved = layer * config.num_hidden_layers
+    computed = 2 if mixed else 4
+    gathered = 0
+    if devices > 1:
+        gathered = 2 * computed * _parameters_of_a_layer(config) + computed * config.vocab_size * config.hidden_size
+    return TrainingMemory(
+        states=-(-16 * parameters // devices),
+        gathered=gathered,
+        activations=tokens * saved,
+        logits=alive * config.vocab_size * (computed + 4 + 4),
+    )
+
+
+def layer_activation_bytes(config, *, mixed: bool) -> int:
+    """Bytes a token that one layer saves for its backward pass.
+
+    Vectors of the model's width: the residual stream before and after attention, and both norms' scaled inputs and
+    outputs; of the heads': queries, keys, values and outputs, and for differential attention the head norm's scaled
+    input and output; of the inner width: four of SwiGLU's. In mixed precision the residual stream and the norms are in
+    fp32, what matrices read is in bf16.
+    """
+    heads, keys = config.num_attention_heads * config.head_dim, config.num_key_value_heads * config.head_dim
+    width, inner, differential = config.hidden_size, config.intermediate_size, config.attention != "softmax"
+    if mixed:
+        return 26 * width + (4 + 8 * differential) * heads + 4 * keys + 8 * inner
+    return 4 * (6 * width + (2 + 2 * differential) * heads + 2 * keys + 4 * inner)
+
+
+def training_seconds(
+    config, *, tokens: int, length: int | None = None, devices: int = 1, peak_flops: float, utilisation: float = 0.4
+) -> float:
+    """Seconds to train on ``tokens`` in rows of ``length`` at a share ``utilisation`` of ``devices * peak_flops``.
+
+    ``utilisation`` (MFU) counts forward and backward once: what recomputation costs lowers it.
+
+    Raises:
+        ValueError: for numbers that are not positive.
+    """
+    require_positive(tokens=tokens, devices=devices, peak_flops=peak_flops, utilisation=utilisation)
+    flops = model_cost(config, length=length).training_flops_per_token * tokens
+    return flops / (devices * peak_flops * utilisation)
+
+
+def _parameters_of_a_layer(config) -> int:
+    parts = count_parameters(config)
+    return (sum(parts.values()) - parts["embedding"] - parts["head"]) // config.num_hidden_layers

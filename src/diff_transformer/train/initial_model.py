@@ -77,8 +77,7 @@ def load_initial_model(config: RunConfig, tokenizer):
             that ``config.model`` asks for.
     """
     from diff_transformer.model.config import DiffTransformerConfig
-    from diff_transformer.model.loaded import misfits
-    from diff_transformer.model.loading import read_model
+    from diff_transformer.model.loading import misfits, read_model
     from diff_transformer.model.modeling import DiffTransformerForCausalLM
 
     folder = model_folder(config)

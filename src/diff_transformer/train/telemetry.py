@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from diff_transformer.model.training_cost import BF16_PEAK_FLOPS
+from diff_transformer.model.cost import BF16_PEAK_FLOPS
 
 PARTS = (
     ("lambda", r"lambda|\blam\b"),

@@ -1,4 +1,4 @@
-"""A checkpoint that brings its own code: ``trust_remote_code`` loads it where this package is not installed."""
+"""Write a checkpoint with its own code: ``trust_remote_code`` loads it where this package is not installed."""
 
 from pathlib import Path
 
@@ -15,12 +15,12 @@ AUTO_MAP = {
 def export(model: str, out: Path, *, dtype: str | None = None) -> None:
     """Write ``model`` with its tokenizer and its code to the new folder ``out``, as safetensors.
 
-    It loads with ``AutoModelForCausalLM.from_pretrained(out, trust_remote_code=True)``: with PyTorch's attention, and
-    with this package's kernels where the same version of it is installed.
+    ``AutoModelForCausalLM.from_pretrained(out, trust_remote_code=True)`` loads it. It uses PyTorch's attention, or this
+    package's kernels where the same version of the package is installed.
 
     Args:
         model: a folder, a name on the hub, or a preset (untrained).
-        dtype: "float32", "bfloat16" or "float16"; that of the checkpoint if None.
+        dtype: "float32", "bfloat16" or "float16"; None keeps that of the checkpoint.
 
     Raises:
         ValueError: for a model of another architecture, or as ``load_model``.

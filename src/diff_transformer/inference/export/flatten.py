@@ -1,8 +1,8 @@
-"""The model's source files as one flat set that imports nothing of this package.
+"""Turn the model's source files into one flat folder that imports nothing from this package.
 
-transformers loads the code of a checkpoint from one folder, and copies of it only what is imported as
-``from .module import name``. So each module that the model needs becomes one file, and its imports become relative.
-What is needed is found by following imports: a new file in ``model/`` is exported without a word here.
+transformers loads the code of a checkpoint from one folder, and copies only files that are imported as
+``from .module import name``. So each module that the model needs becomes one file with relative imports. The modules
+are found by following imports: a new file in ``model/`` needs no change here.
 """
 
 import ast
@@ -13,8 +13,8 @@ from diff_transformer import __version__
 
 PACKAGE = "diff_transformer"
 ENTRANCE = f"{PACKAGE}.model.modeling"
-# Kernels stay at home: these stand for them.
-_AT_HOME = (f"{PACKAGE}.ops.cpu", f"{PACKAGE}.ops.gluon", f"{PACKAGE}.ops.triton")
+# Kernels are not exported; these modules replace them.
+_KERNELS = (f"{PACKAGE}.ops.cpu", f"{PACKAGE}.ops.gluon", f"{PACKAGE}.ops.triton")
 _STAND_INS = {
     f"{PACKAGE}.ops.cpu.layer": f"{PACKAGE}.inference.export.portable.decoding",
     f"{PACKAGE}.ops.cpu.native": f"{PACKAGE}.inference.export.portable.decoding",
@@ -29,17 +29,17 @@ _NAMES = {
 
 
 def flatten() -> dict[str, str]:
-    """The files of an exported model: name to source text.
+    """The files of an exported model: file name to source text.
 
     Raises:
-        ValueError: if two modules would get one name, or an import has a form that cannot be exported.
+        ValueError: if two modules would get the same name, or an import has a form that cannot be exported.
     """
     files: dict[str, str] = {}
     origins: dict[str, str] = {}
     todo = [ENTRANCE]
     while todo:
         module = todo.pop()
-        if module.startswith(_AT_HOME):
+        if module.startswith(_KERNELS):
             raise ValueError(f"{module} is part of the kernels, which are not exported; write a stand-in for it")
         name = _flat_name(module)
         if origins.setdefault(name, module) != module:
@@ -55,7 +55,7 @@ def flatten() -> dict[str, str]:
 
 
 def _relative(module: str, source: str) -> tuple[str, list[str]]:
-    """``source`` with relative imports and without registrations, and the modules that it needs."""
+    """``source`` with relative imports and without registrations; and the modules that it imports."""
     lines = source.splitlines(keepends=True)
     tree = ast.parse(source)
     needed: list[str] = []
@@ -97,7 +97,7 @@ def _rewritten(node: ast.ImportFrom) -> tuple[str, list[str]]:
 
 
 def _registers(node: ast.stmt) -> bool:
-    """``AutoConfig.register(...)`` and its like: the ``auto_map`` of a checkpoint does that for exported code."""
+    """Whether a statement registers an Auto class; ``auto_map`` does this for exported code."""
     return (
         isinstance(node, ast.Expr)
         and isinstance(node.value, ast.Call)

@@ -14,7 +14,7 @@ def one_gpu() -> RunConfig:
     """8 layers of width 1024, 8 DIFF heads of 64 (the authors advise at least 8): 117M parameters, 131M tokens.
 
     Command: ``diff-transformer compare --recipe one_gpu --set data.corpus=FOLDER --out runs/one_gpu``. Hardware: one
-    H100-class GPU. Time: 7 minutes a model, if it reaches 25 % of 989 TFLOP/s (``model.training_cost``); not measured.
+    H100-class GPU. Time: 7 minutes a model, if it reaches 25 % of 989 TFLOP/s (``model.cost``); not measured.
     Give it 70 MB of text or more: on less it sees the text many times over. Expected: nothing yet, for the same reason.
     """
     return RunConfig(
@@ -57,7 +57,7 @@ def one_gpu_16k() -> RunConfig:
     Transformer the same with its folder, another ``--out`` and ``--set model.attention=softmax --set
     model.head_norm_init=1.0``; then ``diff-transformer eval needle --model runs/one_gpu_16k/model --set cells=[[4,1]]
     --set lengths=[4096,8192,16384] --out runs/needle_16k.json``. Hardware: one H100-class GPU. Time: 2 minutes a model
-    (``model.training_cost``); not measured. Expected: nothing yet.
+    (``model.cost``); not measured. Expected: nothing yet.
     """
     config = one_gpu()
     config.name = "one_gpu_16k"

@@ -5,7 +5,7 @@ All of them read a corpus prepared with the cl100k tokenizer (vocabulary of 100,
     diff-transformer prepare SOURCE... --tokenizer cl100k --out corpus
     torchrun --nproc-per-node 8 -m diff_transformer train --recipe NAME --set data.corpus=corpus --out runs/NAME
 
-Times below are estimates of ``model.training_cost`` at 40 % utilisation of H100s (989 TFLOP/s in bf16); the page
+Times below are estimates of ``model.cost`` at 40 % utilisation of H100s (989 TFLOP/s in bf16); the page
 docs/pretraining.md has them, and memory, for other numbers of GPUs, each of which takes its share of a batch in passes
 of 16,384 tokens (``train.micro_batch_size``). None of these runs has been done here. Weights start from N(0, 0.02), the
 head norm's at 1; the paper gives no initialisation.

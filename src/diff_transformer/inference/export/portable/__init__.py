@@ -1,1 +1,1 @@
-"""What stands in an exported model for the parts of this package that are not exported: kernels of its own."""
+"""Replacements, in an exported model, for the kernels of this package, which are not exported."""

@@ -1,4 +1,4 @@
-"""The CPU's backend of an exported model: the package's own where it is installed, else PyTorch's attention."""
+"""The CPU backend of an exported model: the package's own if it is installed, else PyTorch's attention."""
 
 import torch
 from torch import Tensor

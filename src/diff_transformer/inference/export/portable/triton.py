@@ -1,4 +1,4 @@
-"""The CUDA kernels as an exported model sees them: those of the package where it is installed, else none."""
+"""The CUDA kernels of an exported model: the package's own if it is installed, else none."""
 
 import torch
 from torch import Tensor

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from diff_transformer.checks import require_positive
-from diff_transformer.inference.generation import Settings
+from diff_transformer.inference.generation import GenerationSettings
 from diff_transformer.inference.generation import generate as continue_prompts
 from diff_transformer.model.loading import load_model
 from diff_transformer.model.presets import PRESETS
@@ -15,7 +15,7 @@ from diff_transformer.model.presets import PRESETS
 def run_generate(
     model: str,
     prompt: str | None,
-    settings: Settings,
+    settings: GenerationSettings,
     *,
     prompts_file: Path | None = None,
     batch_size: int = 8,
@@ -25,18 +25,18 @@ def run_generate(
     assistant: str | None = None,
     write: Callable[[str], object] | None = None,
 ) -> None:
-    """Write the prompt and, as it comes, its continuation; or a line of JSON for each prompt of a file.
+    """Write the prompt and stream its continuation; or write one line of JSON for each prompt of a file.
 
     Args:
-        model, assistant, device, dtype, weights: as in ``load_model``; the assistant keeps weights as they are saved.
+        model, assistant, device, dtype, weights: as in ``load_model``; the assistant's weights are used as saved.
         prompt: the text itself, or "-" for standard input.
-        prompts_file: a prompt a line, each with its own continuation: ``{"prompt": ..., "text": ...}``.
-        batch_size: prompts of the file that are continued at a time.
-        write: takes the text; standard output if None.
+        prompts_file: one prompt a line; each gives a line ``{"prompt": ..., "text": ...}``.
+        batch_size: prompts of the file in one batch.
+        write: receives the text; None writes to standard output.
 
     Raises:
-        ValueError: for none or both of ``prompt`` and ``prompts_file``, and as ``Settings``, ``load_model`` and
-            ``generate``. FileNotFoundError: for a file or a model that does not exist.
+        ValueError: for none or both of ``prompt`` and ``prompts_file``, and as ``GenerationSettings``, ``load_model``
+            and ``generate``. FileNotFoundError: for a file or a model that does not exist.
     """
     require_positive(batch_size=batch_size)
     write = write or sys.stdout.write
@@ -60,12 +60,14 @@ def run_generate(
             write(json.dumps({"prompt": text_before, "text": text}, ensure_ascii=False) + "\n")
 
 
-def _stream(model, tokenizer, prompt: str, settings: Settings, assistant, write: Callable[[str], object]) -> None:
+def _stream(
+    model, tokenizer, prompt: str, settings: GenerationSettings, assistant, write: Callable[[str], object]
+) -> None:
     started = False
 
     def send(piece: str):
         nonlocal started
-        write(piece if started else prompt + piece)  # only then: what is wrong with a prompt is an error without text
+        write(piece if started else prompt + piece)  # not before: an invalid prompt must raise without output
         started = True
         sys.stdout.flush()
 

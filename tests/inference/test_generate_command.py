@@ -8,11 +8,10 @@ import torch
 from typer.testing import CliRunner
 
 from diff_transformer import DiffTransformerForCausalLM
-from diff_transformer.cli import app
+from diff_transformer.cli import app, generate
+from diff_transformer.cli.generate import run_generate
 from diff_transformer.data.tokenizer import byte_tokenizer
-from diff_transformer.inference import command
-from diff_transformer.inference.command import run_generate
-from diff_transformer.inference.generation import Settings
+from diff_transformer.inference.generation import GenerationSettings
 from diff_transformer.model.loading import load_model
 from diff_transformer.model.presets import preset
 
@@ -50,8 +49,8 @@ def test_text_is_written_as_it_comes(model):
         return found, tokenizer
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(command, "load_model", watched)
-        run_generate(model, "hello", Settings(20), write=events.append)
+        patch.setattr(generate, "load_model", watched)
+        run_generate(model, "hello", GenerationSettings(20), write=events.append)
     written = [event for event in events if event != "pass"]
     assert written[0].startswith("hello")
     assert written[-1] == "\n"

@@ -5,7 +5,7 @@ import torch
 
 from diff_transformer import DiffTransformerConfig, DiffTransformerForCausalLM
 from diff_transformer.model.config import matched_baseline
-from diff_transformer.model.head_scale import first_layer_output, head_outputs, matched_head_norm_init
+from diff_transformer.model.head_norm_init import first_layer_output, head_outputs, matched_head_norm_init
 
 
 def config(attention="diff", **fields):
