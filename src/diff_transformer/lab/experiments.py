@@ -17,11 +17,12 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from diff_transformer.checks import differences, require_known
+from diff_transformer.checks import did_you_mean, differences, require_known
 from diff_transformer.durable import require_writable, write_whole
 from diff_transformer.evals.lm import label_of, load_lm
 from diff_transformer.evals.samples import Samples
 from diff_transformer.evals.types import Result
+from diff_transformer.settings import as_kind, parse
 
 if TYPE_CHECKING:
     from diff_transformer.evals.lm import CausalLM
@@ -68,45 +69,26 @@ def settings_of(
         ValueError: for a field that the experiment does not have (naming those it has), or a value of another type.
     """
     module = experiment(name)
-    values = dict(module.QUICK) if quick else {}
-    known = {field.name for field in fields(module.Settings)}
-    given = {key: value for key, value in options.items() if value is not None and not (lenient and key not in known)}
-    for assignment in assignments:
-        key, separator, text = assignment.partition("=")
-        if not separator:
-            raise ValueError(f"{assignment!r} is not an assignment; write key=value, for example samples=20")
-        try:
-            given[key.strip()] = json.loads(text)
-        except json.JSONDecodeError:
-            given[key.strip()] = text
-    unknown = sorted(set(given) - known)
-    if unknown:
-        raise ValueError(f"{name} has no setting {', '.join(unknown)}; it has: {', '.join(sorted(known)) or 'none'}")
-    values.update({key: _frozen(value) for key, value in given.items()})
-    settings = module.Settings(**values)
-    for one in fields(settings):
-        _check_type(name, one, getattr(settings, one.name))
-    return settings
+    kinds = {field.name: field for field in fields(module.Settings)}
+    given = {key: value for key, value in options.items() if value is not None and not (lenient and key not in kinds)}
+    given |= dict(parse(assignment, "samples=20") for assignment in assignments)
+    strange = sorted(set(given) - set(kinds))
+    if strange:
+        hint, known = did_you_mean(strange[0], kinds), ", ".join(sorted(kinds)) or "none"
+        raise ValueError(f"{name} has no setting {', '.join(strange)}{hint}; it has: {known}")
+    values = (dict(module.QUICK) if quick else {}) | given
+    checked = {
+        key: as_kind(kinds[key].type, value, f"{name}: {key}", _hint(kinds[key])) for key, value in values.items()
+    }
+    return module.Settings(**checked)
 
 
-def _frozen(value: Any) -> Any:
-    return tuple(_frozen(item) for item in value) if isinstance(value, list) else value
-
-
-def _check_type(name: str, field: Field, value: Any) -> None:
-    """Numbers and truth values are checked against the default; what else a field accepts its experiment checks.
-
-    A field whose default is no example of its values has one in its metadata, as ``"example"``.
-    """
-    default = field.default
-    accepted = {bool: (bool,), int: (int,), float: (int, float), str: (str,), tuple: (tuple,)}.get(type(default))
-    wrong = accepted is not None and (
-        not isinstance(value, accepted) or (isinstance(value, bool) and type(default) is not bool)
-    )
-    if wrong:
-        example = json.dumps(field.metadata.get("example", default))
-        example = f"'{example}'" if '"' in example else example  # a shell would take the inner quotes away
-        raise ValueError(f"{name}: {field.name} is {value!r}; give a value like {example}")
+def _hint(field: Field) -> str:
+    """An example of a field's value: the one in its metadata, or its default. Empty where the default is None."""
+    if field.default is None:
+        return ""
+    example = json.dumps(field.metadata.get("example", field.default))
+    return f"a value like '{example}'" if '"' in example else f"a value like {example}"  # as a shell takes it
 
 
 def run_eval(

@@ -1,9 +1,7 @@
 """The full configuration of a run, dotted overrides, and its JSON form (saved with every run)."""
 
 import dataclasses
-import difflib
 import json
-import warnings
 from dataclasses import InitVar, dataclass, field
 from operator import attrgetter
 from pathlib import Path
@@ -11,7 +9,7 @@ from typing import Any
 
 from diff_transformer.checks import require_positive
 from diff_transformer.durable import write_whole
-from diff_transformer.train.values import as_kind
+from diff_transformer.settings import as_kind, assign, build, current_name, unknown
 
 
 @dataclass
@@ -138,7 +136,7 @@ class TrainConfig:
     def __post_init__(self, micro_rows: int | None) -> None:
         if micro_rows is not None:
             self.micro_batch_size = micro_rows
-            warn_renamed("train.micro_rows", stacklevel=4)
+            current_name("train.micro_rows", RENAMED)
 
     def rows_of_a_pass(self, processes: int = 1) -> int:
         """Rows of a forward and backward pass, at most, of each of ``processes`` that share the rows of a batch."""
@@ -175,6 +173,7 @@ UNTRAINABLE = {  # precisions of Fabric -> why a run cannot use them
 }
 MAX_SEED = 2**32 - 1
 RENAMED = {"train.micro_rows": "train.micro_batch_size"}  # deprecated key -> key
+_OPEN = ("model.*", "data.mixture.*", "evaluation.more.*")  # keys that --set may add
 _POSITIVE = (
     "data.length", "data.upsample_factor", "data.max_bytes", "data.needles.digits", "data.needles.questions",
     "data.recall.pairs", "data.recall.symbols", "optim.lr", "train.steps", "train.batch_size", "train.accumulate",
@@ -271,7 +270,7 @@ class RunConfig:
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> "RunConfig":
         """The inverse of ``to_dict``; raises as ``load``."""
-        return _build(cls, values, "")
+        return build(cls, values, renamed=RENAMED)
 
     @classmethod
     def load(cls, path: Path) -> "RunConfig":
@@ -283,11 +282,6 @@ class RunConfig:
         return cls.from_dict(json.loads(path.read_text()))
 
 
-def warn_renamed(key: str, stacklevel: int = 3) -> None:
-    """Warn that ``key`` is the deprecated name of another key."""
-    warnings.warn(f"{key} is now {RENAMED[key]}; use the new name", DeprecationWarning, stacklevel=stacklevel)
-
-
 def override(config: RunConfig, assignments: list[str]) -> RunConfig:
     """A copy of ``config`` with ``["optim.lr=1e-3", "data.mixture.text=0.5", ...]`` applied; values are JSON or text.
 
@@ -296,53 +290,22 @@ def override(config: RunConfig, assignments: list[str]) -> RunConfig:
             value of another type than the key's.
     """
     values = config.to_dict()
-    for assignment in assignments:
-        path, separator, text = assignment.partition("=")
-        if not separator:
-            raise ValueError(f"{assignment!r} is not an assignment; write key=value, for example optim.lr=1e-3")
-        if path.strip() in RENAMED:
-            warn_renamed(path.strip())
-            path = RENAMED[path.strip()]
-        *parents, key = path.strip().split(".")
-        place = values
-        for depth, parent in enumerate(parents):
-            if not isinstance(place.get(parent), dict):
-                raise ValueError(unknown_key(path, values, depth))
-            place = place[parent]
-        open_ended = parents in (["model"], ["data", "mixture"]) or parents[:2] == ["evaluation", "more"]
-        if key not in place and not open_ended:
-            raise ValueError(unknown_key(path, values, len(parents)))
-        if parents == ["model"] and key not in place:
+    assigned = assign(values, assignments, example="optim.lr=1e-3", open_ended=_OPEN, renamed=RENAMED)
+    for key in assigned:
+        if key.startswith("model.") and key.removeprefix("model.") not in config.model:
             _check_model_field(key)
-        place[key] = _parse(text.strip())
     config = RunConfig.from_dict(values)
-    if any(assignment.strip().startswith("model") for assignment in assignments):
+    if any(key.startswith("model") for key in assigned):
         config.model = checked_model(config.model)
     return config
 
 
-def unknown_key(path: str, values: dict, depth: int = 0) -> str:
-    """The message for a key that does not exist, with the nearest ones that do."""
-    near = difflib.get_close_matches(path, list(_dotted(values)), n=3, cutoff=0.4)
-    hint = f"; the nearest: {', '.join(near)}" if near else ""
-    return f"no setting {path!r}{hint}"
-
-
-def _dotted(values: dict, prefix: str = ""):
-    for key, value in values.items():
-        if isinstance(value, dict) and value:
-            yield from _dotted(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}"
-
-
-def _check_model_field(key: str):
+def _check_model_field(key: str) -> None:
     from diff_transformer.model.config import DiffTransformerConfig
 
-    fields = sorted(DiffTransformerConfig.__dataclass_fields__)
-    if key not in fields:
-        near = difflib.get_close_matches(key, fields, n=3, cutoff=0.4)
-        raise ValueError(f"no setting 'model.{key}'; the nearest: {', '.join('model.' + n for n in near) or 'none'}")
+    known = [f"model.{name}" for name in sorted(DiffTransformerConfig.__dataclass_fields__)]
+    if key not in known:
+        raise unknown(key, known)
 
 
 def checked_model(fields: dict[str, Any]) -> dict[str, Any]:
@@ -351,29 +314,3 @@ def checked_model(fields: dict[str, Any]) -> dict[str, Any]:
 
     kinds = {name: field.type for name, field in DiffTransformerConfig.__dataclass_fields__.items()}
     return {key: as_kind(kinds.get(key, Any), value, f"model.{key}") for key, value in fields.items()}
-
-
-def _parse(text: str) -> Any:
-    try:
-        return json.loads(text)
-    except json.JSONDecodeError:
-        return {"True": True, "False": False, "None": None}.get(text, text)
-
-
-def _build(kind, values: dict[str, Any], prefix: str):
-    fields = {f.name: f for f in dataclasses.fields(kind)}
-    for key in [key for key in values if prefix + key in RENAMED]:
-        warn_renamed(prefix + key)
-        new = RENAMED[prefix + key].removeprefix(prefix)
-        values = {new if name == key else name: value for name, value in values.items()}
-    for key in values:
-        if key not in fields:
-            near = difflib.get_close_matches(key, list(fields), n=1)
-            raise ValueError(f"no setting {prefix + key!r}" + (f"; the nearest: {prefix}{near[0]}" if near else ""))
-    made = {}
-    for key, value in values.items():
-        if dataclasses.is_dataclass(fields[key].type) and isinstance(value, dict):
-            made[key] = _build(fields[key].type, value, f"{prefix}{key}.")
-        else:
-            made[key] = as_kind(fields[key].type, value, prefix + key)
-    return kind(**made)
