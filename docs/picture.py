@@ -7,7 +7,9 @@ from pathlib import Path
 
 import numpy as np
 
-CELL, SIZE, GAP = 11, 14, 46
+from diff_transformer.report.charts import Chart, grid, save
+
+CELL, SIZE = 13, 14
 ANSWER, LAMBDA = 4, 0.8
 
 
@@ -21,37 +23,44 @@ def toy_maps() -> tuple[np.ndarray, np.ndarray]:
     return tuple(np.exp(s + hidden) / np.exp(s + hidden).sum(1, keepdims=True) for s in (first, second))  # ty: ignore
 
 
-def grid(values: np.ndarray, x: float, label: str) -> str:
-    cells = []
-    for row in range(SIZE):
-        for column in range(row + 1):
-            value = values[row, column]
-            color = "#0072b2" if value >= 0 else "#d55e00"
-            place = f'x="{x + column * CELL}" y="{34 + row * CELL}" width="{CELL - 1}" height="{CELL - 1}"'
-            cells.append(f'<rect {place} fill="{color}" fill-opacity="{min(1, abs(value) * 2.2):.3f}"/>')
-    middle = x + SIZE * CELL / 2
-    frame = f'<rect x="{x}" y="34" width="{SIZE * CELL}" height="{SIZE * CELL}" fill="none" stroke="#8888" />'
-    return "".join(cells) + frame + f'<text x="{middle}" y="24" text-anchor="middle">{label}</text>'
-
-
-def sign(text: str, x: float) -> str:
-    return f'<text x="{x}" y="{34 + SIZE * CELL / 2 + 5}" text-anchor="middle" font-size="20">{text}</text>'
+def heat(title: str, values: np.ndarray) -> Chart:
+    """A map; the stronger the tint, the larger the weight; a negative one has a colour of its own."""
+    cells = [
+        {"row": row, "column": column, "weight": min(1.0, abs(values[row, column]) * 2.2),
+         "fill": f"var(--{'diff' if values[row, column] >= 0 else 'softmax'})"}
+        for row in range(SIZE) for column in range(row + 1)
+    ]  # fmt: skip
+    scale = {"domain": list(range(SIZE)), "padding": 0.08}
+    return {
+        "description": title,
+        "width": CELL * SIZE,
+        "height": CELL * SIZE,
+        "data": {"values": cells},
+        "view": {"stroke": "var(--rule)"},
+        "mark": {"type": "rect", "aria": False},
+        "encoding": {
+            "x": {"field": "column", "type": "ordinal", "axis": None, "scale": scale},
+            "y": {"field": "row", "type": "ordinal", "axis": None, "scale": scale},
+            "fill": {"field": "fill", "scale": None},
+            "fillOpacity": {"field": "weight", "type": "quantitative", "scale": {"domain": [0, 1], "range": [0, 1]},
+                            "legend": None},
+        },
+    }  # fmt: skip
 
 
 def main() -> None:
     first, second = toy_maps()
-    step = SIZE * CELL + GAP
-    width, height = 3 * SIZE * CELL + 2 * GAP + 20, SIZE * CELL + 66
-    body = grid(first, 10, "softmax(Q1 K1ᵀ/√d)") + grid(second, 10 + step, "softmax(Q2 K2ᵀ/√d)")
-    body += grid(first - LAMBDA * second, 10 + 2 * step, "the difference")
-    body += sign("− λ", 10 + SIZE * CELL + GAP / 2) + sign("=", 10 + step + SIZE * CELL + GAP / 2)
+    maps = {
+        "softmax(Q1 K1ᵀ/√d)": first,
+        "−  λ softmax(Q2 K2ᵀ/√d)": second,
+        "=  the difference": first - LAMBDA * second,
+    }
+    chart = grid([(title, heat(title, values)) for title, values in maps.items()], {})
     caption = "what both maps see cancels; what only one sees, the answer, stays"
-    body += f'<text x="{width / 2}" y="{height - 12}" text-anchor="middle" font-size="12">{caption}</text>'
-    style = "<style>text{font:14px system-ui,sans-serif;fill:#777}</style>"
-    svg = (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}">{style}{body}</svg>\n'
+    save(
+        chart | {"title": {"text": caption, "orient": "bottom", "anchor": "middle"}},
+        Path(__file__).with_name("picture.svg"),
     )
-    Path(__file__).with_name("picture.svg").write_text(svg)
 
 
 if __name__ == "__main__":

@@ -3,7 +3,7 @@
 python figures/fill.py runs/evals "the demo's checkpoints, --quick"  # record experiments, then fill
 python figures/fill.py runs/evals "the demo's checkpoints" table8_five_shot  # of these, what belongs to one folder
 python figures/fill.py  # fill again from the records, and draw
-python figures/fill.py --check  # exit 1 if a README differs or a plot is missing
+python figures/fill.py --check  # exit 1 if a README or a plot differs from the record
 """
 
 import json
@@ -11,15 +11,16 @@ import re
 import sys
 from pathlib import Path
 
-from folder_plots import Numbers, draw_ablation, draw_folder, draw_scaling, draw_throughput
+from folder_plots import Numbers, ablation_chart, folder_chart, scaling_chart, throughput_chart
 from paper import ABLATED, FOLDERS, TABLE_6, Folder
-from plots import RATES
+from plots import RATES, stale, write
 from record import cells_of, without_places
 from scaling import SIDES, matched, records, scaling_runs
 from tables import in_short, interval, side_by_side
 
 from diff_transformer.lab.measures import Row, paired_rows
 from diff_transformer.lab.record import Cells, load_all
+from diff_transformer.report.charts import Chart
 
 FIGURES = Path(__file__).resolve().parent
 MEASURED = re.compile(r"(?<=<!-- measured -->\n).*?(?=\n<!-- /measured -->)", re.DOTALL)
@@ -144,18 +145,21 @@ def numbers(name: str, cells: Cells) -> Numbers:
     }
 
 
-def draw(name: str, cells: Cells) -> None:
-    path, of = FIGURES / name / "plot.svg", FOLDERS[name]
+def chart(name: str, cells: Cells) -> Chart:
+    """The plot of a folder."""
     expected = json.loads((FIGURES / name / "expected.json").read_text())
+    if name == TABLE_7:
+        return throughput_chart(THROUGHPUT, expected)
     if name == "figure3_scaling":
-        draw_scaling(scaling_runs(cells), {side: records(cells, MAIN, side) for side in SIDES}, path)
-    elif name == "table6_ablation":
-        draw_ablation(ablation_rows(cells), expected, path)
-    else:
-        draw_folder(of.panels, numbers(name, cells), expected, path)
+        return scaling_chart(scaling_runs(cells), {side: records(cells, MAIN, side) for side in SIDES})
+    if name == "table6_ablation":
+        return ablation_chart(ablation_rows(cells), expected)
+    return folder_chart(FOLDERS[name].panels, numbers(name, cells), expected)
 
 
 def drawable(name: str, cells: Cells) -> bool:
+    if name == TABLE_7:
+        return True
     if name in ("figure3_scaling", "table6_ablation"):
         return MAIN in cells
     return bool(numbers(name, cells)) or any(panel.paper for panel in FOLDERS[name].panels)
@@ -199,18 +203,18 @@ def main(arguments: list[str]) -> int:
     cells = cells_of(FIGURES / "desk")
     texts = {FIGURES / name / "README.md": filled(name, cells) for name in FOLDERS}
     texts[FIGURES / "README.md"] = index(cells)
-    stale = [page for page, text in texts.items() if page.read_text() != text]
-    drawn = [name for name in FOLDERS if drawable(name, cells)]
+    old = [page for page, text in texts.items() if page.read_text() != text]
+    charts = {name: {"plot.svg": chart(name, cells)} for name in (*FOLDERS, TABLE_7) if drawable(name, cells)}
     if arguments == ["--check"]:
-        missing = [name for name in (*drawn, TABLE_7) if not (FIGURES / name / "plot.svg").exists()]
-        print("\n".join(f"{page.relative_to(FIGURES.parent)} differs from what was measured" for page in stale))
-        print("\n".join(f"figures/{name}/plot.svg is missing" for name in missing))
-        return bool(stale or missing)
-    for page in stale:
+        said = [f"{page.relative_to(FIGURES.parent)} differs from what was measured" for page in old]
+        for name, plot in charts.items():
+            said += [f"figures/{path} differs from what was measured" for path in stale(plot, FIGURES / name)]
+        print("\n".join(said), end="")
+        return bool(said)
+    for page in old:
         page.write_text(texts[page])
-    for name in drawn:
-        draw(name, cells)
-    draw_throughput(THROUGHPUT, FIGURES / TABLE_7)
+    for name, plot in charts.items():
+        write(plot, FIGURES / name)
     return 0
 
 

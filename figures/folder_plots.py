@@ -4,28 +4,24 @@ import json
 import re
 from collections.abc import Sequence
 from pathlib import Path
+from statistics import fmean
 
 from paper import ABLATED, TABLE_6, Panel
-from plots import COLORS, NAMES, RATES, bands, plt, save
+from plots import NAMES, RATES, mean_and_reach, style
 
 from diff_transformer.lab.measures import Row
+from diff_transformer.lab.record import Record
 from diff_transformer.lab.run_tables import Run
+from diff_transformer.report.charts import Chart, Line, category_chart, grid, line_chart, row_chart
+from diff_transformer.report.charts import Row as Drawn
 
 Numbers = dict[str, dict[str, list[float]]]  # side -> metric -> a number for each seed
 
 
-def draw_folder(panels: Sequence[Panel], ours: Numbers, expected: dict, path: Path) -> None:
-    """The panels side by side (in two rows from four on): means over seeds, with a dot for each seed where there are
-    several."""
-    across = len(panels) if len(panels) < 4 else len(panels) // 2
-    figure, grid = plt.subplots(
-        -(-len(panels) // across),
-        across,
-        figsize=(3.6 * across, 2.7 * -(-len(panels) // across)),
-        squeeze=False,
-        layout="constrained",
-    )
-    for axes, panel in zip(grid.flat, panels, strict=True):
+def folder_chart(panels: Sequence[Panel], ours: Numbers, expected: dict) -> Chart:
+    """The panels side by side, in two rows from four on: means over seeds, with a small mark for each of several."""
+    shown, named = [], {}
+    for panel in panels:
         of = ours
         if panel.paper:
             entry = expected[panel.paper]
@@ -34,35 +30,49 @@ def draw_folder(panels: Sequence[Panel], ours: Numbers, expected: dict, path: Pa
                 for side, name in (("softmax", "Transformer"), ("diff", "DIFF"))
             }
         ticks = ticks_of(panel, of)
-        sides = [(side, numbers) for side, numbers in of.items() if any(key in numbers for key in ticks.values())]
-        for i, (side, numbers) in enumerate(sides):
-            width = 0.72 / len(sides)
-            shift = 0 if panel.line or len(sides) == 1 else width * (i + 0.5) - 0.36
-            shown = [(j, numbers[key]) for j, key in enumerate(ticks.values()) if key in numbers]
-            color, name = COLORS[side], NAMES["softmax"] if side == "softmax" else "DIFF"
-            if "diff_same_rate" in of:
-                name = RATES.get(side, name)
-            means = [sum(values) / len(values) for _, values in shown]
-            if panel.line:
-                axes.plot([j for j, _ in shown], means, "o-", color=color, label=name, ms=3)
-            else:
-                axes.bar([j + shift for j, _ in shown], means, 0.94 * width, color=color, alpha=0.55, label=name)
-            for j, values in shown:
-                if len(values) > 1:
-                    axes.plot([j + shift] * len(values), values, ".", color=color, ms=4)
-        if panel.level and (level := of.get("softmax", {}).get(panel.level)):
-            axes.axhline(level[0], color="#999", lw=0.8, ls=":")
-            axes.annotate(panel.level, (0, level[0]), color="#777", fontsize=7, va="bottom")
-        axes.set_xticks(range(len(ticks)), list(ticks), fontsize=7)
-        axes.set_title(panel.title, fontsize=9, color="#777")
-        axes.set_ylabel(panel.label)
-        if panel.log:
-            axes.set_yscale("log")
-        elif not panel.line:
-            axes.set_ylim(bottom=0)
-    marks = {name: mark for axes in grid.flat for mark, name in zip(*axes.get_legend_handles_labels(), strict=True)}
-    figure.legend(marks.values(), marks, loc="outside upper center", ncol=3 if across > 1 else 1, fontsize=7)
-    save(figure, path)
+        drawn = {
+            side: [dict(enumerate(numbers.get(key, []))) for key in ticks.values()]
+            for side, numbers in of.items()
+            if any(key in numbers for key in ticks.values())
+        }
+        if not drawn:
+            continue
+        for side in drawn:
+            name = NAMES["softmax"] if side == "softmax" else "DIFF"
+            named[style(side)] = RATES.get(side, name) if "diff_same_rate" in of else name
+        chart = (_lines if panel.line else _bars)(panel, ticks, drawn, of, named)
+        shown.append((f"{panel.title}, {panel.label}", chart))
+    across = len(panels) if len(panels) < 4 else len(panels) // 2
+    return grid(shown, named, across)
+
+
+def _bars(panel: Panel, ticks: dict[str, str], drawn: dict, of: Numbers, named: dict[str, str]) -> Chart:
+    values = {style(side): by_tick for side, by_tick in drawn.items()}
+    words = [label.replace("-\n", "") for label in ticks]
+    return category_chart(
+        f"{panel.title}: {panel.label}", words, values, bars=not panel.log, log=panel.log, digits=None,
+        guides=_level(panel, of), width=max(250, 60 * len(ticks)), height=160, names=named,
+    )  # fmt: skip
+
+
+def _lines(panel: Panel, ticks: dict[str, str], drawn: dict, of: Numbers, named: dict[str, str]) -> Chart:
+    lines = []
+    for side, by_tick in drawn.items():
+        known = [(float(i), seeds) for i, seeds in enumerate(by_tick) if seeds]
+        name, points = named[style(side)], [(i, fmean(seeds.values())) for i, seeds in known]
+        lines.append(Line(name, points, style(side), marks=True, read=True))
+        for seed in {seed for _, seeds in known for seed in seeds if len(seeds) > 1}:
+            each = [(i, seeds[seed]) for i, seeds in known if seed in seeds]
+            lines.append(Line(name, each, style(side), thin=True, joined=False))
+    return line_chart(
+        f"{panel.title}: {panel.label}", lines, x_label="", x_ticks=list(enumerate(ticks)), guides=_level(panel, of),
+        width=250, height=160,
+    )  # fmt: skip
+
+
+def _level(panel: Panel, of: Numbers) -> list[tuple[float, str]]:
+    level = of.get("softmax", {}).get(panel.level)
+    return [(level[0], panel.level)] if level else []
 
 
 def ticks_of(panel: Panel, numbers: Numbers) -> dict[str, str]:
@@ -74,85 +84,63 @@ def ticks_of(panel: Panel, numbers: Numbers) -> dict[str, str]:
     return {label: key for label, key in panel.ticks.items() if key in known}
 
 
-def draw_scaling(runs: Sequence[Run], seeds: dict[str, list[dict]], path: Path) -> None:
+def scaling_chart(runs: Sequence[Run], seeds: dict[str, list[Record]]) -> Chart:
     """Left: the final loss of every run by size. Right: the loss along training of the ``seeds`` of each side."""
-    figure, (left, right) = plt.subplots(1, 2, figsize=(7.2, 2.9))
-    for side in ("softmax", "diff"):
-        found = [run for run in runs if run.model == side and run.part == "final"]
-        sizes = sorted({run.parameters for run in found})
-        losses = [[run.loss for run in found if run.parameters == size] for size in sizes]
-        left.plot([run.parameters for run in found], [run.loss for run in found], ".", color=COLORS[side], ms=4)
-        means = [sum(of) / len(of) for of in losses]
-        left.plot(sizes, means, "-", color=COLORS[side], label="DIFF" if side == "diff" else NAMES[side])
+    names, sizes, training = {"softmax": NAMES["softmax"], "diff": "DIFF"}, [], []
+    for side, name in names.items():
+        found = sorted((float(run.parameters), run.loss) for run in runs if run.model == side and run.part == "final")
+        means = [(size, fmean(loss for at, loss in found if at == size)) for size in sorted({at for at, _ in found})]
+        sizes.append(Line(name, found, side, thin=True, joined=False))
+        sizes.append(Line(name, means, side, read=True))
         if seeds[side]:
-            bands(right, seeds[side], side, label="DIFF" if side == "diff" else NAMES[side])
-    counts = [run.parameters for run in runs]
-    left.set(xscale="log", xlabel="parameters", ylabel="validation loss, nats a token")
-    left.set_xlim(min(counts) / 1.6, max(counts) * 1.6)
-    trained = sorted({run.parameters for run in runs if run.part == "final" and run.model == "softmax"})
-    left.set_xticks(trained, [f"{count / 1e6:.2f}M" for count in trained])
-    left.minorticks_off()
-    right.set(xlabel="step (equal tokens a step)", ylim=(None, right.get_ylim()[0] + 2))
-    left.legend(fontsize=7)
-    save(figure, path)
+            training.append(mean_and_reach(seeds[side], side, name=name))
+    counts = sorted({float(run.parameters) for run in runs if run.part == "final" and run.model == "softmax"})
+    left = line_chart(
+        "Validation loss by size", sizes, x_label="parameters", x_name="parameters", log_x=True, width=300, height=180,
+        x_ticks=[(count, f"{count / 1e6:.2f}M") for count in counts],
+    )  # fmt: skip
+    low = min((value for line in training for _, value, _ in line.band), default=0.0)
+    right = line_chart(
+        "Validation loss along training", training, x_label="step (equal tokens a step)", y_range=(low, low + 2),
+        width=300, height=180,
+    )  # fmt: skip
+    title = "validation loss, nats a token"
+    return grid([(title, left), (title, right)], names)
 
 
-def draw_ablation(rows: dict[str, list[Row]], expected: dict, path: Path) -> None:
-    """Losses less the Transformer's by model: ours with intervals, the paper's as points."""
+def ablation_chart(rows: dict[str, list[Row]], expected: dict) -> Chart:
+    """Losses less the Transformer's by model, a column for each measure: ours with intervals, and the paper's."""
     baseline = expected["rows"]["transformer"][3:]
-    figure, (left, right) = plt.subplots(1, 2, figsize=(9, 2.9), sharey=True)
-    for j, mark in enumerate(("o", "^", "s")):
-        shift = 0.2 * (j - 1)
-        for i, of in enumerate(rows.values()):
-            mean, low, high, _ = of[j].difference
-            left.plot(
-                [low if low is not None else mean, high if high is not None else mean],
-                [i + shift] * 2,
-                color="#0072b2",
-                lw=1.4,
-            )
-            left.plot(mean, i + shift, mark, color="#0072b2", ms=4, label=TABLE_6[j].name if i == 0 else None)
-        paper = [expected["rows"][ABLATED[side][1]][3 + j] - baseline[j] for side in rows]
-        right.plot(paper, [i + shift for i in range(len(rows))], mark, color="#0072b2", ms=4, ls="")
-    for axes, title in ((left, "ours"), (right, "paper, 1.4B")):
-        axes.axvline(0, color="#999", lw=0.8)
-        axes.set_title(f"{title}: loss less the Transformer's", fontsize=9, color="#777")
-    left.set_yticks(range(len(rows)), [ABLATED[side][0] for side in rows], fontsize=7)
-    left.invert_yaxis()
-    left.legend(fontsize=7)
-    save(figure, path)
+    shown = []
+    for who in ("ours", "paper, 1.4B"):
+        for j, measure in enumerate(TABLE_6):
+            drawn = []
+            for side, of in rows.items():
+                name, row = ABLATED[side]
+                mean, low, high, _ = of[j].difference
+                if who != "ours":
+                    mean, low, high = expected["rows"][row][3 + j] - baseline[j], None, None
+                drawn.append(Drawn(name, "diff" if side.startswith("diff") else "softmax", {0: mean}, low, high))
+            label = "loss less the Transformer's"
+            chart = row_chart(f"{who}: {measure.name}", drawn, x_label=label, guide=0, width=190, labels=j == 0)
+            shown.append((f"{who}: {measure.name}", chart))
+    return grid(shown, {}, len(TABLE_6))
 
 
-def draw_throughput(record: Path, folder: Path) -> None:
+def throughput_chart(record: Path, expected: dict) -> Chart:
     """DIFF's tokens/s as a share of the Transformer's: the paper's settings, and ours."""
-    expected = json.loads((folder / "expected.json").read_text())
-    rows = json.loads(record.read_text())["rows"]
     shares = [
         (f"paper, {name}", *(found["DIFF"][i] / found["Transformer"][i] for i in (0, 1)))
         for name, found in expected["tokens_per_second"].items()
     ]
-    for row in rows:
+    for row in json.loads(record.read_text())["rows"]:
         if row["side"] == "diff":
             width = row["fields"].get("hidden_size", 128)
-            shares.append(
-                (
-                    f"ours, width {width}, {row['batch']} x {row['length']}",
-                    row["forward_backward_ratio"],
-                    row["prefill_ratio"],
-                )
-            )
-    figure, axes = plt.subplots(figsize=(7.2, 0.8 + 0.42 * len(shares)))
-    for j, (name, color) in enumerate((("forward + backward", "#0072b2"), ("forward", "#56b4e9"))):
-        axes.barh(
-            [i + 0.36 * j - 0.18 for i in range(len(shares))],
-            [share[1 + j] for share in shares],
-            0.34,
-            color=color,
-            label=name,
-        )
-    axes.axvline(1, color="#999", lw=0.8)
-    axes.set_yticks(range(len(shares)), [share[0] for share in shares], fontsize=8)
-    axes.invert_yaxis()
-    axes.set(xlim=(0.8, None), xlabel="tokens/s of DIFF over the Transformer's")
-    axes.legend(fontsize=7)
-    save(figure, folder / "plot.svg")
+            name = f"ours, width {width}, {row['batch']} x {row['length']}"
+            shares.append((name, row["forward_backward_ratio"], row["prefill_ratio"]))
+    label = "tokens/s of DIFF over the Transformer's"
+    shown = []
+    for j, way in enumerate(("forward + backward", "forward")):
+        rows = [Drawn(name, "diff", {0: both[j]}) for name, *both in shares]
+        shown.append((way, row_chart(f"{way}: {label}", rows, x_label=label, guide=1, width=260, labels=j == 0)))
+    return grid(shown, {}, 2)

@@ -1,14 +1,12 @@
 """How far a model is ahead of the Transformer of the same seed while they are trained: a plot and a table of it."""
 
-from pathlib import Path
-
-import matplotlib.pyplot as plt
-from plots import COLORS, NAMES, save
+from plots import NAMES, style
 from tables import in_numbers
 
 from diff_transformer.lab.measures import borrow_baselines, trained
 from diff_transformer.lab.record import Cells, Record
 from diff_transformer.lab.stats import Interval, over_seeds
+from diff_transformer.report.charts import Chart, Line, grid, line_chart
 
 # Setting -> the sides that are shown, all at the Transformer's learning rate but the published one of "novels".
 SHOWN = {
@@ -57,29 +55,22 @@ def lead_table(cells: Cells) -> str:
     return "\n".join([title, "", f"| {' | '.join(heads)} |", "|---" * len(heads) + "|", *lines])
 
 
-def draw_lead(cells: Cells, folder: Path) -> None:
-    """A panel a size and length of training; bands are 95 % intervals over seeds."""
-    panels = [name for name in PANELS if name in cells]
-    if not panels:
-        return
-    figure, frames = plt.subplots(1, len(panels), figsize=(11, 3.4), layout="constrained", sharey=True, squeeze=False)
-    for axes, name in zip(frames[0], panels, strict=True):
-        shown = [(setting, side) for setting in PANELS[name][1] for side in SHOWN[setting]]
-        for setting, side in shown:
+def lead_charts(cells: Cells) -> dict[str, Chart]:
+    """A panel for each size and length of training; bands are 95 % intervals over seeds."""
+    panels, named = [], {}
+    for title, places in (PANELS[name] for name in PANELS if name in cells):
+        lines = []
+        for setting, side in [(place, side) for place in places for side in SHOWN[place]]:
+            model = "diff" if side == "diff_same_rate" else side  # in these settings both have one rate
             found = by_step(cells, setting, side)
-            if not found:
-                continue
-            model = "diff" if side == "diff_same_rate" else side  # here they have the same rate
-            color = COLORS[model]
-            axes.plot(list(found), [gap.mean for gap in found.values()], color=color, lw=1.6, label=NAMES[model])
-            known = {step: gap for step, gap in found.items() if gap.low is not None}
-            axes.fill_between(
-                list(known), [g.low for g in known.values()], [g.high for g in known.values()],
-                color=color, alpha=0.2, lw=0,
-            )  # fmt: skip
-        axes.axhline(0, color="#999", lw=0.8)
-        axes.set(title=PANELS[name][0], xlabel="step", ylim=(-0.45, 0.45))
-    frames[0][0].set(ylabel="validation loss less the Transformer's")
-    handles = {label: h for axes in frames[0] for h, label in zip(*axes.get_legend_handles_labels(), strict=True)}
-    figure.legend(handles.values(), handles.keys(), loc="outside upper center", ncol=3)
-    save(figure, folder / "lead.svg")
+            if found:
+                named[style(model)] = NAMES[model]
+                points = [(float(step), gap.mean) for step, gap in found.items()]
+                band = tuple((float(s), g.low, g.high) for s, g in found.items() if None not in (g.low, g.high))
+                lines.append(Line(NAMES[model], points, style(model), read=True, band=band))
+        chart = line_chart(
+            f"Validation loss less the Transformer's: {title}", lines, x_label="step", y_range=(-0.45, 0.45),
+            guides=[(0.0, "")], width=300,
+        )  # fmt: skip
+        panels.append((title, chart))
+    return {"lead.svg": grid(panels, named)} if panels else {}

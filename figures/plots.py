@@ -1,30 +1,35 @@
-"""Plots of the committed records, as SVG that is the same on every run.
+"""Plots of the recorded studies, drawn by the report's charts; and what the models of the studies are called.
 
-python figures/plots.py          # every plot again
-python figures/plots.py --check  # exit 1 if one is missing
+python figures/plots.py          # draw every plot again
+python figures/plots.py --check  # exit 1 if a plot is missing or was drawn from other numbers
 """
 
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
+from statistics import fmean
 
-import matplotlib
-
-matplotlib.use("svg")
-import matplotlib.pyplot as plt
 from record import cells_of
 
-from diff_transformer.lab.record import Record
+from diff_transformer.lab.measures import borrow_baselines, final_loss, paired_rows
+from diff_transformer.lab.record import Cells, Record
+from diff_transformer.report.charts import (
+    Chart,
+    Line,
+    Row,
+    category_chart,
+    grid,
+    is_current,
+    line_chart,
+    row_chart,
+    save,
+)
 
 FIGURES = Path(__file__).resolve().parent
-COLORS = {
-    "softmax": "#d55e00",
-    "diff": "#0072b2",
-    "diff_same_rate": "#332288",
-    "diff_norm1": "#56b4e9",
-    "diff_v2": "#009e73",
-    "softmax_norm": "#e69f00",
-}
+STYLES = {  # the marks and colours of the report; other models share one
+    "softmax": "softmax", "diff": "diff", "diff_norm1": "s1", "diff_same_rate": "s2", "softmax_norm": "s3",
+    "diff_v2": "s4",
+}  # fmt: skip
 # The models of the desk study, and its settings, in the order in which they are shown.
 NAMES = {
     "softmax": "Transformer",
@@ -53,130 +58,119 @@ SETTINGS = {
     "python": "the default corpus instead of novels, one learning rate",
     "long": "three times the steps, one learning rate",
 }
-plt.rcParams.update(
-    {
-        "svg.hashsalt": "diff-transformer", "svg.fonttype": "none", "font.family": "sans-serif", "font.size": 9,
-        "axes.spines.top": False, "axes.spines.right": False, "text.color": "#777", "axes.labelcolor": "#777",
-        "xtick.color": "#777", "ytick.color": "#777", "axes.edgecolor": "#999", "legend.frameon": False,
-        "savefig.transparent": True,
-    }
-)  # fmt: skip
+
+TASKS = {"n1_r1": "1 of 1", "n2_r1": "1 of 2", "n4_r1": "1 of 4", "n4_r2": "2 of 4"}
 
 
-def save(figure, path: Path) -> None:
-    if figure.get_layout_engine() is None:
-        figure.tight_layout()
-    figure.savefig(path, format="svg", metadata={"Date": None, "Creator": None})
-    plt.close(figure)
+def style(side: str) -> str:
+    return STYLES.get(side, "s5")
 
 
-def bands(axes, seeds: Iterable[dict], side: str, *, label: str | None = None, source: str = "") -> None:
-    """Mean of the validation loss, or of a source's training loss, over seeds, and from the lowest to the highest."""
-    curves = [_curve(record, source) for record in seeds]
-    steps = curves[0][0]
-    columns = list(zip(*(losses for _, losses in curves), strict=True))
-    color = COLORS.get(side, "#cc79a7")
-    axes.plot(steps, [sum(c) / len(c) for c in columns], color=color, label=label or NAMES.get(side, side), lw=1.6)
-    axes.fill_between(steps, [min(c) for c in columns], [max(c) for c in columns], color=color, alpha=0.2, lw=0)
+def mean_and_reach(seeds: Iterable[Record], side: str, source: str = "", name: str = "") -> Line:
+    """The validation loss, or the training loss of a source: mean over seeds, and a band from the lowest to the
+    highest. The first point, before any training, is left out."""
+    curves = [record.curves for record in seeds]
+    losses = [of["sources"][source] if source else of["validation"]["loss"] for of in curves]
+    steps, columns = curves[0]["validation"]["step"][1:], [*zip(*losses, strict=True)][1:]
+    points = [(float(step), fmean(column)) for step, column in zip(steps, columns, strict=True)]
+    band = tuple((float(step), min(column), max(column)) for step, column in zip(steps, columns, strict=True))
+    return Line(name or NAMES[side], points, style(side), read=True, band=band)
 
 
-def draw_desk(cells: dict, folder: Path) -> None:
+def desk_charts(cells: Cells) -> dict[str, Chart]:
     """Loss curves and retrieval of the main setting, and the difference in loss in every setting."""
-    from diff_transformer.lab.measures import borrow_baselines, final_loss, paired_rows
-
-    main = cells.get("novels", {})
+    made, main = {}, cells.get("novels", {})
+    sides = [name for name in NAMES if name in main]
     if main.keys() >= {"softmax", "diff"}:
-        figure, (left, middle, right) = plt.subplots(1, 3, figsize=(11, 3.4), layout="constrained")
-        for side in [name for name in NAMES if name in main]:
-            bands(left, main[side].values(), side)
-            bands(middle, main[side].values(), side, source="needles")
-        middle.set(xlabel="step", ylabel="loss on needles' answers, nats a token", ylim=(0, 2.5))
-        top = max(record.curves["validation"]["loss"][4] for record in main["softmax"].values())
-        left.set(xlabel="step", ylabel="validation loss, nats a token", ylim=(None, top))
-        figure.legend(*left.get_legend_handles_labels(), loc="outside upper center", ncol=5, fontsize=9)
-        tasks = ["n1_r1", "n2_r1", "n4_r1", "n4_r2"]
-        shown = [name for name in NAMES if name in main]
-        for i, side in enumerate(shown):
-            for j, task in enumerate(tasks):
-                scores = [record.metrics["needle"][task] for record in main[side].values()]
-                place = j + (i - len(shown) / 2 + 0.5) * 0.17
-                right.bar(place, sum(scores) / len(scores), 0.15, color=COLORS[side], alpha=0.5)
-                right.plot([place] * len(scores), scores, ".", color=COLORS[side], ms=4)
-        right.set(ylabel="needles found", ylim=(0, 1.02))
-        right.set_xticks(range(len(tasks)), ["1 of 1", "1 of 2", "1 of 4", "2 of 4"])
-        save(figure, folder / "novels.svg")
+        loss = [mean_and_reach(main[side].values(), side) for side in sides]
+        needles = [mean_and_reach(main[side].values(), side, "needles") for side in sides]
+        lowest = min(value for line in loss for _, value, _ in line.band)
+        highest = max(record.curves["validation"]["loss"][4] for record in main["softmax"].values())
+        found = {
+            style(side): [
+                {seed: record.metrics["needle"][task] for seed, record in main[side].items()} for task in TASKS
+            ]
+            for side in sides
+        }
+        named = {style(side): NAMES[side] for side in sides}
+        panels = [
+            ("validation loss, nats a token",
+             line_chart("Validation loss", loss, x_label="step", y_range=(lowest - 0.05, highest), width=300)),
+            ("loss on needles' answers, nats a token",
+             line_chart("Loss on needles' answers", needles, x_label="step", y_range=(0.0, 2.5), width=300)),
+            ("needles found, share",
+             category_chart("Needles found", list(TASKS.values()), found, bars=True, y_range=(0.0, 1.02), width=300,
+                            x_label="needles asked for", names=named)),
+        ]  # fmt: skip
+        made["novels.svg"] = grid(panels, named)
     rows, compared = [], borrow_baselines(cells)
     for setting in [name for name in SETTINGS if name in cells]:
         for side in [name for name in NAMES if name in cells[setting] and name != "softmax"]:
-            rows += [(setting, side, row) for row in paired_rows(compared, setting, side, [final_loss()])]
+            for row in paired_rows(compared, setting, side, [final_loss()]):
+                mean, low, high, _ = row.difference
+                rows.append(Row(f"{setting}: {NAMES[side]}", style(side), {0: mean}, low, high))
     if rows:
-        figure, axes = plt.subplots(figsize=(9, 0.9 + 0.26 * len(rows)), layout="constrained")
-        for i, (_, side, row) in enumerate(reversed(rows)):
-            mean, low, high, _ = row.difference
-            color = COLORS.get(side, "#cc79a7")
-            axes.plot([mean if low is None else low, mean if high is None else high], [i, i], color=color, lw=2)
-            axes.plot(mean, i, "o", color=color)
-        axes.axvline(0, color="#999", lw=0.8)
-        axes.set_ylim(-0.6, len(rows) - 0.4)
-        axes.set_yticks(range(len(rows)), [f"{setting}: {NAMES[side]}" for setting, side, _ in reversed(rows)])
-        axes.set_xlabel("loss less the Transformer's, nats a token (95 %)")
-        save(figure, folder / "differences.svg")
+        label = "Loss less the Transformer's, nats a token, with 95 % intervals"
+        made["differences.svg"] = grid([("", row_chart(label, rows, x_label=label, guide=0, width=420))], {})
+    return made
 
 
-def draw_stability(cells: dict, folder: Path) -> None:
-    """Largest gradient norm, spikes and final loss by learning rate."""
+def stability_charts(cells: Cells) -> dict[str, Chart]:
+    """Largest gradient norm, spikes and final loss by learning rate; small marks are runs."""
     rates = sorted(cells, key=lambda name: float(name.removeprefix("lr")))
-    figure, panels = plt.subplots(1, 3, figsize=(9, 3.2), layout="constrained")
-    titles = ("largest gradient norm", "spikes in a run", "final validation loss")
-    for axes, title in zip(panels, titles, strict=True):
-        for side in dict.fromkeys(side for rate in rates for side in cells[rate]):
-            points = []
-            for rate in rates:
-                for record in cells[rate].get(side, {}).values():
-                    value = {
-                        titles[0]: record.metrics["gradients"]["largest"],
-                        titles[1]: record.metrics["gradients"]["spikes"],
-                        titles[2]: record.final_loss if not record.diverged else None,
-                    }[title]
-                    if value is not None:
-                        points.append((float(rate.removeprefix("lr")), value))
-            xs = sorted({x for x, _ in points})
-            means = [sum(v for x, v in points if x == at) / sum(x == at for x, _ in points) for at in xs]
-            color = COLORS.get(side, "#cc79a7")
-            axes.plot(xs, means, color=color, label=NAMES.get(side, side))
-            axes.plot([x for x, _ in points], [v for _, v in points], ".", color=color, ms=4)
-        axes.set(xscale="log", xlabel="learning rate", title=title)
-    panels[0].set_yscale("log")
-    figure.legend(*panels[2].get_legend_handles_labels(), loc="outside upper center", ncol=4, fontsize=8)
-    save(figure, folder / "stability.svg")
+    sides = list(dict.fromkeys(side for rate in rates for side in cells[rate]))
+    read: dict[str, Callable[[Record], float | None]] = {
+        "largest gradient norm": lambda record: record.metrics["gradients"]["largest"],
+        "spikes in a run": lambda record: record.metrics["gradients"]["spikes"],
+        "final validation loss": lambda record: None if record.diverged else record.final_loss,
+    }
+    panels = []
+    for title, value in read.items():
+        lines = []
+        for side in sides:
+            points = [
+                (float(rate.removeprefix("lr")), float(found))
+                for rate in rates
+                for record in cells[rate].get(side, {}).values()
+                if (found := value(record)) is not None
+            ]
+            means = [(at, fmean(v for x, v in points if x == at)) for at in sorted({x for x, _ in points})]
+            lines.append(Line(NAMES[side], points, style(side), thin=True, joined=False))
+            lines.append(Line(NAMES[side], means, style(side), read=True))
+        ticks = [(float(rate.removeprefix("lr")), rate.removeprefix("lr")) for rate in rates]
+        log = title.endswith("norm")
+        chart = line_chart(title, lines, x_label="learning rate", x_name="learning rate", x_ticks=ticks, log_x=True,
+                           log_y=log, width=280)  # fmt: skip
+        panels.append((title, chart))
+    return {"stability.svg": grid(panels, {style(side): NAMES[side] for side in sides})} if rates else {}
 
 
-def _curve(record: Record, source: str) -> tuple[list, list]:
-    validation = record.curves["validation"]
-    losses = record.curves["sources"][source] if source else validation["loss"]
-    return validation["step"][1:], losses[1:]
+def write(charts: dict[str, Chart], folder: Path) -> None:
+    """Draw each file anew whose numbers or form have changed."""
+    for name, chart in charts.items():
+        if not is_current(chart, folder / name):
+            save(chart, folder / name)
+
+
+def stale(charts: dict[str, Chart], folder: Path) -> list[str]:
+    """The files that are missing or were drawn from other numbers."""
+    return [f"{folder.name}/{name}" for name, chart in charts.items() if not is_current(chart, folder / name)]
 
 
 def main(arguments: list[str]) -> int:
-    from lead import draw_lead
+    from lead import lead_charts
 
-    missing = []
-    drawn = [
-        ("desk", draw_desk, ("novels.svg", "differences.svg")),
-        ("desk", draw_lead, ("lead.svg",)),
-        ("stability", draw_stability, ("stability.svg",)),
-    ]
-    for name, draw, files in drawn:
+    old = []
+    for name, make in (("desk", desk_charts), ("desk", lead_charts), ("stability", stability_charts)):
         folder = FIGURES / name
-        cells = cells_of(folder) if (folder / "measured.json").exists() else {}
-        if not any(not setting.startswith("sweep/") for setting in cells):
-            continue
-        if arguments == ["--check"]:
-            missing += [f"{name}/{file}" for file in files if not (folder / file).exists()]
-        else:
-            draw(cells, folder)
-    print("\n".join(f"figures/{path} is missing: python figures/plots.py" for path in missing), end="")
-    return bool(missing)
+        charts = make(cells_of(folder)) if (folder / "measured.json").exists() else {}
+        old += stale(charts, folder)
+        if arguments != ["--check"]:
+            write(charts, folder)
+    if arguments != ["--check"]:
+        return 0
+    print("\n".join(f"figures/{path} differs from its record: python figures/plots.py" for path in old), end="")
+    return bool(old)
 
 
 if __name__ == "__main__":

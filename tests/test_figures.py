@@ -60,33 +60,41 @@ def cell(loss: float, **metrics) -> Record:
 
 
 def test_a_plot_of_every_kind_is_drawn(figures, tmp_path):
-    from folder_plots import draw_ablation, draw_folder, draw_scaling, draw_throughput, ticks_of
+    from folder_plots import ablation_chart, folder_chart, scaling_chart, throughput_chart, ticks_of
     from paper import FOLDERS, TABLE_6, Panel
+    from plots import stale, write
+    from scaling import SIDES, records, scaling_runs
 
     from diff_transformer.lab.measures import paired_rows
 
+    def expected(name):
+        return json.loads((FIGURES / name / "expected.json").read_text())
+
     numbers = {"softmax": {"shots1": [0.1, 0.2], "shots16": [0.3, 0.2], "chance": [0.06]}, "diff": {"shots16": [0.4]}}
     assert ticks_of(Panel("", r"shots(\d+)", ""), numbers) == {"1": "shots1", "16": "shots16"}
-    draw_folder(FOLDERS["figure6_many_shot"].panels, numbers, {}, tmp_path / "folder.svg")
-    expected = json.loads((FIGURES / "table2_needle" / "expected.json").read_text())
-    draw_folder(FOLDERS["table2_needle"].panels, {}, expected, tmp_path / "paper.svg")
+    charts = {
+        "folder.svg": folder_chart(FOLDERS["figure6_many_shot"].panels, numbers, {}),
+        "paper.svg": folder_chart(FOLDERS["table2_needle"].panels, {}, expected("table2_needle")),
+    }
     main = {side: {seed: cell(3.0 + seed / 10) for seed in range(3)} for side in ("softmax", "diff_same_rate")}
     rows = paired_rows({"table6": main}, "table6", "diff_same_rate", TABLE_6)
     assert [row.difference.mean for row in rows] == [0, 0, 0]
-    expected = json.loads((FIGURES / "table6_ablation" / "expected.json").read_text())
-    draw_ablation({"diff_same_rate": rows}, expected, tmp_path / "ablation.svg")
-    from scaling import SIDES, records, scaling_runs
-
+    charts["ablation.svg"] = ablation_chart({"diff_same_rate": rows}, expected("table6_ablation"))
     seeds = {side: records({"novels": main}, "novels", side) for side in SIDES}
     assert [len(of) for of in seeds.values()] == [3, 3]
-    draw_scaling(scaling_runs({"novels": main}), seeds, tmp_path / "scaling.svg")
-    table_7 = tmp_path / "table7"
-    table_7.mkdir()
-    (table_7 / "expected.json").write_text((FIGURES / "table7_throughput" / "expected.json").read_text())
-    draw_throughput(FIGURES.parent / "benchmarks" / "results" / "throughput_cpu.json", table_7)
-    drawn = sorted(path.name for path in tmp_path.rglob("*.svg"))
-    assert drawn == ["ablation.svg", "folder.svg", "paper.svg", "plot.svg", "scaling.svg"]
-    assert all(path.stat().st_size > 3000 for path in tmp_path.rglob("*.svg"))
+    charts["scaling.svg"] = scaling_chart(scaling_runs({"novels": main}), seeds)
+    record = FIGURES.parent / "benchmarks" / "results" / "throughput_cpu.json"
+    charts["speed.svg"] = throughput_chart(record, expected("table7_throughput"))
+    assert len(stale(charts, tmp_path)) == 5
+    write(charts, tmp_path)
+    assert stale(charts, tmp_path) == []
+    assert all(path.stat().st_size > 3000 for path in tmp_path.glob("*.svg"))
+    assert len([*tmp_path.glob("*.svg")]) == 5
+
+
+def test_plots_of_the_studies_come_from_the_record():
+    done = subprocess.run([sys.executable, str(FIGURES / "plots.py"), "--check"], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
 
 
 def test_the_share_of_parameters_comes_from_sizes_that_differ(figures):

@@ -24,8 +24,8 @@ from diff_transformer.lab.record import FILE, Cells, finished
 
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent))
-from lead import draw_lead, lead_table  # noqa: E402
-from plots import NAMES, RATES, SETTINGS, draw_desk  # noqa: E402  (these three stand beside this folder)
+from lead import lead_charts, lead_table  # noqa: E402
+from plots import NAMES, RATES, SETTINGS, desk_charts, write  # noqa: E402  (these three stand beside this folder)
 from record import cells_of, keep_study  # noqa: E402
 from tables import interval, side_by_side, table  # noqa: E402
 
@@ -189,8 +189,7 @@ def main(arguments: list[str]) -> int:
         return bool(stale)
     for page in stale:
         page.write_text(filled(page, cells))
-    draw_desk(cells, HERE)
-    draw_lead(cells, HERE)
+    write(desk_charts(cells) | lead_charts(cells), HERE)
     return 0
 
 

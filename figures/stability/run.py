@@ -14,7 +14,7 @@ from diff_transformer.lab.record import Cells
 
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent))
-from plots import NAMES, draw_stability  # noqa: E402  (both stand beside this folder)
+from plots import NAMES, stability_charts, write  # noqa: E402  (both stand beside this folder)
 from record import cells_of, keep_study  # noqa: E402
 
 
@@ -58,7 +58,7 @@ def main(arguments: list[str]) -> int:
             print("figures/stability/README.md differs from its measured.json")
         return int(stale)
     (HERE / "README.md").write_text(filled(cells))
-    draw_stability(cells, HERE)
+    write(stability_charts(cells), HERE)
     return 0
 
 

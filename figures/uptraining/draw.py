@@ -8,14 +8,12 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE), str(HERE.parent)]
 from arms import ARMS  # noqa: E402  (beside this file; plots is above)
-from plots import plt, save  # noqa: E402
+from plots import write  # noqa: E402
 
 from diff_transformer.lab.stats import over_seeds  # noqa: E402
+from diff_transformer.report.charts import Chart, Line, grid, line_chart  # noqa: E402
 
-COLORS = {
-    "source": "#333333", "wider": "#999999", "diff": "#0072b2", "diff_v2": "#009e73", "frozen": "#cc79a7",
-    "diff_0.2": "#56b4e9",
-}  # fmt: skip
+STYLES = {"source": "softmax", "wider": "s5", "diff": "diff", "diff_v2": "s4", "frozen": "s2", "diff_0.2": "s1"}
 PARTS = ("q", "q1", "q2", "k", "k1", "k2", "lambda")
 MEASURED = re.compile(r"(?<=<!-- measured -->\n).*?(?=\n<!-- /measured -->)", re.DOTALL)
 
@@ -71,24 +69,24 @@ def rate_table(curves: dict, rates: dict) -> list[str]:
     return lines
 
 
-def plot(curves: dict) -> None:
-    """Left: the mean over seeds, of arms that have several. Right: minus the source; bands are the intervals, dotted
-    lines one seed."""
-    figure, (left, right) = plt.subplots(1, 2, figsize=(8, 3.6))
-    for name in [name for name in COLORS if name in curves]:
-        seeds, color = list(curves[name].values()), COLORS[name]
-        steps, several = seeds[0]["step"], len(seeds) > 1
-        if several:
-            losses = zip(*(curve["loss"] for curve in seeds), strict=True)
-            left.plot(steps, [sum(at) / len(at) for at in losses], color=color, lw=1.4)
+def charts(curves: dict) -> dict[str, Chart]:
+    """Left: the loss of arms with several seeds, their mean. Right: less the source's, with intervals where there are
+    several seeds."""
+    losses, gaps = [], []
+    for name in [name for name in STYLES if name in curves]:
+        seeds = list(curves[name].values())
+        steps, side = [float(step) for step in seeds[0]["step"]], STYLES[name]
+        if len(seeds) > 1:
+            means = [sum(at) / len(at) for at in zip(*(curve["loss"] for curve in seeds), strict=True)]
+            losses.append(Line(ARMS[name], list(zip(steps, means, strict=True)), side, read=True))
         found = differences(curves, name)
-        right.plot(steps, [at.mean for at in found], color=color, lw=1.4, ls="-" if several else ":", label=ARMS[name])
-        if several and name != "source":
-            right.fill_between(steps, [at.low for at in found], [at.high for at in found], color=color, alpha=0.2, lw=0)
-    left.set(xlabel="step", ylabel="validation loss, nats a token")
-    right.set(xlabel="step", ylabel="minus the continued source's", ylim=(-0.012, 0.02))
-    right.legend(fontsize=6.5, loc="upper right")
-    save(figure, HERE / "loss.svg")
+        band = tuple((s, at.low, at.high) for s, at in zip(steps, found, strict=True) if None not in (at.low, at.high))
+        points = [(s, at.mean) for s, at in zip(steps, found, strict=True)]
+        gaps.append(Line(ARMS[name], points, side, read=True, band=() if name == "source" else band))
+    left = line_chart("Validation loss", losses, x_label="step", width=330)
+    right = line_chart("Less the continued source's", gaps, x_label="step", y_range=(-0.012, 0.02), digits=4, width=330)
+    panels = [("validation loss, nats a token", left), ("less the continued source's", right)]
+    return {"loss.svg": grid(panels, {STYLES[name]: ARMS[name] for name in STYLES if name in curves})}
 
 
 def filled() -> str:
@@ -113,4 +111,4 @@ def filled() -> str:
 
 def draw() -> None:
     (HERE / "README.md").write_text(filled())
-    plot(json.loads((HERE / "measured.json").read_text())["curves"])
+    write(charts(json.loads((HERE / "measured.json").read_text())["curves"]), HERE)

@@ -131,7 +131,8 @@ def line_chart(
     low, high = y_range or padded([y for line in lines for _, y in line.points] + spans + levels, log=log_y)
     x = _number("x", ends, log=log_x, title=x_label)
     if x_ticks:
-        x["axis"] |= {"values": [at for at, _ in x_ticks], "labelExpr": _words([w for _, w in x_ticks], x_ticks)}
+        words = _words([words for _, words in x_ticks], x_ticks)
+        x["axis"] = {"values": [at for at, _ in x_ticks], "labelExpr": words, "labelOverlap": "greedy"}
     y = _number("y", (low, high), log=log_y)
     ended = [line for line in lines if line.end_label]
     layers = _guides(guides, y)
@@ -261,17 +262,20 @@ def row_chart(
     digits: int = 3,
     guide: float | None = None,
     width: float = WIDTH,
+    labels: bool = True,
 ) -> Chart:
     """Named rows, one below the other: a mark and a number for the mean, small marks for seeds, a line for an interval.
 
-    ``guide`` is a value with a vertical line, such as 0 for differences.
+    ``guide`` is a value with a vertical line, such as 0 for differences. Without ``labels`` the names are left to a
+    chart beside it.
     """
     ends = [v for row in rows for v in (*row.values.values(), row.low, row.high) if v is not None]
     x = _number("x", padded(ends if guide is None else [*ends, guide], 0.08), title=x_label)
     x["axis"] |= {"grid": True, "tickCount": 3}
-    names = [wrapped(row.name, 165 if width == WIDTH else 400) for row in rows]
+    names = [wrapped(row.name if labels else "", 165 if width == WIDTH else 600) for row in rows]
     extent = 8 + _LETTER * max(len(line) for name in names for line in name)
-    axis = {"labelExpr": _words(names), "labelOverlap": False, "labelLineHeight": 12, "minExtent": extent}
+    axis: dict[str, Any] = {"labelExpr": _words(names), "labelOverlap": False, "labelLineHeight": 12}
+    axis |= {"minExtent": extent} if labels else {"labels": False}
     y = {"field": "place", "type": "ordinal", "title": None, "scale": {"domain": list(range(len(rows)))}, "axis": axis}
     layers = [] if guide is None else [_layer([{"x": guide}], {"type": "rule"}, x=x)]
     words, tips = [], []
@@ -289,7 +293,7 @@ def row_chart(
         layers.append(_layer([{"place": i, "x": average}], _mark(row.side, 60, colour), x=x, y=y))
         words.append({"place": i, "words": text})
         tips.append({"place": i, "tip": "\n".join(filter(None, said))})
-    layers.append(_layer(words, {"type": "text", "align": "right", "dx": 46, "x": {"expr": "width"}}, y=y, text=_TEXT))
+    layers.append(_layer(words, {"type": "text", "align": "right", "dx": 46}, x=_RIGHT, y=y, text=_TEXT))
     return _chart(label, [*layers, _hits(tips, y=y)], 26 * len(rows), width, right=50)
 
 
@@ -338,7 +342,7 @@ def grid(panels: Sequence[tuple[str, Chart]], names: Mapping[str, str], columns:
     ]
     across = min(columns, len(shown))
     legend = _legend(names, sum(chart["width"] + 50 for chart in shown[:across]))
-    made = {"concat": shown, "columns": across, "spacing": 24}
+    made = {"concat": shown, "columns": across, "spacing": 24, "resolve": {"scale": {"xOffset": "independent"}}}
     label = "; ".join(chart["description"] for _, chart in panels)
     return {"description": label, "vconcat": [*legend, made], "spacing": 14, "padding": 6}
 
@@ -391,6 +395,7 @@ def wrapped(words: str, room: float) -> list[str]:
 # The parts of a specification
 
 _TEXT, _X2, _Y2 = {"field": "words"}, {"field": "x2"}, {"field": "y2"}
+_RIGHT = {"value": "width"}
 _ALONE = ("padding", "autosize")  # keys of a chart by itself, not of a part of a grid
 
 
@@ -409,15 +414,18 @@ def _number(field: str, domain: tuple[float, float], *, log: bool = False, title
     """A quantitative channel; a logarithmic one has its ticks at 1, 2 and 5 times powers of ten."""
     low, high = domain
     scale = {"type": "log" if log else "linear", "domain": [low, high], "nice": False}
-    axis: dict[str, Any] = {"tickCount": 5, "labelOverlap": "greedy", "labelSeparation": 14}
-    if max(abs(low), abs(high)) >= 10_000 or log:
-        axis["format"] = "~s" if high >= 1000 or low >= 0.001 else "~e"
+    axis: dict[str, Any] = {"tickCount": 5, "labelOverlap": "greedy", "labelSeparation": 14 if field == "x" else 2}
+    if max(abs(low), abs(high)) >= 10_000 or (log and high >= 1000):
+        axis["format"] = "~s"
+    elif log:
+        axis["format"] = "~g" if low >= 1e-4 else "~e"
     if log:
         first, last = math.floor(math.log10(low)), math.ceil(math.log10(high))
         steps = (1, 2, 5) if last - first <= 3 else (1,)
         every = [m * 10.0**e for e in range(first, last + 1) for m in steps]
         ticks = [tick for tick in every if low <= tick * 1.0001 and tick <= high * 1.0001]
-        axis |= {"values": ticks} if len(ticks) > 1 else {"format": "~g"}
+        if len(ticks) > 1:
+            axis |= {"values": ticks, "tickCount": len(ticks)}
     return {"field": field, "type": "quantitative", "title": title, "scale": scale, "axis": axis}
 
 
@@ -448,10 +456,10 @@ def _guides(guides: Sequence[tuple[float, str]], y: dict) -> list[dict]:
     data = [{"y": level, "words": words} for level, words in guides if level > 0 or y["scale"]["type"] != "log"]
     if not data:
         return []
-    words = {"type": "text", "align": "right", "baseline": "bottom", "dx": -2, "dy": -2, "x": {"expr": "width"}}
+    words = {"type": "text", "align": "right", "baseline": "bottom", "dx": -2, "dy": -2}
     return [
         _layer(data, {"type": "rule", "strokeDash": [4, 3]}, y=y),
-        _layer(data, {**words, "fontSize": 11}, y=y, text=_TEXT),
+        _layer(data, {**words, "fontSize": 11}, x=_RIGHT, y=y, text=_TEXT),
     ]
 
 
