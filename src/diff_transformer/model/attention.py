@@ -225,26 +225,25 @@ class Attention(nn.Module):
 
 
 class DiffAttention(Attention):
-    """Differential attention for any model, self- or cross-attention; True in a mask means: may be attended to.
+    """Differential attention for any model, as self- or cross-attention; True in a mask means "may be attended to".
 
-    It takes the place of multi-head attention with ``num_heads`` heads: the same parameters (6 ``head_dim`` more) and
-    FLOPs. Two things differ from ``torch.nn.MultiheadAttention``: there True in a mask *hides* a key, so invert masks
-    made for it; and ``forward`` takes ``(x)`` or ``(x, context)``, not query, key and value.
+    It replaces multi-head attention with ``num_heads`` heads, with the same parameters (6 ``head_dim`` more) and FLOPs.
+    Two things differ from ``torch.nn.MultiheadAttention``: there True in a mask *hides* a key, so invert such masks;
+    and ``forward`` takes ``(x)`` or ``(x, context)`` instead of query, key and value.
 
     Args:
         hidden_size: width of the input and the output.
-        num_heads: heads of the softmax attention it stands for: even; h = ``num_heads // 2`` differential heads.
+        num_heads: heads of the softmax attention that it replaces: even; h = ``num_heads // 2`` differential heads.
             The authors advise h >= 8.
-        attention: ``"diff"``, ``"diff_v2"``, ``"grouped_diff"`` or ``"dint"``; what ``num_heads`` and
-            ``num_key_value_heads`` mean for each is said by ``DiffTransformerConfig``.
+        attention: ``"diff"``, ``"diff_v2"``, ``"grouped_diff"`` or ``"dint"``; ``DiffTransformerConfig`` documents the
+            meaning of ``num_heads`` and ``num_key_value_heads`` for each.
         num_key_value_heads: for grouped-query attention: even, divides ``num_heads``; ``num_heads`` if None.
         head_dim: width d of queries and keys (values have 2d); ``hidden_size // num_heads`` if None.
-        value_head_dim: another width of a value head.
+        value_head_dim: width of a value head, if not 2d.
         context_size: width of the context in cross-attention; ``hidden_size`` if None.
         is_causal: whether a query sees only keys up to its own position, aligned to the lower right corner.
-        rope_theta: base of the rotary embedding, above 0; None for none (vision, cross-attention, positions of your
-            own).
-        layer_index: depth, counted from 0, for ``lambda_init="depth"``; also the layer's place in a cache.
+        rope_theta: base of the rotary embedding, above 0; None for no rotary embedding (vision, cross-attention).
+        layer_index: depth, counted from 0, for ``lambda_init="depth"``; also the layer's index in a cache.
         lambda_init: ``"depth"`` or a constant below 1.
         window: with ``is_causal``, each query sees its last ``window`` keys, its own included; all if None.
         bias: whether the four projections have biases (the paper's have none).
@@ -254,7 +253,7 @@ class DiffAttention(Attention):
     ``forward`` returns ``(out, weights or None)``, as ``torch.nn.MultiheadAttention`` does.
 
     Raises:
-        TypeError: for a size that is no number, a backend that is no name, an ``is_causal`` that is no bool.
+        TypeError: for a size that is not a number, a backend that is not a name, an ``is_causal`` that is not a bool.
         ValueError: for sizes that are not positive, head counts that are odd or do not divide, unknown values, and
             arguments that exclude one another.
     """

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from diff_transformer.checks import require_positive
 
-# Dense bf16 FLOP/s of one device, from the makers' data sheets; the first name that the device's own contains counts.
+# Dense bf16 FLOP/s of one device, from the vendors' data sheets; the first key contained in the device's name counts.
 BF16_PEAK_FLOPS = {
     "GB200": 2.5e15, "B200": 2.25e15, "GH200": 989e12, "H200": 989e12, "H100 PCIe": 756e12, "H100 NVL": 835e12,
     "H100": 989e12, "A100": 312e12, "L40S": 362e12, "L4": 121e12, "A10": 125e12, "RTX 4090": 165e12, "MI300X": 1307e12,
@@ -20,9 +20,13 @@ _GIB = 1 << 30
 
 @dataclass(frozen=True)
 class Cost:
-    """``parameters``: by part. ``flops_per_token``: forward, at ``length`` tokens, a multiply-add counted as two.
-    ``kv_bytes_per_token``: keys and values of all layers; ``kv_bytes``: of a whole cache, of which a sliding window of
-    ``window`` tokens keeps no more than that."""
+    """Cost of a model.
+
+    parameters: by part.
+    flops_per_token: of the forward pass at ``length`` tokens; a multiply-add counts as two.
+    kv_bytes_per_token: keys and values of all layers.
+    window: tokens that the cache keeps with a sliding window; None keeps all.
+    """
 
     parameters: dict[str, int]
     flops_per_token: int
@@ -31,7 +35,7 @@ class Cost:
     window: int | None = None
 
     def kv_bytes(self, length: int) -> int:
-        """Bytes of the cache of one sequence after ``length`` tokens."""
+        """Bytes of one sequence's cache after ``length`` tokens."""
         return self.kv_bytes_per_token * (length if self.window is None else min(length, self.window))
 
     @property
@@ -40,12 +44,12 @@ class Cost:
 
     @property
     def training_flops_per_token(self) -> int:
-        """Forward and backward: three times the forward (no recomputation counted)."""
+        """Forward and backward: three times the forward pass; recomputation does not count."""
         return 3 * self.flops_per_token
 
 
 def count_parameters(config) -> dict[str, int]:
-    """Parameters by part; a tied embedding counts once. ``lambda`` holds the projection of ``diff_v2``'s lambda."""
+    """Parameters by part; a tied embedding counts once. ``lambda`` includes the lambda projection of ``diff_v2``."""
     width, layers, heads = config.hidden_size, config.num_hidden_layers, config.heads
     projections = heads.queries + heads.keys
     values = (heads.values + heads.outputs) * heads.value_dim
@@ -75,9 +79,9 @@ def _head_norm(config) -> bool | str:
 def attention_core_flops(config, length: int) -> float:
     """Forward FLOPs of the attention core for one token, averaged over a causal sequence of ``length``.
 
-    Scores of every query head, and one product with V for each head of the output: the maps are subtracted first, a
-    multiply-add for each entry of a map. ``dint`` has a second product, of the first map, for its running mean. The
-    head norm costs some four operations a channel.
+    Counted are the scores of every query head, one multiply-add for each entry of a map (the subtraction), and one
+    product with V for each output head. ``dint`` has a second product, of the first map with V. The head norm costs
+    about four operations for each channel.
     """
     keys, heads = _mean_keys(length, config.sliding_window), config.heads
     out = heads.outputs * heads.value_dim
@@ -88,7 +92,7 @@ def attention_core_flops(config, length: int) -> float:
 
 
 def _mean_keys(length: int, window: int | None) -> float:
-    """Keys that a query sees, averaged over a causal sequence: query t sees t of them, or the last ``window``."""
+    """Keys that a query sees, averaged over a causal sequence: query t sees t keys, at most ``window``."""
     near = length if window is None else min(length, window)
     return (near * (near + 1) / 2 + (length - near) * near) / length
 
@@ -109,9 +113,13 @@ def model_cost(config, *, length: int | None = None, bytes_per_value: int = 2) -
 
 @dataclass(frozen=True)
 class TrainingMemory:
-    """Bytes on one device: ``states`` (weights, gradients, moments; its share of them), ``gathered`` (weights of the
-    layers at work, in the precision of the computation), ``activations`` (saved for the backward pass) and ``logits``
-    (with their gradient). The allocator's own overhead, 5 to 20 % in practice, is not in it."""
+    """Bytes on one device, without the allocator's overhead (5 to 20 % in practice).
+
+    states: the device's share of weights, gradients and moments.
+    gathered: weights of the layers in use, in the precision of the computation.
+    activations: saved for the backward pass.
+    logits: logits and their gradient.
+    """
 
     states: int
     gathered: int
@@ -136,13 +144,13 @@ def training_memory(
     activation_checkpointing: bool = False,
     loss_chunk: int = 0,
 ) -> TrainingMemory:
-    """Memory of a training step on each of ``devices`` that share weights and optimizer (FSDP).
+    """Memory of a training step on each of ``devices`` that shard weights and optimizer state (FSDP).
 
     Args:
-        tokens: of one forward and backward pass on one device (rows times their length).
-        mixed: bf16 computation on fp32 weights; else all in fp32.
-        activation_checkpointing: keep each layer's input alone and compute the rest again.
-        loss_chunk: tokens whose logits are alive at a time; 0 for all.
+        tokens: tokens in one forward and backward pass on one device (rows times their length).
+        mixed: bf16 computation on fp32 weights; otherwise everything is fp32.
+        activation_checkpointing: keep only each layer's input and recompute the rest.
+        loss_chunk: tokens whose logits are in memory at a time; 0 for all.
 
     Raises:
         ValueError: for numbers that are not positive.
@@ -168,12 +176,14 @@ def training_memory(
 
 
 def layer_activation_bytes(config, *, mixed: bool) -> int:
-    """Bytes a token that one layer saves for its backward pass.
+    """Bytes for each token that one layer saves for its backward pass.
 
-    Vectors of the model's width: the residual stream before and after attention, and both norms' scaled inputs and
-    outputs; of the heads': queries, keys, values and outputs, and for differential attention the head norm's scaled
-    input and output; of the inner width: four of SwiGLU's. In mixed precision the residual stream and the norms are in
-    fp32, what matrices read is in bf16.
+    - Of the model's width: the residual stream before and after attention, and both norms' scaled inputs and outputs.
+    - Of the heads' width: queries, keys, values and outputs; for differential attention also the head norm's scaled
+      input and output.
+    - Of the inner width: four tensors of SwiGLU.
+
+    In mixed precision the residual stream and the norms are fp32; inputs of matrices are bf16.
     """
     heads, keys = config.num_attention_heads * config.head_dim, config.num_key_value_heads * config.head_dim
     width, inner, differential = config.hidden_size, config.intermediate_size, config.attention != "softmax"
@@ -185,9 +195,9 @@ def layer_activation_bytes(config, *, mixed: bool) -> int:
 def training_seconds(
     config, *, tokens: int, length: int | None = None, devices: int = 1, peak_flops: float, utilisation: float = 0.4
 ) -> float:
-    """Seconds to train on ``tokens`` in rows of ``length`` at a share ``utilisation`` of ``devices * peak_flops``.
+    """Seconds to train on ``tokens`` in rows of ``length`` at ``utilisation`` of ``devices * peak_flops``.
 
-    ``utilisation`` (MFU) counts forward and backward once: what recomputation costs lowers it.
+    ``utilisation`` (MFU) counts forward and backward once, so recomputation lowers it.
 
     Raises:
         ValueError: for numbers that are not positive.

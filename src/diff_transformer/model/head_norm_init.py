@@ -1,7 +1,7 @@
-"""How large the heads' outputs are before training, and the head norm's weight that makes them equal in a pair.
+"""Size of the heads' outputs before training, and the head-norm weight that makes it equal for both models of a pair.
 
 Softmax attention over t nearly independent values of size s gives about s / sqrt(t): small, and smaller with length.
-The head norm gives 1 - lambda_init (.8 in the first layer) whatever the width, the length and the initial weights.
+The head norm gives 1 - lambda_init (0.8 in the first layer) for any width, length and initial weights.
 """
 
 import math
@@ -17,12 +17,12 @@ def first_layer_output(config, length: int, repeats: float = 0.0) -> float:
     """Root mean square of softmax attention's output in the first layer of an untrained model, in closed form.
 
     ``std sqrt(D) sqrt(c + (1 - c) H_T / T)``: values of RMS ``std sqrt(D)`` (W_V on a normalised input of width D),
-    averaged over 1 to T of them (H_T: the T-th harmonic number), equal to one another with probability c. It takes the
-    maps to be flat, which they are while the logits, of standard deviation ``std^2 D``, are well below 1.
+    averaged over 1 to T of them (H_T: the T-th harmonic number); two tokens are equal with probability c. The formula
+    assumes flat maps, which holds while the logits, of standard deviation ``std^2 D``, are well below 1.
 
     Args:
-        length: T, tokens of a row.
-        repeats: c, the chance that two tokens are the same: the sum of the squared frequencies.
+        length: T, tokens in a row.
+        repeats: c, the probability that two tokens are equal: the sum of the squared token frequencies.
     """
     require_positive(length=length)
     harmonic = sum(1 / t for t in range(1, length + 1))
@@ -31,7 +31,7 @@ def first_layer_output(config, length: int, repeats: float = 0.0) -> float:
 
 
 def head_outputs(config, input_ids: Tensor, seed: int = 0) -> list[float]:
-    """Root mean square of what W_O reads in each layer of an untrained model of ``config``, on tokens ``[B, T]``."""
+    """Root mean square of W_O's input in each layer of an untrained model of ``config``, on tokens ``[B, T]``."""
     from diff_transformer.model.modeling import DiffTransformerForCausalLM
 
     with torch.random.fork_rng(devices=[]):
@@ -50,15 +50,15 @@ def head_outputs(config, input_ids: Tensor, seed: int = 0) -> list[float]:
 
 
 def matched_head_norm_init(config, input_ids: Tensor | None = None, *, length: int = 128, seed: int = 0) -> list[float]:
-    """For each layer the ``head_norm_init`` with which a head starts at the size of the matched Transformer's.
+    """For each layer the ``head_norm_init`` that gives a head's output the size it has in the matched Transformer.
 
-    Measured on an untrained Transformer of the same size (``matched_baseline``), which is built in memory: the RMS of
-    its attention's output in that layer over ``1 - lambda_init``.
+    It is measured on an untrained ``matched_baseline``, which is built in memory: the RMS of its attention's output in
+    that layer, divided by ``1 - lambda_init``.
 
     Args:
         config: a ``DiffTransformerConfig`` with differential attention and a head norm.
-        input_ids: tokens ``[B, T]`` to measure on; by default 8 rows of ``length`` tokens whose frequencies fall as
-            1 / rank.
+        input_ids: tokens ``[B, T]`` to measure on; None draws 8 rows of ``length`` tokens with frequencies
+            proportional to 1 / rank.
 
     Raises:
         ValueError: for attention without a head norm.

@@ -1,7 +1,7 @@
-"""What transformers' ``attn_implementation`` means here: one name chooses for differential and for softmax attention.
+"""The meaning of transformers' ``attn_implementation``: one name selects differential and softmax backends.
 
-``from_pretrained(folder, attn_implementation=NAME)`` and ``model.set_attn_implementation(NAME)`` take the names of
-``IMPLEMENTATIONS``; where none is given, ``config.backend`` decides about differential attention.
+``from_pretrained(folder, attn_implementation=NAME)`` and ``model.set_attn_implementation(NAME)`` accept the names of
+``IMPLEMENTATIONS``. Without one, ``config.backend`` determines the backend of differential attention.
 """
 
 from typing import NamedTuple
@@ -14,7 +14,7 @@ DEFAULT = "diff_auto"
 
 
 class Implementation(NamedTuple):
-    """diff: backend of ``diff_attention``, None for the configuration's; softmax: one of ``model/softmax.py``."""
+    """diff: backend of ``diff_attention``, None for ``config.backend``; softmax: a backend of ``model/softmax.py``."""
 
     diff: str | None
     softmax: str
@@ -31,19 +31,19 @@ IMPLEMENTATIONS = {
     **{f"diff_{name}": Implementation(name, "sdpa") for name in BACKENDS},
 }
 OWN_NAMES = tuple(name for name in IMPLEMENTATIONS if name.startswith("diff_"))
-# The name under which transformers' continuous batching asks for "eager".
+# transformers' continuous batching calls "eager" by another name.
 _OTHER_NAMES = {None: DEFAULT, "paged|eager": "eager"}
 
 
 def check_backend(name: str) -> None:
-    """Raise ValueError for a backend that is neither "auto" nor in ``BACKENDS``, TypeError for what is no name."""
+    """Raise ValueError for a backend that is neither "auto" nor in ``BACKENDS``, TypeError for a non-string."""
     if not isinstance(name, str):
         raise TypeError(f"backend is {name!r}; give one name: 'auto' or one of {', '.join(BACKENDS)}")
     require_known("backend", name, ("auto", *BACKENDS))
 
 
 def check_implementation(name: str | None) -> str:
-    """``name`` as the configuration keeps it; None means the default.
+    """The name that the configuration keeps; None means the default.
 
     Raises:
         ValueError: for a name that is not in ``IMPLEMENTATIONS``. RuntimeError: if flash-attn is not installed.
@@ -61,12 +61,12 @@ def check_implementation(name: str | None) -> str:
 
 
 def implementation(name: str | None) -> Implementation:
-    """Both sides of a checked name."""
+    """The backends of a checked name."""
     return IMPLEMENTATIONS[_OTHER_NAMES.get(name, name or DEFAULT)]
 
 
 def attention_backend(config) -> str:
-    """Which code computes the attention of a model of ``config``: a backend, or one of ``model/softmax.py``."""
+    """The backend of a model of ``config``: of ``diff_attention``, or of ``model/softmax.py``."""
     chosen = implementation(config._attn_implementation)
     if config.attention == "softmax":
         return chosen.softmax

@@ -1,19 +1,19 @@
-"""int8 weights through torchao: matrices in 8 bits with one scale a row, computed with in the model's own dtype.
+"""int8 weights through torchao: matrices in 8 bits with one scale for each row; computation in the model's own dtype.
 
-lambda (its vectors, or the projection that gives it), the norms, the embedding and the language-modelling head stay as
-they are. The same on CPU and CUDA, under ``torch.compile`` and in safetensors.
+Lambda (its vectors or its projection), the norms, the embedding and the language-modelling head are not quantised. This
+works on CPU and CUDA, under ``torch.compile`` and in safetensors.
 """
 
 from typing import Any
 
 from torch import Tensor, nn
 
-# Patterns of ``TorchAoConfig.modules_to_not_convert``: heads of common names, and whatever computes lambda.
+# Patterns of ``TorchAoConfig.modules_to_not_convert``: common names of heads, and the modules that compute lambda.
 KEPT = ["lm_head", "embed_out", r".*\.lam"]
 
 
 def int8_config() -> Any:
-    """``quantization_config`` for ``from_pretrained``; ``save_pretrained`` then writes the 8 bits, as safetensors.
+    """``quantization_config`` for ``from_pretrained``; ``save_pretrained`` then writes int8 safetensors.
 
     Raises:
         RuntimeError: if torchao is not installed.
@@ -25,7 +25,7 @@ def int8_config() -> Any:
 
 
 def quantize_int8(model: nn.Module) -> None:
-    """The same for a model in memory, in place. It cannot be saved: save the model first and read it as int8.
+    """Quantise a model in memory, in place. It cannot be saved: save the model first and load it as int8.
 
     Raises:
         RuntimeError: if torchao is not installed.
@@ -41,7 +41,7 @@ def quantize_int8(model: nn.Module) -> None:
 
 
 def weight_bytes(model: nn.Module) -> int:
-    """Bytes of the parameters as they are held: tied ones once, quantised ones with their scales."""
+    """Bytes of the parameters in memory: tied weights count once, quantised ones with their scales."""
     parameters = {id(parameter): parameter for parameter in model.parameters()}
     return sum(part.numel() * part.element_size() for p in parameters.values() for part in _parts(p))
 

@@ -1,4 +1,4 @@
-"""lambda: the weight of the second map. It is computed here and nowhere else (section 2.1, equation 2)."""
+"""lambda, the weight of the second map; computed only in this file (section 2.1, equation 2)."""
 
 import math
 import operator
@@ -14,11 +14,11 @@ HALF_PRECISION = (torch.float16, torch.bfloat16)
 def lambda_init(layer_index: int, depth_offset: int = 0) -> float:
     """The constant part of lambda in a layer: ``0.8 - 0.6 exp(-0.3 i)`` with ``i`` counted from 0 (section 2.1).
 
-    The paper counts layers from 1 and writes ``exp(-0.3 (l - 1))``: the same number. ``depth_offset`` is added to i:
-    with -1, as some published checkpoints have it, layer 0 starts below 0, at -0.0099.
+    The paper counts layers from 1 and writes ``exp(-0.3 (l - 1))``: the same number. ``depth_offset`` is added to i.
+    Some published checkpoints have -1; then layer 0 starts below 0, at -0.0099.
 
     Raises:
-        TypeError: for a ``layer_index`` that is no integer.
+        TypeError: for a ``layer_index`` that is not an integer.
         ValueError: for a ``layer_index`` below 0.
     """
     try:
@@ -35,8 +35,8 @@ def lambda_init(layer_index: int, depth_offset: int = 0) -> float:
 def check_lambda_init(value: str | float) -> None:
     """Raise ValueError unless ``value`` is ``"depth"`` or a number that leaves ``1 - lambda_init`` positive.
 
-    Every head is multiplied by that factor, with a head norm and without: at 0 a layer is dead, below it a head turns
-    its sign.
+    Every head is multiplied by that factor, with or without a head norm: 0 disables a layer, a negative factor flips
+    the sign of its heads.
     """
     number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
     if value != "depth" and not number:
@@ -51,13 +51,13 @@ def check_lambda_init(value: str | float) -> None:
 class LearnedLambda(nn.Module):
     """``exp(q1 . k1) - exp(q2 . k2) + lambda_init``, one fp32 scalar for all heads of a layer.
 
-    The four vectors have width ``head_dim``, are drawn from N(0, ``std``) and stay in fp32 when the model around
-    them is cast to half precision: rounding the exponentials to bf16 would quantise lambda to steps of 0.008.
+    The four vectors have width ``head_dim`` and are drawn from N(0, ``std``). They stay in fp32 when the model is cast
+    to half precision: rounding the exponentials to bf16 would quantise lambda to steps of 0.008.
 
     Args:
         head_dim: width d of a head's queries.
-        initial: the constant ``lambda_init``, kept as a Python float.
-        std: standard deviation of the vectors at initialisation (the reference code has 0.1).
+        initial: the constant ``lambda_init``, a Python float.
+        std: standard deviation of the vectors at initialisation (0.1 in the authors' code).
     """
 
     def __init__(self, head_dim: int, initial: float, std: float = 0.1):
@@ -74,7 +74,7 @@ class LearnedLambda(nn.Module):
             nn.init.normal_(parameter, std=self.std)
 
     def forward(self, hidden_states: Tensor | None = None) -> Tensor:
-        """The layer's lambda, a scalar in the vectors' dtype; the input is not looked at."""
+        """The layer's lambda, a scalar in the vectors' dtype; the input is not used."""
         first = torch.dot(self.lambda_q1, self.lambda_k1).exp()
         second = torch.dot(self.lambda_q2, self.lambda_k2).exp()
         return first - second + self.initial
@@ -91,7 +91,7 @@ class LearnedLambda(nn.Module):
 
 
 class FixedLambda(nn.Module):
-    """lambda that is ``lambda_init`` itself and is not learned (a Python float, exact)."""
+    """A constant lambda, ``lambda_init``: an exact Python float that is not learned."""
 
     def __init__(self, initial: float):
         super().__init__()
@@ -107,9 +107,9 @@ class FixedLambda(nn.Module):
 class TokenLambda(nn.Module):
     """``sigmoid(X W_lambda)``: lambda of the second version, one for each token and head, fp32 ``[B, h, T, 1]``.
 
-    The projection is computed in the dtype of the hidden states, like those of queries and keys; the sigmoid in fp32.
-    ``mean`` (not saved) is the mean lambda of the last call that computed more than one token of a row: what
-    telemetry shows of a lambda that depends on the input. That of a module made in inference mode is kept only there.
+    The projection is computed in the dtype of the hidden states, the sigmoid in fp32. ``mean`` (not saved) is the mean
+    lambda of the last call with more than one token in a row, for telemetry. A module created in inference mode updates
+    it only in inference mode.
     """
 
     initial = 0.0
@@ -121,7 +121,7 @@ class TokenLambda(nn.Module):
         self.register_buffer("mean", torch.full((), 0.5), persistent=False)
 
     def forward(self, hidden_states: Tensor) -> Tensor:
-        """lambda of each token and head, ``[B, h, T, 1]`` in fp32 or wider, of ``hidden_states [B, T, width]``."""
+        """``[B, h, T, 1]`` in fp32 or wider for ``hidden_states [B, T, width]``."""
         logits = self.proj(hidden_states)  # [B, T, h]
         lam = logits.to(torch.promote_types(logits.dtype, torch.float32)).sigmoid()
         if lam.shape[1] > 1 and self._may_write():
@@ -129,9 +129,9 @@ class TokenLambda(nn.Module):
         return lam.transpose(1, 2)[..., None]
 
     def _may_write(self) -> bool:
-        if torch.compiler.is_compiling() or torch.is_inference_mode_enabled():  # the first: it cannot trace the rest
+        if torch.compiler.is_compiling() or torch.is_inference_mode_enabled():  # a compiler cannot trace the rest
             return True
-        if active_transform():  # of each of several inputs at once there is no one mean
+        if active_transform():  # under vmap there is no single mean
             return False
         return not self.mean.is_inference()
 
@@ -142,5 +142,5 @@ LAMBDAS = (LearnedLambda, FixedLambda, TokenLambda)
 
 @torch.no_grad()
 def present_lambda(module: LambdaModule) -> float:
-    """What telemetry shows of one of ``LAMBDAS``: its value, or of ``TokenLambda`` the mean of the last call."""
+    """The current value of a lambda module, for telemetry; for ``TokenLambda`` the mean of the last call."""
     return float(module.mean if isinstance(module, TokenLambda) else module())

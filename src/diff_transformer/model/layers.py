@@ -1,4 +1,4 @@
-"""The parts that the DIFF Transformer and its matched Transformer share: RMSNorm, SwiGLU, rotary embedding."""
+"""Parts that the DIFF Transformer and its matched Transformer share: RMSNorm, SwiGLU, rotary embedding."""
 
 import torch
 import torch.nn.functional as F
@@ -14,7 +14,7 @@ class RMSNorm(nn.Module):
         self.weight = nn.Parameter(torch.full((width,), initial)) if has_weight else None
 
     def forward(self, x: Tensor, gain: float = 1.0) -> Tensor:
-        """``x [..., width]`` over its root mean square, times the weight, if there is one, and ``gain``."""
+        """``x [..., width]`` divided by its root mean square, times the weight (if there is one) and ``gain``."""
         if self.weight is None:
             return F.rms_norm(x, (self.width,), None, self.eps) * gain
         weight = self.weight if gain == 1.0 else self.weight * gain
@@ -27,7 +27,7 @@ class RMSNorm(nn.Module):
 
 
 class ResidualLinear(nn.Linear):
-    """A projection that writes to the residual stream (W_O, W_3), with a scale of its own at the start."""
+    """A projection that writes to the residual stream (W_O, W_3); it has a separate scale at initialisation."""
 
     def __init__(self, in_features: int, out_features: int, bias: bool = False):
         super().__init__(in_features, out_features, bias=bias)
@@ -36,7 +36,7 @@ class ResidualLinear(nn.Linear):
 class PolyNorm(nn.Module):
     """``w_0 n(x^3) + w_1 n(x^2) + w_2 n(x) + b`` with ``n(z) = z / rms(z)`` over the last dimension (arXiv 2411.03884).
 
-    Powers and statistics in fp32, result in the input's dtype; weights 1/3 and bias 0 at the start.
+    Powers and statistics in fp32, result in the input's dtype; weights start at 1/3, the bias at 0.
     """
 
     def __init__(self, eps: float = 1e-6):
@@ -57,7 +57,7 @@ class PolyNorm(nn.Module):
 class SwiGLU(nn.Module):
     """``(swish(x W_1) * x W_2) W_3`` (section 2.2), under the names of Llama checkpoints.
 
-    ``activation="poly_norm"`` has ``PolyNorm`` in swish's place.
+    ``activation="poly_norm"`` replaces swish by ``PolyNorm``.
     """
 
     def __init__(self, hidden_size: int, intermediate_size: int, activation: str = "silu"):

@@ -1,4 +1,4 @@
-"""Reading a saved model: safetensors and nothing else, for a pickle can run code when it is read."""
+"""Load a saved model: only from safetensors (reading a pickle can run code), and only with all of its weights."""
 
 import json
 import logging
@@ -22,17 +22,18 @@ _ADVICE = (
 def load_model(
     name_or_path: str, *, device: str | None = None, dtype: str | None = None, weights: str | None = None
 ) -> tuple[Any, Any]:
-    """A causal LM in eval mode and its tokenizer, from a folder, the hub, or a preset (untrained, byte tokenizer).
+    """Load a causal LM in eval mode and its tokenizer from a folder, the hub, or a preset (untrained, byte tokenizer).
 
     Args:
-        device: "cpu", "cuda", ...; CUDA where there is one if None.
-        dtype: "float32", "bfloat16" or "float16"; that of the checkpoint if None. lambda stays fp32.
-        weights: "int8" keeps the matrices in 8 bits (``model/int8.py``) and computes in ``dtype``; as saved if None.
+        device: "cpu", "cuda", ...; None takes CUDA if available.
+        dtype: "float32", "bfloat16" or "float16"; None keeps that of the checkpoint. Lambda stays fp32.
+        weights: "int8" keeps the matrices in 8 bits (``model/int8.py``) and computes in ``dtype``; None keeps them as
+            saved.
 
     Raises:
-        FileNotFoundError: for a path that does not exist, or a name that the hub does not give.
-        ValueError: for another dtype, device or kind of weights, a model that has no safetensors, damaged ones or not
-            all of its weights, or a tokenizer that cannot be read.
+        FileNotFoundError: for a path that does not exist, or a name that the hub does not have.
+        ValueError: for an unknown dtype, device or kind of weights; for missing, damaged or incomplete safetensors; for
+            a tokenizer that cannot be read.
         RuntimeError: if a library that the checkpoint needs is not installed.
     """
     import torch
@@ -65,15 +66,16 @@ def load_model(
 def read_model(
     name_or_path: str | Path, model_class: Any = None, *, presets: Collection[str] = PRESETS, **options: Any
 ) -> Any:
-    """``model_class.from_pretrained`` (``AutoModelForCausalLM`` if None) that reads safetensors alone, and all weights.
+    """``model_class.from_pretrained`` from safetensors only, with a check that no weight is missing.
 
     Args:
-        presets: what the caller takes besides, for the message where there is no such model.
-        options: of ``from_pretrained``. With ``output_loading_info`` the model and what was found come back, and it is
-            for the caller to judge whether weights are missing.
+        model_class: ``AutoModelForCausalLM`` if None.
+        presets: names that the caller also accepts, for the message if there is no such model.
+        options: of ``from_pretrained``. With ``output_loading_info`` the model and the loading info are returned, and
+            the caller must check for missing weights.
 
     Raises:
-        ValueError: if there are no safetensors, or damaged ones, or not all of the model's weights in them.
+        ValueError: if safetensors are missing, damaged or incomplete.
         FileNotFoundError: if there is no such model.
         RuntimeError: if a library that the checkpoint needs is not installed.
     """
@@ -96,7 +98,7 @@ def read_model(
             both: Any = model_class.from_pretrained(str(name_or_path), **options, **fixed)
             model, found = both
             if caller_judges or misfits(found, unexpected=False):
-                reports.clear()  # what they say is said in one message
+                reports.clear()  # one message below says it
     except ImportError as error:
         raise RuntimeError(f"{name_or_path} cannot be read here: {error}") from None
     except SafetensorError as error:
@@ -113,15 +115,15 @@ def read_model(
 
 
 def require_all_weights(name: object, model: Any, found: Mapping[str, Any]) -> None:
-    """Check that nothing of ``model``, read from ``name``, is as it was initialised.
+    """Check that every weight of ``model`` came from ``name``: transformers initialises missing ones at random.
 
-    Weights that are tied to others and those that the model's class can do without are not missing.
+    Tied weights, and those that the model's class declares optional, do not count as missing.
 
     Args:
-        found: what ``from_pretrained`` gives with ``output_loading_info``.
+        found: the loading info that ``from_pretrained`` returns with ``output_loading_info``.
 
     Raises:
-        ValueError: with the first of the weights that are missing or of another shape, and how many there are.
+        ValueError: naming the first weights that are missing or have another shape, and their number.
     """
     wrong = misfits(found, unexpected=False)
     if wrong:
@@ -133,7 +135,7 @@ def require_all_weights(name: object, model: Any, found: Mapping[str, Any]) -> N
 
 
 def misfits(found: Mapping[str, Any], *, unexpected: bool = True) -> str:
-    """What ``from_pretrained`` found missing, of another shape and, with ``unexpected``, not of the model, in words."""
+    """Describe the missing, misshapen and (with ``unexpected``) unknown weights that ``from_pretrained`` found."""
     shapes = [f"{key} {tuple(there)} (expected {tuple(here)})" for key, there, here in found["mismatched_keys"]]
     kinds = {"missing": found["missing_keys"], "of another shape": shapes}
     if unexpected:
@@ -143,8 +145,8 @@ def misfits(found: Mapping[str, Any], *, unexpected: bool = True) -> str:
 
 @contextmanager
 def reports_held_back() -> Generator[list[logging.LogRecord]]:
-    """In the context what transformers reports of its loading is kept in the list; what is left there at the end is
-    said then."""
+    """Context manager that collects transformers' log records about loading; those left in the list are logged at the
+    end."""
     logger, records = logging.getLogger("transformers.modeling_utils"), []
 
     def keep(record: logging.LogRecord) -> bool:
@@ -161,7 +163,7 @@ def reports_held_back() -> Generator[list[logging.LogRecord]]:
 
 
 def unreadable(path: Path, error: Exception) -> ValueError:
-    """The error for a file of safetensors that is cut short or otherwise damaged."""
+    """The error for a truncated or otherwise damaged safetensors file."""
     return ValueError(f"{path} cannot be read as safetensors ({first_line(error)}); copy or download it again")
 
 
@@ -178,13 +180,13 @@ def _damaged_file(folder: Path) -> Path | None:
 
 
 def require_reachable(name: str, presets: Collection[str] = PRESETS) -> None:
-    """Ask the hub once for a model that is not cached, where a download would ask again and again.
+    """Ask the hub once for a model that is not cached; a download would retry many times.
 
     Args:
         presets: as in ``read_model``.
 
     Raises:
-        FileNotFoundError: if it answers that there is none, or does not answer.
+        FileNotFoundError: if the hub has no such model or does not answer.
     """
     from huggingface_hub import HfApi, constants, try_to_load_from_cache
 
@@ -192,7 +194,7 @@ def require_reachable(name: str, presets: Collection[str] = PRESETS) -> None:
         if constants.HF_HUB_OFFLINE or isinstance(try_to_load_from_cache(name, "config.json"), str):
             return
         HfApi().model_info(name, timeout=10)
-    except Exception as error:  # of the client's network library, whichever it is
+    except Exception as error:  # the client may use any network library
         raise FileNotFoundError(_no_model(name, first_line(error), presets)) from None
 
 
@@ -205,8 +207,12 @@ def _no_model(name: str | Path, told: str, presets: Collection[str]) -> str:
 
 
 def refuse_pickles(folder: Path) -> None:
-    """Raise ValueError if the weights of a model, or of a LoRA adapter, in ``folder`` would come from a pickle, and
-    FileNotFoundError if there are none, or not all the files that their index names."""
+    """Check the weights of a model, or of a LoRA adapter, in ``folder``.
+
+    Raises:
+        ValueError: if the weights would come from a pickle.
+        FileNotFoundError: if there are no weights, or files that the index names are missing.
+    """
     index = folder / "model.safetensors.index.json"
     if index.exists():
         try:
@@ -251,7 +257,7 @@ def _untrained(name: str, device: str, dtype: Any, weights: str | None) -> tuple
 
 
 def read_tokenizer(path: str) -> Any:
-    """The tokenizer that is saved beside the model of a folder, or of a name on the hub.
+    """Load the tokenizer that is saved with a model, from a folder or the hub.
 
     Raises:
         ValueError: if there is none, or its files are damaged.
@@ -260,7 +266,7 @@ def read_tokenizer(path: str) -> Any:
 
     try:
         return AutoTokenizer.from_pretrained(path)
-    except Exception as error:  # of a damaged file: KeyError, TypeError, or an Exception of no kind of its own
+    except Exception as error:  # a damaged file raises KeyError, TypeError or a bare Exception
         raise ValueError(
             f"{path} has no tokenizer that can be read ({first_line(error)}); save it beside the model with "
             "save_pretrained, or copy or download it again"

@@ -1,4 +1,4 @@
-"""Configurations of equal cost: each relative of differential attention beside the Transformer it is compared with."""
+"""Configurations of equal cost: each variant of differential attention and the Transformer it is compared with."""
 
 import copy
 from typing import Any
@@ -6,7 +6,7 @@ from typing import Any
 from diff_transformer.model.cost import count_parameters
 from diff_transformer.model.heads import count_heads, default_key_value_heads
 
-# What ``compare --variants`` and ``info --attention`` take: fields that make the variant out of a configuration.
+# Choices of ``compare --variants`` and ``info --attention``: the fields that turn a configuration into the variant.
 VARIANTS: dict[str, dict[str, Any]] = {
     "diff": {"attention": "diff"},
     "diff_v2": {"attention": "diff_v2", "lambda_learned": True},
@@ -31,10 +31,10 @@ _TOLERANCE = 0.005  # of all parameters: half of what a matched pair may differ 
 
 
 def variant(config, name: str):
-    """The variant ``name`` (of ``VARIANTS``) at the cost of ``config``.
+    """The variant ``name`` of ``VARIANTS`` at the cost of ``config``.
 
     Raises:
-        ValueError: for an unknown name, or head counts of which the variant cannot be made.
+        ValueError: for an unknown name, or head counts that the variant does not support.
     """
     if name not in VARIANTS:
         raise ValueError(f"no variant {name!r}; there are: {', '.join(VARIANTS)}")
@@ -42,17 +42,19 @@ def variant(config, name: str):
 
 
 def cost_matched(config, **fields: Any):
-    """``config`` with ``fields`` (``attention="diff_v2"``, ...) and, where needed, sizes changed to keep the cost.
+    """``config`` with ``fields`` (``attention="diff_v2"``, ...) and sizes adjusted where needed to keep the cost.
 
-    Nothing else changes between ``"diff"``, ``"dint"``, a fixed lambda and ``"softmax"``, whose projections are equally
-    large; ``softmax_head_norm`` goes with softmax attention alone. The projections of ``"diff_v2"`` and
-    ``"grouped_diff"`` are not: there ``intermediate_size`` makes up for it, changed in the largest step (64, 32, ... 1)
-    that leaves the totals within 0.5 %. FLOPs and the key/value cache may then differ; ``model_cost`` states them.
-    Without grouped queries ``num_key_value_heads`` is again what the attention has by default; with them it stays, or
-    becomes the next smaller number that works. A ``value_head_dim`` is halved or doubled with the value heads.
+    - Between ``"diff"``, ``"dint"``, a fixed lambda and ``"softmax"``, whose projections have equal size, nothing else
+      changes. ``softmax_head_norm`` is kept for softmax attention only.
+    - For ``"diff_v2"`` and ``"grouped_diff"``, ``intermediate_size`` compensates for other projections. It changes in
+      the largest step (64, 32, ... 1) that keeps the total parameters within 0.5 %. FLOPs and the key/value cache may
+      then differ; ``model_cost`` reports them.
+    - Without grouped queries, ``num_key_value_heads`` becomes the attention's default. With them it stays, or becomes
+      the next smaller valid number.
+    - ``value_head_dim`` is halved or doubled with the value heads.
 
     Raises:
-        ValueError: for head counts that do not fit the attention, or a feed-forward that would have no width left.
+        ValueError: for head counts that do not fit the attention, or a feed-forward without any width left.
     """
     changed = copy.deepcopy(config)
     for name, value in fields.items():
@@ -76,7 +78,7 @@ def cost_matched(config, **fields: Any):
 
 
 def _widening(spare: int, total: int, config) -> int:
-    """How much wider a feed-forward uses ``spare`` parameters up, in the largest step that is exact enough."""
+    """The change of the feed-forward's width that uses ``spare`` parameters, in the largest exact enough step."""
     unit = 3 * config.hidden_size * config.num_hidden_layers  # parameters of one unit of width
     step = _LARGEST_STEP
     while step > 1 and abs(spare - unit * step * round(spare / (unit * step))) > _TOLERANCE * total:

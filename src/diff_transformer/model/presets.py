@@ -3,7 +3,7 @@
 from diff_transformer.checks import require_known
 from diff_transformer.model.config import DiffTransformerConfig
 
-CL100K_VOCABULARY = 100_288  # cl100k_base with its special tokens, padded to a multiple of 128
+CL100K_VOCABULARY = 100_288  # cl100k_base and its special tokens, padded to a multiple of 128
 
 
 def _paper(hidden_size: int, layers: int, diff_heads: int, length: int) -> dict:
@@ -46,7 +46,7 @@ PRESETS: dict[str, dict] = {
 
 
 def preset(name: str, **overrides) -> DiffTransformerConfig:
-    """The configuration called ``name``, with fields replaced by ``overrides``.
+    """The configuration ``name``; ``overrides`` replace fields.
 
     Raises:
         ValueError: for a name that is not in ``PRESETS``.

@@ -94,7 +94,7 @@ def softmax_attention(
         attn_mask: bool (True = attend) or additive, broadcastable to ``[B, n, T, S]``.
         is_causal: hide later keys, aligned to the lower right corner, as ``diff_attention`` does.
         window: each query sees its last ``window`` keys; needs ``is_causal``.
-        backend: ``"sdpa"`` (PyTorch's choice of kernel), ``"eager"`` (the map as a tensor), ``"flex"`` or ``"flash"``.
+        backend: ``"sdpa"`` (PyTorch chooses the kernel), ``"eager"`` (materialises the map), ``"flex"``, ``"flash"``.
 
     Raises:
         RuntimeError: if the backend cannot compute this call.
@@ -142,7 +142,7 @@ def _flex(q: Tensor, k: Tensor, v: Tensor, attn_mask, is_causal: bool, window) -
     else:
         mask = flex.dense_block_mask(T, S, is_causal, window, attn_mask, fully_masked)
         bias = None if attn_mask.dtype == torch.bool else flex.additive(attn_mask, fully_masked)
-    # Without gradients the CPU still refuses tensors that require them.
+    # On the CPU, FlexAttention refuses tensors that require gradients even in ``no_grad``.
     q, k, v = (x.contiguous() if torch.is_grad_enabled() else x.detach().contiguous() for x in (q, k, v))
     out = flex.flex_attention(q, k, v, bias, mask, enable_gqa=q.shape[1] != k.shape[1])
     return out if fully_masked is None else out.masked_fill(fully_masked, 0)
