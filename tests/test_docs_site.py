@@ -4,19 +4,18 @@ import functools
 import http.server
 import os
 import re
-import shutil
 import subprocess
 import sys
 import threading
 from pathlib import Path
 
 import pytest
+from browser import CHROMIUM, needs_chromium
 
 import diff_transformer
 import diff_transformer.ops
 
 ROOT = Path(__file__).parent.parent
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 
 pytest.importorskip("mkdocs", reason="the extra `docs` is not installed")
 
@@ -73,7 +72,7 @@ def address(site):
         server.shutdown()
 
 
-@pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium (Debian package `chromium`)")
+@needs_chromium
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_pages_open_in_a_browser(address, scheme):
     """No error in the console, no request to another host, the theme that the system asks for, a search that finds."""

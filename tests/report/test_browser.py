@@ -2,7 +2,6 @@
 
 import base64
 import csv
-import shutil
 import threading
 from itertools import pairwise
 from pathlib import Path
@@ -10,6 +9,7 @@ from xml.etree import ElementTree
 
 import numpy as np
 import pytest
+from browser import CHROMIUM, needs_chromium
 
 from diff_transformer.report import write_report
 from diff_transformer.report.evals_page import write_evals_report
@@ -18,8 +18,7 @@ from diff_transformer.report.study_page import write_study_report
 from diff_transformer.report.typed import PromptError
 from diff_transformer.report.write import render_page
 
-CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
-pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no chromium, chromium-browser or google-chrome on the PATH")
+pytestmark = needs_chromium
 
 DEMO, DESK_STUDY = (
     Path(__file__).parents[2] / "figures" / name for name in ("demo/results.json", "desk/measured.json")

@@ -6,6 +6,7 @@ import shutil
 
 import numpy as np
 import pytest
+from browser import CHROMIUM, needs_chromium
 from typer.testing import CliRunner
 
 from diff_transformer.cli import app
@@ -15,8 +16,6 @@ from diff_transformer.report.load_runs import is_run, load_runs
 from diff_transformer.report.run_figures import thinned
 from diff_transformer.report.run_overlay import render_runs_page, write_runs_report
 from diff_transformer.train.config import override
-
-CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 
 ATTACK = "</script><img src=x onerror=alert(1)>"
 PARTS = ("embedding", "query", "key", "value", "output", "lambda", "head_norm", "feed_forward", "norms")
@@ -213,7 +212,7 @@ def test_what_is_no_run(tmp_path, pair):
         load_runs([*pair, tmp_path])
 
 
-@pytest.mark.skipif(CHROMIUM is None, reason="no chromium, chromium-browser or google-chrome on the PATH")
+@needs_chromium
 def test_fits_every_screen_and_is_read_by_keyboard(pair, tmp_path):
     sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
     third = write_run(tmp_path / ("without_a_break_" * 8), finished=False)
