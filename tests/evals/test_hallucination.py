@@ -6,6 +6,7 @@ import math
 
 import pytest
 import torch
+from tiny_models import bos_tokenizer, tiny_lm
 from transformers import (
     ByT5Tokenizer,
     DiffLlamaConfig,
@@ -154,6 +155,16 @@ def test_a_length_beyond_the_positions_or_too_short_is_refused(tiny):
         evaluate_hallucination(tiny, SETS, ContainmentJudge(), length=257)
     with pytest.raises(ValueError, match=r"60 tokens leave \d+ for a document of \d+, below the least of 16"):
         evaluate_hallucination(tiny, SETS, ContainmentJudge(), length=100, summary_tokens=40, answer_tokens=40)
+
+
+def test_a_document_is_cut_so_that_the_tokenizer_s_own_beginning_fits_too():
+    fitted = fit_document(bos_tokenizer(), "abcdefghijklmnopqrstuvwxyz", lambda text: f"<{text}>", 20)
+    assert (fitted.prompt, fitted.kept, fitted.tokens) == ("<abcdefghijklmnopq>", 17, 26)
+    lm = tiny_lm("llama", positions=300, tokenizer=bos_tokenizer())
+    long = GroundedItem("summary", "A long text about nothing. " * 40, references=("It is long.",))
+    (row,) = evaluate_hallucination(lm, {"s": [long]}, ContainmentJudge(), summary_tokens=40).rows
+    assert row["truncated"]
+    assert len(lm.tokenizer(row["prompt"])["input_ids"]) == 260
 
 
 def test_cutting_keeps_as_much_as_fits():
@@ -307,6 +318,27 @@ def test_questions_in_their_published_formats(tmp_path):
     )
     first, second = load_grounded(str(bench))["bench"]
     assert (first.kind, first.question, second.kind, second.references) == ("question", "Q?", "summary", ("s",))
+
+
+def test_musique_and_nq_open_as_published(tmp_path):
+    musique = {
+        "id": "2hop__1", "question": "Who rules?", "answer": "Ann", "answer_aliases": ["Queen Ann"], "answerable": True,
+        "paragraphs": [{"idx": 0, "title": "A", "paragraph_text": "Ann rules.", "is_supporting": True},
+                       {"idx": 1, "title": "B", "paragraph_text": "Rain.", "is_supporting": False}],
+    }  # fmt: skip
+    expected = GroundedItem("question", "A\nAnn rules.\n\nB\nRain.", "Who rules?", ("Ann", "Queen Ann"), "2hop__1")
+    assert only(write(tmp_path / "musique.jsonl", musique)) == expected
+    unanswerable = {**musique, "answerable": False}
+    assert only(write(tmp_path / "full.jsonl", unanswerable)).references == ("unanswerable",)
+    passages = [{"title": "A", "text": "Ann rules."}, {"title": "B", "text": "Rain."}]
+    lost = only(write(tmp_path / "nq10.jsonl", {"question": "who rules", "answers": ["Ann"], "ctxs": passages}))
+    assert (lost.document, lost.references) == (expected.document, ("Ann",))
+    closed = only(write(tmp_path / "nq.jsonl", {"question": "who rules", "answer": ["Ann", "Queen Ann"]}))
+    assert closed == GroundedItem("question", "", "who rules", ("Ann", "Queen Ann"), id="0")
+    writer = Writer(lambda prompt: " Ann")
+    result = evaluate_hallucination(writer, {"nq": [closed]}, ContainmentJudge())
+    assert writer.prompts == ["Question: who rules\nAnswer:"]
+    assert result.metrics["nq"] == 1.0
 
 
 def test_papers_as_published_and_as_columns(tmp_path):

@@ -225,8 +225,42 @@ def test_prompts_longer_than_the_positions_are_counted_and_the_end_is_what_is_se
     seen = list(result.rows[0]["prompt"].encode())[-(128 + 1 - len(" one")) :]
     expected = continuation_logprobs(lm, [seen], [[list(b" one"), list(b" two")]])[0]
     assert result.rows[0]["logprobs"] == pytest.approx(expected, abs=2e-4)
-    with pytest.raises(ValueError, match="a choice has 201 tokens, more than the 128 positions of gpt2"):
+    with pytest.raises(ValueError, match="row 0 of long: a choice has 201 tokens, more than the 128 positions of gpt2"):
         evaluate_harness(lm, {"long": MultipleChoiceSet([MultipleChoiceItem("q", ("y" * 200, "z"), 0)])})
+
+
+def test_an_item_with_a_choice_that_the_model_cannot_read_is_skipped_and_counted():
+    lm = CausalLM(model("gpt2"), byte_tokenizer(), "gpt2", batch_size=4)
+    items = [ITEMS[0], MultipleChoiceItem("q", ("y" * 200, "z"), 0), ITEMS[1]]
+    result = evaluate_harness(lm, {"long": MultipleChoiceSet(items)})
+    assert result.metrics["long_0shot_skipped"] == 1
+    skipped = result.rows[1]
+    assert skipped["skipped"] == "row 1 of long: a choice has 201 tokens, more than the 128 positions of gpt2"
+    assert skipped["score"] is None
+    without = evaluate_harness(lm, {"long": MultipleChoiceSet([ITEMS[0], ITEMS[1]])})
+    assert "long_0shot_skipped" not in without.metrics
+    assert {k: v for k, v in result.metrics.items() if k != "long_0shot_skipped"} == without.metrics
+
+
+def test_the_published_rows_of_piqa_boolq_and_winogrande_are_scored_as_the_harness_scores_its_own(tmp_path):
+    rows = {
+        "piqa": {"goal": "Boil water", "sol1": "use a kettle", "sol2": "use a comb", "label": 0},
+        "boolq": {"passage": "Snow is frozen.", "question": "is snow warm", "title": "Snow", "answer": False},
+        "winogrande": {"sentence": "The cup fell off the table as _ was light.", "option1": "the cup",
+                       "option2": "the table", "answer": "1"},
+    }  # fmt: skip
+    for name, row in rows.items():
+        (tmp_path / f"{name}.jsonl").write_text(json.dumps(row) + "\n" + json.dumps(row) + "\n")
+    likely = {
+        ("Question: Boil water\nAnswer:", " use a kettle"),
+        ("Snow is frozen.\nQuestion: is snow warm?\nAnswer:", " no"),
+        ("The cup fell off the table as the cup", " was light."),
+    }
+    taste = Taste(lambda context, continuation: 0.0 if (context, continuation) in likely else -9.0)
+    result = evaluate_harness(taste, load_multiple_choice(str(tmp_path)))
+    assert [row["score"] for row in result.rows] == [1.0] * 6
+    assert likely <= set(taste.seen)
+    assert len(set(taste.seen)) == 6
 
 
 HUB_ROWS = {

@@ -9,6 +9,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 import torch
+from tiny_models import bos_tokenizer, tiny_lm
 
 from diff_transformer.data.tasks.types import GroundedItem
 from diff_transformer.data.tokenizer import byte_tokenizer
@@ -31,6 +32,7 @@ from diff_transformer.evals.judges import (
     normalised,
     parse_verdict,
 )
+from diff_transformer.evals.likelihood import continuation_logprobs
 from diff_transformer.evals.lm import CausalLM
 from diff_transformer.evals.samples import Samples
 
@@ -488,6 +490,14 @@ class Favourite(torch.nn.Module):
         out.logits[..., :] = 0.0
         out.logits[..., list(self.word.encode())] = 5.0
         return out
+
+
+def test_a_local_judge_reads_what_the_tokenizer_puts_in_front():
+    lm = tiny_lm("llama", positions=2000, tokenizer=bos_tokenizer())
+    prompt, words = judge_prompt(ASKED, "x"), [" yes", " no"]
+    expected = continuation_logprobs(lm, [lm.tokenizer(prompt)["input_ids"]], [[list(w.encode()) for w in words]])[0]
+    why = LikelihoodJudge(lm)(ASKED, "x").why
+    assert why == f"log p(yes) {expected[0]:.3f}, log p(no) {expected[1]:.3f}"
 
 
 @pytest.mark.parametrize("word", ["yes", "no"])

@@ -5,6 +5,7 @@ import json
 import numpy as np
 import pytest
 import torch
+from tiny_models import tiny_lm
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from diff_transformer import DiffTransformerForCausalLM
@@ -105,8 +106,21 @@ def test_positions_are_a_limit_unless_told():
     assert "nll220" in evaluate_long_nll(lm, BOOKS, length=220, allow_beyond=True).metrics
 
 
+@pytest.mark.parametrize(
+    ("family", "split", "books"),
+    [("diff", None, 2), ("llama", None, 20), ("diff", "all", 20), ("llama", "held-out", 2)],
+)
+def test_all_books_are_read_by_a_model_that_was_not_trained_on_them(family, split, books, tmp_path):
+    for i in range(20):
+        (tmp_path / f"{i}.txt").write_text(f"Book {i} tells of the weather, day by day. " * 5)
+    settings = settings_of("long_nll", {"corpus": str(tmp_path), "length": 100, "split": split})
+    result = run_eval("long_nll", tiny_lm(family), settings, tmp_path / "out.json")
+    assert (len(result.rows), result.provenance["documents"]) == (books, books)
+    assert result.provenance["side"] == ("all" if books == 20 else "validation")
+
+
 def test_texts_that_are_too_short_are_named():
-    with pytest.raises(ValueError, match=r"none of the 1 held-out documents has 101 tokens .* longest 10"):
+    with pytest.raises(ValueError, match=r"none of the 1 documents has 101 tokens .* longest 10"):
         evaluate_long_nll(make_lm(), BOOKS[1:2], length=100)
     with pytest.raises(ValueError, match="length is 0"):
         evaluate_long_nll(make_lm(), BOOKS, length=0)

@@ -176,6 +176,23 @@ def test_the_seed_decides():
     assert prompts(0) != prompts(1)
 
 
+def test_rows_keep_the_label_scores_and_the_text_of_the_examples():
+    """From the result alone, a prompt can be written again and every label scored."""
+    lm = small("llama")
+    result = evaluate_many_shot(lm, DATA, shots=(3,), questions=4, order_seeds=2)
+    labels = result.provenance["labels"]
+    texts = {}
+    for row in result.rows:
+        texts.setdefault((row["order"], row["order_seed"]), row.get("examples"))
+        assert row["got"] == labels[int(np.argmax(row["logprobs"]))]
+        prompt = (texts[row["order"], row["order_seed"]] + row["prompt"]).encode()
+        for label, logprob in zip(labels, row["logprobs"], strict=True):
+            losses = lm.token_losses(torch.tensor([[*prompt, *f" {label}\n".encode()]]))[0]
+            assert logprob == pytest.approx(-losses[len(prompt) - 1 :].sum().item(), abs=1e-3)
+    assert len(texts) == 4
+    assert sum("examples" in row for row in result.rows) == 4
+
+
 def test_the_examples_are_read_once_an_order():
     lm = Reader(lambda prompt: "city")
     evaluate_many_shot(lm, DATA, shots=(20,), order_seeds=2, orders=("random",))

@@ -4,6 +4,7 @@ import re
 
 import pytest
 import torch
+from tiny_models import bos_tokenizer, tiny_lm
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from diff_transformer.data.documents import Document
@@ -11,7 +12,7 @@ from diff_transformer.data.evaluation_text import load_haystack
 from diff_transformer.data.filler import Filler
 from diff_transformer.data.tokenizer import byte_tokenizer
 from diff_transformer.evals.lm import CausalLM
-from diff_transformer.evals.needle import SHOWN, check_needle_fits, evaluate_needle, needle_metrics, shown
+from diff_transformer.evals.needle import check_needle_fits, evaluate_needle, needle_metrics
 from diff_transformer.evals.samples import Samples
 from diff_transformer.lab.experiments import run_eval, settings_of
 
@@ -178,15 +179,34 @@ def test_the_command_runs_on_a_text_of_one_s_own(llama, tmp_path):
 def test_a_short_haystack_takes_in_the_training_side_and_a_shorter_one_is_refused(tmp_path):
     text = tmp_path / "text.txt"
     text.write_text("Some words in a row. " * 100)
-    filler, side = load_haystack(str(text), byte_tokenizer(), 1500)
+    filler, side = load_haystack(str(text), byte_tokenizer(), 1500, split="any")
     assert side == "all"
     assert filler.tokens(byte_tokenizer()).starts[-1] > 2000
-    with pytest.raises(ValueError, match=r"has \d+ tokens of filler, prompts need 5000; give more text"):
-        load_haystack(str(text), byte_tokenizer(), 5000)
+    for split in ("any", "all"):
+        with pytest.raises(ValueError, match=r"the corpus .* has \d+ tokens of filler, prompts need 5000; give more"):
+            load_haystack(str(text), byte_tokenizer(), 5000, split=split)
 
 
-def test_long_prompts_are_kept_without_their_middle():
-    assert shown("short") == "short"
-    long = "a" * SHOWN + "b" * SHOWN
-    assert len(shown(long)) < SHOWN + 60
-    assert f"[... {SHOWN} characters left out ...]" in shown(long)
+def test_a_model_of_this_package_is_not_measured_on_training_text_unless_told(tmp_path):
+    text = tmp_path / "text.txt"
+    text.write_text("Some words in a row. " * 100)
+    wanted = {"corpus": str(text), "length": 400, "samples": 1}
+    few = ["cells=[[1,1]]", "depths=[0.5]"]
+    lm = tiny_lm("diff", positions=400)
+    with pytest.raises(ValueError, match=r"the held-out text of .* prompts need 400; .*--split all reads"):
+        run_eval("needle", lm, settings_of("needle", wanted, few), tmp_path / "no.json")
+    result = run_eval("needle", lm, settings_of("needle", {**wanted, "split": "all"}, few), tmp_path / "all.json")
+    assert result.provenance["haystack"] == "all"
+    other = tiny_lm("gpt2", positions=400)
+    result = run_eval("needle", other, settings_of("needle", wanted, few), tmp_path / "other.json")
+    assert result.provenance["haystack"] == "all"
+
+
+def test_the_saved_prompt_is_whole_and_its_tokens_count_what_the_tokenizer_puts_in_front():
+    filler = Filler([Document("prose", "It was a quiet street, and nobody had come by since the morning. " * 200)])
+    lm = tiny_lm("llama", positions=9000, tokenizer=bos_tokenizer())
+    seen = []
+    lm.generate = lambda prompts, count: seen.extend(prompts) or [""] * len(prompts)
+    (row,) = evaluate_needle(lm, filler, settings=((1, 1),), depths=(0.5,), length=8000, per_cell=1).rows
+    assert [row["prompt"]] == seen
+    assert row["tokens"] == len(lm.tokenizer(row["prompt"])["input_ids"]) > 7900

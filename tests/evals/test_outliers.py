@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from tiny_models import tiny_lm
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 from diff_transformer import DiffTransformerForCausalLM, matched_baseline
@@ -171,6 +172,25 @@ def test_rows_do_not_overlap_and_follow_the_seed(tmp_path):
     assert len({tuple(row.tolist()) for row in rows}) == 20
     assert torch.equal(rows, load_rows(str(text), byte_tokenizer(), 50, 20)[0])
     assert not torch.equal(rows, load_rows(str(text), byte_tokenizer(), 50, 20, seed=1)[0])
-    assert load_rows(str(text), byte_tokenizer(), 50, 100)[1] == "all"
-    with pytest.raises(ValueError, match=r"1000 rows of 50 need 50000; give more text"):
-        load_rows(str(text), byte_tokenizer(), 50, 1000)
+    assert load_rows(str(text), byte_tokenizer(), 50, 100, split="any")[1] == "all"
+    assert load_rows(str(text), byte_tokenizer(), 50, 20, split="all")[1] == "all"
+    with pytest.raises(ValueError, match=r"the corpus .* 1000 rows of 50 need 50000; give more text"):
+        load_rows(str(text), byte_tokenizer(), 50, 1000, split="any")
+
+
+def test_a_model_of_this_package_is_not_measured_on_training_text_unless_told(tmp_path):
+    text = tmp_path / "text.txt"
+    text.write_text(" ".join(str(i) for i in range(4000)))
+    for name, sizes in (("outliers", {"samples": 100}), ("quantization", {"samples": 1})):
+        options = {"corpus": str(text), "length": 50, **sizes}
+        more = ["rows=100", "bits=[16]"] if name == "quantization" else []
+        with pytest.raises(ValueError, match=r"the held-out text of the corpus .* 100 rows of 50 .*--split all reads"):
+            run_eval(name, tiny_lm("diff"), settings_of(name, options, more), tmp_path / "no.json")
+        settings = settings_of(name, {**options, "split": "all"}, more)
+        assert run_eval(name, tiny_lm("diff"), settings, tmp_path / f"{name}.json", limit=2).provenance["side"] == "all"
+        settings, out = settings_of(name, options, more), tmp_path / f"{name}-gpt2.json"
+        assert run_eval(name, tiny_lm("gpt2"), settings, out, limit=2).provenance["side"] == "all"
+    with pytest.raises(ValueError, match="split 'most'"):
+        run_eval(
+            "outliers", tiny_lm("diff"), settings_of("outliers", {"split": "most", "length": 50}), tmp_path / "no.json"
+        )

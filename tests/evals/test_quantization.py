@@ -219,6 +219,21 @@ def test_an_interrupted_run_goes_on_and_ends_the_same(tmp_path):
     assert (resumed.metrics, resumed.rows) == (whole.metrics, whole.rows)
 
 
+def test_a_task_with_an_ending_that_the_model_cannot_read_is_skipped_and_counted():
+    lm = make("gpt2")
+    long = MultipleChoiceItem("He said", ("y" * 200, "no.", "yes.", "so."), 0, True)
+    result = evaluate_quantization(lm, [TASKS[0], long, TASKS[1]], bits=(16, 4))
+    assert result.metrics["skipped"] == 1
+    rows = [row for row in result.rows if "skipped" in row]
+    assert [row["skipped"] for row in rows] == [
+        "task 1: a choice has 201 tokens, more than the 128 positions of gpt2"
+    ] * 2
+    without = evaluate_quantization(lm, [TASKS[0], TASKS[1]], bits=(16, 4)).metrics
+    assert {k: v for k, v in result.metrics.items() if k != "skipped"} == pytest.approx(without)
+    with pytest.raises(ValueError, match="task 0: a choice has 201 tokens"):
+        evaluate_quantization(lm, [long], bits=(16,))
+
+
 def test_wrong_settings_are_refused():
     lm = make("gpt2")
     with pytest.raises(ValueError, match="granularity is 'column'; accepted: 'tensor', 'head', 'row'"):

@@ -36,6 +36,13 @@ def evaluate(
         typer.Option(help='Text: "python", a file, a folder or an archive.'),
     ] = None,
     data: Annotated[str | None, typer.Option(help="Labelled data: a file, hub:NAME, or the offline default.")] = None,
+    split: Annotated[
+        str | None,
+        typer.Option(
+            help="Part of the corpus: held-out, all, or auto: held-out for models of this package, which may have been "
+            "trained on the rest."
+        ),
+    ] = None,
     length: Annotated[int | None, typer.Option(help="Tokens in a prompt or row.")] = None,
     samples: Annotated[int | None, typer.Option(help="Prompts per cell, questions, or rows of text.")] = None,
     seed: Annotated[int | None, typer.Option(help="Seed of all random draws.")] = None,
@@ -48,7 +55,7 @@ def evaluate(
     from diff_transformer.lab.experiments import Plan, names_of
 
     computing()
-    options = {"corpus": corpus, "data": data, "length": length, "samples": samples, "seed": seed}
+    options = {"corpus": corpus, "split": split, "data": data, "length": length, "samples": samples, "seed": seed}
     plan = Plan(
         names_of(name, quick), models or [], options=options, assignments=assignments or [], quick=quick, limit=limit,
         device=device, dtype=dtype, batch_size=batch_size,

@@ -1,12 +1,14 @@
 """Text of a corpus to measure a model on: rows of tokens, and words to hide needles in."""
 
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from diff_transformer.checks import require_positive
+from diff_transformer.checks import require_known, require_positive
 from diff_transformer.data.corpus import load_corpus
+from diff_transformer.data.documents import Document
 from diff_transformer.data.filler import Filler
 from diff_transformer.data.packing import PackedCorpus, pack_documents
 from diff_transformer.data.seeding import evaluation_rng
@@ -14,57 +16,76 @@ from diff_transformer.data.seeding import evaluation_rng
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
+SPLITS = ("held-out", "all", "any")  # "any": the held-out text if there is enough of it, else all
+SPARE = 2  # "enough" is this many times the longest prompt, so that prompts differ in their text
+
 
 def load_rows(
-    source: str, tokenizer: "PreTrainedTokenizerFast", length: int, count: int, *, seed: int = 0
+    source: str, tokenizer: "PreTrainedTokenizerFast", length: int, count: int, *, seed: int = 0, split="held-out"
 ) -> tuple[Tensor, str]:
-    """``count`` windows of a corpus, int64 ``[count, length]``, none overlapping another, and which side they are from:
-    "validation", or "all" where that side has too few.
+    """``count`` windows of a corpus that do not overlap, int64 ``[count, length]``, and their side of the corpus:
+    "validation" or "all".
 
     Args:
         source: as for ``load_corpus``: "python", a text file, a folder or an archive.
-        seed: which windows, where there are more.
+        seed: of the choice of windows.
+        split: "held-out", "all", or "any": the held-out text if it suffices, else all.
 
     Raises:
-        ValueError: if the whole corpus has fewer windows.
+        ValueError: if the text has fewer windows.
     """
     require_positive(length=length, count=count)
-    corpus = load_corpus(source)
-    tokens, side = pack_documents(corpus.validation, tokenizer), "validation"
-    if len(tokens) // length < count:
-        tokens, side = pack_documents([*corpus.validation, *corpus.train], tokenizer), "all"
+    side, tokens = "", torch.empty(0).numpy()
+    for side, documents in documents_of(source, split):  # noqa: B007
+        tokens = pack_documents(documents, tokenizer)
+        if len(tokens) // length >= count:
+            break
     if len(tokens) // length < count:
         raise ValueError(
-            f"the corpus {source!r} has {len(tokens)} tokens, {count} rows of {length} need {count * length}; give "
-            "more text, fewer samples or a smaller length"
+            f"{_text(source, side)} has {len(tokens)} tokens, {count} rows of {length} need {count * length}; give "
+            f"more text, fewer samples or a smaller length{_or_all(side)}"
         )
     packed = PackedCorpus(tokens, length, shuffle=False)
     chosen = evaluation_rng(seed, "rows").choice(packed.num_windows, count, replace=False)
     return torch.cat([torch.from_numpy(packed.rows(int(index), 1)[0]) for index in sorted(chosen)]), side
 
 
-SPARE = 2  # so many times the longest prompt, so that prompts differ in their text
-
-
-def load_haystack(source: str, tokenizer: "PreTrainedTokenizerFast", length: int) -> tuple[Filler, str]:
-    """The words of a corpus and which side of it they are from: "validation", or "all" where that side is too short.
+def load_haystack(
+    source: str, tokenizer: "PreTrainedTokenizerFast", length: int, *, split: str = "held-out"
+) -> tuple[Filler, str]:
+    """The words of a corpus as filler, and their side of the corpus: "validation" or "all".
 
     Args:
-        source: as for ``load_corpus``: "python", a text file, a folder or an archive.
+        source, split: as for ``load_rows``; held-out text suffices for "any" with twice ``length`` tokens.
         length: tokens of the longest prompt.
 
     Raises:
-        ValueError: if the whole corpus has fewer tokens than ``length``.
+        ValueError: if the text has fewer tokens than ``length``.
     """
+    for side, documents in documents_of(source, split):
+        filler = Filler(documents)
+        tokens = int(filler.tokens(tokenizer).starts[-1])
+        if tokens >= (SPARE * length if (side, split) == ("validation", "any") else length):
+            return filler, side
+    raise ValueError(
+        f"{_text(source, side)} has {tokens} tokens of filler, prompts need {length}; give more text or a smaller "
+        f"length{_or_all(side)}"
+    )
+
+
+def documents_of(source: str, split: str) -> Iterator[tuple[str, list[Document]]]:
+    """(side, documents) of a corpus, in the order in which ``split`` tries them; side is "validation" or "all"."""
+    require_known("split", split, SPLITS)
     corpus = load_corpus(source)
-    filler = Filler(corpus.validation)
-    if filler.tokens(tokenizer).starts[-1] >= SPARE * length:
-        return filler, "validation"
-    filler = Filler([*corpus.validation, *corpus.train])
-    tokens = int(filler.tokens(tokenizer).starts[-1])
-    if tokens < length:
-        raise ValueError(
-            f"the corpus {source!r} has {tokens} tokens of filler, prompts need {length}; give more text or a smaller "
-            "length"
-        )
-    return filler, "all"
+    if split != "all":
+        yield "validation", [*corpus.validation]
+    if split != "held-out":
+        yield "all", [*corpus.validation, *corpus.train]
+
+
+def _text(source: str, side: str) -> str:
+    return f"the held-out text of the corpus {source!r}" if side == "validation" else f"the corpus {source!r}"
+
+
+def _or_all(side: str) -> str:
+    return "; --split all reads the training text too" if side == "validation" else ""

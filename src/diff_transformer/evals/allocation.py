@@ -3,10 +3,10 @@
     filler  [The magic number of Rome is 17.]  filler, other needles  Question: ... Answer: Rome is|
     noise            answer span                     noise                 neither           from here
 
-From the last position of a retrieval prompt, the attention of every head is divided by the sum of its magnitudes, so
-that maps whose rows sum to 1 (softmax) and to 1 - lambda (differential, with negative entries) are compared alike.
-Reported is the share that falls on the answer's sentence and on the noise: the rest of the context, without the first
-token (where softmax attention parks what it does not need) and without the question.
+The attention of the last position of a retrieval prompt is divided by the sum of its magnitudes, head by head. This
+makes maps comparable whose rows sum to 1 (softmax) and to 1 - lambda (differential, with negative entries). The result
+is the share on the answer's sentence and the share on the noise: the rest of the context without the question and
+without the first token, which softmax attention uses as a sink.
 """
 
 from collections.abc import Callable, Sequence
@@ -21,8 +21,7 @@ from diff_transformer.data.filler import Filler
 from diff_transformer.data.needles import DEPTHS, make_needle_example
 from diff_transformer.data.seeding import evaluation_rng
 from diff_transformer.data.tokenizer import encode, token_spans
-from diff_transformer.evals.lm import LanguageModel, check_length, settings_of_lm
-from diff_transformer.evals.needle import shown
+from diff_transformer.evals.lm import LanguageModel, check_length, measured_split, settings_of_lm
 from diff_transformer.evals.provenance import provenance
 from diff_transformer.evals.samples import Samples
 from diff_transformer.evals.types import Result
@@ -32,23 +31,24 @@ PARTS = ("answer", "noise")
 
 @dataclass(frozen=True)
 class Settings:
-    """The paper's Table 3.
+    """The paper's Table 3."""
 
-    corpus: the text around the needles: "python", a text file, a folder or an archive.
-    depths: where the needle asked for stands; 0 is the start of the text, 1 its end.
-    length: tokens of a prompt, in the model's own tokenizer.
-    samples: prompts for each depth.
-    needles: in the text; one is asked for.
-    digits: of a magic number.
-    seed: draws cities, numbers, places and text.
-    """
-
+    # Text around the needles: "python", a text file, a folder or an archive.
     corpus: str = "python"
+    # Text to use: "held-out" (of a folder, a tenth), "all", or "auto": held-out for models of this package; for other
+    # models held-out if that suffices, else all
+    split: str = "auto"
+    # Position of the needle asked for: 0 is the start of the text, 1 its end.
     depths: tuple = DEPTHS
+    # Tokens of a prompt, in the model's own tokenizer.
     length: int = 4096
+    # Prompts for each depth.
     samples: int = 50
+    # Needles in the text; the question asks for one.
     needles: int = 1
+    # Digits of a magic number.
     digits: int = 2
+    # Seed of cities, numbers, positions and text.
     seed: int = 0
 
 
@@ -58,7 +58,9 @@ QUICK = {"length": 124, "samples": 4, "digits": 1}
 def run(lm: LanguageModel, settings: Settings, samples: Samples) -> Result:
     """``diff-transformer eval allocation``."""
     check_length(lm, settings.length, "the prompt")
-    filler, side = load_haystack(settings.corpus, lm.tokenizer, settings.length)
+    filler, side = load_haystack(
+        settings.corpus, lm.tokenizer, settings.length, split=measured_split(lm, settings.split, "any")
+    )
     result = evaluate_allocation(
         lm, filler, depths=settings.depths, length=settings.length, per_cell=settings.samples,
         needles=settings.needles, digits=settings.digits, seed=settings.seed, samples=samples,
@@ -84,15 +86,15 @@ def evaluate_allocation(
     Args:
         length: tokens of a prompt, in the model's own tokenizer.
         per_cell: prompts for each depth.
-        samples: where the prompts go through (progress, limit, resuming).
+        samples: progress, limit and resumption.
 
-    ``metrics``: ``answer_depth{percent}``, ``noise_depth{percent}``, the means ``answer`` and ``noise``, and those of
-    each layer, ``answer_layer{i}`` and ``noise_layer{i}``; ``best_head_answer`` is the largest share that any single
-    head gives to the answer, averaged over prompts. Rows have the shares of every head, ``answer_heads`` and
-    ``noise_heads``: for each layer a list, to four places.
+    ``metrics``: ``answer_depth{percent}``, ``noise_depth{percent}``, their means ``answer`` and ``noise``, the means by
+    layer ``answer_layer{i}`` and ``noise_layer{i}``, and ``best_head_answer``, the largest share that a single head
+    gives to the answer, averaged over prompts. ``rows`` hold the shares of every head, ``answer_heads`` and
+    ``noise_heads``: a list per layer, rounded to four places.
 
     Raises:
-        ValueError: for a length in which the needles do not fit, or that is more than the model's positions.
+        ValueError: for a length in which the needles do not fit, or that the model does not support.
     """
     require_positive(length=length, per_cell=per_cell, needles=needles)
     check_length(lm, length, "the prompt")
@@ -124,7 +126,7 @@ def _scorer(lm: LanguageModel, filler: Filler, options: dict, seed: int) -> Call
         ]  # for each layer (answer, noise), each [heads]
         by_part = {part: [layer[i] for layer in shares] for i, part in enumerate(PARTS)}
         row = {
-            "depth": options["depth"], "sample": number, "tokens": ids.shape[1], "prompt": shown(example.prompt),
+            "depth": options["depth"], "sample": number, "tokens": ids.shape[1], "prompt": example.prompt,
             "expected": example.expected_completion,
         }  # fmt: skip
         for part, heads in by_part.items():
@@ -139,9 +141,9 @@ def _scorer(lm: LanguageModel, filler: Filler, options: dict, seed: int) -> Call
 
 
 def shares_of(row: torch.Tensor, start: int, end: int, question: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The shares of ``row [heads, T]``, normalised by its sum of magnitudes, on the answer's tokens ``start`` to
-    ``end`` and on the noise: what else comes before ``question``. The first token, where softmax attention rests, is
-    neither, be it the answer's own (at depth 0, without a token that begins every text). Each ``[heads]``, fp64."""
+    """The shares of ``row [heads, T]`` on the answer's tokens ``start`` to ``end``, and on the noise: all other tokens
+    before ``question``. The first token counts as neither, even if it belongs to the answer (at depth 0, without a BOS
+    token). Shares are of the sum of magnitudes. Each is ``[heads]``, fp64."""
     row = row.double().abs()
     row = row / row.sum(-1, keepdim=True)
     answer = row[:, max(1, start) : end].sum(-1)
@@ -149,7 +151,7 @@ def shares_of(row: torch.Tensor, start: int, end: int, question: int) -> tuple[t
 
 
 def allocation_metrics(rows: Sequence[dict]) -> dict[str, float]:
-    """The metrics of ``evaluate_allocation`` from its rows."""
+    """Metrics of ``evaluate_allocation`` from its rows."""
     metrics: dict[str, float] = {}
     for part in PARTS:
         for depth in dict.fromkeys(row["depth"] for row in rows):

@@ -3,8 +3,8 @@
     ... the keeper Hakim saw ... | and so Hakim| saw        the pair "Hakim saw" came before: "saw" is an AR-Hit
     ... it was ... | and it| was                            so did "it was", which is frequent everywhere: Others
 
-A token is an AR-Hit if it ends an n-gram that occurred earlier in the same context and that is not frequent in the
-training set; the frequent ones a model can know by heart.
+A token is an AR-Hit if it ends an n-gram that occurred earlier in the same context and is not frequent in the training
+set. A model can memorise the frequent ones.
 """
 
 from dataclasses import dataclass
@@ -26,23 +26,20 @@ from diff_transformer.evals.types import Result
 
 @dataclass(frozen=True)
 class Settings:
-    """Loss by slice.
+    """Loss by slice."""
 
-    Attributes:
-        corpus: "python", a text file, a folder or a tar archive: rows from its held-out side, frequent n-grams from its
-            training side (which should be what the model was trained on, or like it).
-        length: tokens in a row, and so the context in which an n-gram can have occurred.
-        samples: rows, spread evenly over the held-out text.
-        ngram: n; the token recalled is its last.
-        frequent_share: an n-gram that makes up a larger share of the training text is no AR-Hit.
-        training_bytes: of the training side, in which n-grams are counted; whole documents from its start.
-    """
-
+    # "python", a text file, a folder or a tar archive. Rows come from its held-out text, frequent n-grams from its
+    # training text, which should be the model's training text or similar to it.
     corpus: str = "python"
+    # Tokens in a row: the context in which an n-gram can have occurred.
     length: int = 2048
+    # Rows, spread evenly over the held-out text.
     samples: int = 256
+    # n; the recalled token is the last of the n-gram.
     ngram: int = 2
+    # An n-gram with a larger share of the training text is no AR-Hit.
     frequent_share: float = 6e-5
+    # Bytes of training text in which n-grams are counted: whole documents from its start.
     training_bytes: int = 8_000_000
 
 
@@ -84,12 +81,12 @@ def evaluate_associative_recall(
 
     Args:
         training_tokens: the training text, int [N], in which n-grams are counted.
-        frequent_share: an n-gram that makes up a larger share of the training text is no AR-Hit.
-        samples: where the rows go through (progress, limit, resuming).
+        frequent_share: an n-gram with a larger share of the training text is no AR-Hit.
+        samples: progress, limit and resumption.
 
-    ``metrics``: ``validation`` (all tokens), ``perplexity``, ``ar_hit`` and ``others`` (each only where it holds a
-    token), ``ar_hit_share``. ``rows``, one a row of text: ``loss``, and of each slice its sum and its count. The
-    provenance states ``n`` and ``frequent_above``, the number of occurrences above which an n-gram is frequent.
+    ``metrics``: ``validation`` (all tokens), ``perplexity``, ``ar_hit`` and ``others`` (each only if it has tokens),
+    ``ar_hit_share``. ``rows``, one per row of text: ``loss``, and the sum and count of each slice. The provenance holds
+    ``n`` and ``frequent_above``, the number of occurrences above which an n-gram is frequent.
     """
     require_positive(n=n, vocab_size=vocab_size, frequent_share=frequent_share)
     threshold = round(frequent_share * len(training_tokens))
@@ -116,7 +113,7 @@ def evaluate_associative_recall(
 
 
 def slice_metrics(rows: list[dict]) -> dict[str, float]:
-    """The metrics of ``evaluate_associative_recall`` from its rows."""
+    """Metrics of ``evaluate_associative_recall`` from its rows."""
     sums = {name: sum(row[f"{name}_sum"] for row in rows) for name in ("ar_hit", "others")}
     counts = {name: sum(row[f"{name}_count"] for row in rows) for name in ("ar_hit", "others")}
     predicted = sum(counts.values())

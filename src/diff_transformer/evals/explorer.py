@@ -13,11 +13,11 @@ from diff_transformer.evals.lm import CausalLM
 from diff_transformer.train.config import RunConfig
 
 _LONGEST = 112  # tokens: the maps grow with the square
-_WRITTEN = 6  # tokens that the model goes on with
+_WRITTEN = 6  # tokens that the model continues with
 
 
 def explorer_entry(lm: CausalLM, filler: Filler, config: RunConfig) -> dict:
-    """``attention_entry`` of a retrieval prompt with two needles, of which one is asked for."""
+    """``attention_entry`` of a retrieval prompt with two needles, one of which the question asks for."""
     options = {"length": min(_LONGEST, config.data.length - 8), "digits": config.data.needles.digits}
     rng = evaluation_rng(config.evaluation.seed, "explorer")
     example = make_needle_example(rng, filler, lm.tokenizer, needles=2, queries=1, depth=0.25, **options)
@@ -30,16 +30,16 @@ def explorer_entry(lm: CausalLM, filler: Filler, config: RunConfig) -> dict:
 def attention_entry(
     lm: CausalLM, text: str, *, title: str, answer: str = "", answer_span: tuple[int, int] = (0, 0)
 ) -> dict:
-    """Both maps (softmax: the one map) of every layer and head over ``text``, as the report's explorer reads them.
+    """Both maps (softmax: its one map) of every layer and head over ``text``, in the format of the report's explorer.
 
-    Probabilities are written as bytes ``round(255 sqrt(p))``, row-major ``[layers, heads, T, T]``, in base64. Heads
-    that share a second map get a copy each. ``lambda`` is one number for each layer; where it differs by head or token,
-    it is the largest, and the second map is scaled so that their product is what the layer subtracts.
+    Probabilities are bytes ``round(255 sqrt(p))``, row-major ``[layers, heads, T, T]``, in base64. Heads that share a
+    second map get a copy each. ``lambda`` is one number per layer. If it differs by head or token, it is the largest
+    value, and the second map is scaled so that the product is what the layer subtracts.
 
     Args:
-        title: what the page calls the text.
-        answer: what the model should go on with; empty if nothing is known.
-        answer_span: tokens (start, end) to be outlined; empty for none.
+        title: title of the text on the page.
+        answer: the expected continuation; empty if unknown.
+        answer_span: tokens (start, end) to outline; empty for none.
     """
     ids = torch.from_numpy(encode(lm.tokenizer, text))[None].to(lm.device)  # [1, T]
     first, second, lambdas = [], [], []

@@ -1,9 +1,9 @@
 """Gradient flow (appendix F): the gradients of one differential head in closed form, and their sizes in a model.
 
-The appendix derives what W_Q, W_K, W_V and W_O receive and concludes that it is what softmax attention gives them, up
-to constants, so that a Transformer's hyperparameters carry over. Here the closed forms are checked against automatic
-differentiation, and the sizes are measured: by layer and kind of weight, in a model as it is, and in the pair of its
-configuration at the start of training, DIFF and Transformer with equal shared weights.
+The appendix derives the gradients of W_Q, W_K, W_V and W_O. It concludes that they equal those of softmax attention up
+to constants, so that a Transformer's hyperparameters carry over. This experiment checks the closed forms against
+automatic differentiation. It measures the sizes by layer and kind of weight, in the model as given and in the pair of
+its configuration at initialisation: DIFF and Transformer with equal shared weights.
 
 Legend: N tokens, m model width, d head width.
 """
@@ -21,36 +21,36 @@ from torch import Tensor, nn
 from diff_transformer.checks import require_positive
 from diff_transformer.data.evaluation_text import load_rows
 from diff_transformer.evals.inside import layers_of
-from diff_transformer.evals.lm import CausalLM, check_length, settings_of_lm
+from diff_transformer.evals.lm import CausalLM, check_length, measured_split, settings_of_lm
 from diff_transformer.evals.provenance import provenance
 from diff_transformer.evals.samples import Samples
 from diff_transformer.evals.types import Result
 from diff_transformer.ops.api import diff_attention
 
-KINDS = ("q", "k", "v", "o")  # what both models of a pair have; q is q1 and q2 together, k likewise
+KINDS = ("q", "k", "v", "o")  # weights of both models of a pair; q is q1 and q2 together, k likewise
 _OUTPUTS = ("o_proj", "out_proj", "dense", "c_proj")
 
 
 @dataclass(frozen=True)
 class Settings:
-    """Gradient flow.
+    """Gradient flow."""
 
-    Attributes:
-        corpus: "python", a text file, a folder or a tar archive.
-        length: tokens in a row.
-        samples: rows.
-        batch_size: rows in one backward pass; the size of a gradient is that of such a batch.
-        trials: random heads on which the closed forms are checked, in fp64, with and without the causal mask.
-        init: also measure the pair at the start of training (of this package's models).
-        seed: of the rows, of the trials and of the pair's weights.
-    """
-
+    # "python", a text file, a folder or a tar archive.
     corpus: str = "python"
+    # Text to use: "held-out" (of a folder, a tenth), "all", or "auto": held-out for models of this package; for other
+    # models held-out if that suffices, else all
+    split: str = "auto"
+    # Tokens in a row.
     length: int = 2048
+    # Rows.
     samples: int = 32
+    # Rows per backward pass; gradient sizes are those of such a batch.
     batch_size: int = 4
+    # Random heads on which the closed forms are checked, in fp64, with and without the causal mask.
     trials: int = 8
+    # Also measure the pair at initialisation (models of this package only).
     init: bool = True
+    # Seed of the rows, the trials and the pair's weights.
     seed: int = 0
 
 
@@ -61,7 +61,10 @@ def run(lm: CausalLM, settings: Settings, samples: Samples) -> Result:
     """Gradient flow with ``settings``."""
     require_positive(length=settings.length, samples=settings.samples)
     check_length(lm, settings.length, "a row")
-    ids, side = load_rows(settings.corpus, lm.tokenizer, settings.length, settings.samples, seed=settings.seed)
+    split = measured_split(lm, settings.split, "any")
+    ids, side = load_rows(
+        settings.corpus, lm.tokenizer, settings.length, settings.samples, seed=settings.seed, split=split
+    )
     result = evaluate_gradient_flow(
         lm, ids, batch_size=settings.batch_size, trials=settings.trials, init=settings.init, seed=settings.seed,
         samples=samples,
@@ -83,16 +86,16 @@ def evaluate_gradient_flow(
     """Errors of the closed forms, and the root mean square of the loss's gradient over the entries of each weight.
 
     Args:
-        ids: text to take the loss of, int64 ``[rows, T]``.
-        batch_size: rows in one backward pass.
+        ids: text for the loss, int64 ``[rows, T]``.
+        batch_size: rows per backward pass.
 
     ``metrics``: ``error_{weight}`` and ``error_softmax_{weight}``, the largest relative errors over all trials;
     ``{state}_{kind}_layer{i}`` and its mean over layers ``{state}_{kind}``, where state is ``model`` (as given),
     ``init_diff`` or ``init_softmax``, and kind q1, q2, k1, k2 (halves of W_Q and W_K), q, k, v, o, lambda, head_norm,
-    as far as the model has them; ``init_ratio_{kind}``: DIFF over Transformer at the start.
+    as far as the model has them; ``init_ratio_{kind}``: DIFF over Transformer at initialisation.
 
     Raises:
-        ValueError: for a model whose attention weights are not found, naming what was looked for.
+        ValueError: for a model whose attention weights are not found, with the names that are supported.
     """
     require_positive(batch_size=batch_size, trials=trials)
     samples = Samples() if samples is None else samples
@@ -160,7 +163,7 @@ def closed_forms(
 def closed_form_errors(seed: int, *, tokens: int = 48, width: int = 40, head_dim: int = 8) -> dict[str, float]:
     """Largest error of each closed form on a random head, relative to the largest entry of autograd's gradient, fp64.
 
-    Odd seeds are causal, even ones see everything. ``softmax_*`` is softmax attention: lambda = 0 and the first map.
+    Odd seeds are causal, even seeds are not. ``softmax_*`` is softmax attention: lambda = 0 and the first map.
     """
     generator = torch.Generator().manual_seed(seed)
 
@@ -195,8 +198,7 @@ def closed_form_errors(seed: int, *, tokens: int = 48, width: int = 40, head_dim
 
 @dataclass(frozen=True)
 class Weight:
-    """A parameter, or the part of it that belongs to a kind: ``columns`` of a fused one, or the rows of the heads
-    ``heads`` of width ``head_dim``."""
+    """A parameter or a part of it: ``columns`` of a fused one, or the rows of ``heads`` of width ``head_dim``."""
 
     parameter: nn.Parameter
     columns: slice | None = None
@@ -204,7 +206,7 @@ class Weight:
     head_dim: int = 0
 
     def of(self, gradient: Tensor) -> Tensor:
-        """That part of the parameter's gradient, flat, in fp64."""
+        """This part of the parameter's gradient, flat, in fp64."""
         if self.columns is not None:
             gradient = gradient[..., self.columns]
         if self.heads is not None:
@@ -213,8 +215,8 @@ class Weight:
 
 
 def attention_weights(model: nn.Module) -> list[dict[str, list["Weight"]]]:
-    """For each layer, what its attention consists of, by kind: this package's attention, or by the names that Hugging
-    Face models use (q_proj, k_proj, v_proj with o_proj, out_proj or dense; c_attn with c_proj).
+    """For each layer, the weights of its attention by kind: this package's attention, or the names that Hugging Face
+    models use (q_proj, k_proj, v_proj with o_proj, out_proj or dense; c_attn with c_proj).
 
     Raises:
         ValueError: if a layer has none of these.
@@ -256,7 +258,7 @@ def _layer_weights(layer: nn.Module, number: int, model: str) -> dict[str, list[
 
 
 def _heads_of_maps(core: Any, heads: Any) -> dict[str, list[int]]:
-    """Which heads of W_Q and W_K make the first and which the second map; shared keys belong to neither."""
+    """The heads of W_Q and W_K that make the first and the second map; shared keys belong to neither."""
     from diff_transformer.model.cores import DiffV2Core, GroupedDiffCore
 
     group = core.signal + 1 if isinstance(core, GroupedDiffCore) else 2
@@ -275,7 +277,7 @@ def _weight(module: nn.Module) -> nn.Parameter:
 def gradient_sizes(model: nn.Module, weights: Sequence[dict[str, list[Weight]]], ids: Tensor) -> dict:
     """Root mean square of the gradient of the mean loss over ``ids [B, T]``: ``{"loss", "rms": {kind_layer: ...}}``.
 
-    The model's own ``.grad`` fields are left alone; dropout is off.
+    The model's own ``.grad`` fields stay unchanged; dropout is off.
     """
     device = next(model.parameters()).device
     parameters = list({id(w.parameter): w.parameter for layer in weights for ws in layer.values() for w in ws}.values())
@@ -300,9 +302,9 @@ def gradient_sizes(model: nn.Module, weights: Sequence[dict[str, list[Weight]]],
 
 
 def _at_init(lm: CausalLM, attention: str, seed: int) -> nn.Module:
-    """One model of the pair of ``lm``'s configuration as training would start it; both with equal shared weights.
+    """One model of the pair of ``lm``'s configuration at initialisation; both have equal shared weights.
 
-    ``"diff"`` stands for the model's own differential attention, if it has one.
+    ``"diff"`` means the model's own variant of differential attention, if it has one.
     """
     from diff_transformer.model.config import matched_baseline
     from diff_transformer.model.modeling import DiffTransformerForCausalLM

@@ -1,11 +1,11 @@
-"""Contextual hallucination (Table 4): does what the model writes stay with the text it was given?
+"""Contextual hallucination (Table 4): does the given text support what the model writes?
 
     Article: ...  Summary:|  generated greedily          judge: does the article support all of it?     yes / no
     ...  Question: ...  Answer:|  generated greedily     judge: is it a right answer from the text?     yes / no
 
-Accuracy is the share of outputs free of hallucination: the judge's yes. Outputs on which the judge came to no verdict
-are left out of it and counted apart; an empty output counts as wrong, without asking. Texts that a model has too few
-positions for are cut at their end, which the row says, and the judge sees the same part as the model.
+Accuracy is the share of outputs without hallucination: the judge says yes. Outputs without a verdict are excluded and
+counted separately. An empty output counts as wrong without asking the judge. A text that is too long for the model is
+cut at its end; the row says so, and the judge sees the same part as the model.
 """
 
 import math
@@ -26,45 +26,42 @@ from diff_transformer.evals.samples import Samples
 from diff_transformer.evals.types import Result
 
 QUICK = {"samples": 12, "summary_tokens": 40, "answer_tokens": 12}
-CHARACTERS_PER_NEW_TOKEN = 6  # of an output, for the cost estimate; on the high side
+CHARACTERS_PER_NEW_TOKEN = 6  # for the cost estimate; chosen high
 
 
 @dataclass(frozen=True)
 class Settings:
-    """What is asked, and who judges.
+    """Texts, questions and the judge."""
 
-    Attributes:
-        data: "python" (made from the running Python's documentation), "hub:all" (the six sets of Table 4: xsum,
-            cnn_dailymail, multi_news, qasper, hotpotqa, 2wikimultihopqa), "hub:NAME", a file, a folder; or several of
-            these, separated by commas.
-        samples: items of each set, drawn by the seed (the paper has 100).
-        length: tokens of prompt and output together; None for the model's positions.
-        summary_tokens, answer_tokens: new tokens for a summary and for an answer.
-        judge: "containment" (no model), "lm:PATH" (a local causal LM), or "endpoint": an OpenAI-compatible chat
-            endpoint, named by the environment variables DIFF_TRANSFORMER_JUDGE_URL, _MODEL and _KEY.
-        prompt_price, completion_price: of the endpoint, in money per million tokens.
-        max_cost: in the same money; the endpoint is not asked if the estimate is above it, nor once it is spent.
-        confirm: ask the endpoint whatever the estimate.
-        requests_per_minute: of the endpoint; 0 for no limit.
-        timeout: seconds to wait for one of its replies.
-        judge_options: fields of its requests in place of {"temperature": 0, "max_tokens": 16}, as JSON.
-        judge_cache: file that keeps its replies; None for judge-replies.jsonl in the user's cache folder.
-    """
-
+    # "python" (made from the running Python's documentation), "hub:all" (the six sets of Table 4: xsum, cnn_dailymail,
+    # multi_news, qasper, hotpotqa, 2wikimultihopqa), "hub:NAME", a file, a folder; or several, separated by commas
     data: str = "python"
+    # Items of each set, drawn by the seed (the paper has 100).
     samples: int = 100
+    # Tokens of prompt and output together; None for as many as the model supports.
     length: int | None = None
+    # New tokens for a summary, and for an answer.
     summary_tokens: int = 128
     answer_tokens: int = 32
+    # "containment" (no model), "lm:PATH" (a local causal LM), or "endpoint": an OpenAI-compatible chat endpoint, named
+    # by the environment variables DIFF_TRANSFORMER_JUDGE_URL, _MODEL and _KEY
     judge: str = "containment"
+    # Prices of the endpoint per million tokens.
     prompt_price: float = 0.0
     completion_price: float = 0.0
+    # In the same currency. The endpoint is not asked if the estimate is higher, nor once this much is spent.
     max_cost: float | None = None
+    # Ask the endpoint whatever the estimate.
     confirm: bool = False
+    # Rate limit of the endpoint; 0 for none.
     requests_per_minute: float = 0.0
+    # Seconds to wait for one of its replies.
     timeout: float = 60.0
+    # Fields of its requests, as JSON; by default {"temperature": 0, "max_tokens": 16}.
     judge_options: dict | None = None
+    # File that keeps its replies; None for judge-replies.jsonl in the user's cache folder.
     judge_cache: str | None = None
+    # Seed of the draw of items.
     seed: int = 0
 
 
@@ -106,7 +103,7 @@ def evaluate_hallucination(
     items ``NAME_undecided``, ``NAME_empty`` and ``NAME_truncated``; ``mean`` over the sets.
 
     Raises:
-        ValueError: for a length that the model has no positions for, or that leaves no room for a text.
+        ValueError: for a length that the model does not support, or that leaves no room for a text.
     """
     require_positive(length=length, summary_tokens=summary_tokens, answer_tokens=answer_tokens)
     positions = max_positions(lm) if hasattr(lm, "model") else None
@@ -143,6 +140,8 @@ def frame(item: GroundedItem, document: str) -> str:
     """The prompt that puts ``document`` before a base model."""
     if item.kind == "summary":
         return f"Article:\n{document}\n\nA summary of the article in a few sentences:"
+    if not item.document:
+        return f"Question: {item.question}\nAnswer:"
     return (
         f"{document}\n\nEach question is answered in a few words from the text above, or with "
         f'"{UNANSWERABLE}" if the text does not say.\n\nQuestion: {item.question}\nAnswer:'
@@ -150,7 +149,7 @@ def frame(item: GroundedItem, document: str) -> str:
 
 
 def trimmed(kind: str, text: str) -> str:
-    """The output without what a base model writes after it: an answer is one line, a summary one paragraph."""
+    """The output, without what a base model writes after it: an answer is one line, a summary one paragraph."""
     text = text.strip()
     for stop in ("\n",) if kind == "question" else ("\n\n", "\nArticle:"):
         text = text.split(stop, 1)[0]
@@ -187,7 +186,7 @@ def _decided(judge: Judge, item: GroundedItem, output: dict) -> dict:
 
 
 def summarise(rows: list[dict]) -> dict[str, float]:
-    """The metrics of rows, by set."""
+    """Metrics from rows, by set."""
     metrics: dict[str, float] = {}
     accuracies = []
     for name in dict.fromkeys(row["set"] for row in rows):

@@ -90,8 +90,9 @@ def evaluate_harness(
         items: most items per task.
 
     ``metrics``, for each task, with 5 shots: ``NAME_5shot`` by ``metric``, ``NAME_5shot_stderr``, ``NAME_5shot_acc``,
-    ``NAME_5shot_acc_norm`` if the task has it, ``NAME_5shot_truncated`` (share of items whose beginning was cut), and
-    ``mean_5shot`` over the tasks.
+    ``NAME_5shot_acc_norm`` if the task has it, ``NAME_5shot_truncated`` (share of items whose beginning was cut),
+    ``NAME_5shot_skipped`` (number of items with a choice longer than the model supports, if any; the row has the
+    reason), and ``mean_5shot`` over the tasks.
 
     Raises:
         ValueError: if the harness is not installed, or a task cannot be downloaded or has too few examples.
@@ -120,7 +121,8 @@ def evaluate_harness(
 
             rows += samples.rows(name, range(count), score, batch_size=count)
     for row in rows:
-        row["score"], row["got"] = row[_metric(row, metric)], row["choices"][_likeliest(row, metric)]
+        if "skipped" not in row:
+            row["score"], row["got"] = row[_metric(row, metric)], row["choices"][_likeliest(row, metric)]
     details = {"tasks": list(tasks), "shots": shots, "metric": metric, "items": items, "seed": seed}
     return Result("harness", lm.name, summarise(rows, shots), rows, provenance(**details, lm_eval=lm_eval.__version__))
 
@@ -130,8 +132,13 @@ def summarise(rows: list[dict], shots: int) -> dict[str, float]:
     metrics: dict[str, float] = {}
     means = []
     for task in dict.fromkeys(row["task"] for row in rows):
-        of_task, name = [row for row in rows if row["task"] == task], f"{task}_{shots}shot"
+        every, name = [row for row in rows if row["task"] == task], f"{task}_{shots}shot"
+        of_task = [row for row in every if "skipped" not in row]
         count = len(of_task)
+        if not of_task:
+            raise ValueError(f"{every[0]['skipped']}; so have all items: give a model with more positions")
+        if count < len(every):
+            metrics[f"{name}_skipped"] = float(len(every) - count)
         mean = sum(row["score"] for row in of_task) / count
         metrics[name] = mean
         means.append(mean)
@@ -155,7 +162,20 @@ def _score(lm_eval, model, name: str, task, count: int, shots: int, seed: int) -
     return [_row(model, name, task, sample) for sample in logged]
 
 
+def _skipped(model, name: str, sample: dict) -> dict | None:
+    """The row of an item with a choice that the model cannot read; None for all others."""
+    reasons = [model.too_long(continuation) for _, continuation in sample["arguments"]]
+    reason = next(filter(None, reasons), None)
+    if reason is None:
+        return None
+    prompt = sample["arguments"][0][0]
+    return {"task": name, "prompt": prompt, "score": None, "skipped": f"row {sample['doc_id']} of {name}: {reason}"}
+
+
 def _row(model, name: str, task, sample: dict) -> dict:
+    skipped = _skipped(model, name, sample)
+    if skipped is not None:
+        return skipped
     arguments = [(context, continuation) for context, continuation in sample["arguments"]]
     contexts, continuations = zip(*arguments, strict=True)
     prompt, choices = contexts[0], [continuation.strip() for continuation in continuations]
@@ -262,7 +282,7 @@ def local_task(name: str, tasks: MultipleChoiceSet):
         return datasets.Dataset.from_list([
             {
                 "text": item.question if item.completion else f"Question: {item.question}\nAnswer:",
-                "choices": list(item.choices), "answer": item.answer,
+                "choices": list(item.choices), "answer": item.answer, "ending": item.ending,
             }
             for item in part
         ])  # fmt: skip
@@ -274,13 +294,19 @@ def local_task(name: str, tasks: MultipleChoiceSet):
     config = {
         "task": name, "custom_dataset": load, "output_type": "multiple_choice", "test_split": "test",
         "fewshot_split": "train" if tasks.examples else "test", "num_fewshot": 0,
-        "doc_to_text": lambda doc: doc["text"], "doc_to_choice": lambda doc: doc["choices"],
-        "doc_to_target": lambda doc: doc["answer"],
+        "doc_to_text": lambda doc: doc["answer"] if doc["ending"] else doc["text"],
+        "doc_to_choice": lambda doc: _contexts(doc) if doc["ending"] else doc["choices"],
+        "doc_to_target": lambda doc: doc["ending"] or doc["answer"],
         "metric_list": [
             {"metric": metric, "aggregation": "mean", "higher_is_better": True} for metric in ("acc", "acc_norm")
         ],
     }  # fmt: skip
     return ConfigurableTask(config=config)
+
+
+def _contexts(doc: dict) -> list[str]:
+    """The text up to and including each choice, for items with a shared ending (WinoGrande)."""
+    return [f"{doc['text']} {choice}" for choice in doc["choices"]]
 
 
 def check_shots(name: str, source: object, shots: int) -> None:
@@ -294,8 +320,8 @@ def check_shots(name: str, source: object, shots: int) -> None:
 def harness_model(lm):
     """``lm`` as a model of the harness; one that already is a harness model is returned as it is.
 
-    ``cuts(context, continuation)`` tells whether the model has too few positions for both. The model calls
-    ``step(done, total)`` as it answers requests.
+    ``cuts(context, continuation)`` tells whether the model has too few positions for both. ``too_long(continuation)``
+    tells why it cannot read the continuation alone, or None. The model calls ``step(done, total)`` as it answers.
     """
     from lm_eval.api.model import LM
     from lm_eval.models.huggingface import HFLM
@@ -308,21 +334,21 @@ def harness_model(lm):
 
         def loglikelihood(self, requests, disable_tqdm: bool = False):
             """Score in chunks of similar length, which moves the progress bar and keeps padding small."""
-            for request in requests:
-                tokens = len(self.tok_encode(request.args[1]))
-                if tokens > self.max_length:
-                    raise ValueError(
-                        f"a choice has {tokens} tokens, more than the {self.max_length} positions of {lm.name}; give a "
-                        "model with more positions"
-                    )
-            order = sorted(range(len(requests)), key=lambda i: -sum(map(len, requests[i].args)))
-            found: list[Any] = [None] * len(requests)
+            found: list[Any] = [(-math.inf, False)] * len(requests)  # for choices that the model cannot read
+            fits = [i for i, request in enumerate(requests) if self.too_long(request.args[1]) is None]
+            order = sorted(fits, key=lambda i: -sum(map(len, requests[i].args)))
             for start in range(0, len(order), REQUESTS):
                 part = order[start : start + REQUESTS]
                 for i, value in zip(part, super().loglikelihood([requests[i] for i in part], True), strict=True):
                     found[i] = value
                 self.step(start + len(part), len(order))
             return found
+
+        def too_long(self, continuation: str) -> str | None:
+            tokens = len(self.tok_encode(continuation))
+            if tokens <= self.max_length:
+                return None
+            return f"a choice has {tokens} tokens, more than the {self.max_length} positions of {lm.name}"
 
         def cuts(self, context: str, continuation: str) -> bool:
             return len(self.tok_encode(context + continuation)) > self.max_length + 1
@@ -334,7 +360,8 @@ def harness_model(lm):
 
 
 def _with_defaults(model):
-    for name, default in (("step", _nothing), ("cuts", lambda context, continuation: False)):
+    defaults = {"step": _nothing, "cuts": lambda context, continuation: False, "too_long": _nothing}
+    for name, default in defaults.items():
         if not hasattr(model, name):
             setattr(model, name, default)
     return model

@@ -22,7 +22,7 @@ from diff_transformer.data.tasks.types import GroundedItem
 from diff_transformer.data.tokenizer import encode
 from diff_transformer.evals.judge_client import ChatClient
 from diff_transformer.evals.likelihood import continuation_logprobs
-from diff_transformer.evals.lm import max_positions
+from diff_transformer.evals.lm import leading_ids, max_positions
 from diff_transformer.evals.prompts import Fitted, fit_document
 
 YES, NO, UNDECIDED = "yes", "no", "undecided"
@@ -64,7 +64,7 @@ def judge_prompt(item: GroundedItem, output: str) -> str:
     The marks contain a hash of all this material, so the material cannot contain the marks.
     """
     references = "\n".join(item.references)
-    parts = {"source": item.document}
+    parts = {"source": item.document} if item.document else {}
     if item.kind == "question":
         parts |= {"question": item.question, "reference answers": references, "response": output}
     else:
@@ -178,7 +178,7 @@ class LikelihoodJudge:
             fitted = self._fitted(item, output)
         except ValueError as error:
             return Verdict(UNDECIDED, f"too few positions: {error}")
-        context = encode(self.lm.tokenizer, fitted.prompt).tolist()
+        context = [*leading_ids(self.lm.tokenizer), *encode(self.lm.tokenizer, fitted.prompt).tolist()]
         yes, no = continuation_logprobs(self.lm, [context], [self.words])[0]
         answer = YES if yes > no else NO if no > yes else UNDECIDED
         cut = f"; source cut to {fitted.kept} of {fitted.tokens} tokens" if fitted.truncated else ""

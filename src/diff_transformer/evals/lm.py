@@ -11,7 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from diff_transformer.checks import require_positive
+from diff_transformer.checks import require_known, require_positive
+from diff_transformer.data.evaluation_text import SPLITS
 from diff_transformer.data.tokenizer import encode_all
 from diff_transformer.evals.inside import AttentionCall, tapped_attention
 
@@ -194,6 +195,16 @@ def check_length(lm: Any, tokens: int, what: str) -> None:
 def rows_at_once(lm: Any, length: int) -> int:
     """Rows of ``length`` tokens per batch: at most the model's batch size and 131,072 tokens; at least 1."""
     return max(1, min(getattr(lm, "batch_size", 32), BATCH_TOKENS // max(1, length)))
+
+
+def measured_split(lm: Any, split: str, otherwise: str) -> str:
+    """The part of a corpus to measure ``lm`` on: ``split``. "auto" is the held-out part for a model of this package
+    (which may have been trained on the rest), and ``otherwise`` for any other model."""
+    require_known("split", split, ("auto", *SPLITS))
+    if split != "auto":
+        return split
+    config = getattr(getattr(lm, "model", None), "config", None)
+    return "held-out" if getattr(config, "model_type", None) == "diff_transformer" else otherwise
 
 
 def settings_of_lm(lm: Any) -> dict:

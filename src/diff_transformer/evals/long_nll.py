@@ -1,10 +1,10 @@
-"""Negative log-likelihood by position (section 3.3, Figure 4): does a longer context go on helping?
+"""Negative log-likelihood by position (section 3.3, Figure 4): does a longer context keep helping?
 
     book 0   t1 t2 t3 t4 | t5 ... t8 | t9 ............... t16 | ...      each token predicted from all before it
     NLL          mean of the first 4, 8, 16, ... predictions, over books
 
-Each book is read from its beginning, by itself, in chunks over a key/value cache. Only books that are long enough for
-the whole curve count, so that all its points are of the same texts.
+Each book is read on its own from its beginning, in chunks over a key/value cache. Only books long enough for the whole
+curve count, so that all points are of the same texts.
 """
 
 import itertools
@@ -15,11 +15,11 @@ import numpy as np
 from torch import Tensor
 
 from diff_transformer.checks import require_positive
-from diff_transformer.data.corpus import load_corpus
 from diff_transformer.data.documents import Document
+from diff_transformer.data.evaluation_text import documents_of
 from diff_transformer.data.tokenizer import encode
 from diff_transformer.evals.likelihood import CHUNK, position_losses
-from diff_transformer.evals.lm import CausalLM, leading_ids, max_positions, settings_of_lm
+from diff_transformer.evals.lm import CausalLM, leading_ids, max_positions, measured_split, settings_of_lm
 from diff_transformer.evals.provenance import provenance
 from diff_transformer.evals.samples import Samples
 from diff_transformer.evals.types import Result
@@ -29,20 +29,20 @@ BINS_PER_DOUBLING = 4
 
 @dataclass(frozen=True)
 class Settings:
-    """Negative log-likelihood by position.
+    """Negative log-likelihood by position."""
 
-    Attributes:
-        corpus: "python", a text file, a folder or a tar archive; its held-out documents are the books.
-        length: positions to measure, in tokens of the model under test.
-        samples: books at most; the first that are long enough, in the corpus's order.
-        chunk: tokens in one forward pass; changes memory and time, not the result.
-        allow_beyond: go on beyond the positions that the model was built for, to see how it extrapolates.
-    """
-
+    # "python", a text file, a folder or a tar archive; its documents are the books.
     corpus: str = "python"
+    # Documents to read: "held-out" (of a folder, a tenth), "all", or "auto": held-out for models of this package, which
+    # may have been trained on the rest, and all for any other model
+    split: str = "auto"
+    # Positions to measure, in tokens of the model under test.
     length: int = 65536
+    # Most books: the first that are long enough, in the corpus's order.
     samples: int = 50
+    # Tokens per forward pass; changes memory and time, not the result.
     chunk: int = CHUNK
+    # Allow more positions than the model was built for, to see how it extrapolates.
     allow_beyond: bool = False
 
 
@@ -51,15 +51,19 @@ QUICK = {"length": 128, "samples": 12}
 
 def run(lm: CausalLM, settings: Settings, samples: Samples) -> Result:
     """Negative log-likelihood by position with ``settings``."""
-    return evaluate_long_nll(
+    split = measured_split(lm, settings.split, "all")
+    side, documents = next(documents_of(settings.corpus, split))
+    result = evaluate_long_nll(
         lm,
-        load_corpus(settings.corpus).validation,
+        documents,
         length=settings.length,
         books=settings.samples,
         chunk=settings.chunk,
         allow_beyond=settings.allow_beyond,
         samples=samples,
     )
+    result.provenance.update(corpus=settings.corpus, side=side)
+    return result
 
 
 def evaluate_long_nll(
@@ -72,18 +76,17 @@ def evaluate_long_nll(
     allow_beyond: bool = False,
     samples: Samples | None = None,
 ) -> Result:
-    """Mean negative log-likelihood in nats a token over the first n positions of each book, n = 1, 2, 4 ... ``length``.
+    """Mean negative log-likelihood in nats per token over the first n positions of books, n = 1, 2, 4 ... ``length``.
 
-    Position n predicts token n + 1 of a book from the n before it (with a tokenizer that begins every text with a token
-    of its own, token n).
+    Position n predicts token n + 1 of a book from the n before it (token n, if the tokenizer puts BOS in front).
 
-    ``metrics``: ``nll{n}`` (cumulative, mean over books), ``books``. ``rows``, one a book: ``book`` (its name),
-    ``tokens`` (those it has), ``sums`` and ``counts`` by bin; bin i holds the positions above ``edges[i]`` up to
-    ``edges[i + 1]``, and ``edges`` (four bins a doubling) stand in the provenance.
+    ``metrics``: ``nll{n}`` (cumulative, mean over books), ``books``. ``rows``, one per book: ``book`` (its name),
+    ``tokens`` (its length), ``sums`` and ``counts`` by bin. Bin i holds the positions above ``edges[i]`` up to
+    ``edges[i + 1]``; ``edges`` (four bins per doubling) are in the provenance.
 
     Raises:
-        ValueError: for sizes that are not positive, a length beyond the model's positions unless ``allow_beyond``, or
-            no book of that length.
+        ValueError: for sizes that are not positive, a length that the model does not support unless ``allow_beyond``,
+            or no book of that length.
     """
     require_positive(length=length, books=books, chunk=chunk)
     positions = max_positions(lm)
@@ -110,14 +113,14 @@ def evaluate_long_nll(
 
 
 def bin_edges(length: int) -> list[int]:
-    """0, 1, 2, ... and on in steps of a quarter of a doubling, through every power of two up to ``length``, and it."""
+    """Bin edges 0, 1, 2, ... in steps of a quarter of a doubling, with every power of two, up to ``length``."""
     doublings = length.bit_length()
     steps = {round(2 ** (i / BINS_PER_DOUBLING)) for i in range(doublings * BINS_PER_DOUBLING)}
     return [0, *sorted({step for step in steps if step < length} | {length})]
 
 
 def binned(losses: Tensor, edges: Sequence[int]) -> dict[str, list]:
-    """Sums and counts of ``losses [T]`` between the edges; losses beyond the last are left out."""
+    """Sums and counts of ``losses [T]`` between the edges, without losses beyond the last edge."""
     parts = [losses[low:high].double() for low, high in itertools.pairwise(edges)]
     return {"sums": [part.sum().item() for part in parts], "counts": [len(part) for part in parts]}
 
@@ -131,7 +134,7 @@ def cumulative(rows: Sequence[dict]) -> np.ndarray:
 def _long_enough(
     lm: CausalLM, documents: Sequence[Document], length: int, books: int
 ) -> list[tuple[str, list[int], int]]:
-    """Name, first ``length + 1`` tokens and number of tokens of the first ``books`` documents that have as many."""
+    """(name, first ``length + 1`` tokens, number of tokens) of the first ``books`` documents that are long enough."""
     before = leading_ids(lm.tokenizer)
     chosen, longest = [], 0
     for document in documents:
@@ -143,7 +146,7 @@ def _long_enough(
             chosen.append((document.name, ids[: length + 1], len(ids)))
     if not chosen:
         raise ValueError(
-            f"none of the {len(documents)} held-out documents has {length + 1} tokens in {lm.name}'s tokenizer, the "
+            f"none of the {len(documents)} documents has {length + 1} tokens in {lm.name}'s tokenizer, the "
             f"longest {longest}; give a smaller length or a corpus of longer texts (books)"
         )
     return chosen

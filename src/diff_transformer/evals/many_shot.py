@@ -7,10 +7,10 @@
     Question: When did the war end ?
     Type:| number
 
-k labelled examples stand before the question. Every label, with the line end that closes it in the examples, is scored
-as a continuation of that prompt, and the likeliest is the answer: decoding constrained to the label set, exact, without
-a preference for short labels. Where several labels tie for the highest score, the question counts as the share of right
-ones among them. The examples' tokens are read once for each order, whatever the number of questions.
+k labelled examples precede the question. Every label, with the line end that closes it in the examples, is scored as a
+continuation of that prompt. The likeliest label is the answer: exact decoding constrained to the label set, without a
+preference for short labels. If several labels tie for the highest score, the question's score is the share of right
+ones among them. The examples' tokens are read once per order, whatever the number of questions.
 """
 
 from collections.abc import Sequence
@@ -37,31 +37,28 @@ _SHORTEST = 256
 
 @dataclass(frozen=True)
 class Settings:
-    """Many-shot classification.
+    """Many-shot classification."""
 
-    Attributes:
-        data: "python" (which module a docstring is from; offline), "hub:trec", "hub:trec-fine", "hub:banking77",
-            "hub:clinic150", or a path: a folder with a training and a test file (TREC's .label, Banking-77's .csv,
-            .jsonl), or Clinic-150's data_full.json.
-        fine: the 50 classes of TREC instead of its 6.
-        shots: numbers of examples to measure at.
-        lengths: prompts to measure at, in tokens with the answer, filled with examples. Without shots and lengths: one
-            example, and prompts of 256, 512, ... tokens up to the model's positions, at most 65,536.
-        samples: questions asked at each number of examples and in each order.
-        curve_seeds: random orders at each number of examples but the largest.
-        order_seeds: orders of each kind at the largest number, for the margin between the best and the worst.
-        orders: "random", and "alternate": the classes in turn.
-        seed: draws the questions and the examples; orders are drawn apart.
-    """
-
+    # "python" (which module a docstring is from; offline), "hub:trec", "hub:trec-fine", "hub:banking77",
+    # "hub:clinic150", or a path: a folder with a training and a test file (TREC's .label, Banking-77's .csv, .jsonl),
+    # or Clinic-150's data_full.json.
     data: str = "python"
+    # The 50 classes of TREC instead of its 6.
     fine: bool = False
+    # Numbers of examples to measure at.
     shots: tuple = field(default=(), metadata={"example": [1, 10, 100]})
+    # Prompt lengths to measure at, in tokens with the answer, filled with examples. Without shots and lengths: one
+    # example, and prompts of 256, 512, ... tokens up to what the model supports, at most 65,536.
     lengths: tuple = field(default=(), metadata={"example": [4096]})
+    # Questions for each number of examples and each order.
     samples: int = 250
+    # Random orders at each number of examples but the largest.
     curve_seeds: int = 1
+    # Orders of each kind at the largest number, for the margin between the best and the worst.
     order_seeds: int = 10
+    # "random", and "alternate": the classes in turn.
     orders: tuple = ORDERS
+    # Seed of the questions and the examples; orders have seeds of their own.
     seed: int = 0
 
 
@@ -99,18 +96,21 @@ def evaluate_many_shot(
 ) -> Result:
     """Accuracy by the number of examples, and by their order at the largest number.
 
-    A smaller number of examples is the beginning of a larger one, and all orders at a number are of the same examples.
-    Texts of the test side are never among them.
+    A smaller set of examples is the beginning of a larger one, and all orders of a number are of the same examples.
+    Test texts are never among them.
 
-    ``metrics``: ``shots{k}`` (accuracy, mean over its random orders) and ``tokens{k}`` (mean tokens of a prompt with
-    its answer) for each number k; at the largest, for each kind of order, ``{order}_seed{i}``, ``{order}_mean``,
-    ``{order}_best``, ``{order}_worst`` and ``{order}_margin`` (best - worst); ``labels``, ``chance`` (1 / labels),
-    ``ties`` (share of questions without a single best label). ``rows``: prompt (the question; the examples stand before
-    it), expected, got, score, tied (labels with the best score), shots, order, order_seed, tokens.
+    ``metrics``: ``shots{k}`` (accuracy, mean over random orders) and ``tokens{k}`` (mean tokens of a prompt with its
+    answer) for each number k; at the largest, for each kind of order, ``{order}_seed{i}``, ``{order}_mean``,
+    ``{order}_best``, ``{order}_worst`` and ``{order}_margin`` (best - worst); ``labels``, ``chance`` (1 / labels), and
+    ``ties`` (share of questions without a single best label).
+
+    ``rows``: prompt (the question), expected, got, score, tied (labels with the best score), logprobs (of each label in
+    the order of the provenance's ``labels``), shots, order, order_seed, tokens. The first row of each order also has
+    ``examples``: the text before every question of that order.
 
     Raises:
-        ValueError: for sizes that are not positive, an unknown order, prompts beyond the model's positions, or a length
-            without room for a single example.
+        ValueError: for sizes that are not positive, an unknown order, prompts that the model does not support, or a
+            length without room for a single example.
     """
     require_positive(questions=questions, curve_seeds=curve_seeds, order_seeds=order_seeds)
     unknown = [order for order in orders if order not in ORDERS]
@@ -140,7 +140,7 @@ def evaluate_many_shot(
 
 
 class _Task:
-    """The questions and the examples, both in the order in which they were drawn, and how they are written."""
+    """The questions and the examples, in the order of their draw, and the format of prompts."""
 
     def __init__(self, lm: CausalLM, data: LabelledSet, questions: int, seed: int):
         self.lm, self.data, self.seed = lm, data, seed
@@ -170,19 +170,19 @@ class _Task:
         return len(encode(self.lm.tokenizer, text))
 
     def most_tokens(self, count: int, order_seeds: int) -> int:
-        """The most that ``count`` examples take in one of the orders."""
+        """Most tokens that ``count`` examples take, over the orders."""
         orders = [(order, order_seed) for order in ORDERS for order_seed in range(order_seeds)]
         return max(self.tokens(self.show(self.ordered(count, *order))) for order in orders)
 
     def answer_tokens(self) -> int:
-        """The most that a question with its answer takes, and what stands before every prompt."""
+        """Most tokens that a question with its answer takes, with the tokens in front of every prompt."""
         longest = max(self.endings, key=self.tokens)
         most = max(self.tokens(self.ask(question) + longest) for question in self.questions)
         return most + len(leading_ids(self.lm.tokenizer))
 
 
 def alternate(examples: Sequence[Labelled], rng: np.random.Generator) -> list[Labelled]:
-    """The examples with their classes in turn, the order of the classes drawn; classes that run out are passed over."""
+    """The examples with their classes in turn, in a random order of classes. Exhausted classes are skipped."""
     by_label: dict[str, list[Labelled]] = {}
     for example in examples:
         by_label.setdefault(example.label, []).append(example)
@@ -193,7 +193,7 @@ def alternate(examples: Sequence[Labelled], rng: np.random.Generator) -> list[La
 
 
 def _counts(task: _Task, shots: Sequence[int], lengths: Sequence[int], order_seeds: int) -> list[int]:
-    """The numbers of examples to measure at, ascending."""
+    """Numbers of examples to measure at, ascending."""
     require_positive(**{f"shots[{i}]": k for i, k in enumerate(shots)})
     require_positive(**{f"lengths[{i}]": n for i, n in enumerate(lengths)})
     positions = max_positions(task.lm)
@@ -203,7 +203,7 @@ def _counts(task: _Task, shots: Sequence[int], lengths: Sequence[int], order_see
     if positions is not None and max(lengths, default=0) > positions:
         raise ValueError(
             f"lengths up to {max(lengths)} tokens are more than the {positions} positions of {task.lm.name} "
-            "(config.max_position_embeddings); give smaller lengths, or none for those that fit"
+            "(config.max_position_embeddings); give smaller lengths, or none for the default ones"
         )
     answer = task.answer_tokens()
     counts = {_fitting(task, length - answer, length, order_seeds) for length in lengths}
@@ -220,7 +220,7 @@ def _counts(task: _Task, shots: Sequence[int], lengths: Sequence[int], order_see
 
 
 def _fitting(task: _Task, room: int, length: int, order_seeds: int) -> int:
-    """How many examples take at most ``room`` tokens, in whichever order is asked for."""
+    """Number of examples that take at most ``room`` tokens in every order."""
     low, high = 0, len(task.pool)
     while low < high:
         middle = (low + high + 1) // 2
@@ -237,7 +237,7 @@ def _fitting(task: _Task, room: int, length: int, order_seeds: int) -> int:
 
 
 def _ask(task: _Task, count: int, order: str, order_seed: int, samples: Samples) -> list[dict]:
-    """The rows of all questions after ``count`` examples in one order, whose tokens are read once."""
+    """The rows of all questions after ``count`` examples in one order. The examples are read once."""
     lm = task.lm
     examples = task.show(task.ordered(count, order, order_seed))
     prefix = None
@@ -254,17 +254,18 @@ def _ask(task: _Task, count: int, order: str, order_seed: int, samples: Samples)
             best = [task.labels[place] for place in best_of(logprobs)]
             rows.append({
                 "prompt": task.ask(question), "expected": question.label, "got": best[0],
-                "score": (question.label in best) / len(best), "tied": len(best), "shots": count, "order": order,
-                "order_seed": order_seed, "tokens": len(context) + max(map(len, tails)),
+                "score": (question.label in best) / len(best), "tied": len(best), "logprobs": logprobs, "shots": count,
+                "order": order, "order_seed": order_seed, "tokens": len(context) + max(map(len, tails)),
             })  # fmt: skip
         return rows
 
     part = f"{count} shots, {order} order {order_seed}"
-    return samples.rows(part, task.questions, score, batch_size=max(1, lm.batch_size))
+    first, *others = samples.rows(part, task.questions, score, batch_size=max(1, lm.batch_size))
+    return [{**first, "examples": examples}, *others]
 
 
 def _examples_end(task: _Task, examples: str, contexts: list[list[int]]) -> int:
-    """Up to where any question's context has the tokens of the examples alone; at least 1."""
+    """Length of the common prefix of the examples' tokens and all contexts; at least 1."""
     alone = [*leading_ids(task.lm.tokenizer), *encode(task.lm.tokenizer, examples).tolist()]
     return max(1, common_prefix([alone, *contexts]))
 

@@ -4,8 +4,8 @@
     Question: What is the magic number of Rome? Answer: Rome is| 17
 
 N needles are hidden in text and R of them asked for; the first one asked for sits at a chosen depth, the others
-anywhere. The model continues greedily after the bar. An example's score is the share of the R numbers it gives exactly
-and in order; numbers and cities are drawn from a stream that training never uses.
+anywhere. The model continues greedily after the bar. An example's score is the share of the R numbers that it gives
+exactly and in order. Numbers and cities come from a random stream that training never uses.
 """
 
 from collections.abc import Callable, Sequence
@@ -26,35 +26,34 @@ from diff_transformer.data.needles import (
     parse_numbers,
 )
 from diff_transformer.data.seeding import evaluation_rng
-from diff_transformer.evals.lm import LanguageModel, check_length, rows_at_once, settings_of_lm
+from diff_transformer.evals.lm import LanguageModel, check_length, measured_split, rows_at_once, settings_of_lm
 from diff_transformer.evals.provenance import provenance
 from diff_transformer.evals.samples import Samples
 from diff_transformer.evals.types import Result
 
-SHOWN = 6000  # characters of a prompt that a result keeps
-
 
 @dataclass(frozen=True)
 class Settings:
-    """The paper's Table 2; for Figure 5 set cells to [[8, 1]] and lengths to [8192, 16384, 32768, 65536].
+    """The paper's Table 2. For Figure 5 set cells to [[8, 1]] and lengths to [8192, 16384, 32768, 65536]."""
 
-    corpus: the text around the needles: "python", a text file, a folder or an archive.
-    cells: (N, R): needles in the text, needles asked for.
-    depths: where the first needle asked for stands; 0 is the start of the text, 1 its end.
-    length: tokens of prompt and answer, in the model's own tokenizer.
-    lengths: several of them in one run, instead of ``length``.
-    samples: prompts for each cell, length and depth.
-    digits: of a magic number.
-    seed: draws cities, numbers, places and text.
-    """
-
+    # Text around the needles: "python", a text file, a folder or an archive.
     corpus: str = "python"
+    # Text to use: "held-out" (of a folder, a tenth), "all", or "auto": held-out for models of this package; for other
+    # models held-out if that suffices, else all
+    split: str = "auto"
+    # (N, R): needles in the text, needles asked for.
     cells: tuple = ((1, 1), (2, 2), (4, 2), (6, 2))
+    # Position of the first needle asked for: 0 is the start of the text, 1 its end.
     depths: tuple = DEPTHS
+    # Tokens of prompt and answer together, in the model's own tokenizer.
     length: int = 4096
+    # Several lengths in one run, instead of length.
     lengths: tuple = field(default=(), metadata={"example": [64]})
+    # Prompts for each cell, length and depth.
     samples: int = 50
+    # Digits of a magic number.
     digits: int = 2
+    # Seed of cities, numbers, positions and text.
     seed: int = 0
 
 
@@ -66,7 +65,9 @@ def run(lm: LanguageModel, settings: Settings, samples: Samples) -> Result:
     lengths = settings.lengths or (settings.length,)
     require_positive(**{f"lengths[{i}]": each for i, each in enumerate(settings.lengths)})
     check_length(lm, max(lengths), "the longest prompt with its answer")
-    filler, side = load_haystack(settings.corpus, lm.tokenizer, max(lengths))
+    filler, side = load_haystack(
+        settings.corpus, lm.tokenizer, max(lengths), split=measured_split(lm, settings.split, "any")
+    )
     result = evaluate_needle(
         lm, filler, settings=settings.cells, depths=settings.depths, lengths=lengths, per_cell=settings.samples,
         digits=settings.digits, seed=settings.seed, samples=samples,
@@ -94,22 +95,23 @@ def evaluate_needle(
         length: tokens of prompt and answer together, in the model's own tokenizer.
         lengths: several, instead of ``length``.
         per_cell: prompts for each (N, R), length and depth (the paper has 50).
-        samples: where the prompts go through (progress, limit, resuming).
+        samples: progress, limit and resumption.
 
-    ``metrics``: ``n{N}_r{R}_depth{percent}`` and their mean ``n{N}_r{R}``, the share of the numbers asked for that are
-    right; of examples, ``all_n{N}_r{R}`` have every number right and ``partial_n{N}_r{R}`` at least one. With several
-    lengths these are means over the lengths, and each length has its own: ``n{N}_r{R}_len{tokens}_depth{percent}``,
-    ``n{N}_r{R}_len{tokens}``, and so on. ``chance`` is the score of guessing.
+    ``metrics``: ``n{N}_r{R}_depth{percent}`` and their mean ``n{N}_r{R}``, the share of right numbers;
+    ``all_n{N}_r{R}``, the share of examples with every number right, and ``partial_n{N}_r{R}``, with at least one. With
+    several lengths these are means over lengths, and each length also has its own: ``n{N}_r{R}_len{tokens}``,
+    ``n{N}_r{R}_len{tokens}_depth{percent}``, and so on. ``chance`` is the score of guessing. ``rows`` hold the whole
+    prompt and ``tokens``, its length with the tokens that the tokenizer puts in front (BOS).
 
     Raises:
-        ValueError: for a length in which the needles do not fit, or that is more than the model's positions.
+        ValueError: for a length in which the needles do not fit, or that the model does not support.
     """
     lengths = tuple(lengths) or (length,)
     require_positive(length=min(lengths), per_cell=per_cell)
     samples = samples or Samples()
     check_length(lm, max(lengths), "the longest prompt with its answer")
     prompts = min(per_cell, samples.limit or per_cell)
-    for each in dict.fromkeys((min(lengths), max(lengths))):  # what is between fits if these do
+    for each in dict.fromkeys((min(lengths), max(lengths))):  # lengths between them fit if these do
         check_needle_fits(
             filler, lm.tokenizer, settings, each, digits, depths=depths, per_cell=prompts, seed=seed,
             prefix=len(getattr(lm, "prefix", ())),
@@ -148,7 +150,7 @@ class _Cell:
         )  # fmt: skip
 
     def least(self, tokenizer, sample: int, prefix: int = 0) -> int:
-        """The least ``length`` that this sample's prompt and answer take."""
+        """The smallest ``length`` that this sample's prompt and answer fit in."""
         facts = least_length(
             self._rng(sample), tokenizer, needles=self.needles, queries=self.queries, digits=self.digits
         )
@@ -169,8 +171,8 @@ def _scorer(lm: LanguageModel, filler: Filler, cell: _Cell) -> Callable[[list[in
             right = sum(a == b for a, b in zip(found, example.answers, strict=True))
             rows.append({
                 "needles": cell.needles, "queries": cell.queries, "length": cell.length, "depth": cell.depth,
-                "tokens": example.num_tokens, "prompt": shown(example.prompt), "expected": example.expected_completion,
-                "got": text, "score": right / cell.queries,
+                "tokens": prefix + example.num_tokens, "prompt": example.prompt,
+                "expected": example.expected_completion, "got": text, "score": right / cell.queries,
             })  # fmt: skip
         return rows
 
@@ -178,7 +180,7 @@ def _scorer(lm: LanguageModel, filler: Filler, cell: _Cell) -> Callable[[list[in
 
 
 def needle_metrics(rows: Sequence[dict]) -> dict[str, float]:
-    """The metrics of ``evaluate_needle`` from its rows."""
+    """Metrics of ``evaluate_needle`` from its rows."""
     metrics: dict[str, float] = {}
     several = len({row["length"] for row in rows}) > 1
     for needles, queries in dict.fromkeys((row["needles"], row["queries"]) for row in rows):
@@ -208,12 +210,12 @@ def check_needle_fits(
     seed: int = 0,
     prefix: int = 0,
 ):
-    """Check that the prompts of the cells (N, R) can be made in ``length`` tokens, ``prefix`` and answer included.
+    """Check that the prompts of all cells (N, R) fit in ``length`` tokens, including ``prefix`` and answer.
 
     Raises:
-        ValueError: if they cannot, with the least length that all of them take.
+        ValueError: if they do not, with the smallest length that fits all of them.
     """
-    longest: list[tuple[int, _Cell, int]] = []  # of each (N, R): tokens of the longest prompt and answer, and which
+    longest: list[tuple[int, _Cell, int]] = []  # per (N, R): tokens of the longest sample, and which
     for needles, queries in cells if depths else ():
         every = [
             (_Cell(needles, queries, length, depth, digits, seed), sample)
@@ -238,14 +240,6 @@ def check_needle_fits(
 
 
 def answer_tokens(tokenizer, queries: int, digits: int) -> int:
-    """Room for the longest answer: the longest city name, a number and punctuation for each one asked for."""
+    """Tokens of the longest answer: the longest city name, a number and punctuation for each needle asked for."""
     longest = completion(["Rio de Janeiro"] * queries, ["9" * digits] * queries)
     return len(tokenizer(longest, add_special_tokens=False)["input_ids"]) + 2
-
-
-def shown(prompt: str) -> str:
-    """The prompt as a result keeps it: a long one without its middle, which the seed can make again."""
-    if len(prompt) <= SHOWN:
-        return prompt
-    half = SHOWN // 2
-    return f"{prompt[:half]}\n[... {len(prompt) - 2 * half} characters left out ...]\n{prompt[-half:]}"

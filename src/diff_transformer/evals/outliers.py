@@ -1,7 +1,7 @@
 """Largest activations (Table 5): attention logits before softmax, and layer outputs after the residual.
 
-Magnitudes are streamed through hooks that read and never change the model. The largest hundred are exact; the median
-comes from a histogram with bins of 0.5 % width.
+Hooks read the magnitudes and leave the model unchanged. The largest hundred are exact. The median comes from a
+histogram with bins of 0.5 % width.
 """
 
 import base64
@@ -16,29 +16,30 @@ from torch import Tensor
 from diff_transformer.checks import require_positive
 from diff_transformer.data.evaluation_text import load_rows
 from diff_transformer.evals.inside import BLOCK, AttentionCall, layers_of, output_of, tapped_attention
-from diff_transformer.evals.lm import CausalLM, check_length, settings_of_lm
+from diff_transformer.evals.lm import CausalLM, check_length, measured_split, settings_of_lm
 from diff_transformer.evals.provenance import provenance
 from diff_transformer.evals.samples import Samples
 from diff_transformer.evals.types import Result
 
 RANKS = (1, 2, 3, 10, 100)
 KINDS = ("first", "second", "hidden")  # logits of the first map (or the only one), of the second; layer outputs
-_LOWEST, _HIGHEST, _BINS = -14.0, 14.0, 5600  # of the natural logarithm of a magnitude
+_LOWEST, _HIGHEST, _BINS = -14.0, 14.0, 5600  # histogram of the natural logarithm of a magnitude
 
 
 @dataclass(frozen=True)
 class Settings:
-    """The paper's Table 5: 0.4M tokens.
+    """The paper's Table 5: 0.4M tokens."""
 
-    corpus: the text: "python", a text file, a folder or an archive.
-    length: tokens of a row, in the model's own tokenizer.
-    samples: rows.
-    seed: which rows of the corpus.
-    """
-
+    # Text: "python", a text file, a folder or an archive.
     corpus: str = "python"
+    # Text to use: "held-out" (of a folder, a tenth), "all", or "auto": held-out for models of this package; for other
+    # models held-out if that suffices, else all
+    split: str = "auto"
+    # Tokens of a row, in the model's own tokenizer.
     length: int = 4096
+    # Rows.
     samples: int = 100
+    # Seed of the choice of rows.
     seed: int = 0
 
 
@@ -48,21 +49,24 @@ QUICK = {"length": 128, "samples": 32}
 def run(lm: CausalLM, settings: Settings, samples: Samples) -> Result:
     """``diff-transformer eval outliers``."""
     check_length(lm, settings.length, "a row")
-    ids, side = load_rows(settings.corpus, lm.tokenizer, settings.length, settings.samples, seed=settings.seed)
+    split = measured_split(lm, settings.split, "any")
+    ids, side = load_rows(
+        settings.corpus, lm.tokenizer, settings.length, settings.samples, seed=settings.seed, split=split
+    )
     result = evaluate_outliers(lm, ids, samples=samples)
     result.provenance.update(asdict(settings), side=side)
     return result
 
 
 class Magnitudes:
-    """A stream of numbers, of which the 100 largest magnitudes and the median are kept."""
+    """Keeps the 100 largest magnitudes and the median of a stream of numbers."""
 
     def __init__(self):
         self.top = torch.empty(0)
         self.histogram = torch.zeros(_BINS, dtype=torch.float64)
 
     def add(self, values: Tensor) -> None:
-        for part in values.detach().flatten().split(BLOCK):  # a float32 counts up to 2^24 exactly
+        for part in values.detach().flatten().split(BLOCK):  # float32 counts exactly up to 2^24
             magnitudes = part.abs().float()
             top = magnitudes.topk(min(max(RANKS), magnitudes.numel())).values.cpu()
             logs = magnitudes.clamp_min(1e-12).log().clamp(_LOWEST, _HIGHEST)
@@ -90,7 +94,7 @@ class Magnitudes:
         return {**ranked, f"{prefix}_median": self.median()}
 
     def state(self) -> list[str]:
-        """All of it as two short texts."""
+        """The state as two short strings."""
         counts = zlib.compress(self.histogram.numpy().astype(np.int64).tobytes())
         return [base64.b64encode(part).decode() for part in (self.top.numpy().tobytes(), counts)]
 
@@ -103,23 +107,22 @@ class Magnitudes:
         return found
 
 
-Table = dict[tuple[str, int], Magnitudes]  # by kind and layer
+Table = dict[tuple[str, int], Magnitudes]  # (kind, layer) -> magnitudes
 
 
 def evaluate_outliers(lm: CausalLM, ids: Tensor, *, block: int = BLOCK, samples: Samples | None = None) -> Result:
     """Largest and median magnitudes over the tokens ``ids [rows, T]``.
 
-    Logits are ``q k^T / sqrt(d)`` of every pair that the mask lets through, of both maps for differential attention;
-    at most ``block`` of them are held at a time, so memory is O(T). Layer outputs are the residual stream after each
-    layer.
+    Logits are ``q k^T / sqrt(d)`` of every unmasked pair, for differential attention of both maps. At most ``block`` of
+    them are held at a time, so memory is O(T). Layer outputs are the residual stream after each layer.
 
     ``metrics``: ``logits_top{k}`` and ``hidden_top{k}`` for k = 1, 2, 3, 10, 100, ``logits_median`` and
-    ``hidden_median``; for differential attention also of either map, ``logits_first_...``, ``logits_second_...``; and
-    ``logits_layer{i}_top1``, ``_median``, ``hidden_layer{i}_top1``, ``_median``. Rows have ``logits_top1`` and
+    ``hidden_median``; for differential attention also by map, ``logits_first_...`` and ``logits_second_...``; and
+    ``logits_layer{i}_top1``, ``_median``, ``hidden_layer{i}_top1``, ``_median``. ``rows`` hold ``logits_top1`` and
     ``hidden_top1`` of each row of tokens.
 
     Raises:
-        ValueError: for a model whose attention cannot be seen, or rows longer than its positions.
+        ValueError: for a model whose attention cannot be read, or rows longer than it supports.
     """
     require_positive(block=block)
     check_length(lm, ids.shape[1], "a row")
@@ -137,7 +140,7 @@ def evaluate_outliers(lm: CausalLM, ids: Tensor, *, block: int = BLOCK, samples:
 
 
 def outlier_metrics(table: Table) -> dict[str, float]:
-    """The metrics of ``evaluate_outliers`` from the magnitudes of each kind and layer."""
+    """Metrics of ``evaluate_outliers`` from the magnitudes of each kind and layer."""
     metrics = {**_merged(table, "first", "second").metrics("logits"), **_merged(table, "hidden").metrics("hidden")}
     if any(kind == "second" for kind, _ in table):
         for kind in ("first", "second"):

@@ -90,12 +90,16 @@ class Fitted:
 
 
 def fit_document(tokenizer, document: str, frame: Callable[[str], str], limit: int | None) -> Fitted:
-    """``frame(document)``, with the document cut at its end as far as needed for at most ``limit`` tokens.
+    """``frame(document)``, with the end of the document cut as needed for at most ``limit`` tokens.
+
+    ``limit`` includes the tokens that the tokenizer puts in front of every text (BOS).
 
     Raises:
-        ValueError: where less than 16 tokens of the document would remain, or the tokenizer has no fast backend.
+        ValueError: if fewer than 16 tokens of the document would remain, or the tokenizer has no fast backend.
     """
     require_fast(tokenizer)
+    if limit is not None:
+        limit -= len(leading_ids(tokenizer))
     total = _length(tokenizer, document)
     prompt = frame(document)
     if limit is None or _length(tokenizer, prompt) <= limit:

@@ -1,14 +1,15 @@
-"""Attention logits in few bits (section 3.7, Figure 8): accuracy on HellaSwag, and loss, at 16, 8, 6 and 4 bits.
+"""Quantised attention logits (section 3.7, Figure 8): accuracy on HellaSwag and loss, at 16, 8, 6 and 4 bits.
 
     step = max |logits| / (2^(bits-1) - 1)          logits -> step * round(logits / step), before the softmax
 
-Dynamic: the maximum is that of the logits at hand. The paper does not say over which; ``granularity`` does here:
+Quantisation is dynamic: the maximum is that of the current logits. The paper does not say over which of them;
+``granularity`` does here:
 
-    "tensor"   over all heads, and both maps, of a layer, of one example: one large logit costs all others their places
-    "head"     over all queries of a head's map, of one example
-    "row"      over the keys that one query may attend to: causal, and the same whatever is computed at a time
+    "tensor"   all heads and both maps of a layer, for one example: one large logit coarsens the grid of all others
+    "head"     all queries of one head's map, for one example
+    "row"      the keys that one query may attend to: causal, and independent of how many tokens a call computes
 
-Both maps of differential attention are quantised. The softmax and everything after it stay as they are.
+Both maps of differential attention are quantised. The softmax and everything after it are unchanged.
 """
 
 from collections.abc import Callable, Sequence
@@ -25,7 +26,7 @@ from diff_transformer.data.tasks.types import MultipleChoiceItem
 from diff_transformer.data.tokenizer import encode_all
 from diff_transformer.evals.inside import AttentionCall, Change, changed_logits
 from diff_transformer.evals.likelihood import common_prefix, continuation_logprobs
-from diff_transformer.evals.lm import CausalLM, check_length, rows_at_once, settings_of_lm
+from diff_transformer.evals.lm import CausalLM, check_length, measured_split, rows_at_once, settings_of_lm
 from diff_transformer.evals.provenance import provenance
 from diff_transformer.evals.samples import Samples
 from diff_transformer.evals.types import Result
@@ -36,25 +37,26 @@ GRANULARITIES = ("tensor", "head", "row")
 
 @dataclass(frozen=True)
 class Settings:
-    """The paper's Figure 8: set data to "hub:Rowan/hellaswag", or to a file of it, and samples to 10042.
+    """The paper's Figure 8: set data to "hub:Rowan/hellaswag", or to a file of it, and samples to 10042."""
 
-    data: multiple-choice continuations: "python", a file of HellaSwag, or "hub:NAME".
-    corpus: the text for the loss: "python", a text file, a folder or an archive.
-    samples: tasks (all, where there are fewer).
-    rows: rows of text for the loss; 0 leaves the loss out.
-    length: tokens of such a row, in the model's own tokenizer.
-    bits: of a logit; 2 to 16.
-    granularity: "tensor", "head" or "row": what shares a scale.
-    seed: the order of the tasks made from the documentation or read from the hub, and which rows.
-    """
-
+    # Multiple-choice continuations: "python", a file of HellaSwag, or "hub:NAME".
     data: str = "python"
+    # Text for the loss: "python", a text file, a folder or an archive.
     corpus: str = "python"
+    # Text to use: "held-out" (of a folder, a tenth), "all", or "auto": held-out for models of this package; for other
+    # models held-out if that suffices, else all
+    split: str = "auto"
+    # Tasks; all if there are fewer.
     samples: int = 1000
+    # Rows of text for the loss; 0 leaves the loss out.
     rows: int = 64
+    # Tokens of such a row, in the model's own tokenizer.
     length: int = 1024
+    # Bits of a logit, 2 to 16.
     bits: tuple = BITS
+    # The logits that share a scale: "tensor", "head" or "row".
     granularity: str = "tensor"
+    # Seed of the choice of rows, and of the order of tasks from "python" or the hub.
     seed: int = 0
 
 
@@ -67,7 +69,10 @@ def run(lm: CausalLM, settings: Settings, samples: Samples) -> Result:
     ids, side = None, "none"
     if settings.rows:
         check_length(lm, settings.length, "a row")
-        ids, side = load_rows(settings.corpus, lm.tokenizer, settings.length, settings.rows, seed=settings.seed)
+        split = measured_split(lm, settings.split, "any")
+        ids, side = load_rows(
+            settings.corpus, lm.tokenizer, settings.length, settings.rows, seed=settings.seed, split=split
+        )
     result = evaluate_quantization(
         lm, tasks, ids, bits=settings.bits, granularity=settings.granularity, samples=samples
     )  # fmt: skip
@@ -84,22 +89,23 @@ def evaluate_quantization(
     granularity: str = "tensor",
     samples: Samples | None = None,
 ) -> Result:
-    """Zero-shot accuracy and loss with attention logits of so many bits.
+    """Zero-shot accuracy and loss with attention logits of each number of bits.
 
     Args:
-        tasks: the ending with the highest log-probability counts: plain, and divided by its characters.
+        tasks: the answer is the ending with the highest log-probability: in total, and per character.
         ids: rows of text ``[rows, T]`` for the loss, or None.
-        granularity: what shares a scale, see above. With "head" and "tensor" it depends on the tokens that are
-            computed at a time, so the context is read in one pass and every ending in another.
+        granularity: the logits that share a scale, see above. "head" and "tensor" depend on the tokens that one call
+            computes, so the context is read in one pass and each ending in another.
 
-    ``metrics``: for each number of bits ``accuracy_{bits}bit`` (length-normalised), ``accuracy_plain_{bits}bit``,
-    ``loss_{bits}bit`` (nats a token), and for each but the largest, the change from it: ``accuracy_{bits}bit_change``,
-    ``loss_{bits}bit_change``; ``chance`` is the accuracy of guessing, ``truncated`` the share of tasks whose context
-    lost its beginning to fit the model's positions (rows: ``cut``, in tokens).
+    ``metrics``: for each number of bits ``accuracy_{bits}bit`` (per character), ``accuracy_plain_{bits}bit`` (total),
+    ``loss_{bits}bit`` (nats per token); for each but the largest, the change from it: ``accuracy_{bits}bit_change``,
+    ``loss_{bits}bit_change``; ``chance``, the accuracy of guessing; ``truncated``, the share of tasks whose context
+    lost its beginning to fit the model (rows: ``cut``, in tokens); and ``skipped``, if there are any, the number of
+    tasks with an ending too long for the model (rows: ``skipped``, the reason).
 
     Raises:
-        ValueError: for bits outside 2 to 16, an unknown granularity, or an ending or row of text that is longer than
-            the model's positions.
+        ValueError: for bits outside 2 to 16, an unknown granularity, a row of text longer than the model supports, or
+            if every task has an ending too long for the model.
     """
     _check(bits, granularity)
     if ids is not None:
@@ -112,18 +118,22 @@ def evaluate_quantization(
 
         alone = granularity != "row"
         score = _choice_scorer(lm, quantised, each, alone)
-        rows += samples.rows(f"choices_{each}bit", tasks, score, batch_size=1 if alone else max(1, lm.batch_size // 4))
+        numbered = list(enumerate(tasks))
+        batch_size = 1 if alone else max(1, lm.batch_size // 4)
+        rows += samples.rows(f"choices_{each}bit", numbered, score, batch_size=batch_size)
         if ids is not None:
             score = _loss_scorer(lm, ids, quantised, each)
             part, size = f"loss_{each}bit", rows_at_once(lm, ids.shape[1])
             rows += samples.rows(part, range(len(ids)), score, batch_size=size)
+    if tasks and not any("cut" in row for row in rows):
+        raise ValueError(next(row["skipped"] for row in rows if "skipped" in row))
     details = {"bits": list(bits), "granularity": granularity, "tasks": len(tasks), **settings_of_lm(lm)}
     return Result("quantization", lm.name, quantization_metrics(rows, tasks), rows, provenance(**details))
 
 
 def quantise(values: Tensor, largest: Tensor, bits: int) -> Tensor:
-    """``values`` rounded to the ``2^bits - 1`` levels between ``-largest`` and ``largest`` (which broadcasts); as they
-    are where ``largest`` is 0."""
+    """``values`` rounded to ``2^bits - 1`` levels between ``-largest`` and ``largest`` (which broadcasts); unchanged
+    where ``largest`` is 0."""
     step = largest / (2 ** (bits - 1) - 1)
     return torch.where(step > 0, (values / step).round() * step, values)
 
@@ -167,29 +177,43 @@ def _peaks(logits: Tensor, allowed: Tensor, dims: tuple[int, ...]) -> Tensor:
 
 def _choice_scorer(
     lm: CausalLM, quantised: Callable[[], AbstractContextManager], bits: int, alone: bool
-) -> Callable[[list[MultipleChoiceItem]], list[dict]]:
-    def score(tasks: list[MultipleChoiceItem]) -> list[dict]:
-        split = [split_task(lm, task) for task in tasks]
-        contexts, endings = [context for context, _, _ in split], [tokens for _, tokens, _ in split]
+) -> Callable[[list[tuple[int, MultipleChoiceItem]]], list[dict]]:
+    def score(numbered: list[tuple[int, MultipleChoiceItem]]) -> list[dict]:
+        rows: list[dict] = []
+        split = {}
+        for place, (number, task) in enumerate(numbered):
+            rows.append({"bits": bits, "prompt": task.question, "score": None})
+            try:
+                split[place] = split_task(lm, task)
+            except TooLong as error:
+                rows[place]["skipped"] = f"task {number}: {error}"
+        contexts, endings = [context for context, _, _ in split.values()], [tokens for _, tokens, _ in split.values()]
         with quantised():
             logprobs = continuation_logprobs(lm, contexts, endings, batch_size=1 if alone else None)
-        return [
-            {**_row(task, found, bits), "cut": cut}
-            for task, found, (_, _, cut) in zip(tasks, logprobs, split, strict=True)
-        ]
+        for (place, (_, _, cut)), found in zip(split.items(), logprobs, strict=True):
+            rows[place] = {**_row(numbered[place][1], found, bits), "cut": cut}
+        return rows
 
     return score
 
 
-def split_task(lm: CausalLM, task: MultipleChoiceItem) -> tuple[list[int], list[list[int]], int]:
-    """(context, the rest of each choice, tokens cut) in tokens: each text is tokenised whole, and the context is what
-    all of them, and the context by itself, begin with. So no tokenizer's joining of words is in the way.
+class TooLong(ValueError):
+    """A text that has more tokens than the model supports."""
 
-    Where the model has too few positions, the context loses its beginning.
+
+def split_task(lm: CausalLM, task: MultipleChoiceItem) -> tuple[list[int], list[list[int]], int]:
+    """(context, the rest of each choice, tokens cut) in tokens.
+
+    Each text is tokenised whole. The context is the common prefix of these texts and of the context alone, so the
+    result does not depend on how a tokenizer joins words. If the model has too few positions, the context loses its
+    beginning.
 
     Raises:
-        ValueError: if an ending alone is too long for the model.
+        TooLong: if an ending alone is too long for the model.
+        ValueError: for an item with a shared ending (WinoGrande), or without a token before its endings.
     """
+    if task.ending:
+        raise ValueError(f"the choices of {task.question[:60]!r} are not endings; give continuations, as HellaSwag's")
     texts = [task.question, *(f"{task.question} {choice}" for choice in task.choices)]
     context, *wholes = [lm.prefix + ids.tolist() for ids in encode_all(lm.tokenizer, texts)]
     shared = min(common_prefix([context, *wholes]), min(map(len, wholes)) - 1)
@@ -199,7 +223,9 @@ def split_task(lm: CausalLM, task: MultipleChoiceItem) -> tuple[list[int], list[
     start, room = len(lm.prefix), len(context)
     if lm.positions is not None:
         room = lm.positions - max(map(len, endings)) + 1 - start
-    check_length(lm, (lm.positions or 0) + max(0, 1 - room), "a choice")
+    if room < 1:
+        longest = max(map(len, endings))
+        raise TooLong(f"a choice has {longest} tokens, more than the {lm.positions} positions of {lm.name}")
     cut = max(0, len(context) - start - room)
     return context[:start] + context[start + cut :], endings, cut
 
@@ -225,11 +251,11 @@ def _loss_scorer(
 
 
 def quantization_metrics(rows: Sequence[dict], tasks: Sequence[MultipleChoiceItem] = ()) -> dict[str, float]:
-    """The metrics of ``evaluate_quantization`` from its rows."""
+    """Metrics of ``evaluate_quantization`` from its rows."""
     metrics: dict[str, float] = {}
     every = sorted({row["bits"] for row in rows}, reverse=True)
     for name, key in (("accuracy", "score"), ("accuracy_plain", "plain"), ("loss", "loss")):
-        means = {bits: [row[key] for row in rows if row["bits"] == bits and key in row] for bits in every}
+        means = {b: [row[key] for row in rows if row["bits"] == b and row.get(key) is not None] for b in every}
         found = {bits: float(np.mean(values)) for bits, values in means.items() if values}
         metrics |= {f"{name}_{bits}bit": value for bits, value in found.items()}
         if found and name != "accuracy_plain":
@@ -238,6 +264,8 @@ def quantization_metrics(rows: Sequence[dict], tasks: Sequence[MultipleChoiceIte
     if tasks:
         metrics["chance"] = float(np.mean([1 / len(task.choices) for task in tasks]))
         metrics["truncated"] = float(np.mean([row["cut"] > 0 for row in rows if "cut" in row]))
+        skipped = sum("skipped" in row for row in rows if row["bits"] == every[0])
+        metrics |= {"skipped": float(skipped)} if skipped else {}
     return metrics
 
 

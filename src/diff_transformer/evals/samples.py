@@ -1,7 +1,7 @@
-"""Going through the samples of an experiment: a progress bar, a limit, and a journal from which a run goes on.
+"""Iterate over the samples of an experiment, with progress, a limit, and a journal to resume from.
 
-The journal is a file of JSON lines beside the result: first the settings, then one line a finished sample. A run that
-is interrupted, killed or out of power loses the batch it was working on and nothing else.
+The journal is a file of JSON lines beside the result: first the settings, then one line per finished sample. A run that
+is interrupted or killed loses only its current batch.
 """
 
 import json
@@ -17,18 +17,18 @@ Item = TypeVar("Item")
 
 
 class Samples:
-    """Where an experiment's samples go through.
+    """Scores the samples of an experiment in batches, and keeps what is finished.
 
     Args:
-        journal: file that keeps finished samples; None keeps nothing.
-        settings: what the samples depend on; a journal of other settings is refused.
-        limit: at most so many samples of each part; None for all.
-        resume: go on with a journal that exists.
+        journal: file for finished samples; None keeps none.
+        settings: everything the samples depend on. A journal with other settings is refused.
+        limit: most samples of each part; None for all.
+        resume: continue an existing journal.
         bar: called as ``bar(part, done, total)`` after each batch.
 
     Raises:
         FileExistsError: if the journal exists and ``resume`` is False.
-        ValueError: if the journal is of other settings, naming them, or is no journal.
+        ValueError: if the journal has other settings (naming them), or is not a journal.
     """
 
     def __init__(
@@ -63,13 +63,13 @@ class Samples:
         *,
         batch_size: int = 1,
     ) -> list[dict]:
-        """One row for each of ``items`` (of the first ``limit``), in their order.
+        """One row for each of the first ``limit`` items, in their order.
 
         Args:
-            part: name of this part of the experiment, unlike those of the other parts: a cell, a data set.
-            score: takes a batch of items and returns a row for each; not called for samples that the journal holds.
-                Rows must survive JSON unchanged (numbers, texts, lists, dictionaries).
-            batch_size: items a call of ``score``.
+            part: unique name of this part of the experiment: a cell, a data set.
+            score: takes a batch of items and returns a row for each. It is not called for samples in the journal.
+                Rows must survive JSON unchanged (numbers, strings, lists, dictionaries).
+            batch_size: items per call of ``score``.
         """
         require_positive(batch_size=batch_size)
         items = items[: self.limit]
@@ -85,7 +85,7 @@ class Samples:
         return [self.finished[part, index] for index in range(len(items))]
 
     def done(self) -> None:
-        """Remove the journal; call it once the result is saved."""
+        """Remove the journal. Call this after the result is saved."""
         if self.journal is not None:
             self.journal.unlink(missing_ok=True)
 
@@ -110,7 +110,9 @@ class Samples:
         try:
             first = json.loads(lines[0])["settings"] if lines else settings
         except (json.JSONDecodeError, KeyError, TypeError):
-            raise ValueError(f"{journal} is no journal of an experiment; delete it or choose another --out") from None
+            raise ValueError(
+                f"{journal} is not a journal of an experiment; delete it or choose another --out"
+            ) from None
         different = differences(first, settings)
         if different:
             listed = "\n  ".join(different)

@@ -8,6 +8,10 @@
                                 and few-shot prompt files (.txt: "Wikipedia Title:" paragraphs, "Q:", "A:")
     Qasper                      papers by id with "full_text" and "qas", or the rows of the hub
     LongBench's copies          {"context", "input", "answers"}
+    MuSiQue                     {"paragraphs": [{"title", "paragraph_text"}, ...], "question", "answer",
+                                "answer_aliases", "answerable"}
+    NQ-open                     {"question", "answer"}, answered without a document; or with retrieved passages,
+                                {"question", "answers", "ctxs": [{"title", "text"}, ...]}
     anything else               {"document", "question", "answers"}, or without a question: {"document", "summary"}
 """
 
@@ -116,7 +120,8 @@ def _items(rows: Iterable[dict], source: object) -> list[GroundedItem]:
 
 _FORMATS = (
     "{document, summary}, {article, highlights}, {document, question, answers}, {question, answer, context}, "
-    "{full_text, qas} and {context, input, answers}"
+    "{full_text, qas}, {context, input, answers}, MuSiQue's {paragraphs, question, answer} and NQ-open's "
+    "{question, answer}, with or without ctxs"
 )
 
 
@@ -129,6 +134,16 @@ def _row(row: dict, name: str) -> list[GroundedItem]:
     if "input" in row and "context" in row:
         kind = "question" if row["input"].strip() else "summary"
         return [GroundedItem(kind, row["context"], row["input"].strip(), _answers(row), id=name)]
+    if "paragraphs" in row and "question" in row:  # MuSiQue
+        answers = _answers({"answers": [row["answer"], *(row.get("answer_aliases") or [])]})
+        answers = answers if row.get("answerable", True) else (UNANSWERABLE,)
+        passages = [(part["title"], [part["paragraph_text"]]) for part in row["paragraphs"]]
+        return [GroundedItem("question", _passages(passages), row["question"].strip(), answers, id=name)]
+    if "question" in row and isinstance(row.get("ctxs"), list):  # NQ-open with retrieved passages
+        passages = [(part["title"], [part["text"]]) for part in row["ctxs"]]
+        return [GroundedItem("question", _passages(passages), row["question"].strip(), _answers(row), id=name)]
+    if set(row) - {"id", "_id"} in ({"question", "answer"}, {"question", "answers"}):  # NQ-open
+        return [GroundedItem("question", "", row["question"].strip(), _answers(row), id=name)]
     document = row.get("document", row.get("context"))
     if document is None or "question" not in row:
         raise ValueError(f"it has the fields {', '.join(sorted(row)) or 'none'}")

@@ -3,12 +3,16 @@
 ARC         {"question": {"stem", "choices": [{"label", "text"}, ...]}, "answerKey": "B"}, or the hub's columns
 HellaSwag   {"ctx", "endings": [...], "label": 2, "activity_label"}; or text of six lines a task:
             the context, the number of the right ending from 0, four endings
-simple      {"question": "...", "choices": ["...", ...], "answer": 0}, the answer as a place from 0, as a letter from
+PIQA        {"goal", "sol1", "sol2", "label": 0}
+BoolQ       {"passage", "question", "answer": true}, or "label": 1
+WinoGrande  {"sentence": "... _ ...", "option1", "option2", "answer": "2"}
+simple      {"question": "...", "choices": ["...", ...], "answer": 0}, the answer as an index from 0, as a letter from
             A, or as the choice itself
 """
 
 import re
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -93,8 +97,9 @@ def items_of(rows: list[dict], source: str) -> list[MultipleChoiceItem]:
         except (KeyError, TypeError, ValueError, IndexError) as error:
             raise ValueError(
                 f"row {number} of {source} cannot be read ({type(error).__name__}: {error}); accepted rows are "
-                "{question, choices, answer}, ARC's {question: {stem, choices}, answerKey} and HellaSwag's "
-                "{ctx, endings, label}"
+                "{question, choices, answer}, ARC's {question: {stem, choices}, answerKey}, HellaSwag's "
+                "{ctx, endings, label}, PIQA's {goal, sol1, sol2, label}, BoolQ's {passage, question, answer} and "
+                "WinoGrande's {sentence, option1, option2, answer}"
             ) from None
     return items
 
@@ -103,6 +108,17 @@ def _row(row: dict) -> MultipleChoiceItem:
     if "endings" in row:
         context = row["ctx"] if not row.get("activity_label") else f"{row['activity_label']}: {row['ctx']}"
         return _item(_clean(context), [_clean(ending) for ending in row["endings"]], int(row["label"]), completion=True)
+    if "goal" in row:
+        return _item(row["goal"], [row["sol1"], row["sol2"]], int(row["label"]))
+    if "passage" in row:
+        question = f"{row['passage'].strip()}\nQuestion: {row['question'].strip().removesuffix('?')}?\nAnswer:"
+        return _item(question, ["no", "yes"], int(row["label"] if "label" in row else row["answer"]), completion=True)
+    if "option1" in row:
+        before, blank, ending = row["sentence"].partition("_")
+        if not blank or not ending.strip():
+            raise ValueError(f"the sentence {row['sentence']!r} has no _ with text after it")
+        item = _item(before, [row["option1"], row["option2"]], int(row["answer"]) - 1, completion=True)
+        return replace(item, ending=ending.strip())
     if "answerKey" not in row:
         return _item(row["question"], row["choices"], _place(row["answer"], row["choices"]))
     question: Any = row["question"]

@@ -14,7 +14,7 @@ class GroundedItem:
 
     Attributes:
         kind: "summary" or "question".
-        document: the text that the answer must stay with.
+        document: the text that the answer must stay with; empty for a question without one.
         question: empty for a summary.
         references: right answers, each sufficient; for a summary the reference summary.
     """
@@ -28,12 +28,20 @@ class GroundedItem:
 
 @dataclass(frozen=True)
 class MultipleChoiceItem:
-    """A question or, with ``completion``, the beginning of a text, and what may follow; ``answer`` is a place."""
+    """A question and its choices.
+
+    Attributes:
+        question: the question or, with ``completion``, the beginning of a text.
+        choices: answers, or continuations of the text.
+        answer: index of the right choice.
+        ending: text that follows every choice and is scored in its place (WinoGrande); empty for none.
+    """
 
     question: str
     choices: tuple[str, ...]
     answer: int
     completion: bool = False
+    ending: str = ""
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,73 @@
+"""Tiny models with random weights, of every family that experiments run on."""
+
+import torch
+
+FAMILIES = ("diff", "softmax", "llama", "qwen2", "qwen3", "gpt2", "diffllama")
+
+
+def tiny_model(family, *, positions=128, vocab_size=260, std=None, **fields):
+    """Two layers of width 32 with four heads; the same weights on every call.
+
+    Args:
+        std: standard deviation of every matrix but lambda's, for attention that is far from uniform; None leaves the
+            family's own initialisation.
+        fields: of the family's configuration.
+    """
+    import transformers
+
+    from diff_transformer import DiffTransformerForCausalLM, matched_baseline
+    from diff_transformer.model.presets import preset
+
+    torch.manual_seed(0)
+    if family in ("diff", "softmax"):
+        config = preset("debug", vocab_size=vocab_size, max_position_embeddings=positions, **fields)
+        model = DiffTransformerForCausalLM(config if family == "diff" else matched_baseline(config))
+    elif family == "gpt2":
+        sizes = {"vocab_size": vocab_size, "n_positions": positions, "n_embd": 32, "n_layer": 2, "n_head": 4}
+        model = transformers.GPT2LMHeadModel(transformers.GPT2Config(**{**sizes, **fields}))
+    else:
+        name = {"llama": "Llama", "qwen2": "Qwen2", "qwen3": "Qwen3", "diffllama": "DiffLlama"}[family]
+        sizes = {
+            "vocab_size": vocab_size, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
+            "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": positions,
+        } | ({"head_dim": 8} if family == "qwen3" else {})  # fmt: skip
+        config = getattr(transformers, f"{name}Config")(**{**sizes, **fields})
+        model = getattr(transformers, f"{name}ForCausalLM")(config)
+    for parameter_name, parameter in model.named_parameters():
+        if std is not None and "lambda" not in parameter_name and parameter.dim() > 1:
+            torch.nn.init.normal_(parameter, std=std)
+    return model.eval()
+
+
+def tiny_lm(family, *, batch_size=4, tokenizer=None, **options):
+    """``tiny_model`` with a byte tokenizer, as experiments take it."""
+    from diff_transformer.data.tokenizer import byte_tokenizer
+    from diff_transformer.evals.lm import CausalLM
+
+    return CausalLM(tiny_model(family, **options), tokenizer or byte_tokenizer(), family, batch_size=batch_size)
+
+
+def bos_tokenizer():
+    """A byte tokenizer that puts token 256 in front of every text, as Llama's does."""
+    from tokenizers.processors import TemplateProcessing
+
+    from diff_transformer.data.tokenizer import byte_tokenizer
+
+    tokenizer = byte_tokenizer()
+    post = TemplateProcessing(single="<|endoftext|> $A", special_tokens=[("<|endoftext|>", 256)])
+    tokenizer.backend_tokenizer.post_processor = post
+    assert tokenizer("a")["input_ids"] == [256, 97]
+    return tokenizer
+
+
+def save_tiny_model(folder, *, positions=512, **fields):
+    """A ``debug`` model with a byte tokenizer in ``folder``, for commands."""
+    from diff_transformer import DiffTransformerForCausalLM
+    from diff_transformer.data.tokenizer import byte_tokenizer
+    from diff_transformer.model.presets import preset
+
+    torch.manual_seed(0)
+    config = preset("debug", vocab_size=258, max_position_embeddings=positions, pad_token_id=257, **fields)
+    DiffTransformerForCausalLM(config).save_pretrained(folder)
+    byte_tokenizer().save_pretrained(folder)
+    return folder
