@@ -69,7 +69,7 @@ def test_intervals_cover_the_truth_about_as_often_as_they_say():
     x, rng = np.geomspace(1e8, 1e10, 10), np.random.default_rng(1)
     truth, covered = np.array(curve(300, 0.3, 0.0, x)), 0
     for trial in range(60):
-        draws = bootstrap(x, truth * np.exp(rng.normal(0, 0.01, 10)), form="plain", draws=200, seed=trial, huber=1.0)
+        draws = bootstrap(x, truth * np.exp(rng.normal(0, 0.01, 10)), form="plain", draws=100, seed=trial, huber=1.0)
         low, high = np.percentile([law.b for law in draws], [2.5, 97.5])
         covered += low <= 0.3 <= high
     assert 50 <= covered <= 60

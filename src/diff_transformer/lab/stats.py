@@ -3,15 +3,13 @@
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import NamedTuple
 
 import numpy as np
 
 from diff_transformer.checks import require_positive
 
-# Two-sided 95 % quantiles of Student's t for 1 to 20 degrees of freedom.
-_T95 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131, 2.120,
-        2.110, 2.101, 2.093, 2.086)  # fmt: skip
 SEEDS_FOR_AN_INTERVAL = 3
 _RESAMPLES = 2000
 
@@ -26,13 +24,21 @@ class Interval(NamedTuple):
 
 
 def over_seeds(differences: Sequence[float]) -> Interval:
-    """Mean and Student's interval of one paired difference a seed (or a book, whatever is independent)."""
+    """Mean and Student's 95 % interval of paired differences, one a seed (or a book: whatever is independent)."""
     values = np.asarray(differences, dtype=float)
     centre, count = float(values.mean()), len(values)
     if count < 2:
         return Interval(centre, None, None, "seeds")
-    half = _T95[min(count - 1, len(_T95)) - 1] * float(values.std(ddof=1)) / count**0.5
+    half = _student_quantile(count - 1) * float(values.std(ddof=1)) / count**0.5
     return Interval(centre, centre - half, centre + half, "seeds")
+
+
+@cache
+def _student_quantile(freedom: int) -> float:
+    """Two-sided 95 % quantile of Student's t, to three decimals as printed tables have it."""
+    from scipy.stats import t
+
+    return round(float(t.ppf(0.975, freedom)), 3)
 
 
 def mean(values: np.ndarray) -> float:
@@ -79,10 +85,11 @@ def verdict(interval: Interval, better: str, margin: float = 0.0) -> str:
     return "did not hold" if high < -margin else "undecided"
 
 
+# ---- power laws of the loss
+
 FORMS = {"offset": 3, "plain": 2}  # parameters to be found: a, b, c; or a and b, with c = 0
 HUBER = 0.01
 _EXPONENTS = np.geomspace(0.005, 4.0, 120)  # where the search starts
-_ITERATIONS = 60
 _LEAST_OFFSET = 1e-9  # of the smallest loss
 
 
@@ -113,16 +120,18 @@ class PowerLaw:
 
 
 def fit_power_law(x: Sequence[float], loss: Sequence[float], *, form: str = "offset", huber: float = HUBER) -> PowerLaw:
-    """Fit ``a x^-b + c`` (``form="offset"``) or ``a x^-b`` (``"plain"``) to losses in nats.
+    """Fit ``a x^-b + c`` (``form="offset"``) or ``a x^-b`` (``"plain"``) to losses in nats (Figure 3).
+
+    The fit minimises Huber's loss of ``log(a x^-b + c) - log L``: residuals below ``huber`` count as squares, larger
+    ones linearly, so that one bad run does not bend the curve.
 
     Raises:
         ValueError: for values that are not positive and finite, fewer distinct x than the form needs (3 and 2), losses
             that do not fall with x, or an unknown form.
     """
     xs, losses = _checked(x, loss, form, huber)
-    a, b, c = (float(found[0]) for found in _solve(xs, np.log(losses)[None], form, huber))
-    residual = np.log(a * xs**-b + c) - np.log(losses)
-    return PowerLaw(a, b, c, float(xs.min()), float(xs.max()), float(np.sqrt(np.mean(residual**2))))
+    u, scale = _centred(xs)
+    return _law(xs, losses, _solve(u, np.log(losses), _start(u, losses, form), huber), scale)
 
 
 def bootstrap(
@@ -140,16 +149,17 @@ def bootstrap(
     n does not exceed p: such a curve goes through its points and says nothing of its own error.
     """
     require_positive(draws=draws)
-    fitted = fit_power_law(x, loss, form=form, huber=huber)
     xs, losses = _checked(x, loss, form, huber)
+    u, scale = _centred(xs)
     count, free = len(xs), FORMS[form]
     if count <= free:
         return []
-    predicted = np.log([fitted.loss(v) for v in xs])
+    theta = _solve(u, np.log(losses), _start(u, losses, form), huber)
+    predicted = _log_loss(theta, u)
     residual = (np.log(losses) - predicted) * (count / (count - free)) ** 0.5
     picks = np.random.default_rng(seed).integers(count, size=(draws, count))
-    a, b, c = _solve(xs, predicted + residual[picks], form, huber)
-    return [PowerLaw(*(float(v) for v in law), fitted.low, fitted.high) for law in zip(a, b, c, strict=True)]
+    tables = predicted + residual[picks]
+    return [_law(xs, np.exp(logs), _solve(u, logs, theta, huber, 1e-7), scale) for logs in tables]
 
 
 def _checked(x: Sequence[float], loss: Sequence[float], form: str, huber: float) -> tuple[np.ndarray, np.ndarray]:
@@ -174,82 +184,66 @@ def _checked(x: Sequence[float], loss: Sequence[float], form: str, huber: float)
     return xs, losses
 
 
-def _solve(x: np.ndarray, logs: np.ndarray, form: str, huber: float) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Best (a, b, c), each ``[problems]``, for the logarithms of losses ``logs [problems, n]`` at ``x [n]``."""
-    scale = np.exp(np.log(x).mean())  # a at scale 1 is the height of the curve in its middle
-    u = np.log(x / scale)
-    theta = _start(u, logs, form)
-    damping = np.full(len(logs), 1e-3)
-    value, jacobian = _model(u, theta)
-    cost = _huber(value - logs, huber)
-    for _ in range(_ITERATIONS):
-        residual = value - logs
-        weight = np.minimum(1.0, huber / np.maximum(np.abs(residual), 1e-300))
-        normal = np.einsum("pni,pn,pnj->pij", jacobian, weight, jacobian)
-        slope = np.einsum("pni,pn,pn->pi", jacobian, weight, residual)
-        diagonal = np.einsum("pii->pi", normal)
-        damped = normal + (damping[:, None] * (diagonal + 1e-12))[:, :, None] * np.eye(theta.shape[1])
-        step = np.linalg.solve(damped, slope[:, :, None])[:, :, 0]
-        trial = _bounded(theta - np.clip(step, -1.0, 1.0), logs)
-        trial_value, trial_jacobian = _model(u, trial)
-        trial_cost = _huber(trial_value - logs, huber)
-        better = trial_cost <= cost
-        theta = np.where(better[:, None], trial, theta)
-        value, jacobian = (
-            np.where(better[:, None], trial_value, value),
-            np.where(better[:, None, None], trial_jacobian, jacobian),
-        )
-        cost, damping = np.where(better, trial_cost, cost), np.where(better, damping / 5, damping * 4)
-        damping = np.clip(damping, 1e-12, 1e8)
-    b = np.exp(theta[:, 1])
-    c = np.exp(theta[:, 2]) if form == "offset" else np.zeros(len(b))
-    return np.exp(theta[:, 0] + b * np.log(scale)), b, c
+def _centred(x: np.ndarray) -> tuple[np.ndarray, float]:
+    """log x less its mean, and the x of that mean: there the height of the curve is ``a`` at scale 1."""
+    scale = float(np.exp(np.log(x).mean()))
+    return np.log(x / scale), scale
 
 
-def _start(u: np.ndarray, logs: np.ndarray, form: str) -> np.ndarray:
-    """For each problem the best of a grid of exponents, a and c by linear least squares: (log a, log b[, log c])."""
-    losses = np.exp(logs)  # [problems, n]
-    basis = np.exp(-np.outer(_EXPONENTS, u))  # [exponents, n]
-    best = np.full(len(logs), np.inf)
-    theta = np.zeros((len(logs), FORMS[form]))
-    for exponent, shape in zip(_EXPONENTS, basis, strict=True):
+def _law(x: np.ndarray, losses: np.ndarray, theta: np.ndarray, scale: float) -> PowerLaw:
+    b = float(np.exp(theta[1]))
+    a = float(np.exp(theta[0] + b * np.log(scale)))
+    c = float(np.exp(theta[2])) if len(theta) == 3 else 0.0
+    residual = np.log(a * x**-b + c) - np.log(losses)
+    return PowerLaw(a, b, c, float(x.min()), float(x.max()), float(np.sqrt(np.mean(residual**2))))
+
+
+def _solve(u: np.ndarray, logs: np.ndarray, start: np.ndarray, huber: float, tolerance: float = 1e-12) -> np.ndarray:
+    """The best (log a, log b[, log c]) for the logarithms of losses ``logs`` [n] at ``u`` [n]."""
+    from scipy.optimize import least_squares
+
+    lowest = logs.min()
+    low = [-np.inf, np.log(1e-4), lowest + np.log(_LEAST_OFFSET)][: len(start)]
+    high = [np.inf, np.log(20.0), lowest][: len(start)]
+    edge = 1e-9 * np.maximum(1.0, np.abs(start))  # the solver starts within its bounds
+    inside = np.clip(start, np.add(low, edge), np.subtract(high, edge))
+    found = least_squares(
+        lambda theta: _log_loss(theta, u) - logs, inside, lambda theta: _slopes(theta, u), (low, high), "dogbox",
+        loss="huber", f_scale=huber, xtol=tolerance, ftol=tolerance, gtol=tolerance,
+    )  # fmt: skip
+    return found.x
+
+
+def _start(u: np.ndarray, losses: np.ndarray, form: str) -> np.ndarray:
+    """The best of a grid of exponents, a and c by linear least squares: (log a, log b[, log c])."""
+    best, theta = math.inf, np.zeros(FORMS[form])
+    for exponent in _EXPONENTS:
+        shape = np.exp(-exponent * u)
         if form == "offset":
             centred = shape - shape.mean()
-            a = (losses @ centred) / (centred @ centred)
-            c = losses.mean(1) - a * shape.mean()
+            c = losses.mean() - (losses @ centred) / (centred @ centred) * shape.mean()
+            c = float(np.clip(c, _LEAST_OFFSET * losses.min(), 0.999 * losses.min()))
+            a = max(float((losses - c) @ shape / (shape @ shape)), 1e-12)
         else:
-            a, c = np.exp((logs - np.log(shape)).mean(1)), np.zeros(len(logs))
-        least = _LEAST_OFFSET * losses.min(1)
-        c = np.clip(c, least, 0.999 * losses.min(1)) if form == "offset" else c
-        a = np.maximum(np.where(c > 0, ((losses - c[:, None]) @ shape) / (shape @ shape), a), 1e-12)
-        error = ((np.log(np.outer(a, shape) + c[:, None]) - logs) ** 2).sum(1)
-        found = np.stack([np.log(a), np.full(len(a), np.log(exponent)), np.log(np.maximum(c, 1e-300))], axis=1)
-        theta = np.where((error < best)[:, None], found[:, : theta.shape[1]], theta)
-        best = np.minimum(error, best)
+            a, c = float(np.exp(np.log(losses / shape).mean())), 0.0
+        error = float(((np.log(a * shape + c) - np.log(losses)) ** 2).sum())
+        if error < best:
+            found = [math.log(a), math.log(exponent), math.log(max(c, 1e-300))]
+            best, theta = error, np.array(found[: FORMS[form]])
     return theta
 
 
-def _model(u: np.ndarray, theta: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """log L ``[problems, n]`` and its derivatives by (log a, log b[, log c])."""
-    exponent = np.exp(theta[:, 1:2])
-    power = np.exp(theta[:, :1] - exponent * u)
-    offset = np.exp(theta[:, 2:3]) if theta.shape[1] == 3 else np.zeros_like(power[:, :1])
-    total = power + offset
-    parts = [power / total, -power / total * exponent * u]
-    if theta.shape[1] == 3:
-        parts.append(offset / total)
-    return np.log(total), np.stack(parts, axis=2)
+def _log_loss(theta: np.ndarray, u: np.ndarray) -> np.ndarray:
+    """log L [n] of (log a, log b[, log c])."""
+    power = np.exp(theta[0] - np.exp(theta[1]) * u)
+    return np.log(power + np.exp(theta[2])) if len(theta) == 3 else np.log(power)
 
 
-def _bounded(theta: np.ndarray, logs: np.ndarray) -> np.ndarray:
-    bounded = theta.copy()
-    bounded[:, 1] = np.clip(bounded[:, 1], np.log(1e-4), np.log(20.0))
-    if theta.shape[1] == 3:
-        lowest = logs.min(1)
-        bounded[:, 2] = np.clip(bounded[:, 2], lowest + np.log(_LEAST_OFFSET), lowest)
-    return bounded
-
-
-def _huber(residual: np.ndarray, width: float) -> np.ndarray:
-    size = np.abs(residual)
-    return np.where(size <= width, 0.5 * size**2, width * (size - 0.5 * width)).sum(1)
+def _slopes(theta: np.ndarray, u: np.ndarray) -> np.ndarray:
+    """The derivatives of ``_log_loss`` by (log a, log b[, log c]), [n, parameters]."""
+    exponent = np.exp(theta[1])
+    power = np.exp(theta[0] - exponent * u)
+    offset = np.exp(theta[2]) if len(theta) == 3 else 0.0
+    share = power / (power + offset)
+    parts = [share, -share * exponent * u, 1 - share]
+    return np.stack(parts[: len(theta)], axis=1)
