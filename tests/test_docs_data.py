@@ -64,7 +64,7 @@ def test_what_goes_wrong_is_a_message_that_names_it(home, monkeypatch, capsys):
         (["prepare", "--out", "new"], "no source of text"),
         (["prepare", "nowhere", "--out", "new"], "nowhere' does not exist"),
         (["prepare", "texts", "--out", "texts"], "is not empty and holds no preparation"),
-        (["prepare", "--verify", "texts"], "is no prepared folder"),
+        (["prepare", "--verify", "texts"], "is not a prepared folder"),
     ]:
         monkeypatch.setattr(sys, "argv", ["diff-transformer", *arguments])
         with pytest.raises(SystemExit, match="2"):

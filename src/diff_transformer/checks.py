@@ -1,33 +1,33 @@
-"""The checks that everything with a size, or with a name to choose, needs."""
+"""Checks of sizes, names and settings, with messages that say what is accepted."""
 
 import difflib
 import importlib.util
 from collections.abc import Iterable, Sequence
 
 LAST_PORT = 65535
-_SHOWN = 8  # names of one kind in a message; the rest is a count
+_SHOWN = 8  # names in a message, at most
 
 
 def require_positive(**sizes: float | None) -> None:
-    """Check every one of ``sizes`` that is given, that is, not None.
+    """Check that each of ``sizes`` is positive or None.
 
     Raises:
-        TypeError: for the first that is no number, with its name and value.
-        ValueError: for the first that is not positive.
+        TypeError: for the first one that is not a number, with its name and value.
+        ValueError: for the first one that is not positive.
     """
     for name, value in sizes.items():
         if value is None:
             continue
         try:
             positive = bool(value > 0)
-        except (TypeError, ValueError):  # the second: of an array of several
+        except (TypeError, ValueError):  # ValueError: an array with several elements
             raise TypeError(f"{name} is {value!r}; give a positive number") from None
         if not positive:
             raise ValueError(f"{name} is {value}; it must be positive")
 
 
 def require_port(port: int) -> None:
-    """Raise ValueError unless ``port`` is one that a server can listen at, or 0 for any that is free."""
+    """Raise ValueError unless a server can listen at ``port``, or it is 0 for any free port."""
     if not 0 <= port <= LAST_PORT:
         raise ValueError(f"port is {port}; give 0 (any that is free) to {LAST_PORT}")
 
@@ -39,7 +39,7 @@ def listed(names: Sequence[str]) -> str:
 
 
 def first_line(error: Exception) -> str:
-    """What an exception of another library says, for a message; its type where that says nothing by itself."""
+    """The first line of another library's exception, with its type if the text alone does not explain it."""
     kind, said = type(error).__name__, str(error).strip()
     if not said:
         return kind
@@ -48,20 +48,20 @@ def first_line(error: Exception) -> str:
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """`` (did you mean 'demo'?)`` for a name close to one of ``known``; nothing for any other."""
+    """`` (did you mean 'demo'?)`` if ``name`` is close to one of ``known``; else an empty string."""
     near = difflib.get_close_matches(name, list(known), n=1)
     return f" (did you mean {near[0]!r}?)" if near else ""
 
 
 def require_known(kind: str, name: str, known: Iterable[str], more: str = "") -> None:
-    """Raise ValueError if ``name`` is none of ``known``, naming the nearest and all of them, and what ``more`` adds."""
+    """Raise ValueError if ``name`` is not in ``known``, with the nearest name, all names, and ``more``."""
     known = list(known)
     if name not in known:
         raise ValueError(f"no {kind} {name!r}{did_you_mean(name, known)}; there are: {', '.join(known)}{more}")
 
 
 def refuse_keywords(of: str, given: Iterable[str], known: Iterable[str]) -> None:
-    """Raise TypeError for the first keyword ``given`` to ``of`` that is none of ``known``, naming the nearest."""
+    """Raise TypeError for the first keyword ``given`` to ``of`` that is not in ``known``, with the nearest name."""
     known = list(known)
     for name in given:
         if name not in known:
@@ -69,7 +69,7 @@ def refuse_keywords(of: str, given: Iterable[str], known: Iterable[str]) -> None
 
 
 def differences(first: dict, second: dict, prefix: str = "") -> list[str]:
-    """Dotted paths at which two nested dictionaries differ, with both values."""
+    """The dotted paths where two nested dictionaries differ, with both values, a line each."""
     lines = []
     for key in sorted(set(first) | set(second)):
         a, b = first.get(key), second.get(key)

@@ -1,9 +1,9 @@
-"""What several processes would otherwise tokenise again: tokens and trained tokenizers of a corpus, kept on the disk.
+"""A cache on the disk of tokenised corpora and trained tokenizers, so that several processes need not repeat the work.
 
-Kept in ``corpora`` of the package's cache folder (``$DIFF_TRANSFORMER_CACHE``, or ``diff_transformer`` in
-``$XDG_CACHE_HOME`` or ``~/.cache``), or in ``$DIFF_TRANSFORMER_CORPORA``, which keeps nothing when empty. A file is
-there as a whole or not at all, so that any number of processes may look for it and make it at a time; the least
-recently used go where there would be more than 4 GB.
+It is the folder ``corpora`` in the package's cache (``$DIFF_TRANSFORMER_CACHE``, or ``diff_transformer`` in
+``$XDG_CACHE_HOME`` or ``~/.cache``), or ``$DIFF_TRANSFORMER_CORPORA``; if that is empty, nothing is cached. Files are
+written atomically, so any number of processes may use the cache at a time. Above 4 GB, the least recently used files
+are removed.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ import numpy as np
 
 from diff_transformer.durable import cache_folder, replacing
 
-MIN_CHARACTERS = 1_000_000  # a smaller corpus is made faster than found
+MIN_CHARACTERS = 1_000_000  # a smaller corpus is tokenised faster than looked up
 MAX_BYTES = 4 << 30
 
 
 def folder() -> Path | None:
-    """Where things are kept; None for nowhere."""
+    """The folder of the cache; None if nothing is cached."""
     chosen = os.environ.get("DIFF_TRANSFORMER_CORPORA")
     if chosen is not None:
         return Path(chosen) if chosen else None
@@ -32,7 +32,7 @@ def folder() -> Path | None:
 
 
 def fingerprint(texts: Iterable[str], *more: object) -> str | None:
-    """32 hexadecimal digits that change with any of the texts, their order, and ``more``; None for a small corpus."""
+    """A key, 32 hexadecimal digits, of the texts in their order and of ``more``; None for a small corpus."""
     digest, characters = hashlib.blake2b(repr(more).encode(), digest_size=16), 0
     for text in texts:
         data = text.encode("utf-8", "surrogatepass")
@@ -43,7 +43,7 @@ def fingerprint(texts: Iterable[str], *more: object) -> str | None:
 
 
 def kept_array(key: str | None, make: Callable[[], np.ndarray]) -> np.ndarray:
-    """The array kept under ``key``, mapped into memory, or what ``make`` gives, kept from then on."""
+    """The array cached under ``key``, mapped into memory; if there is none, the result of ``make``, which is cached."""
     path = _path(key, ".npy")
     if path is None:
         return make()
@@ -57,7 +57,7 @@ def kept_array(key: str | None, make: Callable[[], np.ndarray]) -> np.ndarray:
 
 
 def kept_text(key: str | None, make: Callable[[], str]) -> str:
-    """The same for a text."""
+    """As ``kept_array``, for a text."""
     path = _path(key, ".json")
     if path is None:
         return make()
@@ -76,7 +76,7 @@ def _path(key: str | None, suffix: str) -> Path | None:
 
 
 def _keep(path: Path, write: Callable[[IO[bytes]], object]) -> None:
-    """A cache that cannot be written is no error."""
+    """Write a file of the cache; ignore errors of the disk."""
     with suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
         with replacing(path, flush=False, unique=True) as partial, partial.open("wb") as file:

@@ -31,15 +31,19 @@ def load_corpus(source: str | os.PathLike = "python", *, max_bytes: int | None =
 
     ``"python"`` is the running Python's own library: language reference, docstrings and code, on every machine and
     without a download. Anything else is a path: a UTF-8 text file, a folder of text files or a tar archive of one
-    (:func:`~diff_transformer.data.text_files.load_text_path` tells how each is split), or a folder that
+    (:func:`load_text_path` documents how each is split), or a folder that
     ``diff-transformer prepare`` made, of which the first documents of each side are decoded (8 MB by default).
 
-    ``max_bytes`` caps the training side (UTF-8 bytes; default: 8 MB of ``"python"``, all of a path) and the validation
-    side in proportion: whole documents in a hashed order, the last cut at a line end. The same source and cap give the
-    same corpus, in the same order, on every run.
+    The same source and cap give the same corpus, in the same order, on every run.
 
-    Raises FileNotFoundError for a path that is not there and ValueError for an empty corpus, an empty side of the
-    split, a file that is not UTF-8 or a kind of file that is not read.
+    Args:
+        max_bytes: UTF-8 bytes of the training side, at most (default: 8 MB of ``"python"``, all of a path); the
+            validation side is capped in proportion. Whole documents are taken in the order of a hash; the last one is
+            cut at a line end.
+
+    Raises:
+        FileNotFoundError: for a path that does not exist.
+        ValueError: for an empty corpus, an empty side of the split, a file that is not UTF-8, or another kind of file.
     """
     if source == "python":
         corpus = load_python_library()
@@ -77,9 +81,13 @@ ACCEPTED = (
 def load_text_path(path: str | os.PathLike) -> Corpus:
     """The corpus at ``path``: a text file, a folder of text files or a tar archive of one.
 
-    ``train/`` and ``val/`` (or ``valid/``, ``validation/``) are the split where both are there, and nothing beside them
-    is read; else about a tenth of the files is held out by a hash of their names, or the last tenth of a single file.
-    A byte order mark is dropped and CRLF becomes LF. Raises FileNotFoundError, or ValueError naming what is wrong.
+    If there are folders ``train/`` and ``val/`` (or ``valid/``, ``validation/``), they are the split, and nothing
+    beside them is read. Otherwise about a tenth of the files is held out by a hash of their names, or the last tenth of
+    a single file. A byte order mark is dropped and CRLF becomes LF. An archive is read in memory and never extracted.
+
+    Raises:
+        FileNotFoundError: for a path that does not exist.
+        ValueError: as ``load_corpus``.
     """
     path = Path(path)
     if path.is_dir():
@@ -103,7 +111,7 @@ def load_text_path(path: str | os.PathLike) -> Corpus:
 
 
 def _accepted(path: Path) -> str:
-    """What may be given instead, and where ``prepare`` reads what ``path`` holds, how."""
+    """The accepted sources, and the ``prepare`` command if it can read ``path``."""
     names = [path.name, *(inner.name for inner in path.rglob("*"))]
     rows = any(name.lower().endswith((*JSON_SUFFIXES, ".parquet")) for name in names)
     return ACCEPTED + (f", or prepare it: `diff-transformer prepare {path} --out FOLDER`" if rows else "")
@@ -119,7 +127,7 @@ def _folder_files(root: Path) -> Iterator[tuple[str, bytes]]:
 
 
 def _archive_files(path: Path) -> Iterator[tuple[str, bytes]]:
-    """Regular text members. Links, devices and the member's path on disk play no part: nothing is written."""
+    """The regular text members; links and devices are ignored."""
     total = 0
     try:
         with tarfile.open(path, "r|*") as archive:

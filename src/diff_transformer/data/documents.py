@@ -41,21 +41,21 @@ VALIDATION_SHARE = 0.1
 
 @dataclass(frozen=True)
 class Document:
-    """A named text. ``group`` (default: the name) decides the side of a held-out split: documents that quote each
-    other share one."""
+    """A named text."""
 
     name: str
     text: str
-    group: str = ""
+    group: str = ""  # decides the side of a split (default: the name); documents that quote each other share a group
 
     @property
     def num_bytes(self) -> int:
+        """Length of the text in UTF-8."""
         return len(self.text.encode())
 
 
 @dataclass(frozen=True)
 class Corpus:
-    """Documents to train on and documents to validate on. ``split`` says in words how they were told apart."""
+    """Documents to train on and documents to validate on. ``split`` describes how they were divided."""
 
     name: str
     train: list[Document]
@@ -63,7 +63,7 @@ class Corpus:
     split: str
 
     def description(self) -> str:
-        """One line: documents and bytes of either side, and how they were told apart."""
+        """One line: the number of documents and bytes of each side, and how they were divided."""
         sides = []
         for label, documents in (("train", self.train), ("validation", self.validation)):
             size = sum(document.num_bytes for document in documents)
@@ -72,16 +72,19 @@ class Corpus:
 
 
 def stable_order(documents: Iterable[Document]) -> list[Document]:
-    """The documents in the order of a hash of their names: mixed, and the same on every machine."""
+    """The documents in the order of a hash of their names, which is the same on every machine."""
     return sorted(documents, key=lambda document: (hash_of_name(document.name), document.name))
 
 
 def held_out_split(
     documents: Sequence[Document], share: float = VALIDATION_SHARE
 ) -> tuple[list[Document], list[Document]]:
-    """(train, validation) by a hash of each document's group: about ``share`` is held out, a group or more a side.
+    """(train, validation) by a hash of each document's group: about ``share`` is held out, at least one group a side.
 
-    Adding documents moves none of the others, except where a side would otherwise be empty. Needs two groups.
+    A document stays on its side when others are added, unless a side was empty.
+
+    Raises:
+        ValueError: for fewer than two groups.
     """
     groups = sorted({document.group or document.name for document in documents}, key=hash_of_name)
     if len(groups) < 2:
@@ -96,7 +99,11 @@ def held_out_split(
 
 
 def tail_split(document: Document) -> tuple[Document, Document]:
-    """(train, validation) of one document: its last 10 %, cut at a line end (at a character in a text of one line)."""
+    """(train, validation) of one document: its last 10 % is validation, cut at a line end if it has several lines.
+
+    Raises:
+        ValueError: if a side would be blank.
+    """
     text = document.text
     wanted = round(len(text) * (1 - VALIDATION_SHARE))
     cut = text.rfind("\n", 0, wanted) + 1 or text.find("\n", wanted) + 1
@@ -108,7 +115,7 @@ def tail_split(document: Document) -> tuple[Document, Document]:
 
 
 def take_bytes(documents: Sequence[Document], max_bytes: int) -> list[Document]:
-    """Whole documents in order until ``max_bytes``; the last is cut at a line end where it does not fit."""
+    """Whole documents in their order up to ``max_bytes`` of UTF-8; the last is cut at a line end if it does not fit."""
     if max_bytes < 1:
         raise ValueError(f"max_bytes must be at least 1, got {max_bytes}")
     taken: list[Document] = []
@@ -129,7 +136,7 @@ def take_bytes(documents: Sequence[Document], max_bytes: int) -> list[Document]:
 
 
 def hash_of_name(name: str) -> float:
-    """A number in [0, 1) that depends on the name alone."""
+    """A number in [0, 1), a hash of the name."""
     return int.from_bytes(hashlib.sha256(name.encode("utf-8", "surrogatepass")).digest()[:8], "big") / 2**64
 
 

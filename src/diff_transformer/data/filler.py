@@ -1,4 +1,4 @@
-"""Real text to hide needles in, as words whose tokens are known."""
+"""Real text to hide needles in, as words with known tokens."""
 
 from __future__ import annotations
 
@@ -32,8 +32,11 @@ class FillerTokens:
 class Filler:
     """The words of ``documents``, each with one space before it, whatever white space the document has there.
 
-    Sentences that speak of magic numbers are left out, and so are words of more than 40 characters and those that hold
-    ``<|``, as special tokens do. Above ``max_bytes`` every document gives the same share of its text, from its start.
+    Left out are sentences about magic numbers, words of more than 40 characters, and words with ``<|``, which special
+    tokens have. Above ``max_bytes``, the same share of every document is used, from its start.
+
+    Raises:
+        ValueError: if no word is left.
     """
 
     def __init__(self, documents: Iterable[Document], *, max_bytes: int = 4_000_000):
@@ -50,15 +53,22 @@ class Filler:
         self._tokens: dict[int, tuple[PreTrainedTokenizerFast, FillerTokens]] = {}
 
     def tokens(self, tokenizer: PreTrainedTokenizerFast) -> FillerTokens:
-        """The filler's tokens, made once a tokenizer. Each word is tokenised by itself, which is exact for tokenizers
-        that never join a token across a space."""
+        """The tokens of the words, computed once for each tokenizer.
+
+        Each word is tokenised separately, which is exact for tokenizers whose tokens never cross a space.
+        """
         if id(tokenizer) not in self._tokens:
             self._tokens[id(tokenizer)] = tokenizer, _tokenise(self.words, tokenizer)
         return self._tokens[id(tokenizer)][1]
 
     def window(self, rng: np.random.Generator, tokenizer: PreTrainedTokenizerFast, size: int) -> tuple[int, int]:
-        """Words [first, last) from a random place that have ``size`` tokens together; fewer, by less than a word, only
-        where none of 64 neighbouring places gives exactly ``size``."""
+        """Words [first, last) at a random place that have ``size`` tokens together.
+
+        If none of 64 neighbouring places gives exactly ``size`` tokens, there are fewer, by less than a word.
+
+        Raises:
+            ValueError: if the filler has fewer than ``size`` tokens.
+        """
         starts = self.tokens(tokenizer).starts
         words = len(starts) - 1
         if size > starts[-1]:
@@ -75,7 +85,7 @@ class Filler:
 
 
 def _tokenise(words: list[str], tokenizer: PreTrainedTokenizerFast) -> FillerTokens:
-    """Each distinct word is tokenised once."""
+    """Tokenise each distinct word once."""
     distinct: dict[str, int] = {}
     which = np.array([distinct.setdefault(word, len(distinct)) for word in words])
     encoded = encode_all(tokenizer, list(distinct))

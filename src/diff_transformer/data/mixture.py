@@ -9,28 +9,32 @@ from diff_transformer.data.seeding import training_rng
 
 
 class RowSource(Protocol):
-    """Rows of a fixed length, each a pure function of its index."""
+    """A source of rows of a fixed length, each a pure function of its index."""
 
     length: int
 
     def rows(self, first: int, count: int) -> tuple[np.ndarray, np.ndarray]:
-        """(input_ids, labels) of rows ``first`` to ``first + count``, int64 [count, length]; -100 = no loss."""
+        """(input_ids, labels) of rows ``first`` to ``first + count``, int64 [count, length]; label -100 = no loss."""
         ...
 
 
 class Batch(TypedDict):
-    """``source`` indexes the mixture's ``names``."""
+    """The rows of one step."""
 
     input_ids: np.ndarray  # int64 [B, T]
     labels: np.ndarray  # int64 [B, T]
-    source: np.ndarray  # int64 [B]
+    source: np.ndarray  # int64 [B], index into the mixture's `names`
 
 
 class Mixture:
-    """Batches that hold the same number of rows of each source at every step; a pure function of the step.
+    """Batches with the same number of rows of each source at every step; a pure function of the step.
 
-    Row k of a source's share in step s is its row ``s * share + k``, so that nothing is repeated or left out, and
-    resuming needs nothing but the step.
+    Row k of a source's share in step s is its row ``s * share + k``. So no row is repeated or left out, and resuming
+    needs only the step.
+
+    Raises:
+        ValueError: for weights that do not match the sources or are not positive, rows of different lengths, or a batch
+            too small for every source to have a row.
     """
 
     def __init__(self, sources: Mapping[str, RowSource], weights: Mapping[str, float], batch_size: int, seed: int = 0):
@@ -58,10 +62,13 @@ class Mixture:
             )
 
     def batch(self, step: int, rank: int = 0, world_size: int = 1) -> Batch:
-        """The batch of ``step`` (from 0). Rows are shuffled, so that any part of the batch holds a mixture.
+        """The batch of ``step`` (from 0), or the part of one of ``world_size`` processes.
 
-        With a ``world_size`` the part of one process: the parts of ranks 0, 1, ... in succession are the whole batch,
-        and rows of the others are not made. Raises ValueError where the batch cannot be divided evenly.
+        Rows are shuffled, so that every part of the batch is a mixture. The parts of ranks 0, 1, ... joined are the
+        whole batch. Rows of other ranks are not made.
+
+        Raises:
+            ValueError: if ``world_size`` does not divide the batch.
         """
         if self.batch_size % world_size or not 0 <= rank < world_size:
             raise ValueError(f"a batch of {self.batch_size} rows has no equal part {rank} of {world_size}")
@@ -69,7 +76,7 @@ class Mixture:
         sources = np.repeat(np.arange(len(self.names)), list(self.rows_per_source.values()))
         first_of = np.cumsum([0, *self.rows_per_source.values()])
         share = self.batch_size // world_size
-        mine = order[rank * share : (rank + 1) * share]  # places in the batch before it is shuffled
+        mine = order[rank * share : (rank + 1) * share]  # places in the batch before the shuffle
         ids, labels = (np.empty((share, self.length), np.int64) for _ in range(2))
         for number, name in enumerate(self.names):
             start = step * self.rows_per_source[name] - first_of[number]
@@ -79,7 +86,7 @@ class Mixture:
 
 
 def _runs(values: np.ndarray, chosen: np.ndarray) -> Iterator[tuple[int, int, np.ndarray]]:
-    """The ``chosen`` among ``values`` as runs of consecutive numbers: (first, count, places in ``values``)."""
+    """The ``chosen`` ones of ``values`` as runs of consecutive numbers: (first, count, places in ``values``)."""
     places = np.flatnonzero(chosen)
     places = places[np.argsort(values[places])]
     breaks = np.flatnonzero(np.diff(values[places]) != 1) + 1
@@ -103,16 +110,18 @@ PERIOD = 10_000
 
 
 class WeightedCorpora:
-    """Rows of several sources by weight: every 10,000 rows in succession hold the same number of each source, in an
-    order drawn from (seed, which 10,000). Row k of a source is the k-th of its rows, so that none is repeated or left
-    out in an epoch of it. Row i is a pure function of (seed, i).
+    """Several sources of rows as one, by weight.
+
+    Every period of 10,000 rows has the same number of rows of each source, in an order drawn from (seed, period). The
+    rows of a source come in their order, so that an epoch of it repeats and leaves out none. Row i is a pure function
+    of (seed, i).
 
     Args:
-        sources: what the rows are taken from, by name; of one length.
-        weights: a positive number for each name; their sum counts as one.
+        sources: by name; their rows have one length.
+        weights: a positive number for each name.
 
     Raises:
-        ValueError: for weights that do not fit, or one below 1 / 10,000 of their sum.
+        ValueError: for weights that do not match the sources, or a weight below 1 / 10,000 of their sum.
     """
 
     def __init__(self, sources: Mapping[str, RowSource], weights: Mapping[str, float], seed: int = 0):
@@ -144,7 +153,7 @@ class WeightedCorpora:
         return ids, labels
 
     def origin(self, index: int) -> tuple[int, int]:
-        """(number of the source, row of that source) of row ``index``."""
+        """(index of the source, row of that source) for row ``index``."""
         period, place = divmod(index, PERIOD)
         if self._period is None or self._period[0] != period:
             order = training_rng(self.seed, "corpora", period).permutation(

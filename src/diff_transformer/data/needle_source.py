@@ -21,16 +21,26 @@ _DRAWS = 64
 
 
 class NeedleSource:
-    """Documents with N needles (N drawn from ``needles``), each followed by up to ``questions_per_document`` questions
-    with their answers (R cities each, R drawn from ``queries``) and the end-of-text token.
+    """Rows that are documents with needles, questions about them, and answers. Row i is a pure function of (seed, i).
 
-    A city is asked for once a document, so that every answer has to come from its needle. The filler is chosen so that
-    a row has exactly ``length`` tokens; where no stretch of words fits, a few pad tokens without loss follow the end.
-    With ``answer_loss_only`` only the answers (" 17, Paris is 42.") carry a loss. Row i is a pure function of
-    (seed, i).
+    Each city is asked for at most once, so that every answer has to come from its needle. The filler is chosen so that
+    a row has exactly ``length`` tokens; if no stretch of words fits, a few pad tokens without loss follow the end.
 
-    Needles, words and questions are tokenised apart and spliced. The constructor verifies that the tokenizer gives the
-    same tokens for the whole text, and raises ValueError where it does not, or where ``length`` is too short.
+    Needles, words and questions are tokenised separately and spliced. The constructor verifies on a few rows that the
+    tokenizer gives the same tokens for the whole text.
+
+    Args:
+        filler: the text between the needles.
+        length: tokens a row.
+        needles: numbers of needles in a document, drawn with equal probability.
+        queries: numbers of cities that a question asks for, drawn with equal probability.
+        digits: digits of a magic number.
+        questions_per_document: questions at the end of a document, at most.
+        answer_loss_only: only the answers (" 17, Paris is 42.") carry a loss.
+
+    Raises:
+        ValueError: for a tokenizer whose tokens cross the places where needles are inserted, for a ``length`` that is
+            too short, and for numbers that do not fit together.
     """
 
     def __init__(
@@ -82,7 +92,7 @@ class NeedleSource:
         return ids, labels
 
     def _row(self, index: int) -> tuple[np.ndarray, list[tuple[int, int]]]:
-        """Token ids, at most ``length`` and mostly exactly, and the spans of the answers in them."""
+        """The token ids of a row, ``length`` or a few less, and the spans of the answers in them."""
         rng = training_rng(self.seed, "needles", index)
         count = self.needles[rng.integers(len(self.needles))]
         for _ in range(_DRAWS):
@@ -117,9 +127,9 @@ class NeedleSource:
     def _exchanges(
         self, rng: np.random.Generator, cities: list[str], numbers: list[str], room: int
     ) -> list[tuple[list[int], list[int]]]:
-        """Questions and answers as tokens: at least one, and as many more as wanted and leave enough filler."""
+        """Questions and answers as tokens: at least one pair, and more while enough room for filler is left."""
         exchanges: list[tuple[list[int], list[int]]] = []
-        next_city = 0  # the cities come in random order, so asking from the first on is asking at random
+        next_city = 0  # the cities are in random order already
         while len(exchanges) < self.questions_per_document:
             possible = [count for count in self.queries if next_city + count <= len(cities)]
             if not possible:
@@ -144,7 +154,7 @@ class NeedleSource:
         return self._ids(completion(cities, numbers))
 
     def _ids(self, text: str) -> list[int]:
-        """The tokens of ``text``, put together from its parts, each tokenised once in the life of the source."""
+        """The tokens of ``text``, joined from its words; each distinct word is tokenised once."""
         found = []
         for part in text.replace(" ", "\0 ").split("\0"):
             if part not in self._pieces:
@@ -153,7 +163,7 @@ class NeedleSource:
         return found
 
     def _check_length(self) -> None:
-        """Half of the largest documents fit; what does not is drawn again."""
+        """Check that half of the largest documents fit; ``_row`` draws again for those that do not."""
         count, asked = max(self.needles), min(max(self.queries), max(self.needles))
         needed = []
         for draw in range(_DRAWS):

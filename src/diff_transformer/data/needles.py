@@ -1,10 +1,10 @@
-"""Multi-needle retrieval (section 3.4): a needle assigns a magic number to a city, amid text of something else.
+"""Multi-needle retrieval (section 3.4): a needle assigns a magic number to a city, in a text about something else.
 
     ... filler  The magic number of Paris is 42. filler  The magic number of Rome is 17. filler ...
     Question: What are the magic numbers of Rome and Paris? Answer: Rome is| 17, Paris is 42.
 
-The prompt ends at the bar. :func:`make_needle_example` gives prompts to evaluate on, as text, for any tokenizer;
-:class:`~diff_transformer.data.needle_source.NeedleSource` gives training rows in the same format.
+The prompt ends at the bar. :func:`make_needle_example` makes prompts for evaluation, as text, for any tokenizer.
+:class:`~diff_transformer.data.needle_source.NeedleSource` makes training rows in the same format.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ _FITTING_ATTEMPTS = 8
 
 
 class Needle(NamedTuple):
-    """``prompt[start:end]`` is the sentence, without the space before it; it ends in the number and a full stop."""
+    """A needle in a prompt: ``prompt[start:end]`` is its sentence, without the space before it."""
 
     city: str
     number: str
@@ -58,12 +58,12 @@ class Needle(NamedTuple):
 
 @dataclass(frozen=True)
 class NeedleExample:
-    """A prompt and what should follow it. ``answers`` and ``cities`` are in the order of the question."""
+    """A prompt and its expected completion."""
 
     prompt: str
     expected_completion: str  # " 17, Paris is 42."
-    answers: tuple[str, ...]
-    cities: tuple[str, ...]
+    answers: tuple[str, ...]  # in the order of the question
+    cities: tuple[str, ...]  # in the order of the question
     depth: float  # of the first queried needle: 0 = start of the context, 1 = just before the question
     needles: tuple[Needle, ...]  # in the order of the prompt
     answer_spans: tuple[tuple[int, int], ...]  # characters of the queried needles' sentences, in the question's order
@@ -71,7 +71,7 @@ class NeedleExample:
 
 
 def question(cities: Sequence[str]) -> str:
-    """The question and the beginning of its answer: what the prompt ends with."""
+    """The end of a prompt: the question about ``cities`` and the beginning of its answer."""
     if len(cities) == 1:
         asked = f"is the magic number of {cities[0]}"
     else:
@@ -80,14 +80,16 @@ def question(cities: Sequence[str]) -> str:
 
 
 def completion(cities: Sequence[str], numbers: Sequence[str]) -> str:
-    """What should follow :func:`question`: " 17, Paris is 42."."""
+    """The expected completion of :func:`question`: " 17, Paris is 42."."""
     rest = [f", {city} is {number}" for city, number in zip(cities[1:], numbers[1:], strict=True)]
     return f" {numbers[0]}{''.join(rest)}."
 
 
 def needle_texts(count: int, seed: int = 0) -> Iterator[str]:
-    """``count`` texts of one or two needles and a question on them, without filler: added to the texts on which a small
-    tokenizer is trained, they make the words of the task single tokens."""
+    """``count`` texts of one or two needles and a question about them, without filler.
+
+    A small tokenizer that is trained on them too has single tokens for the words of the task.
+    """
     for index in range(count):
         cities, numbers = draw_facts(training_rng(seed, "needle texts", index), 1 + index % 2, 2)
         facts = [NEEDLE.format(city=city, number=number) for city, number in zip(cities, numbers, strict=True)]
@@ -95,16 +97,20 @@ def needle_texts(count: int, seed: int = 0) -> Iterator[str]:
 
 
 def parse_numbers(text: str, count: int) -> list[str | None]:
-    """The first ``count`` numbers of a generated answer, in order; None where there are fewer.
+    """The first ``count`` numbers of a generated answer, in order, filled up with None.
 
-    Reads to the end of the first line that is not blank: what a model writes after its answer does not count.
+    Only the first line that is not blank is read, so that text after the answer does not count.
     """
     numbers: list[str | None] = list(re.findall(r"[0-9]+", text.lstrip().split("\n", 1)[0])[:count])
     return numbers + [None] * (count - len(numbers))
 
 
 def draw_facts(rng: np.random.Generator, count: int, digits: int) -> tuple[list[str], list[str]]:
-    """``count`` distinct cities and as many distinct numbers of ``digits`` digits, without a leading zero."""
+    """``count`` distinct cities and as many distinct numbers of ``digits`` digits, without a leading zero.
+
+    Raises:
+        ValueError: if there are not as many cities or numbers.
+    """
     low, high = number_range(digits)
     if not 1 <= count <= min(len(CITIES), high - low):
         raise ValueError(
@@ -126,8 +132,7 @@ def number_range(digits: int) -> tuple[int, int]:
 def least_length(
     rng: np.random.Generator, tokenizer: PreTrainedTokenizerFast, *, needles: int, queries: int, digits: int = 2
 ) -> int:
-    """Tokens of the facts and the question that :func:`make_needle_example` makes with this ``rng`` and a depth: the
-    least ``length`` that it takes."""
+    """The smallest ``length`` that :func:`make_needle_example` accepts with this ``rng`` and a depth, in tokens."""
     cities, numbers = draw_facts(rng, needles, digits)
     facts = [NEEDLE.format(city=city, number=number) for city, number in zip(cities, numbers, strict=True)]
     return sum(len(encode(tokenizer, text)) for text in (*facts, question(cities[:queries])))
@@ -146,10 +151,19 @@ def make_needle_example(
 ) -> NeedleExample:
     """A prompt of at most ``length`` tokens (special tokens not counted), and close to it.
 
-    ``needles`` (N) facts are placed between words of the filler, never inside one another, and ``queries`` (R) of them
-    are asked for. The first one asked for is at ``depth``, a share of the context in tokens (None: drawn uniformly),
-    the others anywhere. Leave the answer room in the model's context beside ``length``. Raises ValueError where
-    ``length``, the filler, the cities or the numbers do not suffice.
+    The needles are inserted between words of the filler. The answer needs room in the model's context in addition to
+    ``length``.
+
+    Args:
+        length: tokens of the prompt, at most.
+        needles: number of needles (N).
+        queries: number of cities that the question asks for (R).
+        depth: place of the first needle asked for, as a share of the context in tokens; None to draw it uniformly. The
+            other needles are anywhere.
+        digits: digits of a number.
+
+    Raises:
+        ValueError: if ``length``, the filler, the cities or the numbers do not suffice.
     """
     if not 1 <= queries <= needles:
         raise ValueError(f"queries must lie between 1 and needles ({needles}), got {queries}")
@@ -198,7 +212,7 @@ def _context(
     budget: int,
     depth: float,
 ) -> tuple[str, list[int]]:
-    """Filler of ``budget`` tokens with the sentences in it, and the character at which each sentence starts."""
+    """Filler of ``budget`` tokens with the sentences in it, and the character where each sentence starts."""
     first, last = filler.window(rng, tokenizer, budget)
     pieces = np.array(filler.words[first:last], dtype=object)
     lengths = np.diff(filler.tokens(tokenizer).starts[first : last + 1])

@@ -1,4 +1,4 @@
-"""Which positions are associative-recall hits: the split of Table 6."""
+"""Associative-recall hits (AR-Hit), the positions that Table 6 reports separately."""
 
 import numpy as np
 
@@ -13,11 +13,17 @@ def frequent_ngrams(token_ids: np.ndarray, n: int = 2, *, threshold: int, vocab_
 
 
 def ar_hits(token_ids: np.ndarray, frequent: np.ndarray, n: int = 2, *, vocab_size: int) -> np.ndarray:
-    """True at t where the n-gram ending at t occurred before in the same row and is not ``frequent``: bool [B, T].
+    """Whether the n-gram ending at t occurred before in the same row and is not ``frequent``: bool [B, T].
 
-    ``token_ids`` is [B, T]; ``frequent`` is what :func:`frequent_ngrams` found in the training set with the same ``n``
-    and ``vocab_size``. Such a token can be predicted from the context alone (associative recall); True marks the token
-    that is predicted, so the loss of its label, not of its successor's, is an AR-Hit loss.
+    Such a token can be predicted from the context alone (associative recall). True marks the predicted token, so the
+    loss of its label, not of its successor's, is an AR-Hit loss.
+
+    Args:
+        token_ids: int [B, T].
+        frequent: the result of :func:`frequent_ngrams` on the training set with the same ``n`` and ``vocab_size``.
+
+    Raises:
+        ValueError: for ``n`` below 2, n-grams that do not fit 63 bits, or ids outside the vocabulary.
     """
     token_ids = np.asarray(token_ids)
     hits = np.zeros(token_ids.shape, dtype=bool)

@@ -20,9 +20,12 @@ _DOCUMENTS_AT_ONCE = 64
 
 
 def pack_documents(documents: Iterable[Document], tokenizer: PreTrainedTokenizerFast) -> np.ndarray:
-    """All documents as one array of token ids, each followed by the end-of-text token.
+    """All documents as one array of token ids [N], each followed by the end-of-text token.
 
-    [N], uint16 where the vocabulary fits, else uint32.
+    The dtype is uint16 if the vocabulary fits, else uint32.
+
+    Raises:
+        ValueError: if the tokenizer has no end-of-text token.
     """
     end = tokenizer.eos_token_id
     if end is None:
@@ -37,11 +40,14 @@ def pack_documents(documents: Iterable[Document], tokenizer: PreTrainedTokenizer
 
 
 class PackedCorpus:
-    """Windows of ``length`` tokens, each token at most once an epoch.
+    """Rows that are windows of ``length`` tokens of a corpus. Each token occurs at most once an epoch.
 
-    Row i is a pure function of (seed, i), so that resuming needs nothing but the row's index. The tokens are taken as a
-    ring; epoch e cuts it from an offset of its own and visits the windows in an order of its own. With
-    ``shuffle=False``, for evaluation, every epoch is the corpus in order from its first token.
+    Row i is a pure function of (seed, i), so that resuming needs only the row's index. The corpus is treated as a ring:
+    each epoch cuts it into windows from a random offset and visits them in a random order. With ``shuffle=False``, for
+    evaluation, every epoch is the corpus in order from its first token.
+
+    Raises:
+        ValueError: for a length below 2, or fewer tokens than one window.
     """
 
     def __init__(self, tokens: np.ndarray | Shards, length: int, *, seed: int = 0, shuffle: bool = True):
@@ -66,7 +72,7 @@ class PackedCorpus:
         seed: int = 0,
         shuffle: bool = True,
     ) -> PackedCorpus:
-        """Tokenise ``documents`` (:func:`pack_documents`) and cut them."""
+        """The windows of ``documents``, tokenised by :func:`pack_documents`."""
         return cls(pack_documents(documents, tokenizer), length, seed=seed, shuffle=shuffle)
 
     def rows(self, first: int, count: int) -> tuple[np.ndarray, np.ndarray]:
@@ -85,7 +91,7 @@ class PackedCorpus:
         return input_ids, input_ids.copy()
 
     def _starts(self, epoch: int, places: np.ndarray) -> np.ndarray:
-        """First token of the windows at some ``places`` of an epoch's visit: int64, as many."""
+        """Positions of the first token of the windows at ``places`` in the order of an epoch: int64, as ``places``."""
         if not self.shuffle:
             return places * self.length
         if self._epoch is None or self._epoch[0] != epoch:

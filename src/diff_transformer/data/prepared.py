@@ -1,4 +1,4 @@
-"""Prepared folders, as they are read: tokens that stay on the disk, and rows in an order that takes no memory."""
+"""Reading prepared folders: tokens that stay on the disk, and rows in an order that takes no memory."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from diff_transformer.data.prepare.folder import (
     SIDES,
     TOKENS,
     load_prepared_tokenizer,
-    mending,
     read_manifest,
+    repair_command,
     wrong_size,
 )
 from diff_transformer.data.seeding import permuted, training_rng
@@ -29,14 +29,14 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
 _DECODED_BYTES = 8_000_000
-_OPEN_AT_ONCE = 128  # memory maps hold a file open each
+_OPEN_AT_ONCE = 128  # each memory map holds a file open
 
 
 class Shards:
     """One side of a prepared folder as a read-only array of N tokens, each document followed by the end of text.
 
     ``len(shards)``, ``shards.dtype``, ``shards[a:b]`` and ``shards[positions]`` with an integer array are as for an
-    array in memory and copy what they return, no more: the files are mapped into memory, at most 128 at a time.
+    array in memory. They copy only what they return: the files are mapped into memory, at most 128 at a time.
 
     Raises:
         FileNotFoundError, ValueError: if the folder is not prepared, not complete, or a file of it is missing or has
@@ -55,7 +55,7 @@ class Shards:
         for record in self._records:
             problem = wrong_size(self._files, record, manifest["dtype"])
             if problem:
-                raise ValueError(f"{problem}. Mend the folder with `{mending(folder)}`")
+                raise ValueError(f"{problem}. Repair the folder with `{repair_command(folder)}`")
         self._ends = np.cumsum([record["tokens"] for record in self._records])  # int64 [shards]
         self._starts = self._ends - [record["tokens"] for record in self._records]
         self._maps: OrderedDict[str, np.ndarray] = OrderedDict()
@@ -69,7 +69,7 @@ class Shards:
         return (len(self),)
 
     def __getitem__(self, index: slice | np.ndarray) -> np.ndarray:
-        """Tokens of a slice without a step, or at each of an integer array of positions: ``dtype``, its shape."""
+        """The tokens of a slice without a step, or at each position of an integer array: ``dtype``, its shape."""
         if isinstance(index, slice):
             start, stop, step = index.indices(len(self))
             if step != 1:
@@ -103,9 +103,9 @@ class Shards:
 
 
 class PreparedCorpus(PackedCorpus):
-    """Windows of ``length`` tokens of a :class:`Shards`, as those of :class:`PackedCorpus`: each token at most once an
-    epoch, row i a pure function of (seed, i), every epoch with a cut and an order of its own. Any process may ask for
-    any rows; nothing is kept but the maps of the files.
+    """Rows that are windows of ``length`` tokens of a :class:`Shards`, as those of :class:`PackedCorpus`.
+
+    The order of an epoch is computed place by place, so that only the maps of the files are in memory.
 
     Raises:
         ValueError: if there are fewer tokens than a window.
@@ -123,18 +123,20 @@ class PreparedCorpus(PackedCorpus):
 
 
 class LongDocuments(PreparedCorpus):
-    """Rows of a corpus up-sampled by length, for training at long context (sec. 3.3, after Fu et al., arXiv 2402.10171:
-    long documents are repeated within each corpus, so that the proportions of the corpora stay what they are).
+    """Rows of a corpus up-sampled by document length, for training at long context.
 
-    A document is long from ``threshold`` tokens on, its end of text included. An epoch holds
+    Source: section 3.3, after Fu et al., arXiv 2402.10171: long documents are repeated within each corpus, so that the
+    proportions of the corpora do not change.
 
-    - every row of a long document ``factor`` times. Such a row begins with the document, or a whole number of rows
-      after its beginning; a document of m tokens has max(1, round(m / length)) of them, halves rounded up. A row that
-      reaches beyond its document goes on with what follows it in the corpus;
-    - the other documents once, joined and cut into windows as those of a PreparedCorpus.
+    A document with at least ``threshold`` tokens, its end of text included, is long. An epoch holds
 
-    All of it is shuffled together; row i is a pure function of (seed, i). The long documents are kept in memory, 32
-    bytes each, and nothing else.
+    - every row of a long document ``factor`` times. Such a row starts a whole number of rows after the beginning of
+      the document. A document of m tokens has max(1, round(m / length)) rows, halves rounded up. A row that reaches
+      beyond its document continues with the tokens that follow in the corpus;
+    - the other documents once, joined and cut into windows as in a PreparedCorpus.
+
+    All rows are shuffled together. Row i is a pure function of (seed, i). Only the places of the long documents are in
+    memory, 32 bytes each.
 
     Raises:
         ValueError: if no document is long, or threshold or factor is below 1.
@@ -153,7 +155,9 @@ class LongDocuments(PreparedCorpus):
         self.threshold, self.factor = threshold, factor
         self._long_starts = starts
         rows = np.maximum(1, (2 * sizes + length) // (2 * length))
-        self._rows_before = np.concatenate([[0], np.cumsum(rows)])  # rows of the long documents before each, and of all
+        self._rows_before = np.concatenate(
+            [[0], np.cumsum(rows)]
+        )  # rows of the long documents before each, then of all
         self._long_before = np.concatenate([[0], np.cumsum(sizes)])  # the same in tokens
         self._other_before = starts - self._long_before[:-1]  # tokens of other documents before each long one
         self.num_other = len(tokens) - int(self._long_before[-1])
@@ -170,7 +174,7 @@ class LongDocuments(PreparedCorpus):
         return input_ids, input_ids.copy()
 
     def _positions(self, epoch: int, places: np.ndarray) -> np.ndarray:
-        """Positions of the tokens of some rows of an epoch: int64 [places, length]."""
+        """Positions of the tokens of the rows at ``places`` of an epoch: int64 [places, length]."""
         rng = training_rng(self.seed, "prepared", epoch)
         offset = rng.integers(max(1, self.num_other))
         chosen = permuted(places, self.num_windows, rng)
@@ -179,7 +183,7 @@ class LongDocuments(PreparedCorpus):
         steps = np.arange(self.length)
         if other.any():
             among = (offset + chosen[other][:, None] * self.length + steps) % self.num_other
-            before = np.searchsorted(self._other_before, among, side="right")  # long documents passed
+            before = np.searchsorted(self._other_before, among, side="right")  # number of long documents before
             positions[other] = among + self._long_before[before]
         row = (chosen[~other] - self._other_windows) % int(self._rows_before[-1])
         document = np.searchsorted(self._rows_before, row, side="right") - 1
@@ -202,9 +206,9 @@ def _documents_from(tokens: Shards, threshold: int) -> tuple[np.ndarray, np.ndar
 
 
 def decoded_corpus(folder: Path | str, max_bytes: int | None = None) -> Corpus:
-    """The first documents of both sides as text, for what needs words: about ``max_bytes`` of each (default: 8 MB).
+    """The first documents of both sides, decoded to text: about ``max_bytes`` of each side (default: 8 MB).
 
-    Where the tokenizer is byte-level the text is what was prepared.
+    With a byte-level tokenizer, the text is the one that was prepared.
     """
     tokenizer = load_prepared_tokenizer(folder)
     limit = _DECODED_BYTES if max_bytes is None else max_bytes
@@ -213,7 +217,7 @@ def decoded_corpus(folder: Path | str, max_bytes: int | None = None) -> Corpus:
 
 
 def _decoded(tokens: Shards, tokenizer: PreTrainedTokenizerFast, limit: int) -> Iterable[Document]:
-    """Whole documents, but one that is longer than what is left is cut after as many tokens."""
+    """Whole documents, up to about ``limit`` bytes; the last one is cut if it is too long."""
     done, number = 0, 0
     for start, end in _spans(tokens):
         ids = tokens[start : min(end - 1, start + limit - done)]

@@ -20,11 +20,15 @@ MIN_CHARACTERS = 200
 
 @cache
 def load_python_library() -> Corpus:
-    """Every topic of the language reference (where ``pydoc_data`` is installed), then, for each module of the standard
-    library, a document of its docstrings and one of its code without them.
+    """The documentation and the code of the running Python's standard library, as a corpus.
 
-    Prose and code alternate, so that a capped corpus holds both. The two documents of a module fall on the same side of
-    the split. Test folders, third-party packages and files that are not UTF-8 or do not parse are left out.
+    It has the topics of the language reference (if ``pydoc_data`` is installed) and, for each module, a document of its
+    docstrings and a document of its code without them. The two are on the same side of the split. Prose and code
+    alternate, so that a capped corpus has both. Left out are test folders, third-party packages, and files that are not
+    UTF-8 or do not parse.
+
+    Raises:
+        ValueError: if this Python has no sources.
     """
     prose, code = _topics(), []
     root = Path(sysconfig.get_paths()["stdlib"])
@@ -48,7 +52,7 @@ def _modules(root: Path) -> Iterator[Path]:
 
 
 def _alternate(documents: list[Document]) -> list[Document]:
-    """Prose, code, prose, code, ... and what is left of the longer list."""
+    """Prose, code, prose, code, ..., then the rest of the longer list."""
     code = [document for document in documents if document.name.startswith("code/")]
     prose = [document for document in documents if not document.name.startswith("code/")]
     return [document for document in chain.from_iterable(zip_longest(prose, code)) if document is not None]
@@ -63,7 +67,7 @@ def _topics() -> list[Document]:
 
 
 def _prose_and_code(path: Path) -> tuple[str, str]:
-    """(docstrings with the names they document, the source without them); both empty where the file cannot be read."""
+    """(docstrings with the names they document, the source without them); both empty if the file cannot be parsed."""
     try:
         source = path.read_text(encoding="utf-8")
         with warnings.catch_warnings():
@@ -84,7 +88,7 @@ def _prose_and_code(path: Path) -> tuple[str, str]:
 
 
 def _definitions(node: ast.AST) -> Iterator[ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef]:
-    """The module, classes and functions in the order of the source; expressions are not searched."""
+    """The module, its classes and its functions, in the order of the source."""
     if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
         yield node
     for child in ast.iter_child_nodes(node):

@@ -3,7 +3,7 @@
     n k1 v1 n n k2 v2 n  |  k2 v2  k1 v1
     noise and pairs      |  every key again, in random order, each to be followed by its value
 
-Keys, values and noise are ordinary tokens from three disjoint sets. Only the values after the bar carry a loss.
+Keys, values and noise are ordinary tokens from three disjoint sets. Only the values after the bar have a loss.
 """
 
 from __future__ import annotations
@@ -35,10 +35,14 @@ class RecallVocabulary:
 def recall_vocabulary(
     tokenizer_or_ids: PreTrainedTokenizerFast | Sequence[int] | np.ndarray, num_symbols: int | None = None
 ) -> RecallVocabulary:
-    """``num_symbols`` keys, as many values (default: a quarter of the ids each, at most 256) and the rest as noise.
+    """The division of a vocabulary into keys, values and noise. It has no seed, so training and evaluation agree on it.
 
-    Takes a tokenizer, whose special tokens are left out, or the ids themselves. No seed: training and evaluation of one
-    vocabulary always agree on what is a key.
+    Args:
+        tokenizer_or_ids: a tokenizer, whose special tokens are left out, or token ids.
+        num_symbols: number of keys, and of values (default: a quarter of the ids, at most 256).
+
+    Raises:
+        ValueError: if no ids are left for noise.
     """
     if isinstance(tokenizer_or_ids, Sequence | np.ndarray):
         ids = np.unique(np.asarray(tokenizer_or_ids, dtype=np.int64))
@@ -61,7 +65,10 @@ def make_recall_batch(
     """(ids [rows, length], answer_positions [rows, pairs], answers [rows, pairs]), int64.
 
     ``ids[b, answer_positions[b, j]]`` is ``answers[b, j]``; a causal model predicts it from position
-    ``answer_positions[b, j] - 1``. Keys of a row are distinct, and so are its values.
+    ``answer_positions[b, j] - 1``. The keys of a row are distinct, and so are its values.
+
+    Raises:
+        ValueError: for more pairs than there are keys, or a length below ``4 * pairs``.
     """
     _check(vocabulary, length, pairs)
     context = length - 2 * pairs
@@ -69,7 +76,8 @@ def make_recall_batch(
     ids[:, :context] = rng.choice(vocabulary.noise, size=(rows, context))
     keys = _distinct(rng, vocabulary.keys, rows, pairs)
     values = _distinct(rng, vocabulary.values, rows, pairs)
-    # A pair is one unit among context - pairs units; every unit before it that is a pair moves it one token on.
+    # The context is a sequence of context - pairs units, each a pair or a noise token. A unit starts one token later
+    # for each pair before it.
     units = np.sort(_distinct(rng, np.arange(context - pairs), rows, pairs), axis=1)
     starts = units + np.arange(pairs)  # [rows, pairs]
     np.put_along_axis(ids, starts, keys, axis=1)
@@ -83,7 +91,13 @@ def make_recall_batch(
 
 
 class RecallSource:
-    """Training rows of the task; row i is a pure function of (seed, i). Labels are -100 but at the queried values."""
+    """Training rows of the task. Row i is a pure function of (seed, i). Labels are -100 except at the queried values.
+
+    Args:
+        tokenizer_or_ids, num_symbols: as for ``recall_vocabulary``.
+        length: tokens a row.
+        pairs: key-value pairs in a row.
+    """
 
     def __init__(
         self,
@@ -122,5 +136,5 @@ def _check(vocabulary: RecallVocabulary, length: int, pairs: int) -> None:
 
 
 def _distinct(rng: np.random.Generator, pool: np.ndarray, rows: int, count: int) -> np.ndarray:
-    """``count`` distinct members of ``pool`` for each row: [rows, count]."""
+    """``count`` distinct members of ``pool`` in each row: [rows, count]."""
     return pool[np.argsort(rng.random((rows, len(pool))), axis=1)[:, :count]]

@@ -11,12 +11,12 @@ _TRAINING, _EVALUATION = 0, 1
 
 
 def training_rng(seed: int, *key: int | np.integer | str) -> np.random.Generator:
-    """The generator of a training item: a pure function of ``seed`` and ``key`` (say ``"needles", row_index``)."""
+    """The generator of a training item: a pure function of ``seed`` and ``key`` (such as ``"needles", row_index``)."""
     return _rng(seed, _TRAINING, key)
 
 
 def evaluation_rng(seed: int, *key: int | np.integer | str) -> np.random.Generator:
-    """The generator of an evaluation item: no seed and key give a stream that :func:`training_rng` gives for any."""
+    """The generator of an evaluation item. Its stream differs from every stream of :func:`training_rng`."""
     return _rng(seed, _EVALUATION, key)
 
 
@@ -30,10 +30,19 @@ _MULTIPLIERS = (np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB))
 
 
 def permuted(places: np.ndarray, size: int, rng: np.random.Generator) -> np.ndarray:
-    """What stands at ``places`` (int64, any shape, in [0, size)) of a permutation of ``range(size)`` drawn by ``rng``.
+    """The entries at ``places`` of a permutation of ``range(size)`` drawn by ``rng``, each computed separately.
 
-    A Feistel network permutes the numbers below the next power of four; one that falls outside ``size`` is permuted
-    again until it is inside (cycle walking: Black and Rogaway 2002), fewer than four times on average.
+    A Feistel network permutes the numbers below the next power of four. A result of ``size`` or more is permuted again
+    until it is smaller (cycle walking: Black and Rogaway 2002), fewer than four times on average.
+
+    Args:
+        places: int64, any shape, in [0, size).
+
+    Returns:
+        int64, the shape of ``places``.
+
+    Raises:
+        ValueError: for a size below 1. IndexError: for a place outside [0, size).
     """
     if size < 1:
         raise ValueError(f"size is {size}; a permutation needs at least one thing")

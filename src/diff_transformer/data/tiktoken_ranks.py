@@ -1,4 +1,4 @@
-"""cl100k, the tokenizer of the paper's 3B models (appendix C), from tiktoken's ranks to one that Hugging Face loads."""
+"""cl100k, the tokenizer of the paper's 3B models (appendix C), converted from tiktoken to Hugging Face's format."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ CL100K = "cl100k"
 SUFFIX = ".tiktoken"
 END_OF_TEXT = "<|endoftext|>"
 
-# How cl100k splits text before it merges bytes; tiktoken writes the same with possessive quantifiers.
+# cl100k splits text by this pattern before it merges bytes; tiktoken writes it with possessive quantifiers.
 PIECES = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s+\z|\s*[\r\n]+|"
     r"\s+(?!\S)|\s+"
@@ -30,20 +30,19 @@ _SPECIAL = {
 
 
 def is_tiktoken(name: str | Path) -> bool:
-    """Whether ``name`` asks for tiktoken: "cl100k", or a file of ranks."""
+    """Whether ``name`` is "cl100k" or a file of tiktoken ranks."""
     return str(name) == CL100K or Path(name).suffix == SUFFIX
 
 
 def tiktoken_tokenizer(name: str | Path) -> PreTrainedTokenizerFast:
-    """``"cl100k"`` through tiktoken, which downloads its ranks once (or finds them in ``TIKTOKEN_CACHE_DIR``), or a
-    file of ranks in tiktoken's format, with which text is split as cl100k splits it.
+    """``"cl100k"``, or a file of ranks in tiktoken's format, with cl100k's splitting of text.
 
-    The ids are tiktoken's own. Ids that stand for nothing get a token ``<|unused_ID|>``, so that the vocabulary has no
-    holes: cl100k has 100,277. With other ranks the end of text follows the last of them.
+    tiktoken downloads cl100k's ranks once, or finds them in ``TIKTOKEN_CACHE_DIR``. The ids are tiktoken's. Unused ids
+    get a token ``<|unused_ID|>``, so that the vocabulary has no gaps: cl100k has 100,277 tokens. With other ranks, the
+    end of text is the id after the last rank.
 
     Raises:
-        ValueError: without ``tiktoken``, without the network and without a copy of the ranks, or for a file that is
-            none, saying what to do.
+        ValueError: if ``tiktoken`` is not installed, the ranks cannot be downloaded, or the file is not one of ranks.
     """
     try:
         from tiktoken.load import load_tiktoken_bpe
@@ -72,7 +71,7 @@ def _cl100k() -> tuple[dict[bytes, int], dict[str, int]]:
 
     try:
         encoding = cast(Any, tiktoken.get_encoding("cl100k_base"))
-    except Exception as error:  # what it raises without a network depends on its version and on where it fails
+    except Exception as error:  # the type depends on the library's version and on where it fails
         raise ValueError(
             "tiktoken has no copy of cl100k_base and cannot download it "
             f"({type(error).__name__}: {(str(error) or 'no reason given').splitlines()[0]}); connect this machine "

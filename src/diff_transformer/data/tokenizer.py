@@ -30,12 +30,16 @@ PIECES = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenizerFast:
-    """A byte-level BPE tokenizer trained on ``texts``: any Unicode text survives encoding and decoding unchanged.
+    """A byte-level BPE tokenizer trained on ``texts``. Decoding the tokens of any Unicode text gives the same text.
 
-    Every digit is a token of its own, together with the space before it, if any: " 42" is two tokens, whatever the
-    texts. ``vocab_size`` counts the special tokens ``<|endoftext|>`` (beginning and end of text) and ``<|pad|>``, the
-    256 bytes and the ten digits with a space; a small corpus may fill less of it. Raises ValueError where
-    ``vocab_size`` is below 268 or there is no text.
+    Every digit is a token, together with the space before it, if any: " 42" is always two tokens.
+
+    Args:
+        vocab_size: number of tokens, at most. It includes the special tokens ``<|endoftext|>`` (beginning and end of
+            text) and ``<|pad|>``, the 256 bytes, and the ten digits with a space. A small corpus may give fewer.
+
+    Raises:
+        ValueError: if ``vocab_size`` is below 268 or there is no text.
     """
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
@@ -74,7 +78,7 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenize
 
 
 def byte_tokenizer() -> PreTrainedTokenizerFast:
-    """One token a byte of UTF-8, with the byte as its id; then ``<|endoftext|>`` (256) and ``<|pad|>`` (257)."""
+    """A tokenizer with one token for each byte of UTF-8, its id; ``<|endoftext|>`` is 256 and ``<|pad|>`` 257."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
     # The byte-level alphabet writes a printable byte as itself and the others as chr(256), chr(257), ... in order.
@@ -88,17 +92,21 @@ def byte_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def tokenizer_of(state: str) -> PreTrainedTokenizerFast:
-    """The tokenizer that :func:`train_tokenizer` gave, from the JSON of its ``backend_tokenizer``."""
+    """A tokenizer of :func:`train_tokenizer`, from the JSON of its ``backend_tokenizer``."""
     from tokenizers import Tokenizer
 
     return _wrap(Tokenizer.from_str(state))
 
 
 def load_tokenizer(name_or_path: str | Path) -> PreTrainedTokenizerFast:
-    """``"bytes"``, ``"cl100k"`` or a file of tiktoken's ranks, a folder written by ``save_pretrained``, or the name of
-    a tokenizer on the Hugging Face hub.
+    """The tokenizer with a name or path.
 
-    Raises ValueError for a folder or name that gives no tokenizer, or one without a fast (Rust) backend.
+    Args:
+        name_or_path: ``"bytes"``, ``"cl100k"``, a file of tiktoken ranks, a folder written by ``save_pretrained``, or a
+            name on the Hugging Face hub.
+
+    Raises:
+        ValueError: if there is no such tokenizer, or it has no fast (Rust) backend.
     """
     if str(name_or_path) == "bytes":
         return byte_tokenizer()
@@ -108,7 +116,7 @@ def load_tokenizer(name_or_path: str | Path) -> PreTrainedTokenizerFast:
 
     try:
         tokenizer = AutoTokenizer.from_pretrained(str(name_or_path))
-    except Exception as error:  # of a damaged file: KeyError, TypeError, or an Exception of no kind of its own
+    except Exception as error:  # a damaged file can raise KeyError, TypeError, or a plain Exception
         raise ValueError(
             f"no tokenizer at {str(name_or_path)!r}; give 'bytes', a folder written by save_pretrained, 'cl100k', or a "
             f"hub name that is cached or can be downloaded ({first_line(error)})"
@@ -120,7 +128,7 @@ def load_tokenizer(name_or_path: str | Path) -> PreTrainedTokenizerFast:
 def encode(tokenizer: PreTrainedTokenizerFast, text: str) -> np.ndarray:
     """Token ids of ``text``, int64 [T], without special tokens.
 
-    The spelling of a special token inside the text is text too: it gives the tokens of its characters.
+    The spelling of a special token inside the text is treated as text.
     """
     return encode_all(tokenizer, [text])[0]
 
@@ -135,7 +143,11 @@ def encode_all(tokenizer: PreTrainedTokenizerFast, texts: Sequence[str]) -> list
 def token_spans(
     tokenizer: PreTrainedTokenizerFast, text: str, spans: Iterable[tuple[int, int]]
 ) -> list[tuple[int, int]]:
-    """Character spans (start, end) of ``text`` as token spans: every token that shares a character with the span."""
+    """The token spans (start, end) of character spans of ``text``: all tokens that share a character with the span.
+
+    Raises:
+        ValueError: for a span that no token covers.
+    """
     with _plain(require_fast(tokenizer)) as backend:
         offsets = np.array(backend.encode(text, add_special_tokens=False).offsets, dtype=np.int64).reshape(-1, 2)
     found = []
@@ -148,14 +160,14 @@ def token_spans(
 
 
 def tokenizer_hash(tokenizer: PreTrainedTokenizerFast) -> str:
-    """16 hexadecimal digits that change with anything that changes the tokens (not with padding or truncation)."""
+    """A hash, 16 hexadecimal digits, of everything that affects the tokens (not of padding and truncation)."""
     state = json.loads(require_fast(tokenizer).to_str())
     state["padding"] = state["truncation"] = None
     return hashlib.sha256(json.dumps(state, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def require_fast(tokenizer: object) -> Tokenizer:
-    """The Rust backend of a tokenizer, which alone knows where in a text its tokens are; ValueError if it has none."""
+    """The Rust backend of a tokenizer, which is needed for the offsets of tokens; ValueError if it has none."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
         raise ValueError(f"{type(tokenizer).__name__} has no fast backend; give a tokenizer saved with tokenizer.json")
@@ -163,7 +175,7 @@ def require_fast(tokenizer: object) -> Tokenizer:
 
 
 def _with_spaced_digits(backend: Tokenizer, vocab_size: int) -> BPE:
-    """The trained model with " 0" to " 9" among its tokens, at the cost of the merges that were learned last."""
+    """The trained model with the tokens " 0" to " 9", which replace the merges that were learned last."""
     from tokenizers.models import BPE
     from tokenizers.pre_tokenizers import ByteLevel
 
@@ -196,8 +208,7 @@ def _wrap(backend: Tokenizer) -> PreTrainedTokenizerFast:
 
 @contextmanager
 def _plain(backend: Tokenizer) -> Generator[Tokenizer]:
-    """The backend without padding and truncation, which a call of the Hugging Face tokenizer leaves switched on, and
-    with the spelling of special tokens read as text; as it was afterwards."""
+    """Context in which the backend does not pad or truncate, and treats the spelling of special tokens as text."""
     special, padding, truncation = backend.encode_special_tokens, backend.padding, backend.truncation
     backend.encode_special_tokens = True
     backend.no_padding()

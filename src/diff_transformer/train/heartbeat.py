@@ -1,8 +1,8 @@
-"""Naming the process that holds up the others: each says where it is, and all watch.
+"""A watchdog for distributed training that names the process that holds up the others.
 
-In distributed training one process that stalls makes every other one wait inside a collective operation, for as long as
-that operation's own timeout, which then names nobody. Here each process publishes (step, phase) to a store that rank 0
-keeps. When nothing has moved for ``seconds``, the processes furthest behind, or silent, are named and the run ends.
+If one process stalls, every other one waits inside a collective operation until that operation times out, with an error
+that names no process. Here each process publishes (step, phase) to a store on rank 0. If no process makes progress for
+``seconds``, the run ends with a message that names the processes that are furthest behind or silent.
 """
 
 import json
@@ -20,28 +20,28 @@ import torch.distributed as dist
 
 PHASES = ("waiting for data", "forward and backward", "update", "validation", "checkpoint")
 EXIT_CODE = 75  # EX_TEMPFAIL: the run can be resumed
-_CHECKS, _LONGEST_PAUSE = 10, 5.0  # looks in the time that is allowed; at most so many seconds between them
-_OVER = "over"  # key of the store: set once a process has ended the run
+_CHECKS, _LONGEST_PAUSE = 10, 5.0  # checks within `seconds`; seconds between checks, at most
+_OVER = "over"  # key in the store, set when a process ends the run
 
 
 @dataclass(frozen=True)
 class Sign:
-    """The last sign of life of a process. ``age``: seconds it has been in its phase, as far as is known; ``silent``:
-    seconds since the sign."""
+    """The last sign of life of a process."""
 
-    step: int
-    phase: str
-    age: float
-    silent: float
-    where: str = ""
+    step: int  # from 0
+    phase: str  # one of PHASES
+    age: float  # seconds in this phase, as far as is known
+    silent: float  # seconds since the sign
+    where: str = ""  # host and process id
 
     @property
     def place(self) -> tuple[int, int]:
+        """(step, index of the phase), which orders processes by progress."""
         return self.step, PHASES.index(self.phase)
 
 
 def stalled(signs: dict[int, Sign], seconds: float) -> list[int]:
-    """Ranks that hold up the others, [] while any process moves, every rank where none is behind the others."""
+    """The ranks that hold up the others: [] while any process makes progress, all ranks if none is behind."""
     if any(sign.age < seconds for sign in signs.values()):
         return []
     silent = [rank for rank, sign in signs.items() if sign.silent >= seconds]
@@ -52,7 +52,7 @@ def stalled(signs: dict[int, Sign], seconds: float) -> list[int]:
 
 
 def describe(signs: dict[int, Sign], ranks: list[int], seconds: float) -> str:
-    """The message that names ``ranks``."""
+    """The error message that names ``ranks``."""
     if len(ranks) == len(signs) > 1:
         sign = signs[ranks[0]]
         return (
@@ -72,13 +72,13 @@ def describe(signs: dict[int, Sign], ranks: list[int], seconds: float) -> str:
 
 
 class Heartbeat:
-    """Says where this process is and watches the others; a context manager around the loop that gives ``at``.
+    """Publishes the progress of this process and watches the others. As a context manager, it yields ``at``.
 
     Args:
-        rank, world: this process and the number of all.
-        seconds: how long nothing may move; 0 for as long as it likes.
-        share: gives every process what it is called with on rank 0 (Fabric's ``broadcast``).
-        say: what to do with the message before the process ends with ``EXIT_CODE``; on one process alone.
+        rank, world: this process's rank and the number of processes.
+        seconds: time without progress after which the run ends; 0 for no limit.
+        share: returns rank 0's argument on every process (Fabric's ``broadcast``).
+        say: called with the message on one process, before all end with ``EXIT_CODE``.
     """
 
     def __init__(
@@ -110,7 +110,7 @@ class Heartbeat:
         self._thread = threading.Thread(target=self._watch, name="heartbeat", daemon=True)
 
     def at(self, step: int, phase: str) -> None:
-        """This process is now in ``phase`` of ``step`` (from 0)."""
+        """Record that this process is in ``phase`` of ``step`` (from 0)."""
         self._now, self._since = (step, phase), time.monotonic()
 
     def __enter__(self) -> Callable[[int, str], None]:
@@ -130,7 +130,7 @@ class Heartbeat:
             count += 1
             try:
                 signs = self.exchange(count)
-            except (RuntimeError, OSError):  # the store is gone or does not answer
+            except (RuntimeError, OSError):  # the store does not answer
                 silent = time.monotonic() - self._answered
                 if silent < self.seconds or self._over.is_set():
                     continue
@@ -143,7 +143,7 @@ class Heartbeat:
                 self.end(signs, ranks)
 
     def exchange(self, count: int) -> dict[int, Sign]:
-        """Say where this process is, for the ``count``-th time, and hear where all are; end if another has ended."""
+        """Publish this process's progress for the ``count``-th time and read everyone's; exit if the run is over."""
         now = time.monotonic()
         (step, phase), age = self._now, now - self._since
         where = f" ({socket.gethostname()}, process {os.getpid()})"
@@ -163,11 +163,11 @@ class Heartbeat:
         return signs
 
     def end(self, signs: dict[int, Sign], ranks: list[int]) -> None:
-        """End this process, with the message if it is the first that waits for ``ranks``, once all could hear of it."""
+        """Exit, after all processes could learn of it. The first rank that waits for ``ranks`` prints the message."""
         waiting = [rank for rank in signs if rank not in ranks]
         if self.rank == min(waiting or ranks):
             self._say(describe(signs, ranks, self.seconds) + "; the last checkpoint is intact, continue with --resume")
-            with suppress(RuntimeError, OSError):  # where the store is what does not answer
+            with suppress(RuntimeError, OSError):  # the store itself may not answer
                 self._store.set(_OVER, "yes")
         time.sleep(2 * self._pause)  # rank 0 keeps the store
         os._exit(EXIT_CODE)

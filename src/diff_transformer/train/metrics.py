@@ -1,4 +1,4 @@
-"""What a run writes at each logged step: a line of JSON, TensorBoard scalars in groups, and alarms."""
+"""The metrics of a run: lines of JSON, TensorBoard scalars in groups, and warnings about lambda."""
 
 import json
 import logging
@@ -10,7 +10,7 @@ from diff_transformer.durable import explained, write_whole
 
 logger = logging.getLogger("diff_transformer")
 
-GROUPS = {  # key of a line -> name of its TensorBoard scalar, or of the group of its scalars
+GROUPS = {  # key of a line -> name of its TensorBoard scalar, or group of its scalars
     "loss": "loss/train",
     "validation_loss": "loss/validation",
     "loss_by_source": "loss by source",
@@ -27,10 +27,12 @@ GROUPS = {  # key of a line -> name of its TensorBoard scalar, or of the group o
 
 
 class MetricsLog:
-    """``metrics.jsonl`` and TensorBoard files in a run's folder. Resuming drops the lines after the checkpoint; a run
-    that goes on from step 0 writes all anew, the line of step 0 too.
+    """Writes ``metrics.jsonl`` and TensorBoard files in a run's folder.
 
-    With ``active`` False (every rank but the first) nothing is written.
+    Args:
+        folder: of the run.
+        resumed_step: step of the checkpoint; lines after it are dropped, and at 0 all lines.
+        active: False on every rank but the first, which then writes nothing.
     """
 
     def __init__(self, folder: Path, resumed_step: int, *, active: bool = True):
@@ -48,10 +50,10 @@ class MetricsLog:
         self._board = SummaryWriter(str(folder / "tensorboard"), purge_step=resumed_step + 1 if resumed_step else None)
 
     def write(self, step: int, values: dict[str, Any]) -> None:
-        """One line: ``step`` and ``values``, numbers by name, lists by layer, dictionaries by part.
+        """Write one line: ``step`` and ``values``, which are numbers, lists by layer, or dictionaries by part.
 
         Raises:
-            DiskError: if the disk does not take it.
+            DiskError: if the write fails.
         """
         if self._file is None or self._board is None:
             return
@@ -64,12 +66,12 @@ class MetricsLog:
         self._watch(step, values.get("lambda", []))
 
     def note(self, step: int, text: str) -> None:
-        """A line with something that happened at ``step``, for whoever reads the run later."""
+        """Write a line with a note about ``step``, for people."""
         if self._file is not None:
             self._file.write(json.dumps({"step": step, "note": text}) + "\n")
 
     def flush(self) -> None:
-        """Bring the lines so far to the disk: a checkpoint must not be there without them."""
+        """Flush the lines to the disk; call this before a checkpoint is written."""
         if self._file is not None:
             self._file.flush()
             os.fsync(self._file.fileno())
@@ -87,7 +89,7 @@ class MetricsLog:
 
 
 def scalars(values: dict[str, Any]) -> list[tuple[str, float]]:
-    """The TensorBoard scalars of a line, by group: ("grad norm/query", 0.3), ("lambda/layer 0", 0.2), ..."""
+    """The TensorBoard scalars of a line, with group names: ("grad norm/query", 0.3), ("lambda/layer 0", 0.2), ..."""
     found: list[tuple[str, float]] = []
     for name, value in values.items():
         group = GROUPS.get(name, name)
@@ -101,8 +103,7 @@ def scalars(values: dict[str, Any]) -> list[tuple[str, float]]:
 
 
 def read_metrics(path: Path) -> list[dict]:
-    """The whole lines of a ``metrics.jsonl``, as far as they are whole: what a crash cut short, and what follows it,
-    is left out."""
+    """The lines of a ``metrics.jsonl`` up to the first damaged one, which a crash may leave."""
     if not path.exists():
         return []
     lines = []

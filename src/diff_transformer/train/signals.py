@@ -1,4 +1,4 @@
-"""Being asked to stop: Ctrl-C by a person, SIGTERM by a scheduler that wants the machine back."""
+"""Requests to stop: Ctrl-C from a person, SIGTERM from a scheduler."""
 
 import signal
 import threading
@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 
 class Interrupted(KeyboardInterrupt):
-    """The run was asked to stop and has saved its state. ``number`` is the signal that asked."""
+    """The run was asked to stop and has saved its state. ``number`` is the signal."""
 
     def __init__(self, message: str = "", number: int = signal.SIGINT):
         super().__init__(message)
@@ -15,26 +15,28 @@ class Interrupted(KeyboardInterrupt):
 
     @property
     def exit_code(self) -> int:
-        """0 after SIGTERM, by which a scheduler knows that all is well; 130 after Ctrl-C, as in a shell."""
+        """0 after SIGTERM, which tells a scheduler that all is well; 130 after Ctrl-C, as in a shell."""
         return 0 if self.number == signal.SIGTERM else 130
 
 
 class Stopped(KeyboardInterrupt):
-    """SIGTERM reached a process that was not at the steps of a run, and so saved nothing in answer."""
+    """SIGTERM reached a process outside the steps of a run, so that nothing was saved."""
 
     number = signal.SIGTERM
     exit_code = 128 + signal.SIGTERM
 
 
 def once_saved(stopped: KeyboardInterrupt, saved: bool, how: str) -> KeyboardInterrupt:
-    """What the driver of several runs raises when it was stopped: ``Interrupted``, where a run's state is ``saved``,
-    saying ``how`` to go on; else what stopped it."""
+    """The exception that a driver of several runs raises when it was stopped.
+
+    It is ``Interrupted`` with ``how`` to continue if a run's state is ``saved``, else ``stopped`` itself.
+    """
     number = getattr(stopped, "number", signal.SIGINT)
     return Interrupted(f"stopped, state saved; {how}", number) if saved else stopped
 
 
 class StopRequest:
-    """Whether someone asked to stop, and by which signal: asked between steps, ``if stop(): ...``."""
+    """Whether the process was asked to stop, ``if stop(): ...``, and by which signal."""
 
     number: int | None = None
 
@@ -44,9 +46,10 @@ class StopRequest:
 
 @contextmanager
 def stop_requests() -> Generator[StopRequest]:
-    """Turn Ctrl-C and SIGTERM into a question. A second Ctrl-C stops at once; a second SIGTERM changes nothing.
+    """Context in which Ctrl-C and SIGTERM set the yielded ``StopRequest`` instead of stopping the process.
 
-    Outside the main thread signals cannot be caught, and the answer is always no.
+    A second Ctrl-C raises KeyboardInterrupt at once; a second SIGTERM has no effect. Outside the main thread, signals
+    cannot be caught, and the request is never set.
     """
     stop = StopRequest()
 
@@ -61,7 +64,7 @@ def stop_requests() -> Generator[StopRequest]:
 
 @contextmanager
 def sigterm_interrupts() -> Generator[None]:
-    """Let SIGTERM raise ``Stopped``, as Ctrl-C raises KeyboardInterrupt."""
+    """Context in which SIGTERM raises ``Stopped``, as Ctrl-C raises KeyboardInterrupt."""
 
     def interrupt(number, frame):
         raise Stopped

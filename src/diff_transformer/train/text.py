@@ -1,4 +1,4 @@
-"""The running text of a run: a corpus that is tokenised in memory, or prepared folders that stay on the disk."""
+"""The text that a run trains on: a corpus that is tokenised in memory, or prepared folders that stay on the disk."""
 
 from __future__ import annotations
 
@@ -27,18 +27,17 @@ _TOKENS_COUNTED = 20_000_000
 
 @dataclass(frozen=True)
 class Text:
-    """``corpus``: documents as text, of prepared folders the first ones; ``source``: rows to train on; ``parts`` and
-    ``held_out``: the training rows and the held-out rows of each corpus by name, with its weight in ``weights``."""
+    """The text of a run, as documents and as rows of tokens."""
 
-    corpus: Corpus
+    corpus: Corpus  # documents; of prepared folders the first ones
     tokenizer: PreTrainedTokenizerFast
-    source: RowSource
-    parts: dict[str, PackedCorpus]
-    held_out: dict[str, PackedCorpus]
-    weights: dict[str, float] = field(default_factory=dict)
+    source: RowSource  # rows to train on
+    parts: dict[str, PackedCorpus]  # training rows by corpus
+    held_out: dict[str, PackedCorpus]  # held-out rows by corpus
+    weights: dict[str, float] = field(default_factory=dict)  # by corpus
 
     def validation_rows(self, count: int) -> np.ndarray:
-        """At most ``count`` held-out windows, spread evenly over each corpus: int64 [rows, length]."""
+        """At most ``count`` held-out rows, spread evenly over each corpus: int64 [rows, length]."""
         rows = []
         for name, share in apportion(self.weights, count).items():
             packed = self.held_out[name]
@@ -47,8 +46,10 @@ class Text:
         return np.concatenate(rows)
 
     def tokens(self, limit: int = _TOKENS_COUNTED) -> np.ndarray:
-        """Training tokens to count n-grams in: all of a corpus in memory; of prepared folders the first ``limit``,
-        shared out by weight. [N]"""
+        """Training tokens [N] to count n-grams in.
+
+        All tokens of a corpus in memory; of prepared folders the first ``limit``, apportioned by weight.
+        """
         if all(isinstance(packed.tokens, np.ndarray) for packed in self.parts.values()):
             return np.concatenate([np.asarray(packed.tokens) for packed in self.parts.values()])
         shares = apportion(self.weights, limit)
@@ -58,11 +59,16 @@ class Text:
 def load_text(
     data: DataConfig, seed: int, make_tokenizer: Callable[[Corpus], PreTrainedTokenizerFast], vocab_size: int
 ) -> Text:
-    """What ``data.corpus`` or ``data.corpora`` names.
+    """The text that ``data.corpus`` or ``data.corpora`` names.
+
+    Args:
+        seed: of the order of the rows.
+        make_tokenizer: called with a corpus in memory; prepared folders have their own tokenizer.
+        vocab_size: of the model, which limits the tokenizer of prepared folders.
 
     Raises:
-        ValueError, FileNotFoundError: for text or a tokenizer that cannot be had, or folders and settings that do not
-            fit together.
+        ValueError, FileNotFoundError: for text or a tokenizer that cannot be loaded, or folders and settings that do
+            not fit together.
     """
     folders = data.corpora or ({data.corpus: 1.0} if is_prepared(data.corpus) else {})
     if folders:
@@ -118,7 +124,7 @@ def _prepared(data: DataConfig, folders: dict[str, float], seed: int, vocab_size
 
 
 def _one_tokenizer(data: DataConfig, folders: list[str], vocab_size: int) -> PreTrainedTokenizerFast:
-    """The tokenizer of all the folders, which must be the one that ``data.tokenizer`` names unless that is "bpe"."""
+    """The tokenizer that all folders share; it must be the one of ``data.tokenizer`` unless that is "bpe"."""
     hashes = {name: read_manifest(name)["tokenizer"]["hash"] for name in folders}
     if len(set(hashes.values())) > 1:
         listed = ", ".join(f"{name} ({found})" for name, found in hashes.items())

@@ -171,7 +171,7 @@ def test_a_killed_process_leaves_no_child_and_its_work_goes_on(tmp_path):
     finished = len(journal.read_text().splitlines())
     assert finished >= 3
     config = PrepareConfig((str(path),), tokenizer="bytes", shard_bytes=100_000)
-    with pytest.raises(FileExistsError, match=r"holds an interrupted preparation; go on with it \(--resume\)"):
+    with pytest.raises(FileExistsError, match=r"holds an interrupted preparation; continue it \(--resume\)"):
         prepare(config, tmp_path / "out")
     prepare(config, tmp_path / "out", resume=True)
     prepare(config, tmp_path / "whole")
@@ -206,7 +206,7 @@ def test_a_child_that_is_killed_is_an_error_that_says_what_to_do(tmp_path, rows)
 
 def test_nothing_is_written_over(tmp_path, rows):
     prepare(rows, tmp_path / "out")
-    with pytest.raises(FileExistsError, match="is prepared already; check or mend it"):
+    with pytest.raises(FileExistsError, match="is prepared already; check or repair it"):
         prepare(rows, tmp_path / "out")
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "notes.txt").write_text("notes")
@@ -264,7 +264,7 @@ def test_text_that_changed_behind_the_same_name_and_size_is_refused(tmp_path, ro
 
 
 @pytest.mark.parametrize("ending", [".tokens", ".documents"])
-def test_a_truncated_or_missing_shard_is_named_and_mended(tmp_path, rows, ending):
+def test_a_truncated_or_missing_shard_is_named_and_repaired(tmp_path, rows, ending):
     out = tmp_path / "out"
     prepare(rows, out)
     before = content(out)
@@ -285,7 +285,7 @@ def test_a_truncated_or_missing_shard_is_named_and_mended(tmp_path, rows, ending
     assert content(out) == before
 
 
-def test_a_changed_byte_is_found_and_mended(tmp_path, rows):
+def test_a_changed_byte_is_found_and_repaired(tmp_path, rows):
     out = tmp_path / "out"
     prepare(rows, out)
     before = content(out)
@@ -304,7 +304,7 @@ def test_a_changed_byte_is_found_and_mended(tmp_path, rows):
         load_prepared_tokenizer(out)
 
 
-def test_mending_does_not_take_text_that_changed(tmp_path, rows):
+def test_a_repair_does_not_take_text_that_changed(tmp_path, rows):
     out = tmp_path / "out"
     prepare(rows, out)
     before = content(out)
@@ -328,7 +328,7 @@ def test_a_full_disk_keeps_what_is_finished(tmp_path, rows, monkeypatch):
         fsync(number)
 
     monkeypatch.setattr(os, "fsync", full)
-    with pytest.raises(RuntimeError, match=r"No space left on device; what is finished is kept: go on with --resume"):
+    with pytest.raises(RuntimeError, match=r"No space left on device; finished .* kept: continue with --resume"):
         prepare(rows, out)
     monkeypatch.setattr(os, "fsync", fsync)
     prepare(rows, out, resume=True)
@@ -375,7 +375,7 @@ def test_after_bad_input_the_same_command_begins_anew_until_a_shard_is_finished(
     assert (out / "finished.jsonl").read_text()
     bad.write_text("a café\n" * 30)
     if resume:
-        with pytest.raises(ValueError, match=r"(?s)other settings .*remove .*out to begin anew, or choose another"):
+        with pytest.raises(ValueError, match=r"(?s)other settings .*remove .*out to start anew, or choose another"):
             prepare(config, out, resume=True)
     else:
         with pytest.raises(FileExistsError, match="holds an interrupted preparation"):
@@ -393,9 +393,9 @@ def test_after_bad_input_the_same_command_begins_anew_until_a_shard_is_finished(
 
 def test_a_folder_that_is_not_complete_or_not_ours_is_refused(tmp_path, rows, monkeypatch):
     interrupted(rows, tmp_path / "out", monkeypatch)
-    with pytest.raises(ValueError, match=r"is not complete; go on with `diff-transformer prepare --out .* --resume`"):
+    with pytest.raises(ValueError, match=r"is not complete; continue with `diff-transformer prepare .* --resume`"):
         Shards(tmp_path / "out", "train")
-    with pytest.raises(FileNotFoundError, match=r"is no prepared folder: it has no manifest\.json"):
+    with pytest.raises(FileNotFoundError, match=r"is not a prepared folder: it has no manifest\.json"):
         Shards(tmp_path, "train")
     (tmp_path / "manifest.json").write_text('{"format": "something else", "version": 1}')
     with pytest.raises(ValueError, match=r"is of format .*something else"):

@@ -1,7 +1,9 @@
-"""``diff-transformer prepare``: progress on the screen, and what came out in words."""
+"""``diff-transformer prepare``: the progress bar and the summary."""
 
 from __future__ import annotations
 
+import dataclasses
+import json
 import os
 import time
 from collections.abc import Generator
@@ -9,20 +11,19 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from diff_transformer.data.prepare.config import PrepareConfig
-from diff_transformer.data.prepare.folder import MANIFEST, PLAN, verify
+from diff_transformer.data.prepare.folder import MANIFEST, PLAN, repair_command, verify
 from diff_transformer.data.prepare.run import Progress, prepare
 
 
 def run_prepare(
     sources: list[str], out: Path, settings: dict, *, jobs: int | None = None, resume: bool = False
 ) -> dict:
-    """Prepare ``out`` (:func:`~diff_transformer.data.prepare.run.prepare`) with a progress bar; its manifest.
+    """Prepare ``out`` with a progress bar; return its manifest. Raises as ``run.prepare``.
 
     Args:
-        sources: none to go on with those of ``out``.
-        settings: fields of ``PrepareConfig`` that were asked for; those left out (None) are the defaults, or with no
-            sources those of ``out``.
-        jobs: processes; a core each by default.
+        sources: the sources of text; none to continue the preparation in ``out``.
+        settings: fields of ``PrepareConfig``. For None, the default is used, or without sources the setting of ``out``.
+        jobs: number of processes; one a core by default.
     """
     given = {key: value for key, value in settings.items() if value is not None}
     config = PrepareConfig(tuple(sources), **given) if sources else _planned(out, given)
@@ -37,11 +38,9 @@ def run_verify(folder: Path) -> None:
     """Check every file of a prepared folder.
 
     Raises:
-        ValueError: listing what is wrong, and how to mend it.
+        ValueError: if something is wrong, with the list of problems and the command that repairs the folder.
     """
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
-    from diff_transformer.data.prepare.folder import mending
 
     columns = (TextColumn("checking shards"), BarColumn(), MofNCompleteColumn(), TextColumn("left"))
     with Progress(*columns, TimeRemainingColumn(), transient=True) as bar:
@@ -49,12 +48,12 @@ def run_verify(folder: Path) -> None:
         problems = verify(folder, lambda done, total: bar.update(task, completed=done, total=total))
     if problems:
         listed = "\n  ".join(problems)
-        raise ValueError(f"{folder} is damaged:\n  {listed}\nMend it with `{mending(folder)}`")
+        raise ValueError(f"{folder} is damaged:\n  {listed}\nRepair it with `{repair_command(folder)}`")
     print(f"every file of {folder} is what was written")
 
 
 def describe(manifest: dict) -> str:
-    """Tokens, documents, shards and tokenizer of a prepared folder, a line each."""
+    """A summary of a prepared folder: tokens, documents, shards and tokenizer, a line each."""
     lines = []
     for side in ("train", "validation"):
         part = manifest[side]
@@ -71,25 +70,22 @@ def describe(manifest: dict) -> str:
 
 
 def _planned(out: Path, given: dict) -> PrepareConfig:
-    import json
-
+    """The config of the preparation in ``out``; raises ValueError if ``given`` differs or there is none."""
     for name in (MANIFEST, PLAN):
         if (out / name).exists():
             config = PrepareConfig.from_dict(json.loads((out / name).read_text())["settings"])
             different = {key: value for key, value in given.items() if getattr(config, key) != value}
             if different:
                 raise ValueError(
-                    f"{out} is prepared with other settings than {different}; leave them out to go on with it, or "
+                    f"{out} is prepared with other settings than {different}; leave them out to continue it, or "
                     "choose another folder"
                 )
             return config
-    raise ValueError("no source of text; give at least one, or the --out of a preparation to go on with (--resume)")
+    raise ValueError("no source of text; give at least one, or the --out of a preparation to continue (--resume)")
 
 
 def _absolute(config: PrepareConfig) -> PrepareConfig:
-    """The same from every working directory: for the sources so that a folder can be mended from anywhere."""
-    import dataclasses
-
+    """The config with absolute paths, so that the folder can be repaired from any working directory."""
     paths = [s if s == "python" or s.startswith("hub:") else os.path.abspath(s) for s in config.sources]
     tokenizer = os.path.abspath(config.tokenizer) if Path(config.tokenizer).exists() else config.tokenizer
     return dataclasses.replace(config, sources=tuple(paths), tokenizer=tokenizer)

@@ -18,34 +18,26 @@ if TYPE_CHECKING:
 
 DEFAULT_VOCAB_SIZE = 32_768
 DEFAULT_SHARE = 0.01
+_MIN_FILE_BYTES = 65_536  # of each file in the sample
 
 
 @dataclass(frozen=True)
 class PrepareConfig:
-    """Settings of ``prepare``.
+    """Settings of ``prepare``."""
 
-    Attributes:
-        sources: texts to read, in this order (:func:`~diff_transformer.data.prepare.sources.find_sources`).
-        tokenizer: "bpe" (byte-level, trained on a sample of the sources), "bytes", "cl100k", a file of tiktoken ranks
-            (.tiktoken), a folder written by ``save_pretrained``, or a name on the Hugging Face hub.
-        vocab_size: tokens of "bpe", special ones included.
-        sample_bytes: text that "bpe" is trained on, an equal share from the beginning of each file.
-        field: field of JSON lines, column of parquet, that holds the text.
-        validation: share of the documents that is held out, by a hash.
-        shard_bytes: text of a shard, in bytes of UTF-8.
-        skip_invalid: count and leave out rows that hold no text, instead of stopping.
-    """
-
-    sources: tuple[str, ...]
+    sources: tuple[str, ...]  # texts to read, in this order (`sources.find_sources`)
+    # "bpe" (byte-level, trained on a sample of the sources), "bytes", "cl100k", a file of tiktoken ranks (.tiktoken), a
+    # folder written by `save_pretrained`, or a name on the Hugging Face hub
     tokenizer: str = "bpe"
-    vocab_size: int = DEFAULT_VOCAB_SIZE
-    sample_bytes: int = 10_000_000
-    field: str = "text"
-    validation: float = DEFAULT_SHARE
-    shard_bytes: int = 32_000_000
-    skip_invalid: bool = False
+    vocab_size: int = DEFAULT_VOCAB_SIZE  # of "bpe", special tokens included
+    sample_bytes: int = 10_000_000  # text that "bpe" is trained on: an equal share from the beginning of each file
+    field: str = "text"  # field of JSON lines, or column of parquet, that holds the text
+    validation: float = DEFAULT_SHARE  # share of the documents that is held out, by a hash
+    shard_bytes: int = 32_000_000  # UTF-8 text of a shard
+    skip_invalid: bool = False  # count and leave out rows without a text, instead of stopping
 
     def validate(self) -> PrepareConfig:
+        """Raise ValueError for sizes that are not positive and a share outside 0 to 1; return the config."""
         require_positive(vocab_size=self.vocab_size, sample_bytes=self.sample_bytes, shard_bytes=self.shard_bytes)
         if not 0 < self.validation < 1:
             raise ValueError(f"validation is {self.validation}; give a share between 0 and 1, such as {DEFAULT_SHARE}")
@@ -60,26 +52,22 @@ class PrepareConfig:
         return cls(tuple(values["sources"]), **rest)
 
 
-_LEAST_OF_A_FILE = 65_536
-
-
 @dataclass(frozen=True)
 class TokenizerFacts:
-    """What the shards depend on. ``size``: one more than the largest id; ``dtype``: of the tokens, as NumPy writes it;
-    ``state``: the tokenizer as JSON."""
+    """What the shards depend on of a tokenizer."""
 
     hash: str
-    size: int
-    end_of_text: int
-    dtype: str
-    state: str
+    size: int  # one more than the largest id
+    end_of_text: int  # id
+    dtype: str  # of the tokens in a shard, as NumPy writes it: "<u2" or "<u4"
+    state: str  # the tokenizer as JSON
 
 
 def choose_tokenizer(config: PrepareConfig, sources: Sequence[TextSource]) -> PreTrainedTokenizerFast:
     """The tokenizer that ``config`` asks for; "bpe" is trained on the training side of a sample of the sources.
 
     Raises:
-        ValueError: for one that cannot be had, or for a sample without text.
+        ValueError: for a tokenizer that cannot be loaded, or a sample without text.
     """
     if config.tokenizer != "bpe":
         return load_tokenizer(config.tokenizer)
@@ -87,6 +75,7 @@ def choose_tokenizer(config: PrepareConfig, sources: Sequence[TextSource]) -> Pr
 
 
 def facts_of(tokenizer: PreTrainedTokenizerFast) -> TokenizerFacts:
+    """The facts of a tokenizer; raises ValueError if it has no end-of-text token."""
     if tokenizer.eos_token_id is None:
         raise ValueError("the tokenizer has no eos_token to put between documents; set tokenizer.eos_token")
     size = max(tokenizer.get_vocab().values()) + 1
@@ -100,12 +89,14 @@ def facts_of(tokenizer: PreTrainedTokenizerFast) -> TokenizerFacts:
 
 
 def sample(config: PrepareConfig, sources: Sequence[TextSource]) -> Iterator[str]:
-    """Training text, about ``sample_bytes`` of it: an equal share from the beginning of each file, in the order of a
-    hash of their names."""
+    """About ``sample_bytes`` of training text: an equal share from the beginning of each file.
+
+    The files come in the order of a hash of their names.
+    """
     files = [replace(source, items=(item,)) for source in sources for item in source.items if source.kind == "files"]
     whole = [source for source in sources if source.kind != "files"]
     parts = sorted(files, key=lambda part: hash_of_name(part.items[0].name)) + whole
-    share, left = max(_LEAST_OF_A_FILE, config.sample_bytes // len(parts)), config.sample_bytes
+    share, left = max(_MIN_FILE_BYTES, config.sample_bytes // len(parts)), config.sample_bytes
     for part in parts:
         quota = min(share if part in files else max(share, left), left)
         pieces = read_pieces([part], field=config.field, share=config.validation, skip_invalid=config.skip_invalid)

@@ -38,27 +38,29 @@ def read_manifest(folder: Path | str) -> dict:
     """The manifest of a prepared folder.
 
     Raises:
-        FileNotFoundError: if there is none.
-        ValueError: if the folder is not complete, or of another format.
+        FileNotFoundError: if the folder has no manifest.
+        ValueError: if the folder is not complete, or has another format.
     """
     folder = Path(folder)
     path = folder / MANIFEST
     if not path.exists():
         if (folder / PLAN).exists():
-            raise ValueError(f"{folder} is not complete; go on with `{mending(folder)}`")
-        raise FileNotFoundError(f"{folder} is no prepared folder: it has no {MANIFEST}; see `diff-transformer prepare`")
+            raise ValueError(f"{folder} is not complete; continue with `{repair_command(folder)}`")
+        raise FileNotFoundError(
+            f"{folder} is not a prepared folder: it has no {MANIFEST}; see `diff-transformer prepare`"
+        )
     try:
         manifest = json.loads(path.read_text())
         named = manifest["format"], manifest["version"]
     except (ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"{path} is no manifest of a prepared folder ({type(error).__name__}: {error})") from None
+        raise ValueError(f"{path} is not the manifest of a prepared folder ({type(error).__name__}: {error})") from None
     if named != (FORMAT, VERSION):
         raise ValueError(f"{path} is of format {named}, this version reads {(FORMAT, VERSION)}; prepare the text again")
     return manifest
 
 
-def mending(folder: Path | str) -> str:
-    """The command that makes missing and damaged shards again."""
+def repair_command(folder: Path | str) -> str:
+    """The command that rebuilds missing and damaged shards."""
     return f"diff-transformer prepare --out {folder} --resume"
 
 
@@ -66,7 +68,7 @@ def load_prepared_tokenizer(folder: Path | str) -> PreTrainedTokenizerFast:
     """The tokenizer that a folder was prepared with.
 
     Raises:
-        ValueError: if it is not there, or has changed.
+        ValueError: if it is missing or has changed.
     """
     tokenizer, expected = load_tokenizer(Path(folder) / TOKENIZER), read_manifest(folder)["tokenizer"]["hash"]
     found = tokenizer_hash(tokenizer)
@@ -76,17 +78,17 @@ def load_prepared_tokenizer(folder: Path | str) -> PreTrainedTokenizerFast:
 
 
 def write_json(path: Path, values: dict) -> None:
-    """Whole or not at all, and on the disk when this returns."""
+    """Write JSON atomically and flush it to the disk."""
     write_whole(path, json.dumps(values, indent=1) + "\n")
 
 
 def is_prepared(path: Path | str) -> bool:
-    """Whether ``path`` is a folder that ``diff-transformer prepare`` made, or is making."""
+    """Whether ``path`` is a folder of ``diff-transformer prepare``, finished or not."""
     return any((Path(path) / name).is_file() for name in (MANIFEST, PLAN))
 
 
 def is_new(out: Path) -> bool:
-    """Whether nothing of value is in ``out``: it is not there, or holds a preparation without a finished shard."""
+    """Whether ``out`` may be started anew: it does not exist, or holds a preparation without a finished shard."""
     if not out.exists():
         return True
     names = {entry.name for entry in out.iterdir()}
@@ -95,8 +97,8 @@ def is_new(out: Path) -> bool:
 
 
 def begin(out: Path, plan: dict, tokenizer) -> None:
-    """Make a new folder for ``plan``; the plan itself comes last."""
-    for name in (SHARDS, JOURNAL, PLAN, TOKENIZER):  # what is there without the plan must be new
+    """Start a preparation in ``out``: remove an earlier one, write the tokenizer, then the plan."""
+    for name in (SHARDS, JOURNAL, PLAN, TOKENIZER):
         remove(out / name)
     with replacing(out / TOKENIZER) as partial:
         tokenizer.save_pretrained(partial)
@@ -104,14 +106,14 @@ def begin(out: Path, plan: dict, tokenizer) -> None:
 
 
 def finish(out: Path, manifest: dict) -> None:
-    """Turn the plan into the manifest; a kill in between leaves a folder that is complete."""
+    """Write the manifest, then remove plan and journal. A process killed in between leaves a complete folder."""
     write_json(out / MANIFEST, manifest)
     for name in (PLAN, JOURNAL):
         (out / name).unlink(missing_ok=True)
 
 
 class Journal:
-    """The records of finished shards, kept in a file of JSON lines of which a last line that was cut off is ignored."""
+    """The records of finished shards, in a file of JSON lines. A truncated last line is ignored."""
 
     def __init__(self, path: Path):
         self.path = path
@@ -137,7 +139,7 @@ class Journal:
 
 
 def expected_sizes(record: dict, dtype: str) -> dict[str, int]:
-    """Bytes of each file of a shard, by its ending."""
+    """The size in bytes of each file of a shard, by its ending."""
     return {
         TOKENS: record["tokens"] * np.dtype(dtype).itemsize,
         DOCUMENTS: record["documents"] * np.dtype(DOCUMENT_DTYPE).itemsize,
@@ -145,19 +147,19 @@ def expected_sizes(record: dict, dtype: str) -> dict[str, int]:
 
 
 def wrong_size(folder: Path, record: dict, dtype: str) -> str | None:
-    """What is wrong with the sizes of a shard's files, or None."""
+    """The first file of a shard that is missing or has the wrong size, as a message; None if there is none."""
     for ending, expected in expected_sizes(record, dtype).items():
         path = folder / (record["name"] + ending)
         found = path.stat().st_size if path.exists() else None
         if found is None:
             return f"{path} is missing; {expected:,} bytes expected"
         if found != expected:
-            return f"{path} has {found:,} bytes, {expected:,} expected: it is cut off or not the file that was written"
+            return f"{path} has {found:,} bytes, {expected:,} expected: it is truncated or has been replaced"
     return None
 
 
 def wrong_content(folder: Path, record: dict, dtype: str) -> str | None:
-    """What is wrong with a shard's files, read wholly, or None."""
+    """As ``wrong_size``, and the checksums too, for which the files are read."""
     problem = wrong_size(folder, record, dtype)
     if problem:
         return problem
@@ -176,8 +178,10 @@ def new_digest():
 
 
 def verify(folder: Path | str, progress: Callable[[int, int], None] | None = None) -> list[str]:
-    """What is wrong with a prepared folder, a line each: sizes and checksums of every file of the shards, and the hash
-    of its tokenizer. ``progress`` is called with (shards done, shards).
+    """Check sizes and checksums of all shards and the hash of the tokenizer; return a message for each problem.
+
+    Args:
+        progress: called with the number of checked shards and of all shards.
 
     Raises:
         FileNotFoundError, ValueError: for a folder that is not prepared.

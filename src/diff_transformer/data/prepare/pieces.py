@@ -1,4 +1,7 @@
-"""Texts of any length as a stream of pieces, so that memory does not grow with the longest document."""
+"""Documents as a stream of pieces, and the stream divided into units, the texts of the shards.
+
+A long document comes in several pieces, so that memory does not grow with the longest document.
+"""
 
 import codecs
 import hashlib
@@ -9,25 +12,25 @@ from typing import BinaryIO, NamedTuple
 
 PIECE_CHARACTERS = 1 << 20
 _READ_BYTES = 1 << 20
-_PLACES_TRIED = 1000
+_CUTS_TRIED = 1000
 
 
 class Piece(NamedTuple):
-    """Part of a document, mostly all of it. ``read``: bytes of input consumed since the piece before, for progress."""
+    """A document, or a part of a long one."""
 
     text: str
     side: str  # "train" or "validation"
-    first: bool
-    last: bool
-    read: int = 0
+    first: bool  # whether it begins the document
+    last: bool  # whether it ends the document
+    read: int = 0  # bytes of input consumed since the previous piece, for progress
 
 
 def cut(parts: Iterable[str], limit: int | None = None) -> Iterator[tuple[str, bool, bool]]:
-    """(piece, first, last) of one document that comes in ``parts``; nothing for a blank one.
+    """(text, first, last) of each piece of one document, which comes in ``parts``; nothing for a blank document.
 
-    The pieces depend on the document alone, not on how it comes in. A document of more than ``limit`` characters
-    (default: 2^20) is cut between a letter and white space, where byte-level tokenizers begin a token anyway; in the
-    last resort at ``limit``.
+    The pieces depend on the document alone, not on its parts. A document of more than ``limit`` characters (default:
+    2^20) is cut between a letter and white space, where byte-level tokenizers start a token anyway; if there is no such
+    place, at ``limit``.
     """
     limit = PIECE_CHARACTERS if limit is None else limit
     buffer, first = "", True
@@ -43,7 +46,7 @@ def cut(parts: Iterable[str], limit: int | None = None) -> Iterator[tuple[str, b
 
 def _place(text: str, limit: int) -> int:
     end = limit + 1
-    for _ in range(_PLACES_TRIED):
+    for _ in range(_CUTS_TRIED):
         end = max(text.rfind(" ", 0, end), text.rfind("\n", 0, end))
         if end < 1:
             break
@@ -53,10 +56,10 @@ def _place(text: str, limit: int) -> int:
 
 
 def decoded(stream: BinaryIO, name: str) -> Iterator[str]:
-    """The UTF-8 text of a stream in parts, without a byte order mark and with CRLF as LF.
+    """The UTF-8 text of a stream, in parts, without a byte order mark and with CRLF as LF.
 
     Raises:
-        ValueError: for what is not UTF-8, naming the byte.
+        ValueError: if it is not UTF-8, naming the byte.
     """
     decoder, done, held = codecs.getincrementaldecoder("utf-8-sig")(), 0, ""
     while True:
@@ -80,14 +83,16 @@ def decoded(stream: BinaryIO, name: str) -> Iterator[str]:
 
 
 def document_pieces(parts: Iterable[str], side: str) -> Iterator[Piece]:
-    """The pieces of one document of a known side."""
+    """The pieces of one document, whose side is known."""
     for text, first, last in cut(parts):
         yield Piece(text, side, first, last)
 
 
 def tail_pieces(parts: Iterable[str], size: int, share: float) -> Iterator[Piece]:
-    """The pieces of a text that is all there is: the last ``share`` of its ``size`` bytes, from
-    a line end on where there is one, is a document of the validation side."""
+    """The pieces of the only text of a preparation, of ``size`` bytes: its last ``share`` is a validation document.
+
+    The cut is at a line end if possible.
+    """
     for side, group in groupby(_sided(parts, size * (1 - share)), key=lambda pair: pair[0]):
         yield from document_pieces((part for _, part in group), side)
 
@@ -108,16 +113,17 @@ def _sided(parts: Iterable[str], wanted: float) -> Iterator[tuple[str, str]]:
 
 @dataclass
 class Unit:
-    """The text of shard ``number`` of a side, as (UTF-8, first, last) for each piece. ``read``: input bytes."""
+    """The text of one shard: what a process tokenises at a time."""
 
-    side: str
-    number: int
-    pieces: list[tuple[bytes, bool, bool]] = field(default_factory=list)
+    side: str  # "train" or "validation"
+    number: int  # of the shard, within its side
+    pieces: list[tuple[bytes, bool, bool]] = field(default_factory=list)  # (UTF-8, first, last)
     text_bytes: int = 0
-    read: int = 0
+    read: int = 0  # bytes of input
 
     @property
     def name(self) -> str:
+        """The name of the shard, such as train-000000."""
         return f"{self.side}-{self.number:06d}"
 
     def text_hash(self) -> str:
@@ -130,9 +136,9 @@ class Unit:
 
 
 def units(pieces: Iterable[Piece], shard_bytes: int) -> Iterator[Unit]:
-    """Units of at least ``shard_bytes`` of text, by less than a piece more; the last of each side may have less.
+    """Units of at least ``shard_bytes`` of text, and less than one piece more; the last of each side may have less.
 
-    A function of the stream alone: the number of processes plays no part.
+    They depend on the stream alone, not on the number of processes.
     """
     filling = {side: Unit(side, 0) for side in ("train", "validation")}
     for piece in pieces:

@@ -1,4 +1,7 @@
-"""From sources to the stream of pieces that is tokenised: always the same, in the same order."""
+"""From sources to the stream of pieces that is tokenised: the same pieces in the same order every time.
+
+Texts come from text files, tar archives, the Python library, or the rows of JSON lines, parquet and hub data sets.
+"""
 
 import bz2
 import gzip
@@ -23,12 +26,12 @@ TextRows = Iterator[tuple[object, int]]  # (the row's text, bytes of input read 
 
 
 class Invalid(ValueError):
-    """A row that holds no text: it may be left out, if the user says so."""
+    """The error of a row without a text, yielded in place of the text. The user may choose to skip such rows."""
 
 
 @dataclass
 class Tally:
-    """What the stream held so far."""
+    """The number of documents that the stream held so far, by side, and of rows that were left out."""
 
     train: int = 0
     validation: int = 0
@@ -41,12 +44,16 @@ def read_pieces(
 ) -> Iterator[Piece]:
     """All pieces of all sources.
 
-    A row of a file without a side of its own is held out where the hash of its text falls below ``share``, so that
-    equal texts share a side; the very last row of the last source goes to a side that is empty until then.
+    A row of a file without a side is held out if the hash of its text is below ``share``, so that equal texts are on
+    the same side. The last row of the last source goes to a side that is still empty.
+
+    Args:
+        field: the field or column that holds the text of a row.
+        skip_invalid: count rows without a text in ``tally`` instead of raising.
+        tally: counts what the stream holds.
 
     Raises:
-        ValueError: for text that cannot be read, naming the file and the line; with ``skip_invalid`` rows that hold no
-            text are counted and left out instead.
+        ValueError: for text that cannot be read, naming the file and the line.
     """
     tally = Tally() if tally is None else tally
     for source in sources:
@@ -90,7 +97,7 @@ def _text_pieces(stream: BinaryIO, item: SourceFile, name: str, share: float, ta
 
 
 def _counted(pieces: Iterable[Piece], size: int, tally: Tally) -> Iterator[Piece]:
-    """The pieces of a document of ``size`` bytes, with what was read for them; a document without one is blank."""
+    """Set ``read`` of the pieces of a document of ``size`` bytes; count a document without pieces as blank."""
     done, empty = 0, True
     for piece in pieces:
         empty, now = False, min(size, done + len(piece.text.encode()))
@@ -100,7 +107,7 @@ def _counted(pieces: Iterable[Piece], size: int, tally: Tally) -> Iterator[Piece
 
 
 def _tar_pieces(source: TextSource, share: float, tally: Tally) -> Iterator[Piece]:
-    """The members as they come. Nothing is written to the disk, and links are not followed."""
+    """The members in their order. Nothing is written to the disk, and links are not followed."""
     wanted, done = {item.name: item for item in source.items}, 0
     with open(source.name, "rb") as raw, tarfile.open(fileobj=raw, mode="r|*") as archive:
         for member in archive:
@@ -149,10 +156,10 @@ def _with_last(items: Iterable) -> Iterator[tuple[Any, bool]]:
 
 
 def streamed_rows(name: str, field: str) -> TextRows:
-    """The texts of a data set on the Hugging Face hub, streamed: never as a whole on this machine.
+    """The texts of a data set on the Hugging Face hub, streamed: it is never stored as a whole.
 
     Raises:
-        ValueError: without ``datasets``, or where the set cannot be reached.
+        ValueError: if ``datasets`` is not installed or the set cannot be reached.
     """
     repository, options = hub_query(name)
     try:
@@ -170,7 +177,7 @@ def streamed_rows(name: str, field: str) -> TextRows:
         )
         for number, row in enumerate(rows, start=1):
             yield text_of(row, field, f"{name}, row {number}"), 0
-    except Exception as error:  # what it raises without a network depends on its version and on where it fails
+    except Exception as error:  # the type depends on the library's version and on where it fails
         reason = (str(error) or "no reason given").splitlines()[0]
         offline = " (HF_HUB_OFFLINE is set)" if os.environ.get("HF_HUB_OFFLINE") else ""
         raise ValueError(
@@ -196,10 +203,10 @@ UNPACK: dict[str, Callable[[BinaryIO], Any]] = {
 
 
 def json_lines(path: Path, field: str) -> TextRows:
-    """The text of each line. A line that is no object with a text under ``field`` gives an ``Invalid`` in its place.
+    """The text under ``field`` of each line, or an ``Invalid`` for a line that is not an object with such a text.
 
     Raises:
-        ValueError: for a file that is not what its name says, or a line of more than 256 MiB.
+        ValueError: for a file that is not in the format of its name, or a line of more than 256 MiB.
     """
     with path.open("rb") as raw:
         unpack = UNPACK.get(path.suffix.lower())
@@ -208,7 +215,7 @@ def json_lines(path: Path, field: str) -> TextRows:
         while True:
             try:
                 line = stream.readline(MAX_RECORD_BYTES + 1)
-            except Exception as error:  # each library of compression has errors of its own
+            except Exception as error:  # each compression library raises its own errors
                 raise ValueError(f"{path} cannot be unpacked after line {number} ({error})") from error
             if not line:
                 return
@@ -230,7 +237,7 @@ def _text_of_line(line: bytes, field: str, place: str) -> object:
 
 
 def text_of(row: dict, field: str, place: str) -> object:
-    """The text under ``field``, or an ``Invalid`` that says what is there instead."""
+    """The text under ``field``, or an ``Invalid`` that says what the row holds instead."""
     if field not in row:
         return Invalid(f"{place} has no field {field!r} but {', '.join(map(repr, row)) or 'none'}; give --field")
     if not isinstance(row[field], str):
@@ -243,10 +250,10 @@ def text_of(row: dict, field: str, place: str) -> object:
 
 
 def parquet(path: Path, field: str) -> TextRows:
-    """The text of each row of the column ``field``, read a few hundred rows at a time.
+    """The text of each row in the column ``field``; reads a few hundred rows at a time.
 
     Raises:
-        ValueError: without ``pyarrow``, or for a file that cannot be read or has no such column.
+        ValueError: if ``pyarrow`` is not installed, or the file cannot be read or has no such column.
     """
     try:
         import pyarrow

@@ -1,14 +1,15 @@
-"""Sources to a folder of shards: parallel, resumable, the same bytes every time."""
+"""From sources to a folder of shards: parallel, resumable, the same bytes every time."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from filelock import FileLock, Timeout
 
-from diff_transformer.checks import require_positive
+from diff_transformer.checks import differences, require_positive
 from diff_transformer.data.prepare.config import PrepareConfig, TokenizerFacts, choose_tokenizer, facts_of
 from diff_transformer.data.prepare.folder import (
     FORMAT,
@@ -38,12 +39,12 @@ from diff_transformer.durable import require_writable
 
 @dataclass
 class Progress:
-    """``read`` of ``total`` bytes of input (0: nobody knows); ``text_bytes`` and ``tokens`` made by this call."""
+    """The progress of a preparation."""
 
-    read: int = 0
-    total: int = 0
-    text_bytes: int = 0
-    tokens: int = 0
+    read: int = 0  # bytes of input
+    total: int = 0  # bytes of input; 0 if unknown
+    text_bytes: int = 0  # tokenised by this call
+    tokens: int = 0  # made by this call
 
 
 def prepare(
@@ -54,22 +55,23 @@ def prepare(
     resume: bool = False,
     progress: Callable[[Progress], None] | None = None,
 ) -> dict:
-    """Tokenise the sources of ``config`` to shards in the folder ``out``; the manifest that describes them.
+    """Tokenise the sources of ``config`` into shards in the folder ``out``; return the manifest that describes them.
 
-    The bytes of the folder depend on the sources and on ``config`` alone: not on ``jobs``, nor on interruptions. At any
-    moment the process may be killed; with ``resume`` finished shards are kept and the others made. In a folder that is
-    complete ``resume`` makes the shards again that are missing or damaged. The input is read from its start each time,
-    and a shard's text must be what it was. A preparation without a finished shard may be begun anew.
+    The bytes of the folder depend on the sources and on ``config`` alone, not on ``jobs`` or on interruptions. The
+    process may be killed at any moment: with ``resume``, finished shards are kept and the others are made. In a
+    complete folder, ``resume`` rebuilds missing and damaged shards. The input is read from its start each time, and the
+    text of a shard must not have changed. A preparation without a finished shard may be started anew.
 
     Args:
-        jobs: processes; memory is about jobs times six shards of text.
+        jobs: number of processes. Memory is about six shards of text for each.
+        progress: called after every shard.
 
     Raises:
         FileExistsError: if ``out`` holds a finished shard and ``resume`` is False, or holds something else.
-        FileNotFoundError, ValueError: for sources or a tokenizer that cannot be had, text that cannot be read, a side
-            of the split without a document, or an ``out`` of another plan, naming the differences.
-        DiskError: if ``out`` is a file, or may not be written to.
-        RuntimeError: if another process is at work in ``out``, or one of its processes was killed.
+        FileNotFoundError, ValueError: for sources or a tokenizer that cannot be loaded, text that cannot be read, a
+            side of the split without a document, or an ``out`` of another plan, naming the differences.
+        DiskError: if ``out`` is a file or is not writable.
+        RuntimeError: if another process uses ``out``, a worker process was killed, or the disk is full.
     """
     out = Path(out)
     config.validate()
@@ -91,18 +93,88 @@ def prepare(
                 begin(out, plan, tokenizer)
             elif not resume:
                 raise FileExistsError(f"{out} {_what_is_in(out)}")
-            return _go_on(config, out, plan, sources, facts, jobs, progress)
+            return _Preparation(config, out, plan, sources, progress).run(facts, jobs)
     except Timeout:
         raise RuntimeError(f"another process is preparing {out}; wait for it, or choose another folder") from None
     except OSError as error:
-        raise RuntimeError(f"{error}; what is finished is kept: go on with --resume") from error
+        raise RuntimeError(f"{error}; finished shards are kept: continue with --resume") from error
+
+
+class _Preparation:
+    """The state of a preparation whose folder is locked and has a plan or a manifest.
+
+    Raises:
+        ValueError: if the folder is of another plan.
+    """
+
+    def __init__(self, config: PrepareConfig, out: Path, plan: dict, sources: Sequence[TextSource], progress):
+        self.config, self.out, self.plan, self.sources = config, out, plan, sources
+        self.manifest = read_manifest(out) if (out / MANIFEST).exists() else None
+        _refuse_another(out, plan, self.manifest)
+        self.kept = _intact(out, self.manifest, plan["dtype"])  # records of shards that need not be made, by name
+        records = list(self.kept.values()) if self.manifest is None else _records(self.manifest)
+        self.text_hashes = {record["name"]: record["text_hash"] for record in records}
+        self.seen: set[str] = set()
+        self.tally = Tally()
+        self.state = Progress(total=sum(source.size for source in sources))
+        self._report = progress or (lambda state: None)
+
+    def run(self, facts: TokenizerFacts, jobs: int) -> dict:
+        """Make the shards that are missing; return the manifest."""
+        out, manifest = self.out, self.manifest
+        if manifest is not None and len(self.kept) == len(_records(manifest)):
+            finish(out, manifest)
+            return manifest
+        (out / SHARDS).mkdir(exist_ok=True)
+        self._report(self.state)
+        journal = Journal(out / JOURNAL)
+        task = Task(out / SHARDS, facts.state, facts.dtype, facts.end_of_text)
+        for record, unit in shards(self._missing(), task, jobs):
+            if manifest is None:
+                journal.add(record)
+            elif record not in manifest[unit.side]["shards"]:
+                raise ValueError(_changed(out, unit.name))
+            self.kept[unit.name] = record
+            self.state.text_bytes += record["text_bytes"]
+            self.state.tokens += record["tokens"]
+            self._advance(unit)
+        if self.seen != set(self.kept):
+            raise ValueError(_changed(out, min(set(self.kept) - self.seen)))
+        _refuse_an_empty_side(self.tally, self.config)
+        made = manifest or {**self.plan, **{side: _side(self.kept, side) for side in SIDES}, "left_out": {}}
+        made["left_out"] = {"blank": self.tally.blank, "invalid": self.tally.invalid}
+        finish(out, made)
+        return made
+
+    def _missing(self) -> Iterator[Unit]:
+        """The units whose shards are to be made; the text of the others must not have changed."""
+        config = self.config
+        pieces = read_pieces(
+            self.sources,
+            field=config.field,
+            share=config.validation,
+            skip_invalid=config.skip_invalid,
+            tally=self.tally,
+        )
+        for unit in units(pieces, config.shard_bytes):
+            if unit.name in self.text_hashes and self.text_hashes[unit.name] != unit.text_hash():
+                raise ValueError(_changed(self.out, unit.name))
+            if unit.name in self.kept:
+                self._advance(unit)
+            else:
+                yield unit
+
+    def _advance(self, unit: Unit) -> None:
+        self.seen.add(unit.name)
+        self.state.read += unit.read
+        self._report(self.state)
 
 
 def _what_is_in(out: Path) -> str:
     if (out / MANIFEST).exists():
-        return "is prepared already; check or mend it (--verify, --resume) or choose another folder"
+        return "is prepared already; check or repair it (--verify, --resume) or choose another folder"
     if (out / PLAN).exists():
-        return "holds an interrupted preparation; go on with it (--resume) or choose another folder"
+        return "holds an interrupted preparation; continue it (--resume) or choose another folder"
     return "is not empty and holds no preparation; choose another folder"
 
 
@@ -117,64 +189,7 @@ def _plan(config: PrepareConfig, sources: Sequence[TextSource], facts: Tokenizer
     }
 
 
-def _go_on(config, out: Path, plan: dict, sources, facts: TokenizerFacts, jobs: int, progress) -> dict:
-    manifest = read_manifest(out) if (out / MANIFEST).exists() else None
-    _refuse_another(out, plan, manifest)
-    kept = _intact(out, manifest, plan["dtype"])
-    if manifest is not None and len(kept) == len(_records(manifest)):
-        finish(out, manifest)
-        return manifest
-    (out / SHARDS).mkdir(exist_ok=True)
-    tally, state = Tally(), Progress(total=sum(source.size for source in sources))
-    if progress is not None:
-        progress(state)
-    pieces = read_pieces(
-        sources, field=config.field, share=config.validation, skip_invalid=config.skip_invalid, tally=tally
-    )
-
-    def missing() -> Iterator[Unit]:
-        for unit in units(pieces, config.shard_bytes):
-            if unit.name in known and known[unit.name] != unit.text_hash():
-                raise ValueError(_changed(out, unit.name))
-            if unit.name not in kept:
-                yield unit
-                continue
-            seen.add(unit.name)
-            state.read += unit.read
-            if progress is not None:
-                progress(state)
-
-    seen: set[str] = set()
-    records = list(kept.values()) if manifest is None else _records(manifest)
-    known = {record["name"]: record["text_hash"] for record in records}
-    journal = Journal(out / JOURNAL)
-    task = Task(out / SHARDS, facts.state, facts.dtype, facts.end_of_text)
-    for record, unit in shards(missing(), task, jobs):
-        if manifest is None:
-            journal.add(record)
-        elif record not in manifest[unit.side]["shards"]:
-            raise ValueError(_changed(out, unit.name))
-        kept[unit.name] = record
-        seen.add(unit.name)
-        state.read += unit.read
-        state.text_bytes += record["text_bytes"]
-        state.tokens += record["tokens"]
-        if progress is not None:
-            progress(state)
-    if seen != set(kept):
-        raise ValueError(_changed(out, min(set(kept) - seen)))
-    _refuse_an_empty_side(tally, config)
-    made = manifest or {**plan, **{side: _side(kept, side) for side in SIDES}, "left_out": {}}
-    made["left_out"] = {"blank": tally.blank, "invalid": tally.invalid}
-    finish(out, made)
-    return made
-
-
 def _refuse_another(out: Path, plan: dict, manifest: dict | None) -> None:
-    import json
-
-    from diff_transformer.checks import differences
-
     whole: dict = manifest or json.loads((out / PLAN).read_text())
     there: dict = {key: whole.get(key) for key in plan}
     if there == plan:
@@ -188,12 +203,12 @@ def _refuse_another(out: Path, plan: dict, manifest: dict | None) -> None:
     listed = "\n  ".join(differences(there, plan))
     raise ValueError(
         f"{out} is a preparation with other settings (there against here):\n  {listed}\n"
-        f"remove {out} to begin anew, or choose another folder"
+        f"remove {out} to start anew, or choose another folder"
     )
 
 
 def _intact(out: Path, manifest: dict | None, dtype: str) -> dict[str, dict]:
-    """Records of the shards that need not be made, by name. A complete folder is read wholly, for its checksums."""
+    """Records of the intact shards, by name. The files of a complete folder are read, for their checksums."""
     folder = out / SHARDS
     if manifest is not None:
         records = _records(manifest)
@@ -209,7 +224,7 @@ def _records(manifest: dict) -> list[dict]:
 def _changed(out: Path, name: str) -> str:
     return (
         f"the text of {name} is not what {out} was prepared from: a source has changed though its name and size have "
-        "not; put the old one back, or prepare into another folder"
+        "not; restore the source, or prepare into another folder"
     )
 
 

@@ -1,4 +1,4 @@
-"""What a user may name as a source of text, and the files and documents in it, before any of it is read."""
+"""The sources of text that a user may name, and the files in them, before any text is read."""
 
 import hashlib
 import json
@@ -24,31 +24,30 @@ ACCEPTED = (
     "a tar archive of text files, or hub:NAME[?config=...&split=...&revision=...]"
 )
 HUB_OPTIONS = ("config", "split", "revision")
-TAIL = "tail"  # the side of a text that is all there is: its end is the validation side
+TAIL = "tail"  # the side of a file that is the only text: its end is held out
 
 
 @dataclass(frozen=True)
 class SourceFile:
-    """A file. ``side``: "train" or "validation" where the name decides, "tail", or None where each row decides."""
+    """A file of a source."""
 
     name: str
-    kind: str  # "text", "lines", "parquet"
-    size: int
-    side: str | None = None
+    kind: str  # "text", "lines" (JSON lines), "parquet"
+    size: int  # bytes
+    side: str | None = None  # "train", "validation", "tail", or None if each row decides
 
 
 @dataclass(frozen=True)
 class TextSource:
-    """``name``: as given, a path made absolute; ``kind``: "files", "tar", "python", "hub"; ``size``: bytes to read, 0
-    where nobody knows."""
+    """A source of text for a preparation."""
 
-    name: str
-    kind: str
+    name: str  # as given, with an absolute path
+    kind: str  # "files", "tar", "python", "hub"
     items: tuple[SourceFile, ...] = ()
-    size: int = 0
+    size: int = 0  # bytes to read; 0 if unknown
 
     def description(self) -> dict:
-        """What must be the same when an interrupted preparation goes on: names and sizes, by their hash."""
+        """Names and sizes (as a hash), which must be the same when an interrupted preparation resumes."""
         listed = json.dumps([[item.name, item.size] for item in self.items])
         return {
             "source": self.name,
@@ -59,17 +58,22 @@ class TextSource:
 
 
 def find_sources(names: Sequence[str], share: float) -> list[TextSource]:
-    """The sources of these names, with the side of every file that has one.
+    """The sources with these names, with a side for every file that is held out, or not, as a whole.
 
-    Where a source has folders ``train/`` and ``val/`` (or ``valid/``, ``validation/``), they are the split and nothing
-    beside them is read; else about ``share`` of its text files, where it has several, is held out by a hash of their
-    names, at least one. Rows of files are held out one by one. Where that holds out nothing, as with text files that
-    are given one by one, the text files of all sources are divided together, by their paths without the folders that
-    all begin with. The end of a text is held out where there is nothing else.
+    The split of a source into a training and a validation side:
+
+    - If it has the folders ``train/`` and ``val/`` (or ``valid/``, ``validation/``), they are the split, and nothing
+      beside them is read.
+    - Otherwise about ``share`` of its text files, at least one of several, is held out by a hash of their names. Rows
+      of JSON lines and parquet are held out one by one.
+    - If that holds out nothing, for example for text files that are named one by one, the text files of all sources are
+      divided together, by their paths without common leading folders.
+    - If there is only one text, its end is held out.
 
     Raises:
-        FileNotFoundError: for a path that is not there.
-        ValueError: for no source, one that holds nothing to read, another kind of file, or a side that would be empty.
+        FileNotFoundError: for a path that does not exist.
+        ValueError: for no source, a source without anything to read, another kind of file, or a side that would be
+            empty.
     """
     if not names:
         raise ValueError(f"no source of text; give {ACCEPTED}")
@@ -146,14 +150,14 @@ def _folder(root: Path):
 
 
 def _archive(path: Path):
-    """Regular text members of an archive, whose names are read to the end of it."""
+    """The regular text members of an archive; this reads the archive to its end."""
     try:
         with tarfile.open(path, "r|*") as archive:
             for member in archive:
                 hidden = any(part.startswith(".") and part not in (".", "..") for part in member.name.split("/"))
                 if member.isfile() and not hidden and _kind(member.name) == "text":
                     yield SourceFile(member.name, "text", member.size)
-    except Exception as error:  # tarfile and each library of compression have errors of their own
+    except Exception as error:  # tarfile and each compression library raise their own errors
         raise ValueError(f"{path} cannot be read as a tar archive ({error})") from error
 
 
@@ -178,7 +182,7 @@ def _with_sides(source: TextSource, share: float) -> TextSource:
 
 
 def _own_sides(source: TextSource) -> list[tuple[SourceFile, str | None]]:
-    """The items with the sides that folders train/ and val/ give them, None beside these; nothing without such."""
+    """The files with the sides that folders train/ and val/ give them, None beside these; [] without such folders."""
     inner = without_common_folders([item.name for item in source.items])
     tops = {name.split("/")[0] for name in inner if "/" in name}
     if source.kind == "python" or "train" not in tops or not tops & VALIDATION_FOLDERS:
@@ -188,10 +192,10 @@ def _own_sides(source: TextSource) -> list[tuple[SourceFile, str | None]]:
 
 
 def _divided_together(sources: Sequence[TextSource], share: float) -> list[TextSource]:
-    """The sources with about ``share`` of all their text files held out, one or more a side; empty files play no part.
+    """The sources with about ``share`` of all their text files held out, at least one a side; empty files are ignored.
 
     Raises:
-        ValueError: for less than two files.
+        ValueError: for fewer than two files.
     """
     every = [(number, item) for number, source in enumerate(sources) for item in source.items]
     paths = [_path(sources[number], item) for number, item in every]

@@ -1,10 +1,9 @@
-"""Text to tokens to shards, in several processes.
+"""From units of text to shards of tokens, in several processes.
 
-Text to tokens, several times faster than one call a text: natural language repeats its words.
-
-What a tokenizer gives for a word does not depend on the words around it where its pre-tokenizer splits between them.
-So the text is cut into words, each distinct word is tokenised once by the library, and the tokens are looked up. The
-cuts are places where the pre-tokenizers that are known here always split; with any other nothing is looked up.
+Natural language repeats its words, so the encoder tokenises each distinct word once and looks up its tokens, which is
+several times faster than one tokenizer call for each text. This is exact where the pre-tokenizer splits the text
+between words: the tokens of a word then do not depend on its neighbours. The text is cut only where the pre-tokenizers
+that are known here always split; with any other tokenizer nothing is looked up.
 """
 
 import json
@@ -38,10 +37,10 @@ _KNOWN_SPLITS = frozenset({OURS, CL100K, CL100K.replace(r"|\s+\z", "")})
 
 
 class Encoder:
-    """Token ids of texts as raw integers, exactly what the tokenizer gives without special tokens.
+    """Tokenises texts into the bytes of their ids: the tokenizer's own ids, without special tokens.
 
     Args:
-        state: the tokenizer, as its JSON.
+        state: the tokenizer as JSON.
         dtype: of the ids, "<u2" or "<u4".
     """
 
@@ -65,8 +64,10 @@ class Encoder:
 
 
 class _Words(dict):
-    """The tokens of words, made when first asked for. When there are too many, those of the latest ``MAX_WORDS`` that
-    are asked for again stay."""
+    """A cache of the tokens of words, in two generations of at most ``MAX_WORDS`` words.
+
+    When the younger generation is full, it becomes the older one; a word of the older one that is asked for moves back.
+    """
 
     def __init__(self, make: Callable[[str], bytes]):
         super().__init__()
@@ -85,8 +86,10 @@ class _Words(dict):
 
 
 def splits_at_spaces(state: str) -> bool:
-    """Whether a tokenizer, given as its JSON, is one of those whose tokens never cross the cuts: no normaliser, no
-    tokens beside special ones to be found in the text, and a pre-tokenizer known to split there."""
+    """Whether the tokens of a tokenizer, given as JSON, never cross the cuts between words.
+
+    True for BPE without a normaliser, without added tokens other than special ones, and with a known pre-tokenizer.
+    """
     tokenizer = json.loads(state)
     model, before = tokenizer["model"], tokenizer["pre_tokenizer"] or {}
     if tokenizer["normalizer"] or model["type"] != "BPE" or model.get("dropout"):
@@ -111,8 +114,11 @@ def splits_at_spaces(state: str) -> bool:
 
 
 def write_shard(folder: Path, unit: Unit, encoder: Encoder, end_of_text: int) -> dict:
-    """Tokenise ``unit`` into ``folder``; each document is followed by ``end_of_text``. The record of the shard:
-    sizes, checksums, and the hash of its text. Each file is written beside its place, flushed and renamed."""
+    """Tokenise ``unit`` into the two files of a shard in ``folder``; each document is followed by ``end_of_text``.
+
+    Returns:
+        The record of the shard: sizes, checksums, and the hash of its text.
+    """
     end = np.array([end_of_text], encoder.dtype).tobytes()
     parts, starts, done = [], [], 0
     for text, first, last in unit.pieces:
@@ -146,19 +152,21 @@ def _write(path: Path, parts: list[bytes]) -> str:
 
 @dataclass(frozen=True)
 class Task:
-    """What every shard is made with. ``state``: the tokenizer as JSON; ``dtype``: "<u2" or "<u4"."""
+    """The settings that all shards share."""
 
     folder: Path
-    state: str
-    dtype: str
-    end_of_text: int
+    state: str  # the tokenizer as JSON
+    dtype: str  # of the tokens, "<u2" or "<u4"
+    end_of_text: int  # id
 
 
 def shards(units: Iterable[Unit], task: Task, jobs: int) -> Iterator[tuple[dict, Unit]]:
-    """The record of each shard as it is finished, in any order, with its unit. ``jobs`` + 1 units are held at a time.
+    """Tokenise ``units`` in ``jobs`` processes; yield the record of each shard with its unit, as they finish.
+
+    At most ``jobs`` + 1 units are in memory.
 
     Raises:
-        RuntimeError: if a process is killed, as happens where memory runs out.
+        RuntimeError: if a process is killed, for example because memory ran out.
     """
     if jobs == 1:
         encoder = Encoder(task.state, task.dtype)
@@ -176,8 +184,8 @@ def shards(units: Iterable[Unit], task: Task, jobs: int) -> Iterator[tuple[dict,
             yield from _finished(waiting)
     except BrokenProcessPool as error:
         raise RuntimeError(
-            "a process that tokenised was killed, perhaps because memory ran out; what is finished is kept: go on with "
-            "--resume and fewer --jobs"
+            "a process that tokenised was killed, perhaps because memory ran out; finished shards are kept: continue "
+            "with --resume and fewer --jobs"
         ) from error
     finally:
         pool.shutdown(wait=True, cancel_futures=True)
@@ -193,7 +201,7 @@ _own: tuple[Task, Encoder] | None = None
 
 
 def _begin(task: Task) -> None:
-    """In each process: the tokenizer on one thread, Ctrl-C left to the parent, and an end when the parent ends."""
+    """Set up a worker process: one tokenizer thread, Ctrl-C handled by the parent, exit when the parent exits."""
     global _own
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     signal.signal(signal.SIGINT, signal.SIG_IGN)

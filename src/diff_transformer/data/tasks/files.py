@@ -1,4 +1,4 @@
-"""Records from the disk: JSON, JSON lines, plain or compressed."""
+"""Reading files of rows: text, JSON and JSON lines, plain or compressed."""
 
 import bz2
 import gzip
@@ -11,11 +11,11 @@ SUFFIXES = (".jsonl", ".json", ".jsonl.gz", ".json.gz", ".jsonl.bz2", ".json.bz2
 
 
 def read_text(path: str | os.PathLike) -> str:
-    """The UTF-8 text of a file, unpacked where its name ends in .gz or .bz2.
+    """The UTF-8 text of a file, decompressed if its name ends in .gz or .bz2.
 
     Raises:
         FileNotFoundError: if there is no such file.
-        ValueError: if it is not UTF-8, or not what its name says.
+        ValueError: if it is not UTF-8, or not in the format of its name.
     """
     path = Path(path)
     if not path.is_file():
@@ -28,11 +28,11 @@ def read_text(path: str | os.PathLike) -> str:
 
 
 def read_records(path: str | os.PathLike) -> Any:
-    """What a JSON file holds, or for JSON lines the list of the lines' values.
+    """The value of a JSON file, or the list of values of a file of JSON lines.
 
     Raises:
         FileNotFoundError: if there is no such file.
-        ValueError: for what is not JSON, naming the line.
+        ValueError: if it is not JSON, naming the line.
     """
     text = read_text(path)
     try:
@@ -51,10 +51,10 @@ def read_records(path: str | os.PathLike) -> Any:
 
 
 def as_rows(value: Any, path: object) -> list[dict]:
-    """A list of dictionaries; one dictionary counts as a list of one.
+    """``value`` as a list of dictionaries; a dictionary is a list of one.
 
     Raises:
-        ValueError: for anything else.
+        ValueError: for any other value, naming ``path``.
     """
     rows = [value] if isinstance(value, dict) else value
     if not isinstance(rows, list) or not rows or not all(isinstance(row, dict) for row in rows):
@@ -63,7 +63,7 @@ def as_rows(value: Any, path: object) -> list[dict]:
 
 
 def stem(path: str | os.PathLike) -> str:
-    """The file's name without its endings for format and compression."""
+    """The file's name without the suffixes of format and compression."""
     name = Path(path).name
     for suffix in (".gz", ".bz2", ".jsonl", ".json", ".txt"):
         name = name[: -len(suffix)] if name.lower().endswith(suffix) else name

@@ -1,6 +1,6 @@
-"""Texts with a question, or to be summarised: what a model may say about them and no more.
+"""Documents with a question, or to be summarised: the answer must be grounded in the document.
 
-``load_grounded`` takes the public sets in the formats they are published in:
+``load_grounded`` reads the public sets in the formats in which they are published:
 
     XSum, MultiNews             {"document", "summary"}
     CNN/DailyMail               {"article", "highlights"}
@@ -49,11 +49,11 @@ def load_grounded(data: str, *, samples: int | None = None, seed: int = 0) -> di
     Args:
         data: "python" (made from the running Python's documentation), "hub:xsum", "hub:all" (the six sets of Table 4),
             "hub:OWNER/SET", a file, a folder of files; or several of these, separated by commas.
-        samples: so many of each set, drawn by ``seed``; None for all, in their order.
+        samples: items of each set, drawn by ``seed``; None for all, in their order.
 
     Raises:
-        FileNotFoundError: for a path that is not there.
-        ValueError: for a format that is not known, naming what is, or a set that cannot be downloaded.
+        FileNotFoundError: for a path that does not exist.
+        ValueError: for an unknown format, naming the known ones, or a set that cannot be downloaded.
     """
     require_positive(samples=samples)
     sets: dict[str, list[GroundedItem]] = {}
@@ -151,7 +151,7 @@ def _row(row: dict, name: str) -> list[GroundedItem]:
 
 
 def _joined(document: str) -> str:
-    """MultiNews puts five bars between the articles of a cluster."""
+    """A document as one text; MultiNews separates the articles of a cluster by five bars."""
     return "\n\n".join(part.strip() for part in document.split("|||||") if part.strip())
 
 
@@ -166,7 +166,7 @@ def _answers(row: dict) -> tuple[str, ...]:
 
 
 def _passages(context: Any) -> str:
-    """Titled paragraphs as text: from [[title, sentences], ...], {"title": [...], "sentences": [...]}, or text."""
+    """Titled paragraphs as text, from [[title, sentences], ...], {"title": [...], "sentences": [...]}, or text."""
     if isinstance(context, str) and context.lstrip().startswith(("[[", "{")):
         context = json.loads(context)
     if isinstance(context, str):
@@ -213,7 +213,7 @@ def _paper_answer(answer: dict) -> str:
 
 
 def _prompts(text: str, path: Path) -> Iterator[GroundedItem]:
-    """Worked prompts, one after the other: titled paragraphs, ``Q: ...``, ``A: ... So the answer is: ...``."""
+    """The items of a file of few-shot prompts: titled paragraphs, ``Q: ...``, ``A: ... So the answer is: ...``."""
     blocks = re.split(r"(?m)^# METADATA:.*\n", text)[1:] or [text]
     for number, block in enumerate(blocks):
         found = re.search(r"(?ms)^Q: (?P<question>.+?)\n+A: (?P<answer>.+)", block)

@@ -1,4 +1,4 @@
-"""Rows of a data set on the Hugging Face hub, through ``datasets``, which is imported when first needed."""
+"""Rows of a data set on the Hugging Face hub, through ``datasets``, which is imported at the first use."""
 
 from typing import Any, cast
 
@@ -8,10 +8,10 @@ SPLITS = ("test", "validation", "dev", "train")
 def hub_rows(
     repository: str, configuration: str | None = None, *, split: str | None = None, revision: str | None = None
 ) -> list[dict]:
-    """All rows of one split of ``repository``: the one named, or else the first there is of test, validation, train.
+    """All rows of one split of ``repository``: ``split``, or else the first existing one of test, validation, train.
 
     Raises:
-        ValueError: where ``datasets`` is not installed, or the set is neither cached nor to be reached.
+        ValueError: if ``datasets`` is not installed, or the set is not cached and cannot be downloaded.
     """
     try:
         import datasets
@@ -21,7 +21,7 @@ def hub_rows(
         ) from None
     try:
         found = cast(Any, datasets.load_dataset(repository, configuration, split=split, revision=revision))
-    except Exception as error:  # what it raises without a network depends on its version and on where it fails
+    except Exception as error:  # the type depends on the library's version and on where it fails
         raise ValueError(
             f"{repository} is not in the cache of `datasets` and cannot be downloaded "
             f"({type(error).__name__}: {(str(error) or 'no reason given').splitlines()[0]}); connect this machine, or "

@@ -1,5 +1,4 @@
-"""Labelled texts for many-shot classification (section 3.5): public sets from the disk or the hub, and one from Python
-itself."""
+"""Labelled texts for many-shot classification (section 3.5): public sets from files or the hub, and one from Python."""
 
 import csv
 import io
@@ -24,14 +23,14 @@ def load_labelled(source: str | os.PathLike = "python", *, fine: bool = False) -
     """The labelled set named by ``source``.
 
     Args:
-        source: ``"python"`` (offline: ``python_labels``), ``"hub:NAME"`` (of ``hub.SETS``), or a path. Of a folder, the
-            file whose name holds "train" is shown and the other one of its kind asked ("test" where there are more); of
-            a single file, a fifth is asked, by a hash of the text.
+        source: ``"python"`` (offline: ``python_labels``), ``"hub:NAME"`` (a name of ``SETS``), or a path. In a folder,
+            the file with "train" in its name is for training and the other one of its kind for testing ("test" if there
+            are several). Of a single file, a fifth is for testing, by a hash of the text.
         fine: the 50 classes of TREC instead of its 6.
 
     Raises:
-        FileNotFoundError: for a path that is not there.
-        ValueError: for a set that cannot be had or read, or ``fine`` for a set with one kind of classes.
+        FileNotFoundError: for a path that does not exist.
+        ValueError: for a set that cannot be loaded, or ``fine`` for a set with one kind of classes.
     """
     name = str(source)
     if name.startswith("hub:"):
@@ -68,7 +67,7 @@ def _from_files(path: Path, train: Path, test: Path | None, kind: str, fine: boo
 
 
 def _sides(folder: Path) -> tuple[Path, Path | None]:
-    """The file to show and the one to ask; for Clinic-150, which holds both in one file, the one and None."""
+    """The training and the test file; for Clinic-150, which has both in one file, that file and None."""
     files = sorted(file for file in folder.iterdir() if file.is_file())
     for suffix in _SUFFIXES[:3]:
         mine = [file for file in files if file.suffix.lower() == suffix]
@@ -93,14 +92,14 @@ def _refuse_fine(refused: bool, name: str) -> None:
 
 TEXT_COLUMNS = ("text", "query", "question", "sentence", "utterance")
 LABEL_COLUMNS = ("category", "label_text", "intent", "label", "class")
-OUT_OF_SCOPE = "oos"  # Clinic-150 proper is its 150 intents
+OUT_OF_SCOPE = "oos"  # not one of Clinic-150's 150 intents
 
 
 def read_csv(path: Path) -> list[Labelled]:
     """The rows of a CSV file whose header names a text and a label column; quoted fields may hold line breaks.
 
     Raises:
-        ValueError: where there are no such columns, naming those there are.
+        ValueError: if there are no such columns, naming the existing ones.
     """
     return from_rows(list(csv.DictReader(io.StringIO(read_text(path)))), path)
 
@@ -130,10 +129,10 @@ def read_clinic(path: Path) -> tuple[list[Labelled], list[Labelled]]:
 
 
 def from_rows(rows: Sequence[Mapping], where: object) -> list[Labelled]:
-    """Examples of rows whose columns have one of the usual names.
+    """Examples from rows with a text and a label column of a usual name.
 
     Raises:
-        ValueError: where there are no such columns, naming those there are.
+        ValueError: if there are no such columns, naming the existing ones.
     """
     columns = list(rows[0]) if rows else []
     text = next((name for name in TEXT_COLUMNS if name in columns), None)
@@ -150,7 +149,7 @@ def from_rows(rows: Sequence[Mapping], where: object) -> list[Labelled]:
 
 
 def from_pairs(pairs: Iterable[tuple[str, str]], where: object) -> list[Labelled]:
-    """Examples of (text, label), the labels in words; out-of-scope and empty texts are left out."""
+    """Examples from pairs (text, label), with labels in words; out-of-scope and empty texts are left out."""
     kept = [(text, label) for text, label in pairs if label != OUT_OF_SCOPE and text.strip()]
     words = {label: in_words(label) for _, label in kept}
     check_distinct(words, where)
@@ -164,15 +163,15 @@ SETS = {  # name -> repository, configuration, label column
     "clinic150": ("clinc/clinc_oos", "plus", "intent"),
     "clinic150-small": ("clinc/clinc_oos", "small", "intent"),
 }
-_CONVERTED = "refs/convert/parquet"  # where the hub keeps sets whose loading script is no longer run
+_CONVERTED = "refs/convert/parquet"  # the hub's copy of a set whose loading script is no longer run
 
 
 def load_hub_labelled(name: str) -> LabelledSet:
-    """The set ``name``: one of ``SETS``, or ``OWNER/NAME`` with a text and a label column, ``:CONFIG`` behind it.
+    """A set on the hub: one of ``SETS``, or ``OWNER/NAME`` or ``OWNER/NAME:CONFIG`` with a text and a label column.
 
     Raises:
-        ValueError: without the ``datasets`` package or the network (saying what to do), for a set without a "train" and
-            a "test" (or "validation") side, or without a text and a label column.
+        ValueError: if ``datasets`` is not installed or the set cannot be downloaded, for a set without a "train" and a
+            "test" (or "validation") split, or without a text and a label column.
     """
     repository, config, column = SETS[name] if name in SETS else (*_split(name), None)
     sides = _download(repository, config)

@@ -8,6 +8,12 @@ BoolQ       {"passage", "question", "answer": true}, or "label": 1
 WinoGrande  {"sentence": "... _ ...", "option1", "option2", "answer": "2"}
 simple      {"question": "...", "choices": ["...", ...], "answer": 0}, the answer as an index from 0, as a letter from
             A, or as the choice itself
+
+``load_continuations`` also makes tasks in the form of HellaSwag from the running Python's documentation:
+
+    The names of the module are exported. A name that begins with an underscore is not.     context
+    It can still be imported by its full name.                                              right ending
+    The default is to close the file. | Each call returns a new list. | ...                 from other texts
 """
 
 import re
@@ -37,12 +43,12 @@ def load_multiple_choice(data: str, *, seed: int = 0) -> dict[str, MultipleChoic
 
     Args:
         data: "python" (made from the running Python's documentation), a file, or a folder. In a folder, files whose
-            names differ only in -Train, -Dev, -Test (or val, valid, validation) are parts of one task: its last part is
+            names differ only in -Train, -Dev, -Test (or val, valid, validation) are parts of one task: the last part is
             scored, and few-shot examples come from the first.
 
     Raises:
-        FileNotFoundError: for a path that is not there.
-        ValueError: for a format that is not known, naming what is.
+        FileNotFoundError: for a path that does not exist.
+        ValueError: for an unknown format, naming the known ones.
     """
     if data == "python":
         return {"python_descriptions": _halved(descriptions(seed)), "python_names": _halved(names(seed))}
@@ -68,7 +74,7 @@ def _task(files: dict[str, Path]) -> MultipleChoiceSet:
 
 
 def _halved(items: list[MultipleChoiceItem]) -> MultipleChoiceSet:
-    """A quarter of the items serves as examples alone, so that no answer is shown before its question comes."""
+    """Keep a quarter of the items as few-shot examples, so that no prompt shows the answer to a later question."""
     kept = len(items) - len(items) // 4
     return MultipleChoiceSet(items[:kept], items[kept:])
 
@@ -77,7 +83,7 @@ def read_multiple_choice(path: Path) -> list[MultipleChoiceItem]:
     """The items of one file.
 
     Raises:
-        ValueError: for a row that is not in one of the formats, naming it and them.
+        ValueError: for a row in none of the formats, naming the row and the formats.
     """
     if path.name.lower().endswith(TEXT_SUFFIXES):
         return _six_lines(path)
@@ -85,10 +91,10 @@ def read_multiple_choice(path: Path) -> list[MultipleChoiceItem]:
 
 
 def items_of(rows: list[dict], source: str) -> list[MultipleChoiceItem]:
-    """The items of rows that were read already, from a file or the hub.
+    """The items of rows from a file or the hub.
 
     Raises:
-        ValueError: for a row that is not in one of the formats, naming it, ``source`` and them.
+        ValueError: for a row in none of the formats, naming the row, ``source`` and the formats.
     """
     items = []
     for number, row in enumerate(rows):
@@ -154,7 +160,7 @@ def _item(question: str, choices: list[str], answer: int, completion: bool = Fal
 
 
 def _clean(text: str) -> str:
-    """HellaSwag's WikiHow texts without their marks: "[title]" ends a sentence, other brackets go."""
+    """HellaSwag's WikiHow texts without markup: "[title]" becomes the end of a sentence, other brackets are removed."""
     text = re.sub(r"\s*\[(?:title|header)\]\s*", ". ", text.strip())
     text = re.sub(r"\[[^\]]*\]", "", text)
     return re.sub(r"\s{2,}", " ", text).strip().removeprefix(". ")
@@ -183,15 +189,15 @@ _PROSE = re.compile(r"[\w\s,.;:'\"()`*/-]+")
 
 
 def load_continuations(data: str, *, seed: int = 0) -> list[MultipleChoiceItem]:
-    """The tasks that ``data`` names: those of a file in its order, others in an order drawn from ``seed``.
+    """The tasks that ``data`` names: those of a file in its order, others in an order drawn by ``seed``.
 
     Args:
         data: "python" (made from the documentation that the corpus "python" holds out); a file of HellaSwag, as JSON
-            lines or as text of six lines a task, plain or compressed; or "hub:NAME", say "hub:Rowan/hellaswag".
+            lines or as text of six lines a task, plain or compressed; or "hub:NAME", such as "hub:Rowan/hellaswag".
 
     Raises:
-        FileNotFoundError: for a path that is not there.
-        ValueError: for another format, or a set on the hub that cannot be had.
+        FileNotFoundError: for a path that does not exist.
+        ValueError: for another format, or a set on the hub that cannot be downloaded.
     """
     if data == "python":
         return continuations_of(load_corpus("python").validation, seed=seed)
@@ -205,11 +211,13 @@ def load_continuations(data: str, *, seed: int = 0) -> list[MultipleChoiceItem]:
 
 
 def continuations_of(documents: Sequence[Document], *, seed: int = 0) -> list[MultipleChoiceItem]:
-    """A task for each paragraph of prose in ``documents`` (those named code/... have none) with two sentences or more:
-    its last sentence is right, the wrong ones are the last sentences of paragraphs of other documents.
+    """A task for each paragraph of prose in ``documents`` with at least two sentences.
+
+    The last sentence is the right ending; the wrong ones are the last sentences of paragraphs in other documents.
+    Documents named code/... have no prose.
 
     Raises:
-        ValueError: where there are fewer than four documents with such a paragraph.
+        ValueError: if fewer than four documents have such a paragraph.
     """
     found = [(d.name, *split) for d in documents if not d.name.startswith("code/") for split in _paragraphs(d.text)]
     found = list({ending: (name, context, ending) for name, context, ending in found}.values())
@@ -236,7 +244,7 @@ def _others(rng: np.random.Generator, found: list[tuple[str, str, str]], name: s
 
 
 def _paragraphs(text: str) -> list[tuple[str, str]]:
-    """(context, last sentence) of each paragraph of prose; the context is the sentences before it that fit."""
+    """(context, last sentence) of each paragraph of prose; the context is as many sentences before it as fit."""
     split = []
     for paragraph in text.split("\n\n"):
         *sentences, ending = _SENTENCE_END.split(" ".join(paragraph.split()))

@@ -1,10 +1,14 @@
-"""Labelled tasks made from the held-out part of the running Python's documentation: nothing to download.
+"""Tasks made from the running Python's documentation, without a download.
+
+Grounded and multiple-choice questions:
 
     dedent      Remove any common leading whitespace from every line in `text`.     name, summary
                 This can be used to make triple-quoted strings line up with ...     body
 
-Functions, classes and methods whose docstring opens with one paragraph of its own. They come from the modules that the
-corpus "python" holds out, so a model trained on that corpus has not read them.
+These are functions, classes and methods whose docstring begins with a paragraph that stands alone. They come from the
+modules that the corpus "python" holds out, so a model trained on that corpus has not read them.
+
+Labelled texts (``python_labels``): the module of the standard library that a docstring's first sentence comes from.
 """
 
 import ast
@@ -37,7 +41,7 @@ class Documented(NamedTuple):
 
 
 def summaries(seed: int = 0) -> list[GroundedItem]:
-    """What follows a docstring's first paragraph is the document; the first paragraph is the reference summary."""
+    """Summaries: the document is a docstring without its first paragraph, which is the reference."""
     items = [
         GroundedItem("summary", entry.body, references=(entry.summary,), id=entry.name)
         for entry in documented()
@@ -47,7 +51,7 @@ def summaries(seed: int = 0) -> list[GroundedItem]:
 
 
 def lookups(seed: int = 0) -> list[GroundedItem]:
-    """Four names with their descriptions are the document; the question quotes one and asks for the name."""
+    """Questions: the document is four names with descriptions; the question quotes one and asks for its name."""
     entries = documented()
     items = []
     for index, entry in enumerate(entries):
@@ -60,7 +64,7 @@ def lookups(seed: int = 0) -> list[GroundedItem]:
 
 
 def descriptions(seed: int = 0) -> list[MultipleChoiceItem]:
-    """Which of four descriptions belongs to a name."""
+    """Multiple choice: which of four descriptions belongs to a name."""
     entries = documented()
     items = []
     for index, entry in enumerate(entries):
@@ -70,7 +74,7 @@ def descriptions(seed: int = 0) -> list[MultipleChoiceItem]:
 
 
 def names(seed: int = 0) -> list[MultipleChoiceItem]:
-    """Which of four names belongs to a description."""
+    """Multiple choice: which of four names belongs to a description."""
     entries = documented()
     items = []
     for index, entry in enumerate(entries):
@@ -81,10 +85,10 @@ def names(seed: int = 0) -> list[MultipleChoiceItem]:
 
 @functools.cache
 def documented() -> tuple[Documented, ...]:
-    """The documented names of the held-out modules, each name and each summary once, in the order of the modules.
+    """The documented names of the held-out modules, in the order of the modules, without repeated names or summaries.
 
     Raises:
-        ValueError: where the modules hold too few (a stripped Python).
+        ValueError: if there are too few (a Python without its sources).
     """
     from diff_transformer.data.python_library import load_python_library
 
@@ -107,7 +111,7 @@ def documented() -> tuple[Documented, ...]:
 
 
 def documented_in(source: str) -> list[Documented]:
-    """The public documented names in one module's source, with a first paragraph of a sentence's length."""
+    """The public documented names in one module's source whose first paragraph is about one sentence."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         tree = ast.parse(source)
@@ -130,7 +134,7 @@ def _choices(entries, index: int, seed: int, field: str) -> tuple[tuple[str, ...
 
 
 def _others(rng, entries, index: int, count: int) -> list[int]:
-    """``count`` different places other than ``index``."""
+    """``count`` distinct indices other than ``index``."""
     return [int(i) + (i >= index) for i in rng.choice(len(entries) - 1, size=count, replace=False)]
 
 
@@ -146,13 +150,13 @@ _SENTENCE = re.compile(r"(.+?[.!?])(?=\s+[A-Z]|\s*$)", re.DOTALL)
 
 @functools.cache
 def python_labels() -> LabelledSet:
-    """The 16 top-level modules with the most documented functions and classes; a fifth of the sentences is asked.
+    """First sentences of docstrings, labelled with one of the 16 modules that have most of them.
 
-    A sentence that two modules share is left out, and so is one that names its module. A model trained on the corpus
-    "python" has read most of the sentences, but never with these labels.
+    A fifth of the sentences is for testing. Sentences that occur in two modules, or name their module, are left out. A
+    model trained on the corpus "python" has read most of the sentences, but never with these labels.
 
     Raises:
-        ValueError: where the library's sources are not there.
+        ValueError: if this Python has no sources.
     """
     modules: dict[str, set[str]] = defaultdict(set)  # sentence -> modules
     root = Path(sysconfig.get_paths()["stdlib"])
@@ -174,8 +178,10 @@ def python_labels() -> LabelledSet:
 
 
 def first_sentences(path: Path) -> Iterator[str]:
-    """The first sentence of each docstring in a source file, where it has a sentence's length; nothing where the file
-    does not parse."""
+    """The first sentence of each docstring in a source file, if it has 20 to 100 characters.
+
+    Nothing if the file cannot be parsed.
+    """
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")

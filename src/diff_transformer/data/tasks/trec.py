@@ -27,10 +27,10 @@ FINE = {
 
 
 def trec_words(code: str, *, fine: bool) -> str:
-    """A code such as ``LOC:city`` in words: of its coarse class, or of the code itself.
+    """The words of a code such as ``LOC:city``, or of its coarse class.
 
     Raises:
-        ValueError: for a code that TREC does not have.
+        ValueError: for an unknown code.
     """
     words = FINE.get(code) if fine else COARSE.get(code.partition(":")[0])
     if words is None:

@@ -1,4 +1,4 @@
-"""What the loaders of this package return: questions about texts, multiple-choice questions, labelled texts."""
+"""The items that the loaders of this package return: grounded questions, multiple-choice questions, labelled texts."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -10,51 +10,38 @@ TEST_SHARE = 0.2
 
 @dataclass(frozen=True)
 class GroundedItem:
-    """A document and what is asked of it.
+    """A document with a question about it, or to be summarised."""
 
-    Attributes:
-        kind: "summary" or "question".
-        document: the text that the answer must stay with; empty for a question without one.
-        question: empty for a summary.
-        references: right answers, each sufficient; for a summary the reference summary.
-    """
-
-    kind: str
-    document: str
-    question: str = ""
-    references: tuple[str, ...] = ()
+    kind: str  # "summary" or "question"
+    document: str  # the text that the answer must be grounded in; empty for a question without one
+    question: str = ""  # empty for a summary
+    references: tuple[str, ...] = ()  # right answers, each sufficient; for a summary, the reference summary
     id: str = ""
 
 
 @dataclass(frozen=True)
 class MultipleChoiceItem:
-    """A question and its choices.
-
-    Attributes:
-        question: the question or, with ``completion``, the beginning of a text.
-        choices: answers, or continuations of the text.
-        answer: index of the right choice.
-        ending: text that follows every choice and is scored in its place (WinoGrande); empty for none.
-    """
+    """A question with choices, or the beginning of a text with possible endings."""
 
     question: str
     choices: tuple[str, ...]
-    answer: int
-    completion: bool = False
-    ending: str = ""
+    answer: int  # index of the right choice
+    completion: bool = False  # whether the question is the beginning of a text
+    ending: str = ""  # text that follows every choice and is scored in its place (WinoGrande)
 
 
 @dataclass(frozen=True)
 class MultipleChoiceSet:
-    """Items to score, and items that few-shot examples come from (none: from the others of ``items``)."""
+    """The items of one task."""
 
-    items: list[MultipleChoiceItem]
+    items: list[MultipleChoiceItem]  # to score
+    # few-shot examples; if there are none, the other items serve as examples
     examples: list[MultipleChoiceItem] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
 class Labelled:
-    """A text without line breaks, and its label in words."""
+    """A text without line breaks and its label in words."""
 
     text: str
     label: str
@@ -62,23 +49,17 @@ class Labelled:
 
 @dataclass(frozen=True)
 class LabelledSet:
-    """Examples to show and examples to ask.
-
-    Attributes:
-        name: for results.
-        train: examples that may be shown in a prompt.
-        test: examples that are asked; every label is one of ``train``'s.
-        text_name, label_name: what a prompt calls a text and its label.
+    """A labelled set for many-shot classification.
 
     Raises:
         ValueError: for an empty side, fewer than two labels, or a label that only ``test`` has.
     """
 
     name: str
-    train: tuple[Labelled, ...]
-    test: tuple[Labelled, ...]
-    text_name: str = "Text"
-    label_name: str = "Label"
+    train: tuple[Labelled, ...]  # examples that a prompt may show
+    test: tuple[Labelled, ...]  # examples to classify; every label occurs in `train`
+    text_name: str = "Text"  # the word for a text in a prompt
+    label_name: str = "Label"  # the word for a label in a prompt
 
     def __post_init__(self):
         if not self.train or not self.test or len(self.labels) < 2:
@@ -97,7 +78,7 @@ class LabelledSet:
 
 
 def make_example(text: str, label: str) -> Labelled:
-    """An example with white space (line breaks too) as single spaces."""
+    """An example with all white space replaced by single spaces."""
     return Labelled(" ".join(text.split()), " ".join(label.split()))
 
 
@@ -107,7 +88,7 @@ def in_words(label: str) -> str:
 
 
 def check_distinct(words: dict[str, str], where: object) -> None:
-    """Raise ValueError where two labels have the same words."""
+    """Raise ValueError if two labels have the same words, or a label has none."""
     by_words: dict[str, str] = {}
     for label, said in words.items():
         if not said or by_words.setdefault(said, label) != label:
@@ -115,9 +96,9 @@ def check_distinct(words: dict[str, str], where: object) -> None:
 
 
 def hold_out(examples: Iterable[Labelled]) -> tuple[tuple[Labelled, ...], tuple[Labelled, ...]]:
-    """(train, test) of a set that comes in one piece: a fifth is asked, by a hash of the text.
+    """(train, test) of a set without a split: a fifth of the examples is for testing, by a hash of the text.
 
-    The same text falls on one side; a text of a class that would have none to show is left out.
+    Test examples of a class without training examples are left out.
     """
     sides: tuple[list[Labelled], list[Labelled]] = ([], [])
     for example in examples:
