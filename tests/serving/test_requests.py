@@ -2,8 +2,8 @@
 
 import pytest
 
-from diff_transformer.serving.chat import count_prompt_tokens
-from diff_transformer.serving.requests import DEFAULT_NEW_TOKENS, BadRequest, checked
+from diff_transformer.serving.middleware import check_site
+from diff_transformer.serving.requests import DEFAULT_NEW_TOKENS, BadRequest, checked, count_prompt_tokens
 
 CHAT, COMPLETIONS, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
 HELLO = [{"role": "user", "content": "hello"}]
@@ -23,6 +23,45 @@ def test_a_plain_request_is_filled_in():
     assert (
         check(RESPONSES, {"input": "a", "instructions": "b"}, context=9999)["max_output_tokens"] == DEFAULT_NEW_TOKENS
     )
+
+
+def site(host, origin=None, listens_on="127.0.0.1"):
+    headers = {b"host": host.encode()} | ({} if origin is None else {b"origin": origin.encode()})
+    check_site(headers, listens_on)
+
+
+@pytest.mark.parametrize(
+    "request_",
+    [
+        ("127.0.0.1:8000",), ("localhost:9000",), ("[::1]:8000",), ("LOCALHOST",),
+        ("localhost:8000", "http://localhost:8000"), ("127.0.0.1:80", "http://127.0.0.1:80", "localhost"),
+        ("gpu7.example.org:8000", None, "0.0.0.0"), ("10.0.0.7:8000", "http://10.0.0.7:8000", "0.0.0.0"),
+        ("model.example.org", "https://model.example.org", "10.0.0.7"), ("box:8000", None, "box"),
+    ],
+)  # fmt: skip
+def test_requests_of_programs_and_of_the_server_s_own_pages_are_taken(request_):
+    site(*request_)
+
+
+@pytest.mark.parametrize(
+    ("request_", "message"),
+    [
+        (("evil.example:8000",), r"the Host is 'evil.example:8000'; this server answers on this machine only"),
+        (("127.0.0.1.evil.example",), "the Host is"),
+        (("",), "the Host is ''"),
+        (("[::1",), "the Host is"),
+        (("10.0.0.7:8000",), "the Host is"),
+        (("localhost:8000", "http://evil.example"), "a page of another site, 'http://evil.example'"),
+        (("localhost:8000", "null"), "a page of another site, 'null'"),
+        (("localhost:8000", "http://localhost:3000"), "a page of another site"),
+        (("localhost:8000", "http://localhost:8000.evil.example"), "a page of another site"),
+        (("10.0.0.7:8000", "http://evil.example", "0.0.0.0"), "a page of another site"),
+    ],
+)
+def test_requests_of_other_sites_are_refused(request_, message):
+    with pytest.raises(BadRequest, match=message) as refused:
+        site(*request_)
+    assert refused.value.status == 403
 
 
 def test_what_changes_nothing_is_dropped():

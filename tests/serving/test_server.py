@@ -7,6 +7,7 @@ import socket
 import subprocess
 import sys
 import time
+import urllib.error
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 
@@ -125,14 +126,26 @@ def test_what_is_not_json_is_refused(server, raw):
 
 
 def test_too_much_is_refused(server, monkeypatch):
-    monkeypatch.setattr("diff_transformer.serving.front.MOST_BYTES", 1000)
+    monkeypatch.setattr("diff_transformer.serving.middleware.MOST_BYTES", 1000)
     assert server.ask(COMPLETIONS, {"prompt": "a" * 2000})[0] == 413
+
+
+@pytest.mark.parametrize("headers", [{"Origin": "https://evil.example"}, {"Origin": "null"}, {"Host": "evil.example"}])
+@pytest.mark.parametrize(("path", "data"), [(COMPLETIONS, b'{"prompt": "abc"}'), ("/v1/models", None), ("/docs", None)])
+def test_pages_of_other_sites_cannot_use_the_server(server, headers, path, data):
+    """A page can send text/plain without asking first, and a name of its own can be made to mean this machine."""
+    request = urllib.request.Request(server.url + path, data=data, headers={"content-type": "text/plain", **headers})
+    with pytest.raises(urllib.error.HTTPError, match="403") as refused:
+        urllib.request.urlopen(request, timeout=30)
+    assert "site" in (message := json.loads(refused.value.read())["error"]["message"]) or "this machine" in message
+    own = urllib.request.Request(server.url + "/v1/models", headers={"Origin": server.url})
+    assert urllib.request.urlopen(own, timeout=30).status == 200
 
 
 def test_a_client_that_hangs_up_does_not_stop_the_others(server):
     body = json.dumps({"prompt": "abc", "max_tokens": 100, "stream": True}).encode()
     with socket.create_connection(("127.0.0.1", server.port), timeout=30) as raw:
-        head = f"POST {COMPLETIONS} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n"
+        head = f"POST {COMPLETIONS} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n\r\n"
         raw.sendall(head.encode() + body)
         assert raw.recv(64).startswith(b"HTTP/1.1 200")
     status, answer = server.ask(COMPLETIONS, {"prompt": "abc", "max_tokens": 3, **GREEDY})

@@ -1,4 +1,4 @@
-"""Which requests the server takes: what transformers' server would stumble over is refused here, in words."""
+"""Checks of requests: what transformers' server cannot answer is refused with a message."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -15,10 +15,14 @@ _RANGES = {"temperature": (0.0, 2.0), "top_p": (0.0, 1.0)}  # inclusive, as Open
 _TAKEN = ("model", "stream", "temperature", "top_p", "seed", "stop")
 _IGNORED = {"user", "metadata", "store", "service_tier", "safety_identifier", "stream_options", "background"}
 _HIGHEST_SEED = 2**63 - 1
+PLAIN_TEMPLATE = (
+    "{{ bos_token }}{% for message in messages %}{{ message['role'] }}: {{ message['content'] }}\n{% endfor %}"
+    "{% if add_generation_prompt %}assistant:{% endif %}"
+)
 
 
 class BadRequest(ValueError):
-    """A request that is refused: the message, the HTTP status and the field at fault."""
+    """A refused request: the message, the HTTP status and the field at fault."""
 
     def __init__(self, message: str, field: str | None = None, status: int = 400):
         super().__init__(message)
@@ -31,16 +35,16 @@ class BadRequest(ValueError):
 
 
 def checked(path: str, body: Any, names: Sequence[str], count_tokens: Callable[[str, dict], int], context: int) -> dict:
-    """The request with what it leaves out filled in: the model, and how many tokens may be generated at most.
+    """The checked request, with defaults for the model and for the most tokens to generate.
 
     Args:
         path: one of ``PROMPTS``. body: the decoded JSON.
-        names: names under which the served model may be asked for, the server's own first.
+        names: names of the served model, the server's own first.
         count_tokens: ``(path, body)`` -> tokens of the prompt.
-        context: positions of the model: prompt and answer together have at most so many tokens.
+        context: most tokens of prompt and answer together.
 
     Raises:
-        BadRequest: saying what is wrong and what is accepted.
+        BadRequest: with what is wrong and what is accepted.
     """
     if not isinstance(body, dict):
         raise BadRequest(f"the request is a JSON {_kind(body)}; send an object")
@@ -66,13 +70,13 @@ def checked(path: str, body: Any, names: Sequence[str], count_tokens: Callable[[
 
 
 def _known(path: str, body: dict) -> dict:
-    """The fields that this server heeds. What would change the answer and is not heeded is refused, unless it is empty
-    or zero, as some clients send it."""
+    """The fields that this server uses. Any other field that would change the answer is refused, unless it is empty or
+    zero, as some clients send it."""
     taken = {*_TAKEN, PROMPTS[path], *LENGTHS[path]} | ({"instructions"} if path == "/v1/responses" else set())
     for name, value in body.items():
         if name in ("n", "best_of"):
             if value is not None and (value != 1 or isinstance(value, bool)):
-                raise BadRequest(f"{name} is {_shown(value)}; this server gives one choice a request", name)
+                raise BadRequest(f"{name} is {_shown(value)}; this server gives one choice per request", name)
         elif name not in taken | _IGNORED and value not in (None, 0, "", [], {}):
             raise BadRequest(f"{name} is not taken here; accepted: {', '.join(sorted(taken))}", name)
     return {name: value for name, value in body.items() if name in taken and value is not None}
@@ -114,7 +118,7 @@ def _is_text(part: Any) -> bool:
 
 
 def _is_unicode(text: Any) -> bool:
-    """Whether it is a string that can be encoded: JSON can spell half a surrogate pair."""
+    """Whether ``text`` is a string that can be encoded. JSON can contain half a surrogate pair."""
     return isinstance(text, str) and not any("\ud800" <= char <= "\udfff" for char in text)
 
 
@@ -176,6 +180,31 @@ def _kind(value: Any) -> str:
 
 
 def _shown(value: Any) -> str:
-    """At most 80 characters of what was sent."""
+    """At most 80 characters of a value."""
     text = "missing" if value is None else repr(value)
     return text if len(text) <= 80 else f"{text[:77]}..."
+
+
+def give_template(tokenizer) -> bool:
+    """Give the tokenizer the plain template if it has none, and return whether it had none."""
+    if tokenizer.chat_template is not None:
+        return False
+    tokenizer.chat_template = PLAIN_TEMPLATE
+    return True
+
+
+def count_prompt_tokens(tokenizer, path: str, body: dict) -> int:
+    """Number of tokens of a checked request's prompt, as the server will encode it."""
+    if path == "/v1/completions":
+        return len(tokenizer(body["prompt"])["input_ids"])
+    given = body["messages"] if path == "/v1/chat/completions" else body["input"]
+    messages = [{"role": "user", "content": given}] if isinstance(given, str) else given
+    if body.get("instructions"):
+        messages = [{"role": "system", "content": body["instructions"]}, *messages]
+    plain = [{"role": message["role"], "content": _text_of(message["content"])} for message in messages]
+    encoded = tokenizer.apply_chat_template(plain, add_generation_prompt=True, tokenize=True, return_dict=True)
+    return len(encoded["input_ids"])
+
+
+def _text_of(content: str | list) -> str:
+    return content if isinstance(content, str) else " ".join(part["text"] for part in content)

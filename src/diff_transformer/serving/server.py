@@ -1,4 +1,4 @@
-"""``diff-transformer serve``: transformers' server with the models of this package, one model, on this machine."""
+"""``diff-transformer serve``: transformers' server for one model, by default on this machine only."""
 
 from pathlib import Path
 from typing import Any
@@ -6,12 +6,12 @@ from typing import Any
 from diff_transformer.checks import require_port
 from diff_transformer.data.tokenizer import require_fast
 from diff_transformer.model.loading import read_model, read_tokenizer, require_reachable
-from diff_transformer.serving.chat import count_prompt_tokens, give_template
-from diff_transformer.serving.front import Front
+from diff_transformer.serving.middleware import RequestChecks
+from diff_transformer.serving.requests import count_prompt_tokens, give_template
 
-SECONDS_TO_FINISH = 5  # what running requests get after Ctrl-C
+SECONDS_TO_FINISH = 5  # for running requests after Ctrl-C
 PAGE_TOKENS = 64  # of the paged cache
-BATCH_TOKENS = 512  # in one forward pass of continuous batching, those of new prompts included
+BATCH_TOKENS = 512  # per forward pass of continuous batching, including those of new prompts
 
 
 def make_server(
@@ -26,22 +26,22 @@ def make_server(
     dtype: str = "auto",
     device: str = "auto",
 ):
-    """Load a model and make the server for it; ``server.run()`` answers until Ctrl-C, ``server.close()`` frees it.
+    """Load a model and make its server. ``server.run()`` answers until Ctrl-C, ``server.close()`` frees the model.
 
     Args:
         model: folder of a model with its tokenizer, or its name on the hub; any causal language model.
-        host: address to listen at. The default is this machine alone: there is no authentication.
-        port: 0 for any that is free.
-        name: what clients call the model; the last part of ``model`` that says something by default.
-        continuous_batching: answer requests together, a token each at a time, over a paged cache; else one by one.
-        requests_at_once: how many, at most; the paged cache has room for so many of full length.
+        host: address to listen on. The default is this machine only, because there is no authentication.
+        port: 0 for any free port.
+        name: the model's name for clients; by default from its path.
+        continuous_batching: batch requests over a paged cache; otherwise answer one by one.
+        requests_at_once: most requests in a batch. The paged cache has room for as many of full length.
         attn_implementation: as ``from_pretrained`` takes it. Continuous batching needs ``"sdpa"`` or ``"eager"``.
         dtype, device: as in transformers: ``"auto"``, or ``"bfloat16"``, ``"cuda:0"``, ...
 
     Raises:
         RuntimeError: without the packages for serving.
         FileNotFoundError: for a folder that is not there or has no tokenizer.
-        ValueError: for a model that cannot be served in the way asked for, as ``read_model``, or a port above 65535.
+        ValueError: for a model that cannot be served with these options, as ``read_model``, or a port above 65535.
     """
     require_port(port)
     _check(model, continuous_batching, attn_implementation)
@@ -51,11 +51,11 @@ def make_server(
     from diff_transformer.evals.lm import label_of
     from diff_transformer.model.modeling import DiffTransformerForCausalLM
 
-    # The server looks classes of causal language models up here by the name in config.json.
+    # The server looks up classes of causal language models here, by the name in config.json.
     setattr(transformers, DiffTransformerForCausalLM.__name__, DiffTransformerForCausalLM)
 
     class Server(Serve):
-        """Built as if for the background, then run in front of its caller, behind ``Front``."""
+        """Constructed as a background server, then run in the foreground behind ``RequestChecks``."""
 
         name = ""
 
@@ -70,7 +70,7 @@ def make_server(
                 self.close()
 
         def close(self):
-            """Stop the threads that generate and let go of the model."""
+            """Stop the threads that generate, and free the model."""
             self._generation_state.shutdown()
             self._model_manager.shutdown()
 
@@ -91,15 +91,15 @@ def make_server(
     config = server.server.config
     app: Any = config.app
     app.add_exception_handler(Exception, _internal_error)
-    config.app = Front(
-        app, [shown, model], lambda path, body: count_prompt_tokens(loaded.processor, path, body), context
+    config.app = RequestChecks(
+        app, [shown, model], lambda path, body: count_prompt_tokens(loaded.processor, path, body), context, host=host
     )
     config.timeout_graceful_shutdown = SECONDS_TO_FINISH
     return server
 
 
 def batching(context: int, requests: int):
-    """Continuous batching of so many requests, with a paged cache that holds all of them at full length."""
+    """Continuous batching of this many requests, with a paged cache for all of them at full length."""
     from transformers import ContinuousBatchingConfig
 
     page = min(PAGE_TOKENS, context)
@@ -118,7 +118,7 @@ def _check_paged(config):
 
 
 def _load(manager, model: str, name: str):
-    """The one model of the server, which calls it ``name`` in requests and in answers; never unloaded."""
+    """Load the server's only model, called ``name`` in requests and answers, and never unload it."""
     from transformers.cli.serving.model_manager import TimedModel
 
     path = str(Path(model).expanduser()) if model.startswith("~") else model
