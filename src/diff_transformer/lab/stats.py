@@ -91,6 +91,7 @@ FORMS = {"offset": 3, "plain": 2}  # parameters to be found: a, b, c; or a and b
 HUBER = 0.01
 _EXPONENTS = np.geomspace(0.005, 4.0, 120)  # where the search starts
 _LEAST_OFFSET = 1e-9  # of the smallest loss
+_TOLERANCE = 1e-12
 
 
 @dataclass(frozen=True)
@@ -159,7 +160,7 @@ def bootstrap(
     residual = (np.log(losses) - predicted) * (count / (count - free)) ** 0.5
     picks = np.random.default_rng(seed).integers(count, size=(draws, count))
     tables = predicted + residual[picks]
-    return [_law(xs, np.exp(logs), _solve(u, logs, theta, huber, 1e-7), scale) for logs in tables]
+    return [_law(xs, np.exp(logs), _solve(u, logs, theta, huber), scale) for logs in tables]
 
 
 def _checked(x: Sequence[float], loss: Sequence[float], form: str, huber: float) -> tuple[np.ndarray, np.ndarray]:
@@ -198,7 +199,7 @@ def _law(x: np.ndarray, losses: np.ndarray, theta: np.ndarray, scale: float) -> 
     return PowerLaw(a, b, c, float(x.min()), float(x.max()), float(np.sqrt(np.mean(residual**2))))
 
 
-def _solve(u: np.ndarray, logs: np.ndarray, start: np.ndarray, huber: float, tolerance: float = 1e-12) -> np.ndarray:
+def _solve(u: np.ndarray, logs: np.ndarray, start: np.ndarray, huber: float) -> np.ndarray:
     """The best (log a, log b[, log c]) for the logarithms of losses ``logs`` [n] at ``u`` [n]."""
     from scipy.optimize import least_squares
 
@@ -209,7 +210,7 @@ def _solve(u: np.ndarray, logs: np.ndarray, start: np.ndarray, huber: float, tol
     inside = np.clip(start, np.add(low, edge), np.subtract(high, edge))
     found = least_squares(
         lambda theta: _log_loss(theta, u) - logs, inside, lambda theta: _slopes(theta, u), (low, high), "dogbox",
-        loss="huber", f_scale=huber, xtol=tolerance, ftol=tolerance, gtol=tolerance,
+        loss="huber", f_scale=huber, xtol=_TOLERANCE, ftol=_TOLERANCE, gtol=_TOLERANCE,
     )  # fmt: skip
     return found.x
 
