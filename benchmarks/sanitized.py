@@ -10,8 +10,8 @@ from collections.abc import Callable
 
 import torch
 
-from diff_transformer.ops import diff_attention, diff_attention_decode, diff_attention_varlen
-from diff_transformer.ops.triton import backward_form, gluon
+from diff_transformer.ops import diff_attention, diff_attention_decode, diff_attention_varlen, gluon
+from diff_transformer.ops.triton import backward_form
 from diff_transformer.testing import Inputs, make_inputs
 
 T = 200  # more than one tile of each side, and none that is whole at the end
