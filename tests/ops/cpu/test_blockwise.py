@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from diff_transformer.ops import cpu, diff_attention
-from diff_transformer.ops.cpu import build, in_torch, native
+from diff_transformer.ops.cpu import in_torch, native
 from diff_transformer.testing import assert_within_budget, make_inputs, peak_memory
 
 needs_native = pytest.mark.skipif(native.library() is None, reason="no C++ compiler with OpenMP on this machine")
@@ -147,45 +147,6 @@ def test_native_form_computes_bf16_and_fp32(monkeypatch, dtype):
     monkeypatch.setattr(in_torch, "backward", None)
     x = make_inputs(T=63, dtype=dtype)
     torch.autograd.grad(diff_attention(*x, is_causal=True, backend="blockwise").float().square().sum(), x)
-
-
-def test_a_machine_without_a_compiler_says_so_and_goes_on(monkeypatch, caplog):
-    monkeypatch.setenv("CXX", "no-such-compiler")
-    build.library.cache_clear()
-    try:
-        with caplog.at_level("WARNING", logger="diff_transformer"):
-            out = diff_attention(*make_inputs(T=63), is_causal=True, backend="blockwise")
-    finally:
-        build.library.cache_clear()
-    assert "no C++ compiler (no-such-compiler) is installed" in caplog.text
-    assert out.isfinite().all()
-
-
-@needs_native
-def test_library_is_built_once_into_the_cache_folder(monkeypatch, tmp_path):
-    monkeypatch.setenv("DIFF_TRANSFORMER_CACHE", str(tmp_path / "cache"))
-    build.library.cache_clear()
-    try:
-        assert build.library() is not None
-        (made,) = (tmp_path / "cache").iterdir()
-        before = made.stat().st_mtime_ns
-        build.library.cache_clear()
-        assert build.library() is not None
-        assert made.stat().st_mtime_ns == before
-    finally:
-        build.library.cache_clear()
-
-
-def test_source_that_does_not_compile_is_told(monkeypatch, tmp_path):
-    (tmp_path / "wrong.cpp").write_text("this is no program")
-    monkeypatch.setattr(build, "SOURCE", tmp_path / "wrong.cpp")
-    try:
-        command = build.compiler()
-    except build.CannotBuild:
-        pytest.skip("no C++ compiler here")
-    with pytest.raises(build.CannotBuild, match=r"failed: .*error"):
-        build.build(command, tmp_path / "wrong.so")
-    assert not (tmp_path / "wrong.so").exists()
 
 
 def test_repeats_bit_for_bit():

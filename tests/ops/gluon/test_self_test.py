@@ -110,7 +110,7 @@ def test_processes_that_waited_share_an_attempt(child):
 
     def rank():
         try:
-            self_test._kept(path, lambda: self_test.run_test("it", (*form, "cpu")))
+            self_test._kept(lambda: path, lambda: self_test.run_test("it", (*form, "cpu")))
         except self_test.NotTried as reason:
             reasons.append(str(reason))
 
@@ -159,6 +159,17 @@ def test_a_folder_that_cannot_be_written_costs_a_trial_each_process(child, monke
     self_test.fault_found.cache_clear()
     assert found() is None
     assert len(seen.read_text().splitlines()) == 2
+
+
+def test_no_home_folder_costs_a_trial_each_process(child, monkeypatch):
+    seen = child(READY, RIGHT)
+
+    def unknown():
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.setattr(self_test, "cache_folder", unknown)
+    assert found() is None
+    assert len(seen.read_text().splitlines()) == 1
 
 
 def test_a_full_disk_costs_no_more(child, monkeypatch):

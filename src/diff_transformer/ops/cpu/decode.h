@@ -4,7 +4,11 @@
 
 #include "problem.h"
 
+#ifdef _OPENMP
 #include <omp.h>
+#else
+inline int omp_get_thread_num() { return 0; }  // without OpenMP one thread does everything
+#endif
 
 namespace {
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from diff_transformer.ops.arguments import active_transform
-from diff_transformer.ops.cpu.build import library
+from diff_transformer.ops.cpu.build import library, refuse_failure
 from diff_transformer.ops.cpu.native import LAYOUT, MAX_DECODE_ROWS, MAX_SINGLE_THREAD_WORK, NO_MATRIX
 
 LAMBDA = struct.Struct("@4qqf")  # ``struct Lambda`` of native.cpp
@@ -83,7 +83,8 @@ def decode(q: Tensor, k: Tensor, v: Tensor, head: Head, is_causal: bool, window:
     length = head.vectors[0].numel() if head.vectors else 0
     native = library()
     assert native is not None  # ``supports`` has checked it
-    native.diff_attention_decode_layer(problem, LAMBDA.pack(*vectors, length, head.initial), q.dtype == torch.bfloat16)
+    lam = LAMBDA.pack(*vectors, length, head.initial)
+    refuse_failure(native.diff_attention_decode_layer(problem, lam, q.dtype == torch.bfloat16))
     return out
 
 

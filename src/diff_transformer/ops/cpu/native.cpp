@@ -13,8 +13,6 @@
 #include <new>
 #include <type_traits>
 
-#include <omp.h>
-
 #if defined(__AMX_BF16__) && defined(__linux__)
 #include <sys/syscall.h>
 #include <unistd.h>
@@ -146,10 +144,23 @@ void backward(const Problem& p, char* start) {
     }
 }
 
+// No exception may leave the library: 0 is success, 1 is no memory, 2 is anything else.
+template <typename Function>
+int status_of(Function function) {
+    try {
+        function();
+        return 0;
+    } catch (const std::bad_alloc&) {
+        return 1;
+    } catch (...) {
+        return 2;
+    }
+}
+
 }  // namespace
 
 extern "C" {
-// Whether this process may use what the library was compiled for: Linux hands out tiles on request.
+// Whether this process may use what the library was compiled for: Linux grants AMX tiles on request.
 bool diff_attention_ready() {
 #if defined(__AMX_BF16__) && defined(__linux__)
     constexpr long request = 0x1023, tile_data = 18;
@@ -160,25 +171,10 @@ bool diff_attention_ready() {
 }
 // Whether bf16 is multiplied in tiles.
 bool diff_attention_in_tiles() { return HAS_TILES; }
+
+// Bytes of workspace that a call needs.
 int64_t diff_attention_decode_workspace(const Problem* p, bool in_bf16) {
     return (in_bf16 ? decode_bytes<bf16>(*p) : decode_bytes<float>(*p)) * p->threads;
-}
-void diff_attention_decode(const Problem* p, bool in_bf16, char* room) {
-    in_bf16 ? decode<bf16>(*p, room) : decode<float>(*p, room);
-}
-// Decoding of a whole layer between projections: lambda, attention, head norm and gain.
-void diff_attention_decode_layer(const Problem* problem, const Lambda* lambda, bool in_bf16) {
-    float first = 0, second = 0;
-    for (int64_t i = 0; i < lambda->n; i++)
-        first += lambda->q1[i] * lambda->k1[i], second += lambda->q2[i] * lambda->k2[i];
-    float lam = std::exp(first) - std::exp(second) + lambda->initial;
-    Problem p = *problem;
-    p.lam = &lam, p.lam_by_batch = p.lam_by_head = p.lam_by_row = 0;
-    const int64_t bytes = diff_attention_decode_workspace(&p, in_bf16);
-    char* room = static_cast<char*>(std::aligned_alloc(64, up(bytes, 64)));
-    if (!room) throw std::bad_alloc();
-    diff_attention_decode(&p, in_bf16, room);
-    std::free(room);
 }
 int64_t diff_attention_forward_workspace(const Problem* p, bool in_bf16) {
     return in_bf16 ? Shares<bf16>(*p, false).bytes() : Shares<float>(*p, false).bytes();
@@ -186,10 +182,29 @@ int64_t diff_attention_forward_workspace(const Problem* p, bool in_bf16) {
 int64_t diff_attention_backward_workspace(const Problem* p, bool in_bf16) {
     return in_bf16 ? Shares<bf16>(*p, true).bytes() : Shares<float>(*p, true).bytes();
 }
-void diff_attention_forward(const Problem* p, bool in_bf16, char* room) {
-    in_bf16 ? forward<bf16>(*p, room) : forward<float>(*p, room);
+
+int diff_attention_decode(const Problem* p, bool in_bf16, char* workspace) {
+    return status_of([&] { in_bf16 ? decode<bf16>(*p, workspace) : decode<float>(*p, workspace); });
 }
-void diff_attention_backward(const Problem* p, bool in_bf16, char* room) {
-    in_bf16 ? backward<bf16>(*p, room) : backward<float>(*p, room);
+// Decoding of a whole layer between projections: lambda, attention, head norm and gain.
+int diff_attention_decode_layer(const Problem* problem, const Lambda* lambda, bool in_bf16) {
+    float first = 0, second = 0;
+    for (int64_t i = 0; i < lambda->n; i++)
+        first += lambda->q1[i] * lambda->k1[i], second += lambda->q2[i] * lambda->k2[i];
+    float lam = std::exp(first) - std::exp(second) + lambda->initial;
+    Problem p = *problem;
+    p.lam = &lam, p.lam_by_batch = p.lam_by_head = p.lam_by_row = 0;
+    const int64_t bytes = diff_attention_decode_workspace(&p, in_bf16);
+    char* workspace = static_cast<char*>(std::aligned_alloc(64, up(bytes, 64)));
+    if (!workspace) return 1;
+    const int status = diff_attention_decode(&p, in_bf16, workspace);
+    std::free(workspace);
+    return status;
+}
+int diff_attention_forward(const Problem* p, bool in_bf16, char* workspace) {
+    return status_of([&] { in_bf16 ? forward<bf16>(*p, workspace) : forward<float>(*p, workspace); });
+}
+int diff_attention_backward(const Problem* p, bool in_bf16, char* workspace) {
+    return status_of([&] { in_bf16 ? backward<bf16>(*p, workspace) : backward<float>(*p, workspace); });
 }
 }

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from diff_transformer.ops.cpu.build import library
+from diff_transformer.ops.cpu.build import library, refuse_failure
 
 MAX_DECODE_ROWS = 8  # rows of either map that share a key/value head: up to here each key is read once, unpacked
 MAX_D = MAX_DV = 256
@@ -50,7 +50,7 @@ def forward(q1, q2, k1, k2, v, lam, attn_mask, is_causal, window, scale) -> Tens
     problem = pack((q1, q2, k1, k2, v, out), lam, attn_mask, is_causal, window, scale, rows)
     few_rows = H // k1.shape[1] * T <= MAX_DECODE_ROWS
     function, workspace = prepare("decode" if few_rows else "forward", problem)
-    function(problem.packed, problem.bf16, _aligned(workspace))
+    refuse_failure(function(problem.packed, problem.bf16, _aligned(workspace)))
     return out
 
 
@@ -67,7 +67,7 @@ def backward(dout, q1, q2, k1, k2, v, lam, attn_mask, is_causal, window, scale):
     tensors = (q1, q2, k1, k2, v, None, dout, *gradients[:5])
     problem = pack(tensors, lam, attn_mask, is_causal, window, scale, rows, dlam=gradients[5])
     function, workspace = prepare("backward", problem)
-    function(problem.packed, problem.bf16, _aligned(workspace))
+    refuse_failure(function(problem.packed, problem.bf16, _aligned(workspace)))
     return tuple(gradients)
 
 

@@ -55,7 +55,7 @@ def fault_found(
     form = (kernels, str(D), str(dtype).removeprefix("torch."), masking)
     what = f"the Hopper attention kernel ({', '.join(form)}) on {device}"
     try:
-        fault = _kept(record(device, form), lambda: run_test(what, (*form, str(device))))
+        fault = _kept(lambda: record(device, form), lambda: run_test(what, (*form, str(device))))
     except NotTried as reason:
         fault = f"it could not be tried: {reason}"
     if fault is None:
@@ -78,10 +78,10 @@ def record(device: torch.device, form: tuple[str, ...]) -> Path:
     return cache_folder() / "hopper" / f"{'-'.join(form)}-{digest}.json"
 
 
-def _kept(path: Path, make: Callable[[], str | None]) -> str | None:
+def _kept(find: Callable[[], Path], make: Callable[[], str | None]) -> str | None:
     """The verdict in the file, or that of ``make``, which is then kept. Processes that want the same one wait for it.
 
-    If the file or its lock cannot be written, each process runs its own test.
+    If there is no home folder, or the file or its lock cannot be written, each process runs its own test.
 
     Raises:
         NotTried: there is no verdict. Processes that waited for this attempt do not repeat it; later ones do.
@@ -89,9 +89,10 @@ def _kept(path: Path, make: Callable[[], str | None]) -> str | None:
     began = time.time()
     with ExitStack() as held:
         try:
+            path = find()
             path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
             held.enter_context(FileLock(path.with_suffix(".lock")))
-        except (OSError, NotImplementedError) as error:  # the second: a file system without locks
+        except (OSError, RuntimeError) as error:  # RuntimeError: no home folder, or a file system without locks
             log.info("verdicts are not kept: %s", error)
             return make()
         try:
