@@ -7,6 +7,9 @@ import numpy as np
 
 from diff_transformer.data.seeding import training_rng
 
+IGNORED = -100  # the label of a token without loss
+PERIOD = 10_000  # rows of WeightedCorpora
+
 
 class RowSource(Protocol):
     """A source of rows of a fixed length, each a pure function of its index."""
@@ -104,9 +107,6 @@ def apportion(weights: Mapping[str, float], rows: int) -> dict[str, int]:
     for name in by_remainder[: rows - sum(shares.values())]:
         shares[name] += 1
     return shares
-
-
-PERIOD = 10_000
 
 
 class WeightedCorpora:

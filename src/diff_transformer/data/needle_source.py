@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from diff_transformer.data.filler import Filler
+from diff_transformer.data.mixture import IGNORED
 from diff_transformer.data.needles import NEEDLE, completion, draw_facts, question
 from diff_transformer.data.seeding import training_rng
 from diff_transformer.data.tokenizer import encode
@@ -14,7 +15,6 @@ from diff_transformer.data.tokenizer import encode
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
-IGNORE = -100
 _MIN_FILLER_SHARE = 0.25  # a question after the first is asked only where this share of the row remains filler
 _ROWS_CHECKED = 4
 _DRAWS = 64
@@ -82,7 +82,7 @@ class NeedleSource:
     def rows(self, first: int, count: int) -> tuple[np.ndarray, np.ndarray]:
         """(input_ids, labels) of rows ``first`` to ``first + count``, int64 [count, length]."""
         ids = np.full((count, self.length), self._pad, dtype=np.int64)
-        labels = np.full((count, self.length), IGNORE, dtype=np.int64)
+        labels = np.full((count, self.length), IGNORED, dtype=np.int64)
         for row in range(count):
             made, answers = self._row(first + row)
             ids[row, : len(made)] = made

@@ -14,12 +14,12 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from diff_transformer.data.mixture import IGNORED
 from diff_transformer.data.seeding import training_rng
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
-IGNORE = -100
 _SYMBOL_SEED = 0
 
 
@@ -117,7 +117,7 @@ class RecallSource:
     def rows(self, first: int, count: int) -> tuple[np.ndarray, np.ndarray]:
         """(input_ids, labels) of rows ``first`` to ``first + count``, int64 [count, length]."""
         ids = np.empty((count, self.length), dtype=np.int64)
-        labels = np.full((count, self.length), IGNORE, dtype=np.int64)
+        labels = np.full((count, self.length), IGNORED, dtype=np.int64)
         for row in range(count):
             rng = training_rng(self.seed, "recall", first + row)
             made, positions, answers = make_recall_batch(

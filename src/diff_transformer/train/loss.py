@@ -13,8 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from diff_transformer.checks import require_positive
-
-IGNORED = -100  # the label of a token that is not predicted
+from diff_transformer.data.mixture import IGNORED
 
 
 class Objective(nn.Module):

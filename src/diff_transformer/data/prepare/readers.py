@@ -55,98 +55,102 @@ def read_pieces(
     Raises:
         ValueError: for text that cannot be read, naming the file and the line.
     """
-    tally = Tally() if tally is None else tally
+    reader = _Reader(field, share, skip_invalid, Tally() if tally is None else tally)
     for source in sources:
-        for piece in _source_pieces(source, field, share, skip_invalid, tally, source is sources[-1]):
+        for piece in reader.pieces(source, final=source is sources[-1]):
             if piece.first:
-                setattr(tally, piece.side, getattr(tally, piece.side) + 1)
+                setattr(reader.tally, piece.side, getattr(reader.tally, piece.side) + 1)
             yield piece
 
 
-def _source_pieces(
-    source: TextSource, field: str, share: float, skip: bool, tally: Tally, final: bool
-) -> Iterator[Piece]:
-    if source.kind == "python":
-        from diff_transformer.data.python_library import load_python_library
+@dataclass
+class _Reader:
+    """The pieces of one source after the other; the fields are the arguments of ``read_pieces``."""
 
-        corpus = load_python_library()
-        for side, documents in (("train", corpus.train), ("validation", corpus.validation)):
-            for document in documents:
-                yield from _counted(document_pieces([document.text], side), document.num_bytes, tally)
-    elif source.kind == "hub":
-        yield from _row_pieces(streamed_rows(source.name, field), None, share, skip, tally, final)
-    elif source.kind == "tar":
-        yield from _tar_pieces(source, share, tally)
-    else:
-        root = Path(source.name)
-        for item in source.items:
-            path = root / item.name if root.is_dir() else root
-            last = final and item is source.items[-1]
-            if item.kind == "text":
-                with path.open("rb") as stream:
-                    yield from _text_pieces(stream, item, str(path), share, tally)
-            else:
-                rows = json_lines(path, field) if item.kind == "lines" else parquet(path, field)
-                yield from _row_pieces(rows, item.side, share, skip, tally, last)
+    field: str
+    share: float
+    skip_invalid: bool
+    tally: Tally
 
+    def pieces(self, source: TextSource, *, final: bool) -> Iterator[Piece]:
+        """The pieces of ``source``; ``final``: whether it is the last one."""
+        if source.kind == "python":
+            from diff_transformer.data.python_library import load_python_library
 
-def _text_pieces(stream: BinaryIO, item: SourceFile, name: str, share: float, tally: Tally) -> Iterator[Piece]:
-    parts = decoded(stream, name)
-    pieces = tail_pieces(parts, item.size, share) if item.side == TAIL else document_pieces(parts, item.side or "train")
-    yield from _counted(pieces, item.size, tally)
-
-
-def _counted(pieces: Iterable[Piece], size: int, tally: Tally) -> Iterator[Piece]:
-    """Set ``read`` of the pieces of a document of ``size`` bytes; count a document without pieces as blank."""
-    done, empty = 0, True
-    for piece in pieces:
-        empty, now = False, min(size, done + len(piece.text.encode()))
-        yield piece._replace(read=now - done)
-        done = now
-    tally.blank += empty
-
-
-def _tar_pieces(source: TextSource, share: float, tally: Tally) -> Iterator[Piece]:
-    """The members in their order. Nothing is written to the disk, and links are not followed."""
-    wanted, done = {item.name: item for item in source.items}, 0
-    with open(source.name, "rb") as raw, tarfile.open(fileobj=raw, mode="r|*") as archive:
-        for member in archive:
-            item = wanted.get(member.name)
-            stream = archive.extractfile(member) if item is not None and member.isfile() else None
-            if item is None or stream is None:
-                continue
-            for piece in _text_pieces(cast(BinaryIO, stream), item, f"{member.name} in {source.name}", share, tally):
-                now = raw.tell()
-                yield piece._replace(read=now - done)
-                done = now
-
-
-def _row_pieces(
-    rows: TextRows, side: str | None, share: float, skip: bool, tally: Tally, final: bool
-) -> Iterator[Piece]:
-    done = 0
-    for (text, position), last in _with_last(_texts(rows, skip, tally)):
-        chosen = side or ("validation" if hash_of_name(text) < share else "train")
-        if side is None and final and last and tally.train + tally.validation:
-            chosen = "validation" if not tally.validation else "train" if not tally.train else chosen
-        for piece in document_pieces([text], chosen):
-            yield piece._replace(read=position - done)
-            done = position
-
-
-def _texts(rows: TextRows, skip: bool, tally: Tally) -> Iterator[tuple[str, int]]:
-    for text, position in rows:
-        if isinstance(text, Invalid):
-            if not skip:
-                raise ValueError(f"{text}; or leave such rows out (--skip-invalid)")
-            tally.invalid += 1
-        elif str(text).strip():
-            yield str(text), position
+            corpus = load_python_library()
+            for side, documents in (("train", corpus.train), ("validation", corpus.validation)):
+                for document in documents:
+                    yield from self._counted(document_pieces([document.text], side), document.num_bytes)
+        elif source.kind == "hub":
+            yield from self._rows(streamed_rows(source.name, self.field), None, final=final)
+        elif source.kind == "tar":
+            yield from self._archive(source)
         else:
-            tally.blank += 1
+            root = Path(source.name)
+            for item in source.items:
+                path = root / item.name if root.is_dir() else root
+                if item.kind == "text":
+                    with path.open("rb") as stream:
+                        yield from self._text(stream, item, str(path))
+                else:
+                    rows = (json_lines if item.kind == "lines" else parquet)(path, self.field)
+                    yield from self._rows(rows, item.side, final=final and item is source.items[-1])
+
+    def _archive(self, source: TextSource) -> Iterator[Piece]:
+        """The members of a tar archive in their order. Nothing is written to the disk; links are not followed."""
+        wanted, done = {item.name: item for item in source.items}, 0
+        with open(source.name, "rb") as raw, tarfile.open(fileobj=raw, mode="r|*") as archive:
+            for member in archive:
+                item = wanted.get(member.name)
+                stream = archive.extractfile(member) if item is not None and member.isfile() else None
+                if item is None or stream is None:
+                    continue
+                for piece in self._text(cast(BinaryIO, stream), item, f"{member.name} in {source.name}"):
+                    now = raw.tell()
+                    yield piece._replace(read=now - done)
+                    done = now
+
+    def _text(self, stream: BinaryIO, item: SourceFile, name: str) -> Iterator[Piece]:
+        parts = decoded(stream, name)
+        if item.side == TAIL:
+            pieces = tail_pieces(parts, item.size, self.share)
+        else:
+            pieces = document_pieces(parts, item.side or "train")
+        yield from self._counted(pieces, item.size)
+
+    def _counted(self, pieces: Iterable[Piece], size: int) -> Iterator[Piece]:
+        """Set ``read`` of the pieces of a document of ``size`` bytes; count a document without pieces as blank."""
+        done, empty = 0, True
+        for piece in pieces:
+            empty, now = False, min(size, done + len(piece.text.encode()))
+            yield piece._replace(read=now - done)
+            done = now
+        self.tally.blank += empty
+
+    def _rows(self, rows: TextRows, side: str | None, *, final: bool) -> Iterator[Piece]:
+        done, tally = 0, self.tally
+        for (text, position), last in _with_last(self._texts(rows)):
+            chosen = side or ("validation" if hash_of_name(text) < self.share else "train")
+            if side is None and final and last and tally.train + tally.validation:
+                chosen = "validation" if not tally.validation else "train" if not tally.train else chosen
+            for piece in document_pieces([text], chosen):
+                yield piece._replace(read=position - done)
+                done = position
+
+    def _texts(self, rows: TextRows) -> Iterator[tuple[str, int]]:
+        for text, position in rows:
+            if isinstance(text, Invalid):
+                if not self.skip_invalid:
+                    raise ValueError(f"{text}; or leave such rows out (--skip-invalid)")
+                self.tally.invalid += 1
+            elif str(text).strip():
+                yield str(text), position
+            else:
+                self.tally.blank += 1
 
 
 def _with_last(items: Iterable) -> Iterator[tuple[Any, bool]]:
+    """Each item, and whether it is the last one."""
     iterator = iter(items)
     for previous in iterator:
         for item in iterator:
