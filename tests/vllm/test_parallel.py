@@ -48,7 +48,7 @@ def test_tensor_parallel(case, save_model, tmp_path):
 
 
 def test_pipeline_parallel(save_model, tmp_path):
-    """Each process loads its stage. vLLM 0.32 generates nothing with two stages on a CPU: with its own Llama it hangs."""
+    """Each process loads its stage. vLLM 0.32 cannot generate with two stages on a CPU: its own Llama hangs."""
     _, folder = save_model(attention="diff")
     found = run(folder, tmp_path, [], pipeline_parallel_size=2)
     assert [layers for layers, *_ in found["shares"]] == [1, 1]
