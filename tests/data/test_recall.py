@@ -3,7 +3,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from diff_transformer.data import RecallSource, evaluation_rng, make_recall_batch, recall_vocabulary
+from diff_transformer.data import RecallSource, evaluation_rng, make_recall_batch, recall_vocabulary, training_rng
 
 
 def _check_row(row, labels, vocabulary, pairs):
@@ -68,6 +68,17 @@ def test_a_batch_to_score_names_positions_and_answers():
         _check_row(row, labels, vocabulary, 6)
     again = make_recall_batch(evaluation_rng(0), vocabulary, rows=30, length=48, pairs=6)[0]
     np.testing.assert_array_equal(ids, again)
+
+
+def test_a_row_is_the_batch_of_one_of_its_own_generator():
+    source = RecallSource(range(100), length=40, pairs=5, seed=7)
+    ids, labels = source.rows(3, 4)
+    for row in range(4):
+        rng = training_rng(7, "recall", 3 + row)
+        alone, positions, answers = make_recall_batch(rng, source.vocabulary, rows=1, length=40, pairs=5)
+        np.testing.assert_array_equal(ids[row], alone[0])
+        np.testing.assert_array_equal(labels[row, positions[0]], answers[0])
+    assert source.rows(3, 0)[0].shape == (0, 40)
 
 
 def test_errors():

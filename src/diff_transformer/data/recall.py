@@ -71,18 +71,43 @@ def make_recall_batch(
         ValueError: for more pairs than there are keys, or a length below ``4 * pairs``.
     """
     _check(vocabulary, length, pairs)
+    return _assemble(vocabulary, length, *_draws(rng, vocabulary, rows, length, pairs))
+
+
+def _draws(
+    rng: np.random.Generator, vocabulary: RecallVocabulary, rows: int, length: int, pairs: int
+) -> tuple[np.ndarray, ...]:
+    """The random numbers of ``rows`` rows: noise tokens, and scores whose order picks keys, values, places and queries.
+
+    int64 [rows, context] and four float64 [rows, ...] arrays.
+    """
     context = length - 2 * pairs
+    noise = rng.choice(vocabulary.noise, size=(rows, context))
+    scores = (len(vocabulary.keys), len(vocabulary.values), context - pairs, pairs)
+    return noise, *(rng.random((rows, size)) for size in scores)
+
+
+def _assemble(
+    vocabulary: RecallVocabulary,
+    length: int,
+    noise: np.ndarray,
+    key_scores: np.ndarray,
+    value_scores: np.ndarray,
+    place_scores: np.ndarray,
+    query_scores: np.ndarray,
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """What ``make_recall_batch`` returns, from what ``_draws`` returns."""
+    (rows, context), pairs = noise.shape, query_scores.shape[1]
     ids = np.empty((rows, length), dtype=np.int64)
-    ids[:, :context] = rng.choice(vocabulary.noise, size=(rows, context))
-    keys = _distinct(rng, vocabulary.keys, rows, pairs)
-    values = _distinct(rng, vocabulary.values, rows, pairs)
+    ids[:, :context] = noise
+    keys = vocabulary.keys[np.argsort(key_scores, axis=1)[:, :pairs]]
+    values = vocabulary.values[np.argsort(value_scores, axis=1)[:, :pairs]]
     # The context is a sequence of context - pairs units, each a pair or a noise token. A unit starts one token later
     # for each pair before it.
-    units = np.sort(_distinct(rng, np.arange(context - pairs), rows, pairs), axis=1)
-    starts = units + np.arange(pairs)  # [rows, pairs]
+    starts = np.sort(np.argsort(place_scores, axis=1)[:, :pairs], axis=1) + np.arange(pairs)  # [rows, pairs]
     np.put_along_axis(ids, starts, keys, axis=1)
     np.put_along_axis(ids, starts + 1, values, axis=1)
-    order = np.argsort(rng.random((rows, pairs)), axis=1)
+    order = np.argsort(query_scores, axis=1)
     answers = np.take_along_axis(values, order, axis=1)
     ids[:, context::2] = np.take_along_axis(keys, order, axis=1)
     ids[:, context + 1 :: 2] = answers
@@ -116,15 +141,17 @@ class RecallSource:
 
     def rows(self, first: int, count: int) -> tuple[np.ndarray, np.ndarray]:
         """(input_ids, labels) of rows ``first`` to ``first + count``, int64 [count, length]."""
-        ids = np.empty((count, self.length), dtype=np.int64)
         labels = np.full((count, self.length), IGNORED, dtype=np.int64)
-        for row in range(count):
-            rng = training_rng(self.seed, "recall", first + row)
-            made, positions, answers = make_recall_batch(
-                rng, self.vocabulary, rows=1, length=self.length, pairs=self.pairs
-            )
-            ids[row] = made[0]
-            labels[row, positions[0]] = answers[0]
+        if not count:
+            return labels.copy(), labels
+        draws = [
+            _draws(training_rng(self.seed, "recall", first + row), self.vocabulary, 1, self.length, self.pairs)
+            for row in range(count)
+        ]
+        ids, positions, answers = _assemble(
+            self.vocabulary, self.length, *(np.concatenate(part) for part in zip(*draws, strict=True))
+        )
+        np.put_along_axis(labels, positions, answers, axis=1)
         return ids, labels
 
 
@@ -133,8 +160,3 @@ def _check(vocabulary: RecallVocabulary, length: int, pairs: int) -> None:
         raise ValueError(f"pairs must lie between 1 and the number of keys ({len(vocabulary.keys)}), got {pairs}")
     if length < 4 * pairs:
         raise ValueError(f"{pairs} pairs and their queries need a length of at least {4 * pairs}, got {length}")
-
-
-def _distinct(rng: np.random.Generator, pool: np.ndarray, rows: int, count: int) -> np.ndarray:
-    """``count`` distinct members of ``pool`` in each row: [rows, count]."""
-    return pool[np.argsort(rng.random((rows, len(pool))), axis=1)[:, :count]]
