@@ -1,5 +1,6 @@
 """The pages are true: links exist, commands parse, the tutorial runs, generated pages are those of the sources."""
 
+import pydoc
 import re
 import shlex
 import subprocess
@@ -32,6 +33,35 @@ def test_links_exist(page):
     text = re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL)
     links = [link.split("#")[0] for link in re.findall(r"\]\(([^)\s]+)\)", text)]
     assert [link for link in links if link and "://" not in link and not (page.parent / link).exists()] == []
+
+
+NOT_HERE = ("YOCO/", "Diff-Transformer", "model_executor/", "attention/")  # of other projects, in docs/conversion.md
+    "YOCO/",
+    "Diff-Transformer",
+    "model_executor/",
+    "attention/",
+)  # files of other projects, which docs/conversion.md names
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name)
+def test_files_that_it_names_exist(page):
+    """A name in code style with a folder and an ending is a path from the root, the package or the page."""
+    named = re.findall(r"`((?:[\w.-]+/)+[\w-]+\.(?:py|md|cpp|h|sh|js|css))`", page.read_text())
+    places = (ROOT, ROOT / "src" / "diff_transformer", page.parent)
+    wrong = [path for path in named if not any((place / path).exists() for place in places)]
+    assert [path for path in wrong if not path.startswith(NOT_HERE)] == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name)
+def test_names_that_it_imports_exist(page):
+    """Every dotted name below ``diff_transformer`` in code style, and every import in its blocks of Python."""
+    text = page.read_text()
+    dotted = set(re.findall(r"`(diff_transformer(?:\.\w+)+)[`(]", text))
+    for module, names in re.findall(r"^from (diff_transformer[\w.]*) import (\([^)]*\)|[^\n(]+)$", text, re.MULTILINE):
+        dotted |= {f"{module}.{word}" for word in re.findall(r"\w+", re.sub(r"#.*| as \w+", "", names))}
+    for path in sorted(dotted):
+        if "vllm" not in path:
+            assert pydoc.locate(path) is not None, f"{name(page)}: {path}"
 
 
 def commands(page):
