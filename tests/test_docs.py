@@ -36,11 +36,6 @@ def test_links_exist(page):
 
 
 NOT_HERE = ("YOCO/", "Diff-Transformer", "model_executor/", "attention/")  # of other projects, in docs/conversion.md
-    "YOCO/",
-    "Diff-Transformer",
-    "model_executor/",
-    "attention/",
-)  # files of other projects, which docs/conversion.md names
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name)
