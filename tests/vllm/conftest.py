@@ -2,7 +2,9 @@
 
 import gc
 import importlib.util
+import json
 import os
+from pathlib import Path
 
 if importlib.util.find_spec("vllm") is None:
     collect_ignore_glob = ["*.py"]
@@ -13,6 +15,27 @@ else:  # vLLM reads these when it is imported
     os.environ["HF_HUB_OFFLINE"] = "1"
 
 import pytest
+
+
+def pytest_addoption(parser):
+    parser.addoption("--record", type=Path, help="write versions, counts and seconds of this run to a JSON file")
+
+
+def pytest_terminal_summary(terminalreporter, config):
+    if config.getoption("--record") is None:
+        return
+    from diff_transformer.bench.record import version_of
+    from diff_transformer.evals.provenance import provenance
+
+    files: dict[str, dict] = {}
+    for outcome in ("passed", "failed", "error", "skipped"):
+        for report in terminalreporter.stats.get(outcome, []):
+            row = files.setdefault(report.nodeid.split("::")[0], {"seconds": 0.0})
+            row[outcome] = row.get(outcome, 0) + 1
+            row["seconds"] = round(row["seconds"] + report.duration, 1)
+    versions = {name: version_of(name) for name in ("vllm", "torch", "transformers", "openai", "peft", "xgrammar")}
+    record = {"benchmark": "vllm tests", "versions": versions, "files": files, "provenance": provenance(device="cpu")}
+    config.getoption("--record").write_text(json.dumps(record, indent=1) + "\n")
 
 
 @pytest.fixture(scope="session")

@@ -1,4 +1,7 @@
-"""``vllm serve FOLDER`` with one of these models, asked by the ``openai`` client."""
+"""vLLM's OpenAI server with one of these models, asked by the ``openai`` client.
+
+The server is started as a module: the command ``vllm`` of the CPU build asks for the metadata of a package ``vllm``.
+"""
 
 import json
 import os
@@ -29,7 +32,7 @@ class Server:
         options += ["--max-model-len", str(CONTEXT), "--max-num-seqs", "16", "--enforce-eager", "--block-size", "32"]
         environment = {name: value for name, value in os.environ.items() if name != "VLLM_ENABLE_V1_MULTIPROCESSING"}
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", str(folder), *options],
+            [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(folder), *options],
             stdout=log, stderr=subprocess.STDOUT, env={**environment, "VLLM_CPU_OMP_THREADS_BIND": "nobind"},
         )  # fmt: skip
         self.url = f"http://127.0.0.1:{self.port}"
