@@ -95,28 +95,27 @@ def save_checkpoint(
         plain = plain_state(state)
         world = getattr(fabric, "world_size", 1)
         return on_first_rank(fabric, lambda: write_checkpoint(folder, step, plain, world_size=world, **options))
-    needed = state_bytes(state)
-    partial = _partial(folder, step)
-    on_first_rank(fabric, lambda: _prepare(folder, step, needed))
+    write = _Write(folder, step, state_bytes(state))
+    on_first_rank(fabric, write.prepare)
     try:
-        fabric.save(partial / STATE, state)
+        fabric.save(write.partial / STATE, state)
     except Exception as error:
         if fabric.is_global_zero:
-            remove(partial)
-        raise _failed(error, folder, step, needed) from error
-    return on_first_rank(fabric, lambda: _publish(folder, step, needed, {}, fabric.world_size, **options))
+            remove(write.partial)
+        raise write.failed(error) from error
+    return on_first_rank(fabric, lambda: write.publish({}, world_size=fabric.world_size, **options))
 
 
 def write_checkpoint(folder: Path, step: int, state: dict[str, Any], *, world_size: int = 1, **options) -> Path:
     """As ``save_checkpoint``, for a state from ``plain_state`` and from this process alone."""
-    needed = state_bytes(state)
-    partial = _prepare(folder, step, needed)
+    write = _Write(folder, step, state_bytes(state))
+    write.prepare()
     try:
-        checksum = write_state(partial / STATE, state)
+        checksum = write_state(write.partial / STATE, state)
     except Exception as error:
-        remove(partial)
-        raise _failed(error, folder, step, needed) from error
-    return _publish(folder, step, needed, {STATE: checksum}, world_size, **options)
+        remove(write.partial)
+        raise write.failed(error) from error
+    return write.publish({STATE: checksum}, world_size=world_size, **options)
 
 
 def choose_checkpoint(folder: Path) -> tuple[Path | None, list[str]]:
@@ -334,52 +333,63 @@ def _complete(folder: Path) -> list[Path]:
     return sorted(path for path in (folder / "checkpoints").glob("step-*") if path.name[5:].isdigit())
 
 
-def _partial(folder: Path, step: int) -> Path:
-    final = checkpoint_path(folder, step)
-    return final.with_name(final.name + PARTIAL)
+class _Write:
+    """One write of a checkpoint: to a folder beside its place (``prepare``), which then gets its name (``publish``).
 
+    Args:
+        needed: bytes of the state.
+    """
 
-def _prepare(folder: Path, step: int, needed: int) -> Path:
-    """Make an empty folder to write to, on a disk with enough room; remove what interrupted writes left."""
-    partial = _partial(folder, step)
-    try:
-        partial.parent.mkdir(parents=True, exist_ok=True)
-        _put_back(folder)
-        for left in [*partial.parent.glob(f"step-*{PARTIAL}"), *partial.parent.glob(f"step-*{OLD}")]:
-            remove(left)
-        require_room(partial.parent, needed, f"the checkpoint of step {step}")
-        partial.mkdir()
-    except OSError as error:
-        raise _failed(error, folder, step, needed) from error
-    return partial
+    def __init__(self, folder: Path, step: int, needed: int):
+        self.folder, self.step, self.needed = folder, step, needed
+        self.final = checkpoint_path(folder, step)
+        self.partial = self.final.with_name(self.final.name + PARTIAL)
 
+    def prepare(self) -> None:
+        """Make an empty folder to write to, on a disk with enough room; remove what interrupted writes left."""
+        place = self.partial.parent
+        try:
+            place.mkdir(parents=True, exist_ok=True)
+            _put_back(self.folder)
+            for left in [*place.glob(f"step-*{PARTIAL}"), *place.glob(f"step-*{OLD}")]:
+                remove(left)
+            require_room(place, self.needed, f"the checkpoint of step {self.step}")
+            self.partial.mkdir()
+        except OSError as error:
+            raise self.failed(error) from error
 
-def _publish(
-    folder: Path,
-    step: int,
-    needed: int,
-    checksums: dict[str, str],
-    world_size: int,
-    *,
-    keep: int = 2,
-    keep_best: bool = True,
-    validation_loss: float | None = None,
-) -> Path:
-    """Write the manifest, give the folder its final name, read it back, remove older checkpoints."""
-    final, partial = checkpoint_path(folder, step), _partial(folder, step)
-    try:
-        write_manifest(partial, step=step, world_size=world_size, validation_loss=validation_loss, checksums=checksums)
-        flush_tree(partial)
-        _replace(partial, final)
-        wrong = damage(final, from_disk=True)
-        if wrong:
-            _set_aside(final)
-            raise DiskError(errno.EIO, f"{final} was written but reads back damaged: {wrong}")
-        _forget_older(folder, final, keep, keep_best)
-    except OSError as error:
-        remove(partial)
-        raise _failed(error, folder, step, needed) from error
-    return final
+    def publish(
+        self,
+        checksums: dict[str, str],
+        *,
+        world_size: int,
+        keep: int = 2,
+        keep_best: bool = True,
+        validation_loss: float | None = None,
+    ) -> Path:
+        """Write the manifest, give the folder its final name, read it back, remove older checkpoints."""
+        about: dict[str, Any] = {"step": self.step, "world_size": world_size, "validation_loss": validation_loss}
+        try:
+            write_manifest(self.partial, **about, checksums=checksums)
+            flush_tree(self.partial)
+            _replace(self.partial, self.final)
+            wrong = damage(self.final, from_disk=True)
+            if wrong:
+                _set_aside(self.final)
+                raise DiskError(errno.EIO, f"{self.final} was written but reads back damaged: {wrong}")
+            _forget_older(self.folder, self.final, keep, keep_best)
+        except OSError as error:
+            remove(self.partial)
+            raise self.failed(error) from error
+        return self.final
+
+    def failed(self, error: Exception) -> DiskError:
+        """The error with the folder, the bytes needed, which checkpoint is intact, and what to do."""
+        if not isinstance(error, DiskError):
+            error = explained(error, self.final.parent, self.needed, f"the checkpoint of step {self.step}")
+        last = latest_checkpoint(self.folder)
+        kept = f"{last} is intact" if last is not None else "there is no earlier checkpoint"
+        return DiskError(error.errno, f"{error.strerror}; {kept}. Once this is fixed, continue with --resume")
 
 
 def _replace(partial: Path, final: Path) -> None:
@@ -422,15 +432,6 @@ def _set_aside(path: Path) -> None:
     aside = path.with_name(path.name + _DAMAGED)
     remove(aside)
     os.replace(path, aside)
-
-
-def _failed(error: Exception, folder: Path, step: int, needed: int) -> DiskError:
-    """The error with the folder, the bytes needed, which checkpoint is intact, and what to do."""
-    if not isinstance(error, DiskError):
-        error = explained(error, folder / "checkpoints", needed, f"the checkpoint of step {step}")
-    last = latest_checkpoint(folder)
-    kept = f"{last} is intact" if last is not None else "there is no earlier checkpoint"
-    return DiskError(error.errno, f"{error.strerror}; {kept}. Once this is fixed, continue with --resume")
 
 
 def _files(folder: Path) -> list[Path]:
