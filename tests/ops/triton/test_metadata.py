@@ -32,7 +32,7 @@ COMBINE = "diff_transformer.ops.triton.decode_kernels:decode_combine_kernel"
 SIGNATURE = {"partial": "*fp32", "lam": "*fp32", "out": "*bf16"}
 SIGNATURE |= dict.fromkeys(("splits", "all_rows", "H", "T"), "i32")
 SIGNATURE |= {f"lam_stride_{dimension}": "i32" for dimension in "bht"}
-CONSTANTS = {"DV": 64, "COLUMNS": 64, "ROOM": 8}
+CONSTANTS = {"DV": 64, "COLUMNS": 64, "SPLITS_PAD": 8}
 
 
 def test_limits_of_the_chips():
@@ -86,7 +86,7 @@ def test_another_chip_than_it_was_compiled_for():
 
 def test_a_spill_is_seen():
     """32 splits of 256 columns in one warp: 256 values a thread, which has 255 registers."""
-    wide = {"DV": 256, "COLUMNS": 256, "ROOM": 32}
+    wide = {"DV": 256, "COLUMNS": 256, "SPLITS_PAD": 32}
     assert compile_in_subprocess(COMBINE, SIGNATURE, wide, capability=80, num_warps=1).spill_bytes > 0
     assert compile_in_subprocess(COMBINE, SIGNATURE, CONSTANTS, capability=80).spill_bytes == 0
 
@@ -115,7 +115,7 @@ def test_a_serialised_wgmma_is_seen(monkeypatch):
 
 def test_errors_come_back():
     with pytest.raises(RuntimeError, match=r"decode_combine_kernel does not compile .* without type or value: DV"):
-        compile_in_subprocess(COMBINE, SIGNATURE, {"COLUMNS": 64, "ROOM": 8}, capability=80)
+        compile_in_subprocess(COMBINE, SIGNATURE, {"COLUMNS": 64, "SPLITS_PAD": 8}, capability=80)
     with pytest.raises(RuntimeError, match="in both dicts: splits"):
         compile_in_subprocess(COMBINE, SIGNATURE, CONSTANTS | {"splits": 3}, capability=80)
     with pytest.raises(RuntimeError, match="it does not have: Slices"):

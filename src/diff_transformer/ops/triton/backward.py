@@ -4,11 +4,11 @@ With P = P1 - lam P2, delta_i = rowsum(dO * O_i) and O = O1 - lam O2 (all row by
     dV = P^T dO                       dlam = -delta2
     dS1 = P1 (dP - delta1)            dS2 = P2 lam (delta2 - dP)
     dQ_i = scale dS_i K_i             dK_i = scale dS_i^T Q_i
-The maps come back from the saved log-sum-exps, delta1 from rowsum(dO * O) + lam delta2.
+The maps are recomputed from the saved log-sum-exps; delta1 is rowsum(dO * O) + lam delta2.
 
-Two passes (the default): programs that own keys, then programs that own queries; every sum has one order, so that
-results repeat bit for bit. One pass: the programs that own keys add to dQ in fp32 with atomics and in whatever order
-they come to it, which saves computing the maps and dP again: 10 products where two passes do 14, more where
+Two passes (the default): bwd_dkdv_kernel, whose programs own keys, then bwd_dq_kernel, whose programs own queries.
+Every sum has a fixed order, so results repeat bit for bit. One pass: bwd_dkdv_kernel also adds to dQ in fp32 with
+atomics, in no fixed order. That saves recomputing the maps and dP: 10 products instead of 14, or more where
 configurations.py splits the gradients between launches.
 
 Shapes: B batch, H signal heads, Hn noise heads, G key/value heads, T queries, S keys, D query width, Dv value width.
@@ -82,9 +82,10 @@ def query_ranges(
     first, T, S, window, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr,
     ALL_CHECKED: tl.constexpr,
 ):  # fmt: skip
-    """low <= inner_low <= inner_high <= high: the queries that see keys from ``first``, and those that see all of them.
+    """low <= inner_low <= inner_high <= high: the queries that see some of the keys from ``first``; the inner ones see
+    all.
 
-    All but high are multiples of BLOCK_M; between the inner two no score needs a check.
+    All but high are multiples of BLOCK_M. Queries of the inner range need no mask.
     """
     low = first * 0
     high = T
@@ -110,7 +111,7 @@ def attention_map(
     s, query, key, T, S, window, mask, mask_t, mask_s, factor, log, CAUSAL: tl.constexpr, WINDOW: tl.constexpr,
     MASK_KIND: tl.constexpr, MASK_ROWS: tl.constexpr, CHECKED: tl.constexpr,
 ):  # fmt: skip
-    """A tile of a map from its scores and the log-sum-exps of its queries."""
+    """A tile of a map, from its scores s and the log-sum-exps of its queries (``log``)."""
     s = s * factor
     if CHECKED:
         s = mask_scores(s, query, key, T, S, window, mask, mask_t, mask_s, CAUSAL, WINDOW, MASK_KIND, MASK_ROWS)
@@ -119,7 +120,7 @@ def attention_map(
 
 @triton.jit
 def add_product(to, queries, limit, ds, ka, kb, DA: tl.constexpr, DB: tl.constexpr, D: tl.constexpr):
-    """Add ds^T k to fp32 rows of width D in memory; ds [keys, queries]."""
+    """Add ds^T k [BLOCK_M, D] atomically to fp32 rows of width D in memory; ds [BLOCK_N, BLOCK_M]."""
     ds = tl.trans(ds)
     add_chunk(to, queries, limit, tl.dot(ds, ka, input_precision="ieee"), 0, DA, D)
     if DB > 0:
@@ -128,6 +129,7 @@ def add_product(to, queries, limit, ds, ka, kb, DA: tl.constexpr, DB: tl.constex
 
 @triton.jit
 def add_chunk(to, offset, limit, x, FIRST: tl.constexpr, CHUNK: tl.constexpr, WIDTH: tl.constexpr):
+    """Add x [rows, CHUNK] atomically to columns from FIRST on of the rows ``offset`` below ``limit``."""
     columns = FIRST + tl.arange(0, CHUNK)
     inside = (offset[:, None] < limit) & (columns[None, :] < WIDTH)
     tl.atomic_add(to + offset[:, None] * WIDTH + columns[None, :], x, mask=inside, sem="relaxed")
@@ -143,22 +145,22 @@ def bwd_dkdv_kernel(
     H: tl.constexpr, HN: tl.constexpr, G: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, DA: tl.constexpr,
     DB: tl.constexpr, VA: tl.constexpr, VB: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     CAUSAL: tl.constexpr, WINDOW: tl.constexpr, MASK_KIND: tl.constexpr, MASK_ROWS: tl.constexpr,
-    SHARED_KEYS: tl.constexpr, ONE_PASS: tl.constexpr, KEYS: tl.constexpr, VALUES: tl.constexpr, VARLEN: tl.constexpr,
+    SHARED_KEYS: tl.constexpr, ONE_PASS: tl.constexpr, COMPUTE_DK: tl.constexpr, COMPUTE_DV: tl.constexpr, VARLEN:
+    tl.constexpr,
     SECTION: tl.constexpr,
 ):  # fmt: skip
     """dK1, dK2 and dV of BLOCK_N keys of one key/value head, over all signal heads that use it.
 
-    Tiles of scores are [keys, queries]. KEYS and VALUES say which of the gradients this launch computes: where the
-    accumulators of all do not fit the registers, two launches share the work.
-
-    SHARED_KEYS: dK1 takes both maps' sum. ONE_PASS: dQ1 [B, H, T, D] and dQ2 [B, Hn, T, D], fp32 and contiguous, get
-    this program's share added, without the factor ``scale``.
+    Tiles of scores are [BLOCK_N, BLOCK_M] (keys, queries). COMPUTE_DK and COMPUTE_DV select the gradients of this
+    launch: if the accumulators of all do not fit the registers, there are two launches. SHARED_KEYS: dK1 is the sum
+    over both maps. ONE_PASS: adds this program's share to dQ1 [B, H, T, D] and dQ2 [B, Hn, T, D], fp32 and contiguous,
+    without the factor ``scale``. zero: always 0; see ``place``.
     """
     rows_in_all = T
     tile, kv_head, batch, q_start, T, k_start, S = place(
         tiles, heads_in_all, cu_seqlens_q, cu_seqlens_k, T, S, G, VARLEN, SECTION
     )
-    first = tile * BLOCK_N  # under a causal limit the longest columns come first
+    first = tile * BLOCK_N  # with a causal limit, the keys with the most queries come first
     if first >= S:
         return
 
@@ -173,11 +175,11 @@ def bwd_dkdv_kernel(
     k2a, k2b = k1a, k1b
     if not SHARED_KEYS:
         k2a, k2b = load_tile(k2, keys, k2_t, S - first, DA, DB, D, True)
-    if KEYS:
+    if COMPUTE_DK:
         va, vb = load_tile(v, keys, v_t, S - first, VA, VB, DV, True)
-    dk1a, dk1b = zeros(BLOCK_N, DA, DB)
+    dk1a, dk1b = zeros(BLOCK_N, DA, DB)  # [BLOCK_N, DA], [BLOCK_N, DB]
     dk2a, dk2b = zeros(BLOCK_N, DA, DB)
-    dva, dvb = zeros(BLOCK_N, VA, VB)
+    dva, dvb = zeros(BLOCK_N, VA, VB)  # [BLOCK_N, VA], [BLOCK_N, VB]
     key = (first + keys)[:, None]
     for member in tl.range(0, H // G):
         tile, kv_head, batch, q_start, T, k_start, S = place(
@@ -209,15 +211,15 @@ def bwd_dkdv_kernel(
                     here = m + queries < T
                     row_m = row_here + start
                     da, db = load_tile(dout_here + start * dout_t, queries, dout_t, T - m, VA, VB, DV, CHECKED)
-                    if KEYS:
-                        dp = product(va, vb, da, db, VB)
+                    if COMPUTE_DK:
+                        dp = product(va, vb, da, db, VB)  # [BLOCK_N, BLOCK_M]
                     qa, qb = load_tile(q1_here + start * q1_t, queries, q1_t, T - m, DA, DB, D, CHECKED)
                     log = tl.load(lse1 + row_m + queries, mask=here, other=float("inf"))[None, :]
                     p = attention_map(
                         product(k1a, k1b, qa, qb, DB), query, key, T, S, window, mask_here, mask_t, mask_s, factor, log,
                         CAUSAL, WINDOW, MASK_KIND, MASK_ROWS, CHECKED,
                     )  # fmt: skip
-                    if KEYS:
+                    if COMPUTE_DK:
                         delta = tl.load(delta1 + row_m + queries, mask=here, other=0.0)[None, :]
                         ds = (p * (dp - delta)).to(k1a.dtype)
                         dk1a, dk1b = accumulate(dk1a, dk1b, ds, qa, qb, DB)
@@ -230,9 +232,9 @@ def bwd_dkdv_kernel(
                         CAUSAL, WINDOW, MASK_KIND, MASK_ROWS, CHECKED,
                     )  # fmt: skip
                     weight = tl.load(lam_here + start * lam_t + queries * lam_t, mask=here, other=0.0)[None, :]
-                    if VALUES:
+                    if COMPUTE_DV:
                         dva, dvb = accumulate(dva, dvb, p - weight * p2, da, db, VB)
-                    if KEYS:
+                    if COMPUTE_DK:
                         delta = tl.load(lam_delta2 + row_m + queries, mask=here, other=0.0)[None, :]
                         ds = (p2 * (delta - weight * dp)).to(k1a.dtype)
                         if SHARED_KEYS:
@@ -249,12 +251,12 @@ def bwd_dkdv_kernel(
     wide_head = kv_head.to(tl.int64)
     row = k_start + first
     keys += zero
-    if KEYS:
+    if COMPUTE_DK:
         to = batch * dk1_b + wide_head * dk1_h + row * dk1_t
         store_tile(dk1 + to, keys, dk1_t, S - first, dk1a * scale, dk1b * scale, DA, DB, D)
         if not SHARED_KEYS:
             store_tile(dk2 + to, keys, dk1_t, S - first, dk2a * scale, dk2b * scale, DA, DB, D)
-    if VALUES:
+    if COMPUTE_DV:
         to = batch * dv_b + wide_head * dv_h + row * dv_t
         store_tile(dv + to, keys, dv_t, S - first, dva, dvb, VA, VB, DV)
 
@@ -268,11 +270,13 @@ def bwd_dq_kernel(
     H: tl.constexpr, HN: tl.constexpr, G: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, DA: tl.constexpr,
     DB: tl.constexpr, VA: tl.constexpr, VB: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     CAUSAL: tl.constexpr, WINDOW: tl.constexpr, MASK_KIND: tl.constexpr, MASK_ROWS: tl.constexpr,
-    SHARED_KEYS: tl.constexpr, FIRST: tl.constexpr, SECOND: tl.constexpr, VARLEN: tl.constexpr, SECTION: tl.constexpr,
+    SHARED_KEYS: tl.constexpr, COMPUTE_DQ1: tl.constexpr, COMPUTE_DQ2: tl.constexpr, VARLEN: tl.constexpr, SECTION:
+    tl.constexpr,
 ):  # fmt: skip
-    """dQ2 of BLOCK_M queries of one noise head, and dQ1 of every signal head that it serves.
+    """dQ2 of BLOCK_M queries of one noise head, and dQ1 of every signal head that shares it.
 
-    FIRST and SECOND say which of the two this launch computes; where both do not fit the registers, two launches do.
+    COMPUTE_DQ1 and COMPUTE_DQ2 select the gradients of this launch: if both do not fit the registers, there are two
+    launches. zero: always 0; see ``place``.
     """
     rows_in_all = T
     tile, noise_head, batch, q_start, T, k_start, S = place(
@@ -291,7 +295,7 @@ def bwd_dq_kernel(
     k2 += batch * k2_b + kv_head * k2_h + k_start * k2_t
     v += batch * v_b + kv_head * v_h + k_start * v_t
     q2a, q2b = load_tile(q2 + (batch * q2_b + wide_head * q2_h + row * q2_t), queries, q2_t, T - first, DA, DB, D, True)
-    dq2a, dq2b = zeros(BLOCK_M, DA, DB)
+    dq2a, dq2b = zeros(BLOCK_M, DA, DB)  # [BLOCK_M, DA], [BLOCK_M, DB]
     for member in tl.range(0, H // HN):
         tile, noise_head, batch, q_start, T, k_start, S = place(
             tiles + member * zero, heads_in_all, cu_seqlens_q, cu_seqlens_k, T, S, HN, VARLEN, SECTION
@@ -328,16 +332,16 @@ def bwd_dq_kernel(
                         n += tl.where(step >= inner_low, gap, 0)
                     start = tl.cast(n, tl.int64)
                     va, vb = load_tile(v + start * v_t, keys, v_t, S - n, VA, VB, DV, CHECKED)
-                    dp = product(da, db, va, vb, VB)
+                    dp = product(da, db, va, vb, VB)  # [BLOCK_M, BLOCK_N]
                     key = (n + keys)[None, :]
                     ka, kb = load_tile(k1 + start * k1_t, keys, k1_t, S - n, DA, DB, D, CHECKED)
-                    if FIRST:
+                    if COMPUTE_DQ1:
                         p = attention_map(
                             product(q1a, q1b, ka, kb, DB), query, key, T, S, window, mask_here, mask_t, mask_s,
                             factor, log1, CAUSAL, WINDOW, MASK_KIND, MASK_ROWS, CHECKED,
                         )  # fmt: skip
                         dq1a, dq1b = accumulate(dq1a, dq1b, p * (dp - first_delta), ka, kb, DB)
-                    if SECOND:
+                    if COMPUTE_DQ2:
                         if not SHARED_KEYS:
                             ka, kb = load_tile(k2 + start * k2_t, keys, k2_t, S - n, DA, DB, D, CHECKED)
                         p = attention_map(
@@ -352,7 +356,7 @@ def bwd_dq_kernel(
         row = q_start + first
         head = (noise_head * (H // HN) + member).to(tl.int64)
         rows += zero
-        if FIRST:
+        if COMPUTE_DQ1:
             to = dq1 + (batch * dq1_b + head * dq1_h + row * dq1_t)
             store_tile(to, rows, dq1_t, T - first, dq1a * scale, dq1b * scale, DA, DB, D)
     tile, noise_head, batch, q_start, T, k_start, S = place(
@@ -362,13 +366,14 @@ def bwd_dq_kernel(
     wide_head = noise_head.to(tl.int64)
     row = q_start + first
     queries += zero
-    if SECOND:
+    if COMPUTE_DQ2:
         to = dq2 + (batch * dq2_b + wide_head * dq2_h + row * dq2_t)
         store_tile(to, queries, dq2_t, T - first, dq2a * scale, dq2b * scale, DA, DB, D)
 
 
 def row_statistics(dout: Tensor, out: Tensor, out2: Tensor, lam: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """delta1, lam delta2 and dlam, each [B, H, T], fp32, from [B, H, T, Dv] with equal strides of out and out2."""
+    """delta1, lam delta2 and dlam, each [B, H, T] in fp32; dout, out, out2 [B, H, T, Dv]; out and out2 have equal
+    strides."""
     B, H, T, Dv = dout.shape
     VA, VB = chunks(Dv)
     results = [dout.new_empty((B, H, T), dtype=torch.float32) for _ in range(3)]
@@ -387,8 +392,8 @@ def launch_backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Gradients of q1, q2, k1, k2, v (in their dtypes) and lam ([B, H, T, 1], fp32), for dout [B, H, T, Dv].
 
-    Arguments as of ``launch_forward``, and what it returned. Without k2 the gradient of k1 is both maps' sum and that
-    of k2 is empty.
+    Arguments and results of ``launch_forward``. Without k2, the gradient of k1 is the sum over both maps and that of k2
+    is empty.
     """
     (B, H, T, D), HN, (G, S, Dv) = q1.shape, q2.shape[1], v.shape[1:]
     dout = rows_contiguous(dout)
@@ -398,8 +403,8 @@ def launch_backward(
     DA, DB = chunks(D)
     VA, VB = chunks(Dv)
     configuration = backward_configuration(D, Dv, q1.dtype, q1.device, mask_rows != ONE_ROW.value)
-    by_keys = configuration.one_pass if one_pass else configuration.keys
-    by_queries = configuration.queries
+    dkdv = configuration.one_pass if one_pass else configuration.dkdv
+    dq = configuration.dq
     delta1, lam_delta2, dlam = row_statistics(dout, out, out2, lam)
     dk1, dv = transposed_like(k1), transposed_like(v)
     dk2 = k1.new_empty(0) if k2 is None else transposed_like(k1)
@@ -417,17 +422,17 @@ def launch_backward(
     given = [*inputs, mask, dout, lse1, lse2, delta1, lam_delta2, dq1, dq2]
     lengths = [*mask_strides, T, S, window or 0, scale, scale * LOG2_E.value]
 
-    tiles = triton.cdiv(max_k, by_keys.BLOCK_N)
+    tiles = triton.cdiv(max_k, dkdv.BLOCK_N)
     arguments = [*given, dk1, dk2, dv, *documents, *strides(*inputs, dout, dk1, dv), *lengths, tiles, batches * G, 0]
-    options = constants | {"ONE_PASS": one_pass} | by_keys.options()
-    for computed in split(by_keys, "KEYS", "VALUES"):
+    options = constants | {"ONE_PASS": one_pass} | dkdv.options()
+    for computed in split(dkdv, "COMPUTE_DK", "COMPUTE_DV"):
         launch(bwd_dkdv_kernel, tiles * batches * G, arguments, options | computed)
 
     if not one_pass:
-        tiles = triton.cdiv(max_q, by_queries.BLOCK_M)
+        tiles = triton.cdiv(max_q, dq.BLOCK_M)
         arguments = [*given, *documents, *strides(*inputs, dout, dq1, dq2), *lengths, tiles, batches * HN, 0]
-        for computed in split(by_queries, "FIRST", "SECOND"):
-            options = constants | computed | by_queries.options()
+        for computed in split(dq, "COMPUTE_DQ1", "COMPUTE_DQ2"):
+            options = constants | computed | dq.options()
             launch(bwd_dq_kernel, tiles * batches * HN, arguments, options)
     if one_pass:
         dq1, dq2 = (transposed_like(x).copy_(total.mul_(scale)) for x, total in ((q1, dq1), (q2, dq2)))

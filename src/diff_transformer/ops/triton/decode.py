@@ -153,7 +153,7 @@ def launch_decode(
         decode_split_kernel[(programs, splits)](*arguments, **constants)
         if splits > 1:
             columns = min(COLUMNS, padded_width(Dv))
-            constants = {"DV": Dv, "COLUMNS": columns, "ROOM": triton.next_power_of_2(splits), "num_warps": 4}
+            constants = {"DV": Dv, "COLUMNS": columns, "SPLITS_PAD": triton.next_power_of_2(splits), "num_warps": 4}
             arguments = [partial, lam, out, splits, rows, H, T, *strides(lam)]
             decode_combine_kernel[(rows, triton.cdiv(Dv, columns))](*arguments, **constants)
     return out

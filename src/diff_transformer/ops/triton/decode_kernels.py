@@ -1,7 +1,7 @@
-"""The two kernels of decoding: one split of the keys for both maps, and the splits put together.
+"""The two decoding kernels: one split of the keys for both maps, and the combination of all splits.
 
 Shapes: B batch, H signal heads, Hn noise heads, G key/value heads, T queries, S keys, D query width, Dv value width.
-Rows of a program: row j T + t is query t of the j-th signal head of its key/value head.
+Row j T + t of a program is query t of the j-th signal head of its key/value head.
 """
 
 import triton
@@ -9,16 +9,16 @@ import triton.language as tl
 
 from diff_transformer.ops.triton.tiles import MINUS_INFINITY
 
-ROWS = tl.constexpr(16)  # of a program: what the tensor cores' smallest product has; more rows are more programs
-MASK_SCAN = tl.constexpr(128)
+ROWS = tl.constexpr(16)  # of a program: those of the smallest tensor-core product
+MASK_SCAN = tl.constexpr(128)  # keys that ``visible_range`` reads at once
 
 
 @triton.jit
 def online_softmax(acc, row_max, row_sum, scores, v):
-    """Take the scores [rows, keys] (units of log2, -inf where hidden) and values of a tile into a map's running state.
+    """One step of the online softmax over scores [ROWS, BLOCK_N] (units of log2, -inf where masked) and values v.
 
-    row_max and row_sum, [rows], are the maximum and the sum of exp2(score - row_max) so far; a row of only -inf stays
-    empty.
+    row_max [ROWS] is the running maximum, row_sum [ROWS] the running sum of exp2(score - row_max), acc [ROWS, DV_PAD]
+    the unnormalised output. A row with only -inf so far has row_sum 0.
     """
     higher = tl.maximum(row_max, tl.max(scores, 1))
     finite = tl.where(higher == MINUS_INFINITY, 0.0, higher)
@@ -30,13 +30,13 @@ def online_softmax(acc, row_max, row_sum, scores, v):
 
 @triton.jit
 def quotient(acc, row_sum):
-    """acc / row_sum, 0 where nothing was seen."""
+    """acc / row_sum, 0 for fully masked rows."""
     return tl.where(row_sum > 0, acc / tl.where(row_sum > 0, row_sum, 1.0), 0.0)
 
 
 @triton.jit
 def visible_range(mask, mask_row, mask_stride_s, row_exists, low, high, MASK_ROWS: tl.constexpr):
-    """The part of keys low to high - 1 outside which attn_mask hides everything: unused or padded cache is not read."""
+    """The smallest range within keys low to high - 1 that attn_mask leaves visible, so that padding is not read."""
     first = tl.full([MASK_SCAN], high, tl.int32)
     last = tl.full([MASK_SCAN], low, tl.int32)
     for start in range(low, high, MASK_SCAN):
@@ -62,11 +62,10 @@ def decode_split_kernel(
     mask_stride_b, mask_stride_h, mask_stride_t, mask_stride_s,
     D: tl.constexpr, DV: tl.constexpr, D_PAD: tl.constexpr, DV_PAD: tl.constexpr,
     BLOCK_N: tl.constexpr, SHARED_KEYS: tl.constexpr, CAUSAL: tl.constexpr,
-    WINDOW: tl.constexpr, MASKED: tl.constexpr, MASK_ROWS: tl.constexpr, RAGGED: tl.constexpr, SINGLE_SPLIT:
-    tl.constexpr,
+    WINDOW: tl.constexpr, MASKED: tl.constexpr, MASK_ROWS: tl.constexpr, RAGGED: tl.constexpr,
+    SINGLE_SPLIT: tl.constexpr,
 ):  # fmt: skip
-    """Both maps of one split of keys. Grid: (B * G * tiles of rows, splits); SINGLE_SPLIT: one split, out is written
-    here.
+    """Both maps of one split of keys. Grid: (B * G * tiles of rows, splits). SINGLE_SPLIT: writes ``out`` itself.
 
     partial: unnormalised outputs [splits, 2, all_rows, DV], then row maxima and row sums [splits, 2, 2, all_rows].
     """
@@ -114,20 +113,20 @@ def decode_split_kernel(
     k1 += b64 * k1_stride_b + g64 * k1_stride_g
     k2 += b64 * k2_stride_b + g64 * k2_stride_g
     v += b64 * v_stride_b + g64 * v_stride_g
-    acc1 = tl.zeros([ROWS, DV_PAD], tl.float32)
+    acc1 = tl.zeros([ROWS, DV_PAD], tl.float32)  # [ROWS, DV_PAD]
     acc2 = tl.zeros([ROWS, DV_PAD], tl.float32)
     row_max1 = tl.full([ROWS], MINUS_INFINITY, tl.float32)
     row_max2 = tl.full([ROWS], MINUS_INFINITY, tl.float32)
     row_sum1 = tl.zeros([ROWS], tl.float32)
     row_sum2 = tl.zeros([ROWS], tl.float32)
-    # Counted from 0: over a loop from the low that visible_range gives, Triton does not pipeline the loads.
+    # Counted from 0: in a loop that starts at the result of visible_range, Triton does not pipeline the loads.
     for step in tl.range(0, high - low, BLOCK_N):
         key = low + step + tl.arange(0, BLOCK_N)
         key64 = key.to(tl.int64)
         exists = key < high
         k_inside = exists[:, None] & (d < D)[None, :]
         k_tile = tl.load(k1 + key64[:, None] * k1_stride_s + d[None, :], mask=k_inside, other=0.0)  # [BLOCK_N, D]
-        scores1 = tl.dot(q1_tile, tl.trans(k_tile), input_precision="ieee") * factor
+        scores1 = tl.dot(q1_tile, tl.trans(k_tile), input_precision="ieee") * factor  # [ROWS, BLOCK_N]
         if not SHARED_KEYS:
             k_tile = tl.load(k2 + key64[:, None] * k2_stride_s + d[None, :], mask=k_inside, other=0.0)
         scores2 = tl.dot(q2_tile, tl.trans(k_tile), input_precision="ieee") * factor
@@ -158,7 +157,7 @@ def decode_split_kernel(
         result = quotient(acc1, row_sum1[:, None]) - weight * quotient(acc2, row_sum2[:, None])
         tl.store(out + out_row * DV + dv[None, :], result.to(out.dtype.element_ty), mask=out_inside)
     else:
-        first = tl.program_id(1).to(tl.int64) * 2 * all_rows  # rows of this slice's maps among those of all splits
+        first = tl.program_id(1).to(tl.int64) * 2 * all_rows  # first row of this split in ``partial``
         seen_any = row_max1 > MINUS_INFINITY
         tl.store(partial + (first + out_row) * DV + dv[None, :], acc1, mask=out_inside & seen_any[:, None])
         tl.store(partial + (first + all_rows + out_row) * DV + dv[None, :], acc2, mask=out_inside & seen_any[:, None])
@@ -171,15 +170,15 @@ def decode_split_kernel(
 
 
 @triton.jit
-def combine_splits(outputs, state, splits, all_rows, row, dv, inside, DV: tl.constexpr, ROOM: tl.constexpr):
-    """softmax v of one map in one row, columns dv, from its splits; fp32."""
-    i = tl.arange(0, ROOM).to(tl.int64)
+def combine_splits(outputs, state, splits, all_rows, row, dv, inside, DV: tl.constexpr, SPLITS_PAD: tl.constexpr):
+    """Columns dv of softmax v of one map in one row, combined from its splits; fp32."""
+    i = tl.arange(0, SPLITS_PAD).to(tl.int64)
     exists = i < splits
     row_max = tl.load(state + i * 4 * all_rows + row, mask=exists, other=MINUS_INFINITY)  # [splits]
     row_sum = tl.load(state + i * 4 * all_rows + all_rows + row, mask=exists, other=0.0)
     highest = tl.max(row_max, 0)
     weight = tl.exp2(row_max - tl.where(highest == MINUS_INFINITY, 0.0, highest))
-    written = (row_max > MINUS_INFINITY)[:, None] & inside[None, :]  # a slice that saw nothing has left no output
+    written = (row_max > MINUS_INFINITY)[:, None] & inside[None, :]  # splits without visible keys have no output
     pointers = outputs + (i[:, None] * 2 * all_rows + row) * DV + dv[None, :]
     parts = tl.load(pointers, mask=written, other=0.0)  # [splits, columns]
     return quotient(tl.sum(parts * weight[:, None], 0), tl.sum(row_sum * weight, 0))
@@ -188,16 +187,16 @@ def combine_splits(outputs, state, splits, all_rows, row, dv, inside, DV: tl.con
 @triton.jit(do_not_specialize=["splits", "all_rows"])
 def decode_combine_kernel(
     partial, lam, out, splits, all_rows, H, T, lam_stride_b, lam_stride_h, lam_stride_t,
-    DV: tl.constexpr, COLUMNS: tl.constexpr, ROOM: tl.constexpr,
+    DV: tl.constexpr, COLUMNS: tl.constexpr, SPLITS_PAD: tl.constexpr,
 ):  # fmt: skip
     """Combine the splits of both maps and subtract. Grid: (rows of out, tiles of COLUMNS)."""
     row = tl.program_id(0).to(tl.int64)
     dv = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     inside = dv < DV
     state = partial + splits.to(tl.int64) * 2 * all_rows * DV
-    first = combine_splits(partial, state, splits, all_rows, row, dv, inside, DV, ROOM)
+    first = combine_splits(partial, state, splits, all_rows, row, dv, inside, DV, SPLITS_PAD)
     second = combine_splits(
-        partial + all_rows.to(tl.int64) * DV, state + 2 * all_rows, splits, all_rows, row, dv, inside, DV, ROOM
+        partial + all_rows.to(tl.int64) * DV, state + 2 * all_rows, splits, all_rows, row, dv, inside, DV, SPLITS_PAD
     )
     head = row // T
     weight = tl.load(lam + (head // H) * lam_stride_b + (head % H) * lam_stride_h + (row % T) * lam_stride_t)

@@ -1,9 +1,9 @@
 """The forward kernel: both maps in one launch, subtracted in fp32.
 
-Two forms. FUSED keeps an accumulator for each map and reads every tile of V, and of keys that both maps share, once;
-its registers suffice in half precision up to width 64 on Hopper, 32 on Ampere. The other goes through keys and values
-twice, also where k2 is k1, first for the noise map, with one accumulator of twice the rows: O2 waits in memory, where
-the backward wants it anyway, and comes back for the subtraction.
+The fused form (FUSED) keeps an accumulator for each map and reads every tile of V, and of keys that both maps share,
+once. Its registers suffice in half precision up to width 64 on Hopper, 32 on Ampere. The sequential form goes through
+keys and values twice, even if k2 is k1, with one accumulator of twice the rows. It computes the noise map first, writes
+O2 to memory, which the backward needs anyway, and loads it again for the subtraction.
 
 Shapes: B batch, H signal heads, Hn noise heads, G key/value heads, T queries, S keys, D query width, Dv value width.
 """
@@ -34,14 +34,14 @@ from diff_transformer.ops.triton.tiles import (
 
 @triton.jit
 def online_softmax_step(acc_a, acc_b, row_max, row_sum, s, va, vb, factor, FOLD: tl.constexpr, VB: tl.constexpr):
-    """One step of the online softmax: scores s [rows, keys] and values into accumulator, row maximum and row sum.
+    """One step of the online softmax: update accumulators, row maximum and row sum by scores s [BLOCK_M, BLOCK_N].
 
-    FOLD: s is not yet in units of log2, and ``factor`` (positive) brings it there within the exponential; such scores
-    are finite. Else a row may be -inf throughout.
+    FOLD: s is finite and not yet in units of log2; multiplying by ``factor`` (positive) is part of the exponential.
+    Otherwise s is in units of log2, and a row may be -inf throughout.
     """
     if FOLD:
         new = tl.maximum(row_max, tl.max(s, 1) * factor)
-        p = tl.exp2(s * factor - new[:, None])
+        p = tl.exp2(s * factor - new[:, None])  # [BLOCK_M, BLOCK_N]
         rescale = tl.exp2(row_max - new)
     else:
         new = tl.maximum(row_max, tl.max(s, 1))
@@ -58,7 +58,7 @@ def online_softmax_step(acc_a, acc_b, row_max, row_sum, s, va, vb, factor, FOLD:
 
 @triton.jit
 def finalize(acc_a, acc_b, row_max, row_sum, VB: tl.constexpr):
-    """(softmax v in both chunks, log-sum-exp to base 2); 0 and +inf for a row that saw nothing."""
+    """(both chunks of softmax v, log-sum-exp in base 2); 0 and +inf for a fully masked row."""
     fully_masked = row_sum == 0.0
     inverse = tl.where(fully_masked, 0.0, 1.0 / row_sum)
     lse = tl.where(fully_masked, float("inf"), row_max + tl.log2(row_sum))
@@ -70,8 +70,10 @@ def finalize(acc_a, acc_b, row_max, row_sum, VB: tl.constexpr):
 
 @triton.jit
 def range_of_loop(CHECKED: tl.constexpr, low, inner_low, inner_high, high):
-    """(first, end, gap) of a loop over the inner range, or over what lies before and after it: from inner_low on, the
-    second loop has to add the gap to its position."""
+    """(begin, end, gap) of the loop over the inner range, or (CHECKED) over the ranges before and after it.
+
+    The second kind of loop adds ``gap`` to its position from inner_low on.
+    """
     if CHECKED:
         return low, high - (inner_high - inner_low), inner_high - inner_low
     else:
@@ -85,12 +87,15 @@ def one_map(
     DB: tl.constexpr, VA: tl.constexpr, VB: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr,
     MASK_KIND: tl.constexpr, MASK_ROWS: tl.constexpr, POSITIVE: tl.constexpr,
 ):  # fmt: skip
-    """(softmax(q k^T scale) v in both chunks, log-sum-exp to base 2) of BLOCK_M queries."""
+    """(both chunks of softmax(q k^T scale) v, log-sum-exp in base 2) of BLOCK_M queries.
+
+    The loop without checks covers keys that all queries see; the other one masks its scores.
+    """
     rows = tl.arange(0, BLOCK_M)
     offset = tl.arange(0, BLOCK_N)
     query = (first + rows)[:, None]
-    qa, qb = load_tile(q, rows, q_stride, T - first, DA, DB, D, True)
-    acc_a, acc_b = zeros(BLOCK_M, VA, VB)
+    qa, qb = load_tile(q, rows, q_stride, T - first, DA, DB, D, True)  # [BLOCK_M, DA], [BLOCK_M, DB]
+    acc_a, acc_b = zeros(BLOCK_M, VA, VB)  # [BLOCK_M, VA], [BLOCK_M, VB]
     row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
     row_sum = tl.zeros([BLOCK_M], tl.float32)
     for CHECKED in tl.static_range(2):
@@ -102,7 +107,7 @@ def one_map(
                     n += tl.where(step >= inner_low, gap, 0)
                 start = tl.cast(n, tl.int64)
                 ka, kb = load_tile(k + start * k_stride, offset, k_stride, S - n, DA, DB, D, CHECKED)
-                s = product(qa, qb, ka, kb, DB)
+                s = product(qa, qb, ka, kb, DB)  # [BLOCK_M, BLOCK_N]
                 if CHECKED:
                     s = mask_scores(
                         s * factor, query, n + offset[None, :], T, S, window, mask, mask_t, mask_s,
@@ -125,13 +130,13 @@ def both_maps(
     WINDOW: tl.constexpr, MASK_KIND: tl.constexpr, MASK_ROWS: tl.constexpr, POSITIVE: tl.constexpr,
     SHARED_KEYS: tl.constexpr,
 ):  # fmt: skip
-    """What ``one_map`` gives, of both maps; V is read once, and so are keys that both share."""
+    """The results of ``one_map`` for both maps; reads V once, and keys that both maps share once."""
     rows = tl.arange(0, BLOCK_M)
     offset = tl.arange(0, BLOCK_N)
     query = (first + rows)[:, None]
     q1a, q1b = load_tile(q1, rows, q1_stride, T - first, DA, DB, D, True)
     q2a, q2b = load_tile(q2, rows, q2_stride, T - first, DA, DB, D, True)
-    acc1_a, acc1_b = zeros(BLOCK_M, VA, VB)
+    acc1_a, acc1_b = zeros(BLOCK_M, VA, VB)  # [BLOCK_M, VA], [BLOCK_M, VB]
     acc2_a, acc2_b = zeros(BLOCK_M, VA, VB)
     row_max1 = tl.full([BLOCK_M], float("-inf"), tl.float32)
     row_sum1 = tl.zeros([BLOCK_M], tl.float32)
@@ -145,7 +150,7 @@ def both_maps(
                     n += tl.where(step >= inner_low, gap, 0)
                 start = tl.cast(n, tl.int64)
                 ka, kb = load_tile(k1 + start * k1_stride, offset, k1_stride, S - n, DA, DB, D, CHECKED)
-                s1 = product(q1a, q1b, ka, kb, DB)
+                s1 = product(q1a, q1b, ka, kb, DB)  # [BLOCK_M, BLOCK_N]
                 if not SHARED_KEYS:
                     ka, kb = load_tile(k2 + start * k2_stride, offset, k2_stride, S - n, DA, DB, D, CHECKED)
                 s2 = product(q2a, q2b, ka, kb, DB)
@@ -179,9 +184,10 @@ def key_ranges(
     first, T, S, window, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr,
     ALL_CHECKED: tl.constexpr,
 ):  # fmt: skip
-    """low <= inner_low <= inner_high <= high: the keys that queries from ``first`` see, and those that all of them see.
+    """low <= inner_low <= inner_high <= high: the keys that some of the queries from ``first`` see; the inner ones all
+    see.
 
-    All but high are multiples of BLOCK_N; between the inner two no key needs a check.
+    All but high are multiples of BLOCK_N. Keys of the inner range need no mask.
     """
     low = first * 0
     high = S
@@ -201,7 +207,7 @@ def key_ranges(
     return low, inner_low, inner_high, high
 
 
-# T, S and the window only bound loops: kernels are not compiled anew for lengths that 16 divides.
+# T, S and the window only bound loops, so kernels are not specialised for values that 16 divides.
 @triton.jit(do_not_specialize=["T", "S", "window", "tiles", "heads_in_all"])
 def forward_kernel(
     q1, q2, k1, k2, v, lam, mask, out, out2, lse1, lse2, cu_seqlens_q, cu_seqlens_k,
@@ -214,7 +220,10 @@ def forward_kernel(
     MASK_ROWS: tl.constexpr, POSITIVE: tl.constexpr, SHARED_KEYS: tl.constexpr, SAVE: tl.constexpr,
     VARLEN: tl.constexpr, SECTION: tl.constexpr,
 ):  # fmt: skip
-    """BLOCK_M queries of one signal head. x_b, x_h, x_t: strides of a batch entry, a head, a row, in elements."""
+    """BLOCK_M queries of one signal head. x_b, x_h, x_t: strides of a batch entry, a head, a row, in elements.
+
+    zero: always 0; see ``place``.
+    """
     rows_in_all = T
     tile, head, batch, q_start, T, k_start, S = place(
         tiles, heads_in_all, cu_seqlens_q, cu_seqlens_k, T, S, H, VARLEN, SECTION
@@ -262,7 +271,7 @@ def forward_kernel(
         store_tile(o2_out, rows, out_t, T - first, o2a, o2b, VA, VB, DV)
         if SAVE:
             tl.store(lse2 + lse_row + row + rows, log2, mask=here)
-        # Addresses and limits are worked out anew rather than kept in registers throughout the second map.
+        # Compute addresses and limits again, with ``zero``: kept in registers during the second map, they would spill.
         rows += zero
         out_t += zero
         out_h += zero
@@ -287,7 +296,7 @@ def forward_kernel(
     out += batch * out_b + head * out_h + row * out_t
     lam += batch * lam_b + head * lam_h + row * lam_t
     weight = tl.load(lam + rows.to(tl.int64) * lam_t, mask=here, other=0.0)[:, None]
-    # Chunk by chunk, which needs fewer registers. Other threads may have o2_out what this one reads: hence barriers.
+    # Chunk by chunk, which takes fewer registers. The barriers make the O2 that other threads stored visible.
     if not FUSED:
         tl.debug_barrier()
         o2a = load_chunk(o2_out, rows, out_t, T - first, 0, VA, DV, True).to(tl.float32)
@@ -304,13 +313,13 @@ def launch_forward(
     cu_seqlens_q: Tensor | None, cu_seqlens_k: Tensor | None, max_q: int, max_k: int, is_causal: bool,
     window: int | None, scale: float, need_gradient: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """(out, softmax(q2 k2^T scale) v, both log-sum-exps to base 2); the last three are empty unless need_gradient.
+    """(out, softmax(q2 k2^T scale) v, both log-sum-exps in base 2); the last three are empty unless need_gradient.
 
     q1 [B, H, T, D], q2 [B, Hn, T, D], k1, k2 [B, G, S, D], v [B, G, S, Dv] with last strides of 1, lam [B, H, T, 1] in
-    fp32, attn_mask [B|1, H|1, T|1, S|1] or None. k2 is None where both maps share k1. With cu_seqlens (int32,
-    [documents + 1]) B is 1 and rows are those of all documents, of which the longest have max_q queries and max_k keys;
-    else these are T and S. Outputs [B, H, T, Dv] in the dtype of v, in memory [B, T, H, Dv]; log-sum-exps [B, H, T],
-    +inf where a query sees nothing.
+    fp32, attn_mask [B|1, H|1, T|1, S|1] or None. k2 is None if both maps share k1. With cu_seqlens (int32, [documents +
+    1]), B is 1, the rows are those of all documents, and the longest documents have max_q queries and max_k keys;
+    otherwise these are T and S. Outputs are [B, H, T, Dv] in the dtype of v, in memory [B, T, H, Dv], and log-sum-exps
+    [B, H, T], +inf for a fully masked row.
     """
     (B, H, T, D), (G, S, Dv) = q1.shape, v.shape[1:]
     out = like_queries(v, B, H, T)

@@ -1,4 +1,4 @@
-"""What launches have in common: strides, masks as kernels take them, the device."""
+"""Shared by all launches: the device, strides, output memory, and masks in the form that kernels take."""
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -10,29 +10,29 @@ from torch import Tensor
 
 from diff_transformer.ops.triton.tiles import ADDITIVE, BOOLEAN, NO_MASK, ONE_ROW, ROW_PER_QUERY, VALUE_PER_QUERY
 
-INTERPRETED: bool = triton.knobs.runtime.interpret  # TRITON_INTERPRET=1, which counts when kernels are decorated
-ALIGNMENT = 16  # what Triton notes of integers and of addresses, when it compiles for a launch
-SECTION = 8  # heads whose keys and values share the L2 cache: 8 of 4096 keys at D = 128 are 34 MB of an H100's 50
+INTERPRETED: bool = triton.knobs.runtime.interpret  # TRITON_INTERPRET=1 when kernels are decorated
+ALIGNMENT = 16  # Triton specialises a kernel for integers and addresses that 16 divides
+SECTION = 8  # heads that share the L2 cache: keys and values of 8 heads, 4096 keys, D = 128 take 34 of an H100's 50 MB
 
 
 def on_device(x: Tensor) -> AbstractContextManager:
-    """Kernels run on the current device, which need not be that of the tensors."""
+    """Context manager that makes the device of x the current one, on which kernels run."""
     return torch.cuda.device(x.device) if x.device.type == "cuda" else nullcontext()
 
 
 def launch(kernel: Any, programs: int, arguments: Sequence[Any], constants: dict[str, Any]) -> None:
-    """Run ``programs`` programs of the kernel where its first argument lies."""
+    """Run ``programs`` programs of the kernel on the device of its first argument."""
     with on_device(arguments[0]):
         kernel[(programs,)](*arguments, **constants)
 
 
 def strides(*tensors: Tensor) -> list[int]:
-    """Strides of batch, head and row of each, in elements."""
+    """Strides of batch, head and row of each tensor, in elements."""
     return [stride for x in tensors for stride in x.stride()[:3]]
 
 
 def rows_contiguous(x: Tensor) -> Tensor:
-    """x itself, or a copy where values of a row are not beside one another."""
+    """x itself, or a copy if its last stride is not 1."""
     return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
 
 
@@ -48,7 +48,7 @@ def transposed_like(x: Tensor) -> Tensor:
 
 
 def kernel_mask(attn_mask: Tensor | None, placeholder: Tensor) -> tuple[Tensor, list[int], int, int]:
-    """(mask, its strides, 0 in broadcast dimensions, MASK_KIND, MASK_ROWS) for a kernel."""
+    """(mask, its strides with 0 in broadcast dimensions, MASK_KIND, MASK_ROWS) for a kernel."""
     if attn_mask is None:
         return placeholder, [0, 0, 0, 0], NO_MASK.value, ONE_ROW.value
     boolean = attn_mask.dtype == torch.bool
@@ -61,11 +61,10 @@ def kernel_mask(attn_mask: Tensor | None, placeholder: Tensor) -> tuple[Tensor, 
 
 
 def aligned_rows(mask: Tensor) -> Tensor:
-    """mask [B|1, H|1, T, S|1], or a copy of it whose rows begin and end at multiples of 16 elements and have no gaps.
+    """mask [B|1, H|1, T, S|1], or a copy whose rows are contiguous and begin and end at multiples of 16 elements.
 
-    Only then can a kernel read several values at once and without asking which there are; else it runs out of
-    registers. What is the same for all batch entries or heads is copied once, and what is the same for all keys, one
-    value a row, not at all.
+    Only then can a kernel load several values at once without predicates; otherwise it runs out of registers. A mask
+    that is the same for all batch entries or heads is copied once. One that is the same for all keys is not copied.
     """
     *_, row, step = mask.stride()
     if mask.shape[3] == 1 or step == 0:
@@ -78,7 +77,7 @@ def aligned_rows(mask: Tensor) -> Tensor:
 
 
 def _ends_within_memory(mask: Tensor) -> bool:
-    """Whether the last row, padded, is still within what the mask was cut from."""
+    """Whether the last row, padded, still lies within the storage of the mask."""
     last = sum((size - 1) * step for size, step in zip(mask.shape[:3], mask.stride()[:3], strict=True))
     end = mask.storage_offset() + last + -(-mask.shape[3] // ALIGNMENT) * ALIGNMENT
     return end * mask.element_size() <= mask.untyped_storage().nbytes()

@@ -1,18 +1,18 @@
-"""What the forward and backward kernels share: reading tiles, products over two chunks of a width, which keys are seen.
+"""Shared by the forward and backward kernels: loading tiles, products over two chunks of a width, masks.
 
-A width that is no power of two is cut into chunks a and b (96 = 64 + 32), for a tile's sizes are powers of two; where
-there is one chunk, b stands for nothing and is never read. Scores are in units of log2: exp2 is what the hardware has.
+Sizes of a tile are powers of two. Another width is split into chunks a and b (96 = 64 + 32). If one chunk is enough, b
+is a placeholder that is never read. Scores are in units of log2, because the hardware computes exp2.
 """
 
 import triton
 import triton.language as tl
 
-NO_MASK = tl.constexpr(0)  # MASK_KIND: no attn_mask
+NO_MASK = tl.constexpr(0)  # values of MASK_KIND: the kind of attn_mask
 BOOLEAN = tl.constexpr(1)
 ADDITIVE = tl.constexpr(2)
-ONE_ROW = tl.constexpr(0)  # MASK_ROWS: one row of attn_mask for all queries
-ROW_PER_QUERY = tl.constexpr(1)  # a row for each
-VALUE_PER_QUERY = tl.constexpr(2)  # a row for each, of one value for all keys
+ONE_ROW = tl.constexpr(0)  # values of MASK_ROWS: one row of attn_mask for all queries,
+ROW_PER_QUERY = tl.constexpr(1)  # a row for each query,
+VALUE_PER_QUERY = tl.constexpr(2)  # one value for each query, the same for all keys
 LOG2_E = tl.constexpr(1.4426950408889634)
 MINUS_INFINITY = tl.constexpr(float("-inf"))
 
@@ -22,7 +22,8 @@ def load_chunk(
     base, offset, stride, limit, FIRST: tl.constexpr, CHUNK: tl.constexpr, WIDTH: tl.constexpr,
     ROWS_CHECKED: tl.constexpr,
 ):  # fmt: skip
-    """Columns FIRST to FIRST + CHUNK of the rows ``offset`` [rows], zeros from row ``limit`` and column WIDTH on."""
+    """[rows, CHUNK]: columns from FIRST on of the rows ``offset`` [rows]; zero from row ``limit`` and column WIDTH
+    on."""
     columns = FIRST + tl.arange(0, CHUNK)
     pointers = base + (offset[:, None] * stride + columns[None, :])
     if FIRST + CHUNK > WIDTH:
@@ -47,7 +48,7 @@ def load_tile(
     WIDTH: tl.constexpr,
     ROWS_CHECKED: tl.constexpr,
 ):
-    """Both chunks of rows ``base + offset * stride``; with one chunk the second is the first."""
+    """Both chunks, [rows, A] and [rows, B], of rows ``base + offset * stride``; if B is 0, the first one twice."""
     a = load_chunk(base, offset, stride, limit, 0, A, WIDTH, ROWS_CHECKED)
     if B > 0:
         return a, load_chunk(base, offset, stride, limit, A, B, WIDTH, ROWS_CHECKED)
@@ -57,6 +58,7 @@ def load_tile(
 
 @triton.jit
 def store_chunk(base, offset, stride, limit, x, FIRST: tl.constexpr, CHUNK: tl.constexpr, WIDTH: tl.constexpr):
+    """Store x [rows, CHUNK] to columns from FIRST on of the rows ``offset`` below ``limit``."""
     columns = FIRST + tl.arange(0, CHUNK)
     inside = (offset[:, None] < limit) & (columns[None, :] < WIDTH)
     tl.store(base + (offset[:, None] * stride + columns[None, :]), x.to(base.dtype.element_ty), mask=inside)
@@ -64,6 +66,7 @@ def store_chunk(base, offset, stride, limit, x, FIRST: tl.constexpr, CHUNK: tl.c
 
 @triton.jit
 def store_tile(base, offset, stride, limit, a, b, A: tl.constexpr, B: tl.constexpr, WIDTH: tl.constexpr):
+    """Store both chunks, a [rows, A] and b [rows, B]."""
     store_chunk(base, offset, stride, limit, a, 0, A, WIDTH)
     if B > 0:
         store_chunk(base, offset, stride, limit, b, A, B, WIDTH)
@@ -71,7 +74,7 @@ def store_tile(base, offset, stride, limit, a, b, A: tl.constexpr, B: tl.constex
 
 @triton.jit
 def product(xa, xb, ya, yb, B: tl.constexpr):
-    """x y^T over both chunks, fp32. fp32 inputs are multiplied exactly, never rounded to TF32."""
+    """x y^T over both chunks, [rows of x, rows of y] in fp32. fp32 inputs are never rounded to TF32."""
     s = tl.dot(xa, tl.trans(ya), input_precision="ieee")
     if B > 0:
         s = tl.dot(xb, tl.trans(yb), s, input_precision="ieee")
@@ -80,7 +83,7 @@ def product(xa, xb, ya, yb, B: tl.constexpr):
 
 @triton.jit
 def accumulate(a, b, x, ya, yb, B: tl.constexpr):
-    """a += x ya and b += x yb, with x rounded to the dtype of y."""
+    """a += x ya [rows, A] and b += x yb [rows, B], with x rounded to the dtype of y."""
     x = x.to(ya.dtype)
     a = tl.dot(x, ya, a, input_precision="ieee")
     if B > 0:
@@ -90,7 +93,7 @@ def accumulate(a, b, x, ya, yb, B: tl.constexpr):
 
 @triton.jit
 def zeros(ROWS: tl.constexpr, A: tl.constexpr, B: tl.constexpr):
-    """Accumulators of both chunks; what stands for a second chunk that is not there is as small as can be."""
+    """Zero accumulators of both chunks, [ROWS, A] and [ROWS, B]; if B is 0, the second is a placeholder of size 1."""
     a = tl.zeros([ROWS, A], tl.float32)
     if B > 0:
         return a, tl.zeros([ROWS, B], tl.float32)
@@ -100,7 +103,8 @@ def zeros(ROWS: tl.constexpr, A: tl.constexpr, B: tl.constexpr):
 
 @triton.jit
 def within_rows(key, S):
-    """key, or where there is no such key another in the last 16 of rows that are padded to multiples of 16."""
+    """key, replaced by one in the last group of 16 if it lies beyond S; rows of the mask are padded to multiples of
+    16."""
     group = tl.minimum(key // 16, (S - 1) // 16) * 16 + key % 16
     if key.shape[0] == 1:
         return tl.max_contiguous(tl.multiple_of(group, [1, 16]), [1, 16])
@@ -124,9 +128,10 @@ def mask_scores(
     MASK_KIND: tl.constexpr,
     MASK_ROWS: tl.constexpr,
 ):
-    """Scores (in units of log2), -inf where a key does not exist or is hidden by its position or by attn_mask.
+    """Scores (in units of log2) with attn_mask applied, -inf for keys beyond S and keys that a mask hides.
 
-    query and key are positions that broadcast to the tile, whichever of them runs along its rows.
+    query and key are positions that broadcast to the tile: [BLOCK_M, 1] and [1, BLOCK_N], or [1, BLOCK_M] and
+    [BLOCK_N, 1].
     """
     keep = (key < S) & (query < T)
     if CAUSAL:
@@ -137,7 +142,7 @@ def mask_scores(
     if MASK_KIND == NO_MASK:
         return tl.where(keep, scores, MINUS_INFINITY)
     else:
-        # Loads that are not predicated, or wgmma would be serialised: rows of their own are padded in memory.
+        # Loads without a predicate: with one, ptxas serialises wgmma.mma_async. So mask rows are padded in memory.
         row = tl.minimum(query, T - 1).to(tl.int64) * mask_stride_t
         if MASK_ROWS == ROW_PER_QUERY:
             given = tl.load(mask + row + within_rows(key, S) * mask_stride_s)
@@ -153,7 +158,8 @@ def mask_scores(
 
 @triton.jit
 def tile_of_program(tiles, heads, SECTION: tl.constexpr):
-    """(tile, head) of this program: SECTION heads at a time, whose keys and values then share the L2 cache."""
+    """(tile, head) of this program. Programs go through SECTION heads at a time, whose keys and values fit the L2
+    cache."""
     program = tl.program_id(0)
     section = program // (tiles * SECTION)
     here = tl.minimum(SECTION, heads - section * SECTION)
@@ -163,7 +169,7 @@ def tile_of_program(tiles, heads, SECTION: tl.constexpr):
 
 @triton.jit
 def document(cu_seqlens, batch, length, VARLEN: tl.constexpr):
-    """(first row, rows, index of the batch) of a document among packed ones, or of a batch entry."""
+    """(first row, number of rows, batch index) of a packed document, or of a batch entry."""
     if VARLEN:
         start = tl.load(cu_seqlens + batch)
         return start.to(tl.int64), tl.load(cu_seqlens + batch + 1) - start, batch * 0
@@ -176,10 +182,11 @@ def place(
     tiles, heads_in_all, cu_seqlens_q, cu_seqlens_k, T, S, HEADS: tl.constexpr, VARLEN: tl.constexpr,
     SECTION: tl.constexpr,
 ):  # fmt: skip
-    """(tile, head, batch entry, first query, queries, first key, keys) of this program, of HEADS heads an entry.
+    """(tile, head, batch entry, first query, queries, first key, keys) of this program; HEADS heads in a batch entry.
 
-    Kernels ask again, with 0 added to ``tiles`` in a way the compiler does not see through, after a loop and in it:
-    else it keeps all of this, and the addresses that follow from it, in registers throughout the loop.
+    Kernels call this again after and inside loops, with ``zero``, an argument that is always 0, added to ``tiles``. The
+    compiler cannot fold it, so it computes the place again. Otherwise it would keep the place and the addresses derived
+    from it in registers during the loop, and ptxas would spill them (``st.local``, ``ld.local``).
     """
     tile, head_in_all = tile_of_program(tiles, heads_in_all, SECTION)
     batch = (head_in_all // HEADS).to(tl.int64)
