@@ -1,6 +1,6 @@
 """Files that survive a crash, and the messages when a disk or a folder does not take them.
 
-``replacing`` is how the package replaces a file or a folder atomically: the new content is written beside the path,
+``replacing`` is how the package replaces a file or a folder atomically: the new content is written next to it,
 flushed to the disk and renamed. ``write_whole`` does this for a text.
 """
 
@@ -36,7 +36,7 @@ def cache_folder() -> Path:
 def replacing(path: Path, *, flush: bool = True, unique: bool = False) -> Generator[Path]:
     """Replace ``path``, a file or a folder, atomically.
 
-    The block writes a file or a folder at the yielded path, which is beside ``path``. If the block ends without an
+    The block writes a file or a folder at the yielded path, which is next to ``path``. If the block ends without an
     exception, that file or folder becomes ``path``. If it raises, what it wrote is removed and ``path`` is unchanged.
     What a killed process left is removed first.
 

@@ -192,7 +192,9 @@ def test_hub_without_network_or_package(monkeypatch):
         raise ConnectionError("Couldn't reach it\nmore")
 
     use_hub(monkeypatch, load_dataset)
-    with pytest.raises(ValueError, match=r"cannot be had from the hub \(Couldn't reach it\); connect .* data=python"):
+    with pytest.raises(
+        ValueError, match=r"cannot be downloaded from the hub \(Couldn't reach it\); connect .* data=python"
+    ):
         load_labelled("hub:banking77")
     monkeypatch.setitem(sys.modules, "datasets", None)
     with pytest.raises(ValueError, match="pip install datasets"):

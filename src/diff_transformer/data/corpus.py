@@ -81,8 +81,8 @@ ACCEPTED = (
 def load_text_path(path: str | os.PathLike) -> Corpus:
     """The corpus at ``path``: a text file, a folder of text files or a tar archive of one.
 
-    If there are folders ``train/`` and ``val/`` (or ``valid/``, ``validation/``), they are the split, and nothing
-    beside them is read. Otherwise about a tenth of the files is held out by a hash of their names, or the last tenth of
+    If there are folders ``train/`` and ``val/`` (or ``valid/``, ``validation/``), they are the split, and other
+    files are not read. Otherwise about a tenth of the files is held out by a hash of their names, or the last tenth of
     a single file. A byte order mark is dropped and CRLF becomes LF. An archive is read in memory and never extracted.
 
     Raises:

@@ -106,10 +106,10 @@ def parse_numbers(text: str, count: int) -> list[str | None]:
 
 
 def draw_facts(rng: np.random.Generator, count: int, digits: int) -> tuple[list[str], list[str]]:
-    """``count`` distinct cities and as many distinct numbers of ``digits`` digits, without a leading zero.
+    """``count`` distinct cities and ``count`` distinct numbers of ``digits`` digits, without a leading zero.
 
     Raises:
-        ValueError: if there are not as many cities or numbers.
+        ValueError: if there are fewer cities or numbers.
     """
     low, high = number_range(digits)
     if not 1 <= count <= min(len(CITIES), high - low):

@@ -1,6 +1,6 @@
-"""Checkpoints: written beside their place and renamed, read back before older ones go, checked again when loaded.
+"""Checkpoints: written aside and renamed, read back before older ones are removed, verified when loaded.
 
-``RUN/checkpoints/step-00000200/`` holds ``state.ckpt`` (one file, or a folder of shards where the model is sharded) and
+``RUN/checkpoints/step-00000200/`` holds ``state.ckpt`` (one file, or a folder of shards if the model is sharded) and
 ``manifest.json``, which has the size and the SHA-256 of every file. A checkpoint is whole exactly if its manifest says
 so. ``checkpoints/best.json`` names the checkpoint with the lowest validation loss.
 """
@@ -78,7 +78,7 @@ def save_checkpoint(
 ) -> Path:
     """Write ``state`` as the checkpoint of ``step``. Every rank calls it.
 
-    The files are written beside their final place, flushed to the disk and renamed together. They are read back from
+    The files are written to a temporary folder, flushed to the disk and renamed together. They are read back from
     the disk before older checkpoints are removed.
 
     Args:
@@ -334,7 +334,7 @@ def _complete(folder: Path) -> list[Path]:
 
 
 class _Write:
-    """One write of a checkpoint: to a folder beside its place (``prepare``), which then gets its name (``publish``).
+    """One write of a checkpoint: to a temporary folder (``prepare``), which then gets the final name (``publish``).
 
     Args:
         needed: bytes of the state.

@@ -190,7 +190,7 @@ class Run:
             self.saver.wait()
 
     def _due(self, done: int, every: int) -> bool:
-        """Whether something happens after step ``done``: every so many steps, and after the last one."""
+        """Whether an action is due after step ``done``: after each ``every`` steps and after the last step."""
         return done % every == 0 or done == self.config.train.steps
 
     def _batches(self, first: int):

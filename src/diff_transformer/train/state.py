@@ -25,8 +25,8 @@ class TrainingState:
     """The state of a run: model, optimizer, number of finished steps, random state of every process.
 
     Args:
-        sharded_files: if the model is sharded, every process writes its part to a file of its own instead of sending it
-            to rank 0. Such a checkpoint loads over any number of processes, but only under FSDP2.
+        sharded_files: if the model is sharded, every process writes its part to a separate file instead of sending
+            it to rank 0. Such a checkpoint loads over any number of processes, but only under FSDP2.
     """
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, *, sharded_files: bool = False):

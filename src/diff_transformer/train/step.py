@@ -89,7 +89,9 @@ class Stepper:
         labels = held_out
         if self.config.data.documents == "separate":
             labels = torch.from_numpy(without_first_tokens(held_out.numpy(), held_out.numpy(), self.end))
-        padding = torch.arange(-len(held_out) % self.share.size) % len(held_out)  # as many rows on each process
+        padding = torch.arange(-len(held_out) % self.share.size) % len(
+            held_out
+        )  # for equal numbers of rows on all processes
         ids, labels = (self.share.of(torch.cat((tensor, tensor[padding]))) for tensor in (held_out, labels))
         weights = predicted(labels).float()
         weights[max(0, len(held_out) - self.share.rank * len(ids)) :] = 0

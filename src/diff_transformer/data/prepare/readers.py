@@ -186,7 +186,7 @@ def streamed_rows(name: str, field: str) -> TextRows:
         offline = " (HF_HUB_OFFLINE is set)" if os.environ.get("HF_HUB_OFFLINE") else ""
         raise ValueError(
             f"{name} cannot be streamed after row {number}{offline} ({type(error).__name__}: {reason}); connect this "
-            "machine and go on with --resume, or give the text as local files"
+            "machine and continue with --resume, or give the text as local files"
         ) from error
 
 

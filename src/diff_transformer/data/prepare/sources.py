@@ -62,8 +62,8 @@ def find_sources(names: Sequence[str], share: float) -> list[TextSource]:
 
     The split of a source into a training and a validation side:
 
-    - If it has the folders ``train/`` and ``val/`` (or ``valid/``, ``validation/``), they are the split, and nothing
-      beside them is read.
+    - If it has the folders ``train/`` and ``val/`` (or ``valid/``, ``validation/``), they are the split, and other
+      files are not read.
     - Otherwise about ``share`` of its text files, at least one of several, is held out by a hash of their names. Rows
       of JSON lines and parquet are held out one by one.
     - If that holds out nothing, for example for text files that are named one by one, the text files of all sources are
@@ -182,7 +182,7 @@ def _with_sides(source: TextSource, share: float) -> TextSource:
 
 
 def _own_sides(source: TextSource) -> list[tuple[SourceFile, str | None]]:
-    """The files with the sides that folders train/ and val/ give them, None beside these; [] without such folders."""
+    """The files with the side that a folder train/ or val/ gives them, None for others; [] without such folders."""
     inner = without_common_folders([item.name for item in source.items])
     tops = {name.split("/")[0] for name in inner if "/" in name}
     if source.kind == "python" or "train" not in tops or not tops & VALIDATION_FOLDERS:

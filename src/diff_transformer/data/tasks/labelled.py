@@ -205,8 +205,8 @@ def _download(repository: str, config: str | None) -> Any:
     except (OSError, ValueError, RuntimeError) as error:
         reason = (str(error) or type(error).__name__).splitlines()[0]
         raise ValueError(
-            f"{repository} cannot be had from the hub ({reason}); connect to the network once, after which it is "
-            "cached, or give the path of the files, or data=python"
+            f"{repository} cannot be downloaded from the hub ({reason}); connect to the network once, after which it "
+            "is cached, or give the path of the files, or data=python"
         ) from error
 
 
