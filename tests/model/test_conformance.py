@@ -5,7 +5,12 @@ import warnings
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForQuestionAnswering,
+    AutoModelForSequenceClassification,
+    AutoModelForTokenClassification,
+)
 
 from diff_transformer import DiffTransformerConfig, DiffTransformerForCausalLM
 from diff_transformer.model.heads import ATTENTIONS
@@ -92,3 +97,143 @@ def test_early_exit_speculates_and_leaves_the_model_whole(attention):
     found = model.generate(ids, max_new_tokens=8, do_sample=False, assistant_early_exit=1)
     assert torch.equal(found, expected)
     assert model.config.num_hidden_layers == 2
+
+
+@EVERY_VARIANT
+@pytest.mark.parametrize(
+    ("auto", "shape"),
+    [
+        (AutoModelForSequenceClassification, (2, 3)),
+        (AutoModelForTokenClassification, (2, 9, 3)),
+        (AutoModelForQuestionAnswering, (2, 9)),
+    ],
+    ids=["sequence", "token", "question"],
+)
+def test_heads_of_other_tasks_are_made_saved_and_trained(attention, auto, shape, tmp_path):
+    config = preset("debug", attention=attention, pad_token_id=0)
+    config.num_labels = 3
+    model, ids = auto.from_config(config).eval(), tokens()
+    model.save_pretrained(tmp_path)
+    loaded = auto.from_pretrained(tmp_path)
+    found, expected = (m(ids) for m in (loaded, model))
+    name = "start_logits" if auto is AutoModelForQuestionAnswering else "logits"
+    assert found[name].shape == shape
+    assert torch.equal(found[name], expected[name])
+    found[name].sum().backward()
+    assert loaded.model.embed_tokens.weight.grad.abs().max() > 0
+
+
+@EVERY_VARIANT
+def test_what_stays_in_fp32_exists(attention):
+    model = model_of(attention)
+    names = [name for name, _ in model.named_parameters()]
+    assert all(any(kept in name for name in names) for kept in model._keep_in_fp32_modules_strict)
+    assert bool(model._keep_in_fp32_modules_strict) == (attention not in ("softmax", "diff_v2"))
+
+
+@EVERY_VARIANT
+def test_the_tensor_parallel_plan_names_modules_of_the_model(attention):
+    model = model_of(attention)
+    names = {name for name, _ in model.model.named_modules()}
+    for pattern in model.config.base_model_tp_plan:
+        assert pattern.replace("*", "0") in names
+    covered = {pattern.rpartition(".")[2] for pattern in model.config.base_model_tp_plan}
+    linear = {name.rpartition(".")[2] for name, x in model.model.named_modules() if isinstance(x, torch.nn.Linear)}
+    assert covered == linear
+    assert model.supports_tp_plan
+
+
+def test_a_kernel_of_the_hub_is_refused_with_what_to_take():
+    model = model_of("diff")
+    with pytest.raises(ValueError, match="'kernels-community/flash-attn'.*softmax attention only; take 'diff_auto'"):
+        model.set_attn_implementation("kernels-community/flash-attn")
+
+
+def test_continuous_batching_of_dint_is_refused_in_words():
+    model = model_of("dint")
+    with pytest.raises(ValueError, match="'dint' keeps a running mean .* use generate with a batch"):
+        model.generate_batch([[1, 2, 3]])
+
+
+@pytest.mark.parametrize("attention", ["diff", "diff_v2", "grouped_diff", "softmax"])
+def test_a_prefix_of_keys_and_values_can_be_trained(attention):
+    peft = pytest.importorskip("peft")
+    config = peft.PrefixTuningConfig(task_type=peft.TaskType.CAUSAL_LM, num_virtual_tokens=4)
+    model, ids = peft.get_peft_model(model_of(attention), config), tokens()
+    model(ids, labels=ids).loss.backward()
+    trained = [p.grad for p in model.parameters() if p.requires_grad]
+    assert trained
+    assert all(grad is not None and grad.abs().max() > 0 for grad in trained)
+    assert model.generate(input_ids=ids, max_new_tokens=3, do_sample=False).shape == (2, 12)
+
+
+class Logits(torch.nn.Module):
+    def __init__(self, model):
+        super().__init__()
+        self.model = model
+
+    def forward(self, input_ids):
+        return self.model(input_ids=input_ids, use_cache=False).logits
+
+
+DYNAMIC = ({1: torch.export.Dim("length", min=2, max=64)},)
+
+
+@EVERY_VARIANT
+def test_an_exported_program_is_portable(attention, tmp_path):
+    model = Logits(model_of(attention))
+    program = torch.export.export(model, (tokens(16),), dynamic_shapes=DYNAMIC)
+    assert not [node for node in program.graph.nodes if "diff_transformer" in str(node.target)]
+    torch.export.save(program, tmp_path / "model.pt2")
+    loaded = torch.export.load(tmp_path / "model.pt2").module()
+    for length in (5, 23):
+        ids = tokens(length)
+        torch.testing.assert_close(loaded(ids), model(ids), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.slow
+@EVERY_VARIANT
+def test_onnx_runtime_computes_the_same(attention, tmp_path):
+    runtime = pytest.importorskip("onnxruntime", reason="pip install onnxruntime onnxscript")
+    pytest.importorskip("onnxscript", reason="pip install onnxruntime onnxscript")
+    model = Logits(model_of(attention))
+    torch.onnx.export(model, (tokens(16),), dynamo=True, dynamic_shapes=DYNAMIC).save(tmp_path / "model.onnx")
+    session = runtime.InferenceSession(tmp_path / "model.onnx")
+    ids = tokens(23)
+    (found,) = session.run(None, {session.get_inputs()[0].name: ids.numpy()})
+    torch.testing.assert_close(torch.tensor(found), model(ids), rtol=1e-5, atol=1e-5)
+
+
+def test_every_configuration_has_the_attributes_that_trainers_read():
+    assert DiffTransformerConfig().auto_map == {}
+
+
+@pytest.mark.slow
+@EVERY_VARIANT
+def test_trl_fine_tunes_a_folder(attention, tmp_path):
+    trl = pytest.importorskip("trl", reason="pip install trl")
+    datasets = pytest.importorskip("datasets", reason="pip install datasets")
+    from diff_transformer.data.tokenizer import byte_tokenizer
+
+    folder, tokenizer = tmp_path / "model", byte_tokenizer()
+    model_of(attention).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    common = {"output_dir": str(tmp_path / "out"), "max_steps": 2, "report_to": [], "use_cpu": True, "bf16": False}
+    texts = datasets.Dataset.from_list([{"text": "to be or not to be, that is the question"}] * 8)
+    pairs = datasets.Dataset.from_list([{"prompt": "to be", "chosen": " or not", "rejected": " and so on"}] * 8)
+    sft = trl.SFTTrainer(model=str(folder), args=trl.SFTConfig(max_length=32, **common), train_dataset=texts)
+    dpo = trl.DPOTrainer(
+        model=str(folder),
+        args=trl.DPOConfig(max_length=32, **common),
+        train_dataset=pairs,
+        processing_class=tokenizer,
+    )
+    grpo = trl.GRPOTrainer(
+        model=str(folder),
+        reward_funcs=lambda completions, **_: [float(len(text)) for text in completions],
+        args=trl.GRPOConfig(num_generations=2, per_device_train_batch_size=2, max_completion_length=4, **common),
+        train_dataset=datasets.Dataset.from_list([{"prompt": "to be"}] * 8),
+        processing_class=tokenizer,
+    )
+    for trainer in (sft, dpo, grpo):
+        assert trainer.train().training_loss == trainer.train().training_loss  # not NaN

@@ -48,6 +48,7 @@ def update_cache(cache, k: Tensor, v: Tensor, layer_idx: int) -> tuple[Tensor, T
     if v.shape[1] == k.shape[1]:
         return cache.update(k, v, layer_idx)
     if not getattr(cache, "is_compileable", False):
+        _pair_foreign_values(cache, k, v, layer_idx)
         return cache.update(k, v, layer_idx)
     k = pair_side_by_side(k, v.shape[1])  # [B, g, T, 2d]
     layer = cache.layers[layer_idx]
@@ -66,6 +67,17 @@ def update_cache(cache, k: Tensor, v: Tensor, layer_idx: int) -> tuple[Tensor, T
     updated = cache.update(k, v, layer_idx)
     layer.keys, layer.values = allocated
     return updated
+
+
+def _pair_foreign_values(cache, k: Tensor, v: Tensor, layer_idx: int):
+    """Bring the values of a dynamic cache that other code filled, such as PEFT's prefix tuning, into our shape.
+
+    Other code makes m value heads of width d, as many as key heads: ``[B, m, S, d]`` becomes ``[B, g, S, 2d]``.
+    """
+    layers = getattr(cache, "layers", [])
+    held = getattr(layers[layer_idx], "values", None) if layer_idx < len(layers) else None
+    if held is not None and held.dim() == 4 and held.shape[1] == k.shape[1] != v.shape[1] and held.numel():
+        layers[layer_idx].values = pair_side_by_side(held, v.shape[1])
 
 
 def update_paged_cache(

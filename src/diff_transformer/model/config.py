@@ -43,6 +43,7 @@ class DiffTransformerConfig(PreTrainedConfig):
 
     model_type = "diff_transformer"
     keys_to_ignore_at_inference = ["past_key_values"]  # noqa: RUF012  (Trainer adds a list to it)
+    auto_map = {}  # noqa: RUF012  (TRL reads it from every configuration)
 
     attention: str = "diff"
     """``"diff"``; ``"softmax"`` (the matched Transformer: Llama's architecture); or ``"diff_v2"`` (the second
@@ -234,6 +235,17 @@ class DiffTransformerConfig(PreTrainedConfig):
         if self.attention != "dint":
             raise AttributeError(f"attention={self.attention!r} has no layer_types")
         return ["hybrid"] * self.num_hidden_layers
+
+    @property
+    def base_model_tp_plan(self) -> dict[str, str]:  # ty: ignore[incompatible-property-override]
+        """How transformers shards the layers with ``from_pretrained(folder, tp_plan="auto")``.
+
+        Each process gets whole pairs (or groups) of heads if the number of processes divides the key/value pairs.
+        """
+        plan = {f"layers.*.self_attn.{name}_proj": "colwise" for name in "qkv"}
+        plan |= {f"layers.*.mlp.{name}_proj": "colwise" for name in ("gate", "up")}
+        plan |= {"layers.*.self_attn.o_proj": "rowwise", "layers.*.mlp.down_proj": "rowwise"}
+        return plan | ({"layers.*.self_attn.core.lam.proj": "colwise"} if self.attention == "diff_v2" else {})
 
     @property
     def output_attentions(self) -> bool:

@@ -103,7 +103,10 @@ class DiffCore(Core):
 
         ``hidden_states [B, T, hidden_size]``: the input from which a lambda for each token is computed.
         """
-        if attn_mask is None and documents is None and q.shape[2] <= MAX_DECODE_ROWS and q.device.type == "cpu":
+        native = (
+            attn_mask is None and documents is None and q.device.type == "cpu" and not torch.compiler.is_compiling()
+        )
+        if native and q.shape[2] <= MAX_DECODE_ROWS:
             head = self.native_head()
             if head is not None and layer.supports(q, k, v):
                 return layer.decode(q, k, v, head, is_causal, self.reach(is_causal))

@@ -50,6 +50,8 @@ def check_implementation(name: str | None) -> str:
     """
     if not isinstance(name, str | None) or _OTHER_NAMES.get(name, name) not in IMPLEMENTATIONS:
         hint = did_you_mean(str(name), IMPLEMENTATIONS)
+        if isinstance(name, str) and "/" in name:
+            hint = " (a kernel from the hub, which computes softmax attention only; take 'diff_auto' instead)"
         raise ValueError(f"attn_implementation is {name!r}{hint}; accepted: {', '.join(map(repr, IMPLEMENTATIONS))}")
     name = DEFAULT if name is None else name
     if implementation(name).softmax == "flash" and flash.installed() is None:

@@ -9,13 +9,21 @@ from transformers import (
     AutoConfig,
     AutoModel,
     AutoModelForCausalLM,
+    AutoModelForQuestionAnswering,
+    AutoModelForSequenceClassification,
+    AutoModelForTokenClassification,
     Cache,
     DynamicCache,
     GenerationMixin,
     PreTrainedModel,
 )
 from transformers import initialization as init
-from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.modeling_layers import (
+    GenericForQuestionAnswering,
+    GenericForSequenceClassification,
+    GenericForTokenClassification,
+    GradientCheckpointingLayer,
+)
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from transformers.utils import can_return_tuple
@@ -72,11 +80,12 @@ class DiffTransformerPreTrainedModel(PreTrainedModel):
     _supports_flash_attn = False
     _can_compile_fullgraph = True
     _can_record_outputs = {"hidden_states": DecoderLayer, "attentions": Attention}  # noqa: RUF012
-    _keep_in_fp32_modules_strict = ["lambda_q1", "lambda_k1", "lambda_q2", "lambda_k2"]  # noqa: RUF012
 
     def __init__(self, config: DiffTransformerConfig, *args, **kwargs):
         config.check()
         super().__init__(config, *args, **kwargs)
+        if config.attention not in ("softmax", "diff_v2") and config.lambda_learned:
+            self._keep_in_fp32_modules_strict = ["lambda_q1", "lambda_k1", "lambda_q2", "lambda_k2"]
 
     def _check_and_adjust_attn_implementation(self, attn_implementation, is_init_check=False, allow_all_kernels=False):
         return check_implementation(attn_implementation)
@@ -96,6 +105,8 @@ class DiffTransformerPreTrainedModel(PreTrainedModel):
         embedding_std = std if config.embedding_initializer_range is None else config.embedding_initializer_range
         if isinstance(module, nn.Linear):
             init.normal_(module.weight, std=output_std if isinstance(module, ResidualLinear) else std)
+            if module.bias is not None:
+                init.zeros_(module.bias)
         elif isinstance(module, nn.Embedding):
             init.normal_(module.weight, std=embedding_std)
         elif isinstance(module, PolyNorm):
@@ -224,6 +235,7 @@ class DiffTransformerForCausalLM(DiffTransformerPreTrainedModel, GenerationMixin
     """The model with its language-modelling head; ``labels`` are shifted inside, -100 is ignored."""
 
     _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}  # noqa: RUF012
+    _tp_plan = {"lm_head": "colwise_gather_output"}  # noqa: RUF012
 
     def __init__(self, config: DiffTransformerConfig):
         super().__init__(config)
@@ -244,6 +256,19 @@ class DiffTransformerForCausalLM(DiffTransformerPreTrainedModel, GenerationMixin
         if heads.values * heads.value_dim != heads.keys * heads.head_dim:
             return None
         return super()._get_static_cache_init_shape()  # ty: ignore[invalid-argument-type]
+
+    def init_continuous_batching(self, *args, **kwargs):
+        """Start transformers' continuous batching (``generate_batch``).
+
+        Raises:
+            ValueError: for ``attention="dint"``, whose running mean the paged cache cannot keep.
+        """
+        if self.config.attention == "dint":
+            raise ValueError(
+                "attention='dint' keeps a running mean beside keys and values, which the paged cache of continuous "
+                "batching cannot hold; use generate with a batch of prompts"
+            )
+        return super().init_continuous_batching(*args, **kwargs)
 
     def prepare_inputs_for_generation(self, *args, inputs_embeds: Tensor | None = None, **kwargs):
         """Make the positions of a chunk contiguous: strides that depend on the prompt's length would recompile a step.
@@ -300,6 +325,18 @@ class DiffTransformerForCausalLM(DiffTransformerPreTrainedModel, GenerationMixin
         )
 
 
+class DiffTransformerForSequenceClassification(GenericForSequenceClassification, DiffTransformerPreTrainedModel):
+    """One score for each of ``num_labels`` classes, from the last token that is not padding."""
+
+
+class DiffTransformerForTokenClassification(GenericForTokenClassification, DiffTransformerPreTrainedModel):
+    """One score for each token and each of ``num_labels`` classes."""
+
+
+class DiffTransformerForQuestionAnswering(GenericForQuestionAnswering, DiffTransformerPreTrainedModel):
+    """Scores for the start and the end of an answer within the text."""
+
+
 def _for_layers(options: dict) -> dict:
     """Select the further arguments of a forward pass that its layers take.
 
@@ -326,3 +363,8 @@ def _for_layers(options: dict) -> dict:
 AutoConfig.register(DiffTransformerConfig.model_type, DiffTransformerConfig, exist_ok=True)
 AutoModel.register(DiffTransformerConfig, DiffTransformerModel, exist_ok=True)
 AutoModelForCausalLM.register(DiffTransformerConfig, DiffTransformerForCausalLM, exist_ok=True)
+AutoModelForSequenceClassification.register(
+    DiffTransformerConfig, DiffTransformerForSequenceClassification, exist_ok=True
+)
+AutoModelForTokenClassification.register(DiffTransformerConfig, DiffTransformerForTokenClassification, exist_ok=True)
+AutoModelForQuestionAnswering.register(DiffTransformerConfig, DiffTransformerForQuestionAnswering, exist_ok=True)

@@ -146,6 +146,8 @@ def choose(tensors: tuple[Tensor, ...], arguments: Arguments, mask_gradient: boo
     transform = active_transform()
     if transform is not None:
         return "reference", f"inside {transform}"
+    if torch.compiler.is_exporting():
+        return "sdpa", "an exported program must load without this package's operators"
     if tensors[0].device.type == "cpu":
         return "blockwise", ""
     reason = unsupported_reason("triton", tensors, arguments)
