@@ -1,6 +1,7 @@
 """What users of transformers expect of any model, for every variant of attention."""
 
 import json
+import math
 import warnings
 
 import pytest
@@ -145,13 +146,13 @@ def test_the_tensor_parallel_plan_names_modules_of_the_model(attention):
 
 def test_a_kernel_of_the_hub_is_refused_with_what_to_take():
     model = model_of("diff")
-    with pytest.raises(ValueError, match="'kernels-community/flash-attn'.*softmax attention only; take 'diff_auto'"):
+    with pytest.raises(ValueError, match=r"'kernels-community/flash-attn'.*softmax attention only; take 'diff_auto'"):
         model.set_attn_implementation("kernels-community/flash-attn")
 
 
 def test_continuous_batching_of_dint_is_refused_in_words():
     model = model_of("dint")
-    with pytest.raises(ValueError, match="'dint' keeps a running mean .* use generate with a batch"):
+    with pytest.raises(ValueError, match=r"'dint' keeps a running mean .* use generate with a batch"):
         model.generate_batch([[1, 2, 3]])
 
 
@@ -236,4 +237,4 @@ def test_trl_fine_tunes_a_folder(attention, tmp_path):
         processing_class=tokenizer,
     )
     for trainer in (sft, dpo, grpo):
-        assert trainer.train().training_loss == trainer.train().training_loss  # not NaN
+        assert math.isfinite(trainer.train().training_loss)
