@@ -21,7 +21,7 @@ from diff_transformer.report.charts import (
     row_chart,
     save,
 )
-from diff_transformer.report.numbers import duration, number, short
+from diff_transformer.report.markup import duration, number, short
 
 
 def tips(chart) -> list[str]:

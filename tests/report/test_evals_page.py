@@ -8,7 +8,7 @@ import pytest
 from diff_transformer.evals.types import Result
 from diff_transformer.report import ResultsError
 from diff_transformer.report.evals_page import render_evals_page, write_evals_report
-from diff_transformer.report.load_evals import load_evals
+from diff_transformer.report.load import load_evals
 
 ATTACK = "</script><img src=x onerror=alert(1)>"
 
@@ -81,7 +81,7 @@ def visible(page: str) -> str:
 
 
 def test_every_experiment_has_a_section_once():
-    page = render_evals_page(EVERYTHING)
+    page = render_evals_page(load_evals(EVERYTHING))
     assert sorted(sections(page)) == sorted(["scaling", "needles", "ablation", "gradients", "eval-brand-new"])
     links = re.findall(r'<li><a href="#([\w-]+)"', page)
     assert links == sections(page)
@@ -89,7 +89,7 @@ def test_every_experiment_has_a_section_once():
 
 
 def test_each_section_has_its_numbers_examples_and_settings():
-    page = render_evals_page(EVERYTHING)
+    page = render_evals_page(load_evals(EVERYTHING))
     body = page[page.index('<section id="needles"') :]
     body = body[: body.index("</section>")]
     assert re.findall(r"<summary>(.*?)</summary>", body)[-3:] == [
@@ -104,7 +104,7 @@ def test_each_section_has_its_numbers_examples_and_settings():
 
 def test_examples_come_from_the_whole_run_and_long_text_is_cut():
     rows = [{"prompt": "x" * 5000 + f" end {i}", "got": "y" * 500, "score": i} for i in range(1000)]
-    page = render_evals_page([result("brand_new", rows=rows)])
+    page = render_evals_page(load_evals([result("brand_new", rows=rows)]))
     scores = re.findall(r"end (\d+)<", page)
     assert len(scores) == 120
     assert int(scores[-1]) > 980
@@ -113,7 +113,7 @@ def test_examples_come_from_the_whole_run_and_long_text_is_cut():
 
 
 def test_colours_are_the_same_in_every_section():
-    page = render_evals_page(EVERYTHING)
+    page = render_evals_page(load_evals(EVERYTHING))
     keys = dict.fromkeys(re.findall(r'swatch (\w+)" aria-hidden="true"></i>(\w+)<', page))
     assert ("diff", "ours") in keys
     assert {side for side, name in keys if name == "llama"} == {"s1"}
@@ -135,7 +135,7 @@ def test_files_folders_and_objects_give_the_same_page(tmp_path):
 
 
 def test_page_stands_alone():
-    page = render_evals_page(EVERYTHING)
+    page = render_evals_page(load_evals(EVERYTHING))
     assert not re.findall(r"https?://|@import|url\((?!#c)|srcset=|<img|<iframe", page)
     assert set(re.findall(r'(?:src|href)="([^"#]*)', page)) == {"", "data:,"}
     assert "$" not in re.sub(r"<script.*?</script>", "", page, flags=re.DOTALL)
@@ -180,9 +180,9 @@ def test_hostile_text_stays_text():
 
     hostile = [poison(one) for one in EVERYTHING]
     hostile += [result(ATTACK, ATTACK, {ATTACK: 1.0}, [{ATTACK: ATTACK}])]
-    page = render_evals_page(hostile)
+    page = render_evals_page(load_evals(hostile))
     assert "<img" not in page
-    assert page.count("<script") == render_evals_page(EVERYTHING).count("<script")
+    assert page.count("<script") == render_evals_page(load_evals(EVERYTHING)).count("<script")
 
 
 def test_values_that_are_no_numbers_are_no_numbers_on_the_page():
@@ -191,20 +191,20 @@ def test_values_that_are_no_numbers_are_no_numbers_on_the_page():
         for one in EVERYTHING
     ]
     broken += [result("empty", "m", {"x": float("nan")}), {**result(), "rows": None, "provenance": None}]
-    page = visible(render_evals_page(json.loads(json.dumps(broken))))
+    page = visible(render_evals_page(load_evals(json.loads(json.dumps(broken)))))
     assert not re.search(r"\bnan\b|\bNone\b", page)
     assert "1 result without a finite number is not drawn." in page
 
 
 def test_a_short_ablation_says_nothing_of_the_models():
-    long, short = (visible(render_evals_page([ablation(steps)])) for steps in (4000, 24))
+    long, short = (visible(render_evals_page(load_evals([ablation(steps)]))) for steps in (4000, 24))
     assert "DIFF 4.050, Transformer 3.050; DIFF higher by 1.000 (the same sign in 2 of 2 seeds)" in long
     assert "24 steps of training: this shows that all rows run" in short
     assert not re.search(r"ahead[\w ]*</span>", short)
 
 
 def test_made_up_runs_are_called_made_up():
-    real, fake = (visible(render_evals_page([scaling(**more)])) for more in ({}, {"synthetic": True}))
+    real, fake = (visible(render_evals_page(load_evals([scaling(**more)]))) for more in ({}, {"synthetic": True}))
     assert (
         "Parameters for the same loss: 81.0 % (95 % interval 76.0 % to 86.0 %), at the run of DIFF with 10 M." in real
     )
@@ -214,15 +214,15 @@ def test_made_up_runs_are_called_made_up():
 
 
 def test_scaling_of_other_models_has_their_names():
-    page = visible(render_evals_page([scaling(("mamba", 0.9))]))
+    page = visible(render_evals_page(load_evals([scaling(("mamba", 0.9))])))
     assert "mamba needs 81.0 % of the parameters for the same loss as Transformer." in page
     assert not re.search(r"ahead[\w ]*</span>", page)
 
 
 def test_gradients_tell_errors_and_ratios():
-    page = visible(render_evals_page(EVERYTHING))
+    page = visible(render_evals_page(load_evals(EVERYTHING)))
     assert "largest relative error 3e−15." in page
     assert "W_Q 1.50, W_K 1.50, W_V 1.50, W_O 1.50" in page
     bad = gradients("ours", "q k v o")
     bad["metrics"]["error_w_v"] = 0.1
-    assert "Alarm" in visible(render_evals_page([bad]))
+    assert "Alarm" in visible(render_evals_page(load_evals([bad])))

@@ -9,6 +9,7 @@ import pytest
 from diff_transformer.report import ResultsError
 from diff_transformer.report.figure import Figure
 from diff_transformer.report.figures import explorer
+from diff_transformer.report.models import of_comparison
 
 
 def b64(values) -> str:
@@ -16,7 +17,7 @@ def b64(values) -> str:
 
 
 def built(results: dict) -> Figure:
-    figure = explorer.build(results)
+    figure = explorer.build(of_comparison(results))
     assert figure is not None
     return figure
 
@@ -56,4 +57,4 @@ def test_examples_beyond_the_budget_are_left_out_and_said_so(results, monkeypatc
 def test_lambda_must_be_one_number_a_layer(results):
     results["explorer"][0]["lambda"] = [0.2]
     with pytest.raises(ResultsError, match="one number for each of 3 layers"):
-        explorer.build(results)
+        explorer.build(of_comparison(results))

@@ -1,6 +1,6 @@
 """The sentence on who is ahead, worked by hand."""
 
-from diff_transformer.report.findings import Finding, versus
+from diff_transformer.report.figure import Finding, versus
 
 
 def found(*values, **options) -> Finding:

@@ -5,7 +5,8 @@ import re
 import pytest
 
 from diff_transformer.report.figures import hallucination, harness
-from diff_transformer.report.write import render_page
+from diff_transformer.report.models import of_comparison
+from diff_transformer.report.page import render_page
 
 
 def entry(eval_name: str, model: str, metrics: dict, rows=(), **provenance) -> dict:
@@ -41,7 +42,7 @@ def accuracies(value: float, shots: int) -> dict:
 
 def built(module, *evals):
     """The figure, which these results have."""
-    figure = module.build({"evals": list(evals)})
+    figure = module.build(of_comparison({"evals": list(evals)}))
     assert figure is not None
     return figure
 
@@ -52,9 +53,9 @@ def tips(figure) -> list[str]:
 
 @pytest.mark.parametrize("module", [harness, hallucination])
 def test_nothing_measured_is_no_figure(module, results):
-    assert module.build({}) is None
-    assert module.build(results) is None
-    assert module.build({"evals": [entry(module.__name__.split(".")[-1], "m", {})]}) is None
+    assert module.build(of_comparison({})) is None
+    assert module.build(of_comparison(results)) is None
+    assert module.build(of_comparison({"evals": [entry(module.__name__.split(".")[-1], "m", {})]})) is None
 
 
 def test_hallucination_of_one_model_reads_every_set():

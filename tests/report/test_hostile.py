@@ -6,7 +6,7 @@ from html.parser import HTMLParser
 import pytest
 
 from diff_transformer.report.markup import escape, script_json, tag
-from diff_transformer.report.write import render_page
+from diff_transformer.report.page import render_page
 
 ATTACK = "</script><img src=x onerror=alert(1)><!--<script>'\"&amp;\u2028\x00\ud800"
 KEPT = {"schema", "attention", "eval", "seed", "first", "second", "verdict", "better"}

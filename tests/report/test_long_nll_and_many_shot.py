@@ -6,7 +6,7 @@ import re
 import pytest
 
 from diff_transformer.report.figures import IN_ORDER, long_nll, loss_slices, many_shot
-from diff_transformer.report.series import models_in
+from diff_transformer.report.models import models_in, of_comparison
 
 EDGES = [0, 1, 2, 4, 8, 16, 32]
 
@@ -58,9 +58,14 @@ def test_all_three_are_on_the_page():
 @pytest.mark.parametrize("module", [long_nll, many_shot, loss_slices])
 def test_nothing_to_show(module, results):
     results["evals"] = [entry for entry in results["evals"] if entry["eval"] == "needle"]
-    assert module.build(results) is None
-    assert module.build({}) is None
-    assert module.build({"evals": [{"eval": module.__name__.rsplit(".", 1)[-1], "metrics": {"other": 1.0}}]}) is None
+    assert module.build(of_comparison(results)) is None
+    assert module.build(of_comparison({})) is None
+    assert (
+        module.build(
+            of_comparison({"evals": [{"eval": module.__name__.rsplit(".", 1)[-1], "metrics": {"other": 1.0}}]})
+        )
+        is None
+    )
 
 
 def test_a_pair_by_position_with_its_interval_over_books():
@@ -68,12 +73,14 @@ def test_a_pair_by_position_with_its_interval_over_books():
         nll_entry("diff-seed0", [3.0, 2.0, 4.0, 3.0], attention="diff", seed=0),
         nll_entry("softmax-seed0", [3.1, 2.2, 4.1, 3.2], attention="softmax", seed=0),
     ]
-    figure = long_nll.build({"evals": pair})
+    figure = long_nll.build(of_comparison({"evals": pair}))
     # differences -.1, -.2, -.1, -.2: mean -.15, standard error .0577 / 2, times Student's 3.182
     expected = "DIFF − Transformer is −0.1500, 95 % interval over books −0.2419 to −0.0581"
     assert expected in " ".join(said(figure))
     again = [{**entry, "model": entry["model"][:-1] + "1", "seed": 1} for entry in pair]
-    assert expected in " ".join(said(long_nll.build({"evals": [*pair, *again]})))  # the same books are no others
+    assert expected in " ".join(
+        said(long_nll.build(of_comparison({"evals": [*pair, *again]})))
+    )  # the same books are no others
     assert "Average NLL over the first 32 positions: DIFF 3.000, Transformer 3.150" in said(figure)[0]
     assert "Averages over 4 books" in said(figure)[-1]
     assert "position 32\nDIFF: 3.000\nTransformer: 3.150" in tips(figure)
@@ -86,17 +93,17 @@ def test_a_pair_by_position_without_rows_has_no_interval():
         {**nll_entry(f"{side}-seed0", [value], attention=side, seed=0), "rows": []}
         for side, value in (("diff", 3.0), ("softmax", 3.1))
     ]
-    figure = long_nll.build({"evals": pair})
+    figure = long_nll.build(of_comparison({"evals": pair}))
     assert "position 32\nDIFF − Transformer: −0.1000" in tips(figure)
     assert not [text for text in said(figure) if "interval over books" in text]
 
 
 def test_one_and_three_models_by_position():
-    alone = long_nll.build({"evals": [nll_entry("gpt2", [3.0, 2.0])]})
+    alone = long_nll.build(of_comparison({"evals": [nll_entry("gpt2", [3.0, 2.0])]}))
     assert "position 16\ngpt2: 2.500" in tips(alone)
     assert alone.body.count("<svg") == 1
     names = ("gpt2", "qwen", "llama")
-    figure = long_nll.build({"evals": [nll_entry(name, [3.0 + i, 2.0]) for i, name in enumerate(names)]})
+    figure = long_nll.build(of_comparison({"evals": [nll_entry(name, [3.0 + i, 2.0]) for i, name in enumerate(names)]}))
     assert "position 16\ngpt2: 2.500\nqwen: 3.000\nllama: 3.500" in tips(figure)
     assert "gpt2 2.500, qwen 3.000, llama 3.500" in said(figure)[0]
 
@@ -111,7 +118,7 @@ def test_a_pair_over_many_shots():
         shot_entry("diff-seed0", 0.8, attention="diff", seed=0),
         shot_entry("softmax-seed0", 0.6, attention="softmax", seed=0),
     ]
-    figure = many_shot.build({"evals": pair})
+    figure = many_shot.build(of_comparison({"evals": pair}))
     assert "tokens: 1,000\nDIFF: 0.800\nTransformer: 0.600" in tips(figure)
     assert "in random order\nDIFF: 0.800 (0.760 · 0.800 · 0.840)\nTransformer: 0.600 (0.560 · 0.600 · 0.640)" in tips(
         figure
@@ -124,7 +131,7 @@ def test_a_pair_over_many_shots():
 
 def test_many_models_and_data_sets():
     evals = [shot_entry(name, 0.5 + i / 10, data) for i, name in enumerate("abc") for data in ("trec", "banking77")]
-    figure = many_shot.build({"evals": evals})
+    figure = many_shot.build(of_comparison({"evals": evals}))
     assert figure.body.count("<svg") == 4
     assert figure.body.count('class="key"') == 4  # three models, chance
     assert "(2)" not in figure.body
@@ -141,28 +148,30 @@ def test_several_data_sets_leave_the_pair_its_colours():
     ]
     pair[1]["metrics"]["shots40"] = 0.7
     for module in (many_shot, loss_slices):
-        assert module.build({"evals": pair}).body.count('class="swatch diff"') == 1
-    both = models_in({"evals": pair}, "many_shot")[0]
+        assert module.build(of_comparison({"evals": pair})).body.count('class="swatch diff"') == 1
+    both = models_in(of_comparison({"evals": pair}), "many_shot")[0]
     assert both.seeds("trec: shots40") != both.seeds("banking77: shots40")
     assert both.seeds("shots40") == {}
     twice = [slice_entry("m", 3.0), slice_entry("m", 3.1)]
-    assert "m (2)" in loss_slices.build({"evals": twice}).body
+    assert "m (2)" in loss_slices.build(of_comparison({"evals": twice})).body
 
 
 def test_a_model_at_chance_is_said_to_be():
-    figure = many_shot.build({"evals": [shot_entry("weak", 0.2)]})
+    figure = many_shot.build(of_comparison({"evals": [shot_entry("weak", 0.2)]}))
     assert "no model is clear of chance (0.167)" in said(figure)[-1]
-    assert not [text for text in said(many_shot.build({"evals": [shot_entry("good", 0.9)]})) if "chance" in text]
+    assert not [
+        text for text in said(many_shot.build(of_comparison({"evals": [shot_entry("good", 0.9)]}))) if "chance" in text
+    ]
 
 
 def test_slices_of_one_model_and_of_several():
-    alone = loss_slices.build({"evals": [slice_entry("gpt2", 3.0)]})
+    alone = loss_slices.build(of_comparison({"evals": [slice_entry("gpt2", 3.0)]}))
     assert "AR-Hit\ngpt2: 2.000" in tips(alone)
     assert alone.body.count("<svg") == 1
-    several = loss_slices.build({"evals": [slice_entry(name, 3.0 + i) for i, name in enumerate("abc")]})
+    several = loss_slices.build(of_comparison({"evals": [slice_entry(name, 3.0 + i) for i, name in enumerate("abc")]}))
     assert "others\na: 3.200\nb: 4.200\nc: 5.200" in tips(several)
     pair = [slice_entry(f"{s}-seed0", v, attention=s, seed=0) for s, v in (("diff", 3.0), ("softmax", 3.1))]
-    figure = loss_slices.build({"evals": pair})
+    figure = loss_slices.build(of_comparison({"evals": pair}))
     assert figure.body.count("<svg") == 2
     assert "all tokens\nDIFF − Transformer: −0.1000" in tips(figure)
 
@@ -173,6 +182,6 @@ def test_hostile_values_are_skipped():
     other = {**nll_entry("y", [3.0]), "provenance": None}
     for side, entry in (("diff", broken), ("softmax", other)):
         entry["attention"] = side
-    assert long_nll.build({"evals": [broken, other]}).body.count("<svg") == 2
+    assert long_nll.build(of_comparison({"evals": [broken, other]})).body.count("<svg") == 2
     name = "<script>alert(1)</script>"
-    assert name not in many_shot.build({"evals": [shot_entry(name, 0.5, name)]}).html(1, "")
+    assert name not in many_shot.build(of_comparison({"evals": [shot_entry(name, 0.5, name)]})).html(1, "")

@@ -5,7 +5,8 @@ import re
 import pytest
 
 from diff_transformer.report.figures import allocation, needles, outliers, quantization
-from diff_transformer.report.write import render_page
+from diff_transformer.report.models import of_comparison
+from diff_transformer.report.page import render_page
 
 LENGTHS, DEPTHS = (8192, 65536), (0, 50)
 
@@ -57,7 +58,7 @@ def name(request):
 
 
 def built(module, evals):
-    figure = module.build({"evals": evals})
+    figure = module.build(of_comparison({"evals": evals}))
     assert figure is not None
     return figure
 
@@ -106,9 +107,9 @@ def test_the_pair_keeps_its_names_and_is_compared(name):
 
 def test_nothing_measured_is_no_figure(name):
     module, _ = FIGURES[name]
-    assert module.build({}) is None
-    assert module.build({"evals": [entry("m", name, {"something": 1.0})]}) is None
-    assert module.build({"evals": [entry("m", "other", FIGURES[name][1](0.3))]}) is None
+    assert module.build(of_comparison({})) is None
+    assert module.build(of_comparison({"evals": [entry("m", name, {"something": 1.0})]})) is None
+    assert module.build(of_comparison({"evals": [entry("m", "other", FIGURES[name][1](0.3))]})) is None
 
 
 def test_a_page_of_one_foreign_model(name):

@@ -14,7 +14,7 @@ from diff_transformer.lab.recipes import recipe
 from diff_transformer.report.load import ResultsError
 from diff_transformer.report.load_runs import is_run, load_runs
 from diff_transformer.report.run_figures import thinned
-from diff_transformer.report.run_overlay import render_runs_page, write_runs_report
+from diff_transformer.report.runs_page import render_runs_page, write_runs_report
 from diff_transformer.train.config import override
 
 ATTACK = "</script><img src=x onerror=alert(1)>"

@@ -17,9 +17,9 @@ from typer.testing import CliRunner
 
 from diff_transformer.cli import app
 from diff_transformer.report import serve
+from diff_transformer.report.page import render_page
 from diff_transformer.report.serve import LARGEST, content_policy, make_server
 from diff_transformer.report.typed import PromptError, UnknownModel
-from diff_transformer.report.write import render_page
 
 ATTACK = "</script><img src=x onerror=alert(1)>"
 
@@ -199,7 +199,7 @@ def test_the_command_serves_one_comparison_and_writes_no_file(tmp_path, results,
     assert served == [(tmp_path, 8123)]
     for wrong in ([str(tmp_path / "results.json")], [str(tmp_path)] * 2, [str(tmp_path), "--out", "a.html"]):
         assert "folder of one comparison" in str(run.invoke(app, ["report", *wrong, "--serve"]).exception)
-    assert "no --out" in str(run.invoke(app, ["report", str(tmp_path)]).exception)
+    assert "--out is missing" in str(run.invoke(app, ["report", str(tmp_path)]).exception)
     assert len(served) == 1
 
 

@@ -3,9 +3,10 @@
 import pytest
 
 from diff_transformer.model.matching import LABELS
-from diff_transformer.report.caveats import caveats
 from diff_transformer.report.figures import variants
-from diff_transformer.report.write import render_page
+from diff_transformer.report.method import caveats
+from diff_transformer.report.models import of_comparison
+from diff_transformer.report.page import render_page
 
 
 def row(name, loss, parameters=1_000_000, **more):
@@ -35,7 +36,7 @@ def rows():
 
 
 def test_who_is_ahead_is_said_for_each_variant(rows):
-    found = {f.text.split(":")[0]: f for f in variants.build({"variants": rows}).findings if f}
+    found = {f.text.split(":")[0]: f for f in variants.build(of_comparison({"variants": rows})).findings if f}
     ours = found["DIFF Transformer"]
     assert ours.text == "DIFF Transformer: loss −0.100 against the Transformer (the same sign in 2 of 2 seeds)."
     assert (ours.outcome, ours.weak) == ("diff", True)
@@ -47,7 +48,7 @@ def test_who_is_ahead_is_said_for_each_variant(rows):
 
 def test_what_is_left_for_the_subtraction_is_said(rows):
     rows.append(row("softmax_norm", [3.93, 3.83]))
-    found = [(f.outcome, f.text) for f in variants.build({"variants": rows}).findings if f]
+    found = [(f.outcome, f.text) for f in variants.build(of_comparison({"variants": rows})).findings if f]
     assert found[-2:] == [
         ("note", "Transformer, normalised heads: loss −0.070 against the Transformer (the same sign in 2 of 2 seeds)."),
         (
@@ -70,13 +71,13 @@ def test_a_pair_without_that_control_has_a_caveat(rows, results):
 def test_one_seed_is_called_weak(rows):
     for one in rows:
         one["loss"] = {"0": one["loss"]["0"]}
-    found = [f for f in variants.build({"variants": rows}).findings if f]
+    found = [f for f in variants.build(of_comparison({"variants": rows})).findings if f]
     assert all(f.weak for f in found if f.outcome in ("diff", "softmax"))
     assert "one seed: no interval" in found[0].text
 
 
 def test_the_table_has_every_number(rows):
-    body = str(variants.build({"variants": rows}).body)
+    body = str(variants.build(of_comparison({"variants": rows})).body)
     for shown in ("3.850", "+0.40 %", "1,004,000", "2.5 M", "512 B", "1,234", "5,678", "1 needle, 1 asked", "0.50"):
         assert shown in body
     assert body.count("<tr>") == 5
@@ -84,7 +85,7 @@ def test_the_table_has_every_number(rows):
 
 @pytest.mark.parametrize("broken", [None, [], "text", [{}], [{"loss": {"0": "much"}}, {"loss": None}]])
 def test_without_variants_there_is_no_figure(broken):
-    assert variants.build({"variants": broken}) is None
+    assert variants.build(of_comparison({"variants": broken})) is None
 
 
 def test_odd_rows_do_not_stop_the_page(results, rows):

@@ -182,6 +182,8 @@ def of_result(result: Any, *, setting: str = "", side: str | None = None, seed: 
     name = value["eval"]
     said, number = _split(value["model"])
     about = dict(value.get("provenance") or {})
+    if said == value["model"] and isinstance(about.get("seed"), int):
+        number = about["seed"]  # of the data, where the name says nothing
     return Record(
         setting=setting,
         side=said if side is None else side,

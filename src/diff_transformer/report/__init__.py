@@ -1,11 +1,11 @@
 """Results -> one self-contained HTML page: of a comparison, of experiments alone, or of training runs."""
 
-from diff_transformer.report.claims_table import render_claims
+from diff_transformer.report.claims import render_claims
 from diff_transformer.report.evals_page import write_evals_report
 from diff_transformer.report.load import ResultsError, is_comparison, load_results
 from diff_transformer.report.load_runs import is_run
-from diff_transformer.report.run_overlay import write_runs_report
-from diff_transformer.report.write import write_report
+from diff_transformer.report.page import write_report
+from diff_transformer.report.runs_page import write_runs_report
 
 __all__ = [
     "ResultsError", "is_comparison", "is_run", "load_results", "render_claims", "write_evals_report", "write_report",

@@ -19,8 +19,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from diff_transformer.report.markup import Html, escape, tag
-from diff_transformer.report.numbers import mean, number, short
+from diff_transformer.report.markup import Html, escape, mean, number, short, tag
 
 NAMES = {"diff": "DIFF", "softmax": "Transformer"}
 WIDTH = 400  # of a chart in the page, which shows it 330 to 520 pixels wide

@@ -1,13 +1,15 @@
-"""The table of claims: what the paper says, what was measured here, and the verdict."""
+"""The table of claims, for the page and for a terminal: what the paper says, what was measured here, the verdict."""
 
 import math
 import re
 
+from rich.table import Table
+from rich.text import Text
+
 from diff_transformer.report.charts import NAMES, padded
 from diff_transformer.report.figure import legend
-from diff_transformer.report.markup import Html, escape, join, tag
-from diff_transformer.report.numbers import is_number, mean, number, plural
-from diff_transformer.report.pair import as_dict, dicts
+from diff_transformer.report.markup import Html, escape, is_number, join, mean, number, plural, tag
+from diff_transformer.report.models import as_dict, dicts
 
 TWO = re.compile(r"([\d.,+−-]+) / ([\d.,+−-]+)(.*)", re.DOTALL)
 ICONS = {"held": "M3 8.5l3.2 3.2L13 4.5", "did not hold": "M4 4l8 8M12 4l-8 8", "undecided": "M3.5 8h9"}
@@ -152,3 +154,29 @@ def claim_links(results: dict, sources: tuple[str, ...]) -> Html:
         if bears_on(claim, sources)
     ]
     return tag("p", *links, class_="bears-on") if links else Html("")
+
+
+MARKS = {"held": ("✓", "green"), "did not hold": ("✗", "red"), "undecided": ("?", "yellow")}
+
+
+def render_claims(results: dict) -> Table:
+    """A rich table: claim, what the paper has, what was measured here, verdict. Text is literal, never markup."""
+    shown = Table(title=Text(str(results.get("title") or "Claims")), title_justify="left", show_lines=True)
+    shown.add_column("claim", ratio=3)
+    order = " (Transformer / DIFF)" if any(TWO.match(str(c.get("here"))) for c in dicts(results.get("claims"))) else ""
+    shown.add_column(f"paper{order}", ratio=2)
+    shown.add_column(f"here{order}", ratio=3)
+    shown.add_column("verdict", min_width=14)
+    for claim in dicts(results.get("claims")):
+        verdict = str(claim.get("verdict", "undecided"))
+        mark, colour = MARKS.get(verdict, MARKS["undecided"])
+        source = f"\n{claim['source']}" if claim.get("source") else ""
+        shown.add_row(
+            Text(str(claim.get("claim", ""))),
+            Text(f"{claim.get('paper', '')}{source}"),
+            Text("\n".join(part for part in (str(claim.get("here", "")), interval(claim), untested(claim)) if part)),
+            Text(f"{mark} {verdict}", style=f"bold {colour}"),
+        )
+    if any("†" in str(c.get("paper")) for c in dicts(results.get("claims"))):
+        shown.caption = Text("† from a third party's transcription of the paper", justify="left")
+    return shown

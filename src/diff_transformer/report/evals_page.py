@@ -1,21 +1,20 @@
 """Results of experiments on any number of models -> one page: for each experiment its figure, numbers and examples."""
 
+import json
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from diff_transformer.report.examples import examples_table
+from diff_transformer.lab.record import Record
 from diff_transformer.report.figure import Figure
 from diff_transformer.report.figures import IN_ORDER
-from diff_transformer.report.load_evals import load_evals
-from diff_transformer.report.markup import Html, join, table, tag
-from diff_transformer.report.numbers import number, plural
-from diff_transformer.report.pair import as_dict, dicts
-from diff_transformer.report.series import Series, finite_metrics, legend_of, models_in
-from diff_transformer.report.write import contents, fill_page, save_page
+from diff_transformer.report.load import load_evals
+from diff_transformer.report.markup import Html, join, number, plural, table, tag
+from diff_transformer.report.models import Measurement, Results, Series, legend_of, models_in
+from diff_transformer.report.page import contents, fill_page, save_page
 
-WITHOUT_MODEL = ("scaling", "ablation")  # experiments on tables of runs, and on models that they train themselves
+WITHOUT_MODEL = {"scaling", "ablation"}  # experiments on tables of runs, and on models that they train themselves
 TITLES = {
     "loss": "Loss",
     "associative_recall": "Loss on repeated and on new text",
@@ -37,47 +36,38 @@ def write_evals_report(source: Any, path: Path | str, *, overwrite: bool = False
     return save_page(lambda: render_evals_page(load_evals(source)), path, overwrite=overwrite)
 
 
-def render_evals_page(evals: list[dict]) -> str:
+def render_evals_page(records: list[Record]) -> str:
     """The whole page as a string."""
-    evals = sorted(evals, key=lambda entry: entry["eval"] in WITHOUT_MODEL)  # their tables take the last colours
-    results = {"schema": 1, "evals": evals}
+    records = sorted(records, key=lambda record: bool(record.metrics.keys() & WITHOUT_MODEL))
+    results = Results(records)
     figures = _figures(results)
-    models = [one for one in models_in(results) if one.entries[0]["eval"] not in WITHOUT_MODEL]
+    models = [one for one in models_in(results) if one.parts[0].eval not in WITHOUT_MODEL]
     names = ", ".join(dict.fromkeys(one.label for one in models))
-    experiments = list(dict.fromkeys(str(entry["eval"]) for entry in evals))
+    experiments = list(dict.fromkeys(part.eval for part in results.measurements()))
     sentence = f"{plural(len(experiments), 'experiment')}{f' on {names}' if names else ''}."
-    shown = [figure.html(place, Html("")) for place, figure in enumerate(figures, 1)]
     return fill_page(
         title=f"Experiments: {names}" if names else "Experiments",
         description=sentence,
-        first_screen=_first_screen(sentence, models, evals),
+        first_screen=_first_screen(sentence, models, list(results.measurements())),
         contents=contents([(figure.id, figure.title) for figure in figures]),
-        figures=join(shown),
+        figures=join(figure.html(place, Html("")) for place, figure in enumerate(figures, 1)),
     )
 
 
-def _figures(results: dict) -> list[Figure]:
+def _figures(results: Results) -> list[Figure]:
     """The figures in the page's order, each with the numbers, examples and settings of its experiment; experiments
     without one at the end, as tables alone."""
-    names = list(dict.fromkeys(str(entry["eval"]) for entry in results["evals"]))
-    figures: list[Figure] = []
-    told: set[str] = set()
-    for module in IN_ORDER:
-        figure = module.build(results)
-        if figure is None:
-            continue
-        mine = [name for name in names if module.build(_only(results, name)) is not None and name not in told]
-        told.update(mine)
-        figures.append(replace(figure, more=join([figure.more, *(_tables(results, name) for name in mine)])))
-    return figures + [_plain(results, name) for name in names if name not in told]
+    drawn = {getattr(module, "EVAL", ""): module for module in IN_ORDER}
+    names = dict.fromkeys(part.eval for part in results.measurements())
+    made = {name: drawn[name].build(results) for name in drawn if name in names}
+    figures = [
+        replace(figure, more=join([figure.more, _tables(results, name)])) for name, figure in made.items() if figure
+    ]
+    return figures + [_plain(results, name) for name in names if not made.get(name)]
 
 
-def _only(results: dict, name: str) -> dict:
-    return {**results, "evals": [entry for entry in results["evals"] if entry["eval"] == name]}
-
-
-def _plain(results: dict, name: str) -> Figure:
-    """An experiment that has no drawing."""
+def _plain(results: Results, name: str) -> Figure:
+    """An experiment that has no chart."""
     models = models_in(results, name)
     body = _metrics(models) if models else tag("p", "No finite number was measured.")
     return Figure(
@@ -94,7 +84,7 @@ def _slug(name: str) -> str:
     return "".join(c if c.isalnum() and c.isascii() else "-" for c in name)
 
 
-def _tables(results: dict, name: str, *, metrics: bool = True) -> Html:
+def _tables(results: Results, name: str, *, metrics: bool = True) -> Html:
     """What is behind an experiment, each part folded away."""
     models = models_in(results, name)
     parts = [_more("Every number", _metrics(models))] if metrics and models else []
@@ -102,7 +92,7 @@ def _tables(results: dict, name: str, *, metrics: bool = True) -> Html:
     if examples is not None:
         drawn, words = examples
         parts.append(_more(f"Examples ({words})", drawn))
-    parts.append(_more("Settings and machine", _provenance(_only(results, name)["evals"])))
+    parts.append(_more("Settings and machine", _provenance(list(results.measurements(name)))))
     return join(parts)
 
 
@@ -120,11 +110,16 @@ def _metrics(models: list[Series]) -> Html:
     return table(head, rows, "Metrics")
 
 
-def _provenance(entries: list[dict]) -> Html:
-    said = [as_dict(entry.get("provenance")) for entry in entries]
-    keys = dict.fromkeys(str(key) for one in said for key in one)
-    head: list[object] = ["", *(entry["model"] for entry in entries)]
-    rows: list[list[object]] = [[key.replace("_", " "), *(_setting(one.get(key)) for one in said)] for key in keys]
+def _provenance(parts: list[Measurement]) -> Html:
+    keys = dict.fromkeys(str(key) for part in parts for key in part.provenance)
+    several = len({part.record.side for part in parts}) < len(parts)
+    head: list[object] = [
+        "",
+        *(f"{part.record.side}, seed {part.record.seed}" if several else part.record.side for part in parts),
+    ]
+    rows: list[list[object]] = [
+        [key.replace("_", " "), *(_setting(part.provenance.get(key)) for part in parts)] for key in keys
+    ]
     return table(head, rows, "Settings and machine", numeric=False)
 
 
@@ -134,17 +129,17 @@ def _setting(value: object) -> str:
     return "" if value is None else str(value)
 
 
-def _first_screen(sentence: str, models: list[Series], evals: list[dict]) -> Html:
-    said = [as_dict(entry.get("provenance")) for entry in evals]
+def _first_screen(sentence: str, models: list[Series], parts: list[Measurement]) -> Html:
+    said = [part.provenance for part in parts]
     facts = {
         "Models": ", ".join(dict.fromkeys(one.label for one in models)),
-        "Results": f"{len(evals)}, with {sum(len(dicts(entry.get('rows'))) for entry in evals):,} rows",
+        "Results": f"{len(parts)}, with {sum(len(part.rows) for part in parts):,} rows",
         "Machine": _listed(one.get("cpu") if one.get("device") == "cpu" else one.get("device") for one in said),
         "Commit": _listed(one.get("commit") for one in said),
         "Measured": _span(str(one["date"])[:16].replace("T", " ") for one in said if one.get("date")),
     }
     shown = [tag("div", tag("dt", name), tag("dd", value)) for name, value in facts.items() if value]
-    empty = sum(not finite_metrics(entry) for entry in evals)
+    empty = sum(not part.metrics for part in parts)
     note = f"{plural(empty, 'result')} without a finite number {'is' if empty == 1 else 'are'} not drawn."
     return join([
         tag("h1", "Experiments"), tag("p", sentence, class_="lead"), tag("dl", *shown, class_="facts"),
@@ -159,3 +154,46 @@ def _listed(values: Iterable[object]) -> str:
 def _span(dates: Iterable[str]) -> str:
     found = sorted(set(dates))
     return " to ".join([found[0], found[-1]][: len(found)]) if found else ""
+
+
+SHOWN = 120  # rows of an experiment, all models together
+COLUMNS = 9
+_FIRST = ("prompt", "expected", "got", "score")
+_LONG, _SHORT = 320, 160  # characters of a prompt's end, and of any other text's beginning
+
+
+def examples_table(models: list[Series]) -> tuple[Html, str] | None:
+    """The table, and in words how many of how many rows it shows; None where no model has rows.
+
+    The rows are spread evenly over what each model has, so that every part of the experiment is seen.
+    """
+    of = [(one, one.rows()) for one in models]
+    total = sum(len(rows) for _, rows in of)
+    if not total:
+        return None
+    chosen = [(one, row) for one, rows in of for row in _spread(rows, max(1, SHOWN // len(models)))]
+    keys = list(dict.fromkeys(key for _, row in chosen for key in row))
+    columns = [k for k in _FIRST if k in keys] + [k for k in keys if k not in _FIRST]
+    head: list[object] = ["model", *columns[:COLUMNS]]
+    body: list[list[object]] = [
+        [one.label, *(_cell(row.get(key), key == "prompt") for key in columns[:COLUMNS])] for one, row in chosen
+    ]
+    words = f"{len(chosen)} of {total:,}" if len(chosen) < total else f"all {total:,}"
+    return table(head, body, "Examples", numeric=False, class_="examples"), words
+
+
+def _spread(rows: list[dict], count: int) -> list[dict]:
+    if len(rows) <= count:
+        return rows
+    return [rows[len(rows) * i // count] for i in range(count)]
+
+
+def _cell(value: object, is_prompt: bool) -> str:
+    if value is None:
+        return ""
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        return number(value)
+    words = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+    if is_prompt:
+        return words if len(words) <= _LONG else f"… {words[-_LONG:]}"
+    return words if len(words) <= _SHORT else f"{words[:_SHORT]} …"

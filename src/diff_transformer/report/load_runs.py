@@ -6,9 +6,8 @@ from pathlib import Path
 
 from diff_transformer.report.charts import Point
 from diff_transformer.report.load import ResultsError
-from diff_transformer.report.numbers import is_number
-from diff_transformer.report.pair import as_dict
-from diff_transformer.report.series import sides_of
+from diff_transformer.report.markup import is_number
+from diff_transformer.report.models import as_dict, sides_of
 from diff_transformer.train.metrics import read_metrics
 
 METRICS = "metrics.jsonl"

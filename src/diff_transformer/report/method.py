@@ -1,11 +1,80 @@
-"""How this was measured: the command, the pair, the parameters, the definitions, the machine."""
+"""The words around the figures of a comparison: the first screen, how it was measured, what it cannot show."""
 
 import json
 
+from diff_transformer.lab.stats import SEEDS_FOR_AN_INTERVAL
 from diff_transformer.report.charts import NAMES
-from diff_transformer.report.markup import Html, join, table, tag
-from diff_transformer.report.numbers import DASH, is_number, number, short
-from diff_transformer.report.pair import SIDES, as_dict
+from diff_transformer.report.markup import DASH, Html, duration, is_number, join, number, plural, short, table, tag
+from diff_transformer.report.models import SIDES, as_dict, dicts, seeds_by_side
+
+
+def verdicts(results: dict) -> dict[str, int]:
+    """How many claims have each verdict; an unknown verdict counts as undecided."""
+    counts = {"held": 0, "did not hold": 0, "undecided": 0}
+    for claim in dicts(results.get("claims")):
+        verdict = str(claim.get("verdict"))
+        counts[verdict if verdict in counts else "undecided"] += 1
+    return counts
+
+
+def sentence(results: dict) -> str:
+    """What the verdicts say together, and of few seeds that they are no more than that."""
+    counts = verdicts(results)
+    total = sum(counts.values())
+    if not total:
+        return "No claim was judged in this run."
+    seeds = max((len(found) for found in seeds_by_side(results).values()), default=0)
+    few = 0 < seeds < SEEDS_FOR_AN_INTERVAL
+    where = f"in {'this pair' if seeds == 1 else f'these {seeds} pairs'} of models" if few else "here"
+    said = [f"{counts['held']} of {plural(total, 'claim')} of the paper held {where}"]
+    if counts["did not hold"]:
+        said.append(f"{counts['did not hold']} did not")
+    if counts["undecided"]:
+        said.append(f"{counts['undecided']} {'is' if counts['undecided'] == 1 else 'are'} undecided")
+    more = " Intervals are over examples: another seed may come out otherwise." if few else ""
+    return ", ".join(said[:-1]) + (" and " if len(said) > 1 else "") + said[-1] + "." + more
+
+
+def first_screen(results: dict) -> Html:
+    """Title, sentence and facts."""
+    facts = [tag("div", tag("dt", name), tag("dd", value)) for name, value in _facts(results)]
+    return join(
+        [
+            tag("h1", results.get("title") or "DIFF and Transformer, compared"),
+            tag("p", sentence(results), class_="lead"),
+            tag("dl", *facts, class_="facts") if facts else None,
+        ]
+    )
+
+
+def _facts(results: dict) -> list[tuple[str, object]]:
+    train, pair, where = (as_dict(results.get(key)) for key in ("train", "pair", "provenance"))
+    facts: list[tuple[str, object]] = []
+    if results.get("recipe"):
+        facts.append(("Recipe", results["recipe"]))
+    counts = [as_dict(pair.get(side)).get("parameters") for side in SIDES]
+    for side, count in zip(SIDES, counts, strict=True):
+        if is_number(count):
+            facts.append((f"{NAMES[side]} parameters", tag("span", short(count), title=number(count, 0))))
+    if is_number(train.get("steps")):
+        shape = [f"{number(train[k], 0)}" for k in ("batch_size", "sequence_length") if is_number(train.get(k))]
+        each = f" of {' × '.join(shape)} tokens" if len(shape) == 2 else ""
+        facts.append(("Steps", f"{number(train['steps'], 0)}{each}"))
+    if is_number(train.get("tokens")):
+        facts.append(("Tokens", f"{short(train['tokens'])} each"))
+    seeds = train.get("seeds") or sorted({s for found in seeds_by_side(results).values() for s in found})
+    if seeds:
+        facts.append(("Seeds", f"{len(seeds)} (seed {seeds[0]})" if len(seeds) == 1 else str(len(seeds))))
+    machine = [str(where[k]) for k in ("device", "cpu") if where.get(k)]
+    if len(machine) > 1 and machine[0] == "cpu":
+        machine = machine[1:]
+    if machine:
+        threads = f", {where['threads']} threads" if where.get("threads") else ""
+        facts.append(("Machine", f"{', '.join(dict.fromkeys(machine))}{threads}"))
+    if is_number(results.get("seconds")):
+        facts.append(("Time", duration(results["seconds"])))
+    return facts
+
 
 DEFINITIONS = {
     "Loss": "mean cross-entropy of the next token on held-out text, in nats per token.",
@@ -120,3 +189,63 @@ def _provenance(results: dict) -> Html | None:
         return None
     rows: list[list[object]] = [[name.replace("_", " "), value] for name, value in facts.items()]
     return join([tag("h3", "Machine and versions"), table(["", "value"], rows, "Machine and versions", numeric=False)])
+
+
+PAPER_PARAMETERS, PAPER_TOKENS = 2.8e9, 1e12
+
+
+def caveats_section(results: dict) -> Html:
+    """A list; each line is there because the run has that limit."""
+    items = [tag("li", words) for words in caveats(results)]
+    return tag(
+        "section",
+        tag("h2", "Caveats", id="caveats-title"),
+        tag("ul", *items),
+        id="caveats",
+        aria_labelledby="caveats-title",
+    )
+
+
+def _has_normalised(results: dict) -> bool:
+    return any(row.get("variant") == "softmax_norm" for row in dicts(results.get("variants")))
+
+
+def caveats(results: dict) -> list[str]:
+    """The limits of the run, in plain sentences."""
+    said = []
+    train, pair = as_dict(results.get("train")), as_dict(results.get("pair"))
+    size, tokens = as_dict(pair.get("diff")).get("parameters"), train.get("tokens")
+    if isinstance(size, int | float) and is_number(size) and size and size < PAPER_PARAMETERS / 2:
+        scale = (
+            f"The models have {short(size)} parameters, about 1/{number(PAPER_PARAMETERS / size, 0)} of the paper's 3 B"
+        )
+        if isinstance(tokens, int | float) and is_number(tokens) and tokens:
+            scale += f", and saw {short(tokens)} tokens, about 1/{short(PAPER_TOKENS / tokens)} of its 1 T"
+        said.append(f"{scale}. What holds at one scale need not hold at the other, in either direction.")
+    seeds = max((len(s) for s in seeds_by_side(results).values()), default=0) or len(train.get("seeds") or [])
+    if seeds == 1:
+        said.append("One seed: nothing here tells a difference between models from one between random draws.")
+    elif 1 < seeds < 5:
+        said.append(f"{plural(seeds, 'seed')}: intervals over so few seeds are wide and rough.")
+    if size and as_dict(as_dict(pair.get("diff")).get("config")).get("head_norm") and not _has_normalised(results):
+        said.append(
+            "DIFF's heads are normalised, the Transformer's are not. In this project's study at desk scale a "
+            "Transformer with such a norm, from .1, had most of DIFF's lead, and the lead shrank as training went on; "
+            "the same command with --resume --variants softmax_norm trains one beside this pair, and sets DIFF against "
+            "it."
+        )
+    if train.get("corpus"):
+        said.append(f"One corpus ({train['corpus']}); other text may rank the models differently.")
+    claims = len(dicts(results.get("claims")))
+    if claims > 3:
+        said.append(
+            f"{claims} claims are judged side by side without correction: expect one to come out by luck now and then."
+        )
+    if any(entry.get("eval") == "throughput" for entry in dicts(results.get("evals"))):
+        said.append("Speed depends on machine, shapes and kernels; the ratio carries over no further than those.")
+    if dicts(results.get("explorer")):
+        said.append(
+            "The attention explorer shows single texts, chosen for illustration; the figures average over many."
+        )
+    said.append("Numbers of the paper marked † are taken from a third party's transcription of it.")
+    return said

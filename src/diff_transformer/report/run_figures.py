@@ -3,11 +3,9 @@
 from collections.abc import Callable
 
 from diff_transformer.report.charts import Line, Point, line_chart, panel
-from diff_transformer.report.figure import Figure, key, panels
-from diff_transformer.report.findings import Finding
+from diff_transformer.report.figure import Figure, Finding, key, panels
 from diff_transformer.report.load_runs import RunLog
-from diff_transformer.report.markup import Html, join, table, tag
-from diff_transformer.report.numbers import mean, number
+from diff_transformer.report.markup import Html, join, mean, number, table, tag
 
 LAYERS = 8  # panels of single layers
 SPIKE = 10.0  # times the median gradient norm

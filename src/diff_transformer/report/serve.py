@@ -15,10 +15,10 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 from diff_transformer.checks import require_port
-from diff_transformer.report.figures.explorer import packed_examples
+from diff_transformer.report.explorer import packed_examples
 from diff_transformer.report.load import ResultsError, load_results
+from diff_transformer.report.page import render_page
 from diff_transformer.report.typed import BYTES, TOKENS, PromptError, TypedPrompts, UnknownModel
-from diff_transformer.report.write import render_page
 
 LOOPBACK = "127.0.0.1"
 NAMES = ("127.0.0.1", "localhost", "[::1]")  # of this machine, as a browser writes them

@@ -10,10 +10,9 @@ from diff_transformer.report.charts import Line, Point, averaged, line_chart, pa
 from diff_transformer.report.charts import Row as Drawn
 from diff_transformer.report.figure import Figure, key, panels
 from diff_transformer.report.load import ResultsError
-from diff_transformer.report.markup import Html, join, table, tag
-from diff_transformer.report.numbers import mean, number, plural
-from diff_transformer.report.series import sides_of
-from diff_transformer.report.write import contents, fill_page, save_page
+from diff_transformer.report.markup import Html, join, mean, number, plural, table, tag
+from diff_transformer.report.models import sides_of
+from diff_transformer.report.page import contents, fill_page, save_page
 
 _CAVEATS = (
     "Differences are of the same seed's pair; intervals are Student's 95 % over seeds, without correction for the "

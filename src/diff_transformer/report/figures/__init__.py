@@ -1,9 +1,9 @@
 """The figures of the page, in order. Each module turns the results into one Figure, or None without its data."""
 
+from diff_transformer.report import explorer
 from diff_transformer.report.figures import (
     ablation,
     allocation,
-    explorer,
     gradient_flow,
     hallucination,
     harness,

@@ -1,13 +1,11 @@
 """The rows of Table 6: what the loss owes to the number of heads, the head norm, the difference and lambda_init."""
 
 from diff_transformer.report.charts import Row, panel, row_chart
-from diff_transformer.report.figure import Figure, legend, panels
-from diff_transformer.report.findings import Finding, versus
-from diff_transformer.report.markup import Html, join, table, tag
-from diff_transformer.report.numbers import is_number, mean, number, short
-from diff_transformer.report.pair import as_dict, dicts
-from diff_transformer.report.series import Series, models_in
+from diff_transformer.report.figure import Figure, Finding, legend, panels, versus
+from diff_transformer.report.markup import Html, is_number, join, mean, number, short, table, tag
+from diff_transformer.report.models import Results, Series, models_in
 
+EVAL = "ablation"
 NAMES = {
     "transformer": "Transformer",
     "transformer_wide": "½ heads, 2 × wide",
@@ -21,9 +19,9 @@ SLICES = {"validation": "All tokens", "ar_hit": "AR-Hit", "others": "Others"}
 SHORT_RUN = 200  # steps below which nothing is said of the models
 
 
-def build(results: dict) -> Figure | None:
+def build(results: Results) -> Figure | None:
     """A panel a slice of the tokens, a row a variant; one set of panels for each ablation among the results."""
-    runs = [one for one in models_in(results, "ablation") if _rows(one)]
+    runs = [one for one in models_in(results, EVAL) if _rows(one)]
     if not runs:
         return None
     shown = []
@@ -69,7 +67,7 @@ def _drawn(one: Series, key: str) -> list[Row]:
 
 
 def _findings(one: Series) -> list[Finding | None]:
-    steps = next((s for entry in one.entries if is_number(s := as_dict(entry.get("provenance")).get("steps"))), None)
+    steps = next((s for part in one.parts if is_number(s := part.provenance.get("steps"))), None)
     said: list[Finding | None] = []
     if steps is not None and steps < SHORT_RUN:
         return [Finding("alarm", f"{steps:,} steps of training: this shows that all rows run, nothing of the models.")]
@@ -90,7 +88,7 @@ def _findings(one: Series) -> list[Finding | None]:
 def _data(runs: list[Series]) -> Html:
     parts = []
     for one in runs:
-        by_name = {row.get("row"): row for entry in one.entries for row in dicts(entry.get("rows"))}
+        by_name = {row.get("row"): row for row in one.rows()}
         rows: list[list[object]] = [
             [
                 NAMES[name],

@@ -4,17 +4,17 @@ import re
 
 from diff_transformer.report.charts import Chart, Line, line_chart, panel
 from diff_transformer.report.figure import Figure, panels
-from diff_transformer.report.markup import Html, table
-from diff_transformer.report.numbers import mean, number
-from diff_transformer.report.series import Series, compared, legend_of, models_in
+from diff_transformer.report.markup import Html, mean, number, table
+from diff_transformer.report.models import Results, Series, compared, legend_of, models_in
 
+EVAL = "allocation"
 CELL = re.compile(r"(answer|noise)_(depth|layer)(\d+)")
 PARTS = {"answer": "Attention to the answer", "noise": "Attention to the noise"}
 
 
-def build(results: dict) -> Figure | None:
+def build(results: Results) -> Figure | None:
     """Attention to the answer span and to the noise, by depth and by layer."""
-    models = models_in(results, "allocation")
+    models = models_in(results, EVAL)
     found = [m.groups() for m in map(CELL.fullmatch, (name for one in models for name in one.names())) if m]
     depths, layers = (sorted({int(at) for _, kind, at in found if kind == wanted}) for wanted in ("depth", "layer"))
     if not depths:

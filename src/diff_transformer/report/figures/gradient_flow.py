@@ -4,21 +4,20 @@ import re
 from collections.abc import Mapping
 
 from diff_transformer.report.charts import NAMES, Chart, category_chart, panel
-from diff_transformer.report.figure import Figure, legend, panels
-from diff_transformer.report.findings import Finding
-from diff_transformer.report.markup import Html, table
-from diff_transformer.report.numbers import number
-from diff_transformer.report.series import Series, legend_of, models_in, names_of
+from diff_transformer.report.figure import Figure, Finding, legend, panels
+from diff_transformer.report.markup import Html, number, table
+from diff_transformer.report.models import Results, Series, legend_of, models_in, names_of
 
+EVAL = "gradient_flow"
 WEIGHTS = {"q": "W_Q", "k": "W_K", "v": "W_V", "o": "W_O"}
 PARTS = {"q1": "Q₁", "q2": "Q₂", "k1": "K₁", "k2": "K₂", "lambda": "λ vectors", "head_norm": "head norm"}
 LAYER = re.compile(r"(model|init_diff|init_softmax)_(\w+)_layer(\d+)")
 ByLayer = dict[int, float]
 
 
-def build(results: dict) -> Figure | None:
+def build(results: Results) -> Figure | None:
     """Marks for each kind of weight: small for a layer, large for the mean over layers, on a logarithmic axis."""
-    models = [one for one in models_in(results, "gradient_flow") if _layers(one, "model", "q")]
+    models = [one for one in models_in(results, EVAL) if _layers(one, "model", "q")]
     if not models:
         return None
     paired = next((one for one in models if _layers(one, "init_diff", "q")), None)

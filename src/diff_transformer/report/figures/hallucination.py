@@ -1,20 +1,18 @@
 """Contextual hallucination: the share of outputs that stay with their source, by data set."""
 
 from diff_transformer.report.charts import category_chart, panel
-from diff_transformer.report.figure import Figure, panels
-from diff_transformer.report.findings import Finding
-from diff_transformer.report.markup import Html, table
-from diff_transformer.report.numbers import mean, number
-from diff_transformer.report.pair import as_dict
-from diff_transformer.report.series import Series, compared, legend_of, models_in, names_of
+from diff_transformer.report.figure import Figure, Finding, panels
+from diff_transformer.report.markup import Html, mean, number, table
+from diff_transformer.report.models import Results, Series, compared, legend_of, models_in, names_of
 
+EVAL = "hallucination"
 DETAILS = ("stderr", "undecided", "empty", "truncated")
 EXAMPLES = 4  # of each model
 
 
-def build(results: dict) -> Figure | None:
+def build(results: Results) -> Figure | None:
     """Accuracy by data set, one bar a model; what the judge could not decide; examples."""
-    models = models_in(results, "hallucination")
+    models = models_in(results, EVAL)
     sets = set_names(models)
     if not sets:
         return None
@@ -46,7 +44,7 @@ def set_names(models: list[Series]) -> list[str]:
 
 def judges(models: list[Series]) -> list[str]:
     """The judges that the results name."""
-    named = [as_dict(entry.get("provenance")).get("judge") for one in models for entry in one.entries]
+    named = [part.provenance.get("judge") for one in models for part in one.parts]
     return list(dict.fromkeys(str(name) for name in named if name))
 
 

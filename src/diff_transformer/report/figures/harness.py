@@ -3,12 +3,11 @@
 import re
 
 from diff_transformer.report.charts import Chart, category_chart, panel
-from diff_transformer.report.figure import Figure, panels
-from diff_transformer.report.findings import Finding
-from diff_transformer.report.markup import Html, table
-from diff_transformer.report.numbers import mean, number, plural
-from diff_transformer.report.series import Series, compared, legend_of, models_in, names_of
+from diff_transformer.report.figure import Figure, Finding, panels
+from diff_transformer.report.markup import Html, mean, number, plural, table
+from diff_transformer.report.models import Results, Series, compared, legend_of, models_in, names_of
 
+EVAL = "harness"
 CELL = re.compile(r"(.+)_(\d+)shot")
 SHORT = {
     "arc_challenge": "ARC-C", "arc_easy": "ARC-E", "boolq": "BoolQ", "hellaswag": "HellaSwag", "openbookqa": "OBQA",
@@ -16,9 +15,9 @@ SHORT = {
 }  # fmt: skip
 
 
-def build(results: dict) -> Figure | None:
+def build(results: Results) -> Figure | None:
     """For each number of shots a panel of bars by task, and the table with standard errors."""
-    models = models_in(results, "harness")
+    models = models_in(results, EVAL)
     cells = [m.groups() for one in models for name in one.names() if (m := CELL.fullmatch(name))]
     tasks = [task for task in dict.fromkeys(task for task, _ in cells) if task != "mean"]
     shots = sorted({int(count) for _, count in cells})

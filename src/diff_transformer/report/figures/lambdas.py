@@ -1,23 +1,22 @@
 """Lambda of every layer over training."""
 
 from diff_transformer.report.charts import Chart, Line, Point, averaged, bucketed, category_chart, line_chart, panel
-from diff_transformer.report.figure import Figure, panels
-from diff_transformer.report.findings import Finding
-from diff_transformer.report.markup import Html, table
-from diff_transformer.report.numbers import is_number, number, plural
-from diff_transformer.report.pair import dicts, seed_of, side_of
+from diff_transformer.report.figure import Figure, Finding, panels
+from diff_transformer.report.markup import Html, is_number, number, plural, table
+from diff_transformer.report.models import Results
 
 Layers = list[list[Point]]  # for each layer, its points (step, lambda)
 
 
-def build(results: dict) -> Figure | None:
+def build(results: Results) -> Figure | None:
     """Lambda by layer over training, and its final value beside lambda_init."""
-    seeds = {seed_of(c): _layers(c) for c in dicts(results.get("curves")) if side_of(c) == "diff"}
+    curves = {record.seed: record.curves["lambda"] for record in results.records if record.curves.get("lambda")}
+    seeds = {seed: _layers(curve) for seed, curve in curves.items()}
     seeds = {seed: layers for seed, layers in seeds.items() if layers and all(layers)}
     if not seeds:
         return None
     count = min(len(layers) for layers in seeds.values())
-    initial = next((c["lambda_init"] for c in dicts(results.get("curves")) if c.get("lambda_init")), None)
+    initial = next((curve["init"] for curve in curves.values() if curve.get("init")), None)
     start = [v if is_number(v) else None for v in initial or []][:count]
     start += [None] * (count - len(start))
     return Figure(
@@ -39,7 +38,7 @@ def build(results: dict) -> Figure | None:
 
 
 def _layers(curve: dict) -> Layers:
-    rows = curve.get("lambda") or []
+    rows = curve.get("layers") or []
     count = min((len(row) for row in rows if isinstance(row, list)), default=0)
     pairs = [
         (s, r) for s, r in zip(curve.get("step") or [], rows, strict=False) if is_number(s) and isinstance(r, list)

@@ -4,20 +4,18 @@ import re
 
 from diff_transformer.lab.stats import over_seeds
 from diff_transformer.report.charts import Chart, Line, Point, averaged, line_chart, padded, panel
-from diff_transformer.report.figure import Figure, key, panels
-from diff_transformer.report.findings import Finding
-from diff_transformer.report.markup import Html, table
-from diff_transformer.report.numbers import is_number, number, plural
-from diff_transformer.report.pair import as_dict, dicts
-from diff_transformer.report.series import Series, compared, legend_of, models_in, pair_in
+from diff_transformer.report.figure import Figure, Finding, key, panels
+from diff_transformer.report.markup import Html, is_number, number, plural, table
+from diff_transformer.report.models import Results, Series, compared, legend_of, models_in, pair_in
 
+EVAL = "long_nll"
 POSITION = re.compile(r"nll(\d+)")
 SETTLED = 8  # positions after which the curve no longer falls out of the frame
 
 
-def build(results: dict) -> Figure | None:
+def build(results: Results) -> Figure | None:
     """Cumulative average NLL over a logarithmic axis; for a pair, its difference with an interval over books."""
-    models = models_in(results, "long_nll")
+    models = models_in(results, EVAL)
     positions = sorted({int(m[1]) for model in models for m in map(POSITION.fullmatch, model.names()) if m})
     if not positions:
         return None
@@ -101,9 +99,9 @@ def _gaps(diff: Series, soft: Series, positions: list[int]) -> dict[int, tuple[f
 def _by_book(model: Series) -> dict[tuple[int, str], dict[int, float]]:
     """By entry and book: the average loss up to each edge of the bins."""
     found = {}
-    for place, entry in enumerate(model.entries):
-        edges = as_dict(entry.get("provenance")).get("edges") or []
-        for row in dicts(entry.get("rows")):
+    for place, part in enumerate(model.parts):
+        edges = part.provenance.get("edges") or []
+        for row in part.rows:
             sums, counts = row.get("sums") or [], row.get("counts") or []
             if len(sums) != len(counts) or len(edges) != len(sums) + 1 or not all(map(is_number, [*sums, *counts])):
                 continue

@@ -1,18 +1,17 @@
 """Validation loss on tokens that repeat an n-gram of the context, and on the others."""
 
 from diff_transformer.report.charts import Chart, category_chart, panel
-from diff_transformer.report.figure import Figure, key, panels
-from diff_transformer.report.findings import Finding
-from diff_transformer.report.markup import Html, table
-from diff_transformer.report.numbers import mean, number
-from diff_transformer.report.series import Series, compared, legend_of, models_in, names_of, pair_in
+from diff_transformer.report.figure import Figure, Finding, key, panels
+from diff_transformer.report.markup import Html, mean, number, table
+from diff_transformer.report.models import Results, Series, compared, legend_of, models_in, names_of, pair_in
 
+EVAL = "associative_recall"
 SLICES = {"validation": "all tokens", "ar_hit": "AR-Hit", "others": "others"}
 
 
-def build(results: dict) -> Figure | None:
+def build(results: Results) -> Figure | None:
     """Loss by slice, and for a pair the difference, which is small beside the loss."""
-    models = models_in(results, "associative_recall")
+    models = models_in(results, EVAL)
     present = [name for name in SLICES if any(model.seeds(name) for model in models)]
     if not present:
         return None

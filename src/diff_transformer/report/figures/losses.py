@@ -1,30 +1,29 @@
 """Training and validation loss over steps."""
 
 from diff_transformer.report.charts import NAMES, Chart, Line, Point, averaged, bucketed, line_chart, panel
-from diff_transformer.report.figure import Figure, key, legend, panels
-from diff_transformer.report.findings import versus
-from diff_transformer.report.markup import Html, table
-from diff_transformer.report.numbers import is_number, number
-from diff_transformer.report.pair import SIDES, dicts, seed_of, side_of
+from diff_transformer.report.figure import Figure, key, legend, panels, versus
+from diff_transformer.report.markup import Html, is_number, number, table
+from diff_transformer.report.models import SIDES, Results, side_of
 
 Curves = dict[str, dict[int, list[Point]]]  # side -> seed -> points
 
 
-def read_curves(results: dict, steps: str, values: str) -> Curves:
-    """The finite points (step, value) of every training curve that has both lists."""
+def read_curves(results: Results, name: str) -> Curves:
+    """The finite points (step, loss) of "training" or "validation" of every record."""
     found: Curves = {}
-    for curve in dicts(results.get("curves")):
-        pairs = zip(curve.get(steps) or [], curve.get(values) or [], strict=False)
+    for record in results.records:
+        curve = record.curves.get(name, {})
+        pairs = zip(curve.get("step") or [], curve.get("loss") or [], strict=False)
         points = [(float(s), float(v)) for s, v in pairs if is_number(s) and is_number(v)]
         if points:
-            found.setdefault(side_of(curve), {})[seed_of(curve)] = points
+            found.setdefault(side_of(record.side), {})[record.seed] = points
     return found
 
 
-def build(results: dict) -> Figure | None:
+def build(results: Results) -> Figure | None:
     """Loss curves of both models, and their final numbers."""
-    training = read_curves(results, "step", "loss")
-    validation = read_curves(results, "validation_step", "validation_loss")
+    training = read_curves(results, "training")
+    validation = read_curves(results, "validation")
     if not training and not validation:
         return None
     shown = []

@@ -3,20 +3,26 @@
 import re
 
 from diff_transformer.report.charts import Line, averaged, category_chart, line_chart, panel
-from diff_transformer.report.figure import Figure, key, panels
-from diff_transformer.report.findings import Finding
-from diff_transformer.report.markup import Html, join, table
-from diff_transformer.report.numbers import mean, number, short
-from diff_transformer.report.pair import as_dict, dicts
-from diff_transformer.report.series import Series, compared, legend_of, models_in, names_of
+from diff_transformer.report.figure import Figure, Finding, key, panels
+from diff_transformer.report.markup import Html, join, mean, number, short, table
+from diff_transformer.report.models import (
+    Measurement,
+    Results,
+    Series,
+    compared,
+    legend_of,
+    models_in,
+    names_of,
+)
 
+EVAL = "many_shot"
 SHOTS = re.compile(r"shots(\d+)")
 ORDERS = {"random": "in random order", "alternate": "alternately by class"}
 
 
-def build(results: dict) -> Figure | None:
+def build(results: Results) -> Figure | None:
     """For each data set: curves over the number of examples, and the spread over their orders."""
-    sets = list(dict.fromkeys(_data_of(entry) for entry in _entries(results)))
+    sets = list(dict.fromkeys(map(_data_of, results.measurements(EVAL))))
     by_set = {name: models for name in sets if (models := _models(results, name))}
     if not by_set:
         return None
@@ -42,18 +48,18 @@ def build(results: dict) -> Figure | None:
     )
 
 
-def _entries(results: dict) -> list[dict]:
-    return [entry for entry in dicts(results.get("evals")) if entry.get("eval") == "many_shot"]
+def _data_of(part: Measurement) -> str:
+    return part.data or "labelled texts"
 
 
-def _data_of(entry: dict) -> str:
-    return str(as_dict(entry.get("provenance")).get("data") or "labelled texts")
-
-
-def _models(results: dict, name: str) -> list[Series]:
+def _models(results: Results, name: str) -> list[Series]:
     """The models measured on one data set, with the colours that they have on the whole page."""
-    others = [e for e in dicts(results.get("evals")) if e.get("eval") != "many_shot" or _data_of(e) == name]
-    return [model for model in models_in({"evals": others}, "many_shot") if _counts(model)]
+    apart = [
+        record
+        for record in results.records
+        if EVAL not in record.metrics or _data_of(Measurement(record, EVAL)) == name
+    ]
+    return [model for model in models_in(Results(apart, results.about), EVAL) if _counts(model)]
 
 
 def _counts(model: Series) -> list[int]:

@@ -3,19 +3,18 @@
 import re
 
 from diff_transformer.report.charts import Chart, Line, averaged, category_chart, heat_map, line_chart, panel
-from diff_transformer.report.figure import Figure, key, panels
-from diff_transformer.report.findings import Finding
-from diff_transformer.report.markup import Html, table
-from diff_transformer.report.numbers import mean, number, short
-from diff_transformer.report.series import Series, compared, legend_of, models_in, names_of
+from diff_transformer.report.figure import Figure, Finding, key, panels
+from diff_transformer.report.markup import Html, mean, number, short, table
+from diff_transformer.report.models import Results, Series, compared, legend_of, models_in, names_of
 
+EVAL = "needle"
 CELL = re.compile(r"n(\d+)_r(\d+)(?:_len(\d+))?(?:_depth(\d+))?")
 Grid = tuple[int, int]  # needles in the context, needles asked for
 
 
-def build(results: dict) -> Figure | None:
+def build(results: Results) -> Figure | None:
     """Bars by (N, R), one heat map a model of depth by (N, R), and one for each (N, R) of depth by length."""
-    models = models_in(results, "needle")
+    models = models_in(results, EVAL)
     found = [m.groups() for m in map(CELL.fullmatch, (name for one in models for name in one.names())) if m]
     grids = sorted({(int(n), int(r)) for n, r, _, _ in found})
     lengths = sorted({int(length) for _, _, length, _ in found if length})

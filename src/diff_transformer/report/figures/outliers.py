@@ -3,21 +3,20 @@
 import re
 
 from diff_transformer.report.charts import Chart, Line, category_chart, line_chart, panel
-from diff_transformer.report.figure import Figure, panels
-from diff_transformer.report.findings import Finding
-from diff_transformer.report.markup import Html, table
-from diff_transformer.report.numbers import mean, number
-from diff_transformer.report.series import Series, compared, legend_of, models_in, names_of
+from diff_transformer.report.figure import Figure, Finding, panels
+from diff_transformer.report.markup import Html, mean, number, table
+from diff_transformer.report.models import Results, Series, compared, legend_of, models_in, names_of
 
+EVAL = "outliers"
 RANKS = {"top1": "top 1", "top2": "top 2", "top3": "top 3", "top10": "top 10", "top100": "top 100", "median": "median"}
 KINDS = {"logits": "Attention logits before softmax", "hidden": "Hidden states after a layer"}
 MAPS = {"logits_first": "logits of map 1", "logits_second": "logits of map 2"}
 LAYER = re.compile(r"(logits|hidden)_layer(\d+)_top1")
 
 
-def build(results: dict) -> Figure | None:
+def build(results: Results) -> Figure | None:
     """Largest magnitudes as a table and on a logarithmic axis, and the largest of each layer."""
-    models = models_in(results, "outliers")
+    models = models_in(results, EVAL)
     names = {name for one in models for name in one.names()}
     kinds = [kind for kind in KINDS if any(f"{kind}_{rank}" in names for rank in RANKS)]
     if not kinds:

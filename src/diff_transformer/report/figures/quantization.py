@@ -3,21 +3,19 @@
 import re
 
 from diff_transformer.report.charts import Chart, category_chart, panel
-from diff_transformer.report.figure import Figure, key, panels
-from diff_transformer.report.findings import Finding
-from diff_transformer.report.markup import Html, table
-from diff_transformer.report.numbers import mean, number
-from diff_transformer.report.pair import as_dict
-from diff_transformer.report.series import Series, compared, legend_of, models_in, names_of
+from diff_transformer.report.figure import Figure, Finding, key, panels
+from diff_transformer.report.markup import Html, mean, number, table
+from diff_transformer.report.models import Results, Series, compared, legend_of, models_in, names_of
 
+EVAL = "quantization"
 CELL = re.compile(r"(accuracy|accuracy_plain|loss)_(\d+)bit")
 KINDS = {"accuracy": "Accuracy", "loss": "Loss, nats a token"}
 SHARED = {"row": "each query's logits", "head": "the logits of each head", "tensor": "all logits of a layer"}
 
 
-def build(results: dict) -> Figure | None:
+def build(results: Results) -> Figure | None:
     """Accuracy and held-out loss by bits."""
-    models = models_in(results, "quantization")
+    models = models_in(results, EVAL)
     found = [m.groups() for m in map(CELL.fullmatch, (name for one in models for name in one.names())) if m]
     bits = sorted({int(b) for _, b in found}, reverse=True)
     kinds = [kind for kind in KINDS if any(kind == name for name, _ in found)]
@@ -42,7 +40,7 @@ def build(results: dict) -> Figure | None:
 
 
 def _shared(models: list[Series]) -> str:
-    said = {str(as_dict(entry.get("provenance")).get("granularity")) for one in models for entry in one.entries}
+    said = {str(part.provenance.get("granularity")) for one in models for part in one.parts}
     known = sorted(SHARED[name] for name in said & set(SHARED))
     return " or of ".join(known) if known else "the logits at hand"
 

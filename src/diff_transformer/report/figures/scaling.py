@@ -3,21 +3,19 @@
 import re
 
 from diff_transformer.report.charts import NAMES, Chart, Line, line_chart, panel
-from diff_transformer.report.figure import Figure, key, legend, panels
-from diff_transformer.report.findings import Finding
-from diff_transformer.report.markup import Html, join, table, tag
-from diff_transformer.report.numbers import is_number, number, short
-from diff_transformer.report.pair import as_dict
-from diff_transformer.report.series import Series, legend_of, models_in
+from diff_transformer.report.figure import Figure, Finding, key, legend, panels
+from diff_transformer.report.markup import Html, is_number, join, number, short, table, tag
+from diff_transformer.report.models import Results, Series, legend_of, models_in
 
+EVAL = "scaling"
 FITS = {"parameters": "Loss against parameters", "tokens": "Loss against training tokens"}
 LAW = re.compile(r"(parameters|tokens)_(.+)_a")
 _POINTS = 40  # of a drawn curve
 
 
-def build(results: dict) -> Figure | None:
+def build(results: Results) -> Figure | None:
     """A panel for each fit: the runs, both curves on logarithmic axes, and the level at which they are compared."""
-    tables = [one for one in models_in(results, "scaling") if _laws(one)]
+    tables = [one for one in models_in(results, EVAL) if _laws(one)]
     if not tables:
         return None
     shown = []
@@ -114,13 +112,13 @@ def _matched(one: Series, fit: str) -> str:
 
 def _pair(one: Series) -> tuple[str, str]:
     """Names of the model that is compared and of the one it is compared with."""
-    said = as_dict(one.entries[0].get("provenance"))
+    said = one.parts[0].provenance
     return str(said.get("ours", "diff")), str(said.get("reference", "softmax"))
 
 
 def _findings(one: Series) -> list[Finding | None]:
     said: list[Finding | None] = []
-    settings = [as_dict(entry.get("provenance")) for entry in one.entries]
+    settings = [part.provenance for part in one.parts]
     if _synthetic(one):
         said.append(Finding("alarm", "These runs are made up: they check the fit and say nothing of any model."))
     for fit in FITS:
@@ -142,7 +140,7 @@ def _ratio(one: Series, fit: str, metric: str, name: str) -> Finding | None:
 
 
 def _synthetic(one: Series) -> bool:
-    return any(as_dict(entry.get("provenance")).get("synthetic") for entry in one.entries)
+    return any(part.provenance.get("synthetic") for part in one.parts)
 
 
 def _outcome(one: Series, low: float | None, high: float | None) -> str:

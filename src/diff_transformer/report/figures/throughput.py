@@ -1,23 +1,22 @@
 """Tokens a second, training and forward."""
 
 from diff_transformer.report.charts import NAMES, Chart, category_chart, panel
-from diff_transformer.report.figure import Figure, key, legend, panels
-from diff_transformer.report.findings import versus
-from diff_transformer.report.markup import Html, table
-from diff_transformer.report.numbers import number
-from diff_transformer.report.pair import SIDES, Measured, as_dict, measured
+from diff_transformer.report.figure import Figure, key, legend, panels, versus
+from diff_transformer.report.markup import Html, number, table
+from diff_transformer.report.models import SIDES, Results, Series, as_dict, models_in
 
+EVAL = "throughput"
 WAYS = {"train_tokens_per_second": "forward + backward", "forward_tokens_per_second": "forward only"}
 
 
-def build(results: dict) -> Figure | None:
+def build(results: Results) -> Figure | None:
     """Throughput of both models on the same machine, and the ratio by seed."""
-    speed = measured(results, "throughput")
-    present = [k for k in WAYS if speed and k in speed.names()]
-    if speed is None or not present:
+    speed = {one.side: one for one in models_in(results, EVAL) if one.side in SIDES}
+    present = [k for k in WAYS if any(k in one.names() for one in speed.values())]
+    if not present:
         return None
     names = [WAYS[k] for k in present]
-    by_side = {s: [speed.seeds(s, k) for k in present] for s in SIDES if s in speed.by_side}
+    by_side = {s: [speed[s].seeds(k) for k in present] for s in SIDES if s in speed}
     shown = [
         panel(
             "Tokens per second",
@@ -27,7 +26,7 @@ def build(results: dict) -> Figure | None:
     ratios = [_ratios(speed, k) for k in present]
     if any(ratios):
         shown.append(panel("DIFF / Transformer: above 1, DIFF is faster", _ratio_chart(names, ratios)))
-    device = as_dict(results.get("provenance")).get("device") or "one machine"
+    device = as_dict(results.about.get("provenance")).get("device") or "one machine"
     return Figure(
         id="throughput",
         title="Speed",
@@ -36,7 +35,9 @@ def build(results: dict) -> Figure | None:
         "second panel divides DIFF by Transformer.",
         body=panels(*shown) + legend(key("difference", "DIFF / Transformer, mean and seeds")),
         findings=[
-            versus(WAYS[k].capitalize(), speed.seeds("diff", k), speed.seeds("softmax", k), "higher", 0, " tokens/s")
+            versus(
+                WAYS[k].capitalize(), _seeds(speed, "diff", k), _seeds(speed, "softmax", k), "higher", 0, " tokens/s"
+            )
             for k in present
         ],
         paper="3 B at 2 K on H100 †: DIFF trains 9 % and runs forward 9 % slower; at 4 K, 12 % and 10 %.",
@@ -44,8 +45,12 @@ def build(results: dict) -> Figure | None:
     )
 
 
-def _ratios(speed: Measured, name: str) -> dict[int, float]:
-    diff, soft = speed.seeds("diff", name), speed.seeds("softmax", name)
+def _seeds(speed: dict[str, Series], side: str, name: str) -> dict[int, float]:
+    return speed[side].seeds(name) if side in speed else {}
+
+
+def _ratios(speed: dict[str, Series], name: str) -> dict[int, float]:
+    diff, soft = _seeds(speed, "diff", name), _seeds(speed, "softmax", name)
     return {s: diff[s] / soft[s] for s in diff if soft.get(s)}
 
 
@@ -62,10 +67,10 @@ def _ratio_chart(names: list[str], ratios: list[dict[int, float]]) -> Chart:
     )
 
 
-def _data(speed: Measured, present: list[str]) -> Html:
+def _data(speed: dict[str, Series], present: list[str]) -> Html:
     rows: list[list[object]] = [
         [f"{NAMES[side]}, seed {seed}", *(number(metrics.get(k), 1) for k in present)]
         for side in SIDES
-        for seed, metrics in speed.by_side.get(side, {}).items()
+        for seed, metrics in (speed[side].metrics if side in speed else {}).items()
     ]
     return table(["tokens per second", *(WAYS[k] for k in present)], rows, "Throughput by seed")

@@ -1,18 +1,16 @@
 """Relatives of differential attention beside the pair, each at equal cost."""
 
 from diff_transformer.report.charts import category_chart, panel
-from diff_transformer.report.figure import Figure, key, panels
-from diff_transformer.report.findings import Finding, lead
-from diff_transformer.report.markup import Html, table, tag
-from diff_transformer.report.numbers import is_number, mean, number, short
-from diff_transformer.report.pair import as_dict, dicts
+from diff_transformer.report.figure import Figure, Finding, key, lead, panels
+from diff_transformer.report.markup import Html, is_number, mean, number, short, table, tag
+from diff_transformer.report.models import Results, as_dict, dicts
 
 BASELINE, NORMALISED = "softmax", "softmax_norm"
 
 
-def build(results: dict) -> Figure | None:
+def build(results: Results) -> Figure | None:
     """Loss, needles, cost and speed of every model of ``compare --variants``."""
-    rows = [row for row in dicts(results.get("variants")) if _seeds(row.get("loss"))]
+    rows = [row for row in dicts(results.about.get("variants")) if _seeds(row.get("loss"))]
     if len(rows) < 2:
         return None
     losses = category_chart(

@@ -5,7 +5,8 @@ import re
 import pytest
 
 from diff_transformer.report.charts import Line, category_chart, inline, line_chart
-from diff_transformer.report.series import compared, legend_of, models_in, names_of, pair_in
+from diff_transformer.report.load import load_evals
+from diff_transformer.report.models import Results, compared, legend_of, models_in, names_of, of_comparison, pair_in
 
 
 def entry(model: str, metrics: dict, eval_name: str = "needle", **more) -> dict:
@@ -13,66 +14,61 @@ def entry(model: str, metrics: dict, eval_name: str = "needle", **more) -> dict:
 
 
 def test_a_comparison_is_the_pair_with_its_seeds(results):
-    diff, softmax = models_in(results, "needle")
+    diff, softmax = models_in(of_comparison(results), "needle")
     assert (diff.side, diff.label, softmax.side, softmax.label) == ("diff", "DIFF", "softmax", "Transformer")
     assert list(diff.seeds("n1_r1")) == [0, 1]
     assert diff.mean("n1_r1") == pytest.approx(sum(diff.seeds("n1_r1").values()) / 2)
     assert len(diff.rows()) == 2
     assert pair_in([diff, softmax]) == (diff, softmax)
-    assert models_in(results, "harness") == []
+    assert models_in(of_comparison(results), "harness") == []
 
 
-def test_seeds_come_from_the_name_or_the_settings():
-    models = models_in(
-        {
-            "evals": [
-                entry("tiny-seed3", {"a": 1.0}),
-                entry("tiny-seed4", {"a": 2.0}),
-                entry("other", {"a": 5.0}, provenance={"seed": 7}),
-            ]
-        }
-    )
+def test_seeds_come_from_the_record_or_the_settings():
+    entries = [entry("tiny-seed3", {"a": 1.0}), entry("tiny-seed4", {"a": 2.0})]
+    entries.append(entry("other", {"a": 5.0}, provenance={"seed": 7}))
+    models = models_in(Results(load_evals(entries)))
     assert [(m.label, m.seeds("a")) for m in models] == [("tiny", {3: 1.0, 4: 2.0}), ("other", {7: 5.0})]
 
 
 def test_parts_measured_apart_are_one_model_and_contradictions_are_two():
-    models = models_in({"evals": [entry("m", {"a": 1.0}), entry("m", {"b": 2.0}), entry("m", {"a": 3.0})]}, "needle")
+    entries = [entry("m", {"a": 1.0}), entry("m", {"b": 2.0}), entry("m", {"a": 3.0})]
+    models = models_in(of_comparison({"evals": entries}), "needle")
     assert [(m.label, m.metrics) for m in models] == [("m", {0: {"a": 1.0, "b": 2.0}}), ("m (2)", {0: {"a": 3.0}})]
 
 
 def test_a_model_keeps_its_style_on_the_whole_page():
     results = {"evals": [entry("a", {"x": 1.0}), entry("b", {"x": 1.0}), entry("b", {"y": 1.0}, "outliers")]}
-    assert [m.side for m in models_in(results)] == ["s1", "s2"]
-    assert [(m.side, m.names()) for m in models_in(results, "outliers")] == [("s2", ["y"])]
+    assert [m.side for m in models_in(of_comparison(results))] == ["s1", "s2"]
+    assert [(m.side, m.names()) for m in models_in(of_comparison(results), "outliers")] == [("s2", ["y"])]
 
 
 def test_styles_are_told_apart_and_the_pair_keeps_its_own():
     evals = [entry(f"m{i}", {"x": 1.0}) for i in range(7)]
     evals += [entry("ours", {"x": 1.0}, provenance={"attention": "diff"})]
-    sides = [m.side for m in models_in({"evals": evals})]
+    sides = [m.side for m in models_in(of_comparison({"evals": evals}))]
     assert sides == ["s1", "s2", "s3", "s4", "s5", "s6", "s1 again1", "diff"]
     two = [entry(name, {"x": 1.0}, provenance={"attention": "softmax"}) for name in ("wide", "narrow")]
-    assert [m.side for m in models_in({"evals": two})] == ["s1", "s2"]
+    assert [m.side for m in models_in(of_comparison({"evals": two}))] == ["s1", "s2"]
 
 
 def test_values_that_are_no_numbers_are_left_out():
-    assert models_in({"evals": [entry("m", {"a": float("nan"), "b": None}), None, 3]}) == []
-    assert models_in({"evals": [entry("m", {"a": float("nan"), "b": 1})]})[0].metrics == {0: {"b": 1.0}}
+    assert models_in(of_comparison({"evals": [entry("m", {"a": float("nan"), "b": None}), None, 3]})) == []
+    assert models_in(of_comparison({"evals": [entry("m", {"a": float("nan"), "b": 1})]}))[0].metrics == {0: {"b": 1.0}}
 
 
 def test_three_models_are_ranked_and_a_pair_is_compared(results):
-    three = models_in({"evals": [entry(n, {"a": v}) for n, v in (("p", 0.5), ("q", 0.9), ("r", 0.7))]})
+    three = models_in(of_comparison({"evals": [entry(n, {"a": v}) for n, v in (("p", 0.5), ("q", 0.9), ("r", 0.7))]}))
     finding = compared("Accuracy", three, "a", "higher")
     assert (finding.outcome, finding.text) == (
         "note", "Accuracy (higher is better): q 0.900, r 0.700, p 0.500.",
     )  # fmt: skip
     assert compared("Accuracy", three[:1], "a", "higher") is None
     assert compared("Accuracy", three, [{0: 1.0}, {}, {}], "higher") is None
-    assert compared("N = 2", models_in(results, "needle"), "n2_r2", "higher").outcome == "diff"
+    assert compared("N = 2", models_in(of_comparison(results), "needle"), "n2_r2", "higher").outcome == "diff"
 
 
 def test_labels_are_data():
-    models = models_in({"evals": [entry("<b>x</b>", {"a": 1.0})]})
+    models = models_in(of_comparison({"evals": [entry("<b>x</b>", {"a": 1.0})]}))
     assert "<b>" not in legend_of(models)
     drawing = category_chart("c", ["one"], {"s1": [{0: 1.0}]}, x_label="x", names=names_of(models))
     assert "<b>" not in inline(drawing)

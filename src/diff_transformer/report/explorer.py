@@ -6,21 +6,19 @@ import binascii
 import numpy as np
 
 from diff_transformer.report.charts import NAMES
-from diff_transformer.report.figure import Figure
-from diff_transformer.report.findings import Finding
+from diff_transformer.report.figure import Figure, Finding
 from diff_transformer.report.load import ResultsError
-from diff_transformer.report.markup import script_json, tag
-from diff_transformer.report.numbers import is_number, plural
-from diff_transformer.report.pair import dicts, side_of
+from diff_transformer.report.markup import is_number, plural, script_json, tag
+from diff_transformer.report.models import Results, dicts, side_of
 
 BUDGET = 1_250_000  # characters of base64 in the page, over all examples
 FIRST = 2_500_000  # as many when there is only one
 
 
-def build(results: dict) -> Figure | None:
-    """The explorer with as many example texts as fit the page's budget; ``results["prompt"]`` adds a box to type in."""
-    texts = packed_examples(dicts(results.get("explorer")))
-    prompt = results.get("prompt")
+def build(results: Results) -> Figure | None:
+    """The explorer with as many example texts as fit the page's budget; ``about["prompt"]`` adds a box to type in."""
+    texts = packed_examples([entry for record in results.records for entry in dicts(record.rows.get("explorer"))])
+    prompt = results.about.get("prompt")
     kept, left_out, used = [], 0, 0
     for example in texts:
         size = sum(len(m["first"]) + len(m.get("second", "")) for m in example["models"])
@@ -74,7 +72,7 @@ def packed_examples(entries: list[dict]) -> list[dict]:
 def _model(entry: dict, length: int) -> dict:
     """One model's maps on one text, as explorer.js reads them."""
     layers, heads = int(entry.get("layers") or 0), int(entry.get("heads") or 0)
-    side = side_of(entry)
+    side = side_of(entry.get("attention"))
     name = str(entry.get("model") or NAMES[side])
     span = entry.get("answer_span") or [0, 0]
     packed = {

@@ -7,13 +7,12 @@ from pathlib import Path
 from string import Template
 
 from diff_transformer.durable import require_writable
-from diff_transformer.report.caveats import caveats_section
 from diff_transformer.report.claims import bears_on, claim_links, claims_section
 from diff_transformer.report.figures import IN_ORDER
 from diff_transformer.report.load import ResultsError, check_results, load_results
 from diff_transformer.report.markup import Html, escape, join, tag
-from diff_transformer.report.method import method_section
-from diff_transformer.report.summary import first_screen, sentence
+from diff_transformer.report.method import caveats_section, first_screen, method_section, sentence
+from diff_transformer.report.models import of_comparison
 
 SCRIPTS = ("page.js", "explorer.js")
 LIMIT = 3_000_000  # bytes of a page
@@ -57,13 +56,12 @@ def save_page(render: Callable[[], str], path: Path | str, *, overwrite: bool = 
 
 def render_page(results: dict, prompt: dict | None = None) -> str:
     """The whole page as a string. ``prompt`` says what the server of the page takes as a typed text; None without."""
-    results = {**results, "prompt": prompt}
-    figures = [figure for module in IN_ORDER if (figure := module.build(results)) is not None]
+    shown = of_comparison({**results, "prompt": prompt})
+    figures = [figure for module in IN_ORDER if (figure := module.build(shown)) is not None]
 
     def figure_of(claim: dict) -> str | None:
         return next((f.id for f in figures if bears_on(claim, f.source)), None)
 
-    shown = [f.html(i, claim_links(results, f.source)) for i, f in enumerate(figures, 1)]
     sections = [(f.id, f.title) for f in figures] + [("method", "How this was measured"), ("caveats", "Caveats")]
     return fill_page(
         title=results.get("title") or "DIFF and Transformer, compared",
@@ -71,7 +69,7 @@ def render_page(results: dict, prompt: dict | None = None) -> str:
         first_screen=first_screen(results),
         claims=claims_section(results, figure_of),
         contents=contents(sections),
-        figures=join(shown),
+        figures=join(f.html(i, claim_links(results, f.source)) for i, f in enumerate(figures, 1)),
         method=method_section(results),
         caveats=caveats_section(results),
     )

@@ -10,7 +10,7 @@ import pytest
 from diff_transformer.durable import DiskError
 from diff_transformer.report import ResultsError, write_report
 from diff_transformer.report.claims import interval, two
-from diff_transformer.report.write import render_page
+from diff_transformer.report.page import render_page
 
 SECTIONS = ["loss", "lambda", "needles", "allocation", "explorer", "outliers", "slices", "throughput"]
 

@@ -4,11 +4,10 @@ from pathlib import Path
 
 from diff_transformer.checks import differences
 from diff_transformer.report.load_runs import RunLog, load_runs
-from diff_transformer.report.markup import Html, join, table, tag
-from diff_transformer.report.numbers import number, plural, short
-from diff_transformer.report.pair import as_dict
+from diff_transformer.report.markup import Html, join, number, plural, short, table, tag
+from diff_transformer.report.models import as_dict
+from diff_transformer.report.page import contents, fill_page, save_page
 from diff_transformer.report.run_figures import figures_of
-from diff_transformer.report.write import contents, fill_page, save_page
 
 
 def write_runs_report(paths: list[Path | str], path: Path | str, *, overwrite: bool = False) -> Path:

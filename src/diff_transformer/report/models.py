@@ -1,0 +1,250 @@
+"""The records that a page shows, sorted by model. A model keeps its name, colour and mark on the whole page."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from diff_transformer.lab.record import Record, RecordError, from_v1
+from diff_transformer.report.charts import NAMES
+from diff_transformer.report.figure import Finding, key, versus
+from diff_transformer.report.markup import Html, is_number, join, mean, number, plural, tag
+
+SIDES = ("diff", "softmax")
+ATTENTION = ("diff", "softmax", "diff_v2", "grouped_diff", "dint")  # what a comparison calls the sides of its records
+STYLES = 6  # colours and marks beside those of the pair: s1 to s6
+BY_DATA = ("many_shot",)  # experiments that show each data set by itself: results on two sets do not contradict
+
+
+class ResultsError(ValueError):
+    """What was given is not what a page is made of; the message says what is needed."""
+
+
+@dataclass(frozen=True)
+class Results:
+    """What a page shows.
+
+    Attributes:
+        records: of every model; rows and metrics by experiment, curves of training.
+        about: of a comparison its claims, configuration and provenance, as ``compare`` wrote them; else empty.
+    """
+
+    records: list[Record]
+    about: dict = field(default_factory=dict)
+
+    def measurements(self, *evals: str) -> Iterator["Measurement"]:
+        """Each experiment on each model; of ``evals`` alone, if any is named."""
+        for record in self.records:
+            for name in record.metrics:
+                if not evals or name in evals:
+                    yield Measurement(record, name)
+
+
+def of_comparison(value: dict) -> Results:
+    """The ``results.json`` of a comparison: records of the pair; settings and variants stay in ``about``.
+
+    Raises:
+        ResultsError: where a part of it has another form.
+    """
+    try:
+        return Results(
+            from_v1({"schema": 1, **{key: dicts(value.get(key)) for key in ("curves", "evals", "explorer")}}), value
+        )
+    except (RecordError, KeyError, TypeError, ValueError, AttributeError) as error:
+        raise ResultsError(f"these are not the results of a comparison: {error!r}") from None
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """One experiment on one model: a part of a record."""
+
+    record: Record
+    eval: str
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """Those that are finite numbers."""
+        return {str(k): float(v) for k, v in as_dict(self.record.metrics[self.eval]).items() if is_number(v)}
+
+    @property
+    def rows(self) -> list[dict]:
+        """A dictionary an example."""
+        return dicts(self.record.rows.get(self.eval))
+
+    @property
+    def provenance(self) -> dict:
+        return as_dict(self.record.provenance.get(self.eval))
+
+    @property
+    def data(self) -> str:
+        """The data set of an experiment that keeps its data sets apart; empty for others."""
+        return str(self.provenance.get("data") or "") if self.eval in BY_DATA else ""
+
+
+@dataclass(frozen=True)
+class Series:
+    """One model.
+
+    Attributes:
+        side: its colour and mark, unlike those of every other model: what ``Line`` and ``category_chart`` take.
+        label: its name for the reader.
+        attention: "diff", "softmax", ..., or None where the results do not say.
+        metrics: finite metrics by seed.
+        parts: the experiments that they are from, with rows and provenance.
+    """
+
+    side: str
+    label: str
+    attention: str | None
+    metrics: dict[int, dict[str, float]] = field(default_factory=dict)
+    parts: list[Measurement] = field(default_factory=list)
+
+    def seeds(self, name: str) -> dict[int, float]:
+        """The metric ``name`` by seed; seeds that lack it are absent."""
+        return {seed: values[name] for seed, values in self.metrics.items() if name in values}
+
+    def mean(self, name: str) -> float | None:
+        """The mean over seeds of one metric, or None."""
+        return mean(self.seeds(name))
+
+    def names(self) -> list[str]:
+        """Every metric that some seed has, in the order they came."""
+        return list(dict.fromkeys(name for values in self.metrics.values() for name in values))
+
+    def rows(self) -> list[dict]:
+        """The rows of all its experiments."""
+        return [row for part in self.parts for row in part.rows]
+
+
+def models_in(results: Results, *evals: str) -> list[Series]:
+    """The models that have one of ``evals`` (all models if none is named), in the order in which they came.
+
+    Seeds of one model are one series, and so are experiments that were run apart. Two results of the same model, seed
+    and experiment that contradict are two series, the second called "NAME (2)". Where an experiment of ``BY_DATA`` has
+    several data sets, its metrics are called "DATA: METRIC".
+    """
+    found: list[Series] = []
+    for part in results.measurements():
+        if not part.metrics:
+            continue
+        name, attention = _name(results, part), _attention(results, part)
+        same = [one for one in found if (one.parts[0].record.side, one.attention) == (part.record.side, attention)]
+        home = next((one for one in same if _agrees(one, part)), None)
+        if home is None:
+            home = Series("", f"{name} ({len(same) + 1})" if same else name, attention)
+            found.append(home)
+        home.parts.append(part)
+    shown = []
+    for one, side in zip(found, sides_of([one.attention for one in found]), strict=True):
+        parts = [part for part in one.parts if not evals or part.eval in evals]
+        several = len({part.data for part in parts if part.data}) > 1
+        metrics: dict[int, dict[str, float]] = {}
+        for part in parts:
+            before = f"{part.data}: " if several and part.data else ""
+            metrics.setdefault(part.record.seed, {}).update({f"{before}{k}": v for k, v in part.metrics.items()})
+        if parts:
+            shown.append(Series(side, one.label, one.attention, metrics, parts))
+    return shown
+
+
+def _name(results: Results, part: Measurement) -> str:
+    side = part.record.side
+    return NAMES[side_of(side)] if results.about and side in ATTENTION else side or "model"
+
+
+def _attention(results: Results, part: Measurement) -> str | None:
+    if results.about and part.record.side in ATTENTION:
+        return part.record.side
+    said = part.provenance.get("attention")
+    return said if isinstance(said, str) else None
+
+
+def _agrees(one: Series, part: Measurement) -> bool:
+    """Whether no metric of the same experiment, seed and data has another value in the series."""
+    metrics = part.metrics
+    others = [p for p in one.parts if (p.eval, p.record.seed, p.data) == (part.eval, part.record.seed, part.data)]
+    return all(metrics.get(k, v) == v for other in others for k, v in other.metrics.items())
+
+
+def side_of(attention: str | None) -> str:
+    """``softmax`` for the Transformer, ``diff`` for whichever differential attention was compared with it."""
+    return "softmax" if attention == "softmax" else "diff"
+
+
+def sides_of(attention: list[str | None]) -> list[str]:
+    """A style for each model, by its attention or None: the pair's own where there is one model of that kind, else s1
+    to s6, and then again with a suffix."""
+    kinds = [None if one is None else side_of(one) for one in attention]
+    sides: list[str] = []
+    for kind in kinds:
+        if kind is not None and kinds.count(kind) == 1:
+            sides.append(kind)
+            continue
+        place = sum(side.startswith("s") and side != "softmax" for side in sides)
+        again = f" again{place // STYLES}" if place >= STYLES else ""
+        sides.append(f"s{place % STYLES + 1}{again}")
+    return sides
+
+
+def names_of(models: list[Series]) -> dict[str, str]:
+    """Label by side: the ``names`` of ``category_chart``."""
+    return {one.side: one.label for one in models}
+
+
+def legend_of(models: list[Series], *extra: Html) -> Html:
+    """The models' colours, marks and names, the same on the whole page; ``extra`` is made by ``figure.key``."""
+    return tag("p", join([*(key(one.side, one.label) for one in models), *extra]), class_="legend")
+
+
+def pair_in(models: list[Series]) -> tuple[Series, Series] | None:
+    """(DIFF, Transformer), where there is exactly one of each; else None."""
+    by_side = {one.side: one for one in models}
+    return (by_side["diff"], by_side["softmax"]) if {"diff", "softmax"} <= set(by_side) else None
+
+
+def compared(
+    what: str,
+    models: list[Series],
+    values: str | list[dict[int, float]],
+    better: str,
+    digits: int | None = 3,
+    unit: str = "",
+) -> Finding | None:
+    """One sentence on one number: who is ahead in a pair alone, otherwise what each model has, the best first.
+
+    Args:
+        values: name of a metric, or for each of ``models`` its values by seed.
+        better: "lower" or "higher".
+
+    None where fewer than two models have the number.
+    """
+    by_model = [one.seeds(values) for one in models] if isinstance(values, str) else values
+    known = [(one, v) for one, v in zip(models, by_model, strict=True) if v]
+    if len(known) < 2:
+        return None
+    if len(known) == 2 and pair_in([one for one, _ in known]):
+        by_side = {one.side: v for one, v in known}
+        return versus(what, by_side["diff"], by_side["softmax"], better, digits, unit)
+    ranked = sorted(known, key=lambda one: mean(one[1]) or 0.0, reverse=better == "higher")
+    said = ", ".join(
+        f"{one.label} {number(mean(v), digits)}{unit}" + (f" ({plural(len(v), 'seed')})" if len(v) > 1 else "")
+        for one, v in ranked
+    )
+    return Finding("note", f"{what} ({better} is better): {said}.")
+
+
+def seeds_by_side(about: dict) -> dict[str, list[int]]:
+    """The seeds with a training curve, by side."""
+    found: dict[str, list[int]] = {}
+    for curve in dicts(about.get("curves")):
+        seed = curve.get("seed")
+        found.setdefault(side_of(curve.get("attention")), []).append(seed if isinstance(seed, int) else 0)
+    return found
+
+
+def dicts(value: object) -> list[dict]:
+    """The dictionaries of a list; anything else counts as absent."""
+    return [v for v in value if isinstance(v, dict)] if isinstance(value, list) else []
+
+
+def as_dict(value: object) -> dict:
+    """The dictionary itself, or an empty one."""
+    return value if isinstance(value, dict) else {}
