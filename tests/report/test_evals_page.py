@@ -199,7 +199,7 @@ def test_values_that_are_no_numbers_are_no_numbers_on_the_page():
 def test_a_short_ablation_says_nothing_of_the_models():
     long, short = (visible(render_evals_page(load_evals([ablation(steps)]))) for steps in (4000, 24))
     assert "DIFF 4.050, Transformer 3.050; DIFF higher by 1.000 (the same sign in 2 of 2 seeds)" in long
-    assert "24 steps of training: this shows that all rows run" in short
+    assert "24 steps of training: this shows that every row runs" in short
     assert not re.search(r"ahead[\w ]*</span>", short)
 
 

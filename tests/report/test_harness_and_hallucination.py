@@ -64,14 +64,14 @@ def test_hallucination_of_one_model_reads_every_set():
     assert tips(figure) == ["xsum\ntiny: 0.400", "hotpotqa\ntiny: 0.500"]
     assert "endpoint:judge-1" in figure.read
     assert figure.data.count("&lt;b&gt;it&lt;/b&gt; burned") == hallucination.EXAMPLES
-    assert [f.text for f in figure.findings if f] == ["tiny: 25 % of the texts were cut to the model's positions."]
+    assert [f.text for f in figure.findings if f] == ["tiny: 25 % of the texts were truncated to the model's maximum length."]
 
 
 def test_a_set_without_any_verdict_keeps_its_place():
     metrics = {"xsum_undecided": 1.0, "xsum_empty": 0.0, "xsum_truncated": 0.0}
     figure = built(hallucination, entry("hallucination", "tiny", metrics))
     assert tips(figure) == ["xsum"]
-    assert "tiny: 100 % of the outputs had no verdict and are left out." in [f.text for f in figure.findings if f]
+    assert "tiny: 100 % of the outputs have no verdict and are left out." in [f.text for f in figure.findings if f]
 
 
 def test_the_pair_is_compared_set_by_set():
@@ -96,7 +96,7 @@ def test_zero_and_five_shot_are_two_panels_of_one_model():
     ]  # fmt: skip
     assert [f.text for f in figure.findings if f] == [
         "Mean over 2 tasks, 0 shots (higher is better): other 0.600, tiny 0.400.",
-        "tiny, 5 shots: 50 % of the prompts were longer than the model's positions and lost their beginning.",
+        "tiny, 5 shots: 50 % of the prompts exceeded the model's maximum length and lost their beginning.",
     ]
     assert "0.300 ± 0.010" in figure.data
 

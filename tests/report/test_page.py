@@ -62,7 +62,7 @@ def test_page_is_small(tmp_path, results):
 def test_summary_sentence_and_verdicts_are_in_the_html_itself(results):
     page = render_page(results)
     said = "2 of 4 claims of the paper held in these 2 pairs of models, 1 did not and 1 is undecided."
-    assert f"{said} Intervals are over examples: another seed may come out otherwise." in page
+    assert f"{said} Intervals are over examples; another seed may give another result." in page
     rows = re.findall(r'(?s)<tr id="claim-\d">.*?</tr>', page)
     verdicts = [word for row in rows for word in re.findall(r'class="verdict [a-z-]+"><svg.*?</svg>([a-z ]+)<', row)]
     assert verdicts == ["held", "undecided", "held", "did not hold"]
@@ -74,7 +74,7 @@ def test_one_seed_has_no_interval(one_seed):
     page = render_page(one_seed)
     assert page.count("difference −0.047, one seed: no interval") == 1
     assert "interval over" not in page
-    assert "One seed: nothing here tells a difference between models" in page
+    assert "One seed: these results cannot separate a difference between models" in page
 
 
 def test_an_interval_over_examples_is_not_taken_for_one_over_seeds(one_seed):

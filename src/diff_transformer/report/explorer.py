@@ -43,9 +43,9 @@ def build(results: Results) -> Figure | None:
         id="explorer",
         title="Attention maps, token by token",
         source=("Fig. 1",),
-        read="Choose a layer and head, then a token: the tint shows how much that token attends to each token before "
-        "it. DIFF subtracts λ A₂ from A₁; weights below zero are real and keep their own colour. "
-        "The answer is outlined.",
+        read="Choose a layer and a head, then a token. The tint shows how much that token attends to each earlier "
+        "token. DIFF subtracts λ A₂ from A₁, so weights can be negative; these have a colour of their own. The answer "
+        "is outlined.",
         body=body,
         findings=findings,
     )

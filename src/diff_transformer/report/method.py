@@ -18,7 +18,7 @@ def verdicts(results: dict) -> dict[str, int]:
 
 
 def sentence(results: dict) -> str:
-    """What the verdicts say together, and of few seeds that they are no more than that."""
+    """One sentence: how many claims held. With few seeds it says what the intervals are over."""
     counts = verdicts(results)
     total = sum(counts.values())
     if not total:
@@ -31,7 +31,7 @@ def sentence(results: dict) -> str:
         said.append(f"{counts['did not hold']} did not")
     if counts["undecided"]:
         said.append(f"{counts['undecided']} {'is' if counts['undecided'] == 1 else 'are'} undecided")
-    more = " Intervals are over examples: another seed may come out otherwise." if few else ""
+    more = " Intervals are over examples; another seed may give another result." if few else ""
     return ", ".join(said[:-1]) + (" and " if len(said) > 1 else "") + said[-1] + "." + more
 
 
@@ -78,18 +78,18 @@ def _facts(results: dict) -> list[tuple[str, object]]:
 
 DEFINITIONS = {
     "Loss": "mean cross-entropy of the next token on held-out text, in nats per token.",
-    "AR-Hit and others": "an AR-Hit token ends an n-gram that occurred earlier in the same context and is not frequent "
-    "in the training text; others are all the rest.",
-    "Needle accuracy": "share of the R numbers asked for that greedy continuation gives exactly and in order. The "
-    "first needle asked for stands at the depth named, the others anywhere. Chance is the score of guessing.",
+    "AR-Hit and others": "an AR-Hit token ends an n-gram that occurred earlier in the same context and is rare in "
+    "the training text. Others are all remaining tokens.",
+    "Needle accuracy": "share of the R numbers asked for that greedy decoding gives exactly and in order. The "
+    "first needle asked for is at the given depth, the others anywhere. Chance is the score of guessing.",
     "Attention allocation": "from the last position of a retrieval prompt, each head's weights (for DIFF of A₁ − λ A₂) "
     "are divided by the sum of their magnitudes. Answer is the share on the sentence asked for; noise is the share "
     "on the other text, without the first token and the question.",
     "Largest activations": "magnitudes of the attention logits before softmax (of both maps of DIFF) and of the "
     "residual stream after each layer.",
-    "Tokens per second": "forward and backward, and forward alone, on equal batches, on the machine named here.",
-    "Difference": "DIFF minus Transformer, paired by seed. Where the interval is over examples it says how sure the "
-    "difference between these trained models is, not how another seed would come out.",
+    "Tokens per second": "forward + backward and forward alone, on equal batches, on the machine given here.",
+    "Difference": "DIFF minus Transformer, paired by seed. An interval over examples says how "
+    "certain the difference between these trained models is, not what another seed would give.",
 }
 
 
@@ -195,7 +195,7 @@ PAPER_PARAMETERS, PAPER_TOKENS = 2.8e9, 1e12
 
 
 def caveats_section(results: dict) -> Html:
-    """A list; each line is there because the run has that limit."""
+    """The limits of this run as a list."""
     items = [tag("li", words) for words in caveats(results)]
     return tag(
         "section",
@@ -211,7 +211,7 @@ def _has_normalised(results: dict) -> bool:
 
 
 def caveats(results: dict) -> list[str]:
-    """The limits of the run, in plain sentences."""
+    """The limits of this run, derived from its own numbers, one sentence each."""
     said = []
     train, pair = as_dict(results.get("train")), as_dict(results.get("pair"))
     size, tokens = as_dict(pair.get("diff")).get("parameters"), train.get("tokens")
@@ -221,31 +221,31 @@ def caveats(results: dict) -> list[str]:
         )
         if isinstance(tokens, int | float) and is_number(tokens) and tokens:
             scale += f", and saw {short(tokens)} tokens, about 1/{short(PAPER_TOKENS / tokens)} of its 1 T"
-        said.append(f"{scale}. What holds at one scale need not hold at the other, in either direction.")
+        said.append(f"{scale}. A result at one scale need not hold at the other, in either direction.")
     seeds = max((len(s) for s in seeds_by_side(results).values()), default=0) or len(train.get("seeds") or [])
     if seeds == 1:
-        said.append("One seed: nothing here tells a difference between models from one between random draws.")
+        said.append(
+            "One seed: these results cannot separate a difference between models from a difference between seeds."
+        )
     elif 1 < seeds < 5:
-        said.append(f"{plural(seeds, 'seed')}: intervals over so few seeds are wide and rough.")
+        said.append(f"{plural(seeds, 'seed')}: intervals over so few seeds are wide.")
     if size and as_dict(as_dict(pair.get("diff")).get("config")).get("head_norm") and not _has_normalised(results):
         said.append(
-            "DIFF's heads are normalised, the Transformer's are not. In this project's study at desk scale a "
-            "Transformer with such a norm, from .1, had most of DIFF's lead, and the lead shrank as training went on; "
-            "the same command with --resume --variants softmax_norm trains one beside this pair, and sets DIFF against "
-            "it."
+            "DIFF normalises its heads, the Transformer does not. In this project's desk study, a Transformer with the "
+            "same head norm (starting at 0.1) had most of DIFF's lead, and the lead shrank with training. To add such "
+            "a Transformer to this comparison, run the same command with --resume --variants softmax_norm."
         )
     if train.get("corpus"):
         said.append(f"One corpus ({train['corpus']}); other text may rank the models differently.")
     claims = len(dicts(results.get("claims")))
     if claims > 3:
         said.append(
-            f"{claims} claims are judged side by side without correction: expect one to come out by luck now and then."
+            f"{claims} claims are tested without a correction for their number: now and then one holds or fails by "
+            "chance."
         )
     if any(entry.get("eval") == "throughput" for entry in dicts(results.get("evals"))):
-        said.append("Speed depends on machine, shapes and kernels; the ratio carries over no further than those.")
+        said.append("Speed depends on machine, shapes and kernels; other ones give another ratio.")
     if dicts(results.get("explorer")):
-        said.append(
-            "The attention explorer shows single texts, chosen for illustration; the figures average over many."
-        )
-    said.append("Numbers of the paper marked † are taken from a third party's transcription of it.")
+        said.append("The attention explorer shows single texts chosen as illustrations; the figures average over many.")
+    said.append("The paper's numbers marked † come from a third party's transcription.")
     return said

@@ -1,12 +1,11 @@
 """Results -> one HTML file that needs nothing else: styles, scripts, drawings and data are inside."""
 
-import os
 from collections.abc import Callable
 from importlib.resources import files
 from pathlib import Path
 from string import Template
 
-from diff_transformer.durable import require_writable
+from diff_transformer.durable import replacing, require_writable
 from diff_transformer.report.claims import bears_on, claim_links, claims_section
 from diff_transformer.report.figures import IN_ORDER
 from diff_transformer.report.load import ResultsError, check_results, load_results
@@ -48,9 +47,8 @@ def save_page(render: Callable[[], str], path: Path | str, *, overwrite: bool = 
             f"the page would have {len(page):,} bytes, above {LIMIT:,}; give fewer seeds or shorter rows"
         )
     path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_name(path.name + ".part")
-    part.write_bytes(page)
-    os.replace(part, path)
+    with replacing(path) as part:
+        part.write_bytes(page)
     return path
 
 

@@ -71,7 +71,8 @@ def _gradients(runs: list[RunLog]) -> Figure | None:
         id="gradients",
         title="Gradient norm, in all and by part",
         source=(),
-        read="L2 norm before clipping, on a logarithmic scale. The squares of the parts add up to that of the whole.",
+        read="L2 norm before clipping, on a logarithmic scale. The squared norms of the parts add up to that of all "
+        "parameters.",
         body=panels(*shown) + _legend(runs),
         findings=[_spike(run) for run in runs],
         data=_tables(
@@ -98,7 +99,7 @@ def _rate(runs: list[RunLog]) -> Figure | None:
     shown = _panel(runs, "lr", "Learning rate", digits=6)
     if shown is None:
         return None
-    read = "As the optimizer had it at the logged steps."
+    read = "The optimizer's learning rate at the logged steps."
     data = _tables(runs, [("lr", None, "Learning rate")])
     return Figure("rate", "Learning rate", (), read, panels(shown) + _legend(runs), data=data)
 
@@ -124,10 +125,10 @@ def _lambda_alarms(runs: list[RunLog], name: str, count: int) -> list[Finding | 
 
 
 _LAYERED: tuple[tuple[str, str, str, str, Callable], ...] = (
-    ("lambda", "lambda", "Lambda, layer by layer", "How much of the second map is subtracted; below 0 it would be "
-     "added, above 1 more is subtracted than there is.", _lambda_alarms),
-    ("head_norm_gain", "gain", "Head-norm gain, layer by layer", "The mean magnitude of the head norm's weight, which "
-     "multiplies heads of root mean square 1.", lambda runs, name, count: []),
+    ("lambda", "lambda", "Lambda, layer by layer", "The weight of the second map, which is subtracted. Below 0 it "
+     "would be added; above 1, more than the whole map is subtracted.", _lambda_alarms),
+    ("head_norm_gain", "gain", "Head-norm gain, layer by layer", "Mean magnitude of the head norm's weight, "
+     "which scales heads of unit RMS.", lambda runs, name, count: []),
 )  # fmt: skip
 
 
@@ -174,14 +175,14 @@ def _speed(runs: list[RunLog]) -> Figure | None:
     ]
     if not any(shown):
         return None
-    read = "Between log steps, validation and checkpoints included where they fall between."
+    read = "Measured between log steps; validation and checkpoints between them are included."
     data = _tables(runs, [("tokens_per_second", None, "Tokens per second"), ("mfu", None, "MFU")])
     return Figure("speed", "Speed", (), read, panels(*shown) + _legend(runs), data=data)
 
 
 def _memory(runs: list[RunLog]) -> Figure | None:
     return _multiples(
-        runs, "memory", "Memory", "Of the first process: allocated on its GPU, or resident on a CPU; in GB.",
+        runs, "memory", "Memory", "Memory of the first process in GB: allocated on its GPU, or resident on a CPU.",
         [("memory_bytes", None, "At the log step, GB"), ("peak_memory_bytes", None, "The most so far, GB")], scale=1e-9,
     )  # fmt: skip
 

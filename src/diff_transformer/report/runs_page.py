@@ -1,4 +1,4 @@
-"""Any number of training runs, finished or not -> one page: their curves laid over one another, and how they differ."""
+"""Any number of training runs, finished or not -> one page: their curves on shared axes, and how they differ."""
 
 from pathlib import Path
 
@@ -11,7 +11,7 @@ from diff_transformer.report.run_figures import figures_of
 
 
 def write_runs_report(paths: list[Path | str], path: Path | str, *, overwrite: bool = False) -> Path:
-    """Write the page that lays runs over one another and return its path.
+    """Write the page that compares runs and return its path.
 
     Args:
         paths: folders that ``diff-transformer train`` wrote or is writing, members of a comparison, ``metrics.jsonl``.
@@ -40,7 +40,7 @@ def render_runs_page(runs: list[RunLog]) -> str:
 
 def _first_screen(runs: list[RunLog]) -> Html:
     unfinished = sum(not run.finished for run in runs)
-    words = "Curves of training laid over one another."
+    words = "Training curves on shared axes."
     if unfinished:
         words += f" {unfinished} of {plural(len(runs), 'run')} {'is' if unfinished == 1 else 'are'} not finished."
     head: list[object] = [

@@ -15,9 +15,9 @@ from diff_transformer.report.models import sides_of
 from diff_transformer.report.page import contents, fill_page, save_page
 
 _CAVEATS = (
-    "Differences are of the same seed's pair; intervals are Student's 95 % over seeds, without correction for the "
-    "number of measures: one in twenty of those that mean nothing excludes zero. What a study of small models shows "
-    "holds for models of that size."
+    "Differences are paired by seed. Intervals are Student's, 95 % over seeds, without a correction for the number of "
+    "measures: of measures without any effect, one in twenty excludes zero. Results on small models hold for models "
+    "of that size."
 )
 
 
@@ -94,7 +94,7 @@ def _first_screen(settings: Cells, said: str) -> Html:
             more = _cells(paired[0]) if paired else ["", "", ""]
             counted = str(len(seeds)) if len(kept) == len(seeds) else f"{len(seeds)}, {len(seeds) - len(kept)} diverged"
             rows.append([f"{name}: {side}", counted, number(mean(map(_last, kept.values())), 3), *more])
-    lead = tag("p", f"{said}. Each model against softmax attention of the same seed.", class_="lead")
+    lead = tag("p", f"{said}. Each model is compared with softmax attention of the same seed.", class_="lead")
     return join([tag("h1", "A study of matched pairs"), lead, table(head, rows, "Final validation loss")])
 
 
@@ -175,7 +175,7 @@ def _sweep(sweep: Cells, marks: dict[str, str]) -> Figure:
     ]
     return Figure(
         "sweep", "Learning rates", (),
-        "The final validation loss of each model by its learning rate; a run that diverged has none.",
+        "Final validation loss by learning rate. A run that diverged has no mark.",
         panels(*shown, columns=1) + _legend(points, marks),
         data=table(["learning rate", *points], rows, "Learning rates"),
     )  # fmt: skip

@@ -1,14 +1,12 @@
-"""The models of a finished comparison, asked for their attention over a text that somebody typed."""
+"""Attention of the models of a finished comparison over a typed text."""
 
 import json
-import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 TOKENS = 256  # of a typed text, at most: the maps grow with the square
 BYTES = 8192  # of a typed text in UTF-8, at most
-_NAME = re.compile(r"(?P<attention>[a-z_0-9]+)-seed(?P<seed>\d+)")
 _TWO_MAPS = ("diff", "softmax", "softmax_norm", "diff_v2", "grouped_diff", "fixed_lambda")
 
 
@@ -99,13 +97,12 @@ def title_of(text: str) -> str:
 
 
 def _members(folder: Path) -> list[Member]:
-    found = []
-    for path in sorted((folder.resolve() / "members").glob("*/run/model")):
-        name = path.parent.parent.name
-        match = _NAME.fullmatch(name)
-        if match and match["attention"] in _TWO_MAPS and _is_saved(path):
-            found.append(Member(name, match["attention"], int(match["seed"]), path))
-    return sorted(found, key=lambda one: (one.seed, _TWO_MAPS.index(one.attention)))
+    home = folder.resolve() / "members"
+    runs = [(side, seed) for seed in range(len([*home.glob("*")])) for side in _TWO_MAPS]
+    members = [
+        Member(f"{side}-seed{seed}", side, seed, home / f"{side}-seed{seed}" / "run/model") for side, seed in runs
+    ]
+    return [member for member in members if _is_saved(member.folder)]
 
 
 def _is_saved(path: Path) -> bool:

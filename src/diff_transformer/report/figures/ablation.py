@@ -36,13 +36,13 @@ def build(results: Results) -> Figure | None:
         id="ablation",
         title="What the gain is made of",
         source=("Table 6",),
-        read="Seven models, alike in size, data and schedule, that differ in their attention alone: softmax with the "
-        "same heads, with half as many of twice the width, and these with the norm that DIFF has; DIFF, and DIFF "
-        "without its norm or with a constant λ init. AR-Hit tokens can be recalled from the context.",
+        read="Seven models of equal size, data and schedule that differ in attention alone. Transformers: the same "
+        "heads; half as many heads of twice the width; and these with DIFF's head norm. DIFF: as it is, "
+        "without its head norm, and with a constant λ init. AR-Hit tokens can be recalled from the context.",
         body=join(shown) + legend(),
         findings=[finding for one in runs for finding in _findings(one)],
         paper="at 1.4 B †, all tokens: Transformer 3.087, half the heads 3.088, with head norm 3.086; DIFF 3.062, "
-        "without head norm 3.122, λ init 0.8 3.065, 0.5 3.066.",
+        "without head norm 3.122, λ init 0.8 3.065, λ init 0.5 3.066.",
         data=_data(runs),
     )
 
@@ -70,7 +70,11 @@ def _findings(one: Series) -> list[Finding | None]:
     steps = next((s for part in one.parts if is_number(s := part.provenance.get("steps"))), None)
     said: list[Finding | None] = []
     if steps is not None and steps < SHORT_RUN:
-        return [Finding("alarm", f"{steps:,} steps of training: this shows that all rows run, nothing of the models.")]
+        return [
+            Finding(
+                "alarm", f"{steps:,} steps of training: this shows that every row runs, and nothing about the models."
+            )
+        ]
     for key, title in SLICES.items():
         sides = [_values(one, name, key) for name in ("diff", "transformer")]
         said.append(versus(title, sides[0], sides[1], "lower"))
@@ -81,7 +85,7 @@ def _findings(one: Series) -> list[Finding | None]:
     wide, normed = (mean(_values(one, name, "validation")) for name in ("transformer_wide", "transformer_wide_norm"))
     if wide is not None and normed is not None:
         gap = number(normed - wide, 3, sign=True)
-        said.append(Finding("note", f"With a head norm, the loss of the Transformer of wide heads changes by {gap}."))
+        said.append(Finding("note", f"With a head norm, the loss of the Transformer with wide heads changes by {gap}."))
     return said
 
 

@@ -26,12 +26,12 @@ def build(results: Results) -> Figure | None:
         id="allocation",
         title="Where attention goes",
         source=("Table 3",),
-        read="The share of attention, from the position that must answer, on the needle asked for (higher is better) "
-        "and on the noise, which is the other text of the document (lower is better); mean over heads and layers.",
+        read="The share of attention that the answering position gives to the needle asked for (higher is better) "
+        "and to the noise, the other text of the document (lower is better). Means over heads and layers.",
         body=panels(*by_depth) + (panels(*by_layer) if by_layer else "") + legend_of(models),
         findings=[_finding(models, "answer", depths, "higher"), _finding(models, "noise", depths, "lower")],
-        paper="by depth 0, 25, 50, 75, 100 %, answer: Transformer .03 .03 .03 .07 .09, DIFF .27 .30 .31 .32 .40; "
-        "noise: .51 .54 .52 .49 .49 and .01 .02 .02 .02 .01.",
+        paper="at depths 0, 25, 50, 75, 100 %, answer: Transformer 0.03 0.03 0.03 0.07 0.09, DIFF 0.27 0.30 0.31 "
+        "0.32 0.40; noise: 0.51 0.54 0.52 0.49 0.49 and 0.01 0.02 0.02 0.02 0.01.",
         data=_data(models, depths, layers),
     )
 

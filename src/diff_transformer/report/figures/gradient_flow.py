@@ -42,12 +42,13 @@ def build(results: Results) -> Figure | None:
         id="gradients",
         title="Gradient flow",
         source=("App. F",),
-        read="Root mean square of the loss's gradient over the entries of each weight of the attention: small marks "
-        "are layers, large ones their mean. The appendix derives that DIFF's are those of softmax attention up to "
-        "constants, so that a Transformer's hyperparameters carry over.",
+        read="Root mean square of the loss's gradient over the entries of each attention weight. Small marks are "
+        "layers, large marks their mean. The appendix derives that DIFF's gradients equal those of softmax "
+        "attention up to constants, so that a Transformer's hyperparameters carry over.",
         body=panels(*shown) + (legend() if pair_only else legend_of([*models, *start])),
         findings=[_errors(models), *_ratios(paired)],
-        paper="the appendix derives the gradients in closed form and concludes equal magnitudes; it has no numbers.",
+        paper="the appendix derives the gradients in closed form and concludes that magnitudes are equal; it "
+        "reports no numbers.",
         data=_data(models),
     )
 

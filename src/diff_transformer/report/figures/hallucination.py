@@ -25,13 +25,13 @@ def build(results: Results) -> Figure | None:
         id="hallucination",
         title="Hallucination in context",
         source=("Table 4",),
-        read="Each model summarises texts, or answers questions from them; a judge says whether the output stays with "
-        "the text. Accuracy is the share that does; higher is better. "
+        read="Each model summarises texts or answers questions about them. A judge decides whether the output is "
+        "supported by the text. Accuracy is the share that is; higher is better. "
         f"Judge here: {', '.join(judges(models)) or 'not stated'}.",
         body=panels(panel("Accuracy", chart), columns=1) + legend_of(models),
         findings=[*(compared(name, models, name, "higher") for name in sets), *_unsure(models, sets)],
-        paper="a chat model judges 100 outputs a set, Transformer / DIFF †: XSum .44 / .53, CNN/DM .32 / .41, "
-        "MultiNews .42 / .61, Qasper .28 / .39, HotpotQA .36 / .46, 2WikiMultihopQA .29 / .36.",
+        paper="a chat model judges 100 outputs per set, Transformer / DIFF †: XSum 0.44 / 0.53, CNN/DM 0.32 / 0.41, "
+        "MultiNews 0.42 / 0.61, Qasper 0.28 / 0.39, HotpotQA 0.36 / 0.46, 2WikiMultihopQA 0.29 / 0.36.",
         data=_data(models, sets),
     )
 
@@ -53,9 +53,9 @@ def _unsure(models: list[Series], sets: list[str]) -> list[Finding]:
     said = []
     for one in models:
         for detail, words in (
-            ("undecided", "of the outputs had no verdict and are left out"),
-            ("empty", "of the outputs were empty and count as wrong"),
-            ("truncated", "of the texts were cut to the model's positions"),
+            ("undecided", "of the outputs have no verdict and are left out"),
+            ("empty", "of the outputs are empty and count as wrong"),
+            ("truncated", "of the texts were truncated to the model's maximum length"),
         ):
             share = mean([v for name in sets if (v := one.mean(f"{name}_{detail}")) is not None])
             if share:

@@ -28,9 +28,8 @@ def build(results: Results) -> Figure | None:
         id="harness",
         title="Multiple-choice benchmarks",
         source=("Table 1", "Table 8"),
-        read="The model takes the choice that it finds likeliest; accuracy is the share of right ones (for HellaSwag "
-        "the likeliest for each character). Shots are solved examples before the question. Guessing one of k choices "
-        "gives 1/k.",
+        read="The model chooses the likeliest answer; accuracy is the share of right choices (HellaSwag: likeliest "
+        "per character). Shots are solved examples before the question. Guessing one of k choices gives 1/k.",
         body=panels(*shown, columns=1) + legend_of(models),
         findings=[f for count in shots for f in _findings(models, tasks, count)],
         paper="zero-shot at 3 B and 1 T tokens †, ARC-C ARC-E BoolQ HellaSwag OBQA PIQA WinoGrande, mean: DIFF 37.8 "
@@ -57,7 +56,7 @@ def _findings(models: list[Series], tasks: list[str], shots: int) -> list[Findin
     for one in models:
         cut = mean([v for task in tasks if (v := one.mean(f"{task}_{shots}shot_truncated")) is not None])
         if cut:
-            words = "of the prompts were longer than the model's positions and lost their beginning"
+            words = "of the prompts exceeded the model's maximum length and lost their beginning"
             said.append(Finding("note", f"{one.label}, {plural(shots, 'shot')}: {number(100 * cut, 0)} % {words}."))
     return said
 

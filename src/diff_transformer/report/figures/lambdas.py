@@ -23,8 +23,8 @@ def build(results: Results) -> Figure | None:
         id="lambda",
         title="Lambda, layer by layer",
         source=("Section 2.1",),
-        read="Lambda is how much of the second map is subtracted. Stronger lines are deeper layers; below 0 the second "
-        "map would be added, above 1 more is subtracted than there is.",
+        read="Lambda is the weight of the second map, which is subtracted. Darker lines are deeper layers. Below "
+        "0, the second map would be added; above 1, more than the whole second map is subtracted.",
         body=panels(
             panel("Lambda during training", _over_training(seeds, count)),
             panel("Last lambda and where it started", _final(seeds, start)),
@@ -32,7 +32,7 @@ def build(results: Results) -> Figure | None:
         + _legend(len(seeds)),
         findings=[_range(seeds), _movement(seeds, start)],
         paper="lambda starts near 0.8 − 0.6 exp(−0.3 (l − 1)) for layer l = 1, 2, …: 0.20, 0.36, 0.47 in the first "
-        "three layers, towards 0.8 in deep ones.",
+        "three layers, and close to 0.8 in deep ones.",
         data=_data(seeds, start),
     )
 

@@ -34,11 +34,13 @@ def build(results: Results) -> Figure | None:
         id="long-nll",
         title="Does a longer context go on helping?",
         source=("Fig. 4",),
-        read="The average negative log-likelihood of the first n tokens of a book, over n on a logarithmic axis; lower "
-        "is better, and a curve that goes on falling still gains from its context. Its beginning lies above the frame.",
+        read="The average negative log-likelihood of the first n tokens of a book, over n on a logarithmic axis. "
+        "Lower is better. A curve that keeps falling still gains from its context. The first positions lie "
+        "above the frame.",
         body=panels(*shown) + legend_of(models, *([key("thin-line", "one seed")] if several else [])),
         findings=findings,
-        paper="at 3 B, trained on to 64 K tokens, both curves go on falling to the end, and that of DIFF is the lower.",
+        paper="at 3 B, with continued training to 64 K tokens, both curves keep falling to the end, and DIFF's is "
+        "the lower.",
         data=_data(models, positions),
     )
 

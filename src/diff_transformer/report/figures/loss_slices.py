@@ -34,13 +34,13 @@ def build(results: Results) -> Figure | None:
         id="slices",
         title="Loss on repeated and on new text",
         source=("Table 6",),
-        read="AR-Hit tokens end an n-gram already seen in the same context, so they can be recalled; others must be "
-        "predicted."
-        + (" The second panel shows each seed's difference, which is small beside the loss." if pair else ""),
+        read="AR-Hit tokens end an n-gram that occurred earlier in the same context, so the model can recall them. "
+        "All other tokens must be predicted."
+        + (" The second panel shows the difference of each seed." if pair else ""),
         body=panels(*shown) + legend_of(models, *extra),
         findings=[compared(SLICES[n][0].upper() + SLICES[n][1:], models, n, "lower") for n in present]
         + [_share(models)],
-        paper="at 1.4 B †, all tokens, AR-Hit, others: Transformer 3.087 .898 3.272, DIFF 3.062 .880 3.247.",
+        paper="at 1.4 B †, all tokens, AR-Hit, others: Transformer 3.087 0.898 3.272, DIFF 3.062 0.880 3.247.",
         data=_data(models),
     )
 

@@ -40,12 +40,13 @@ def build(results: Results) -> Figure | None:
         id="loss",
         title="Loss over training",
         source=("Fig. 3",),
-        read="Lower is better. Thin lines are single seeds, thick lines their mean; each training point averages "
-        "neighbouring log steps, and the first steps may lie above the frame. The training loss is that of the "
-        "mixture, each source by its share; the validation loss is of held-out rows of text, the claims' of others.",
+        read="Lower is better. Thin lines are seeds, thick lines their mean. Each training point averages "
+        "neighbouring log steps, and the first steps may lie above the frame. The training loss weights each "
+        "source of the mixture by its share. The validation loss is over held-out text; the claims use other "
+        "held-out text.",
         body=panels(*shown, columns=len(shown)) + legend(key("thin-line", "one seed")),
         findings=findings,
-        paper="6.8 B parameters of DIFF reach the loss of an 11 B Transformer, and 160 B tokens that of 251 B.",
+        paper="6.8 B parameters of DIFF reach the loss of an 11 B Transformer, and 160 B tokens reach that of 251 B.",
         data=_data(last, validation),
     )
 

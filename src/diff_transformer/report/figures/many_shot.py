@@ -36,14 +36,14 @@ def build(results: Results) -> Figure | None:
         id="many-shot",
         title="Many examples in the prompt, and their order",
         source=("Fig. 6", "Fig. 7", "Fig. 9"),
-        read="The prompt holds labelled examples, and the likeliest label of the set is the answer. The second panel "
-        "of a data set puts the same examples in several orders at the longest prompt: the bar spans the best and the "
-        "worst order, and a short one means that the order matters little.",
+        read="The prompt holds labelled examples; the model answers with the likeliest label of the set. The "
+        "second panel of each data set puts the same examples in several orders, at the longest prompt. The "
+        "bar spans the best and the worst order: a short bar means that order matters little.",
         body=panels(*shown) + legend_of(everyone, key("dashed", "chance")),
         findings=findings,
-        paper="at 3 B and up to 64 K tokens, DIFF is ahead by 18.0 points on TREC, 21.6 on TREC-fine, 10.4 on "
-        "Banking-77 and 5.2 on Clinic-150 †; between its best and worst order on TREC lie 4.0 points at random and "
-        "13.4 by class, for the Transformer 19.0 and 56.7 †.",
+        paper="at 3 B and up to 64 K tokens, DIFF leads by 18.0 points on TREC, 21.6 on TREC-fine, 10.4 on "
+        "Banking-77 and 5.2 on Clinic-150 †. On TREC its best and worst order differ by 4.0 points (random) "
+        "and 13.4 (by class); for the Transformer by 19.0 and 56.7 †.",
         data=join(tables),
     )
 

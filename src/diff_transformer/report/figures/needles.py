@@ -29,7 +29,8 @@ def build(results: Results) -> Figure | None:
         title="Multi-needle retrieval",
         source=("Table 2", "Fig. 5"),
         read="Each document hides N needles (a city and its number) and asks for R of them. Accuracy is the share "
-        "of the R numbers given exactly; depth is where in the document the needle asked for stands: 0 % is the start.",
+        "of the R numbers that are exactly right. Depth is the position of the first needle asked for: 0 % is "
+        "the start of the document.",
         body=panels(
             panel("Accuracy, mean over depths", _bars(models, grids, chance)),
             panel("Accuracy by depth, mean over (N, R)", _by_depth(models, grids, depths)) if len(depths) > 1 else None,
@@ -38,8 +39,9 @@ def build(results: Results) -> Figure | None:
         + (panels(*maps) if maps else "")
         + (panels(*by_length) if by_length else ""),
         findings=_findings(models, grids, chance),
-        paper="at 3 B and 4 K tokens, (N,R) = (1,1) (2,2) (4,2) (6,2): Transformer 1.00 .85 .62 .55, "
-        "DIFF 1.00 .92 .84 .85 †; from 8 K to 64 K with (8,1), DIFF ahead by .76 at 25 % depth in 64 K.",
+        paper="at 3 B and 4 K tokens, (N, R) = (1, 1) (2, 2) (4, 2) (6, 2): Transformer 1.00 0.85 0.62 0.55, DIFF "
+        "1.00 0.92 0.84 0.85 †; from 8 K to 64 K tokens with (8, 1), DIFF leads by 0.76 at 25 % depth in 64 "
+        "K.",
         data=_data(models, grids, lengths, depths),
     )
 

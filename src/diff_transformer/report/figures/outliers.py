@@ -29,11 +29,11 @@ def build(results: Results) -> Figure | None:
         id="outliers",
         title="Largest activations",
         source=("Table 5",),
-        read="The k-th largest magnitude over all positions measured, and the median. Far fewer large values beside a "
-        "like median would make a model easier to quantise; the axis is logarithmic.",
+        read="The k-th largest magnitude over all positions measured, and the median, on a logarithmic axis. A "
+        "model with smaller outliers and a similar median is easier to quantise.",
         body=panels(*shown) + (panels(*by_layer) if by_layer else "") + legend_of(models) + _table(models, kinds),
         findings=[f for kind in kinds for f in _findings(models, kind)],
-        paper="top 1 and median at 3 B †: logits 318 and 5.4 in the Transformer, 38.8 and 3.3 in DIFF; "
+        paper="largest value and median at 3 B †: logits 318 and 5.4 in the Transformer, 38.8 and 3.3 in DIFF; "
         "hidden states 3609 and 0.6, 1688 and 1.2.",
         data=_seeds(models, kinds),
     )

@@ -27,14 +27,14 @@ def build(results: Results) -> Figure | None:
         id="quantization",
         title="Attention logits in few bits",
         source=("Fig. 8",),
-        read="Attention logits are rounded before the softmax, to as many levels as the bits allow, on a scale set by "
-        f"the largest magnitude of {_shared(models)}. Accuracy is that of choosing among the endings of a text by "
-        "their log-probability a character; loss is that of held-out text.",
+        read="Attention logits are rounded before the softmax to the levels that the bits allow. The scale is the "
+        f"largest magnitude of {_shared(models)}. Accuracy: the model chooses among endings of a text by "
+        "log-probability per character. Loss: held-out text.",
         body=panels(*(panel(KINDS[kind], _chart(models, kind, bits, chance)) for kind in kinds))
         + legend_of(models, *extra),
         findings=[f for kind in kinds for f in _findings(models, kind, bits)],
-        paper="zero-shot accuracy on HellaSwag at 3 B: DIFF keeps its accuracy from 16 down to 6 bits, where the "
-        "Transformer drops; at 4 bits DIFF is near the Transformer at 6, and about .25 above it at 4.",
+        paper="zero-shot accuracy on HellaSwag at 3 B: DIFF keeps its accuracy from 16 to 6 bits, where the "
+        "Transformer's drops. At 4 bits, DIFF is near the Transformer at 6 bits and about 0.25 above it at 4.",
         data=_data(models, bits),
     )
 

@@ -33,13 +33,13 @@ def build(results: Results) -> Figure | None:
         id="scaling",
         title="Scaling",
         source=("Fig. 3",),
-        read="Each mark is a run, each line a power law a x^−b + c fitted to a model's runs; both axes are "
-        "logarithmic. The ratio says how much of the Transformer's size DIFF needs for the same loss; below 100 %, it "
-        "needs less.",
+        read="Each mark is a run. Each line is a power law a x^−b + c fitted to the runs of one model. Both axes "
+        "are logarithmic. The ratio says what share of the Transformer's size DIFF needs for the same loss: "
+        "below 100 %, DIFF needs less.",
         body=join(shown) + (legend(note) if pair else legend_of(names, note)),
         findings=[finding for one in tables for finding in _findings(one)],
-        paper="6.8 B parameters of DIFF have the loss of an 11 B Transformer (62.2 %), 7.8 B that of 13.1 B (59.5 %), "
-        "and 160 B tokens that of 251 B (63.7 %).",
+        paper="6.8 B parameters of DIFF have the loss of an 11 B Transformer (62.2 %), 7.8 B that of 13.1 B (59.5 "
+        "%), and 160 B tokens that of 251 B (63.7 %).",
         data=join([_data(one) for one in tables]),
     )
 

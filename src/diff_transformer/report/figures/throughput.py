@@ -31,8 +31,8 @@ def build(results: Results) -> Figure | None:
         id="throughput",
         title="Speed",
         source=("Table 7",),
-        read=f"Higher is better. Both models ran on the same machine ({device}), with the same batch and length; the "
-        "second panel divides DIFF by Transformer.",
+        read=f"Higher is better. Both models ran on the same machine ({device}) with the same batch size and length. "
+        "The second panel is DIFF divided by Transformer.",
         body=panels(*shown) + legend(key("difference", "DIFF / Transformer, mean and seeds")),
         findings=[
             versus(
@@ -40,7 +40,8 @@ def build(results: Results) -> Figure | None:
             )
             for k in present
         ],
-        paper="3 B at 2 K on H100 †: DIFF trains 9 % and runs forward 9 % slower; at 4 K, 12 % and 10 %.",
+        paper="3 B at 2 K tokens on H100 †: DIFF is 9 % slower in training and in the forward pass; at 4 K, 12 % "
+        "and 10 %.",
         data=_data(speed, present),
     )
 

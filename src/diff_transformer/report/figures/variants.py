@@ -24,9 +24,8 @@ def build(results: Results) -> Figure | None:
         id="variants",
         title="Relatives of differential attention",
         source=(),
-        read="Every model had the same data, steps and seeds as the pair. Where a variant's projections are larger or "
-        "smaller, the width of its feed-forward makes up for it, so that parameters agree; FLOPs, cache and speed are "
-        "what they then are.",
+        read="Every model had the same data, steps and seeds as the pair. The feed-forward width is set so that "
+        "parameter counts agree. FLOPs, cache and speed are as measured.",
         body=panels(panel("Loss on held-out text, nats per token: lower is better", losses), columns=1)
         + tag("p", key("difference", "mean and seeds"), class_="legend")
         + _table(rows),
