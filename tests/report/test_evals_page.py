@@ -6,6 +6,7 @@ import re
 import pytest
 
 from diff_transformer.evals.types import Result
+from diff_transformer.lab.record import Record
 from diff_transformer.report import ResultsError
 from diff_transformer.report.evals_page import render_evals_page, write_evals_report
 from diff_transformer.report.load import load_evals
@@ -226,3 +227,18 @@ def test_gradients_tell_errors_and_ratios():
     bad = gradients("ours", "q k v o")
     bad["metrics"]["error_w_v"] = 0.1
     assert "Alarm" in visible(render_evals_page(load_evals([bad])))
+
+
+def test_the_record_of_a_run_stands_for_its_experiments(tmp_path):
+    run = tmp_path / "diff-seed1"
+    record = Record(
+        "demo", "diff", 1, {}, {"needle": {"n1_r1": 0.5}, "gradients": {"largest": 2.0}}, {"needle": [{"a": 1}]}
+    )
+    record.save(run / "record.json")
+    single = {"eval": "needle", "model": "diff-seed1", "metrics": {"n1_r1": 0.5}, "rows": [{"a": 1}]}
+    (run / "evals").mkdir()
+    (run / "evals" / "needle.json").write_text(json.dumps(single))
+    assert load_evals(tmp_path) == [record]
+    page = render_evals_page(load_evals(tmp_path))
+    assert re.findall(r'<section id="([^"]*)"', page) == ["needles"]
+    assert "1, with 1 rows" in page

@@ -64,7 +64,8 @@ def test_hallucination_of_one_model_reads_every_set():
     assert tips(figure) == ["xsum\ntiny: 0.400", "hotpotqa\ntiny: 0.500"]
     assert "endpoint:judge-1" in figure.read
     assert figure.data.count("&lt;b&gt;it&lt;/b&gt; burned") == hallucination.EXAMPLES
-    assert [f.text for f in figure.findings if f] == ["tiny: 25 % of the texts were truncated to the model's maximum length."]
+    (finding,) = [f.text for f in figure.findings if f]
+    assert finding == "tiny: 25 % of the texts were truncated to the model's maximum length."
 
 
 def test_a_set_without_any_verdict_keeps_its_place():

@@ -6,8 +6,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from diff_transformer.lab.record import FILE, Record, of_result
 from diff_transformer.lab.record import SCHEMA as RECORD_SCHEMA
-from diff_transformer.lab.record import Record, of_result
 from diff_transformer.report.models import ResultsError
 
 SCHEMA = 1  # of a results.json
@@ -101,7 +101,10 @@ def _from_path(path: Path) -> list[Record]:
     if not path.is_dir():
         return _checked(_read(path), str(path))
     found: list[Record] = []
+    whole = {file.parent for file in path.rglob(FILE)}  # the record of a run holds its experiments
     for file in sorted(path.rglob("*.json")):
+        if file.name != FILE and whole & {*file.parents}:
+            continue
         try:
             found += _records(_read(file))
         except ResultsError:

@@ -88,8 +88,8 @@ DEFINITIONS = {
     "Largest activations": "magnitudes of the attention logits before softmax (of both maps of DIFF) and of the "
     "residual stream after each layer.",
     "Tokens per second": "forward + backward and forward alone, on equal batches, on the machine given here.",
-    "Difference": "DIFF minus Transformer, paired by seed. An interval over examples says how "
-    "certain the difference between these trained models is, not what another seed would give.",
+    "Difference": "DIFF minus Transformer, paired by seed. Where an interval is taken over "
+    "examples, it says how certain the difference between these trained models is, not what another seed would give.",
 }
 
 

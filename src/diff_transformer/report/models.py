@@ -10,6 +10,7 @@ from diff_transformer.report.markup import Html, is_number, join, mean, number, 
 
 SIDES = ("diff", "softmax")
 ATTENTION = ("diff", "softmax", "diff_v2", "grouped_diff", "dint")  # what a comparison calls the sides of its records
+OF_TRAINING = ("gradients", "model", "start")  # metrics of a record that no experiment measured
 STYLES = 6  # colours and marks beside those of the pair: s1 to s6
 BY_DATA = ("many_shot",)  # experiments that show each data set by itself: results on two sets do not contradict
 
@@ -34,7 +35,7 @@ class Results:
         """Each experiment on each model; of ``evals`` alone, if any is named."""
         for record in self.records:
             for name in record.metrics:
-                if not evals or name in evals:
+                if name in evals or (not evals and name not in OF_TRAINING):
                     yield Measurement(record, name)
 
 

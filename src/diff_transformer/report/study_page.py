@@ -126,7 +126,9 @@ def _setting(name: str, sides: dict[str, dict[int, Record]], marks: dict[str, st
     ]
     shown = [panel("Validation loss, nats per token", drawn)]
     if differences:
-        rows = row_chart(f"{name}: differences", differences, x_label=f"final validation loss less {BASELINE}'s")
+        rows = row_chart(
+            f"{name}: differences", differences, x_label=f"final validation loss less {BASELINE}'s", guide=0
+        )
         shown.append(panel("Difference of each pair", rows))
     return Figure(
         id=f"setting-{name}",
