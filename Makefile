@@ -21,7 +21,7 @@ VLLM_VENV := .venv-vllm
 VLLM_BIN := $(VLLM_VENV)/bin
 VLLM_READY := $(VLLM_VENV)/.ready
 test-vllm: $(VLLM_READY)  ## the tests of the vLLM plugin, on the real engine, in an environment of their own
-	$(VLLM_BIN)/python -m pytest tests/vllm $(ARGS)
+	$(VLLM_BIN)/python -m pytest tests/vllm -o timeout=900 $(ARGS)
 
 # torchvision and its like come in builds that do not fit torch's CPU build; nothing here needs them.
 $(VLLM_READY): pyproject.toml constraints-vllm.txt

@@ -25,7 +25,7 @@ def run(folder, tmp_path, rows, **options) -> dict:
     request = json.dumps({"options": options, "rows": rows})
     done = subprocess.run(
         [sys.executable, Path(__file__).with_name("run_parallel.py"), folder, request],
-        cwd=tmp_path, capture_output=True, text=True, timeout=280,
+        cwd=tmp_path, capture_output=True, text=True, timeout=600,
         env={
             **os.environ, "PYTHONPATH": os.pathsep.join([str(HELPERS), os.environ.get("PYTHONPATH", "")]),
             "VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_ALLOW_INSECURE_SERIALIZATION": "1", "OMP_NUM_THREADS": "1",
