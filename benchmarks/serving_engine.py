@@ -68,7 +68,10 @@ def save_pair(folder: Path, fields: dict, dtype: torch.dtype) -> dict[str, DiffT
 
 def throughput(options) -> list[dict]:
     """Rows for ``LOADS`` and ``REQUESTS``: our ``generate``, transformers' continuous batching, and vLLM."""
+    from transformers import GenerationConfig
     from vllm import LLM, SamplingParams
+
+    from diff_transformer.serving.server import batching
 
     dtype = getattr(torch, options.dtype)
     loads = {name: (n // 4, new // 4) for name, (n, new) in LOADS.items()} if options.quick else LOADS
@@ -95,7 +98,14 @@ def throughput(options) -> list[dict]:
             )  # fmt: skip
             return out[:, ids.shape[1] :].tolist()
 
-        ways = {"vllm": by_vllm, "generate": by_generate}
+        def by_transformers(side: str, rows: list[list[int]], new: int) -> None:
+            """Continuous batching over transformers' paged cache, as `diff-transformer serve` has it."""
+            settings = GenerationConfig(max_new_tokens=new, do_sample=False, eos_token_id=-1, pad_token_id=0)
+            models[side].set_attn_implementation("sdpa")
+            models[side].generate_batch(rows, settings, batching(1024, len(rows)))
+            models[side].set_attn_implementation("diff_auto")
+
+        ways = {"vllm": by_vllm, "generate": by_generate, "transformers": by_transformers}
         if dtype == torch.float32:
             for side in SIDES:
                 rows = draw(4, 40)
