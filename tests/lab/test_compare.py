@@ -99,11 +99,15 @@ def test_a_finished_folder_is_not_overwritten_but_resumes(finished, assignments)
     model = out / "members" / "diff-seed0" / "run" / "model" / "model.safetensors"
     before = model.read_bytes()
     request = json.loads((out / "compare.json").read_text())
-    del request["config"]["train"]["micro_batch_size"]  # as if written before there was this setting
+    del request["config"]["train"]["prefetch"]  # as if an earlier version had written it, with no records either
     (out / "compare.json").write_text(json.dumps(request))
+    for member in (out / "members").iterdir():
+        (member / "record.json").unlink()
+        (member / "request.json").write_text(json.dumps(RunSpec.load(member).config.to_dict()))
     again = compare(config, out, resume=True)
     assert model.read_bytes() == before
     assert again["claims"] == summary["claims"]
+    assert again["curves"] == summary["curves"]
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ import pytest
 from diff_transformer import DiffTransformerConfig
 from diff_transformer.lab.recipes import recipe
 from diff_transformer.lab.recipes.desk_study import MATCHED, SIDES, base, desk_study
-from diff_transformer.lab.recipes.ladder import ladder_study
+from diff_transformer.lab.recipes.studies import ladder_study
 from diff_transformer.lab.record import Record, load_all
 from diff_transformer.lab.spec import RunSpec, Study, seeds
 from diff_transformer.lab.study import run_study, sweep_losses

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 
 from diff_transformer.checks import require_known
-from diff_transformer.lab.recipes import desk, one_gpu, paper, uptrain
+from diff_transformer.lab.recipes import desk, one_gpu, paper
 from diff_transformer.train.config import RunConfig
 
 RECIPES: dict[str, Callable[[], RunConfig]] = {
@@ -13,7 +13,7 @@ RECIPES: dict[str, Callable[[], RunConfig]] = {
     "novels": desk.novels,
     "one_gpu": one_gpu.one_gpu,
     "one_gpu_16k": one_gpu.one_gpu_16k,
-    "uptrain": uptrain.uptrain,
+    "uptrain": desk.uptrain,
     **paper.recipes(),
 }
 

@@ -1,12 +1,72 @@
 """Studies by name: functions from a corpus to a plan of many runs."""
 
 from collections.abc import Callable
+from typing import Any
 
 from diff_transformer.checks import require_known
-from diff_transformer.lab.recipes.desk_study import desk_study
-from diff_transformer.lab.recipes.ladder import ladder_study
-from diff_transformer.lab.recipes.stability import stability_study
-from diff_transformer.lab.spec import Study
+from diff_transformer.lab.recipes.desk_study import base, desk_study
+from diff_transformer.lab.recipes.one_gpu import one_gpu
+from diff_transformer.lab.spec import Choices, RunSpec, Study, seeds
+
+SIZES = ((256, 4), (512, 6), (768, 8), (1024, 8))  # of the ladder: width, layers; 16 maps each
+LEARNING_RATES = (1e-3, 3e-3, 1e-2, 3e-2)  # of the stability study
+STABILITY_SIDES: dict[str, dict[str, Any]] = {
+    "softmax": {"attention": "softmax"},
+    "diff_norm1": {"attention": "diff", "head_norm_init": 1.0},
+    "diff": {"attention": "diff", "head_norm_init": 0.1},
+    "diff_v2": {"attention": "diff_v2"},
+}
+
+
+def ladder_study(corpus: str) -> Study:
+    """Figure 3 on one GPU: four sizes from 7M to 117M parameters, 33M tokens each, on text alone; one seed.
+
+    Command: ``diff-transformer study ladder --corpus FOLDER --out runs/ladder --jobs 1``, then ``diff-transformer eval
+    scaling --set runs=runs/ladder --out runs/ladder.json``. Hardware: one H100-class GPU. Time: a quarter of an hour,
+    at 25 % of 989 TFLOP/s; not measured. Give it 150 MB of text or more, to see none of it twice.
+    """
+
+    def runs(_: Choices) -> list[RunSpec]:
+        made = []
+        for width, layers in SIZES:
+            for attention in ("softmax", "diff"):
+                config = one_gpu()
+                config.name = "ladder"
+                config.model |= {"hidden_size": width, "num_hidden_layers": layers, "attention": attention}
+                config.data.corpus, config.data.mixture, config.data.loss = corpus, {"text": 1.0}, "tokens"
+                config.train.steps, config.train.validate_every = 500, 50
+                made += seeds(f"width{width}", attention, config, range(1), measured=False)
+        return made
+
+    return Study("ladder", [], runs)
+
+
+def stability_study(corpus: str) -> Study:
+    """Loss spikes at high learning rates, which users of the first version report: the pair and V2 over four rates.
+
+    200 steps of the desk study's setting on prose alone, without gradient clipping, three seeds a rate.
+
+    The record has, for each run, the gradient norm's median, its largest value and how many spikes there were (more
+    than three times the median of the 20 before; every step is logged), and the final loss.
+
+    Command: ``diff-transformer study stability --corpus FOLDER --out runs/stability``. Hardware: two CPU
+    cores. Time: about twenty minutes.
+    """
+
+    def runs(_: Choices) -> list[RunSpec]:
+        made = []
+        for rate in LEARNING_RATES:
+            for side, fields in STABILITY_SIDES.items():
+                config = base(corpus)
+                config.model |= fields
+                config.data.mixture, config.data.loss = {"text": 1.0}, "tokens"
+                config.optim.lr, config.optim.grad_clip = rate, 0.0
+                config.train.steps, config.train.log_every = 200, 1
+                made += seeds(f"lr{rate:g}", side, config, range(3), measured=False)
+        return sorted(made, key=lambda cell: cell.seed)
+
+    return Study("stability", [], runs)
+
 
 STUDIES: dict[str, Callable[[str], Study]] = {
     "desk": desk_study,
