@@ -158,6 +158,14 @@ def test_strange_folders_are_left_alone(assignments, tmp_path):
         compare(override(recipe("debug"), assignments), tmp_path)
 
 
+def test_an_experiment_with_too_little_held_out_text_is_refused_before_anything_trains(assignments, tmp_path):
+    more = 'evaluation.more={"quantization": {"rows": 100000}}'
+    wanted = r"evaluation.more.quantization: the held-out text .*--set evaluation.more.quantization.split=all reads"
+    with pytest.raises(ValueError, match=wanted):
+        compare(override(recipe("debug"), [*assignments, more]), tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
 @pytest.mark.parametrize(
     ("extra", "options", "message"),
     [

@@ -173,7 +173,7 @@ def _dint_mean(core: Any, q: Tensor, k: Tensor, mask: Tensor | None, is_causal: 
                 "the attention of 'dint' is a mean over all queries so far, and the cache does not keep their maps; "
                 "give the whole sequence in one call"
             )
-        weights, blind = core.counted(q, k, mask, is_causal, given)
+        weights, fully_masked = core.counted(q, k, mask, is_causal, given)
         running = core.is_causal or is_causal
         start, stop, _ = rows.indices(q.shape[2])
         others = [(0, start)] if running else [(0, start), (stop, q.shape[2])]
@@ -189,7 +189,7 @@ def _dint_mean(core: Any, q: Tensor, k: Tensor, mask: Tensor | None, is_causal: 
             found = (total + kept.cumsum(2)) / counts.cumsum(2)[:, :, rows].clamp_min(1)
         else:
             found = ((total + kept.sum(2, keepdim=True)) / counts.sum(2, keepdim=True).clamp_min(1)).expand_as(first)
-        return found if blind is None else found.masked_fill(blind[:, :, rows], 0)
+        return found if fully_masked is None else found.masked_fill(fully_masked[:, :, rows], 0)
 
     return mean
 

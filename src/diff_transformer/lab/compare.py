@@ -34,6 +34,7 @@ from diff_transformer.train.run_folder import RunLock
 
 _SIZES = ("num_key_value_heads", "value_head_dim", "intermediate_size")  # of a variant, so that costs are equal
 _SPEEDS = ("train_tokens_per_second", "forward_tokens_per_second")
+ROWS_OF_TEXT = {"quantization": "rows", "gradient_flow": "samples"}  # experiments on held-out rows, and their number
 _NO_EVAL = ("gradients", "model")  # metrics of a record that no experiment measured
 
 
@@ -206,12 +207,13 @@ def _threads_there(out: Path) -> int:
 
 def _check_data(config: RunConfig) -> None:
     """Raise for what is wrong with the configuration before the folder is made and processes start."""
+    from diff_transformer.data.evaluation_text import load_rows
     from diff_transformer.data.filler import Filler
     from diff_transformer.evals.needle import check_needle_fits
     from diff_transformer.train.initial_model import check_model
     from diff_transformer.train.training_data import load_training_data
 
-    more_experiments(config)
+    more = more_experiments(config)
     for side in PAIR:
         check_model(dataclasses.replace(config, model=side_model(config, side)))
     data = load_training_data(config)
@@ -220,6 +222,14 @@ def _check_data(config: RunConfig) -> None:
         filler, data.tokenizer, settings.needles, config.data.length, config.data.needles.digits,
         per_cell=settings.samples, seed=settings.seed,
     )  # fmt: skip
+    for name, rows in ROWS_OF_TEXT.items():
+        wanted = more.get(name)
+        if wanted is not None and wanted.split == "auto" and getattr(wanted, rows):
+            try:
+                load_rows(wanted.corpus, data.tokenizer, wanted.length, getattr(wanted, rows))
+            except ValueError as error:
+                hint = str(error).replace("--split all", f"--set evaluation.more.{name}.split=all")
+                raise ValueError(f"evaluation.more.{name}: {hint}") from None
 
 
 # ---- what came out
