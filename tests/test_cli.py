@@ -7,15 +7,13 @@ import sys
 import pytest
 import torch
 import typer
+from tiny_models import save_tiny_model
 from transformers import LlamaConfig, LlamaForCausalLM
 from typer.testing import CliRunner
 
 import diff_transformer
-from diff_transformer import DiffTransformerForCausalLM
 from diff_transformer.cli import app
 from diff_transformer.cli.measuring import shown_number
-from diff_transformer.data.tokenizer import byte_tokenizer
-from diff_transformer.model.presets import preset
 
 
 def cli(*arguments):
@@ -25,12 +23,7 @@ def cli(*arguments):
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("model")
-    torch.manual_seed(0)
-    config = preset("debug", vocab_size=258, max_position_embeddings=512, pad_token_id=257)
-    DiffTransformerForCausalLM(config).save_pretrained(folder)
-    byte_tokenizer().save_pretrained(folder)
-    return folder
+    return save_tiny_model(tmp_path_factory.mktemp("model"))
 
 
 @pytest.fixture(scope="module")

@@ -2,17 +2,14 @@
 
 import pytest
 import torch
-from transformers import GPT2Config, GPT2LMHeadModel
+from tiny_models import tiny_lm
 
-from diff_transformer import DiffTransformerForCausalLM, matched_baseline
 from diff_transformer.data.documents import Document
 from diff_transformer.data.filler import Filler
 from diff_transformer.data.tokenizer import byte_tokenizer, token_spans
 from diff_transformer.evals.allocation import evaluate_allocation, shares_of
-from diff_transformer.evals.lm import CausalLM
 from diff_transformer.evals.samples import Samples
 from diff_transformer.lab.experiments import run_eval, settings_of
-from diff_transformer.model.presets import preset
 from diff_transformer.testing import peak_memory
 
 
@@ -88,13 +85,7 @@ def test_an_interrupted_run_goes_on_and_ends_the_same(filler, tmp_path):
 
 
 def make(kind, positions=512):
-    torch.manual_seed(0)
-    if kind == "gpt2":
-        config = GPT2Config(vocab_size=260, n_positions=positions, n_embd=32, n_layer=2, n_head=4)
-        return CausalLM(GPT2LMHeadModel(config), byte_tokenizer(), kind)
-    config = preset("debug", vocab_size=260, max_position_embeddings=positions)
-    config = config if kind == "diff" else matched_baseline(config)
-    return CausalLM(DiffTransformerForCausalLM(config), byte_tokenizer(), kind)
+    return tiny_lm(kind, positions=positions)
 
 
 @pytest.mark.parametrize("kind", ["diff", "softmax", "gpt2"])

@@ -5,7 +5,7 @@ import json
 import numpy as np
 import pytest
 import torch
-from transformers import GPT2Config, GPT2LMHeadModel
+from tiny_models import tiny_lm
 
 from diff_transformer import DiffTransformerForCausalLM
 from diff_transformer.data.tokenizer import byte_tokenizer
@@ -61,12 +61,7 @@ def test_a_slice_without_tokens_is_left_out():
 
 @pytest.mark.parametrize("family", ["diff", "gpt2"])
 def test_all_tokens_together_are_the_model_s_loss(family):
-    model = (
-        DiffTransformerForCausalLM(preset("debug", vocab_size=258))
-        if family == "diff"
-        else GPT2LMHeadModel(GPT2Config(vocab_size=258, n_embd=16, n_layer=1, n_head=2, n_positions=64))
-    )
-    lm = CausalLM(model, byte_tokenizer(), family, batch_size=4)
+    lm = tiny_lm(family, vocab_size=258)
     ids = torch.randint(0, 20, (6, 30), generator=torch.Generator().manual_seed(0))
     result = evaluate_associative_recall(lm, ids, np.arange(258), vocab_size=258, frequent_share=1.0)
     assert result.metrics["validation"] == pytest.approx(lm.model(ids, labels=ids).loss.item(), abs=1e-5)

@@ -5,21 +5,11 @@ import json
 import math
 
 import pytest
-import torch
-from tiny_models import bos_tokenizer, tiny_lm
+from tiny_models import bos_tokenizer, tiny_lm, tiny_model
 from transformers import (
     ByT5Tokenizer,
-    DiffLlamaConfig,
-    DiffLlamaForCausalLM,
-    GPT2Config,
-    GPT2LMHeadModel,
-    LlamaConfig,
-    LlamaForCausalLM,
-    Qwen2Config,
-    Qwen2ForCausalLM,
 )
 
-from diff_transformer import DiffTransformerForCausalLM
 from diff_transformer.data.tasks.grounded import HUB, load_grounded
 from diff_transformer.data.tasks.python_tasks import documented, documented_in, lookups, summaries
 from diff_transformer.data.tasks.types import GroundedItem
@@ -30,7 +20,6 @@ from diff_transformer.evals.lm import CausalLM
 from diff_transformer.evals.prompts import fit_document
 from diff_transformer.evals.samples import Samples
 from diff_transformer.lab.experiments import run_eval, settings_of
-from diff_transformer.model.presets import preset
 
 QUESTIONS = [
     GroundedItem(
@@ -130,9 +119,9 @@ class Recorder(ContainmentJudge):
 
 @pytest.fixture(scope="module")
 def tiny():
-    torch.manual_seed(0)
-    config = preset("debug", vocab_size=258, max_position_embeddings=256)
-    return CausalLM(DiffTransformerForCausalLM(config), byte_tokenizer(), "tiny", batch_size=4)
+    lm = tiny_lm("diff", vocab_size=258, positions=256)
+    lm.name = "tiny"
+    return lm
 
 
 def test_long_texts_are_cut_to_the_positions_and_the_judge_sees_the_same(tiny, monkeypatch):
@@ -180,7 +169,7 @@ def test_a_tokenizer_without_a_fast_backend_is_refused(document):
     wanted = "ByT5Tokenizer has no fast backend; give a tokenizer saved with tokenizer.json"
     with pytest.raises(ValueError, match=wanted):
         fit_document(ByT5Tokenizer(), document, lambda text: f"<{text}>", 60)
-    lm = CausalLM(model("llama"), ByT5Tokenizer(), "slow")
+    lm = CausalLM(tiny_model("llama"), ByT5Tokenizer(), "slow")
     with pytest.raises(ValueError, match=wanted):
         evaluate_hallucination(lm, {"s": [GroundedItem("summary", document)]}, ContainmentJudge(), summary_tokens=8)
 
@@ -210,26 +199,9 @@ def test_limit_takes_the_first_of_each_set():
     assert [row["set"] for row in result.rows] == ["towers", "towers", "ferries", "ferries"]
 
 
-def model(family):
-    torch.manual_seed(0)
-    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
-    if family == "gpt2":
-        return GPT2LMHeadModel(
-            GPT2Config(vocab_size=258, n_positions=200, n_embd=16, n_layer=1, n_head=2, eos_token_id=256)
-        )
-    if family == "qwen2":
-        config = Qwen2Config(vocab_size=258, max_position_embeddings=200, num_key_value_heads=1, **sizes)
-        return Qwen2ForCausalLM(config)
-    if family == "diffllama":
-        return DiffLlamaForCausalLM(
-            DiffLlamaConfig(vocab_size=258, max_position_embeddings=200, eos_token_id=256, **sizes)
-        )
-    return LlamaForCausalLM(LlamaConfig(vocab_size=258, max_position_embeddings=200, eos_token_id=256, **sizes))
-
-
 @pytest.mark.parametrize("family", ["llama", "qwen2", "gpt2", "diffllama"])
 def test_models_of_other_families(family):
-    lm = CausalLM(model(family), byte_tokenizer(), family, batch_size=4)
+    lm = tiny_lm(family, positions=200, vocab_size=258, eos_token_id=256)
     items = [GroundedItem("question", "No such thing is known. " * n, "Who?", ("Nobody",)) for n in (1, 2, 20)]
     result = evaluate_hallucination(lm, {"q": items}, ContainmentJudge(), answer_tokens=8)
     assert [row["truncated"] for row in result.rows] == [False, False, True]

@@ -4,29 +4,15 @@ import json
 import math
 
 import pytest
-import torch
-from transformers import (
-    DiffLlamaConfig,
-    DiffLlamaForCausalLM,
-    GPT2Config,
-    GPT2LMHeadModel,
-    LlamaConfig,
-    LlamaForCausalLM,
-    Qwen3Config,
-    Qwen3ForCausalLM,
-)
+from tiny_models import tiny_lm
 
-from diff_transformer import DiffTransformerForCausalLM
 from diff_transformer.data.tasks.multiple_choice import load_multiple_choice
 from diff_transformer.data.tasks.types import MultipleChoiceItem, MultipleChoiceSet
-from diff_transformer.data.tokenizer import byte_tokenizer
 from diff_transformer.evals import harness
 from diff_transformer.evals.harness import PAPER_TASKS, evaluate_harness, summarise
 from diff_transformer.evals.likelihood import continuation_logprobs
-from diff_transformer.evals.lm import CausalLM
 from diff_transformer.evals.samples import Samples
 from diff_transformer.lab.experiments import run_eval, settings_of
-from diff_transformer.model.presets import preset
 
 pytest.importorskip("lm_eval", reason="the extra `harness` is not installed")
 from lm_eval.api.model import LM
@@ -67,22 +53,6 @@ def knowing(items=ITEMS, right=0.0, wrong=-50.0):
         return right if answers[last] == continuation else wrong
 
     return Taste(likes)
-
-
-def model(family: str):
-    torch.manual_seed(0)
-    if family == "gpt2":
-        return GPT2LMHeadModel(GPT2Config(vocab_size=258, n_positions=128, n_embd=16, n_layer=1, n_head=2))
-    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
-    if family == "diffllama":
-        return DiffLlamaForCausalLM(DiffLlamaConfig(vocab_size=258, max_position_embeddings=128, **sizes))
-    if family == "qwen3":
-        return Qwen3ForCausalLM(
-            Qwen3Config(vocab_size=258, max_position_embeddings=128, head_dim=8, num_key_value_heads=1, **sizes)
-        )
-    if family == "llama":
-        return LlamaForCausalLM(LlamaConfig(vocab_size=258, max_position_embeddings=128, **sizes))
-    return DiffTransformerForCausalLM(preset("debug", vocab_size=258, max_position_embeddings=128))
 
 
 def test_a_model_that_knows_scores_one_and_its_opposite_zero():
@@ -205,7 +175,7 @@ def test_limit_and_items_take_the_first_ones():
 
 @pytest.mark.parametrize("family", ["gpt2", "llama", "qwen3", "diffllama", "diff"])
 def test_any_model_is_scored_by_its_own_log_probabilities(family):
-    lm = CausalLM(model(family), byte_tokenizer(), family, batch_size=4)
+    lm = tiny_lm(family, vocab_size=258)
     result = evaluate_harness(lm, TASKS)
     for row, item in zip(result.rows, ITEMS, strict=False):
         choices = [list(f" {choice}".encode()) for choice in item.choices]
@@ -215,7 +185,7 @@ def test_any_model_is_scored_by_its_own_log_probabilities(family):
 
 
 def test_prompts_longer_than_the_positions_are_counted_and_the_end_is_what_is_seen():
-    lm = CausalLM(model("gpt2"), byte_tokenizer(), "gpt2", batch_size=4)
+    lm = tiny_lm("gpt2", vocab_size=258)
     long = MultipleChoiceItem("x" * 300, ("one", "two"), 0)
     room = 128 + 1 - len("Question: \nAnswer: one")  # the last token of a choice is scored, never read
     fits, over = (MultipleChoiceItem("x" * length, ("one", "two"), 0) for length in (room, room + 1))
@@ -230,7 +200,7 @@ def test_prompts_longer_than_the_positions_are_counted_and_the_end_is_what_is_se
 
 
 def test_an_item_with_a_choice_that_the_model_cannot_read_is_skipped_and_counted():
-    lm = CausalLM(model("gpt2"), byte_tokenizer(), "gpt2", batch_size=4)
+    lm = tiny_lm("gpt2", vocab_size=258)
     items = [ITEMS[0], MultipleChoiceItem("q", ("y" * 200, "z"), 0), ITEMS[1]]
     result = evaluate_harness(lm, {"long": MultipleChoiceSet(items)})
     assert result.metrics["long_0shot_skipped"] == 1
@@ -300,7 +270,7 @@ def test_the_seven_tasks_of_the_paper(monkeypatch, shots):
         return datasets.DatasetDict(dict.fromkeys(("train", "validation", "test"), part))
 
     monkeypatch.setattr("datasets.load_dataset", load)
-    lm = CausalLM(model("llama"), byte_tokenizer(), "llama", batch_size=4)
+    lm = tiny_lm("llama", vocab_size=258)
     tasks = {name: (lambda name=name: harness.harness_task(name)) for name in PAPER_TASKS}
     result = evaluate_harness(lm, tasks, shots=shots, items=2)
     assert [name for name in PAPER_TASKS if f"{name}_{shots}shot" in result.metrics] == list(PAPER_TASKS)
@@ -425,7 +395,7 @@ def test_the_command_runs_a_folder_and_the_offline_default(tmp_path):
     data = tmp_path / "tasks"
     data.mkdir()
     write_tasks(data)
-    lm = CausalLM(model("diff"), byte_tokenizer(), "diff", batch_size=8)
+    lm = tiny_lm("diff", vocab_size=258, batch_size=8)
     settings = settings_of("harness", {"data": str(data)}, ["shots=1", 'tasks=["Mini"]'])
     result = run_eval("harness", lm, settings, tmp_path / "out.json")
     assert result.metrics["Mini_1shot_acc"] in (0.0, 0.5, 1.0)

@@ -2,51 +2,28 @@
 
 import pytest
 import torch
+from tiny_models import tiny_lm
 from transformers import (
-    DiffLlamaConfig,
-    DiffLlamaForCausalLM,
-    GPT2Config,
-    GPT2LMHeadModel,
-    LlamaConfig,
-    LlamaForCausalLM,
     MambaConfig,
     MambaForCausalLM,
-    Qwen2Config,
-    Qwen2ForCausalLM,
-    Qwen3Config,
-    Qwen3ForCausalLM,
 )
 
-from diff_transformer import DiffTransformerForCausalLM
 from diff_transformer.data.tokenizer import byte_tokenizer, train_tokenizer
 from diff_transformer.evals.likelihood import common_prefix, continuation_logprobs, position_losses, read_prefix
 from diff_transformer.evals.lm import CausalLM
 from diff_transformer.evals.prompts import best_of, choice_tokens
-from diff_transformer.model.presets import preset
 
-SIZES = {
-    "vocab_size": 258, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
-    "intermediate_size": 48, "max_position_embeddings": 64, "bos_token_id": 256, "eos_token_id": 256,
-}  # fmt: skip
 SLIDING = {"use_sliding_window": True, "sliding_window": 6, "max_window_layers": 1}
 MODELS = {
-    "diff": lambda: DiffTransformerForCausalLM(preset("debug", vocab_size=258, max_position_embeddings=64)),
-    "softmax": lambda: DiffTransformerForCausalLM(
-        preset("debug", vocab_size=258, max_position_embeddings=64, attention="softmax", num_key_value_heads=2)
-    ),
-    "llama": lambda: LlamaForCausalLM(LlamaConfig(**SIZES)),
-    "qwen2 with a sliding window": lambda: Qwen2ForCausalLM(Qwen2Config(**SIZES, **SLIDING)),
-    "qwen3": lambda: Qwen3ForCausalLM(Qwen3Config(**SIZES, head_dim=8)),
-    "gpt2": lambda: GPT2LMHeadModel(
-        GPT2Config(vocab_size=258, n_embd=32, n_layer=2, n_head=4, n_positions=64, bos_token_id=256, eos_token_id=256)
-    ),
-    "diffllama": lambda: DiffLlamaForCausalLM(DiffLlamaConfig(**SIZES)),
-}
+    "diff": {}, "softmax": {"num_key_value_heads": 2}, "llama": {}, "qwen2 with a sliding window": SLIDING, "qwen3": {},
+    "gpt2": {}, "diffllama": {},
+}  # fmt: skip
 
 
-def make_lm(name: str, **options) -> CausalLM:
-    torch.manual_seed(0)
-    return CausalLM(MODELS[name](), byte_tokenizer(), name, batch_size=3, **options)
+def make_lm(name: str) -> CausalLM:
+    lm = tiny_lm(name.split()[0], vocab_size=258, positions=64, batch_size=3, **MODELS[name])
+    lm.name = name
+    return lm
 
 
 @pytest.fixture(params=MODELS)

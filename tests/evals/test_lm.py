@@ -2,52 +2,25 @@
 
 import pytest
 import torch
+from tiny_models import bos_tokenizer, tiny_model
 from transformers import (
-    DiffLlamaConfig,
-    DiffLlamaForCausalLM,
     GPT2Config,
     GPT2LMHeadModel,
-    LlamaConfig,
-    LlamaForCausalLM,
-    Qwen2Config,
-    Qwen2ForCausalLM,
-    Qwen3Config,
-    Qwen3ForCausalLM,
 )
 
-from diff_transformer import DiffTransformerForCausalLM, matched_baseline
 from diff_transformer.data.tokenizer import byte_tokenizer
 from diff_transformer.evals.inside import changed_logits, layers_of, output_of, tapped_attention
 from diff_transformer.evals.lm import CausalLM
-from diff_transformer.model.presets import preset
 
-SIZES = {
-    "vocab_size": 260, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "max_position_embeddings": 256,
-}  # fmt: skip
+FAMILIES = ("llama", "qwen2", "qwen3", "gpt2", "diffllama", "diff", "softmax")
 WINDOW = {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1}
-OWN = {"vocab_size": 260, "max_position_embeddings": 256, "num_key_value_heads": 2}
-FAMILIES = {
-    "llama": lambda how: LlamaForCausalLM(LlamaConfig(**SIZES, attn_implementation=how)),
-    "qwen2": lambda how: Qwen2ForCausalLM(Qwen2Config(**SIZES, **WINDOW, attn_implementation=how)),
-    "qwen3": lambda how: Qwen3ForCausalLM(Qwen3Config(**SIZES, head_dim=8, attn_implementation=how)),
-    "gpt2": lambda how: GPT2LMHeadModel(
-        GPT2Config(vocab_size=260, n_positions=256, n_embd=32, n_layer=2, n_head=4, attn_implementation=how)
-    ),
-    "diffllama": lambda how: DiffLlamaForCausalLM(DiffLlamaConfig(**SIZES, attn_implementation=how)),
-    "diff": lambda how: DiffTransformerForCausalLM(preset("debug", **OWN)),
-    "softmax": lambda how: DiffTransformerForCausalLM(matched_baseline(preset("debug", **OWN))),
-}
 PAIRED = ("diff", "diffllama")
 
 
 def make(family, how="sdpa"):
-    torch.manual_seed(0)
-    model = FAMILIES[family](how).eval()
-    for name, parameter in model.named_parameters():
-        if "lambda" not in name and parameter.dim() > 1:
-            torch.nn.init.normal_(parameter, std=0.3)  # attention that is far from uniform
-    return model
+    """A model whose attention is far from uniform."""
+    fields = {"num_key_value_heads": 2} if family in ("diff", "softmax") else {"attn_implementation": how}
+    return tiny_model(family, positions=256, std=0.3, **fields, **(WINDOW if family == "qwen2" else {}))
 
 
 @pytest.fixture(params=FAMILIES)
@@ -259,14 +232,11 @@ def test_text_beyond_the_model_s_positions_is_refused(lm):
 
 
 def test_the_tokenizer_s_own_beginning_is_part_of_a_prompt():
-    from tokenizers.processors import TemplateProcessing
-
-    tokenizer = byte_tokenizer()
+    plain = CausalLM(make("llama"), byte_tokenizer(), "llama")
+    assert plain.prefix == []
+    without = plain.generate(["a text"], 5)
+    tokenizer = bos_tokenizer()
     lm = CausalLM(make("llama"), tokenizer, "llama")
-    assert lm.prefix == []
-    without = lm.generate(["a text"], 5)
-    post = TemplateProcessing(single="<|endoftext|> $A", special_tokens=[("<|endoftext|>", 256)])
-    tokenizer.backend_tokenizer.post_processor = post
     assert lm.prefix == [256]
     ids = torch.tensor([[256, *b"a text"]])
     step = lm.model.generate(input_ids=ids, max_new_tokens=5, do_sample=False, pad_token_id=257)

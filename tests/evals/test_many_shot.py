@@ -6,18 +6,8 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from transformers import (
-    DiffLlamaConfig,
-    DiffLlamaForCausalLM,
-    GPT2Config,
-    GPT2LMHeadModel,
-    LlamaConfig,
-    LlamaForCausalLM,
-    Qwen3Config,
-    Qwen3ForCausalLM,
-)
+from tiny_models import tiny_lm
 
-from diff_transformer import DiffTransformerForCausalLM
 from diff_transformer.data.tasks.types import Labelled, LabelledSet
 from diff_transformer.data.tokenizer import byte_tokenizer
 from diff_transformer.evals import many_shot
@@ -25,7 +15,6 @@ from diff_transformer.evals.lm import CausalLM
 from diff_transformer.evals.many_shot import alternate, evaluate_many_shot
 from diff_transformer.evals.samples import Samples
 from diff_transformer.lab.experiments import run_eval, settings_of
-from diff_transformer.model.presets import preset
 
 LABELS = ("river", "city", "mountain")
 TRAIN = tuple(Labelled(f"train {i}: say", LABELS[i % 3]) for i in range(30))
@@ -220,23 +209,7 @@ def test_without_sizes_the_prompts_double_up_to_the_positions():
 
 
 def small(family: str) -> CausalLM:
-    sizes = {
-        "vocab_size": 258, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4,
-        "num_key_value_heads": 2, "intermediate_size": 48, "max_position_embeddings": 400, "initializer_range": 0.3,
-    }  # fmt: skip
-    torch.manual_seed(0)
-    model = {
-        "diff": lambda: DiffTransformerForCausalLM(
-            preset("debug", vocab_size=258, max_position_embeddings=400, initializer_range=0.3)
-        ),
-        "llama": lambda: LlamaForCausalLM(LlamaConfig(**sizes)),
-        "qwen3": lambda: Qwen3ForCausalLM(Qwen3Config(**sizes, head_dim=8)),
-        "diffllama": lambda: DiffLlamaForCausalLM(DiffLlamaConfig(**sizes)),
-        "gpt2": lambda: GPT2LMHeadModel(
-            GPT2Config(vocab_size=258, n_embd=32, n_layer=2, n_head=4, n_positions=400, initializer_range=0.3)
-        ),
-    }[family]()
-    return CausalLM(model, byte_tokenizer(), family, batch_size=4)
+    return tiny_lm(family, vocab_size=258, positions=400, initializer_range=0.3)
 
 
 @pytest.mark.parametrize("family", ["diff", "llama", "qwen3", "diffllama", "gpt2"])

@@ -3,15 +3,12 @@
 import re
 
 import pytest
-import torch
 from tiny_models import bos_tokenizer, tiny_lm
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from diff_transformer.data.documents import Document
 from diff_transformer.data.evaluation_text import load_haystack
 from diff_transformer.data.filler import Filler
 from diff_transformer.data.tokenizer import byte_tokenizer
-from diff_transformer.evals.lm import CausalLM
 from diff_transformer.evals.needle import check_needle_fits, evaluate_needle, needle_metrics
 from diff_transformer.evals.samples import Samples
 from diff_transformer.lab.experiments import run_eval, settings_of
@@ -149,12 +146,7 @@ def test_an_interrupted_run_goes_on_and_ends_the_same(filler, tmp_path):
 
 @pytest.fixture(scope="module")
 def llama():
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=260, hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=2,
-        max_position_embeddings=512,
-    )  # fmt: skip
-    return CausalLM(LlamaForCausalLM(config), byte_tokenizer(), "llama", batch_size=4)
+    return tiny_lm("llama", positions=512)
 
 
 def test_the_model_s_positions_limit_the_length(filler, llama):

@@ -3,32 +3,16 @@
 import pytest
 import torch
 from tiny_models import tiny_lm
-from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
-from diff_transformer import DiffTransformerForCausalLM, matched_baseline
 from diff_transformer.data.evaluation_text import load_rows
 from diff_transformer.data.tokenizer import byte_tokenizer
-from diff_transformer.evals.lm import CausalLM
 from diff_transformer.evals.outliers import Magnitudes, evaluate_outliers, outlier_metrics
 from diff_transformer.evals.samples import Samples
 from diff_transformer.lab.experiments import run_eval, settings_of
-from diff_transformer.model.presets import preset
 
 
 def make(kind):
-    torch.manual_seed(0)
-    if kind == "llama":
-        config = LlamaConfig(
-            vocab_size=260, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
-            num_key_value_heads=2, max_position_embeddings=128,
-        )  # fmt: skip
-        model = LlamaForCausalLM(config)
-    elif kind == "gpt2":
-        model = GPT2LMHeadModel(GPT2Config(vocab_size=260, n_positions=128, n_embd=32, n_layer=2, n_head=4))
-    else:
-        config = preset("debug", vocab_size=260, num_key_value_heads=2)
-        model = DiffTransformerForCausalLM(config if kind == "diff" else matched_baseline(config))
-    return CausalLM(model, byte_tokenizer(), kind, batch_size=4)
+    return tiny_lm(kind, **({"num_key_value_heads": 2} if kind in ("diff", "softmax") else {}))
 
 
 @pytest.fixture

@@ -5,20 +5,11 @@ import json
 
 import pytest
 import torch
-from transformers import (
-    DiffLlamaConfig,
-    DiffLlamaForCausalLM,
-    GPT2Config,
-    GPT2LMHeadModel,
-    LlamaConfig,
-    LlamaForCausalLM,
-)
+from tiny_models import tiny_lm
 
-from diff_transformer import DiffTransformerForCausalLM, matched_baseline
 from diff_transformer.data.documents import Document
 from diff_transformer.data.tasks.multiple_choice import continuations_of, load_continuations
 from diff_transformer.data.tasks.types import MultipleChoiceItem
-from diff_transformer.data.tokenizer import byte_tokenizer
 from diff_transformer.evals.inside import AttentionCall, changed_logits
 from diff_transformer.evals.lm import CausalLM
 from diff_transformer.evals.quantization import (
@@ -30,19 +21,8 @@ from diff_transformer.evals.quantization import (
 )
 from diff_transformer.evals.samples import Samples
 from diff_transformer.lab.experiments import run_eval, settings_of
-from diff_transformer.model.presets import preset
 
-SIZES = {
-    "vocab_size": 260, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "max_position_embeddings": 128,
-}  # fmt: skip
-KINDS = {
-    "diff": lambda: DiffTransformerForCausalLM(preset("debug", vocab_size=260)),
-    "softmax": lambda: DiffTransformerForCausalLM(matched_baseline(preset("debug", vocab_size=260))),
-    "llama": lambda: LlamaForCausalLM(LlamaConfig(**SIZES)),
-    "gpt2": lambda: GPT2LMHeadModel(GPT2Config(vocab_size=260, n_positions=128, n_embd=32, n_layer=2, n_head=4)),
-    "diffllama": lambda: DiffLlamaForCausalLM(DiffLlamaConfig(**SIZES)),
-}
+KINDS = ("diff", "softmax", "llama", "gpt2", "diffllama")
 TASKS = [
     MultipleChoiceItem("The cat sat on", ("the mat.", "a very long sentence of another kind.", "blue.", "it"), 0, True),
     MultipleChoiceItem("One and one", ("are two.", "are three.", "are", "were a pair of shoes."), 1, True),
@@ -51,12 +31,7 @@ TASKS = [
 
 
 def make(kind):
-    torch.manual_seed(0)
-    model = KINDS[kind]()
-    for name, parameter in model.named_parameters():
-        if "lambda" not in name and parameter.dim() > 1:
-            torch.nn.init.normal_(parameter, std=0.25)
-    return CausalLM(model, byte_tokenizer(), kind, batch_size=8)
+    return tiny_lm(kind, std=0.25, batch_size=8)
 
 
 @pytest.fixture(params=KINDS)
