@@ -6,12 +6,12 @@ The file is rewritten after every row, so an interrupted run keeps what it has.
 import gc
 import importlib.util
 import json
+import os
 import subprocess
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-import psutil
 import torch
 
 from diff_transformer.durable import write_whole
@@ -43,9 +43,18 @@ def free_memory(device: str | torch.device) -> int:
     """Free bytes of a CUDA device, after PyTorch has released its cache; for the CPU, of the machine."""
     gc.collect()
     if torch.device(device).type != "cuda":
-        return psutil.virtual_memory().available
+        return available_memory()
     torch.cuda.empty_cache()
     return torch.cuda.mem_get_info(device)[0]
+
+
+def available_memory() -> int:
+    """Bytes that the machine can give without swapping; all of its memory where the system does not say."""
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        return next(1024 * int(line.split()[1]) for line in lines if line.startswith("MemAvailable:"))
+    except (OSError, StopIteration):
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def version_of(module: str) -> str | None:

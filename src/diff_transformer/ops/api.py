@@ -74,9 +74,11 @@ def diff_attention(
         autocast, q, k and v are first cast to the autocast dtype, as SDPA does; lam is not.
 
     Raises:
-        TypeError: an argument of a wrong type or dtype. ValueError: shapes, head counts, devices or names that do not
-        fit. RuntimeError: the named backend cannot work here. NotImplementedError: it cannot compute a needed gradient,
-        or does not support forward-mode AD or a transform of torch.func (vmap, jvp, ...), where "auto" is "reference".
+        TypeError: an argument of a wrong type or dtype.
+        ValueError: shapes, head counts, devices or names that do not fit.
+        RuntimeError: the named backend cannot work here.
+        NotImplementedError: it cannot compute a needed gradient, or does not support forward-mode AD or a transform of
+            torch.func (vmap, jvp, ...), where "auto" is "reference".
     """
     q1, q2, k1, k2, v = autocast_inputs(q1, q2, k1, k2, v)
     arguments = check(q1, q2, k1, k2, v, lam, attn_mask, flag("is_causal", is_causal), window, scale)
@@ -213,8 +215,8 @@ def available_backends(device: str | torch.device, dtype: torch.dtype) -> list[s
     float16, float32 and float64, and for a device that this machine does not have.
 
     Raises:
-        TypeError: dtype is no torch.dtype, or device is neither a name nor a device. RuntimeError: PyTorch does not
-        know the device's name.
+        TypeError: dtype is no torch.dtype, or device is neither a name nor a device.
+        RuntimeError: PyTorch does not know the device's name.
     """
     if not isinstance(dtype, torch.dtype):
         raise TypeError(f"dtype is {dtype!r}; give a torch.dtype, such as torch.float32")

@@ -52,7 +52,9 @@ def diff_attention_decode(
         [B, H, T, Dv] in the dtype of v; a fully masked row is 0.
 
     Raises:
-        As ``diff_attention``; TypeError or ValueError for lengths of another type, shape or device.
+        TypeError: as ``diff_attention``; lengths of another type.
+        ValueError: as ``diff_attention``; lengths of another shape or device.
+        RuntimeError, NotImplementedError: as ``diff_attention``.
     """
     q1, q2, k1, k2, v = autocast_inputs(q1, q2, k1, k2, v)
     arguments = check(q1, q2, k1, k2, v, lam, attn_mask, True, window, scale)

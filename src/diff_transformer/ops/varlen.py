@@ -65,10 +65,12 @@ def diff_attention_varlen(
         [total_q, H, Dv] in the dtype of v. Rows of a document without keys are 0.
 
     Raises:
-        As ``diff_attention``. TypeError or ValueError for cu_seqlens of another dtype, shape or device, or that do not
-        begin with 0, decrease, do not end with the number of rows, or have a document longer than max_seqlen. On a GPU
-        the device asserts their values asynchronously (a failed assertion ends the process's use of the GPU); under
-        torch.compile they are not checked.
+        TypeError: as ``diff_attention``; cu_seqlens of another dtype.
+        ValueError: as ``diff_attention``; cu_seqlens of another shape or device, or that do not begin with 0, decrease,
+            do not end with the number of rows, or have a document longer than max_seqlen. On a GPU the device asserts
+            their values asynchronously (a failed assertion ends the process's use of the GPU); under torch.compile they
+            are not checked.
+        RuntimeError, NotImplementedError: as ``diff_attention``.
     """
     q1, q2, k1, k2, v = autocast_inputs(q1, q2, k1, k2, v)
     for name, x in {"q1": q1, "q2": q2, "k1": k1, "k2": k2, "v": v}.items():
