@@ -102,7 +102,7 @@ def assert_exact(x, options):
 @pytest.mark.parametrize("rows", [1, 7, 32, 200])
 def test_pytorch_form_does_not_depend_on_blocks_and_chunks(monkeypatch, options, room, rows):
     monkeypatch.setattr(native, "library", lambda: None)
-    monkeypatch.setattr(in_torch, "ROOM", room)
+    monkeypatch.setattr(in_torch, "BLOCK_SCORES", room)
     monkeypatch.setattr(in_torch, "rows_of_a_block", lambda T, D, dtype: rows)
     assert_exact(make_inputs(B=3, H=12, Hn=6, G=3, T=63, S=90, D=8), options)
 

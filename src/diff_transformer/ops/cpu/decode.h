@@ -1,4 +1,4 @@
-// Decoding: a few queries over a cache, each key and value read once and nothing packed.
+// Decoding: a few queries over a cache. Reads each key and value once and packs nothing.
 
 #pragma once
 
@@ -12,9 +12,8 @@ inline int omp_get_thread_num() { return 0; }  // without OpenMP one thread does
 
 namespace {
 
-// A few queries, each key and value read once and nothing packed: what cached decoding needs. The heads that share a
-// key/value head go together, at most MOST rows of either map.
-constexpr int MOST = 8;
+// Heads that share a key/value head are computed together, at most MAX_ROWS rows of either map.
+constexpr int MAX_ROWS = 8;
 
 template <typename In>
 struct Decode {
@@ -23,13 +22,13 @@ struct Decode {
     int64_t rows1, rows2, wide;  // rows of the maps of a key/value head; D padded to vectors
     float *q, *s1, *s2, *total;
 
-    Decode(const Problem& problem, Room& room) : p(problem) {
+    Decode(const Problem& problem, Workspace& workspace) : p(problem) {
         r = range_of(p, 0);
         rows1 = p.H / p.G * p.T, rows2 = p.Hn / p.G * p.T, wide = up(p.D, W);
-        q = room.floats(MOST * wide);
-        s1 = room.floats(MOST * (r.ldn + NR));
-        s2 = room.floats(MOST * (r.ldn + NR));
-        total = room.floats(MOST * up(p.Dv, W));
+        q = workspace.floats(MAX_ROWS * wide);
+        s1 = workspace.floats(MAX_ROWS * (r.ldn + NR));
+        s2 = workspace.floats(MAX_ROWS * (r.ldn + NR));
+        total = workspace.floats(MAX_ROWS * up(p.Dv, W));
     }
 
     template <int rows>
@@ -64,13 +63,13 @@ struct Decode {
 
     template <int rows>
     void some_scores(int64_t n, const In* k, int64_t by_row, int64_t keys, float* s) const {
-        if constexpr (rows < MOST)
+        if constexpr (rows < MAX_ROWS)
             if (n > rows) return some_scores<rows + 1>(n, k, by_row, keys, s);
         scores<rows>(k, by_row, keys, s);
     }
     template <int rows>
     void some_values(int64_t n, const In* v, int64_t by_row, int64_t keys, const float* weights) const {
-        if constexpr (rows < MOST)
+        if constexpr (rows < MAX_ROWS)
             if (n > rows) return some_values<rows + 1>(n, v, by_row, keys, weights);
         values<rows>(v, by_row, keys, weights);
     }
@@ -82,13 +81,13 @@ struct Decode {
             for (int64_t d = 0; d < wide; d++) q[j * wide + d] = d < p.D ? widen(x[d]) : 0.0f;
         }
         some_scores<1>(rows, at<In>(keys, b, g, r.k0), keys.by_row, seen, s);
-        for (int64_t j = 0; j < rows; j++) sums[j] = soften(p, r, b, g * heads + j / p.T, j % p.T, s + j * r.ldn);
+        for (int64_t j = 0; j < rows; j++) sums[j] = exponentials(p, r, b, g * heads + j / p.T, j % p.T, s + j * r.ldn);
     }
 
     void head(int64_t b, int64_t g) {
-        float sum1[MOST], sum2[MOST];
+        float sum1[MAX_ROWS], sum2[MAX_ROWS];
         const int64_t seen = std::min(p.S - r.k0, r.n), m = p.H / p.Hn, heads = p.H / p.G, padded = up(p.Dv, W);
-        std::fill(total, total + MOST * padded, 0.0f);
+        std::fill(total, total + MAX_ROWS * padded, 0.0f);
         if (r.n) {
             map(p.q2, p.k2, rows2, b, g, s2, sum2);
             map(p.q1, p.k1, rows1, b, g, s1, sum1);
@@ -124,9 +123,9 @@ struct Decode {
 
 template <typename In>
 int64_t decode_bytes(const Problem& p) {
-    Room room(nullptr);
-    Decode<In>(p, room);
-    return reinterpret_cast<intptr_t>(room.next);
+    Workspace workspace(nullptr);
+    Decode<In>(p, workspace);
+    return reinterpret_cast<intptr_t>(workspace.next);
 }
 
 template <typename In>
@@ -134,8 +133,8 @@ void decode(const Problem& p, char* start) {
     const int64_t bytes = decode_bytes<In>(p);
 #pragma omp parallel for schedule(dynamic, 1) num_threads(p.threads) if (p.threads > 1)
     for (int64_t head = 0; head < p.B * p.G; head++) {
-        Room room(start + bytes * omp_get_thread_num());
-        Decode<In>(p, room).head(head / p.G, head % p.G);
+        Workspace workspace(start + bytes * omp_get_thread_num());
+        Decode<In>(p, workspace).head(head / p.G, head % p.G);
     }
 }
 

@@ -1,10 +1,10 @@
-// Forward and backward for processors that multiply bf16 in tiles (AMX): products cost so little that scores need not be
-// kept, and what counts is that all of a step stays in cache.
+// Forward and backward for processors that multiply bf16 in tiles (AMX). Products are cheap there, so scores are
+// recomputed rather than kept, and each step works within the cache.
 //
-// Keys come in chunks. Forward: each chunk's exponentials are relative to the largest score so far, and wait, rounded to
-// half precision, until the row's sum is known; then both maps are subtracted in fp32 and one product with v follows.
-// Backward: one turn over the keys for what softmax needs of whole rows (maximum, sum, and the gradient's share along
-// each map), a second one, with the scores computed again, for the gradients.
+// Keys are processed in chunks. Forward: the exponentials of a chunk are relative to the running row maximum and are kept
+// in half precision until the row sum is known; then the maps are subtracted in fp32, and one product with v follows.
+// Backward: a first pass over the keys computes the row statistics (maximum, sum, and rowsum of dP times each map), a
+// second one recomputes the scores and computes the gradients.
 
 #pragma once
 
@@ -41,25 +41,25 @@ struct Chunk {
     int64_t first, n;  // keys, multiples of NR
 };
 
-// What the queries from t0 to t1 see of a chunk: that many of its first keys, a multiple of NR.
+// The number of leading keys of a chunk, a multiple of NR, that queries t0 to t1 - 1 may see.
 inline int64_t seen(const Problem& p, int64_t t0, int64_t t1, Chunk chunk) {
     if (t0 >= t1) return 0;
     const int64_t last = p.causal ? t1 + p.S - p.T - chunk.first : chunk.n;
     return std::min(chunk.n, up(std::max<int64_t>(0, last), NR));
 }
 
-// A row's softmax, chunk by chunk.
+// Online softmax of a row, chunk by chunk.
 struct Running {
     float top = LOWEST, sum = 0;
 
-    // Exponents relative to a new top; what was summed beneath the old one shrinks by what this returns.
+    // Updates the row maximum; returns the factor that rescales earlier sums.
     float rise(float to, float factor) {
         if (!(to > top)) return 1;
         const float by = top == LOWEST ? 0.0f : std::exp2((top - to) * factor);
         top = to, sum *= by;
         return by;
     }
-    // Largest of n scores; LOWEST if there is nothing to be summed, and then a hidden NaN makes the sum NaN.
+    // Largest of n scores, or LOWEST if all are masked; in that case a NaN among them makes the sum NaN.
     float look(const float* s, int64_t n) {
         const float found = largest(s, n);
         if (found == LOWEST && any_nan(s, n)) sum = NAN;
@@ -67,7 +67,7 @@ struct Running {
     }
 };
 
-// Exponentials, at most 1, wait in half precision for the sums they are to be divided by.
+// Exponentials, at most 1, are kept in half precision until their row sums are known.
 inline void store_half(uint16_t* p, vf x) {
 #ifdef __AVX512F__
     _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm512_cvtps_ph((__m512)x, _MM_FROUND_TO_NEAREST_INT));
@@ -93,16 +93,16 @@ struct ForwardInTiles {
     Running *row1, *row2;
     float *s, *total;       // of a strip and a chunk; of the block
 
-    ForwardInTiles(const Problem& problem, Room& room)
+    ForwardInTiles(const Problem& problem, Workspace& workspace)
         : p(problem), padded(padded_rows<In>(p.rows)), Dw(words<In>(p.D)), wide(columns(p.Dv)), line(longest(p) + NR),
           chunks(longest(p) / CHUNK + 1) {
-        q = room.words(padded * Dw);
-        e1 = reinterpret_cast<uint16_t*>(room.take(2 * padded * line));
-        e2 = reinterpret_cast<uint16_t*>(room.take(2 * padded * line));
-        top1 = room.floats(padded * chunks), top2 = room.floats(padded * chunks);
-        row1 = reinterpret_cast<Running*>(room.take(sizeof(Running) * padded));
-        row2 = reinterpret_cast<Running*>(room.take(sizeof(Running) * padded));
-        s = room.floats(STRIP * LINE), total = room.floats(padded * wide);
+        q = workspace.words(padded * Dw);
+        e1 = reinterpret_cast<uint16_t*>(workspace.take(2 * padded * line));
+        e2 = reinterpret_cast<uint16_t*>(workspace.take(2 * padded * line));
+        top1 = workspace.floats(padded * chunks), top2 = workspace.floats(padded * chunks);
+        row1 = reinterpret_cast<Running*>(workspace.take(sizeof(Running) * padded));
+        row2 = reinterpret_cast<Running*>(workspace.take(sizeof(Running) * padded));
+        s = workspace.floats(STRIP * LINE), total = workspace.floats(padded * wide);
     }
 
     Range r;
@@ -127,7 +127,7 @@ struct ForwardInTiles {
         }
     }
 
-    // Exponentials of a map, relative to the largest score so far, and their sums.
+    // Exponentials of a map, relative to the running row maximum, and their sums.
     void map(const Matrix& queries, const uint32_t* kt, int64_t b, int64_t h, uint16_t* e, float* top, Running* row) {
         pack_rows(at<In>(queries, b, h, r.t0), queries.by_row, r.t1 - r.t0, p.D, q);
         std::fill(row, row + padded, Running());
@@ -146,8 +146,8 @@ struct ForwardInTiles {
     }
 
     float weigh(int64_t b, int64_t h, int64_t i, Chunk chunk, float* from, Running& row, uint16_t* to) {
-        const float factor = in_bits(p);
-        const bool any = r.t0 + i < r.t1 && hide(p, chunk.first, chunk.n, b, h, r.t0 + i, from);
+        const float factor = log2_scale(p);
+        const bool any = r.t0 + i < r.t1 && mask_scores(p, chunk.first, chunk.n, b, h, r.t0 + i, from);
         const float top = any ? row.look(from, chunk.n) : LOWEST;
         if (top == LOWEST) {
             std::fill(to, to + chunk.n, 0);
@@ -166,10 +166,10 @@ struct ForwardInTiles {
         return row.top;
     }
 
-    // What exponentials relative to `top` are to be multiplied by.
+    // Factor for exponentials that are relative to `top`.
     float share(const Running& row, float top) const {
         if (row.sum != row.sum) return NAN;
-        return top == LOWEST ? 0.0f : inverse(row.sum) * std::exp2((top - row.top) * in_bits(p));
+        return top == LOWEST ? 0.0f : inverse(row.sum) * std::exp2((top - row.top) * log2_scale(p));
     }
 
     // (P1 - lam P2) v
@@ -219,17 +219,17 @@ struct BackwardInTiles {
     float *along1, *along2;                // of each signal head: sums of e1 dP and of e2 dP, then of P1 dP and P2 dP
     float* delta2;
 
-    BackwardInTiles(const Problem& problem, Room& room)
+    BackwardInTiles(const Problem& problem, Workspace& workspace)
         : p(problem), padded(padded_rows<In>(p.rows)), m(p.H / p.Hn), Dw(words<In>(p.D)), Dvw(words<In>(p.Dv)),
           Rw(words<In>(padded)), wide(columns(p.D)) {
-        q = room.words((m + 1) * padded * Dw), q_outer = room.words((m + 1) * wide * Rw);
-        dout = room.words(m * padded * Dvw), dout_outer = room.words(m * columns(p.Dv) * Rw);
-        difference = room.words(Rw * LINE), turned1 = room.words(Rw * LINE), turned2 = room.words(Rw * LINE);
-        s = room.floats(STRIP * LINE), dp = room.floats(STRIP * LINE);
-        p2 = room.floats(padded * LINE), dp2 = room.floats(m > 1 ? padded * LINE : 0);
-        dq = room.floats((m + 1) * padded * wide);
-        rows = reinterpret_cast<Running*>(room.take(sizeof(Running) * (m + 1) * padded));
-        along1 = room.floats(m * padded), along2 = room.floats(m * padded), delta2 = room.floats(padded);
+        q = workspace.words((m + 1) * padded * Dw), q_outer = workspace.words((m + 1) * wide * Rw);
+        dout = workspace.words(m * padded * Dvw), dout_outer = workspace.words(m * columns(p.Dv) * Rw);
+        difference = workspace.words(Rw * LINE), turned1 = workspace.words(Rw * LINE), turned2 = workspace.words(Rw * LINE);
+        s = workspace.floats(STRIP * LINE), dp = workspace.floats(STRIP * LINE);
+        p2 = workspace.floats(padded * LINE), dp2 = workspace.floats(m > 1 ? padded * LINE : 0);
+        dq = workspace.floats((m + 1) * padded * wide);
+        rows = reinterpret_cast<Running*>(workspace.take(sizeof(Running) * (m + 1) * padded));
+        along1 = workspace.floats(m * padded), along2 = workspace.floats(m * padded), delta2 = workspace.floats(padded);
     }
 
     int64_t b, h2;  // that are worked on
@@ -241,7 +241,7 @@ struct BackwardInTiles {
         return seen(p, r.t0 + first, std::min(r.t0 + first + STRIP, r.t1), chunk);
     }
 
-    void block(const Packed& keys, const Totals& totals, int64_t batch, int64_t g, int64_t index) {
+    void block(const Packed& keys, const KeyGradients& totals, int64_t batch, int64_t g, int64_t index) {
         r = range_of(p, index), b = batch;
         if (r.n == 0) return;  // the gradients of these queries stay 0
         const int64_t noise = p.Hn / p.G, end = r.k0 + r.n;
@@ -285,12 +285,12 @@ struct BackwardInTiles {
     }
     bool hides(int64_t map, int64_t i, int64_t n, Chunk chunk, float* line) const {
         const int64_t t = r.t0 + i;
-        return t >= r.t1 || !hide(p, chunk.first, n, b, map ? h2 * m + map - 1 : h2, t, line);
+        return t >= r.t1 || !mask_scores(p, chunk.first, n, b, map ? h2 * m + map - 1 : h2, t, line);
     }
 
-    // The first turn.
+    // The first pass.
     void look(const Packed& keys, Chunk chunk) {
-        const float factor = in_bits(p);
+        const float factor = log2_scale(p);
         for (int64_t first = 0; first < r.t1 - r.t0; first += STRIP) {
             const int64_t n = seen_by(first, chunk);
             if (n == 0) continue;
@@ -353,21 +353,21 @@ struct BackwardInTiles {
         }
     }
 
-    // Scores of a row to its map.
+    // Replaces the scores of a row by its map.
     void normalise(int64_t map, int64_t i, int64_t n, Chunk chunk, float* line) const {
         const Running& row = rows[map * padded + i];
         if (hides(map, i, n, chunk, line)) {
             std::fill(line, line + n, 0.0f);
             return;
         }
-        const float factor = in_bits(p);
+        const float factor = log2_scale(p);
         const vf scaled = broadcast(factor), offset = broadcast(row.top == LOWEST ? 0.0f : -row.top * factor);
         const vf share = broadcast(inverse(row.sum));
         for (int64_t k = 0; k < n; k += W) store(line + k, exp2(load(line + k) * scaled + offset) * share);
     }
 
-    // The second turn.
-    void differentiate(const Packed& keys, const Totals& totals, Chunk chunk) {
+    // The second pass.
+    void differentiate(const Packed& keys, const KeyGradients& totals, Chunk chunk) {
         const int64_t Kb = words<In>(padded_keys(p)), k0 = chunk.first / 2;
         int64_t skipped = 0;  // queries that see nothing of the chunk
         while (skipped < r.t1 - r.t0 && seen_by(skipped, chunk) == 0) skipped += STRIP;
@@ -405,7 +405,7 @@ struct BackwardInTiles {
 
     static void clear(uint32_t* line, int64_t n, int64_t all) { std::fill(line + n, line + all, 0u); }
 
-    // P1 - lam P2, dS1 and, with one signal head, dS2; with several this head's share in dP2.
+    // P1 - lam P2, dS1, and dS2 (with one signal head) or this head's share of dP2 (with several).
     void two_rows(int64_t j, int64_t first, int64_t i, int64_t n, int64_t all) {
         const int64_t row = first + i, at = row / 2 * LINE;
         vf minus_lam[2], delta[2], second_delta[2];
@@ -439,7 +439,7 @@ struct BackwardInTiles {
         clear(difference + at, n, all), clear(turned1 + at, n, all), clear(turned2 + at, n, all);
     }
 
-    // dS2 of several signal heads, as words in the place of P2.
+    // Replaces P2 by dS2 of several signal heads, as words.
     void two_rows_of_second(int64_t row, int64_t n, int64_t all) {
         vf delta[2];
         for (int l = 0; l < 2; l++) delta[l] = broadcast(r.t0 + row + l < r.t1 ? delta2[row + l] : 0.0f);

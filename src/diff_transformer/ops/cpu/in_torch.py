@@ -1,12 +1,13 @@
-"""The PyTorch form of the backend: where nothing can be compiled, for fp64, and on other devices than the CPU.
+"""The implementation in PyTorch calls, for machines without a compiler, for fp64, and for devices other than the CPU.
 
-Both score blocks of a few query rows stay in cache, the maps are subtracted once in fp32, and one product with v
-follows. Backward recomputes the maps from the inputs, so that nothing else is saved, and needs one product dO v^T and
-one for dv where two attention calls need two of each. Keys that no row of a block sees are skipped. Memory: O(T + S).
+The scores of both maps for a block of query rows stay in cache. The maps are subtracted once in fp32, and one product
+with v follows. The backward recomputes the maps from the inputs, so nothing else is saved. It needs one product dO v^T
+and one for dv, where two attention calls need two of each. Keys that no row of a block sees are skipped. Memory is
+O(T + S).
 
-Letters: B batch, G key/value heads, r = H / G signal and rn = Hn / G noise heads of a key/value head, m = H / Hn,
-c as many (batch, key/value head) pairs as are worked on together, R query rows of a block, n keys they can see.
-Heads that share keys lie below one another in the rows of one matrix, [c, r * R, D]; keys and values are not repeated.
+Shapes: B batch, G key/value heads, r = H / G signal and rn = Hn / G noise heads of a key/value head, m = H / Hn,
+c (batch, key/value head) pairs computed together, R query rows of a block, n keys they can see. Heads that share keys
+are stacked in the rows of one matrix, [c, r * R, D]; keys and values are not repeated.
 """
 
 from collections.abc import Iterator
@@ -17,12 +18,12 @@ from torch import Tensor
 
 from diff_transformer.ops.masking import key_range
 
-ROOM = 2**20  # scores of a block, both maps and all its pairs: 4 MB in fp32, which a core's share of the cache holds
+BLOCK_SCORES = 2**20  # scores of a block, both maps and all pairs: 4 MB in fp32, a core's share of the cache
 NEGATIVE_INFINITY = float("-inf")
 
 
 class Block(NamedTuple):
-    """Queries start to stop, and the range of keys, first to last, outside which they see nothing."""
+    """Queries start to stop - 1, and the range of keys that they may see, first to last - 1."""
 
     start: int
     stop: int
@@ -31,17 +32,17 @@ class Block(NamedTuple):
 
 
 class Buffers(NamedTuple):
-    """Flat room for one block; scores and dp in the dtype of the inputs, the rest in fp32 (fp64 for fp64 inputs)."""
+    """Flat memory for one block; scores and dp in the dtype of the inputs, the rest in fp32 (fp64 for fp64 inputs)."""
 
     maps: Tensor  # both maps
-    scores: Tensor  # both maps' scores; the room of maps itself where the dtypes agree
+    scores: Tensor  # scores of both maps; the same memory as maps if the dtypes agree
     dp: Tensor  # dO v^T
-    dp_wide: Tensor  # the same; the room of dp itself where the dtypes agree
+    dp_wide: Tensor  # dp in fp32; the same memory as dp if the dtypes agree
     work: Tensor  # one map
 
 
 def buffers(both: int, one: int, dtype: torch.dtype, device: torch.device, backward: bool) -> Buffers:
-    """One allocation (freed and taken again at every call, it stays with the process) cut into the five parts."""
+    """One allocation, split into the five parts. PyTorch's allocator reuses its memory in the next call."""
     wide = torch.promote_types(dtype, torch.float32)
     narrow = wide != dtype
     sizes = [both, (both + 1) // 2 * narrow, (one + 1) // 2 * (narrow and backward), one * backward, one * backward]
@@ -54,7 +55,7 @@ def buffers(both: int, one: int, dtype: torch.dtype, device: torch.device, backw
 
 
 class Problem:
-    """The sizes of a call, and how it is cut into chunks of (batch, key/value head) pairs and blocks of queries."""
+    """The sizes of a call, and its division into chunks of (batch, key/value head) pairs and blocks of queries."""
 
     def __init__(self, q1, q2, k1, v, is_causal: bool, window: int | None, backward: bool):
         self.B, H, self.T, D = q1.shape
@@ -64,7 +65,7 @@ class Problem:
         self.rows = min(self.T, rows_of_a_block(self.T, D, q1.dtype))
         longest = self.S if window is None else min(self.S, window + self.rows)
         one_pair = self.rows * longest
-        self.pairs = min(max(1, ROOM // ((self.r + self.rn) * one_pair)), self.B * self.G)
+        self.pairs = min(max(1, BLOCK_SCORES // ((self.r + self.rn) * one_pair)), self.B * self.G)
         one_map = self.pairs * self.r * one_pair
         self.buffers = buffers(one_map // self.r * (self.r + self.rn), one_map, q1.dtype, q1.device, backward)
 
@@ -83,7 +84,7 @@ class Problem:
 
 
 def rows_of_a_block(T: int, D: int, dtype: torch.dtype) -> int:
-    """As measured: few rows compute less above the causal diagonal, many multiply faster."""
+    """Measured: small blocks waste less work above the causal diagonal, large ones multiply faster."""
     return 128 if T >= 1024 or (D >= 64 and dtype == torch.bfloat16) else 64
 
 
@@ -99,7 +100,7 @@ class Chunk:
         self.k1, self.k2, self.v = (x[place].flatten(0, 1) for x in (k1, k2, v))  # [c, S, D or Dv]
         self.k1t, self.k2t, self.vt = self.k1.mT, self.k2.mT, self.v.mT  # [c, D or Dv, S]
         if v.dtype == torch.bfloat16 and problem.is_causal and problem.rows < problem.T:
-            # oneDNN copies a transposed slice at every product; slices of a transposed copy cost it less.
+            # oneDNN copies a transposed slice in every product; a slice of a transposed copy is cheaper.
             self.k1t, self.k2t, self.vt = self.k1t.contiguous(), self.k2t.contiguous(), self.vt.contiguous()
         self.minus_lam = -lam.unflatten(1, (problem.G, problem.rn, problem.m))[place].flatten(0, 1)  # [c, rn, m, T, 1]
         self.attn_mask = None
@@ -111,7 +112,7 @@ class Chunk:
         self.after, self.before = triangle.triu(1), triangle.tril(-1)
 
     def rows(self, x: Tensor, block: Block) -> Tensor:
-        """Queries of the block, the heads of a group below one another: [c, heads, T, D] -> [c, heads * R, D]."""
+        """Query rows of the block, with the heads of a group stacked: [c, heads, T, D] -> [c, heads * R, D]."""
         return x[:, :, block.start : block.stop].flatten(1, 2)
 
     def lam_rows(self, block: Block) -> Tensor:
@@ -128,24 +129,24 @@ class Chunk:
             s = s.view(c, -1, n)
             if self.scale:
                 torch.baddbmm(s, self.rows(q, block), kt[..., first:last], beta=0, alpha=self.scale, out=s)
-            else:  # in bf16 it then leaves s as it was
+            else:  # with alpha=0, baddbmm leaves bf16 memory unchanged
                 s.zero_()
-            self.hide(s.view(*self.pairs, -1, R, n), block)
+            self.mask_scores(s.view(*self.pairs, -1, R, n), block)
         if p.dtype != scores.dtype:
             p.copy_(scores)
         if self.attn_mask is not None and self.attn_mask.dtype != torch.bool:
             mask = self.mask_of(block)
             for s in p.view(-1).split(sizes):
-                s.view(*self.pairs, -1, R, n).add_(mask)  # in fp32: what a row has in common would round bf16 away
-        sees_nothing = None if self.attn_mask is None else p.amax(-1) == NEGATIVE_INFINITY
+                s.view(*self.pairs, -1, R, n).add_(mask)  # fp32: a large value would round bf16 scores away
+        fully_masked = None if self.attn_mask is None else p.amax(-1) == NEGATIVE_INFINITY
         torch.softmax(p, -1, out=p)
-        if sees_nothing is not None:
-            p[sees_nothing] = 0
+        if fully_masked is not None:
+            p[fully_masked] = 0
         p1, p2 = p.view(-1).split(sizes)
         return p1.view(c, -1, n), p2.view(c, -1, n)
 
-    def hide(self, scores: Tensor, block: Block) -> None:
-        """Put -inf where its position or a boolean mask hides a key from a query; scores [b, g, heads, R, n]."""
+    def mask_scores(self, scores: Tensor, block: Block) -> None:
+        """Set scores [b, g, heads, R, n] to -inf where positions or a boolean mask hide a key."""
         start, stop, first, last = block
         R, n = stop - start, last - first
         if self.problem.is_causal:
@@ -158,14 +159,14 @@ class Chunk:
             scores.masked_fill_(~self.mask_of(block), NEGATIVE_INFINITY)
 
     def mask_of(self, block: Block) -> Tensor:
-        """attn_mask of the block, [b|1, g|1, heads of a group|1, R|1, n|1]; there is one."""
+        """attn_mask (not None) of the block, [b|1, g|1, heads of a group|1, R|1, n|1]."""
         assert self.attn_mask is not None
         mask = self.attn_mask
         mask = mask[..., block.start : block.stop, :] if mask.shape[-2] > 1 else mask
         return mask[..., block.first : block.last] if mask.shape[-1] > 1 else mask
 
     def narrowed(self, x: Tensor) -> Tensor:
-        """x in the dtype of the inputs, in the room of the scores, which are no longer needed."""
+        """x in the dtype of the inputs, in the memory of the scores, which are no longer needed."""
         scores = self.problem.buffers.scores
         return x if x.dtype == scores.dtype else scores[: x.numel()].view_as(x).copy_(x)
 
@@ -220,17 +221,17 @@ def backward(dout, q1, q2, k1, k2, v, lam, attn_mask, is_causal, window, scale):
 
 
 def differentiate_block(chunk: Chunk, block: Block, dout, dq1, dq2, dk1, dk2, dv, dlam) -> None:
-    """Write the rows of dq1, dq2 and dlam that belong to the block, and add its share to dk1, dk2 and dv.
+    """Write the block's rows of dq1, dq2 and dlam, and add its share to dk1, dk2 and dv.
 
     dout, dq1, dq2, dlam [b, g, heads, T, width]; dk1, dk2, dv [c, S, width]. With P = P1 - lam P2 and dP = dout v^T:
     dv = P^T dout, dlam = -rowsum(P2 * dP), and the score gradients are the softmax gradients of dP and of -lam dP.
     """
     start, stop, first, last = block
-    room = chunk.problem.buffers
+    buffers = chunk.problem.buffers
     minus_lam = chunk.lam_rows(block)
     dout = chunk.rows(dout.flatten(0, 1), block)  # [c, r * R, Dv]
     p1, p2 = chunk.maps(block)
-    dp, dp_wide, work = (x[: p1.numel()].view_as(p1) for x in (room.dp, room.dp_wide, room.work))
+    dp, dp_wide, work = (x[: p1.numel()].view_as(p1) for x in (buffers.dp, buffers.dp_wide, buffers.work))
     torch.bmm(dout, chunk.vt[..., first:last], out=dp)
     if dp.dtype != dp_wide.dtype:
         dp_wide.copy_(dp)

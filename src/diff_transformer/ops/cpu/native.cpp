@@ -2,8 +2,8 @@
 //
 //   P1 = softmax(q1 k1^T scale), P2 = softmax(q2 k2^T scale), out = (P1 - lam P2) v
 //
-// Here the work is shared out to threads, and the library's functions are. Reading order: products.h, problem.h,
-// whole_rows.h (fp32; bf16 where there are no tiles), in_tiles.h (bf16 where there are), decode.h.
+// This file distributes the work over threads and exports the functions. Reading order: products.h, problem.h,
+// whole_rows.h (fp32; bf16 without tiles), in_tiles.h (bf16 with tiles), decode.h.
 
 #include "decode.h"
 #include "in_tiles.h"
@@ -22,7 +22,7 @@ namespace {
 
 int64_t blocks_of(const Problem& p) { return (p.T + p.rows - 1) / p.rows; }
 
-// With many key/value heads each thread packs those it works on; with few they are packed once for all threads.
+// With many key/value heads, each thread packs those it works on. With few, they are packed once for all threads.
 bool heads_fill_threads(const Problem& p) {
     const int64_t heads = p.B * p.G;
     return p.threads == 1 || heads >= 4 * p.threads || heads % p.threads == 0;
@@ -34,17 +34,17 @@ template <typename In>
 using BackwardOf = std::conditional_t<Words<In>::tiles, BackwardInTiles<In>, Backward<In>>;
 
 template <typename In>
-struct Shares {
+struct Plan {
     int64_t packed, work, totals;  // bytes of one of each
     int64_t copies, sums, threads;  // how many of the first, of the last and of the second
     bool own;
     char* start;
 
-    Shares(const Problem& p, bool backward, char* room = nullptr) : threads(p.threads), start(room) {
-        Room a(nullptr), b(nullptr), c(nullptr);
+    Plan(const Problem& p, bool backward, char* workspace = nullptr) : threads(p.threads), start(workspace) {
+        Workspace a(nullptr), b(nullptr), c(nullptr);
         Packed::make<In>(p, a, backward);
         if (backward)
-            BackwardOf<In>(p, b), Totals(p, c);
+            BackwardOf<In>(p, b), KeyGradients(p, c);
         else
             ForwardOf<In>(p, b);
         packed = size(a), work = size(b), totals = size(c);
@@ -52,7 +52,7 @@ struct Shares {
         copies = own ? p.threads : p.B * p.G;
         sums = own ? p.threads : p.B * p.G * p.parts;
     }
-    static int64_t size(const Room& room) { return reinterpret_cast<intptr_t>(room.next); }
+    static int64_t size(const Workspace& workspace) { return reinterpret_cast<intptr_t>(workspace.next); }
     int64_t bytes() const { return packed * copies + work * threads + totals * sums; }
     char* packed_at(int64_t i) const { return start + packed * i; }
     char* work_at(int64_t i) const { return start + packed * copies + work * i; }
@@ -61,16 +61,16 @@ struct Shares {
 
 template <typename In>
 void forward(const Problem& p, char* start) {
-    const Shares<In> shares(p, false, start);
+    const Plan<In> plan(p, false, start);
     const int64_t heads = p.B * p.G, blocks = blocks_of(p);
 #pragma omp parallel num_threads(p.threads)
     {
         const int64_t thread = omp_get_thread_num();
         [[maybe_unused]] const Session<In> session;
-        Room room(shares.work_at(thread));
-        ForwardOf<In> work(p, room);
-        if (shares.own) {
-            Room own(shares.packed_at(thread));
+        Workspace workspace(plan.work_at(thread));
+        ForwardOf<In> work(p, workspace);
+        if (plan.own) {
+            Workspace own(plan.packed_at(thread));
             const Packed keys = Packed::make<In>(p, own, false);
 #pragma omp for schedule(dynamic, 1)
             for (int64_t head = 0; head < heads; head++) {
@@ -80,13 +80,13 @@ void forward(const Problem& p, char* start) {
         } else {
 #pragma omp for schedule(dynamic, 1)
             for (int64_t head = 0; head < heads; head++) {
-                Room one(shares.packed_at(head));
+                Workspace one(plan.packed_at(head));
                 Packed::make<In>(p, one, false).template fill<In>(p, head / p.G, head % p.G);
             }
 #pragma omp for schedule(dynamic, 1)
             for (int64_t item = 0; item < heads * blocks; item++) {  // the longest first
                 const int64_t head = item % heads, block = blocks - 1 - item / heads;
-                Room one(shares.packed_at(head));
+                Workspace one(plan.packed_at(head));
                 work.block(Packed::make<In>(p, one, false), head / p.G, head % p.G, block);
             }
         }
@@ -95,50 +95,50 @@ void forward(const Problem& p, char* start) {
 
 template <typename In>
 void backward(const Problem& p, char* start) {
-    const Shares<In> shares(p, true, start);
+    const Plan<In> plan(p, true, start);
     const int64_t heads = p.B * p.G, blocks = blocks_of(p);
 #pragma omp parallel num_threads(p.threads)
     {
         const int64_t thread = omp_get_thread_num();
         [[maybe_unused]] const Session<In> session;
-        Room room(shares.work_at(thread));
-        BackwardOf<In> work(p, room);
-        if (shares.own) {
-            Room own(shares.packed_at(thread)), sums(shares.totals_at(thread));
+        Workspace workspace(plan.work_at(thread));
+        BackwardOf<In> work(p, workspace);
+        if (plan.own) {
+            Workspace own(plan.packed_at(thread)), sums(plan.totals_at(thread));
             const Packed keys = Packed::make<In>(p, own, true);
-            const Totals totals(p, sums);
+            const KeyGradients totals(p, sums);
 #pragma omp for schedule(dynamic, 1)
             for (int64_t head = 0; head < heads; head++) {
                 const int64_t b = head / p.G, g = head % p.G;
                 keys.fill<In>(p, b, g);
                 totals.clear(p);
                 for (int64_t block = 0; block < blocks; block++) work.block(keys, totals, b, g, block);
-                write_totals<In>(p, b, g, &totals, 1);
+                write_key_gradients<In>(p, b, g, &totals, 1);
             }
         } else {
 #pragma omp for schedule(dynamic, 1)
             for (int64_t head = 0; head < heads; head++) {
-                Room one(shares.packed_at(head));
+                Workspace one(plan.packed_at(head));
                 Packed::make<In>(p, one, true).template fill<In>(p, head / p.G, head % p.G);
             }
 #pragma omp for schedule(dynamic, 1)
             for (int64_t item = 0; item < heads * p.parts; item++) {
                 const int64_t head = item / p.parts;
-                Room one(shares.packed_at(head)), sums(shares.totals_at(item));
+                Workspace one(plan.packed_at(head)), sums(plan.totals_at(item));
                 const Packed keys = Packed::make<In>(p, one, true);
-                const Totals totals(p, sums);
+                const KeyGradients totals(p, sums);
                 totals.clear(p);
                 for (int64_t block = item % p.parts; block < blocks; block += p.parts)
                     work.block(keys, totals, head / p.G, head % p.G, block);
             }
 #pragma omp for schedule(dynamic, 1)
             for (int64_t head = 0; head < heads; head++) {
-                Totals* parts = static_cast<Totals*>(__builtin_alloca(sizeof(Totals) * p.parts));
+                KeyGradients* parts = static_cast<KeyGradients*>(__builtin_alloca(sizeof(KeyGradients) * p.parts));
                 for (int64_t part = 0; part < p.parts; part++) {
-                    Room sums(shares.totals_at(head * p.parts + part));
-                    new (parts + part) Totals(p, sums);
+                    Workspace sums(plan.totals_at(head * p.parts + part));
+                    new (parts + part) KeyGradients(p, sums);
                 }
-                write_totals<In>(p, head / p.G, head % p.G, parts, p.parts);
+                write_key_gradients<In>(p, head / p.G, head % p.G, parts, p.parts);
             }
         }
     }
@@ -177,10 +177,10 @@ int64_t diff_attention_decode_workspace(const Problem* p, bool in_bf16) {
     return (in_bf16 ? decode_bytes<bf16>(*p) : decode_bytes<float>(*p)) * p->threads;
 }
 int64_t diff_attention_forward_workspace(const Problem* p, bool in_bf16) {
-    return in_bf16 ? Shares<bf16>(*p, false).bytes() : Shares<float>(*p, false).bytes();
+    return in_bf16 ? Plan<bf16>(*p, false).bytes() : Plan<float>(*p, false).bytes();
 }
 int64_t diff_attention_backward_workspace(const Problem* p, bool in_bf16) {
-    return in_bf16 ? Shares<bf16>(*p, true).bytes() : Shares<float>(*p, true).bytes();
+    return in_bf16 ? Plan<bf16>(*p, true).bytes() : Plan<float>(*p, true).bytes();
 }
 
 int diff_attention_decode(const Problem* p, bool in_bf16, char* workspace) {

@@ -1,6 +1,6 @@
-// The problem as the library is given it, what a block of queries can see, and the room that the work takes.
+// The call as Python describes it, the keys that a block of queries can see, softmax of a row, and the workspace.
 //
-// Letters: B batch, H signal heads, Hn noise heads, G key/value heads, T queries, S keys, D, Dv widths,
+// Shapes: B batch, H signal heads, Hn noise heads, G key/value heads, T queries, S keys, D, Dv widths,
 // m = H / Hn signal heads that share a noise head.
 
 #pragma once
@@ -8,7 +8,7 @@
 #include "products.h"
 
 extern "C" {
-struct Matrix {  // [B, heads, rows, columns], numbers of a row side by side
+struct Matrix {  // [B, heads, rows, columns]; the numbers of a row are contiguous
     void* data;
     int64_t by_batch, by_head, by_row;  // in numbers
 };
@@ -18,14 +18,14 @@ struct Problem {
     float* lam;                                        // [B, H, T]
     int64_t lam_by_batch, lam_by_head, lam_by_row;
     float* dlam;                                       // the same shape, dense
-    void* mask;                                        // bool or float, or null; of single heads only where Hn == H
+    void* mask;                                        // bool or float, or null; differs between heads only if Hn == H
     int64_t mask_by_batch, mask_by_head, mask_by_row, mask_by_key;
-    int64_t mask_adds;                                 // 1: floats that are added
+    int64_t mask_adds;                                 // 1: floats, added to the scores
     int64_t B, H, Hn, G, T, S, D, Dv;
     int64_t causal, window;                            // window 0: none
     int64_t threads;
     int64_t rows;                                      // queries of a block
-    int64_t parts;                                     // backward: blocks of a key/value head are dealt to so many
+    int64_t parts;                                     // backward: threads that share the blocks of a key/value head
     float scale;                                       // positive
     float gain, eps;                                   // decoding: of the head norm below
     void* norm;                                        // decoding: its weights [Dv], or null
@@ -43,7 +43,7 @@ namespace {
 
 struct Range {
     int64_t t0, t1;      // queries of the block
-    int64_t k0, n, ldn;  // keys it can see start at k0, a multiple of NR; n of them, a multiple of NR; padded
+    int64_t k0, n, ldn;  // visible keys start at k0; n of them (both multiples of NR); ldn: padded row of scores
 };
 
 Range range_of(const Problem& p, int64_t block) {
@@ -54,7 +54,7 @@ Range range_of(const Problem& p, int64_t block) {
     const int64_t first = p.causal && p.window ? std::max<int64_t>(0, r.t0 + shift - p.window + 1) : 0;
     r.k0 = first / NR * NR;
     r.n = last > first ? up(last - r.k0, NR) : 0;
-    r.ldn = r.n + (r.n % 256 == 0 ? HALF : 0);  // rows a power of two apart would share the lines of the cache
+    r.ldn = r.n + (r.n % 256 == 0 ? HALF : 0);  // rows at a power of two would map to the same cache lines
     return r;
 }
 
@@ -65,9 +65,9 @@ int64_t longest(const Problem& p) {
     return n + HALF;
 }
 
-// Scores of a query with n keys from k0 on: those of keys it may not see become LOWEST. False if there is none it may
-// see for its place, and then the scores are left as they are.
-bool hide(const Problem& p, int64_t k0, int64_t n, int64_t b, int64_t h, int64_t t, float* s) {
+// Masks the scores of a query with n keys from k0 on: hidden keys get LOWEST. Returns false, without touching the scores,
+// if the causal limit and the window hide all of them.
+bool mask_scores(const Problem& p, int64_t k0, int64_t n, int64_t b, int64_t h, int64_t t, float* s) {
     const int64_t own = t + p.S - p.T;
     const int64_t last = std::min(std::min(p.causal ? own + 1 : p.S, p.S) - k0, n);
     const int64_t first = p.causal && p.window ? std::max<int64_t>(0, own - p.window + 1 - k0) : 0;
@@ -87,23 +87,23 @@ bool hide(const Problem& p, int64_t k0, int64_t n, int64_t b, int64_t h, int64_t
     return true;
 }
 
-// Scores are scaled to exponents of 2.
-inline float in_bits(const Problem& p) { return p.scale * 1.44269504f; }
+// Factor from scores to exponents of 2.
+inline float log2_scale(const Problem& p) { return p.scale * 1.44269504f; }
 
-// Scores to exponentials in place; returns their sum, 0 for a row that sees nothing.
-float soften(const Problem& p, const Range& r, int64_t b, int64_t h, int64_t t, float* s) {
-    if (!hide(p, r.k0, r.n, b, h, t, s)) {
+// Replaces scores by exponentials relative to the row maximum; returns the row sum, 0 for a fully masked row.
+float exponentials(const Problem& p, const Range& r, int64_t b, int64_t h, int64_t t, float* s) {
+    if (!mask_scores(p, r.k0, r.n, b, h, t, s)) {
         std::fill(s, s + r.n, 0.0f);
         return 0;
     }
-    const float factor = in_bits(p);
-    const float top = largest(s, r.n);
-    if (top == LOWEST) {
-        const float nothing = any_nan(s, r.n) ? NAN : 0.0f;
-        std::fill(s, s + r.n, nothing);
-        return nothing;
+    const float factor = log2_scale(p);
+    const float row_max = largest(s, r.n);
+    if (row_max == LOWEST) {
+        const float value = any_nan(s, r.n) ? NAN : 0.0f;
+        std::fill(s, s + r.n, value);
+        return value;
     }
-    const vf scaled = broadcast(factor), offset = broadcast(-top * factor);
+    const vf scaled = broadcast(factor), offset = broadcast(-row_max * factor);
     vf totals[2] = {broadcast(0.0f), broadcast(0.0f)};
     for (int64_t i = 0; i < r.n; i += 2 * W)
         for (int j = 0; j < 2; j++) {
@@ -114,10 +114,10 @@ float soften(const Problem& p, const Range& r, int64_t b, int64_t h, int64_t t, 
     return sum(totals[0] + totals[1]);
 }
 
-// 1 / total; 0 for a row that sees nothing, and NaN stays NaN.
+// 1 / total; 0 for a fully masked row. NaN stays NaN.
 inline float inverse(float total) { return total > 0 ? 1 / total : total - total; }
 
-// e1 c1 - lam e2 c2, as words in the place of e1. Maps that cancel cancel exactly.
+// Replaces e1 by e1 c1 - lam e2 c2, as words. Equal maps cancel exactly.
 template <bool pairs>
 inline void subtract(int64_t n, float* e1, const float* e2, float c1, float c2, float lam) {
     const vf v1 = broadcast(c1), v2 = broadcast(c2), minus_lam = broadcast(-lam);
@@ -136,11 +136,11 @@ In* place(const Matrix& m, int64_t b, int64_t h, int64_t t) {
     return static_cast<In*>(m.data) + b * m.by_batch + h * m.by_head + t * m.by_row;
 }
 
-// ---- Room: each part of it is cut off in turn, at lines of the cache ------------------------------------------------
+// Hands out parts of the workspace in turn, aligned to cache lines.
 
-class Room {
+class Workspace {
   public:
-    explicit Room(char* start) : next(start) {}
+    explicit Workspace(char* start) : next(start) {}
     uint32_t* words(int64_t n) { return reinterpret_cast<uint32_t*>(take(4 * n)); }
     float* floats(int64_t n) { return reinterpret_cast<float*>(take(4 * n)); }
     char* take(int64_t bytes) {
@@ -151,31 +151,31 @@ class Room {
     char* next;
 };
 
-// Keys and values of a key/value head, packed for the products.
+// Keys and values of one key/value head, packed for the products.
 struct Packed {
-    uint32_t *k1t, *k2t, *v, *vt, *k1, *k2;  // t: contracted over the width; the others over the keys
+    uint32_t *k1t, *k2t, *v, *vt, *k1, *k2;  // t: contraction over the width; the others over the keys
 
     template <typename In>
-    static Packed make(const Problem& p, Room& room, bool backward) {
+    static Packed make(const Problem& p, Workspace& workspace, bool backward) {
         Packed x;
-        x.take<In>(p, room, backward);
+        x.take<In>(p, workspace, backward);
         return x;
     }
 
     template <typename In>
-    void take(const Problem& p, Room& room, bool backward) {
+    void take(const Problem& p, Workspace& workspace, bool backward) {
         const int64_t S = padded_keys(p), Kw = ::words<In>(S);
         const bool one = std::memcmp(&p.k1, &p.k2, sizeof(Matrix)) == 0;
-        k1t = room.words(S * ::words<In>(p.D));
-        k2t = one ? k1t : room.words(S * ::words<In>(p.D));
+        k1t = workspace.words(S * ::words<In>(p.D));
+        k2t = one ? k1t : workspace.words(S * ::words<In>(p.D));
         v = vt = k1 = k2 = nullptr;
         if (!backward) {
-            v = room.words(Kw * columns(p.Dv));
+            v = workspace.words(Kw * columns(p.Dv));
             return;
         }
-        vt = room.words(S * ::words<In>(p.Dv));
-        k1 = room.words(Kw * columns(p.D));
-        k2 = one ? k1 : room.words(Kw * columns(p.D));
+        vt = workspace.words(S * ::words<In>(p.Dv));
+        k1 = workspace.words(Kw * columns(p.D));
+        k2 = one ? k1 : workspace.words(Kw * columns(p.D));
     }
 
     template <typename In>
@@ -192,13 +192,13 @@ struct Packed {
     }
 };
 
-// Gradients of keys and values of one key/value head, summed in fp32: [keys][columns], or where they are computed in
-// tiles [panels of NR keys][columns][NR].
-struct Totals {
+// Gradients of keys and values of one key/value head, summed in fp32: [keys][columns], with tiles [panels of NR
+// keys][columns][NR].
+struct KeyGradients {
     float *dk1, *dk2, *dv;
-    Totals(const Problem& p, Room& room) {
+    KeyGradients(const Problem& p, Workspace& workspace) {
         const int64_t S = padded_keys(p);
-        dk1 = room.floats(S * columns(p.D)), dk2 = room.floats(S * columns(p.D)), dv = room.floats(S * columns(p.Dv));
+        dk1 = workspace.floats(S * columns(p.D)), dk2 = workspace.floats(S * columns(p.D)), dv = workspace.floats(S * columns(p.Dv));
     }
     void clear(const Problem& p) const {
         const int64_t S = padded_keys(p);
@@ -209,8 +209,8 @@ struct Totals {
 };
 
 template <typename In>
-void write_total(const Matrix& to, int64_t b, int64_t g, int64_t keys, int64_t n, const Totals* parts, int64_t count,
-                 float* Totals::*which, float factor) {
+void write_total(const Matrix& to, int64_t b, int64_t g, int64_t keys, int64_t n, const KeyGradients* parts, int64_t count,
+                 float* KeyGradients::*which, float factor) {
     constexpr bool turned = Words<In>::tiles;
     float line[256 + HALF];
     for (int64_t s = 0; s < keys; s++) {
@@ -227,10 +227,10 @@ void write_total(const Matrix& to, int64_t b, int64_t g, int64_t keys, int64_t n
 }
 
 template <typename In>
-void write_totals(const Problem& p, int64_t b, int64_t g, const Totals* parts, int64_t count) {
-    write_total<In>(p.dk1, b, g, p.S, p.D, parts, count, &Totals::dk1, p.scale);
-    write_total<In>(p.dk2, b, g, p.S, p.D, parts, count, &Totals::dk2, p.scale);
-    write_total<In>(p.dv, b, g, p.S, p.Dv, parts, count, &Totals::dv, 1.0f);
+void write_key_gradients(const Problem& p, int64_t b, int64_t g, const KeyGradients* parts, int64_t count) {
+    write_total<In>(p.dk1, b, g, p.S, p.D, parts, count, &KeyGradients::dk1, p.scale);
+    write_total<In>(p.dk2, b, g, p.S, p.D, parts, count, &KeyGradients::dk2, p.scale);
+    write_total<In>(p.dv, b, g, p.S, p.Dv, parts, count, &KeyGradients::dv, 1.0f);
 }
 
 }  // namespace

@@ -1,8 +1,8 @@
-// Products of small matrices in cache, and what is laid out for them.
+// Products of small matrices in cache, and the packing of their operands.
 //
-// All products run on 32-bit words: a word is one float, or two bf16 numbers that lie side by side along the
-// contraction. Kw: words of a contraction. B lies in panels of up to 32 columns, [contraction][column]. Where the
-// processor multiplies tiles (AMX), bf16 goes through them; else A is read by broadcasts.
+// All products work on 32-bit words: a word is one float, or two bf16 numbers adjacent along the contraction. Kw: words in
+// a contraction. B is packed in panels of up to 32 columns, [contraction][column]. If the processor multiplies tiles
+// (AMX), bf16 uses them; otherwise the numbers of A are broadcast.
 
 #pragma once
 
@@ -18,7 +18,7 @@
 
 namespace {
 
-// ---- Vectors: W floats, through the compiler's vector extension -------------------------------------------------
+// Vectors of W floats, by the compiler's vector extension.
 
 #if defined(__AVX512F__)
 constexpr int W = 16, MR = 8;
@@ -30,8 +30,8 @@ constexpr int W = 4, MR = 4;
 constexpr int NV = 2;            // vectors of columns that the kernel works on
 constexpr int NR = 32;           // columns of a panel
 constexpr int HALF = 16;         // columns of a narrow last panel
-constexpr int DEEP = 256;        // words of a long contraction that are worked on at a time
-constexpr int64_t FAR = 1 << 18;  // words of an operand that are no longer near, so that steps across them are announced
+constexpr int DEEP = 256;        // words of a long contraction in one pass
+constexpr int64_t FAR = 1 << 18;  // words of an operand beyond which its next rows are prefetched
 constexpr float LOWEST = -std::numeric_limits<float>::infinity();
 
 typedef float vf __attribute__((vector_size(4 * W), aligned(4), may_alias));
@@ -70,7 +70,7 @@ inline float largest(vf x) {
 
 inline vf maximum(vf a, vf b) { return a > b ? a : b; }
 
-// Of n numbers, a multiple of 2 W. A comparison with NaN is false, so that NaN may hide behind the result.
+// The largest of n numbers, a multiple of 2 W; comparisons with NaN are false, so it may miss a NaN.
 inline float largest(const float* s, int64_t n) {
     vf tops[2] = {load(s), load(s + W)};
     for (int64_t i = 2 * W; i < n; i += 2 * W) {
@@ -83,7 +83,7 @@ inline bool any_nan(const float* s, int64_t n) {
     return std::any_of(s, s + n, [](float x) { return x != x; });
 }
 
-// a b + c, rounded once, of a c that is rounded already: compilers may else leave c's own last rounding out.
+// a b + c, rounded once, for a c that has been rounded; otherwise compilers may skip the rounding of c.
 inline vf multiplied_and_added(vf a, vf b, vf c) {
 #ifdef __AVX512F__
     return (vf)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
@@ -123,7 +123,7 @@ inline vf exp2(vf x) {
 #endif
 }
 
-// ---- Numbers in memory -----------------------------------------------------------------------------------------
+// Numbers in memory.
 
 struct bf16 {
     uint16_t bits;
@@ -187,8 +187,8 @@ constexpr bool HAS_TILES = false;
 #endif
 constexpr int TILE = 16;  // rows of a tile, and words of each
 
-// What the products are computed from: float words, or words of two bf16 numbers (where the processor multiplies them),
-// one by one or in tiles. Rows are padded to a multiple of `rows`, contractions to one of `deep` words.
+// Operands of the products: float words, or words of two bf16 numbers (if the processor multiplies them), one by one or in
+// tiles. Rows are padded to a multiple of `rows`, contractions to one of `deep` words.
 template <typename In>
 struct Words {
     static constexpr bool pairs = false, tiles = false;
@@ -208,7 +208,7 @@ inline int64_t padded_rows(int64_t n) { return up(n, Words<In>::rows); }
 inline int64_t columns(int64_t n) { return up(n, HALF); }
 inline int width(int64_t n, int64_t column) { return n - column > HALF ? NR : HALF; }  // of the panel at this column
 
-// ---- The product ------------------------------------------------------------------------------------------------
+// The product.
 
 template <bool pairs>
 inline vf multiply_add(vf c, uint32_t a, const uint32_t* b) {
@@ -241,7 +241,7 @@ inline void tile(int64_t Kw, const uint32_t* a, int64_t by_row, int64_t by_k, co
         for (int j = 0; j < nv; j++) store(c + i * ldc + j * W, total[i][j]);
 }
 
-// The same for a whole panel of 32 or 16 columns.
+// The same for a panel of 32 or 16 columns.
 template <bool pairs>
 inline void panel(int64_t Kw, const uint32_t* a, int64_t by_row, int64_t by_k, const uint32_t* b, int n, float* c,
                   int64_t ldc, bool add) {
@@ -251,8 +251,8 @@ inline void panel(int64_t Kw, const uint32_t* a, int64_t by_row, int64_t by_k, c
 }
 
 #if defined(__AMX_BF16__)
-// C[tall * 16][wide * 16] (+)= A B in tiles: A at a, rows lda words apart; B at b, ldb words from one to the next of the
-// contraction. Registers 0 to 3 hold C, 4 and 5 A, 6 and 7 B.
+// C[tall * 16][wide * 16] (+)= A B in tiles. Rows of A are lda words apart, steps of the contraction in B ldb words.
+// Tile registers 0 to 3 hold C, 4 and 5 A, 6 and 7 B.
 template <int tall, int wide>
 inline void in_tiles(int64_t Kw, const uint32_t* a, int64_t lda, const uint32_t* b, int64_t ldb, float* c, int64_t ldc,
                      bool add) {
@@ -291,7 +291,7 @@ inline void in_tiles(int64_t Kw, const uint32_t* a, int64_t lda, const uint32_t*
     if constexpr (tall > 1 && wide > 1) _tile_stored(3, c + TILE * ldc + TILE, 4 * ldc);
 }
 
-// While it lives, this thread's tiles are of 16 rows of 16 words.
+// Configures this thread's tiles as 16 rows of 16 words, for the lifetime of the object.
 class Tiles {
   public:
     Tiles() { _tile_loadconfig(&shape); }
@@ -303,7 +303,7 @@ class Tiles {
         uint16_t bytes[16];
         uint8_t rows[16];
     };
-    // Static: compilers are told that the instruction reads the first bytes alone, and leave stores of the others out.
+    // Static, because compilers assume that the instruction reads the first bytes only, and drop stores to the others.
     static constexpr Shape shape = {1, 0, {}, {64, 64, 64, 64, 64, 64, 64, 64}, {16, 16, 16, 16, 16, 16, 16, 16}};
 };
 #else
@@ -312,7 +312,7 @@ inline void in_tiles(int64_t, const uint32_t*, int64_t, const uint32_t*, int64_t
 struct Tiles {};
 #endif
 
-// What a thread holds while it multiplies numbers of this kind.
+// State that a thread needs while it multiplies numbers of this kind.
 template <typename In>
 struct Session {};
 template <>
@@ -354,7 +354,7 @@ void outer_product(int64_t keys, int64_t n, int64_t Kw, const uint32_t* a, int64
     }
 }
 
-// ---- Packing ----------------------------------------------------------------------------------------------------
+// Packing.
 
 // One row of n numbers as words.
 template <typename In>
@@ -368,7 +368,7 @@ inline void words_of_row(const In* x, int64_t n, uint32_t* to) {
     }
 }
 
-// Rows as the A of a product: [padded rows][words of n], zeros below.
+// Rows as operand A of a product: [padded rows][words of n], zeros below.
 template <typename In>
 void pack_rows(const In* x, int64_t stride, int64_t rows, int64_t n, uint32_t* to) {
     const int64_t Kw = words<In>(n);
@@ -413,7 +413,7 @@ void pack_columns(const In* x, int64_t stride, int64_t rows, int64_t n, int64_t 
     }
 }
 
-// Rows as the A of an outer product in tiles, contracted over the rows: [columns][Kw words of rows], zeros behind.
+// Rows as operand A of an outer product in tiles, contracted over the rows: [columns][Kw words of rows], zero-padded.
 template <typename In>
 void pack_outer(const In* x, int64_t stride, int64_t rows, int64_t n, int64_t Kw, uint32_t* to) {
     std::memset(to, 0, 4 * Kw * columns(n));
@@ -421,7 +421,7 @@ void pack_outer(const In* x, int64_t stride, int64_t rows, int64_t n, int64_t Kw
         for (int64_t j = 0; j < n; j++) reinterpret_cast<In*>(to + j * Kw)[i] = x[i * stride + j];
 }
 
-// W floats as words of one row of A: floats as they are, or rounded to bf16 and put side by side.
+// W floats as words of one row of A: as they are, or rounded to bf16 in pairs.
 template <bool pairs>
 inline void put_words(uint32_t* to, int64_t at, vf x) {
     if constexpr (pairs) {
@@ -432,7 +432,7 @@ inline void put_words(uint32_t* to, int64_t at, vf x) {
         store(reinterpret_cast<float*>(to) + at, x);
 }
 
-// W floats of two rows that lie below one another, as words of the transposed A.
+// W floats of two consecutive rows, as words of the transposed A.
 inline void put_two_rows(uint32_t* to, vf upper, vf lower) {
 #if defined(__AVX512BF16__) && defined(__AVX512BW__)
     __m512i low = _mm512_cvtepu16_epi32((__m256i)_mm512_cvtneps_pbh((__m512)upper));

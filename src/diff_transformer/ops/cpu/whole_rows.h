@@ -1,4 +1,4 @@
-// Forward and backward in blocks of queries whose scores against all keys they can see are held at once.
+// Forward and backward in blocks of queries, with the scores of a block against all its visible keys in cache.
 //
 // Both maps are normalised in cache, subtracted once in fp32, and one product with v follows. Backward recomputes the
 // maps and needs one product dO v^T.
@@ -18,19 +18,19 @@ struct Forward {
     float *s1, *s2, *rows_out;
     float sum1[256], sum2[256];
 
-    Forward(const Problem& problem, Room& room) : p(problem), padded(padded_rows<In>(problem.rows)) {
-        q = room.words(padded * words<In>(p.D));
-        s1 = room.floats(padded * longest(p));
-        s2 = room.floats(padded * longest(p));
-        rows_out = room.floats(padded * columns(p.Dv));
+    Forward(const Problem& problem, Workspace& workspace) : p(problem), padded(padded_rows<In>(problem.rows)) {
+        q = workspace.words(padded * words<In>(p.D));
+        s1 = workspace.floats(padded * longest(p));
+        s2 = workspace.floats(padded * longest(p));
+        rows_out = workspace.floats(padded * columns(p.Dv));
     }
 
-    // Exponentials of the scores of a block and their sums.
+    // Exponentials and row sums of a block's scores.
     void map(const Range& r, const Matrix& queries, const uint32_t* kt, int64_t b, int64_t h, float* s, float* sums) {
         const int64_t Kw = words<In>(p.D), rows = r.t1 - r.t0;
         pack_rows(at<In>(queries, b, h, r.t0), queries.by_row, rows, p.D, q);
         short_product<pairs>(padded_rows<In>(rows), r.n, Kw, q, Kw, kt + r.k0 * Kw, s, r.ldn);
-        for (int64_t i = 0; i < rows; i++) sums[i] = soften(p, r, b, h, r.t0 + i, s + i * r.ldn);
+        for (int64_t i = 0; i < rows; i++) sums[i] = exponentials(p, r, b, h, r.t0 + i, s + i * r.ldn);
     }
 
     void block(const Packed& keys, int64_t b, int64_t g, int64_t index) {
@@ -72,18 +72,18 @@ struct Backward {
     uint32_t *q2, *q1_columns, *q2_columns, *dout, *dout_columns, *difference, *turned;
     float *s1, *s2, *dp, *dp2, *dq;
 
-    Backward(const Problem& problem, Room& room) : forward(problem, room), p(problem) {
+    Backward(const Problem& problem, Workspace& workspace) : forward(problem, workspace), p(problem) {
         const int64_t padded = forward.padded, n = padded * longest(p), Kw = words<In>(padded);
-        q1_columns = room.words(Kw * columns(p.D));
-        q2_columns = room.words(Kw * columns(p.D));
-        dout = room.words(padded * words<In>(p.Dv));
-        dout_columns = room.words(Kw * columns(p.Dv));
-        turned = room.words(pairs ? n / 2 : 0);
+        q1_columns = workspace.words(Kw * columns(p.D));
+        q2_columns = workspace.words(Kw * columns(p.D));
+        dout = workspace.words(padded * words<In>(p.Dv));
+        dout_columns = workspace.words(Kw * columns(p.Dv));
+        turned = workspace.words(pairs ? n / 2 : 0);
         s1 = forward.s1, s2 = forward.s2;
-        dp = room.floats(n);
-        difference = pairs ? room.words(n / 2) : reinterpret_cast<uint32_t*>(dp);  // each number in its gradient's place
-        dp2 = p.H == p.Hn ? s2 : room.floats(n);
-        dq = room.floats(padded * columns(p.D));
+        dp = workspace.floats(n);
+        difference = pairs ? workspace.words(n / 2) : reinterpret_cast<uint32_t*>(dp);  // each number in its gradient's place
+        dp2 = p.H == p.Hn ? s2 : workspace.floats(n);
+        dq = workspace.floats(padded * columns(p.D));
     }
 
     static void normalise(int64_t n, float* e, float total) {
@@ -100,7 +100,7 @@ struct Backward {
         pack_columns(at<In>(queries, b, h, r.t0), queries.by_row, rows, p.D, words<In>(padded_rows<In>(rows)), as_columns);
     }
 
-    void block(const Packed& keys, const Totals& totals, int64_t b, int64_t g, int64_t index) {
+    void block(const Packed& keys, const KeyGradients& totals, int64_t b, int64_t g, int64_t index) {
         const Range r = range_of(p, index);
         if (r.n == 0) return;  // the gradients of these queries stay 0
         const int64_t rows = r.t1 - r.t0, padded = padded_rows<In>(rows), m = p.H / p.Hn, noise = p.Hn / p.G;
@@ -123,7 +123,7 @@ struct Backward {
         }
     }
 
-    // P1 - lam P2 into `difference`, dS1 in the place of P1, the share of this head in dP2 (with one head: dS2), dlam.
+    // Computes P1 - lam P2 (`difference`), dS1 (replaces P1), this head's share of dP2 (with one head: dS2), and dlam.
     void two_rows(const Range& r, int64_t b, int64_t h, int64_t i, bool first, bool only) {
         const int64_t rows = r.t1 - r.t0;
         float lam[2], delta1[2], delta2[2];
@@ -166,7 +166,7 @@ struct Backward {
         }
     }
 
-    // dS2 as words, in the place of dP2 (with one signal head, of dS2 in floats).
+    // Replaces dP2 (with one signal head: dS2 in floats) by dS2 as words.
     void two_rows_of_second(const Range& r, int64_t i, bool only) {
         if (only && !pairs) return;
         float delta[2] = {0, 0};
@@ -187,7 +187,7 @@ struct Backward {
         }
     }
 
-    // dQ = dS K scale, written; dK += dS^T Q, scaled at the end.
+    // Writes dQ = dS K scale; dK += dS^T Q, which is scaled at the end.
     void through(const Range& r, const Matrix& to, int64_t b, int64_t h, const float* ds, const uint32_t* k,
                  const uint32_t* q_columns, float* dk) {
         const int64_t rows = r.t1 - r.t0, padded = padded_rows<In>(rows), wide = columns(p.D);
