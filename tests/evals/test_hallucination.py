@@ -156,6 +156,11 @@ def test_a_document_is_cut_so_that_the_tokenizer_s_own_beginning_fits_too():
     assert len(lm.tokenizer(row["prompt"])["input_ids"]) == 260
 
 
+def test_a_question_without_a_document_that_does_not_fit_is_refused():
+    with pytest.raises(ValueError, match="5 tokens leave -5 for a document of 0|5 tokens leave 0 for a document of 0"):
+        fit_document(byte_tokenizer(), "", lambda text: f"<{text}: who?>", 5)
+
+
 def test_cutting_keeps_as_much_as_fits():
     tokenizer = byte_tokenizer()
     fitted = fit_document(tokenizer, "abcdefghijklmnopqrstuvwxyz", lambda text: f"<{text}>", 20)

@@ -108,7 +108,7 @@ def fit_document(tokenizer, document: str, frame: Callable[[str], str], limit: i
     ends = [
         end for _, end in tokenizer(document, add_special_tokens=False, return_offsets_mapping=True)["offset_mapping"]
     ]
-    while room >= min(SMALLEST, total):
+    while total and room >= min(SMALLEST, total):
         kept = document[: ends[min(room, total) - 1]]
         prompt = frame(kept)
         over = _length(tokenizer, prompt) - limit

@@ -2,8 +2,8 @@
 
 An experiment is a module of this package with
 
-    Settings            a frozen dataclass; its docstring explains the fields, which ``--set`` and the options fill
-    QUICK               the fields that ``--quick`` changes: minutes on a small model, to see that all works
+    Settings            a frozen dataclass, filled by options and ``--set``; comments above the fields document them
+    QUICK               the fields that ``--quick`` changes, to try everything in minutes on a small model
     run(lm, settings, samples) -> Result
 
 and perhaps ``NEEDS_MODEL = False``, where ``lm`` is None.
