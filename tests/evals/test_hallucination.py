@@ -157,7 +157,7 @@ def test_a_document_is_cut_so_that_the_tokenizer_s_own_beginning_fits_too():
 
 
 def test_a_question_without_a_document_that_does_not_fit_is_refused():
-    with pytest.raises(ValueError, match="5 tokens leave -5 for a document of 0|5 tokens leave 0 for a document of 0"):
+    with pytest.raises(ValueError, match="5 tokens leave 0 for a document of 0"):
         fit_document(byte_tokenizer(), "", lambda text: f"<{text}: who?>", 5)
 
 
