@@ -128,13 +128,9 @@ def test_a_draw_that_was_changed_or_whose_memory_went_on_is_no_start():
 
 
 @pytest.fixture(scope="module")
-def config(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("texts")
-    for i in range(8):
-        words = " ".join(f"the {a} fox {b} jumps over dog number {i}." for a in ("red", "old") for b in range(30))
-        (folder / f"{i}.txt").write_text(words)
+def config(texts):
     settings = [
-        f"data.corpus={folder}", "data.max_bytes=null", "train.steps=4", "data.mixture.needles=0",
+        f"data.corpus={texts}", "data.max_bytes=null", "train.steps=4", "data.mixture.needles=0",
         "data.mixture.recall=0", "model.attention=softmax", "model.head_norm_init=1.0",
     ]  # fmt: skip
     return override(recipe("debug"), settings)

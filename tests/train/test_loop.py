@@ -20,15 +20,6 @@ from diff_transformer.train.training_data import load_training_data, without_fir
 
 
 @pytest.fixture(scope="module")
-def texts(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("texts")
-    for i in range(12):
-        words = " ".join(f"the {a} fox {b} jumps over dog number {i}." for a in ("red", "old") for b in range(40))
-        (folder / f"{i}.txt").write_text(words)
-    return folder
-
-
-@pytest.fixture(scope="module")
 def config(texts):
     return override(recipe("debug"), [f"data.corpus={texts}", "data.max_bytes=null"])
 

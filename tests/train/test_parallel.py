@@ -31,17 +31,13 @@ LOSS, NORM = 1e-5, 1e-3  # absolute, relative
 
 
 @pytest.fixture(scope="module")
-def base(tmp_path_factory):
+def base(texts):
     """Settings of every run here: 20 steps, each logged."""
-    folder = tmp_path_factory.mktemp("texts")
-    for i in range(12):
-        words = " ".join(f"the {a} fox {b} jumps over dog number {i}." for a in ("red", "old") for b in range(40))
-        (folder / f"{i}.txt").write_text(words)
-    return [f"data.corpus={folder}", "data.max_bytes=null", "train.log_every=1"]
+    return [f"data.corpus={texts}", "data.max_bytes=null", "train.log_every=1"]
 
 
 @cache
-def _materials(settings: tuple[str, ...]):
+def _training_data(settings: tuple[str, ...]):
     return load_training_data(override(recipe("debug"), list(settings)))
 
 
@@ -52,7 +48,7 @@ def run_alone(folder: Path, settings: list[str], *, resume: bool = False, stop_a
 
     config = override(recipe("debug"), settings)
     data = (setting for setting in settings if setting.startswith(("data.", "model.")))
-    training_data = _materials(tuple(data))
+    training_data = _training_data(tuple(data))
     if stop_at is None:
         train(config, folder, resume=resume, data=training_data)
         return

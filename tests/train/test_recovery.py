@@ -36,13 +36,9 @@ FORK = multiprocessing.get_context("fork")
 
 
 @pytest.fixture(scope="module")
-def assignments(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("texts")
-    for i in range(6):
-        words = " ".join(f"the {a} fox {b} jumps over dog number {i}." for a in ("red", "old") for b in range(40))
-        (folder / f"{i}.txt").write_text(words)
+def assignments(texts):
     return [
-        f"data.corpus={folder}", "data.max_bytes=null", "data.length=32", 'data.mixture={"text": 0.5, "recall": 0.5}',
+        f"data.corpus={texts}", "data.max_bytes=null", "data.length=32", 'data.mixture={"text": 0.5, "recall": 0.5}',
         "data.recall.symbols=8", "train.steps=24", "train.batch_size=4", "train.log_every=1", "train.validate_every=8",
         "train.validation_rows=4", "train.checkpoint_every=1", "train.threads=1",
     ]  # fmt: skip

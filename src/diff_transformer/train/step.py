@@ -89,9 +89,8 @@ class Stepper:
         labels = held_out
         if self.config.data.documents == "separate":
             labels = torch.from_numpy(without_first_tokens(held_out.numpy(), held_out.numpy(), self.end))
-        padding = torch.arange(-len(held_out) % self.share.size) % len(
-            held_out
-        )  # for equal numbers of rows on all processes
+        # Repeated rows, with weight 0, give all processes equal numbers of rows.
+        padding = torch.arange(-len(held_out) % self.share.size) % len(held_out)
         ids, labels = (self.share.of(torch.cat((tensor, tensor[padding]))) for tensor in (held_out, labels))
         weights = predicted(labels).float()
         weights[max(0, len(held_out) - self.share.rank * len(ids)) :] = 0
