@@ -83,7 +83,9 @@ def test_a_failed_run_stops_the_others_and_shows_the_end_of_its_log(runs):
     assert workers.log == [("a", "started"), ("b", "started"), ("b", "SIGTERM")]
 
 
-@pytest.mark.parametrize(("code", "kind"), [(130, KeyboardInterrupt), (143, Stopped)])
+@pytest.mark.parametrize(
+    ("code", "kind"), [(130, KeyboardInterrupt), (-2, KeyboardInterrupt), (143, Stopped), (-15, Stopped)]
+)
 def test_a_run_that_was_stopped_stops_the_pool(runs, code, kind):
     with pytest.raises(kind):
         run_pool(runs, jobs=1, show=nothing, executor=Workers({"a": code}))

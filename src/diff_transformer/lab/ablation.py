@@ -31,27 +31,20 @@ SHORT_RUN = 200  # steps below which a run says nothing of the models
 
 @dataclass(frozen=True)
 class Settings:
-    """Fields:
+    """What to train. Each field's comment says what it is."""
 
-    recipe: whose model, data and schedule the seven rows share (the paper's is 1.4B on 10B tokens).
-    set: further settings of that recipe, as ("data.corpus=books", "optim.lr=1e-3").
-    steps: training steps of each row; the recipe's if None.
-    seeds: models of each row, with the recipe's seed and the next ones.
-    rows: names of rows to train, of those in ``recipes/ablation.py``; all seven if empty.
-    folder: where the runs live; a run there of the same settings is not done again. If empty, beside the result.
-    jobs: rows trained at a time; on CPU one a core, on a GPU one, if None.
-    """
-
-    recipe: str = "demo"
+    recipe: str = "demo"  # whose model, data and schedule the seven rows share (the paper's is 1.4B on 10B tokens)
+    # further settings of that recipe
     set: tuple[str, ...] = field(default=(), metadata={"example": ["optim.lr=1e-3"]})
-    steps: int | None = None
-    seeds: int = 1
+    steps: int | None = None  # training steps of each row; the recipe's if None
+    seeds: int = 1  # models of each row, with the recipe's seed and the next ones
+    # names of rows to train, of those in lab/recipes/ablation.py; all seven if empty
     rows: tuple[str, ...] = field(default=(), metadata={"example": ["transformer", "diff"]})
-    folder: str = ""
-    jobs: int | None = None
+    folder: str = ""  # where the runs live; finished runs of the same settings are kept. If empty, beside the result
+    jobs: int | None = None  # rows trained at a time; if None, one a core on a CPU, one on a GPU
 
 
-# Seven rows of two dozen steps: that everything works, and nothing about the models.
+# Seven rows of two dozen steps: enough to see that everything works, not to judge the models.
 QUICK: dict = {
     "recipe": "debug", "steps": 24,
     "set": ("data.mixture.needles=0", "data.mixture.recall=0", "evaluation.loss_rows=32"),
@@ -92,13 +85,15 @@ def evaluate_ablation(
 ) -> Result:
     """Train every row ``seeds`` times in ``folder`` and measure its slices on held-out text.
 
-    ``metrics``: ``{row}_{validation,ar_hit,others}`` in nats a token, means over seeds, and ``{row}_parameters``;
-    ``rows``: one for each row and seed, with its heads, widths and settings.
+    Returns:
+        ``metrics`` has ``{row}_{validation,ar_hit,others}`` in nats a token, means over seeds, and
+        ``{row}_parameters``. ``rows`` has one entry for each row and seed, with its heads, widths and settings.
 
     Raises:
         ValueError: if a folder holds a run of other settings.
-        RuntimeError: if a run fails, with the end of its log; the others are asked to save and stop.
-        KeyboardInterrupt: after Ctrl-C, once all have saved.
+        RunFailed: if a run fails, with the end of its log; the others are asked to save and stop.
+        Interrupted: after Ctrl-C or SIGTERM, once the runs have saved their states.
+        DiskError: if another ablation is at work in ``folder``.
     """
     require_positive(seeds=seeds, jobs=jobs)
     samples = Samples() if samples is None else samples

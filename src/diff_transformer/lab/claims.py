@@ -1,7 +1,7 @@
-"""The paper's claims, each with the number that tests it here.
+"""The paper's claims, each with the number that tests it here, judged over the records of the pair.
 
-With three seeds or more the interval is over seeds. With fewer it is over evaluation examples (paired bootstrap), which
-says how sure the difference between *these* trained models is, not how another seed would come out.
+With three seeds or more, the interval is over seeds. With fewer, it is over evaluation examples (paired bootstrap): it
+says how certain the difference between *these* trained models is, not how another seed would come out.
 """
 
 import math
@@ -23,9 +23,18 @@ def _testable(rows: Rows) -> str:
 
 @dataclass(frozen=True)
 class Claim:
-    """``paper``: Transformer / DIFF; a dagger marks numbers from a third party's transcription. A model's number is
-    ``reduce`` of its ``rows``. ``better``: which way DIFF should differ; ``margin``: how far on the wrong side it still
-    holds; ``untested``: why a Transformer with this result cannot test the claim, "" where it can."""
+    """A claim of the paper and how it is tested.
+
+    Attributes:
+        paper: the paper's numbers, Transformer / DIFF; a dagger marks a third party's transcription.
+        eval: the experiment whose rows are read.
+        scores: reads the score of each example from the rows.
+        better: how DIFF should differ, "lower" or "higher".
+        reduce: from scores to a model's number.
+        margin: how far on the wrong side of zero the difference may lie while the claim still holds.
+        relative: judge DIFF / Transformer - 1 instead of DIFF - Transformer.
+        untested: why a Transformer with these rows cannot test the claim; "" where it can.
+    """
 
     id: str
     claim: str
@@ -37,7 +46,7 @@ class Claim:
     unit: str = ""
     reduce: Callable[[np.ndarray], float] = mean
     margin: float = 0.0
-    relative: bool = False  # judge DIFF / Transformer - 1 instead of DIFF - Transformer
+    relative: bool = False
     untested: Callable[[Rows], str] = _testable
 
     def value(self, record: Record) -> float:

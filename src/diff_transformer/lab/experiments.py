@@ -1,12 +1,13 @@
-"""``diff-transformer eval``: any experiment on any causal language model, from the command line.
+"""The registry of experiments, and ``diff-transformer eval``: run any of them on any causal language model.
 
-An experiment is a module of this package with
+An experiment is a module with
 
     Settings            a frozen dataclass, filled by options and ``--set``; comments above the fields document them
     QUICK               the fields that ``--quick`` changes, to try everything in minutes on a small model
     run(lm, settings, samples) -> Result
 
-and perhaps ``NEEDS_MODEL = False``, where ``lm`` is None.
+and perhaps ``NEEDS_MODEL = False``, in which case ``lm`` is None. ``run_eval`` runs one experiment on one model;
+``run_suite`` runs several on several.
 """
 
 import json
@@ -41,9 +42,7 @@ EXPERIMENTS = {  # in the order of the paper
     "ablation": "Table 6: its seven rows, trained at any scale",
     "gradient_flow": "Appendix F: gradients in closed form, and their magnitudes in the pair",
 }
-
-
-STUDIES = ("scaling", "ablation")  # of many models: their modules are in this room
+STUDIES = ("scaling", "ablation")  # they are about many models, and their modules are in lab/
 
 
 def experiment(name: str) -> ModuleType:

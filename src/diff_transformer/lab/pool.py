@@ -118,9 +118,9 @@ def run_pool(
 
 
 def _check(code: int, spec: RunSpec, folder: Path) -> None:
-    if code == TERMINATED:
+    if code in (TERMINATED, -signal.SIGTERM):  # the second: while it was starting
         raise Stopped
-    if code == INTERRUPTED:
+    if code in (INTERRUPTED, -signal.SIGINT):
         raise KeyboardInterrupt
     if code:
         lines = (folder / LOG).read_text(errors="replace").strip().splitlines()[-_END:]

@@ -37,25 +37,17 @@ FITS: dict[str, Callable[[Run], float]] = {"parameters": lambda run: run.paramet
 
 @dataclass(frozen=True)
 class Settings:
-    """Fields:
+    """What to fit. Each field's comment says what it is."""
 
-    runs: tables of runs, separated by commas: CSV or JSON with model, parameters, tokens, loss; folders with the
-        results.json of comparisons; or "synthetic", a made-up table with the paper's ratios, which shows that the fit
-        works and nothing about any model.
-    ours, reference: which models of the table are compared ("diff", "softmax"; Transformer and DIFF are understood).
-    form: "offset" for a x^-b + c, "plain" for a x^-b.
-    huber: size, in log loss, from which a residual counts linearly.
-    draws: resamplings of finished runs for the 95 % intervals.
-    seed: of the resampling.
-    """
-
+    # tables of runs, separated by commas: CSV or JSON with model, parameters, tokens, loss; folders of comparisons or
+    # studies; or "synthetic", a made-up table with the paper's ratios, which shows that the fit works and nothing else
     runs: str = ""
-    ours: str = "diff"
+    ours: str = "diff"  # models of the table to compare; "Transformer" and "DIFF" are understood too
     reference: str = "softmax"
-    form: str = "offset"
-    huber: float = HUBER
-    draws: int = 1000
-    seed: int = 0
+    form: str = "offset"  # "offset" for a x^-b + c, "plain" for a x^-b
+    huber: float = HUBER  # size, in log loss, from which a residual counts linearly
+    draws: int = 1000  # resamplings of finished runs for the 95 % intervals
+    seed: int = 0  # of the resampling
 
 
 QUICK: dict = {"runs": SYNTHETIC, "draws": 300}
