@@ -10,9 +10,11 @@ from pathlib import Path
 from statistics import fmean
 
 from record import cells_of
+from tables import in_numbers
 
-from diff_transformer.lab.measures import borrow_baselines, final_loss, paired_rows
+from diff_transformer.lab.measures import borrow_baselines, final_loss, paired_rows, trained
 from diff_transformer.lab.record import Cells, Record
+from diff_transformer.lab.stats import Interval, over_seeds
 from diff_transformer.report.charts import (
     Chart,
     Line,
@@ -59,6 +61,19 @@ SETTINGS = {
     "long": "three times the steps, one learning rate",
 }
 
+# Setting -> the sides that are shown, all at the Transformer's learning rate but the published one of "novels".
+LEADS = {
+    "novels": ("diff_same_rate", "diff_norm1"),
+    "ablation": ("softmax_norm",),
+    "wide": ("diff", "softmax_norm", "diff_norm1"),
+    "long": ("diff", "softmax_norm", "diff_norm1"),
+}
+LEAD_PANELS = {
+    "novels": ("3 layers of width 128, 1500 steps", ("novels", "ablation")),
+    "wide": ("4 layers of width 256, 1500 steps", ("wide",)),
+    "long": ("3 layers of width 128, 4500 steps", ("long",)),
+}
+LEAD_STEPS = (250, 500, 1000, 1500, 3000, 4500)
 TASKS = {"n1_r1": "1 of 1", "n2_r1": "1 of 2", "n4_r1": "1 of 4", "n4_r2": "2 of 4"}
 
 
@@ -115,6 +130,59 @@ def desk_charts(cells: Cells) -> dict[str, Chart]:
     return made
 
 
+def by_step(cells: Cells, setting: str, side: str) -> dict[int, Interval]:
+    """The validation loss of ``side`` less the Transformer's, over seeds, at each step at which both have it."""
+    sides = borrow_baselines(cells).get(setting, {})
+    ours, theirs = trained(sides.get(side, {})), trained(sides.get("softmax", {}))
+    gaps: dict[int, list[float]] = {}
+    for seed in sorted(ours.keys() & theirs.keys()):
+        mine, other = _losses(ours[seed]), _losses(theirs[seed])
+        for step in mine.keys() & other.keys() - {0}:
+            gaps.setdefault(step, []).append(mine[step] - other[step])
+    return {step: over_seeds(gaps[step]) for step in sorted(gaps)}
+
+
+def _losses(record: Record) -> dict[int, float]:
+    curve = record.curves["validation"]
+    return {int(step): loss for step, loss in zip(curve["step"], curve["loss"], strict=True)}
+
+
+def lead_table(cells: Cells) -> str:
+    """A line a setting and side, a column a step; empty before there is anything."""
+    lines = []
+    for setting, side in [(setting, side) for setting, sides in LEADS.items() for side in sides]:
+        found = by_step(cells, setting, side)
+        shown = (in_numbers(found[step]) if step in found else "" for step in LEAD_STEPS)
+        if found:
+            lines.append(f"| {setting} | {NAMES[side]} | {' | '.join(shown)} |")
+    if not lines:
+        return ""
+    heads = ("setting", "side", *(f"step {step}" for step in LEAD_STEPS))
+    title = "**Validation loss less the Transformer's, while they are trained** (95 % over seeds)"
+    return "\n".join([title, "", f"| {' | '.join(heads)} |", "|---" * len(heads) + "|", *lines])
+
+
+def lead_charts(cells: Cells) -> dict[str, Chart]:
+    """A panel for each size and length of training; bands are 95 % intervals over seeds."""
+    panels, named = [], {}
+    for title, places in (LEAD_PANELS[name] for name in LEAD_PANELS if name in cells):
+        lines = []
+        for setting, side in [(place, side) for place in places for side in LEADS[place]]:
+            model = "diff" if side == "diff_same_rate" else side  # in these settings both have one rate
+            found = by_step(cells, setting, side)
+            if found:
+                named[style(model)] = NAMES[model]
+                points = [(float(step), gap.mean) for step, gap in found.items()]
+                band = tuple((float(s), g.low, g.high) for s, g in found.items() if None not in (g.low, g.high))
+                lines.append(Line(NAMES[model], points, style(model), read=True, band=band))
+        chart = line_chart(
+            f"Validation loss less the Transformer's: {title}", lines, x_label="step", y_range=(-0.45, 0.45),
+            guides=[(0.0, "")], width=300,
+        )  # fmt: skip
+        panels.append((title, chart))
+    return {"lead.svg": grid(panels, named)} if panels else {}
+
+
 def stability_charts(cells: Cells) -> dict[str, Chart]:
     """Largest gradient norm, spikes and final loss by learning rate; small marks are runs."""
     rates = sorted(cells, key=lambda name: float(name.removeprefix("lr")))
@@ -158,8 +226,6 @@ def stale(charts: dict[str, Chart], folder: Path) -> list[str]:
 
 
 def main(arguments: list[str]) -> int:
-    from lead import lead_charts
-
     old = []
     for name, make in (("desk", desk_charts), ("desk", lead_charts), ("stability", stability_charts)):
         folder = FIGURES / name

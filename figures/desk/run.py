@@ -24,8 +24,7 @@ from diff_transformer.lab.record import FILE, Cells, finished
 
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent))
-from lead import lead_charts, lead_table  # noqa: E402
-from plots import NAMES, RATES, SETTINGS, desk_charts, write  # noqa: E402  (these three stand beside this folder)
+from plots import NAMES, RATES, SETTINGS, desk_charts, lead_charts, lead_table, write  # noqa: E402  (beside this folder)
 from record import cells_of, keep_study  # noqa: E402
 from tables import interval, side_by_side, table  # noqa: E402
 

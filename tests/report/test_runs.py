@@ -11,8 +11,7 @@ from typer.testing import CliRunner
 
 from diff_transformer.cli import app
 from diff_transformer.lab.recipes import recipe
-from diff_transformer.report.load import ResultsError
-from diff_transformer.report.load_runs import is_run, load_runs
+from diff_transformer.report.load import ResultsError, is_run, load_runs
 from diff_transformer.report.run_figures import thinned
 from diff_transformer.report.runs_page import render_runs_page, write_runs_report
 from diff_transformer.train.config import override

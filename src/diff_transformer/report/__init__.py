@@ -2,8 +2,7 @@
 
 from diff_transformer.report.claims import render_claims
 from diff_transformer.report.evals_page import write_evals_report
-from diff_transformer.report.load import ResultsError, is_comparison, load_results
-from diff_transformer.report.load_runs import is_run
+from diff_transformer.report.load import ResultsError, is_comparison, is_run, load_results
 from diff_transformer.report.page import write_report
 from diff_transformer.report.runs_page import write_runs_report
 

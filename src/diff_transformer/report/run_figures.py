@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 from diff_transformer.report.charts import Line, Point, line_chart, panel
 from diff_transformer.report.figure import Figure, Finding, key, panels
-from diff_transformer.report.load_runs import RunLog
+from diff_transformer.report.load import RunLog
 from diff_transformer.report.markup import Html, join, mean, number, table, tag
 
 LAYERS = 8  # panels of single layers

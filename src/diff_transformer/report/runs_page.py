@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from diff_transformer.checks import differences
-from diff_transformer.report.load_runs import RunLog, load_runs
+from diff_transformer.report.load import RunLog, load_runs
 from diff_transformer.report.markup import Html, join, number, plural, short, table, tag
 from diff_transformer.report.models import as_dict
 from diff_transformer.report.page import contents, fill_page, save_page
