@@ -75,7 +75,8 @@ def test_where_the_package_is_installed_its_own_class_loads_the_folder(exported)
 def test_the_folder_has_safetensors_and_no_pickle(exported):
     _, folder = exported["diff"]
     written = {path.name for path in folder.iterdir()} - {"outputs.pt"}
-    assert {path.rpartition(".")[2] for path in written} == {"safetensors", "json", "py"}
+    assert {path.rpartition(".")[2] for path in written} == {"safetensors", "json", "py", "md"}
+    assert 'from_pretrained("FOLDER", trust_remote_code=True)' in (folder / "README.md").read_text()
     assert json.loads((folder / "config.json").read_text())["auto_map"]["AutoModelForCausalLM"].startswith("modeling_")
 
 

@@ -43,5 +43,5 @@ def test_every_block_runs(folder):
             done = CliRunner().invoke(app, shlex.split(line)[1:], input=text, catch_exceptions=False)
             assert done.exit_code == 0, line
             assert done.stdout, line
-    assert {path.suffix for path in (folder / "model-int8").iterdir()} == {".safetensors", ".json"}
+    assert {path.suffix for path in (folder / "model-int8").iterdir()} == {".safetensors", ".json", ".md"}
     assert (folder / "exported" / "modeling_diff_transformer.py").exists()

@@ -238,3 +238,23 @@ def test_trl_fine_tunes_a_folder(attention, tmp_path):
     )
     for trainer in (sft, dpo, grpo):
         assert math.isfinite(trainer.train().training_loss)
+
+
+@EVERY_VARIANT
+def test_a_saved_model_says_how_to_load_it(attention, tmp_path):
+    model = model_of(attention)
+    model.save_pretrained(tmp_path)
+    card = (tmp_path / "README.md").read_text()
+    assert f"| parameters | {model.num_parameters():,} |" in card
+    code = card.partition("```python\n")[2].partition("```")[0].replace("FOLDER", str(tmp_path))
+    names: dict = {}
+    exec(code, names)
+    assert torch.equal(names["model"].lm_head.weight, model.lm_head.weight)
+    (tmp_path / "README.md").write_text("mine")
+    model.save_pretrained(tmp_path)
+    assert (tmp_path / "README.md").read_text() == "mine"
+
+
+def test_the_card_of_another_task_names_its_class(tmp_path):
+    AutoModelForTokenClassification.from_config(preset("debug")).save_pretrained(tmp_path)
+    assert "AutoModelForTokenClassification.from_pretrained" in (tmp_path / "README.md").read_text()

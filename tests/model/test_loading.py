@@ -329,7 +329,7 @@ def test_int8_checkpoints_are_safetensors(tmp_path):
     save(tmp_path / "fp32")
     model, _ = load_model(str(tmp_path / "fp32"), weights="int8", device="cpu")
     model.save_pretrained(tmp_path / "int8")
-    assert {path.suffix for path in (tmp_path / "int8").iterdir()} == {".safetensors", ".json"}
+    assert {path.suffix for path in (tmp_path / "int8").iterdir()} == {".safetensors", ".json", ".md"}
     again = AutoModelForCausalLM.from_pretrained(tmp_path / "int8", use_safetensors=True).eval()
     assert torch.equal(again(tokens()).logits, model(tokens()).logits)
     assert weight_bytes(again) == weight_bytes(model)

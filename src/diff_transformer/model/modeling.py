@@ -1,7 +1,9 @@
 """The decoder-only DIFF Transformer and its matched Transformer (``attention="softmax"``), as Hugging Face models."""
 
 import inspect
+import os
 from difflib import get_close_matches
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
@@ -31,6 +33,7 @@ from transformers.utils.output_capturing import capture_outputs
 
 from diff_transformer.checks import refuse_keywords
 from diff_transformer.model.attention import Attention
+from diff_transformer.model.card import write_card
 from diff_transformer.model.config import DiffTransformerConfig
 from diff_transformer.model.cores import Core
 from diff_transformer.model.implementations import attention_backend, check_implementation
@@ -96,6 +99,12 @@ class DiffTransformerPreTrainedModel(PreTrainedModel):
         for core in self.modules():
             if isinstance(core, Core):
                 core.backend = attention_backend(self.config)
+
+    def save_pretrained(self, save_directory: str | os.PathLike, is_main_process: bool = True, *args, **kwargs):
+        """As in transformers, and write a model card, ``README.md``, if there is none."""
+        super().save_pretrained(save_directory, is_main_process, *args, **kwargs)
+        if is_main_process and Path(save_directory).is_dir():
+            write_card(self.config, Path(save_directory), type(self).__name__, own_code=bool(self.config.auto_map))
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module):

@@ -1,0 +1,57 @@
+"""The model card that ``save_pretrained`` writes beside a model, so that a reader of the folder can load it."""
+
+from pathlib import Path
+
+from diff_transformer.model.cost import count_parameters
+
+_KINDS = {
+    "diff": "DIFF Transformer (differential attention, arXiv 2410.05258)",
+    "diff_v2": "DIFF Transformer V2 (differential attention with a lambda for each token and head)",
+    "grouped_diff": "DIFF Transformer with grouped differential attention (arXiv 2510.06949)",
+    "dint": "DINT Transformer (differential attention plus its mean, arXiv 2501.17486)",
+    "softmax": "Transformer with softmax attention, the baseline of a DIFF Transformer",
+}
+
+
+def write_card(config, folder: Path, model_class: str, *, own_code: bool = False) -> None:
+    """Write ``README.md`` to ``folder``; an existing one is kept.
+
+    Args:
+        own_code: the folder brings its own code, as ``diff-transformer export`` writes it.
+    """
+    path = folder / "README.md"
+    if not path.exists():
+        path.write_text(card(config, model_class, own_code=own_code), encoding="utf-8")
+
+
+def card(config, model_class: str, *, own_code: bool = False) -> str:
+    """The text of the model card: what the model is, how to load it, its sizes."""
+    auto = f"AutoModel{model_class.partition('For')[1]}{model_class.partition('For')[2]}"
+    if own_code:
+        load = f'from transformers import {auto}\n\nmodel = {auto}.from_pretrained("FOLDER", trust_remote_code=True)'
+        needs = "The folder contains the model's code; only PyTorch and transformers are needed."
+    else:
+        load = (
+            "import diff_transformer  # registers the model with transformers\n"
+            f'from transformers import {auto}\n\nmodel = {auto}.from_pretrained("FOLDER")'
+        )
+        needs = (
+            "Install the package first: `pip install diff-transformer`. A program that reports that it does not "
+            "recognize this architecture must import `diff_transformer` before it loads the model. `diff-transformer "
+            "export` writes a folder that loads without the package, with `trust_remote_code=True`."
+        )
+    rows = {
+        "parameters": f"{sum(count_parameters(config).values()):,}",
+        "layers": config.num_hidden_layers,
+        "hidden size": config.hidden_size,
+        "attention heads": f"{config.heads.outputs} (values of width {config.heads.value_dim})",
+        "head width": config.head_dim,
+        "vocabulary": f"{config.vocab_size:,}",
+        "longest sequence": f"{config.max_position_embeddings:,} tokens",
+    }
+    table = "\n".join(f"| {name} | {value} |" for name, value in rows.items())
+    return (
+        "---\nlibrary_name: transformers\ntags:\n- diff-transformer\n---\n\n"
+        f"# {_KINDS[config.attention]}\n\nLoad it, with the path of this folder for `FOLDER`:\n\n"
+        f"```python\n{load}\n```\n\n{needs}\n\n| size | |\n|---|---|\n{table}\n"
+    )
