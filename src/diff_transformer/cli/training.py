@@ -101,7 +101,7 @@ def prepare(
     verify: Annotated[Path | None, typer.Option("--verify", help="Only check a prepared folder.")] = None,
 ):
     """Tokenise text of any size to shards that training maps into memory. --resume continues, and repairs."""
-    from diff_transformer.data.prepare.command import run_prepare, run_verify
+    from diff_transformer.cli.prepare import run_prepare, run_verify
 
     quiet()
     if verify is not None:
