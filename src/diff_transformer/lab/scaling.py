@@ -106,16 +106,19 @@ def evaluate_scaling(
     rows: list[dict] = []
     refused: list[str] = []
     rises: list[str] = []
-    for fit, x_of in FITS.items():
+    method = Method(form, huber, draws, seed)
+    for fit in FITS:
         chosen = _choose(runs, names, fit, FORMS[form])
         if isinstance(chosen, str):
             refused.append(chosen)
             continue
         rises += [words for name in names for words in _rises(fit, name, chosen[name])]
         try:
-            _one_fit(fit, x_of, names, chosen, metrics, rows, samples, form, huber, draws, seed)
+            found, fitted = _one_fit(fit, names, chosen, method, samples)
         except ValueError as error:
             raise ValueError(f"loss against {fit}: {error}") from error
+        metrics |= found
+        rows += fitted
     if not metrics:
         raise ValueError("nothing to fit. " + " ".join(refused))
     about = {"ours": names[0], "reference": names[1], "form": form, "huber": huber, "draws": draws, "seed": seed}
@@ -124,18 +127,35 @@ def evaluate_scaling(
     return Result("scaling", title, metrics, rows, provenance(**about, **source_of))
 
 
-def _one_fit(fit, x_of, names, chosen, metrics, rows, samples, form, huber, draws, seed) -> None:
+@dataclass(frozen=True)
+class Method:
+    """How a power law is fitted, and its interval found: as in ``Settings``."""
+
+    form: str
+    huber: float
+    draws: int
+    seed: int
+
+    def law(self, x: Sequence[float], loss: Sequence[float]) -> PowerLaw:
+        return fit_power_law(x, loss, form=self.form, huber=self.huber)
+
+    def resampled(self, x: Sequence[float], loss: Sequence[float]) -> list[PowerLaw]:
+        return bootstrap(x, loss, form=self.form, huber=self.huber, draws=self.draws, seed=self.seed)
+
+
+def _one_fit(
+    fit: str, names: tuple[str, str], chosen: dict[str, list[Run]], method: Method, samples: Samples
+) -> tuple[dict[str, float], list[dict]]:
+    """The metrics and rows of one fit, ``"parameters"`` or ``"tokens"``, to the runs ``chosen`` of both models."""
+    x_of, metrics, rows = FITS[fit], {}, []
     laws: dict[str, PowerLaw] = {}
     clouds: dict[str, list[PowerLaw]] = {}
     along = any(one.part == "curve" for one in chosen[names[0]])
     interval = _over_pairs if along else _over_draws
     for name in names:
         x, loss = [x_of(one) for one in chosen[name]], [one.loss for one in chosen[name]]
-        law = laws[name] = fit_power_law(x, loss, form=form, huber=huber)
-        if along:
-            clouds[name] = _a_law_each(x_of, names, chosen, name, form, huber)
-        else:
-            clouds[name] = bootstrap(x, loss, form=form, huber=huber, draws=draws, seed=seed)
+        law = laws[name] = method.law(x, loss)
+        clouds[name] = _a_law_each(x_of, names, chosen, name, method) if along else method.resampled(x, loss)
         values = {"a": law.a, "b": law.b, "c": law.c, "first": law.low, "last": law.high, "residual": law.residual}
         metrics |= {f"{fit}_{name}_{key}": value for key, value in values.items()}
         low, high = interval([one.b for one in clouds[name]])
@@ -159,18 +179,19 @@ def _one_fit(fit, x_of, names, chosen, metrics, rows, samples, form, huber, draw
             metrics[f"{key}_at"] = best["at"]
             if best["low"] is not None:
                 metrics |= {f"{key}_low": best["low"], f"{key}_high": best["high"]}
+    return metrics, rows
 
 
-def _a_law_each(x_of, names, chosen, name, form, huber) -> list[PowerLaw]:
-    """A fit to the curve of each training that both models have: points of one curve are not independent, so that only
-    several trainings say how far the fit may be off."""
+def _a_law_each(x_of, names, chosen, name: str, method: Method) -> list[PowerLaw]:
+    """A fit to the curve of each training that both models have.
+
+    Points of one curve are not independent, so only several trainings say how far the fit may be off.
+    """
     shared = {one.pair for one in chosen[names[0]]} & {one.pair for one in chosen[names[1]]} - {""}
     curves = [[one for one in chosen[name] if one.pair == pair] for pair in sorted(shared)]
     if len(curves) < SEEDS_FOR_AN_INTERVAL:
         return []
-    return [
-        fit_power_law([x_of(p) for p in curve], [p.loss for p in curve], form=form, huber=huber) for curve in curves
-    ]
+    return [method.law([x_of(p) for p in curve], [p.loss for p in curve]) for curve in curves]
 
 
 def _over_draws(values: Sequence[float]) -> tuple[float | None, float | None]:
