@@ -1,14 +1,14 @@
-"""Everything that wants a GPU, in one call of at most ten minutes: correctness, operator, decoding, throughput.
+"""All measurements on a GPU, in one call of at most ten minutes: correctness, operator, decoding, throughput.
 
 python benchmarks/gpu.py                   # JSON into the folder $OUT, or runs/gpu; from source, nothing installed
-python benchmarks/gpu.py --stages decode   # some of it
-python benchmarks/gpu.py --continue FOLDER # without the rows that an earlier call left there, which are merged in
+python benchmarks/gpu.py --stages decode   # some stages only
+python benchmarks/gpu.py --continue FOLDER # skip the rows that an earlier call measured, and merge them in
 python benchmarks/gpu.py --dry             # every stage on the CPU at tiny sizes
 python benchmarks/gpu_records.py FOLDER    # put the records into benchmarks/results
 
-Each stage is a process of its own with its share of the time that is left, so that neither an exception nor a device
-error of one stage reaches the next. Records are written row by row: a stage that is stopped leaves what it has. How
-each ended is in summary.json.
+Each stage is a subprocess with its share of the remaining time, so that an exception or device error in one stage
+cannot affect the next. Records are written row by row, so a stopped stage keeps its rows. summary.json says how each
+ended.
 """
 
 import argparse

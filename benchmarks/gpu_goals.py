@@ -1,4 +1,4 @@
-"""The goals of speed on a GPU, held or not held by records: Markdown for docs/performance.md and for the script's end.
+"""The speed goals on a GPU and whether the records meet them: Markdown for docs/performance.md and the script's end.
 
 The operator's are for causal bf16 attention at a length of 4096 as a user gets it (backend "triton"), the models' for
 the pair that is not compiled.
@@ -16,7 +16,7 @@ Records = dict[str, list[dict]]  # rows by stage
 
 
 class Goal(NamedTuple):
-    """``measure`` gives None where nothing was measured."""
+    """A goal; ``measure`` returns None if nothing was measured."""
 
     what: str
     bound: float
@@ -28,14 +28,14 @@ class Goal(NamedTuple):
 
 
 def timed(records: Records, width: int) -> list[dict]:
-    """Rows with times at the goals' length."""
+    """Timed rows at the goals' length."""
     wanted = {"length": LENGTH, "width": width, "causal": True, "dtype": "bfloat16"}
     rows = records.get("attention", [])
     return [row for row in rows if "both_ms" in row and all(row.get(name) == value for name, value in wanted.items())]
 
 
 def ours(records: Records, width: int) -> dict:
-    """The Triton backend's row, {} where it was not timed."""
+    """The row of the Triton backend, {} if it was not timed."""
     return next((row for row in timed(records, width) if row["backend"] == "triton"), {})
 
 
@@ -44,7 +44,7 @@ def over_default(width: int, kind: str) -> Callable[[Records], float | None]:
 
 
 def over_cudnn(width: int, kind: str) -> Callable[[Records], float | None]:
-    """Over cuDNN's kernel, which may be what SDPA chose by itself."""
+    """Time over that of cuDNN's kernel, which may also be SDPA's own choice."""
 
     def measure(records: Records) -> float | None:
         row = ours(records, width)
@@ -116,7 +116,7 @@ def read(folder: Path) -> Records:
 
 
 def goals_table(folder: Path) -> list[str]:
-    """A line for each goal: its bound, what was measured, and whether it held."""
+    """One line for each goal: its bound, the measured value, and whether it held."""
     records = read(folder)
     lines = header("goal", "bound", "measured", "")
     for goal in GOALS:

@@ -1,4 +1,4 @@
-"""Records of several calls of gpu.py as one, and into benchmarks/results, from where tables and drawings are made.
+"""Merges records of several calls of gpu.py and writes them to benchmarks/results, the source of tables and plots.
 
 python benchmarks/gpu_records.py runs/gpu-1 runs/gpu-2    # later folders win; then the tables and drawings
 
@@ -29,11 +29,11 @@ LOST = "failed: the device is lost: "
 
 
 class Unfinished(Exception):
-    """A stage ended well, with something left to do."""
+    """A stage ended without error, but has settings left to measure."""
 
 
 def setting(row: dict) -> str:
-    """What a row was measured at, as text to compare."""
+    """The setting of a row, as text to compare."""
     return json.dumps({name: row[name] for name in SETTING if name in row}, sort_keys=True)
 
 
@@ -42,7 +42,7 @@ def key(row: dict) -> str:
 
 
 def rows_of(path: Path) -> list[dict]:
-    """The rows of a record, [] if there is none, without settings at which the device was lost."""
+    """The rows of a record without settings at which the device was lost; [] if there is no record."""
     rows = json.loads(path.read_text()).get("rows", []) if path.exists() else []
     lost = {setting(row) for row in rows if row.get("gate", "").startswith(LOST)}
     return [row for row in rows if setting(row) not in lost]
@@ -78,7 +78,7 @@ def _dates(record: dict) -> list[str]:
 
 
 def merge_files(paths: list[Path], out: Path) -> None:
-    """Write the merged record of those paths that exist; nothing if none does."""
+    """Write the merged record of the existing paths, if there are any."""
     records = [json.loads(path.read_text()) for path in paths if path.exists()]
     if records:
         partial = out.with_name(out.name + ".partial")
@@ -87,7 +87,7 @@ def merge_files(paths: list[Path], out: Path) -> None:
 
 
 def install(folders: list[Path], results: Path = RESULTS) -> list[str]:
-    """Write what the folders hold into ``results``, and return the names of the files."""
+    """Merge the folders' records into ``results``, and return the names of the files."""
     written = []
     for name, stages in INSTALLED.items():
         paths = [folder / f"{stage}.json" for stage in stages for folder in folders]

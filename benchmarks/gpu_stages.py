@@ -67,7 +67,7 @@ def operator_shapes() -> list[Shape]:
 
 
 def hopper(dry: bool, seconds: float, out: Path, earlier: list[dict]) -> None:
-    """Each form of Hopper kernels in a process that may be lost to it; what fails is not launched in later stages."""
+    """The self-test of each form of the Hopper kernels, in subprocesses; later stages do not launch forms that fail."""
     device, dtype = torch.device(device_of(dry), 0), torch.bfloat16
     forms = [
         (kernels, width, causal) for kernels in gluon.KERNELS for width in gluon.WIDTHS for causal in (True, False)
@@ -96,7 +96,7 @@ def hopper(dry: bool, seconds: float, out: Path, earlier: list[dict]) -> None:
 
 
 def correctness(dry: bool, seconds: float, out: Path, earlier: list[dict]) -> None:
-    """The tests that want a GPU (dry: some others), or where there are none the gates of all backends."""
+    """The tests that need a GPU (dry: some others), or without pytest the gates of all backends."""
     end = time.monotonic() + seconds
     tests = {}
     for i, (name, selected) in enumerate((DRY_TESTS if dry else TESTS).items()):
@@ -115,7 +115,7 @@ def correctness(dry: bool, seconds: float, out: Path, earlier: list[dict]) -> No
 
 
 def run_tests(selected: list[str], seconds: float, parallel: bool) -> dict:
-    """What pytest said; its exit status is None where it was stopped."""
+    """The output of pytest; its exit status is None if it was stopped."""
     workers = ["-n", str(WORKERS), "--maxschedchunk=1"] if parallel and importlib.util.find_spec("xdist") else []
     command = [sys.executable, "-m", "pytest", "-q", "--maxfail=20", "-p", "no:cacheprovider", *workers, *selected]
     began = time.monotonic()
@@ -136,7 +136,7 @@ def run_tests(selected: list[str], seconds: float, parallel: bool) -> dict:
 
 
 def gates(dry: bool) -> Iterator[dict]:
-    """A row for each backend, shape and dtype."""
+    """One row for each backend, shape and dtype."""
     device, shapes = device_of(dry), TINY if dry else "2x4x1000x64,2x4x777x128,1x2x63x96,2x4x555x32n"
     for dtype in (torch.bfloat16,) if dry else (torch.bfloat16, torch.float16, torch.float32):
         for shape in parse_shapes(shapes):
@@ -151,7 +151,7 @@ def gates(dry: bool) -> Iterator[dict]:
 
 
 def compile_kernels(dry: bool, seconds: float, out: Path, earlier: list[dict]) -> None:
-    """Compile what the operator's benchmark will launch, many kernels at a time, into Triton's cache on disk."""
+    """Compile the kernels of the operator's benchmark in parallel, into Triton's cache on disk."""
     device = device_of(dry)
     tasks = [
         (device, shape, variant) for shape in compiled_shapes(dry) for variant in (VARIANTS if not dry else [None])
@@ -188,7 +188,7 @@ def compiled_shapes(dry: bool) -> list[Shape]:
 
 
 def compile_one(device: str, shape: Shape, variant: str | None) -> dict:
-    """Forward and backward, once, in a process of the pool."""
+    """One forward and backward, in a process of the pool."""
     began = time.monotonic()
     row = {"form": variant or "default", "shape": str(shape)}
     try:
@@ -204,7 +204,7 @@ def compile_one(device: str, shape: Shape, variant: str | None) -> dict:
 
 
 def attention(dry: bool, seconds: float, out: Path, earlier: list[dict]) -> None:
-    """Ours against every kernel of softmax attention and both forms of FlashDiffAttn."""
+    """Our backends against every kernel of softmax attention and both forms of FlashDiffAttn."""
     device = device_of(dry)
     names = [n for n in available_backends(device, torch.bfloat16) if n not in SLOW or (dry and n == "blockwise")]
     shapes = parse_shapes(TINY) if dry else operator_shapes()
@@ -212,7 +212,7 @@ def attention(dry: bool, seconds: float, out: Path, earlier: list[dict]) -> None
 
 
 def attention_slow(dry: bool, seconds: float, out: Path, earlier: list[dict]) -> None:
-    """The backends that compile long or run long, at two shapes, against SDPA's own choice."""
+    """The backends that are slow to compile or run, at two shapes, against SDPA's own choice."""
     device = device_of(dry)
     wanted = ("blockwise",) if dry else ("flex", "blockwise")
     names = [n for n in wanted if n in available_backends(device, torch.bfloat16)]
@@ -221,7 +221,7 @@ def attention_slow(dry: bool, seconds: float, out: Path, earlier: list[dict]) ->
 
 
 def attention_fp32(dry: bool, seconds: float, out: Path, earlier: list[dict]) -> None:
-    """Exact products, without tensor cores: whether ours are faster than two calls of SDPA, which auto might prefer."""
+    """fp32 without tensor cores: whether our kernels are faster than two calls of SDPA."""
     device = device_of(dry)
     names = [n for n in ("triton", "sdpa") if n in available_backends(device, torch.float32)]
     shapes = parse_shapes(TINY)[:1] if dry else [gpu_shape(2048, 128), gpu_shape(2048, 64)]
@@ -257,7 +257,7 @@ def _operator(
 
 
 def decode(dry: bool, seconds: float, out: Path, earlier: list[dict]) -> None:
-    """The operator over long caches, and the pair of models generating."""
+    """The operator over long caches, and generation by the pair of models."""
     shapes = [decoding.DecodeShape(2, 2, 1, 40, 8)] if dry else decoding.GPU_GRID
     models = [generation.ModelSetting("debug", 1, 24, 4)] if dry else generation.GPU_MODELS
     record = run_decode_benchmark(
@@ -290,7 +290,7 @@ def throughput(dry: bool, seconds: float, out: Path, earlier: list[dict]) -> Non
 
 
 def step(dry: bool, seconds: float, out: Path, earlier: list[dict]) -> None:
-    """Where a training step's time goes."""
+    """The time of a training step by part."""
     run_step_benchmark(
         left_of([TINY_PAIR] if dry else GPU_STEPS, earlier),
         device=device_of(dry),
@@ -303,7 +303,7 @@ def step(dry: bool, seconds: float, out: Path, earlier: list[dict]) -> None:
 
 
 def sanitizer(dry: bool, seconds: float, out: Path, earlier: list[dict]) -> None:
-    """Small launches of all kernels under compute-sanitizer: memory accesses, and races, of the Gluon kernels first."""
+    """Small launches of all kernels under compute-sanitizer (memory accesses and races), the Gluon kernels first."""
     end = time.monotonic() + seconds
     device = device_of(dry)
 
@@ -324,7 +324,7 @@ def sanitizer(dry: bool, seconds: float, out: Path, earlier: list[dict]) -> None
 
 
 def run_sanitized(command: list[str], seconds: float) -> dict:
-    """A row's verdict and what was said last."""
+    """The verdict of a row and the last lines of its output."""
     try:
         done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=seconds)
         gate, output = "passed" if done.returncode == 0 else f"failed: exit status {done.returncode}", done.stdout
@@ -336,7 +336,7 @@ def run_sanitized(command: list[str], seconds: float) -> dict:
 
 
 def left_of(items: list, earlier: list[dict], **fields) -> list:
-    """Shapes or settings that no earlier row was measured at."""
+    """Shapes or settings without an earlier row."""
     recorded = settings_of(earlier)
 
     def known(item) -> str:
@@ -348,13 +348,13 @@ def left_of(items: list, earlier: list[dict], **fields) -> list:
 
 
 def _finish(record: dict) -> None:
-    """Raises Unfinished if the time ran out before all was measured."""
+    """Raise Unfinished if the time ran out before everything was measured."""
     if "unfinished" in record:
         raise Unfinished(record["unfinished"])
 
 
 def device_of(dry: bool) -> str:
-    """Raises RuntimeError where a GPU is wanted and there is none. What backends say of their choices is shown."""
+    """Raise RuntimeError if a GPU is needed and there is none; show the backends' log."""
     logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stdout)
     logging.getLogger("diff_transformer").setLevel(logging.INFO)
     if dry:

@@ -1,7 +1,7 @@
-"""Launch the kernels once in each form at small sizes, to be run under compute-sanitizer.
+"""Launches the kernels once in each form at small sizes, for compute-sanitizer.
 
 python benchmarks/sanitized.py all cuda      # or "gluon": the Hopper kernels alone
-python benchmarks/sanitized.py all cpu       # the same calls without kernels of ours
+python benchmarks/sanitized.py all cpu       # the same calls without our kernels
 python benchmarks/sanitized.py all cpu triton  # with TRITON_INTERPRET=1: the kernels, interpreted
 """
 
@@ -30,7 +30,7 @@ def main(what: str, device: str, backend: str | None = None) -> int:
 
 
 def gluon_forms(device: str, backend: str) -> dict[str, Callable[[], object]]:
-    """What has Hopper kernels: all widths and both maskings, forward alone and with either backward."""
+    """Calls that Hopper kernels compute: all widths and both maskings, forward alone and with either backward."""
 
     def forward(D: int, options: dict) -> Callable[[], object]:
         x = make_inputs(1, 2, T, D, dtype=torch.bfloat16, device=device, requires_grad=False)
@@ -48,7 +48,7 @@ def gluon_forms(device: str, backend: str) -> dict[str, Callable[[], object]]:
 
 
 def forms(device: str, backend: str) -> dict[str, Callable[[], object]]:
-    """Forward and backward of what differs in its memory accesses."""
+    """Forward and backward of calls that differ in their memory accesses."""
     torch.use_deterministic_algorithms(False)
     mask = torch.rand(1, 2, T, T, device=device) > 0.3
     padding = torch.arange(T, device=device).view(1, 1, 1, T) >= T // 3

@@ -1,4 +1,4 @@
-"""What operator tests and benchmarks share: inputs, the numerics budget, poisoned memory, peak memory.
+"""Shared by operator tests and benchmarks: inputs, the numerics budget, poisoned memory, peak memory.
 
 Shapes: B batch, H signal heads, Hn noise heads, G key/value heads, T queries, S keys, D query width, Dv value width.
 """
@@ -26,7 +26,7 @@ class Inputs(NamedTuple):
     lam: Tensor  # fp32 (fp64 for fp64 inputs), of the shape asked for
 
     def to(self, dtype: torch.dtype) -> "Inputs":
-        """Leaves of their own with the same values in ``dtype``; lam in fp32, or fp64 for fp64."""
+        """New leaf tensors with the same values in ``dtype``; lam in fp32 (fp64 for fp64)."""
         lam_dtype = torch.promote_types(dtype, torch.float32)
         cast = [x.detach().to(dtype, copy=True) for x in self[:5]] + [self.lam.detach().to(lam_dtype, copy=True)]
         return Inputs(*(y.requires_grad_(x.requires_grad) for x, y in zip(self, cast, strict=True)))
@@ -50,10 +50,10 @@ def make_inputs(
     seed: int = 0,
     drawn_on: str | torch.device = "cpu",
 ) -> Inputs:
-    """Normal q, k, v and a lam uniform in (0, 1), the same values on every device unless they are ``drawn_on`` it.
+    """Normal q, k, v and a lam uniform in (0, 1). Values are the same on every device, unless ``drawn_on`` that device.
 
-    Hn defaults to H, G to Hn, S to T, Dv to 2 D, and lam to one value a row, [B, H, T, 1]. ``strided`` lays tensors
-    out as a layer does after its projections, [B, length, heads, width], and seen as [B, heads, length, width].
+    Hn defaults to H, G to Hn, S to T, Dv to 2 D, and lam to one value a row, [B, H, T, 1]. ``strided`` gives tensors
+    the memory layout of a layer's projections: [B, length, heads, width], viewed as [B, heads, length, width].
     """
     Hn, S, Dv = Hn or H, S or T, Dv or 2 * D
     G = G or Hn
@@ -73,8 +73,8 @@ def make_inputs(
 def eager_diff_attention(q1, q2, k1, k2, v, lam, *, attn_mask=None, is_causal=False, window=None, scale=None) -> Tensor:
     """The formula in plain PyTorch, products in the dtype of the inputs, softmax and subtraction in fp32.
 
-    Its distance from the fp64 reference is what the budget allows a backend to double. lam and attn_mask must broadcast
-    to [B, H, T, 1] and [B, H, T, S].
+    The budget allows a backend twice its distance from the fp64 reference. lam and attn_mask must broadcast to
+    [B, H, T, 1] and [B, H, T, S].
     """
     H, T, S = q1.shape[1], q1.shape[2], k1.shape[2]
     scale = q1.shape[-1] ** -0.5 if scale is None else scale
@@ -85,12 +85,12 @@ def eager_diff_attention(q1, q2, k1, k2, v, lam, *, attn_mask=None, is_causal=Fa
 
 
 def assert_within_budget(actual: Tensor, exact: Tensor, eager: Tensor | None = None, *, what: str = "out") -> None:
-    """Raise unless ``actual`` is as near to ``exact`` as the numerics budget asks, with the numbers in the message.
+    """Raise AssertionError, with the numbers, unless ``actual`` is within the numerics budget of ``exact``.
 
     Without ``eager``: error <= 1e-5 * max(1, largest value), the budget of fp32 against the reference. With it (the
     same quantity from ``eager_diff_attention`` in the dtype of actual): error <= 2 * eager error + one rounding of the
-    largest value, or the fp32 budget where that is more: nothing has to be more accurate in bf16 than in fp32. Errors
-    and values are largest absolute ones. NaN or infinity in ``actual`` never passes.
+    largest value, or the fp32 budget if that is more: bf16 need not be more accurate than fp32. Errors and values are
+    the largest absolute ones. NaN or infinity in ``actual`` never passes.
     """
     if actual.shape != exact.shape:
         raise AssertionError(f"{what} has shape {list(actual.shape)}; expected {list(exact.shape)}")
@@ -111,9 +111,9 @@ def assert_within_budget(actual: Tensor, exact: Tensor, eager: Tensor | None = N
 
 @contextmanager
 def poison_empty() -> Generator[None]:
-    """Memory from torch.empty and its kin is filled with NaN (integers: the largest value) inside the context.
+    """Context manager: uninitialised tensors, as from torch.empty, are filled with NaN (integers: the largest value).
 
-    This is PyTorch's own switch, torch.utils.deterministic.fill_uninitialized_memory.
+    Uses PyTorch's switch torch.utils.deterministic.fill_uninitialized_memory.
     """
     before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     torch.use_deterministic_algorithms(True, warn_only=True)
@@ -124,9 +124,9 @@ def poison_empty() -> Generator[None]:
 
 
 def peak_memory(function: Callable[[], object], device: str | torch.device = "cpu") -> int:
-    """Bytes by which ``function`` raises the memory held by tensors at most, over what is held before the call.
+    """Peak bytes held by tensors during ``function``, minus the bytes held before the call.
 
-    CUDA: the allocator's own peak. CPU: the running sum of the profiler's allocation events.
+    On CUDA the allocator's peak, on the CPU the running sum of the profiler's allocation events.
     """
     if torch.device(device).type == "cuda":
         torch.cuda.synchronize(device)
@@ -135,7 +135,7 @@ def peak_memory(function: Callable[[], object], device: str | torch.device = "cp
         function()
         torch.cuda.synchronize(device)
         return torch.cuda.max_memory_allocated(device) - before
-    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # or the profiler prints two lines at every start
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # otherwise the profiler prints two lines at every start
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
         function()
     events = [e for e in profile.profiler.kineto_results.events() if e.name() == "[memory]"]

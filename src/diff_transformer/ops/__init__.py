@@ -1,4 +1,4 @@
-"""The operator: public functions, and one file or folder for each backend that computes it."""
+"""The operator: public functions (api.py, decode.py, varlen.py), and one file or folder for each backend."""
 
 from diff_transformer.ops.api import available_backends, diff_attention, diff_attention_maps
 from diff_transformer.ops.decode import diff_attention_decode

@@ -1,6 +1,6 @@
 """The operator in JAX: the names, shapes and meaning of ``diff_transformer.ops``, for jit, grad and vmap.
 
-It is written in ``jax.numpy``, so that XLA compiles it for CPU, GPU and TPU. Nothing else of the package imports it,
+It is written in ``jax.numpy``, so that XLA compiles it for CPU, GPU and TPU. No other module of the package imports it,
 and importing the package does not import JAX.
 """
 
@@ -38,8 +38,8 @@ def diff_attention(
 ) -> Array:
     """Differential attention: softmax(q1 k1^T scale) v - lam softmax(q2 k2^T scale) v (arXiv 2410.05258, eq. 1).
 
-    As ``diff_transformer.diff_attention`` computes it: the maps are subtracted in fp32 (fp64 for fp64 inputs), and
-    neither the scaling by 1 - lambda_init nor the head norm of the paper is part of it.
+    The same operator as ``diff_transformer.diff_attention``: the maps are subtracted in fp32 (fp64 for fp64 inputs).
+    The paper's head norm and its factor 1 - lambda_init are not part of it.
 
     Args:
         q1: queries of the signal map, [B, H, T, D]; float32, bfloat16, float16 or float64, like all arrays but lam.
@@ -49,18 +49,18 @@ def diff_attention(
         lam: a number, or an array that is scalar, [H] or broadcastable to [B, H, T, 1]; computed with in fp32 (fp64).
         attn_mask: bool (True = attend) or floating (added to the scaled scores), broadcastable to [B, H, T, S], the
             same for both maps. A floating one has a gradient.
-        is_causal: hide later keys; the last query stands at the last key (lower right alignment).
+        is_causal: mask later keys; the last query is aligned to the last key (lower right corner).
         window: each query sees the last ``window`` keys up to its own position; needs is_causal.
         scale: factor of the scores, D ** -0.5 by default.
-        block_size: None computes whole T x S maps. A number computes that many queries at a time, forward and backward
-            (which computes the maps again): memory grows with block_size x S instead of T x S, for long sequences.
-        precision: of products of fp32 arrays, as ``jax.default_matmul_precision`` names it; "default" lets a GPU or TPU
-            round their inputs to fewer digits, which is faster. Half-precision arrays have one way only.
+        block_size: None computes whole T x S maps. A number computes that many queries at a time, so that memory grows
+            with block_size x S instead of T x S; the backward recomputes the maps. For long sequences.
+        precision: of products of fp32 arrays, a name of ``jax.default_matmul_precision``; "default" lets a GPU or TPU
+            round their inputs to fewer digits, which is faster. No effect on half-precision arrays.
 
-    Flags and sizes are static: close over them, or name them in ``jax.jit(..., static_argnames=)``.
+    Flags and sizes are static arguments: close over them, or name them in ``jax.jit(..., static_argnames=)``.
 
     Returns:
-        [B, H, T, Dv] in the dtype of v. A row that may attend to nothing is 0, and so are its gradients.
+        [B, H, T, Dv] in the dtype of v. A fully masked row is 0, and so are its gradients.
 
     Raises:
         TypeError: an argument of a wrong type or dtype. ValueError: shapes, head counts or sizes that do not fit.

@@ -1,4 +1,4 @@
-"""Checks the arguments of the operator in JAX and brings lam, attn_mask and scale to the form that is computed with."""
+"""Checks the arguments of the JAX operator and brings lam, attn_mask and scale into one form."""
 
 import math
 
@@ -13,10 +13,10 @@ DTYPES = ("float32", "bfloat16", "float16", "float64")
 
 
 def check(q1, q2, k1, k2, v, lam, attn_mask, is_causal, window, scale, block_size):
-    """(q1, q2, k1, k2, v, lam, attn_mask, scale), the same call with every argument in one form.
+    """The canonical arguments (q1, q2, k1, k2, v, lam, attn_mask, scale); raises what ``diff_attention`` documents.
 
-    lam is 4-dimensional and broadcasts to [B, H, T, 1], in fp32 (fp64 for fp64 inputs); attn_mask is None or
-    4-dimensional and broadcasts to [B, H, T, S]. What does not fit together is refused, as ``diff_attention`` says.
+    lam is 4-dimensional and broadcasts to [B, H, T, 1], in fp32 (fp64 for fp64 inputs). attn_mask is None or
+    4-dimensional and broadcasts to [B, H, T, S].
     """
     arrays = {"q1": q1, "q2": q2, "k1": k1, "k2": k2} | ({} if v is None else {"v": v})
     arrays = {name: _array(name, x) for name, x in arrays.items()}

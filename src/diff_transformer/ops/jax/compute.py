@@ -1,6 +1,6 @@
-"""The formula in ``jax.numpy`` on checked arguments: whole maps, or blocks of queries one after another.
+"""The formula in ``jax.numpy`` on checked arguments, for whole maps or for one block of queries at a time.
 
-Shapes: B batch, T queries, S keys, D query width, Dv value width. Heads are laid out by what they share: G key/value
+Shapes: B batch, T queries, S keys, D query width, Dv value width. Heads are grouped by what they share: G key/value
 heads, n noise heads of each, r signal heads of each of those; H = G n r and Hn = G n. A size may be 1 to broadcast.
 """
 
@@ -59,7 +59,7 @@ def maps(q1, q2, k1, k2, lam, attn_mask, is_causal, window, scale, precision) ->
 
 
 def _by_shared_head(q1, q2, k1, lam, attn_mask):
-    """The arrays that have a row for each query, with heads as [G, n, r]: [B|1, G|1, n|1, r|1, T|1, width]."""
+    """The arrays with a row for each query, heads split into [G, n, r]: [B|1, G|1, n|1, r|1, T|1, width]."""
     H, Hn, G = q1.shape[1], q2.shape[1], k1.shape[1]
 
     def split(x, heads):
@@ -72,7 +72,7 @@ def _by_shared_head(q1, q2, k1, lam, attn_mask):
 
 
 def _blocks(x: Array, T: int, count: int, size: int) -> Array:
-    """[..., T, width] as [count, ..., size, width], padded with zeros; one row for every query stays as it is."""
+    """[..., T, width] as [count, ..., size, width], zero-padded; an array with one row for all queries is unchanged."""
     if x.shape[4] != T:
         return x
     padded = jnp.pad(x, [(0, 0)] * 4 + [(0, count * size - T), (0, 0)])
@@ -90,10 +90,9 @@ def _seen(start, rows: int, T: int, S: int, is_causal: bool, window: int | None)
 
 
 def _map(q: Array, k: Array, seen, attn_mask, scale: float, precision: str) -> Array:
-    """softmax(q k^T scale) over the keys a query may see, in fp32 or fp64; a query that sees none has a row of zeros.
+    """softmax(q k^T scale) over the visible keys, in fp32 or fp64; a fully masked row is 0.
 
-    Both the maximum and the sum of such a row are replaced by harmless numbers before they are used, so that its
-    gradients are zeros too.
+    The maximum and the sum of such a row are replaced by finite numbers before use, so that its gradients are 0 too.
     """
     wide = jnp.promote_types(q.dtype, jnp.float32)
     scores = jnp.einsum("bgnrtd,bgsd->bgnrts", q, k, precision=precision, preferred_element_type=wide) * scale
@@ -103,7 +102,7 @@ def _map(q: Array, k: Array, seen, attn_mask, scale: float, precision: str) -> A
         scores = scores + attn_mask.astype(wide)
     if seen is not None:
         scores = jnp.where(seen, scores, -jnp.inf)
-    largest = jax.lax.stop_gradient(scores.max(-1, keepdims=True, initial=-jnp.inf))
-    weights = jnp.exp(scores - jnp.where(largest == -jnp.inf, 0, largest))
-    total = weights.sum(-1, keepdims=True)
-    return weights / jnp.where(total == 0, 1, total)
+    row_max = jax.lax.stop_gradient(scores.max(-1, keepdims=True, initial=-jnp.inf))
+    weights = jnp.exp(scores - jnp.where(row_max == -jnp.inf, 0, row_max))
+    row_sum = weights.sum(-1, keepdims=True)
+    return weights / jnp.where(row_sum == 0, 1, row_sum)

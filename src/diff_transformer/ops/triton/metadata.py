@@ -1,9 +1,9 @@
-"""Compile a Triton or Gluon kernel for a GPU that need not be there, and judge what came out before it ever runs.
+"""Compiles Triton and Gluon kernels for any GPU, without one, and checks the result.
 
-A kernel that is short of registers still runs and still gives right results, only several times slower: ptxas spills to
-local memory, or serialises the asynchronous products of Hopper. Both stand in its report, so that a test can refuse
-such a configuration without a GPU. The interpreter (TRITON_INTERPRET=1) replaces kernels as they are decorated, and
-what it leaves cannot be compiled: ``compile_in_subprocess`` does it in a Python that has the variable unset.
+A kernel that is short of registers still gives right results, but is several times slower: ptxas spills to local
+memory, or serialises wgmma on Hopper. Its report says both, so a test can reject such a configuration without a GPU.
+The interpreter (TRITON_INTERPRET=1) replaces kernels when they are decorated, so they cannot be compiled in that
+process; ``compile_in_subprocess`` compiles them in one without the variable.
 """
 
 import io
@@ -31,18 +31,18 @@ SHARED_LIMIT = {80: 163 * KIB, 86: 99 * KIB, 87: 163 * KIB, 89: 99 * KIB, 90: 22
 
 @dataclass(frozen=True)
 class Compiled:
-    """What the compiler made of a kernel. Sizes in bytes; registers and stack are those of one thread."""
+    """A compiled kernel. Sizes in bytes; registers and stack are those of one thread."""
 
     name: str
     capability: int
     registers: int
-    spill_bytes: int  # the stack frame, which holds nothing but spilled registers
+    spill_bytes: int  # the stack frame, which holds only spilled registers
     shared_bytes: int
-    num_warps: int  # of the whole program, with those that warp specialisation added
-    wgmma: int  # asynchronous products of warp groups (Hopper)
-    mma: int  # synchronous products (Ampere's form)
+    num_warps: int  # of the whole program, including those added by warp specialisation
+    wgmma: int  # wgmma.mma_async instructions (Hopper)
+    mma: int  # mma.sync instructions (Ampere)
     wgmma_serialized: bool
-    unguarded_arrivals: int  # at an mbarrier, after accesses to shared memory and no barrier of the warps since
+    unguarded_arrivals: int  # at an mbarrier, without a barrier of the warps since their last shared-memory access
 
 
 def compile_for(
@@ -111,9 +111,9 @@ def compile_for(
 
 @contextmanager
 def ptxas_report() -> Generator[io.StringIO]:
-    """What ptxas says of each kernel that Triton compiles inside this context, where nothing is taken from a cache.
+    """Context manager: collects ptxas' report on each kernel that Triton compiles inside it, without using the cache.
 
-    What else is printed to standard output inside goes there too.
+    Anything else printed to standard output inside is collected too.
     """
     import triton.knobs
 
@@ -125,9 +125,9 @@ def ptxas_report() -> Generator[io.StringIO]:
 
 
 def unguarded_arrivals(ptx: str) -> int:
-    """How many arrivals at an mbarrier speak for warps that may still be at their accesses to shared memory.
+    """Number of arrivals at an mbarrier while other warps may still access shared memory.
 
-    Of a warpgroup one thread arrives. It speaks for the others if they have met at a barrier since their last access.
+    One thread of a warpgroup arrives for all. That is safe if the warps met at a barrier after their last access.
     """
     found, guarded = 0, True
     for line in ptx.splitlines():
@@ -150,9 +150,9 @@ class Launch(NamedTuple):
 
 
 def describe(kernel, arguments: Sequence[Any], constants: dict[str, Any]) -> Launch:
-    """What Triton would compile for ``kernel[grid](*arguments, **constants)``; tensors may be anywhere.
+    """What Triton would compile for ``kernel[grid](*arguments, **constants)``; tensors may be on any device.
 
-    Like a launch, it makes constants of integers that are 1 and of None, and notes which integers 16 divides; tensors
+    As in a launch, None and integers equal to 1 become constants, and integers that 16 divides are marked; tensors
     count as aligned. Works under the interpreter as well.
     """
     given = dict(zip(kernel.arg_names, arguments, strict=False)) | constants
@@ -175,14 +175,14 @@ def describe(kernel, arguments: Sequence[Any], constants: dict[str, Any]) -> Lau
 
 
 def _not_specialized(kernel) -> set[str]:
-    """Names of the arguments that the decorator exempts from specialisation."""
+    """Names of the arguments listed in the decorator's do_not_specialize."""
     given = getattr(kernel, "do_not_specialize", None)
     given = kernel.kwargs.get("do_not_specialize") if given is None else given  # of the interpreter's stand-in
     return {kernel.arg_names[name] if isinstance(name, int) else name for name in given or ()}
 
 
 def faults(compiled: Compiled, capability: int | None = None) -> list[str]:
-    """Why the kernel must not ship for the capability (its own if None), in words; empty if it may."""
+    """Reasons why the kernel must not ship for the capability (its own if None), as messages; empty if it may."""
     capability = capability or compiled.capability
     if capability not in SHARED_LIMIT:
         raise ValueError(f"capability is {capability}; known are {', '.join(map(str, SHARED_LIMIT))}")
@@ -204,8 +204,8 @@ def faults(compiled: Compiled, capability: int | None = None) -> list[str]:
 def launched_faults(kernel: Any) -> list[str]:
     """``faults`` of a kernel as Triton launched it.
 
-    Too much shared memory is not among them, as such a launch fails, nor serialised wgmma, of which only
-    ``ptxas_report`` tells.
+    Too much shared memory is not among them, because such a launch fails, nor serialised wgmma, which only
+    ``ptxas_report`` shows.
     """
     found = [f"spills {4 * kernel.n_spills} bytes a thread"] if kernel.n_spills else []
     unguarded = unguarded_arrivals(kernel.asm["ptx"])
@@ -217,14 +217,14 @@ def _unguarded(arrivals: int) -> str:
 
 
 def assert_ships(compiled: Compiled, capability: int | None = None) -> None:
-    """Raise AssertionError naming what is wrong if ``faults`` finds anything."""
+    """Raise AssertionError with all ``faults``, if there are any."""
     found = faults(compiled, capability)
     if found:
         raise AssertionError(f"{compiled.name}, {compiled.num_warps} warps: {'; '.join(found)}. {compiled}")
 
 
 def compile_in_subprocess(kernel: str, signature: dict[str, str], constexprs: dict[str, Any], **options) -> Compiled:
-    """``compile_for`` in another Python, where the interpreter is off; one serves all calls of this process.
+    """``compile_for`` in a subprocess where the interpreter is off; one subprocess serves all calls.
 
     ``kernel`` is ``"package.module:function"``; constexprs and options are numbers, strings, booleans or None.
 
@@ -237,7 +237,7 @@ def compile_in_subprocess(kernel: str, signature: dict[str, str], constexprs: di
     number = next(_numbers)
     print(json.dumps([number, kernel, signature, constexprs, options]), file=server.stdin, flush=True)
     answered, answer = None, {}
-    while answered != number:  # what came before belongs to a call that was interrupted
+    while answered != number:  # earlier answers belong to a call that was interrupted
         ended = json.dumps([number, {"error": "the compiling process ended"}])
         answered, answer = json.loads(server.stdout.readline() or ended)
     if "error" in answer:
@@ -260,7 +260,7 @@ def _server() -> subprocess.Popen:
 def serve() -> None:
     """Answer requests of ``compile_in_subprocess``, one JSON line each, until standard input ends."""
     answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what the compiler prints must not look like an answer
+    os.dup2(2, 1)  # the compiler's prints must not look like an answer
     for request in sys.stdin:
         number, path, signature, constexprs, options = json.loads(request)
         module, _, name = path.partition(":")
