@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
@@ -13,8 +13,6 @@ from diff_transformer.data.tokenizer import encode_all
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
-
-    from diff_transformer.data.prepared import Shards
 
 _DOCUMENTS_AT_ONCE = 64
 
@@ -39,6 +37,14 @@ def pack_documents(documents: Iterable[Document], tokenizer: PreTrainedTokenizer
     return np.concatenate(pieces) if pieces else np.empty(0, dtype)
 
 
+class TokenArray(Protocol):
+    """Tokens [N] in memory (a NumPy array) or on the disk (``prepared.Shards``)."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: Any, /) -> Any: ...
+
+
 class PackedCorpus:
     """Rows that are windows of ``length`` tokens of a corpus. Each token occurs at most once an epoch.
 
@@ -50,7 +56,7 @@ class PackedCorpus:
         ValueError: for a length below 2, or fewer tokens than one window.
     """
 
-    def __init__(self, tokens: np.ndarray | Shards, length: int, *, seed: int = 0, shuffle: bool = True):
+    def __init__(self, tokens: TokenArray, length: int, *, seed: int = 0, shuffle: bool = True):
         if length < 2:
             raise ValueError(f"length must be at least 2 (a token and the one it predicts), got {length}")
         if len(tokens) < length:
