@@ -8,7 +8,8 @@ import json
 import sys
 from pathlib import Path
 
-from diff_transformer.report.charts import Chart, Line, grid, is_current, line_chart, save
+from diff_transformer.report.charts import Line, grid, line_chart
+from diff_transformer.report.render import Chart, is_current, save
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS, DOCS = ROOT / "benchmarks" / "results", ROOT / "docs"

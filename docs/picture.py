@@ -7,7 +7,8 @@ from pathlib import Path
 
 import numpy as np
 
-from diff_transformer.report.charts import Chart, grid, save
+from diff_transformer.report.charts import grid
+from diff_transformer.report.render import Chart, save
 
 CELL, SIZE = 13, 14
 ANSWER, LAMBDA = 4, 0.8

@@ -20,7 +20,7 @@ from tables import in_short, interval, side_by_side
 
 from diff_transformer.lab.measures import Row, paired_rows
 from diff_transformer.lab.record import Cells, load_all
-from diff_transformer.report.charts import Chart
+from diff_transformer.report.render import Chart
 
 FIGURES = Path(__file__).resolve().parent
 MEASURED = re.compile(r"(?<=<!-- measured -->\n).*?(?=\n<!-- /measured -->)", re.DOTALL)

@@ -12,8 +12,9 @@ from plots import NAMES, RATES, mean_and_reach, style
 from diff_transformer.lab.measures import Row
 from diff_transformer.lab.record import Record
 from diff_transformer.lab.run_tables import Run
-from diff_transformer.report.charts import Chart, Line, category_chart, grid, line_chart, row_chart
+from diff_transformer.report.charts import Line, category_chart, grid, line_chart, row_chart
 from diff_transformer.report.charts import Row as Drawn
+from diff_transformer.report.render import Chart
 
 Numbers = dict[str, dict[str, list[float]]]  # side -> metric -> a number for each seed
 

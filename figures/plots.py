@@ -15,17 +15,8 @@ from tables import in_numbers
 from diff_transformer.lab.measures import borrow_baselines, final_loss, paired_rows, trained
 from diff_transformer.lab.record import Cells, Record
 from diff_transformer.lab.stats import Interval, over_seeds
-from diff_transformer.report.charts import (
-    Chart,
-    Line,
-    Row,
-    category_chart,
-    grid,
-    is_current,
-    line_chart,
-    row_chart,
-    save,
-)
+from diff_transformer.report.charts import Line, Row, category_chart, grid, line_chart, row_chart
+from diff_transformer.report.render import Chart, is_current, save
 
 FIGURES = Path(__file__).resolve().parent
 STYLES = {  # the marks and colours of the report; other models share one

@@ -11,7 +11,8 @@ from arms import ARMS  # noqa: E402  (beside this file; plots is above)
 from plots import write  # noqa: E402
 
 from diff_transformer.lab.stats import over_seeds  # noqa: E402
-from diff_transformer.report.charts import Chart, Line, grid, line_chart  # noqa: E402
+from diff_transformer.report.charts import Line, grid, line_chart  # noqa: E402
+from diff_transformer.report.render import Chart  # noqa: E402
 
 STYLES = {"source": "softmax", "wider": "s5", "diff": "diff", "diff_v2": "s4", "frozen": "s2", "diff_0.2": "s1"}
 PARTS = ("q", "q1", "q2", "k", "k1", "k2", "lambda")

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from diff_transformer.report.charts import is_current, save
+from diff_transformer.report.render import is_current, save
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 CPU = {"threads": 2, "cpu": "A CPU, 2 cores", "torch": "2.13.0", "machine": {}}

@@ -5,7 +5,7 @@ import re
 
 import pytest
 
-from diff_transformer.report import charts
+from diff_transformer.report import render
 from diff_transformer.report.charts import (
     Line,
     Row,
@@ -14,14 +14,12 @@ from diff_transformer.report.charts import (
     category_chart,
     grid,
     heat_map,
-    inline,
-    is_current,
     line_chart,
     padded,
     row_chart,
-    save,
 )
 from diff_transformer.report.markup import duration, number, short
+from diff_transformer.report.render import inline, is_current, save
 
 
 def tips(chart) -> list[str]:
@@ -89,7 +87,7 @@ def test_a_machine_without_the_renderer_says_so_and_goes_on(monkeypatch):
     def missing(spec):
         raise ImportError("no vl_convert")
 
-    monkeypatch.setattr(charts, "_svg", missing)
+    monkeypatch.setattr(render, "_svg", missing)
     assert "vl-convert-python is not installed" in inline(one_of_each()["heat"])
 
 

@@ -4,9 +4,10 @@ import re
 
 import pytest
 
-from diff_transformer.report.charts import Line, category_chart, inline, line_chart
+from diff_transformer.report.charts import Line, category_chart, line_chart
 from diff_transformer.report.load import load_evals
 from diff_transformer.report.models import Results, compared, legend_of, models_in, names_of, of_comparison, pair_in
+from diff_transformer.report.render import inline
 
 
 def entry(model: str, metrics: dict, eval_name: str = "needle", **more) -> dict:

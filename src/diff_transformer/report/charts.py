@@ -1,25 +1,21 @@
-"""The charts of the report, of figures/ and of docs/: Vega-Lite specifications, rendered to SVG by vl-convert.
+"""The charts of the report, of figures/ and of docs/, as Vega-Lite specifications (dictionaries, see
+https://vega.github.io/vega-lite/docs).
 
-``line_chart``, ``category_chart``, ``row_chart`` and ``heat_map`` return a specification (a dictionary, see
-https://vega.github.io/vega-lite/docs). ``panel`` draws it into the page; ``grid`` puts several into one, which ``save``
-writes to a file. A model is drawn by its ``side``: "diff", "softmax", or "s1" to "s6" for others. The side decides
-colour, mark and dashes everywhere. Colours are CSS custom properties such as ``var(--diff)``: page.css defines them for
-light and dark, and ``save`` replaces them by FILE_COLOURS. Transparent rectangles, the class ``hit`` in the page, carry
-the text that page.js shows on hover, on tap and by the arrow keys.
+``line_chart``, ``category_chart``, ``row_chart`` and ``heat_map`` each make one; ``grid`` puts several into one.
+``render`` draws them. A model is drawn by its ``side``: "diff", "softmax", or "s1" to "s6" for others. The side decides
+colour, mark and dashes everywhere. Transparent rectangles, the class ``hit`` in the page, carry the text that page.js
+shows on hover, on tap and by the arrow keys.
 """
 
-import hashlib
 import json
 import math
-import re
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
-from pathlib import Path
 from typing import Any
 
-from diff_transformer.report.markup import Html, escape, mean, number, short, tag
+from diff_transformer.report.markup import mean, number, short
+from diff_transformer.report.render import BREAK, HIT, Chart
 
 NAMES = {"diff": "DIFF", "softmax": "Transformer"}
 WIDTH = 400  # of a chart in the page, which shows it 330 to 520 pixels wide
@@ -30,31 +26,9 @@ MARKS = {
 DASHES = {
     "softmax": [7, 3.5], "s1": [2, 3], "s2": [11, 3, 2.5, 3], "s3": [4, 3], "s4": [14, 4], "s5": [7, 2, 2, 2],
 }  # fmt: skip
-FILE_COLOURS = {  # readable on white and on black: a file does not know its page
-    "diff": "#2a7fd4", "softmax": "#d1690f", "s1": "#0f9a85", "s2": "#b05cc9", "s3": "#a38600", "s4": "#e0506a",
-    "s5": "#75849a", "s6": "#5a9e35", "ink": "#767b81", "muted": "#767b81", "rule": "#88888855", "faint": "#88888822",
-    "heat": "#0f9a85", "on-heat": "#ffffff", "on-middle": "#767b81", "bg": "none",
-}  # fmt: skip
-Chart = dict[str, Any]  # a Vega-Lite specification
 Point = tuple[float, float]
 BySeed = Mapping[int, float]
 _LETTER = 6.6  # pixels of a letter, at most
-_CONFIG = {
-    "font": "Arial, sans-serif",
-    "background": None,
-    "view": {"stroke": None},
-    "axis": {
-        "labelColor": "var(--muted)", "titleColor": "var(--muted)", "labelFontSize": 12, "titleFontSize": 12,
-        "titleFontWeight": "normal", "titlePadding": 8, "tickColor": "var(--rule)", "domainColor": "var(--muted)",
-        "gridColor": "var(--rule)", "gridWidth": 0.75, "tickSize": 4,
-        "labelPadding": 5, "labelAngle": 0, "labelLimit": 0,
-    },
-    "axisX": {"grid": False},
-    "axisY": {"domain": False, "ticks": False},
-    "title": {"color": "var(--muted)", "fontSize": 12, "fontWeight": "normal", "anchor": "start"},
-    "text": {"fill": "var(--muted)", "fontSize": 12},
-    "rule": {"stroke": "var(--muted)"},
-}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -464,73 +438,6 @@ def _guides(guides: Sequence[tuple[float, str]], y: dict) -> list[dict]:
 
 def _hits(data: list[dict], **place: object) -> dict:
     """What answers to the pointer and the keyboard."""
-    told = [{**row, "tip": f"{_HIT}{row['tip']}".replace("\n", _BREAK)} for row in data]
+    told = [{**row, "tip": f"{HIT}{row['tip']}".replace("\n", BREAK)} for row in data]
     mark = {"type": "rect", "fill": "var(--ink)", "opacity": 0, "aria": True}
     return _layer(told, mark, description={"field": "tip"}, **place)
-
-
-# From a specification to SVG
-
-_HIT, _BREAK = "hit:", "\u2028"  # a line break that survives in an attribute
-
-
-def panel(title: str, drawing: Chart, note: str = "") -> Html:
-    """A chart of the page under its own small title, which carries the unit of the vertical axis."""
-    said = tag("p", note, class_="panel-note") if note else None
-    return tag("div", tag("h3", title), said, inline(drawing), class_="panel")
-
-
-def inline(chart: Chart) -> Html:
-    """The chart as an element of the page; its description is its name for screen readers."""
-    name = escape(chart["description"])
-    try:
-        svg = _svg(_text(chart))
-    except ImportError:
-        return tag("p", f"{name}: not drawn, vl-convert-python is not installed. The numbers are below.", class_="read")
-    size, inner = re.search(r'viewBox="[^"]*"', svg), svg[svg.index(">") + 1 :]
-    inner = re.sub(r'class="mark-(\w+) role-mark[^"]*"', r'class="mark-\1"', inner)
-    hit = rf' aria-label="{_HIT}([^"]*)" role="[^"]*" aria-roledescription="[^"]*"'
-    inner = re.sub(hit, r' class="hit" data-tip="\1"', inner).replace(_BREAK, "\n")
-    inner = re.sub(r'\bclip(?=\d+["\)])', f"c{hashlib.sha256(inner.encode()).hexdigest()[:8]}-", inner)
-    return Html(f'<svg class="chart" {size and size[0]} role="img" tabindex="0" aria-label="{name}">{inner}')
-
-
-def save(chart: Chart, path: Path) -> None:
-    """Write an SVG file in colours that read on white and on black; a comment names the specification."""
-    svg = re.sub(r"var\(--([\w-]+)\)", lambda found: FILE_COLOURS[found[1]], _svg(_text(chart)))
-    svg = re.sub(rf"{_HIT}([^\"]*)", lambda found: found[1].replace(_BREAK, "; "), svg)
-    path.write_text(f"{_comment(chart)}\n{svg}\n", encoding="utf-8")
-
-
-def is_current(chart: Chart, path: Path) -> bool:
-    """Whether the file was drawn from this specification. Nothing is rendered, so fonts and versions do not matter."""
-    return path.exists() and path.read_text(encoding="utf-8").startswith(_comment(chart))
-
-
-def _comment(chart: Chart) -> str:
-    return f"<!-- specification {hashlib.sha256(_text(chart).encode()).hexdigest()[:16]} -->"
-
-
-def _text(chart: Chart) -> str:
-    return json.dumps(chart | {"config": _CONFIG}, sort_keys=True)
-
-
-@lru_cache(1024)
-def _svg(spec: str) -> str:
-    import vl_convert
-
-    svg = vl_convert.vegalite_to_svg(spec, vl_version="6.4")
-    svg = re.sub(r'<path class="(?:background|foreground)"[^>]* d="(?:M0,0h0v0h0Z)?"[^>]*/>', "", svg)
-    svg = re.sub(r' (?:pointer-events="none"|aria-hidden="true"|stroke-miterlimit="10")', "", svg)
-    svg = re.sub(r"\bclip\d+\b", _numbered(re.findall(r'id="(clip\d+)"', svg)), svg)
-    return re.sub(r'(?<= )(?:d|transform|x2?|y2?|width|height)="[^"]*"', _rounded, svg)
-
-
-def _numbered(ids: list[str]) -> Callable[[re.Match], str]:
-    """Vega numbers its clip paths through a whole process; here each chart begins at 0."""
-    places = {name: f"clip{i}" for i, name in enumerate(dict.fromkeys(ids))}
-    return lambda found: places.get(found[0], found[0])
-
-
-def _rounded(attribute: re.Match) -> str:
-    return re.sub(r"(\.\d\d)\d+", r"\1", attribute[0])

@@ -2,10 +2,11 @@
 
 from collections.abc import Callable
 
-from diff_transformer.report.charts import Line, Point, line_chart, panel
+from diff_transformer.report.charts import Line, Point, line_chart
 from diff_transformer.report.figure import Figure, Finding, key, panels
 from diff_transformer.report.load import RunLog
 from diff_transformer.report.markup import Html, join, mean, number, table, tag
+from diff_transformer.report.render import panel
 
 LAYERS = 8  # panels of single layers
 SPIKE = 10.0  # times the median gradient norm

@@ -6,13 +6,14 @@ from pathlib import Path
 
 from diff_transformer.lab.measures import BASELINE, MEASURES, Row, borrow_baselines, final_loss, paired_rows, trained
 from diff_transformer.lab.record import Cells, Record, RecordError, grouped, load_all
-from diff_transformer.report.charts import Line, Point, averaged, line_chart, panel, row_chart
+from diff_transformer.report.charts import Line, Point, averaged, line_chart, row_chart
 from diff_transformer.report.charts import Row as Drawn
 from diff_transformer.report.figure import Figure, key, panels
 from diff_transformer.report.load import ResultsError
 from diff_transformer.report.markup import Html, join, mean, number, plural, table, tag
 from diff_transformer.report.models import sides_of
 from diff_transformer.report.page import contents, fill_page, save_page
+from diff_transformer.report.render import panel
 
 _CAVEATS = (
     "Differences are paired by seed. Intervals are Student's, 95 % over seeds, without a correction for the number of "

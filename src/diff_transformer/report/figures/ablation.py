@@ -1,9 +1,10 @@
 """The rows of Table 6: what the loss owes to the number of heads, the head norm, the difference and lambda_init."""
 
-from diff_transformer.report.charts import Row, panel, row_chart
+from diff_transformer.report.charts import Row, row_chart
 from diff_transformer.report.figure import Figure, Finding, legend, panels, versus
 from diff_transformer.report.markup import Html, is_number, join, mean, number, short, table, tag
 from diff_transformer.report.models import Results, Series, models_in
+from diff_transformer.report.render import panel
 
 EVAL = "ablation"
 NAMES = {

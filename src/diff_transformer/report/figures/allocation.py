@@ -2,10 +2,11 @@
 
 import re
 
-from diff_transformer.report.charts import Chart, Line, line_chart, panel
+from diff_transformer.report.charts import Line, line_chart
 from diff_transformer.report.figure import Figure, panels
 from diff_transformer.report.markup import Html, mean, number, table
 from diff_transformer.report.models import Results, Series, compared, legend_of, models_in
+from diff_transformer.report.render import Chart, panel
 
 EVAL = "allocation"
 CELL = re.compile(r"(answer|noise)_(depth|layer)(\d+)")

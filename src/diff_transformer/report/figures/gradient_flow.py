@@ -3,10 +3,11 @@
 import re
 from collections.abc import Mapping
 
-from diff_transformer.report.charts import NAMES, Chart, category_chart, panel
+from diff_transformer.report.charts import NAMES, category_chart
 from diff_transformer.report.figure import Figure, Finding, legend, panels
 from diff_transformer.report.markup import Html, number, table
 from diff_transformer.report.models import Results, Series, legend_of, models_in, names_of
+from diff_transformer.report.render import Chart, panel
 
 EVAL = "gradient_flow"
 WEIGHTS = {"q": "W_Q", "k": "W_K", "v": "W_V", "o": "W_O"}

@@ -1,9 +1,10 @@
 """Contextual hallucination: the share of outputs that stay with their source, by data set."""
 
-from diff_transformer.report.charts import category_chart, panel
+from diff_transformer.report.charts import category_chart
 from diff_transformer.report.figure import Figure, Finding, panels
 from diff_transformer.report.markup import Html, mean, number, table
 from diff_transformer.report.models import Results, Series, compared, legend_of, models_in, names_of
+from diff_transformer.report.render import panel
 
 EVAL = "hallucination"
 DETAILS = ("stderr", "undecided", "empty", "truncated")

@@ -1,9 +1,10 @@
 """Lambda of every layer over training."""
 
-from diff_transformer.report.charts import Chart, Line, Point, averaged, bucketed, category_chart, line_chart, panel
+from diff_transformer.report.charts import Line, Point, averaged, bucketed, category_chart, line_chart
 from diff_transformer.report.figure import Figure, Finding, panels
 from diff_transformer.report.markup import Html, is_number, number, plural, table
 from diff_transformer.report.models import Results
+from diff_transformer.report.render import Chart, panel
 
 Layers = list[list[Point]]  # for each layer, its points (step, lambda)
 

@@ -3,10 +3,11 @@
 import re
 
 from diff_transformer.lab.stats import over_seeds
-from diff_transformer.report.charts import Chart, Line, Point, averaged, line_chart, padded, panel
+from diff_transformer.report.charts import Line, Point, averaged, line_chart, padded
 from diff_transformer.report.figure import Figure, Finding, key, panels
 from diff_transformer.report.markup import Html, is_number, number, plural, table
 from diff_transformer.report.models import Results, Series, compared, legend_of, models_in, pair_in
+from diff_transformer.report.render import Chart, panel
 
 EVAL = "long_nll"
 POSITION = re.compile(r"nll(\d+)")

@@ -1,9 +1,10 @@
 """Validation loss on tokens that repeat an n-gram of the context, and on the others."""
 
-from diff_transformer.report.charts import Chart, category_chart, panel
+from diff_transformer.report.charts import category_chart
 from diff_transformer.report.figure import Figure, Finding, key, panels
 from diff_transformer.report.markup import Html, mean, number, table
 from diff_transformer.report.models import Results, Series, compared, legend_of, models_in, names_of, pair_in
+from diff_transformer.report.render import Chart, panel
 
 EVAL = "associative_recall"
 SLICES = {"validation": "all tokens", "ar_hit": "AR-Hit", "others": "others"}

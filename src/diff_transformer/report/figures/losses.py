@@ -1,9 +1,10 @@
 """Training and validation loss over steps."""
 
-from diff_transformer.report.charts import NAMES, Chart, Line, Point, averaged, bucketed, line_chart, panel
+from diff_transformer.report.charts import NAMES, Line, Point, averaged, bucketed, line_chart
 from diff_transformer.report.figure import Figure, key, legend, panels, versus
 from diff_transformer.report.markup import Html, is_number, number, table
 from diff_transformer.report.models import SIDES, Results, side_of
+from diff_transformer.report.render import Chart, panel
 
 Curves = dict[str, dict[int, list[Point]]]  # side -> seed -> points
 

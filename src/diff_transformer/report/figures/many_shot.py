@@ -2,7 +2,7 @@
 
 import re
 
-from diff_transformer.report.charts import Line, averaged, category_chart, line_chart, panel
+from diff_transformer.report.charts import Line, averaged, category_chart, line_chart
 from diff_transformer.report.figure import Figure, Finding, key, panels
 from diff_transformer.report.markup import Html, join, mean, number, short, table
 from diff_transformer.report.models import (
@@ -14,6 +14,7 @@ from diff_transformer.report.models import (
     models_in,
     names_of,
 )
+from diff_transformer.report.render import panel
 
 EVAL = "many_shot"
 SHOTS = re.compile(r"shots(\d+)")

@@ -2,10 +2,11 @@
 
 import re
 
-from diff_transformer.report.charts import Chart, Line, averaged, category_chart, heat_map, line_chart, panel
+from diff_transformer.report.charts import Line, averaged, category_chart, heat_map, line_chart
 from diff_transformer.report.figure import Figure, Finding, key, panels
 from diff_transformer.report.markup import Html, mean, number, short, table
 from diff_transformer.report.models import Results, Series, compared, legend_of, models_in, names_of
+from diff_transformer.report.render import Chart, panel
 
 EVAL = "needle"
 CELL = re.compile(r"n(\d+)_r(\d+)(?:_len(\d+))?(?:_depth(\d+))?")

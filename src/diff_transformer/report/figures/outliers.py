@@ -2,10 +2,11 @@
 
 import re
 
-from diff_transformer.report.charts import Chart, Line, category_chart, line_chart, panel
+from diff_transformer.report.charts import Line, category_chart, line_chart
 from diff_transformer.report.figure import Figure, Finding, panels
 from diff_transformer.report.markup import Html, mean, number, table
 from diff_transformer.report.models import Results, Series, compared, legend_of, models_in, names_of
+from diff_transformer.report.render import Chart, panel
 
 EVAL = "outliers"
 RANKS = {"top1": "top 1", "top2": "top 2", "top3": "top 3", "top10": "top 10", "top100": "top 100", "median": "median"}

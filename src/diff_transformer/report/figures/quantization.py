@@ -2,10 +2,11 @@
 
 import re
 
-from diff_transformer.report.charts import Chart, category_chart, panel
+from diff_transformer.report.charts import category_chart
 from diff_transformer.report.figure import Figure, Finding, key, panels
 from diff_transformer.report.markup import Html, mean, number, table
 from diff_transformer.report.models import Results, Series, compared, legend_of, models_in, names_of
+from diff_transformer.report.render import Chart, panel
 
 EVAL = "quantization"
 CELL = re.compile(r"(accuracy|accuracy_plain|loss)_(\d+)bit")

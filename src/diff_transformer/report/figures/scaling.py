@@ -2,10 +2,11 @@
 
 import re
 
-from diff_transformer.report.charts import NAMES, Chart, Line, line_chart, panel
+from diff_transformer.report.charts import NAMES, Line, line_chart
 from diff_transformer.report.figure import Figure, Finding, key, legend, panels
 from diff_transformer.report.markup import Html, is_number, join, number, short, table, tag
 from diff_transformer.report.models import Results, Series, legend_of, models_in
+from diff_transformer.report.render import Chart, panel
 
 EVAL = "scaling"
 FITS = {"parameters": "Loss against parameters", "tokens": "Loss against training tokens"}

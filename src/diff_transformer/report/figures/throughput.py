@@ -1,9 +1,10 @@
 """Tokens a second, training and forward."""
 
-from diff_transformer.report.charts import NAMES, Chart, category_chart, panel
+from diff_transformer.report.charts import NAMES, category_chart
 from diff_transformer.report.figure import Figure, key, legend, panels, versus
 from diff_transformer.report.markup import Html, number, table
 from diff_transformer.report.models import SIDES, Results, Series, as_dict, models_in
+from diff_transformer.report.render import Chart, panel
 
 EVAL = "throughput"
 WAYS = {"train_tokens_per_second": "forward + backward", "forward_tokens_per_second": "forward only"}

@@ -1,9 +1,10 @@
 """Relatives of differential attention beside the pair, each at equal cost."""
 
-from diff_transformer.report.charts import category_chart, panel
+from diff_transformer.report.charts import category_chart
 from diff_transformer.report.figure import Figure, Finding, key, lead, panels
 from diff_transformer.report.markup import Html, is_number, mean, number, short, table, tag
 from diff_transformer.report.models import Results, as_dict, dicts
+from diff_transformer.report.render import panel
 
 BASELINE, NORMALISED = "softmax", "softmax_norm"
 
