@@ -58,13 +58,13 @@ def more_config(start: Path, seed: int, rate: float = RATES[0]) -> RunConfig:
     return config.validate()
 
 
-def trained(config: RunConfig, folder: Path, materials=None):
+def trained(config: RunConfig, folder: Path, training_data=None):
     """Train unless it is done; an interrupted run goes on. Returns its metrics."""
     if not (folder / "model" / "config.json").exists():
         with Progress() as bar:
             task = bar.add_task(config.name, total=config.train.steps)
             show = lambda step, values: bar.update(task, completed=step)  # noqa: E731
-            train(config, folder, resume=(folder / "config.json").exists(), data=materials, progress=show)
+            train(config, folder, resume=(folder / "config.json").exists(), data=training_data, progress=show)
     return read_metrics(folder / "metrics.jsonl")
 
 
@@ -74,10 +74,10 @@ def main(out: Path) -> None:
     out.mkdir(parents=True, exist_ok=True)
     torch.set_num_threads(1)
     config = source_config()
-    materials = load_training_data(config)
-    trained(config, out / "source", materials)
+    training_data = load_training_data(config)
+    trained(config, out / "source", training_data)
     source = AutoModelForCausalLM.from_pretrained(out / "source" / "model").eval()
-    rows, calibration = materials.validation[:16], torch.from_numpy(materials.mixture.batch(0)["input_ids"])
+    rows, calibration = training_data.validation[:16], torch.from_numpy(training_data.mixture.batch(0)["input_ids"])
     tokens = {"source": SOURCE_STEPS * 8 * 128, "more": MORE_STEPS * 8 * 128}
     about = provenance(dtype="float32", tokens=tokens, source=without_places(config.to_dict()))
     record = {"start": {}, "curves": {}, "provenance": about}
@@ -85,7 +85,7 @@ def main(out: Path) -> None:
         model = arm(name, source, calibration).eval()
         if not (out / "arms" / name / "config.json").exists():
             model.save_pretrained(out / "arms" / name)
-            materials.tokenizer.save_pretrained(out / "arms" / name)
+            training_data.tokenizer.save_pretrained(out / "arms" / name)
         record["start"][name] = {
             "parameters": sum(p.numel() for p in model.parameters()),
             "fp32": distance(model, source, rows, torch.float32),

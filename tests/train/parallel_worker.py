@@ -38,7 +38,7 @@ class Mixture:
 _made: dict[str, Any] = {}
 
 
-def shared_materials(config: RunConfig) -> Any:
+def shared_training_data(config: RunConfig) -> Any:
     """``load_training_data(config)``, once for all jobs with the same data."""
     values = config.to_dict()
     key = json.dumps([values["data"], values["model"], config.train.batch_size])
@@ -49,7 +49,7 @@ def shared_materials(config: RunConfig) -> Any:
 
 def run(job: dict, rank: int) -> str | None:
     config = override(recipe("debug"), job["set"])
-    training_data = shared_materials(config)
+    training_data = shared_training_data(config)
     if job.get("sleep", [None])[0] == rank:
         _, step, seconds = job["sleep"]
         training_data = replace(

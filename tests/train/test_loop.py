@@ -150,7 +150,7 @@ def test_pair_starts_from_the_same_weights(config):
         ("data.corpus=/nowhere", "/nowhere"),
     ],
 )
-def test_materials_that_do_not_fit(config, assignment, message, tmp_path):
+def test_data_that_does_not_fit(config, assignment, message, tmp_path):
     config = override(config, [assignment, "train.steps=1"])
     if message is None:
         config = override(config, ["model.vocab_size=100"])

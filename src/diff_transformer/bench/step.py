@@ -130,7 +130,7 @@ def training_step(config, setting: ThroughputSetting, device: str) -> Callable[[
     )
     tokens = np.random.default_rng(0).integers(0, config.vocab_size, max(_TOKENS, 2 * setting.length)).astype(np.uint32)
     mixture = Mixture({"text": PackedCorpus(tokens, setting.length)}, {"text": 1.0}, setting.batch)
-    materials: Any = SimpleNamespace(mixture=mixture, tokenizer=SimpleNamespace(eos_token_id=0))
+    training_data: Any = SimpleNamespace(mixture=mixture, tokenizer=SimpleNamespace(eos_token_id=0))
     fabric: Any = Fabric(accelerator=torch.device(device).type, devices=1, precision=precision)
     torch.manual_seed(0)
     with torch.device(device):  # initialised there: on the CPU a large model would take longer than its steps
@@ -145,7 +145,7 @@ def training_step(config, setting: ThroughputSetting, device: str) -> Callable[[
 
     def step() -> None:
         with record_function(_SCOPE + "data"):
-            rows = make_rows(materials, run, Share(), next(done))
+            rows = make_rows(training_data, run, Share(), next(done))
         stepper.step(rows, 1e-4, lambda: False)
 
     return step
