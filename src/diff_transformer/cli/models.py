@@ -99,6 +99,9 @@ def export(
     model: Annotated[str, typer.Argument(help="Folder of a model with its tokenizer, hub name or preset.")],
     out: Out,
     dtype: Annotated[str | None, typer.Option(help="float32, bfloat16, float16; the checkpoint's by default.")] = None,
+    for_engines: Annotated[
+        bool, typer.Option("--for-engines", help="For engines that run models of transformers, such as vLLM.")
+    ] = False,
 ):
     """Write a checkpoint with its code, for trust_remote_code where this package is not installed."""
     from diff_transformer.durable import require_writable
@@ -106,7 +109,7 @@ def export(
 
     quiet()
     require_writable(out)
-    run(model, out, dtype=dtype)
+    run(model, out, dtype=dtype, for_engines=for_engines)
     print(f"model: {out}")
 
 

@@ -1,6 +1,8 @@
 """Write a checkpoint with its own code: ``trust_remote_code`` loads it where this package is not installed."""
 
+import shutil
 from pathlib import Path
+from typing import Any
 
 from diff_transformer.inference.export.flatten import flatten
 from diff_transformer.model.loading import load_model
@@ -10,9 +12,14 @@ AUTO_MAP = {
     "AutoModel": "modeling_diff_transformer.DiffTransformerModel",
     "AutoModelForCausalLM": "modeling_diff_transformer.DiffTransformerForCausalLM",
 }
+ENGINE_AUTO_MAP = {
+    "AutoConfig": "engine_form.DiffEngineConfig",
+    "AutoModel": "engine_form.DiffEngineModel",
+    "AutoModelForCausalLM": "engine_form.DiffEngineForCausalLM",
+}
 
 
-def export(model: str, out: Path, *, dtype: str | None = None) -> None:
+def export(model: str, out: Path, *, dtype: str | None = None, for_engines: bool = False) -> None:
     """Write ``model`` with its tokenizer and its code to the new folder ``out``, as safetensors.
 
     ``AutoModelForCausalLM.from_pretrained(out, trust_remote_code=True)`` loads it. It uses PyTorch's attention, or this
@@ -21,6 +28,8 @@ def export(model: str, out: Path, *, dtype: str | None = None) -> None:
     Args:
         model: a folder, a name on the hub, or a preset (untrained).
         dtype: "float32", "bfloat16" or "float16"; None keeps that of the checkpoint.
+        for_engines: write the form of ``engine_form.py``, whose attention is one call of transformers' attention
+            interface: for inference engines that run models through it. It has no training, maps or packed documents.
 
     Raises:
         ValueError: for a model of another architecture, or as ``load_model``.
@@ -34,8 +43,63 @@ def export(model: str, out: Path, *, dtype: str | None = None) -> None:
             f"{model} is a {loaded.config.model_type} model, which transformers loads without code of ours; export is "
             "for models of this package (convert a Llama with `diff-transformer convert` first)"
         )
+    if for_engines:
+        config = engine_config(loaded.config)
+        loaded.save_pretrained(out)
+        config.save_pretrained(out)
+        tokenizer.save_pretrained(out)
+        shutil.copy(Path(__file__).with_name("engine_form.py"), out)
+        return
     loaded.config.auto_map = dict(AUTO_MAP)
     loaded.save_pretrained(out)
     tokenizer.save_pretrained(out)
     for name, text in flatten().items():
         (out / name).write_text(text, encoding="utf-8")
+
+
+def engine_config(config: Any):
+    """The ``DiffEngineConfig`` of a ``DiffTransformerConfig``.
+
+    Raises:
+        ValueError: for a model that the form cannot hold, with the fields that are the reason.
+    """
+    from diff_transformer.inference.export.engine_form import DiffEngineConfig
+
+    heads, attention = config.heads, config.attention
+    width = heads.head_dim if attention in ("softmax", "diff_v2") else 2 * heads.head_dim
+    wrong = [
+        text
+        for text, holds in (
+            ("attention='dint'", attention == "dint"),
+            (f"value_head_dim={config.value_head_dim}", heads.value_dim != width),
+            (f"hidden_act={config.hidden_act!r}", config.hidden_act != "silu"),
+            ("softmax_head_norm=True", config.softmax_head_norm),
+        )
+        if holds
+    ]
+    if wrong:
+        raise ValueError(
+            f"the form for engines cannot hold {' and '.join(wrong)}; export without it, or serve the model with "
+            "`diff-transformer serve`"
+        )
+    shared = (
+        "attention", "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "max_position_embeddings",
+        "rope_parameters", "rms_norm_eps", "tie_word_embeddings", "lambda_init", "lambda_depth_offset",
+        "lambda_learned", "head_norm", "initializer_range", "sliding_window", "pad_token_id", "bos_token_id",
+        "eos_token_id", "dtype",
+    )  # fmt: skip
+    groups = heads.queries - heads.outputs  # one noise head each
+    engine = DiffEngineConfig(
+        **{name: getattr(config, name) for name in shared},
+        num_attention_heads=heads.queries,
+        num_key_value_heads=heads.values,
+        head_dim=width,
+        query_dim=heads.head_dim,
+        outputs=heads.outputs,
+        group=heads.queries // groups if groups else 0,
+        head_norm_eps=config.head_norm_eps or config.rms_norm_eps,
+        layer_types=["sliding_attention"] * config.num_hidden_layers if config.sliding_window else None,
+        architectures=["DiffEngineForCausalLM"],
+    )
+    engine.auto_map = dict(ENGINE_AUTO_MAP)
+    return engine
