@@ -3,6 +3,7 @@
 import json
 import math
 import warnings
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from transformers import (
     AutoModelForTokenClassification,
 )
 
-from diff_transformer import DiffTransformerConfig, DiffTransformerForCausalLM
+from diff_transformer import DiffAttention, DiffTransformerConfig, DiffTransformerForCausalLM
 from diff_transformer.model.heads import ATTENTIONS
 from diff_transformer.model.presets import preset
 
@@ -258,3 +259,25 @@ def test_a_saved_model_says_how_to_load_it(attention, tmp_path):
 def test_the_card_of_another_task_names_its_class(tmp_path):
     AutoModelForTokenClassification.from_config(preset("debug")).save_pretrained(tmp_path)
     assert "AutoModelForTokenClassification.from_pretrained" in (tmp_path / "README.md").read_text()
+
+
+def test_arguments_of_other_attention_layers_are_answered_in_words():
+    with pytest.raises(TypeError, match=r"no argument 'dropout'.*apply torch.nn.Dropout to the layer's output"):
+        DiffAttention(32, 4, dropout=0.1)
+    with pytest.raises(TypeError, match=r"no argument 'num_head' \(did you mean 'num_heads'"):
+        DiffAttention(32, 4, num_head=4)
+    x = torch.randn(1, 5, 32)
+    with pytest.raises(TypeError, match=r"called with 3 tensors; .* \(x\) for self-attention, or with \(x, context\)"):
+        DiffAttention(32, 4)(x, x, x)
+
+
+def test_the_wrapper_of_the_documentation_fits_other_models():
+    page = (Path(__file__).parents[2] / "docs" / "faq.md").read_text()
+    names: dict = {}
+    exec(page.partition("nanoGPT?")[2].partition("```python\n")[2].partition("```")[0], names)
+    layer, x = names["Attention"](32, 4), torch.randn(1, 5, 32)
+    seen = torch.ones(5, 5, dtype=torch.bool).tril()
+    assert layer(x).shape == x.shape
+    causal = names["Attention"](32, 4, is_causal=True)
+    causal.load_state_dict(layer.state_dict())
+    torch.testing.assert_close(layer(x, attn_mask=seen), causal(x))

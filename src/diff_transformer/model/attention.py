@@ -6,6 +6,7 @@ between them differs (``make_core``). Legend: B batch, T queries, S keys, d head
 """
 
 import inspect
+from collections.abc import Callable
 from types import SimpleNamespace
 
 import torch
@@ -105,7 +106,7 @@ class Attention(nn.Module):
         self,
         hidden_states: Tensor,
         context: Tensor | None = None,
-        *,
+        *others: Tensor,
         attention_mask: Tensor | None = None,
         key_padding_mask: Tensor | None = None,
         query_padding_mask: Tensor | None = None,
@@ -141,11 +142,17 @@ class Attention(nn.Module):
             ``(out [B, T, hidden_size], weights or None)``; a fully masked row gives 0.
 
         Raises:
-            TypeError: for an unknown argument, such as ``attn_mask``, or an ``is_causal`` that is not a bool.
+            TypeError: for an unknown argument, such as ``attn_mask``, for (query, key, value), or an ``is_causal`` that
+                is not a bool.
             ValueError: for inputs that are not a batch of sequences, and for arguments that exclude one another.
         """
         if options and cache is None:
-            refuse_keywords(type(self).__name__, options, _arguments(self))
+            refuse_keywords(type(self).__name__, options, _arguments(self.forward))
+        if others:
+            raise TypeError(
+                f"{type(self).__name__} was called with {2 + len(others)} tensors; it projects q, k and v "
+                "itself: call it with (x) for self-attention, or with (x, context) for cross-attention"
+            )
         q, k, v = self._project(hidden_states, context, position_ids, position_embeddings, past_key_values)
         causal = self.is_causal if is_causal is None else flag("is_causal", is_causal)
         mask = attention_mask
@@ -281,7 +288,14 @@ class DiffAttention(Attention):
         backend: str = "auto",
         window: int | None = None,
         bias: bool = False,
+        **unknown,
     ):
+        if "dropout" in unknown:
+            raise TypeError(
+                "DiffAttention has no argument 'dropout': the paper trains without attention dropout; apply "
+                "torch.nn.Dropout to the layer's output"
+            )
+        refuse_keywords(type(self).__name__, unknown, _arguments(type(self).__init__)[1:])
         require_positive(
             hidden_size=hidden_size,
             num_heads=num_heads,
@@ -333,9 +347,9 @@ class DiffAttention(Attention):
         )
 
 
-def _arguments(layer: Attention) -> list[str]:
-    named = inspect.signature(layer.forward).parameters.values()
-    return [parameter.name for parameter in named if parameter.kind is not parameter.VAR_KEYWORD]
+def _arguments(function: Callable) -> list[str]:
+    named = inspect.signature(function).parameters.values()
+    return [x.name for x in named if x.kind not in (x.VAR_KEYWORD, x.VAR_POSITIONAL)]
 
 
 def _check_sequences(name: str, x: Tensor, width: str):
