@@ -190,3 +190,11 @@ def test_flex_without_a_compiler_says_so(monkeypatch):
     assert "flex" not in available_backends("cpu", torch.float32)
     with pytest.raises(RuntimeError, match="compiled with a C\\+\\+ compiler, and none was found"):
         diff_attention(*make_inputs(T=5, requires_grad=False), backend="flex")
+
+
+def test_the_former_module_path_still_imports():
+    from diff_transformer.ops.diff_attention import available_backends as available
+    from diff_transformer.ops.diff_attention import diff_attention as operator
+
+    assert operator is diff_attention
+    assert available is available_backends
