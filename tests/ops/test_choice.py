@@ -193,8 +193,8 @@ def test_flex_without_a_compiler_says_so(monkeypatch):
 
 
 def test_the_former_module_path_still_imports():
-    from diff_transformer.ops.diff_attention import available_backends as available
-    from diff_transformer.ops.diff_attention import diff_attention as operator
+    from diff_transformer.ops.api import available_backends as available
+    from diff_transformer.ops.api import diff_attention as operator
 
     assert operator is diff_attention
     assert available is available_backends
