@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
-from diff_transformer.checks import require_positive
+from diff_transformer.checks import require_extra, require_positive
 from diff_transformer.evals.provenance import provenance
 from diff_transformer.evals.samples import Samples
 from diff_transformer.evals.types import Result
@@ -54,6 +54,7 @@ QUICK: dict = {
 def run(lm, settings: Settings, samples: Samples) -> Result:
     """Make the seven configurations and train them; ``lm`` is not used."""
     require_positive(steps=settings.steps)
+    require_extra("train", "training", "lightning", "tensorboard")
     base = override(recipe(settings.recipe), list(settings.set))
     if settings.steps is not None:
         base = override(base, [f"train.steps={settings.steps}"])
