@@ -33,7 +33,7 @@ def pytest_terminal_summary(terminalreporter, config):
             row = files.setdefault(report.nodeid.split("::")[0], {"seconds": 0.0})
             row[outcome] = row.get(outcome, 0) + 1
             row["seconds"] = round(row["seconds"] + report.duration, 1)
-    versions = {name: version_of(name) for name in ("vllm", "torch", "transformers", "openai", "peft", "xgrammar")}
+    versions = {name: version_of(name) for name in ("vllm", "torch", "transformers", "openai", "peft")}
     record = {"benchmark": "vllm tests", "versions": versions, "files": files, "provenance": provenance(device="cpu")}
     config.getoption("--record").write_text(json.dumps(record, indent=1) + "\n")
 
