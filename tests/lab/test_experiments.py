@@ -1,11 +1,12 @@
 """What a plan of several experiments refuses before anything runs, and what the settings of one do."""
 
+import importlib.util
 import os
 
 import pytest
 
 from diff_transformer.durable import DiskError
-from diff_transformer.lab.experiments import Plan, check_models, names_of, run_suite, settings_of
+from diff_transformer.lab.experiments import Plan, check_models, names_of, run_eval, run_suite, settings_of
 
 
 @pytest.mark.parametrize("name", ["ablation", "scaling"])
@@ -33,6 +34,17 @@ def test_a_folder_that_may_not_be_written_to_is_said_before_a_model_is_read(tmp_
     monkeypatch.setattr(os, "access", lambda path, mode: False)  # no rights bind root
     with pytest.raises(DiskError, match=f"{tmp_path} may not be written to; choose another --out"):
         run_suite(Plan(["needle", "outliers"], ["/nowhere"]), tmp_path / "out")
+
+
+def test_an_ablation_without_the_extra_for_training_writes_nothing(tmp_path, monkeypatch):
+    found = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "lightning" else found(name))
+    settings = settings_of("ablation", {}, quick=True)
+    with pytest.raises(RuntimeError, match="training needs lightning; install with"):
+        run_eval("ablation", None, settings, tmp_path / "one.json")
+    with pytest.raises(RuntimeError, match="training needs lightning; install with"):
+        run_suite(Plan(["ablation"], [], quick=True), tmp_path / "out")
+    assert not any(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize(

@@ -51,10 +51,15 @@ QUICK: dict = {
 }  # fmt: skip
 
 
+def require_installed() -> None:
+    """Raise RuntimeError if the extra for training is not installed."""
+    require_extra("train", "training", "lightning", "tensorboard")
+
+
 def run(lm, settings: Settings, samples: Samples) -> Result:
     """Make the seven configurations and train them; ``lm`` is not used."""
     require_positive(steps=settings.steps)
-    require_extra("train", "training", "lightning", "tensorboard")
+    require_installed()
     base = override(recipe(settings.recipe), list(settings.set))
     if settings.steps is not None:
         base = override(base, [f"train.steps={settings.steps}"])

@@ -110,10 +110,12 @@ def run_eval(
     Raises:
         ValueError: for an unknown experiment, or a run to resume that had other settings.
         FileExistsError: if ``out`` exists, or holds an interrupted run and ``resume`` is False.
+        RuntimeError: if the experiment needs an extra that is not installed; nothing is written then.
     """
     module = experiment(name)
     if out.exists():
         raise FileExistsError(f"{out} exists; choose another file")
+    _require_installed(name)
     everything = {
         "eval": name, "model": None if lm is None else lm.name, "limit": limit, **asdict(settings)
     }  # fmt: skip
@@ -213,9 +215,12 @@ def run_suite(plan: Plan, out: Path, *, resume: bool = False, bar: Callable[[str
         FileExistsError: if ``out`` is not empty and ``resume`` is False, or holds a run of another plan.
         DiskError: if ``out`` is a file, or may not be written to.
         ValueError: for names, settings or models that do not exist; nothing has run then.
+        RuntimeError: if the single experiment needs an extra that is not installed; nothing is written then.
     """
     settings = {name: _settings(plan, name) for name in plan.names}
     check_models(plan)
+    if len(plan.names) == 1:
+        _require_installed(plan.names[0])
     labels = [label_of(model) for model in plan.models]
     if len(set(labels)) < len(labels):
         labels = [str(Path(model)).strip("./~").replace("/", "_") for model in plan.models]
@@ -245,6 +250,11 @@ def run_suite(plan: Plan, out: Path, *, resume: bool = False, bar: Callable[[str
 
 def _needs_model(name: str) -> bool:
     return getattr(experiment(name), "NEEDS_MODEL", True)
+
+
+def _require_installed(name: str) -> None:
+    """Raise RuntimeError if the experiment needs an extra that is not installed."""
+    getattr(experiment(name), "require_installed", lambda: None)()
 
 
 def _settings(plan: Plan, name: str) -> Any:
