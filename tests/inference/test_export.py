@@ -15,8 +15,10 @@ from diff_transformer import DiffTransformerForCausalLM
 from diff_transformer.data.tokenizer import byte_tokenizer
 from diff_transformer.inference.export import export
 from diff_transformer.inference.export.flatten import _relative, flatten
+from diff_transformer.inference.export.portable.installed import installed
 from diff_transformer.model.config import ATTENTIONS
 from diff_transformer.model.presets import preset
+from diff_transformer.ops import cpu, triton
 
 CASES = {
     **{attention: {"attention": attention} for attention in ATTENTIONS},
@@ -70,6 +72,17 @@ def test_where_the_package_is_installed_its_own_class_loads_the_folder(exported)
     assert type(loaded) is DiffTransformerForCausalLM
     ids = torch.tensor([list(b"some text")])
     assert torch.equal(loaded(ids).logits, model(ids).logits)
+
+
+def test_earlier_exports_find_the_kernels_under_the_names_of_their_time():
+    blockwise, kernels = installed("ops.blockwise"), installed("ops.triton")
+    assert blockwise is not None
+    assert kernels is not None
+    assert blockwise.attend is cpu.attend
+    assert kernels.attend is triton.attend
+    assert kernels.attend_varlen is triton.attend_varlen
+    assert kernels.why_not is triton.unsupported_reason
+    assert kernels.why_not_arguments is triton.unsupported_call_reason
 
 
 def test_the_folder_has_safetensors_and_no_pickle(exported):

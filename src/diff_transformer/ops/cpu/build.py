@@ -23,7 +23,7 @@ from pathlib import Path
 
 from filelock import FileLock
 
-from diff_transformer.durable import cache_folder
+from diff_transformer.durable import cache_folder, replacing
 
 log = logging.getLogger("diff_transformer")
 
@@ -210,15 +210,14 @@ def _build_once(command: str, path: Path, flags: tuple[str, ...]) -> None:
 
 
 def build(command: str, path: Path, flags: tuple[str, ...] = FLAGS) -> None:
-    """Compile to ``path`` in one move, so that no process sees an incomplete file.
+    """Compile to ``path`` atomically: no process sees an incomplete file.
 
     Raises:
         CannotBuild: the compiler failed, did not end in SECONDS, or the file cannot be written. NoOpenMP: it failed
         because it has no OpenMP.
     """
     try:
-        with tempfile.TemporaryDirectory(dir=path.parent) as folder:
-            made = Path(folder) / path.name
+        with replacing(path, flush=False, unique=True) as made:  # the digest shows a file that a crash truncated
             errors = run_compiler([command, *flags, str(SOURCE), "-o", str(made)])
             if errors is not None:
                 no_openmp = OPENMP in flags and re.search(r"openmp|omp\.h|-l[gi]?omp", errors, re.IGNORECASE)
@@ -227,7 +226,6 @@ def build(command: str, path: Path, flags: tuple[str, ...] = FLAGS) -> None:
             content = made.read_bytes()
             made.write_bytes(content + hashlib.sha256(content).digest())
             made.chmod(0o700)
-            os.replace(made, path)
     except OSError as error:
         raise CannotBuild(f"{error}") from error
 

@@ -4,8 +4,6 @@ vLLM finds ``register`` through the entry point ``vllm.general_plugins`` and cal
 """
 
 ARCHITECTURE = "DiffTransformerForCausalLM"
-TESTED = "0.32"  # the release that the tests run on
-OLDEST = (0, 32)
 
 
 def register() -> None:

@@ -11,7 +11,9 @@ from vllm.model_executor.models.config import VerifyAndUpdateConfig
 
 from diff_transformer.checks import listed
 from diff_transformer.model.heads import HeadCounts
-from diff_transformer.serving.vllm import OLDEST, TESTED
+
+TESTED = "0.32"  # the release of vLLM that the tests run on
+OLDEST = (0, 32)
 
 logger = logging.getLogger(__name__)
 
