@@ -1,6 +1,6 @@
 """Tables of paired differences, in Markdown."""
 
-from diff_transformer.lab.measures import Row
+from diff_transformer.lab.measures import Row, after_holm
 from diff_transformer.lab.stats import Interval
 
 MARKS = {"held": "✓ ", "did not hold": "✗ "}
@@ -16,7 +16,8 @@ def table(title: str, rows: list[Row]) -> str:
     ]
     for row in rows:
         lines.append(f"| {row.measure} | {row.baseline:.3f} | {row.side:.3f} | {interval(row)} | {row.verdict} |")
-    return "\n".join(lines)
+    said = after_holm(rows)
+    return "\n".join([*lines, "", said] if said else lines)
 
 
 def side_by_side(found: dict[str, list[Row]]) -> str:

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from diff_transformer.lab.measures import (
     MEASURES,
+    after_holm,
     borrow_baselines,
     final_loss,
     paired_rows,
@@ -146,7 +147,8 @@ def at_a_glance(cells: Cells) -> str:
         f"{counted}; {SETTINGS['novels']}; 95 % intervals; ✓ and ✗: as the paper says, or not. DIFF's head norm starts "
         "at .1, as published at 1; each model's own rate is chosen by its loss on prose after 600 steps."
     )
-    return f"{side_by_side(found)}\n\n{about}"
+    holm = [f"- {column}. {said}" for column, rows in found.items() if (said := after_holm(rows))]
+    return "\n\n".join([side_by_side(found), about, "\n".join(holm)])
 
 
 # File -> what stands between its markers, and how these are called.

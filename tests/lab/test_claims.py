@@ -38,7 +38,8 @@ def test_a_lower_loss_on_every_example_holds():
     assert {claim["verdict"] for claim in claims} == {"held"}
     assert claims[0]["difference"]["mean"] == pytest.approx(-0.1)
     assert claims[0]["here"] == "2.225 / 2.125"
-    assert "examples (1 seed)" in claims[0]["detail"]
+    assert "examples (one run)" in claims[0]["detail"]
+    assert claims[0]["power"] == ""
 
 
 def test_a_loss_that_is_worse_does_not_hold():
@@ -55,6 +56,35 @@ def test_three_seeds_give_an_interval_over_seeds():
     assert "3 seeds" in claim["detail"]
     assert claim["diff"] == ours
     assert claim["verdict"] == "held"
+
+
+def losses(differences):
+    ours = [loss("diff", k, [2.0 + d]) for k, d in enumerate(differences)]
+    return judge(paper_claims(CELLS), ours + [loss("softmax", k, [2.0]) for k in range(len(differences))])[0]
+
+
+@pytest.mark.parametrize(("differences", "seeds"), [((-0.1, -0.3, 0.1), "18"), ((-0.001, -0.2, 0.2), "more than 1000")])
+def test_an_undecided_claim_says_how_many_seeds_would_decide_it(differences, seeds):
+    claim = losses(differences)
+    assert (claim["verdict"], claim["power"]) == (
+        "undecided", f"{seeds} seeds would decide it, with this mean and spread"
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("differences", [(-0.1, -0.1001, -0.1), (-0.1, 0.1), (0.0, 0.0, 0.0)])
+def test_no_number_of_seeds_where_it_is_decided_or_has_no_spread_over_seeds(differences):
+    assert losses(differences)["power"] == ""
+
+
+def test_the_number_of_seeds_counts_from_the_margin():
+    """1 needle may be found 0.05 less often: a mean of 0.05 is 0.1 from the threshold, with a deviation of 0.2."""
+    scores = {"diff": (0.85, 1.0, 0.65), "softmax": (0.8, 0.75, 0.8)}
+    cells = [(side, k, {(1, 1): [score] * 5}) for side, found in scores.items() for k, score in enumerate(found)]
+    results = [Result("needle", f"{side}-seed{k}", needle(side, cell).metrics, needle(side, cell).rows)
+               for side, k, cell in cells]  # fmt: skip
+    (claim,) = judge(paper_claims(CELLS[:1]), results)
+    assert claim["difference"]["mean"] == pytest.approx(0.05)
+    assert claim["power"].startswith("18 seeds")
 
 
 def test_no_worse_than_a_model_that_fails_proves_nothing():

@@ -1,7 +1,15 @@
 import numpy as np
 import pytest
 
-from diff_transformer.lab.stats import Interval, over_examples, over_seeds, verdict
+from diff_transformer.lab.stats import (
+    Interval,
+    holm,
+    over_examples,
+    over_seeds,
+    paired_p_value,
+    seeds_to_decide,
+    verdict,
+)
 
 
 def test_interval_over_seeds_is_the_t_interval():
@@ -50,3 +58,36 @@ def test_verdicts(low, high, better, margin, expected):
 
 def test_one_example_has_no_interval():
     assert over_examples([np.array([2.0])], [np.array([1.0])]) == (1.0, None, None, "examples")
+
+
+def test_seeds_to_decide_by_hand():
+    """Mean 0.1, deviation 0.2: t < 0.5 sqrt(n). n = 17: 2.120 > 2.062; n = 18: 2.110 < 2.121."""
+    assert seeds_to_decide([0.1, 0.3, -0.1]) == 18
+    assert seeds_to_decide([-0.1, -0.3, 0.1]) == 18
+    assert seeds_to_decide([0.15, 0.35, -0.05], threshold=0.05) == 18
+    assert seeds_to_decide([0.001, 0.2, -0.2]) is None
+    assert seeds_to_decide([0.0, 0.0, 0.0]) is None
+    with pytest.raises(ValueError, match="1 differences have no spread"):
+        seeds_to_decide([0.1])
+
+
+def test_the_seeds_that_decide_leave_the_threshold_outside_of_the_interval():
+    def interval(count):
+        spread = np.resize([-1.0, 1.0], count)
+        return over_seeds(0.1 + 0.2 * (spread - spread.mean()) / spread.std(ddof=1))
+
+    assert interval(17).low < 0 < interval(18).low
+
+
+def test_p_value_of_the_paired_t_test():
+    """With two degrees of freedom p = 1 - t / sqrt(t^2 + 2); here t is 2 sqrt(3)."""
+    assert paired_p_value([1.0, 2.0, 3.0]) == pytest.approx(1 - (12 / 14) ** 0.5)
+    assert paired_p_value([-1.0, -2.0, -3.0]) == paired_p_value([1.0, 2.0, 3.0])
+    assert [paired_p_value(same) for same in ([0.0, 0.0], [0.1, 0.1], [0.3])] == [1.0, 0.0, 1.0]
+
+
+def test_holm_by_hand():
+    """Sorted 0.01, 0.02, 0.03, 0.04 times 4, 3, 2, 1, each at least as large as the one before."""
+    assert holm([0.04, 0.01, 0.03, 0.02]) == pytest.approx([0.06, 0.04, 0.06, 0.06])
+    assert holm([0.6, 0.7]) == [1.0, 1.0]
+    assert holm([]) == []

@@ -2,8 +2,9 @@
 
 import pytest
 
-from diff_transformer.lab.measures import final_loss, metric, paired_rows, tokens_to_equal_loss
+from diff_transformer.lab.measures import Row, after_holm, final_loss, metric, paired_rows, tokens_to_equal_loss
 from diff_transformer.lab.record import Record
+from diff_transformer.lab.stats import Interval
 
 
 def record(losses, **metrics):
@@ -19,8 +20,22 @@ def test_paired_differences_are_taken_seed_by_seed():
     half = 4.303 * 0.1 / 3**0.5  # Student's t for two degrees of freedom times the standard error of -.1, -.2, -.3
     assert row.difference[:3] == pytest.approx((-0.2, -0.2 - half, -0.2 + half))
     assert row.verdict == "undecided"
+    assert row.p_value == pytest.approx(1 - (12 / 14) ** 0.5)  # t is 2 sqrt(3)
     ours = {seed: record([0, 0, theirs[seed].final_loss - 0.2]) for seed in theirs}
     assert paired_rows({"x": {"diff": ours, "softmax": theirs}}, "x", "diff", [final_loss()])[0].verdict == "held"
+
+
+def test_what_stays_significant_after_holm():
+    def row(name, verdict, p_value):
+        return Row(name, 0.0, 0.0, Interval(0.0, 0.0, 0.0, "seeds"), verdict, 5, p_value)
+
+    rows = [row("a", "held", 0.01), row("b", "did not hold", 0.03), row("c", "undecided", 0.2), row("d", "", 0.001)]
+    assert after_holm(rows) == (
+        "Without a correction 2 of 3 tested measures are significant; with Holm's correction 1 is: a."
+    )
+    assert after_holm([row("b", "held", 0.03), *rows[1:]]).endswith("2 of 3 tested measures are significant; with "
+                                                                   "Holm's correction none are.")  # fmt: skip
+    assert after_holm(rows[2:]) == ""
 
 
 def test_what_a_cell_lacks_is_left_out():

@@ -23,6 +23,14 @@ def test_every_claim_with_its_verdict(results):
     assert "interval over 2 seeds" in text
 
 
+def test_one_run_and_the_seeds_that_would_decide_are_said(results, one_seed):
+    assert printed(one_seed).count("in one run") == 4
+    results["claims"][1]["power"] = "18 seeds would decide it"
+    text = printed(results)
+    assert "18 seeds would decide it" in text
+    assert "in one run" not in text
+
+
 def test_text_is_not_read_as_markup(results):
     results["claims"][0]["here"] = "[red]3.9[/red]"
     assert "[red]3.9[/red]" in printed(results)

@@ -72,9 +72,19 @@ def test_summary_sentence_and_verdicts_are_in_the_html_itself(results):
 
 def test_one_seed_has_no_interval(one_seed):
     page = render_page(one_seed)
+    assert "2 of 4 claims of the paper held in one run and 2 did not. Intervals are over examples" in page
+    assert page.count('held</span><span class="small">in one run</span>') == 2
+    assert "Lower language-modelling loss (in one run)</span></a>" in page
     assert page.count("difference −0.047, one seed: no interval") == 1
     assert "interval over" not in page
     assert "One seed: these results cannot separate a difference between models" in page
+
+
+def test_an_undecided_claim_shows_how_many_seeds_would_decide_it(results):
+    results["claims"][1]["power"] = "18 seeds would decide it, with this mean and spread"
+    page = render_page(results)
+    assert page.count('<span class="small">18 seeds would decide it, with this mean and spread</span>') == 1
+    assert "in one run" not in page
 
 
 def test_an_interval_over_examples_is_not_taken_for_one_over_seeds(one_seed):

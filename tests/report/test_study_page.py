@@ -115,3 +115,13 @@ def test_the_command_writes_it_and_says_what_it_cannot(folder, tmp_path):
     assert not is_study(empty)
     with pytest.raises(ResultsError, match="no finished run"):
         load_cells(empty)
+
+
+def test_a_table_of_measures_says_what_stays_significant_after_holm(folder):
+    for seed, loss in enumerate([2.9, 3.1, 3.0]):  # 0.1 below the baseline with every seed
+        (folder / f"main/diff-seed{seed}/result.json").write_text(json.dumps(record(loss, seed)))
+    page = render_study_page(load_cells(folder))
+    said = (
+        "Without a correction 1 of 2 tested measures is significant; with Holm&#x27;s correction 1 is: validation loss."
+    )
+    assert page.count(f"<p>{said}</p>") == 1

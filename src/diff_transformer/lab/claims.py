@@ -1,7 +1,8 @@
 """The paper's claims, each with the number that tests it here, judged over the records of the pair.
 
 With three seeds or more, the interval is over seeds. With fewer, it is over evaluation examples (paired bootstrap): it
-says how certain the difference between *these* trained models is, not how another seed would come out.
+says how certain the difference between *these* trained models is, not how another seed would come out. A claim that
+three seeds or more leave undecided says how many would decide it.
 """
 
 import math
@@ -11,7 +12,16 @@ from dataclasses import dataclass
 import numpy as np
 
 from diff_transformer.lab.record import PAIR, Record
-from diff_transformer.lab.stats import SEEDS_FOR_AN_INTERVAL, Interval, mean, over_examples, over_seeds, verdict
+from diff_transformer.lab.stats import (
+    MOST_SEEDS,
+    SEEDS_FOR_AN_INTERVAL,
+    Interval,
+    mean,
+    over_examples,
+    over_seeds,
+    seeds_to_decide,
+    verdict,
+)
 
 Rows = list[dict]  # of one experiment, as a record has them
 Scores = Callable[[Rows], np.ndarray]  # for each example, the values of its score: [examples, ...]
@@ -219,8 +229,9 @@ def _judge_one(claim: Claim, pair: tuple[list[Record], list[Record]], values: np
     relative = claim.relative
     ours, theirs = values[:, known].tolist()
     first, second = ([r.rows[claim.eval] for r, kept in zip(side, known, strict=True) if kept] for side in pair)
+    differences = [a / b - 1 if relative else a - b for a, b in zip(ours, theirs, strict=True)]
     if len(ours) >= SEEDS_FOR_AN_INTERVAL:
-        interval = over_seeds([a / b - 1 if relative else a - b for a, b in zip(ours, theirs, strict=True)])
+        interval = over_seeds(differences)
     else:
         scores = ([claim.scores(rows) for rows in side] for side in (first, second))
         interval = over_examples(*scores, claim.reduce, relative=relative)
@@ -231,11 +242,14 @@ def _judge_one(claim: Claim, pair: tuple[list[Record], list[Record]], values: np
     if not known.all():
         missing = len(known) - len(ours)
         untested = f"{missing} of {len(known)} seeds {'has' if missing == 1 else 'have'} no example of it"
+    power = ""
+    if judged == "undecided" and not untested and interval.over == "seeds":
+        power = _power(differences, -claim.margin if claim.better == "higher" else claim.margin)
     return {
         "id": claim.id, "claim": claim.claim, "paper": claim.paper, "source": claim.source, "unit": claim.unit,
         "here": f"{_number(b)} / {_number(a)}", "detail": _detail(interval, len(ours), relative),
-        "verdict": "undecided" if untested else judged, "untested": untested, "diff": ours, "softmax": theirs,
-        "better": claim.better,
+        "verdict": "undecided" if untested else judged, "untested": untested, "power": power, "diff": ours,
+        "softmax": theirs, "better": claim.better,
         "difference": {"mean": interval.mean, "low": interval.low, "high": interval.high, "over": interval.over,
                        "relative": relative},
     }  # fmt: skip
@@ -246,8 +260,16 @@ def _detail(interval: Interval, seeds: int, relative: bool) -> str:
     text = f"difference {_number(interval.mean * scale, sign=True)}{unit}"
     if interval.low is not None and interval.high is not None:
         text += f" [{_number(interval.low * scale, sign=True)}, {_number(interval.high * scale, sign=True)}]"
-    over = f"{seeds} seeds" if interval.over == "seeds" else f"examples ({seeds} seed{'s' * (seeds > 1)})"
-    return f"{text}, 95 % over {over}"
+    runs = "one run" if seeds == 1 else f"{seeds} seeds"
+    return f"{text}, 95 % over {runs if interval.over == 'seeds' else f'examples ({runs})'}"
+
+
+def _power(differences: Sequence[float], threshold: float) -> str:
+    """How many seeds would decide a claim; "" if the difference is the same with every seed."""
+    if max(differences) == min(differences):
+        return ""
+    needed = seeds_to_decide(differences, threshold)
+    return f"{needed or f'more than {MOST_SEEDS}'} seeds would decide it, with this mean and spread"
 
 
 def _number(value: float, sign: bool = False) -> str:

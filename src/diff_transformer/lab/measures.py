@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from statistics import fmean, stdev
 
 from diff_transformer.lab.record import Cells, Record
-from diff_transformer.lab.stats import Interval, over_seeds, verdict
+from diff_transformer.lab.stats import Interval, holm, over_seeds, paired_p_value, verdict
 
 BASELINE = "softmax"
 
@@ -25,7 +25,8 @@ class Measure:
 @dataclass(frozen=True)
 class Row:
     """A measure in one setting: mean over seeds of both sides, and their paired difference (side less baseline).
-    ``verdict``: "" where the paper says nothing, or most baselines are none to test it against."""
+    ``verdict``: "" where the paper says nothing, or most baselines are none to test it against. ``p_value``: of the
+    paired t-test."""
 
     measure: str
     baseline: float
@@ -33,6 +34,7 @@ class Row:
     difference: Interval
     verdict: str
     seeds: int
+    p_value: float
 
 
 def trained(seeds: dict[int, Record]) -> dict[int, Record]:
@@ -81,13 +83,33 @@ def paired_rows(
             if ours is not None and theirs is not None
         ]
         if pairs:
-            interval = over_seeds([ours - theirs for ours, theirs in pairs])
+            differences = [ours - theirs for ours, theirs in pairs]
+            interval = over_seeds(differences)
             tested = [not measure.tests or measure.tests(second[seed]) for seed in second.keys() & first.keys()]
             said = verdict(interval, measure.better) if measure.better and sum(tested) > len(tested) / 2 else ""
             said = "undecided" if said and lost else said  # those that are left are not a fair sample
             means = fmean(theirs for _, theirs in pairs), fmean(ours for ours, _ in pairs)
-            rows.append(Row(measure.name, *means, interval, said, len(pairs)))
+            rows.append(Row(measure.name, *means, interval, said, len(pairs), paired_p_value(differences)))
     return rows
+
+
+def after_holm(rows: Iterable[Row]) -> str:
+    """A sentence for below a table: how many of its measures are significant, without and with Holm's correction.
+
+    The correction is over the rows that have a verdict. "" where none is significant.
+    """
+    tested = [row for row in rows if row.verdict]
+    adjusted = holm([row.p_value for row in tested])
+    significant = [(row.measure, p) for row, p in zip(tested, adjusted, strict=True) if row.verdict != "undecided"]
+    if not significant:
+        return ""
+    kept = [measure for measure, p in significant if p <= 0.05]
+    verb = "is" if len(significant) == 1 else "are"
+    return (
+        f"Without a correction {len(significant)} of {len(tested)} tested measures {verb} significant; with Holm's "
+        f"correction {len(kept) or 'none'} {'is' if len(kept) == 1 else 'are'}"
+        f"{': ' if kept else ''}{', '.join(kept)}."
+    )
 
 
 def borrow_baselines(cells: Cells, baseline: str = BASELINE) -> Cells:

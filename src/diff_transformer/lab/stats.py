@@ -1,6 +1,7 @@
-"""Statistics: paired differences with 95 % intervals, and power laws of the loss."""
+"""Statistics: paired differences with 95 % intervals, tests and power, and power laws of the loss."""
 
 import math
+from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -11,6 +12,7 @@ import numpy as np
 from diff_transformer.checks import require_positive
 
 SEEDS_FOR_AN_INTERVAL = 3
+MOST_SEEDS = 1000  # that ``seeds_to_decide`` looks for
 _RESAMPLES = 2000
 
 
@@ -39,6 +41,57 @@ def _student_quantile(freedom: int) -> float:
     from scipy.stats import t
 
     return round(float(t.ppf(0.975, freedom)), 3)
+
+
+def paired_p_value(differences: Sequence[float]) -> float:
+    """Two-sided p-value of the paired t-test, with one difference a seed; 1 for a single difference."""
+    from scipy.stats import t
+
+    values = np.asarray(differences, dtype=float)
+    centre, count = float(values.mean()), len(values)
+    error = float(values.std(ddof=1)) / count**0.5 if count > 1 else math.inf
+    if not error:  # the same in every pair
+        return float(centre == 0)
+    return float(2 * t.sf(abs(centre) / error, max(count - 1, 1)))
+
+
+def holm(p_values: Sequence[float]) -> list[float]:
+    """The p-values adjusted by Holm's step-down method, in the same order.
+
+    Rejecting where the adjusted value is at most 0.05 keeps the chance of any false rejection at 5 %. Source: Holm,
+    A simple sequentially rejective multiple test procedure, 1979.
+    """
+    count, largest = len(p_values), 0.0
+    adjusted = [1.0] * count
+    for rank, place in enumerate(sorted(range(count), key=lambda i: p_values[i])):
+        largest = max(largest, (count - rank) * p_values[place])
+        adjusted[place] = min(1.0, largest)
+    return adjusted
+
+
+def seeds_to_decide(differences: Sequence[float], threshold: float = 0.0) -> int | None:
+    """The smallest number of seeds whose 95 % interval would exclude ``threshold``, if mean and spread stayed the same.
+
+    This is the smallest n with ``t(n - 1) s / sqrt(n) < |mean - threshold|``. With so many new seeds, the interval
+    excludes the threshold in about half of all repetitions.
+
+    Returns:
+        The number, or None if it is above ``MOST_SEEDS``.
+
+    Raises:
+        ValueError: for fewer than two differences, which have no spread.
+    """
+    values = np.asarray(differences, dtype=float)
+    if len(values) < 2:
+        raise ValueError(f"{len(values)} differences have no spread; give at least 2")
+    distance, deviation = abs(float(values.mean()) - threshold), float(values.std(ddof=1))
+    counts = range(2, MOST_SEEDS + 1)
+
+    def decides(count: int) -> bool:
+        return _student_quantile(count - 1) * deviation / count**0.5 < distance
+
+    place = bisect_left(counts, True, key=decides)
+    return counts[place] if place < len(counts) else None
 
 
 def mean(values: np.ndarray) -> float:

@@ -51,6 +51,7 @@ def _row(place: int, claim: dict, figure: str | None) -> Html:
         _strip(claim),
         tag("span", interval(claim), class_="small"),
         tag("span", untested(claim), class_="small") if untested(claim) else None,
+        tag("span", claim["power"], class_="small") if claim.get("power") else None,
         tag("span", detail, class_="small") if detail and not detail.startswith("difference") else None,
     ]
     source = tag("span", join(origin, " · "), class_="small") if origin else None
@@ -59,9 +60,22 @@ def _row(place: int, claim: dict, figure: str | None) -> Html:
         tag("th", name, scope="row"),
         tag("td", tag("span", two(claim.get("paper", "")), class_="value"), source, data_label="Paper"),
         tag("td", *here, data_label="Here"),
-        tag("td", badge(claim.get("verdict")), data_label="Verdict"),
+        tag("td", badge(claim.get("verdict")), _in_one_run(claim), data_label="Verdict"),
         id=f"claim-{place + 1}",
     )
+
+
+def one_run(claim: dict) -> bool:
+    """Whether the verdict rests on one run of each model."""
+    return max(len(_seeds(claim, side)) for side in ("diff", "softmax")) == 1
+
+
+def _in_one_run(claim: dict) -> Html | None:
+    return tag("span", "in one run", class_="small") if one_run(claim) else None
+
+
+def _named(claim: dict) -> str:
+    return f"{claim.get('claim', '')}{' (in one run)' if one_run(claim) else ''}"
 
 
 def two(words: object) -> Html:
@@ -149,7 +163,7 @@ def bears_on(claim: dict, sources: tuple[str, ...]) -> bool:
 def claim_links(results: dict, sources: tuple[str, ...]) -> Html:
     """Links from a figure to the verdicts that its numbers bear on."""
     links = [
-        tag("a", badge(claim.get("verdict")), tag("span", claim.get("claim", "")), href=f"#claim-{place + 1}")
+        tag("a", badge(claim.get("verdict")), tag("span", _named(claim)), href=f"#claim-{place + 1}")
         for place, claim in enumerate(dicts(results.get("claims")))
         if bears_on(claim, sources)
     ]
@@ -171,11 +185,13 @@ def render_claims(results: dict) -> Table:
         verdict = str(claim.get("verdict", "undecided"))
         mark, colour = MARKS.get(verdict, MARKS["undecided"])
         source = f"\n{claim['source']}" if claim.get("source") else ""
+        more = "\n  in one run" if one_run(claim) else ""
+        here = (str(claim.get("here", "")), interval(claim), untested(claim), str(claim.get("power") or ""))
         shown.add_row(
             Text(str(claim.get("claim", ""))),
             Text(f"{claim.get('paper', '')}{source}"),
-            Text("\n".join(part for part in (str(claim.get("here", "")), interval(claim), untested(claim)) if part)),
-            Text(f"{mark} {verdict}", style=f"bold {colour}"),
+            Text("\n".join(part for part in here if part)),
+            Text(f"{mark} {verdict}{more}", style=f"bold {colour}"),
         )
     if any("†" in str(c.get("paper")) for c in dicts(results.get("claims"))):
         shown.caption = Text("† from a third party's transcription of the paper", justify="left")

@@ -25,7 +25,7 @@ def sentence(results: dict) -> str:
         return "No claim was judged in this run."
     seeds = max((len(found) for found in seeds_by_side(results).values()), default=0)
     few = 0 < seeds < SEEDS_FOR_AN_INTERVAL
-    where = f"in {'this pair' if seeds == 1 else f'these {seeds} pairs'} of models" if few else "here"
+    where = ("in one run" if seeds == 1 else f"in these {seeds} pairs of models") if few else "here"
     said = [f"{counts['held']} of {plural(total, 'claim')} of the paper held {where}"]
     if counts["did not hold"]:
         said.append(f"{counts['did not hold']} did not")

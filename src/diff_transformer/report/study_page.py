@@ -4,7 +4,16 @@ import json
 from collections.abc import Iterable
 from pathlib import Path
 
-from diff_transformer.lab.measures import BASELINE, MEASURES, Row, borrow_baselines, final_loss, paired_rows, trained
+from diff_transformer.lab.measures import (
+    BASELINE,
+    MEASURES,
+    Row,
+    after_holm,
+    borrow_baselines,
+    final_loss,
+    paired_rows,
+    trained,
+)
 from diff_transformer.lab.record import Cells, Record, RecordError, grouped, load_all
 from diff_transformer.report.charts import Line, Point, averaged, line_chart, row_chart
 from diff_transformer.report.charts import Row as Drawn
@@ -17,8 +26,8 @@ from diff_transformer.report.render import panel
 
 _CAVEATS = (
     "Differences are paired by seed. Intervals are Student's, 95 % over seeds, without a correction for the number of "
-    "measures: of measures without any effect, one in twenty excludes zero. Results on small models hold for models "
-    "of that size."
+    "measures: of measures without any effect, one in twenty excludes zero. Below each table of measures it says how "
+    "many stay significant after Holm's correction. Results on small models hold for models of that size."
 )
 
 
@@ -155,9 +164,9 @@ def _measures(sides: dict[str, dict[int, Record]], side: str) -> Html | None:
         return None
     head: list[object] = [f"{side}, {plural(rows[0].seeds, 'pair')}", BASELINE, side, "difference", "95 % interval",
                           "as the paper says"]  # fmt: skip
-    return table(
-        head, [[row.measure, number(row.baseline, 3), number(row.side, 3), *_cells(row)] for row in rows], side
-    )
+    cells = [[row.measure, number(row.baseline, 3), number(row.side, 3), *_cells(row)] for row in rows]
+    said = after_holm(rows)
+    return join([table(head, cells, side), tag("p", said) if said else None])
 
 
 def _sweep(sweep: Cells, marks: dict[str, str]) -> Figure:
