@@ -247,6 +247,10 @@ class DiffTransformerConfig(PreTrainedConfig):
         plan |= {"layers.*.self_attn.o_proj": "rowwise", "layers.*.mlp.down_proj": "rowwise"}
         return plan | ({"layers.*.self_attn.core.lam.proj": "colwise"} if self.attention == "diff_v2" else {})
 
+    @base_model_tp_plan.setter
+    def base_model_tp_plan(self, plan: dict | None):
+        """Ignore what transformers before 5.20 adds for tied embeddings: each process keeps the whole embedding."""
+
     @property
     def output_attentions(self) -> bool:
         """Whether a forward pass returns attention maps by default; any ``attn_implementation`` can."""
