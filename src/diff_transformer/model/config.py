@@ -237,7 +237,7 @@ class DiffTransformerConfig(PreTrainedConfig):
         return ["hybrid"] * self.num_hidden_layers
 
     @property
-    def base_model_tp_plan(self) -> dict[str, str]:  # ty: ignore[incompatible-property-override]
+    def base_model_tp_plan(self) -> dict[str, str]:
         """How transformers shards the layers with ``from_pretrained(folder, tp_plan="auto")``.
 
         Each process gets whole pairs (or groups) of heads if the number of processes divides the key/value pairs.
@@ -248,7 +248,7 @@ class DiffTransformerConfig(PreTrainedConfig):
         return plan | ({"layers.*.self_attn.core.lam.proj": "colwise"} if self.attention == "diff_v2" else {})
 
     @base_model_tp_plan.setter
-    def base_model_tp_plan(self, plan: dict | None):
+    def base_model_tp_plan(self, plan: dict | None):  # ty: ignore[incompatible-property-override]
         """Ignore what transformers before 5.20 adds for tied embeddings: each process keeps the whole embedding."""
 
     @property
