@@ -186,7 +186,7 @@ def test_the_table_is_the_paper_s(base, tmp_path):
     assert {cell for column in shown.columns[4:6] for cell in column.cells} == {"3.087", "0.898"}
     assert result.metrics["diff_lambda_0.8_ar_hit"] == 0.8984
     assert result.model == "debug"
-    assert "4 steps of training: this shows that all rows run" in shown.caption
+    assert "4 steps of training show that every row runs" in shown.caption
     result.provenance["steps"] = 1600
     assert table(result).caption is None
     other = {name: override(row, ["optim.lr=0.5"]) for name, row in rows.items()}

@@ -143,7 +143,7 @@ def test_seeds_can_be_added_and_not_taken_away(assignments, trained_by, tmp_path
             compare(config, out, **options)
     assert list(trained_by[1]) == [f"{side}-seed{k}" for k in range(3) for side in ("diff", "softmax")]
     assert {name: trained_by[1][name] for name in trained_by[0]} == trained_by[0]
-    with pytest.raises(ValueError, match=r"of 3 seeds, and 1 is asked for; give --seeds 3 to go on"):
+    with pytest.raises(ValueError, match=r"of 3 seeds, more than the given 1; give --seeds 3 to continue"):
         compare(config, out, resume=True)
     saved = json.loads((out / "compare.json").read_text())
     del saved["config"]["train"]["prefetch"]  # of a version that did not have it

@@ -181,7 +181,7 @@ def test_the_interval_along_curves_is_over_trainings():
         ("t.csv", "model,parameters,tokens,loss\n ,1,5,2\n", "line 2: model is empty"),
         ("t.json", "{}", "is no table of runs; give a list of objects"),
         ("t.json", "[1", "is not JSON"),
-        ("t.json", '{"schema": 1, "pair": {}}', "is not the results of a comparison: KeyError"),
+        ("t.json", '{"schema": 1, "pair": {}}', "does not hold the results of a comparison: KeyError"),
     ],
 )
 def test_bad_tables_are_said_to_be_bad(tmp_path, name, content, message):

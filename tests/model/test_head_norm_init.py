@@ -1,11 +1,13 @@
 """The size of the heads before training: the closed form, and the head norm that makes a pair start alike."""
 
+import math
+
 import pytest
 import torch
 
 from diff_transformer import DiffTransformerConfig, DiffTransformerForCausalLM
 from diff_transformer.model.config import matched_baseline
-from diff_transformer.model.head_norm_init import first_layer_output, head_outputs, matched_head_norm_init
+from diff_transformer.model.head_norm_init import head_outputs, matched_head_norm_init
 
 
 def config(attention="diff", **fields):
@@ -17,7 +19,10 @@ def config(attention="diff", **fields):
 def test_the_closed_form_is_what_an_untrained_first_layer_gives(width, length, std):
     small = config("softmax", hidden_size=width, initializer_range=std, num_hidden_layers=1)
     ids = torch.randint(0, 512, (16, length), generator=torch.Generator().manual_seed(1))
-    assert head_outputs(small, ids)[0] == pytest.approx(first_layer_output(small, length, 1 / 512), rel=0.1)
+    # Values of RMS std sqrt(width), averaged by flat maps over 1 to `length` tokens; two are equal with probability c.
+    c, harmonic = 1 / 512, sum(1 / t for t in range(1, length + 1))
+    expected = std * math.sqrt(width) * math.sqrt(c + (1 - c) * harmonic / length)
+    assert head_outputs(small, ids)[0] == pytest.approx(expected, rel=0.1)
 
 
 def test_the_head_norm_gives_its_own_size_whatever_the_model():

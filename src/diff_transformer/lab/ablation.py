@@ -1,8 +1,8 @@
 """``eval ablation``: the seven models of Table 6, which differ in their attention alone, trained and measured.
 
-An ablation is a plan for the pool: each row is trained from nothing in ``FOLDER/ROW-seedK``, several at a time; then
-its loss on held-out text is split in AR-Hit and Others. A second call with the same settings trains what is missing and
-continues what was interrupted.
+An ablation is a plan for the pool. Each row is trained from scratch in ``FOLDER/ROW-seedK``, several at a time. Then
+its loss on held-out text is split into AR-Hit and Others. A second call with the same settings trains the missing rows
+and resumes interrupted ones.
 """
 
 from collections.abc import Sequence
@@ -26,25 +26,25 @@ from diff_transformer.train.run_folder import RunLock
 NEEDS_MODEL = False
 EXPERIMENT = "associative_recall"
 SLICES = ("validation", "ar_hit", "others")
-SHORT_RUN = 200  # steps below which a run says nothing of the models
+SHORT_RUN = 200  # a run of fewer steps says nothing about the models
 
 
 @dataclass(frozen=True)
 class Settings:
-    """What to train. Each field's comment says what it is."""
+    """What to train. The comment at each field documents it."""
 
-    recipe: str = "demo"  # whose model, data and schedule the seven rows share (the paper's is 1.4B on 10B tokens)
+    recipe: str = "demo"  # gives all seven rows their model, data and schedule (the paper: 1.4B, 10B tokens)
     # further settings of that recipe
     set: tuple[str, ...] = field(default=(), metadata={"example": ["optim.lr=1e-3"]})
     steps: int | None = None  # training steps of each row; the recipe's if None
-    seeds: int = 1  # models of each row, with the recipe's seed and the next ones
+    seeds: int = 1  # models per row; they take the recipe's seed and the next ones
     # names of rows to train, of those in lab/recipes/ablation.py; all seven if empty
     rows: tuple[str, ...] = field(default=(), metadata={"example": ["transformer", "diff"]})
-    folder: str = ""  # where the runs live; finished runs of the same settings are kept. If empty, beside the result
-    jobs: int | None = None  # rows trained at a time; if None, one a core on a CPU, one on a GPU
+    folder: str = ""  # folder of the runs; finished runs with these settings are kept. If empty, beside the result
+    jobs: int | None = None  # rows trained at a time; if None, one per CPU core, or one on a GPU
 
 
-# Seven rows of two dozen steps: enough to see that everything works, not to judge the models.
+# Seven rows of two dozen steps show that everything runs. They cannot judge the models.
 QUICK: dict = {
     "recipe": "debug", "steps": 24,
     "set": ("data.mixture.needles=0", "data.mixture.recall=0", "evaluation.loss_rows=32"),
@@ -96,10 +96,10 @@ def evaluate_ablation(
         ``{row}_parameters``. ``rows`` has one entry for each row and seed, with its heads, widths and settings.
 
     Raises:
-        ValueError: if a folder holds a run of other settings.
-        RunFailed: if a run fails, with the end of its log; the others are asked to save and stop.
+        ValueError: if a folder holds a run with other settings.
+        RunFailed: if a run fails, with the end of its log; the others save and stop.
         Interrupted: after Ctrl-C or SIGTERM, once the runs have saved their states.
-        DiskError: if another ablation is at work in ``folder``.
+        DiskError: if another ablation is running in ``folder``.
     """
     require_positive(seeds=seeds, jobs=jobs)
     samples = Samples() if samples is None else samples
@@ -114,7 +114,7 @@ def evaluate_ablation(
         if different:
             listed = "\n  ".join(different)
             raise ValueError(
-                f"{place} holds a run of other settings (there against here):\n  {listed}\nchoose another folder"
+                f"{place} holds a run with other settings (saved against given):\n  {listed}\nchoose another folder"
             )
     folder.mkdir(parents=True, exist_ok=True)
     jobs = jobs or default_jobs(len(runs))
@@ -136,12 +136,14 @@ def evaluate_ablation(
 
 
 def table(result: Result):
-    """The result as Table 6 has it, for a terminal: a rich table."""
+    """A rich table of the result for a terminal, laid out like Table 6."""
     from rich.table import Table
 
     steps = result.provenance.get("steps", SHORT_RUN)
     short = (
-        f"{steps} steps of training: this shows that all rows run, nothing of the models" if steps < SHORT_RUN else None
+        f"{steps} steps of training show that every row runs, and nothing about the models"
+        if steps < SHORT_RUN
+        else None
     )
     shown = Table(title="Loss in nats a token (Table 6)", caption=short, title_justify="left", caption_justify="left")
     for name in ("model", "heads", "d", "head norm", "valid.", "AR-Hit", "Others"):

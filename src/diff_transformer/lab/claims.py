@@ -1,8 +1,8 @@
 """The paper's claims, each with the number that tests it here, judged over the records of the pair.
 
-With three seeds or more, the interval is over seeds. With fewer, it is over evaluation examples (paired bootstrap): it
-says how certain the difference between *these* trained models is, not how another seed would come out. A claim that
-three seeds or more leave undecided says how many would decide it.
+With three seeds or more, the interval is over seeds. With fewer, it is a paired bootstrap over evaluation examples,
+which covers *these* trained models; another seed may give another result. If three seeds or more leave a claim
+undecided, it has the number of seeds that would decide it.
 """
 
 import math
@@ -60,7 +60,7 @@ class Claim:
     untested: Callable[[Rows], str] = _testable
 
     def value(self, record: Record) -> float:
-        """A model's number; NaN if no example says anything."""
+        """The model's number; NaN if no example counts."""
         scores = self.scores(record.rows[self.eval])
         return float(self.reduce(scores)) if scores.size else math.nan
 
@@ -91,7 +91,7 @@ def _recalls_little(rows: Rows) -> str:
 
 
 def _in_medians(values: np.ndarray) -> float:
-    """The largest of all texts over the texts' median; from rows of (largest, median)."""
+    """The largest value of all texts divided by the median over texts, from rows of (largest, median)."""
     return float(values[:, 0].max() / np.median(values[:, 1]))
 
 
@@ -101,15 +101,16 @@ def _largest_and_median(kind: str) -> Scores:
 
 
 def _needle_claims(cells: Sequence[tuple[int, int]]) -> list[Claim]:
-    paper = {(1, 1): "1.00 / 1.00", (2, 2): ".85 / .92", (4, 2): ".62 / .84", (6, 2): ".55 / .85"}
+    paper = {(1, 1): "1.00 / 1.00", (2, 2): "0.85 / 0.92", (4, 2): "0.62 / 0.84", (6, 2): "0.55 / 0.85"}
     claims = []
     for n, r in cells:
         single = n == 1
         claims.append(Claim(
             id=f"needle_n{n}_r{r}",
-            claim="One needle is found as well (within .05)" if single
+            claim="One needle is found as well (within 0.05)" if single
             else f"{n} needles, {r} asked for: more of them found",
-            paper=f"{paper.get((n, r), 'not reported; (6, 2): .55 / .85')} † (4K, 3B)", source="Table 2", eval="needle",
+            paper=f"{paper.get((n, r), 'not reported; (6, 2): 0.55 / 0.85')} † (4K, 3B)",
+            source="Table 2", eval="needle",
             scores=lambda rows, n=n, r=r: np.array(
                 [row["score"] for row in rows if (row["needles"], row["queries"]) == (n, r)], dtype=float),
             better="higher", unit="accuracy", margin=0.05 if single else 0.0,
@@ -119,12 +120,12 @@ def _needle_claims(cells: Sequence[tuple[int, int]]) -> list[Claim]:
 
 
 def _last_average(rows: Rows) -> np.ndarray:
-    """For each book, the mean loss over the whole length."""
+    """For each book, the mean loss over the whole length: [books]."""
     return np.array([sum(row["sums"]) / sum(row["counts"]) for row in rows])
 
 
 def _cost_of_four_bits(rows: Rows) -> np.ndarray:
-    """For each row of text, its loss with logits of 4 bits less that with the most bits."""
+    """For each row of text, its loss with 4-bit logits minus its loss with the most bits."""
     losses: dict[int, dict[int, float]] = {}
     for row in rows:
         if "loss" in row:
@@ -145,7 +146,7 @@ def _orders(rows: Rows, order: str) -> np.ndarray:
 
 
 def _margin(scores: np.ndarray) -> float:
-    """Best less worst accuracy over the orders."""
+    """Best minus worst accuracy over the orders."""
     accuracies = scores.mean(0)
     return float(accuracies.max() - accuracies.min())
 
@@ -169,7 +170,7 @@ def _more_claims() -> list[Claim]:
         Claim("order_alternate", "Less depends on the order of the examples (classes in turn)",
               "56.7 / 13.4 points † (TREC)", "Figure 7", "many_shot", lambda rows: _orders(rows, "alternate"), "lower",
               "best less worst", _margin),
-        Claim("hallucination", "More outputs free of hallucination", ".28 to .44 / .36 to .61 †", "Table 4",
+        Claim("hallucination", "More outputs free of hallucination", "0.28 to 0.44 / 0.36 to 0.61 †", "Table 4",
               "hallucination", _column("score"), "higher", "accuracy", _mean_of_decided),
     ]  # fmt: skip
 
@@ -179,15 +180,15 @@ def paper_claims(cells: Sequence[tuple[int, int]]) -> list[Claim]:
     return [
         Claim("loss", "Lower language-modelling loss", "3.087 / 3.062 † (1.4B)", "Table 6, Figure 3",
               "associative_recall", _column("loss"), "lower", "nats a token"),
-        Claim("ar_hit", "Lower loss where the context can be recalled", ".898 / .880 † (1.4B)", "Table 6, AR-Hit",
+        Claim("ar_hit", "Lower loss where the context can be recalled", "0.898 / 0.880 † (1.4B)", "Table 6, AR-Hit",
               "associative_recall", _slice("ar_hit"), "lower", "nats a token", _ratio_of_sums,
               untested=_recalls_little),
         Claim("others", "Lower loss on all other tokens", "3.272 / 3.247 † (1.4B)", "Table 6, Others",
               "associative_recall", _slice("others"), "lower", "nats a token", _ratio_of_sums),
         *_needle_claims(cells),
-        Claim("answer", "More attention on the answer", ".05 / .32 (mean of depths)", "Table 3", "allocation",
+        Claim("answer", "More attention on the answer", "0.05 / 0.32 (mean of depths)", "Table 3", "allocation",
               _column("answer"), "higher", "share"),
-        Claim("noise", "Less attention on the noise", ".51 / .02 (mean of depths)", "Table 3", "allocation",
+        Claim("noise", "Less attention on the noise", "0.51 / 0.02 (mean of depths)", "Table 3", "allocation",
               _column("noise"), "lower", "share"),
         Claim("logits", "Smaller largest attention logit", "318.0 / 38.8 †", "Table 5", "outliers",
               _column("logits_top1"), "lower", "magnitude", np.max),
@@ -208,7 +209,7 @@ def judge(claims: Sequence[Claim], records: Sequence[Record]) -> list[dict]:
     """Judge each claim whose experiment the records of the pair have, over the seeds that both sides have.
 
     Returns:
-        A dictionary a claim, as the report shows it.
+        One dictionary per claim, as the report shows it.
     """
     judged = []
     for claim in claims:
@@ -219,7 +220,9 @@ def judge(claims: Sequence[Claim], records: Sequence[Record]) -> list[dict]:
         if not ours or [r.seed for r in ours] != [r.seed for r in theirs]:
             continue
         values = np.array([[claim.value(record) for record in side] for side in (ours, theirs)])
-        known = np.array([np.isfinite(pair).all() for pair in values.T])  # else a slice holds no token, say
+        known = np.array(
+            [np.isfinite(pair).all() for pair in values.T]
+        )  # not so if a slice holds no token, for example
         if known.any():
             judged.append(_judge_one(claim, (ours, theirs), values, known))
     return judged

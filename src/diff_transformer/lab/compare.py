@@ -1,7 +1,7 @@
-"""``compare``: the matched pair over several seeds, from nothing to ``results.json`` and ``report.html``.
+"""``compare``: train the matched pair over several seeds and write ``results.json`` and ``report.html``.
 
-A comparison is a plan for the pool: each side with each seed, and the variants beside them. Then both models are timed
-in turns, the claims are judged, and the report is written.
+A comparison is a plan for the pool: each side with each seed, plus the variants. When all have finished, ``compare``
+times both models in turns, judges the claims, and writes the report.
 """
 
 import dataclasses
@@ -57,23 +57,23 @@ def compare(
         config: of either side; ``model.attention`` is set for each.
         out: folder for everything: ``results.json``, ``report.html``, ``members/SIDE-seedK/`` with ``run/model``
             (Hugging Face format), TensorBoard files, metrics, single results and ``record.json``.
-        seeds: pairs; with ``resume`` more may be asked for than there are.
-        jobs: models trained at a time; on CPU one a core, on a GPU one. The cores are divided among them where
-            ``config.train.threads`` is 0; a resumed comparison keeps the threads it began with.
-        resume: continue an interrupted comparison; what is finished is not done again.
+        seeds: number of pairs; with ``resume`` it may be larger than before.
+        jobs: models trained at a time; by default one per CPU core, or one on a GPU. If ``config.train.threads`` is 0,
+            they share the cores equally; a resumed comparison keeps the threads it began with.
+        resume: continue an interrupted comparison; finished runs are kept.
         variants: relatives of differential attention to train beside the pair, by their names in ``VARIANTS``
             (``"diff_v2"``, ``"grouped_diff"``, ``"dint"``, ``"fixed_lambda"``, and ``"softmax_norm"``, the Transformer
-            with DIFF's head norm, which tells the norm's gain from the subtraction's), with equal data, steps and seeds
-            and sizes that keep the pair's parameters within 1 %. The claims are about the pair alone. Those of an
-            earlier call in ``out`` stay; more can be added with ``resume``.
+            with DIFF's head norm, which separates the norm's gain from the subtraction's). Data, steps and seeds are
+            equal, and parameter counts agree with the pair's to within 1 %. The claims are about the pair alone.
+            Variants of an earlier call in ``out`` stay; ``resume`` can add more.
 
     Returns:
-        What is written to ``results.json``.
+        The content of ``results.json``.
 
     Raises:
         FileExistsError: if ``out`` is not empty and ``resume`` is False.
-        ValueError: for settings that do not fit together, or a ``resume`` with other settings.
-        DiskError: if ``out`` cannot be written to, or another comparison is at work in it.
+        ValueError: for settings that contradict each other, or a ``resume`` with other settings.
+        DiskError: if ``out`` is not writable, or another comparison is running in it.
         RunFailed: if training or measuring fails.
     """
     console = console or Console()
@@ -145,10 +145,10 @@ def comparison_specs(config: RunConfig, names: Sequence[str], seeds: int) -> lis
 
 
 def side_model(config: RunConfig, name: str) -> dict[str, Any]:
-    """``config.model`` for a side of the pair or a variant: its fields, and sizes that keep the pair's cost.
+    """``config.model`` for a side of the pair or a variant, with sizes that keep the cost equal to the pair's.
 
     Raises:
-        ValueError: if the variant cannot be made of the configuration's heads.
+        ValueError: if the variant does not support the configuration's heads.
     """
     if name in PAIR:
         return {**config.model, "attention": name}
@@ -160,7 +160,7 @@ def side_model(config: RunConfig, name: str) -> dict[str, Any]:
 
 
 def known_variants(names: Iterable[str], out: Path) -> list[str]:
-    """The variants of a comparison: those asked for and those that ``out`` has from an earlier call, without the pair.
+    """The variants of a comparison without the pair: the requested ones and those that ``out`` already has.
 
     Raises:
         ValueError: for a name that is not in ``VARIANTS``.
@@ -174,7 +174,7 @@ def known_variants(names: Iterable[str], out: Path) -> list[str]:
 
 
 def _prepare(config: RunConfig, out: Path, seeds: int, resume: bool) -> None:
-    """Make ``out`` the folder of this comparison, or check that it is and may be continued."""
+    """Create ``out`` for this comparison, or check that it holds this comparison and may be continued."""
     path = out / "compare.json"
     if path.exists():
         if not resume:
@@ -184,11 +184,11 @@ def _prepare(config: RunConfig, out: Path, seeds: int, resume: bool) -> None:
         different = differences({"config": earlier.to_dict()}, {"config": config.to_dict()})
         if different:
             listed = "\n  ".join(different)
-            raise ValueError(f"{out} holds a comparison with other settings (there against here):\n  {listed}")
+            raise ValueError(f"{out} holds a comparison with other settings (saved against given):\n  {listed}")
         if seeds < there["seeds"]:
             raise ValueError(
-                f"{out} holds a comparison of {there['seeds']} seeds, and {seeds} is asked for; give --seeds "
-                f"{there['seeds']} to go on with it, more to add some, or choose another folder"
+                f"{out} holds a comparison of {there['seeds']} seeds, more than the given {seeds}; give --seeds "
+                f"{there['seeds']} to continue it, a larger number to add seeds, or choose another folder"
             )
     elif out.is_dir() and any(out.iterdir()):
         raise FileExistsError(f"{out} is not empty and holds no comparison; choose another folder")
@@ -200,13 +200,13 @@ def _prepare(config: RunConfig, out: Path, seeds: int, resume: bool) -> None:
 
 
 def _threads_there(out: Path) -> int:
-    """Threads of a model in the comparison that ``out`` holds, 0 where there is none."""
+    """Threads per model in the comparison that ``out`` holds; 0 if it holds none."""
     path = out / "compare.json"
     return json.loads(path.read_text())["config"]["train"]["threads"] if path.exists() else 0
 
 
 def _check_data(config: RunConfig) -> None:
-    """Raise for what is wrong with the configuration before the folder is made and processes start."""
+    """Raise for an invalid configuration before the folder is created and any process starts."""
     from diff_transformer.data.evaluation_text import load_rows
     from diff_transformer.data.filler import Filler
     from diff_transformer.evals.needle import check_needle_fits
@@ -232,7 +232,7 @@ def _check_data(config: RunConfig) -> None:
                 raise ValueError(f"evaluation.more.{name}: {hint}") from None
 
 
-# ---- what came out
+# ---- the results
 
 
 def throughput(config: RunConfig, out: Path, sides: Sequence[str], folder: Path) -> list[Record]:
@@ -265,7 +265,7 @@ def throughput(config: RunConfig, out: Path, sides: Sequence[str], folder: Path)
 
 
 def variant_rows(config: RunConfig, sides: Sequence[str], records: Sequence[Record], speeds: Sequence[Record]) -> list:
-    """A row a model: cost, and by seed the loss on held-out text and the needles found in each cell.
+    """One row per model: its cost and, by seed, the loss on held-out text and the needles found in each cell.
 
     Args:
         records: of all runs.
@@ -339,7 +339,7 @@ def _summary(config: RunConfig, records: list[Record], seeds: int, seconds: floa
 
 
 def corpus_label(data: DataConfig) -> str:
-    """``novels``; of several corpora ``novels 70 %, code 30 %``."""
+    """The corpus as text: ``novels``, or for several corpora ``novels 70 %, code 30 %``."""
     if len(data.corpora) < 2:
         return Path(next(iter(data.corpora), data.corpus)).name
     total = sum(data.corpora.values())
@@ -347,7 +347,7 @@ def corpus_label(data: DataConfig) -> str:
 
 
 def _evals(record: Record) -> list[dict]:
-    """The experiments of a record as ``results.json`` lists them."""
+    """The experiments of a record, in the form of ``results.json``."""
     return [
         {
             "eval": name,
@@ -364,7 +364,7 @@ def _evals(record: Record) -> list[dict]:
 
 
 def _curve(record: Record) -> dict:
-    """The curves of a record as ``results.json`` has them."""
+    """The curves of a record, in the form of ``results.json``."""
     validation = {f"validation_{name}": values for name, values in record.curves["validation"].items()}
     curve = {"attention": record.side, "seed": record.seed, **record.curves["training"], **validation}
     if record.side == "diff":

@@ -6,8 +6,8 @@ An experiment is a module with
     QUICK               the fields that ``--quick`` changes, to try everything in minutes on a small model
     run(lm, settings, samples) -> Result
 
-and perhaps ``NEEDS_MODEL = False``, in which case ``lm`` is None. ``run_eval`` runs one experiment on one model;
-``run_suite`` runs several on several.
+An experiment with ``NEEDS_MODEL = False`` gets None as ``lm``. ``run_eval`` runs one experiment on one model;
+``run_suite`` runs several experiments on several models.
 """
 
 import json
@@ -42,7 +42,7 @@ EXPERIMENTS = {  # in the order of the paper
     "ablation": "Table 6: its seven rows, trained at any scale",
     "gradient_flow": "Appendix F: gradients in closed form, and their magnitudes in the pair",
 }
-STUDIES = ("scaling", "ablation")  # they are about many models, and their modules are in lab/
+STUDIES = ("scaling", "ablation")  # they compare many models; their modules are in lab/
 
 
 def experiment(name: str) -> ModuleType:
@@ -61,11 +61,11 @@ def settings_of(
     """The ``Settings`` of an experiment: defaults, then ``QUICK``, then ``options`` that are not None, then ``--set``.
 
     Args:
-        options: by field name; an option that the experiment does not have is an error, or with ``lenient`` left out.
+        options: by field name. An option that the experiment lacks is an error; ``lenient`` ignores it.
         assignments: ``"field=value"``, the value as JSON or text.
 
     Raises:
-        ValueError: for a field that the experiment does not have (naming those it has), or a value of another type.
+        ValueError: for an unknown field (the message lists the known ones), or a value of another type.
     """
     module = experiment(name)
     kinds = {field.name: field for field in fields(module.Settings)}
@@ -104,8 +104,8 @@ def run_eval(
 
     Args:
         settings: from ``settings_of``.
-        limit: at most so many samples of each part.
-        resume: go on with an interrupted run.
+        limit: most samples of each part.
+        resume: continue an interrupted run.
 
     Raises:
         ValueError: for an unknown experiment, or a run to resume that had other settings.
@@ -132,12 +132,12 @@ Bar = Callable[[str, int, int], None]
 
 @dataclass(frozen=True)
 class Plan:
-    """What to run, and on what.
+    """Which experiments to run on which models.
 
     Attributes:
         names: experiments.
         models: folders, names on the hub or presets.
-        options: settings by name, of every experiment that has them; None leaves the experiment's own.
+        options: settings by name, for every experiment that has them; None leaves the experiment's default.
         assignments: ``"field=value"`` of ``--set``; with several experiments, ``"experiment.field=value"``.
         quick, limit: as in ``settings_of`` and ``run_eval``.
         device, dtype, batch_size: as in ``load_lm``.
@@ -156,7 +156,7 @@ class Plan:
 
 @dataclass(frozen=True)
 class Outcome:
-    """One experiment on one model: its file, and the result or why there is none."""
+    """One experiment on one model: its file, and the result or the error."""
 
     name: str
     model: str | None
@@ -168,7 +168,7 @@ class Outcome:
 def names_of(name: str, quick: bool) -> tuple[str, ...]:
     """The experiments that a name on the command line stands for.
 
-    "all" is every experiment on a model; with ``quick`` also those that train or read tables instead.
+    "all" stands for every experiment that measures a model; with ``quick`` also for those that train or read tables.
     """
     if name == "all":
         return tuple(n for n in EXPERIMENTS if quick or getattr(experiment(n), "NEEDS_MODEL", True))
@@ -177,10 +177,10 @@ def names_of(name: str, quick: bool) -> tuple[str, ...]:
 
 
 def check_models(plan: Plan) -> None:
-    """Check that there is a model for an experiment that needs one, and none, nor settings of one, where none does.
+    """Check that models are given exactly where an experiment needs one.
 
     Raises:
-        ValueError: otherwise.
+        ValueError: if a model is missing, or a model or an option about models is given to experiments without one.
     """
     if any(_needs_model(name) for name in plan.names):
         if not plan.models:
@@ -197,25 +197,25 @@ def check_models(plan: Plan) -> None:
         name = ", ".join(plan.names)
         settings = ", ".join(field.name for field in fields(experiment(plan.names[0]).Settings))
         raise ValueError(
-            f"{name} takes no model, so {', '.join(refused)} would change nothing; leave out what is of a model, and "
-            f"set with --set what {name} has: {settings}"
+            f"{name} takes no model, so {', '.join(refused)} would change nothing; leave them out. "
+            f"--set accepts the settings of {name}: {settings}"
         )
 
 
 def run_suite(plan: Plan, out: Path, *, resume: bool = False, bar: Callable[[str], Bar] | None = None) -> list[Outcome]:
     """Run every experiment of ``plan`` on every model; write ``out/EXPERIMENT/MODEL.json``.
 
-    With a single experiment an error is raised as it is; with several it is kept with its outcome, and the others run.
+    With a single experiment, an error is raised unchanged. With several, it is kept in the outcome, and the others run.
 
     Args:
-        resume: go on in a folder: finished results are kept, interrupted ones continued.
+        resume: continue in an existing folder: finished results are kept, interrupted ones continued.
         bar: makes the progress bar of one experiment on one model from its title.
 
     Raises:
         FileExistsError: if ``out`` is not empty and ``resume`` is False, or holds a run of another plan.
-        DiskError: if ``out`` is a file, or may not be written to.
-        ValueError: for names, settings or models that do not exist; nothing has run then.
-        RuntimeError: if the single experiment needs an extra that is not installed; nothing is written then.
+        DiskError: if ``out`` is a file, or is not writable.
+        ValueError: for unknown names, settings or models, before anything runs.
+        RuntimeError: if the single experiment needs an extra that is not installed, before anything is written.
     """
     settings = {name: _settings(plan, name) for name in plan.names}
     check_models(plan)
@@ -283,7 +283,7 @@ def _open_folder(out: Path, plan: Plan, resume: bool) -> None:
         different = differences(json.loads(path.read_text()), request)
         if different:
             listed = "\n  ".join(different)
-            raise FileExistsError(f"{out} holds experiments with other settings (there against here):\n  {listed}")
+            raise FileExistsError(f"{out} holds experiments with other settings (saved against given):\n  {listed}")
         return
     if out.is_file() or (out.exists() and any(out.iterdir())):
         hint = "resume it (--resume) or choose another" if path.exists() else "choose another"

@@ -1,8 +1,8 @@
-"""What records say together: measures, paired differences over seeds, tokens to an equal loss."""
+"""Compare records: measures, paired differences over seeds, tokens to an equal loss."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from statistics import fmean, stdev
+from statistics import fmean
 
 from diff_transformer.lab.record import Cells, Record
 from diff_transformer.lab.stats import Interval, holm, over_seeds, paired_p_value, verdict
@@ -12,9 +12,13 @@ BASELINE = "softmax"
 
 @dataclass(frozen=True)
 class Measure:
-    """A number of a cell. ``better``: which way differential attention should differ by the paper; "" where it says
-    nothing. ``read`` gives None where a cell lacks the number. ``tests``: whether a baseline of this record is one
-    against which the difference can test the claim at all."""
+    """A number that a record may hold.
+
+    Attributes:
+        read: the number of a record, or None if the record lacks it.
+        better: how DIFF should differ according to the paper, "lower" or "higher"; "" where the paper says nothing.
+        tests: whether the baseline's record can test the claim at all; None if every baseline can.
+    """
 
     name: str
     read: Callable[[Record], float | None]
@@ -24,9 +28,11 @@ class Measure:
 
 @dataclass(frozen=True)
 class Row:
-    """A measure in one setting: mean over seeds of both sides, and their paired difference (side less baseline).
-    ``verdict``: "" where the paper says nothing, or most baselines are none to test it against. ``p_value``: of the
-    paired t-test."""
+    """A measure in one setting: the mean over seeds of both sides, and their paired difference (side - baseline).
+
+    ``verdict`` is "" where the paper says nothing, or where most baselines cannot test the claim. ``p_value`` is that
+    of the paired t-test.
+    """
 
     measure: str
     baseline: float
@@ -38,7 +44,7 @@ class Row:
 
 
 def trained(seeds: dict[int, Record]) -> dict[int, Record]:
-    """Those of one side whose training did not diverge."""
+    """The runs of one side whose training did not diverge."""
     return {seed: record for seed, record in seeds.items() if not record.diverged}
 
 
@@ -51,7 +57,7 @@ def metric(
     over: str | None = None,
     tests: Callable[[Record], bool] | None = None,
 ) -> Measure:
-    """The metric ``key`` of ``experiment``; ``over``: as a multiple of this other one."""
+    """The metric ``key`` of ``experiment``, divided by its metric ``over`` if that is given."""
 
     def read(record: Record) -> float | None:
         found = record.metrics.get(experiment, {})
@@ -87,7 +93,7 @@ def paired_rows(
             interval = over_seeds(differences)
             tested = [not measure.tests or measure.tests(second[seed]) for seed in second.keys() & first.keys()]
             said = verdict(interval, measure.better) if measure.better and sum(tested) > len(tested) / 2 else ""
-            said = "undecided" if said and lost else said  # those that are left are not a fair sample
+            said = "undecided" if said and lost else said  # the remaining seeds are not a fair sample
             means = fmean(theirs for _, theirs in pairs), fmean(ours for ours, _ in pairs)
             rows.append(Row(measure.name, *means, interval, said, len(pairs), paired_p_value(differences)))
     return rows
@@ -113,8 +119,11 @@ def after_holm(rows: Iterable[Row]) -> str:
 
 
 def borrow_baselines(cells: Cells, baseline: str = BASELINE) -> Cells:
-    """``cells``, where a setting without the side ``baseline`` has that of the first setting whose models are of the
-    same size, with as many heads, and trained alike on as many tokens (its first side is looked at)."""
+    """``cells`` with a baseline in every setting where one can be found.
+
+    A setting without the side ``baseline`` gets that of the first setting with the same model size, number of heads,
+    learning rate, steps and tokens per step. The first side of the setting is compared.
+    """
     made = {}
     for setting, sides in cells.items():
         known = next(iter(next(iter(sides.values())).values()))
@@ -137,20 +146,15 @@ def _alike(first: Record, second: Record) -> bool:
     )
 
 
-def spread(values: list[float]) -> tuple[float, float]:
-    """Mean and standard deviation over seeds (0 of a single one)."""
-    return fmean(values), stdev(values) if len(values) > 1 else 0.0
-
-
 def tokens_to_equal_loss(side: Record, baseline: Record, source: str | None = None) -> float | None:
     """Tokens after which ``side`` has the baseline's final validation loss, as a share of the baseline's tokens.
 
-    Between two validations the loss is taken to be linear. None where ``side`` never gets there: its share is above 1.
-    Both runs end their learning-rate schedule at the same step, so the share is at most 1 (Figure 3b of the paper,
-    which reads it off one run as well, has .637).
+    The loss is interpolated linearly between two validations. None if ``side`` never reaches that loss. Both runs end
+    their learning-rate schedule at the same step, so the share is at most 1. Figure 3b of the paper, which also reads
+    the share off one run, has 0.637.
 
     Args:
-        source: the loss of this source of the mixture, as "needles", instead of the validation loss.
+        source: use the loss of this source of the mixture, such as "needles", instead of the validation loss.
     """
     theirs, ours = _curve(baseline, source), _curve(side, source)
     if not theirs or not ours:

@@ -1,8 +1,8 @@
-"""Run many specs, a few at a time: the one place that starts training processes.
+"""Run many specs, a few at a time. No other module starts training processes.
 
 ``run_pool`` starts, watches, resumes and stops the runs of every plan (``compare``, ``study``, ``ablation``). Each run
-is a worker (``lab/worker.py``) that an ``Executor`` starts; ``LocalProcesses`` is the one there is. An executor for a
-cluster starts the same command elsewhere, on a file system that both see.
+is a worker (``lab/worker.py``) that an ``Executor`` starts. ``LocalProcesses`` is the only executor here; one for a
+cluster would start the same command on another machine with a shared file system.
 """
 
 import os
@@ -31,7 +31,7 @@ _END = 12  # lines of a log in an error
 _FEW = 8  # runs that each have a progress bar from the start
 
 Runs = Mapping[Path, RunSpec]  # by folder, in the order in which they start
-Show = Callable[[Path, dict], None]  # called with a run's folder and status while it is at work
+Show = Callable[[Path, dict], None]  # called with the folder and status of an active run
 
 
 class RunFailed(RuntimeError):
@@ -39,7 +39,7 @@ class RunFailed(RuntimeError):
 
 
 class Worker(Protocol):
-    """A run at work, as ``subprocess.Popen`` has it. ``poll`` and ``wait`` give the exit code."""
+    """A running process with the interface of ``subprocess.Popen``. ``poll`` and ``wait`` return the exit code."""
 
     def poll(self) -> int | None: ...
 
@@ -57,7 +57,7 @@ class Executor(Protocol):
 
 
 class LocalProcesses:
-    """Workers as processes of this machine. They share the terminal, so Ctrl-C reaches them too."""
+    """Start workers as processes on this machine. They share the terminal, so Ctrl-C reaches them too."""
 
     def start(self, folder: Path) -> Worker:
         command = [sys.executable, "-m", "diff_transformer.lab.worker", str(folder)]
@@ -67,7 +67,7 @@ class LocalProcesses:
 
 
 def default_jobs(runs: int) -> int:
-    """Runs at a time: one on a GPU, on a CPU one a core."""
+    """Default number of concurrent runs: one on a GPU, one per core on a CPU."""
     import torch
 
     return 1 if torch.cuda.is_available() else max(1, min(os.cpu_count() or 1, runs))
@@ -85,14 +85,14 @@ def run_pool(
     """Train and measure every run that has no record yet, ``jobs`` at a time.
 
     Args:
-        show: shows progress, as ``progress_bars`` makes it.
-        resume_hint: what an interrupted user is told.
-        until: ``time.monotonic()`` at which runs are asked to save and stop, and the function returns.
+        show: reports progress; made by ``progress_bars``.
+        resume_hint: how to resume, for the message of an interrupted run.
+        until: time of ``time.monotonic()`` at which all runs save and stop, and the function returns.
 
     Raises:
-        RunFailed: if a run fails; the others are asked to save and stop.
-        Interrupted: after Ctrl-C or SIGTERM, once the runs have saved their states; another KeyboardInterrupt where
-            none had come as far as that.
+        RunFailed: if a run fails; the others save and stop.
+        Interrupted: after Ctrl-C or SIGTERM, once the runs have saved their states. If no run had a state to save,
+            KeyboardInterrupt or another subclass of it.
     """
     executor = executor or LocalProcesses()
     waiting, working = [folder for folder in runs if not finished(folder)], {}
@@ -118,7 +118,7 @@ def run_pool(
 
 
 def _check(code: int, spec: RunSpec, folder: Path) -> None:
-    if code in (TERMINATED, -signal.SIGTERM):  # the second: while it was starting
+    if code in (TERMINATED, -signal.SIGTERM):  # the signal itself: the worker was still starting
         raise Stopped
     if code in (INTERRUPTED, -signal.SIGINT):
         raise KeyboardInterrupt
@@ -144,7 +144,7 @@ def _stop(working: dict[Path, Worker]) -> None:
 
 @contextmanager
 def progress_bars(runs: Runs, console: Console) -> Generator[Show]:
-    """A bar for each run with its stage or loss; of many runs, one bar for all and one for each that is at work."""
+    """Show a bar per run with its stage or loss. With many runs: one bar for all, and one per active run."""
     columns = (
         TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[note]}"),
         TimeElapsedColumn(), TextColumn("left"), TimeRemainingColumn(),

@@ -1,6 +1,6 @@
-"""``Record``: everything that is known of one trained model. Every driver writes it; statistics and pages read it.
+"""``Record``: all results of one trained model. Every driver writes records; statistics and pages read them.
 
-``load_all(path)`` reads the records of a file or a folder, whatever wrote it; ``save_all`` writes several to one file.
+``load_all(path)`` reads the records of any file or folder of results; ``save_all`` writes several to one file.
 ``of_result`` makes a record of what an experiment returned. ``grouped`` sorts records by setting, side and seed.
 
 This module imports no driver, so the report may import it. Files of earlier versions are read by ``from_v1``, the only
@@ -32,19 +32,19 @@ class Record:
 
     Attributes:
         setting: what a comparison holds fixed: a recipe, or the setting of a study such as ``"novels"`` or
-            ``"sweep/lr0.001"``. Empty where nothing is known of the training.
-        side: what a comparison varies: ``"diff"``, ``"softmax"``, a variant, a row of Table 6. For a model trained
-            elsewhere its name.
+            ``"sweep/lr0.001"``. Empty if the training is unknown.
+        side: what a comparison varies: ``"diff"``, ``"softmax"``, a variant, or a row of Table 6. For a model trained
+            elsewhere, its name.
         seed: number of the run among those of its setting and side.
-        config: the run's ``RunConfig`` as a dictionary. Records of earlier versions have a part of it.
+        config: the run's ``RunConfig`` as a dictionary. Records of earlier versions hold only a part.
         metrics: numbers by experiment and name, as ``metrics["needle"]["n2_r1"]``. ``metrics["gradients"]`` has the
             ``median`` and ``largest`` gradient norm and the number of ``spikes``.
         rows: by experiment, one dictionary an example. ``rows["explorer"]`` holds attention maps for the report.
         curves: ``"training"`` (``step``, ``loss``, ``grad_norm``, ``tokens_per_second``), ``"validation"`` (``step``,
             ``loss``), ``"sources"`` (training loss of each source of the mixture at the validation steps) and
             ``"lambda"`` (``step``, ``layers``: a list a step, ``init``: a number a layer). Losses are nats a token.
-        provenance: by experiment, where its numbers come from; ``provenance["training"]`` is that of the run, with
-            the ``seconds`` it took.
+        provenance: by experiment, where its numbers come from. ``provenance["training"]`` describes the run,
+            with its ``seconds``.
         diverged: the step and loss at which training diverged, or None.
     """
 
@@ -64,7 +64,7 @@ class Record:
 
     @property
     def attention(self) -> str | None:
-        """The model's ``attention`` field, or None where nothing says it."""
+        """The model's ``attention`` field, or None if it is unknown."""
         said = [self.config.get("model", {}), *self.provenance.values()]
         return next((about["attention"] for about in said if isinstance(about.get("attention"), str)), None)
 
@@ -103,7 +103,7 @@ Cells = dict[str, dict[str, dict[int, Record]]]  # setting -> side -> seed -> re
 
 
 def grouped(records: Iterable[Record]) -> Cells:
-    """The records by setting, side and seed, in the order in which they come."""
+    """The records by setting, side and seed, in the given order."""
     cells: Cells = {}
     for record in records:
         cells.setdefault(record.setting, {}).setdefault(record.side, {})[record.seed] = record
@@ -111,7 +111,7 @@ def grouped(records: Iterable[Record]) -> Cells:
 
 
 def merged(records: Iterable[Record]) -> list[Record]:
-    """Records of one model as one, where no experiment is in both; others stay apart."""
+    """Merge records of one model if no experiment is in both. All others stay separate."""
     made: list[Record] = []
     for record in records:
         for place, other in enumerate(made):
@@ -136,19 +136,19 @@ def _overlap(first: Record, second: Record) -> bool:
 
 
 def save_all(records: Iterable[Record], path: Path, **about) -> None:
-    """Write several records to one file, with whatever ``about`` says of them."""
+    """Write several records to one file, with the fields of ``about`` beside them."""
     path.parent.mkdir(parents=True, exist_ok=True)
     values = {"schema": SCHEMA, **about, "records": [asdict(record) for record in records]}
     write_whole(path, json.dumps(values) + "\n")
 
 
 def load_all(source: Path | str) -> list[Record]:
-    """The records of a JSON file, or of all such files in a folder, of this version and of earlier ones.
+    """The records of a JSON file, or of all JSON files in a folder, written by this version or an earlier one.
 
     A folder with the ``results.json`` of a comparison counts as that file.
 
     Raises:
-        RecordError: where there is no such file, it is not JSON, or it holds no record.
+        RecordError: if there is no such file, or if it is not JSON or holds no record.
     """
     source = Path(source)
     if source.is_dir() and (source / "results.json").exists():
@@ -176,14 +176,14 @@ def load_all(source: Path | str) -> list[Record]:
 def of_result(result: Any, *, setting: str = "", side: str | None = None, seed: int | None = None) -> Record:
     """A record of what an experiment returned: a ``Result``, or its dictionary.
 
-    ``side`` and ``seed`` default to what the name of the model says, as in ``diff-seed0``.
+    ``side`` and ``seed`` default to those in the model's name, such as ``diff-seed0``.
     """
     value = result if isinstance(result, dict) else result.to_dict()
     name = value["eval"]
     said, number = _split(value["model"])
     about = dict(value.get("provenance") or {})
     if said == value["model"] and isinstance(about.get("seed"), int):
-        number = about["seed"]  # of the data, where the name says nothing
+        number = about["seed"]  # of the data, if the name has no seed
     return Record(
         setting=setting,
         side=said if side is None else side,
@@ -195,12 +195,12 @@ def of_result(result: Any, *, setting: str = "", side: str | None = None, seed: 
 
 
 def finished(folder: Path) -> bool:
-    """Whether the folder of a run holds its record, in this version's form or an earlier one."""
+    """Whether the folder of a run holds its record, in the current format or an earlier one."""
     return any((folder / name).exists() for name in _WHOLE)
 
 
 def load_run(folder: Path, setting: str, side: str, seed: int) -> Record:
-    """The record of the finished run in ``folder``, which the caller knows to be of this setting, side and seed."""
+    """The record of the finished run in ``folder``. The caller knows its setting, side and seed."""
     path = next(folder / name for name in _WHOLE if (folder / name).exists())
     (record,) = _of_value(_read(path), path)
     return replace(record, setting=setting, side=side, seed=seed)
@@ -230,14 +230,14 @@ def _of_value(value: object, path: Path, root: Path | None = None) -> list[Recor
 
 
 def from_v1(value: object, path: Path | None = None, root: Path | None = None) -> list[Record]:
-    """The records of a value that an earlier version wrote as JSON.
+    """The records in a JSON value that an earlier version wrote.
 
     Args:
         value: the ``results.json`` of a comparison (schema 1), the ``{"cells": ...}`` or ``{"curves": ...}`` of a
             recorded study, ``{"results": [...]}`` of recorded experiments, the ``result.json`` of a study's run, the
             ``slices.json`` of an ablation's row, or one experiment's result.
-        path: the file it is from. The folder of a study's run names its setting, side and seed.
-        root: the folder that was asked for, to which the setting is relative.
+        path: its file. In a study, the run's folder names the setting, side and seed.
+        root: the folder given by the user; the setting is a path relative to it.
 
     Raises:
         RecordError: for a value of another form.
@@ -272,7 +272,7 @@ def from_v1(value: object, path: Path | None = None, root: Path | None = None) -
 
 
 def config_of_request(path: Path) -> dict:
-    """The run's configuration in a ``request.json``; earlier versions wrote it without what is measured."""
+    """The run's configuration in a ``request.json``. Earlier versions wrote it without the measurements."""
     values = json.loads(path.read_text(encoding="utf-8"))
     return values.get("config", values)
 
@@ -284,7 +284,7 @@ def _split(name: str) -> tuple[str, int]:
 
 
 def _comparison(value: dict) -> list[Record]:
-    """A record a model: of the pair with rows and curves, of variants what their table had."""
+    """One record per model: the pair's with rows and curves, a variant's with the numbers of its table row."""
     said = value.get("train")
     train: dict = said if isinstance(said, dict) else {}
     config, setting = train.get("config") or {}, str(value.get("recipe") or "")
@@ -341,7 +341,7 @@ def _study_run(value: dict, setting: str, side: str, seed: int) -> Record:
     tokens = value["tokens_per_step"]
     config = {
         "model": value["model"],
-        "data": {"length": tokens},  # of a step in all; rows and their length were not kept
+        "data": {"length": tokens},  # in total per step; rows and their length were not saved
         "optim": {"lr": value.get("lr")},
         "train": {"seed": value.get("seed"), "steps": value.get("steps"), "batch_size": 1},
     }
@@ -365,7 +365,7 @@ def _ablation_row(value: dict, path: Path | None) -> Record:
 
 
 def _uptraining(value: dict) -> list[Record]:
-    """Continued training of one Transformer: ``curves`` by arm and seed; ``rates`` has final losses alone."""
+    """Continued training of one Transformer: ``curves`` by arm and seed; ``rates`` holds final losses only."""
     about, made = {"training": value.get("provenance") or {}}, []
     for side, seeds in value["curves"].items():
         for seed, curve in seeds.items():

@@ -10,7 +10,7 @@ from pathlib import Path
 from diff_transformer.lab.record import Record, load_all
 
 COLUMNS = ("model", "parameters", "tokens", "loss")
-# What tables call the two models of the paper.
+# Names of the paper's two models in tables.
 ALIASES = {"transformer": "softmax", "baseline": "softmax", "differential": "diff", "diff transformer": "diff"}
 _UNITS = {"": 1.0, "K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}
 _COUNT = re.compile(r"\s*([\d_,.]+(?:e[+-]?\d+)?)\s*([KMBT]?)\s*", re.IGNORECASE)
@@ -18,9 +18,10 @@ _COUNT = re.compile(r"\s*([\d_,.]+(?:e[+-]?\d+)?)\s*([KMBT]?)\s*", re.IGNORECASE
 
 @dataclass(frozen=True)
 class Run:
-    """``loss`` in nats a token after ``tokens`` of training. ``part``: "final" for a finished run, "curve" for a point
-    on the way, which the learning rate's decay has not yet reached. ``pair``: what names the training, the same for
-    both models of a pair; "" where a table does not say."""
+    """One point of a training run: ``loss`` in nats per token after ``tokens`` of training.
+
+    ``part``: "final" for a finished run; "curve" for an earlier point, before the end of the learning-rate decay.
+    ``pair``: a name of the training that both models of a pair share; "" if the table has none."""
 
     model: str
     parameters: float
@@ -36,13 +37,13 @@ class Run:
 def read_runs(paths: Iterable[Path | str]) -> list[Run]:
     """The runs of several tables.
 
-    A ``.csv`` has a header with at least ``model, parameters, tokens, loss``; a ``.json`` a list of objects with these
-    keys, or the results of a comparison. A folder counts as all comparisons below it, and as the finished models of
-    studies, their sweeps of learning rates left out. Counts may be written 6.8B.
+    A ``.csv`` has a header with at least ``model, parameters, tokens, loss``. A ``.json`` holds a list of objects with
+    these keys, or the results of a comparison. A folder stands for all comparisons below it and for the finished models
+    of studies, without their sweeps of learning rates. Counts may be written as 6.8B.
 
     Raises:
-        FileNotFoundError: for a path that is not there.
-        ValueError: for a file that is no such table, naming the line or the missing column, or an empty folder.
+        FileNotFoundError: for a missing path.
+        ValueError: for a file that is not such a table (the message names the line or column), or an empty folder.
     """
     runs: list[Run] = []
     for path in map(Path, paths):
@@ -75,7 +76,7 @@ def _from_folder(path: Path) -> list[Run]:
 
 
 def canonical(model: str) -> str:
-    """``diff`` and ``softmax`` for the paper's two models, however a table calls them; other names as they are."""
+    """``diff`` or ``softmax`` for any common name of the paper's two models; other names unchanged."""
     plain = model.strip().lower()
     return ALIASES.get(plain, plain if plain in ("diff", "softmax") else model.strip())
 
@@ -107,7 +108,7 @@ def _from_json(path: Path) -> list[Run]:
 
 
 def _from_comparison(results: dict, path: Path) -> list[Run]:
-    """Final losses on the rows of the evaluation; and the losses on the way, which are of the validation rows."""
+    """Final losses, on the rows of the evaluation, and the losses during training, on the validation rows."""
     runs: list[Run] = []
     try:
         train = results["train"]
@@ -125,7 +126,7 @@ def _from_comparison(results: dict, path: Path) -> list[Run]:
                     runs.append(Run(side, sizes[side], at * step, loss, "curve", f"{path} {curve.get('seed')}"))
     except (KeyError, TypeError) as error:
         raise ValueError(
-            f"{path} is not the results of a comparison: {error!r} is missing or of another kind"
+            f"{path} does not hold the results of a comparison: {error!r} is missing or has the wrong type"
         ) from None
     return runs
 
@@ -143,7 +144,7 @@ def _from_study(folder: Path) -> list[Run]:
 
 
 def runs_of_record(record: Record, model: str, pair: str = "") -> list[Run]:
-    """The finished run of a record and the points on its way, those of the warm-up too."""
+    """The finished run of a record and the earlier points of its curve, including those of the warm-up."""
     from diff_transformer.model.config import DiffTransformerConfig
     from diff_transformer.model.cost import count_parameters
 

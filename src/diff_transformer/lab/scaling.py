@@ -6,7 +6,7 @@
     --------- x -------- x ---->      at which both curves have the same loss
 
 The paper reads off 6.8B against 11B parameters (62.2 %), 7.8B against 13.1B (59.5 %), and 160B against 251B tokens
-(63.7 %). Its losses are not published as numbers, so the check of this code is a table made to have such a ratio.
+(63.7 %). It does not publish its losses as numbers, so a made-up table with such a ratio checks this code.
 """
 
 from collections.abc import Callable, Sequence
@@ -37,12 +37,12 @@ FITS: dict[str, Callable[[Run], float]] = {"parameters": lambda run: run.paramet
 
 @dataclass(frozen=True)
 class Settings:
-    """What to fit. Each field's comment says what it is."""
+    """What to fit. The comment at each field documents it."""
 
     # tables of runs, separated by commas: CSV or JSON with model, parameters, tokens, loss; folders of comparisons or
-    # studies; or "synthetic", a made-up table with the paper's ratios, which shows that the fit works and nothing else
+    # studies; or "synthetic", a made-up table with the paper's ratios, which only checks the fit
     runs: str = ""
-    ours: str = "diff"  # models of the table to compare; "Transformer" and "DIFF" are understood too
+    ours: str = "diff"  # models of the table to compare; "Transformer" and "DIFF" are accepted too
     reference: str = "softmax"
     form: str = "offset"  # "offset" for a x^-b + c, "plain" for a x^-b
     huber: float = HUBER  # size, in log loss, from which a residual counts linearly
@@ -80,18 +80,22 @@ def evaluate_scaling(
     source: str = "",
     samples: Samples | None = None,
 ) -> Result:
-    """Fit L(parameters) and L(tokens) of both models, whichever the runs allow, and match their losses.
+    """Fit L(parameters) and L(tokens) of both models, as far as the runs allow, and match their losses.
 
-    ``metrics``: of each fit ("parameters", "tokens") and model ``{fit}_{model}_{a,b,c}``, with ``_low`` and ``_high``
-    of b, and its range of x as ``_first`` and ``_last``; ``{fit}_ratio_from_reference`` at the largest run of the
-    reference whose match lies within our runs (59.5 % in the paper), ``{fit}_ratio_from_ours`` at our largest run whose
-    match lies within the reference's (62.2 %), each with ``_low`` and ``_high`` where there are runs enough for an
-    interval: finished runs are drawn anew; along training curves it is over pairs of trainings, three at least. A ratio
-    beyond the runs is called ``..._extrapolated`` instead. ``rows``: the runs with their fitted loss, and the match of
-    every run's size.
+    ``metrics``, for each fit ("parameters", "tokens"):
+
+    - ``{fit}_{model}_{a,b,c}``: the parameters of each model's law, with ``_low`` and ``_high`` of b, and its range of
+      x as ``_first`` and ``_last``;
+    - ``{fit}_ratio_from_reference``: the ratio at the reference's largest run with a match within our runs (59.5 % in
+      the paper);
+    - ``{fit}_ratio_from_ours``: the ratio at our largest run with a match within the reference's runs (62.2 %).
+
+    A ratio beyond the runs is called ``..._extrapolated`` instead. With enough runs, both ratios have ``_low`` and
+    ``_high``. For finished runs, the interval is a bootstrap of the fit's residuals; along training curves, it is over
+    at least three pairs of trainings. ``rows``: the runs with their fitted loss, and the match of every run's size.
 
     Raises:
-        ValueError: if a model has no runs, or the runs vary neither in size nor in tokens enough to fit.
+        ValueError: if a model has no runs, or if the runs vary too little in size and in tokens to fit.
     """
     samples = Samples() if samples is None else samples
     require_positive(draws=draws)
@@ -129,7 +133,7 @@ def evaluate_scaling(
 
 @dataclass(frozen=True)
 class Method:
-    """How a power law is fitted, and its interval found: as in ``Settings``."""
+    """Options of the fit and of its interval, as in ``Settings``."""
 
     form: str
     huber: float
@@ -183,9 +187,9 @@ def _one_fit(
 
 
 def _a_law_each(x_of, names, chosen, name: str, method: Method) -> list[PowerLaw]:
-    """A fit to the curve of each training that both models have.
+    """Fit the curve of each training that both models have.
 
-    Points of one curve are not independent, so only several trainings say how far the fit may be off.
+    Points of one curve are not independent, so the interval needs several trainings.
     """
     shared = {one.pair for one in chosen[names[0]]} & {one.pair for one in chosen[names[1]]} - {""}
     curves = [[one for one in chosen[name] if one.pair == pair] for pair in sorted(shared)]
@@ -195,7 +199,7 @@ def _a_law_each(x_of, names, chosen, name: str, method: Method) -> list[PowerLaw
 
 
 def _over_draws(values: Sequence[float]) -> tuple[float | None, float | None]:
-    """The middle 95 % of what was drawn."""
+    """The middle 95 % of the drawn values."""
     if not values or not np.isfinite(values).all():
         return None, None
     low, high = np.percentile(values, [2.5, 97.5])
@@ -211,7 +215,7 @@ def _over_pairs(values: Sequence[float]) -> tuple[float | None, float | None]:
 
 
 def _match(fit: str, name: str, x: float, names: tuple[str, str], laws: dict, clouds: dict, interval: Callable) -> dict:
-    """The size of the other model at which its curve has the loss that the curve of ``name`` has at ``x``."""
+    """The size at which the other model's curve has the same loss as the curve of ``name`` at ``x``."""
     other = names[1] if name == names[0] else names[0]
 
     def ratio(mine: PowerLaw, theirs: PowerLaw) -> float:
@@ -228,11 +232,12 @@ def _match(fit: str, name: str, x: float, names: tuple[str, str], laws: dict, cl
 
 
 def _choose(runs: Sequence[Run], names: tuple[str, str], fit: str, needed: int) -> dict[str, list[Run]] | str:
-    """The runs of a fit, alike in all but its x: the group with the most sizes, of those the one with the largest
-    models or the most tokens. Or, in words, why there is none.
+    """The runs of a fit, which differ only in its x; or the reason why there are none, as text.
 
-    Against parameters, finished runs of equal tokens; against tokens, runs of one size (the two models' sizes differ a
-    little, by lambda and the head norm), on the way where there are such, else finished.
+    A fit against parameters uses finished runs with equal tokens. A fit against tokens uses runs of one size (the two
+    models' sizes differ slightly, by lambda and the head norm): points of training curves if there are any, else
+    finished runs. Of several groups, the one with the most values of x is used; of those, the one with the largest
+    models or the most tokens.
     """
     groups: list[tuple[int, float, dict[str, list[Run]]]] = []
     part = "curve" if fit == "tokens" and all(_of(runs, n, "curve") for n in names) else "final"
@@ -260,7 +265,7 @@ def _choose(runs: Sequence[Run], names: tuple[str, str], fit: str, needed: int) 
 
 
 def _rises(fit: str, name: str, runs: list[Run]) -> list[str]:
-    """In words, where a model's mean loss is above that at the next smaller x: noise, or runs that are not alike."""
+    """A warning if a model's mean loss rises from one x to the next: noise, or runs that are not comparable."""
     x_of = FITS[fit]
     sizes = sorted({x_of(one) for one in runs})
     means = [float(np.mean([one.loss for one in runs if x_of(one) == x])) for x in sizes]
@@ -279,8 +284,8 @@ def _of(runs: Sequence[Run], name: str, part: str) -> list[Run]:
 
 
 def synthetic_runs() -> list[Run]:
-    """A made-up table with the paper's sizes in which DIFF needs exactly 62.2 % of the parameters and 63.7 % of the
-    tokens for the Transformer's loss. It checks the fit; its losses are of no model."""
+    """A made-up table with the paper's sizes. DIFF needs exactly 62.2 % of the parameters and 63.7 % of the tokens for
+    the Transformer's loss. The table checks the fit; its losses come from no model."""
     runs: list[Run] = []
     for name, share in (("softmax", (1.0, 1.0)), ("diff", (0.622, 0.637))):
         for size in (0.83e9, 1.4e9, 2.8e9, 6.8e9, 13.1e9):

@@ -1,4 +1,4 @@
-"""What is to be run: a ``RunSpec`` a model, and a ``Study``, which is a list of them after a sweep."""
+"""What to run: a ``RunSpec`` for each model, and a ``Study``, a list of specs that follows a sweep."""
 
 import dataclasses
 import json
@@ -64,10 +64,10 @@ class RunSpec:
         return cls(**values)
 
     def differences(self, folder: Path, *, evaluation: bool = False) -> list[str]:
-        """The settings of the run that ``folder`` was made for against those of this spec; empty where it is new.
+        """Settings that differ between the run saved in ``folder`` and this spec; empty for a new folder.
 
         Args:
-            evaluation: whether the settings by which the model is measured count too.
+            evaluation: also compare the settings of the measurements.
         """
         if not (folder / REQUEST).exists():
             return []
@@ -99,8 +99,8 @@ def seeds(setting: str, side: str, config: RunConfig, numbers: range, *, measure
 class Study:
     """Runs in order of importance, in two stages.
 
-    ``sweep`` comes first. From its final validation losses, ``choose`` takes a learning rate for each side, with which
-    ``runs`` makes the rest.
+    ``sweep`` comes first. ``choose`` picks a learning rate for each side by the sweep's final validation losses, and
+    ``runs`` makes the remaining runs with these rates.
     """
 
     name: str

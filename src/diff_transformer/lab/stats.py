@@ -17,7 +17,7 @@ _RESAMPLES = 2000
 
 
 class Interval(NamedTuple):
-    """``over``: "seeds" or "examples", what the spread was taken over."""
+    """A 95 % interval. ``over``: the units of the spread, "seeds" or "examples"."""
 
     mean: float
     low: float | None
@@ -26,7 +26,7 @@ class Interval(NamedTuple):
 
 
 def over_seeds(differences: Sequence[float]) -> Interval:
-    """Mean and Student's 95 % interval of paired differences, one a seed (or a book: whatever is independent)."""
+    """Mean and Student's 95 % interval of paired differences, one per independent unit: a seed, or a book."""
     values = np.asarray(differences, dtype=float)
     centre, count = float(values.mean()), len(values)
     if count < 2:
@@ -128,8 +128,8 @@ def over_examples(
 
 
 def verdict(interval: Interval, better: str, margin: float = 0.0) -> str:
-    """ "held" if the whole interval is on the claimed side of zero, "did not hold" if it is on the other, else
-    "undecided". ``margin`` is what the claim concedes: "no worse than" has a positive one."""
+    """Judge a claim: "held" if the whole interval is on the claimed side of zero, "did not hold" if it is on the other
+    side, else "undecided". A claim of "no worse than" has a positive ``margin``."""
     if interval.low is None or interval.high is None:
         return "undecided"
     low, high = (interval.low, interval.high) if better == "higher" else (-interval.high, -interval.low)
@@ -199,8 +199,8 @@ def bootstrap(
 ) -> list[PowerLaw]:
     """Fits to ``draws`` tables in which the residuals of the fit are drawn anew, with replacement.
 
-    Residuals are widened by sqrt(n / (n - p)), p the number of parameters, for what the fit itself took up. Empty where
-    n does not exceed p: such a curve goes through its points and says nothing of its own error.
+    Residuals are multiplied by sqrt(n / (n - p)), p the number of parameters, to correct for the fit's degrees of
+    freedom. Empty if n <= p: such a curve passes through its points, so its error is unknown.
     """
     require_positive(draws=draws)
     xs, losses = _checked(x, loss, form, huber)

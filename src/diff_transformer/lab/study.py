@@ -1,7 +1,7 @@
-"""``study``: many small models with several seeds, in pieces as long as one likes.
+"""``study``: train many small models with several seeds, over as many calls as needed.
 
-A study is a plan for the pool in two stages: a sweep of learning rates, then the runs that use the best of them. Each
-run has a folder ``OUT/SETTING/SIDE-seedK`` with its ``record.json``.
+A study is a plan for the pool in two stages: a sweep of learning rates, then the runs that use the best ones. Each run
+has a folder ``OUT/SETTING/SIDE-seedK`` with its ``record.json``.
 """
 
 import json
@@ -23,7 +23,7 @@ from diff_transformer.train.run_folder import RunLock
 
 @dataclass(frozen=True)
 class Progressed:
-    """Where a study stands: ``finished`` runs of ``total``. The total is None until the sweep is finished."""
+    """Progress of a study: ``finished`` of ``total`` runs. The total is None until the sweep is finished."""
 
     finished: int
     total: int | None
@@ -32,19 +32,19 @@ class Progressed:
 def run_study(
     study: Study, out: Path | str, *, minutes: float | None = None, jobs: int | None = None, console=None
 ) -> Progressed:
-    """Do what is not done yet of ``study`` in ``out``, run by run; stop after ``minutes``.
+    """Run the unfinished runs of ``study`` in ``out``; stop after ``minutes``.
 
-    A run that the end of the time (or Ctrl-C) finds at work saves its state, and the next call continues it. A finished
-    one is not run again.
+    At the end of the time, or after Ctrl-C, active runs save their state, and the next call continues them. Finished
+    runs are kept.
 
     Args:
-        jobs: runs at a time; one a core by default.
+        jobs: runs at a time; one per core by default.
 
     Raises:
-        RunFailed: if a run fails, with the end of its log; the others are asked to save and stop.
-        ValueError: if ``out`` holds a run of another configuration, or for models that cannot be made.
-        FileNotFoundError: if there is no such corpus.
-        DiskError: if ``out`` cannot be written to, or another study is at work in it.
+        RunFailed: if a run fails, with the end of its log; the others save and stop.
+        ValueError: if ``out`` holds a run with another configuration, or for an invalid model.
+        FileNotFoundError: if the corpus does not exist.
+        DiskError: if ``out`` is not writable, or another study is running in it.
     """
     require_positive(minutes=minutes, jobs=jobs)
     console, out = console or Console(), Path(out)
@@ -82,7 +82,7 @@ def _run(specs: list[RunSpec], out: Path, jobs: int, until: float, console: Cons
 
 
 def _check(specs: list[RunSpec], out: Path) -> None:
-    """Raise, before anything is written, for runs of another configuration, and models and text that cannot be had."""
+    """Raise, before anything is written, for runs with another configuration, invalid models and missing text."""
     from diff_transformer.data.corpus import load_corpus
     from diff_transformer.train.initial_model import check_model
 
@@ -91,7 +91,7 @@ def _check(specs: list[RunSpec], out: Path) -> None:
         if different:
             listed = "\n  ".join(different)
             raise ValueError(
-                f"{out / spec.key} is of another configuration (there against here):\n  {listed}\n"
+                f"{out / spec.key} has another configuration (saved against given):\n  {listed}\n"
                 "give the corpus it was made with, or choose another folder"
             )
     missing = [spec.config for spec in specs if not finished(out / spec.key)]
@@ -102,10 +102,10 @@ def _check(specs: list[RunSpec], out: Path) -> None:
 
 
 def _differences(spec: RunSpec, folder: Path) -> list[str]:
-    """In what ``folder``, if it holds a run, was trained otherwise than ``spec``. How it is measured may differ."""
+    """The training settings in which a run in ``folder`` differs from ``spec``. Its measurements may differ."""
     if (folder / REQUEST).exists() or not finished(folder):
         return spec.differences(folder)
-    record, here = load_run(folder, spec.setting, spec.side, spec.seed), spec.config  # a restored record says less
+    record, here = load_run(folder, spec.setting, spec.side, spec.seed), spec.config  # a record holds fewer settings
     wanted = {"model": here.model, "lr": here.optim.lr, "seed": here.train.seed, "steps": here.train.steps}
     there = {"model": record.config["model"], "lr": record.lr, "seed": record.config["train"]["seed"]}
     return differences({**there, "steps": record.steps}, json.loads(json.dumps(wanted)))

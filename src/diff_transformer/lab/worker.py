@@ -1,8 +1,8 @@
 """The process of one run: train the model, measure it, write its record.
 
-``python -m diff_transformer.lab.worker FOLDER`` does what ``FOLDER/request.json`` asks for. The run goes to
-``FOLDER/run``, results to ``FOLDER/evals/NAME.json``, the state of affairs to ``FOLDER/status.json`` and the record to
-``FOLDER/record.json``. Started again, it continues: what is finished is not done again.
+``python -m diff_transformer.lab.worker FOLDER`` executes ``FOLDER/request.json``. The run goes to ``FOLDER/run``,
+results to ``FOLDER/evals/NAME.json``, progress to ``FOLDER/status.json`` and the record to ``FOLDER/record.json``. A
+restarted worker keeps finished parts and continues.
 """
 
 import json
@@ -32,7 +32,7 @@ def run(folder: Path) -> Record:
     """Train and measure the run of ``folder/request.json``, or continue it, and save its record.
 
     Raises:
-        FloatingPointError: if training diverges, unless the spec takes that as a result.
+        FloatingPointError: if training diverges, unless the spec's ``may_diverge`` is set.
         Interrupted: after Ctrl-C or SIGTERM during training, once the state is saved.
     """
     from diff_transformer.train.loop import train
@@ -51,7 +51,7 @@ def run(folder: Path) -> Record:
         data = load_training_data(config)
         resume = (place / "config.json").exists()
         trained = train(config, place, resume=resume, progress=report, data=data)
-        assert trained.model is not None  # as on every rank but the first; a worker is one process
+        assert trained.model is not None  # false on every rank but the first; a worker is one process
         metrics["model"] = {"parameters": sum(parameter.numel() for parameter in trained.model.parameters())}
         if spec.measure:
             measure(spec, folder, trained, data)
@@ -92,17 +92,17 @@ def more_experiments(config: RunConfig) -> dict[str, Any]:
     """The settings of each experiment of ``evaluation.more``.
 
     Raises:
-        ValueError: for an experiment that does not exist or is part of every comparison, or a setting it does not have;
-            for one that reads a corpus, without one of its own, where ``data.corpora`` mixes several.
+        ValueError: for an unknown experiment or setting; for an experiment that is part of every comparison; and for
+            one that reads a corpus but names none, if ``data.corpora`` mixes several.
     """
     corpora = list(config.data.corpora) or [config.data.corpus]
     general = {"corpus": corpora[0], "length": config.data.length, "seed": config.evaluation.seed}
     settings = {}
     for name, own in config.evaluation.more.items():
         if name in PAIR_EVALS:
-            raise ValueError(f"evaluation.more.{name}: {name} is always measured")
+            raise ValueError(f"evaluation.more.{name}: {name} is always measured; leave it out")
         if not getattr(experiment(name), "NEEDS_MODEL", True):
-            raise ValueError(f"evaluation.more.{name}: {name} is no model")
+            raise ValueError(f"evaluation.more.{name}: {name} measures no model; leave it out")
         assignments = [f"{key}={json.dumps(value)}" for key, value in own.items()]
         settings[name] = settings_of(name, general, assignments, quick=True, lenient=True)
         if len(corpora) > 1 and hasattr(settings[name], "corpus") and "corpus" not in own:
@@ -195,8 +195,8 @@ def training_curves(lines: list[dict], model: dict) -> dict[str, dict]:
 def losses_by_source(logged: list[dict], steps: list[int]) -> dict[str, list[float | None]]:
     """The training loss of each source of the mixture at each of ``steps``: its mean since the step before.
 
-    None where the source was not in a batch. Needle and recall documents are made anew for each batch, and so is text
-    within its first epoch: there it is a loss on rows not seen before.
+    None if no batch had the source. Each batch has new needle and recall documents, and new text within the first
+    epoch, so the loss is on rows not seen before.
     """
     curves: dict[str, list[float | None]] = {}
     for name in dict.fromkeys(name for line in logged for name in line.get("loss_by_source", {})):
@@ -249,7 +249,7 @@ def read_status(folder: Path) -> dict:
 
 
 def main() -> int:
-    """Run what the folder named on the command line asks for; 130 after Ctrl-C, 143 after SIGTERM."""
+    """Execute the request in the folder named on the command line. Exit code 130 after Ctrl-C, 143 after SIGTERM."""
     from transformers.utils import logging
 
     logging.disable_progress_bar()

@@ -4,30 +4,11 @@ Softmax attention over t nearly independent values of size s gives about s / sqr
 The head norm gives 1 - lambda_init (0.8 in the first layer) for any width, length and initial weights.
 """
 
-import math
-
 import torch
 from torch import Tensor
 
 from diff_transformer.checks import require_positive
 from diff_transformer.model.lambdas import lambda_init
-
-
-def first_layer_output(config, length: int, repeats: float = 0.0) -> float:
-    """Root mean square of softmax attention's output in the first layer of an untrained model, in closed form.
-
-    ``std sqrt(D) sqrt(c + (1 - c) H_T / T)``: values of RMS ``std sqrt(D)`` (W_V on a normalised input of width D),
-    averaged over 1 to T of them (H_T: the T-th harmonic number); two tokens are equal with probability c. The formula
-    assumes flat maps, which holds while the logits, of standard deviation ``std^2 D``, are well below 1.
-
-    Args:
-        length: T, tokens in a row.
-        repeats: c, the probability that two tokens are equal: the sum of the squared token frequencies.
-    """
-    require_positive(length=length)
-    harmonic = sum(1 / t for t in range(1, length + 1))
-    shared = repeats + (1 - repeats) * harmonic / length
-    return config.initializer_range * math.sqrt(config.hidden_size) * math.sqrt(shared)
 
 
 def head_outputs(config, input_ids: Tensor, seed: int = 0) -> list[float]:

@@ -19,8 +19,6 @@ from diff_transformer.ops.api import diff_attention_maps
 from diff_transformer.ops.masking import fully_masked_rows, position_mask
 from diff_transformer.ops.reference import attention_map
 
-SOFTMAX = ("sdpa", "eager", "flex", "flash")
-
 
 class SoftmaxCore(Core):
     """``softmax(q k^T / sqrt(d)) v``, by default through PyTorch's ``scaled_dot_product_attention``.

@@ -171,4 +171,4 @@ def _refuse_other_run(folder: Path, path: Path, config: RunConfig) -> None:
     different = [line for line in differences(there, here) if not _FREE.match(line)]
     if different:
         listed = "\n  ".join(different)
-        raise ValueError(f"{folder} holds a run of another configuration (there against here):\n  {listed}")
+        raise ValueError(f"{folder} holds a run of another configuration (saved against given):\n  {listed}")

@@ -202,7 +202,7 @@ def _refuse_another(out: Path, plan: dict, manifest: dict | None) -> None:
         )
     listed = "\n  ".join(differences(there, plan))
     raise ValueError(
-        f"{out} is a preparation with other settings (there against here):\n  {listed}\n"
+        f"{out} is a preparation with other settings (saved against given):\n  {listed}\n"
         f"remove {out} to start anew, or choose another folder"
     )
 

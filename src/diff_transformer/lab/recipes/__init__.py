@@ -1,4 +1,4 @@
-"""Recipes: functions that return the full configuration of a run. Their docstrings say what to expect of them."""
+"""Recipes: functions that return the full configuration of a run. Each docstring has command, hardware and result."""
 
 from collections.abc import Callable
 

@@ -5,7 +5,7 @@ from typing import Any
 
 from diff_transformer.train.config import RunConfig
 
-# name -> (how the paper's table calls it, whether heads are twice as wide and half as many, fields of the model)
+# name -> (name in the paper's table, whether heads are twice as wide and half as many, fields of the model)
 ROWS: dict[str, tuple[str, bool, dict]] = {
     "transformer": ("Transformer", False, {"attention": "softmax"}),
     "transformer_wide": ("Transformer, half the heads, twice as wide", True, {"attention": "softmax"}),
@@ -21,13 +21,13 @@ ROWS: dict[str, tuple[str, bool, dict]] = {
 
 
 def ablation_rows(base: RunConfig) -> dict[str, RunConfig]:
-    """Seven runs that differ in their attention alone, by name, in the order of Table 6 [arXiv 2410.05258, sec. 3.8].
+    """Seven runs that differ only in attention, by name, in the order of Table 6 [arXiv 2410.05258, sec. 3.8].
 
-    Heads, sizes, data, steps, seed and learning rate are those of ``base``; its attention, head norm and lambda_init
-    are not. All seven have the same matrices, so parameters agree to within lambda and the head norm.
+    Heads, sizes, data, steps, seed and learning rate come from ``base``; each row sets its own attention, head norm and
+    lambda_init. All seven have the same matrices, so their parameter counts differ only by lambda and the head norm.
 
     Raises:
-        ValueError: if a row's configuration cannot be, as with an odd number of heads.
+        ValueError: if a row's configuration is invalid, for example with an odd number of heads.
     """
     from diff_transformer.model.config import DiffTransformerConfig
 

@@ -12,7 +12,7 @@ from diff_transformer.train.config import (
 
 
 def debug() -> RunConfig:
-    """The smallest run that passes through every part of the code; it learns next to nothing.
+    """The smallest run that executes every part of the code; it learns next to nothing.
 
     Command: ``diff-transformer compare --recipe debug --out runs/debug``. Hardware: anything. Time: seconds a model.
     """
@@ -45,8 +45,8 @@ def debug() -> RunConfig:
 def demo() -> RunConfig:
     """The matched pair on the running Python's own library, with hidden needles and key-value recall mixed in.
 
-    Prose, answers and recall each have their share of the loss (``data.loss="sources"``): in trials with a mean over
-    all tokens neither model found even a single needle after some 1000 steps.
+    Prose, answers and recall each have their own share of the loss (``data.loss="sources"``). In trials with a mean
+    over all tokens, neither model found a single needle after about 1000 steps.
 
     Command: ``make demo``. Hardware: two CPU cores. Time: at most 8 minutes for everything.
     """
@@ -81,8 +81,8 @@ def desk() -> RunConfig:
     """The pair at four layers of width 256, on the corpus of ``demo`` or any other, needles mixed in.
 
     Command: ``diff-transformer compare --recipe desk --out runs/desk --set data.corpus=FOLDER``. Hardware: two CPU
-    cores. Time: half an hour by the demo's speed. Expected: a lower loss than the Transformer's, as in ``demo``;
-    on novels it ended .105 lower in pairs of this size (figures/desk, "wide").
+    cores. Time: half an hour, estimated from the demo's speed. Expected: a lower loss than the Transformer's, as in
+    ``demo``; on novels, DIFF ended 0.105 lower in pairs of this size (figures/desk, "wide").
     """
     config = demo()
     config.name = "desk"
@@ -110,11 +110,10 @@ def novels() -> RunConfig:
 
 
 def uptrain() -> RunConfig:
-    """More training of any saved model, on text: what follows ``diff-transformer convert --to diff``.
+    """Continued training of any saved model on text, for example after ``diff-transformer convert --to diff``.
 
-    The model is that of the folder, unless ``--set model.FIELD`` changes a field that leaves its weights as they are.
-    Warm-up and decay begin anew, so give a learning rate below the highest that the model was trained with: half of it
-    in the measured runs.
+    The folder holds the model. ``--set model.FIELD`` may change fields that leave its weights unchanged. Warm-up and
+    decay start again, so give a learning rate below the model's highest one; the measured runs used half of it.
 
     Command: ``diff-transformer train --recipe uptrain --set train.initial_model=FOLDER --set data.tokenizer=FOLDER
     --set data.corpus=TEXTS --out runs/uptrain``. Hardware: for the demo's size one core. Time: a minute.

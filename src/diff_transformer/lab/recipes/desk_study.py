@@ -1,7 +1,7 @@
 """The desk study: does differential attention help at a scale that two CPU cores can reach?
 
-Matched pairs on novels with needles hidden in them, several seeds, a learning rate for each side from the same sweep,
-and head norms that start at 1 (as published) and at .1 (below softmax attention's output at the start).
+The study trains matched pairs on novels with hidden needles, over several seeds. Each side gets its learning rate from
+the same sweep. Head norms start at 1 (as published) or at 0.1 (below softmax attention's output at the start).
 """
 
 import copy
@@ -14,8 +14,8 @@ from diff_transformer.train.config import RunConfig
 
 LEARNING_RATES = (5e-4, 1e-3, 2e-3, 4e-3, 8e-3)
 MANY, FEW = range(5), range(3)
-REST = range(3, 5)  # of what was found to need as many seeds as the main setting
-# What the main setting compares, each at a learning rate of its own.
+REST = range(3, 5)  # more seeds, for settings that turned out to need as many as the main one
+# Sides of the main setting, each with its own learning rate.
 SIDES: dict[str, dict[str, Any]] = {
     "softmax": {"attention": "softmax"},
     "diff": {"attention": "diff", "head_norm_init": 0.1},
@@ -23,16 +23,16 @@ SIDES: dict[str, dict[str, Any]] = {
     "diff_v2": {"attention": "diff_v2"},
 }
 PAPER = ("softmax", "diff", "diff_norm1")
-# DIFF at the Transformer's learning rate. The rates are chosen by the loss on prose after 600 steps, which was found to
-# be too high for DIFF to learn retrieval; so every other setting trains all its models at the Transformer's rate.
+# DIFF at the Transformer's learning rate. The sweep chooses rates by the loss on prose after 600 steps. DIFF's rate
+# turned out too high to learn retrieval, so every other setting trains all its models at the Transformer's rate.
 SAME_RATE: dict[str, dict[str, Any]] = {"diff_same_rate": SIDES["diff"]}
-# And the other way round: the Transformer at DIFF's.
+# The reverse: the Transformer at DIFF's learning rate.
 DIFF_RATE: dict[str, dict[str, Any]] = {"softmax_diff_rate": SIDES["softmax"]}
-# The Transformer's heads as they are, but normalised like DIFF's. (With half the heads, twice as wide: Table 6's row.)
+# The Transformer with DIFF's head norm on its own heads. (Table 6 has it with half the heads, twice as wide.)
 NORMED: dict[str, dict[str, Any]] = {
     "softmax_norm": {"attention": "softmax", "softmax_head_norm": True, "head_norm_init": 0.1}
 }
-# Each head starts at the size of the Transformer's in that layer: ``matched_head_norm_init`` of ``base``, rounded.
+# Each head's output starts with the Transformer's RMS in that layer: ``matched_head_norm_init`` of ``base``, rounded.
 MATCHED = [0.19, 0.59, 0.9]
 ABLATIONS: dict[str, dict[str, Any]] = {
     "diff_matched": {"attention": "diff", "head_norm_init": MATCHED},
@@ -48,9 +48,9 @@ ABLATIONS: dict[str, dict[str, Any]] = {
 
 
 def base(corpus: str) -> RunConfig:
-    """The setting that matters most: 3 layers of width 128, 8 maps of width 16, half prose, half needles.
+    """The main setting: 3 layers of width 128, 8 maps of width 16, half prose, half needles.
 
-    1500 steps of 16 rows of 128 tokens; some seven minutes of one core, experiments included.
+    1500 steps of 16 rows of 128 tokens take about seven minutes on one core, including the experiments.
     """
     config = demo()
     config.name = "desk"
@@ -76,10 +76,10 @@ def base(corpus: str) -> RunConfig:
 
 
 def desk_study(corpus: str) -> Study:
-    """See the module. ``corpus``: a folder or archive of novels (train/ and val/ inside), or any text.
+    """The desk study; see the module. ``corpus``: a folder or archive of novels (train/ and val/ inside), or any text.
 
-    Command: ``diff-transformer study desk --corpus FOLDER --out runs/desk --minutes 60``, again until it says
-    that all is finished. Hardware: two CPU cores. Time: about fourteen hours in all.
+    Command: ``diff-transformer study desk --corpus FOLDER --out runs/desk --minutes 60``, repeated until it reports
+    that all runs are finished. Hardware: two CPU cores. Time: about fourteen hours in total.
     """
     plain = base(corpus)
     sweep = [
@@ -147,7 +147,7 @@ def _resized(config: RunConfig, **fields) -> RunConfig:
 
 
 def _brief(config: RunConfig) -> RunConfig:
-    """Without the two experiments that take longest, quantisation and many-shot classification."""
+    """``config`` without the two slowest experiments, quantisation and many-shot classification."""
     config = copy.deepcopy(config)
     config.evaluation.more = {"long_nll": config.evaluation.more["long_nll"]}
     return config

@@ -14,8 +14,8 @@ def one_gpu() -> RunConfig:
     """8 layers of width 1024, 8 DIFF heads of 64 (the authors advise at least 8): 117M parameters, 131M tokens.
 
     Command: ``diff-transformer compare --recipe one_gpu --set data.corpus=FOLDER --out runs/one_gpu``. Hardware: one
-    H100-class GPU. Time: 7 minutes a model, if it reaches 25 % of 989 TFLOP/s (``model.cost``); not measured.
-    Give it 70 MB of text or more: on less it sees the text many times over. Expected: nothing yet, for the same reason.
+    H100-class GPU. Time: 7 minutes a model at 25 % of 989 TFLOP/s (``model.cost``); not measured.
+    Give it at least 70 MB of text; with less, it repeats the text many times. Expected: unknown, not yet run.
     """
     return RunConfig(
         name="one_gpu",
@@ -53,11 +53,11 @@ def one_gpu_16k() -> RunConfig:
     """The pair of ``one_gpu`` continued at 16K tokens with a rotary base of 640,000 (section 3.3, at this size).
 
     Command: ``diff-transformer train --recipe one_gpu_16k --set train.initial_model=FOLDER --set data.corpus=BOOKS
-    --out runs/one_gpu_16k``, where FOLDER is the DIFF model that ``one_gpu`` ended with, and for the matched
-    Transformer the same with its folder, another ``--out`` and ``--set model.attention=softmax --set
-    model.head_norm_init=1.0``; then ``diff-transformer eval needle --model runs/one_gpu_16k/model --set cells=[[4,1]]
+    --out runs/one_gpu_16k``, where FOLDER is the DIFF model of ``one_gpu``. For the matched Transformer, give its
+    folder, another ``--out`` and ``--set model.attention=softmax --set model.head_norm_init=1.0``.
+    Then ``diff-transformer eval needle --model runs/one_gpu_16k/model --set cells=[[4,1]]
     --set lengths=[4096,8192,16384] --out runs/needle_16k.json``. Hardware: one H100-class GPU. Time: 2 minutes a model
-    (``model.cost``); not measured. Expected: nothing yet.
+    (``model.cost``); not measured. Expected: unknown, not yet run.
     """
     config = one_gpu()
     config.name = "one_gpu_16k"

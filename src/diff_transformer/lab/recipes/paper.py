@@ -5,10 +5,10 @@ All of them read a corpus prepared with the cl100k tokenizer (vocabulary of 100,
     diff-transformer prepare SOURCE... --tokenizer cl100k --out corpus
     torchrun --nproc-per-node 8 -m diff_transformer train --recipe NAME --set data.corpus=corpus --out runs/NAME
 
-Times below are estimates of ``model.cost`` at 40 % utilisation of H100s (989 TFLOP/s in bf16); the page
-docs/pretraining.md has them, and memory, for other numbers of GPUs, each of which takes its share of a batch in passes
-of 16,384 tokens (``train.micro_batch_size``). None of these runs has been done here. Weights start from N(0, 0.02), the
-head norm's at 1; the paper gives no initialisation.
+Times below are estimates of ``model.cost`` at 40 % utilisation of H100s (989 TFLOP/s in bf16). docs/pretraining.md has
+times and memory for other numbers of GPUs. Each GPU processes its share of a batch in passes of 16,384 tokens
+(``train.micro_batch_size``). None of these runs has been done here. The paper gives no initialisation; here weights
+start from N(0, 0.02) and head norms at 1.
 """
 
 import dataclasses
@@ -26,8 +26,8 @@ from diff_transformer.train.config import (
 )
 
 CORPUS = "corpus"
-TOKENS_AT_ONCE = 16_384  # on a GPU: enough to keep it busy; for longer rows, one row
-# Size: (preset, learning rate of the arXiv text, learning rate printed in the ICLR version, as transcribed).
+TOKENS_AT_ONCE = 16_384  # tokens per pass, enough to keep a GPU busy; a longer row is a pass of its own
+# size: (preset, learning rate of the arXiv version, learning rate of the ICLR version as transcribed)
 SCALING = {
     "830m": ("830M", 1.5e-4, 1.5e-3),
     "1p4b": ("1.4B", 1.5e-4, 1.5e-3),
@@ -60,12 +60,12 @@ def scaling(size: str, learning_rate: str = "arxiv") -> RunConfig:
 
     Command: that of the module with NAME ``scaling_SIZE`` or ``scaling_SIZE_iclr``. Hardware and time, 8 H100s: 5 hours
     (830M), 8 (1.4B), 16 (2.8B), 1.6 days (6.8B) and 3.1 days (13.1B) a model.
-    Expected: a loss on one curve with the others of its kind; at 6.8B that of an 11B Transformer (Figure 3a).
+    Expected: the losses of all sizes lie on one curve; DIFF at 6.8B has the loss of an 11B Transformer (Figure 3a).
 
     Args:
         size: 830m, 1p4b, 2p8b, 6p8b or 13b.
         learning_rate: "arxiv" (1.5e-4 up to 2.8B, 7.5e-5 above) or "iclr", ten times as much. The two versions of the
-            paper disagree; the second is from a transcription. Where the decay ends is not given: here, at 0.
+            paper disagree; the second is from a transcription. The paper does not say where the decay ends; here, at 0.
 
     Raises:
         ValueError: for another size or source.
@@ -95,10 +95,10 @@ def long_context_64k() -> RunConfig:
 
     The rotary base is 640,000.
 
-    Command: that of the module with NAME ``long_context_64k`` and ``--set train.initial_model=FOLDER``, the model that
-    ``paper_3b`` ends with. Hardware and time: 64 H100s, an hour a model. The paper does not say how it up-samples:
-    here documents from 32K tokens on come four times. Nor does it give a schedule: here 20 steps of warm-up (some 5 %
-    of the run, as is usual where training goes on), then a decay to 4 % of the rate, as in the 3B run.
+    Command: that of the module with NAME ``long_context_64k`` and ``--set train.initial_model=FOLDER``, the final model
+    of ``paper_3b``. Hardware and time: 64 H100s, an hour a model. The paper does not say how it up-samples; here
+    documents of at least 32K tokens appear four times. Nor does it give a schedule; here 20 steps of warm-up (about 5 %
+    of the run, as usual for continued training), then a decay to 4 % of the rate, as in the 3B run.
     Expected: needles at 25 % depth of 64K found 76 points more often than by the Transformer (Figure 5).
     """
     config = paper_3b()

@@ -9,7 +9,7 @@ from diff_transformer.lab.recipes.one_gpu import one_gpu
 from diff_transformer.lab.spec import Choices, RunSpec, Study, seeds
 
 SIZES = ((256, 4), (512, 6), (768, 8), (1024, 8))  # of the ladder: width, layers; 16 maps each
-LEARNING_RATES = (1e-3, 3e-3, 1e-2, 3e-2)  # of the stability study
+LEARNING_RATES = (1e-3, 3e-3, 1e-2, 3e-2)  # learning rates of the stability study
 STABILITY_SIDES: dict[str, dict[str, Any]] = {
     "softmax": {"attention": "softmax"},
     "diff_norm1": {"attention": "diff", "head_norm_init": 1.0},
@@ -22,8 +22,8 @@ def ladder_study(corpus: str) -> Study:
     """Figure 3 on one GPU: four sizes from 7M to 117M parameters, 33M tokens each, on text alone; one seed.
 
     Command: ``diff-transformer study ladder --corpus FOLDER --out runs/ladder --jobs 1``, then ``diff-transformer eval
-    scaling --set runs=runs/ladder --out runs/ladder.json``. Hardware: one H100-class GPU. Time: a quarter of an hour,
-    at 25 % of 989 TFLOP/s; not measured. Give it 150 MB of text or more, to see none of it twice.
+    scaling --set runs=runs/ladder --out runs/ladder.json``. Hardware: one H100-class GPU. Time: a quarter of an hour
+    at 25 % of 989 TFLOP/s; not measured. With at least 150 MB of text, no text is repeated.
     """
 
     def runs(_: Choices) -> list[RunSpec]:
@@ -42,12 +42,13 @@ def ladder_study(corpus: str) -> Study:
 
 
 def stability_study(corpus: str) -> Study:
-    """Loss spikes at high learning rates, which users of the first version report: the pair and V2 over four rates.
+    """Loss spikes at high learning rates, which users of the first version report: the pair and V2 at four rates.
 
-    200 steps of the desk study's setting on prose alone, without gradient clipping, three seeds a rate.
+    Each run is 200 steps of the desk study's setting on prose alone, without gradient clipping. Each rate has three
+    seeds.
 
-    The record has, for each run, the gradient norm's median, its largest value and how many spikes there were (more
-    than three times the median of the 20 before; every step is logged), and the final loss.
+    The record of a run holds its final loss, the median and largest gradient norm, and the number of spikes (norms
+    above three times the median of the 20 before; every step is logged).
 
     Command: ``diff-transformer study stability --corpus FOLDER --out runs/stability``. Hardware: two CPU
     cores. Time: about twenty minutes.
