@@ -70,7 +70,9 @@ def test_packed_training_is_one_launch_a_layer(monkeypatch, attention):
     inputs = model_inputs(ids.to(DEVICE), "separate", END)
     launches = []
     compute = operator.launch_forward
-    monkeypatch.setattr(operator, "launch_forward", lambda *a: launches.append(a[7].tolist()) or compute(*a))
+    monkeypatch.setattr(
+        operator, "launch_forward", lambda *a: launches.append(a[0].documents.cu_seqlens_q.tolist()) or compute(*a)
+    )
     model, found = make(attention).train(), []
     for implementation in ("diff_reference", "diff_triton"):
         model.set_attn_implementation(implementation)

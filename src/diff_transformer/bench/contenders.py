@@ -20,6 +20,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from diff_transformer.bench.record import free_memory
 from diff_transformer.bench.shapes import SHORTER, Shape
 from diff_transformer.ops import diff_attention, gluon
+from diff_transformer.ops.triton.call import Call
 from diff_transformer.testing import Inputs, assert_within_budget, eager_diff_attention, make_inputs
 
 BASELINE = "softmax"
@@ -152,9 +153,9 @@ def backend_contenders(names: list[str], x: Inputs, is_causal: bool) -> list[Con
 
 def gluon_unsupported_reasons(x: Inputs, is_causal: bool, one_pass: bool) -> dict[str, str | None]:
     """Why the Triton backend does not use its Gluon kernels here, by direction; None where it does."""
-    forward = gluon.unsupported_reason(*x[:5], None, None, is_causal, None)
-    backward = gluon.unsupported_backward_reason(*x[:5], None, None, is_causal, None, one_pass)
-    return {"forward_kernel": forward, "backward_kernel": backward}
+    call = Call(*x, scale=x.q1.shape[-1] ** -0.5, is_causal=is_causal)
+    backward = gluon.unsupported_backward_reason(call, one_pass)
+    return {"forward_kernel": gluon.unsupported_reason(call), "backward_kernel": backward}
 
 
 def _one_pass() -> AbstractContextManager:

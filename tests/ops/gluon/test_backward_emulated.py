@@ -19,6 +19,7 @@ from wrong_barriers import always_phase_0, claims_without_waiting, expects_too_f
 from diff_transformer.ops.gluon import backward, forward, verify
 from diff_transformer.ops.gluon.backward import attend_backward
 from diff_transformer.ops.triton import backward_form, operator
+from diff_transformer.ops.triton.call import Call
 from diff_transformer.ops.triton.launching import INTERPRETED
 
 pytestmark = pytest.mark.skipif(not INTERPRETED, reason="sums of rows are made by a plain kernel, here interpreted")
@@ -56,7 +57,7 @@ def problem(inputs, is_causal, scale=None):
     outputs = torch.float32 if inputs.k1.shape[2] == 1 else dtype
     saved = [saved[0].to(outputs), saved[1].to(outputs), saved[2].float(), saved[3].float()]
     k2 = None if inputs.k2 is inputs.k1 else inputs.k2
-    arguments = [dout, *inputs[:3], k2, *inputs[4:], *saved, is_causal, scale]
+    arguments = [Call(*inputs._replace(k2=k2), scale=scale, is_causal=is_causal), dout, saved]
     return arguments, verify.expected_gradients(dout, saved[1], *inputs, is_causal=is_causal, scale=scale)
 
 
@@ -162,10 +163,11 @@ def test_the_order_of_events_changes_one_pass_by_rounding_alone(monkeypatch, D, 
 def test_the_gradient_of_a_sum_has_no_strides_and_is_copied(monkeypatch):
     emulate(monkeypatch)
     arguments, _ = problem(inputs_of("65 rows", 64), FULL)
-    ones = torch.ones_like(arguments[0])
-    expected = attend_backward(ones, *arguments[1:], TWO)[0]
+    call, dout, saved = arguments
+    ones = torch.ones_like(dout)
+    expected = attend_backward(call, ones, saved, TWO)[0]
     expanded = ones[:1, :1, :1, :1].expand_as(ones)
-    for one, other in zip(expected, attend_backward(expanded, *arguments[1:], TWO)[0], strict=True):
+    for one, other in zip(expected, attend_backward(call, expanded, saved, TWO)[0], strict=True):
         assert torch.equal(one, other)
 
 

@@ -20,6 +20,7 @@ from diff_transformer.ops.gluon import WIDTHS, forward, verify
 from diff_transformer.ops.gluon.forward import attend_forward
 from diff_transformer.ops.gluon.pipeline import release
 from diff_transformer.ops.gluon.verify import expected_results
+from diff_transformer.ops.triton.call import Call
 
 CONFIGURATIONS = dict(forward.CONFIGURATIONS)
 
@@ -39,8 +40,8 @@ def check(inputs, is_causal, need_gradient=True, scale=None):
     B, H, T = inputs.q1.shape[:3]
     inputs = inputs._replace(lam=inputs.lam.expand(B, H, T, 1))
     k2 = None if inputs.k2 is inputs.k1 else inputs.k2
-    q1, q2, k1, _, v, lam = inputs
-    results = attend_forward(q1, q2, k1, k2, v, lam, is_causal, scale, need_gradient)[0]
+    call = Call(*inputs._replace(k2=k2), scale=scale, is_causal=is_causal)
+    results = attend_forward(call, need_gradient)[0]
     expected = expected_results(*inputs, is_causal=is_causal, scale=scale)
     reference = attend(*(x.double() for x in inputs), None, is_causal, None, scale)
     torch.testing.assert_close(expected["out"][0], reference, rtol=0, atol=1e-12)
@@ -89,7 +90,7 @@ def inputs_of(case, D):
 
 
 def causal_results(inputs):
-    return attend_forward(*inputs, True, 0.1, True)[0]
+    return attend_forward(Call(*inputs, scale=0.1, is_causal=True), need_gradient=True)[0]
 
 
 @pytest.mark.parametrize("D", WIDTHS)

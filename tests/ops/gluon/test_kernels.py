@@ -16,6 +16,7 @@ pytest.importorskip("triton", reason="the kernels are written in Triton's Gluon"
 from diff_transformer.ops.gluon import backward, bwd_dkdv, bwd_dq, forward, self_test, verify
 from diff_transformer.ops.gluon.pipeline import FWD_NOT_SPECIALIZED
 from diff_transformer.ops.triton import backward_form, operator
+from diff_transformer.ops.triton.call import Call
 from diff_transformer.ops.triton.launching import INTERPRETED
 from diff_transformer.ops.triton.metadata import assert_ships, compile_in_subprocess
 
@@ -25,6 +26,11 @@ HALF_TYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 def tensors(D=64, dtype=torch.bfloat16, **options):
     """q1, q2, k1, k2, v."""
     return make_inputs(2, 4, 20, D, dtype=dtype, requires_grad=False, **options)[:5]
+
+
+def call_of(q1, q2, k1, k2, v, **options):
+    lam = torch.zeros(*q1.shape[:3], 1, device=q1.device)
+    return Call(q1, q2, k1, k2, v, lam, **{"scale": 1.0, "is_causal": True} | options)
 
 
 def moved(x, offset):
@@ -37,13 +43,13 @@ def moved(x, offset):
     "options", [{}, {"D": 96}, {"D": 128}, {"strided": True}, {"G": 2}, {"Hn": 2, "G": 1}, {"S": 33}]
 )
 def test_takes(options):
-    assert gluon.unsupported_shapes(*tensors(**options), None, None, None) is None
+    assert gluon.unsupported_shapes(call_of(*tensors(**options))) is None
 
 
 def test_takes_one_key_for_both_maps_and_any_stride_of_a_dimension_of_size_1():
     q1, q2, k1, _, v = (x[:1] for x in tensors())
     k1 = k1.as_strided(k1.shape, (3, *k1.stride()[1:]))
-    assert gluon.unsupported_shapes(q1, q2, k1, None, v, None, None, None) is None
+    assert gluon.unsupported_shapes(call_of(q1, q2, k1, None, v)) is None
 
 
 @pytest.mark.parametrize(
@@ -62,20 +68,20 @@ def test_takes_one_key_for_both_maps_and_any_stride_of_a_dimension_of_size_1():
     ],
 )
 def test_refuses(change, said):
-    reason = gluon.unsupported_shapes(*change(*tensors()), None, None, None)
+    reason = gluon.unsupported_shapes(call_of(*change(*tensors())))
     with pytest.raises(ValueError, match=said):
         raise ValueError(reason)
 
 
-@pytest.mark.parametrize("asked", [(torch.ones(1), None, None), (None, torch.ones(1), None), (None, None, 5)])
+@pytest.mark.parametrize("asked", [{"attn_mask": torch.ones(1)}, {"documents": (torch.ones(1),)}, {"window": 5}])
 def test_refuses_masks_packed_documents_and_windows(asked):
-    assert "no attn_mask, no window and no packed documents" in str(gluon.unsupported_shapes(*tensors(), *asked))
+    reason = gluon.unsupported_shapes(call_of(*tensors(), **asked))
+    assert "no attn_mask, no window and no packed documents" in str(reason)
 
 
 def test_launches_nothing_that_it_refuses():
-    q1, q2, k1, k2, v = tensors(D=32)
     with pytest.raises(ValueError, match=r"not \(32, 64\)"):
-        forward.attend_forward(q1, q2, k1, k2, v, torch.zeros(2, 4, 20, 1), False, 1.0, True)
+        forward.attend_forward(call_of(*tensors(D=32), is_causal=False), need_gradient=True)
 
 
 @pytest.mark.parametrize(
@@ -101,17 +107,16 @@ def test_device_and_version(monkeypatch, capability, version, switch, said):
 
 
 def test_gradients_of_other_widths_are_refused():
-    q1, q2, k1, k2, v = tensors(D=32)
-    lam, dout, lse = torch.zeros(2, 4, 20, 1), torch.zeros(2, 4, 20, 64), torch.zeros(2, 4, 20)
+    dout, lse = torch.zeros(2, 4, 20, 64), torch.zeros(2, 4, 20)
     with pytest.raises(ValueError, match=r"widths \(64, 128\), \(96, 192\), \(128, 256\), not \(32, 64\)"):
-        backward.attend_backward(dout, q1, q2, k1, k2, v, lam, dout, dout, lse, lse, True, 1.0, False)
+        backward.attend_backward(call_of(*tensors(D=32)), dout, (dout, dout, lse, lse), one_pass=False)
 
 
 @pytest.mark.parametrize("sizes", [(65536, 1, 16), (1, 65536, 16), (64, 64, 2**19)])
 def test_the_gradients_want_sizes_that_a_launch_can_have(sizes):
     q = torch.empty(*sizes, 64, dtype=torch.bfloat16, device="meta")
     v = torch.empty(*sizes, 128, dtype=torch.bfloat16, device="meta")
-    said = gluon.unsupported_backward_shapes(q, q, q, q, v, None, None, None)
+    said = gluon.unsupported_backward_shapes(call_of(q, q, q, q, v))
     assert "not {} x {} x {}".format(*sizes) in str(said)
 
 
@@ -149,7 +154,7 @@ def test_the_gradient_kernels_are_tested_at_the_forward(monkeypatch, one_pass, d
     asked = []
     monkeypatch.setattr(gluon, "unsupported_backward_reason", lambda *arguments: asked.append(arguments[-1]))
     monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: deterministic)
-    operator._test_backward_early(Elsewhere(), *[None] * 6, True, None, one_pass)
+    operator._test_backward_early(Call(Elsewhere(), *[None] * 5, scale=1.0), one_pass)
     assert asked == [tested]
 
 
@@ -177,8 +182,8 @@ def test_some_kernels_may_be_switched_off(monkeypatch):
 
 def test_no_cuda_device_no_kernel():
     said = "the Hopper kernel needs a CUDA device, not cpu"
-    assert gluon.unsupported_backward_reason(*tensors(), None, None, True, None, False) == said
-    assert gluon.unsupported_reason(*tensors(), None, None, True, None) == said
+    assert gluon.unsupported_backward_reason(call_of(*tensors()), one_pass=False) == said
+    assert gluon.unsupported_reason(call_of(*tensors())) == said
 
 
 def test_a_descriptor_sees_the_tensor_where_it_lies():
@@ -321,7 +326,7 @@ def test_results_on_the_gpu(D, dtype, lengths, causal):
 def test_16k_tokens(D):
     unless_they_fail(D, "forward")
     inputs = make_inputs(1, 1, 16384, D, dtype=torch.bfloat16, device="cuda", strided=True, requires_grad=False)
-    (out, out2, lse1, lse2), _ = forward.attend_forward(*inputs, True, D**-0.5, True)
+    (out, out2, lse1, lse2), _ = forward.attend_forward(Call(*inputs, scale=D**-0.5, is_causal=True), True)
     verify.wait(torch.device("cuda"))
     last = 128  # rows, which see all keys
     tail = inputs._replace(q1=inputs.q1[:, :, -last:], q2=inputs.q2[:, :, -last:], lam=inputs.lam[:, :, -last:])
@@ -337,9 +342,11 @@ def test_many_launches_agree(D):
     """A race would show as a difference between launches of the same problem, on a full GPU."""
     unless_they_fail(D, "forward")
     inputs = make_inputs(4, 16, 1000, D, dtype=torch.bfloat16, device="cuda", strided=True, requires_grad=False)
-    first = forward.attend_forward(*inputs, True, D**-0.5, True)[0]
+    first = forward.attend_forward(Call(*inputs, scale=D**-0.5, is_causal=True), True)[0]
     for _ in range(100):
-        for one, other in zip(first, forward.attend_forward(*inputs, True, D**-0.5, True)[0], strict=True):
+        for one, other in zip(
+            first, forward.attend_forward(Call(*inputs, scale=D**-0.5, is_causal=True), True)[0], strict=True
+        ):
             assert torch.equal(one, other)
 
 
@@ -363,7 +370,7 @@ def backward_arguments(B, H, T, D):
     inputs = make_inputs(B, H, T, D, dtype=torch.bfloat16, device="cuda", strided=True, requires_grad=False)
     saved = operator.forward(*inputs, None, None, None, T, T, True, None, D**-0.5, True, False)
     dout = torch.randn(saved[0].shape, generator=torch.Generator().manual_seed(1)).to(saved[0])
-    return [dout, *inputs, *saved, True, D**-0.5]
+    return [Call(*inputs, scale=D**-0.5, is_causal=True), dout, saved]
 
 
 @pytest.mark.gpu
@@ -406,8 +413,8 @@ def test_gradients_through_the_operator(D, G, form, caplog):
     unless_they_fail(D, "forward", form)
     torch.use_deterministic_algorithms(False)
     inputs = make_inputs(2, 4, 333, D, G=G, dtype=torch.bfloat16, device="cuda", strided=True)
-    assert gluon.unsupported_reason(*inputs[:5], None, None, True, None) is None
-    assert gluon.unsupported_backward_reason(*inputs[:5], None, None, True, None, form == "one_pass") is None
+    assert gluon.unsupported_reason(call_of(*inputs[:5])) is None
+    assert gluon.unsupported_backward_reason(call_of(*inputs[:5]), form == "one_pass") is None
 
     def gradients(attention, given, **options):
         out = attention(*given, is_causal=True, **options)

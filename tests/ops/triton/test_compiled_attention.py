@@ -15,6 +15,7 @@ pytest.importorskip("triton", reason="the kernels are written in Triton")
 
 from diff_transformer.ops.arguments import check
 from diff_transformer.ops.triton import backward, configurations, forward
+from diff_transformer.ops.triton.call import Call, Documents
 from diff_transformer.ops.triton.metadata import SHARED_LIMIT, assert_ships, compile_in_subprocess, describe
 from diff_transformer.testing import make_inputs
 
@@ -94,18 +95,21 @@ def launches(monkeypatch, capability, dtype, widths, case) -> list:
     sizes, options, form = CASES[case]
     sizes = {"H": 4, "T": LENGTH, "strided": True} | sizes | dict(zip(("D", "Dv"), widths, strict=True))
     x = make_inputs(**sizes, dtype=DTYPES[dtype], requires_grad=False)
-    lam, *rest = check(*x, *(options.get(name) for name in ("attn_mask", "is_causal", "window", "scale")))
-    attn_mask, *rest = rest
+    checked = check(*x, *(options.get(name) for name in ("attn_mask", "is_causal", "window", "scale")))
+    lam, attn_mask, is_causal, window, scale = checked
     if form.get("half"):
         attn_mask = attn_mask.to(DTYPES[dtype])
     k2 = None if form.get("shared_keys") else x.k2
     cu_seqlens = torch.tensor([0, 50, LENGTH], dtype=torch.int32) if form.get("varlen") else None
-    documents = (cu_seqlens, cu_seqlens, LENGTH, LENGTH)
-    tensors = (*x[:3], k2, x.v, lam, attn_mask, *documents)
+    documents = None if cu_seqlens is None else Documents(cu_seqlens, cu_seqlens, LENGTH, LENGTH)
+    call = Call(
+        *(*x[:3], k2, x.v, lam), scale=scale, is_causal=is_causal, window=window, attn_mask=attn_mask,
+        documents=documents,
+    )  # fmt: skip
     need_gradient = form.get("need_gradient", True)
-    saved = forward.launch_forward(*tensors, *rest, need_gradient)
+    saved = forward.launch_forward(call, need_gradient)
     if need_gradient:
-        backward.launch_backward(saved[0], *tensors, *saved, *rest, form.get("one_pass", False))
+        backward.launch_backward(call, saved[0], saved, form.get("one_pass", False))
     return recorded
 
 

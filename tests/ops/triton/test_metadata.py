@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 
 from diff_transformer.ops.triton import configurations, forward, metadata
+from diff_transformer.ops.triton.call import Call
 from diff_transformer.ops.triton.metadata import (
     SHARED_LIMIT,
     Compiled,
@@ -106,7 +107,7 @@ def test_a_serialised_wgmma_is_seen(monkeypatch):
     too_large = configurations.Configuration(128, 128, 8, 2, fused=True)
     for configuration in (forward.forward_configuration, lambda *_: too_large):
         monkeypatch.setattr(forward, "forward_configuration", configuration)
-        forward.launch_forward(x, x, x, None, v, lam, None, None, None, 128, 128, True, None, 0.125, False)
+        forward.launch_forward(Call(x, x, x, None, v, lam, scale=0.125, is_causal=True), need_gradient=False)
     good, bad = (compile_in_subprocess(*launch[:3], capability=90, **launch.options) for launch in launches)
     assert good.wgmma > 0
     assert not good.wgmma_serialized

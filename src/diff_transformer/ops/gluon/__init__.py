@@ -9,9 +9,6 @@ Reading order: pipeline.py (barriers), fwd_sequential.py or fwd_fused.py, bwd_dq
 backward.py launch them.
 """
 
-import torch
-from torch import Tensor
-
 from diff_transformer.ops.gluon.support import (
     KERNELS,
     SWITCH,
@@ -22,37 +19,30 @@ from diff_transformer.ops.gluon.support import (
     unsupported_device,
     unsupported_shapes,
 )
+from diff_transformer.ops.triton.call import Call
 
 __all__ = ["KERNELS", "SWITCH", "WIDTHS", "switched_off", "unsupported_backward_reason", "unsupported_reason"]
 
 
-def unsupported_reason(
-    q1: Tensor, q2: Tensor, k1: Tensor, k2: Tensor | None, v: Tensor,
-    attn_mask: Tensor | None, cu_seqlens_q: Tensor | None, is_causal: bool, window: int | None,
-) -> str | None:  # fmt: skip
-    """Why the forward kernel cannot compute this call, or None. Shapes as in support.py.
+def unsupported_reason(call: Call) -> str | None:
+    """Why the forward kernel cannot compute this call, or None.
 
     The first call on a machine for a width, dtype and masking compiles and tests the kernel, which takes seconds.
     """
-    reason = unsupported_device(q1.device, "forward")
-    reason = reason or unsupported_shapes(q1, q2, k1, k2, v, attn_mask, cu_seqlens_q, window)
-    return reason or failed_self_test(q1.device, q1.shape[3], q1.dtype, is_causal, "forward")
+    reason = unsupported_device(call.q1.device, "forward") or unsupported_shapes(call)
+    return reason or failed_self_test(call, "forward")
 
 
-def unsupported_backward_reason(
-    q1: Tensor, q2: Tensor, k1: Tensor, k2: Tensor | None, v: Tensor,
-    attn_mask: Tensor | None, cu_seqlens_q: Tensor | None, is_causal: bool, window: int | None, one_pass: bool,
-) -> str | None:  # fmt: skip
+def unsupported_backward_reason(call: Call, one_pass: bool) -> str | None:
     """``unsupported_reason`` for the gradients, in two passes or one; any forward may have come before."""
     kernels = backward_kernels(one_pass)
-    reason = unsupported_device(q1.device, kernels)
-    reason = reason or unsupported_backward_shapes(q1, q2, k1, k2, v, attn_mask, cu_seqlens_q, window)
-    return reason or failed_self_test(q1.device, q1.shape[3], q1.dtype, is_causal, kernels)
+    reason = unsupported_device(call.q1.device, kernels) or unsupported_backward_shapes(call)
+    return reason or failed_self_test(call, kernels)
 
 
-def failed_self_test(device: torch.device, D: int, dtype: torch.dtype, is_causal: bool, kernels: str) -> str | None:
+def failed_self_test(call: Call, kernels: str) -> str | None:
     """Why the self-test did not pass on this machine, or None."""
     from diff_transformer.ops.gluon.self_test import fault_found
 
-    fault = fault_found(device, D, dtype, is_causal, kernels)
+    fault = fault_found(call.q1.device, call.q1.shape[3], call.q1.dtype, call.is_causal, kernels)
     return None if fault is None else f"the Hopper kernel did not pass its check on this machine: {fault}"

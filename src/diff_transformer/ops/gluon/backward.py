@@ -1,6 +1,7 @@
 """Launch the gradient kernels: TMA descriptors, memory for the results, and the configuration of each width."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +13,7 @@ from diff_transformer.ops.gluon.bwd_dq import bwd_dq
 from diff_transformer.ops.gluon.forward import OPTIONS, descriptor
 from diff_transformer.ops.gluon.support import unsupported_backward_shapes, unsupported_by_tma
 from diff_transformer.ops.triton.backward import row_statistics
+from diff_transformer.ops.triton.call import Call
 from diff_transformer.ops.triton.launching import transposed_like
 
 TILE = 64  # queries, and keys, of a tile: the height of a wgmma tile
@@ -37,15 +39,14 @@ CONFIGURATIONS = {  # by D
 
 
 def attend_backward(
-    dout: Tensor, q1: Tensor, q2: Tensor, k1: Tensor, k2: Tensor | None, v: Tensor, lam: Tensor,
-    out: Tensor, out2: Tensor, lse1: Tensor, lse2: Tensor, is_causal: bool, scale: float, one_pass: bool,
-) -> tuple[tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor], list[Any]]:  # fmt: skip
+    call: Call, dout: Tensor, saved: Sequence[Tensor], one_pass: bool
+) -> tuple[tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor], list[Any]]:
     """Gradients on a Hopper GPU: ((dq1, dq2, dk1, dk2, dv, dlam), the compiled kernels).
 
     Args:
+        call: as in ``attend_forward``.
         dout: [B, H, T, 2 D], the gradient of the output, in the dtype of v; any strides.
-        q1, q2, k1, k2, v, lam, is_causal, scale: as in ``attend_forward``.
-        out, out2, lse1, lse2: results of the forward with need_gradient.
+        saved: out, out2, lse1 and lse2, the results of the forward with need_gradient.
         one_pass: add up dq1 and dq2 in fp32 with atomics, in no fixed order, instead of recomputing the maps in a
             second pass. Two passes repeat bit for bit.
 
@@ -56,9 +57,11 @@ def attend_backward(
     Raises:
         ValueError: tensors that the kernels do not take.
     """
-    reason = unsupported_backward_shapes(q1, q2, k1, k2, v, None, None, None)
+    reason = unsupported_backward_shapes(call)
     if reason is not None:
         raise ValueError(reason)
+    q1, q2, k1, k2, v, lam, scale = call.q1, call.q2, call.k1, call.k2, call.v, call.lam, call.scale
+    out, out2, lse1, lse2 = saved
     if unsupported_by_tma(dout) is not None:  # for example the gradient of a sum, whose strides are 0
         dout = dout.contiguous()
     B, H, T, D = q1.shape
@@ -79,7 +82,7 @@ def attend_backward(
     tiles = [*narrow[:3], narrow[2] if k2 is None else narrow[3], *wide]
     statistics = [lse1, lse2, delta1, lam_delta2, lam]
     factor = scale * math.log2(math.e)
-    sizes = {"BN": TILE, "D": columns, "DV": 2 * columns, "WIDTH": D, "CAUSAL": is_causal,
+    sizes = {"BN": TILE, "D": columns, "DV": 2 * columns, "WIDTH": D, "CAUSAL": call.is_causal,
              "SIGNAL_PER_NOISE": shared}  # fmt: skip
     with torch.cuda.device_of(v):
         compiled = [

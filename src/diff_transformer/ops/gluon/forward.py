@@ -13,6 +13,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from diff_transformer.ops.gluon.fwd_fused import fwd_fused
 from diff_transformer.ops.gluon.fwd_sequential import fwd_sequential
 from diff_transformer.ops.gluon.support import unsupported_shapes
+from diff_transformer.ops.triton.call import Call
 
 ROWS = 64  # query rows of one computing warpgroup: the height of a wgmma tile
 DTYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
@@ -62,17 +63,11 @@ def descriptor(x: Tensor, rows: int, columns: int | None = None) -> TensorDescri
     return TensorDescriptor(x, list(x.shape), [*strides, 1], block, layout(rows, columns, x.dtype))
 
 
-def attend_forward(
-    q1: Tensor, q2: Tensor, k1: Tensor, k2: Tensor | None, v: Tensor, lam: Tensor,
-    is_causal: bool, scale: float, need_gradient: bool,
-) -> tuple[tuple[Tensor, Tensor, Tensor, Tensor], Any]:  # fmt: skip
+def attend_forward(call: Call, need_gradient: bool) -> tuple[tuple[Tensor, Tensor, Tensor, Tensor], Any]:
     """Differential attention on a Hopper GPU: ((out, out2, lse1, lse2), the compiled kernel).
 
     Args:
-        q1: [B, H, T, D], bfloat16 or float16, like q2, k1, k2 and v; D is 64, 96 or 128.
-        q2: [B, Hn, T, D]. k1, k2: [B, G, S, D]; k2 is None where it is k1. v: [B, G, S, 2 D].
-        lam: [B, H, T, 1], float32, any strides.
-        is_causal: lower right alignment. scale: factor of the scores, of any sign.
+        call: bfloat16 or float16; D is 64, 96 or 128, and Dv is 2 D; no mask, window or documents. Any scale.
         need_gradient: whether the backward needs out2, lse1 and lse2; otherwise they are empty.
 
     Returns:
@@ -83,9 +78,10 @@ def attend_forward(
     Raises:
         ValueError: tensors that the kernels do not take.
     """
-    reason = unsupported_shapes(q1, q2, k1, k2, v, None, None, None)
+    reason = unsupported_shapes(call)
     if reason is not None:
         raise ValueError(reason)
+    q1, q2, k1, k2, v, lam, scale = call.q1, call.q2, call.k1, call.k2, call.v, call.lam, call.scale
     B, H, T, D = q1.shape
     S, Dv = v.shape[2:]
     if scale < 0:  # the kernels take the row maximum before they scale the scores
@@ -95,7 +91,7 @@ def attend_forward(
     out2 = v.new_empty(B, T, H, Dv) if need_gradient else out  # fwd_sequential writes O2 to memory in any case
     lse1, lse2 = (torch.empty((B, H, T) if need_gradient else 0, dtype=torch.float32, device=v.device) for _ in "12")
     configuration = CONFIGURATIONS[D]
-    constants = configuration.constants(D, Dv, is_causal, need_gradient, k2 is None)
+    constants = configuration.constants(D, Dv, call.is_causal, need_gradient, k2 is None)
     queries, keys = (partial(descriptor, rows=rows, columns=D // configuration.parts)
                      for rows in (ROWS, configuration.keys))  # fmt: skip
     first_keys = keys(k1)

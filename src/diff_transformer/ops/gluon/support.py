@@ -1,13 +1,14 @@
 """Which calls the Hopper kernels take: the installation, the device, and the tensors' dtypes, widths and strides.
 
 Each function returns the reason why a call is not supported, as a message, or None. Nothing here runs a kernel.
-Shapes: q1 [B, H, T, D], q2 [B, Hn, T, D], k1 and k2 [B, G, S, D] (k2 is None where it is k1), v [B, G, S, Dv].
 """
 
 import os
 
 import torch
 from torch import Tensor
+
+from diff_transformer.ops.triton.call import Call
 
 SWITCH = "DIFF_TRANSFORMER_GLUON"
 KERNELS = ("forward", "two_pass", "one_pass")
@@ -57,34 +58,29 @@ def unsupported_device(device: torch.device, kernels: str) -> str | None:
     return None
 
 
-def unsupported_shapes(
-    q1: Tensor, q2: Tensor, k1: Tensor, k2: Tensor | None, v: Tensor,
-    attn_mask: Tensor | None, cu_seqlens_q: Tensor | None, window: int | None,
-) -> str | None:  # fmt: skip
+def unsupported_shapes(call: Call) -> str | None:
     """Why the kernels do not take tensors like these, or None."""
-    if attn_mask is not None or window is not None or cu_seqlens_q is not None:
+    if call.attn_mask is not None or call.window is not None or call.documents is not None:
         return "the Hopper kernel takes no attn_mask, no window and no packed documents"
+    q1, v = call.q1, call.v
     if q1.dtype not in DTYPES:
         return f"the Hopper kernel takes bfloat16 and float16, not {q1.dtype}"
     if WIDTHS.get(q1.shape[3]) != v.shape[3]:
         pairs = ", ".join(f"({d}, {dv})" for d, dv in WIDTHS.items())
         return f"the Hopper kernel takes query and value widths {pairs}, not ({q1.shape[3]}, {v.shape[3]})"
-    for name, x in {"q1": q1, "q2": q2, "k1": k1, "k2": k2, "v": v}.items():
+    for name, x in {"q1": q1, "q2": call.q2, "k1": call.k1, "k2": call.k2, "v": v}.items():
         reason = None if x is None else unsupported_by_tma(x)
         if reason is not None:
             return f"{name} {reason}, which TMA cannot read"
     return None
 
 
-def unsupported_backward_shapes(
-    q1: Tensor, q2: Tensor, k1: Tensor, k2: Tensor | None, v: Tensor,
-    attn_mask: Tensor | None, cu_seqlens_q: Tensor | None, window: int | None,
-) -> str | None:  # fmt: skip
+def unsupported_backward_shapes(call: Call) -> str | None:
     """Why the gradient kernels do not take tensors like these, or None."""
-    B, H, T = q1.shape[:3]
+    B, H, T = call.q1.shape[:3]
     if max(B, H) > MAX_GRID or B * H * T >= 2**31:
         return f"the Hopper backward takes batches and heads up to {MAX_GRID} and 2^31 rows, not {B} x {H} x {T}"
-    return unsupported_shapes(q1, q2, k1, k2, v, attn_mask, cu_seqlens_q, window)
+    return unsupported_shapes(call)
 
 
 def unsupported_by_tma(x: Tensor) -> str | None:

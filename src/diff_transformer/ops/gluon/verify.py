@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from diff_transformer.ops.masking import apply_masks, position_mask
+from diff_transformer.ops.triton.call import Call
 from diff_transformer.ops.triton.metadata import launched_faults
 from diff_transformer.testing import Inputs, assert_within_budget, eager_diff_attention, make_inputs
 
@@ -54,10 +55,10 @@ def compare(device: torch.device, D: int, dtype: torch.dtype, is_causal: bool, T
     inputs = make_inputs(2, 2, T, D, S=S, G=1, dtype=dtype, device=device, strided=True, requires_grad=False)
     for given in forms_of(inputs):
         k2 = None if given.k2 is given.k1 else given.k2
+        call = Call(*given[:3], k2, *given[4:], scale=D**-0.5, is_causal=is_causal)
         expected = expected_results(*given, is_causal=is_causal, scale=D**-0.5)
         for need_gradient in (True, False):
-            arguments = (*given[:3], k2, given.v, given.lam, is_causal, D**-0.5, need_gradient)
-            results, compiled = attend_forward(*arguments)
+            results, compiled = attend_forward(call, need_gradient)
             wait(device)
             refuse_faults(compiled)
             for (name, (exact, eager)), result in zip(expected.items(), results, strict=True):
@@ -80,10 +81,11 @@ def compare_gradients(
     dout = torch.randn(2, 2, T, 2 * D, generator=torch.Generator().manual_seed(1)).to(device, dtype)
     for given in forms_of(inputs):
         k2 = None if given.k2 is given.k1 else given.k2
+        call = Call(*given[:3], k2, *given[4:], scale=scale, is_causal=is_causal)
         with torch.no_grad():
             saved = [exact for exact, _ in expected_results(*given, is_causal=is_causal, scale=scale).values()]
             saved = [x.to(dtype) for x in saved[:2]] + [x.float() for x in saved[2:]]
-            results, compiled = attend_backward(dout, *given[:3], k2, *given[4:], *saved, is_causal, scale, one_pass)
+            results, compiled = attend_backward(call, dout, saved, one_pass)
         wait(device)
         for kernel in compiled:
             refuse_faults(kernel)

@@ -14,11 +14,14 @@ configurations.py splits the gradients between launches.
 Shapes: B batch, H signal heads, Hn noise heads, G key/value heads, T queries, S keys, D query width, Dv value width.
 """
 
+from collections.abc import Sequence
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from diff_transformer.ops.triton.call import Call
 from diff_transformer.ops.triton.configurations import DELTA_ROWS, backward_configuration, chunks, split
 from diff_transformer.ops.triton.forward import key_ranges, range_of_loop
 from diff_transformer.ops.triton.launching import (
@@ -385,55 +388,54 @@ def row_statistics(dout: Tensor, out: Tensor, out2: Tensor, lam: Tensor) -> tupl
 
 
 def launch_backward(
-    dout: Tensor, q1: Tensor, q2: Tensor, k1: Tensor, k2: Tensor | None, v: Tensor, lam: Tensor,
-    attn_mask: Tensor | None, cu_seqlens_q: Tensor | None, cu_seqlens_k: Tensor | None, max_q: int, max_k: int,
-    out: Tensor, out2: Tensor, lse1: Tensor, lse2: Tensor, is_causal: bool, window: int | None, scale: float,
-    one_pass: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    call: Call, dout: Tensor, saved: Sequence[Tensor], one_pass: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Gradients of q1, q2, k1, k2, v (in their dtypes) and lam ([B, H, T, 1], fp32), for dout [B, H, T, Dv].
 
-    Arguments and results of ``launch_forward``. Without k2, the gradient of k1 is the sum over both maps and that of k2
-    is empty.
+    ``saved`` has the results of ``launch_forward``. Without k2, the gradient of k1 is the sum over both maps and that
+    of k2 is empty.
     """
-    (B, H, T, D), HN, (G, S, Dv) = q1.shape, q2.shape[1], v.shape[1:]
+    q1, q2, k1, k2, v, scale = call.q1, call.q2, call.k1, call.k2, call.v, call.scale
+    out, out2, lse1, lse2 = saved
+    (T, D), H, HN, (G, S, Dv) = q1.shape[2:], q1.shape[1], q2.shape[1], v.shape[1:]
     dout = rows_contiguous(dout)
-    batches, varlen = (B, False) if cu_seqlens_q is None else (len(cu_seqlens_q) - 1, True)
-    second_keys = k1 if k2 is None else k2
-    mask, mask_strides, mask_kind, mask_rows = kernel_mask(attn_mask, v)
+    sequences, longest_q, longest_k = call.sequences
+    mask, mask_strides, mask_kind, mask_rows = kernel_mask(call.attn_mask, v)
     DA, DB = chunks(D)
     VA, VB = chunks(Dv)
     configuration = backward_configuration(D, Dv, q1.dtype, q1.device, mask_rows != ONE_ROW.value)
     dkdv = configuration.one_pass if one_pass else configuration.dkdv
     dq = configuration.dq
-    delta1, lam_delta2, dlam = row_statistics(dout, out, out2, lam)
+    delta1, lam_delta2, dlam = row_statistics(dout, out, out2, call.lam)
     dk1, dv = transposed_like(k1), transposed_like(v)
     dk2 = k1.new_empty(0) if k2 is None else transposed_like(k1)
     if one_pass:
         dq1, dq2 = (q1.new_zeros(x.shape, dtype=torch.float32) for x in (q1, q2))
     else:
         dq1, dq2 = transposed_like(q1), transposed_like(q2)
-    documents = (cu_seqlens_q, cu_seqlens_k) if varlen else (lse1, lse1)
+    boundaries = call.boundaries(lse1)
     constants = {
-        "H": H, "HN": HN, "G": G, "D": D, "DV": Dv, "DA": DA, "DB": DB, "VA": VA, "VB": VB, "CAUSAL": is_causal,
-        "WINDOW": window is not None, "MASK_KIND": mask_kind, "MASK_ROWS": mask_rows, "SHARED_KEYS": k2 is None,
-        "VARLEN": varlen, "SECTION": SECTION,
+        "H": H, "HN": HN, "G": G, "D": D, "DV": Dv, "DA": DA, "DB": DB, "VA": VA, "VB": VB,
+        "CAUSAL": call.is_causal, "WINDOW": call.window is not None, "MASK_KIND": mask_kind, "MASK_ROWS": mask_rows,
+        "SHARED_KEYS": k2 is None, "VARLEN": call.documents is not None, "SECTION": SECTION,
     }  # fmt: skip
-    inputs = (q1, q2, k1, second_keys, v, lam)
-    given = [*inputs, mask, dout, lse1, lse2, delta1, lam_delta2, dq1, dq2]
-    lengths = [*mask_strides, T, S, window or 0, scale, scale * LOG2_E.value]
+    given = [*call.inputs, mask, dout, lse1, lse2, delta1, lam_delta2, dq1, dq2]
+    lengths = [*mask_strides, T, S, call.window or 0, scale, scale * LOG2_E.value]
 
-    tiles = triton.cdiv(max_k, dkdv.BLOCK_N)
-    arguments = [*given, dk1, dk2, dv, *documents, *strides(*inputs, dout, dk1, dv), *lengths, tiles, batches * G, 0]
+    tiles = triton.cdiv(longest_k, dkdv.BLOCK_N)
+    steps = strides(*call.inputs, dout, dk1, dv)
+    arguments = [*given, dk1, dk2, dv, *boundaries, *steps, *lengths, tiles, sequences * G, 0]
     options = constants | {"ONE_PASS": one_pass} | dkdv.options()
     for computed in split(dkdv, "COMPUTE_DK", "COMPUTE_DV"):
-        launch(bwd_dkdv_kernel, tiles * batches * G, arguments, options | computed)
+        launch(bwd_dkdv_kernel, tiles * sequences * G, arguments, options | computed)
 
     if not one_pass:
-        tiles = triton.cdiv(max_q, dq.BLOCK_M)
-        arguments = [*given, *documents, *strides(*inputs, dout, dq1, dq2), *lengths, tiles, batches * HN, 0]
+        tiles = triton.cdiv(longest_q, dq.BLOCK_M)
+        steps = strides(*call.inputs, dout, dq1, dq2)
+        arguments = [*given, *boundaries, *steps, *lengths, tiles, sequences * HN, 0]
         for computed in split(dq, "COMPUTE_DQ1", "COMPUTE_DQ2"):
             options = constants | computed | dq.options()
-            launch(bwd_dq_kernel, tiles * batches * HN, arguments, options)
+            launch(bwd_dq_kernel, tiles * sequences * HN, arguments, options)
     if one_pass:
         dq1, dq2 = (transposed_like(x).copy_(total.mul_(scale)) for x, total in ((q1, dq1), (q2, dq2)))
     return dq1, dq2, dk1, dk2, dv, dlam[..., None]

@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from diff_transformer.ops.triton.call import Call
 from diff_transformer.ops.triton.configurations import chunks, forward_configuration, value_chunks
 from diff_transformer.ops.triton.launching import SECTION, kernel_mask, launch, like_queries, strides
 from diff_transformer.ops.triton.tiles import (
@@ -308,39 +309,32 @@ def forward_kernel(
         store_chunk(out, rows, out_t, T - first, o1b - weight * o2b, VA, VB, DV)
 
 
-def launch_forward(
-    q1: Tensor, q2: Tensor, k1: Tensor, k2: Tensor | None, v: Tensor, lam: Tensor, attn_mask: Tensor | None,
-    cu_seqlens_q: Tensor | None, cu_seqlens_k: Tensor | None, max_q: int, max_k: int, is_causal: bool,
-    window: int | None, scale: float, need_gradient: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+def launch_forward(call: Call, need_gradient: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """(out, softmax(q2 k2^T scale) v, both log-sum-exps in base 2); the last three are empty unless need_gradient.
 
-    q1 [B, H, T, D], q2 [B, Hn, T, D], k1, k2 [B, G, S, D], v [B, G, S, Dv] with last strides of 1, lam [B, H, T, 1] in
-    fp32, attn_mask [B|1, H|1, T|1, S|1] or None. k2 is None if both maps share k1. With cu_seqlens (int32, [documents +
-    1]), B is 1, the rows are those of all documents, and the longest documents have max_q queries and max_k keys;
-    otherwise these are T and S. Outputs are [B, H, T, Dv] in the dtype of v, in memory [B, T, H, Dv], and log-sum-exps
-    [B, H, T], +inf for a fully masked row.
+    q1, q2, k1, k2 and v have last strides of 1. Outputs are [B, H, T, Dv] in the dtype of v, in memory [B, T, H, Dv],
+    and log-sum-exps [B, H, T], fp32, +inf for a fully masked row.
     """
+    q1, v = call.q1, call.v
     (B, H, T, D), (G, S, Dv) = q1.shape, v.shape[1:]
     out = like_queries(v, B, H, T)
     out2 = like_queries(v, B, H, T) if need_gradient else v.new_empty(0)
     lse1, lse2 = (q1.new_empty((B, H, T) if need_gradient else 0, dtype=torch.float32) for _ in range(2))
-    mask, mask_strides, mask_kind, mask_rows = kernel_mask(attn_mask, v)
+    mask, mask_strides, mask_kind, mask_rows = kernel_mask(call.attn_mask, v)
     configuration = forward_configuration(D, Dv, q1.dtype, q1.device, mask_rows != ONE_ROW.value)
-    batches, varlen = (B, False) if cu_seqlens_q is None else (len(cu_seqlens_q) - 1, True)
-    tiles = triton.cdiv(max_q, configuration.BLOCK_M)
+    sequences, longest, _ = call.sequences
+    tiles = triton.cdiv(longest, configuration.BLOCK_M)
     DA, DB = chunks(D)
     VA, VB = value_chunks(Dv)
-    second_keys = k1 if k2 is None else k2
-    documents = (cu_seqlens_q, cu_seqlens_k) if varlen else (lse1, lse1)
-    inputs = (q1, q2, k1, second_keys, v, lam)
-    arguments = [*inputs, mask, out, out2, lse1, lse2, *documents, *strides(*inputs), *mask_strides, *strides(out)]
-    arguments += [T, S, window or 0, scale * LOG2_E.value, tiles, batches * H, 0]
+    arguments = [
+        *call.inputs, mask, out, out2, lse1, lse2, *call.boundaries(lse1), *strides(*call.inputs), *mask_strides,
+        *strides(out), T, S, call.window or 0, call.scale * LOG2_E.value, tiles, sequences * H, 0,
+    ]  # fmt: skip
     constants = {
-        "H": H, "HN": q2.shape[1], "G": G, "D": D, "DV": Dv, "DA": DA, "DB": DB, "VA": VA, "VB": VB,
-        "FUSED": configuration.fused, "CAUSAL": is_causal, "WINDOW": window is not None, "MASK_KIND": mask_kind,
-        "MASK_ROWS": mask_rows, "POSITIVE": scale > 0, "SHARED_KEYS": k2 is None, "SAVE": need_gradient,
-        "VARLEN": varlen, "SECTION": SECTION,
+        "H": H, "HN": call.q2.shape[1], "G": G, "D": D, "DV": Dv, "DA": DA, "DB": DB, "VA": VA, "VB": VB,
+        "FUSED": configuration.fused, "CAUSAL": call.is_causal, "WINDOW": call.window is not None,
+        "MASK_KIND": mask_kind, "MASK_ROWS": mask_rows, "POSITIVE": call.scale > 0, "SHARED_KEYS": call.k2 is None,
+        "SAVE": need_gradient, "VARLEN": call.documents is not None, "SECTION": SECTION,
     }  # fmt: skip
-    launch(forward_kernel, tiles * batches * H, arguments, constants | configuration.options())
+    launch(forward_kernel, tiles * sequences * H, arguments, constants | configuration.options())
     return out, out2, lse1, lse2

@@ -1,6 +1,6 @@
 """The kernels as PyTorch operators with gradients, so that they work with torch.compile, export and checkpointing.
 
-Arguments and results are those of ``forward.launch_forward`` and ``backward.launch_backward``.
+Arguments are the fields of ``Call``. Results are those of ``forward.launch_forward`` and ``backward.launch_backward``.
 """
 
 import logging
@@ -15,6 +15,7 @@ from diff_transformer.ops.gluon.backward import attend_backward
 from diff_transformer.ops.gluon.forward import attend_forward
 from diff_transformer.ops.gluon.support import backward_kernels, switched_off
 from diff_transformer.ops.triton.backward import launch_backward
+from diff_transformer.ops.triton.call import Call, Documents
 from diff_transformer.ops.triton.forward import launch_forward
 from diff_transformer.ops.triton.launching import INTERPRETED as INTERPRETED
 from diff_transformer.ops.triton.launching import like_queries, rows_contiguous, transposed_like
@@ -48,16 +49,16 @@ def forward(
     one_pass: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """out, softmax(q2 k2^T scale) v, and both log-sum-exps; ``one_pass`` is for the backward."""
-    call = (q1, q2, k1, k2, v, attn_mask, cu_seqlens_q, is_causal, window)
-    if need_gradient:
-        _test_backward_early(*call, one_pass)
-    if _gluon_forward(*call):
-        return attend_forward(q1, q2, k1, k2, v, lam, is_causal, scale, need_gradient)[0]
-    _announce("forward", str(q1.device), q1.dtype, "plain Triton")
-    return launch_forward(
-        q1, q2, k1, k2, v, lam, attn_mask, cu_seqlens_q, cu_seqlens_k, max_q, max_k, is_causal, window, scale,
-        need_gradient,
+    call = Call(
+        q1, q2, k1, k2, v, lam, scale=scale, is_causal=is_causal, window=window, attn_mask=attn_mask,
+        documents=_documents(cu_seqlens_q, cu_seqlens_k, max_q, max_k),
     )  # fmt: skip
+    if need_gradient:
+        _test_backward_early(call, one_pass)
+    if _gluon_forward(call):
+        return attend_forward(call, need_gradient)[0]
+    _announce("forward", str(q1.device), q1.dtype, "plain Triton")
+    return launch_forward(call, need_gradient)
 
 
 @torch.library.custom_op("diff_transformer::triton_backward", mutates_args=())
@@ -87,13 +88,15 @@ def backward(
     """Gradients of q1, q2, k1, k2, v and lam; that of k2 is empty if k2 is None. by_gluon: use Gluon if it can."""
     one_pass = one_pass and not torch.are_deterministic_algorithms_enabled()
     passes = "one pass" if one_pass else "two passes"
-    if by_gluon and _gluon_backward(q1, q2, k1, k2, v, attn_mask, cu_seqlens_q, is_causal, window, one_pass, passes):
-        return attend_backward(dout, q1, q2, k1, k2, v, lam, out, out2, lse1, lse2, is_causal, scale, one_pass)[0]
-    _announce("backward", str(q1.device), q1.dtype, f"plain Triton, {passes}")
-    return launch_backward(
-        dout, q1, q2, k1, k2, v, lam, attn_mask, cu_seqlens_q, cu_seqlens_k, max_q, max_k, out, out2, lse1, lse2,
-        is_causal, window, scale, one_pass,
+    call = Call(
+        q1, q2, k1, k2, v, lam, scale=scale, is_causal=is_causal, window=window, attn_mask=attn_mask,
+        documents=_documents(cu_seqlens_q, cu_seqlens_k, max_q, max_k),
     )  # fmt: skip
+    saved = (out, out2, lse1, lse2)
+    if by_gluon and _gluon_backward(call, one_pass, passes):
+        return attend_backward(call, dout, saved, one_pass)[0]
+    _announce("backward", str(q1.device), q1.dtype, f"plain Triton, {passes}")
+    return launch_backward(call, dout, saved, one_pass)
 
 
 @forward.register_fake
@@ -137,29 +140,35 @@ forward.register_autograd(_differentiate, setup_context=_save)
 backward.register_autograd(refuse_second_derivatives)
 
 
-def _test_backward_early(q1, q2, k1, k2, v, attn_mask, cu_seqlens_q, is_causal, window, one_pass: bool) -> None:
+def _documents(cu_seqlens_q: Tensor | None, cu_seqlens_k: Tensor | None, max_q: int, max_k: int) -> Documents | None:
+    if cu_seqlens_q is None or cu_seqlens_k is None:
+        return None
+    return Documents(cu_seqlens_q, cu_seqlens_k, max_q, max_k)
+
+
+def _test_backward_early(call: Call, one_pass: bool) -> None:
     """Run the self-test of the gradient kernels, once in a process: in a backward, memory is fullest."""
-    if q1.device.type == "cuda":
+    if call.q1.device.type == "cuda":
         one_pass = one_pass and not torch.are_deterministic_algorithms_enabled()
-        gluon.unsupported_backward_reason(q1, q2, k1, k2, v, attn_mask, cu_seqlens_q, is_causal, window, one_pass)
+        gluon.unsupported_backward_reason(call, one_pass)
 
 
-def _gluon_forward(q1, q2, k1, k2, v, attn_mask, cu_seqlens_q, is_causal, window) -> bool:
+def _gluon_forward(call: Call) -> bool:
     """Whether the Gluon kernel computes the forward. Logs once why it does not."""
-    if q1.device.type != "cuda":
+    if call.q1.device.type != "cuda":
         return False
-    reason = gluon.unsupported_reason(q1, q2, k1, k2, v, attn_mask, cu_seqlens_q, is_causal, window)
-    _announce("forward", str(q1.device), q1.dtype, "Gluon" if reason is None else f"not Gluon: {reason}")
+    reason = gluon.unsupported_reason(call)
+    _announce("forward", str(call.q1.device), call.q1.dtype, "Gluon" if reason is None else f"not Gluon: {reason}")
     return reason is None
 
 
-def _gluon_backward(q1, q2, k1, k2, v, attn_mask, cu_seqlens_q, is_causal, window, one_pass: bool, passes: str) -> bool:
+def _gluon_backward(call: Call, one_pass: bool, passes: str) -> bool:
     """Whether the Gluon kernels compute the gradients. Logs once why they do not."""
-    if q1.device.type != "cuda":
+    if call.q1.device.type != "cuda":
         return False
-    reason = gluon.unsupported_backward_reason(q1, q2, k1, k2, v, attn_mask, cu_seqlens_q, is_causal, window, one_pass)
+    reason = gluon.unsupported_backward_reason(call, one_pass)
     what = f"Gluon, {passes}" if reason is None else f"not Gluon: {reason}"
-    _announce("backward", str(q1.device), q1.dtype, what)
+    _announce("backward", str(call.q1.device), call.q1.dtype, what)
     return reason is None
 
 
