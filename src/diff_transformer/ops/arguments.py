@@ -54,6 +54,18 @@ def check(q1, q2, k1, k2, v, lam, attn_mask, is_causal, window, scale) -> Argume
     """The canonical arguments of a call; raises what ``diff_attention`` documents. is_causal went through ``flag``."""
     if v is None or not passes_fast_check(q1, q2, k1, k2, v):
         check_tensors(q1, q2, k1, k2, v)
+    check_options(is_causal, window, scale)
+    return Arguments(
+        lam_for_every_row(lam, q1),
+        four_dimensional_mask(attn_mask, q1, k1.shape[2]),
+        bool(is_causal),
+        window,
+        q1.shape[3] ** -0.5 if scale is None else float(scale),
+    )
+
+
+def check_options(is_causal: bool, window: int | None, scale: float | None) -> None:
+    """Raise for a scale or a window of another type or out of range, or a window without is_causal."""
     if scale is not None and (isinstance(scale, bool) or not isinstance(scale, int | float)):
         raise TypeError(f"scale is a {type(scale).__name__}; give a number or None")
     if scale is not None and not -math.inf < scale < math.inf:  # torch.compile cannot trace math.isfinite
@@ -68,13 +80,20 @@ def check(q1, q2, k1, k2, v, lam, attn_mask, is_causal, window, scale) -> Argume
                 f"window={window} without is_causal=True; a window counts back from the query's own position. "
                 "Set is_causal=True, or give another band as a boolean attn_mask"
             )
-    return Arguments(
-        lam_for_every_row(lam, q1),
-        four_dimensional_mask(attn_mask, q1, k1.shape[2]),
-        bool(is_causal),
-        window,
-        q1.shape[3] ** -0.5 if scale is None else float(scale),
-    )
+
+
+def check_head_counts(H: int, Hn: int, G: int) -> None:
+    """Raise unless G key/value heads divide Hn noise heads, and these divide H signal heads."""
+    if H % Hn:
+        raise ValueError(
+            f"q1 has {H} heads, which q2's {Hn} noise heads do not divide; "
+            "give q2 as many heads as q1 or a divisor of that number"
+        )
+    if Hn % G:
+        raise ValueError(
+            f"q2 has {Hn} heads, which k1's {G} key/value heads do not divide; "
+            "give a number of key/value heads that divides the heads of q2 (and so of q1)"
+        )
 
 
 def passes_fast_check(q1: Tensor, q2: Tensor, k1: Tensor, k2: Tensor, v: Tensor) -> bool:
@@ -133,16 +152,7 @@ def check_tensors(q1: Tensor, q2: Tensor, k1: Tensor, k2: Tensor, v: Tensor | No
             raise ValueError(
                 f"k1 has {G} key/value heads and {name} has {named[name].shape[1]}; k1, k2 and v need equally many"
             )
-    if H % Hn:
-        raise ValueError(
-            f"q1 has {H} heads, which q2's {Hn} noise heads do not divide; "
-            "give q2 as many heads as q1 or a divisor of that number"
-        )
-    if Hn % G:
-        raise ValueError(
-            f"q2 has {Hn} heads, which k1's {G} key/value heads do not divide; "
-            "give a number of key/value heads that divides the heads of q2 (and so of q1)"
-        )
+    check_head_counts(H, Hn, G)
 
 
 def lam_for_every_row(lam: float | Tensor, q1: Tensor) -> Tensor:
@@ -161,7 +171,7 @@ def lam_for_every_row(lam: float | Tensor, q1: Tensor) -> Tensor:
     lam = lam.to(device=q1.device, dtype=dtype)
     if lam.dim() == 1 and lam.shape[0] in (1, H):
         return lam[None, :, None, None].expand(B, H, T, 1)
-    if lam.dim() != 1 and broadcasts(lam, (B, H, T, 1)):
+    if lam.dim() != 1 and broadcasts(lam.shape, (B, H, T, 1)):
         return lam.expand(B, H, T, 1)
     raise ValueError(
         f"lam has shape {given}; give a float, a scalar, [{H}] (one per head) "
@@ -169,10 +179,10 @@ def lam_for_every_row(lam: float | Tensor, q1: Tensor) -> Tensor:
     )
 
 
-def broadcasts(x: Tensor, full: tuple[int, ...]) -> bool:
-    """Whether x is one that broadcasting, from the right, makes ``full``."""
-    sizes = zip(reversed(x.shape), reversed(full), strict=False)
-    return x.dim() <= len(full) and all(n in (1, size) for n, size in sizes)
+def broadcasts(shape: tuple[int, ...], full: tuple[int, ...]) -> bool:
+    """Whether a tensor of this shape broadcasts to ``full``."""
+    sizes = zip(reversed(shape), reversed(full), strict=False)
+    return len(shape) <= len(full) and all(n in (1, size) for n, size in sizes)
 
 
 def four_dimensional_mask(attn_mask: Tensor | None, q1: Tensor, S: int) -> Tensor | None:
@@ -188,7 +198,7 @@ def four_dimensional_mask(attn_mask: Tensor | None, q1: Tensor, S: int) -> Tenso
         )
     if attn_mask.device != q1.device:
         raise ValueError(f"q1 is on {q1.device} and attn_mask on {attn_mask.device}; move them to one device")
-    if not broadcasts(attn_mask, full):
+    if not broadcasts(attn_mask.shape, full):
         raise ValueError(f"attn_mask has shape {list(attn_mask.shape)}, which does not broadcast to {list(full)}")
     return attn_mask[(None,) * (4 - attn_mask.dim())]
 

@@ -111,7 +111,7 @@ def _lam_as_batch(lam: float | Tensor, q1: Tensor) -> float | Tensor:
     if not isinstance(lam, Tensor) or lam.dim() < 2:
         return lam
     total, H, _ = q1.shape
-    if not broadcasts(lam, (total, H, 1)):
+    if not broadcasts(lam.shape, (total, H, 1)):
         raise ValueError(
             f"lam has shape {list(lam.shape)}; give a float, a scalar, [{H}] (one per head) "
             f"or dimensions that broadcast to [{total}, {H}, 1]"

@@ -1,13 +1,11 @@
 """Checks the arguments of the JAX operator and brings lam, attn_mask and scale into one form."""
 
-import math
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from diff_transformer.ops.arguments import flag
+from diff_transformer.ops.arguments import broadcasts, check_head_counts, check_options, flag
 
 DTYPES = ("float32", "bfloat16", "float16", "float64")
 
@@ -23,20 +21,11 @@ def check(q1, q2, k1, k2, v, lam, attn_mask, is_causal, window, scale, block_siz
     _check_shapes(arrays)
     q1 = arrays["q1"]
     flag("is_causal", is_causal)
-    if scale is not None and (isinstance(scale, bool) or not isinstance(scale, int | float)):
-        raise TypeError(f"scale is a {type(scale).__name__}; give a number or None")
-    if scale is not None and not math.isfinite(scale):
-        raise ValueError(f"scale is {scale}; give a finite number, or None for D ** -0.5")
-    for name, size in (("window", window), ("block_size", block_size)):
-        if size is not None and (isinstance(size, bool) or not isinstance(size, int)):
-            raise TypeError(f"{name} is a {type(size).__name__}; give an int or None")
-        if size is not None and size < 1:
-            raise ValueError(f"{name} is {size}; give at least 1 or None")
-    if window is not None and not is_causal:
-        raise ValueError(
-            f"window={window} without is_causal=True; a window counts back from the query's own position. "
-            "Set is_causal=True, or give another band as a boolean attn_mask"
-        )
+    check_options(is_causal, window, scale)
+    if block_size is not None and (isinstance(block_size, bool) or not isinstance(block_size, int)):
+        raise TypeError(f"block_size is a {type(block_size).__name__}; give an int or None")
+    if block_size is not None and block_size < 1:
+        raise ValueError(f"block_size is {block_size}; give at least 1 or None")
     scale = q1.shape[3] ** -0.5 if scale is None else float(scale)
     mask = _mask(attn_mask, (*q1.shape[:3], arrays["k1"].shape[2]))
     return *(arrays[name] for name in ("q1", "q2", "k1", "k2")), arrays.get("v"), _lam(lam, q1), mask, scale
@@ -69,17 +58,7 @@ def _check_shapes(arrays: dict[str, Array]) -> None:
             mine, needed = arrays[name].shape[i], arrays[other].shape[i]
             if mine != needed:
                 raise ValueError(f"{other} has {words[i]} {needed} and {name} has {words[i]} {mine}; make them equal")
-    H, Hn, G = q1.shape[1], arrays["q2"].shape[1], arrays["k1"].shape[1]
-    if H % Hn:
-        raise ValueError(
-            f"q1 has {H} heads, which q2's {Hn} noise heads do not divide; "
-            "give q2 as many heads as q1 or a divisor of that number"
-        )
-    if Hn % G:
-        raise ValueError(
-            f"q2 has {Hn} heads, which k1's {G} key/value heads do not divide; "
-            "give a number of key/value heads that divides the heads of q2 (and so of q1)"
-        )
+    check_head_counts(q1.shape[1], arrays["q2"].shape[1], arrays["k1"].shape[1])
 
 
 def _lam(lam, q1: Array) -> Array:
@@ -96,17 +75,12 @@ def _lam(lam, q1: Array) -> Array:
         return lam.reshape(1, 1, 1, 1)
     if lam.ndim == 1 and given[0] in (1, H):
         return lam[None, :, None, None]
-    if lam.ndim > 1 and _broadcasts(given, (B, H, T, 1)):
+    if lam.ndim > 1 and broadcasts(given, (B, H, T, 1)):
         return lam[(None,) * (4 - lam.ndim)]
     raise ValueError(
         f"lam has shape {list(given)}; give a number, a scalar, [{H}] (one per head) "
         f"or dimensions that broadcast to [{B}, {H}, {T}, 1]"
     )
-
-
-def _broadcasts(given: tuple[int, ...], full: tuple[int, ...]) -> bool:
-    sizes = zip(reversed(given), reversed(full), strict=False)
-    return len(given) <= len(full) and all(n in (1, size) for n, size in sizes)
 
 
 def _mask(attn_mask, full: tuple[int, ...]) -> Array | None:
@@ -118,6 +92,6 @@ def _mask(attn_mask, full: tuple[int, ...]) -> Array | None:
         raise TypeError(
             f"attn_mask has dtype {attn_mask.dtype}; give bool (True = attend) or a floating-point mask that is added"
         )
-    if not _broadcasts(attn_mask.shape, full):
+    if not broadcasts(attn_mask.shape, full):
         raise ValueError(f"attn_mask has shape {list(attn_mask.shape)}, which does not broadcast to {list(full)}")
     return jnp.asarray(attn_mask)[(None,) * (4 - attn_mask.ndim)]
