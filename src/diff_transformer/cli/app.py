@@ -83,6 +83,25 @@ def bytes_done(title: str) -> Generator:
         yield show
 
 
+def step_bars(**options):
+    """rich's progress bars in steps, with the time taken and the time left.
+
+    Args:
+        options: of ``rich.progress.Progress``.
+    """
+    from rich.progress import (
+        BarColumn,
+        MofNCompleteColumn,
+        Progress,
+        TextColumn,
+        TimeElapsedColumn,
+        TimeRemainingColumn,
+    )
+
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    return Progress(*columns, TextColumn("left"), TimeRemainingColumn(), **options)
+
+
 def quiet():
     """Silence the progress bars and warnings of libraries."""
     import logging

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from diff_transformer.checks import LAST_PORT
-from diff_transformer.cli.app import Resume, Set, app, computing, quiet, resumable
+from diff_transformer.cli.app import Resume, Set, app, computing, quiet, resumable, step_bars
 
 
 @app.command(name="eval")
@@ -114,17 +114,7 @@ def shown_number(value: float) -> str:
 @contextmanager
 def _bars() -> Generator:
     """Progress bars, one per part of an experiment: ``bar(title)(part, done, total)``."""
-    from rich.progress import (
-        BarColumn,
-        MofNCompleteColumn,
-        Progress,
-        TextColumn,
-        TimeElapsedColumn,
-        TimeRemainingColumn,
-    )
-
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, TextColumn("left"), TimeRemainingColumn(), transient=True) as progress:
+    with step_bars(transient=True) as progress:
 
         def bar(title: str):
             tasks: dict[str, Any] = {}

@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from diff_transformer.cli.app import Out, Recipe, Resume, Set, app, configuration, quiet, resumable, training
+from diff_transformer.cli.app import Out, Recipe, Resume, Set, app, configuration, quiet, resumable, step_bars, training
 
 CHECKPOINTS = "checkpoints/step-????????"  # complete checkpoints of a run
 
@@ -49,15 +49,6 @@ def train(out: Out, recipe: Recipe = "demo", assignments: Set = None, resume: Re
 
     --set train.parallel.devices=8 starts eight processes; torchrun -m diff_transformer train ... starts any number.
     """
-    from rich.progress import (
-        BarColumn,
-        MofNCompleteColumn,
-        Progress,
-        TextColumn,
-        TimeElapsedColumn,
-        TimeRemainingColumn,
-    )
-
     from diff_transformer.train.launch import is_first, start_processes
 
     training()
@@ -65,9 +56,7 @@ def train(out: Out, recipe: Recipe = "demo", assignments: Set = None, resume: Re
     start_processes(config, out, resume=resume)
     from diff_transformer.train.loop import train as run
 
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    bars = Progress(*columns, TextColumn("left"), TimeRemainingColumn(), disable=not is_first())
-    with resumable(out, lambda: any(out.glob(CHECKPOINTS))), bars as bar:
+    with resumable(out, lambda: any(out.glob(CHECKPOINTS))), step_bars(disable=not is_first()) as bar:
         task = bar.add_task("training", total=config.train.steps)
 
         def show(step: int, values: dict):

@@ -19,9 +19,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from diff_transformer.checks import require_positive
-from diff_transformer.data.evaluation_text import load_rows
 from diff_transformer.evals.inside import layers_of
-from diff_transformer.evals.lm import CausalLM, check_length, measured_split, settings_of_lm
+from diff_transformer.evals.lm import CausalLM, settings_of_lm, text_rows
 from diff_transformer.evals.provenance import provenance
 from diff_transformer.evals.samples import Samples
 from diff_transformer.evals.types import Result
@@ -60,11 +59,7 @@ QUICK: dict = {"length": 128, "samples": 16, "trials": 4}
 def run(lm: CausalLM, settings: Settings, samples: Samples) -> Result:
     """Gradient flow with ``settings``."""
     require_positive(length=settings.length, samples=settings.samples)
-    check_length(lm, settings.length, "a row")
-    split = measured_split(lm, settings.split, "any")
-    ids, side = load_rows(
-        settings.corpus, lm.tokenizer, settings.length, settings.samples, seed=settings.seed, split=split
-    )
+    ids, side = text_rows(lm, settings, settings.samples)
     result = evaluate_gradient_flow(
         lm, ids, batch_size=settings.batch_size, trials=settings.trials, init=settings.init, seed=settings.seed,
         samples=samples,

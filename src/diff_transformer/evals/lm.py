@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from diff_transformer.checks import require_known, require_positive
-from diff_transformer.data.evaluation_text import SPLITS
+from diff_transformer.data.evaluation_text import SPLITS, load_rows
 from diff_transformer.data.tokenizer import encode_all
 from diff_transformer.evals.inside import AttentionCall, tapped_attention
 
@@ -205,6 +205,20 @@ def measured_split(lm: Any, split: str, otherwise: str) -> str:
         return split
     config = getattr(getattr(lm, "model", None), "config", None)
     return "held-out" if getattr(config, "model_type", None) == "diff_transformer" else otherwise
+
+
+def text_rows(lm: Any, settings: Any, count: int) -> tuple[Tensor, str]:
+    """``load_rows`` for an experiment's ``settings``, with fields ``corpus``, ``split``, ``length`` and ``seed``.
+
+    Returns:
+        ``count`` rows in the tokens of ``lm``, int64 ``[count, length]``, and their side of the corpus.
+
+    Raises:
+        ValueError: if ``lm`` does not support rows so long, or the text has fewer.
+    """
+    check_length(lm, settings.length, "a row")
+    split = measured_split(lm, settings.split, "any")
+    return load_rows(settings.corpus, lm.tokenizer, settings.length, count, seed=settings.seed, split=split)
 
 
 def settings_of_lm(lm: Any) -> dict:

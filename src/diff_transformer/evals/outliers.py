@@ -14,9 +14,8 @@ import torch
 from torch import Tensor
 
 from diff_transformer.checks import require_positive
-from diff_transformer.data.evaluation_text import load_rows
 from diff_transformer.evals.inside import BLOCK, AttentionCall, layers_of, output_of, tapped_attention
-from diff_transformer.evals.lm import CausalLM, check_length, measured_split, settings_of_lm
+from diff_transformer.evals.lm import CausalLM, check_length, settings_of_lm, text_rows
 from diff_transformer.evals.provenance import provenance
 from diff_transformer.evals.samples import Samples
 from diff_transformer.evals.types import Result
@@ -48,11 +47,7 @@ QUICK = {"length": 128, "samples": 32}
 
 def run(lm: CausalLM, settings: Settings, samples: Samples) -> Result:
     """``diff-transformer eval outliers``."""
-    check_length(lm, settings.length, "a row")
-    split = measured_split(lm, settings.split, "any")
-    ids, side = load_rows(
-        settings.corpus, lm.tokenizer, settings.length, settings.samples, seed=settings.seed, split=split
-    )
+    ids, side = text_rows(lm, settings, settings.samples)
     result = evaluate_outliers(lm, ids, samples=samples)
     result.provenance.update(asdict(settings), side=side)
     return result

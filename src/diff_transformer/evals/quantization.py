@@ -20,13 +20,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from diff_transformer.data.evaluation_text import load_rows
 from diff_transformer.data.tasks.multiple_choice import load_continuations
 from diff_transformer.data.tasks.types import MultipleChoiceItem
 from diff_transformer.data.tokenizer import encode_all
 from diff_transformer.evals.inside import AttentionCall, Change, changed_logits
 from diff_transformer.evals.likelihood import common_prefix, continuation_logprobs
-from diff_transformer.evals.lm import CausalLM, check_length, measured_split, rows_at_once, settings_of_lm
+from diff_transformer.evals.lm import CausalLM, check_length, rows_at_once, settings_of_lm, text_rows
 from diff_transformer.evals.provenance import provenance
 from diff_transformer.evals.samples import Samples
 from diff_transformer.evals.types import Result
@@ -68,11 +67,7 @@ def run(lm: CausalLM, settings: Settings, samples: Samples) -> Result:
     tasks = load_continuations(settings.data, seed=settings.seed)[: settings.samples]
     ids, side = None, "none"
     if settings.rows:
-        check_length(lm, settings.length, "a row")
-        split = measured_split(lm, settings.split, "any")
-        ids, side = load_rows(
-            settings.corpus, lm.tokenizer, settings.length, settings.rows, seed=settings.seed, split=split
-        )
+        ids, side = text_rows(lm, settings, settings.rows)
     result = evaluate_quantization(
         lm, tasks, ids, bits=settings.bits, granularity=settings.granularity, samples=samples
     )  # fmt: skip

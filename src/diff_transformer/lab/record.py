@@ -154,7 +154,7 @@ def load_all(source: Path | str) -> list[Record]:
     if source.is_dir() and (source / "results.json").exists():
         source = source / "results.json"
     if not source.is_dir():
-        return _of_value(_read(source), source)
+        return _of_value(read_json(source), source)
     found: list[Record] = []
     whole = [path for name in _WHOLE for path in source.rglob(name)]
     inside = {path.parent for path in whole}
@@ -164,7 +164,7 @@ def load_all(source: Path | str) -> list[Record]:
         if path.name != FILE and (path.parent / FILE).exists():
             continue
         try:
-            found += _of_value(_read(path), path, source)
+            found += _of_value(read_json(path), path, source)
         except RecordError:
             if path.name in _WHOLE:
                 raise
@@ -202,11 +202,12 @@ def finished(folder: Path) -> bool:
 def load_run(folder: Path, setting: str, side: str, seed: int) -> Record:
     """The record of the finished run in ``folder``. The caller knows its setting, side and seed."""
     path = next(folder / name for name in _WHOLE if (folder / name).exists())
-    (record,) = _of_value(_read(path), path)
+    (record,) = _of_value(read_json(path), path)
     return replace(record, setting=setting, side=side, seed=seed)
 
 
-def _read(path: Path) -> object:
+def read_json(path: Path) -> object:
+    """The value of a JSON file; RecordError if there is no such file or it is not JSON."""
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:

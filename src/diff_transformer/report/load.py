@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from diff_transformer.lab.record import FILE, Record, of_result
+from diff_transformer.lab.record import FILE, Record, RecordError, of_result, read_json
 from diff_transformer.lab.record import SCHEMA as RECORD_SCHEMA
 from diff_transformer.report.charts import Point
 from diff_transformer.report.markup import is_number
@@ -120,11 +120,9 @@ def _from_path(path: Path) -> list[Record]:
 
 def _read(path: Path) -> object:
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise ResultsError(f"there is no file {path}; give a result that `diff-transformer eval` wrote") from None
-    except (OSError, ValueError) as error:
-        raise ResultsError(f"{path} is not JSON ({error}); give a result that `diff-transformer eval` wrote") from None
+        return read_json(path)
+    except RecordError as error:
+        raise ResultsError(f"{error}; give a result that `diff-transformer eval` wrote") from None
 
 
 def _records(value: object) -> list[Record]:
