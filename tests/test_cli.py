@@ -112,7 +112,7 @@ def test_an_experiment_on_two_models_into_a_folder_with_a_report(model, corpus, 
     assert out.returncode == 0, out.stderr
     assert {path.name for path in (tmp_path / "out" / "long_nll").iterdir()} == {f"{model.name}.json", "debug.json"}
     page = (tmp_path / "out" / "report.html").read_text()
-    assert "Does a longer context go on helping?" in page
+    assert "Does a longer context keep helping?" in page
     assert "is not an empty folder; resume it (--resume) or choose another" in cli(*command).stderr
     assert cli(*command, "--resume").returncode == 0
     page_again = cli("report", tmp_path / "out" / "long_nll" / f"{model.name}.json", "--out", tmp_path / "again.html")

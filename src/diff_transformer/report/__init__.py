@@ -1,4 +1,4 @@
-"""Results -> one self-contained HTML page: of a comparison, of experiments alone, or of training runs."""
+"""Write results as one self-contained HTML page: a comparison, experiments alone, or training runs."""
 
 from diff_transformer.report.claims import render_claims
 from diff_transformer.report.evals_page import write_evals_report

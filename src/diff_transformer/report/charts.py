@@ -18,7 +18,7 @@ from diff_transformer.report.markup import mean, number, short
 from diff_transformer.report.render import BREAK, HIT, Chart
 
 NAMES = {"diff": "DIFF", "softmax": "Transformer"}
-WIDTH = 400  # of a chart in the page, which shows it 330 to 520 pixels wide
+WIDTH = 400  # width of a chart; the page scales it to 330 to 520 pixels
 MARKS = {
     "diff": "circle", "softmax": "square", "s1": "diamond", "s2": "triangle-up", "s3": "triangle-down", "s4": "cross",
     "s5": "M-0.6,-1L0.6,-1L1.15,0L0.6,1L-0.6,1L-1.15,0Z", "s6": "M-1,-1L1,-1L0.3,0L1,1L-1,1L-0.3,0Z",
@@ -28,7 +28,7 @@ DASHES = {
 }  # fmt: skip
 Point = tuple[float, float]
 BySeed = Mapping[int, float]
-_LETTER = 6.6  # pixels of a letter, at most
+_LETTER = 6.6  # largest width of a letter in pixels
 
 
 @dataclass(frozen=True)
@@ -40,8 +40,8 @@ class Line:
         side: decides colour, mark and dashes; ``colour``, any CSS colour, overrides the side's.
         thin: one seed among several.
         marks: draw a mark at each point; without ``joined``, marks alone.
-        read: its values are in the reading under the pointer.
-        end_label: words at the right end.
+        read: show its values in the tooltip.
+        end_label: text at the right end.
         band: (x, low, high), drawn as an area in the line's colour.
     """
 
@@ -83,12 +83,12 @@ def line_chart(
     log_x: bool = False,
     log_y: bool = False,
 ) -> Chart:
-    """Lines over a number; on a logarithmic axis only positive values are drawn.
+    """A line chart. A logarithmic axis shows only positive values.
 
     Args:
-        label: what a screen reader says.
-        x_name: what the reading under the pointer calls x.
-        x_ticks: (x, words); by default Vega chooses round numbers.
+        label: description of the chart for screen readers.
+        x_name: name of x in the tooltip.
+        x_ticks: (x, text); by default Vega chooses round numbers.
         y_range: a line that leaves it ends at the frame.
         guides: dashed levels, each with its name.
     """
@@ -148,7 +148,7 @@ def _end_labels(lines: list[Line], right: float, x: dict, y: dict, apart: float)
 
 
 def _readings(lines: list[Line], x_name: str, digits: int) -> list[dict]:
-    """For each x the values of all lines there, and the interval in which it is the nearest."""
+    """For each x: the values of all lines there, and the interval in which this x is the nearest."""
     tables = [(line.name, dict(line.points)) for line in lines]
     xs = sorted({x for _, table in tables for x in table})
     found = []
@@ -177,11 +177,11 @@ def category_chart(
     width: float = WIDTH,
     names: Mapping[str, str] = NAMES,
 ) -> Chart:
-    """Named categories; in each, a bar from 0 or a mark for each model's mean, and its seeds.
+    """A chart of named categories. Each shows a model's mean as a bar from 0 or as a mark, and its seeds.
 
     Args:
         values: side -> for each category, values by seed; an empty one draws nothing.
-        names: side -> what the reading under the pointer calls it.
+        names: side -> its name in the tooltip.
     """
     every = [v for by_category in values.values() for seeds in by_category for v in seeds.values()]
     low, high = y_range or padded(every + [level for level, _ in guides], 0.12, zero=bars, log=log)
@@ -205,7 +205,7 @@ def category_chart(
 
 
 def _group(side: str, by_category: Sequence[BySeed], bars: bool, zero: float) -> list[tuple[list[dict], dict]]:
-    """Data and mark of one model's bars or means, of the reach of its seeds, and of the seeds."""
+    """Data and marks of one model: its bars or means, the range of its seeds, and the seeds."""
     colour, ink = _colour(side), "var(--ink)" if bars else _colour(side)
     known = [(i, list(seeds.values())) for i, seeds in enumerate(by_category) if seeds]
     several = [(i, found) for i, found in known if len(found) > 1]
@@ -237,10 +237,10 @@ def row_chart(
     width: float = WIDTH,
     labels: bool = True,
 ) -> Chart:
-    """Named rows, one below the other: a mark and a number for the mean, small marks for seeds, a line for an interval.
+    """A chart of named rows: a mark and a number for the mean, small marks for seeds, a line for an interval.
 
-    ``guide`` is a value with a vertical line, such as 0 for differences. Without ``labels`` the names are left to a
-    chart beside it.
+    ``guide`` is a value with a vertical line, such as 0 for differences. Without ``labels``, the rows have no names: a
+    chart beside this one shows them.
     """
     ends = [v for row in rows for v in (*row.values.values(), row.low, row.high) if v is not None]
     x = _number("x", padded(ends if guide is None else [*ends, guide], 0.08), title=x_label)
@@ -280,7 +280,7 @@ def heat_map(
     x_label: str,
     y_label: str,
 ) -> Chart:
-    """A grid of shares between 0 and 1, each cell with its number; a missing cell stays empty."""
+    """A heat map of shares between 0 and 1. Each cell shows its number; a missing cell stays empty."""
     cells = []
     for r in range(len(rows)):
         for c in range(len(columns)):
@@ -309,7 +309,7 @@ def heat_map(
 
 
 def grid(panels: Sequence[tuple[str, Chart]], names: Mapping[str, str], columns: int = 3) -> Chart:
-    """Several charts, (title, chart), as one, below a legend of ``names``, side -> name."""
+    """Combine several charts, (title, chart), below a legend of ``names``, side -> name."""
     shown: list[Chart] = [
         {k: v for k, v in chart.items() if k not in _ALONE} | {"title": title} for title, chart in panels
     ]
@@ -321,7 +321,7 @@ def grid(panels: Sequence[tuple[str, Chart]], names: Mapping[str, str], columns:
 
 
 def _legend(names: Mapping[str, str], room: float) -> list[dict]:
-    """Marks and names in as many lines as ``room`` pixels need; marks and texts stand at pixels, without a scale."""
+    """A legend of marks and names, wrapped to ``room`` pixels. Positions are in pixels, without a scale."""
     layers, x, y = [], 0.0, 0.0
     for side, name in names.items():
         wide = 22 + 6.2 * len(name)
@@ -343,14 +343,14 @@ def averaged(points_by_seed: list[list[Point]]) -> list[Point]:
 
 
 def bucketed(points: list[Point], count: int = 60) -> list[Point]:
-    """At most ``count`` points: the mean of each run of neighbours, placed at the last x of the run."""
+    """At most ``count`` points. Each is the mean of neighbouring points, at their last x."""
     size = -(-len(points) // count) or 1
     runs = [points[i : i + size] for i in range(0, len(points), size)]
     return [(run[-1][0], mean([v for _, v in run]) or 0.0) for run in runs]
 
 
 def padded(values: list[float], share: float = 0.06, *, zero: bool = False, log: bool = False) -> tuple[float, float]:
-    """The range of the values with some room. ``zero``: it contains 0. ``log``: the room is a factor."""
+    """The range of the values with a margin. ``zero``: include 0. ``log``: the margin is a factor."""
     if log:
         low, high = padded([math.log(v) for v in values if v > 0] or [0.0], share)
         return math.exp(low), math.exp(high)
@@ -361,19 +361,19 @@ def padded(values: list[float], share: float = 0.06, *, zero: bool = False, log:
 
 
 def wrapped(words: str, room: float) -> list[str]:
-    """``words`` in lines that fit into ``room`` pixels, as far as their spaces allow."""
+    """``words`` broken at spaces into lines of at most ``room`` pixels; a longer word stays whole."""
     return textwrap.wrap(words, max(1, int(room / _LETTER)), break_long_words=False) or [words]
 
 
-# The parts of a specification
+# ---- parts of a specification
 
 _TEXT, _X2, _Y2 = {"field": "words"}, {"field": "x2"}, {"field": "y2"}
 _RIGHT = {"value": "width"}
-_ALONE = ("padding", "autosize")  # keys of a chart by itself, not of a part of a grid
+_ALONE = ("padding", "autosize")  # keys of a single chart, which a part of a grid must not have
 
 
 def _chart(label: str, layers: list[dict], height: float, width: float, right: float = 14) -> Chart:
-    """``height`` is that of the plot; ``width`` that of the whole, or of the plot where it is part of a grid."""
+    """``height`` is the plot's height. ``width`` is the total width, or the plot's width in a grid."""
     padding = {"left": 10, "right": right, "top": 8, "bottom": 4}
     size = {"width": width, "height": height, "padding": padding, "autosize": {"type": "fit-x", "contains": "padding"}}
     return {"description": label, "layer": layers, **size}
@@ -403,7 +403,7 @@ def _number(field: str, domain: tuple[float, float], *, log: bool = False, title
 
 
 def _words(words: Sequence[object], at: Sequence[tuple[float, str]] | None = None) -> str:
-    """An expression that gives the label of a tick: by its place, or by its place among the values ``at``."""
+    """A Vega expression for the label of a tick, by its index, or by its index among the values ``at``."""
     place = "datum.value" if at is None else f"indexof({json.dumps([value for value, _ in at])}, datum.value)"
     return f"{json.dumps(list(words))}[{place}]"
 
@@ -437,7 +437,7 @@ def _guides(guides: Sequence[tuple[float, str]], y: dict) -> list[dict]:
 
 
 def _hits(data: list[dict], **place: object) -> dict:
-    """What answers to the pointer and the keyboard."""
+    """A transparent mark that shows its text on hover, on tap and by the keyboard."""
     told = [{**row, "tip": f"{HIT}{row['tip']}".replace("\n", BREAK)} for row in data]
     mark = {"type": "rect", "fill": "var(--ink)", "opacity": 0, "aria": True}
     return _layer(told, mark, description={"field": "tip"}, **place)

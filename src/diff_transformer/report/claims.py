@@ -88,7 +88,7 @@ def two(words: object) -> Html:
 
 
 def interval(claim: dict) -> str:
-    """The difference of the two models with its interval, over what it was taken, or that there is none."""
+    """The difference of the two models, and its interval over seeds or examples if there is one."""
     difference = as_dict(claim.get("difference"))
     seeds = max(len(_seeds(claim, "diff")), len(_seeds(claim, "softmax")))
     low, middle, high = _amounts([difference.get(k) for k in ("low", "mean", "high")], bool(difference.get("relative")))
@@ -106,12 +106,12 @@ def interval(claim: dict) -> str:
 
 
 def untested(claim: dict) -> str:
-    """Why the models could not test the claim, or ""."""
+    """Why these models cannot test the claim, or ""."""
     return f"not tested: {claim['untested']}" if claim.get("untested") else ""
 
 
 def _amounts(values: list, relative: bool) -> list[str]:
-    """Signed numbers, in per cent when relative, with as many places as keep all but 0 from being written as 0."""
+    """Signed numbers, in per cent when relative, with enough decimals that only 0 is written as 0."""
     scale, unit = (100, " %") if relative else (1, "")
     sizes = [abs(scale * v) for v in values if is_number(v) and v != 0]
     wanted = [next((d for d, least in ((0, 100), (1, 10), (2, 1)) if max(sizes) >= least), 3)] if sizes else [0]
@@ -125,9 +125,9 @@ def _seeds(claim: dict, side: str) -> list[float]:
 
 
 def _strip(claim: dict) -> Html | None:
-    """Every seed of both models on one small axis that puts the better end to the right.
+    """Every seed of both models on one small axis whose right end is better.
 
-    None with one seed: without the spread between seeds the axis would have no measure.
+    None with one seed: the spread between seeds gives the axis its scale.
     """
     by_side = {side: _seeds(claim, side) for side in ("diff", "softmax")}
     if min(len(values) for values in by_side.values()) < 2:
@@ -155,13 +155,13 @@ def _key(strips: bool) -> Html:
 
 
 def bears_on(claim: dict, sources: tuple[str, ...]) -> bool:
-    """True when the claim's source names one of the tables or figures: "Table 1" is not "Table 10"."""
+    """Whether the claim's source names one of the tables or figures; "Table 1" does not match "Table 10"."""
     said = re.sub(r"\bfigure\b", "fig.", str(claim.get("source") or "").lower())
     return any(re.search(rf"(?<!\w){re.escape(s.lower())}(?!\d)", said) for s in sources)
 
 
 def claim_links(results: dict, sources: tuple[str, ...]) -> Html:
-    """Links from a figure to the verdicts that its numbers bear on."""
+    """Links from a figure to the verdicts that its numbers support."""
     links = [
         tag("a", badge(claim.get("verdict")), tag("span", _named(claim)), href=f"#claim-{place + 1}")
         for place, claim in enumerate(dicts(results.get("claims")))
@@ -174,7 +174,7 @@ MARKS = {"held": ("✓", "green"), "did not hold": ("✗", "red"), "undecided": 
 
 
 def render_claims(results: dict) -> Table:
-    """A rich table: claim, what the paper has, what was measured here, verdict. Text is literal, never markup."""
+    """A rich table: claim, the paper's numbers, the numbers measured here, verdict. Text is literal, never markup."""
     shown = Table(title=Text(str(results.get("title") or "Claims")), title_justify="left", show_lines=True)
     shown.add_column("claim", ratio=3)
     order = " (Transformer / DIFF)" if any(TWO.match(str(c.get("here"))) for c in dicts(results.get("claims"))) else ""

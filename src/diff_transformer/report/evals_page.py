@@ -1,4 +1,4 @@
-"""Results of experiments on any number of models -> one page: for each experiment its figure, numbers and examples."""
+"""The page of experiments on any number of models: for each experiment its figure, numbers and examples."""
 
 import json
 from collections.abc import Iterable
@@ -55,8 +55,9 @@ def render_evals_page(records: list[Record]) -> str:
 
 
 def _figures(results: Results) -> list[Figure]:
-    """The figures in the page's order, each with the numbers, examples and settings of its experiment; experiments
-    without one at the end, as tables alone."""
+    """The figures in the page's order, each with the numbers, examples and settings of its experiment.
+
+    Experiments without a figure come last, as tables."""
     drawn = {getattr(module, "EVAL", ""): module for module in IN_ORDER}
     names = dict.fromkeys(part.eval for part in results.measurements())
     made = {name: drawn[name].build(results) for name in drawn if name in names}
@@ -85,7 +86,7 @@ def _slug(name: str) -> str:
 
 
 def _tables(results: Results, name: str, *, metrics: bool = True) -> Html:
-    """What is behind an experiment, each part folded away."""
+    """The details of an experiment, each part folded."""
     models = models_in(results, name)
     parts = [_more("Every number", _metrics(models))] if metrics and models else []
     examples = examples_table(models)
@@ -101,7 +102,7 @@ def _more(title: str, content: Html) -> Html:
 
 
 def _metrics(models: list[Series]) -> Html:
-    """Every metric of an experiment, a column for each model and seed."""
+    """Every metric of an experiment, with a column for each model and seed."""
     runs = [(one, seed) for one in models for seed in one.metrics]
     several = any(len(one.metrics) > 1 for one in models)
     head: list[object] = ["", *(f"{one.label}, seed {seed}" if several else one.label for one, seed in runs)]
@@ -163,9 +164,9 @@ _LONG, _SHORT = 320, 160  # characters of a prompt's end, and of any other text'
 
 
 def examples_table(models: list[Series]) -> tuple[Html, str] | None:
-    """The table, and in words how many of how many rows it shows; None where no model has rows.
+    """The table, and a note on how many of all rows it shows; None if no model has rows.
 
-    The rows are spread evenly over what each model has, so that every part of the experiment is seen.
+    The rows shown are evenly spaced among each model's rows, so that they cover every part of the experiment.
     """
     of = [(one, one.rows()) for one in models]
     total = sum(len(rows) for _, rows in of)

@@ -1,4 +1,4 @@
-"""The attention maps themselves: packed here, drawn by explorer.js."""
+"""The attention-map explorer: this module packs the maps, and explorer.js draws them."""
 
 import base64
 import binascii
@@ -16,7 +16,7 @@ FIRST = 2_500_000  # as many when there is only one
 
 
 def build(results: Results) -> Figure | None:
-    """The explorer with as many example texts as fit the page's budget; ``about["prompt"]`` adds a box to type in."""
+    """The explorer with as many example texts as fit the page's budget. ``about["prompt"]`` adds a text field."""
     texts = packed_examples([entry for record in results.records for entry in dicts(record.rows.get("explorer"))])
     prompt = results.about.get("prompt")
     kept, left_out, used = [], 0, 0
@@ -52,10 +52,10 @@ def build(results: Results) -> Figure | None:
 
 
 def packed_examples(entries: list[dict]) -> list[dict]:
-    """The texts of explorer entries, as explorer.js reads them: title, tokens, and each model's packed maps.
+    """The texts of explorer entries in the format of explorer.js: title, tokens, and each model's packed maps.
 
     Raises:
-        ResultsError: for an entry whose maps or lambdas do not fit its layers, heads and tokens.
+        ResultsError: for an entry whose maps or lambdas do not match its layers, heads and tokens.
     """
     texts: dict[tuple, dict] = {}
     for entry in entries:
@@ -70,7 +70,7 @@ def packed_examples(entries: list[dict]) -> list[dict]:
 
 
 def _model(entry: dict, length: int) -> dict:
-    """One model's maps on one text, as explorer.js reads them."""
+    """One model's maps on one text, in the format of explorer.js."""
     layers, heads = int(entry.get("layers") or 0), int(entry.get("heads") or 0)
     side = side_of(entry.get("attention"))
     name = str(entry.get("model") or NAMES[side])
@@ -106,7 +106,7 @@ def _lambdas(entry: dict, layers: int, name: str) -> list[float]:
 def pack(maps: str, layers: int, heads: int, length: int, where: str) -> str:
     """Base64 of uint8 [L, H, T, T] -> base64 of its lower triangles, row by row: [L, H, T (T + 1) / 2].
 
-    The maps are causal, so nothing is lost and half the size is saved. Raises ResultsError when the bytes do not fit.
+    The maps are causal, so this halves the size without loss. Raises ResultsError if the number of bytes is wrong.
     """
     try:
         raw = np.frombuffer(base64.b64decode(maps, validate=True), dtype=np.uint8)

@@ -1,4 +1,4 @@
-"""A figure of the page: title, how to read it, what was found, the charts, and the numbers behind them."""
+"""A figure of the page: title, reading instructions, findings, charts, and the numbers behind them."""
 
 import re
 from collections.abc import Sequence
@@ -18,8 +18,9 @@ LABELS = {
 
 @dataclass(frozen=True)
 class Finding:
-    """``outcome`` is a key of LABELS: who is ahead, nobody, or a remark that ranks neither. ``weak``: from so few seeds
-    that another could say otherwise."""
+    """One finding. ``outcome`` is a key of LABELS: which model is ahead, neither, or a remark without a ranking.
+
+    ``weak``: it is from so few seeds that another seed could change it."""
 
     outcome: str
     text: str
@@ -42,7 +43,7 @@ class Figure:
     more: Html | None = None
 
     def html(self, place: int, claims: Html) -> Html:
-        """The section, as figure number ``place``; ``claims`` are the links to the verdicts it bears on."""
+        """The section with figure number ``place``; ``claims`` are links to the verdicts that it supports."""
         origin = f"the paper's {' and '.join(self.source)}" if self.source else "not in the paper"
         found = [f for f in self.findings if f is not None]
         return tag(
@@ -65,7 +66,7 @@ class Figure:
 
 
 def _together(words: str) -> str:
-    """Numbers keep their unit on the same line."""
+    """Text in which numbers keep their unit on the same line."""
     return re.sub(r"(\d) (?=[BKT%†])", "\\1\u00a0", words)
 
 
@@ -97,7 +98,7 @@ def key(style: str, text: str) -> Html:
 def versus(
     what: str, diff: dict[int, float], soft: dict[int, float], better: str, digits: int | None = 3, unit: str = ""
 ) -> Finding | None:
-    """Compare one number of the two models: means, difference, and how sure its sign is (``lead``).
+    """Compare one number of the two models: means, difference, and the certainty of its sign (see ``lead``).
 
     ``better`` is "lower" or "higher". None when a side is missing.
     """
@@ -115,10 +116,10 @@ def versus(
 
 
 def lead(gaps: Sequence[float], better: str, digits: int | None = 3, unit: str = "") -> tuple[str, bool, str]:
-    """Who is ahead by differences DIFF less Transformer, one a seed; whether that is weak; and in words, why.
+    """(which model is ahead, whether that is weak, the reason as text) from differences DIFF - Transformer by seed.
 
-    With three seeds or more a side is ahead when the 95 % interval over seeds excludes zero; with two, weakly, when
-    both agree; with one, weakly.
+    With three seeds or more, a side is ahead if the 95 % interval over seeds excludes zero. With two seeds, it is
+    weakly ahead if both agree; with one, always weakly.
     """
     centre = mean(gaps) or 0.0
     ahead = "diff" if (centre < 0) == (better == "lower") else "softmax"

@@ -1,4 +1,4 @@
-"""Read what a page is made of: a comparison, experiments or training runs. An error says what to give instead."""
+"""Read the input of a page: a comparison, experiments or training runs. Error messages say what to give instead."""
 
 import json
 from collections.abc import Iterable
@@ -43,7 +43,7 @@ def load_results(path: Path | str) -> dict:
 
 
 def check_results(results: object, where: str = "the results given") -> dict:
-    """Return ``results`` when it has this schema and compares one differential attention with softmax."""
+    """Return ``results`` if it has the current schema and compares one differential attention with softmax."""
     if not isinstance(results, dict) or "schema" not in results:
         found = f"keys {sorted(results)[:6]}" if isinstance(results, dict) else f"a {type(results).__name__}"
         raise ResultsError(
@@ -66,9 +66,9 @@ def check_results(results: object, where: str = "the results given") -> dict:
 
 
 def is_comparison(path: Path | str) -> bool:
-    """Whether the file, or the folder's results.json, is meant as a comparison and not as the result of an experiment.
+    """Whether the file, or the folder's results.json, is a comparison and not the result of an experiment.
 
-    What is neither counts as a comparison, so that ``load_results`` says what is wrong with it.
+    A file that is neither counts as a comparison, so that ``load_results`` explains the problem.
     """
     path = Path(path)
     if path.is_dir():
@@ -126,7 +126,7 @@ def _read(path: Path) -> object:
 
 
 def _records(value: object) -> list[Record]:
-    """The records in a result of an experiment or a file of records; none in anything else."""
+    """The records in a result of an experiment or a file of records; an empty list for anything else."""
     if not isinstance(value, dict):
         return []
     if value.get("schema") == RECORD_SCHEMA:
@@ -148,7 +148,7 @@ def _checked(value: object, where: str) -> list[Record]:
 
 @dataclass(frozen=True)
 class RunLog:
-    """One run. ``side``: its colour and mark on the page; ``lines``: of ``metrics.jsonl``, as far as they are whole."""
+    """One run. ``side``: its colour and mark on the page; ``lines``: the complete lines of ``metrics.jsonl``."""
 
     label: str
     folder: Path
@@ -158,7 +158,7 @@ class RunLog:
     side: str = ""
 
     def points(self, name: str, key: str | int | None = None) -> list[Point]:
-        """(step, value) of a metric where it is a finite number; ``key`` picks a part or a layer of it."""
+        """(step, value) of a metric, finite values only; ``key`` selects a part or a layer of it."""
         found = []
         for line in self.lines:
             value = line.get(name)
@@ -171,11 +171,11 @@ class RunLog:
         return found
 
     def keys(self, name: str) -> list[str]:
-        """The parts that a metric of parts has, in the order they came."""
+        """The names of a metric's parts, in order of appearance."""
         return list(dict.fromkeys(key for line in self.lines for key in as_dict(line.get(name))))
 
     def layers(self, name: str) -> int:
-        """How many layers a metric by layer has."""
+        """The number of layers of a metric by layer."""
         return max((len(line[name]) for line in self.lines if isinstance(line.get(name), list)), default=0)
 
     @property
@@ -184,7 +184,7 @@ class RunLog:
 
 
 def is_run(path: Path | str) -> bool:
-    """Whether this is the folder of a training run, a folder with one in ``run``, or a run's ``metrics.jsonl``."""
+    """Whether ``path`` is the folder of a training run, a folder with one in ``run``, or a run's ``metrics.jsonl``."""
     return _home(Path(path)) is not None
 
 
@@ -224,7 +224,7 @@ def _config(folder: Path) -> dict:
 
 
 def _labels(folders: list[Path]) -> list[str]:
-    """The end of each path, with as many parts as make them differ; the name "run" says nothing."""
+    """The last parts of each path, as many as make the names differ; the folder name "run" is skipped."""
     names = [
         folder.parts[1:-1] if folder.name == "run" and len(folder.parts) > 2 else folder.parts[1:] for folder in folders
     ]

@@ -8,12 +8,12 @@ from collections.abc import Iterable, Mapping
 
 DASH = "–"
 MINUS = "−"
-# What an HTML parser or a UTF-8 file cannot hold: control characters but tab and newline, and lone surrogates.
+# Characters that HTML or UTF-8 cannot hold: control characters except tab and newline, and lone surrogates.
 _UNPRINTABLE = re.compile("[\x00-\x08\x0b-\x1f\x7f\ud800-\udfff]")
 
 
 class Html(str):
-    """A string that is already HTML: ``escape`` leaves it as it is, and what is added to it is escaped."""
+    """A string that is already HTML. ``escape`` leaves it unchanged; text added to it is escaped."""
 
     def __add__(self, other: object) -> "Html":
         return Html(str(self) + str(escape(other)))
@@ -27,7 +27,7 @@ def escape(value: object) -> Html:
 
 
 def join(parts, between: str = "") -> Html:
-    """The parts, escaped where they are not Html, in a row; None is skipped."""
+    """Concatenate the parts, escaping those that are not Html; None is skipped."""
     return Html(escape(between).join(escape(part) for part in parts if part is not None))
 
 
@@ -46,13 +46,13 @@ def tag(_name: str, *children: object, **attributes: object) -> Html:
 
 
 def script_json(value: object) -> Html:
-    """JSON that can stand inside <script type="application/json">: no character of it can end the element."""
+    """JSON that is safe inside <script type="application/json">: no character of it can end the element."""
     text = json.dumps(value, ensure_ascii=True, allow_nan=False, separators=(",", ":"))
     return Html(text.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e"))
 
 
 def table(head: list[object], rows: list[list[object]], label: str, numeric: bool = True, class_: str = "") -> Html:
-    """A table that scrolls inside itself: the first column names the row, the others are numbers, or else text."""
+    """A table that scrolls by itself. The first column names the row; the others are numbers, or text."""
     header = tag("thead", tag("tr", *(tag("th", h, scope="col") for h in head)))
     body = tag("tbody", *(tag("tr", tag("th", r[0], scope="row"), *(tag("td", c) for c in r[1:])) for r in rows))
     kind = " ".join(["data", *(["numeric"] if numeric else []), *([class_] if class_ else [])])
@@ -62,7 +62,7 @@ def table(head: list[object], rows: list[list[object]], label: str, numeric: boo
 
 
 def is_number(value: object) -> bool:
-    """True for a finite int or float: what can be drawn."""
+    """Whether the value is a finite int or float, which a chart can draw."""
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
@@ -73,7 +73,7 @@ def mean(values: Iterable[float] | Mapping[int, float]) -> float | None:
 
 
 def number(value: object, digits: int | None = None, sign: bool = False) -> str:
-    """A number for the eye: ``digits`` after the point, or about four figures; a dash when there is none."""
+    """A number as text with ``digits`` decimals, by default about four significant figures; a dash for None."""
     if not isinstance(value, int | float) or not is_number(value):
         return DASH
     if digits is None:

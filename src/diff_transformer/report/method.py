@@ -1,4 +1,4 @@
-"""The words around the figures of a comparison: the first screen, how it was measured, what it cannot show."""
+"""The text around the figures of a comparison: first screen, method and limits."""
 
 import json
 
@@ -88,13 +88,13 @@ DEFINITIONS = {
     "Largest activations": "magnitudes of the attention logits before softmax (of both maps of DIFF) and of the "
     "residual stream after each layer.",
     "Tokens per second": "forward + backward and forward alone, on equal batches, on the machine given here.",
-    "Difference": "DIFF minus Transformer, paired by seed. Where an interval is taken over "
-    "examples, it says how certain the difference between these trained models is, not what another seed would give.",
+    "Difference": "DIFF minus Transformer, paired by seed. An interval over examples covers the difference between "
+    "these trained models; another seed may give another difference.",
 }
 
 
 def method_section(results: dict) -> Html:
-    """Everything needed to repeat the run and to read its numbers."""
+    """The information needed to repeat the run and to read its numbers."""
     parts = [
         tag("h2", "How this was measured", id="method-title"),
         _command(results),
@@ -240,11 +240,10 @@ def caveats(results: dict) -> list[str]:
     claims = len(dicts(results.get("claims")))
     if claims > 3:
         said.append(
-            f"{claims} claims are tested without a correction for their number: now and then one holds or fails by "
-            "chance."
+            f"{claims} claims are tested without a correction for multiple tests, so some may hold or fail by chance."
         )
     if any(entry.get("eval") == "throughput" for entry in dicts(results.get("evals"))):
-        said.append("Speed depends on machine, shapes and kernels; other ones give another ratio.")
+        said.append("Speed depends on the machine, shapes and kernels; other machines or shapes give another ratio.")
     if dicts(results.get("explorer")):
         said.append("The attention explorer shows single texts chosen as illustrations; the figures average over many.")
     said.append("The paper's numbers marked † come from a third party's transcription.")

@@ -1,4 +1,4 @@
-"""The records that a page shows, sorted by model. A model keeps its name, colour and mark on the whole page."""
+"""The records that a page shows, sorted by model. A model has the same name, colour and mark on the whole page."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -9,30 +9,32 @@ from diff_transformer.report.figure import Finding, key, versus
 from diff_transformer.report.markup import Html, is_number, join, mean, number, plural, tag
 
 SIDES = ("diff", "softmax")
-ATTENTION = ("diff", "softmax", "diff_v2", "grouped_diff", "dint")  # what a comparison calls the sides of its records
+ATTENTION = ("diff", "softmax", "diff_v2", "grouped_diff", "dint")  # names of the sides in a comparison's records
 OF_TRAINING = ("gradients", "model", "start")  # metrics of a record that no experiment measured
 STYLES = 6  # colours and marks beside those of the pair: s1 to s6
-BY_DATA = ("many_shot",)  # experiments that show each data set by itself: results on two sets do not contradict
+BY_DATA = (
+    "many_shot",
+)  # experiments that show each data set separately: results on two sets do not contradict each other
 
 
 class ResultsError(ValueError):
-    """What was given is not what a page is made of; the message says what is needed."""
+    """The input cannot be shown as a page; the message says what to give instead."""
 
 
 @dataclass(frozen=True)
 class Results:
-    """What a page shows.
+    """The content of a page.
 
     Attributes:
         records: of every model; rows and metrics by experiment, curves of training.
-        about: of a comparison its claims, configuration and provenance, as ``compare`` wrote them; else empty.
+        about: a comparison's claims, configuration and provenance, as ``compare`` wrote them; else empty.
     """
 
     records: list[Record]
     about: dict = field(default_factory=dict)
 
     def measurements(self, *evals: str) -> Iterator["Measurement"]:
-        """Each experiment on each model; of ``evals`` alone, if any is named."""
+        """Each experiment on each model; only those of ``evals`` if any is named."""
         for record in self.records:
             for name in record.metrics:
                 if name in evals or (not evals and name not in OF_TRAINING):
@@ -43,7 +45,7 @@ def of_comparison(value: dict) -> Results:
     """The ``results.json`` of a comparison: records of the pair; settings and variants stay in ``about``.
 
     Raises:
-        ResultsError: where a part of it has another form.
+        ResultsError: if a part of it has another form.
     """
     try:
         return Results(
@@ -76,7 +78,7 @@ class Measurement:
 
     @property
     def data(self) -> str:
-        """The data set of an experiment that keeps its data sets apart; empty for others."""
+        """The data set of an experiment that shows its data sets separately; empty for others."""
         return str(self.provenance.get("data") or "") if self.eval in BY_DATA else ""
 
 
@@ -85,11 +87,11 @@ class Series:
     """One model.
 
     Attributes:
-        side: its colour and mark, unlike those of every other model: what ``Line`` and ``category_chart`` take.
-        label: its name for the reader.
-        attention: "diff", "softmax", ..., or None where the results do not say.
+        side: its own colour and mark, as ``Line`` and ``category_chart`` take it.
+        label: its name on the page.
+        attention: "diff", "softmax", ..., or None if the results do not say.
         metrics: finite metrics by seed.
-        parts: the experiments that they are from, with rows and provenance.
+        parts: the experiments of the metrics, with rows and provenance.
     """
 
     side: str
@@ -107,7 +109,7 @@ class Series:
         return mean(self.seeds(name))
 
     def names(self) -> list[str]:
-        """Every metric that some seed has, in the order they came."""
+        """Every metric that some seed has, in order of appearance."""
         return list(dict.fromkeys(name for values in self.metrics.values() for name in values))
 
     def rows(self) -> list[dict]:
@@ -116,11 +118,11 @@ class Series:
 
 
 def models_in(results: Results, *evals: str) -> list[Series]:
-    """The models that have one of ``evals`` (all models if none is named), in the order in which they came.
+    """The models with one of ``evals`` (all models if none is named), in order of appearance.
 
-    Seeds of one model are one series, and so are experiments that were run apart. Two results of the same model, seed
-    and experiment that contradict are two series, the second called "NAME (2)". Where an experiment of ``BY_DATA`` has
-    several data sets, its metrics are called "DATA: METRIC".
+    Seeds of one model form one series, also across separate experiments. Two contradicting results of the same model,
+    seed and experiment form two series, the second called "NAME (2)". If an experiment of ``BY_DATA`` has several data
+    sets, its metrics are called "DATA: METRIC".
     """
     found: list[Series] = []
     for part in results.measurements():
@@ -159,20 +161,22 @@ def _attention(results: Results, part: Measurement) -> str | None:
 
 
 def _agrees(one: Series, part: Measurement) -> bool:
-    """Whether no metric of the same experiment, seed and data has another value in the series."""
+    """Whether the series has no other value for a metric of the same experiment, seed and data."""
     metrics = part.metrics
     others = [p for p in one.parts if (p.eval, p.record.seed, p.data) == (part.eval, part.record.seed, part.data)]
     return all(metrics.get(k, v) == v for other in others for k, v in other.metrics.items())
 
 
 def side_of(attention: str | None) -> str:
-    """``softmax`` for the Transformer, ``diff`` for whichever differential attention was compared with it."""
+    """``softmax`` for the Transformer, ``diff`` for the differential attention compared with it."""
     return "softmax" if attention == "softmax" else "diff"
 
 
 def sides_of(attention: list[str | None]) -> list[str]:
-    """A style for each model, by its attention or None: the pair's own where there is one model of that kind, else s1
-    to s6, and then again with a suffix."""
+    """A style for each model, by its attention or None.
+
+    A model that is the only one of its kind has the pair's style for that kind. Others have s1 to s6, then the same
+    again with a suffix."""
     kinds = [None if one is None else side_of(one) for one in attention]
     sides: list[str] = []
     for kind in kinds:
@@ -209,13 +213,13 @@ def compared(
     digits: int | None = 3,
     unit: str = "",
 ) -> Finding | None:
-    """One sentence on one number: who is ahead in a pair alone, otherwise what each model has, the best first.
+    """A finding about one number: for a pair, which model is ahead; otherwise each model's value, the best first.
 
     Args:
         values: name of a metric, or for each of ``models`` its values by seed.
         better: "lower" or "higher".
 
-    None where fewer than two models have the number.
+    None if fewer than two models have the number.
     """
     by_model = [one.seeds(values) for one in models] if isinstance(values, str) else values
     known = [(one, v) for one, v in zip(models, by_model, strict=True) if v]

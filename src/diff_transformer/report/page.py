@@ -1,4 +1,4 @@
-"""Results -> one HTML file that needs nothing else: styles, scripts, drawings and data are inside."""
+"""The page of a comparison as one HTML file that contains its styles, scripts, drawings and data."""
 
 from collections.abc import Callable
 from importlib.resources import files
@@ -20,9 +20,9 @@ LIMIT = 3_000_000  # bytes of a page
 def write_report(results: dict | Path | str, path: Path | str, *, overwrite: bool = False) -> Path:
     """Write the page of a comparison and return its path.
 
-    ``results`` is the dictionary that ``compare`` returns, or the path of its results.json, or of the folder of it.
-    A section whose data are absent is left out. Raises FileExistsError when ``path`` exists and ``overwrite`` is False,
-    and ResultsError when ``results`` is not a comparison or its page would pass 3 MB.
+    ``results`` is the dictionary that ``compare`` returns, or the path of its results.json or of that file's folder.
+    Sections without data are left out. Raises FileExistsError if ``path`` exists and ``overwrite`` is False, and
+    ResultsError if ``results`` is not a comparison or its page would exceed 3 MB.
     """
     return save_page(
         lambda: render_page(check_results(results) if isinstance(results, dict) else load_results(results)),
@@ -32,10 +32,10 @@ def write_report(results: dict | Path | str, path: Path | str, *, overwrite: boo
 
 
 def save_page(render: Callable[[], str], path: Path | str, *, overwrite: bool = False) -> Path:
-    """Write what ``render`` gives to ``path``, whole or not at all.
+    """Write the page that ``render`` returns to ``path`` atomically.
 
-    Raises, before rendering, FileExistsError when ``path`` exists and ``overwrite`` is False and DiskError when its
-    folder may not be written to, and ResultsError for a page above 3 MB.
+    Before rendering, it raises FileExistsError if ``path`` exists and ``overwrite`` is False, and DiskError if the
+    folder is not writable. It raises ResultsError for a page above 3 MB.
     """
     path = Path(path)
     require_writable(path.parent)
@@ -53,7 +53,7 @@ def save_page(render: Callable[[], str], path: Path | str, *, overwrite: bool = 
 
 
 def render_page(results: dict, prompt: dict | None = None) -> str:
-    """The whole page as a string. ``prompt`` says what the server of the page takes as a typed text; None without."""
+    """The whole page as a string. ``prompt``: the typed texts that the page's server accepts; None without a server."""
     shown = of_comparison({**results, "prompt": prompt})
     figures = [figure for module in IN_ORDER if (figure := module.build(shown)) is not None]
 

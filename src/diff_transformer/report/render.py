@@ -1,7 +1,7 @@
-"""From a Vega-Lite specification to SVG, by vl-convert: into the page (``panel``, ``inline``) or a file (``save``).
+"""Render Vega-Lite specifications to SVG with vl-convert, for the page (``panel``, ``inline``) or a file (``save``).
 
-Colours in a specification are CSS custom properties such as ``var(--diff)``. page.css defines them for light and dark;
-a file gets those of FILE_COLOURS.
+Colours in a specification are CSS custom properties such as ``var(--diff)``. page.css defines them for light and dark
+mode; a file gets the colours of FILE_COLOURS.
 """
 
 import hashlib
@@ -40,13 +40,13 @@ _CONFIG = {
 
 
 def panel(title: str, drawing: Chart, note: str = "") -> Html:
-    """A chart of the page under its own small title, which carries the unit of the vertical axis."""
+    """A chart of the page below a small title with the unit of the vertical axis."""
     said = tag("p", note, class_="panel-note") if note else None
     return tag("div", tag("h3", title), said, inline(drawing), class_="panel")
 
 
 def inline(chart: Chart) -> Html:
-    """The chart as an element of the page; its description is its name for screen readers."""
+    """The chart as an element of the page. Its description is its name for screen readers."""
     name = escape(chart["description"])
     try:
         svg = _svg(_text(chart))
@@ -61,14 +61,14 @@ def inline(chart: Chart) -> Html:
 
 
 def save(chart: Chart, path: Path) -> None:
-    """Write an SVG file in colours that read on white and on black; a comment names the specification."""
+    """Write an SVG file in colours readable on white and on black. A comment holds the specification's hash."""
     svg = re.sub(r"var\(--([\w-]+)\)", lambda found: FILE_COLOURS[found[1]], _svg(_text(chart)))
     svg = re.sub(rf"{HIT}([^\"]*)", lambda found: found[1].replace(BREAK, "; "), svg)
     path.write_text(f"{_comment(chart)}\n{svg}\n", encoding="utf-8")
 
 
 def is_current(chart: Chart, path: Path) -> bool:
-    """Whether the file was drawn from this specification. Nothing is rendered, so fonts and versions do not matter."""
+    """Whether the file was drawn from this specification. It compares hashes, so fonts and versions do not matter."""
     return path.exists() and path.read_text(encoding="utf-8").startswith(_comment(chart))
 
 
@@ -92,7 +92,7 @@ def _svg(spec: str) -> str:
 
 
 def _numbered(ids: list[str]) -> Callable[[re.Match], str]:
-    """Vega numbers its clip paths through a whole process; here each chart begins at 0."""
+    """Renumber clip paths from 0 in each chart; Vega numbers them across the whole process."""
     places = {name: f"clip{i}" for i, name in enumerate(dict.fromkeys(ids))}
     return lambda found: places.get(found[0], found[0])
 

@@ -10,12 +10,12 @@ from diff_transformer.report.render import panel
 
 LAYERS = 8  # panels of single layers
 SPIKE = 10.0  # times the median gradient norm
-_POINTS, _TOTAL = 48, 320  # most points of a line; of all lines of a chart, so that many runs fit on one page
+_POINTS, _TOTAL = 48, 320  # most points of a line, and of all lines of a chart, so that many runs fit on one page
 _SMALL, _LARGE = 165, 210
 
 
 def figures_of(runs: list[RunLog]) -> list[Figure]:
-    """The figures for which some run has numbers."""
+    """The figures for which at least one run has numbers."""
     made = [_loss(runs), _sources(runs), _gradients(runs), _rate(runs)]
     made += [_by_layer(runs, *what) for what in _LAYERED]
     made += [_speed(runs), _memory(runs)]
@@ -184,7 +184,7 @@ def _speed(runs: list[RunLog]) -> Figure | None:
 def _memory(runs: list[RunLog]) -> Figure | None:
     return _multiples(
         runs, "memory", "Memory", "Memory of the first process in GB: allocated on its GPU, or resident on a CPU.",
-        [("memory_bytes", None, "At the log step, GB"), ("peak_memory_bytes", None, "The most so far, GB")], scale=1e-9,
+        [("memory_bytes", None, "At the log step, GB"), ("peak_memory_bytes", None, "Peak so far, GB")], scale=1e-9,
     )  # fmt: skip
 
 
@@ -209,7 +209,7 @@ def _panel(
     log_y: bool = False,
     height: float = _LARGE,
 ) -> Html | None:
-    """One metric of every run over the steps; None where no run has it."""
+    """A chart of one metric of every run over the steps; None if no run has it."""
     curves = [(run, [(step, scale * value) for step, value in run.points(name, part)]) for run in runs]
     steps = sorted({step for _, points in curves for step, _ in points})
     if not steps or (log_y and not any(value > 0 for _, points in curves for _, value in points)):
@@ -224,7 +224,7 @@ def _panel(
 
 
 def thinned(points: list[Point], steps: list[float], runs: int) -> list[Point]:
-    """At most some dozens of points, at steps that all lines of a chart share: the mean of what lies up to each."""
+    """At most a few dozen points, at steps that all lines of a chart share. Each is the mean since the previous one."""
     most = max(12, min(_POINTS, _TOTAL // runs))
     if len(steps) <= most:
         return points
@@ -239,7 +239,7 @@ def thinned(points: list[Point], steps: list[float], runs: int) -> list[Point]:
 
 
 def _after_the_start(lines: list[Line]) -> tuple[float, float]:
-    """From just below the lowest value to where the curves are after a tenth of training."""
+    """The range from just below the lowest value to the curves' height after a tenth of training."""
     low = min(value for line in lines for _, value in line.points)
     high = max(line.points[max(len(line.points) // 10, len(line.points) > 3)][1] for line in lines)
     room = (high - low) * 0.06 or 0.1
@@ -251,7 +251,7 @@ def _legend(runs: list[RunLog]) -> Html:
 
 
 def _tables(runs: list[RunLog], metrics: list[tuple[str, str | None, str]], scale: float = 1.0) -> Html | None:
-    """A table for each metric (name, part, title) that some run has: the value of every run by step."""
+    """A table for each metric (name, part, title) of any run: the value of every run by step."""
     made = [_table(runs, name, part, title, scale) for name, part, title in metrics]
     return join(made) if any(made) else None
 

@@ -1,4 +1,4 @@
-"""Any number of training runs, finished or not -> one page: their curves on shared axes, and how they differ."""
+"""The page of training runs, finished or not: their curves on shared axes, and the settings that differ."""
 
 from pathlib import Path
 
@@ -14,11 +14,11 @@ def write_runs_report(paths: list[Path | str], path: Path | str, *, overwrite: b
     """Write the page that compares runs and return its path.
 
     Args:
-        paths: folders that ``diff-transformer train`` wrote or is writing, members of a comparison, ``metrics.jsonl``.
+        paths: folders of ``diff-transformer train``, finished or not; members of a comparison; ``metrics.jsonl`` files.
 
     Raises:
-        FileExistsError: when ``path`` exists and ``overwrite`` is False.
-        ResultsError: when one of ``paths`` is no run.
+        FileExistsError: if ``path`` exists and ``overwrite`` is False.
+        ResultsError: if one of ``paths`` is not a run.
     """
     return save_page(lambda: render_runs_page(load_runs(paths)), path, overwrite=overwrite)
 
@@ -73,7 +73,7 @@ def _summary(run: RunLog) -> list[object]:
 
 
 def _settings(runs: list[RunLog]) -> Html:
-    """A table of the settings in which the runs are not all alike."""
+    """A table of the settings that differ between runs."""
     known = [run for run in runs if run.config]
     paths: dict[str, None] = {}
     for run in known[1:]:

@@ -1,7 +1,7 @@
-"""The report over HTTP on this machine alone, so that a typed text can be drawn by the models of the comparison.
+"""Serve the report over HTTP on this machine only, with attention maps of typed texts by the comparison's models.
 
-``GET /`` is the page. ``POST /attention`` takes ``{"model": NAME, "text": TEXT}`` and gives one example as the page
-holds them: ``{"title", "tokens", "models": [...]}``. Whatever is refused is JSON, ``{"error": WORDS}``.
+``GET /`` returns the page. ``POST /attention`` takes ``{"model": NAME, "text": TEXT}`` and returns one example in the
+page's format: ``{"title", "tokens", "models": [...]}``. A refused request gets JSON, ``{"error": WORDS}``.
 """
 
 import base64
@@ -21,9 +21,9 @@ from diff_transformer.report.page import render_page
 from diff_transformer.report.typed import BYTES, TOKENS, PromptError, TypedPrompts, UnknownModel
 
 LOOPBACK = "127.0.0.1"
-NAMES = ("127.0.0.1", "localhost", "[::1]")  # of this machine, as a browser writes them
-LARGEST = 8 * BYTES  # bytes of a request: JSON may write a character in six
-_DRAINED = 1 << 20  # bytes of a refused request that are still read, so that its sender sees the answer
+NAMES = ("127.0.0.1", "localhost", "[::1]")  # names of this machine in a browser's Host header
+LARGEST = 8 * BYTES  # largest request in bytes: JSON may write a byte of text as six
+_DRAINED = 1 << 20  # bytes of a refused request that are read, so that the sender receives the answer
 Ask = Callable[[str, str], dict]
 
 
@@ -31,12 +31,14 @@ def serve_report(folder: Path | str, *, port: int = 0) -> None:
     """Serve the page of the comparison in ``folder`` on 127.0.0.1 until Ctrl-C, and print its address.
 
     Args:
-        folder: that ``compare`` wrote, with results.json and the models.
-        port: 0 for any that is free.
+        folder: a folder that ``compare`` wrote, with results.json and the models.
+        port: 0 for any free port.
 
     Raises:
-        ResultsError: if the folder holds no finished comparison. FileNotFoundError: if it holds no models.
-        ValueError: for a port above 65535. OSError: if the port cannot be opened.
+        ResultsError: if the folder holds no finished comparison.
+        FileNotFoundError: if it holds no models.
+        ValueError: for a port above 65535.
+        OSError: if the port cannot be opened.
     """
     require_port(port)
     prompts = TypedPrompts(folder)
@@ -51,10 +53,10 @@ def serve_report(folder: Path | str, *, port: int = 0) -> None:
 
 
 def make_server(page: str, ask: Ask, *, port: int = 0, host: str = LOOPBACK) -> ThreadingHTTPServer:
-    """A server of ``page`` and of what ``ask(model, text)`` gives: an explorer entry, one at a time.
+    """A server of ``page`` and of ``ask(model, text)``, which returns an explorer entry. It handles one text at a time.
 
     Raises:
-        ValueError: for any host but 127.0.0.1: nobody is asked for a password; for a port above 65535.
+        ValueError: for any host but 127.0.0.1, because the server has no password; for a port above 65535.
         OSError: if the port cannot be opened.
     """
     if host != LOOPBACK:
@@ -86,7 +88,7 @@ def make_server(page: str, ask: Ask, *, port: int = 0, host: str = LOOPBACK) -> 
 
 
 def content_policy(page: str) -> str:
-    """A Content-Security-Policy under which the page's own script runs, and no other."""
+    """A Content-Security-Policy that allows the page's own scripts only."""
     scripts = re.findall(r"<script>(.*?)</script>", page, re.DOTALL)
     hashes = [base64.b64encode(hashlib.sha256(script.encode("utf-8")).digest()).decode() for script in scripts]
     allowed = " ".join(f"'sha256-{digest}'" for digest in hashes)
@@ -97,7 +99,7 @@ def content_policy(page: str) -> str:
 
 
 class Refusal(Exception):
-    """A request that is not served: an HTTP status and what to say."""
+    """A refused request: an HTTP status and a message."""
 
     def __init__(self, status: int, words: str):
         super().__init__(words)
@@ -196,7 +198,7 @@ class _Handler(BaseHTTPRequestHandler):
         self.wfile.write(body)
 
     def log_message(self, format: str, *args: object) -> None:
-        """Nothing: what is typed stays out of the terminal."""
+        """Log nothing, so that typed texts do not appear in the terminal."""
 
 
 def _question(body: bytes) -> tuple[str, str]:

@@ -1,4 +1,4 @@
-"""A study -> one page: for each setting the loss of every model over its seeds, and the paired differences."""
+"""The page of a study: for each setting the loss of every model over its seeds, and the paired differences."""
 
 import json
 from collections.abc import Iterable
@@ -32,7 +32,7 @@ _CAVEATS = (
 
 
 def is_study(path: Path | str) -> bool:
-    """Whether this is a folder that ``diff-transformer study`` wrote, or a record of one."""
+    """Whether ``path`` is a folder that ``diff-transformer study`` wrote, or a record of one."""
     path = Path(path)
     if path.is_dir():
         runs = (f"{setting}/*-seed*/{name}" for setting in ("*", "sweep/*") for name in ("record.json", "result.json"))
@@ -51,8 +51,8 @@ def write_study_report(source: Path | str, path: Path | str, *, overwrite: bool 
         source: the study's folder, or a JSON record of its cells.
 
     Raises:
-        FileExistsError: when ``path`` exists and ``overwrite`` is False.
-        ResultsError: when no cell of ``source`` is finished.
+        FileExistsError: if ``path`` exists and ``overwrite`` is False.
+        ResultsError: if no cell of ``source`` is finished.
     """
     return save_page(lambda: render_study_page(load_cells(source)), path, overwrite=overwrite)
 
@@ -90,7 +90,7 @@ def render_study_page(cells: Cells) -> str:
 
 
 def _trained(sides: dict[str, dict[int, Record]]) -> dict[str, dict[int, Record]]:
-    """The sides with a seed whose training did not diverge, and of each these seeds."""
+    """The seeds of each side whose training did not diverge; sides without such a seed are left out."""
     return {side: kept for side, seeds in sides.items() if (kept := trained(seeds))}
 
 

@@ -1,21 +1,21 @@
-"""Attention of the models of a finished comparison over a typed text."""
+"""Attention maps of a typed text by the models of a finished comparison."""
 
 import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-TOKENS = 256  # of a typed text, at most: the maps grow with the square
-BYTES = 8192  # of a typed text in UTF-8, at most
+TOKENS = 256  # most tokens of a typed text; the maps grow with the square
+BYTES = 8192  # most bytes of a typed text in UTF-8
 _TWO_MAPS = ("diff", "softmax", "softmax_norm", "diff_v2", "grouped_diff", "fixed_lambda")
 
 
 class PromptError(ValueError):
-    """A typed text that cannot be drawn; the message says what is accepted."""
+    """The models cannot read a typed text; the message says what they accept."""
 
 
 class UnknownModel(PromptError):
-    """A name that is no model of the comparison."""
+    """The comparison has no model of this name."""
 
 
 @dataclass(frozen=True)
@@ -29,11 +29,11 @@ class Member:
 
 
 class TypedPrompts:
-    """Attention maps of typed texts; models are read when they are first asked, and kept.
+    """Attention maps of typed texts. A model is loaded on first use and kept.
 
     Args:
-        folder: of a comparison, as ``compare`` wrote it: models are in ``members/NAME/run/model``. A model of DINT is
-            left out: it adds a third map, and the explorer draws two.
+        folder: a folder of ``compare``, with models in ``members/NAME/run/model``. DINT models are left out: they add a
+            third map, and the explorer draws two.
 
     Raises:
         FileNotFoundError: if there are no models.
@@ -49,7 +49,7 @@ class TypedPrompts:
         self._read: dict[str, Any] = {}
 
     def entry(self, model: str, text: str) -> dict:
-        """What ``explorer_entry`` gives for an example, with ``attention`` and ``seed``, for ``text``.
+        """The explorer entry of ``text``, as from ``explorer_entry``, with ``attention`` and ``seed``.
 
         Raises:
             UnknownModel: if the comparison has no such model.
@@ -79,7 +79,7 @@ class TypedPrompts:
 
 
 def check_text(text: str) -> None:
-    """Raise PromptError for a text that no model takes."""
+    """Raise PromptError for a text that no model accepts."""
     try:
         size = len(text.encode("utf-8"))
     except UnicodeEncodeError:

@@ -1,4 +1,4 @@
-"""The figures of the page, in order. Each module turns the results into one Figure, or None without its data."""
+"""The figures of the page, in order. Each module builds one Figure from the results, or None without data."""
 
 from diff_transformer.report import explorer
 from diff_transformer.report.figures import (

@@ -1,4 +1,4 @@
-"""The rows of Table 6: what the loss owes to the number of heads, the head norm, the difference and lambda_init."""
+"""The rows of Table 6: effects of the number of heads, head norm, difference and lambda_init on the loss."""
 
 from diff_transformer.report.charts import Row, row_chart
 from diff_transformer.report.figure import Figure, Finding, legend, panels, versus
@@ -17,11 +17,11 @@ NAMES = {
     "diff_lambda_0.5": "DIFF, λ init 0.5",
 }
 SLICES = {"validation": "All tokens", "ar_hit": "AR-Hit", "others": "Others"}
-SHORT_RUN = 200  # steps below which nothing is said of the models
+SHORT_RUN = 200  # with fewer steps, the figure makes no statement about the models
 
 
 def build(results: Results) -> Figure | None:
-    """A panel a slice of the tokens, a row a variant; one set of panels for each ablation among the results."""
+    """One panel per slice of the tokens, one row per variant; each ablation in the results has its own panels."""
     runs = [one for one in models_in(results, EVAL) if _rows(one)]
     if not runs:
         return None
@@ -53,7 +53,7 @@ def _rows(one: Series) -> list[str]:
 
 
 def _values(one: Series, name: str, key: str) -> dict[int, float]:
-    """By seed of training, from the rows; the mean over them where the rows are not kept."""
+    """Values by training seed, from the rows; their mean if the rows were not saved."""
     found = {
         int(row["seed"]): float(row[key])
         for row in one.rows()

@@ -1,4 +1,4 @@
-"""How much attention the answer position gives to the answer, and to everything else."""
+"""Attention of the answer position to the answer and to the noise."""
 
 import re
 
@@ -38,7 +38,7 @@ def build(results: Results) -> Figure | None:
 
 
 def _overall(model: Series, part: str, depths: list[int]) -> dict[int, float]:
-    """By seed: the metric over all depths, or the mean of the depths there are."""
+    """By seed: the metric over all depths, or the mean over the available depths."""
     whole = model.seeds(part)
     by_depth = [model.seeds(f"{part}_depth{d}") for d in depths]
     seeds = {s for values in by_depth for s in values}

@@ -1,4 +1,4 @@
-"""Sizes of the gradients that attention receives: the pair at the start of training, and models as they are."""
+"""Gradient magnitudes of the attention weights: the pair at initialisation, and models as given."""
 
 import re
 from collections.abc import Mapping

@@ -1,4 +1,4 @@
-"""Contextual hallucination: the share of outputs that stay with their source, by data set."""
+"""Contextual hallucination: the share of outputs that their source supports, by data set."""
 
 from diff_transformer.report.charts import category_chart
 from diff_transformer.report.figure import Figure, Finding, panels
@@ -12,7 +12,7 @@ EXAMPLES = 4  # of each model
 
 
 def build(results: Results) -> Figure | None:
-    """Accuracy by data set, one bar a model; what the judge could not decide; examples."""
+    """Accuracy by data set with one bar per model, undecided verdicts, and examples."""
     models = models_in(results, EVAL)
     sets = set_names(models)
     if not sets:
@@ -38,7 +38,7 @@ def build(results: Results) -> Figure | None:
 
 
 def set_names(models: list[Series]) -> list[str]:
-    """The data sets that some model was measured on, in the order they came."""
+    """The data sets of all models, in order of appearance."""
     names = [name for one in models for name in one.names()]
     return list(dict.fromkeys(name.removesuffix("_undecided") for name in names if name.endswith("_undecided")))
 
@@ -50,7 +50,7 @@ def judges(models: list[Series]) -> list[str]:
 
 
 def _unsure(models: list[Series], sets: list[str]) -> list[Finding]:
-    """What keeps the numbers from being read as they stand."""
+    """Notes on outputs that the numbers leave out or count as wrong."""
     said = []
     for one in models:
         for detail, words in (

@@ -48,7 +48,7 @@ def _layers(curve: dict) -> Layers:
 
 
 def shade(layer: int, count: int) -> str:
-    """The colour of a layer: from pale to full in the colour of DIFF."""
+    """The colour of a layer: a shade of DIFF's colour, darker for deeper layers."""
     share = 45 + 55 * layer / max(count - 1, 1)
     return f"color-mix(in oklab, var(--diff) {share:.0f}%, var(--pale))"
 

@@ -11,7 +11,7 @@ from diff_transformer.report.render import Chart, panel
 
 EVAL = "long_nll"
 POSITION = re.compile(r"nll(\d+)")
-SETTLED = 8  # positions after which the curve no longer falls out of the frame
+SETTLED = 8  # position from which on the curve lies inside the frame
 
 
 def build(results: Results) -> Figure | None:
@@ -33,7 +33,7 @@ def build(results: Results) -> Figure | None:
         findings.insert(0, compared(said, models, f"nll{shared[-1]}", "lower"))
     return Figure(
         id="long-nll",
-        title="Does a longer context go on helping?",
+        title="Does a longer context keep helping?",
         source=("Fig. 4",),
         read="The average negative log-likelihood of the first n tokens of a book, over n on a logarithmic axis. "
         "Lower is better. A curve that keeps falling still gains from its context. The first positions lie "
@@ -79,8 +79,9 @@ def ticks(positions: list[int]) -> list[tuple[float, str]]:
 
 
 def _gaps(diff: Series, soft: Series, positions: list[int]) -> dict[int, tuple[float, float]]:
-    """By position: DIFF minus Transformer, and the half-width of its 95 % interval over books (0 without rows), whose
-    differences are means over seeds: the same book read by models of other seeds is not another book."""
+    """By position: DIFF minus Transformer, and the half-width of its 95 % interval over books (0 without rows).
+
+    Each book's difference is a mean over seeds, because the same book under several seeds is not independent."""
     gaps = {}
     books = _by_book(diff), _by_book(soft)
     shared = sorted(books[0].keys() & books[1].keys())

@@ -53,7 +53,7 @@ def build(results: Results) -> Figure | None:
 
 
 def _last(curves: Curves) -> dict[str, dict[int, float]]:
-    """By side and seed, the last value: of a long noisy curve, the mean of its last twentieth."""
+    """The last value by side and seed; for a long noisy curve, the mean of its last twentieth."""
     return {
         side: {s: sum(v for _, v in p[-(len(p) // 20 or 1) :]) / (len(p) // 20 or 1) for s, p in seeds.items()}
         for side, seeds in curves.items()
@@ -75,7 +75,7 @@ def _chart(name: str, curves: Curves, marks: bool = False) -> Chart:
 
 
 def _frame(lines: list[Line]) -> tuple[float, float]:
-    """From just below the lowest value to where the curves are after a tenth of training."""
+    """The range from just below the lowest value to the curves' height after a tenth of training."""
     values = [v for line in lines for _, v in line.points]
     early = [line.points[max(len(line.points) // 10, len(line.points) > 3)][1] for line in lines if line.points]
     low, high = min(values), max(early)

@@ -54,7 +54,7 @@ def _data_of(part: Measurement) -> str:
 
 
 def _models(results: Results, name: str) -> list[Series]:
-    """The models measured on one data set, with the colours that they have on the whole page."""
+    """The models measured on one data set, with their colours of the whole page."""
     apart = [
         record
         for record in results.records
@@ -100,7 +100,7 @@ def _curves(name: str, models: list[Series]) -> Html | None:
 
 
 def _apart(ends: list[float]) -> list[float]:
-    """Of the ends of the curve, those with room for their name: a factor of 1.4 between them, the last one always."""
+    """The x ticks that have room for a label: the last one, and others at least a factor of 1.4 apart."""
     kept: list[float] = []
     for end in reversed(ends):
         if not kept or end * 1.4 <= kept[-1]:
@@ -124,7 +124,7 @@ def _orders(name: str, models: list[Series]) -> Html | None:
 
 
 def _accuracies(model: Series, order: str) -> dict[int, float]:
-    """Accuracy of each order, those of several seeds of the model in a row."""
+    """Accuracy of each order, all seeds of the model in one list."""
     pattern = re.compile(rf"{order}_seed(\d+)")
     found = [v for values in model.metrics.values() for k, v in values.items() if pattern.fullmatch(k)]
     return dict(enumerate(found))

@@ -69,7 +69,7 @@ def _by_layer(models: list[Series], kind: str, layers: list[int]) -> Chart:
 
 
 def _findings(models: list[Series], kind: str) -> list[Finding | None]:
-    """The largest magnitude by itself, and as a multiple of the median, which is what outlier means."""
+    """Findings on the largest magnitude and on its multiple of the median, the measure of an outlier."""
     name = "Logits" if kind == "logits" else "Hidden states"
     ratios = []
     for one in models:
@@ -92,7 +92,7 @@ def _table(models: list[Series], kinds: list[str]) -> Html:
 
 
 def _parts(kinds: list[str]) -> list[tuple[str, str]]:
-    """What the tables have a line for: logits, their two maps apart, hidden states."""
+    """The lines of the tables: logits, logits of each map, hidden states."""
     return [part for kind in kinds for part in ((kind, kind), *(MAPS.items() if kind == "logits" else ()))]
 
 

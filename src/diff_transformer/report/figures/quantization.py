@@ -60,7 +60,7 @@ def _chart(models: list[Series], kind: str, bits: list[int], chance: float | Non
 
 
 def _findings(models: list[Series], kind: str, bits: list[int]) -> list[Finding | None]:
-    """What the fewest bits leave, and what they cost against the most."""
+    """Findings on the value at the fewest bits, and on its change from the most bits."""
     fewest, most, better = min(bits), max(bits), "higher" if kind == "accuracy" else "lower"
     said = [compared(f"{KINDS[kind]} at {fewest} bits", models, f"{kind}_{fewest}bit", better)]
     if fewest != most:

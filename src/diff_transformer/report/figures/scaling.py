@@ -1,4 +1,4 @@
-"""Power laws of the loss in parameters and in tokens, and what DIFF needs of each for the Transformer's loss."""
+"""Power laws of the loss in parameters and tokens, and the share of each that DIFF needs for the Transformer's loss."""
 
 import re
 
@@ -46,7 +46,7 @@ def build(results: Results) -> Figure | None:
 
 
 def _laws(one: Series) -> list[tuple[str, str]]:
-    """(fit, model) of every law whose three numbers and range are there."""
+    """(fit, model) of every law with all three parameters and its range."""
     found = [(m[1], m[2]) for m in map(LAW.fullmatch, one.names()) if m]
     return [law for law in found if None not in _law(one, *law)]
 
@@ -112,7 +112,7 @@ def _matched(one: Series, fit: str) -> str:
 
 
 def _pair(one: Series) -> tuple[str, str]:
-    """Names of the model that is compared and of the one it is compared with."""
+    """Names of the compared model and of the reference model."""
     said = one.parts[0].provenance
     return str(said.get("ours", "diff")), str(said.get("reference", "softmax"))
 
@@ -145,7 +145,7 @@ def _synthetic(one: Series) -> bool:
 
 
 def _outcome(one: Series, low: float | None, high: float | None) -> str:
-    """Who is ahead, where the whole interval is on one side of 1; only for the paper's pair."""
+    """Which model is ahead if the whole interval is on one side of 1; only for the paper's pair."""
     if low is None or high is None or set(_models(one)) != set(NAMES) or _synthetic(one):
         return "note"
     return "diff" if high < 1 else "softmax" if low > 1 else "level"

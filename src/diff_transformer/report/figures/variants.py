@@ -45,8 +45,9 @@ def _short(row: dict) -> str:
 
 
 def _findings(rows: list[dict]) -> list[Finding | None]:
-    """Each variant against the Transformer; and DIFF against the Transformer with normalised heads: what is left for
-    the subtraction."""
+    """Findings on each variant against the Transformer, and on DIFF against the Transformer with normalised heads.
+
+    The second comparison isolates the effect of the subtraction."""
     by_name = {str(row.get("variant")): row for row in rows}
     baseline, normalised = by_name.get(BASELINE), by_name.get(NORMALISED)
     found = [_against(row, baseline, "the Transformer") for row in rows if row is not baseline]
