@@ -88,8 +88,8 @@ DEFINITIONS = {
     "Largest activations": "magnitudes of the attention logits before softmax (of both maps of DIFF) and of the "
     "residual stream after each layer.",
     "Tokens per second": "forward + backward and forward alone, on equal batches, on the machine given here.",
-    "Difference": "DIFF minus Transformer, paired by seed. An interval over examples covers the difference between "
-    "these trained models; another seed may give another difference.",
+    "Difference": "DIFF minus Transformer, paired by seed. If an interval is over examples, it covers the difference "
+    "between these trained models; another seed may give another difference.",
 }
 
 
