@@ -83,7 +83,8 @@ def test_p_value_of_the_paired_t_test():
     """With two degrees of freedom p = 1 - t / sqrt(t^2 + 2); here t is 2 sqrt(3)."""
     assert paired_p_value([1.0, 2.0, 3.0]) == pytest.approx(1 - (12 / 14) ** 0.5)
     assert paired_p_value([-1.0, -2.0, -3.0]) == paired_p_value([1.0, 2.0, 3.0])
-    assert [paired_p_value(same) for same in ([0.0, 0.0], [0.1, 0.1], [0.3])] == [1.0, 0.0, 1.0]
+    assert [paired_p_value(same) for same in ([0.0, 0.0], [0.1, 0.1])] == [1.0, 0.0]
+    assert [paired_p_value(few) for few in ([0.3], [0.1, float("nan")])] == [1.0, 1.0]
 
 
 def test_holm_by_hand():

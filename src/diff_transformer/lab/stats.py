@@ -44,15 +44,17 @@ def _student_quantile(freedom: int) -> float:
 
 
 def paired_p_value(differences: Sequence[float]) -> float:
-    """Two-sided p-value of the paired t-test, with one difference a seed; 1 for a single difference."""
+    """Two-sided p-value of the paired t-test, with one difference a seed; 1 for a single or a non-finite one."""
     from scipy.stats import t
 
     values = np.asarray(differences, dtype=float)
     centre, count = float(values.mean()), len(values)
-    error = float(values.std(ddof=1)) / count**0.5 if count > 1 else math.inf
+    if count < 2 or not math.isfinite(centre):
+        return 1.0
+    error = float(values.std(ddof=1)) / count**0.5
     if not error:  # the same in every pair
         return float(centre == 0)
-    return float(2 * t.sf(abs(centre) / error, max(count - 1, 1)))
+    return float(2 * t.sf(abs(centre) / error, count - 1))
 
 
 def holm(p_values: Sequence[float]) -> list[float]:
