@@ -51,7 +51,7 @@ def test_a_fault_of_the_device_is_no_refusal(error):
 
 
 def test_a_fault_that_comes_later_is_blamed_on_the_run(monkeypatch):
-    """Also where the kernel itself seemed only to refuse."""
+    """A late fault of the device raises, even after a kernel that only refused."""
 
     def late():
         raise contenders.FAULT("illegal address")

@@ -14,7 +14,7 @@ from diff_transformer.data.documents import Document, held_out_split, tail_split
 
 @pytest.fixture(autouse=True)
 def _library_is_read_anew():
-    """What is read of the Python library is kept for the process; here some tests put another in its place."""
+    """The Python library's text is cached for the process; some tests here replace it."""
     python_library.load_python_library.cache_clear()
     yield
     python_library.load_python_library.cache_clear()

@@ -138,7 +138,7 @@ def test_python_s_own_documentation():
 
 
 class Rows(dict):
-    """One side of a set, as the datasets package gives it."""
+    """One side of a data set in the form of the datasets package."""
 
     def __init__(self, columns, names=None):
         super().__init__(columns)

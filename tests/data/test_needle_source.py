@@ -114,7 +114,7 @@ def test_more_questions_where_there_is_room(filler, tokenizer):
 
 
 def test_what_no_stretch_of_filler_fits_is_padded_without_loss(tokenizer):
-    """Every word of this filler has four bytes, so that not every budget can be met."""
+    """Every word of this filler has four bytes, so some lengths cannot be filled exactly."""
     even = Filler([Document("d", "cat sat mat " * 300)])
     padded = 0
     for length in (500, 501):

@@ -48,7 +48,7 @@ def test_a_place_is_computed_by_itself():
 
 
 def test_the_order_is_mixed():
-    """As many neighbours rise as fall, each place is hit about evenly over seeds, and few stay where they are."""
+    """The permutation looks random: rises equal falls, every place is equally likely over seeds, few items stay."""
     orders = np.stack([permuted(np.arange(64), 64, rng(seed)) for seed in range(2000)])
     rising = (np.diff(orders, axis=1) > 0).mean()
     assert abs(rising - 0.5) < 0.01

@@ -20,7 +20,7 @@ TRAINING = np.array([6, 5, 0] * 20 + [1, 2, 3, 7, 8, 9] * 10)  # 120 tokens; the
 
 
 class Fake:
-    """The loss of a token is its row, a point, and its place."""
+    """The loss of a token encodes its row before the decimal point and its place after it."""
 
     name, tokenizer, batch_size = "fake", byte_tokenizer(), 2
 

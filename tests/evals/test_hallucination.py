@@ -35,7 +35,7 @@ SETS = {"towers": QUESTIONS, "ferries": SUMMARIES}
 
 
 class Writer:
-    """A model that says what ``answer`` makes of the prompt."""
+    """A model whose continuation is ``answer(prompt)``."""
 
     name, tokenizer, batch_size = "writer", byte_tokenizer(), 4
 
@@ -220,7 +220,7 @@ HOTPOT = {
 
 
 def given(spans=(), free="", yes_no=None, unanswerable=False) -> dict:
-    """One annotator's answer as Qasper has it."""
+    """One annotator's answer in the format of Qasper."""
     answer = {"extractive_spans": list(spans), "free_form_answer": free, "yes_no": yes_no, "unanswerable": unanswerable}
     return {"answer": answer, "annotation_id": "z"}
 

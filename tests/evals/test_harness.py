@@ -262,7 +262,7 @@ GOLD = {
 
 @pytest.mark.parametrize("shots", [0, 5])
 def test_the_seven_tasks_of_the_paper(monkeypatch, shots):
-    """The harness's own templates, with rows of ours in place of the downloads."""
+    """The harness's own templates, with our rows instead of the downloaded data."""
     import datasets
 
     def load(path, name=None, **_):

@@ -50,7 +50,7 @@ def said(text, usage=True) -> tuple[int, bytes]:
 
 
 class Server:
-    """A chat endpoint on loopback that gives the replies it was told to, one after the other, then the last again."""
+    """A chat endpoint on loopback that returns the given replies in order and then repeats the last one."""
 
     def __init__(self):
         self.replies, self.requests, self.headers = [said("yes")], [], []
@@ -100,7 +100,7 @@ def server(monkeypatch):
 
 
 class Waits(list):
-    """Stands for time.sleep, and keeps what was asked for."""
+    """A replacement for time.sleep that records its arguments."""
 
     def __call__(self, seconds):
         self.append(seconds)
@@ -473,7 +473,7 @@ def test_judges_by_name():
 
 
 class Favourite(torch.nn.Module):
-    """A causal LM on bytes that finds the letters of one word likely wherever it stands."""
+    """A byte-level causal LM that gives the letters of one word a high probability everywhere."""
 
     def __init__(self, word):
         super().__init__()

@@ -176,7 +176,7 @@ def test_long_contexts_give_the_same_tokens(joining, kind, monkeypatch):
 
 
 def test_a_tokenizer_that_looks_back_far_gets_the_whole_text():
-    """Where a run is paired from its beginning, and the beginning of a text marked, a tail has other tokens alone."""
+    """A tail alone has other tokens if a run is paired from its start and the start of a text is marked."""
     from tokenizers import Tokenizer, models, normalizers
     from transformers import PreTrainedTokenizerFast
 

@@ -34,7 +34,7 @@ class Seen:
 
 
 class Answering:
-    """Continues each prompt with what ``answer`` makes of it; indifferent where that is None."""
+    """Continues each prompt with ``answer(prompt)``; gives all labels the same score if that is None."""
 
     dtype, config = torch.float32, SimpleNamespace()
 
@@ -166,7 +166,7 @@ def test_the_seed_decides():
 
 
 def test_rows_keep_the_label_scores_and_the_text_of_the_examples():
-    """From the result alone, a prompt can be written again and every label scored."""
+    """The result alone is enough to rebuild a prompt and to score every label."""
     lm = small("llama")
     result = evaluate_many_shot(lm, DATA, shots=(3,), questions=4, order_seeds=2)
     labels = result.provenance["labels"]

@@ -22,7 +22,7 @@ def filler():
 
 
 class Finder:
-    """A model that has read the prompt and says what ``answer`` makes of it."""
+    """A model whose continuation is ``answer(prompt)``."""
 
     name, tokenizer = "finder", byte_tokenizer()
 

@@ -132,7 +132,7 @@ def test_log_probabilities_are_those_of_the_whole_sequence(granularity):
 
 
 class Knows:
-    """Stands in for likelihood scoring: says a log-probability for each ending from its text."""
+    """A replacement for likelihood scoring that computes each ending's log-probability from its text."""
 
     def __init__(self, monkeypatch, value):
         self.value = value

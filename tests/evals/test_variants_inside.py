@@ -50,7 +50,7 @@ def test_the_map_that_a_tap_sees_is_the_models_own(kind):
 
 @KINDS
 def test_unchanged_logits_change_nothing(kind, monkeypatch):
-    """In blocks of few queries, whole and read in two pieces: the cached state of DINT goes on."""
+    """In small query blocks, in one pass and in two pieces: the second piece continues DINT's cached state."""
     model, ids = make(kind), tokens()
     monkeypatch.setattr(inside.AttentionCall.blocks, "__defaults__", (300,))
     expected = model(ids).logits
@@ -107,7 +107,7 @@ def test_which_heads_make_which_map():
 
 @KINDS
 def test_quantised_logits_and_likelihoods(kind):
-    """Contexts are read once and their cache, with DINT's state, is copied for the endings."""
+    """Contexts are read once; their cache, including DINT's state, is copied for the endings."""
     lm = CausalLM(make(kind), byte_tokenizer(), kind)
     tasks = [MultipleChoiceItem("The cat sat on", (" the mat.", " a dog", " blue"), 0)] * 2
     metrics = evaluate_quantization(lm, tasks, tokens(2, 40) % 256, bits=(16, 4)).metrics

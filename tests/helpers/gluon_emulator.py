@@ -1,4 +1,4 @@
-"""The Hopper kernels' own code, run on the CPU by a small emulator of what they are written in.
+"""A small CPU emulator of Gluon that runs the code of the Hopper kernels.
 
 Gluon has no interpreter. The emulator runs the Python of the kernels with stand-ins for ``gl``, ``tma``, ``mbarrier``
 and the wgmma calls. The groups of warps are threads of which one runs at a time, chosen by a seeded generator; TMA

@@ -10,7 +10,7 @@ import torch
 
 
 class Absent(MetaPathFinder):
-    """As if the package were not installed."""
+    """Hide the package, as if it were not installed."""
 
     def find_spec(self, fullname, path, target=None):
         if fullname.split(".")[0] == "diff_transformer":

@@ -66,7 +66,7 @@ def test_the_configuration_has_the_geometry_of_the_call():
 
 
 def test_one_call_in_the_source():
-    """Engines look for it in the source of the attention's forward."""
+    """Engines search the source of the attention's forward for this name."""
     tree = ast.parse(inspect.cleandoc(inspect.getsource(engine_form.Attention.forward)))
     calls = [node.func.id for node in ast.walk(tree) if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)]
     assert calls.count("attention_interface") == 1

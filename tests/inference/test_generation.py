@@ -127,7 +127,7 @@ def cores_inputs():
 
 @WINDOWS
 def test_an_assistant_changes_no_token(attention, window):
-    """The assistant agrees on some tokens and not on others, so that the cache is cut back; so does prompt lookup."""
+    """The assistant, and prompt lookup, agree on some tokens only, so the cache must be cropped."""
     model = make(attention, sliding_window=window)
     ids = tokens(1, 12)
     plain = model.generate(ids, max_new_tokens=24, **PLAIN)
@@ -219,7 +219,7 @@ def test_a_character_streams_only_when_it_is_whole():
 
 
 class SlowTokenizer(ByT5Tokenizer):
-    """As tokenizers written in Python are that replace what is no character."""
+    """Like tokenizers in Python that replace invalid bytes."""
 
     def convert_tokens_to_string(self, tokens):
         return b"".join(bytes([ord(token)]) for token in tokens).decode(errors="replace")

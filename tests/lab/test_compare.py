@@ -1,4 +1,4 @@
-"""The whole of ``compare`` on a corpus of a few files."""
+"""``compare`` from start to end on a corpus of a few files."""
 
 import json
 import os
@@ -112,7 +112,7 @@ def test_a_finished_folder_is_not_overwritten_but_resumes(finished, assignments)
 
 @pytest.fixture
 def trained_by(monkeypatch):
-    """The folders that comparisons hand out to be trained, which here ends them."""
+    """The folders that a comparison would train; training stops there."""
     handed = []
 
     def instead(runs, **options):

@@ -1,4 +1,4 @@
-"""What a plan of several experiments refuses before anything runs, and what the settings of one do."""
+"""Plans of several experiments: refusals before anything runs, and the settings of each experiment."""
 
 import importlib.util
 import os

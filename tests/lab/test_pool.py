@@ -17,7 +17,7 @@ from diff_transformer.train.signals import Stopped
 
 
 class Worker:
-    """Ends with ``code`` when asked for the third time, or, if that is None, when it is told to stop."""
+    """Exits with ``code`` at the third poll; if ``code`` is None, it exits only when stopped."""
 
     def __init__(self, folder, code, log):
         self.folder, self.code, self.asked, self.log = folder, code, 0, log
@@ -41,7 +41,7 @@ class Worker:
 
 
 class Workers:
-    """An executor of such workers, with what was asked of it."""
+    """An executor of such workers that records its calls."""
 
     def __init__(self, codes):
         self.codes, self.log = codes, []

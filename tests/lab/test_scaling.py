@@ -15,7 +15,7 @@ SIZES = (0.83e9, 1.4e9, 2.8e9, 6.8e9, 13.1e9)
 
 
 def made(shares=(0.6, 0.6), sizes=SIZES, noise=0.0) -> list[Run]:
-    """Two models alike but for the share of x that the first needs, of parameters and of tokens."""
+    """Two equal models, except that the first needs only a share of the parameters and of the tokens."""
     runs = []
     for name, (share, token_share) in (("softmax", (1.0, 1.0)), ("diff", shares)):
         for i, size in enumerate(sizes):
@@ -191,7 +191,7 @@ def test_bad_tables_are_said_to_be_bad(tmp_path, name, content, message):
 
 
 def test_a_folder_of_a_study_is_a_table(tmp_path):
-    """Its finished models, by side; the sweep of learning rates is of other lengths and stays out."""
+    """A study gives its finished models by side; its sweep has other lengths and is left out."""
     model = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 256}
     record = {"model": model, "tokens_per_step": 100, "validation": {"step": [0, 50, 100], "loss": [6.0, 4.0, 3.0]}}
     for name in ("novels/softmax-seed0", "novels/diff_norm1-seed1", "sweep/lr0.001/diff-seed100"):

@@ -1,4 +1,4 @@
-"""The plan and the driver of a study: what is finished is skipped, what is interrupted goes on, failures are told."""
+"""The plan and the driver of a study: finished runs are skipped, interrupted ones continue, failures are reported."""
 
 import json
 from pathlib import Path

@@ -114,7 +114,7 @@ def test_every_recipe_has_its_variants():
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_the_whole_of_it(tmp_path):
-    """A pair and one variant; then one more in the same folder, without training the others again."""
+    """A pair and one variant, then a second variant in the same folder, which leaves the others untouched."""
     for i in range(12):
         words = " ".join(f"the {a} fox {b} jumps over dog {i}." for a in ("red", "old") for b in range(60))
         (tmp_path / f"{i}.txt").write_text(words)

@@ -95,7 +95,7 @@ def browser():
 
 @pytest.fixture
 def visit(browser, tmp_path):
-    """Open the page of some results; at the end, nothing may have been logged or asked of a network."""
+    """Open the page of some results; at the end, it must have logged nothing and made no network request."""
     contexts, complaints = [], []
 
     def opened(results, size="desktop", scheme="light", write=write_report, **options):
@@ -320,7 +320,7 @@ def typed(model, text):
 
 @pytest.fixture
 def complaints():
-    """What a served page logged or asked of another address: nothing, at the end."""
+    """Logs and requests to other addresses of a served page; both must be empty at the end."""
     found: list[str] = []
     yield found
     assert found == []

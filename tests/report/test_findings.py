@@ -4,7 +4,7 @@ from diff_transformer.report.figure import Finding, versus
 
 
 def found(*values, **options) -> Finding:
-    """The finding, which these values have."""
+    """``versus`` of values for which it is not None."""
     finding = versus(*values, **options)
     assert finding is not None
     return finding

@@ -41,7 +41,7 @@ def accuracies(value: float, shots: int) -> dict:
 
 
 def built(module, *evals):
-    """The figure, which these results have."""
+    """The figure of results for which it is not None."""
     figure = module.build(of_comparison({"evals": list(evals)}))
     assert figure is not None
     return figure

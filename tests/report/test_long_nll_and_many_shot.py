@@ -12,7 +12,7 @@ EDGES = [0, 1, 2, 4, 8, 16, 32]
 
 
 def nll_entry(model: str, books: list[float], **more) -> dict:
-    """Each book has a constant loss, so that every cumulative mean is that number."""
+    """Each book has a constant loss, which therefore equals every cumulative mean."""
     counts = [b - a for a, b in itertools.pairwise(EDGES)]
     rows = [{"book": f"book {i}", "sums": [x * n for n in counts], "counts": counts} for i, x in enumerate(books)]
     mean = sum(books) / len(books)

@@ -113,7 +113,7 @@ def test_the_first_table_sums_up(pair, tmp_path):
 
 
 def test_a_cut_last_line_a_gap_and_no_configuration(pair):
-    """As a run in progress, one that was killed, or one copied in part may look."""
+    """Incomplete folders: a run in progress, a killed run, a partial copy."""
     file = pair[0] / "metrics.jsonl"
     whole = file.read_text()
     file.write_text(whole + '{"step": 405, "lo')

@@ -11,7 +11,7 @@ B, H, G, T, D = 2, 4, 2, 9, 8  # H differential heads, G value heads
 
 
 def one_call(q, k, v):
-    """What such servers have: causal softmax attention of n query heads over m key and m value heads of width d."""
+    """The attention of such servers: causal softmax, n query heads over m key and m value heads of width d."""
     assert q.shape[3] == k.shape[3] == v.shape[3]
     assert k.shape[1] == v.shape[1]
     return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
@@ -49,7 +49,7 @@ def test_the_first_version_is_one_call_with_twice_the_heads_and_twice_the_cache(
 
 
 def test_the_subtraction_after_rounding_loses_digits():
-    """Why a server should hand out the two results in fp32, or subtract in its kernel."""
+    """In bf16 the subtraction loses digits, so a server should return both results in fp32 or subtract in its kernel."""
     torch.manual_seed(0)
     q1, k1 = torch.randn(2, B, H, T, D)
     q2, k2 = q1 + 0.02 * torch.randn_like(q1), k1 + 0.02 * torch.randn_like(k1)  # maps that nearly agree

@@ -147,7 +147,7 @@ def test_a_long_value_is_cut_in_the_message():
 
 
 class Words:
-    """A tokenizer of words; its template is a word a message and one more."""
+    """A word tokenizer whose chat template gives one word per message plus one."""
 
     def __call__(self, text):
         return {"input_ids": text.split()}

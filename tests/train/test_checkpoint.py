@@ -149,7 +149,7 @@ def test_a_damaged_best_is_not_the_best(fabric, tmp_path):
 
 
 def test_a_write_that_reads_back_damaged_keeps_what_was_there(fabric, tmp_path, monkeypatch):
-    """A disk that takes the bytes and gives back others: nothing older may go."""
+    """A disk that returns other bytes than were written: no older checkpoint may be deleted."""
     for step in (1, 2):
         save(fabric, tmp_path, step)
 
@@ -200,7 +200,7 @@ def die_at(count: int):
 
 
 def killed_while_saving(folder: Path, count: int, step: int) -> bool:
-    """Save in a child that is killed at its ``count``-th change of the disk; whether it came that far."""
+    """Save in a child that is killed at its ``count``-th change of the disk. Returns whether it was killed."""
 
     def child():
         torch.set_num_threads(1)
@@ -263,7 +263,7 @@ def test_a_full_disk_is_seen_before_the_write(fabric, tiny_disk):
 
 
 def test_a_disk_that_fills_up_during_the_write(fabric, tiny_disk, monkeypatch):
-    """As when another program takes the room after the check."""
+    """Another program fills the disk after the check."""
     save(fabric, tiny_disk, 1, size=256)
     monkeypatch.setattr(checkpoint, "require_room", lambda *_: None)
     with pytest.raises(

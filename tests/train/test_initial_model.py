@@ -167,7 +167,7 @@ def test_a_folder_of_a_model_in_bf16_is_trained_in_fp32(config, trained, tmp_pat
 
 
 def test_fields_of_the_run_replace_those_of_the_model(config, trained):
-    """As continuing at another length needs: more positions and another rotary base, the same weights."""
+    """More positions and another rotary base with the same weights, to continue at another length."""
     run = initial(config, trained.folder, "model.max_position_embeddings=512")
     run.model["rope_parameters"] = {"rope_type": "default", "rope_theta": 640_000.0}
     model = build_model(run, trained.tokenizer)
@@ -178,7 +178,7 @@ def test_fields_of_the_run_replace_those_of_the_model(config, trained):
 
 
 def test_a_converted_model_keeps_what_the_run_does_not_say(config, trained, tmp_path):
-    """As with the recipe ``uptrain``, whose configuration says nothing of the model."""
+    """A configuration without a model, like that of the recipe ``uptrain``."""
     converted = softmax_to_diff(trained.model)
     converted.save_pretrained(tmp_path / "diff")
     run = initial(config, tmp_path / "diff")

@@ -192,7 +192,7 @@ def test_compiled_training_gives_the_same_model(texts, config, tmp_path):
 
 
 def test_documents_kept_apart_train_too(config, tmp_path):
-    """Bit-identical to the joined form where no row holds two documents is not to be had; that it differs is."""
+    """Rows hold several documents here, so separate documents must give other weights than joined ones."""
     train(config, tmp_path / "joined")
     separate = override(config, ["data.documents=separate"])
     train(separate, tmp_path / "separate")

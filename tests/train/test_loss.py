@@ -60,7 +60,7 @@ def test_weights_in_bf16():
 
 
 class Largest(TorchDispatchMode):
-    """The most elements that a tensor had which some operation made; a view is not made."""
+    """The size in elements of the largest tensor that an operation allocated; views do not count."""
 
     elements = 0
 

@@ -163,7 +163,7 @@ def test_resuming_drops_what_came_after_the_checkpoint_and_what_was_cut(tmp_path
 
 
 def test_a_run_that_begins_again_begins_with_an_empty_file(tmp_path):
-    """Killed before its first checkpoint: step 0 must not be there twice."""
+    """A run killed before its first checkpoint must not log step 0 twice."""
     for _ in range(2):
         log = log_of(tmp_path)
         log.write(0, {"validation_loss": 6.0})

@@ -324,7 +324,7 @@ def test_a_signal_before_a_resumed_run_goes_on_keeps_what_there_was(assignments,
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_a_preempted_comparison_exits_0_and_resumes(assignments, tmp_path):
-    """The scheduler's signal reaches the parent alone; its members save, and 0 says that all is well."""
+    """The scheduler signals only the parent. Its workers save, and the exit code is 0."""
     out, settings = tmp_path / "out", [*assignments, "data.length=96", "train.steps=60", f"data.mixture={MIXTURE}"]
     program = [sys.executable, "-m", "diff_transformer"]
     process = subprocess.Popen([*program, *command(out, settings, name="compare")], stderr=subprocess.PIPE, text=True)
@@ -386,7 +386,7 @@ def test_a_folder_that_turns_out_not_to_take_files(config, tmp_path, monkeypatch
 
 
 class Poisoned:
-    """A mixture that is as the one it stands for, until a step from which the rows of one source are no tokens."""
+    """A mixture that equals the original until a given step; then the rows of one source hold invalid tokens."""
 
     def __init__(self, mixture, step, source):
         self.mixture, self.step, self.source = mixture, step, source

@@ -10,7 +10,7 @@ PAGE = 32
 
 
 def cache_config(engine):
-    """The engine's own account of its cache."""
+    """The cache statistics that the engine reports."""
     return engine.llm_engine.engine_core.engine_core.scheduler.kv_cache_config
 
 

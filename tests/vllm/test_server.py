@@ -131,7 +131,7 @@ def test_structured_output(served):
 
 
 def test_a_request_cancelled_in_the_middle(served):
-    """Its place is free at once, and others are answered."""
+    """A cancelled request frees its place at once, and others are answered."""
     model, server = served
     rows = prompts(20, 25)
     stream = server.complete(rows[0], tokens=200, stream=True)

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from statistics import fmean
+from statistics import fmean, stdev
 
 from diff_transformer.lab.record import Cells, Record
 from diff_transformer.lab.stats import Interval, holm, over_seeds, paired_p_value, verdict
@@ -144,6 +144,11 @@ def _alike(first: Record, second: Record) -> bool:
     return all(getattr(first, name) == getattr(second, name) for name in ("steps", "tokens_per_step", "lr")) and all(
         first.config["model"][name] == second.config["model"][name] for name in fields
     )
+
+
+def spread(values: list[float]) -> tuple[float, float]:
+    """Mean and standard deviation over seeds; the deviation of a single value is 0."""
+    return fmean(values), stdev(values) if len(values) > 1 else 0.0
 
 
 def tokens_to_equal_loss(side: Record, baseline: Record, source: str | None = None) -> float | None:

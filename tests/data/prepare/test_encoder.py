@@ -23,7 +23,7 @@ def odd_texts(count, seed=0):
 
 @pytest.fixture(scope="module")
 def wild():
-    """A tokenizer whose merges know no words: wherever a text is split otherwise, other tokens come out."""
+    """A tokenizer whose merges cross word borders, so that another split of a text gives other tokens."""
     backend = Tokenizer(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
@@ -98,7 +98,7 @@ def test_a_tokenizer_that_may_cross_spaces_is_called_with_the_whole_text(tokeniz
 
 
 def small_cl100k(ranks, monkeypatch):
-    """tiktoken's cl100k, as it splits, with the ranks of a small vocabulary."""
+    """An encoding that splits like tiktoken's cl100k, with the ranks of a small vocabulary."""
     monkeypatch.setattr(tiktoken_ext.openai_public, "load_tiktoken_bpe", lambda *a, **k: ranks)
     settings = tiktoken_ext.openai_public.cl100k_base()
     special = {"<|endoftext|>": len(ranks) + 1, "<|fim_prefix|>": len(ranks) + 4}

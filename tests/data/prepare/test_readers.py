@@ -162,7 +162,7 @@ def test_texts_given_one_by_one_are_divided_together(tmp_path):
 
 
 def test_what_has_a_held_out_side_is_divided_as_ever(tmp_path):
-    """Each source by itself, a text file beside others being for training."""
+    """Each source alone; a text file among others belongs to the training side."""
     (tmp_path / "folder").mkdir()
     for i in range(3):
         (tmp_path / "folder" / f"{i}.txt").write_text(f"file {i}")

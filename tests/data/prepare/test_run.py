@@ -122,7 +122,7 @@ class Killed(BaseException):
 
 
 def test_after_a_stop_at_any_moment_resuming_gives_the_same_bytes(tmp_path, rows, monkeypatch):
-    """Every file comes into place by a rename: the process stops before the first, the second, ... of them."""
+    """Files appear by rename. The process stops before the first rename, before the second, and so on."""
     prepare(rows, tmp_path / "whole")
     whole = content(tmp_path / "whole")
     replace, write = os.replace, workers.write_shard

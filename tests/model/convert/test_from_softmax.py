@@ -33,7 +33,7 @@ def logits(model, ids):
 
 
 def gradients(model, ids):
-    """Of the mean loss, in fp64: by the part of a parameter's name that comes last, a list over layers."""
+    """Gradients of the mean loss in fp64: by the last part of the parameter's name, a list over layers."""
     model = model.double()
     model(ids, labels=ids).loss.backward()
     layers = [layer.self_attn for layer in model.model.layers]
@@ -45,7 +45,7 @@ def gradients(model, ids):
 
 
 def halves(gradient, head_dim):
-    """Those of the first maps' heads and those of the second maps'."""
+    """The parts that belong to the first maps' heads and to the second maps' heads."""
     by_head = gradient.unflatten(0, (-1, 2, head_dim))
     return by_head[:, 0], by_head[:, 1]
 

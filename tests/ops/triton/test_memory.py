@@ -22,7 +22,7 @@ KEYS = G * S * D
 
 @pytest.fixture(autouse=True)
 def _without_determinism():
-    """Which rules one pass out."""
+    """An input that rules out the one-pass backward."""
     torch.use_deterministic_algorithms(False)
 
 
@@ -57,7 +57,7 @@ def by_varlen(x):
 
 
 def inputs(attend, **sizes):
-    """As a layer hands them on after its projections; packed documents are one batch entry of them."""
+    """Inputs in the layout of a layer's projections; packed documents form one batch entry."""
     x = make_inputs(**({"B": 1, "H": H, "Hn": 2, "G": G, "T": T, "S": S, "D": D, "Dv": D, "strided": True} | sizes))
     return Inputs(*(y.detach()[0].transpose(0, 1).requires_grad_() for y in x)) if attend is by_varlen else x
 

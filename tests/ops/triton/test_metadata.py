@@ -150,7 +150,7 @@ def test_interpreted_kernels_are_refused():
 
 
 def test_an_interrupted_call_does_not_shift_the_answers(monkeypatch):
-    """The answer to a question that nobody waited for is not taken for that to the next."""
+    """The answer to an abandoned request is not taken for the answer to the next one."""
     server = metadata._server()
     lost = [next(metadata._numbers), "no.module:lost", {}, {}, {}]
     print(json.dumps(lost), file=server.stdin, flush=True)

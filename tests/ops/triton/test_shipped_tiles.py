@@ -44,7 +44,7 @@ def shipped(kind):
 
 
 def shape(tiles):
-    """What the interpreter sees of them."""
+    """The tiles that the interpreter sees."""
     parts = [tiles] if isinstance(tiles, configurations.Configuration) else tiles
     return tuple((part.BLOCK_M, part.BLOCK_N, part.fused) for part in parts)
 

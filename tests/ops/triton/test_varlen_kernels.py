@@ -60,7 +60,7 @@ CASES = {
 
 @pytest.fixture(params=["two_pass", "one_pass"])
 def form(request, monkeypatch):
-    """A form of the backward, which is seen to be the one that is taken."""
+    """Force a form of the backward, and check that it ran."""
     taken = []
     compute = operator.launch_backward
     monkeypatch.setattr(operator, "launch_backward", lambda *a: taken.append(a[-1]) or compute(*a))
