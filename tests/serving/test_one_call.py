@@ -49,7 +49,7 @@ def test_the_first_version_is_one_call_with_twice_the_heads_and_twice_the_cache(
 
 
 def test_the_subtraction_after_rounding_loses_digits():
-    """In bf16 the subtraction loses digits, so a server should return both results in fp32 or subtract in its kernel."""
+    """In bf16 the subtraction loses digits: a server should return both results in fp32 or subtract in its kernel."""
     torch.manual_seed(0)
     q1, k1 = torch.randn(2, B, H, T, D)
     q2, k2 = q1 + 0.02 * torch.randn_like(q1), k1 + 0.02 * torch.randn_like(k1)  # maps that nearly agree

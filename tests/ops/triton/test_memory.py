@@ -22,7 +22,7 @@ KEYS = G * S * D
 
 @pytest.fixture(autouse=True)
 def _without_determinism():
-    """An input that rules out the one-pass backward."""
+    """Deterministic algorithms would rule out the one-pass backward."""
     torch.use_deterministic_algorithms(False)
 
 
