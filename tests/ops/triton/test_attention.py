@@ -382,13 +382,13 @@ def test_compiles_into_one_graph(options):
 @pytest.mark.parametrize("shape", [(33, 1), (1, 2, 1, 1), (1, 1, 33, 33)])
 def test_masks_of_whole_queries_do_not_reach_the_kernels(monkeypatch, shape):
     seen = []
-    kernels = operator.apply
+    kernels = operator.forward
 
     def records(*arguments):
         seen.append(arguments[6])
         return kernels(*arguments)
 
-    monkeypatch.setattr(operator, "apply", records)
+    monkeypatch.setattr(operator, "forward", records)
     x = make_inputs(B=1, H=2, T=33, device=DEVICE)
     mask = torch.ones(shape, dtype=torch.bool, device=DEVICE)
     diff_attention(*x, attn_mask=mask, backend="triton")
