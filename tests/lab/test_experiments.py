@@ -19,7 +19,7 @@ from diff_transformer.lab.experiments import Plan, check_models, names_of, run_e
     ],
 )
 def test_what_is_of_a_model_is_refused_where_none_runs(name, options, said):
-    with pytest.raises(ValueError, match=f"{name} takes no model, so {said} change nothing; leave out"):
+    with pytest.raises(ValueError, match=f"{name} takes no model, so {said} change nothing; leave them out"):
         check_models(Plan([name], **options))
 
 
