@@ -46,7 +46,7 @@ class Package:
             if equal_widths and q.shape[-1] != v.shape[-1]:
                 raise RuntimeError("v must have shape (batch_size, seqlen_k, num_heads_k, head_size)")
             assert q.shape[-1] % 8 == v.shape[-1] % 8 == 0
-            if q.shape[1] != flash.TRIAL_TOKENS:
+            if q.shape[1] != flash.PROBE_TOKENS:
                 self.calls.append((q.shape[-1], v.shape[-1], q.shape[2], k.shape[2]))
             out = flash_attn_func(q, k, v, **options)
             if forward_only and q.shape[-1] != v.shape[-1]:

@@ -30,6 +30,6 @@ def test_shared_keys_on_a_gpu_never_materialise_the_maps(monkeypatch, width, dty
         q = torch.empty(1, 4, 9, 64, dtype=dtype, device="cuda")
         k, v = (torch.empty(1, 2, 9, size, dtype=dtype, device="cuda") for size in (64, width))
         mask = torch.ones(9, 9, dtype=torch.bool, device="cuda") if masked else None
-        out = sdpa.whole_or_in_parts(q, k, v, mask, False, 0.125)
+        out = sdpa.softmax_attention_of(q, k, v, mask, False, 0.125)
     assert out.shape == (1, 4, 9, width)
     assert seen == [(2, 2, True) if shared else (4, 4, False)]
