@@ -83,7 +83,7 @@ def test_failed_and_skipped_are_said_whole(tiny, tmp_path, capsys, monkeypatch):
     [
         (("toaster",), "no benchmark 'toaster'; there are: attention, decode, throughput, step"),
         (("decode", None, False, "cpu", "1x1x8x8"), "grid gives shapes of the benchmark 'attention'"),
-        (("attention", None, False, "cpu", "1x1"), "'1x1' is no shape"),
+        (("attention", None, False, "cpu", "1x1"), "'1x1' is not a shape"),
         (("attention", None, False, "cuda"), "PyTorch sees no CUDA device here"),
     ],
 )

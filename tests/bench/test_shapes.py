@@ -39,7 +39,7 @@ def test_shapes_from_text():
 
 @pytest.mark.parametrize("text", ["", "4x4", "1x2x3x4m", "1x0x8x8", "axbxcxd"])
 def test_text_that_is_no_shape(text):
-    with pytest.raises(ValueError, match="is no shape; give batch x heads x length x width"):
+    with pytest.raises(ValueError, match="is not a shape; give batch x heads x length x width"):
         parse_shapes(text)
 
 

@@ -366,7 +366,7 @@ def test_a_judge_asks_again_and_then_leaves_it_undecided(server):
     server.replies = [said("hm")]
     verdict = EndpointJudge(client_of(server))(ASKED, "x")
     assert verdict.answer == "undecided"
-    assert "3 replies were no verdict; the last: 'hm'" in verdict.why
+    assert "3 replies held no verdict; the last: 'hm'" in verdict.why
     assert len(server.requests) == 3
     server.replies = [(200, b'{"choices": [{"message": {"content": null}}]}')]
     assert EndpointJudge(client_of(server))(ASKED, "z").answer == "undecided"

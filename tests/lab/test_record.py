@@ -140,8 +140,8 @@ def test_requests_of_both_forms_are_read(tmp_path):
     ("text", "message"),
     [
         ("nonsense", "is not JSON"),
-        ("[1]", "has a list, which is no record"),
-        ('{"a": 1}', r"has keys \['a'\], which is no record"),
+        ("[1]", "has a list, which is not a record"),
+        ('{"a": 1}', r"has keys \['a'\], which is not a record"),
         ('{"cells": {"x": 3}}', "is not a record: AttributeError"),
         ('{"schema": 2, "records": [{"setting": "x"}]}', "is not a record: TypeError"),
     ],

@@ -179,7 +179,7 @@ def test_the_interval_along_curves_is_over_trainings():
         ("t.csv", "model,parameters,tokens,loss\na,1,1,zero\n", r"line 2: loss is 'zero'; give a positive number"),
         ("t.csv", "model,parameters,tokens,loss\na,1,-5,2\n", "line 2: tokens is '-5'"),
         ("t.csv", "model,parameters,tokens,loss\n ,1,5,2\n", "line 2: model is empty"),
-        ("t.json", "{}", "is no table of runs; give a list of objects"),
+        ("t.json", "{}", "is not a table of runs; give a list of objects"),
         ("t.json", "[1", "is not JSON"),
         ("t.json", '{"schema": 1, "pair": {}}', "does not hold the results of a comparison: KeyError"),
     ],

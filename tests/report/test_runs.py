@@ -206,7 +206,7 @@ def test_what_is_no_run(tmp_path, pair):
     assert not is_run(tmp_path)
     assert not is_run(tmp_path / "nowhere")
     with pytest.raises(
-        ResultsError, match=r"is no run: there is no metrics\.jsonl; give the folders that `train` wrote"
+        ResultsError, match=r"is not a run: it has no metrics\.jsonl; give the folders that `train` wrote"
     ):
         load_runs([*pair, tmp_path])
 

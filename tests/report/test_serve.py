@@ -114,7 +114,7 @@ def test_hostile_text_comes_back_as_text(port):
         (b"[" * 60_000, 400, "not JSON"),
         ([], 400, "lacks"),
         ({"model": "diff-seed0"}, 400, "lacks"),
-        ({"model": "diff-seed0", "text": 3}, 400, "no strings"),
+        ({"model": "diff-seed0", "text": 3}, 400, "not a string"),
         ({"model": "other", "text": "a"}, 404, "no model 'other'"),
         ({"model": "diff-seed0", "text": "long"}, 422, "300 tokens"),
         ({"model": "diff-seed0", "text": "x" * LARGEST}, 413, "65,536 are taken"),

@@ -81,7 +81,7 @@ def parse_shapes(text: str) -> list[Shape]:
         found = re.fullmatch(r"(\d+)x(\d+)x(\d+)x(\d+)(n?)", part.strip())
         if found is None or "0" in found.groups():
             raise ValueError(
-                f"{part.strip()!r} is no shape; give batch x heads x length x width, for example 4x12x4096x128, "
+                f"{part.strip()!r} is not a shape; give batch x heads x length x width, for example 4x12x4096x128, "
                 "with a final n for attention without the causal mask, and commas between shapes"
             )
         batch, heads, length, width = (int(size) for size in found.groups()[:4])

@@ -115,7 +115,7 @@ PAPER = {
     ("13.1B", 2048): {"forward_backward": (998, 942), "prefill": (14346, 13653)},
 }
 USED_MEMORY = 0.8  # share of the free memory
-ACTIVATION_BYTES = 80  # kept for the backward pass per token, layer and channel of d_model, about
+ACTIVATION_BYTES = 80  # approximate number kept for the backward pass per token, layer and channel of d_model
 LOGIT_BYTES = 14  # per token and vocabulary entry: logits, their fp32 copy, its softmax and gradients
 
 

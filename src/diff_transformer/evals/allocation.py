@@ -31,7 +31,7 @@ PARTS = ("answer", "noise")
 
 @dataclass(frozen=True)
 class Settings:
-    """The paper's Table 3."""
+    """Settings of the experiment; the defaults are those of the paper's Table 3."""
 
     # Text around the needles: "python", a text file, a folder or an archive.
     corpus: str = "python"

@@ -1,4 +1,4 @@
-"""Looks inside the attention of any causal LM, and changes its logits, layer by layer.
+"""Read the attention of any causal LM, or change its logits, layer by layer.
 
     with tapped_attention(model, tap):        tap(call) at each layer; the model's outputs do not change
     with changed_logits(model, plan):         each layer computes softmax(plan(call)(logits)) V instead

@@ -151,7 +151,7 @@ class EndpointJudge:
             verdict = parse_verdict(reply)
             if verdict is not None:
                 return Verdict(verdict, reply[:200])
-        return Verdict(UNDECIDED, f"{self.attempts} replies were no verdict; the last: {reply[:200]!r}")
+        return Verdict(UNDECIDED, f"{self.attempts} replies held no verdict; the last: {reply[:200]!r}")
 
 
 class LikelihoodJudge:

@@ -1,4 +1,4 @@
-"""The only way from an experiment to a model.
+"""The only interface between an experiment and a model.
 
 An experiment calls only the methods of ``LanguageModel`` that it needs. It therefore runs unchanged on the pair, on any
 Hugging Face causal LM, and on a ten-line fake. ``evals/inside.py`` looks inside the attention of a model.
@@ -249,7 +249,7 @@ def load_lm(
 
 
 def label_of(name_or_path: str) -> str:
-    """What results call a model: the last part of its path that says something (``diff-seed0`` for
+    """A model's name in results: the last distinctive part of its path (``diff-seed0`` for
     ``members/diff-seed0/run/model``)."""
     parts = [part for part in Path(name_or_path).parts if part not in ("run", "model", "/", ".", "..", "~")]
     return parts[-1] if parts else Path(name_or_path).resolve().name

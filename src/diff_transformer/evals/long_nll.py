@@ -1,4 +1,4 @@
-"""Negative log-likelihood by position (section 3.3, Figure 4): does a longer context keep helping?
+"""Negative log-likelihood by position (section 3.3, Figure 4): does a longer context keep lowering the loss?
 
     book 0   t1 t2 t3 t4 | t5 ... t8 | t9 ............... t16 | ...      each token predicted from all before it
     NLL          mean of the first 4, 8, 16, ... predictions, over books

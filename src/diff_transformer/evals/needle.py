@@ -34,7 +34,7 @@ from diff_transformer.evals.types import Result
 
 @dataclass(frozen=True)
 class Settings:
-    """The paper's Table 2. For Figure 5 set cells to [[8, 1]] and lengths to [8192, 16384, 32768, 65536]."""
+    """The defaults are Table 2. For Figure 5 set cells to [[8, 1]] and lengths to [8192, 16384, 32768, 65536]."""
 
     # Text around the needles: "python", a text file, a folder or an archive.
     corpus: str = "python"

@@ -36,7 +36,7 @@ GRANULARITIES = ("tensor", "head", "row")
 
 @dataclass(frozen=True)
 class Settings:
-    """The paper's Figure 8: set data to "hub:Rowan/hellaswag", or to a file of it, and samples to 10042."""
+    """Settings of the experiment. For the paper's Figure 8, set data to "hub:Rowan/hellaswag" and samples to 10042."""
 
     # Multiple-choice continuations: "python", a file of HellaSwag, or "hub:NAME".
     data: str = "python"

@@ -116,7 +116,7 @@ class Samples:
         different = differences(first, settings)
         if different:
             listed = "\n  ".join(different)
-            raise ValueError(f"{journal} is of a run with other settings (saved against given):\n  {listed}")
+            raise ValueError(f"{journal} belongs to a run with other settings (saved against given):\n  {listed}")
         for line in lines[1:]:
             try:
                 entry = json.loads(line)

@@ -29,7 +29,7 @@ class Result:
         return asdict(self)
 
     def save(self, path: Path):
-        """Write the result as JSON, whole or not at all, in a folder that is made if need be."""
+        """Write the result as JSON, atomically; create its folder if needed."""
         path.parent.mkdir(parents=True, exist_ok=True)
         write_whole(path, json.dumps(self.to_dict()) + "\n")
 

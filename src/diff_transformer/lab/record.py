@@ -89,7 +89,7 @@ class Record:
         return {"schema": SCHEMA, **asdict(self)}
 
     def save(self, path: Path) -> None:
-        """Write the record as JSON, whole or not at all."""
+        """Write the record as JSON atomically."""
         path.parent.mkdir(parents=True, exist_ok=True)
         write_whole(path, json.dumps(self.to_dict()) + "\n")
 
@@ -269,7 +269,7 @@ def from_v1(value: object, path: Path | None = None, root: Path | None = None) -
         if {"row", "seed", "parameters"} <= value.keys():
             return [_ablation_row(value, path)]
     found = f"keys {sorted(map(str, value))[:6]}" if isinstance(value, dict) else f"a {type(value).__name__}"
-    raise RecordError(f"{where} has {found}, which is no record")
+    raise RecordError(f"{where} has {found}, which is not a record")
 
 
 def config_of_request(path: Path) -> dict:

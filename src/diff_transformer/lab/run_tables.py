@@ -101,7 +101,7 @@ def _from_json(path: Path) -> list[Run]:
     if isinstance(values, dict) and "schema" in values and "pair" in values:
         return _from_comparison(values, path)
     if not isinstance(values, list) or not all(isinstance(value, dict) for value in values):
-        raise ValueError(f"{path} is no table of runs; give a list of objects with {', '.join(COLUMNS)}")
+        raise ValueError(f"{path} is not a table of runs; give a list of objects with {', '.join(COLUMNS)}")
     for number, value in enumerate(values, 1):
         _require(value, f"{path}, entry {number}")
     return [_run(value, f"{path}, entry {number}") for number, value in enumerate(values, 1)]

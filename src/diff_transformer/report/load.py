@@ -192,13 +192,13 @@ def load_runs(paths: list[Path | str]) -> list[RunLog]:
     """The runs at ``paths``, each with a name and a colour of its own.
 
     Raises:
-        ResultsError: for a path that is no run.
+        ResultsError: for a path that is not a run.
     """
     folders = []
     for path in paths:
         home = _home(Path(path))
         if home is None:
-            raise ResultsError(f"{path} is no run: there is no {METRICS}; give the folders that `train` wrote")
+            raise ResultsError(f"{path} is not a run: it has no {METRICS}; give the folders that `train` wrote")
         folders.append(home)
     folders = list(dict.fromkeys(folders))
     configs = [_config(folder) for folder in folders]

@@ -208,7 +208,7 @@ def _question(body: bytes) -> tuple[str, str]:
         raise Refusal(400, 'the request is not JSON; send {"model": NAME, "text": TEXT}') from None
     model, text = (given.get(key) if isinstance(given, dict) else None for key in ("model", "text"))
     if not isinstance(model, str) or not isinstance(text, str):
-        raise Refusal(400, 'the request lacks "model" or "text", or they are no strings; send both')
+        raise Refusal(400, 'the request lacks "model" or "text", or one of them is not a string; send both as strings')
     return model, text
 
 
