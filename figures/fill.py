@@ -1,4 +1,4 @@
-"""Put what was measured into the folders of the paper's tables and figures: tables, a plot and what they say in short.
+"""Fill the folders of the paper's tables and figures from measurements: tables, a plot and a summary.
 
 python figures/fill.py runs/evals "the demo's checkpoints, --quick"  # record experiments, then fill
 python figures/fill.py runs/evals "the demo's checkpoints" table8_five_shot  # of these, what belongs to one folder
@@ -71,7 +71,7 @@ def _of_which_training(source: dict) -> str:
     """Whether these checkpoints are those of the demo's record: rounding differs between processors, so weights do."""
     demo = json.loads((FIGURES / "demo" / "results.json").read_text())["provenance"]
     same = source["commit"] == demo["commit"] and source["cpu"] == demo["cpu"]
-    return "" if same else ", of another training of the pair than [the demo's record](../demo/README.md) is of"
+    return "" if same else ", from another training run than [the demo's record](../demo/README.md)"
 
 
 def of_desk(name: str, cells: Cells) -> str:
@@ -85,7 +85,7 @@ def of_desk(name: str, cells: Cells) -> str:
     title = "[The desk study](../desk/README.md): novels and needles"
     short = [f"- {column}: {said}" for column, rows in found.items() if (said := in_short(rows))]
     pairs = next(iter(found.values()))[0].seeds
-    about = f"**{title}**, {pairs} pairs, 95 % intervals; ✓ and ✗: as the paper says, or not:"
+    about = f"**{title}**, {pairs} pairs, 95 % intervals; ✓: as the paper says, ✗: the opposite:"
     parts = ["\n".join(short), about, side_by_side(found)]
     if name == "figure3_scaling":
         parts += matched(cells)
