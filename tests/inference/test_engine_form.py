@@ -94,9 +94,9 @@ def test_what_it_cannot_hold_is_refused(fields, said, tmp_path):
     assert not (tmp_path / "out").exists()
 
 
-def test_the_weights_and_the_code_alone(tmp_path):
+def test_the_weights_the_code_and_a_card(tmp_path):
     save(tmp_path / "model")
     export(str(tmp_path / "model"), tmp_path / "out", for_engines=True)
     kinds = {path.suffix for path in (tmp_path / "out").iterdir()}
-    assert kinds == {".safetensors", ".json", ".py"}
+    assert kinds == {".safetensors", ".json", ".py", ".md"}
     assert json.loads((tmp_path / "out" / "config.json").read_text())["model_type"] == "diff_transformer_engine"
