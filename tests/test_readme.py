@@ -122,3 +122,12 @@ def test_what_it_says_of_the_operator_s_time_is_the_record():
         ours = [row for row in rows if row["backend"] == "blockwise" and row["gate"] == "passed"]
         shares = [row[kind] for row in ours for kind in ("forward_ratio", "both_ratio") if kind in row]
         assert words.format(f"{min(shares):.2f}", f"{max(shares):.2f}") in README
+
+
+def test_the_correction_readme_speaks_of_is_the_studys():
+    text = " ".join((ROOT / "README.md").read_text().split())
+    assert "not significant after Holm's correction" in text
+    study = (ROOT / "figures" / "desk" / "README.md").read_text()
+    table = study.split("DIFF, from .1, the Transformer's rate** (5 pairs)")[1]
+    sentence = next(line for line in table.splitlines() if "Holm's correction" in line)
+    assert "validation loss" not in sentence
