@@ -1,0 +1,188 @@
+"""Choice by measurement: the fastest of several correct forms of a computation, timed once on a machine.
+
+``fastest`` times the forms in turns and keeps the verdict in the package's cache folder under ``fastest``: one JSON
+file for each key, with all times. Delete the file to measure again. ``DIFF_TRANSFORMER_TUNE=0`` neither measures nor
+reads verdicts, and ``force`` measures once in each process and replaces what was kept.
+"""
+
+import hashlib
+import json
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from filelock import FileLock
+
+from diff_transformer.durable import cache_folder, write_whole
+
+log = logging.getLogger("diff_transformer")
+
+SWITCH = "DIFF_TRANSFORMER_TUNE"
+SECONDS = 0.02  # spent on the turns of all candidates, if these are shorter than that
+TURNS = 3, 50  # at least and at most, of each candidate
+HOPELESS = 2.0  # a candidate this many times slower than the fastest after a turn gets no further one
+WAIT = 60.0  # seconds for another process that measures the same
+
+Run = Callable[[], object]
+Timer = Callable[[Run], float]  # calls the function and returns its seconds
+
+
+class Verdict(NamedTuple):
+    """What a measurement found."""
+
+    fastest: str
+    milliseconds: dict[str, float]  # the shortest time of each candidate that ran
+    left_out: dict[str, str]  # why each other candidate was not timed
+    complete: bool = True  # False, and not kept, if memory ran out for a candidate or none ran
+
+
+_verdicts: dict[str, Verdict] = {}  # of this process
+_measuring = threading.Lock()
+
+
+def tuning() -> str:
+    """The value of DIFF_TRANSFORMER_TUNE: "0", "1" (the default) or "force".
+
+    Raises:
+        ValueError: for any other value.
+    """
+    given = os.environ.get(SWITCH, "1")
+    if given not in ("0", "1", "force"):
+        raise ValueError(
+            f"{SWITCH} is {given!r}; give 0 (never measure), 1 (measure once on a machine, the default) or force "
+            "(measure again)"
+        )
+    return given
+
+
+def wall_clock(run: Run) -> float:
+    """Seconds of one call on the CPU."""
+    begin = time.perf_counter()
+    run()
+    return time.perf_counter() - begin
+
+
+def fastest(
+    key: Mapping[str, str | int], candidates: Mapping[str, Run], *, timer: Timer = wall_clock, measure: bool = True
+) -> str:
+    """The name of the fastest candidate; the first one, which is the default, where nothing can be measured.
+
+    A candidate that raises is left out. One that runs out of memory is left out in this process only. A disk that
+    cannot be read or written costs another measurement in the next process. Of the processes that want the same verdict
+    at a time, one measures and the others wait.
+
+    Args:
+        key: what the verdict depends on: processor or GPU, versions, dtype, widths. The candidates' names belong to it.
+        candidates: functions without arguments by name; each is called some times.
+        timer: calls a function and returns its seconds.
+        measure: False only reads what was kept.
+
+    Raises:
+        ValueError: DIFF_TRANSFORMER_TUNE is neither 0, 1 nor force.
+    """
+    given, names = tuning(), list(candidates)
+    if given == "0" or len(names) == 1:
+        return names[0]
+    told = json.dumps({**key, "candidates": names}, sort_keys=True)
+    verdict = _verdicts.get(told)
+    if verdict is None:
+        verdict = _kept_or_measured(told, candidates, timer if measure else None, read=given != "force")
+    if verdict is None:
+        return names[0]
+    if told not in _verdicts:
+        _verdicts[told] = verdict
+        log.info("fastest of %s: %s", told, described(verdict))
+    return verdict.fastest
+
+
+def described(verdict: Verdict) -> str:
+    """The verdict in one line: the fastest form first, then the others, then those that were left out."""
+    times = sorted(verdict.milliseconds.items(), key=lambda item: (item[0] != verdict.fastest, item[1]))
+    parts = [f"{name} {ms:.3g} ms" for name, ms in times]
+    return ", ".join([*parts, *(f"{name} left out ({reason})" for name, reason in verdict.left_out.items())])
+
+
+def _kept_or_measured(told: str, candidates: Mapping[str, Run], timer: Timer | None, read: bool) -> Verdict | None:
+    """The kept verdict or a new one; None if there is none and it cannot be measured now."""
+    try:
+        path = cache_folder() / "fastest" / f"{hashlib.sha256(told.encode()).hexdigest()[:24]}.json"
+    except RuntimeError:  # no home folder
+        path = None
+    kept = _read(path, candidates) if read else None
+    if kept is not None or timer is None or not _measuring.acquire(blocking=False):
+        return kept  # the lock is not waited for: its holder may need this thread, which may be autograd's
+    try:
+        with ExitStack() as held:
+            if path is not None:
+                try:
+                    path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+                    held.enter_context(FileLock(path.with_suffix(".lock"), timeout=WAIT))
+                except (OSError, RuntimeError) as error:  # filelock's time-out is an OSError
+                    log.info("measuring without a lock: %s", error)
+            kept = _read(path, candidates) if read else None  # another process may have measured meanwhile
+            verdict = kept or measured(candidates, timer)
+            if kept is None and verdict.complete:
+                _write(path, told, verdict)
+            return verdict
+    finally:
+        _measuring.release()
+
+
+def measured(candidates: Mapping[str, Run], timer: Timer) -> Verdict:
+    """Time the candidates in turns, every other turn in the opposite order, after one call of each.
+
+    The shortest time counts. ``TURNS``, ``SECONDS`` and ``HOPELESS`` limit the number of turns. The first candidate is
+    the fastest if none ran.
+    """
+    left_out: dict[str, str] = {}
+    complete = True
+    best: dict[str, float] = {}
+    deadline = time.perf_counter() + SECONDS
+    for turn in range(-1, TURNS[1]):  # turn -1 compiles and warms up
+        if turn >= TURNS[0] and time.perf_counter() > deadline:
+            break
+        limit = HOPELESS * min(best.values(), default=float("inf"))
+        running = [n for n in candidates if n not in left_out and (turn < 1 or best[n] <= limit)]
+        if turn == 1 and len(running) == 1:
+            break
+        for name in running[:: -1 if turn % 2 else 1]:
+            try:
+                seconds = timer(candidates[name])
+            except Exception as error:  # each library raises its own types
+                best.pop(name, None)
+                memory = isinstance(error, MemoryError | torch.OutOfMemoryError) or "out of memory" in str(error)
+                left_out[name] = "out of memory" if memory else f"{type(error).__name__}: {error}"[:300]
+                complete = complete and not memory
+                continue
+            if turn >= 0:
+                best[name] = min(seconds, best.get(name, seconds))
+        if turn < 0:
+            deadline = time.perf_counter() + SECONDS
+    milliseconds = {name: round(seconds * 1e3, 6) for name, seconds in best.items()}
+    name = min(best, key=best.__getitem__, default=next(iter(candidates)))
+    return Verdict(name, milliseconds, left_out, complete and bool(best))
+
+
+def _read(path: Path | None, candidates: Mapping[str, Run]) -> Verdict | None:
+    try:
+        kept = json.loads(path.read_text()) if path is not None else {}
+        verdict = Verdict(kept["fastest"], dict(kept["milliseconds"]), dict(kept["left_out"]))
+    except (OSError, ValueError, LookupError, TypeError):  # no file, or no verdict in it
+        return None
+    return verdict if verdict.fastest in candidates else None
+
+
+def _write(path: Path | None, told: str, verdict: Verdict) -> None:
+    if path is None:
+        return
+    found = {"fastest": verdict.fastest, "milliseconds": verdict.milliseconds, "left_out": verdict.left_out}
+    try:
+        write_whole(path, json.dumps({"key": json.loads(told), **found}, indent=1) + "\n")
+    except OSError as error:
+        log.info("the verdict is not kept: %s", error)
