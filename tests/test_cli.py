@@ -7,13 +7,14 @@ import sys
 import pytest
 import torch
 import typer
-from tiny_models import save_tiny_model
+from tiny_models import save_tiny_model, tiny_model
 from transformers import LlamaConfig, LlamaForCausalLM
 from typer.testing import CliRunner
 
 import diff_transformer
 from diff_transformer.cli import app
 from diff_transformer.cli.measuring import shown_number
+from diff_transformer.data.tokenizer import byte_tokenizer
 
 
 def cli(*arguments):
@@ -101,6 +102,22 @@ def test_one_experiment_into_a_file(model, corpus, tmp_path):
     again = cli(*command)
     assert again.returncode == 2
     assert "exists; choose another file" in again.stderr
+
+
+def test_training_text_that_is_measured_for_want_of_held_out_text_is_said_first(corpus, tmp_path):
+    gpt2 = tmp_path / "gpt2"
+    tiny_model("gpt2").save_pretrained(gpt2)
+    byte_tokenizer().save_pretrained(gpt2)
+    sizes = ("--length", 64, "--samples", 300, "--limit", 2)
+    command = ("eval", "outliers", "--model", gpt2, "--corpus", corpus, *sizes, "--out")
+    for out in (tmp_path / "outliers.json", tmp_path / "out"):
+        told = cli(*command, out)
+        assert told.returncode == 0, told.stderr
+        assert told.stdout.startswith(f"note: outliers of gpt2: the held-out text of '{corpus}' is too small, so ")
+    assert "the held-out text of" in (tmp_path / "out" / "report.html").read_text()
+    refused = cli(*command, tmp_path / "no.json", "--split", "held-out")
+    assert refused.returncode == 2
+    assert "the held-out text of the corpus" in refused.stderr
 
 
 def test_an_experiment_on_two_models_into_a_folder_with_a_report(model, corpus, tmp_path):

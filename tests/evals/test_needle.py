@@ -165,7 +165,7 @@ def test_the_command_runs_on_a_text_of_one_s_own(llama, tmp_path):
     assert len(result.rows) == 5
     assert "weather" in result.rows[0]["prompt"]
     assert result.provenance["corpus"] == str(text)
-    assert result.provenance["haystack"] == "validation"
+    assert result.provenance["side"] == "validation"
 
 
 def test_a_short_haystack_takes_in_the_training_side_and_a_shorter_one_is_refused(tmp_path):
@@ -188,10 +188,12 @@ def test_a_model_of_this_package_is_not_measured_on_training_text_unless_told(tm
     with pytest.raises(ValueError, match=r"the held-out text of .* prompts need 400; .*--split all reads"):
         run_eval("needle", lm, settings_of("needle", wanted, few), tmp_path / "no.json")
     result = run_eval("needle", lm, settings_of("needle", {**wanted, "split": "all"}, few), tmp_path / "all.json")
-    assert result.provenance["haystack"] == "all"
+    assert result.provenance["side"] == "all"
+    assert "note" not in result.provenance
     other = tiny_lm("gpt2", positions=400)
     result = run_eval("needle", other, settings_of("needle", wanted, few), tmp_path / "other.json")
-    assert result.provenance["haystack"] == "all"
+    assert result.provenance["side"] == "all"
+    assert "is too small, so training text of the corpus is measured too" in result.provenance["note"]
 
 
 def test_the_saved_prompt_is_whole_and_its_tokens_count_what_the_tokenizer_puts_in_front():

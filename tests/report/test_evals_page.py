@@ -103,6 +103,15 @@ def test_each_section_has_its_numbers_examples_and_settings():
     assert "Example CPU" in body
 
 
+@pytest.mark.parametrize("name", ["needle", "brand_new"])
+def test_the_note_of_a_result_stands_at_its_figure(name):
+    plain, noted = needle("ours", 0.9), needle("llama", 0.9, note="too small")
+    page = visible(render_evals_page(load_evals([{**one, "eval": name} for one in (plain, noted)])))
+    notes = re.findall(r'<li><span class="who note">Note</span><span class="said">(.*?)</span>', page)
+    assert notes[0] == "llama: too small."
+    assert page.count("too small.") == 1
+
+
 def test_examples_come_from_the_whole_run_and_long_text_is_cut():
     rows = [{"prompt": "x" * 5000 + f" end {i}", "got": "y" * 500, "score": i} for i in range(1000)]
     page = render_evals_page(load_evals([result("brand_new", rows=rows)]))

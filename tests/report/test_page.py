@@ -23,6 +23,16 @@ def test_page_has_every_section_in_order(results):
     assert sections(render_page(results)) == ["claims", *SECTIONS, "method", "caveats"]
 
 
+def test_the_note_of_an_experiment_stands_at_its_figure(results):
+    results = copy.deepcopy(results)
+    for one in results["evals"]:
+        if (one["eval"], one["attention"]) == ("outliers", "diff"):
+            one["provenance"]["note"] = "too small"
+    page = render_page(results)
+    figure = page[page.index('<section id="outliers"') : page.index('<section id="slices"')]
+    assert figure.count('<span class="who note">Note</span><span class="said">DIFF: too small.</span>') == 1
+
+
 def test_file_is_written_from_a_dictionary_and_from_a_path(tmp_path, results):
     (tmp_path / "results.json").write_text(json.dumps(results))
     one = write_report(results, tmp_path / "new" / "one.html")

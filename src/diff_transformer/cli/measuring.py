@@ -81,6 +81,7 @@ def _evaluate_one(plan, out: Path, resume: bool, bar) -> bool:
     if plan.models:
         lm = load_lm(plan.models[0], device=plan.device, dtype=plan.dtype, batch_size=plan.batch_size)
     result = run_eval(name, lm, settings, out, limit=plan.limit, resume=resume, bar=bar(name))
+    _print_note(result)
     if hasattr(experiment(name), "table"):
         from rich.console import Console
 
@@ -98,12 +99,21 @@ def _evaluate_many(plan, out: Path, resume: bool, bar) -> bool:
 
     outcomes = run_suite(plan, out, resume=resume, bar=bar)
     for outcome in outcomes:
+        if outcome.result:
+            _print_note(outcome.result)
+    for outcome in outcomes:
         told = outcome.error or outcome.path
         print(f"{outcome.name:20} {outcome.model or '':16} {told}", file=sys.stderr if outcome.error else sys.stdout)
     measured = [outcome.result for outcome in outcomes if outcome.result]
     if measured:
         print(f"report: {write_evals_report(measured, out / 'report.html', overwrite=True)}")
     return any(outcome.error for outcome in outcomes)
+
+
+def _print_note(result) -> None:
+    """Print what a reader must know before the numbers."""
+    if note := result.provenance.get("note"):
+        print(f"note: {result.eval} of {result.model}: {note}")
 
 
 def shown_number(value: float) -> str:

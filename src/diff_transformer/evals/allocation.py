@@ -21,7 +21,7 @@ from diff_transformer.data.filler import Filler
 from diff_transformer.data.needles import DEPTHS, make_needle_example
 from diff_transformer.data.seeding import evaluation_rng
 from diff_transformer.data.tokenizer import encode, token_spans
-from diff_transformer.evals.lm import LanguageModel, check_length, measured_split, settings_of_lm
+from diff_transformer.evals.lm import LanguageModel, check_length, measured_split, settings_of_lm, text_details
 from diff_transformer.evals.provenance import provenance
 from diff_transformer.evals.samples import Samples
 from diff_transformer.evals.types import Result
@@ -65,7 +65,7 @@ def run(lm: LanguageModel, settings: Settings, samples: Samples) -> Result:
         lm, filler, depths=settings.depths, length=settings.length, per_cell=settings.samples,
         needles=settings.needles, digits=settings.digits, seed=settings.seed, samples=samples,
     )  # fmt: skip
-    result.provenance.update(asdict(settings), haystack=side)
+    result.provenance.update(asdict(settings), **text_details(settings, side))
     return result
 
 

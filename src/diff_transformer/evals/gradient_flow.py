@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from diff_transformer.checks import require_positive
 from diff_transformer.evals.inside import layers_of
-from diff_transformer.evals.lm import CausalLM, settings_of_lm, text_rows
+from diff_transformer.evals.lm import CausalLM, settings_of_lm, text_details, text_rows
 from diff_transformer.evals.provenance import provenance
 from diff_transformer.evals.samples import Samples
 from diff_transformer.evals.types import Result
@@ -64,7 +64,7 @@ def run(lm: CausalLM, settings: Settings, samples: Samples) -> Result:
         lm, ids, batch_size=settings.batch_size, trials=settings.trials, init=settings.init, seed=settings.seed,
         samples=samples,
     )  # fmt: skip
-    result.provenance.update(corpus=settings.corpus, side=side)
+    result.provenance.update(corpus=settings.corpus, **text_details(settings, side))
     return result
 
 

@@ -221,6 +221,20 @@ def text_rows(lm: Any, settings: Any, count: int) -> tuple[Tensor, str]:
     return load_rows(settings.corpus, lm.tokenizer, settings.length, count, seed=settings.seed, split=split)
 
 
+def text_details(settings: Any, side: str) -> dict:
+    """Facts about the text for a result's provenance: ``side``, and a ``note`` if the held-out text did not suffice and
+    training text of the corpus was measured too.
+
+    Args:
+        settings: of an experiment, with fields ``corpus`` and ``split``.
+        side: as ``load_rows`` and ``load_haystack`` return it.
+    """
+    if side != "all" or settings.split == "all":
+        return {"side": side}
+    note = f"the held-out text of {settings.corpus!r} is too small, so training text of the corpus is measured too"
+    return {"side": side, "note": f"{note}; --split held-out refuses instead, --split all asks for it"}
+
+
 def settings_of_lm(lm: Any) -> dict:
     """Facts about the model for a result's provenance: class, dtype, positions and, if known, kind of attention."""
     model = getattr(lm, "model", None)

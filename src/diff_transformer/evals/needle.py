@@ -26,7 +26,14 @@ from diff_transformer.data.needles import (
     parse_numbers,
 )
 from diff_transformer.data.seeding import evaluation_rng
-from diff_transformer.evals.lm import LanguageModel, check_length, measured_split, rows_at_once, settings_of_lm
+from diff_transformer.evals.lm import (
+    LanguageModel,
+    check_length,
+    measured_split,
+    rows_at_once,
+    settings_of_lm,
+    text_details,
+)
 from diff_transformer.evals.provenance import provenance
 from diff_transformer.evals.samples import Samples
 from diff_transformer.evals.types import Result
@@ -72,7 +79,7 @@ def run(lm: LanguageModel, settings: Settings, samples: Samples) -> Result:
         lm, filler, settings=settings.cells, depths=settings.depths, lengths=lengths, per_cell=settings.samples,
         digits=settings.digits, seed=settings.seed, samples=samples,
     )  # fmt: skip
-    result.provenance.update(asdict(settings), haystack=side)
+    result.provenance.update(asdict(settings), **text_details(settings, side))
     return result
 
 

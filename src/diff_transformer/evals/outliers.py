@@ -15,7 +15,7 @@ from torch import Tensor
 
 from diff_transformer.checks import require_positive
 from diff_transformer.evals.inside import BLOCK, AttentionCall, layers_of, output_of, tapped_attention
-from diff_transformer.evals.lm import CausalLM, check_length, settings_of_lm, text_rows
+from diff_transformer.evals.lm import CausalLM, check_length, settings_of_lm, text_details, text_rows
 from diff_transformer.evals.provenance import provenance
 from diff_transformer.evals.samples import Samples
 from diff_transformer.evals.types import Result
@@ -49,7 +49,7 @@ def run(lm: CausalLM, settings: Settings, samples: Samples) -> Result:
     """``diff-transformer eval outliers``."""
     ids, side = text_rows(lm, settings, settings.samples)
     result = evaluate_outliers(lm, ids, samples=samples)
-    result.provenance.update(asdict(settings), side=side)
+    result.provenance.update(asdict(settings), **text_details(settings, side))
     return result
 
 

@@ -25,7 +25,7 @@ from diff_transformer.data.tasks.types import MultipleChoiceItem
 from diff_transformer.data.tokenizer import encode_all
 from diff_transformer.evals.inside import AttentionCall, Change, changed_logits
 from diff_transformer.evals.likelihood import common_prefix, continuation_logprobs
-from diff_transformer.evals.lm import CausalLM, check_length, rows_at_once, settings_of_lm, text_rows
+from diff_transformer.evals.lm import CausalLM, check_length, rows_at_once, settings_of_lm, text_details, text_rows
 from diff_transformer.evals.provenance import provenance
 from diff_transformer.evals.samples import Samples
 from diff_transformer.evals.types import Result
@@ -71,7 +71,7 @@ def run(lm: CausalLM, settings: Settings, samples: Samples) -> Result:
     result = evaluate_quantization(
         lm, tasks, ids, bits=settings.bits, granularity=settings.granularity, samples=samples
     )  # fmt: skip
-    result.provenance.update(asdict(settings), side=side)
+    result.provenance.update(asdict(settings), **text_details(settings, side))
     return result
 
 

@@ -11,7 +11,7 @@ from diff_transformer.report.figure import Figure
 from diff_transformer.report.figures import IN_ORDER
 from diff_transformer.report.load import load_evals
 from diff_transformer.report.markup import Html, join, number, plural, table, tag
-from diff_transformer.report.models import Measurement, Results, Series, legend_of, models_in
+from diff_transformer.report.models import Measurement, Results, Series, legend_of, models_in, noted
 from diff_transformer.report.page import contents, fill_page, save_page
 
 WITHOUT_MODEL = {"scaling", "ablation"}  # experiments on tables of runs, and on models that they train themselves
@@ -61,10 +61,13 @@ def _figures(results: Results) -> list[Figure]:
     drawn = {getattr(module, "EVAL", ""): module for module in IN_ORDER}
     names = dict.fromkeys(part.eval for part in results.measurements())
     made = {name: drawn[name].build(results) for name in drawn if name in names}
-    figures = [
-        replace(figure, more=join([figure.more, _tables(results, name)])) for name, figure in made.items() if figure
-    ]
-    return figures + [_plain(results, name) for name in names if not made.get(name)]
+    figures = {
+        name: replace(figure, more=join([figure.more, _tables(results, name)]))
+        for name, figure in made.items()
+        if figure
+    }
+    figures |= {name: _plain(results, name) for name in names if not made.get(name)}
+    return [noted(figure, results, name) for name, figure in figures.items()]
 
 
 def _plain(results: Results, name: str) -> Figure:

@@ -1,11 +1,11 @@
 """The records that a page shows, sorted by model. A model has the same name, colour and mark on the whole page."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from diff_transformer.lab.record import Record, RecordError, from_v1
 from diff_transformer.report.charts import NAMES
-from diff_transformer.report.figure import Finding, key, versus
+from diff_transformer.report.figure import Figure, Finding, key, versus
 from diff_transformer.report.markup import Html, is_number, join, mean, number, plural, tag
 
 SIDES = ("diff", "softmax")
@@ -146,6 +146,13 @@ def models_in(results: Results, *evals: str) -> list[Series]:
         if parts:
             shown.append(Series(side, one.label, one.attention, metrics, parts))
     return shown
+
+
+def noted(figure: Figure, results: Results, name: str) -> Figure:
+    """``figure`` of the experiment ``name`` with the ``note`` of each of its results as the first findings."""
+    parts = results.measurements(name)
+    notes = [f"{_name(results, part)}: {said}." for part in parts if (said := part.provenance.get("note"))]
+    return replace(figure, findings=[*(Finding("note", note) for note in dict.fromkeys(notes)), *figure.findings])
 
 
 def _name(results: Results, part: Measurement) -> str:

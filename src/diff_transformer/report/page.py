@@ -11,7 +11,7 @@ from diff_transformer.report.figures import IN_ORDER
 from diff_transformer.report.load import ResultsError, check_results, load_results
 from diff_transformer.report.markup import Html, escape, join, tag
 from diff_transformer.report.method import caveats_section, first_screen, method_section, sentence
-from diff_transformer.report.models import of_comparison
+from diff_transformer.report.models import noted, of_comparison
 
 SCRIPTS = ("page.js", "explorer.js")
 LIMIT = 3_000_000  # bytes of a page
@@ -55,7 +55,8 @@ def save_page(render: Callable[[], str], path: Path | str, *, overwrite: bool = 
 def render_page(results: dict, prompt: dict | None = None) -> str:
     """The whole page as a string. ``prompt``: the typed texts that the page's server accepts; None without a server."""
     shown = of_comparison({**results, "prompt": prompt})
-    figures = [figure for module in IN_ORDER if (figure := module.build(shown)) is not None]
+    built = [(module.build(shown), getattr(module, "EVAL", "")) for module in IN_ORDER]
+    figures = [noted(figure, shown, name) if name else figure for figure, name in built if figure is not None]
 
     def figure_of(claim: dict) -> str | None:
         return next((f.id for f in figures if bears_on(claim, f.source)), None)
