@@ -100,3 +100,6 @@ def test_the_weights_the_code_and_a_card(tmp_path):
     kinds = {path.suffix for path in (tmp_path / "out").iterdir()}
     assert kinds == {".safetensors", ".json", ".py", ".md"}
     assert json.loads((tmp_path / "out" / "config.json").read_text())["model_type"] == "diff_transformer_engine"
+    card = (tmp_path / "out" / "README.md").read_text()
+    assert "trust_remote_code=True" in card
+    assert "import diff_transformer" not in card

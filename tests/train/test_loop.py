@@ -4,13 +4,16 @@ import shutil
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from diff_transformer.inference.export import export
 from diff_transformer.lab.recipes import recipe
+from diff_transformer.model.card import read_training
 from diff_transformer.train.checkpoint import latest_checkpoint
 from diff_transformer.train.config import override
 from diff_transformer.train.initial_model import build_model
@@ -55,6 +58,22 @@ def test_training_learns_and_writes_what_it_promises(config, side, tmp_path):
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "run" / "model")
     ids = torch.tensor([tokenizer("the old fox")["input_ids"]])
     assert torch.equal(loaded(ids).logits, trained.model(ids).logits)
+
+
+def test_the_card_says_how_the_model_was_trained_and_an_export_repeats_it(config, tmp_path):
+    corpus = Path(config.data.corpus)
+    train(override(config, ["train.steps=2", "data.seed=7"]), tmp_path / "run")
+    training = read_training(tmp_path / "run" / "model")
+    assert training is not None
+    assert training["recipe"] == "debug"
+    assert training["steps"] == f"2, each of {config.train.batch_size} rows of {config.data.length} tokens"
+    assert training["tokens"] == f"{2 * config.train.batch_size * config.data.length:,}"
+    assert (training["corpus"], training["seeds"]) == (corpus.name, "weights 0, data 7")
+    assert str(corpus.parent) not in (tmp_path / "run" / "model" / "README.md").read_text()
+    export(str(tmp_path / "run" / "model"), tmp_path / "exported")
+    assert read_training(tmp_path / "exported") == training
+    AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "model").save_pretrained(tmp_path / "by hand")
+    assert read_training(tmp_path / "by hand") is None
 
 
 @pytest.mark.parametrize(("number", "step"), [(signal.SIGTERM, 7), (signal.SIGINT, 10)])

@@ -1,5 +1,7 @@
 """The model card that ``save_pretrained`` writes beside a model, so that a reader of the folder can load it."""
 
+import itertools
+from collections.abc import Mapping
 from pathlib import Path
 
 from diff_transformer.model.cost import count_parameters
@@ -11,21 +13,34 @@ _KINDS = {
     "dint": "DINT Transformer (differential attention plus its mean, arXiv 2501.17486)",
     "softmax": "Transformer with softmax attention, the baseline of a DIFF Transformer",
 }
+_TRAINING = "\n## How it was trained\n\n| setting | |\n|---|---|\n"
 
 
-def write_card(config, folder: Path, model_class: str, *, own_code: bool = False) -> None:
+def write_card(
+    config, folder: Path, model_class: str, *, own_code: bool = False, training: Mapping[str, str] | None = None
+) -> None:
     """Write ``README.md`` to ``folder``; an existing one is kept.
 
     Args:
         own_code: the folder brings its own code, as ``diff-transformer export`` writes it.
+        training: how the model was trained, by name; None if it is not known.
     """
     path = folder / "README.md"
     if not path.exists():
-        path.write_text(card(config, model_class, own_code=own_code), encoding="utf-8")
+        path.write_text(card(config, model_class, own_code=own_code, training=training), encoding="utf-8")
 
 
-def card(config, model_class: str, *, own_code: bool = False) -> str:
-    """The text of the model card: what the model is, how to load it, its sizes."""
+def read_training(folder: Path) -> dict[str, str] | None:
+    """How the model in ``folder`` was trained, as its card says; None without such a table."""
+    path = folder / "README.md"
+    text = path.read_text(encoding="utf-8") if path.is_file() else ""
+    _, found, rest = text.partition(_TRAINING)
+    lines = itertools.takewhile(lambda line: line.startswith("| "), rest.splitlines())
+    return dict(line[2:-2].split(" | ", 1) for line in lines) if found else None
+
+
+def card(config, model_class: str, *, own_code: bool = False, training: Mapping[str, str] | None = None) -> str:
+    """The text of the model card: what the model is, how to load it, its sizes, how it was trained if that is known."""
     auto = f"AutoModel{model_class.partition('For')[1]}{model_class.partition('For')[2]}"
     if own_code:
         load = f'from transformers import {auto}\n\nmodel = {auto}.from_pretrained("FOLDER", trust_remote_code=True)'
@@ -49,9 +64,13 @@ def card(config, model_class: str, *, own_code: bool = False) -> str:
         "vocabulary": f"{config.vocab_size:,}",
         "longest sequence": f"{config.max_position_embeddings:,} tokens",
     }
-    table = "\n".join(f"| {name} | {value} |" for name, value in rows.items())
     return (
         "---\nlibrary_name: transformers\ntags:\n- diff-transformer\n---\n\n"
         f"# {_KINDS[config.attention]}\n\nLoad it, with the path of this folder for `FOLDER`:\n\n"
-        f"```python\n{load}\n```\n\n{needs}\n\n| size | |\n|---|---|\n{table}\n"
+        f"```python\n{load}\n```\n\n{needs}\n\n| size | |\n|---|---|\n{_table(rows)}"
+        + (f"{_TRAINING}{_table(training)}" if training else "")
     )
+
+
+def _table(rows: Mapping[str, object]) -> str:
+    return "".join(f"| {name} | {value} |\n" for name, value in rows.items())

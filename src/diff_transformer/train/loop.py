@@ -150,7 +150,7 @@ class Run:
             self.saver.close()
             log.close()
         model = whole_model(self.unwrapped_model, fabric.is_global_zero)
-        on_first_rank(fabric, lambda: save_model(model, self.data.tokenizer, self.folder / "model"))
+        on_first_rank(fabric, lambda: save_model(model, self.data.tokenizer, self.folder / "model", self.config))
         return Trained(self.folder, model, self.data.tokenizer, self.config)
 
     def _train_steps(self, first: int, log: MetricsLog, progress: Progress | None) -> None:

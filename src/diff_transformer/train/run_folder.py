@@ -15,6 +15,7 @@ from filelock import FileLock, Timeout
 
 from diff_transformer.checks import differences
 from diff_transformer.durable import DiskError, explained, replacing, require_room, require_writable
+from diff_transformer.model.card import write_card
 from diff_transformer.train.config import RunConfig
 from diff_transformer.train.state import state_bytes
 
@@ -128,8 +129,8 @@ def open_run_folder(folder: Path, config: RunConfig, *, resume: bool) -> RunLock
     return lock
 
 
-def save_model(model, tokenizer, folder: Path) -> None:
-    """Write model and tokenizer to ``folder`` in Hugging Face's format, atomically.
+def save_model(model, tokenizer, folder: Path, config: RunConfig) -> None:
+    """Write model, tokenizer and a card with ``training_facts`` to ``folder`` in Hugging Face's format, atomically.
 
     Raises:
         DiskError: if it cannot be written. What was there before is intact, and so is the run's last checkpoint.
@@ -138,6 +139,8 @@ def save_model(model, tokenizer, folder: Path) -> None:
     try:
         with replacing(folder) as partial:
             require_room(folder.parent, needed, "the model")
+            partial.mkdir(exist_ok=True)
+            write_card(model.config, partial, type(model).__name__, training=training_facts(config))
             model.save_pretrained(partial)
             tokenizer.save_pretrained(partial)
     except Exception as error:
@@ -146,6 +149,32 @@ def save_model(model, tokenizer, folder: Path) -> None:
         raise DiskError(
             error.errno or errno.EIO, f"{error.strerror}; the checkpoints are intact: make room, then --resume"
         ) from error
+
+
+def training_facts(config: RunConfig) -> dict[str, str]:
+    """How ``config`` trains a model, for its card. Folders are named without the path to them."""
+    data, settings, optim = config.data, config.train, config.optim
+    corpora = data.corpora or {data.corpus: 1.0}
+    tokens = settings.steps * settings.batch_size * data.length
+    shares = {name: share for name, share in data.mixture.items() if share > 0}
+    initial = settings.initial_model
+    facts = {
+        "recipe": config.name,
+        "steps": f"{settings.steps:,}, each of {settings.batch_size} rows of {data.length:,} tokens",
+        "tokens": f"{tokens:,}",
+        "corpus": ", ".join(_named(name, weight, len(corpora)) for name, weight in corpora.items()),
+        "sources of rows": ", ".join(_named(name, share, len(shares)) for name, share in shares.items()),
+        "optimizer": f"AdamW, learning rate {optim.lr:g} after {optim.warmup_steps:,} steps of warm-up, falling "
+        f"linearly to {optim.lr * optim.final_lr_ratio:g}; weight decay {optim.weight_decay:g}",
+        "precision": settings.precision,
+        "start": "random weights" if initial is None else f"the weights of {Path(initial.removesuffix('/model')).name}",
+        "seeds": f"weights {settings.seed}, data {data.seed}",
+    }
+    return {name: " ".join(value.replace("|", "/").split()) for name, value in facts.items()}
+
+
+def _named(name: str, weight: float, of: int) -> str:
+    return Path(name).name if of == 1 else f"{Path(name).name} ({weight:g})"
 
 
 def _refuse_strangers(folder: Path, resume: bool) -> None:

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from diff_transformer.inference.export.flatten import flatten
+from diff_transformer.model.card import read_training, write_card
 from diff_transformer.model.loading import load_model
 
 AUTO_MAP = {
@@ -43,8 +44,11 @@ def export(model: str, out: Path, *, dtype: str | None = None, for_engines: bool
             f"{model} is a {loaded.config.model_type} model, which transformers loads without code of ours; export is "
             "for models of this package (convert a Llama with `diff-transformer convert` first)"
         )
-    if for_engines:
-        config = engine_config(loaded.config)
+    config = engine_config(loaded.config) if for_engines else None
+    training = read_training(Path(model).expanduser())
+    out.mkdir(parents=True, exist_ok=True)
+    write_card(loaded.config, out, type(loaded).__name__, own_code=True, training=training)
+    if config is not None:
         loaded.save_pretrained(out)
         config.save_pretrained(out)
         tokenizer.save_pretrained(out)
