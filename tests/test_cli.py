@@ -7,6 +7,7 @@ import sys
 import pytest
 import torch
 import typer
+from command_line import cli
 from tiny_models import save_tiny_model, tiny_model
 from transformers import LlamaConfig, LlamaForCausalLM
 from typer.testing import CliRunner
@@ -17,9 +18,15 @@ from diff_transformer.cli.measuring import shown_number
 from diff_transformer.data.tokenizer import byte_tokenizer
 
 
-def cli(*arguments):
+def in_a_process(*arguments):
     command = [sys.executable, "-m", "diff_transformer", *map(str, arguments)]
     return subprocess.run(command, capture_output=True, text=True, timeout=240)
+
+
+@pytest.fixture(autouse=True)
+def no_memory_is_kept(monkeypatch):
+    """Commands run in this process, which goes on to other tests."""
+    monkeypatch.setattr("diff_transformer.memory.keep_freed_memory", lambda: True)
 
 
 @pytest.fixture(scope="module")
@@ -65,7 +72,7 @@ def test_every_name_resolves():
 
 
 def test_version():
-    out = cli("--version")
+    out = in_a_process("--version")
     assert (out.returncode, out.stdout) == (0, f"diff-transformer {diff_transformer.__version__}\n")
 
 
@@ -85,7 +92,7 @@ def test_info():
 
 
 def test_generate(model):
-    out = cli("generate", model, "hello", "--max-new-tokens", 4)
+    out = in_a_process("generate", model, "hello", "--max-new-tokens", 4)
     assert out.returncode == 0, out.stderr
     assert out.stdout.startswith("hello")
 

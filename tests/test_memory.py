@@ -11,7 +11,8 @@ from typer.testing import CliRunner
 from diff_transformer.cli import app
 from diff_transformer.memory import keep_freed_memory
 
-# Tensors of 64 MB, made and freed over and over; prints what was said, and the page faults of the last turns.
+# A tensor of 64 MB, made and freed over and over; prints what was said, and the page faults of the last turns. (Two such
+# tensors settle after a number of turns that differs by process.)
 PROGRAM = """
 import resource
 import torch
@@ -21,8 +22,7 @@ said = {ask}
 faults = [0]
 for _ in range(10):
     x = torch.ones(1 << 24)
-    y = 2 * x
-    del x, y
+    del x
     faults.append(resource.getrusage(resource.RUSAGE_SELF).ru_minflt)
 print(said, faults[-1] - faults[5])
 """
