@@ -11,8 +11,8 @@ from typer.testing import CliRunner
 from diff_transformer.cli import app
 from diff_transformer.memory import keep_freed_memory
 
-# A tensor of 64 MB, made and freed over and over; prints what was said, and the page faults of the last turns. (Two such
-# tensors settle after a number of turns that differs by process.)
+# A tensor of 64 MB, made and freed over and over; prints what was said, and the page faults of the last turns. (Two
+# such tensors settle after a number of turns that differs by process.)
 PROGRAM = """
 import resource
 import torch
