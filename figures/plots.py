@@ -174,6 +174,37 @@ def lead_charts(cells: Cells) -> dict[str, Chart]:
     return {"lead.svg": grid(panels, named)} if panels else {}
 
 
+OBJECTIVE = {"diff_same_rate": "novels", "diff_norm1": "novels", "softmax_norm": "ablation"}  # side -> its setting
+SOURCES = {"prose": ("text",), "needles": ("needles",), "objective: the mean of both": ("text", "needles")}
+
+
+def objective_charts(cells: Cells) -> dict[str, Chart]:
+    """What the main setting minimises, and its two halves: training loss less the Transformer's, 95 % over seeds."""
+    home, panels = cells.get("novels", {}).get("softmax", {}), []
+    for title, sources in SOURCES.items():
+        lines = []
+        for side, setting in OBJECTIVE.items():
+            theirs, ours = home, cells.get(setting, {}).get(side, {})
+            seeds = sorted(ours.keys() & theirs.keys())
+            if seeds:
+                at = ours[seeds[0]].curves["validation"]["step"][1:]
+                losses = [(_mean_loss(ours[seed], sources), _mean_loss(theirs[seed], sources)) for seed in seeds]
+                gaps = [over_seeds([mine[i] - other[i] for mine, other in losses]) for i in range(len(at))]
+                points = [(float(step), gap.mean) for step, gap in zip(at, gaps, strict=True)]
+                band = tuple(
+                    (float(s), g.low, g.high) for s, g in zip(at, gaps, strict=True) if None not in (g.low, g.high)
+                )
+                lines.append(Line(NAMES[side], points, style(side), read=True, band=band))
+        chart = line_chart(f"Training loss less the Transformer's: {title}", lines, x_label="step",
+                           y_range=(-0.6, 0.9), guides=[(0.0, "")], width=300)  # fmt: skip
+        panels.append((title, chart))
+    return {"objective.svg": grid(panels, {style(side): NAMES[side] for side in OBJECTIVE})} if home else {}
+
+
+def _mean_loss(record: Record, sources: tuple[str, ...]) -> list[float]:
+    return [fmean(of) for of in zip(*(record.curves["sources"][name][1:] for name in sources), strict=True)]
+
+
 def stability_charts(cells: Cells) -> dict[str, Chart]:
     """Largest gradient norm, spikes and final loss by learning rate; small marks are runs."""
     rates = sorted(cells, key=lambda name: float(name.removeprefix("lr")))
@@ -218,7 +249,12 @@ def stale(charts: dict[str, Chart], folder: Path) -> list[str]:
 
 def main(arguments: list[str]) -> int:
     old = []
-    for name, make in (("desk", desk_charts), ("desk", lead_charts), ("stability", stability_charts)):
+    for name, make in (
+        ("desk", desk_charts),
+        ("desk", lead_charts),
+        ("desk", objective_charts),
+        ("stability", stability_charts),
+    ):
         folder = FIGURES / name
         charts = make(cells_of(folder)) if (folder / "measured.json").exists() else {}
         old += stale(charts, folder)

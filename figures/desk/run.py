@@ -25,7 +25,7 @@ from diff_transformer.lab.record import FILE, Cells, finished
 
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent))
-from plots import NAMES, RATES, SETTINGS, desk_charts, lead_charts, lead_table, write  # noqa: E402  (beside this folder)
+from plots import NAMES, RATES, SETTINGS, desk_charts, lead_charts, lead_table, objective_charts, write  # noqa: E402  (beside this folder)
 from record import cells_of, keep_study  # noqa: E402
 from tables import interval, side_by_side, table  # noqa: E402
 
@@ -47,6 +47,7 @@ def tables(cells: Cells) -> str:
         done = sum(len(seeds) for sides in cells.values() for seeds in sides.values())
         return f"Of the study only {done} runs of the sweep are finished.\n\n{sweep(cells)}"
     parts = ["![Loss and retrieval in the main setting](novels.svg)", "![Differences in loss](differences.svg)"]
+    parts += ["![The objective and its halves, less the Transformer's, during training](objective.svg)"]
     parts += ["![DIFF's loss less the Transformer's while they are trained](lead.svg)", lead_table(cells)]
     parts.append(overview(cells))
     for setting in [name for name in SETTINGS if name in cells]:
@@ -190,7 +191,7 @@ def main(arguments: list[str]) -> int:
         return bool(stale)
     for page in stale:
         page.write_text(filled(page, cells))
-    write(desk_charts(cells) | lead_charts(cells), HERE)
+    write(desk_charts(cells) | lead_charts(cells) | objective_charts(cells), HERE)
     return 0
 
 
