@@ -1,35 +1,121 @@
-"""Which tensors the form over scaled_dot_product_attention passes on."""
+"""The forms over scaled_dot_product_attention: which one a call takes, what it passes on, and that each is right."""
+
+from functools import partial
 
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from diff_transformer.ops import sdpa
+from diff_transformer.ops import reference, sdpa
+from diff_transformer.ops.arguments import check
+from diff_transformer.ops.sdpa import Form
+from diff_transformer.testing import assert_within_budget, make_inputs
+
+CUDA = {
+    "Ampere": ("flash", "efficient", "cudnn"),
+    "Hopper": ("cudnn", "flash", "efficient"),
+    "Turing": ("efficient",),
+}
 
 
-@pytest.mark.parametrize(
-    ("width", "dtype", "masked", "shared"),
-    [
-        (64, torch.bfloat16, False, True),
-        (128, torch.bfloat16, False, False),
-        (64, torch.bfloat16, True, False),
-        (64, torch.float32, False, False),
-    ],
-    ids=["one width", "wider values", "mask", "fp32"],
-)
-def test_shared_keys_on_a_gpu_never_materialise_the_maps(monkeypatch, width, dtype, masked, shared):
-    """Only FlashAttention takes query heads that share keys; elsewhere each gets its own copy."""
+@pytest.fixture
+def passed_on(monkeypatch):
+    """(query heads, key heads, widths of queries and values, enable_gqa) of each call of SDPA."""
     seen = []
 
-    def attention(q, k, v, *, enable_gqa, **options):
-        seen.append((k.shape[1], v.shape[1], enable_gqa))
+    def attention(q, k, v, *, enable_gqa=False, **options):
+        assert k.shape[1] == v.shape[1]
+        assert k.shape[-1] == q.shape[-1]
+        seen.append((q.shape[1], k.shape[1], q.shape[-1], v.shape[-1], enable_gqa))
         return q.new_empty(*q.shape[:3], v.shape[-1])
 
     monkeypatch.setattr(sdpa, "scaled_dot_product_attention", attention)
+    return seen
+
+
+@pytest.mark.parametrize(
+    ("gpu", "sizes", "options", "expected"),
+    [
+        ("Ampere", {}, {}, [(8, 2, 128, 128, True)]),
+        ("Ampere", {"D": 128}, {}, [(8, 2, 256, 256, True)]),
+        ("Ampere", {"D": 96}, {}, [(8, 2, 192, 192, True)]),
+        ("Ampere", {"D": 104}, {}, [(4, 2, 104, 104, True)] * 4),
+        ("Ampere", {"D": 192}, {}, [(4, 2, 192, 192, True)] * 4),
+        ("Ampere", {"Dv": 64}, {}, [(4, 2, 64, 64, True)] * 2),
+        ("Ampere", {"Dv": 64}, {"shared": True}, [(8, 2, 64, 64, True)]),
+        ("Ampere", {"D": 128, "Dv": 128}, {"shared": True}, [(8, 2, 128, 128, True)]),
+        ("Ampere", {}, {"masked": True}, [(4, 4, 64, 128, False)] * 2),
+        ("Ampere", {"Dv": 64}, {"shared": True, "masked": True}, [(8, 8, 64, 64, False)]),
+        ("Ampere", {"dtype": torch.float32}, {}, [(4, 4, 64, 128, False)] * 2),
+        ("Ampere", {"dtype": torch.float64}, {}, [(4, 4, 64, 128, False)] * 2),
+        ("Hopper", {}, {}, [(4, 2, 64, 128, True)] * 2),
+        ("Hopper", {"D": 128}, {}, [(4, 2, 128, 128, True)] * 4),
+        ("Hopper", {"D": 144}, {}, [(4, 2, 144, 144, True)] * 4),
+        ("Turing", {}, {}, [(4, 4, 64, 128, False)] * 2),
+    ],
+)  # fmt: skip
+def test_what_a_gpu_gets(monkeypatch, passed_on, gpu, sizes, options, expected):
+    """The maps are never materialised: keys are shared only where the kernel reads shared keys in place."""
+    monkeypatch.setattr(sdpa, "kernels_of", lambda *device: CUDA[gpu])
+    monkeypatch.setattr(sdpa, "fully_masked_rows", lambda *mask: None)  # PyTorch without CUDA cannot index there
     with FakeTensorMode():
-        q = torch.empty(1, 4, 9, 64, dtype=dtype, device="cuda")
-        k, v = (torch.empty(1, 2, 9, size, dtype=dtype, device="cuda") for size in (64, width))
-        mask = torch.ones(9, 9, dtype=torch.bool, device="cuda") if masked else None
-        out = sdpa.softmax_attention_of(q, k, v, mask, False, 0.125)
-    assert out.shape == (1, 4, 9, width)
-    assert seen == [(2, 2, True) if shared else (4, 4, False)]
+        D, Dv, dtype = sizes.get("D", 64), sizes.get("Dv"), sizes.get("dtype", torch.bfloat16)
+        q1, q2, k1, k2 = (torch.empty(1, heads, 9, D, dtype=dtype, device="cuda") for heads in (4, 4, 2, 2))
+        v = torch.empty(1, 2, 9, Dv or 2 * D, dtype=dtype, device="cuda")
+        tensors = (q1, q2, k1, k1 if options.get("shared") else k2, v)
+        mask = torch.ones(1, 1, 9, 9, dtype=torch.bool, device="cuda") if options.get("masked") else None
+        lam = torch.empty(1, 4, 9, 1, device="cuda")
+        out = sdpa.attend(*tensors, lam, mask, False, None, 0.125)
+    assert out.shape == (1, 4, 9, v.shape[-1])
+    assert passed_on == expected
+
+
+@pytest.mark.parametrize(
+    ("capability", "cudnn", "expected"),
+    [
+        ((9, 0), 91900, ("cudnn", "flash", "efficient")),
+        ((9, 0), 91000, ("flash", "efficient", "cudnn")),
+        ((8, 6), 91900, ("flash", "efficient", "cudnn")),
+        ((12, 0), None, ("flash", "efficient")),
+        ((7, 5), 91900, ("efficient",)),
+    ],
+)
+def test_the_kernels_of_a_gpu(monkeypatch, capability, cudnn, expected):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: capability)
+    monkeypatch.setattr(torch.backends.cudnn, "version", lambda: cudnn)
+    assert sdpa.kernels_of.__wrapped__("cuda", 0) == expected
+
+
+CALLS = {
+    "causal, shared noise": ({"H": 6, "Hn": 2, "G": 1}, {"is_causal": True}),
+    "lower right corner": ({"T": 40, "S": 63, "G": 2}, {"is_causal": True}),
+    "masked rows": ({"T": 63, "S": 40}, {"is_causal": True}),
+    "window": ({"Hn": 2}, {"is_causal": True, "window": 9}),
+    "padding": ({"G": 2}, {"attn_mask": torch.arange(63) > torch.tensor([[[[4]]], [[[20]]]])}),
+    "bias": ({"G": 2}, {"attn_mask": torch.linspace(-3, 0, 63)[None], "is_causal": True}),
+    "wide values": ({"Dv": 41}, {}),
+}
+
+
+@pytest.mark.parametrize("call", CALLS)
+@pytest.mark.parametrize("keys", ["two keys", "shared keys"])
+@pytest.mark.parametrize(
+    "form", [(True, 1, 48), (True, 3, 16), (False, 1, 41), (False, 3, 16)], ids=["joined", "joined, parts", "1", "3"]
+)
+def test_every_form_is_right(form, keys, call):
+    """Output and every gradient in fp32; the kernel's name alone is the CPU's, so that grouped heads are copied."""
+    sizes, options = CALLS[call]
+    x = make_inputs(**{"Dv": 32, **sizes})
+    shared = keys == "shared keys"
+    x = x._replace(k2=x.k1) if shared else x
+    joined, parts, width = form
+    parts, width = (parts, x.v.shape[-1]) if parts == 1 else (parts, width)
+    arguments = {"attn_mask": None, "is_causal": False, "window": None, "scale": None, **options}
+    leaves = [x.q1, x.q2, x.k1, x.v, x.lam] if shared else list(x)
+    results = []
+    for attend in (reference.attend, partial(sdpa.attend, form=Form("cpu", joined, parts, width))):
+        out = attend(*x[:5], *check(*x, **arguments))
+        results.append((out, *torch.autograd.grad(out.square().sum(), leaves)))
+    for exact, actual in zip(*results, strict=True):
+        assert_within_budget(actual, exact)

@@ -1,25 +1,76 @@
-"""FlashDiffAttn (arXiv 2410.05258, appendix A) on PyTorch's scaled_dot_product_attention: one call for each map.
+"""Differential attention on PyTorch's scaled_dot_product_attention: both maps in one call, or one call for each map.
 
-Where the device's kernels take values wider than the queries (CUDA), v is passed whole (FlashDiffAttn_1). Elsewhere it
-is passed in parts as wide as the queries, two for the paper's Dv = 2 D (FlashDiffAttn_2): the CPU's flash kernel takes
-no other width, and its math fallback would materialise the maps. On the CPU both calls compute in fp32: the bf16 kernel
-accumulates gradients in bf16, which misses the numerics budget of dv at lengths of some hundreds.
+One call computes both maps where the keys are [k1|k2], of width 2 D, and the queries [q1|0] and [0|q2]: the zeros add
+nothing to the scores. Where k2 is k1, the queries of both maps are simply more heads. One call for each map, with
+values as wide as the kernel takes, is FlashDiffAttn_1 or _2 (arXiv 2410.05258, appendix A). ``forms`` says which of
+these SDPA's kernels take for a call and what they cost; the cheapest one is used, unless another was measured to be
+faster (dispatch.py). On the CPU all calls compute in fp32: the bf16 kernel accumulates gradients in bf16, which misses
+the numerics budget of dv at lengths of some hundreds.
 
 Shapes: B batch, H signal heads, Hn noise heads, G key/value heads, T queries, S keys, D query width, Dv value width.
 """
 
+from contextlib import AbstractContextManager, nullcontext
+from functools import cache, partial
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import pad, scaled_dot_product_attention
 
 from diff_transformer.ops.masking import apply_masks, fully_masked_rows, position_mask
 
 
-def attend(q1, q2, k1, k2, v, lam, attn_mask, is_causal, window, scale) -> Tensor:
-    """(softmax(q1 k1^T scale) - lam softmax(q2 k2^T scale)) v of checked arguments, [B, H, T, Dv] in the dtype of v."""
-    T, S, repeat = q1.shape[2], k1.shape[2], q1.shape[1] // q2.shape[1]
+class Kernel(NamedTuple):
+    """What a kernel of SDPA takes. Source: PyTorch, aten/src/ATen/native/transformers/cuda/sdp_utils.cpp."""
+
+    backend: SDPBackend
+    max_width: int | None  # of queries and of values; None for any
+    wider_values: bool  # whether values may have another width than queries
+    masks: bool
+    dtypes: tuple[torch.dtype, ...]
+    grouped: bool  # whether it reads shared keys in place (enable_gqa)
+
+
+_HALF = (torch.bfloat16, torch.float16)
+_FLOATING = (*_HALF, torch.float32)
+KERNELS = {
+    "cudnn": Kernel(SDPBackend.CUDNN_ATTENTION, 128, True, True, _HALF, True),
+    "flash": Kernel(SDPBackend.FLASH_ATTENTION, 256, False, False, _HALF, True),
+    "efficient": Kernel(SDPBackend.EFFICIENT_ATTENTION, None, True, True, _FLOATING, False),
+    "cpu": Kernel(SDPBackend.FLASH_ATTENTION, None, False, True, (*_FLOATING, torch.float64), False),
+}
+CUDNN_FIRST = 91500  # versions of cuDNN above this one are PyTorch's first choice on Hopper and Blackwell servers
+
+
+class Form(NamedTuple):
+    """How a call is passed to SDPA."""
+
+    kernel: str  # of KERNELS
+    joined: bool  # both maps in one call
+    parts: int  # of the values, each in a call of its own
+    width: int  # of such a part
+
+    @property
+    def name(self) -> str:
+        return f"{self.kernel}, {'both maps at once' if self.joined else 'one map at a time'}"
+
+
+def attend(
+    q1, q2, k1, k2, v, lam, attn_mask, is_causal, window, scale, form: Form | None = None, strict: bool = False
+) -> Tensor:
+    """(softmax(q1 k1^T scale) - lam softmax(q2 k2^T scale)) v of checked arguments, [B, H, T, Dv] in the dtype of v.
+
+    form: one of ``forms``; None for the first one, with the kernel that PyTorch chooses. strict: raise where its kernel
+    refuses the call, instead of leaving the choice to PyTorch.
+    """
+    T, S, G, shared = q1.shape[2], k1.shape[2], k1.shape[1], k2 is k1
+    kernel = nullcontext() if form is None else only(form.kernel, strict)
+    form = form or forms(q1, q2, k1, k2, v, attn_mask)[0]
     if attn_mask is not None and attn_mask.shape[1] > 1:
-        q2, repeat = q2.repeat_interleave(repeat, dim=1), 1  # each signal head then has its own second map
+        q2 = q2.repeat_interleave(q1.shape[1] // q2.shape[1], dim=1)  # each signal head then has its own second map
+    repeat = q1.shape[1] // q2.shape[1]
     fully_masked = fully_masked_rows(T, S, is_causal, window, attn_mask, q1.device)
     out_dtype = v.dtype
     if q1.device.type == "cpu":
@@ -30,12 +81,90 @@ def attend(q1, q2, k1, k2, v, lam, attn_mask, is_causal, window, scale) -> Tenso
         mask = one_mask(position_mask(T, S, is_causal, window, q1.device), attn_mask, fully_masked, q1.dtype)
         is_causal = False
 
-    def softmax_attention(q, k):
-        return softmax_attention_of(q, k, v, mask, is_causal, scale).to(lam.dtype)
+    def softmax_attention(q: Tensor, k: Tensor) -> Tensor:
+        return softmax_attention_of(q, k, v, mask, is_causal, scale, form).to(lam.dtype)
 
-    second = softmax_attention(q2, k2).repeat_interleave(repeat, dim=1)
-    out = softmax_attention(q1, k1) - lam * second
+    with kernel:
+        if form.joined:
+            if not shared:
+                k1 = torch.cat((k1, k2), dim=-1)
+                q1, q2 = pad(q1, (0, q2.shape[-1])), pad(q2, (q1.shape[-1], 0))
+            by_group = [x.unflatten(1, (G, -1)) for x in (q1, q2)]  # [B, G, heads of the map / G, T, D or 2 D]
+            out = softmax_attention(torch.cat(by_group, dim=2).flatten(1, 2), k1).unflatten(1, (G, -1))
+            first, second = (x.flatten(1, 2) for x in out.split([x.shape[2] for x in by_group], dim=2))
+        else:
+            first, second = softmax_attention(q1, k1), softmax_attention(q2, k2)
+    out = first - lam * second.repeat_interleave(repeat, dim=1)
     return (out if fully_masked is None else out.masked_fill(fully_masked, 0)).to(out_dtype)
+
+
+def forms(q1: Tensor, q2: Tensor, k1: Tensor, k2: Tensor, v: Tensor, attn_mask: Tensor | None) -> list[Form]:
+    """The forms that the device's kernels take for this call, never empty.
+
+    Kernels come in the order in which PyTorch prefers them, and the forms of a kernel by their cost: products first,
+    then calls. On the CPU calls cost nothing, and joined keys only memory. A mask with a row for each head would have
+    to be copied for both maps to be joined.
+    """
+    D, Dv, shared, cpu = q1.shape[3], v.shape[3], k2 is k1, q1.device.type != "cuda"
+    found: list[tuple[int, int, int, Form]] = []
+    for order, name in enumerate(kernels_of(q1.device.type, q1.device.index)):
+        kernel = KERNELS[name]
+        for joined in (True, False):
+            width = 2 * D if joined and not shared else D
+            parts, part = value_parts(kernel, width, Dv)
+            if joined and attn_mask is not None and attn_mask.shape[1] > 1:
+                continue
+            if takes(kernel, width, part, q1.dtype, attn_mask is not None):
+                calls = int(joined) if cpu and not shared else parts * (2 - joined)
+                found.append((order, parts * (width + part), calls, Form(name, joined, parts, part)))
+    return [form for *_, form in sorted(found)] or [Form("efficient", False, 1, Dv)]
+
+
+def value_parts(kernel: Kernel, width: int, Dv: int) -> tuple[int, int]:
+    """In how many parts values of width Dv are passed beside queries of this width, and the width of a part."""
+    limit = (kernel.max_width or Dv) if kernel.wider_values else width
+    parts = -(-Dv // limit)
+    if not kernel.wider_values:
+        return parts, width
+    return parts, Dv if parts == 1 else -(-Dv // (8 * parts)) * 8
+
+
+def takes(kernel: Kernel, width: int, part: int, dtype: torch.dtype, masked: bool) -> bool:
+    """Whether a kernel takes queries of ``width`` and values of width ``part``."""
+    if dtype not in kernel.dtypes or (masked and not kernel.masks):
+        return False
+    if kernel.backend == SDPBackend.CUDNN_ATTENTION and (width % 8 or part % 8):
+        return False
+    if kernel.max_width == 256 and 192 < width <= 224:
+        return False  # has no backward on consumer GPUs
+    return kernel.max_width is None or max(width, part) <= kernel.max_width
+
+
+@cache
+def kernels_of(device: str, index: int | None) -> tuple[str, ...]:
+    """The kernels of a device, in the order in which PyTorch prefers them."""
+    if device != "cuda":
+        return ("cpu",)
+    if not torch.cuda.is_available() or torch.version.hip is not None:  # fake tensors, ROCm
+        return ("flash", "efficient")
+    major, _ = torch.cuda.get_device_capability(index)
+    if major < 8:
+        return ("efficient",)
+    cudnn = torch.backends.cudnn.version() or 0
+    if major in (9, 10) and cudnn > CUDNN_FIRST:
+        return ("cudnn", "flash", "efficient")
+    return ("flash", "efficient", "cudnn") if cudnn >= 90000 else ("flash", "efficient")
+
+
+# A constant for torch.compile, as in triton/__init__.py.
+kernels_of._dynamo_marked_constant = True  # ty: ignore[missing-attribute]
+
+
+def only(name: str, strict: bool) -> AbstractContextManager:
+    """Context manager in which SDPA takes this kernel; unless ``strict``, the others where it refuses a call."""
+    first = KERNELS[name].backend
+    rest = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+    return sdpa_kernel([first] if strict else [first, *(x for x in rest if x != first)], set_priority=True)
 
 
 def one_mask(
@@ -49,31 +178,20 @@ def one_mask(
     return mask if mask is None or fully_masked is None else mask | fully_masked
 
 
-def softmax_attention_of(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, is_causal: bool, scale: float) -> Tensor:
+def softmax_attention_of(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, is_causal: bool, scale: float, form: Form
+) -> Tensor:
     """softmax(q k^T scale) v, [B, heads, T, Dv]."""
-    D, Dv = q.shape[-1], v.shape[-1]
-    grouped = q.shape[1] != k.shape[1]
-    if grouped and not supports_gqa(q, v, mask):
+    attention, grouped = scaled_dot_product_attention, q.shape[1] != k.shape[1]
+    if grouped and not KERNELS[form.kernel].grouped:  # SDPA would materialise the maps
         k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
         grouped = False
-    if q.device.type == "cuda":
-        return scaled_dot_product_attention(
-            q, k, v, attn_mask=mask, is_causal=is_causal, scale=scale, enable_gqa=grouped
-        )
-    parts = pad(v, (0, -Dv % D)).split(D, dim=-1)
-    outs = [
-        scaled_dot_product_attention(q, k, part, attn_mask=mask, is_causal=is_causal, scale=scale) for part in parts
-    ]
-    return torch.cat(outs, dim=-1)[..., :Dv]
-
-
-def supports_gqa(q: Tensor, v: Tensor, mask: Tensor | None) -> bool:
-    """Whether a kernel supports ``enable_gqa`` for this call; otherwise SDPA would materialise the maps.
-
-    On CUDA only FlashAttention does, which takes equal widths, no mask and no fp32. The memory-efficient kernel takes
-    all of these, but not ``enable_gqa``.
-    """
-    return q.device.type == "cuda" and q.shape[-1] == v.shape[-1] and mask is None and q.dtype != torch.float32
+    Dv, padding = v.shape[-1], form.parts * form.width - v.shape[-1]
+    parts = (pad(v, (0, padding)) if padding else v).split(form.width, dim=-1)
+    if grouped:
+        attention = partial(attention, enable_gqa=True)
+    outs = [attention(q, k, part, attn_mask=mask, is_causal=is_causal, scale=scale) for part in parts]
+    return (outs[0] if len(outs) == 1 else torch.cat(outs, dim=-1)).narrow(-1, 0, Dv)
 
 
 def unsupported_reason(device: torch.device, dtype: torch.dtype) -> str | None:
