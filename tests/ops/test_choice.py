@@ -9,8 +9,10 @@ import pytest
 import torch
 
 from diff_transformer.ops import available_backends, diff_attention, triton
+from diff_transformer.ops import choice as on_gpu
 from diff_transformer.ops.api import BACKENDS, _announce, choose
 from diff_transformer.ops.arguments import Arguments
+from diff_transformer.ops.choice import Choice
 from diff_transformer.testing import make_inputs
 
 
@@ -104,18 +106,22 @@ def test_a_device_that_is_not_here_has_no_backends(monkeypatch):
 def on_a_gpu(monkeypatch, capability=(9, 0)):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index=None: capability)
+    monkeypatch.setattr(on_gpu, "installation", lambda *device: {"device": str(capability)})
+    monkeypatch.setattr(on_gpu, "_chosen", {})
 
 
 class Elsewhere:
     """A tensor's width, dtype and device, of a GPU that need not be there."""
 
-    def __init__(self, width: int, dtype: torch.dtype = torch.bfloat16):
-        self.shape, self.dtype, self.device = (1, 1, 1, width), dtype, torch.device("cuda")
+    def __init__(self, width: int, dtype: torch.dtype = torch.bfloat16, requires_grad: bool = False):
+        self.shape, self.dtype, self.device = (1, 1, 1, width), dtype, torch.device("cuda", 0)
+        self.requires_grad = requires_grad
 
 
-def chosen(D=64, Dv=128, dtype=torch.bfloat16, attn_mask=None, mask_gradient=False):
-    tensors = (*(Elsewhere(D, dtype) for _ in range(4)), Elsewhere(Dv, dtype))
-    return choose(tensors, Arguments(None, attn_mask, True, None, 0.1), mask_gradient)
+def chosen(D=64, Dv=128, dtype=torch.bfloat16, attn_mask=None, mask_gradient=False, train=False, window=None):
+    tensors = (*(Elsewhere(D, dtype, train) for _ in range(4)), Elsewhere(Dv, dtype, train))
+    choice, because = choose(tensors, Arguments(Elsewhere(1), attn_mask, True, window, 0.1), mask_gradient)
+    return choice.backend, because
 
 
 def test_auto_on_cuda_is_triton_where_that_works(monkeypatch):
@@ -124,6 +130,21 @@ def test_auto_on_cuda_is_triton_where_that_works(monkeypatch):
     assert chosen() == ("triton", "")
     assert chosen(D=96, Dv=192, dtype=torch.float32, attn_mask=torch.ones(1, 1, 1, 1)) == ("triton", "")
     assert available_backends(torch.device("cuda"), torch.bfloat16)[-1] == "triton"
+
+
+@pytest.mark.parametrize("capability", [(8, 0), (8, 9), (10, 0), (12, 0)])
+def test_until_it_is_measured_training_is_over_sdpa_on_gpus_other_than_hopper(monkeypatch, capability):
+    """Unless SDPA would need a mask of all pairs."""
+    pytest.importorskip("triton", reason="without it there is nothing to choose")
+    on_a_gpu(monkeypatch, capability)
+    assert chosen(train=True) == ("sdpa", "")
+    assert chosen(train=True, window=5) == ("triton", "")
+    assert chosen(train=True, attn_mask=torch.ones(1, 1, 1, 1)) == ("triton", "")
+    assert chosen() == ("triton", "")
+    with torch.no_grad():
+        assert chosen(train=True) == ("triton", "")
+    on_a_gpu(monkeypatch)
+    assert chosen(train=True) == ("triton", "")
 
 
 def test_auto_on_cuda_is_sdpa_elsewhere_and_says_why(monkeypatch):
@@ -154,7 +175,7 @@ def test_auto_without_triton_is_sdpa(monkeypatch):
 def test_the_reason_is_logged(caplog):
     _announce.cache_clear()
     with caplog.at_level(logging.INFO, logger="diff_transformer"):
-        _announce("cuda", torch.bfloat16, "sdpa", "not 'triton', since it rains")
+        _announce("cuda", torch.bfloat16, Choice("sdpa"), "not 'triton', since it rains")
     assert caplog.messages == ["diff_attention on cuda, bfloat16: backend='sdpa' (not 'triton', since it rains)"]
 
 

@@ -6,7 +6,8 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from diff_transformer.ops import cpu, flash, flex, reference, sdpa, triton
+from diff_transformer.ops import choice as on_gpu
+from diff_transformer.ops import flex, reference
 from diff_transformer.ops.arguments import (
     DTYPES,
     Arguments,
@@ -18,16 +19,10 @@ from diff_transformer.ops.arguments import (
     is_empty,
     zeros,
 )
+from diff_transformer.ops.choice import BACKENDS, Choice, unsupported_reason
 from diff_transformer.ops.reference import DiffMaps
 
-BACKENDS = {
-    "reference": reference,
-    "blockwise": cpu,
-    "sdpa": sdpa,
-    "flex": flex,
-    "flash": flash,
-    "triton": triton,
-}
+MEASURED = ("cuda",)  # types of devices on which "auto" measures
 PURE_PYTORCH = ("reference", "sdpa")  # follow PyTorch's transforms as far as PyTorch's own operators do
 
 log = logging.getLogger("diff_transformer")
@@ -85,35 +80,39 @@ def diff_attention(
     return attend(choose_for(q1, q2, k1, k2, v, arguments, backend), q1, q2, k1, k2, v, arguments)
 
 
-def attend(backend: str, q1, q2, k1, k2, v, arguments: Arguments) -> Tensor:
-    """[B, H, T, Dv] by the named backend, of cast and checked tensors and arguments."""
+def attend(choice: Choice, q1, q2, k1, k2, v, arguments: Arguments) -> Tensor:
+    """[B, H, T, Dv] by the chosen backend, of cast and checked tensors and arguments."""
     if is_empty(q1, k1):
         mask = () if arguments.attn_mask is None else (arguments.attn_mask,)
         return zeros((*q1.shape[:3], v.shape[3]), v.dtype, q1, q2, k1, k2, v, arguments.lam, *mask)
     with autocast_off(q1.device.type):
-        return BACKENDS[backend].attend(q1, q2, k1, k2, v, *arguments)
+        return on_gpu.attend(choice, (q1, q2, k1, k2, v), arguments)
 
 
-def choose_for(q1, q2, k1, k2, v, arguments: Arguments, backend: str) -> str:
-    """The name of the backend that computes a checked call, with all gradients that it needs.
+def choose_for(q1, q2, k1, k2, v, arguments: Arguments, backend: str) -> Choice:
+    """The backend that computes a checked call, with all gradients that it needs.
 
     Raises:
         NotImplementedError: the named backend cannot compute a needed gradient. Others as ``resolve``.
     """
     mask = arguments.attn_mask
     mask_gradient = mask is not None and mask.requires_grad and torch.is_grad_enabled()
-    backend = resolve(backend, (q1, q2, k1, k2, v), arguments, mask_gradient)
-    if mask_gradient and backend != "reference":
+    choice = resolve(backend, (q1, q2, k1, k2, v), arguments, mask_gradient)
+    if mask_gradient and choice.backend != "reference":
         raise NotImplementedError(
-            f"attn_mask requires grad, which backend={backend!r} does not compute; "
+            f"attn_mask requires grad, which backend={choice.backend!r} does not compute; "
             "give backend='reference' or 'auto', or detach the mask"
         )
-    refuse_missing_gradients(backend, (q1, q2, k1, k2, v), arguments.lam)
-    return backend
+    refuse_missing_gradients(choice.backend, (q1, q2, k1, k2, v), arguments.lam)
+    return choice
 
 
-def resolve(backend: str, tensors: tuple[Tensor, ...], arguments: Arguments, mask_gradient: bool = False) -> str:
-    """The name of the backend for checked tensors (q1, q2, k1, k2, v) and arguments. Logs what "auto" chooses.
+def resolve(
+    backend: str, tensors: tuple[Tensor, ...], arguments: Arguments, mask_gradient: bool = False, measured: bool = True
+) -> Choice:
+    """The backend for checked tensors (q1, q2, k1, k2, v) and arguments. Logs what "auto" chooses.
+
+    measured: False leaves the form on a GPU open, for calls whose forms only the caller knows.
 
     Raises:
         TypeError: no name. ValueError: an unknown name. RuntimeError: the named backend cannot work here, or not on
@@ -121,10 +120,10 @@ def resolve(backend: str, tensors: tuple[Tensor, ...], arguments: Arguments, mas
     """
     device, dtype = tensors[0].device, tensors[0].dtype
     if backend == "auto":
-        backend, because = choose(tensors, arguments, mask_gradient)
+        choice, because = choose(tensors, arguments, mask_gradient, measured)
         if not torch.compiler.is_compiling():
-            _announce(device.type, dtype, backend, because)
-        return backend
+            _announce(device.type, dtype, choice, because)
+        return choice
     if not isinstance(backend, str):
         raise TypeError(f"backend is {backend!r}; give one name: 'auto' or one of {', '.join(BACKENDS)}")
     if backend not in BACKENDS:
@@ -138,31 +137,28 @@ def resolve(backend: str, tensors: tuple[Tensor, ...], arguments: Arguments, mas
         raise NotImplementedError(
             f"backend={backend!r} does not follow {transform}; give backend='reference' or 'auto', which is that here"
         )
-    return backend
+    return Choice(backend)
 
 
-def choose(tensors: tuple[Tensor, ...], arguments: Arguments, mask_gradient: bool) -> tuple[str, str]:
+def choose(
+    tensors: tuple[Tensor, ...], arguments: Arguments, mask_gradient: bool, measured: bool = True
+) -> tuple[Choice, str]:
     """What "auto" means: (the fastest backend that supports the call here, the reason for not taking a faster one)."""
     if mask_gradient:
-        return "reference", "attn_mask requires grad"
+        return Choice("reference"), "attn_mask requires grad"
     transform = active_transform()
     if transform is not None:
-        return "reference", f"inside {transform}"
+        return Choice("reference"), f"inside {transform}"
     if torch.compiler.is_exporting():
-        return "sdpa", "an exported program must load without this package's operators"
-    if tensors[0].device.type == "cpu":
-        return "blockwise", ""
+        return Choice("sdpa"), "an exported program must load without this package's operators"
+    device = tensors[0].device.type
+    if device == "cpu" and device not in MEASURED:
+        return Choice("blockwise"), ""
     reason = unsupported_reason("triton", tensors, arguments)
-    return ("triton", "") if reason is None else ("sdpa", f"not 'triton', since {reason}")
-
-
-def unsupported_reason(backend: str, tensors: tuple[Tensor, ...], arguments: Arguments) -> str | None:
-    """Why the backend cannot compute this call, or None."""
-    module = BACKENDS[backend]
-    reason = module.unsupported_reason(tensors[0].device, tensors[0].dtype)
-    if reason is None and hasattr(module, "unsupported_call_reason"):
-        reason = module.unsupported_call_reason(*tensors, *arguments)
-    return reason
+    because = "" if reason is None else f"not 'triton', since {reason}"
+    if measured and device in MEASURED:
+        return on_gpu.choose(tensors, arguments), because
+    return Choice("triton" if reason is None else "sdpa"), because
 
 
 def refuse_missing_gradients(backend: str, tensors: tuple[Tensor, ...], lam: Tensor) -> None:
@@ -176,9 +172,10 @@ def refuse_missing_gradients(backend: str, tensors: tuple[Tensor, ...], lam: Ten
 
 
 @cache
-def _announce(device: str, dtype: torch.dtype, backend: str, because: str) -> None:
-    name = str(dtype).removeprefix("torch.")
-    log.info("diff_attention on %s, %s: backend=%r%s", device, name, backend, because and f" ({because})")
+def _announce(device: str, dtype: torch.dtype, choice: Choice, because: str) -> None:
+    name, form = str(dtype).removeprefix("torch."), "" if choice.form is None else f", {choice.form.name}"
+    because = because and f" ({because})"
+    log.info("diff_attention on %s, %s: backend=%r%s%s", device, name, choice.backend, form, because)
 
 
 def diff_attention_maps(

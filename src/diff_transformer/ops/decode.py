@@ -10,6 +10,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode
 from diff_transformer.ops import triton
 from diff_transformer.ops.api import attend, choose_for
 from diff_transformer.ops.arguments import Arguments, active_transform, autocast_inputs, check, is_empty
+from diff_transformer.ops.choice import Choice
 
 MAX_COPIED_VALUES = 2**17  # in a batch entry: up to here "blockwise" copies and masks faster than in a second call
 
@@ -71,11 +72,11 @@ def diff_attention_decode(
     chosen = choose_for(q1, q2, k1, k2, v, arguments, backend)
     if lengths is None or empty:
         return attend(chosen, q1, q2, k1, k2, v, arguments)
-    if chosen != "flex" and _can_be_read(lengths):  # "flex" would be compiled for each length
+    if chosen.backend != "flex" and _can_be_read(lengths):  # "flex" would be compiled for each length
         used = [min(max(0, n), k1.shape[2]) for n in lengths.tolist()]
         if (
             min(used) == max(used)
-            or chosen != "blockwise"
+            or chosen.backend != "blockwise"
             or v[0].numel() > MAX_COPIED_VALUES
             or torch.is_grad_enabled()
         ):
@@ -99,7 +100,7 @@ def _can_be_read(lengths: Tensor) -> bool:
     return lengths.device.type == "cpu" and not traced and active_transform() is None
 
 
-def _attend_to_used_keys(used: list[int], backend: str, q1, q2, k1, k2, v, arguments: Arguments) -> Tensor:
+def _attend_to_used_keys(used: list[int], choice: Choice, q1, q2, k1, k2, v, arguments: Arguments) -> Tensor:
     """Attend to the keys in use: one call for each batch entry, or a single call if all lengths are equal."""
     B, S = v.shape[0], v.shape[2]
     size = B if min(used) == max(used) else 1  # batch entries in a call
@@ -111,7 +112,7 @@ def _attend_to_used_keys(used: list[int], backend: str, q1, q2, k1, k2, v, argum
         if mask is not None:
             part = mask if mask.shape[0] == 1 else mask[i : i + size]
             arguments = arguments._replace(attn_mask=part if mask.shape[3] == 1 else part[..., :n])
-        outs.append(attend(backend, q1_part, q2_part, *in_use, arguments._replace(lam=lam)))
+        outs.append(attend(choice, q1_part, q2_part, *in_use, arguments._replace(lam=lam)))
     return outs[0] if len(outs) == 1 else torch.cat(outs)
 
 

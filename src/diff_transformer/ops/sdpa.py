@@ -11,7 +11,7 @@ Shapes: B batch, H signal heads, Hn noise heads, G key/value heads, T queries, S
 """
 
 from contextlib import AbstractContextManager, nullcontext
-from functools import cache, partial
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -140,7 +140,6 @@ def takes(kernel: Kernel, width: int, part: int, dtype: torch.dtype, masked: boo
     return kernel.max_width is None or max(width, part) <= kernel.max_width
 
 
-@cache
 def kernels_of(device: str, index: int | None) -> tuple[str, ...]:
     """The kernels of a device, in the order in which PyTorch prefers them."""
     if device != "cuda":

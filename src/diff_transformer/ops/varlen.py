@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from diff_transformer.ops import triton
-from diff_transformer.ops.api import BACKENDS, refuse_missing_gradients, resolve
+from diff_transformer.ops import api, triton
+from diff_transformer.ops import choice as on_gpu
+from diff_transformer.ops.api import refuse_missing_gradients, resolve
 from diff_transformer.ops.arguments import (
     Arguments,
     autocast_inputs,
@@ -21,6 +22,7 @@ from diff_transformer.ops.arguments import (
     is_empty,
     zeros,
 )
+from diff_transformer.ops.choice import Choice, Documents
 
 # (version, total, max_seqlen) of cu_seqlens whose values were asserted on the GPU, so that later layers do not repeat
 # it.
@@ -81,10 +83,11 @@ def diff_attention_varlen(
     packed_k1 = _as_batch(k1)
     tensors = (_as_batch(q1), _as_batch(q2), packed_k1, packed_k1 if k2 is k1 else _as_batch(k2), _as_batch(v))
     arguments = check(*tensors, _lam_as_batch(lam, q1), None, flag("is_causal", is_causal), window, scale)
-    backend = resolve(backend, tensors, arguments)
-    refuse_missing_gradients(backend, tensors, arguments.lam)
-    check_documents("cu_seqlens_q", cu_seqlens_q, "max_seqlen_q", max_seqlen_q, q1, read=backend != "triton")
-    check_documents("cu_seqlens_k", cu_seqlens_k, "max_seqlen_k", max_seqlen_k, k1, read=backend != "triton")
+    choice = resolve(backend, tensors, arguments, measured=False)
+    refuse_missing_gradients(choice.backend, tensors, arguments.lam)
+    at_once = choice.backend == "triton"
+    check_documents("cu_seqlens_q", cu_seqlens_q, "max_seqlen_q", max_seqlen_q, q1, read=not at_once)
+    check_documents("cu_seqlens_k", cu_seqlens_k, "max_seqlen_k", max_seqlen_k, k1, read=not at_once)
     if cu_seqlens_q.shape != cu_seqlens_k.shape:
         raise ValueError(
             f"cu_seqlens_q has {len(cu_seqlens_q) - 1} documents and cu_seqlens_k {len(cu_seqlens_k) - 1}; "
@@ -93,12 +96,14 @@ def diff_attention_varlen(
     if is_empty(tensors[0], packed_k1):
         return zeros((*q1.shape[:2], v.shape[2]), v.dtype, q1, q2, k1, k2, v, arguments.lam)
     with autocast_off(q1.device.type):
-        if backend == "triton":
-            documents = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+        if at_once:
+            documents = Documents(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+            if backend == "auto" and q1.device.type in api.MEASURED and not torch.compiler.is_compiling():
+                choice = on_gpu.choose(tensors, arguments, documents)
             positions = (arguments.is_causal, arguments.window, arguments.scale)
-            out = triton.attend_varlen(*tensors, arguments.lam, *documents, *positions)
+            out = triton.attend_varlen(*tensors, arguments.lam, *documents, *positions, form=choice.form)
         else:
-            out = _one_by_one(backend, tensors, arguments, cu_seqlens_q.tolist(), cu_seqlens_k.tolist())
+            out = _one_by_one(choice, tensors, arguments, cu_seqlens_q.tolist(), cu_seqlens_k.tolist())
     return out[0].transpose(0, 1)
 
 
@@ -119,7 +124,7 @@ def _lam_as_batch(lam: float | Tensor, q1: Tensor) -> float | Tensor:
     return _as_batch(lam if lam.dim() == 3 else lam[None])
 
 
-def _one_by_one(backend: str, tensors, arguments: Arguments, ends_q: list[int], ends_k: list[int]) -> Tensor:
+def _one_by_one(choice: Choice, tensors, arguments: Arguments, ends_q: list[int], ends_k: list[int]) -> Tensor:
     """[1, H, total_q, Dv] from one call of the backend for each document with queries and keys."""
     q1, q2, k1, k2, v = tensors
     lengths_q, lengths_k = ([b - a for a, b in pairwise(ends)] for ends in (ends_q, ends_k))
@@ -130,7 +135,7 @@ def _one_by_one(backend: str, tensors, arguments: Arguments, ends_q: list[int], 
     for q1_part, q2_part, lam, k1_part, k2_part, v_part in zip(*by_query, *by_key, strict=True):
         if q1_part.shape[2] and k1_part.shape[2]:
             rest = arguments._replace(lam=lam)
-            outs.append(BACKENDS[backend].attend(q1_part, q2_part, k1_part, k2_part, v_part, *rest))
+            outs.append(on_gpu.attend(choice, (q1_part, q2_part, k1_part, k2_part, v_part), rest))
         else:
             parts = (q1_part, q2_part, k1_part, k2_part, v_part, lam)
             outs.append(zeros((*q1_part.shape[:3], v.shape[3]), v.dtype, *parts))

@@ -13,6 +13,7 @@ import sys
 from collections.abc import Generator
 from contextlib import contextmanager
 from importlib.util import find_spec
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,40 +25,76 @@ MIN_CAPABILITY = (8, 0)  # Ampere: bf16 products and asynchronous copies
 # idle; decode.py splits the keys instead. That pays from about four blocks of 64 keys.
 MAX_DECODE_QUERIES, MIN_DECODE_KEYS = 8, 256
 
-_one_pass = False
+_one_pass: bool | None = None  # as backward_form chose; None for two passes, or the faster form where it was measured
 
 
-def attend(q1, q2, k1, k2, v, lam, attn_mask, is_causal, window, scale) -> Tensor:
+class Form(NamedTuple):
+    """Which kernels compute a call."""
+
+    one_pass: bool = False  # in the backward
+    gluon: bool = True  # where they take the call and passed their self-test
+
+    @property
+    def name(self) -> str:
+        return f"{'one pass' if self.one_pass else 'two passes'}{'' if self.gluon else ', without Gluon'}"
+
+
+def forms(q1: Tensor, v: Tensor, plain: bool, gradients: bool) -> list[Form]:
+    """The forms among which a measurement chooses, the default first.
+
+    plain: whether there is no mask, no window and no packed documents.
+    """
+    passes = [False]
+    if gradients and not torch.are_deterministic_algorithms_enabled():
+        passes = [False, True] if _one_pass is None else [_one_pass]
+    from diff_transformer.ops.gluon.support import DTYPES, WIDTHS
+
+    gluon = plain and WIDTHS.get(q1.shape[3]) == v.shape[3] and q1.dtype in DTYPES
+    gluon = gluon and _gluon_device(q1.device.type, q1.device.index)
+    return [Form(one_pass, by_gluon) for by_gluon in ((True, False) if gluon else (True,)) for one_pass in passes]
+
+
+def _gluon_device(device_type: str, index: int | None) -> bool:
+    from diff_transformer.ops.gluon.support import unsupported_device
+
+    return (
+        unsupported_device(torch.device(device_type if index is None else f"{device_type}:{index}"), "forward") is None
+    )
+
+
+def attend(q1, q2, k1, k2, v, lam, attn_mask, is_causal, window, scale, form: Form | None = None) -> Tensor:
     """(softmax(q1 k1^T scale) - lam softmax(q2 k2^T scale)) v of checked arguments, [B, H, T, Dv] in the dtype of v."""
     from diff_transformer.ops.triton import decode, operator
 
     if v.dtype == torch.bfloat16 and operator.INTERPRETED:
         tensors = _in_fp32(q1, q2, k1, k2, v)
-        return attend(*tensors, lam, attn_mask, is_causal, window, scale).bfloat16()
+        return attend(*tensors, lam, attn_mask, is_causal, window, scale, form).bfloat16()
     T, S = q1.shape[2], k1.shape[2]
     need_gradient = _gradient_needed(q1, q2, k1, k2, v, lam)
     few_queries = T <= MAX_DECODE_QUERIES and S >= MIN_DECODE_KEYS and not need_gradient
     if few_queries and decode.unsupported_reason(q1, q2, k1, k2, v, attn_mask, is_causal, window) is None:
         return decode.attend_decode(q1, q2, k1, k2, v, lam, attn_mask, is_causal, window, scale)
     if attn_mask is not None and _whole_rows(attn_mask):
-        out = attend(q1, q2, k1, k2, v, lam, None, is_causal, window, scale)
+        out = attend(q1, q2, k1, k2, v, lam, None, is_causal, window, scale, form)
         return torch.where(attn_mask[..., :1], out, 0)  # which also zeroes the gradients of masked rows
     tensors = operator.with_contiguous_rows(q1, q2, k1, k2, v)
-    options = (is_causal, window, scale, need_gradient, _one_pass)
+    options = (is_causal, window, scale, need_gradient, *(form or Form(bool(_one_pass))))
     return operator.forward(*tensors, lam, attn_mask, None, None, T, S, *options)[0]
 
 
 def attend_varlen(
-    q1, q2, k1, k2, v, lam, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, is_causal, window, scale
-) -> Tensor:
+    q1, q2, k1, k2, v, lam, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, is_causal, window, scale,
+    form: Form | None = None,
+) -> Tensor:  # fmt: skip
     """``attend`` within each document: tensors packed as [1, heads, total, width], lam [1, H, total, 1]."""
     from diff_transformer.ops.triton import operator
 
     documents = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
     if v.dtype == torch.bfloat16 and operator.INTERPRETED:
-        return attend_varlen(*_in_fp32(q1, q2, k1, k2, v), lam, *documents, is_causal, window, scale).bfloat16()
+        return attend_varlen(*_in_fp32(q1, q2, k1, k2, v), lam, *documents, is_causal, window, scale, form).bfloat16()
     tensors = operator.with_contiguous_rows(q1, q2, k1, k2, v)
-    options = (is_causal, window, scale, _gradient_needed(q1, q2, k1, k2, v, lam), _one_pass)
+    need_gradient = _gradient_needed(q1, q2, k1, k2, v, lam)
+    options = (is_causal, window, scale, need_gradient, *(form or Form(bool(_one_pass))))
     return operator.forward(*tensors, lam, None, *documents, *options)[0]
 
 
@@ -80,9 +117,10 @@ def _gradient_needed(*tensors: Tensor) -> bool:
 def backward_form(form: str) -> Generator[None]:
     """Context manager that selects the backward kernels for forward calls made inside it.
 
-    "two_pass" (the default) computes the gradients of keys, then those of queries, and repeats bit for bit. "one_pass"
-    computes less, but adds up the gradients of queries with fp32 atomics, in no fixed order. Under
-    torch.use_deterministic_algorithms it is "two_pass" in any case.
+    "two_pass" (the default of backend="triton") computes the gradients of keys, then those of queries, and repeats bit
+    for bit. "one_pass" computes less, but adds up the gradients of queries with fp32 atomics, in no fixed order. Under
+    torch.use_deterministic_algorithms it is "two_pass" in any case. Outside of this context, backend="auto" takes the
+    one that was measured to be faster.
 
     Raises:
         ValueError: another name.
@@ -123,9 +161,10 @@ def _unsupported_device(device_type: str, index: int | None) -> str | None:
     return None
 
 
-# Tells torch.compile that the result is a constant. torch.compiler.assume_constant_result does the same, but imports
+# Tells torch.compile that the results are constants. torch.compiler.assume_constant_result does the same, but imports
 # the compiler, which takes seconds.
 _unsupported_device._dynamo_marked_constant = True  # ty: ignore[missing-attribute]
+_gluon_device._dynamo_marked_constant = True  # ty: ignore[missing-attribute]
 
 
 def interpreted() -> bool:

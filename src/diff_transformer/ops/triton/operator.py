@@ -47,15 +47,19 @@ def forward(
     scale: float,
     need_gradient: bool,
     one_pass: bool,
+    by_gluon: bool = True,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """out, softmax(q2 k2^T scale) v, and both log-sum-exps; ``one_pass`` is for the backward."""
+    """out, softmax(q2 k2^T scale) v, and both log-sum-exps.
+
+    one_pass is for the backward. by_gluon: use Gluon if it can, in the backward too.
+    """
     call = Call(
         q1, q2, k1, k2, v, lam, scale=scale, is_causal=is_causal, window=window, attn_mask=attn_mask,
         documents=_documents(cu_seqlens_q, cu_seqlens_k, max_q, max_k),
     )  # fmt: skip
-    if need_gradient:
+    if need_gradient and by_gluon:
         _test_backward_early(call, one_pass)
-    if _gluon_forward(call):
+    if by_gluon and _gluon_forward(call):
         return attend_forward(call, need_gradient)[0]
     _announce("forward", str(q1.device), q1.dtype, "plain Triton")
     return launch_forward(call, need_gradient)
@@ -102,7 +106,7 @@ def backward(
 @forward.register_fake
 def _(
     q1, q2, k1, k2, v, lam, attn_mask, cu_seqlens_q, cu_seqlens_k, max_q, max_k, is_causal, window, scale,
-    need_gradient, one_pass,
+    need_gradient, one_pass, by_gluon=True,
 ):  # fmt: skip
     B, H, T, _ = q1.shape
     out = like_queries(v, B, H, T)
@@ -120,20 +124,20 @@ def _(dout, q1, q2, k1, k2, v, lam, *rest):
 
 
 def _save(ctx, inputs, output):
-    *tensors, ctx.max_q, ctx.max_k, ctx.is_causal, ctx.window, ctx.scale, _, ctx.one_pass = inputs
+    *tensors, ctx.max_q, ctx.max_k, ctx.is_causal, ctx.window, ctx.scale, _, ctx.one_pass, by_gluon = inputs
     ctx.save_for_backward(*tensors, *output)
     ctx.set_materialize_grads(False)
     # Read now: the backward follows the switch as it was at its forward.
-    ctx.by_gluon = not switched_off(backward_kernels(ctx.one_pass))
+    ctx.by_gluon = by_gluon and not switched_off(backward_kernels(ctx.one_pass))
 
 
 def _differentiate(ctx, dout, *unused):
     if dout is None:
-        return (None,) * 16
+        return (None,) * 17
     rest = (ctx.max_q, ctx.max_k, ctx.is_causal, ctx.window, ctx.scale, ctx.one_pass, ctx.by_gluon)
     saved = ctx.saved_tensors
     dq1, dq2, dk1, dk2, dv, dlam = backward(dout, *saved, *rest)
-    return dq1, dq2, dk1, dk2 if saved[3] is not None else None, dv, dlam, *(None,) * 10
+    return dq1, dq2, dk1, dk2 if saved[3] is not None else None, dv, dlam, *(None,) * 11
 
 
 forward.register_autograd(_differentiate, setup_context=_save)

@@ -1,0 +1,254 @@
+"""What "auto" means on a GPU, on CPU tensors: the forms are real, the Triton kernels in the interpreter."""
+
+import pickle
+
+import pytest
+import torch
+from torch.utils.checkpoint import checkpoint
+
+from diff_transformer.ops import api, choice, diff_attention, diff_attention_varlen, dispatch, sdpa, triton
+from diff_transformer.ops.arguments import check
+from diff_transformer.ops.choice import Choice
+from diff_transformer.ops.sdpa import Form
+from diff_transformer.testing import assert_within_budget, make_inputs
+
+pytest.importorskip("triton", reason="without it there is little to choose")
+CPU = torch.device("cpu")
+JOINED, BY_MAP = "sdpa (cpu, both maps at once)", "sdpa (cpu, one map at a time)"
+TWO, ONE = "triton (two passes)", "triton (one pass)"
+
+
+@pytest.fixture(autouse=True)
+def gpu(monkeypatch, tmp_path):
+    """The CPU as if it were a GPU that is no Hopper; gives the names of what was computed, in order."""
+    torch.use_deterministic_algorithms(False)
+    monkeypatch.setenv("DIFF_TRANSFORMER_CACHE", str(tmp_path))
+    monkeypatch.delenv(dispatch.SWITCH, raising=False)
+    monkeypatch.setattr(api, "MEASURED", ("cpu",))
+    monkeypatch.setattr(dispatch, "TURNS", (1, 1))
+    computed = []
+    attend = choice.attend
+    monkeypatch.setattr(choice, "attend", lambda c, *a, **k: computed.append(c.name) or attend(c, *a, **k))
+    next_process(monkeypatch)
+    return computed
+
+
+@pytest.fixture
+def without_triton(monkeypatch):
+    """Its interpreter is slow."""
+    monkeypatch.setattr(triton, "unsupported_reason", lambda *device: "it is slow here")
+
+
+def next_process(monkeypatch):
+    monkeypatch.setattr(choice, "_chosen", {})
+    monkeypatch.setattr(dispatch, "_verdicts", {})
+
+
+def takes(monkeypatch, **seconds):
+    """A clock by which forms take these seconds; the others take one."""
+    last = []
+    attend, varlen = choice.attend, triton.attend_varlen
+    monkeypatch.setattr(choice, "attend", lambda c, *a, **k: last.append(c.name) or attend(c, *a, **k))
+    monkeypatch.setattr(
+        triton, "attend_varlen", lambda *a, form, **k: last.append(Choice("triton", form).name) or varlen(*a, form=form)
+    )
+
+    def clock(run):
+        run()
+        return seconds.get(last[-1], 1.0)
+
+    monkeypatch.setattr(choice, "clock", lambda device: clock)
+
+
+def inputs(**sizes):
+    return make_inputs(**{"B": 1, "H": 1, "T": 5, "D": 16, **sizes})
+
+
+@pytest.mark.parametrize("form", [JOINED, ONE])
+def test_the_fastest_form_computes_from_then_on(monkeypatch, gpu, form):
+    takes(monkeypatch, **{form: 0.1})
+    x = inputs()
+    expected = torch.autograd.grad(diff_attention(*x, is_causal=True, backend="reference").sum(), x)
+    for turn in range(2):
+        if turn:
+            gpu.clear()
+        out = diff_attention(*x, is_causal=True)
+        for actual, exact in zip(torch.autograd.grad(out.sum(), x), expected, strict=True):
+            assert_within_budget(actual, exact)
+    assert gpu == [form]
+    next_process(monkeypatch)
+    gpu.clear()
+    diff_attention(*x, is_causal=True)
+    assert gpu == [form], "kept on the disk"
+
+
+def test_what_is_offered(monkeypatch):
+    def offered(x=None, **options):
+        x = x or inputs()
+        arguments = check(*x, **{"attn_mask": None, "is_causal": True, "window": None, "scale": None, **options})
+        return list(choice.candidates(x[:5], arguments, choice.kind_of(x[:5], arguments, None)))
+
+    assert offered() == [BY_MAP, JOINED, TWO, ONE], "until it is measured, training is over SDPA"
+    assert offered(window=3) == [TWO, ONE, BY_MAP, JOINED]
+    x = inputs()
+    assert offered(x._replace(k2=x.k1)) == [JOINED, BY_MAP, TWO, ONE]
+    assert offered(inputs(D=160)) == [BY_MAP, JOINED], "too wide for the Triton kernels"
+    assert offered(inputs(H=2), attn_mask=torch.ones(1, 2, 5, 5, dtype=torch.bool)) == [TWO, ONE, BY_MAP]
+    with triton.backward_form("one_pass"):
+        assert offered()[2:] == [ONE]
+    with triton.backward_form("two_pass"):
+        assert offered()[2:] == [TWO]
+    torch.use_deterministic_algorithms(True)
+    assert offered()[2:] == [TWO]
+    with torch.no_grad():
+        assert offered() == [TWO, BY_MAP, JOINED]
+    monkeypatch.setattr(choice, "on_hopper", lambda *device: True)
+    monkeypatch.setattr(triton, "_gluon_device", lambda *device: True)
+    x = inputs(D=64, dtype=torch.bfloat16, requires_grad=False)
+    assert offered(x) == [TWO, "triton (two passes, without Gluon)", BY_MAP, JOINED]
+    assert offered(x, window=3)[:2] == [TWO, BY_MAP], "which the Hopper kernels do not take"
+
+
+def test_a_wrong_kernel_is_left_out_with_a_warning(monkeypatch, gpu, caplog):
+    takes(monkeypatch, **{TWO: 0.1, ONE: 0.2})
+    right = triton.attend
+    monkeypatch.setattr(triton, "attend", lambda *a, form: right(*a, form=form) * (1 if form.one_pass else 1.001))
+    diff_attention(*inputs())
+    assert gpu[-1] == ONE
+    assert [record.message.split(":")[0] for record in caplog.records if record.levelname == "WARNING"] == [
+        f"{TWO} is wrong on cpu and is not used"
+    ]
+
+
+@pytest.mark.usefixtures("without_triton")
+def test_a_form_without_memory_is_tried_again_by_the_next_process(monkeypatch, gpu):
+    takes(monkeypatch, **{JOINED: 0.1})
+    joined = sdpa.attend
+
+    def full(*arguments, form):
+        if form.joined:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return joined(*arguments, form=form)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(sdpa, "attend", full)
+        diff_attention(*inputs())
+        assert gpu[-1] != JOINED
+        gpu.clear()
+        diff_attention(*inputs())
+        assert len(gpu) == 1, "not in this one"
+    next_process(monkeypatch)
+    diff_attention(*inputs())
+    assert gpu[-1] == JOINED
+
+
+@pytest.mark.usefixtures("without_triton")
+def test_calls_of_one_kind_share_a_verdict_and_others_do_not(gpu, monkeypatch):
+    takes(monkeypatch)
+    measured = []
+    monkeypatch.setattr(choice, "decide", lambda kind, *rest: measured.append(kind) or Choice("reference"))
+    x = inputs(T=9, B=3)
+    kinds = [
+        (x, {}), (inputs(T=11, B=2), {}), (inputs(T=70), {}), (inputs(S=70), {}), (inputs(B=9), {}), (inputs(D=32), {}),
+        (inputs(Dv=16), {}), (inputs(H=4, Hn=2), {}), (inputs(H=2, G=1), {}), (x._replace(k2=x.k1), {}),
+        (inputs(dtype=torch.bfloat16), {}), (inputs(requires_grad=False), {}), (x, {"is_causal": True}),
+        (x, {"is_causal": True, "window": 3}), (x, {"attn_mask": torch.ones(9, dtype=torch.bool)}),
+        (x, {"attn_mask": torch.ones(9, 9)}),
+    ]  # fmt: skip
+    for x, options in kinds:
+        diff_attention(*x, **options)
+    assert measured[0] == measured[1]
+    assert len(set(measured)) == len(measured) - 1
+
+
+@pytest.mark.usefixtures("without_triton")
+def test_under_compile_the_kept_verdict_holds_and_nothing_is_measured(monkeypatch, gpu):
+    x = inputs()
+    torch.compile(lambda *x: diff_attention(*x, is_causal=True), backend="eager", fullgraph=True)(*x)
+    assert gpu[-1] == BY_MAP
+    assert len(gpu) == 1
+    assert not choice._chosen
+    takes(monkeypatch, **{JOINED: 0.1})
+    diff_attention(*x, is_causal=True)
+    for _ in range(2):
+        torch._dynamo.reset()
+        gpu.clear()
+        torch.compile(lambda *x: diff_attention(*x, is_causal=True), backend="eager", fullgraph=True)(*x)
+        assert gpu == [JOINED]
+        next_process(monkeypatch)
+
+
+@pytest.mark.usefixtures("without_triton")
+def test_only_rank_0_measures_and_the_others_adopt_its_choices(monkeypatch, gpu):
+    takes(monkeypatch, **{JOINED: 0.1})
+    x = inputs()
+    monkeypatch.setattr(choice, "is_first_rank", lambda: False)
+    diff_attention(*x)
+    assert gpu == [BY_MAP], "the default"
+    mine = dict(choice._chosen)
+    with monkeypatch.context() as rank_0:
+        rank_0.setattr(choice, "is_first_rank", lambda: True)
+        rank_0.setattr(choice, "_chosen", {})
+        diff_attention(*x)
+        sent = pickle.dumps(choice.choices(CPU))
+    diff_attention(*x)
+    assert gpu[-1] == BY_MAP, "though a verdict is kept by now: a checkpoint computes a forward again"
+    assert choice._chosen == mine
+    choice.adopt(pickle.loads(sent), CPU)
+    diff_attention(*x)
+    assert gpu[-1] == JOINED
+
+
+@pytest.mark.usefixtures("without_triton")
+def test_measuring_within_activation_checkpointing(gpu):
+    x = inputs()
+    out = checkpoint(lambda *x: diff_attention(*x).sin(), *x, use_reentrant=False)
+    gradients = torch.autograd.grad(out.sum(), x)
+    for actual, exact in zip(gradients, torch.autograd.grad(diff_attention(*x).sin().sum(), x), strict=True):
+        assert torch.equal(actual, exact)
+    assert set(gpu) == {BY_MAP, JOINED}, "both were measured"
+
+
+@pytest.mark.usefixtures("without_triton")
+def test_measuring_within_a_backward(gpu):
+    x = inputs()
+    out = checkpoint(lambda *x: diff_attention(*x).sin(), *x, use_reentrant=True)
+    out.sum().backward()
+    assert set(gpu) == {BY_MAP, JOINED}
+
+
+@pytest.mark.usefixtures("without_triton")
+def test_measuring_changes_nothing_else(gpu):
+    x = inputs()
+    state = torch.get_rng_state()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        out = diff_attention(*x)
+    assert out.dtype == torch.bfloat16
+    assert torch.equal(torch.get_rng_state(), state)
+    assert all(t.grad is None for t in x)
+    with torch.inference_mode():
+        diff_attention(*inputs())
+
+
+def test_packed_documents_choose_among_the_backward_passes(monkeypatch, gpu):
+    torch.use_deterministic_algorithms(False)
+    takes(monkeypatch, **{ONE: 0.1})
+    x = inputs(T=3)
+    rows = [t[0].transpose(0, 1) for t in x]
+    ends = torch.tensor([0, 2, 3], dtype=torch.int32)
+    used = []
+    varlen = triton.attend_varlen
+    monkeypatch.setattr(triton, "attend_varlen", lambda *a, form, **k: used.append(form) or varlen(*a, form=form))
+    out = diff_attention_varlen(*rows, ends, ends, 2, 2, is_causal=True)
+    assert used[-1] == triton.Form(one_pass=True)
+    assert out.shape == (3, 1, 32)
+
+
+def test_a_bad_switch_is_named(monkeypatch):
+    monkeypatch.setenv(dispatch.SWITCH, "no")
+    with pytest.raises(ValueError, match="DIFF_TRANSFORMER_TUNE is 'no'"):
+        diff_attention(*inputs())
+
+
+def test_forms_are_names_that_a_file_can_hold():
+    assert Choice("sdpa", Form("flash", True, 1, 128)).name == "sdpa (flash, both maps at once)"
