@@ -2,6 +2,11 @@
 
 import json
 import math
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -9,6 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, pipeline
 
 from diff_transformer import DiffTransformerForCausalLM
 from diff_transformer.data.tokenizer import byte_tokenizer
+from diff_transformer.inference.export import export
 from diff_transformer.model.presets import preset
 
 PAIR = pytest.mark.parametrize("attention", ["diff", "softmax"])
@@ -25,6 +31,47 @@ def folder(attention, tmp_path):
     return tmp_path / "model"
 
 
+ROWS = [
+    {"question": "Two and two is", "choices": ["four", "five"], "answer": 0},
+    {"question": "Snow is", "choices": ["black", "white"], "answer": 1},
+]
+
+
+def facts(folder):
+    """A task of the harness with two choices."""
+    (folder / "items.jsonl").write_text("\n".join(map(json.dumps, ROWS)))
+    return {
+        "task": "facts", "dataset_path": "json", "output_type": "multiple_choice", "test_split": "test",
+        "dataset_kwargs": {"data_files": {"test": str(folder / "items.jsonl")}, "cache_dir": str(folder / "cache")},
+        "doc_to_text": "{{question}}", "doc_to_choice": "{{choices}}", "doc_to_target": "{{answer}}",
+        "metric_list": [{"metric": "acc"}],
+    }  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("attention", ["diff"])
+def test_the_harness_s_own_command_opens_a_folder_as_the_page_says(folder, tmp_path):
+    pytest.importorskip("lm_eval", reason="the extra `harness` is not installed")
+    page = (Path(__file__).parents[2] / "docs" / "inference.md").read_text()
+    commands = [shlex.split(line) for line in re.findall(r"^    (.*--model hf .*)$", page, re.MULTILINE)]
+    assert [command[0] for command in commands] == ["python", "lm_eval"]
+    export(str(folder), tmp_path / "exported")
+    (tmp_path / "facts.yaml").write_text(json.dumps(facts(tmp_path)))  # JSON is YAML
+    more = ["--tasks", "facts", "--include_path", str(tmp_path), "--device", "cpu", "--batch_size", "1"]
+    told = []
+    for program, *arguments in commands:
+        start = [sys.executable] if program == "python" else [sys.executable, "-m", program]
+        done = subprocess.run(
+            [*start, *arguments[: arguments.index("--tasks")], *more],
+            cwd=tmp_path, capture_output=True, text=True, timeout=280,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr
+        told.append(re.findall(r"\|facts\s*\|.*", done.stdout))
+    assert told[0]
+    assert told[0] == told[1]
+
+
 @PAIR
 def test_the_harness_scores_a_checkpoint(folder, tmp_path):
     """Its own model class on a task of two choices; the log-likelihoods are those of the model itself."""
@@ -32,22 +79,14 @@ def test_the_harness_scores_a_checkpoint(folder, tmp_path):
     from lm_eval.models.huggingface import HFLM
     from lm_eval.tasks import TaskManager
 
-    rows = [{"question": "Two and two is", "choices": ["four", "five"], "answer": 0},
-            {"question": "Snow is", "choices": ["black", "white"], "answer": 1}]  # fmt: skip
-    (tmp_path / "items.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    task = {
-        "task": "facts", "dataset_path": "json", "output_type": "multiple_choice", "test_split": "test",
-        "dataset_kwargs": {"data_files": {"test": str(tmp_path / "items.jsonl")}, "cache_dir": str(tmp_path / "cache")},
-        "doc_to_text": "{{question}}", "doc_to_choice": "{{choices}}", "doc_to_target": "{{answer}}",
-        "metric_list": [{"metric": "acc"}],
-    }  # fmt: skip
+    task = facts(tmp_path)
     lm = HFLM(pretrained=str(folder), tokenizer=str(folder), device="cpu", max_length=128, batch_size=2)
     assert type(lm.model) is DiffTransformerForCausalLM
     outcome = lm_eval.simple_evaluate(
         lm, tasks=[task], task_manager=TaskManager(include_defaults=False), bootstrap_iters=0, log_samples=True
     )
     right = 0
-    for sample, row in zip(outcome["samples"]["facts"], rows, strict=True):
+    for sample, row in zip(outcome["samples"]["facts"], ROWS, strict=True):
         expected = [_logprob(lm.model, row["question"], " " + choice) for choice in row["choices"]]
         assert [float(r[0]) for r in sample["filtered_resps"]] == pytest.approx(expected, abs=1e-3)
         right += max(range(2), key=expected.__getitem__) == row["answer"]
