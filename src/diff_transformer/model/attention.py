@@ -359,5 +359,15 @@ def _check_sequences(name: str, x: Tensor, width: str):
 
 
 def _by_head(x: Tensor, width: int) -> Tensor:
-    """``[B, length, heads * width]`` as ``[B, length, heads, width]``, also of no rows."""
+    """``[B, length, heads * width]`` as ``[B, length, heads, width]``, also of no rows.
+
+    Raises:
+        ValueError: for a part of a head, where tensor parallel has split one.
+    """
+    if x.shape[2] % width:
+        raise ValueError(
+            f"a projection gives {x.shape[2]} channels, which are no whole heads of width {width}: tensor parallel has "
+            "split a head between processes; take a number of processes that divides the value heads "
+            "(config.heads.values)"
+        )
     return x.view(*x.shape[:2], x.shape[2] // width, width)

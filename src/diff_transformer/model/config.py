@@ -240,7 +240,7 @@ class DiffTransformerConfig(PreTrainedConfig):
     def base_model_tp_plan(self) -> dict[str, str]:
         """How transformers shards the layers with ``from_pretrained(folder, tp_plan="auto")``.
 
-        Each process gets whole pairs (or groups) of heads if the number of processes divides the key/value pairs.
+        The number of processes must divide the value heads (``heads.values``), so that each has whole pairs or groups.
         """
         plan = {f"layers.*.self_attn.{name}_proj": "colwise" for name in "qkv"}
         plan |= {f"layers.*.mlp.{name}_proj": "colwise" for name in ("gate", "up")}
