@@ -14,37 +14,63 @@ import diff_transformer
 
 ROOT = Path(__file__).parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-WITHOUT_TRAINING = (
+CORE_ONLY = (  # as if no extra were installed
     "import sys\n"
-    "for name in ('lightning', 'tensorboard', 'matplotlib'): sys.modules[name] = None\n"  # as if not installed
+    "for name in ('lightning', 'tensorboard', 'matplotlib', 'scipy', 'vl_convert'): sys.modules[name] = None\n"
 )
 
 
 def run(code: str, *arguments: str) -> subprocess.CompletedProcess:
-    command = [sys.executable, "-c", WITHOUT_TRAINING + code, *arguments]
+    command = [sys.executable, "-c", CORE_ONLY + code, *arguments]
     return subprocess.run(command, capture_output=True, text=True, timeout=240)
 
 
-def test_a_layer_a_model_and_an_experiment_do_without_the_extra_train():
+def test_a_layer_a_model_and_an_experiment_do_without_extras(tmp_path):
     done = run(
         "import torch, diff_transformer as d\n"
+        "from diff_transformer.cli import app\n"
+        "from diff_transformer.data.tokenizer import byte_tokenizer\n"
+        "from diff_transformer.model.presets import preset\n"
         "d.DiffAttention(32, 4)(torch.randn(1, 3, 32))\n"
-        "config = d.DiffTransformerConfig(vocab_size=8, hidden_size=32, num_hidden_layers=1, num_attention_heads=4)\n"
-        "d.DiffTransformerForCausalLM(config)(torch.tensor([[1, 2]]))\n"
-        "import diff_transformer.evals.needle, diff_transformer.inference.generation, diff_transformer.model.convert\n"
+        "folder = sys.argv[1] + '/model'\n"
+        "model = d.DiffTransformerForCausalLM(preset('debug', vocab_size=258, pad_token_id=257))\n"
+        "model.save_pretrained(folder); byte_tokenizer().save_pretrained(folder)\n"
+        "again = d.DiffTransformerForCausalLM.from_pretrained(folder)\n"
+        "assert torch.equal(again.lm_head.weight, model.lm_head.weight)\n"
+        "open(sys.argv[1] + '/text.txt', 'w').write('A line of plain words. ' * 200)\n"
+        "for line in ('info 3B', f'generate {folder} ab --max-new-tokens 2', f'eval outliers --model {folder} '\n"
+        "             f'--quick --samples 2 --corpus {sys.argv[1]}/text.txt --out {sys.argv[1]}/outliers.json'):\n"
+        "    app(line.split(), standalone_mode=False)\n"
+        "import diff_transformer.model.convert\n",
+        str(tmp_path),
     )
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.parametrize(
+    ("command", "said"),
+    [("eval needle --model debug", "a report needs scipy and vl_convert"),
+     ("eval scaling --set runs=synthetic", "a fit of scaling laws needs scipy")],
+)  # fmt: skip
+def test_a_report_without_its_extra_says_what_to_install_before_anything_is_measured(command, said, tmp_path):
+    out = tmp_path / ("one.json" if "scaling" in command else "folder")
+    done = run("from diff_transformer.cli import main; main()", *command.split(), "--out", str(out))
+    assert done.returncode == 2
+    assert (
+        done.stderr.strip().splitlines()[-1] == f"error: {said}; install with: pip install 'diff-transformer[report]'"
+    )
+    assert not out.exists()
+
+
 @pytest.mark.parametrize("command", ["train", "compare", "study desk", "eval ablation"])
 def test_training_without_its_extra_says_what_to_install(command, tmp_path):
-    out = tmp_path / "run"
+    out = tmp_path / "run.json"
     done = run("from diff_transformer.cli import main; main()", *command.split(), "--out", str(out))
     assert done.returncode == 2
     assert done.stderr.strip().splitlines()[-1] == (
         "error: training needs lightning and tensorboard; install with: pip install 'diff-transformer[train]'"
     )
-    assert command == "eval ablation" or not out.exists()  # an experiment keeps a journal, to resume from
+    assert not out.exists()
 
 
 def test_every_extra_that_a_message_names_exists():

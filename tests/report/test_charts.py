@@ -5,7 +5,6 @@ import re
 
 import pytest
 
-from diff_transformer.report import render
 from diff_transformer.report.charts import (
     Line,
     Row,
@@ -81,14 +80,6 @@ def test_a_file_names_its_specification_and_has_colours_of_its_own(tmp_path):
     assert not is_current(grid([("other", one_of_each()["category"])], {"diff": "DIFF"}), path)
     save(chart, path)
     assert path.read_text() == written
-
-
-def test_a_machine_without_the_renderer_says_so_and_goes_on(monkeypatch):
-    def missing(spec):
-        raise ImportError("no vl_convert")
-
-    monkeypatch.setattr(render, "_svg", missing)
-    assert "vl-convert-python is not installed" in inline(one_of_each()["heat"])
 
 
 @pytest.mark.parametrize(

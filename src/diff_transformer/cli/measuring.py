@@ -96,7 +96,9 @@ def _evaluate_one(plan, out: Path, resume: bool, bar) -> bool:
 def _evaluate_many(plan, out: Path, resume: bool, bar) -> bool:
     from diff_transformer.lab.experiments import run_suite
     from diff_transformer.report import write_evals_report
+    from diff_transformer.report.page import require_installed
 
+    require_installed()
     outcomes = run_suite(plan, out, resume=resume, bar=bar)
     for outcome in outcomes:
         if outcome.result:

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import numpy as np
 
-from diff_transformer.checks import require_positive
+from diff_transformer.checks import require_extra, require_positive
 from diff_transformer.evals.provenance import provenance
 from diff_transformer.evals.samples import Samples
 from diff_transformer.evals.types import Result
@@ -66,6 +66,11 @@ def run(lm, settings: Settings, samples: Samples) -> Result:
         table, ours=settings.ours, reference=settings.reference, form=settings.form, huber=settings.huber,
         draws=settings.draws, seed=settings.seed, source=settings.runs, samples=samples,
     )  # fmt: skip
+
+
+def require_installed() -> None:
+    """Raise RuntimeError without the extra ``report``, whose scipy fits the curves."""
+    require_extra("report", "a fit of scaling laws", "scipy")
 
 
 def evaluate_scaling(

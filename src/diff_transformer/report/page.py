@@ -5,6 +5,7 @@ from importlib.resources import files
 from pathlib import Path
 from string import Template
 
+from diff_transformer.checks import require_extra
 from diff_transformer.durable import replacing, require_writable
 from diff_transformer.report.claims import bears_on, claim_links, claims_section
 from diff_transformer.report.figures import IN_ORDER
@@ -34,10 +35,11 @@ def write_report(results: dict | Path | str, path: Path | str, *, overwrite: boo
 def save_page(render: Callable[[], str], path: Path | str, *, overwrite: bool = False) -> Path:
     """Write the page that ``render`` returns to ``path`` atomically.
 
-    Before rendering, it raises FileExistsError if ``path`` exists and ``overwrite`` is False, and DiskError if the
-    folder is not writable. It raises ResultsError for a page above 3 MB.
+    Before rendering, it raises RuntimeError without the extra ``report``, FileExistsError if ``path`` exists and
+    ``overwrite`` is False, and DiskError if the folder is not writable. It raises ResultsError for a page above 3 MB.
     """
     path = Path(path)
+    require_installed()
     require_writable(path.parent)
     if path.exists() and not overwrite:
         raise FileExistsError(f"{path} exists; give another path, or --overwrite (overwrite=True) to replace it")
@@ -50,6 +52,11 @@ def save_page(render: Callable[[], str], path: Path | str, *, overwrite: bool = 
     with replacing(path) as part:
         part.write_bytes(page)
     return path
+
+
+def require_installed() -> None:
+    """Raise RuntimeError without the extra ``report``: every page draws charts, and most compute intervals."""
+    require_extra("report", "a report", "scipy", "vl_convert")
 
 
 def render_page(results: dict, prompt: dict | None = None) -> str:

@@ -48,10 +48,7 @@ def panel(title: str, drawing: Chart, note: str = "") -> Html:
 def inline(chart: Chart) -> Html:
     """The chart as an element of the page. Its description is its name for screen readers."""
     name = escape(chart["description"])
-    try:
-        svg = _svg(_text(chart))
-    except ImportError:
-        return tag("p", f"{name}: not drawn, vl-convert-python is not installed. The numbers are below.", class_="read")
+    svg = _svg(_text(chart))
     size, inner = re.search(r'viewBox="[^"]*"', svg), svg[svg.index(">") + 1 :]
     inner = re.sub(r'class="mark-(\w+) role-mark[^"]*"', r'class="mark-\1"', inner)
     hit = rf' aria-label="{HIT}([^"]*)" role="[^"]*" aria-roledescription="[^"]*"'

@@ -17,7 +17,7 @@ from pathlib import Path
 from diff_transformer.checks import require_port
 from diff_transformer.report.explorer import packed_examples
 from diff_transformer.report.load import ResultsError, load_results
-from diff_transformer.report.page import render_page
+from diff_transformer.report.page import render_page, require_installed
 from diff_transformer.report.typed import BYTES, TOKENS, PromptError, TypedPrompts, UnknownModel
 
 LOOPBACK = "127.0.0.1"
@@ -39,8 +39,10 @@ def serve_report(folder: Path | str, *, port: int = 0) -> None:
         FileNotFoundError: if it holds no models.
         ValueError: for a port above 65535.
         OSError: if the port cannot be opened.
+        RuntimeError: without the extra ``report``.
     """
     require_port(port)
+    require_installed()
     prompts = TypedPrompts(folder)
     known = [{"name": m.name, "seed": m.seed} for m in prompts.members.values()]
     page = render_page(load_results(folder), {"models": known, "tokens": TOKENS, "bytes": BYTES})
