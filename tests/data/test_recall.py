@@ -3,7 +3,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from diff_transformer.data import RecallSource, evaluation_rng, make_recall_batch, recall_vocabulary, training_rng
+from diff_transformer.data import RecallSource, RecallTask, evaluation_rng, make_recall_batch, recall_vocabulary
 
 
 def _check_row(row, labels, vocabulary, pairs):
@@ -56,39 +56,74 @@ def test_the_vocabulary_is_disjoint_and_does_not_depend_on_the_seed(tokenizer):
     assert len(recall_vocabulary(tokenizer, 20).values) == 20
 
 
-def test_a_batch_to_score_names_positions_and_answers():
+def test_a_batch_to_score_names_positions_and_sources():
     vocabulary = recall_vocabulary(np.arange(80))
-    ids, positions, answers = make_recall_batch(evaluation_rng(0), vocabulary, rows=30, length=48, pairs=6)
+    task = RecallTask(length=48, pairs=6)
+    ids, answers, sources = make_recall_batch(evaluation_rng(0), vocabulary, task, 30)
     assert ids.shape == (30, 48)
-    assert positions.shape == answers.shape == (30, 6)
-    np.testing.assert_array_equal(np.take_along_axis(ids, positions, axis=1), answers)
-    for row, places in zip(ids, positions, strict=True):
+    assert answers.shape == sources.shape == (30, 6)
+    asked = np.take_along_axis(ids, answers, axis=1)
+    np.testing.assert_array_equal(asked, np.take_along_axis(ids, sources, axis=1))
+    np.testing.assert_array_equal(
+        np.take_along_axis(ids, answers - 1, axis=1), np.take_along_axis(ids, sources - 1, axis=1)
+    )
+    assert sources.max() < task.context
+    for row, places in zip(ids, answers, strict=True):
         labels = np.full(48, -100)
         labels[places] = row[places]
         _check_row(row, labels, vocabulary, 6)
-    again = make_recall_batch(evaluation_rng(0), vocabulary, rows=30, length=48, pairs=6)[0]
+    again = make_recall_batch(evaluation_rng(0), vocabulary, task, 30)[0]
     np.testing.assert_array_equal(ids, again)
 
 
-def test_a_row_is_the_batch_of_one_of_its_own_generator():
-    source = RecallSource(range(100), length=40, pairs=5, seed=7)
-    ids, labels = source.rows(3, 4)
-    for row in range(4):
-        rng = training_rng(7, "recall", 3 + row)
-        alone, positions, answers = make_recall_batch(rng, source.vocabulary, rows=1, length=40, pairs=5)
-        np.testing.assert_array_equal(ids[row], alone[0])
-        np.testing.assert_array_equal(labels[row, positions[0]], answers[0])
-    assert source.rows(3, 0)[0].shape == (0, 40)
+def test_questions_are_drawn_with_replacement_and_may_outnumber_the_pairs():
+    vocabulary = recall_vocabulary(np.arange(80))
+    ids, answers, sources = make_recall_batch(
+        evaluation_rng(0), vocabulary, RecallTask(length=60, pairs=4, questions=10), 200
+    )
+    assert answers.shape == (200, 10)
+    np.testing.assert_array_equal(np.take_along_axis(ids, answers, 1), np.take_along_axis(ids, sources, 1))
+    counts = [len(set(row)) for row in sources.tolist()]
+    assert max(counts) == 4
+    assert min(counts) < 4  # a key may be left out
+    assert np.isin(ids[:, :40], vocabulary.keys).sum() == 200 * 4
+
+
+def test_distractors_are_keys_of_no_pair_and_take_their_share_of_the_noise():
+    vocabulary = recall_vocabulary(np.arange(80))
+    task = RecallTask(length=100, pairs=4, distractors=0.5)
+    ids, _, sources = make_recall_batch(evaluation_rng(0), vocabulary, task, 200)
+    keys = np.take_along_axis(ids, sources - 1, axis=1)
+    context = ids[:, : task.context]
+    lookalike = np.isin(context, vocabulary.keys)
+    np.put_along_axis(lookalike, sources - 1, False, axis=1)
+    assert lookalike.sum() / (200 * (task.context - 8)) == pytest.approx(0.5, abs=0.02)
+    for row, own, marked in zip(context, keys, lookalike, strict=True):
+        assert not set(row[marked]) & set(own)
+
+
+def test_rows_cross_blocks_of_drawing():
+    make = lambda: RecallSource(range(100), length=40, pairs=5, seed=7)  # noqa: E731
+    ids, labels = make().rows(250, 300)
+    for row in (0, 5, 6, 299):
+        np.testing.assert_array_equal(make().rows(250 + row, 1)[0][0], ids[row])
+        np.testing.assert_array_equal(make().rows(250 + row, 1)[1][0], labels[row])
+    assert len({tuple(row) for row in ids.tolist()}) == 300
+    assert make().rows(3, 0)[0].shape == (0, 40)
 
 
 def test_errors():
     with pytest.raises(ValueError, match="at least 16, got 15"):
         RecallSource(range(100), length=15, pairs=4)
-    with pytest.raises(ValueError, match=r"number of keys \(3\), got 4"):
+    with pytest.raises(ValueError, match=r"number of keys \(3\), one fewer with distractors; got 4"):
         RecallSource(range(100), pairs=4, num_symbols=3)
-    with pytest.raises(ValueError, match="got 0"):
+    with pytest.raises(ValueError, match="pairs is 0"):
         RecallSource(range(100), pairs=0)
     with pytest.raises(ValueError, match="leave no noise among 10 ids"):
         recall_vocabulary(range(10), 5)
     with pytest.raises(ValueError, match="leave no noise among 3 ids"):
         recall_vocabulary(range(3))
+    with pytest.raises(ValueError, match="noise_symbols is 9; give 1 to 8"):
+        recall_vocabulary(range(12), 2, 9)
+    with pytest.raises(ValueError, match="distractors from 0 to 1"):
+        RecallSource(range(100), distractors=1.5)

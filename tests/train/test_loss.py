@@ -100,14 +100,15 @@ def test_a_second_backward_is_refused():
         weighted_cross_entropy(hidden, head, targets, weights, chunk=-1)
 
 
+@pytest.mark.parametrize("few", [True, False], ids=["few labels", "many labels"])
 @pytest.mark.parametrize("tied", [True, False])
-def test_the_objective_is_the_same_in_chunks(tied):
+def test_the_objective_is_the_same_in_chunks(tied, few):
     from diff_transformer import DiffTransformerForCausalLM
     from diff_transformer.model.presets import preset
 
     model = DiffTransformerForCausalLM(preset("debug", tie_word_embeddings=tied)).train()
     ids = torch.randint(0, 512, (3, 17))
-    labels, weights = ids.masked_fill(ids % 7 == 0, -100), torch.rand(3, 16)
+    labels, weights = ids.masked_fill((ids % 7 == 0) != few, -100), torch.rand(3, 16)
     gradients = []
     for chunk in (0, 5):
         model.zero_grad(set_to_none=True)

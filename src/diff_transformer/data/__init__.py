@@ -8,7 +8,7 @@ from diff_transformer.data.needle_source import NeedleSource
 from diff_transformer.data.needles import NeedleExample, make_needle_example, needle_texts, parse_numbers
 from diff_transformer.data.ngrams import ar_hits, frequent_ngrams
 from diff_transformer.data.packing import PackedCorpus
-from diff_transformer.data.recall import RecallSource, make_recall_batch, recall_vocabulary
+from diff_transformer.data.recall import RecallSource, RecallTask, make_recall_batch, recall_vocabulary
 from diff_transformer.data.seeding import evaluation_rng, training_rng
 from diff_transformer.data.tokenizer import byte_tokenizer, load_tokenizer, train_tokenizer
 
@@ -22,6 +22,7 @@ __all__ = [
     "NeedleSource",
     "PackedCorpus",
     "RecallSource",
+    "RecallTask",
     "RowSource",
     "ar_hits",
     "byte_tokenizer",

@@ -1,16 +1,19 @@
 """Associative recall of key-value pairs in noise.
 
     n k1 v1 n n k2 v2 n  |  k2 v2  k1 v1
-    noise and pairs      |  every key again, in random order, each to be followed by its value
+    noise and pairs      |  questions: keys, each to be followed by its value
 
-Keys, values and noise are ordinary tokens from three disjoint sets. Only the values after the bar have a loss.
+Keys, values and noise are ordinary tokens from three disjoint sets. Only the values after the bar have a loss. By
+default every key is asked for once, in random order; then a model that only excludes the answers already given is right
+in (1 + 1/2 + ... + 1/n) / n of n answers. With ``questions``, keys are drawn with replacement, and exclusion gains
+nothing. ``distractors`` is the share of the noise that looks like keys: keys of no pair of the row.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -21,6 +24,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
 _SYMBOL_SEED = 0
+_BLOCK = 256  # training rows that one generator draws
 
 
 @dataclass(frozen=True)
@@ -33,16 +37,19 @@ class RecallVocabulary:
 
 
 def recall_vocabulary(
-    tokenizer_or_ids: PreTrainedTokenizerFast | Sequence[int] | np.ndarray, num_symbols: int | None = None
+    tokenizer_or_ids: PreTrainedTokenizerFast | Sequence[int] | np.ndarray,
+    num_symbols: int | None = None,
+    noise_symbols: int | None = None,
 ) -> RecallVocabulary:
     """The division of a vocabulary into keys, values and noise. It has no seed, so training and evaluation agree on it.
 
     Args:
         tokenizer_or_ids: a tokenizer, whose special tokens are left out, or token ids.
         num_symbols: number of keys, and of values (default: a quarter of the ids, at most 256).
+        noise_symbols: number of noise tokens (default: all other ids).
 
     Raises:
-        ValueError: if no ids are left for noise.
+        ValueError: if no ids, or fewer than ``noise_symbols``, are left for noise.
     """
     if isinstance(tokenizer_or_ids, Sequence | np.ndarray):
         ids = np.unique(np.asarray(tokenizer_or_ids, dtype=np.int64))
@@ -56,107 +63,162 @@ def recall_vocabulary(
             "give fewer symbols or a larger vocabulary"
         )
     ids = np.random.default_rng(_SYMBOL_SEED).permutation(ids)
-    return RecallVocabulary(ids[:num_symbols], ids[num_symbols : 2 * num_symbols], ids[2 * num_symbols :])
+    keys, values, noise = np.split(ids, [num_symbols, 2 * num_symbols])
+    if noise_symbols is not None and not 1 <= noise_symbols <= len(noise):
+        raise ValueError(f"noise_symbols is {noise_symbols}; give 1 to {len(noise)}, the ids that are left, or None")
+    return RecallVocabulary(keys, values, noise[:noise_symbols])
+
+
+@dataclass(frozen=True)
+class RecallTask:
+    """The form of a row.
+
+    Attributes:
+        length: tokens a row.
+        pairs: key-value pairs in a row.
+        questions: keys asked for, drawn with replacement; 0 asks for every key once, in random order.
+        distractors: share of the noise tokens that are keys of no pair of the row, each with this probability.
+
+    Raises:
+        ValueError: for sizes out of range, or a length in which pairs and questions do not fit.
+    """
+
+    length: int = 64
+    pairs: int = 4
+    questions: int = 0
+    distractors: float = 0.0
+
+    def __post_init__(self):
+        if self.pairs < 1 or self.questions < 0 or not 0 <= self.distractors <= 1:
+            raise ValueError(
+                f"pairs is {self.pairs}, questions {self.questions}, distractors {self.distractors}; give pairs of 1 "
+                "or more, questions of 0 or more, and distractors from 0 to 1"
+            )
+        if self.length < 2 * (self.pairs + self.asked):
+            raise ValueError(
+                f"{self.pairs} pairs and {self.asked} questions need a length of at least "
+                f"{2 * (self.pairs + self.asked)}, got {self.length}"
+            )
+
+    @property
+    def asked(self) -> int:
+        """Questions in a row."""
+        return self.questions or self.pairs
+
+    @property
+    def context(self) -> int:
+        """Tokens before the first question."""
+        return self.length - 2 * self.asked
+
+    def check(self, vocabulary: RecallVocabulary) -> None:
+        """Raise ValueError if the vocabulary has too few keys or values for a row."""
+        symbols, needed = min(len(vocabulary.keys), len(vocabulary.values)), self.pairs + (self.distractors > 0)
+        if needed > symbols:
+            raise ValueError(
+                f"pairs must lie between 1 and the number of keys ({symbols}), one fewer with distractors; "
+                f"got {self.pairs}"
+            )
+
+
+class RecallRows(NamedTuple):
+    """Rows of the task, int64. ``ids[b, answers[b, j]]`` is the answer to question j of row b.
+
+    A causal model predicts it from position ``answers[b, j] - 1``. Its value stands in the context at
+    ``sources[b, j]``, right after its key.
+    """
+
+    ids: np.ndarray  # [rows, length]
+    answers: np.ndarray  # [rows, questions]
+    sources: np.ndarray  # [rows, questions]
 
 
 def make_recall_batch(
-    rng: np.random.Generator, vocabulary: RecallVocabulary, *, rows: int, length: int, pairs: int
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """(ids [rows, length], answer_positions [rows, pairs], answers [rows, pairs]), int64.
-
-    ``ids[b, answer_positions[b, j]]`` is ``answers[b, j]``; a causal model predicts it from position
-    ``answer_positions[b, j] - 1``. The keys of a row are distinct, and so are its values.
+    rng: np.random.Generator, vocabulary: RecallVocabulary, task: RecallTask, rows: int
+) -> RecallRows:
+    """``rows`` rows of ``task``. The keys of a row are distinct, and so are its values.
 
     Raises:
-        ValueError: for more pairs than there are keys, or a length below ``4 * pairs``.
+        ValueError: for more pairs than there are keys.
     """
-    _check(vocabulary, length, pairs)
-    return _assemble(vocabulary, length, *_draws(rng, vocabulary, rows, length, pairs))
-
-
-def _draws(
-    rng: np.random.Generator, vocabulary: RecallVocabulary, rows: int, length: int, pairs: int
-) -> tuple[np.ndarray, ...]:
-    """The random numbers of ``rows`` rows: noise tokens, and scores whose order picks keys, values, places and queries.
-
-    int64 [rows, context] and four float64 [rows, ...] arrays.
-    """
-    context = length - 2 * pairs
-    noise = rng.choice(vocabulary.noise, size=(rows, context))
-    scores = (len(vocabulary.keys), len(vocabulary.values), context - pairs, pairs)
-    return noise, *(rng.random((rows, size)) for size in scores)
-
-
-def _assemble(
-    vocabulary: RecallVocabulary,
-    length: int,
-    noise: np.ndarray,
-    key_scores: np.ndarray,
-    value_scores: np.ndarray,
-    place_scores: np.ndarray,
-    query_scores: np.ndarray,
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """What ``make_recall_batch`` returns, from what ``_draws`` returns."""
-    (rows, context), pairs = noise.shape, query_scores.shape[1]
-    ids = np.empty((rows, length), dtype=np.int64)
-    ids[:, :context] = noise
-    keys = vocabulary.keys[np.argsort(key_scores, axis=1)[:, :pairs]]
-    values = vocabulary.values[np.argsort(value_scores, axis=1)[:, :pairs]]
+    task.check(vocabulary)
+    pairs, context = task.pairs, task.context
+    keys = _distinct(rng, vocabulary.keys, rows, len(vocabulary.keys))  # [rows, keys]
+    values = _distinct(rng, vocabulary.values, rows, pairs)  # [rows, pairs]
+    ids = np.empty((rows, task.length), dtype=np.int64)
+    ids[:, :context] = rng.choice(vocabulary.noise, size=(rows, context))
+    if task.distractors:
+        strangers = rng.integers(pairs, keys.shape[1], (rows, context))
+        lookalike = rng.random((rows, context)) < task.distractors
+        ids[:, :context] = np.where(lookalike, np.take_along_axis(keys, strangers, axis=1), ids[:, :context])
     # The context is a sequence of context - pairs units, each a pair or a noise token. A unit starts one token later
     # for each pair before it.
-    starts = np.sort(np.argsort(place_scores, axis=1)[:, :pairs], axis=1) + np.arange(pairs)  # [rows, pairs]
-    np.put_along_axis(ids, starts, keys, axis=1)
-    np.put_along_axis(ids, starts + 1, values, axis=1)
-    order = np.argsort(query_scores, axis=1)
-    answers = np.take_along_axis(values, order, axis=1)
-    ids[:, context::2] = np.take_along_axis(keys, order, axis=1)
-    ids[:, context + 1 :: 2] = answers
-    positions = np.broadcast_to(np.arange(context + 1, length, 2), (rows, pairs)).copy()
-    return ids, positions, answers
+    places = np.sort(_distinct(rng, np.arange(context - pairs), rows, pairs), axis=1) + np.arange(pairs)
+    np.put_along_axis(ids, places, keys[:, :pairs], axis=1)
+    np.put_along_axis(ids, places + 1, values, axis=1)
+    if task.questions:
+        asked = rng.integers(pairs, size=(rows, task.questions))
+    else:
+        asked = _distinct(rng, np.arange(pairs), rows, pairs)  # [rows, questions]
+    ids[:, context::2] = np.take_along_axis(keys, asked, axis=1)
+    ids[:, context + 1 :: 2] = np.take_along_axis(values, asked, axis=1)
+    answers = np.broadcast_to(np.arange(context + 1, task.length, 2), asked.shape).copy()
+    return RecallRows(ids, answers, np.take_along_axis(places + 1, asked, axis=1))
+
+
+def _distinct(rng: np.random.Generator, items: np.ndarray, rows: int, count: int) -> np.ndarray:
+    """In each row, ``count`` of the items in random order, without repetition: [rows, count]."""
+    return items[np.argsort(rng.random((rows, len(items))), axis=1)[:, :count]]
 
 
 class RecallSource:
     """Training rows of the task. Row i is a pure function of (seed, i). Labels are -100 except at the queried values.
 
+    One generator draws a block of rows, which is kept until a row of another block is asked for.
+
     Args:
-        tokenizer_or_ids, num_symbols: as for ``recall_vocabulary``.
-        length: tokens a row.
-        pairs: key-value pairs in a row.
+        tokenizer_or_ids, num_symbols, noise_symbols: as for ``recall_vocabulary``.
+        task: fields of ``RecallTask``.
     """
 
     def __init__(
         self,
         tokenizer_or_ids: PreTrainedTokenizerFast | Sequence[int] | np.ndarray,
         *,
-        length: int = 64,
-        pairs: int = 4,
         seed: int = 0,
         num_symbols: int | None = None,
+        noise_symbols: int | None = None,
+        **task: Any,
     ):
-        self.vocabulary = recall_vocabulary(tokenizer_or_ids, num_symbols)
-        _check(self.vocabulary, length, pairs)
-        self.length = length
-        self.pairs = pairs
+        self.vocabulary = recall_vocabulary(tokenizer_or_ids, num_symbols, noise_symbols)
+        self.task = RecallTask(**task)
+        self.task.check(self.vocabulary)
+        self.length = self.task.length
         self.seed = seed
+        self._drawn: tuple[int, np.ndarray, np.ndarray] | None = None
 
     def rows(self, first: int, count: int) -> tuple[np.ndarray, np.ndarray]:
         """(input_ids, labels) of rows ``first`` to ``first + count``, int64 [count, length]."""
-        labels = np.full((count, self.length), IGNORED, dtype=np.int64)
-        if not count:
-            return labels.copy(), labels
-        draws = [
-            _draws(training_rng(self.seed, "recall", first + row), self.vocabulary, 1, self.length, self.pairs)
-            for row in range(count)
-        ]
-        ids, positions, answers = _assemble(
-            self.vocabulary, self.length, *(np.concatenate(part) for part in zip(*draws, strict=True))
-        )
-        np.put_along_axis(labels, positions, answers, axis=1)
+        ids, labels = (np.empty((count, self.length), np.int64) for _ in range(2))
+        done = 0
+        while done < count:
+            block, start = divmod(first + done, _BLOCK)
+            size = min(_BLOCK - start, count - done)
+            made = self._block(block)
+            for whole, part in zip((ids, labels), made, strict=True):
+                whole[done : done + size] = part[start : start + size]
+            done += size
         return ids, labels
 
+    def _block(self, block: int) -> tuple[np.ndarray, np.ndarray]:
+        if self._drawn is None or self._drawn[0] != block:
+            rng = training_rng(self.seed, "recall", block)
+            ids, answers, _ = make_recall_batch(rng, self.vocabulary, self.task, _BLOCK)
+            self._drawn = block, ids, answer_labels(ids, answers)
+        return self._drawn[1:]
 
-def _check(vocabulary: RecallVocabulary, length: int, pairs: int) -> None:
-    if pairs < 1 or pairs > min(len(vocabulary.keys), len(vocabulary.values)):
-        raise ValueError(f"pairs must lie between 1 and the number of keys ({len(vocabulary.keys)}), got {pairs}")
-    if length < 4 * pairs:
-        raise ValueError(f"{pairs} pairs and their queries need a length of at least {4 * pairs}, got {length}")
+
+def answer_labels(ids: np.ndarray, answers: np.ndarray) -> np.ndarray:
+    """Labels of rows ``ids``: those of the ``answers`` positions, -100 elsewhere."""
+    labels = np.full_like(ids, IGNORED)
+    np.put_along_axis(labels, answers, np.take_along_axis(ids, answers, axis=1), axis=1)
+    return labels

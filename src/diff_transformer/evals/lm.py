@@ -28,6 +28,7 @@ class LanguageModel(Protocol):
     """What an experiment needs of a model. ``CausalLM`` implements it.
 
     ``generate`` returns the greedy continuation of each prompt, at most ``max_new_tokens`` tokens, without the prompt.
+    ``predictions`` returns the most probable next token, int64 [B, T - 1], for ``ids`` int64 [B, T].
     ``token_losses`` returns the loss in nats of every token but the first, fp32 [B, T - 1], for ``ids`` int64 [B, T].
     ``last_row_attention`` returns, for each layer, the attention weights of the last token of ``ids`` [1, T], fp32
     [heads, T]; for differential attention, the difference of the two maps.
@@ -37,6 +38,8 @@ class LanguageModel(Protocol):
     tokenizer: "PreTrainedTokenizerFast"
 
     def generate(self, prompts: list[str], max_new_tokens: int) -> list[str]: ...
+
+    def predictions(self, ids: Tensor) -> Tensor: ...
 
     def token_losses(self, ids: Tensor) -> Tensor: ...
 
@@ -110,6 +113,18 @@ class CausalLM:
             losses = F.cross_entropy(logits.transpose(1, 2), rows[:, 1:].to(self.device), reduction="none")
             parts.append(losses.cpu())
         return torch.cat(parts)
+
+    @torch.inference_mode()
+    def predictions(self, ids: Tensor) -> Tensor:
+        """The most probable next token at every position but the last, int64 ``[B, T - 1]``, for ``ids [B, T]``.
+
+        Raises:
+            ValueError: if a row is longer than the model supports.
+        """
+        check_length(self, ids.shape[1], "a row")
+        parts = ids.split(rows_at_once(self, ids.shape[1]))
+        logits = (self.model(input_ids=rows.to(self.device), use_cache=False).logits for rows in parts)
+        return torch.cat([rows[:, :-1].argmax(-1).cpu() for rows in logits])
 
     @torch.inference_mode()
     def last_row_attention(self, ids: Tensor) -> list[Tensor]:

@@ -11,6 +11,8 @@ from diff_transformer.checks import require_positive
 from diff_transformer.durable import write_whole
 from diff_transformer.settings import as_kind, assign, build, current_name, unknown
 
+NO_CORPUS = "none"  # value of `data.corpus`
+
 
 @dataclass
 class NeedleConfig:
@@ -28,13 +30,16 @@ class RecallConfig:
 
     pairs: int = 8  # key-value pairs in a row
     symbols: int = 64  # number of keys, and of values, to draw from
+    noise_symbols: int | None = None  # number of noise tokens to draw from; None for all others of the vocabulary
+    questions: int = 0  # keys asked for, drawn with replacement; 0 asks for every key once
+    distractors: float = 0.0  # share of the noise tokens that are keys of no pair of the row
 
 
 @dataclass
 class DataConfig:
     """What a run trains on."""
 
-    # "python", a file, a folder or an archive, or a folder that `diff-transformer prepare` made
+    # "python", a file, a folder, an archive, a folder that `diff-transformer prepare` made, or "none" (recall alone)
     corpus: str = "python"
     # several prepared folders with their weights, instead of `corpus`
     corpora: dict[str, float] = field(default_factory=dict)

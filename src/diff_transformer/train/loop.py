@@ -156,8 +156,7 @@ class Run:
     def _train_steps(self, first: int, log: MetricsLog, progress: Progress | None) -> None:
         settings, stepper = self.config.train, self.stepper
         if first == 0:
-            start = stepper.validation_loss(self.data.validation)
-            log.write(0, {"validation_loss": start, **telemetry(self.unwrapped_model, self.fabric.device)})
+            log.write(0, {**self._validation(), **telemetry(self.unwrapped_model, self.fabric.device)})
         speed = _Speed()
         with stop_requests() as stop, self._heartbeat() as at, self._batches(first) as batches:
             for step in range(first, settings.steps):
@@ -173,7 +172,7 @@ class Run:
                 values = self._values(outcome, rate, speed.tokens_per_second()) if logs else {}
                 if self._due(done, settings.validate_every):
                     at(step, "validation")
-                    values["validation_loss"] = stepper.validation_loss(self.data.validation)
+                    values |= self._validation()
                 if values:
                     log.write(done, values)
                     speed = _Speed()
@@ -188,6 +187,14 @@ class Run:
                     raise self._interrupted(done, stop)
             at(settings.steps - 1, "checkpoint")
             self.saver.wait()
+
+    def _validation(self) -> dict[str, float]:
+        """The loss on held-out rows and, if the mixture has recall, the accuracy on held-out rows of it."""
+        data, stepper = self.data, self.stepper
+        values = {"validation_loss": stepper.validation_loss(data.validation, data.validation_labels)}
+        if data.recall is not None and self.fabric.world_size == 1:
+            values["recall_accuracy"] = stepper.recall_accuracy(data.recall)
+        return values
 
     def _due(self, done: int, every: int) -> bool:
         """Whether an action is due after step ``done``: after each ``every`` steps and after the last step."""

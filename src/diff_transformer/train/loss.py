@@ -56,7 +56,12 @@ class Objective(nn.Module):
             return weighted_cross_entropy(hidden, part, targets, weights, chunk=chunk, **split)
         if chunk:
             return weighted_cross_entropy(hidden, head, targets, weights, chunk=chunk)
-        losses = F.cross_entropy(output(hidden).float(), targets, reduction="none", ignore_index=IGNORED)
+        wanted = targets != IGNORED
+        if torch.compiler.is_compiling() or 2 * wanted.sum() > len(targets):
+            losses = F.cross_entropy(output(hidden).float(), targets, reduction="none", ignore_index=IGNORED)
+        else:  # logits of the tokens that have a loss
+            few = F.cross_entropy(output(hidden[wanted]).float(), targets[wanted], reduction="none")
+            losses = few.new_zeros(len(targets)).masked_scatter(wanted, few)
         return (losses * weights).sum(), losses
 
 

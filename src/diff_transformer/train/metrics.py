@@ -13,6 +13,7 @@ logger = logging.getLogger("diff_transformer")
 GROUPS = {  # key of a line -> name of its TensorBoard scalar, or group of its scalars
     "loss": "loss/train",
     "validation_loss": "loss/validation",
+    "recall_accuracy": "recall/accuracy",
     "loss_by_source": "loss by source",
     "lr": "optimizer/lr",
     "grad_norm": "grad norm/total",

@@ -3,12 +3,14 @@
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from lightning.fabric.strategies import ModelParallelStrategy
 from torch import Tensor, nn
 
+from diff_transformer.data.recall import RecallRows
 from diff_transformer.train.config import OptimConfig, RunConfig
 from diff_transformer.train.loss import count_by_source, predicted, token_weights
 from diff_transformer.train.parallelize import reshard, share_of
@@ -83,12 +85,16 @@ class Stepper:
         return Outcome(total, full_tensor(norm).item(), stops > 0, norms, nats, counts.tolist())
 
     @torch.no_grad()
-    def validation_loss(self, held_out: Tensor) -> float:
-        """Mean negative log-likelihood, nats a token, on rows int64 [n, T], which the processes share."""
+    def validation_loss(self, held_out: Tensor, labels: Tensor | None = None) -> float:
+        """Mean negative log-likelihood, nats a token, on rows int64 [n, T], which the processes share.
+
+        Args:
+            labels: int64 [n, T], -100 for a token that does not count; the rows themselves by default.
+        """
         self.model.eval()
-        labels = held_out
+        labels = held_out if labels is None else labels
         if self.config.data.documents == "separate":
-            labels = torch.from_numpy(without_first_tokens(held_out.numpy(), held_out.numpy(), self.end))
+            labels = torch.from_numpy(without_first_tokens(labels.numpy(), held_out.numpy(), self.end))
         # Repeated rows, with weight 0, give all processes equal numbers of rows.
         padding = torch.arange(-len(held_out) % self.share.size) % len(held_out)
         ids, labels = (self.share.of(torch.cat((tensor, tensor[padding]))) for tensor in (held_out, labels))
@@ -102,6 +108,18 @@ class Stepper:
         reshard(self.model)
         nats, tokens = self._sum(total.to(self.fabric.device, torch.float32)).tolist()
         return nats / tokens
+
+    @torch.no_grad()
+    def recall_accuracy(self, held_out: RecallRows) -> float:
+        """Share of the answers of ``held_out`` that the model predicts, for a model that one process has whole."""
+        model: Any = self.unwrapped_model.eval()
+        parts = zip(*(torch.from_numpy(rows).split(VALIDATION_ROWS) for rows in held_out[:2]), strict=True)
+        hits = []
+        for ids, answers in map(self.fabric.to_device, parts):
+            hidden = model.base_model(input_ids=ids, use_cache=False).last_hidden_state
+            asked = hidden.gather(1, (answers - 1)[..., None].expand(-1, -1, hidden.shape[-1]))  # [b, questions, D]
+            hits.append(model.get_output_embeddings()(asked).argmax(-1) == ids.gather(1, answers))
+        return torch.cat(hits).float().mean().item()
 
     def _forward(self, ids: Tensor, labels: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
         return self.model(model_inputs(ids, self.config.data.documents, self.end), labels, weights.view(torch.int32))

@@ -19,9 +19,10 @@ from diff_transformer.data.mixture import Mixture, RowSource
 from diff_transformer.data.needle_source import NeedleSource
 from diff_transformer.data.needles import needle_texts
 from diff_transformer.data.packing import PackedCorpus
-from diff_transformer.data.recall import RecallSource
+from diff_transformer.data.recall import RecallRows, RecallSource, answer_labels, make_recall_batch
+from diff_transformer.data.seeding import evaluation_rng
 from diff_transformer.data.tokenizer import load_tokenizer, tokenizer_of, train_tokenizer
-from diff_transformer.train.config import DataConfig, RunConfig
+from diff_transformer.train.config import NO_CORPUS, DataConfig, RunConfig
 from diff_transformer.train.initial_model import vocabulary_size
 from diff_transformer.train.text import Text, load_text
 
@@ -40,9 +41,17 @@ class TrainingData:
 
     corpus: Corpus  # documents; of prepared folders the first ones
     tokenizer: "PreTrainedTokenizerFast"
-    text: Text  # where the rows of text come from
+    text: Text | None  # where the rows of text come from; None for the corpus "none"
     mixture: Mixture
-    validation: Tensor  # held-out rows of text, int64 [rows, length]
+    validation: Tensor  # held-out rows of text, or of recall if there is no text, int64 [rows, length]
+    recall: RecallRows | None = None  # held-out rows of recall, if the mixture has them
+
+    @property
+    def validation_labels(self) -> Tensor:
+        """Labels of ``validation``: every token of text, the answers of recall."""
+        if self.text is not None or self.recall is None:
+            return self.validation
+        return torch.from_numpy(answer_labels(self.recall.ids, self.recall.answers))
 
 
 class Rows(NamedTuple):
@@ -78,9 +87,18 @@ def load_training_data(config: RunConfig) -> TrainingData:
         raise ValueError(f"data.mixture names {', '.join(unknown)}; the sources are {', '.join(SOURCES)}")
     shares = mixture_shares(config)
     vocab_size = vocabulary_size(config)
-    text = load_text(data, seed, lambda corpus: make_tokenizer(data, corpus, vocab_size), vocab_size)
-    corpus, tokenizer = text.corpus, text.tokenizer
-    sources: dict[str, RowSource] = {"text": text.source}
+    sources: dict[str, RowSource] = {}
+    if data.corpus != NO_CORPUS:
+        text = load_text(data, seed, lambda corpus: make_tokenizer(data, corpus, vocab_size), vocab_size)
+        corpus, tokenizer, sources["text"] = text.corpus, text.tokenizer, text.source
+    else:
+        if shares.keys() != {"recall"} or data.tokenizer == "bpe":
+            raise ValueError(
+                f"data.corpus is {NO_CORPUS!r}, and data.mixture {data.mixture} or data.tokenizer {data.tokenizer!r} "
+                'needs text; give a corpus, or data.mixture={"recall": 1.0} and data.tokenizer=bytes'
+            )
+        text, corpus = None, Corpus(NO_CORPUS, [], [], "no text")
+        tokenizer = make_tokenizer(data, corpus, vocab_size)
     if "needles" in shares:
         sources["needles"] = NeedleSource(
             Filler(corpus.train),
@@ -93,14 +111,32 @@ def load_training_data(config: RunConfig) -> TrainingData:
             questions_per_document=data.needles.questions,
             answer_loss_only=data.loss == "sources",
         )
+    held_out = None
     if "recall" in shares:
-        recall = data.recall
-        sources["recall"] = RecallSource(
-            tokenizer, length=data.length, pairs=recall.pairs, seed=seed, num_symbols=recall.symbols
-        )
+        sources["recall"] = source = recall_source(config, tokenizer)
+        rng = evaluation_rng(config.evaluation.seed, "recall", "validation")
+        held_out = make_recall_batch(rng, source.vocabulary, source.task, config.train.validation_rows)
     mixture = Mixture({name: sources[name] for name in shares}, shares, config.train.batch_size, seed)
-    validation = torch.from_numpy(text.validation_rows(config.train.validation_rows))
-    return TrainingData(corpus, tokenizer, text, mixture, validation)
+    if text is not None:
+        validation = torch.from_numpy(text.validation_rows(config.train.validation_rows))
+    else:
+        assert held_out is not None  # recall is the only source
+        validation = torch.from_numpy(held_out.ids)
+    return TrainingData(corpus, tokenizer, text, mixture, validation, held_out)
+
+
+def recall_source(config: RunConfig, tokenizer: "PreTrainedTokenizerFast") -> RecallSource:
+    """The rows of recall that a run of ``config`` trains on."""
+    recall = config.data.recall
+    task = {"pairs": recall.pairs, "questions": recall.questions, "distractors": recall.distractors}
+    return RecallSource(
+        tokenizer,
+        seed=config.train.seed,
+        num_symbols=recall.symbols,
+        noise_symbols=recall.noise_symbols,
+        length=config.data.length,
+        **task,
+    )
 
 
 def mixture_shares(config: RunConfig) -> dict[str, float]:

@@ -1,0 +1,76 @@
+"""Recall in noise: a model that looks its answers up, attention written by hand, and a real model."""
+
+import numpy as np
+import pytest
+import torch
+from tiny_models import tiny_lm
+
+from diff_transformer.data import RecallTask, recall_vocabulary
+from diff_transformer.evals.recall import evaluate_recall
+
+VOCABULARY = recall_vocabulary(np.arange(100), 20)
+TASK = RecallTask(length=64, pairs=4, questions=8)
+
+
+class LooksUp:
+    """Answers a key with the token that followed it first, in every second row; attends by hand."""
+
+    name = "looks up"
+
+    def predictions(self, ids):
+        guesses = torch.full((len(ids), ids.shape[1] - 1), -1)
+        for row in range(0, len(ids), 2):
+            tokens = ids[row].tolist()
+            guesses[row] = torch.tensor([tokens[tokens.index(token) + 1] for token in tokens[:-1]])
+        return guesses
+
+    def last_row_attention(self, ids):
+        tokens = ids[0].tolist()
+        answer = tokens.index(tokens[-1]) + 1
+        noise = next(i for i in range(1, len(tokens)) if tokens[i] in VOCABULARY.noise)
+        good, bad = torch.zeros(len(tokens)), torch.zeros(len(tokens))
+        good[answer], good[-1] = 1.5, 0.5
+        bad[answer], bad[noise], bad[0] = 0.5, -1.0, 0.5  # half of its magnitude on the noise
+        return [torch.stack([good, bad]), bad[None]]
+
+
+def test_hits_and_shares_are_counted_by_row_layer_and_head():
+    metrics = evaluate_recall(LooksUp(), VOCABULARY, TASK, rows=10).metrics
+    assert metrics["accuracy"] == metrics["accuracy_2x"] == metrics["accuracy_4x"] == metrics["first_question"] == 0.5
+    assert metrics["chance"] == 0.25
+    assert metrics["answer"] == pytest.approx((0.75 + 0.25 + 0.25) / 3)
+    assert metrics["noise"] == pytest.approx((0 + 0.5 + 0.5) / 3)
+    assert metrics["best_head_answer"] == pytest.approx(0.75)
+    # The mean of the first layer's heads: 1.0 on the answer, -0.5 on the noise, 0.25 elsewhere, twice.
+    assert metrics["answer_mean_map"] == pytest.approx((0.5 + 0.25) / 2)
+    assert metrics["noise_mean_map"] == pytest.approx((0.25 + 0.5) / 2)
+
+
+def test_a_distractor_is_noise():
+    task = RecallTask(length=64, pairs=4, questions=8, distractors=1.0)
+
+    class OnKeys(LooksUp):
+        def last_row_attention(self, ids):
+            row = torch.zeros(ids.shape[1])
+            row[1:-1] = torch.from_numpy(np.isin(ids[0, 1:-1], VOCABULARY.keys)).float()
+            return [row[None]]
+
+    metrics = evaluate_recall(OnKeys(), VOCABULARY, task, rows=4, longer=()).metrics
+    assert metrics["noise"] == pytest.approx(40 / 44, abs=0.02)  # of 44 keys in the context 4 have a value
+
+
+def test_rows_are_longer_by_their_noise():
+    result = evaluate_recall(LooksUp(), VOCABULARY, TASK, rows=4, longer=(3,))
+    assert [row["length"] for row in result.rows] == [64, 192]
+    assert [row["questions"] for row in result.rows] == [8, 8]
+    assert result.rows[1]["hits"] == [8, 0, 8, 0]
+
+
+@pytest.mark.parametrize("family", ["softmax", "diff"])
+def test_a_real_model_is_measured(family):
+    lm = tiny_lm(family)
+    metrics = evaluate_recall(lm, VOCABULARY, TASK, rows=4, longer=()).metrics
+    assert 0 <= metrics["accuracy"] <= 1
+    assert metrics["answer"] + metrics["noise"] < 1
+    with pytest.raises(ValueError, match="a row has"):
+        evaluate_recall(lm, VOCABULARY, TASK, rows=4, longer=(1000,))
