@@ -42,6 +42,7 @@ figures: $(READY)  ## tables and plots again from the committed records
 	$(BIN)/python figures/fill.py
 	$(BIN)/python figures/desk/run.py
 	$(BIN)/python figures/desk/objective.py
+	$(BIN)/python figures/recall/run.py
 	$(BIN)/python figures/stability/run.py
 	$(BIN)/python figures/uptraining/run.py
 	$(BIN)/python benchmarks/plot.py

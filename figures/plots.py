@@ -13,6 +13,7 @@ from record import cells_of
 from tables import in_numbers
 
 from diff_transformer.lab.measures import borrow_baselines, final_loss, paired_rows, trained
+from diff_transformer.lab.recipes.recall_study import CORE, GRID
 from diff_transformer.lab.record import Cells, Record
 from diff_transformer.lab.stats import Interval, over_seeds
 from diff_transformer.report.charts import Line, Row, category_chart, grid, line_chart, row_chart
@@ -39,6 +40,11 @@ NAMES = {
     "softmax_wide_norm": "Transformer, 4 heads of 32 with a head norm from .1",
     "softmax_norm": "Transformer with a head norm from .1",
     "softmax_diff_rate": "Transformer, DIFF's rate",
+    "softmax_norm1": "Transformer with a head norm from 1",
+    "softmax_wide_norm1": "Transformer, half as many heads twice as wide, head norm from 1",
+    "diff_lambda0": "DIFF, lambda fixed at 0, head norm from 1",
+    "dint": "DINT",
+    "grouped_diff": "Grouped DIFF",
 }
 RATES = {"diff_same_rate": "DIFF, the Transformer's rate", "diff": "DIFF, its own rate"}  # of the main setting
 SETTINGS = {
@@ -235,6 +241,26 @@ def stability_charts(cells: Cells) -> dict[str, Chart]:
     return {"stability.svg": grid(panels, {style(side): NAMES[side] for side in sides})} if rates else {}
 
 
+def recall_charts(cells: Cells) -> dict[str, Chart]:
+    """Accuracy by step in each setting of the grid: mean over seeds, and a band from the lowest to the highest."""
+    panels, named = [], {}
+    for where in [name for name in GRID if name in cells]:
+        lines = []
+        for side in [name for name in CORE if name in cells[where]]:
+            curves = [record.curves["recall"] for record in trained(cells[where][side]).values()]
+            columns = list(zip(*(curve["accuracy"] for curve in curves), strict=True))
+            steps = [float(step) for step in curves[0]["step"]] if curves else []
+            points = [(step, fmean(column)) for step, column in zip(steps, columns, strict=True)]
+            band = tuple((step, min(column), max(column)) for step, column in zip(steps, columns, strict=True))
+            mark = "s3" if side == "softmax_norm1" else style(side)
+            named[mark] = NAMES[side]
+            lines.append(Line(NAMES[side], points, mark, read=True, band=band))
+        pairs, noise = GRID[where]
+        title = f"{pairs} pairs, {noise} noise tokens each"
+        panels.append((title, line_chart(title, lines, x_label="step", y_range=(0.0, 1.02), width=260)))
+    return {"recall.svg": grid(panels, named)} if panels else {}
+
+
 def write(charts: dict[str, Chart], folder: Path) -> None:
     """Draw each file anew whose numbers or form have changed."""
     for name, chart in charts.items():
@@ -254,6 +280,7 @@ def main(arguments: list[str]) -> int:
         ("desk", lead_charts),
         ("desk", objective_charts),
         ("stability", stability_charts),
+        ("recall", recall_charts),
     ):
         folder = FIGURES / name
         charts = make(cells_of(folder)) if (folder / "measured.json").exists() else {}

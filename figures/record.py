@@ -6,10 +6,11 @@ python figures/record.py runs/demo figures/demo
 import json
 import re
 import sys
+from collections.abc import Container
 from dataclasses import replace
 from pathlib import Path
 
-from diff_transformer.lab.record import Cells, Record, grouped, load_all, save_all
+from diff_transformer.lab.record import FILE, Cells, Record, finished, grouped, load_all, save_all
 
 POINTS = 60  # of a curve
 # Metrics that some table shows, by experiment.
@@ -21,6 +22,7 @@ SHOWN = {
     "quantization": r"(accuracy|loss)_\d+bit(_change)?|chance",
     "long_nll": r"nll\d+|books",
     "many_shot": r"chance|shots\d+|(random|alternate)_(mean|best|worst|margin)",
+    "recall": r".*",
     "gradients": r".*",
     "model": r".*",
 }
@@ -32,9 +34,28 @@ def cells_of(source: Path) -> Cells:
     return grouped(record for record in load_all(kept if kept.exists() else source) if record.setting)
 
 
-def keep_study(source: Path, path: Path) -> None:
-    """Write the finished runs of the study in ``source`` to ``path``, as small as ``committed`` makes them."""
-    save_all((committed(record) for record in load_all(source) if record.setting), path)
+def keep_study(source: Path, path: Path, curves: Container[str] | None = None) -> None:
+    """Write the finished runs of the study in ``source`` to ``path``, as small as ``committed`` makes them.
+
+    ``curves``: the names of those to keep; all if None.
+    """
+    records = (committed(record) for record in load_all(source) if record.setting)
+    if curves is not None:
+        records = (replace(r, curves={name: of for name, of in r.curves.items() if name in curves}) for r in records)
+    save_all(records, path)
+
+
+def restore(cells: Cells, out: Path) -> None:
+    """Write each recorded run as a study leaves it, so that the study trains only what is missing.
+
+    A run that is there already stays as it is.
+    """
+    for setting, sides in cells.items():
+        for side, records in sides.items():
+            for seed, record in records.items():
+                folder = out / setting / f"{side}-seed{seed}"
+                if not finished(folder):
+                    record.save(folder / FILE)
 
 
 def committed(record: Record) -> Record:

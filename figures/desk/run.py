@@ -21,12 +21,12 @@ from diff_transformer.lab.measures import (
     tokens_to_equal_loss,
     trained,
 )
-from diff_transformer.lab.record import FILE, Cells, finished
+from diff_transformer.lab.record import Cells
 
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent))
 from plots import NAMES, RATES, SETTINGS, desk_charts, lead_charts, lead_table, objective_charts, write  # noqa: E402  (beside this folder)
-from record import cells_of, keep_study  # noqa: E402
+from record import cells_of, keep_study, restore  # noqa: E402
 from tables import interval, side_by_side, table  # noqa: E402
 
 SHOWN = MEASURES[:15]  # of these, what the first README shows
@@ -163,17 +163,6 @@ def filled(page: Path, cells: Cells) -> str:
     name, make = PAGES[page]
     pattern = rf"(?<=<!-- {name} -->\n).*?(?=\n<!-- /{name} -->)"
     return re.sub(pattern, lambda _: make(cells), page.read_text(), flags=re.DOTALL)
-
-
-def restore(cells: Cells, out: Path) -> None:
-    """Write each recorded cell as the study leaves it, so that only what is missing is trained. A cell
-    that is there already stays as it is."""
-    for setting, sides in cells.items():
-        for side, records in sides.items():
-            for seed, record in records.items():
-                folder = out / setting / f"{side}-seed{seed}"
-                if not finished(folder):
-                    record.save(folder / FILE)
 
 
 def main(arguments: list[str]) -> int:

@@ -1,6 +1,7 @@
 """The plan and the driver of a study: finished runs are skipped, interrupted ones continue, failures are reported."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ from diff_transformer.lab.recipes.desk_study import MATCHED, SIDES, base, desk_s
 from diff_transformer.lab.recipes.studies import ladder_study
 from diff_transformer.lab.record import Record, load_all
 from diff_transformer.lab.spec import RunSpec, Study, seeds
-from diff_transformer.lab.study import run_study, sweep_losses
+from diff_transformer.lab.study import Progressed, run_study, sweep_scores
 from diff_transformer.lab.worker import gradient_metrics, losses_by_source, run
 from diff_transformer.model.head_norm_init import matched_head_norm_init
 from diff_transformer.train.config import override
@@ -89,7 +90,30 @@ def test_a_rate_at_which_training_diverged_is_not_chosen(texts, tmp_path):
         diverged = "step 3: loss nan" if loss == 2.0 else None
         record = Record(cell.setting, cell.side, 0, curves={"validation": {"loss": [loss]}}, diverged=diverged)
         record.save(tmp_path / cell.key / "record.json")
-    assert plan.choose(sweep_losses(plan, tmp_path)) == {"diff": 1e-3, "softmax": 1e-3}
+    assert plan.choose(sweep_scores(plan, tmp_path)) == {"diff": 1e-3, "softmax": 1e-3}
+
+
+def test_a_sweep_may_be_scored_by_another_number(texts, tmp_path):
+    plan = replace(study(texts), score=lambda record: -record.curves["recall"]["accuracy"][-1])
+    for cell, accuracy in zip(plan.sweep, (0.3, 0.2, 0.4, 0.5), strict=True):
+        record = Record(cell.setting, cell.side, 0, curves={"recall": {"accuracy": [0.9, accuracy]}})
+        record.save(tmp_path / cell.key / "record.json")
+    assert plan.choose(sweep_scores(plan, tmp_path)) == {"diff": 1e-3, "softmax": 1e-2}
+
+
+def test_the_study_that_follows_shares_the_folder(texts, tmp_path):
+    """Nothing is left to train: the records of both are there."""
+    first, keys = study(texts), set()
+    then = replace(first, runs=lambda rates: list(seeds("later", "diff", tiny(texts, "diff", rates["diff"]), range(2))))
+    for cell in (*first.sweep, *first.runs({"diff": 1e-3, "softmax": 1e-3}), *then.runs({"diff": 1e-3})):
+        config, lr = cell.config.to_dict(), cell.config.optim.lr
+        Record(cell.setting, cell.side, cell.seed, config, curves={"validation": {"loss": [lr]}}).save(
+            tmp_path / cell.key / "record.json"
+        )
+        keys.add(cell.key)
+    assert run_study(replace(first, then=then), tmp_path) == Progressed(len(keys), len(keys))
+    (tmp_path / then.runs({"diff": 1e-3})[1].key / "record.json").rename(tmp_path / "elsewhere")
+    assert run_study(first, tmp_path).finished == 6
 
 
 @pytest.mark.slow
@@ -99,7 +123,7 @@ def test_a_study_runs_in_pieces_and_does_nothing_twice(texts, tmp_path):
     assert first.total is None  # the time was too short for the sweep
     done = run_study(study(texts), out, jobs=2)
     assert (done.finished, done.total) == (6, 6)
-    assert len(sweep_losses(study(texts), out)) == 4
+    assert len(sweep_scores(study(texts), out)) == 4
     (record,) = load_all(out / "main/diff-seed0")
     assert record.identity == ("main", "diff", 0)
     assert record.metrics["needle"].keys() >= {"n1_r1", "chance"}

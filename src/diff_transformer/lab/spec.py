@@ -4,15 +4,17 @@ import dataclasses
 import json
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
 from diff_transformer.checks import differences
 from diff_transformer.durable import write_whole
-from diff_transformer.lab.record import config_of_request
+from diff_transformer.lab.record import Record, config_of_request
 from diff_transformer.train.config import RunConfig
 
 PAIR_EVALS = ("associative_recall", "needle", "allocation", "outliers")  # of every comparison; see ``lab/worker.py``
+RECALL = "recall"  # key-value recall as in training, for runs whose mixture has it
 EXPLORER = "explorer"  # attention maps for the report
 REQUEST = "request.json"  # a spec in the folder of its run
 
@@ -28,8 +30,8 @@ class RunSpec:
         side: what it varies; part of a path.
         seed: number of the run among those of its setting and side.
         config: of the training run.
-        measure: experiments to run on the trained model: names of ``PAIR_EVALS``, of ``config.evaluation.more``, or
-            ``EXPLORER``.
+        measure: experiments to run on the trained model: names of ``PAIR_EVALS``, of ``config.evaluation.more``,
+            ``RECALL`` or ``EXPLORER``.
         may_diverge: whether a diverged run is a result; if not, it is an error.
     """
 
@@ -99,29 +101,32 @@ def seeds(setting: str, side: str, config: RunConfig, numbers: range, *, measure
 class Study:
     """Runs in order of importance, in two stages.
 
-    ``sweep`` comes first. ``choose`` picks a learning rate for each side by the sweep's final validation losses, and
-    ``runs`` makes the remaining runs with these rates.
+    ``sweep`` comes first. ``choose`` picks a learning rate for each side by the lowest ``score`` of the sweep's records
+    (the final validation loss by default), and ``runs`` makes the remaining runs with these rates. When all have
+    finished, ``then`` follows in the same folder, where it finds the runs that it shares.
     """
 
     name: str
     sweep: list[RunSpec]
     runs: Callable[[Choices], list[RunSpec]]
+    score: Callable[[Record], float] = attrgetter("final_loss")
+    then: "Study | None" = None
 
-    def choose(self, losses: Mapping[str, float]) -> Choices:
-        """For each side the learning rate with the lowest loss.
+    def choose(self, scores: Mapping[str, float]) -> Choices:
+        """For each side the learning rate with the lowest score.
 
         Args:
-            losses: final validation loss by ``key`` of the sweep's runs.
+            scores: by ``key`` of the sweep's runs.
 
         Raises:
             ValueError: if a run of the sweep is missing.
         """
-        missing = [spec.key for spec in self.sweep if spec.key not in losses]
+        missing = [spec.key for spec in self.sweep if spec.key not in scores]
         if missing:
             raise ValueError(f"the sweep is not finished: {', '.join(missing)} missing")
         best: dict[str, RunSpec] = {}
         for spec in self.sweep:
             known = best.get(spec.side)
-            if known is None or losses[spec.key] < losses[known.key]:
+            if known is None or scores[spec.key] < scores[known.key]:
                 best[spec.side] = spec
         return {side: spec.config.optim.lr for side, spec in best.items()}

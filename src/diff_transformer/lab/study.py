@@ -8,6 +8,7 @@ import json
 import math
 import os
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,6 +19,7 @@ from diff_transformer.durable import require_writable
 from diff_transformer.lab.pool import progress_bars, run_pool
 from diff_transformer.lab.record import finished, load_run
 from diff_transformer.lab.spec import REQUEST, RunSpec, Study
+from diff_transformer.train.config import NO_CORPUS
 from diff_transformer.train.run_folder import RunLock
 
 
@@ -55,22 +57,29 @@ def run_study(
     out.mkdir(parents=True, exist_ok=True)
     with RunLock(out):
         _run(study.sweep, out, jobs, until, console)
-        if not all(finished(out / spec.key) for spec in study.sweep):
-            return Progressed(_count(out, study.sweep), None)
-        specs = study.runs(study.choose(sweep_losses(study, out)))
-        _check(specs, out)
-        _run(specs, out, jobs, until, console)
-        return Progressed(_count(out, [*study.sweep, *specs]), len(study.sweep) + len(specs))
+        stage, known = study, {spec.key: spec for spec in study.sweep}
+        while all(finished(out / key) for key in known):
+            specs = stage.runs(stage.choose(sweep_scores(stage, out)))
+            _check(specs, out)
+            known |= {spec.key: spec for spec in specs}
+            _run(specs, out, jobs, until, console)
+            if stage.then is None:
+                return Progressed(_count(out, known), len(known))
+            stage = stage.then
+            known |= {spec.key: spec for spec in stage.sweep}
+            _check(stage.sweep, out)
+            _run(stage.sweep, out, jobs, until, console)
+        return Progressed(_count(out, known), None)
 
 
-def sweep_losses(study: Study, out: Path) -> dict[str, float]:
-    """Final validation loss of the sweep's finished runs, by key; infinity for one that diverged."""
-    losses = {}
+def sweep_scores(study: Study, out: Path) -> dict[str, float]:
+    """The score of each finished run of the sweep, by key; infinity for one that diverged."""
+    scores = {}
     for spec in study.sweep:
         if finished(out / spec.key):
             record = load_run(out / spec.key, spec.setting, spec.side, spec.seed)
-            losses[spec.key] = math.inf if record.diverged else record.final_loss
-    return losses
+            scores[spec.key] = math.inf if record.diverged else study.score(record)
+    return scores
 
 
 def _run(specs: list[RunSpec], out: Path, jobs: int, until: float, console: Console) -> None:
@@ -97,7 +106,7 @@ def _check(specs: list[RunSpec], out: Path) -> None:
     missing = [spec.config for spec in specs if not finished(out / spec.key)]
     for config in {json.dumps(config.model, sort_keys=True): config for config in missing}.values():
         check_model(config)
-    for source in {config.data.corpus for config in missing} - {"python"}:
+    for source in {config.data.corpus for config in missing} - {"python", NO_CORPUS}:
         load_corpus(source)
 
 
@@ -111,5 +120,5 @@ def _differences(spec: RunSpec, folder: Path) -> list[str]:
     return differences({**there, "steps": record.steps}, json.loads(json.dumps(wanted)))
 
 
-def _count(out: Path, specs: list[RunSpec]) -> int:
-    return sum(finished(out / spec.key) for spec in specs)
+def _count(out: Path, keys: Iterable[str]) -> int:
+    return sum(finished(out / key) for key in keys)

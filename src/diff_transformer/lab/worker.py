@@ -17,7 +17,7 @@ from diff_transformer.evals.provenance import provenance
 from diff_transformer.evals.types import Result
 from diff_transformer.lab.experiments import experiment, run_eval, settings_of
 from diff_transformer.lab.record import FILE, Record
-from diff_transformer.lab.spec import EXPLORER, PAIR_EVALS, RunSpec
+from diff_transformer.lab.spec import EXPLORER, PAIR_EVALS, RECALL, RunSpec
 from diff_transformer.memory import keep_freed_memory
 from diff_transformer.train.config import RunConfig
 from diff_transformer.train.metrics import read_metrics
@@ -82,7 +82,7 @@ def measure(spec: RunSpec, folder: Path, trained, data) -> None:
         if name == EXPLORER:
             entry = explorer_entry(lm, Filler(data.corpus.validation), config)
             write_whole(path, json.dumps(entry))
-        elif name in PAIR_EVALS:
+        elif name in (*PAIR_EVALS, RECALL):
             _pair_eval(name, lm, data, config).save(path)
         else:
             run_eval(name, lm, more[name], path, resume=True)
@@ -114,16 +114,20 @@ def more_experiments(config: RunConfig) -> dict[str, Any]:
 
 
 def _pair_eval(name: str, lm, data, config: RunConfig) -> Result:
-    """An experiment of ``PAIR_EVALS`` on held-out text of the run's own corpus."""
+    """An experiment of ``PAIR_EVALS`` on held-out text of the run's own corpus, or ``RECALL`` on rows like its own."""
     from diff_transformer.data.filler import Filler
     from diff_transformer.data.packing import PackedCorpus
     from diff_transformer.evals.allocation import evaluate_allocation
     from diff_transformer.evals.associative_recall import evaluate_associative_recall
     from diff_transformer.evals.needle import evaluate_needle
     from diff_transformer.evals.outliers import evaluate_outliers
-    from diff_transformer.train.training_data import spread_rows
+    from diff_transformer.evals.recall import evaluate_recall
+    from diff_transformer.train.training_data import recall_source, spread_rows
 
     settings, length = config.evaluation, config.data.length
+    if name == RECALL:
+        source = recall_source(config, data.tokenizer)
+        return evaluate_recall(lm, source.vocabulary, source.task, seed=settings.seed)
     if name in ("associative_recall", "outliers"):
         wanted = settings.loss_rows if name == "associative_recall" else settings.outlier_rows
         held_out = PackedCorpus.from_documents(data.corpus.validation, data.tokenizer, length, shuffle=False)
@@ -183,6 +187,12 @@ def training_curves(lines: list[dict], model: dict) -> dict[str, dict]:
         "training": {name: [line[name] for line in logged] for name in names},
         "validation": {"step": [x["step"] for x in checked], "loss": [x["validation_loss"] for x in checked]},
     }
+    recalled = [line for line in lines if "recall_accuracy" in line]
+    if recalled:
+        curves["recall"] = {
+            "step": [line["step"] for line in recalled],
+            "accuracy": [line["recall_accuracy"] for line in recalled],
+        }
     if sources := losses_by_source(logged, curves["validation"]["step"]):
         curves["sources"] = sources
     seen = [line for line in logged if line.get("lambda")]

@@ -6,6 +6,7 @@ from typing import Any
 from diff_transformer.checks import require_known
 from diff_transformer.lab.recipes.desk_study import base, desk_study
 from diff_transformer.lab.recipes.one_gpu import one_gpu
+from diff_transformer.lab.recipes.recall_study import recall_study
 from diff_transformer.lab.spec import Choices, RunSpec, Study, seeds
 
 SIZES = ((256, 4), (512, 6), (768, 8), (1024, 8))  # of the ladder: width, layers; 16 maps each
@@ -71,6 +72,7 @@ def stability_study(corpus: str) -> Study:
 
 STUDIES: dict[str, Callable[[str], Study]] = {
     "desk": desk_study,
+    "recall": recall_study,
     "ladder": ladder_study,
     "stability": stability_study,
 }

@@ -1,0 +1,214 @@
+"""Record the recall study, and make its tables and plot from the record.
+
+python figures/recall/run.py runs/recall             # record what is finished there, then the rest
+python figures/recall/run.py                         # tables and plot again from measured.json
+python figures/recall/run.py --check                 # exit 1 if the README's tables differ from measured.json
+python figures/recall/run.py --restore runs/recall   # the recorded runs as a folder that the study goes on with
+"""
+
+import math
+import re
+import sys
+from itertools import pairwise
+from pathlib import Path
+from statistics import fmean
+
+from diff_transformer.lab.measures import Measure, Row, after_holm, metric, paired_rows, trained
+from diff_transformer.lab.recipes.recall_study import CENTRE, CORE, GRID, MORE, SEEDS, SIDES, recall_study
+from diff_transformer.lab.record import Cells, Record
+from diff_transformer.lab.stats import over_seeds, paired_p_value, verdict
+
+HERE = Path(__file__).resolve().parent
+sys.path.insert(0, str(HERE.parent))
+from plots import NAMES, recall_charts, write  # noqa: E402  (beside this folder)
+from record import cells_of, keep_study, restore  # noqa: E402
+from tables import in_numbers, interval  # noqa: E402
+
+SIDE, BASELINES = "diff_norm1", ("softmax", "softmax_norm1")
+GOAL = 0.9  # accuracy whose first step is an outcome
+NEAR_CHANCE, NEAR_ONE = 0.05, 0.95  # accuracy above chance, and accuracy, that leave nothing to compare
+ACCURACY = metric("recall", "accuracy", "higher", "accuracy at the end")
+
+
+def steps_to_goal(record: Record) -> float:
+    """The step at which the accuracy on held-out rows reaches ``GOAL``, between validations on a straight line.
+
+    The number of steps of the run if it never does.
+    """
+    curve = record.curves["recall"]
+    points = list(zip(curve["step"], curve["accuracy"], strict=True))
+    for (before, low), (step, high) in pairwise(points):
+        if high >= GOAL:
+            return before + (step - before) * (GOAL - low) / (high - low)
+    return float(record.steps)
+
+
+STEPS = Measure("steps to 0.9, log2", lambda record: math.log2(steps_to_goal(record)), "lower")
+SECONDARY = (
+    metric("recall", "accuracy_2x", "higher", "accuracy at twice the length"),
+    metric("recall", "accuracy_4x", "higher", "accuracy at four times the length"),
+    metric("recall", "answer", "higher", "attention on the answer, by head"),
+    metric("recall", "noise", "lower", "attention on the noise, by head"),
+    metric("recall", "answer_mean_map", "higher", "attention on the answer, mean map"),
+    metric("recall", "noise_mean_map", "lower", "attention on the noise, mean map"),
+)
+
+
+def informative(cells: Cells, where: str, side: str, baseline: str, measure: Measure) -> bool:
+    """The rule of the preregistration: whether ``where`` can tell the two sides apart."""
+    both = [list(trained(cells[where].get(name, {})).values()) for name in (side, baseline)]
+    if not all(both):
+        return False
+    if measure is STEPS:
+        return any(steps_to_goal(record) < record.steps for records in both for record in records)
+    chance = 1 / GRID[where][0]
+    means = [fmean(record.metrics["recall"]["accuracy"] for record in records) for records in both]
+    return not (max(means) <= chance + NEAR_CHANCE or min(means) >= NEAR_ONE)
+
+
+def differences(cells: Cells, side: str, baseline: str, measure: Measure, places) -> dict[int, dict[str, float]]:
+    """By seed and setting: ``measure`` of ``side`` less that of ``baseline``, in runs that did not diverge."""
+    found: dict[int, dict[str, float]] = {}
+    for where in places:
+        ours, theirs = (trained(cells[where].get(name, {})) for name in (side, baseline))
+        for seed in ours.keys() & theirs.keys():
+            found.setdefault(seed, {})[where] = measure.read(ours[seed]) - measure.read(theirs[seed])
+    return found
+
+
+def over_grid(cells: Cells, side: str, baseline: str, measure: Measure) -> Row | None:
+    """A measure over the informative settings of the grid, paired by seed. Only seeds with every one of them count."""
+    places = [w for w in GRID if w in cells and informative(cells, w, side, baseline, measure)]
+    found = differences(cells, side, baseline, measure, places)
+    means = [fmean(by.values()) for _, by in sorted(found.items()) if len(by) == len(places)]
+    if not means:
+        return None
+    both = [
+        fmean(measure.read(record) for where in places for record in trained(cells[where][name]).values())
+        for name in (baseline, side)
+    ]
+    spread = over_seeds(means)
+    name = f"{NAMES[side]} less {NAMES[baseline]}: {measure.name}, {len(places)} settings"
+    return Row(name, *both, spread, verdict(spread, measure.better), len(means), paired_p_value(means))
+
+
+def slope(cells: Cells, side: str, baseline: str, measure: Measure) -> Row | None:
+    """How the difference grows from one level of noise to the next, mean over pairs, by seed (least squares)."""
+    levels = sorted({noise for _, noise in GRID.values()})
+    slopes = []
+    for by in differences(cells, side, baseline, measure, [w for w in GRID if w in cells]).values():
+        if len(by) < len(GRID):
+            continue
+        points = [(levels.index(GRID[where][1]), value) for where, value in by.items()]
+        centre = fmean(x for x, _ in points)
+        slopes.append(sum((x - centre) * y for x, y in points) / sum((x - centre) ** 2 for x, _ in points))
+    if not slopes:
+        return None
+    spread = over_seeds(slopes)
+    name = f"{NAMES[side]} less {NAMES[baseline]}: {measure.name}, change from one level of noise to the next"
+    return Row(name, math.nan, math.nan, spread, verdict(spread, measure.better), len(slopes), paired_p_value(slopes))
+
+
+def tables(cells: Cells) -> str:
+    """What stands between the README's markers."""
+    parts = [progress(cells)]
+    primary = [row for b in BASELINES for m in (ACCURACY, STEPS) if (row := over_grid(cells, SIDE, b, m))]
+    if primary:
+        parts += ["**Primary outcome**, over the informative settings of the grid", summary(primary)]
+        parts.append(after_holm(primary))
+        further = [row for b in BASELINES for m in (ACCURACY, STEPS) if (row := slope(cells, SIDE, b, m))]
+        if further:
+            parts += ["**Does the gain grow with noise?**", summary(further)]
+    if any(where in cells for where in GRID):
+        parts += ["![Accuracy while the models are trained](recall.svg)", by_setting(cells)]
+    parts.append(sweep(cells))
+    return "\n\n".join(part for part in parts if part)
+
+
+def summary(rows: list[Row]) -> str:
+    lines = ["| | difference | seeds | verdict |", "|---|---|---|---|"]
+    return "\n".join([*lines, *(f"| {r.measure} | {interval(r)} | {r.seeds} | {r.verdict} |" for r in rows)])
+
+
+def progress(cells: Cells) -> str:
+    rates = dict.fromkeys(SIDES, 1e-3)
+    plan = recall_study("none")
+    assert plan.then is not None
+    stages = {
+        "the sweep of the core sides": plan.sweep,
+        "the core": plan.runs(rates),
+        "the sweep of the other sides": [spec for spec in plan.then.sweep if spec.side in MORE],
+        "the extension": plan.then.runs(rates),
+    }
+    counts = [
+        f"{sum(spec.seed in cells.get(spec.setting, {}).get(spec.side, {}) for spec in specs)} of {len(specs)} runs of "
+        f"{name}"
+        for name, specs in stages.items()
+    ]
+    done = sum(seed in cells.get(w, {}).get(s, {}) for seed in SEEDS for w in GRID for s in CORE)
+    said = "" if done == len(stages["the core"]) else " The core is not finished, so nothing is decided."
+    return f"Finished: {'; '.join(counts)}.{said}"
+
+
+def by_setting(cells: Cells) -> str:
+    """A line a setting and side: means over seeds, and differences from the Transformer."""
+    heads = ("setting", "side", "seeds", "accuracy", "less the Transformer's", "reached 0.9", "steps to 0.9, ratio")
+    heads += tuple(measure.name for measure in SECONDARY)
+    lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
+    for where in [name for name in cells if not name.startswith("sweep/")]:
+        for side in [name for name in SIDES if name in cells[where]]:
+            runs = list(trained(cells[where][side]).values())
+            rows = paired_rows(cells, where, side, [ACCURACY, STEPS]) if side != "softmax" else []
+            compared = [in_numbers(rows[0].difference), f"{2 ** rows[1].difference.mean:.2f}"] if rows else ["", ""]
+            reached = sum(steps_to_goal(record) < record.steps for record in runs)
+            shown = [f"{fmean(measure.read(record) for record in runs):.2f}" for measure in (ACCURACY, *SECONDARY)]
+            line = [where, NAMES[side], str(len(runs)), shown[0], compared[0], f"{reached} of {len(runs)}", compared[1]]
+            lines.append(f"| {' | '.join([*line, *shown[1:]])} |")
+    return "\n".join(lines)
+
+
+def sweep(cells: Cells) -> str:
+    """The learning rates tried for each side (one seed)."""
+    found = {name.removeprefix("sweep/lr"): sides for name, sides in cells.items() if name.startswith("sweep/")}
+    rates = sorted(found, key=float)
+    lines = [f"**Learning rates** (accuracy at the end in {CENTRE}, one other seed)", ""]
+    lines += [f"| | {' | '.join(rates)} |", "|---" * (len(rates) + 1) + "|"]
+    for side in SIDES:
+        runs = [found[rate].get(side, {}) for rate in rates]
+        if any(runs):
+            shown = [next((_final(record) for record in by.values()), "") for by in runs]
+            lines.append(f"| {NAMES[side]} | {' | '.join(shown)} |")
+    return "\n".join(lines) if rates else ""
+
+
+def _final(record: Record) -> str:
+    return "diverged" if record.diverged else f"{record.curves['recall']['accuracy'][-1]:.2f}"
+
+
+def filled(cells: Cells) -> str:
+    text = (HERE / "README.md").read_text()
+    return re.sub(
+        r"(?<=<!-- measured -->\n).*?(?=\n<!-- /measured -->)", lambda _: tables(cells), text, flags=re.DOTALL
+    )
+
+
+def main(arguments: list[str]) -> int:
+    if arguments[:1] == ["--restore"]:
+        restore(cells_of(HERE), Path(arguments[1]))
+        return 0
+    if arguments and arguments[0] != "--check":
+        keep_study(Path(arguments[0]), HERE / "measured.json", curves=("recall",))
+    if not (HERE / "measured.json").exists():
+        return 0
+    cells = cells_of(HERE)
+    stale = (HERE / "README.md").read_text() != filled(cells)
+    if arguments == ["--check"]:
+        print("figures/recall/README.md differs from its measured.json" if stale else "", end="")
+        return int(stale)
+    (HERE / "README.md").write_text(filled(cells))
+    write(recall_charts(cells), HERE)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

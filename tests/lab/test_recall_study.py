@@ -1,0 +1,106 @@
+"""The recall study: what its sides share, one run from end to end, and the numbers of its summary."""
+
+import math
+from dataclasses import replace
+
+import pytest
+
+from diff_transformer import DiffTransformerConfig
+from diff_transformer.lab.recipes.recall_study import (
+    CENTRE,
+    CORE,
+    GRID,
+    LEARNING_RATES,
+    MATCHED,
+    SIDES,
+    base,
+    recall_study,
+    shortfall,
+)
+from diff_transformer.lab.record import Record, load_all
+from diff_transformer.lab.spec import RECALL
+from diff_transformer.lab.worker import run
+from diff_transformer.model.cost import count_parameters
+from diff_transformer.train.training_data import load_training_data
+
+RATES = {side: 1e-3 * (i + 1) for i, side in enumerate(SIDES)}
+VARIED = {  # fields of a model that make a side
+    "attention", "head_norm", "head_norm_init", "softmax_head_norm", "lambda_init", "lambda_learned",
+    "intermediate_size", "num_key_value_heads", "value_head_dim",
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def runs():
+    plan = recall_study("python")
+    assert plan.then is not None
+    return plan.runs(RATES), plan.then.runs(RATES)
+
+
+def test_sides_differ_in_their_attention_and_rate_alone(runs):
+    cells = {}
+    for spec in (*runs[0], *runs[1]):
+        assert spec.key not in cells
+        cells[spec.key] = spec
+    for spec in cells.values():
+        ours, theirs = (
+            cells[f"{spec.setting}/{side}-seed{spec.seed}"].config.to_dict() for side in (spec.side, "softmax")
+        )
+        assert ours["optim"].pop("lr") == RATES[spec.side]
+        del theirs["optim"]["lr"]
+        if spec.side == "softmax_wide_norm1":
+            assert 2 * ours["model"].pop("num_attention_heads") == theirs["model"].pop("num_attention_heads")
+        for each in (ours, theirs):
+            for name in VARIED:
+                each["model"].pop(name, None)
+        assert ours == theirs, spec.key
+
+
+def test_sides_cost_the_same(runs):
+    def parameters(spec):
+        return sum(count_parameters(DiffTransformerConfig(**spec.config.model)).values())
+
+    of_transformer = {spec.setting: parameters(spec) for spec in runs[0] + runs[1] if spec.side == "softmax"}
+    for spec in (*runs[0], *runs[1]):
+        assert parameters(spec) == pytest.approx(of_transformer[spec.setting], rel=0.01), spec.key
+
+
+def test_the_core_comes_seed_by_seed_after_its_own_sweep(runs):
+    plan = recall_study("python")
+    assert {spec.side for spec in plan.sweep} == set(CORE)
+    assert len(plan.sweep) == len(CORE) * len(LEARNING_RATES)
+    per_seed = len(GRID) * len(CORE)
+    assert [spec.seed for spec in runs[0]] == [seed for seed in range(5) for _ in range(per_seed)]
+    assert {spec.seed for spec in plan.sweep}.isdisjoint(spec.seed for spec in runs[0] + runs[1])
+    assert plan.then is not None
+    assert {spec.side for spec in plan.then.sweep} == set(SIDES) - set(CORE)
+
+
+def test_the_matched_head_norm_is_what_the_untrained_pair_has():
+    from diff_transformer.model.head_norm_init import matched_head_norm_init
+
+    config = base(*GRID[CENTRE])
+    rows = load_training_data(config).validation
+    assert matched_head_norm_init(DiffTransformerConfig(**config.model), rows) == pytest.approx(MATCHED, abs=0.02)
+
+
+def test_a_run_from_end_to_end(runs, tmp_path):
+    """Accuracy by step and the measurements are in the record; the loss is that of the answers, ln 258 at first."""
+    spec = next(spec for spec in runs[0] if spec.side == "diff_norm1" and spec.setting == "p4_n0")
+    train = replace(spec.config.train, steps=4, validate_every=2, batch_size=2, validation_rows=4)
+    replace(spec, config=replace(spec.config, train=train)).save(tmp_path)
+    record = run(tmp_path)
+    assert load_all(tmp_path) == [record]
+    assert record.curves["recall"]["step"] == [0, 2, 4]
+    assert all(0 <= accuracy <= 1 for accuracy in record.curves["recall"]["accuracy"])
+    assert record.curves["validation"]["loss"][0] == pytest.approx(math.log(258), abs=0.3)
+    assert {"accuracy", "accuracy_2x", "accuracy_4x", "answer", "noise"} <= record.metrics[RECALL].keys()
+    assert record.metrics[RECALL]["chance"] == 0.25
+
+
+def test_a_sweep_goes_by_the_final_accuracy_and_then_by_the_mean():
+    def scored(*accuracy):
+        return shortfall(Record("", "", 0, curves={"recall": {"accuracy": list(accuracy)}}))
+
+    assert scored(0.0, 0.2, 0.9) < scored(0.8, 0.85, 0.88)
+    assert scored(0.0, 0.8, 0.9) < scored(0.0, 0.7, 0.9)
