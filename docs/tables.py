@@ -1,9 +1,10 @@
-"""Fill the tables of docs/pretraining.md, from the cost model, and docs/reproduction.md.
+"""Fill the tables of docs/pretraining.md, from the cost model, docs/reproduction.md and docs/serving.md.
 
 python docs/tables.py          # fill
 python docs/tables.py --check  # exit 1 if a page differs
 """
 
+import json
 import re
 import sys
 from pathlib import Path
@@ -72,7 +73,43 @@ def _days(seconds: float) -> str:
     return f"{days:,.0f} days" if days >= 10 else f"{days:.1f} days" if days >= 1 else f"{24 * days:.1f} hours"
 
 
-TABLES = {DOCS / "pretraining.md": ("memory", memory), DOCS / "reproduction.md": ("claims", claims_table)}
+SERVING = DOCS.parent / "benchmarks" / "results" / "serving_vllm.json"
+WAYS = {"vllm": "vLLM", "transformers": "transformers' batching", "generate": "`generate`"}
+
+
+def throughput() -> str:
+    """Tokens/s of the DIFF Transformer, and the ratio to the matched Transformer's, of each way to answer requests."""
+    if not SERVING.exists():
+        return "Throughput: not recorded yet (`benchmarks/serving_engine.py throughput`)."
+    record = json.loads(SERVING.read_text())
+    cells = {(row["load"], row["requests"], row["by"]): row for row in record["rows"]}
+    loads = dict.fromkeys((row["load"], row["requests"], row["prompt"], row["answer"]) for row in record["rows"])
+    lines = [
+        f"Tokens/s of the DIFF Transformer, prompts and answers together, and its ratio to the matched Transformer's "
+        f"with quartiles (vLLM {record['vllm']}, {record['settings']['dtype']}, {record['provenance']['cpu']}; both "
+        "models take turns in one process):",
+        "",
+        "| load (tokens of prompt + answer) | requests |" + "".join(f" {way} | ratio |" for way in WAYS.values()),
+        "|---" * (2 + 2 * len(WAYS)) + "|",
+    ]
+    for load, requests, prompt, answer in loads:
+        found = [_speed(cells.get((load, requests, way))) for way in WAYS]
+        lines.append(f"| {load} ({prompt} + {answer}) | {requests} | {' | '.join(found)} |")
+    return "\n".join(lines)
+
+
+def _speed(row: dict | None) -> str:
+    if row is None:
+        return " | "
+    low, high = row["ratio_quartiles"]
+    return f"{row['diff_tokens_per_second']:,.0f} | {row['ratio']:.2f} ({low:.2f} to {high:.2f})"
+
+
+TABLES = {
+    DOCS / "pretraining.md": ("memory", memory),
+    DOCS / "reproduction.md": ("claims", claims_table),
+    DOCS / "serving.md": ("throughput", throughput),
+}
 
 
 def filled(page: Path) -> str:

@@ -27,9 +27,10 @@ def test_the_options_of_the_page_exist():
     from diff_transformer.cli import app
 
     text = CliRunner().invoke(app, ["serve", "--help"], env={"COLUMNS": "300"}).output
-    lines = [line for line in PAGE.splitlines() if "diff-transformer convert" not in line and " export " not in line]
+    others = ("diff-transformer convert", " export ", "vllm", "vLLM")
+    lines = [line.partition(" -- ")[0] for line in PAGE.splitlines() if not any(name in line for name in others)]
     named = set(re.findall(r"--[a-z][a-z-]*", "\n".join(lines)))
-    assert {"--port", "--name", "--host", "--continuous-batching", "--requests-at-once"} <= named
+    assert {"--port", "--name", "--host", "--engine", "--continuous-batching", "--requests-at-once"} <= named
     assert [name for name in named if name not in text] == []
 
 

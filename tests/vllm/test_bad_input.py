@@ -29,7 +29,9 @@ def edit_weights(folder, change):
 
 def test_dint(tmp_path, start_engine):
     build(tmp_path / "dint", attention="dint")
-    with pytest.raises(ValueError, match=r"attention='dint', whose running mean .* use `diff-transformer generate`"):
+    with pytest.raises(
+        ValueError, match=r"attention='dint', whose running mean .* use `diff-transformer serve --engine tr"
+    ):
         start_engine(tmp_path / "dint")
 
 

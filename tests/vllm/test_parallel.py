@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from engine_models import expected, prompts
 
 HELPERS = Path(__file__).parents[1] / "helpers"
@@ -47,8 +48,18 @@ def test_tensor_parallel(case, save_model, tmp_path):
     assert found["shares"] == [[2, heads.queries * d // 2 + keys, heads.outputs * heads.value_dim // 2]] * 2
 
 
-def test_pipeline_parallel(save_model, tmp_path):
-    """Each process loads its stage. vLLM 0.32 cannot generate with two stages on a CPU: its own Llama hangs."""
-    _, folder = save_model(attention="diff")
-    found = run(folder, tmp_path, [], pipeline_parallel_size=2)
+@pytest.mark.parametrize("attention", ["diff", "softmax", "diff_v2", "grouped_diff"])
+def test_pipeline_parallel(attention, save_model, tmp_path):
+    """Each process loads its stage; the hidden states handed on and the logits are the whole model's.
+
+    The stages run without the engine: vLLM 0.32 does not generate with two stages on a CPU, and its own Llama hangs.
+    """
+    model, folder = save_model(**CASES[attention])
+    rows = prompts(40)
+    found = run(folder, tmp_path, rows, pipeline_parallel_size=2)
     assert [layers for layers, *_ in found["shares"]] == [1, 1]
+    with torch.no_grad():
+        wanted = model(torch.tensor(rows), output_hidden_states=True)
+    handed, logits = (torch.tensor(found["stages"][i][name]) for i, name in enumerate(("handed", "logits")))
+    torch.testing.assert_close(handed, wanted.hidden_states[1][0], atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(logits[:, : model.config.vocab_size], wanted.logits[0], atol=1e-4, rtol=1e-4)

@@ -1,6 +1,5 @@
 """Commands that use or convert a model: convert, generate, export, serve."""
 
-import sys
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -116,28 +115,35 @@ def export(
 @app.command()
 def serve(
     model: Annotated[str, typer.Argument(help="Folder of a model with its tokenizer, or its name on the hub.")],
+    vllm_options: Annotated[
+        list[str] | None, typer.Argument(help="vLLM's own options, after --: -- --tensor-parallel-size 2")
+    ] = None,
     host: Annotated[str, typer.Option(help="Address to listen on; by default, this machine only.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=LAST_PORT, help="Port; 0 for any free port.")] = 8000,
     name: Annotated[
         str | None, typer.Option(help="The model's name for clients; by default, its folder's name.")
     ] = None,
+    engine: Annotated[
+        str, typer.Option(help="vllm or transformers; auto: vLLM where it is installed and takes the model.")
+    ] = "auto",
     continuous_batching: Annotated[
-        bool, typer.Option("--continuous-batching", help="Batch requests over a paged cache.")
+        bool, typer.Option("--continuous-batching", help="Batch requests over a paged cache; vLLM always does.")
     ] = False,
-    requests_at_once: Annotated[int, typer.Option(help="Most requests in a batch.")] = 16,
-    attn_implementation: Annotated[str | None, typer.Option(help="As in from_pretrained: sdpa, ...")] = None,
+    requests_at_once: Annotated[
+        int | None, typer.Option(min=1, help="Most requests in a batch; 16, or vLLM's own, by default.")
+    ] = None,
+    attn_implementation: Annotated[
+        str | None, typer.Option(help="As in from_pretrained: sdpa, ...; not with vLLM.")
+    ] = None,
     dtype: Annotated[str, typer.Option(help="auto (the checkpoint's), float32, bfloat16 or float16.")] = "auto",
-    device: Annotated[str, typer.Option(help="auto, cpu, cuda:0, ...")] = "auto",
+    device: Annotated[str, typer.Option(help="auto, cpu, cuda:0, ...; only auto with vLLM.")] = "auto",
 ):
     """Answer OpenAI's clients (chat completions, completions, responses) until Ctrl-C."""
-    from diff_transformer.serving.server import make_server
+    from diff_transformer.serving.engines import serve as run
 
     quiet()
-    server = make_server(
-        model, host=host, port=port, name=name, continuous_batching=continuous_batching,
-        requests_at_once=requests_at_once, attn_implementation=attn_implementation, dtype=dtype, device=device,
+    run(
+        model, vllm_options or (), engine=engine, host=host, port=port, name=name, dtype=dtype, device=device,
+        continuous_batching=continuous_batching, requests_at_once=requests_at_once,
+        attn_implementation=attn_implementation,
     )  # fmt: skip
-    if host not in ("127.0.0.1", "localhost", "::1"):
-        print(f"{host}: anyone who reaches this address may use the model; there is no authentication", file=sys.stderr)
-    print(f"model: {server.name}; stop with Ctrl-C", flush=True)
-    server.run()

@@ -1,1 +1,1 @@
-"""An OpenAI-compatible endpoint for models of this package, on transformers' own server."""
+"""An OpenAI-compatible endpoint: vLLM with this package's plugin, or transformers' own server."""

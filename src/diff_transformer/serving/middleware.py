@@ -1,81 +1,69 @@
-"""Checks in front of transformers' server. They refuse what it cannot answer, and requests from other sites."""
+"""What stands in front of any engine's server: requests of other sites, closed doors, and the size of a request."""
 
 import ipaddress
 import json
-import time
-from collections.abc import Callable, Sequence
+import socket
 from urllib.parse import urlsplit
 
-from diff_transformer.serving.requests import PROMPTS, BadRequest, checked
-
 MOST_BYTES = 16 * 2**20
-_PASSED_ON = ("/health", "/docs", "/openapi.json")
+PROMPTS = ("/v1/chat/completions", "/v1/completions", "/v1/responses")
+# All else is closed: some paths of transformers and of vLLM load, unload or change models.
+OPEN = (*PROMPTS, "/v1/models", "/health", "/version", "/metrics", "/tokenize", "/detokenize", "/docs", "/openapi.json")
 
 
-class RequestChecks:
-    """An ASGI application around ``app``.
+class BadRequest(ValueError):
+    """A refused request: the message, the HTTP status and the field at fault."""
 
-    The three endpoints of ``PROMPTS`` get checked requests, ``/v1/models`` names the served model, and the endpoints
-    that load or unload models are closed.
+    def __init__(self, message: str, field: str | None = None, status: int = 400):
+        super().__init__(message)
+        self.field, self.status = field, status
 
-    A page of another site must not use the server through its visitor's browser. A request with an ``Origin`` other
-    than the server's own is refused. A server on loopback also refuses a ``Host`` that is not a name of this machine,
-    which stops DNS rebinding.
+    def body(self) -> dict:
+        """The error as OpenAI's clients expect it."""
+        kind = "not_found_error" if self.status == 404 else "invalid_request_error"
+        return {"error": {"message": str(self), "type": kind, "param": self.field, "code": self.status}}
 
-    Args:
-        names: names of the model; ``app`` and clients know it by the first.
-        count_tokens, context: as in ``requests.checked``.
-        host: address that the server listens on.
+
+class SiteGuard:
+    """An ASGI application around a server's ``app``. It has no settings, so vLLM takes it too:
+    ``vllm serve FOLDER --middleware diff_transformer.serving.middleware.SiteGuard``.
+
+    A page of another site must not use the server through its visitor's browser (``check_site``, status 403). Paths
+    other than ``OPEN`` get status 404, and a body above ``MOST_BYTES`` 413.
     """
 
-    def __init__(self, app, names: Sequence[str], count_tokens: Callable[[str, dict], int], context: int, *, host: str):
-        self.app, self.names, self.count_tokens, self.context = app, names, count_tokens, context
-        self.host = host
-        self.created = int(time.time())
+    def __init__(self, app):
+        self.app = app
 
     async def __call__(self, scope, receive, send):
+        if scope["type"] == "websocket":
+            return await send({"type": "websocket.close", "code": 1008})
         if scope["type"] != "http":
             return await self.app(scope, receive, send)
-        path, method = scope["path"], scope["method"]
         try:
-            check_site(dict(scope["headers"]), self.host)
-            if path in PROMPTS and method == "POST":
-                body = json.dumps(self._checked(path, await _read(receive))).encode()
-                return await self.app(_with_length(scope, body), _once(body, receive), send)
-            if path == "/v1/models" and method == "GET":
-                return await _answer(send, 200, {"object": "list", "data": [self._model()]})
-            if path in _PASSED_ON:
-                return await self.app(scope, receive, send)
-            known = path in PROMPTS or path == "/v1/models"
-            raise BadRequest(
-                f"{method} {path} is not served; there are: POST {', '.join(PROMPTS)}, GET /v1/models, GET /health",
-                status=405 if known else 404,
-            )
+            check_site(dict(scope["headers"]), (scope.get("server") or ("",))[0])
+            if scope["path"].rstrip("/") not in OPEN:
+                raise BadRequest(f"{scope['path']} is not served; there are: {', '.join(OPEN)}", status=404)
+            body = await read_body(receive)
         except BadRequest as refused:
-            return await _answer(send, refused.status, refused.body())
-
-    def _checked(self, path: str, raw: bytes) -> dict:
-        try:
-            body = json.loads(raw)
-        except (ValueError, RecursionError) as error:
-            raise BadRequest(f"the request is not JSON ({error}); send an object") from None
-        return checked(path, body, self.names, self.count_tokens, self.context)
-
-    def _model(self) -> dict:
-        return {"id": self.names[0], "object": "model", "created": self.created, "owned_by": "local"}
+            return await answer(send, refused.status, refused.body())
+        return await self.app(scope, replay(body, receive), send)
 
 
-def check_site(headers: dict[bytes, bytes], listens_on: str) -> None:
+def check_site(headers: dict[bytes, bytes], reached_at: str) -> None:
     """Raise BadRequest (403) for a request that a page of another site sends.
+
+    A browser names the page's site in ``Origin``. A name of the page's own that leads to this machine (DNS rebinding)
+    is seen in ``Host``: what arrives at a loopback address must name one, or this machine.
 
     Args:
         headers: names in lower case, as in ASGI.
-        listens_on: address of the server.
+        reached_at: address of this machine at which the request arrived.
     """
     host = headers.get(b"host", b"").decode("latin-1").lower()
-    if is_loopback(listens_on) and not is_loopback(_hostname(host)) and _hostname(host) != listens_on.lower():
+    if is_loopback(reached_at) and not is_loopback(_hostname(host)) and _hostname(host) != socket.gethostname().lower():
         raise BadRequest(
-            f"the Host is {host[:80]!r}; this server answers on this machine only, as localhost or 127.0.0.1",
+            f"the Host is {host[:80]!r}; a request to this machine's own address names localhost or 127.0.0.1",
             status=403,
         )
     origin = headers.get(b"origin")
@@ -92,9 +80,10 @@ def is_loopback(host: str) -> bool:
     if host.lower().rstrip(".") == "localhost":
         return True
     try:
-        return ipaddress.ip_address(host).is_loopback
+        address = ipaddress.ip_address(host)
     except ValueError:
         return False
+    return (getattr(address, "ipv4_mapped", None) or address).is_loopback
 
 
 def _hostname(host: str) -> str:
@@ -105,7 +94,8 @@ def _hostname(host: str) -> str:
         return ""
 
 
-async def _read(receive) -> bytes:
+async def read_body(receive) -> bytes:
+    """The whole body of a request. Raises BadRequest (413) if it has more than ``MOST_BYTES``."""
     body = b""
     while True:
         message = await receive()
@@ -118,29 +108,22 @@ async def _read(receive) -> bytes:
             return body
 
 
-def _once(body: bytes, receive):
+def replay(body: bytes, receive):
     """A ``receive`` that returns ``body`` first, then the client's further messages."""
     given = False
 
-    async def replay():
+    async def replayed():
         nonlocal given
         if given:
             return await receive()
         given = True
         return {"type": "http.request", "body": body, "more_body": False}
 
-    return replay
+    return replayed
 
 
-def _with_length(scope: dict, body: bytes) -> dict:
-    kept = [(name, value) for name, value in scope["headers"] if name not in (b"content-length", b"content-type")]
-    return {
-        **scope,
-        "headers": [*kept, (b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())],
-    }
-
-
-async def _answer(send, status: int, content: dict):
+async def answer(send, status: int, content: dict) -> None:
+    """Send ``content`` as JSON."""
     body = json.dumps(content).encode()
     headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
     await send({"type": "http.response.start", "status": status, "headers": headers})

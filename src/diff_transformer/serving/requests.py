@@ -1,206 +1,187 @@
-"""Checks of requests: what transformers' server cannot answer is refused with a message."""
+"""Checks of requests to transformers' server. Without them it answers wrong types with status 500, ignores options, and
+generates past the model's positions, which ends continuous batching for all."""
 
-from collections.abc import Callable, Sequence
-from typing import Any
+import json
+import time
+from collections.abc import Callable
+from typing import Annotated, Any, Literal
 
-PROMPTS = {"/v1/chat/completions": "messages", "/v1/completions": "prompt", "/v1/responses": "input"}
-LENGTHS = {
-    "/v1/chat/completions": ("max_completion_tokens", "max_tokens"),
-    "/v1/completions": ("max_tokens",),
-    "/v1/responses": ("max_output_tokens",),
-}
+from pydantic import BaseModel, Field, ValidationError
+
+from diff_transformer.serving.middleware import PROMPTS, BadRequest, answer, read_body, replay
+
 DEFAULT_NEW_TOKENS = 1024
-_ROLES = ("system", "developer", "user", "assistant", "tool")
-_RANGES = {"temperature": (0.0, 2.0), "top_p": (0.0, 1.0)}  # inclusive, as OpenAI documents them
-_TAKEN = ("model", "stream", "temperature", "top_p", "seed", "stop")
+# What changes nothing, and some clients send: options of these names, empty ones, and one choice.
 _IGNORED = {"user", "metadata", "store", "service_tier", "safety_identifier", "stream_options", "background"}
-_HIGHEST_SEED = 2**63 - 1
+_EMPTY = (None, 0, "", [], {})
+_ONE = ("n", "best_of")
 PLAIN_TEMPLATE = (
     "{{ bos_token }}{% for message in messages %}{{ message['role'] }}: {{ message['content'] }}\n{% endfor %}"
     "{% if add_generation_prompt %}assistant:{% endif %}"
 )
 
-
-class BadRequest(ValueError):
-    """A refused request: the message, the HTTP status and the field at fault."""
-
-    def __init__(self, message: str, field: str | None = None, status: int = 400):
-        super().__init__(message)
-        self.field, self.status = field, status
-
-    def body(self) -> dict:
-        """The error as OpenAI's clients expect it."""
-        kind = "not_found_error" if self.status == 404 else "invalid_request_error"
-        return {"error": {"message": str(self), "type": kind, "param": self.field, "code": self.status}}
+Text = Annotated[str, Field(min_length=1)]
+Stop = Text | Annotated[list[Text], Field(min_length=1)]
+Length = Annotated[int, Field(ge=1)]
 
 
-def checked(path: str, body: Any, names: Sequence[str], count_tokens: Callable[[str, dict], int], context: int) -> dict:
-    """The checked request, with defaults for the model and for the most tokens to generate.
+class Part(BaseModel, strict=True):
+    type: Literal["text", "input_text", "output_text"]
+    text: str
+
+
+class Message(BaseModel, strict=True):
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | list[Part]
+    tool_calls: Annotated[list, Field(max_length=0)] | None = Field(None, exclude=True)
+
+
+Messages = Annotated[list[Message], Field(min_length=1)]
+
+
+class Request(BaseModel, strict=True, extra="forbid", allow_inf_nan=False):
+    """What all three endpoints take. The ranges are those that OpenAI documents."""
+
+    model: str = ""
+    stream: bool = False
+    temperature: float = Field(1.0, ge=0, le=2)
+    top_p: float = Field(1.0, ge=0, le=1)
+    seed: int = Field(0, ge=0, lt=2**63)
+
+
+class Completion(Request):
+    prompt: str
+    max_tokens: Length | None = None
+    stop: Stop = ""
+
+
+class Chat(Request):
+    messages: Messages
+    max_completion_tokens: Length | None = None
+    max_tokens: Length | None = None
+    stop: Stop = ""
+
+
+class Response(Request):
+    input: str | Messages
+    instructions: str = ""
+    max_output_tokens: Length | None = None
+
+
+_REQUESTS: dict[str, type[Request]] = dict(zip(PROMPTS, (Chat, Completion, Response), strict=True))
+_LENGTHS = dict(zip(PROMPTS, ("max_completion_tokens", "max_tokens", "max_output_tokens"), strict=True))
+
+
+class RequestChecks:
+    """An ASGI application around transformers' ``app``: it passes on checked requests, and ``/v1/models`` names the
+    served model, where transformers lists what the hub's cache has.
 
     Args:
-        path: one of ``PROMPTS``. body: the decoded JSON.
-        names: names of the served model, the server's own first.
-        count_tokens: ``(path, body)`` -> tokens of the prompt.
+        name: of the served model.
+        count_tokens, context: as in ``checked``.
+    """
+
+    def __init__(self, app, name: str, count_tokens: Callable[[str, dict], int], context: int):
+        self.app, self.count_tokens, self.context = app, count_tokens, context
+        self.listed = {"id": name, "object": "model", "created": int(time.time()), "owned_by": "local"}
+
+    async def __call__(self, scope, receive, send):
+        called = (scope.get("method"), scope.get("path"))
+        if called == ("GET", "/v1/models"):
+            return await answer(send, 200, {"object": "list", "data": [self.listed]})
+        if called[0] != "POST" or called[1] not in PROMPTS:
+            return await self.app(scope, receive, send)
+        try:
+            request = checked(called[1], await read_body(receive), self.count_tokens, self.context)
+        except BadRequest as refused:
+            return await answer(send, refused.status, refused.body())
+        body = json.dumps(request).encode()
+        kept = [(name, value) for name, value in scope["headers"] if name not in (b"content-length", b"content-type")]
+        headers = [*kept, (b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
+        await self.app({**scope, "headers": headers}, replay(body, receive), send)
+
+
+def checked(path: str, raw: bytes, count_tokens: Callable[[str, dict], int], context: int) -> dict:
+    """The request in ``raw``, JSON, with a limit on the tokens to generate.
+
+    Args:
+        path: one of ``PROMPTS``.
+        count_tokens: ``(path, request)`` -> tokens of the prompt.
         context: most tokens of prompt and answer together.
 
     Raises:
         BadRequest: with what is wrong and what is accepted.
     """
+    try:
+        body = json.loads(raw)
+        json.dumps(body, ensure_ascii=False).encode()  # JSON may hold half a surrogate pair, and no tokenizer takes it
+    except (ValueError, RecursionError) as error:
+        raise BadRequest(f"the request is not JSON of Unicode text ({error}); send an object") from None
     if not isinstance(body, dict):
-        raise BadRequest(f"the request is a JSON {_kind(body)}; send an object")
-    _check_model(body.get("model"), names)
-    body = _known(path, body)
-    _CHECKS[path](body.get(PROMPTS[path]))
-    _check_options(body)
-    limit = _check_length(path, body)
-    used = count_tokens(path, body)
-    room = context - used
+        raise BadRequest(f"the request is {_shown(body)}; send an object")
+    schema = _REQUESTS[path]
+    known = schema.model_fields.keys()
+    kept = {name: value for name, value in body.items() if name in known or not _changes_nothing(name, value)}
+    given = {name: value for name, value in kept.items() if value is not None}
+    try:
+        request = schema.model_validate(given).model_dump(exclude_unset=True)
+    except ValidationError as error:
+        raise _refusal(error, known) from None
+    return _limited(path, request, count_tokens(path, request), context)
+
+
+def _changes_nothing(name: str, value: Any) -> bool:
+    return name in _IGNORED or value in _EMPTY or (name in _ONE and value == 1)
+
+
+def _refusal(error: ValidationError, known) -> BadRequest:
+    """The error that lies deepest in the request: of the alternatives, the one that fitted best."""
+    worst = max(error.errors(), key=lambda found: len(found["loc"]))
+    field = str(worst["loc"][0])
+    if worst["type"] == "extra_forbidden" and len(worst["loc"]) == 1:
+        return BadRequest(f"{field} is not taken here; accepted: {', '.join(sorted(known))}", field)
+    if worst["type"] == "missing" and len(worst["loc"]) == 1:
+        return BadRequest(f"{field} is missing", field)
+    inner = {*Message.model_fields, *Part.model_fields}  # pydantic also names the alternative that it tried
+    place = [field, *(str(part) for part in worst["loc"][1:] if isinstance(part, int) or part in inner)]
+    return BadRequest(f"{'.'.join(place)} is {_shown(worst['input'])}: {worst['msg']}", field)
+
+
+def _limited(path: str, request: dict, used: int, context: int) -> dict:
+    field, length = next(name for name in ("prompt", "input", "messages") if name in request), _LENGTHS[path]
     if used == 0:
-        raise BadRequest(f"{PROMPTS[path]} has no tokens; send some text", PROMPTS[path])
-    if room < 1 or (limit is not None and limit > room):
-        wanted = "" if limit is None else f" and {limit} more were asked for"
+        raise BadRequest(f"{field} has no tokens; send some text", field)
+    limits = [value for name in (length, "max_tokens") if (value := request.pop(name, None)) is not None]
+    room = context - used
+    if room < 1 or (limits and limits[0] > room):
+        wanted = f" and {limits[0]} more were asked for" if limits else ""
         raise BadRequest(
             f"the prompt has {used} tokens{wanted}; this model has {context} positions for both: shorten the prompt or "
-            f"lower {LENGTHS[path][0]}",
-            PROMPTS[path],
+            f"lower {length}",
+            field,
         )
-    filled = {name: value for name, value in body.items() if name not in LENGTHS[path]}
-    new_tokens = min(DEFAULT_NEW_TOKENS, room) if limit is None else limit
-    return {"stream": False, **filled, "model": names[0], LENGTHS[path][0]: new_tokens}
-
-
-def _known(path: str, body: dict) -> dict:
-    """The fields that this server uses. Any other field that would change the answer is refused, unless it is empty or
-    zero, as some clients send it."""
-    taken = {*_TAKEN, PROMPTS[path], *LENGTHS[path]} | ({"instructions"} if path == "/v1/responses" else set())
-    for name, value in body.items():
-        if name in ("n", "best_of"):
-            if value is not None and (value != 1 or isinstance(value, bool)):
-                raise BadRequest(f"{name} is {_shown(value)}; this server gives one choice per request", name)
-        elif name not in taken | _IGNORED and value not in (None, 0, "", [], {}):
-            raise BadRequest(f"{name} is not taken here; accepted: {', '.join(sorted(taken))}", name)
-    return {name: value for name, value in body.items() if name in taken and value is not None}
-
-
-def _check_model(model: Any, names: Sequence[str]):
-    if model is not None and model not in names:
-        raise BadRequest(f"no model {model!r} here; this server has {names[0]!r}", "model", 404)
-
-
-def _check_messages(messages: Any):
-    if not isinstance(messages, list) or not messages:
-        raise BadRequest(
-            f"messages is {_shown(messages)}; send a list such as [{{'role': 'user', 'content': 'Hello'}}]", "messages"
-        )
-    for i, message in enumerate(messages):
-        if not isinstance(message, dict) or message.get("role") not in _ROLES:
-            raise BadRequest(
-                f"messages[{i}] is {_shown(message)}; it needs a role out of {', '.join(_ROLES)}", "messages"
-            )
-        content = message.get("content")
-        parts = content if isinstance(content, list) else [{"type": "text", "text": content}]
-        if message.get("tool_calls"):
-            raise BadRequest(
-                f"messages[{i}] has tool_calls, which this model does not know; leave them out", "messages"
-            )
-        for part in parts:
-            if not _is_text(part):
-                raise BadRequest(
-                    f"the content of messages[{i}] is {_shown(content)}; it must be a string, or a list of parts of "
-                    "type text: this model reads text only",
-                    "messages",
-                )
-
-
-def _is_text(part: Any) -> bool:
-    kinds = ("text", "input_text", "output_text")
-    return isinstance(part, dict) and part.get("type") in kinds and _is_unicode(part.get("text"))
-
-
-def _is_unicode(text: Any) -> bool:
-    """Whether ``text`` is a string that can be encoded. JSON can contain half a surrogate pair."""
-    return isinstance(text, str) and not any("\ud800" <= char <= "\udfff" for char in text)
-
-
-def _check_prompt(prompt: Any):
-    if not _is_unicode(prompt):
-        raise BadRequest(f"prompt is {_shown(prompt)}; send one string of Unicode text", "prompt")
-
-
-def _check_input(given: Any):
-    if not isinstance(given, list) and not _is_unicode(given):
-        raise BadRequest(f"input is {_shown(given)}; send a string or a list of messages", "input")
-    if isinstance(given, list):
-        _check_messages(given)
-
-
-_CHECKS = {"messages": _check_messages, "prompt": _check_prompt, "input": _check_input}
-_CHECKS = {path: _CHECKS[field] for path, field in PROMPTS.items()}
-
-
-def _check_options(body: dict):
-    for name, (low, high) in _RANGES.items():
-        value = body.get(name)
-        if value is not None and not (_is_number(value) and low <= value <= high):
-            raise BadRequest(f"{name} is {_shown(value)}; it must be a number from {low:g} to {high:g}", name)
-    if not isinstance(body.get("stream", False), bool):
-        raise BadRequest(f"stream is {_shown(body['stream'])}; it must be true or false", "stream")
-    seed = body.get("seed", 0)
-    if not _is_whole(seed) or not 0 <= seed <= _HIGHEST_SEED:
-        raise BadRequest(f"seed is {_shown(seed)}; it must be a whole number from 0 to {_HIGHEST_SEED}", "seed")
-    stop = body.get("stop", ["-"])
-    texts = stop if isinstance(stop, list) else [stop]
-    if not texts or not all(_is_unicode(text) and text for text in texts):
-        raise BadRequest(f"stop is {_shown(stop)}; it must be a string or a list of strings", "stop")
-    if not _is_unicode(body.get("instructions", "")):
-        raise BadRequest(f"instructions is {_shown(body['instructions'])}; it must be a string", "instructions")
-
-
-def _check_length(path: str, body: dict) -> int | None:
-    for name in LENGTHS[path]:
-        value = body.get(name)
-        if value is None:
-            continue
-        if not _is_whole(value) or value < 1:
-            raise BadRequest(f"{name} is {_shown(value)}; it must be a whole number, at least 1", name)
-        return value
-    return None
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
-
-
-def _is_whole(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
-def _kind(value: Any) -> str:
-    return {list: "array", str: "string", bool: "boolean", type(None): "null"}.get(type(value), "number")
+    return {"stream": False, **request, length: limits[0] if limits else min(DEFAULT_NEW_TOKENS, room)}
 
 
 def _shown(value: Any) -> str:
     """At most 80 characters of a value."""
-    text = "missing" if value is None else repr(value)
+    text = repr(value)
     return text if len(text) <= 80 else f"{text[:77]}..."
 
 
-def give_template(tokenizer) -> bool:
-    """Give the tokenizer the plain template if it has none, and return whether it had none."""
-    if tokenizer.chat_template is not None:
-        return False
-    tokenizer.chat_template = PLAIN_TEMPLATE
-    return True
+def give_template(tokenizer) -> None:
+    """Give the tokenizer the plain template if it has none."""
+    tokenizer.chat_template = tokenizer.chat_template or PLAIN_TEMPLATE
 
 
-def count_prompt_tokens(tokenizer, path: str, body: dict) -> int:
-    """Number of tokens of a checked request's prompt, as the server will encode it."""
-    if path == "/v1/completions":
-        return len(tokenizer(body["prompt"])["input_ids"])
-    given = body["messages"] if path == "/v1/chat/completions" else body["input"]
+def count_prompt_tokens(tokenizer, path: str, request: dict) -> int:
+    """Number of tokens of a checked request's prompt, as transformers' server will encode it."""
+    if "prompt" in request:
+        return len(tokenizer(request["prompt"])["input_ids"])
+    given = request["messages"] if "messages" in request else request["input"]
     messages = [{"role": "user", "content": given}] if isinstance(given, str) else given
-    if body.get("instructions"):
-        messages = [{"role": "system", "content": body["instructions"]}, *messages]
+    if request.get("instructions"):
+        messages = [{"role": "system", "content": request["instructions"]}, *messages]
     plain = [{"role": message["role"], "content": _text_of(message["content"])} for message in messages]
     encoded = tokenizer.apply_chat_template(plain, add_generation_prompt=True, tokenize=True, return_dict=True)
     return len(encoded["input_ids"])

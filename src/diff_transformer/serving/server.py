@@ -1,15 +1,16 @@
-"""``diff-transformer serve``: transformers' server for one model, by default on this machine only."""
+"""transformers' own server for one model, by default on this machine only."""
 
-from pathlib import Path
+from functools import partial
 from typing import Any
 
 from diff_transformer.checks import require_port
 from diff_transformer.data.tokenizer import require_fast
-from diff_transformer.model.loading import read_model, read_tokenizer, require_reachable
-from diff_transformer.serving.middleware import RequestChecks
-from diff_transformer.serving.requests import count_prompt_tokens, give_template
+from diff_transformer.model.loading import read_model, read_tokenizer
+from diff_transformer.serving.engines import model_path
+from diff_transformer.serving.middleware import SiteGuard
 
 SECONDS_TO_FINISH = 5  # for running requests after Ctrl-C
+REQUESTS = 16  # in a batch, by default
 PAGE_TOKENS = 64  # of the paged cache
 BATCH_TOKENS = 512  # per forward pass of continuous batching, including those of new prompts
 
@@ -21,12 +22,14 @@ def make_server(
     port: int = 8000,
     name: str | None = None,
     continuous_batching: bool = False,
-    requests_at_once: int = 16,
+    requests_at_once: int | None = None,
     attn_implementation: str | None = None,
     dtype: str = "auto",
     device: str = "auto",
 ):
-    """Load a model and make its server. ``server.run()`` answers until Ctrl-C, ``server.close()`` frees the model.
+    """Load a model and make its server, behind ``SiteGuard`` and ``RequestChecks``.
+
+    ``server.run()`` answers until Ctrl-C, ``server.close()`` frees the model.
 
     Args:
         model: folder of a model with its tokenizer, or its name on the hub; any causal language model.
@@ -34,7 +37,7 @@ def make_server(
         port: 0 for any free port.
         name: the model's name for clients; by default from its path.
         continuous_batching: batch requests over a paged cache; otherwise answer one by one.
-        requests_at_once: most requests in a batch. The paged cache has room for as many of full length.
+        requests_at_once: most requests in a batch, by default 16. The paged cache has room for as many of full length.
         attn_implementation: as ``from_pretrained`` takes it. Continuous batching needs ``"sdpa"`` or ``"eager"``.
         dtype, device: as in transformers: ``"auto"``, or ``"bfloat16"``, ``"cuda:0"``, ...
 
@@ -44,18 +47,21 @@ def make_server(
         ValueError: for a model that cannot be served with these options, as ``read_model``, or a port above 65535.
     """
     require_port(port)
-    _check(model, continuous_batching, attn_implementation)
+    path = model_path(model)
+    _check(continuous_batching, attn_implementation)
     import transformers
+    from starlette.exceptions import HTTPException
     from transformers.cli.serve import Serve
 
     from diff_transformer.evals.lm import label_of
     from diff_transformer.model.modeling import DiffTransformerForCausalLM
+    from diff_transformer.serving.requests import RequestChecks, count_prompt_tokens, give_template
 
     # The server looks up classes of causal language models here, by the name in config.json.
     setattr(transformers, DiffTransformerForCausalLM.__name__, DiffTransformerForCausalLM)
 
     class Server(Serve):
-        """Constructed as a background server, then run in the foreground behind ``RequestChecks``."""
+        """Constructed as a background server, then run in the foreground."""
 
         name = ""
 
@@ -81,19 +87,19 @@ def make_server(
         non_blocking=True, continuous_batching=continuous_batching, attn_implementation=attn_implementation, **options
     )  # fmt: skip
     server.name = shown = name or label_of(model)
-    loaded = _load(server._model_manager, model, shown)
+    loaded = _load(server._model_manager, path, shown)
     give_template(loaded.processor)
     loaded.model.generation_config.do_sample = True  # OpenAI's default; temperature 0 is greedy
     context = loaded.model.config.max_position_embeddings
     if continuous_batching:
         _check_paged(loaded.model.config)
-        server._generation_state._cb_config = batching(context, requests_at_once)
+        server._generation_state._cb_config = batching(context, requests_at_once or REQUESTS)
     config = server.server.config
     app: Any = config.app
-    app.add_exception_handler(Exception, _internal_error)
-    config.app = RequestChecks(
-        app, [shown, model], lambda path, body: count_prompt_tokens(loaded.processor, path, body), context, host=host
-    )
+    for kind in (HTTPException, Exception):
+        app.add_exception_handler(kind, _told)
+    count_tokens = partial(count_prompt_tokens, loaded.processor)
+    config.app = SiteGuard(RequestChecks(app, shown, count_tokens, context))
     config.timeout_graceful_shutdown = SECONDS_TO_FINISH
     return server
 
@@ -117,11 +123,10 @@ def _check_paged(config):
         )
 
 
-def _load(manager, model: str, name: str):
+def _load(manager, path: str, name: str):
     """Load the server's only model, called ``name`` in requests and answers, and never unload it."""
     from transformers.cli.serving.model_manager import TimedModel
 
-    path = str(Path(model).expanduser()) if model.startswith("~") else model
     read = read_model(
         path, presets=(), attn_implementation=manager.attn_implementation, dtype=manager.dtype,
         device_map=manager.device,
@@ -134,26 +139,21 @@ def _load(manager, model: str, name: str):
     return loaded
 
 
-async def _internal_error(request, error: Exception):
+async def _told(request, error: Exception):
+    """An error of the server in the form that OpenAI's clients show."""
     from fastapi.responses import JSONResponse
 
-    return JSONResponse({"error": {"message": f"{type(error).__name__}: {error}", "type": "server_error"}}, 500)
+    status = getattr(error, "status_code", 500)
+    message = getattr(error, "detail", f"{type(error).__name__}: {error}")
+    kind = "server_error" if status >= 500 else "invalid_request_error"
+    return JSONResponse({"error": {"message": str(message), "type": kind}}, status)
 
 
-def _check(model: str, continuous_batching: bool, attn_implementation: str | None):
+def _check(continuous_batching: bool, attn_implementation: str | None):
     from transformers.utils.import_utils import is_serve_available
 
     if not is_serve_available():
         raise RuntimeError("serving needs more packages; install them: pip install 'diff-transformer[serving]'")
-    folder = Path(model).expanduser()
-    if folder.exists() and not (folder / "config.json").exists():
-        raise FileNotFoundError(f"{model} has no config.json; give the folder of a saved model")
-    if folder.exists() and not (folder / "tokenizer_config.json").exists():
-        raise FileNotFoundError(f"{model} has no tokenizer; save one into the same folder (tokenizer.save_pretrained)")
-    if not folder.exists() and model.startswith(("/", ".", "~")):
-        raise FileNotFoundError(f"no model at {model}; give the folder of a saved model, or a name on the hub")
-    if not folder.exists():
-        require_reachable(model, presets=())
     if continuous_batching and attn_implementation not in (None, "sdpa", "eager"):
         raise ValueError(
             f"continuous batching computes attention through a mask over a paged cache, which attn_implementation="

@@ -19,7 +19,7 @@ def register() -> None:
     try:
         from vllm.model_executor.models.config import MODELS_CONFIG_MAP
 
-        from diff_transformer.serving.vllm.checks import ConfigCheck
+        from diff_transformer.serving.vllm.config_check import ConfigCheck
     except ImportError:  # another version of vLLM: the model says so when it is loaded
         return
     MODELS_CONFIG_MAP[ARCHITECTURE] = ConfigCheck

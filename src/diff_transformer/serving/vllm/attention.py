@@ -19,9 +19,8 @@ from vllm.model_executor.layers.rotary_embedding import get_rope
 from vllm.model_executor.models.utils import extract_layer_index
 from vllm.v1.attention.selector import get_attn_backend
 
+from diff_transformer.serving.vllm.checks import WIDTHS, head_widths, too_wide
 from diff_transformer.serving.vllm.cores import core_of
-
-WIDTHS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)  # to pad to, where a backend does not take a width
 
 
 class Attention(nn.Module):
@@ -44,13 +43,11 @@ class Attention(nn.Module):
         queries, keys = self.qkv_proj.num_heads, self.qkv_proj.num_kv_heads
         self.sizes = [queries * unit.width, keys * unit.width, keys * unit.value_width]
         value_heads = self.sizes[2] // heads.value_dim
-        self.key_dim = self.sizes[1] // value_heads  # d, or 2d where two keys lie side by side
+        self.key_dim, _ = widths = head_widths(config)
         self.rotary_emb = get_rope(
             heads.head_dim, max_position=config.max_position_embeddings, rope_parameters=config.rope_parameters
         )
-        self.width = cache_width(
-            max(self.key_dim, heads.value_dim), cache.cache_dtype, has_window=config.sliding_window is not None
-        )
+        self.width = cache_width(max(widths), cache.cache_dtype, has_window=config.sliding_window is not None)
         self.attn = PagedAttention(
             self.sizes[0] // heads.head_dim, self.width, heads.head_dim**-0.5, num_kv_heads=value_heads,
             cache_config=cache, quant_config=quantization, per_layer_sliding_window=config.sliding_window,
@@ -115,7 +112,4 @@ def cache_width(width: int, cache_dtype: str, *, has_window: bool) -> int:
             continue
         if backend.supports_head_size(candidate):
             return candidate
-    raise ValueError(
-        f"this model needs heads of width {width} in vLLM's cache (two keys side by side, or a value), which vLLM's "
-        "attention does not take here; serve it with `diff-transformer serve` in an environment without vLLM"
-    )
+    raise ValueError(too_wide(width))

@@ -5,36 +5,15 @@ from collections.abc import Iterable, Iterator
 
 import torch
 from torch import Tensor
-from vllm import __version__ as version
-from vllm import __version_tuple__ as version_parts
-from vllm.model_executor.models.config import VerifyAndUpdateConfig
 
 from diff_transformer.checks import listed
 from diff_transformer.model.heads import HeadCounts
 
 TESTED = "0.32"  # the release of vLLM that the tests run on
 OLDEST = (0, 32)
+WIDTHS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)  # of heads, to pad to where a backend does not take one
 
 logger = logging.getLogger(__name__)
-
-
-class ConfigCheck(VerifyAndUpdateConfig):
-    """vLLM calls this with the configuration of each model of our architecture, before it starts an engine."""
-
-    @staticmethod
-    def verify_and_update_config(vllm_config) -> None:
-        """Raise what ``check_version``, ``check_config`` and ``check_parallel`` raise."""
-        config = vllm_config.model_config.hf_config
-        check_version(version_parts)
-        check_config(config, vllm_config.model_config.model)
-        check_parallel(config, vllm_config.parallel_config.tensor_parallel_size)
-        if vllm_config.lora_config is not None and config.heads.value_dim * config.heads.values != (
-            config.heads.head_dim * config.heads.keys
-        ):
-            raise ValueError(
-                f"LoRA in vLLM takes values that are as wide as keys, and value_head_dim is {config.value_head_dim}; "
-                "merge the adapter into the model (peft's merge_and_unload), and serve that"
-            )
 
 
 def check_version(found: tuple) -> None:
@@ -46,11 +25,15 @@ def check_version(found: tuple) -> None:
     numbers = tuple(part for part in found[:2] if isinstance(part, int))
     if (0, 0) < numbers < OLDEST:
         raise RuntimeError(
-            f"diff-transformer's plugin needs vLLM {TESTED} or newer, and this is {version}; "
+            f"diff-transformer's plugin needs vLLM {TESTED} or newer, and this is {_dotted(found)}; "
             f"pip install 'vllm>={TESTED}'"
         )
     if numbers != tuple(map(int, TESTED.split("."))):
-        logger.warning("diff-transformer's plugin was tested with vLLM %s, and this is %s", TESTED, version)
+        logger.warning("diff-transformer's plugin was tested with vLLM %s, and this is %s", TESTED, _dotted(found))
+
+
+def _dotted(version: tuple) -> str:
+    return ".".join(map(str, version))
 
 
 def check_config(config, name: str) -> None:
@@ -63,10 +46,25 @@ def check_config(config, name: str) -> None:
     if config.attention == "dint":
         raise ValueError(
             f"{name} has attention='dint', whose running mean over all earlier queries has no place in vLLM's paged "
-            "cache; use `diff-transformer generate`, or transformers' generate"
+            "cache; use `diff-transformer serve --engine transformers`, or `diff-transformer generate`"
         )
     if config.attention == "grouped_diff" and config.heads.value_dim % 2:
         raise ValueError(f"{name} has value_head_dim={config.value_head_dim}; the plugin takes an even one")
+    if max(widths := head_widths(config)) > WIDTHS[-1]:
+        raise ValueError(too_wide(max(widths)))
+
+
+def head_widths(config) -> tuple[int, int]:
+    """Width of a key in vLLM's cache, 2d where two lie side by side, and of a value."""
+    heads: HeadCounts = config.heads
+    return heads.head_dim * heads.keys // heads.values, heads.value_dim
+
+
+def too_wide(width: int) -> str:
+    return (
+        f"this model needs heads of width {width} in vLLM's cache (two keys side by side, or a value), which vLLM's "
+        "attention does not take here; serve it with `diff-transformer serve --engine transformers`"
+    )
 
 
 def check_parallel(config, ranks: int) -> None:

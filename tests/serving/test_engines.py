@@ -1,0 +1,121 @@
+"""Which engine ``diff-transformer serve`` takes, and how it calls vLLM. tests/vllm runs the command with vLLM."""
+
+import json
+import sys
+
+import pytest
+
+pytest.importorskip("pydantic", reason="serving is an extra: pip install 'diff-transformer[serving]'")
+from diff_transformer import DiffTransformerForCausalLM
+from diff_transformer.data.tokenizer import byte_tokenizer
+from diff_transformer.model.presets import preset
+from diff_transformer.serving import engines
+from diff_transformer.serving.requests import PLAIN_TEMPLATE
+
+
+@pytest.fixture
+def installed(monkeypatch, tmp_path):
+    """``installed(version)``: as if that vLLM were installed; None: none."""
+
+    def install(version):
+        folder = None if version is None else tmp_path / "vllm"
+        if folder is not None:
+            folder.mkdir()
+            (folder / "_version.py").write_text(f"__version_tuple__ = {version}")
+        monkeypatch.setattr(engines, "vllm_folder", lambda: folder)
+
+    return install
+
+
+@pytest.fixture
+def save(tmp_path):
+    def save(**fields):
+        DiffTransformerForCausalLM(preset("debug", vocab_size=258, **fields)).save_pretrained(tmp_path / "model")
+        byte_tokenizer().save_pretrained(tmp_path / "model")
+        return str(tmp_path / "model")
+
+    return save
+
+
+def test_auto_takes_vllm_where_it_is_installed(installed, model_folder):
+    installed(None)
+    assert engines.choose_engine("auto", str(model_folder)) == ("transformers", "")
+    installed((0, 32, 0))
+    assert engines.choose_engine("auto", str(model_folder)) == ("vllm", "")
+    assert engines.choose_engine("transformers", str(model_folder)) == ("transformers", "")
+
+
+@pytest.mark.parametrize(
+    ("version", "fields", "options", "message"),
+    [
+        (None, {}, {}, r"vLLM is not installed; pip install 'diff-transformer\[vllm\]', or give --engine transformers"),
+        ((0, 20, 1), {}, {}, r"needs vLLM 0.32 or newer, and this is 0.20.1; pip install 'vllm>=0.32'"),
+        ((0, 32, 0), {"attention": "dint"}, {}, r"attention='dint', whose running mean .* --engine transformers"),
+        ((0, 32, 0), {"head_dim": 260}, {}, r"heads of width 520 in vLLM's cache .* --engine transformers"),
+        ((0, 32, 0), {}, {"attn_implementation": "sdpa"}, r"attn_implementation='sdpa' is one of transformers'"),
+        (
+            (0, 32, 0),
+            {},
+            {"device": "cuda:1"},
+            r"device is 'cuda:1', and vLLM uses what it was built for; leave it out",
+        ),
+    ],
+)
+def test_what_vllm_cannot_serve_is_said_before_it_starts(installed, save, version, fields, options, message):
+    """Named, it never falls back; ``auto`` takes transformers and says why, where vLLM is installed."""
+    installed(version)
+    folder = save(**fields)
+    with pytest.raises(ValueError, match=message):
+        engines.choose_engine("vllm", folder, **options)
+    chosen, reason = engines.choose_engine("auto", folder, **options)
+    assert chosen == "transformers"
+    assert bool(reason) == (version is not None)
+
+
+def test_folders_that_no_engine_serves(installed, save, tmp_path):
+    installed((0, 32, 0))
+    with pytest.raises(ValueError, match="no engine 'vlm' \\(did you mean 'vllm'"):
+        engines.choose_engine("vlm", "x")
+    with pytest.raises(FileNotFoundError, match="no model at /nowhere/model"):
+        engines.choose_engine("vllm", "/nowhere/model")
+    with pytest.raises(FileNotFoundError, match=r"has no config\.json"):
+        engines.choose_engine("vllm", str(tmp_path))
+    path = tmp_path / "model" / "config.json"
+    settings = json.loads((save() and path).read_text())
+    path.write_text(json.dumps(settings | {"model_type": "llama"}))
+    with pytest.raises(ValueError, match=r"but its model_type is 'llama'; give a folder that save_pretrained"):
+        engines.choose_engine("vllm", str(path.parent))
+    path.write_text("{}")
+    with pytest.raises(ValueError, match=r"the config\.json of .* cannot be read \(.*model_type"):
+        engines.choose_engine("vllm", str(path.parent))
+    (path.parent / "model.safetensors").rename(path.parent / "pytorch_model.bin")
+    with pytest.raises(ValueError, match=r"holds pytorch_model\.bin and no safetensors"):
+        engines.choose_engine("vllm", str(path.parent))
+
+
+def test_the_command_says_the_same_to_vllm(installed, model_folder, monkeypatch, capsys):
+    installed((0, 32, 0))
+    called = {}
+    monkeypatch.setattr(engines.os, "execve", lambda *arguments: called.update(all=arguments) or sys.exit())
+    with pytest.raises(SystemExit):
+        engines.serve(
+            str(model_folder), ["--seed", "3"], host="0.0.0.0", port=8001, requests_at_once=32, continuous_batching=True
+        )
+    program, command, environment = called["all"]
+    assert program == command[0] == sys.executable
+    assert command[1:3] == ["-m", "vllm.entrypoints.openai.api_server"]
+    assert dict(zip(command[3::2], command[4::2], strict=True)) == {
+        "--model": str(model_folder), "--served-model-name": "tiny-diff", "--host": "0.0.0.0", "--port": "8001",
+        "--dtype": "float32", "--load-format": "safetensors", "--middleware": engines.GUARD, "--max-num-seqs": "32",
+        "--chat-template": PLAIN_TEMPLATE, "--seed": "3",
+    }  # fmt: skip
+    assert environment["VLLM_NO_USAGE_STATS"] == "1"
+    printed = capsys.readouterr()
+    assert printed.out == "engine: vLLM; model: tiny-diff; stop with Ctrl-C\n"
+    assert "there is no authentication" in printed.err
+    with pytest.raises(ValueError, match=r"--seed 3: these are options of vLLM, .* \(device is 'cpu'"):
+        engines.serve(str(model_folder), ["--seed", "3"], device="cpu")
+    command = engines.vllm_command(str(model_folder), name="x", port=0)
+    assert int(command[command.index("--port") + 1]) > 1023
+    with pytest.raises(ValueError, match="no dtype 'float17'"):
+        engines.vllm_command(str(model_folder), name="x", dtype="float17")
