@@ -27,7 +27,7 @@ def test_the_options_of_the_page_exist():
     from diff_transformer.cli import app
 
     text = CliRunner().invoke(app, ["serve", "--help"], env={"COLUMNS": "300"}).output
-    others = ("diff-transformer convert", " export ", "vllm", "vLLM")
+    others = ("diff-transformer convert", " export ", "vllm", "vLLM", "SGLang")
     lines = [line.partition(" -- ")[0] for line in PAGE.splitlines() if not any(name in line for name in others)]
     named = set(re.findall(r"--[a-z][a-z-]*", "\n".join(lines)))
     assert {"--port", "--name", "--host", "--engine", "--continuous-batching", "--requests-at-once"} <= named
