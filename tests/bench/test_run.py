@@ -2,6 +2,7 @@ import json
 import os
 
 import pytest
+import torch
 
 from diff_transformer.bench import decode, generation, run, shapes, step, throughput
 from diff_transformer.bench.decode import DecodeShape
@@ -9,12 +10,11 @@ from diff_transformer.bench.generation import ModelSetting
 from diff_transformer.bench.shapes import Shape
 from diff_transformer.bench.throughput import ThroughputSetting
 from diff_transformer.durable import DiskError
+from diff_transformer.ops import triton
 
 
 @pytest.fixture
 def tiny(monkeypatch):
-    import torch
-
     monkeypatch.setattr(shapes, "SHORT_GRID", [Shape(1, 2, 65, 8)])
     monkeypatch.setattr(decode, "CPU_GRID", [DecodeShape(1, 2, 1, 40, 8)])
     monkeypatch.setattr(generation, "CPU_MODELS", [ModelSetting("debug", 1, 16, 2)])
@@ -88,10 +88,30 @@ def test_failed_and_skipped_are_said_whole(tiny, tmp_path, capsys, monkeypatch):
     ],
 )
 def test_refusals(arguments, message, monkeypatch, tmp_path):
-    import torch
-
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ValueError, match=message):
         run.run_bench(*arguments)
     assert not list(tmp_path.iterdir())
+
+
+def test_tune_shows_and_keeps_the_times_of_each_form(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("DIFF_TRANSFORMER_CACHE", str(tmp_path))
+    monkeypatch.setattr(triton, "unsupported_reason", lambda *device: "its interpreter is slow")
+    options = {"grid": "1x1x20x8n", "tune": True, "dtypes": (torch.float32,)}
+    record = run.run_bench("attention", tmp_path / "tune.json", **options)
+    forms = {(row["form"], row["kind"]): row for row in record["rows"]}
+    assert len(forms) == len(record["rows"]) == 4
+    for kind in ("forward", "both"):
+        ratios = [row["ratio"] for row in record["rows"] if row["kind"] == kind]
+        assert ratios[0] == 1.0
+        assert ratios[1] >= 1.0
+    assert "sdpa (cpu, both maps at once)" in capsys.readouterr().out
+    assert len(list((tmp_path / "fastest").glob("*.json"))) == 2
+    again = run.run_bench("attention", tmp_path / "again.json", **options)
+    assert again["rows"] == record["rows"], "kept"
+    monkeypatch.setenv("DIFF_TRANSFORMER_TUNE", "0")
+    with pytest.raises(ValueError, match="DIFF_TRANSFORMER_TUNE is 0, with which nothing is measured"):
+        run.run_bench("attention", tmp_path / "none.json", **options)
+    with pytest.raises(ValueError, match="tune times the forms of the benchmark 'attention', not of 'decode'"):
+        run.run_bench("decode", tune=True)

@@ -28,7 +28,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from diff_transformer.ops import cpu, flash, flex, reference, sdpa, triton
 from diff_transformer.ops.arguments import Arguments, autocast_off
-from diff_transformer.ops.dispatch import Timer, fastest, wall_clock
+from diff_transformer.ops.dispatch import Timer, Verdict, fastest, judge, wall_clock
 
 log = logging.getLogger("diff_transformer")
 
@@ -128,21 +128,32 @@ def edge(n: int) -> int:
 
 
 def decide(kind: Kind, tensors: tuple[Tensor, ...], arguments: Arguments, documents: Documents | None) -> Choice:
-    """Measure the candidates, or read the kept verdict; see the module's docstring. The answer stands in this process.
+    """Measure a new kind of call, or read the kept verdict. The answer stands in this process.
 
     Raises:
         ValueError: DIFF_TRANSFORMER_TUNE is neither 0, 1 nor force.
     """
-    device = tensors[0].device
-    offered = candidates(tensors, arguments, kind)
     capturing = torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
     measure = not capturing and is_first_rank() and all(type(x) in (Tensor, torch.nn.Parameter) for x in tensors)
     measure = measure and _get_current_dispatch_mode() is None
-    runs = {name: timed(choice, tensors, arguments, documents) for name, choice in offered.items()}
-    name = fastest(installation(device.type, device.index) | kind._asdict(), runs, timer=clock(device), measure=measure)
+    found = candidates(tensors, arguments, kind)[verdict(kind, tensors, arguments, documents, measure).fastest]
     if not capturing:
-        _chosen[device.index, kind] = offered[name]
-    return offered[name]
+        _chosen[tensors[0].device.index, kind] = found
+    return found
+
+
+def verdict(
+    kind: Kind,
+    tensors: tuple[Tensor, ...],
+    arguments: Arguments,
+    documents: Documents | None = None,
+    measure: bool = True,
+) -> Verdict:
+    """The kept verdict on a kind of call, or a new one, measured on this call."""
+    device = tensors[0].device
+    offered = candidates(tensors, arguments, kind)
+    runs = {name: timed(choice, tensors, arguments, documents) for name, choice in offered.items()}
+    return judge(installation(device.type, device.index) | kind._asdict(), runs, clock(device), measure)
 
 
 def candidates(tensors: tuple[Tensor, ...], arguments: Arguments, kind: Kind) -> dict[str, Choice]:

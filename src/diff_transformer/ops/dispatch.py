@@ -24,9 +24,9 @@ from diff_transformer.durable import cache_folder, write_whole
 log = logging.getLogger("diff_transformer")
 
 SWITCH = "DIFF_TRANSFORMER_TUNE"
-SECONDS = 0.02  # spent on the turns of all candidates, if these are shorter than that
-TURNS = 3, 50  # at least and at most, of each candidate
-HOPELESS = 2.0  # a candidate this many times slower than the fastest after a turn gets no further one
+SECONDS = 0.03  # spent on the turns of all candidates, if these are shorter than that
+TURNS = 4, 50  # at least and at most, of each candidate: a single turn may be 20 times slower on a busy machine
+HOPELESS = 1.5  # a candidate this many times slower than the fastest after the first of TURNS gets no further one
 WAIT = 60.0  # seconds for another process that measures the same
 
 Run = Callable[[], object]
@@ -86,19 +86,23 @@ def fastest(
     Raises:
         ValueError: DIFF_TRANSFORMER_TUNE is neither 0, 1 nor force.
     """
+    return judge(key, candidates, timer, measure).fastest
+
+
+def judge(key: Mapping[str, str | int], candidates: Mapping[str, Run], timer: Timer, measure: bool) -> Verdict:
+    """The verdict of ``fastest``, with the times; without times where nothing was measured."""
     given, names = tuning(), list(candidates)
+    default = Verdict(names[0], {}, {}, complete=False)
     if given == "0" or len(names) == 1:
-        return names[0]
+        return default
     told = json.dumps({**key, "candidates": names}, sort_keys=True)
-    verdict = _verdicts.get(told)
-    if verdict is None:
-        verdict = _kept_or_measured(told, candidates, timer if measure else None, read=given != "force")
-    if verdict is None:
-        return names[0]
     if told not in _verdicts:
+        verdict = _kept_or_measured(told, candidates, timer if measure else None, read=given != "force")
+        if verdict is None:
+            return default
         _verdicts[told] = verdict
         log.info("fastest of %s: %s", told, described(verdict))
-    return verdict.fastest
+    return _verdicts[told]
 
 
 def described(verdict: Verdict) -> str:
@@ -148,8 +152,8 @@ def measured(candidates: Mapping[str, Run], timer: Timer) -> Verdict:
         if turn >= TURNS[0] and time.perf_counter() > deadline:
             break
         limit = HOPELESS * min(best.values(), default=float("inf"))
-        running = [n for n in candidates if n not in left_out and (turn < 1 or best[n] <= limit)]
-        if turn == 1 and len(running) == 1:
+        running = [n for n in candidates if n not in left_out and (turn < TURNS[0] or best[n] <= limit)]
+        if turn >= TURNS[0] and len(running) == 1:
             break
         for name in running[:: -1 if turn % 2 else 1]:
             try:
