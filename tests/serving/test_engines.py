@@ -85,6 +85,10 @@ def test_folders_that_no_engine_serves(installed, save, tmp_path):
     path.write_text(json.dumps(settings | {"model_type": "llama"}))
     with pytest.raises(ValueError, match=r"but its model_type is 'llama'; give a folder that save_pretrained"):
         engines.choose_engine("vllm", str(path.parent))
+    coded = {"model_type": "other", "auto_map": {"AutoConfig": "code.Config"}}
+    path.write_text(json.dumps(coded))
+    with pytest.raises(ValueError, match=r"brings its own code, .* vllm serve .*model --trust-remote-code"):
+        engines.choose_engine("vllm", str(path.parent))
     path.write_text("{}")
     with pytest.raises(ValueError, match=r"the config\.json of .* cannot be read \(.*model_type"):
         engines.choose_engine("vllm", str(path.parent))

@@ -66,6 +66,13 @@ def test_responses(client):
     assert "".join(event.delta for event in events if event.type == "response.output_text.delta") == answer.output_text
 
 
+def test_the_answer_ends_before_a_stop_string(client):
+    for options in ({"stop": "j"}, {"stop": ["x", "j"], "stream": True}):
+        answer = client.completions.create(model="tiny-diff", prompt="abcdef", max_tokens=9, **GREEDY, **options)
+        chunks = answer if options.get("stream") else [answer]
+        assert "".join(chunk.choices[0].text for chunk in chunks) == "ghij"
+
+
 def test_sampling_follows_the_temperature_and_the_seed(server):
     def text(**options):
         return server.ask(COMPLETIONS, {"prompt": "a", "max_tokens": 12, **options})[1]["choices"][0]["text"]
@@ -180,6 +187,7 @@ def test_continuous_batching_answers_together_what_it_answers_alone(run_server, 
     with ThreadPoolExecutor(8) as pool:
         assert list(pool.map(ask, range(16))) == [(200, True)] * 16
     assert batched.ask(COMPLETIONS, {"prompt": "a", "max_tokens": -1})[0] == 400
+    assert batched.ask(COMPLETIONS, {"prompt": "a", "stop": "c"})[0] == 400  # transformers ignores it
     assert batched.ask("/health") == (200, {"status": "ok"})
 
 

@@ -105,6 +105,11 @@ def read_config(path: str):
     try:
         return AutoConfig.from_pretrained(path, trust_remote_code=False)
     except (ValueError, OSError, TypeError, KeyError) as error:
+        if "custom code" in str(error):
+            raise ValueError(
+                f"{path} brings its own code, which does not run here; serve the model that it was exported from, or "
+                f"call vLLM yourself: vllm serve {path} --trust-remote-code --model-impl transformers"
+            ) from None
         raise ValueError(
             f"the config.json of {path} cannot be read ({first_line(error)}); copy or download it again"
         ) from None

@@ -79,10 +79,11 @@ class RequestChecks:
     Args:
         name: of the served model.
         count_tokens, context: as in ``checked``.
+        together: with continuous batching, which ignores ``stop``.
     """
 
-    def __init__(self, app, name: str, count_tokens: Callable[[str, dict], int], context: int):
-        self.app, self.count_tokens, self.context = app, count_tokens, context
+    def __init__(self, app, name: str, count_tokens: Callable[[str, dict], int], context: int, *, together: bool):
+        self.app, self.count_tokens, self.context, self.together = app, count_tokens, context, together
         self.listed = {"id": name, "object": "model", "created": int(time.time()), "owned_by": "local"}
 
     async def __call__(self, scope, receive, send):
@@ -93,6 +94,8 @@ class RequestChecks:
             return await self.app(scope, receive, send)
         try:
             request = checked(called[1], await read_body(receive), self.count_tokens, self.context)
+            if self.together and "stop" in request:
+                raise BadRequest("stop is not taken with --continuous-batching; leave out one of them", "stop")
         except BadRequest as refused:
             return await answer(send, refused.status, refused.body())
         body = json.dumps(request).encode()

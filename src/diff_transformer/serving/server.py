@@ -99,7 +99,7 @@ def make_server(
     for kind in (HTTPException, Exception):
         app.add_exception_handler(kind, _told)
     count_tokens = partial(count_prompt_tokens, loaded.processor)
-    config.app = SiteGuard(RequestChecks(app, shown, count_tokens, context))
+    config.app = SiteGuard(RequestChecks(app, shown, count_tokens, context, together=continuous_batching))
     config.timeout_graceful_shutdown = SECONDS_TO_FINISH
     return server
 
