@@ -9,14 +9,15 @@ python figures/recall/run.py --restore runs/recall   # the recorded runs as a fo
 import math
 import re
 import sys
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from statistics import fmean
 
-from diff_transformer.lab.measures import Measure, Row, after_holm, metric, paired_rows, trained
+from diff_transformer.lab.measures import Measure, Row, metric, paired_rows, trained
 from diff_transformer.lab.recipes.recall_study import CENTRE, CORE, GRID, MORE, SEEDS, SIDES, recall_study
 from diff_transformer.lab.record import Cells, Record
-from diff_transformer.lab.stats import over_seeds, paired_p_value, verdict
+from diff_transformer.lab.stats import holm, over_seeds, paired_p_value, verdict
 
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent))
@@ -114,8 +115,8 @@ def tables(cells: Cells) -> str:
     parts = [progress(cells)]
     primary = [row for b in BASELINES for m in (ACCURACY, STEPS) if (row := over_grid(cells, SIDE, b, m))]
     if primary:
-        parts += ["**Primary outcome**, over the informative settings of the grid", summary(primary)]
-        parts.append(after_holm(primary))
+        parts.append("**Primary outcome**, over the informative settings of the grid")
+        parts.append(summary(corrected(primary), "p after Holm"))
         further = [row for b in BASELINES for m in (ACCURACY, STEPS) if (row := slope(cells, SIDE, b, m))]
         if further:
             parts += ["**Does the gain grow with noise?**", summary(further)]
@@ -125,9 +126,19 @@ def tables(cells: Cells) -> str:
     return "\n\n".join(part for part in parts if part)
 
 
-def summary(rows: list[Row]) -> str:
-    lines = ["| | difference | seeds | verdict |", "|---|---|---|---|"]
-    return "\n".join([*lines, *(f"| {r.measure} | {interval(r)} | {r.seeds} | {r.verdict} |" for r in rows)])
+def corrected(rows: list[Row]) -> list[Row]:
+    """The rows with p-values after Holm's correction; a verdict needs one of at most 0.05."""
+    adjusted = holm([row.p_value for row in rows])
+    return [
+        replace(row, p_value=p, verdict=row.verdict if p <= 0.05 else "undecided")
+        for row, p in zip(rows, adjusted, strict=True)
+    ]
+
+
+def summary(rows: list[Row], p: str = "p") -> str:
+    lines = [f"| | difference (95 % interval) | seeds | {p} | verdict |", "|---|---|---|---|---|"]
+    rest = (f"| {r.measure} | {interval(r)} | {r.seeds} | {r.p_value:.3f} | {r.verdict} |" for r in rows)
+    return "\n".join([*lines, *rest])
 
 
 def progress(cells: Cells) -> str:
@@ -197,7 +208,7 @@ def main(arguments: list[str]) -> int:
         restore(cells_of(HERE), Path(arguments[1]))
         return 0
     if arguments and arguments[0] != "--check":
-        keep_study(Path(arguments[0]), HERE / "measured.json", curves=("recall",))
+        keep_study(Path(arguments[0]), HERE / "measured.json", curves=("recall", "validation"))
     if not (HERE / "measured.json").exists():
         return 0
     cells = cells_of(HERE)

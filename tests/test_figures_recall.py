@@ -1,0 +1,96 @@
+"""The summary of the recall study: its numbers are those of the records; settings that tell nothing are left out."""
+
+import importlib.util
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from diff_transformer.lab.recipes.recall_study import GRID
+from diff_transformer.lab.record import Record
+
+FIGURES = Path(__file__).parents[1] / "figures"
+LEAD = {"p8_n4": 0.1, "p8_n8": 0.2}  # of DIFF over the Transformer, where neither is at chance or at 1
+
+
+@pytest.fixture
+def page(monkeypatch):
+    """The module figures/recall/run.py."""
+    monkeypatch.syspath_prepend(str(FIGURES))
+    spec = importlib.util.spec_from_file_location("recall_page", FIGURES / "recall" / "run.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def record(setting, side, seed, final, reached=None):
+    """A run of 600 steps with the accuracy ``final``, at ``GOAL`` halfway between two validations if ``reached``."""
+    steps, accuracy = [0, 300, 600], [0.1, 0.1, final]
+    if reached:
+        steps, accuracy = [0, reached - 50, reached + 50, 600], [0.1, 0.85, 0.95, final]
+    chance = 1 / GRID[setting][0]
+    names = ("accuracy_2x", "accuracy_4x", "answer", "noise", "answer_mean_map", "noise_mean_map")
+    metrics = {"recall": {"accuracy": final, "chance": chance, **dict.fromkeys(names, 0.5)}}
+    return Record(
+        setting, side, seed, {"train": {"steps": 600}}, metrics,
+        curves={"recall": {"step": steps, "accuracy": accuracy}},
+    )  # fmt: skip
+
+
+@pytest.fixture
+def cells():
+    """Without noise all are at 1, DIFF in half of the steps; 4 and 16 pairs in noise are at chance; see ``LEAD``."""
+    made = {}
+    for where, (pairs, noise) in GRID.items():
+        sides = made.setdefault(where, {"softmax": {}, "diff_norm1": {}})
+        for seed in range(5):
+            jitter = 0.01 * (seed - 2)
+            if not noise:
+                finals, reached = (1.0, 1.0), (400, 200)
+            elif pairs == 8:
+                finals, reached = (0.5, 0.5 + LEAD[where] + jitter), (None, None)
+            else:
+                finals, reached = (1 / pairs, 1 / pairs), (None, None)
+            for side, final, step in zip(sides, finals, reached, strict=True):
+                sides[side][seed] = record(where, side, seed, final, step)
+    return made
+
+
+def test_the_primary_outcome_is_over_the_settings_that_tell_something(page, cells):
+    row = page.over_grid(cells, "diff_norm1", "softmax", page.ACCURACY)
+    assert "2 settings" in row.measure
+    assert row.difference.mean == pytest.approx(0.15)
+    assert (row.baseline, row.side) == pytest.approx((0.5, 0.65))
+    assert (row.seeds, row.verdict) == (5, "held")
+    steps = page.over_grid(cells, "diff_norm1", "softmax", page.STEPS)
+    assert "3 settings" in steps.measure
+    assert steps.difference.mean == pytest.approx(-1)
+    both = page.corrected([row, steps])
+    assert 0 < both[0].p_value == row.p_value < 0.01  # the larger of two
+    assert [one.verdict for one in both] == ["held", "held"]
+    assert page.corrected([replace(row, p_value=0.03), replace(steps, p_value=0.03)])[0].verdict == "undecided"
+    assert page.over_grid(cells, "diff_norm1", "softmax_norm1", page.ACCURACY) is None
+
+
+def test_a_seed_counts_with_all_settings_or_not_at_all(page, cells):
+    del cells["p8_n8"]["diff_norm1"][4]
+    row = page.over_grid(cells, "diff_norm1", "softmax", page.ACCURACY)
+    assert row.seeds == 4
+    assert row.difference.mean == pytest.approx(0.15 - 0.005)
+    assert "134 of 135" not in page.progress(cells)
+    assert "89 of 135 runs of the core" in page.progress(cells)
+    assert "nothing is decided" in page.tables(cells)
+
+
+def test_the_slope_is_over_all_levels_of_noise(page, cells):
+    row = page.slope(cells, "diff_norm1", "softmax", page.ACCURACY)
+    by_level = [0, LEAD["p8_n4"] / 3, LEAD["p8_n8"] / 3]
+    assert row.difference.mean == pytest.approx((by_level[2] - by_level[0]) / 2)
+
+
+def test_the_step_at_the_goal_lies_between_two_validations(page):
+    assert page.steps_to_goal(record("p4_n0", "diff", 0, 1.0, 200)) == pytest.approx(200)
+    assert page.steps_to_goal(record("p4_n0", "diff", 0, 0.95)) == pytest.approx(300 + 300 * 0.8 / 0.85)
+    assert page.steps_to_goal(record("p4_n0", "diff", 0, 0.5)) == 600
+    assert page.STEPS.read(record("p4_n0", "diff", 0, 0.5)) == math.log2(600)
