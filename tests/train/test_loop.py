@@ -130,6 +130,21 @@ def test_activation_checkpointing_changes_nothing(config, tmp_path):
     assert all(torch.allclose(plain[name], checkpointed[name], atol=1e-5) for name in plain)
 
 
+@pytest.mark.parametrize("wanted", [False, True])
+def test_deterministic_algorithms_are_on_for_the_run_if_asked_for(config, wanted, tmp_path):
+    seen = []
+
+    def note(*_):
+        seen.append((torch.are_deterministic_algorithms_enabled(), torch.backends.cuda.cudnn_sdp_enabled()))
+
+    short = [f"train.deterministic={str(wanted).lower()}", "train.steps=1", "train.validation_rows=1"]
+    filling = torch.utils.deterministic.fill_uninitialized_memory
+    train(override(config, short), tmp_path / "run", progress=note)
+    note()
+    assert seen == [(wanted, not wanted), (False, True)]
+    assert torch.utils.deterministic.fill_uninitialized_memory is filling
+
+
 def test_what_is_not_finite_raises_and_leaves_the_checkpoint(config, tmp_path):
     config = override(
         config, ["optim.lr=1e30", "optim.warmup_steps=0", "optim.grad_clip=0", "train.checkpoint_every=1"]

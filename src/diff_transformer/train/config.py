@@ -131,6 +131,9 @@ class TrainConfig:
     checkpoint_async: bool = False  # write checkpoints in the background; needs memory for one more state
     activation_checkpointing: bool = False
     compile: bool = False
+    # repeat bit for bit on a GPU too: attention's two-pass backward, and PyTorch's deterministic algorithms, which warn
+    # where an operator has none; false takes the one-pass backward of attention where it was measured to be faster
+    deterministic: bool = False
     threads: int = 0  # of the CPU, which affect rounding; 0 for PyTorch's choice
     loss_chunk: int = 0  # tokens whose logits are held at a time; 0 for all
     prefetch: int = 2  # batches prepared ahead, in a thread; 0 for none

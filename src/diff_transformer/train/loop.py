@@ -6,9 +6,10 @@ in ``step.py``; how the model is spread over processes is in ``parallelize.py``,
 
 import logging
 import math
+import os
 import time
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Generator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from typing import Any
 import torch
 from lightning.fabric import Fabric
 
+from diff_transformer.ops import choice
 from diff_transformer.train.checkpoint import Saver, latest_checkpoint, load_checkpoint
 from diff_transformer.train.config import RunConfig
 from diff_transformer.train.heartbeat import Heartbeat
@@ -95,7 +97,7 @@ def train(
         logger.warning(warning)
     data = data or load_training_data(config)
     run = Run(fabric, config, folder, data)  # before anything is written, so that errors leave no folder behind
-    with ExitStack() as held:
+    with ExitStack() as held, deterministic_algorithms(config.train.deterministic):
         on_first_rank(fabric, lambda: held.enter_context(open_run_folder(folder, config, resume=resume)) and None)
         return run.train(resume, progress, announce)
 
@@ -166,6 +168,8 @@ class Run:
                 at(step, "forward and backward")
                 rate, logs = learning_rate(step, settings.steps, self.config.optim), self._due(done, settings.log_every)
                 outcome = stepper.step(rows, rate, stop, by_part=logs)
+                if step == first and self.fabric.world_size > 1:  # rank 0 measured the forms of attention
+                    choice.adopt(self.fabric.broadcast(choice.choices(self.fabric.device)), self.fabric.device)
                 speed.tokens += settings.batch_size * self.config.data.length
                 if not outcome.finite:
                     raise self._not_finite(done, outcome)
@@ -245,6 +249,30 @@ class Run:
             f"step {done}: loss {outcome.loss} {where}, gradient norm {outcome.norm}; nothing of this step is saved, "
             f"the last checkpoint ({saved or 'none yet'}) is intact. Lower optim.lr, or raise optim.warmup_steps"
         )
+
+
+@contextmanager
+def deterministic_algorithms(wanted: bool) -> Generator[None]:
+    """Context manager in which PyTorch's operators repeat bit for bit, if ``wanted``; it warns where one cannot.
+
+    Attention does without cuDNN, whose backward does not repeat, and takes two passes in ours.
+    """
+    if not wanted:
+        yield
+        return
+    before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    memory: Any = torch.utils.deterministic
+    filling, cudnn = memory.fill_uninitialized_memory, torch.backends.cuda.cudnn_sdp_enabled()
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when the first matrix product starts
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    memory.fill_uninitialized_memory = False
+    torch.backends.cuda.enable_cudnn_sdp(False)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before[0], warn_only=before[1])
+        memory.fill_uninitialized_memory = filling
+        torch.backends.cuda.enable_cudnn_sdp(cudnn)
 
 
 class _Speed:
