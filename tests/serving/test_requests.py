@@ -1,12 +1,13 @@
 """What is refused, in words, without a server or a model."""
 
+import asyncio
 import json
 import socket
 
 import pytest
 
 pytest.importorskip("pydantic", reason="serving is an extra: pip install 'diff-transformer[serving]'")
-from diff_transformer.serving.middleware import BadRequest, check_site
+from diff_transformer.serving.middleware import BadRequest, SiteGuard, check_site
 from diff_transformer.serving.requests import DEFAULT_NEW_TOKENS, checked, count_prompt_tokens
 
 CHAT, COMPLETIONS, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
@@ -19,8 +20,11 @@ def check(path, body, context=64, used=10):
 
 
 def test_a_plain_request_is_filled_in():
-    assert check(CHAT, {"messages": HELLO}) == {"messages": HELLO, "stream": False, "max_completion_tokens": 54}
-    assert check(CHAT, {"messages": HELLO, "max_tokens": 7})["max_completion_tokens"] == 7
+    both = {"max_completion_tokens": 54, "max_tokens": 54}
+    assert check(CHAT, {"messages": HELLO}) == {"messages": HELLO, "stream": False, **both}
+    for name in both:
+        asked = check(CHAT, {"messages": HELLO, name: 7})
+        assert [asked[limit] for limit in both] == [7, 7]
     asked = {"prompt": "a", "max_tokens": 5, "model": "tiny", "stream": True, "stop": ["\n"], "temperature": 0}
     assert check(COMPLETIONS, asked) == asked
     assert (
@@ -67,6 +71,17 @@ def test_requests_of_other_sites_are_refused(request_, message):
     with pytest.raises(BadRequest, match=message) as refused:
         site(*request_)
     assert refused.value.status == 403
+
+
+def test_websockets_are_closed():
+    """A page of another site can open one without asking first."""
+    sent = []
+
+    async def send(message):
+        sent.append(message)
+
+    asyncio.run(SiteGuard(None)({"type": "websocket", "path": "/v1/realtime"}, None, send))
+    assert [message["type"] for message in sent] == ["websocket.close"]
 
 
 def test_what_changes_nothing_is_dropped():

@@ -69,7 +69,10 @@ class Response(Request):
 
 
 _REQUESTS: dict[str, type[Request]] = dict(zip(PROMPTS, (Chat, Completion, Response), strict=True))
-_LENGTHS = dict(zip(PROMPTS, ("max_completion_tokens", "max_tokens", "max_output_tokens"), strict=True))
+# Names of the limit on new tokens. transformers 5.19 reads the second one of a chat, later versions the first one.
+_LENGTHS = dict(
+    zip(PROMPTS, (("max_completion_tokens", "max_tokens"), ("max_tokens",), ("max_output_tokens",)), strict=True)
+)
 
 
 class RequestChecks:
@@ -151,19 +154,23 @@ def _refusal(error: ValidationError, known) -> BadRequest:
 
 
 def _limited(path: str, request: dict, used: int, context: int) -> dict:
-    field, length = next(name for name in ("prompt", "input", "messages") if name in request), _LENGTHS[path]
+    field, lengths = next(name for name in ("prompt", "input", "messages") if name in request), _LENGTHS[path]
     if used == 0:
         raise BadRequest(f"{field} has no tokens; send some text", field)
-    limits = [value for name in (length, "max_tokens") if (value := request.pop(name, None)) is not None]
+    limits = [request[name] for name in lengths if name in request]
     room = context - used
     if room < 1 or (limits and limits[0] > room):
         wanted = f" and {limits[0]} more were asked for" if limits else ""
         raise BadRequest(
             f"the prompt has {used} tokens{wanted}; this model has {context} positions for both: shorten the prompt or "
-            f"lower {length}",
+            f"lower {lengths[0]}",
             field,
         )
-    return {"stream": False, **request, length: limits[0] if limits else min(DEFAULT_NEW_TOKENS, room)}
+    return {
+        "stream": False,
+        **request,
+        **dict.fromkeys(lengths, limits[0] if limits else min(DEFAULT_NEW_TOKENS, room)),
+    }
 
 
 def _shown(value: Any) -> str:
