@@ -68,7 +68,7 @@ def test_a_fault_that_comes_later_is_blamed_on_the_run(monkeypatch):
 
 @pytest.mark.parametrize("reason", [None, "too old"])
 def test_forms_of_triton(monkeypatch, reason):
-    """On a GPU: what auto does, the one-pass backward and, where Gluon ran, the plain kernel."""
+    """On a GPU: the default form, the one-pass backward and, where Gluon ran, the plain kernel."""
     seen = []
 
     def fake(*tensors, is_causal, backend):
@@ -89,5 +89,5 @@ def test_forms_of_triton(monkeypatch, reason):
     assert [c.name for c in found] == (names if reason is None else names[:3])
     kernel = "gluon" if reason is None else "triton, since too old"
     assert found[1].facts == {"forward_kernel": kernel, "backward_kernel": kernel}
-    assert seen == [(False, None), (False, None), (True, None), (False, "0")][: len(found)]
+    assert seen == [(None, None), (None, None), (True, None), (None, "0")][: len(found)]
     assert gluon.SWITCH not in os.environ
