@@ -115,7 +115,7 @@ def test_pytorch_form_does_not_depend_on_blocks_and_chunks(monkeypatch, options,
 def test_native_form_does_not_depend_on_blocks_and_threads(monkeypatch, options, threads, rows, B, G):
     """Few key/value heads are packed once for all threads; of many, each thread packs its own."""
     monkeypatch.setattr(native, "MAX_SINGLE_THREAD_WORK", 0)
-    monkeypatch.setattr(native, "block_rows", lambda T, measured: rows)
+    monkeypatch.setattr(native, "block_rows", lambda *sizes: rows)
     torch.set_num_threads(threads)
     try:
         assert_exact(make_inputs(B=B, H=6, Hn=3, G=G, T=63, S=90, D=8), options)

@@ -35,7 +35,6 @@ FLAGS = (
     *("-O3", "-march=native", "-std=c++17", "-fPIC", "-shared", OPENMP),
     *("-ffp-contract=fast", "-fno-math-errno", "-fno-trapping-math", "-w"),
 )
-WITHOUT_TILES = (*FLAGS, "-mno-amx-tile", "-mno-amx-bf16", "-mno-amx-int8")
 SECONDS = 180.0  # limit of the compiler, which takes some ten seconds
 DIGEST_BYTES = hashlib.sha256().digest_size  # appended to a kept library, so that a damaged file is never loaded
 
@@ -69,15 +68,11 @@ def library() -> ctypes.CDLL | None:
         log.info("blockwise: PyTorch form (DIFF_TRANSFORMER_NATIVE=0)")
         return None
     try:
-        command = compiler()
-        path, loaded = _load(command, FLAGS)
-        if not loaded.diff_attention_ready():
-            log.info("blockwise: this process may not use the processor's tiles (AMX)")
-            path, loaded = _load(command, WITHOUT_TILES)
+        path, loaded = _load(compiler(), FLAGS)
     except (CannotBuild, OSError, AttributeError) as error:  # the last: a symbol is missing
         log.warning("blockwise: PyTorch form, which is slower, because the native one cannot be built: %s", error)
         return None
-    log.info("blockwise: native form%s, %s", ", bf16 in tiles" if loaded.diff_attention_in_tiles() else "", path)
+    log.info("blockwise: native form, %s", path)
     return loaded
 
 
@@ -129,24 +124,38 @@ def library_path(command: str, flags: tuple[str, ...] = FLAGS) -> Path:
     Raises:
         Untrusted: there is no cache folder.
     """
-    sources = [path.read_text() for path in (SOURCE, *HEADERS)]
-    key = "\n".join([*sources, command, *flags, platform.machine(), _processor()])
     try:
         folder = cache_folder()
     except RuntimeError as error:  # HOME is not set, and the user has no entry in the password database
         raise Untrusted(f"there is no home folder ({error})") from error
-    return folder / f"native-{_user()}" / f"native-{hashlib.sha256(key.encode()).hexdigest()[:16]}.so"
+    return folder / f"native-{_user()}" / f"native-{identity(command, flags)}.so"
+
+
+def identity(command: str | None = None, flags: tuple[str, ...] = FLAGS) -> str:
+    """What tells this library from others: a digest of its source, compiler, flags and processor."""
+    sources = [path.read_text() for path in (SOURCE, *HEADERS)]
+    key = "\n".join([*sources, command or compiler(), *flags, platform.machine(), instruction_sets()])
+    return hashlib.sha256(key.encode()).hexdigest()[:16]
 
 
 def _user() -> int:
     return os.geteuid() if hasattr(os, "geteuid") else 0
 
 
-def _processor() -> str:
-    """What -march=native depends on: the instruction sets, or the name of the processor."""
+def instruction_sets() -> str:
+    """What -march=native depends on, or the name of the processor."""
+    return _processor_line("flags", "Features")
+
+
+def processor() -> str:
+    """The name of the processor."""
+    return _processor_line("model name", "CPU part").rpartition(":")[2].strip()
+
+
+def _processor_line(*names: str) -> str:
     info = Path("/proc/cpuinfo")
     lines = info.read_text().splitlines() if info.exists() else []
-    return next((line for line in lines if line.startswith(("flags", "Features"))), platform.processor())
+    return next((line for line in lines if line.startswith(names)), platform.processor())
 
 
 def require_private(folder: Path) -> None:
@@ -257,14 +266,14 @@ def run_compiler(command: list[str]) -> str | None:
 
 def _declared(loaded: ctypes.CDLL) -> ctypes.CDLL:
     """The library with the types of its functions."""
-    loaded.diff_attention_ready.restype = loaded.diff_attention_in_tiles.restype = ctypes.c_bool
+    loaded.diff_attention_forms.restype = ctypes.c_int
     for name in ("forward", "backward", "decode"):
         workspace = getattr(loaded, f"diff_attention_{name}_workspace")
-        workspace.argtypes, workspace.restype = [ctypes.c_char_p, ctypes.c_bool], ctypes.c_int64
+        workspace.argtypes, workspace.restype = [ctypes.c_char_p, ctypes.c_int], ctypes.c_int64
         function = getattr(loaded, f"diff_attention_{name}")
-        function.argtypes, function.restype = [ctypes.c_char_p, ctypes.c_bool, ctypes.c_void_p], ctypes.c_int
+        function.argtypes, function.restype = [ctypes.c_char_p, ctypes.c_int, ctypes.c_void_p], ctypes.c_int
     layer = loaded.diff_attention_decode_layer
-    layer.argtypes, layer.restype = [ctypes.c_char_p, ctypes.c_char_p, ctypes.c_bool], ctypes.c_int
+    layer.argtypes, layer.restype = [ctypes.c_char_p, ctypes.c_char_p, ctypes.c_int], ctypes.c_int
     return loaded
 
 

@@ -15,8 +15,18 @@ namespace {
 // Heads that share a key/value head are computed together, at most MAX_ROWS rows of either map.
 constexpr int MAX_ROWS = 8;
 
-template <typename In>
+// Replaces e1 by e1 c1 - lam e2 c2. Equal maps cancel exactly.
+inline void subtract(int64_t n, float* e1, const float* e2, float c1, float c2, float lam) {
+    const vf v1 = broadcast(c1), v2 = broadcast(c2), minus_lam = broadcast(-lam);
+    for (int64_t i = 0; i < n; i += W) {
+        const vf p1 = load(e1 + i) * v1, p2 = load(e2 + i) * v2;
+        store(e1 + i, multiplied_and_added(minus_lam, p2, p1));
+    }
+}
+
+template <typename Form>
 struct Decode {
+    using Number = typename Form::Number;
     const Problem& p;
     Range r;
     int64_t rows1, rows2, wide;  // rows of the maps of a key/value head; D padded to vectors
@@ -32,7 +42,7 @@ struct Decode {
     }
 
     template <int rows>
-    void scores(const In* k, int64_t by_row, int64_t keys, float* s) const {
+    void scores(const Number* k, int64_t by_row, int64_t keys, float* s) const {
         for (int64_t i = 0; i < keys; i++, k += by_row) {
             vf dots[rows];
             for (int j = 0; j < rows; j++) dots[j] = broadcast(0.0f);
@@ -45,11 +55,11 @@ struct Decode {
     }
 
     template <int rows>
-    void values(const In* v, int64_t by_row, int64_t keys, const float* weights) const {
+    void values(const Number* v, int64_t by_row, int64_t keys, const float* weights) const {
         for (int64_t d = 0; d < p.Dv; d += W) {  // a strip of columns at a time, its sums in registers
             vf sums[rows];
             for (int j = 0; j < rows; j++) sums[j] = load(total + j * up(p.Dv, W) + d);
-            const In* x = v + d;
+            const Number* x = v + d;
             if (p.Dv - d >= W)
                 for (int64_t i = 0; i < keys; i++, x += by_row)
                     for (int j = 0; j < rows; j++) sums[j] += broadcast(weights[j * r.ldn + i]) * load_wide(x);
@@ -62,13 +72,13 @@ struct Decode {
     }
 
     template <int rows>
-    void some_scores(int64_t n, const In* k, int64_t by_row, int64_t keys, float* s) const {
+    void some_scores(int64_t n, const Number* k, int64_t by_row, int64_t keys, float* s) const {
         if constexpr (rows < MAX_ROWS)
             if (n > rows) return some_scores<rows + 1>(n, k, by_row, keys, s);
         scores<rows>(k, by_row, keys, s);
     }
     template <int rows>
-    void some_values(int64_t n, const In* v, int64_t by_row, int64_t keys, const float* weights) const {
+    void some_values(int64_t n, const Number* v, int64_t by_row, int64_t keys, const float* weights) const {
         if constexpr (rows < MAX_ROWS)
             if (n > rows) return some_values<rows + 1>(n, v, by_row, keys, weights);
         values<rows>(v, by_row, keys, weights);
@@ -77,10 +87,10 @@ struct Decode {
     void map(const Matrix& queries, const Matrix& keys, int64_t rows, int64_t b, int64_t g, float* s, float* sums) {
         const int64_t heads = rows / p.T, seen = std::min(p.S - r.k0, r.n);
         for (int64_t j = 0; j < rows; j++) {
-            const In* x = at<In>(queries, b, g * heads + j / p.T, j % p.T);
+            const Number* x = at<Form>(queries, b, g * heads + j / p.T, j % p.T);
             for (int64_t d = 0; d < wide; d++) q[j * wide + d] = d < p.D ? widen(x[d]) : 0.0f;
         }
-        some_scores<1>(rows, at<In>(keys, b, g, r.k0), keys.by_row, seen, s);
+        some_scores<1>(rows, at<Form>(keys, b, g, r.k0), keys.by_row, seen, s);
         for (int64_t j = 0; j < rows; j++) sums[j] = exponentials(p, r, b, g * heads + j / p.T, j % p.T, s + j * r.ldn);
     }
 
@@ -94,14 +104,14 @@ struct Decode {
             for (int64_t j = 0; j < rows1; j++) {
                 const int64_t h = g * heads + j / p.T, t = j % p.T, j2 = j / p.T / m * p.T + t;
                 const float lam = p.lam[b * p.lam_by_batch + h * p.lam_by_head + t * p.lam_by_row];
-                subtract<false>(r.n, s1 + j * r.ldn, s2 + j2 * r.ldn, inverse(sum1[j]), inverse(sum2[j2]), lam);
+                subtract(r.n, s1 + j * r.ldn, s2 + j2 * r.ldn, inverse(sum1[j]), inverse(sum2[j2]), lam);
             }
-            const In* v = at<In>(p.v, b, g, r.k0);
+            const Number* v = at<Form>(p.v, b, g, r.k0);
             for (int64_t i = 0; i < seen; i += DEEP)  // so that a strip of values stays in cache
                 some_values<1>(rows1, v + i * p.v.by_row, p.v.by_row, std::min<int64_t>(DEEP, seen - i), s1 + i);
         }
         for (int64_t j = 0; j < rows1; j++) {
-            In* to = place<In>(p.out, b, g * heads + j / p.T, j % p.T);
+            Number* to = place<Form>(p.out, b, g * heads + j / p.T, j % p.T);
             if (p.normed) norm(total + j * padded);
             for (int64_t d = 0; d < p.Dv; d++) put(to + d, p.gain * total[j * padded + d]);
         }
@@ -121,20 +131,20 @@ struct Decode {
     }
 };
 
-template <typename In>
+template <typename Form>
 int64_t decode_bytes(const Problem& p) {
     Workspace workspace(nullptr);
-    Decode<In>(p, workspace);
+    Decode<Form>(p, workspace);
     return reinterpret_cast<intptr_t>(workspace.next);
 }
 
-template <typename In>
+template <typename Form>
 void decode(const Problem& p, char* start) {
-    const int64_t bytes = decode_bytes<In>(p);
+    const int64_t bytes = decode_bytes<Form>(p);
 #pragma omp parallel for schedule(dynamic, 1) num_threads(p.threads) if (p.threads > 1)
     for (int64_t head = 0; head < p.B * p.G; head++) {
         Workspace workspace(start + bytes * omp_get_thread_num());
-        Decode<In>(p, workspace).head(head / p.G, head % p.G);
+        Decode<Form>(p, workspace).head(head / p.G, head % p.G);
     }
 }
 

@@ -2,16 +2,15 @@
 //
 //   P1 = softmax(q1 k1^T scale), P2 = softmax(q2 k2^T scale), out = (P1 - lam P2) v
 //
-// This file distributes the work over threads and exports the functions. Reading order: products.h, problem.h,
-// whole_rows.h (fp32; bf16 without tiles), in_tiles.h (bf16 with tiles), decode.h.
+// This file distributes the work over threads and exports the functions. Reading order: products.h, problem.h, chunks.h,
+// decode.h.
 
+#include "chunks.h"
 #include "decode.h"
-#include "in_tiles.h"
-#include "whole_rows.h"
 
 #include <cstdlib>
 #include <new>
-#include <type_traits>
+#include <stdexcept>
 
 #if defined(__AMX_BF16__) && defined(__linux__)
 #include <sys/syscall.h>
@@ -28,12 +27,7 @@ bool heads_fill_threads(const Problem& p) {
     return p.threads == 1 || heads >= 4 * p.threads || heads % p.threads == 0;
 }
 
-template <typename In>
-using ForwardOf = std::conditional_t<Words<In>::tiles, ForwardInTiles<In>, Forward<In>>;
-template <typename In>
-using BackwardOf = std::conditional_t<Words<In>::tiles, BackwardInTiles<In>, Backward<In>>;
-
-template <typename In>
+template <typename Form>
 struct Plan {
     int64_t packed, work, totals;  // bytes of one of each
     int64_t copies, sums, threads;  // how many of the first, of the last and of the second
@@ -42,11 +36,11 @@ struct Plan {
 
     Plan(const Problem& p, bool backward, char* workspace = nullptr) : threads(p.threads), start(workspace) {
         Workspace a(nullptr), b(nullptr), c(nullptr);
-        Packed::make<In>(p, a, backward);
+        Packed::make<Form>(p, a, backward);
         if (backward)
-            BackwardOf<In>(p, b), KeyGradients(p, c);
+            Backward<Form>(p, b), KeyGradients(p, c);
         else
-            ForwardOf<In>(p, b);
+            Forward<Form>(p, b);
         packed = size(a), work = size(b), totals = size(c);
         own = heads_fill_threads(p);
         copies = own ? p.threads : p.B * p.G;
@@ -59,73 +53,73 @@ struct Plan {
     char* totals_at(int64_t i) const { return start + packed * copies + work * threads + totals * i; }
 };
 
-template <typename In>
+template <typename Form>
 void forward(const Problem& p, char* start) {
-    const Plan<In> plan(p, false, start);
+    const Plan<Form> plan(p, false, start);
     const int64_t heads = p.B * p.G, blocks = blocks_of(p);
 #pragma omp parallel num_threads(p.threads)
     {
         const int64_t thread = omp_get_thread_num();
-        [[maybe_unused]] const Session<In> session;
+        [[maybe_unused]] const Session<Form> session;
         Workspace workspace(plan.work_at(thread));
-        ForwardOf<In> work(p, workspace);
+        Forward<Form> work(p, workspace);
         if (plan.own) {
             Workspace own(plan.packed_at(thread));
-            const Packed keys = Packed::make<In>(p, own, false);
+            const Packed keys = Packed::make<Form>(p, own, false);
 #pragma omp for schedule(dynamic, 1)
             for (int64_t head = 0; head < heads; head++) {
-                keys.fill<In>(p, head / p.G, head % p.G);
+                keys.fill<Form>(p, head / p.G, head % p.G);
                 for (int64_t block = 0; block < blocks; block++) work.block(keys, head / p.G, head % p.G, block);
             }
         } else {
 #pragma omp for schedule(dynamic, 1)
             for (int64_t head = 0; head < heads; head++) {
                 Workspace one(plan.packed_at(head));
-                Packed::make<In>(p, one, false).template fill<In>(p, head / p.G, head % p.G);
+                Packed::make<Form>(p, one, false).template fill<Form>(p, head / p.G, head % p.G);
             }
 #pragma omp for schedule(dynamic, 1)
             for (int64_t item = 0; item < heads * blocks; item++) {  // the longest first
                 const int64_t head = item % heads, block = blocks - 1 - item / heads;
                 Workspace one(plan.packed_at(head));
-                work.block(Packed::make<In>(p, one, false), head / p.G, head % p.G, block);
+                work.block(Packed::make<Form>(p, one, false), head / p.G, head % p.G, block);
             }
         }
     }
 }
 
-template <typename In>
+template <typename Form>
 void backward(const Problem& p, char* start) {
-    const Plan<In> plan(p, true, start);
+    const Plan<Form> plan(p, true, start);
     const int64_t heads = p.B * p.G, blocks = blocks_of(p);
 #pragma omp parallel num_threads(p.threads)
     {
         const int64_t thread = omp_get_thread_num();
-        [[maybe_unused]] const Session<In> session;
+        [[maybe_unused]] const Session<Form> session;
         Workspace workspace(plan.work_at(thread));
-        BackwardOf<In> work(p, workspace);
+        Backward<Form> work(p, workspace);
         if (plan.own) {
             Workspace own(plan.packed_at(thread)), sums(plan.totals_at(thread));
-            const Packed keys = Packed::make<In>(p, own, true);
+            const Packed keys = Packed::make<Form>(p, own, true);
             const KeyGradients totals(p, sums);
 #pragma omp for schedule(dynamic, 1)
             for (int64_t head = 0; head < heads; head++) {
                 const int64_t b = head / p.G, g = head % p.G;
-                keys.fill<In>(p, b, g);
+                keys.fill<Form>(p, b, g);
                 totals.clear(p);
                 for (int64_t block = 0; block < blocks; block++) work.block(keys, totals, b, g, block);
-                write_key_gradients<In>(p, b, g, &totals, 1);
+                write_key_gradients<Form>(p, b, g, &totals, 1);
             }
         } else {
 #pragma omp for schedule(dynamic, 1)
             for (int64_t head = 0; head < heads; head++) {
                 Workspace one(plan.packed_at(head));
-                Packed::make<In>(p, one, true).template fill<In>(p, head / p.G, head % p.G);
+                Packed::make<Form>(p, one, true).template fill<Form>(p, head / p.G, head % p.G);
             }
 #pragma omp for schedule(dynamic, 1)
             for (int64_t item = 0; item < heads * p.parts; item++) {
                 const int64_t head = item / p.parts;
                 Workspace one(plan.packed_at(head)), sums(plan.totals_at(item));
-                const Packed keys = Packed::make<In>(p, one, true);
+                const Packed keys = Packed::make<Form>(p, one, true);
                 const KeyGradients totals(p, sums);
                 totals.clear(p);
                 for (int64_t block = item % p.parts; block < blocks; block += p.parts)
@@ -138,10 +132,22 @@ void backward(const Problem& p, char* start) {
                     Workspace sums(plan.totals_at(head * p.parts + part));
                     new (parts + part) KeyGradients(p, sums);
                 }
-                write_key_gradients<In>(p, head / p.G, head % p.G, parts, p.parts);
+                write_key_gradients<Form>(p, head / p.G, head % p.G, parts, p.parts);
             }
         }
     }
+}
+
+// work(Form()) for the form of this number; see diff_attention_forms.
+template <typename Work>
+auto with_form(int form, Work work) {
+    if constexpr (HAS_TILES)
+        if (form == 3) return work(InTiles());
+    if constexpr (HAS_BF16_PRODUCTS)
+        if (form == 2) return work(Pairs());
+    if (form == 1) return work(Widened());
+    if (form) throw std::invalid_argument("form");
+    return work(Fp32());
 }
 
 // No exception may leave the library: 0 is success, 1 is no memory, 2 is anything else.
@@ -160,51 +166,58 @@ int status_of(Function function) {
 }  // namespace
 
 extern "C" {
-// Whether this process may use what the library was compiled for: Linux grants AMX tiles on request.
-bool diff_attention_ready() {
-#if defined(__AMX_BF16__) && defined(__linux__)
-    constexpr long request = 0x1023, tile_data = 18;
-    return syscall(SYS_arch_prctl, request, tile_data) == 0;
+// The forms that multiply bf16 here, a sum of 2^form: 1 widened to fp32, 2 in pairs, 3 in tiles. Form 0 is for fp32.
+int diff_attention_forms() {
+    int forms = 1 << 1 | HAS_BF16_PRODUCTS << 2;
+#if defined(__AMX_BF16__)
+#if defined(__linux__)
+    constexpr long request = 0x1023, tile_data = 18;  // Linux grants tiles on request
+    const bool granted = syscall(SYS_arch_prctl, request, tile_data) == 0;
 #else
-    return true;
+    const bool granted = true;
 #endif
-}
-// Whether bf16 is multiplied in tiles.
-bool diff_attention_in_tiles() { return HAS_TILES; }
-
-// Bytes of workspace that a call needs.
-int64_t diff_attention_decode_workspace(const Problem* p, bool in_bf16) {
-    return (in_bf16 ? decode_bytes<bf16>(*p) : decode_bytes<float>(*p)) * p->threads;
-}
-int64_t diff_attention_forward_workspace(const Problem* p, bool in_bf16) {
-    return in_bf16 ? Plan<bf16>(*p, false).bytes() : Plan<float>(*p, false).bytes();
-}
-int64_t diff_attention_backward_workspace(const Problem* p, bool in_bf16) {
-    return in_bf16 ? Plan<bf16>(*p, true).bytes() : Plan<float>(*p, true).bytes();
+    forms |= (HAS_TILES && granted) << 3;
+#endif
+    return forms;
 }
 
-int diff_attention_decode(const Problem* p, bool in_bf16, char* workspace) {
-    return status_of([&] { in_bf16 ? decode<bf16>(*p, workspace) : decode<float>(*p, workspace); });
+// Bytes of workspace that a call needs, or -1 for an unknown form.
+int64_t diff_attention_decode_workspace(const Problem* p, int form) {
+    return p->threads * (form ? decode_bytes<Widened>(*p) : decode_bytes<Fp32>(*p));
+}
+int64_t diff_attention_forward_workspace(const Problem* p, int form) {
+    int64_t bytes = -1;
+    status_of([&] { bytes = with_form(form, [&](auto f) { return Plan<decltype(f)>(*p, false).bytes(); }); });
+    return bytes;
+}
+int64_t diff_attention_backward_workspace(const Problem* p, int form) {
+    int64_t bytes = -1;
+    status_of([&] { bytes = with_form(form, [&](auto f) { return Plan<decltype(f)>(*p, true).bytes(); }); });
+    return bytes;
+}
+
+int diff_attention_decode(const Problem* p, int form, char* workspace) {
+    return status_of([&] { form ? decode<Widened>(*p, workspace) : decode<Fp32>(*p, workspace); });
 }
 // Decoding of a whole layer between projections: lambda, attention, head norm and gain.
-int diff_attention_decode_layer(const Problem* problem, const Lambda* lambda, bool in_bf16) {
+int diff_attention_decode_layer(const Problem* problem, const Lambda* lambda, int form) {
     float first = 0, second = 0;
     for (int64_t i = 0; i < lambda->n; i++)
         first += lambda->q1[i] * lambda->k1[i], second += lambda->q2[i] * lambda->k2[i];
     float lam = std::exp(first) - std::exp(second) + lambda->initial;
     Problem p = *problem;
     p.lam = &lam, p.lam_by_batch = p.lam_by_head = p.lam_by_row = 0;
-    const int64_t bytes = diff_attention_decode_workspace(&p, in_bf16);
+    const int64_t bytes = diff_attention_decode_workspace(&p, form);
     char* workspace = static_cast<char*>(std::aligned_alloc(64, up(bytes, 64)));
     if (!workspace) return 1;
-    const int status = diff_attention_decode(&p, in_bf16, workspace);
+    const int status = diff_attention_decode(&p, form, workspace);
     std::free(workspace);
     return status;
 }
-int diff_attention_forward(const Problem* p, bool in_bf16, char* workspace) {
-    return status_of([&] { in_bf16 ? forward<bf16>(*p, workspace) : forward<float>(*p, workspace); });
+int diff_attention_forward(const Problem* p, int form, char* workspace) {
+    return status_of([&] { with_form(form, [&](auto f) { forward<decltype(f)>(*p, workspace); }); });
 }
-int diff_attention_backward(const Problem* p, bool in_bf16, char* workspace) {
-    return status_of([&] { in_bf16 ? backward<bf16>(*p, workspace) : backward<float>(*p, workspace); });
+int diff_attention_backward(const Problem* p, int form, char* workspace) {
+    return status_of([&] { with_form(form, [&](auto f) { backward<decltype(f)>(*p, workspace); }); });
 }
 }

@@ -1,18 +1,29 @@
 """Calls the native implementation, ``native.cpp``."""
 
+import math
+import os
 import struct
+import time
 from collections.abc import Callable
-from functools import cache
+from contextlib import suppress
+from functools import cache, partial
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from diff_transformer.ops.cpu.build import library, refuse_failure
+from diff_transformer.ops.cpu.build import identity, library, processor, refuse_failure
+from diff_transformer.ops.dispatch import fastest
 
 MAX_DECODE_ROWS = 8  # rows of either map that share a key/value head: up to here each key is read once, unpacked
 MAX_D = MAX_DV = 256
 MAX_SINGLE_THREAD_WORK = 2**15  # multiply-adds that one thread finishes before a second one has started
+FORMS = {"amx": 3, "dpbf16": 2, "fp32": 1}  # how bf16 is multiplied, and the library's number of it; the default first
+STRIP, CHUNK = 32, 256  # queries and keys of a product
+MAX_ROWS = 128  # queries of a block
+KEPT_BYTES = 2**25  # of a block and thread
+TRIED_WIDTHS = (16, 32, 64, 128, MAX_D)
+CALLS = 5  # in a turn of a trial
 
 
 # ``struct Problem`` of native.cpp: 12 matrices (pointer and three strides), lam, dlam, mask, 14 sizes, the scale, and
@@ -26,7 +37,7 @@ class Problem(NamedTuple):
     """A call as ``native.cpp`` reads it."""
 
     packed: bytes  # LAYOUT
-    bf16: bool
+    form: int  # of FORMS, or 0 for fp32
     copies: dict[object, Tensor]  # tensors that ``packed`` points to, kept until the call returns
 
 
@@ -38,52 +49,126 @@ def supports(q1: Tensor, v: Tensor, scale: float) -> bool:
 
 def forward(q1, q2, k1, k2, v, lam, attn_mask, is_causal, window, scale) -> Tensor:
     """[B, H, T, Dv], laid out in memory as [B, T, H, Dv]."""
-    B, H, T, D = q1.shape
+    B, H, T, _ = q1.shape
     out = v.new_empty(B, T, H, v.shape[-1]).transpose(1, 2)
-    if v.dtype == torch.float32:
-        measured = 32 if D <= 64 else 64
-    elif in_tiles():
-        measured = 128 if D <= 32 else 64
-    else:
-        measured = 48 if D <= 64 else 32
-    rows = block_rows(T, measured)
-    problem = pack((q1, q2, k1, k2, v, out), lam, attn_mask, is_causal, window, scale, rows)
     few_rows = H // k1.shape[1] * T <= MAX_DECODE_ROWS
+    form = int(q1.dtype == torch.bfloat16) if few_rows else form_of(q1, "forward")
+    rows = forward_rows(q1, k1, v, window)
+    problem = pack((q1, q2, k1, k2, v, out), form, lam, attn_mask, is_causal, window, scale, rows)
     function, workspace = prepare("decode" if few_rows else "forward", problem)
-    refuse_failure(function(problem.packed, problem.bf16, _aligned(workspace)))
+    refuse_failure(function(problem.packed, problem.form, _aligned(workspace)))
     return out
 
 
 def backward(dout, q1, q2, k1, k2, v, lam, attn_mask, is_causal, window, scale):
     """Gradients of q1, q2, k1, k2, v and lam."""
-    T, D = q1.shape[2:]
-    new = torch.zeros_like if is_causal and k1.shape[2] < T else torch.empty_like  # then some rows are fully masked
+    new = (
+        torch.zeros_like if is_causal and k1.shape[2] < q1.shape[2] else torch.empty_like
+    )  # then rows are fully masked
     gradients = [new(x, memory_format=torch.contiguous_format) for x in (q1, q2, k1, k2, v, lam)]
-    if q1.dtype == torch.bfloat16 and in_tiles():
-        measured = 128 if D <= 64 else 256
-    else:
-        measured = 32 if D <= 32 else 64 if D <= 64 else 128
-    rows = block_rows(T, measured)
     tensors = (q1, q2, k1, k2, v, None, dout, *gradients[:5])
-    problem = pack(tensors, lam, attn_mask, is_causal, window, scale, rows, dlam=gradients[5])
+    rows = backward_rows(q1, q2, k1, v, window)
+    problem = pack(tensors, form_of(q1, "backward"), lam, attn_mask, is_causal, window, scale, rows, dlam=gradients[5])
     function, workspace = prepare("backward", problem)
-    refuse_failure(function(problem.packed, problem.bf16, _aligned(workspace)))
+    refuse_failure(function(problem.packed, problem.form, _aligned(workspace)))
     return tuple(gradients)
 
 
 @cache
-def in_tiles() -> bool:
-    """Whether this processor multiplies bf16 in tiles (AMX)."""
+def available_forms() -> tuple[str, ...]:
+    """The forms in which this processor can multiply bf16, the default first; empty without a library.
+
+    "amx": in tiles; "dpbf16": in pairs, by AVX512-BF16; "fp32": widened and multiplied in fp32, on every processor.
+    """
     native = library()
-    return native is not None and native.diff_attention_in_tiles()
+    found = 0 if native is None else native.diff_attention_forms()
+    return tuple(name for name, number in FORMS.items() if found >> number & 1)
 
 
-def block_rows(T: int, measured: int) -> int:
-    """Queries in a block: the fastest measured number for the width, or T rounded up to a multiple of 8."""
-    return min(measured, -(-T // 8) * 8)
+def form_of(q1: Tensor, direction: str) -> int:
+    """The library's number of the form for this call; direction: "forward" or "backward"."""
+    return 0 if q1.dtype == torch.float32 else FORMS[fastest_form(direction, q1.shape[-1])]
 
 
-def pack(tensors, lam, attn_mask, is_causal, window, scale, rows: int, dlam: Tensor | None = None) -> Problem:
+def fastest_form(direction: str, D: int) -> str:
+    """The form in which bf16 of width D is multiplied: the fastest in a trial of milliseconds, once on a machine."""
+    return _fastest_form(direction, next(width for width in TRIED_WIDTHS if width >= D))
+
+
+@cache
+def _fastest_form(direction: str, D: int) -> str:
+    forms = available_forms()
+    if len(forms) == 1:
+        return forms[0]
+    key = {"operation": f"blockwise, bf16, {direction}", "width": D, "processor": processor(), "library": identity()}
+    return fastest(key, {form: partial(trial, form, direction, D) for form in forms}, timer=_thread_clock)
+
+
+def _thread_clock(run: Callable[[], object]) -> float:
+    """The shortest of some calls, in seconds that this thread spent on the processor: others may be busy on it."""
+    shortest = math.inf
+    for _ in range(CALLS):
+        begin = time.thread_time()
+        run()
+        shortest = min(shortest, time.thread_time() - begin)
+    return shortest
+
+
+def trial(form: str, direction: str, D: int) -> None:
+    """Compute one small head in this form, on one thread."""
+    q = torch.ones(1, 1, 256, D, dtype=torch.bfloat16, device="cpu")
+    v = q.new_ones(1, 1, 512, min(MAX_DV, 2 * D))
+    k, lam, out = v[..., :D], q.new_zeros(1, 1, 256, 1, dtype=torch.float32), q.new_empty(1, 1, 256, v.shape[-1])
+    if direction == "forward":
+        tensors, rows, dlam = (q, q, k, k, v, out), forward_rows(q, k, v, None), None
+    else:
+        gradients = [torch.empty_like(x) for x in (q, q, k, k, v, lam)]
+        tensors, rows, dlam = (
+            (q, q, k, k, v, None, out.fill_(1), *gradients[:5]),
+            backward_rows(q, q, k, v, None),
+            gradients[5],
+        )
+    problem = pack(tensors, FORMS[form], lam, None, False, None, D**-0.5, rows, dlam=dlam, threads=1)
+    function, workspace = prepare(direction, problem)
+    refuse_failure(function(problem.packed, problem.form, _aligned(workspace)))
+
+
+def forward_rows(q1: Tensor, k1: Tensor, v: Tensor, window: int | None) -> int:
+    """Queries of a forward block, as many as fit: their sums in a quarter of the second-level cache."""
+    most = MAX_ROWS * 2 // q1.element_size()  # bf16 keeps its exponentials in half precision
+    return block_rows(q1.shape[2], most, 4 * v.shape[-1], 2 * keys_of_block(k1, window))
+
+
+def backward_rows(q1: Tensor, q2: Tensor, k1: Tensor, v: Tensor, window: int | None) -> int:
+    """Queries of a backward block, as many as fit: their operands, gradients and maps of a chunk in that cache."""
+    kept = 1 + 2 * q1.shape[1] // q2.shape[1]  # of each key: a noise head's map, and the map and dP of its signal heads
+    working = 3 * CHUNK + 6 * q1.shape[-1] + 2 * v.shape[-1]
+    return block_rows(q1.shape[2], MAX_ROWS, working, kept * keys_of_block(k1, window))
+
+
+def keys_of_block(k1: Tensor, window: int | None) -> int:
+    """Keys that a block of queries may see."""
+    return k1.shape[2] if window is None else min(k1.shape[2], window + MAX_ROWS)
+
+
+def block_rows(T: int, most: int, working: int, kept: int) -> int:
+    """Queries in a block: whole strips, at most ``most``; or T rounded up to a multiple of 8.
+
+    ``working`` numbers of each query fit in the second-level cache, and ``kept`` numbers of each in KEPT_BYTES.
+    """
+    fitting = min(second_level_cache() // (4 * working), KEPT_BYTES // (4 * kept), most)
+    return min(max(STRIP, fitting // STRIP * STRIP), -(-T // 8) * 8)
+
+
+@cache
+def second_level_cache() -> int:
+    """Bytes of a core's second-level cache; 1 MiB where the system does not tell."""
+    with suppress(AttributeError, ValueError, OSError):  # no sysconf, or not this name
+        return os.sysconf("SC_LEVEL2_CACHE_SIZE") or 2**20
+    return 2**20
+
+
+def pack(tensors, form: int, lam, attn_mask, is_causal, window, scale, rows: int, dlam=None, threads=None):
     """Describe a call for ``native.cpp``.
 
     ``tensors``: q1, q2, k1, k2, v, out, dout, dq1, dq2, dk1, dk2, dv, as many as the call needs.
@@ -109,10 +194,11 @@ def pack(tensors, lam, attn_mask, is_causal, window, scale, rows: int, dlam: Ten
         strides = [stride if size > 1 else 0 for size, stride in zip(mask.shape, mask.stride(), strict=True)]
         numbers += (mask.data_ptr(), *strides)
     (B, H, T, D), Hn, (G, S), Dv = q1.shape, q2.shape[1], k1.shape[1:3], v.shape[3]
-    threads = 1 if B * H * T * S * (D + Dv) < MAX_SINGLE_THREAD_WORK else torch.get_num_threads()
+    if threads is None:
+        threads = 1 if B * H * T * S * (D + Dv) < MAX_SINGLE_THREAD_WORK else torch.get_num_threads()
     additive = attn_mask is not None and attn_mask.dtype != torch.bool
     numbers += (additive, B, H, Hn, G, T, S, D, Dv, is_causal, window or 0, threads, rows, -(-threads // (B * G)))
-    return Problem(LAYOUT.pack(*numbers, scale, *NO_NORM), q1.dtype == torch.bfloat16, copies)
+    return Problem(LAYOUT.pack(*numbers, scale, *NO_NORM), form, copies)
 
 
 def prepare(name: str, problem: Problem) -> tuple[Callable, Tensor]:
@@ -120,8 +206,8 @@ def prepare(name: str, problem: Problem) -> tuple[Callable, Tensor]:
     native = library()
     if native is None:
         raise RuntimeError("there is no native library here")
-    size = getattr(native, f"diff_attention_{name}_workspace")(problem.packed, problem.bf16)
-    return getattr(native, f"diff_attention_{name}"), torch.empty(size + 64, dtype=torch.uint8)
+    size = getattr(native, f"diff_attention_{name}_workspace")(problem.packed, problem.form)
+    return getattr(native, f"diff_attention_{name}"), torch.empty(size + 64, dtype=torch.uint8, device="cpu")
 
 
 def _aligned(workspace: Tensor) -> int:

@@ -117,23 +117,13 @@ float exponentials(const Problem& p, const Range& r, int64_t b, int64_t h, int64
 // 1 / total; 0 for a fully masked row. NaN stays NaN.
 inline float inverse(float total) { return total > 0 ? 1 / total : total - total; }
 
-// Replaces e1 by e1 c1 - lam e2 c2, as words. Equal maps cancel exactly.
-template <bool pairs>
-inline void subtract(int64_t n, float* e1, const float* e2, float c1, float c2, float lam) {
-    const vf v1 = broadcast(c1), v2 = broadcast(c2), minus_lam = broadcast(-lam);
-    for (int64_t i = 0; i < n; i += W) {
-        const vf p1 = load(e1 + i) * v1, p2 = load(e2 + i) * v2;
-        put_words<pairs>(reinterpret_cast<uint32_t*>(e1), i, multiplied_and_added(minus_lam, p2, p1));
-    }
+template <typename Form>
+const typename Form::Number* at(const Matrix& m, int64_t b, int64_t h, int64_t t) {
+    return static_cast<const typename Form::Number*>(m.data) + b * m.by_batch + h * m.by_head + t * m.by_row;
 }
-
-template <typename In>
-const In* at(const Matrix& m, int64_t b, int64_t h, int64_t t) {
-    return static_cast<const In*>(m.data) + b * m.by_batch + h * m.by_head + t * m.by_row;
-}
-template <typename In>
-In* place(const Matrix& m, int64_t b, int64_t h, int64_t t) {
-    return static_cast<In*>(m.data) + b * m.by_batch + h * m.by_head + t * m.by_row;
+template <typename Form>
+typename Form::Number* place(const Matrix& m, int64_t b, int64_t h, int64_t t) {
+    return static_cast<typename Form::Number*>(m.data) + b * m.by_batch + h * m.by_head + t * m.by_row;
 }
 
 // Hands out parts of the workspace in turn, aligned to cache lines.
@@ -155,39 +145,39 @@ class Workspace {
 struct Packed {
     uint32_t *k1t, *k2t, *v, *vt, *k1, *k2;  // t: contraction over the width; the others over the keys
 
-    template <typename In>
+    template <typename Form>
     static Packed make(const Problem& p, Workspace& workspace, bool backward) {
         Packed x;
-        x.take<In>(p, workspace, backward);
+        x.take<Form>(p, workspace, backward);
         return x;
     }
 
-    template <typename In>
+    template <typename Form>
     void take(const Problem& p, Workspace& workspace, bool backward) {
-        const int64_t S = padded_keys(p), Kw = ::words<In>(S);
+        const int64_t S = padded_keys(p), Kw = ::words<Form>(S);
         const bool one = std::memcmp(&p.k1, &p.k2, sizeof(Matrix)) == 0;
-        k1t = workspace.words(S * ::words<In>(p.D));
-        k2t = one ? k1t : workspace.words(S * ::words<In>(p.D));
+        k1t = workspace.words(S * ::words<Form>(p.D));
+        k2t = one ? k1t : workspace.words(S * ::words<Form>(p.D));
         v = vt = k1 = k2 = nullptr;
         if (!backward) {
             v = workspace.words(Kw * columns(p.Dv));
             return;
         }
-        vt = workspace.words(S * ::words<In>(p.Dv));
+        vt = workspace.words(S * ::words<Form>(p.Dv));
         k1 = workspace.words(Kw * columns(p.D));
         k2 = one ? k1 : workspace.words(Kw * columns(p.D));
     }
 
-    template <typename In>
+    template <typename Form>
     void fill(const Problem& p, int64_t b, int64_t g) const {
-        const int64_t Kw = ::words<In>(padded_keys(p));
-        pack_transposed(at<In>(p.k1, b, g, 0), p.k1.by_row, p.S, p.D, k1t);
-        if (k2t != k1t) pack_transposed(at<In>(p.k2, b, g, 0), p.k2.by_row, p.S, p.D, k2t);
-        if (v) pack_columns(at<In>(p.v, b, g, 0), p.v.by_row, p.S, p.Dv, Kw, v);
+        const int64_t Kw = ::words<Form>(padded_keys(p));
+        pack_transposed<Form>(at<Form>(p.k1, b, g, 0), p.k1.by_row, p.S, p.D, k1t);
+        if (k2t != k1t) pack_transposed<Form>(at<Form>(p.k2, b, g, 0), p.k2.by_row, p.S, p.D, k2t);
+        if (v) pack_columns<Form>(at<Form>(p.v, b, g, 0), p.v.by_row, p.S, p.Dv, Kw, v);
         if (vt) {
-            pack_transposed(at<In>(p.v, b, g, 0), p.v.by_row, p.S, p.Dv, vt);
-            pack_columns(at<In>(p.k1, b, g, 0), p.k1.by_row, p.S, p.D, Kw, k1);
-            if (k2 != k1) pack_columns(at<In>(p.k2, b, g, 0), p.k2.by_row, p.S, p.D, Kw, k2);
+            pack_transposed<Form>(at<Form>(p.v, b, g, 0), p.v.by_row, p.S, p.Dv, vt);
+            pack_columns<Form>(at<Form>(p.k1, b, g, 0), p.k1.by_row, p.S, p.D, Kw, k1);
+            if (k2 != k1) pack_columns<Form>(at<Form>(p.k2, b, g, 0), p.k2.by_row, p.S, p.D, Kw, k2);
         }
     }
 };
@@ -208,10 +198,10 @@ struct KeyGradients {
     }
 };
 
-template <typename In>
+template <typename Form>
 void write_total(const Matrix& to, int64_t b, int64_t g, int64_t keys, int64_t n, const KeyGradients* parts, int64_t count,
                  float* KeyGradients::*which, float factor) {
-    constexpr bool turned = Words<In>::tiles;
+    constexpr bool turned = Form::tiles;
     float line[256 + HALF];
     for (int64_t s = 0; s < keys; s++) {
         const int64_t start = turned ? s / NR * NR * columns(n) + s % NR : s * columns(n);
@@ -221,16 +211,16 @@ void write_total(const Matrix& to, int64_t b, int64_t g, int64_t keys, int64_t n
             const float* total = parts[part].*which + start;
             for (int64_t j = 0; j < n; j++) line[j] += total[j * step];
         }
-        In* row = place<In>(to, b, g, s);
+        auto* row = place<Form>(to, b, g, s);
         for (int64_t j = 0; j < n; j++) put(row + j, line[j] * factor);
     }
 }
 
-template <typename In>
+template <typename Form>
 void write_key_gradients(const Problem& p, int64_t b, int64_t g, const KeyGradients* parts, int64_t count) {
-    write_total<In>(p.dk1, b, g, p.S, p.D, parts, count, &KeyGradients::dk1, p.scale);
-    write_total<In>(p.dk2, b, g, p.S, p.D, parts, count, &KeyGradients::dk2, p.scale);
-    write_total<In>(p.dv, b, g, p.S, p.Dv, parts, count, &KeyGradients::dv, 1.0f);
+    write_total<Form>(p.dk1, b, g, p.S, p.D, parts, count, &KeyGradients::dk1, p.scale);
+    write_total<Form>(p.dk2, b, g, p.S, p.D, parts, count, &KeyGradients::dk2, p.scale);
+    write_total<Form>(p.dv, b, g, p.S, p.Dv, parts, count, &KeyGradients::dv, 1.0f);
 }
 
 }  // namespace

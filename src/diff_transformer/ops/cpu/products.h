@@ -30,8 +30,6 @@ constexpr int W = 4, MR = 4;
 constexpr int NV = 2;            // vectors of columns that the kernel works on
 constexpr int NR = 32;           // columns of a panel
 constexpr int HALF = 16;         // columns of a narrow last panel
-constexpr int DEEP = 256;        // words of a long contraction in one pass
-constexpr int64_t FAR = 1 << 18;  // words of an operand beyond which its next rows are prefetched
 constexpr float LOWEST = -std::numeric_limits<float>::infinity();
 
 typedef float vf __attribute__((vector_size(4 * W), aligned(4), may_alias));
@@ -186,25 +184,32 @@ constexpr bool HAS_TILES = HAS_BF16_PRODUCTS;
 constexpr bool HAS_TILES = false;
 #endif
 constexpr int TILE = 16;  // rows of a tile, and words of each
+constexpr int DEEP = 256;  // words of a long contraction in one pass
+constexpr int64_t STRIP = 2 * TILE;  // queries of a product
 
-// Operands of the products: float words, or words of two bf16 numbers (if the processor multiplies them), one by one or in
-// tiles. Rows are padded to a multiple of `rows`, contractions to one of `deep` words.
-template <typename In>
-struct Words {
+// Forms of the arithmetic. Number: of the inputs; pairs: a word holds two of them; tiles: they are multiplied in tiles. Rows
+// are padded to a multiple of `rows`, contractions to one of `deep` words. `chunk`: keys at a time in the forward pass.
+struct Fp32 {
+    using Number = float;
     static constexpr bool pairs = false, tiles = false;
-    static constexpr int64_t rows = 8, deep = 1;  // MR divides the rows
+    static constexpr int64_t rows = 8, deep = 1, chunk = 512;  // MR divides the rows
 };
-template <>
-struct Words<bf16> {
-    static constexpr bool pairs = HAS_BF16_PRODUCTS, tiles = HAS_TILES;
-    static constexpr int64_t rows = tiles ? 2 * TILE : 8, deep = tiles ? TILE : 1;
+struct Widened : Fp32 {  // bf16, multiplied in fp32
+    using Number = bf16;
+};
+struct Pairs : Widened {
+    static constexpr bool pairs = true;
+};
+struct InTiles : Pairs {
+    static constexpr bool tiles = true;
+    static constexpr int64_t rows = STRIP, deep = TILE;
 };
 
 inline int64_t up(int64_t n, int64_t unit) { return (n + unit - 1) / unit * unit; }
-template <typename In>
-inline int64_t words(int64_t n) { return up(Words<In>::pairs ? (n + 1) / 2 : n, Words<In>::deep); }
-template <typename In>
-inline int64_t padded_rows(int64_t n) { return up(n, Words<In>::rows); }
+template <typename Form>
+inline int64_t words(int64_t n) { return up(Form::pairs ? (n + 1) / 2 : n, Form::deep); }
+template <typename Form>
+inline int64_t padded_rows(int64_t n) { return up(n, Form::rows); }
 inline int64_t columns(int64_t n) { return up(n, HALF); }
 inline int width(int64_t n, int64_t column) { return n - column > HALF ? NR : HALF; }  // of the panel at this column
 
@@ -312,78 +317,89 @@ inline void in_tiles(int64_t, const uint32_t*, int64_t, const uint32_t*, int64_t
 struct Tiles {};
 #endif
 
-// State that a thread needs while it multiplies numbers of this kind.
-template <typename In>
-struct Session {};
+// State that a thread needs while it multiplies in this form.
+template <bool tiles>
+struct SessionOf {};
 template <>
-struct Session<bf16> : Tiles {};
+struct SessionOf<true> : Tiles {};
+template <typename Form>
+using Session = SessionOf<Form::tiles>;
 
-// C[rows][n keys] = A[rows][Kw] B, a short contraction: B in panels of NR columns, each Kw * NR words.
-template <bool pairs>
-void short_product(int64_t rows, int64_t n, int64_t Kw, const uint32_t* a, int64_t lda, const uint32_t* b, float* c,
-                   int64_t ldc) {
-    for (int64_t j = 0; j < n; j += NR, b += Kw * NR)
-        for (int64_t i = 0; i < rows; i += MR) panel<pairs>(Kw, a + i * lda, lda, 1, b, NR, c + i * ldc + j, ldc, false);
+// Lets the cache fetch MR rows of NR numbers that are written next.
+inline void announce(const float* c, int64_t ldc) {
+    for (int64_t i = 0; i < MR; i++)
+        for (int64_t j = 0; j < NR; j += HALF) __builtin_prefetch(c + i * ldc + j, 1);
 }
 
-// C[rows][n] = A[rows][Kw] B, a long contraction; B in panels at b + column * Kb, from word k0 of Kb.
-template <bool pairs>
-void long_product(int64_t rows, int64_t n, int64_t Kw, const uint32_t* a, int64_t lda, const uint32_t* b, int64_t Kb,
-                  int64_t k0, float* c, int64_t ldc) {
-    for (int64_t k = 0; k < Kw; k += DEEP)  // outside, so that this much of A stays in cache for all panels
+// C[rows][n] (+)= A[rows][Kw] B, with B in panels at b + column * Kb, from word k0 of Kb.
+template <typename Form>
+[[gnu::noinline]] void product(int64_t rows, int64_t n, int64_t Kw, const uint32_t* a, int64_t lda, const uint32_t* b,
+                               int64_t Kb, int64_t k0, float* c, int64_t ldc, bool add) {
+    for (int64_t k = 0; k < Kw; k += DEEP, add = true)
         for (int64_t j = 0; j < columns(n); j += NR) {
             const int wide = width(n, j);
-            for (int64_t i = 0; i < rows; i += MR)
-                panel<pairs>(std::min<int64_t>(DEEP, Kw - k), a + i * lda + k, lda, 1, b + j * Kb + (k0 + k) * wide,
-                             wide, c + i * ldc + j, ldc, k > 0);
+            const uint32_t* from = b + j * Kb + (k0 + k) * wide;
+            const int64_t deep = std::min<int64_t>(DEEP, Kw - k);
+            for (int64_t i = 0; i < rows; i += Form::tiles ? STRIP : MR)
+                if constexpr (!Form::tiles) {
+                    if (j + NR < n) announce(c + i * ldc + j + NR, ldc);
+                    panel<Form::pairs>(deep, a + i * lda + k, lda, 1, from, wide, c + i * ldc + j, ldc, add);
+                } else if (wide == NR)
+                    in_tiles<2, 2>(deep, a + i * lda + k, lda, from, wide, c + i * ldc + j, ldc, add);
+                else
+                    in_tiles<2, 1>(deep, a + i * lda + k, lda, from, wide, c + i * ldc + j, ldc, add);
         }
 }
 
-// C[keys][n] += A^T B over rows: A(key, row word) = a[key + word * lda]; B in panels at b + column * Kw.
-template <bool pairs>
-void outer_product(int64_t keys, int64_t n, int64_t Kw, const uint32_t* a, int64_t lda, const uint32_t* b, float* c,
-                   int64_t ldc) {
-    const bool far = keys * Kw > FAR;
-    for (int64_t i = 0; i < keys; i += MR) {
-        for (int64_t k = 0; far && i % HALF == 0 && k < Kw; k++) __builtin_prefetch(a + i + HALF + k * lda);
-        for (int64_t j = 0; j < columns(n); j += NR) {
-            for (int64_t l = i + MR; far && l < i + 2 * MR; l++)
-                for (int64_t half = j; half < j + NR; half += HALF) __builtin_prefetch(c + l * ldc + half, 1);
-            panel<pairs>(Kw, a + i, 1, lda, b + j * Kw, width(n, j), c + i * ldc + j, ldc, true);
-        }
+// The gradient of NR keys, C += A^T B over rows, with A(row word, key) = a[key + word * lda]. In vectors C is [keys][n], and
+// B in panels at b + column * Kb, from word k0. In tiles C is [n][keys], and B is turned: [n][Kb].
+template <typename Form>
+[[gnu::noinline]] void outer_product(int64_t n, int64_t Kw, const uint32_t* a, int64_t lda, const uint32_t* b,
+                                     int64_t Kb, int64_t k0, float* c) {
+    for (int64_t j = 0; j < columns(n); j += NR) {
+        const int wide = width(n, j);
+        if constexpr (!Form::tiles)
+            for (int64_t i = 0; i < NR; i += MR) {
+                announce(c + (i + MR) * columns(n) + j, columns(n));  // at the last, of the next NR keys
+                panel<Form::pairs>(Kw, a + i, 1, lda, b + j * Kb + k0 * wide, wide, c + i * columns(n) + j, columns(n), true);
+            }
+        else if (wide == NR)
+            in_tiles<2, 2>(Kw, b + j * Kb + k0, Kb, a, lda, c + j * NR, NR, true);
+        else
+            in_tiles<1, 2>(Kw, b + j * Kb + k0, Kb, a, lda, c + j * NR, NR, true);
     }
 }
 
 // Packing.
 
 // One row of n numbers as words.
-template <typename In>
-inline void words_of_row(const In* x, int64_t n, uint32_t* to) {
-    if constexpr (!Words<In>::pairs)
+template <typename Form>
+inline void words_of_row(const typename Form::Number* x, int64_t n, uint32_t* to) {
+    if constexpr (!Form::pairs)
         for (int64_t i = 0; i < n; i++) to[i] = word_of(widen(x[i]));
     else {
         std::memcpy(to, x, 2 * (n / 2 * 2));
         if (n % 2) to[n / 2] = x[n - 1].bits;
-        for (int64_t i = (n + 1) / 2; i < words<In>(n); i++) to[i] = 0;
+        for (int64_t i = (n + 1) / 2; i < words<Form>(n); i++) to[i] = 0;
     }
 }
 
 // Rows as operand A of a product: [padded rows][words of n], zeros below.
-template <typename In>
-void pack_rows(const In* x, int64_t stride, int64_t rows, int64_t n, uint32_t* to) {
-    const int64_t Kw = words<In>(n);
-    for (int64_t i = 0; i < rows; i++) words_of_row(x + i * stride, n, to + i * Kw);
-    std::memset(to + rows * Kw, 0, 4 * Kw * (padded_rows<In>(rows) - rows));
+template <typename Form>
+void pack_rows(const typename Form::Number* x, int64_t stride, int64_t rows, int64_t n, uint32_t* to) {
+    const int64_t Kw = words<Form>(n);
+    for (int64_t i = 0; i < rows; i++) words_of_row<Form>(x + i * stride, n, to + i * Kw);
+    std::memset(to + rows * Kw, 0, 4 * Kw * (padded_rows<Form>(rows) - rows));
 }
 
 // Rows as columns of B, contracted over their width: panels of NR rows, [words of n][NR].
-template <typename In>
-void pack_transposed(const In* x, int64_t stride, int64_t rows, int64_t n, uint32_t* to) {
-    const int64_t Kw = words<In>(n);
+template <typename Form>
+void pack_transposed(const typename Form::Number* x, int64_t stride, int64_t rows, int64_t n, uint32_t* to) {
+    const int64_t Kw = words<Form>(n);
     uint32_t line[NR][256];
     for (int64_t first = 0; first < rows; first += NR, to += Kw * NR) {
         const int64_t here = std::min<int64_t>(NR, rows - first);
-        for (int64_t i = 0; i < here; i++) words_of_row(x + (first + i) * stride, n, line[i]);
+        for (int64_t i = 0; i < here; i++) words_of_row<Form>(x + (first + i) * stride, n, line[i]);
         for (int64_t i = here; i < NR; i++) std::memset(line[i], 0, 4 * Kw);
         for (int64_t k = 0; k < Kw; k++)
             for (int64_t i = 0; i < NR; i++) to[k * NR + i] = line[i][k];
@@ -391,17 +407,17 @@ void pack_transposed(const In* x, int64_t stride, int64_t rows, int64_t n, uint3
 }
 
 // Rows as B, contracted over the rows: panels of columns, [Kw words of rows][columns of the panel], zeros below.
-template <typename In>
-void pack_columns(const In* x, int64_t stride, int64_t rows, int64_t n, int64_t Kw, uint32_t* to) {
-    constexpr int step = Words<In>::pairs ? 2 : 1;
+template <typename Form>
+void pack_columns(const typename Form::Number* x, int64_t stride, int64_t rows, int64_t n, int64_t Kw, uint32_t* to) {
+    constexpr int step = Form::pairs ? 2 : 1;
     for (int64_t j = 0; j < columns(n); j += NR) {
         const int wide = width(n, j);
         const int64_t filled = std::min<int64_t>(wide, n - j);
         for (int64_t k = 0; k < Kw; k++, to += wide) {
-            const In* row = x + k * step * stride + j;
+            const typename Form::Number* row = x + k * step * stride + j;
             int64_t i = 0;
             if (k * step < rows) {
-                if constexpr (!Words<In>::pairs)
+                if constexpr (!Form::pairs)
                     for (; i < filled; i++) to[i] = word_of(widen(row[i]));
                 else if (2 * k + 1 < rows)
                     for (; i < filled; i++) to[i] = word_of(row[i], row[i + stride]);
@@ -413,12 +429,13 @@ void pack_columns(const In* x, int64_t stride, int64_t rows, int64_t n, int64_t 
     }
 }
 
-// Rows as operand A of an outer product in tiles, contracted over the rows: [columns][Kw words of rows], zero-padded.
-template <typename In>
-void pack_outer(const In* x, int64_t stride, int64_t rows, int64_t n, int64_t Kw, uint32_t* to) {
+// Rows as operand B of an outer product, contracted over Kw words of rows; in tiles turned, [columns][Kw]; zero-padded.
+template <typename Form>
+void pack_outer(const typename Form::Number* x, int64_t stride, int64_t rows, int64_t n, int64_t Kw, uint32_t* to) {
+    if constexpr (!Form::tiles) return pack_columns<Form>(x, stride, rows, n, Kw, to);
     std::memset(to, 0, 4 * Kw * columns(n));
     for (int64_t i = 0; i < rows; i++)
-        for (int64_t j = 0; j < n; j++) reinterpret_cast<In*>(to + j * Kw)[i] = x[i * stride + j];
+        for (int64_t j = 0; j < n; j++) reinterpret_cast<typename Form::Number*>(to + j * Kw)[i] = x[i * stride + j];
 }
 
 // W floats as words of one row of A: as they are, or rounded to bf16 in pairs.
@@ -433,12 +450,18 @@ inline void put_words(uint32_t* to, int64_t at, vf x) {
 }
 
 // W floats of two consecutive rows, as words of the transposed A.
-inline void put_two_rows(uint32_t* to, vf upper, vf lower) {
+template <bool pairs>
+inline void put_two_rows(uint32_t* to, int64_t ld, vf upper, vf lower) {
+    if constexpr (pairs) {
 #if defined(__AVX512BF16__) && defined(__AVX512BW__)
-    __m512i low = _mm512_cvtepu16_epi32((__m256i)_mm512_cvtneps_pbh((__m512)upper));
-    __m512i high = _mm512_cvtepu16_epi32((__m256i)_mm512_cvtneps_pbh((__m512)lower));
-    _mm512_storeu_si512(to, _mm512_or_si512(low, _mm512_slli_epi32(high, 16)));
+        __m512i low = _mm512_cvtepu16_epi32((__m256i)_mm512_cvtneps_pbh((__m512)upper));
+        __m512i high = _mm512_cvtepu16_epi32((__m256i)_mm512_cvtneps_pbh((__m512)lower));
+        _mm512_storeu_si512(to, _mm512_or_si512(low, _mm512_slli_epi32(high, 16)));
 #endif
+    } else {
+        store(reinterpret_cast<float*>(to), upper);
+        store(reinterpret_cast<float*>(to) + ld, lower);
+    }
 }
 
 }  // namespace
