@@ -11,7 +11,7 @@ from diff_transformer.lab.recipes.recall_study import GRID
 from diff_transformer.lab.record import Record
 
 FIGURES = Path(__file__).parents[1] / "figures"
-LEAD = {"p8_n4": 0.1, "p8_n8": 0.2}  # of DIFF over the Transformer, where neither is at chance or at 1
+LEAD = {"p8_n2": 0.1, "p8_n4": 0.2}  # of DIFF over the Transformer, where neither is at chance or at 1
 
 
 @pytest.fixture
@@ -74,7 +74,7 @@ def test_the_primary_outcome_is_over_the_settings_that_tell_something(page, cell
 
 
 def test_a_seed_counts_with_all_settings_or_not_at_all(page, cells):
-    del cells["p8_n8"]["diff_norm1"][4]
+    del cells["p8_n4"]["diff_norm1"][4]
     row = page.over_grid(cells, "diff_norm1", "softmax", page.ACCURACY)
     assert row.seeds == 4
     assert row.difference.mean == pytest.approx(0.15 - 0.005)
@@ -85,7 +85,7 @@ def test_a_seed_counts_with_all_settings_or_not_at_all(page, cells):
 
 def test_the_slope_is_over_all_levels_of_noise(page, cells):
     row = page.slope(cells, "diff_norm1", "softmax", page.ACCURACY)
-    by_level = [0, LEAD["p8_n4"] / 3, LEAD["p8_n8"] / 3]
+    by_level = [0, LEAD["p8_n2"] / 3, LEAD["p8_n4"] / 3]
     assert row.difference.mean == pytest.approx((by_level[2] - by_level[0]) / 2)
 
 
