@@ -277,6 +277,9 @@ def test_no_exception_leaves_the_library():
     status = library.diff_attention_decode_layer(problem, lam, False)
     with pytest.raises(MemoryError, match="could not allocate its workspace"):
         build.refuse_failure(status)
+    assert library.diff_attention_forward_workspace(problem, 9) == -1  # no such form
+    with pytest.raises(RuntimeError, match="set DIFF_TRANSFORMER_NATIVE=0 to use PyTorch"):
+        build.refuse_failure(library.diff_attention_backward(problem, 9, None))
 
 
 def test_a_wrong_value_of_the_switch_is_refused(fresh, monkeypatch):
