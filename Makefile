@@ -8,7 +8,7 @@ WORKERS ?= 2
 
 export HF_HUB_OFFLINE ?= 1
 
-.PHONY: demo test test-vllm slow compile-check docs lint format figures env clean
+.PHONY: demo test test-vllm slow faults compile-check docs lint format figures env clean
 
 demo: $(READY)  ## train the matched pair on real text, measure both, write the report
 	$(BIN)/diff-transformer compare --recipe demo --out $(OUT) $(ARGS)
@@ -32,6 +32,10 @@ $(VLLM_READY): pyproject.toml constraints-vllm.txt
 
 slow: $(READY)  ## the slow tests
 	$(BIN)/python -m pytest -m "slow and not gpu" $(ARGS)
+
+faults: $(READY)  ## kill, starve, damage and attack everything; writes the record of docs/reliability.md. ARGS="-k kernel": a part
+	$(BIN)/python -m pytest -m faults -o timeout=1800 $(ARGS)
+	$(BIN)/python docs/tables.py
 
 OTHER_TRITON = $(CURDIR)/build/triton-$(TRITON)
 compile-check: $(READY)  ## all forms of the GPU kernels, compiled without one; TRITON=3.6.0: by another version than the pinned one

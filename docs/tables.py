@@ -1,4 +1,4 @@
-"""Fill the tables of docs/pretraining.md, from the cost model, docs/reproduction.md and docs/serving.md.
+"""Fill the tables of docs/pretraining.md, from the cost model, and of reproduction.md, serving.md and reliability.md.
 
 python docs/tables.py          # fill
 python docs/tables.py --check  # exit 1 if a page differs
@@ -105,10 +105,26 @@ def _speed(row: dict | None) -> str:
     return f"{row['diff_tokens_per_second']:,.0f} | {row['ratio']:.2f} ({low:.2f} to {high:.2f})"
 
 
+def reliability() -> str:
+    """Every fault of the reliability record, with its outcomes and their counts."""
+    rows = json.loads((DOCS.parent / "benchmarks" / "results" / "reliability.json").read_text())["rows"]
+    lines, part = [], None
+    for row in rows:
+        if row["part"] != part:
+            part = row["part"]
+            lines += ["", f"**{part}**", "", "| of | tried | outcome |", "|---|---|---|"]
+        outcomes = [name if count == row["tried"] else f"{count} {name}" for name, count in row["outcomes"].items()]
+        lines.append(f"| {row['fault']} | {row['tried']:,} | {', '.join(outcomes)} |")
+    total, minutes = sum(row["tried"] for row in rows), sum(row["seconds"] for row in rows) / 60
+    said = f"{total:,} faults in {len(rows)} scenarios, which took {minutes:.0f} minutes together."
+    return "\n".join([said, *lines])
+
+
 TABLES = {
     DOCS / "pretraining.md": ("memory", memory),
     DOCS / "reproduction.md": ("claims", claims_table),
     DOCS / "serving.md": ("throughput", throughput),
+    DOCS / "reliability.md": ("reliability", reliability),
 }
 
 

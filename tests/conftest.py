@@ -1,4 +1,7 @@
+import json
 import os
+import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -8,7 +11,11 @@ if not torch.cuda.is_available():  # Triton reads it on its first import, and to
 os.environ["DIFF_TRANSFORMER_CORPORA"] = ""  # tests leave no corpus in the user's cache
 os.environ.setdefault("JAX_PLATFORMS", "cpu")  # in each process it would take most of a GPU's memory
 
+from diff_transformer.durable import write_whole
+from diff_transformer.evals.provenance import provenance
 from diff_transformer.testing import poison_empty
+
+RECORD = Path(__file__).parents[1] / "benchmarks" / "results" / "reliability.json"
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -26,3 +33,29 @@ def poisoned_memory():
     """Uninitialised tensors hold NaN during the test."""
     with poison_empty():
         yield
+
+
+@pytest.fixture(scope="session")
+def texts(tmp_path_factory):
+    """A folder of twelve small text files: a corpus on which a tiny model trains in seconds."""
+    folder = tmp_path_factory.mktemp("texts")
+    for i in range(12):
+        words = " ".join(f"the {a} fox {b} jumps over dog number {i}." for a in ("red", "old") for b in range(40))
+        (folder / f"{i}.txt").write_text(words)
+    return folder
+
+
+@pytest.fixture
+def reliability(request):
+    """``reliability(part, fault, outcomes)``: the counts of one fault, by outcome in words, to the record."""
+    began = time.monotonic()
+
+    def write(part: str, fault: str, outcomes: dict[str, int]) -> None:
+        row = {"part": part, "fault": fault, "tried": sum(outcomes.values()), "outcomes": dict(outcomes)}
+        row |= {"seconds": round(time.monotonic() - began, 1), "provenance": provenance(test=request.node.name)}
+        rows = json.loads(RECORD.read_text())["rows"] if RECORD.exists() else []
+        kept = [one for one in rows if (one["part"], one["fault"]) != (part, fault)]
+        rows = sorted([*kept, row], key=lambda one: (one["part"], one["fault"]))
+        write_whole(RECORD, json.dumps({"rows": rows}, indent=1) + "\n")
+
+    return write

@@ -13,6 +13,7 @@ from diff_transformer.lab.pool import RunFailed, progress_bars, run_pool
 from diff_transformer.lab.recipes import recipe
 from diff_transformer.lab.record import Record, finished, load_run
 from diff_transformer.lab.spec import RunSpec, everything
+from diff_transformer.train.config import override
 from diff_transformer.train.signals import Stopped
 
 
@@ -145,3 +146,12 @@ def test_a_worker_without_a_request_fails(tmp_path):
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert done.returncode == 1
     assert "request.json" in done.stderr
+
+
+def test_a_worker_ends_with_the_process_that_started_it(tmp_path):
+    """A driver that is killed closes the pipe. Its workers must not hold the folders that a resumed plan needs."""
+    RunSpec("s", "a", 0, override(recipe("debug"), ["train.steps=100000"])).save(tmp_path)
+    worker = pool.LocalProcesses().start(tmp_path)
+    worker.stdin.close()
+    assert worker.wait(timeout=60) == 1
+    assert (tmp_path / pool.LOG).read_text().count("Traceback") == 0

@@ -18,15 +18,6 @@ from diff_transformer.model.head_norm_init import matched_head_norm_init
 from diff_transformer.train.config import override
 
 
-@pytest.fixture(scope="module")
-def texts(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("texts")
-    for i in range(12):
-        words = " ".join(f"the {a} fox {b} jumps over dog number {i}." for a in ("red", "old") for b in range(40))
-        (folder / f"{i}.txt").write_text(words)
-    return folder
-
-
 def tiny(texts, side, lr, *more):
     settings = [f"data.corpus={texts}", "data.max_bytes=null", "train.steps=4", "train.checkpoint_every=2"]
     settings += ["evaluation.more={}", f"model.attention={side}", f"optim.lr={lr}", *more]
@@ -68,6 +59,13 @@ def test_what_cannot_work_is_said_before_anything_is_written(texts, tmp_path):
     with pytest.raises(FileNotFoundError, match="nowhere"):
         run_study(study(texts, "data.corpus=/nowhere"), out)
     assert not out.exists()
+
+
+def test_a_folder_of_something_else_is_left_alone(texts, tmp_path):
+    (tmp_path / "notes.txt").write_text("mine")
+    with pytest.raises(FileExistsError, match="is not empty and holds no study; choose another folder"):
+        run_study(study(texts), tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["notes.txt"]
 
 
 def test_finished_cells_of_another_configuration_are_refused(texts, tmp_path):

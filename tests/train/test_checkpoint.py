@@ -353,3 +353,17 @@ def test_sizes_for_the_eye():
 
 def test_no_checkpoint_is_no_damage(tmp_path):
     assert choose_checkpoint(tmp_path) == (None, [])
+
+
+def test_pickled_code_in_a_state_is_refused_unread(fabric, tmp_path):
+    class Trap:
+        def __reduce__(self):
+            return os.mkdir, (str(tmp_path / "sprung"),)
+
+    path = save(fabric, tmp_path, 1)
+    torch.save(Trap(), path / "state.ckpt")
+    (path / "manifest.json").unlink()
+    checkpoint.write_manifest(path, step=1, world_size=1, validation_loss=None)
+    with pytest.raises(checkpoint.CheckpointError, match=r"could run code.*or remove .*step-00000001 to continue"):
+        loaded(fabric, tmp_path)
+    assert not (tmp_path / "sprung").exists()

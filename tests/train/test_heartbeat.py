@@ -1,11 +1,13 @@
 import re
 import threading
+import time
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from diff_transformer.train import heartbeat
-from diff_transformer.train.heartbeat import PHASES, Heartbeat, Sign, describe, stalled
+from diff_transformer.train.heartbeat import PHASES, Heartbeat, PeerLost, Sign, describe, lost_peers_explained, stalled
 
 DATA, STEP = PHASES[0], PHASES[1]
 
@@ -85,3 +87,32 @@ def test_nothing_is_watched_for_0_seconds():
     with Heartbeat(0, 1, 0, lambda value: value) as at:
         at(0, DATA)
         assert threading.active_count() == before
+
+
+def test_after_an_error_nobody_waits_for_a_store_that_does_not_answer(pair, monkeypatch):
+    """A process whose peer was killed ends at once, not after the whole stall time."""
+    asked, may_answer = threading.Event(), threading.Event()
+
+    def exchange(count):
+        asked.set()
+        may_answer.wait(60)
+        return {0: Sign(0, STEP, 0.0, 0.0)}
+
+    monkeypatch.setattr(pair.first, "exchange", exchange)
+    monkeypatch.setattr(pair.first, "_pause", 0.0)
+    pair.first.__enter__()
+    assert asked.wait(60)
+    began = time.monotonic()
+    pair.first.__exit__(RuntimeError, RuntimeError("closed by peer"), None)
+    assert time.monotonic() - began < 5
+    may_answer.set()
+
+
+def test_a_lost_connection_says_what_to_do():
+    said = r"in runs/a, which was probably killed .*with --resume.*Connection closed"
+    with pytest.raises(PeerLost, match=said), lost_peers_explained("runs/a"):
+        raise RuntimeError("[/x/gloo/transport/tcp/pair.cc:553] Connection closed by peer [::1]:5")
+    with pytest.raises(PeerLost), lost_peers_explained("runs/a"):
+        raise torch.distributed.DistNetworkError("the store has gone")
+    with pytest.raises(RuntimeError, match=r"^another$"), lost_peers_explained("runs/a"):
+        raise RuntimeError("another")

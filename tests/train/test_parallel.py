@@ -1,33 +1,20 @@
 """Several processes (gloo, CPU) against one: DDP, FSDP2, tensor parallel, resuming over another number of them."""
 
-import json
 import os
-import socket
-import subprocess
-import sys
 from functools import cache
 from pathlib import Path
 
 import pytest
+from processes import SECONDS, STRATEGIES, assert_same_training, job, logged, run_together
 from transformers import AutoModelForCausalLM
 
 from diff_transformer.lab.recipes import recipe
 from diff_transformer.train.config import override
 from diff_transformer.train.loop import Interrupted, train
-from diff_transformer.train.metrics import read_metrics
 from diff_transformer.train.training_data import load_training_data
 
-WORKER = Path(__file__).with_name("parallel_worker.py")
-STRATEGIES = {
-    "ddp": ["train.parallel.strategy=ddp"],
-    "fsdp": ["train.parallel.strategy=fsdp"],
-    "tp": ["train.parallel.tensor_parallel=2"],
-    "fsdp and tp": ["train.parallel.strategy=fsdp", "train.parallel.tensor_parallel=2"],
-}
-SECONDS = 1000  # for all jobs of a group of processes; a few, but on a machine that is busy with other things
 SHARDED = ["train.parallel.sharded_checkpoints=true"]
 pytestmark = pytest.mark.timeout(2 * SECONDS)
-LOSS, NORM = 1e-5, 1e-3  # absolute, relative
 
 
 @pytest.fixture(scope="module")
@@ -54,55 +41,6 @@ def run_alone(folder: Path, settings: list[str], *, resume: bool = False, stop_a
         return
     with pytest.raises(Interrupted):
         train(config, folder, resume=resume, progress=progress, data=training_data)
-
-
-def run_together(tmp_path: Path, jobs: list[dict], processes: int = 2) -> tuple[list[list], list[int], str]:
-    """What each rank's jobs raised, exit codes, and what was printed; the processes run all jobs, one after another."""
-    path = tmp_path / f"jobs{processes}.json"
-    path.write_text(json.dumps(jobs))
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    shared = {
-        **os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "TORCHELASTIC_RUN_ID": "test",
-        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(processes),
-        "LOCAL_WORLD_SIZE": str(processes), "TRANSFORMERS_VERBOSITY": "error",
-    }  # fmt: skip
-    started = [
-        subprocess.Popen(
-            [sys.executable, str(WORKER), str(path)],
-            env={**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in range(processes)
-    ]
-    try:
-        printed = [process.communicate(timeout=SECONDS)[0] for process in started]
-    finally:
-        for process in started:
-            process.kill()
-    results = [Path(f"{path}.{rank}") for rank in range(processes)]
-    raised = [json.loads(result.read_text()) if result.exists() else [] for result in results]
-    return raised, [process.returncode for process in started], "\n".join(printed)
-
-
-def logged(folder: Path, name: str) -> list:
-    return [line[name] for line in read_metrics(folder / "metrics.jsonl") if name in line]
-
-
-def assert_same_training(folder: Path, expected: Path):
-    """Losses, and gradient norms too: Adam would hide a gradient that is wrong by a factor."""
-    assert len(logged(expected, "loss")) == 20
-    for name in ("loss", "validation_loss"):
-        assert logged(folder, name) == pytest.approx(logged(expected, name), abs=LOSS, rel=0), (folder.name, name)
-    norms = zip(logged(folder, "grad_norm_by_part"), logged(expected, "grad_norm_by_part"), strict=True)
-    assert all(found == pytest.approx(wanted, rel=NORM, abs=1e-7) for found, wanted in norms), folder.name
-
-
-def job(folder: Path, settings: list[str], **more) -> dict:
-    return {"folder": str(folder), "set": settings, **more}
 
 
 def test_two_processes_train_like_one(base, tmp_path):

@@ -3,7 +3,6 @@
 import fcntl
 import json
 import logging
-import multiprocessing
 import os
 import random
 import re
@@ -17,8 +16,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from killed_runs import assert_same_run, history, killed_and_resumed, pace, start, start_command, until
 
-from diff_transformer.cli import main
 from diff_transformer.durable import DiskError
 from diff_transformer.lab.recipes import recipe
 from diff_transformer.train import run_folder
@@ -30,9 +29,7 @@ from diff_transformer.train.run_folder import RunLock, open_run_folder
 from diff_transformer.train.state import random_state, set_random_state
 from diff_transformer.train.training_data import load_training_data
 
-OF_THE_MACHINE = ("tokens_per_second", "mfu", "memory_bytes", "peak_memory_bytes")
 MIXTURE = '{"text": 0.5, "needles": 0.25, "recall": 0.25}'
-FORK = multiprocessing.get_context("fork")
 
 
 @pytest.fixture(scope="module")
@@ -61,98 +58,6 @@ def whole(config, training_data, tmp_path_factory):
     return folder, pace(config, folder, training_data)
 
 
-def history(folder: Path) -> list[dict]:
-    lines = read_metrics(folder / "metrics.jsonl")
-    return [{key: value for key, value in line.items() if key not in OF_THE_MACHINE} for line in lines]
-
-
-def assert_same_run(folder: Path, other: Path):
-    """Bit by bit: weights of the finished model, the last whole state of training, and every logged number."""
-    weights = [(one / "model/model.safetensors").read_bytes() for one in (folder, other)]
-    assert weights[0] == weights[1]
-    states = [torch.load(latest_checkpoint(one) / "state.ckpt", weights_only=True) for one in (folder, other)]
-    assert_equal(*states)
-    assert history(folder) == history(other)
-
-
-def assert_equal(first, second, place="state"):
-    """Equal, tensors bit by bit; a tuple may have become a list."""
-    if isinstance(first, dict):
-        assert list(first) == list(second), place
-        first, second = list(first.items()), list(second.items())
-    if isinstance(first, list | tuple):
-        assert len(first) == len(second), place
-        for i, (one, other) in enumerate(zip(first, second, strict=True)):
-            assert_equal(one, other, f"{place}[{one[0] if isinstance(one, tuple) else i}]")
-    elif isinstance(first, torch.Tensor):
-        assert torch.equal(first, second), place
-    else:
-        assert first == second, place
-
-
-def start(config, folder, training_data, steps=None) -> multiprocessing.Process:
-    """Train in a child of this process, which has everything imported; go on with what is there.
-
-    ``steps`` counts those that it has taken.
-    """
-
-    def count(step, values):
-        if steps is not None:
-            steps.value += 1
-
-    def child():
-        logging.disable()
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
-        resume = (folder / "config.json").exists()
-        train(config, folder, data=training_data, resume=resume, progress=count)
-
-    process = FORK.Process(target=child)
-    process.start()
-    return process
-
-
-def killed_and_resumed(config, folder, training_data, kills: int, a_step: float, seed: int) -> dict:
-    """Kill a run -9 at ``kills`` random moments and let it finish; what the kills hit.
-
-    Of five lives one ends at some moment of what the life before needed up to its first step; the others after 0 to 4
-    steps and a random part of the next one, ``a_step`` seconds. So how fast the machine is does not decide where the
-    kills fall.
-    """
-    draw, hit = random.Random(seed), {"kills": 0, "before the first step of a life": 0, "while one was written": 0}
-    a_start = 0.0
-    for life in range(kills):
-        steps, few, born = FORK.Value("i", 0), draw.randint(0, 4), time.monotonic()
-        process = start(config, folder, training_data, steps)
-        if life % 5 == 1:
-            end = born + draw.random() * a_start
-        else:
-            while steps.value == 0 and process.is_alive():
-                time.sleep(0.001)
-            a_start = time.monotonic() - born
-            while steps.value <= few and process.is_alive():
-                time.sleep(0.001)
-            end = time.monotonic() + draw.random() * a_step
-        while time.monotonic() < end and steps.value < few + 2:  # where the machine is faster than it was
-            time.sleep(0.001)
-        process.kill()
-        process.join()
-        assert process.exitcode == -signal.SIGKILL, f"ended by itself in life {life}"
-        hit["kills"] += 1
-        hit["before the first step of a life"] += steps.value == 0
-        hit["while one was written"] += any((folder / "checkpoints").glob("*.partial"))
-    process = start(config, folder, training_data)
-    process.join(120)
-    assert process.exitcode == 0
-    return hit
-
-
-def pace(config, folder, training_data) -> float:
-    """Train without a break; seconds of a step."""
-    times = []
-    train(config, folder, data=training_data, progress=lambda step, values: times.append(time.monotonic()))
-    return (times[-1] - times[0]) / (len(times) - 1)
-
-
 @pytest.mark.parametrize("background", [False, True])
 def test_a_killed_run_ends_as_if_nothing_had_been(config, training_data, whole, tmp_path, background):
     folder, a_step = whole
@@ -160,20 +65,6 @@ def test_a_killed_run_ends_as_if_nothing_had_been(config, training_data, whole, 
     hit = killed_and_resumed(config, tmp_path / "run", training_data, 3, a_step, seed=1)
     assert hit["kills"] == 3
     assert_same_run(tmp_path / "run", folder)
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(900)
-@pytest.mark.parametrize("background", [False, True])
-def test_a_run_killed_two_dozen_times_ends_as_if_nothing_had_been(config, training_data, tmp_path, background):
-    config = override(config, ["train.steps=150", f"train.checkpoint_async={str(background).lower()}"])
-    a_step = pace(config, tmp_path / "whole", training_data)
-    hit = killed_and_resumed(config, tmp_path / "run", training_data, 24, a_step, seed=2)
-    print(hit)
-    assert hit["kills"] == 24
-    assert hit["while one was written"] >= 3
-    assert hit["before the first step of a life"] >= 3
-    assert_same_run(tmp_path / "run", tmp_path / "whole")
 
 
 def test_a_damaged_last_checkpoint_costs_a_few_steps_only(config, training_data, whole, tmp_path, caplog):
@@ -234,32 +125,6 @@ def test_random_draws_in_training_go_on_where_they_were(config, training_data, t
 def command(folder: Path, assignments: list[str], *more: str, name: str = "train") -> list[str]:
     sets = [item for assignment in assignments for item in ("--set", assignment)]
     return [name, "--recipe", "debug", "--out", str(folder), *sets, *more]
-
-
-def start_command(arguments: list[str], said: Path) -> multiprocessing.Process:
-    """``diff-transformer ARGUMENTS`` in a child, which has everything imported; what it says goes to a file."""
-
-    def child():
-        signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's job in the background ignores it
-        for number in (1, 2):
-            os.dup2(os.open(said, os.O_WRONLY | os.O_CREAT | os.O_APPEND), number)
-        sys.stdout, sys.stderr = (os.fdopen(number, "w", closefd=False) for number in (1, 2))
-        sys.argv = ["diff-transformer", *arguments]
-        main()
-
-    said.write_text("")
-    process = FORK.Process(target=child)
-    process.start()
-    return process
-
-
-def until(condition, is_alive, seconds=250):
-    """Wait for ``condition()`` while a process lives."""
-    end = time.monotonic() + seconds
-    while not condition():
-        assert is_alive()
-        assert time.monotonic() < end
-        time.sleep(0.005)
 
 
 def test_sigterm_saves_and_exits_0_and_ctrl_c_130(assignments, whole, tmp_path):

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from diff_transformer.data.prepare.config import PrepareConfig
-from diff_transformer.data.prepare.folder import MANIFEST, PLAN, repair_command, verify
+from diff_transformer.data.prepare.folder import MANIFEST, PLAN, read_manifest, repair_command, verify
 from diff_transformer.data.prepare.run import Progress, prepare
 
 
@@ -73,7 +73,8 @@ def _planned(out: Path, given: dict) -> PrepareConfig:
     """The config of the preparation in ``out``; raises ValueError if ``given`` differs or there is none."""
     for name in (MANIFEST, PLAN):
         if (out / name).exists():
-            config = PrepareConfig.from_dict(json.loads((out / name).read_text())["settings"])
+            plan = read_manifest(out) if name == MANIFEST else json.loads((out / name).read_text())
+            config = PrepareConfig.from_dict(plan["settings"])
             different = {key: value for key, value in given.items() if getattr(config, key) != value}
             if different:
                 raise ValueError(

@@ -20,7 +20,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from diff_transformer.lab.record import finished
 from diff_transformer.lab.spec import RunSpec
-from diff_transformer.lab.worker import INTERRUPTED, TERMINATED, read_status
+from diff_transformer.lab.worker import ENDS_WITH_INPUT, INTERRUPTED, TERMINATED, read_status
 from diff_transformer.train.checkpoint import latest_checkpoint
 from diff_transformer.train.signals import Stopped, once_saved
 
@@ -57,13 +57,18 @@ class Executor(Protocol):
 
 
 class LocalProcesses:
-    """Start workers as processes on this machine. They share the terminal, so Ctrl-C reaches them too."""
+    """Start workers as processes on this machine. They share the terminal, so Ctrl-C reaches them too.
+
+    Each has a pipe from this process, which closes when this process ends, even if it is killed. The worker then exits,
+    so that its folder is free when the plan is resumed.
+    """
 
     def start(self, folder: Path) -> Worker:
-        command = [sys.executable, "-m", "diff_transformer.lab.worker", str(folder)]
+        command = [sys.executable, "-m", "diff_transformer.lab.worker", str(folder), ENDS_WITH_INPUT]
         environment = {**os.environ, "HF_HUB_DISABLE_PROGRESS_BARS": "1", "TOKENIZERS_PARALLELISM": "true"}
         with (folder / LOG).open("a") as log:
-            return subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=environment)
+            pipe = subprocess.PIPE
+            return subprocess.Popen(command, stdin=pipe, stdout=log, stderr=subprocess.STDOUT, env=environment)
 
 
 def default_jobs(runs: int) -> int:

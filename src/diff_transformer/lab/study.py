@@ -20,7 +20,7 @@ from diff_transformer.lab.pool import progress_bars, run_pool
 from diff_transformer.lab.record import finished, load_run
 from diff_transformer.lab.spec import REQUEST, RunSpec, Study
 from diff_transformer.train.config import NO_CORPUS
-from diff_transformer.train.run_folder import RunLock
+from diff_transformer.train.run_folder import LOCK, RunLock
 
 
 @dataclass(frozen=True)
@@ -45,6 +45,7 @@ def run_study(
     Raises:
         RunFailed: if a run fails, with the end of its log; the others save and stop.
         ValueError: if ``out`` holds a run with another configuration, or for an invalid model.
+        FileExistsError: if ``out`` is not empty and holds no study.
         FileNotFoundError: if the corpus does not exist.
         DiskError: if ``out`` is not writable, or another study is running in it.
     """
@@ -53,6 +54,8 @@ def run_study(
     require_writable(out)
     jobs = jobs or os.cpu_count() or 1
     until = time.monotonic() + 60 * minutes if minutes else math.inf
+    if out.is_dir() and any(out.iterdir()) and not _holds_runs(out):
+        raise FileExistsError(f"{out.absolute()} is not empty and holds no study; choose another folder")
     _check(study.sweep, out)
     out.mkdir(parents=True, exist_ok=True)
     with RunLock(out):
@@ -80,6 +83,12 @@ def sweep_scores(study: Study, out: Path) -> dict[str, float]:
             record = load_run(out / spec.key, spec.setting, spec.side, spec.seed)
             scores[spec.key] = math.inf if record.diverged else study.score(record)
     return scores
+
+
+def _holds_runs(out: Path) -> bool:
+    """Whether a study began in ``out``, or runs of one were put there."""
+    folders = [*out.glob("*/*-seed*"), *out.glob("*/*/*-seed*")]
+    return (out / LOCK).exists() or any(finished(folder) or (folder / REQUEST).exists() for folder in folders)
 
 
 def _run(specs: list[RunSpec], out: Path, jobs: int, until: float, console: Console) -> None:

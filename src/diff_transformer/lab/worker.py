@@ -2,12 +2,14 @@
 
 ``python -m diff_transformer.lab.worker FOLDER`` executes ``FOLDER/request.json``. The run goes to ``FOLDER/run``,
 results to ``FOLDER/evals/NAME.json``, progress to ``FOLDER/status.json`` and the record to ``FOLDER/record.json``. A
-restarted worker keeps finished parts and continues.
+restarted worker keeps finished parts and continues. With ``--ends-with-input`` it exits when its standard input closes.
 """
 
 import json
+import os
 import signal
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -24,6 +26,7 @@ from diff_transformer.train.metrics import read_metrics
 from diff_transformer.train.signals import sigterm_interrupts
 
 INTERRUPTED, TERMINATED = 128 + signal.SIGINT, 128 + signal.SIGTERM  # exit codes of a worker that was stopped
+ENDS_WITH_INPUT = "--ends-with-input"
 STATUS = "status.json"
 _STEPS = 5  # between two reports of progress
 
@@ -262,6 +265,8 @@ def main() -> int:
     """Execute the request in the folder named on the command line. Exit code 130 after Ctrl-C, 143 after SIGTERM."""
     from transformers.utils import logging
 
+    if ENDS_WITH_INPUT in sys.argv:
+        threading.Thread(target=_end_with_input, daemon=True).start()
     logging.disable_progress_bar()
     keep_freed_memory()
     try:
@@ -271,6 +276,12 @@ def main() -> int:
         print(str(stopped) or "stopped", file=sys.stderr)
         return TERMINATED if getattr(stopped, "number", signal.SIGINT) == signal.SIGTERM else INTERRUPTED
     return 0
+
+
+def _end_with_input() -> None:
+    while os.read(0, 1):
+        pass
+    os._exit(1)
 
 
 if __name__ == "__main__":

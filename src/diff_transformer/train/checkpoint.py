@@ -14,6 +14,7 @@ import os
 import platform
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
 
 import torch
@@ -151,7 +152,7 @@ def load_checkpoint(fabric, folder: Path, state: dict[str, Any]) -> list[str]:
         A note for each damaged checkpoint; the notes are also logged as warnings.
 
     Raises:
-        CheckpointError: if there are checkpoints but all are damaged.
+        CheckpointError: if there are checkpoints but all are damaged, or one holds pickled code.
     """
 
     def choose():
@@ -166,7 +167,14 @@ def load_checkpoint(fabric, folder: Path, state: dict[str, Any]) -> list[str]:
 
     path, notes = on_first_rank(fabric, choose)
     if path is not None:
-        fabric.load(path / STATE, state, weights_only=True)
+        try:
+            fabric.load(path / STATE, state, weights_only=True)
+        except UnpicklingError:
+            raise CheckpointError(
+                f"{path / STATE} holds more than tensors, numbers and texts, which could run code: no run of this "
+                f"package wrote it. Nothing of it was loaded; restore it from a copy, or remove {path} to continue "
+                "from the checkpoint before"
+            ) from None
     return notes
 
 

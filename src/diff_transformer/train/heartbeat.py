@@ -11,8 +11,8 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Generator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -21,6 +21,7 @@ import torch.distributed as dist
 PHASES = ("waiting for data", "forward and backward", "update", "validation", "checkpoint")
 EXIT_CODE = 75  # EX_TEMPFAIL: the run can be resumed
 _CHECKS, _LONGEST_PAUSE = 10, 5.0  # checks within `seconds`; seconds between checks, at most
+_GLOO = "gloo/transport"  # in gloo's errors, which have no class of their own
 _OVER = "over"  # key in the store, set when a process ends the run
 
 
@@ -71,6 +72,30 @@ def describe(signs: dict[int, Sign], ranks: list[int], seconds: float) -> str:
     return " and ".join(parts) + others
 
 
+class PeerLost(RuntimeError):
+    """Another process of the run has ended, or cannot be reached."""
+
+
+@contextmanager
+def lost_peers_explained(folder: object) -> Generator[None]:
+    """Context in which a broken connection to another process is raised as ``PeerLost``, with what to do.
+
+    Args:
+        folder: of the run, for the message.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        lines = str(error).splitlines() or [""]
+        if not isinstance(error, dist.DistError) and _GLOO not in lines[0]:
+            raise
+        raise PeerLost(
+            f"this process lost its connection to another one of the run in {folder}, which was probably killed (its "
+            f"own output and the system's log say why); the last checkpoint is intact, continue with --resume. The "
+            f"connection's error: {lines[0][:200]}"
+        ) from error
+
+
 class Heartbeat:
     """Publishes the progress of this process and watches the others. As a context manager, it yields ``at``.
 
@@ -119,9 +144,9 @@ class Heartbeat:
             self._thread.start()
         return self.at
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self._over.set()
-        if self.seconds:
+        if self.seconds and kind is None:  # after an error the thread may wait for a process that has ended
             self._thread.join(self.seconds)
 
     def _watch(self) -> None:

@@ -20,7 +20,7 @@ from lightning.fabric import Fabric
 from diff_transformer.ops import choice
 from diff_transformer.train.checkpoint import Saver, latest_checkpoint, load_checkpoint
 from diff_transformer.train.config import RunConfig
-from diff_transformer.train.heartbeat import Heartbeat
+from diff_transformer.train.heartbeat import Heartbeat, lost_peers_explained
 from diff_transformer.train.initial_model import build_model, check_model
 from diff_transformer.train.launch import on_first_rank
 from diff_transformer.train.loss import Objective
@@ -84,6 +84,7 @@ def train(
             consistent.
         FloatingPointError: if the loss or the gradient norm is not finite. The last checkpoint stays.
         Interrupted: after Ctrl-C or SIGTERM to any process, once the state is saved.
+        PeerLost: if another process of the run has ended.
     """
     folder = Path(folder)
     config.validate()
@@ -97,7 +98,8 @@ def train(
         logger.warning(warning)
     data = data or load_training_data(config)
     run = Run(fabric, config, folder, data)  # before anything is written, so that errors leave no folder behind
-    with ExitStack() as held, deterministic_algorithms(config.train.deterministic):
+    deterministic = deterministic_algorithms(config.train.deterministic)
+    with lost_peers_explained(folder), ExitStack() as held, deterministic:
         on_first_rank(fabric, lambda: held.enter_context(open_run_folder(folder, config, resume=resume)) and None)
         return run.train(resume, progress, announce)
 

@@ -304,6 +304,19 @@ def test_a_changed_byte_is_found_and_repaired(tmp_path, rows):
         load_prepared_tokenizer(out)
 
 
+def test_a_changed_manifest_is_refused(tmp_path, rows):
+    out = tmp_path / "out"
+    prepare(rows, out)
+    text = (out / "manifest.json").read_text()
+    (out / "manifest.json").write_text(text.replace('"text_bytes": ', '"text_bytes": 1', 1))
+    with pytest.raises(ValueError, match=r"manifest.json is damaged \(its checksum differs\); copy it again"):
+        verify(out)
+    manifest = json.loads(text)
+    del manifest["checksum"]  # as an earlier version wrote it
+    (out / "manifest.json").write_text(json.dumps(manifest))
+    assert verify(out) == []
+
+
 def test_a_repair_does_not_take_text_that_changed(tmp_path, rows):
     out = tmp_path / "out"
     prepare(rows, out)

@@ -39,7 +39,7 @@ def read_manifest(folder: Path | str) -> dict:
 
     Raises:
         FileNotFoundError: if the folder has no manifest.
-        ValueError: if the folder is not complete, or has another format.
+        ValueError: if the folder is not complete, or has another format, or the manifest is damaged.
     """
     folder = Path(folder)
     path = folder / MANIFEST
@@ -51,12 +51,20 @@ def read_manifest(folder: Path | str) -> dict:
         )
     try:
         manifest = json.loads(path.read_text())
-        named = manifest["format"], manifest["version"]
+        named, checksum = (manifest["format"], manifest["version"]), manifest.pop("checksum", None)
     except (ValueError, KeyError, TypeError) as error:
         raise ValueError(f"{path} is not the manifest of a prepared folder ({type(error).__name__}: {error})") from None
     if named != (FORMAT, VERSION):
         raise ValueError(f"{path} is of format {named}, this version reads {(FORMAT, VERSION)}; prepare the text again")
+    if checksum not in (None, _own_checksum(manifest)):  # None: written by an earlier version
+        raise ValueError(f"{path} is damaged (its checksum differs); copy it again, or prepare the text again")
     return manifest
+
+
+def _own_checksum(manifest: dict) -> str:
+    digest = new_digest()
+    digest.update(json.dumps(manifest, sort_keys=True).encode())
+    return digest.hexdigest()
 
 
 def repair_command(folder: Path | str) -> str:
@@ -107,7 +115,7 @@ def begin(out: Path, plan: dict, tokenizer) -> None:
 
 def finish(out: Path, manifest: dict) -> None:
     """Write the manifest, then remove plan and journal. A process killed in between leaves a complete folder."""
-    write_json(out / MANIFEST, manifest)
+    write_json(out / MANIFEST, {**manifest, "checksum": _own_checksum(manifest)})
     for name in (PLAN, JOURNAL):
         (out / name).unlink(missing_ok=True)
 

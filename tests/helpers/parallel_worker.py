@@ -1,7 +1,7 @@
 """One of several training processes: ``python parallel_worker.py jobs.json``, with torchrun's variables set.
 
-A job is {"folder", "set": assignments, "resume", "interrupt": [rank, step], "sleep": [rank, step, seconds]}; what it
-raised is written to jobs.json.RANK.
+A job is {"folder", "set": assignments, "resume", "interrupt": [rank, step], "kill": [rank, step],
+"sleep": [rank, step, seconds]}; what it raised is written to jobs.json.RANK, and FOLDER.killed when a rank was killed.
 """
 
 import json
@@ -35,6 +35,11 @@ class Mixture:
         return self.mixture.batch(step, *share)
 
 
+def kill_this_process(mark: Path) -> None:
+    mark.touch()
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
 _made: dict[str, Any] = {}
 
 
@@ -58,6 +63,9 @@ def run(job: dict, rank: int) -> str | None:
     if job.get("interrupt", [None])[0] == rank:
         stop = partial(os.kill, os.getpid(), signal.SIGTERM)
         training_data = replace(training_data, mixture=Mixture(training_data.mixture, job["interrupt"][1], stop))
+    if job.get("kill", [None])[0] == rank:
+        die = partial(kill_this_process, Path(job["folder"] + ".killed"))
+        training_data = replace(training_data, mixture=Mixture(training_data.mixture, job["kill"][1], die))
     try:
         train(config, Path(job["folder"]), resume=job.get("resume", False), data=training_data)
     except BaseException as error:

@@ -1,0 +1,309 @@
+"""kill -9 at random moments: what is resumed ends as an unbroken run, byte for byte."""
+
+import json
+import os
+import random
+import signal
+import sys
+import tarfile
+import time
+from collections import Counter
+from pathlib import Path
+from typing import ClassVar
+
+import pytest
+from killed_runs import (
+    FORK,
+    assert_equal,
+    assert_same_run,
+    history,
+    in_child,
+    killed_and_resumed,
+    pace,
+    start_command,
+)
+
+from diff_transformer.data.prepare import pieces, readers
+from diff_transformer.lab import worker
+from diff_transformer.lab.compare import compare
+from diff_transformer.lab.pool import LOG, LocalProcesses
+from diff_transformer.lab.recipes import recipe
+from diff_transformer.lab.record import load_run
+from diff_transformer.lab.spec import RunSpec, Study, seeds
+from diff_transformer.lab.study import run_study
+from diff_transformer.train.config import override
+from diff_transformer.train.training_data import load_training_data
+
+pytestmark = pytest.mark.faults
+KILLS = 24
+PART = "kill -9 at random moments, then `--resume`"
+EQUAL = "equal to an unbroken run byte for byte"
+LEARNT = ["train.steps=12", "train.checkpoint_every=2", "train.log_every=1", "train.validate_every=4"]
+
+
+@pytest.mark.parametrize("background", [False, True])
+def test_train(texts, tmp_path, reliability, background):
+    settings = [
+        f"data.corpus={texts}", "data.max_bytes=null", "data.length=32", 'data.mixture={"text": 0.5, "recall": 0.5}',
+        "data.recall.symbols=8", "train.steps=150", "train.batch_size=4", "train.log_every=1", "train.validate_every=8",
+        "train.validation_rows=4", "train.checkpoint_every=1", f"train.checkpoint_async={str(background).lower()}",
+    ]  # fmt: skip
+    config = override(recipe("debug"), settings)
+    training_data = load_training_data(config)
+    a_step = pace(config, tmp_path / "whole", training_data)
+    hit = killed_and_resumed(config, tmp_path / "run", training_data, KILLS, a_step, seed=2)
+    assert hit["while one was written"] > 0
+    assert hit["before the first step of a life"] > 0
+    assert_same_run(tmp_path / "run", tmp_path / "whole")
+    reliability(PART, "`train`, checkpoints in the background" if background else "`train`", {EQUAL: hit["kills"]})
+
+
+def rows_file(pack):
+    def make(folder: Path) -> str:
+        path = folder / f"rows.jsonl{pack}"
+        text = "".join(json.dumps({"text": text}) + "\n" for text in documents()).encode()
+        if pack == ".zst":
+            import zstandard
+
+            text = zstandard.compress(text)
+        elif pack:
+            text = __import__({".gz": "gzip", ".bz2": "bz2", ".xz": "lzma"}[pack]).compress(text)
+        path.write_bytes(text)
+        return str(path)
+
+    return make
+
+
+def documents(number: int = 600) -> list[str]:
+    return [f"row {i}: " + f"word{i} " * (40 + i % 7) for i in range(number)]
+
+
+def a_folder(folder: Path) -> str:
+    for i, text in enumerate(documents()):
+        (folder / f"{i}.txt").write_text(text)
+    return str(folder)
+
+
+def a_text(folder: Path) -> str:
+    (folder / "all.txt").write_text("\n".join(documents()))
+    return str(folder / "all.txt")
+
+
+def an_archive(folder: Path) -> str:
+    inner = folder / "inner"
+    inner.mkdir()
+    a_folder(inner)
+    with tarfile.open(folder / "all.tar.gz", "w:gz") as archive:
+        archive.add(inner, "inner")
+    return str(folder / "all.tar.gz")
+
+
+def a_table(folder: Path) -> str:
+    import pyarrow
+    import pyarrow.parquet
+
+    pyarrow.parquet.write_table(pyarrow.table({"text": documents()}), folder / "rows.parquet")
+    return str(folder / "rows.parquet")
+
+
+KINDS = {
+    "a text file": a_text,
+    "a folder": a_folder,
+    "a tar archive": an_archive,
+    "JSON lines": rows_file(""),
+    "JSON lines, gzip": rows_file(".gz"),
+    "JSON lines, bzip2": rows_file(".bz2"),
+    "JSON lines, xz": rows_file(".xz"),
+    "JSON lines, zstandard": rows_file(".zst"),
+    "JSON lines, two processes": rows_file(""),
+    "parquet": a_table,
+    "a data set streamed from a stand-in for the hub": lambda folder: "hub:someone/rows",
+    "the Python library": lambda folder: "python",
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_prepare(kind, tmp_path, reliability, monkeypatch):
+    """Of five lives one ends within the time that the life before needed up to its first shard; the others after 0 to 3
+    more shards and a random part of the next."""
+    monkeypatch.setattr(pieces, "PIECE_CHARACTERS", 1000)  # a text is cut into several shards too
+    monkeypatch.setattr(readers, "streamed_rows", lambda name, field: ((text, 0) for text in documents()))
+    (tmp_path / "in").mkdir()
+    source, jobs = KINDS[kind](tmp_path / "in"), "2" if "two processes" in kind else "1"
+    megabytes = "0.05" if source == "python" else "0.001"
+    command = ["prepare", source, "--tokenizer", "bytes", "--shard-mb", megabytes, "--jobs", jobs, "--resume", "--out"]
+    draw, out, said, first = random.Random(kind), tmp_path / "out", tmp_path / "said", 0.0
+    whole = start_command([*command, str(tmp_path / "whole")], said)
+    whole.join(300)
+    assert whole.exitcode == 0, said.read_text()
+    for life in range(KILLS):
+        before, few, born = shards(out), draw.randint(0, 3), time.monotonic()
+        process = start_command([*command, str(out)], said)
+        if life % 5 == 1:
+            time.sleep(draw.random() * first)
+        else:
+            while shards(out) == before and process.is_alive():
+                time.sleep(0.0005)
+            first = time.monotonic() - born
+            while shards(out) <= before + few and process.is_alive():
+                time.sleep(0.0005)
+            time.sleep(draw.random() * 0.005)
+        process.kill()
+        process.join()
+        assert process.exitcode == -signal.SIGKILL, f"life {life} ended by itself: {said.read_text()}"
+    process = start_command([*command, str(out)], said)
+    process.join(300)
+    assert process.exitcode == 0, said.read_text()
+    assert content(out) == content(tmp_path / "whole")
+    reliability(PART, f"`prepare` of {kind}", {EQUAL: KILLS})
+
+
+def shards(out: Path) -> int:
+    """Shards that the journal of a preparation lists."""
+    try:
+        return (out / "finished.jsonl").read_bytes().count(b"\n")
+    except FileNotFoundError:
+        return 0
+
+
+def content(folder: Path) -> dict[str, bytes]:
+    files = [path for path in folder.rglob("*") if path.is_file() and path.name != ".lock"]
+    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in files}
+
+
+def test_compare(forked_workers, texts, tmp_path, reliability):
+    config = override(recipe("debug"), [f"data.corpus={texts}", "data.max_bytes=null", *LEARNT])
+
+    def assert_same(out: Path, other: Path):
+        for side in ("diff", "softmax"):
+            assert_same_record(*(one / "members" / f"{side}-seed0" for one in (out, other)))
+        results = [json.loads((one / "results.json").read_text()) for one in (out, other)]
+        claims = [[claim for claim in one["claims"] if claim["id"] != "throughput"] for one in results]
+        assert claims[0] == claims[1]
+
+    killed = killed_lives(lambda out: compare(config, out, jobs=2, resume=True), assert_same, tmp_path, seed=5)
+    reliability(PART, "`compare`", killed)
+
+
+def test_study(forked_workers, texts, tmp_path, reliability):
+    def tiny(side: str, lr: float):
+        settings = [f"data.corpus={texts}", "data.max_bytes=null", "evaluation.more={}", *LEARNT]
+        return override(recipe("debug"), [*settings, f"model.attention={side}", f"optim.lr={lr}"])
+
+    sides = ("diff", "softmax")
+    sweep = [RunSpec(f"sweep/lr{lr}", side, 0, tiny(side, lr)) for side in sides for lr in (1e-3, 1e-2)]
+
+    def runs(rates):
+        return [spec for side in sides for spec in seeds("main", side, tiny(side, rates[side]), range(1))]
+
+    def assert_same(out: Path, other: Path):
+        records = sorted(record.parent.relative_to(other) for record in other.rglob("record.json"))
+        assert len(records) == 6
+        for record in records:
+            assert_same_record(out / record, other / record)
+
+    study = Study("tiny", sweep, runs)
+    killed = killed_lives(lambda out: run_study(study, out, jobs=2), assert_same, tmp_path, seed=6)
+    reliability(PART, "`study`", killed)
+
+
+def killed_lives(action, assert_same, folder: Path, seed: int) -> dict[str, int]:
+    """Kill ``action(out)``, a driver of several runs, one of its workers, or all of them, and go on; count the kills.
+
+    A life ends at a random moment of half the time that an unbroken run takes. What is finished is compared with that
+    run, and another one begins.
+    """
+    whole, born = folder / "whole", time.monotonic()
+    assert ended(in_child(lambda: action(whole))) == 0
+    longest = (time.monotonic() - born) / 2
+    draw, kills, number = random.Random(seed), Counter(), 0
+    while kills.total() < KILLS:
+        out = folder / f"out{number}"
+        process = in_child(lambda out=out: action(out))
+        process.join(draw.random() * longest)
+        if process.exitcode is None:
+            workers = children(process.pid)
+            whom = draw.choice(["the driver", "a worker", "the driver and its workers"] if workers else ["the driver"])
+            killed = {"the driver": [], "a worker": workers[:1]}.get(whom, workers)
+            for pid in [*killed, *([] if whom == "a worker" else [process.pid])]:
+                os.kill(pid, signal.SIGKILL)
+            assert ended(process) != 0  # one whose worker was killed stops the others
+            kills[f"{EQUAL}; {whom} killed"] += 1
+            end = time.monotonic() + 30
+            while any(map(alive, workers)):
+                assert time.monotonic() < end, "a worker outlived its driver"
+                time.sleep(0.01)
+        else:
+            assert process.exitcode == 0
+            assert_same(out, whole)
+            number += 1
+    out = folder / f"out{number}"
+    assert ended(in_child(lambda: action(out))) == 0
+    assert_same(out, whole)
+    return kills
+
+
+class ForkedWorker:
+    """A worker that is forked, with everything imported, instead of started; the rest is as in ``LocalProcesses``."""
+
+    pipes: ClassVar[list[int]] = []  # the ends that the driver holds
+
+    def __init__(self, folder: Path):
+        here, there = os.pipe()
+        self.pipes.append(there)
+
+        def work():
+            for pipe in self.pipes:
+                os.close(pipe)
+            os.dup2(here, 0)
+            for number in (1, 2):
+                os.dup2(os.open(folder / LOG, os.O_WRONLY | os.O_CREAT | os.O_APPEND), number)
+            sys.argv = ["worker", str(folder), worker.ENDS_WITH_INPUT]
+            sys.exit(worker.main())
+
+        self.process = FORK.Process(target=work)
+        self.process.start()
+        os.close(here)
+
+    def poll(self) -> int | None:
+        return self.process.exitcode
+
+    def send_signal(self, number: int):
+        os.kill(self.process.pid, number)
+
+    def wait(self, timeout: float | None = None) -> int | None:
+        self.process.join(timeout)
+        return self.process.exitcode
+
+
+@pytest.fixture
+def forked_workers(monkeypatch):
+    monkeypatch.setattr(LocalProcesses, "start", lambda self, folder: ForkedWorker(folder))
+    monkeypatch.setattr("diff_transformer.lab.pool._POLL_SECONDS", 0.02)
+
+
+def ended(process) -> int | None:
+    process.join(300)
+    return process.exitcode
+
+
+def children(pid: int) -> list[int]:
+    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def assert_same_record(folder: Path, other: Path):
+    """Weights, logged numbers, measurements with all their rows, and curves but for those of time."""
+    one, two = (load_run(place, "s", "a", 0) for place in (folder, other))
+    weights = [(place / "run/model/model.safetensors").read_bytes() for place in (folder, other)]
+    assert weights[0] == weights[1]
+    assert history(folder / "run") == history(other / "run")
+    assert_equal(one.metrics, two.metrics)
+    assert_equal(one.rows, two.rows)
+    assert one.config == two.config
