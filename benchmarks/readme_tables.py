@@ -11,7 +11,14 @@ from pathlib import Path
 
 from diff_transformer.report.claims import untested
 from gpu_goals import goals_table
-from speed_tables import attention_gpu_table, attention_table, decode_table, step_table, throughput_table
+from speed_tables import (
+    attention_gpu_table,
+    attention_table,
+    compiled_table,
+    decode_table,
+    step_table,
+    throughput_table,
+)
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
@@ -50,6 +57,7 @@ TABLES = {
     "novels": (claims_table, ROOT / "figures" / "novels" / "results.json"),
     "attention": (attention_table, RESULTS / "attention_cpu.json"),
     "attention_amx": (attention_table, RESULTS / "attention_amx.json"),
+    "compiled": (compiled_table, RESULTS / "compiled.json"),
     "attention_gpu": (attention_gpu_table, RESULTS / "attention_gpu.json"),
     "goals_gpu": (lambda path: goals_table(path.parent), RESULTS / "attention_gpu.json"),
     "decode": (decode_table, RESULTS / "decode_cpu.json"),

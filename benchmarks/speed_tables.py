@@ -158,3 +158,29 @@ def number(value: float | None, digits: int) -> str:
 
 def percent(share: float) -> str:
     return f"{100 * share:.0f} %"
+
+
+def compiled_table(path: Path) -> list[str]:
+    """What the compiler tells of the GPU kernels: a line for each GPU and width."""
+    record = json.loads(path.read_text())
+    forms, rivals = ("forward", "two passes", "one pass"), ("FlashDiffAttn_1", "FlashDiffAttn_2")
+    lines = header("GPU", "d, Dv", *forms, *rivals, "repeated", "spilled", "least time, ms")
+    for total in record["sums"]:
+        same = ("capability", "dtype", "width", "value_width")
+        rows = [row for row in record["rows"] if all(row[name] == total[name] for name in same)]
+        theirs = (total[name] for name in ("flash_diff_1", "flash_diff_2"))
+        ours = [total[form] for form in forms if form in total]
+        lines.append(
+            line(
+                f"sm_{total['capability']}",
+                f"{total['width']}, {total['value_width']}",
+                *(number(form["units"], 1) for form in ours),
+                *(f"{units['forward']:g} + {units['backward']:g}" for units in theirs),
+                percent(max(row["executed_over_needed"] for row in rows) - 1),
+                f"{max(row['spilled_bytes'] for row in rows)} B",
+                " + ".join(number(form["roofline_ms"], 2) for form in ours[:2]),
+            )
+        )
+    batch, heads, length = (record["setting"][name] for name in ("batch", "heads", "length"))
+    version = record["rows"][0]["triton"]
+    return [*lines, "", f"Triton {version}, bf16, causal; times for batch {batch}, {heads} heads and length {length}."]

@@ -368,7 +368,7 @@ def test_gradients_on_the_gpu(D, dtype, lengths, causal, one_pass):
 def backward_arguments(B, H, T, D):
     """Of ``attend_backward`` but for one_pass."""
     inputs = make_inputs(B, H, T, D, dtype=torch.bfloat16, device="cuda", strided=True, requires_grad=False)
-    saved = operator.forward(*inputs, None, None, None, T, T, True, None, D**-0.5, True, False)
+    saved = operator.forward(*inputs, None, None, None, True, None, D**-0.5, True, False)
     dout = torch.randn(saved[0].shape, generator=torch.Generator().manual_seed(1)).to(saved[0])
     return [Call(*inputs, scale=D**-0.5, is_causal=True), dout, saved]
 

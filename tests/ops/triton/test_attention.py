@@ -338,7 +338,7 @@ def test_what_a_backward_needs_is_saved_only_for_one():
     x, options = inputs("causal")
     outputs = []
     with torch.no_grad():
-        outputs.append(operator.forward(*x, None, None, None, 70, 70, True, None, 0.25, False, False))
+        outputs.append(operator.forward(*x, None, None, None, True, None, 0.25, False, False))
     saved = []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
         out = diff_attention(*x, backend="triton", **options)
@@ -352,11 +352,10 @@ def test_opcheck(form):
     x = make_inputs(B=1, H=2, G=1, T=7, S=9, D=3, Dv=5, device=DEVICE)
     k2 = None if form == "shared keys" else x.k2
     mask = random_mask(1, 1, 7, 9).to(DEVICE) if form == "mask" else None
-    ends, longest = (None, None), (7, 9)
+    ends = (None, None)
     if form == "documents":
         ends = tuple(torch.tensor(e, dtype=torch.int32, device=DEVICE) for e in ([0, 3, 3, 7], [0, 4, 5, 9]))
-        longest = (4, 4)
-    tensors, rest = (*x[:3], k2, x.v, x.lam), (*longest, True, 4, 0.5)
+    tensors, rest = (*x[:3], k2, x.v, x.lam), (True, 4, 0.5)
     one_pass = form == "one pass"
     torch.library.opcheck(operator.forward, (*tensors, mask, *ends, *rest, True, one_pass))
     tensors = tuple(None if y is None else y.detach() for y in tensors)

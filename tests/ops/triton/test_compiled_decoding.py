@@ -14,26 +14,15 @@ pytest.importorskip("triton", reason="the kernels are written in Triton")
 
 from diff_transformer.ops.arguments import check
 from diff_transformer.ops.triton import decode
-from diff_transformer.ops.triton.metadata import assert_ships, compile_in_subprocess, describe
+from diff_transformer.ops.triton.configurations import chunks
+from diff_transformer.ops.triton.metadata import assert_ships, compile_in_subprocess, needed_products, recording
 from diff_transformer.testing import make_inputs
 
 CAPABILITIES = [80, 90]
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 WIDTHS = [(16, 32), (32, 64), (64, 64), (64, 128), (96, 192), (128, 128), (128, 256)]
+MAIN = [(64, 64), (64, 128), (96, 192), (128, 128), (128, 256)]
 WIDTHS += [(40, 80), (48, 96), (80, 160), (112, 224)]
-
-
-class Recorder:
-    """Stands for a kernel; ``kernel[grid](*arguments, **constants)`` adds its description to ``launches``."""
-
-    def __init__(self, kernel, launches: list):
-        self.kernel, self.launches = kernel, launches
-
-    def __getitem__(self, grid):
-        return self
-
-    def __call__(self, *arguments, **constants):
-        self.launches.append(describe(self.kernel, arguments, constants))
 
 
 def often_and_seldom(often, *axes):
@@ -64,15 +53,13 @@ DECODING: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
 }
 OFTEN = [
     *product(["bf16"], [(64, 128), (128, 256)], ["padding", "everything"]),
+    ("bf16", (96, 192), "plain"),
     *product(["bf16"], [(128, 256)], ["most splits", "one of each"]),
 ]
 
 
-def launches_of_decoding(monkeypatch, dtype, widths, case):
+def launches_of_decoding(monkeypatch, dtype, widths, case, capability):
     multiprocessors, asked, options = DECODING[case]
-    launches = []
-    for name in ("decode_split_kernel", "decode_combine_kernel"):
-        monkeypatch.setattr(decode, name, Recorder(getattr(decode, name), launches))
     monkeypatch.setattr(decode, "multiprocessors", lambda device: multiprocessors)
     monkeypatch.setattr(decode, "MIN_KEYS_PER_SPLIT", 1)
     D, Dv = widths
@@ -82,14 +69,15 @@ def launches_of_decoding(monkeypatch, dtype, widths, case):
     if one_key:
         x = x._replace(k2=x.k1)
     mask, is_causal, window = options.get("attn_mask"), options.get("is_causal", False), options.get("window")
-    decode.launch_decode(*x[:5], *check(*x, mask, is_causal, window, None), lengths=options.get("lengths"))
+    with recording(capability) as launches:
+        decode.launch_decode(*x[:5], *check(*x, mask, is_causal, window, None), lengths=options.get("lengths"))
     return launches
 
 
 @pytest.mark.parametrize("capability", CAPABILITIES)
 @pytest.mark.parametrize(("dtype", "widths", "case"), often_and_seldom(OFTEN, DTYPES, WIDTHS, DECODING))
 def test_decoding(monkeypatch, dtype, widths, case, capability):
-    launches = launches_of_decoding(monkeypatch, dtype, widths, case)
+    launches = launches_of_decoding(monkeypatch, dtype, widths, case, capability)
     assert [launch.kernel.partition(":")[2] for launch in launches] == [
         "decode_split_kernel",
         *(["decode_combine_kernel"] if DECODING[case][0] > 1 else []),
@@ -99,6 +87,8 @@ def test_decoding(monkeypatch, dtype, widths, case, capability):
         assert_ships(kernel)
         assert_ships(kernel, 86 if capability == 80 else 90)  # what serves an A100 must fit an RTX 3090 as well
     size = DTYPES[dtype].itemsize
-    one_tile = decode.tile(*widths, size, False).keys * (2 * widths[0] + widths[1]) * size
+    if dtype != "fp32" and widths in MAIN and case in ("plain", "one key for both"):
+        assert max(compiled[0].products) <= 1.1 * needed_products(launches[0])
+    one_tile = decode.tile(*widths, size, False).keys * (2 * sum(chunks(widths[0])) + sum(chunks(widths[1]))) * size
     if case != "one key for both":
         assert compiled[0].shared_bytes > one_tile, "not pipelined: less than one tile of K1, K2 and V is held"

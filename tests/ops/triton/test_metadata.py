@@ -12,7 +12,7 @@ pytest.importorskip("triton", reason="it compiles Triton kernels")
 import triton
 import triton.language as tl
 
-from diff_transformer.ops.triton import configurations, forward, metadata
+from diff_transformer.ops.triton import backward, configurations, forward, metadata
 from diff_transformer.ops.triton.call import Call
 from diff_transformer.ops.triton.metadata import (
     SHARED_LIMIT,
@@ -22,12 +22,15 @@ from diff_transformer.ops.triton.metadata import (
     compile_in_subprocess,
     describe,
     faults,
+    needed_products,
+    products_of_loops,
+    recording,
     unguarded_arrivals,
 )
 
 GOOD = Compiled(
-    name="kernel", capability=90, registers=168, spill_bytes=0, shared_bytes=227 * 1024, num_warps=4, wgmma=8, mma=0,
-    wgmma_serialized=False, unguarded_arrivals=0,
+    name="kernel", capability=90, registers=168, spill_bytes=0, shared_bytes=227 * 1024, tensor_columns=0,
+    num_warps=4, wgmma=8, mma=0, products=(), wgmma_serialized=False, unguarded_arrivals=0,
 )  # fmt: skip
 COMBINE = "diff_transformer.ops.triton.decode_kernels:decode_combine_kernel"
 SIGNATURE = {"partial": "*fp32", "lam": "*fp32", "out": "*bf16"}
@@ -71,8 +74,9 @@ def test_what_ships():
         ({"unguarded_arrivals": 2}, "arrives 2 times at an mbarrier with no barrier of the warps before"),
         ({"shared_bytes": 227 * 1024 + 1}, "uses 227 KiB of shared memory; sm_90 has 227"),
         ({"capability": 80}, "uses 227 KiB of shared memory; sm_80 has 163"),
+        ({"tensor_columns": 768}, "uses 768 columns of tensor memory; there are 512"),
     ],
-    ids=["spill", "serialised", "unguarded", "shared", "smaller chip"],
+    ids=["spill", "serialised", "unguarded", "shared", "smaller chip", "tensor memory"],
 )
 def test_what_does_not_ship(change, message):
     with pytest.raises(AssertionError, match=message):
@@ -94,24 +98,59 @@ def test_a_spill_is_seen():
 
 def test_a_serialised_wgmma_is_seen(monkeypatch):
     """The forward for Hopper with a tile that no register file holds, and with the one that ships."""
-    launches = []
     x = torch.zeros(1, 2, 128, 64, dtype=torch.bfloat16)
     v, lam = torch.zeros(1, 2, 128, 128, dtype=torch.bfloat16), torch.zeros(1, 2, 128, 1)
-
-    def launch(kernel, programs, arguments, constants):
-        launches.append(describe(kernel, arguments, constants))
-
-    monkeypatch.setattr(forward, "launch", launch)
-    monkeypatch.setattr(configurations, "INTERPRETED", False)
-    monkeypatch.setattr(configurations, "is_hopper", lambda device: True)
     too_large = configurations.Configuration(128, 128, 8, 2, fused=True)
-    for configuration in (forward.forward_configuration, lambda *_: too_large):
-        monkeypatch.setattr(forward, "forward_configuration", configuration)
-        forward.launch_forward(Call(x, x, x, None, v, lam, scale=0.125, is_causal=True), need_gradient=False)
+    with recording(90) as launches:
+        for configuration in (forward.configuration, lambda *_: too_large):
+            monkeypatch.setattr(forward, "configuration", configuration)
+            forward.launch_forward(Call(x, x, x, None, v, lam, scale=0.125, is_causal=True), need_gradient=False)
     good, bad = (compile_in_subprocess(*launch[:3], capability=90, **launch.options) for launch in launches)
     assert good.wgmma > 0
     assert not good.wgmma_serialized
     assert bad.wgmma_serialized
+
+
+LOOPS = """
+$L__BB0_0:
+    wgmma.mma_async.sync.aligned.m64n32k16.f32.bf16.bf16 {%f1}, %rd1, %rd2, 1, 1, 1, 0, 1;
+    bra.uni $L__BB0_3;
+$L__BB0_2:  // the end of the inner loop, placed before its beginning
+    mov.b32 %r7, 135266448;
+    @%p1 tcgen05.mma.cta_group::1.kind::f16 [ %r1 + 0 ], %rd1, %rd2, %r7, %p2;
+    @!%p3 bra $L__BB0_5;
+$L__BB0_3:
+    mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%f1}, {%r1}, {%r2}, {%f1};
+waitLoop:
+    @!complete bra.uni waitLoop;
+    bra $L__BB0_2;
+$L__BB0_5:
+    @%p4 bra $L__BB0_0;
+    ret;
+"""
+
+
+def test_products_are_counted_by_loop():
+    """Of the innermost loop, whatever the order of its blocks: 8 warps' mma.sync, and one tcgen05.mma of 128 x 64."""
+    assert products_of_loops(LOOPS, num_warps=8) == (8 * 16 * 8 * 16 + 128 * 64 * 16,)
+    assert products_of_loops(LOOPS.replace("@!%p3 bra $L__BB0_5;", "bra $L__BB0_5;"), num_warps=8) == (
+        2 * 64 * 32 * 16 + 8 * 16 * 8 * 16 + 128 * 64 * 16,
+    )
+
+
+def test_a_product_that_warps_repeat_is_seen(monkeypatch):
+    """A tile of 16 keys for 8 warps: each of its products is computed several times."""
+    x = torch.zeros(1, 2, 128, 64, dtype=torch.bfloat16)
+    v, lam = torch.zeros(1, 2, 128, 128, dtype=torch.bfloat16), torch.zeros(1, 2, 128, 1)
+    call = Call(x, x, x, None, v, lam, scale=0.125, is_causal=True)
+    small = configurations.Configuration(16, 32, 8, 1, fused=False)
+    monkeypatch.setattr(backward, "configuration", lambda *_: small)
+    rows = torch.zeros(1, 2, 128)
+    with recording(80) as launches:
+        backward.launch_backward(call, v, (v, v, rows, rows), one_pass=False)
+    launch = next(launch for launch in launches if launch.constexprs.get("COMPUTE_DK"))
+    compiled = compile_in_subprocess(*launch[:3], capability=80, **launch.options)
+    assert max(compiled.products) > 1.9 * needed_products(launch)
 
 
 def test_errors_come_back():

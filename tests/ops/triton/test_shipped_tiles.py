@@ -1,5 +1,7 @@
 """The kernels with the tiles that GPUs get, most of them not square, in the interpreter, whose own are of 32 by 32."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -7,6 +9,7 @@ pytest.importorskip("triton", reason="the kernels are written in Triton")
 
 from diff_transformer.ops import diff_attention
 from diff_transformer.ops.triton import backward, backward_form, configurations, forward, interpreted
+from diff_transformer.ops.triton.call import Call, Documents
 from diff_transformer.testing import assert_within_budget, make_inputs
 
 pytestmark = [
@@ -37,47 +40,44 @@ CASES = {
 OFTEN = ("causal, 33 on 300", "window 70")
 
 
-def shipped(kind):
-    """All entries of the tables for this kind of kernels."""
-    tables = [table for table in vars(configurations).values() if isinstance(table, dict)]
-    return [entry for table in tables for entry in table.values() if isinstance(entry, kind)]
+KERNELS = ("forward", "dkdv", "dq", "one_pass")
+TABLES = [table for name, table in vars(configurations).items() if name.isupper() and isinstance(table, dict)]
 
 
-def shape(tiles):
-    """The tiles that the interpreter sees."""
-    parts = [tiles] if isinstance(tiles, configurations.Configuration) else tiles
-    return tuple((part.BLOCK_M, part.BLOCK_N, part.fused) for part in parts)
+def shape(tile):
+    """What the interpreter sees of a configuration."""
+    return tile.BLOCK_M, tile.BLOCK_N, tile.fused
 
 
-def distinct(kind):
-    return list({shape(tiles): tiles for tiles in shipped(kind)}.values())
+def shipped(kernel):
+    """One configuration of each shape, from all tables."""
+    entries = [entry for table in TABLES for entry in table[kernel].values()]
+    return list({shape(tile): tile for entry in entries for tile in entry}.values())
 
 
-FORWARD, BACKWARD = distinct(configurations.Configuration), distinct(configurations.Backward)
-HOPPER = (configurations.HOPPER_FORWARD[64, 128], configurations.HOPPER_BACKWARD[64, 128])
-AMPERE = (configurations.AMPERE_FORWARD[96, 192], configurations.AMPERE_BACKWARD[96, 192])
-ROUNDS = max(len(FORWARD), len(BACKWARD))
-PAIRS = [(FORWARD[i % len(FORWARD)], BACKWARD[i % len(BACKWARD)]) for i in range(ROUNDS)]
+SHIPPED = {kernel: shipped(kernel) for kernel in KERNELS}
+ROUNDS = [
+    {kernel: tiles[i % len(tiles)] for kernel, tiles in SHIPPED.items()} for i in range(max(map(len, SHIPPED.values())))
+]
+HOPPER = {kernel: configurations.HOPPER[kernel][64, 128][0] for kernel in KERNELS[:3]}
+HOPPER["one_pass"] = HOPPER["dkdv"]
+AMPERE = {kernel: configurations.MMA_SYNC[kernel][128, 256][-1] for kernel in KERNELS}
 
 
 def cases():
-    """Two pairs by default, on some of the cases; every shape on all of them with ``-m slow``."""
-    often = {"Hopper, width 64": HOPPER, "Ampere, width 96": AMPERE}
-    seldom = {f"round {i}": pair for i, pair in enumerate(PAIRS)}
-    default = [pytest.param(*pair, case, id=f"{name}, {case}") for name, pair in often.items() for case in OFTEN]
-    slow = [(pair, case, f"{name}, {case}") for name, pair in (seldom | often).items() for case in CASES]
-    return default + [pytest.param(*pair, case, id=f"all, {name}", marks=pytest.mark.slow) for pair, case, name in slow]
+    """Two sets of tiles by default, on some of the cases; every shape on all of them with ``-m slow``."""
+    often = {"Hopper, width 64": HOPPER, "Ampere, width 128": AMPERE}
+    seldom = {f"round {i}": tiles for i, tiles in enumerate(ROUNDS)}
+    default = [pytest.param(tiles, case, id=f"{name}, {case}") for name, tiles in often.items() for case in OFTEN]
+    slow = [(tiles, case, f"{name}, {case}") for name, tiles in (seldom | often).items() for case in CASES]
+    return default + [pytest.param(*given, id=f"all, {name}", marks=pytest.mark.slow) for *given, name in slow]
 
 
-@pytest.mark.parametrize(("of_forward", "of_backward", "case"), cases())
-def test_shipped_tiles(monkeypatch, of_forward, of_backward, case):
+@pytest.mark.parametrize(("tiles", "case"), cases())
+def test_shipped_tiles(monkeypatch, tiles, case):
     given = []
-
-    def record(tiles):
-        return lambda *arguments: given.append(tiles) or tiles
-
-    monkeypatch.setattr(forward, "forward_configuration", record(of_forward))
-    monkeypatch.setattr(backward, "backward_configuration", record(of_backward))
+    for module in (forward, backward):
+        monkeypatch.setattr(module, "configuration", lambda kernel, *rest: given.append(kernel) or tiles[kernel])
     torch.use_deterministic_algorithms(False)  # they rule the one pass out
     sizes, options = CASES[case]
     x = make_inputs(**({"B": 1, "H": 1, "D": 16} | sizes))
@@ -93,14 +93,35 @@ def test_shipped_tiles(monkeypatch, of_forward, of_backward, case):
             values = run(x, "triton")
         for name, value, true in zip(("out", *x._fields), values, exact, strict=True):
             assert_within_budget(value, true, what=f"{name}, {form}")
-    assert given == [of_forward, of_backward] * 2
+    assert given == ["forward", "dkdv", "dq", "forward", "one_pass"]
 
 
 def test_every_tile_is_tried():
     """Of those that ship, none has a shape that no round has; and they are not those of the interpreter."""
-    tried_forward, tried_backward = ({shape(pair[i]) for pair in PAIRS} for i in range(2))
-    assert tried_forward == {shape(tiles) for tiles in shipped(configurations.Configuration)}
-    assert tried_backward == {shape(tiles) for tiles in shipped(configurations.Backward)}
-    assert {shape(HOPPER[0]), shape(AMPERE[0])} <= tried_forward
-    for pair in (HOPPER, AMPERE):
-        assert all(m != n for tiles in pair for m, n, _ in shape(tiles))
+    for kernel in KERNELS:
+        entries = [entry for table in TABLES for entry in table[kernel].values()]
+        assert {shape(tiles[kernel]) for tiles in ROUNDS} == {shape(tile) for entry in entries for tile in entry}
+    assert all(tile.BLOCK_M != tile.BLOCK_N for tiles in (HOPPER, AMPERE) for tile in tiles.values())
+
+
+def test_a_small_chip_gets_tiles_that_fit_it():
+    assert configurations.table_for((8, 0), 163 * 1024) is configurations.MMA_SYNC
+    assert configurations.table_for((8, 6), 99 * 1024) is configurations.MMA_SYNC_SMALL
+    assert configurations.table_for((12, 0), 99 * 1024) is configurations.MMA_SYNC_SMALL
+    assert configurations.table_for((9, 0), 227 * 1024) is configurations.HOPPER
+    assert configurations.table_for((10, 0), 227 * 1024) is configurations.BLACKWELL
+
+
+def test_calls_with_features_get_their_own_tiles(monkeypatch):
+    monkeypatch.setattr(configurations, "INTERPRETED", False)
+    monkeypatch.setattr(configurations, "table_of", lambda device: configurations.MMA_SYNC)
+    plain, featured = configurations.MMA_SYNC["dq"][128, 256]
+    x = [y.bfloat16() for y in make_inputs(B=1, H=4, G=2, T=8, D=128)]
+    call = Call(*x, scale=1.0)
+    assert configurations.configuration("dq", call, False) == featured
+    call = replace(call, k1=call.q1, k2=call.q2)
+    assert configurations.configuration("dq", call, False) == plain
+    assert configurations.configuration("dq", replace(call, window=3), False) == featured
+    bounds = torch.tensor([0, 8], dtype=torch.int32)
+    assert configurations.configuration("dq", replace(call, documents=Documents(bounds, bounds)), False) == featured
+    assert configurations.configuration("dq", call, True) == featured

@@ -6,7 +6,7 @@ import torch
 pytest.importorskip("triton", reason="the kernels are written in Triton")
 
 from diff_transformer import diff_attention_varlen
-from diff_transformer.ops.triton import backward_form, interpreted, operator
+from diff_transformer.ops.triton import backward, backward_form, forward, interpreted, operator
 from diff_transformer.testing import Inputs, assert_within_budget, make_inputs
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -134,6 +134,34 @@ def test_is_one_launch(monkeypatch):
     monkeypatch.setattr(operator, "launch_forward", lambda *a: calls.append(a[0].documents.cu_seqlens_q) or compute(*a))
     results(packed(dtype=torch.bfloat16), "triton", is_causal=True)
     assert [cu_seqlens.tolist() for cu_seqlens in calls] == [ENDS_Q]
+
+
+def test_one_long_document_and_many_short_ones(monkeypatch):
+    """Equal to the reference, in as many programs as there are rows in tiles of 32, and one more a document."""
+    bounds = [0, 0, 97, *range(97, 112), 112]
+    x = packed(H=2, Hn=2, T=112, S=112)
+    at = torch.tensor(bounds, dtype=torch.int32, device=DEVICE)
+    grids = {}
+    for module in (forward, backward):
+
+        def record(kernel, grid, *rest, compute=module.launch):
+            grids[kernel.fn.__name__] = grid
+            compute(kernel, grid, *rest)
+
+        monkeypatch.setattr(module, "launch", record)
+
+    def run(y, backend):
+        out = diff_attention_varlen(*y, at, at, 97, 97, is_causal=True, backend=backend)
+        dout = torch.randn(out.shape, generator=torch.Generator().manual_seed(2)).to(out)
+        return out, *torch.autograd.grad(out, y, dout)
+
+    exact = run(Inputs(*(y.detach().double().requires_grad_() for y in x)), "reference")
+    for value, true in zip(run(x, "triton"), exact, strict=True):
+        assert_within_budget(value, true)
+    if DEVICE == "cpu":
+        programs = 112 // 32 + len(bounds) - 1
+        assert grids["forward_kernel"] == grids["bwd_dq_kernel"] == (2 * programs,)
+        assert grids["bwd_dkdv_kernel"] == (programs,)  # one key/value head
 
 
 def test_more_documents_than_fit_a_wrong_max_are_refused():

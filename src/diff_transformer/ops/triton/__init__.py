@@ -79,14 +79,17 @@ def attend(q1, q2, k1, k2, v, lam, attn_mask, is_causal, window, scale, form: Fo
         return torch.where(attn_mask[..., :1], out, 0)  # which also zeroes the gradients of masked rows
     tensors = operator.with_contiguous_rows(q1, q2, k1, k2, v)
     options = (is_causal, window, scale, need_gradient, *(form or Form(bool(_one_pass))))
-    return operator.forward(*tensors, lam, attn_mask, None, None, T, S, *options)[0]
+    return operator.forward(*tensors, lam, attn_mask, None, None, *options)[0]
 
 
 def attend_varlen(
     q1, q2, k1, k2, v, lam, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, is_causal, window, scale,
     form: Form | None = None,
 ) -> Tensor:  # fmt: skip
-    """``attend`` within each document: tensors packed as [1, heads, total, width], lam [1, H, total, 1]."""
+    """``attend`` within each document: tensors packed as [1, heads, total, width], lam [1, H, total, 1].
+
+    The lengths of the longest documents are not needed; exported checkpoints give them.
+    """
     from diff_transformer.ops.triton import operator
 
     documents = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
@@ -95,7 +98,7 @@ def attend_varlen(
     tensors = operator.with_contiguous_rows(q1, q2, k1, k2, v)
     need_gradient = _gradient_needed(q1, q2, k1, k2, v, lam)
     options = (is_causal, window, scale, need_gradient, *(form or Form(bool(_one_pass))))
-    return operator.forward(*tensors, lam, None, *documents, *options)[0]
+    return operator.forward(*tensors, lam, None, cu_seqlens_q, cu_seqlens_k, *options)[0]
 
 
 def _whole_rows(attn_mask: Tensor) -> bool:

@@ -22,7 +22,7 @@ import triton.language as tl
 from torch import Tensor
 
 from diff_transformer.ops.triton.call import Call
-from diff_transformer.ops.triton.configurations import DELTA_ROWS, backward_configuration, chunks, split
+from diff_transformer.ops.triton.configurations import DELTA_ROWS, chunks, configuration, split
 from diff_transformer.ops.triton.forward import key_ranges, range_of_loop
 from diff_transformer.ops.triton.launching import (
     SECTION,
@@ -141,7 +141,7 @@ def add_chunk(to, offset, limit, x, FIRST: tl.constexpr, CHUNK: tl.constexpr, WI
 @triton.jit(do_not_specialize=["T", "S", "window", "tiles", "heads_in_all"])
 def bwd_dkdv_kernel(
     q1, q2, k1, k2, v, lam, mask, dout, lse1, lse2, delta1, lam_delta2, dq1, dq2, dk1, dk2, dv,
-    cu_seqlens_q, cu_seqlens_k,
+    documents, cu_seqlens_q, cu_seqlens_k,
     q1_b, q1_h, q1_t, q2_b, q2_h, q2_t, k1_b, k1_h, k1_t, k2_b, k2_h, k2_t, v_b, v_h, v_t, lam_b, lam_h, lam_t,
     dout_b, dout_h, dout_t, dk1_b, dk1_h, dk1_t, dv_b, dv_h, dv_t, mask_b, mask_h, mask_t, mask_s,
     T, S, window, scale, factor, tiles, heads_in_all, zero,
@@ -160,10 +160,9 @@ def bwd_dkdv_kernel(
     without the factor ``scale``. zero: always 0; see ``place``.
     """
     rows_in_all = T
-    tile, kv_head, batch, q_start, T, k_start, S = place(
-        tiles, heads_in_all, cu_seqlens_q, cu_seqlens_k, T, S, G, VARLEN, SECTION
+    first, kv_head, batch, q_start, T, k_start, S = place(
+        tiles, heads_in_all, documents, cu_seqlens_q, cu_seqlens_k, T, S, G, BLOCK_N, True, VARLEN, SECTION
     )
-    first = tile * BLOCK_N  # with a causal limit, the keys with the most queries come first
     if first >= S:
         return
 
@@ -185,11 +184,12 @@ def bwd_dkdv_kernel(
     dva, dvb = zeros(BLOCK_N, VA, VB)  # [BLOCK_N, VA], [BLOCK_N, VB]
     key = (first + keys)[:, None]
     for member in tl.range(0, H // G):
-        tile, kv_head, batch, q_start, T, k_start, S = place(
-            tiles + member * zero, heads_in_all, cu_seqlens_q, cu_seqlens_k, T, S, G, VARLEN, SECTION
-        )
+        first, kv_head, batch, q_start, T, k_start, S = place(
+            tiles + member * zero, heads_in_all, documents, cu_seqlens_q, cu_seqlens_k, T, S, G, BLOCK_N, True,
+            VARLEN, SECTION,
+        )  # fmt: skip
         low, inner_low, inner_high, high = query_ranges(
-            tile * BLOCK_N, T, S, window, BLOCK_M, BLOCK_N, CAUSAL, WINDOW, MASK_KIND != NO_MASK
+            first, T, S, window, BLOCK_M, BLOCK_N, CAUSAL, WINDOW, MASK_KIND != NO_MASK
         )
         head = (kv_head * (H // G) + member).to(tl.int64)
         noise_head = (kv_head * (H // G) + member) // (H // HN)
@@ -225,9 +225,9 @@ def bwd_dkdv_kernel(
                     if COMPUTE_DK:
                         delta = tl.load(delta1 + row_m + queries, mask=here, other=0.0)[None, :]
                         ds = (p * (dp - delta)).to(k1a.dtype)
-                        dk1a, dk1b = accumulate(dk1a, dk1b, ds, qa, qb, DB)
                         if ONE_PASS:
                             add_product(dq1 + row_m * D, queries, T - m, ds, k1a, k1b, DA, DB, D)
+                        dk1a, dk1b = accumulate(dk1a, dk1b, ds, qa, qb, DB)
                     qa, qb = load_tile(q2_here + start * q2_t, queries, q2_t, T - m, DA, DB, D, CHECKED)
                     log = tl.load(lse2 + row_m + queries, mask=here, other=float("inf"))[None, :]
                     p2 = attention_map(
@@ -240,17 +240,17 @@ def bwd_dkdv_kernel(
                     if COMPUTE_DK:
                         delta = tl.load(lam_delta2 + row_m + queries, mask=here, other=0.0)[None, :]
                         ds = (p2 * (delta - weight * dp)).to(k1a.dtype)
+                        if ONE_PASS:
+                            noise_row = (batch * HN + noise_head) * rows_in_all + q_start
+                            add_product(dq2 + (noise_row + start) * D, queries, T - m, ds, k2a, k2b, DA, DB, D)
+                        # The last product of the loop; see ``accumulate``.
                         if SHARED_KEYS:
                             dk1a, dk1b = accumulate(dk1a, dk1b, ds, qa, qb, DB)
                         else:
                             dk2a, dk2b = accumulate(dk2a, dk2b, ds, qa, qb, DB)
-                        if ONE_PASS:
-                            noise_row = (batch * HN + noise_head) * rows_in_all + q_start
-                            add_product(dq2 + (noise_row + start) * D, queries, T - m, ds, k2a, k2b, DA, DB, D)
-    tile, kv_head, batch, q_start, T, k_start, S = place(
-        tiles + zero, heads_in_all, cu_seqlens_q, cu_seqlens_k, T, S, G, VARLEN, SECTION
+    first, kv_head, batch, q_start, T, k_start, S = place(
+        tiles + zero, heads_in_all, documents, cu_seqlens_q, cu_seqlens_k, T, S, G, BLOCK_N, True, VARLEN, SECTION
     )
-    first = tile * BLOCK_N
     wide_head = kv_head.to(tl.int64)
     row = k_start + first
     keys += zero
@@ -266,7 +266,8 @@ def bwd_dkdv_kernel(
 
 @triton.jit(do_not_specialize=["T", "S", "window", "tiles", "heads_in_all"])
 def bwd_dq_kernel(
-    q1, q2, k1, k2, v, lam, mask, dout, lse1, lse2, delta1, lam_delta2, dq1, dq2, cu_seqlens_q, cu_seqlens_k,
+    q1, q2, k1, k2, v, lam, mask, dout, lse1, lse2, delta1, lam_delta2, dq1, dq2, documents,
+    cu_seqlens_q, cu_seqlens_k,
     q1_b, q1_h, q1_t, q2_b, q2_h, q2_t, k1_b, k1_h, k1_t, k2_b, k2_h, k2_t, v_b, v_h, v_t, lam_b, lam_h, lam_t,
     dout_b, dout_h, dout_t, dq1_b, dq1_h, dq1_t, dq2_b, dq2_h, dq2_t, mask_b, mask_h, mask_t, mask_s,
     T, S, window, scale, factor, tiles, heads_in_all, zero,
@@ -282,10 +283,9 @@ def bwd_dq_kernel(
     launches. zero: always 0; see ``place``.
     """
     rows_in_all = T
-    tile, noise_head, batch, q_start, T, k_start, S = place(
-        tiles, heads_in_all, cu_seqlens_q, cu_seqlens_k, T, S, HN, VARLEN, SECTION
+    first, noise_head, batch, q_start, T, k_start, S = place(
+        tiles, heads_in_all, documents, cu_seqlens_q, cu_seqlens_k, T, S, HN, BLOCK_M, False, VARLEN, SECTION
     )
-    first = (tiles - 1 - tile) * BLOCK_M  # the longest rows first
     if first >= T:
         return
 
@@ -300,10 +300,10 @@ def bwd_dq_kernel(
     q2a, q2b = load_tile(q2 + (batch * q2_b + wide_head * q2_h + row * q2_t), queries, q2_t, T - first, DA, DB, D, True)
     dq2a, dq2b = zeros(BLOCK_M, DA, DB)  # [BLOCK_M, DA], [BLOCK_M, DB]
     for member in tl.range(0, H // HN):
-        tile, noise_head, batch, q_start, T, k_start, S = place(
-            tiles + member * zero, heads_in_all, cu_seqlens_q, cu_seqlens_k, T, S, HN, VARLEN, SECTION
-        )
-        first = (tiles - 1 - tile) * BLOCK_M
+        first, noise_head, batch, q_start, T, k_start, S = place(
+            tiles + member * zero, heads_in_all, documents, cu_seqlens_q, cu_seqlens_k, T, S, HN, BLOCK_M, False,
+            VARLEN, SECTION,
+        )  # fmt: skip
         row = q_start + first
         rows = queries + member * zero
         here = first + rows < T
@@ -352,20 +352,19 @@ def bwd_dq_kernel(
                             factor, log2, CAUSAL, WINDOW, MASK_KIND, MASK_ROWS, CHECKED,
                         )  # fmt: skip
                         dq2a, dq2b = accumulate(dq2a, dq2b, p * (second_delta - weight[:, None] * dp), ka, kb, DB)
-        tile, noise_head, batch, q_start, T, k_start, S = place(
-            tiles + (member + 1) * zero, heads_in_all, cu_seqlens_q, cu_seqlens_k, T, S, HN, VARLEN, SECTION
-        )
-        first = (tiles - 1 - tile) * BLOCK_M
+        first, noise_head, batch, q_start, T, k_start, S = place(
+            tiles + (member + 1) * zero, heads_in_all, documents, cu_seqlens_q, cu_seqlens_k, T, S, HN, BLOCK_M, False,
+            VARLEN, SECTION,
+        )  # fmt: skip
         row = q_start + first
         head = (noise_head * (H // HN) + member).to(tl.int64)
         rows += zero
         if COMPUTE_DQ1:
             to = dq1 + (batch * dq1_b + head * dq1_h + row * dq1_t)
             store_tile(to, rows, dq1_t, T - first, dq1a * scale, dq1b * scale, DA, DB, D)
-    tile, noise_head, batch, q_start, T, k_start, S = place(
-        tiles + zero, heads_in_all, cu_seqlens_q, cu_seqlens_k, T, S, HN, VARLEN, SECTION
+    first, noise_head, batch, q_start, T, k_start, S = place(
+        tiles + zero, heads_in_all, documents, cu_seqlens_q, cu_seqlens_k, T, S, HN, BLOCK_M, False, VARLEN, SECTION
     )
-    first = (tiles - 1 - tile) * BLOCK_M
     wide_head = noise_head.to(tl.int64)
     row = q_start + first
     queries += zero
@@ -382,7 +381,7 @@ def row_statistics(dout: Tensor, out: Tensor, out2: Tensor, lam: Tensor) -> tupl
     results = [dout.new_empty((B, H, T), dtype=torch.float32) for _ in range(3)]
     tiles = triton.cdiv(T, DELTA_ROWS)
     arguments = [dout, out, out2, lam, *results, *strides(dout, out, lam), T, tiles]
-    launch(delta_kernel, tiles * B * H, arguments, {"H": H, "DV": Dv, "VA": VA, "VB": VB, "BLOCK_M": DELTA_ROWS})
+    launch(delta_kernel, (tiles * B * H,), arguments, {"H": H, "DV": Dv, "VA": VA, "VB": VB, "BLOCK_M": DELTA_ROWS})
     delta1, lam_delta2, dlam = results
     return delta1, lam_delta2, dlam
 
@@ -399,13 +398,11 @@ def launch_backward(
     out, out2, lse1, lse2 = saved
     (T, D), H, HN, (G, S, Dv) = q1.shape[2:], q1.shape[1], q2.shape[1], v.shape[1:]
     dout = rows_contiguous(dout)
-    sequences, longest_q, longest_k = call.sequences
     mask, mask_strides, mask_kind, mask_rows = kernel_mask(call.attn_mask, v)
     DA, DB = chunks(D)
     VA, VB = chunks(Dv)
-    configuration = backward_configuration(D, Dv, q1.dtype, q1.device, mask_rows != ONE_ROW.value)
-    dkdv = configuration.one_pass if one_pass else configuration.dkdv
-    dq = configuration.dq
+    mask_by_query = mask_rows != ONE_ROW.value
+    dkdv = configuration("one_pass" if one_pass else "dkdv", call, mask_by_query)
     delta1, lam_delta2, dlam = row_statistics(dout, out, out2, call.lam)
     dk1, dv = transposed_like(k1), transposed_like(v)
     dk2 = k1.new_empty(0) if k2 is None else transposed_like(k1)
@@ -413,7 +410,6 @@ def launch_backward(
         dq1, dq2 = (q1.new_zeros(x.shape, dtype=torch.float32) for x in (q1, q2))
     else:
         dq1, dq2 = transposed_like(q1), transposed_like(q2)
-    boundaries = call.boundaries(lse1)
     constants = {
         "H": H, "HN": HN, "G": G, "D": D, "DV": Dv, "DA": DA, "DB": DB, "VA": VA, "VB": VB,
         "CAUSAL": call.is_causal, "WINDOW": call.window is not None, "MASK_KIND": mask_kind, "MASK_ROWS": mask_rows,
@@ -422,20 +418,21 @@ def launch_backward(
     given = [*call.inputs, mask, dout, lse1, lse2, delta1, lam_delta2, dq1, dq2]
     lengths = [*mask_strides, T, S, call.window or 0, scale, scale * LOG2_E.value]
 
-    tiles = triton.cdiv(longest_k, dkdv.BLOCK_N)
+    tiles, sequences, documents = call.grid("keys", dkdv.BLOCK_N, lse1)
     steps = strides(*call.inputs, dout, dk1, dv)
-    arguments = [*given, dk1, dk2, dv, *boundaries, *steps, *lengths, tiles, sequences * G, 0]
+    arguments = [*given, dk1, dk2, dv, *documents, *steps, *lengths, tiles, sequences * G, 0]
     options = constants | {"ONE_PASS": one_pass} | dkdv.options()
     for computed in split(dkdv, "COMPUTE_DK", "COMPUTE_DV"):
-        launch(bwd_dkdv_kernel, tiles * sequences * G, arguments, options | computed)
+        launch(bwd_dkdv_kernel, (tiles * sequences * G,), arguments, options | computed)
 
     if not one_pass:
-        tiles = triton.cdiv(longest_q, dq.BLOCK_M)
+        dq = configuration("dq", call, mask_by_query)
+        tiles, sequences, documents = call.grid("queries", dq.BLOCK_M, lse1)
         steps = strides(*call.inputs, dout, dq1, dq2)
-        arguments = [*given, *boundaries, *steps, *lengths, tiles, sequences * HN, 0]
+        arguments = [*given, *documents, *steps, *lengths, tiles, sequences * HN, 0]
         for computed in split(dq, "COMPUTE_DQ1", "COMPUTE_DQ2"):
             options = constants | computed | dq.options()
-            launch(bwd_dq_kernel, tiles * sequences * HN, arguments, options)
+            launch(bwd_dq_kernel, (tiles * sequences * HN,), arguments, options)
     if one_pass:
         dq1, dq2 = (transposed_like(x).copy_(total.mul_(scale)) for x, total in ((q1, dq1), (q2, dq2)))
     return dq1, dq2, dk1, dk2, dv, dlam[..., None]

@@ -4,8 +4,9 @@ Shapes: B batch, H signal heads, Hn noise heads, G key/value heads, T queries, S
 """
 
 from dataclasses import KW_ONLY, dataclass
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
+import torch
 from torch import Tensor
 
 
@@ -14,8 +15,6 @@ class Documents(NamedTuple):
 
     cu_seqlens_q: Tensor  # [documents + 1], int32: where the queries of each document begin, and their total
     cu_seqlens_k: Tensor  # the same for keys
-    max_q: int  # queries of the longest document
-    max_k: int  # keys of the longest document
 
 
 @dataclass(frozen=True)
@@ -40,13 +39,19 @@ class Call:
         """q1, q2, k1, k2, v and lam, with k1 for k2 where k2 is None."""
         return self.q1, self.q2, self.k1, self.k1 if self.k2 is None else self.k2, self.v, self.lam
 
-    @property
-    def sequences(self) -> tuple[int, int, int]:
-        """The number of sequences (batch entries or documents), and the queries and keys of the longest one."""
-        if self.documents is None:
-            return self.q1.shape[0], self.q1.shape[2], self.k1.shape[2]
-        return len(self.documents.cu_seqlens_q) - 1, self.documents.max_q, self.documents.max_k
+    def grid(
+        self, rows: Literal["queries", "keys"], block: int, placeholder: Tensor
+    ) -> tuple[int, int, tuple[Tensor, Tensor, Tensor]]:
+        """Tiles of ``block`` rows for each head, batch entries, and (document of each tile, cu_seqlens_q and _k).
 
-    def boundaries(self, placeholder: Tensor) -> tuple[Tensor, Tensor]:
-        """cu_seqlens_q and cu_seqlens_k; without documents the placeholder, which kernels do not read."""
-        return (placeholder, placeholder) if self.documents is None else self.documents[:2]
+        Without documents, the last are the placeholder, which kernels do not read. The first tile of document i is
+        number i + cu_seqlens[i] // block: this leaves every document enough tiles, and one more at most. So the number
+        of tiles follows from the number of rows, without reading cu_seqlens on the host.
+        """
+        x = self.q1 if rows == "queries" else self.k1
+        if self.documents is None:
+            return -(-x.shape[2] // block), x.shape[0], (placeholder, placeholder, placeholder)
+        bounds = self.documents[0 if rows == "queries" else 1]
+        tiles = x.shape[2] // block + len(bounds) - 1
+        of_document = (bounds // block).diff() + 1
+        return tiles, 1, (torch.repeat_interleave(of_document, output_size=tiles), *self.documents)

@@ -1,20 +1,24 @@
-"""Tile sizes, by widths, dtype, compute capability and direction.
+"""Tile sizes, by the kernel, the chip, the widths and what a call needs.
 
-None of these was timed. They are the largest tiles found that ptxas compiles without spilling registers or serialising
-wgmma, and that fit the shared memory of their GPUs (99 KiB, except on Hopper). There are too many kinds of calls to
-compile all: tests/ops/triton/test_compiled_attention.py compiles each feature alone, and the heaviest combinations of
-features that take registers (window, documents, mask, shared heads, shared keys, one pass).
+None of these was timed. Each compiles without spilled registers or serialised wgmma, fits the shared memory of its
+chips, and lets no two warps compute the same product: benchmarks/results/compiled.json lists the main ones. There are
+too many kinds of calls to compile all: tests/ops/triton/test_compiled_attention.py compiles each feature alone, and the
+heaviest combinations of features that take registers (window, documents, mask, shared heads, shared keys, one pass).
 
 Registers are the limit. A thread has 255; the fp32 accumulators of 128 rows x 256 columns with 8 warps take 128 of
-them. Hopper multiplies 64 rows with 4 warps, Ampere 16 rows with each warp. Smaller tiles read more shared memory for a
-product, and fewer stages hide less of the loading. Gradients that do not fit into one launch cost recomputing the maps:
-16 products instead of 14 if dK and dV are computed in two launches, 18 if dQ1 and dQ2 are as well.
+them. Hopper multiplies 64 rows with 4 warps (wgmma), other chips 16 rows and 8 columns with each warp (mma.sync). There
+the warps share a tile's rows, or its columns if it has more of those: then a gradient of 32 keys keeps all its
+accumulators in registers with 8 warps (see ``accumulate``), and no scores are computed twice. Smaller tiles read more
+shared memory for a product, and fewer stages hide less of the loading. Gradients that do not fit into one launch cost
+recomputing the maps: 16 products instead of 14 if dK and dV are computed in two launches, 18 if dQ1 and dQ2 are as
+well.
 """
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
+from diff_transformer.ops.triton.call import Call
 from diff_transformer.ops.triton.launching import INTERPRETED
 
 
@@ -32,142 +36,124 @@ class Configuration(NamedTuple):
         return {name: value for name, value in self._asdict().items() if name != "fused"}
 
 
-class Backward(NamedTuple):
-    """Configurations of the backward kernels."""
-
-    dkdv: Configuration
-    dq: Configuration
-    one_pass: Configuration  # of bwd_dkdv_kernel, if it adds to dQ as well
-
-
+C = Configuration
 DELTA_ROWS = 32  # rows in a program of delta_kernel
-IN_INTERPRETER = Configuration(32, 32, 4, 1)
+IN_INTERPRETER = C(32, 32, 4, 1)
 
-# Keys of the tables: the largest widths (D, Dv) that an entry is for.
-HOPPER_FORWARD = {
-    (32, 64): Configuration(128, 64, 8, 3),
-    (64, 128): Configuration(128, 32, 8, 3),
-    (96, 192): Configuration(128, 64, 8, 2, fused=False),
-    (128, 256): Configuration(128, 32, 8, 2, fused=False),
+# Tables: by kernel ("one_pass" is bwd_dkdv_kernel, if it adds to dQ as well) and by the largest widths (D, Dv) that an
+# entry is for. An entry has a configuration for plain calls, one for calls with a window, documents or shared heads,
+# and one for masks that differ between queries; where it is shorter, the last one serves the rest.
+Table = dict[str, dict[tuple[int, int], tuple[Configuration, ...]]]
+
+MMA_SYNC: Table = {  # with at least 163 KiB of shared memory
+    "forward": {
+        (32, 64): (C(128, 32, 8, 3),),
+        (64, 64): (C(128, 32, 8, 3),),
+        (64, 128): (C(128, 32, 8, 2), C(128, 32, 8, 2), C(128, 32, 8, 2, False)),
+        (96, 192): (C(128, 16, 8, 3, False),),
+        (128, 128): (C(128, 32, 8, 2, False),),
+        (128, 256): (C(128, 16, 8, 2, False),),
+    },
+    "dkdv": {
+        (48, 96): (C(16, 64, 4, 2),),
+        (64, 128): (C(64, 32, 8, 2),),
+        (96, 192): (C(32, 32, 4, 2),),
+        (128, 256): (C(64, 32, 8, 2),),
+    },
+    "dq": {
+        (48, 96): (C(64, 32, 4, 2),),
+        (64, 128): (C(128, 32, 8, 2),),
+        (96, 192): (C(32, 64, 4, 2),),
+        (128, 128): (C(32, 64, 8, 2),),
+        (128, 256): (C(64, 64, 8, 1), C(32, 64, 8, 2)),
+    },
+    "one_pass": {
+        (48, 96): (C(32, 64, 4, 1, False),),
+        (64, 128): (C(64, 32, 8, 2),),
+        (96, 192): (C(32, 32, 4, 1, False),),
+        (128, 128): (C(64, 32, 8, 1), C(64, 32, 8, 1), C(64, 16, 8, 1)),
+        (128, 256): (C(64, 16, 8, 1),),
+    },
 }
-HOPPER_BACKWARD = {
-    (63, 127): Backward(  # such as (40, 80), two chunks each
-        dkdv=Configuration(32, 128, 8, 2, fused=False),
-        dq=Configuration(128, 32, 8, 2),
-        one_pass=Configuration(32, 128, 8, 2, fused=False),
-    ),
-    (64, 128): Backward(
-        dkdv=Configuration(32, 128, 8, 2, fused=False),
-        dq=Configuration(128, 64, 8, 2),
-        one_pass=Configuration(32, 128, 8, 2, fused=False),
-    ),
-    (128, 256): Backward(
-        dkdv=Configuration(16, 128, 8, 1, fused=False),
-        dq=Configuration(128, 64, 8, 1, fused=False),
-        one_pass=Configuration(16, 32, 8, 1, fused=False),
-    ),
+MMA_SYNC_SMALL: Table = MMA_SYNC | {  # with 99 KiB
+    "forward": MMA_SYNC["forward"] | {(128, 128): (C(128, 16, 8, 2, False),), (128, 256): (C(128, 16, 8, 1, False),)},
+    "dkdv": MMA_SYNC["dkdv"] | {(128, 256): (C(64, 32, 8, 1),)},
+    "dq": MMA_SYNC["dq"] | {(128, 256): (C(32, 64, 8, 1), C(32, 64, 8, 1, False))},
 }
-# A mask that differs between queries takes registers too, above all with a window: the tiles above would serialise
-# wgmma or spill.
-HOPPER_FORWARD_MASKED = {
-    (31, 63): Configuration(128, 32, 8, 3),
-    **HOPPER_FORWARD,
-    (96, 192): Configuration(128, 32, 8, 2, fused=False),
+BLACKWELL: Table = MMA_SYNC | {  # sm_100: tcgen05.mma where a tile has 64 rows or more and its registers suffice
+    "forward": {
+        (64, 128): (C(128, 64, 8, 2, False), C(128, 32, 8, 2, False)),
+        (128, 256): (C(128, 32, 8, 2, False),),
+    },
+    "dkdv": MMA_SYNC["dkdv"] | {(64, 128): (C(32, 128, 8, 2), C(64, 32, 8, 2))},
+    "dq": {
+        (48, 96): (C(64, 32, 4, 2),),
+        (64, 128): (C(128, 64, 8, 2), C(32, 64, 4, 2)),
+        (96, 192): (C(32, 64, 4, 2),),
+        (128, 256): (C(128, 64, 8, 1), C(32, 64, 8, 2)),
+    },
 }
-_MASKED_KEYS = HOPPER_BACKWARD[63, 127]._replace(dkdv=Configuration(32, 128, 8, 1, fused=False))
-_MASKED_WIDE = HOPPER_BACKWARD[128, 256]._replace(one_pass=Configuration(16, 32, 4, 2, fused=False))
-HOPPER_BACKWARD_MASKED = {
-    (32, 64): _MASKED_KEYS._replace(dq=Configuration(128, 64, 8, 1)),
-    (63, 127): _MASKED_KEYS._replace(dkdv=Configuration(16, 128, 8, 1, fused=False)),
-    (64, 128): HOPPER_BACKWARD[64, 128]._replace(
-        dkdv=Configuration(32, 128, 8, 1, fused=False),
-        dq=Configuration(128, 32, 8, 1),
-        one_pass=Configuration(16, 128, 8, 1, fused=False),
-    ),
-    (96, 192): _MASKED_WIDE._replace(dq=Configuration(128, 32, 8, 1, fused=False)),
-    (128, 256): _MASKED_WIDE,
-}
-AMPERE_FORWARD = {
-    (32, 64): Configuration(64, 32, 4, 3),
-    (64, 128): Configuration(64, 32, 4, 2, fused=False),
-    (96, 192): Configuration(64, 16, 4, 2, fused=False),
-    (128, 256): Configuration(64, 32, 8, 2, fused=False),
-}
-AMPERE_BACKWARD = {
-    (64, 64): Backward(
-        dkdv=Configuration(16, 32, 8, 1, fused=False),
-        dq=Configuration(64, 32, 4, 2, fused=False),
-        one_pass=Configuration(16, 32, 8, 1, fused=False),
-    ),
-    (64, 128): Backward(
-        dkdv=Configuration(16, 32, 8, 1, fused=False),
-        dq=Configuration(64, 32, 4, 1, fused=False),
-        one_pass=Configuration(16, 32, 8, 1, fused=False),
-    ),
-    (96, 192): Backward(
-        dkdv=Configuration(16, 32, 8, 1, fused=False),
-        dq=Configuration(64, 16, 4, 1, fused=False),
-        one_pass=Configuration(16, 32, 8, 1, fused=False),
-    ),
-    (128, 256): Backward(
-        dkdv=Configuration(16, 32, 4, 1, fused=False),
-        dq=Configuration(64, 16, 8, 1, fused=False),
-        one_pass=Configuration(16, 32, 4, 2, fused=False),
-    ),
-}
-AMPERE_BACKWARD_MASKED = {
-    (31, 63): AMPERE_BACKWARD[64, 128],
-    (32, 64): AMPERE_BACKWARD[64, 128]._replace(dkdv=Configuration(32, 32, 4, 1, fused=False)),
-    (64, 64): AMPERE_BACKWARD[64, 128]._replace(dq=Configuration(64, 32, 8, 1, fused=False)),
-    (64, 128): AMPERE_BACKWARD[64, 128],
-    (96, 192): AMPERE_BACKWARD[96, 192]._replace(
-        dkdv=Configuration(16, 16, 4, 1, fused=False), dq=Configuration(64, 16, 8, 1, fused=False)
-    ),
-    (128, 128): AMPERE_BACKWARD[128, 256]._replace(dq=Configuration(64, 16, 4, 2, fused=False)),
-    (128, 256): AMPERE_BACKWARD[128, 256],
+HOPPER: Table = {
+    "forward": {
+        (31, 63): (C(128, 64, 8, 3), C(128, 64, 8, 3), C(128, 32, 8, 3)),
+        (32, 64): (C(128, 64, 8, 3),),
+        (64, 128): (C(128, 32, 8, 3),),
+        (96, 192): (C(128, 64, 8, 2, False), C(128, 64, 8, 2, False), C(128, 32, 8, 2, False)),
+        (128, 256): (C(128, 32, 8, 2, False),),
+    },
+    "dkdv": {
+        (32, 64): (C(32, 128, 8, 2, False), C(32, 128, 8, 2, False), C(32, 128, 8, 1, False)),
+        (63, 127): (C(32, 128, 8, 2, False), C(32, 128, 8, 2, False), C(16, 128, 8, 1, False)),
+        (64, 128): (C(32, 128, 8, 2, False), C(32, 128, 8, 2, False), C(32, 128, 8, 1, False)),
+        (128, 256): (C(16, 128, 8, 1, False),),
+    },
+    "dq": {
+        (32, 64): (C(128, 32, 8, 2), C(128, 32, 8, 2), C(128, 64, 8, 1)),
+        (63, 127): (C(128, 32, 8, 2),),  # such as (40, 80), two chunks each
+        (64, 128): (C(128, 64, 8, 2), C(128, 64, 8, 2), C(128, 32, 8, 1)),
+        (96, 192): (C(128, 64, 8, 1, False), C(128, 64, 8, 1, False), C(128, 32, 8, 1, False)),
+        (128, 256): (C(128, 64, 8, 1, False),),
+    },
+    "one_pass": {
+        (63, 127): (C(32, 128, 8, 2, False),),
+        (64, 128): (C(32, 128, 8, 2, False), C(32, 128, 8, 2, False), C(16, 128, 8, 1, False)),
+        (96, 192): (C(64, 32, 8, 2), C(64, 32, 8, 1, False)),
+        (128, 256): (C(64, 32, 8, 1, False),),
+    },
 }
 # fp32 products use no tensor cores, for exactness; some of these spill a few registers.
-FP32_FORWARD = {
-    (64, 128): Configuration(32, 32, 8, 1, fused=False),
-    (128, 256): Configuration(16, 16, 8, 1, fused=False),
+FP32: Table = {
+    "forward": {(64, 128): (C(32, 32, 8, 1, False),), (128, 256): (C(16, 16, 8, 1, False),)},
+    **{kernel: {(128, 256): (C(16, 16, 8, 1, False),)} for kernel in ("dkdv", "dq", "one_pass")},
 }
-FP32_BACKWARD = {
-    (128, 256): Backward(*[Configuration(16, 16, 8, 1, fused=False)] * 3),
-}
+LARGE_SHARED = 163 * 1024  # bytes
 
 
-def forward_configuration(
-    D: int, Dv: int, dtype: torch.dtype, device: torch.device, mask_by_query: bool
-) -> Configuration:
-    """Configuration of ``forward_kernel``; ``fused``: both maps in one loop."""
+def configuration(kernel: str, call: Call, mask_by_query: bool) -> Configuration:
+    """Configuration of "forward", "dkdv", "dq" or "one_pass"; mask_by_query: ``attn_mask`` differs between queries."""
+    D, Dv, device = call.q1.shape[3], call.v.shape[3], call.q1.device
     if INTERPRETED and device.type == "cpu":
         return IN_INTERPRETER._replace(fused=D <= 64)
-    if dtype == torch.float32:
-        return at_least(D, Dv, FP32_FORWARD)
-    if is_hopper(device):
-        return at_least(D, Dv, HOPPER_FORWARD_MASKED if mask_by_query else HOPPER_FORWARD)
-    return at_least(D, Dv, AMPERE_FORWARD)
+    table = FP32 if call.q1.dtype == torch.float32 else table_of(device)
+    entry = next(entry for (width, value), entry in table[kernel].items() if width >= D and Dv <= value)
+    shared_heads = call.q1.shape[1] != call.k1.shape[1]
+    features = call.window is not None or call.documents is not None or shared_heads
+    return entry[min(2 if mask_by_query else int(features), len(entry) - 1)]
 
 
-def backward_configuration(D: int, Dv: int, dtype: torch.dtype, device: torch.device, mask_by_query: bool) -> Backward:
-    """Configurations of the kernels in backward.py; ``fused``: all gradients of a kernel in one launch."""
-    if INTERPRETED and device.type == "cpu":
-        return Backward(*[IN_INTERPRETER._replace(fused=D <= 64)] * 3)
-    if dtype == torch.float32:
-        return at_least(D, Dv, FP32_BACKWARD)
-    if is_hopper(device):
-        return at_least(D, Dv, HOPPER_BACKWARD_MASKED if mask_by_query else HOPPER_BACKWARD)
-    return at_least(D, Dv, AMPERE_BACKWARD_MASKED if mask_by_query else AMPERE_BACKWARD)
+def table_of(device: torch.device) -> Table:
+    """The tiles for half precision on a GPU."""
+    properties = torch.cuda.get_device_properties(device)
+    return table_for((properties.major, properties.minor), properties.shared_memory_per_block_optin)
 
 
-def is_hopper(device: torch.device) -> bool:
-    """Whether the GPU has wgmma and 227 KiB of shared memory. Ampere's tiles fit every GPU."""
-    return torch.cuda.get_device_capability(device)[0] == 9
-
-
-def at_least(D: int, Dv: int, table: dict[tuple[int, int], Any]) -> Any:
-    """The first entry of the table whose widths are at least D and Dv."""
-    return next(entry for (width, value_width), entry in table.items() if width >= D and Dv <= value_width)
+def table_for(capability: tuple[int, int], shared_bytes: int) -> Table:
+    """The tiles for a compute capability and the shared memory that a program may use."""
+    if capability[0] == 9:
+        return HOPPER
+    if capability[0] == 10:
+        return BLACKWELL
+    return MMA_SYNC_SMALL if shared_bytes < LARGE_SHARED else MMA_SYNC
 
 
 def split(configuration: Configuration, *flags: str) -> list[dict[str, bool]]:

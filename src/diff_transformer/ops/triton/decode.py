@@ -17,8 +17,9 @@ import torch
 import triton
 from torch import Tensor
 
+from diff_transformer.ops.triton.configurations import chunks
 from diff_transformer.ops.triton.decode_kernels import ROWS, decode_combine_kernel, decode_split_kernel
-from diff_transformer.ops.triton.launching import INTERPRETED, on_device, strides
+from diff_transformer.ops.triton.launching import INTERPRETED, launch, strides
 from diff_transformer.ops.triton.tiles import LOG2_E
 
 MAX_QUERIES = 8
@@ -47,14 +48,9 @@ def tile(D: int, Dv: int, element_size: int, mask_rows: bool) -> Tile:
     """
     if element_size == 4:  # fp32 products without tensor cores hold whole rows and columns of both factors
         return Tile(16, 8, maxnreg=255)
-    keys = STAGE_BYTES // ((2 * padded_width(D) + padded_width(Dv)) * element_size)
+    keys = STAGE_BYTES // ((2 * sum(chunks(D)) + sum(chunks(Dv))) * element_size)
     keys = max(16, min(64, 1 << (keys.bit_length() - 1)))
     return Tile(keys, 8, maxnreg=255) if mask_rows or D % 16 or Dv % 16 else Tile(keys, 4)
-
-
-def padded_width(width: int) -> int:
-    """The least power of two >= 16 that holds the width; columns beyond the width are masked and read no memory."""
-    return max(16, triton.next_power_of_2(width))
 
 
 def split_count(S: int, programs: int, multiprocessors: int) -> int:
@@ -135,8 +131,7 @@ def launch_decode(
     constants: dict[str, Any] = {
         "D": D,
         "DV": Dv,
-        "D_PAD": padded_width(D),
-        "DV_PAD": padded_width(Dv),
+        **dict(zip(("DA", "DB", "VA", "VB"), chunks(D) + chunks(Dv), strict=True)),
         "BLOCK_N": cut.keys,
         "SHARED_KEYS": k1.data_ptr() == k2.data_ptr() and k1.stride() == k2.stride(),
         "CAUSAL": is_causal and T > 1,
@@ -149,13 +144,12 @@ def launch_decode(
         "num_stages": cut.num_stages,
         "maxnreg": cut.maxnreg,
     }
-    with on_device(q1):
-        decode_split_kernel[(programs, splits)](*arguments, **constants)
-        if splits > 1:
-            columns = min(COLUMNS, padded_width(Dv))
-            constants = {"DV": Dv, "COLUMNS": columns, "SPLITS_PAD": triton.next_power_of_2(splits), "num_warps": 4}
-            arguments = [partial, lam, out, splits, rows, H, T, *strides(lam)]
-            decode_combine_kernel[(rows, triton.cdiv(Dv, columns))](*arguments, **constants)
+    launch(decode_split_kernel, (programs, splits), arguments, constants)
+    if splits > 1:
+        columns = min(COLUMNS, triton.next_power_of_2(Dv))
+        constants = {"DV": Dv, "COLUMNS": columns, "SPLITS_PAD": triton.next_power_of_2(splits), "num_warps": 4}
+        arguments = [partial, lam, out, splits, rows, H, T, *strides(lam)]
+        launch(decode_combine_kernel, (rows, triton.cdiv(Dv, columns)), arguments, constants)
     return out
 
 

@@ -7,31 +7,28 @@ Row j T + t of a program is query t of the j-th signal head of its key/value hea
 import triton
 import triton.language as tl
 
-from diff_transformer.ops.triton.tiles import MINUS_INFINITY
+from diff_transformer.ops.triton.forward import online_softmax_step
+from diff_transformer.ops.triton.tiles import MINUS_INFINITY, load_tile, product, zeros
 
 ROWS = tl.constexpr(16)  # of a program: those of the smallest tensor-core product
 MASK_SCAN = tl.constexpr(128)  # keys that ``visible_range`` reads at once
 
 
 @triton.jit
-def online_softmax(acc, row_max, row_sum, scores, v):
-    """One step of the online softmax over scores [ROWS, BLOCK_N] (units of log2, -inf where masked) and values v.
-
-    row_max [ROWS] is the running maximum, row_sum [ROWS] the running sum of exp2(score - row_max), acc [ROWS, DV_PAD]
-    the unnormalised output. A row with only -inf so far has row_sum 0.
-    """
-    higher = tl.maximum(row_max, tl.max(scores, 1))
-    finite = tl.where(higher == MINUS_INFINITY, 0.0, higher)
-    p = tl.exp2(scores - finite[:, None])
-    rescale = tl.exp2(row_max - finite)
-    acc = tl.dot(p.to(v.dtype), v, acc * rescale[:, None], input_precision="ieee")
-    return acc, higher, row_sum * rescale + tl.sum(p, 1)
-
-
-@triton.jit
 def quotient(acc, row_sum):
     """acc / row_sum, 0 for fully masked rows."""
     return tl.where(row_sum > 0, acc / tl.where(row_sum > 0, row_sum, 1.0), 0.0)
+
+
+@triton.jit
+def store_rows(to, rows, inside, a, b, A: tl.constexpr, B: tl.constexpr, WIDTH: tl.constexpr):
+    """Store both chunks, a [ROWS, A] and b [ROWS, B], of rows of WIDTH columns that begin at ``to + rows`` [ROWS]."""
+    pointers = to + rows[:, None]
+    columns = tl.arange(0, A)[None, :]
+    tl.store(pointers + columns, a.to(to.dtype.element_ty), mask=inside[:, None] & (columns < WIDTH))
+    if B > 0:
+        columns = A + tl.arange(0, B)[None, :]
+        tl.store(pointers + columns, b.to(to.dtype.element_ty), mask=inside[:, None] & (columns < WIDTH))
 
 
 @triton.jit
@@ -60,7 +57,7 @@ def decode_split_kernel(
     k1_stride_b, k1_stride_g, k1_stride_s, k2_stride_b, k2_stride_g, k2_stride_s,
     v_stride_b, v_stride_g, v_stride_s, lam_stride_b, lam_stride_h, lam_stride_t,
     mask_stride_b, mask_stride_h, mask_stride_t, mask_stride_s,
-    D: tl.constexpr, DV: tl.constexpr, D_PAD: tl.constexpr, DV_PAD: tl.constexpr,
+    D: tl.constexpr, DV: tl.constexpr, DA: tl.constexpr, DB: tl.constexpr, VA: tl.constexpr, VB: tl.constexpr,
     BLOCK_N: tl.constexpr, SHARED_KEYS: tl.constexpr, CAUSAL: tl.constexpr,
     WINDOW: tl.constexpr, MASKED: tl.constexpr, MASK_ROWS: tl.constexpr, RAGGED: tl.constexpr,
     SINGLE_SPLIT: tl.constexpr,
@@ -85,13 +82,10 @@ def decode_split_kernel(
     head64 = head.to(tl.int64)
     t64 = t.to(tl.int64)
     noise = (head // (H // Hn)).to(tl.int64)
-    d = tl.arange(0, D_PAD)
-    dv = tl.arange(0, DV_PAD)
-    q_inside = row_exists[:, None] & (d < D)[None, :]
     q1_row = b64 * q1_stride_b + head64 * q1_stride_h + t64 * q1_stride_t
     q2_row = b64 * q2_stride_b + noise * q2_stride_h + t64 * q2_stride_t
-    q1_tile = tl.load(q1 + q1_row[:, None] + d[None, :], mask=q_inside, other=0.0)  # [ROWS, D]
-    q2_tile = tl.load(q2 + q2_row[:, None] + d[None, :], mask=q_inside, other=0.0)
+    q1a, q1b = load_tile(q1, q1_row, 1, 0, DA, DB, D, False)  # [ROWS, DA], [ROWS, DB]; row 0 where there is none
+    q2a, q2b = load_tile(q2, q2_row, 1, 0, DA, DB, D, False)
 
     length = S
     if RAGGED:
@@ -113,8 +107,8 @@ def decode_split_kernel(
     k1 += b64 * k1_stride_b + g64 * k1_stride_g
     k2 += b64 * k2_stride_b + g64 * k2_stride_g
     v += b64 * v_stride_b + g64 * v_stride_g
-    acc1 = tl.zeros([ROWS, DV_PAD], tl.float32)  # [ROWS, DV_PAD]
-    acc2 = tl.zeros([ROWS, DV_PAD], tl.float32)
+    acc1a, acc1b = zeros(ROWS, VA, VB)  # [ROWS, VA], [ROWS, VB]
+    acc2a, acc2b = zeros(ROWS, VA, VB)
     row_max1 = tl.full([ROWS], MINUS_INFINITY, tl.float32)
     row_max2 = tl.full([ROWS], MINUS_INFINITY, tl.float32)
     row_sum1 = tl.zeros([ROWS], tl.float32)
@@ -124,12 +118,11 @@ def decode_split_kernel(
         key = low + step + tl.arange(0, BLOCK_N)
         key64 = key.to(tl.int64)
         exists = key < high
-        k_inside = exists[:, None] & (d < D)[None, :]
-        k_tile = tl.load(k1 + key64[:, None] * k1_stride_s + d[None, :], mask=k_inside, other=0.0)  # [BLOCK_N, D]
-        scores1 = tl.dot(q1_tile, tl.trans(k_tile), input_precision="ieee") * factor  # [ROWS, BLOCK_N]
+        ka, kb = load_tile(k1, key64, k1_stride_s, high, DA, DB, D, True)  # [BLOCK_N, DA], [BLOCK_N, DB]
+        scores1 = product(q1a, q1b, ka, kb, DB) * factor  # [ROWS, BLOCK_N]
         if not SHARED_KEYS:
-            k_tile = tl.load(k2 + key64[:, None] * k2_stride_s + d[None, :], mask=k_inside, other=0.0)
-        scores2 = tl.dot(q2_tile, tl.trans(k_tile), input_precision="ieee") * factor
+            ka, kb = load_tile(k2, key64, k2_stride_s, high, DA, DB, D, True)
+        scores2 = product(q2a, q2b, ka, kb, DB) * factor
         seen = row_exists[:, None] & exists[None, :]
         if CAUSAL:
             seen = seen & (key[None, :] <= own[:, None])
@@ -142,31 +135,35 @@ def decode_split_kernel(
             else:
                 given = tl.load(mask + key64 * mask_stride_s, mask=exists, other=0)
                 seen = seen & (given != 0)[None, :]
-        v_inside = exists[:, None] & (dv < DV)[None, :]
-        v_tile = tl.load(v + key64[:, None] * v_stride_s + dv[None, :], mask=v_inside, other=0.0)  # [BLOCK_N, DV]
+        va, vb = load_tile(v, key64, v_stride_s, high, VA, VB, DV, True)
         scores1 = tl.where(seen, scores1, MINUS_INFINITY)
         scores2 = tl.where(seen, scores2, MINUS_INFINITY)
-        acc1, row_max1, row_sum1 = online_softmax(acc1, row_max1, row_sum1, scores1, v_tile)
-        acc2, row_max2, row_sum2 = online_softmax(acc2, row_max2, row_sum2, scores2, v_tile)
+        acc1a, acc1b, row_max1, row_sum1 = online_softmax_step(
+            acc1a, acc1b, row_max1, row_sum1, scores1, va, vb, factor, False, VB
+        )
+        acc2a, acc2b, row_max2, row_sum2 = online_softmax_step(
+            acc2a, acc2b, row_max2, row_sum2, scores2, va, vb, factor, False, VB
+        )
 
-    out_row = ((b64 * H + head64) * T + t64)[:, None]  # [ROWS, 1]
-    out_inside = row_exists[:, None] & (dv < DV)[None, :]
+    out_row = (b64 * H + head64) * T + t64  # [ROWS]
     if SINGLE_SPLIT:
         lam_row = b64 * lam_stride_b + head64 * lam_stride_h + t64 * lam_stride_t
         weight = tl.load(lam + lam_row)[:, None]
-        result = quotient(acc1, row_sum1[:, None]) - weight * quotient(acc2, row_sum2[:, None])
-        tl.store(out + out_row * DV + dv[None, :], result.to(out.dtype.element_ty), mask=out_inside)
+        a = quotient(acc1a, row_sum1[:, None]) - weight * quotient(acc2a, row_sum2[:, None])
+        b = a
+        if VB > 0:
+            b = quotient(acc1b, row_sum1[:, None]) - weight * quotient(acc2b, row_sum2[:, None])
+        store_rows(out, out_row * DV, row_exists, a, b, VA, VB, DV)
     else:
         first = tl.program_id(1).to(tl.int64) * 2 * all_rows  # first row of this split in ``partial``
-        seen_any = row_max1 > MINUS_INFINITY
-        tl.store(partial + (first + out_row) * DV + dv[None, :], acc1, mask=out_inside & seen_any[:, None])
-        tl.store(partial + (first + all_rows + out_row) * DV + dv[None, :], acc2, mask=out_inside & seen_any[:, None])
+        written = row_exists & (row_max1 > MINUS_INFINITY)
+        store_rows(partial, (first + out_row) * DV, written, acc1a, acc1b, VA, VB, DV)
+        store_rows(partial, (first + all_rows + out_row) * DV, written, acc2a, acc2b, VA, VB, DV)
         state = partial + tl.num_programs(1).to(tl.int64) * 2 * all_rows * DV + first * 2
-        row_in_state = (b64 * H + head64) * T + t64
-        tl.store(state + row_in_state, row_max1, mask=row_exists)
-        tl.store(state + all_rows + row_in_state, row_sum1, mask=row_exists)
-        tl.store(state + 2 * all_rows + row_in_state, row_max2, mask=row_exists)
-        tl.store(state + 3 * all_rows + row_in_state, row_sum2, mask=row_exists)
+        tl.store(state + out_row, row_max1, mask=row_exists)
+        tl.store(state + all_rows + out_row, row_sum1, mask=row_exists)
+        tl.store(state + 2 * all_rows + out_row, row_max2, mask=row_exists)
+        tl.store(state + 3 * all_rows + out_row, row_sum2, mask=row_exists)
 
 
 @triton.jit

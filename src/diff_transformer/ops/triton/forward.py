@@ -1,7 +1,7 @@
 """The forward kernel: both maps in one launch, subtracted in fp32.
 
 The fused form (FUSED) keeps an accumulator for each map and reads every tile of V, and of keys that both maps share,
-once. Its registers suffice in half precision up to width 64 on Hopper, 32 on Ampere. The sequential form goes through
+once. Its registers suffice in half precision up to width 64. The sequential form goes through
 keys and values twice, even if k2 is k1, with one accumulator of twice the rows. It computes the noise map first, writes
 O2 to memory, which the backward needs anyway, and loads it again for the subtraction.
 
@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from diff_transformer.ops.triton.call import Call
-from diff_transformer.ops.triton.configurations import chunks, forward_configuration, value_chunks
+from diff_transformer.ops.triton.configurations import chunks, configuration, value_chunks
 from diff_transformer.ops.triton.launching import SECTION, kernel_mask, launch, like_queries, strides
 from diff_transformer.ops.triton.tiles import (
     LOG2_E,
@@ -211,7 +211,7 @@ def key_ranges(
 # T, S and the window only bound loops, so kernels are not specialised for values that 16 divides.
 @triton.jit(do_not_specialize=["T", "S", "window", "tiles", "heads_in_all"])
 def forward_kernel(
-    q1, q2, k1, k2, v, lam, mask, out, out2, lse1, lse2, cu_seqlens_q, cu_seqlens_k,
+    q1, q2, k1, k2, v, lam, mask, out, out2, lse1, lse2, documents, cu_seqlens_q, cu_seqlens_k,
     q1_b, q1_h, q1_t, q2_b, q2_h, q2_t, k1_b, k1_h, k1_t, k2_b, k2_h, k2_t, v_b, v_h, v_t,
     lam_b, lam_h, lam_t, mask_b, mask_h, mask_t, mask_s, out_b, out_h, out_t,
     T, S, window, factor, tiles, heads_in_all, zero,
@@ -226,10 +226,9 @@ def forward_kernel(
     zero: always 0; see ``place``.
     """
     rows_in_all = T
-    tile, head, batch, q_start, T, k_start, S = place(
-        tiles, heads_in_all, cu_seqlens_q, cu_seqlens_k, T, S, H, VARLEN, SECTION
+    first, head, batch, q_start, T, k_start, S = place(
+        tiles, heads_in_all, documents, cu_seqlens_q, cu_seqlens_k, T, S, H, BLOCK_M, False, VARLEN, SECTION
     )
-    first = (tiles - 1 - tile) * BLOCK_M  # the longest rows first
     if first >= T:
         return
 
@@ -276,11 +275,10 @@ def forward_kernel(
         rows += zero
         out_t += zero
         out_h += zero
-        tile, again, batch, q_start, T, k_start, S = place(
-            tiles + zero, heads_in_all, cu_seqlens_q, cu_seqlens_k, T, S, H, VARLEN, SECTION
+        first, again, batch, q_start, T, k_start, S = place(
+            tiles + zero, heads_in_all, documents, cu_seqlens_q, cu_seqlens_k, T, S, H, BLOCK_M, False, VARLEN, SECTION
         )
         head = again.to(tl.int64)
-        first = (tiles - 1 - tile) * BLOCK_M
         row = q_start + first
         o1a, o1b, log1 = one_map(
             q1, k1, v, q1_t, k1_t, v_t, first, T, S, low, inner_low, inner_high, high, window, mask, mask_t, mask_s,
@@ -321,20 +319,19 @@ def launch_forward(call: Call, need_gradient: bool) -> tuple[Tensor, Tensor, Ten
     out2 = like_queries(v, B, H, T) if need_gradient else v.new_empty(0)
     lse1, lse2 = (q1.new_empty((B, H, T) if need_gradient else 0, dtype=torch.float32) for _ in range(2))
     mask, mask_strides, mask_kind, mask_rows = kernel_mask(call.attn_mask, v)
-    configuration = forward_configuration(D, Dv, q1.dtype, q1.device, mask_rows != ONE_ROW.value)
-    sequences, longest, _ = call.sequences
-    tiles = triton.cdiv(longest, configuration.BLOCK_M)
+    tile = configuration("forward", call, mask_rows != ONE_ROW.value)
+    tiles, sequences, documents = call.grid("queries", tile.BLOCK_M, lse1)
     DA, DB = chunks(D)
     VA, VB = value_chunks(Dv)
     arguments = [
-        *call.inputs, mask, out, out2, lse1, lse2, *call.boundaries(lse1), *strides(*call.inputs), *mask_strides,
+        *call.inputs, mask, out, out2, lse1, lse2, *documents, *strides(*call.inputs), *mask_strides,
         *strides(out), T, S, call.window or 0, call.scale * LOG2_E.value, tiles, sequences * H, 0,
     ]  # fmt: skip
     constants = {
         "H": H, "HN": call.q2.shape[1], "G": G, "D": D, "DV": Dv, "DA": DA, "DB": DB, "VA": VA, "VB": VB,
-        "FUSED": configuration.fused, "CAUSAL": call.is_causal, "WINDOW": call.window is not None,
+        "FUSED": tile.fused, "CAUSAL": call.is_causal, "WINDOW": call.window is not None,
         "MASK_KIND": mask_kind, "MASK_ROWS": mask_rows, "POSITIVE": call.scale > 0, "SHARED_KEYS": call.k2 is None,
         "SAVE": need_gradient, "VARLEN": call.documents is not None, "SECTION": SECTION,
     }  # fmt: skip
-    launch(forward_kernel, tiles * sequences * H, arguments, constants | configuration.options())
+    launch(forward_kernel, (tiles * sequences * H,), arguments, constants | tile.options())
     return out, out2, lse1, lse2

@@ -20,10 +20,10 @@ def on_device(x: Tensor) -> AbstractContextManager:
     return torch.cuda.device(x.device) if x.device.type == "cuda" else nullcontext()
 
 
-def launch(kernel: Any, programs: int, arguments: Sequence[Any], constants: dict[str, Any]) -> None:
-    """Run ``programs`` programs of the kernel on the device of its first argument."""
+def launch(kernel: Any, grid: tuple[int, ...], arguments: Sequence[Any], constants: dict[str, Any]) -> None:
+    """Run a grid of programs of the kernel on the device of its first argument."""
     with on_device(arguments[0]):
-        kernel[(programs,)](*arguments, **constants)
+        kernel[grid](*arguments, **constants)
 
 
 def strides(*tensors: Tensor) -> list[int]:

@@ -14,7 +14,7 @@ import subprocess
 import sys
 from atexit import register
 from collections.abc import Generator, Sequence
-from contextlib import contextmanager, redirect_stdout
+from contextlib import ExitStack, contextmanager, redirect_stdout
 from dataclasses import asdict, dataclass
 from functools import cache
 from importlib import import_module
@@ -27,6 +27,7 @@ SERIALIZED = "wgmma.mma_async instructions are serialized"  # in ptxas' report, 
 POINTERS = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "bool": "i1", "uint8": "u8", "int32": "i32"}
 # Shared memory that one program may use, by compute capability (CUDA C++ Programming Guide, technical specifications).
 SHARED_LIMIT = {80: 163 * KIB, 86: 99 * KIB, 87: 163 * KIB, 89: 99 * KIB, 90: 227 * KIB, 100: 227 * KIB, 120: 99 * KIB}
+TENSOR_COLUMNS = 512
 
 
 @dataclass(frozen=True)
@@ -38,9 +39,11 @@ class Compiled:
     registers: int
     spill_bytes: int  # the stack frame, which holds only spilled registers
     shared_bytes: int
+    tensor_columns: int  # of tensor memory (sm_100); beyond TENSOR_COLUMNS Triton compiles a trap
     num_warps: int  # of the whole program, including those added by warp specialisation
     wgmma: int  # wgmma.mma_async instructions (Hopper)
     mma: int  # mma.sync instructions (Ampere)
+    products: tuple[int, ...]  # multiply-adds of the tensor cores in a turn of each loop that has any, over all warps
     wgmma_serialized: bool
     unguarded_arrivals: int  # at an mbarrier, without a barrier of the warps since their last shared-memory access
 
@@ -101,9 +104,11 @@ def compile_for(
         registers=_largest(r"Used (\d+) registers", log),
         spill_bytes=_largest(r"(\d+) bytes stack frame", log),
         shared_bytes=compiled.metadata.shared,
+        tensor_columns=getattr(compiled.metadata, "tmem_size", None) or 0,
         num_warps=compiled.metadata.num_warps,
         wgmma=len(re.findall(r"\bwgmma\.mma_async", ptx)),
         mma=len(re.findall(r"\bmma\.sync", ptx)),
+        products=products_of_loops(ptx, compiled.metadata.num_warps),
         wgmma_serialized=SERIALIZED in log,
         unguarded_arrivals=unguarded_arrivals(ptx),
     )
@@ -122,6 +127,86 @@ def ptxas_report() -> Generator[io.StringIO]:
         triton.knobs.compilation.always_compile = True  # the cache keeps the binary without the report
         triton.knobs.nvidia.dump_ptxas_log = True
         yield report
+
+
+def products_of_loops(ptx: str, num_warps: int) -> tuple[int, ...]:
+    """Multiply-adds of the tensor cores in one turn of each innermost loop that has any, over all warps of a program.
+
+    They include what several warps compute alike because a tile is too small to be shared by all of them. What the
+    compiler peeled off a loop does not count.
+    """
+    blocks, following = _basic_blocks(ptx)
+    lines = ptx.splitlines()
+    counts = [sum(_products(lines[i], lines[:i], num_warps) for i in block) for block in blocks]
+    live = {0} | _reachable(0, set(range(len(blocks))), following)
+    following = [after if block in live else [] for block, after in enumerate(following)]
+    return tuple(filter(None, _innermost(live, following, counts)))
+
+
+def _basic_blocks(ptx: str) -> tuple[list[list[int]], list[list[int]]]:
+    """Line numbers of each basic block of a kernel's PTX, and the blocks that may follow it."""
+    blocks: list[list[int]] = [[]]
+    labels: dict[str, int] = {}
+    ends: dict[int, tuple[str | None, bool]] = {}  # target of the branch at a block's end; whether it always branches
+    for i, line in enumerate(ptx.splitlines()):
+        if found := re.match(r"\s*(\$L__BB\w+):", line):
+            blocks.append([])
+            labels[found[1]] = len(blocks) - 1
+        blocks[-1].append(i)
+        if found := re.match(r"\s*(@\S+\s+)?(?:bra\S*\s+(\$L__BB\w+)|ret);", line):
+            ends[len(blocks) - 1] = found[2], found[1] is None
+            blocks.append([])
+    following: list[list[int]] = []
+    for block in range(len(blocks)):
+        target, always = ends.get(block, (None, False))
+        following.append(
+            ([] if always or block + 1 == len(blocks) else [block + 1]) + ([labels[target]] if target else [])
+        )
+    return blocks, following
+
+
+def _innermost(among: set[int], following: list[list[int]], counts: list[int]) -> list[int]:
+    """The sum of ``counts`` over the blocks of each innermost loop that lies ``among`` these blocks."""
+    reach = {block: _reachable(block, among, following) for block in among}
+    found, done = [], set()
+    for block in sorted(among):
+        if block in done or block not in reach[block]:
+            continue
+        loop = {other for other in reach[block] if block in reach[other]}
+        done |= loop
+        entries = {
+            other for other in loop if any(other in following[i] for i in range(len(following)) if i not in loop)
+        }
+        inner = _innermost(loop - (entries or {min(loop)}), following, counts)
+        found += inner if any(inner) else [sum(counts[i] for i in loop)]
+    return found
+
+
+def _reachable(start: int, among: set[int], following: list[list[int]]) -> set[int]:
+    """The blocks that can be reached from ``start`` in one step or more without leaving ``among``."""
+    seen: set[int] = set()
+    open_ = [start]
+    while open_:
+        for block in following[open_.pop()]:
+            if block in among and block not in seen:
+                seen.add(block)
+                open_.append(block)
+    return seen
+
+
+def _products(line: str, before: list[str], num_warps: int) -> int:
+    """Multiply-adds of one line of PTX, over all warps that execute it."""
+    found = re.search(r"\b(wgmma\.mma_async|mma\.sync)\S*\.m(\d+)n(\d+)k(\d+)", line)
+    if found:
+        times = num_warps // 4 if found[1] == "wgmma.mma_async" else num_warps
+        return times * int(found[2]) * int(found[3]) * int(found[4])
+    found = re.search(r"\btcgen05\.mma\.\S*kind::f16\s+(.*);", line)
+    if not found:
+        return 0
+    register = found[1].split(",")[3].strip()  # the instruction descriptor (PTX ISA, 5th generation tensor cores)
+    value = next(said[1] for text in reversed(before) if (said := re.search(rf"mov\.\w+\s+{register}, (\d+)", text)))
+    columns, rows = int(value) >> 17 & 0x3F, int(value) >> 24 & 0x1F
+    return 16 * rows * 8 * columns * 16  # one thread issues it for the whole program
 
 
 def unguarded_arrivals(ptx: str) -> int:
@@ -174,6 +259,50 @@ def describe(kernel, arguments: Sequence[Any], constants: dict[str, Any]) -> Lau
     return Launch(f"{function.__module__}:{function.__name__}", signature, constexprs, options)
 
 
+@contextmanager
+def recording(capability: int) -> Generator[list[Launch]]:
+    """Context manager: launch_forward, launch_backward and launch_decode describe what they would launch on such a GPU.
+
+    They launch nothing, and return uninitialised tensors. Tensors may be on any device. What is yielded collects the
+    descriptions.
+    """
+    from unittest.mock import patch
+
+    from diff_transformer.ops.triton import backward, configurations, decode, forward
+
+    launches: list[Launch] = []
+
+    def record(kernel, grid, arguments, constants):
+        launches.append(describe(kernel, arguments, constants))
+
+    table = configurations.table_for(divmod(capability, 10), SHARED_LIMIT[capability])
+    with ExitStack() as patches:
+        for module in (forward, backward, decode):
+            patches.enter_context(patch.object(module, "launch", record))
+        patches.enter_context(patch.object(configurations, "INTERPRETED", False))
+        patches.enter_context(patch.object(configurations, "table_of", lambda device: table))
+        yield launches
+
+
+def needed_products(launch: Launch) -> int:
+    """Multiply-adds that the algorithm needs in one turn of an innermost loop of a launched kernel: one tile.
+
+    Widths are those of the call, not of the chunks. A program that decodes computes 16 rows, fewer than it has or not.
+    """
+    given = launch.constexprs
+    D, DV, name = given["D"], given["DV"], launch.kernel.partition(":")[2]
+    if name == "decode_split_kernel":
+        return 16 * given["BLOCK_N"] * 2 * (D + DV)
+    if name == "forward_kernel":
+        each = (2 if given["FUSED"] else 1) * (D + DV)
+    elif name == "bwd_dq_kernel":
+        each = DV + 2 * D * (given["COMPUTE_DQ1"] + given["COMPUTE_DQ2"])
+    else:
+        of_queries = 2 * D * given["ONE_PASS"]
+        each = 2 * D + (DV + 2 * D + of_queries) * given["COMPUTE_DK"] + DV * given["COMPUTE_DV"]
+    return given["BLOCK_M"] * given["BLOCK_N"] * each
+
+
 def _not_specialized(kernel) -> set[str]:
     """Names of the arguments listed in the decorator's do_not_specialize."""
     given = getattr(kernel, "do_not_specialize", None)
@@ -198,6 +327,8 @@ def faults(compiled: Compiled, capability: int | None = None) -> list[str]:
             f"uses {compiled.shared_bytes / KIB:.0f} KiB of shared memory; "
             f"sm_{capability} has {SHARED_LIMIT[capability] // KIB}"
         )
+    if compiled.tensor_columns > TENSOR_COLUMNS:
+        found.append(f"uses {compiled.tensor_columns} columns of tensor memory; there are {TENSOR_COLUMNS}")
     return found
 
 

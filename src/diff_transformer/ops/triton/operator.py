@@ -40,8 +40,6 @@ def forward(
     attn_mask: Tensor | None,
     cu_seqlens_q: Tensor | None,
     cu_seqlens_k: Tensor | None,
-    max_q: int,
-    max_k: int,
     is_causal: bool,
     window: int | None,
     scale: float,
@@ -55,7 +53,7 @@ def forward(
     """
     call = Call(
         q1, q2, k1, k2, v, lam, scale=scale, is_causal=is_causal, window=window, attn_mask=attn_mask,
-        documents=_documents(cu_seqlens_q, cu_seqlens_k, max_q, max_k),
+        documents=_documents(cu_seqlens_q, cu_seqlens_k),
     )  # fmt: skip
     if need_gradient and by_gluon:
         _test_backward_early(call, one_pass)
@@ -81,8 +79,6 @@ def backward(
     out2: Tensor,
     lse1: Tensor,
     lse2: Tensor,
-    max_q: int,
-    max_k: int,
     is_causal: bool,
     window: int | None,
     scale: float,
@@ -94,7 +90,7 @@ def backward(
     passes = "one pass" if one_pass else "two passes"
     call = Call(
         q1, q2, k1, k2, v, lam, scale=scale, is_causal=is_causal, window=window, attn_mask=attn_mask,
-        documents=_documents(cu_seqlens_q, cu_seqlens_k, max_q, max_k),
+        documents=_documents(cu_seqlens_q, cu_seqlens_k),
     )  # fmt: skip
     saved = (out, out2, lse1, lse2)
     if by_gluon and _gluon_backward(call, one_pass, passes):
@@ -105,8 +101,8 @@ def backward(
 
 @forward.register_fake
 def _(
-    q1, q2, k1, k2, v, lam, attn_mask, cu_seqlens_q, cu_seqlens_k, max_q, max_k, is_causal, window, scale,
-    need_gradient, one_pass, by_gluon=True,
+    q1, q2, k1, k2, v, lam, attn_mask, cu_seqlens_q, cu_seqlens_k, is_causal, window, scale, need_gradient, one_pass,
+    by_gluon=True,
 ):  # fmt: skip
     B, H, T, _ = q1.shape
     out = like_queries(v, B, H, T)
@@ -124,7 +120,7 @@ def _(dout, q1, q2, k1, k2, v, lam, *rest):
 
 
 def _save(ctx, inputs, output):
-    *tensors, ctx.max_q, ctx.max_k, ctx.is_causal, ctx.window, ctx.scale, _, ctx.one_pass, by_gluon = inputs
+    *tensors, ctx.is_causal, ctx.window, ctx.scale, _, ctx.one_pass, by_gluon = inputs
     ctx.save_for_backward(*tensors, *output)
     ctx.set_materialize_grads(False)
     # Read now: the backward follows the switch as it was at its forward.
@@ -133,21 +129,21 @@ def _save(ctx, inputs, output):
 
 def _differentiate(ctx, dout, *unused):
     if dout is None:
-        return (None,) * 17
-    rest = (ctx.max_q, ctx.max_k, ctx.is_causal, ctx.window, ctx.scale, ctx.one_pass, ctx.by_gluon)
+        return (None,) * 15
+    rest = (ctx.is_causal, ctx.window, ctx.scale, ctx.one_pass, ctx.by_gluon)
     saved = ctx.saved_tensors
     dq1, dq2, dk1, dk2, dv, dlam = backward(dout, *saved, *rest)
-    return dq1, dq2, dk1, dk2 if saved[3] is not None else None, dv, dlam, *(None,) * 11
+    return dq1, dq2, dk1, dk2 if saved[3] is not None else None, dv, dlam, *(None,) * 9
 
 
 forward.register_autograd(_differentiate, setup_context=_save)
 backward.register_autograd(refuse_second_derivatives)
 
 
-def _documents(cu_seqlens_q: Tensor | None, cu_seqlens_k: Tensor | None, max_q: int, max_k: int) -> Documents | None:
+def _documents(cu_seqlens_q: Tensor | None, cu_seqlens_k: Tensor | None) -> Documents | None:
     if cu_seqlens_q is None or cu_seqlens_k is None:
         return None
-    return Documents(cu_seqlens_q, cu_seqlens_k, max_q, max_k)
+    return Documents(cu_seqlens_q, cu_seqlens_k)
 
 
 def _test_backward_early(call: Call, one_pass: bool) -> None:

@@ -83,12 +83,15 @@ def product(xa, xb, ya, yb, B: tl.constexpr):
 
 @triton.jit
 def accumulate(a, b, x, ya, yb, B: tl.constexpr):
-    """a += x ya [rows, A] and b += x yb [rows, B], with x rounded to the dtype of y."""
+    """a += x ya [rows, A] and b += x yb [rows, B], with x rounded to the dtype of y.
+
+    The wider chunk comes last: Triton shares all mma.sync products of a loop among the warps by the shape of the last
+    one, along its columns if it has more of them than rows.
+    """
     x = x.to(ya.dtype)
-    a = tl.dot(x, ya, a, input_precision="ieee")
     if B > 0:
         b = tl.dot(x, yb, b, input_precision="ieee")
-    return a, b
+    return tl.dot(x, ya, a, input_precision="ieee"), b
 
 
 @triton.jit
@@ -168,28 +171,32 @@ def tile_of_program(tiles, heads, SECTION: tl.constexpr):
 
 
 @triton.jit
-def document(cu_seqlens, batch, length, VARLEN: tl.constexpr):
-    """(first row, number of rows, batch index) of a packed document, or of a batch entry."""
-    if VARLEN:
-        start = tl.load(cu_seqlens + batch)
-        return start.to(tl.int64), tl.load(cu_seqlens + batch + 1) - start, batch * 0
-    else:
-        return (batch * 0).to(tl.int64), length, batch
-
-
-@triton.jit
 def place(
-    tiles, heads_in_all, cu_seqlens_q, cu_seqlens_k, T, S, HEADS: tl.constexpr, VARLEN: tl.constexpr,
-    SECTION: tl.constexpr,
+    tiles, heads_in_all, documents, cu_seqlens_q, cu_seqlens_k, T, S, HEADS: tl.constexpr, BLOCK: tl.constexpr,
+    KEYS: tl.constexpr, VARLEN: tl.constexpr, SECTION: tl.constexpr,
 ):  # fmt: skip
-    """(tile, head, batch entry, first query, queries, first key, keys) of this program; HEADS heads in a batch entry.
+    """(first row, head, batch entry, first query, queries, first key, keys) of this program; HEADS heads in a batch
+    entry. Its tile is of BLOCK keys (KEYS) or queries. Those with the most to do under a causal limit come first.
+
+    VARLEN: ``documents`` has the document of each tile (``Call.grid``). A tile may lie beyond the end of its document.
 
     Kernels call this again after and inside loops, with ``zero``, an argument that is always 0, added to ``tiles``. The
     compiler cannot fold it, so it computes the place again. Otherwise it would keep the place and the addresses derived
     from it in registers during the loop, and ptxas would spill them (``st.local``, ``ld.local``).
     """
     tile, head_in_all = tile_of_program(tiles, heads_in_all, SECTION)
+    if not KEYS:
+        tile = tiles - 1 - tile
     batch = (head_in_all // HEADS).to(tl.int64)
-    q_start, T, entry = document(cu_seqlens_q, batch, T, VARLEN)
-    k_start, S, entry = document(cu_seqlens_k, batch, S, VARLEN)
-    return tile, head_in_all % HEADS, entry, q_start, T, k_start, S
+    head = head_in_all % HEADS
+    if VARLEN:
+        document = tl.load(documents + tile)
+        q_start = tl.load(cu_seqlens_q + document)
+        k_start = tl.load(cu_seqlens_k + document)
+        T = tl.load(cu_seqlens_q + document + 1) - q_start
+        S = tl.load(cu_seqlens_k + document + 1) - k_start
+        tile -= document + (k_start if KEYS else q_start) // BLOCK
+        return tile * BLOCK, head, batch, q_start.to(tl.int64), T, k_start.to(tl.int64), S
+    else:
+        start = (batch * 0).to(tl.int64)
+        return tile * BLOCK, head, batch, start, T, start, S

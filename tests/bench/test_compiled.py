@@ -1,0 +1,47 @@
+"""The record of the compiled GPU kernels has the tiles that ship, and none that must not."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("triton", reason="it is about Triton kernels")
+
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+
+
+@pytest.fixture
+def compiled(monkeypatch):
+    monkeypatch.setattr(sys, "path", [str(BENCHMARKS), *sys.path])
+    import compiled
+
+    return compiled
+
+
+def test_the_record_is_of_the_tiles_that_ship(compiled):
+    """If it fails: python benchmarks/compiled.py."""
+    rows = json.loads(compiled.OUT.read_text())["rows"]
+    for capability in {row["capability"] for row in rows}:
+        keys = [compiled.key(*each) for each in compiled.wanted_of(capability)]
+        recorded = [{name: row[name] for name in keys[0]} for row in rows if row["capability"] == capability]
+        assert [made | {"triton": ""} for made in recorded] == [made | {"triton": ""} for made in keys]
+
+
+def test_no_kernel_of_the_record_spills_repeats_products_or_does_not_fit(compiled):
+    rows = json.loads(compiled.OUT.read_text())["rows"]
+    wrong = [row for row in rows if row["faults"] or row["executed_over_needed"] > compiled.MOST]
+    assert wrong == []
+
+
+def test_sums_count_every_launch_of_a_form(compiled):
+    record = json.loads(compiled.OUT.read_text())
+    assert record["sums"] == compiled.sums_of(record["rows"])
+    total = next(each for each in record["sums"] if each["value_width"] == 2 * each["width"])
+    assert (total["flash_diff_1"], total["flash_diff_2"]) == (
+        {"forward": 6, "backward": 14},
+        {"forward": 8, "backward": 20},
+    )
+    same = ("capability", "width", "value_width")
+    parts = [row for row in record["rows"] if all(row[name] == total[name] for name in same)]
+    assert total["two passes"]["units"] == pytest.approx(sum(r["units"] for r in parts if r["form"] == "two passes"))
