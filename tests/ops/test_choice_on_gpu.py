@@ -152,7 +152,8 @@ def test_calls_of_one_kind_share_a_verdict_and_others_do_not(gpu, monkeypatch):
         (x, {}), (inputs(T=11, B=2), {}), (inputs(T=70), {}), (inputs(S=70), {}), (inputs(B=9), {}), (inputs(D=32), {}),
         (inputs(Dv=16), {}), (inputs(H=4, Hn=2), {}), (inputs(H=2, G=1), {}), (x._replace(k2=x.k1), {}),
         (inputs(dtype=torch.bfloat16), {}), (inputs(requires_grad=False), {}), (x, {"is_causal": True}),
-        (x, {"is_causal": True, "window": 3}), (x, {"attn_mask": torch.ones(9, dtype=torch.bool)}),
+        (x, {"is_causal": True, "window": 3}), (inputs(T=10, S=9), {"is_causal": True}),
+        (x, {"attn_mask": torch.ones(9, dtype=torch.bool)}),
         (x, {"attn_mask": torch.ones(9, 9)}),
     ]  # fmt: skip
     for x, options in kinds:

@@ -46,6 +46,9 @@ def passed_on(monkeypatch):
         ("Ampere", {"D": 128, "Dv": 128}, {"shared": True}, [(8, 2, 128, 128, True)]),
         ("Ampere", {}, {"masked": True}, [(4, 4, 64, 128, False)] * 2),
         ("Ampere", {"Dv": 64}, {"shared": True, "masked": True}, [(8, 8, 64, 64, False)]),
+        ("Ampere", {}, {"window": 3}, [(4, 4, 64, 128, False)] * 2),
+        ("Ampere", {"S": 12}, {"is_causal": True}, [(4, 4, 64, 128, False)] * 2),
+        ("Ampere", {"S": 12}, {}, [(8, 2, 128, 128, True)]),
         ("Ampere", {"dtype": torch.float32}, {}, [(4, 4, 64, 128, False)] * 2),
         ("Ampere", {"dtype": torch.float64}, {}, [(4, 4, 64, 128, False)] * 2),
         ("Hopper", {}, {}, [(4, 2, 64, 128, True)] * 2),
@@ -57,15 +60,20 @@ def passed_on(monkeypatch):
 def test_what_a_gpu_gets(monkeypatch, passed_on, gpu, sizes, options, expected):
     """The maps are never materialised: keys are shared only where the kernel reads shared keys in place."""
     monkeypatch.setattr(sdpa, "kernels_of", lambda *device: CUDA[gpu])
-    monkeypatch.setattr(sdpa, "fully_masked_rows", lambda *mask: None)  # PyTorch without CUDA cannot index there
+    for name in ("fully_masked_rows", "position_mask"):  # PyTorch without CUDA cannot index there
+        monkeypatch.setattr(sdpa, name, lambda *mask: None)
     with FakeTensorMode():
+        S = sizes.get("S", 9)
         D, Dv, dtype = sizes.get("D", 64), sizes.get("Dv"), sizes.get("dtype", torch.bfloat16)
-        q1, q2, k1, k2 = (torch.empty(1, heads, 9, D, dtype=dtype, device="cuda") for heads in (4, 4, 2, 2))
-        v = torch.empty(1, 2, 9, Dv or 2 * D, dtype=dtype, device="cuda")
+        q1, q2, k1, k2 = (
+            torch.empty(1, *size, D, dtype=dtype, device="cuda") for size in ((4, 9), (4, 9), (2, S), (2, S))
+        )
+        v = torch.empty(1, 2, S, Dv or 2 * D, dtype=dtype, device="cuda")
         tensors = (q1, q2, k1, k1 if options.get("shared") else k2, v)
         mask = torch.ones(1, 1, 9, 9, dtype=torch.bool, device="cuda") if options.get("masked") else None
         lam = torch.empty(1, 4, 9, 1, device="cuda")
-        out = sdpa.attend(*tensors, lam, mask, False, None, 0.125)
+        causal, window = options.get("is_causal", "window" in options), options.get("window")
+        out = sdpa.attend(*tensors, lam, mask, causal, window, 0.125)
     assert out.shape == (1, 4, 9, v.shape[-1])
     assert passed_on == expected
 

@@ -62,7 +62,8 @@ def diff_attention(
             cache needs. Where T differs from S, SDPA's flag aligns differently. Combines with attn_mask.
         window: each query sees the last ``window`` keys up to its own position; needs is_causal.
         scale: factor of the scores, D ** -0.5 by default.
-        backend: "auto" or one of ``available_backends``. A named backend never falls back to another.
+        backend: "auto" or one of ``available_backends``. A named backend never falls back to another. On a GPU "auto"
+            times the forms that can compute a kind of call, once on a machine (ops/choice.py).
 
     Returns:
         [B, H, T, Dv] in the dtype of v. A fully masked row is 0, and so are its gradients. B, T and S may be 0. Under

@@ -70,6 +70,7 @@ class Kind(NamedTuple):
     shared_keys: bool
     mask: str
     is_causal: bool
+    aligned: bool  # whether SDPA needs no mask for the positions
     window: int  # edge; 0 for none
     documents: bool
     gradients: bool
@@ -109,7 +110,8 @@ def kind_of(tensors: tuple[Tensor, ...], arguments: Arguments, documents: Docume
     return Kind(
         str(q1.dtype).removeprefix("torch."), D, v.shape[3], H // Hn, Hn // G, edge(B * H), edge(T), edge(S), k2 is k1,
         "none" if mask is None else ("boolean" if mask.dtype == torch.bool else "additive") + str(mask_shape(mask)),
-        arguments.is_causal, 0 if window is None else edge(window), documents is not None, gradients,
+        arguments.is_causal, sdpa.aligned(q1, k1, arguments.is_causal), 0 if window is None else edge(window),
+        documents is not None, gradients,
         passes if gradients else "none",
     )  # fmt: skip
 
@@ -164,8 +166,8 @@ def candidates(tensors: tuple[Tensor, ...], arguments: Arguments, kind: Kind) ->
     if unsupported_reason("triton", tensors, arguments) is None:
         offered = [Choice("triton", form) for form in triton.forms(q1, v, plain, kind.gradients)]
     if not kind.documents:
-        over_sdpa = [Choice("sdpa", form) for form in sdpa.forms(q1, q2, k1, k2, v, arguments.attn_mask)]
-        small = plain and (not arguments.is_causal or q1.shape[2] == k1.shape[2])  # needs no mask
+        over_sdpa = [Choice("sdpa", form) for form in sdpa.forms(q1, q2, k1, k2, v, *arguments[1:4])]
+        small = plain and kind.aligned  # needs no mask
         sdpa_first = not offered or (kind.gradients and small and not on_hopper(device.type, device.index))
         offered = over_sdpa + offered if sdpa_first else offered + over_sdpa
         if unsupported_reason("flash", tensors, arguments) is None:

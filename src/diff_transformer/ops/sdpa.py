@@ -67,7 +67,7 @@ def attend(
     """
     T, S, G, shared = q1.shape[2], k1.shape[2], k1.shape[1], k2 is k1
     kernel = nullcontext() if form is None else only(form.kernel, strict)
-    form = form or forms(q1, q2, k1, k2, v, attn_mask)[0]
+    form = form or forms(q1, q2, k1, k2, v, attn_mask, is_causal, window)[0]
     if attn_mask is not None and attn_mask.shape[1] > 1:
         q2 = q2.repeat_interleave(q1.shape[1] // q2.shape[1], dim=1)  # each signal head then has its own second map
     repeat = q1.shape[1] // q2.shape[1]
@@ -98,7 +98,16 @@ def attend(
     return (out if fully_masked is None else out.masked_fill(fully_masked, 0)).to(out_dtype)
 
 
-def forms(q1: Tensor, q2: Tensor, k1: Tensor, k2: Tensor, v: Tensor, attn_mask: Tensor | None) -> list[Form]:
+def forms(
+    q1: Tensor,
+    q2: Tensor,
+    k1: Tensor,
+    k2: Tensor,
+    v: Tensor,
+    attn_mask: Tensor | None,
+    is_causal: bool,
+    window: int | None,
+) -> list[Form]:
     """The forms that the device's kernels take for this call, never empty.
 
     Kernels come in the order in which PyTorch prefers them, and the forms of a kernel by their cost: products first,
@@ -106,6 +115,7 @@ def forms(q1: Tensor, q2: Tensor, k1: Tensor, k2: Tensor, v: Tensor, attn_mask: 
     to be copied for both maps to be joined.
     """
     D, Dv, shared, cpu = q1.shape[3], v.shape[3], k2 is k1, q1.device.type != "cuda"
+    masked = attn_mask is not None or window is not None or not aligned(q1, k1, is_causal)
     found: list[tuple[int, int, int, Form]] = []
     for order, name in enumerate(kernels_of(q1.device.type, q1.device.index)):
         kernel = KERNELS[name]
@@ -114,10 +124,15 @@ def forms(q1: Tensor, q2: Tensor, k1: Tensor, k2: Tensor, v: Tensor, attn_mask: 
             parts, part = value_parts(kernel, width, Dv)
             if joined and attn_mask is not None and attn_mask.shape[1] > 1:
                 continue
-            if takes(kernel, width, part, q1.dtype, attn_mask is not None):
+            if takes(kernel, width, part, q1.dtype, masked):
                 calls = int(joined) if cpu and not shared else parts * (2 - joined)
                 found.append((order, parts * (width + part), calls, Form(name, joined, parts, part)))
     return [form for *_, form in sorted(found)] or [Form("efficient", False, 1, Dv)]
+
+
+def aligned(q1: Tensor, k1: Tensor, is_causal: bool) -> bool:
+    """Whether SDPA's own ``is_causal`` is what is wanted: its corner is the upper left one."""
+    return not is_causal or q1.shape[2] == k1.shape[2]
 
 
 def value_parts(kernel: Kernel, width: int, Dv: int) -> tuple[int, int]:

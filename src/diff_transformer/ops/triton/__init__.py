@@ -1,4 +1,4 @@
-"""Triton kernels for differential attention: the default backend on CUDA.
+"""Triton kernels for differential attention on CUDA.
 
 One launch computes both maps (forward.py). In the backward one dP and one dV product serve both maps (backward.py). A
 few queries over many keys are split along the keys (decode.py). On Hopper, Gluon kernels (ops/gluon) take over where
