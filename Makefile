@@ -8,7 +8,7 @@ WORKERS ?= 2
 
 export HF_HUB_OFFLINE ?= 1
 
-.PHONY: demo test test-vllm slow faults compile-check docs lint format figures env clean
+.PHONY: demo test test-vllm slow faults floors compile-check docs lint format figures env clean
 
 demo: $(READY)  ## train the matched pair on real text, measure both, write the report
 	$(BIN)/diff-transformer compare --recipe demo --out $(OUT) $(ARGS)
@@ -42,6 +42,19 @@ compile-check: $(READY)  ## all forms of the GPU kernels, compiled without one, 
 	$(if $(TRITON),$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --upgrade --target $(OTHER_TRITON) triton==$(TRITON))
 	$(if $(TRITON),PYTHONPATH=$(OTHER_TRITON)) $(BIN)/python -m pytest -n $(WORKERS) -m "not gpu" $(wildcard tests/ops/triton/test_compiled_*.py) tests/ops/gluon/test_kernels.py $(ARGS)
 	$(if $(TRITON),,nice -n 10 $(BIN)/python benchmarks/compiled.py --check)
+
+FLOORS = build/floors
+FLOOR_TOOLS := psutil pytest pytest-timeout
+FLOOR_TESTS := $(wildcard tests/ops/test_reference.py tests/ops/test_sdpa.py tests/ops/test_choice.py tests/model/test_modeling.py \
+	tests/model/test_decoding.py tests/model/test_paged.py tests/inference/test_generation.py)
+floors:  ## a short part of the suite with the oldest core dependencies that pyproject.toml allows, and with the newest
+	$(PYTHON) -m venv $(FLOORS)/oldest
+	$(PYTHON) -m venv $(FLOORS)/newest
+	$(FLOORS)/oldest/bin/python -m pip install --quiet --disable-pip-version-check $(FLOOR_TOOLS) $$($(PYTHON) -c "import re, tomllib; \
+	  print(*(re.sub(r'>=([\d.]+).*', r'==\1', x) for x in tomllib.load(open('pyproject.toml', 'rb'))['project']['dependencies']))")
+	$(FLOORS)/newest/bin/python -m pip install --quiet --disable-pip-version-check --upgrade --upgrade-strategy eager $(FLOOR_TOOLS) .
+	for side in oldest newest; do PYTHONPATH=src $(FLOORS)/$$side/bin/python -m pytest -o addopts="-q -rs --import-mode=importlib" \
+	  -m "not slow and not gpu" $(FLOOR_TESTS) $(ARGS) || exit 1; done
 
 figures: $(READY)  ## tables and plots again from the committed records
 	$(BIN)/python figures/fill.py
