@@ -186,7 +186,7 @@ def test_convert_llama_and_back(tmp_path):
         (
             ("eval", "scaling", "--set", "runs=/nowhere", "--dtype", "float32", "--model", "m", "--out", "x.json"),
             "scaling takes no model, so --model, --dtype would change nothing; leave them out. --set accepts the "
-            "settings of scaling: runs, ours, reference, form, huber, draws, seed",
+            "settings of scaling: runs, ours, reference, form, huber",
         ),
         (("info", "--length", "0"), "length is 0; it must be positive"),
         (("info", "--length", "64"), "--length and --attention are of one preset"),

@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 
-from diff_transformer.lab.stats import PowerLaw, bootstrap, fit_power_law
+from diff_transformer.lab.stats import PowerLaw, exponent_interval, fit_power_law, match_interval
 
 SIZES = [0.83e9, 1.4e9, 2.8e9, 6.8e9, 13.1e9]
 
@@ -65,21 +65,45 @@ def test_squares_in_the_logarithm_are_ordinary_regression():
     assert (law.b, law.a) == (pytest.approx(-slope, rel=1e-6), pytest.approx(math.exp(intercept), rel=1e-6))
 
 
-def test_intervals_cover_the_truth_about_as_often_as_they_say():
-    x, rng = np.geomspace(1e8, 1e10, 10), np.random.default_rng(1)
-    truth, covered = np.array(curve(300, 0.3, 0.0, x)), 0
-    for trial in range(60):
-        draws = bootstrap(x, truth * np.exp(rng.normal(0, 0.01, 10)), form="plain", draws=100, seed=trial, huber=1.0)
-        low, high = np.percentile([law.b for law in draws], [2.5, 97.5])
-        covered += low <= 0.3 <= high
-    assert 50 <= covered <= 60
+def test_the_interval_of_the_exponent_covers_the_truth_as_often_as_it_says():
+    assert 186 <= coverage("plain", 5, exponents=200)[0] <= 194
 
 
-def test_bootstrap_is_of_its_seed_and_needs_more_points_than_parameters():
-    losses = [v * (1 + 0.01 * (-1) ** i) for i, v in enumerate(curve(400, 0.34, 1.7))]
-    first, again, other = (bootstrap(SIZES, losses, draws=5, seed=s) for s in (0, 0, 1))
-    assert first == again != other
-    assert bootstrap(SIZES[:3], losses[:3]) == []
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize(("form", "count"), [("plain", 5), ("offset", 8)])
+def test_intervals_cover_the_truth_in_93_to_97_of_100_tables(form, count):
+    exponent, match = coverage(form, count, exponents=400, matches=400)
+    assert 372 <= exponent <= 388
+    assert 372 <= match <= 388
+
+
+def coverage(form: str, count: int, *, exponents: int, matches: int = 0) -> tuple[int, int]:
+    """Of how many simulated tables the intervals of b, and of the size with an equal loss, hold the true value."""
+    x, rng, share, offset = np.geomspace(1e9, 13e9, count), np.random.default_rng(1), 0.622, 1.8 * (form == "offset")
+    truths = [np.array(curve(300, 0.28, offset, size)) for size in (x, x / share)]
+    exponent = match = 0
+    for trial in range(max(exponents, matches)):
+        reference, ours = ((x, truth * np.exp(rng.normal(0, 0.004, count))) for truth in truths)
+        exponent += trial < exponents and holds(exponent_interval(*reference, form=form), 0.28)
+        match += trial < matches and holds(match_interval(ours, reference, x[2], form=form), x[2] / share)
+    return exponent, match
+
+
+def holds(ends: tuple[float | None, float | None], value: float) -> bool:
+    low, high = ends
+    return (low is None or low <= value) and (high is None or value <= high)
+
+
+def test_intervals_of_exact_and_of_few_losses():
+    exact, u = curve(400, 0.34, 1.7), SIZES
+    low, high = exponent_interval(u, exact)
+    assert low < 0.34 < high
+    assert high - low < 1e-6
+    low, high = match_interval((u, exact), (u, exact), u[1])
+    assert low == pytest.approx(high, rel=1e-6) == pytest.approx(u[1], rel=1e-6)
+    assert exponent_interval(u[:3], exact[:3]) == (None, None)
+    assert match_interval((u[:3], exact[:3]), (u[:3], exact[:3]), u[1]) == (None, None)
 
 
 def test_inverse_and_match():

@@ -26,7 +26,7 @@ def made(shares=(0.6, 0.6), sizes=SIZES, noise=0.0) -> list[Run]:
 
 
 def test_the_paper_s_ratios_come_back():
-    metrics = evaluate_scaling(made(shares=(6.8 / 11, 160 / 251)), draws=20).metrics
+    metrics = evaluate_scaling(made(shares=(6.8 / 11, 160 / 251))).metrics
     assert metrics["parameters_ratio_from_ours"] == pytest.approx(6.8 / 11, rel=1e-6)
     assert metrics["parameters_ratio_from_ours_at"] == 6.8e9
     assert metrics["parameters_ratio_from_reference"] == pytest.approx(6.8 / 11, rel=1e-6)
@@ -35,7 +35,7 @@ def test_the_paper_s_ratios_come_back():
 
 
 def test_a_match_is_where_the_curves_have_the_same_loss():
-    result = evaluate_scaling(made(), draws=20)
+    result = evaluate_scaling(made())
     row = next(r for r in result.rows if r.get("measured") == "diff" and r["at"] == 6.8e9)
     assert row["matched"] == pytest.approx(6.8e9 / 0.6)
     assert row["loss"] == pytest.approx(1.8 + 300 * (6.8e9 / 0.6) ** -0.28)
@@ -45,22 +45,22 @@ def test_a_match_is_where_the_curves_have_the_same_loss():
 
 
 def test_no_gain_is_a_ratio_of_one_and_a_loss_is_above():
-    assert evaluate_scaling(made((1.0, 1.0)), draws=20).metrics["tokens_ratio_from_ours"] == pytest.approx(1.0)
-    assert evaluate_scaling(made((1.4, 1.4)), draws=20).metrics["parameters_ratio_from_reference"] > 1.0
+    assert evaluate_scaling(made((1.0, 1.0))).metrics["tokens_ratio_from_ours"] == pytest.approx(1.0)
+    assert evaluate_scaling(made((1.4, 1.4))).metrics["parameters_ratio_from_reference"] > 1.0
 
 
 def test_noise_gives_intervals_around_the_ratio():
-    metrics = evaluate_scaling(made(noise=0.002), draws=300).metrics
+    metrics = evaluate_scaling(made(noise=0.002)).metrics
     low, high = (metrics[f"parameters_ratio_from_ours_{end}"] for end in ("low", "high"))
     assert low < metrics["parameters_ratio_from_ours"] < high
     assert high - low > 0.01
-    exact = evaluate_scaling(made(), draws=100).metrics
+    exact = evaluate_scaling(made()).metrics
     assert exact["parameters_ratio_from_ours_high"] - exact["parameters_ratio_from_ours_low"] < 1e-6
 
 
 def test_a_match_beyond_all_runs_is_called_extrapolated():
     apart = [*made((1e-3, 1e-3))]
-    metrics = evaluate_scaling(apart, draws=20).metrics
+    metrics = evaluate_scaling(apart).metrics
     assert "parameters_ratio_from_ours" not in metrics
     assert metrics["parameters_ratio_from_ours_extrapolated"] == pytest.approx(1e-3, rel=1e-3)
 
@@ -68,14 +68,14 @@ def test_a_match_beyond_all_runs_is_called_extrapolated():
 def test_a_loss_that_the_other_never_reaches_has_no_ratio():
     runs = [Run("softmax", s, 1e10, 3.0 + 100 * s**-0.3) for s in SIZES]
     runs += [Run("diff", s, 1e10, 1.0 + 100 * s**-0.3) for s in SIZES]
-    result = evaluate_scaling(runs, draws=20)
+    result = evaluate_scaling(runs)
     assert "parameters_ratio_from_ours" not in result.metrics
     assert all(r["ratio"] is None for r in result.rows if r.get("measured") == "diff")
     json.dumps(result.to_dict(), allow_nan=False)
 
 
 def test_only_what_the_table_allows_is_fitted():
-    result = evaluate_scaling([one for one in made() if one.tokens == 1e10], draws=20)
+    result = evaluate_scaling([one for one in made() if one.tokens == 1e10])
     assert "parameters_ratio_from_ours" in result.metrics
     assert not any(name.startswith("tokens") for name in result.metrics)
     assert "Loss against tokens: both models need runs at 3 values or more" in result.provenance["notes"][0]
@@ -83,14 +83,14 @@ def test_only_what_the_table_allows_is_fitted():
 
 def test_runs_of_other_tokens_stay_out_of_the_parameter_fit():
     odd = [Run(name, 5e9, 1e12, 0.5) for name in ("diff", "softmax")]
-    assert evaluate_scaling([*made(), *odd], draws=20).metrics == evaluate_scaling(made(), draws=20).metrics
+    assert evaluate_scaling([*made(), *odd]).metrics == evaluate_scaling(made()).metrics
 
 
 def test_a_rise_is_noted():
     runs = made()
     place = next(i for i, one in enumerate(runs) if one.model == "diff" and one.parameters == 2.8e9)
     runs[place] = Run("diff", 2.8e9, 1e10, 2.9)
-    notes = evaluate_scaling(runs, draws=20).provenance["notes"]
+    notes = evaluate_scaling(runs).provenance["notes"]
     assert any(note.startswith("The loss of diff rises at 1 of 4 steps in parameters") for note in notes)
 
 
@@ -101,7 +101,6 @@ def test_a_rise_is_noted():
         (made(), {"ours": "mamba"}, "no run of 'mamba'; the table has: diff, softmax"),
         (made(sizes=SIZES[:2])[:2] + made(sizes=SIZES[:2])[7:9], {}, "nothing to fit.*there are 2"),
         (made(), {"form": "line"}, "form is 'line'"),
-        (made(), {"draws": 0}, "draws is 0"),
         ([Run(m, s, 1e10, 2 + s / 1e9) for m in ("diff", "softmax") for s in SIZES], {}, "parameters: the loss does"),
     ],
 )

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import numpy as np
 
-from diff_transformer.checks import require_extra, require_positive
+from diff_transformer.checks import require_extra
 from diff_transformer.evals.provenance import provenance
 from diff_transformer.evals.samples import Samples
 from diff_transformer.evals.types import Result
@@ -24,9 +24,12 @@ from diff_transformer.lab.stats import (
     FORMS,
     HUBER,
     SEEDS_FOR_AN_INTERVAL,
+    Ends,
+    Points,
     PowerLaw,
-    bootstrap,
+    exponent_interval,
     fit_power_law,
+    match_interval,
     over_seeds,
 )
 
@@ -46,11 +49,9 @@ class Settings:
     reference: str = "softmax"
     form: str = "offset"  # "offset" for a x^-b + c, "plain" for a x^-b
     huber: float = HUBER  # size, in log loss, from which a residual counts linearly
-    draws: int = 1000  # resamplings of finished runs for the 95 % intervals
-    seed: int = 0  # of the resampling
 
 
-QUICK: dict = {"runs": SYNTHETIC, "draws": 300}
+QUICK: dict = {"runs": SYNTHETIC}
 
 
 def run(lm, settings: Settings, samples: Samples) -> Result:
@@ -64,7 +65,7 @@ def run(lm, settings: Settings, samples: Samples) -> Result:
     table = synthetic_runs() if settings.runs == SYNTHETIC else read_runs(tables)
     return evaluate_scaling(
         table, ours=settings.ours, reference=settings.reference, form=settings.form, huber=settings.huber,
-        draws=settings.draws, seed=settings.seed, source=settings.runs, samples=samples,
+        source=settings.runs, samples=samples,
     )  # fmt: skip
 
 
@@ -80,8 +81,6 @@ def evaluate_scaling(
     reference: str = "softmax",
     form: str = "offset",
     huber: float = HUBER,
-    draws: int = 1000,
-    seed: int = 0,
     source: str = "",
     samples: Samples | None = None,
 ) -> Result:
@@ -96,14 +95,13 @@ def evaluate_scaling(
     - ``{fit}_ratio_from_ours``: the ratio at our largest run with a match within the reference's runs (62.2 %).
 
     A ratio beyond the runs is called ``..._extrapolated`` instead. With enough runs, both ratios have ``_low`` and
-    ``_high``. For finished runs, the interval is a bootstrap of the fit's residuals; along training curves, it is over
-    at least three pairs of trainings. ``rows``: the runs with their fitted loss, and the match of every run's size.
+    ``_high``. For finished runs, it is by profile likelihood; along training curves, over at least three pairs of
+    trainings. ``rows``: the runs with their fitted loss, and the match of every run's size.
 
     Raises:
         ValueError: if a model has no runs, or if the runs vary too little in size and in tokens to fit.
     """
     samples = Samples() if samples is None else samples
-    require_positive(draws=draws)
     if form not in FORMS:
         raise ValueError(f"form is {form!r}; accepted: {', '.join(map(repr, FORMS))}")
     names = (canonical(ours), canonical(reference))
@@ -115,7 +113,7 @@ def evaluate_scaling(
     rows: list[dict] = []
     refused: list[str] = []
     rises: list[str] = []
-    method = Method(form, huber, draws, seed)
+    method = Method(form, huber)
     for fit in FITS:
         chosen = _choose(runs, names, fit, FORMS[form])
         if isinstance(chosen, str):
@@ -130,7 +128,7 @@ def evaluate_scaling(
         rows += fitted
     if not metrics:
         raise ValueError("nothing to fit. " + " ".join(refused))
-    about = {"ours": names[0], "reference": names[1], "form": form, "huber": huber, "draws": draws, "seed": seed}
+    about = {"ours": names[0], "reference": names[1], "form": form, "huber": huber}
     source_of = {"runs": source, "synthetic": source == SYNTHETIC, "notes": refused + rises}
     title = ", ".join(Path(table).stem for table in source.split(",")) if source else " against ".join(names)
     return Result("scaling", title, metrics, rows, provenance(**about, **source_of))
@@ -142,14 +140,9 @@ class Method:
 
     form: str
     huber: float
-    draws: int
-    seed: int
 
     def law(self, x: Sequence[float], loss: Sequence[float]) -> PowerLaw:
         return fit_power_law(x, loss, form=self.form, huber=self.huber)
-
-    def resampled(self, x: Sequence[float], loss: Sequence[float]) -> list[PowerLaw]:
-        return bootstrap(x, loss, form=self.form, huber=self.huber, draws=self.draws, seed=self.seed)
 
 
 def _one_fit(
@@ -158,24 +151,42 @@ def _one_fit(
     """The metrics and rows of one fit, ``"parameters"`` or ``"tokens"``, to the runs ``chosen`` of both models."""
     x_of, metrics, rows = FITS[fit], {}, []
     laws: dict[str, PowerLaw] = {}
-    clouds: dict[str, list[PowerLaw]] = {}
+    points: dict[str, Points] = {}
+    trainings: dict[str, list[PowerLaw]] = {}
     along = any(one.part == "curve" for one in chosen[names[0]])
-    interval = _over_pairs if along else _over_draws
     for name in names:
-        x, loss = [x_of(one) for one in chosen[name]], [one.loss for one in chosen[name]]
-        law = laws[name] = method.law(x, loss)
-        clouds[name] = _a_law_each(x_of, names, chosen, name, method) if along else method.resampled(x, loss)
+        points[name] = [x_of(one) for one in chosen[name]], [one.loss for one in chosen[name]]
+        law = laws[name] = method.law(*points[name])
         values = {"a": law.a, "b": law.b, "c": law.c, "first": law.low, "last": law.high, "residual": law.residual}
         metrics |= {f"{fit}_{name}_{key}": value for key, value in values.items()}
-        low, high = interval([one.b for one in clouds[name]])
-        if low is not None:
+        if along:
+            trainings[name] = _a_law_each(x_of, names, chosen, name, method)
+            low, high = _over_pairs([one.b for one in trainings[name]])
+        else:
+            low, high = exponent_interval(*points[name], form=method.form)
+        if low is not None and high is not None:
             metrics |= {f"{fit}_{name}_b_low": low, f"{fit}_{name}_b_high": high}
         rows += [{"fit": fit, **one.to_dict(), "fitted": law.loss(x_of(one))} for one in chosen[name]]
+
+    def interval(name: str, x: float) -> Ends:
+        """That of the ratio at ``x``, where the curve of ``name`` gives the loss."""
+        other = names[1] if name == names[0] else names[0]
+        if along:
+            return _over_pairs([
+                _ratio(name == names[0], x, theirs.inverse(mine.loss(x)))
+                for mine, theirs in zip(trainings[name], trainings[other], strict=True)
+            ])  # fmt: skip
+        ends = match_interval(points[name], points[other], x, form=method.form)
+        if None in ends:
+            return None, None
+        low, high = sorted(_ratio(name == names[0], x, end) for end in ends if end is not None)
+        return low, high
+
     matches = [(name, x) for name in names for x in sorted({x_of(one) for one in chosen[name]})]
     matched = samples.rows(
         f"{fit} matches",
         matches,
-        lambda batch: [_match(fit, name, x, names, laws, clouds, interval) for name, x in batch],
+        lambda batch: [_match(fit, name, x, names, laws, interval) for name, x in batch],
     )
     rows += matched
     for name, side in zip(names, ("ours", "reference"), strict=True):
@@ -203,14 +214,6 @@ def _a_law_each(x_of, names, chosen, name: str, method: Method) -> list[PowerLaw
     return [method.law([x_of(p) for p in curve], [p.loss for p in curve]) for curve in curves]
 
 
-def _over_draws(values: Sequence[float]) -> tuple[float | None, float | None]:
-    """The middle 95 % of the drawn values."""
-    if not values or not np.isfinite(values).all():
-        return None, None
-    low, high = np.percentile(values, [2.5, 97.5])
-    return float(low), float(high)
-
-
 def _over_pairs(values: Sequence[float]) -> tuple[float | None, float | None]:
     """Student's 95 % interval of the mean over trainings."""
     if len(values) < SEEDS_FOR_AN_INTERVAL or not np.isfinite(values).all():
@@ -219,21 +222,23 @@ def _over_pairs(values: Sequence[float]) -> tuple[float | None, float | None]:
     return found.low, found.high
 
 
-def _match(fit: str, name: str, x: float, names: tuple[str, str], laws: dict, clouds: dict, interval: Callable) -> dict:
+def _match(
+    fit: str, name: str, x: float, names: tuple[str, str], laws: dict, interval: Callable[[str, float], Ends]
+) -> dict:
     """The size at which the other model's curve has the same loss as the curve of ``name`` at ``x``."""
     other = names[1] if name == names[0] else names[0]
-
-    def ratio(mine: PowerLaw, theirs: PowerLaw) -> float:
-        there = theirs.inverse(mine.loss(x))
-        return x / there if name == names[0] else there / x
-
     there = laws[other].inverse(laws[name].loss(x))
     row: dict = {"fit": fit, "measured": name, "at": x, "loss": laws[name].loss(x), "ratio": None, "low": None}
     row |= {"matched": None, "high": None, "extrapolated": not laws[other].covers(there)}
     if np.isfinite(there):
-        row |= {"matched": there, "ratio": ratio(laws[name], laws[other])}
-        row["low"], row["high"] = interval([ratio(a, b) for a, b in zip(clouds[name], clouds[other], strict=False)])
+        row |= {"matched": there, "ratio": _ratio(name == names[0], x, there)}
+        row["low"], row["high"] = interval(name, x)
     return row
+
+
+def _ratio(ours: bool, x: float, there: float) -> float:
+    """Our size over the reference's at equal loss, where ``ours`` says whether ``x`` is our size."""
+    return x / there if ours else there / x
 
 
 def _choose(runs: Sequence[Run], names: tuple[str, str], fit: str, needed: int) -> dict[str, list[Run]] | str:

@@ -147,6 +147,9 @@ HUBER = 0.01
 _EXPONENTS = np.geomspace(0.005, 4.0, 120)  # where the search starts
 _LEAST_OFFSET = 1e-9  # of the smallest loss
 _TOLERANCE = 1e-12
+_SQUARES = 1e3  # a size of residuals that none reaches
+_EXACT = 1e-9  # a residual of log L that is rounding
+_FARTHEST = 12.0  # search for an end of an interval, in natural logarithms
 
 
 @dataclass(frozen=True)
@@ -190,32 +193,110 @@ def fit_power_law(x: Sequence[float], loss: Sequence[float], *, form: str = "off
     return _law(xs, losses, _solve(u, np.log(losses), _start(u, losses, form), huber), scale)
 
 
-def bootstrap(
-    x: Sequence[float],
-    loss: Sequence[float],
-    *,
-    form: str = "offset",
-    huber: float = HUBER,
-    draws: int = 1000,
-    seed: int = 0,
-) -> list[PowerLaw]:
-    """Fits to ``draws`` tables in which the residuals of the fit are drawn anew, with replacement.
+Points = tuple[Sequence[float], Sequence[float]]  # x and the losses there
+Ends = tuple[float | None, float | None]
 
-    Residuals are multiplied by sqrt(n / (n - p)), p the number of parameters, to correct for the fit's degrees of
-    freedom. Empty if n <= p: such a curve passes through its points, so its error is unknown.
+
+def exponent_interval(x: Sequence[float], loss: Sequence[float], *, form: str = "offset") -> Ends:
+    """The 95 % interval of b by profile likelihood; None for an end that the data leave open.
+
+    The errors of log L are taken to be normal and independent, with the same spread at each x. The interval holds every
+    b for which the best sum of squares stays below that of the best fit times ``1 + F / (n - p)``, where F is the 95 %
+    quantile of F(1, n - p), n the number of losses and p of parameters. Both ends are None if n <= p.
     """
-    require_positive(draws=draws)
-    xs, losses = _checked(x, loss, form, huber)
-    u, scale = _centred(xs)
-    count, free = len(xs), FORMS[form]
-    if count <= free:
-        return []
-    theta = _solve(u, np.log(losses), _start(u, losses, form), huber)
-    predicted = _log_loss(theta, u)
-    residual = (np.log(losses) - predicted) * (count / (count - free)) ** 0.5
-    picks = np.random.default_rng(seed).integers(count, size=(draws, count))
-    tables = predicted + residual[picks]
-    return [_law(xs, np.exp(logs), _solve(u, logs, theta, huber), scale) for logs in tables]
+    xs, losses = _checked(x, loss, form, HUBER)
+    u, _ = _centred(xs)
+    logs, free = np.log(losses), len(xs) - FORMS[form]
+    if free <= 0:
+        return None, None
+    best = _solve(u, logs, _start(u, losses, form), _SQUARES)
+
+    def squares(log_b: float) -> float:
+        def residuals(rest: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+            theta = np.array([rest[0], log_b, *rest[1:]])
+            return _log_loss(theta, u) - logs, np.delete(_slopes(theta, u), 1, axis=1)
+
+        return _least(residuals, np.delete(best, 1), np.delete(_bounds(logs, form), 1, axis=1))
+
+    return _profile(squares, float(best[1]), float(((_log_loss(best, u) - logs) ** 2).sum()), free, len(xs))
+
+
+def match_interval(mine: Points, theirs: Points, at: float, *, form: str = "offset") -> Ends:
+    """The 95 % interval of the x at which the curve of ``theirs`` has the loss that that of ``mine`` has at ``at``.
+
+    By profile likelihood, as ``exponent_interval``, over both curves, whose errors have the same spread.
+    """
+    sides = [_checked(*points, form, HUBER) for points in (mine, theirs)]
+    u = [np.log(x / at) for x, _ in sides]
+    logs = [np.log(loss) for _, loss in sides]
+    both = np.concatenate(logs)
+    count = len(both)
+    free = count - 2 * FORMS[form]
+    best = [_solve(u[i], logs[i], _start(u[i], sides[i][1], form), _SQUARES) for i in (0, 1)]
+    least = sum(float(((_log_loss(theta, x) - log) ** 2).sum()) for theta, x, log in zip(best, u, logs, strict=True))
+    here = np.zeros(1)
+    level = math.exp(float(_log_loss(best[0], here)[0])) - _offset(best[1])
+    if free <= 0 or level <= 0:
+        return None, None
+    first = FORMS[form]
+    bounds = np.concatenate((_bounds(logs[0], form), _bounds(logs[1], form)[:, 1:]), axis=1)
+
+    def squares(place: float) -> float:
+        def residuals(theta: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+            ours, rest = theta[:first], theta[first:]
+            level, offset = math.exp(min(700.0, float(_log_loss(ours, here)[0]))), _offset([0.0, *rest])
+            gap = max(level - offset, 1e-12)
+            theirs = np.array([math.log(gap) + math.exp(rest[0]) * place, *rest])  # it passes through the match
+            of_ours, of_theirs = _slopes(ours, u[0]), _slopes(theirs, u[1])
+            height = of_theirs[:, :1]  # by the height of their curve, which depends on all parameters
+            slopes = np.zeros((count, len(theta)))
+            slopes[: len(u[0]), :first] = of_ours
+            slopes[len(u[0]) :, :first] = height * (level / gap * _slopes(ours, here))
+            own = np.array([math.exp(rest[0]) * place, -offset / gap])[: first - 1]
+            slopes[len(u[0]) :, first:] = of_theirs[:, 1:] + height * own
+            return np.concatenate((_log_loss(ours, u[0]), _log_loss(theirs, u[1]))) - both, slopes
+
+        return _least(residuals, np.concatenate((best[0], best[1][1:])), bounds)
+
+    place = (float(best[1][0]) - math.log(level)) / math.exp(float(best[1][1]))
+    low, high = _profile(squares, place, least, free, count)
+    return None if low is None else at * low, None if high is None else at * high
+
+
+def _profile(squares: Callable[[float], float], best: float, least: float, free: int, count: int) -> Ends:
+    """The exponentials of where ``squares`` passes the threshold on both sides of ``best``."""
+    from scipy.optimize import brentq
+    from scipy.stats import f
+
+    limit = max(least, count * _EXACT**2) * (1 + float(f.ppf(0.95, 1, free)) / free)
+
+    def excess(value: float) -> float:
+        return squares(value) - limit
+
+    def end(step: float) -> float | None:
+        inside = best
+        while abs(inside - best) < _FARTHEST:
+            if excess(inside + step) > 0:
+                return math.exp(brentq(excess, inside, inside + step, xtol=1e-10, rtol=1e-10))
+            inside, step = inside + step, 2 * step
+        return None
+
+    return end(-0.02), end(0.02)
+
+
+def _least(
+    residuals: Callable[[np.ndarray], tuple[np.ndarray, np.ndarray]], start: np.ndarray, bounds: np.ndarray
+) -> float:
+    """The least sum of squares of ``residuals``, which also returns their derivatives."""
+    from scipy.optimize import least_squares
+
+    low, high = bounds
+    inside = np.clip(start, low + 1e-9, high - 1e-9)
+    found = least_squares(
+        lambda theta: residuals(theta)[0], inside, lambda theta: residuals(theta)[1], (low, high), "dogbox",
+        xtol=1e-10, ftol=1e-10, max_nfev=200,
+    )  # fmt: skip
+    return 2 * float(found.cost)
 
 
 def _checked(x: Sequence[float], loss: Sequence[float], form: str, huber: float) -> tuple[np.ndarray, np.ndarray]:
@@ -258,9 +339,7 @@ def _solve(u: np.ndarray, logs: np.ndarray, start: np.ndarray, huber: float) -> 
     """The best (log a, log b[, log c]) for the logarithms of losses ``logs`` [n] at ``u`` [n]."""
     from scipy.optimize import least_squares
 
-    lowest = logs.min()
-    low = [-np.inf, np.log(1e-4), lowest + np.log(_LEAST_OFFSET)][: len(start)]
-    high = [np.inf, np.log(20.0), lowest][: len(start)]
+    low, high = _bounds(logs, "offset")[:, : len(start)]
     edge = 1e-9 * np.maximum(1.0, np.abs(start))  # the solver starts within its bounds
     inside = np.clip(start, np.add(low, edge), np.subtract(high, edge))
     found = least_squares(
@@ -268,6 +347,17 @@ def _solve(u: np.ndarray, logs: np.ndarray, start: np.ndarray, huber: float) -> 
         loss="huber", f_scale=huber, xtol=_TOLERANCE, ftol=_TOLERANCE, gtol=_TOLERANCE,
     )  # fmt: skip
     return found.x
+
+
+def _bounds(logs: np.ndarray, form: str) -> np.ndarray:
+    """The lowest and the highest (log a, log b[, log c]) of a fit to ``logs``, [2, parameters]."""
+    lowest = logs.min()
+    low = [-np.inf, np.log(1e-4), lowest + np.log(_LEAST_OFFSET)]
+    return np.array([low, [np.inf, np.log(20.0), lowest]])[:, : FORMS[form]]
+
+
+def _offset(theta: Sequence[float] | np.ndarray) -> float:
+    return math.exp(theta[2]) if len(theta) == 3 else 0.0
 
 
 def _start(u: np.ndarray, losses: np.ndarray, form: str) -> np.ndarray:
@@ -291,8 +381,8 @@ def _start(u: np.ndarray, losses: np.ndarray, form: str) -> np.ndarray:
 
 def _log_loss(theta: np.ndarray, u: np.ndarray) -> np.ndarray:
     """log L [n] of (log a, log b[, log c])."""
-    power = np.exp(theta[0] - np.exp(theta[1]) * u)
-    return np.log(power + np.exp(theta[2])) if len(theta) == 3 else np.log(power)
+    log_power = theta[0] - np.exp(theta[1]) * u
+    return np.logaddexp(log_power, theta[2]) if len(theta) == 3 else log_power
 
 
 def _slopes(theta: np.ndarray, u: np.ndarray) -> np.ndarray:
