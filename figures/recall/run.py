@@ -15,7 +15,7 @@ from pathlib import Path
 from statistics import fmean
 
 from diff_transformer.lab.measures import Measure, Row, metric, paired_rows, trained
-from diff_transformer.lab.recipes.recall_study import CENTRE, CORE, GRID, MORE, SEEDS, SIDES, recall_study
+from diff_transformer.lab.recipes.recall_study import CENTRE, CORE, GRID, MORE, SEEDS, SIDES, recall_study, shortfall
 from diff_transformer.lab.record import Cells, Record
 from diff_transformer.lab.stats import holm, over_seeds, paired_p_value, verdict
 
@@ -188,6 +188,10 @@ def sweep(cells: Cells) -> str:
         runs = [found[rate].get(side, {}) for rate in rates]
         if any(runs):
             shown = [next((_final(record) for record in by.values()), "") for by in runs]
+            known = {i: shortfall(record) for i, by in enumerate(runs) for record in by.values() if not record.diverged}
+            best = min(known, key=known.__getitem__, default=None)
+            if len(known) == len(rates) and best in (0, len(rates) - 1):
+                shown[best] += " (best, at the edge)"
             lines.append(f"| {NAMES[side]} | {' | '.join(shown)} |")
     return "\n".join(lines) if rates else ""
 

@@ -25,7 +25,7 @@ CENTRE = "p8_n2"  # where learning rates are chosen and other factors are varied
 QUESTIONS = 16  # of a row
 NOISE_SYMBOLS = 2
 SEEDS = range(5)
-LEARNING_RATES = (5e-4, 1e-3, 1.5e-3, 2e-3)
+LEARNING_RATES = (2.5e-4, 5e-4, 1e-3, 2e-3)
 SWEEP_SEED = 100
 # Sides: a variant of ``model/matching.py`` (at equal cost) and further fields. First those of the primary outcome.
 CORE: dict[str, tuple[str, dict[str, Any]]] = {
