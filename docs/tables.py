@@ -44,15 +44,19 @@ def memory() -> str:
 
 
 def _cell(run, config, tokens: int, devices: int) -> str:
-    if run.train.batch_size % devices:
+    sharing = run.train.parallel.context_parallel
+    if devices % sharing:
+        return f"{sharing} GPUs share a row"
+    if run.train.batch_size % (devices // sharing):
         return f"{run.train.batch_size} rows only"
     used = training_memory(
         config,
-        tokens=run.train.rows_of_a_pass(devices) * run.data.length,
+        tokens=run.train.rows_of_a_pass(devices // sharing) * run.data.length // sharing,
         devices=devices,
         mixed=run.train.precision == "bf16-mixed",
         activation_checkpointing=run.train.activation_checkpointing,
         loss_chunk=run.train.loss_chunk,
+        context_parallel=sharing,
     )
     if used.gib > FITS:
         return f"{used.gib:.0f} GiB: too much"

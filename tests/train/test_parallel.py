@@ -44,8 +44,8 @@ def run_alone(folder: Path, settings: list[str], *, resume: bool = False, stop_a
 
 
 def test_two_processes_train_like_one(base, tmp_path):
-    """DDP in two passes a step, FSDP2 in four with recomputation and a chunked loss, tensor parallel; DDP stopped by a
-    SIGTERM to rank 1 and resumed alone; a run begun alone and resumed under FSDP2, in passes; a rank that stalls."""
+    """DDP in two passes a step, FSDP2 in four with recomputation and a chunked loss, tensor parallel, context parallel;
+    DDP stopped by SIGTERM to rank 1, resumed alone; a run begun alone and resumed under FSDP2, in passes; a stall."""
     run_alone(tmp_path / "one", base)
     run_alone(tmp_path / "begun alone", base, stop_at=10)
     memory = ["train.activation_checkpointing=true", "train.loss_chunk=100", "train.micro_batch_size=1"]
@@ -54,15 +54,16 @@ def test_two_processes_train_like_one(base, tmp_path):
         job(tmp_path / "ddp", [*base, *STRATEGIES["ddp"], "train.accumulate=2"]),
         job(tmp_path / "fsdp", [*base, *STRATEGIES["fsdp"], *memory]),
         job(tmp_path / "tp", [*base, *STRATEGIES["tp"]]),
+        job(tmp_path / "context", [*base, *STRATEGIES["context"], "train.micro_batch_size=4"]),
         job(tmp_path / "begun by two", [*base, *STRATEGIES["ddp"]], interrupt=[1, 10]),
         job(tmp_path / "begun alone", [*base, *STRATEGIES["fsdp"], "train.micro_batch_size=3"], resume=True),
         job(tmp_path / "slow", slow, sleep=[1, 7, 60]),
     ]
     raised, codes, printed = run_together(tmp_path, jobs)
     for of_rank in raised:
-        assert [text and text[:11] for text in of_rank] == [None, None, None, "Interrupted", None], printed
+        assert [text and text[:11] for text in of_rank] == [None, None, None, None, "Interrupted", None], printed
     run_alone(tmp_path / "begun by two", base, resume=True)
-    for name in ("ddp", "fsdp", "tp", "begun by two", "begun alone"):
+    for name in ("ddp", "fsdp", "tp", "context", "begun by two", "begun alone"):
         assert_same_training(tmp_path / name, tmp_path / "one")
         AutoModelForCausalLM.from_pretrained(tmp_path / name / "model")
     assert codes == [75, 75]
@@ -90,10 +91,41 @@ def test_two_processes_train_like_one(base, tmp_path):
 )
 def test_every_attention_is_spread_right(base, settings, tmp_path):
     run_alone(tmp_path / "one", [*base, *settings])
-    kinds = ["ddp", "fsdp", "tp"]
-    run_together(tmp_path, [job(tmp_path / kind, [*base, *settings, *STRATEGIES[kind]]) for kind in kinds])
+    kinds = ["ddp", "fsdp", "tp", "context"]
+    how = {"context": ["train.parallel.context_parallel_method=heads"]} if "model.attention=dint" in settings else {}
+    jobs = [job(tmp_path / kind, [*base, *settings, *STRATEGIES[kind], *how.get(kind, [])]) for kind in kinds]
+    run_together(tmp_path, jobs)
     for kind in kinds:
         assert_same_training(tmp_path / kind, tmp_path / "one")
+
+
+@pytest.mark.slow
+def test_context_parallel_with_everything_else(base, tmp_path):
+    """Over four processes: rows of four; with tensor parallel; with FSDP2, recomputation and passes, begun and resumed
+    alone; exchanged heads with packed documents and a window."""
+    four, two = (["train.parallel.strategy=fsdp", f"train.parallel.context_parallel={n}"] for n in (4, 2))
+    packed = [*base, "data.documents=separate", "model.sliding_window=24"]
+    run_alone(tmp_path / "one", base)
+    run_alone(tmp_path / "packed", packed)
+    run_alone(tmp_path / "begun alone", base, stop_at=10)
+    memory = ["train.activation_checkpointing=true", "train.loss_chunk=50", "train.micro_batch_size=2"]
+    jobs = [
+        job(tmp_path / "four", [*base, "train.parallel.context_parallel=4"]),
+        job(tmp_path / "with tp", [*base, *two, "train.parallel.tensor_parallel=2"]),
+        job(tmp_path / "begun alone", [*base, *two, *memory, *SHARDED], resume=True),
+        job(tmp_path / "begun by four", [*base, *two, *SHARDED], interrupt=[3, 10]),
+        job(tmp_path / "packed by four", [*packed, *four]),
+        job(tmp_path / "packed by heads", [*packed, *two, "train.parallel.context_parallel_method=heads"]),
+    ]
+    raised, _, printed = run_together(tmp_path, jobs, processes=4)
+    expected = [None, None, None, "Interrupted", None, None]
+    for of_rank in raised:
+        assert [text and text[:11] for text in of_rank] == expected, printed
+    run_alone(tmp_path / "begun by four", base, resume=True)
+    for name in ("four", "with tp", "begun alone", "begun by four"):
+        assert_same_training(tmp_path / name, tmp_path / "one")
+    for name in ("packed by four", "packed by heads"):
+        assert_same_training(tmp_path / name, tmp_path / "packed")
 
 
 @pytest.mark.slow

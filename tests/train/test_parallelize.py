@@ -55,7 +55,11 @@ def test_what_can_never_be(settings, message):
         (4, ["parallel.devices=2"], "devices is 2, but torchrun started 4; give 4, or 0 for whatever it starts"),
         (4, ["parallel.num_nodes=2"], "num_nodes is 2, but torchrun started 1"),
         (4, ["parallel.strategy=single"], "'single', but there are 4 processes; give 'ddp' or 'fsdp'"),
-        (4, ["parallel.tensor_parallel=3"], "tensor_parallel is 3, which does not divide the 4 processes; start 6"),
+        (
+            4,
+            ["parallel.tensor_parallel=3"],
+            "tensor_parallel is 3 and context_parallel 1: groups of 3, which do not divide the 4 processes; start 6",
+        ),
         (2, ["parallel.strategy=ddp", "parallel.tensor_parallel=2"], "'ddp', which excludes tensor_parallel=2"),
         (3, [], r"batch_size 8 is not divisible by 3: 3 processes with rows of their own, train\.accumulate 1"),
         (4, ["accumulate=4"], "not divisible by 16: 4 processes .*accumulate 4; give a multiple of 16"),

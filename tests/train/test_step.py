@@ -13,6 +13,7 @@ from diff_transformer.lab.recipes import recipe
 from diff_transformer.model.presets import preset
 from diff_transformer.train import step
 from diff_transformer.train.config import OptimConfig, override
+from diff_transformer.train.context_parallel import Context
 from diff_transformer.train.loss import Objective
 from diff_transformer.train.step import Stepper, learning_rate, make_optimizer, schedule_warning
 from diff_transformer.train.training_data import Rows, Share
@@ -21,9 +22,9 @@ from diff_transformer.train.training_data import Rows, Share
 class Noting(Objective):
     rows: list[int]
 
-    def forward(self, inputs: dict, labels, weights):
-        self.rows.append(len(labels))
-        return super().forward(inputs, labels, weights)
+    def forward(self, inputs: dict, targets, weights):
+        self.rows.append(len(targets))
+        return super().forward(inputs, targets, weights)
 
 
 def stepper(monkeypatch, settings: list[str], kind: type, processes: int) -> tuple[Stepper, list[bool]]:
@@ -41,13 +42,13 @@ def stepper(monkeypatch, settings: list[str], kind: type, processes: int) -> tup
         strategy=kind.__new__(kind), device=torch.device("cpu"), world_size=1, to_device=lambda x: x,
         backward=lambda loss: loss.backward(), no_backward_sync=no_backward_sync, clip_gradients=clip,
     )  # fmt: skip
-    monkeypatch.setattr(step, "share_of", lambda fabric: Share(0, processes))
+    monkeypatch.setattr(step, "share_of", lambda fabric, context_parallel: Share(0, processes))
     torch.manual_seed(0)
     plain = DiffTransformerForCausalLM(preset("debug"))
     objective = Noting(plain)
     objective.rows = []
     config = override(recipe("debug"), settings).validate()
-    return Stepper(fabric, objective, make_optimizer(plain, config.optim), plain, config, 0), put_off
+    return Stepper(fabric, objective, make_optimizer(plain, config.optim), plain, config, 0, Context()), put_off
 
 
 def rows(count: int) -> Rows:

@@ -126,16 +126,26 @@ class DiffCore(Core):
         )  # fmt: skip
 
     def attend_documents(
-        self, q: Tensor, k: Tensor, v: Tensor, lam: Lambda, documents: Documents, is_causal: bool
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        lam: Lambda,
+        documents: Documents,
+        is_causal: bool,
+        of_keys: Documents | None = None,
     ) -> Tensor:
-        """``attend`` within each packed document: ``[B * T, h, dv]``."""
+        """``attend`` within each packed document: ``[B * T, h, dv]``.
+
+        ``of_keys``: where the same documents are among the keys, if not where they are among the queries.
+        """
         q1, q2, k1, k2 = self.split(q, k)
         rows1, rows2, keys1 = (concatenate_rows(x) for x in (q1, q2, k1))
         keys2 = keys1 if k2 is k1 else concatenate_rows(k2)
         lam = concatenate_rows(lam) if isinstance(lam, Tensor) and lam.dim() == 4 else lam
-        bounds, longest = documents
+        (bounds, longest), (bounds_k, longest_k) = documents, of_keys or documents
         return diff_attention_varlen(
-            rows1, rows2, keys1, keys2, concatenate_rows(v), lam, bounds, bounds, longest, longest,
+            rows1, rows2, keys1, keys2, concatenate_rows(v), lam, bounds, bounds_k, longest, longest_k,
             is_causal=is_causal, window=self.reach(is_causal), backend=self.backend,
         )  # fmt: skip
 

@@ -116,7 +116,7 @@ class TrainingMemory:
     """Bytes on one device, without the allocator's overhead (5 to 20 % in practice).
 
     states: the device's share of weights, gradients and moments.
-    gathered: weights of the layers in use, in the precision of the computation.
+    gathered: weights of the layers in use, and with context parallel a layer's keys and values of whole rows.
     activations: saved for the backward pass.
     logits: logits and their gradient.
     """
@@ -143,19 +143,22 @@ def training_memory(
     mixed: bool = True,
     activation_checkpointing: bool = False,
     loss_chunk: int = 0,
+    context_parallel: int = 1,
 ) -> TrainingMemory:
     """Memory of a training step on each of ``devices`` that shard weights and optimizer state (FSDP).
 
     Args:
-        tokens: tokens in one forward and backward pass on one device (rows times their length).
+        tokens: tokens in one forward and backward pass on one device (its part of the rows).
         mixed: bf16 computation on fp32 weights; otherwise everything is fp32.
         activation_checkpointing: keep only each layer's input and recompute the rest.
         loss_chunk: tokens whose logits are in memory at a time; 0 for all.
+        context_parallel: devices that share each row. Each holds a layer's keys and values of the whole row three
+            times: as received, in the order of the row, and their gradient.
 
     Raises:
         ValueError: for numbers that are not positive.
     """
-    require_positive(tokens=tokens, devices=devices)
+    require_positive(tokens=tokens, devices=devices, context_parallel=context_parallel)
     parameters = sum(count_parameters(config).values())
     alive = min(loss_chunk, tokens) if loss_chunk else tokens
     layer = layer_activation_bytes(config, mixed=mixed)
@@ -167,6 +170,10 @@ def training_memory(
     gathered = 0
     if devices > 1:
         gathered = 2 * computed * _parameters_of_a_layer(config) + computed * config.vocab_size * config.hidden_size
+    if context_parallel > 1:
+        heads = config.heads
+        of_a_token = computed * (heads.keys * heads.head_dim + heads.values * heads.value_dim)
+        gathered += 3 * of_a_token * tokens * context_parallel
     return TrainingMemory(
         states=-(-16 * parameters // devices),
         gathered=gathered,

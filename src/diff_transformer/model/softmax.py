@@ -50,20 +50,27 @@ class SoftmaxCore(Core):
         return softmax_attention(q, k, v, attn_mask, is_causal, window=window, backend=self.backend)
 
     def attend_documents(
-        self, q: Tensor, k: Tensor, v: Tensor, lam: None, documents: Documents, is_causal: bool
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        lam: None,
+        documents: Documents,
+        is_causal: bool,
+        of_keys: Documents | None = None,
     ) -> Tensor:
-        """``attend`` within each packed document, ``[B * T, n, d]``.
+        """``attend`` within each packed document, ``[B * T, n, d]``; ``of_keys`` as in ``DiffCore``.
 
         One call of FlashAttention's packed form on CUDA, else one call for each document.
         """
         rows = [concatenate_rows(x) for x in (q, k, v)]
         packed = self.backend in ("sdpa", "flash") and (self.window is None or "window_size" in _varlen_options())
         if packed and q.is_cuda and q.dtype in (torch.bfloat16, torch.float16):
-            return _packed_flash_attention(*rows, documents, is_causal, self.reach(is_causal))
-        sizes = documents.cu_seqlens.diff().tolist()
+            return _packed_flash_attention(*rows, documents, of_keys or documents, is_causal, self.reach(is_causal))
+        sizes, sizes_k = (each.cu_seqlens.diff().tolist() for each in (documents, of_keys or documents))
         parts = [
             self.attend(*(x.transpose(0, 1)[None] for x in document), None, None, is_causal)[0].transpose(0, 1)
-            for document in zip(*(x.split(sizes) for x in rows), strict=True)
+            for document in zip(rows[0].split(sizes), *(x.split(sizes_k) for x in rows[1:]), strict=True)
         ]
         return torch.cat(parts)
 
@@ -172,9 +179,9 @@ def _varlen_options() -> Mapping[str, Any]:
 
 
 def _packed_flash_attention(
-    q: Tensor, k: Tensor, v: Tensor, documents: Documents, is_causal: bool, window: int | None
+    q: Tensor, k: Tensor, v: Tensor, documents: Documents, of_keys: Documents, is_causal: bool, window: int | None
 ) -> Tensor:
-    """PyTorch's ``varlen_attn`` of ``q [B * T, n, d]``, ``k``, ``v [B * T, m, d]``."""
+    """PyTorch's ``varlen_attn`` of ``q [B * T, n, d]``, ``k``, ``v [B * S, m, d]``."""
     from torch.nn.attention.varlen import varlen_attn
 
     before = -1 if window is None else window - 1  # keys to the left of a query's own
@@ -187,5 +194,6 @@ def _packed_flash_attention(
         options["enable_gqa"] = q.shape[1] != k.shape[1]
     else:
         k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in (k, v))
-    (bounds, longest), attend = documents, cast(Callable[..., Tensor], varlen_attn)
-    return attend(q, k, v, bounds, bounds, longest, longest, **options)
+    (bounds, longest), (bounds_k, longest_k) = documents, of_keys
+    attend = cast(Callable[..., Tensor], varlen_attn)
+    return attend(q, k, v, bounds, bounds_k, longest, longest_k, **options)

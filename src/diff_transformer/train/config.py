@@ -78,6 +78,7 @@ class OptimConfig:
 
 
 STRATEGIES = ("auto", "single", "ddp", "fsdp")
+CONTEXT_METHODS = ("gather", "heads")
 
 
 @dataclass
@@ -87,6 +88,9 @@ class ParallelConfig:
     # "single", "ddp", "fsdp" (FSDP2), or "auto": "fsdp" with tensor parallel, else "ddp", "single" for one process
     strategy: str = "auto"
     tensor_parallel: int = 1  # processes that share each layer by heads; the others share the rows of a batch
+    context_parallel: int = 1  # processes that share each row; with `tensor_parallel`, times as many
+    # how those see the whole row: "gather" its keys and values, or exchange tokens for "heads"
+    context_parallel_method: str = "gather"
     devices: int = 0  # processes on this machine; 0 for what torchrun starts, or one
     num_nodes: int = 0  # machines; 0 for what torchrun starts, or one
     sharded_checkpoints: bool = False  # with "fsdp": each process writes its part instead of sending it to rank 0
@@ -95,7 +99,13 @@ class ParallelConfig:
 
     def validate(self) -> None:
         """Raise ValueError for invalid values. ``launch.check_processes`` checks the number of processes."""
-        require_positive(**{"train.parallel.tensor_parallel": self.tensor_parallel})
+        ways = {"tensor_parallel": self.tensor_parallel, "context_parallel": self.context_parallel}
+        require_positive(**{f"train.parallel.{name}": size for name, size in ways.items()})
+        if self.context_parallel_method not in CONTEXT_METHODS:
+            raise ValueError(
+                f"train.parallel.context_parallel_method is {self.context_parallel_method!r}; accepted: "
+                f"{', '.join(map(repr, CONTEXT_METHODS))}"
+            )
         if self.strategy not in STRATEGIES:
             raise ValueError(
                 f"train.parallel.strategy is {self.strategy!r}; accepted: {', '.join(map(repr, STRATEGIES))}"
@@ -241,6 +251,12 @@ class RunConfig:
         if self.train.threads < 0:
             raise ValueError(f"train.threads is {self.train.threads}; give 0 for PyTorch's own choice, or a count")
         self.train.parallel.validate()
+        pieces = 2 * self.train.parallel.context_parallel
+        if pieces > 2 and self.data.length % pieces:
+            raise ValueError(
+                f"data.length is {self.data.length}; train.parallel.context_parallel {pieces // 2} cuts a row into "
+                f"{pieces} equal pieces, so give a multiple of {pieces}"
+            )
         return self
 
     def _check_ranges(self) -> None:

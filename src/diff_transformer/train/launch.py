@@ -105,7 +105,8 @@ def check_processes(config: RunConfig, world: int) -> str:
             this precision.
     """
     name = _strategy(config.train.parallel, world)
-    parts = world // config.train.parallel.tensor_parallel * config.train.accumulate
+    parallel = config.train.parallel
+    parts = world // (parallel.tensor_parallel * parallel.context_parallel) * config.train.accumulate
     if config.train.batch_size % parts:
         raise ValueError(
             f"train.batch_size {config.train.batch_size} is not divisible by {parts}: "
@@ -122,10 +123,12 @@ def check_processes(config: RunConfig, world: int) -> str:
 
 def _strategy(parallel: ParallelConfig, world: int) -> str:
     ways = parallel.tensor_parallel
-    if world % ways:
+    group = ways * parallel.context_parallel
+    if world % group:
         raise ValueError(
-            f"train.parallel.tensor_parallel is {ways}, which does not divide the {world} processes; start "
-            f"{ways * -(-world // ways)}, or give another tensor_parallel"
+            f"train.parallel.tensor_parallel is {ways} and context_parallel {parallel.context_parallel}: groups "
+            f"of {group}, which do not divide the {world} processes; start "
+            f"{group * -(-world // group)}, or give other sizes"
         )
     if parallel.strategy == "single" and world > 1:
         raise ValueError(f"train.parallel.strategy is 'single', but there are {world} processes; give 'ddp' or 'fsdp'")

@@ -20,12 +20,13 @@ from lightning.fabric import Fabric
 from diff_transformer.ops import choice
 from diff_transformer.train.checkpoint import Saver, latest_checkpoint, load_checkpoint
 from diff_transformer.train.config import RunConfig
+from diff_transformer.train.context_parallel import make_context
 from diff_transformer.train.heartbeat import Heartbeat, lost_peers_explained
 from diff_transformer.train.initial_model import build_model, check_model
 from diff_transformer.train.launch import on_first_rank
 from diff_transformer.train.loss import Objective
 from diff_transformer.train.metrics import MetricsLog
-from diff_transformer.train.parallelize import compile_layers, make_fabric, share_of
+from diff_transformer.train.parallelize import compile_layers, make_fabric
 from diff_transformer.train.run_folder import check_run_folder, open_run_folder, save_model
 from diff_transformer.train.signals import Interrupted, StopRequest, stop_requests
 from diff_transformer.train.state import TrainingState, whole_model
@@ -114,6 +115,8 @@ class Run:
         self.unwrapped_model = build_model(config, data.tokenizer)
         if settings.activation_checkpointing:
             self.unwrapped_model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        context = make_context(fabric, settings.parallel)
+        context.apply(self.unwrapped_model)
         objective = Objective(self.unwrapped_model, settings.loss_chunk)
         if settings.compile and fabric.world_size == 1 and settings.parallel.strategy != "fsdp":
             objective.compile()
@@ -123,7 +126,8 @@ class Run:
         inner = make_optimizer(self.unwrapped_model, config.optim)
         optimizer: Any = fabric.setup_optimizers(inner)
         self.state = TrainingState(self.unwrapped_model, inner, sharded_files=settings.parallel.sharded_checkpoints)
-        self.stepper = Stepper(fabric, model, optimizer, self.unwrapped_model, config, data.tokenizer.eos_token_id)
+        end = data.tokenizer.eos_token_id
+        self.stepper = Stepper(fabric, model, optimizer, self.unwrapped_model, config, end, context)
         self.sources = list(mixture_shares(config))
         self.utilisation = utilisation(
             self.unwrapped_model.config, config.data.length, fabric.device, settings.precision,
@@ -208,7 +212,7 @@ class Run:
 
     def _batches(self, first: int):
         """Context of an iterator over this process's rows of each step from ``first``."""
-        share, settings = share_of(self.fabric), self.config.train
+        share, settings = self.stepper.share, self.config.train
         gpu = self.fabric.device.index if self.fabric.device.type == "cuda" else -1
 
         def prepare(step: int) -> Rows:

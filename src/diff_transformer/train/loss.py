@@ -32,19 +32,19 @@ class Objective(nn.Module):
         self.model: Any = model
         self.chunk = chunk
 
-    def forward(self, inputs: dict, labels: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(self, inputs: dict, targets: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
         """The loss of a batch, a scalar, and the sum of nats of each row [B], without gradient.
 
         Args:
             inputs: keyword arguments of the model's forward.
-            labels: int64 [B, T], -100 for none.
-            weights: fp32 [B, T - 1], for labels 1 to T - 1; or the same bits as int32, which Fabric does not cast to
-                the precision of the run.
+            targets: int64 [B, n], what the first n tokens of each row predict (n = T - 1 for whole rows), -100 for
+                none.
+            weights: fp32 [B, n]; or the same bits as int32, which Fabric does not cast to the precision of the run.
         """
         weights = weights.view(torch.float32) if weights.dtype == torch.int32 else weights
-        hidden = self.model.base_model(**inputs, use_cache=False).last_hidden_state[:, :-1]  # [B, T - 1, D]
-        loss, losses = self._losses(hidden.flatten(0, 1), labels[:, 1:].flatten(), weights.flatten())
-        return loss, losses.detach().view(len(labels), -1).sum(1)
+        hidden = self.model.base_model(**inputs, use_cache=False).last_hidden_state[:, : targets.shape[1]]
+        loss, losses = self._losses(hidden.flatten(0, 1), targets.flatten(), weights.flatten())  # hidden [B, n, D]
+        return loss, losses.detach().view(len(targets), -1).sum(1)
 
     def _losses(self, hidden: Tensor, targets: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
         """``hidden [N, D]``, ``targets [N]``, ``weights [N]`` -> the weighted sum, and each token's loss [N]."""

@@ -55,12 +55,13 @@ def make_fabric(config: RunConfig) -> Fabric:
     return fabric
 
 
-def share_of(fabric: Fabric) -> Share:
-    """This process's part of the batch."""
+def share_of(fabric: Fabric, context_parallel: int = 1) -> Share:
+    """This process's part of the batch; ``context_parallel`` consecutive processes have the same rows."""
+    rank, size = fabric.global_rank, fabric.world_size
     if isinstance(fabric.strategy, ModelParallelStrategy):
         mesh = fabric.strategy.device_mesh["data_parallel"]
-        return Share(mesh.get_local_rank(), mesh.size())
-    return Share(fabric.global_rank, fabric.world_size)
+        rank, size = mesh.get_local_rank(), mesh.size()
+    return Share(rank // context_parallel, size // context_parallel)
 
 
 def check_split(config, ways: int) -> None:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from diff_transformer.data.recall import RecallRows
 from diff_transformer.train.config import OptimConfig, RunConfig
+from diff_transformer.train.context_parallel import WHOLE
 from diff_transformer.train.loss import count_by_source, predicted, token_weights
 from diff_transformer.train.parallelize import reshard, share_of
 from diff_transformer.train.telemetry import full_tensor, gradient_norms
@@ -43,11 +44,15 @@ class Stepper:
         model, optimizer: as Fabric has set them up; ``model`` wraps an ``Objective``.
         unwrapped_model: the model itself.
         end: id of the token that ends a document.
+        context: this process's part of each row.
     """
 
-    def __init__(self, fabric, model, optimizer, unwrapped_model: nn.Module, config: RunConfig, end: int):
+    def __init__(
+        self, fabric, model, optimizer, unwrapped_model: nn.Module, config: RunConfig, end: int, context=WHOLE
+    ):
         self.fabric, self.model, self.optimizer, self.unwrapped_model = fabric, model, optimizer, unwrapped_model
-        self.config, self.end, self.share = config, end, share_of(fabric)
+        self.config, self.end, self.context = config, end, context
+        self.share = share_of(fabric, context.size)
         # FSDP2 reduces gradients in every pass: whole gradients, kept until the last pass, would not fit in memory.
         self.sharded = isinstance(fabric.strategy, ModelParallelStrategy)
 
@@ -65,14 +70,15 @@ class Stepper:
             group["lr"] = rate
         shares, micro_batch = list(mixture_shares(config).values()), config.train.rows_of_a_pass(self.share.size)
         ids, labels, source = fabric.to_device(rows)
-        counts = self._sum(count_by_source(labels, source, len(shares)))
+        counts = self._sum(count_by_source(labels, source, len(shares)), self.share.size)
         weights = token_weights(labels, source, counts, shares, config.data.loss)
         total, nats = torch.zeros((), device=fabric.device), torch.zeros_like(counts)
         passes = list(zip(*(tensor.split(micro_batch) for tensor in (ids, labels, weights, source)), strict=True))
+        parts = self.share.size * self.context.size  # of the batch
         for i, (*inputs, row_source) in enumerate(passes):
             with fabric.no_backward_sync(self.model, enabled=i < len(passes) - 1 and not self.sharded):
-                loss, row_nats = self._forward(*inputs)
-                fabric.backward(loss * self.share.size)  # DDP and FSDP2 average over processes; this loss is a sum
+                loss, row_nats = self._forward(*self._part(*inputs))
+                fabric.backward(loss * parts)  # DDP and FSDP2 average over processes; this loss is a sum
             total += loss.detach()
             nats.index_add_(0, row_source, row_nats.to(nats))
         limit = config.optim.grad_clip or float("inf")
@@ -81,7 +87,7 @@ class Stepper:
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         asked = torch.tensor(float(stop()), device=fabric.device)
-        total, stops, *nats = self._sum(torch.cat((torch.stack((total, asked)), nats))).tolist()
+        total, stops, *nats = self._sum(torch.cat((torch.stack((total, asked)), nats)), parts).tolist()
         return Outcome(total, full_tensor(norm).item(), stops > 0, norms, nats, counts.tolist())
 
     @torch.no_grad()
@@ -103,10 +109,12 @@ class Stepper:
         total = torch.zeros(2, dtype=torch.float64)  # nats, tokens
         micro_batch = min(VALIDATION_ROWS, self.config.train.micro_batch_size or VALIDATION_ROWS)
         for part in zip(*(tensor.split(micro_batch) for tensor in (ids, labels, weights)), strict=True):
-            nats, _ = self._forward(*self.fabric.to_device(part))
-            total += torch.tensor([nats.item(), part[-1].sum().item()])
+            inputs, targets, weights_of_part = self._part(*self.fabric.to_device(part))
+            nats, _ = self._forward(inputs, targets, weights_of_part)
+            total += torch.tensor([nats.item(), weights_of_part.sum().item()])
         reshard(self.model)
-        nats, tokens = self._sum(total.to(self.fabric.device, torch.float32)).tolist()
+        parts = self.share.size * self.context.size
+        nats, tokens = self._sum(total.to(self.fabric.device, torch.float32), parts).tolist()
         return nats / tokens
 
     @torch.no_grad()
@@ -121,14 +129,18 @@ class Stepper:
             hits.append(model.get_output_embeddings()(asked).argmax(-1) == ids.gather(1, answers))
         return torch.cat(hits).float().mean().item()
 
-    def _forward(self, ids: Tensor, labels: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
-        return self.model(model_inputs(ids, self.config.data.documents, self.end), labels, weights.view(torch.int32))
+    def _part(self, ids: Tensor, labels: Tensor, weights: Tensor) -> tuple[dict, Tensor, Tensor]:
+        """Inputs of the model, targets and weights: what this process has of rows ``ids``, ``labels [B, T]``."""
+        return self.context.cut(model_inputs(ids, self.config.data.documents, self.end), labels[:, 1:], weights)
 
-    def _sum(self, numbers: Tensor) -> Tensor:
-        """Sum over the processes that have rows of their own."""
+    def _forward(self, inputs: dict, targets: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
+        return self.model(inputs, targets, weights.contiguous().view(torch.int32))
+
+    def _sum(self, numbers: Tensor, parts: int) -> Tensor:
+        """Sum over the processes, of which each ``parts`` counted different things, and the others the same again."""
         if self.fabric.world_size > 1:
             dist.all_reduce(numbers)
-            numbers *= self.share.size / self.fabric.world_size  # tensor parallel processes counted the same rows
+            numbers *= parts / self.fabric.world_size
         return numbers
 
 

@@ -93,7 +93,7 @@ def scaling(size: str, learning_rate: str = "arxiv") -> RunConfig:
 def long_context_64k() -> RunConfig:
     """The 3B model continued at 64K for 1.5B tokens on a corpus up-sampled by length (section 3.3).
 
-    The rotary base is 640,000.
+    The rotary base is 640,000. Eight GPUs share a row (``train.parallel.context_parallel``; 1 for a single GPU).
 
     Command: that of the module with NAME ``long_context_64k`` and ``--set train.initial_model=FOLDER``, the final model
     of ``paper_3b``. Hardware and time: 64 H100s, an hour a model. The paper does not say how it up-samples; here
@@ -110,6 +110,7 @@ def long_context_64k() -> RunConfig:
     config.data = dataclasses.replace(config.data, length=65_536, upsample_length=32_768, upsample_factor=4)
     config.optim = dataclasses.replace(config.optim, lr=8e-5, warmup_steps=20)
     config.train = _cluster(steps=358, batch_size=64, length=65_536)  # 4,194,304 tokens a step, 1.50e9 in all
+    config.train.micro_batch_size, config.train.parallel.context_parallel = 2, 8
     config.evaluation = EvaluationConfig(needles=((8, 1),), samples=50)
     return config
 
