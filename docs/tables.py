@@ -13,6 +13,7 @@ from claims_table import claims_table
 
 from diff_transformer.lab.recipes import recipe
 from diff_transformer.model.cost import BF16_PEAK_FLOPS, model_cost, training_memory, training_seconds
+from diff_transformer.train.recompute import FILLED
 
 DOCS = Path(__file__).resolve().parent
 RECIPES = (
@@ -25,11 +26,11 @@ RECIPES = (
     "long_context_64k",
 )
 GPUS = (1, 8, 16, 64, 256)
-FITS = 76  # GiB of a GPU with 80
+GPU_GIB = 80
 
 
 def memory() -> str:
-    """GiB on each GPU and days for the recipe's tokens, with the settings that the recipe has."""
+    """What is recomputed, GiB on each GPU and days for the recipe's tokens, with the settings that the recipe has."""
     heads = "| recipe | parameters | tokens | rows a pass | "
     lines = [heads + " | ".join(f"{n} GPU{'s' * (n > 1)}" for n in GPUS) + " |"]
     lines.append("|---" * (len(GPUS) + 4) + "|")
@@ -49,21 +50,25 @@ def _cell(run, config, tokens: int, devices: int) -> str:
         return f"{sharing} GPUs share a row"
     if run.train.batch_size % (devices // sharing):
         return f"{run.train.batch_size} rows only"
-    used = training_memory(
-        config,
-        tokens=run.train.rows_of_a_pass(devices // sharing) * run.data.length // sharing,
-        devices=devices,
-        mixed=run.train.precision == "bf16-mixed",
-        activation_checkpointing=run.train.activation_checkpointing,
-        loss_chunk=run.train.loss_chunk,
-        context_parallel=sharing,
-    )
-    if used.gib > FITS:
-        return f"{used.gib:.0f} GiB: too much"
+    needed = {
+        what: training_memory(
+            config,
+            tokens=run.train.rows_of_a_pass(devices // sharing) * run.data.length // sharing,
+            devices=devices,
+            mixed=run.train.precision == "bf16-mixed",
+            activation_checkpointing=what,
+            loss_chunk=run.train.loss_chunk,
+            context_parallel=sharing,
+        ).gib
+        for what in ("none", "selective", "full")
+    }
+    if min(needed.values()) > FILLED * GPU_GIB:
+        return f"{min(needed.values()):.0f} GiB: too much"
+    what, used = next((what, gib) for what, gib in needed.items() if gib <= FILLED * GPU_GIB)
     seconds = training_seconds(
         config, tokens=tokens, length=run.data.length, devices=devices, peak_flops=BF16_PEAK_FLOPS["H100"]
     )
-    return f"{used.gib:.0f} GiB, {_days(seconds)}"
+    return f"{what}, {used:.0f} GiB, {_days(seconds)}"
 
 
 def _config(run):

@@ -1,12 +1,16 @@
 """The cost of training: states to the byte, activations against what autograd really saves, time worked by hand."""
 
+import gc
+
 import pytest
 import torch
 
 from diff_transformer.model.config import DiffTransformerConfig
-from diff_transformer.model.cost import layer_activation_bytes, training_memory, training_seconds
+from diff_transformer.model.cost import layer_activation_bytes, product_bytes, training_memory, training_seconds
 from diff_transformer.model.modeling import DiffTransformerForCausalLM
 from diff_transformer.model.presets import preset
+from diff_transformer.testing import held_memory
+from diff_transformer.train.recompute import recompute
 
 
 def saved_bytes(config, rows, length, *, mixed, checkpointing=False):
@@ -57,10 +61,32 @@ def test_checkpointing_keeps_one_vector_a_layer():
 
     def predicted(layers):
         config = preset("demo", num_hidden_layers=layers)
-        return training_memory(config, tokens=rows * length, mixed=False, activation_checkpointing=True).activations
+        return training_memory(config, tokens=rows * length, mixed=False, activation_checkpointing="full").activations
 
     assert predicted(4) - predicted(2) == 2 * rows * length * 4 * 128
     assert kept(4) - kept(2) == pytest.approx(predicted(4) - predicted(2), rel=0.02)
+
+
+@pytest.mark.parametrize("attention", ["diff", "softmax"])
+@pytest.mark.parametrize("mixed", [False, True])
+def test_selective_checkpointing_keeps_products_and_attention(attention, mixed):
+    """What a forward pass leaves allocated; it grows by as much a token as the cost model says."""
+
+    def held(layers: int, length: int) -> int:
+        config = preset("demo", attention=attention, num_hidden_layers=layers, num_key_value_heads=4)
+        model, ids, kept = DiffTransformerForCausalLM(config).train(), torch.randint(0, 500, (3, length)), []
+        recompute(model, "selective")
+
+        def forward():
+            with torch.autocast("cpu", torch.bfloat16, enabled=mixed):
+                kept.append(model.model(ids, use_cache=False).last_hidden_state)
+
+        gc.collect()  # models of earlier calls, which hold themselves
+        return held_memory(forward)
+
+    config = preset("demo", attention=attention, num_key_value_heads=4)
+    of_two_layers = held(3, 200) - held(3, 100) - (held(1, 200) - held(1, 100))
+    assert of_two_layers / (2 * 3 * 100) == pytest.approx(product_bytes(config, mixed=mixed), rel=0.03)
 
 
 def test_states_are_weights_gradients_and_two_moments():

@@ -125,9 +125,9 @@ def test_accumulation_is_the_whole_batch(config, tmp_path):
 
 def test_activation_checkpointing_changes_nothing(config, tmp_path):
     train(config, tmp_path / "plain")
-    train(override(config, ["train.activation_checkpointing=true"]), tmp_path / "checkpointed")
-    plain, checkpointed = weights(tmp_path / "plain"), weights(tmp_path / "checkpointed")
-    assert all(torch.allclose(plain[name], checkpointed[name], atol=1e-5) for name in plain)
+    for what in ("true", "selective", "auto"):
+        train(override(config, [f"train.activation_checkpointing={what}"]), tmp_path / what)
+        assert same(weights(tmp_path / what), weights(tmp_path / "plain")), what
 
 
 @pytest.mark.parametrize("wanted", [False, True])

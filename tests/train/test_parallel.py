@@ -108,7 +108,7 @@ def test_context_parallel_with_everything_else(base, tmp_path):
     run_alone(tmp_path / "one", base)
     run_alone(tmp_path / "packed", packed)
     run_alone(tmp_path / "begun alone", base, stop_at=10)
-    memory = ["train.activation_checkpointing=true", "train.loss_chunk=50", "train.micro_batch_size=2"]
+    memory = ["train.activation_checkpointing=selective", "train.loss_chunk=50", "train.micro_batch_size=2"]
     jobs = [
         job(tmp_path / "four", [*base, "train.parallel.context_parallel=4"]),
         job(tmp_path / "with tp", [*base, *two, "train.parallel.tensor_parallel=2"]),

@@ -141,7 +141,7 @@ def training_memory(
     tokens: int,
     devices: int = 1,
     mixed: bool = True,
-    activation_checkpointing: bool = False,
+    activation_checkpointing: str = "none",
     loss_chunk: int = 0,
     context_parallel: int = 1,
 ) -> TrainingMemory:
@@ -150,7 +150,8 @@ def training_memory(
     Args:
         tokens: tokens in one forward and backward pass on one device (its part of the rows).
         mixed: bf16 computation on fp32 weights; otherwise everything is fp32.
-        activation_checkpointing: keep only each layer's input and recompute the rest.
+        activation_checkpointing: "none", "selective" (keep the results of products and attention) or "full" (keep each
+            layer's input).
         loss_chunk: tokens whose logits are in memory at a time; 0 for all.
         context_parallel: devices that share each row. Each holds a layer's keys and values of the whole row three
             times: as received, in the order of the row, and their gradient.
@@ -162,10 +163,10 @@ def training_memory(
     parameters = sum(count_parameters(config).values())
     alive = min(loss_chunk, tokens) if loss_chunk else tokens
     layer = layer_activation_bytes(config, mixed=mixed)
-    if activation_checkpointing:
-        saved = 4 * config.hidden_size * config.num_hidden_layers + layer
-    else:
-        saved = layer * config.num_hidden_layers
+    kept = {"none": layer, "selective": product_bytes(config, mixed=mixed), "full": 4 * config.hidden_size}
+    saved = kept[activation_checkpointing] * config.num_hidden_layers
+    if activation_checkpointing != "none":
+        saved += layer
     computed = 2 if mixed else 4
     gathered = 0
     if devices > 1:
@@ -197,6 +198,16 @@ def layer_activation_bytes(config, *, mixed: bool) -> int:
     if mixed:
         return 26 * width + (4 + 8 * differential) * heads + 4 * keys + 8 * inner
     return 4 * (6 * width + (2 + 2 * differential) * heads + 2 * keys + 4 * inner)
+
+
+def product_bytes(config, *, mixed: bool) -> int:
+    """Bytes for each token that one layer keeps with ``activation_checkpointing="selective"``.
+
+    Its input, and the results of its seven matrices and of attention, in bf16 if ``mixed``.
+    """
+    heads, keys = config.num_attention_heads * config.head_dim, config.num_key_value_heads * config.head_dim
+    width, inner = config.hidden_size, config.intermediate_size
+    return 4 * width + (2 if mixed else 4) * (2 * heads + 2 * keys + 2 * width + 2 * inner)
 
 
 def training_seconds(

@@ -139,7 +139,9 @@ class TrainConfig:
     checkpoint_keep: int = 2  # number of newest checkpoints that stay
     checkpoint_best: bool = True  # whether the checkpoint with the lowest validation loss stays too
     checkpoint_async: bool = False  # write checkpoints in the background; needs memory for one more state
-    activation_checkpointing: bool = False
+    # what a layer recomputes in the backward pass: "none", "selective" (all but products and attention), "full", or
+    # "auto", the first of these that fits the device's memory; true means "full", false "none"
+    activation_checkpointing: str | bool = "none"
     compile: bool = False
     # repeat bit for bit on a GPU too: attention's two-pass backward, and PyTorch's deterministic algorithms, which warn
     # where an operator has none; false takes the one-pass backward of attention where it was measured to be faster
@@ -155,6 +157,8 @@ class TrainConfig:
         if micro_rows is not None:
             self.micro_batch_size = micro_rows
             current_name("train.micro_rows", RENAMED)
+        if isinstance(self.activation_checkpointing, bool):
+            self.activation_checkpointing = "full" if self.activation_checkpointing else "none"
 
     def rows_of_a_pass(self, processes: int = 1) -> int:
         """Rows of a forward and backward pass, at most, of each of ``processes`` that share the rows of a batch."""
@@ -204,7 +208,11 @@ _NOT_NEGATIVE = (
     "optim.eps", "optim.weight_decay", "optim.warmup_steps", "optim.grad_clip", "optim.final_lr_ratio",
     "train.micro_batch_size", "train.loss_chunk", "train.prefetch", "train.peak_flops",
 )  # fmt: skip
-_CHOICES = {"data.loss": ("tokens", "sources"), "data.documents": ("joined", "separate")}
+_CHOICES = {
+    "data.loss": ("tokens", "sources"),
+    "data.documents": ("joined", "separate"),
+    "train.activation_checkpointing": ("auto", "none", "selective", "full"),
+}
 
 
 @dataclass

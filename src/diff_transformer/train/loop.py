@@ -27,6 +27,7 @@ from diff_transformer.train.launch import on_first_rank
 from diff_transformer.train.loss import Objective
 from diff_transformer.train.metrics import MetricsLog
 from diff_transformer.train.parallelize import compile_layers, make_fabric
+from diff_transformer.train.recompute import recompute, what_to_recompute
 from diff_transformer.train.run_folder import check_run_folder, open_run_folder, save_model
 from diff_transformer.train.signals import Interrupted, StopRequest, stop_requests
 from diff_transformer.train.state import TrainingState, whole_model
@@ -113,10 +114,9 @@ class Run:
         settings = config.train
         fabric.seed_everything(settings.seed, verbose=False)
         self.unwrapped_model = build_model(config, data.tokenizer)
-        if settings.activation_checkpointing:
-            self.unwrapped_model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         context = make_context(fabric, settings.parallel)
         context.apply(self.unwrapped_model)
+        recompute(self.unwrapped_model, what_to_recompute(config, self.unwrapped_model.config, fabric))
         objective = Objective(self.unwrapped_model, settings.loss_chunk)
         if settings.compile and fabric.world_size == 1 and settings.parallel.strategy != "fsdp":
             objective.compile()

@@ -176,7 +176,7 @@ def _cluster(*, steps: int, batch_size: int, length: int) -> TrainConfig:
         validate_every=1000,
         validation_rows=256,
         checkpoint_every=500,
-        activation_checkpointing=True,
+        activation_checkpointing="auto",
         loss_chunk=4096,
         compile=True,
         parallel=ParallelConfig(strategy="fsdp", sharded_checkpoints=True),

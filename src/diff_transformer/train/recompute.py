@@ -1,0 +1,117 @@
+"""What a training step keeps for its backward pass, and what it computes again (``train.activation_checkpointing``)."""
+
+import logging
+import os
+from collections import defaultdict, deque
+from functools import partial
+from typing import Any
+
+import torch
+from lightning.fabric.strategies import ModelParallelStrategy
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+from diff_transformer.model.cost import training_memory
+from diff_transformer.train.config import RunConfig
+
+# Operators whose results "selective" keeps: matrix products, and attention as a whole, by whichever backend.
+_KEPT = (
+    "aten::mm", "aten::addmm", "aten::_scaled_dot_product_flash_attention",
+    "aten::_scaled_dot_product_flash_attention_for_cpu", "aten::_scaled_dot_product_efficient_attention",
+    "aten::_scaled_dot_product_cudnn_attention", "torch_attn::_varlen_attn", "diff_transformer::blockwise",
+    "diff_transformer::triton",
+)  # fmt: skip
+
+FILLED = 0.85  # of a device's memory, at most: the cost model leaves out the allocator's overhead
+
+logger = logging.getLogger("diff_transformer")
+
+
+def what_to_recompute(run: RunConfig, config: Any, fabric: Any) -> str:
+    """``train.activation_checkpointing`` of a run with the model ``config``; "auto" by the cost model."""
+    asked = str(run.train.activation_checkpointing)
+    if asked != "auto":
+        return asked
+    parallel, memory = run.train.parallel, device_memory(fabric.device)
+    sharing = parallel.context_parallel
+    sharded = fabric.world_size // parallel.tensor_parallel if isinstance(fabric.strategy, ModelParallelStrategy) else 1
+    rows = run.train.rows_of_a_pass(fabric.world_size // (parallel.tensor_parallel * sharing))
+    needed = {
+        what: training_memory(
+            config, tokens=rows * run.data.length // sharing, devices=sharded,
+            mixed=run.train.precision == "bf16-mixed", activation_checkpointing=what,
+            loss_chunk=run.train.loss_chunk, context_parallel=sharing,
+        )
+        for what in ("none", "selective", "full")
+    }  # fmt: skip
+    chosen = next((what for what, used in needed.items() if used.total <= FILLED * memory), "full")
+    logger.info("train.activation_checkpointing: %s, for %.1f of %.1f GiB", chosen, needed[chosen].gib, memory / 2**30)
+    return chosen
+
+
+def device_memory(device: torch.device) -> int:
+    """Bytes of memory of a device; of the machine, for the CPU."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_properties(device).total_memory
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def recompute(model: Any, what: str) -> None:
+    """Recompute, in the backward pass of each layer, nothing ("none"), all of it ("full"), or what is cheap
+    ("selective"): norms, rotary embedding and activation functions, but neither products nor attention."""
+    if what == "full":
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    elif what == "selective":
+        for layer in model.base_model.layers:
+            layer.forward = partial(_selectively, layer.forward)
+
+
+def _selectively(forward, *inputs, **options):
+    if not torch.is_grad_enabled():
+        return forward(*inputs, **options)
+    contexts = _compiled_contexts if torch.compiler.is_compiling() else _contexts
+    return checkpoint(forward, *inputs, use_reentrant=False, context_fn=contexts, preserve_rng_state=False, **options)
+
+
+def _is_kept(operator: Any) -> bool:
+    name = operator.name() if isinstance(operator, torch._ops.OpOverload) else str(operator)
+    return name.partition(".")[0] in _KEPT
+
+
+def _policy(context: Any, operator: Any, *inputs: Any, **options: Any) -> CheckpointPolicy:
+    return CheckpointPolicy.MUST_SAVE if _is_kept(operator) else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def _compiled_contexts() -> tuple:
+    return create_selective_checkpoint_contexts(_policy)
+
+
+def _contexts() -> tuple["_Keep", "_Reuse"]:
+    """As ``_compiled_contexts``, without its demand that both passes run the same list of operators.
+
+    Under FSDP2 they do not: hooks of a module within the layer run in the first pass alone.
+    """
+    results: dict[Any, deque] = defaultdict(deque)
+    return _Keep(results), _Reuse(results)
+
+
+class _Keep(TorchDispatchMode):
+    """Keeps the results of the first pass."""
+
+    def __init__(self, results: dict[Any, deque]):
+        super().__init__()
+        self.results = results
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        if _is_kept(func):
+            self.results[func].append(tree_map(lambda x: x.detach() if isinstance(x, torch.Tensor) else x, out))
+        return out
+
+
+class _Reuse(_Keep):
+    """Gives the results of the first pass to the second, in their order."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        return self.results[func].popleft() if _is_kept(func) else func(*args, **(kwargs or {}))
