@@ -36,7 +36,7 @@ def matched(cells: Cells) -> list[str]:
             means = (f"{sum(run.loss for run in found) / len(found):.3f}" for found in both)
             lines.append(f"| {both[0][0].parameters / 1e6:.2f}M | {' | '.join(means)} |")
     form = "offset" if len(sizes) > 2 else "plain"
-    found = evaluate_scaling(runs, form=form, draws=200).metrics
+    found = evaluate_scaling(runs, form=form).metrics
     law = "a x^-b + c" if form == "offset" else "a x^-b (two sizes leave no room for c)"
     said = [
         _said(found, kind, size)
