@@ -144,7 +144,7 @@ def test_packed_flash_attention_is_given_grouped_heads_as_they_are(monkeypatch, 
     documents, core = Documents(torch.tensor([0, 7, 20], dtype=torch.int32), 13), SoftmaxCore()
     core.window = 5 if "window" in version else None
     packed = [x[0].transpose(0, 1) for x in (q, k, v)]
-    out = _packed_flash_attention(*packed, documents, True, core.window)
+    out = _packed_flash_attention(*packed, documents, documents, True, core.window)
     torch.testing.assert_close(out, core.attend_documents(q, k, v, None, documents, True))
     form = {"window_size": (-1 if core.window is None else 4, 0)} if "window" in version else {"is_causal": True}
     expected = {
@@ -162,6 +162,7 @@ def test_packed_flash_attention_gives_only_what_pytorch_takes(monkeypatch):
     given = []
     monkeypatch.setattr(torch.ops.torch_attn, "_varlen_attn", lambda q, *rest: given.append(rest) or (q, None, None))
     q, k = torch.randn(20, 4, 8), torch.randn(20, 2, 8)
-    _packed_flash_attention(q, k, k, Documents(torch.tensor([0, 20], dtype=torch.int32), 20), True, None)
+    documents = Documents(torch.tensor([0, 20], dtype=torch.int32), 20)
+    _packed_flash_attention(q, k, k, documents, documents, True, None)
     grouped = "enable_gqa" in inspect.signature(varlen_attn).parameters
     assert given[0][0].shape[1] == (2 if grouped else 4)
