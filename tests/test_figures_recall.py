@@ -94,3 +94,14 @@ def test_the_step_at_the_goal_lies_between_two_validations(page):
     assert page.steps_to_goal(record("p4_n0", "diff", 0, 0.95)) == pytest.approx(300 + 300 * 0.8 / 0.85)
     assert page.steps_to_goal(record("p4_n0", "diff", 0, 0.5)) == 600
     assert page.STEPS.read(record("p4_n0", "diff", 0, 0.5)) == math.log2(600)
+
+
+def test_a_rate_at_the_edge_of_the_sweep_is_marked(page, cells):
+    rates = ("0.0005", "0.001", "0.002")
+    for best, side in enumerate(("softmax", "diff_norm1", "softmax_norm1")):
+        for i, rate in enumerate(rates):
+            run = record("p8_n2", side, 100, 0.9 if i == best else 0.5)
+            cells.setdefault(f"sweep/lr{rate}", {})[side] = {100: run}
+    lines = page.sweep(cells).splitlines()
+    assert [line.count("at the edge") for line in lines[-3:]] == [1, 0, 1]
+    assert lines[-3].endswith("| 0.90 (best, at the edge) | 0.50 | 0.50 |")
