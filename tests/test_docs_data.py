@@ -39,7 +39,9 @@ def run(arguments, home, monkeypatch):
 
 def test_commands_run_in_their_order(home, monkeypatch):
     small = ["--set", "train.steps=1", "--set", "train.validation_rows=1"]
-    assert [command[0] for command in COMMANDS] == ["prepare", "prepare", "train", "prepare", "train", "train"]
+    assert [command[0] for command in COMMANDS] == [
+        "prepare", "prepare", "train", "prepare", "train", "train", "train",
+    ]  # fmt: skip
     for command in COMMANDS:
         run(command + (small if command[0] == "train" else []), home, monkeypatch)
     drawn = re.findall(r"^(prepared/\S+)", TEXT, re.MULTILINE)

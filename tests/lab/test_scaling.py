@@ -224,8 +224,6 @@ def test_quick_says_that_its_runs_are_made_up():
 
 
 def test_an_interrupted_run_goes_on(tmp_path):
-    settings = {"draws": 20}
-
     class Stop(Exception):
         pass
 
@@ -235,9 +233,9 @@ def test_an_interrupted_run_goes_on(tmp_path):
 
     journal = tmp_path / "journal"
     with pytest.raises(Stop):
-        evaluate_scaling(made(), **settings, samples=Samples(journal, bar=stop))
-    resumed = evaluate_scaling(made(), **settings, samples=Samples(journal, resume=True))
-    whole = evaluate_scaling(made(), **settings)
+        evaluate_scaling(made(), samples=Samples(journal, bar=stop))
+    resumed = evaluate_scaling(made(), samples=Samples(journal, resume=True))
+    whole = evaluate_scaling(made())
     assert (resumed.metrics, resumed.rows) == (whole.metrics, whole.rows)
 
 

@@ -61,12 +61,14 @@ def test_two_processes_train_like_one(base, tmp_path):
     ]
     raised, codes, printed = run_together(tmp_path, jobs)
     for of_rank in raised:
-        assert [text and text[:11] for text in of_rank] == [None, None, None, None, "Interrupted", None], printed
+        assert [text and text[:11] for text in of_rank[:6]] == [None, None, None, None, "Interrupted", None], printed
     run_alone(tmp_path / "begun by two", base, resume=True)
     for name in ("ddp", "fsdp", "tp", "context", "begun by two", "begun alone"):
         assert_same_training(tmp_path / name, tmp_path / "one")
         AutoModelForCausalLM.from_pretrained(tmp_path / name / "model")
-    assert codes == [75, 75]
+    for code, (*_, last) in zip(codes, raised, strict=True):  # rank 0 stalls too, or finds that rank 1 has ended
+        assert code == 75 or last.startswith("PeerLost: "), printed
+    assert 75 in codes
     assert printed.count("stalled in 'waiting for data' of step 8") == 1
     assert "error: rank 1 (" in printed
 
