@@ -69,7 +69,7 @@ def _facts(results: dict) -> list[tuple[str, object]]:
     if len(machine) > 1 and machine[0] == "cpu":
         machine = machine[1:]
     if machine:
-        threads = f", {where['threads']} threads" if where.get("threads") else ""
+        threads = f", {plural(where['threads'], 'thread')}" if where.get("threads") else ""
         facts.append(("Machine", f"{', '.join(dict.fromkeys(machine))}{threads}"))
     if is_number(results.get("seconds")):
         facts.append(("Time", duration(results["seconds"])))
