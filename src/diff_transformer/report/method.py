@@ -69,7 +69,8 @@ def _facts(results: dict) -> list[tuple[str, object]]:
     if len(machine) > 1 and machine[0] == "cpu":
         machine = machine[1:]
     if machine:
-        threads = f", {plural(where['threads'], 'thread')}" if where.get("threads") else ""
+        count = where.get("threads")  # of any type, in a record by another hand
+        threads = f", {count} thread{'' if count == 1 else 's'}" if count else ""
         facts.append(("Machine", f"{', '.join(dict.fromkeys(machine))}{threads}"))
     if is_number(results.get("seconds")):
         facts.append(("Time", duration(results["seconds"])))
