@@ -115,7 +115,7 @@ def test_context_parallel_with_everything_else(base, tmp_path):
         job(tmp_path / "four", [*base, "train.parallel.context_parallel=4"]),
         job(tmp_path / "with tp", [*base, *two, "train.parallel.tensor_parallel=2"]),
         job(tmp_path / "begun alone", [*base, *two, *memory, *SHARDED], resume=True),
-        job(tmp_path / "begun by four", [*base, *two, *SHARDED], interrupt=[3, 10]),
+        job(tmp_path / "begun by four", [*base, *two], interrupt=[3, 10]),
         job(tmp_path / "packed by four", [*packed, *four]),
         job(tmp_path / "packed by heads", [*packed, *two, "train.parallel.context_parallel_method=heads"]),
     ]
