@@ -367,3 +367,14 @@ def test_pickled_code_in_a_state_is_refused_unread(fabric, tmp_path):
     with pytest.raises(checkpoint.CheckpointError, match=r"could run code.*or remove .*step-00000001 to continue"):
         loaded(fabric, tmp_path)
     assert not (tmp_path / "sprung").exists()
+
+
+def test_a_state_in_parts_names_the_strategy_that_reads_it(fabric, tmp_path):
+    path = save(fabric, tmp_path, 1)
+    (path / "state.ckpt").rename(path / "__0_0.distcp")
+    (path / "state.ckpt").mkdir()
+    (path / "__0_0.distcp").rename(path / "state.ckpt" / "__0_0.distcp")
+    (path / "manifest.json").unlink()
+    checkpoint.write_manifest(path, step=1, world_size=2, validation_loss=None)
+    with pytest.raises(CheckpointError, match=r"in parts .*resume with --set train\.parallel\.strategy=fsdp"):
+        loaded(fabric, tmp_path)

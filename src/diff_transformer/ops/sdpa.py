@@ -124,7 +124,7 @@ def forms(
             parts, part = value_parts(kernel, width, Dv)
             if joined and attn_mask is not None and attn_mask.shape[1] > 1:
                 continue
-            if takes(kernel, width, part, q1.dtype, masked):
+            if supports(kernel, width, part, q1.dtype, masked):
                 calls = int(joined) if cpu and not shared else parts * (2 - joined)
                 found.append((order, parts * (width + part), calls, Form(name, joined, parts, part)))
     return [form for *_, form in sorted(found)] or [Form("efficient", False, 1, Dv)]
@@ -144,7 +144,7 @@ def value_parts(kernel: Kernel, width: int, Dv: int) -> tuple[int, int]:
     return parts, Dv if parts == 1 else -(-Dv // (8 * parts)) * 8
 
 
-def takes(kernel: Kernel, width: int, part: int, dtype: torch.dtype, masked: bool) -> bool:
+def supports(kernel: Kernel, width: int, part: int, dtype: torch.dtype, masked: bool) -> bool:
     """Whether a kernel takes queries of ``width`` and values of width ``part``."""
     if dtype not in kernel.dtypes or (masked and not kernel.masks):
         return False

@@ -18,6 +18,7 @@ from pickle import UnpicklingError
 from typing import Any
 
 import torch
+from lightning.fabric.strategies import ModelParallelStrategy
 
 from diff_transformer.durable import (
     OLD,
@@ -152,7 +153,8 @@ def load_checkpoint(fabric, folder: Path, state: dict[str, Any]) -> list[str]:
         A note for each damaged checkpoint; the notes are also logged as warnings.
 
     Raises:
-        CheckpointError: if there are checkpoints but all are damaged, or one holds pickled code.
+        CheckpointError: if there are checkpoints but all are damaged, one holds pickled code, or one is in parts and
+            the strategy is not FSDP2.
     """
 
     def choose():
@@ -167,6 +169,11 @@ def load_checkpoint(fabric, folder: Path, state: dict[str, Any]) -> list[str]:
 
     path, notes = on_first_rank(fabric, choose)
     if path is not None:
+        if (path / STATE).is_dir() and not isinstance(fabric.strategy, ModelParallelStrategy):
+            raise CheckpointError(
+                f"{path / STATE} is in parts (train.parallel.sharded_checkpoints), which only FSDP2 reads: resume with "
+                "--set train.parallel.strategy=fsdp, on any number of processes, one too"
+            )
         try:
             fabric.load(path / STATE, state, weights_only=True)
         except UnpicklingError:

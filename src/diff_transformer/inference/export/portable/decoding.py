@@ -6,7 +6,7 @@ MAX_DECODE_ROWS = 0  # the largest number of queries for which the native call i
 Head = Any
 
 
-def takes(*arguments) -> bool:
+def supports(*arguments) -> bool:
     """Whether the native call can compute these arguments: never."""
     return False
 
