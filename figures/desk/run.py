@@ -6,9 +6,7 @@ python figures/desk/run.py --check               # exit 1 if the README's tables
 python figures/desk/run.py --restore runs/desk   # the recorded cells as a folder that the study goes on with
 """
 
-import re
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 from diff_transformer.lab.measures import (
@@ -25,8 +23,8 @@ from diff_transformer.lab.record import Cells
 
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent))
-from plots import NAMES, RATES, SETTINGS, desk_charts, lead_charts, lead_table, objective_charts, write  # noqa: E402  (beside this folder)
-from record import cells_of, keep_study, restore  # noqa: E402
+from plots import NAMES, RATES, SETTINGS, desk_charts, lead_charts, lead_table, objective_charts  # noqa: E402  (beside this folder)
+from study import study_command  # noqa: E402
 from tables import interval, side_by_side, table  # noqa: E402
 
 SHOWN = MEASURES[:15]  # of these, what the first README shows
@@ -153,36 +151,15 @@ def at_a_glance(cells: Cells) -> str:
 
 
 # File -> what stands between its markers, and how these are called.
-PAGES: dict[Path, tuple[str, Callable[[Cells], str]]] = {
+PAGES = {
     HERE / "README.md": ("measured", tables),
     HERE.parents[1] / "docs" / "reproduction.md": ("desk", at_a_glance),
 }
 
 
-def filled(page: Path, cells: Cells) -> str:
-    name, make = PAGES[page]
-    pattern = rf"(?<=<!-- {name} -->\n).*?(?=\n<!-- /{name} -->)"
-    return re.sub(pattern, lambda _: make(cells), page.read_text(), flags=re.DOTALL)
-
-
-def main(arguments: list[str]) -> int:
-    if arguments[:1] == ["--restore"]:
-        restore(cells_of(HERE), Path(arguments[1]))
-        return 0
-    if arguments and arguments[0] != "--check":
-        keep_study(Path(arguments[0]), HERE / "measured.json")
-    cells = cells_of(HERE)
-    stale = [page for page in PAGES if page.read_text() != filled(page, cells)]
-    if arguments == ["--check"]:
-        print(
-            "\n".join(f"{page.relative_to(HERE.parents[1])} differs from figures/desk/measured.json" for page in stale)
-        )
-        return bool(stale)
-    for page in stale:
-        page.write_text(filled(page, cells))
-    write(desk_charts(cells) | lead_charts(cells) | objective_charts(cells), HERE)
-    return 0
+def charts(cells: Cells) -> dict:
+    return desk_charts(cells) | lead_charts(cells) | objective_charts(cells)
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(study_command(sys.argv[1:], HERE, PAGES, charts))

@@ -7,7 +7,6 @@ python figures/recall/run.py --restore runs/recall   # the recorded runs as a fo
 """
 
 import math
-import re
 import sys
 from dataclasses import replace
 from itertools import pairwise
@@ -21,8 +20,8 @@ from diff_transformer.lab.stats import holm, over_seeds, paired_p_value, verdict
 
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent))
-from plots import NAMES, recall_charts, write  # noqa: E402  (beside this folder)
-from record import cells_of, keep_study, restore  # noqa: E402
+from plots import NAMES, recall_charts  # noqa: E402  (beside this folder)
+from study import study_command  # noqa: E402
 from tables import in_numbers, interval  # noqa: E402
 
 SIDE, BASELINES = "diff_norm1", ("softmax", "softmax_norm1")
@@ -200,30 +199,7 @@ def _final(record: Record) -> str:
     return "diverged" if record.diverged else f"{record.curves['recall']['accuracy'][-1]:.2f}"
 
 
-def filled(cells: Cells) -> str:
-    text = (HERE / "README.md").read_text()
-    return re.sub(
-        r"(?<=<!-- measured -->\n).*?(?=\n<!-- /measured -->)", lambda _: tables(cells), text, flags=re.DOTALL
-    )
-
-
-def main(arguments: list[str]) -> int:
-    if arguments[:1] == ["--restore"]:
-        restore(cells_of(HERE), Path(arguments[1]))
-        return 0
-    if arguments and arguments[0] != "--check":
-        keep_study(Path(arguments[0]), HERE / "measured.json", curves=("recall", "validation"))
-    if not (HERE / "measured.json").exists():
-        return 0
-    cells = cells_of(HERE)
-    stale = (HERE / "README.md").read_text() != filled(cells)
-    if arguments == ["--check"]:
-        print("figures/recall/README.md differs from its measured.json" if stale else "", end="")
-        return int(stale)
-    (HERE / "README.md").write_text(filled(cells))
-    write(recall_charts(cells), HERE)
-    return 0
-
+PAGES = {HERE / "README.md": ("measured", tables)}
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(study_command(sys.argv[1:], HERE, PAGES, recall_charts, curves=("recall", "validation")))

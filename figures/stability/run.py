@@ -5,7 +5,6 @@ python figures/stability/run.py                  # table and plot again from mea
 python figures/stability/run.py --check          # exit 1 if the README's table differs from measured.json
 """
 
-import re
 import sys
 from pathlib import Path
 from statistics import fmean
@@ -14,8 +13,8 @@ from diff_transformer.lab.record import Cells
 
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent))
-from plots import NAMES, stability_charts, write  # noqa: E402  (both stand beside this folder)
-from record import cells_of, keep_study  # noqa: E402
+from plots import NAMES, stability_charts  # noqa: E402  (both stand beside this folder)
+from study import study_command  # noqa: E402
 
 
 def table(cells: Cells) -> str:
@@ -41,26 +40,7 @@ def table(cells: Cells) -> str:
     return "\n".join(lines)
 
 
-def filled(cells: Cells) -> str:
-    text = (HERE / "README.md").read_text()
-    return re.sub(r"(?<=<!-- measured -->\n).*?(?=\n<!-- /measured -->)", lambda _: table(cells), text, flags=re.DOTALL)
-
-
-def main(arguments: list[str]) -> int:
-    if arguments and arguments[0] != "--check":
-        keep_study(Path(arguments[0]), HERE / "measured.json")
-    if not (HERE / "measured.json").exists():
-        return 0
-    cells = cells_of(HERE)
-    if arguments == ["--check"]:
-        stale = (HERE / "README.md").read_text() != filled(cells)
-        if stale:
-            print("figures/stability/README.md differs from its measured.json")
-        return int(stale)
-    (HERE / "README.md").write_text(filled(cells))
-    write(stability_charts(cells), HERE)
-    return 0
-
+PAGES = {HERE / "README.md": ("measured", table)}
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(study_command(sys.argv[1:], HERE, PAGES, stability_charts))

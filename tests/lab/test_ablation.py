@@ -24,13 +24,9 @@ from diff_transformer.train.initial_model import build_model
 
 
 @pytest.fixture(scope="module")
-def base(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("texts")
-    for i in range(12):
-        words = " ".join(f"the {a} fox {b} jumps over dog number {i}." for a in ("red", "old") for b in range(60))
-        (folder / f"{i}.txt").write_text(words)
+def base(texts):
     return override(recipe("debug"), [
-        f"data.corpus={folder}", "data.max_bytes=null", "model.vocab_size=384", "data.mixture.needles=0",
+        f"data.corpus={texts}", "data.max_bytes=null", "model.vocab_size=384", "data.mixture.needles=0",
         "data.mixture.recall=0", "data.length=48", "train.steps=4", "train.batch_size=2", "evaluation.loss_rows=8",
     ])  # fmt: skip
 

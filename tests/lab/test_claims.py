@@ -116,6 +116,24 @@ def test_a_missing_side_makes_no_claim():
     assert judge(paper_claims(CELLS), [loss("diff", 0, [1.0])]) == []
 
 
+def test_the_normalised_transformer_stands_beside_a_claim_and_changes_nothing_of_it():
+    pair = [loss("diff", 0, [2.0, 3.0, 2.5]), loss("softmax", 0, [2.1, 3.1, 2.6])]
+    alone = judge(paper_claims(CELLS), pair)[0]
+    beside = judge(paper_claims(CELLS), [*pair, loss("softmax_norm", 0, [1.9, 2.9, 2.4])])[0]
+    control = beside.pop("control")
+    assert beside == alone
+    assert (alone["verdict"], control["verdict"]) == ("held", "did not hold")
+    assert (control["here"], control["values"]) == ("2.400", [pytest.approx(2.4)])
+    assert control["difference"]["mean"] == pytest.approx(0.1)
+
+
+@pytest.mark.parametrize("values", [[float("nan")], None])
+def test_a_control_without_a_number_or_with_other_seeds_is_left_out(values):
+    control = loss("softmax_norm", 0, values) if values else loss("softmax_norm", 1, [1.9])
+    judged = judge(paper_claims(CELLS), [loss("diff", 0, [2.0]), loss("softmax", 0, [2.1]), control])
+    assert "control" not in judged[0]
+
+
 def many_shot(side, scores):
     """``scores``: for each order seed, the score of each question."""
     rows = [

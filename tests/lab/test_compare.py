@@ -23,12 +23,8 @@ from diff_transformer.train.signals import Stopped
 
 
 @pytest.fixture(scope="module")
-def assignments(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("texts")
-    for i in range(12):
-        words = " ".join(f"the {a} fox {b} jumps over dog number {i}." for a in ("red", "old") for b in range(60))
-        (folder / f"{i}.txt").write_text(words)
-    return [f"data.corpus={folder}", "data.max_bytes=null", "model.vocab_size=384"]
+def assignments(texts):
+    return [f"data.corpus={texts}", "data.max_bytes=null", "model.vocab_size=384"]
 
 
 @pytest.fixture(scope="module")

@@ -113,12 +113,9 @@ def test_every_recipe_has_its_variants():
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_the_whole_of_it(tmp_path):
+def test_the_whole_of_it(texts, tmp_path):
     """A pair and one variant, then a second variant in the same folder, which leaves the others untouched."""
-    for i in range(12):
-        words = " ".join(f"the {a} fox {b} jumps over dog {i}." for a in ("red", "old") for b in range(60))
-        (tmp_path / f"{i}.txt").write_text(words)
-    settings = [f"data.corpus={tmp_path}", "data.max_bytes=null", "model.vocab_size=384", "train.steps=4"]
+    settings = [f"data.corpus={texts}", "data.max_bytes=null", "model.vocab_size=384", "train.steps=4"]
     settings += ["evaluation.more={}", "evaluation.samples=1", "evaluation.allocation_samples=1",
                  "evaluation.loss_rows=4", "evaluation.outlier_rows=2", "evaluation.throughput_repeats=1"]  # fmt: skip
     config, out = override(recipe("debug"), settings), tmp_path / "out"

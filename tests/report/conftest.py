@@ -1,6 +1,7 @@
 """Results of a comparison that never ran, with realistic shapes and sizes, drawn from fixed seeds."""
 
 import base64
+import copy
 import math
 
 import numpy as np
@@ -55,6 +56,21 @@ def make_results(seeds=(0, 1)) -> dict:
             _explorer(a, title, draw) for title in ("One needle", "A second text") for a in ("diff", "softmax")
         ],
     }
+
+
+@pytest.fixture
+def controlled(results) -> dict:
+    """``results`` with the normalised Transformer's number beside the first claim."""
+    results = copy.deepcopy(results)
+    results["claims"][0]["control"] = {
+        "side": "softmax_norm",
+        "label": "Transformer, normalised heads",
+        "here": "3.800",
+        "values": [3.8, 3.8],
+        "verdict": "did not hold",
+        "difference": {"mean": 0.103, "low": 0.1, "high": 0.106, "over": "seeds", "relative": False},
+    }
+    return results
 
 
 def _model(attention: str, parameters: int) -> dict:

@@ -31,6 +31,13 @@ def test_one_run_and_the_seeds_that_would_decide_are_said(results, one_seed):
     assert "in one run" not in text
 
 
+def test_the_control_has_a_column(controlled):
+    text = printed(controlled)
+    assert "Transformer, normalised heads" in text
+    assert "3.800" in text
+    assert "against it: did not hold" in text
+
+
 def test_text_is_not_read_as_markup(results):
     results["claims"][0]["here"] = "[red]3.9[/red]"
     assert "[red]3.9[/red]" in printed(results)

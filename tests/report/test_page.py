@@ -97,6 +97,19 @@ def test_an_undecided_claim_shows_how_many_seeds_would_decide_it(results):
     assert "in one run" not in page
 
 
+def test_the_control_is_a_column_of_the_claims(results, controlled):
+    page = render_page(controlled)
+    head = page[page.index('<table class="claims controlled">') : page.index("</thead>")]
+    names = re.findall(r'<th scope="col">([A-Z][^<]*)', head)
+    assert names == ["Claim", "Paper", "Here", "Transformer, normalised heads", "Verdict"]
+    cells = re.findall(r'<td data-label="Control">(.*?)</td>', page)
+    assert len(cells) == len(controlled["claims"])
+    assert "3.800 nats a token" in cells[0]
+    assert "difference +0.103, interval over 2 seeds +0.100 to +0.106" in cells[0]
+    assert "against it: did not hold" in cells[0]
+    assert "Control" not in render_page(results)
+
+
 def test_an_interval_over_examples_is_not_taken_for_one_over_seeds(one_seed):
     claim = one_seed["claims"][0]
     claim["difference"] = {"mean": -0.05, "low": -0.07, "high": -0.03, "over": "examples", "relative": True}

@@ -22,9 +22,9 @@ def compare(
         str,
         typer.Option(
             help="Also train, by commas: diff_v2, grouped_diff, dint, fixed_lambda, softmax_norm (the Transformer with "
-            "DIFF's head norm), each at equal cost."
+            "DIFF's head norm, a control that stands beside every claim), each at equal cost. '' trains the pair alone."
         ),
-    ] = "",
+    ] = "softmax_norm",
 ):
     """Train a DIFF Transformer and its matched Transformer, measure both, and write the report with verdicts."""
     from diff_transformer.lab.compare import compare as run

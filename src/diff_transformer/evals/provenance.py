@@ -31,12 +31,14 @@ def provenance(**settings) -> dict:
 
 
 def processor() -> str:
-    """The processor's name and the number of cores."""
-    name = platform.processor() or platform.machine()
-    info = Path("/proc/cpuinfo")
+    """The processor's name, its family and model (a virtual machine may hide which it is), and the number of cores."""
+    name, info = platform.processor() or platform.machine(), Path("/proc/cpuinfo")
     if info.exists():
-        names = [line.split(":", 1)[1].strip() for line in info.read_text().splitlines() if "model name" in line]
-        name = names[0] if names else name
+        lines = (line.partition(":") for line in info.read_text().split("\n\n")[0].splitlines())
+        facts = {key.strip(): value.strip() for key, _, value in lines}
+        name = facts.get("model name", name)
+        if "cpu family" in facts:
+            name += f" (family {facts['cpu family']}, model {facts.get('model')})"
     return f"{name}, {os.cpu_count()} cores"
 
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from diff_transformer.lab.record import PAIR, Record
+from diff_transformer.model.matching import LABELS
 from diff_transformer.lab.stats import (
     MOST_SEEDS,
     SEEDS_FOR_AN_INTERVAL,
@@ -23,6 +24,7 @@ from diff_transformer.lab.stats import (
     verdict,
 )
 
+CONTROL = "softmax_norm"  # the Transformer with DIFF's head norm: what the norm gives without the subtraction
 Rows = list[dict]  # of one experiment, as a record has them
 Scores = Callable[[Rows], np.ndarray]  # for each example, the values of its score: [examples, ...]
 
@@ -208,53 +210,78 @@ def paper_claims(cells: Sequence[tuple[int, int]]) -> list[Claim]:
 def judge(claims: Sequence[Claim], records: Sequence[Record]) -> list[dict]:
     """Judge each claim whose experiment the records of the pair have, over the seeds that both sides have.
 
+    Where ``records`` has the control with the same seeds, its number and DIFF's difference from it stand beside.
+
     Returns:
         One dictionary per claim, as the report shows it.
     """
     judged = []
     for claim in claims:
-        ours, theirs = (
+        ours, theirs, control = (
             sorted((r for r in records if r.side == side and claim.eval in r.rows), key=lambda r: r.seed)
-            for side in PAIR
+            for side in (*PAIR, CONTROL)
         )
         if not ours or [r.seed for r in ours] != [r.seed for r in theirs]:
             continue
         values = np.array([[claim.value(record) for record in side] for side in (ours, theirs)])
-        known = np.array(
-            [np.isfinite(pair).all() for pair in values.T]
-        )  # not so if a slice holds no token, for example
-        if known.any():
-            judged.append(_judge_one(claim, (ours, theirs), values, known))
+        known = np.isfinite(values).all(axis=0)  # not so if a slice holds no token, for example
+        if not known.any():
+            continue
+        judged.append(_judge_one(claim, (ours, theirs), values, known))
+        if [r.seed for r in control] == [r.seed for r in ours]:
+            beside = _beside(claim, (ours, control))
+            judged[-1] |= {"control": beside} if beside else {}
     return judged
+
+
+def _beside(claim: Claim, sides: tuple[list[Record], list[Record]]) -> dict | None:
+    """DIFF against the control, over all seeds; None if a number is missing."""
+    ours, control = ([claim.value(record) for record in side] for side in sides)
+    if not np.isfinite([*ours, *control]).all():
+        return None
+    interval = _difference(claim, sides, ours, control)
+    return {
+        "side": CONTROL, "label": LABELS[CONTROL], "here": _number(float(np.mean(control))), "values": control,
+        "verdict": verdict(interval, claim.better, claim.margin), "difference": _interval(interval, claim.relative),
+    }  # fmt: skip
+
+
+def _difference(claim: Claim, sides: Sequence[list[Record]], ours: list[float], theirs: list[float]) -> Interval:
+    """The paired difference with its interval: over seeds if there are enough, over examples if not."""
+    if len(ours) >= SEEDS_FOR_AN_INTERVAL:
+        return over_seeds(_paired(claim, ours, theirs))
+    first, second = ([claim.scores(record.rows[claim.eval]) for record in side] for side in sides)
+    return over_examples(first, second, claim.reduce, relative=claim.relative)
+
+
+def _paired(claim: Claim, ours: list[float], theirs: list[float]) -> list[float]:
+    return [a / b - 1 if claim.relative else a - b for a, b in zip(ours, theirs, strict=True)]
+
+
+def _interval(interval: Interval, relative: bool) -> dict:
+    return {**interval._asdict(), "relative": relative}
 
 
 def _judge_one(claim: Claim, pair: tuple[list[Record], list[Record]], values: np.ndarray, known: np.ndarray) -> dict:
     relative = claim.relative
     ours, theirs = values[:, known].tolist()
-    first, second = ([r.rows[claim.eval] for r, kept in zip(side, known, strict=True) if kept] for side in pair)
-    differences = [a / b - 1 if relative else a - b for a, b in zip(ours, theirs, strict=True)]
-    if len(ours) >= SEEDS_FOR_AN_INTERVAL:
-        interval = over_seeds(differences)
-    else:
-        scores = ([claim.scores(rows) for rows in side] for side in (first, second))
-        interval = over_examples(*scores, claim.reduce, relative=relative)
+    kept = [[record for record, finite in zip(side, known, strict=True) if finite] for side in pair]
+    interval = _difference(claim, kept, ours, theirs)
     a, b = float(np.mean(ours)), float(np.mean(theirs))
     judged = verdict(interval, claim.better, claim.margin)
-    reasons = [reason for rows in second if (reason := claim.untested(rows))]
+    reasons = [reason for record in kept[1] if (reason := claim.untested(record.rows[claim.eval]))]
     untested = reasons[0] if len(reasons) > len(theirs) / 2 else ""
     if not known.all():
         missing = len(known) - len(ours)
         untested = f"{missing} of {len(known)} seeds {'has' if missing == 1 else 'have'} no example of it"
     power = ""
     if judged == "undecided" and not untested and interval.over == "seeds":
-        power = _power(differences, -claim.margin if claim.better == "higher" else claim.margin)
+        power = _power(_paired(claim, ours, theirs), -claim.margin if claim.better == "higher" else claim.margin)
     return {
         "id": claim.id, "claim": claim.claim, "paper": claim.paper, "source": claim.source, "unit": claim.unit,
         "here": f"{_number(b)} / {_number(a)}", "detail": _detail(interval, len(ours), relative),
         "verdict": "undecided" if untested else judged, "untested": untested, "power": power, "diff": ours,
-        "softmax": theirs, "better": claim.better,
-        "difference": {"mean": interval.mean, "low": interval.low, "high": interval.high, "over": interval.over,
-                       "relative": relative},
+        "softmax": theirs, "better": claim.better, "difference": _interval(interval, relative),
     }  # fmt: skip
 
 

@@ -64,8 +64,9 @@ def compare(
         variants: relatives of differential attention to train beside the pair, by their names in ``VARIANTS``
             (``"diff_v2"``, ``"grouped_diff"``, ``"dint"``, ``"fixed_lambda"``, and ``"softmax_norm"``, the Transformer
             with DIFF's head norm, which separates the norm's gain from the subtraction's). Data, steps and seeds are
-            equal, and parameter counts agree with the pair's to within 1 %. The claims are about the pair alone.
-            Variants of an earlier call in ``out`` stay; ``resume`` can add more.
+            equal, and parameter counts agree with the pair's to within 1 %. The claims are about the pair; the
+            measurements of ``"softmax_norm"`` stand beside theirs, as a control. Variants of an earlier call in
+            ``out`` stay; ``resume`` can add more.
 
     Returns:
         The content of ``results.json``.
@@ -103,15 +104,14 @@ def _compare(
     with progress_bars(runs, console) as show:
         run_pool(runs, jobs=jobs, show=show)
     records = [load_run(folder, spec.setting, spec.side, spec.seed) for folder, spec in runs.items()]
-    pair = [record for record in records if record.side in PAIR]
     with console.status("timing both models in turns"):
-        pair += throughput(config, out, PAIR, out / "throughput")
+        measured = [*records, *throughput(config, out, PAIR, out / "throughput")]
     rows = []
     if names:
         with console.status("timing all variants in turns"):
             speeds = throughput(config, out, [*PAIR, *names], out / "throughput" / "variants")
         rows = variant_rows(config, [*PAIR, *names], records, speeds)
-    summary = _summary(config, pair, seeds, _seconds_spent(out, time.perf_counter() - started))
+    summary = _summary(config, measured, seeds, _seconds_spent(out, time.perf_counter() - started))
     if rows:
         summary["variants"] = rows
     _write(out / "results.json", summary)
@@ -297,8 +297,9 @@ def variant_rows(config: RunConfig, sides: Sequence[str], records: Sequence[Reco
     return rows
 
 
-def _summary(config: RunConfig, records: list[Record], seeds: int, seconds: float) -> dict:
-    pair = {}
+def _summary(config: RunConfig, measured: list[Record], seeds: int, seconds: float) -> dict:
+    """The content of ``results.json``, without the table of variants."""
+    records, pair = [record for record in measured if record.side in PAIR], {}
     for side in PAIR:
         model = DiffTransformerConfig(**side_model(config, side))
         cost = model_cost(model, length=config.data.length)
@@ -329,7 +330,7 @@ def _summary(config: RunConfig, records: list[Record], seeds: int, seconds: floa
             "lr": config.optim.lr,
             "config": config.to_dict(),
         },
-        "claims": judge(paper_claims(config.evaluation.needles), records),
+        "claims": judge(paper_claims(config.evaluation.needles), measured),
         "curves": [_curve(record) for record in records if record.curves],
         "evals": [entry for record in records for entry in _evals(record)],
         "explorer": [

@@ -8,7 +8,7 @@ from rich.text import Text
 
 from diff_transformer.report.charts import NAMES, padded
 from diff_transformer.report.figure import legend
-from diff_transformer.report.markup import Html, escape, is_number, join, mean, number, plural, tag
+from diff_transformer.report.markup import DASH, Html, escape, is_number, join, mean, number, plural, tag
 from diff_transformer.report.models import as_dict, dicts
 
 TWO = re.compile(r"([\d.,+−-]+) / ([\d.,+−-]+)(.*)", re.DOTALL)
@@ -28,20 +28,21 @@ def claims_section(results: dict, figure_of) -> Html | None:
     if not claims:
         return None
     order = tag("span", " Transformer / DIFF") if any(TWO.match(str(claim.get("here"))) for claim in claims) else None
-    names = ("Claim", join(["Paper", order]), join(["Here", order]), "Verdict")
+    control = next((as_dict(claim.get("control")).get("label") for claim in claims if claim.get("control")), None)
+    names = ["Claim", join(["Paper", order]), join(["Here", order]), *([control] if control else []), "Verdict"]
     head = tag("tr", *(tag("th", words, scope="col") for words in names))
-    rows = [_row(place, claim, figure_of(claim)) for place, claim in enumerate(claims)]
+    rows = [_row(place, claim, figure_of(claim), bool(control)) for place, claim in enumerate(claims)]
     return tag(
         "section",
         tag("h2", "The claims", id="claims-title"),
-        tag("table", tag("thead", head), tag("tbody", *rows), class_="claims"),
-        _key(any(_strip(claim) for claim in claims)),
+        tag("table", tag("thead", head), tag("tbody", *rows), class_="claims controlled" if control else "claims"),
+        _key(any(_strip(claim) for claim in claims), bool(control)),
         id="claims",
         aria_labelledby="claims-title",
     )
 
 
-def _row(place: int, claim: dict, figure: str | None) -> Html:
+def _row(place: int, claim: dict, figure: str | None, controlled: bool) -> Html:
     name = claim.get("claim", "")
     link = tag("a", "figure", href=f"#{figure}", aria_label=f"figure for: {name}") if figure else None
     origin = [s for s in (claim.get("source"), link) if s]
@@ -60,9 +61,25 @@ def _row(place: int, claim: dict, figure: str | None) -> Html:
         tag("th", name, scope="row"),
         tag("td", tag("span", two(claim.get("paper", "")), class_="value"), source, data_label="Paper"),
         tag("td", *here, data_label="Here"),
+        tag("td", *_control(claim), data_label="Control") if controlled else None,
         tag("td", badge(claim.get("verdict")), _in_one_run(claim), data_label="Verdict"),
         id=f"claim-{place + 1}",
     )
+
+
+def _control(claim: dict) -> list[Html]:
+    """The control's number, and whether the claim holds for DIFF against it."""
+    control = as_dict(claim.get("control"))
+    if not control:
+        return [tag("span", DASH, class_="small")]
+    against = {"difference": control.get("difference"), "diff": claim.get("diff"), "softmax": control.get("values")}
+    value = f"{control.get('here')} {claim.get('unit') or ''}".rstrip()
+    verdict = str(control.get("verdict"))
+    return [
+        tag("span", tag("i", class_="swatch s1", aria_hidden="true"), value, class_="value"),
+        tag("span", interval(against), class_="small"),
+        tag("span", f"against it: {verdict if verdict in ICONS else 'undecided'}", class_="small"),
+    ]
 
 
 def one_run(claim: dict) -> bool:
@@ -149,9 +166,10 @@ def _strip(claim: dict) -> Html | None:
     return tag("span", *drawn, class_="chart strip", role="img", tabindex="0", aria_label=words)
 
 
-def _key(strips: bool) -> Html:
+def _key(strips: bool, controlled: bool) -> Html:
     words = ["one mark a seed, a bar at their mean; further right is better"] if strips else []
-    return legend(*(tag("span", text, class_="key") for text in [*words, "difference: DIFF − Transformer"]))
+    last = "difference: DIFF − the Transformer of that column" if controlled else "difference: DIFF − Transformer"
+    return legend(*(tag("span", text, class_="key") for text in [*words, last]))
 
 
 def bears_on(claim: dict, sources: tuple[str, ...]) -> bool:
@@ -180,6 +198,9 @@ def render_claims(results: dict) -> Table:
     order = " (Transformer / DIFF)" if any(TWO.match(str(c.get("here"))) for c in dicts(results.get("claims"))) else ""
     shown.add_column(f"paper{order}", ratio=2)
     shown.add_column(f"here{order}", ratio=3)
+    control = next((as_dict(c["control"]).get("label") for c in dicts(results.get("claims")) if c.get("control")), None)
+    if control:
+        shown.add_column(str(control), ratio=2)
     shown.add_column("verdict", min_width=14)
     for claim in dicts(results.get("claims")):
         verdict = str(claim.get("verdict", "undecided"))
@@ -187,10 +208,13 @@ def render_claims(results: dict) -> Table:
         source = f"\n{claim['source']}" if claim.get("source") else ""
         more = "\n  in one run" if one_run(claim) else ""
         here = (str(claim.get("here", "")), interval(claim), untested(claim), str(claim.get("power") or ""))
+        beside = as_dict(claim.get("control"))
+        against = f"{beside.get('here')}\nagainst it: {beside.get('verdict')}" if beside else DASH
         shown.add_row(
             Text(str(claim.get("claim", ""))),
             Text(f"{claim.get('paper', '')}{source}"),
             Text("\n".join(part for part in here if part)),
+            *([Text(against)] if control else []),
             Text(f"{mark} {verdict}{more}", style=f"bold {colour}"),
         )
     if any("†" in str(c.get("paper")) for c in dicts(results.get("claims"))):

@@ -1,0 +1,50 @@
+"""What the command of a study's folder does: record the runs, fill the tables of pages, draw the plots."""
+
+import re
+from collections.abc import Callable, Container
+from pathlib import Path
+
+from plots import write
+from record import cells_of, keep_study, restore
+
+from diff_transformer.lab.record import Cells
+
+Pages = dict[Path, tuple[str, Callable[[Cells], str]]]  # page -> its markers' name, and what stands between them
+
+
+def study_command(
+    arguments: list[str],
+    here: Path,
+    pages: Pages,
+    charts: Callable[[Cells], dict],
+    curves: Container[str] | None = None,
+) -> int:
+    """``FOLDER`` records it first; ``--check`` only tells stale pages; ``--restore FOLDER`` writes the recorded runs there.
+
+    Returns the exit status: 1 if ``--check`` found a stale page.
+    """
+    measured = here / "measured.json"
+    if arguments[:1] == ["--restore"]:
+        restore(cells_of(here), Path(arguments[1]))
+        return 0
+    if arguments and arguments[0] != "--check":
+        keep_study(Path(arguments[0]), measured, curves)
+    if not measured.exists():
+        return 0
+    cells = cells_of(here)
+    texts = {page: filled(page, *of, cells) for page, of in pages.items()}
+    stale = [page for page, text in texts.items() if page.read_text() != text]
+    if arguments == ["--check"]:
+        root = here.parents[1]
+        print("\n".join(f"{page.relative_to(root)} differs from {measured.relative_to(root)}" for page in stale))
+        return int(bool(stale))
+    for page in stale:
+        page.write_text(texts[page])
+    write(charts(cells), here)
+    return 0
+
+
+def filled(page: Path, name: str, make: Callable[[Cells], str], cells: Cells) -> str:
+    """The page with ``make(cells)`` between its markers ``name``."""
+    pattern = rf"(?<=<!-- {name} -->\n).*?(?=\n<!-- /{name} -->)"
+    return re.sub(pattern, lambda _: make(cells), page.read_text(), flags=re.DOTALL)
