@@ -19,7 +19,7 @@ def study_command(
     charts: Callable[[Cells], dict],
     curves: Container[str] | None = None,
 ) -> int:
-    """``FOLDER`` records it first; ``--check`` only tells stale pages; ``--restore FOLDER`` writes the recorded runs there.
+    """``FOLDER`` records it first, ``--check`` only names stale pages, ``--restore FOLDER`` writes recorded runs there.
 
     Returns the exit status: 1 if ``--check`` found a stale page.
     """

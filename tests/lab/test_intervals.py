@@ -1,11 +1,13 @@
 import numpy as np
 import pytest
 
+from diff_transformer.lab import stats
 from diff_transformer.lab.stats import (
     Interval,
     holm,
     over_examples,
     over_seeds,
+    over_seeds_and_examples,
     paired_p_value,
     seeds_to_decide,
     verdict,
@@ -38,6 +40,40 @@ def test_bootstrap_is_paired():
     assert (interval.low, interval.high) == pytest.approx((0.5, 0.5))
 
 
+def test_an_interval_over_seeds_and_examples_covers_new_ones_of_both(monkeypatch):
+    """Five seeds on six books. Seeds alone cover the mean over all books much less often than they say."""
+    monkeypatch.setattr(stats, "_RESAMPLES", 200)
+    rng = np.random.default_rng(3)
+    both = alone = 0
+    for _ in range(200):
+        first = 0.3 + rng.normal(0, 0.1, (5, 1)) + rng.normal(0, 0.3, 6) + rng.normal(0, 0.1, (5, 6))
+        interval, of_examples = over_seeds_and_examples(list(first), list(np.zeros((5, 6))))
+        seeds = over_seeds(first.mean(axis=1).tolist())
+        both += interval.low <= 0.3 <= interval.high
+        alone += seeds.low <= 0.3 <= seeds.high
+        assert of_examples > 0
+    assert interval.over == "seeds and examples"
+    assert both >= 180
+    assert alone <= 160
+
+
+def test_without_examples_of_their_own_the_interval_is_over_seeds():
+    ones = [np.array([0.1]), np.array([0.3])]
+    assert over_seeds_and_examples(ones, [np.zeros(1)] * 2) == (over_seeds([0.1, 0.3]), 0.0)
+    other = [np.array([0.1, 0.1]), np.array([0.3, 0.3, 0.3])]
+    found, of_examples = over_seeds_and_examples(other, [np.zeros(2), np.zeros(3)])
+    assert (found.over, of_examples) == ("seeds", 0.0)
+    with pytest.raises(ValueError, match="1 seeds have no spread"):
+        over_seeds_and_examples(ones[:1], ones[:1])
+
+
+def test_examples_that_agree_add_nothing():
+    first = [np.full(4, value) for value in (0.1, 0.2, 0.6)]
+    found, of_examples = over_seeds_and_examples(first, [np.zeros(4)] * 3)
+    assert of_examples == 0.0
+    assert found[:3] == pytest.approx(over_seeds([0.1, 0.2, 0.6])[:3])
+
+
 @pytest.mark.parametrize(
     ("low", "high", "better", "margin", "expected"),
     [
@@ -67,6 +103,8 @@ def test_seeds_to_decide_by_hand():
     assert seeds_to_decide([0.15, 0.35, -0.05], threshold=0.05) == 18
     assert seeds_to_decide([0.001, 0.2, -0.2]) is None
     assert seeds_to_decide([0.0, 0.0, 0.0]) is None
+    assert seeds_to_decide([0.1, 0.3, -0.1], fixed=0.0001) > 18
+    assert seeds_to_decide([0.1, 0.3, -0.1], fixed=0.1) is None
     with pytest.raises(ValueError, match="1 differences have no spread"):
         seeds_to_decide([0.1])
 

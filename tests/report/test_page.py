@@ -107,7 +107,7 @@ def test_the_control_is_a_column_of_the_claims(results, controlled):
     assert "3.800 nats a token" in cells[0]
     assert "difference +0.103, interval over 2 seeds +0.100 to +0.106" in cells[0]
     assert "against it: did not hold" in cells[0]
-    assert "Control" not in render_page(results)
+    assert 'data-label="Control">' not in render_page(results)
 
 
 def test_an_interval_over_examples_is_not_taken_for_one_over_seeds(one_seed):

@@ -1,8 +1,8 @@
 """The paper's claims, each with the number that tests it here, judged over the records of the pair.
 
-With three seeds or more, the interval is over seeds. With fewer, it is a paired bootstrap over evaluation examples,
-which covers *these* trained models; another seed may give another result. If three seeds or more leave a claim
-undecided, it has the number of seeds that would decide it.
+With three seeds or more, the interval is over seeds and evaluation examples. With fewer, it is a paired bootstrap over
+the examples, which covers *these* trained models; another seed may give another result. If three seeds or more leave a
+claim undecided, it has the number of seeds that would decide it.
 """
 
 import math
@@ -12,17 +12,17 @@ from dataclasses import dataclass
 import numpy as np
 
 from diff_transformer.lab.record import PAIR, Record
-from diff_transformer.model.matching import LABELS
 from diff_transformer.lab.stats import (
     MOST_SEEDS,
     SEEDS_FOR_AN_INTERVAL,
     Interval,
     mean,
     over_examples,
-    over_seeds,
+    over_seeds_and_examples,
     seeds_to_decide,
     verdict,
 )
+from diff_transformer.model.matching import LABELS
 
 CONTROL = "softmax_norm"  # the Transformer with DIFF's head norm: what the norm gives without the subtraction
 Rows = list[dict]  # of one experiment, as a record has them
@@ -239,23 +239,22 @@ def _beside(claim: Claim, sides: tuple[list[Record], list[Record]]) -> dict | No
     ours, control = ([claim.value(record) for record in side] for side in sides)
     if not np.isfinite([*ours, *control]).all():
         return None
-    interval = _difference(claim, sides, ours, control)
+    interval, _ = _difference(claim, sides)
     return {
         "side": CONTROL, "label": LABELS[CONTROL], "here": _number(float(np.mean(control))), "values": control,
         "verdict": verdict(interval, claim.better, claim.margin), "difference": _interval(interval, claim.relative),
     }  # fmt: skip
 
 
-def _difference(claim: Claim, sides: Sequence[list[Record]], ours: list[float], theirs: list[float]) -> Interval:
-    """The paired difference with its interval: over seeds if there are enough, over examples if not."""
-    if len(ours) >= SEEDS_FOR_AN_INTERVAL:
-        return over_seeds(_paired(claim, ours, theirs))
+def _difference(claim: Claim, sides: Sequence[list[Record]]) -> tuple[Interval, float]:
+    """The paired difference with its interval, and the part of its variance that is over examples.
+
+    The interval is over seeds and examples if there are enough seeds, and over examples if not.
+    """
     first, second = ([claim.scores(record.rows[claim.eval]) for record in side] for side in sides)
-    return over_examples(first, second, claim.reduce, relative=claim.relative)
-
-
-def _paired(claim: Claim, ours: list[float], theirs: list[float]) -> list[float]:
-    return [a / b - 1 if claim.relative else a - b for a, b in zip(ours, theirs, strict=True)]
+    over = over_seeds_and_examples if len(first) >= SEEDS_FOR_AN_INTERVAL else over_examples
+    found = over(first, second, claim.reduce, relative=claim.relative)
+    return found if over is over_seeds_and_examples else (found, 0.0)
 
 
 def _interval(interval: Interval, relative: bool) -> dict:
@@ -266,7 +265,7 @@ def _judge_one(claim: Claim, pair: tuple[list[Record], list[Record]], values: np
     relative = claim.relative
     ours, theirs = values[:, known].tolist()
     kept = [[record for record, finite in zip(side, known, strict=True) if finite] for side in pair]
-    interval = _difference(claim, kept, ours, theirs)
+    interval, of_examples = _difference(claim, kept)
     a, b = float(np.mean(ours)), float(np.mean(theirs))
     judged = verdict(interval, claim.better, claim.margin)
     reasons = [reason for record in kept[1] if (reason := claim.untested(record.rows[claim.eval]))]
@@ -275,8 +274,9 @@ def _judge_one(claim: Claim, pair: tuple[list[Record], list[Record]], values: np
         missing = len(known) - len(ours)
         untested = f"{missing} of {len(known)} seeds {'has' if missing == 1 else 'have'} no example of it"
     power = ""
-    if judged == "undecided" and not untested and interval.over == "seeds":
-        power = _power(_paired(claim, ours, theirs), -claim.margin if claim.better == "higher" else claim.margin)
+    if judged == "undecided" and not untested and interval.over != "examples":
+        differences = [a / b - 1 if relative else a - b for a, b in zip(ours, theirs, strict=True)]
+        power = _power(differences, -claim.margin if claim.better == "higher" else claim.margin, of_examples)
     return {
         "id": claim.id, "claim": claim.claim, "paper": claim.paper, "source": claim.source, "unit": claim.unit,
         "here": f"{_number(b)} / {_number(a)}", "detail": _detail(interval, len(ours), relative),
@@ -291,14 +291,19 @@ def _detail(interval: Interval, seeds: int, relative: bool) -> str:
     if interval.low is not None and interval.high is not None:
         text += f" [{_number(interval.low * scale, sign=True)}, {_number(interval.high * scale, sign=True)}]"
     runs = "one run" if seeds == 1 else f"{seeds} seeds"
-    return f"{text}, 95 % over {runs if interval.over == 'seeds' else f'examples ({runs})'}"
+    over = {"seeds": runs, "examples": f"examples ({runs})", "seeds and examples": f"{runs} and their examples"}
+    return f"{text}, 95 % over {over[interval.over]}"
 
 
-def _power(differences: Sequence[float], threshold: float) -> str:
+def _power(differences: Sequence[float], threshold: float, of_examples: float) -> str:
     """How many seeds would decide a claim; "" if the difference is the same with every seed."""
     if max(differences) == min(differences):
         return ""
-    needed = seeds_to_decide(differences, threshold)
+    needed = seeds_to_decide(differences, threshold, fixed=of_examples)
+    if needed is None and of_examples and seeds_to_decide(differences, threshold):
+        return (
+            "no number of seeds would decide it on these examples, with this mean and spread; more examples are needed"
+        )
     return f"{needed or f'more than {MOST_SEEDS}'} seeds would decide it, with this mean and spread"
 
 

@@ -17,7 +17,7 @@ _RESAMPLES = 2000
 
 
 class Interval(NamedTuple):
-    """A 95 % interval. ``over``: the units of the spread, "seeds" or "examples"."""
+    """A 95 % interval. ``over``: the units of the spread, "seeds", "examples" or "seeds and examples"."""
 
     mean: float
     low: float | None
@@ -36,7 +36,7 @@ def over_seeds(differences: Sequence[float]) -> Interval:
 
 
 @cache
-def _student_quantile(freedom: int) -> float:
+def _student_quantile(freedom: float) -> float:
     """Two-sided 95 % quantile of Student's t, to three decimals as printed tables have it."""
     from scipy.stats import t
 
@@ -71,11 +71,14 @@ def holm(p_values: Sequence[float]) -> list[float]:
     return adjusted
 
 
-def seeds_to_decide(differences: Sequence[float], threshold: float = 0.0) -> int | None:
+def seeds_to_decide(differences: Sequence[float], threshold: float = 0.0, *, fixed: float = 0.0) -> int | None:
     """The smallest number of seeds whose 95 % interval would exclude ``threshold``, if mean and spread stayed the same.
 
-    This is the smallest n with ``t(n - 1) s / sqrt(n) < |mean - threshold|``. With so many new seeds, the interval
-    excludes the threshold in about half of all repetitions.
+    This is the smallest n with ``t(n - 1) sqrt(s² / n + fixed) < |mean - threshold|``. With so many new seeds, the
+    interval excludes the threshold in about half of all repetitions.
+
+    Args:
+        fixed: the variance that more seeds do not lower, as that of few examples.
 
     Returns:
         The number, or None if it is above ``MOST_SEEDS``.
@@ -90,7 +93,7 @@ def seeds_to_decide(differences: Sequence[float], threshold: float = 0.0) -> int
     counts = range(2, MOST_SEEDS + 1)
 
     def decides(count: int) -> bool:
-        return _student_quantile(count - 1) * deviation / count**0.5 < distance
+        return _student_quantile(count - 1) * math.sqrt(deviation**2 / count + fixed) < distance
 
     place = bisect_left(counts, True, key=decides)
     return counts[place] if place < len(counts) else None
@@ -114,19 +117,62 @@ def over_examples(
         first, second: for each seed, an array whose first dimension counts examples, in the same order on both sides.
         reduce: from such an array to a number; draws for which it is NaN are left out.
     """
-    rng = np.random.default_rng(0)
-
-    def difference(indices: Sequence[np.ndarray]) -> float:
-        pairs = zip(first, second, indices, strict=True)
-        ends = [(reduce(a[i]), reduce(b[i])) for a, b, i in pairs]
-        return float(np.mean([x / y - 1 if relative else x - y for x, y in ends]))
-
-    observed = difference([np.arange(len(a)) for a in first])
+    observed = _difference(first, second, [slice(None)] * len(first), reduce, relative)
     if min(len(a) for a in first) < 2:
         return Interval(observed, None, None, "examples")
-    draws = [difference([rng.integers(len(a), size=len(a)) for a in first]) for _ in range(_RESAMPLES)]
+    rng = np.random.default_rng(0)
+    draws = [
+        _difference(first, second, [rng.integers(len(a), size=len(a)) for a in first], reduce, relative)
+        for _ in range(_RESAMPLES)
+    ]
     low, high = np.nanpercentile(draws, [2.5, 97.5])
     return Interval(observed, float(low), float(high), "examples")
+
+
+def over_seeds_and_examples(
+    first: Sequence[np.ndarray],
+    second: Sequence[np.ndarray],
+    reduce: Callable[[np.ndarray], float] = mean,
+    *,
+    relative: bool = False,
+) -> tuple[Interval, float]:
+    """Interval of the mean difference for new seeds *and* new examples, where all seeds share the same examples.
+
+    The variance is the sum of that over seeds, ``s² / n``, and that of the mean over seeds when the examples are
+    resampled for all seeds together (bootstrap). The interaction counts twice, so the interval is a little wide. The
+    degrees of freedom are Satterthwaite's (Biometrics Bulletin, 1946).
+
+    Returns:
+        The interval, over seeds alone where seeds have other numbers of examples, or one; and the variance over
+        examples.
+
+    Raises:
+        ValueError: for fewer than two seeds.
+    """
+    seeds = range(len(first))
+    if len(first) < 2:
+        raise ValueError(f"{len(first)} seeds have no spread; give at least 2")
+    by_seed = [_difference([first[k]], [second[k]], [slice(None)], reduce, relative) for k in seeds]
+    count = len(first[0])
+    if count < 2 or any(len(scores) != count for scores in (*first, *second)):
+        return over_seeds(by_seed), 0.0
+    rng = np.random.default_rng(0)
+    together = ([rng.integers(count, size=count)] * len(first) for _ in range(_RESAMPLES))
+    draws = [_difference(first, second, indices, reduce, relative) for indices in together]
+    of_seeds, of_examples = float(np.var(by_seed, ddof=1)) / len(first), float(np.nanvar(draws))
+    total, centre = of_seeds + of_examples, float(np.mean(by_seed))
+    if not total:
+        return Interval(centre, centre, centre, "seeds and examples"), 0.0
+    freedom = total**2 / (of_seeds**2 / (len(first) - 1) + of_examples**2 / (count - 1))
+    half = _student_quantile(freedom) * math.sqrt(total)
+    return Interval(centre, centre - half, centre + half, "seeds and examples"), of_examples
+
+
+def _difference(first, second, indices, reduce: Callable[[np.ndarray], float], relative: bool) -> float:
+    """The mean over seeds of ``reduce`` at each seed's ``indices``, of the first less the second, or over it less 1."""
+    pairs = zip(first, second, indices, strict=True)
+    ends = [(reduce(a[i]), reduce(b[i])) for a, b, i in pairs]
+    return float(np.mean([x / y - 1 if relative else x - y for x, y in ends]))
 
 
 def verdict(interval: Interval, better: str, margin: float = 0.0) -> str:

@@ -116,7 +116,8 @@ def interval(claim: dict) -> str:
                 f"interval over examples {low} to {high} ({'one seed' if seeds == 1 else plural(seeds, 'seed')})"
             )
         else:
-            said.append(f"interval over {plural(seeds, 'seed')} {low} to {high}")
+            examples = " and their examples" if difference.get("over") == "seeds and examples" else ""
+            said.append(f"interval over {plural(seeds, 'seed')}{examples} {low} to {high}")
     elif seeds and "no interval" not in str(claim.get("here")):
         said.append("one seed: no interval" if seeds == 1 else "no interval")
     return ", ".join(said)
