@@ -60,6 +60,7 @@ figures: $(READY)  ## tables and plots again from the committed records
 	$(BIN)/python figures/fill.py
 	$(BIN)/python figures/desk/run.py
 	$(BIN)/python figures/desk/objective.py
+	$(BIN)/python figures/prose/run.py
 	$(BIN)/python figures/recall/run.py
 	$(BIN)/python figures/stability/run.py
 	$(BIN)/python figures/uptraining/run.py

@@ -43,6 +43,8 @@ NAMES = {
     "softmax_norm1": "Transformer with a head norm from 1",
     "softmax_wide_norm1": "Transformer, half as many heads twice as wide, head norm from 1",
     "diff_lambda0": "DIFF, lambda fixed at 0, head norm from 1",
+    "softmax_half_heads": "Transformer, half as many heads twice as wide, head norm from .1",
+    "diff_no_subtraction": "DIFF, lambda fixed at 0, head norm from .1",
     "dint": "DINT",
     "grouped_diff": "Grouped DIFF",
 }

@@ -6,7 +6,7 @@ python figures/record.py runs/demo figures/demo
 import json
 import re
 import sys
-from collections.abc import Container
+from collections.abc import Callable, Container
 from dataclasses import replace
 from pathlib import Path
 
@@ -34,12 +34,20 @@ def cells_of(source: Path) -> Cells:
     return grouped(record for record in load_all(kept if kept.exists() else source) if record.setting)
 
 
-def keep_study(source: Path, path: Path, curves: Container[str] | None = None) -> None:
+def keep_study(
+    source: Path,
+    path: Path,
+    *,
+    curves: Container[str] | None = None,
+    rows: Callable[[Record], dict] = lambda record: {},
+) -> None:
     """Write the finished runs of the study in ``source`` to ``path``, as small as ``committed`` makes them.
 
-    ``curves``: the names of those to keep; all if None.
+    Args:
+        curves: the names of those to keep; all if None.
+        rows: what to keep of a record's rows.
     """
-    records = (committed(record) for record in load_all(source) if record.setting)
+    records = (replace(committed(record), rows=rows(record)) for record in load_all(source) if record.setting)
     if curves is not None:
         records = (replace(r, curves={name: of for name, of in r.curves.items() if name in curves}) for r in records)
     save_all(records, path)

@@ -1,8 +1,9 @@
 """What the command of a study's folder does: record the runs, fill the tables of pages, draw the plots."""
 
 import re
-from collections.abc import Callable, Container
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from plots import write
 from record import cells_of, keep_study, restore
@@ -12,23 +13,17 @@ from diff_transformer.lab.record import Cells
 Pages = dict[Path, tuple[str, Callable[[Cells], str]]]  # page -> its markers' name, and what stands between them
 
 
-def study_command(
-    arguments: list[str],
-    here: Path,
-    pages: Pages,
-    charts: Callable[[Cells], dict],
-    curves: Container[str] | None = None,
-) -> int:
+def study_command(arguments: list[str], here: Path, pages: Pages, charts: Callable[[Cells], dict], **kept: Any) -> int:
     """``FOLDER`` records it first, ``--check`` only names stale pages, ``--restore FOLDER`` writes recorded runs there.
 
-    Returns the exit status: 1 if ``--check`` found a stale page.
+    ``kept`` is for ``keep_study``. Returns the exit status: 1 if ``--check`` found a stale page.
     """
     measured = here / "measured.json"
     if arguments[:1] == ["--restore"]:
         restore(cells_of(here), Path(arguments[1]))
         return 0
     if arguments and arguments[0] != "--check":
-        keep_study(Path(arguments[0]), measured, curves)
+        keep_study(Path(arguments[0]), measured, **kept)
     if not measured.exists():
         return 0
     cells = cells_of(here)

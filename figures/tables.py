@@ -1,7 +1,9 @@
 """Tables of paired differences, in Markdown."""
 
+from dataclasses import replace
+
 from diff_transformer.lab.measures import Row, after_holm
-from diff_transformer.lab.stats import Interval
+from diff_transformer.lab.stats import Interval, holm
 
 MARKS = {"held": "✓ ", "did not hold": "✗ "}
 WORDS = {"held": "better in DIFF", "did not hold": "worse in DIFF", "undecided": "undecided"}
@@ -52,3 +54,19 @@ def in_short(rows: list[Row]) -> str:
             said.setdefault("the same in every pair" if same else WORDS[row.verdict], []).append(row.measure)
     order = [*WORDS.values(), "the same in every pair"]
     return "; ".join(f"{words}: {', '.join(said[words])}" for words in order if words in said)
+
+
+def corrected(rows: list[Row]) -> list[Row]:
+    """The rows with p-values after Holm's correction; a verdict needs one of at most 0.05."""
+    adjusted = holm([row.p_value for row in rows])
+    return [
+        replace(row, p_value=p, verdict=row.verdict if p <= 0.05 else "undecided")
+        for row, p in zip(rows, adjusted, strict=True)
+    ]
+
+
+def summary(rows: list[Row], p: str = "p") -> str:
+    """A line a row: its difference, seeds, p-value and verdict; ``p`` is the head of the p-values."""
+    lines = [f"| | difference (95 % interval) | seeds | {p} | verdict |", "|---|---|---|---|---|"]
+    rest = (f"| {r.measure} | {interval(r)} | {r.seeds} | {r.p_value:.3f} | {r.verdict} |" for r in rows)
+    return "\n".join([*lines, *rest])

@@ -19,6 +19,7 @@ GENERATED = (
     "figures/desk/run.py",
     "figures/fill.py",
     "figures/plots.py",
+    "figures/prose/run.py",
     "figures/recall/run.py",
     "figures/stability/run.py",
     "figures/uptraining/run.py",

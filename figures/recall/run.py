@@ -8,7 +8,6 @@ python figures/recall/run.py --restore runs/recall   # the recorded runs as a fo
 
 import math
 import sys
-from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from statistics import fmean
@@ -16,13 +15,13 @@ from statistics import fmean
 from diff_transformer.lab.measures import Measure, Row, metric, paired_rows, trained
 from diff_transformer.lab.recipes.recall_study import CENTRE, CORE, GRID, MORE, SEEDS, SIDES, recall_study, shortfall
 from diff_transformer.lab.record import Cells, Record
-from diff_transformer.lab.stats import holm, over_seeds, paired_p_value, verdict
+from diff_transformer.lab.stats import over_seeds, paired_p_value, verdict
 
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent))
 from plots import NAMES, recall_charts  # noqa: E402  (beside this folder)
 from study import study_command  # noqa: E402
-from tables import in_numbers, interval  # noqa: E402
+from tables import corrected, in_numbers, summary  # noqa: E402
 
 SIDE, BASELINES = "diff_norm1", ("softmax", "softmax_norm1")
 GOAL = 0.9  # accuracy whose first step is an outcome
@@ -123,21 +122,6 @@ def tables(cells: Cells) -> str:
         parts += ["![Accuracy while the models are trained](recall.svg)", by_setting(cells)]
     parts.append(sweep(cells))
     return "\n\n".join(part for part in parts if part)
-
-
-def corrected(rows: list[Row]) -> list[Row]:
-    """The rows with p-values after Holm's correction; a verdict needs one of at most 0.05."""
-    adjusted = holm([row.p_value for row in rows])
-    return [
-        replace(row, p_value=p, verdict=row.verdict if p <= 0.05 else "undecided")
-        for row, p in zip(rows, adjusted, strict=True)
-    ]
-
-
-def summary(rows: list[Row], p: str = "p") -> str:
-    lines = [f"| | difference (95 % interval) | seeds | {p} | verdict |", "|---|---|---|---|---|"]
-    rest = (f"| {r.measure} | {interval(r)} | {r.seeds} | {r.p_value:.3f} | {r.verdict} |" for r in rows)
-    return "\n".join([*lines, *rest])
 
 
 def progress(cells: Cells) -> str:

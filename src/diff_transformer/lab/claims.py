@@ -224,7 +224,9 @@ def judge(claims: Sequence[Claim], records: Sequence[Record]) -> list[dict]:
         if not ours or [r.seed for r in ours] != [r.seed for r in theirs]:
             continue
         values = np.array([[claim.value(record) for record in side] for side in (ours, theirs)])
-        known = np.isfinite(values).all(axis=0)  # not so if a slice holds no token, for example
+        known = np.array(
+            [np.isfinite(pair).all() for pair in values.T]
+        )  # not so if a slice holds no token, for example
         if not known.any():
             continue
         judged.append(_judge_one(claim, (ours, theirs), values, known))
@@ -252,9 +254,9 @@ def _difference(claim: Claim, sides: Sequence[list[Record]]) -> tuple[Interval, 
     The interval is over seeds and examples if there are enough seeds, and over examples if not.
     """
     first, second = ([claim.scores(record.rows[claim.eval]) for record in side] for side in sides)
-    over = over_seeds_and_examples if len(first) >= SEEDS_FOR_AN_INTERVAL else over_examples
-    found = over(first, second, claim.reduce, relative=claim.relative)
-    return found if over is over_seeds_and_examples else (found, 0.0)
+    if len(first) < SEEDS_FOR_AN_INTERVAL:
+        return over_examples(first, second, claim.reduce, relative=claim.relative), 0.0
+    return over_seeds_and_examples(first, second, claim.reduce, relative=claim.relative)
 
 
 def _interval(interval: Interval, relative: bool) -> dict:

@@ -6,6 +6,7 @@ from typing import Any
 from diff_transformer.checks import require_known
 from diff_transformer.lab.recipes.desk_study import base, desk_study
 from diff_transformer.lab.recipes.one_gpu import one_gpu
+from diff_transformer.lab.recipes.prose_study import prose_study
 from diff_transformer.lab.recipes.recall_study import recall_study
 from diff_transformer.lab.spec import Choices, RunSpec, Study, seeds
 
@@ -72,6 +73,7 @@ def stability_study(corpus: str) -> Study:
 
 STUDIES: dict[str, Callable[[str], Study]] = {
     "desk": desk_study,
+    "prose": prose_study,
     "recall": recall_study,
     "ladder": ladder_study,
     "stability": stability_study,

@@ -1,0 +1,117 @@
+"""Record the prose study, and make its tables from the record.
+
+python figures/prose/run.py runs/prose             # record what is finished there, then the rest
+python figures/prose/run.py                        # tables again from measured.json
+python figures/prose/run.py --check                # exit 1 if the README's tables differ from measured.json
+python figures/prose/run.py --restore runs/prose   # the recorded runs as a folder that the study goes on with
+"""
+
+import sys
+from dataclasses import replace
+from pathlib import Path
+from statistics import fmean
+
+import numpy as np
+
+from diff_transformer.lab.measures import metric, paired_rows, tokens_to_equal_loss, trained
+from diff_transformer.lab.recipes.prose_study import LEARNING_RATES, SEEDS, SIDES, SIZES
+from diff_transformer.lab.record import Cells, Record
+from diff_transformer.lab.stats import over_seeds_and_examples
+
+HERE = Path(__file__).resolve().parent
+sys.path.insert(0, str(HERE.parent))
+from plots import NAMES  # noqa: E402  (beside this folder)
+from study import study_command  # noqa: E402
+from tables import corrected, in_numbers, summary  # noqa: E402
+
+LOSS = metric("associative_recall", "validation", "lower", "held-out loss")
+BASELINES = ("softmax", "softmax_norm")
+
+
+def tables(cells: Cells) -> str:
+    """What stands between the README's markers."""
+    parts = [progress(cells)]
+    primary = [
+        (f"{size}: {NAMES['diff']} less {NAMES[baseline]}", row)
+        for size in SIZES
+        if finished(cells, size)
+        for baseline in BASELINES
+        for row in paired_rows(cells, size, "diff", [LOSS], baseline)
+    ]
+    if primary:
+        parts.append("**Primary outcome**, nats a token")
+        parts.append(summary(corrected([replace(row, measure=name) for name, row in primary]), "p after Holm"))
+    parts += [by_side(cells, size) for size in SIZES if size in cells]
+    return "\n\n".join([*parts, sweep(cells)])
+
+
+def finished(cells: Cells, size: str) -> bool:
+    return all(set(SEEDS) <= cells.get(size, {}).get(side, {}).keys() for side in SIDES)
+
+
+def progress(cells: Cells) -> str:
+    swept = {size: sum(len(sides) for name, sides in cells.items() if f"sweep/{size}_" in name) for size in SIZES}
+    counts = [
+        f"{size}: {swept[size]} of {len(SIDES) * len(LEARNING_RATES)} runs of the sweep, "
+        f"{sum(map(len, cells.get(size, {}).values()))} of {len(SIDES) * len(SEEDS)} runs"
+        for size in SIZES
+    ]
+    undecided = "" if all(finished(cells, size) for size in SIZES) else " A size that is not finished decides nothing."
+    return f"Finished: {'; '.join(counts)}.{undecided}"
+
+
+def by_side(cells: Cells, size: str) -> str:
+    """A line a side: mean loss, and differences from the Transformer."""
+    heads = ("side", "seeds", "held-out loss", "less the Transformer's", "on books, less its", "tokens to its loss")
+    lines = [f"**{size}**", "", f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
+    base = trained(cells[size].get("softmax", {}))
+    for side in [name for name in SIDES if name in cells[size]]:
+        runs = trained(cells[size][side])
+        both = sorted(runs.keys() & base.keys())
+        compared = ["", "", ""]
+        if side != "softmax" and len(both) > 1:
+            (row,) = paired_rows(cells, size, side, [LOSS])
+            over_books, _ = over_seeds_and_examples(*([of_books(of[k]) for k in both] for of in (runs, base)))
+            shares = [tokens_to_equal_loss(runs[k], base[k]) for k in both]
+            reached = [share for share in shares if share is not None]
+            share = f"{fmean(reached):.2f} ({len(reached)} of {len(shares)})" if reached else "never"
+            compared = [in_numbers(row.difference), in_numbers(over_books), share]
+        mean = f"{fmean(LOSS.read(record) for record in runs.values()):.3f}"
+        lines.append(f"| {' | '.join([NAMES[side], str(len(runs)), mean, *compared])} |")
+    return "\n".join(lines)
+
+
+def of_books(record: Record) -> np.ndarray:
+    return np.array([row["loss"] for row in record.rows["long_nll"]])
+
+
+def sweep(cells: Cells) -> str:
+    """The learning rates tried for each side (one seed)."""
+    lines = []
+    for size in SIZES:
+        found = {rate: cells.get(f"sweep/{size}_lr{rate:g}", {}) for rate in LEARNING_RATES}
+        if not any(found.values()):
+            continue
+        lines += ["", f"**Learning rates, {size}** (validation loss at the end, one other seed)", ""]
+        lines += [f"| | {' | '.join(f'{rate:g}' for rate in found)} |", "|---" * (len(found) + 1) + "|"]
+        for side in SIDES:
+            runs = [next(iter(found[rate].get(side, {}).values()), None) for rate in found]
+            losses = {i: record.final_loss for i, record in enumerate(runs) if record and not record.diverged}
+            shown = [f"{losses[i]:.3f}" if i in losses else "diverged" if runs[i] else "" for i in range(len(runs))]
+            best = min(losses, key=losses.__getitem__, default=None)
+            if len(losses) == len(runs) and best in (0, len(runs) - 1):
+                shown[best] += " (best, at the edge)"
+            lines.append(f"| {NAMES[side]} | {' | '.join(shown)} |")
+    return "\n".join(lines).strip()
+
+
+def books(record: Record) -> dict:
+    """The loss on each book, which ``measured.json`` keeps."""
+    found = record.rows.get("long_nll", [])
+    return {"long_nll": [{"loss": round(sum(row["sums"]) / sum(row["counts"]), 5)} for row in found]} if found else {}
+
+
+PAGES = {HERE / "README.md": ("measured", tables)}
+
+if __name__ == "__main__":
+    sys.exit(study_command(sys.argv[1:], HERE, PAGES, lambda cells: {}, rows=books))

@@ -1,0 +1,86 @@
+"""The prose study: one loss is the objective, and every side is swept on it.
+
+Two sizes on prose alone. Sides, outcomes and the order of the runs were fixed before the runs, in
+figures/prose/preregistration.md.
+"""
+
+import copy
+import dataclasses
+from typing import Any
+
+from diff_transformer.lab.compare import side_model
+from diff_transformer.lab.recipes.desk import demo
+from diff_transformer.lab.spec import Choices, RunSpec, Study, seeds
+from diff_transformer.train.config import RunConfig
+
+LEARNING_RATES = (1e-3, 2e-3, 4e-3, 8e-3)
+SEEDS = range(5)
+SWEEP_SEEDS = range(100, 101)
+# Sides: a variant of ``model/matching.py`` (at equal cost) and further fields.
+SIDES: dict[str, tuple[str, dict[str, Any]]] = {
+    "softmax": ("softmax", {}),
+    "diff": ("diff", {"head_norm_init": 0.1}),
+    "softmax_norm": ("softmax_norm", {"head_norm_init": 0.1}),
+    "softmax_half_heads": ("softmax_norm", {"head_norm_init": 0.1}),
+    "diff_no_subtraction": ("fixed_lambda", {"head_norm_init": 0.1, "lambda_init": 0.0}),
+    "diff_norm1": ("diff", {"head_norm_init": 1.0}),
+}
+# The sizes: fields of the model, steps of 16 rows of 128 tokens. 21 and 7 tokens for each parameter.
+SIZES: dict[str, tuple[dict[str, int], int]] = {
+    "small": ({"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}, 2400),
+    "medium": ({"hidden_size": 128, "num_hidden_layers": 3, "num_attention_heads": 8}, 3000),
+}
+
+
+def base(corpus: str, size: str) -> RunConfig:
+    """A size of the study on prose alone: maps of width 16, rows of 128 tokens, 2048 tokens of vocabulary."""
+    config, (fields, steps) = demo(), SIZES[size]
+    config.name = "prose"
+    config.model |= {**fields, "max_position_embeddings": 512}
+    config.data.corpus, config.data.max_bytes = corpus, None
+    config.data.mixture, config.data.loss = {"text": 1.0}, "tokens"
+    config.train.steps, config.train.validate_every, config.train.checkpoint_every = steps, steps // 15, steps // 3
+    config.train.checkpoint_keep, config.train.validation_rows = 1, 128
+    books = {"samples": 64, "length": 512}
+    config.evaluation = dataclasses.replace(config.evaluation, loss_rows=512, more={"long_nll": books})
+    return config
+
+
+def prose_study(corpus: str) -> Study:
+    """The prose study; see the module. ``corpus``: a folder with train/ and val/ inside, val/ by other authors.
+
+    Command: ``diff-transformer study prose --corpus FOLDER --out runs/prose --minutes 60``, repeated until it reports
+    that all runs are finished. Hardware: two CPU cores.
+    """
+
+    def sweep(size: str) -> list[RunSpec]:
+        return [
+            dataclasses.replace(spec, setting=f"sweep/{size}_lr{rate:g}")
+            for side in SIDES
+            for rate in LEARNING_RATES
+            for spec in seeds(size, side, _side(base(corpus, size), side, rate), SWEEP_SEEDS, measured=False)
+        ]
+
+    def runs(size: str):
+        def chosen(rates: Choices) -> list[RunSpec]:
+            made = (seeds(size, side, _side(base(corpus, size), side, rates[side]), SEEDS) for side in SIDES)
+            return sorted((_measured(spec) for of_side in made for spec in of_side), key=lambda spec: spec.seed)
+
+        return chosen
+
+    medium = Study("prose", sweep("medium"), runs("medium"))
+    return Study("prose", sweep("small"), runs("small"), then=medium)
+
+
+def _measured(spec: RunSpec) -> RunSpec:
+    return dataclasses.replace(spec, measure=("associative_recall", "long_nll"))
+
+
+def _side(config: RunConfig, side: str, rate: float) -> RunConfig:
+    made, (name, fields) = copy.deepcopy(config), SIDES[side]
+    made.optim.lr = rate
+    if side == "softmax_half_heads":  # as many heads as DIFF has, and as wide
+        made.model["num_attention_heads"] //= 2
+    made.model |= fields
+    made.model |= side_model(made, name)
+    return made

@@ -1,0 +1,68 @@
+"""The page of the prose study, over records of known differences."""
+
+import importlib.util
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from diff_transformer.lab.recipes.prose_study import LEARNING_RATES, SEEDS, SIDES, SIZES, prose_study
+from diff_transformer.lab.record import Record, grouped
+
+FIGURES = Path(__file__).resolve().parents[1] / "figures"
+SHIFTS = {"diff": -0.1, "softmax_norm": -0.2}  # of the loss, from the Transformer's
+
+
+@pytest.fixture
+def page(monkeypatch):
+    """The module figures/prose/run.py."""
+    monkeypatch.syspath_prepend(str(FIGURES))
+    spec = importlib.util.spec_from_file_location("prose_page", FIGURES / "prose" / "run.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def record(setting, side, seed):
+    loss = 3.0 + 0.01 * seed + SHIFTS.get(side, 0.0) + 0.001 * (seed % 2)
+    rows = [{"sums": [loss * 10, 20 * book], "counts": [10, 10]} for book in range(4)]
+    curves = {"validation": {"step": [0, 10], "loss": [5.0, loss]}}
+    return Record(
+        setting, side, seed, {"train": {"steps": 10, "batch_size": 1}, "data": {"length": 8}},
+        {"associative_recall": {"validation": loss}}, {"long_nll": rows}, curves,
+    )  # fmt: skip
+
+
+def cells(page, seeds=SEEDS):
+    found = [record("small", side, seed) for side in SIDES for seed in seeds]
+    return grouped(replace(one, rows=page.books(one)) for one in found)
+
+
+def test_a_finished_size_is_judged_and_an_unfinished_one_is_not(page):
+    text = page.tables(cells(page))
+    assert "small: DIFF, head norm from .1 less Transformer | -0.100" in text
+    assert "| 5 | 0.000 | held |" in text
+    against = next(line for line in text.splitlines() if "less Transformer with a head norm" in line)
+    assert "+0.100" in against
+    assert "did not hold" in against
+    assert "medium" not in text.split("**Primary outcome**")[1]
+    assert "**Primary outcome**" not in page.tables(cells(page, SEEDS[:4]))
+
+
+def test_intervals_on_books_are_over_seeds_and_books(page):
+    line = next(x for x in page.by_side(cells(page), "small").splitlines() if x.startswith("| DIFF, head norm from .1"))
+    assert "-0.050 (-0.050 to -0.050)" in line  # half of each book's tokens have the shift, the same in all
+
+
+def test_every_side_is_swept_at_every_size_with_seeds_of_its_own():
+    plan = prose_study("python")
+    assert plan.then is not None
+    for size, stage in zip(SIZES, (plan, plan.then), strict=True):
+        swept = {(spec.side, spec.config.optim.lr) for spec in stage.sweep}
+        assert swept == {(side, rate) for side in SIDES for rate in LEARNING_RATES}
+        runs = stage.runs(dict.fromkeys(SIDES, 1e-3))
+        assert {(spec.setting, spec.side, spec.seed) for spec in runs} == {
+            (size, side, seed) for side in SIDES for seed in SEEDS
+        }
+        assert not {spec.seed for spec in stage.sweep} & set(SEEDS)
+        assert [spec.seed for spec in runs] == sorted(spec.seed for spec in runs)
