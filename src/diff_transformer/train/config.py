@@ -10,6 +10,7 @@ from typing import Any
 from diff_transformer.checks import require_positive
 from diff_transformer.durable import write_whole
 from diff_transformer.settings import as_kind, assign, build, current_name, unknown
+from diff_transformer.train.loggers import check_loggers
 
 NO_CORPUS = "none"  # value of `data.corpus`
 
@@ -150,6 +151,7 @@ class TrainConfig:
     loss_chunk: int = 0  # tokens whose logits are held at a time; 0 for all
     prefetch: int = 2  # batches prepared ahead, in a thread; 0 for none
     peak_flops: float = 0.0  # FLOP/s of a device, for MFU; 0 for the known or measured value
+    loggers: tuple[str, ...] = ()  # "wandb", "mlflow": services that get the metrics too
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     micro_rows: InitVar[int | None] = None  # deprecated name of `micro_batch_size`
 
@@ -258,6 +260,7 @@ class RunConfig:
             raise ValueError(f"train.precision is {self.train.precision!r}; accepted: {', '.join(PRECISIONS)}")
         if self.train.threads < 0:
             raise ValueError(f"train.threads is {self.train.threads}; give 0 for PyTorch's own choice, or a count")
+        check_loggers(self.train.loggers)
         self.train.parallel.validate()
         pieces = 2 * self.train.parallel.context_parallel
         if pieces > 2 and self.data.length % pieces:

@@ -149,7 +149,8 @@ class Run:
         first = self.state.take(loaded, self.config.train.seed)
         if announce is not None and fabric.is_global_zero:
             announce(self.utilisation.formula())
-        log = MetricsLog(self.folder, first, active=fabric.is_global_zero)
+        services, everything = self.config.train.loggers, self.config.to_dict()
+        log = MetricsLog(self.folder, first, active=fabric.is_global_zero, loggers=services, settings=everything)
         try:
             for note in notes:
                 log.note(first, note)

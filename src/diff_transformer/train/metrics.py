@@ -1,12 +1,14 @@
-"""The metrics of a run: lines of JSON, TensorBoard scalars in groups, and warnings about lambda."""
+"""The metrics of a run: lines of JSON, scalars in groups for TensorBoard and others, and warnings about lambda."""
 
 import json
 import logging
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from diff_transformer.durable import explained, write_whole
+from diff_transformer.train.loggers import Loggers
 
 logger = logging.getLogger("diff_transformer")
 
@@ -34,10 +36,20 @@ class MetricsLog:
         folder: of the run.
         resumed_step: step of the checkpoint; lines after it are dropped, and at 0 all lines.
         active: False on every rank but the first, which then writes nothing.
+        loggers: names of services that get the scalars too, from ``loggers.py``.
+        settings: the run's configuration, which these services show.
     """
 
-    def __init__(self, folder: Path, resumed_step: int, *, active: bool = True):
-        self.path, self._file, self._board = folder / "metrics.jsonl", None, None
+    def __init__(
+        self,
+        folder: Path,
+        resumed_step: int,
+        *,
+        active: bool = True,
+        loggers: Sequence[str] = (),
+        settings: dict[str, Any] | None = None,
+    ):
+        self.path, self._file, self._board, self._loggers = folder / "metrics.jsonl", None, None, None
         self._alarmed: set[int] = set()
         if not active:
             return
@@ -49,6 +61,7 @@ class MetricsLog:
             self._alarmed.update(_outside(line.get("lambda", [])))
         self._file = self.path.open("a", encoding="utf-8", buffering=1)
         self._board = SummaryWriter(str(folder / "tensorboard"), purge_step=resumed_step + 1 if resumed_step else None)
+        self._loggers = Loggers(loggers, folder, settings or {}) if loggers else None
 
     def write(self, step: int, values: dict[str, Any]) -> None:
         """Write one line: ``step`` and ``values``, which are numbers, lists by layer, or dictionaries by part.
@@ -62,8 +75,11 @@ class MetricsLog:
             self._file.write(json.dumps({"step": step, **values}) + "\n")
         except OSError as error:
             raise explained(error, self.path.parent, 1000, f"{self.path.name} at step {step}") from error
-        for name, value in scalars(values):
+        shown = scalars(values)
+        for name, value in shown:
             self._board.add_scalar(name, value, step)
+        if self._loggers is not None:
+            self._loggers.write(step, dict(shown))
         self._watch(step, values.get("lambda", []))
 
     def note(self, step: int, text: str) -> None:
@@ -81,6 +97,8 @@ class MetricsLog:
         if self._file is not None and self._board is not None:
             self._file.close()
             self._board.close()
+        if self._loggers is not None:
+            self._loggers.close()
 
     def _watch(self, step: int, lambdas: list[float]) -> None:
         for layer in _outside(lambdas):

@@ -26,7 +26,7 @@ _NO_LOCKS = {errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP}  # of file systems wi
 _OURS = {LOCK, "train.log"}
 _FREE = re.compile(  # settings that a resumed run may change: they affect results by rounding at most
     r"evaluation\.|train\.(checkpoint_\w+|parallel\.\w+|prefetch|peak_flops|accumulate|micro_batch_size|loss_chunk"
-    r"|activation_checkpointing|compile|threads|log_every|validate_every):"
+    r"|activation_checkpointing|compile|threads|log_every|validate_every|loggers):"
 )
 
 
