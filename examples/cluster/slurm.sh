@@ -1,5 +1,5 @@
 #!/bin/bash
-# Pretraining on several nodes under Slurm: sbatch examples/slurm.sh
+# Pretraining on several nodes under Slurm: sbatch examples/cluster/slurm.sh
 # A job that is about to be stopped saves its state and ends with 0; queued again, it goes on.
 #SBATCH --job-name=diff-transformer
 #SBATCH --nodes=8
