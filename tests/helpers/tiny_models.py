@@ -71,3 +71,26 @@ def save_tiny_model(folder, *, positions=512, **fields):
     DiffTransformerForCausalLM(config).save_pretrained(folder)
     byte_tokenizer().save_pretrained(folder)
     return folder
+
+
+def save_alphabet_model(folder, *, positions=128):
+    """A model that has learnt the alphabet, with a byte tokenizer: after "abc" it writes "def", after z comes a."""
+    from diff_transformer import DiffTransformerForCausalLM
+    from diff_transformer.data.tokenizer import byte_tokenizer
+    from diff_transformer.model.presets import preset
+
+    torch.manual_seed(0)
+    config = preset(
+        "debug", vocab_size=258, num_hidden_layers=1, max_position_embeddings=positions, pad_token_id=257,
+        eos_token_id=256, head_norm_init=0.1, initializer_range=0.2,
+    )  # fmt: skip
+    model = DiffTransformerForCausalLM(config)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    for _ in range(40):
+        rows = 97 + (torch.randint(26, (8, 1)) + torch.arange(24)) % 26
+        model(rows, labels=rows).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    model.save_pretrained(folder)
+    byte_tokenizer().save_pretrained(folder)
+    return folder

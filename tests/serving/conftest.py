@@ -5,34 +5,12 @@ import urllib.error
 import urllib.request
 
 import pytest
-import torch
-
-from diff_transformer import DiffTransformerForCausalLM
-from diff_transformer.data.tokenizer import byte_tokenizer
-from diff_transformer.model.presets import preset
-
-CONTEXT = 128
+from tiny_models import save_alphabet_model
 
 
 @pytest.fixture(scope="session")
 def model_folder(tmp_path_factory):
-    """A model that has learnt the alphabet: after "abc" it writes "def", after z comes a."""
-    folder = tmp_path_factory.mktemp("served") / "tiny-diff"
-    torch.manual_seed(0)
-    config = preset(
-        "debug", vocab_size=258, num_hidden_layers=1, max_position_embeddings=CONTEXT, pad_token_id=257,
-        eos_token_id=256, head_norm_init=0.1, initializer_range=0.2,
-    )  # fmt: skip
-    model = DiffTransformerForCausalLM(config)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    for _ in range(40):
-        rows = 97 + (torch.randint(26, (8, 1)) + torch.arange(24)) % 26
-        model(rows, labels=rows).loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    model.save_pretrained(folder)
-    byte_tokenizer().save_pretrained(folder)
-    return folder
+    return save_alphabet_model(tmp_path_factory.mktemp("served") / "tiny-diff")
 
 
 class Running:

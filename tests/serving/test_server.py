@@ -10,12 +10,14 @@ import time
 import urllib.error
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import pytest
 
 pytest.importorskip("openai", reason="serving is an extra: pip install 'diff-transformer[serving]'")
 from openai import BadRequestError, OpenAI
 from transformers import ByT5Tokenizer
+from transformers.generation.continuous_batching.continuous_api import ContinuousBatchingManager
 
 from diff_transformer import DiffTransformerForCausalLM
 from diff_transformer.data.tokenizer import byte_tokenizer
@@ -26,6 +28,11 @@ CHAT, COMPLETIONS, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/r
 HELLO = [{"role": "user", "content": "abc"}]
 GREEDY = {"temperature": 0}
 ALPHABET = "abcdefghijklmnopqrstuvwxyz" * 3
+
+
+@pytest.fixture(scope="module")
+def batched(run_server, model_folder):
+    return run_server(model_folder, continuous_batching=True, requests_at_once=4)
 
 
 @pytest.fixture
@@ -135,6 +142,26 @@ def test_too_much_is_refused(server, monkeypatch):
     assert server.ask(COMPLETIONS, {"prompt": "a" * 2000})[0] == 413
 
 
+def test_a_prompt_of_millions_of_characters_is_refused_at_once(server):
+    """To count its tokens would take minutes, in which nobody else is answered, and gigabytes."""
+    began = time.monotonic()
+    asked = [(COMPLETIONS, {"prompt": "a" * 10**7}), (CHAT, {"messages": [{**HELLO[0], "content": "a" * 10**7}]})]
+    for path, body in [*asked, (RESPONSES, {"input": "a", "instructions": "a" * 10**7})]:
+        status, answer = server.ask(path, body)
+        assert status == 400
+        assert "characters, and this model's positions hold at most 1,664: shorten it" in answer["error"]["message"]
+    assert time.monotonic() - began < 20
+
+
+def test_a_request_that_does_not_arrive_is_given_up(server, monkeypatch):
+    monkeypatch.setattr("diff_transformer.serving.middleware.MOST_SECONDS", 0.3)
+    with socket.create_connection(("127.0.0.1", server.port), timeout=30) as raw:
+        raw.sendall(f"POST {COMPLETIONS} HTTP/1.1\r\nHost: localhost\r\nContent-Length: 99\r\n\r\n{{".encode())
+        answer = b"".join(iter(partial(raw.recv, 1000), b"")).decode()  # until the server closes
+    assert answer.startswith("HTTP/1.1 408")
+    assert "1 bytes of the request arrived in 0.3 seconds" in answer
+
+
 @pytest.mark.parametrize("headers", [{"Origin": "https://evil.example"}, {"Origin": "null"}, {"Host": "evil.example"}])
 @pytest.mark.parametrize(("path", "data"), [(COMPLETIONS, b'{"prompt": "abc"}'), ("/v1/models", None), ("/docs", None)])
 def test_pages_of_other_sites_cannot_use_the_server(server, headers, path, data):
@@ -175,9 +202,7 @@ def test_it_listens_on_this_machine_alone(server):
     assert server.server.server.servers[0].sockets[0].getsockname()[0] == "127.0.0.1"
 
 
-def test_continuous_batching_answers_together_what_it_answers_alone(run_server, model_folder):
-    batched = run_server(model_folder, continuous_batching=True, requests_at_once=4)
-
+def test_continuous_batching_answers_together_what_it_answers_alone(batched):
     def ask(i):
         length = 2 + i % 5
         body = {"prompt": ALPHABET[i : i + length], "max_tokens": 8, **GREEDY}
@@ -189,6 +214,32 @@ def test_continuous_batching_answers_together_what_it_answers_alone(run_server, 
     assert batched.ask(COMPLETIONS, {"prompt": "a", "max_tokens": -1})[0] == 400
     assert batched.ask(COMPLETIONS, {"prompt": "a", "stop": "c"})[0] == 400  # transformers ignores it
     assert batched.ask("/health") == (200, {"status": "ok"})
+
+
+def test_a_stream_whose_answer_is_ready_at_once_ends(batched, monkeypatch):
+    """transformers hands the request on before it registers who waits for the answer."""
+    register = ContinuousBatchingManager.register_result_handler
+
+    def late(*args):
+        time.sleep(0.5)
+        register(*args)
+
+    monkeypatch.setattr(ContinuousBatchingManager, "register_result_handler", late)
+    body = {"prompt": "abc", "max_tokens": 1, "stream": True, **GREEDY}
+    request = urllib.request.Request(batched.url + COMPLETIONS, data=json.dumps(body).encode())
+    with urllib.request.urlopen(request, timeout=60) as answer:
+        assert '"text":"d"' in answer.read().decode()
+
+
+def test_two_requests_of_the_same_id_get_their_own_answers(batched):
+    def ask(i):
+        body = json.dumps({"prompt": ALPHABET[i : i + 3], "max_tokens": 20, **GREEDY}).encode()
+        request = urllib.request.Request(batched.url + COMPLETIONS, data=body, headers={"X-Request-Id": "mine"})
+        with urllib.request.urlopen(request, timeout=60) as answer:
+            return json.loads(answer.read())["choices"][0]["text"] == ALPHABET[i + 3 : i + 23]
+
+    with ThreadPoolExecutor(8) as pool:
+        assert all(pool.map(ask, range(16)))
 
 
 def test_the_paged_cache_holds_all_requests_at_full_length():

@@ -1,11 +1,13 @@
 """What stands in front of any engine's server: requests of other sites, closed doors, and the size of a request."""
 
+import asyncio
 import ipaddress
 import json
 import socket
 from urllib.parse import urlsplit
 
 MOST_BYTES = 16 * 2**20
+MOST_SECONDS = 60.0  # in which a request must arrive
 PROMPTS = ("/v1/chat/completions", "/v1/completions", "/v1/responses")
 # All else is closed: some paths of transformers and of vLLM load, unload or change models.
 OPEN = (*PROMPTS, "/v1/models", "/health", "/version", "/metrics", "/tokenize", "/detokenize", "/docs", "/openapi.json")
@@ -29,7 +31,8 @@ class SiteGuard:
     ``vllm serve FOLDER --middleware diff_transformer.serving.middleware.SiteGuard``.
 
     A page of another site must not use the server through its visitor's browser (``check_site``, status 403). Paths
-    other than ``OPEN`` get status 404, and a body above ``MOST_BYTES`` 413.
+    other than ``OPEN`` get status 404, a body above ``MOST_BYTES`` 413, and one that needs more than ``MOST_SECONDS``
+    408.
     """
 
     def __init__(self, app):
@@ -95,17 +98,25 @@ def _hostname(host: str) -> str:
 
 
 async def read_body(receive) -> bytes:
-    """The whole body of a request. Raises BadRequest (413) if it has more than ``MOST_BYTES``."""
-    body = b""
-    while True:
-        message = await receive()
-        if message["type"] == "http.disconnect":
-            raise BadRequest("the client disconnected")
-        body += message.get("body", b"")
-        if len(body) > MOST_BYTES:
-            raise BadRequest(f"the request has more than {MOST_BYTES // 2**20} MiB", status=413)
-        if not message.get("more_body"):
-            return body
+    """The whole body of a request. Raises BadRequest if it has more than ``MOST_BYTES`` (413) or is not there after
+    ``MOST_SECONDS`` (408)."""
+    body = bytearray()
+    try:
+        async with asyncio.timeout(MOST_SECONDS):
+            while True:
+                message = await receive()
+                if message["type"] == "http.disconnect":
+                    raise BadRequest("the client disconnected")
+                body += message.get("body", b"")
+                if len(body) > MOST_BYTES:
+                    raise BadRequest(f"the request has more than {MOST_BYTES // 2**20} MiB", status=413)
+                if not message.get("more_body"):
+                    return bytes(body)
+    except TimeoutError:
+        raise BadRequest(
+            f"{len(body)} bytes of the request arrived in {MOST_SECONDS:g} seconds, and not its end; send it faster",
+            status=408,
+        ) from None
 
 
 def replay(body: bytes, receive):

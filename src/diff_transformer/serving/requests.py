@@ -2,6 +2,7 @@
 generates past the model's positions, which ends continuous batching for all."""
 
 import json
+import math
 import time
 from collections.abc import Callable
 from typing import Annotated, Any, Literal
@@ -15,6 +16,9 @@ DEFAULT_NEW_TOKENS = 1024
 _IGNORED = {"user", "metadata", "store", "service_tier", "safety_identifier", "stream_options", "background"}
 _EMPTY = (None, 0, "", [], {})
 _ONE = ("n", "best_of")
+# Headers that are not passed on. transformers tells requests apart by the last one: two clients that send the same id
+# would get each other's answers.
+_REPLACED = (b"content-length", b"content-type", b"x-request-id")
 PLAIN_TEMPLATE = (
     "{{ bos_token }}{% for message in messages %}{{ message['role'] }}: {{ message['content'] }}\n{% endfor %}"
     "{% if add_generation_prompt %}assistant:{% endif %}"
@@ -102,7 +106,7 @@ class RequestChecks:
         except BadRequest as refused:
             return await answer(send, refused.status, refused.body())
         body = json.dumps(request).encode()
-        kept = [(name, value) for name, value in scope["headers"] if name not in (b"content-length", b"content-type")]
+        kept = [(name, value) for name, value in scope["headers"] if name not in _REPLACED]
         headers = [*kept, (b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
         await self.app({**scope, "headers": headers}, replay(body, receive), send)
 
@@ -184,15 +188,28 @@ def give_template(tokenizer) -> None:
     tokenizer.chat_template = tokenizer.chat_template or PLAIN_TEMPLATE
 
 
-def count_prompt_tokens(tokenizer, path: str, request: dict) -> int:
-    """Number of tokens of a checked request's prompt, as transformers' server will encode it."""
-    if "prompt" in request:
-        return len(tokenizer(request["prompt"])["input_ids"])
-    given = request["messages"] if "messages" in request else request["input"]
+def count_prompt_tokens(tokenizer, path: str, request: dict, most_characters: float = math.inf) -> int:
+    """Number of tokens of a checked request's prompt, as transformers' server will encode it.
+
+    Raises:
+        BadRequest: for a prompt of more than ``most_characters``: counting millions of tokens takes minutes and
+            gigabytes.
+    """
+    field = next(name for name in ("prompt", "input", "messages") if name in request)
+    given = request[field]
     messages = [{"role": "user", "content": given}] if isinstance(given, str) else given
     if request.get("instructions"):
         messages = [{"role": "system", "content": request["instructions"]}, *messages]
     plain = [{"role": message["role"], "content": _text_of(message["content"])} for message in messages]
+    characters = sum(len(message["content"]) for message in plain)
+    if characters > most_characters:
+        raise BadRequest(
+            f"the prompt has {characters:,} characters, and this model's positions hold at most {most_characters:,}: "
+            "shorten it",
+            field,
+        )
+    if field == "prompt":
+        return len(tokenizer(given)["input_ids"])
     encoded = tokenizer.apply_chat_template(plain, add_generation_prompt=True, tokenize=True, return_dict=True)
     return len(encoded["input_ids"])
 
