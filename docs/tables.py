@@ -114,6 +114,26 @@ def _speed(row: dict | None) -> str:
     return f"{row['diff_tokens_per_second']:,.0f} | {row['ratio']:.2f} ({low:.2f} to {high:.2f})"
 
 
+STOPS = DOCS.parent / "benchmarks" / "results" / "checkpoints.json"
+
+
+def checkpoints() -> str:
+    """For how long a checkpoint stops training, by number of processes and way to write it."""
+    if not STOPS.exists():
+        return "Not recorded yet (`benchmarks/checkpoints.py`)."
+    record = json.loads(STOPS.read_text())
+    lines = [
+        "| processes | checkpoint | state | training stands still: median, longest | 23 steps with two checkpoints |",
+        "|---|---|---|---|---|",
+    ]
+    for row in record["rows"]:
+        way = row["way"] + (", before" if row["version"] == "before" else "")
+        stopped = f"{row['stopped']:.2f} s, {row['longest']:.2f} s"
+        cells = [str(row["processes"]), way, f"{row['bytes'] / 1e6:,.0f} MB", stopped, f"{row['seconds']:.0f} s"]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join([*lines, "", f"{record['provenance']['cpu']}, PyTorch {record['provenance']['torch']}, gloo."])
+
+
 def reliability() -> str:
     """Every fault of the reliability record, with its outcomes and their counts."""
     rows = json.loads((DOCS.parent / "benchmarks" / "results" / "reliability.json").read_text())["rows"]
@@ -130,18 +150,20 @@ def reliability() -> str:
 
 
 TABLES = {
-    DOCS / "pretraining.md": ("memory", memory),
-    DOCS / "reproduction.md": ("claims", claims_table),
-    DOCS / "serving.md": ("throughput", throughput),
-    DOCS / "reliability.md": ("reliability", reliability),
+    DOCS / "pretraining.md": {"memory": memory, "checkpoints": checkpoints},
+    DOCS / "reproduction.md": {"claims": claims_table},
+    DOCS / "serving.md": {"throughput": throughput},
+    DOCS / "reliability.md": {"reliability": reliability},
 }
 
 
 def filled(page: Path) -> str:
-    name, table = TABLES[page]
-    made = table()
-    pattern = rf"(?<=<!-- {name} -->\n).*?(?=\n<!-- /{name} -->)"
-    return re.sub(pattern, lambda _: made, page.read_text(), flags=re.DOTALL)
+    text = page.read_text()
+    for name, table in TABLES[page].items():
+        made = table()
+        pattern = rf"(?<=<!-- {name} -->\n).*?(?=\n<!-- /{name} -->)"
+        text = re.sub(pattern, lambda _, made=made: made, text, flags=re.DOTALL)
+    return text
 
 
 def main(arguments: list[str]) -> int:

@@ -114,7 +114,7 @@ def require_room(folder: Path, needed: int, what: str) -> None:
         raise DiskError(errno.ENOSPC, f"{what} needs {size(needed)} in {folder}, where {size(free)} are free")
 
 
-def explained(error: Exception, folder: Path, needed: int, what: str) -> DiskError:
+def explained(error: BaseException, folder: Path, needed: int, what: str) -> DiskError:
     """The error of a failed write as a DiskError that names ``folder``, the bytes needed and the bytes free."""
     number = next((e.errno for e in _chain(error) if isinstance(e, OSError) and e.errno), errno.EIO)
     free = shutil.disk_usage(next(p for p in (folder, *folder.parents) if p.exists())).free

@@ -306,7 +306,7 @@ def test_the_manifest_too_may_meet_a_full_disk(fabric, tmp_path, monkeypatch):
     def full(*_):
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr("diff_transformer.train.checkpoint.write_whole", full)
+    monkeypatch.setattr("diff_transformer.train.manifest.write_whole", full)
     with pytest.raises(DiskError, match=r"the disk or the quota is full.*step-00000001 is intact"):
         save(fabric, tmp_path, 2, keep=1)
     assert steps(tmp_path) == [1]
@@ -369,12 +369,12 @@ def test_pickled_code_in_a_state_is_refused_unread(fabric, tmp_path):
     assert not (tmp_path / "sprung").exists()
 
 
-def test_a_state_in_parts_names_the_strategy_that_reads_it(fabric, tmp_path):
+def test_a_folder_that_lacks_the_parts_is_refused_in_words(fabric, tmp_path):
     path = save(fabric, tmp_path, 1)
     (path / "state.ckpt").rename(path / "__0_0.distcp")
     (path / "state.ckpt").mkdir()
     (path / "__0_0.distcp").rename(path / "state.ckpt" / "__0_0.distcp")
     (path / "manifest.json").unlink()
     checkpoint.write_manifest(path, step=1, world_size=2, validation_loss=None)
-    with pytest.raises(CheckpointError, match=r"in parts .*resume with --set train\.parallel\.strategy=fsdp"):
+    with pytest.raises(CheckpointError, match=r"state\.ckpt cannot be loaded: .*No such file.*meta\.pt"):
         loaded(fabric, tmp_path)

@@ -4,17 +4,19 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from killed_runs import OF_THE_MACHINE
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from diff_transformer.inference.export import export
 from diff_transformer.lab.recipes import recipe
 from diff_transformer.model.card import read_training
-from diff_transformer.train.checkpoint import latest_checkpoint
+from diff_transformer.train.checkpoint import Saver, latest_checkpoint
 from diff_transformer.train.config import override
 from diff_transformer.train.initial_model import build_model
 from diff_transformer.train.loop import Interrupted, train
@@ -91,9 +93,18 @@ def test_interrupted_run_resumes_bit_identically(config, number, step, tmp_path)
     assert same(weights(tmp_path / "halved"), weights(tmp_path / "whole"))
     halved, whole = (read_metrics(tmp_path / name / "metrics.jsonl") for name in ("halved", "whole"))
     for line in (*halved, *whole):
-        for of_the_machine in ("tokens_per_second", "mfu", "memory_bytes", "peak_memory_bytes"):
+        for of_the_machine in OF_THE_MACHINE:
             line.pop(of_the_machine, None)
     assert halved == whole
+
+
+def test_the_time_for_which_a_checkpoint_stops_training_is_logged(config, tmp_path, monkeypatch):
+    save = Saver.save
+    monkeypatch.setattr(Saver, "save", lambda *arguments: time.sleep(0.1) or save(*arguments))
+    train(override(config, ["train.steps=8", "train.log_every=2", "train.checkpoint_every=4"]), tmp_path / "run")
+    lines = {line["step"]: line.get("checkpoint_seconds") for line in read_metrics(tmp_path / "run" / "metrics.jsonl")}
+    assert 0.1 <= lines.pop(6) < 60
+    assert set(lines.values()) == {None}
 
 
 def test_resume_without_checkpoint_or_after_a_cut_line_starts_right(config, tmp_path):

@@ -13,7 +13,7 @@ from diff_transformer.train.config import override
 from diff_transformer.train.loop import Interrupted, train
 from diff_transformer.train.training_data import load_training_data
 
-SHARDED = ["train.parallel.sharded_checkpoints=true"]
+IN_PARTS = ["train.parallel.sharded_checkpoints=true", "train.checkpoint_async=true"]
 pytestmark = pytest.mark.timeout(2 * SECONDS)
 
 
@@ -45,10 +45,12 @@ def run_alone(folder: Path, settings: list[str], *, resume: bool = False, stop_a
 
 def test_two_processes_train_like_one(base, tmp_path):
     """DDP in two passes a step, FSDP2 in four with recomputation and a chunked loss, tensor parallel, context parallel;
-    DDP stopped by SIGTERM to rank 1, resumed alone; a run begun alone and resumed under FSDP2, in passes; a stall."""
+    DDP stopped by SIGTERM to rank 1, resumed alone, as is FSDP2 with checkpoints in parts and in the background; a run
+    begun alone and resumed under FSDP2, in passes; a stall."""
     run_alone(tmp_path / "one", base)
     run_alone(tmp_path / "begun alone", base, stop_at=10)
     memory = ["train.activation_checkpointing=true", "train.loss_chunk=100", "train.micro_batch_size=1"]
+    parts = [*base, *STRATEGIES["fsdp"], *IN_PARTS, "train.checkpoint_every=3"]
     slow = [*base, *STRATEGIES["ddp"], "train.parallel.stall_seconds=2"]
     jobs = [
         job(tmp_path / "ddp", [*base, *STRATEGIES["ddp"], "train.accumulate=2"]),
@@ -56,14 +58,16 @@ def test_two_processes_train_like_one(base, tmp_path):
         job(tmp_path / "tp", [*base, *STRATEGIES["tp"]]),
         job(tmp_path / "context", [*base, *STRATEGIES["context"], "train.micro_batch_size=4"]),
         job(tmp_path / "begun by two", [*base, *STRATEGIES["ddp"]], interrupt=[1, 10]),
+        job(tmp_path / "begun in parts", parts, interrupt=[1, 10]),
         job(tmp_path / "begun alone", [*base, *STRATEGIES["fsdp"], "train.micro_batch_size=3"], resume=True),
         job(tmp_path / "slow", slow, sleep=[1, 7, 60]),
     ]
     raised, codes, printed = run_together(tmp_path, jobs)
     for of_rank in raised:
-        assert [text and text[:11] for text in of_rank[:6]] == [None, None, None, None, "Interrupted", None], printed
-    run_alone(tmp_path / "begun by two", base, resume=True)
-    for name in ("ddp", "fsdp", "tp", "context", "begun by two", "begun alone"):
+        assert [text and text[:11] for text in of_rank[:7]] == [*[None] * 4, *["Interrupted"] * 2, None], printed
+    for name in ("begun by two", "begun in parts"):
+        run_alone(tmp_path / name, base, resume=True)
+    for name in ("ddp", "fsdp", "tp", "context", "begun by two", "begun in parts", "begun alone"):
         assert_same_training(tmp_path / name, tmp_path / "one")
         AutoModelForCausalLM.from_pretrained(tmp_path / name / "model")
     for code, (*_, last) in zip(codes, raised, strict=True):  # rank 0 stalls too, or finds that rank 1 has ended
@@ -114,7 +118,7 @@ def test_context_parallel_with_everything_else(base, tmp_path):
     jobs = [
         job(tmp_path / "four", [*base, "train.parallel.context_parallel=4"]),
         job(tmp_path / "with tp", [*base, *two, "train.parallel.tensor_parallel=2"]),
-        job(tmp_path / "begun alone", [*base, *two, *memory, *SHARDED], resume=True),
+        job(tmp_path / "begun alone", [*base, *two, *memory, *IN_PARTS], resume=True),
         job(tmp_path / "begun by four", [*base, *two], interrupt=[3, 10]),
         job(tmp_path / "packed by four", [*packed, *four]),
         job(tmp_path / "packed by heads", [*packed, *two, "train.parallel.context_parallel_method=heads"]),
@@ -133,7 +137,8 @@ def test_context_parallel_with_everything_else(base, tmp_path):
 @pytest.mark.slow
 def test_a_run_goes_on_over_any_number_of_processes(base, tmp_path):
     """Begun -> resumed: by 2 under tensor parallel -> alone under FSDP2; by 2 under FSDP2, in parts -> by 4 in a 2 x 2
-    grid; by 4 in a grid -> by 2 under DDP; alone -> by 2 under tensor parallel."""
+    grid; by 4 in a grid, in parts -> by 2 under
+    DDP; alone -> by 2 under tensor parallel."""
     run_alone(tmp_path / "one", base)
     run_alone(tmp_path / "1 to tp", base, stop_at=10)
     both = STRATEGIES["fsdp and tp"]
@@ -141,15 +146,15 @@ def test_a_run_goes_on_over_any_number_of_processes(base, tmp_path):
         tmp_path,
         [
             job(tmp_path / "tp to 1", [*base, *STRATEGIES["tp"]], interrupt=[0, 10]),
-            job(tmp_path / "parts to grid", [*base, *STRATEGIES["fsdp"], *SHARDED], interrupt=[1, 10]),
+            job(tmp_path / "parts to grid", [*base, *STRATEGIES["fsdp"], *IN_PARTS], interrupt=[1, 10]),
             job(tmp_path / "1 to tp", [*base, *STRATEGIES["tp"]], resume=True),
         ],
     )
     run_together(
         tmp_path,
         [
-            job(tmp_path / "parts to grid", [*base, *both, *SHARDED], resume=True),
-            job(tmp_path / "grid to ddp", [*base, *both], interrupt=[3, 10]),
+            job(tmp_path / "parts to grid", [*base, *both, *IN_PARTS], resume=True),
+            job(tmp_path / "grid to ddp", [*base, *both, *IN_PARTS], interrupt=[3, 10]),
         ],
         processes=4,
     )

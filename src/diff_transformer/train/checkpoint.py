@@ -5,20 +5,22 @@
 so. ``checkpoints/best.json`` names the checkpoint with the lowest validation loss.
 """
 
-import datetime
 import errno
-import hashlib
 import json
 import logging
 import os
-import platform
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any
 
 import torch
-from lightning.fabric.strategies import ModelParallelStrategy
+import torch.distributed as dist
+from torch.distributed.checkpoint.api import CheckpointException
 
 from diff_transformer.durable import (
     OLD,
@@ -31,12 +33,14 @@ from diff_transformer.durable import (
     require_room,
     write_whole,
 )
-from diff_transformer.train.launch import on_first_rank
-from diff_transformer.train.state import Snapshots, has_shards, plain_state, state_bytes
+from diff_transformer.train.launch import of_every_rank, on_first_rank
+from diff_transformer.train.manifest import HashingFile, damage, read_manifest, write_manifest
+from diff_transformer.train.shards import ShardWriter, load_shards, make_stager, write_shards
+from diff_transformer.train.state import has_shards, plain_state, state_bytes
 
 logger = logging.getLogger("diff_transformer")
 
-STATE, MANIFEST, FORMAT = "state.ckpt", "manifest.json", 1
+STATE = "state.ckpt"
 _DAMAGED, _REPLACED = ".damaged", ".replaced"
 
 
@@ -68,60 +72,21 @@ def best_checkpoint(folder: Path) -> Path | None:
     return min(losses)[1] if losses else None
 
 
-def save_checkpoint(
-    fabric,
-    folder: Path,
-    step: int,
-    state: dict[str, Any],
-    *,
-    keep: int = 2,
-    keep_best: bool = True,
-    validation_loss: float | None = None,
-) -> Path:
-    """Write ``state`` as the checkpoint of ``step``. Every rank calls it.
+def save_checkpoint(fabric, folder: Path, step: int, state: dict[str, Any], **options) -> Path:
+    """Write ``state`` as the checkpoint of ``step`` and return its path. Every rank calls it; options of ``Saver``."""
+    validation_loss = options.pop("validation_loss", None)
+    Saver(fabric, folder, **options).save(step, state, validation_loss)
+    return checkpoint_path(folder, step)
 
-    The files are written to a temporary folder, flushed to the disk and renamed together. They are read back from
-    the disk before older checkpoints are removed.
+
+def choose_checkpoint(
+    folder: Path, found: list[Path] | None = None, damage: Callable[[Path], str | None] = damage
+) -> tuple[Path | None, list[str]]:
+    """The newest undamaged checkpoint, and a note for each newer one that is damaged.
 
     Args:
-        state: modules, optimizers and plain values. If the model is sharded, every rank writes its part.
-        keep: number of newest checkpoints that stay.
-        keep_best: whether the checkpoint with the lowest validation loss stays too.
-        validation_loss: the loss measured at this step, if it was.
-
-    Raises:
-        DiskError: if it cannot be written, with the folder, the bytes needed and free. Older checkpoints are intact.
-    """
-    options: dict[str, Any] = {"keep": keep, "keep_best": keep_best, "validation_loss": validation_loss}
-    if not has_shards(state):
-        plain = plain_state(state)
-        world = getattr(fabric, "world_size", 1)
-        return on_first_rank(fabric, lambda: write_checkpoint(folder, step, plain, world_size=world, **options))
-    write = _Write(folder, step, state_bytes(state))
-    on_first_rank(fabric, write.prepare)
-    try:
-        fabric.save(write.partial / STATE, state)
-    except Exception as error:
-        if fabric.is_global_zero:
-            remove(write.partial)
-        raise write.failed(error) from error
-    return on_first_rank(fabric, lambda: write.publish({}, world_size=fabric.world_size, **options))
-
-
-def write_checkpoint(folder: Path, step: int, state: dict[str, Any], *, world_size: int = 1, **options) -> Path:
-    """As ``save_checkpoint``, for a state from ``plain_state`` and from this process alone."""
-    write = _Write(folder, step, state_bytes(state))
-    write.prepare()
-    try:
-        checksum = write_state(write.partial / STATE, state)
-    except Exception as error:
-        remove(write.partial)
-        raise write.failed(error) from error
-    return write.publish({STATE: checksum}, world_size=world_size, **options)
-
-
-def choose_checkpoint(folder: Path) -> tuple[Path | None, list[str]]:
-    """The newest undamaged checkpoint, and a note for each newer one that is damaged.
+        found: the complete checkpoints by step; None looks for them.
+        damage: says what is wrong with a checkpoint.
 
     Returns:
         (None, []) if there is no checkpoint at all.
@@ -129,7 +94,7 @@ def choose_checkpoint(folder: Path) -> tuple[Path | None, list[str]]:
     Raises:
         CheckpointError: if every checkpoint is damaged. Nothing is removed.
     """
-    found = _complete(folder)
+    found = _complete(folder) if found is None else found
     broken: list[str] = []
     for path in reversed(found):
         wrong = damage(path)
@@ -145,7 +110,7 @@ def choose_checkpoint(folder: Path) -> tuple[Path | None, list[str]]:
 
 
 def load_checkpoint(fabric, folder: Path, state: dict[str, Any]) -> list[str]:
-    """Load the newest undamaged checkpoint into ``state``, if there is any. Every rank calls it.
+    """Load the newest undamaged checkpoint into ``state``, if there is any. Every rank calls it and reads a part.
 
     Newer checkpoints, which are damaged, are renamed to ``NAME.damaged``.
 
@@ -153,74 +118,113 @@ def load_checkpoint(fabric, folder: Path, state: dict[str, Any]) -> list[str]:
         A note for each damaged checkpoint; the notes are also logged as warnings.
 
     Raises:
-        CheckpointError: if there are checkpoints but all are damaged, one holds pickled code, or one is in parts and
-            the strategy is not FSDP2.
+        CheckpointError: if there are checkpoints but all are damaged, one does not fit, or one holds pickled code.
     """
 
-    def choose():
+    def look() -> list[Path]:
         _put_back(folder)
-        path, notes = choose_checkpoint(folder)
+        return _complete(folder)
+
+    def tidy() -> None:
         for note in notes:
             logger.warning("%s", note)
-        for newer in _complete(folder):
+        for newer in found:
             if path is not None and newer > path:
                 _set_aside(newer)
-        return path, notes
 
-    path, notes = on_first_rank(fabric, choose)
+    def damage_in_parts(path: Path) -> str | None:
+        part = slice(getattr(fabric, "global_rank", 0), None, getattr(fabric, "world_size", 1))
+        return next((wrong for wrong in of_every_rank(damage(path, part=part)) if wrong is not None), None)
+
+    found = on_first_rank(fabric, look)
+    path, notes = choose_checkpoint(folder, found, damage_in_parts)
+    on_first_rank(fabric, tidy)
     if path is not None:
-        if (path / STATE).is_dir() and not isinstance(fabric.strategy, ModelParallelStrategy):
-            raise CheckpointError(
-                f"{path / STATE} is in parts (train.parallel.sharded_checkpoints), which only FSDP2 reads: resume with "
-                "--set train.parallel.strategy=fsdp, on any number of processes, one too"
-            )
-        try:
-            fabric.load(path / STATE, state, weights_only=True)
-        except UnpicklingError:
-            raise CheckpointError(
-                f"{path / STATE} holds more than tensors, numbers and texts, which could run code: no run of this "
-                f"package wrote it. Nothing of it was loaded; restore it from a copy, or remove {path} to continue "
-                "from the checkpoint before"
-            ) from None
+        _load(fabric, path, state)
     return notes
+
+
+def _load(fabric, path: Path, state: dict[str, Any]) -> None:
+    try:
+        if (path / STATE).is_dir():
+            load_shards(path / STATE, state)
+        else:
+            fabric.load(path / STATE, state, weights_only=True)
+    except (UnpicklingError, CheckpointException, OSError) as error:
+        cause = _cause(error)
+        if not isinstance(cause, UnpicklingError):
+            raise CheckpointError(f"{path / STATE} cannot be loaded: {cause}") from error
+        raise CheckpointError(
+            f"{path / STATE} holds more than tensors, numbers and texts, which could run code: no run of this "
+            f"package wrote it. Nothing of it was loaded; restore it from a copy, or remove {path} to continue "
+            "from the checkpoint before"
+        ) from None
 
 
 class Saver:
     """Writes the checkpoints of a run, while training waits or in the background, with the same guarantees.
+
+    The files are written to a temporary folder, flushed to the disk and renamed together. They are read back from
+    the disk before older checkpoints are removed. If the model is sharded, every rank writes and reads back its part.
 
     In the background, ``save`` copies the state to main memory and a thread writes the copy; this needs memory for one
     more state. One checkpoint is written at a time: ``save`` waits for the previous one and raises its error. Call
     ``wait`` before telling anybody that a state is saved.
 
     Args:
-        keep, keep_best: as in ``save_checkpoint``.
+        keep: number of newest checkpoints that stay.
+        keep_best: whether the checkpoint with the lowest validation loss stays too.
     """
 
     def __init__(self, fabric, folder: Path, *, keep: int = 2, keep_best: bool = True, background: bool = False):
         self._fabric, self._folder = fabric, folder
-        self._options: dict[str, Any] = {"keep": keep, "keep_best": keep_best}
-        self._snapshots = Snapshots()
+        self._options: dict[str, Any] = {
+            "world_size": getattr(fabric, "world_size", 1), "keep": keep, "keep_best": keep_best,
+        }  # fmt: skip
+        self._stager = make_stager() if background else None
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="checkpoint") if background else None
-        self._writing: Future | None = None
+        self._group: dist.ProcessGroup | None = None
+        self._finish: Callable[[], object] | None = None  # returns when what is being written is on the disk
 
     def save(self, step: int, state: dict[str, Any], validation_loss: float | None = None) -> None:
-        """Save ``state`` as the checkpoint of ``step``. Every rank calls it.
+        """Save ``state``, modules, optimizers and plain values, as the checkpoint of ``step``. Every rank calls it.
+
+        Args:
+            validation_loss: the loss measured at this step, if it was.
 
         Raises:
-            DiskError: if this checkpoint, or the previous one in the background, cannot be written.
-            ValueError: for a sharded model in the background.
+            DiskError: if this checkpoint, or the previous one in the background, cannot be written, with the folder,
+                the bytes needed and free. Older checkpoints are intact.
         """
-        options: dict[str, Any] = {**self._options, "validation_loss": validation_loss}
-        if self._pool is None:
-            save_checkpoint(self._fabric, self._folder, step, state, **options)
-            return
-        if has_shards(state):
-            raise ValueError("train.checkpoint_async copies whole tensors, and this model is sharded; set it to false")
         self.wait()
-        if self._fabric.is_global_zero:
-            world = self._fabric.world_size
-            copied = self._snapshots.take(state)
-            self._writing = self._pool.submit(write_checkpoint, self._folder, step, copied, world_size=world, **options)
+        write = _Write(self._folder, step, state_bytes(state), validation_loss=validation_loss, **self._options)
+        self._finish = self._start_shards(write, state) if has_shards(state) else self._start_whole(write, state)
+        if self._pool is None:
+            self.wait()
+
+    def _start_whole(self, write: "_Write", state: dict[str, Any]) -> Callable[[], object]:
+        plain = plain_state(state)
+        action: Callable[[], object] = partial(write.whole, plain)
+        if self._pool is not None and self._stager is not None and self._fabric.is_global_zero:
+            staged: Any = self._stager.stage(plain)
+            action = self._pool.submit(write.whole, staged).result
+        return partial(on_first_rank, self._fabric, action)
+
+    def _start_shards(self, write: "_Write", state: dict[str, Any]) -> Callable[[], object]:
+        if self._group is None:
+            self._group = dist.new_group(backend="gloo")
+        parts = {key: plain for key, plain in plain_state(state).items() if has_shards({key: plain})}
+        rest = {key: value for key, value in state.items() if key not in parts}
+        writer = ShardWriter(write.partial / STATE, rest, prepare=write.prepare, publish=write.publish_shards)
+        written = write_shards(parts, writer, self._group, self._stager)
+
+        def finish() -> None:
+            try:
+                written()
+            except CheckpointException as error:
+                raise write.failed(_cause(error)) from error
+
+        return finish
 
     def wait(self) -> None:
         """Return once the state given to ``save`` is on the disk. Every rank calls it.
@@ -228,119 +232,30 @@ class Saver:
         Raises:
             DiskError: if it could not be written.
         """
-        writing, self._writing = self._writing, None
-        if self._pool is not None:
-            on_first_rank(self._fabric, lambda: None if writing is None else (writing.result(), None)[1])
+        finish, self._finish = self._finish, None
+        if finish is not None:
+            finish()
 
     def close(self) -> None:
-        """End the thread after its last write. ``wait`` raises the errors, this does not."""
+        """End the threads after their last write. ``wait`` raises the errors, this does not."""
         if self._pool is not None:
             self._pool.shutdown()
-
-
-def write_manifest(
-    folder: Path, *, step: int, world_size: int, validation_loss: float | None, checksums: dict[str, str] | None = None
-) -> None:
-    """Write ``manifest.json`` for the files in ``folder``: their sizes and SHA-256, and its own SHA-256.
-
-    Args:
-        checksums: known checksums by path in ``folder``. The other files are read.
-    """
-    paths, known = _files(folder), checksums or {}
-    with ThreadPoolExecutor(_threads(paths)) as pool:
-        sums = list(pool.map(lambda path: known.get(str(path.relative_to(folder))) or _checksum(path), paths))
-    manifest = {
-        "format": FORMAT,
-        "step": step,
-        "world_size": world_size,
-        "validation_loss": validation_loss,
-        "created": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "versions": {"torch": torch.__version__, "python": platform.python_version()},
-        "files": {
-            str(path.relative_to(folder)): {"bytes": path.stat().st_size, "sha256": checksum}
-            for path, checksum in zip(paths, sums, strict=True)
-        },
-    }
-    write_whole(folder / MANIFEST, json.dumps({**manifest, "sha256": _own_checksum(manifest)}, indent=1) + "\n")
-
-
-def read_manifest(folder: Path) -> dict:
-    """The manifest of the checkpoint in ``folder``.
-
-    Raises:
-        ValueError: if it is missing, is not a manifest, or does not have its own checksum.
-    """
-    path = folder / MANIFEST
-    try:
-        manifest = json.loads(path.read_text(encoding="utf-8"))
-        said = manifest.pop("sha256")
-        files, step = dict(manifest["files"]), int(manifest["step"])
-    except FileNotFoundError:
-        raise ValueError(f"{MANIFEST} is missing") from None
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"{MANIFEST} is damaged ({type(error).__name__})") from None
-    if said != _own_checksum(manifest):
-        raise ValueError(f"{MANIFEST} is damaged (its checksum differs)")
-    return {**manifest, "files": files, "step": step}
-
-
-def damage(folder: Path, *, from_disk: bool = False) -> str | None:
-    """What is wrong with the checkpoint in ``folder``; None if every file has the size and checksum of the manifest.
-
-    Args:
-        from_disk: drop the files from the page cache first, so that the disk is read.
-    """
-    try:
-        files = read_manifest(folder)["files"]
-    except ValueError as error:
-        return str(error)
-    for name, entry in files.items():
-        path = folder / name
-        if not path.is_file():
-            return f"{name} is missing"
-        if path.stat().st_size != entry["bytes"]:
-            return f"{name} has {path.stat().st_size:,} bytes instead of {entry['bytes']:,}"
-        if from_disk:
-            _drop_from_page_cache(path)
-    with ThreadPoolExecutor(_threads(list(files))) as pool:
-        try:
-            sums = list(pool.map(_checksum, [folder / name for name in files]))
-        except OSError as error:
-            return f"it cannot be read ({error})"
-    wrong = [name for (name, entry), found in zip(files.items(), sums, strict=True) if entry["sha256"] != found]
-    return f"the checksum of {', '.join(wrong)} differs" if wrong else None
-
-
-class _HashingFile:
-    """A file that computes the SHA-256 of what is written to it."""
-
-    def __init__(self, file):
-        self._file, self.digest = file, hashlib.sha256()
-
-    def write(self, data) -> int:
-        self._file.write(data)
-        self.digest.update(data)
-        return memoryview(data).nbytes
-
-    def flush(self) -> None:
-        self._file.flush()
+        if self._stager is not None:
+            self._stager.close()
 
 
 def write_state(path: Path, state: dict[str, Any]) -> str:
     """Write ``state`` with ``torch.save``, flush it to the disk and return its SHA-256.
 
-    The checksum is computed from the bytes that the serialiser gives, not from the file, so that comparing the two
-    finds errors of the disk.
-
     Raises:
         OSError: if the write fails.
     """
     with path.open("wb") as file:
-        hashing = _HashingFile(file)
+        hashing = HashingFile(file)
         torch.save(state, hashing)  # ty: ignore[invalid-argument-type]  (it has the methods that torch.save calls)
         file.flush()
         os.fsync(file.fileno())
-    return hashing.digest.hexdigest()
+    return hashing.checksum
 
 
 def _complete(folder: Path) -> list[Path]:
@@ -348,63 +263,77 @@ def _complete(folder: Path) -> list[Path]:
     return sorted(path for path in (folder / "checkpoints").glob("step-*") if path.name[5:].isdigit())
 
 
+@dataclass
 class _Write:
-    """One write of a checkpoint: to a temporary folder (``prepare``), which then gets the final name (``publish``).
+    """One write of a checkpoint: to a temporary folder (``prepare``), which then gets the final name (``publish``)."""
 
-    Args:
-        needed: bytes of the state.
-    """
+    folder: Path
+    step: int
+    needed: int  # bytes of the state
+    world_size: int
+    validation_loss: float | None
+    keep: int
+    keep_best: bool
 
-    def __init__(self, folder: Path, step: int, needed: int):
-        self.folder, self.step, self.needed = folder, step, needed
-        self.final = checkpoint_path(folder, step)
-        self.partial = self.final.with_name(self.final.name + PARTIAL)
+    @property
+    def final(self) -> Path:
+        return checkpoint_path(self.folder, self.step)
+
+    @property
+    def partial(self) -> Path:
+        return self.final.with_name(self.final.name + PARTIAL)
+
+    def whole(self, state: dict[str, Any]) -> None:
+        """Write a state of ``plain_state``, from this process alone."""
+        try:
+            self.prepare()
+            self.publish({STATE: write_state(self.partial / STATE, state)})
+        except Exception as error:
+            raise self.failed(error) from error
 
     def prepare(self) -> None:
         """Make an empty folder to write to, on a disk with enough room; remove what interrupted writes left."""
         place = self.partial.parent
-        try:
-            place.mkdir(parents=True, exist_ok=True)
-            _put_back(self.folder)
-            for left in [*place.glob(f"step-*{PARTIAL}"), *place.glob(f"step-*{OLD}")]:
-                remove(left)
-            require_room(place, self.needed, f"the checkpoint of step {self.step}")
-            self.partial.mkdir()
-        except OSError as error:
-            raise self.failed(error) from error
+        place.mkdir(parents=True, exist_ok=True)
+        _put_back(self.folder)
+        for left in [*place.glob(f"step-*{PARTIAL}"), *place.glob(f"step-*{OLD}")]:
+            remove(left)
+        require_room(place, self.needed, f"the checkpoint of step {self.step}")
+        self.partial.mkdir()
 
-    def publish(
-        self,
-        checksums: dict[str, str],
-        *,
-        world_size: int,
-        keep: int = 2,
-        keep_best: bool = True,
-        validation_loss: float | None = None,
-    ) -> Path:
-        """Write the manifest, give the folder its final name, read it back, remove older checkpoints."""
-        about: dict[str, Any] = {"step": self.step, "world_size": world_size, "validation_loss": validation_loss}
-        try:
-            write_manifest(self.partial, **about, checksums=checksums)
-            flush_tree(self.partial)
-            _replace(self.partial, self.final)
-            wrong = damage(self.final, from_disk=True)
-            if wrong:
-                _set_aside(self.final)
-                raise DiskError(errno.EIO, f"{self.final} was written but reads back damaged: {wrong}")
-            _forget_older(self.folder, self.final, keep, keep_best)
-        except OSError as error:
+    def publish_shards(self, checksums: dict[str, str]) -> None:
+        """As ``publish``, with checksums by name of shard. The shards were read back already."""
+        known = {f"{STATE}/{name}": checksum for name, checksum in checksums.items()}
+        self.publish(known, but=known)
+
+    def publish(self, checksums: dict[str, str], *, but: Iterable[str] = ()) -> None:
+        """Write the manifest, give the folder its final name, read back its files ``but`` some, remove older ones."""
+        write_manifest(
+            self.partial, step=self.step, world_size=self.world_size, validation_loss=self.validation_loss,
+            checksums=checksums,
+        )  # fmt: skip
+        flush_tree(self.partial)
+        _replace(self.partial, self.final)
+        wrong = damage(self.final, from_disk=True, but=but)
+        if wrong:
+            _set_aside(self.final)
+            raise DiskError(errno.EIO, f"{self.final} was written but reads back damaged: {wrong}")
+        _forget_older(self.folder, self.final, self.keep, self.keep_best)
+
+    def failed(self, error: BaseException) -> DiskError:
+        """Remove what was written; the error with the folder, the bytes needed, what is intact, and what to do."""
+        with suppress(OSError):
             remove(self.partial)
-            raise self.failed(error) from error
-        return self.final
-
-    def failed(self, error: Exception) -> DiskError:
-        """The error with the folder, the bytes needed, which checkpoint is intact, and what to do."""
         if not isinstance(error, DiskError):
             error = explained(error, self.final.parent, self.needed, f"the checkpoint of step {self.step}")
         last = latest_checkpoint(self.folder)
         kept = f"{last} is intact" if last is not None else "there is no earlier checkpoint"
         return DiskError(error.errno, f"{error.strerror}; {kept}. Once this is fixed, continue with --resume")
+
+
+def _cause(error: BaseException) -> BaseException:
+    """What went wrong in the first process that failed."""
+    return next(iter(error.failures.values()))[0] if isinstance(error, CheckpointException) else error
 
 
 def _replace(partial: Path, final: Path) -> None:
@@ -447,26 +376,3 @@ def _set_aside(path: Path) -> None:
     aside = path.with_name(path.name + _DAMAGED)
     remove(aside)
     os.replace(path, aside)
-
-
-def _files(folder: Path) -> list[Path]:
-    return sorted(path for path in folder.rglob("*") if path.is_file() and path.relative_to(folder) != Path(MANIFEST))
-
-
-def _threads(paths: list) -> int:
-    return max(1, min(len(paths), os.cpu_count() or 1, 8))
-
-
-def _checksum(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def _own_checksum(manifest: dict) -> str:
-    return hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
-
-
-def _drop_from_page_cache(path: Path) -> None:
-    if hasattr(os, "posix_fadvise"):
-        with path.open("rb") as file:
-            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)

@@ -94,7 +94,8 @@ class ParallelConfig:
     context_parallel_method: str = "gather"
     devices: int = 0  # processes on this machine; 0 for what torchrun starts, or one
     num_nodes: int = 0  # machines; 0 for what torchrun starts, or one
-    sharded_checkpoints: bool = False  # with "fsdp": each process writes its part instead of sending it to rank 0
+    # with "fsdp": each process writes, hashes and checks its part of a checkpoint instead of sending it to rank 0
+    sharded_checkpoints: bool = False
     # end the run and name the process that holds up the others if none makes progress for this long; 0 for never
     stall_seconds: float = 600.0
 
@@ -139,7 +140,7 @@ class TrainConfig:
     checkpoint_every: int = 200  # steps
     checkpoint_keep: int = 2  # number of newest checkpoints that stay
     checkpoint_best: bool = True  # whether the checkpoint with the lowest validation loss stays too
-    checkpoint_async: bool = False  # write checkpoints in the background; needs memory for one more state
+    checkpoint_async: bool = False  # write checkpoints in the background; needs main memory for one more state
     # what a layer recomputes in the backward pass: "none", "selective" (all but products and attention), "full", or
     # "auto", the first of these that fits the device's memory; true means "full", false "none"
     activation_checkpointing: str | bool = "none"

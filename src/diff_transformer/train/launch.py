@@ -35,6 +35,17 @@ def on_first_rank(fabric, action: Callable[[], Any]) -> Any:
     return outcome
 
 
+def of_every_rank(value: Any) -> list[Any]:
+    """The ``value`` of each process, by rank. Every process calls it."""
+    import torch.distributed as dist
+
+    if not dist.is_initialized():
+        return [value]
+    values: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
+
+
 def torchrun_options(parallel: ParallelConfig) -> list[str]:
     """torchrun's options for the processes that ``parallel`` asks for."""
     machines = max(1, parallel.num_nodes)

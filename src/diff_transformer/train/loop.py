@@ -185,15 +185,16 @@ class Run:
                     at(step, "validation")
                     values |= self._validation()
                 if values:
-                    log.write(done, values)
+                    log.write(done, values | speed.checkpoints())
                     speed = _Speed()
                 if progress is not None:
                     progress(done, values)
                 stopping = done < settings.steps and (outcome.stop or (stop() and self.fabric.world_size == 1))
                 if stopping or self._due(done, settings.checkpoint_every):
                     at(step, "checkpoint")
-                    log.flush()
-                    self.saver.save(done, self.state.to_save(done), values.get("validation_loss"))
+                    with speed.standing_still():
+                        log.flush()
+                        self.saver.save(done, self.state.to_save(done), values.get("validation_loss"))
                 if stopping:
                     raise self._interrupted(done, stop)
             at(settings.steps - 1, "checkpoint")
@@ -283,10 +284,20 @@ def deterministic_algorithms(wanted: bool) -> Generator[None]:
 
 
 class _Speed:
-    """Training speed since this object was made."""
+    """Training speed since this object was made, and the time for which checkpoints stopped training."""
 
     def __init__(self):
-        self.tokens, self._start = 0, time.perf_counter()
+        self.tokens, self._start, self._stood = 0, time.perf_counter(), 0.0
 
     def tokens_per_second(self) -> float:
         return self.tokens / (time.perf_counter() - self._start)
+
+    @contextmanager
+    def standing_still(self) -> Generator[None]:
+        start = time.perf_counter()
+        yield
+        self._stood += time.perf_counter() - start
+
+    def checkpoints(self) -> dict[str, float]:
+        """A value of the log; none if there was no checkpoint."""
+        return {"checkpoint_seconds": self._stood} if self._stood else {}

@@ -24,6 +24,7 @@ GROUPS = {  # key of a line -> name of its TensorBoard scalar, or group of its s
     "head_norm_gain": "head norm gain",
     "tokens_per_second": "speed/tokens per second",
     "mfu": "speed/mfu",
+    "checkpoint_seconds": "speed/checkpoint seconds",
     "memory_bytes": "memory/bytes",
     "peak_memory_bytes": "memory/peak bytes",
 }

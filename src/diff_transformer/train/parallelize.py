@@ -46,7 +46,6 @@ def make_fabric(config: RunConfig) -> Fabric:
             partial(shard, precision=config.train.precision, compiled=config.train.compile),
             data_parallel_size=world // parallel.tensor_parallel,
             tensor_parallel_size=parallel.tensor_parallel,
-            save_distributed_checkpoint=parallel.sharded_checkpoints,
         )
     precision: Any = config.train.precision
     fabric = Fabric(accelerator="auto", devices=processes, num_nodes=nodes, strategy=strategy, precision=precision)

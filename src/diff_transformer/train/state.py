@@ -20,13 +20,15 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.tensor import DTensor
 
+from diff_transformer.train.launch import of_every_rank
+
 
 class TrainingState:
     """The state of a run: model, optimizer, number of finished steps, random state of every process.
 
     Args:
         sharded_files: if the model is sharded, every process writes its part to a separate file instead of sending
-            it to rank 0. Such a checkpoint loads over any number of processes, but only under FSDP2.
+            it to rank 0.
     """
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, *, sharded_files: bool = False):
@@ -35,7 +37,7 @@ class TrainingState:
 
     def to_load(self) -> dict[str, Any]:
         """The state that ``load_checkpoint`` loads into."""
-        optimizer = self.optimizer if self.in_parts else NamedOptimizer(self.model, self.optimizer)
+        optimizer = NamedOptimizer(self.model, self.optimizer)
         return {"model": self.model, "optimizer": optimizer, "step": 0, "random": []}
 
     def take(self, loaded: dict[str, Any], seed: int) -> int:
@@ -45,10 +47,11 @@ class TrainingState:
 
     def to_save(self, step: int) -> dict[str, Any]:
         """The state after ``step`` steps, for ``save_checkpoint``. Every process calls it."""
-        rest = {"step": step, "random": _random_states()}
+        rest = {"step": step, "random": of_every_rank(random_state())}
         if self.in_parts:
-            return {"model": self.model, "optimizer": self.optimizer, **rest}
-        optimizer = NamedOptimizer(self.model, self.optimizer).state_dict()
+            optimizer = NamedOptimizer(self.model, self.optimizer).state_dict()
+            return {"model": self.model.state_dict(), "optimizer": optimizer, **rest}
+        optimizer = get_optimizer_state_dict(self.model, self.optimizer, options=_whole(self.model))
         return {"model": whole_weights(self.model), "optimizer": optimizer, **rest}
 
 
@@ -79,54 +82,20 @@ def is_sharded(model: nn.Module) -> bool:
 
 
 class NamedOptimizer:
-    """An optimizer's state under the names of its model's parameters; whole on rank 0 if parameters are sharded.
+    """An optimizer whose state is under the names of its model's parameters, and sharded as they are.
 
-    Every process calls ``state_dict`` and ``load_state_dict``. The state loads over any number of processes.
+    Every process calls ``state_dict`` and ``load_state_dict``, which also takes a whole state.
     """
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer):
         self.model, self.optimizer = model, optimizer
 
     def state_dict(self) -> dict[str, Any]:
-        return get_optimizer_state_dict(self.model, self.optimizer, options=_whole(self.model))
+        return get_optimizer_state_dict(self.model, self.optimizer)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        options = StateDictOptions(full_state_dict=True)
+        options = StateDictOptions(full_state_dict=not has_shards(state))
         set_optimizer_state_dict(self.model, self.optimizer, optim_state_dict=state, options=options)
-
-
-class Snapshots:
-    """Copies states into main memory, reusing its buffers (pinned if the state is on a GPU)."""
-
-    def __init__(self):
-        self._buffers: dict[tuple, Tensor] = {}
-
-    def take(self, state: dict[str, Any]) -> dict[str, Any]:
-        """``plain_state(state)`` with every tensor copied. The next ``take`` overwrites the copies.
-
-        Tensors that share memory (tied weights) share their copy.
-        """
-        copied: dict[tuple, Tensor] = {}
-        taken = self._copy(plain_state(state), (), copied)
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()
-        return taken
-
-    def _copy(self, value: Any, place: tuple, copied: dict[tuple, Tensor]) -> Any:
-        if isinstance(value, dict):
-            return {key: self._copy(item, (*place, key), copied) for key, item in value.items()}
-        if isinstance(value, list | tuple):
-            return type(value)(self._copy(item, (*place, i), copied) for i, item in enumerate(value))
-        if not isinstance(value, Tensor):
-            return value
-        memory = (value.device, value.data_ptr(), value.dtype, value.shape, value.stride())
-        if value.numel() == 0 or memory not in copied:
-            buffer = self._buffers.get(place)
-            if buffer is None or buffer.shape != value.shape or buffer.dtype != value.dtype:
-                buffer = torch.empty_like(value, device="cpu", pin_memory=value.is_cuda)
-                self._buffers[place] = buffer
-            copied[memory] = buffer.copy_(value.detach(), non_blocking=True)
-        return copied[memory]
 
 
 def plain_state(state: dict[str, Any]) -> dict[str, Any]:
@@ -192,15 +161,6 @@ def set_random_state(state: dict[str, Any]) -> None:
 
 def _whole(model: nn.Module) -> StateDictOptions:
     return StateDictOptions(full_state_dict=True, cpu_offload=is_sharded(model))
-
-
-def _random_states() -> list[dict[str, Any]]:
-    """``random_state`` of every process, by rank."""
-    if not dist.is_initialized():
-        return [random_state()]
-    states: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(states, random_state())
-    return states
 
 
 def _take_random_state(states: list[dict[str, Any]], seed: int, step: int) -> None:

@@ -176,6 +176,7 @@ def _cluster(*, steps: int, batch_size: int, length: int) -> TrainConfig:
         validate_every=1000,
         validation_rows=256,
         checkpoint_every=500,
+        checkpoint_async=True,
         activation_checkpointing="auto",
         loss_chunk=4096,
         compile=True,
