@@ -84,7 +84,7 @@ def differences():
     return found
 
 
-PAGES = ("README.md", "docs/faq.md", "docs/reproduction.md", "figures/desk/README.md")
+PAGES = ("README.md", "docs/faq.md", "docs/findings.md", "docs/reproduction.md", "figures/desk/README.md")
 
 
 @pytest.mark.parametrize("page", PAGES)

@@ -108,20 +108,35 @@ def slope(cells: Cells, side: str, baseline: str, measure: Measure) -> Row | Non
     return Row(name, math.nan, math.nan, spread, verdict(spread, measure.better), len(slopes), paired_p_value(slopes))
 
 
+def primary(cells: Cells) -> str:
+    """The primary outcome, and whether the gain grows with noise; "" before there is anything to compare."""
+    rows = [row for b in BASELINES for m in (ACCURACY, STEPS) if (row := over_grid(cells, SIDE, b, m))]
+    if not rows:
+        return ""
+    parts = [f"**Primary outcome**, over the informative settings of the grid{_undecided(cells)}"]
+    parts.append(summary(corrected(rows), "p after Holm"))
+    if further := [row for b in BASELINES for m in (ACCURACY, STEPS) if (row := slope(cells, SIDE, b, m))]:
+        parts += ["**Does the gain grow with noise?** (exploratory)", summary(further)]
+    return "\n\n".join(parts)
+
+
 def tables(cells: Cells) -> str:
     """What stands between the README's markers."""
-    parts = [progress(cells)]
-    primary = [row for b in BASELINES for m in (ACCURACY, STEPS) if (row := over_grid(cells, SIDE, b, m))]
-    if primary:
-        parts.append("**Primary outcome**, over the informative settings of the grid")
-        parts.append(summary(corrected(primary), "p after Holm"))
-        further = [row for b in BASELINES for m in (ACCURACY, STEPS) if (row := slope(cells, SIDE, b, m))]
-        if further:
-            parts += ["**Does the gain grow with noise?**", summary(further)]
+    parts = [progress(cells), primary(cells)]
     if any(where in cells for where in GRID):
         parts += ["![Accuracy while the models are trained](recall.svg)", by_setting(cells)]
     parts.append(sweep(cells))
     return "\n\n".join(part for part in parts if part)
+
+
+def core_runs(cells: Cells) -> int:
+    """Finished runs of the core."""
+    return sum(seed in cells.get(w, {}).get(s, {}) for seed in SEEDS for w in GRID for s in CORE)
+
+
+def _undecided(cells: Cells) -> str:
+    finished = core_runs(cells) == len(SEEDS) * len(GRID) * len(CORE)
+    return "" if finished else ". The core is not finished, so nothing is decided"
 
 
 def progress(cells: Cells) -> str:
@@ -139,9 +154,7 @@ def progress(cells: Cells) -> str:
         f"{name}"
         for name, specs in stages.items()
     ]
-    done = sum(seed in cells.get(w, {}).get(s, {}) for seed in SEEDS for w in GRID for s in CORE)
-    said = "" if done == len(stages["the core"]) else " The core is not finished, so nothing is decided."
-    return f"Finished: {'; '.join(counts)}.{said}"
+    return f"Finished: {'; '.join(counts)}{_undecided(cells)}."
 
 
 def by_setting(cells: Cells) -> str:
@@ -183,7 +196,7 @@ def _final(record: Record) -> str:
     return "diverged" if record.diverged else f"{record.curves['recall']['accuracy'][-1]:.2f}"
 
 
-PAGES = {HERE / "README.md": ("measured", tables)}
+PAGES = {HERE / "README.md": ("measured", tables), HERE.parents[1] / "docs" / "findings.md": ("recall", primary)}
 
 if __name__ == "__main__":
     sys.exit(study_command(sys.argv[1:], HERE, PAGES, recall_charts, curves=("recall", "validation")))
