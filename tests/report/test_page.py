@@ -105,7 +105,7 @@ def test_the_control_is_a_column_of_the_claims(results, controlled):
     cells = re.findall(r'<td data-label="Control">(.*?)</td>', page)
     assert len(cells) == len(controlled["claims"])
     assert "3.800 nats a token" in cells[0]
-    assert "difference +0.103, interval over 2 seeds +0.100 to +0.106" in cells[0]
+    assert "difference +0.103 (+0.100 to +0.106)" in cells[0]
     assert "against it: did not hold" in cells[0]
     assert 'data-label="Control">' not in render_page(results)
 

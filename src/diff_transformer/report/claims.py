@@ -72,12 +72,14 @@ def _control(claim: dict) -> list[Html]:
     control = as_dict(claim.get("control"))
     if not control:
         return [tag("span", DASH, class_="small")]
-    against = {"difference": control.get("difference"), "diff": claim.get("diff"), "softmax": control.get("values")}
+    difference = as_dict(control.get("difference"))
+    ends = [difference.get(k) for k in ("low", "mean", "high")]
+    low, middle, high = _amounts(ends, bool(difference.get("relative")))
     value = f"{control.get('here')} {claim.get('unit') or ''}".rstrip()
     verdict = str(control.get("verdict"))
     return [
         tag("span", tag("i", class_="swatch s1", aria_hidden="true"), value, class_="value"),
-        tag("span", interval(against), class_="small"),
+        tag("span", f"difference {middle}{f' ({low} to {high})' if low and high else ''}", class_="small"),
         tag("span", f"against it: {verdict if verdict in ICONS else 'undecided'}", class_="small"),
     ]
 
