@@ -100,6 +100,22 @@ def test_intervals_in_prose_are_those_of_the_record(page, differences):
         assert said in differences, f"{page}: {size} nats {side} ({low} to {high}, {seeds} seeds)"
 
 
+RECALL = re.compile(
+    r"is (\d\.\d{3})\s+higher\s+\(95 % interval (\d\.\d{3}) to (\d\.\d{3}), 5\s+seeds\)\s+than the\s+Transformer's"
+)
+
+
+def test_what_pages_say_of_recall_is_the_record():
+    """The first row of the primary outcome, as the study's page has it."""
+    study = (ROOT / "figures" / "recall" / "README.md").read_text()
+    row = next(line for line in study.splitlines() if "less Transformer: accuracy at the end, 3 settings" in line)
+    mean, low, high = re.search(r"\+([\d.]+) \(\+([\d.]+) to \+([\d.]+)\)", row).groups()
+    assert row.endswith("| held |")
+    assert "135 of 135 runs of the core" in study
+    for page in ("README.md", "docs/findings.md", "docs/reproduction.md"):
+        assert RECALL.findall((ROOT / page).read_text()) == [(mean, low, high)], page
+
+
 def test_what_it_says_of_the_objective_is_the_record(monkeypatch):
     """The two models are indistinguishable on the objective at one rate; at width 256 DIFF is certainly lower."""
     monkeypatch.syspath_prepend(str(DESK))
