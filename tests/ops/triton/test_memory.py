@@ -10,7 +10,7 @@ pytest.importorskip("triton", reason="the kernels are written in Triton")
 from triton.runtime.interpreter import InterpreterBuilder
 
 from diff_transformer.ops import diff_attention, diff_attention_decode, diff_attention_varlen
-from diff_transformer.ops.triton import backward, backward_form, forward, interpreted, operator
+from diff_transformer.ops.triton import backward, backward_form, deltas, forward, interpreted, operator
 from diff_transformer.testing import Inputs, make_inputs
 
 pytestmark = pytest.mark.skipif(not interpreted(), reason="counts what the interpreter does: TRITON_INTERPRET=1")
@@ -66,7 +66,7 @@ def inputs(attend, **sizes):
 def launched(monkeypatch):
     """(kernel, arguments) of every launch; nothing is computed."""
     found = []
-    for module in (forward, backward):
+    for module in (forward, deltas, backward):
         monkeypatch.setattr(
             module, "launch", lambda kernel, _, arguments, __: found.append((kernel.__name__, arguments))
         )

@@ -23,10 +23,9 @@ from diff_transformer.ops.triton.metadata import (
     describe,
     faults,
     needed_products,
-    products_of_loops,
     recording,
-    unguarded_arrivals,
 )
+from diff_transformer.ops.triton.ptx import products_of_loops, unguarded_arrivals
 
 GOOD = Compiled(
     name="kernel", capability=90, registers=168, spill_bytes=0, shared_bytes=227 * 1024, tensor_columns=0,

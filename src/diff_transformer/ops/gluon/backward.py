@@ -12,8 +12,8 @@ from diff_transformer.ops.gluon.bwd_dkdv import bwd_dkdv
 from diff_transformer.ops.gluon.bwd_dq import bwd_dq
 from diff_transformer.ops.gluon.forward import OPTIONS, descriptor
 from diff_transformer.ops.gluon.support import unsupported_backward_shapes, unsupported_by_tma
-from diff_transformer.ops.triton.backward import row_statistics
 from diff_transformer.ops.triton.call import Call
+from diff_transformer.ops.triton.deltas import row_statistics
 from diff_transformer.ops.triton.launching import transposed_like
 
 TILE = 64  # queries, and keys, of a tile: the height of a wgmma tile

@@ -21,6 +21,8 @@ from importlib import import_module
 from itertools import count
 from typing import Any, NamedTuple
 
+from diff_transformer.ops.triton.ptx import products_of_loops, unguarded_arrivals
+
 KIB = 1024
 OPTIONS = ("num_warps", "num_stages", "maxnreg")
 SERIALIZED = "wgmma.mma_async instructions are serialized"  # in ptxas' report, C7510 and its neighbours
@@ -129,102 +131,6 @@ def ptxas_report() -> Generator[io.StringIO]:
         yield report
 
 
-def products_of_loops(ptx: str, num_warps: int) -> tuple[int, ...]:
-    """Multiply-adds of the tensor cores in one turn of each innermost loop that has any, over all warps of a program.
-
-    They include what several warps compute alike because a tile is too small to be shared by all of them. What the
-    compiler peeled off a loop does not count.
-    """
-    blocks, following = _basic_blocks(ptx)
-    lines = ptx.splitlines()
-    counts = [sum(_products(lines[i], lines[:i], num_warps) for i in block) for block in blocks]
-    live = {0} | _reachable(0, set(range(len(blocks))), following)
-    following = [after if block in live else [] for block, after in enumerate(following)]
-    return tuple(filter(None, _innermost(live, following, counts)))
-
-
-def _basic_blocks(ptx: str) -> tuple[list[list[int]], list[list[int]]]:
-    """Line numbers of each basic block of a kernel's PTX, and the blocks that may follow it."""
-    blocks: list[list[int]] = [[]]
-    labels: dict[str, int] = {}
-    ends: dict[int, tuple[str | None, bool]] = {}  # target of the branch at a block's end; whether it always branches
-    for i, line in enumerate(ptx.splitlines()):
-        if found := re.match(r"\s*(\$L__BB\w+):", line):
-            blocks.append([])
-            labels[found[1]] = len(blocks) - 1
-        blocks[-1].append(i)
-        if found := re.match(r"\s*(@\S+\s+)?(?:bra\S*\s+(\$L__BB\w+)|ret);", line):
-            ends[len(blocks) - 1] = found[2], found[1] is None
-            blocks.append([])
-    following: list[list[int]] = []
-    for block in range(len(blocks)):
-        target, always = ends.get(block, (None, False))
-        following.append(
-            ([] if always or block + 1 == len(blocks) else [block + 1]) + ([labels[target]] if target else [])
-        )
-    return blocks, following
-
-
-def _innermost(among: set[int], following: list[list[int]], counts: list[int]) -> list[int]:
-    """The sum of ``counts`` over the blocks of each innermost loop that lies ``among`` these blocks."""
-    reach = {block: _reachable(block, among, following) for block in among}
-    found, done = [], set()
-    for block in sorted(among):
-        if block in done or block not in reach[block]:
-            continue
-        loop = {other for other in reach[block] if block in reach[other]}
-        done |= loop
-        entries = {
-            other for other in loop if any(other in following[i] for i in range(len(following)) if i not in loop)
-        }
-        inner = _innermost(loop - (entries or {min(loop)}), following, counts)
-        found += inner if any(inner) else [sum(counts[i] for i in loop)]
-    return found
-
-
-def _reachable(start: int, among: set[int], following: list[list[int]]) -> set[int]:
-    """The blocks that can be reached from ``start`` in one step or more without leaving ``among``."""
-    seen: set[int] = set()
-    open_ = [start]
-    while open_:
-        for block in following[open_.pop()]:
-            if block in among and block not in seen:
-                seen.add(block)
-                open_.append(block)
-    return seen
-
-
-def _products(line: str, before: list[str], num_warps: int) -> int:
-    """Multiply-adds of one line of PTX, over all warps that execute it."""
-    found = re.search(r"\b(wgmma\.mma_async|mma\.sync)\S*\.m(\d+)n(\d+)k(\d+)", line)
-    if found:
-        times = num_warps // 4 if found[1] == "wgmma.mma_async" else num_warps
-        return times * int(found[2]) * int(found[3]) * int(found[4])
-    found = re.search(r"\btcgen05\.mma\.\S*kind::f16\s+(.*);", line)
-    if not found:
-        return 0
-    register = found[1].split(",")[3].strip()  # the instruction descriptor (PTX ISA, 5th generation tensor cores)
-    value = next(said[1] for text in reversed(before) if (said := re.search(rf"mov\.\w+\s+{register}, (\d+)", text)))
-    columns, rows = int(value) >> 17 & 0x3F, int(value) >> 24 & 0x1F
-    return 16 * rows * 8 * columns * 16  # one thread issues it for the whole program
-
-
-def unguarded_arrivals(ptx: str) -> int:
-    """Number of arrivals at an mbarrier while other warps may still access shared memory.
-
-    One thread of a warpgroup arrives for all. That is safe if the warps met at a barrier after their last access.
-    """
-    found, guarded = 0, True
-    for line in ptx.splitlines():
-        if re.search(r"\bbar(rier)?\.(cta\.|warp\.)?sync\b", line):
-            guarded = True
-        elif re.search(r"\b(ld|st)\.shared|\b(ld|st)matrix", line):
-            guarded = False
-        elif "mbarrier.arrive." in line and "expect_tx" not in line:
-            found += not guarded
-    return found
-
-
 class Launch(NamedTuple):
     """The arguments of ``compile_in_subprocess`` that describe a launch."""
 
@@ -268,7 +174,7 @@ def recording(capability: int) -> Generator[list[Launch]]:
     """
     from unittest.mock import patch
 
-    from diff_transformer.ops.triton import backward, configurations, decode, forward
+    from diff_transformer.ops.triton import backward, configurations, decode, deltas, forward
 
     launches: list[Launch] = []
 
@@ -277,7 +183,7 @@ def recording(capability: int) -> Generator[list[Launch]]:
 
     table = configurations.table_for(divmod(capability, 10), SHARED_LIMIT[capability])
     with ExitStack() as patches:
-        for module in (forward, backward, decode):
+        for module in (forward, deltas, backward, decode):
             patches.enter_context(patch.object(module, "launch", record))
         patches.enter_context(patch.object(configurations, "INTERPRETED", False))
         patches.enter_context(patch.object(configurations, "table_of", lambda device: table))
