@@ -32,7 +32,8 @@ SHARES = {
     "hopper": 15,
     "correctness": 20,
     "compile": 6,
-    "attention": 30,
+    "attention_tune": 4,
+    "attention": 26,
     "attention_slow": 7,
     "attention_fp32": 3,
     "decode": 14,
@@ -110,8 +111,7 @@ def run_stage(stage: str, budget: float, dry: bool, folder: Path, earlier: Path 
         process.start()
         process.join(budget)
         status = "stopped" if process.is_alive() else ENDS.get(process.exitcode, "failed")
-        if status == "stopped":
-            _kill(process)
+        _kill(process)
         said = error.read_text()[-2000:] if error.exists() else ""
     if status == "failed":
         said = said or f"exit code {process.exitcode}"
@@ -125,7 +125,7 @@ def run_stage(stage: str, budget: float, dry: bool, folder: Path, earlier: Path 
 
 
 def _kill(process: Any) -> None:
-    """The stage and what it started, pytest for one."""
+    """The stage, if it still runs, and what it started and left, pytest for one."""
     try:
         os.killpg(process.pid, signal.SIGKILL)
     except ProcessLookupError:  # it has no group of its own yet

@@ -16,6 +16,7 @@ RESULTS = ROOT / "benchmarks" / "results"
 INSTALLED = {
     "attention_gpu": ("attention_slow", "attention"),  # whose baselines are kept
     "attention_gpu_fp32": ("attention_fp32",),
+    "attention_tune_gpu": ("attention_tune",),
     "decode_gpu": ("decode",),
     "throughput_gpu": ("throughput",),
     "step_gpu": ("step",),

@@ -6,6 +6,7 @@ Called (dry, seconds, file to write, rows that an earlier call recorded); what i
 import importlib.util
 import logging
 import multiprocessing
+import os
 import subprocess
 import sys
 import time
@@ -27,7 +28,8 @@ from diff_transformer.bench.run import cells
 from diff_transformer.bench.shapes import SHORTER, Shape, gpu_shape, parse_shapes
 from diff_transformer.bench.step import GPU_SETTINGS as GPU_STEPS
 from diff_transformer.bench.step import run_step_benchmark
-from diff_transformer.ops import available_backends, gluon
+from diff_transformer.bench.tune import tune_attention
+from diff_transformer.ops import available_backends, dispatch, gluon
 from diff_transformer.ops.gluon import self_test
 from gpu_records import Unfinished, setting, settings_of
 
@@ -60,7 +62,7 @@ NO_TESTS = 5  # pytest's exit status where nothing was collected
 
 
 def operator_shapes() -> list[Shape]:
-    """The goals' length first, then the other lengths, then without the causal limit."""
+    """The goals' length first, then half of it, then without the causal limit, then the other lengths."""
     lengths = (4096, 2048, 8192, 16384, 1024, 32768, 512)
     causal = [gpu_shape(length, width) for length in lengths for width in (128, 64, 96)]
     return causal[:6] + [gpu_shape(4096, width, causal=False) for width in (128, 64, 96)] + causal[6:]
@@ -201,6 +203,14 @@ def compile_one(device: str, shape: Shape, variant: str | None) -> dict:
     except Exception as error:
         gate = f"failed: {type(error).__name__}: {error}"[:1000]
     return row | {"gate": gate, "seconds": round(time.monotonic() - began, 1)}
+
+
+def attention_tune(dry: bool, seconds: float, out: Path, earlier: list[dict]) -> None:
+    """``bench attention --tune`` at the first shapes; later stages take its verdicts where they say "auto"."""
+    device, shapes = device_of(dry), parse_shapes("1x1x20x8n") if dry else operator_shapes()[:6]
+    os.environ[dispatch.SWITCH] = "force"
+    shapes = left_of(shapes, earlier, kind="both")
+    _finish(tune_attention(shapes, (torch.bfloat16,), device, seconds=seconds, out=out, on_row=_say("tune")))
 
 
 def attention(dry: bool, seconds: float, out: Path, earlier: list[dict]) -> None:
@@ -378,6 +388,7 @@ STAGES: dict[str, Callable[[bool, float, Path, list[dict]], None]] = {
     "hopper": hopper,
     "correctness": correctness,
     "compile": compile_kernels,
+    "attention_tune": attention_tune,
     "attention": attention,
     "attention_slow": attention_slow,
     "attention_fp32": attention_fp32,

@@ -28,6 +28,7 @@ def test_dry_run_of_every_stage(tmp_path):
         "hopper",
         "correctness",
         "compile",
+        "attention_tune",
         "attention",
         "attention_slow",
         "attention_fp32",
@@ -44,6 +45,8 @@ def test_dry_run_of_every_stage(tmp_path):
     tests = records["correctness"]["provenance"]["tests"].values()
     assert [(call["exit_status"], call["finished"]) for call in tests] == [(0, True), (0, True)]
     assert [row["gate"] for row in records["compile"]["rows"]] == ["passed"]
+    forms = {(row["form"], row["kind"]) for row in records["attention_tune"]["rows"]}
+    assert {("sdpa (cpu, both maps at once)", "forward"), ("sdpa (cpu, both maps at once)", "both")} <= forms
     names = {row["backend"] for row in records["attention"]["rows"]}
     assert {"softmax", "softmax[cudnn]", "FlashDiffAttn_1", "FlashDiffAttn_2[cudnn]", "blockwise", "sdpa"} <= names
     assert {row["causal"] for row in records["attention"]["rows"]} == {True, False}
@@ -83,7 +86,8 @@ def gpu(monkeypatch):
         child.wait()
 
     def unfinished(dry, seconds, out, earlier):
-        out.write_text(json.dumps({"rows": [{"batch": 2, "backend": "a", "us": len(earlier)}]}))
+        child = subprocess.Popen(["sleep", "600"])
+        out.write_text(json.dumps({"rows": [{"batch": 2, "backend": "a", "us": len(earlier)}], "child": child.pid}))
         raise gpu.gpu_records.Unfinished("out of time before the rest")
 
     stages = {"correctness": fine, "attention": broken, "attention_slow": killed, "decode": endless, "throughput": fine}
@@ -126,6 +130,11 @@ def test_hopper_kernels_that_fail_fail_the_stage(gpu, tmp_path, monkeypatch):
     }  # fmt: skip
 
 
+def ended(process):
+    state = Path(f"/proc/{process}/stat")
+    return not state.exists() or state.read_text().rsplit(")", 1)[1].split()[0] == "Z"
+
+
 def test_a_stage_that_runs_out_is_stopped_with_all_it_started(gpu, tmp_path):
     began = time.monotonic()
     assert gpu.run_stages(["decode", "throughput"], 3, True, tmp_path) == 1
@@ -136,14 +145,14 @@ def test_a_stage_that_runs_out_is_stopped_with_all_it_started(gpu, tmp_path):
     left = json.loads((tmp_path / "decode.json").read_text())
     share = gpu.SHARES["decode"] / (gpu.SHARES["decode"] + gpu.SHARES["throughput"])
     assert left["soft"] == pytest.approx(gpu.SOFT * 3 * share, rel=0.1)
-    state = Path(f"/proc/{left['child']}/stat")
-    assert not state.exists() or state.read_text().rsplit(")", 1)[1].split()[0] == "Z"
+    assert ended(left["child"])
 
 
 def test_a_stage_that_did_not_get_to_all_is_not_done(gpu, tmp_path):
     assert gpu.run_stages(["step"], 60, True, tmp_path) == 1
     (step,) = json.loads((tmp_path / "summary.json").read_text())
     assert (step["status"], step["error"]) == ("unfinished", "out of time before the rest")
+    assert ended(json.loads((tmp_path / "step.json").read_text())["child"])
 
 
 def test_an_earlier_call_is_gone_on_with(gpu, tmp_path):

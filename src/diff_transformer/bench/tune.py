@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from diff_transformer.bench.contenders import shape_inputs
-from diff_transformer.bench.record import collect, machine
+from diff_transformer.bench.record import Deadline, collect, machine
 from diff_transformer.bench.shapes import Shape, too_large_reason
 from diff_transformer.ops import choice, dispatch
 from diff_transformer.ops.arguments import check
@@ -23,6 +23,7 @@ def tune_attention(
     dtypes: tuple[torch.dtype, ...],
     device: str,
     *,
+    seconds: float | None = None,
     out: Path | None = None,
     on_row: Callable[[dict], None] | None = None,
 ) -> dict:
@@ -30,6 +31,7 @@ def tune_attention(
 
     A row is one form at one shape and kind ("forward", or "both" for forward + backward): form, dtype, batch, heads,
     length, width, causal, kind, and ms and ratio (over the fastest form) or left_out (why).
+    After ``seconds`` no further shape is begun.
 
     Raises:
         ValueError: DIFF_TRANSFORMER_TUNE is 0 or invalid, or a shape does not fit the memory.
@@ -43,10 +45,15 @@ def tune_attention(
                 raise ValueError(reason)
 
     def rows() -> Iterator[dict]:
-        for dtype in dtypes:
-            for shape in shapes:
-                for kind in KINDS:
-                    yield from forms_at(shape, dtype, device, kind)
+        deadline = Deadline(seconds)
+        todo = [(shape, dtype) for dtype in dtypes for shape in shapes]
+        for i, (shape, dtype) in enumerate(todo):
+            if deadline.passed():
+                left = ", ".join(f"{s} in {d}" for s, d in todo[i:])
+                yield {"unfinished": f"out of time before {left}"}
+                return
+            for kind in KINDS:
+                yield from forms_at(shape, dtype, device, kind)
 
     return collect("attention-tune", rows(), {"device": device, "machine": machine(device)}, out=out, on_row=on_row)
 
