@@ -23,7 +23,8 @@ from diff_transformer.ops.triton.metadata import KIB, Launch, compile_for, fault
 
 OUT = Path(__file__).resolve().parent / "results" / "compiled.json"
 WIDTHS = [(64, 64), (64, 128), (96, 192), (128, 128), (128, 256)]
-DTYPES = {"bfloat16": torch.bfloat16}  # tiles and products of float16 are the same
+# float16 has the same tiles and products: only the widest, which takes most registers.
+COMPILED = {"bfloat16": WIDTHS, "float16": [(128, 256)]}
 BATCH, HEADS, LENGTH = 4, 12, 4096  # of the roofline: causal attention
 MOST = 1.1  # products executed over those needed
 WORKERS = 2
@@ -45,9 +46,9 @@ class Chip(NamedTuple):
 CHIPS = {
     80: Chip("A100", 108, 1.41, 312, 2039, 164, 2048, 32),
     86: Chip("RTX 3090", 82, 1.70, 71, 936, 100, 1536, 16),
+    89: Chip("RTX 4090", 128, 2.52, 165, 1008, 100, 1536, 24),
     90: Chip("H100", 132, 1.98, 989, 3350, 228, 2048, 32),
     100: Chip("B200", 148, 1.97, 2250, 8000, 228, 2048, 32),
-    89: Chip("RTX 4090", 128, 2.52, 165, 1008, 100, 1536, 24),
     120: Chip("RTX 5090", 170, 2.41, 210, 1792, 100, 1536, 24),
 }
 EXP_PER_CLOCK = 16  # exp2 on a multiprocessor
@@ -84,9 +85,9 @@ def wanted_of(capability: int) -> list[tuple[str, Launch, int, str]]:
     """Arguments of ``row_of`` for all rows of a GPU."""
     return [
         (form, launch, capability, dtype)
-        for D, Dv in WIDTHS
-        for dtype, torch_dtype in DTYPES.items()
-        for form, launch in launches(D, Dv, torch_dtype, capability)
+        for dtype, widths in COMPILED.items()
+        for D, Dv in widths
+        for form, launch in launches(D, Dv, getattr(torch, dtype), capability)
     ]
 
 
@@ -96,7 +97,8 @@ def row_of(form: str, launch: Launch, capability: int, dtype: str) -> dict[str, 
     kernel = getattr(importlib.import_module(module), name)
     found = compile_for(kernel, launch.signature, launch.constexprs, capability=capability, **launch.options)
     repeated = max(found.products) / needed_products(launch)
-    times = {} if form == "decode" else roofline(launch, CHIPS[capability], repeated)
+    chip = CHIPS[capability]
+    times = decode_roofline(launch, chip) if form == "decode" else roofline(launch, chip, repeated)
     return {
         **key(form, launch, capability, dtype),
         "instruction": "wgmma" if found.wgmma else "mma.sync" if found.mma else "tcgen05.mma",
@@ -104,7 +106,7 @@ def row_of(form: str, launch: Launch, capability: int, dtype: str) -> dict[str, 
         "registers": found.registers,
         "spilled_bytes": found.spill_bytes,
         "shared_kib": round(found.shared_bytes / KIB, 1),
-        "blocks_per_multiprocessor": resident(found, CHIPS[capability]),
+        "blocks_per_multiprocessor": resident(found, chip),
         "faults": faults(found, capability),
         **times,
     }
@@ -163,6 +165,14 @@ def roofline(launch: Launch, chip: Chip, repeated: float) -> dict[str, float]:
     return {"units": round(units, 2), "roofline_ms": round(1000 * seconds, 3)}
 
 
+def decode_roofline(launch: Launch, chip: Chip) -> dict[str, float]:
+    """Milliseconds to read LENGTH keys and values once; the products of a step take less."""
+    given = launch.constexprs
+    keys = given["D"] * (1 if given["SHARED_KEYS"] else 2)
+    cached = 2 * BATCH * HEADS * LENGTH * (keys + given["DV"])  # bytes
+    return {"roofline_ms": round(1000 * cached / (chip.gb_per_s * 1e9), 3)}
+
+
 def sums_of(rows: list[dict]) -> list[dict]:
     """For each GPU, dtype and width: units and milliseconds of our forms, and units of the alternatives.
 
@@ -171,21 +181,26 @@ def sums_of(rows: list[dict]) -> list[dict]:
     """
     sums: dict[tuple, dict] = {}
     for row in rows:
-        if row["form"] != "decode":
-            d, dv = row["width"], row["value_width"]
-            made = sums.setdefault(
-                (row["capability"], row["dtype"], d, dv),
-                {name: row[name] for name in ("capability", "dtype", "width", "value_width")}
-                | {
-                    "flash_diff_1": {"forward": 2 * (1 + dv / d), "backward": 2 * (3 + 2 * dv / d)},
-                    "flash_diff_2": {"forward": 4 * dv / d, "backward": 10 * dv / d},
-                    "softmax": {"forward": 4, "backward": 10},
-                },
-            )
-            form = made.setdefault(row["form"], {"units": 0, "roofline_ms": 0})
-            for name in form:
-                form[name] = round(form[name] + row[name], 3)
+        d, dv = row["width"], row["value_width"]
+        made = sums.setdefault(
+            (row["capability"], row["dtype"], d, dv),
+            {name: row[name] for name in ("capability", "dtype", "width", "value_width")}
+            | {
+                "flash_diff_1": {"forward": 2 * (1 + dv / d), "backward": 2 * (3 + 2 * dv / d)},
+                "flash_diff_2": {"forward": 4 * dv / d, "backward": 10 * dv / d},
+                "softmax": {"forward": 4, "backward": 10},
+            },
+        )
+        names = [name for name in ("units", "roofline_ms") if name in row]
+        form = made.setdefault(row["form"], dict.fromkeys(names, 0))
+        for name in names:
+            form[name] = round(form[name] + row[name], 3)
     return list(sums.values())
+
+
+def save(rows: list[dict]) -> None:
+    setting = {"batch": BATCH, "heads": HEADS, "length": LENGTH, "causal": True, "compiled": COMPILED}
+    OUT.write_text(json.dumps({"setting": setting, "sums": sums_of(rows), "rows": rows}, indent=1) + "\n")
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -203,10 +218,8 @@ def main(arguments: list[str] | None = None) -> int:
         jobs = {pool.submit(row_of, *each): i for i, each in enumerate(wanted) if i not in rows}
         for job in as_completed(jobs):
             rows[jobs[job]] = job.result()
-            made = [rows[i] for i in sorted(rows)]
-            setting = {"batch": BATCH, "heads": HEADS, "length": LENGTH, "causal": True}
-            record = {"setting": setting, "sums": sums_of(made), "rows": made}
-            OUT.write_text(json.dumps(record, indent=1) + "\n")
+            save([rows[i] for i in sorted(rows)])
+    save([rows[i] for i in sorted(rows)])
     wrong = [row for row in rows.values() if row["faults"] or row["executed_over_needed"] > MOST]
     for row in wrong:
         print(

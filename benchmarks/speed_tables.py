@@ -164,8 +164,10 @@ def compiled_table(path: Path) -> list[str]:
     """What the compiler tells of the GPU kernels: a line for each GPU and width."""
     record = json.loads(path.read_text())
     forms, rivals = ("forward", "two passes", "one pass"), ("FlashDiffAttn_1", "FlashDiffAttn_2")
-    lines = header("GPU", "d, Dv", *forms, *rivals, "repeated", "spilled", "least time, ms")
+    lines = header("GPU", "d, Dv", *forms, *rivals, "repeated", "spilled", "least time, ms", "decoding, ms")
     for total in record["sums"]:
+        if total["dtype"] != "bfloat16":
+            continue
         same = ("capability", "dtype", "width", "value_width")
         rows = [row for row in record["rows"] if all(row[name] == total[name] for name in same)]
         theirs = (total[name] for name in ("flash_diff_1", "flash_diff_2"))
@@ -179,8 +181,15 @@ def compiled_table(path: Path) -> list[str]:
                 percent(max(row["executed_over_needed"] for row in rows) - 1),
                 f"{max(row['spilled_bytes'] for row in rows)} B",
                 " + ".join(number(form["roofline_ms"], 2) for form in ours[:2]),
+                number(total["decode"]["roofline_ms"], 3),
             )
         )
     batch, heads, length = (record["setting"][name] for name in ("batch", "heads", "length"))
-    version = record["rows"][0]["triton"]
-    return [*lines, "", f"Triton {version}, bf16, causal; times for batch {batch}, {heads} heads and length {length}."]
+    half = [row for row in record["rows"] if row["dtype"] == "float16"]
+    widths = " and ".join(f"({d}, {dv})" for d, dv in record["setting"]["compiled"]["float16"])
+    spilled = max((row["spilled_bytes"] for row in half), default=0)
+    repeated = percent(max((row["executed_over_needed"] for row in half), default=1) - 1)
+    setting = f"batch {batch}, {heads} heads and length {length}; of decoding, for one token over such caches"
+    version, found = record["rows"][0]["triton"], f"{repeated} repeated, {spilled} B spilled"
+    said = f"Triton {version}, bf16, causal. Times for {setting}. fp16 has the same tiles; at {widths}: {found}."
+    return [*lines, "", said]

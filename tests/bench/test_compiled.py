@@ -22,7 +22,7 @@ def compiled(monkeypatch):
 def test_the_record_is_of_the_tiles_that_ship(compiled):
     """If it fails: python benchmarks/compiled.py."""
     rows = json.loads(compiled.OUT.read_text())["rows"]
-    for capability in {row["capability"] for row in rows}:
+    for capability in compiled.CHIPS:
         keys = [compiled.key(*each) for each in compiled.wanted_of(capability)]
         recorded = [{name: row[name] for name in keys[0]} for row in rows if row["capability"] == capability]
         assert [made | {"triton": ""} for made in recorded] == [made | {"triton": ""} for made in keys]
@@ -45,3 +45,12 @@ def test_sums_count_every_launch_of_a_form(compiled):
     same = ("capability", "width", "value_width")
     parts = [row for row in record["rows"] if all(row[name] == total[name] for name in same)]
     assert total["two passes"]["units"] == pytest.approx(sum(r["units"] for r in parts if r["form"] == "two passes"))
+
+
+def test_decoding_takes_at_least_the_time_to_read_the_cache(compiled):
+    """512 and 256 bytes a key, of separate and of shared keys, on an H100."""
+    rows = json.loads(compiled.OUT.read_text())["rows"]
+    decode = [row for row in rows if row["form"] == "decode" and (row["capability"], row["width"]) == (90, 64)]
+    found = {row["value_width"]: row["roofline_ms"] for row in decode}
+    keys = compiled.BATCH * compiled.HEADS * compiled.LENGTH
+    assert found == {dv: pytest.approx(keys * n / 3350e6, abs=6e-4) for dv, n in {64: 256, 128: 512}.items()}

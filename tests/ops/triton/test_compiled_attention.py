@@ -47,6 +47,8 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
     "negative scale": ({}, {"is_causal": True, "scale": -0.5}, {}),
     "documents": ({"B": 1}, {"is_causal": True}, {"varlen": True}),
     "one pass": ({}, {"is_causal": True}, {"one_pass": True}),
+    "bias, one pass": ({}, {"attn_mask": torch.ones(4, LENGTH, LENGTH)}, {"one_pass": True}),
+    "query bias, one pass": ({}, {"attn_mask": torch.ones(4, LENGTH, 1)}, {"one_pass": True}),
     "no gradient": ({}, {"is_causal": True}, {"need_gradient": False}),
 }
 WINDOW = {"is_causal": True, "window": 50}
@@ -62,6 +64,7 @@ COMBINED: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
     "window, mask, grouped": (SHARED_HEADS, WINDOW | {"attn_mask": FULL_MASK}, {}),
     "window, mask, grouped, one pass": (SHARED_HEADS, WINDOW | {"attn_mask": FULL_MASK}, {"one_pass": True}),
     "window, bias": ({}, WINDOW | {"attn_mask": FULL_BIAS[:4]}, {}),
+    "window, bias, grouped, one pass": (SHARED_HEADS, WINDOW | {"attn_mask": FULL_BIAS}, {"one_pass": True}),
     "window, half bias, grouped": (SHARED_HEADS, WINDOW | {"attn_mask": FULL_BIAS}, {"half": True}),
     "window, grouped": (SHARED_HEADS, WINDOW, {}),
     "documents, grouped": ({"B": 1} | SHARED_HEADS, {"is_causal": True}, {"varlen": True}),
@@ -79,6 +82,7 @@ OFTEN = [
     (("bf16", (96, 192), "causal"), 80),
     (("bf16", (128, 256), "causal"), 86),
     (("bf16", (128, 256), "causal"), 90),
+    (("bf16", (96, 192), "causal"), 120),
     (("bf16", (64, 128), "odd mask"), 90),
 ]
 SPILLED = [  # with programs that kept in registers what can be worked out anew
@@ -96,6 +100,9 @@ EVERYWHERE += [(dtype, widths, case) for dtype in ("bf16", "fp16") for widths in
 EVERYWHERE += [("fp32", widths, case) for widths in [(64, 128), (128, 256)] for case in CASES]
 SELDOM = [(call, capability) for call in EVERYWHERE for capability in (80, 90)]
 SELDOM += [(("bf16", widths, case), capability) for widths in MAIN for case in CASES for capability in (86, 100)]
+SELDOM += [
+    (("bf16", widths, case), c) for widths in MAIN for case in ("causal", "one pass", *COMBINED) for c in (89, 120)
+]
 
 
 def launches(capability, dtype, widths, case) -> list:

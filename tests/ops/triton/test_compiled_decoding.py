@@ -1,7 +1,7 @@
-"""The decoding kernels as they would be launched, compiled for Ampere and Hopper without a GPU.
+"""The decoding kernels as they would be launched, compiled without a GPU.
 
 No spilled register, no serialised wgmma, no more shared memory than the chip has: the paper's most used widths by
-default, all widths, dtypes and calls with ``-m slow``.
+default, all widths, dtypes and calls on sm_80 and 90 and the main ones on four more chips with ``-m slow``.
 """
 
 from itertools import product
@@ -19,6 +19,7 @@ from diff_transformer.ops.triton.metadata import assert_ships, compile_in_subpro
 from diff_transformer.testing import make_inputs
 
 CAPABILITIES = [80, 90]
+OTHERS = [86, 89, 100, 120]  # the main widths and calls
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 WIDTHS = [(16, 32), (32, 64), (64, 64), (64, 128), (96, 192), (128, 128), (128, 256)]
 MAIN = [(64, 64), (64, 128), (96, 192), (128, 128), (128, 256)]
@@ -77,6 +78,18 @@ def launches_of_decoding(monkeypatch, dtype, widths, case, capability):
 @pytest.mark.parametrize("capability", CAPABILITIES)
 @pytest.mark.parametrize(("dtype", "widths", "case"), often_and_seldom(OFTEN, DTYPES, WIDTHS, DECODING))
 def test_decoding(monkeypatch, dtype, widths, case, capability):
+    compile_and_check(monkeypatch, dtype, widths, case, capability)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("capability", OTHERS)
+@pytest.mark.parametrize("case", ["plain", "one key for both", "everything"])
+@pytest.mark.parametrize("widths", MAIN)
+def test_decoding_on_other_chips(monkeypatch, widths, case, capability):
+    compile_and_check(monkeypatch, "bf16", widths, case, capability)
+
+
+def compile_and_check(monkeypatch, dtype, widths, case, capability):
     launches = launches_of_decoding(monkeypatch, dtype, widths, case, capability)
     assert [launch.kernel.partition(":")[2] for launch in launches] == [
         "decode_split_kernel",

@@ -107,7 +107,7 @@ def test_every_tile_is_tried():
 def test_a_small_chip_gets_tiles_that_fit_it():
     assert configurations.table_for((8, 0), 163 * 1024) is configurations.MMA_SYNC
     assert configurations.table_for((8, 6), 99 * 1024) is configurations.MMA_SYNC_SMALL
-    assert configurations.table_for((12, 0), 99 * 1024) is configurations.MMA_SYNC_SMALL
+    assert configurations.table_for((12, 0), 99 * 1024) is configurations.BLACKWELL_SMALL
     assert configurations.table_for((9, 0), 227 * 1024) is configurations.HOPPER
     assert configurations.table_for((10, 0), 227 * 1024) is configurations.BLACKWELL
 

@@ -37,7 +37,6 @@ class Configuration(NamedTuple):
 
 
 C = Configuration
-DELTA_ROWS = 32  # rows in a program of delta_kernel
 IN_INTERPRETER = C(32, 32, 4, 1)
 
 # Tables: by kernel ("one_pass" is bwd_dkdv_kernel, if it adds to dQ as well) and by the largest widths (D, Dv) that an
@@ -80,17 +79,44 @@ MMA_SYNC_SMALL: Table = MMA_SYNC | {  # with 99 KiB
     "dkdv": MMA_SYNC["dkdv"] | {(128, 256): (C(64, 32, 8, 1),)},
     "dq": MMA_SYNC["dq"] | {(128, 256): (C(32, 64, 8, 1), C(32, 64, 8, 1, False))},
 }
+BLACKWELL_SMALL: Table = MMA_SYNC_SMALL | {  # sm_120, whose compiler takes more registers
+    "forward": MMA_SYNC_SMALL["forward"]
+    | {
+        (64, 128): (C(128, 32, 8, 2, False),),
+        (96, 192): (C(128, 16, 8, 2, False), C(128, 16, 8, 2, False), C(128, 16, 8, 1, False)),
+    },
+    "dkdv": MMA_SYNC_SMALL["dkdv"]
+    | {
+        (96, 192): (C(32, 32, 4, 2), C(32, 32, 4, 2, False)),
+        (128, 256): (C(64, 32, 8, 1), C(64, 32, 8, 1), C(64, 32, 8, 1, False)),
+    },
+    "dq": MMA_SYNC_SMALL["dq"]
+    | {(64, 128): (C(128, 32, 8, 2), C(32, 64, 4, 2)), (96, 192): (C(32, 64, 4, 2), C(32, 64, 4, 2, False))},
+    "one_pass": MMA_SYNC_SMALL["one_pass"] | {(96, 192): (C(32, 16, 4, 1, False),)},
+}
 BLACKWELL: Table = MMA_SYNC | {  # sm_100: tcgen05.mma where a tile has 64 rows or more and its registers suffice
     "forward": {
         (64, 128): (C(128, 64, 8, 2, False), C(128, 32, 8, 2, False)),
-        (128, 256): (C(128, 32, 8, 2, False),),
+        (96, 192): (C(128, 32, 8, 2, False),),
+        (128, 128): (C(128, 32, 8, 2, False),),
+        (128, 256): (C(128, 64, 8, 1, False),),
     },
-    "dkdv": MMA_SYNC["dkdv"] | {(64, 128): (C(32, 128, 8, 2), C(64, 32, 8, 2))},
+    "dkdv": MMA_SYNC["dkdv"]
+    | {
+        (64, 128): (C(32, 128, 8, 2), C(64, 32, 8, 2)),
+        (96, 192): (C(32, 32, 4, 2), C(32, 32, 4, 2, False)),
+        (128, 256): (C(64, 32, 8, 2), C(64, 32, 8, 1), C(64, 32, 8, 2, False)),
+    },
     "dq": {
         (48, 96): (C(64, 32, 4, 2),),
         (64, 128): (C(128, 64, 8, 2), C(32, 64, 4, 2)),
-        (96, 192): (C(32, 64, 4, 2),),
+        (96, 192): (C(32, 64, 4, 2), C(32, 64, 4, 2, False)),
         (128, 256): (C(128, 64, 8, 1), C(32, 64, 8, 2)),
+    },
+    "one_pass": MMA_SYNC["one_pass"]
+    | {
+        (96, 192): (C(16, 64, 4, 2, False), C(16, 64, 4, 1, False)),
+        (128, 256): (C(32, 64, 8, 1, False), C(16, 64, 8, 1, False)),
     },
 }
 HOPPER: Table = {
@@ -118,7 +144,7 @@ HOPPER: Table = {
         (63, 127): (C(32, 128, 8, 2, False),),
         (64, 128): (C(32, 128, 8, 2, False), C(32, 128, 8, 2, False), C(16, 128, 8, 1, False)),
         (96, 192): (C(64, 32, 8, 2), C(64, 32, 8, 1, False)),
-        (128, 256): (C(64, 32, 8, 1, False),),
+        (128, 256): (C(64, 32, 8, 1, False), C(64, 32, 8, 1, False), C(64, 16, 8, 1, False)),
     },
 }
 # fp32 products use no tensor cores, for exactness; some of these spill a few registers.
@@ -153,7 +179,9 @@ def table_for(capability: tuple[int, int], shared_bytes: int) -> Table:
         return HOPPER
     if capability[0] == 10:
         return BLACKWELL
-    return MMA_SYNC_SMALL if shared_bytes < LARGE_SHARED else MMA_SYNC
+    if shared_bytes >= LARGE_SHARED:
+        return MMA_SYNC
+    return BLACKWELL_SMALL if capability[0] == 12 else MMA_SYNC_SMALL
 
 
 def split(configuration: Configuration, *flags: str) -> list[dict[str, bool]]:
