@@ -78,6 +78,8 @@ MMA_SYNC_SMALL: Table = MMA_SYNC | {  # with 99 KiB
     "forward": MMA_SYNC["forward"] | {(128, 128): (C(128, 16, 8, 2, False),), (128, 256): (C(128, 16, 8, 1, False),)},
     "dkdv": MMA_SYNC["dkdv"] | {(128, 256): (C(64, 32, 8, 1),)},
     "dq": MMA_SYNC["dq"] | {(128, 256): (C(32, 64, 8, 1), C(32, 64, 8, 1, False))},
+    "one_pass": MMA_SYNC["one_pass"]
+    | {(96, 192): (C(32, 32, 4, 1, False), C(32, 32, 4, 1, False), C(32, 16, 4, 1, False))},
 }
 BLACKWELL_SMALL: Table = MMA_SYNC_SMALL | {  # sm_120, whose compiler takes more registers
     "forward": MMA_SYNC_SMALL["forward"]
@@ -143,7 +145,7 @@ HOPPER: Table = {
     "one_pass": {
         (63, 127): (C(32, 128, 8, 2, False),),
         (64, 128): (C(32, 128, 8, 2, False), C(32, 128, 8, 2, False), C(16, 128, 8, 1, False)),
-        (96, 192): (C(64, 32, 8, 2), C(64, 32, 8, 1, False)),
+        (96, 192): (C(64, 32, 8, 2), C(64, 32, 8, 1, False), C(64, 16, 8, 1, False)),
         (128, 256): (C(64, 32, 8, 1, False), C(64, 32, 8, 1, False), C(64, 16, 8, 1, False)),
     },
 }
