@@ -32,8 +32,9 @@ def test_a_plain_request_is_filled_in():
     )
 
 
-def site(host, origin=None, reached_at="127.0.0.1"):
-    headers = {b"host": host.encode()} | ({} if origin is None else {b"origin": origin.encode()})
+def site(host, origin=None, reached_at="127.0.0.1", relation=None):
+    given = {b"host": host, b"origin": origin, b"sec-fetch-site": relation}
+    headers = {name: value.encode() for name, value in given.items() if value is not None}
     check_site(headers, reached_at)
 
 
@@ -45,6 +46,7 @@ def site(host, origin=None, reached_at="127.0.0.1"):
         ("gpu7.example.org:8000", None, "10.0.0.7"), ("10.0.0.7:8000", "http://10.0.0.7:8000", "10.0.0.7"),
         ("model.example.org", "https://model.example.org", "10.0.0.7"), ("model.example.org", None, "/tmp/socket"),
         (f"{socket.gethostname()}:8000", None, "127.0.1.1"),
+        ("localhost:8000", None, "127.0.0.1", "none"), ("localhost:8000", None, "127.0.0.1", "same-origin"),
     ],
 )  # fmt: skip
 def test_requests_of_programs_and_of_the_server_s_own_pages_are_taken(request_):
@@ -65,6 +67,8 @@ def test_requests_of_programs_and_of_the_server_s_own_pages_are_taken(request_):
         (("localhost:8000", "http://localhost:3000"), "a page of another site"),
         (("localhost:8000", "http://localhost:8000.evil.example"), "a page of another site"),
         (("10.0.0.7:8000", "http://evil.example", "10.0.0.7"), "a page of another site"),
+        (("localhost:8000", None, "127.0.0.1", "cross-site"), "which the browser does not name"),
+        (("localhost:8000", None, "127.0.0.1", "same-site"), "which the browser does not name"),
     ],
 )
 def test_requests_of_other_sites_are_refused(request_, message):

@@ -14,6 +14,7 @@ from diff_transformer.data.documents import (
     VALIDATION_FOLDERS,
     Corpus,
     Document,
+    archive_members,
     held_out_split,
     stable_order,
     tail_split,
@@ -131,7 +132,7 @@ def _archive_files(path: Path) -> Iterator[tuple[str, bytes]]:
     total = 0
     try:
         with tarfile.open(path, "r|*") as archive:
-            for member in archive:
+            for member in archive_members(archive):
                 if not member.isfile() or not _is_text(member.name):
                     continue
                 total += member.size

@@ -1,9 +1,11 @@
 """Documents, the files that hold them, and their division into a training and a validation side."""
 
 import hashlib
-from collections.abc import Iterable, Sequence
+import tarfile
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import PurePosixPath
+from typing import Any
 
 TEXT_SUFFIXES = frozenset(
     [
@@ -155,3 +157,18 @@ def without_common_folders(names: Sequence[str]) -> list[str]:
     """``names`` without their common leading folders."""
     depth = common_folders(names)
     return ["/".join(PurePosixPath(name).parts[depth:]) for name in names]
+
+
+def archive_members(archive: tarfile.TarFile) -> Iterator[tarfile.TarInfo]:
+    """The members of an archive that was opened as a stream (``mode="r|*"``).
+
+    Raises:
+        tarfile.ReadError: where the data of a member ends early. tarfile itself goes on in blocks to the promised end:
+            for hours, where a header promises terabytes.
+    """
+    stream: Any = archive.fileobj
+    for member in archive:
+        yield member
+        while (missing := archive.offset - stream.tell()) > 0:
+            if not stream.read(min(missing, 1 << 16)):
+                raise tarfile.ReadError(f"{member.name} ends {missing:,} bytes early")

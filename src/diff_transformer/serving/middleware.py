@@ -56,8 +56,9 @@ class SiteGuard:
 def check_site(headers: dict[bytes, bytes], reached_at: str) -> None:
     """Raise BadRequest (403) for a request that a page of another site sends.
 
-    A browser names the page's site in ``Origin``. A name of the page's own that leads to this machine (DNS rebinding)
-    is seen in ``Host``: what arrives at a loopback address must name one, or this machine.
+    A browser names the page's site in ``Origin``. For images, scripts and links it sends no ``Origin``, and says in
+    ``Sec-Fetch-Site`` whether the page is another site's. A name of the page's own that leads to this machine (DNS
+    rebinding) is seen in ``Host``: what arrives at a loopback address must name one, or this machine.
 
     Args:
         headers: names in lower case, as in ASGI.
@@ -69,11 +70,13 @@ def check_site(headers: dict[bytes, bytes], reached_at: str) -> None:
             f"the Host is {host[:80]!r}; a request to this machine's own address names localhost or 127.0.0.1",
             status=403,
         )
-    origin = headers.get(b"origin")
-    if origin is not None and origin.decode("latin-1").lower() not in (f"http://{host}", f"https://{host}"):
+    origin, relation = headers.get(b"origin"), headers.get(b"sec-fetch-site", b"none")
+    own = origin is None or origin.decode("latin-1").lower() in (f"http://{host}", f"https://{host}")
+    if not own or relation not in (b"none", b"same-origin"):
+        site = repr(origin[:80].decode("latin-1")) if origin else "which the browser does not name"
         raise BadRequest(
-            f"the request comes from a page of another site, {origin[:80].decode('latin-1')!r}; use a client outside "
-            "the browser, or a page of this server",
+            f"the request comes from a page of another site, {site}; use a client outside the browser, or a page of "
+            "this server",
             status=403,
         )
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
-from diff_transformer.data.documents import hash_of_name
+from diff_transformer.data.documents import archive_members, hash_of_name
 from diff_transformer.data.prepare.pieces import Piece, decoded, document_pieces, tail_pieces
 from diff_transformer.data.prepare.sources import TAIL, SourceFile, TextSource, hub_query
 
@@ -100,7 +100,7 @@ class _Reader:
         """The members of a tar archive in their order. Nothing is written to the disk; links are not followed."""
         wanted, done = {item.name: item for item in source.items}, 0
         with open(source.name, "rb") as raw, tarfile.open(fileobj=raw, mode="r|*") as archive:
-            for member in archive:
+            for member in archive_members(archive):
                 item = wanted.get(member.name)
                 stream = archive.extractfile(member) if item is not None and member.isfile() else None
                 if item is None or stream is None:

@@ -15,6 +15,7 @@ from diff_transformer.data.documents import (
     TEXT_SUFFIXES,
     VALIDATION_FOLDERS,
     Document,
+    archive_members,
     held_out_split,
     without_common_folders,
 )
@@ -153,7 +154,7 @@ def _archive(path: Path):
     """The regular text members of an archive; this reads the archive to its end."""
     try:
         with tarfile.open(path, "r|*") as archive:
-            for member in archive:
+            for member in archive_members(archive):
                 hidden = any(part.startswith(".") and part not in (".", "..") for part in member.name.split("/"))
                 if member.isfile() and not hidden and _kind(member.name) == "text":
                     yield SourceFile(member.name, "text", member.size)
