@@ -12,8 +12,8 @@ from pathlib import Path
 from claims_table import claims_table
 
 from diff_transformer.lab.recipes import recipe
-from diff_transformer.model.cost import BF16_PEAK_FLOPS, model_cost, training_memory, training_seconds
-from diff_transformer.train.recompute import FILLED
+from diff_transformer.model.cost import BF16_PEAK_FLOPS, model_cost, training_seconds
+from diff_transformer.train.recompute import FILLED, memory_by_recomputation
 
 DOCS = Path(__file__).resolve().parent
 RECIPES = (
@@ -50,18 +50,8 @@ def _cell(run, config, tokens: int, devices: int) -> str:
         return f"{sharing} GPUs share a row"
     if run.train.batch_size % (devices // sharing):
         return f"{run.train.batch_size} rows only"
-    needed = {
-        what: training_memory(
-            config,
-            tokens=run.train.rows_of_a_pass(devices // sharing) * run.data.length // sharing,
-            devices=devices,
-            mixed=run.train.precision == "bf16-mixed",
-            activation_checkpointing=what,
-            loss_chunk=run.train.loss_chunk,
-            context_parallel=sharing,
-        ).gib
-        for what in ("none", "selective", "full")
-    }
+    needed = memory_by_recomputation(run, config, devices, sharded=True)
+    needed = {what: used.gib for what, used in needed.items()}
     if min(needed.values()) > FILLED * GPU_GIB:
         return f"{min(needed.values()):.0f} GiB: too much"
     what, used = next((what, gib) for what, gib in needed.items() if gib <= FILLED * GPU_GIB)

@@ -44,7 +44,7 @@ def test_a_rank_killed_while_parts_are_written(texts, tmp_path, reliability):
     every, outcomes = 3, Counter()
     base = [f"data.corpus={texts}", "data.max_bytes=null", "train.log_every=1", f"train.checkpoint_every={every}"]
     train(override(recipe("debug"), base), tmp_path / "one")
-    spread = [*base, *STRATEGIES["fsdp"], *IN_PARTS, f"train.parallel.stall_seconds={STALL}"]
+    spread = [*base, *STRATEGIES["fsdp"], *IN_PARTS, "train.parallel.stall_seconds=600"]
     moments = [(rank, *moment) for rank in (0, 1) for moment in (("write_data", 2), ("write", 600), ("read_back", 2))]
     for rank, name, call in [*moments, *((0, name, 2) for name in ("write_manifest", "_replace", "_forget_older"))]:
         folder = tmp_path / f"{rank} {name}"

@@ -44,9 +44,9 @@ def run_alone(folder: Path, settings: list[str], *, resume: bool = False, stop_a
 
 
 def test_two_processes_train_like_one(base, tmp_path):
-    """DDP in two passes a step, FSDP2 in four with recomputation and a chunked loss, tensor parallel, context parallel;
-    DDP stopped by SIGTERM to rank 1, resumed alone, as is FSDP2 with checkpoints in parts and in the background; a run
-    begun alone and resumed under FSDP2, in passes; a stall."""
+    """DDP in two passes a step, FSDP2 in four with recomputation and a chunked loss, HSDP in four, tensor parallel,
+    context parallel; DDP stopped by SIGTERM to rank 1, resumed alone, as is FSDP2 with checkpoints in parts and in the
+    background; a run begun alone and resumed under FSDP2, in passes; a stall."""
     run_alone(tmp_path / "one", base)
     run_alone(tmp_path / "begun alone", base, stop_at=10)
     memory = ["train.activation_checkpointing=true", "train.loss_chunk=100", "train.micro_batch_size=1"]
@@ -55,6 +55,7 @@ def test_two_processes_train_like_one(base, tmp_path):
     jobs = [
         job(tmp_path / "ddp", [*base, *STRATEGIES["ddp"], "train.accumulate=2"]),
         job(tmp_path / "fsdp", [*base, *STRATEGIES["fsdp"], *memory]),
+        job(tmp_path / "hsdp", [*base, *STRATEGIES["hsdp"], "train.micro_batch_size=2"]),
         job(tmp_path / "tp", [*base, *STRATEGIES["tp"]]),
         job(tmp_path / "context", [*base, *STRATEGIES["context"], "train.micro_batch_size=4"]),
         job(tmp_path / "begun by two", [*base, *STRATEGIES["ddp"]], interrupt=[1, 10]),
@@ -64,10 +65,10 @@ def test_two_processes_train_like_one(base, tmp_path):
     ]
     raised, codes, printed = run_together(tmp_path, jobs)
     for of_rank in raised:
-        assert [text and text[:11] for text in of_rank[:7]] == [*[None] * 4, *["Interrupted"] * 2, None], printed
+        assert [text and text[:11] for text in of_rank[:8]] == [*[None] * 5, *["Interrupted"] * 2, None], printed
     for name in ("begun by two", "begun in parts"):
         run_alone(tmp_path / name, base, resume=True)
-    for name in ("ddp", "fsdp", "tp", "context", "begun by two", "begun in parts", "begun alone"):
+    for name in ("ddp", "fsdp", "hsdp", "tp", "context", "begun by two", "begun in parts", "begun alone"):
         assert_same_training(tmp_path / name, tmp_path / "one")
         AutoModelForCausalLM.from_pretrained(tmp_path / name / "model")
     for code, (*_, last) in zip(codes, raised, strict=True):  # rank 0 stalls too, or finds that rank 1 has ended
@@ -138,10 +139,10 @@ def test_context_parallel_with_everything_else(base, tmp_path):
 def test_a_run_goes_on_over_any_number_of_processes(base, tmp_path):
     """Begun -> resumed: by 2 under tensor parallel -> alone under FSDP2; by 2 under FSDP2, in parts -> by 4 in a 2 x 2
     grid; by 4 in a grid, in parts -> by 2 under
-    DDP; alone -> by 2 under tensor parallel."""
+    DDP; by 4 in two replicas, in parts -> alone; alone -> by 2 under tensor parallel."""
     run_alone(tmp_path / "one", base)
     run_alone(tmp_path / "1 to tp", base, stop_at=10)
-    both = STRATEGIES["fsdp and tp"]
+    both, passes = STRATEGIES["fsdp and tp"], "train.micro_batch_size=2"
     run_together(
         tmp_path,
         [
@@ -155,12 +156,15 @@ def test_a_run_goes_on_over_any_number_of_processes(base, tmp_path):
         [
             job(tmp_path / "parts to grid", [*base, *both, *IN_PARTS], resume=True),
             job(tmp_path / "grid to ddp", [*base, *both, *IN_PARTS], interrupt=[3, 10]),
+            job(tmp_path / "replicas to 1", [*base, *STRATEGIES["hsdp"], *IN_PARTS, passes], interrupt=[2, 10]),
+            job(tmp_path / "replicas and tp", [*base, *STRATEGIES["hsdp"], *STRATEGIES["tp"]]),
         ],
         processes=4,
     )
     run_together(tmp_path, [job(tmp_path / "tp to 1", [*base, *STRATEGIES["fsdp"]], resume=True)], processes=1)
     run_together(tmp_path, [job(tmp_path / "grid to ddp", [*base, *STRATEGIES["ddp"]], resume=True)])
-    for name in ("tp to 1", "parts to grid", "1 to tp", "grid to ddp"):
+    run_alone(tmp_path / "replicas to 1", base, resume=True)
+    for name in ("tp to 1", "parts to grid", "1 to tp", "grid to ddp", "replicas to 1", "replicas and tp"):
         assert_same_training(tmp_path / name, tmp_path / "one")
 
 

@@ -41,6 +41,7 @@ def test_shares_are_the_batch():
         (["parallel.tensor_parallel=0"], r"train\.parallel\.tensor_parallel is 0; it must be positive"),
         (["parallel.stall_seconds=-1"], r"train\.parallel\.stall_seconds is -1\.0; it must not be negative"),
         (["parallel.strategy=ddp", "parallel.sharded_checkpoints=true"], "needs strategy 'fsdp', not 'ddp'"),
+        (["parallel.strategy=ddp", "parallel.replicas=2"], "replicas is 2, which needs strategy 'fsdp', not 'ddp'"),
         (["loss_chunk=-5"], r"train\.loss_chunk is -5; it must not be negative"),
     ],
 )
@@ -55,6 +56,7 @@ def test_what_can_never_be(settings, message):
         (4, ["parallel.devices=2"], "devices is 2, but torchrun started 4; give 4, or 0 for whatever it starts"),
         (4, ["parallel.num_nodes=2"], "num_nodes is 2, but torchrun started 1"),
         (4, ["parallel.strategy=single"], "'single', but there are 4 processes; give 'ddp' or 'fsdp'"),
+        (4, ["parallel.replicas=3"], r"replicas is 3, which does not divide 4, the processes"),
         (
             4,
             ["parallel.tensor_parallel=3"],

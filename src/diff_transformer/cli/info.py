@@ -1,11 +1,13 @@
 """What ``diff-transformer info`` prints."""
 
 from collections.abc import Iterable
+from typing import Any
 
 from rich.table import Table
 
+from diff_transformer.checks import require_positive
 from diff_transformer.model.config import matched_baseline
-from diff_transformer.model.cost import model_cost
+from diff_transformer.model.cost import BF16_PEAK_FLOPS, communication_bytes, model_cost, training_seconds
 from diff_transformer.model.matching import LABELS, variant
 from diff_transformer.model.presets import PRESETS, preset
 
@@ -45,6 +47,93 @@ def pair_table(name: str, length: int | None = None, attention: str = "diff") ->
     full = diff.length
     _row(table, f"KV cache, bytes at {full} tokens", diff.kv_bytes(full), softmax.kv_bytes(full))
     return table
+
+
+_GIB = 1 << 30
+_PARTS = {  # of TrainingMemory
+    "weights, fp32": "weights",
+    "gradients, fp32": "weights",
+    "AdamW's moments, fp32": "optimizer",
+    "weights in use, gathered": "gathered",
+    "activations": "activations",
+    "logits": "logits",
+}
+
+
+def fit_table(run: Any, gpus: int, memory: float) -> tuple[str, Table, str]:
+    """Memory of a training step of ``run``, a RunConfig, on each of ``gpus`` with ``memory`` GiB, and what fits:
+    a heading, the table by what is recomputed, and sentences.
+
+    Raises:
+        ValueError: for numbers that are not positive, or GPUs over which the run cannot be spread.
+    """
+    from diff_transformer.model.config import DiffTransformerConfig
+    from diff_transformer.train.initial_model import check_model
+    from diff_transformer.train.launch import check_processes
+    from diff_transformer.train.parallelize import check_split
+    from diff_transformer.train.recompute import FILLED, memory_by_recomputation
+
+    require_positive(gpus=gpus, memory=memory)
+    run.validate()
+    check_model(run)
+    strategy, parallel = check_processes(run, gpus), run.train.parallel
+    config = DiffTransformerConfig(**run.model)
+    check_split(config, parallel.tensor_parallel)
+    needed = memory_by_recomputation(run, config, gpus, sharded=strategy == "fsdp")
+    room, sharing = FILLED * memory, parallel.tensor_parallel * parallel.context_parallel
+    rows, share = run.train.rows_of_a_pass(gpus // sharing), run.train.batch_size // (gpus // sharing)
+    size, passes = model_cost(config).total_parameters, -(-share // rows)
+    heading = (
+        f"{run.name}: {size / 1e9:.2f}B parameters, {gpus} GPU{'s' * (gpus > 1)} ({strategy}), "
+        f"{passes} pass{'es' * (passes > 1)} a step of {rows} x {run.data.length:,} tokens"
+    )
+    table = Table()
+    table.add_column("GiB on each GPU; activation_checkpointing")
+    for what in needed:
+        table.add_column(what, justify="right")
+    for label, part in _PARTS.items():
+        table.add_row(label, *(f"{getattr(used, part) / _GIB:.1f}" for used in needed.values()))
+    table.add_section()
+    table.add_row("sum", *(f"{used.gib:.1f}" for used in needed.values()))
+    table.add_row(f"fits {room:.1f} GiB", *("yes" if used.gib <= room else "no" for used in needed.values()))
+    chosen = next((what for what, used in needed.items() if used.gib <= room), None)
+    sent = communication_bytes(
+        config, tokens=rows * run.data.length // parallel.context_parallel, passes=passes,
+        devices=gpus // (parallel.tensor_parallel * parallel.replicas), replicas=parallel.replicas,
+        sharded=strategy == "fsdp", mixed=run.train.precision == "bf16-mixed", recomputes=chosen in ("full", None),
+        tensor_parallel=parallel.tensor_parallel, context_parallel=parallel.context_parallel,
+        method=parallel.context_parallel_method,
+    )  # fmt: skip
+    tokens = run.train.batch_size * run.data.length
+    seconds = training_seconds(
+        config, tokens=tokens, length=run.data.length, devices=gpus, peak_flops=BF16_PEAK_FLOPS["H100"]
+    )
+    lines = [
+        f"{FILLED:.0%} of {memory:g} GiB may be used; the allocator takes 5 to 20 % more than these sums.",
+        f"A step computes for {seconds:.2f} s on H100s at 40 % of their peak, and each GPU sends "
+        + (", ".join(f"{count / 1e9:,.1f} GB for {what}" for what, count in sent.items()) or "nothing")
+        + ".",
+    ]
+    if chosen is not None:
+        lines.append(f"It fits with train.activation_checkpointing={chosen}: {needed[chosen].gib:.1f} GiB.")
+    else:
+        lines.append(_too_much(needed["full"], run, room))
+    return heading, table, "\n".join(lines)
+
+
+def _too_much(used: Any, run: Any, room: float) -> str:
+    """Which part is the largest, and what makes it smaller."""
+    parts = {"the states of the optimizer and the weights": used.states, "gathered weights": used.gathered}
+    parts |= {"activations": used.activations, "logits": used.logits}
+    largest = max(parts, key=lambda part: parts[part])
+    fewer = {"activations": "train.micro_batch_size=1 or a larger train.parallel.context_parallel", "logits": (
+        "train.loss_chunk=4096" if not run.train.loss_chunk else "a smaller train.loss_chunk"
+    )}  # fmt: skip
+    advice = fewer.get(largest, "more GPUs under train.parallel.strategy=fsdp, or train.parallel.tensor_parallel=2")
+    return (
+        f"It does not fit: {used.gib:.1f} GiB are needed, {room:.1f} may be used. The largest part is {largest}, "
+        f"{parts[largest] / _GIB:.1f} GiB; give {advice}."
+    )
 
 
 def preset_table(recipes: Iterable[str] = ()) -> Table:

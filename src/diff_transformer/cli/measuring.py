@@ -226,24 +226,47 @@ def report(
 
 @app.command()
 def info(
-    preset: Annotated[str | None, typer.Argument(help="Name of a model preset; by default, all.")] = None,
+    name: Annotated[
+        str | None, typer.Argument(metavar="NAME", help="A model preset, or a recipe; by default, all presets.")
+    ] = None,
     length: Annotated[int | None, typer.Option(help="Tokens per sequence, for FLOPs and cache.")] = None,
     attention: Annotated[
         str,
         typer.Option(help="Variant to compare: diff_v2, grouped_diff, dint, fixed_lambda, softmax_norm."),
     ] = "diff",
+    gpus: Annotated[int | None, typer.Option(help="GPUs to train a recipe on.")] = None,
+    memory: Annotated[float | None, typer.Option(help="GiB of each GPU; 80 by default.")] = None,
+    assignments: Set = None,
 ):
-    """Both sides of a preset: parameters by part, FLOPs per token, key/value cache."""
+    """Both sides of a preset: parameters by part, FLOPs per token, key/value cache. Or the memory a recipe takes."""
     from rich.console import Console
 
-    from diff_transformer.checks import require_positive
-    from diff_transformer.cli.info import pair_table, preset_table
-    from diff_transformer.lab.recipes import RECIPES
+    from diff_transformer.checks import require_extra, require_positive
+    from diff_transformer.cli.info import fit_table, pair_table, preset_table
+    from diff_transformer.lab.recipes import RECIPES, recipe
+    from diff_transformer.model.presets import PRESETS
+    from diff_transformer.train.config import override
 
-    require_positive(length=length)
-    if preset is None and (length is not None or attention != "diff"):
+    require_positive(length=length, gpus=gpus, memory=memory)
+    of_a_preset, of_a_recipe = length is not None or attention != "diff", gpus or memory or assignments
+    if name is None and of_a_preset:
         raise ValueError(
             "--length and --attention are of one preset, and the list of all shows neither; name one, for example "
             "`diff-transformer info 3B --length 4096`"
         )
-    Console().print(pair_table(preset, length, attention) if preset else preset_table(RECIPES))
+    if of_a_recipe and name not in RECIPES and (name is None or name in PRESETS):
+        raise ValueError(
+            "--gpus, --memory and --set are of a recipe; name one, for example "
+            "`diff-transformer info paper_3b --gpus 64 --memory 80`"
+        )
+    if (name in RECIPES and name not in PRESETS) or of_a_recipe:
+        if of_a_preset:
+            raise ValueError(f"--length and --attention are of a preset, and {name} is a recipe; leave them out")
+        require_extra("train", "the memory of a recipe", "lightning")
+        run = override(recipe(name or ""), assignments or [])
+        heading, table, said = fit_table(run, gpus or 1, memory or 80)
+        print(heading)
+        Console().print(table)
+        print(said)
+    else:
+        Console().print(pair_table(name, length, attention) if name else preset_table(RECIPES))

@@ -115,16 +115,23 @@ def model_cost(config, *, length: int | None = None, bytes_per_value: int = 2) -
 class TrainingMemory:
     """Bytes on one device, without the allocator's overhead (5 to 20 % in practice).
 
-    states: the device's share of weights, gradients and moments.
+    weights: the device's share of the parameters; their gradients take as much.
+    optimizer: its share of AdamW's two moments.
     gathered: weights of the layers in use, and with context parallel a layer's keys and values of whole rows.
     activations: saved for the backward pass.
     logits: logits and their gradient.
     """
 
-    states: int
+    weights: int
+    optimizer: int
     gathered: int
     activations: int
     logits: int
+
+    @property
+    def states(self) -> int:
+        """Weights, gradients and moments."""
+        return 2 * self.weights + self.optimizer
 
     @property
     def total(self) -> int:
@@ -143,6 +150,7 @@ def training_memory(
     mixed: bool = True,
     activation_checkpointing: str = "none",
     loss_chunk: int = 0,
+    tensor_parallel: int = 1,
     context_parallel: int = 1,
 ) -> TrainingMemory:
     """Memory of a training step on each of ``devices`` that shard weights and optimizer state (FSDP).
@@ -153,17 +161,21 @@ def training_memory(
         activation_checkpointing: "none", "selective" (keep the results of products and attention) or "full" (keep each
             layer's input).
         loss_chunk: tokens whose logits are in memory at a time; 0 for all.
+        tensor_parallel: devices that share each layer, times ``devices``.
         context_parallel: devices that share each row. Each holds a layer's keys and values of the whole row three
             times: as received, in the order of the row, and their gradient.
 
     Raises:
         ValueError: for numbers that are not positive.
     """
-    require_positive(tokens=tokens, devices=devices, context_parallel=context_parallel)
+    ways = tensor_parallel
+    require_positive(tokens=tokens, devices=devices, tensor_parallel=ways, context_parallel=context_parallel)
     parameters = sum(count_parameters(config).values())
+    weights, states = (-(-of_each * parameters // (devices * ways)) for of_each in (4, 16))
     alive = min(loss_chunk, tokens) if loss_chunk else tokens
-    layer = layer_activation_bytes(config, mixed=mixed)
-    kept = {"none": layer, "selective": product_bytes(config, mixed=mixed), "full": 4 * config.hidden_size}
+    layer = layer_activation_bytes(config, mixed=mixed, ways=ways)
+    products = product_bytes(config, mixed=mixed, ways=ways)
+    kept = {"none": layer, "selective": products, "full": 4 * config.hidden_size}
     saved = kept[activation_checkpointing] * config.num_hidden_layers
     if activation_checkpointing != "none":
         saved += layer
@@ -171,20 +183,73 @@ def training_memory(
     gathered = 0
     if devices > 1:
         gathered = 2 * computed * _parameters_of_a_layer(config) + computed * config.vocab_size * config.hidden_size
+        gathered //= ways
     if context_parallel > 1:
         heads = config.heads
         of_a_token = computed * (heads.keys * heads.head_dim + heads.values * heads.value_dim)
-        gathered += 3 * of_a_token * tokens * context_parallel
+        gathered += 3 * of_a_token * tokens * context_parallel // ways
     return TrainingMemory(
-        states=-(-16 * parameters // devices),
+        weights=weights,
+        optimizer=states - 2 * weights,
         gathered=gathered,
         activations=tokens * saved,
-        logits=alive * config.vocab_size * (computed + 4 + 4),
+        logits=alive * config.vocab_size * (computed + 4 + 4) // ways,
     )
 
 
-def layer_activation_bytes(config, *, mixed: bool) -> int:
-    """Bytes for each token that one layer saves for its backward pass.
+def communication_bytes(
+    config,
+    *,
+    tokens: int,
+    passes: int = 1,
+    devices: int = 1,
+    replicas: int = 1,
+    sharded: bool = True,
+    mixed: bool = True,
+    recomputes: bool = False,
+    tensor_parallel: int = 1,
+    context_parallel: int = 1,
+    method: str = "gather",
+) -> dict[str, int]:
+    """Bytes that each device sends in a training step, by ring algorithms, for what.
+
+    - "weights": FSDP2 gathers a layer's weights in the forward and in the backward pass, in bf16 if ``mixed``, and
+      embedding and output matrix once, in fp32.
+    - "gradients": in fp32; FSDP2 reduces and scatters them in every pass, DDP reduces them once a step, and so
+      does HSDP over replicas.
+    - "layers": tensor parallel sums two vectors of a token in each layer, forward and backward.
+    - "rows": context parallel gathers keys and values in each layer and scatters their gradients; by ``method`` "heads"
+      it exchanges queries, keys, values and outputs.
+
+    Args:
+        tokens: tokens in one pass on one device.
+        passes: forward and backward passes of a step.
+        devices, tensor_parallel, context_parallel: as in ``training_memory``.
+        replicas: copies of the model, each on so many devices (HSDP).
+        sharded: whether ``devices`` share the weights (FSDP2); otherwise each has them whole (DDP).
+        recomputes: whether the backward pass computes a layer's output again.
+    """
+    ways, computed, layers = tensor_parallel, 2 if mixed else 4, config.num_hidden_layers
+    parts = count_parameters(config)
+    total = sum(parts.values()) // ways
+    outside = (parts["embedding"] + parts["head"]) // ways
+    others, runs = (devices - 1) / devices, 3 if recomputes else 2
+    heads = config.heads
+    of_a_token = computed * (heads.keys * heads.head_dim + heads.values * heads.value_dim) // ways
+    if method == "heads":
+        of_a_token += computed * (heads.queries * heads.head_dim + heads.outputs * heads.value_dim) // ways
+        of_a_token //= context_parallel
+    sent = {
+        "weights": sharded * passes * others * (2 * computed * (total - outside) + 4 * outside),
+        "gradients": 4 * total * (others * (passes if sharded else 2) + 2 * (replicas - 1) / replicas / devices),
+        "layers": passes * layers * runs * 2 * 2 * (ways - 1) / ways * tokens * config.hidden_size * computed,
+        "rows": passes * layers * runs * (context_parallel - 1) * tokens * of_a_token,
+    }
+    return {what: round(count) for what, count in sent.items() if count}
+
+
+def layer_activation_bytes(config, *, mixed: bool, ways: int = 1) -> int:
+    """Bytes for each token that one layer saves for its backward pass, if ``ways`` devices share it by heads.
 
     - Of the model's width: the residual stream before and after attention, and both norms' scaled inputs and outputs.
     - Of the heads' width: queries, keys, values and outputs; for differential attention also the head norm's scaled
@@ -196,18 +261,18 @@ def layer_activation_bytes(config, *, mixed: bool) -> int:
     heads, keys = config.num_attention_heads * config.head_dim, config.num_key_value_heads * config.head_dim
     width, inner, differential = config.hidden_size, config.intermediate_size, config.attention != "softmax"
     if mixed:
-        return 26 * width + (4 + 8 * differential) * heads + 4 * keys + 8 * inner
-    return 4 * (6 * width + (2 + 2 * differential) * heads + 2 * keys + 4 * inner)
+        return 26 * width + ((4 + 8 * differential) * heads + 4 * keys + 8 * inner) // ways
+    return 4 * (6 * width + ((2 + 2 * differential) * heads + 2 * keys + 4 * inner) // ways)
 
 
-def product_bytes(config, *, mixed: bool) -> int:
+def product_bytes(config, *, mixed: bool, ways: int = 1) -> int:
     """Bytes for each token that one layer keeps with ``activation_checkpointing="selective"``.
 
     Its input, and the results of its seven matrices and of attention, in bf16 if ``mixed``.
     """
     heads, keys = config.num_attention_heads * config.head_dim, config.num_key_value_heads * config.head_dim
     width, inner = config.hidden_size, config.intermediate_size
-    return 4 * width + (2 if mixed else 4) * (2 * heads + 2 * keys + 2 * width + 2 * inner)
+    return 4 * width + (2 if mixed else 4) * (2 * width + (2 * heads + 2 * keys + 2 * inner) // ways)
 
 
 def training_seconds(

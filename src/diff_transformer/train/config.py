@@ -92,6 +92,8 @@ class ParallelConfig:
     context_parallel: int = 1  # processes that share each row; with `tensor_parallel`, times as many
     # how those see the whole row: "gather" its keys and values, or exchange tokens for "heads"
     context_parallel_method: str = "gather"
+    # with "fsdp": copies of the sharded model (HSDP); the processes of a copy, such as those of a machine, share it
+    replicas: int = 1
     devices: int = 0  # processes on this machine; 0 for what torchrun starts, or one
     num_nodes: int = 0  # machines; 0 for what torchrun starts, or one
     # with "fsdp": each process writes, hashes and checks its part of a checkpoint instead of sending it to rank 0
@@ -101,7 +103,7 @@ class ParallelConfig:
 
     def validate(self) -> None:
         """Raise ValueError for invalid values. ``launch.check_processes`` checks the number of processes."""
-        ways = {"tensor_parallel": self.tensor_parallel, "context_parallel": self.context_parallel}
+        ways = {name: getattr(self, name) for name in ("tensor_parallel", "context_parallel", "replicas")}
         require_positive(**{f"train.parallel.{name}": size for name, size in ways.items()})
         if self.context_parallel_method not in CONTEXT_METHODS:
             raise ValueError(
@@ -115,6 +117,11 @@ class ParallelConfig:
         for name in ("devices", "num_nodes", "stall_seconds"):
             if getattr(self, name) < 0:
                 raise ValueError(f"train.parallel.{name} is {getattr(self, name)}; it must not be negative")
+        if self.replicas > 1 and self.strategy in ("single", "ddp"):
+            raise ValueError(
+                f"train.parallel.replicas is {self.replicas}, which needs strategy 'fsdp', not {self.strategy!r}, "
+                f"under which every process has a copy of the model"
+            )
         if self.sharded_checkpoints and self.strategy in ("single", "ddp"):
             raise ValueError(
                 f"train.parallel.sharded_checkpoints needs strategy 'fsdp', not {self.strategy!r}, under which every "

@@ -147,6 +147,11 @@ def _strategy(parallel: ParallelConfig, world: int) -> str:
         raise ValueError(
             f"train.parallel.strategy is {parallel.strategy!r}, which excludes tensor_parallel={ways}; give 'fsdp'"
         )
-    if parallel.strategy == "fsdp" or (parallel.strategy == "auto" and ways > 1):
+    if world // ways % parallel.replicas:
+        raise ValueError(
+            f"train.parallel.replicas is {parallel.replicas}, which does not divide {world // ways}, the processes "
+            f"beside tensor parallel; give a number that does"
+        )
+    if parallel.strategy == "fsdp" or (parallel.strategy == "auto" and max(ways, parallel.replicas) > 1):
         return "fsdp"
     return "single" if world == 1 else "ddp"

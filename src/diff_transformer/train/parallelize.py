@@ -13,7 +13,7 @@ import torch
 from lightning.fabric import Fabric
 from lightning.fabric.strategies import DDPStrategy, ModelParallelStrategy
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_module
 from torch.distributed.tensor.parallel import (
@@ -43,7 +43,12 @@ def make_fabric(config: RunConfig) -> Fabric:
         strategy = DDPStrategy(gradient_as_bucket_view=True)
     elif name == "fsdp":
         strategy = ModelParallelStrategy(
-            partial(shard, precision=config.train.precision, compiled=config.train.compile),
+            partial(
+                shard,
+                precision=config.train.precision,
+                compiled=config.train.compile,
+                replicas=parallel.replicas,
+            ),
             data_parallel_size=world // parallel.tensor_parallel,
             tensor_parallel_size=parallel.tensor_parallel,
         )
@@ -85,14 +90,21 @@ def check_split(config, ways: int) -> None:
         )
 
 
-def shard(objective: Objective, mesh: DeviceMesh, *, precision: str, compiled: bool = False) -> Objective:
+def shard(
+    objective: Objective, mesh: DeviceMesh, *, precision: str, compiled: bool = False, replicas: int = 1
+) -> Objective:
     """FSDP2 over the mesh's "data_parallel" dimension, tensor parallel over its "tensor_parallel" dimension.
 
+    With several ``replicas`` (HSDP), weights are shared by the processes of a replica, and gradients summed over all.
     A layer is gathered when it is needed, in bf16 if ``precision`` is "bf16-mixed". Embedding, last norm and output
     matrix are gathered together, in their own precision. Lambda's vectors are a separate group, which stays in fp32.
     """
     model: Any = objective.model
     tensor, data = mesh["tensor_parallel"], mesh["data_parallel"]
+    if replicas > 1:
+        sizes = (replicas, data.size() // replicas, tensor.size())
+        mesh = init_device_mesh(mesh.device_type, sizes, mesh_dim_names=("replica", "shard", "tensor_parallel"))
+        tensor, data = mesh["tensor_parallel"], mesh["replica", "shard"]
     if tensor.size() > 1:
         check_split(model.config, tensor.size())
         _split(model, tensor)
@@ -114,6 +126,13 @@ def reshard(module: nn.Module) -> None:
     for part in module.modules():
         if isinstance(part, FSDPModule):
             part.reshard()
+
+
+def sum_over_replicas(module: nn.Module, wanted: bool) -> None:
+    """Whether backward passes sum gradients over replicas (HSDP); those before the last of a step need not."""
+    for part in module.modules():
+        if isinstance(part, FSDPModule):
+            part.set_requires_all_reduce(wanted, recurse=False)
 
 
 def compile_layers(model: Any) -> None:

@@ -14,7 +14,7 @@ from diff_transformer.data.recall import RecallRows
 from diff_transformer.train.config import OptimConfig, RunConfig
 from diff_transformer.train.context_parallel import WHOLE
 from diff_transformer.train.loss import count_by_source, predicted, token_weights
-from diff_transformer.train.parallelize import reshard, share_of
+from diff_transformer.train.parallelize import reshard, share_of, sum_over_replicas
 from diff_transformer.train.telemetry import full_tensor, gradient_norms
 from diff_transformer.train.training_data import Rows, mixture_shares, model_inputs, without_first_tokens
 
@@ -76,6 +76,8 @@ class Stepper:
         passes = list(zip(*(tensor.split(micro_batch) for tensor in (ids, labels, weights, source)), strict=True))
         parts = self.share.size * self.context.size  # of the batch
         for i, (*inputs, row_source) in enumerate(passes):
+            if config.train.parallel.replicas > 1:
+                sum_over_replicas(self.model, i == len(passes) - 1)
             with fabric.no_backward_sync(self.model, enabled=i < len(passes) - 1 and not self.sharded):
                 loss, row_nats = self._forward(*self._part(*inputs))
                 fabric.backward(loss * parts)  # DDP and FSDP2 average over processes; this loss is a sum
