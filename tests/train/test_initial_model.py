@@ -6,6 +6,11 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig
 
 from diff_transformer.lab.compare import side_model
@@ -15,9 +20,11 @@ from diff_transformer.model.convert import softmax_to_diff
 from diff_transformer.model.matching import VARIANTS
 from diff_transformer.model.modeling import DiffTransformerForCausalLM
 from diff_transformer.train.config import override
-from diff_transformer.train.initial_model import InitialValues, build_model, check_model
+from diff_transformer.train.initial_model import InitialValues, build_model, check_model, start_model
 from diff_transformer.train.loop import train
+from diff_transformer.train.loss import Objective
 from diff_transformer.train.metrics import read_metrics
+from diff_transformer.train.parallelize import shard
 from diff_transformer.train.training_data import load_training_data
 
 TOKENIZER = SimpleNamespace(pad_token_id=None, bos_token_id=None, eos_token_id=0)
@@ -107,7 +114,7 @@ def test_building_holds_little_more_than_the_model():
     assert float(done.stdout) < 1.4  # both models at once: 2.0
 
 
-def test_a_draw_that_was_changed_or_whose_memory_went_on_is_no_start():
+def test_what_was_changed_after_its_draw_or_got_the_memory_of_another_is_drawn_again():
     def model():
         made = torch.nn.Module()
         made.drawn = torch.nn.Parameter(torch.empty(64).normal_())
@@ -121,10 +128,56 @@ def test_a_draw_that_was_changed_or_whose_memory_went_on_is_no_start():
     expected = {name: value.detach().clone() for name, value in model().named_parameters()}
     torch.manual_seed(0)
     initial = InitialValues(model)
-    other = model()
-    initial.copy_to(other)
-    for name, value in other.named_parameters():
+    assert [parameter.is_meta for parameter in initial.model.parameters()] == [True, True, False]
+    drawn = dict(initial.draw({"drawn", "scaled", "ones"}))
+    assert drawn.keys() == expected.keys()
+    for name, value in drawn.items():
         assert torch.equal(value, expected[name]), name
+    assert [name for name, _ in initial.draw({"ones"})] == ["ones"]
+
+
+def test_a_parameter_written_in_parts_is_refused():
+    def model():
+        made = torch.nn.Linear(4, 4)
+        torch.nn.init.zeros_(made.weight[0])
+        return made
+
+    with pytest.raises(NotImplementedError, match="writes to a part of a parameter"):
+        InitialValues(model)
+
+
+@pytest.mark.parametrize(
+    ("ways", "replicas", "settings"),
+    [(1, 1, []), (1, 2, ["model.tie_word_embeddings=false"]), (2, 1, ["model.attention=diff_v2"]), (2, 2, [])],
+)
+def test_each_process_holds_its_part_of_the_model_of_one_process(ways, replicas, settings):
+    """Four processes, one after another, in a group that exchanges nothing: ways x (4 / ways), in replicas."""
+    config, parts = override(recipe("debug"), [*settings, "model.head_norm_init=1.0"]), []
+    whole = build_model(config, TOKENIZER)
+    for rank in range(4):
+        dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=4)
+        try:
+            mesh = init_device_mesh("cpu", (4 // ways, ways), mesh_dim_names=("data_parallel", "tensor_parallel"))
+            start = start_model(config, TOKENIZER)
+            assert sum(parameter.is_meta for parameter in start.model.parameters()) > 10
+            shard(Objective(start.model, start=start), mesh, precision="32-true", replicas=replicas)
+            parameters = dict(start.model.named_parameters())
+            for name, value in whole.named_parameters():
+                part = parameters.pop(name)
+                assert torch.equal(part.to_local(), part_of(value, part)), (rank, name)
+            assert not parameters
+            parts.append(sum(part.to_local().numel() for part in start.model.parameters()))
+            own, ours = (dict(model.named_buffers()) for model in (start.model, whole))
+            assert own.keys() == ours.keys()
+            assert all(torch.equal(own[name], ours[name]) for name in own)
+        finally:
+            dist.destroy_process_group()
+    assert max(parts) < 1.1 * whole.num_parameters() * replicas / 4
+
+
+def part_of(value: torch.Tensor, like: DTensor) -> torch.Tensor:
+    shape, offset = compute_local_shape_and_global_offset(value.shape, like.device_mesh, like.placements)
+    return value.detach()[tuple(slice(o, o + n) for o, n in zip(offset, shape, strict=True))]
 
 
 @pytest.fixture(scope="module")

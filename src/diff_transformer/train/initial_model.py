@@ -1,11 +1,14 @@
 """The model that a run starts with: drawn from ``train.seed``, or the saved model of ``train.initial_model``."""
 
 import shlex
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from diff_transformer.train.config import RunConfig, checked_model
@@ -36,16 +39,141 @@ def check_model(config: RunConfig) -> None:
             DiffTransformerForCausalLM(each)
 
 
-def build_model(config: RunConfig, tokenizer):
-    """The model of a run, on the CPU, in fp32.
+class InitialValues:
+    """What the constructor of a model writes to its parameters, without memory for them.
+
+    Attributes:
+        model: ``make_model()``, with its parameters on the meta device. Buffers are real.
+        shapes: of the parameters by name.
+    """
+
+    def __init__(self, make_model: Callable[[], nn.Module]):
+        with _Recorded() as recorded:
+            self.model = make_model()
+        parameters = dict(self.model.named_parameters())
+        self.shapes = {name: parameter.shape for name, parameter in parameters.items()}
+        self._draws = recorded.draws
+        self._kept = {name: parameter.detach() for name, parameter in parameters.items() if not parameter.is_meta}
+        self._written = {
+            name: recorded.written[_memory(parameter)] for name, parameter in parameters.items() if parameter.is_meta
+        }
+
+    def draw(self, names: set[str]) -> Iterator[tuple[str, Tensor]]:
+        """The initial values of the parameters ``names``, bit by bit those that the constructor draws.
+
+        The generator moves on by everything that the constructor draws.
+        """
+        wanted = {id(writes[0]): (name, writes) for name, writes in self._written.items() if name in names}
+        for drawn in self._draws:
+            tensor = drawn.again(torch.empty(drawn.shape, dtype=drawn.dtype))
+            if id(drawn) in wanted:
+                name, (_, *changes) = wanted.pop(id(drawn))
+                yield name, _repeated(changes, tensor)
+        for name, writes in wanted.values():  # constants
+            yield name, _repeated(writes, torch.empty(writes[0].shape, dtype=writes[0].dtype))
+        for name in names & self._kept.keys():
+            yield name, self._kept[name]
+
+
+@dataclass(frozen=True)
+class _Written:
+    """An operation that wrote to a tensor."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+    operation: Any
+    args: tuple
+    kwargs: dict[str, Any]
+
+    def again(self, tensor: Tensor) -> Tensor:
+        return self.operation(tensor, *self.args, **self.kwargs)
+
+
+def _repeated(operations: Sequence[_Written], tensor: Tensor) -> Tensor:
+    for operation in operations:
+        tensor = operation.again(tensor)
+    return tensor
+
+
+class _Recorded(TorchDispatchMode):
+    """Makes empty tensors on the meta device and records what is written to each, from the last time it was whole."""
+
+    _RANDOM = (torch.ops.aten.normal_.default, torch.ops.aten.uniform_.default)
+    _WHOLE = (*_RANDOM, torch.ops.aten.fill_.Scalar, torch.ops.aten.zero_.default)
+
+    def __init__(self):
+        super().__init__()
+        self.draws: list[_Written] = []
+        self.written: dict[int, list[_Written]] = {}
+
+    def __torch_dispatch__(self, func, types, args: tuple[Any, ...] = (), kwargs=None):
+        kwargs = kwargs or {}
+        if func is torch.ops.aten.empty.memory_format:
+            made = func(*args, **{**kwargs, "device": "meta"})
+            self.written[_memory(made)] = []  # its memory may have been another tensor's
+            return made
+        tensor = args[0] if args else None
+        if not (isinstance(tensor, Tensor) and tensor.is_meta and func._schema.is_mutable):
+            return func(*args, **kwargs)
+        write = _Written(tensor.shape, tensor.dtype, func, args[1:], kwargs)
+        if func in self._RANDOM:
+            self.draws.append(write)
+        if tensor.numel() * tensor.element_size() != tensor.untyped_storage().nbytes():
+            raise NotImplementedError(f"{func} writes to a part of a parameter, which cannot be drawn again")
+        before = [] if func in self._WHOLE else self.written[_memory(tensor)]
+        self.written[_memory(tensor)] = [*before, write]
+        return tensor
+
+
+def _memory(tensor: Tensor) -> int:
+    return tensor.untyped_storage()._cdata
+
+
+def _assign(parameter: Tensor, value: Tensor) -> None:
+    """Copy ``value``, which is whole, to this process's part of ``parameter``."""
+    if isinstance(parameter, DTensor):
+        value = distribute_tensor(value, parameter.device_mesh, parameter.placements, src_data_rank=None).to_local()
+        parameter = parameter.to_local()
+    parameter.copy_(value)
+
+
+@dataclass(frozen=True)
+class Start:
+    """A model without memory for its weights (on the meta device), and the values with which they start.
 
     Every parameter that a DIFF Transformer (or another variant) shares by name and shape with its matched Transformer
-    starts with the same values in both: these are drawn before all others, in the baseline's order. Only one of the two
-    models is in memory at a time.
-
-    Raises:
-        ValueError: for rows longer than the model's positions, and as ``load_initial_model``.
+    starts with the same values in both: these are drawn before all others, in the baseline's order.
     """
+
+    model: Any
+    seed: int = 0
+    draws: tuple[tuple[InitialValues, set[str]], ...] = ()  # values, and the names of parameters that get them
+
+    def fill(self, root: nn.Module, device: torch.device | str = "cpu") -> None:
+        """Give the parameters memory on ``device`` and their values, bit for bit those of one process.
+
+        Args:
+            root: the model, or a module around it, whose parameters may be sharded. Each process then draws one whole
+                parameter at a time and keeps its part.
+        """
+        if not self.draws:  # the weights are there
+            return
+        buffers = [buffer.clone() for buffer in self.model.buffers()]
+        root.to_empty(device=device)
+        if self.model.config.tie_word_embeddings:
+            self.model.get_output_embeddings().weight = self.model.get_input_embeddings().weight
+        torch.manual_seed(self.seed)
+        with torch.no_grad():
+            for empty, buffer in zip(self.model.buffers(), buffers, strict=True):
+                empty.copy_(buffer)
+            parameters = dict(self.model.named_parameters())
+            for values, names in self.draws:
+                for name, value in values.draw(names):
+                    _assign(parameters[name], value)
+
+
+def start_model(config: RunConfig, tokenizer) -> Start:
+    """How the model of a run starts, in fp32; raises as ``build_model``."""
     from diff_transformer.model.config import DiffTransformerConfig, matched_baseline
     from diff_transformer.model.modeling import DiffTransformerForCausalLM
 
@@ -54,14 +182,24 @@ def build_model(config: RunConfig, tokenizer):
     settings = DiffTransformerConfig(**{**special, **config.model}) if initial is None else initial.config
     _check_length(settings, config)
     if initial is not None:
-        return initial
-    torch.manual_seed(config.train.seed)
+        return Start(initial)
+    own = InitialValues(lambda: DiffTransformerForCausalLM(settings))
     if settings.attention == "softmax":  # the weights of its head norm, if it has one, are constants
-        return DiffTransformerForCausalLM(settings)
-    shared = InitialValues(lambda: DiffTransformerForCausalLM(matched_baseline(settings)))
-    model = DiffTransformerForCausalLM(settings)
-    shared.copy_to(model)
-    return model
+        return Start(own.model, config.train.seed, ((own, set(own.shapes)),))
+    baseline = InitialValues(lambda: DiffTransformerForCausalLM(matched_baseline(settings)))
+    shared = {name for name, shape in own.shapes.items() if baseline.shapes.get(name) == shape}
+    return Start(own.model, config.train.seed, ((baseline, shared), (own, set(own.shapes) - shared)))
+
+
+def build_model(config: RunConfig, tokenizer):
+    """The model of a run, on the CPU, in fp32, as ``Start`` says.
+
+    Raises:
+        ValueError: for rows longer than the model's positions, and as ``load_initial_model``.
+    """
+    start = start_model(config, tokenizer)
+    start.fill(start.model)
+    return start.model
 
 
 def load_initial_model(config: RunConfig, tokenizer):
@@ -131,63 +269,6 @@ def model_folder(config: RunConfig) -> Path:
         )
     _refuse_other_libraries(folder)
     return folder
-
-
-class InitialValues:
-    """The initial values of the parameters of ``make_model()``, without the model.
-
-    A random parameter is kept as the state of the random generator before its draw, and drawn again by ``copy_to``.
-    Other parameters (the weights of norms, for example) are kept as tensors. On the CPU only.
-    """
-
-    def __init__(self, make_model):
-        with _RecordedDraws() as recorded:
-            model: nn.Module = make_model()
-        self._values: dict[str, tuple[torch.Size, Tensor | tuple[Any, ...]]] = {}
-        for name, parameter in model.named_parameters():
-            draw = recorded.last.get(parameter.data_ptr())
-            self._values[name] = parameter.shape, parameter.detach().clone() if draw is None else draw
-
-    @torch.no_grad()
-    def copy_to(self, model: nn.Module) -> None:
-        """Give each parameter of ``model`` with a known name and shape its initial value, bit by bit.
-
-        The state of the random generator is unchanged.
-        """
-        before = torch.get_rng_state()
-        for name, parameter in model.named_parameters():
-            if name not in self._values or self._values[name][0] != parameter.shape:
-                continue
-            value = self._values[name][1]
-            if isinstance(value, Tensor):
-                parameter.copy_(value)
-            else:
-                state, draw, args, kwargs = value
-                torch.set_rng_state(state)
-                draw(parameter, *args, **kwargs)
-        torch.set_rng_state(before)
-
-
-class _RecordedDraws(TorchDispatchMode):
-    """Records the last random draw into each memory: the generator's state before it, the operation, its arguments.
-
-    A record is dropped when its memory is written to in another way, or given to another tensor.
-    """
-
-    _RANDOM = (torch.ops.aten.normal_.default, torch.ops.aten.uniform_.default)
-
-    def __init__(self):
-        super().__init__()
-        self.last: dict[int, tuple[Tensor, Any, tuple, dict]] = {}
-
-    def __torch_dispatch__(self, func, types, args: tuple[Any, ...] = (), kwargs=None):
-        drawn = func in self._RANDOM
-        if drawn:
-            self.last[args[0].data_ptr()] = torch.get_rng_state(), func, args[1:], kwargs or {}
-        result = func(*args, **(kwargs or {}))
-        if isinstance(result, Tensor) and not drawn and not func.is_view:
-            self.last.pop(result.data_ptr(), None)
-        return result
 
 
 def _check_length(settings, config: RunConfig) -> None:

@@ -16,13 +16,14 @@ from typing import Any
 
 import torch
 from lightning.fabric import Fabric
+from lightning.fabric.strategies import ModelParallelStrategy
 
 from diff_transformer.ops import choice
 from diff_transformer.train.checkpoint import Saver, latest_checkpoint, load_checkpoint
 from diff_transformer.train.config import RunConfig
 from diff_transformer.train.context_parallel import make_context
 from diff_transformer.train.heartbeat import Heartbeat, lost_peers_explained
-from diff_transformer.train.initial_model import build_model, check_model
+from diff_transformer.train.initial_model import build_model, check_model, start_model
 from diff_transformer.train.launch import on_first_rank
 from diff_transformer.train.loss import Objective
 from diff_transformer.train.metrics import MetricsLog
@@ -113,16 +114,17 @@ class Run:
         self.fabric, self.config, self.folder, self.data = fabric, config, folder, data
         settings = config.train
         fabric.seed_everything(settings.seed, verbose=False)
-        self.unwrapped_model = build_model(config, data.tokenizer)
+        start = start_model(config, data.tokenizer) if isinstance(fabric.strategy, ModelParallelStrategy) else None
+        self.unwrapped_model = build_model(config, data.tokenizer) if start is None else start.model
         context = make_context(fabric, settings.parallel)
         context.apply(self.unwrapped_model)
         recompute(self.unwrapped_model, what_to_recompute(config, self.unwrapped_model.config, fabric))
-        objective = Objective(self.unwrapped_model, settings.loss_chunk)
+        objective = Objective(self.unwrapped_model, settings.loss_chunk, start)
         if settings.compile and fabric.world_size == 1 and settings.parallel.strategy != "fsdp":
             objective.compile()
         elif settings.compile and not hasattr(fabric.strategy, "device_mesh"):
             compile_layers(self.unwrapped_model)
-        model: Any = fabric.setup_module(objective)
+        model: Any = fabric.setup_module(objective, move_to_device=start is None)
         inner = make_optimizer(self.unwrapped_model, config.optim)
         optimizer: Any = fabric.setup_optimizers(inner)
         self.state = TrainingState(self.unwrapped_model, inner, sharded_files=settings.parallel.sharded_checkpoints)

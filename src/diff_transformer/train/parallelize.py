@@ -118,6 +118,9 @@ def shard(
     for layer in model.base_model.layers:
         fully_shard(layer, mesh=data, mp_policy=policy)
     fully_shard(objective, mesh=data)
+    if objective.start is not None:
+        device: Any = torch.cuda.current_device() if mesh.device_type == "cuda" else mesh.device_type
+        objective.start.fill(objective, device)
     return objective
 
 
