@@ -2,7 +2,7 @@
 
 import threading
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 from diff_transformer.checks import require_port
 from diff_transformer.data.tokenizer import require_fast
@@ -127,11 +127,14 @@ def _paged_manager(config):
         def init_cb(self, model, gen_config):
             if self._cb is None:
                 super().init_cb(model, gen_config)
-                self._cb.output_router._lock = threading.RLock()  # registering takes it too
+                self._router()._lock = threading.RLock()  # registering takes it too
 
         def generate_streaming(self, *args, **kwargs):
-            with self._cb.output_router._lock:  # answers are delivered under it
+            with self._router()._lock:  # answers are delivered under it
                 return super().generate_streaming(*args, **kwargs)
+
+        def _router(self) -> Any:
+            return cast(Any, self._cb).output_router
 
     return Manager(config)
 
