@@ -131,8 +131,13 @@ def test_hopper_kernels_that_fail_fail_the_stage(gpu, tmp_path, monkeypatch):
 
 
 def ended(process):
-    state = Path(f"/proc/{process}/stat")
-    return not state.exists() or state.read_text().rsplit(")", 1)[1].split()[0] == "Z"
+    """Whether a process that was killed is gone; the system may take a moment."""
+    state, until = Path(f"/proc/{process}/stat"), time.monotonic() + 10
+    while state.exists() and state.read_text().rsplit(")", 1)[1].split()[0] != "Z":
+        if time.monotonic() > until:
+            return False
+        time.sleep(0.02)
+    return True
 
 
 def test_a_stage_that_runs_out_is_stopped_with_all_it_started(gpu, tmp_path):

@@ -5,13 +5,13 @@ The folder has the format of Fabric's sharded checkpoints: ``__RANK_0.distcp`` w
 any strategy, and nothing in it is executed.
 """
 
-import pickle
 import warnings
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from pickle import Unpickler, UnpicklingError
 from typing import Any
 
 import torch
@@ -139,7 +139,7 @@ def load_shards(folder: Path, state: dict[str, Any]) -> None:
     Every process calls it. The objects may be sharded otherwise than those saved, or whole.
 
     Raises:
-        pickle.UnpicklingError: for a file that could run code. Nothing of it was executed.
+        UnpicklingError: for a file that could run code. Nothing of it was executed.
         CheckpointException: (of torch) if the state does not fit, or cannot be read.
     """
     rest = torch.load(folder / _REST, weights_only=True)
@@ -161,14 +161,14 @@ class _Reader(dcp.FileSystemReader):
         return self._metadata
 
 
-class _MetadataUnpickler(pickle.Unpickler):
+class _MetadataUnpickler(Unpickler):
     """Unpickles descriptions of tensors and their places in files, and nothing else."""
 
     def find_class(self, module: str, name: str) -> Any:
         dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
         if dtype or (module, name) in _DESCRIPTIONS:
             return super().find_class(module, name)
-        raise pickle.UnpicklingError(f"{module}.{name} is no description of a tensor")
+        raise UnpicklingError(f"{module}.{name} is no description of a tensor")
 
 
 class _Planner(DefaultLoadPlanner):
