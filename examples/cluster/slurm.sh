@@ -14,7 +14,7 @@ set -euo pipefail
 recipe=${RECIPE:-paper_3b}
 corpus=${CORPUS:?set CORPUS to a folder that diff-transformer prepare made}
 out=${OUT:-runs/$recipe}
-first=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
+first=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | sed -n 1p)
 resume=()
 [ -e "$out/config.json" ] && resume=(--resume)
 

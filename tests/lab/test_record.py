@@ -51,7 +51,9 @@ def test_experiments_of_one_model_are_one_record_and_a_repeated_one_is_another()
 
 
 def test_the_demo_s_record_is_read():
-    diff, softmax = load_all(FIGURES / "demo")
+    records = {record.side: record for record in load_all(FIGURES / "demo")}
+    assert records.keys() == {"diff", "softmax", "softmax_norm"}
+    diff, softmax = records["diff"], records["softmax"]
     assert (diff.setting, diff.side, softmax.side, diff.seed) == ("demo", "diff", "softmax", 0)
     assert (diff.attention, softmax.attention) == ("diff", "softmax")
     kept = json.loads((FIGURES / "demo" / "results.json").read_text())
