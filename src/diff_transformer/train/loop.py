@@ -31,7 +31,7 @@ from diff_transformer.train.parallelize import compile_layers, make_fabric
 from diff_transformer.train.recompute import recompute, what_to_recompute
 from diff_transformer.train.run_folder import check_run_folder, open_run_folder, save_model
 from diff_transformer.train.signals import Interrupted, StopRequest, stop_requests
-from diff_transformer.train.state import TrainingState, whole_model
+from diff_transformer.train.state import TrainingState, is_sharded, whole_model
 from diff_transformer.train.step import Outcome, Stepper, learning_rate, make_optimizer, schedule_warning
 from diff_transformer.train.telemetry import by_source, telemetry, utilisation
 from diff_transformer.train.training_data import (
@@ -206,7 +206,7 @@ class Run:
         """The loss on held-out rows and, if the mixture has recall, the accuracy on held-out rows of it."""
         data, stepper = self.data, self.stepper
         values = {"validation_loss": stepper.validation_loss(data.validation, data.validation_labels)}
-        if data.recall is not None and self.fabric.world_size == 1:
+        if data.recall is not None and self.fabric.world_size == 1 and not is_sharded(self.unwrapped_model):
             values["recall_accuracy"] = stepper.recall_accuracy(data.recall)
         return values
 
