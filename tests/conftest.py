@@ -1,3 +1,4 @@
+import importlib.util
 import json
 import os
 import time
@@ -15,7 +16,8 @@ from diff_transformer.durable import write_whole
 from diff_transformer.evals.provenance import provenance
 from diff_transformer.testing import poison_empty
 
-RECORD = Path(__file__).parents[1] / "benchmarks" / "results" / "reliability.json"
+ROOT = Path(__file__).parents[1]
+RECORD = ROOT / "benchmarks" / "results" / "reliability.json"
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -43,6 +45,22 @@ def texts(tmp_path_factory):
         words = " ".join(f"the {a} fox {b} jumps over dog number {i}." for a in ("red", "old") for b in range(40))
         (folder / f"{i}.txt").write_text(words)
     return folder
+
+
+@pytest.fixture
+def figure_module(monkeypatch):
+    """``figure_module(name)``: the module figures/NAME/run.py."""
+
+    def load(name: str):
+        monkeypatch.syspath_prepend(str(ROOT / "figures"))
+        spec = importlib.util.spec_from_file_location(f"{name}_page", ROOT / "figures" / name / "run.py")
+        assert spec is not None
+        assert spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        return module
+
+    return load
 
 
 @pytest.fixture

@@ -1,26 +1,18 @@
 """The page of the prose study, over records of known differences."""
 
-import importlib.util
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
 from diff_transformer.lab.recipes.prose_study import LEARNING_RATES, SEEDS, SIDES, SIZES, prose_study
 from diff_transformer.lab.record import Record, grouped
 
-FIGURES = Path(__file__).resolve().parents[1] / "figures"
 SHIFTS = {"diff": -0.1, "softmax_norm": -0.2}  # of the loss, from the Transformer's
 
 
 @pytest.fixture
-def page(monkeypatch):
-    """The module figures/prose/run.py."""
-    monkeypatch.syspath_prepend(str(FIGURES))
-    spec = importlib.util.spec_from_file_location("prose_page", FIGURES / "prose" / "run.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+def page(figure_module):
+    return figure_module("prose")
 
 
 def record(setting, side, seed):

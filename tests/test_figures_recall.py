@@ -1,27 +1,19 @@
 """The summary of the recall study: its numbers are those of the records; settings that tell nothing are left out."""
 
-import importlib.util
 import math
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
 from diff_transformer.lab.recipes.recall_study import GRID
 from diff_transformer.lab.record import Record
 
-FIGURES = Path(__file__).parents[1] / "figures"
 LEAD = {"p8_n2": 0.1, "p8_n4": 0.2}  # of DIFF over the Transformer, where neither is at chance or at 1
 
 
 @pytest.fixture
-def page(monkeypatch):
-    """The module figures/recall/run.py."""
-    monkeypatch.syspath_prepend(str(FIGURES))
-    spec = importlib.util.spec_from_file_location("recall_page", FIGURES / "recall" / "run.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+def page(figure_module):
+    return figure_module("recall")
 
 
 def record(setting, side, seed, final, reached=None):

@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 
-from diff_transformer.lab.stats import PowerLaw, exponent_interval, fit_power_law, match_interval
+from diff_transformer.lab.power_law import PowerLaw, exponent_interval, fit_power_law, match_interval
 
 SIZES = [0.83e9, 1.4e9, 2.8e9, 6.8e9, 13.1e9]
 

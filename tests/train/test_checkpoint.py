@@ -29,7 +29,6 @@ from diff_transformer.train.checkpoint import (
     latest_checkpoint,
     load_checkpoint,
     read_manifest,
-    save_checkpoint,
 )
 
 
@@ -44,8 +43,9 @@ def state_of(value: float, size: int = 64) -> dict:
     return {"model": model, "step": int(value), "random": {"torch": torch.get_rng_state()}}
 
 
-def save(fabric, folder, step, size=64, **options):
-    return save_checkpoint(fabric, folder, step, state_of(step, size), **options)
+def save(fabric, folder, step, size=64, validation_loss=None, **options):
+    Saver(fabric, folder, **options).save(step, state_of(step, size), validation_loss)
+    return checkpoint_path(folder, step)
 
 
 def loaded(fabric, folder, size=64) -> int | None:
@@ -205,7 +205,7 @@ def killed_while_saving(folder: Path, count: int, step: int) -> bool:
     def child():
         torch.set_num_threads(1)
         die_at(count)
-        save_checkpoint(None, folder, step, state_of(step), keep=1, validation_loss=1 / step)
+        save(None, folder, step, keep=1, validation_loss=1 / step)
 
     process = multiprocessing.get_context("fork").Process(target=child)
     process.start()

@@ -45,8 +45,8 @@ def run_alone(folder: Path, settings: list[str], *, resume: bool = False, stop_a
 
 def test_two_processes_train_like_one(base, tmp_path):
     """DDP in two passes a step, FSDP2 in four with recomputation and a chunked loss, HSDP in four, tensor parallel,
-    context parallel; DDP stopped by SIGTERM to rank 1, resumed alone, as is FSDP2 with checkpoints in parts and in the
-    background; a run begun alone and resumed under FSDP2, in passes; a stall."""
+    context parallel; FSDP2 with one process; DDP stopped by SIGTERM to rank 1, resumed alone, as is FSDP2 with
+    checkpoints in parts and in the background; a run begun alone and resumed under FSDP2, in passes; a stall."""
     run_alone(tmp_path / "one", base)
     run_alone(tmp_path / "begun alone", base, stop_at=10)
     memory = ["train.activation_checkpointing=true", "train.loss_chunk=100", "train.micro_batch_size=1"]
@@ -68,7 +68,11 @@ def test_two_processes_train_like_one(base, tmp_path):
         assert [text and text[:11] for text in of_rank[:8]] == [*[None] * 5, *["Interrupted"] * 2, None], printed
     for name in ("begun by two", "begun in parts"):
         run_alone(tmp_path / name, base, resume=True)
-    for name in ("ddp", "fsdp", "hsdp", "tp", "context", "begun by two", "begun in parts", "begun alone"):
+    (of_one,), _, printed_by_one = run_together(
+        tmp_path, [job(tmp_path / "alone", [*base, *STRATEGIES["fsdp"]])], processes=1
+    )
+    assert of_one == [None], printed_by_one
+    for name in ("ddp", "fsdp", "hsdp", "tp", "context", "alone", "begun by two", "begun in parts", "begun alone"):
         assert_same_training(tmp_path / name, tmp_path / "one")
         AutoModelForCausalLM.from_pretrained(tmp_path / name / "model")
     for code, (*_, last) in zip(codes, raised, strict=True):  # rank 0 stalls too, or finds that rank 1 has ended

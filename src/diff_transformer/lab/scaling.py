@@ -19,19 +19,18 @@ from diff_transformer.checks import require_extra
 from diff_transformer.evals.provenance import provenance
 from diff_transformer.evals.samples import Samples
 from diff_transformer.evals.types import Result
-from diff_transformer.lab.run_tables import Run, canonical, read_runs
-from diff_transformer.lab.stats import (
+from diff_transformer.lab.power_law import (
     FORMS,
     HUBER,
-    SEEDS_FOR_AN_INTERVAL,
     Ends,
     Points,
     PowerLaw,
     exponent_interval,
     fit_power_law,
     match_interval,
-    over_seeds,
 )
+from diff_transformer.lab.run_tables import Run, canonical, read_runs
+from diff_transformer.lab.stats import SEEDS_FOR_AN_INTERVAL, over_seeds
 
 NEEDS_MODEL = False
 SYNTHETIC = "synthetic"

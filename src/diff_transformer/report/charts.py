@@ -7,28 +7,22 @@ colour, mark and dashes everywhere. Transparent rectangles, the class ``hit`` in
 shows on hover, on tap and by the arrow keys.
 """
 
-import json
 import math
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from diff_transformer.report import vega
 from diff_transformer.report.markup import mean, number, short
-from diff_transformer.report.render import BREAK, HIT, Chart
+from diff_transformer.report.render import Chart
 
 NAMES = {"diff": "DIFF", "softmax": "Transformer"}
 WIDTH = 400  # width of a chart; the page scales it to 330 to 520 pixels
-MARKS = {
-    "diff": "circle", "softmax": "square", "s1": "diamond", "s2": "triangle-up", "s3": "triangle-down", "s4": "cross",
-    "s5": "M-0.6,-1L0.6,-1L1.15,0L0.6,1L-0.6,1L-1.15,0Z", "s6": "M-1,-1L1,-1L0.3,0L1,1L-1,1L-0.3,0Z",
-}  # fmt: skip
-DASHES = {
-    "softmax": [7, 3.5], "s1": [2, 3], "s2": [11, 3, 2.5, 3], "s3": [4, 3], "s4": [14, 4], "s5": [7, 2, 2, 2],
-}  # fmt: skip
 Point = tuple[float, float]
 BySeed = Mapping[int, float]
 _LETTER = 6.6  # largest width of a letter in pixels
+_ALONE = ("padding", "autosize")  # keys of a single chart, which a part of a grid must not have
 
 
 @dataclass(frozen=True)
@@ -102,38 +96,40 @@ def line_chart(
     spans = [y for line in lines for _, low, high in line.band for y in (low, high)]
     levels = [level for level, _ in guides]
     low, high = y_range or padded([y for line in lines for _, y in line.points] + spans + levels, log=log_y)
-    x = _number("x", ends, log=log_x, title=x_label)
+    x = vega.quantitative("x", ends, log=log_x, title=x_label)
     if x_ticks:
-        words = _words([words for _, words in x_ticks], x_ticks)
+        words = vega.tick_label([words for _, words in x_ticks], x_ticks)
         x["axis"] = {"values": [at for at, _ in x_ticks], "labelExpr": words, "labelOverlap": "greedy"}
-    y = _number("y", (low, high), log=log_y)
+    y = vega.quantitative("y", (low, high), log=log_y)
     ended = [line for line in lines if line.end_label]
-    layers = _guides(guides, y)
+    layers = vega.guides(guides, y)
     for line in sorted(lines, key=lambda line: not line.thin):
         layers += _line(line, x, y)
     if ended:
         layers.append(_end_labels(ended, ends[1], x, y, (high - low) * 15 / height))
     readings = _readings([line for line in lines if line.read], x_name, digits)
-    layers += [_hits(readings, x=x, x2={"field": "x2"})] if readings else []
-    return _chart(label, layers, height, width, right=58 if ended else 14)
+    layers += [vega.hits(readings, x=x, x2={"field": "x2"})] if readings else []
+    return vega.chart(label, layers, height, width, right=58 if ended else 14)
 
 
 def _line(line: Line, x: dict, y: dict) -> list[dict]:
-    colour = line.colour or _colour(line.side)
+    colour = line.colour or vega.colour(line.side)
     data = [{"x": at, "y": value} for at, value in line.points]
     made = []
     if line.band:
         area = [{"x": at, "y": low, "y2": high} for at, low, high in line.band]
-        made.append(_layer(area, {"type": "area", "fill": colour, "opacity": 0.2, "clip": True}, x=x, y=y, y2=_Y2))
+        made.append(
+            vega.layer(area, {"type": "area", "fill": colour, "opacity": 0.2, "clip": True}, x=x, y=y, y2=vega.Y2)
+        )
     if line.joined and len(data) > 1:
         stroke: dict[str, Any] = {"type": "line", "stroke": colour, "clip": True}
         stroke["strokeWidth"] = 1 if line.thin else 2.2
-        stroke |= {"opacity": 0.45} if line.thin else {"strokeDash": DASHES.get(_style(line.side), [1, 0])}
-        made.append(_layer(data, stroke, x=x, y=y))
+        stroke |= {"opacity": 0.45} if line.thin else {"strokeDash": vega.DASHES.get(vega.style(line.side), [1, 0])}
+        made.append(vega.layer(data, stroke, x=x, y=y))
     if line.marks or not line.joined:
         low, high = y["scale"]["domain"]
         data = [point for point in data if low <= point["y"] <= high]
-        made.append(_layer(data, _mark(line.side, 14 if line.thin else 46, colour, faint=line.thin), x=x, y=y))
+        made.append(vega.layer(data, vega.mark(line.side, 14 if line.thin else 46, colour, faint=line.thin), x=x, y=y))
     return made
 
 
@@ -142,9 +138,9 @@ def _end_labels(lines: list[Line], right: float, x: dict, y: dict, apart: float)
     data, floor = [], -math.inf
     for line in sorted(lines, key=lambda line: line.points[-1][1]):
         floor = max(line.points[-1][1], floor + apart)
-        data.append({"x": right, "y": floor, "words": line.end_label, "fill": line.colour or _colour(line.side)})
+        data.append({"x": right, "y": floor, "words": line.end_label, "fill": line.colour or vega.colour(line.side)})
     mark = {"type": "text", "align": "left", "dx": 6}
-    return _layer(data, mark, x=x, y=y, text=_TEXT, fill={"field": "fill", "scale": None})
+    return vega.layer(data, mark, x=x, y=y, text=vega.TEXT, fill={"field": "fill", "scale": None})
 
 
 def _readings(lines: list[Line], x_name: str, digits: int) -> list[dict]:
@@ -188,25 +184,27 @@ def category_chart(
     room = (width - 60) / len(categories)
     free = 1 - min(0.8 if len(values) > 1 else 0.4, 48 * len(values) / room)
     lines = [wrapped(name, room) for name in categories]
-    axis = {"labelExpr": _words(lines), "labelOverlap": False, "labelLineHeight": 13}
+    axis = {"labelExpr": vega.tick_label(lines), "labelOverlap": False, "labelLineHeight": 13}
     band = {"domain": list(range(len(categories))), "paddingInner": free, "paddingOuter": free / 2}
     x = {"field": "place", "type": "ordinal", "title": x_label or None, "scale": band, "axis": axis}
-    y = _number("y", (low, high), log=log)
+    y = vega.quantitative("y", (low, high), log=log)
     offset = {"field": "side", "type": "nominal", "scale": {"domain": list(values), "paddingInner": 0.1}}
     layers = []
     for side, by_category in values.items():
         for data, mark in _group(side, by_category, bars, max(low, 0.0)):
-            layers.append(_layer(data, mark, x=x, y=y, xOffset=offset, **({"y2": _Y2} if "y2" in data[0] else {})))
+            layers.append(
+                vega.layer(data, mark, x=x, y=y, xOffset=offset, **({"y2": vega.Y2} if "y2" in data[0] else {}))
+            )
     tips = []
     for i, name in enumerate(categories):
         said = [_said(names[side], of[i], digits, unit) for side, of in values.items() if of[i]]
         tips.append({"place": i, "tip": "\n".join([name, *said])})
-    return _chart(label, [*layers, *_guides(guides, y), _hits(tips, x=x)], height, width)
+    return vega.chart(label, [*layers, *vega.guides(guides, y), vega.hits(tips, x=x)], height, width)
 
 
 def _group(side: str, by_category: Sequence[BySeed], bars: bool, zero: float) -> list[tuple[list[dict], dict]]:
     """Data and marks of one model: its bars or means, the range of its seeds, and the seeds."""
-    colour, ink = _colour(side), "var(--ink)" if bars else _colour(side)
+    colour, ink = vega.colour(side), "var(--ink)" if bars else vega.colour(side)
     known = [(i, list(seeds.values())) for i, seeds in enumerate(by_category) if seeds]
     several = [(i, found) for i, found in known if len(found) > 1]
     means = [{"place": i, "side": side, "y": mean(found)} for i, found in known]
@@ -216,8 +214,8 @@ def _group(side: str, by_category: Sequence[BySeed], bars: bool, zero: float) ->
     made = [
         ([{**row, "y2": zero} for row in means] if bars else [], bar),
         (reach, {"type": "rule", "stroke": ink, "strokeWidth": 1.5}),
-        (each, _mark(side, 16, ink, faint=not bars)),
-        ([] if bars else means, _mark(side, 60, colour)),
+        (each, vega.mark(side, 16, ink, faint=not bars)),
+        ([] if bars else means, vega.mark(side, 60, colour)),
     ]
     return [(data, mark) for data, mark in made if data]
 
@@ -243,31 +241,31 @@ def row_chart(
     chart beside this one shows them.
     """
     ends = [v for row in rows for v in (*row.values.values(), row.low, row.high) if v is not None]
-    x = _number("x", padded(ends if guide is None else [*ends, guide], 0.08), title=x_label)
+    x = vega.quantitative("x", padded(ends if guide is None else [*ends, guide], 0.08), title=x_label)
     x["axis"] |= {"grid": True, "tickCount": 3}
     names = [wrapped(row.name if labels else "", 165 if width == WIDTH else 600) for row in rows]
     extent = 8 + _LETTER * max(len(line) for name in names for line in name)
-    axis: dict[str, Any] = {"labelExpr": _words(names), "labelOverlap": False, "labelLineHeight": 12}
+    axis: dict[str, Any] = {"labelExpr": vega.tick_label(names), "labelOverlap": False, "labelLineHeight": 12}
     axis |= {"minExtent": extent} if labels else {"labels": False}
     y = {"field": "place", "type": "ordinal", "title": None, "scale": {"domain": list(range(len(rows)))}, "axis": axis}
-    layers = [] if guide is None else [_layer([{"x": guide}], {"type": "rule"}, x=x)]
+    layers = [] if guide is None else [vega.layer([{"x": guide}], {"type": "rule"}, x=x)]
     words, tips = [], []
     for i, row in enumerate(rows):
-        colour, average = _colour(row.side), mean(row.values) or 0.0
+        colour, average = vega.colour(row.side), mean(row.values) or 0.0
         text, each = number(average, digits, sign=guide == 0), [number(v, digits) for v in row.values.values()]
         said = [row.name, text, f"seeds: {' · '.join(each)}" if len(each) > 1 else ""]
         if row.low is not None and row.high is not None:
             span = [{"place": i, "x": row.low, "x2": row.high}]
-            layers.append(_layer(span, {"type": "rule", "stroke": colour, "strokeWidth": 2}, x=x, y=y, x2=_X2))
+            layers.append(vega.layer(span, {"type": "rule", "stroke": colour, "strokeWidth": 2}, x=x, y=y, x2=vega.X2))
             said.append(f"95 % interval {number(row.low, digits)} to {number(row.high, digits)}")
         if len(each) > 1:
             seeds = [{"place": i, "x": v} for v in row.values.values()]
-            layers.append(_layer(seeds, _mark(row.side, 16, colour, faint=True), x=x, y=y))
-        layers.append(_layer([{"place": i, "x": average}], _mark(row.side, 60, colour), x=x, y=y))
+            layers.append(vega.layer(seeds, vega.mark(row.side, 16, colour, faint=True), x=x, y=y))
+        layers.append(vega.layer([{"place": i, "x": average}], vega.mark(row.side, 60, colour), x=x, y=y))
         words.append({"place": i, "words": text})
         tips.append({"place": i, "tip": "\n".join(filter(None, said))})
-    layers.append(_layer(words, {"type": "text", "align": "right", "dx": 46}, x=_RIGHT, y=y, text=_TEXT))
-    return _chart(label, [*layers, _hits(tips, y=y)], 26 * len(rows), width, right=50)
+    layers.append(vega.layer(words, {"type": "text", "align": "right", "dx": 46}, x=vega.RIGHT, y=y, text=vega.TEXT))
+    return vega.chart(label, [*layers, vega.hits(tips, y=y)], 26 * len(rows), width, right=50)
 
 
 def heat_map(
@@ -293,19 +291,19 @@ def heat_map(
     axes: dict[str, dict[str, Any]] = {}
     for field, names, title in (("c", columns, x_label), ("r", rows, y_label)):
         scale = {"domain": list(range(len(names))), "paddingInner": 0.07, "paddingOuter": 0.03}
-        axis = {"labelExpr": _words(names), "domain": False, "ticks": False, "labelOverlap": False}
+        axis = {"labelExpr": vega.tick_label(names), "domain": False, "ticks": False, "labelOverlap": False}
         axes[field] = {"field": field, "type": "ordinal", "title": title, "scale": scale, "axis": axis}
     x, y = axes["c"], axes["r"]
     y["axis"] |= {"titleAngle": 0, "titleAlign": "right", "titleX": -6, "titleY": -8}
     tall = min(38.0, (WIDTH - 70) / len(columns))
     opacity = {"field": "share", "type": "quantitative", "scale": {"domain": [0, 1], "range": [0, 1]}, "legend": None}
     layers = [
-        _layer(cells, {"type": "rect", "fill": "var(--faint)", "cornerRadius": 3}, x=x, y=y),
-        _layer(cells, {"type": "rect", "fill": "var(--heat)", "cornerRadius": 3}, x=x, y=y, fillOpacity=opacity),
-        _layer(cells, {"type": "text"}, x=x, y=y, text=_TEXT, fill={"field": "fill", "scale": None}),
-        _hits(cells, x=x, y=y),
+        vega.layer(cells, {"type": "rect", "fill": "var(--faint)", "cornerRadius": 3}, x=x, y=y),
+        vega.layer(cells, {"type": "rect", "fill": "var(--heat)", "cornerRadius": 3}, x=x, y=y, fillOpacity=opacity),
+        vega.layer(cells, {"type": "text"}, x=x, y=y, text=vega.TEXT, fill={"field": "fill", "scale": None}),
+        vega.hits(cells, x=x, y=y),
     ]
-    return _chart(label, layers, tall * len(rows), WIDTH)
+    return vega.chart(label, layers, tall * len(rows), WIDTH)
 
 
 def grid(panels: Sequence[tuple[str, Chart]], names: Mapping[str, str], columns: int = 3) -> Chart:
@@ -328,9 +326,9 @@ def _legend(names: Mapping[str, str], room: float) -> list[dict]:
         if x and x + wide > room:
             x, y = 0.0, y + 18
         place = {"x": {"value": x + 6}, "y": {"value": y + 8}}
-        layers.append(_layer([{}], _mark(side, 60, _colour(side)), **place))
+        layers.append(vega.layer([{}], vega.mark(side, 60, vega.colour(side)), **place))
         words = {"type": "text", "text": name, "align": "left", "baseline": "middle", "dx": 10}
-        layers.append(_layer([{}], words, **place))
+        layers.append(vega.layer([{}], words, **place))
         x += wide + 14
     return [{"layer": layers, "width": room - 40, "height": y + 16}] if layers else []
 
@@ -363,81 +361,3 @@ def padded(values: list[float], share: float = 0.06, *, zero: bool = False, log:
 def wrapped(words: str, room: float) -> list[str]:
     """``words`` broken at spaces into lines of at most ``room`` pixels; a longer word stays whole."""
     return textwrap.wrap(words, max(1, int(room / _LETTER)), break_long_words=False) or [words]
-
-
-# ---- parts of a specification
-
-_TEXT, _X2, _Y2 = {"field": "words"}, {"field": "x2"}, {"field": "y2"}
-_RIGHT = {"value": "width"}
-_ALONE = ("padding", "autosize")  # keys of a single chart, which a part of a grid must not have
-
-
-def _chart(label: str, layers: list[dict], height: float, width: float, right: float = 14) -> Chart:
-    """``height`` is the plot's height. ``width`` is the total width, or the plot's width in a grid."""
-    padding = {"left": 10, "right": right, "top": 8, "bottom": 4}
-    size = {"width": width, "height": height, "padding": padding, "autosize": {"type": "fit-x", "contains": "padding"}}
-    return {"description": label, "layer": layers, **size}
-
-
-def _layer(data: list[dict], mark: dict, **encoding: object) -> dict:
-    return {"data": {"values": data}, "mark": {"aria": False, **mark}, "encoding": encoding}
-
-
-def _number(field: str, domain: tuple[float, float], *, log: bool = False, title: str | None = None) -> dict[str, Any]:
-    """A quantitative channel; a logarithmic one has its ticks at 1, 2 and 5 times powers of ten."""
-    low, high = domain
-    scale = {"type": "log" if log else "linear", "domain": [low, high], "nice": False}
-    axis: dict[str, Any] = {"tickCount": 5, "labelOverlap": "greedy", "labelSeparation": 14 if field == "x" else 2}
-    if max(abs(low), abs(high)) >= 10_000 or (log and high >= 1000):
-        axis["format"] = "~s"
-    elif log:
-        axis["format"] = "~g" if low >= 1e-4 else "~e"
-    if log:
-        first, last = math.floor(math.log10(low)), math.ceil(math.log10(high))
-        steps = (1, 2, 5) if last - first <= 3 else (1,)
-        every = [m * 10.0**e for e in range(first, last + 1) for m in steps]
-        ticks = [tick for tick in every if low <= tick * 1.0001 and tick <= high * 1.0001]
-        if len(ticks) > 1:
-            axis |= {"values": ticks, "tickCount": len(ticks)}
-    return {"field": field, "type": "quantitative", "title": title, "scale": scale, "axis": axis}
-
-
-def _words(words: Sequence[object], at: Sequence[tuple[float, str]] | None = None) -> str:
-    """A Vega expression for the label of a tick, by its index, or by its index among the values ``at``."""
-    place = "datum.value" if at is None else f"indexof({json.dumps([value for value, _ in at])}, datum.value)"
-    return f"{json.dumps(list(words))}[{place}]"
-
-
-def _mark(side: str, size: float, colour: str, *, faint: bool = False) -> dict:
-    shape = {"type": "point", "shape": MARKS.get(_style(side), "diamond"), "size": size, "opacity": 0.5 if faint else 1}
-    if side == "init":
-        return shape | {"filled": False, "stroke": colour, "strokeWidth": 1.5}
-    return shape | {"filled": True, "fill": colour, "stroke": "var(--bg)", "strokeWidth": 1 if size > 20 else 0}
-
-
-def _style(side: str) -> str:
-    """A side beyond the sixth is called "s1 again1" and looks like s1."""
-    return side.split(" ")[0]
-
-
-def _colour(side: str) -> str:
-    name = _style(side)
-    return f"var(--{name if name in MARKS else 'muted' if name == 'init' else 'ink'})"
-
-
-def _guides(guides: Sequence[tuple[float, str]], y: dict) -> list[dict]:
-    data = [{"y": level, "words": words} for level, words in guides if level > 0 or y["scale"]["type"] != "log"]
-    if not data:
-        return []
-    words = {"type": "text", "align": "right", "baseline": "bottom", "dx": -2, "dy": -2}
-    return [
-        _layer(data, {"type": "rule", "strokeDash": [4, 3]}, y=y),
-        _layer(data, {**words, "fontSize": 11}, x=_RIGHT, y=y, text=_TEXT),
-    ]
-
-
-def _hits(data: list[dict], **place: object) -> dict:
-    """A transparent mark that shows its text on hover, on tap and by the keyboard."""
-    told = [{**row, "tip": f"{HIT}{row['tip']}".replace("\n", BREAK)} for row in data]
-    mark = {"type": "rect", "fill": "var(--ink)", "opacity": 0, "aria": True}
-    return _layer(told, mark, description={"field": "tip"}, **place)

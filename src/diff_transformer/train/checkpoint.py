@@ -72,13 +72,6 @@ def best_checkpoint(folder: Path) -> Path | None:
     return min(losses)[1] if losses else None
 
 
-def save_checkpoint(fabric, folder: Path, step: int, state: dict[str, Any], **options) -> Path:
-    """Write ``state`` as the checkpoint of ``step`` and return its path. Every rank calls it; options of ``Saver``."""
-    validation_loss = options.pop("validation_loss", None)
-    Saver(fabric, folder, **options).save(step, state, validation_loss)
-    return checkpoint_path(folder, step)
-
-
 def choose_checkpoint(
     folder: Path, found: list[Path] | None = None, damage: Callable[[Path], str | None] = damage
 ) -> tuple[Path | None, list[str]]:

@@ -46,7 +46,7 @@ class TrainingState:
         return loaded["step"]
 
     def to_save(self, step: int) -> dict[str, Any]:
-        """The state after ``step`` steps, for ``save_checkpoint``. Every process calls it."""
+        """The state after ``step`` steps, for ``Saver.save``. Every process calls it."""
         rest = {"step": step, "random": of_every_rank(random_state())}
         if self.in_parts:
             optimizer = NamedOptimizer(self.model, self.optimizer).state_dict()
