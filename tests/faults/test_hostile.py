@@ -195,6 +195,7 @@ def test_archives(cli, tmp_path, reliability):
     reliability("Hostile files", "archives: `../` and absolute members, links, devices, bombs, false sizes", outcomes)
 
 
+NAME = "<img src=x onerror=window.ran=1>"  # of a file
 ATTACK = "<script>window.ran=1;alert(1)</script><img src=x onerror=window.ran=1;alert(1)>\"'><svg onload=window.ran=1>"
 
 
@@ -203,7 +204,7 @@ def test_pages_in_a_browser(cli, tmp_path, reliability):
     """A comparison of a corpus whose texts and file names are scripts; its three pages are opened in Chromium."""
     from playwright.sync_api import sync_playwright
 
-    texts = tmp_path / "<img src=x onerror=alert(1)>"
+    texts = tmp_path / NAME
     texts.mkdir()
     for i in range(12):
         words = " ".join(f"the {a} fox {b} jumps over {ATTACK} number {i}." for a in ("red", "old") for b in range(9))
@@ -219,7 +220,9 @@ def test_pages_in_a_browser(cli, tmp_path, reliability):
     code, said = cli("compare", "--recipe", "debug", *(x for s in settings for x in ("--set", s)), "--out", out)
     assert code == 0, said
     pages.append(out / "report.html")
-    for name, inputs in (("runs", out.glob("members/*/run")), ("evals", out.glob("members/*/evals/*.json"))):
+    for run in out.glob("members/*/run"):
+        run.rename(run.with_name(NAME))
+    for name, inputs in (("runs", out.glob(f"members/*/{NAME}")), ("evals", out.glob("members/*/evals/*.json"))):
         code, said = cli("report", *inputs, "--out", tmp_path / f"{name}.html")
         assert code == 0, said
         pages.append(tmp_path / f"{name}.html")
@@ -230,7 +233,7 @@ def test_pages_in_a_browser(cli, tmp_path, reliability):
             page.on("dialog", lambda dialog, dialogs=dialogs: dialogs.append(dialog.message) or dialog.dismiss())
             page.goto(path.as_uri())
             page.wait_for_timeout(1500)
-            assert ATTACK[:20] in page.content() or "onerror" in page.content()
+            assert "onerror" in page.content(), path
             assert not dialogs
             assert page.evaluate("window.ran") is None
             assert page.locator("img[src=x], svg[onload]").count() == 0
