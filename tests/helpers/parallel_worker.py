@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 
+from diff_transformer.durable import write_whole
 from diff_transformer.lab.recipes import recipe
 from diff_transformer.train import checkpoint, shards
 from diff_transformer.train.config import RunConfig, override
@@ -106,7 +107,7 @@ def main() -> None:
     outcomes = []
     for job in json.loads(path.read_text()):
         outcomes.append(run(job, rank))
-        Path(f"{path}.{rank}").write_text(json.dumps(outcomes))
+        write_whole(Path(f"{path}.{rank}"), json.dumps(outcomes))
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
 

@@ -28,9 +28,14 @@ def assignments(texts):
 
 
 @pytest.fixture(scope="module")
-def finished(assignments, tmp_path_factory):
+def settings(assignments):
+    return [*assignments, "evaluation.recall_steps=2"]
+
+
+@pytest.fixture(scope="module")
+def finished(settings, tmp_path_factory):
     out = tmp_path_factory.mktemp("compare") / "out"
-    summary = compare(override(recipe("debug"), assignments), out)
+    summary = compare(override(recipe("debug"), settings), out)
     return out, summary
 
 
@@ -46,15 +51,20 @@ def test_everything_is_written(finished):
     (whole,) = load_all(out / "members" / "softmax-seed0")
     assert (diff.side, softmax.side, whole.seed) == ("diff", "softmax", 0)
     assert whole.rows["needle"] == softmax.rows["needle"] != []
-    assert whole.metrics.keys() == softmax.metrics.keys() - {"throughput"} | {"gradients", "model"}
+    assert whole.metrics.keys() == softmax.metrics.keys() - {"throughput", "recall"} | {"gradients", "model"}
+    assert softmax.curves["recall"]["step"] == [0, 2]
     page = (out / "report.html").read_text()
     assert "<html" in page
-    assert len(summary["explorer"]) == 2
-    always = {"associative_recall", "needle", "allocation", "outliers", "throughput"}
+    assert [entry["title"] for entry in summary["explorer"]] == [
+        *["One needle", "Two needles, one asked for"] * 2,
+        *["Key-value recall in noise"] * 2,
+    ]
+    always = {"associative_recall", "needle", "allocation", "outliers", "throughput", "recall"}
     assert {e["eval"] for e in summary["evals"]} == always | {"long_nll"}
     ids = [claim["id"] for claim in summary["claims"]]
     assert ids == [
         "loss",
+        "recall",
         "ar_hit",
         "others",
         "needle_n1_r1",
@@ -85,9 +95,21 @@ def test_both_sides_saw_the_same(finished):
     assert first[0]["validation_loss"] == pytest.approx(first[1]["validation_loss"], abs=0.2)
 
 
-def test_a_finished_folder_is_not_overwritten_but_resumes(finished, assignments):
+def test_the_small_pair_differs_in_one_field_and_its_rows_are_answered_right(finished):
     out, summary = finished
-    config = override(recipe("debug"), assignments)
+    diff, softmax = (RunSpec.load(out / "recall" / f"{side}-seed0").config for side in ("diff", "softmax"))
+    assert (diff.model.pop("attention"), softmax.model.pop("attention")) == ("diff", "softmax")
+    assert diff == softmax
+    entry = summary["explorer"][-1]
+    key, place = entry["tokens"][-1], entry["answer_span"][0]
+    assert entry["tokens"].count("·") == 16
+    assert entry["tokens"].index(key) + 1 == place
+    assert entry["tokens"][place] == entry["answer"] == key.replace("k", "v")
+
+
+def test_a_finished_folder_is_not_overwritten_but_resumes(finished, settings):
+    out, summary = finished
+    config = override(recipe("debug"), settings)
     with pytest.raises(FileExistsError, match="holds a comparison already"):
         compare(config, out)
     with pytest.raises(ValueError, match=r"other settings(.|\n)*config\.optim\.lr: 0\.003 against 0\.001"):

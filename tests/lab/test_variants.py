@@ -7,9 +7,10 @@ from typer.testing import CliRunner
 
 from diff_transformer import DiffTransformerConfig
 from diff_transformer.cli import app
-from diff_transformer.lab.compare import compare, comparison_specs, known_variants, side_model, variant_rows
+from diff_transformer.lab.compare import compare, comparison_specs, known_variants, variant_rows
 from diff_transformer.lab.recipes import RECIPES, recipe
 from diff_transformer.lab.record import Record
+from diff_transformer.lab.spec import side_model
 from diff_transformer.model.cost import model_cost
 from diff_transformer.model.matching import VARIANTS
 from diff_transformer.train.config import override

@@ -168,6 +168,7 @@ def _evals(attention: str, seed: int, draw: np.random.Generator) -> list[dict]:
     for kind, top in (("logits", size + seed), ("hidden", 3.1 * size)):
         shares = {"top1": 1, "top2": 0.95, "top3": 0.93, "top10": 0.8, "top100": 0.6, "median": 0.05}
         outliers |= {f"{kind}_{rank}": top * share for rank, share in shares.items()}
+    recall = {"chance": 0.25, "accuracy": 0.95 - 0.4 * (not ahead), "accuracy_2x": 0.6, "answer": 0.2, "noise": 0.3}
     speed = {
         "train_tokens_per_second": 8900.0 + 300 * ahead + 90 * seed,
         "forward_tokens_per_second": 31000.0 - 900 * ahead,
@@ -181,6 +182,7 @@ def _evals(attention: str, seed: int, draw: np.random.Generator) -> list[dict]:
         "associative_recall": loss,
         "outliers": outliers,
         "throughput": speed,
+        "recall": recall,
     }
     return [
         {
@@ -191,6 +193,7 @@ def _evals(attention: str, seed: int, draw: np.random.Generator) -> list[dict]:
             "metrics": metrics,
             "rows": rows if name == "needle" else [],
             "provenance": {},
+            "curves": {"recall": {"step": [0, 50, 100], "accuracy": [0.2, 0.3, 0.9]}} if name == "recall" else {},
         }
         for name, metrics in tables.items()
     ]

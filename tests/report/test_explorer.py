@@ -48,6 +48,13 @@ def test_both_models_of_a_text_share_one_example(results):
     assert "second" not in examples[0]["models"][1]
 
 
+def test_examples_that_most_models_answer_come_first(results):
+    first, second = results["explorer"][:2], results["explorer"][2:]
+    for entry, said in zip([*first, *second], ("48", "17", "47", "47 ."), strict=True):
+        entry["generated"] = said
+    assert [e["title"] for e in packed_models(results)] == ["A second text", "One needle"]
+
+
 def test_examples_beyond_the_budget_are_left_out_and_said_so(results, monkeypatch):
     monkeypatch.setattr(explorer, "BUDGET", 600_000)
     assert len(packed_models(results)) == 1

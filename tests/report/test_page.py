@@ -12,7 +12,7 @@ from diff_transformer.report import ResultsError, write_report
 from diff_transformer.report.claims import interval, two
 from diff_transformer.report.page import render_page
 
-SECTIONS = ["loss", "lambda", "needles", "allocation", "explorer", "outliers", "slices", "throughput"]
+SECTIONS = ["loss", "lambda", "recall", "needles", "allocation", "explorer", "outliers", "slices", "throughput"]
 
 
 def sections(page: str) -> list[str]:
@@ -78,6 +78,15 @@ def test_summary_sentence_and_verdicts_are_in_the_html_itself(results):
     assert verdicts == ["held", "undecided", "held", "did not hold"]
     assert "difference −0.047, interval over 2 seeds −0.077 to −0.017" in rows[0]
     assert "mean over 5 depths" in rows[1]
+
+
+def test_the_first_screen_says_what_became_of_loss_and_retrieval(controlled):
+    claims = controlled["claims"]
+    claims[1]["id"] = "recall"
+    page = render_page(controlled)
+    loss = "A lower loss: held; against the Transformer, normalised heads: did not hold."
+    assert f"{loss} More recall from noise: undecided.</p>" in page
+    assert "Accuracy at the end: DIFF 0.950, Transformer 0.550" in page
 
 
 def test_one_seed_has_no_interval(one_seed):
@@ -161,7 +170,7 @@ def test_absent_sections_are_left_out(results, key, emptied):
         "claims": {"claims"},
         "curves": {"loss", "lambda"},
         "explorer": {"explorer"},
-        "evals": {"needles", "allocation", "outliers", "slices", "throughput"},
+        "evals": {"recall", "needles", "allocation", "outliers", "slices", "throughput"},
     }.get(key, set())
     assert sections(render_page(results)) == [s for s in whole if s not in gone]
 

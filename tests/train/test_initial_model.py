@@ -13,8 +13,8 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig
 
-from diff_transformer.lab.compare import side_model
 from diff_transformer.lab.recipes import recipe
+from diff_transformer.lab.spec import side_model
 from diff_transformer.model.config import DiffTransformerConfig, matched_baseline
 from diff_transformer.model.convert import softmax_to_diff
 from diff_transformer.model.matching import VARIANTS

@@ -2,35 +2,62 @@
 
 import base64
 
+import numpy as np
 import torch
 
 from diff_transformer.data.filler import Filler
 from diff_transformer.data.needles import make_needle_example
+from diff_transformer.data.recall import make_recall_batch
 from diff_transformer.data.seeding import evaluation_rng
 from diff_transformer.data.tokenizer import encode, token_spans
 from diff_transformer.evals.inside import AttentionCall, tapped_attention
 from diff_transformer.evals.lm import CausalLM
 from diff_transformer.train.config import RunConfig
+from diff_transformer.train.training_data import recall_source
 
 _LONGEST = 112  # tokens: the maps grow with the square
 _WRITTEN = 6  # tokens that the model continues with
 
 
-def explorer_entry(lm: CausalLM, filler: Filler, config: RunConfig) -> dict:
-    """``attention_entry`` of a retrieval prompt with two needles, one of which the question asks for."""
+def explorer_entries(lm: CausalLM, filler: Filler | None, config: RunConfig) -> list[dict]:
+    """``attention_entry`` of prompts with one needle and with two, one of which is asked for; without ``filler``, of a
+    row of recall as in training."""
+    if filler is None:
+        return [_recall_entry(lm, config)]
     options = {"length": min(_LONGEST, config.data.length - 8), "digits": config.data.needles.digits}
-    rng = evaluation_rng(config.evaluation.seed, "explorer")
-    example = make_needle_example(rng, filler, lm.tokenizer, needles=2, queries=1, depth=0.25, **options)
-    (span,) = token_spans(lm.tokenizer, example.prompt, example.answer_spans)
-    return attention_entry(
-        lm, example.prompt, title="Two needles, one asked for", answer=example.expected_completion, answer_span=span
-    )
+    entries = []
+    for needles, title in ((1, "One needle"), (2, "Two needles, one asked for")):
+        rng = evaluation_rng(config.evaluation.seed, "explorer")
+        example = make_needle_example(rng, filler, lm.tokenizer, needles=needles, queries=1, depth=0.25, **options)
+        (span,) = token_spans(lm.tokenizer, example.prompt, example.answer_spans)
+        ids = encode(lm.tokenizer, example.prompt)
+        entries.append(attention_entry(lm, ids, title=title, answer=example.expected_completion, answer_span=span))
+    return entries
+
+
+def _recall_entry(lm: CausalLM, config: RunConfig) -> dict:
+    """A row of recall as in training, up to the first question. Its tokens are shown as k1, v1, and noise as a dot."""
+    source = recall_source(config, lm.tokenizer)
+    rng = evaluation_rng(config.evaluation.seed, "explorer", "recall")
+    (ids,), (answers,), (sources,) = make_recall_batch(rng, source.vocabulary, source.task, 1)
+    place, asked = int(sources[0]), int(answers[0])
+    values = [i for i in ids[:asked].tolist() if i in set(source.vocabulary.values)]
+    named = {value: f"v{n}" for n, value in enumerate(values, 1)}
+    named |= {int(ids[ids.tolist().index(value) - 1]): f"k{n}" for n, value in enumerate(values, 1)}
+    title, answer = "Key-value recall in noise", named[int(ids[asked])]
+    return attention_entry(lm, ids[:asked], title=title, answer=answer, answer_span=(place, place + 1), named=named)
 
 
 def attention_entry(
-    lm: CausalLM, text: str, *, title: str, answer: str = "", answer_span: tuple[int, int] = (0, 0)
+    lm: CausalLM,
+    ids: np.ndarray,
+    *,
+    title: str,
+    answer: str = "",
+    answer_span: tuple[int, int] = (0, 0),
+    named: dict[int, str] | None = None,
 ) -> dict:
-    """Both maps (softmax: its one map) of every layer and head over ``text``, in the format of the report's explorer.
+    """Both maps (softmax: its one map) of every layer and head over ``ids [T]``, in the format of explorer.js.
 
     Probabilities are bytes ``round(255 sqrt(p))``, row-major ``[layers, heads, T, T]``, in base64. Heads that share a
     second map get a copy each. ``lambda`` is one number per layer. If it differs by head or token, it is the largest
@@ -40,8 +67,10 @@ def attention_entry(
         title: title of the text on the page.
         answer: the expected continuation; empty if unknown.
         answer_span: tokens (start, end) to outline; empty for none.
+        named: what to show for tokens, by id, and a dot for all others; the tokens' own texts if None. One token is
+            then generated instead of six.
     """
-    ids = torch.from_numpy(encode(lm.tokenizer, text))[None].to(lm.device)  # [1, T]
+    tokens = torch.from_numpy(ids)[None].to(lm.device)  # [1, T]
     first, second, lambdas = [], [], []
 
     def keep(call: AttentionCall):
@@ -53,19 +82,25 @@ def attention_entry(
             lambdas.append(factor)
 
     with tapped_attention(lm.model, keep), torch.inference_mode():
-        lm.model(input_ids=ids, use_cache=False, logits_to_keep=1)
+        lm.model(input_ids=tokens, use_cache=False, logits_to_keep=1)
     maps = torch.stack(first)  # [L, H, T, T]
-    room = lm.positions is None or ids.shape[1] + len(lm.prefix) + _WRITTEN <= lm.positions
+    prompt, count = [*lm.prefix, *ids.tolist()], _WRITTEN if named is None else 1
+    room = lm.positions is None or len(prompt) + count <= lm.positions
+    new = lm.continued([prompt], count)[0].tolist() if room else []
+
+    def shown(token: int) -> str:
+        return lm.tokenizer.decode([token]) if named is None else named.get(token, "·")
+
     entry = {
         "model": lm.name,
         "title": title,
-        "tokens": [lm.tokenizer.decode([i]) for i in ids[0].tolist()],
+        "tokens": [shown(token) for token in ids.tolist()],
         "answer_span": list(answer_span),
         "layers": maps.shape[0],
         "heads": maps.shape[1],
         "first": _bytes(maps),
         "answer": answer,
-        "generated": lm.generate([text], _WRITTEN)[0] if room else "",
+        "generated": shown(new[0]) if named is not None and new else lm.tokenizer.decode(new, skip_special_tokens=True),
     }
     if second:
         entry |= {"second": _bytes(torch.stack(second)), "lambda": lambdas}

@@ -92,7 +92,7 @@ class CausalLM:
         while order:
             size = rows_at_once(self, len(ids[order[0]]) + max_new_tokens)
             part, order = order[:size], order[size:]
-            new = self._continue([ids[i] for i in part], max_new_tokens)
+            new = self.continued([ids[i] for i in part], max_new_tokens)
             for i, text in zip(part, self.tokenizer.batch_decode(new, skip_special_tokens=True), strict=True):
                 texts[i] = text
         return texts
@@ -171,7 +171,7 @@ class CausalLM:
                 raise ValueError(f"{type(self.model).__name__} returns no cache, which reading in chunks needs")
         return cache
 
-    def _continue(self, ids: list[list[int]], max_new_tokens: int) -> Tensor:
+    def continued(self, ids: list[list[int]], max_new_tokens: int) -> Tensor:
         """Greedy continuations of one batch: int64 ``[B, new]``."""
         longest = max(map(len, ids))
         pad = next((i for i in (self.tokenizer.pad_token_id, self.tokenizer.eos_token_id) if i is not None), 0)

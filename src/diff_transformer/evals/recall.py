@@ -22,6 +22,7 @@ from diff_transformer.evals.provenance import provenance
 from diff_transformer.evals.types import Result
 
 ATTENDED = 32  # rows whose attention is read
+LONGER = (2, 4)  # multiples of a row's length
 
 
 def evaluate_recall(
@@ -30,7 +31,7 @@ def evaluate_recall(
     task: RecallTask,
     *,
     rows: int = 256,
-    longer: Sequence[int] = (2, 4),
+    longer: Sequence[int] = LONGER,
     seed: int = 0,
 ) -> Result:
     """Accuracy over all questions of ``rows`` rows of ``task``, and the attention on the answer and on the noise.

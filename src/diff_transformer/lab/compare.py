@@ -23,16 +23,16 @@ from diff_transformer.evals.provenance import provenance
 from diff_transformer.evals.types import Result
 from diff_transformer.lab.claims import judge, paper_claims
 from diff_transformer.lab.pool import default_jobs, progress_bars, run_pool
+from diff_transformer.lab.recipes.recall_study import recall_run
 from diff_transformer.lab.record import PAIR, Record, load_run, of_result
-from diff_transformer.lab.spec import EXPLORER, RunSpec, everything, with_seed
+from diff_transformer.lab.spec import EXPLORER, RECALL, RunSpec, everything, side_model, with_seed
 from diff_transformer.lab.worker import more_experiments
 from diff_transformer.model.config import DiffTransformerConfig
 from diff_transformer.model.cost import model_cost
-from diff_transformer.model.matching import LABELS, VARIANTS, variant
+from diff_transformer.model.matching import LABELS, VARIANTS
 from diff_transformer.train.config import DataConfig, RunConfig
 from diff_transformer.train.run_folder import RunLock
 
-_SIZES = ("num_key_value_heads", "value_head_dim", "intermediate_size")  # of a variant, so that costs are equal
 _SPEEDS = ("train_tokens_per_second", "forward_tokens_per_second")
 ROWS_OF_TEXT = {"quantization": "rows", "gradient_flow": "samples"}  # experiments on held-out rows, and their number
 _NO_EVAL = ("gradients", "model")  # metrics of a record that no experiment measured
@@ -100,7 +100,7 @@ def _compare(
     if names:
         write_whole(out / "variants.json", json.dumps(names))
     specs = comparison_specs(config, names, seeds)
-    runs = {out / "members" / spec.name: spec for spec in specs}
+    runs = {out / ("recall" if spec.setting == RECALL else "members") / spec.name: spec for spec in specs}
     with progress_bars(runs, console) as show:
         run_pool(runs, jobs=jobs, show=show)
     records = [load_run(folder, spec.setting, spec.side, spec.seed) for folder, spec in runs.items()]
@@ -110,7 +110,7 @@ def _compare(
     if names:
         with console.status("timing all variants in turns"):
             speeds = throughput(config, out, [*PAIR, *names], out / "throughput" / "variants")
-        rows = variant_rows(config, [*PAIR, *names], records, speeds)
+        rows = variant_rows(config, [*PAIR, *names], [r for r in records if r.setting != RECALL], speeds)
     summary = _summary(config, measured, seeds, _seconds_spent(out, time.perf_counter() - started))
     if rows:
         summary["variants"] = rows
@@ -132,31 +132,19 @@ def _compare(
 def comparison_specs(config: RunConfig, names: Sequence[str], seeds: int) -> list[RunSpec]:
     """The runs of a comparison: the pair with each seed, then each variant of ``names``.
 
-    The first pair also writes its attention maps.
+    With ``evaluation.recall_steps``, small ones on recall alone follow. The first pair also writes its attention maps.
     """
-    specs = []
+    specs, more = [], []
     for sides in (PAIR, names):
         for seed in range(seeds):
             for side in sides:
                 trained = with_seed(config, config.train.seed + seed, side_model(config, side))
                 maps = (EXPLORER,) if side in PAIR and seed == 0 else ()
                 specs.append(RunSpec(config.name, side, seed, trained, (*everything(config), *maps)))
-    return specs
-
-
-def side_model(config: RunConfig, name: str) -> dict[str, Any]:
-    """``config.model`` for a side of the pair or a variant, with sizes that keep the cost equal to the pair's.
-
-    Raises:
-        ValueError: if the variant does not support the configuration's heads.
-    """
-    if name in PAIR:
-        return {**config.model, "attention": name}
-    fields: dict[str, Any] = {**config.model, "attention": "softmax"}
-    made = variant(DiffTransformerConfig(**fields), name)
-    model = {**config.model, **VARIANTS[name], **{size: getattr(made, size) for size in _SIZES}}
-    DiffTransformerConfig(**model)
-    return model
+                if config.evaluation.recall_steps:
+                    small = recall_run(side, trained.train, config.evaluation.recall_steps)
+                    more.append(RunSpec(RECALL, side, seed, small, (RECALL, *maps)))
+    return specs + more
 
 
 def known_variants(names: Iterable[str], out: Path) -> list[str]:
@@ -300,6 +288,7 @@ def variant_rows(config: RunConfig, sides: Sequence[str], records: Sequence[Reco
 def _summary(config: RunConfig, measured: list[Record], seeds: int, seconds: float) -> dict:
     """The content of ``results.json``, without the table of variants."""
     records, pair = [record for record in measured if record.side in PAIR], {}
+    trained = [record for record in records if record.curves and record.setting != RECALL]
     for side in PAIR:
         model = DiffTransformerConfig(**side_model(config, side))
         cost = model_cost(model, length=config.data.length)
@@ -331,7 +320,7 @@ def _summary(config: RunConfig, measured: list[Record], seeds: int, seconds: flo
             "config": config.to_dict(),
         },
         "claims": judge(paper_claims(config.evaluation.needles), measured),
-        "curves": [_curve(record) for record in records if record.curves],
+        "curves": [_curve(record) for record in trained],
         "evals": [entry for record in records for entry in _evals(record)],
         "explorer": [
             {**entry, "attention": record.side} for record in records for entry in record.rows.get(EXPLORER, ())
@@ -358,6 +347,7 @@ def _evals(record: Record) -> list[dict]:
             "provenance": record.provenance.get(name, {}),
             "attention": record.side,
             "seed": record.seed,
+            **({"curves": {name: record.curves[name]}} if name in record.curves else {}),
         }
         for name, metrics in record.metrics.items()
         if name not in _NO_EVAL

@@ -307,9 +307,14 @@ def _comparison(value: dict) -> list[Record]:
         if "eval" in entry and isinstance(entry.get("metrics"), dict):
             measured, base = of_result({"model": "", **entry}), record(entry)
             provenance = base.provenance | measured.provenance
-            found.append(replace(base, metrics=measured.metrics, rows=measured.rows, provenance=provenance))
+            curves = entry["curves"] if isinstance(entry.get("curves"), dict) else {}
+            parts = {"metrics": measured.metrics, "rows": measured.rows, "curves": curves}
+            found.append(replace(base, **parts, provenance=provenance))
+    texts: dict[tuple, Record] = {}
     for entry in _dicts(value.get("explorer")):
-        found.append(replace(record(entry), rows={"explorer": [entry]}))
+        of_model = texts.setdefault(record(entry).identity, replace(record(entry), rows={"explorer": []}))
+        of_model.rows["explorer"].append(entry)
+    found += texts.values()
     for row in _dicts(value.get("variants")):
         if row.get("variant") not in PAIR:
             found += _variant(row, setting, config)

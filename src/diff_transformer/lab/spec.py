@@ -10,12 +10,15 @@ from typing import Any
 
 from diff_transformer.checks import differences
 from diff_transformer.durable import write_whole
-from diff_transformer.lab.record import Record, config_of_request
+from diff_transformer.lab.record import PAIR, Record, config_of_request
+from diff_transformer.model.config import DiffTransformerConfig
+from diff_transformer.model.matching import VARIANTS, variant
 from diff_transformer.train.config import RunConfig
 
 PAIR_EVALS = ("associative_recall", "needle", "allocation", "outliers")  # of every comparison; see ``lab/worker.py``
 RECALL = "recall"  # key-value recall as in training, for runs whose mixture has it
 EXPLORER = "explorer"  # attention maps for the report
+_SIZES = ("num_key_value_heads", "value_head_dim", "intermediate_size")  # of a variant, so that costs are equal
 REQUEST = "request.json"  # a spec in the folder of its run
 
 Choices = dict[str, float]  # the learning rate of each side, chosen by a sweep
@@ -82,6 +85,21 @@ class RunSpec:
 def everything(config: RunConfig) -> tuple[str, ...]:
     """The experiments of a comparison of ``config``."""
     return (*PAIR_EVALS, *config.evaluation.more)
+
+
+def side_model(config: RunConfig, name: str) -> dict[str, Any]:
+    """``config.model`` for a side of the pair or a variant, with sizes that keep the cost equal to the pair's.
+
+    Raises:
+        ValueError: if the variant does not support the configuration's heads.
+    """
+    if name in PAIR:
+        return {**config.model, "attention": name}
+    fields: dict[str, Any] = {**config.model, "attention": "softmax"}
+    made = variant(DiffTransformerConfig(**fields), name)
+    model = {**config.model, **VARIANTS[name], **{size: getattr(made, size) for size in _SIZES}}
+    DiffTransformerConfig(**model)
+    return model
 
 
 def with_seed(config: RunConfig, seed: int, model: Mapping | None = None) -> RunConfig:

@@ -71,7 +71,7 @@ def run(folder: Path) -> Record:
 def measure(spec: RunSpec, folder: Path, trained, data) -> None:
     """Run every experiment of ``spec`` that has no result in ``folder`` yet."""
     from diff_transformer.data.filler import Filler
-    from diff_transformer.evals.explorer import explorer_entry
+    from diff_transformer.evals.explorer import explorer_entries
     from diff_transformer.evals.lm import CausalLM
 
     config = spec.config
@@ -83,8 +83,9 @@ def measure(spec: RunSpec, folder: Path, trained, data) -> None:
             continue
         write_status(folder, f"measuring {name}", config.train.steps)
         if name == EXPLORER:
-            entry = explorer_entry(lm, Filler(data.corpus.validation), config)
-            write_whole(path, json.dumps(entry))
+            filler = None if data.text is None else Filler(data.corpus.validation)
+            entries = explorer_entries(lm, filler, config)
+            write_whole(path, json.dumps(entries))
         elif name in (*PAIR_EVALS, RECALL):
             _pair_eval(name, lm, data, config).save(path)
         else:
@@ -124,13 +125,14 @@ def _pair_eval(name: str, lm, data, config: RunConfig) -> Result:
     from diff_transformer.evals.associative_recall import evaluate_associative_recall
     from diff_transformer.evals.needle import evaluate_needle
     from diff_transformer.evals.outliers import evaluate_outliers
-    from diff_transformer.evals.recall import evaluate_recall
+    from diff_transformer.evals.recall import LONGER, evaluate_recall
     from diff_transformer.train.training_data import recall_source, spread_rows
 
     settings, length = config.evaluation, config.data.length
     if name == RECALL:
         source = recall_source(config, data.tokenizer)
-        return evaluate_recall(lm, source.vocabulary, source.task, seed=settings.seed)
+        longer = [times for times in LONGER if times * length <= lm.positions]
+        return evaluate_recall(lm, source.vocabulary, source.task, longer=longer, seed=settings.seed)
     if name in ("associative_recall", "outliers"):
         wanted = settings.loss_rows if name == "associative_recall" else settings.outlier_rows
         held_out = PackedCorpus.from_documents(data.corpus.validation, data.tokenizer, length, shuffle=False)
@@ -165,7 +167,7 @@ def _record(spec: RunSpec, folder: Path, metrics: dict, diverged: str | None, se
     explorer = folder / f"{EXPLORER}.json"
     rows: dict[str, list[dict]] = {result.eval: result.rows for result in results}
     if explorer.exists():
-        rows[EXPLORER] = [json.loads(explorer.read_text(encoding="utf-8"))]
+        rows[EXPLORER] = json.loads(explorer.read_text(encoding="utf-8"))
     lines = read_metrics(folder / "run" / "metrics.jsonl")
     norms = [line["grad_norm"] for line in lines if "loss" in line]
     return Record(

@@ -54,6 +54,8 @@ def build(results: Results) -> Figure | None:
 def packed_examples(entries: list[dict]) -> list[dict]:
     """The texts of explorer entries in the format of explorer.js: title, tokens, and each model's packed maps.
 
+    Those that most models answer come first.
+
     Raises:
         ResultsError: for an entry whose maps or lambdas do not match its layers, heads and tokens.
     """
@@ -66,7 +68,12 @@ def packed_examples(entries: list[dict]) -> list[dict]:
             example["models"].append(_model(entry, len(tokens)))
     for example in texts.values():
         example["models"].sort(key=lambda m: m["side"])
-    return [*texts.values()]
+    return sorted(texts.values(), key=lambda example: -sum(map(_answers, example["models"])))
+
+
+def _answers(model: dict) -> bool:
+    answer = model["answer"].strip()
+    return bool(answer) and model["generated"].strip().startswith(answer)
 
 
 def _model(entry: dict, length: int) -> dict:

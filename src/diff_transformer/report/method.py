@@ -35,6 +35,17 @@ def sentence(results: dict) -> str:
     return ", ".join(said[:-1]) + (" and " if len(said) > 1 else "") + said[-1] + "." + more
 
 
+def main_claims(results: dict) -> str:
+    """What became of the two claims that matter most, loss and retrieval, and what the control says of each."""
+    said, claims = [], {claim.get("id"): claim for claim in dicts(results.get("claims"))}
+    for name, words in (("loss", "A lower loss"), ("recall", "More recall from noise")):
+        if name in claims:
+            control = as_dict(claims[name].get("control"))
+            beside = f"; against the {control.get('label')}: {control.get('verdict')}" if control else ""
+            said.append(f"{words}: {claims[name].get('verdict')}{beside}.")
+    return " ".join(said)
+
+
 def first_screen(results: dict) -> Html:
     """Title, sentence and facts."""
     facts = [tag("div", tag("dt", name), tag("dd", value)) for name, value in _facts(results)]
@@ -42,6 +53,7 @@ def first_screen(results: dict) -> Html:
         [
             tag("h1", results.get("title") or "DIFF and Transformer, compared"),
             tag("p", sentence(results), class_="lead"),
+            tag("p", main_claims(results), class_="lead") if main_claims(results) else None,
             tag("dl", *facts, class_="facts") if facts else None,
         ]
     )

@@ -49,7 +49,7 @@ class TypedPrompts:
         self._read: dict[str, Any] = {}
 
     def entry(self, model: str, text: str) -> dict:
-        """The explorer entry of ``text``, as from ``explorer_entry``, with ``attention`` and ``seed``.
+        """The explorer entry of ``text``, as from ``attention_entry``, with ``attention`` and ``seed``.
 
         Raises:
             UnknownModel: if the comparison has no such model.
@@ -62,11 +62,11 @@ class TypedPrompts:
             raise UnknownModel(f"there is no model {model[:80]!r}; there are {', '.join(self.members)}")
         check_text(text)
         lm = self._lm(model)
-        count, most = len(encode(lm.tokenizer, text)), min(TOKENS, lm.positions or TOKENS)
-        if not 0 < count <= most:
-            raise PromptError(f"the text has {count} tokens; {model} takes 1 to {most} here")
+        ids, most = encode(lm.tokenizer, text), min(TOKENS, lm.positions or TOKENS)
+        if not 0 < len(ids) <= most:
+            raise PromptError(f"the text has {len(ids)} tokens; {model} takes 1 to {most} here")
         member = self.members[model]
-        entry = attention_entry(lm, text, title=title_of(text))
+        entry = attention_entry(lm, ids, title=title_of(text))
         return entry | {"attention": member.attention, "seed": member.seed}
 
     def _lm(self, name: str):

@@ -190,6 +190,8 @@ class EvaluationConfig:
     frequent_share: float = 6e-5  # an n-gram with a larger share of the training text is no AR-Hit
     outlier_rows: int = 64  # held-out rows for Table 5
     throughput_repeats: int = 7  # timed repeats of each side
+    # steps of small models trained on key-value recall alone, one beside each model (about .05 s a step); 0 for none
+    recall_steps: int = 0
     # further experiments by name, each with the settings that differ from `diff-transformer eval NAME --quick`; corpus,
     # length and seed are those of the run
     more: dict[str, dict[str, Any]] = field(default_factory=dict)
@@ -215,7 +217,8 @@ _POSITIVE = (
     "evaluation.throughput_repeats",
 )  # fmt: skip
 _NOT_NEGATIVE = (
-    "optim.eps", "optim.weight_decay", "optim.warmup_steps", "optim.grad_clip", "optim.final_lr_ratio",
+    "evaluation.recall_steps", "optim.eps", "optim.weight_decay", "optim.warmup_steps", "optim.grad_clip",
+    "optim.final_lr_ratio",
     "train.micro_batch_size", "train.loss_chunk", "train.prefetch", "train.peak_flops",
 )  # fmt: skip
 _CHOICES = {

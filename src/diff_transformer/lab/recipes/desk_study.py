@@ -66,6 +66,7 @@ def base(corpus: str) -> RunConfig:
         config.evaluation,
         needles=((1, 1), (2, 1), (4, 1), (4, 2)),
         samples=50,
+        recall_steps=0,
         more={
             "long_nll": {"samples": 12, "length": 512},
             "quantization": {"samples": 100, "rows": 64},

@@ -8,9 +8,8 @@ import copy
 import dataclasses
 from typing import Any
 
-from diff_transformer.lab.compare import side_model
 from diff_transformer.lab.recipes.desk import demo
-from diff_transformer.lab.spec import Choices, RunSpec, Study, seeds
+from diff_transformer.lab.spec import Choices, RunSpec, Study, seeds, side_model
 from diff_transformer.train.config import RunConfig
 
 LEARNING_RATES = (1e-3, 2e-3, 4e-3, 8e-3)
@@ -42,7 +41,7 @@ def base(corpus: str, size: str) -> RunConfig:
     config.train.steps, config.train.validate_every, config.train.checkpoint_every = steps, steps // 15, steps // 3
     config.train.checkpoint_keep, config.train.validation_rows = 1, 128
     books = {"samples": 64, "length": 512}
-    config.evaluation = dataclasses.replace(config.evaluation, loss_rows=512, more={"long_nll": books})
+    config.evaluation = dataclasses.replace(config.evaluation, loss_rows=512, recall_steps=0, more={"long_nll": books})
     return config
 
 

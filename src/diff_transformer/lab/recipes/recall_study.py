@@ -7,9 +7,8 @@ them, in figures/recall/preregistration.md.
 import copy
 from typing import Any
 
-from diff_transformer.lab.compare import side_model
 from diff_transformer.lab.record import Record
-from diff_transformer.lab.spec import RECALL, Choices, RunSpec, Study, with_seed
+from diff_transformer.lab.spec import RECALL, Choices, RunSpec, Study, side_model, with_seed
 from diff_transformer.train.config import (
     NO_CORPUS,
     DataConfig,
@@ -99,6 +98,20 @@ def base(pairs: int = GRID[CENTRE][0], noise: int = GRID[CENTRE][1]) -> RunConfi
             threads=1,
         ),
     )
+
+
+def recall_run(side: str, train: TrainConfig, steps: int) -> RunConfig:
+    """A small model on recall alone, beside each model of a comparison (``evaluation.recall_steps``).
+
+    4 pairs with 4 noise tokens each, at the rate that the sweep chose for the Transformer and for DIFF. Head norms
+    start at 1, as published. In this setting of the grid the two differ soonest.
+    """
+    config = base(4, 4)
+    config.optim.lr = 5e-4
+    config.train.steps, config.train.seed, config.train.threads = steps, train.seed, train.threads
+    config.model["head_norm_init"] = 1.0
+    config.model |= side_model(config, side)
+    return config.validate()
 
 
 def recall_study(corpus: str) -> Study:

@@ -9,12 +9,12 @@ from diff_transformer.report.render import Chart, panel
 Curves = dict[str, dict[int, list[Point]]]  # side -> seed -> points
 
 
-def read_curves(results: Results, name: str) -> Curves:
-    """The finite points (step, loss) of "training" or "validation" of every record."""
+def read_curves(results: Results, name: str, what: str = "loss") -> Curves:
+    """The finite points (step, ``what``) of "training", "validation" or "recall" of every record."""
     found: Curves = {}
     for record in results.records:
         curve = record.curves.get(name, {})
-        pairs = zip(curve.get("step") or [], curve.get("loss") or [], strict=False)
+        pairs = zip(curve.get("step") or [], curve.get(what) or [], strict=False)
         points = [(float(s), float(v)) for s, v in pairs if is_number(s) and is_number(v)]
         if points:
             found.setdefault(side_of(record.side), {})[record.seed] = points
