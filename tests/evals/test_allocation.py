@@ -50,6 +50,9 @@ def test_the_right_tokens_are_counted_by_depth_layer_and_head(filler):
     assert metrics["noise_depth75"] == pytest.approx((0.1 + 0.1 + 0.3) / 3, abs=1e-6)
     assert (metrics["answer_layer0"], metrics["answer_layer1"]) == pytest.approx((0.2, 0.4), abs=1e-6)
     assert (metrics["noise_layer0"], metrics["noise_layer1"]) == pytest.approx((0.1, 0.2), abs=1e-6)
+    # the second layer's mean: .7 on the answer, .35 on the noise, .45 elsewhere
+    assert metrics["answer_mean_map"] == pytest.approx((0.2 + 0.7 / 1.5) / 2, abs=1e-6)
+    assert metrics["noise_mean_map"] == pytest.approx((0.1 + 0.35 / 1.5) / 2, abs=1e-6)
     assert metrics["best_head_answer"] == pytest.approx(0.6, abs=1e-6)
     assert result.rows[0]["answer_heads"] == [[0.2], [0.2, 0.6]]
     assert result.rows[3]["noise_heads"] == [[0.1], [0.1, 0.3]]

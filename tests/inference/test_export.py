@@ -128,3 +128,16 @@ def test_a_folder_in_use_and_another_architecture_are_refused(tmp_path):
     with pytest.raises(ValueError, match="is a llama model"):
         export(str(tmp_path / "llama"), tmp_path / "out")
     assert not (tmp_path / "out").exists()
+
+
+def test_an_export_that_fails_leaves_nothing(tmp_path, monkeypatch):
+    def full():
+        raise OSError(28, "No space left on device")
+
+    save(tmp_path / "model")
+    with monkeypatch.context() as broken:
+        broken.setattr("diff_transformer.inference.export.flatten", full)
+        with pytest.raises(OSError, match="No space left"):
+            export(str(tmp_path / "model"), tmp_path / "out")
+    assert [path.name for path in tmp_path.iterdir()] == ["model"]
+    export(str(tmp_path / "model"), tmp_path / "out")

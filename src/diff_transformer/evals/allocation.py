@@ -7,6 +7,10 @@ The attention of the last position of a retrieval prompt is divided by the sum o
 makes maps comparable whose rows sum to 1 (softmax) and to 1 - lambda (differential, with negative entries). The result
 is the share on the answer's sentence and the share on the noise: the rest of the context without the question and
 without the first token, which softmax attention uses as a sink.
+
+Table 3 does not say whether heads are averaged before or after magnitudes are taken. The main numbers take each head's
+shares. Those of the map averaged over a layer's heads stand beside them: there, weights of different sign cancel, so
+the noise is smaller where heads disagree about it.
 """
 
 from collections.abc import Callable, Sequence
@@ -89,8 +93,9 @@ def evaluate_allocation(
         samples: progress, limit and resumption.
 
     ``metrics``: ``answer_depth{percent}``, ``noise_depth{percent}``, their means ``answer`` and ``noise``, the means by
-    layer ``answer_layer{i}`` and ``noise_layer{i}``, and ``best_head_answer``, the largest share that a single head
-    gives to the answer, averaged over prompts. ``rows`` hold the shares of every head, ``answer_heads`` and
+    layer ``answer_layer{i}`` and ``noise_layer{i}``; ``answer_mean_map`` and ``noise_mean_map``, of the map averaged
+    over the heads of a layer; and ``best_head_answer``, the largest share that a single head gives to the answer,
+    averaged over prompts. ``rows`` hold the shares of every head, ``answer_heads`` and
     ``noise_heads``: a list per layer, rounded to four places.
 
     Raises:
@@ -121,9 +126,9 @@ def _scorer(lm: LanguageModel, filler: Filler, options: dict, seed: int) -> Call
         (start, end), (question, _) = token_spans(lm.tokenizer, example.prompt, spans)
         ids = torch.tensor([prefix + encode(lm.tokenizer, example.prompt).tolist()])
         layers = lm.last_row_attention(ids)
-        shares = [
-            shares_of(row, start + len(prefix), end + len(prefix), question + len(prefix)) for row in layers
-        ]  # for each layer (answer, noise), each [heads]
+        places = (start + len(prefix), end + len(prefix), question + len(prefix))
+        shares = [shares_of(row, *places) for row in layers]  # for each layer (answer, noise), each [heads]
+        of_means = [shares_of(row.mean(0, keepdim=True), *places) for row in layers]
         by_part = {part: [layer[i] for layer in shares] for i, part in enumerate(PARTS)}
         row = {
             "depth": options["depth"], "sample": number, "tokens": ids.shape[1], "prompt": example.prompt,
@@ -133,6 +138,7 @@ def _scorer(lm: LanguageModel, filler: Filler, options: dict, seed: int) -> Call
             row[part] = torch.cat(heads).mean().item()
             row[f"{part}_layers"] = [round(layer.mean().item(), 6) for layer in heads]
             row[f"{part}_heads"] = [[round(share, 4) for share in layer.tolist()] for layer in heads]
+            row[f"{part}_mean_map"] = torch.cat([layer[PARTS.index(part)] for layer in of_means]).mean().item()
         row["best_head_answer"] = torch.cat(by_part["answer"]).max().item()
         row["score"] = row["answer"]
         return row
@@ -157,7 +163,8 @@ def allocation_metrics(rows: Sequence[dict]) -> dict[str, float]:
         for depth in dict.fromkeys(row["depth"] for row in rows):
             here = [row[part] for row in rows if row["depth"] == depth]
             metrics[f"{part}_depth{round(100 * depth)}"] = float(np.mean(here))
-        metrics[part] = float(np.mean([row[part] for row in rows]))
+        for name in (part, f"{part}_mean_map"):
+            metrics[name] = float(np.mean([row[name] for row in rows]))
     metrics["best_head_answer"] = float(np.mean([row["best_head_answer"] for row in rows]))
     for part in PARTS:
         by_layer = np.mean([row[f"{part}_layers"] for row in rows], axis=0)

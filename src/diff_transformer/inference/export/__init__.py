@@ -4,6 +4,8 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+from diff_transformer.data.tokenizer import save_tokenizer
+from diff_transformer.durable import replacing
 from diff_transformer.inference.export.flatten import flatten
 from diff_transformer.model.card import read_training, write_card
 from diff_transformer.model.loading import load_model
@@ -46,19 +48,20 @@ def export(model: str, out: Path, *, dtype: str | None = None, for_engines: bool
         )
     config = engine_config(loaded.config) if for_engines else None
     training = read_training(Path(model).expanduser())
-    out.mkdir(parents=True, exist_ok=True)
-    write_card(loaded.config, out, type(loaded).__name__, own_code=True, training=training)
-    if config is not None:
-        loaded.save_pretrained(out)
-        config.save_pretrained(out)
-        tokenizer.save_pretrained(out)
-        shutil.copy(Path(__file__).with_name("engine_form.py"), out)
-        return
-    loaded.config.auto_map = dict(AUTO_MAP)
-    loaded.save_pretrained(out)
-    tokenizer.save_pretrained(out)
-    for name, text in flatten().items():
-        (out / name).write_text(text, encoding="utf-8")
+    out.parent.mkdir(parents=True, exist_ok=True)
+    with replacing(out.absolute()) as partial:
+        partial.mkdir()
+        write_card(loaded.config, partial, type(loaded).__name__, own_code=True, training=training)
+        if config is None:
+            loaded.config.auto_map = dict(AUTO_MAP)
+        loaded.save_pretrained(partial)
+        save_tokenizer(tokenizer, partial)
+        if config is not None:
+            config.save_pretrained(partial)
+            shutil.copy(Path(__file__).with_name("engine_form.py"), partial)
+            return
+        for name, text in flatten().items():
+            (partial / name).write_text(text, encoding="utf-8")
 
 
 def engine_config(config: Any):

@@ -28,9 +28,18 @@ def build(results: Results) -> Figure | None:
         title="Where attention goes",
         source=("Table 3",),
         read="The share of attention that the answering position gives to the needle asked for (higher is better) "
-        "and to the noise, the other text of the document (lower is better). Means over heads and layers.",
+        "and to the noise, the other text of the document (lower is better). Means over heads and layers of each "
+        "head's shares. On the map averaged over heads, weights of different sign cancel; the paper does not say which "
+        "it measured.",
         body=panels(*by_depth) + (panels(*by_layer) if by_layer else "") + legend_of(models),
-        findings=[_finding(models, "answer", depths, "higher"), _finding(models, "noise", depths, "lower")],
+        findings=[
+            _finding(models, "answer", depths, "higher"),
+            _finding(models, "noise", depths, "lower"),
+            *(
+                compared(f"{PARTS[part]} on the map averaged over heads", models, f"{part}_mean_map", better)
+                for part, better in (("answer", "higher"), ("noise", "lower"))
+            ),
+        ],
         paper="at depths 0, 25, 50, 75, 100 %, answer: Transformer 0.03 0.03 0.03 0.07 0.09, DIFF 0.27 0.30 0.31 "
         "0.32 0.40; noise: 0.51 0.54 0.52 0.49 0.49 and 0.01 0.02 0.02 0.02 0.01.",
         data=_data(models, depths, layers),
