@@ -1,5 +1,6 @@
 """Atomic replacement of files and folders, and the check that a folder can be written to."""
 
+import errno
 import os
 from contextlib import suppress
 from pathlib import Path
@@ -57,3 +58,9 @@ def test_several_processes_may_write_one_file(tmp_path):
         first.write_text("1")
         second.write_text("2")
     assert (tmp_path / "a").read_text() == "1"  # the outer block ends last
+
+
+def test_a_full_disk_is_an_error_of_the_disk_in_every_library(tmp_path):
+    with pytest.raises(OSError, match="No space left on device") as raised, replacing(tmp_path / "file"):
+        raise Exception("I/O error: No space left on device (os error 28)")  # as safetensors and tokenizers say it
+    assert raised.value.errno == errno.ENOSPC

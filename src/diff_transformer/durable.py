@@ -6,6 +6,7 @@ flushed to the disk and renamed. ``write_whole`` does this for a text.
 
 import errno
 import os
+import re
 import secrets
 import shutil
 from collections.abc import Generator
@@ -38,7 +39,8 @@ def replacing(path: Path, *, flush: bool = True, unique: bool = False) -> Genera
 
     The block writes a file or a folder at the yielded path, which is next to ``path``. If the block ends without an
     exception, that file or folder becomes ``path``. If it raises, what it wrote is removed and ``path`` is unchanged.
-    What a killed process left is removed first.
+    What a killed process left is removed first. An error of the disk is an OSError; libraries in Rust (safetensors,
+    tokenizers) raise exceptions of their own, which have its number in their text.
 
     Args:
         flush: bring the content and the new name to the disk before returning. Give False for files that may be lost.
@@ -58,9 +60,12 @@ def replacing(path: Path, *, flush: bool = True, unique: bool = False) -> Genera
             remove(old)
         else:
             os.replace(partial, path)
-    except BaseException:
+    except BaseException as error:
         remove(partial)
-        raise
+        found = None if isinstance(error, OSError) else re.search(r"\(os error (\d+)\)", str(error))
+        if found is None:
+            raise
+        raise OSError(int(found[1]), os.strerror(int(found[1])), str(path)) from error
     if flush:
         flush_folder(path.parent)
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
-import re
 from collections.abc import Generator, Iterable, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -125,17 +123,6 @@ def load_tokenizer(name_or_path: str | Path) -> PreTrainedTokenizerFast:
         ) from error
     require_fast(tokenizer)
     return cast("PreTrainedTokenizerFast", tokenizer)
-
-
-def save_tokenizer(tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
-    """``save_pretrained``, where a full disk is an OSError, as everywhere; ``tokenizers`` raises a bare Exception."""
-    try:
-        tokenizer.save_pretrained(folder)
-    except Exception as error:
-        found = re.search(r"\(os error (\d+)\)", str(error))
-        if isinstance(error, OSError) or found is None:
-            raise
-        raise OSError(int(found[1]), os.strerror(int(found[1])), str(folder)) from error
 
 
 def encode(tokenizer: PreTrainedTokenizerFast, text: str) -> np.ndarray:

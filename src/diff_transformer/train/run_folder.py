@@ -14,7 +14,6 @@ from pathlib import Path
 from filelock import FileLock, Timeout
 
 from diff_transformer.checks import differences
-from diff_transformer.data.tokenizer import save_tokenizer
 from diff_transformer.durable import DiskError, explained, replacing, require_room, require_writable
 from diff_transformer.model.card import write_card
 from diff_transformer.train.config import RunConfig
@@ -143,7 +142,7 @@ def save_model(model, tokenizer, folder: Path, config: RunConfig) -> None:
             partial.mkdir(exist_ok=True)
             write_card(model.config, partial, type(model).__name__, training=training_facts(config))
             model.save_pretrained(partial)
-            save_tokenizer(tokenizer, partial)
+            tokenizer.save_pretrained(partial)
     except Exception as error:
         if not isinstance(error, DiskError):
             error = explained(error, folder.parent, needed, "the model")

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from diff_transformer.data.tokenizer import load_tokenizer, save_tokenizer, tokenizer_hash
+from diff_transformer.data.tokenizer import load_tokenizer, tokenizer_hash
 from diff_transformer.durable import remove, replacing, write_whole
 
 if TYPE_CHECKING:
@@ -109,7 +109,7 @@ def begin(out: Path, plan: dict, tokenizer) -> None:
     for name in (SHARDS, JOURNAL, PLAN, TOKENIZER):
         remove(out / name)
     with replacing(out / TOKENIZER) as partial:
-        save_tokenizer(tokenizer, partial)
+        tokenizer.save_pretrained(partial)
     write_json(out / PLAN, plan)
 
 

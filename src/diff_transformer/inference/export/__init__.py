@@ -4,7 +4,6 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from diff_transformer.data.tokenizer import save_tokenizer
 from diff_transformer.durable import replacing
 from diff_transformer.inference.export.flatten import flatten
 from diff_transformer.model.card import read_training, write_card
@@ -55,7 +54,7 @@ def export(model: str, out: Path, *, dtype: str | None = None, for_engines: bool
         if config is None:
             loaded.config.auto_map = dict(AUTO_MAP)
         loaded.save_pretrained(partial)
-        save_tokenizer(tokenizer, partial)
+        tokenizer.save_pretrained(partial)
         if config is not None:
             config.save_pretrained(partial)
             shutil.copy(Path(__file__).with_name("engine_form.py"), partial)
