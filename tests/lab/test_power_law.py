@@ -77,6 +77,15 @@ def test_intervals_cover_the_truth_in_93_to_97_of_100_tables():
     assert 372 <= match <= 388
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_intervals_with_an_offset_cover_the_truth_too():
+    """Of 200 and 100 tables of five losses: 187 and 92 did, of seven losses 196 and 95."""
+    exponent, match = coverage("offset", 5, exponents=200, matches=100)
+    assert 180 <= exponent <= 198
+    assert 90 <= match <= 99
+
+
 def coverage(form: str, count: int, *, exponents: int, matches: int = 0) -> tuple[int, int]:
     """Of how many simulated tables the intervals of b, and of the size with an equal loss, hold the true value."""
     x, rng, share, offset = np.geomspace(1e9, 13e9, count), np.random.default_rng(1), 0.622, 1.8 * (form == "offset")
