@@ -38,12 +38,16 @@ class Shards:
     ``len(shards)``, ``shards.dtype``, ``shards[a:b]`` and ``shards[positions]`` with an integer array are as for an
     array in memory. They copy only what they return: the files are mapped into memory, at most 128 at a time.
 
+    Args:
+        check: look at the size of every file now. A file is checked when it is first read in any case, so of many
+            processes one needs to do this.
+
     Raises:
         FileNotFoundError, ValueError: if the folder is not prepared, not complete, or a file of it is missing or has
             another size than the manifest says.
     """
 
-    def __init__(self, folder: Path | str, side: str):
+    def __init__(self, folder: Path | str, side: str, *, check: bool = True):
         if side not in SIDES:
             raise ValueError(f"side is {side!r}; accepted: {', '.join(SIDES)}")
         self.folder, self.side = Path(folder), side
@@ -52,10 +56,8 @@ class Shards:
         self.num_documents = manifest[side]["documents"]
         self._files = self.folder / SHARDS
         self._records = manifest[side]["shards"]
-        for record in self._records:
-            problem = wrong_size(self._files, record, manifest["dtype"])
-            if problem:
-                raise ValueError(f"{problem}. Repair the folder with `{repair_command(folder)}`")
+        for record in self._records if check else ():
+            self._check(record)
         self._ends = np.cumsum([record["tokens"] for record in self._records])  # int64 [shards]
         self._starts = self._ends - [record["tokens"] for record in self._records]
         self._maps: OrderedDict[str, np.ndarray] = OrderedDict()
@@ -91,10 +93,16 @@ class Shards:
             if record["documents"]:
                 yield self._map(number, DOCUMENTS, np.dtype(DOCUMENT_DTYPE)) + self._starts[number]
 
+    def _check(self, record: dict) -> None:
+        problem = wrong_size(self._files, record, self.dtype)
+        if problem:
+            raise ValueError(f"{problem}. Repair the folder with `{repair_command(self.folder)}`")
+
     def _map(self, number: int, ending: str, dtype: np.dtype) -> np.ndarray:
         name = self._records[number]["name"] + ending
         with self._lock:
             if name not in self._maps:
+                self._check(self._records[number])
                 self._maps[name] = np.memmap(self._files / name, dtype, mode="r")
                 if len(self._maps) > _OPEN_AT_ONCE:
                     self._maps.popitem(last=False)
@@ -212,7 +220,9 @@ def decoded_corpus(folder: Path | str, max_bytes: int | None = None) -> Corpus:
     """
     tokenizer = load_prepared_tokenizer(folder)
     limit = _DECODED_BYTES if max_bytes is None else max_bytes
-    sides = {side: list(_decoded(Shards(folder, side), tokenizer, limit)) for side in ("train", "validation")}
+    sides = {
+        side: list(_decoded(Shards(folder, side, check=False), tokenizer, limit)) for side in ("train", "validation")
+    }
     return Corpus(str(folder), sides["train"], sides["validation"], "as prepared; the first documents of each side")
 
 

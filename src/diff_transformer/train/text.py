@@ -18,6 +18,7 @@ from diff_transformer.data.prepare.folder import is_prepared, load_prepared_toke
 from diff_transformer.data.prepared import LongDocuments, PreparedCorpus, Shards, decoded_corpus
 from diff_transformer.data.tokenizer import load_tokenizer, tokenizer_hash
 from diff_transformer.train.config import DataConfig
+from diff_transformer.train.launch import is_first
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -99,7 +100,7 @@ def _prepared(data: DataConfig, folders: dict[str, float], seed: int, vocab_size
     tokenizer = _one_tokenizer(data, list(folders), vocab_size)
     parts, held_out = {}, {}
     for name in folders:
-        shards, validation = Shards(name, "train"), Shards(name, "validation")
+        shards, validation = (Shards(name, side, check=is_first()) for side in ("train", "validation"))
         if len(validation) < data.length:
             raise ValueError(
                 f"the validation side of {name} has {len(validation)} tokens, less than one row of {data.length}; "

@@ -281,6 +281,11 @@ def test_a_truncated_or_missing_shard_is_named_and_repaired(tmp_path, rows, endi
     path.unlink()
     with pytest.raises(ValueError, match=f"train-000002{ending} is missing; {size} bytes expected"):
         Shards(out, "train")
+    unchecked = Shards(out, "train", check=False)
+    first = unchecked._records[0]["tokens"]
+    assert len(unchecked[:first]) == first
+    with pytest.raises(ValueError, match=f"train-000002{ending} is missing; {size} bytes expected. Repair"):
+        unchecked[:]
     prepare(rows, out, resume=True)
     assert content(out) == before
 
