@@ -14,7 +14,9 @@ from diff_transformer.cli import app
 
 TEXT = (Path(__file__).parent.parent / "docs" / "data.md").read_text()
 BLOCKS = re.findall(r"```sh\n(.*?)```", TEXT, re.DOTALL)
-COMMANDS = [shlex.split(line)[1:] for block in BLOCKS for line in block.splitlines()]
+EVERY = [shlex.split(line)[1:] for block in BLOCKS for line in block.splitlines()]
+ENGINE = [command for command in EVERY if "--engine" in command or "prepared-tasks" in command]
+COMMANDS = [command for command in EVERY if command not in ENGINE]
 
 
 @pytest.fixture(scope="module")
@@ -55,6 +57,15 @@ def test_commands_run_in_their_order(home, monkeypatch):
     os.truncate(shard, 10)
     run(shlex.split(mending), home, monkeypatch)
     assert shard.read_bytes() == before
+
+
+def test_commands_of_an_engine_run(home, monkeypatch):
+    pytest.importorskip("datatrove", reason="needs pip install 'diff-transformer[datatrove]'")
+    assert len(ENGINE) == 3
+    for command in ENGINE:
+        run(command, home, monkeypatch)
+    assert len(list((home / "prepared-tasks" / "shards").glob("train-*-000000.tokens"))) == 8
+    assert (home / "prepared-slurm" / "logs" / "shards" / "launch_script.slurm").exists()
 
 
 def test_what_goes_wrong_is_a_message_that_names_it(home, monkeypatch, capsys):

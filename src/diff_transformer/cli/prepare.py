@@ -7,28 +7,44 @@ import json
 import os
 import time
 from collections.abc import Generator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 from diff_transformer.data.prepare.config import PrepareConfig
-from diff_transformer.data.prepare.folder import MANIFEST, PLAN, read_manifest, repair_command, verify
+from diff_transformer.data.prepare.engine import SHARD_BYTES, Engine
+from diff_transformer.data.prepare.folder import LOGS, MANIFEST, PLAN, read_manifest, repair_command, verify
 from diff_transformer.data.prepare.run import Progress, prepare
+from diff_transformer.data.prepare.sources import is_url
 
 
 def run_prepare(
-    sources: list[str], out: Path, settings: dict, *, jobs: int | None = None, resume: bool = False
-) -> dict:
-    """Prepare ``out`` with a progress bar; return its manifest. Raises as ``run.prepare``.
+    sources: list[str],
+    out: Path,
+    settings: dict,
+    *,
+    jobs: int | None = None,
+    resume: bool = False,
+    engine: Engine | None = None,
+) -> dict | None:
+    """Prepare ``out`` with a progress bar; return its manifest, or None. Raises as ``run.prepare``.
 
     Args:
         sources: the sources of text; none to continue the preparation in ``out``.
         settings: fields of ``PrepareConfig``. For None, the default is used, or without sources the setting of ``out``.
-        jobs: number of processes; one a core by default.
+        jobs: number of processes; one a core by default, and without limit on the engines of clusters.
+        engine: as ``run.prepare``; shows no progress.
     """
+    if sources and engine is not None:
+        settings = {**settings, "shard_bytes": settings["shard_bytes"] or SHARD_BYTES}
     given = {key: value for key, value in settings.items() if value is not None}
     config = PrepareConfig(tuple(sources), **given) if sources else _planned(out, given)
-    with _bar() as show:
-        manifest = prepare(_absolute(config), out, jobs=jobs or os.cpu_count() or 1, resume=resume, progress=show)
+    if engine is None or engine.kind == "local":
+        jobs = jobs or os.cpu_count() or 1
+    with nullcontext() if engine is not None or config.tasks else _bar() as show:
+        manifest = prepare(_absolute(config), out, jobs=jobs, resume=resume, progress=show, engine=engine)
+    if manifest is None:
+        print(f"{'scripts of the jobs' if engine and engine.dry_run else 'submitted; logs'}: {out / LOGS}")
+        return None
     print(describe(manifest))
     print(f"prepared: {out}")
     return manifest
@@ -87,7 +103,7 @@ def _planned(out: Path, given: dict) -> PrepareConfig:
 
 def _absolute(config: PrepareConfig) -> PrepareConfig:
     """The config with absolute paths, so that the folder can be repaired from any working directory."""
-    paths = [s if s == "python" or s.startswith("hub:") else os.path.abspath(s) for s in config.sources]
+    paths = [s if s == "python" or s.startswith("hub:") or is_url(s) else os.path.abspath(s) for s in config.sources]
     tokenizer = os.path.abspath(config.tokenizer) if Path(config.tokenizer).exists() else config.tokenizer
     return dataclasses.replace(config, sources=tuple(paths), tokenizer=tokenizer)
 

@@ -73,7 +73,7 @@ def prepare(
     sources: Annotated[
         list[str] | None,
         typer.Argument(
-            help='"python", text, .jsonl[.gz|.zst], .parquet, a folder or tar of them, hub:NAME; any number.'
+            help='"python", text, .jsonl[.gz|.zst], .parquet, .warc, a folder, tar or URL of them, hub:NAME.'
         ),
     ] = None,
     out: Annotated[Path | None, typer.Option("--out", help="Folder for the shards; must be new.")] = None,
@@ -83,14 +83,28 @@ def prepare(
     vocab_size: Annotated[int | None, typer.Option(help="Tokens of bpe; 32768 by default.")] = None,
     field: Annotated[str | None, typer.Option(help='Field or column that holds the text; "text" by default.')] = None,
     validation: Annotated[float | None, typer.Option(help="Held-out share of documents; 0.01 by default.")] = None,
-    shard_mb: Annotated[float | None, typer.Option(help="MB of text per shard; 32 by default.")] = None,
+    shard_mb: Annotated[
+        float | None, typer.Option(help="MB of text per shard; 32 by default, with --engine 1024.")
+    ] = None,
     skip_invalid: Annotated[bool, typer.Option("--skip-invalid", help="Skip rows without text.")] = False,
-    jobs: Annotated[int | None, typer.Option(help="Processes; one per core by default.")] = None,
+    jobs: Annotated[
+        int | None, typer.Option(help="Processes; one per core by default, on slurm and ray one per task.")
+    ] = None,
+    engine: Annotated[str | None, typer.Option(help="Run on datatrove: local, slurm or ray.")] = None,
+    tasks: Annotated[
+        int | None, typer.Option(help="With --engine: parts into which the files are divided; at most one per file.")
+    ] = None,
+    filters: Annotated[str | None, typer.Option(help="With --engine: gopher, c4, fineweb, by commas.")] = None,
+    address: Annotated[str | None, typer.Option(help="HOST:PORT of the cluster of --engine ray.")] = None,
+    partition: Annotated[str | None, typer.Option(help="Of --engine slurm.")] = None,
+    time: Annotated[str | None, typer.Option(help="Limit of a job of --engine slurm, HH:MM:SS.")] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only write the scripts of --engine slurm.")] = False,
     resume: Resume = False,
     verify: Annotated[Path | None, typer.Option("--verify", help="Only check a prepared folder.")] = None,
 ):
     """Tokenise text of any size to shards that training maps into memory. --resume continues, and repairs."""
     from diff_transformer.cli.prepare import run_prepare, run_verify
+    from diff_transformer.data.prepare.engine import Engine
 
     quiet()
     if verify is not None:
@@ -105,9 +119,15 @@ def prepare(
         "validation": validation,
         "shard_bytes": None if shard_mb is None else round(shard_mb * 1e6),
         "skip_invalid": skip_invalid or None,
+        "tasks": tasks,
+        "filters": filters and tuple(name.strip() for name in filters.split(",")),
     }
-    with resumable(out, (out / "finished.jsonl").exists):
-        run_prepare(sources or [], out, settings, jobs=jobs, resume=resume)
+    options = {"address": address, "partition": partition, "time": time, "dry_run": dry_run}
+    if engine is None and any(options.values()):
+        raise ValueError("--address, --partition, --time and --dry-run are options of an engine; give --engine too")
+    chosen = None if engine is None else Engine(engine, **options)
+    with resumable(out, lambda: (out / "finished.jsonl").exists() or any(out.glob("tasks/*.jsonl"))):
+        run_prepare(sources or [], out, settings, jobs=jobs, resume=resume, engine=chosen)
 
 
 @app.command()

@@ -38,6 +38,7 @@ TEXT_SUFFIXES = frozenset(
 ARCHIVE_SUFFIXES = (".tar", ".tar.xz", ".txz", ".tar.gz", ".tgz", ".tar.bz2")
 VALIDATION_FOLDERS = frozenset({"val", "valid", "validation"})
 JSON_SUFFIXES = tuple(kind + packed for kind in (".jsonl", ".ndjson") for packed in ("", ".gz", ".zst", ".bz2", ".xz"))
+WARC_SUFFIXES = tuple(kind + packed for kind in (".warc", ".warc.wet") for packed in ("", ".gz"))
 VALIDATION_SHARE = 0.1
 
 

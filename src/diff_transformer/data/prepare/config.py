@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from diff_transformer.checks import require_positive
+from diff_transformer.checks import require_known, require_positive
 from diff_transformer.data.documents import hash_of_name
 from diff_transformer.data.prepare.readers import read_pieces
 from diff_transformer.data.prepare.sources import TextSource
@@ -18,6 +18,13 @@ if TYPE_CHECKING:
 
 DEFAULT_VOCAB_SIZE = 32_768
 DEFAULT_SHARE = 0.01
+# datatrove's classes, by the name of the work that published the rules
+FILTERS = {
+    "gopher": ("GopherRepetitionFilter", "GopherQualityFilter"),
+    "c4": ("C4QualityFilter",),
+    "fineweb": ("FineWebQualityFilter",),
+}
+DEDUP = ("minhash",)
 _MIN_FILE_BYTES = 65_536  # of each file in the sample
 
 
@@ -35,21 +42,30 @@ class PrepareConfig:
     validation: float = DEFAULT_SHARE  # share of the documents that is held out, by a hash
     shard_bytes: int = 32_000_000  # UTF-8 text of a shard
     skip_invalid: bool = False  # count and leave out rows without a text, instead of stopping
+    tasks: int = 0  # with an engine: task i of n reads files i, i + n, ... and writes shards of its own; 0 without
+    filters: tuple[str, ...] = ()  # with an engine: quality filters, names of `FILTERS`, in this order
+    dedup: str | None = None  # with an engine: "minhash" drops documents that are nearly equal to another
 
     def validate(self) -> PrepareConfig:
-        """Raise ValueError for sizes that are not positive and a share outside 0 to 1; return the config."""
+        """Raise ValueError for sizes not above 0, a share outside 0 to 1, and unknown names; return the config."""
         require_positive(vocab_size=self.vocab_size, sample_bytes=self.sample_bytes, shard_bytes=self.shard_bytes)
+        for name in self.filters:
+            require_known("filter", name, FILTERS)
+        if self.dedup is not None:
+            require_known("deduplication", self.dedup, DEDUP)
         if not 0 < self.validation < 1:
             raise ValueError(f"validation is {self.validation}; give a share between 0 and 1, such as {DEFAULT_SHARE}")
         return self
 
     def to_dict(self) -> dict[str, Any]:
-        return {**dataclasses.asdict(self), "sources": list(self.sources)}
+        """As JSON has it; the settings of engines only where they are set."""
+        values = {**dataclasses.asdict(self), "sources": list(self.sources), "filters": list(self.filters)}
+        return {key: value for key, value in values.items() if value or key not in ("tasks", "filters", "dedup")}
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> PrepareConfig:
-        rest = {key: value for key, value in values.items() if key != "sources"}
-        return cls(tuple(values["sources"]), **rest)
+        fields: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in values.items()}
+        return cls(**fields)
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,11 @@ finished.jsonl   a line for each finished shard; removed at the end
 tokenizer/       as save_pretrained writes it
 shards/          two files a shard: NAME.tokens and NAME.documents (where documents begin)
 manifest.json    written last: a folder with it is complete
+
+With an engine, in place of finished.jsonl, and they stay:
+
+tasks/           NUMBER.jsonl of each task: a line for each of its shards, and one at its end
+logs/            logs, statistics and completion markers of datatrove
 """
 
 from __future__ import annotations
@@ -22,12 +27,14 @@ from diff_transformer.data.tokenizer import load_tokenizer, tokenizer_hash
 from diff_transformer.durable import remove, replacing, write_whole
 
 if TYPE_CHECKING:
+    from numpy.typing import DTypeLike
     from transformers import PreTrainedTokenizerFast
 
 TOKENS, DOCUMENTS = ".tokens", ".documents"
 DOCUMENT_DTYPE = "<i8"
 _READ_BYTES = 1 << 24
 MANIFEST, PLAN, JOURNAL, SHARDS, TOKENIZER = "manifest.json", "plan.json", "finished.jsonl", "shards", "tokenizer"
+TASKS, LOGS = "tasks", "logs"
 LOCK = ".lock"
 _BEFORE_THE_PLAN = {LOCK, TOKENIZER, TOKENIZER + ".partial", PLAN + ".partial"}
 FORMAT, VERSION = "diff-transformer shards", 1
@@ -100,13 +107,14 @@ def is_new(out: Path) -> bool:
     if not out.exists():
         return True
     names = {entry.name for entry in out.iterdir()}
-    begun = {PLAN, SHARDS, JOURNAL, JOURNAL + ".partial"} if PLAN in names else set()
-    return names <= _BEFORE_THE_PLAN | begun and not (JOURNAL in names and (out / JOURNAL).stat().st_size)
+    begun = {PLAN, SHARDS, TASKS, LOGS, JOURNAL, JOURNAL + ".partial"} if PLAN in names else set()
+    journals = [out / JOURNAL, *(out / TASKS).glob("*.jsonl")]
+    return names <= _BEFORE_THE_PLAN | begun and not any(path.exists() and path.stat().st_size for path in journals)
 
 
 def begin(out: Path, plan: dict, tokenizer) -> None:
     """Start a preparation in ``out``: remove an earlier one, write the tokenizer, then the plan."""
-    for name in (SHARDS, JOURNAL, PLAN, TOKENIZER):
+    for name in (SHARDS, TASKS, LOGS, JOURNAL, PLAN, TOKENIZER):
         remove(out / name)
     with replacing(out / TOKENIZER) as partial:
         tokenizer.save_pretrained(partial)
@@ -120,19 +128,25 @@ def finish(out: Path, manifest: dict) -> None:
         (out / name).unlink(missing_ok=True)
 
 
+def read_journal(path: Path) -> dict[str, dict]:
+    """The records in a journal, by name; none if there is no such file. A truncated last line is ignored."""
+    records = {}
+    for line in path.read_bytes().split(b"\n") if path.exists() else ():
+        try:
+            record = json.loads(line)
+        except ValueError:
+            continue
+        records[record["name"]] = record
+    return records
+
+
 class Journal:
-    """The records of finished shards, in a file of JSON lines. A truncated last line is ignored."""
+    """The records of finished shards, in a file of JSON lines."""
 
     def __init__(self, path: Path):
         self.path = path
-        self.records: dict[str, dict] = {}
+        self.records = read_journal(path)
         if path.exists():
-            for line in path.read_bytes().split(b"\n"):
-                try:
-                    record = json.loads(line)
-                except ValueError:
-                    continue
-                self.records[record["name"]] = record
             self._rewrite()
 
     def add(self, record: dict) -> None:
@@ -146,7 +160,15 @@ class Journal:
         write_whole(self.path, "".join(json.dumps(record) + "\n" for record in self.records.values()))
 
 
-def expected_sizes(record: dict, dtype: str) -> dict[str, int]:
+def changed(out: Path, name: str) -> str:
+    """The message where the text of a shard is not what it was."""
+    return (
+        f"the text of {name} is not what {out} was prepared from: a source has changed though its name and size have "
+        "not; restore the source, or prepare into another folder"
+    )
+
+
+def expected_sizes(record: dict, dtype: DTypeLike) -> dict[str, int]:
     """The size in bytes of each file of a shard, by its ending."""
     return {
         TOKENS: record["tokens"] * np.dtype(dtype).itemsize,
@@ -154,7 +176,7 @@ def expected_sizes(record: dict, dtype: str) -> dict[str, int]:
     }
 
 
-def wrong_size(folder: Path, record: dict, dtype: str) -> str | None:
+def wrong_size(folder: Path, record: dict, dtype: DTypeLike) -> str | None:
     """The first file of a shard that is missing or has the wrong size, as a message; None if there is none."""
     for ending, expected in expected_sizes(record, dtype).items():
         path = folder / (record["name"] + ending)

@@ -111,6 +111,23 @@ def _sided(parts: Iterable[str], wanted: float) -> Iterator[tuple[str, str]]:
             yield side, part
 
 
+class TextHash:
+    """The hash and the size of the text of a shard, which comes piece by piece."""
+
+    def __init__(self):
+        self.text_bytes = 0
+        self._digest = hashlib.blake2b(digest_size=16)
+
+    def add(self, text: bytes, first: bool, last: bool) -> None:
+        self.text_bytes += len(text)
+        self._digest.update(f"{len(text)} {first:d}{last:d} ".encode())
+        self._digest.update(text)
+
+    def hexdigest(self) -> str:
+        """32 hexadecimal digits that change with the text and with the boundaries of its documents."""
+        return self._digest.hexdigest()
+
+
 @dataclass
 class Unit:
     """The text of one shard: what a process tokenises at a time."""
@@ -127,12 +144,11 @@ class Unit:
         return f"{self.side}-{self.number:06d}"
 
     def text_hash(self) -> str:
-        """32 hexadecimal digits that change with the text and with the boundaries of its documents."""
-        digest = hashlib.blake2b(digest_size=16)
-        for text, first, last in self.pieces:
-            digest.update(f"{len(text)} {first:d}{last:d} ".encode())
-            digest.update(text)
-        return digest.hexdigest()
+        """As ``TextHash.hexdigest``."""
+        text_hash = TextHash()
+        for piece in self.pieces:
+            text_hash.add(*piece)
+        return text_hash.hexdigest()
 
 
 def units(pieces: Iterable[Piece], shard_bytes: int) -> Iterator[Unit]:

@@ -15,9 +15,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
+from diff_transformer.checks import first_line, require_extra
 from diff_transformer.data.documents import archive_members, hash_of_name
 from diff_transformer.data.prepare.pieces import Piece, decoded, document_pieces, tail_pieces
-from diff_transformer.data.prepare.sources import TAIL, SourceFile, TextSource, hub_query
+from diff_transformer.data.prepare.sources import TAIL, SourceFile, TextSource, hub_query, is_url
 
 MAX_RECORD_BYTES = 1 << 28
 _PARQUET_ROWS = 256
@@ -55,16 +56,13 @@ def read_pieces(
     Raises:
         ValueError: for text that cannot be read, naming the file and the line.
     """
-    reader = _Reader(field, share, skip_invalid, Tally() if tally is None else tally)
+    reader = Reader(field, share, skip_invalid, Tally() if tally is None else tally)
     for source in sources:
-        for piece in reader.pieces(source, final=source is sources[-1]):
-            if piece.first:
-                setattr(reader.tally, piece.side, getattr(reader.tally, piece.side) + 1)
-            yield piece
+        yield from reader.pieces(source, final=source is sources[-1])
 
 
 @dataclass
-class _Reader:
+class Reader:
     """The pieces of one source after the other; the fields are the arguments of ``read_pieces``."""
 
     field: str
@@ -72,8 +70,14 @@ class _Reader:
     skip_invalid: bool
     tally: Tally
 
-    def pieces(self, source: TextSource, *, final: bool) -> Iterator[Piece]:
-        """The pieces of ``source``; ``final``: whether it is the last one."""
+    def pieces(self, source: TextSource, *, final: bool = False) -> Iterator[Piece]:
+        """The pieces of ``source``; if it is ``final``, its last row goes to a side that is still empty."""
+        for piece in self._pieces(source, final=final):
+            if piece.first:
+                setattr(self.tally, piece.side, getattr(self.tally, piece.side) + 1)
+            yield piece
+
+    def _pieces(self, source: TextSource, *, final: bool) -> Iterator[Piece]:
         if source.kind == "python":
             from diff_transformer.data.python_library import load_python_library
 
@@ -82,19 +86,19 @@ class _Reader:
                 for document in documents:
                     yield from self._counted(document_pieces([document.text], side), document.num_bytes)
         elif source.kind == "hub":
-            yield from self._rows(streamed_rows(source.name, self.field), None, final=final)
+            part = () if source.part is None else (source.part,)
+            yield from self._rows(streamed_rows(source.name, self.field, *part), None, final=final)
         elif source.kind == "tar":
             yield from self._archive(source)
         else:
-            root = Path(source.name)
             for item in source.items:
-                path = root / item.name if root.is_dir() else root
-                if item.kind == "text":
-                    with path.open("rb") as stream:
-                        yield from self._text(stream, item, str(path))
-                else:
-                    rows = (json_lines if item.kind == "lines" else parquet)(path, self.field)
-                    yield from self._rows(rows, item.side, final=final and item is source.items[-1])
+                place = source.location(item)
+                with opened(place) as stream:
+                    if item.kind == "text":
+                        yield from self._text(stream, item, place)
+                    else:
+                        rows = _ROWS[item.kind](stream, place, self.field)
+                        yield from self._rows(rows, item.side, final=final and item is source.items[-1])
 
     def _archive(self, source: TextSource) -> Iterator[Piece]:
         """The members of a tar archive in their order. Nothing is written to the disk; links are not followed."""
@@ -159,8 +163,23 @@ def _with_last(items: Iterable) -> Iterator[tuple[Any, bool]]:
         yield (previous, True)
 
 
-def streamed_rows(name: str, field: str) -> TextRows:
+def opened(place: str) -> BinaryIO:
+    """The file at a path or URL, to read; raises ValueError for a URL that cannot be opened."""
+    if not is_url(place):
+        return open(place, "rb")
+    import fsspec
+
+    try:
+        return cast(BinaryIO, fsspec.open(place, "rb").open())
+    except Exception as error:  # each file system raises its own errors
+        raise ValueError(f"{place} cannot be opened ({first_line(error)}); check access to it") from error
+
+
+def streamed_rows(name: str, field: str, part: tuple[int, int] | None = None) -> TextRows:
     """The texts of a data set on the Hugging Face hub, streamed: it is never stored as a whole.
+
+    Args:
+        part: (part, number of parts) to read: whole files where there are as many, else every so-many-th row.
 
     Raises:
         ValueError: if ``datasets`` is not installed or the set cannot be reached.
@@ -179,6 +198,8 @@ def streamed_rows(name: str, field: str) -> TextRows:
             revision=options.get("revision"),
             streaming=True,
         )
+        if part is not None:
+            rows = _part_of(rows, *part)
         for number, row in enumerate(rows, start=1):
             yield text_of(row, field, f"{name}, row {number}"), 0
     except Exception as error:  # the type depends on the library's version and on where it fails
@@ -188,6 +209,14 @@ def streamed_rows(name: str, field: str) -> TextRows:
             f"{name} cannot be streamed after row {number}{offline} ({type(error).__name__}: {reason}); connect this "
             "machine and continue with --resume, or give the text as local files"
         ) from error
+
+
+def _part_of(rows: Any, part: int, parts: int) -> Any:
+    from datasets.distributed import split_dataset_by_node
+
+    if rows.num_shards >= parts:
+        return rows.shard(num_shards=parts, index=part)
+    return split_dataset_by_node(rows, rank=part, world_size=parts)
 
 
 def _zstd(raw: BinaryIO) -> BinaryIO:
@@ -206,28 +235,27 @@ UNPACK: dict[str, Callable[[BinaryIO], Any]] = {
 }
 
 
-def json_lines(path: Path, field: str) -> TextRows:
+def json_lines(raw: BinaryIO, name: str, field: str) -> TextRows:
     """The text under ``field`` of each line, or an ``Invalid`` for a line that is not an object with such a text.
 
     Raises:
         ValueError: for a file that is not in the format of its name, or a line of more than 256 MiB.
     """
-    with path.open("rb") as raw:
-        unpack = UNPACK.get(path.suffix.lower())
-        stream = io.BufferedReader(unpack(raw), 1 << 20) if unpack else raw
-        number = 0
-        while True:
-            try:
-                line = stream.readline(MAX_RECORD_BYTES + 1)
-            except Exception as error:  # each compression library raises its own errors
-                raise ValueError(f"{path} cannot be unpacked after line {number} ({error})") from error
-            if not line:
-                return
-            number += 1
-            if len(line) > MAX_RECORD_BYTES:
-                raise ValueError(f"{path}, line {number} has more than {MAX_RECORD_BYTES >> 20} MiB; divide it")
-            if line.strip():
-                yield _text_of_line(line, field, f"{path}, line {number}"), raw.tell()
+    unpack = UNPACK.get(Path(name).suffix.lower())
+    stream = io.BufferedReader(unpack(raw), 1 << 20) if unpack else raw
+    number = 0
+    while True:
+        try:
+            line = stream.readline(MAX_RECORD_BYTES + 1)
+        except Exception as error:  # each compression library raises its own errors
+            raise ValueError(f"{name} cannot be unpacked after line {number} ({error})") from error
+        if not line:
+            return
+        number += 1
+        if len(line) > MAX_RECORD_BYTES:
+            raise ValueError(f"{name}, line {number} has more than {MAX_RECORD_BYTES >> 20} MiB; divide it")
+        if line.strip():
+            yield _text_of_line(line, field, f"{name}, line {number}"), raw.tell()
 
 
 def _text_of_line(line: bytes, field: str, place: str) -> object:
@@ -253,7 +281,7 @@ def text_of(row: dict, field: str, place: str) -> object:
     return row[field]
 
 
-def parquet(path: Path, field: str) -> TextRows:
+def parquet(stream: BinaryIO, name: str, field: str) -> TextRows:
     """The text of each row in the column ``field``; reads a few hundred rows at a time.
 
     Raises:
@@ -264,15 +292,43 @@ def parquet(path: Path, field: str) -> TextRows:
         from pyarrow.parquet import ParquetFile
     except ImportError:
         raise ValueError("reading .parquet files needs `pip install pyarrow`; or convert them to JSON lines") from None
-    size, done = path.stat().st_size, 0
+    size, done = stream.seek(0, io.SEEK_END), 0
     try:
-        with ParquetFile(path, pre_buffer=False, buffer_size=1 << 20) as file:
+        with ParquetFile(stream, pre_buffer=False, buffer_size=1 << 20) as file:
             names, rows = file.schema_arrow.names, file.metadata.num_rows
             if field not in names:
-                raise ValueError(f"{path} has no column {field!r} but {', '.join(map(repr, names))}; give --field")
+                raise ValueError(f"{name} has no column {field!r} but {', '.join(map(repr, names))}; give --field")
             for batch in file.iter_batches(_PARQUET_ROWS, columns=[field], use_threads=False):
                 for value in batch.column(0):
                     done += 1
-                    yield text_of({field: value.as_py()}, field, f"{path}, row {done}"), size * done // rows
+                    yield text_of({field: value.as_py()}, field, f"{name}, row {done}"), size * done // rows
     except (pyarrow.ArrowException, OSError) as error:
-        raise ValueError(f"{path} cannot be read as parquet after row {done} ({error})") from error
+        raise ValueError(f"{name} cannot be read as parquet after row {done} ({error})") from error
+
+
+def warc(stream: BinaryIO, name: str, _field: str) -> TextRows:
+    """The text of each page of a WARC file: of .warc.wet as it is, else extracted from the HTML by Trafilatura.
+
+    Raises:
+        RuntimeError: if the extra ``datatrove`` is not installed.
+        ValueError: for a file that cannot be read.
+    """
+    require_extra("datatrove", "reading WARC files", "datatrove", "lxml_html_clean", "magic", "warcio")
+    from datatrove.pipeline.extractors import Trafilatura
+    from datatrove.pipeline.readers.warc import process_record
+    from warcio.archiveiterator import ArchiveIterator
+
+    # deduplicate=True would drop what other files in the same process repeat
+    extract = str if ".warc.wet" in name.lower() else Trafilatura(deduplicate=False).extract
+    number = 0
+    try:
+        for record in ArchiveIterator(stream):
+            page = process_record(record)
+            number += 1
+            if page:
+                yield extract(page["text"]) or "", stream.tell()
+    except Exception as error:  # warcio and the extractor raise their own errors
+        raise ValueError(f"{name} cannot be read as WARC after record {number} ({first_line(error)})") from error
+
+
+_ROWS = {"lines": json_lines, "parquet": parquet, "warc": warc}

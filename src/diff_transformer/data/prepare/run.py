@@ -11,6 +11,7 @@ from filelock import FileLock, Timeout
 
 from diff_transformer.checks import differences, require_positive
 from diff_transformer.data.prepare.config import PrepareConfig, TokenizerFacts, choose_tokenizer, facts_of
+from diff_transformer.data.prepare.engine import ENGINES, Engine, run_tasks, with_tasks
 from diff_transformer.data.prepare.folder import (
     FORMAT,
     JOURNAL,
@@ -23,6 +24,7 @@ from diff_transformer.data.prepare.folder import (
     VERSION,
     Journal,
     begin,
+    changed,
     finish,
     is_new,
     read_manifest,
@@ -51,10 +53,11 @@ def prepare(
     config: PrepareConfig,
     out: Path | str,
     *,
-    jobs: int = 1,
+    jobs: int | None = 1,
     resume: bool = False,
     progress: Callable[[Progress], None] | None = None,
-) -> dict:
+    engine: Engine | None = None,
+) -> dict | None:
     """Tokenise the sources of ``config`` into shards in the folder ``out``; return the manifest that describes them.
 
     The bytes of the folder depend on the sources and on ``config`` alone, not on ``jobs`` or on interruptions. The
@@ -63,26 +66,38 @@ def prepare(
     text of a shard must not have changed. A preparation without a finished shard may be started anew.
 
     Args:
-        jobs: number of processes. Memory is about six shards of text for each.
-        progress: called after every shard.
+        jobs: number of processes. Memory is about six shards of text for each. With an engine, tasks at a time; None
+            for no limit.
+        progress: called after every shard, without an engine.
+        engine: runs the preparation as ``config.tasks`` tasks. To resume one whose tasks are all finished, None does.
+
+    Returns:
+        The manifest; None where Slurm will run the tasks, and a last job of it write the manifest.
 
     Raises:
         FileExistsError: if ``out`` holds a finished shard and ``resume`` is False, or holds something else.
         FileNotFoundError, ValueError: for sources or a tokenizer that cannot be loaded, text that cannot be read, a
             side of the split without a document, or an ``out`` of another plan, naming the differences.
         DiskError: if ``out`` is a file or is not writable.
-        RuntimeError: if another process uses ``out``, a worker process was killed, or the disk is full.
+        RuntimeError: if another process uses ``out``, a worker process was killed, the disk is full, or the engine
+            cannot be used.
     """
     out = Path(out)
     config.validate()
     require_positive(jobs=jobs)
     require_writable(out)
+    if engine is not None:
+        engine.check(config)
     fresh = is_new(out)
     if not fresh and not resume:
         raise FileExistsError(f"{out} {_what_is_in(out)}")
     if not fresh and not (out / PLAN).exists() and not (out / MANIFEST).exists():
         raise FileExistsError(f"{out} is not empty and holds no preparation; choose another folder")
     sources = find_sources(config.sources, config.validation)
+    if engine is not None:
+        config = with_tasks(config, sources)
+    elif fresh and (config.tasks or config.filters or config.dedup):
+        raise ValueError(f"tasks, filters and deduplication need an engine; give --engine {'|'.join(ENGINES)}")
     tokenizer = choose_tokenizer(config, sources) if fresh or config.tokenizer != "bpe" else None
     facts = facts_of(tokenizer if tokenizer is not None else load_tokenizer(out / TOKENIZER))
     plan = _plan(config, sources, facts)
@@ -93,11 +108,35 @@ def prepare(
                 begin(out, plan, tokenizer)
             elif not resume:
                 raise FileExistsError(f"{out} {_what_is_in(out)}")
-            return _Preparation(config, out, plan, sources, progress).run(facts, jobs)
+            if config.tasks:
+                return _run_tasks(config, out, plan, sources, facts, engine, jobs)
+            return _Preparation(config, out, plan, sources, progress).run(facts, jobs or 1)
     except Timeout:
         raise RuntimeError(f"another process is preparing {out}; wait for it, or choose another folder") from None
     except OSError as error:
         raise RuntimeError(f"{error}; finished shards are kept: continue with --resume") from error
+
+
+def _run_tasks(config, out: Path, plan: dict, sources, facts, engine: Engine | None, jobs: int | None) -> dict | None:
+    """Run the tasks of a locked folder that are not finished; write and return the manifest, or None (Slurm).
+
+    Raises:
+        ValueError: if the folder is of another plan, or its text has changed.
+    """
+    manifest = read_manifest(out) if (out / MANIFEST).exists() else None
+    _refuse_another(out, plan, manifest)
+    wrong = wrong_size if manifest is None else wrong_content
+    done = run_tasks(config, out, sources, facts, engine, jobs=jobs, wrong=wrong)
+    if done is None:
+        return None
+    records, tally, filtered = done
+    _refuse_an_empty_side(tally, config, filtered)
+    left_out = {"blank": tally.blank, "invalid": tally.invalid, "filtered": filtered}
+    made = {**plan, **{side: _side(records, side) for side in SIDES}, "left_out": left_out}
+    if manifest is not None and made != manifest:
+        raise ValueError(changed(out, "a shard"))
+    finish(out, made)
+    return made
 
 
 class _Preparation:
@@ -133,13 +172,13 @@ class _Preparation:
             if manifest is None:
                 journal.add(record)
             elif record not in manifest[unit.side]["shards"]:
-                raise ValueError(_changed(out, unit.name))
+                raise ValueError(changed(out, unit.name))
             self.kept[unit.name] = record
             self.state.text_bytes += record["text_bytes"]
             self.state.tokens += record["tokens"]
             self._advance(unit)
         if self.seen != set(self.kept):
-            raise ValueError(_changed(out, min(set(self.kept) - self.seen)))
+            raise ValueError(changed(out, min(set(self.kept) - self.seen)))
         _refuse_an_empty_side(self.tally, self.config)
         made = manifest or {**self.plan, **{side: _side(self.kept, side) for side in SIDES}, "left_out": {}}
         made["left_out"] = {"blank": self.tally.blank, "invalid": self.tally.invalid}
@@ -158,7 +197,7 @@ class _Preparation:
         )
         for unit in units(pieces, config.shard_bytes):
             if unit.name in self.text_hashes and self.text_hashes[unit.name] != unit.text_hash():
-                raise ValueError(_changed(self.out, unit.name))
+                raise ValueError(changed(self.out, unit.name))
             if unit.name in self.kept:
                 self._advance(unit)
             else:
@@ -221,16 +260,12 @@ def _records(manifest: dict) -> list[dict]:
     return [record for side in SIDES for record in manifest[side]["shards"]]
 
 
-def _changed(out: Path, name: str) -> str:
-    return (
-        f"the text of {name} is not what {out} was prepared from: a source has changed though its name and size have "
-        "not; restore the source, or prepare into another folder"
-    )
-
-
-def _refuse_an_empty_side(tally: Tally, config: PrepareConfig) -> None:
+def _refuse_an_empty_side(tally: Tally, config: PrepareConfig, filtered: int = 0) -> None:
     if not tally.train + tally.validation:
-        raise ValueError(f"the sources hold no text: {tally.blank} blank and {tally.invalid} invalid documents")
+        dropped = f", and {filtered} that the filters drop" if filtered else ""
+        raise ValueError(
+            f"the sources hold no text: {tally.blank} blank and {tally.invalid} invalid documents{dropped}"
+        )
     for side, count in (("training", tally.train), ("validation", tally.validation)):
         if not count:
             total = tally.train + tally.validation

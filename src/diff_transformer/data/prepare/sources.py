@@ -9,11 +9,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
 from urllib.parse import parse_qsl
 
+from diff_transformer.checks import first_line
 from diff_transformer.data.documents import (
     ARCHIVE_SUFFIXES,
     JSON_SUFFIXES,
     TEXT_SUFFIXES,
     VALIDATION_FOLDERS,
+    WARC_SUFFIXES,
     Document,
     archive_members,
     held_out_split,
@@ -21,8 +23,8 @@ from diff_transformer.data.documents import (
 )
 
 ACCEPTED = (
-    "'python', a text file, JSON lines (.jsonl, .jsonl.gz, .jsonl.zst), a .parquet file, a folder of these, "
-    "a tar archive of text files, or hub:NAME[?config=...&split=...&revision=...]"
+    "'python', a text file, JSON lines (.jsonl, .jsonl.gz, .jsonl.zst), a .parquet or .warc[.gz] file, a folder of "
+    "these, a URL of one (s3://...), a tar archive of text files, or hub:NAME[?config=...&split=...&revision=...]"
 )
 HUB_OPTIONS = ("config", "split", "revision")
 TAIL = "tail"  # the side of a file that is the only text: its end is held out
@@ -33,7 +35,7 @@ class SourceFile:
     """A file of a source."""
 
     name: str
-    kind: str  # "text", "lines" (JSON lines), "parquet"
+    kind: str  # "text", "lines" (JSON lines), "parquet", "warc"
     size: int  # bytes
     side: str | None = None  # "train", "validation", "tail", or None if each row decides
 
@@ -46,6 +48,14 @@ class TextSource:
     kind: str  # "files", "tar", "python", "hub"
     items: tuple[SourceFile, ...] = ()
     size: int = 0  # bytes to read; 0 if unknown
+    part: tuple[int, int] | None = None  # of a "hub" source, (part, number of parts); None for all of it
+
+    def location(self, item: SourceFile) -> str:
+        """The path or URL of a file of a source of kind "files"."""
+        if is_url(self.name):
+            whole = self.name.endswith("/" + item.name)
+            return self.name if whole else f"{self.name.rstrip('/')}/{item.name}"
+        return str(Path(self.name) / item.name if Path(self.name).is_dir() else self.name)
 
     def description(self) -> dict:
         """Names and sizes (as a hash), which must be the same when an interrupted preparation resumes."""
@@ -92,6 +102,11 @@ def find_sources(names: Sequence[str], share: float) -> list[TextSource]:
     return _divided_together(sided, share)
 
 
+def is_url(name: str) -> bool:
+    """Whether a source is a file or folder that fsspec opens, such as s3://bucket/folder."""
+    return "://" in name
+
+
 def hub_query(name: str) -> tuple[str, dict[str, str]]:
     """Repository and options of ``hub:NAME?config=...``."""
     repository, _, query = name.removeprefix("hub:").partition("?")
@@ -116,6 +131,8 @@ def _find(name: str) -> TextSource:
     if name.startswith("hub:"):
         hub_query(name)
         return TextSource(name, "hub")
+    if is_url(name):
+        return _remote(name)
     path = Path(name).absolute()
     if not path.exists():
         raise FileNotFoundError(f"source {name!r} does not exist; give {ACCEPTED}")
@@ -131,10 +148,31 @@ def _find(name: str) -> TextSource:
     return TextSource(str(path), "files", tuple(items), sum(item.size for item in items))
 
 
+def _remote(url: str) -> TextSource:
+    import fsspec
+
+    try:
+        system, root = fsspec.core.url_to_fs(url)
+        found = {root: system.info(root)} if system.isfile(root) else system.find(root, detail=True)
+    except Exception as error:  # each file system raises its own errors
+        raise ValueError(f"source {url!r} cannot be listed ({first_line(error)}); check the URL and access") from error
+    items = []
+    for path, info in sorted(found.items()):
+        name = path.removeprefix(root).lstrip("/") or PurePosixPath(path).name
+        kind = None if any(part.startswith(".") for part in name.split("/")) else _kind(name)
+        if kind:
+            items.append(SourceFile(name, kind, info["size"]))
+    if not items:
+        raise ValueError(f"source {url!r} does not exist or holds nothing that is read; give {ACCEPTED}")
+    return TextSource(url, "files", tuple(items), sum(item.size for item in items))
+
+
 def _kind(name: str) -> str | None:
     name = name.lower()
     if name.endswith(JSON_SUFFIXES):
         return "lines"
+    if name.endswith(WARC_SUFFIXES):
+        return "warc"
     if name.endswith(".parquet"):
         return "parquet"
     return "text" if PurePosixPath(name).suffix in TEXT_SUFFIXES else None
@@ -217,5 +255,4 @@ def _divided_together(sources: Sequence[TextSource], share: float) -> list[TextS
 
 
 def _path(source: TextSource, item: SourceFile) -> str:
-    path = Path(source.name)
-    return (path if source.kind == "files" and path.is_file() else path / item.name).as_posix()
+    return source.location(item) if source.kind == "files" else f"{source.name}/{item.name}"

@@ -10,10 +10,13 @@ import json
 import os
 import re
 import signal
+import sys
 import threading
+from array import array
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
+from contextlib import ExitStack
 from dataclasses import dataclass
 from multiprocessing import get_context, parent_process
 from pathlib import Path
@@ -22,11 +25,15 @@ import numpy as np
 from tokenizers import Tokenizer
 
 from diff_transformer.data.prepare.folder import DOCUMENT_DTYPE, DOCUMENTS, TOKENS, new_digest
-from diff_transformer.data.prepare.pieces import Unit
+from diff_transformer.data.prepare.pieces import TextHash, Unit
 from diff_transformer.data.tiktoken_ranks import PIECES as CL100K
 from diff_transformer.data.tokenizer import PIECES as OURS
 from diff_transformer.durable import replacing
 
+KILLED = (
+    "a process that tokenised was killed, perhaps because memory ran out; finished shards are kept: continue with "
+    "--resume and fewer --jobs"
+)
 MAX_WORDS = 200_000  # in each of two generations; about 60 MB together
 
 # A cut lies between a character that is no white space and a space, tab or line end; not between punctuation and a
@@ -113,41 +120,63 @@ def splits_at_spaces(state: str) -> bool:
     )
 
 
-def write_shard(folder: Path, unit: Unit, encoder: Encoder, end_of_text: int) -> dict:
-    """Tokenise ``unit`` into the two files of a shard in ``folder``; each document is followed by ``end_of_text``.
+class ShardWriter:
+    """The two files of a shard in ``folder``, written piece by piece; each document is followed by ``end_of_text``.
 
-    Returns:
-        The record of the shard: sizes, checksums, and the hash of its text.
+    The files appear with ``finish``; ``abort`` removes what was written.
     """
-    end = np.array([end_of_text], encoder.dtype).tobytes()
-    parts, starts, done = [], [], 0
-    for text, first, last in unit.pieces:
+
+    def __init__(self, folder: Path, name: str, encoder: Encoder, end_of_text: int):
+        self.text = TextHash()
+        self._folder, self._name, self._encoder = folder, name, encoder
+        self._end = np.array([end_of_text], encoder.dtype).tobytes()
+        self._digest, self._tokens, self._starts = new_digest(), 0, array("q")
+        self._stack = ExitStack()
+        self._file = self._stack.enter_context(
+            self._stack.enter_context(replacing(folder / (name + TOKENS))).open("wb")
+        )
+
+    def add(self, text: bytes, first: bool, last: bool) -> None:
+        """Tokenise and write a piece: UTF-8, and whether it begins and ends its document."""
+        self.text.add(text, first, last)
         if first:
-            starts.append(done // encoder.dtype.itemsize)
-        encoded = encoder.encode(text.decode()) + (end if last else b"")
-        parts.append(encoded)
-        done += len(encoded)
-    documents = np.array(starts, DOCUMENT_DTYPE).tobytes()
-    return {
-        "name": unit.name,
-        "tokens": done // encoder.dtype.itemsize,
-        "documents": len(starts),
-        "text_bytes": unit.text_bytes,
-        "text_hash": unit.text_hash(),
-        "checksums": {
-            TOKENS: _write(folder / (unit.name + TOKENS), parts),
-            DOCUMENTS: _write(folder / (unit.name + DOCUMENTS), [documents]),
-        },
-    }
+            self._starts.append(self._tokens)
+        encoded = self._encoder.encode(text.decode()) + (self._end if last else b"")
+        self._file.write(encoded)
+        self._digest.update(encoded)
+        self._tokens += len(encoded) // self._encoder.dtype.itemsize
+
+    def finish(self) -> dict:
+        """Bring the files to the disk; return the record of the shard: sizes, checksums, and the hash of its text."""
+        self._stack.close()
+        documents, digest = np.array(self._starts, DOCUMENT_DTYPE).tobytes(), new_digest()
+        digest.update(documents)
+        with replacing(self._folder / (self._name + DOCUMENTS)) as partial:
+            partial.write_bytes(documents)
+        return {
+            "name": self._name,
+            "tokens": self._tokens,
+            "documents": len(self._starts),
+            "text_bytes": self.text.text_bytes,
+            "text_hash": self.text.hexdigest(),
+            "checksums": {TOKENS: self._digest.hexdigest(), DOCUMENTS: digest.hexdigest()},
+        }
+
+    def abort(self) -> None:
+        """Remove what was written. To be called where an exception is handled."""
+        self._stack.__exit__(*sys.exc_info())
 
 
-def _write(path: Path, parts: list[bytes]) -> str:
-    digest = new_digest()
-    with replacing(path) as partial, partial.open("wb") as file:
-        for part in parts:
-            file.write(part)
-            digest.update(part)
-    return digest.hexdigest()
+def write_shard(folder: Path, unit: Unit, encoder: Encoder, end_of_text: int) -> dict:
+    """Tokenise ``unit`` into a shard in ``folder``; return its record, as ``ShardWriter.finish``."""
+    writer = ShardWriter(folder, unit.name, encoder, end_of_text)
+    try:
+        for piece in unit.pieces:
+            writer.add(*piece)
+        return writer.finish()
+    except BaseException:
+        writer.abort()
+        raise
 
 
 @dataclass(frozen=True)
@@ -183,10 +212,7 @@ def shards(units: Iterable[Unit], task: Task, jobs: int) -> Iterator[tuple[dict,
         while waiting:
             yield from _finished(waiting)
     except BrokenProcessPool as error:
-        raise RuntimeError(
-            "a process that tokenised was killed, perhaps because memory ran out; finished shards are kept: continue "
-            "with --resume and fewer --jobs"
-        ) from error
+        raise RuntimeError(KILLED) from error
     finally:
         pool.shutdown(wait=True, cancel_futures=True)
 
@@ -201,12 +227,16 @@ _own: tuple[Task, Encoder] | None = None
 
 
 def _begin(task: Task) -> None:
-    """Set up a worker process: one tokenizer thread, Ctrl-C handled by the parent, exit when the parent exits."""
     global _own
+    begin_worker()
+    _own = task, Encoder(task.state, task.dtype)
+
+
+def begin_worker() -> None:
+    """Set up a worker process: one tokenizer thread, Ctrl-C handled by the parent, exit when the parent exits."""
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     threading.Thread(target=_end_with_the_parent, daemon=True).start()
-    _own = task, Encoder(task.state, task.dtype)
 
 
 def _end_with_the_parent() -> None:
