@@ -65,6 +65,12 @@ def test_commands_of_an_engine_run(home, monkeypatch):
     for command in ENGINE:
         run(command, home, monkeypatch)
     assert len(list((home / "prepared-tasks" / "shards").glob("train-*-000000.tokens"))) == 8
+    small = "--recipe debug --out trained --set train.steps=1 --set train.validation_rows=1 --set data.max_bytes=null"
+    run(
+        ["train", *small.split(), "--set", "data.corpus=prepared-tasks", "--set", 'data.mixture={"text":1.0}'],
+        home,
+        monkeypatch,
+    )
     assert (home / "prepared-slurm" / "logs" / "shards" / "launch_script.slurm").exists()
 
 

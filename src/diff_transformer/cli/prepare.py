@@ -40,6 +40,8 @@ def run_prepare(
     config = PrepareConfig(tuple(sources), **given) if sources else _planned(out, given)
     if engine is None or engine.kind == "local":
         jobs = jobs or os.cpu_count() or 1
+    if engine is not None:
+        print(f"tasks run on {engine.kind}; logs: {out / LOGS}")
     with nullcontext() if engine is not None or config.tasks else _bar() as show:
         manifest = prepare(_absolute(config), out, jobs=jobs, resume=resume, progress=show, engine=engine)
     if manifest is None:

@@ -95,6 +95,9 @@ def prepare(
         int | None, typer.Option(help="With --engine: parts into which the files are divided; at most one per file.")
     ] = None,
     filters: Annotated[str | None, typer.Option(help="With --engine: gopher, c4, fineweb, by commas.")] = None,
+    dedup: Annotated[
+        str | None, typer.Option(help="With --engine: minhash drops near duplicates; none by default.")
+    ] = None,
     address: Annotated[str | None, typer.Option(help="HOST:PORT of the cluster of --engine ray.")] = None,
     partition: Annotated[str | None, typer.Option(help="Of --engine slurm.")] = None,
     time: Annotated[str | None, typer.Option(help="Limit of a job of --engine slurm, HH:MM:SS.")] = None,
@@ -120,6 +123,7 @@ def prepare(
         "shard_bytes": None if shard_mb is None else round(shard_mb * 1e6),
         "skip_invalid": skip_invalid or None,
         "tasks": tasks,
+        "dedup": dedup,
         "filters": filters and tuple(name.strip() for name in filters.split(",")),
     }
     options = {"address": address, "partition": partition, "time": time, "dry_run": dry_run}

@@ -5,10 +5,12 @@ import io
 import json
 import multiprocessing
 import os
+import socket
 import subprocess
 import sys
 import threading
 import time
+from contextlib import suppress
 from itertools import pairwise
 
 import numpy as np
@@ -18,6 +20,7 @@ from diff_transformer.data.documents import hash_of_name
 from diff_transformer.data.prepare.config import PrepareConfig
 from diff_transformer.data.prepare.engine import Engine
 from diff_transformer.data.prepare.folder import read_manifest, verify
+from diff_transformer.data.prepare.readers import streamed_rows
 from diff_transformer.data.prepare.run import prepare
 from diff_transformer.data.prepared import Shards
 
@@ -194,6 +197,14 @@ def test_text_parquet_urls_and_a_data_set_are_read(tmp_path):
     assert made["left_out"] == {"blank": 1, "invalid": 0, "filtered": 0}
 
 
+@pytest.mark.parametrize("parts", [2, 5])
+def test_parts_of_a_data_set_have_every_row_once(tmp_path, parts):
+    texts = write_rows(tmp_path, files=3, rows=4)
+    found = [[text for text, _ in streamed_rows(f"hub:{tmp_path}", "text", (part, parts))] for part in range(parts)]
+    assert sorted(text for part in found for text in part) == sorted(text for mine in texts for text in mine)
+    assert all(found)
+
+
 def test_a_page_of_a_warc_file_is_its_text(tmp_path):
     pytest.importorskip("magic", reason="needs libmagic", exc_type=ImportError)
     from warcio.statusandheaders import StatusAndHeaders
@@ -219,9 +230,7 @@ def test_a_page_of_a_warc_file_is_its_text(tmp_path):
 
 
 def test_filters_drop_what_the_rules_name(tmp_path):
-    rng = np.random.default_rng(0)
-    words = ["".join(rng.choice(list("aeioubdlmnrst"), 6)) for _ in range(500)]
-    lines = [" ".join(["The", *rng.choice(words, 9), "and", *rng.choice(words, 4), "with it."]) for _ in range(108)]
+    lines = prose(np.random.default_rng(0), 108)
     good = ["\n".join(lines[n : n + 9]) for n in range(0, 108, 9)]
     bad = ["short.", "buy now " * 300, "\n".join("- item" for _ in range(90))]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in good + bad))
@@ -233,6 +242,32 @@ def test_filters_drop_what_the_rules_name(tmp_path):
     assert verify(tmp_path / "out") == []
 
 
+def prose(rng, lines):
+    """Lines of 16 words or so, which the filters keep."""
+    words = ["".join(rng.choice(list("aeioubdlmnrst"), 6)) for _ in range(500)]
+    return [" ".join(["The", *rng.choice(words, 9), "and", *rng.choice(words, 4), "with it."]) for _ in range(lines)]
+
+
+@pytest.mark.slow
+def test_near_duplicates_leave_one_of_each_whatever_the_number_of_processes(tmp_path):
+    lines = prose(np.random.default_rng(0), 400)
+    texts = ["\n".join(lines[n : n + 20]) for n in range(0, 400, 20)]
+    (tmp_path / "0.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts[:12]))
+    again = [*texts[12:], texts[0], texts[1] + " One word.", "The " + texts[15]]
+    (tmp_path / "1.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in again))
+    sources = tuple(str(tmp_path / f"{n}.jsonl") for n in range(2))
+    config = PrepareConfig(sources, tokenizer="bytes", validation=0.2, dedup="minhash")
+    made = prepare(config, tmp_path / "out", jobs=2, engine=LOCAL)
+    kept = documents(tmp_path / "out", "train") + documents(tmp_path / "out", "validation")
+    assert made["left_out"] == {"blank": 0, "invalid": 0, "filtered": 3}
+    assert {text.split("\n")[5] for text in kept} == {text.split("\n")[5] for text in texts}
+    assert len(kept) == 20
+    (tmp_path / "out" / "shards" / "train-00000-000000.tokens").unlink()
+    prepare(config, tmp_path / "out", resume=True, engine=LOCAL)
+    prepare(config, tmp_path / "one", jobs=1, engine=LOCAL)
+    assert content(tmp_path / "out") == content(tmp_path / "one")
+
+
 def test_bad_input_is_one_sentence_before_anything_is_written(rows, tmp_path, monkeypatch):
     def refused(message, engine=LOCAL, error=ValueError, **changes):
         with pytest.raises(error, match=message) as caught:
@@ -242,6 +277,7 @@ def test_bad_input_is_one_sentence_before_anything_is_written(rows, tmp_path, mo
     refused("no engine 'lokal' .did you mean 'local'.*; there are: local, slurm, ray", Engine("lokal"))
     refused("--partition is an option of --engine slurm, not of local; leave it out", Engine("local", partition="a"))
     refused("no filter 'gofer' .did you mean 'gopher'.", filters=("gofer",))
+    refused("no deduplication 'minhsh' .did you mean 'minhash'.", dedup="minhsh")
     refused("tasks is 4, and the sources have 3 files, which are not divided; give --tasks of at most 3", tasks=4)
     refused("tasks, filters and deduplication need an engine; give --engine local", None)
     refused("--engine slurm needs --partition NAME and --time HH:MM:SS", Engine("slurm"))
@@ -253,3 +289,71 @@ def test_bad_input_is_one_sentence_before_anything_is_written(rows, tmp_path, mo
     refused(r"--engine needs datatrove and dill; install with: pip install 'diff-transformer\[datatrove\]'",
             error=RuntimeError)  # fmt: skip
     assert not (tmp_path / "out").exists()
+
+
+def test_slurm_runs_the_tasks_and_a_last_job_writes_the_manifest(rows, whole, tmp_path, monkeypatch):
+    """With commands that stand for Slurm's: sbatch keeps its script, and the test runs the scripts."""
+    for name, does in {
+        "sbatch": f'cd {tmp_path}; cp "${{!#}}" job$(ls | grep -c job); echo "$@" >> given; echo Job 7',
+        "scontrol": "echo here",
+        "srun": 'exec "${@:4}"',
+    }.items():
+        (tmp_path / "bin").mkdir(exist_ok=True)
+        (tmp_path / "bin" / name).write_text(f"#!/bin/bash\n{does}\n")
+        (tmp_path / "bin" / name).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:{os.environ['PATH']}")
+    slurm, out = Engine("slurm", partition="cpu", time="01:00:00"), tmp_path / "out"
+    assert prepare(rows, out, jobs=1, engine=dataclasses.replace(slurm, dry_run=True)) is None
+    drawn = [(out / "logs" / "shards" / f"{name}_script.slurm").read_text() for name in ("launch", "last")]
+    assert not (tmp_path / "given").exists()
+    assert prepare(rows, out, jobs=1, engine=slurm) is None
+    jobs = [(tmp_path / f"job{n}").read_text() for n in range(2)]
+    assert jobs == [drawn[0], drawn[1].replace("afterany:JOB", "afterany:7")]
+    assert "#SBATCH --array=0-1%1\n" in jobs[0]
+    assert "#SBATCH --partition=cpu\n" in jobs[0]
+    assert jobs[1].rstrip().endswith(f"-m diff_transformer prepare --out {out} --resume")
+    assert "--array" not in jobs[1]
+
+    def run(job, **environment):
+        command = ["bash", str(tmp_path / f"job{job}")]
+        return subprocess.run(command, env={**os.environ, **environment}, capture_output=True, text=True)
+
+    run(0, SLURM_ARRAY_TASK_ID="1", SLURM_NODELIST="here")
+    assert "error: task 0 of the 2 tasks" in run(1).stderr
+    run(0, SLURM_ARRAY_TASK_ID="0", SLURM_NODELIST="here")
+    assert run(1).returncode == 0
+    assert content(out) == content(whole)
+
+
+def test_an_address_where_nothing_listens_is_said_at_once(rows, tmp_path):
+    pytest.importorskip("ray", reason="needs pip install 'diff-transformer[ray]'")
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+        begun = time.monotonic()
+        for given in (address, "nonsense"):
+            with pytest.raises(RuntimeError, match=rf"^no Ray cluster answers at {given} .*; give --address HOST:PORT"):
+                prepare(rows, tmp_path / "out", engine=Engine("ray", address=given))
+        assert time.monotonic() - begun < 10
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_ray_cluster_of_two_nodes_gives_the_same_bytes(rows, whole, tmp_path):
+    ray = pytest.importorskip("ray", reason="needs pip install 'diff-transformer[ray]'")
+    from ray.cluster_utils import Cluster
+
+    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False})
+    try:
+        cluster.add_node(num_cpus=1)
+        prepare(rows, tmp_path / "out", jobs=None, engine=Engine("ray", address=cluster.address))
+        assert content(tmp_path / "out") == content(whole)
+        (tmp_path / "bad.jsonl").write_text("not JSON\n")
+        bad = dataclasses.replace(rows, sources=(*rows.sources, str(tmp_path / "bad.jsonl")))
+        with pytest.raises(ValueError, match=r"^task 1 of 2 failed: .*bad.jsonl, line 1 is not JSON"):
+            prepare(bad, tmp_path / "bad", jobs=None, engine=Engine("ray", address=cluster.address))
+    finally:
+        ray.shutdown()
+        with suppress(Exception):  # on a loaded machine it may wait for nodes in vain
+            cluster.shutdown()

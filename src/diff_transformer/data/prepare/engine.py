@@ -16,15 +16,17 @@ from pathlib import Path
 
 from diff_transformer.checks import first_line, listed, require_extra, require_known
 from diff_transformer.data.prepare.config import PrepareConfig, TokenizerFacts
-from diff_transformer.data.prepare.folder import LOGS, SHARDS, SIDES, TASKS, read_journal
+from diff_transformer.data.prepare.folder import DUPLICATES, LOGS, SHARDS, SIDES, TASKS, read_journal
 from diff_transformer.data.prepare.readers import Tally
 from diff_transformer.data.prepare.sources import TextSource
 from diff_transformer.data.prepare.workers import Task
+from diff_transformer.durable import remove
 
 ENGINES = ("local", "slurm", "ray")
 SHARD_BYTES = 1_024_000_000  # of text, the default with an engine
 MAX_DEFAULT_TASKS = 64
 ERROR = ".error"  # ending of the message of a task that failed
+WORKING = ("signatures", "buckets")  # folders of deduplication that are removed at the end
 LAST_STAGE = "shards"  # name of the stage that writes them, in logs/
 _OPTIONS = {"address": "ray", "partition": "slurm", "time": "slurm", "dry_run": "slurm"}
 _CONNECT_SECONDS = 5
@@ -167,7 +169,9 @@ def run_tasks(
         if engine.kind == "slurm":
             return None
         if _unfinished(config, out, facts, wrong):
-            raise _failure(config, out) or RuntimeError(f"not all tasks finished; see {out / LOGS}, then --resume")
+            raise RuntimeError(f"not all tasks finished; see {out / LOGS}, then --resume")
+    for name in WORKING:
+        remove(out / DUPLICATES / name)
     return _collected(config, out)
 
 

@@ -19,11 +19,13 @@ from datatrove.executor import LocalPipelineExecutor, RayPipelineExecutor, Slurm
 from datatrove.executor.slurm import launch_slurm_job
 from datatrove.pipeline import filters
 from datatrove.pipeline.base import PipelineStep
+from datatrove.pipeline.dedup import MinhashDedupBuckets, MinhashDedupCluster, MinhashDedupFilter, MinhashDedupSignature
+from datatrove.pipeline.dedup.minhash import MinhashConfig
 from loguru import logger
 
 from diff_transformer.data.prepare.config import FILTERS, PrepareConfig
-from diff_transformer.data.prepare.engine import LAST_STAGE, Engine
-from diff_transformer.data.prepare.folder import LOGS
+from diff_transformer.data.prepare.engine import LAST_STAGE, WORKING, Engine
+from diff_transformer.data.prepare.folder import DUPLICATES, LOGS
 from diff_transformer.data.prepare.readers import Tally
 from diff_transformer.data.prepare.sources import TextSource
 from diff_transformer.data.prepare.steps import ReadTexts, WriteShards
@@ -58,6 +60,8 @@ def run_stages(
             executors.append(_executor(stage, out, engine, jobs, executors[-1] if executors else None))
             if engine.kind != "slurm":
                 executors[-1].run()
+                if executors[-1].get_incomplete_ranks():
+                    raise RuntimeError(f"not all tasks finished; see {out / LOGS / stage.name}, then --resume")
         if engine.kind == "slurm":
             executors[-1].finish = shlex.join(
                 [sys.executable, "-m", "diff_transformer", "prepare", "--out", str(out.absolute()), "--resume"]
@@ -76,11 +80,19 @@ def stages(config: PrepareConfig, out: Path, parts: Sequence[TextSource], task: 
 
     def read(tally: Tally) -> list[PipelineStep]:
         names = [name for group in config.filters for name in FILTERS[group]]
-        return [ReadTexts(parts, config, tally, whole=whole), *(getattr(filters, name)() for name in names)]
+        return [ReadTexts(out, parts, config, tally, whole=whole), *(getattr(filters, name)() for name in names)]
 
-    tally = Tally()
+    tally, found = Tally(), out.absolute() / DUPLICATES
     write = WriteShards(out, task, config.shard_bytes, tally, whole=whole)
-    return [Stage(LAST_STAGE, [*read(tally), write], config.tasks)]
+    if config.dedup is None:
+        return [Stage(LAST_STAGE, [*read(tally), write], config.tasks)]
+    signatures, buckets, removed = (str(found / name) for name in (*WORKING, "removed"))
+    return [
+        Stage("signatures", [*read(Tally()), MinhashDedupSignature(signatures)], config.tasks),
+        Stage("buckets", [MinhashDedupBuckets(signatures, buckets)], MinhashConfig().num_buckets),
+        Stage("clusters", [MinhashDedupCluster(buckets, removed)], 1),
+        Stage(LAST_STAGE, [*read(tally), MinhashDedupFilter(removed), write], config.tasks),
+    ]
 
 
 def _executor(stage: Stage, out: Path, engine: Engine, jobs: int | None, previous: Any) -> Any:
@@ -109,6 +121,8 @@ class _Local(LocalPipelineExecutor):
 
     def run(self) -> None:
         before, ranks = set(active_children()), self.get_incomplete_ranks()
+        if not ranks:
+            return
         workers = min(self.workers, len(ranks)) if self.workers > 0 else len(ranks)
         pool = ProcessPoolExecutor(
             workers, mp_context=get_context("spawn"), initializer=_begin, initargs=(dill.dumps(self),)

@@ -10,6 +10,7 @@ With an engine, in place of finished.jsonl, and they stay:
 
 tasks/           NUMBER.jsonl of each task: a line for each of its shards, and one at its end
 logs/            logs, statistics and completion markers of datatrove
+dedup/           what deduplication found
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ TOKENS, DOCUMENTS = ".tokens", ".documents"
 DOCUMENT_DTYPE = "<i8"
 _READ_BYTES = 1 << 24
 MANIFEST, PLAN, JOURNAL, SHARDS, TOKENIZER = "manifest.json", "plan.json", "finished.jsonl", "shards", "tokenizer"
-TASKS, LOGS = "tasks", "logs"
+TASKS, LOGS, DUPLICATES = "tasks", "logs", "dedup"
 LOCK = ".lock"
 _BEFORE_THE_PLAN = {LOCK, TOKENIZER, TOKENIZER + ".partial", PLAN + ".partial"}
 FORMAT, VERSION = "diff-transformer shards", 1
@@ -107,14 +108,14 @@ def is_new(out: Path) -> bool:
     if not out.exists():
         return True
     names = {entry.name for entry in out.iterdir()}
-    begun = {PLAN, SHARDS, TASKS, LOGS, JOURNAL, JOURNAL + ".partial"} if PLAN in names else set()
+    begun = {PLAN, SHARDS, TASKS, LOGS, DUPLICATES, JOURNAL, JOURNAL + ".partial"} if PLAN in names else set()
     journals = [out / JOURNAL, *(out / TASKS).glob("*.jsonl")]
     return names <= _BEFORE_THE_PLAN | begun and not any(path.exists() and path.stat().st_size for path in journals)
 
 
 def begin(out: Path, plan: dict, tokenizer) -> None:
     """Start a preparation in ``out``: remove an earlier one, write the tokenizer, then the plan."""
-    for name in (SHARDS, TASKS, LOGS, JOURNAL, PLAN, TOKENIZER):
+    for name in (SHARDS, TASKS, LOGS, DUPLICATES, JOURNAL, PLAN, TOKENIZER):
         remove(out / name)
     with replacing(out / TOKENIZER) as partial:
         tokenizer.save_pretrained(partial)

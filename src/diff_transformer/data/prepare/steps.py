@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -23,10 +24,23 @@ from diff_transformer.data.prepare.workers import Encoder, ShardWriter, Task
 _SIDE, _FIRST, _LAST = "side", "first", "last"  # metadata of a document
 
 
+@contextmanager
+def _reported(out: Path, rank: int) -> Generator[None]:
+    """Leave the message of an exception in the folder: on a cluster, no exception comes back."""
+    report = out / TASKS / f"{rank:05d}{ERROR}"
+    report.unlink(missing_ok=True)
+    try:
+        yield
+    except Exception as error:
+        report.write_text(first_line(error))
+        raise
+
+
 class ReadTexts(PipelineStep):
     """The documents of a task: parts i, i + n, ... of the sources, in their order.
 
     Args:
+        out: the prepared folder.
         parts: sources of one file each, or that cannot be divided; "hub" sources, of which every task reads its share.
         whole: whether each document comes whole, as filters need it, or in pieces, so that it need not fit in memory.
         tally: counts what was read.
@@ -34,11 +48,15 @@ class ReadTexts(PipelineStep):
 
     type, name = "READER", "texts"
 
-    def __init__(self, parts: Sequence[TextSource], config: PrepareConfig, tally: Tally, *, whole: bool):
+    def __init__(self, out: Path, parts: Sequence[TextSource], config: PrepareConfig, tally: Tally, *, whole: bool):
         super().__init__()
-        self.parts, self.config, self.tally, self.whole = parts, config, tally, whole
+        self.out, self.parts, self.config, self.tally, self.whole = out, parts, config, tally, whole
 
     def run(self, data: Any = None, rank: int = 0, world_size: int = 1) -> Any:
+        with _reported(self.out, rank):
+            yield from self._documents(rank, world_size)
+
+    def _documents(self, rank: int, world_size: int) -> Iterator[Document]:
         reader = Reader(self.config.field, self.config.validation, self.config.skip_invalid, self.tally)
         number, texts = 0, []
         for part in self._mine(rank, world_size):
@@ -75,16 +93,13 @@ class WriteShards(PipelineStep):
 
     def run(self, data: Any, rank: int = 0, world_size: int = 1) -> Any:
         os.environ["TOKENIZERS_PARALLELISM"] = "false"
-        failed = self.out / TASKS / f"{rank:05d}{ERROR}"
-        failed.unlink(missing_ok=True)
         sides = {side: _Side(self, side, rank) for side in SIDES}
         try:
-            self._write(data, sides, rank)
-        except BaseException as error:
+            with _reported(self.out, rank):
+                self._write(data, sides, rank)
+        except BaseException:
             for side in sides.values():
                 side.abort()
-            if isinstance(error, Exception):
-                failed.write_text(first_line(error))
             raise
 
     def _write(self, data: Any, sides: dict[str, _Side], rank: int) -> None:
