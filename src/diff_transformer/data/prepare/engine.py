@@ -148,6 +148,7 @@ def run_tasks(
         ValueError: for tasks that failed, with the reason of the first one, or are not finished without an engine.
         RuntimeError: if a process was killed.
     """
+    out = out.absolute()  # tasks may run elsewhere
     todo = _unfinished(config, out, facts, wrong)
     if todo and engine is None:
         raise ValueError(

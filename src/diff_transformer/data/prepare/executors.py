@@ -64,7 +64,7 @@ def run_stages(
                     raise RuntimeError(f"not all tasks finished; see {out / LOGS / stage.name}, then --resume")
         if engine.kind == "slurm":
             executors[-1].finish = shlex.join(
-                [sys.executable, "-m", "diff_transformer", "prepare", "--out", str(out.absolute()), "--resume"]
+                [sys.executable, "-m", "diff_transformer", "prepare", "--out", str(out), "--resume"]
             )
             for executor in executors if engine.dry_run else ():
                 executor.write_scripts()
@@ -82,7 +82,7 @@ def stages(config: PrepareConfig, out: Path, parts: Sequence[TextSource], task: 
         names = [name for group in config.filters for name in FILTERS[group]]
         return [ReadTexts(out, parts, config, tally, whole=whole), *(getattr(filters, name)() for name in names)]
 
-    tally, found = Tally(), out.absolute() / DUPLICATES
+    tally, found = Tally(), out / DUPLICATES
     write = WriteShards(out, task, config.shard_bytes, tally, whole=whole)
     if config.dedup is None:
         return [Stage(LAST_STAGE, [*read(tally), write], config.tasks)]
@@ -100,7 +100,7 @@ def _executor(stage: Stage, out: Path, engine: Engine, jobs: int | None, previou
         "pipeline": stage.pipeline,
         "tasks": stage.tasks,
         "workers": -1 if jobs is None else jobs,
-        "logging_dir": str(out.absolute() / LOGS / stage.name),
+        "logging_dir": str(out / LOGS / stage.name),
     }
     if engine.kind == "local":
         return _Local(**shared)
