@@ -279,6 +279,7 @@ def test_bad_input_is_one_sentence_before_anything_is_written(rows, tmp_path, mo
     refused("no filter 'gofer' .did you mean 'gopher'.", filters=("gofer",))
     refused("no deduplication 'minhsh' .did you mean 'minhash'.", dedup="minhsh")
     refused("tasks is 4, and the sources have 3 files, which are not divided; give --tasks of at most 3", tasks=4)
+    refused("tasks is -1; it must be positive", tasks=-1)
     refused("tasks, filters and deduplication need an engine; give --engine local", None)
     refused("--engine slurm needs --partition NAME and --time HH:MM:SS", Engine("slurm"))
     refused("source 's3x://bucket/a' cannot be listed .*check the URL and access", sources=("s3x://bucket/a",))

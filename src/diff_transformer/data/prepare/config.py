@@ -49,6 +49,7 @@ class PrepareConfig:
     def validate(self) -> PrepareConfig:
         """Raise ValueError for sizes not above 0, a share outside 0 to 1, and unknown names; return the config."""
         require_positive(vocab_size=self.vocab_size, sample_bytes=self.sample_bytes, shard_bytes=self.shard_bytes)
+        require_positive(tasks=self.tasks or None)
         for name in self.filters:
             require_known("filter", name, FILTERS)
         if self.dedup is not None:
