@@ -17,6 +17,15 @@ app = typer.Typer(
 Out = Annotated[Path, typer.Option("--out", help="Folder for all output; must be new.")]
 Recipe = Annotated[str, typer.Option("--recipe", help="Name of a recipe; `diff-transformer info` lists them.")]
 Set = Annotated[list[str] | None, typer.Option("--set", help="Override a setting, e.g. --set optim.lr=1e-3.")]
+Engine = Annotated[str, typer.Option("--engine", help="Where the models run: local, or ray for a Ray cluster.")]
+Address = Annotated[
+    str | None,
+    typer.Option(help="HOST:PORT of the Ray cluster; by default RAY_ADDRESS, or the cluster of this machine."),
+]
+GPUsPerRun = Annotated[
+    float | None,
+    typer.Option(help="GPUs of each model on the Ray cluster, or a fraction of one; 1 by default if it has GPUs."),
+]
 Resume = Annotated[bool, typer.Option("--resume", help="Resume an interrupted run in the same folder.")]
 
 
@@ -128,6 +137,25 @@ def training():
 
     require_extra("train", "training", "lightning", "tensorboard")
     computing()
+
+
+def executor(engine: str, out: Path, address: str | None, gpus_per_run: float | None):
+    """The executor of ``--engine`` for a plan in the folder ``out``: None for processes on this machine.
+
+    Raises:
+        ValueError: for an unknown engine, or options that it does not take.
+        RuntimeError, ConnectionError, DiskError: as ``RayTasks``.
+    """
+    from diff_transformer.checks import require_known
+
+    require_known("engine", engine, ("local", "ray"))
+    if engine == "ray":
+        from diff_transformer.lab.ray_pool import RayTasks
+
+        return RayTasks(out, address or "auto", gpus_per_run)
+    if address is not None or gpus_per_run is not None:
+        raise ValueError("--address and --gpus-per-run are of a Ray cluster; give --engine ray, or leave them out")
+    return None
 
 
 def configuration(name: str, assignments: list[str] | None):

@@ -9,7 +9,19 @@ from typing import Annotated, Any
 import typer
 
 from diff_transformer.checks import LAST_PORT
-from diff_transformer.cli.app import Resume, Set, app, computing, quiet, resumable, step_bars
+from diff_transformer.cli.app import (
+    Address,
+    Engine,
+    GPUsPerRun,
+    Resume,
+    Set,
+    app,
+    computing,
+    executor,
+    quiet,
+    resumable,
+    step_bars,
+)
 
 
 @app.command(name="eval")
@@ -49,10 +61,13 @@ def evaluate(
     device: Annotated[str | None, typer.Option(help="cpu or cuda; CUDA where there is one by default.")] = None,
     dtype: Annotated[str | None, typer.Option(help="float32, bfloat16, float16; the checkpoint's by default.")] = None,
     batch_size: Annotated[int, typer.Option(help="Prompts or rows per forward pass.")] = 32,
+    engine: Engine = "local",
+    address: Address = None,
+    gpus_per_run: GPUsPerRun = None,
     resume: Resume = False,
 ):
     """Run an experiment, or all of them, on any causal language model."""
-    from diff_transformer.lab.experiments import Plan, names_of
+    from diff_transformer.lab.experiments import TRAINS, Plan, names_of
 
     computing()
     options = {"corpus": corpus, "split": split, "data": data, "length": length, "samples": samples, "seed": seed}
@@ -65,13 +80,19 @@ def evaluate(
     def kept() -> bool:
         return out.with_name(out.name + ".samples.jsonl").exists() if single else any(out.glob("*/*.json*"))
 
-    with resumable(out, kept), _bars() as bar:
-        failed = _evaluate_one(plan, out, resume, bar) if single else _evaluate_many(plan, out, resume, bar)
+    if single and engine == "ray" and name not in TRAINS:
+        raise ValueError(
+            f"--engine ray gives each model a task, and {out} is one result; leave it out, or give a folder"
+        )
+    with resumable(out, kept):
+        cluster = executor(engine, out.parent if single else out, address, gpus_per_run)
+        with _bars() as bar:
+            failed = (_evaluate_one if single else _evaluate_many)(plan, out, resume, bar, cluster)
     if failed:
         raise typer.Exit(2)
 
 
-def _evaluate_one(plan, out: Path, resume: bool, bar) -> bool:
+def _evaluate_one(plan, out: Path, resume: bool, bar, cluster) -> bool:
     from diff_transformer.lab.experiments import check_models, experiment, load_lm, run_eval, settings_of
 
     (name,) = plan.names
@@ -80,7 +101,7 @@ def _evaluate_one(plan, out: Path, resume: bool, bar) -> bool:
     lm = None
     if plan.models:
         lm = load_lm(plan.models[0], device=plan.device, dtype=plan.dtype, batch_size=plan.batch_size)
-    result = run_eval(name, lm, settings, out, limit=plan.limit, resume=resume, bar=bar(name))
+    result = run_eval(name, lm, settings, out, limit=plan.limit, resume=resume, bar=bar(name), executor=cluster)
     _print_note(result)
     if hasattr(experiment(name), "table"):
         from rich.console import Console
@@ -93,13 +114,13 @@ def _evaluate_one(plan, out: Path, resume: bool, bar) -> bool:
     return False
 
 
-def _evaluate_many(plan, out: Path, resume: bool, bar) -> bool:
+def _evaluate_many(plan, out: Path, resume: bool, bar, cluster) -> bool:
     from diff_transformer.lab.experiments import run_suite
     from diff_transformer.report import write_evals_report
     from diff_transformer.report.page import require_installed
 
     require_installed()
-    outcomes = run_suite(plan, out, resume=resume, bar=bar)
+    outcomes = run_suite(plan, out, resume=resume, bar=bar, executor=cluster)
     for outcome in outcomes:
         if outcome.result:
             _print_note(outcome.result)

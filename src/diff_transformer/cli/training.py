@@ -5,7 +5,22 @@ from typing import Annotated
 
 import typer
 
-from diff_transformer.cli.app import Out, Recipe, Resume, Set, app, configuration, quiet, resumable, step_bars, training
+from diff_transformer.cli.app import (
+    Address,
+    Engine,
+    GPUsPerRun,
+    Out,
+    Recipe,
+    Resume,
+    Set,
+    app,
+    configuration,
+    executor,
+    quiet,
+    resumable,
+    step_bars,
+    training,
+)
 
 CHECKPOINTS = "checkpoints/step-????????"  # complete checkpoints of a run
 
@@ -25,6 +40,9 @@ def compare(
             "DIFF's head norm, a control that stands beside every claim), each at equal cost. '' trains the pair alone."
         ),
     ] = "softmax_norm",
+    engine: Engine = "local",
+    address: Address = None,
+    gpus_per_run: GPUsPerRun = None,
 ):
     """Train a DIFF Transformer and its matched Transformer, measure both, and write the report with verdicts."""
     from diff_transformer.lab.compare import compare as run
@@ -40,7 +58,8 @@ def compare(
             )
     with resumable(out, lambda: any(out.glob(f"members/*/run/{CHECKPOINTS}"))):
         more = [name.strip() for name in variants.split(",") if name.strip()]
-        run(configuration(recipe, assignments), out, seeds=seeds, jobs=jobs, resume=resume, variants=more)
+        config, cluster = configuration(recipe, assignments), executor(engine, out, address, gpus_per_run)
+        run(config, out, seeds=seeds, jobs=jobs, resume=resume, variants=more, executor=cluster)
 
 
 @app.command()
@@ -143,6 +162,9 @@ def study(
         float | None, typer.Option(help="Stop after this many minutes; the same command continues.")
     ] = None,
     jobs: Annotated[int | None, typer.Option(help="Models trained at once; one per core by default.")] = None,
+    engine: Engine = "local",
+    address: Address = None,
+    gpus_per_run: GPUsPerRun = None,
 ):
     """Train and measure many small models with several seeds, in sessions of any length."""
     from diff_transformer.lab.recipes.studies import study as plan
@@ -150,7 +172,8 @@ def study(
 
     training()
     with resumable(out, lambda: any(out.rglob(CHECKPOINTS)), "with the same command"):
-        done = run_study(plan(name, corpus), out, minutes=minutes, jobs=jobs)
+        specs, cluster = plan(name, corpus), executor(engine, out, address, gpus_per_run)
+        done = run_study(specs, out, minutes=minutes, jobs=jobs, executor=cluster)
     total = "a number that the sweep decides" if done.total is None else done.total
     print(f"{done.finished} of {total} models finished: {out}")
     if done.finished != done.total:

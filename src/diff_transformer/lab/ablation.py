@@ -15,7 +15,7 @@ from diff_transformer.checks import require_extra, require_positive
 from diff_transformer.evals.provenance import provenance
 from diff_transformer.evals.samples import Samples
 from diff_transformer.evals.types import Result
-from diff_transformer.lab.pool import default_jobs, run_pool
+from diff_transformer.lab.pool import Executor, default_jobs, run_pool
 from diff_transformer.lab.recipes import recipe
 from diff_transformer.lab.recipes.ablation import ROWS, ablation_rows
 from diff_transformer.lab.record import Record, load_run
@@ -56,8 +56,8 @@ def require_installed() -> None:
     require_extra("train", "training", "lightning", "tensorboard")
 
 
-def run(lm, settings: Settings, samples: Samples) -> Result:
-    """Make the seven configurations and train them; ``lm`` is not used."""
+def run(lm, settings: Settings, samples: Samples, executor: Executor | None = None) -> Result:
+    """Make the seven configurations and train them, with ``executor`` if one is given; ``lm`` is not used."""
     require_positive(steps=settings.steps)
     require_installed()
     base = override(recipe(settings.recipe), list(settings.set))
@@ -69,7 +69,12 @@ def run(lm, settings: Settings, samples: Samples) -> Result:
         raise ValueError(f"no row {', '.join(unknown)}; there are: {', '.join(rows)}")
     chosen = {name: config for name, config in rows.items() if not settings.rows or name in settings.rows}
     return evaluate_ablation(
-        chosen, _folder(settings, samples), seeds=settings.seeds, jobs=settings.jobs, samples=samples
+        chosen,
+        _folder(settings, samples),
+        seeds=settings.seeds,
+        jobs=settings.jobs,
+        samples=samples,
+        executor=executor,
     )
 
 
@@ -88,6 +93,7 @@ def evaluate_ablation(
     seeds: int = 1,
     jobs: int | None = None,
     samples: Samples | None = None,
+    executor: Executor | None = None,
 ) -> Result:
     """Train every row ``seeds`` times in ``folder`` and measure its slices on held-out text.
 
@@ -117,10 +123,10 @@ def evaluate_ablation(
                 f"{place} holds a run with other settings (saved against given):\n  {listed}\nchoose another folder"
             )
     folder.mkdir(parents=True, exist_ok=True)
-    jobs = jobs or default_jobs(len(runs))
+    jobs = jobs or (len(runs) if executor else default_jobs(len(runs)))
     with RunLock(folder):
         measured = samples.rows(
-            "rows", specs, lambda batch: _measure(batch, folder, jobs, samples), batch_size=len(specs)
+            "rows", specs, lambda batch: _measure(batch, folder, jobs, samples, executor), batch_size=len(specs)
         )
     metrics: dict[str, float] = {}
     for name in dict.fromkeys(row["row"] for row in measured):
@@ -156,7 +162,9 @@ def table(result: Result):
     return shown
 
 
-def _measure(specs: Sequence[RunSpec], folder: Path, jobs: int, samples: Samples) -> list[dict]:
+def _measure(
+    specs: Sequence[RunSpec], folder: Path, jobs: int, samples: Samples, executor: Executor | None
+) -> list[dict]:
     """The rows of these runs, after the pool has finished them."""
     runs = {folder / spec.name: spec for spec in specs}
     shown: dict[Path, int] = {}
@@ -167,7 +175,7 @@ def _measure(specs: Sequence[RunSpec], folder: Path, jobs: int, samples: Samples
             samples.bar(place.name, step, runs[place].config.train.steps)
             shown[place] = step
 
-    run_pool(runs, jobs=jobs, show=show)
+    run_pool(runs, jobs=jobs, show=show, executor=executor)
     return [_row(load_run(place, spec.setting, spec.side, spec.seed)) for place, spec in runs.items()]
 
 

@@ -11,7 +11,8 @@ import os
 import shlex
 import sys
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from diff_transformer.durable import require_writable, write_whole
 from diff_transformer.evals.provenance import provenance
 from diff_transformer.evals.types import Result
 from diff_transformer.lab.claims import judge, paper_claims
-from diff_transformer.lab.pool import default_jobs, progress_bars, run_pool
+from diff_transformer.lab.pool import Executor, default_jobs, progress_bars, run_pool
 from diff_transformer.lab.recipes.recall_study import recall_run
 from diff_transformer.lab.record import PAIR, Record, load_run, of_result
 from diff_transformer.lab.spec import EXPLORER, RECALL, RunSpec, everything, side_model, with_seed
@@ -46,6 +47,7 @@ def compare(
     jobs: int | None = None,
     resume: bool = False,
     variants: Sequence[str] = (),
+    executor: Executor | None = None,
     console=None,
 ) -> dict:
     """Train a DIFF Transformer and its matched Transformer, measure both, judge the claims, write the report.
@@ -58,8 +60,9 @@ def compare(
         out: folder for everything: ``results.json``, ``report.html``, ``members/SIDE-seedK/`` with ``run/model``
             (Hugging Face format), TensorBoard files, metrics, single results and ``record.json``.
         seeds: number of pairs; with ``resume`` it may be larger than before.
-        jobs: models trained at a time; by default one per CPU core, or one on a GPU. If ``config.train.threads`` is 0,
-            they share the cores equally; a resumed comparison keeps the threads it began with.
+        jobs: models trained at a time; by default one per CPU core, one on a GPU, or all with an ``executor``. If
+            ``config.train.threads`` is 0, they share the cores equally, or take one each with an ``executor``; a
+            resumed comparison keeps the threads it began with.
         resume: continue an interrupted comparison; finished runs are kept.
         variants: relatives of differential attention to train beside the pair, by their names in ``VARIANTS``
             (``"diff_v2"``, ``"grouped_diff"``, ``"dint"``, ``"fixed_lambda"``, and ``"softmax_norm"``, the Transformer
@@ -67,6 +70,8 @@ def compare(
             equal, and parameter counts agree with the pair's to within 1 %. The claims are about the pair; the
             measurements of ``"softmax_norm"`` stand beside theirs, as a control. Variants of an earlier call in
             ``out`` stay; ``resume`` can add more.
+        executor: of the runs, for example ``RayTasks``; processes on this machine by default. The models are timed on
+            this machine.
 
     Returns:
         The content of ``results.json``.
@@ -80,9 +85,11 @@ def compare(
     console = console or Console()
     out, started = Path(out), time.perf_counter()
     require_positive(seeds=seeds, jobs=jobs)
-    jobs = jobs or default_jobs(2 * seeds)
+    here = 1 if executor else os.cpu_count() or 1  # cores to share
+    if executor is None:
+        jobs = jobs or default_jobs(2 * seeds)
     if not config.train.threads:
-        threads = _threads_there(out) or max(1, (os.cpu_count() or 1) // jobs)
+        threads = _threads_there(out) or max(1, here // (jobs or 1))
         config = dataclasses.replace(config, train=dataclasses.replace(config.train, threads=threads))
     config.validate()
     names = known_variants(variants, out)
@@ -90,11 +97,12 @@ def compare(
         side_model(config, name)  # raises where the heads do not fit
     _prepare(config, out, seeds, resume)
     with RunLock(out):
-        return _compare(config, out, names, seeds, jobs, console, started)
+        pool = partial(run_pool, jobs=jobs, executor=executor)
+        return _compare(config, out, names, seeds, pool, console, started)
 
 
 def _compare(
-    config: RunConfig, out: Path, names: list[str], seeds: int, jobs: int, console: Console, started: float
+    config: RunConfig, out: Path, names: list[str], seeds: int, pool: Callable, console: Console, started: float
 ) -> dict:
     _write(out / "compare.json", {"seeds": seeds, "config": config.to_dict()})
     if names:
@@ -102,7 +110,7 @@ def _compare(
     specs = comparison_specs(config, names, seeds)
     runs = {out / ("recall" if spec.setting == RECALL else "members") / spec.name: spec for spec in specs}
     with progress_bars(runs, console) as show:
-        run_pool(runs, jobs=jobs, show=show)
+        pool(runs, show=show)
     records = [load_run(folder, spec.setting, spec.side, spec.seed) for folder, spec in runs.items()]
     with console.status("timing both models in turns"):
         measured = [*records, *throughput(config, out, PAIR, out / "throughput")]

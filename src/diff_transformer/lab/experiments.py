@@ -27,6 +27,7 @@ from diff_transformer.settings import as_kind, parse
 
 if TYPE_CHECKING:
     from diff_transformer.evals.lm import CausalLM
+    from diff_transformer.lab.pool import Executor
 
 EXPERIMENTS = {  # in the order of the paper
     "harness": "Tables 1 and 8: lm-evaluation-harness, zero- and five-shot",
@@ -43,6 +44,7 @@ EXPERIMENTS = {  # in the order of the paper
     "gradient_flow": "Appendix F: gradients in closed form, and their magnitudes in the pair",
 }
 STUDIES = ("scaling", "ablation")  # they compare many models; their modules are in lab/
+TRAINS = ("ablation",)
 
 
 def experiment(name: str) -> ModuleType:
@@ -99,6 +101,7 @@ def run_eval(
     limit: int | None = None,
     resume: bool = False,
     bar: Callable[[str, int, int], None] | None = None,
+    executor: "Executor | None" = None,
 ) -> Result:
     """Run one experiment on one model and save the result to ``out``; finished samples are kept beside it until then.
 
@@ -106,6 +109,7 @@ def run_eval(
         settings: from ``settings_of``.
         limit: most samples of each part.
         resume: continue an interrupted run.
+        executor: of the runs of ``ablation``; no other experiment takes one.
 
     Raises:
         ValueError: for an unknown experiment, or a run to resume that had other settings.
@@ -121,7 +125,8 @@ def run_eval(
     }  # fmt: skip
     journal = out.with_name(out.name + ".samples.jsonl")
     samples = Samples(journal, settings=everything, limit=limit, resume=resume, bar=bar)
-    result = module.run(lm, settings, samples)
+    more = {"executor": executor} if executor and name in TRAINS else {}
+    result = module.run(lm, settings, samples, **more)
     result.save(out)
     samples.done()
     return result
@@ -202,7 +207,14 @@ def check_models(plan: Plan) -> None:
         )
 
 
-def run_suite(plan: Plan, out: Path, *, resume: bool = False, bar: Callable[[str], Bar] | None = None) -> list[Outcome]:
+def run_suite(
+    plan: Plan,
+    out: Path,
+    *,
+    resume: bool = False,
+    bar: Callable[[str], Bar] | None = None,
+    executor: "Executor | None" = None,
+) -> list[Outcome]:
     """Run every experiment of ``plan`` on every model; write ``out/EXPERIMENT/MODEL.json``.
 
     With a single experiment, an error is raised unchanged. With several, it is kept in the outcome, and the others run.
@@ -210,6 +222,7 @@ def run_suite(plan: Plan, out: Path, *, resume: bool = False, bar: Callable[[str
     Args:
         resume: continue in an existing folder: finished results are kept, interrupted ones continued.
         bar: makes the progress bar of one experiment on one model from its title.
+        executor: runs each model as a task of its own, for example ``RayTasks``; by default they run here, in turn.
 
     Raises:
         FileExistsError: if ``out`` is not empty and ``resume`` is False, or holds a run of another plan.
@@ -217,7 +230,8 @@ def run_suite(plan: Plan, out: Path, *, resume: bool = False, bar: Callable[[str
         ValueError: for unknown names, settings or models, before anything runs.
         RuntimeError: if the single experiment needs an extra that is not installed, before anything is written.
     """
-    settings = {name: _settings(plan, name) for name in plan.names}
+    for name in plan.names:
+        _settings(plan, name)
     check_models(plan)
     if len(plan.names) == 1:
         _require_installed(plan.names[0])
@@ -225,27 +239,52 @@ def run_suite(plan: Plan, out: Path, *, resume: bool = False, bar: Callable[[str
     if len(set(labels)) < len(labels):
         labels = [str(Path(model)).strip("./~").replace("/", "_") for model in plan.models]
     _open_folder(out, plan, resume)
-    outcomes = []
-    for model, label in [*zip(plan.models, labels, strict=True), (None, None)]:
-        mine = [name for name in plan.names if _needs_model(name) == (model is not None)]
-        lm = None
-        for name in mine:
-            path = out / name / f"{label or 'runs'}.json"
-            if path.exists():
-                outcomes.append(Outcome(name, label, path, Result.load(path)))
-                continue
-            if model is not None and lm is None:
-                lm = load_lm(model, device=plan.device, dtype=plan.dtype, batch_size=plan.batch_size)
-                lm.name = str(label)
-            show = bar(f"{name} {label or ''}".strip()) if bar else None
-            try:
-                result = run_eval(name, lm, settings[name], path, limit=plan.limit, resume=resume, bar=show)
-                outcomes.append(Outcome(name, label, path, result))
-            except Exception as error:
-                if len(plan.names) == 1:
-                    raise
-                outcomes.append(Outcome(name, label, path, error=f"{type(error).__name__}: {error}"))
+    models = list(zip(plan.models, labels, strict=True))
+    if executor is None:
+        outcomes = [outcome for model in models for outcome in on_model(plan, *model, out, resume=resume, bar=bar)]
+    else:
+        from diff_transformer.lab.eval_pool import run_models
+
+        outcomes = run_models(plan, models, out, executor, bar)
+    return outcomes + on_model(plan, None, None, out, resume=resume, bar=bar, executor=executor)
+
+
+def on_model(
+    plan: Plan,
+    model: str | None,
+    label: str | None,
+    out: Path,
+    *,
+    resume: bool = False,
+    bar: Callable[[str], Bar] | None = None,
+    executor: "Executor | None" = None,
+) -> list[Outcome]:
+    """The part of ``run_suite`` on one model, or without a model if it is None. ``label`` names its files."""
+    outcomes, lm = [], None
+    for name in (name for name in plan.names if _needs_model(name) == (model is not None)):
+        path = result_path(out, name, label)
+        if path.exists():
+            outcomes.append(Outcome(name, label, path, Result.load(path)))
+            continue
+        if model is not None and lm is None:
+            lm = load_lm(model, device=plan.device, dtype=plan.dtype, batch_size=plan.batch_size)
+            lm.name = str(label)
+        show = bar(f"{name} {label or ''}".strip()) if bar else None
+        try:
+            result = run_eval(
+                name, lm, _settings(plan, name), path, limit=plan.limit, resume=resume, bar=show, executor=executor
+            )
+            outcomes.append(Outcome(name, label, path, result))
+        except Exception as error:
+            if len(plan.names) == 1:
+                raise
+            outcomes.append(Outcome(name, label, path, error=f"{type(error).__name__}: {error}"))
     return outcomes
+
+
+def result_path(out: Path, name: str, label: str | None) -> Path:
+    """The file of an experiment on a model, or without one, in the folder of a suite."""
+    return out / name / f"{label or 'runs'}.json"
 
 
 def _needs_model(name: str) -> bool:

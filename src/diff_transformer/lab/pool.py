@@ -1,14 +1,13 @@
 """Run many specs, a few at a time. No other module starts training processes.
 
 ``run_pool`` starts, watches, resumes and stops the runs of every plan (``compare``, ``study``, ``ablation``). Each run
-is a worker (``lab/worker.py``) that an ``Executor`` starts. ``LocalProcesses`` is the only executor here; one for a
-cluster would start the same command on another machine with a shared file system.
+is a worker (``lab/worker.py``) that an ``Executor`` starts: ``LocalProcesses`` here, or ``RayTasks`` on the nodes of a
+cluster (``lab/ray_pool.py``).
 """
 
 import os
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager, suppress
@@ -18,13 +17,13 @@ from typing import Protocol
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
+from diff_transformer.lab.processes import LOG, start_worker
 from diff_transformer.lab.record import finished
 from diff_transformer.lab.spec import RunSpec
-from diff_transformer.lab.worker import ENDS_WITH_INPUT, INTERRUPTED, TERMINATED, read_status
+from diff_transformer.lab.worker import INTERRUPTED, TERMINATED, read_status
 from diff_transformer.train.checkpoint import latest_checkpoint
 from diff_transformer.train.signals import Stopped, once_saved
 
-LOG = "worker.log"
 _POLL_SECONDS = 0.5
 _STOP_SECONDS = 120  # for a worker to save its state
 _END = 12  # lines of a log in an error
@@ -36,6 +35,15 @@ Show = Callable[[Path, dict], None]  # called with the folder and status of an a
 
 class RunFailed(RuntimeError):
     """A run ended with an error. The message holds the end of its log."""
+
+
+class Request(Protocol):
+    """What a worker does: a ``RunSpec`` or an ``EvalSpec``. ``save`` writes it to the folder of the worker."""
+
+    @property
+    def key(self) -> str: ...
+
+    def save(self, folder: Path) -> None: ...
 
 
 class Worker(Protocol):
@@ -57,18 +65,10 @@ class Executor(Protocol):
 
 
 class LocalProcesses:
-    """Start workers as processes on this machine. They share the terminal, so Ctrl-C reaches them too.
-
-    Each has a pipe from this process, which closes when this process ends, even if it is killed. The worker then exits,
-    so that its folder is free when the plan is resumed.
-    """
+    """Start workers as processes on this machine. They end with this process."""
 
     def start(self, folder: Path) -> Worker:
-        command = [sys.executable, "-m", "diff_transformer.lab.worker", str(folder), ENDS_WITH_INPUT]
-        environment = {**os.environ, "HF_HUB_DISABLE_PROGRESS_BARS": "1", "TOKENIZERS_PARALLELISM": "true"}
-        with (folder / LOG).open("a") as log:
-            pipe = subprocess.PIPE
-            return subprocess.Popen(command, stdin=pipe, stdout=log, stderr=subprocess.STDOUT, env=environment)
+        return start_worker(folder)
 
 
 def default_jobs(runs: int) -> int:
@@ -79,9 +79,9 @@ def default_jobs(runs: int) -> int:
 
 
 def run_pool(
-    runs: Runs,
+    runs: Mapping[Path, Request],
     *,
-    jobs: int,
+    jobs: int | None,
     show: Show,
     resume_hint: str = "continue with --resume",
     until: float = float("inf"),
@@ -90,9 +90,11 @@ def run_pool(
     """Train and measure every run that has no record yet, ``jobs`` at a time.
 
     Args:
+        jobs: None starts all; an executor for a cluster queues those that do not fit.
         show: reports progress; made by ``progress_bars``.
         resume_hint: how to resume, for the message of an interrupted run.
         until: time of ``time.monotonic()`` at which all runs save and stop, and the function returns.
+        executor: of the runs; processes on this machine by default.
 
     Raises:
         RunFailed: if a run fails; the others save and stop.
@@ -103,7 +105,7 @@ def run_pool(
     waiting, working = [folder for folder in runs if not finished(folder)], {}
     try:
         while (waiting or working) and time.monotonic() < until:
-            while waiting and len(working) < jobs:
+            while waiting and (jobs is None or len(working) < jobs):
                 folder = waiting.pop(0)
                 runs[folder].save(folder)
                 working[folder] = executor.start(folder)
@@ -122,7 +124,7 @@ def run_pool(
         _stop(working)
 
 
-def _check(code: int, spec: RunSpec, folder: Path) -> None:
+def _check(code: int, spec: Request, folder: Path) -> None:
     if code in (TERMINATED, -signal.SIGTERM):  # the signal itself: the worker was still starting
         raise Stopped
     if code in (INTERRUPTED, -signal.SIGINT):
@@ -172,6 +174,8 @@ def progress_bars(runs: Runs, console: Console) -> Generator[Show]:
 
         def show(folder: Path, status: dict) -> None:
             task, ended = tasks[folder], status["stage"] == "done"
+            if status["stage"] == "starting":  # or in the queue of a cluster
+                return
             note = status["stage"] if status["loss"] is None else f"loss {status['loss']:.3f}"
             bars.start_task(task)
             bars.update(task, completed=status["step"], note=note, visible=not (many and ended))

@@ -8,15 +8,16 @@ import json
 import math
 import os
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from rich.console import Console
 
 from diff_transformer.checks import differences, require_positive
 from diff_transformer.durable import require_writable
-from diff_transformer.lab.pool import progress_bars, run_pool
+from diff_transformer.lab.pool import Executor, progress_bars, run_pool
 from diff_transformer.lab.record import finished, load_run
 from diff_transformer.lab.spec import REQUEST, RunSpec, Study
 from diff_transformer.train.config import NO_CORPUS
@@ -32,7 +33,13 @@ class Progressed:
 
 
 def run_study(
-    study: Study, out: Path | str, *, minutes: float | None = None, jobs: int | None = None, console=None
+    study: Study,
+    out: Path | str,
+    *,
+    minutes: float | None = None,
+    jobs: int | None = None,
+    executor: Executor | None = None,
+    console=None,
 ) -> Progressed:
     """Run the unfinished runs of ``study`` in ``out``; stop after ``minutes``.
 
@@ -40,7 +47,8 @@ def run_study(
     runs are kept.
 
     Args:
-        jobs: runs at a time; one per core by default.
+        jobs: runs at a time; by default one per core, or all with an ``executor``.
+        executor: of the runs, for example ``RayTasks``; processes on this machine by default.
 
     Raises:
         RunFailed: if a run fails, with the end of its log; the others save and stop.
@@ -52,26 +60,28 @@ def run_study(
     require_positive(minutes=minutes, jobs=jobs)
     console, out = console or Console(), Path(out)
     require_writable(out)
-    jobs = jobs or os.cpu_count() or 1
+    if executor is None:
+        jobs = jobs or os.cpu_count() or 1
     until = time.monotonic() + 60 * minutes if minutes else math.inf
     if out.is_dir() and any(out.iterdir()) and not _holds_runs(out):
         raise FileExistsError(f"{out.absolute()} is not empty and holds no study; choose another folder")
     _check(study.sweep, out)
     out.mkdir(parents=True, exist_ok=True)
+    pool = partial(run_pool, jobs=jobs, until=until, executor=executor, resume_hint="the same command goes on")
     with RunLock(out):
-        _run(study.sweep, out, jobs, until, console)
+        _run(study.sweep, out, pool, console)
         stage, known = study, {spec.key: spec for spec in study.sweep}
         while all(finished(out / key) for key in known):
             specs = stage.runs(stage.choose(sweep_scores(stage, out)))
             _check(specs, out)
             known |= {spec.key: spec for spec in specs}
-            _run(specs, out, jobs, until, console)
+            _run(specs, out, pool, console)
             if stage.then is None:
                 return Progressed(_count(out, known), len(known))
             stage = stage.then
             known |= {spec.key: spec for spec in stage.sweep}
             _check(stage.sweep, out)
-            _run(stage.sweep, out, jobs, until, console)
+            _run(stage.sweep, out, pool, console)
         return Progressed(_count(out, known), None)
 
 
@@ -91,12 +101,12 @@ def _holds_runs(out: Path) -> bool:
     return (out / LOCK).exists() or any(finished(folder) or (folder / REQUEST).exists() for folder in folders)
 
 
-def _run(specs: list[RunSpec], out: Path, jobs: int, until: float, console: Console) -> None:
+def _run(specs: list[RunSpec], out: Path, pool: Callable, console: Console) -> None:
     runs = {out / spec.key: spec for spec in specs}
     if all(map(finished, runs)):
         return
     with progress_bars(runs, console) as show:
-        run_pool(runs, jobs=jobs, show=show, until=until, resume_hint="the same command goes on")
+        pool(runs, show=show)
 
 
 def _check(specs: list[RunSpec], out: Path) -> None:

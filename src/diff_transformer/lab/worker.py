@@ -1,6 +1,7 @@
 """The process of one run: train the model, measure it, write its record.
 
-``python -m diff_transformer.lab.worker FOLDER`` executes ``FOLDER/request.json``. The run goes to ``FOLDER/run``,
+``python -m diff_transformer.lab.worker FOLDER`` executes ``FOLDER/request.json``: a run, or the experiments of ``eval``
+on one model (``lab/eval_pool.py``). The run goes to ``FOLDER/run``,
 results to ``FOLDER/evals/NAME.json``, progress to ``FOLDER/status.json`` and the record to ``FOLDER/record.json``. A
 restarted worker keeps finished parts and continues. With ``--ends-with-input`` it exits when its standard input closes.
 """
@@ -18,6 +19,7 @@ from diff_transformer.durable import write_whole
 from diff_transformer.evals.provenance import provenance
 from diff_transformer.evals.types import Result
 from diff_transformer.lab.experiments import experiment, run_eval, settings_of
+from diff_transformer.lab.processes import ENDS_WITH_INPUT
 from diff_transformer.lab.record import FILE, Record
 from diff_transformer.lab.spec import EXPLORER, PAIR_EVALS, RECALL, RunSpec
 from diff_transformer.memory import keep_freed_memory
@@ -26,7 +28,6 @@ from diff_transformer.train.metrics import read_metrics
 from diff_transformer.train.signals import sigterm_interrupts
 
 INTERRUPTED, TERMINATED = 128 + signal.SIGINT, 128 + signal.SIGTERM  # exit codes of a worker that was stopped
-ENDS_WITH_INPUT = "--ends-with-input"
 STATUS = "status.json"
 _STEPS = 5  # between two reports of progress
 
@@ -267,13 +268,16 @@ def main() -> int:
     """Execute the request in the folder named on the command line. Exit code 130 after Ctrl-C, 143 after SIGTERM."""
     from transformers.utils import logging
 
+    from diff_transformer.lab.eval_pool import is_eval, run_on_model
+
     if ENDS_WITH_INPUT in sys.argv:
         threading.Thread(target=_end_with_input, daemon=True).start()
     logging.disable_progress_bar()
     keep_freed_memory()
     try:
         with sigterm_interrupts():
-            run(Path(sys.argv[1]))
+            folder = Path(sys.argv[1])
+            (run_on_model if is_eval(folder) else run)(folder)
     except KeyboardInterrupt as stopped:
         print(str(stopped) or "stopped", file=sys.stderr)
         return TERMINATED if getattr(stopped, "number", signal.SIGINT) == signal.SIGTERM else INTERRUPTED

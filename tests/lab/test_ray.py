@@ -1,0 +1,256 @@
+"""The pool on a Ray cluster: what is refused, what dies, and whether the records are those of local runs."""
+
+import importlib.util
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+from command_line import cli
+from killed_runs import assert_same_run
+from tiny_models import save_tiny_model
+
+from diff_transformer.durable import DiskError
+from diff_transformer.lab.experiments import Plan, run_suite
+from diff_transformer.lab.pool import LOG, RunFailed, run_pool
+from diff_transformer.lab.recipes import recipe
+from diff_transformer.lab.record import load_all
+from diff_transformer.lab.spec import RunSpec, with_seed
+from diff_transformer.train.checkpoint import latest_checkpoint
+from diff_transformer.train.config import override
+from diff_transformer.train.signals import Interrupted
+
+RAY = importlib.util.find_spec("ray") is not None
+needs_ray = pytest.mark.skipif(not RAY, reason="needs Ray: pip install 'diff-transformer[ray]'")
+pytestmark = pytest.mark.timeout(900)  # on a busy machine
+COMMANDS = ("study desk", "compare", "eval ablation", "eval all --model debug")
+
+
+@pytest.fixture(autouse=True)
+def no_memory_is_kept(monkeypatch):
+    """Commands run in this process, which goes on to other tests."""
+    monkeypatch.setattr("diff_transformer.memory.keep_freed_memory", lambda: True)
+
+
+def refused(out, command, *options) -> str:
+    """The one sentence with which a command that writes nothing ends."""
+    done = cli(*command.split(), "--out", out, *options)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert not out.exists()
+    return done.stderr.strip()
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_unknown_engines_and_a_missing_extra_are_refused(command, tmp_path, monkeypatch):
+    out = tmp_path / "out"
+    known = "error: no engine 'rai' (did you mean 'ray'?); there are: local, ray"
+    assert refused(out, command, "--engine", "rai") == known
+    assert "give --engine ray, or leave them out" in refused(out, command, "--address", "here:1")
+    monkeypatch.setitem(sys.modules, "ray", None)
+    missing = "error: --engine ray needs ray; install with: pip install 'diff-transformer[ray]'"
+    assert refused(out, command, "--engine", "ray") == missing
+
+
+def test_one_result_of_one_model_is_no_task(tmp_path):
+    assert "give a folder" in refused(tmp_path / "one.json", "eval needle --model debug", "--engine", "ray")
+
+
+@needs_ray
+@pytest.mark.parametrize("command", COMMANDS)
+def test_an_address_where_nothing_listens_is_said_within_ten_seconds(command, tmp_path):
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{free.getsockname()[1]}"
+    begun = time.monotonic()
+    said = refused(tmp_path / "out", command, "--engine", "ray", "--address", address)
+    assert said.startswith(f"error: nothing listens at --address {address} (")
+    assert time.monotonic() - begun < 10
+    for other in ("nonsense", "ray://127.0.0.1:10001"):
+        said = refused(tmp_path / "out", command, "--engine", "ray", "--address", other)
+        assert said == f"error: --address {other!r} is not HOST:PORT of a Ray cluster's head, as `ray start` prints it"
+
+
+@needs_ray
+@pytest.mark.parametrize("gpus", [-1, 1.5])
+def test_gpus_that_cannot_be_given_are_refused(gpus, tmp_path):
+    said = refused(tmp_path / "out", "study desk", "--engine", "ray", "--gpus-per-run", gpus)
+    assert said == f"error: GPUs per run are {float(gpus)}; give 0, a fraction of 1, or a whole number"
+
+
+# ---- on a cluster
+
+
+@pytest.fixture(scope="module")
+def cluster():
+    """A head and a node, each with one CPU."""
+    pytest.importorskip("ray", reason="needs Ray: pip install 'diff-transformer[ray]'")
+    import ray
+    from ray.cluster_utils import Cluster
+
+    handler = signal.getsignal(signal.SIGTERM)
+    memory = {"object_store_memory": 100 * 2**20}
+    started = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False, **memory})
+    started.add_node(num_cpus=1, **memory)
+    started.wait_for_nodes()
+    yield started
+    signal.signal(signal.SIGTERM, handler)
+    ray.shutdown()
+    with suppress(Exception):  # on a busy machine the end of a cluster may take longer than Ray waits
+        started.shutdown()
+
+
+@pytest.fixture
+def tasks(cluster, tmp_path):
+    from diff_transformer.lab.ray_pool import RayTasks
+
+    return RayTasks(tmp_path, cluster.address)
+
+
+@pytest.fixture(scope="module")
+def specs(texts):
+    settings = [f"data.corpus={texts}", "data.max_bytes=null", "train.steps=120", "train.checkpoint_every=10"]
+    config = override(recipe("debug"), [*settings, "train.threads=1"])
+    return [RunSpec("s", "diff", seed, with_seed(config, seed)) for seed in range(4)]
+
+
+@pytest.fixture(scope="module")
+def local(specs, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("local")
+    run_pool({folder / spec.key: spec for spec in specs}, jobs=2, show=nothing)
+    return folder
+
+
+def nothing(folder, status):
+    pass
+
+
+def process(folder: Path) -> int:
+    """The process that trains in ``folder``."""
+    return int((folder / "run" / "run.lock").read_text().split()[1])
+
+
+class Once:
+    """Progress that acts on the first run with a checkpoint, once."""
+
+    def __init__(self, act):
+        self.act, self.hit = act, None
+
+    def __call__(self, folder, status):
+        if self.hit is None and status["stage"] == "training" and latest_checkpoint(folder / "run"):
+            self.hit = folder
+            self.act(folder)
+
+
+def assert_same_records(folder: Path, local: Path, specs):
+    """Every record once, and every model and number those of the local run."""
+    assert sorted(record.identity for record in load_all(folder)) == [("s", "diff", seed) for seed in range(4)]
+    for spec in specs:
+        assert_same_run(folder / spec.key / "run", local / spec.key / "run")
+
+
+def lost(folder: Path) -> int:
+    return sum(path.read_text().count("lost: ") for path in folder.rglob(LOG))
+
+
+@pytest.mark.slow
+def test_a_killed_worker_goes_on_and_every_record_is_that_of_the_local_run(tasks, specs, local, tmp_path):
+    kill = Once(lambda folder: os.kill(process(folder), signal.SIGKILL))
+    run_pool({tmp_path / spec.key: spec for spec in specs}, jobs=None, show=kill, executor=tasks)
+    assert "attempt 2 of 4 follows" in (kill.hit / LOG).read_text()
+    assert lost(tmp_path) == 1
+    assert_same_records(tmp_path, local, specs)
+
+
+@pytest.mark.slow
+def test_an_interruption_saves_the_states_and_empties_the_queue(tasks, specs, tmp_path):
+    def interrupt(folder):
+        raise KeyboardInterrupt
+
+    stop, runs = Once(interrupt), {tmp_path / spec.key: spec for spec in specs}
+    with pytest.raises(Interrupted, match="stopped, state saved"):
+        run_pool(runs, jobs=None, show=stop, executor=tasks)
+    assert "state saved" in (stop.hit / LOG).read_text()
+    time.sleep(3)
+    assert sum((folder / LOG).exists() for folder in runs) == 2
+    assert lost(tmp_path) == 0
+
+
+@pytest.mark.slow
+def test_a_run_that_fails_by_itself_is_not_tried_again(tasks, specs, tmp_path):
+    spec = RunSpec("s", "diff", 0, override(specs[0].config, ["data.tokenizer=nowhere/such"]))
+    with pytest.raises(RunFailed, match=r"s/diff-seed0 failed with exit code 1(.|\n)*nowhere/such"):
+        run_pool({tmp_path / spec.key: spec}, jobs=None, show=nothing, executor=tasks)
+    assert lost(tmp_path) == 0
+
+
+@pytest.mark.slow
+def test_what_only_this_process_sees_is_refused_and_a_run_is_tried_four_times(tasks, cluster, specs, tmp_path):
+    from diff_transformer.lab.ray_pool import RayTasks
+
+    own = os.open(tmp_path, os.O_RDONLY)
+    os.dup2(own, 200)
+    folder = Path("/proc/self/fd/200")
+    with pytest.raises(DiskError, match=r"^every node must see /proc/self/fd/200: node \S+ does not see it, .*; give"):
+        RayTasks(folder / "study", cluster.address)
+    assert list(tmp_path.iterdir()) == []
+    with pytest.raises(RunFailed, match=r"exit code -9(.|\n)*lost: (.|\n)*no attempt is left"):
+        run_pool({folder / specs[0].name: specs[0]}, jobs=None, show=nothing, executor=tasks)
+    assert lost(tmp_path) == 4
+    os.close(200)
+
+
+@pytest.mark.slow
+def test_workers_end_with_a_killed_driver(cluster, specs, tmp_path):
+    specs[0].save(tmp_path)
+    code = (
+        "import sys; from pathlib import Path; from diff_transformer.lab.ray_pool import RayTasks\n"
+        "RayTasks(sys.argv[1], sys.argv[2]).start(Path(sys.argv[1])).wait()"
+    )
+    driver = subprocess.Popen([sys.executable, "-c", code, str(tmp_path), cluster.address])
+    try:
+        until(lambda: latest_checkpoint(tmp_path / "run"))
+        worker = process(tmp_path)
+    finally:
+        driver.kill()
+    until(lambda: not Path(f"/proc/{worker}").exists())
+    assert not (tmp_path / "record.json").exists()
+
+
+def until(condition, seconds=120):
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.05)
+
+
+@pytest.mark.slow
+def test_models_are_measured_as_they_are_here(tasks, texts, tmp_path):
+    models = [str(save_tiny_model(tmp_path / name, attention=name)) for name in ("diff", "softmax")]
+    options = {"corpus": str(texts), "samples": 2, "length": 64}
+    plan = Plan(["needle", "outliers", "scaling"], models, options, quick=True, device="cpu")
+    here = run_suite(plan, tmp_path / "here")
+    there = run_suite(plan, tmp_path / "there", executor=tasks)
+    assert [(o.name, o.model, o.error) for o in there] == [(o.name, o.model, o.error) for o in sorted(here, key=order)]
+    for one, other in zip(sorted(here, key=order), there, strict=True):
+        assert (one.result is None) == (other.result is None)
+        if one.result is not None:
+            assert (one.result.metrics, one.result.rows) == (other.result.metrics, other.result.rows)
+
+
+def order(outcome):
+    return (outcome.model is None, outcome.model, ["needle", "outliers", "scaling"].index(outcome.name))
+
+
+@pytest.mark.slow
+def test_runs_of_a_dead_node_go_on_elsewhere(tasks, cluster, specs, local, tmp_path):
+    """The last test: the cluster then has one node."""
+    (node,) = cluster.worker_nodes
+    kill = Once(lambda folder: cluster.remove_node(node, allow_graceful=False))
+    run_pool({tmp_path / spec.key: spec for spec in specs}, jobs=None, show=kill, executor=tasks)
+    assert lost(tmp_path) == 1
+    assert_same_records(tmp_path, local, specs)
