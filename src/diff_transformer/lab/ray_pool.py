@@ -161,8 +161,10 @@ def _connect(address: str) -> None:
         with _same_handler():
             ray.init(address=address, log_to_driver=False, logging_level=logging.CRITICAL)
     except (ConnectionError, RuntimeError, ValueError) as error:
-        hint = "start one with `ray start --head`, or give --address HOST:PORT"
-        raise ConnectionError(f"no Ray cluster at --address {address} ({first_line(error)}); {hint}") from None
+        where = "on this machine" if address == "auto" else f"at --address {address} ({first_line(error)})"
+        raise ConnectionError(
+            f"no Ray cluster {where}; start one with `ray start --head`, or give --address HOST:PORT"
+        ) from None
 
 
 def _require_listener(address: str) -> None:
