@@ -173,18 +173,26 @@ def test_a_run_goes_on_over_any_number_of_processes(base, tmp_path):
 
 
 @pytest.mark.slow
-def test_mixed_precision_and_compilation_over_processes(base, tmp_path):
-    """bf16 rounds differently where weights are gathered in bf16; the losses stay within what bf16 rounds."""
+def test_mixed_precision_float8_and_compilation_over_processes(base, tmp_path):
+    """Another order of sums, or weights gathered in bf16, rounds otherwise; losses stay within what bf16 rounds."""
     low = [*base, "train.precision=bf16-mixed", "train.loss_chunk=100"]
     run_alone(tmp_path / "one", base)
     run_alone(tmp_path / "one low", low)
     kinds = ["ddp", "fsdp", "tp"]
     jobs = [job(tmp_path / f"{kind} low", [*low, *STRATEGIES[kind]]) for kind in kinds]
-    compiled = [*base, *STRATEGIES["fsdp"], "train.compile=true"]
-    raised, _, printed = run_together(tmp_path, [*jobs, job(tmp_path / "compiled", compiled)])
-    assert raised == [[None] * 4] * 2, printed
+    run_alone(tmp_path / "one float8", [*base, "train.float8=true"])
+    compiled = [*base, *STRATEGIES["hsdp"], "train.compile=true"]
+    jobs += [job(tmp_path / "compiled", [*base, *STRATEGIES["fsdp"], "train.compile=true"])]
+    jobs += [job(tmp_path / "compiled replicas", compiled)]
+    jobs += [job(tmp_path / "fsdp float8", [*base, *STRATEGIES["fsdp"], "train.float8=true"])]
+    jobs += [job(tmp_path / "compiled float8", [*compiled, "train.float8=true"])]
+    raised, _, printed = run_together(tmp_path, jobs)
+    assert raised == [[None] * 7] * 2, printed
     for kind in kinds:
         assert logged(tmp_path / f"{kind} low", "loss") == pytest.approx(
             logged(tmp_path / "one low", "loss"), rel=2**-8
         )
-    assert logged(tmp_path / "compiled", "loss") == pytest.approx(logged(tmp_path / "one", "loss"), abs=1e-4)
+    for name in ("compiled", "compiled replicas"):
+        assert logged(tmp_path / name, "loss") == pytest.approx(logged(tmp_path / "one", "loss"), abs=1e-4)
+    for name in ("fsdp float8", "compiled float8"):
+        assert logged(tmp_path / name, "loss") == pytest.approx(logged(tmp_path / "one float8", "loss"), rel=2**-8)

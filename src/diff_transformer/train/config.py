@@ -140,6 +140,8 @@ class TrainConfig:
     micro_batch_size: int = 0  # rows of a forward and backward pass of a process, at most; 0 for its part of the batch
     accumulate: int = 1  # number of passes of a step, instead of `micro_batch_size`
     precision: str = "32-true"  # or "bf16-mixed" (weights and optimizer in fp32), "64-true"
+    # matrix products of the layers in float8 (torchao), on GPUs that have it; emulated, slowly, on the CPU
+    float8: bool = False
     seed: int = 0
     log_every: int = 10  # steps
     validate_every: int = 200  # steps
@@ -273,6 +275,11 @@ class RunConfig:
             raise ValueError(f"train.threads is {self.train.threads}; give 0 for PyTorch's own choice, or a count")
         check_loggers(self.train.loggers)
         self.train.parallel.validate()
+        if self.train.float8 and self.train.parallel.tensor_parallel > 1:
+            raise ValueError(
+                f"train.float8 with train.parallel.tensor_parallel={self.train.parallel.tensor_parallel}: a matrix "
+                f"that is split over processes has no scale of its own; give tensor_parallel=1, or train.float8=false"
+            )
         pieces = 2 * self.train.parallel.context_parallel
         if pieces > 2 and self.data.length % pieces:
             raise ValueError(

@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from diff_transformer.train.config import RunConfig, checked_model
+from diff_transformer.train.float8 import check_float8
 
 _SPECIAL_TOKENS = ("pad_token_id", "bos_token_id", "eos_token_id")
 
@@ -35,8 +36,10 @@ def check_model(config: RunConfig) -> None:
     settings = DiffTransformerConfig(**config.model)
     _check_length(settings, config)
     with torch.device("meta"):
-        for each in (settings, matched_baseline(settings)):
-            DiffTransformerForCausalLM(each)
+        for each in (matched_baseline(settings), settings):
+            model = DiffTransformerForCausalLM(each)
+    if config.train.float8:
+        check_float8(model)
 
 
 class InitialValues:

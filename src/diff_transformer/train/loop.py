@@ -22,6 +22,7 @@ from diff_transformer.ops import choice
 from diff_transformer.train.checkpoint import Saver, latest_checkpoint, load_checkpoint
 from diff_transformer.train.config import RunConfig
 from diff_transformer.train.context_parallel import make_context
+from diff_transformer.train.float8 import use_float8
 from diff_transformer.train.heartbeat import Heartbeat, lost_peers_explained
 from diff_transformer.train.initial_model import build_model, check_model, start_model
 from diff_transformer.train.launch import on_first_rank
@@ -116,6 +117,8 @@ class Run:
         fabric.seed_everything(settings.seed, verbose=False)
         start = start_model(config, data.tokenizer) if isinstance(fabric.strategy, ModelParallelStrategy) else None
         self.unwrapped_model = build_model(config, data.tokenizer) if start is None else start.model
+        if settings.float8:
+            use_float8(self.unwrapped_model, fabric.device)
         context = make_context(fabric, settings.parallel)
         context.apply(self.unwrapped_model)
         recompute(self.unwrapped_model, what_to_recompute(config, self.unwrapped_model.config, fabric))

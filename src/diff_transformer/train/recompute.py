@@ -17,7 +17,7 @@ from diff_transformer.train.config import RunConfig
 
 # Operators whose results "selective" keeps: matrix products, and attention as a whole, by whichever backend.
 _KEPT = (
-    "aten::mm", "aten::addmm", "aten::_scaled_dot_product_flash_attention",
+    "aten::mm", "aten::addmm", "aten::_scaled_mm", "aten::_scaled_dot_product_flash_attention",
     "aten::_scaled_dot_product_flash_attention_for_cpu", "aten::_scaled_dot_product_efficient_attention",
     "aten::_scaled_dot_product_cudnn_attention", "torch_attn::_varlen_attn", "diff_transformer::blockwise",
     "diff_transformer::triton",

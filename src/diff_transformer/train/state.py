@@ -20,6 +20,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.tensor import DTensor
 
+from diff_transformer.train.float8 import without_float8
 from diff_transformer.train.launch import of_every_rank
 
 
@@ -73,7 +74,7 @@ def whole_model(model: Any, first: bool) -> Any:
         model = type(model)(model.config)
         model.to(dtype).load_state_dict(weights)
     model.config.use_cache = True
-    return model.eval()
+    return without_float8(model).eval()
 
 
 def is_sharded(model: nn.Module) -> bool:
