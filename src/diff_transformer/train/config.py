@@ -208,6 +208,7 @@ UNTRAINABLE = {  # precisions of Fabric -> why a run cannot use them
     "16-mixed": "it scales the loss, with which gradients cannot be clipped here, and no checkpoint holds the scale",
 }
 MAX_SEED = 2**32 - 1
+FLOAT8_MULTIPLE = 16  # of the sizes of matrices that GPUs multiply in float8
 RENAMED = {"train.micro_rows": "train.micro_batch_size"}  # deprecated key -> key
 _OPEN = ("model.*", "data.mixture.*", "evaluation.more.*")  # keys that --set may add
 _POSITIVE = (
@@ -275,11 +276,8 @@ class RunConfig:
             raise ValueError(f"train.threads is {self.train.threads}; give 0 for PyTorch's own choice, or a count")
         check_loggers(self.train.loggers)
         self.train.parallel.validate()
-        if self.train.float8 and self.train.parallel.tensor_parallel > 1:
-            raise ValueError(
-                f"train.float8 with train.parallel.tensor_parallel={self.train.parallel.tensor_parallel}: a matrix "
-                f"that is split over processes has no scale of its own; give tensor_parallel=1, or train.float8=false"
-            )
+        if self.train.float8:
+            self._check_float8()
         pieces = 2 * self.train.parallel.context_parallel
         if pieces > 2 and self.data.length % pieces:
             raise ValueError(
@@ -287,6 +285,26 @@ class RunConfig:
                 f"{pieces} equal pieces, so give a multiple of {pieces}"
             )
         return self
+
+    def _check_float8(self) -> None:
+        parallel = self.train.parallel
+        if parallel.tensor_parallel > 1:
+            raise ValueError(
+                f"train.float8 with train.parallel.tensor_parallel={parallel.tensor_parallel}: the scale of a matrix "
+                f"covers all of it, and no process has it whole; give tensor_parallel=1, or train.float8=false"
+            )
+        if self.train.precision == "64-true":
+            raise ValueError(
+                "train.float8 with train.precision='64-true': products in float8 are summed in fp32; give '32-true' "
+                "or 'bf16-mixed', or train.float8=false"
+            )
+        multiple = FLOAT8_MULTIPLE * parallel.context_parallel
+        if self.data.length % multiple:
+            raise ValueError(
+                f"data.length is {self.data.length}; a gradient in float8 is a product over tokens, whose number on "
+                f"each process must be a multiple of {FLOAT8_MULTIPLE}: give a multiple of {multiple}, or "
+                f"train.float8=false"
+            )
 
     def _check_ranges(self) -> None:
         data, evaluation = self.data, self.evaluation

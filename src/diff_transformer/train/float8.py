@@ -1,8 +1,10 @@
 """Matrix products of the layers in float8, by torchao (``train.float8``).
 
 Inputs and weights of a product are rounded to e4m3, gradients of its output to e5m2, each with one scale for the whole
-tensor, which maps its largest magnitude to the largest number of the format. Weights, their gradients and the optimizer
-keep their precision; so do embedding, output matrix, attention, norms and lambda. On the CPU the rounding is emulated.
+tensor: the largest power of two that keeps its largest magnitude within the format. Rounding then does not depend on
+the scale, except of numbers 2^13 times below the largest, so neither does it on which rows a process has. Weights,
+their gradients and the optimizer keep their precision; so do embedding, output matrix, attention, norms and lambda.
+On the CPU the rounding is emulated.
 """
 
 from typing import Any
@@ -11,8 +13,9 @@ import torch
 from torch import nn
 
 from diff_transformer.checks import require_extra
+from diff_transformer.train.config import FLOAT8_MULTIPLE
 
-CAPABILITY, MULTIPLE = (8, 9), 16  # of a GPU, at least; of the sizes of a matrix
+CAPABILITY = (8, 9)  # of a GPU, at least
 
 
 def check_float8(model: Any) -> None:
@@ -24,9 +27,9 @@ def check_float8(model: Any) -> None:
     """
     require_extra("inference", "train.float8", "torchao")
     for name, module in _products(model):
-        if module.in_features % MULTIPLE or module.out_features % MULTIPLE:
+        if module.in_features % FLOAT8_MULTIPLE or module.out_features % FLOAT8_MULTIPLE:
             raise ValueError(
-                f"train.float8 multiplies matrices whose sizes are multiples of {MULTIPLE}, and {name} has "
+                f"train.float8 multiplies matrices whose sizes are multiples of {FLOAT8_MULTIPLE}, and {name} has "
                 f"{module.out_features} x {module.in_features}; choose other sizes, or set train.float8=false"
             )
     if torch.cuda.is_available() and torch.cuda.get_device_capability() < CAPABILITY:
@@ -38,12 +41,11 @@ def check_float8(model: Any) -> None:
 
 
 def use_float8(model: Any, device: torch.device) -> None:
-    """Compute the products of the layers of ``model`` in float8; emulated on the CPU."""
-    check_float8(model)
+    """Compute the products of the layers of ``model`` in float8; emulated on the CPU. The parameters stay the same."""
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
     chosen = {module for _, module in _products(model)}
-    config = Float8LinearConfig(emulate=device.type != "cuda")
+    config = Float8LinearConfig(emulate=device.type != "cuda", round_scales_to_power_of_2=True)
     convert_to_float8_training(model, config=config, module_filter_fn=lambda module, _: module in chosen)
 
 

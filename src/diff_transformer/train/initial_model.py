@@ -21,6 +21,7 @@ def check_model(config: RunConfig) -> None:
     """Check that the model of a run and its matched Transformer can be made; allocates no weights.
 
     Raises:
+        RuntimeError: as ``check_float8``.
         ValueError: for fields that do not exist, have the wrong type or do not fit together, or a model of another
             library in ``train.initial_model``.
         FileNotFoundError: if ``train.initial_model`` holds no model.
@@ -31,13 +32,13 @@ def check_model(config: RunConfig) -> None:
     checked_model(config.model)
     vocabulary_size(config)
     if config.train.initial_model is not None:
-        model_folder(config)
-        return
-    settings = DiffTransformerConfig(**config.model)
-    _check_length(settings, config)
+        models = [DiffTransformerConfig.from_pretrained(model_folder(config))]
+    else:
+        settings = DiffTransformerConfig(**config.model)
+        _check_length(settings, config)
+        models = [settings, matched_baseline(settings)]
     with torch.device("meta"):
-        for each in (matched_baseline(settings), settings):
-            model = DiffTransformerForCausalLM(each)
+        model, *_ = [DiffTransformerForCausalLM(each) for each in models]
     if config.train.float8:
         check_float8(model)
 

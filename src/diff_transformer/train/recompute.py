@@ -82,8 +82,7 @@ def recompute(model: Any, what: str) -> None:
 def _selectively(forward, *inputs, **options):
     if not torch.is_grad_enabled():
         return forward(*inputs, **options)
-    contexts = _compiled_contexts if torch.compiler.is_compiling() else _contexts
-    return checkpoint(forward, *inputs, use_reentrant=False, context_fn=contexts, preserve_rng_state=False, **options)
+    return checkpoint(forward, *inputs, use_reentrant=False, context_fn=_contexts, preserve_rng_state=False, **options)
 
 
 def _is_kept(operator: Any) -> bool:
@@ -95,15 +94,14 @@ def _policy(context: Any, operator: Any, *inputs: Any, **options: Any) -> Checkp
     return CheckpointPolicy.MUST_SAVE if _is_kept(operator) else CheckpointPolicy.PREFER_RECOMPUTE
 
 
-def _compiled_contexts() -> tuple:
-    return create_selective_checkpoint_contexts(_policy)
+def _contexts() -> tuple:
+    """PyTorch's contexts in a compiled layer; else ours, which do not demand the same operators of both passes.
 
-
-def _contexts() -> tuple["_Keep", "_Reuse"]:
-    """As ``_compiled_contexts``, without its demand that both passes run the same list of operators.
-
-    Under FSDP2 they do not: hooks of a module within the layer run in the first pass alone.
+    Under FSDP2 these differ: hooks of a module within the layer run in the first pass alone. They also keep such a
+    layer from being compiled, which is known here, when the layer runs, and not before.
     """
+    if torch.compiler.is_compiling():
+        return create_selective_checkpoint_contexts(_policy)
     results: dict[Any, deque] = defaultdict(deque)
     return _Keep(results), _Reuse(results)
 
