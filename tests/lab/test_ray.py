@@ -16,6 +16,7 @@ from killed_runs import assert_same_run
 from tiny_models import save_tiny_model
 
 from diff_transformer.durable import DiskError
+from diff_transformer.lab import processes
 from diff_transformer.lab.experiments import Plan, run_suite
 from diff_transformer.lab.pool import LOG, RunFailed, run_pool
 from diff_transformer.lab.recipes import recipe
@@ -80,6 +81,15 @@ def test_an_address_where_nothing_listens_is_said_within_ten_seconds(command, tm
 def test_gpus_that_cannot_be_given_are_refused(gpus, tmp_path):
     said = refused(tmp_path / "out", "study desk", "--engine", "ray", "--gpus-per-run", gpus)
     assert said == f"error: GPUs per run are {float(gpus)}; give 0, a fraction of 1, or a whole number"
+
+
+@pytest.mark.parametrize(("gpus", "seen"), [(0.0, ""), (0.5, "3")])
+def test_a_run_without_gpus_sees_none(gpus, seen, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")  # as Ray sets it
+    monkeypatch.setattr(processes, "start_worker", lambda folder: None)
+    processes.NodeProcess(tmp_path, tmp_path, gpus)
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == seen
 
 
 # ---- on a cluster

@@ -33,9 +33,12 @@ class NodeProcess:
 
     Args:
         working: directory of the driver, for relative paths in the configuration; skipped if the node lacks it.
+        gpus: of the run; with 0 it sees none, also on a node that has some.
     """
 
-    def __init__(self, folder: Path, working: Path):
+    def __init__(self, folder: Path, working: Path, gpus: float):
+        if not gpus:
+            os.environ["CUDA_VISIBLE_DEVICES"] = ""
         if working.is_dir():
             os.chdir(working)
         if (folder / "run").is_dir():  # the process of a lost attempt may still be ending

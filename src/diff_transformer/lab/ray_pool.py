@@ -75,7 +75,7 @@ class RayWorker:
     """A run on the cluster, with the interface of a process. A lost one starts again, up to ``RETRIES`` times."""
 
     def __init__(self, folder: Path, cpus: int, gpus: float):
-        self._folder, self._resources = folder.absolute(), {"num_cpus": cpus, "num_gpus": gpus}
+        self._folder, self._cpus, self._gpus = folder.absolute(), cpus, gpus
         self._losses, self._stopping, self._code = 0, False, None
         self._begin()
 
@@ -83,7 +83,8 @@ class RayWorker:
         import ray
 
         actor: Any = ray.remote(NodeProcess)
-        self._actor = actor.options(**self._resources, max_concurrency=2).remote(self._folder, Path.cwd())
+        placed = actor.options(num_cpus=self._cpus, num_gpus=self._gpus, max_concurrency=2)
+        self._actor = placed.remote(self._folder, Path.cwd(), self._gpus)
         self._begun, self._ended = self._actor.begun.remote(), self._actor.wait.remote()
 
     def poll(self) -> int | None:
