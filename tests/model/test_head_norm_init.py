@@ -41,12 +41,12 @@ def test_a_matched_pair_starts_with_heads_of_one_size():
 
 
 def test_one_value_a_layer_is_saved_and_loaded(tmp_path):
-    model = DiffTransformerForCausalLM(config(head_norm_init=[0.1, 0.2, 0.3]))
+    model = DiffTransformerForCausalLM(config(head_norm_init=[0.1, 0.2, 1]))
     model.save_pretrained(tmp_path)
     again = DiffTransformerConfig.from_pretrained(tmp_path)
-    assert again.head_norm_init == [0.1, 0.2, 0.3]
+    assert again.head_norm_init == [0.1, 0.2, 1]
     weights = [layer.self_attn.core.head_norm.weight.unique().tolist() for layer in model.model.layers]
-    assert weights == [[pytest.approx(value)] for value in (0.1, 0.2, 0.3)]
+    assert weights == [[pytest.approx(value)] for value in (0.1, 0.2, 1)]
 
 
 def test_refusals():
