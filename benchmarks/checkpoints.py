@@ -32,7 +32,7 @@ WAYS = {  # sharded_checkpoints, checkpoint_async
 }
 SETTINGS = [
     "model.hidden_size=512", "model.num_hidden_layers=8", "model.num_attention_heads=16", "data.length=128",
-    "train.batch_size=16", "train.steps=24", "train.checkpoint_every=8", "train.validate_every=24",
+    "train.batch_size=8", "train.steps=24", "train.checkpoint_every=8", "train.validate_every=24",
     "train.log_every=24", "train.parallel.strategy=fsdp",
 ]  # fmt: skip
 

@@ -1,6 +1,6 @@
 """Speed and memory of `prepare`, without an engine and as tasks of datatrove: benchmarks/results/prepare.json.
 
-python benchmarks/prepare.py                     # 50 and 400 MB of text, three rounds
+python benchmarks/prepare.py                     # 25 and 100 MB of text, two rounds
 python benchmarks/prepare.py --mb 5 --rounds 1   # a trial; --out elsewhere
 
 A row is one run: megabytes of text a second, start included, and the peak memory of its largest process. The runs of a
@@ -73,8 +73,8 @@ def rows(sizes: list[int], rounds: int, jobs: int, home: Path) -> Iterator[dict]
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--mb", type=int, nargs="+", default=[50, 400])
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--mb", type=int, nargs="+", default=[25, 100])
+    parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--jobs", type=int, default=os.cpu_count())
     parser.add_argument("--out", type=Path, default=OUT)
     given = parser.parse_args()

@@ -84,7 +84,7 @@ def test_the_first_screen_says_what_became_of_loss_and_retrieval(controlled):
     claims = controlled["claims"]
     claims[1]["id"] = "recall"
     page = render_page(controlled)
-    loss = "A lower loss: held; against the Transformer, normalised heads: did not hold."
+    loss = "A lower loss: held; against the Transformer with normalised heads: did not hold."
     assert f"{loss} More recall from noise: undecided.</p>" in page
     assert "Accuracy at the end: DIFF 0.950, Transformer 0.550" in page
 

@@ -41,7 +41,8 @@ def main_claims(results: dict) -> str:
     for name, words in (("loss", "A lower loss"), ("recall", "More recall from noise")):
         if name in claims:
             control = as_dict(claims[name].get("control"))
-            beside = f"; against the {control.get('label')}: {control.get('verdict')}" if control else ""
+            label = str(control.get("label")).replace(", ", " with ")  # Transformer with normalised heads
+            beside = f"; against the {label}: {control.get('verdict')}" if control else ""
             said.append(f"{words}: {claims[name].get('verdict')}{beside}.")
     return " ".join(said)
 
