@@ -17,6 +17,7 @@ ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "benchmarks" / "gpu.py"
 
 
+@pytest.mark.slow
 def test_dry_run_of_every_stage(tmp_path):
     environment = {**os.environ, "OUT": str(tmp_path), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(

@@ -86,6 +86,7 @@ def test_runs_of_other_tokens_stay_out_of_the_parameter_fit():
     assert evaluate_scaling([*made(), *odd]).metrics == evaluate_scaling(made()).metrics
 
 
+@pytest.mark.slow
 def test_a_rise_is_noted():
     runs = made()
     place = next(i for i, one in enumerate(runs) if one.model == "diff" and one.parameters == 2.8e9)

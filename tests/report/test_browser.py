@@ -474,9 +474,10 @@ def test_the_pointer_reads_a_chart(visit, results):
 
 
 def test_first_paint_takes_less_than_a_second_and_the_page_is_small(visit, results):
-    page, times = visit(results), []
+    page, times, paint = visit(results), [], "performance.getEntriesByName('first-contentful-paint')[0]"
     for _ in range(3):
-        times.append(page.evaluate("performance.getEntriesByName('first-contentful-paint')[0]?.startTime ?? Infinity"))
+        page.wait_for_function(paint)  # it may be told after the page is loaded
+        times.append(page.evaluate(f"{paint}.startTime"))
         page.reload()
     assert min(times) < 1000
     assert len(page.content()) < 2_000_000
