@@ -100,17 +100,21 @@ def test_a_sweep_may_be_scored_by_another_number(texts, tmp_path):
 
 
 def test_the_study_that_follows_shares_the_folder(texts, tmp_path):
-    """Nothing is left to train: the records of both are there."""
+    """It keeps the rates of sides that it does not sweep. Nothing is left to train: the records of both are there."""
     first, keys = study(texts), set()
-    then = replace(first, runs=lambda rates: list(seeds("later", "diff", tiny(texts, "diff", rates["diff"]), range(2))))
-    for cell in (*first.sweep, *first.runs({"diff": 1e-3, "softmax": 1e-3}), *then.runs({"diff": 1e-3})):
+    then = replace(
+        first,
+        sweep=[cell for cell in first.sweep if cell.side == "diff"],
+        runs=lambda rates: list(seeds("later", "softmax", tiny(texts, "softmax", rates["softmax"]), range(2))),
+    )
+    for cell in (*first.sweep, *first.runs({"diff": 1e-3, "softmax": 1e-3}), *then.runs({"softmax": 1e-3})):
         config, lr = cell.config.to_dict(), cell.config.optim.lr
         Record(cell.setting, cell.side, cell.seed, config, curves={"validation": {"loss": [lr]}}).save(
             tmp_path / cell.key / "record.json"
         )
         keys.add(cell.key)
     assert run_study(replace(first, then=then), tmp_path) == Progressed(len(keys), len(keys))
-    (tmp_path / then.runs({"diff": 1e-3})[1].key / "record.json").rename(tmp_path / "elsewhere")
+    (tmp_path / then.runs({"softmax": 1e-3})[1].key / "record.json").rename(tmp_path / "elsewhere")
     assert run_study(first, tmp_path).finished == 6
 
 

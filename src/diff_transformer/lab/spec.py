@@ -121,7 +121,8 @@ class Study:
 
     ``sweep`` comes first. ``choose`` picks a learning rate for each side by the lowest ``score`` of the sweep's records
     (the final validation loss by default), and ``runs`` makes the remaining runs with these rates. When all have
-    finished, ``then`` follows in the same folder, where it finds the runs that it shares.
+    finished, ``then`` follows in the same folder, where it finds the runs that it shares. Sides that its own sweep leaves
+    out keep the rates of the stage before.
     """
 
     name: str

@@ -70,9 +70,10 @@ def run_study(
     pool = partial(run_pool, jobs=jobs, until=until, executor=executor, resume_hint="the same command goes on")
     with RunLock(out):
         _run(study.sweep, out, pool, console)
-        stage, known = study, {spec.key: spec for spec in study.sweep}
+        stage, known, rates = study, {spec.key: spec for spec in study.sweep}, {}
         while all(finished(out / key) for key in known):
-            specs = stage.runs(stage.choose(sweep_scores(stage, out)))
+            rates |= stage.choose(sweep_scores(stage, out))
+            specs = stage.runs(rates)
             _check(specs, out)
             known |= {spec.key: spec for spec in specs}
             _run(specs, out, pool, console)
