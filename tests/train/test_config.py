@@ -77,6 +77,7 @@ def test_values_become_what_their_fields_declare():
     ["train.steps=0", "train.batch_size=-1", "data.length=0", "optim.lr=0", "evaluation.samples=0", "train.threads=-1",
      "optim.weight_decay=-0.1", "data.recall.pairs=0", "optim.eps=-1", "optim.betas=[1.5,2]", "train.seed=-1",
      "evaluation.seed=-1", "train.seed=4294967296", "data.mixture={}", 'data.mixture={"text": -1, "recall": 1}',
+     'data.phases=[[0, {"text": 1}]]', 'data.phases=[[5, {}]]',
      'data.mixture={"text": 0}', 'data.corpora={"a": 0}', "data.max_bytes=0", "data.needles.counts=[]",
      "data.needles.queries=[0]", "evaluation.needles=[[2,3]]"],
 )  # fmt: skip

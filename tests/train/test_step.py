@@ -16,7 +16,7 @@ from diff_transformer.train.config import OptimConfig, override
 from diff_transformer.train.context_parallel import Context
 from diff_transformer.train.loss import Objective
 from diff_transformer.train.step import Stepper, learning_rate, make_optimizer, schedule_warning
-from diff_transformer.train.training_data import Rows, Share
+from diff_transformer.train.training_data import Rows, Share, mixture_shares, source_names
 
 
 class Noting(Objective):
@@ -138,3 +138,35 @@ def test_a_run_that_ends_in_its_warm_up_is_told():
     )
     assert schedule_warning(1000, config) is not None
     assert schedule_warning(1001, config) is None
+
+
+def test_an_answer_counts_if_all_of_its_tokens_are_predicted(monkeypatch):
+    made, _ = stepper(monkeypatch, [], DDPStrategy, 1)
+    ids = rows(20).ids
+    with torch.no_grad():
+        said = made.unwrapped_model(input_ids=ids).logits.argmax(-1)
+    labels = torch.full_like(ids, -100)
+    for token in (2, 4, 5, 6, 11):  # answers of one, three and one tokens
+        labels[:, token] = said[:, token - 1]
+    assert made.answer_accuracy(ids, labels) == 1
+    labels[0, 2] += 1
+    labels[1, [4, 6]] += 1  # one answer, twice wrong
+    labels[2, 11] += 1
+    labels[3, 5] += 1
+    assert made.answer_accuracy(ids, labels) == pytest.approx(1 - 4 / 60)
+
+
+def test_a_step_weights_the_sources_of_its_phase(monkeypatch):
+    phases = 'data.phases=[[2, {"text": 1.0}], [1, {"text": 0.5, "recall": 0.5}]]'
+    made, _ = stepper(
+        monkeypatch, [phases, 'data.mixture={"recall": 1.0, "text": 3.0}', "data.loss=sources"], DDPStrategy, 1
+    )
+    data = made.config.data
+    assert source_names(data) == ["recall", "text"]
+    shares = [mixture_shares(data, number) for number in (0, 1, 2, 3, 99, None)]
+    assert shares == [[0.0, 1.0], [0.0, 1.0], [0.5, 0.5], [1.0, 3.0], [1.0, 3.0], [1.0, 3.0]]
+    batch = rows(4)._replace(source=torch.tensor([0, 1, 1, 1]))
+    losses = [made.step(batch, 0.0, lambda: False, number=number) for number in (0, 2, 3)]
+    each = [nats / tokens for nats, tokens in zip(losses[0].nats, losses[0].tokens, strict=True)]
+    expected = [each[1], (each[0] + each[1]) / 2, (each[0] + 3 * each[1]) / 4]
+    assert [outcome.loss for outcome in losses] == pytest.approx(expected, rel=1e-5)

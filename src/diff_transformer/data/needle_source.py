@@ -9,7 +9,7 @@ import numpy as np
 from diff_transformer.data.filler import Filler
 from diff_transformer.data.mixture import IGNORED
 from diff_transformer.data.needles import NEEDLE, completion, draw_facts, question
-from diff_transformer.data.seeding import training_rng
+from diff_transformer.data.seeding import evaluation_rng, training_rng
 from diff_transformer.data.tokenizer import encode
 
 if TYPE_CHECKING:
@@ -37,6 +37,7 @@ class NeedleSource:
         digits: digits of a magic number.
         questions_per_document: questions at the end of a document, at most.
         answer_loss_only: only the answers (" 17, Paris is 42.") carry a loss.
+        held_out: rows that no source for training has.
 
     Raises:
         ValueError: for a tokenizer whose tokens cross the places where needles are inserted, for a ``length`` that is
@@ -55,6 +56,7 @@ class NeedleSource:
         digits: int = 2,
         questions_per_document: int = 4,
         answer_loss_only: bool = False,
+        held_out: bool = False,
     ):
         if not needles or not queries or min(queries) < 1 or min(queries) > min(needles):
             raise ValueError(
@@ -73,6 +75,7 @@ class NeedleSource:
         self.digits = digits
         self.questions_per_document = questions_per_document
         self.answer_loss_only = answer_loss_only
+        self._rng = evaluation_rng if held_out else training_rng
         self._end = tokenizer.eos_token_id
         self._pad = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
         self._pieces: dict[str, list[int]] = {}
@@ -93,7 +96,7 @@ class NeedleSource:
 
     def _row(self, index: int) -> tuple[np.ndarray, list[tuple[int, int]]]:
         """The token ids of a row, ``length`` or a few less, and the spans of the answers in them."""
-        rng = training_rng(self.seed, "needles", index)
+        rng = self._rng(self.seed, "needles", index)
         count = self.needles[rng.integers(len(self.needles))]
         for _ in range(_DRAWS):
             cities, numbers = draw_facts(rng, count, self.digits)

@@ -121,7 +121,7 @@ class Study:
 
     ``sweep`` comes first. ``choose`` picks a learning rate for each side by the lowest ``score`` of the sweep's records
     (the final validation loss by default), and ``runs`` makes the remaining runs with these rates. When all have
-    finished, ``then`` follows in the same folder, where it finds the runs that it shares. Sides that its own sweep leaves
+    finished, ``then`` follows in the same folder, where it finds the runs that it shares. Sides that its sweep leaves
     out keep the rates of the stage before.
     """
 

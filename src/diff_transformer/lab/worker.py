@@ -151,8 +151,8 @@ def _pair_eval(name: str, lm, data, config: RunConfig) -> Result:
     filler, digits = Filler(data.corpus.validation), config.data.needles.digits
     if name == "needle":
         return evaluate_needle(
-            lm, filler, settings=settings.needles, length=length, per_cell=settings.samples, digits=digits,
-            seed=settings.seed,
+            lm, filler, settings=settings.needles, lengths=settings.needle_lengths or (length,),
+            per_cell=settings.samples, digits=digits, seed=settings.seed,
         )  # fmt: skip
     return evaluate_allocation(
         lm, filler, length=length - 4, per_cell=settings.allocation_samples, needles=settings.allocation_needles,
@@ -193,12 +193,13 @@ def training_curves(lines: list[dict], model: dict) -> dict[str, dict]:
         "training": {name: [line[name] for line in logged] for name in names},
         "validation": {"step": [x["step"] for x in checked], "loss": [x["validation_loss"] for x in checked]},
     }
-    recalled = [line for line in lines if "recall_accuracy" in line]
-    if recalled:
-        curves["recall"] = {
-            "step": [line["step"] for line in recalled],
-            "accuracy": [line["recall_accuracy"] for line in recalled],
-        }
+    for name in ("recall", "needles"):
+        asked = [line for line in lines if f"{name}_accuracy" in line]
+        if asked:
+            curves[name] = {
+                "step": [line["step"] for line in asked],
+                "accuracy": [line[f"{name}_accuracy"] for line in asked],
+            }
     if sources := losses_by_source(logged, curves["validation"]["step"]):
         curves["sources"] = sources
     seen = [line for line in logged if line.get("lambda")]

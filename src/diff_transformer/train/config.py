@@ -52,8 +52,11 @@ class DataConfig:
     # holds it `upsample_factor` times (section 3.3); 0 for no long documents
     upsample_length: int = 0
     upsample_factor: int = 4
-    # share of the rows of a batch by source: "text", "needles", "recall"
+    # share of the rows of a batch by source: "text", "needles", "recall", or rows that lead up to needles: "copies"
+    # (text that occurs twice), "pairs" ("Rome 4.") and "clauses" ("Rome is 4.")
     mixture: dict[str, float] = field(default_factory=lambda: {"text": 1.0})
+    # steps and shares of what is trained on before `mixture`, in order: [[600, {"copies": 1.0}], ...]
+    phases: tuple[tuple[int, dict[str, float]], ...] = ()
     # "tokens": mean over all labelled tokens. "sources": mean over each source's tokens, weighted by the source's
     # share; needle documents are then scored on their answers alone, which prose would otherwise outnumber
     loss: str = "tokens"
@@ -184,7 +187,8 @@ class EvaluationConfig:
     """What ``compare`` measures on each trained model."""
 
     needles: tuple[tuple[int, int], ...] = ((1, 1), (2, 1), (4, 1), (4, 2))  # cells (N, R) of Table 2
-    samples: int = 40  # prompts a cell and depth of Table 2
+    needle_lengths: tuple[int, ...] = ()  # tokens of the prompts of Table 2; () for `data.length`
+    samples: int = 40  # prompts a cell, length and depth of Table 2
     allocation_needles: int = 1  # needles in a prompt of Table 3
     allocation_samples: int = 20  # prompts a depth of Table 3
     loss_rows: int = 256  # held-out rows for the loss and its slices
@@ -229,6 +233,10 @@ _CHOICES = {
     "data.documents": ("joined", "separate"),
     "train.activation_checkpointing": ("auto", "none", "selective", "full"),
 }
+
+
+def _shares(mixture: dict[str, float]) -> bool:
+    return any(mixture.values()) and all(share >= 0 for share in mixture.values())
 
 
 @dataclass
@@ -313,11 +321,13 @@ class RunConfig:
                 raise ValueError(f"{name}.seed is {seed}; give a whole number from 0 to {MAX_SEED}")
         if not all(0 <= beta < 1 for beta in self.optim.betas):
             raise ValueError(f"optim.betas is {self.optim.betas}; give two numbers from 0 up to, but not, 1")
-        if any(share < 0 for share in data.mixture.values()) or not any(data.mixture.values()):
-            raise ValueError(
-                f"data.mixture is {data.mixture}; give shares of 0 or more, at least one above 0, such as "
-                f'{{"text": 1.0}}'
-            )
+        for name, shares in (("mixture", data.mixture), *(("phases", shares) for _, shares in data.phases)):
+            if any(share < 0 for share in shares.values()) or not any(shares.values()):
+                raise ValueError(
+                    f'data.{name} has {shares}; give shares of 0 or more, at least one above 0, such as {{"text": 1.0}}'
+                )
+        if any(steps < 1 for steps, _ in data.phases):
+            raise ValueError(f"data.phases has {[steps for steps, _ in data.phases]} steps; give each phase at least 1")
         if any(not weight > 0 for weight in data.corpora.values()):
             raise ValueError(f"data.corpora is {data.corpora}; give weights above 0, and leave out what is not wanted")
         for name in ("counts", "queries"):

@@ -40,7 +40,6 @@ from diff_transformer.train.training_data import (
     TrainingData,
     load_training_data,
     make_rows,
-    mixture_shares,
     prefetched,
 )
 
@@ -133,7 +132,7 @@ class Run:
         self.state = TrainingState(self.unwrapped_model, inner, sharded_files=settings.parallel.sharded_checkpoints)
         end = data.tokenizer.eos_token_id
         self.stepper = Stepper(fabric, model, optimizer, self.unwrapped_model, config, end, context)
-        self.sources = list(mixture_shares(config))
+        self.sources = data.mixture.names
         self.utilisation = utilisation(
             self.unwrapped_model.config, config.data.length, fabric.device, settings.precision,
             given=settings.peak_flops, devices=fabric.world_size,
@@ -179,7 +178,7 @@ class Run:
                 rows = next(batches)
                 at(step, "forward and backward")
                 rate, logs = learning_rate(step, settings.steps, self.config.optim), self._due(done, settings.log_every)
-                outcome = stepper.step(rows, rate, stop, by_part=logs)
+                outcome = stepper.step(rows, rate, stop, number=step, by_part=logs)
                 if step == first and self.fabric.world_size > 1:  # rank 0 measured the forms of attention
                     choice.adopt(self.fabric.broadcast(choice.choices(self.fabric.device)), self.fabric.device)
                 speed.tokens += settings.batch_size * self.config.data.length
@@ -206,11 +205,11 @@ class Run:
             self.saver.wait()
 
     def _validation(self) -> dict[str, float]:
-        """The loss on held-out rows and, if the mixture has recall, the accuracy on held-out rows of it."""
+        """The loss on held-out rows, and the accuracy on held-out questions if the mixture has any."""
         data, stepper = self.data, self.stepper
         values = {"validation_loss": stepper.validation_loss(data.validation, data.validation_labels)}
-        if data.recall is not None and self.fabric.world_size == 1 and not is_sharded(self.unwrapped_model):
-            values["recall_accuracy"] = stepper.recall_accuracy(data.recall)
+        if self.fabric.world_size == 1 and not is_sharded(self.unwrapped_model):
+            values |= {f"{name}_accuracy": stepper.answer_accuracy(*rows) for name, rows in data.questions.items()}
         return values
 
     def _due(self, done: int, every: int) -> bool:

@@ -16,6 +16,7 @@ GROUPS = {  # key of a line -> name of its TensorBoard scalar, or group of its s
     "loss": "loss/train",
     "validation_loss": "loss/validation",
     "recall_accuracy": "recall/accuracy",
+    "needles_accuracy": "needles/accuracy",
     "loss_by_source": "loss by source",
     "lr": "optimizer/lr",
     "grad_norm": "grad norm/total",

@@ -7,10 +7,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from lightning.fabric.strategies import ModelParallelStrategy
 from torch import Tensor, nn
 
-from diff_transformer.data.recall import RecallRows
+from diff_transformer.data.mixture import IGNORED
 from diff_transformer.train.config import OptimConfig, RunConfig
 from diff_transformer.train.context_parallel import WHOLE
 from diff_transformer.train.loss import count_by_source, predicted, token_weights
@@ -56,19 +57,22 @@ class Stepper:
         # FSDP2 reduces gradients in every pass: whole gradients, kept until the last pass, would not fit in memory.
         self.sharded = isinstance(fabric.strategy, ModelParallelStrategy)
 
-    def step(self, rows: Rows, rate: float, stop: Callable[[], bool], *, by_part: bool = False) -> Outcome:
+    def step(
+        self, rows: Rows, rate: float, stop: Callable[[], bool], *, number: int | None = None, by_part: bool = False
+    ) -> Outcome:
         """Update the model once.
 
         Args:
             rate: learning rate.
             stop: whether this process was asked to stop.
+            number: of the step, from 0, which says in which phase of the mixture it is; None for after all phases.
             by_part: also measure the gradient norm of each part of the model.
         """
         fabric, config = self.fabric, self.config
         self.model.train()
         for group in self.optimizer.param_groups:
             group["lr"] = rate
-        shares, micro_batch = list(mixture_shares(config).values()), config.train.rows_of_a_pass(self.share.size)
+        shares, micro_batch = mixture_shares(config.data, number), config.train.rows_of_a_pass(self.share.size)
         ids, labels, source = fabric.to_device(rows)
         counts = self._sum(count_by_source(labels, source, len(shares)), self.share.size)
         weights = token_weights(labels, source, counts, shares, config.data.loss)
@@ -120,16 +124,25 @@ class Stepper:
         return nats / tokens
 
     @torch.no_grad()
-    def recall_accuracy(self, held_out: RecallRows) -> float:
-        """Share of the answers of ``held_out`` that the model predicts, for a model that one process has whole."""
+    def answer_accuracy(self, held_out: Tensor, labels: Tensor) -> float:
+        """Share of the answers that the model predicts whole, for a model that one process has whole.
+
+        Args:
+            held_out, labels: int64 [n, T]. An answer is a run of labels; -100 stands elsewhere.
+        """
         model: Any = self.unwrapped_model.eval()
-        parts = zip(*(torch.from_numpy(rows).split(VALIDATION_ROWS) for rows in held_out[:2]), strict=True)
-        hits = []
-        for ids, answers in map(self.fabric.to_device, parts):
-            hidden = model.base_model(input_ids=ids, use_cache=False).last_hidden_state
-            asked = hidden.gather(1, (answers - 1)[..., None].expand(-1, -1, hidden.shape[-1]))  # [b, questions, D]
-            hits.append(model.get_output_embeddings()(asked).argmax(-1) == ids.gather(1, answers))
-        return torch.cat(hits).float().mean().item()
+        right = []
+        for part in zip(held_out.split(VALIDATION_ROWS), labels.split(VALIDATION_ROWS), strict=True):
+            ids, wanted = self.fabric.to_device(part)
+            targets = F.pad(wanted[:, 1:], (0, 1), value=IGNORED)  # what each token predicts
+            asked = targets != IGNORED
+            hidden = model.base_model(input_ids=ids, use_cache=False).last_hidden_state[asked]  # [tokens, D]
+            missed = model.get_output_embeddings()(hidden).argmax(-1) != targets[asked]
+            starts = (asked & ~asked.roll(1, dims=1))[asked]  # the last token of a row predicts nothing
+            answer = starts.cumsum(0) - 1  # which answer a token belongs to
+            misses = torch.zeros(int(starts.sum()), device=ids.device).index_add_(0, answer, missed.float())
+            right.append(misses == 0)
+        return torch.cat(right).float().mean().item()
 
     def _part(self, ids: Tensor, labels: Tensor, weights: Tensor) -> tuple[dict, Tensor, Tensor]:
         """Inputs of the model, targets and weights: what this process has of rows ``ids``, ``labels [B, T]``."""

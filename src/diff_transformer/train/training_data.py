@@ -4,22 +4,23 @@ import queue
 import threading
 from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import chain
-from typing import TYPE_CHECKING, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from diff_transformer.data.cache import fingerprint, kept_text
+from diff_transformer.data.curriculum import WORDINGS, CopySource, FactSource
 from diff_transformer.data.documents import Corpus
 from diff_transformer.data.filler import Filler
 from diff_transformer.data.mixture import Mixture, RowSource
 from diff_transformer.data.needle_source import NeedleSource
 from diff_transformer.data.needles import needle_texts
 from diff_transformer.data.packing import PackedCorpus
-from diff_transformer.data.recall import RecallRows, RecallSource, answer_labels, make_recall_batch
+from diff_transformer.data.recall import RecallSource, answer_labels, make_recall_batch
 from diff_transformer.data.seeding import evaluation_rng
 from diff_transformer.data.tokenizer import load_tokenizer, tokenizer_of, train_tokenizer
 from diff_transformer.train.config import NO_CORPUS, DataConfig, RunConfig
@@ -29,7 +30,9 @@ from diff_transformer.train.text import Text, load_text
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
-SOURCES = ("text", "needles", "recall")
+SOURCES = ("text", "needles", "recall", "copies", *WORDINGS)
+_OF_TEXT = frozenset(("needles", "copies"))  # sources that cut their rows from text
+_OF_FACTS = frozenset(("needles", *WORDINGS))  # sources for which the tokenizer is trained on needles too
 _TOKENIZER_BYTES = 5_000_000  # of the corpus, to train the tokenizer on
 _TOKENIZER_NEEDLES = 20_000
 _POLL_SECONDS = 0.1
@@ -44,14 +47,9 @@ class TrainingData:
     text: Text | None  # where the rows of text come from; None for the corpus "none"
     mixture: Mixture
     validation: Tensor  # held-out rows of text, or of recall if there is no text, int64 [rows, length]
-    recall: RecallRows | None = None  # held-out rows of recall, if the mixture has them
-
-    @property
-    def validation_labels(self) -> Tensor:
-        """Labels of ``validation``: every token of text, the answers of recall."""
-        if self.text is not None or self.recall is None:
-            return self.validation
-        return torch.from_numpy(answer_labels(self.recall.ids, self.recall.answers))
+    validation_labels: Tensor  # their labels: every token of text, the answers of recall
+    # held-out rows of recall and of needles, if the mixture has them, and their labels: those of the answers
+    questions: dict[str, tuple[Tensor, Tensor]] = field(default_factory=dict)
 
 
 class Rows(NamedTuple):
@@ -82,47 +80,72 @@ def load_training_data(config: RunConfig) -> TrainingData:
         ValueError, FileNotFoundError: for a corpus, tokenizer or mixture that cannot be loaded.
     """
     data, seed = config.data, config.train.seed
-    unknown = sorted(set(data.mixture) - set(SOURCES))
+    names = source_names(data)
+    unknown = sorted(set(names) - set(SOURCES))
     if unknown:
-        raise ValueError(f"data.mixture names {', '.join(unknown)}; the sources are {', '.join(SOURCES)}")
-    shares = mixture_shares(config)
-    vocab_size = vocabulary_size(config)
+        raise ValueError(f"the mixture names {', '.join(unknown)}; the sources are {', '.join(SOURCES)}")
+    vocab_size, rows = vocabulary_size(config), config.train.validation_rows
     sources: dict[str, RowSource] = {}
     if data.corpus != NO_CORPUS:
         text = load_text(data, seed, lambda corpus: make_tokenizer(data, corpus, vocab_size), vocab_size)
         corpus, tokenizer, sources["text"] = text.corpus, text.tokenizer, text.source
     else:
-        if shares.keys() != {"recall"} or data.tokenizer == "bpe":
+        if names != ["recall"] or data.tokenizer == "bpe":
             raise ValueError(
                 f"data.corpus is {NO_CORPUS!r}, and data.mixture {data.mixture} or data.tokenizer {data.tokenizer!r} "
                 'needs text; give a corpus, or data.mixture={"recall": 1.0} and data.tokenizer=bytes'
             )
         text, corpus = None, Corpus(NO_CORPUS, [], [], "no text")
         tokenizer = make_tokenizer(data, corpus, vocab_size)
-    if "needles" in shares:
-        sources["needles"] = NeedleSource(
-            Filler(corpus.train),
+    questions = {}
+    filler: Any = Filler(corpus.train) if _OF_TEXT & set(names) else None
+    if "needles" in names:
+        sources["needles"] = _needle_source(config, filler, tokenizer)
+        questions["needles"] = _needle_source(config, filler, tokenizer, held_out=True).rows(0, rows)
+    if "recall" in names:
+        sources["recall"] = source = recall_source(config, tokenizer)
+        rng = evaluation_rng(config.evaluation.seed, "recall", "validation")
+        made = make_recall_batch(rng, source.vocabulary, source.task, rows)
+        questions["recall"] = made.ids, answer_labels(made.ids, made.answers)
+    if "copies" in names:
+        only = data.loss == "sources"
+        sources["copies"] = CopySource(filler, tokenizer, length=data.length, seed=seed, copies_only=only)
+    for wording in [name for name in names if name in WORDINGS]:
+        sources[wording] = FactSource(
+            wording,
             tokenizer,
             length=data.length,
             seed=seed,
             needles=data.needles.counts,
-            queries=data.needles.queries,
             digits=data.needles.digits,
-            questions_per_document=data.needles.questions,
             answer_loss_only=data.loss == "sources",
         )
-    held_out = None
-    if "recall" in shares:
-        sources["recall"] = source = recall_source(config, tokenizer)
-        rng = evaluation_rng(config.evaluation.seed, "recall", "validation")
-        held_out = make_recall_batch(rng, source.vocabulary, source.task, config.train.validation_rows)
-    mixture = Mixture({name: sources[name] for name in shares}, shares, config.train.batch_size, seed)
+    phases = [(steps, _positive(shares)) for steps, shares in data.phases]
+    mixture = Mixture(
+        {name: sources[name] for name in names}, _positive(data.mixture), config.train.batch_size, seed, phases
+    )
+    held_out = {name: (torch.from_numpy(ids), torch.from_numpy(labels)) for name, (ids, labels) in questions.items()}
     if text is not None:
-        validation = torch.from_numpy(text.validation_rows(config.train.validation_rows))
+        validation = labels = torch.from_numpy(text.validation_rows(rows))
     else:
-        assert held_out is not None  # recall is the only source
-        validation = torch.from_numpy(held_out.ids)
-    return TrainingData(corpus, tokenizer, text, mixture, validation, held_out)
+        validation, labels = held_out["recall"]  # recall is the only source
+    return TrainingData(corpus, tokenizer, text, mixture, validation, labels, held_out)
+
+
+def _needle_source(config: RunConfig, filler: Filler, tokenizer, *, held_out: bool = False) -> NeedleSource:
+    data = config.data
+    return NeedleSource(
+        filler,
+        tokenizer,
+        length=data.length,
+        seed=config.evaluation.seed if held_out else config.train.seed,
+        needles=data.needles.counts,
+        queries=data.needles.queries,
+        digits=data.needles.digits,
+        questions_per_document=data.needles.questions,
+        answer_loss_only=held_out or data.loss == "sources",
+        held_out=held_out,
+    )
 
 
 def recall_source(config: RunConfig, tokenizer: "PreTrainedTokenizerFast") -> RecallSource:
@@ -139,9 +162,25 @@ def recall_source(config: RunConfig, tokenizer: "PreTrainedTokenizerFast") -> Re
     )
 
 
-def mixture_shares(config: RunConfig) -> dict[str, float]:
-    """The share of each source that is used; the order is that of ``Rows.source``."""
-    return {name: share for name, share in config.data.mixture.items() if share > 0}
+def source_names(data: DataConfig) -> list[str]:
+    """The sources that are used, in all phases; the order is that of ``Rows.source``."""
+    every = [data.mixture, *(shares for _, shares in data.phases)]
+    return list(dict.fromkeys(name for shares in every for name in _positive(shares)))
+
+
+def mixture_shares(data: DataConfig, step: int | None = None) -> list[float]:
+    """The share of each source of ``source_names`` at ``step``, by default after all phases."""
+    end, shares = 0, data.mixture
+    for steps, of_phase in data.phases:
+        end += steps
+        if step is not None and step < end:
+            shares = of_phase
+            break
+    return [shares.get(name, 0.0) for name in source_names(data)]
+
+
+def _positive(shares: dict[str, float]) -> dict[str, float]:
+    return {name: share for name, share in shares.items() if share > 0}
 
 
 def make_tokenizer(data: DataConfig, corpus: Corpus, vocab_size: int) -> "PreTrainedTokenizerFast":
@@ -159,7 +198,7 @@ def make_tokenizer(data: DataConfig, corpus: Corpus, vocab_size: int) -> "PreTra
             size += document.num_bytes
             if size > _TOKENIZER_BYTES:
                 break
-        needles = needle_texts(_TOKENIZER_NEEDLES) if data.mixture.get("needles") else ()
+        needles = needle_texts(_TOKENIZER_NEEDLES) if _OF_FACTS & set(source_names(data)) else ()
         key = fingerprint(texts, "tokenizer", vocab_size, bool(needles))
         state = kept_text(key, lambda: train_tokenizer(chain(texts, needles), vocab_size).backend_tokenizer.to_str())
         return tokenizer_of(state)

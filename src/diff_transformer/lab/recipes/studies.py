@@ -5,6 +5,7 @@ from typing import Any
 
 from diff_transformer.checks import require_known
 from diff_transformer.lab.recipes.desk_study import base, desk_study
+from diff_transformer.lab.recipes.needle_study import needle_study
 from diff_transformer.lab.recipes.one_gpu import one_gpu
 from diff_transformer.lab.recipes.prose_study import prose_study
 from diff_transformer.lab.recipes.recall_study import recall_study
@@ -75,6 +76,7 @@ STUDIES: dict[str, Callable[[str], Study]] = {
     "desk": desk_study,
     "prose": prose_study,
     "recall": recall_study,
+    "needles": needle_study,
     "ladder": ladder_study,
     "stability": stability_study,
 }

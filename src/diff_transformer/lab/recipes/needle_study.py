@@ -1,0 +1,96 @@
+"""The needle study: models that retrieve several needles from prose, by a curriculum that leads up to them.
+
+Trained on needles alone, a model of this size names one of the numbers of its prompt at random. The curriculum teaches
+it to copy first. Questions, outcomes and the order of the runs were fixed before the runs, in
+figures/needles/preregistration.md.
+"""
+
+import copy
+import dataclasses
+from collections.abc import Iterable
+
+from diff_transformer.lab.recipes.desk import demo
+from diff_transformer.lab.recipes.recall_study import CORE, MORE
+from diff_transformer.lab.record import Record
+from diff_transformer.lab.spec import Choices, RunSpec, Study, side_model, with_seed
+from diff_transformer.train.config import NeedleConfig, OptimConfig, RunConfig
+
+SIDES = CORE | {name: MORE[name] for name in ("diff_lambda0", "diff", "softmax_norm", "softmax_wide_norm1", "diff_v2")}
+SEEDS = range(5)
+LEARNING_RATES = (1e-3, 2e-3, 4e-3)
+SWEEP_SEED = 100
+SETTING = "prose"
+CELLS = ((1, 1), (2, 2), (4, 2), (6, 2), (8, 1))  # Table 2, and the cell of Figure 5
+LENGTHS = (128, 256)
+PHASES = (
+    (700, {"copies": 1.0}),
+    (500, {"copies": 0.5, "pairs": 0.5}),
+    (1000, {"copies": 0.25, "pairs": 0.25, "clauses": 0.5}),
+)
+MIXTURE = {"copies": 0.25, "clauses": 0.25, "needles": 0.5}
+STEPS = 3500  # of them 1300 with needles
+
+
+def base(corpus: str) -> RunConfig:
+    """Two layers of width 64, 4 maps of width 16, rows of 128 tokens; text that repeats, short facts, then needles."""
+    config = demo()
+    config.name = "needles"
+    config.model |= {
+        "hidden_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "max_position_embeddings": max(LENGTHS),
+        "initializer_range": 0.05,
+    }
+    config.data.corpus, config.data.max_bytes = corpus, 8_000_000
+    config.data.mixture, config.data.phases = dict(MIXTURE), PHASES
+    config.data.needles = NeedleConfig(counts=(1, 2, 4, 6, 8), queries=(1, 2), questions=4, digits=1)
+    config.optim = OptimConfig(betas=(0.9, 0.98), warmup_steps=50, final_lr_ratio=0.2)
+    config.train = dataclasses.replace(
+        config.train, steps=STEPS, batch_size=32, log_every=50, validate_every=50, checkpoint_every=700,
+        checkpoint_keep=1, checkpoint_best=False, threads=1,
+    )  # fmt: skip
+    config.evaluation = dataclasses.replace(
+        config.evaluation, needles=CELLS, needle_lengths=LENGTHS, samples=20, allocation_needles=4,
+        allocation_samples=40, recall_steps=0, more={},
+    )  # fmt: skip
+    return config
+
+
+def needle_study(corpus: str) -> Study:
+    """The needle study; see the module. ``corpus``: a folder of prose, with train/ and val/ inside.
+
+    Command: ``diff-transformer study needles --corpus FOLDER --out runs/needles --minutes 60``, repeated until it
+    reports that all runs are finished. Hardware: two CPU cores.
+    """
+
+    def stage(sides: Iterable[str], then: Study | None = None) -> Study:
+        sweep = [
+            _run(f"sweep/lr{rate:g}", side, SWEEP_SEED, corpus, rate, measured=False)
+            for side in sides
+            for rate in LEARNING_RATES
+        ]
+
+        def runs(rates: Choices) -> list[RunSpec]:
+            return [_run(SETTING, side, seed, corpus, rates[side]) for seed in SEEDS for side in sides]
+
+        return Study("needles", sweep, runs, score=shortfall, then=then)
+
+    return stage(CORE, then=stage([side for side in SIDES if side not in CORE]))
+
+
+def shortfall(record: Record) -> float:
+    """What the sweep minimises: 1 less the final accuracy; a hundredth of the mean accuracy so far breaks ties."""
+    accuracy = record.curves["needles"]["accuracy"]
+    return 1 - accuracy[-1] - 0.01 * sum(accuracy) / len(accuracy)
+
+
+def _run(where: str, side: str, seed: int, corpus: str, rate: float, *, measured: bool = True) -> RunSpec:
+    made, (name, fields) = copy.deepcopy(base(corpus)), SIDES[side]
+    made.optim.lr = rate
+    if side == "softmax_wide_norm1":  # as many heads as DIFF has, and as wide
+        made.model["num_attention_heads"] //= 2
+    made.model |= fields
+    made.model |= side_model(made, name)
+    measure = ("needle", "allocation") if measured else ()
+    return RunSpec(where, side, seed, with_seed(made, seed).validate(), measure, may_diverge=True)
