@@ -16,14 +16,13 @@ from paper import ABLATED, FOLDERS, TABLE_6, Folder
 from plots import RATES, stale, write
 from record import cells_of, without_places
 from scaling import SIDES, matched, records, scaling_runs
-from tables import in_short, interval, side_by_side
+from tables import between, in_short, interval, side_by_side
 
 from diff_transformer.lab.measures import Row, paired_rows
 from diff_transformer.lab.record import Cells, load_all
 from diff_transformer.report.render import Chart
 
 FIGURES = Path(__file__).resolve().parent
-MEASURED = re.compile(r"(?<=<!-- measured -->\n).*?(?=\n<!-- /measured -->)", re.DOTALL)
 ABOUT = ("length", "samples", "seed", "steps", "dtype", "cpu", "threads", "commit", "date")
 MAIN = "novels"  # the desk study's setting with the most seeds
 THROUGHPUT = FIGURES.parent / "benchmarks" / "results" / "throughput_cpu.json"
@@ -193,8 +192,7 @@ def index(cells: Cells) -> str:
 
 
 def filled(name: str, cells: Cells) -> str:
-    text = (FIGURES / name / "README.md").read_text()
-    return MEASURED.sub(lambda _: measured(name, cells), text)
+    return between(FIGURES / name / "README.md", "measured", measured(name, cells))
 
 
 def main(arguments: list[str]) -> int:

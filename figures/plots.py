@@ -12,7 +12,9 @@ from statistics import fmean
 from record import cells_of
 from tables import in_numbers
 
+from diff_transformer.data.needles import DEPTHS
 from diff_transformer.lab.measures import borrow_baselines, final_loss, paired_rows, trained
+from diff_transformer.lab.recipes import needle_study
 from diff_transformer.lab.recipes.recall_study import CORE, GRID
 from diff_transformer.lab.record import Cells, Record
 from diff_transformer.lab.stats import Interval, over_seeds
@@ -247,20 +249,51 @@ def recall_charts(cells: Cells) -> dict[str, Chart]:
     """Accuracy by step in each setting of the grid: mean over seeds, and a band from the lowest to the highest."""
     panels, named = [], {}
     for where in [name for name in GRID if name in cells]:
-        lines = []
-        for side in [name for name in CORE if name in cells[where]]:
-            curves = [record.curves["recall"] for record in trained(cells[where][side]).values()]
-            columns = list(zip(*(curve["accuracy"] for curve in curves), strict=True))
-            steps = [float(step) for step in curves[0]["step"]] if curves else []
-            points = [(step, fmean(column)) for step, column in zip(steps, columns, strict=True)]
-            band = tuple((step, min(column), max(column)) for step, column in zip(steps, columns, strict=True))
-            mark = "s3" if side == "softmax_norm1" else style(side)
-            named[mark] = NAMES[side]
-            lines.append(Line(NAMES[side], points, mark, read=True, band=band))
         pairs, noise = GRID[where]
-        title = f"{pairs} pairs, {noise} noise tokens each"
-        panels.append((title, line_chart(title, lines, x_label="step", y_range=(0.0, 1.02), width=260)))
+        panels.append(_accuracy(f"{pairs} pairs, {noise} noise tokens each", cells[where], "recall", named))
     return {"recall.svg": grid(panels, named)} if panels else {}
+
+
+def needle_charts(cells: Cells) -> dict[str, Chart]:
+    """Accuracy on needles by step, and that of Figure 5's cell by depth at each length."""
+    runs, named = cells.get(needle_study.SETTING, {}), {}
+    if not runs:
+        return {}
+    panels = [_accuracy("held-out needles, while training", runs, "needles", named)]
+    for length in needle_study.LENGTHS:
+        lines = []
+        for side in [name for name in CORE if name in runs]:
+            columns = [
+                [record.metrics["needle"][f"n8_r1_len{length}_depth{depth}"] for record in trained(runs[side]).values()]
+                for depth in _DEPTHS
+            ]
+            points = [(float(depth), fmean(column)) for depth, column in zip(_DEPTHS, columns, strict=True) if column]
+            band = tuple((float(d), min(c), max(c)) for d, c in zip(_DEPTHS, columns, strict=True) if c)
+            lines.append(Line(NAMES[side], points, _mark(side), read=True, band=band))
+        title = f"1 of 8 needles, {length} tokens"
+        panels.append((title, line_chart(title, lines, x_label="depth, %", y_range=(0.0, 1.02), width=260)))
+    return {"needles.svg": grid(panels, named)}
+
+
+_DEPTHS = tuple(round(100 * depth) for depth in DEPTHS)
+
+
+def _accuracy(title: str, runs: dict, curve: str, named: dict[str, str]) -> tuple[str, Chart]:
+    """A panel: the accuracy of each core side by step, a mean over seeds with a band from the lowest to the highest."""
+    lines = []
+    for side in [name for name in CORE if name in runs]:
+        curves = [record.curves[curve] for record in trained(runs[side]).values()]
+        columns = list(zip(*(each["accuracy"] for each in curves), strict=True))
+        steps = [float(step) for step in curves[0]["step"]] if curves else []
+        points = [(step, fmean(column)) for step, column in zip(steps, columns, strict=True)]
+        band = tuple((step, min(column), max(column)) for step, column in zip(steps, columns, strict=True))
+        named[_mark(side)] = NAMES[side]
+        lines.append(Line(NAMES[side], points, _mark(side), read=True, band=band))
+    return title, line_chart(title, lines, x_label="step", y_range=(0.0, 1.02), width=260)
+
+
+def _mark(side: str) -> str:
+    return "s3" if side == "softmax_norm1" else style(side)
 
 
 def write(charts: dict[str, Chart], folder: Path) -> None:
@@ -283,6 +316,7 @@ def main(arguments: list[str]) -> int:
         ("desk", objective_charts),
         ("stability", stability_charts),
         ("recall", recall_charts),
+        ("needles", needle_charts),
     ):
         folder = FIGURES / name
         charts = make(cells_of(folder)) if (folder / "measured.json").exists() else {}

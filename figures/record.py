@@ -16,8 +16,8 @@ POINTS = 60  # of a curve
 # Metrics that some table shows, by experiment.
 SHOWN = {
     "associative_recall": r"validation|ar_hit|others|ar_hit_share",
-    "needle": r"chance|n\d+_r\d+(_depth\d+)?",
-    "allocation": r"(answer|noise)(_depth\d+)?|best_head_answer",
+    "needle": r"chance|n\d+_r\d+(_len\d+)?(_depth\d+)?",
+    "allocation": r"(answer|noise)(_mean_map|_depth\d+)?|best_head_answer",
     "outliers": r"(logits|hidden)_(top\d+|median)",
     "quantization": r"(accuracy|loss)_\d+bit(_change)?|chance",
     "long_nll": r"nll\d+|books",

@@ -1,12 +1,12 @@
 """What the command of a study's folder does: record the runs, fill the tables of pages, draw the plots."""
 
-import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from plots import write
 from record import cells_of, keep_study, restore
+from tables import between
 
 from diff_transformer.lab.record import Cells
 
@@ -27,7 +27,7 @@ def study_command(arguments: list[str], here: Path, pages: Pages, charts: Callab
     if not measured.exists():
         return 0
     cells = cells_of(here)
-    texts = {page: filled(page, *of, cells) for page, of in pages.items()}
+    texts = {page: between(page, name, make(cells)) for page, (name, make) in pages.items()}
     stale = [page for page, text in texts.items() if page.read_text() != text]
     if arguments == ["--check"]:
         root = here.parents[1]
@@ -37,9 +37,3 @@ def study_command(arguments: list[str], here: Path, pages: Pages, charts: Callab
         page.write_text(texts[page])
     write(charts(cells), here)
     return 0
-
-
-def filled(page: Path, name: str, make: Callable[[Cells], str], cells: Cells) -> str:
-    """The page with ``make(cells)`` between its markers ``name``."""
-    pattern = rf"(?<=<!-- {name} -->\n).*?(?=\n<!-- /{name} -->)"
-    return re.sub(pattern, lambda _: make(cells), page.read_text(), flags=re.DOTALL)

@@ -1,8 +1,12 @@
-"""Tables of paired differences, in Markdown."""
+"""Tables of paired differences, in Markdown, and where they stand in a page."""
 
+import re
+from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 
 from diff_transformer.lab.measures import Row, after_holm
+from diff_transformer.lab.record import Cells, Record
 from diff_transformer.lab.stats import Interval, holm
 
 MARKS = {"held": "✓ ", "did not hold": "✗ "}
@@ -70,3 +74,45 @@ def summary(rows: list[Row], p: str = "p") -> str:
     lines = [f"| | difference (95 % interval) | seeds | {p} | verdict |", "|---|---|---|---|---|"]
     rest = (f"| {r.measure} | {interval(r)} | {r.seeds} | {r.p_value:.3f} | {r.verdict} |" for r in rows)
     return "\n".join([*lines, *rest])
+
+
+def between(page: Path, name: str, made: str) -> str:
+    """The text of ``page`` with ``made`` between its lines ``<!-- name -->`` and ``<!-- /name -->``.
+
+    Raises:
+        ValueError: if the page has not exactly one such pair of lines.
+    """
+    pattern = rf"(?<=<!-- {name} -->\n).*?(?=<!-- /{name} -->)"
+    text, found = re.subn(pattern, lambda _: made and f"{made}\n", page.read_text(), flags=re.DOTALL)
+    if found != 1:
+        raise ValueError(f"{page} has {found} pairs of lines <!-- {name} --> and <!-- /{name} -->; give it one")
+    return text
+
+
+def learning_rates(
+    title: str, cells: Cells, names: dict[str, str], curve: str, score: Callable[[Record], float]
+) -> str:
+    """The final accuracy of each side at each learning rate of a sweep (``sweep/lrRATE``, one seed).
+
+    Args:
+        names: of the sides, in the order of the lines.
+        curve: of a record, with its accuracies.
+        score: what the sweep minimises.
+    """
+    found = {name.removeprefix("sweep/lr"): sides for name, sides in cells.items() if name.startswith("sweep/")}
+    rates = sorted(found, key=float)
+    lines = [title, "", f"| | {' | '.join(rates)} |", "|---" * (len(rates) + 1) + "|"]
+    for side, name in names.items():
+        runs = [found[rate].get(side, {}) for rate in rates]
+        if any(runs):
+            shown = [next((_final(record, curve) for record in by.values()), "") for by in runs]
+            known = {i: score(record) for i, by in enumerate(runs) for record in by.values() if not record.diverged}
+            best = min(known, key=known.__getitem__, default=None)
+            if len(known) == len(rates) and best in (0, len(rates) - 1):
+                shown[best] += " (best, at the edge)"
+            lines.append(f"| {name} | {' | '.join(shown)} |")
+    return "\n".join(lines) if rates else ""
+
+
+def _final(record: Record, curve: str) -> str:
+    return "diverged" if record.diverged else f"{record.curves[curve]['accuracy'][-1]:.2f}"

@@ -18,6 +18,7 @@ GENERATED = (
     "figures/desk/objective.py",
     "figures/desk/run.py",
     "figures/fill.py",
+    "figures/needles/run.py",
     "figures/plots.py",
     "figures/prose/run.py",
     "figures/recall/run.py",

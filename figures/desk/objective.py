@@ -8,7 +8,6 @@ python figures/desk/objective.py          # write the tables from measured.json
 python figures/desk/objective.py --check  # exit 1 if a page differs
 """
 
-import re
 import sys
 from pathlib import Path
 from statistics import fmean
@@ -18,6 +17,9 @@ from diff_transformer.lab.stats import Interval, over_seeds
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
+sys.path.insert(0, str(HERE.parent))
+from tables import between  # noqa: E402  (beside this folder)
+
 POINTS = 8  # of the 31 at which the loss of each source is recorded: the last quarter of training
 # Setting, side, the setting of its Transformer, what a reader calls it.
 ROWS = (
@@ -69,9 +71,7 @@ def table(cells: Cells, rows) -> str:
 
 
 def filled(page: Path, cells: Cells) -> str:
-    made = table(cells, PAGES[page])
-    pattern = r"(?<=<!-- objective -->\n).*?(?=<!-- /objective -->)"
-    return re.sub(pattern, lambda _: f"{made}\n", page.read_text(), flags=re.DOTALL)
+    return between(page, "objective", table(cells, PAGES[page]))
 
 
 def main(arguments: list[str]) -> int:

@@ -8,11 +8,10 @@ python figures/recall/run.py --restore runs/recall   # the recorded runs as a fo
 
 import math
 import sys
-from itertools import pairwise
 from pathlib import Path
 from statistics import fmean
 
-from diff_transformer.lab.measures import Measure, Row, metric, paired_rows, trained
+from diff_transformer.lab.measures import Measure, Row, metric, paired_rows, steps_to, trained
 from diff_transformer.lab.recipes.recall_study import CENTRE, CORE, GRID, MORE, SEEDS, SIDES, recall_study, shortfall
 from diff_transformer.lab.record import Cells, Record
 from diff_transformer.lab.stats import over_seeds, paired_p_value, verdict
@@ -21,7 +20,7 @@ HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent))
 from plots import NAMES, recall_charts  # noqa: E402  (beside this folder)
 from study import study_command  # noqa: E402
-from tables import corrected, in_numbers, summary  # noqa: E402
+from tables import corrected, in_numbers, learning_rates, summary  # noqa: E402
 
 SIDE, BASELINES = "diff_norm1", ("softmax", "softmax_norm1")
 GOAL = 0.9  # accuracy whose first step is an outcome
@@ -30,16 +29,8 @@ ACCURACY = metric("recall", "accuracy", "higher", "accuracy at the end")
 
 
 def steps_to_goal(record: Record) -> float:
-    """The step at which the accuracy on held-out rows reaches ``GOAL``, between validations on a straight line.
-
-    The number of steps of the run if it never does.
-    """
-    curve = record.curves["recall"]
-    points = list(zip(curve["step"], curve["accuracy"], strict=True))
-    for (before, low), (step, high) in pairwise(points):
-        if high >= GOAL:
-            return before + (step - before) * (GOAL - low) / (high - low)
-    return float(record.steps)
+    """The step at which the accuracy on held-out rows reaches ``GOAL``; the steps of the run if it never does."""
+    return steps_to(record, "recall", GOAL)
 
 
 STEPS = Measure("steps to 0.9, log2", lambda record: math.log2(steps_to_goal(record)), "lower")
@@ -176,24 +167,8 @@ def by_setting(cells: Cells) -> str:
 
 def sweep(cells: Cells) -> str:
     """The learning rates tried for each side (one seed)."""
-    found = {name.removeprefix("sweep/lr"): sides for name, sides in cells.items() if name.startswith("sweep/")}
-    rates = sorted(found, key=float)
-    lines = [f"**Learning rates** (accuracy at the end in {CENTRE}, one other seed)", ""]
-    lines += [f"| | {' | '.join(rates)} |", "|---" * (len(rates) + 1) + "|"]
-    for side in SIDES:
-        runs = [found[rate].get(side, {}) for rate in rates]
-        if any(runs):
-            shown = [next((_final(record) for record in by.values()), "") for by in runs]
-            known = {i: shortfall(record) for i, by in enumerate(runs) for record in by.values() if not record.diverged}
-            best = min(known, key=known.__getitem__, default=None)
-            if len(known) == len(rates) and best in (0, len(rates) - 1):
-                shown[best] += " (best, at the edge)"
-            lines.append(f"| {NAMES[side]} | {' | '.join(shown)} |")
-    return "\n".join(lines) if rates else ""
-
-
-def _final(record: Record) -> str:
-    return "diverged" if record.diverged else f"{record.curves['recall']['accuracy'][-1]:.2f}"
+    title = f"**Learning rates** (accuracy at the end in {CENTRE}, one other seed)"
+    return learning_rates(title, cells, {side: NAMES[side] for side in SIDES}, "recall", shortfall)
 
 
 PAGES = {HERE / "README.md": ("measured", tables), HERE.parents[1] / "docs" / "findings.md": ("recall", primary)}

@@ -1,7 +1,6 @@
 """README's tables and the plot, from measured.json."""
 
 import json
-import re
 import sys
 from pathlib import Path
 
@@ -9,6 +8,7 @@ HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE), str(HERE.parent)]
 from arms import ARMS  # noqa: E402  (beside this file; plots is above)
 from plots import write  # noqa: E402
+from tables import between  # noqa: E402
 
 from diff_transformer.lab.stats import over_seeds  # noqa: E402
 from diff_transformer.report.charts import Line, grid, line_chart  # noqa: E402
@@ -16,7 +16,6 @@ from diff_transformer.report.render import Chart  # noqa: E402
 
 STYLES = {"source": "softmax", "wider": "s5", "diff": "diff", "diff_v2": "s4", "frozen": "s2", "diff_0.2": "s1"}
 PARTS = ("q", "q1", "q2", "k", "k1", "k2", "lambda")
-MEASURED = re.compile(r"(?<=<!-- measured -->\n).*?(?=\n<!-- /measured -->)", re.DOTALL)
 
 
 def start_table(start: dict) -> list[str]:
@@ -107,7 +106,7 @@ def filled() -> str:
         *rate_table(record["curves"], record["rates"]), "",
         f"{about['cpu']}, torch {about['torch']}, fp32, one thread, commit {about['commit']}, {about['date'][:10]}.",
     ]  # fmt: skip
-    return MEASURED.sub(lambda _: "\n".join(lines), (HERE / "README.md").read_text())
+    return between(HERE / "README.md", "measured", "\n".join(lines))
 
 
 def draw() -> None:

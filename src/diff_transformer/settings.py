@@ -183,8 +183,12 @@ def _described(kind: Any, *, many: bool = False) -> str:
     if origin in (Union, types.UnionType):
         return " or ".join(_described(part) for part in parts)
     if origin in (tuple, list):
-        count = "" if origin is list or parts[1:] == (...,) else f"{len(parts)} "
-        return f"{'lists' if many else 'a list'} of {count}{_described(parts[0], many=True)}"
+        fixed = origin is tuple and parts[1:] != (...,)
+        if fixed and len(set(map(str, parts))) > 1:
+            items = " and ".join(map(_described, parts))
+        else:
+            items = f"{len(parts)} " * fixed + _described(parts[0], many=True)
+        return f"{'lists' if many else 'a list'} of {items}"
     if kind is dict or origin is dict:
         inner = f" with {_described(parts[1], many=True)}" if parts and parts[1] is not Any else ""
         return f"{'objects' if many else 'an object'}{inner}"

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from itertools import pairwise
 from statistics import fmean, stdev
 
 from diff_transformer.lab.record import Cells, Record
@@ -173,6 +174,18 @@ def tokens_to_equal_loss(side: Record, baseline: Record, source: str | None = No
             reached = before + (high - goal) / (high - loss) * (step - before)
             return reached * side.tokens_per_step / (end * baseline.tokens_per_step)
     return None
+
+
+def steps_to(record: Record, curve: str, goal: float) -> float:
+    """The step at which the accuracy of ``record.curves[curve]`` first reaches ``goal``.
+
+    Between two validations it lies on a straight line. It is the number of steps of the run if that never happens.
+    """
+    found = record.curves[curve]
+    for (before, low), (step, high) in pairwise(zip(found["step"], found["accuracy"], strict=True)):
+        if high >= goal:
+            return before + (step - before) * (goal - low) / (high - low)
+    return float(record.steps)
 
 
 def _curve(record: Record, source: str | None) -> list[tuple[int, float]]:

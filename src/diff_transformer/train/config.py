@@ -321,13 +321,21 @@ class RunConfig:
                 raise ValueError(f"{name}.seed is {seed}; give a whole number from 0 to {MAX_SEED}")
         if not all(0 <= beta < 1 for beta in self.optim.betas):
             raise ValueError(f"optim.betas is {self.optim.betas}; give two numbers from 0 up to, but not, 1")
-        for name, shares in (("mixture", data.mixture), *(("phases", shares) for _, shares in data.phases)):
-            if any(share < 0 for share in shares.values()) or not any(shares.values()):
-                raise ValueError(
-                    f'data.{name} has {shares}; give shares of 0 or more, at least one above 0, such as {{"text": 1.0}}'
-                )
-        if any(steps < 1 for steps, _ in data.phases):
-            raise ValueError(f"data.phases has {[steps for steps, _ in data.phases]} steps; give each phase at least 1")
+        if not _shares(data.mixture):
+            raise ValueError(
+                f"data.mixture is {data.mixture}; give shares of 0 or more, at least one above 0, such as "
+                f'{{"text": 1.0}}'
+            )
+        if not all(steps >= 1 and _shares(shares) for steps, shares in data.phases):
+            raise ValueError(
+                f"data.phases is {data.phases}; give each phase at least 1 step and shares of 0 or more, at least one "
+                f'above 0, such as [[600, {{"copies": 1.0}}]]'
+            )
+        if (steps := sum(steps for steps, _ in data.phases)) > self.train.steps:
+            raise ValueError(
+                f"data.phases is {data.phases}, {steps} steps in all, and train.steps is {self.train.steps}; give "
+                "fewer, or more train.steps"
+            )
         if any(not weight > 0 for weight in data.corpora.values()):
             raise ValueError(f"data.corpora is {data.corpora}; give weights above 0, and leave out what is not wanted")
         for name in ("counts", "queries"):

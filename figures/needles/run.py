@@ -1,0 +1,177 @@
+"""Record the needle study, and make its tables and plot from the record.
+
+python figures/needles/run.py runs/needles             # record what is finished there, then the rest
+python figures/needles/run.py                          # tables and plot again from measured.json
+python figures/needles/run.py --check                  # exit 1 if the README's tables differ from measured.json
+python figures/needles/run.py --restore runs/needles   # the recorded runs as a folder that the study goes on with
+"""
+
+import math
+import sys
+from dataclasses import replace
+from pathlib import Path
+from statistics import fmean
+
+from diff_transformer.lab.measures import Measure, Row, metric, paired_rows, steps_to, trained
+from diff_transformer.lab.recipes.needle_study import CELLS, LENGTHS, SEEDS, SETTING, SIDES, needle_study, shortfall
+from diff_transformer.lab.recipes.recall_study import CORE
+from diff_transformer.lab.record import Cells, Record
+
+HERE = Path(__file__).resolve().parent
+sys.path.insert(0, str(HERE.parent))
+from plots import NAMES, needle_charts  # noqa: E402  (beside this folder)
+from study import study_command  # noqa: E402
+from tables import corrected, in_numbers, learning_rates, summary  # noqa: E402
+
+SIDE, BASELINES = "diff_norm1", ("softmax", "softmax_norm1")
+GOAL = 0.9  # accuracy whose first step is an outcome
+SEVERAL = ((4, 2), (6, 2), (8, 1))  # cells of the primary outcome
+
+
+def several(record: Record) -> float:
+    """The mean accuracy over the cells with several needles, at the length of training."""
+    return fmean(record.metrics["needle"][f"n{n}_r{r}_len{LENGTHS[0]}"] for n, r in SEVERAL)
+
+
+def steps(record: Record) -> float:
+    """The step at which the accuracy on held-out needle rows reaches ``GOAL``; those of the run if it never does."""
+    return steps_to(record, "needles", GOAL)
+
+
+ACCURACY = Measure("accuracy, several needles", several, "higher")
+STEPS = Measure("steps to 0.9, log2", lambda record: math.log2(steps(record)), "lower")
+ATTENTION = (
+    metric("allocation", "answer", "higher", "attention on the answer, by head"),
+    metric("allocation", "noise", "lower", "attention on the noise, by head"),
+    metric("allocation", "answer_mean_map", "higher", "attention on the answer, mean map"),
+    metric("allocation", "noise_mean_map", "lower", "attention on the noise, mean map"),
+)
+
+
+def cell(needles: int, asked: int, length: int) -> Measure:
+    return metric("needle", f"n{needles}_r{asked}_len{length}", "higher", f"({needles}, {asked})")
+
+
+def primary(cells: Cells) -> str:
+    """The primary outcome; "" before there is anything to compare."""
+    rows: list[Row] = []
+    untested = []
+    for baseline in BASELINES:
+        compared = f"{NAMES[SIDE]} less {NAMES[baseline]}"
+        measures = [ACCURACY, STEPS] if reached(cells, SIDE) + reached(cells, baseline) else [ACCURACY]
+        if STEPS not in measures:
+            untested.append(f"{compared}: no run of either side reached {GOAL}, so the steps have no test.")
+        for row in paired_rows(cells, SETTING, SIDE, measures, baseline):
+            rows.append(replace(row, measure=f"{compared}: {row.measure}"))
+    if not rows:
+        return ""
+    undecided = "" if core_runs(cells) == len(SEEDS) * len(CORE) else ". The core is not finished: nothing is decided"
+    return "\n\n".join(
+        [f"**Primary outcome**{undecided}", summary(corrected(rows), "p after Holm"), *untested],
+    )
+
+
+def reached(cells: Cells, side: str) -> int:
+    """Runs of a side that reached ``GOAL``."""
+    runs = trained(cells.get(SETTING, {}).get(side, {})).values()
+    return sum(steps(record) < record.steps for record in runs)
+
+
+def tables(cells: Cells) -> str:
+    """What stands between the README's markers."""
+    parts = [progress(cells), primary(cells)]
+    if SETTING in cells:
+        parts += [
+            "![Accuracy while training, and by depth](needles.svg)",
+            binding(cells),
+            by_cell(cells),
+            attention(cells),
+        ]
+    title = "**Learning rates** (accuracy at the end on held-out needle rows, one other seed)"
+    parts.append(learning_rates(title, cells, {side: NAMES[side] for side in SIDES}, "needles", shortfall))
+    return "\n\n".join(part for part in parts if part)
+
+
+def core_runs(cells: Cells) -> int:
+    """Finished runs of the core."""
+    return sum(seed in cells.get(SETTING, {}).get(side, {}) for seed in SEEDS for side in CORE)
+
+
+def progress(cells: Cells) -> str:
+    rates = dict.fromkeys(SIDES, 1e-3)
+    plan = needle_study("none")
+    assert plan.then is not None
+    stages = {
+        "the sweep of the core": plan.sweep,
+        "the core": plan.runs(rates),
+        "the sweep of the later sides": plan.then.sweep,
+        "the later sides": plan.then.runs(rates),
+    }
+    counts = [
+        f"{sum(spec.seed in cells.get(spec.setting, {}).get(spec.side, {}) for spec in specs)} of {len(specs)} runs of "
+        f"{name}"
+        for name, specs in stages.items()
+    ]
+    return f"Finished: {'; '.join(counts)}."
+
+
+def binding(cells: Cells) -> str:
+    """When each side learns to tell needles apart."""
+    lines = ["| side | seeds | accuracy on held-out rows | less the Transformer's | reached 0.9 | steps to 0.9 |"]
+    lines.append("|---|---|---|---|---|---|")
+    final = Measure("final", lambda record: record.curves["needles"]["accuracy"][-1], "higher")
+    for side, runs in _sides(cells):
+        arrived = [steps(record) for record in runs if steps(record) < record.steps]
+        rows = paired_rows(cells, SETTING, side, [final]) if side != "softmax" else []
+        shown = [
+            NAMES[side],
+            str(len(runs)),
+            f"{fmean(map(final.read, runs)):.3f}",
+            in_numbers(rows[0].difference) if rows else "",
+            f"{len(arrived)} of {len(runs)}",
+            ", ".join(f"{step:.0f}" for step in arrived),
+        ]
+        lines.append(f"| {' | '.join(shown)} |")
+    return "\n".join(lines)
+
+
+def by_cell(cells: Cells) -> str:
+    """Table 2 and the cell of Figure 5 at both lengths: means over seeds, and differences from the Transformer."""
+    lines = ["| side | tokens | " + " | ".join(f"({n}, {r})" for n, r in CELLS) + " |", "|---" * (len(CELLS) + 2) + "|"]
+    for side, runs in _sides(cells):
+        for length in LENGTHS:
+            measures = [cell(n, r, length) for n, r in CELLS]
+            rows = paired_rows(cells, SETTING, side, measures) if side != "softmax" else []
+            shown = [f"{fmean(measure.read(record) for record in runs):.2f}" for measure in measures]
+            if rows:
+                shown = [f"{mean}; {in_numbers(row.difference)}" for mean, row in zip(shown, rows, strict=True)]
+            lines.append(f"| {' | '.join([NAMES[side], str(length), *shown])} |")
+    head = (
+        "**Table 2 and the cell of Figure 5**: (needles, cities asked for); after a semicolon, less the Transformer's"
+    )
+    return head + "\n\n" + "\n".join(lines)
+
+
+def attention(cells: Cells) -> str:
+    """Table 3 on models that retrieve: shares of the attention in prompts with four needles."""
+    lines = [f"| side | {' | '.join(measure.name for measure in ATTENTION)} |", "|---" * (len(ATTENTION) + 1) + "|"]
+    for side, runs in _sides(cells):
+        rows = paired_rows(cells, SETTING, side, list(ATTENTION)) if side != "softmax" else []
+        shown = [f"{fmean(measure.read(record) for record in runs):.3f}" for measure in ATTENTION]
+        if rows:
+            shown = [f"{mean}; {in_numbers(row.difference)}" for mean, row in zip(shown, rows, strict=True)]
+        lines.append(f"| {' | '.join([NAMES[side], *shown])} |")
+    return "**Table 3**, prompts with 4 needles\n\n" + "\n".join(lines)
+
+
+def _sides(cells: Cells):
+    """(side, its runs that did not diverge), in the order of the plan."""
+    for side in SIDES:
+        if runs := list(trained(cells[SETTING].get(side, {})).values()):
+            yield side, runs
+
+
+PAGES = {HERE / "README.md": ("measured", tables), HERE.parents[1] / "docs" / "findings.md": ("needles", primary)}
+
+if __name__ == "__main__":
+    sys.exit(study_command(sys.argv[1:], HERE, PAGES, needle_charts, curves=("needles", "validation")))

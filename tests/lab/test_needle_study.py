@@ -1,0 +1,59 @@
+"""The needle study: the order of its runs, one run from end to end, and what its sweep goes by."""
+
+from dataclasses import replace
+
+import pytest
+
+from diff_transformer.lab.recipes.needle_study import CELLS, LEARNING_RATES, LENGTHS, SIDES, needle_study, shortfall
+from diff_transformer.lab.recipes.recall_study import CORE
+from diff_transformer.lab.record import Record, load_all
+from diff_transformer.lab.worker import run
+
+RATES = dict.fromkeys(SIDES, 1e-3)
+
+
+def test_the_core_comes_seed_by_seed_after_its_own_sweep():
+    plan = needle_study("python")
+    assert plan.then is not None
+    for stage, sides in ((plan, set(CORE)), (plan.then, set(SIDES) - set(CORE))):
+        assert {(spec.side, spec.config.optim.lr) for spec in stage.sweep} == {
+            (side, rate) for side in sides for rate in LEARNING_RATES
+        }
+        runs = stage.runs(RATES)
+        assert [spec.seed for spec in runs] == [seed for seed in range(5) for _ in sides]
+        assert {spec.seed for spec in stage.sweep}.isdisjoint(range(5))
+
+
+def test_a_run_from_end_to_end(tmp_path):
+    """Each phase is trained on, the accuracy on needles is in the record, and so is every cell at both lengths."""
+    spec = needle_study("python").runs(RATES)[0]
+    config = replace(spec.config)
+    config.data = replace(config.data, max_bytes=300_000, phases=[(1, shares) for _, shares in config.data.phases])
+    config.train = replace(config.train, steps=4, validate_every=2, batch_size=4, validation_rows=8, checkpoint_every=4)
+    config.evaluation = replace(config.evaluation, samples=2, allocation_samples=2)
+    replace(spec, config=config).save(tmp_path)
+    record = run(tmp_path)
+    assert load_all(tmp_path) == [record]
+    assert record.curves["needles"]["step"] == [0, 2, 4]
+    assert all(0 <= accuracy <= 1 for accuracy in record.curves["needles"]["accuracy"])
+    cells = {f"n{needles}_r{asked}_len{length}" for needles, asked in CELLS for length in LENGTHS}
+    assert cells <= record.metrics["needle"].keys()
+    assert {"answer", "noise", "answer_mean_map", "noise_mean_map"} <= record.metrics["allocation"].keys()
+
+
+def test_a_sweep_goes_by_the_final_accuracy_and_then_by_the_mean():
+    def scored(*accuracy):
+        return shortfall(Record("", "", 0, curves={"needles": {"accuracy": list(accuracy)}}))
+
+    assert scored(0.0, 0.2, 0.9) < scored(0.8, 0.85, 0.88)
+    assert scored(0.0, 0.8, 0.9) < scored(0.0, 0.7, 0.9)
+
+
+@pytest.mark.parametrize("step", [0, 1200, 2199, 2200, 3499])
+def test_every_phase_has_copies_and_only_the_last_needles(step):
+    from diff_transformer.train.training_data import mixture_shares, source_names
+
+    data = needle_study("python").runs(RATES)[0].config.data
+    shares = dict(zip(source_names(data), mixture_shares(data, step), strict=True))
+    assert shares["copies"] > 0
+    assert (shares["needles"] > 0) == (step >= 2200)

@@ -1,0 +1,60 @@
+"""The studies with swept sides: what the sides of a cell share, and what they cost."""
+
+import pytest
+
+from diff_transformer import DiffTransformerConfig
+from diff_transformer.lab.recipes import needle_study, prose_study, recall_study
+from diff_transformer.model.cost import count_parameters
+
+VARIED = {  # fields of a model that make a side
+    "attention", "head_norm", "head_norm_init", "softmax_head_norm", "lambda_init", "lambda_learned",
+    "intermediate_size", "num_key_value_heads", "value_head_dim",
+}  # fmt: skip
+STUDIES = {
+    "needles": (needle_study.needle_study, needle_study.SIDES),
+    "prose": (prose_study.prose_study, prose_study.SIDES),
+    "recall": (recall_study.recall_study, recall_study.SIDES),
+}
+
+
+def rate(side, sides):
+    return 1e-3 * (1 + list(sides).index(side))
+
+
+@pytest.fixture(scope="module", params=STUDIES)
+def study(request):
+    """(sides, the compared runs of all stages)"""
+    make, sides = STUDIES[request.param]
+    stage, runs = make("python"), []
+    while stage is not None:
+        runs += stage.runs({side: rate(side, sides) for side in sides})
+        stage = stage.then
+    return sides, runs
+
+
+def test_sides_differ_in_their_attention_and_rate_alone(study):
+    sides, runs = study
+    cells = {spec.key: spec for spec in runs}
+    assert len(cells) == len(runs)
+    for spec in runs:
+        ours, theirs = (
+            cells[f"{spec.setting}/{side}-seed{spec.seed}"].config.to_dict() for side in (spec.side, "softmax")
+        )
+        assert ours["optim"].pop("lr") == rate(spec.side, sides)
+        del theirs["optim"]["lr"]
+        if spec.side in ("softmax_wide_norm1", "softmax_half_heads"):
+            assert 2 * ours["model"].pop("num_attention_heads") == theirs["model"].pop("num_attention_heads")
+        for each in (ours, theirs):
+            for name in VARIED:
+                each["model"].pop(name, None)
+        assert ours == theirs, spec.key
+
+
+def test_sides_cost_the_same(study):
+    def parameters(spec):
+        return sum(count_parameters(DiffTransformerConfig(**spec.config.model)).values())
+
+    _, runs = study
+    of_transformer = {spec.setting: parameters(spec) for spec in runs if spec.side == "softmax"}
+    for spec in runs:
+        assert parameters(spec) == pytest.approx(of_transformer[spec.setting], rel=0.01), spec.key

@@ -1,0 +1,80 @@
+"""The page of the needle study, over records of known differences."""
+
+import math
+
+import pytest
+
+from diff_transformer.lab.recipes.needle_study import CELLS, LENGTHS, SEEDS, SETTING
+from diff_transformer.lab.recipes.recall_study import CORE
+from diff_transformer.lab.record import Record, grouped
+
+LEAD = {"diff_norm1": 0.1, "softmax_norm1": -0.3}  # of the accuracy in every cell, over the Transformer's
+REACHED = {"softmax": 3000, "diff_norm1": 1500, "softmax_norm1": None}  # steps to 0.9
+
+
+@pytest.fixture
+def page(figure_module):
+    return figure_module("needles")
+
+
+def record(side, seed):
+    shown = 0.6 + LEAD.get(side, 0.0) + 0.001 * (seed - 2) * (side == "diff_norm1")
+    needle = {f"n{n}_r{r}_len{length}": shown for n, r in CELLS for length in LENGTHS}
+    needle |= {f"n8_r1_len{length}_depth{depth}": shown for length in LENGTHS for depth in (0, 25, 50, 75, 100)}
+    parts = ("answer", "noise", "answer_mean_map", "noise_mean_map")
+    steps, accuracy = [0, 3500], [0.0, 0.5]
+    if reached := REACHED[side]:
+        steps, accuracy = [0, reached - 50 + seed, reached + 50 + seed, 3500], [0.0, 0.85, 0.95, 0.95]
+    return Record(
+        SETTING, side, seed, {"train": {"steps": 3500}},
+        {"needle": needle, "allocation": dict.fromkeys(parts, shown / 2)},
+        curves={"needles": {"step": steps, "accuracy": accuracy}},
+    )  # fmt: skip
+
+
+def cells(seeds=SEEDS, sides=CORE):
+    return grouped(record(side, seed) for side in sides for seed in seeds)
+
+
+def test_the_primary_outcome_is_that_of_the_records(page):
+    lines = page.primary(cells()).splitlines()
+    accuracy, steps, against_norm, steps_against_norm = lines[-4:]
+    assert "less Transformer: accuracy" in accuracy
+    assert "| +0.100 (+0.098 to +0.102) | 5 | 0.000 | held |" in accuracy
+    assert "-0.999 (-1.000 to -0.998) | 5 | 0.000 | held |" in steps
+    assert "less Transformer with a head norm" in against_norm
+    assert "| +0.400 " in against_norm
+    assert f"{math.log2(1502 / 3500):+.3f}" in steps_against_norm
+    assert "nothing is decided" not in lines[0]
+
+
+def test_an_unfinished_core_decides_nothing(page):
+    assert "nothing is decided" in page.tables(cells(range(4)))
+    assert "12 of 15 runs of the core" in page.tables(cells(range(4)))
+    assert page.primary(cells(sides=("softmax",))) == ""
+
+
+def test_runs_that_never_reach_the_goal_count_with_all_steps_and_are_said(page):
+    assert page.steps(record("softmax_norm1", 0)) == 3500
+    assert page.steps(record("softmax", 3)) == pytest.approx(3003)
+    lines = page.binding(cells()).splitlines()
+    assert "| 5 of 5 | 1500, 1501, 1502, 1503, 1504 |" in lines[3]
+    assert lines[4].endswith("| 0 of 5 |  |")
+
+
+def test_every_cell_is_shown_at_both_lengths_with_its_difference(page):
+    rows = [line for line in page.by_cell(cells()).splitlines() if line.startswith(("| DIFF", "| Transformer"))]
+    assert [line.split("|")[2].strip() for line in rows] == ["128", "256"] * 3
+    diff = rows[2].split("|")[3:-1]
+    assert len(diff) == len(CELLS)
+    assert all(shown.strip().startswith("0.70; +0.100") for shown in diff)
+
+
+def test_if_nobody_reaches_the_goal_the_steps_have_no_test(page, monkeypatch):
+    monkeypatch.setitem(REACHED, "softmax", None)
+    text = page.primary(cells())
+    assert text.count("steps to 0.9, log2") == 2
+    monkeypatch.setitem(REACHED, "diff_norm1", None)
+    text = page.primary(cells())
+    assert "steps to 0.9, log2" not in text
+    assert text.count("no run of either side reached 0.9") == 2
