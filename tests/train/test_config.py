@@ -83,7 +83,7 @@ def test_values_become_what_their_fields_declare():
      "evaluation.seed=-1", "train.seed=4294967296", "data.mixture={}", 'data.mixture={"text": -1, "recall": 1}',
      'data.phases=[[0, {"text": 1}]]', 'data.phases=[[5, {}]]', 'data.phases=[[15, {"text": 1}], [6, {"text": 1}]]',
      'data.mixture={"text": 0}', 'data.corpora={"a": 0}', "data.max_bytes=0", "data.needles.counts=[]",
-     "data.needles.queries=[0]", "evaluation.needles=[[2,3]]"],
+     "data.needles.queries=[0]", "data.shots.classes=[0]", "evaluation.needles=[[2,3]]"],
 )  # fmt: skip
 def test_values_out_of_range_are_refused(assignment):
     config = override(recipe("debug"), [assignment])

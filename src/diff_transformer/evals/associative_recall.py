@@ -33,7 +33,7 @@ class Settings:
     corpus: str = "python"
     # Tokens in a row: the context in which an n-gram can have occurred.
     length: int = 2048
-    # Rows, spread evenly over the held-out text.
+    # Rows, at most, spread evenly over the held-out text.
     samples: int = 256
     # n; the recalled token is the last of the n-gram.
     ngram: int = 2

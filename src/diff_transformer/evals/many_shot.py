@@ -155,7 +155,7 @@ class _Task:
         self.pool = [shown[i] for i in evaluation_rng(seed, "many_shot", "examples").permutation(len(shown))]
 
     def ask(self, example: Labelled) -> str:
-        return f"{self.data.text_name}: {example.text}\n{self.data.label_name}:"
+        return self.data.ask(example.text)
 
     def show(self, examples: Sequence[Labelled]) -> str:
         return "".join(f"{self.ask(example)} {example.label}\n" for example in examples)

@@ -37,6 +37,14 @@ class RecallConfig:
 
 
 @dataclass
+class ShotConfig:
+    """Labelled examples whose class names are dealt anew in each row (source "shots")."""
+
+    data: str = "python"  # a labelled set, as for the experiment many_shot; only its training texts are used
+    classes: tuple[int, ...] = (2, 3)  # numbers of classes in a row, drawn with equal probability
+
+
+@dataclass
 class DataConfig:
     """What a run trains on."""
 
@@ -52,8 +60,8 @@ class DataConfig:
     # holds it `upsample_factor` times (section 3.3); 0 for no long documents
     upsample_length: int = 0
     upsample_factor: int = 4
-    # share of the rows of a batch by source: "text", "needles", "recall", or rows that lead up to needles: "copies"
-    # (text that occurs twice), "pairs" ("Rome 4.") and "clauses" ("Rome is 4.")
+    # share of the rows of a batch by source: "text", "needles", "recall", "shots", or rows that lead up to needles:
+    # "copies" (text that occurs twice), "pairs" ("Rome 4.") and "clauses" ("Rome is 4.")
     mixture: dict[str, float] = field(default_factory=lambda: {"text": 1.0})
     # steps and shares of what is trained on before `mixture`, in order: [[600, {"copies": 1.0}], ...]
     phases: tuple[tuple[int, dict[str, float]], ...] = ()
@@ -65,6 +73,7 @@ class DataConfig:
     documents: str = "joined"
     needles: NeedleConfig = field(default_factory=NeedleConfig)
     recall: RecallConfig = field(default_factory=RecallConfig)
+    shots: ShotConfig = field(default_factory=ShotConfig)
     seed: int = 0
 
 
@@ -342,6 +351,10 @@ class RunConfig:
             counts = getattr(data.needles, name)
             if not counts or min(counts) < 1:
                 raise ValueError(f"data.needles.{name} is {counts}; give one or more numbers from 1, such as [1, 2]")
+        if min(data.shots.classes, default=0) < 1:
+            raise ValueError(
+                f"data.shots.classes is {data.shots.classes}; give one or more numbers from 1, such as [2, 3]"
+            )
         if any(not 1 <= asked <= count for count, asked in evaluation.needles):
             raise ValueError(
                 f"evaluation.needles is {evaluation.needles}; give pairs [N, R] of needles and cities asked for, with "

@@ -22,6 +22,8 @@ from diff_transformer.data.needles import needle_texts
 from diff_transformer.data.packing import PackedCorpus
 from diff_transformer.data.recall import RecallSource, answer_labels, make_recall_batch
 from diff_transformer.data.seeding import evaluation_rng
+from diff_transformer.data.shot_source import ShotSource
+from diff_transformer.data.tasks.labelled import load_labelled
 from diff_transformer.data.tokenizer import load_tokenizer, tokenizer_of, train_tokenizer
 from diff_transformer.train.config import NO_CORPUS, DataConfig, RunConfig
 from diff_transformer.train.initial_model import vocabulary_size
@@ -30,7 +32,7 @@ from diff_transformer.train.text import Text, load_text
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
-SOURCES = ("text", "needles", "recall", "copies", *WORDINGS)
+SOURCES = ("text", "needles", "recall", "shots", "copies", *WORDINGS)
 _OF_TEXT = frozenset(("needles", "copies"))  # sources that cut their rows from text
 _OF_FACTS = frozenset(("needles", *WORDINGS))  # sources for which the tokenizer is trained on needles too
 _TOKENIZER_BYTES = 5_000_000  # of the corpus, to train the tokenizer on
@@ -48,7 +50,7 @@ class TrainingData:
     mixture: Mixture
     validation: Tensor  # held-out rows of text, or of recall if there is no text, int64 [rows, length]
     validation_labels: Tensor  # their labels: every token of text, the answers of recall
-    # held-out rows of recall and of needles, if the mixture has them, and their labels: those of the answers
+    # held-out rows of needles, recall and shots, if the mixture has them, and their labels: those of the answers
     questions: dict[str, tuple[Tensor, Tensor]] = field(default_factory=dict)
 
 
@@ -83,7 +85,8 @@ def load_training_data(config: RunConfig) -> TrainingData:
     names = source_names(data)
     unknown = sorted(set(names) - set(SOURCES))
     if unknown:
-        raise ValueError(f"the mixture names {', '.join(unknown)}; the sources are {', '.join(SOURCES)}")
+        where = "data.mixture" if data.mixture.keys() & set(unknown) else "data.phases"
+        raise ValueError(f"{where} names {', '.join(unknown)}; the sources are {', '.join(SOURCES)}")
     vocab_size, rows = vocabulary_size(config), config.train.validation_rows
     sources: dict[str, RowSource] = {}
     if data.corpus != NO_CORPUS:
@@ -107,6 +110,9 @@ def load_training_data(config: RunConfig) -> TrainingData:
         rng = evaluation_rng(config.evaluation.seed, "recall", "validation")
         made = make_recall_batch(rng, source.vocabulary, source.task, rows)
         questions["recall"] = made.ids, answer_labels(made.ids, made.answers)
+    if "shots" in names:
+        sources["shots"] = _shot_source(config, tokenizer)
+        questions["shots"] = _shot_source(config, tokenizer, held_out=True).rows(0, rows)
     if "copies" in names:
         only = data.loss == "sources"
         sources["copies"] = CopySource(filler, tokenizer, length=data.length, seed=seed, copies_only=only)
@@ -144,6 +150,19 @@ def _needle_source(config: RunConfig, filler: Filler, tokenizer, *, held_out: bo
         digits=data.needles.digits,
         questions_per_document=data.needles.questions,
         answer_loss_only=held_out or data.loss == "sources",
+        held_out=held_out,
+    )
+
+
+def _shot_source(config: RunConfig, tokenizer, *, held_out: bool = False) -> ShotSource:
+    data = config.data
+    return ShotSource(
+        load_labelled(data.shots.data),
+        tokenizer,
+        length=data.length,
+        seed=config.evaluation.seed if held_out else config.train.seed,
+        classes=data.shots.classes,
+        labels_only=data.loss == "sources",
         held_out=held_out,
     )
 

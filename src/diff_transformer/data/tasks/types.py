@@ -76,6 +76,10 @@ class LabelledSet:
         """The labels of ``train``, sorted."""
         return tuple(sorted({example.label for example in self.train}))
 
+    def ask(self, text: str) -> str:
+        """A prompt that the label of ``text`` follows, after a space."""
+        return f"{self.text_name}: {text}\n{self.label_name}:"
+
 
 def make_example(text: str, label: str) -> Labelled:
     """An example with all white space replaced by single spaces."""
