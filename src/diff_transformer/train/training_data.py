@@ -24,6 +24,7 @@ from diff_transformer.data.recall import RecallSource, answer_labels, make_recal
 from diff_transformer.data.seeding import evaluation_rng
 from diff_transformer.data.shot_source import ShotSource
 from diff_transformer.data.tasks.labelled import load_labelled
+from diff_transformer.data.tasks.types import LabelledSet
 from diff_transformer.data.tokenizer import load_tokenizer, tokenizer_of, train_tokenizer
 from diff_transformer.train.config import NO_CORPUS, DataConfig, RunConfig
 from diff_transformer.train.initial_model import vocabulary_size
@@ -111,8 +112,9 @@ def load_training_data(config: RunConfig) -> TrainingData:
         made = make_recall_batch(rng, source.vocabulary, source.task, rows)
         questions["recall"] = made.ids, answer_labels(made.ids, made.answers)
     if "shots" in names:
-        sources["shots"] = _shot_source(config, tokenizer)
-        questions["shots"] = _shot_source(config, tokenizer, held_out=True).rows(0, rows)
+        labelled = load_labelled(data.shots.data)
+        sources["shots"] = _shot_source(config, labelled, tokenizer)
+        questions["shots"] = _shot_source(config, labelled, tokenizer, held_out=True).rows(0, rows)
     if "copies" in names:
         only = data.loss == "sources"
         sources["copies"] = CopySource(filler, tokenizer, length=data.length, seed=seed, copies_only=only)
@@ -154,10 +156,10 @@ def _needle_source(config: RunConfig, filler: Filler, tokenizer, *, held_out: bo
     )
 
 
-def _shot_source(config: RunConfig, tokenizer, *, held_out: bool = False) -> ShotSource:
+def _shot_source(config: RunConfig, labelled: LabelledSet, tokenizer, *, held_out: bool = False) -> ShotSource:
     data = config.data
     return ShotSource(
-        load_labelled(data.shots.data),
+        labelled,
         tokenizer,
         length=data.length,
         seed=config.evaluation.seed if held_out else config.train.seed,
