@@ -22,6 +22,23 @@ def test_the_index_names_every_folder():
     )
 
 
+def test_markers_are_filled_emptied_and_missed(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(str(FIGURES))
+    from tables import between
+
+    page = tmp_path / "page.md"
+    for inside in ("", "old\n", "two\nlines\n"):
+        page.write_text(f"a\n<!-- made -->\n{inside}<!-- /made -->\nb\n")
+        assert between(page, "made", "new") == "a\n<!-- made -->\nnew\n<!-- /made -->\nb\n"
+        assert between(page, "made", "") == "a\n<!-- made -->\n<!-- /made -->\nb\n"
+    for name in ("other", "mad"):
+        with pytest.raises(ValueError, match=f"0 pairs of lines <!-- {name} -->"):
+            between(page, name, "new")
+    page.write_text(2 * page.read_text())
+    with pytest.raises(ValueError, match="2 pairs"):
+        between(page, "made", "new")
+
+
 @pytest.mark.parametrize("folder", FOLDERS, ids=lambda path: path.name)
 def test_a_folder_has_its_commands_and_the_paper_s_numbers(folder):
     from diff_transformer.lab.experiments import EXPERIMENTS
