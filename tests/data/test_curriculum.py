@@ -37,7 +37,7 @@ def test_every_answer_is_that_of_its_fact(wording):
     verb = " is" if wording == "clauses" else ""
     seen = set()
     for row, label in zip(ids, labels, strict=True):
-        text = byte_tokenizer().decode(row[row != byte_tokenizer().eos_token_id])
+        text = byte_tokenizer().decode(row[row != byte_tokenizer().pad_token_id])
         told, *asked = text.split("\n ")
         known = dict(part.strip().rsplit(f"{verb} ", 1) for part in told.split(".") if part)
         assert len(known) in (2, 4)

@@ -65,7 +65,7 @@ def test_rows_are_functions_of_seed_and_index():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"classes": (4,)}, r"classes is \[4\], .* 3 classes .* numbers from 1 to that"),
+        ({"classes": (4,)}, r"classes is \[4\]; .* 3 classes .* numbers from 1"),
         ({"classes": (0,)}, r"classes is \[0\]"),
         ({"length": 40}, "in rows of 40 tokens things has 0 classes"),
     ],
