@@ -41,6 +41,7 @@ from diff_transformer.train.training_data import (
     load_training_data,
     make_rows,
     prefetched,
+    source_names,
 )
 
 __all__ = ["Interrupted", "Trained", "train"]
@@ -132,7 +133,7 @@ class Run:
         self.state = TrainingState(self.unwrapped_model, inner, sharded_files=settings.parallel.sharded_checkpoints)
         end = data.tokenizer.eos_token_id
         self.stepper = Stepper(fabric, model, optimizer, self.unwrapped_model, config, end, context)
-        self.sources = data.mixture.names
+        self.sources = source_names(config.data)
         self.utilisation = utilisation(
             self.unwrapped_model.config, config.data.length, fabric.device, settings.precision,
             given=settings.peak_flops, devices=fabric.world_size,
