@@ -1,6 +1,8 @@
 """The page of the needle study, over records of known differences."""
 
 import math
+from pathlib import Path
+from statistics import fmean
 
 import pytest
 
@@ -8,6 +10,7 @@ from diff_transformer.lab.recipes.needle_study import CELLS, LENGTHS, SEEDS, SET
 from diff_transformer.lab.recipes.recall_study import CORE
 from diff_transformer.lab.record import Record, grouped
 
+ROOT = Path(__file__).parent.parent
 LEAD = {"diff_norm1": 0.1, "softmax_norm1": -0.3}  # of the accuracy in every cell, over the Transformer's
 REACHED = {"softmax": 3000, "diff_norm1": 1500, "softmax_norm1": None}  # steps to 0.9
 
@@ -28,7 +31,10 @@ def record(side, seed):
     return Record(
         SETTING, side, seed, {"train": {"steps": 3500}},
         {"needle": needle, "allocation": dict.fromkeys(parts, shown / 2)},
-        curves={"needles": {"step": steps, "accuracy": accuracy}},
+        curves={
+            "needles": {"step": steps, "accuracy": accuracy},
+            "sources": {"pairs": [None, 1.2, 0.05, 0.2], "clauses": [None, None, 1.2, 0.05 if reached else 1.2]},
+        },
     )  # fmt: skip
 
 
@@ -60,6 +66,7 @@ def test_runs_that_never_reach_the_goal_count_with_all_steps_and_are_said(page):
     lines = page.binding(cells()).splitlines()
     assert "| 5 of 5 | 1500, 1501, 1502, 1503, 1504 |" in lines[3]
     assert lines[4].endswith("| 0 of 5 |  |")
+    assert [line.split("|")[3:5] for line in lines[3:]] == [[" 5 of 5 "] * 2, [" 5 of 5 ", " 0 of 5 "]]
 
 
 def test_every_cell_is_shown_at_both_lengths_with_its_difference(page):
@@ -78,3 +85,30 @@ def test_if_nobody_reaches_the_goal_the_steps_have_no_test(page, monkeypatch):
     text = page.primary(cells())
     assert "steps to 0.9, log2" not in text
     assert text.count("no run of either side reached 0.9") == 2
+
+
+def test_what_pages_say_is_the_record(page):
+    from record import cells_of
+
+    cells = cells_of(ROOT / "figures" / "needles")
+    runs = {side: list(cells[SETTING][side].values()) for side in CORE}
+    assert [page.reached(cells, side) for side in CORE] == [5, 2, 0]
+    assert [sum(page.learned(run, "pairs") for run in runs[side]) for side in CORE] == [4, 5, 0]
+    assert [sum(page.learned(run, "clauses") for run in runs[side]) for side in CORE] == [5, 2, 0]
+    through = [run for run in runs["diff_norm1"] if page.steps(run) < run.steps]
+    assert min(run.metrics["needle"][f"n{n}_r{r}_len128"] for run in through for n, r in CELLS) >= 0.97
+    assert max(map(page.steps, through)) < max(map(page.steps, runs["softmax"]))
+    (row, *_) = page.paired_rows(cells, SETTING, "diff_norm1", [page.ACCURACY], "softmax")
+    assert [round(x, 3) for x in row.difference[:3]] == [-0.41, -0.87, 0.05]
+    shown = {side: [fmean(page.cell(n, r, 256).read(run) for run in runs[side]) for n, r in CELLS] for side in CORE}
+    extremes = [f"{of(shown[side]):.2f}" for side in ("softmax", "diff_norm1") for of in (min, max)]
+    assert extremes == ["0.46", "0.64", "0.37", "0.80"]
+    attention = [fmean(page.ATTENTION[0].read(run) for run in runs[side]) for side in ("softmax", "diff_norm1")]
+    findings = (ROOT / "docs" / "findings.md").read_text()
+    for said in (
+        "0.410 lower",
+        "from 0.870\nlower to 0.050 higher",
+        "{} to {} of the numbers".format(*extremes),
+        "{:.3f} of its attention on the answer and DIFF {:.3f}".format(*attention),
+    ):
+        assert said in findings
