@@ -12,7 +12,17 @@ from pathlib import Path
 from statistics import fmean
 
 from diff_transformer.lab.measures import Measure, Row, metric, paired_rows, steps_to, trained
-from diff_transformer.lab.recipes.recall_study import CENTRE, CORE, GRID, MORE, SEEDS, SIDES, recall_study, shortfall
+from diff_transformer.lab.recipes.recall_study import (
+    CENTRE,
+    CORE,
+    GRID,
+    MATCHED,
+    MORE,
+    SEEDS,
+    SIDES,
+    recall_study,
+    shortfall,
+)
 from diff_transformer.lab.record import Cells, Record
 from diff_transformer.lab.stats import over_seeds, paired_p_value, verdict
 
@@ -22,6 +32,12 @@ from plots import NAMES, recall_charts  # noqa: E402  (beside this folder)
 from study import study_command  # noqa: E402
 from tables import corrected, in_numbers, learning_rates, summary  # noqa: E402
 
+_SCALE = f"head norm from the Transformer's scale ({', '.join(f'{x:g}' for x in MATCHED)} by layer)"
+SHOWN = NAMES | {
+    "diff_matched": f"DIFF, {_SCALE}",
+    "softmax_norm_matched": f"Transformer, {_SCALE}",
+    "diff_lambda0_matched": f"DIFF, lambda fixed at 0, {_SCALE}",
+}
 SIDE, BASELINES = "diff_norm1", ("softmax", "softmax_norm1")
 GOAL = 0.9  # accuracy whose first step is an outcome
 NEAR_CHANCE, NEAR_ONE = 0.05, 0.95  # accuracy above chance, and accuracy, that leave nothing to compare
@@ -78,7 +94,7 @@ def over_grid(cells: Cells, side: str, baseline: str, measure: Measure) -> Row |
         for name in (baseline, side)
     ]
     spread = over_seeds(means)
-    name = f"{NAMES[side]} less {NAMES[baseline]}: {measure.name}, {len(places)} settings"
+    name = f"{SHOWN[side]} less {SHOWN[baseline]}: {measure.name}, {len(places)} settings"
     return Row(name, *both, spread, verdict(spread, measure.better), len(means), paired_p_value(means))
 
 
@@ -95,7 +111,7 @@ def slope(cells: Cells, side: str, baseline: str, measure: Measure) -> Row | Non
     if not slopes:
         return None
     spread = over_seeds(slopes)
-    name = f"{NAMES[side]} less {NAMES[baseline]}: {measure.name}, change from one level of noise to the next"
+    name = f"{SHOWN[side]} less {SHOWN[baseline]}: {measure.name}, change from one level of noise to the next"
     return Row(name, math.nan, math.nan, spread, verdict(spread, measure.better), len(slopes), paired_p_value(slopes))
 
 
@@ -118,6 +134,33 @@ def tables(cells: Cells) -> str:
         parts += ["![Accuracy while the models are trained](recall.svg)", by_setting(cells)]
     parts.append(sweep(cells))
     return "\n\n".join(part for part in parts if part)
+
+
+def findings(cells: Cells) -> str:
+    """What findings has: the primary outcome, and every side by noise."""
+    return "\n\n".join(part for part in (primary(cells), by_noise(cells)) if part)
+
+
+def by_noise(cells: Cells) -> str:
+    """Every side at the pairs of ``CENTRE``: mean accuracy over seeds, and the runs that reached ``GOAL``."""
+    pairs = GRID[CENTRE][0]
+    places = {where: noise for where, (count, noise) in GRID.items() if count == pairs and where in cells}
+    heads = (f"{pairs} pairs, accuracy (reached {GOAL})", *(f"noise {noise}" for noise in places.values()))
+    lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
+    for side in SIDES:
+        shown = [list(trained(cells[where].get(side, {})).values()) for where in places]
+        if all(shown):
+            lines.append(f"| {' | '.join([SHOWN[side], *map(_in_short, shown)])} |")
+    return (
+        "**With and without the subtraction, the norm, and both** (exploratory)\n\n" + "\n".join(lines)
+        if places
+        else ""
+    )
+
+
+def _in_short(runs: list[Record]) -> str:
+    reached = sum(steps_to_goal(record) < record.steps for record in runs)
+    return f"{fmean(map(ACCURACY.read, runs)):.2f} ({reached} of {len(runs)})"
 
 
 def core_runs(cells: Cells) -> int:
@@ -160,7 +203,7 @@ def by_setting(cells: Cells) -> str:
             compared = [in_numbers(rows[0].difference), f"{2 ** rows[1].difference.mean:.2f}"] if rows else ["", ""]
             reached = sum(steps_to_goal(record) < record.steps for record in runs)
             shown = [f"{fmean(measure.read(record) for record in runs):.2f}" for measure in (ACCURACY, *SECONDARY)]
-            line = [where, NAMES[side], str(len(runs)), shown[0], compared[0], f"{reached} of {len(runs)}", compared[1]]
+            line = [where, SHOWN[side], str(len(runs)), shown[0], compared[0], f"{reached} of {len(runs)}", compared[1]]
             lines.append(f"| {' | '.join([*line, *shown[1:]])} |")
     return "\n".join(lines)
 
@@ -168,10 +211,10 @@ def by_setting(cells: Cells) -> str:
 def sweep(cells: Cells) -> str:
     """The learning rates tried for each side (one seed)."""
     title = f"**Learning rates** (accuracy at the end in {CENTRE}, one other seed)"
-    return learning_rates(title, cells, {side: NAMES[side] for side in SIDES}, "recall", shortfall)
+    return learning_rates(title, cells, {side: SHOWN[side] for side in SIDES}, "recall", shortfall)
 
 
-PAGES = {HERE / "README.md": ("measured", tables), HERE.parents[1] / "docs" / "findings.md": ("recall", primary)}
+PAGES = {HERE / "README.md": ("measured", tables), HERE.parents[1] / "docs" / "findings.md": ("recall", findings)}
 
 if __name__ == "__main__":
     sys.exit(study_command(sys.argv[1:], HERE, PAGES, recall_charts, curves=("recall", "validation")))

@@ -41,6 +41,9 @@ MORE: dict[str, tuple[str, dict[str, Any]]] = {
     "softmax_norm": ("softmax_norm", {"head_norm_init": 0.1}),
     "diff_no_norm": ("diff", {"head_norm": False}),
     "diff_matched": ("diff", {"head_norm_init": MATCHED}),
+    # controls of "diff_matched", planned after its runs
+    "softmax_norm_matched": ("softmax_norm", {"head_norm_init": MATCHED}),
+    "diff_lambda0_matched": ("fixed_lambda", {"head_norm_init": MATCHED, "lambda_init": 0.0}),
     "diff_v2": ("diff_v2", {}),
     "dint": ("dint", {"head_norm_init": 1.0}),
     "grouped_diff": ("grouped_diff", {"head_norm_init": 1.0}),
