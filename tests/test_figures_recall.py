@@ -1,13 +1,16 @@
 """The summary of the recall study: its numbers are those of the records; settings that tell nothing are left out."""
 
 import math
+import re
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 from diff_transformer.lab.recipes.recall_study import GRID
 from diff_transformer.lab.record import Record
 
+ROOT = Path(__file__).parent.parent
 LEAD = {"p8_n2": 0.1, "p8_n4": 0.2}  # of DIFF over the Transformer, where neither is at chance or at 1
 
 
@@ -97,3 +100,28 @@ def test_a_rate_at_the_edge_of_the_sweep_is_marked(page, cells):
     lines = page.sweep(cells).splitlines()
     assert [line.count("at the edge") for line in lines[-3:]] == [1, 0, 1]
     assert lines[-3].endswith("| 0.90 (best, at the edge) | 0.50 | 0.50 |")
+
+
+def test_what_findings_says_of_every_side_is_the_record(page):
+    """At 8 pairs: runs that reached 0.9 without noise, with 2 noise tokens a pair, and with 4."""
+    from record import cells_of
+
+    cells = cells_of(ROOT / "figures" / "recall")
+    assert all(len(cells[where][side]) == 5 for where in ("p8_n0", "p8_n2", "p8_n4") for side in page.SIDES)
+    lines = {line.split(" | ")[0]: line.split(" | ")[1:] for line in page.by_noise(cells).splitlines()[4:]}
+    reached = {
+        side: [int(re.search(r"\((\d) of 5", shown)[1]) for shown in lines[f"| {page.SHOWN[side]}"]]
+        for side in page.SIDES
+    }
+    for control in ("softmax_norm1", "softmax_wide_norm1", "softmax_norm", "diff_lambda0", "dint"):
+        assert reached[control][1:] == [0, 0], control
+    assert reached["softmax_norm_matched"] == [5, 2, 0]
+    assert reached["diff_lambda0_matched"] == [5, 1, 0]
+    assert reached["softmax_norm1"] == reached["diff_lambda0"] == reached["dint"] == [0, 0, 0]
+    assert reached["diff_no_norm"] == reached["softmax"] == [5, 2, 0]
+    assert reached["diff_matched"] == [5, 5, 5]
+    assert reached["diff_norm1"] == [5, 4, 2]
+    assert reached["diff_v2"] == [5, 3, 0]
+    assert reached["grouped_diff"] == [5, 2, 1]
+    assert lines[f"| {page.SHOWN['diff_matched']}"][2].startswith("1.00")
+    assert lines["| Transformer"][2].startswith("0.13")
