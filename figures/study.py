@@ -9,6 +9,7 @@ from record import cells_of, keep_study, restore
 from tables import between
 
 from diff_transformer.lab.record import Cells
+from diff_transformer.lab.spec import RunSpec
 
 Pages = dict[Path, tuple[str, Callable[[Cells], str]]]  # page -> its markers' name, and what stands between them
 
@@ -37,3 +38,12 @@ def study_command(arguments: list[str], here: Path, pages: Pages, charts: Callab
         page.write_text(texts[page])
     write(charts(cells), here)
     return 0
+
+
+def counted(cells: Cells, stages: dict[str, list[RunSpec]]) -> str:
+    """How many runs of each stage of a plan are recorded; ``stages`` has their names."""
+    return "; ".join(
+        f"{sum(spec.seed in cells.get(spec.setting, {}).get(spec.side, {}) for spec in specs)} of {len(specs)} runs of "
+        f"{name}"
+        for name, specs in stages.items()
+    )

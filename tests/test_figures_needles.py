@@ -104,11 +104,15 @@ def test_what_pages_say_is_the_record(page):
     extremes = [f"{of(shown[side]):.2f}" for side in ("softmax", "diff_norm1") for of in (min, max)]
     assert extremes == ["0.46", "0.64", "0.37", "0.80"]
     attention = [fmean(page.ATTENTION[0].read(run) for run in runs[side]) for side in ("softmax", "diff_norm1")]
+    learned = [fmean(page.ATTENTION[i].read(run) for run in through) for i in (0, 2)]
     findings = (ROOT / "docs" / "findings.md").read_text()
     for said in (
         "0.410 lower",
         "from 0.870\nlower to 0.050 higher",
         "{} to {} of the numbers".format(*extremes),
-        "{:.3f} of its attention on the answer and DIFF {:.3f}".format(*attention),
+        "{:.3f} of its attention on the answer; DIFF {:.3f}".format(*attention),
+        "{:.3f} in\nthe two runs that tell needles apart. On the map averaged over heads those two have {:.3f}".format(
+            *learned
+        ),
     ):
         assert said in findings

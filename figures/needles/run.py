@@ -20,7 +20,7 @@ from diff_transformer.lab.record import Cells, Record
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent))
 from plots import NAMES, needle_charts  # noqa: E402  (beside this folder)
-from study import study_command  # noqa: E402
+from study import counted, study_command  # noqa: E402
 from tables import corrected, in_numbers, learning_rates, summary  # noqa: E402
 
 SIDE, BASELINES = "diff_norm1", ("softmax", "softmax_norm1")
@@ -67,9 +67,7 @@ def primary(cells: Cells) -> str:
     if not rows:
         return ""
     undecided = "" if core_runs(cells) == len(SEEDS) * len(CORE) else ". The core is not finished: nothing is decided"
-    return "\n\n".join(
-        [f"**Primary outcome**{undecided}", summary(corrected(rows), "p after Holm"), *untested],
-    )
+    return "\n\n".join([f"**Primary outcome**{undecided}", summary(corrected(rows), "p after Holm"), *untested])
 
 
 def reached(cells: Cells, side: str) -> int:
@@ -108,12 +106,7 @@ def progress(cells: Cells) -> str:
         "the sweep of the later sides": plan.then.sweep,
         "the later sides": plan.then.runs(rates),
     }
-    counts = [
-        f"{sum(spec.seed in cells.get(spec.setting, {}).get(spec.side, {}) for spec in specs)} of {len(specs)} runs of "
-        f"{name}"
-        for name, specs in stages.items()
-    ]
-    return f"Finished: {'; '.join(counts)}."
+    return f"Finished: {counted(cells, stages)}."
 
 
 def binding(cells: Cells) -> str:
@@ -182,4 +175,4 @@ def _sides(cells: Cells):
 PAGES = {HERE / "README.md": ("measured", tables), HERE.parents[1] / "docs" / "findings.md": ("needles", primary)}
 
 if __name__ == "__main__":
-    sys.exit(study_command(sys.argv[1:], HERE, PAGES, needle_charts, curves=("needles", "sources")))
+    sys.exit(study_command(sys.argv[1:], HERE, PAGES, needle_charts, curves=("needles", "sources", "validation")))

@@ -29,7 +29,7 @@ from diff_transformer.lab.stats import over_seeds, paired_p_value, verdict
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent))
 from plots import NAMES, recall_charts  # noqa: E402  (beside this folder)
-from study import study_command  # noqa: E402
+from study import counted, study_command  # noqa: E402
 from tables import corrected, in_numbers, learning_rates, summary  # noqa: E402
 
 _SCALE = f"head norm from the Transformer's scale ({', '.join(f'{x:g}' for x in MATCHED)} by layer)"
@@ -151,16 +151,18 @@ def by_noise(cells: Cells) -> str:
         shown = [list(trained(cells[where].get(side, {})).values()) for where in places]
         if all(shown):
             lines.append(f"| {' | '.join([SHOWN[side], *map(_in_short, shown)])} |")
-    return (
-        "**With and without the subtraction, the norm, and both** (exploratory)\n\n" + "\n".join(lines)
-        if places
-        else ""
-    )
+    if not places:
+        return ""
+    return "**With and without the subtraction, the norm, and both** (exploratory)\n\n" + "\n".join(lines)
 
 
 def _in_short(runs: list[Record]) -> str:
-    reached = sum(steps_to_goal(record) < record.steps for record in runs)
-    return f"{fmean(map(ACCURACY.read, runs)):.2f} ({reached} of {len(runs)})"
+    return f"{fmean(map(ACCURACY.read, runs)):.2f} ({reached(runs)})"
+
+
+def reached(runs: list[Record]) -> str:
+    """How many of the runs reached ``GOAL``."""
+    return f"{sum(steps_to_goal(record) < record.steps for record in runs)} of {len(runs)}"
 
 
 def core_runs(cells: Cells) -> int:
@@ -183,12 +185,7 @@ def progress(cells: Cells) -> str:
         "the sweep of the other sides": [spec for spec in plan.then.sweep if spec.side in MORE],
         "the extension": plan.then.runs(rates),
     }
-    counts = [
-        f"{sum(spec.seed in cells.get(spec.setting, {}).get(spec.side, {}) for spec in specs)} of {len(specs)} runs of "
-        f"{name}"
-        for name, specs in stages.items()
-    ]
-    return f"Finished: {'; '.join(counts)}{_undecided(cells)}."
+    return f"Finished: {counted(cells, stages)}{_undecided(cells)}."
 
 
 def by_setting(cells: Cells) -> str:
@@ -201,9 +198,8 @@ def by_setting(cells: Cells) -> str:
             runs = list(trained(cells[where][side]).values())
             rows = paired_rows(cells, where, side, [ACCURACY, STEPS]) if side != "softmax" else []
             compared = [in_numbers(rows[0].difference), f"{2 ** rows[1].difference.mean:.2f}"] if rows else ["", ""]
-            reached = sum(steps_to_goal(record) < record.steps for record in runs)
             shown = [f"{fmean(measure.read(record) for record in runs):.2f}" for measure in (ACCURACY, *SECONDARY)]
-            line = [where, SHOWN[side], str(len(runs)), shown[0], compared[0], f"{reached} of {len(runs)}", compared[1]]
+            line = [where, SHOWN[side], str(len(runs)), shown[0], compared[0], reached(runs), compared[1]]
             lines.append(f"| {' | '.join([*line, *shown[1:]])} |")
     return "\n".join(lines)
 

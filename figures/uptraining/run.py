@@ -16,7 +16,8 @@ from rich.progress import Progress
 
 from diff_transformer.evals.provenance import provenance
 from diff_transformer.lab.recipes import recipe
-from diff_transformer.train.config import DataConfig, RunConfig
+from diff_transformer.train.config import RunConfig
+from diff_transformer.train.data_config import DataConfig
 from diff_transformer.train.loop import train
 from diff_transformer.train.metrics import read_metrics
 from diff_transformer.train.training_data import load_training_data

@@ -65,7 +65,7 @@ def test_what_does_not_fit_is_said(filler):
         CopySource(filler, byte_tokenizer(), length=11)
     with pytest.raises(ValueError, match=r"length 90000 and \d+ tokens of text"):
         CopySource(filler, byte_tokenizer(), length=90_000)
-    with pytest.raises(ValueError, match=r"length 40 is too short: 4 facts and a question take \d+ tokens"):
+    with pytest.raises(ValueError, match=r"length 40 is too short: 4 facts take \d+ tokens"):
         facts(length=40)
     with pytest.raises(ValueError, match="11 needles of 1 digits"):
         facts(needles=(11,), length=900)

@@ -16,7 +16,7 @@ TEST = [Labelled("cat 0", "animal"), Labelled("wolf", "animal")]  # the first is
 
 def source(**options):
     made = LabelledSet("things", tuple(TEXTS), tuple(TEST), "Thing", "Kind")
-    return ShotSource(made, byte_tokenizer(), **{"length": 200, "classes": (2, 3), "labels_only": True, **options})
+    return ShotSource(made, byte_tokenizer(), **{"length": 200, "classes": (2, 3), "answer_loss_only": True, **options})
 
 
 def shown(row):
@@ -57,7 +57,7 @@ def test_rows_are_functions_of_seed_and_index():
     for mine, part in zip(whole, source(seed=1).rows(4, 2), strict=True):
         np.testing.assert_array_equal(mine[4:], part)
     assert not np.array_equal(whole[0], source(seed=2).rows(0, 6)[0])
-    ids, labels = source(labels_only=False).rows(0, 6)
+    ids, labels = source(answer_loss_only=False).rows(0, 6)
     np.testing.assert_array_equal(labels[labels != -100], ids[labels != -100])
     assert (labels == -100).sum() == (ids == byte_tokenizer().pad_token_id).sum()
 

@@ -119,7 +119,8 @@ def training_step(config, setting: ThroughputSetting, device: str) -> Callable[[
     from diff_transformer.data.mixture import Mixture
     from diff_transformer.data.packing import PackedCorpus
     from diff_transformer.model.modeling import DiffTransformerForCausalLM
-    from diff_transformer.train.config import DataConfig, RunConfig, TrainConfig
+    from diff_transformer.train.config import RunConfig, TrainConfig
+    from diff_transformer.train.data_config import DataConfig
     from diff_transformer.train.loss import Objective
     from diff_transformer.train.step import Stepper, make_optimizer
     from diff_transformer.train.training_data import Share, make_rows

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from diff_transformer.data.answer_rows import AnswerRows, Made
 from diff_transformer.data.filler import Filler
 from diff_transformer.data.mixture import IGNORED
 from diff_transformer.data.needles import draw_facts
@@ -83,10 +84,8 @@ class CopySource:
         return self._ids[start : start + size]
 
 
-class FactSource:
+class FactSource(AnswerRows):
     """Rows of short facts and nothing else: N facts, then as many questions as fit, drawn with replacement.
-
-    Row i is a pure function of (seed, i). Pad tokens without a loss fill the row.
 
     Args:
         wording: a key of ``WORDINGS``.
@@ -111,28 +110,27 @@ class FactSource:
         answer_loss_only: bool = False,
     ):
         self._fact, self._question = WORDINGS[wording]
-        self.wording, self.tokenizer, self.length, self.seed = wording, tokenizer, length, seed
-        self.needles, self.digits, self.answer_loss_only = tuple(needles), digits, answer_loss_only
-        pad = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
-        self._pad = 0 if pad is None else pad
+        super().__init__(tokenizer, length=length, seed=seed, answer_loss_only=answer_loss_only)
+        self.wording, self.needles, self.digits = wording, tuple(needles), digits
         self._known: dict[str, list[int]] = {}
         rng = training_rng(seed, wording, "length")
         for _ in range(_ROWS_CHECKED):
-            self._row(rng, max(self.needles))
+            row, answers = self._facts(rng, max(self.needles))
+            if not answers:
+                raise ValueError(
+                    f"length {length} is too short: {max(self.needles)} facts take {len(row)} tokens with this "
+                    "tokenizer, and a question does not fit; give a larger length or fewer facts"
+                )
 
-    def rows(self, first: int, count: int) -> tuple[np.ndarray, np.ndarray]:
-        """(input_ids, labels) of rows ``first`` to ``first + count``, int64 [count, length]."""
-        ids = np.full((count, self.length), self._pad, dtype=np.int64)
-        labels = np.full_like(ids, IGNORED)
-        for row in range(count):
-            rng = training_rng(self.seed, self.wording, first + row)
-            made, answers = self._row(rng, self.needles[rng.integers(len(self.needles))])
-            ids[row, : len(made)] = made
-            for start, end in answers if self.answer_loss_only else [(0, len(made))]:
-                labels[row, start:end] = ids[row, start:end]
-        return ids, labels
+    def _row(self, index: int) -> Made:
+        rng = training_rng(self.seed, self.wording, index)
+        facts = self.needles[rng.integers(len(self.needles))]
+        while True:  # long names may leave no room for a question: then others are drawn
+            row, answers = self._facts(rng, facts)
+            if answers:
+                return row, answers
 
-    def _row(self, rng: np.random.Generator, facts: int) -> tuple[list[int], list[tuple[int, int]]]:
+    def _facts(self, rng: np.random.Generator, facts: int) -> tuple[list[int], list[tuple[int, int]]]:
         """The tokens of a row, and the span of each answer's number in it."""
         cities, numbers = draw_facts(rng, facts, self.digits)
         row, answers = [], []
@@ -143,16 +141,10 @@ class FactSource:
             asked = self._tokens(self._question.format(city=cities[which]))
             number, end = self._tokens(f" {numbers[which]}"), self._tokens(".")
             if len(row) + len(asked) + len(number) + len(end) > self.length:
-                break
+                return row, answers
             start = len(row) + len(asked)
             answers.append((start, start + len(number)))
             row += asked + number + end
-        if not answers:
-            raise ValueError(
-                f"length {self.length} is too short: {facts} facts and a question take {len(row) + len(asked)} tokens "
-                "and the answer with this tokenizer; give a larger length or fewer facts"
-            )
-        return row, answers
 
     def _tokens(self, text: str) -> list[int]:
         if text not in self._known:

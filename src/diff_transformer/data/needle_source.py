@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from diff_transformer.data.answer_rows import AnswerRows, Made
 from diff_transformer.data.filler import Filler
-from diff_transformer.data.mixture import IGNORED
 from diff_transformer.data.needles import NEEDLE, completion, draw_facts, question
 from diff_transformer.data.seeding import evaluation_rng, training_rng
 from diff_transformer.data.tokenizer import encode
@@ -20,7 +20,7 @@ _ROWS_CHECKED = 4
 _DRAWS = 64
 
 
-class NeedleSource:
+class NeedleSource(AnswerRows):
     """Rows that are documents with needles, questions about them, and answers. Row i is a pure function of (seed, i).
 
     Each city is asked for at most once, so that every answer has to come from its needle. The filler is chosen so that
@@ -66,36 +66,20 @@ class NeedleSource:
             raise ValueError(f"questions_per_document must be at least 1, got {questions_per_document}")
         if tokenizer.eos_token_id is None:
             raise ValueError("the tokenizer has no eos_token to end a row with; set tokenizer.eos_token")
+        super().__init__(tokenizer, length=length, seed=seed, answer_loss_only=answer_loss_only)
         self.filler = filler
-        self.tokenizer = tokenizer
-        self.length = length
-        self.seed = seed
         self.needles = tuple(needles)
         self.queries = tuple(queries)
         self.digits = digits
         self.questions_per_document = questions_per_document
-        self.answer_loss_only = answer_loss_only
         self._rng = evaluation_rng if held_out else training_rng
         self._end = tokenizer.eos_token_id
-        self._pad = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
         self._pieces: dict[str, list[int]] = {}
         self._check_length()
         self._check_splicing()
 
-    def rows(self, first: int, count: int) -> tuple[np.ndarray, np.ndarray]:
-        """(input_ids, labels) of rows ``first`` to ``first + count``, int64 [count, length]."""
-        ids = np.full((count, self.length), self._pad, dtype=np.int64)
-        labels = np.full((count, self.length), IGNORED, dtype=np.int64)
-        for row in range(count):
-            made, answers = self._row(first + row)
-            ids[row, : len(made)] = made
-            spans = answers if self.answer_loss_only else [(0, len(made))]
-            for start, end in spans:
-                labels[row, start:end] = ids[row, start:end]
-        return ids, labels
-
-    def _row(self, index: int) -> tuple[np.ndarray, list[tuple[int, int]]]:
-        """The token ids of a row, ``length`` or a few less, and the spans of the answers in them."""
+    def _row(self, index: int) -> Made:
+        """A row of ``length`` tokens or a few less."""
         rng = self._rng(self.seed, "needles", index)
         count = self.needles[rng.integers(len(self.needles))]
         for _ in range(_DRAWS):
@@ -184,7 +168,7 @@ class NeedleSource:
     def _check_splicing(self) -> None:
         backend = self.tokenizer.backend_tokenizer
         for index in range(_ROWS_CHECKED):
-            ids = self._row(index)[0][:-1]
+            ids = np.asarray(self._row(index)[0])[:-1]
             text = backend.decode(ids.tolist(), skip_special_tokens=False)
             if not np.array_equal(encode(self.tokenizer, text), ids):
                 raise ValueError(

@@ -11,10 +11,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import numpy as np
-
+from diff_transformer.data.answer_rows import AnswerRows, Made
 from diff_transformer.data.documents import hash_of_name
-from diff_transformer.data.mixture import IGNORED
 from diff_transformer.data.seeding import training_rng
 from diff_transformer.data.tasks.types import LabelledSet
 from diff_transformer.data.tokenizer import encode
@@ -25,18 +23,17 @@ if TYPE_CHECKING:
 HELD_OUT = 0.2  # share of the training texts
 
 
-class ShotSource:
+class ShotSource(AnswerRows):
     """Rows of as many examples as fit, of some of a set's classes, whose names are dealt anew in each row.
 
     Only training texts of the set are used, and none that is a test text too, or of which two do not fit a row. A fifth
-    of them, by a hash of the text, is held out. Row i is a pure function of (seed, i). Pad tokens without a loss fill
-    the row.
+    of them, by a hash of the text, is held out.
 
     Args:
         length: tokens a row.
         classes: numbers of classes in a row, drawn with equal probability.
-        labels_only: only labels carry a loss, and of each class only those after its first example.
-        held_out: rows of the held-out texts, and the labels of ``labels_only``.
+        answer_loss_only: only labels carry a loss, and of each class only those after its first example.
+        held_out: rows of the held-out texts.
 
     Raises:
         ValueError: for fewer than 1 class, or more than have texts that fit.
@@ -50,13 +47,11 @@ class ShotSource:
         length: int,
         seed: int = 0,
         classes: tuple[int, ...] = (2, 3),
-        labels_only: bool = False,
+        answer_loss_only: bool = False,
         held_out: bool = False,
     ):
-        self.tokenizer, self.length, self.seed, self.classes = tokenizer, length, seed, tuple(classes)
-        self.labels_only, self._stream = labels_only or held_out, "shots held out" if held_out else "shots"
-        pad = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
-        self._pad = 0 if pad is None else pad
+        super().__init__(tokenizer, length=length, seed=seed, answer_loss_only=answer_loss_only)
+        self.classes, self._stream = tuple(classes), "shots held out" if held_out else "shots"
         asked = {example.text.casefold() for example in labelled.test}
         self._names = [encode(tokenizer, f" {label}").tolist() for label in labelled.labels]
         self._end = encode(tokenizer, "\n").tolist()
@@ -76,19 +71,9 @@ class ShotSource:
                 "or a larger data.length"
             )
 
-    def rows(self, first: int, count: int) -> tuple[np.ndarray, np.ndarray]:
-        """(input_ids, labels) of rows ``first`` to ``first + count``, int64 [count, length]."""
-        ids = np.full((count, self.length), self._pad, dtype=np.int64)
-        labels = np.full_like(ids, IGNORED)
-        for row in range(count):
-            made, answers = self._row(training_rng(self.seed, self._stream, first + row))
-            ids[row, : len(made)] = made
-            for start, end in answers if self.labels_only else [(0, len(made))]:
-                labels[row, start:end] = ids[row, start:end]
-        return ids, labels
-
-    def _row(self, rng: np.random.Generator) -> tuple[list[int], list[tuple[int, int]]]:
-        """The tokens of a row, and the span of each label whose class had an example before."""
+    def _row(self, index: int) -> Made:
+        """The answers are the labels whose class had an example before."""
+        rng = training_rng(self.seed, self._stream, index)
         count = self.classes[rng.integers(len(self.classes))]
         classes, names = rng.permutation(len(self._texts))[:count], rng.permutation(len(self._names))[:count]
         row: list[int] = []

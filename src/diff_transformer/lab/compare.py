@@ -31,7 +31,8 @@ from diff_transformer.lab.worker import more_experiments
 from diff_transformer.model.config import DiffTransformerConfig
 from diff_transformer.model.cost import model_cost
 from diff_transformer.model.matching import LABELS, VARIANTS
-from diff_transformer.train.config import DataConfig, RunConfig
+from diff_transformer.train.config import RunConfig
+from diff_transformer.train.data_config import DataConfig
 from diff_transformer.train.run_folder import RunLock
 
 _SPEEDS = ("train_tokens_per_second", "forward_tokens_per_second")

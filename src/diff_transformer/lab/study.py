@@ -20,7 +20,7 @@ from diff_transformer.durable import require_writable
 from diff_transformer.lab.pool import Executor, progress_bars, run_pool
 from diff_transformer.lab.record import finished, load_run
 from diff_transformer.lab.spec import REQUEST, RunSpec, Study
-from diff_transformer.train.config import NO_CORPUS
+from diff_transformer.train.data_config import NO_CORPUS
 from diff_transformer.train.run_folder import LOCK, RunLock
 
 

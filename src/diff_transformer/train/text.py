@@ -17,7 +17,7 @@ from diff_transformer.data.packing import PackedCorpus, pack_documents
 from diff_transformer.data.prepare.folder import is_prepared, load_prepared_tokenizer, read_manifest
 from diff_transformer.data.prepared import LongDocuments, PreparedCorpus, Shards, decoded_corpus
 from diff_transformer.data.tokenizer import load_tokenizer, tokenizer_hash
-from diff_transformer.train.config import DataConfig
+from diff_transformer.train.data_config import DataConfig
 from diff_transformer.train.launch import is_first
 
 if TYPE_CHECKING:

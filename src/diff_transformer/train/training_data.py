@@ -26,7 +26,8 @@ from diff_transformer.data.shot_source import ShotSource
 from diff_transformer.data.tasks.labelled import load_labelled
 from diff_transformer.data.tasks.types import LabelledSet
 from diff_transformer.data.tokenizer import load_tokenizer, tokenizer_of, train_tokenizer
-from diff_transformer.train.config import NO_CORPUS, DataConfig, RunConfig
+from diff_transformer.train.config import RunConfig
+from diff_transformer.train.data_config import NO_CORPUS, DataConfig
 from diff_transformer.train.initial_model import vocabulary_size
 from diff_transformer.train.text import Text, load_text
 
@@ -164,7 +165,7 @@ def _shot_source(config: RunConfig, labelled: LabelledSet, tokenizer, *, held_ou
         length=data.length,
         seed=config.evaluation.seed if held_out else config.train.seed,
         classes=data.shots.classes,
-        labels_only=data.loss == "sources",
+        answer_loss_only=held_out or data.loss == "sources",
         held_out=held_out,
     )
 

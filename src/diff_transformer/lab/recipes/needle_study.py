@@ -13,7 +13,8 @@ from diff_transformer.lab.recipes.desk import demo
 from diff_transformer.lab.recipes.recall_study import CORE, MORE
 from diff_transformer.lab.record import Record
 from diff_transformer.lab.spec import Choices, RunSpec, Study, side_model, with_seed
-from diff_transformer.train.config import NeedleConfig, OptimConfig, RunConfig
+from diff_transformer.train.config import OptimConfig, RunConfig
+from diff_transformer.train.data_config import NeedleConfig
 
 SIDES = CORE | {name: MORE[name] for name in ("diff_lambda0", "diff", "softmax_norm", "softmax_wide_norm1", "diff_v2")}
 SEEDS = range(5)

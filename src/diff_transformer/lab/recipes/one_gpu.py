@@ -1,13 +1,7 @@
 """A pair of the 125M class for one GPU."""
 
-from diff_transformer.train.config import (
-    DataConfig,
-    EvaluationConfig,
-    NeedleConfig,
-    OptimConfig,
-    RunConfig,
-    TrainConfig,
-)
+from diff_transformer.train.config import EvaluationConfig, OptimConfig, RunConfig, TrainConfig
+from diff_transformer.train.data_config import DataConfig, NeedleConfig
 
 
 def one_gpu() -> RunConfig:

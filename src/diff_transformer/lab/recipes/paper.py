@@ -16,14 +16,8 @@ from collections.abc import Callable
 from typing import Any
 
 from diff_transformer.lab.recipes.ablation import ROWS, ablation_rows
-from diff_transformer.train.config import (
-    DataConfig,
-    EvaluationConfig,
-    OptimConfig,
-    ParallelConfig,
-    RunConfig,
-    TrainConfig,
-)
+from diff_transformer.train.config import EvaluationConfig, OptimConfig, ParallelConfig, RunConfig, TrainConfig
+from diff_transformer.train.data_config import DataConfig
 
 CORPUS = "corpus"
 TOKENS_AT_ONCE = 16_384  # tokens per pass, enough to keep a GPU busy; a longer row is a pass of its own

@@ -9,14 +9,8 @@ from typing import Any
 
 from diff_transformer.lab.record import Record
 from diff_transformer.lab.spec import RECALL, Choices, RunSpec, Study, side_model, with_seed
-from diff_transformer.train.config import (
-    NO_CORPUS,
-    DataConfig,
-    OptimConfig,
-    RecallConfig,
-    RunConfig,
-    TrainConfig,
-)
+from diff_transformer.train.config import OptimConfig, RunConfig, TrainConfig
+from diff_transformer.train.data_config import NO_CORPUS, DataConfig, RecallConfig
 
 # The grid: name of the setting -> pairs of a row, noise tokens for each pair.
 GRID = {f"p{pairs}_n{noise}": (pairs, noise) for noise in (0, 2, 4) for pairs in (4, 8, 16)}
