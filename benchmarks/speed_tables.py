@@ -168,28 +168,31 @@ def compiled_table(path: Path) -> list[str]:
     for total in record["sums"]:
         if total["dtype"] != "bfloat16":
             continue
-        same = ("capability", "dtype", "width", "value_width")
+        same = ("capability", "dtype", "width", "value_width", "language")
         rows = [row for row in record["rows"] if all(row[name] == total[name] for name in same)]
         theirs = (total[name] for name in ("flash_diff_1", "flash_diff_2"))
         ours = [total[form] for form in forms if form in total]
         lines.append(
             line(
-                f"sm_{total['capability']}",
+                f"sm_{total['capability']}" + (", Gluon" if total["language"] == "gluon" else ""),
                 f"{total['width']}, {total['value_width']}",
                 *(number(form["units"], 1) for form in ours),
                 *(f"{units['forward']:g} + {units['backward']:g}" for units in theirs),
                 percent(max(row["executed_over_needed"] for row in rows) - 1),
                 f"{max(row['spilled_bytes'] for row in rows)} B",
                 " + ".join(number(form["roofline_ms"], 2) for form in ours[:2]),
-                number(total["decode"]["roofline_ms"], 3),
+                number(total.get("decode", {}).get("roofline_ms"), 3),
             )
         )
     batch, heads, length = (record["setting"][name] for name in ("batch", "heads", "length"))
-    half = [row for row in record["rows"] if row["dtype"] == "float16"]
-    widths = " and ".join(f"({d}, {dv})" for d, dv in record["setting"]["compiled"]["float16"])
-    spilled = max((row["spilled_bytes"] for row in half), default=0)
+    half, single = ([row for row in record["rows"] if row["dtype"] == dtype] for dtype in ("float16", "float32"))
     repeated = percent(max((row["executed_over_needed"] for row in half), default=1) - 1)
+    spilled, most = (max((row["spilled_bytes"] for row in rows), default=0) for rows in (half, single))
+    spilling = sum(row["spilled_bytes"] > 0 for row in single)
     setting = f"batch {batch}, {heads} heads and length {length}; of decoding, for one token over such caches"
-    version, found = record["rows"][0]["triton"], f"{repeated} repeated, {spilled} B spilled"
-    said = f"Triton {version}, bf16, causal. Times for {setting}. fp16 has the same tiles; at {widths}: {found}."
+    said = (
+        f"Triton {record['rows'][0]['triton']}, bf16, causal. Times for {setting}. fp16, the same calls: at most "
+        f"{repeated} repeated, {spilled} B spilled. fp32 uses no tensor cores; {spilling} of its {len(single)} kernels "
+        f"spill, at most {most} B a thread."
+    )
     return [*lines, "", said]

@@ -30,8 +30,27 @@ def test_the_record_is_of_the_tiles_that_ship(compiled):
 
 def test_no_kernel_of_the_record_spills_repeats_products_or_does_not_fit(compiled):
     rows = json.loads(compiled.OUT.read_text())["rows"]
-    wrong = [row for row in rows if row["faults"] or row["executed_over_needed"] > compiled.MOST]
-    assert wrong == []
+    assert [row for row in rows if compiled.unfit(row)] == []
+
+
+@pytest.mark.parametrize(
+    ("change", "unfit"),
+    [
+        ({}, False),
+        ({"executed_over_needed": 1.2}, True),
+        ({"faults": ["spills 8 bytes a thread"], "spilled_bytes": 8}, True),
+        ({"dtype": "float32", "faults": ["spills 8 bytes a thread"], "spilled_bytes": 8}, False),
+        ({"dtype": "float32", "spilled_bytes": 48}, True),
+        ({"dtype": "float32", "shared_kib": 228.0}, True),
+        ({"width": 96, "executed_over_needed": 1.333, "language": "gluon"}, False),
+        ({"width": 96, "executed_over_needed": 1.333}, True),
+        ({"width": 96, "executed_over_needed": 1.333, "language": "gluon", "form": "forward"}, True),
+    ],
+)
+def test_what_must_not_ship(compiled, change, unfit):
+    row = {"capability": 90, "dtype": "bfloat16", "width": 128, "language": "triton", "form": "one pass", "faults": []}
+    row |= {"executed_over_needed": 1.0, "spilled_bytes": 0, "shared_kib": 100.0}
+    assert compiled.unfit(row | change) == unfit
 
 
 def test_sums_count_every_launch_of_a_form(compiled):
@@ -42,15 +61,18 @@ def test_sums_count_every_launch_of_a_form(compiled):
         {"forward": 6, "backward": 14},
         {"forward": 8, "backward": 20},
     )
-    same = ("capability", "width", "value_width")
-    parts = [row for row in record["rows"] if all(row[name] == total[name] for name in same)]
+    parts = [row for row in record["rows"] if all(row[name] == total[name] for name in compiled.SAME)]
     assert total["two passes"]["units"] == pytest.approx(sum(r["units"] for r in parts if r["form"] == "two passes"))
 
 
 def test_decoding_takes_at_least_the_time_to_read_the_cache(compiled):
-    """512 and 256 bytes a key, of separate and of shared keys, on an H100."""
+    """512 and 256 bytes a key, of separate and of shared keys, on an H100; in fp32 twice as many."""
     rows = json.loads(compiled.OUT.read_text())["rows"]
     decode = [row for row in rows if row["form"] == "decode" and (row["capability"], row["width"]) == (90, 64)]
-    found = {row["value_width"]: row["roofline_ms"] for row in decode}
+    found = {(row["dtype"], row["value_width"]): row["roofline_ms"] for row in decode}
     keys = compiled.BATCH * compiled.HEADS * compiled.LENGTH
-    assert found == {dv: pytest.approx(keys * n / 3350e6, abs=6e-4) for dv, n in {64: 256, 128: 512}.items()}
+    assert found == {
+        (dtype, dv): pytest.approx(keys * size * dv * 2 / 3350e6, abs=6e-4)
+        for dtype, size in (("bfloat16", 2), ("float16", 2), ("float32", 4))
+        for dv in (64, 128)
+    }

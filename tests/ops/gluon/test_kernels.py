@@ -13,19 +13,18 @@ from diff_transformer.ops import gluon
 from diff_transformer.testing import assert_within_budget, eager_diff_attention, make_inputs
 
 pytest.importorskip("triton", reason="the kernels are written in Triton's Gluon")
-from diff_transformer.ops.gluon import backward, bwd_dkdv, bwd_dq, forward, self_test, verify
-from diff_transformer.ops.gluon.pipeline import FWD_NOT_SPECIALIZED
+from diff_transformer.ops.gluon import backward, forward, self_test, verify
 from diff_transformer.ops.triton import backward_form, operator
 from diff_transformer.ops.triton.call import Call
 from diff_transformer.ops.triton.launching import INTERPRETED
-from diff_transformer.ops.triton.metadata import assert_ships, compile_in_subprocess
+from diff_transformer.ops.triton.metadata import assert_ships, compile_in_subprocess, executed_over_needed, recording
 
 HALF_TYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-def tensors(D=64, dtype=torch.bfloat16, **options):
+def tensors(D=64, dtype=torch.bfloat16, H=4, **options):
     """q1, q2, k1, k2, v."""
-    return make_inputs(2, 4, 20, D, dtype=dtype, requires_grad=False, **options)[:5]
+    return make_inputs(2, H, 20, D, dtype=dtype, requires_grad=False, **options)[:5]
 
 
 def call_of(q1, q2, k1, k2, v, **options):
@@ -194,101 +193,72 @@ def test_a_descriptor_sees_the_tensor_where_it_lies():
     assert list(seen.block_shape) == [1, 1, 64, 64]
 
 
-FORMS = [  # D, causal, save, k2 is k1, dtype; k2 = k1 where the kernel is told
-    (D, causal, save, one_key, dtype)
-    for D, causal, save, one_key, dtype in product(
-        gluon.WIDTHS, (True, False), (True, False), (False, True), HALF_TYPES
-    )
-    if forward.CONFIGURATIONS[D].one_key or not one_key
+def compiled(D, dtype, causal, grouped=False, one_key=False, save=True, one_pass=None):
+    """(launch, compiled kernel) of all that a call launches on a Hopper GPU; one_pass None: of its forward."""
+    heads = {"H": 6, "Hn": 2, "G": 2} if grouped else {}  # three signal heads share a noise head
+    q1, q2, k1, k2, v = tensors(D, HALF_TYPES[dtype], **heads)
+    call = call_of(q1, q2, k1, None if one_key else k2, v, is_causal=causal)
+    with recording(90) as launches:
+        saved = forward.attend_forward(call, save)[0]
+        if one_pass is not None:
+            launches.clear()
+            backward.attend_backward(call, saved[0], saved, one_pass)
+    launches = [launch for launch in launches if ".gluon." in launch.kernel]
+    return [(launch, compile_in_subprocess(*launch[:3], capability=90, **launch.options)) for launch in launches]
+
+
+def check_compiled(launch, kernel, most=1.1):
+    assert_ships(kernel)
+    assert kernel.num_warps == 12  # two computing warpgroups and one that loads, of whose warps one works
+    assert 1 <= executed_over_needed(launch, kernel) <= most
+
+
+FORMS = [  # D, dtype, causal, grouped, one key for both maps, save
+    form
+    for form in product(gluon.WIDTHS, HALF_TYPES, (True, False), (False,), (False, True), (True, False))
+    if forward.CONFIGURATIONS[form[0]].one_key or not form[4]
 ]
-TRAINING = [(D, True, True, False, "bf16") for D in gluon.WIDTHS]
+TRAINING = ("bf16", True, False, False, True)
 
 
 @pytest.mark.parametrize(
-    "form", [pytest.param(form, marks=() if form in TRAINING else pytest.mark.slow) for form in FORMS]
+    "form", [pytest.param(form, marks=() if form[1:] == TRAINING else pytest.mark.slow) for form in FORMS], ids=str
 )
 def test_every_form_compiles_without_spills_or_serialised_wgmma(form):
-    D, causal, save, one_key, dtype = form
-    configuration, Dv = forward.CONFIGURATIONS[D], gluon.WIDTHS[D]
-
-    def described(rows, width):
-        return f"tensordesc<{dtype}[1,1,{rows},{width}],{forward.layout(rows, width, HALF_TYPES[dtype])!r}>"
-
-    query, key, value = (
-        described(rows, width // configuration.parts)
-        for rows, width in ((forward.ROWS, D), (configuration.keys, D), (configuration.keys, Dv))
-    )
-    signature = {"q1": query, "q2": query, "k1": key, "k2": key, "v": value, "out": f"*{dtype}", "out2": f"*{dtype}"}
-    signature |= {"lse1": "*fp32", "lse2": "*fp32", "lam": "*fp32", "scale": "fp32"}
-    signature |= dict.fromkeys(FWD_NOT_SPECIALIZED, "i32")
-    constants = configuration.constants(D, Dv, causal, save, one_key)
-    kernel = f"{configuration.kernel.__module__}:{configuration.kernel.__name__}"
-    compiled = compile_in_subprocess(kernel, signature, constants, capability=90, **forward.OPTIONS)
-    assert_ships(compiled)
-    assert compiled.num_warps == 12  # two computing warpgroups and one that loads, of whose warps one works
+    [(launch, kernel)] = compiled(*form)
+    check_compiled(launch, kernel)
+    configuration, D = forward.CONFIGURATIONS[form[0]], form[0]
     # wgmma of depth 16 in one product, and one after the other for each part of the values.
     scores, values = D // 16, configuration.parts * configuration.keys // 16
     # First tile, loop without masks, loop with masks, last tile; the maps together take both maps' products in each.
     maps = 2 if configuration.one_key else 1
-    assert compiled.wgmma == 2 * maps * 3 * (scores + values)
+    assert kernel.wgmma == 2 * maps * 3 * (scores + values)
 
 
-GRADIENT_FORMS = [  # D, causal, dtype, kernel, its flags
-    (D, causal, dtype, kernel, flags)
-    for D, causal, dtype in product(gluon.WIDTHS, (True, False), HALF_TYPES)
-    for kernel, flags in (
-        ("dkdv", {"ONE_PASS": False, "ONE_KEY": False}),
-        ("dkdv", {"ONE_PASS": True, "ONE_KEY": False}),
-        ("dkdv", {"ONE_PASS": False, "ONE_KEY": True}),
-        ("dkdv", {"ONE_PASS": True, "ONE_KEY": True}),
-        ("dq", {}),
-        # Three signal heads share a noise head.
-        ("dkdv", {"ONE_PASS": False, "ONE_KEY": False, "SIGNAL_PER_NOISE": 3}),
-        ("dkdv", {"ONE_PASS": True, "ONE_KEY": False, "SIGNAL_PER_NOISE": 3}),
-        ("dq", {"SIGNAL_PER_NOISE": 3}),
-    )
+GRADIENT_FORMS = [  # D, dtype, causal, grouped, one key for both maps, save, one pass
+    form
+    for form in product(gluon.WIDTHS, HALF_TYPES, (True, False), (False, True), (False, True), (True,), (False, True))
+    if not (form[3] and form[4])
 ]
 
 
-def trained(form):
-    _, causal, dtype, _, flags = form
-    return causal and dtype == "bf16" and not flags.get("ONE_KEY") and "SIGNAL_PER_NOISE" not in flags
-
-
 @pytest.mark.parametrize(
-    "form", [pytest.param(form, marks=() if trained(form) else pytest.mark.slow) for form in GRADIENT_FORMS], ids=str
+    "form",
+    [pytest.param(form, marks=() if form[1:6] == TRAINING else pytest.mark.slow) for form in GRADIENT_FORMS],
+    ids=str,
 )
 def test_every_gradient_form_compiles_without_spills_or_serialised_wgmma(form):
-    D, causal, dtype, kernel, flags = form
-    configuration = backward.CONFIGURATIONS[D]
-    width, D = D, configuration.columns
-    Dv = 2 * D
-
-    def described(width):
-        return f"tensordesc<{dtype}[1,1,64,{width}],{forward.layout(64, width, HALF_TYPES[dtype])!r}>"
-
-    signature = dict.fromkeys(("q1", "q2", "k1", "k2"), described(D)) | dict.fromkeys(("v", "do"), described(Dv))
-    signature |= dict.fromkeys(("lse1", "lse2", "delta1", "lam_delta2", "lam"), "*fp32") | {"factor": "fp32"}
-    signature |= dict.fromkeys(("dq1", "dq2"), "*fp32" if flags.get("ONE_PASS") else f"*{dtype}")
-    signature |= {"dq2": "*fp32"} if "SIGNAL_PER_NOISE" in flags else {}
-    constants = {"BN": 64, "D": D, "DV": Dv, "WIDTH": width, "CAUSAL": causal, "SIGNAL_PER_NOISE": 1} | flags
-    if kernel == "dkdv":
-        module, function = bwd_dkdv, configuration.dkdv
-        signature |= dict.fromkeys(("dk1", "dk2", "dv"), f"*{dtype}")
-        constants |= {"BM": 64, "STAGES": configuration.stages}
-        # Products of depth 16. Twice, before or after the loop and in it: scores, dP, dK. In the loop: dV.
-        wgmma = 2 * (2 * D // 16 + Dv // 16 + 2 * 64 // 16) + 64 // 16
-        wgmma += 2 * (D // 64) * 64 // 16 if flags["ONE_PASS"] else 0
-    else:
-        module, function = bwd_dq, configuration.dq
-        constants |= {"ROWS": 64, "KEY_STAGES": configuration.key_stages, "VALUE_STAGES": configuration.value_stages}
-        wgmma = 2 * (2 * D // 16 + Dv // 16 + 2 * 64 // 16)  # of each half: scores, dP, dQ
-    signature |= dict.fromkeys(module.NOT_SPECIALIZED, "i32")
-    path = f"{module.__name__}:{function.__name__}"
-    compiled = compile_in_subprocess(path, signature, constants, capability=90, **forward.OPTIONS)
-    assert_ships(compiled)
-    assert compiled.num_warps == 12
-    assert compiled.wgmma == wgmma
+    D, one_pass = form[0], form[-1]
+    columns = backward.CONFIGURATIONS[D].columns
+    found = compiled(*form)
+    assert len(found) == 1 if one_pass else 2
+    for launch, kernel in found:
+        check_compiled(launch, kernel, most=1.1 * columns / D)  # a width of 96 is padded to 128
+        # Products of depth 16. Twice, before or after the loop and in it: scores, dP, dK or dQ. In the loop: dV.
+        wgmma = 2 * (2 * columns // 16 + 2 * columns // 16 + 2 * 64 // 16)
+        if launch.kernel.endswith("dkdv"):
+            wgmma += 64 // 16 + (2 * (columns // 64) * 64 // 16 if one_pass else 0)
+        assert kernel.wgmma == wgmma
 
 
 hopper = pytest.mark.skipif(

@@ -20,7 +20,7 @@ from diff_transformer.ops.triton.metadata import (
     SHARED_LIMIT,
     assert_ships,
     compile_in_subprocess,
-    needed_products,
+    executed_over_needed,
     recording,
 )
 from diff_transformer.testing import make_inputs
@@ -170,4 +170,4 @@ def compile_and_check(dtype, widths, case, capability):
         if kernel.name != "delta_kernel":
             assert kernel.products, "no tensor cores"
             if widths in MAIN:
-                assert max(kernel.products) <= MOST * needed_products(launch)
+                assert executed_over_needed(launch, kernel) <= MOST

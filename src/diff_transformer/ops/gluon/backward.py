@@ -14,7 +14,7 @@ from diff_transformer.ops.gluon.forward import OPTIONS, descriptor
 from diff_transformer.ops.gluon.support import unsupported_backward_shapes, unsupported_by_tma
 from diff_transformer.ops.triton.call import Call
 from diff_transformer.ops.triton.deltas import row_statistics
-from diff_transformer.ops.triton.launching import transposed_like
+from diff_transformer.ops.triton.launching import launch, transposed_like
 
 TILE = 64  # queries, and keys, of a tile: the height of a wgmma tile
 
@@ -84,20 +84,17 @@ def attend_backward(
     factor = scale * math.log2(math.e)
     sizes = {"BN": TILE, "D": columns, "DV": 2 * columns, "WIDTH": D, "CAUSAL": call.is_causal,
              "SIGNAL_PER_NOISE": shared}  # fmt: skip
-    with torch.cuda.device_of(v):
-        compiled = [
-            configuration.dkdv[(math.ceil(S / TILE), G, B)](
-                *tiles, *statistics, dq1, dq2, dk1, dk2, dv, *lam.stride()[:3], T, S, G, H // G, factor,
-                **sizes, BM=TILE, STAGES=configuration.stages, ONE_PASS=one_pass, ONE_KEY=k2 is None, **OPTIONS,
-            )
-        ]  # fmt: skip
-        if not one_pass:
-            compiled.append(
-                configuration.dq[(math.ceil(T / (2 * TILE)), H, B)](
-                    *tiles, *statistics, dq1, dq2, *lam.stride()[:3], T, S, H, H // G, factor, **sizes, ROWS=TILE,
-                    KEY_STAGES=configuration.key_stages, VALUE_STAGES=configuration.value_stages, **OPTIONS,
-                )
-            )  # fmt: skip
+    arguments = [*tiles, *statistics, dq1, dq2]
+    places = [*lam.stride()[:3], T, S]
+    grid = (math.ceil(S / TILE), G, B)
+    constants = {"BM": TILE, "STAGES": configuration.stages, "ONE_PASS": one_pass, "ONE_KEY": k2 is None}
+    given = [*arguments, dk1, dk2, dv, *places, G, H // G, factor]
+    compiled = [launch(configuration.dkdv, grid, given, sizes | constants | OPTIONS)]
+    if not one_pass:
+        grid = (math.ceil(T / (2 * TILE)), H, B)
+        constants = {"ROWS": TILE, "KEY_STAGES": configuration.key_stages, "VALUE_STAGES": configuration.value_stages}
+        given = [*arguments, *places, H, H // G, factor]
+        compiled.append(launch(configuration.dq, grid, given, sizes | constants | OPTIONS))
     if shared > 1:
         dq2 = dq2.unflatten(1, (-1, shared)).sum(2)
     if one_pass:

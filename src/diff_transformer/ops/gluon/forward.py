@@ -14,6 +14,7 @@ from diff_transformer.ops.gluon.fwd_fused import fwd_fused
 from diff_transformer.ops.gluon.fwd_sequential import fwd_sequential
 from diff_transformer.ops.gluon.support import unsupported_shapes
 from diff_transformer.ops.triton.call import Call
+from diff_transformer.ops.triton.launching import launch
 
 ROWS = 64  # query rows of one computing warpgroup: the height of a wgmma tile
 DTYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
@@ -97,11 +98,10 @@ def attend_forward(call: Call, need_gradient: bool) -> tuple[tuple[Tensor, Tenso
     first_keys = keys(k1)
     second_keys = first_keys if k2 is None else keys(k2)
     values = descriptor(v, configuration.keys, Dv // configuration.parts)
-    with torch.cuda.device_of(v):
-        compiled = configuration.kernel[(math.ceil(T / (2 * ROWS)) * B * H,)](
-            queries(q1), queries(q2), first_keys, second_keys, values,
-            out, out2, lse1, lse2, lam, *lam.stride()[:3],
-            T, S, H, H // q2.shape[1], H // v.shape[1], base2, **constants, **OPTIONS,
-        )  # fmt: skip
+    arguments = [
+        queries(q1), queries(q2), first_keys, second_keys, values, out, out2, lse1, lse2, lam, *lam.stride()[:3],
+        T, S, H, H // q2.shape[1], H // v.shape[1], base2,
+    ]  # fmt: skip
+    compiled = launch(configuration.kernel, (math.ceil(T / (2 * ROWS)) * B * H,), arguments, constants | OPTIONS)
     out2 = out2.transpose(1, 2) if need_gradient else v.new_empty(0)
     return (out.transpose(1, 2), out2, lse1, lse2), compiled

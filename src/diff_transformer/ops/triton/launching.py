@@ -20,10 +20,10 @@ def on_device(x: Tensor) -> AbstractContextManager:
     return torch.cuda.device(x.device) if x.device.type == "cuda" else nullcontext()
 
 
-def launch(kernel: Any, grid: tuple[int, ...], arguments: Sequence[Any], constants: dict[str, Any]) -> None:
-    """Run a grid of programs of the kernel on the device of its first argument."""
-    with on_device(arguments[0]):
-        kernel[grid](*arguments, **constants)
+def launch(kernel: Any, grid: tuple[int, ...], arguments: Sequence[Any], constants: dict[str, Any]) -> Any:
+    """Run a grid of programs on the device of the first argument, a tensor or TMA descriptor; the compiled kernel."""
+    with on_device(getattr(arguments[0], "base", arguments[0])):
+        return kernel[grid](*arguments, **constants)
 
 
 def strides(*tensors: Tensor) -> list[int]:

@@ -110,7 +110,7 @@ def compile_for(
         num_warps=compiled.metadata.num_warps,
         wgmma=len(re.findall(r"\bwgmma\.mma_async", ptx)),
         mma=len(re.findall(r"\bmma\.sync", ptx)),
-        products=products_of_loops(ptx, compiled.metadata.num_warps),
+        products=products_of_loops(ptx, num_warps),
         wgmma_serialized=SERIALIZED in log,
         unguarded_arrivals=unguarded_arrivals(ptx),
     )
@@ -155,8 +155,11 @@ def describe(kernel, arguments: Sequence[Any], constants: dict[str, Any]) -> Lau
     for name, value in given.items():
         if name in constexpr or value is None or (type(value) is int and value == 1 and name not in general):
             constexprs[name] = value
+        elif hasattr(value, "block_shape"):  # a TMA descriptor, of Gluon
+            shape = ",".join(map(str, value.block_shape))
+            signature[name] = f"tensordesc<{_short(value.base.dtype)}[{shape}],{value.layout!r}>"
         elif hasattr(value, "data_ptr"):
-            signature[name] = "*" + POINTERS[str(value.dtype).removeprefix("torch.")]
+            signature[name] = "*" + _short(value.dtype)
         elif isinstance(value, float):
             signature[name] = "fp32"
         else:
@@ -165,15 +168,22 @@ def describe(kernel, arguments: Sequence[Any], constants: dict[str, Any]) -> Lau
     return Launch(f"{function.__module__}:{function.__name__}", signature, constexprs, options)
 
 
+def _short(dtype: Any) -> str:
+    return POINTERS[str(dtype).removeprefix("torch.")]
+
+
 @contextmanager
 def recording(capability: int) -> Generator[list[Launch]]:
-    """Context manager: launch_forward, launch_backward and launch_decode describe what they would launch on such a GPU.
+    """Context manager: the functions that launch kernels describe what they would launch on such a GPU.
 
+    These are launch_forward, launch_backward and launch_decode, and attend_forward and attend_backward of ops/gluon.
     They launch nothing, and return uninitialised tensors. Tensors may be on any device. What is yielded collects the
     descriptions.
     """
     from unittest.mock import patch
 
+    from diff_transformer.ops.gluon import backward as hopper_backward
+    from diff_transformer.ops.gluon import forward as hopper_forward
     from diff_transformer.ops.triton import backward, configurations, decode, deltas, forward
 
     launches: list[Launch] = []
@@ -183,30 +193,60 @@ def recording(capability: int) -> Generator[list[Launch]]:
 
     table = configurations.table_for(divmod(capability, 10), SHARED_LIMIT[capability])
     with ExitStack() as patches:
-        for module in (forward, deltas, backward, decode):
+        for module in (forward, deltas, backward, decode, hopper_forward, hopper_backward):
             patches.enter_context(patch.object(module, "launch", record))
         patches.enter_context(patch.object(configurations, "INTERPRETED", False))
         patches.enter_context(patch.object(configurations, "table_of", lambda device: table))
         yield launches
 
 
-def needed_products(launch: Launch) -> int:
-    """Multiply-adds that the algorithm needs in one turn of an innermost loop of a launched kernel: one tile.
+class Tile(NamedTuple):
+    """What one turn of an innermost loop computes; of a Hopper kernel, what one of its warpgroups does."""
 
-    Widths are those of the call, not of the chunks. A program that decodes computes 16 rows, fewer than it has or not.
+    rows: int
+    keys: int
+    D: int
+    DV: int
+    maps: int  # 2: both maps in the same turn
+
+
+def tile_of(launch: Launch) -> Tile:
+    """The tile of a launched kernel, Triton's or Gluon's.
+
+    Widths are those of the call, not of the chunks, nor padded. A program that decodes computes 16 rows, fewer than it
+    has or not.
     """
+    given, name = launch.constexprs, launch.kernel.partition(":")[2]
+    rows, keys = (
+        next((given[x] for x in names if x in given), 16) for names in (("BLOCK_M", "BM", "ROWS"), ("BLOCK_N", "BN"))
+    )
+    D = given.get("WIDTH", given["D"])
+    maps = 2 if given.get("FUSED", name != "fwd_sequential") else 1
+    return Tile(rows, keys, D, 2 * D if "WIDTH" in given else given["DV"], maps)
+
+
+def needed_products(launch: Launch) -> int:
+    """Multiply-adds that the algorithm needs in one turn of an innermost loop of a launched kernel: one tile."""
     given = launch.constexprs
-    D, DV, name = given["D"], given["DV"], launch.kernel.partition(":")[2]
-    if name == "decode_split_kernel":
-        return 16 * given["BLOCK_N"] * 2 * (D + DV)
-    if name == "forward_kernel":
-        each = (2 if given["FUSED"] else 1) * (D + DV)
-    elif name == "bwd_dq_kernel":
-        each = DV + 2 * D * (given["COMPUTE_DQ1"] + given["COMPUTE_DQ2"])
+    rows, keys, D, DV, maps = tile_of(launch)
+    name = launch.kernel.partition(":")[2].removesuffix("_kernel")
+    if name in ("decode_split", "forward", "fwd_fused", "fwd_sequential"):
+        each = maps * (D + DV)
+    elif name == "bwd_dq":
+        each = DV + 2 * D * (given.get("COMPUTE_DQ1", True) + given.get("COMPUTE_DQ2", True))
     else:
-        of_queries = 2 * D * given["ONE_PASS"]
-        each = 2 * D + (DV + 2 * D + of_queries) * given["COMPUTE_DK"] + DV * given["COMPUTE_DV"]
-    return given["BLOCK_M"] * given["BLOCK_N"] * each
+        of_keys = DV + 2 * D + 2 * D * given["ONE_PASS"]
+        each = 2 * D + of_keys * given.get("COMPUTE_DK", True) + DV * given.get("COMPUTE_DV", True)
+    return rows * keys * each
+
+
+def executed_over_needed(launch: Launch, compiled: Compiled) -> float | None:
+    """Products that a compiled launch executes in a turn of a loop over ``needed_products``; None: no tensor cores."""
+    if not compiled.products:
+        return None
+    # The warpgroups of the Hopper kernel for dK and dV share a tile by gradient. Elsewhere each loop has its own tiles.
+    shared = launch.kernel.endswith(":bwd_dkdv")
+    return (sum if shared else max)(compiled.products) / needed_products(launch)
 
 
 def _not_specialized(kernel) -> set[str]:
