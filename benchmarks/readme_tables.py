@@ -57,6 +57,7 @@ TABLES = {
     "novels": (claims_table, ROOT / "figures" / "novels" / "results.json"),
     "attention": (attention_table, RESULTS / "attention_cpu.json"),
     "attention_amx": (attention_table, RESULTS / "attention_amx.json"),
+    "attention_avx2": (attention_table, RESULTS / "attention_avx2.json"),
     "compiled": (compiled_table, RESULTS / "compiled.json"),
     "attention_gpu": (attention_gpu_table, RESULTS / "attention_gpu.json"),
     "goals_gpu": (lambda path: goals_table(path.parent), RESULTS / "attention_gpu.json"),

@@ -171,16 +171,16 @@ def compiled_table(path: Path) -> list[str]:
         same = ("capability", "dtype", "width", "value_width", "language")
         rows = [row for row in record["rows"] if all(row[name] == total[name] for name in same)]
         theirs = (total[name] for name in ("flash_diff_1", "flash_diff_2"))
-        ours = [total[form] for form in forms if form in total]
+        ours = [total.get(form, {}) for form in forms]
         lines.append(
             line(
                 f"sm_{total['capability']}" + (", Gluon" if total["language"] == "gluon" else ""),
                 f"{total['width']}, {total['value_width']}",
-                *(number(form["units"], 1) for form in ours),
+                *(number(form.get("units"), 1) for form in ours),
                 *(f"{units['forward']:g} + {units['backward']:g}" for units in theirs),
                 percent(max(row["executed_over_needed"] for row in rows) - 1),
                 f"{max(row['spilled_bytes'] for row in rows)} B",
-                " + ".join(number(form["roofline_ms"], 2) for form in ours[:2]),
+                " + ".join(number(form["roofline_ms"], 2) for form in ours[:2] if form),
                 number(total.get("decode", {}).get("roofline_ms"), 3),
             )
         )

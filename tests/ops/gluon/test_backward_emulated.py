@@ -102,7 +102,7 @@ CASES: dict[str, tuple[dict[str, Any], bool]] = {
     "lam a head": ({"B": 2, "H": 2, "T": 70, "lam_shape": (1, 2, 1, 1)}, CAUSAL),
     "float16": ({"T": 150, "dtype": torch.float16}, CAUSAL),
 }
-FORMS = [(D, one_pass) for D in (64, 96, 128) for one_pass in (TWO, ONE)]
+FORMS = [(D, one_pass) for D in (64, 128) for one_pass in (TWO, ONE)]
 
 
 def inputs_of(case, D, **more):
@@ -173,7 +173,7 @@ def test_the_gradient_of_a_sum_has_no_strides_and_is_copied(monkeypatch):
 
 @pytest.mark.parametrize("form", ["two_pass", "one_pass"])
 @pytest.mark.parametrize("compiled", [False, True])
-@pytest.mark.parametrize("D", [64, 96])
+@pytest.mark.parametrize("D", [64, 128])
 def test_forward_and_backward_of_the_operator(monkeypatch, form, compiled, D):
     """As on a Hopper GPU: by these kernels, through autograd and the compiler."""
     emulate(monkeypatch)
@@ -255,11 +255,11 @@ def adds_nothing(to, x, first, limit, COLUMN, WIDTH, L):
     pass
 
 
-def stores_zeros(to, x, first, limit, stride, WIDTH, L):
+def stores_zeros(to, x, first, limit, stride, L):
     rows = first + gl.arange(0, x.shape[0], None)
     columns = gl.arange(0, x.shape[1], None)
     offsets = gl.expand_dims(rows.to(gl.int64) * stride, 1) + gl.expand_dims(columns, 0)
-    gl.store(to + offsets, x * 0, mask=gl.expand_dims(rows < limit, 1) & gl.expand_dims(columns < WIDTH, 0))
+    gl.store(to + offsets, x * 0, mask=gl.expand_dims(rows < limit, 1))
 
 
 @pytest.mark.parametrize("D", [64, 128])

@@ -10,6 +10,7 @@ backward.py launch them.
 """
 
 from diff_transformer.ops.gluon.support import (
+    BACKWARD_WIDTHS,
     KERNELS,
     SWITCH,
     WIDTHS,
@@ -21,7 +22,15 @@ from diff_transformer.ops.gluon.support import (
 )
 from diff_transformer.ops.triton.call import Call
 
-__all__ = ["KERNELS", "SWITCH", "WIDTHS", "switched_off", "unsupported_backward_reason", "unsupported_reason"]
+__all__ = [
+    "BACKWARD_WIDTHS",
+    "KERNELS",
+    "SWITCH",
+    "WIDTHS",
+    "switched_off",
+    "unsupported_backward_reason",
+    "unsupported_reason",
+]
 
 
 def unsupported_reason(call: Call) -> str | None:

@@ -21,9 +21,8 @@ TILE = 64  # queries, and keys, of a tile: the height of a wgmma tile
 
 @dataclass(frozen=True)
 class Configuration:
-    """Tiles and ring slots for one width. Uses at most 225 of the chip's 227 KiB of shared memory."""
+    """Ring slots for one width. Uses at most 225 of the chip's 227 KiB of shared memory."""
 
-    columns: int  # of a tile of queries or keys: the least power of two >= D; a tile of values has twice as many
     dkdv: Any = bwd_dkdv
     dq: Any = bwd_dq
     stages: int = 2  # slots for queries and dO in bwd_dkdv
@@ -32,9 +31,8 @@ class Configuration:
 
 
 CONFIGURATIONS = {  # by D
-    64: Configuration(64, stages=3, key_stages=3, value_stages=3),
-    96: Configuration(128),
-    128: Configuration(128),
+    64: Configuration(stages=3, key_stages=3, value_stages=3),
+    128: Configuration(),
 }
 
 
@@ -44,7 +42,7 @@ def attend_backward(
     """Gradients on a Hopper GPU: ((dq1, dq2, dk1, dk2, dv, dlam), the compiled kernels).
 
     Args:
-        call: as in ``attend_forward``.
+        call: as in ``attend_forward``, but D is 64 or 128.
         dout: [B, H, T, 2 D], the gradient of the output, in the dtype of v; any strides.
         saved: out, out2, lse1 and lse2, the results of the forward with need_gradient.
         one_pass: add up dq1 and dq2 in fp32 with atomics, in no fixed order, instead of recomputing the maps in a
@@ -67,7 +65,6 @@ def attend_backward(
     B, H, T, D = q1.shape
     G, S = v.shape[1:3]
     configuration = CONFIGURATIONS[D]
-    columns = configuration.columns
     delta1, lam_delta2, dlam = row_statistics(dout, out, out2, lam)
     dk1, dv = transposed_like(k1), transposed_like(v)
     dk2 = k1.new_empty(0) if k2 is None else transposed_like(k1)
@@ -77,13 +74,12 @@ def attend_backward(
     else:
         dq1 = transposed_like(q1)
         dq2 = q1.new_empty(B, T, H, D, dtype=q1.dtype if shared == 1 else torch.float32).transpose(1, 2)
-    narrow = [None if x is None else descriptor(x, TILE, columns) for x in (q1, q2, k1, k2)]
-    wide = [descriptor(x, TILE, 2 * columns) for x in (v, dout)]
+    narrow = [None if x is None else descriptor(x, TILE) for x in (q1, q2, k1, k2)]
+    wide = [descriptor(x, TILE) for x in (v, dout)]
     tiles = [*narrow[:3], narrow[2] if k2 is None else narrow[3], *wide]
     statistics = [lse1, lse2, delta1, lam_delta2, lam]
     factor = scale * math.log2(math.e)
-    sizes = {"BN": TILE, "D": columns, "DV": 2 * columns, "WIDTH": D, "CAUSAL": call.is_causal,
-             "SIGNAL_PER_NOISE": shared}  # fmt: skip
+    sizes = {"BN": TILE, "D": D, "DV": 2 * D, "CAUSAL": call.is_causal, "SIGNAL_PER_NOISE": shared}
     arguments = [*tiles, *statistics, dq1, dq2]
     places = [*lam.stride()[:3], T, S]
     grid = (math.ceil(S / TILE), G, B)

@@ -146,7 +146,7 @@ def start_key_gradients(dk1, dk2, p_s, q_s, c, STAGES: gl.constexpr):
 
 
 @jit
-def dk_consumer(q_s, st_s, k_s, w_s, p_s, bars, dk1_to, dk2_to, sizes, factor, WIDTH: gl.constexpr,
+def dk_consumer(q_s, st_s, k_s, w_s, p_s, bars, dk1_to, dk2_to, sizes, factor,
          STAGES: gl.constexpr, CAUSAL: gl.constexpr, ONE_KEY: gl.constexpr):  # fmt: skip
     """A consumer warpgroup: the maps, dK1 and dK2. ONE_KEY: k2 is k1, whose gradient is the sum."""
     kv_full, query_ring, _, maps_ring, ds_full = bars
@@ -188,13 +188,13 @@ def dk_consumer(q_s, st_s, k_s, w_s, p_s, bars, dk1_to, dk2_to, sizes, factor, W
         dk1, dk2 = start_key_gradients(dk1, dk2, p_s, q_s, total - 1, STAGES)
         dk1, dk2 = warpgroup_mma_wait(0, deps=(dk1, dk2))
     b, g, first, low, tiles = dkdv_place(sizes, opaque_zero(total), BM, BN, CAUSAL)
-    start = (b.to(gl.int64) * S * G + g) * WIDTH
+    start = (b.to(gl.int64) * S * G + g) * D
     scale = factor * LN_2
     if ONE_KEY:
-        store_rows(dk1_to + start, ((dk1 + dk2) * scale).to(dtype), first, S, G * WIDTH, WIDTH, KL)
+        store_rows(dk1_to + start, ((dk1 + dk2) * scale).to(dtype), first, S, G * D, KL)
     else:
-        store_rows(dk1_to + start, (dk1 * scale).to(dtype), first, S, G * WIDTH, WIDTH, KL)
-        store_rows(dk2_to + start, (dk2 * scale).to(dtype), first, S, G * WIDTH, WIDTH, KL)
+        store_rows(dk1_to + start, (dk1 * scale).to(dtype), first, S, G * D, KL)
+        store_rows(dk2_to + start, (dk2 * scale).to(dtype), first, S, G * D, KL)
 
 
 @jit
@@ -210,7 +210,7 @@ def score_gradients(dp, p_s, st_s, c, dtype: gl.constexpr, STAGES: gl.constexpr,
 
 @jit
 def dv_consumer(do_s, st_s, k_s, v_s, w_s, p_s, bars, dq1_to, dq2_to, dv_to, sizes, BM: gl.constexpr,
-                WIDTH: gl.constexpr, STAGES: gl.constexpr, CAUSAL: gl.constexpr, ONE_PASS: gl.constexpr):  # fmt: skip
+                STAGES: gl.constexpr, CAUSAL: gl.constexpr, ONE_PASS: gl.constexpr):  # fmt: skip
     """A consumer warpgroup: dP, dS1, dS2 and dV. ONE_PASS: also the products for dQ1 and dQ2, 64 columns at a time."""
     kv_full, query_ring, gradient_ring, maps_ring, ds_full = bars
     _, q_empty = query_ring
@@ -243,7 +243,7 @@ def dv_consumer(do_s, st_s, k_s, v_s, w_s, p_s, bars, dq1_to, dq2_to, dv_to, siz
             signal_full(ds_full, c, 1)
             release(q_empty, c, STAGES)
             if ONE_PASS:
-                to = (row + query).to(gl.int64) * WIDTH
+                to = (row + query).to(gl.int64) * D
                 wait_full(ds_full, c, 1)  # this group's own arrival, which stands for all of its warps
                 for map in gl.static_range(2):
                     for column in gl.static_range(0, D, 64):
@@ -254,11 +254,11 @@ def dv_consumer(do_s, st_s, k_s, v_s, w_s, p_s, bars, dq1_to, dq2_to, dv_to, siz
                         if map + column == 0:
                             release(do_empty, c, STAGES)
                         if map == 0:
-                            add_rows(dq1_to + to, dq, query, T, column, WIDTH, QL)
+                            add_rows(dq1_to + to, dq, query, T, column, D, QL)
                         else:
                             if column == D - 64:
                                 release(maps_empty, c, 1)
-                            add_rows(dq2_to + to, dq, query, T, column, WIDTH, QL)
+                            add_rows(dq2_to + to, dq, query, T, column, D, QL)
                 query += BM
                 if query >= T:
                     query = low
@@ -273,8 +273,8 @@ def dv_consumer(do_s, st_s, k_s, v_s, w_s, p_s, bars, dq1_to, dq2_to, dv_to, siz
                 release(do_empty, c, STAGES)
             dp = warpgroup_mma_wait(0, deps=(dp,))
     b, g, first, low, tiles = dkdv_place(sizes, opaque_zero(total), BM, BN, CAUSAL)
-    start = (b.to(gl.int64) * S * G + g) * (2 * WIDTH)
-    store_rows(dv_to + start, dv.to(dtype), first, S, G * 2 * WIDTH, 2 * WIDTH, VL)
+    start = (b.to(gl.int64) * S * G + g) * DV
+    store_rows(dv_to + start, dv.to(dtype), first, S, G * DV, VL)
 
 
 @jit
@@ -326,16 +326,15 @@ def producer(descriptors, statistics, lam_strides, q_s, do_s, st_s, k_s, v_s, ba
 @jit(do_not_specialize=NOT_SPECIALIZED)
 def bwd_dkdv(q1, q2, k1, k2, v, do, lse1, lse2, delta1, lam_delta2, lam, dq1, dq2, dk1, dk2, dv,
                   stride_lam_b, stride_lam_h, stride_lam_t, T, S, G, members, factor,
-                  BM: gl.constexpr, BN: gl.constexpr, D: gl.constexpr, DV: gl.constexpr, WIDTH: gl.constexpr,
-                  STAGES: gl.constexpr, CAUSAL: gl.constexpr, ONE_PASS: gl.constexpr, ONE_KEY: gl.constexpr,
+                  BM: gl.constexpr, BN: gl.constexpr, D: gl.constexpr, DV: gl.constexpr, STAGES: gl.constexpr,
+                  CAUSAL: gl.constexpr, ONE_PASS: gl.constexpr, ONE_KEY: gl.constexpr,
                   SIGNAL_PER_NOISE: gl.constexpr):  # fmt: skip
     """Grid: cdiv(S, BN), G, B.
 
-    q1 .. do: descriptors of [B, heads, length, width] in blocks [1, 1, BM or BN, D or DV], where WIDTH <= D and 2 WIDTH
-    <= DV are the tensors' widths (TMA fills up with zeros); H = G members heads of q1 and do, H / SIGNAL_PER_NOISE of
-    q2. lse1 .. lam_delta2 [B, H, T]; lam [B, H, T] by strides. dk1, dk2, dv: memory [B, S, G, width]. ONE_PASS: dq1 and
-    dq2, fp32 [B, H, T, WIDTH], get this program's share added, without the factor scale; heads of q1 that share one of
-    q2 have rows of their own in dq2. factor: scale log2(e).
+    q1 .. do: descriptors of [B, heads, length, D or DV] in blocks [1, 1, BM or BN, D or DV]; H = G members heads of q1
+    and do, H / SIGNAL_PER_NOISE of q2. lse1 .. lam_delta2 [B, H, T]; lam [B, H, T] by strides. dk1, dk2, dv: memory
+    [B, S, G, width]. ONE_PASS: dq1 and dq2, fp32 [B, H, T, D], get this program's share added, without the factor
+    scale; heads of q1 that share one of q2 have rows of their own in dq2. factor: scale log2(e).
     """
     dtype: gl.constexpr = v.dtype
     SHARED: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BN, BM], dtype)
@@ -357,8 +356,8 @@ def bwd_dkdv(q1, q2, k1, k2, v, do, lse1, lse2, delta1, lam_delta2, lam, dq1, dq
     strides = (stride_lam_b, stride_lam_h, stride_lam_t)
     sizes = (T, S, G, members)
     gl.warp_specialize([
-        (dv_consumer, (do_s, st_s, k_s, v_s, w_s, p_s, bars, dq1, dq2, dv, sizes, BM, WIDTH, STAGES, CAUSAL, ONE_PASS)),
-        (dk_consumer, (q_s, st_s, k_s, w_s, p_s, bars, dk1, dk2, sizes, factor, WIDTH, STAGES, CAUSAL, ONE_KEY)),
+        (dv_consumer, (do_s, st_s, k_s, v_s, w_s, p_s, bars, dq1, dq2, dv, sizes, BM, STAGES, CAUSAL, ONE_PASS)),
+        (dk_consumer, (q_s, st_s, k_s, w_s, p_s, bars, dk1, dk2, sizes, factor, STAGES, CAUSAL, ONE_KEY)),
         (producer, (descriptors, statistics, strides, q_s, do_s, st_s, k_s, v_s, bars, sizes, STAGES, CAUSAL,
                 SIGNAL_PER_NOISE)),
     ], [4, 1], [248, 32])  # fmt: skip

@@ -53,7 +53,7 @@ def weights(s, log, first_key, unmasked, last_seen, factor, SL: gl.constexpr, CA
 
 @jit
 def consumer(descriptors, statistics, lam_strides, q_s, do_s, k_s, v_s, bars, dq1_to, dq2_to, sizes, factor,
-         WIDTH: gl.constexpr, KEY_STAGES: gl.constexpr, VALUE_STAGES: gl.constexpr, CAUSAL: gl.constexpr,
+         KEY_STAGES: gl.constexpr, VALUE_STAGES: gl.constexpr, CAUSAL: gl.constexpr,
          SIGNAL_PER_NOISE: gl.constexpr, INDEX: gl.constexpr):  # fmt: skip
     """A consumer warpgroup: ROWS rows of dQ1 and dQ2."""
     q1, q2, do = descriptors
@@ -120,11 +120,11 @@ def consumer(descriptors, statistics, lam_strides, q_s, do_s, k_s, v_s, bars, dq
         skip(k_full, k_empty, c, c + 1, KEY_STAGES)
         skip(v_full, v_empty, c, c + 1, VALUE_STAGES)
     b, h, row = dq_place(T, opaque_zero(own), ROWS)
-    start = (b.to(gl.int64) * T * H + h) * WIDTH
+    start = (b.to(gl.int64) * T * H + h) * D
     scale = factor * LN_2
-    store_rows(dq1_to + start, (dq1 * scale).to(dtype), row + INDEX * ROWS, T, H * WIDTH, WIDTH, QL)
+    store_rows(dq1_to + start, (dq1 * scale).to(dtype), row + INDEX * ROWS, T, H * D, QL)
     dq2 = (dq2 * scale).to(gl.float32 if SIGNAL_PER_NOISE > 1 else dtype)
-    store_rows(dq2_to + start, dq2, row + INDEX * ROWS, T, H * WIDTH, WIDTH, QL)
+    store_rows(dq2_to + start, dq2, row + INDEX * ROWS, T, H * D, QL)
 
 
 @jit
@@ -152,10 +152,9 @@ def producer(descriptors, k_s, v_s, bars, sizes, signal_per_kv, ROWS: gl.constex
 @jit(do_not_specialize=NOT_SPECIALIZED)
 def bwd_dq(q1, q2, k1, k2, v, do, lse1, lse2, delta1, lam_delta2, lam, dq1, dq2,
                     stride_lam_b, stride_lam_h, stride_lam_t, T, S, H, signal_per_kv, factor,
-                    ROWS: gl.constexpr, BN: gl.constexpr, D: gl.constexpr, DV: gl.constexpr, WIDTH: gl.constexpr,
-                    KEY_STAGES: gl.constexpr, VALUE_STAGES: gl.constexpr, CAUSAL: gl.constexpr,
-                    SIGNAL_PER_NOISE: gl.constexpr):  # fmt: skip
-    """Grid: cdiv(T, 2 ROWS), H, B. Arguments as in ``bwd_dkdv``; dq1 and dq2: memory [B, T, H, WIDTH].
+                    ROWS: gl.constexpr, BN: gl.constexpr, D: gl.constexpr, DV: gl.constexpr, KEY_STAGES: gl.constexpr,
+                    VALUE_STAGES: gl.constexpr, CAUSAL: gl.constexpr, SIGNAL_PER_NOISE: gl.constexpr):  # fmt: skip
+    """Grid: cdiv(T, 2 ROWS), H, B. Arguments as in ``bwd_dkdv``; dq1 and dq2: memory [B, T, H, D].
 
     If heads of q1 share one of q2, dq2 is fp32 and has separate rows for each head of q1.
     """
@@ -174,8 +173,8 @@ def bwd_dq(q1, q2, k1, k2, v, do, lse1, lse2, delta1, lam_delta2, lam, dq1, dq2,
     sizes = (T, S, H)
     gl.warp_specialize([
         (consumer, (descriptors, statistics, strides, q_s, do_s, k_s, v_s, bars, dq1, dq2, sizes, factor,
-                WIDTH, KEY_STAGES, VALUE_STAGES, CAUSAL, SIGNAL_PER_NOISE, 0)),
+                KEY_STAGES, VALUE_STAGES, CAUSAL, SIGNAL_PER_NOISE, 0)),
         (consumer, (descriptors, statistics, strides, q_s, do_s, k_s, v_s, bars, dq1, dq2, sizes, factor,
-                WIDTH, KEY_STAGES, VALUE_STAGES, CAUSAL, SIGNAL_PER_NOISE, 1)),
+                KEY_STAGES, VALUE_STAGES, CAUSAL, SIGNAL_PER_NOISE, 1)),
         (producer, ((k1, k2, v), k_s, v_s, bars, sizes, signal_per_kv, ROWS, KEY_STAGES, VALUE_STAGES, CAUSAL)),
     ], [4, 1], [240, 24])  # fmt: skip

@@ -236,31 +236,24 @@ def load_lam(lam, lam_strides, b, h, rows, T):
 
 
 @jit
-def store_rows(to, x, first, limit, stride, WIDTH: gl.constexpr, L: gl.constexpr):
-    """Store x [rows, width] in layout L to rows first .. limit - 1 of WIDTH columns, ``stride`` elements apart."""
+def store_rows(to, x, first, limit, stride, L: gl.constexpr):
+    """Store x [rows, width] in layout L to rows first .. limit - 1, ``stride`` elements apart."""
     rows = first + gl.arange(0, x.shape[0], gl.SliceLayout(1, L))
     columns = gl.arange(0, x.shape[1], gl.SliceLayout(0, L))
     offsets = gl.expand_dims(rows.to(gl.int64) * stride, 1) + gl.expand_dims(columns, 0)
-    inside = gl.expand_dims(rows < limit, 1)
-    if x.shape[1] > WIDTH:
-        inside = inside & gl.expand_dims(columns < WIDTH, 0)
-    gl.store(to + offsets, x, mask=inside)
+    gl.store(to + offsets, x, mask=gl.expand_dims(rows < limit, 1))
 
 
 @jit
 def add_rows(to, x, first, limit, COLUMN: gl.constexpr, WIDTH: gl.constexpr, L: gl.constexpr):
     """Add x [rows, width] in layout L atomically to fp32 rows of WIDTH columns, from column COLUMN on.
 
-    ``to`` points to row ``first``. Rows from ``limit`` on and columns from WIDTH on are left out.
+    ``to`` points to row ``first``. Rows from ``limit`` on are left out.
     """
     rows = gl.arange(0, x.shape[0], gl.SliceLayout(1, L))
     columns = COLUMN + gl.arange(0, x.shape[1], gl.SliceLayout(0, L))
     offsets = gl.expand_dims(rows * WIDTH, 1) + gl.expand_dims(columns, 0)
-    if COLUMN + x.shape[1] > WIDTH:
-        inside = gl.expand_dims(first + rows < limit, 1) & gl.expand_dims(columns < WIDTH, 0)
-        gl.atomic_add(to + offsets, x, mask=inside, sem="relaxed")
+    if first + x.shape[0] <= limit:  # a mask makes a branch of each addition
+        gl.atomic_add(to + offsets, x, sem="relaxed")
     else:
-        if first + x.shape[0] <= limit:  # a mask makes a branch of each addition
-            gl.atomic_add(to + offsets, x, sem="relaxed")
-        else:
-            gl.atomic_add(to + offsets, x, mask=gl.expand_dims(first + rows < limit, 1), sem="relaxed")
+        gl.atomic_add(to + offsets, x, mask=gl.expand_dims(first + rows < limit, 1), sem="relaxed")

@@ -14,6 +14,7 @@ SWITCH = "DIFF_TRANSFORMER_GLUON"
 KERNELS = ("forward", "two_pass", "one_pass")
 TESTED_TRITON = ((3, 6), (3, 7))
 WIDTHS = {64: 128, 96: 192, 128: 256}  # D: Dv
+BACKWARD_WIDTHS = (64, 128)  # D of the gradients: tiles of 96 columns would be padded to 128, a third more products
 MAX_GRID = 65535  # programs in the second and third dimension of a launch
 DTYPES = (torch.bfloat16, torch.float16)
 
@@ -80,7 +81,11 @@ def unsupported_backward_shapes(call: Call) -> str | None:
     B, H, T = call.q1.shape[:3]
     if max(B, H) > MAX_GRID or B * H * T >= 2**31:
         return f"the Hopper backward takes batches and heads up to {MAX_GRID} and 2^31 rows, not {B} x {H} x {T}"
-    return unsupported_shapes(call)
+    reason = unsupported_shapes(call)
+    if reason is None and call.q1.shape[3] not in BACKWARD_WIDTHS:
+        widths = " and ".join(map(str, BACKWARD_WIDTHS))
+        reason = f"the Hopper backward takes query widths {widths}, not {call.q1.shape[3]}"
+    return reason
 
 
 def unsupported_by_tma(x: Tensor) -> str | None:
