@@ -60,12 +60,16 @@ def in_short(rows: list[Row]) -> str:
     return "; ".join(f"{words}: {', '.join(said[words])}" for words in order if words in said)
 
 
-def corrected(rows: list[Row]) -> list[Row]:
-    """The rows with p-values after Holm's correction; a verdict needs one of at most 0.05."""
-    adjusted = holm([row.p_value for row in rows])
+def corrected(rows: list[Row], tests: int | None = None) -> list[Row]:
+    """The rows with p-values after Holm's correction; a verdict needs one of at most 0.05.
+
+    ``tests``: how many the correction is over, by default the rows; those that have not run count with p = 1.
+    """
+    p_values = [row.p_value for row in rows]
+    adjusted = holm(p_values + [1.0] * ((tests or len(rows)) - len(rows)))
     return [
         replace(row, p_value=p, verdict=row.verdict if p <= 0.05 else "undecided")
-        for row, p in zip(rows, adjusted, strict=True)
+        for row, p in zip(rows, adjusted[: len(rows)], strict=True)
     ]
 
 

@@ -65,6 +65,7 @@ def test_the_primary_outcome_is_over_the_settings_that_tell_something(page, cell
     assert 0 < both[0].p_value == row.p_value < 0.01  # the larger of two
     assert [one.verdict for one in both] == ["held", "held"]
     assert page.corrected([replace(row, p_value=0.03), replace(steps, p_value=0.03)])[0].verdict == "undecided"
+    assert page.corrected([replace(row, p_value=0.02)], 4)[0].p_value == pytest.approx(0.08)  # three have not run
     assert page.over_grid(cells, "diff_norm1", "softmax_norm1", page.ACCURACY) is None
 
 

@@ -30,19 +30,24 @@ BASELINES = ("softmax", "softmax_norm")
 
 def tables(cells: Cells) -> str:
     """What stands between the README's markers."""
-    parts = [progress(cells)]
-    primary = [
-        (f"{size}: {NAMES['diff']} less {NAMES[baseline]}", row)
+    found = primary(cells)
+    parts = [progress(cells), *([found] if found else []), *(by_side(cells, size) for size in SIZES if size in cells)]
+    return "\n\n".join([*parts, sweep(cells)])
+
+
+def primary(cells: Cells) -> str:
+    """The tests of the sizes that are finished, corrected for those of all sizes."""
+    tests = [
+        replace(row, measure=f"{size}: {NAMES['diff']} less {NAMES[baseline]}")
         for size in SIZES
         if finished(cells, size)
         for baseline in BASELINES
         for row in paired_rows(cells, size, "diff", [LOSS], baseline)
     ]
-    if primary:
-        parts.append("**Primary outcome**, nats a token")
-        parts.append(summary(corrected([replace(row, measure=name) for name, row in primary]), "p after Holm"))
-    parts += [by_side(cells, size) for size in SIZES if size in cells]
-    return "\n\n".join([*parts, sweep(cells)])
+    if not tests:
+        return ""
+    shown = summary(corrected(tests, len(SIZES) * len(BASELINES)), "p after Holm")
+    return f"**Primary outcome**, nats a token\n\n{shown}"
 
 
 def finished(cells: Cells, size: str) -> bool:
@@ -111,7 +116,10 @@ def books(record: Record) -> dict:
     return {"long_nll": [{"loss": round(sum(row["sums"]) / sum(row["counts"]), 5)} for row in found]} if found else {}
 
 
-PAGES = {HERE / "README.md": ("measured", tables)}
+PAGES = {
+    HERE / "README.md": ("measured", tables),
+    HERE.parents[1] / "docs" / "findings.md": ("prose", primary),
+}
 
 if __name__ == "__main__":
     sys.exit(study_command(sys.argv[1:], HERE, PAGES, lambda cells: {}, rows=books))
