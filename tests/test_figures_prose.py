@@ -1,12 +1,15 @@
 """The page of the prose study, over records of known differences."""
 
+import re
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 from diff_transformer.lab.recipes.prose_study import LEARNING_RATES, SEEDS, SIDES, SIZES, prose_study
 from diff_transformer.lab.record import Record, grouped
 
+ROOT = Path(__file__).resolve().parent.parent
 SHIFTS = {"diff": -0.1, "softmax_norm": -0.2}  # of the loss, from the Transformer's
 
 
@@ -58,3 +61,21 @@ def test_every_side_is_swept_at_every_size_with_seeds_of_its_own():
         }
         assert not {spec.seed for spec in stage.sweep} & set(SEEDS)
         assert [spec.seed for spec in runs] == sorted(spec.seed for spec in runs)
+
+
+def test_what_pages_say_of_prose_alone_is_the_record():
+    """The first row of the primary outcome and the row of DIFF as published, as the study's page has them."""
+    lines = (ROOT / "figures" / "prose" / "README.md").read_text().splitlines()
+    outcome = next(line for line in lines if line.startswith("| small: DIFF, head norm from .1 less Transformer |"))
+    mean, low, high = re.search(r"([+-][\d.]+) \(([+-][\d.]+) to ([+-][\d.]+)\)", outcome).groups()
+    assert outcome.endswith("| undecided |")
+    published = next(line for line in lines if line.startswith("| DIFF as published, head norm from 1 | 5 |"))
+    higher = re.search(r"\+([\d.]+) \(\+", published)[1]  # the interval is above 0
+    controls = ("Transformer with a head norm from .1", "Transformer, half as many heads", "DIFF, lambda fixed at 0")
+    rows = [next(line for line in lines if line.startswith(f"| {name}") and "| 5 |" in line) for name in controls]
+    assert all(re.search(r"\(-[\d.]+ to \+[\d.]+\)", row.split("|")[4]) for row in rows)
+    assert sum("(best, at the edge)" in line for line in lines) == 5
+    for page in ("README.md", "docs/findings.md"):
+        text = " ".join((ROOT / page).read_text().split())
+        assert f"differs by {mean} nats (95 % interval {low} to {high}, 5 seeds) from the Transformer" in text
+    assert f"is {higher} nats higher" in text
