@@ -11,7 +11,6 @@
 #include <cstdint>
 #include <cstring>
 #include <limits>
-#include <type_traits>
 
 #ifdef __AVX512F__
 #include <immintrin.h>
@@ -191,7 +190,7 @@ constexpr int64_t STRIP = 2 * TILE;  // queries of a product
 struct Fp32 {
     using Number = float;
     static constexpr bool pairs = false, tiles = false;
-    static constexpr int64_t rows = 8, deep = 1, chunk = W == 16 ? 512 : 256;  // processors without AVX-512 have small caches
+    static constexpr int64_t rows = 8, deep = 1, chunk = W == 8 ? 256 : 512;
 };
 struct Widened : Fp32 {  // bf16, multiplied in fp32
     using Number = bf16;
@@ -214,61 +213,78 @@ inline int width(int64_t n, int64_t column) { return n - column > HALF ? NR : HA
 
 // The product.
 
+inline float as_float(uint32_t word) {
+    float x;
+    std::memcpy(&x, &word, 4);
+    return x;
+}
+
 template <bool pairs>
-inline vf multiply_add(vf c, uint32_t a, vf b) {
+inline vf multiply_add(vf c, uint32_t a, const uint32_t* b) {
     if constexpr (pairs) {
 #if defined(__AVX512BF16__) && defined(__AVX512BW__)
-        return (vf)_mm512_dpbf16_ps((__m512)c, (__m512bh)_mm512_set1_epi32(a), (__m512bh)b);
+        return (vf)_mm512_dpbf16_ps((__m512)c, (__m512bh)_mm512_set1_epi32(a), (__m512bh)_mm512_loadu_si512(b));
 #else
         return c;
 #endif
-    } else {
-        float x;
-        std::memcpy(&x, &a, 4);
-        return c + broadcast(x) * b;
+    } else
+        return c + broadcast(as_float(a)) * load(reinterpret_cast<const float*>(b));
+}
+
+// One step of a tile's contraction, with the vectors of B in registers: GCC would load them again for each row.
+template <int mr, int nv>
+inline void step_of_avx2(vf (&total)[mr][nv], const uint32_t* a, int64_t by_row, const uint32_t* b) {
+    vf of_b[nv];
+    for (int j = 0; j < nv; j++) {
+        of_b[j] = load(reinterpret_cast<const float*>(b) + j * W);
+#ifdef __AVX__
+        asm("" : "+x"(of_b[j]));
+#endif
     }
+#pragma GCC unroll 8
+    for (int i = 0; i < mr; i++)
+#pragma GCC unroll 2
+        for (int j = 0; j < nv; j++) total[i][j] += broadcast(as_float(a[i * by_row])) * of_b[j];
 }
 
 // C[mr][nv * W] (+)= A B: A(i, k) = a[i * by_row + k * by_k], B(k, j) = b[k * ldb + j].
 template <bool pairs, int mr, int nv>
 inline void tile(int64_t Kw, const uint32_t* a, int64_t by_row, int64_t by_k, const uint32_t* b, int ldb, float* c,
                  int64_t ldc, bool add) {
-    vf total[mr][nv], of_b[nv];
+    vf total[mr][nv];
     for (int i = 0; i < mr; i++)
         for (int j = 0; j < nv; j++) total[i][j] = add ? load(c + i * ldc + j * W) : broadcast(0.0f);
-    for (int64_t k = 0; k < Kw; k++, a += by_k, b += ldb) {
-        for (int j = 0; j < nv; j++) {
-            of_b[j] = load(reinterpret_cast<const float*>(b) + j * W);
-#if defined(__AVX__) && !defined(__AVX512F__)
-            asm("" : "+x"(of_b[j]));  // GCC would load it again for each row
-#endif
-        }
+    for (int64_t k = 0; k < Kw; k++, a += by_k, b += ldb)
+        if constexpr (W == 8)
+            step_of_avx2(total, a, by_row, b);
+        else
 #pragma GCC unroll 8
-        for (int i = 0; i < mr; i++)
+            for (int i = 0; i < mr; i++)
 #pragma GCC unroll 2
-            for (int j = 0; j < nv; j++) total[i][j] = multiply_add<pairs>(total[i][j], a[i * by_row], of_b[j]);
-    }
+                for (int j = 0; j < nv; j++) total[i][j] = multiply_add<pairs>(total[i][j], a[i * by_row], b + j * W);
     for (int i = 0; i < mr; i++)
         for (int j = 0; j < nv; j++) store(c + i * ldc + j * W, total[i][j]);
 }
 
-// The same for a panel of 32 or 16 columns.
 template <bool pairs, int mr>
-inline void panel(int64_t Kw, const uint32_t* a, int64_t by_row, int64_t by_k, const uint32_t* b, int n, float* c,
-                  int64_t ldc, bool add) {
+inline void tiles_of_panel(int64_t Kw, const uint32_t* a, int64_t by_row, int64_t by_k, const uint32_t* b, int n,
+                           float* c, int64_t ldc, bool add) {
     int j = 0;
     for (; j + NV * W <= n; j += NV * W) tile<pairs, mr, NV>(Kw, a, by_row, by_k, b + j, n, c + j, ldc, add);
     for (; j < n; j += W) tile<pairs, mr, 1>(Kw, a, by_row, by_k, b + j, n, c + j, ldc, add);
 }
 
-// work(row, mr) for each tile of mr rows; `rows` is a multiple of 8. The second argument is a constant: MR, or 4 at the end.
-template <typename Work>
-inline void for_tiles(int64_t rows, Work work) {
-    for (int64_t i = 0, left; (left = rows - i) > 0;)
-        if (8 % MR && (left < MR || left == 8))
-            work(i, std::integral_constant<int, 4>()), i += 4;
-        else
-            work(i, std::integral_constant<int, MR>()), i += MR;
+// The same for a panel of 32 or 16 columns. Returns how many of the `left` rows, a multiple of 8 in all, it computed: MR,
+// or 4 at the end where MR does not divide 8.
+template <bool pairs>
+inline int panel(int64_t left, int64_t Kw, const uint32_t* a, int64_t by_row, int64_t by_k, const uint32_t* b, int n,
+                 float* c, int64_t ldc, bool add) {
+    if (8 % MR && (left < MR || left == 8)) {
+        tiles_of_panel<pairs, 4>(Kw, a, by_row, by_k, b, n, c, ldc, add);
+        return 4;
+    }
+    tiles_of_panel<pairs, MR>(Kw, a, by_row, by_k, b, n, c, ldc, add);
+    return MR;
 }
 
 #if defined(__AMX_BF16__)
@@ -341,9 +357,9 @@ struct SessionOf<true> : Tiles {};
 template <typename Form>
 using Session = SessionOf<Form::tiles>;
 
-// Lets the cache fetch rows of NR numbers that are written next.
-inline void announce(int rows, const float* c, int64_t ldc) {
-    for (int64_t i = 0; i < rows; i++)
+// Lets the cache fetch MR rows of NR numbers that are written next.
+inline void announce(const float* c, int64_t ldc) {
+    for (int64_t i = 0; i < MR; i++)
         for (int64_t j = 0; j < NR; j += HALF) __builtin_prefetch(c + i * ldc + j, 1);
 }
 
@@ -356,17 +372,17 @@ template <typename Form>
             const int wide = width(n, j);
             const uint32_t* from = b + j * Kb + (k0 + k) * wide;
             const int64_t deep = std::min<int64_t>(DEEP, Kw - k);
-            if constexpr (!Form::tiles)
-                for_tiles(rows, [&](int64_t i, auto mr) {
-                    if (j + NR < n) announce(mr, c + i * ldc + j + NR, ldc);
-                    panel<Form::pairs, mr>(deep, a + i * lda + k, lda, 1, from, wide, c + i * ldc + j, ldc, add);
-                });
-            else
-                for (int64_t i = 0; i < rows; i += STRIP)
+            for (int64_t i = 0, done; i < rows; i += done)
+                if constexpr (!Form::tiles) {
+                    if (j + NR < n) announce(c + i * ldc + j + NR, ldc);
+                    done = panel<Form::pairs>(rows - i, deep, a + i * lda + k, lda, 1, from, wide, c + i * ldc + j, ldc, add);
+                } else {
+                    done = STRIP;
                     if (wide == NR)
                         in_tiles<2, 2>(deep, a + i * lda + k, lda, from, wide, c + i * ldc + j, ldc, add);
                     else
                         in_tiles<2, 1>(deep, a + i * lda + k, lda, from, wide, c + i * ldc + j, ldc, add);
+                }
         }
 }
 
@@ -378,10 +394,11 @@ template <typename Form>
     for (int64_t j = 0; j < columns(n); j += NR) {
         const int wide = width(n, j);
         if constexpr (!Form::tiles)
-            for_tiles(NR, [&](int64_t i, auto mr) {
-                announce(mr, c + (i + mr) * columns(n) + j, columns(n));  // at the last, of the next NR keys
-                panel<Form::pairs, mr>(Kw, a + i, 1, lda, b + j * Kb + k0 * wide, wide, c + i * columns(n) + j, columns(n), true);
-            });
+            for (int64_t i = 0, done; i < NR; i += done) {
+                announce(c + (i + MR) * columns(n) + j, columns(n));  // at the last, of the next NR keys
+                done = panel<Form::pairs>(NR - i, Kw, a + i, 1, lda, b + j * Kb + k0 * wide, wide, c + i * columns(n) + j,
+                                          columns(n), true);
+            }
         else if (wide == NR)
             in_tiles<2, 2>(Kw, b + j * Kb + k0, Kb, a, lda, c + j * NR, NR, true);
         else
