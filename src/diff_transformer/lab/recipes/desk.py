@@ -42,7 +42,7 @@ def demo() -> RunConfig:
     over all tokens, neither model found a single needle after about 1000 steps. Recall is learned by the small models
     beside each side, which train on it alone (``evaluation.recall_steps``).
 
-    Command: ``make demo``. Hardware: two CPU cores. Time: at most 8 minutes for everything.
+    Command: ``make demo``. Hardware: two CPU cores. Time: six to ten minutes for everything.
     """
     return RunConfig(
         name="demo",
