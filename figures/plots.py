@@ -50,6 +50,18 @@ NAMES = {
     "dint": "DINT",
     "grouped_diff": "Grouped DIFF",
 }
+
+
+def matched_names(starts: list[float]) -> dict[str, str]:
+    """What the sides of a study are called whose head norm starts at the Transformer's scale, ``starts`` by layer."""
+    scale = f"head norm from the Transformer's scale ({', '.join(f'{x:g}' for x in starts)} by layer)"
+    return {
+        "diff_matched": f"DIFF, {scale}",
+        "softmax_norm_matched": f"Transformer, {scale}",
+        "diff_lambda0_matched": f"DIFF, lambda fixed at 0, {scale}",
+    }
+
+
 RATES = {"diff_same_rate": "DIFF, the Transformer's rate", "diff": "DIFF, its own rate"}  # of the main setting
 SETTINGS = {
     "novels": "novels and needles, 3 layers of width 128, 8 maps of 16, 1500 steps",

@@ -1,5 +1,6 @@
 """What the command of a study's folder does: record the runs, fill the tables of pages, draw the plots."""
 
+import argparse
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -8,7 +9,7 @@ from plots import write
 from record import cells_of, keep_study, restore
 from tables import between
 
-from diff_transformer.lab.record import Cells
+from diff_transformer.lab.record import Cells, RecordError
 from diff_transformer.lab.spec import RunSpec
 
 Pages = dict[Path, tuple[str, Callable[[Cells], str]]]  # page -> its markers' name, and what stands between them
@@ -20,17 +21,30 @@ def study_command(arguments: list[str], here: Path, pages: Pages, charts: Callab
     ``kept`` is for ``keep_study``. Returns the exit status: 1 if ``--check`` found a stale page.
     """
     measured = here / "measured.json"
-    if arguments[:1] == ["--restore"]:
-        restore(cells_of(here), Path(arguments[1]))
+    parser = argparse.ArgumentParser(
+        prog=f"python figures/{here.name}/run.py", description="Make the tables and plots of a study from its record."
+    )
+    what = parser.add_mutually_exclusive_group()
+    what.add_argument("folder", nargs="?", type=Path, help="of a study: record what is finished there first")
+    what.add_argument("--check", action="store_true", help="only name the pages that differ from the record")
+    what.add_argument(
+        "--restore", type=Path, metavar="FOLDER", help="only write the recorded runs there, to go on with"
+    )
+    given = parser.parse_args(arguments)
+    if given.restore:
+        restore(cells_of(here), given.restore)
         return 0
-    if arguments and arguments[0] != "--check":
-        keep_study(Path(arguments[0]), measured, **kept)
+    if given.folder:
+        try:
+            keep_study(given.folder, measured, **kept)
+        except RecordError as error:
+            parser.error(f"{error}; give the folder of a study")
     if not measured.exists():
         return 0
     cells = cells_of(here)
     texts = {page: between(page, name, make(cells)) for page, (name, make) in pages.items()}
     stale = [page for page, text in texts.items() if page.read_text() != text]
-    if arguments == ["--check"]:
+    if given.check:
         root = here.parents[1]
         print("\n".join(f"{page.relative_to(root)} differs from {measured.relative_to(root)}" for page in stale))
         return int(bool(stale))

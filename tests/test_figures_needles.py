@@ -11,8 +11,12 @@ from diff_transformer.lab.recipes.recall_study import CORE
 from diff_transformer.lab.record import Record, grouped
 
 ROOT = Path(__file__).parent.parent
-LEAD = {"diff_norm1": 0.1, "softmax_norm1": -0.3}  # of the accuracy in every cell, over the Transformer's
-REACHED = {"softmax": 3000, "diff_norm1": 1500, "softmax_norm1": None}  # steps to 0.9
+LEAD = {
+    "diff_norm1": 0.1,
+    "softmax_norm1": -0.3,
+    "diff_matched": 0.2,
+}  # of the accuracy in every cell, over the Transformer's
+REACHED = {"softmax": 3000, "diff_norm1": 1500, "softmax_norm1": None, "diff_matched": 2000}  # steps to 0.9
 
 
 @pytest.fixture
@@ -116,3 +120,23 @@ def test_what_pages_say_is_the_record(page):
         ),
     ):
         assert said in findings
+
+
+def test_other_starts_of_the_norm_are_compared_with_what_has_run(page):
+    assert page.starts(cells()) == ""
+    assert page.findings(cells()) == page.primary(cells())
+    text = page.starts(cells(sides=("softmax", "diff_matched")))
+    assert "**Other starts of the head norm** (exploratory)" in text
+    (line,) = (line for line in text.splitlines() if "accuracy" in line)
+    assert line.startswith(
+        "| DIFF, head norm from the Transformer's scale (0.12, 0.31 by layer) less Transformer: accuracy"
+    )
+    assert "| +0.200 (+0.200 to +0.200) | 5 | 0.000 | held |" in line
+
+
+@pytest.mark.parametrize("given", [["nowhere"], ["one", "two"], ["--check", "one"]])
+def test_a_wrong_argument_ends_in_one_sentence(page, given, capsys):
+    with pytest.raises(SystemExit) as stopped:
+        page.study_command(given, page.HERE, page.PAGES, page.needle_charts)
+    assert stopped.value.code == 2
+    assert capsys.readouterr().err.startswith("usage: python figures/needles/run.py")

@@ -13,16 +13,27 @@ from pathlib import Path
 from statistics import fmean
 
 from diff_transformer.lab.measures import Measure, Row, metric, paired_rows, steps_to, trained
-from diff_transformer.lab.recipes.needle_study import CELLS, LENGTHS, SEEDS, SETTING, SIDES, needle_study, shortfall
+from diff_transformer.lab.recipes.needle_study import (
+    CELLS,
+    LENGTHS,
+    MATCHED,
+    SEEDS,
+    SETTING,
+    SIDES,
+    STAGES,
+    needle_study,
+    shortfall,
+)
 from diff_transformer.lab.recipes.recall_study import CORE
 from diff_transformer.lab.record import Cells, Record
 
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent))
-from plots import NAMES, needle_charts  # noqa: E402  (beside this folder)
+from plots import NAMES, matched_names, needle_charts  # noqa: E402  (beside this folder)
 from study import counted, study_command  # noqa: E402
 from tables import corrected, in_numbers, learning_rates, summary  # noqa: E402
 
+SHOWN = NAMES | matched_names(MATCHED)
 SIDE, BASELINES = "diff_norm1", ("softmax", "softmax_norm1")
 GOAL = 0.9  # accuracy whose first step is an outcome
 LEARNED = 0.1  # nats a token; naming one of a row's numbers at random costs 1.2
@@ -55,19 +66,35 @@ def cell(needles: int, asked: int, length: int) -> Measure:
 
 def primary(cells: Cells) -> str:
     """The primary outcome; "" before there is anything to compare."""
-    rows: list[Row] = []
-    untested = []
-    for baseline in BASELINES:
-        compared = f"{NAMES[SIDE]} less {NAMES[baseline]}"
-        measures = [ACCURACY, STEPS] if reached(cells, SIDE) + reached(cells, baseline) else [ACCURACY]
-        if STEPS not in measures:
-            untested.append(f"{compared}: no run of either side reached {GOAL}, so the steps have no test.")
-        for row in paired_rows(cells, SETTING, SIDE, measures, baseline):
-            rows.append(replace(row, measure=f"{compared}: {row.measure}"))
+    found = [compared(cells, SIDE, baseline) for baseline in BASELINES]
+    rows, untested = ([each for pair in found for each in pair[i]] for i in range(2))
     if not rows:
         return ""
     undecided = "" if core_runs(cells) == len(SEEDS) * len(CORE) else ". The core is not finished: nothing is decided"
     return "\n\n".join([f"**Primary outcome**{undecided}", summary(corrected(rows), "p after Holm"), *untested])
+
+
+def compared(cells: Cells, side: str, baseline: str) -> tuple[list[Row], list[str]]:
+    """Both outcomes of a side less a baseline's, and what has no test."""
+    name = f"{SHOWN[side]} less {SHOWN[baseline]}"
+    steps_decide = reached(cells, side) + reached(cells, baseline)
+    rows = paired_rows(cells, SETTING, side, [ACCURACY, STEPS] if steps_decide else [ACCURACY], baseline)
+    untested = [] if steps_decide else [f"{name}: no run of either side reached {GOAL}, so the steps have no test."]
+    return [replace(row, measure=f"{name}: {row.measure}") for row in rows], untested
+
+
+def starts(cells: Cells) -> str:
+    """Both outcomes with other starts of the head norm; "" before any run has one."""
+    pairs = [("diff", "softmax"), ("diff_matched", "softmax"), ("diff_matched", "softmax_norm_matched")]
+    found = [compared(cells, *pair) for pair in pairs if all(side in cells.get(SETTING, {}) for side in pair)]
+    rows, untested = ([each for pair in found for each in pair[i]] for i in range(2))
+    head = "**Other starts of the head norm** (exploratory)"
+    return "\n\n".join([head, summary(rows), *untested]) if rows else ""
+
+
+def findings(cells: Cells) -> str:
+    """What findings has."""
+    return "\n\n".join(part for part in (primary(cells), starts(cells)) if part)
 
 
 def reached(cells: Cells, side: str) -> int:
@@ -78,7 +105,7 @@ def reached(cells: Cells, side: str) -> int:
 
 def tables(cells: Cells) -> str:
     """What stands between the README's markers."""
-    parts = [progress(cells), primary(cells)]
+    parts = [progress(cells), primary(cells), starts(cells)]
     if SETTING in cells:
         parts += [
             "![Accuracy while training, and by depth](needles.svg)",
@@ -87,7 +114,7 @@ def tables(cells: Cells) -> str:
             attention(cells),
         ]
     title = "**Learning rates** (accuracy at the end on held-out needle rows, one other seed)"
-    parts.append(learning_rates(title, cells, {side: NAMES[side] for side in SIDES}, "needles", shortfall))
+    parts.append(learning_rates(title, cells, {side: SHOWN[side] for side in SIDES}, "needles", shortfall))
     return "\n\n".join(part for part in parts if part)
 
 
@@ -97,16 +124,12 @@ def core_runs(cells: Cells) -> int:
 
 
 def progress(cells: Cells) -> str:
-    rates = dict.fromkeys(SIDES, 1e-3)
-    plan = needle_study("none")
-    assert plan.then is not None
-    stages = {
-        "the sweep of the core": plan.sweep,
-        "the core": plan.runs(rates),
-        "the sweep of the later sides": plan.then.sweep,
-        "the later sides": plan.then.runs(rates),
-    }
-    return f"Finished: {counted(cells, stages)}."
+    rates, stage, plans = dict.fromkeys(SIDES, 1e-3), needle_study("none"), {}
+    for name in STAGES:
+        assert stage is not None
+        plans |= {f"the sweep of {name}": stage.sweep, name: stage.runs(rates)}
+        stage = stage.then
+    return f"Finished: {counted(cells, plans)}."
 
 
 def binding(cells: Cells) -> str:
@@ -119,7 +142,7 @@ def binding(cells: Cells) -> str:
         arrived = [steps(record) for record in runs if steps(record) < record.steps]
         rows = paired_rows(cells, SETTING, side, [final]) if side != "softmax" else []
         shown = [
-            NAMES[side],
+            SHOWN[side],
             str(len(runs)),
             *(f"{sum(learned(record, source) for record in runs)} of {len(runs)}" for source in ("pairs", "clauses")),
             f"{fmean(map(final.read, runs)):.3f}",
@@ -146,7 +169,7 @@ def by_cell(cells: Cells) -> str:
             shown = [f"{fmean(measure.read(record) for record in runs):.2f}" for measure in measures]
             if rows:
                 shown = [f"{mean}; {in_numbers(row.difference)}" for mean, row in zip(shown, rows, strict=True)]
-            lines.append(f"| {' | '.join([NAMES[side], str(length), *shown])} |")
+            lines.append(f"| {' | '.join([SHOWN[side], str(length), *shown])} |")
     head = (
         "**Table 2 and the cell of Figure 5**: (needles, cities asked for); after a semicolon, less the Transformer's"
     )
@@ -161,7 +184,7 @@ def attention(cells: Cells) -> str:
         shown = [f"{fmean(measure.read(record) for record in runs):.3f}" for measure in ATTENTION]
         if rows:
             shown = [f"{mean}; {in_numbers(row.difference)}" for mean, row in zip(shown, rows, strict=True)]
-        lines.append(f"| {' | '.join([NAMES[side], *shown])} |")
+        lines.append(f"| {' | '.join([SHOWN[side], *shown])} |")
     return "**Table 3**, prompts with 4 needles\n\n" + "\n".join(lines)
 
 
@@ -172,7 +195,7 @@ def _sides(cells: Cells):
             yield side, runs
 
 
-PAGES = {HERE / "README.md": ("measured", tables), HERE.parents[1] / "docs" / "findings.md": ("needles", primary)}
+PAGES = {HERE / "README.md": ("measured", tables), HERE.parents[1] / "docs" / "findings.md": ("needles", findings)}
 
 if __name__ == "__main__":
     sys.exit(study_command(sys.argv[1:], HERE, PAGES, needle_charts, curves=("needles", "sources", "validation")))

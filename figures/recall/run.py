@@ -28,16 +28,11 @@ from diff_transformer.lab.stats import over_seeds, paired_p_value, verdict
 
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent))
-from plots import NAMES, recall_charts  # noqa: E402  (beside this folder)
+from plots import NAMES, matched_names, recall_charts  # noqa: E402  (beside this folder)
 from study import counted, study_command  # noqa: E402
 from tables import corrected, in_numbers, learning_rates, summary  # noqa: E402
 
-_SCALE = f"head norm from the Transformer's scale ({', '.join(f'{x:g}' for x in MATCHED)} by layer)"
-SHOWN = NAMES | {
-    "diff_matched": f"DIFF, {_SCALE}",
-    "softmax_norm_matched": f"Transformer, {_SCALE}",
-    "diff_lambda0_matched": f"DIFF, lambda fixed at 0, {_SCALE}",
-}
+SHOWN = NAMES | matched_names(MATCHED)
 SIDE, BASELINES = "diff_norm1", ("softmax", "softmax_norm1")
 GOAL = 0.9  # accuracy whose first step is an outcome
 NEAR_CHANCE, NEAR_ONE = 0.05, 0.95  # accuracy above chance, and accuracy, that leave nothing to compare

@@ -4,24 +4,45 @@ from dataclasses import replace
 
 import pytest
 
-from diff_transformer.lab.recipes.needle_study import CELLS, LEARNING_RATES, LENGTHS, SIDES, needle_study, shortfall
-from diff_transformer.lab.recipes.recall_study import CORE
+from diff_transformer import DiffTransformerConfig
+from diff_transformer.lab.recipes.needle_study import (
+    CELLS,
+    LEARNING_RATES,
+    LENGTHS,
+    MATCHED,
+    SIDES,
+    STAGES,
+    base,
+    needle_study,
+    shortfall,
+)
 from diff_transformer.lab.record import Record, load_all
 from diff_transformer.lab.worker import run
+from diff_transformer.model.head_norm_init import matched_head_norm_init
+from diff_transformer.train.config import override
+from diff_transformer.train.training_data import load_training_data
 
 RATES = dict.fromkeys(SIDES, 1e-3)
 
 
 def test_the_core_comes_seed_by_seed_after_its_own_sweep():
-    plan = needle_study("python")
-    assert plan.then is not None
-    for stage, sides in ((plan, set(CORE)), (plan.then, set(SIDES) - set(CORE))):
+    stage = needle_study("python")
+    for sides in STAGES.values():
+        assert stage is not None
         assert {(spec.side, spec.config.optim.lr) for spec in stage.sweep} == {
             (side, rate) for side in sides for rate in LEARNING_RATES
         }
         runs = stage.runs(RATES)
         assert [spec.seed for spec in runs] == [seed for seed in range(5) for _ in sides]
         assert {spec.seed for spec in stage.sweep}.isdisjoint(range(5))
+        stage = stage.then
+    assert stage is None
+
+
+def test_the_matched_head_norm_is_what_the_untrained_pair_has():
+    config = override(base("python"), ["model.attention=diff", "data.max_bytes=2000000"])
+    rows = load_training_data(config).validation
+    assert matched_head_norm_init(DiffTransformerConfig(**config.model), rows) == pytest.approx(MATCHED, abs=0.02)
 
 
 def test_a_run_from_end_to_end(tmp_path):

@@ -16,7 +16,17 @@ from diff_transformer.lab.spec import Choices, RunSpec, Study, side_model, with_
 from diff_transformer.train.config import OptimConfig, RunConfig
 from diff_transformer.train.data_config import NeedleConfig
 
-SIDES = CORE | {name: MORE[name] for name in ("diff_lambda0", "diff", "softmax_norm", "softmax_wide_norm1", "diff_v2")}
+# Each head's output starts with the Transformer's RMS in that layer: ``matched_head_norm_init`` on rows of ``base``.
+MATCHED = [0.12, 0.31]
+# Planned after the core's runs: DIFF with a head norm that starts lower, and the Transformer with such a norm.
+STARTS = {
+    "diff": MORE["diff"],
+    "diff_matched": ("diff", {"head_norm_init": MATCHED}),
+    "softmax_norm_matched": ("softmax_norm", {"head_norm_init": MATCHED}),
+}
+OTHERS = {name: MORE[name] for name in ("diff_lambda0", "softmax_norm", "softmax_wide_norm1", "diff_v2")}
+STAGES = {"the core": CORE, "other starts of the head norm": STARTS, "the other sides": OTHERS}
+SIDES = CORE | STARTS | OTHERS
 SEEDS = range(5)
 LEARNING_RATES = (1e-3, 2e-3, 4e-3)
 SWEEP_SEED = 100
@@ -77,7 +87,7 @@ def needle_study(corpus: str) -> Study:
 
         return Study("needles", sweep, runs, score=shortfall, then=then)
 
-    return stage(CORE, then=stage([side for side in SIDES if side not in CORE]))
+    return stage(CORE, then=stage(STARTS, then=stage(OTHERS)))
 
 
 def shortfall(record: Record) -> float:
