@@ -262,50 +262,58 @@ def recall_charts(cells: Cells) -> dict[str, Chart]:
     panels, named = [], {}
     for where in [name for name in GRID if name in cells]:
         pairs, noise = GRID[where]
-        panels.append(_accuracy(f"{pairs} pairs, {noise} noise tokens each", cells[where], "recall", named))
+        sides = {side: NAMES[side] for side in CORE}
+        panels.append(_accuracy(f"{pairs} pairs, {noise} noise tokens each", cells[where], "recall", sides, named))
     return {"recall.svg": grid(panels, named)} if panels else {}
 
 
 def needle_charts(cells: Cells) -> dict[str, Chart]:
-    """Accuracy on needles by step, and that of Figure 5's cell by depth at each length."""
-    runs, named = cells.get(needle_study.SETTING, {}), {}
-    if not runs:
-        return {}
-    panels = [_accuracy("held-out needles, while training", runs, "needles", named)]
-    for length in needle_study.LENGTHS:
-        lines = []
-        for side in [name for name in CORE if name in runs]:
-            columns = [
-                [record.metrics["needle"][f"n8_r1_len{length}_depth{depth}"] for record in trained(runs[side]).values()]
-                for depth in _DEPTHS
-            ]
-            points = [(float(depth), fmean(column)) for depth, column in zip(_DEPTHS, columns, strict=True) if column]
-            band = tuple((float(d), min(c), max(c)) for d, c in zip(_DEPTHS, columns, strict=True) if c)
-            lines.append(Line(NAMES[side], points, _mark(side), read=True, band=band))
-        title = f"1 of 8 needles, {length} tokens"
-        panels.append((title, line_chart(title, lines, x_label="depth, %", y_range=(0.0, 1.02), width=260)))
-    return {"needles.svg": grid(panels, named)}
+    """Accuracy on needles by step, and that of Figure 5's cell by depth at each length: the core's sides, then, below
+    them, the other starts of the head norm."""
+    runs, panels, named = cells.get(needle_study.SETTING, {}), [], {}
+    names = NAMES | matched_names(needle_study.MATCHED)
+    for part in (CORE, {"softmax", *needle_study.STARTS}):
+        sides = {side: names[side] for side in needle_study.SIDES if side in part and side in runs}
+        if len(sides) < 2:
+            continue
+        panels.append(_accuracy("held-out needles, while training", runs, "needles", sides, named))
+        for length in needle_study.LENGTHS:
+            lines = []
+            for side, name in sides.items():
+                of = list(trained(runs[side]).values())
+                keys = [f"n8_r1_len{length}_depth{depth}" for depth in _DEPTHS]
+                columns = [[record.metrics["needle"][key] for record in of] for key in keys]
+                lines.append(_mean_and_band(name, side, [float(depth) for depth in _DEPTHS], columns))
+            title = f"1 of 8 needles, {length} tokens"
+            panels.append((title, line_chart(title, lines, x_label="depth, %", y_range=(0.0, 1.02), width=260)))
+    return {"needles.svg": grid(panels, named)} if panels else {}
 
 
 _DEPTHS = tuple(round(100 * depth) for depth in DEPTHS)
+_MARKS = {"softmax_norm1": "s3", "diff_matched": "s2", "softmax_norm_matched": "s4"}
 
 
-def _accuracy(title: str, runs: dict, curve: str, named: dict[str, str]) -> tuple[str, Chart]:
-    """A panel: the accuracy of each core side by step, a mean over seeds with a band from the lowest to the highest."""
+def _accuracy(title: str, runs: dict, curve: str, sides: dict[str, str], named: dict[str, str]) -> tuple[str, Chart]:
+    """A panel: the accuracy of each side by step. ``sides``: their names. ``named`` gets those by mark."""
     lines = []
-    for side in [name for name in CORE if name in runs]:
+    for side in [name for name in sides if name in runs]:
         curves = [record.curves[curve] for record in trained(runs[side]).values()]
         columns = list(zip(*(each["accuracy"] for each in curves), strict=True))
         steps = [float(step) for step in curves[0]["step"]] if curves else []
-        points = [(step, fmean(column)) for step, column in zip(steps, columns, strict=True)]
-        band = tuple((step, min(column), max(column)) for step, column in zip(steps, columns, strict=True))
-        named[_mark(side)] = NAMES[side]
-        lines.append(Line(NAMES[side], points, _mark(side), read=True, band=band))
+        named[_mark(side)] = sides[side]
+        lines.append(_mean_and_band(sides[side], side, steps, columns))
     return title, line_chart(title, lines, x_label="step", y_range=(0.0, 1.02), width=260)
 
 
+def _mean_and_band(name: str, side: str, at: list[float], columns: list) -> Line:
+    """The mean over seeds, and a band from the lowest to the highest; ``columns`` has the seeds' values at each x."""
+    pairs = [(x, column) for x, column in zip(at, columns, strict=True) if column]
+    band = tuple((x, min(column), max(column)) for x, column in pairs)
+    return Line(name, [(x, fmean(column)) for x, column in pairs], _mark(side), read=True, band=band)
+
+
 def _mark(side: str) -> str:
-    return "s3" if side == "softmax_norm1" else style(side)
+    return _MARKS.get(side, style(side))
 
 
 def write(charts: dict[str, Chart], folder: Path) -> None:
