@@ -10,6 +10,7 @@ import torch
 if not torch.cuda.is_available():  # Triton reads it on its first import, and torch._dynamo imports Triton
     os.environ.setdefault("TRITON_INTERPRET", "1")
 os.environ["DIFF_TRANSFORMER_CORPORA"] = ""  # tests leave no corpus in the user's cache
+os.environ.setdefault("HF_HUB_OFFLINE", "1")  # a name that is no folder is refused without asking the hub
 os.environ.setdefault("JAX_PLATFORMS", "cpu")  # in each process it would take most of a GPU's memory
 
 from diff_transformer.durable import write_whole

@@ -142,7 +142,7 @@ def test_keys_that_do_not_exist_have_no_weight(monkeypatch, D, one_pass):
     check(x, FULL, one_pass, scale=0.5)
 
 
-@pytest.mark.parametrize("D", [64, 128])
+@pytest.mark.parametrize("D", [64, pytest.param(128, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("seed", range(100, 500, 100))
 def test_two_passes_repeat_bit_for_bit_in_any_order_of_events(monkeypatch, D, seed):
     arguments, _ = problem(inputs_of("grouped keys", D), CAUSAL)
@@ -153,7 +153,7 @@ def test_two_passes_repeat_bit_for_bit_in_any_order_of_events(monkeypatch, D, se
         assert torch.equal(one, other)
 
 
-@pytest.mark.parametrize("D", [64, 128])
+@pytest.mark.parametrize("D", [64, pytest.param(128, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("seed", range(100, 500, 100))
 def test_the_order_of_events_changes_one_pass_by_rounding_alone(monkeypatch, D, seed):
     emulate(monkeypatch, seed=seed)
@@ -232,7 +232,9 @@ WRONG = {
 }
 
 
-@pytest.mark.parametrize(("D", "one_pass"), [(64, TWO), (128, TWO), (64, ONE)])
+@pytest.mark.parametrize(
+    ("D", "one_pass"), [(64, TWO), *(pytest.param(*form, marks=pytest.mark.slow) for form in [(128, TWO), (64, ONE)])]
+)
 @pytest.mark.parametrize(("name", "wrong"), [(name, f) for name, wrong in WRONG.items() for f in wrong])
 def test_a_wrong_barrier_is_noticed(monkeypatch, D, one_pass, name, wrong):
     """Of ten orders of events at least one must end in a deadlock, a refused step or a wrong number."""

@@ -346,7 +346,10 @@ def test_what_a_backward_needs_is_saved_only_for_one():
     assert sum(y.numel() for y in saved) <= sum(y.numel() for y in x) + 2 * out.numel() + 2 * out.numel() // 32
 
 
-@pytest.mark.parametrize("form", ["plain", "shared keys", "mask", "documents", "one pass"])
+@pytest.mark.parametrize(
+    "form",
+    ["plain", "documents", *(pytest.param(f, marks=pytest.mark.slow) for f in ("shared keys", "mask", "one pass"))],
+)
 def test_opcheck(form):
     torch.use_deterministic_algorithms(form != "one pass")
     x = make_inputs(B=1, H=2, G=1, T=7, S=9, D=3, Dv=5, device=DEVICE)
