@@ -1,30 +1,109 @@
-"""Write docs/cli.md, the reference of the command line, from the command line itself.
+"""Write docs/cli.md, the reference of the command line, and docs/settings.md, that of ``--set``, from the code itself.
 
 python docs/cli.py          # write
-python docs/cli.py --check  # exit 1 if the page differs
+python docs/cli.py --check  # exit 1 if a page differs
 """
 
+import ast
+import dataclasses
+import inspect
+import json
+import re
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import typer
 from typer.cli import get_docs_for_click
 
 from diff_transformer.cli import app
+from diff_transformer.lab.experiments import EXPERIMENTS, experiment
+from diff_transformer.train.config import RunConfig
 
-PAGE = Path(__file__).resolve().parent / "cli.md"
+HERE = Path(__file__).resolve().parent
+INTRODUCTION = """\
+# Settings
+
+`--set KEY=VALUE` changes a setting; it may be repeated. A value is JSON, or text without quotes. Where a text says
+None, write null. An unknown key is refused, with the nearest known one.
+
+    diff-transformer train --recipe demo --out run --set optim.lr=1e-3 --set 'data.mixture={"text": 1}'
+    diff-transformer eval needle --model FOLDER --out needle.json --set samples=20
+
+## Training: `train` and `compare`
+
+A recipe sets what differs from these defaults. `compare` trains both sides with the same settings.
+"""
+MODEL = "`model.*` | | fields of `DiffTransformerConfig`, in the [Python reference](api.md)"
 
 
-def reference() -> str:
+def commands() -> str:
     command = typer.main.get_command(app)
     text = get_docs_for_click(obj=command, ctx=typer.Context(command), name="diff-transformer", title="Commands")
     return "\n".join(line.rstrip() for line in text.strip().splitlines()) + "\n"
 
 
+def settings() -> str:
+    parts = [INTRODUCTION, table([f"| {MODEL} |", *training(RunConfig, "")]), "## Experiments: `eval`\n"]
+    for name, what in EXPERIMENTS.items():
+        of, quick = experiment(name).Settings, experiment(name).QUICK
+        rows = [row(field, field.name, notes(of)[field.name], quick) for field in dataclasses.fields(of)]
+        parts.append(f"### {name}\n\n{what}.\n\n{table(rows, ' `--quick` |')}")
+    return "\n".join(parts)
+
+
+def table(rows: list[str], more: str = "") -> str:
+    head = f"| setting | default |{more} what it is |"
+    return "\n".join([head, "|---" * (head.count("|") - 1) + "|", *rows]) + "\n"
+
+
+def training(cls: type, prefix: str) -> Iterator[str]:
+    """The rows of a part of the configuration and of the parts in it."""
+    said = notes(cls)
+    for field in dataclasses.fields(cls):
+        part = field.default_factory
+        if dataclasses.is_dataclass(part):
+            yield from training(part, f"{prefix}{field.name}.")
+        elif prefix:
+            yield row(field, prefix + field.name, said[field.name])
+
+
+def row(field: dataclasses.Field, name: str, said: str, quick: dict | None = None) -> str:
+    assert said, f"{name} has no comment in the code"
+    made = field.default_factory
+    cells = [f"`{name}`", value(field.default if made is dataclasses.MISSING else made())]
+    if quick is not None:
+        cells.append(value(quick[field.name]) if field.name in quick else "")
+    return f"| {' | '.join([*cells, said.replace('|', chr(92) + '|')])} |"
+
+
+def value(given) -> str:
+    return f"`{json.dumps(given)}`"
+
+
+def notes(cls: type) -> dict[str, str]:
+    """The comments above the fields of a dataclass, and behind them, by field."""
+    lines = inspect.getsource(cls).splitlines()
+    found = {}
+    for node in ast.parse("\n".join(lines)).body[0].body:
+        if isinstance(node, ast.AnnAssign):
+            above, at = [], node.lineno - 2
+            while re.match(r"\s*#", lines[at]):
+                above.insert(0, lines[at].strip(" #"))
+                at -= 1
+            behind = lines[node.end_lineno - 1][node.end_col_offset :].partition("#")[2].strip()
+            found[node.target.id] = " ".join([*above, behind]).strip()
+    return found
+
+
+PAGES = {HERE / "cli.md": commands, HERE / "settings.md": settings}
+
+
 def main(arguments: list[str]) -> int:
     if arguments == ["--check"]:
-        return int(not PAGE.exists() or PAGE.read_text() != reference())
-    PAGE.write_text(reference())
+        return int(any(not page.exists() or page.read_text() != made() for page, made in PAGES.items()))
+    for page, made in PAGES.items():
+        page.write_text(made())
     return 0
 
 

@@ -37,6 +37,7 @@ def test_overrides_reach_every_kind_of_value():
     ("assignment", "message"),
     [
         ("optim.lrr=1", "no setting 'optim.lrr'; the nearest: optim.lr"),
+        ("data.seed=3", "no setting 'data.seed'; the nearest: train.seed"),
         ("optimm.lr=1", "no setting 'optimm.lr'; the nearest: optim.lr"),
         ("model.atention=softmax", "no setting 'model.atention'; the nearest: model.attention"),
         ("optim.lr", "'optim.lr' is not an assignment; write key=value"),
@@ -151,3 +152,9 @@ def test_precisions_that_cannot_train_are_refused(precision, why):
     message = rf"train\.precision is '{precision}', which does not train: .*{why}.*; give 'bf16-mixed' or '32-true'"
     with pytest.raises(ValueError, match=message):
         override(recipe("debug"), [f"train.precision={precision}"]).validate()
+
+
+def test_a_run_saved_with_the_seed_that_had_no_effect_still_loads():
+    old = recipe("debug").to_dict()
+    old["data"]["seed"] = 7
+    assert RunConfig.from_dict(old) == recipe("debug")

@@ -64,13 +64,13 @@ def test_training_learns_and_writes_what_it_promises(config, side, tmp_path):
 
 def test_the_card_says_how_the_model_was_trained_and_an_export_repeats_it(config, tmp_path):
     corpus = Path(config.data.corpus)
-    train(override(config, ["train.steps=2", "data.seed=7"]), tmp_path / "run")
+    train(override(config, ["train.steps=2", "train.seed=7"]), tmp_path / "run")
     training = read_training(tmp_path / "run" / "model")
     assert training is not None
     assert training["recipe"] == "debug"
     assert training["steps"] == f"2, each of {config.train.batch_size} rows of {config.data.length} tokens"
     assert training["tokens"] == f"{2 * config.train.batch_size * config.data.length:,}"
-    assert (training["corpus"], training["seeds"]) == (corpus.name, "weights 0, data 7")
+    assert (training["corpus"], training["seed of weights and rows"]) == (corpus.name, "7")
     assert str(corpus.parent) not in (tmp_path / "run" / "model" / "README.md").read_text()
     export(str(tmp_path / "run" / "model"), tmp_path / "exported")
     assert read_training(tmp_path / "exported") == training

@@ -40,16 +40,19 @@ class Settings:
     samples: int = 100
     # Tokens of prompt and output together; None for as many as the model supports.
     length: int | None = None
-    # New tokens for a summary, and for an answer.
+    # New tokens for a summary.
     summary_tokens: int = 128
+    # New tokens for an answer.
     answer_tokens: int = 32
     # "containment" (no model), "lm:PATH" (a local causal LM), or "endpoint": an OpenAI-compatible chat endpoint, named
     # by the environment variables DIFF_TRANSFORMER_JUDGE_URL, _MODEL and _KEY
     judge: str = "containment"
-    # Prices of the endpoint per million tokens.
+    # Price of the endpoint per million tokens of prompts.
     prompt_price: float = 0.0
+    # Price per million tokens of replies.
     completion_price: float = 0.0
-    # In the same currency. The endpoint is not asked if the estimate is higher, nor once this much is spent.
+    # Most that may be spent, in the same currency. The endpoint is not asked if the estimate is higher, nor once this
+    # much is spent.
     max_cost: float | None = None
     # Ask the endpoint whatever the estimate.
     confirm: bool = False

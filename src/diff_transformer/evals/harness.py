@@ -39,7 +39,7 @@ class Settings:
     """Tasks and scoring."""
 
     # "hub" (the harness's tasks, downloaded on first use), "python" (made from the running Python's documentation), a
-    # file or a folder (see load_multiple_choice)
+    # file of questions, or a folder of such files as they are published
     data: str = "hub"
     # Names of the harness's tasks; by default the paper's seven. For a folder: the tasks to run, by default all.
     tasks: tuple = PAPER_TASKS

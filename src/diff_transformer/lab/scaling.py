@@ -44,8 +44,8 @@ class Settings:
     # tables of runs, separated by commas: CSV or JSON with model, parameters, tokens, loss; folders of comparisons or
     # studies; or "synthetic", a made-up table with the paper's ratios, which only checks the fit
     runs: str = ""
-    ours: str = "diff"  # models of the table to compare; "Transformer" and "DIFF" are accepted too
-    reference: str = "softmax"
+    ours: str = "diff"  # model of the table to compare, or "DIFF"
+    reference: str = "softmax"  # model that it is compared with, or "Transformer"
     form: str = "offset"  # "offset" for a x^-b + c, "plain" for a x^-b
     huber: float = HUBER  # size, in log loss, from which a residual counts linearly
 

@@ -18,11 +18,11 @@ from diff_transformer.train.loggers import check_loggers
 class OptimConfig:
     """AdamW with weight decay on matrices only; linear warm-up, then linear decay."""
 
-    lr: float = 1e-3  # after warm-up
-    betas: tuple[float, float] = (0.9, 0.95)
-    eps: float = 1e-8
-    weight_decay: float = 0.1
-    warmup_steps: int = 50
+    lr: float = 1e-3  # learning rate after warm-up
+    betas: tuple[float, float] = (0.9, 0.95)  # decay of the means of gradients and of their squares
+    eps: float = 1e-8  # added to the root of the mean of squares
+    weight_decay: float = 0.1  # of matrices; other weights have none
+    warmup_steps: int = 50  # steps of linear warm-up
     final_lr_ratio: float = 0.04  # the last step's learning rate as a share of `lr`
     grad_clip: float = 1.0  # norm of the gradient, at most; 0 for no clipping
 
@@ -84,25 +84,25 @@ class TrainConfig:
 
     # folder of a saved model, or of a finished run, whose weights the run starts from; None for random weights
     initial_model: str | None = None
-    steps: int = 1000
+    steps: int = 1000  # of the optimizer
     batch_size: int = 16  # rows of a step, over all processes and passes
     micro_batch_size: int = 0  # rows of a forward and backward pass of a process, at most; 0 for its part of the batch
     accumulate: int = 1  # number of passes of a step, instead of `micro_batch_size`
-    precision: str = "32-true"  # or "bf16-mixed" (weights and optimizer in fp32), "64-true"
+    precision: str = "32-true"  # "32-true", "bf16-mixed" (weights and optimizer in fp32) or "64-true"
     # matrix products of the layers in float8 (torchao), on GPUs that have it; emulated, slowly, on the CPU
     float8: bool = False
-    seed: int = 0
-    log_every: int = 10  # steps
-    validate_every: int = 200  # steps
+    seed: int = 0  # of the weights, and of the rows and their order
+    log_every: int = 10  # steps between two lines of the log
+    validate_every: int = 200  # steps between two validations
     validation_rows: int = 64  # held-out rows, at most
-    checkpoint_every: int = 200  # steps
+    checkpoint_every: int = 200  # steps between two checkpoints
     checkpoint_keep: int = 2  # number of newest checkpoints that stay
     checkpoint_best: bool = True  # whether the checkpoint with the lowest validation loss stays too
     checkpoint_async: bool = False  # write checkpoints in the background; needs main memory for one more state
     # what a layer recomputes in the backward pass: "none", "selective" (all but products and attention), "full", or
     # "auto", the first of these that fits the device's memory; true means "full", false "none"
     activation_checkpointing: str | bool = "none"
-    compile: bool = False
+    compile: bool = False  # each layer by torch.compile
     # repeat bit for bit on a GPU too: attention's two-pass backward, and PyTorch's deterministic algorithms, which warn
     # where an operator has none; false takes the one-pass backward of attention where it was measured to be faster
     deterministic: bool = False
@@ -147,7 +147,7 @@ class EvaluationConfig:
     # further experiments by name, each with the settings that differ from `diff-transformer eval NAME --quick`; corpus,
     # length and seed are those of the run
     more: dict[str, dict[str, Any]] = field(default_factory=dict)
-    seed: int = 0
+    seed: int = 0  # of prompts, and of held-out rows that are drawn
 
 
 PRECISIONS = ("32-true", "bf16-mixed", "64-true")
@@ -262,7 +262,7 @@ class RunConfig:
 
     def _check_ranges(self) -> None:
         data, evaluation = self.data, self.evaluation
-        for name, seed in (("data", data.seed), ("train", self.train.seed), ("evaluation", evaluation.seed)):
+        for name, seed in (("train", self.train.seed), ("evaluation", evaluation.seed)):
             if not 0 <= seed <= MAX_SEED:
                 raise ValueError(f"{name}.seed is {seed}; give a whole number from 0 to {MAX_SEED}")
         if not all(0 <= beta < 1 for beta in self.optim.betas):
@@ -309,7 +309,8 @@ class RunConfig:
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> "RunConfig":
         """The inverse of ``to_dict``; raises as ``load``."""
-        return build(cls, values, renamed=RENAMED)
+        data = {key: value for key, value in values.get("data", {}).items() if key != "seed"}  # it never had an effect
+        return build(cls, {**values, "data": data}, renamed=RENAMED)
 
     @classmethod
     def load(cls, path: Path) -> "RunConfig":

@@ -12,7 +12,7 @@ class NeedleConfig:
     counts: tuple[int, ...] = (1, 2, 4)  # numbers of needles in a document, drawn with equal probability
     queries: tuple[int, ...] = (1, 2)  # numbers of cities that a question asks for
     questions: int = 4  # questions at the end of a document, at most
-    digits: int = 2  # of a magic number
+    digits: int = 2  # digits of a magic number
 
 
 @dataclass
@@ -42,14 +42,14 @@ class DataConfig:
     corpus: str = "python"
     # several prepared folders with their weights, instead of `corpus`
     corpora: dict[str, float] = field(default_factory=dict)
-    max_bytes: int | None = None  # of the corpus; None for all of it
+    max_bytes: int | None = None  # bytes of the corpus, at most; None for all of it
     # "bpe" (trained on the corpus; a prepared folder brings its own), "bytes", "cl100k", or a folder or hub name
     tokenizer: str = "bpe"
     length: int = 128  # tokens a row
     # a document of a prepared folder with at least this many tokens is long: rows start at its beginning, and an epoch
     # holds it `upsample_factor` times (section 3.3); 0 for no long documents
     upsample_length: int = 0
-    upsample_factor: int = 4
+    upsample_factor: int = 4  # how often an epoch holds a long document
     # share of the rows of a batch by source: "text", "needles", "recall", "shots", or rows that lead up to needles:
     # "copies" (text that occurs twice), "pairs" ("Rome 4.") and "clauses" ("Rome is 4.")
     mixture: dict[str, float] = field(default_factory=lambda: {"text": 1.0})
@@ -64,4 +64,3 @@ class DataConfig:
     needles: NeedleConfig = field(default_factory=NeedleConfig)
     recall: RecallConfig = field(default_factory=RecallConfig)
     shots: ShotConfig = field(default_factory=ShotConfig)
-    seed: int = 0

@@ -170,7 +170,7 @@ def training_facts(config: RunConfig) -> dict[str, str]:
         f"linearly to {optim.lr * optim.final_lr_ratio:g}; weight decay {optim.weight_decay:g}",
         "precision": settings.precision,
         "start": "random weights" if initial is None else f"the weights of {Path(initial.removesuffix('/model')).name}",
-        "seeds": f"weights {settings.seed}, data {data.seed}",
+        "seed of weights and rows": f"{settings.seed}",
     }
     return {name: " ".join(value.replace("|", "/").split()) for name, value in facts.items()}
 
