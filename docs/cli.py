@@ -16,6 +16,7 @@ from pathlib import Path
 import typer
 from typer.cli import get_docs_for_click
 
+from diff_transformer import DiffTransformerConfig
 from diff_transformer.cli import app
 from diff_transformer.lab.experiments import EXPERIMENTS, experiment
 from diff_transformer.train.config import RunConfig
@@ -34,7 +35,6 @@ None, write null. An unknown key is refused, with the nearest known one.
 
 A recipe sets what differs from these defaults. `compare` trains both sides with the same settings.
 """
-MODEL = "`model.*` | | fields of `DiffTransformerConfig`, in the [Python reference](api.md)"
 
 
 def commands() -> str:
@@ -44,7 +44,10 @@ def commands() -> str:
 
 
 def settings() -> str:
-    parts = [INTRODUCTION, table([f"| {MODEL} |", *training(RunConfig, "")]), "## Experiments: `eval`\n"]
+    said = notes(DiffTransformerConfig)
+    fields = [field for field in dataclasses.fields(DiffTransformerConfig) if field.name in said]
+    model = [row(field, f"model.{field.name}", said[field.name]) for field in fields]
+    parts = [INTRODUCTION, table([*model, *training(RunConfig, "")]), "## Experiments: `eval`\n"]
     for name, what in EXPERIMENTS.items():
         of, quick = experiment(name).Settings, experiment(name).QUICK
         rows = [row(field, field.name, notes(of)[field.name], quick) for field in dataclasses.fields(of)]
@@ -82,17 +85,22 @@ def value(given) -> str:
 
 
 def notes(cls: type) -> dict[str, str]:
-    """The comments above the fields of a dataclass, and behind them, by field."""
+    """What the code says of each field of a dataclass: the comments above it and behind it, or the text below it."""
     lines = inspect.getsource(cls).splitlines()
-    found = {}
-    for node in ast.parse("\n".join(lines)).body[0].body:
+    found, body = {}, ast.parse("\n".join(lines)).body[0].body
+    for node, after in zip(body, [*body[1:], None], strict=True):
         if isinstance(node, ast.AnnAssign):
             above, at = [], node.lineno - 2
             while re.match(r"\s*#", lines[at]):
                 above.insert(0, lines[at].strip(" #"))
                 at -= 1
             behind = lines[node.end_lineno - 1][node.end_col_offset :].partition("#")[2].strip()
-            found[node.target.id] = " ".join([*above, behind]).strip()
+            match after:
+                case ast.Expr(ast.Constant(str(below))):
+                    below = " ".join(below.replace("``", "`").split())
+                case _:
+                    below = ""
+            found[node.target.id] = " ".join([*above, behind, below]).strip()
     return found
 
 
