@@ -52,13 +52,24 @@ NAMES = {
 }
 
 
-def matched_names(starts: list[float]) -> dict[str, str]:
-    """What the sides of a study are called whose head norm starts at the Transformer's scale, ``starts`` by layer."""
-    scale = f"head norm from the Transformer's scale ({', '.join(f'{x:g}' for x in starts)} by layer)"
+def matched_names(starts: list[float], own_scale: list[float] = ()) -> dict[str, str]:
+    """What the sides of a study are called whose head norm starts at the Transformer's scale.
+
+    Args:
+        starts: DIFF's weights by layer. Its heads are multiplied by 1 - lambda_init too, those of the controls are not.
+        own_scale: the weights with which the controls start at that scale.
+    """
+    shown, own = (", ".join(f"{x:g}" for x in of) for of in (starts, own_scale))
+    matched, same = (
+        f"head norm from the Transformer's scale ({shown} by layer)",
+        f"head norm with DIFF's weights ({shown})",
+    )
     return {
-        "diff_matched": f"DIFF, {scale}",
-        "softmax_norm_matched": f"Transformer, {scale}",
-        "diff_lambda0_matched": f"DIFF, lambda fixed at 0, {scale}",
+        "diff_matched": f"DIFF, {matched}",
+        "softmax_norm_matched": f"Transformer, {same}",
+        "diff_lambda0_matched": f"DIFF, lambda fixed at 0, {same}",
+        "softmax_norm_own_scale": f"Transformer, head norm from its own scale ({own})",
+        "diff_lambda0_own_scale": f"DIFF, lambda fixed at 0, head norm from the Transformer's scale ({own})",
     }
 
 

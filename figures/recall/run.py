@@ -18,6 +18,7 @@ from diff_transformer.lab.recipes.recall_study import (
     GRID,
     MATCHED,
     MORE,
+    OWN_SCALE,
     SEEDS,
     SIDES,
     recall_study,
@@ -32,7 +33,7 @@ from plots import NAMES, matched_names, recall_charts  # noqa: E402  (beside thi
 from study import counted, study_command  # noqa: E402
 from tables import corrected, in_numbers, learning_rates, summary  # noqa: E402
 
-SHOWN = NAMES | matched_names(MATCHED)
+SHOWN = NAMES | matched_names(MATCHED, OWN_SCALE)
 SIDE, BASELINES = "diff_norm1", ("softmax", "softmax_norm1")
 GOAL = 0.9  # accuracy whose first step is an outcome
 NEAR_CHANCE, NEAR_ONE = 0.05, 0.95  # accuracy above chance, and accuracy, that leave nothing to compare

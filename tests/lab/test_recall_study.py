@@ -5,13 +5,14 @@ from dataclasses import replace
 
 import pytest
 
-from diff_transformer import DiffTransformerConfig
+from diff_transformer import DiffTransformerConfig, lambda_init
 from diff_transformer.lab.recipes.recall_study import (
     CENTRE,
     CORE,
     GRID,
     LEARNING_RATES,
     MATCHED,
+    OWN_SCALE,
     SIDES,
     base,
     recall_study,
@@ -49,6 +50,8 @@ def test_the_matched_head_norm_is_what_the_untrained_pair_has():
     config = base(*GRID[CENTRE])
     rows = load_training_data(config).validation
     assert matched_head_norm_init(DiffTransformerConfig(**config.model), rows) == pytest.approx(MATCHED, abs=0.02)
+    starts = [1 - lambda_init(layer) for layer in range(2)]
+    assert [a * b for a, b in zip(MATCHED, starts, strict=True)] == pytest.approx(OWN_SCALE, abs=0.02)
 
 
 def test_a_run_from_end_to_end(runs, tmp_path):

@@ -26,8 +26,10 @@ CORE: dict[str, tuple[str, dict[str, Any]]] = {
     "diff_norm1": ("diff", {"head_norm_init": 1.0}),
     "softmax_norm1": ("softmax_norm", {"head_norm_init": 1.0}),
 }
-# Each head's output starts with the Transformer's RMS in that layer: ``matched_head_norm_init`` on rows of ``base``.
+# DIFF's heads start with the Transformer's RMS in that layer: ``matched_head_norm_init`` on rows of ``base``.
 MATCHED = [0.2, 0.49]
+# That RMS. The norm of a Transformer's head, or without lambda, is not multiplied by 1 - lambda_init.
+OWN_SCALE = [0.16, 0.32]
 MORE: dict[str, tuple[str, dict[str, Any]]] = {
     "diff_lambda0": ("fixed_lambda", {"head_norm_init": 1.0, "lambda_init": 0.0}),
     "softmax_wide_norm1": ("softmax_norm", {"head_norm_init": 1.0}),
@@ -35,9 +37,11 @@ MORE: dict[str, tuple[str, dict[str, Any]]] = {
     "softmax_norm": ("softmax_norm", {"head_norm_init": 0.1}),
     "diff_no_norm": ("diff", {"head_norm": False}),
     "diff_matched": ("diff", {"head_norm_init": MATCHED}),
-    # controls of "diff_matched", planned after its runs
+    # controls of "diff_matched", planned after its runs: with its weights, and with its scale
     "softmax_norm_matched": ("softmax_norm", {"head_norm_init": MATCHED}),
     "diff_lambda0_matched": ("fixed_lambda", {"head_norm_init": MATCHED, "lambda_init": 0.0}),
+    "softmax_norm_own_scale": ("softmax_norm", {"head_norm_init": OWN_SCALE}),
+    "diff_lambda0_own_scale": ("fixed_lambda", {"head_norm_init": OWN_SCALE, "lambda_init": 0.0}),
     "diff_v2": ("diff_v2", {}),
     "dint": ("dint", {"head_norm_init": 1.0}),
     "grouped_diff": ("grouped_diff", {"head_norm_init": 1.0}),
@@ -109,6 +113,8 @@ def recall_run(side: str, train: TrainConfig, steps: int) -> RunConfig:
     config.train.steps, config.train.seed, config.train.threads = steps, train.seed, train.threads
     config.model["head_norm_init"] = MATCHED
     config.model |= side_model(config, side)
+    if config.model.get("softmax_head_norm"):
+        config.model["head_norm_init"] = OWN_SCALE
     return config.validate()
 
 
