@@ -115,14 +115,16 @@ def test_the_study_that_follows_shares_the_folder(texts, tmp_path):
         keys.add(cell.key)
     assert run_study(replace(first, then=then), tmp_path) == Progressed(len(keys), len(keys))
     (tmp_path / then.runs({"softmax": 1e-3})[1].key / "record.json").rename(tmp_path / "elsewhere")
-    assert run_study(first, tmp_path).finished == 6
+    assert run_study(first, tmp_path) == Progressed(6, 6)
+    assert len(keys) == len(replace(first, then=then).keys())
 
 
 @pytest.mark.slow
 def test_a_study_runs_in_pieces_and_does_nothing_twice(texts, tmp_path):
     out = tmp_path / "study"
     first = run_study(study(texts), out, minutes=0.02, jobs=1)
-    assert first.total is None  # the time was too short for the sweep
+    assert first.finished < 4  # the time was too short for the sweep
+    assert first.total == 6
     done = run_study(study(texts), out, jobs=2)
     assert (done.finished, done.total) == (6, 6)
     assert len(sweep_scores(study(texts), out)) == 4

@@ -174,7 +174,6 @@ def study(
     with resumable(out, lambda: any(out.rglob(CHECKPOINTS)), "with the same command"):
         specs, cluster = plan(name, corpus), executor(engine, out, address, gpus_per_run)
         done = run_study(specs, out, minutes=minutes, jobs=jobs, executor=cluster)
-    total = "a number that the sweep decides" if done.total is None else done.total
-    print(f"{done.finished} of {total} models finished: {out}")
+    print(f"{done.finished} of {done.total} models finished: {out}")
     if done.finished != done.total:
         print("to continue, run the same command again")

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from operator import attrgetter
@@ -130,6 +131,12 @@ class Study:
     runs: Callable[[Choices], list[RunSpec]]
     score: Callable[[Record], float] = attrgetter("final_loss")
     then: "Study | None" = None
+
+    def keys(self) -> set[str]:
+        """The keys of all runs, those of ``then`` included. No key depends on the rates that a sweep chooses."""
+        any_rates: Choices = defaultdict(lambda: 1e-3)
+        found = {spec.key for spec in (*self.sweep, *self.runs(any_rates))}
+        return found if self.then is None else found | self.then.keys()
 
     def choose(self, scores: Mapping[str, float]) -> Choices:
         """For each side the learning rate with the lowest score.

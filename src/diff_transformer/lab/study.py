@@ -26,10 +26,10 @@ from diff_transformer.train.run_folder import LOCK, RunLock
 
 @dataclass(frozen=True)
 class Progressed:
-    """Progress of a study: ``finished`` of ``total`` runs. The total is None until the sweep is finished."""
+    """Progress of a study: ``finished`` of ``total`` runs."""
 
     finished: int
-    total: int | None
+    total: int
 
 
 def run_study(
@@ -70,20 +70,21 @@ def run_study(
     pool = partial(run_pool, jobs=jobs, until=until, executor=executor, resume_hint="the same command goes on")
     with RunLock(out):
         _run(study.sweep, out, pool, console)
-        stage, known, rates = study, {spec.key: spec for spec in study.sweep}, {}
+        stage, known, rates = study, {spec.key for spec in study.sweep}, {}
         while all(finished(out / key) for key in known):
             rates |= stage.choose(sweep_scores(stage, out))
             specs = stage.runs(rates)
             _check(specs, out)
-            known |= {spec.key: spec for spec in specs}
+            known |= {spec.key for spec in specs}
             _run(specs, out, pool, console)
             if stage.then is None:
-                return Progressed(_count(out, known), len(known))
+                break
             stage = stage.then
-            known |= {spec.key: spec for spec in stage.sweep}
+            known |= {spec.key for spec in stage.sweep}
             _check(stage.sweep, out)
             _run(stage.sweep, out, pool, console)
-        return Progressed(_count(out, known), None)
+        every = study.keys()
+        return Progressed(_count(out, every), len(every))
 
 
 def sweep_scores(study: Study, out: Path) -> dict[str, float]:
