@@ -16,9 +16,9 @@ from diff_transformer.lab.spec import Choices, RunSpec, Study, side_model, with_
 from diff_transformer.train.config import OptimConfig, RunConfig
 from diff_transformer.train.data_config import NeedleConfig
 
-# Each head's output starts with the Transformer's RMS in that layer: ``matched_head_norm_init`` on rows of ``base``.
+# DIFF's heads start with the Transformer's RMS in that layer: ``matched_head_norm_init`` on rows of ``base``.
 MATCHED = [0.12, 0.31]
-# Planned after the core's runs: DIFF with a head norm that starts lower, and the Transformer with such a norm.
+# Planned after the core's runs: DIFF with a head norm that starts lower, and the Transformer with the same weights.
 STARTS = {
     "diff": MORE["diff"],
     "diff_matched": ("diff", {"head_norm_init": MATCHED}),
