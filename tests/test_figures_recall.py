@@ -119,6 +119,8 @@ def test_what_findings_says_of_every_side_is_the_record(page):
         assert reached[control][1:] == [0, 0], control
     assert reached["softmax_norm_matched"] == [5, 2, 0]
     assert reached["diff_lambda0_matched"] == [5, 1, 0]
+    assert reached["softmax_norm_own_scale"] == [4, 0, 0]
+    assert reached["diff_lambda0_own_scale"] == [5, 1, 0]
     assert reached["softmax_norm1"] == reached["diff_lambda0"] == reached["dint"] == [0, 0, 0]
     assert reached["diff_no_norm"] == reached["softmax"] == [5, 2, 0]
     assert reached["diff_matched"] == [5, 5, 5]
