@@ -6,7 +6,7 @@ from statistics import fmean
 
 import pytest
 
-from diff_transformer.lab.recipes.needle_study import CELLS, LENGTHS, SEEDS, SETTING
+from diff_transformer.lab.recipes.needle_study import CELLS, LENGTHS, SEEDS, SETTING, STARTS
 from diff_transformer.lab.recipes.recall_study import CORE
 from diff_transformer.lab.record import Record, grouped
 
@@ -99,6 +99,16 @@ def test_what_pages_say_is_the_record(page):
     assert [page.reached(cells, side) for side in CORE] == [5, 2, 0]
     assert [sum(page.learned(run, "pairs") for run in runs[side]) for side in CORE] == [4, 5, 0]
     assert [sum(page.learned(run, "clauses") for run in runs[side]) for side in CORE] == [5, 2, 0]
+    assert [page.reached(cells, side) for side in STARTS] == [5, 5, 5]
+    pairs = [("diff", "softmax"), ("diff_matched", "softmax"), ("diff_matched", "softmax_norm_matched")]
+    rows = [row for pair in pairs for row in page.compared(cells, *pair)[0]]
+    assert all(abs(row.difference.mean) < 0.2 and row.difference.low < 0 < row.difference.high for row in rows)
+    far = page.paired_rows(cells, SETTING, "softmax_norm_matched", [page.cell(n, r, 256) for n, r in CELLS])
+    assert all(row.difference.high < 0 for row in far)
+    assert (round(-max(r.difference.mean for r in far), 2), round(-min(r.difference.mean for r in far), 2)) == (
+        0.14,
+        0.22,
+    )
     through = [run for run in runs["diff_norm1"] if page.steps(run) < run.steps]
     assert min(run.metrics["needle"][f"n{n}_r{r}_len128"] for run in through for n, r in CELLS) >= 0.97
     assert max(map(page.steps, through)) < max(map(page.steps, runs["softmax"]))

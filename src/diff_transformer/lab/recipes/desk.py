@@ -36,11 +36,12 @@ def debug() -> RunConfig:
 
 
 def demo() -> RunConfig:
-    """The matched pair on the running Python's own library, with needles hidden in it.
+    """The matched pair on the running Python's own library, with hidden needles and key-value recall mixed in.
 
-    Prose and answers each have their own share of the loss (``data.loss="sources"``). In trials with a mean over all
-    tokens, neither model found a single needle after about 1000 steps. Key-value recall is learned by small models
-    beside each side, which train on it alone (``evaluation.recall_steps``).
+    Prose, answers and recall each have their own share of the loss (``data.loss="sources"``). In trials with a mean
+    over all tokens, neither model found a single needle after about 1000 steps. Recall is learned by the small models
+    beside each side, which train on it alone (``evaluation.recall_steps``). Without recall in the mixture and in 1200
+    steps, DIFF finds 0.90 of single needles instead of 0.99 (one run).
 
     Command: ``make demo``. Hardware: two CPU cores. Time: six to ten minutes for everything.
     """
@@ -50,13 +51,14 @@ def demo() -> RunConfig:
         data=DataConfig(
             max_bytes=4_000_000,
             length=128,
-            mixture={"text": 0.4, "needles": 0.6},
+            mixture={"text": 0.35, "needles": 0.5, "recall": 0.15},
             loss="sources",
             needles=NeedleConfig(counts=(1, 1, 2, 4), queries=(1,), questions=4, digits=1),
+            recall=RecallConfig(pairs=8, symbols=32),
         ),
         optim=OptimConfig(lr=2e-3, warmup_steps=50),
         train=TrainConfig(
-            steps=1200, batch_size=16, log_every=10, validate_every=100, validation_rows=64, checkpoint_every=200,
+            steps=1500, batch_size=16, log_every=10, validate_every=100, validation_rows=64, checkpoint_every=200,
             threads=1,
         ),
         evaluation=EvaluationConfig(
@@ -83,7 +85,7 @@ def desk() -> RunConfig:
     config.model |= {"hidden_size": 256, "num_hidden_layers": 4}
     config.data.mixture = {"text": 0.5, "needles": 0.5}
     config.data.needles.queries = (1, 2)
-    config.optim.lr, config.train.steps = 1e-3, 1500
+    config.optim.lr = 1e-3
     config.evaluation.needles = ((1, 1), (2, 1), (4, 1), (4, 2))
     return config
 
@@ -98,8 +100,6 @@ def novels() -> RunConfig:
     config.name = "novels"
     config.data.corpus = "novels"
     config.data.max_bytes = 30_000_000
-    config.data.mixture = {"text": 0.35, "needles": 0.5, "recall": 0.15}
-    config.data.recall = RecallConfig(pairs=8, symbols=32)
     config.train.steps = 8000
     config.train.validate_every = 300
     return config
