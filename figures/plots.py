@@ -5,7 +5,7 @@ python figures/plots.py --check  # exit 1 if a plot is missing or was drawn from
 """
 
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from statistics import fmean
 
@@ -52,25 +52,27 @@ NAMES = {
 }
 
 
-def matched_names(starts: list[float], own_scale: list[float] = ()) -> dict[str, str]:
+def matched_names(starts: Sequence[float], own_scale: Sequence[float] = ()) -> dict[str, str]:
     """What the sides of a study are called whose head norm starts at the Transformer's scale.
 
     Args:
         starts: DIFF's weights by layer. Its heads are multiplied by 1 - lambda_init too, those of the controls are not.
-        own_scale: the weights with which the controls start at that scale.
+        own_scale: the weights with which the controls start at that scale, if the study has such controls.
     """
     shown, own = (", ".join(f"{x:g}" for x in of) for of in (starts, own_scale))
     matched, same = (
         f"head norm from the Transformer's scale ({shown} by layer)",
         f"head norm with DIFF's weights ({shown})",
     )
-    return {
+    names = {
         "diff_matched": f"DIFF, {matched}",
         "softmax_norm_matched": f"Transformer, {same}",
         "diff_lambda0_matched": f"DIFF, lambda fixed at 0, {same}",
-        "softmax_norm_own_scale": f"Transformer, head norm from its own scale ({own})",
-        "diff_lambda0_own_scale": f"DIFF, lambda fixed at 0, head norm from the Transformer's scale ({own})",
     }
+    if own_scale:
+        names["softmax_norm_own_scale"] = f"Transformer, head norm from its own scale ({own})"
+        names["diff_lambda0_own_scale"] = f"DIFF, lambda fixed at 0, head norm from the Transformer's scale ({own})"
+    return names
 
 
 RATES = {"diff_same_rate": "DIFF, the Transformer's rate", "diff": "DIFF, its own rate"}  # of the main setting

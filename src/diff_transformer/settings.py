@@ -11,7 +11,7 @@ import json
 import math
 import types
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Any, Union, get_args, get_origin
 
@@ -81,12 +81,20 @@ def assign(
     return assigned
 
 
-def build(kind: Any, values: Mapping[str, Any], *, prefix: str = "", renamed: Mapping[str, str] | None = None) -> Any:
+def build(
+    kind: Any,
+    values: Mapping[str, Any],
+    *,
+    prefix: str = "",
+    renamed: Mapping[str, str] | None = None,
+    removed: Collection[str] = (),
+) -> Any:
     """The dataclass ``kind`` with nested ``values``, each checked against its field's annotation.
 
     Args:
         prefix: of the keys in messages, such as ``"train."``.
         renamed: deprecated dotted keys and their new names.
+        removed: dotted keys of older files, which are left out.
 
     Raises:
         ValueError: for a key that is no field, naming the nearest, or a value of another kind.
@@ -94,11 +102,13 @@ def build(kind: Any, values: Mapping[str, Any], *, prefix: str = "", renamed: Ma
     fields = {field.name: field for field in dataclasses.fields(kind)}
     made = {}
     for given, value in values.items():
+        if prefix + given in removed:
+            continue
         key = current_name(prefix + given, renamed or {}).removeprefix(prefix)
         if key not in fields:
             raise unknown(prefix + key, [prefix + name for name in fields], count=1, cutoff=0.6)
         if dataclasses.is_dataclass(fields[key].type) and isinstance(value, dict):
-            made[key] = build(fields[key].type, value, prefix=f"{prefix}{key}.", renamed=renamed)
+            made[key] = build(fields[key].type, value, prefix=f"{prefix}{key}.", renamed=renamed, removed=removed)
         else:
             made[key] = as_kind(fields[key].type, value, prefix + key)
     return kind(**made)

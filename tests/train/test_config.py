@@ -49,6 +49,7 @@ def test_overrides_reach_every_kind_of_value():
         ("optim.betas=[0.9]", "optim.betas is [0.9]; give a list of 2 numbers, such as [0.5, 0.5]"),
         ("optim.lr=1e400", "optim.lr is inf; give a finite number"),
         ("optim=fast", "optim is 'fast'; give an object"),
+        ("data=fast", "data is 'fast'; give an object"),
         ('data.needles.counts=["a"]', "data.needles.counts is ['a']; give a list of whole numbers, such as [1]"),
         (
             "evaluation.needles=[1,2]",

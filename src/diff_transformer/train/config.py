@@ -160,6 +160,7 @@ UNTRAINABLE = {  # precisions of Fabric -> why a run cannot use them
 MAX_SEED = 2**32 - 1
 FLOAT8_MULTIPLE = 16  # of the sizes of matrices that GPUs multiply in float8
 RENAMED = {"train.micro_rows": "train.micro_batch_size"}  # deprecated key -> key
+REMOVED = ("data.seed",)  # keys of older files that never had an effect
 _OPEN = ("model.*", "data.mixture.*", "evaluation.more.*")  # keys that --set may add
 _POSITIVE = (
     "data.length", "data.upsample_factor", "data.max_bytes", "data.needles.digits", "data.needles.questions",
@@ -309,8 +310,7 @@ class RunConfig:
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> "RunConfig":
         """The inverse of ``to_dict``; raises as ``load``."""
-        data = {key: value for key, value in values.get("data", {}).items() if key != "seed"}  # it never had an effect
-        return build(cls, {**values, "data": data}, renamed=RENAMED)
+        return build(cls, values, renamed=RENAMED, removed=REMOVED)
 
     @classmethod
     def load(cls, path: Path) -> "RunConfig":
