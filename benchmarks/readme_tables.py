@@ -9,7 +9,7 @@ import re
 import sys
 from pathlib import Path
 
-from diff_transformer.report.claims import untested
+from diff_transformer.report.claims import MARKS, untested, verdict_words
 from gpu_goals import goals_table
 from speed_tables import (
     attention_gpu_table,
@@ -28,7 +28,6 @@ PAGES = (
     ROOT / "docs" / "reproduction.md",
     ROOT / "figures" / "table7_throughput" / "README.md",
 )
-MARKS = {"held": "✓ held", "did not hold": "✗ did not hold", "undecided": "? undecided"}
 
 
 def claims_table(path: Path) -> list[str]:
@@ -36,7 +35,7 @@ def claims_table(path: Path) -> list[str]:
     lines = ["| claim | paper: Transformer / DIFF | here: Transformer / DIFF | verdict |", "|---|---|---|---|"]
     for claim in summary["claims"]:
         here = "; ".join(part for part in (claim["here"], claim["detail"], untested(claim)) if part)
-        cells = (claim["claim"], claim["paper"], here, MARKS[claim["verdict"]])
+        cells = (claim["claim"], claim["paper"], here, f"{MARKS[claim['verdict']][0]} {verdict_words(claim)}")
         lines.append(f"| {' | '.join(cells)} |")
     run, pair = summary["train"], summary["pair"]
     sizes = f"{pair['softmax']['parameters']:,} / {pair['diff']['parameters']:,} parameters"

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-from diff_transformer.lab.measures import Row, after_holm
+from diff_transformer.lab.measures import Row, after_holm, decided
 from diff_transformer.lab.record import Cells, Record
 from diff_transformer.lab.stats import Interval, holm
 
@@ -21,7 +21,7 @@ def table(title: str, rows: list[Row]) -> str:
         "|---|---|---|---|---|",
     ]
     for row in rows:
-        lines.append(f"| {row.measure} | {row.baseline:.3f} | {row.side:.3f} | {interval(row)} | {row.verdict} |")
+        lines.append(f"| {row.measure} | {row.baseline:.3f} | {row.side:.3f} | {interval(row)} | {decided(row)} |")
     said = after_holm(rows)
     return "\n".join([*lines, "", said] if said else lines)
 
@@ -73,11 +73,23 @@ def corrected(rows: list[Row], tests: int | None = None) -> list[Row]:
     ]
 
 
-def summary(rows: list[Row], p: str = "p") -> str:
-    """A line a row: its difference, seeds, p-value and verdict; ``p`` is the head of the p-values."""
-    lines = [f"| | difference (95 % interval) | seeds | {p} | verdict |", "|---|---|---|---|---|"]
-    rest = (f"| {r.measure} | {interval(r)} | {r.seeds} | {r.p_value:.3f} | {r.verdict} |" for r in rows)
-    return "\n".join([*lines, *rest])
+def summary(rows: list[Row], tests: int) -> str:
+    """A line a row of ``corrected``: its difference, seeds, p-value, verdict, and the seeds that would decide it."""
+    return _summary(rows, "p after Holm", "verdict", {}, tests)
+
+
+def exploratory(rows: list[Row]) -> str:
+    """The same without a correction, and so without a verdict: on which side of 0 the interval lies."""
+    return _summary(rows, "p, not corrected", "interval", {"held": "on DIFF's side", "did not hold": "against DIFF"}, 1)
+
+
+def _summary(rows: list[Row], p: str, head: str, words: dict[str, str], tests: int) -> str:
+    lines = [f"| | difference (95 % interval) | seeds | {p} | {head} | seeds that would decide it |", "|---" * 6 + "|"]
+    for row in rows:
+        p_value = f"{row.p_value:.3f}" if row.p_value >= 0.0005 else "< 0.001"
+        shown = (row.measure, interval(row), str(row.seeds), p_value, words.get(row.verdict, row.verdict))
+        lines.append(f"| {' | '.join([*shown, row.power(tests)])} |")
+    return "\n".join(lines)
 
 
 def between(page: Path, name: str, made: str) -> str:

@@ -36,7 +36,7 @@ def cells(page, seeds=SEEDS):
 def test_a_finished_size_is_judged_and_an_unfinished_one_is_not(page):
     text = page.tables(cells(page))
     assert "small: DIFF, head norm from .1 less Transformer | -0.100" in text
-    assert "| 5 | 0.000 | held |" in text
+    assert "| 5 | < 0.001 | held |" in text
     against = next(line for line in text.splitlines() if "less Transformer with a head norm" in line)
     assert "+0.100" in against
     assert "did not hold" in against
@@ -68,7 +68,7 @@ def test_what_pages_say_of_prose_alone_is_the_record():
     lines = (ROOT / "figures" / "prose" / "README.md").read_text().splitlines()
     outcome = next(line for line in lines if line.startswith("| small: DIFF, head norm from .1 less Transformer |"))
     mean, low, high = re.search(r"([+-][\d.]+) \(([+-][\d.]+) to ([+-][\d.]+)\)", outcome).groups()
-    assert outcome.endswith("| undecided |")
+    assert "| undecided |" in outcome
     published = next(line for line in lines if line.startswith("| DIFF as published, head norm from 1 | 5 |"))
     higher = re.search(r"\+([\d.]+) \(\+", published)[1]  # the interval is above 0
     controls = ("Transformer with a head norm from .1", "Transformer, half as many heads", "DIFF, lambda fixed at 0")

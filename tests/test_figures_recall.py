@@ -26,7 +26,7 @@ def record(setting, side, seed, final, reached=None):
         steps, accuracy = [0, reached - 50, reached + 50, 600], [0.1, 0.85, 0.95, final]
     chance = 1 / GRID[setting][0]
     names = ("accuracy_2x", "accuracy_4x", "answer", "noise", "answer_mean_map", "noise_mean_map")
-    metrics = {"recall": {"accuracy": final, "chance": chance, **dict.fromkeys(names, 0.5)}}
+    metrics = {"recall": {"accuracy": final, "first_question": final, "chance": chance, **dict.fromkeys(names, 0.5)}}
     return Record(
         setting, side, seed, {"train": {"steps": 600}}, metrics,
         curves={"recall": {"step": steps, "accuracy": accuracy}},

@@ -31,10 +31,11 @@ HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent))
 from plots import NAMES, matched_names, needle_charts  # noqa: E402  (beside this folder)
 from study import counted, study_command  # noqa: E402
-from tables import corrected, in_numbers, learning_rates, summary  # noqa: E402
+from tables import corrected, exploratory, in_numbers, learning_rates, summary  # noqa: E402
 
 SHOWN = NAMES | matched_names(MATCHED)
 SIDE, BASELINES = "diff_norm1", ("softmax", "softmax_norm1")
+TESTS = 2 * len(BASELINES)  # of the primary outcome
 GOAL = 0.9  # accuracy whose first step is an outcome
 LEARNED = 0.1  # nats a token; naming one of a row's numbers at random costs 1.2
 SEVERAL = ((4, 2), (6, 2), (8, 1))  # cells of the primary outcome
@@ -71,7 +72,7 @@ def primary(cells: Cells) -> str:
     if not rows:
         return ""
     undecided = "" if core_runs(cells) == len(SEEDS) * len(CORE) else ". The core is not finished: nothing is decided"
-    return "\n\n".join([f"**Primary outcome**{undecided}", summary(corrected(rows), "p after Holm"), *untested])
+    return "\n\n".join([f"**Primary outcome**{undecided}", summary(corrected(rows, TESTS), TESTS), *untested])
 
 
 def compared(cells: Cells, side: str, baseline: str) -> tuple[list[Row], list[str]]:
@@ -89,7 +90,7 @@ def starts(cells: Cells) -> str:
     found = [compared(cells, *pair) for pair in pairs if all(side in cells.get(SETTING, {}) for side in pair)]
     rows, untested = ([each for pair in found for each in pair[i]] for i in range(2))
     head = "**Other starts of the head norm** (exploratory)"
-    return "\n\n".join([head, summary(rows), *untested]) if rows else ""
+    return "\n\n".join([head, exploratory(rows), *untested]) if rows else ""
 
 
 def findings(cells: Cells) -> str:

@@ -46,7 +46,8 @@ def primary(cells: Cells) -> str:
     ]
     if not tests:
         return ""
-    shown = summary(corrected(tests, len(SIZES) * len(BASELINES)), "p after Holm")
+    count = len(SIZES) * len(BASELINES)
+    shown = summary(corrected(tests, count), count)
     return f"**Primary outcome**, nats a token\n\n{shown}"
 
 

@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 from statistics import fmean
 
-from diff_transformer.lab.measures import Measure, Row, metric, paired_rows, steps_to, trained
+from diff_transformer.lab.measures import Measure, Row, compared, metric, paired_rows, steps_to, trained
 from diff_transformer.lab.recipes.recall_study import (
     CENTRE,
     CORE,
@@ -25,13 +25,12 @@ from diff_transformer.lab.recipes.recall_study import (
     shortfall,
 )
 from diff_transformer.lab.record import Cells, Record
-from diff_transformer.lab.stats import over_seeds, paired_p_value, verdict
 
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent))
 from plots import NAMES, matched_names, recall_charts  # noqa: E402  (beside this folder)
 from study import counted, study_command  # noqa: E402
-from tables import corrected, in_numbers, learning_rates, summary  # noqa: E402
+from tables import corrected, exploratory, in_numbers, learning_rates, summary  # noqa: E402
 
 SHOWN = NAMES | matched_names(MATCHED, OWN_SCALE)
 SIDE, BASELINES = "diff_norm1", ("softmax", "softmax_norm1")
@@ -46,6 +45,8 @@ def steps_to_goal(record: Record) -> float:
 
 
 STEPS = Measure("steps to 0.9, log2", lambda record: math.log2(steps_to_goal(record)), "lower")
+# Its answer does not stand among earlier questions, as that of a key asked for again does.
+FIRST = metric("recall", "first_question", "higher", "accuracy on the first question")
 SECONDARY = (
     metric("recall", "accuracy_2x", "higher", "accuracy at twice the length"),
     metric("recall", "accuracy_4x", "higher", "accuracy at four times the length"),
@@ -80,7 +81,7 @@ def differences(cells: Cells, side: str, baseline: str, measure: Measure, places
 
 def over_grid(cells: Cells, side: str, baseline: str, measure: Measure) -> Row | None:
     """A measure over the informative settings of the grid, paired by seed. Only seeds with every one of them count."""
-    places = [w for w in GRID if w in cells and informative(cells, w, side, baseline, measure)]
+    places = _informative(cells, side, baseline, measure)
     found = differences(cells, side, baseline, measure, places)
     means = [fmean(by.values()) for _, by in sorted(found.items()) if len(by) == len(places)]
     if not means:
@@ -89,9 +90,7 @@ def over_grid(cells: Cells, side: str, baseline: str, measure: Measure) -> Row |
         fmean(measure.read(record) for where in places for record in trained(cells[where][name]).values())
         for name in (baseline, side)
     ]
-    spread = over_seeds(means)
-    name = f"{SHOWN[side]} less {SHOWN[baseline]}: {measure.name}, {len(places)} settings"
-    return Row(name, *both, spread, verdict(spread, measure.better), len(means), paired_p_value(means))
+    return compared(f"{_named(side, baseline, measure)}, {len(places)} settings", *both, means, measure.better)
 
 
 def slope(cells: Cells, side: str, baseline: str, measure: Measure) -> Row | None:
@@ -106,9 +105,28 @@ def slope(cells: Cells, side: str, baseline: str, measure: Measure) -> Row | Non
         slopes.append(sum((x - centre) * y for x, y in points) / sum((x - centre) ** 2 for x, _ in points))
     if not slopes:
         return None
-    spread = over_seeds(slopes)
-    name = f"{SHOWN[side]} less {SHOWN[baseline]}: {measure.name}, change from one level of noise to the next"
-    return Row(name, math.nan, math.nan, spread, verdict(spread, measure.better), len(slopes), paired_p_value(slopes))
+    name = f"{_named(side, baseline, measure)}, change from one level of noise to the next"
+    return compared(name, math.nan, math.nan, slopes, measure.better)
+
+
+def _named(side: str, baseline: str, measure: Measure) -> str:
+    return f"{SHOWN[side]} less {SHOWN[baseline]}: {measure.name}"
+
+
+def _informative(cells: Cells, side: str, baseline: str, measure: Measure) -> list[str]:
+    return [where for where in GRID if where in cells and informative(cells, where, side, baseline, measure)]
+
+
+def left_out(cells: Cells) -> str:
+    """Which settings of the grid each test leaves out."""
+    said: dict[tuple[str, ...], list[str]] = {}
+    for baseline in BASELINES:
+        for measure in (ACCURACY, STEPS):
+            kept = _informative(cells, SIDE, baseline, measure)
+            lost = tuple(where for where in GRID if where in cells and where not in kept)
+            said.setdefault(lost, []).append(f"{measure.name} against the {SHOWN[baseline]}")
+    lines = [f"{', '.join(lost) or 'none'} ({'; '.join(tests)})" for lost, tests in said.items()]
+    return f"Settings left out by the rule of the plan: {'. '.join(lines)}."
 
 
 def primary(cells: Cells) -> str:
@@ -117,9 +135,12 @@ def primary(cells: Cells) -> str:
     if not rows:
         return ""
     parts = [f"**Primary outcome**, over the informative settings of the grid{_undecided(cells)}"]
-    parts.append(summary(corrected(rows), "p after Holm"))
+    tests = 2 * len(BASELINES)
+    parts += [summary(corrected(rows, tests), tests), left_out(cells)]
     if further := [row for b in BASELINES for m in (ACCURACY, STEPS) if (row := slope(cells, SIDE, b, m))]:
-        parts += ["**Does the gain grow with noise?** (exploratory)", summary(further)]
+        parts += ["**Does the gain grow with noise?** (exploratory)", exploratory(further)]
+    if first := [row for b in BASELINES if (row := over_grid(cells, SIDE, b, FIRST))]:
+        parts += ["**On the first question alone** (exploratory)", exploratory(first)]
     return "\n\n".join(parts)
 
 
@@ -127,14 +148,48 @@ def tables(cells: Cells) -> str:
     """What stands between the README's markers."""
     parts = [progress(cells), primary(cells)]
     if any(where in cells for where in GRID):
-        parts += ["![Accuracy while the models are trained](recall.svg)", by_setting(cells)]
+        parts += ["![Accuracy while the models are trained](recall.svg)", around(cells), by_setting(cells)]
     parts.append(sweep(cells))
     return "\n\n".join(part for part in parts if part)
 
 
 def findings(cells: Cells) -> str:
-    """What findings has: the primary outcome, and every side by noise."""
-    return "\n\n".join(part for part in (primary(cells), by_noise(cells)) if part)
+    """What findings has: the primary outcome, every side by noise, and the settings around ``CENTRE``."""
+    return "\n\n".join(part for part in (primary(cells), by_noise(cells), around(cells)) if part)
+
+
+VARIED = {
+    "distractors": "half of the noise are keys",
+    "p8_n16": "16 noise tokens a pair",
+    "p32_n2": "32 pairs",
+    "noise16": "16 noise symbols",
+    "layers4": "4 layers",
+    "head8": "maps of width 8",
+    "head32": "maps of width 32",
+    "width128": "model width 128",
+    "width256": "model width 256",
+}
+
+
+def around(cells: Cells) -> str:
+    """``CENTRE`` and the settings around it: accuracy of the core sides, and DIFF's difference from the others."""
+    names = [SHOWN[side] for side in CORE]
+    less = [f"DIFF less {SHOWN[baseline]}" for baseline in BASELINES]
+    heads = (f"{CENTRE}, but", *names, *less, "4 times the length")
+    lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
+    for where, words in {CENTRE: "nothing else", **VARIED}.items():
+        runs = [list(trained(cells.get(where, {}).get(side, {})).values()) for side in CORE]
+        if min(map(len, runs)) < len(SEEDS):
+            continue
+        rows = [row for b in BASELINES for row in paired_rows(cells, where, SIDE, [ACCURACY], b)]
+        longer = " / ".join(f"{fmean(SECONDARY[1].read(record) for record in of):.2f}" for of in runs[:2])
+        lines.append(
+            f"| {' | '.join([words, *map(_in_short, runs), *(in_numbers(r.difference) for r in rows), longer])} |"
+        )
+    if len(lines) < 4:
+        return ""
+    head = f"**One factor at a time** (exploratory): accuracy (runs that reached {GOAL})"
+    return f"{head}; the last column has Transformer / DIFF\n\n" + "\n".join(lines)
 
 
 def by_noise(cells: Cells) -> str:

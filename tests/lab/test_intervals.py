@@ -4,6 +4,7 @@ import pytest
 from diff_transformer.lab import stats
 from diff_transformer.lab.stats import (
     Interval,
+    OverExamples,
     holm,
     over_examples,
     over_seeds,
@@ -51,7 +52,7 @@ def test_an_interval_over_seeds_and_examples_covers_new_ones_of_both(monkeypatch
         seeds = over_seeds(first.mean(axis=1).tolist())
         both += interval.low <= 0.3 <= interval.high
         alone += seeds.low <= 0.3 <= seeds.high
-        assert of_examples > 0
+        assert of_examples.variance > 0
     assert interval.over == "seeds and examples"
     assert both >= 180
     assert alone <= 160
@@ -59,10 +60,10 @@ def test_an_interval_over_seeds_and_examples_covers_new_ones_of_both(monkeypatch
 
 def test_without_examples_of_their_own_the_interval_is_over_seeds():
     ones = [np.array([0.1]), np.array([0.3])]
-    assert over_seeds_and_examples(ones, [np.zeros(1)] * 2) == (over_seeds([0.1, 0.3]), 0.0)
+    assert over_seeds_and_examples(ones, [np.zeros(1)] * 2) == (over_seeds([0.1, 0.3]), OverExamples())
     other = [np.array([0.1, 0.1]), np.array([0.3, 0.3, 0.3])]
     found, of_examples = over_seeds_and_examples(other, [np.zeros(2), np.zeros(3)])
-    assert (found.over, of_examples) == ("seeds", 0.0)
+    assert (found.over, of_examples.variance) == ("seeds", 0.0)
     with pytest.raises(ValueError, match="1 seeds have no spread"):
         over_seeds_and_examples(ones[:1], ones[:1])
 
@@ -70,7 +71,7 @@ def test_without_examples_of_their_own_the_interval_is_over_seeds():
 def test_examples_that_agree_add_nothing():
     first = [np.full(4, value) for value in (0.1, 0.2, 0.6)]
     found, of_examples = over_seeds_and_examples(first, [np.zeros(4)] * 3)
-    assert of_examples == pytest.approx(0.0, abs=1e-20)
+    assert of_examples.variance == pytest.approx(0.0, abs=1e-20)
     assert found[:3] == pytest.approx(over_seeds([0.1, 0.2, 0.6])[:3])
 
 
@@ -103,10 +104,36 @@ def test_seeds_to_decide_by_hand():
     assert seeds_to_decide([0.15, 0.35, -0.05], threshold=0.05) == 18
     assert seeds_to_decide([0.001, 0.2, -0.2]) is None
     assert seeds_to_decide([0.0, 0.0, 0.0]) is None
-    assert seeds_to_decide([0.1, 0.3, -0.1], fixed=0.0001) > 18
-    assert seeds_to_decide([0.1, 0.3, -0.1], fixed=0.1) is None
+    assert seeds_to_decide([0.1, 0.3, -0.1], examples=OverExamples(0.1, 50)) is None
+    assert seeds_to_decide([0.1, 0.3, -0.1], tests=4) > 18
     with pytest.raises(ValueError, match="1 differences have no spread"):
         seeds_to_decide([0.1])
+
+
+def test_the_seeds_that_decide_are_those_of_the_interval_over_seeds_and_examples():
+    """Differences by seed and example in three seeds, and in as many as it takes, with the same mean and spread."""
+    examples = np.random.default_rng(0).normal(0, 1, 24)
+    examples -= examples.mean()
+
+    def interval(count):
+        seeds = np.resize([-1.0, 1.0], count) if count > 3 else np.array([0.0, 0.2, -0.2]) / 0.2
+        seeds = (seeds - seeds.mean()) / seeds.std(ddof=1)
+        first = [0.5 + 0.6 * seed + 0.5 * examples for seed in seeds]
+        return over_seeds_and_examples(first, [np.zeros(24)] * count)
+
+    found, of_examples = interval(3)
+    assert found.low < 0
+    needed = seeds_to_decide([0.5, 1.1, -0.1], examples=of_examples)
+    assert interval(needed - 1)[0].low < 0 < interval(needed)[0].low
+
+
+def test_seeds_share_their_examples():
+    """The mean of two equal seeds is as uncertain as one of them; resampled apart, it would look more certain."""
+    first, second = np.random.default_rng(0).normal(0, 1, (2, 40))
+    assert over_examples([first] * 2, [second] * 2)[:3] == pytest.approx(over_examples([first], [second])[:3])
+    other = over_examples([first, first[:39]], [second, second[:39]])
+    one = over_examples([first], [second])
+    assert other.high - other.low < 0.8 * (one.high - one.low)
 
 
 def test_the_seeds_that_decide_leave_the_threshold_outside_of_the_interval():

@@ -84,16 +84,17 @@ def test_the_first_screen_says_what_became_of_loss_and_retrieval(controlled):
     claims = controlled["claims"]
     claims[1]["id"] = "recall"
     page = render_page(controlled)
-    loss = "A lower loss: held; against the Transformer with normalised heads: did not hold."
+    loss = "A lower loss: held; compared with the Transformer with normalised heads: did not hold."
     assert f"{loss} More recall from noise: undecided.</p>" in page
     assert "Accuracy at the end: DIFF 0.950, Transformer 0.550" in page
 
 
 def test_one_seed_has_no_interval(one_seed):
     page = render_page(one_seed)
-    assert "2 of 4 claims of the paper held in one run and 2 did not. Intervals are over examples" in page
-    assert page.count('held</span><span class="small">in one run</span>') == 2
-    assert "Lower language-modelling loss (in one run)</span></a>" in page
+    assert "In one run, 2 of 4 claims came out in the paper&#x27;s favour and 2 against it. Intervals are over" in page
+    verdicts = re.findall(r'(?s)<td data-label="Verdict">.*?</svg>([^<]*)<', page)
+    assert sorted(verdicts) == ["one run, against"] * 2 + ["one run, in favour"] * 2
+    assert "held<" not in page
     assert page.count("difference −0.047, one seed: no interval") == 1
     assert "interval over" not in page
     assert "One seed: these results cannot separate a difference between models" in page
@@ -103,7 +104,7 @@ def test_an_undecided_claim_shows_how_many_seeds_would_decide_it(results):
     results["claims"][1]["power"] = "18 seeds would decide it, with this mean and spread"
     page = render_page(results)
     assert page.count('<span class="small">18 seeds would decide it, with this mean and spread</span>') == 1
-    assert "in one run" not in page
+    assert "one run" not in page
 
 
 def test_the_control_is_a_column_of_the_claims(results, controlled):
@@ -115,7 +116,7 @@ def test_the_control_is_a_column_of_the_claims(results, controlled):
     assert len(cells) == len(controlled["claims"])
     assert "3.800 nats a token" in cells[0]
     assert "difference +0.103 (+0.100 to +0.106)" in cells[0]
-    assert "against it: did not hold" in cells[0]
+    assert "compared with it: did not hold" in cells[0]
     assert 'data-label="Control">' not in render_page(results)
 
 

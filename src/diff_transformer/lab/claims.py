@@ -1,8 +1,9 @@
 """The paper's claims, each with the number that tests it here, judged over the records of the pair.
 
 With three seeds or more, the interval is over seeds and evaluation examples. With fewer, it is a paired bootstrap over
-the examples, which covers *these* trained models; another seed may give another result. If three seeds or more leave a
-claim undecided, it has the number of seeds that would decide it.
+the examples, which covers *these* trained models; another seed may give another result. A largest value has none then:
+its bootstrap covers too seldom. If three seeds or more leave a claim undecided, it has the number of seeds that would
+decide it.
 """
 
 import math
@@ -16,6 +17,7 @@ from diff_transformer.lab.stats import (
     MOST_SEEDS,
     SEEDS_FOR_AN_INTERVAL,
     Interval,
+    OverExamples,
     mean,
     over_examples,
     over_seeds_and_examples,
@@ -43,6 +45,7 @@ class Claim:
         scores: reads the score of each example from the rows.
         better: how DIFF should differ, "lower" or "higher".
         reduce: from scores to a model's number.
+        largest: whether ``reduce`` takes a largest value, which has no bootstrap interval.
         margin: how far on the wrong side of zero the difference may lie while the claim still holds.
         relative: judge DIFF / Transformer - 1 instead of DIFF - Transformer.
         untested: why a Transformer with these rows cannot test the claim; "" where it can.
@@ -57,6 +60,7 @@ class Claim:
     better: str
     unit: str = ""
     reduce: Callable[[np.ndarray], float] = mean
+    largest: bool = False
     margin: float = 0.0
     relative: bool = False
     untested: Callable[[Rows], str] = _testable
@@ -201,13 +205,15 @@ def paper_claims(cells: Sequence[tuple[int, int]]) -> list[Claim]:
         Claim("noise", "Less attention on the noise", "0.51 / 0.02 (mean of depths)", "Table 3", "allocation",
               _column("noise"), "lower", "share"),
         Claim("logits", "Smaller largest attention logit", "318.0 / 38.8 †", "Table 5", "outliers",
-              _column("logits_top1"), "lower", "magnitude", np.max),
+              _column("logits_top1"), "lower", "magnitude", np.max, largest=True),
         Claim("logits_in_medians", "Smaller largest attention logit beside the median", "59 / 12 † (its quotients)",
-              "Table 5", "outliers", _largest_and_median("logits"), "lower", "medians", _in_medians),
+              "Table 5", "outliers", _largest_and_median("logits"), "lower", "medians", _in_medians,
+              largest=True),
         Claim("hidden", "Smaller largest hidden value", "3608.6 / 1688.2 †", "Table 5", "outliers",
-              _column("hidden_top1"), "lower", "magnitude", np.max),
+              _column("hidden_top1"), "lower", "magnitude", np.max, largest=True),
         Claim("hidden_in_medians", "Smaller largest hidden value beside the median", "6014 / 1407 † (its quotients)",
-              "Table 5", "outliers", _largest_and_median("hidden"), "lower", "medians", _in_medians),
+              "Table 5", "outliers", _largest_and_median("hidden"), "lower", "medians", _in_medians,
+              largest=True),
         Claim("throughput", "Training costs at most 12 % of the throughput", "7247 / 6635 and 7491 / 6718 tokens/s †",
               "Table 7", "throughput", _column("train_tokens_per_second"), "higher", "tokens/s", np.median,
               margin=0.12, relative=True),
@@ -226,20 +232,21 @@ def judge(claims: Sequence[Claim], records: Sequence[Record]) -> list[dict]:
     judged = []
     for claim in claims:
         ours, theirs, control = (
-            sorted((r for r in records if r.side == side and claim.eval in r.rows), key=lambda r: r.seed)
-            for side in (*PAIR, CONTROL)
+            {r.seed: r for r in records if r.side == side and claim.eval in r.rows} for side in (*PAIR, CONTROL)
         )
-        if not ours or [r.seed for r in ours] != [r.seed for r in theirs]:
+        seeds = sorted(ours.keys() & theirs.keys())
+        if not seeds:
             continue
-        values = np.array([[claim.value(record) for record in side] for side in (ours, theirs)])
+        pair = [ours[seed] for seed in seeds], [theirs[seed] for seed in seeds]
+        values = np.array([[claim.value(record) for record in side] for side in pair])
         known = np.array(
             [np.isfinite(pair).all() for pair in values.T]
         )  # not so if a slice holds no token, for example
         if not known.any():
             continue
-        judged.append(_judge_one(claim, (ours, theirs), values, known))
-        if [r.seed for r in control] == [r.seed for r in ours]:
-            beside = _beside(claim, (ours, control))
+        judged.append(_judge_one(claim, pair, values, known, sorted(ours.keys() ^ theirs.keys())))
+        if control.keys() >= set(seeds):
+            beside = _beside(claim, (pair[0], [control[seed] for seed in seeds]))
             judged[-1] |= {"control": beside} if beside else {}
     return judged
 
@@ -250,20 +257,28 @@ def _beside(claim: Claim, sides: tuple[list[Record], list[Record]]) -> dict | No
     if not np.isfinite([*ours, *control]).all():
         return None
     interval, _ = _difference(claim, sides)
+    judged = "undecided" if _untested(claim, sides[1]) else verdict(interval, claim.better, claim.margin)
     return {
         "side": CONTROL, "label": LABELS[CONTROL], "here": _number(float(np.mean(control))), "values": control,
-        "verdict": verdict(interval, claim.better, claim.margin), "difference": _interval(interval, claim.relative),
+        "verdict": judged, "difference": _interval(interval, claim.relative),
     }  # fmt: skip
 
 
-def _difference(claim: Claim, sides: Sequence[list[Record]]) -> tuple[Interval, float]:
+def _untested(claim: Claim, baselines: Sequence[Record]) -> str:
+    """Why most of the baselines cannot test the claim, or ""."""
+    reasons = [reason for record in baselines if (reason := claim.untested(record.rows[claim.eval]))]
+    return reasons[0] if len(reasons) > len(baselines) / 2 else ""
+
+
+def _difference(claim: Claim, sides: Sequence[list[Record]]) -> tuple[Interval, OverExamples]:
     """The paired difference with its interval, and the part of its variance that is over examples.
 
     The interval is over seeds and examples if there are enough seeds, and over examples if not.
     """
     first, second = ([claim.scores(record.rows[claim.eval]) for record in side] for side in sides)
     if len(first) < SEEDS_FOR_AN_INTERVAL:
-        return over_examples(first, second, claim.reduce, relative=claim.relative), 0.0
+        interval = over_examples(first, second, claim.reduce, relative=claim.relative)
+        return interval._replace(low=None, high=None) if claim.largest else interval, OverExamples()
     return over_seeds_and_examples(first, second, claim.reduce, relative=claim.relative)
 
 
@@ -271,15 +286,18 @@ def _interval(interval: Interval, relative: bool) -> dict:
     return {**interval._asdict(), "relative": relative}
 
 
-def _judge_one(claim: Claim, pair: tuple[list[Record], list[Record]], values: np.ndarray, known: np.ndarray) -> dict:
+def _judge_one(
+    claim: Claim, pair: tuple[list[Record], list[Record]], values: np.ndarray, known: np.ndarray, lost: list[int]
+) -> dict:
     relative = claim.relative
     ours, theirs = values[:, known].tolist()
     kept = [[record for record, finite in zip(side, known, strict=True) if finite] for side in pair]
     interval, of_examples = _difference(claim, kept)
     a, b = float(np.mean(ours)), float(np.mean(theirs))
     judged = verdict(interval, claim.better, claim.margin)
-    reasons = [reason for record in kept[1] if (reason := claim.untested(record.rows[claim.eval]))]
-    untested = reasons[0] if len(reasons) > len(theirs) / 2 else ""
+    untested = _untested(claim, kept[1])
+    if lost:  # the remaining seeds are not a fair sample
+        untested = f"one side lacks seed{'s' * (len(lost) > 1)} {', '.join(map(str, lost))}"
     if not known.all():
         missing = len(known) - len(ours)
         untested = f"{missing} of {len(known)} seeds {'has' if missing == 1 else 'have'} no example of it"
@@ -301,20 +319,23 @@ def _detail(interval: Interval, seeds: int, relative: bool) -> str:
     if interval.low is not None and interval.high is not None:
         text += f" [{_number(interval.low * scale, sign=True)}, {_number(interval.high * scale, sign=True)}]"
     runs = "one run" if seeds == 1 else f"{seeds} seeds"
+    if interval.low is None:
+        return f"{text}, no interval ({runs})"
     over = {"seeds": runs, "examples": f"examples ({runs})", "seeds and examples": f"{runs} and their examples"}
     return f"{text}, 95 % over {over[interval.over]}"
 
 
-def _power(differences: Sequence[float], threshold: float, of_examples: float) -> str:
+def _power(differences: Sequence[float], threshold: float, of_examples: OverExamples) -> str:
     """How many seeds would decide a claim; "" if the difference is the same with every seed."""
     if max(differences) == min(differences):
         return ""
-    needed = seeds_to_decide(differences, threshold, fixed=of_examples)
-    if needed is None and of_examples and seeds_to_decide(differences, threshold):
+    needed = seeds_to_decide(differences, threshold, examples=of_examples)
+    if needed is None and of_examples.variance and seeds_to_decide(differences, threshold):
         return (
             "no number of seeds would decide it on these examples, with this mean and spread; more examples are needed"
         )
-    return f"{needed or f'more than {MOST_SEEDS}'} seeds would decide it, with this mean and spread"
+    seeds = needed or f"more than {MOST_SEEDS}"
+    return f"with this mean and spread, {seeds} seeds would decide it in half of all cases"
 
 
 def _number(value: float, sign: bool = False) -> str:

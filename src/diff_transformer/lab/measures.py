@@ -1,12 +1,20 @@
 """Compare records: measures, paired differences over seeds, tokens to an equal loss."""
 
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from statistics import fmean, stdev
 
 from diff_transformer.lab.record import Cells, Record
-from diff_transformer.lab.stats import Interval, holm, over_seeds, paired_p_value, verdict
+from diff_transformer.lab.stats import (
+    MOST_SEEDS,
+    Interval,
+    holm,
+    over_seeds,
+    paired_p_value,
+    seeds_to_decide,
+    verdict,
+)
 
 BASELINE = "softmax"
 
@@ -32,7 +40,7 @@ class Row:
     """A measure in one setting: the mean over seeds of both sides, and their paired difference (side - baseline).
 
     ``verdict`` is "" where the paper says nothing, or where most baselines cannot test the claim. ``p_value`` is that
-    of the paired t-test.
+    of the paired t-test. ``differences`` are those of the seeds.
     """
 
     measure: str
@@ -42,6 +50,30 @@ class Row:
     verdict: str
     seeds: int
     p_value: float
+    differences: tuple[float, ...] = ()
+
+    def power(self, tests: int = 1) -> str:
+        """How many seeds would decide an undecided row in half of all cases; "" where that is not known.
+
+        Args:
+            tests: of a table with Holm's correction.
+        """
+        if self.verdict != "undecided" or len(set(self.differences)) < 2:
+            return ""
+        return str(seeds_to_decide(self.differences, tests=tests) or f"more than {MOST_SEEDS}")
+
+
+def decided(row: Row) -> str:
+    """The verdict; beside an undecided one, how many seeds would decide it without a correction."""
+    return f"{row.verdict}; {row.power()} seeds would decide it" if row.power() else row.verdict
+
+
+def compared(name: str, baseline: float, side: float, differences: Sequence[float], better: str) -> Row:
+    """The row of paired differences, one a seed."""
+    interval = over_seeds(differences)
+    said = verdict(interval, better) if better else ""
+    p_value = paired_p_value(differences)
+    return Row(name, baseline, side, interval, said, len(differences), p_value, tuple(differences))
 
 
 def trained(seeds: dict[int, Record]) -> dict[int, Record]:
@@ -91,12 +123,12 @@ def paired_rows(
         ]
         if pairs:
             differences = [ours - theirs for ours, theirs in pairs]
-            interval = over_seeds(differences)
             tested = [not measure.tests or measure.tests(second[seed]) for seed in second.keys() & first.keys()]
-            said = verdict(interval, measure.better) if measure.better and sum(tested) > len(tested) / 2 else ""
-            said = "undecided" if said and lost else said  # the remaining seeds are not a fair sample
             means = fmean(theirs for _, theirs in pairs), fmean(ours for ours, _ in pairs)
-            rows.append(Row(measure.name, *means, interval, said, len(pairs), paired_p_value(differences)))
+            better = measure.better if sum(tested) > len(tested) / 2 else ""
+            row = compared(measure.name, *means, differences, better)
+            # The seeds that remain where some diverged are not a fair sample.
+            rows.append(replace(row, verdict="undecided", differences=()) if row.verdict and lost else row)
     return rows
 
 

@@ -33,11 +33,11 @@ def over_seeds(differences: Sequence[float]) -> Interval:
 
 
 @cache
-def _student_quantile(freedom: float) -> float:
-    """Two-sided 95 % quantile of Student's t, to three decimals as printed tables have it."""
+def _student_quantile(freedom: float, level: float = 0.05) -> float:
+    """Two-sided quantile of Student's t, to three decimals as printed tables have it."""
     from scipy.stats import t
 
-    return round(float(t.ppf(0.975, freedom)), 3)
+    return round(float(t.ppf(1 - level / 2, freedom)), 3)
 
 
 def paired_p_value(differences: Sequence[float]) -> float:
@@ -68,14 +68,24 @@ def holm(p_values: Sequence[float]) -> list[float]:
     return adjusted
 
 
-def seeds_to_decide(differences: Sequence[float], threshold: float = 0.0, *, fixed: float = 0.0) -> int | None:
-    """The smallest number of seeds whose 95 % interval would exclude ``threshold``, if mean and spread stayed the same.
+class OverExamples(NamedTuple):
+    """The variance of a mean over seeds that more seeds do not lower: that of the examples, which all seeds share."""
 
-    This is the smallest n with ``t(n - 1) sqrt(s² / n + fixed) < |mean - threshold|``. With so many new seeds, the
-    interval excludes the threshold in about half of all repetitions.
+    variance: float = 0.0
+    count: int = 0
+
+
+def seeds_to_decide(
+    differences: Sequence[float], threshold: float = 0.0, *, examples: OverExamples | None = None, tests: int = 1
+) -> int | None:
+    """The smallest number of seeds whose interval would exclude ``threshold``, if mean and spread stayed the same.
+
+    With so many new seeds, the interval excludes the threshold in about half of all repetitions.
 
     Args:
-        fixed: the variance that more seeds do not lower, as that of few examples.
+        examples: for an interval of ``over_seeds_and_examples``; without it, for one of ``over_seeds``.
+        tests: of a table that is corrected: the interval is one of 1 - 0.05 / ``tests``, which Holm's correction never
+            exceeds.
 
     Returns:
         The number, or None if it is above ``MOST_SEEDS``.
@@ -86,14 +96,23 @@ def seeds_to_decide(differences: Sequence[float], threshold: float = 0.0, *, fix
     values = np.asarray(differences, dtype=float)
     if len(values) < 2:
         raise ValueError(f"{len(values)} differences have no spread; give at least 2")
-    distance, deviation = abs(float(values.mean()) - threshold), float(values.std(ddof=1))
+    distance, variance = abs(float(values.mean()) - threshold), float(values.var(ddof=1))
     counts = range(2, MOST_SEEDS + 1)
 
     def decides(count: int) -> bool:
-        return _student_quantile(count - 1) * math.sqrt(deviation**2 / count + fixed) < distance
+        return _half_width(variance / count, count, examples or OverExamples(), 0.05 / tests) < distance
 
     place = bisect_left(counts, True, key=decides)
     return counts[place] if place < len(counts) else None
+
+
+def _half_width(of_seeds: float, seeds: int, examples: OverExamples, level: float = 0.05) -> float:
+    """Half of an interval, from its variance over seeds and that over examples; Satterthwaite's degrees of freedom."""
+    total = of_seeds + examples.variance
+    if not total:
+        return 0.0
+    freedom = of_seeds**2 / (seeds - 1) + (examples.variance**2 / (examples.count - 1) if examples.variance else 0.0)
+    return _student_quantile(total**2 / freedom, level) * math.sqrt(total)
 
 
 def mean(values: np.ndarray) -> float:
@@ -107,21 +126,19 @@ def over_examples(
     *,
     relative: bool = False,
 ) -> Interval:
-    """Bootstrap interval of ``reduce(first) - reduce(second)``, resampling examples in pairs, seeds kept apart; if
-    ``relative``, of ``reduce(first) / reduce(second) - 1``.
+    """Bootstrap interval of ``reduce(first) - reduce(second)``, resampling examples in pairs; if ``relative``, of
+    ``reduce(first) / reduce(second) - 1``. Seeds that have the same number of examples share them.
 
     Args:
         first, second: for each seed, an array whose first dimension counts examples, in the same order on both sides.
-        reduce: from such an array to a number; draws for which it is NaN are left out.
+        reduce: from such an array to a number; draws for which it is NaN are left out. Not a largest value: what is
+            largest in a draw is at most what was, so the interval covers too seldom.
     """
     observed = _difference(first, second, [slice(None)] * len(first), reduce, relative)
-    if min(len(a) for a in first) < 2:
+    counts = [len(scores) for scores in first]
+    if min(counts) < 2:
         return Interval(observed, None, None, "examples")
-    rng = np.random.default_rng(0)
-    draws = [
-        _difference(first, second, [rng.integers(len(a), size=len(a)) for a in first], reduce, relative)
-        for _ in range(_RESAMPLES)
-    ]
+    draws = _draws(first, second, counts, reduce, relative)
     low, high = np.nanpercentile(draws, [2.5, 97.5])
     return Interval(observed, float(low), float(high), "examples")
 
@@ -132,7 +149,7 @@ def over_seeds_and_examples(
     reduce: Callable[[np.ndarray], float] = mean,
     *,
     relative: bool = False,
-) -> tuple[Interval, float]:
+) -> tuple[Interval, OverExamples]:
     """Interval of the mean difference for new seeds *and* new examples, where all seeds share the same examples.
 
     The variance is the sum of that over seeds, ``s² / n``, and that of the mean over seeds when the examples are
@@ -140,8 +157,8 @@ def over_seeds_and_examples(
     degrees of freedom are Satterthwaite's (Biometrics Bulletin, 1946).
 
     Returns:
-        The interval, over seeds alone where seeds have other numbers of examples, or one; and the variance over
-        examples.
+        The interval, over seeds alone where seeds have other numbers of examples, or one; and what of its variance is
+        over examples.
 
     Raises:
         ValueError: for fewer than two seeds.
@@ -152,17 +169,24 @@ def over_seeds_and_examples(
     by_seed = [_difference([first[k]], [second[k]], [slice(None)], reduce, relative) for k in seeds]
     count = len(first[0])
     if count < 2 or any(len(scores) != count for scores in (*first, *second)):
-        return over_seeds(by_seed), 0.0
-    rng = np.random.default_rng(0)
-    together = ([rng.integers(count, size=count)] * len(first) for _ in range(_RESAMPLES))
-    draws = [_difference(first, second, indices, reduce, relative) for indices in together]
-    of_seeds, of_examples = float(np.var(by_seed, ddof=1)) / len(first), float(np.nanvar(draws))
-    total, centre = of_seeds + of_examples, float(np.mean(by_seed))
-    if not total:
-        return Interval(centre, centre, centre, "seeds and examples"), 0.0
-    freedom = total**2 / (of_seeds**2 / (len(first) - 1) + of_examples**2 / (count - 1))
-    half = _student_quantile(freedom) * math.sqrt(total)
-    return Interval(centre, centre - half, centre + half, "seeds and examples"), of_examples
+        return over_seeds(by_seed), OverExamples()
+    draws = _draws(first, second, [count] * len(first), reduce, relative)
+    examples = OverExamples(float(np.nanvar(draws)), count)
+    centre = float(np.mean(by_seed))
+    half = _half_width(float(np.var(by_seed, ddof=1)) / len(first), len(first), examples)
+    return Interval(centre, centre - half, centre + half, "seeds and examples"), examples
+
+
+def _draws(first, second, counts: list[int], reduce: Callable[[np.ndarray], float], relative: bool) -> list[float]:
+    """The difference in resampled examples: the same ones in every seed, unless seeds have other numbers of them."""
+    rng, shared = np.random.default_rng(0), len(set(counts)) == 1
+    drawn = (
+        [rng.integers(counts[0], size=counts[0])] * len(counts)
+        if shared
+        else [rng.integers(count, size=count) for count in counts]
+        for _ in range(_RESAMPLES)
+    )
+    return [_difference(first, second, indices, reduce, relative) for indices in drawn]
 
 
 def _difference(first, second, indices, reduce: Callable[[np.ndarray], float], relative: bool) -> float:

@@ -15,11 +15,30 @@ TWO = re.compile(r"([\d.,+−-]+) / ([\d.,+−-]+)(.*)", re.DOTALL)
 ICONS = {"held": "M3 8.5l3.2 3.2L13 4.5", "did not hold": "M4 4l8 8M12 4l-8 8", "undecided": "M3.5 8h9"}
 
 
-def badge(verdict: object) -> Html:
+# What one run says of a claim. It has no verdict: another seed may say something else.
+ONE_RUN = {"held": "in favour", "did not hold": "against", "undecided": "undecided"}
+
+
+def badge(claim: dict) -> Html:
     """The verdict as an icon and words."""
-    words = str(verdict) if verdict in ICONS else "undecided"
-    icon = f'<svg viewBox="0 0 16 16" aria-hidden="true"><path d="{ICONS[words]}"/></svg>'
-    return tag("span", Html(icon), words, class_=f"verdict {words.replace(' ', '-')}")
+    known = _verdict(claim)
+    icon = f'<svg viewBox="0 0 16 16" aria-hidden="true"><path d="{ICONS[known]}"/></svg>'
+    return tag("span", Html(icon), verdict_words(claim), class_=f"verdict {known.replace(' ', '-')}")
+
+
+def verdict_words(claim: dict) -> str:
+    """The verdict, or what one run says."""
+    return f"one run, {ONE_RUN[_verdict(claim)]}" if one_run(claim) else _verdict(claim)
+
+
+def control_words(claim: dict) -> str:
+    """The same of DIFF and the control."""
+    known = _verdict(as_dict(claim.get("control")))
+    return ONE_RUN[known] if one_run(claim) else known
+
+
+def _verdict(judged: dict) -> str:
+    return str(judged["verdict"]) if judged.get("verdict") in ICONS else "undecided"
 
 
 def claims_section(results: dict, figure_of) -> Html | None:
@@ -62,7 +81,7 @@ def _row(place: int, claim: dict, figure: str | None, controlled: bool) -> Html:
         tag("td", tag("span", two(claim.get("paper", "")), class_="value"), source, data_label="Paper"),
         tag("td", *here, data_label="Here"),
         tag("td", *_control(claim), data_label="Control") if controlled else None,
-        tag("td", badge(claim.get("verdict")), _in_one_run(claim), data_label="Verdict"),
+        tag("td", badge(claim), data_label="Verdict"),
         id=f"claim-{place + 1}",
     )
 
@@ -76,25 +95,16 @@ def _control(claim: dict) -> list[Html]:
     ends = [difference.get(k) for k in ("low", "mean", "high")]
     low, middle, high = _amounts(ends, bool(difference.get("relative")))
     value = f"{control.get('here')} {claim.get('unit') or ''}".rstrip()
-    verdict = str(control.get("verdict"))
     return [
         tag("span", tag("i", class_="swatch s1", aria_hidden="true"), value, class_="value"),
         tag("span", f"difference {middle}{f' ({low} to {high})' if low and high else ''}", class_="small"),
-        tag("span", f"against it: {verdict if verdict in ICONS else 'undecided'}", class_="small"),
+        tag("span", f"compared with it: {control_words(claim)}", class_="small"),
     ]
 
 
 def one_run(claim: dict) -> bool:
     """Whether the verdict rests on one run of each model."""
     return max(len(_seeds(claim, side)) for side in ("diff", "softmax")) == 1
-
-
-def _in_one_run(claim: dict) -> Html | None:
-    return tag("span", "in one run", class_="small") if one_run(claim) else None
-
-
-def _named(claim: dict) -> str:
-    return f"{claim.get('claim', '')}{' (in one run)' if one_run(claim) else ''}"
 
 
 def two(words: object) -> Html:
@@ -184,7 +194,7 @@ def bears_on(claim: dict, sources: tuple[str, ...]) -> bool:
 def claim_links(results: dict, sources: tuple[str, ...]) -> Html:
     """Links from a figure to the verdicts that its numbers support."""
     links = [
-        tag("a", badge(claim.get("verdict")), tag("span", _named(claim)), href=f"#claim-{place + 1}")
+        tag("a", badge(claim), tag("span", claim.get("claim", "")), href=f"#claim-{place + 1}")
         for place, claim in enumerate(dicts(results.get("claims")))
         if bears_on(claim, sources)
     ]
@@ -206,19 +216,17 @@ def render_claims(results: dict) -> Table:
         shown.add_column(str(control), ratio=2)
     shown.add_column("verdict", min_width=14)
     for claim in dicts(results.get("claims")):
-        verdict = str(claim.get("verdict", "undecided"))
-        mark, colour = MARKS.get(verdict, MARKS["undecided"])
+        mark, colour = MARKS[_verdict(claim)]
         source = f"\n{claim['source']}" if claim.get("source") else ""
-        more = "\n  in one run" if one_run(claim) else ""
         here = (str(claim.get("here", "")), interval(claim), untested(claim), str(claim.get("power") or ""))
         beside = as_dict(claim.get("control"))
-        against = f"{beside.get('here')}\nagainst it: {beside.get('verdict')}" if beside else DASH
+        against = f"{beside.get('here')}\ncompared with it: {control_words(claim)}" if beside else DASH
         shown.add_row(
             Text(str(claim.get("claim", ""))),
             Text(f"{claim.get('paper', '')}{source}"),
             Text("\n".join(part for part in here if part)),
             *([Text(against)] if control else []),
-            Text(f"{mark} {verdict}{more}", style=f"bold {colour}"),
+            Text(f"{mark} {verdict_words(claim)}", style=f"bold {colour}"),
         )
     if any("†" in str(c.get("paper")) for c in dicts(results.get("claims"))):
         shown.caption = Text("† from a third party's transcription of the paper", justify="left")

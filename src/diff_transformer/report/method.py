@@ -4,6 +4,7 @@ import json
 
 from diff_transformer.lab.stats import SEEDS_FOR_AN_INTERVAL
 from diff_transformer.report.charts import NAMES
+from diff_transformer.report.claims import control_words, one_run, verdict_words
 from diff_transformer.report.markup import DASH, Html, duration, is_number, join, number, plural, short, table, tag
 from diff_transformer.report.models import SIDES, as_dict, dicts, seeds_by_side
 
@@ -17,22 +18,33 @@ def verdicts(results: dict) -> dict[str, int]:
     return counts
 
 
+_OTHERWISE = {"did not hold": "against it", "undecided": "stayed undecided"}
+
+
 def sentence(results: dict) -> str:
     """One sentence: how many claims held. With few seeds it says what the intervals are over."""
-    counts = verdicts(results)
+    counts, claims = verdicts(results), dicts(results.get("claims"))
     total = sum(counts.values())
     if not total:
         return "No claim was judged in this run."
     seeds = max((len(found) for found in seeds_by_side(results).values()), default=0)
+    more = " Intervals are over examples; another seed may give another result."
+    if any(map(one_run, claims)):
+        said = [f"In one run, {counts['held']} of {plural(total, 'claim')} came out in the paper's favour"]
+        said += [f"{counts[name]} {words}" for name, words in _OTHERWISE.items() if counts[name]]
+        return f"{_listed(said)}.{more}"
     few = 0 < seeds < SEEDS_FOR_AN_INTERVAL
-    where = ("in one run" if seeds == 1 else f"in these {seeds} pairs of models") if few else "here"
+    where = f"in these {seeds} pairs of models" if few else "here"
     said = [f"{counts['held']} of {plural(total, 'claim')} of the paper held {where}"]
     if counts["did not hold"]:
         said.append(f"{counts['did not hold']} did not")
     if counts["undecided"]:
         said.append(f"{counts['undecided']} {'is' if counts['undecided'] == 1 else 'are'} undecided")
-    more = " Intervals are over examples; another seed may give another result." if few else ""
-    return ", ".join(said[:-1]) + (" and " if len(said) > 1 else "") + said[-1] + "." + more
+    return f"{_listed(said)}.{more if few else ''}"
+
+
+def _listed(parts: list[str]) -> str:
+    return f"{', '.join(parts[:-1])} and {parts[-1]}" if len(parts) > 1 else parts[0]
 
 
 def main_claims(results: dict) -> str:
@@ -42,8 +54,8 @@ def main_claims(results: dict) -> str:
         if name in claims:
             control = as_dict(claims[name].get("control"))
             label = str(control.get("label")).replace(", ", " with ")  # Transformer with normalised heads
-            beside = f"; against the {label}: {control.get('verdict')}" if control else ""
-            said.append(f"{words}: {claims[name].get('verdict')}{beside}.")
+            beside = f"; compared with the {label}: {control_words(claims[name])}" if control else ""
+            said.append(f"{words}: {verdict_words(claims[name])}{beside}.")
     return " ".join(said)
 
 

@@ -10,6 +10,7 @@ from diff_transformer.lab.measures import (
     Row,
     after_holm,
     borrow_baselines,
+    decided,
     final_loss,
     paired_rows,
     trained,
@@ -115,7 +116,7 @@ def _rows(sides: dict[str, dict[int, Record]], side: str, measures: Iterable) ->
 def _cells(row: Row) -> list[object]:
     difference, low, high, _ = row.difference
     interval = "" if low is None else f"{number(low, 3, sign=True)} to {number(high, 3, sign=True)}"
-    return [number(difference, 3, sign=True), interval, row.verdict]
+    return [number(difference, 3, sign=True), interval, decided(row)]
 
 
 def _setting(name: str, sides: dict[str, dict[int, Record]], marks: dict[str, str]) -> Figure:

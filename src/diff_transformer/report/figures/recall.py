@@ -32,9 +32,9 @@ def build(results: Results) -> Figure | None:
         id="recall",
         title="Recall from noise",
         source=("Section 3.4",),
-        read="Small models, trained on nothing else. A row has pairs of a key and a value among noise, then keys whose "
-        "values the model must name. In longer rows there is more noise. A guess among the values of the row is right "
-        "at the dashed line.",
+        read="Small models, trained on nothing else, in that setting of this project's recall study in which the two "
+        "differ soonest. A row has pairs of a key and a value among noise, then keys whose values the model must name. "
+        "In longer rows there is more noise. A guess among the values of the row is right at the dashed line.",
         body=panels(
             panel("Accuracy over training", _over_training(models, curves, chance)) if curves else None,
             panel("Accuracy at the end, by length of the row", _by_length(models, names, chance)),
