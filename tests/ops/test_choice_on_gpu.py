@@ -180,6 +180,26 @@ def test_under_compile_the_kept_verdict_holds_and_nothing_is_measured(monkeypatc
 
 
 @pytest.mark.usefixtures("without_triton")
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        ({"T": 5}, {"T": 7}, {"T": 70}),
+        ({"T": 5, "S": 9}, {"T": 7, "S": 30}),
+        ({"H": 2}, {"H": 4}),
+        ({"D": 8}, {"D": 16}),
+    ],
+    ids=["length", "both lengths", "heads", "width"],
+)
+def test_sizes_that_vary_compile_to_one_graph(gpu, sizes):
+    """The second call makes the size symbolic; its choice must be a constant still."""
+    compiled = torch.compile(lambda *x: diff_attention(*x, is_causal=True), backend="eager", fullgraph=True)
+    for size in sizes:
+        x = inputs(**size)
+        assert_within_budget(compiled(*x), diff_attention(*x, is_causal=True, backend="reference"), None, what="out")
+    assert gpu.count(BY_MAP) == len(sizes)
+
+
+@pytest.mark.usefixtures("without_triton")
 def test_only_rank_0_measures_and_the_others_adopt_its_choices(monkeypatch, gpu):
     takes(monkeypatch, **{JOINED: 0.1})
     x = inputs()

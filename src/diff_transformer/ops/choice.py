@@ -18,6 +18,7 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
+from operator import index as concrete
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -100,15 +101,16 @@ def choose(tensors: tuple[Tensor, ...], arguments: Arguments, documents: Documen
 
 
 def kind_of(tensors: tuple[Tensor, ...], arguments: Arguments, documents: Documents | None) -> Kind:
-    """The kind of a call."""
+    """The kind of a call, in plain numbers: ``concrete`` and ``edge`` fix what is symbolic under torch.compile."""
     q1, q2, k1, k2, v = tensors
     (B, H, T, D), Hn, G, S = q1.shape, q2.shape[1], k1.shape[1], k1.shape[2]
     T, S = (T, S) if documents is None else (documents.max_seqlen_q, documents.max_seqlen_k)
+    D, Dv, noise_group, key_group = map(concrete, (D, v.shape[3], H // Hn, Hn // G))
     mask, window = arguments.attn_mask, arguments.window
     gradients = torch.is_grad_enabled() and any(x.requires_grad for x in (*tensors, arguments.lam))
     passes = "two" if torch.are_deterministic_algorithms_enabled() else PASSES[triton._one_pass]
     return Kind(
-        str(q1.dtype).removeprefix("torch."), D, v.shape[3], H // Hn, Hn // G, edge(B * H), edge(T), edge(S), k2 is k1,
+        str(q1.dtype).removeprefix("torch."), D, Dv, noise_group, key_group, edge(B * H), edge(T), edge(S), k2 is k1,
         "none" if mask is None else ("boolean" if mask.dtype == torch.bool else "additive") + str(mask_shape(mask)),
         arguments.is_causal, sdpa.aligned(q1, k1, arguments.is_causal), 0 if window is None else edge(window),
         documents is not None, gradients,

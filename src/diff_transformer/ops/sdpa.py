@@ -12,6 +12,7 @@ Shapes: B batch, H signal heads, Hn noise heads, G key/value heads, T queries, S
 
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
+from operator import index as concrete
 from typing import NamedTuple
 
 import torch
@@ -114,7 +115,7 @@ def forms(
     then calls. On the CPU calls cost nothing, and joined keys only memory. A mask with a row for each head would have
     to be copied for both maps to be joined.
     """
-    D, Dv, shared, cpu = q1.shape[3], v.shape[3], k2 is k1, q1.device.type != "cuda"
+    D, Dv, shared, cpu = concrete(q1.shape[3]), concrete(v.shape[3]), k2 is k1, q1.device.type != "cuda"
     masked = attn_mask is not None or window is not None or not aligned(q1, k1, is_causal)
     found: list[tuple[int, int, int, Form]] = []
     for order, name in enumerate(kernels_of(q1.device.type, q1.device.index)):
@@ -132,7 +133,9 @@ def forms(
 
 def aligned(q1: Tensor, k1: Tensor, is_causal: bool) -> bool:
     """Whether SDPA's own ``is_causal`` is what is wanted: its corner is the upper left one."""
-    return not is_causal or q1.shape[2] == k1.shape[2]
+    if is_causal and q1.shape[2] != k1.shape[2]:  # noqa: SIM103 (the expression is symbolic under torch.compile)
+        return False
+    return True
 
 
 def value_parts(kernel: Kernel, width: int, Dv: int) -> tuple[int, int]:
