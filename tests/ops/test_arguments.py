@@ -163,3 +163,15 @@ def test_accepted_mask_shapes(shape, backend):
     full = mask.expand(2, 4, 6, 8)
     expected = diff_attention(*X, attn_mask=full, backend="reference")
     torch.testing.assert_close(diff_attention(*X, attn_mask=mask, backend=backend), expected)
+
+
+@pytest.mark.parametrize("backend", ["blockwise", "sdpa", "reference"])
+def test_a_window_longer_than_any_row_and_a_scale_below_fp32(backend):
+    x = make_inputs(1, 2, 40, 8)
+    whole = diff_attention(*x, is_causal=True, backend=backend)
+    for window in (40, 2**62, 2**63 - 1, 2**63, 10**30):
+        assert torch.equal(diff_attention(*x, is_causal=True, window=window, backend=backend), whole)
+    for scale in (1e-50, -1e-45):
+        out, flat = (diff_attention(*x, scale=s, backend=backend) for s in (scale, 0.0))
+        assert torch.equal(out, flat)
+        assert out.isfinite().all()

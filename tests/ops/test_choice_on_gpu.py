@@ -99,7 +99,13 @@ def test_what_is_offered(monkeypatch):
     with triton.backward_form("two_pass"):
         assert offered()[2:] == [TWO]
     torch.use_deterministic_algorithms(True)
-    assert offered()[2:] == [TWO]
+    assert offered() == [TWO]
+    monkeypatch.setattr(sdpa, "kernels_of", lambda *device: ("cudnn", "flash", "efficient"))
+    assert offered(inputs(D=160)) == [
+        "sdpa (efficient, one map at a time)",
+        "sdpa (efficient, both maps at once)",
+    ], "flash and cuDNN add in any order"
+    monkeypatch.setattr(sdpa, "kernels_of", lambda *device: ("cpu",))
     with torch.no_grad():
         assert offered() == [TWO, BY_MAP, JOINED]
     monkeypatch.setattr(choice, "on_hopper", lambda *device: True)
@@ -231,6 +237,40 @@ def test_measuring_within_activation_checkpointing(gpu):
 
 
 @pytest.mark.usefixtures("without_triton")
+def test_a_call_in_a_dispatch_mode_is_measured_too(gpu):
+    """As selective checkpointing and counters of FLOPs are."""
+    from torch.utils.flop_counter import FlopCounterMode
+
+    with FlopCounterMode(display=False):
+        diff_attention(*inputs())
+    assert set(gpu) == {BY_MAP, JOINED}
+
+
+def test_a_trial_that_came_to_no_verdict_leaves_the_hopper_form_out_of_this_process_only(monkeypatch, tmp_path):
+    monkeypatch.setattr(triton, "_gluon_device", lambda *device: True)
+    monkeypatch.setattr(triton, "untried", lambda: True)
+    takes(monkeypatch, **{TWO: 0.1})
+    x = inputs(D=64, dtype=torch.bfloat16, requires_grad=False)
+    diff_attention(*x)
+    (verdict,) = dispatch._verdicts.values()
+    assert verdict.left_out == {TWO: "NotNow: the Hopper kernels could not be tried"}
+    assert not list(tmp_path.glob("fastest/*.json"))
+
+
+def test_the_switch_of_the_hopper_kernels_belongs_to_the_verdict(monkeypatch, gpu):
+    monkeypatch.setenv("DIFF_TRANSFORMER_GLUON", "yes")
+    with pytest.raises(ValueError, match="DIFF_TRANSFORMER_GLUON is 'yes'; give 0, 1, or some of"):
+        diff_attention(*inputs())
+    assert gpu == []
+    kind = choice.kind_of(inputs()[:5], check(*inputs(), None, False, None, None), None)
+    keys = []
+    for given in ("1", "0", "forward", "forward,two_pass"):
+        monkeypatch.setenv("DIFF_TRANSFORMER_GLUON", given)
+        keys.append(choice.key_of("cpu", None, kind)["gluon"])
+    assert keys == ["forward,two_pass,one_pass", "", "forward", "forward,two_pass"]
+
+
+@pytest.mark.usefixtures("without_triton")
 def test_measuring_within_a_backward(gpu):
     x = inputs()
     out = checkpoint(lambda *x: diff_attention(*x).sin(), *x, use_reentrant=True)
@@ -263,6 +303,12 @@ def test_packed_documents_choose_among_the_backward_passes(monkeypatch, gpu):
     out = diff_attention_varlen(*rows, ends, ends, 2, 2, is_causal=True)
     assert used[-1] == triton.Form(one_pass=True)
     assert out.shape == (3, 1, 32)
+    compiled = torch.compile(
+        lambda *x: diff_attention_varlen(*x, 2, 2, is_causal=True), backend="eager", fullgraph=True
+    )
+    used.clear()
+    assert torch.equal(compiled(*rows, ends, ends), out)
+    assert used == [triton.Form(one_pass=True)]
 
 
 def test_a_bad_switch_is_named(monkeypatch):

@@ -89,8 +89,18 @@ def test_what_cannot_run_is_left_out(monkeypatch, cache):
     assert broken.calls == {"first": 1, "second": 1}, "and not tried at every call"
 
 
-@pytest.mark.parametrize("error", [torch.OutOfMemoryError("8 GiB"), RuntimeError("CUDA error: out of memory")])
-def test_running_out_of_memory_condemns_nothing(monkeypatch, cache, error):
+@pytest.mark.parametrize(
+    "error",
+    [
+        torch.OutOfMemoryError("8 GiB"),
+        RuntimeError("CUDA error: out of memory"),
+        OSError(28, "No space left on device"),
+        RuntimeError("Failed to find C compiler. Please specify via CC environment variable."),
+        dispatch.NotNow("the trial found no GPU"),
+    ],
+    ids=lambda error: type(error).__name__,
+)
+def test_a_reason_that_may_pass_condemns_nothing(monkeypatch, cache, error):
     forms = Forms(first=0.2, second=error)
     assert chosen(forms) == chosen(forms) == "first"
     assert forms.calls["second"] == 1
@@ -130,7 +140,16 @@ def test_without_measuring_only_a_kept_verdict_counts(monkeypatch):
     assert chosen(forms, measure=False) == "second"
 
 
-@pytest.mark.parametrize("content", ["", "{", "[]", '{"fastest": "third", "milliseconds": {}, "left_out": {}}'])
+@pytest.mark.parametrize(
+    "content",
+    [
+        "",
+        "{",
+        "[]",
+        '{"fastest": "third", "milliseconds": {}, "left_out": {}}',
+        '{"fastest": "second", "milliseconds": {"second": null}, "left_out": {}}',
+    ],
+)
 def test_a_damaged_verdict_is_measured_again(monkeypatch, cache, content):
     forms = Forms(first=0.2, second=0.1)
     chosen(forms)

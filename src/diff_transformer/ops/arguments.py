@@ -10,6 +10,8 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+LONGEST = 2**31  # tokens; kernels add to a window in 64 bits
+SMALLEST = torch.finfo(torch.float32).tiny  # a scale that kernels can divide by
 
 
 class Arguments(NamedTuple):
@@ -60,8 +62,8 @@ def check(q1, q2, k1, k2, v, lam, attn_mask, is_causal, window, scale) -> Argume
         lam_for_every_row(lam, q1),
         four_dimensional_mask(attn_mask, q1, k1.shape[2]),
         bool(is_causal),
-        window,
-        q1.shape[3] ** -0.5 if scale is None else float(scale),
+        None if window is None else min(window, LONGEST),
+        q1.shape[3] ** -0.5 if scale is None else float(scale) if abs(scale) >= SMALLEST else 0.0,
     )
 
 

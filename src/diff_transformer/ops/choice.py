@@ -25,11 +25,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
-from torch.utils._python_dispatch import _get_current_dispatch_mode
+from torch.utils._python_dispatch import _disable_current_modes
 
 from diff_transformer.ops import cpu, flash, flex, reference, sdpa, triton
 from diff_transformer.ops.arguments import Arguments, autocast_off
-from diff_transformer.ops.dispatch import Timer, Verdict, fastest, judge, wall_clock
+from diff_transformer.ops.dispatch import NotNow, Timer, Verdict, fastest, judge, wall_clock
 
 log = logging.getLogger("diff_transformer")
 
@@ -42,6 +42,8 @@ BACKENDS: dict[str, Any] = {
     "triton": triton,
 }
 PASSES = {None: "any", True: "one", False: "two"}
+REPEATS = "two, deterministic"  # the passes of a call whose gradients must repeat bit for bit
+ATOMICS = ("flash", "cudnn")  # kernels of SDPA whose backward adds in any order
 EDGES = (1, 8, 64, 256, 1024, 4096, 16384, 65536)  # lengths up to the same edge share a verdict
 CHECKED = 160, 192  # queries and keys of the comparison with the reference, at most
 
@@ -108,7 +110,7 @@ def kind_of(tensors: tuple[Tensor, ...], arguments: Arguments, documents: Docume
     D, Dv, noise_group, key_group = map(concrete, (D, v.shape[3], H // Hn, Hn // G))
     mask, window = arguments.attn_mask, arguments.window
     gradients = torch.is_grad_enabled() and any(x.requires_grad for x in (*tensors, arguments.lam))
-    passes = "two" if torch.are_deterministic_algorithms_enabled() else PASSES[triton._one_pass]
+    passes = REPEATS if torch.are_deterministic_algorithms_enabled() else PASSES[triton._one_pass]
     return Kind(
         str(q1.dtype).removeprefix("torch."), D, Dv, noise_group, key_group, edge(B * H), edge(T), edge(S), k2 is k1,
         "none" if mask is None else ("boolean" if mask.dtype == torch.bool else "additive") + str(mask_shape(mask)),
@@ -135,12 +137,16 @@ def decide(kind: Kind, tensors: tuple[Tensor, ...], arguments: Arguments, docume
     """Measure a new kind of call, or read the kept verdict. The answer stands in this process.
 
     Raises:
-        ValueError: DIFF_TRANSFORMER_TUNE is neither 0, 1 nor force.
+        ValueError: DIFF_TRANSFORMER_TUNE is neither 0, 1 nor force, or DIFF_TRANSFORMER_GLUON has another value than
+        its page allows.
     """
     capturing = torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
     measure = not capturing and is_first_rank() and all(type(x) in (Tensor, torch.nn.Parameter) for x in tensors)
-    measure = measure and _get_current_dispatch_mode() is None
-    found = candidates(tensors, arguments, kind)[verdict(kind, tensors, arguments, documents, measure).fastest]
+    offered = candidates(tensors, arguments, kind)
+    if any(choice.backend == "triton" for choice in offered.values()):
+        gluon_switches()
+    with _disable_current_modes() if measure else nullcontext():  # selective checkpointing is such a mode, for example
+        found = offered[verdict(kind, tensors, arguments, documents, measure).fastest]
     if not capturing:
         _chosen[tensors[0].device.index, kind] = found
     return found
@@ -157,7 +163,7 @@ def verdict(
     device = tensors[0].device
     offered = candidates(tensors, arguments, kind)
     runs = {name: timed(choice, tensors, arguments, documents) for name, choice in offered.items()}
-    return judge(installation(device.type, device.index) | kind._asdict(), runs, clock(device), measure)
+    return judge(key_of(device.type, device.index, kind), runs, clock(device), measure)
 
 
 def candidates(tensors: tuple[Tensor, ...], arguments: Arguments, kind: Kind) -> dict[str, Choice]:
@@ -174,6 +180,10 @@ def candidates(tensors: tuple[Tensor, ...], arguments: Arguments, kind: Kind) ->
         offered = over_sdpa + offered if sdpa_first else offered + over_sdpa
         if unsupported_reason("flash", tensors, arguments) is None:
             offered.append(Choice("flash"))
+    if kind.passes == REPEATS:
+        ours = [choice for choice in offered if choice.backend == "triton"]
+        theirs = [c for c in offered if isinstance(c.form, sdpa.Form) and c.form.kernel not in ATOMICS]
+        offered = ours or theirs or [Choice("sdpa", sdpa.Form("efficient", False, 1, kind.Dv))]
     return {choice.name: choice for choice in offered}
 
 
@@ -226,6 +236,8 @@ def timed(
             else:
                 positions = (rest.is_causal, rest.window, rest.scale)
                 out = triton.attend_varlen(*given, lam, *documents, *positions, form=choice.form)
+            if choice.backend == "triton" and choice.form.gluon and triton.untried():
+                raise NotNow("the Hopper kernels could not be tried")
             if gradients:
                 leaves = {id(x): x for x in (*given, lam) if x.requires_grad}
                 torch.autograd.grad(out, list(leaves.values()), out.detach())
@@ -323,7 +335,7 @@ def on_hopper(device: str, index: int | None) -> bool:
 def installation(device: str, index: int | None) -> dict[str, str | int]:
     """The GPU, and the versions of all that computes on it."""
     facts: dict[str, str | int] = {"device": device, "torch": torch.__version__, "sources": _sources()}
-    for package in ("triton", "flash-attn"):
+    for package in ("triton", "flash-attn", "flash-attn-3", "flash-attn-4"):
         try:
             facts[package] = version(package)
         except PackageNotFoundError:
@@ -342,13 +354,28 @@ def _sources() -> str:
     return hashlib.sha256("\n".join(path.read_text() for path in files).encode()).hexdigest()[:16]
 
 
+def key_of(device: str, index: int | None, kind: Kind) -> dict[str, str | int]:
+    """What a verdict depends on."""
+    return installation(device, index) | {"gluon": gluon_switches()} | kind._asdict()
+
+
+def gluon_switches() -> str:
+    """The Hopper kernels that DIFF_TRANSFORMER_GLUON allows.
+
+    Raises:
+        ValueError: the variable has another value than those of ``gluon.support.switched_off``.
+    """
+    from diff_transformer.ops.gluon.support import KERNELS, switched_off
+
+    return ",".join(name for name in KERNELS if not switched_off(name))
+
+
 def _kept(device: str, index: int | None, kind: tuple, names: tuple[str, ...]) -> str:
     """The name of the kept verdict, or the first; a constant for torch.compile."""
     chosen = _chosen.get((index, Kind(*kind)))
     if chosen is not None and chosen.name in names:
         return chosen.name
-    key = installation(device, index) | Kind(*kind)._asdict()
-    return fastest(key, dict.fromkeys(names, _never), measure=False)
+    return fastest(key_of(device, index, Kind(*kind)), dict.fromkeys(names, _never), measure=False)
 
 
 def _never() -> None:

@@ -33,13 +33,17 @@ Run = Callable[[], object]
 Timer = Callable[[Run], float]  # calls the function and returns its seconds
 
 
+class NotNow(RuntimeError):
+    """Raised by a candidate that cannot be timed in this process, but perhaps in another."""
+
+
 class Verdict(NamedTuple):
     """What a measurement found."""
 
     fastest: str
     milliseconds: dict[str, float]  # the shortest time of each candidate that ran
     left_out: dict[str, str]  # why each other candidate was not timed
-    complete: bool = True  # False, and not kept, if memory ran out for a candidate or none ran
+    complete: bool = True  # False, and not kept, if a candidate could not be timed for a passing reason, or none ran
 
 
 _verdicts: dict[str, Verdict] = {}  # of this process
@@ -73,9 +77,10 @@ def fastest(
 ) -> str:
     """The name of the fastest candidate; the first one, which is the default, where nothing can be measured.
 
-    A candidate that raises is left out. One that runs out of memory is left out in this process only. A disk that
-    cannot be read or written costs another measurement in the next process. Of the processes that want the same verdict
-    at a time, one measures and the others wait.
+    A candidate that raises is left out. One that fails for a reason that may pass (memory, the disk, a compiler that
+    does not start, ``NotNow``) is left out in this process only. A disk that cannot be read or written costs another
+    measurement in the next process. Of the processes that want the same verdict at a time, one measures and the others
+    wait.
 
     Args:
         key: what the verdict depends on: processor or GPU, versions, dtype, widths. The candidates' names belong to it.
@@ -162,7 +167,8 @@ def measured(candidates: Mapping[str, Run], timer: Timer) -> Verdict:
                 best.pop(name, None)
                 memory = isinstance(error, MemoryError | torch.OutOfMemoryError) or "out of memory" in str(error)
                 left_out[name] = "out of memory" if memory else f"{type(error).__name__}: {error}"[:300]
-                complete = complete and not memory
+                passing = isinstance(error, OSError | NotNow) or "Failed to find C compiler" in str(error)
+                complete = complete and not (memory or passing)
                 continue
             if turn >= 0:
                 best[name] = min(seconds, best.get(name, seconds))
@@ -176,8 +182,9 @@ def measured(candidates: Mapping[str, Run], timer: Timer) -> Verdict:
 def _read(path: Path | None, candidates: Mapping[str, Run]) -> Verdict | None:
     try:
         kept = json.loads(path.read_text()) if path is not None else {}
-        verdict = Verdict(kept["fastest"], dict(kept["milliseconds"]), dict(kept["left_out"]))
-    except (OSError, ValueError, LookupError, TypeError):  # no file, or no verdict in it
+        milliseconds = {name: float(ms) for name, ms in kept["milliseconds"].items()}
+        verdict = Verdict(kept["fastest"], milliseconds, dict(kept["left_out"]))
+    except (OSError, ValueError, LookupError, TypeError, AttributeError):  # no file, or no verdict in it
         return None
     return verdict if verdict.fastest in candidates else None
 

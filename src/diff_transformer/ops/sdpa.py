@@ -181,6 +181,8 @@ def only(name: str, strict: bool) -> AbstractContextManager:
     """Context manager in which SDPA takes this kernel; unless ``strict``, the others where it refuses a call."""
     first = KERNELS[name].backend
     rest = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+    if torch.are_deterministic_algorithms_enabled():  # with warn_only, as training sets it, flash would not repeat
+        rest = rest[1:]
     return sdpa_kernel([first] if strict else [first, *(x for x in rest if x != first)], set_priority=True)
 
 

@@ -98,7 +98,7 @@ def diff_attention_varlen(
     with autocast_off(q1.device.type):
         if at_once:
             documents = Documents(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
-            if backend == "auto" and q1.device.type in api.MEASURED and not torch.compiler.is_compiling():
+            if backend == "auto" and q1.device.type in api.MEASURED:
                 choice = on_gpu.choose(tensors, arguments, documents)
             positions = (arguments.is_causal, arguments.window, arguments.scale)
             out = triton.attend_varlen(*tensors, arguments.lam, *documents, *positions, form=choice.form)

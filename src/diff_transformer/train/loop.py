@@ -180,7 +180,7 @@ class Run:
                 at(step, "forward and backward")
                 rate, logs = learning_rate(step, settings.steps, self.config.optim), self._due(done, settings.log_every)
                 outcome = stepper.step(rows, rate, stop, number=step, by_part=logs)
-                if step == first and self.fabric.world_size > 1:  # rank 0 measured the forms of attention
+                if (step == first or logs) and self.fabric.world_size > 1:  # rank 0 measured the forms of attention
                     choice.adopt(self.fabric.broadcast(choice.choices(self.fabric.device)), self.fabric.device)
                 speed.tokens += settings.batch_size * self.config.data.length
                 if not outcome.finite:

@@ -207,14 +207,14 @@ def _build_once(command: str, path: Path, flags: tuple[str, ...]) -> None:
             return
         with suppress(OSError):
             if failure.stat().st_mtime >= began:
-                kind, _, reason = failure.read_text().partition("\n")
+                kind, _, reason = failure.read_text(encoding="utf-8").partition("\n")
                 raise NoOpenMP(reason) if kind == NoOpenMP.__name__ else CannotBuild(reason)
         log.info("blockwise: compiling the native form, once on this machine")
         try:
             build(command, path, flags)
         except CannotBuild as error:
             with suppress(OSError):
-                failure.write_text(f"{type(error).__name__}\n{error}")
+                failure.write_text(f"{type(error).__name__}\n{error}", encoding="utf-8")
             raise
 
 

@@ -39,6 +39,7 @@ COMMAND = (sys.executable, "-m", MODULE)
 SECONDS = 300.0  # limit of a subprocess: it takes a few seconds, or some tens where it compiles the kernels
 MASKINGS = {"causal": True, "full": False}
 READY, FAULT, NOT_TRIED = "ready", "fault", "not_tried"  # keys of the JSON lines that a subprocess prints
+untried: set[tuple[str, ...]] = set()  # forms whose trial came to no verdict in this process
 KILLED = (-signal.SIGKILL, -signal.SIGTERM)  # exit statuses of a subprocess that someone else ended
 
 
@@ -58,6 +59,7 @@ def fault_found(
         fault = _kept(lambda: record(device, form), lambda: run_test(what, (*form, str(device))))
     except NotTried as reason:
         fault = f"it could not be tried: {reason}"
+        untried.add((*form, str(device)))
     if fault is None:
         log.info("%s agrees with the reference and is used", what)
     else:
@@ -144,7 +146,8 @@ def run_test(what: str, arguments: tuple[str, ...]) -> str | None:
         printed, errors = ((x or b"").decode(errors="replace") for x in (expired.stdout, expired.stderr))
         status = None
     starts = tuple(f'{{"{key}"' for key in (READY, FAULT, NOT_TRIED))
-    lines = [json.loads(line) for line in printed.splitlines() if line.startswith(starts)]
+    # An interrupted process may have printed a part of a line.
+    lines = [json.loads(line) for line in printed.splitlines() if line.startswith(starts) and line.endswith("}")]
     verdict = next((line for line in lines if FAULT in line), None)
     if verdict is not None:
         return verdict[FAULT]
