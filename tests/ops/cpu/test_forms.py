@@ -153,6 +153,15 @@ def test_the_faster_form_is_chosen_for_each_width_and_direction_and_kept(fresh, 
     assert len([*fresh.glob("*.json")]) == 3
 
 
+@pytest.mark.usefixtures("fresh")
+def test_a_thread_that_finds_another_measuring_tries_again_later(times):
+    trials = times(dpbf16=2e-3, fp32=1e-3)
+    with dispatch._measuring:
+        assert native.fastest_form("forward", 64) == "dpbf16", "the default"
+    assert not trials
+    assert native.fastest_form("forward", 64) == "fp32"
+
+
 def test_nothing_is_measured_when_told_so_or_with_one_form(times, monkeypatch):
     trials = times(dpbf16=2e-3, fp32=1e-3)
     monkeypatch.setenv(dispatch.SWITCH, "0")
