@@ -48,6 +48,11 @@ def test_a_damaged_file_is_made_again_and_half_a_file_never_seen(place, monkeypa
     (place / "key.npy").write_bytes(b"damaged")
     np.testing.assert_array_equal(cache.kept_array("key", lambda: np.arange(9)), np.arange(9))
     cache.kept_array("key", never)
+    (place / "key.npy").write_bytes(b"")  # what a power cut may leave
+    (place / "text.json").write_bytes(b"")
+    np.testing.assert_array_equal(cache.kept_array("key", lambda: np.arange(9)), np.arange(9))
+    assert cache.kept_text("text", lambda: "whole") == cache.kept_text("text", never) == "whole"
+    (place / "text.json").unlink()
 
     def full(source, target):
         raise OSError("disk full")

@@ -3,6 +3,7 @@
 import re
 
 import pytest
+import torch
 from tiny_models import bos_tokenizer, tiny_lm
 
 from diff_transformer.data.documents import Document
@@ -194,6 +195,30 @@ def test_a_model_of_this_package_is_not_measured_on_training_text_unless_told(tm
     result = run_eval("needle", other, settings_of("needle", wanted, few), tmp_path / "other.json")
     assert result.provenance["side"] == "all"
     assert "is too small, so training text of the corpus is measured too" in result.provenance["note"]
+
+
+@pytest.mark.parametrize("depths", [(0.25, 0.254), (0.0, 0.0)])
+def test_depths_that_results_cannot_tell_apart_are_refused(filler, depths):
+    with pytest.raises(ValueError, match="of which two round to the same per cent; give each its own"):
+        evaluate_needle(Finder(read_out), filler, **{**SIZES, "depths": depths})
+
+
+def test_another_model_of_the_same_name_does_not_resume(tmp_path):
+    settings = settings_of("long_nll", {"split": "any"}, ["samples=2", "length=64"])
+
+    def stop(part, done, total):
+        if done:
+            raise KeyboardInterrupt
+
+    first, other = tiny_lm("diff", positions=200), tiny_lm("diff", positions=200)
+    with torch.no_grad():
+        next(other.model.parameters()).mul_(2)
+    assert first.name == other.name
+    with pytest.raises(KeyboardInterrupt):
+        run_eval("long_nll", first, settings, tmp_path / "r.json", bar=stop)
+    with pytest.raises(ValueError, match="weights"):
+        run_eval("long_nll", other, settings, tmp_path / "r.json", resume=True)
+    assert run_eval("long_nll", first, settings, tmp_path / "r.json", resume=True).rows
 
 
 def test_the_saved_prompt_is_whole_and_its_tokens_count_what_the_tokenizer_puts_in_front():

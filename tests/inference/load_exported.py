@@ -17,6 +17,20 @@ class Absent(MetaPathFinder):
             raise ModuleNotFoundError(f"No module named {fullname!r}")
 
 
+def as_on_a_gpu(model, ids) -> torch.Tensor:
+    """Logits where "auto" chooses by measurement, as it does on a GPU."""
+    folder = type(model).__module__.rpartition(".")[0]
+    api = sys.modules[f"{folder}.api"]
+    measured, api.MEASURED = api.MEASURED, ("cpu",)
+    try:
+        out = model.train()(ids, labels=ids)
+        out.loss.backward()
+        return out.logits.detach()
+    finally:
+        api.MEASURED = measured
+        model.eval()
+
+
 def main(folders: list[str]):
     torch.set_num_threads(1)
     from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -30,7 +44,8 @@ def main(folders: list[str]):
             outputs = {"logits": model(ids).logits, "tokens": model.generate(ids, **options)}
         outputs["static"] = model.generate(ids, cache_implementation="static", disable_compile=True, **options)
         model.train()(ids, labels=ids).loss.backward()
-        outputs["gradient"] = next(iter(model.parameters())).grad
+        outputs["gradient"] = next(iter(model.parameters())).grad.clone()
+        outputs["measured"] = as_on_a_gpu(model, ids)
         torch.save(outputs, f"{folder}/outputs.pt")
     assert "diff_transformer" not in sys.modules
 

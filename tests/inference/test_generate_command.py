@@ -73,12 +73,12 @@ def test_every_way_prints_the_same_text(run, model, assistant):
 
 
 def test_a_file_of_prompts_gives_json_lines(run, model, tmp_path):
-    prompts = ["one", "a second, longer one", "thrée"]
+    prompts = ["one\u2028still one", "a second,\x0clonger one", "thrée"]
     (tmp_path / "prompts.txt").write_text("\n".join(prompts) + "\n\n", encoding="utf-8")
     out = run(
         ["generate", model, "--prompts", str(tmp_path / "prompts.txt"), "--max-new-tokens", "6", "--batch-size", "2"]
     )
-    rows = [json.loads(line) for line in out.stdout.splitlines()]
+    rows = [json.loads(line) for line in out.stdout.split("\n") if line]
     assert [row["prompt"] for row in rows] == prompts
     alone = run(["generate", model, prompts[2], "--max-new-tokens", "6"])
     assert alone.stdout == prompts[2] + rows[2]["text"] + "\n"

@@ -72,6 +72,12 @@ def test_what_is_saved_is_loaded(fabric, tmp_path):
     assert torch.load(path / "state.ckpt", weights_only=True)["step"] == 3
 
 
+def test_a_loss_that_is_not_finite_is_not_the_best(fabric, tmp_path):
+    for step, loss in enumerate([float("nan"), 1.0, 0.5], 1):
+        save(fabric, tmp_path, step, keep=1, validation_loss=loss)
+    assert best_checkpoint(tmp_path) == checkpoint_path(tmp_path, 3)
+
+
 def test_the_last_k_and_the_best_are_kept(fabric, tmp_path):
     for step, loss in enumerate([5.0, 2.0, 3.0, None, 4.0, 2.0], 1):
         save(fabric, tmp_path, step, keep=2, validation_loss=loss)

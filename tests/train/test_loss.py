@@ -143,6 +143,12 @@ def test_sources_weigh_their_share():
     assert weights[2].tolist() == pytest.approx([0, 0, 0, 0.25])
 
 
+def test_a_source_without_a_predicted_token_leaves_its_share_to_the_others():
+    labels = torch.cat([LABELS[:2], torch.full((1, 5), -100)])
+    weights = token_weights(labels, SOURCE, torch.tensor([8.0, 0.0]), SHARES, "sources")
+    assert weights.sum().item() == pytest.approx(1)
+
+
 @pytest.mark.parametrize("loss", ["tokens", "sources"])
 def test_parts_of_a_batch_weigh_what_they_weigh_in_the_whole(loss):
     counts = count_by_source(LABELS, SOURCE, 2)

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 from transformers import AutoTokenizer
 
-from diff_transformer.data import Document, Filler
+from diff_transformer.data import Document, Filler, cache
 from diff_transformer.data.mixture import WeightedCorpora
 from diff_transformer.data.prepare.config import PrepareConfig
 from diff_transformer.data.prepare.run import prepare
@@ -14,6 +14,7 @@ from diff_transformer.data.tokenizer import byte_tokenizer, load_tokenizer, toke
 from diff_transformer.lab.recipes import recipe
 from diff_transformer.train.config import override
 from diff_transformer.train.loop import train
+from diff_transformer.train.text import _tokens
 from diff_transformer.train.training_data import load_training_data
 
 
@@ -74,6 +75,17 @@ def test_another_tokenizer_is_refused_with_both_hashes(config, folders):
     both = {str(folders / name): 1.0 for name in ("foxes", "bytes")}
     with pytest.raises(ValueError, match=rf"different tokenizers: .*foxes \({hashes[1]}\), .*bytes \({hashes[0]}\)"):
         load_training_data(dataclasses.replace(config, data=dataclasses.replace(config.data, corpora=both)))
+
+
+def test_another_end_of_text_makes_other_tokens(monkeypatch, tmp_path):
+    monkeypatch.setenv("DIFF_TRANSFORMER_CORPORA", str(tmp_path))
+    monkeypatch.setattr(cache, "MIN_CHARACTERS", 1)
+    documents = [Document("a", "one"), Document("b", "two")]
+    for tokenizer in (byte_tokenizer(), byte_tokenizer()):
+        tokens = _tokens(documents, tokenizer)
+        assert tokens[3] == tokenizer.eos_token_id
+    tokenizer.eos_token = tokenizer.pad_token
+    assert _tokens(documents, tokenizer)[3] == tokenizer.eos_token_id != tokens[3]
 
 
 def test_settings_that_do_not_fit_a_prepared_folder_are_refused(config, folders):

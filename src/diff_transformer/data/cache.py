@@ -50,7 +50,7 @@ def kept_array(key: str | None, make: Callable[[], np.ndarray]) -> np.ndarray:
     try:
         os.utime(path)
         return np.load(path, mmap_mode="r")
-    except (OSError, ValueError):
+    except (OSError, ValueError, EOFError):  # none, or what a power cut left of one
         array = make()
         _keep(path, lambda file: np.save(file, array))
         return array
@@ -63,11 +63,13 @@ def kept_text(key: str | None, make: Callable[[], str]) -> str:
         return make()
     try:
         os.utime(path)
-        return path.read_text(encoding="utf-8")
+        text = path.read_text(encoding="utf-8")
     except (OSError, ValueError):
+        text = ""
+    if not text:  # none, or what a power cut left of one
         text = make()
         _keep(path, lambda file: file.write(text.encode()))
-        return text
+    return text
 
 
 def _path(key: str | None, suffix: str) -> Path | None:

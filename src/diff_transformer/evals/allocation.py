@@ -19,7 +19,7 @@ from dataclasses import asdict, dataclass
 import numpy as np
 import torch
 
-from diff_transformer.checks import require_positive
+from diff_transformer.checks import require_positive, require_whole_percents
 from diff_transformer.data.evaluation_text import load_haystack
 from diff_transformer.data.filler import Filler
 from diff_transformer.data.needles import DEPTHS, make_needle_example
@@ -102,6 +102,7 @@ def evaluate_allocation(
         ValueError: for a length in which the needles do not fit, or that the model does not support.
     """
     require_positive(length=length, per_cell=per_cell, needles=needles)
+    require_whole_percents(depths)
     check_length(lm, length, "the prompt")
     samples, rows = samples or Samples(), []
     for depth in depths:

@@ -155,6 +155,10 @@ def summarise(rows: list[dict], shots: int) -> dict[str, float]:
 
 def _score(lm_eval, model, name: str, task, count: int, shots: int, seed: int) -> list[dict]:
     """A row for each of the first ``count`` items. They are scored together: the draw of examples depends on it."""
+    if task.OUTPUT_TYPE != "multiple_choice":
+        raise ValueError(
+            f"task {name} is of type {task.OUTPUT_TYPE}; give tasks of multiple choice, as the paper's are"
+        )
     task.set_config("num_fewshot", shots)
     task.set_fewshot_seed(seed=seed)
     outcome = lm_eval.evaluate(lm=model, task_dict={name: task}, limit=count, bootstrap_iters=0, log_samples=True)

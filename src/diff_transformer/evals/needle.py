@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass, field
 
 import numpy as np
 
-from diff_transformer.checks import require_positive
+from diff_transformer.checks import require_positive, require_whole_percents
 from diff_transformer.data.evaluation_text import load_haystack
 from diff_transformer.data.filler import Filler
 from diff_transformer.data.needles import (
@@ -115,6 +115,7 @@ def evaluate_needle(
     """
     lengths = tuple(lengths) or (length,)
     require_positive(length=min(lengths), per_cell=per_cell)
+    require_whole_percents(depths)
     samples = samples or Samples()
     check_length(lm, max(lengths), "the longest prompt with its answer")
     prompts = min(per_cell, samples.limit or per_cell)

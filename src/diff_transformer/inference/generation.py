@@ -73,7 +73,7 @@ def generate(
         tokenizer: its tokenizer; it needs no padding token.
         settings: the defaults of ``GenerationSettings`` if None.
         assistant: a smaller model with the same vocabulary for speculative decoding: it guesses tokens that ``model``
-            checks. The text is the same as without it.
+            checks. Greedy decoding gives the same text as without it; sampling, the same distribution.
         on_text: called with each piece of the continuation as soon as it is known; for a single prompt.
 
     Raises:

@@ -121,7 +121,8 @@ def run_eval(
         raise FileExistsError(f"{out} exists; choose another file")
     _require_installed(name)
     everything = {
-        "eval": name, "model": None if lm is None else lm.name, "limit": limit, **asdict(settings)
+        "eval": name, "model": None if lm is None else lm.name, **_weights(lm), "limit": limit,
+        **asdict(settings),
     }  # fmt: skip
     journal = out.with_name(out.name + ".samples.jsonl")
     samples = Samples(journal, settings=everything, limit=limit, resume=resume, bar=bar)
@@ -130,6 +131,15 @@ def run_eval(
     result.save(out)
     samples.done()
     return result
+
+
+def _weights(lm: "CausalLM | None") -> dict[str, str]:
+    """What tells a model from another of its name: its dtype, and the sums of its first and last parameters."""
+    if not hasattr(lm, "model"):
+        return {}
+    parameters = list(lm.model.parameters())
+    sums = (float(p.detach().abs().double().sum()) for p in (parameters[0], parameters[-1]))
+    return {"dtype": str(lm.model.dtype).removeprefix("torch."), "weights": " ".join(f"{s:.6g}" for s in sums)}
 
 
 Bar = Callable[[str, int, int], None]

@@ -110,7 +110,7 @@ def kind_of(tensors: tuple[Tensor, ...], arguments: Arguments, documents: Docume
     D, Dv, noise_group, key_group = map(concrete, (D, v.shape[3], H // Hn, Hn // G))
     mask, window = arguments.attn_mask, arguments.window
     gradients = torch.is_grad_enabled() and any(x.requires_grad for x in (*tensors, arguments.lam))
-    passes = REPEATS if torch.are_deterministic_algorithms_enabled() else PASSES[triton._one_pass]
+    passes = REPEATS if torch.are_deterministic_algorithms_enabled() else PASSES[triton.chosen_passes()]
     return Kind(
         str(q1.dtype).removeprefix("torch."), D, Dv, noise_group, key_group, edge(B * H), edge(T), edge(S), k2 is k1,
         "none" if mask is None else ("boolean" if mask.dtype == torch.bool else "additive") + str(mask_shape(mask)),
@@ -144,7 +144,7 @@ def decide(kind: Kind, tensors: tuple[Tensor, ...], arguments: Arguments, docume
     measure = not capturing and is_first_rank() and all(type(x) in (Tensor, torch.nn.Parameter) for x in tensors)
     offered = candidates(tensors, arguments, kind)
     if any(choice.backend == "triton" for choice in offered.values()):
-        gluon_switches()
+        triton.gluon_switches()
     with _disable_current_modes() if measure else nullcontext():  # selective checkpointing is such a mode, for example
         found = offered[verdict(kind, tensors, arguments, documents, measure).fastest]
     if not capturing:
@@ -356,18 +356,7 @@ def _sources() -> str:
 
 def key_of(device: str, index: int | None, kind: Kind) -> dict[str, str | int]:
     """What a verdict depends on."""
-    return installation(device, index) | {"gluon": gluon_switches()} | kind._asdict()
-
-
-def gluon_switches() -> str:
-    """The Hopper kernels that DIFF_TRANSFORMER_GLUON allows.
-
-    Raises:
-        ValueError: the variable has another value than those of ``gluon.support.switched_off``.
-    """
-    from diff_transformer.ops.gluon.support import KERNELS, switched_off
-
-    return ",".join(name for name in KERNELS if not switched_off(name))
+    return installation(device, index) | {"gluon": triton.gluon_switches()} | kind._asdict()
 
 
 def _kept(device: str, index: int | None, kind: tuple, names: tuple[str, ...]) -> str:

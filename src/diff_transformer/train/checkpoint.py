@@ -8,6 +8,7 @@ so. ``checkpoints/best.json`` names the checkpoint with the lowest validation lo
 import errno
 import json
 import logging
+import math
 import os
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
@@ -67,7 +68,7 @@ def best_checkpoint(folder: Path) -> Path | None:
             loss = read_manifest(path)["validation_loss"]
         except ValueError:
             continue
-        if loss is not None:
+        if loss is not None and math.isfinite(loss):
             losses.append((loss, path))
     return min(losses)[1] if losses else None
 

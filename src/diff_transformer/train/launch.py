@@ -129,6 +129,11 @@ def check_processes(config: RunConfig, world: int) -> str:
             f"train.precision is {config.train.precision!r}; with parallel.strategy 'fsdp' accepted: "
             f"{', '.join(map(repr, SHARDED_PRECISIONS))}"
         )
+    if parallel.sharded_checkpoints and name != "fsdp":
+        raise ValueError(
+            f"train.parallel.sharded_checkpoints needs strategy 'fsdp', and {world} processes here take {name!r}, "
+            "under which every process has the whole model; set train.parallel.strategy=fsdp"
+        )
     return name
 
 

@@ -84,12 +84,15 @@ def token_weights(labels: Tensor, source: Tensor, counts: Tensor, shares: list[f
         labels, source: int64 [B, T] and [B], of the whole batch or of a process's part of it.
         counts: predicted tokens of each source [sources] in the whole batch.
         shares: share of each source in the mixture.
-        loss: ``data.loss``. "tokens" weights all tokens equally; "sources" gives each source its share.
+        loss: ``data.loss``. "tokens" weights all tokens equally; "sources" gives each source that has
+            such tokens its share.
     """
     if loss == "tokens":
         each = (1 / counts.sum()).expand_as(counts)
     else:
-        each = torch.tensor(shares, device=counts.device) / sum(shares) / counts.clamp(min=1)
+        share = torch.tensor(shares, device=counts.device) / sum(shares)
+        whole = torch.where((counts > 0).all(), 1.0, (share * (counts > 0)).sum().clamp(min=1e-9))
+        each = share / whole / counts.clamp(min=1)
     return predicted(labels) * each[source][:, None]
 
 

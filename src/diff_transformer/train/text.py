@@ -88,7 +88,9 @@ def load_text(
 
 
 def _tokens(documents: list[Document], tokenizer: PreTrainedTokenizerFast) -> np.ndarray:
-    key = fingerprint((document.text for document in documents), "tokens", tokenizer_hash(tokenizer))
+    key = fingerprint(
+        (document.text for document in documents), "tokens", tokenizer_hash(tokenizer), tokenizer.eos_token_id
+    )
     return kept_array(key, lambda: pack_documents(documents, tokenizer))
 
 
@@ -132,6 +134,12 @@ def _one_tokenizer(data: DataConfig, folders: list[str], vocab_size: int) -> Pre
         raise ValueError(
             f"the folders were prepared with different tokenizers: {listed}; prepare all with one, say "
             f"`--tokenizer {folders[0]}/tokenizer`"
+        )
+    ends = {name: read_manifest(name)["tokenizer"]["end_of_text"] for name in folders}
+    if len(set(ends.values())) > 1:
+        listed = ", ".join(f"{name} ({found})" for name, found in ends.items())
+        raise ValueError(
+            f"the folders end their documents with different tokens: {listed}; prepare all with one tokenizer"
         )
     tokenizer = load_prepared_tokenizer(folders[0])
     if data.tokenizer != "bpe":

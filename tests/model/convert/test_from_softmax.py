@@ -211,6 +211,12 @@ def test_lambda_init_of_a_folder(source, tmp_path):
     assert saved.lambdas().tolist() == [0.25] * 3
 
 
+@pytest.mark.parametrize("way", WAYS)
+def test_all_of_it_is_where_the_source_is(source, way):
+    made = converted(source().to("meta"), way)
+    assert {parameter.device.type for parameter in made.parameters()} == {"meta"}
+
+
 def test_a_llama_in_memory(randomise, ids):
     llama = randomise(LlamaForCausalLM(LlamaConfig(
         vocab_size=96, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,

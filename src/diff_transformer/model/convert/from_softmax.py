@@ -134,4 +134,4 @@ def _each_head_twice(config: DiffTransformerConfig) -> Change:
 def _instead(tensor: Tensor, layer: int) -> Made:
     """A new tensor: fp32 for the lambda vectors, else in the dtype of the layer's W_Q."""
     dtype = torch.float32 if tensor.dim() == 1 else None
-    return Made((OUR_NAMES["q"].format(i=layer),), lambda _: tensor.clone(), dtype)
+    return Made((OUR_NAMES["q"].format(i=layer),), lambda source: tensor.to(source.device, copy=True), dtype)

@@ -62,6 +62,22 @@ def _gluon_device(device_type: str, index: int | None) -> bool:
     )
 
 
+def chosen_passes() -> bool | None:
+    """What ``backward_form`` chose: one pass, or two; None for the form that is faster where it was measured."""
+    return _one_pass
+
+
+def gluon_switches() -> str:
+    """The Hopper kernels that DIFF_TRANSFORMER_GLUON allows.
+
+    Raises:
+        ValueError: the variable has another value than those of ``gluon.support.switched_off``.
+    """
+    from diff_transformer.ops.gluon.support import KERNELS, switched_off
+
+    return ",".join(name for name in KERNELS if not switched_off(name))
+
+
 def untried() -> bool:
     """Whether a trial of the Hopper kernels came to no verdict in this process."""
     trial = sys.modules.get("diff_transformer.ops.gluon.self_test")

@@ -9,16 +9,37 @@ from diff_transformer.inference.export.portable.installed import installed
 _package = installed("ops.triton")
 
 
-def attend(*arguments) -> Tensor:
+def attend(*arguments, **options) -> Tensor:
     """As in the package."""
     assert _package is not None  # unsupported_reason says so first
-    return _package.attend(*arguments)
+    return _package.attend(*arguments, **options)
 
 
-def attend_varlen(*arguments) -> Tensor:
+def attend_varlen(*arguments, **options) -> Tensor:
     """As in the package."""
     assert _package is not None
-    return _package.attend_varlen(*arguments)
+    return _package.attend_varlen(*arguments, **options)
+
+
+def forms(*arguments) -> list:
+    """As in the package."""
+    assert _package is not None
+    return _package.forms(*arguments)
+
+
+def chosen_passes() -> bool | None:
+    """As in the package."""
+    return None if _package is None else _package.chosen_passes()
+
+
+def gluon_switches() -> str:
+    """As in the package."""
+    return "" if _package is None else _package.gluon_switches()
+
+
+def untried() -> bool:
+    """As in the package."""
+    return _package is not None and _package.untried()
 
 
 def unsupported_reason(device: torch.device, dtype: torch.dtype) -> str | None:
