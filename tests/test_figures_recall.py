@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from diff_transformer.lab.recipes.recall_study import GRID
+from diff_transformer.lab.recipes.recall_study import CORE, FACTORS, GRID
 from diff_transformer.lab.record import Record
 
 ROOT = Path(__file__).parent.parent
@@ -129,3 +129,33 @@ def test_what_findings_says_of_every_side_is_the_record(page):
     assert reached["grouped_diff"] == [5, 2, 1]
     assert lines[f"| {page.SHOWN['diff_matched']}"][2].startswith("1.00")
     assert lines["| Transformer"][2].startswith("0.13")
+
+
+def test_what_findings_says_of_one_factor_at_a_time_is_the_record(page):
+    """Which settings around the centre tell DIFF from the Transformer, over five seeds."""
+    from record import cells_of
+
+    cells = cells_of(ROOT / "figures" / "recall")
+    assert set(page.VARIED) == set(FACTORS)
+    found = {}
+    for where in FACTORS:
+        assert all(sorted(cells[where][side]) == [0, 1, 2, 3, 4] for side in CORE), where
+        (found[where],) = page.paired_rows(cells, where, "diff_norm1", [page.ACCURACY])
+        assert page.ACCURACY.read(cells[where]["softmax_norm1"][0]) < 1 / FACTORS[where].get("pairs", 8) + 0.05
+    certain = {where for where, row in found.items() if row.difference.low > 0}
+    ahead = {where for where, row in found.items() if row.difference.mean > 0.1} - certain
+    assert certain == {"distractors", "layers4"}
+    assert ahead == {"noise16", "width128", "width256", "head32"}
+    learned = {
+        side: {w for w in FACTORS if page.reached(list(cells[w][side].values())) == "5 of 5"}
+        for side in ("softmax", "diff_norm1")
+    }
+    assert "layers4" in learned["diff_norm1"] - learned["softmax"]
+    assert page.reached(list(cells["layers4"]["softmax"].values())) == "0 of 5"
+    counts = [page.reached(list(cells[w]["softmax"].values())) for w in ("width128", "width256", "head32", "noise16")]
+    assert counts == ["2 of 5", "3 of 5", "4 of 5", "1 of 5"]
+    assert page.reached(list(cells["noise16"]["diff_norm1"].values())) == "0 of 5"
+    assert max(found["head8"].baseline, found["head8"].side) < 0.3
+    assert found["head8"].difference.mean < 0
+    for where, chance in (("p8_n16", 1 / 8), ("p32_n2", 1 / 32)):
+        assert max(found[where].baseline, found[where].side) < chance + 0.02

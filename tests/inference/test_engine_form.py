@@ -11,6 +11,7 @@ from transformers import AutoModel, AutoModelForCausalLM
 from diff_transformer import DiffTransformerForCausalLM
 from diff_transformer.data.tokenizer import byte_tokenizer
 from diff_transformer.inference.export import engine_config, engine_form, export
+from diff_transformer.model.loading import load_model
 from diff_transformer.model.presets import preset
 
 CASES = {
@@ -103,3 +104,11 @@ def test_the_weights_the_code_and_a_card(tmp_path):
     card = (tmp_path / "out" / "README.md").read_text()
     assert "trust_remote_code=True" in card
     assert "import diff_transformer" not in card
+
+
+def test_the_code_does_not_run_here_and_nobody_is_asked(tmp_path, monkeypatch):
+    save(tmp_path / "model")
+    export(str(tmp_path / "model"), tmp_path / "out", for_engines=True)
+    monkeypatch.setattr("builtins.input", lambda *prompt: pytest.fail("asked"))
+    with pytest.raises(ValueError, match="out brings its own code, which does not run here; give the model that it"):
+        load_model(str(tmp_path / "out"))

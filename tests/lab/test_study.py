@@ -66,6 +66,10 @@ def test_a_folder_of_something_else_is_left_alone(texts, tmp_path):
     with pytest.raises(FileExistsError, match="is not empty and holds no study; choose another folder"):
         run_study(study(texts), tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["notes.txt"]
+    for name in ("run.lock", "config.json"):  # as a run of train leaves them
+        (tmp_path / name).write_text("{}")
+    with pytest.raises(FileExistsError, match="is not empty and holds no study; choose another folder"):
+        run_study(study(texts), tmp_path)
 
 
 def test_finished_cells_of_another_configuration_are_refused(texts, tmp_path):

@@ -172,6 +172,9 @@ def test_folders_are_never_overwritten(config, tmp_path):
         train(config, tmp_path / "run")
     with pytest.raises(ValueError, match=r"run of another configuration(.|\n)*optim\.lr: 0\.003 against 0\.1"):
         train(override(config, ["optim.lr=0.1"]), tmp_path / "run", resume=True)
+    (tmp_path / "run" / "model" / "notes.txt").write_text("mine")
+    train(config, tmp_path / "run", resume=True)
+    assert (tmp_path / "run" / "model" / "notes.txt").read_text() == "mine", "a finished run is not written again"
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "thesis.txt").write_text("mine")
     with pytest.raises(FileExistsError, match="is not empty and holds no run"):

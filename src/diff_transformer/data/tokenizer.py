@@ -115,7 +115,7 @@ def load_tokenizer(name_or_path: str | Path) -> PreTrainedTokenizerFast:
     from transformers import AutoTokenizer
 
     try:
-        tokenizer = AutoTokenizer.from_pretrained(str(name_or_path))
+        tokenizer = AutoTokenizer.from_pretrained(str(name_or_path), trust_remote_code=False)
     except Exception as error:  # a damaged file can raise KeyError, TypeError, or a plain Exception
         raise ValueError(
             f"no tokenizer at {str(name_or_path)!r}; give 'bytes', a folder written by save_pretrained, 'cl100k', or a "

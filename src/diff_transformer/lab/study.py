@@ -100,6 +100,8 @@ def sweep_scores(study: Study, out: Path) -> dict[str, float]:
 def _holds_runs(out: Path) -> bool:
     """Whether a study began in ``out``, or runs of one were put there."""
     folders = [*out.glob("*/*-seed*"), *out.glob("*/*/*-seed*")]
+    if any((out / name).exists() for name in ("config.json", "compare.json")):  # a run of train, or of compare
+        return False
     return (out / LOCK).exists() or any(finished(folder) or (folder / REQUEST).exists() for folder in folders)
 
 

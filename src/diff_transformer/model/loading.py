@@ -93,12 +93,20 @@ def read_model(
         require_reachable(str(name_or_path), presets)
     caller_judges = options.pop("output_loading_info", False)
     fixed = {"use_safetensors": True, "output_loading_info": True, "ignore_mismatched_sizes": True}
+    options.setdefault("trust_remote_code", False)  # else transformers asks the user, who may say yes
     try:
         with reports_held_back() as reports:
             both: Any = model_class.from_pretrained(str(name_or_path), **options, **fixed)
             model, found = both
             if caller_judges or misfits(found, unexpected=False):
                 reports.clear()  # one message below says it
+    except ValueError as error:
+        if "custom code" in str(error):
+            raise ValueError(
+                f"{name_or_path} brings its own code, which does not run here; give the model that it was exported "
+                "from, or load it in Python with trust_remote_code=True"
+            ) from None
+        raise
     except ImportError as error:
         raise RuntimeError(f"{name_or_path} cannot be read here: {error}") from None
     except SafetensorError as error:
@@ -265,7 +273,7 @@ def read_tokenizer(path: str) -> Any:
     from transformers import AutoTokenizer
 
     try:
-        return AutoTokenizer.from_pretrained(path)
+        return AutoTokenizer.from_pretrained(path, trust_remote_code=False)
     except Exception as error:  # a damaged file raises KeyError, TypeError or a bare Exception
         raise ValueError(
             f"{path} has no tokenizer that can be read ({first_line(error)}); save it beside the model with "

@@ -164,6 +164,8 @@ class Run:
             self.saver.close()
             log.close()
         model = whole_model(self.unwrapped_model, fabric.is_global_zero)
+        if first >= self.config.train.steps and (self.folder / "model").exists():  # finished before; the user's by now
+            return Trained(self.folder, model, self.data.tokenizer, self.config)
         on_first_rank(fabric, lambda: save_model(model, self.data.tokenizer, self.folder / "model", self.config))
         return Trained(self.folder, model, self.data.tokenizer, self.config)
 

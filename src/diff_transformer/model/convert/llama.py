@@ -39,7 +39,7 @@ def to_llama(model: DiffTransformerForCausalLM) -> LlamaForCausalLM:
 
 
 def read_config(checkpoint: Checkpoint) -> LlamaConfig | MistralConfig:
-    return AutoConfig.from_pretrained(checkpoint.folder)
+    return AutoConfig.from_pretrained(checkpoint.folder, trust_remote_code=False)
 
 
 def write_config(config: LlamaConfig, folder: Path, dtype: torch.dtype) -> None:
