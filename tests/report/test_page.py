@@ -92,8 +92,9 @@ def test_the_first_screen_says_what_became_of_loss_and_retrieval(controlled):
 def test_one_seed_has_no_interval(one_seed):
     page = render_page(one_seed)
     assert "In one run, 2 of 4 claims came out in the paper&#x27;s favour and 2 against it. Intervals are over" in page
-    verdicts = re.findall(r'(?s)<td data-label="Verdict">.*?</svg>([^<]*)<', page)
-    assert sorted(verdicts) == ["one run, against"] * 2 + ["one run, in favour"] * 2
+    verdicts = re.findall(r'(?s)<td data-label="Verdict">.*?</svg>([^<]*)</span><span class="small">one run<', page)
+    assert sorted(verdicts) == ["against"] * 2 + ["in favour"] * 2
+    assert "Lower language-modelling loss (one run)</span></a>" in page
     assert "held<" not in page
     assert page.count("difference −0.047, one seed: no interval") == 1
     assert "interval over" not in page

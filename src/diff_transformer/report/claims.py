@@ -23,7 +23,8 @@ def badge(claim: dict) -> Html:
     """The verdict as an icon and words."""
     known = _verdict(claim)
     icon = f'<svg viewBox="0 0 16 16" aria-hidden="true"><path d="{ICONS[known]}"/></svg>'
-    return tag("span", Html(icon), verdict_words(claim), class_=f"verdict {known.replace(' ', '-')}")
+    words = ONE_RUN[known] if one_run(claim) else known
+    return tag("span", Html(icon), words, class_=f"verdict {known.replace(' ', '-')}")
 
 
 def verdict_words(claim: dict) -> str:
@@ -81,7 +82,9 @@ def _row(place: int, claim: dict, figure: str | None, controlled: bool) -> Html:
         tag("td", tag("span", two(claim.get("paper", "")), class_="value"), source, data_label="Paper"),
         tag("td", *here, data_label="Here"),
         tag("td", *_control(claim), data_label="Control") if controlled else None,
-        tag("td", badge(claim), data_label="Verdict"),
+        tag(
+            "td", badge(claim), tag("span", "one run", class_="small") if one_run(claim) else None, data_label="Verdict"
+        ),
         id=f"claim-{place + 1}",
     )
 
@@ -105,6 +108,10 @@ def _control(claim: dict) -> list[Html]:
 def one_run(claim: dict) -> bool:
     """Whether the verdict rests on one run of each model."""
     return max(len(_seeds(claim, side)) for side in ("diff", "softmax")) == 1
+
+
+def _named(claim: dict) -> str:
+    return f"{claim.get('claim', '')}{' (one run)' if one_run(claim) else ''}"
 
 
 def two(words: object) -> Html:
@@ -194,7 +201,7 @@ def bears_on(claim: dict, sources: tuple[str, ...]) -> bool:
 def claim_links(results: dict, sources: tuple[str, ...]) -> Html:
     """Links from a figure to the verdicts that its numbers support."""
     links = [
-        tag("a", badge(claim), tag("span", claim.get("claim", "")), href=f"#claim-{place + 1}")
+        tag("a", badge(claim), tag("span", _named(claim)), href=f"#claim-{place + 1}")
         for place, claim in enumerate(dicts(results.get("claims")))
         if bears_on(claim, sources)
     ]
