@@ -137,6 +137,9 @@ def test_until_it_is_measured_training_is_over_sdpa_on_gpus_other_than_hopper(mo
     """Unless SDPA would need a mask of all pairs."""
     pytest.importorskip("triton", reason="without it there is nothing to choose")
     on_a_gpu(monkeypatch, capability)
+    torch.use_deterministic_algorithms(True)
+    assert chosen(train=True) == ("triton", ""), "whose two passes repeat"
+    torch.use_deterministic_algorithms(False)
     assert chosen(train=True) == ("sdpa", "")
     assert chosen(train=True, window=5) == ("triton", "")
     assert chosen(train=True, attn_mask=torch.ones(1, 1, 1, 1)) == ("triton", "")
