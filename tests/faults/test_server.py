@@ -29,7 +29,7 @@ from tiny_models import save_alphabet_model
 
 from diff_transformer import DiffTransformerForCausalLM
 from diff_transformer.data.tokenizer import byte_tokenizer
-from diff_transformer.serving.engines import free_port
+from diff_transformer.serving.engines import port_to_listen
 from diff_transformer.serving.middleware import PROMPTS
 from diff_transformer.serving.requests import PLAIN_TEMPLATE
 
@@ -275,7 +275,7 @@ def state(pid: int) -> tuple[int, int]:
 @contextmanager
 def serving(folder: Path, said: Path, *options: str):
     """The process and port of ``diff-transformer serve``. At the end it stops with Ctrl-C; its log has no traceback."""
-    port = free_port("127.0.0.1")
+    port = port_to_listen("127.0.0.1")
     command = [sys.executable, "-m", "diff_transformer", "serve", str(folder), "--engine", "transformers"]
     with said.open("w") as file:
         process = subprocess.Popen([*command, "--port", str(port), *options], stdout=file, stderr=subprocess.STDOUT)

@@ -84,6 +84,12 @@ def test_a_file_of_prompts_gives_json_lines(run, model, tmp_path):
     assert alone.stdout == prompts[2] + rows[2]["text"] + "\n"
 
 
+def test_prompts_that_are_not_utf_8_are_named(run, model, tmp_path):
+    (tmp_path / "latin.txt").write_bytes(b"caf\xe9\n")
+    with pytest.raises(ValueError, match=r"latin\.txt is not UTF-8 \(byte 3: 0xe9\); convert it with `iconv -f"):
+        run(["generate", model, "--prompts", str(tmp_path / "latin.txt")])
+
+
 def test_dtype_and_weights(run, model):
     pytest.importorskip("torchao", reason="the extra `inference` is not installed")
     for options in (["--dtype", "bfloat16"], ["--weights", "int8"], ["--dtype", "bfloat16", "--weights", "int8"]):

@@ -1,5 +1,6 @@
 """``compare`` from start to end on a corpus of a few files."""
 
+import importlib.util
 import json
 import os
 import signal
@@ -174,6 +175,19 @@ def test_strange_folders_are_left_alone(assignments, tmp_path):
     (tmp_path / "letter.txt").write_text("dear")
     with pytest.raises(FileExistsError, match="is not empty and holds no comparison"):
         compare(override(recipe("debug"), assignments), tmp_path)
+
+
+def test_what_cannot_be_compared_is_refused_before_anything_is_written(assignments, tmp_path, monkeypatch):
+    config, out = override(recipe("debug"), assignments), tmp_path / "out"
+    with pytest.raises(ValueError, match="devices is 2 and num_nodes 0; a comparison trains each model in one process"):
+        compare(override(config, ["train.parallel.devices=2"]), out)
+    with pytest.raises(ValueError, match=r"rope_parameters is .*'factor' is unknown or missing; give a rope_type"):
+        compare(override(config, ['model.rope_parameters={"rope_type": "linear"}']), out)
+    found = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "vl_convert" else found(name))
+    with pytest.raises(RuntimeError, match="a report needs vl_convert; install with"):
+        compare(config, out)
+    assert not out.exists()
 
 
 def test_an_experiment_with_too_little_held_out_text_is_refused_before_anything_trains(assignments, tmp_path):

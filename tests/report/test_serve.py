@@ -197,8 +197,12 @@ def test_the_command_serves_one_comparison_and_writes_no_file(tmp_path, results,
     run = CliRunner()
     assert run.invoke(app, ["report", str(tmp_path), "--serve", "--port", "8123"]).exit_code == 0
     assert served == [(tmp_path, 8123)]
-    for wrong in ([str(tmp_path / "results.json")], [str(tmp_path)] * 2, [str(tmp_path), "--out", "a.html"]):
-        assert "folder of one comparison" in str(run.invoke(app, ["report", *wrong, "--serve"]).exception)
+    for wrong, said in (
+        ([str(tmp_path / "results.json")], "takes the folder of one comparison"),
+        ([str(tmp_path)] * 2, "takes the folder of one comparison"),
+        ([str(tmp_path), "--out", "a.html"], "--serve writes no file, and --out is a.html; leave out one of them"),
+    ):
+        assert said in str(run.invoke(app, ["report", *wrong, "--serve"]).exception)
     assert "--out is missing" in str(run.invoke(app, ["report", str(tmp_path)]).exception)
     assert len(served) == 1
 

@@ -1,6 +1,7 @@
 """Which engine ``diff-transformer serve`` takes, and how it calls vLLM. tests/vllm runs the command with vLLM."""
 
 import json
+import socket
 import sys
 
 import pytest
@@ -101,15 +102,16 @@ def test_the_command_says_the_same_to_vllm(installed, model_folder, monkeypatch,
     installed((0, 32, 0))
     called = {}
     monkeypatch.setattr(engines.os, "execve", lambda *arguments: called.update(all=arguments) or sys.exit())
+    port = engines.port_to_listen("0.0.0.0")
     with pytest.raises(SystemExit):
         engines.serve(
-            str(model_folder), ["--seed", "3"], host="0.0.0.0", port=8001, requests_at_once=32, continuous_batching=True
+            str(model_folder), ["--seed", "3"], host="0.0.0.0", port=port, requests_at_once=32, continuous_batching=True
         )
     program, command, environment = called["all"]
     assert program == command[0] == sys.executable
     assert command[1:3] == ["-m", "vllm.entrypoints.openai.api_server"]
     assert dict(zip(command[3::2], command[4::2], strict=True)) == {
-        "--model": str(model_folder), "--served-model-name": "tiny-diff", "--host": "0.0.0.0", "--port": "8001",
+        "--model": str(model_folder), "--served-model-name": "tiny-diff", "--host": "0.0.0.0", "--port": str(port),
         "--dtype": "float32", "--load-format": "safetensors", "--middleware": engines.GUARD, "--max-num-seqs": "32",
         "--chat-template": PLAIN_TEMPLATE, "--seed": "3",
     }  # fmt: skip
@@ -123,3 +125,15 @@ def test_the_command_says_the_same_to_vllm(installed, model_folder, monkeypatch,
     assert int(command[command.index("--port") + 1]) > 1023
     with pytest.raises(ValueError, match="no dtype 'float17'"):
         engines.vllm_command(str(model_folder), name="x", dtype="float17")
+
+
+def test_a_port_in_use_is_said_before_a_model_is_read(installed, model_folder, monkeypatch):
+    installed(None)
+    monkeypatch.setattr("diff_transformer.serving.server.make_server", lambda *a, **k: pytest.fail("read a model"))
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        with pytest.raises(OSError, match=f"127.0.0.1 cannot listen on port {port} .*give another --port, 0 for any"):
+            engines.serve(str(model_folder), port=port)
+    assert engines.port_to_listen("127.0.0.1", port) == port
+    with pytest.raises(OSError, match="or an address of this machine as --host"):
+        engines.serve(str(model_folder), host="192.0.2.1")

@@ -262,6 +262,15 @@ def test_what_cannot_be_served_is_said_at_the_start(model_folder, options, messa
         make_server(str(model_folder), **options)
 
 
+def test_our_own_names_of_the_attention_are_taken(model_folder):
+    server = make_server(str(model_folder), port=0, device="cpu", attn_implementation="diff_blockwise")
+    try:
+        (loaded,) = server._model_manager.loaded_models.values()
+        assert loaded.model.config._attn_implementation == "diff_blockwise"
+    finally:
+        server.close()
+
+
 def test_dint_has_no_place_in_the_paged_cache(tmp_path):
     DiffTransformerForCausalLM(preset("debug", vocab_size=258, attention="dint")).save_pretrained(tmp_path)
     byte_tokenizer().save_pretrained(tmp_path)

@@ -207,6 +207,12 @@ def test_data_that_does_not_fit(config, assignment, message, tmp_path):
         train(config, tmp_path / "run")
 
 
+def test_a_backend_that_is_not_here_leaves_no_folder(config, tmp_path):
+    with pytest.raises(RuntimeError, match=r"model\.backend is 'flash', which is not available here: "):
+        train(override(config, ["model.backend=flash"]), tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
 def test_a_run_that_ends_in_its_warm_up_says_so_and_runs(config, tmp_path, caplog):
     train(override(config, ["train.steps=6"]), tmp_path / "enough")
     assert caplog.messages == []

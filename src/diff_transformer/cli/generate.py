@@ -80,10 +80,12 @@ def _read(prompt: str) -> str:
 
 
 def _lines(path: Path | None) -> Sequence[str]:
+    from diff_transformer.data.corpus import decoded
+
     assert path is not None
     if not path.is_file():
         raise FileNotFoundError(f"{path} is not a file; give a text file with a prompt a line")
-    lines = [line.removesuffix("\r") for line in path.read_text(encoding="utf-8").split("\n") if line.strip()]
+    lines = [line for line in decoded(str(path), path.read_bytes()).split("\n") if line.strip()]
     if not lines:
         raise ValueError(f"{path} has no prompt; write one a line")
     return lines

@@ -223,8 +223,10 @@ def report(
         from diff_transformer.report.serve import serve_report
 
         quiet()
-        if out is not None or len(results) != 1 or not results[0].is_dir() or not is_comparison(results[0]):
-            raise ValueError("--serve takes the folder of one comparison and writes no file; leave out --out")
+        if out is not None:
+            raise ValueError(f"--serve writes no file, and --out is {out}; leave out one of them")
+        if len(results) != 1 or not results[0].is_dir() or not is_comparison(results[0]):
+            raise ValueError("--serve takes the folder of one comparison, as `diff-transformer compare --out` wrote it")
         return serve_report(results[0], port=port)
     if out is None:
         raise ValueError("--out is missing; name the HTML file to write, or give --serve")

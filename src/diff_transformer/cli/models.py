@@ -133,7 +133,7 @@ def serve(
         int | None, typer.Option(min=1, help="Most requests in a batch; 16, or vLLM's own, by default.")
     ] = None,
     attn_implementation: Annotated[
-        str | None, typer.Option(help="As in from_pretrained: sdpa, ...; not with vLLM.")
+        str | None, typer.Option(help="As in from_pretrained: sdpa, diff_auto, ...; not with vLLM.")
     ] = None,
     dtype: Annotated[str, typer.Option(help="auto (the checkpoint's), float32, bfloat16 or float16.")] = "auto",
     device: Annotated[str, typer.Option(help="auto, cpu, cuda:0, ...; only auto with vLLM.")] = "auto",

@@ -105,7 +105,7 @@ def load_text_path(path: str | os.PathLike) -> Corpus:
         return _split(str(path), list(_archive_files(path)))
     if path.suffix.lower() not in TEXT_SUFFIXES | {""}:
         raise ValueError(f"corpus {str(path)!r} has suffix {path.suffix!r}, which is not read; give {_accepted(path)}")
-    document = Document(path.name, _decode(str(path), path.read_bytes()))
+    document = Document(path.name, decoded(str(path), path.read_bytes()))
     _refuse_blank(str(path), [document])
     train, validation = tail_split(document)
     return Corpus(str(path), [train], [validation], "the last 10 % of the text is validation")
@@ -177,17 +177,18 @@ def _split(name: str, files: list[tuple[str, bytes]]) -> Corpus:
 
 
 def _documents(name: str, files: list[tuple[str, bytes]]) -> list[Document]:
-    documents = [Document(path, _decode(f"{path} in {name}", data)) for path, data in files]
+    documents = [Document(path, decoded(f"{path} in {name}", data)) for path, data in files]
     return [document for document in documents if document.text.strip()]
 
 
-def _decode(name: str, data: bytes) -> str:
+def decoded(name: str, data: bytes) -> str:
+    """UTF-8 text, with or without a BOM; ValueError, which calls it ``name``, for any other."""
     try:
         return data.decode("utf-8-sig").replace("\r\n", "\n")
     except UnicodeDecodeError as error:
         raise ValueError(
-            f"{name} is not UTF-8 (byte {error.start}: {data[error.start]:#04x}); convert it, say with "
-            "`iconv -f latin1 -t utf-8`, or take it out"
+            f"{name} is not UTF-8 (byte {error.start}: {data[error.start]:#04x}); convert it with "
+            "`iconv -f ITS-ENCODING -t utf-8`, or take it out"
         ) from None
 
 

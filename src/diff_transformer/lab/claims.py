@@ -239,9 +239,8 @@ def judge(claims: Sequence[Claim], records: Sequence[Record]) -> list[dict]:
             continue
         pair = [ours[seed] for seed in seeds], [theirs[seed] for seed in seeds]
         values = np.array([[claim.value(record) for record in side] for side in pair])
-        known = np.array(
-            [np.isfinite(pair).all() for pair in values.T]
-        )  # not so if a slice holds no token, for example
+        # not known if a slice holds no token, for example
+        known = np.array([np.isfinite(of_seed).all() for of_seed in values.T])
         if not known.any():
             continue
         judged.append(_judge_one(claim, pair, values, known, sorted(ours.keys() ^ theirs.keys())))

@@ -82,7 +82,10 @@ def compare(
         ValueError: for settings that contradict each other, or a ``resume`` with other settings.
         DiskError: if ``out`` is not writable, or another comparison is running in it.
         RunFailed: if training or measuring fails.
+        RuntimeError: without the extra ``report``.
     """
+    from diff_transformer.report.page import require_installed
+
     console = console or Console()
     out, started = Path(out), time.perf_counter()
     require_positive(seeds=seeds, jobs=jobs)
@@ -93,6 +96,13 @@ def compare(
         threads = _threads_there(out) or max(1, here // (jobs or 1))
         config = dataclasses.replace(config, train=dataclasses.replace(config.train, threads=threads))
     config.validate()
+    parallel = config.train.parallel
+    if max(parallel.devices, parallel.num_nodes) > 1:
+        raise ValueError(
+            f"train.parallel.devices is {parallel.devices} and num_nodes {parallel.num_nodes}; a comparison trains "
+            "each model in one process: leave them out, or train each side with `diff-transformer train`"
+        )
+    require_installed()  # what the report at the end needs
     names = known_variants(variants, out)
     for name in names:
         side_model(config, name)  # raises where the heads do not fit

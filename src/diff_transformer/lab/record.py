@@ -139,7 +139,7 @@ def save_all(records: Iterable[Record], path: Path, **about) -> None:
     """Write several records to one file, with the fields of ``about`` beside them."""
     path.parent.mkdir(parents=True, exist_ok=True)
     values = {"schema": SCHEMA, **about, "records": [asdict(record) for record in records]}
-    write_whole(path, json.dumps(values) + "\n")
+    write_whole(path, json.dumps(values, separators=(",", ":")) + "\n")
 
 
 def load_all(source: Path | str) -> list[Record]:

@@ -27,6 +27,7 @@ from transformers.modeling_layers import (
     GradientCheckpointingLayer,
 )
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from transformers.utils import can_return_tuple
 from transformers.utils.output_capturing import capture_outputs
@@ -148,7 +149,13 @@ class DiffTransformerModel(DiffTransformerPreTrainedModel):
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
         self.layers = nn.ModuleList(DecoderLayer(config, i) for i in range(config.num_hidden_layers))
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.rotary_emb = LlamaRotaryEmbedding(config)  # ty: ignore[invalid-argument-type]  (reads the fields that ours shares)
+        try:
+            self.rotary_emb = LlamaRotaryEmbedding(config)  # ty: ignore[invalid-argument-type]  (reads the fields that ours shares)
+        except KeyError as error:  # an unknown type, or a number that the type needs
+            raise ValueError(
+                f"rope_parameters is {config.rope_parameters}, and {error} is unknown or missing; give a rope_type of "
+                f"transformers ({', '.join(ROPE_INIT_FUNCTIONS)}) with the numbers that it needs"
+            ) from None
         self.gradient_checkpointing = False
         self.post_init()
 

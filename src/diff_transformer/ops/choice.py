@@ -143,8 +143,6 @@ def decide(kind: Kind, tensors: tuple[Tensor, ...], arguments: Arguments, docume
     capturing = torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
     measure = not capturing and is_first_rank() and all(type(x) in (Tensor, torch.nn.Parameter) for x in tensors)
     offered = candidates(tensors, arguments, kind)
-    if any(choice.backend == "triton" for choice in offered.values()):
-        triton.gluon_switches()
     with _disable_current_modes() if measure else nullcontext():  # selective checkpointing is such a mode, for example
         found = offered[verdict(kind, tensors, arguments, documents, measure).fastest]
     if not capturing:

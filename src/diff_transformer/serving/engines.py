@@ -133,7 +133,7 @@ def vllm_command(
         dtype = str(read_config(path).dtype or "auto").removeprefix("torch.")
     command = [
         sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", path, "--served-model-name", name,
-        "--host", host, "--port", str(port or free_port(host)), "--dtype", dtype, "--load-format", "safetensors",
+        "--host", host, "--port", str(port_to_listen(host, port)), "--dtype", dtype, "--load-format", "safetensors",
         "--middleware", GUARD,
     ]  # fmt: skip
     if requests_at_once is not None:
@@ -143,15 +143,26 @@ def vllm_command(
     return command
 
 
-def free_port(host: str) -> int:
-    """A port on which ``host`` can listen: vLLM takes port 0 too, but does not say which it got."""
-    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as trial:
-        trial.bind((host, 0))
-        return trial.getsockname()[1]
+def port_to_listen(host: str, port: int = 0) -> int:
+    """``port``, or a free one for 0: vLLM takes port 0 too, but does not say which it got.
+
+    Raises:
+        OSError: if ``host`` cannot listen there.
+    """
+    try:
+        with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as trial:
+            trial.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # a port that a server has just left
+            trial.bind((host, port))
+            return trial.getsockname()[1]
+    except OSError as error:
+        raise OSError(
+            f"{host} cannot listen on port {port} ({error.strerror}); give another --port, 0 for any that is free, or "
+            "an address of this machine as --host"
+        ) from None
 
 
 def serve(
-    model: str, vllm_options: Sequence[str] = (), *, engine: str = "auto", host: str = "127.0.0.1",
+    model: str, vllm_options: Sequence[str] = (), *, engine: str = "auto", host: str = "127.0.0.1", port: int = 8000,
     name: str | None = None, continuous_batching: bool = False, attn_implementation: str | None = None,
     device: str = "auto", **options: Any,
 ) -> None:  # fmt: skip
@@ -165,6 +176,7 @@ def serve(
 
     Raises:
         RuntimeError, FileNotFoundError, ValueError: as ``choose_engine`` and ``make_server``, before an engine starts.
+        OSError: as ``port_to_listen``.
     """
     from diff_transformer.evals.lm import label_of
     from diff_transformer.serving.server import make_server
@@ -175,18 +187,20 @@ def serve(
             f"{' '.join(vllm_options)}: these are options of vLLM, which does not serve this model"
             f"{f' ({reason})' if reason else ''}; leave them out"
         )
+    require_port(port)
+    port_to_listen(host, port)  # before a model is read
     if not is_loopback(host):
         print(f"{host}: anyone who reaches this address may use the model; there is no authentication", file=sys.stderr)
     if reason:
         print(f"not served by vLLM: {reason}", file=sys.stderr)
     name = name or label_of(model)
     if chosen == "vllm":
-        command = [*vllm_command(model, host=host, name=name, **options), *vllm_options]
+        command = [*vllm_command(model, host=host, port=port, name=name, **options), *vllm_options]
         print(f"engine: vLLM; model: {name}; stop with Ctrl-C", flush=True)
         os.execve(command[0], command, {"VLLM_NO_USAGE_STATS": "1", **os.environ})
     server = make_server(
-        model, host=host, name=name, continuous_batching=continuous_batching, attn_implementation=attn_implementation,
-        device=device, **options,
+        model, host=host, port=port, name=name, continuous_batching=continuous_batching,
+        attn_implementation=attn_implementation, device=device, **options,
     )  # fmt: skip
     print(f"engine: transformers; model: {name}; stop with Ctrl-C", flush=True)
     server.run()

@@ -6,6 +6,7 @@ from typing import Any, cast
 
 from diff_transformer.checks import require_port
 from diff_transformer.data.tokenizer import require_fast
+from diff_transformer.model.implementations import OWN_NAMES
 from diff_transformer.model.loading import read_model, read_tokenizer
 from diff_transformer.serving.engines import model_path
 from diff_transformer.serving.middleware import SiteGuard
@@ -84,11 +85,12 @@ def make_server(
     if continuous_batching and attn_implementation is None:
         attn_implementation = "sdpa"
     options: dict[str, Any] = {"device": device, "dtype": dtype, "host": host, "port": port, "log_level": "error"}
+    theirs = None if attn_implementation in OWN_NAMES else attn_implementation  # transformers knows its own names only
     server = Server(
-        non_blocking=True, continuous_batching=continuous_batching, attn_implementation=attn_implementation, **options
+        non_blocking=True, continuous_batching=continuous_batching, attn_implementation=theirs, **options
     )  # fmt: skip
     server.name = shown = name or label_of(model)
-    loaded = _load(server._model_manager, path, shown)
+    loaded = _load(server._model_manager, path, shown, attn_implementation)
     give_template(loaded.processor)
     loaded.model.generation_config.do_sample = True  # OpenAI's default; temperature 0 is greedy
     context = loaded.model.config.max_position_embeddings
@@ -147,13 +149,12 @@ def _check_paged(config):
         )
 
 
-def _load(manager, path: str, name: str):
+def _load(manager, path: str, name: str, attn_implementation: str | None):
     """Load the server's only model, called ``name`` in requests and answers, and never unload it."""
     from transformers.cli.serving.model_manager import TimedModel
 
     read = read_model(
-        path, presets=(), attn_implementation=manager.attn_implementation, dtype=manager.dtype,
-        device_map=manager.device,
+        path, presets=(), attn_implementation=attn_implementation, dtype=manager.dtype, device_map=manager.device,
     )  # fmt: skip
     tokenizer = read_tokenizer(path)
     require_fast(tokenizer)

@@ -43,6 +43,19 @@ def check_model(config: RunConfig) -> None:
         check_float8(model)
 
 
+def check_backend_on(config: RunConfig, device: torch.device) -> None:
+    """Raise RuntimeError if ``model.backend`` names a backend that does not work on the device of a run."""
+    from diff_transformer.ops.choice import BACKENDS
+
+    name = config.model.get("backend", "auto")
+    if name == "auto" or config.model.get("attention") == "softmax":
+        return
+    dtype = {"bf16-mixed": torch.bfloat16, "64-true": torch.float64}.get(config.train.precision, torch.float32)
+    reason = BACKENDS[name].unsupported_reason(device, dtype)
+    if reason is not None:
+        raise RuntimeError(f"model.backend is {name!r}, which is not available here: {reason}")
+
+
 class InitialValues:
     """What the constructor of a model writes to its parameters, without memory for them.
 

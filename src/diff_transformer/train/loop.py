@@ -24,7 +24,7 @@ from diff_transformer.train.config import RunConfig
 from diff_transformer.train.context_parallel import make_context
 from diff_transformer.train.float8 import use_float8
 from diff_transformer.train.heartbeat import Heartbeat, lost_peers_explained
-from diff_transformer.train.initial_model import build_model, check_model, start_model
+from diff_transformer.train.initial_model import build_model, check_backend_on, check_model, start_model
 from diff_transformer.train.launch import on_first_rank
 from diff_transformer.train.loss import Objective
 from diff_transformer.train.metrics import MetricsLog
@@ -97,6 +97,7 @@ def train(
     check_run_folder(folder, resume=resume)
     check_model(config)
     fabric = make_fabric(config)
+    check_backend_on(config, fabric.device)
     warning = schedule_warning(config.train.steps, config.optim)
     if warning and fabric.is_global_zero:
         logger.warning(warning)

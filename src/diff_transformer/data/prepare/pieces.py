@@ -70,8 +70,8 @@ def decoded(stream: BinaryIO, name: str) -> Iterator[str]:
         except UnicodeDecodeError as error:
             place = done - waiting + error.start
             raise ValueError(
-                f"{name} is not UTF-8 (byte {place}: {error.object[error.start]:#04x}); convert it, say with "
-                "`iconv -f latin1 -t utf-8`, or take it out"
+                f"{name} is not UTF-8 (byte {place}: {error.object[error.start]:#04x}); convert it with "
+                "`iconv -f ITS-ENCODING -t utf-8`, or take it out"
             ) from None
         done += len(data)
         held = "\r" if data and text.endswith("\r") else ""
