@@ -137,8 +137,7 @@ def decide(kind: Kind, tensors: tuple[Tensor, ...], arguments: Arguments, docume
     """Measure a new kind of call, or read the kept verdict. The answer stands in this process.
 
     Raises:
-        ValueError: DIFF_TRANSFORMER_TUNE is neither 0, 1 nor force, or DIFF_TRANSFORMER_GLUON has another value than
-        its page allows.
+        ValueError: DIFF_TRANSFORMER_TUNE is neither 0, 1 nor force; or as ``triton.gluon_switches``.
     """
     capturing = torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
     measure = not capturing and is_first_rank() and all(type(x) in (Tensor, torch.nn.Parameter) for x in tensors)
