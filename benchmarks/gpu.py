@@ -7,12 +7,11 @@ python benchmarks/gpu.py --dry             # every stage on the CPU at tiny size
 python benchmarks/gpu_records.py FOLDER    # put the records into benchmarks/results
 
 Each stage is a subprocess with its share of the remaining time, so that an exception or device error in one stage
-cannot affect the next. Records are written row by row, so a stopped stage keeps its rows. summary.json says how each
-ended.
+cannot affect the next. Records are written row by row, so a stopped stage keeps its rows. gpu.json says how each
+ended, and holds their records.
 """
 
 import argparse
-import json
 import multiprocessing
 import os
 import shutil
@@ -40,7 +39,7 @@ SHARES = {
     "throughput": 18,
     "step": 10,
 }
-SANITIZER = "compute-sanitizer"  # NVIDIA's; where it is not installed summary.json says so, which is no failure
+SANITIZER = "compute-sanitizer"  # NVIDIA's; where it is not installed gpu.json says so, which is no failure
 SHARES["sanitizer"] = 6
 NOT_INSTALLED = "not installed"
 UNFINISHED = 3  # exit code of a stage that ended well with something left to do
@@ -94,7 +93,7 @@ def run_stages(stages: list[str], seconds: float, dry: bool, folder: Path, earli
             outcome = {"status": "no time left"}
         print(f"== {stage}: {outcome['status']}", flush=True)
         summary.append({"stage": stage, **outcome})
-        (folder / "summary.json").write_text(json.dumps(summary, indent=1) + "\n")
+        gpu_records.pack(folder, summary)
     for line in summary:
         print(f"{line['stage']:16} {line['status']:13} {line.get('seconds', 0):6.1f} s")
     return int(any(line["status"] not in ("done", NOT_INSTALLED) for line in summary))

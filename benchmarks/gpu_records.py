@@ -1,6 +1,7 @@
 """Merges records of several calls of gpu.py and writes them to benchmarks/results, the source of tables and plots.
 
 python benchmarks/gpu_records.py runs/gpu-1 runs/gpu-2    # later folders win; then the tables and drawings
+python benchmarks/gpu_records.py gpu.json                 # the one file that a user sent
 
 A row is known by what was measured, not by what came out. Records of unlike machines or versions are not mixed.
 """
@@ -8,6 +9,7 @@ A row is known by what was measured, not by what came out. Records of unlike mac
 import json
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -26,6 +28,7 @@ SETTING = (
 )  # fmt: skip
 WHO = ("backend", "side", "shape", "form", "tool")
 VERSIONS = ("gpu", "cuda", "cudnn", "triton")
+PACKED = "gpu.json"  # all records of a call, and how its stages ended
 LOST = "failed: the device is lost: "
 
 
@@ -87,6 +90,32 @@ def merge_files(paths: list[Path], out: Path) -> None:
         partial.replace(out)
 
 
+def pack(folder: Path, stages: list[dict]) -> None:
+    """Write ``gpu.json`` into the folder: how the stages ended, and their records."""
+    paths = {line["stage"]: folder / f"{line['stage']}.json" for line in stages}
+    records = {stage: json.loads(path.read_text()) for stage, path in paths.items() if path.exists()}
+    partial = folder / f"{PACKED}.partial"
+    partial.write_text(json.dumps({"stages": stages, "records": records}, indent=1) + "\n")
+    partial.replace(folder / PACKED)
+
+
+def unpack(file: Path, folder: Path) -> Path:
+    """The records of a ``gpu.json``, as files in a new folder.
+
+    Raises:
+        ValueError: the file is no ``gpu.json``.
+    """
+    try:
+        records = json.loads(file.read_text())["records"]
+        stages = [stage for stages in INSTALLED.values() for stage in stages if stage in records]
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        raise ValueError(f"{file} is no gpu.json of benchmarks/gpu.py ({type(error).__name__}: {error})") from None
+    folder.mkdir()
+    for stage in stages:
+        (folder / f"{stage}.json").write_text(json.dumps(records[stage]))
+    return folder
+
+
 def install(folders: list[Path], results: Path = RESULTS) -> list[str]:
     """Merge the folders' records into ``results``, and return the names of the files."""
     written = []
@@ -99,11 +128,17 @@ def install(folders: list[Path], results: Path = RESULTS) -> list[str]:
 
 
 def main(arguments: list[str]) -> int:
-    folders = [Path(argument) for argument in arguments]
-    if not folders or not all(folder.is_dir() for folder in folders):
+    given = [Path(argument) for argument in arguments]
+    if not given or not all(path.exists() for path in given):
         print(__doc__)
         return 2
-    written = install(folders)
+    with tempfile.TemporaryDirectory() as scratch:
+        try:
+            folders = [path if path.is_dir() else unpack(path, Path(scratch, str(i))) for i, path in enumerate(given)]
+        except ValueError as error:
+            print(error)
+            return 2
+        written = install(folders, RESULTS)
     print("\n".join(written) or "no record there")
     for script in ("readme_tables.py", "plot.py") if written else ():
         subprocess.run([sys.executable, str(ROOT / "benchmarks" / script)], check=True)

@@ -17,6 +17,11 @@ ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "benchmarks" / "gpu.py"
 
 
+def ends(folder):
+    """How the stages ended."""
+    return json.loads((folder / "gpu.json").read_text())["stages"]
+
+
 @pytest.mark.slow
 def test_dry_run_of_every_stage(tmp_path):
     environment = {**os.environ, "OUT": str(tmp_path), "OMP_NUM_THREADS": "1"}
@@ -24,7 +29,7 @@ def test_dry_run_of_every_stage(tmp_path):
         [sys.executable, str(SCRIPT), "--dry"], env=environment, cwd=tmp_path, capture_output=True, text=True
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    summary = json.loads((tmp_path / "summary.json").read_text())
+    summary = ends(tmp_path)
     stages = [
         "hopper",
         "correctness",
@@ -62,7 +67,7 @@ def test_dry_run_of_every_stage(tmp_path):
         assert {row["side"] for row in records[stage]["rows"]} == {"softmax", "diff"}
     assert "decoding, DIFF / Transformer | ≥ 1 |  | not measured |" in done.stdout
     assert "blockwise  bf16" in done.stdout
-    assert {path.name for path in tmp_path.iterdir()} == {"summary.json", *(f"{stage}.json" for stage in stages)}
+    assert {path.name for path in tmp_path.iterdir()} == {"gpu.json", *(f"{stage}.json" for stage in stages)}
 
 
 @pytest.fixture
@@ -100,12 +105,12 @@ def gpu(monkeypatch):
 def test_a_stage_that_breaks_or_dies_is_recorded_and_the_next_one_runs(gpu, tmp_path):
     stages = ["attention", "attention_slow", "correctness"]
     assert gpu.run_stages(stages, 60, True, tmp_path) == 1
-    broken, killed, fine = json.loads((tmp_path / "summary.json").read_text())
+    broken, killed, fine = ends(tmp_path)
     assert broken["status"] == "failed"
     assert broken["error"].endswith("ZeroDivisionError: oh no\n")
     assert (killed["status"], killed["error"]) == ("failed", "exit code -9")
     assert fine["status"] == "done"
-    assert (tmp_path / "correctness.json").exists()
+    assert json.loads((tmp_path / "gpu.json").read_text())["records"] == {"correctness": {}}
 
 
 def test_hopper_kernels_that_fail_fail_the_stage(gpu, tmp_path, monkeypatch):
@@ -145,7 +150,7 @@ def test_a_stage_that_runs_out_is_stopped_with_all_it_started(gpu, tmp_path):
     began = time.monotonic()
     assert gpu.run_stages(["decode", "throughput"], 3, True, tmp_path) == 1
     assert time.monotonic() - began < 20
-    stopped, fine = json.loads((tmp_path / "summary.json").read_text())
+    stopped, fine = ends(tmp_path)
     assert stopped["status"] == "stopped"
     assert fine["status"] == "done"
     left = json.loads((tmp_path / "decode.json").read_text())
@@ -156,7 +161,7 @@ def test_a_stage_that_runs_out_is_stopped_with_all_it_started(gpu, tmp_path):
 
 def test_a_stage_that_did_not_get_to_all_is_not_done(gpu, tmp_path):
     assert gpu.run_stages(["step"], 60, True, tmp_path) == 1
-    (step,) = json.loads((tmp_path / "summary.json").read_text())
+    (step,) = ends(tmp_path)
     assert (step["status"], step["error"]) == ("unfinished", "out of time before the rest")
     assert ended(json.loads((tmp_path / "step.json").read_text())["child"])
 
@@ -175,7 +180,7 @@ def test_an_earlier_call_on_another_machine_is_left_alone(gpu, tmp_path):
     (tmp_path / "earlier").mkdir()
     (tmp_path / "earlier" / "step.json").write_text(json.dumps({"rows": [], "provenance": {"torch": "2.0"}}))
     gpu.run_stages(["step"], 60, True, tmp_path, tmp_path / "earlier")
-    (step,) = json.loads((tmp_path / "summary.json").read_text())
+    (step,) = ends(tmp_path)
     assert step["status"] == "failed"
     assert "not merged: records of unlike machines or versions" in step["error"]
     assert len(json.loads((tmp_path / "step.json").read_text())["rows"]) == 1
@@ -231,7 +236,7 @@ def test_a_sanitizer_that_is_not_installed_is_said_and_no_failure(gpu, monkeypat
     monkeypatch.setattr(gpu, "run_stage", lambda stage, budget, *_: ran.append((stage, budget)) or {"status": "done"})
     monkeypatch.setattr(gpu.shutil, "which", lambda name: None)
     assert gpu.run_stages(["step", "sanitizer"], 60, False, tmp_path) == 0
-    step, sanitizer = json.loads((tmp_path / "summary.json").read_text())
+    step, sanitizer = ends(tmp_path)
     assert (step["status"], sanitizer["status"]) == ("done", "not installed")
     assert sanitizer["error"] == "compute-sanitizer was not found; it comes with the CUDA toolkit"
     assert ran == [("step", pytest.approx(60, abs=1))], "its share of the time goes to the others"
