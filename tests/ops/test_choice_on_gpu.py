@@ -27,10 +27,16 @@ def gpu(monkeypatch, tmp_path):
     monkeypatch.setattr(api, "MEASURED", ("cpu",))
     monkeypatch.setattr(dispatch, "TURNS", (1, 1))
     computed = []
-    attend = choice.attend
-    monkeypatch.setattr(choice, "attend", lambda c, *a, **k: computed.append(c.name) or attend(c, *a, **k))
+    recorded(monkeypatch, computed)
     next_process(monkeypatch)
     return computed
+
+
+def recorded(monkeypatch, names):
+    """Keep the name of each form that computes."""
+    for function in ("attend", "attend_packed"):
+        right = getattr(choice, function)
+        monkeypatch.setattr(choice, function, lambda c, *a, right=right, **k: names.append(c.name) or right(c, *a, **k))
 
 
 @pytest.fixture
@@ -47,11 +53,7 @@ def next_process(monkeypatch):
 def takes(monkeypatch, **seconds):
     """A clock by which forms take these seconds; the others take one."""
     last = []
-    attend, varlen = choice.attend, triton.attend_varlen
-    monkeypatch.setattr(choice, "attend", lambda c, *a, **k: last.append(c.name) or attend(c, *a, **k))
-    monkeypatch.setattr(
-        triton, "attend_varlen", lambda *a, form, **k: last.append(Choice("triton", form).name) or varlen(*a, form=form)
-    )
+    recorded(monkeypatch, last)
 
     def clock(run):
         run()
@@ -297,18 +299,34 @@ def test_packed_documents_choose_among_the_backward_passes(monkeypatch, gpu):
     x = inputs(T=3)
     rows = [t[0].transpose(0, 1) for t in x]
     ends = torch.tensor([0, 2, 3], dtype=torch.int32)
-    used = []
-    varlen = triton.attend_varlen
-    monkeypatch.setattr(triton, "attend_varlen", lambda *a, form, **k: used.append(form) or varlen(*a, form=form))
     out = diff_attention_varlen(*rows, ends, ends, 2, 2, is_causal=True)
-    assert used[-1] == triton.Form(one_pass=True)
+    assert gpu[-1] == ONE
     assert out.shape == (3, 1, 32)
     compiled = torch.compile(
         lambda *x: diff_attention_varlen(*x, 2, 2, is_causal=True), backend="eager", fullgraph=True
     )
-    used.clear()
+    gpu.clear()
     assert torch.equal(compiled(*rows, ends, ends), out)
-    assert used == [triton.Form(one_pass=True)]
+    assert set(gpu) == {ONE}
+
+
+def test_packed_documents_are_compared_with_the_reference(monkeypatch, gpu, caplog):
+    torch.use_deterministic_algorithms(False)
+    takes(monkeypatch, **{ONE: 0.1, TWO: 0.2})
+    rows, ends = [t[0].transpose(0, 1) for t in inputs(T=7)], torch.tensor([0, 7], dtype=torch.int32)
+    varlen = triton.attend_varlen
+
+    def second_document_sees_the_first(*a, form, **k):
+        if form.one_pass and len(a[6]) > 2:
+            a = (*a[:6], a[6][[0, -1]], a[7][[0, -1]], *a[8:])
+        return varlen(*a, form=form)
+
+    monkeypatch.setattr(triton, "attend_varlen", second_document_sees_the_first)
+    diff_attention_varlen(*rows, ends, ends, 7, 7, is_causal=True)
+    assert gpu[-1] == TWO
+    assert [record.message.split(":")[0] for record in caplog.records if record.levelname == "WARNING"] == [
+        f"{ONE} is wrong on cpu and is not used"
+    ]
 
 
 def test_a_bad_switch_is_named(monkeypatch):

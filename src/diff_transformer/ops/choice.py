@@ -18,6 +18,7 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
+from itertools import pairwise
 from operator import index as concrete
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -199,6 +200,12 @@ def attend(choice: Choice, tensors: tuple[Tensor, ...], arguments: Arguments, **
     return BACKENDS[choice.backend].attend(*tensors, *arguments, **form, **options)
 
 
+def attend_packed(choice: Choice, tensors: tuple[Tensor, ...], arguments: Arguments, documents: Documents) -> Tensor:
+    """[1, H, total, Dv] by the chosen form of the Triton kernels, within each document."""
+    positions = (arguments.is_causal, arguments.window, arguments.scale)
+    return triton.attend_varlen(*tensors, arguments.lam, *documents, *positions, form=choice.form)
+
+
 def timed(
     choice: Choice, tensors: tuple[Tensor, ...], arguments: Arguments, documents: Documents | None
 ) -> Callable[[], None]:
@@ -222,7 +229,7 @@ def timed(
             on_device,
         ):
             if choice.backend == "triton" and not checked:
-                check(choice, tensors, arguments)
+                check(choice, tensors, arguments, documents is not None)
                 checked = True
             *given, lam = (x.detach().requires_grad_(x.requires_grad and gradients) for x in inputs)
             if tensors[3] is tensors[2]:
@@ -231,8 +238,7 @@ def timed(
             if documents is None:
                 out = attend(choice, tuple(given), rest, **strict)
             else:
-                positions = (rest.is_causal, rest.window, rest.scale)
-                out = triton.attend_varlen(*given, lam, *documents, *positions, form=choice.form)
+                out = attend_packed(choice, tuple(given), rest, documents)
             if choice.backend == "triton" and choice.form.gluon and triton.untried():
                 raise NotNow("the Hopper kernels could not be tried")
             if gradients:
@@ -242,8 +248,11 @@ def timed(
     return run
 
 
-def check(choice: Choice, tensors: tuple[Tensor, ...], arguments: Arguments) -> None:
-    """Raise AssertionError unless the form is within the numerics budget on a small problem of the same kind."""
+def check(choice: Choice, tensors: tuple[Tensor, ...], arguments: Arguments, packed: bool = False) -> None:
+    """Raise AssertionError unless the form is within the numerics budget on a small problem of the same kind.
+
+    If ``packed``, the problem is two documents in one row, a third of the lengths and the rest.
+    """
     from diff_transformer.testing import assert_within_budget, eager_diff_attention, make_inputs
 
     q1, q2, k1, k2, v = tensors
@@ -258,6 +267,7 @@ def check(choice: Choice, tensors: tuple[Tensor, ...], arguments: Arguments) -> 
         "window": arguments.window,
         "scale": arguments.scale,
     }
+    ends_q, ends_k = ([0, T // 3, T], [0, S // 3, S]) if packed and min(T, S) >= 3 else ([0, T], [0, S])
     names = [name for name in x._fields if not (k2 is k1 and name == "k2")]
     gradients = torch.is_grad_enabled()
 
@@ -268,15 +278,25 @@ def check(choice: Choice, tensors: tuple[Tensor, ...], arguments: Arguments) -> 
         out = function(*y)
         return [out, *(torch.autograd.grad(out, leaves, torch.ones_like(out)) if gradients else ())]
 
-    def exact(*y: Tensor) -> Tensor:
-        return reference.attend(*y, **options)
+    def by_document(attend: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        def function(q1, q2, k1, k2, v, lam) -> Tensor:
+            outs = []
+            for (a, b), (c, d) in zip(pairwise(ends_q), pairwise(ends_k), strict=True):
+                queries, keys = (
+                    [x[:, :, i:j] for x in xs] for xs, i, j in (((q1, q2, lam), a, b), ((k1, k2, v), c, d))
+                )
+                outs.append(attend(*queries[:2], *keys, queries[2], **options))
+            return torch.cat(outs, dim=2)
 
-    def eager(*y: Tensor) -> Tensor:
-        return eager_diff_attention(*y, **options)
+        return function
 
     def ours(*y: Tensor) -> Tensor:
-        return attend(choice, y[:5], Arguments(y[5], mask, *arguments[2:]))
+        if not packed:
+            return attend(choice, y[:5], Arguments(y[5], mask, *arguments[2:]))
+        ends = (torch.tensor(x, dtype=torch.int32, device=q1.device) for x in (ends_q, ends_k))
+        return attend_packed(choice, y[:5], arguments._replace(lam=y[5]), Documents(*ends, T, S))
 
+    exact, eager = by_document(reference.attend), by_document(eager_diff_attention)
     values = results(ours, q1.dtype), results(exact, torch.float64), results(eager, q1.dtype)
     try:
         for what, actual, expected, by_eager in zip(("out", *names), *values, strict=False):

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from diff_transformer.ops import api, triton
+from diff_transformer.ops import api
 from diff_transformer.ops import choice as on_gpu
 from diff_transformer.ops.api import refuse_missing_gradients, resolve
 from diff_transformer.ops.arguments import (
@@ -100,8 +100,7 @@ def diff_attention_varlen(
             documents = Documents(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
             if backend == "auto" and q1.device.type in api.MEASURED:
                 choice = on_gpu.choose(tensors, arguments, documents)
-            positions = (arguments.is_causal, arguments.window, arguments.scale)
-            out = triton.attend_varlen(*tensors, arguments.lam, *documents, *positions, form=choice.form)
+            out = on_gpu.attend_packed(choice, tensors, arguments, documents)
         else:
             out = _one_by_one(choice, tensors, arguments, cu_seqlens_q.tolist(), cu_seqlens_k.tolist())
     return out[0].transpose(0, 1)
