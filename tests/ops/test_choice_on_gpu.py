@@ -171,6 +171,24 @@ def test_calls_of_one_kind_share_a_verdict_and_others_do_not(gpu, monkeypatch):
 
 
 @pytest.mark.usefixtures("without_triton")
+def test_within_a_graph_capture_nothing_is_measured_and_the_default_is_not_kept(monkeypatch, gpu):
+    takes(monkeypatch, **{JOINED: 0.1})
+    with monkeypatch.context() as patched:
+        patched.setattr(torch.cuda, "is_initialized", lambda: True)
+        patched.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+        diff_attention(*inputs())
+        assert gpu == [BY_MAP]
+    diff_attention(*inputs())
+    assert gpu[-1] == JOINED
+    gpu.clear()
+    next_process(monkeypatch)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    diff_attention(*inputs())
+    assert gpu == [JOINED], "the kept verdict"
+
+
+@pytest.mark.usefixtures("without_triton")
 def test_under_compile_the_kept_verdict_holds_and_nothing_is_measured(monkeypatch, gpu):
     x = inputs()
     torch.compile(lambda *x: diff_attention(*x, is_causal=True), backend="eager", fullgraph=True)(*x)
