@@ -208,6 +208,18 @@ def test_convert_llama_and_back(tmp_path):
         (("info", "paper_3b", "--gpus", "8", "--memory", "0"), "memory is 0.0; it must be positive"),
         (("bench", "toaster"), "no benchmark 'toaster'"),
         (("report", "/nowhere", "--out", "x"), "/nowhere"),
+        (
+            ("report", "/nowhere", "--out", "x", "--port", "80"),
+            "--port is 80, but nothing is served; add --serve, or leave out --port",
+        ),
+        (
+            ("prepare", "python", "--verify", "/nowhere"),
+            "--verify only checks /nowhere; leave out the sources and --out, or --verify",
+        ),
+        (
+            ("prepare", "python", "--out", "x", "--tokenizer", "bytes", "--vocab-size", "300"),
+            "--vocab-size is for bpe, and --tokenizer is 'bytes'; leave out one of them",
+        ),
         (("convert", "/nowhere", "--out", "x"), "/nowhere is not a folder"),
         (("convert", "/nowhere", "--from", "gpt", "--out", "x"), "cannot convert from 'gpt'"),
         (("generate", "/nowhere/m", "hi"), "no model at /nowhere/m"),

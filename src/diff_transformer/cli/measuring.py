@@ -203,7 +203,9 @@ def report(
     serve: Annotated[
         bool, typer.Option("--serve", help="Serve a comparison's page at 127.0.0.1, and draw texts typed there.")
     ] = False,
-    port: Annotated[int, typer.Option(min=0, max=LAST_PORT, help="Port of --serve; 0 for any free port.")] = 0,
+    port: Annotated[
+        int | None, typer.Option(min=0, max=LAST_PORT, help="Port of --serve; by default, or with 0, any free port.")
+    ] = None,
 ):
     """Write the report of a comparison and print its claims, or the page of experiments, runs or a study."""
     from rich.console import Console
@@ -227,7 +229,9 @@ def report(
             raise ValueError(f"--serve writes no file, and --out is {out}; leave out one of them")
         if len(results) != 1 or not results[0].is_dir() or not is_comparison(results[0]):
             raise ValueError("--serve takes the folder of one comparison, as `diff-transformer compare --out` wrote it")
-        return serve_report(results[0], port=port)
+        return serve_report(results[0], port=port or 0)
+    if port is not None:
+        raise ValueError(f"--port is {port}, but nothing is served; add --serve, or leave out --port")
     if out is None:
         raise ValueError("--out is missing; name the HTML file to write, or give --serve")
     if len(results) == 1 and is_study(results[0]):
@@ -236,8 +240,9 @@ def report(
         print(f"report: {write_runs_report([*results], out, overwrite=overwrite)}")
     elif len(results) == 1 and is_comparison(results[0]):
         loaded = load_results(results[0])
+        page = write_report(loaded, out, overwrite=overwrite)
         Console().print(render_claims(loaded))
-        print(f"report: {write_report(loaded, out, overwrite=overwrite)}")
+        print(f"report: {page}")
     elif any((path / "results.json").exists() for path in results):
         raise ValueError(
             "a page shows one comparison only; to overlay several, give their runs "

@@ -130,8 +130,12 @@ def prepare(
 
     quiet()
     if verify is not None:
+        if sources or out is not None:
+            raise ValueError(f"--verify only checks {verify}; leave out the sources and --out, or --verify")
         run_verify(verify)
         return
+    if vocab_size is not None and tokenizer not in (None, "bpe"):
+        raise ValueError(f"--vocab-size is for bpe, and --tokenizer is {tokenizer!r}; leave out one of them")
     if out is None:
         raise ValueError("no folder to write to; give --out FOLDER")
     settings = {
