@@ -84,18 +84,48 @@ def compared(cells: Cells, side: str, baseline: str) -> tuple[list[Row], list[st
     return [replace(row, measure=f"{name}: {row.measure}") for row in rows], untested
 
 
-def starts(cells: Cells) -> str:
-    """Both outcomes with other starts of the head norm; "" before any run has one."""
-    pairs = [("diff", "softmax"), ("diff_matched", "softmax"), ("diff_matched", "softmax_norm_matched")]
-    found = [compared(cells, *pair) for pair in pairs if all(side in cells.get(SETTING, {}) for side in pair)]
-    rows, untested = ([each for pair in found for each in pair[i]] for i in range(2))
-    head = "**Other starts of the head norm** (exploratory)"
-    return "\n\n".join([head, exploratory(rows), *untested]) if rows else ""
+# (side, what it is compared with), by the part of the later sides: see the preregistration and README
+LATER = {
+    "Other starts of the head norm": [
+        ("diff", "softmax"),
+        ("diff_matched", "softmax"),
+        ("diff_matched", "softmax_norm_matched"),
+    ],
+    "The other sides": [
+        ("diff_norm1", "diff_lambda0"),
+        ("diff_norm1", "softmax_wide_norm1"),
+        ("diff", "softmax_norm"),
+        ("diff_v2", "softmax"),
+    ],
+}
+
+
+def later(cells: Cells) -> str:
+    """Both outcomes of the later sides that have run."""
+    parts: list[str] = []
+    for name, pairs in LATER.items():
+        found = [compared(cells, *pair) for pair in pairs if all(side in cells.get(SETTING, {}) for side in pair)]
+        rows, untested = ([each for pair in found for each in pair[i]] for i in range(2))
+        parts += [f"**{name}** (exploratory)", exploratory(rows), *untested] if rows else []
+    return "\n\n".join(parts)
 
 
 def findings(cells: Cells) -> str:
-    """What findings has."""
-    return "\n\n".join(part for part in (primary(cells), starts(cells)) if part)
+    """What findings has: the primary outcome, and what every side learns."""
+    return "\n\n".join(part for part in (primary(cells), in_short(cells)) if part)
+
+
+def in_short(cells: Cells) -> str:
+    """Which tasks every side learns, and its accuracy on several needles."""
+    if SETTING not in cells:
+        return ""
+    heads = ("", "learned pairs", "learned clauses", f"reached {GOAL} on needles", ACCURACY.name)
+    lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
+    for side, runs in _sides(cells):
+        counts = [sum(learned(record, source) for record in runs) for source in ("pairs", "clauses")]
+        shown = [f"{count} of {len(runs)}" for count in (*counts, reached(cells, side))]
+        lines.append(f"| {' | '.join([SHOWN[side], *shown, f'{fmean(map(ACCURACY.read, runs)):.2f}'])} |")
+    return "**What every side learns**, in runs (exploratory but for the first three)\n\n" + "\n".join(lines)
 
 
 def reached(cells: Cells, side: str) -> int:
@@ -106,7 +136,7 @@ def reached(cells: Cells, side: str) -> int:
 
 def tables(cells: Cells) -> str:
     """What stands between the README's markers."""
-    parts = [progress(cells), primary(cells), starts(cells)]
+    parts = [progress(cells), primary(cells), later(cells)]
     if SETTING in cells:
         parts += [
             "![Accuracy while training, and by depth](needles.svg)",

@@ -130,15 +130,20 @@ def left_out(cells: Cells) -> str:
 
 
 def primary(cells: Cells) -> str:
-    """The primary outcome, and whether the gain grows with noise; "" before there is anything to compare."""
+    """The primary outcome; "" before there is anything to compare."""
     rows = [row for b in BASELINES for m in (ACCURACY, STEPS) if (row := over_grid(cells, SIDE, b, m))]
     if not rows:
         return ""
-    parts = [f"**Primary outcome**, over the informative settings of the grid{_undecided(cells)}"]
+    head = f"**Primary outcome**, over the informative settings of the grid{_undecided(cells)}"
     tests = 2 * len(BASELINES)
-    parts += [summary(corrected(rows, tests), tests), left_out(cells)]
-    if further := [row for b in BASELINES for m in (ACCURACY, STEPS) if (row := slope(cells, SIDE, b, m))]:
-        parts += ["**Does the gain grow with noise?** (exploratory)", exploratory(further)]
+    return "\n\n".join([head, summary(corrected(rows, tests), tests), left_out(cells)])
+
+
+def further(cells: Cells) -> str:
+    """Whether the gain grows with noise, and what it is on the first question alone."""
+    parts = []
+    if slopes := [row for b in BASELINES for m in (ACCURACY, STEPS) if (row := slope(cells, SIDE, b, m))]:
+        parts += ["**Does the gain grow with noise?** (exploratory)", exploratory(slopes)]
     if first := [row for b in BASELINES if (row := over_grid(cells, SIDE, b, FIRST))]:
         parts += ["**On the first question alone** (exploratory)", exploratory(first)]
     return "\n\n".join(parts)
@@ -146,7 +151,7 @@ def primary(cells: Cells) -> str:
 
 def tables(cells: Cells) -> str:
     """What stands between the README's markers."""
-    parts = [progress(cells), primary(cells)]
+    parts = [progress(cells), primary(cells), further(cells)]
     if any(where in cells for where in GRID):
         parts += ["![Accuracy while the models are trained](recall.svg)", around(cells), by_setting(cells)]
     parts.append(sweep(cells))
@@ -154,8 +159,8 @@ def tables(cells: Cells) -> str:
 
 
 def findings(cells: Cells) -> str:
-    """What findings has: the primary outcome, every side by noise, and the settings around ``CENTRE``."""
-    return "\n\n".join(part for part in (primary(cells), by_noise(cells), around(cells)) if part)
+    """What findings has: the primary outcome, and every side by noise."""
+    return "\n\n".join(part for part in (primary(cells), by_noise(cells)) if part)
 
 
 VARIED = {
