@@ -85,6 +85,14 @@ def test_the_number_of_seeds_counts_from_the_margin():
     (claim,) = judge(paper_claims(CELLS[:1]), results)
     assert claim["difference"]["mean"] == pytest.approx(0.05)
     assert ", 18 seeds would" in claim["power"]
+    assert claim["p_value"] == pytest.approx(0.4778, abs=1e-3)  # of t = 0.1 / (0.2 / 3 ** 0.5)
+
+
+@pytest.mark.parametrize(
+    ("differences", "kept"), [((-0.1, -0.11, -0.12), True), ((-0.1,), False), ((-0.1, -0.1), False)]
+)
+def test_a_claim_has_a_p_value_with_three_seeds_or_more(differences, kept):
+    assert ("p_value" in losses(differences)) == kept
 
 
 def test_no_worse_than_a_model_that_fails_proves_nothing():

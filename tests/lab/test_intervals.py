@@ -152,6 +152,20 @@ def test_p_value_of_the_paired_t_test():
     assert [paired_p_value(few) for few in ([0.3], [0.1, float("nan")])] == [1.0, 1.0]
 
 
+def test_the_p_value_belongs_to_the_interval():
+    """At an end of the interval, over seeds or over seeds and examples, it is 0.05."""
+    values = [1.0, 2.0, 4.0]
+    for end in over_seeds(values)[1:3]:
+        assert paired_p_value(values, end) == pytest.approx(0.05, abs=1e-4)
+    rng = np.random.default_rng(0)
+    first, second = rng.normal(0.3, 1, (4, 50)), rng.normal(0, 1, (4, 50))
+    interval, examples = over_seeds_and_examples(list(first), list(second))
+    assert examples.variance > 0
+    for end in interval[1:3]:
+        assert paired_p_value((first - second).mean(1), end, examples) == pytest.approx(0.05, abs=1e-4)
+    assert paired_p_value([0.1, 0.1], 0.1) == 1.0
+
+
 def test_holm_by_hand():
     """Sorted 0.01, 0.02, 0.03, 0.04 times 4, 3, 2, 1, each at least as large as the one before."""
     assert holm([0.04, 0.01, 0.03, 0.02]) == pytest.approx([0.06, 0.04, 0.06, 0.06])

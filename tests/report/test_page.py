@@ -108,6 +108,16 @@ def test_an_undecided_claim_shows_how_many_seeds_would_decide_it(results):
     assert "one run" not in page
 
 
+def test_holm_s_correction_over_the_claims_stands_below_them(results):
+    assert "Holm" not in render_page(results)
+    for claim, p_value in zip(results["claims"], (0.001, 0.5, 0.03, 0.04), strict=True):
+        claim["p_value"] = p_value
+    page = render_page(results)
+    said = "Without a correction 3 of 4 tested claims are significant; with Holm&#x27;s correction 1 is: "
+    assert page.count(said + results["claims"][0]["claim"]) == 1
+    assert "without a correction for multiple tests" not in page
+
+
 def test_the_control_is_a_column_of_the_claims(results, controlled):
     page = render_page(controlled)
     head = page[page.index('<table class="claims controlled">') : page.index("</thead>")]

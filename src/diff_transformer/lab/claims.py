@@ -2,8 +2,8 @@
 
 With three seeds or more, the interval is over seeds and evaluation examples. With fewer, it is a paired bootstrap over
 the examples, which covers *these* trained models; another seed may give another result. A largest value has none then:
-its bootstrap covers too seldom. If three seeds or more leave a claim undecided, it has the number of seeds that would
-decide it.
+its bootstrap covers too seldom. With three seeds or more a claim has the p-value of its test, from which the page says
+what Holm's correction keeps; if they leave it undecided, it has the number of seeds that would decide it.
 """
 
 import math
@@ -21,6 +21,7 @@ from diff_transformer.lab.stats import (
     mean,
     over_examples,
     over_seeds_and_examples,
+    paired_p_value,
     seeds_to_decide,
     verdict,
 )
@@ -300,15 +301,18 @@ def _judge_one(
     if not known.all():
         missing = len(known) - len(ours)
         untested = f"{missing} of {len(known)} seeds {'has' if missing == 1 else 'have'} no example of it"
-    power = ""
-    if judged == "undecided" and not untested and interval.over != "examples":
+    power, tested = "", {}
+    if not untested and interval.over != "examples":
         differences = [a / b - 1 if relative else a - b for a, b in zip(ours, theirs, strict=True)]
-        power = _power(differences, -claim.margin if claim.better == "higher" else claim.margin, of_examples)
+        threshold = -claim.margin if claim.better == "higher" else claim.margin
+        power = _power(differences, threshold, of_examples) if judged == "undecided" else ""
+        tested = {"p_value": paired_p_value(differences, threshold, of_examples)}
     return {
         "id": claim.id, "claim": claim.claim, "paper": claim.paper, "source": claim.source, "unit": claim.unit,
         "here": f"{_number(b)} / {_number(a)}", "detail": _detail(interval, len(ours), relative),
         "verdict": "undecided" if untested else judged, "untested": untested, "power": power, "diff": ours,
         "softmax": theirs, "better": claim.better, "difference": _interval(interval, relative),
+        **tested,
     }  # fmt: skip
 
 

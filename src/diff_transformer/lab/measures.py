@@ -133,19 +133,26 @@ def paired_rows(
 
 
 def after_holm(rows: Iterable[Row]) -> str:
-    """A sentence for below a table: how many of its measures are significant, without and with Holm's correction.
-
-    The correction is over the rows that have a verdict. "" where none is significant.
-    """
+    """``holm_sentence`` for below a table, over the rows that have a verdict."""
     tested = [row for row in rows if row.verdict]
-    adjusted = holm([row.p_value for row in tested])
-    significant = [(row.measure, p) for row, p in zip(tested, adjusted, strict=True) if row.verdict != "undecided"]
+    return holm_sentence([(row.measure, row.p_value, row.verdict) for row in tested], "measures")
+
+
+def holm_sentence(tested: Sequence[tuple[str, float, str]], plural: str) -> str:
+    """How many of what was tested is significant, without and with Holm's correction; "" where nothing is.
+
+    Args:
+        tested: for each its name, p-value and verdict.
+        plural: what they are.
+    """
+    adjusted = holm([p for _, p, _ in tested])
+    significant = [(name, p) for (name, _, said), p in zip(tested, adjusted, strict=True) if said != "undecided"]
     if not significant:
         return ""
-    kept = [measure for measure, p in significant if p <= 0.05]
+    kept = [name for name, p in significant if p <= 0.05]
     verb = "is" if len(significant) == 1 else "are"
     return (
-        f"Without a correction {len(significant)} of {len(tested)} tested measures {verb} significant; with Holm's "
+        f"Without a correction {len(significant)} of {len(tested)} tested {plural} {verb} significant; with Holm's "
         f"correction {len(kept) or 'none'} {'is' if len(kept) == 1 else 'are'}"
         f"{': ' if kept else ''}{', '.join(kept)}."
     )

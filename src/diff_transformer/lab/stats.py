@@ -22,6 +22,13 @@ class Interval(NamedTuple):
     over: str
 
 
+class OverExamples(NamedTuple):
+    """The variance of a mean over seeds that more seeds do not lower: that of the examples, which all seeds share."""
+
+    variance: float = 0.0
+    count: int = 0
+
+
 def over_seeds(differences: Sequence[float]) -> Interval:
     """Mean and Student's 95 % interval of paired differences, one per independent unit: a seed, or a book."""
     values = np.asarray(differences, dtype=float)
@@ -40,18 +47,22 @@ def _student_quantile(freedom: float, level: float = 0.05) -> float:
     return round(float(t.ppf(1 - level / 2, freedom)), 3)
 
 
-def paired_p_value(differences: Sequence[float]) -> float:
-    """Two-sided p-value of the paired t-test, with one difference a seed; 1 for a single or a non-finite one."""
+def paired_p_value(differences: Sequence[float], threshold: float = 0.0, examples: OverExamples | None = None) -> float:
+    """Two-sided p-value of the paired t-test against ``threshold``, with one difference a seed.
+
+    It belongs to the interval of ``over_seeds``; with ``examples`` to that of ``over_seeds_and_examples``. 1 for a
+    single or a non-finite difference.
+    """
     from scipy.stats import t
 
     values = np.asarray(differences, dtype=float)
-    centre, count = float(values.mean()), len(values)
-    if count < 2 or not math.isfinite(centre):
+    distance, count = abs(float(values.mean()) - threshold), len(values)
+    if count < 2 or not math.isfinite(distance):
         return 1.0
-    error = float(values.std(ddof=1)) / count**0.5
+    error, freedom = _error(float(values.var(ddof=1)) / count, count, examples or OverExamples())
     if not error:  # the same in every pair
-        return float(centre == 0)
-    return float(2 * t.sf(abs(centre) / error, count - 1))
+        return float(distance == 0)
+    return float(2 * t.sf(distance / error, freedom))
 
 
 def holm(p_values: Sequence[float]) -> list[float]:
@@ -66,13 +77,6 @@ def holm(p_values: Sequence[float]) -> list[float]:
         largest = max(largest, (count - rank) * p_values[place])
         adjusted[place] = min(1.0, largest)
     return adjusted
-
-
-class OverExamples(NamedTuple):
-    """The variance of a mean over seeds that more seeds do not lower: that of the examples, which all seeds share."""
-
-    variance: float = 0.0
-    count: int = 0
 
 
 def seeds_to_decide(
@@ -107,12 +111,18 @@ def seeds_to_decide(
 
 
 def _half_width(of_seeds: float, seeds: int, examples: OverExamples, level: float = 0.05) -> float:
-    """Half of an interval, from its variance over seeds and that over examples; Satterthwaite's degrees of freedom."""
+    """Half of an interval, from the variance of its mean over seeds and that over examples."""
+    error, freedom = _error(of_seeds, seeds, examples)
+    return _student_quantile(freedom, level) * error if error else 0.0
+
+
+def _error(of_seeds: float, seeds: int, examples: OverExamples) -> tuple[float, float]:
+    """The standard error of both variances, and Satterthwaite's degrees of freedom."""
     total = of_seeds + examples.variance
     if not total:
-        return 0.0
+        return 0.0, math.inf
     freedom = of_seeds**2 / (seeds - 1) + (examples.variance**2 / (examples.count - 1) if examples.variance else 0.0)
-    return _student_quantile(total**2 / freedom, level) * math.sqrt(total)
+    return math.sqrt(total), total**2 / freedom
 
 
 def mean(values: np.ndarray) -> float:

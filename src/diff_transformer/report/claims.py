@@ -6,6 +6,7 @@ import re
 from rich.table import Table
 from rich.text import Text
 
+from diff_transformer.lab.measures import holm_sentence
 from diff_transformer.report.charts import NAMES, padded
 from diff_transformer.report.figure import legend
 from diff_transformer.report.markup import DASH, Html, escape, is_number, join, mean, number, plural, tag
@@ -57,9 +58,16 @@ def claims_section(results: dict, figure_of) -> Html | None:
         tag("h2", "The claims", id="claims-title"),
         tag("table", tag("thead", head), tag("tbody", *rows), class_="claims controlled" if control else "claims"),
         _key(any(_strip(claim) for claim in claims), bool(control)),
+        tag("p", after_correction(claims), class_="small") if after_correction(claims) else None,
         id="claims",
         aria_labelledby="claims-title",
     )
+
+
+def after_correction(claims: list[dict]) -> str:
+    """How many claims Holm's correction keeps; "" where none has a p-value, as with one or two seeds."""
+    tested = [claim for claim in claims if is_number(claim.get("p_value"))]
+    return holm_sentence([(str(c.get("claim", "")), c["p_value"], _verdict(c)) for c in tested], "claims")
 
 
 def _row(place: int, claim: dict, figure: str | None, controlled: bool) -> Html:

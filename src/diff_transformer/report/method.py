@@ -264,7 +264,7 @@ def caveats(results: dict) -> list[str]:
     if train.get("corpus"):
         said.append(f"One corpus ({train['corpus']}); other text may rank the models differently.")
     claims = len(dicts(results.get("claims")))
-    if claims > 3:
+    if claims > 3 and not any(is_number(claim.get("p_value")) for claim in dicts(results.get("claims"))):
         said.append(
             f"{claims} claims are tested without a correction for multiple tests, so some may hold or fail by chance."
         )
