@@ -98,6 +98,28 @@ def test_interrupted_run_resumes_bit_identically(config, number, step, tmp_path)
     assert halved == whole
 
 
+def test_a_run_does_not_go_on_with_another_text(config, tmp_path):
+    text = tmp_path / "text"
+    shutil.copytree(config.data.corpus, text)
+    config = override(config, [f"data.corpus={text}"])
+
+    def stop(done, values):
+        if done == 4:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    with pytest.raises(Interrupted):
+        train(config, tmp_path / "run", progress=stop)
+    before = (tmp_path / "run" / "metrics.jsonl").read_bytes()
+    name = max((path for path in text.rglob("*") if path.is_file()), key=lambda path: path.stat().st_size)
+    original = name.read_text()
+    name.write_text("Another beginning. " + original)
+    with pytest.raises(ValueError, match="was trained on other rows than these settings give now: the text, "):
+        train(config, tmp_path / "run", resume=True)
+    assert (tmp_path / "run" / "metrics.jsonl").read_bytes() == before
+    name.write_text(original)
+    train(config, tmp_path / "run", resume=True)
+
+
 def test_the_time_for_which_a_checkpoint_stops_training_is_logged(config, tmp_path, monkeypatch):
     save = Saver.save
     monkeypatch.setattr(Saver, "save", lambda *arguments: time.sleep(0.1) or save(*arguments))

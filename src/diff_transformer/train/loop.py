@@ -27,7 +27,7 @@ from diff_transformer.train.heartbeat import Heartbeat, lost_peers_explained
 from diff_transformer.train.initial_model import build_model, check_backend_on, check_model, start_model
 from diff_transformer.train.launch import on_first_rank
 from diff_transformer.train.loss import Objective
-from diff_transformer.train.metrics import MetricsLog
+from diff_transformer.train.metrics import MetricsLog, read_metrics
 from diff_transformer.train.parallelize import compile_layers, make_fabric
 from diff_transformer.train.recompute import recompute, what_to_recompute
 from diff_transformer.train.run_folder import check_run_folder, open_run_folder, save_model
@@ -47,6 +47,8 @@ from diff_transformer.train.training_data import (
 __all__ = ["Interrupted", "Trained", "train"]
 
 logger = logging.getLogger("diff_transformer")
+
+DIGEST = "rows"  # key of the digest of the rows in the first line of the metrics
 
 Progress = Callable[[int, dict], None]  # called with the number of finished steps and the newest metrics
 
@@ -153,6 +155,8 @@ class Run:
         loaded = self.state.to_load()
         notes = load_checkpoint(fabric, self.folder, loaded) if resume else []
         first = self.state.take(loaded, self.config.train.seed)
+        if 0 < first < self.config.train.steps:
+            on_first_rank(fabric, lambda: refuse_other_rows(self.folder, self.data))
         if announce is not None and fabric.is_global_zero:
             announce(self.utilisation.formula())
         services, everything = self.config.train.loggers, self.config.to_dict()
@@ -173,7 +177,8 @@ class Run:
     def _train_steps(self, first: int, log: MetricsLog, progress: Progress | None) -> None:
         settings, stepper = self.config.train, self.stepper
         if first == 0:
-            log.write(0, {**self._validation(), **telemetry(self.unwrapped_model, self.fabric.device)})
+            start = {**self._validation(), **telemetry(self.unwrapped_model, self.fabric.device)}
+            log.write(0, start | ({DIGEST: self.data.digest()} if self.fabric.is_global_zero else {}))
         speed = _Speed()
         with stop_requests() as stop, self._heartbeat() as at, self._batches(first) as batches:
             for step in range(first, settings.steps):
@@ -289,6 +294,16 @@ def deterministic_algorithms(wanted: bool) -> Generator[None]:
         torch.use_deterministic_algorithms(before[0], warn_only=before[1])
         memory.fill_uninitialized_memory = filling
         torch.backends.cuda.enable_cudnn_sdp(cudnn)
+
+
+def refuse_other_rows(folder: Path, data: TrainingData) -> None:
+    """Raise ValueError if a run has trained on other rows than ``data`` has: its text or tokenizer has changed."""
+    known = next((line[DIGEST] for line in read_metrics(folder / "metrics.jsonl") if DIGEST in line), None)
+    if known is not None and known != data.digest():
+        raise ValueError(
+            f"{folder} was trained on other rows than these settings give now: the text, its tokenizer or the "
+            "tokenizers package has changed; restore them, or begin a new run in another folder"
+        )
 
 
 class _Speed:

@@ -1,5 +1,6 @@
 """From a run's configuration to the rows that it trains on: tokenizer, mixture of sources, batches prepared ahead."""
 
+import hashlib
 import queue
 import threading
 from collections.abc import Callable, Generator, Iterator
@@ -54,6 +55,15 @@ class TrainingData:
     validation_labels: Tensor  # their labels: every token of text, the answers of recall
     # held-out rows of needles, recall and shots, if the mixture has them, and their labels: those of the answers
     questions: dict[str, tuple[Tensor, Tensor]] = field(default_factory=dict)
+
+    def digest(self) -> str:
+        """A digest of the first batch and of the held-out rows: another text or tokenizer gives another one."""
+        arrays = [self.mixture.batch(0)["input_ids"], self.validation.numpy()]
+        arrays += [ids.numpy() for ids, _ in self.questions.values()]
+        found = hashlib.blake2b(digest_size=8)
+        for array in arrays:
+            found.update(array.tobytes())
+        return found.hexdigest()
 
 
 class Rows(NamedTuple):
