@@ -1,6 +1,6 @@
 """What the compiler tells about the GPU kernels, without a GPU: benchmarks/results/compiled.json.
 
-python benchmarks/compiled.py         # compile what the JSON lacks or has with other tiles or another Triton
+python benchmarks/compiled.py         # compile what the JSON lacks, or has of other sources, tiles or another Triton
 python benchmarks/compiled.py --check # the same; exit 1 if a kernel must not ship
 
 A row is a kernel for a width, dtype and compute capability: its tiles, registers, spilled bytes, shared memory, blocks
@@ -121,9 +121,7 @@ def wanted_of(capability: int) -> list[tuple[str, Launch, int, str]]:
 
 def row_of(form: str, launch: Launch, capability: int, dtype: str) -> dict[str, Any]:
     """Compile a launch and describe the result."""
-    module, _, name = launch.kernel.partition(":")
-    kernel = getattr(importlib.import_module(module), name)
-    found = compile_for(kernel, launch.signature, launch.constexprs, capability=capability, **launch.options)
+    found = compile_for(kernel_of(launch), launch.signature, launch.constexprs, capability=capability, **launch.options)
     repeated = executed_over_needed(launch, found)
     chip, size = CHIPS[capability], getattr(torch, dtype).itemsize
     times = decode_roofline(launch, chip, size) if form == "decode" else roofline(launch, chip, size, repeated)
@@ -138,6 +136,12 @@ def row_of(form: str, launch: Launch, capability: int, dtype: str) -> dict[str, 
         "faults": faults(found, capability),
         **times,
     }
+
+
+def kernel_of(launch: Launch):
+    """The kernel itself. Its ``cache_key`` is Triton's digest of its source and of the functions that it calls."""
+    module, _, name = launch.kernel.partition(":")
+    return getattr(importlib.import_module(module), name)
 
 
 def key(form: str, launch: Launch, capability: int, dtype: str) -> dict[str, Any]:
@@ -157,6 +161,7 @@ def key(form: str, launch: Launch, capability: int, dtype: str) -> dict[str, Any
         "language": "gluon" if ".gluon." in launch.kernel else "triton",
         "form": form,
         "kernel": launch.kernel.partition(":")[2],
+        "source": kernel_of(launch).cache_key[:12],
         "gradients": [name.removeprefix("COMPUTE_").lower() for name in computed],
         "block_m": rows,
         "block_n": keys,
