@@ -17,6 +17,13 @@ from diff_transformer.train.config import override
 from diff_transformer.train.signals import Stopped
 
 
+@pytest.mark.parametrize(("runs", "jobs"), [(1, 1), (2, 2), (3, 3), (4, 2), (5, 2)])
+def test_as_many_runs_as_cores_and_a_few_more_together(runs, jobs, monkeypatch):
+    monkeypatch.setattr(pool.os, "cpu_count", lambda: 2)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    assert pool.default_jobs(runs) == jobs
+
+
 class Worker:
     """Exits with ``code`` at the third poll; if ``code`` is None, it exits only when stopped."""
 

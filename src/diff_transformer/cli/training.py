@@ -31,7 +31,10 @@ def compare(
     recipe: Recipe = "demo",
     assignments: Set = None,
     seeds: Annotated[int, typer.Option(help="Pairs to train, one per seed; --resume may add some.")] = 1,
-    jobs: Annotated[int | None, typer.Option(help="Models trained at once; on a CPU, one per core by default.")] = None,
+    jobs: Annotated[
+        int | None,
+        typer.Option(help="Models trained at once; by default one per core, fewer than two per core together."),
+    ] = None,
     resume: Resume = False,
     variants: Annotated[
         str,

@@ -41,7 +41,8 @@ class Settings:
     # names of rows to train, of those in lab/recipes/ablation.py; all seven if empty
     rows: tuple[str, ...] = field(default=(), metadata={"example": ["transformer", "diff"]})
     folder: str = ""  # folder of the runs; finished runs with these settings are kept. If empty, beside the result
-    jobs: int | None = None  # rows trained at a time; if None, one per CPU core, or one on a GPU
+    # rows trained at a time; if None, one on a GPU, one per CPU core (all if fewer than two per core)
+    jobs: int | None = None
 
 
 # Seven rows of two dozen steps show that everything runs. They cannot judge the models.

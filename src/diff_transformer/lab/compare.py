@@ -61,7 +61,7 @@ def compare(
         out: folder for everything: ``results.json``, ``report.html``, ``members/SIDE-seedK/`` with ``run/model``
             (Hugging Face format), TensorBoard files, metrics, single results and ``record.json``.
         seeds: number of pairs; with ``resume`` it may be larger than before.
-        jobs: models trained at a time; by default one per CPU core, one on a GPU, or all with an ``executor``. If
+        jobs: models trained at a time; by default ``default_jobs``, or all with an ``executor``. If
             ``config.train.threads`` is 0, they share the cores equally, or take one each with an ``executor``; a
             resumed comparison keeps the threads it began with.
         resume: continue an interrupted comparison; finished runs are kept.
@@ -90,8 +90,9 @@ def compare(
     out, started = Path(out), time.perf_counter()
     require_positive(seeds=seeds, jobs=jobs)
     here = 1 if executor else os.cpu_count() or 1  # cores to share
+    names = known_variants(variants, out)
     if executor is None:
-        jobs = jobs or default_jobs(2 * seeds)
+        jobs = jobs or default_jobs((len(PAIR) + len(names)) * seeds)
     if not config.train.threads:
         threads = _threads_there(out) or max(1, here // (jobs or 1))
         config = dataclasses.replace(config, train=dataclasses.replace(config.train, threads=threads))
@@ -103,7 +104,6 @@ def compare(
             "each model in one process: leave them out, or train each side with `diff-transformer train`"
         )
     require_installed()  # what the report at the end needs
-    names = known_variants(variants, out)
     for name in names:
         side_model(config, name)  # raises where the heads do not fit
     _prepare(config, out, seeds, resume)

@@ -72,10 +72,14 @@ class LocalProcesses:
 
 
 def default_jobs(runs: int) -> int:
-    """Default number of concurrent runs: one on a GPU, one per core on a CPU."""
+    """Default number of concurrent runs: one on a GPU, one per core on a CPU.
+
+    Fewer than two per core run all at once: they end together, and no core waits for the last ones.
+    """
     import torch
 
-    return 1 if torch.cuda.is_available() else max(1, min(os.cpu_count() or 1, runs))
+    cores = os.cpu_count() or 1
+    return 1 if torch.cuda.is_available() else max(1, runs if runs < 2 * cores else cores)
 
 
 def run_pool(
