@@ -40,6 +40,7 @@ def test_a_key_changes_with_every_text_and_setting(place):
     assert len(set(keys)) == 5
     assert cache.fingerprint(["ab", "cdef"], 1) == keys[0]
     assert cache.fingerprint(["ab"], 1) is None  # a small one is made each time
+    assert cache.fingerprint(["ab"], 1, least=0) is not None
     assert cache.kept_text(None, lambda: "made") == "made"
 
 

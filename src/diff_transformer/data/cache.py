@@ -31,15 +31,18 @@ def folder() -> Path | None:
     return cache_folder() / "corpora"
 
 
-def fingerprint(texts: Iterable[str], *more: object) -> str | None:
-    """A key, 32 hexadecimal digits, of the texts in their order and of ``more``; None for a small corpus."""
+def fingerprint(texts: Iterable[str], *more: object, least: int | None = None) -> str | None:
+    """A key, 32 hexadecimal digits, of the texts in their order and of ``more``.
+
+    None for texts of fewer characters than ``least``, by default ``MIN_CHARACTERS``.
+    """
     digest, characters = hashlib.blake2b(repr(more).encode(), digest_size=16), 0
     for text in texts:
         data = text.encode("utf-8", "surrogatepass")
         digest.update(b"%d " % len(data))
         digest.update(data)
         characters += len(text)
-    return digest.hexdigest() if characters >= MIN_CHARACTERS else None
+    return digest.hexdigest() if characters >= (MIN_CHARACTERS if least is None else least) else None
 
 
 def kept_array(key: str | None, make: Callable[[], np.ndarray]) -> np.ndarray:

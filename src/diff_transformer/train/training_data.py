@@ -231,7 +231,8 @@ def make_tokenizer(data: DataConfig, corpus: Corpus, vocab_size: int) -> "PreTra
             if size > _TOKENIZER_BYTES:
                 break
         needles = needle_texts(_TOKENIZER_NEEDLES) if _OF_FACTS & set(source_names(data)) else ()
-        key = fingerprint(texts, "tokenizer", vocab_size, bool(needles))
+        least = 0 if needles else None  # needle sentences are long enough by themselves
+        key = fingerprint(texts, "tokenizer", vocab_size, bool(needles), least=least)
         state = kept_text(key, lambda: train_tokenizer(chain(texts, needles), vocab_size).backend_tokenizer.to_str())
         return tokenizer_of(state)
     tokenizer = load_tokenizer(data.tokenizer)
