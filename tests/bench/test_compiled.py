@@ -30,10 +30,10 @@ print(json.dumps([[compiled.key(*each) for each in compiled.wanted_of(capability
 def test_the_record_is_of_the_kernels_and_tiles_that_ship(compiled):
     """If it fails: python benchmarks/compiled.py. The interpreter's kernels have no digest of their source."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    done = subprocess.run([sys.executable, "-c", KEYS], cwd=BENCHMARKS, env=environment, capture_output=True, text=True)
+    found = json.loads(subprocess.check_output([sys.executable, "-c", KEYS], cwd=BENCHMARKS, env=environment))
     rows = json.loads(compiled.OUT.read_text())["rows"]
     other = {"triton": "", "source": ""} if rows[0]["triton"] != triton.__version__ else {}
-    for capability, keys in zip(compiled.CHIPS, json.loads(done.stdout), strict=True):
+    for capability, keys in zip(compiled.CHIPS, found, strict=True):
         recorded = [{name: row[name] for name in keys[0]} for row in rows if row["capability"] == capability]
         assert [made | other for made in recorded] == [made | other for made in keys]
 

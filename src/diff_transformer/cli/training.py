@@ -33,7 +33,7 @@ def compare(
     seeds: Annotated[int, typer.Option(help="Pairs to train, one per seed; --resume may add some.")] = 1,
     jobs: Annotated[
         int | None,
-        typer.Option(help="Models trained at once; by default one per core, fewer than two per core together."),
+        typer.Option(help="Models trained at once; by default one per core, or all if fewer than two per core."),
     ] = None,
     resume: Resume = False,
     variants: Annotated[

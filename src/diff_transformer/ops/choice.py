@@ -282,10 +282,8 @@ def check(choice: Choice, tensors: tuple[Tensor, ...], arguments: Arguments, pac
         def function(q1, q2, k1, k2, v, lam) -> Tensor:
             outs = []
             for (a, b), (c, d) in zip(pairwise(ends_q), pairwise(ends_k), strict=True):
-                queries, keys = (
-                    [x[:, :, i:j] for x in xs] for xs, i, j in (((q1, q2, lam), a, b), ((k1, k2, v), c, d))
-                )
-                outs.append(attend(*queries[:2], *keys, queries[2], **options))
+                query1, query2, part = (x[:, :, a:b] for x in (q1, q2, lam))
+                outs.append(attend(query1, query2, *(x[:, :, c:d] for x in (k1, k2, v)), part, **options))
             return torch.cat(outs, dim=2)
 
         return function

@@ -301,8 +301,8 @@ def refuse_other_rows(folder: Path, data: TrainingData) -> None:
     known = next((line[DIGEST] for line in read_metrics(folder / "metrics.jsonl") if DIGEST in line), None)
     if known is not None and known != data.digest():
         raise ValueError(
-            f"{folder} was trained on other rows than these settings give now: the text, its tokenizer or the "
-            "tokenizers package has changed; restore them, or begin a new run in another folder"
+            f"{folder} was trained on other rows than these settings give now: the text, its tokenizer or a package "
+            "that makes rows has changed; restore it, or begin a new run in another folder"
         )
 
 

@@ -230,9 +230,14 @@ def make_tokenizer(data: DataConfig, corpus: Corpus, vocab_size: int) -> "PreTra
             size += document.num_bytes
             if size > _TOKENIZER_BYTES:
                 break
-        needles = needle_texts(_TOKENIZER_NEEDLES) if _OF_FACTS & set(source_names(data)) else ()
-        least = 0 if needles else None  # needle sentences are long enough by themselves
-        key = fingerprint(texts, "tokenizer", vocab_size, bool(needles), least=least)
+        needles, first, least = (), None, None
+        if _OF_FACTS & set(source_names(data)):
+            needles, first = (
+                needle_texts(_TOKENIZER_NEEDLES),
+                next(needle_texts(1)),
+            )  # the first stands for their wording
+            least = 0  # they are long enough by themselves
+        key = fingerprint(texts, "tokenizer", vocab_size, first, least=least)
         state = kept_text(key, lambda: train_tokenizer(chain(texts, needles), vocab_size).backend_tokenizer.to_str())
         return tokenizer_of(state)
     tokenizer = load_tokenizer(data.tokenizer)
