@@ -14,7 +14,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from diff_transformer import DiffTransformerForCausalLM
 from diff_transformer.durable import DiskError
 from diff_transformer.model.presets import preset
-from diff_transformer.train.metrics import GROUPS, MetricsLog, read_metrics, scalars
+from diff_transformer.train.metrics import DIGEST, GROUPS, MetricsLog, read_metrics, scalars
 from diff_transformer.train.telemetry import (
     by_source,
     gradient_norms,
@@ -241,7 +241,7 @@ def test_the_list_of_metrics_is_the_documented_one():
 
     text = (Path(__file__).parents[2] / "docs" / "telemetry.md").read_text()
     documented = {line.split("`")[1] for line in text.splitlines() if line.startswith("| `")}
-    assert documented == {"step", "note", *GROUPS}
+    assert documented == {"step", "note", DIGEST, *GROUPS}
     assert json.loads(text.split("```json\n")[1].split("```")[0])["step"] == 200
 
 

@@ -27,7 +27,7 @@ from diff_transformer.train.heartbeat import Heartbeat, lost_peers_explained
 from diff_transformer.train.initial_model import build_model, check_backend_on, check_model, start_model
 from diff_transformer.train.launch import on_first_rank
 from diff_transformer.train.loss import Objective
-from diff_transformer.train.metrics import MetricsLog, read_metrics
+from diff_transformer.train.metrics import DIGEST, MetricsLog, read_metrics
 from diff_transformer.train.parallelize import compile_layers, make_fabric
 from diff_transformer.train.recompute import recompute, what_to_recompute
 from diff_transformer.train.run_folder import check_run_folder, open_run_folder, save_model
@@ -47,8 +47,6 @@ from diff_transformer.train.training_data import (
 __all__ = ["Interrupted", "Trained", "train"]
 
 logger = logging.getLogger("diff_transformer")
-
-DIGEST = "rows"  # key of the digest of the rows in the first line of the metrics
 
 Progress = Callable[[int, dict], None]  # called with the number of finished steps and the newest metrics
 

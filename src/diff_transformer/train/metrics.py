@@ -12,6 +12,7 @@ from diff_transformer.train.loggers import Loggers
 
 logger = logging.getLogger("diff_transformer")
 
+DIGEST = "rows"  # key of the first line: which rows the run trains on (``TrainingData.digest``)
 GROUPS = {  # key of a line -> name of its TensorBoard scalar, or group of its scalars
     "loss": "loss/train",
     "validation_loss": "loss/validation",
