@@ -14,7 +14,7 @@ from tables import in_numbers
 
 from diff_transformer.data.needles import DEPTHS
 from diff_transformer.lab.measures import borrow_baselines, final_loss, paired_rows, trained
-from diff_transformer.lab.recipes import needle_study
+from diff_transformer.lab.recipes import needle_study, recall_study
 from diff_transformer.lab.recipes.recall_study import CORE, GRID
 from diff_transformer.lab.record import Cells, Record
 from diff_transformer.lab.stats import Interval, over_seeds
@@ -271,13 +271,24 @@ def stability_charts(cells: Cells) -> dict[str, Chart]:
 
 
 def recall_charts(cells: Cells) -> dict[str, Chart]:
-    """Accuracy by step in each setting of the grid: mean over seeds, and a band from the lowest to the highest."""
-    panels, named = [], {}
-    for where in [name for name in GRID if name in cells]:
-        pairs, noise = GRID[where]
-        sides = {side: NAMES[side] for side in CORE}
-        panels.append(_accuracy(f"{pairs} pairs, {noise} noise tokens each", cells[where], "recall", sides, named))
-    return {"recall.svg": grid(panels, named)} if panels else {}
+    """Accuracy by step: the core's sides in each setting of the grid, and with 8 pairs the controls below them.
+
+    Each line is a mean over seeds, with a band from the lowest to the highest.
+    """
+    names = NAMES | matched_names(recall_study.MATCHED)
+    with_8 = [where for where, (pairs, _) in GRID.items() if pairs == 8]
+    scaled = ("softmax", "diff_matched", "softmax_norm_matched", "diff_lambda0_matched")
+    drawn = {"recall.svg": [(GRID, CORE)], "controls.svg": [(with_8, CORE), (with_8, scaled)]}
+    charts = {}
+    for file, parts in drawn.items():
+        panels, named = [], {}
+        for where, of in ((where, of) for settings, of in parts for where in settings if where in cells):
+            pairs, noise = GRID[where]
+            shown = {side: names[side] for side in of}
+            panels.append(_accuracy(f"{pairs} pairs, {noise} noise tokens each", cells[where], "recall", shown, named))
+        if panels:
+            charts[file] = grid(panels, named)
+    return charts
 
 
 def needle_charts(cells: Cells) -> dict[str, Chart]:
@@ -303,7 +314,7 @@ def needle_charts(cells: Cells) -> dict[str, Chart]:
 
 
 _DEPTHS = tuple(round(100 * depth) for depth in DEPTHS)
-_MARKS = {"softmax_norm1": "s3", "diff_matched": "s2", "softmax_norm_matched": "s4"}
+_MARKS = {"softmax_norm1": "s3", "diff_matched": "s2", "softmax_norm_matched": "s4", "diff_lambda0_matched": "s5"}
 
 
 def _accuracy(title: str, runs: dict, curve: str, sides: dict[str, str], named: dict[str, str]) -> tuple[str, Chart]:

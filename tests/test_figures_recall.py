@@ -110,7 +110,7 @@ def test_what_findings_says_of_every_side_is_the_record(page):
     cells = cells_of(ROOT / "figures" / "recall")
     recorded = [side for side in page.SIDES if side in cells["p8_n0"]]
     assert all(len(cells[where][side]) == 5 for where in ("p8_n0", "p8_n2", "p8_n4") for side in recorded)
-    lines = {line.split(" | ")[0]: line.split(" | ")[1:] for line in page.by_noise(cells).splitlines()[4:]}
+    lines = {line.split(" | ")[0]: line.split(" | ")[1:] for line in page.by_noise(cells, page.SIDES).splitlines()[4:]}
     reached = {
         side: [int(re.search(r"\((\d) of 5", shown)[1]) for shown in lines[f"| {page.SHOWN[side]}"]]
         for side in recorded

@@ -8,6 +8,7 @@ python figures/recall/run.py --restore runs/recall   # the recorded runs as a fo
 
 import math
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 from statistics import fmean
 
@@ -118,7 +119,9 @@ def _informative(cells: Cells, side: str, baseline: str, measure: Measure) -> li
 
 
 def left_out(cells: Cells) -> str:
-    """Which settings of the grid each test leaves out."""
+    """Which settings of the grid each test leaves out; "" before there is anything to compare."""
+    if not primary(cells):
+        return ""
     said: dict[tuple[str, ...], list[str]] = {}
     for baseline in BASELINES:
         for measure in (ACCURACY, STEPS):
@@ -136,7 +139,7 @@ def primary(cells: Cells) -> str:
         return ""
     head = f"**Primary outcome**, over the informative settings of the grid{_undecided(cells)}"
     tests = 2 * len(BASELINES)
-    return "\n\n".join([head, summary(corrected(rows, tests), tests), left_out(cells)])
+    return f"{head}\n\n{summary(corrected(rows, tests), tests)}"
 
 
 def further(cells: Cells) -> str:
@@ -151,16 +154,23 @@ def further(cells: Cells) -> str:
 
 def tables(cells: Cells) -> str:
     """What stands between the README's markers."""
-    parts = [progress(cells), primary(cells), further(cells)]
+    parts = [progress(cells), primary(cells), left_out(cells), further(cells)]
     if any(where in cells for where in GRID):
-        parts += ["![Accuracy while the models are trained](recall.svg)", around(cells), by_setting(cells)]
+        parts += ["![Accuracy while the models are trained](recall.svg)", by_noise(cells, SIDES)]
+        parts += ["![The controls with 8 pairs](controls.svg)", around(cells), by_setting(cells)]
     parts.append(sweep(cells))
     return "\n\n".join(part for part in parts if part)
 
 
 def findings(cells: Cells) -> str:
-    """What findings has: the primary outcome, and every side by noise."""
-    return "\n\n".join(part for part in (primary(cells), by_noise(cells)) if part)
+    """What findings has: the primary outcome, and the sides that tell norm and subtraction apart, by noise."""
+    return "\n\n".join(part for part in (primary(cells), by_noise(cells, IN_FINDINGS)) if part)
+
+
+IN_FINDINGS = (
+    *("softmax", "diff_norm1", "softmax_norm1", "diff_lambda0", "diff_no_norm"),
+    *("diff_matched", "softmax_norm_matched", "diff_lambda0_matched", "diff_v2", "grouped_diff", "dint"),
+)
 
 
 VARIED = {
@@ -197,13 +207,13 @@ def around(cells: Cells) -> str:
     return f"{head}; the last column has Transformer / DIFF\n\n" + "\n".join(lines)
 
 
-def by_noise(cells: Cells) -> str:
-    """Every side at the pairs of ``CENTRE``: mean accuracy over seeds, and the runs that reached ``GOAL``."""
+def by_noise(cells: Cells, sides: Iterable[str]) -> str:
+    """``sides`` at the pairs of ``CENTRE``: mean accuracy over seeds, and the runs that reached ``GOAL``."""
     pairs = GRID[CENTRE][0]
     places = {where: noise for where, (count, noise) in GRID.items() if count == pairs and where in cells}
     heads = (f"{pairs} pairs, accuracy (reached {GOAL})", *(f"noise {noise}" for noise in places.values()))
     lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
-    for side in SIDES:
+    for side in sides:
         shown = [list(trained(cells[where].get(side, {})).values()) for where in places]
         if all(shown):
             lines.append(f"| {' | '.join([SHOWN[side], *map(_in_short, shown)])} |")

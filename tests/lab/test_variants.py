@@ -10,7 +10,7 @@ from diff_transformer.cli import app
 from diff_transformer.lab.compare import compare, comparison_specs, known_variants, variant_rows
 from diff_transformer.lab.recipes import RECIPES, recipe
 from diff_transformer.lab.record import Record
-from diff_transformer.lab.spec import side_model
+from diff_transformer.lab.spec import RECALL, side_model
 from diff_transformer.model.cost import model_cost
 from diff_transformer.model.matching import VARIANTS
 from diff_transformer.train.config import override
@@ -61,6 +61,8 @@ def test_a_row_says_what_it_cost_and_what_it_reached():
         for seed in (0, 1)
     ]
     records[-1].metrics["needle"] = {"n1_r1": 0.75, "n2_r1": 0.5}
+    curve = {"step": [0, 25], "accuracy": [0.1, 0.8]}
+    records.append(Record(RECALL, "diff_v2", 1, metrics={"recall": {"accuracy": 0.8}}, curves={"recall": curve}))
     speeds = [
         Record("", side, 0, metrics={"throughput": {f"{way}_tokens_per_second": speed + i for way, speed in WAYS}})
         for i, side in enumerate(("softmax", "diff_v2"))
@@ -69,6 +71,8 @@ def test_a_row_says_what_it_cost_and_what_it_reached():
     assert softmax["loss"] == {"0": 4.0, "1": 5.0}
     assert ours["loss"] == {"0": 3.0, "1": 4.0}
     assert ours["needles"] == {"n1_r1": {"1": 0.75}, "n2_r1": {"1": 0.5}}
+    assert ours["recall"] == {"1": {"metrics": {"accuracy": 0.8}, "curve": curve}}
+    assert softmax["recall"] == {}
     assert (ours["train_tokens_per_second"], ours["forward_tokens_per_second"]) == (11.0, 21.0)
     assert ours["parameters"] == pytest.approx(softmax["parameters"], rel=0.01)
     assert ours["intermediate_size"] < softmax["intermediate_size"]

@@ -3,7 +3,7 @@
 import pytest
 
 from diff_transformer.model.matching import LABELS
-from diff_transformer.report.figures import variants
+from diff_transformer.report.figures import recall, variants
 from diff_transformer.report.method import caveats
 from diff_transformer.report.models import of_comparison
 from diff_transformer.report.page import render_page
@@ -44,6 +44,25 @@ def test_who_is_ahead_is_said_for_each_variant(rows):
     assert found["DINT"].outcome == "level"
     assert found["DINT"].text == "DINT: loss +0.020 against the Transformer (the same sign in 1 of 2 seeds)."
     assert "Transformer" not in found
+
+
+def test_the_recall_figure_has_the_curve_of_each_variant(rows, results):
+    of_variant = {
+        str(seed): {
+            "metrics": {"chance": 0.25, "accuracy": 0.3 + 0.1 * seed},
+            "curve": {"step": [0, 50, 100], "accuracy": [0.2, 0.25, 0.3 + 0.1 * seed]},
+        }
+        for seed in (0, 1)
+    }
+    pair_alone = recall.build(of_comparison(results | {"variants": rows}))
+    rows.append(row("softmax_norm", [3.93, 3.83], recall=of_variant))
+    figure = recall.build(of_comparison(results | {"variants": rows}))
+    label = LABELS["softmax_norm"]
+    assert label in figure.body
+    assert label in figure.data
+    assert label not in pair_alone.body
+    assert figure.findings[0] == pair_alone.findings[0]
+    assert figure.findings[1].text.startswith(f"DIFF's accuracy less that of {label}: +0.600 ")
 
 
 def test_what_is_left_for_the_subtraction_is_said(rows):

@@ -129,7 +129,7 @@ def _compare(
     if names:
         with console.status("timing all variants in turns"):
             speeds = throughput(config, out, [*PAIR, *names], out / "throughput" / "variants")
-        rows = variant_rows(config, [*PAIR, *names], [r for r in records if r.setting != RECALL], speeds)
+        rows = variant_rows(config, [*PAIR, *names], records, speeds)
     summary = _summary(config, measured, seeds, _seconds_spent(out, time.perf_counter() - started))
     if rows:
         summary["variants"] = rows
@@ -272,7 +272,7 @@ def throughput(config: RunConfig, out: Path, sides: Sequence[str], folder: Path)
 
 
 def variant_rows(config: RunConfig, sides: Sequence[str], records: Sequence[Record], speeds: Sequence[Record]) -> list:
-    """One row per model: its cost and, by seed, the loss on held-out text and the needles found in each cell.
+    """One row per model: its cost and, by seed, the loss on held-out text, the needles found in each cell, and recall.
 
     Args:
         records: of all runs.
@@ -282,7 +282,8 @@ def variant_rows(config: RunConfig, sides: Sequence[str], records: Sequence[Reco
     for side in sides:
         made = DiffTransformerConfig(**side_model(config, side))
         cost = model_cost(made, length=config.data.length)
-        mine = [record for record in records if record.side == side]
+        of_side = [record for record in records if record.side == side]
+        mine = [record for record in of_side if record.setting != RECALL]
         needles = [f"n{n}_r{r}" for n, r in config.evaluation.needles]
         found = {str(r.seed): r.metrics["needle"] for r in mine if "needle" in r.metrics}
         losses = {str(r.seed): r.metrics["associative_recall"] for r in mine if "associative_recall" in r.metrics}
@@ -296,6 +297,11 @@ def variant_rows(config: RunConfig, sides: Sequence[str], records: Sequence[Reco
             "intermediate_size": made.intermediate_size,
             "loss": {seed: metrics["validation"] for seed, metrics in losses.items()},
             "needles": {cell: {seed: metrics[cell] for seed, metrics in found.items()} for cell in needles if found},
+            "recall": {
+                str(record.seed): {"metrics": record.metrics[RECALL], "curve": record.curves[RECALL]}
+                for record in of_side
+                if record.setting == RECALL
+            },
         }
         for speed in speeds:
             if speed.side == side:

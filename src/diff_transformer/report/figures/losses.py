@@ -13,12 +13,15 @@ def read_curves(results: Results, name: str, what: str = "loss") -> Curves:
     """The finite points (step, ``what``) of "training", "validation" or "recall" of every record."""
     found: Curves = {}
     for record in results.records:
-        curve = record.curves.get(name, {})
-        pairs = zip(curve.get("step") or [], curve.get(what) or [], strict=False)
-        points = [(float(s), float(v)) for s, v in pairs if is_number(s) and is_number(v)]
-        if points:
+        if points := finite_points(record.curves.get(name, {}), what):
             found.setdefault(side_of(record.side), {})[record.seed] = points
     return found
+
+
+def finite_points(curve: dict, what: str) -> list[Point]:
+    """The finite points (step, ``what``) of one curve."""
+    pairs = zip(curve.get("step") or [], curve.get(what) or [], strict=False)
+    return [(float(s), float(v)) for s, v in pairs if is_number(s) and is_number(v)]
 
 
 def build(results: Results) -> Figure | None:
