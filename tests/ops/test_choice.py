@@ -10,7 +10,7 @@ import torch
 
 from diff_transformer.ops import available_backends, diff_attention, triton
 from diff_transformer.ops import choice as on_gpu
-from diff_transformer.ops.api import BACKENDS, _announce, choose
+from diff_transformer.ops.api import BACKENDS, _announce, check_environment, choose
 from diff_transformer.ops.arguments import Arguments
 from diff_transformer.ops.choice import Choice
 from diff_transformer.testing import make_inputs
@@ -34,6 +34,15 @@ def called(monkeypatch):
 def test_auto_on_the_cpu_is_blockwise(called):
     diff_attention(*make_inputs(T=5))
     assert called == ["blockwise"]
+
+
+@pytest.mark.parametrize("name", ["DIFF_TRANSFORMER_TUNE", "DIFF_TRANSFORMER_GLUON"])
+def test_a_bad_environment_variable_is_refused_where_nothing_reads_it(monkeypatch, name):
+    monkeypatch.setenv(name, "maybe")
+    check_environment.cache_clear()
+    for _ in range(2):
+        with pytest.raises(ValueError, match=f"{name} is 'maybe'; give 0"):
+            diff_attention(*make_inputs(T=5), backend="reference")
 
 
 @pytest.mark.parametrize("name", ["reference", "blockwise", "sdpa"])

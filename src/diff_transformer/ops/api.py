@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from diff_transformer.ops import choice as on_gpu
-from diff_transformer.ops import flex, reference
+from diff_transformer.ops import flex, reference, triton
 from diff_transformer.ops.arguments import (
     DTYPES,
     Arguments,
@@ -20,6 +20,7 @@ from diff_transformer.ops.arguments import (
     zeros,
 )
 from diff_transformer.ops.choice import BACKENDS, Choice, unsupported_reason
+from diff_transformer.ops.dispatch import tuning
 from diff_transformer.ops.reference import DiffMaps
 
 MEASURED = ("cuda",)  # types of devices on which "auto" measures
@@ -116,10 +117,13 @@ def resolve(
     measured: False leaves the form on a GPU open, for calls whose forms only the caller knows.
 
     Raises:
-        TypeError: no name. ValueError: an unknown name. RuntimeError: the named backend cannot work here, or not on
-        these arguments. NotImplementedError: it does not support the transform that the call is made in.
+        TypeError: no name. ValueError: an unknown name, or as ``check_environment``. RuntimeError: the named backend
+        cannot work here, or not on these arguments. NotImplementedError: it does not support the transform that the
+        call is made in.
     """
     device, dtype = tensors[0].device, tensors[0].dtype
+    if not torch.compiler.is_compiling():
+        check_environment()
     if backend == "auto":
         choice, because = choose(tensors, arguments, mask_gradient, measured)
         if not torch.compiler.is_compiling():
@@ -170,6 +174,17 @@ def refuse_missing_gradients(backend: str, tensors: tuple[Tensor, ...], lam: Ten
         reason = flex.no_gradients_reason(lam.device)
         if needing and reason is not None:
             raise NotImplementedError(f"{', '.join(needing)} require grad: {reason}")
+
+
+@cache
+def check_environment() -> None:
+    """Refuse bad values of the environment variables at the first call, also where nothing reads them.
+
+    Raises:
+        ValueError: DIFF_TRANSFORMER_TUNE or DIFF_TRANSFORMER_GLUON has a value that is not accepted.
+    """
+    tuning()
+    triton.gluon_switches()
 
 
 @cache
