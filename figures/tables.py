@@ -124,7 +124,7 @@ def learning_rates(
             shown = [next((_final(record, curve) for record in by.values()), "") for by in runs]
             known = {i: score(record) for i, by in enumerate(runs) for record in by.values() if not record.diverged}
             best = min(known, key=known.__getitem__, default=None)
-            if len(known) == len(rates) and best in (0, len(rates) - 1):
+            if len(known) > 2 and best in (min(known), max(known)):
                 shown[best] += " (best, at the edge)"
             lines.append(f"| {name} | {' | '.join(shown)} |")
     return "\n".join(lines) if rates else ""

@@ -245,11 +245,13 @@ def progress(cells: Cells) -> str:
     rates = dict.fromkeys(SIDES, 1e-3)
     plan = recall_study("none")
     assert plan.then is not None
+    assert plan.then.then is not None
     stages = {
         "the sweep of the core sides": plan.sweep,
         "the core": plan.runs(rates),
         "the sweep of the other sides": [spec for spec in plan.then.sweep if spec.side in MORE],
         "the extension": plan.then.runs(rates),
+        "further rates": plan.then.then.runs(rates),
     }
     return f"Finished: {counted(cells, stages)}{_undecided(cells)}."
 
