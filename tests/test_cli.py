@@ -182,6 +182,10 @@ def test_convert_llama_and_back(tmp_path):
         (("compare", "--recipe", "demoo", "--out", "x"), "no recipe 'demoo' (did you mean 'demo'?)"),
         (("compare", "--set", "optim.lrr=1", "--out", "x"), "no setting 'optim.lrr'; the nearest: optim.lr"),
         (("compare", "--set", "data.corpus=/nowhere", "--out", "x"), "/nowhere"),
+        (
+            ("train", "--set", 'evaluation.more={"sonnets":{}}', "--out", "x"),
+            "no experiment of evaluation.more 'sonnets'; there are: harness",
+        ),
         (("eval", "sonnets", "--model", "m", "--out", "x"), "no experiment 'sonnets'; there are: harness, scaling"),
         (("eval", "needle", "--model", "/nowhere/m", "--out", "x.json"), "no model at /nowhere/m"),
         (("eval", "needle", "--out", "x"), "no model; give --model"),

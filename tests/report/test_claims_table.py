@@ -7,9 +7,9 @@ from rich.console import Console
 from diff_transformer.report import render_claims
 
 
-def printed(results: dict) -> str:
+def printed(results: dict, width: int = 240) -> str:
     out = StringIO()
-    Console(file=out, width=240).print(render_claims(results))
+    Console(file=out, width=width).print(render_claims(results))
     return out.getvalue()
 
 
@@ -37,6 +37,9 @@ def test_the_control_has_a_column(controlled):
     assert "Transformer, normalised heads" in text
     assert "3.800" in text
     assert "compared with it: did not hold" in text
+    narrow = printed(controlled, width=80)
+    assert {line[-1] for line in narrow.splitlines()[1:-1] if line.strip()} <= set("┓┃┩│┤┘")
+    assert "…" not in narrow
 
 
 def test_text_is_not_read_as_markup(results):

@@ -159,7 +159,12 @@ def executor(engine: str, out: Path, address: str | None, gpus_per_run: float | 
 
 
 def configuration(name: str, assignments: list[str] | None):
+    from diff_transformer.checks import require_known
+    from diff_transformer.lab.experiments import EXPERIMENTS
     from diff_transformer.lab.recipes import recipe
     from diff_transformer.train.config import override
 
-    return override(recipe(name), assignments or [])
+    config = override(recipe(name), assignments or [])
+    for more in config.evaluation.more:
+        require_known("experiment of evaluation.more", more, EXPERIMENTS)  # also for ``train``, which measures nothing
+    return config

@@ -222,14 +222,14 @@ MARKS = {"held": ("✓", "green"), "did not hold": ("✗", "red"), "undecided": 
 def render_claims(results: dict) -> Table:
     """A rich table: claim, the paper's numbers, the numbers measured here, verdict. Text is literal, never markup."""
     shown = Table(title=Text(str(results.get("title") or "Claims")), title_justify="left", show_lines=True)
-    shown.add_column("claim", ratio=3)
+    shown.add_column("claim", overflow="fold")
     order = " (Transformer / DIFF)" if any(TWO.match(str(c.get("here"))) for c in dicts(results.get("claims"))) else ""
-    shown.add_column(f"paper{order}", ratio=2)
-    shown.add_column(f"here{order}", ratio=3)
+    shown.add_column(f"paper{order}")
+    shown.add_column(f"here{order}")
     control = next((as_dict(c["control"]).get("label") for c in dicts(results.get("claims")) if c.get("control")), None)
     if control:
-        shown.add_column(str(control), ratio=2)
-    shown.add_column("verdict", min_width=14)
+        shown.add_column(str(control))
+    shown.add_column("verdict")
     for claim in dicts(results.get("claims")):
         mark, colour = MARKS[_verdict(claim)]
         source = f"\n{claim['source']}" if claim.get("source") else ""
