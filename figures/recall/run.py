@@ -20,6 +20,7 @@ from diff_transformer.lab.recipes.recall_study import (
     MATCHED,
     MORE,
     OWN_SCALE,
+    RETRIED,
     SEEDS,
     SIDES,
     recall_study,
@@ -34,6 +35,7 @@ from study import counted, study_command  # noqa: E402
 from tables import corrected, exploratory, in_numbers, learning_rates, summary  # noqa: E402
 
 SHOWN = NAMES | matched_names(MATCHED, OWN_SCALE)
+SHOWN |= {side: f"{SHOWN[side.removesuffix('_7e-4')]}, at 7e-4" for side in RETRIED}
 SIDE, BASELINES = "diff_norm1", ("softmax", "softmax_norm1")
 GOAL = 0.9  # accuracy whose first step is an outcome
 NEAR_CHANCE, NEAR_ONE = 0.05, 0.95  # accuracy above chance, and accuracy, that leave nothing to compare
@@ -246,12 +248,14 @@ def progress(cells: Cells) -> str:
     plan = recall_study("none")
     assert plan.then is not None
     assert plan.then.then is not None
+    last = plan.then.then.runs(rates)
     stages = {
         "the sweep of the core sides": plan.sweep,
         "the core": plan.runs(rates),
         "the sweep of the other sides": [spec for spec in plan.then.sweep if spec.side in MORE],
         "the extension": plan.then.runs(rates),
-        "further rates": plan.then.then.runs(rates),
+        "further rates": [spec for spec in last if spec.setting not in GRID],
+        "two controls at 7e-4": [spec for spec in last if spec.setting in GRID],
     }
     return f"Finished: {counted(cells, stages)}{_undecided(cells)}."
 

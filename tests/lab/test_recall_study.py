@@ -12,6 +12,7 @@ from diff_transformer.lab.recipes.recall_study import (
     GRID,
     LEARNING_RATES,
     MATCHED,
+    MORE,
     OWN_SCALE,
     SIDES,
     base,
@@ -41,7 +42,7 @@ def test_the_core_comes_seed_by_seed_after_its_own_sweep(runs):
     assert [spec.seed for spec in runs[0]] == [seed for seed in range(5) for _ in range(per_seed)]
     assert {spec.seed for spec in plan.sweep}.isdisjoint(spec.seed for spec in runs[0] + runs[1])
     assert plan.then is not None
-    assert {spec.side for spec in plan.then.sweep} == set(SIDES) - set(CORE)
+    assert {spec.side for spec in plan.then.sweep} == set(MORE)
 
 
 def test_the_matched_head_norm_is_what_the_untrained_pair_has():

@@ -48,7 +48,9 @@ MORE: dict[str, tuple[str, dict[str, Any]]] = {
     "dint": ("dint", {"head_norm_init": 1.0}),
     "grouped_diff": ("grouped_diff", {"head_norm_init": 1.0}),
 }
-SIDES = CORE | MORE
+RETRIED = {f"{side}_7e-4": MORE[side] for side in ("softmax_norm_matched", "softmax_norm_own_scale")}  # better there
+RETRIED_RATES = dict.fromkeys(RETRIED, 7e-4)
+SIDES = CORE | MORE | RETRIED
 UNLEARNED = (
     *("softmax_norm1", "softmax_wide_norm1", "softmax_norm", "softmax_norm_matched", "softmax_norm_own_scale"),
     *("diff_lambda0", "dint"),
@@ -139,9 +141,12 @@ def recall_study(corpus: str) -> Study:
             for side in CORE
         ]
 
-    def more(chosen: Choices) -> list[RunSpec]:
+    def with_8_pairs() -> dict[str, RunConfig]:
         pairs = GRID[CENTRE][0]
-        column = {name: base(*where) for name, where in GRID.items() if where[0] == pairs}
+        return {name: base(*where) for name, where in GRID.items() if where[0] == pairs}
+
+    def more(chosen: Choices) -> list[RunSpec]:
+        column = with_8_pairs()
         varied = {name: _varied(fields) for name, fields in FACTORS.items()}
         return [
             _run(name, side, seed, config, chosen)
@@ -151,7 +156,17 @@ def recall_study(corpus: str) -> Study:
             for side in sides
         ]
 
-    further = Study("recall", [], lambda _: _sweep(UNLEARNED, FURTHER_RATES))
+    def retried(chosen: Choices) -> list[RunSpec]:
+        rates = RETRIED_RATES | chosen
+        again = [
+            _run(name, side, seed, config, rates)
+            for seed in SEEDS
+            for name, config in with_8_pairs().items()
+            for side in RETRIED
+        ]
+        return _sweep(UNLEARNED, FURTHER_RATES) + again
+
+    further = Study("recall", [], retried)
     then = Study("recall", _sweep(MORE), more, score=shortfall, then=further)
     return Study("recall", _sweep(CORE), core, score=shortfall, then=then)
 
