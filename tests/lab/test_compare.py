@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 from diff_transformer.data.prepare.config import PrepareConfig
 from diff_transformer.data.prepare.run import prepare
 from diff_transformer.lab.compare import compare, corpus_label
-from diff_transformer.lab.pool import RunFailed, run_pool
+from diff_transformer.lab.pool import run_pool
 from diff_transformer.lab.recipes import recipe
 from diff_transformer.lab.record import load_all
 from diff_transformer.lab.spec import RunSpec
@@ -118,11 +118,11 @@ def test_a_finished_folder_is_not_overwritten_but_resumes(finished, settings):
     model = out / "members" / "diff-seed0" / "run" / "model" / "model.safetensors"
     before = model.read_bytes()
     request = json.loads((out / "compare.json").read_text())
-    del request["config"]["train"]["prefetch"]  # as if an earlier version had written it, with no records either
+    del request["config"]["train"]["prefetch"]  # as if an earlier version had written it, with no record of DIFF either
     (out / "compare.json").write_text(json.dumps(request))
-    for member in (out / "members").iterdir():
-        (member / "record.json").unlink()
-        (member / "request.json").write_text(json.dumps(RunSpec.load(member).config.to_dict()))
+    member = out / "members" / "diff-seed0"
+    (member / "record.json").unlink()
+    (member / "request.json").write_text(json.dumps(RunSpec.load(member).config.to_dict()))
     again = compare(config, out, resume=True)
     assert model.read_bytes() == before
     assert again["claims"] == summary["claims"]
@@ -211,12 +211,6 @@ def test_what_cannot_work_is_said_before_the_folder_is_made(assignments, extra, 
     with pytest.raises(ValueError, match=message):
         compare(override(recipe("debug"), [*assignments, *extra]), tmp_path / "out", **options)
     assert not (tmp_path / "out").exists()
-
-
-def test_a_failing_member_is_reported_with_its_log(assignments, tmp_path):
-    config = override(recipe("debug"), [*assignments, "optim.lr=1e30", "optim.warmup_steps=0", "optim.grad_clip=0"])
-    with pytest.raises(RunFailed, match=r"(diff|softmax)-seed0 failed with exit code 1(.|\n)*FloatingPointError"):
-        compare(config, tmp_path / "out", jobs=1)
 
 
 class Waiting:

@@ -363,7 +363,10 @@ def test_fields_given_on_loading_are_checked(fields, message, tmp_path):
     "imports",
     [
         "import diff_transformer\nfrom transformers import AutoConfig, AutoModel, AutoModelForCausalLM",
-        "from transformers import AutoConfig, AutoModel, AutoModelForCausalLM\nimport diff_transformer",
+        pytest.param(
+            "from transformers import AutoConfig, AutoModel, AutoModelForCausalLM\nimport diff_transformer",
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_auto_classes_know_the_models_after_the_bare_import(imports, tmp_path):

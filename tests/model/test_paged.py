@@ -22,9 +22,9 @@ def make(attention, **fields):
     ("attention", "fields", "name"),
     [
         ("diff", {"num_key_value_heads": 2}, "sdpa"),
-        ("diff", {"num_key_value_heads": 2}, "eager"),
+        pytest.param("diff", {"num_key_value_heads": 2}, "eager", marks=pytest.mark.slow),
         ("diff", {"sliding_window": 4}, "sdpa"),
-        ("softmax", {"num_key_value_heads": 2}, "sdpa"),
+        pytest.param("softmax", {"num_key_value_heads": 2}, "sdpa", marks=pytest.mark.slow),
         ("diff_v2", {"num_key_value_heads": 2}, "sdpa"),
         ("grouped_diff", GROUPED, "sdpa"),
     ],

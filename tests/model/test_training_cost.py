@@ -73,8 +73,15 @@ def test_checkpointing_keeps_one_vector_a_layer():
     assert kept(4) - kept(2) == pytest.approx(predicted(4) - predicted(2), rel=0.02)
 
 
-@pytest.mark.parametrize("attention", ["diff", "softmax"])
-@pytest.mark.parametrize("mixed", [False, True])
+@pytest.mark.parametrize(
+    ("attention", "mixed"),
+    [
+        ("diff", True),
+        ("softmax", False),
+        pytest.param("diff", False, marks=pytest.mark.slow),
+        pytest.param("softmax", True, marks=pytest.mark.slow),
+    ],
+)
 def test_selective_checkpointing_keeps_products_and_attention(attention, mixed):
     """What a forward pass leaves allocated; it grows by as much a token as the cost model says."""
 

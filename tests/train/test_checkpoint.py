@@ -220,7 +220,7 @@ def killed_while_saving(folder: Path, count: int, step: int) -> bool:
     return process.exitcode != 0
 
 
-@pytest.mark.parametrize("again", [False, True])
+@pytest.mark.parametrize("again", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_a_kill_at_any_step_of_the_write_leaves_a_whole_checkpoint(fabric, tmp_path, again):
     """Every change of the disk in turn: keep is 1, so that the old one is removed in the same breath. ``again``: the
     checkpoint is written over one of the same step."""

@@ -55,8 +55,6 @@ DECODING: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
 OFTEN = [
     ("bf16", (64, 128), "padding"),
     ("bf16", (128, 256), "everything"),
-    ("bf16", (96, 192), "plain"),
-    *product(["bf16"], [(128, 256)], ["most splits", "one of each"]),
 ]
 
 

@@ -185,7 +185,7 @@ def arguments_of(x, **options):
     return (*x[:5], *check(*x, options.get("attn_mask"), options.get("is_causal", False), options.get("window"), None))
 
 
-@pytest.mark.parametrize("case", ["causal", "left padding"])
+@pytest.mark.parametrize("case", ["causal", pytest.param("left padding", marks=pytest.mark.slow)])
 def test_opcheck(case):
     sizes, options = CASES[case]
     x = inputs(**sizes)

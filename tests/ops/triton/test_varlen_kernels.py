@@ -112,7 +112,7 @@ def test_activation_checkpointing():
         assert_within_budget(value, exact)
 
 
-@pytest.mark.parametrize("shared", [False, True], ids=["two keys", "one key"])
+@pytest.mark.parametrize("shared", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["two keys", "one key"])
 def test_compiles_into_one_graph(shared):
     x, (ends_q, ends_k) = packed(H=1), ends()
 
