@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from diff_transformer.lab.recipes.recall_study import CORE, FACTORS, GRID
+from diff_transformer.lab.recipes.recall_study import CORE, FACTORS, FURTHER_RATES, GRID, UNLEARNED
 from diff_transformer.lab.record import Record
 
 ROOT = Path(__file__).parent.parent
@@ -122,6 +122,16 @@ def test_what_findings_says_of_every_side_is_the_record(page):
     assert reached["softmax_norm_own_scale"] == [4, 0, 0]
     assert reached["diff_lambda0_own_scale"] == [5, 1, 0]
     assert reached["softmax_norm1"] == reached["diff_lambda0"] == reached["dint"] == [0, 0, 0]
+    assert reached["softmax_norm_matched_7e-4"] == reached["softmax_norm_own_scale_7e-4"] == [5, 1, 0]
+    further = {
+        side: max(
+            record.curves["recall"]["accuracy"][-1]
+            for rate in FURTHER_RATES
+            for record in cells[f"sweep/lr{rate:g}"][side].values()
+        )
+        for side in UNLEARNED
+    }
+    assert sorted(f"{best:.2f}" for best in further.values()) == ["0.13"] * 5 + ["0.24", "0.36"]
     assert reached["diff_no_norm"] == reached["softmax"] == [5, 2, 0]
     assert reached["diff_matched"] == [5, 5, 5]
     assert reached["diff_norm1"] == [5, 4, 2]
