@@ -125,7 +125,8 @@ class Run:
         if settings.compile or fabric.world_size > 1:
             share = share_of(fabric, context.size)
             ids = make_rows(data, config, share, 0).ids[: settings.rows_of_a_pass(share.size)]
-            measure_forms(fabric, config, self.unwrapped_model.config, ids, data.tokenizer.eos_token_id)
+            with deterministic_algorithms(settings.deterministic):
+                measure_forms(fabric, config, self.unwrapped_model.config, ids, data.tokenizer.eos_token_id)
         context.apply(self.unwrapped_model)
         recompute(self.unwrapped_model, what_to_recompute(config, self.unwrapped_model.config, fabric))
         objective = Objective(self.unwrapped_model, settings.loss_chunk, start)
