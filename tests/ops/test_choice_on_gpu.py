@@ -275,6 +275,9 @@ def test_a_trial_that_came_to_no_verdict_leaves_the_hopper_form_out_of_this_proc
     (verdict,) = dispatch._verdicts.values()
     assert verdict.left_out == {TWO: "NotNow: the Hopper kernels could not be tried"}
     assert not list(tmp_path.glob("fastest/*.json"))
+    diff_attention(*inputs(D=64, requires_grad=False))  # in fp32, which the Hopper kernels do not take
+    *_, verdict = dispatch._verdicts.values()
+    assert (verdict.fastest, verdict.left_out) == (TWO, {})
 
 
 def test_the_switch_of_the_hopper_kernels_belongs_to_the_verdict(monkeypatch, gpu):

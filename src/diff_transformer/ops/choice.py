@@ -216,6 +216,10 @@ def timed(
     inputs = (*tensors, arguments.lam)
     gradients = torch.is_grad_enabled() and any(x.requires_grad for x in inputs)
     strict = {"strict": True} if choice.backend == "sdpa" and tensors[0].device.type == "cuda" else {}
+    by_gluon = False  # whether a Hopper kernel may compute: there is a form without it too
+    if choice.backend == "triton" and choice.form.gluon:
+        plain = arguments.attn_mask is None and arguments.window is None and documents is None
+        by_gluon = choice.form._replace(gluon=False) in triton.forms(tensors[0], tensors[4], plain, gradients)
     checked = False
 
     def run() -> None:
@@ -239,7 +243,7 @@ def timed(
                 out = attend(choice, tuple(given), rest, **strict)
             else:
                 out = attend_packed(choice, tuple(given), rest, documents)
-            if choice.backend == "triton" and choice.form.gluon and triton.untried():
+            if by_gluon and triton.untried():
                 raise NotNow("the Hopper kernels could not be tried")
             if gradients:
                 leaves = {id(x): x for x in (*given, lam) if x.requires_grad}

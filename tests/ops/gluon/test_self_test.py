@@ -33,6 +33,7 @@ def child(monkeypatch, tmp_path):
 
     yield become
     self_test.fault_found.cache_clear()
+    self_test.untried.clear()
 
 
 def found(D=64, **options):
