@@ -49,6 +49,12 @@ def test_intervals_on_books_are_over_seeds_and_books(page):
     assert "-0.050 (-0.050 to -0.050)" in line  # half of each book's tokens have the shift, the same in all
 
 
+def test_a_restored_record_is_kept_as_it_is(page):
+    one = record("small", "diff", 0)
+    kept = replace(one, rows=page.books(one))
+    assert page.books(kept) == kept.rows
+
+
 def test_every_side_is_swept_at_every_size_with_seeds_of_its_own():
     plan = prose_study("python")
     assert plan.then is not None

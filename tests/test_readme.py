@@ -135,6 +135,7 @@ def test_what_it_says_of_the_objective_is_the_record(monkeypatch):
 def test_what_it_says_of_the_operator_s_time_is_the_record():
     said = {
         "attention_cpu": "takes {} to {} of the time",
+        "attention_zen5": "and {} to {} on a Zen 5.",
         "attention_amx": "takes {} to {};",
         "attention_avx2": "without AVX-512, {} to {} (",
     }

@@ -112,9 +112,10 @@ def sweep(cells: Cells) -> str:
 
 
 def books(record: Record) -> dict:
-    """The loss on each book, which ``measured.json`` keeps."""
+    """The loss on each book, which ``measured.json`` keeps; a restored record has it already."""
     found = record.rows.get("long_nll", [])
-    return {"long_nll": [{"loss": round(sum(row["sums"]) / sum(row["counts"]), 5)} for row in found]} if found else {}
+    losses = [row["loss"] if "loss" in row else sum(row["sums"]) / sum(row["counts"]) for row in found]
+    return {"long_nll": [{"loss": round(loss, 5)} for loss in losses]} if losses else {}
 
 
 PAGES = {
