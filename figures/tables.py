@@ -106,7 +106,12 @@ def between(page: Path, name: str, made: str) -> str:
 
 
 def learning_rates(
-    title: str, cells: Cells, names: dict[str, str], curve: str, score: Callable[[Record], float]
+    title: str,
+    cells: Cells,
+    names: dict[str, str],
+    curve: str,
+    score: Callable[[Record], float],
+    planned: Callable[[str], int],
 ) -> str:
     """The final accuracy of each side at each learning rate of a sweep (``sweep/lrRATE``, one seed).
 
@@ -114,6 +119,7 @@ def learning_rates(
         names: of the sides, in the order of the lines.
         curve: of a record, with its accuracies.
         score: what the sweep minimises.
+        planned: the number of rates of a side. That the best lies at the edge is said once all have run.
     """
     found = {name.removeprefix("sweep/lr"): sides for name, sides in cells.items() if name.startswith("sweep/")}
     rates = sorted(found, key=float)
@@ -124,7 +130,7 @@ def learning_rates(
             shown = [next((_final(record, curve) for record in by.values()), "") for by in runs]
             known = {i: score(record) for i, by in enumerate(runs) for record in by.values() if not record.diverged}
             best = min(known, key=known.__getitem__, default=None)
-            if len(known) > 2 and best in (min(known), max(known)):
+            if len(known) == planned(side) and best in (min(known), max(known)):
                 shown[best] += " (best, at the edge)"
             lines.append(f"| {name} | {' | '.join(shown)} |")
     return "\n".join(lines) if rates else ""

@@ -92,15 +92,17 @@ def test_the_step_at_the_goal_lies_between_two_validations(page):
     assert page.STEPS.read(record("p4_n0", "diff", 0, 0.5)) == math.log2(600)
 
 
-def test_a_rate_at_the_edge_of_the_sweep_is_marked(page, cells):
-    rates = ("0.0005", "0.001", "0.002")
-    for best, side in enumerate(("softmax", "diff_norm1", "softmax_norm1")):
+def test_a_rate_at_the_edge_of_a_finished_sweep_is_marked(page, cells):
+    rates = ("0.00025", "0.0005", "0.001", "0.002")
+    for side, best in {"softmax": 0, "diff_norm1": 1, "diff_v2": 3}.items():
         for i, rate in enumerate(rates):
             run = record("p8_n2", side, 100, 0.9 if i == best else 0.5)
             cells.setdefault(f"sweep/lr{rate}", {})[side] = {100: run}
     lines = page.sweep(cells).splitlines()
     assert [line.count("at the edge") for line in lines[-3:]] == [1, 0, 1]
-    assert lines[-3].endswith("| 0.90 (best, at the edge) | 0.50 | 0.50 |")
+    assert lines[-3].endswith("| 0.90 (best, at the edge) | 0.50 | 0.50 | 0.50 |")
+    cells["sweep/lr0.001"] = {"softmax_norm1": {100: run}}  # which has further rates to come
+    assert "at the edge" not in page.sweep(cells)
 
 
 def test_what_findings_says_of_every_side_is_the_record(page):

@@ -15,6 +15,7 @@ from statistics import fmean
 from diff_transformer.lab.measures import Measure, Row, metric, paired_rows, steps_to, trained
 from diff_transformer.lab.recipes.needle_study import (
     CELLS,
+    LEARNING_RATES,
     LENGTHS,
     MATCHED,
     SEEDS,
@@ -145,8 +146,12 @@ def tables(cells: Cells) -> str:
             attention(cells),
         ]
     title = "**Learning rates** (accuracy at the end on held-out needle rows, one other seed)"
-    parts.append(learning_rates(title, cells, {side: SHOWN[side] for side in SIDES}, "needles", shortfall))
+    parts.append(learning_rates(title, cells, {side: SHOWN[side] for side in SIDES}, "needles", shortfall, _rates))
     return "\n\n".join(part for part in parts if part)
+
+
+def _rates(side: str) -> int:
+    return len(LEARNING_RATES)
 
 
 def core_runs(cells: Cells) -> int:

@@ -16,13 +16,16 @@ from diff_transformer.lab.measures import Measure, Row, compared, metric, paired
 from diff_transformer.lab.recipes.recall_study import (
     CENTRE,
     CORE,
+    FURTHER_RATES,
     GRID,
+    LEARNING_RATES,
     MATCHED,
     MORE,
     OWN_SCALE,
     RETRIED,
     SEEDS,
     SIDES,
+    UNLEARNED,
     recall_study,
     shortfall,
 )
@@ -276,10 +279,14 @@ def by_setting(cells: Cells) -> str:
     return "\n".join(lines)
 
 
+def _rates(side: str) -> int:
+    return len(LEARNING_RATES) + (len(FURTHER_RATES) if side in UNLEARNED else 0)
+
+
 def sweep(cells: Cells) -> str:
     """The learning rates tried for each side (one seed)."""
     title = f"**Learning rates** (accuracy at the end in {CENTRE}, one other seed)"
-    return learning_rates(title, cells, {side: SHOWN[side] for side in SIDES}, "recall", shortfall)
+    return learning_rates(title, cells, {side: SHOWN[side] for side in SIDES}, "recall", shortfall, _rates)
 
 
 PAGES = {HERE / "README.md": ("measured", tables), HERE.parents[1] / "docs" / "findings.md": ("recall", findings)}

@@ -13,7 +13,8 @@ from transformers import AutoModelForCausalLM
 
 from diff_transformer.data.prepare.config import PrepareConfig
 from diff_transformer.data.prepare.run import prepare
-from diff_transformer.lab.compare import compare, corpus_label
+from diff_transformer.lab.compare import compare
+from diff_transformer.lab.comparison_results import corpus_label
 from diff_transformer.lab.pool import run_pool
 from diff_transformer.lab.recipes import recipe
 from diff_transformer.lab.record import load_all

@@ -7,7 +7,8 @@ from typer.testing import CliRunner
 
 from diff_transformer import DiffTransformerConfig
 from diff_transformer.cli import app
-from diff_transformer.lab.compare import compare, comparison_specs, known_variants, variant_rows
+from diff_transformer.lab.compare import compare, comparison_specs, known_variants
+from diff_transformer.lab.comparison_results import variant_rows
 from diff_transformer.lab.recipes import RECIPES, recipe
 from diff_transformer.lab.record import Record
 from diff_transformer.lab.spec import RECALL, side_model

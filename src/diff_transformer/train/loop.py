@@ -29,7 +29,7 @@ from diff_transformer.train.initial_model import build_model, check_backend_on, 
 from diff_transformer.train.launch import on_first_rank
 from diff_transformer.train.loss import Objective
 from diff_transformer.train.metrics import DIGEST, MetricsLog, read_metrics
-from diff_transformer.train.parallelize import compile_layers, make_fabric, share_of
+from diff_transformer.train.parallelize import compile_layers, make_fabric
 from diff_transformer.train.recompute import recompute, what_to_recompute
 from diff_transformer.train.run_folder import check_run_folder, open_run_folder, save_model
 from diff_transformer.train.signals import Interrupted, StopRequest, stop_requests
@@ -123,10 +123,8 @@ class Run:
             use_float8(self.unwrapped_model, fabric.device)
         context = make_context(fabric, settings.parallel)
         if settings.compile or fabric.world_size > 1:
-            share = share_of(fabric, context.size)
-            ids = make_rows(data, config, share, 0).ids[: settings.rows_of_a_pass(share.size)]
             with deterministic_algorithms(settings.deterministic):
-                measure_forms(fabric, config, self.unwrapped_model.config, ids, data.tokenizer.eos_token_id)
+                measure_forms(fabric, config, self.unwrapped_model.config, data)
         context.apply(self.unwrapped_model)
         recompute(self.unwrapped_model, what_to_recompute(config, self.unwrapped_model.config, fabric))
         objective = Objective(self.unwrapped_model, settings.loss_chunk, start)
