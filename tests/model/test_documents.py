@@ -4,13 +4,13 @@ import inspect
 
 import pytest
 import torch
-import torch.nn.attention.varlen
 
 from diff_transformer import DiffTransformerForCausalLM
 from diff_transformer.model.inputs import Documents, split_documents, take_documents
 from diff_transformer.model.matching import variant
 from diff_transformer.model.presets import preset
-from diff_transformer.model.softmax import SoftmaxCore, _packed_flash_attention
+from diff_transformer.model.softmax import SoftmaxCore
+from diff_transformer.ops import sdpa
 
 END = 0
 
@@ -114,55 +114,30 @@ def test_keys_packed_differently_are_refused():
         take_documents({"cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds + 1, "max_length_q": 4})
 
 
-def varlen_of_pytorch(calls, *, grouped, windows):
-    """PyTorch's ``varlen_attn`` with the arguments of one of its versions, recorded, one document after another."""
-
-    def varlen_attn(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, **options):
-        calls.append((key.shape[1], options))
-        before, after = options.get("window_size", (-1, 0 if options.get("is_causal") else -1))
-        core = SoftmaxCore()
-        core.window = None if before < 0 else before + 1
-        return core.attend_documents(
-            *(x.transpose(0, 1)[None] for x in (query, key, value)), None, Documents(cu_seq_q, max_q), after == 0
-        )
-
-    named = {"window_size": windows, "is_causal": not windows, "enable_gqa": grouped}
-    given = ["query", "key", "value", *(name for name, there in named.items() if there)]
-    kind = inspect.Parameter.KEYWORD_ONLY
-    varlen_attn.__signature__ = inspect.Signature([inspect.Parameter(name, kind) for name in given])
-    return varlen_attn
-
-
-@pytest.mark.parametrize("version", ["window and groups", "window", "causal flag"])
+@pytest.mark.parametrize("version", ["with groups", "without"])
 @pytest.mark.parametrize("heads", [2, 4])
-def test_packed_flash_attention_is_given_grouped_heads_as_they_are(monkeypatch, heads, version):
+@pytest.mark.parametrize("window", [None, 5])
+def test_packed_attention_is_given_grouped_heads_as_they_are(monkeypatch, varlen, heads, version, window):
     """Only a PyTorch whose function takes no grouped heads gets repeated ones."""
-    calls = []
-    stand_in = varlen_of_pytorch(calls, grouped="groups" in version, windows="window" in version)
-    monkeypatch.setattr(torch.nn.attention.varlen, "varlen_attn", stand_in)
+    calls = varlen(grouped=version == "with groups")
     q, k, v = (torch.randn(1, n, 20, 8) for n in (4, heads, heads))
     documents, core = Documents(torch.tensor([0, 7, 20], dtype=torch.int32), 13), SoftmaxCore()
-    core.window = 5 if "window" in version else None
-    packed = [x[0].transpose(0, 1) for x in (q, k, v)]
-    out = _packed_flash_attention(*packed, documents, documents, True, core.window)
+    core.window = window
+    rows, ends = [x[0].transpose(0, 1) for x in (q, k, v)], documents.cu_seqlens
+    out = sdpa.packed_attention(*rows, ends, ends, 13, 13, True, window)
     torch.testing.assert_close(out, core.attend_documents(q, k, v, None, documents, True))
-    form = {"window_size": (-1 if core.window is None else 4, 0)} if "window" in version else {"is_causal": True}
-    expected = {
-        "window and groups": (heads, form | {"enable_gqa": heads == 2}),
-        "window": (4, form),
-        "causal flag": (4, form),
-    }
-    assert calls == [expected[version]]
+    ((_, given, options),) = calls
+    assert given == (heads if version == "with groups" else 4)
+    assert options["window_size"] == (-1 if window is None else 4, 0)
 
 
-def test_packed_flash_attention_gives_only_what_pytorch_takes(monkeypatch):
+def test_packed_attention_gives_only_what_pytorch_takes(monkeypatch):
     """With the function of the PyTorch that is installed, but for its kernel, which needs a GPU."""
     from torch.nn.attention.varlen import varlen_attn
 
     given = []
     monkeypatch.setattr(torch.ops.torch_attn, "_varlen_attn", lambda q, *rest: given.append(rest) or (q, None, None))
-    q, k = torch.randn(20, 4, 8), torch.randn(20, 2, 8)
-    documents = Documents(torch.tensor([0, 20], dtype=torch.int32), 20)
-    _packed_flash_attention(q, k, k, documents, documents, True, None)
+    q, k, ends = torch.randn(20, 4, 8), torch.randn(20, 2, 8), torch.tensor([0, 20], dtype=torch.int32)
+    sdpa.packed_attention(q, k, k, ends, ends, 20, 20, True, None)
     grouped = "enable_gqa" in inspect.signature(varlen_attn).parameters
     assert given[0][0].shape[1] == (2 if grouped else 4)

@@ -331,6 +331,34 @@ def test_packed_documents_choose_among_the_backward_passes(monkeypatch, gpu):
     assert set(gpu) == {ONE}
 
 
+def test_packed_documents_choose_among_the_public_forms_too(monkeypatch, gpu, varlen):
+    joined, by_map = "sdpa (flash, both maps at once)", "sdpa (flash, one map at a time)"
+    monkeypatch.setattr(sdpa, "kernels_of", lambda *device: ("flash", "efficient"))
+    rows = [t[0].transpose(0, 1) for t in inputs(T=3, dtype=torch.bfloat16)]
+    ends = torch.tensor([0, 2, 3], dtype=torch.int32)
+
+    def attend():
+        return diff_attention_varlen(*rows, ends, ends, 2, 2, is_causal=True)
+
+    monkeypatch.setenv(dispatch.SWITCH, "0")
+    varlen()
+    attend()
+    assert gpu == [by_map], "the default of training"
+    monkeypatch.setattr(choice, "on_hopper", lambda *device: True)
+    next_process(monkeypatch)
+    attend()
+    assert gpu[-1].startswith("triton")
+    monkeypatch.setenv(dispatch.SWITCH, "1")
+    next_process(monkeypatch)
+    gpu.clear()
+    takes(monkeypatch, **{joined: 0.1})
+    out = attend()
+    assert gpu[-1] == joined
+    assert {joined, by_map, ONE, TWO} <= set(gpu)
+    exact = diff_attention_varlen(*rows, ends, ends, 2, 2, is_causal=True, backend="reference")
+    torch.testing.assert_close(out, exact, rtol=0.02, atol=0.01)  # maps are rounded to bf16 before they are subtracted
+
+
 def test_packed_documents_are_compared_with_the_reference(monkeypatch, gpu, caplog):
     torch.use_deterministic_algorithms(False)
     takes(monkeypatch, **{ONE: 0.1, TWO: 0.2})

@@ -3,10 +3,6 @@
 Legend: B batch, T queries, S keys, n query heads, m key/value heads, d head width.
 """
 
-import inspect
-from collections.abc import Callable, Mapping
-from typing import Any, cast
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -14,7 +10,7 @@ from torch import Tensor
 from diff_transformer.model.cores import Core, concatenate_rows
 from diff_transformer.model.inputs import Documents
 from diff_transformer.model.layers import RMSNorm
-from diff_transformer.ops import flash, flex
+from diff_transformer.ops import flash, flex, sdpa
 from diff_transformer.ops.api import diff_attention_maps
 from diff_transformer.ops.masking import fully_masked_rows, position_mask
 from diff_transformer.ops.reference import attention_map
@@ -64,9 +60,10 @@ class SoftmaxCore(Core):
         One call of FlashAttention's packed form on CUDA, else one call for each document.
         """
         rows = [concatenate_rows(x) for x in (q, k, v)]
-        packed = self.backend in ("sdpa", "flash") and (self.window is None or "window_size" in _varlen_options())
-        if packed and q.is_cuda and q.dtype in (torch.bfloat16, torch.float16):
-            return _packed_flash_attention(*rows, documents, of_keys or documents, is_causal, self.reach(is_causal))
+        if self.backend in ("sdpa", "flash") and q.is_cuda and q.dtype in (torch.bfloat16, torch.float16):
+            (bounds, longest), (bounds_k, longest_k) = documents, of_keys or documents
+            options = bounds, bounds_k, longest, longest_k, is_causal, self.reach(is_causal)
+            return sdpa.packed_attention(rows[0], rows[1], rows[2], *options)
         sizes, sizes_k = (each.cu_seqlens.diff().tolist() for each in (documents, of_keys or documents))
         parts = [
             self.attend(*(x.transpose(0, 1)[None] for x in document), None, None, is_causal)[0].transpose(0, 1)
@@ -169,31 +166,3 @@ def _flash(q: Tensor, k: Tensor, v: Tensor, attn_mask, is_causal: bool, window) 
 def _require(reason: str | None, name: str) -> None:
     if reason is not None:
         raise RuntimeError(f"softmax attention on {name!r} is not available: {reason}")
-
-
-def _varlen_options() -> Mapping[str, Any]:
-    """The arguments of PyTorch's ``varlen_attn``, which differ between versions."""
-    from torch.nn.attention.varlen import varlen_attn
-
-    return inspect.signature(varlen_attn).parameters
-
-
-def _packed_flash_attention(
-    q: Tensor, k: Tensor, v: Tensor, documents: Documents, of_keys: Documents, is_causal: bool, window: int | None
-) -> Tensor:
-    """PyTorch's ``varlen_attn`` of ``q [B * T, n, d]``, ``k``, ``v [B * S, m, d]``."""
-    from torch.nn.attention.varlen import varlen_attn
-
-    before = -1 if window is None else window - 1  # keys to the left of a query's own
-    known, options = _varlen_options(), {}
-    if "window_size" in known:
-        options["window_size"] = (before, 0 if is_causal else -1)
-    else:
-        options["is_causal"] = is_causal
-    if "enable_gqa" in known:
-        options["enable_gqa"] = q.shape[1] != k.shape[1]
-    else:
-        k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in (k, v))
-    (bounds, longest), (bounds_k, longest_k) = documents, of_keys
-    attend = cast(Callable[..., Tensor], varlen_attn)
-    return attend(q, k, v, bounds, bounds_k, longest, longest_k, **options)

@@ -29,7 +29,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import _disable_current_modes
 
 from diff_transformer.ops import cpu, flash, flex, reference, sdpa, triton
-from diff_transformer.ops.arguments import Arguments, autocast_off
+from diff_transformer.ops.arguments import Arguments, active_transform, autocast_off
 from diff_transformer.ops.dispatch import NotNow, Timer, Verdict, fastest, judge, wall_clock
 
 log = logging.getLogger("diff_transformer")
@@ -82,7 +82,7 @@ class Kind(NamedTuple):
 
 
 class Documents(NamedTuple):
-    """The packed documents of a call, checked; as ``triton.attend_varlen`` takes them."""
+    """The packed documents of a call, checked; as the backends' ``attend_varlen`` takes them."""
 
     cu_seqlens_q: Tensor
     cu_seqlens_k: Tensor
@@ -166,18 +166,18 @@ def verdict(
 
 def candidates(tensors: tuple[Tensor, ...], arguments: Arguments, kind: Kind) -> dict[str, Choice]:
     """The forms that can compute the call, by name, the default first."""
-    q1, q2, k1, k2, v = tensors
-    device, plain = q1.device, kind.mask == "none" and not kind.window and not kind.documents
+    q1, v, device = tensors[0], tensors[4], tensors[0].device
+    plain = kind.mask == "none" and not kind.window and not kind.documents
     offered: list[Choice] = []
     if unsupported_reason("triton", tensors, arguments) is None:
         offered = [Choice("triton", form) for form in triton.forms(q1, v, plain, kind.gradients)]
-    if not kind.documents:
-        over_sdpa = [Choice("sdpa", form) for form in sdpa.forms(q1, q2, k1, k2, v, *arguments[1:4])]
-        small = plain and kind.aligned  # needs no mask
-        sdpa_first = not offered or (kind.gradients and small and not on_hopper(device.type, device.index))
-        offered = over_sdpa + offered if sdpa_first else offered + over_sdpa
-        if unsupported_reason("flash", tensors, arguments) is None:
-            offered.append(Choice("flash"))
+    forms = sdpa.packed_forms(*tensors) if kind.documents else sdpa.forms(*tensors, *arguments[1:4])
+    over_sdpa = [Choice("sdpa", form) for form in forms]
+    small = kind.documents or (plain and kind.aligned)  # needs no mask
+    sdpa_first = not offered or (kind.gradients and small and not on_hopper(device.type, device.index))
+    offered = over_sdpa + offered if sdpa_first else offered + over_sdpa
+    if unsupported_reason("flash", tensors, arguments) is None and (flash.takes_packed() or not kind.documents):
+        offered.append(Choice("flash"))
     if kind.passes == REPEATS:
         ours = [choice for choice in offered if choice.backend == "triton"]
         theirs = [c for c in offered if isinstance(c.form, sdpa.Form) and c.form.kernel not in ATOMICS]
@@ -194,6 +194,13 @@ def unsupported_reason(backend: str, tensors: tuple[Tensor, ...], arguments: Arg
     return reason
 
 
+def takes_packed(backend: str, tensors: tuple[Tensor, ...]) -> bool:
+    """Whether the backend computes all packed documents at once."""
+    if backend == "sdpa":
+        return active_transform() is None and bool(sdpa.packed_forms(*tensors))
+    return backend == "triton" or (backend == "flash" and flash.takes_packed())
+
+
 def attend(choice: Choice, tensors: tuple[Tensor, ...], arguments: Arguments, **options: Any) -> Tensor:
     """[B, H, T, Dv] by the chosen form."""
     form = {} if choice.form is None else {"form": choice.form}
@@ -201,9 +208,10 @@ def attend(choice: Choice, tensors: tuple[Tensor, ...], arguments: Arguments, **
 
 
 def attend_packed(choice: Choice, tensors: tuple[Tensor, ...], arguments: Arguments, documents: Documents) -> Tensor:
-    """[1, H, total, Dv] by the chosen form of the Triton kernels, within each document."""
+    """[1, H, total, Dv] by the chosen form, within each document."""
     positions = (arguments.is_causal, arguments.window, arguments.scale)
-    return triton.attend_varlen(*tensors, arguments.lam, *documents, *positions, form=choice.form)
+    packed = BACKENDS[choice.backend].attend_varlen
+    return packed(*tensors, arguments.lam, *documents, *positions, form=choice.form)
 
 
 def timed(

@@ -3,7 +3,7 @@
 If the installed version takes values wider than the queries, v is passed whole (FlashDiffAttn_1). Otherwise it is
 passed in parts as wide as the queries, two for the paper's Dv = 2 D (FlashDiffAttn_2). A probe on a few tokens tells
 which. All generations of the package have one interface: ``flash_attn_interface`` (3), ``flash_attn.cute`` (4),
-``flash_attn`` (2).
+``flash_attn`` (2). Packed documents take the same calls of ``flash_attn_varlen_func``.
 
 Shapes: B batch, H signal heads, Hn noise heads, G key/value heads, T queries, S keys, D query width, Dv value width.
 """
@@ -23,22 +23,41 @@ PROBE_TOKENS = 128
 
 def attend(q1, q2, k1, k2, v, lam, attn_mask, is_causal, window, scale) -> Tensor:
     """(softmax(q1 k1^T scale) - lam softmax(q2 k2^T scale)) v of checked arguments, [B, H, T, Dv] in the dtype of v."""
-    T, S, Dv, repeat = q1.shape[2], k1.shape[2], v.shape[3], q1.shape[1] // q2.shape[1]
+    T, S = q1.shape[2], k1.shape[2]
     fully_masked = max(0, T - S) if is_causal else 0  # queries before the first key: their rows are 0
     q1, q2, lam = q1[:, :, fully_masked:], q2[:, :, fully_masked:], lam[:, :, fully_masked:]
+    out = _difference(_function(), q1, q2, k1, k2, v, lam, is_causal, window, scale)
+    return pad(out, (0, 0, fully_masked, 0))
+
+
+def attend_varlen(
+    q1, q2, k1, k2, v, lam, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, is_causal, window, scale, form=None
+) -> Tensor:
+    """``attend`` within each document: tensors packed as [1, heads, total, width], lam [1, H, total, 1]."""
+    packed, documents = varlen_function(), (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+    assert packed is not None  # checked before
+
+    def function(q: Tensor, k: Tensor, values: Tensor, **options) -> Tensor:
+        return _output(packed(q[0], k[0], values[0], *documents, **options))[None]
+
+    return _difference(function, q1, q2, k1, k2, v, lam, is_causal, window, scale)
+
+
+def _difference(function: Callable, q1, q2, k1, k2, v, lam, is_causal, window, scale) -> Tensor:
+    """Both maps by calls of ``function`` on tensors [B, length, heads, width], and their difference, [B, H, T, Dv]."""
+    Dv, repeat = v.shape[3], q1.shape[1] // q2.shape[1]
     parts = [part.transpose(1, 2) for part in value_parts(q1, q2, k1, v)]  # each [B, S, G, D or Dv]
     options = {"softmax_scale": scale, "causal": is_causal}
     if window is not None:
         options["window_size"] = (window - 1, 0)
 
     def softmax_attention(q: Tensor, k: Tensor) -> Tensor:
-        q, k = (_multiple_of_eight(x).transpose(1, 2) for x in (q, k))  # [B, length, heads, D]
-        outs = [_output(_function()(q, k, part, **options)) for part in parts]
+        q, k = (_multiple_of_eight(x).transpose(1, 2) for x in (q, k))
+        outs = [_output(function(q, k, part, **options)) for part in parts]
         return torch.cat(outs, dim=-1)[..., :Dv].transpose(1, 2).to(lam.dtype)
 
     second = softmax_attention(q2, k2).repeat_interleave(repeat, dim=1)
-    out = (softmax_attention(q1, k1) - lam * second).to(v.dtype)
-    return pad(out, (0, 0, fully_masked, 0))
+    return (softmax_attention(q1, k1) - lam * second).to(v.dtype)
 
 
 def form(q1: Tensor, q2: Tensor, k1: Tensor, v: Tensor) -> int:
@@ -92,6 +111,22 @@ def installed() -> tuple[str, Callable] | None:
         if function is not None:
             return name, function
     return None
+
+
+def varlen_function() -> Callable | None:
+    """The installed package's flash_attn_varlen_func, or None."""
+    found = installed()
+    return None if found is None else getattr(importlib.import_module(found[0]), "flash_attn_varlen_func", None)
+
+
+@cache
+def takes_packed() -> bool:
+    """Whether the installed package has a function for packed documents."""
+    return varlen_function() is not None
+
+
+# A constant for torch.compile, as in triton/__init__.py.
+takes_packed._dynamo_marked_constant = True  # ty: ignore[missing-attribute]
 
 
 def unsupported_reason(device: torch.device, dtype: torch.dtype) -> str | None:

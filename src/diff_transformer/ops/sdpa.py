@@ -7,13 +7,17 @@ these SDPA's kernels take for a call and what they cost; the cheapest one is use
 faster (dispatch.py). On the CPU all calls compute in fp32: the bf16 kernel accumulates gradients in bf16, which misses
 the numerics budget of dv at lengths of some hundreds.
 
+Packed documents take the same forms of PyTorch's ``varlen_attn``, the kernel "flash" without padding.
+
 Shapes: B batch, H signal heads, Hn noise heads, G key/value heads, T queries, S keys, D query width, Dv value width.
 """
 
+import inspect
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from functools import partial
+from functools import cache
 from operator import index as concrete
-from typing import NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -66,12 +70,11 @@ def attend(
     form: one of ``forms``; None for the first one, with the kernel that PyTorch chooses. strict: raise where its kernel
     refuses the call, instead of leaving the choice to PyTorch.
     """
-    T, S, G, shared = q1.shape[2], k1.shape[2], k1.shape[1], k2 is k1
+    T, S = q1.shape[2], k1.shape[2]
     kernel = nullcontext() if form is None else only(form.kernel, strict)
     form = form or forms(q1, q2, k1, k2, v, attn_mask, is_causal, window)[0]
     if attn_mask is not None and attn_mask.shape[1] > 1:
         q2 = q2.repeat_interleave(q1.shape[1] // q2.shape[1], dim=1)  # each signal head then has its own second map
-    repeat = q1.shape[1] // q2.shape[1]
     fully_masked = fully_masked_rows(T, S, is_causal, window, attn_mask, q1.device)
     out_dtype = v.dtype
     if q1.device.type == "cpu":
@@ -82,21 +85,89 @@ def attend(
         mask = one_mask(position_mask(T, S, is_causal, window, q1.device), attn_mask, fully_masked, q1.dtype)
         is_causal = False
 
-    def softmax_attention(q: Tensor, k: Tensor) -> Tensor:
-        return softmax_attention_of(q, k, v, mask, is_causal, scale, form).to(lam.dtype)
+    def softmax_attention(q: Tensor, k: Tensor, values: Tensor) -> Tensor:
+        options: dict[str, Any] = {"attn_mask": mask, "is_causal": is_causal, "scale": scale}
+        if q.shape[1] != k.shape[1]:
+            if KERNELS[form.kernel].grouped:
+                options["enable_gqa"] = True
+            else:  # SDPA would materialise the maps
+                k, values = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, values))
+        return scaled_dot_product_attention(q, k, values, **options)
 
     with kernel:
-        if form.joined:
-            if not shared:
-                k1 = torch.cat((k1, k2), dim=-1)
-                q1, q2 = pad(q1, (0, q2.shape[-1])), pad(q2, (q1.shape[-1], 0))
-            by_group = [x.unflatten(1, (G, -1)) for x in (q1, q2)]  # [B, G, heads of the map / G, T, D or 2 D]
-            out = softmax_attention(torch.cat(by_group, dim=2).flatten(1, 2), k1).unflatten(1, (G, -1))
-            first, second = (x.flatten(1, 2) for x in out.split([x.shape[2] for x in by_group], dim=2))
-        else:
-            first, second = softmax_attention(q1, k1), softmax_attention(q2, k2)
-    out = first - lam * second.repeat_interleave(repeat, dim=1)
+        out = difference(q1, q2, k1, k2, v, lam, form, softmax_attention)
     return (out if fully_masked is None else out.masked_fill(fully_masked, 0)).to(out_dtype)
+
+
+def attend_varlen(
+    q1, q2, k1, k2, v, lam, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, is_causal, window, scale,
+    form: Form | None = None,
+) -> Tensor:  # fmt: skip
+    """``attend`` within each document: tensors packed as [1, heads, total, width], lam [1, H, total, 1].
+
+    form: one of ``packed_forms``; None for the first one.
+    """
+    form = form or packed_forms(q1, q2, k1, k2, v)[0]
+    documents = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
+
+    def softmax_attention(*heads: Tensor) -> Tensor:
+        rows = (x[0].transpose(0, 1) for x in heads)
+        return packed_attention(*rows, *documents, is_causal, window, scale).transpose(0, 1)[None]
+
+    return difference(q1, q2, k1, k2, v, lam, form, softmax_attention).to(v.dtype)
+
+
+def packed_attention(
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: int, max_seqlen_k: int,
+    is_causal: bool, window: int | None, scale: float | None = None,
+) -> Tensor:  # fmt: skip
+    """softmax(q k^T scale) v within each document by PyTorch's ``varlen_attn``, [total_q, heads, D]."""
+    from torch.nn.attention.varlen import varlen_attn
+
+    options: dict[str, Any] = {"scale": scale, "window_size": (window - 1 if window else -1, 0 if is_causal else -1)}
+    if q.shape[1] != k.shape[1]:
+        if varlen_takes_groups():
+            options["enable_gqa"] = True
+        else:
+            k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
+    documents = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
+    return cast(Callable[..., Tensor], varlen_attn)(q, k, v, *documents, **options)
+
+
+@cache
+def varlen_takes_groups() -> bool:
+    """Whether the installed PyTorch's ``varlen_attn`` reads shared keys in place."""
+    from torch.nn.attention.varlen import varlen_attn
+
+    return "enable_gqa" in inspect.signature(varlen_attn).parameters
+
+
+def difference(
+    q1: Tensor, q2: Tensor, k1: Tensor, k2: Tensor, v: Tensor, lam: Tensor, form: Form,
+    softmax_attention: Callable[[Tensor, Tensor, Tensor], Tensor],
+) -> Tensor:  # fmt: skip
+    """Both maps' softmax attention and their difference, [B, H, T, Dv] in the dtype of lam.
+
+    softmax_attention: of queries [B, heads, T, width], keys [B, G, S, width] and a part of the values.
+    """
+    G, repeat = k1.shape[1], q1.shape[1] // q2.shape[1]
+    Dv, padding = v.shape[-1], form.parts * form.width - v.shape[-1]
+    parts = (pad(v, (0, padding)) if padding else v).split(form.width, dim=-1)
+
+    def attended(q: Tensor, k: Tensor) -> Tensor:
+        outs = [softmax_attention(q, k, part) for part in parts]
+        return (outs[0] if len(outs) == 1 else torch.cat(outs, dim=-1)).narrow(-1, 0, Dv).to(lam.dtype)
+
+    if form.joined:
+        if k2 is not k1:
+            k1 = torch.cat((k1, k2), dim=-1)
+            q1, q2 = pad(q1, (0, q2.shape[-1])), pad(q2, (q1.shape[-1], 0))
+        by_group = [x.unflatten(1, (G, -1)) for x in (q1, q2)]  # [B, G, heads of the map / G, T, D or 2 D]
+        out = attended(torch.cat(by_group, dim=2).flatten(1, 2), k1).unflatten(1, (G, -1))
+        first, second = (x.flatten(1, 2) for x in out.split([x.shape[2] for x in by_group], dim=2))
+    else:
+        first, second = attended(q1, k1), attended(q2, k2)
+    return first - lam * second.repeat_interleave(repeat, dim=1)
 
 
 def forms(
@@ -129,6 +200,17 @@ def forms(
                 calls = int(joined) if cpu and not shared else parts * (2 - joined)
                 found.append((order, parts * (width + part), calls, Form(name, joined, parts, part)))
     return [form for *_, form in sorted(found)] or [Form("efficient", False, 1, Dv)]
+
+
+def packed_forms(q1: Tensor, q2: Tensor, k1: Tensor, k2: Tensor, v: Tensor) -> list[Form]:
+    """The forms that ``varlen_attn`` takes for packed documents; none on a CPU and in fp32, for example.
+
+    Its backward adds in any order, so there is none under torch.use_deterministic_algorithms either.
+    """
+    if v.dtype not in _HALF or torch.version.hip is not None or torch.are_deterministic_algorithms_enabled():
+        return []
+    offered = forms(q1, q2, k1, k2, v, None, False, None)
+    return [form for form in offered if form.kernel == "flash" and form.width % 8 == 0]
 
 
 def aligned(q1: Tensor, k1: Tensor, is_causal: bool) -> bool:
@@ -173,8 +255,9 @@ def kernels_of(device: str, index: int | None) -> tuple[str, ...]:
     return ("flash", "efficient", "cudnn") if cudnn >= 90000 else ("flash", "efficient")
 
 
-# A constant for torch.compile, as in triton/__init__.py.
+# Constants for torch.compile, as in triton/__init__.py.
 kernels_of._dynamo_marked_constant = True  # ty: ignore[missing-attribute]
+varlen_takes_groups._dynamo_marked_constant = True  # ty: ignore[missing-attribute]
 
 
 def only(name: str, strict: bool) -> AbstractContextManager:
@@ -195,22 +278,6 @@ def one_mask(
         return mask if fully_masked is None else mask.masked_fill(fully_masked, 0)
     mask = attn_mask if seen is None else seen if attn_mask is None else seen & attn_mask
     return mask if mask is None or fully_masked is None else mask | fully_masked
-
-
-def softmax_attention_of(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, is_causal: bool, scale: float, form: Form
-) -> Tensor:
-    """softmax(q k^T scale) v, [B, heads, T, Dv]."""
-    attention, grouped = scaled_dot_product_attention, q.shape[1] != k.shape[1]
-    if grouped and not KERNELS[form.kernel].grouped:  # SDPA would materialise the maps
-        k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
-        grouped = False
-    Dv, padding = v.shape[-1], form.parts * form.width - v.shape[-1]
-    parts = (pad(v, (0, padding)) if padding else v).split(form.width, dim=-1)
-    if grouped:
-        attention = partial(attention, enable_gqa=True)
-    outs = [attention(q, k, part, attn_mask=mask, is_causal=is_causal, scale=scale) for part in parts]
-    return (outs[0] if len(outs) == 1 else torch.cat(outs, dim=-1)).narrow(-1, 0, Dv)
 
 
 def unsupported_reason(device: torch.device, dtype: torch.dtype) -> str | None:

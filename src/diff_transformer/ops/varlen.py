@@ -48,8 +48,9 @@ def diff_attention_varlen(
 ) -> Tensor:
     """``diff_attention`` within each of several packed documents.
 
-    The Triton backend computes all documents in one launch. The other backends are called once for each document and
-    read cu_seqlens on the host: there torch.compile breaks the graph, and raises with fullgraph=True.
+    On a GPU "triton" computes all documents at once, and so do "flash" and, in bf16 and fp16, "sdpa" (PyTorch's
+    ``varlen_attn``). The other backends are called once for each document and read cu_seqlens on the host: there
+    torch.compile breaks the graph, and raises with fullgraph=True.
 
     Args:
         q1: queries of the signal map, [total_q, H, D].
@@ -61,7 +62,7 @@ def diff_attention_varlen(
             Document i has rows cu_seqlens[i] to cu_seqlens[i + 1] - 1, and may have none.
         max_seqlen_q, max_seqlen_k: the length of the longest document (or more); 0 only where there are no rows.
         is_causal, window, scale, backend: as in ``diff_attention``; each document is aligned to its own lower right
-            corner. "auto" is "triton" on CUDA where that works, else "sdpa"; "blockwise" on the CPU.
+            corner. "auto" times those that compute all documents at once, on a GPU; "blockwise" on the CPU.
 
     Returns:
         [total_q, H, Dv] in the dtype of v. Rows of a document without keys are 0.
@@ -85,7 +86,7 @@ def diff_attention_varlen(
     arguments = check(*tensors, _lam_as_batch(lam, q1), None, flag("is_causal", is_causal), window, scale)
     choice = resolve(backend, tensors, arguments, measured=False)
     refuse_missing_gradients(choice.backend, tensors, arguments.lam)
-    at_once = choice.backend == "triton"
+    at_once = on_gpu.takes_packed(choice.backend, tensors)
     check_documents("cu_seqlens_q", cu_seqlens_q, "max_seqlen_q", max_seqlen_q, q1, read=not at_once)
     check_documents("cu_seqlens_k", cu_seqlens_k, "max_seqlen_k", max_seqlen_k, k1, read=not at_once)
     if cu_seqlens_q.shape != cu_seqlens_k.shape:
@@ -98,7 +99,7 @@ def diff_attention_varlen(
     with autocast_off(q1.device.type):
         if at_once:
             documents = Documents(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
-            if backend == "auto" and q1.device.type in api.MEASURED:
+            if backend == "auto" and q1.device.type in api.MEASURED and not torch.compiler.is_exporting():
                 choice = on_gpu.choose(tensors, arguments, documents)
             out = on_gpu.attend_packed(choice, tensors, arguments, documents)
         else:
