@@ -70,18 +70,36 @@ def test_every_side_is_swept_at_every_size_with_seeds_of_its_own():
 
 
 def test_what_pages_say_of_prose_alone_is_the_record():
-    """The first row of the primary outcome and the row of DIFF as published, as the study's page has them."""
+    """The first rows of the primary outcome at each size and the exploratory rows, as the study's page has them."""
     lines = (ROOT / "figures" / "prose" / "README.md").read_text().splitlines()
     outcome = next(line for line in lines if line.startswith("| small: DIFF, head norm from .1 less Transformer |"))
     mean, low, high = re.search(r"([+-][\d.]+) \(([+-][\d.]+) to ([+-][\d.]+)\)", outcome).groups()
     assert "| undecided |" in outcome
-    published = next(line for line in lines if line.startswith("| DIFF as published, head norm from 1 | 5 |"))
-    higher = re.search(r"\+([\d.]+) \(\+", published)[1]  # the interval is above 0
-    controls = ("Transformer with a head norm from .1", "Transformer, half as many heads", "DIFF, lambda fixed at 0")
-    rows = [next(line for line in lines if line.startswith(f"| {name}") and "| 5 |" in line) for name in controls]
-    assert all(re.search(r"\(-[\d.]+ to \+[\d.]+\)", row.split("|")[4]) for row in rows)
+    medium = next(line for line in lines if line.startswith("| medium: DIFF, head norm from .1 less Transformer |"))
+    lower, most, least = re.search(r"-([\d.]+) \(-([\d.]+) to -([\d.]+)\)", medium).groups()
+    assert "| undecided |" in medium
+
+    def less_the_transformer(name):
+        """The column of the small and of the medium size."""
+        return [line.split("|")[4].strip() for line in lines if line.startswith(f"| {name}") and "| 5 |" in line][-2:]
+
+    higher = [re.match(r"\+([\d.]+) \(\+", cell)[1] for cell in less_the_transformer("DIFF as published")]
+    names = ("Transformer with a head norm from .1", "Transformer, half as many heads", "DIFF, lambda fixed at 0")
+    controls = [less_the_transformer(name) for name in names]
+    assert all(re.search(r"\(-[\d.]+ to \+[\d.]+\)", small) for small, _ in controls)
+    gains = [re.match(r"-([\d.]+) \(-[\d.]+ to -", at_medium)[1] for _, at_medium in controls]
+    assert min(map(float, gains)) >= float(lower), "the controls are at least as low"
     assert sum("(best, at the edge)" in line for line in lines) == 5
     for page in ("README.md", "docs/findings.md"):
         text = " ".join((ROOT / page).read_text().split())
         assert f"differs by {mean} nats (95 % interval {low} to {high}, 5 seeds) from the Transformer" in text
-    assert f"is {higher} nats higher" in text
+    assert f"it is {lower} nats lower (95 % interval {least} to {most}), which Holm" in text
+    by_norm, by_half, by_lambda = gains
+    assert (
+        f"the norm by {by_norm} nats, with half as many heads by {by_half}, DIFF with lambda fixed at 0 by {by_lambda}."
+        in text
+    )
+    assert f"is {higher[0]} nats higher at the small size and {higher[1]} at the medium one" in text
+    readme = " ".join((ROOT / "README.md").read_text().split())
+    assert f"at width 64, by -{lower} (-{most} to -{least}) at 128" in readme
+    assert f"on prose alone {higher[0]} and {higher[1]}" in readme
