@@ -12,7 +12,7 @@ from diff_transformer.ops import available_backends, diff_attention, triton
 from diff_transformer.ops import choice as on_gpu
 from diff_transformer.ops.api import BACKENDS, _announce, check_environment, choose
 from diff_transformer.ops.arguments import Arguments
-from diff_transformer.ops.choice import Choice
+from diff_transformer.ops.backends import Choice
 from diff_transformer.testing import make_inputs
 
 

@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from diff_transformer.ops import api, choice, diff_attention, diff_attention_varlen, dispatch, sdpa, triton
+from diff_transformer.ops import api, backends, choice, diff_attention, diff_attention_varlen, dispatch, sdpa, triton
 from diff_transformer.ops.arguments import check
-from diff_transformer.ops.choice import Choice
+from diff_transformer.ops.backends import Choice
 from diff_transformer.ops.sdpa import Form
 from diff_transformer.testing import assert_within_budget, make_inputs
 
@@ -35,8 +35,10 @@ def gpu(monkeypatch, tmp_path):
 def recorded(monkeypatch, names):
     """Keep the name of each form that computes."""
     for function in ("attend", "attend_packed"):
-        right = getattr(choice, function)
-        monkeypatch.setattr(choice, function, lambda c, *a, right=right, **k: names.append(c.name) or right(c, *a, **k))
+        right = getattr(backends, function)
+        monkeypatch.setattr(
+            backends, function, lambda c, *a, right=right, **k: names.append(c.name) or right(c, *a, **k)
+        )
 
 
 @pytest.fixture

@@ -177,7 +177,7 @@ FORMS = {
 @pytest.mark.parametrize("grouped", [True, False], ids=["grouped heads", "repeated heads"])
 def test_all_documents_in_one_call_of_pytorch(varlen, form, options, grouped):
     calls, x = varlen(grouped), packed()
-    compare(x, all_at_once(sdpa, x, form, options), *document_by_document(x, **options))
+    compare(x, all_at_once(sdpa, x, options | {"form": form}), *document_by_document(x, **options))
     assert len(calls) == (1 if form.joined else 4)
 
 
@@ -192,16 +192,16 @@ def test_all_documents_in_two_or_four_calls_of_flash_attn(monkeypatch, options, 
         return flash_attn_varlen_func(q, k, v, *ends, **given)
 
     monkeypatch.setattr(flash, "varlen_function", lambda: function)
-    compare(x, all_at_once(flash, x, None, options), *document_by_document(x, **options))
+    compare(x, all_at_once(flash, x, options), *document_by_document(x, **options))
     assert [shape[-1] for shape in calls] == ([16] * 4 if equal_widths else [32] * 2)
 
 
-def all_at_once(backend, x, form, options):
+def all_at_once(backend, x, options):
     q1, q2, k1, k2, v = (y.transpose(0, 1)[None] for y in x[:5])
     options = {"is_causal": False, "window": None, "scale": 0.25, **options}
     documents = (ends(ENDS_Q), ends(ENDS_K), 33, 40)
     lam = x.lam.transpose(0, 1)[None]
-    return backend.attend_varlen(q1, q2, k1, k2, v, lam, *documents, **options, form=form)[0].transpose(0, 1)
+    return backend.attend_varlen(q1, q2, k1, k2, v, lam, *documents, **options)[0].transpose(0, 1)
 
 
 def test_a_named_backend_that_can_takes_all_documents_at_once(monkeypatch, varlen):

@@ -6,8 +6,8 @@ from functools import cache
 import torch
 from torch import Tensor
 
+from diff_transformer.ops import backends, flex, reference, triton
 from diff_transformer.ops import choice as on_gpu
-from diff_transformer.ops import flex, reference, triton
 from diff_transformer.ops.arguments import (
     DTYPES,
     Arguments,
@@ -19,7 +19,7 @@ from diff_transformer.ops.arguments import (
     is_empty,
     zeros,
 )
-from diff_transformer.ops.choice import BACKENDS, Choice, unsupported_reason
+from diff_transformer.ops.backends import BACKENDS, Choice, unsupported_reason
 from diff_transformer.ops.dispatch import tuning
 from diff_transformer.ops.reference import DiffMaps
 
@@ -88,7 +88,7 @@ def attend(choice: Choice, q1, q2, k1, k2, v, arguments: Arguments) -> Tensor:
         mask = () if arguments.attn_mask is None else (arguments.attn_mask,)
         return zeros((*q1.shape[:3], v.shape[3]), v.dtype, q1, q2, k1, k2, v, arguments.lam, *mask)
     with autocast_off(q1.device.type):
-        return on_gpu.attend(choice, (q1, q2, k1, k2, v), arguments)
+        return backends.attend(choice, (q1, q2, k1, k2, v), arguments)
 
 
 def choose_for(q1, q2, k1, k2, v, arguments: Arguments, backend: str) -> Choice:

@@ -21,43 +21,25 @@ from importlib.metadata import PackageNotFoundError, version
 from itertools import pairwise
 from operator import index as concrete
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import _disable_current_modes
 
-from diff_transformer.ops import cpu, flash, flex, reference, sdpa, triton
-from diff_transformer.ops.arguments import Arguments, active_transform, autocast_off
+from diff_transformer.ops import backends, flash, reference, sdpa, triton
+from diff_transformer.ops.arguments import Arguments, autocast_off
+from diff_transformer.ops.backends import Choice, Documents, unsupported_reason
 from diff_transformer.ops.dispatch import NotNow, Timer, Verdict, fastest, judge, wall_clock
 
 log = logging.getLogger("diff_transformer")
 
-BACKENDS: dict[str, Any] = {
-    "reference": reference,
-    "blockwise": cpu,
-    "sdpa": sdpa,
-    "flex": flex,
-    "flash": flash,
-    "triton": triton,
-}
 PASSES = {None: "any", True: "one", False: "two"}
 REPEATS = "two, deterministic"  # the passes of a call whose gradients must repeat bit for bit
 ATOMICS = ("flash", "cudnn")  # kernels of SDPA whose backward adds in any order
 EDGES = (1, 8, 64, 256, 1024, 4096, 16384, 65536)  # lengths up to the same edge share a verdict
 CHECKED = 160, 192  # queries and keys of the comparison with the reference, at most
-
-
-class Choice(NamedTuple):
-    """A backend, and one of its forms; None for the backend's own default."""
-
-    backend: str
-    form: Any = None
-
-    @property
-    def name(self) -> str:
-        return self.backend if self.form is None else f"{self.backend} ({self.form.name})"
 
 
 class Kind(NamedTuple):
@@ -79,15 +61,6 @@ class Kind(NamedTuple):
     documents: bool
     gradients: bool
     passes: str  # which backward passes may be taken
-
-
-class Documents(NamedTuple):
-    """The packed documents of a call, checked; as the backends' ``attend_varlen`` takes them."""
-
-    cu_seqlens_q: Tensor
-    cu_seqlens_k: Tensor
-    max_seqlen_q: int
-    max_seqlen_k: int
 
 
 _chosen: dict[tuple[int | None, Kind], Choice] = {}  # by index of the GPU
@@ -185,35 +158,6 @@ def candidates(tensors: tuple[Tensor, ...], arguments: Arguments, kind: Kind) ->
     return {choice.name: choice for choice in offered}
 
 
-def unsupported_reason(backend: str, tensors: tuple[Tensor, ...], arguments: Arguments) -> str | None:
-    """Why the backend cannot compute this call, or None."""
-    module = BACKENDS[backend]
-    reason = module.unsupported_reason(tensors[0].device, tensors[0].dtype)
-    if reason is None and hasattr(module, "unsupported_call_reason"):
-        reason = module.unsupported_call_reason(*tensors, *arguments)
-    return reason
-
-
-def takes_packed(backend: str, tensors: tuple[Tensor, ...]) -> bool:
-    """Whether the backend computes all packed documents at once."""
-    if backend == "sdpa":
-        return active_transform() is None and bool(sdpa.packed_forms(*tensors))
-    return backend == "triton" or (backend == "flash" and flash.takes_packed())
-
-
-def attend(choice: Choice, tensors: tuple[Tensor, ...], arguments: Arguments, **options: Any) -> Tensor:
-    """[B, H, T, Dv] by the chosen form."""
-    form = {} if choice.form is None else {"form": choice.form}
-    return BACKENDS[choice.backend].attend(*tensors, *arguments, **form, **options)
-
-
-def attend_packed(choice: Choice, tensors: tuple[Tensor, ...], arguments: Arguments, documents: Documents) -> Tensor:
-    """[1, H, total, Dv] by the chosen form, within each document."""
-    positions = (arguments.is_causal, arguments.window, arguments.scale)
-    packed = BACKENDS[choice.backend].attend_varlen
-    return packed(*tensors, arguments.lam, *documents, *positions, form=choice.form)
-
-
 def timed(
     choice: Choice, tensors: tuple[Tensor, ...], arguments: Arguments, documents: Documents | None
 ) -> Callable[[], None]:
@@ -248,9 +192,9 @@ def timed(
                 given[3] = given[2]
             rest = arguments._replace(lam=lam)
             if documents is None:
-                out = attend(choice, tuple(given), rest, **strict)
+                out = backends.attend(choice, tuple(given), rest, **strict)
             else:
-                out = attend_packed(choice, tuple(given), rest, documents)
+                out = backends.attend_packed(choice, tuple(given), rest, documents)
             if by_gluon and triton.untried():
                 raise NotNow("the Hopper kernels could not be tried")
             if gradients:
@@ -302,9 +246,9 @@ def check(choice: Choice, tensors: tuple[Tensor, ...], arguments: Arguments, pac
 
     def ours(*y: Tensor) -> Tensor:
         if not packed:
-            return attend(choice, y[:5], Arguments(y[5], mask, *arguments[2:]))
+            return backends.attend(choice, y[:5], Arguments(y[5], mask, *arguments[2:]))
         ends = (torch.tensor(x, dtype=torch.int32, device=q1.device) for x in (ends_q, ends_k))
-        return attend_packed(choice, y[:5], arguments._replace(lam=y[5]), Documents(*ends, T, S))
+        return backends.attend_packed(choice, y[:5], arguments._replace(lam=y[5]), Documents(*ends, T, S))
 
     exact, eager = by_document(reference.attend), by_document(eager_diff_attention)
     values = results(ours, q1.dtype), results(exact, torch.float64), results(eager, q1.dtype)

@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode
 from diff_transformer.ops import triton
 from diff_transformer.ops.api import attend, choose_for
 from diff_transformer.ops.arguments import Arguments, active_transform, autocast_inputs, check, is_empty
-from diff_transformer.ops.choice import Choice
+from diff_transformer.ops.backends import Choice
 
 MAX_COPIED_VALUES = 2**17  # in a batch entry: up to here "blockwise" copies and masks faster than in a second call
 

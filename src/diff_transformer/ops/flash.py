@@ -31,7 +31,7 @@ def attend(q1, q2, k1, k2, v, lam, attn_mask, is_causal, window, scale) -> Tenso
 
 
 def attend_varlen(
-    q1, q2, k1, k2, v, lam, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, is_causal, window, scale, form=None
+    q1, q2, k1, k2, v, lam, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, is_causal, window, scale
 ) -> Tensor:
     """``attend`` within each document: tensors packed as [1, heads, total, width], lam [1, H, total, 1]."""
     packed, documents = varlen_function(), (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)

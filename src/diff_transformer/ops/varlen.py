@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from diff_transformer.ops import api
+from diff_transformer.ops import api, backends
 from diff_transformer.ops import choice as on_gpu
 from diff_transformer.ops.api import refuse_missing_gradients, resolve
 from diff_transformer.ops.arguments import (
@@ -22,7 +22,7 @@ from diff_transformer.ops.arguments import (
     is_empty,
     zeros,
 )
-from diff_transformer.ops.choice import Choice, Documents
+from diff_transformer.ops.backends import Choice, Documents
 
 # (version, total, max_seqlen) of cu_seqlens whose values were asserted on the GPU, so that later layers do not repeat
 # it.
@@ -86,7 +86,7 @@ def diff_attention_varlen(
     arguments = check(*tensors, _lam_as_batch(lam, q1), None, flag("is_causal", is_causal), window, scale)
     choice = resolve(backend, tensors, arguments, measured=False)
     refuse_missing_gradients(choice.backend, tensors, arguments.lam)
-    at_once = on_gpu.takes_packed(choice.backend, tensors)
+    at_once = backends.takes_packed(choice.backend, tensors)
     check_documents("cu_seqlens_q", cu_seqlens_q, "max_seqlen_q", max_seqlen_q, q1, read=not at_once)
     check_documents("cu_seqlens_k", cu_seqlens_k, "max_seqlen_k", max_seqlen_k, k1, read=not at_once)
     if cu_seqlens_q.shape != cu_seqlens_k.shape:
@@ -101,7 +101,7 @@ def diff_attention_varlen(
             documents = Documents(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
             if backend == "auto" and q1.device.type in api.MEASURED and not torch.compiler.is_exporting():
                 choice = on_gpu.choose(tensors, arguments, documents)
-            out = on_gpu.attend_packed(choice, tensors, arguments, documents)
+            out = backends.attend_packed(choice, tensors, arguments, documents)
         else:
             out = _one_by_one(choice, tensors, arguments, cu_seqlens_q.tolist(), cu_seqlens_k.tolist())
     return out[0].transpose(0, 1)
@@ -135,7 +135,7 @@ def _one_by_one(choice: Choice, tensors, arguments: Arguments, ends_q: list[int]
     for q1_part, q2_part, lam, k1_part, k2_part, v_part in zip(*by_query, *by_key, strict=True):
         if q1_part.shape[2] and k1_part.shape[2]:
             rest = arguments._replace(lam=lam)
-            outs.append(on_gpu.attend(choice, (q1_part, q2_part, k1_part, k2_part, v_part), rest))
+            outs.append(backends.attend(choice, (q1_part, q2_part, k1_part, k2_part, v_part), rest))
         else:
             parts = (q1_part, q2_part, k1_part, k2_part, v_part, lam)
             outs.append(zeros((*q1_part.shape[:3], v.shape[3]), v.dtype, *parts))

@@ -45,7 +45,7 @@ def check_model(config: RunConfig) -> None:
 
 def check_backend_on(config: RunConfig, device: torch.device) -> None:
     """Raise RuntimeError if ``model.backend`` names a backend that does not work on the device of a run."""
-    from diff_transformer.ops.choice import BACKENDS
+    from diff_transformer.ops.backends import BACKENDS
 
     name = config.model.get("backend", "auto")
     if name == "auto" or config.model.get("attention") == "softmax":

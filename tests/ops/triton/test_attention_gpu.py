@@ -1,11 +1,12 @@
 """On a GPU: the Triton kernels in every dtype, at lengths of real models and through the whole contract."""
 
+from itertools import pairwise
 from typing import Any
 
 import pytest
 import torch
 
-from diff_transformer.ops import diff_attention, diff_attention_varlen
+from diff_transformer.ops import available_backends, backends, diff_attention, diff_attention_varlen
 from diff_transformer.ops.triton import backward_form, operator
 from diff_transformer.testing import Inputs, assert_within_budget, eager_diff_attention, make_inputs, peak_memory
 
@@ -153,27 +154,61 @@ def test_two_passes_repeat_bit_for_bit():
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
 
 
+ENDS = [0, 7 * LENGTH // 10, 7 * LENGTH // 10, LENGTH, LENGTH + 63]  # the second document is empty
+
+
+def packed(dtype, D, shared):
+    x = make_inputs(B=1, H=4, G=2, T=ENDS[-1], D=D, dtype=dtype, device=DEVICE)
+    x = Inputs(*(y[0].transpose(0, 1).detach().clone().requires_grad_() for y in x))
+    return x._replace(k2=x.k1) if shared else x
+
+
+def compare_documents(name, x, options):
+    """All documents at once, with the error of a call of SDPA for each document as the yardstick."""
+
+    def at_once(*x, **options):
+        ends = torch.tensor(ENDS, dtype=torch.int32, device=DEVICE)
+        return diff_attention_varlen(*x, ends, ends, ENDS[1], ENDS[1], backend=name, **options)
+
+    def one_by_one(backend):
+        lengths = [b - a for a, b in pairwise(ENDS)]
+
+        def attend(*x, **options):
+            documents = zip(*(y.transpose(0, 1)[None].split(lengths, dim=2) for y in x), strict=True)
+            outs = [by(backend)(*document, **options) for document in documents]
+            return torch.cat(outs, dim=2)[0].transpose(0, 1)
+
+        return attend
+
+    exact, by_sdpa = run(one_by_one("reference"), in_fp64(x), options), run(one_by_one("sdpa"), x, options)
+    for what, *three in zip(("out", *x._fields), run(at_once, x, options), exact, by_sdpa, strict=True):
+        assert_within_budget(*three, what=what)
+
+
 @pytest.mark.usefixtures("plain")
 @pytest.mark.parametrize("form", ["two_pass", "one_pass"])
 @pytest.mark.parametrize("shared", [False, True], ids=["two keys", "one key"])
 @pytest.mark.parametrize("D", [64, 128])
 @pytest.mark.parametrize("dtype", HALF, ids=str)
 def test_documents(dtype, D, shared, form):
-    total = LENGTH + 63
-    first = 7 * LENGTH // 10
-    ends, longest = torch.tensor([0, first, first, LENGTH, total], dtype=torch.int32, device=DEVICE), max(first, 63)
-    x = make_inputs(B=1, H=4, G=2, T=total, D=D, dtype=dtype, device=DEVICE)
-    x = Inputs(*(y[0].transpose(0, 1).detach().clone().requires_grad_() for y in x))
-    x = x._replace(k2=x.k1) if shared else x
-
-    def varlen(name):
-        return lambda *x, **options: diff_attention_varlen(*x, ends, ends, longest, longest, backend=name, **options)
-
-    exact, by_sdpa = run(varlen("reference"), in_fp64(x), CAUSAL), run(varlen("sdpa"), x, CAUSAL)
     with backward_form(form):
-        values = run(varlen("triton"), x, CAUSAL)
-    for name, *three in zip(("out", *x._fields), values, exact, by_sdpa, strict=True):
-        assert_within_budget(*three, what=name)
+        compare_documents("triton", packed(dtype, D, shared), CAUSAL)
+
+
+@pytest.mark.parametrize("options", [{}, CAUSAL, CAUSAL | {"window": 200}], ids=["full", "causal", "window"])
+@pytest.mark.parametrize("shared", [False, True], ids=["two keys", "one key"])
+@pytest.mark.parametrize("D", [64, 128])
+@pytest.mark.parametrize("name", ["sdpa", "flash"])
+def test_documents_by_public_kernels(monkeypatch, name, D, shared, options):
+    """In one call each, or a few, whatever the number of documents."""
+    torch.use_deterministic_algorithms(False)
+    if name not in available_backends(DEVICE, torch.bfloat16):
+        pytest.skip(f"needs a GPU and the package of backend={name!r}")
+    taken, backend = [], backends.BACKENDS[name]
+    attend_varlen = backend.attend_varlen
+    monkeypatch.setattr(backend, "attend_varlen", lambda *a, **k: taken.append(name) or attend_varlen(*a, **k))
+    compare_documents(name, packed(torch.bfloat16, D, shared), options)
+    assert taken == [name]
 
 
 def test_memory_grows_with_the_length_not_its_square():
