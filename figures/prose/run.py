@@ -7,6 +7,7 @@ python figures/prose/run.py --restore runs/prose   # the recorded runs as a fold
 """
 
 import sys
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 from statistics import fmean
@@ -14,7 +15,15 @@ from statistics import fmean
 import numpy as np
 
 from diff_transformer.lab.measures import metric, paired_rows, tokens_to_equal_loss, trained
-from diff_transformer.lab.recipes.prose_study import LEARNING_RATES, SEEDS, SIDES, SIZES
+from diff_transformer.lab.recipes.prose_study import (
+    HIGHER,
+    HIGHER_RATES,
+    LEARNING_RATES,
+    RAISED,
+    SEEDS,
+    SIDES,
+    SIZES,
+)
 from diff_transformer.lab.record import Cells, Record
 from diff_transformer.lab.stats import over_seeds_and_examples
 
@@ -26,12 +35,16 @@ from tables import corrected, in_numbers, summary  # noqa: E402
 
 LOSS = metric("associative_recall", "validation", "lower", "held-out loss")
 BASELINES = ("softmax", "softmax_norm")
+RATES = {"small": LEARNING_RATES + HIGHER_RATES, "medium": LEARNING_RATES}
+AGAIN = "small, each side at its best rate of the wider sweep (exploratory)"
 
 
 def tables(cells: Cells) -> str:
     """What stands between the README's markers."""
     found = primary(cells)
     parts = [progress(cells), *([found] if found else []), *(by_side(cells, size) for size in SIZES if size in cells)]
+    if finished(cells, "small_higher", RAISED):
+        parts.append(by_side({AGAIN: cells["small"] | cells["small_higher"]}, AGAIN))
     return "\n\n".join([*parts, sweep(cells)])
 
 
@@ -51,17 +64,26 @@ def primary(cells: Cells) -> str:
     return f"**Primary outcome**, nats a token\n\n{shown}"
 
 
-def finished(cells: Cells, size: str) -> bool:
-    return all(set(SEEDS) <= cells.get(size, {}).get(side, {}).keys() for side in SIDES)
+def finished(cells: Cells, setting: str, sides: Iterable[str] = SIDES) -> bool:
+    return all(set(SEEDS) <= cells.get(setting, {}).get(side, {}).keys() for side in sides)
 
 
 def progress(cells: Cells) -> str:
-    swept = {size: sum(len(sides) for name, sides in cells.items() if f"sweep/{size}_" in name) for size in SIZES}
+    def swept(size: str, rates: Iterable[float]) -> int:
+        return sum(len(cells.get(f"sweep/{size}_lr{rate:g}", {})) for rate in rates)
+
+    def compared(setting: str) -> int:
+        return sum(map(len, cells.get(setting, {}).values()))
+
     counts = [
-        f"{size}: {swept[size]} of {len(SIDES) * len(LEARNING_RATES)} runs of the sweep, "
-        f"{sum(map(len, cells.get(size, {}).values()))} of {len(SIDES) * len(SEEDS)} runs"
+        f"{size}: {swept(size, LEARNING_RATES)} of {len(SIDES) * len(LEARNING_RATES)} runs of the sweep, "
+        f"{compared(size)} of {len(SIDES) * len(SEEDS)} runs"
         for size in SIZES
     ]
+    counts.append(
+        f"small at higher rates: {swept('small', HIGHER_RATES)} of {len(HIGHER) * len(HIGHER_RATES)} runs of the "
+        f"sweep, {compared('small_higher')} of {len(RAISED) * len(SEEDS)} runs"
+    )
     undecided = "" if all(finished(cells, size) for size in SIZES) else " A size that is not finished decides nothing."
     return f"Finished: {'; '.join(counts)}.{undecided}"
 
@@ -95,7 +117,7 @@ def sweep(cells: Cells) -> str:
     """The learning rates tried for each side (one seed)."""
     lines = []
     for size in SIZES:
-        found = {rate: cells.get(f"sweep/{size}_lr{rate:g}", {}) for rate in LEARNING_RATES}
+        found = {rate: cells.get(f"sweep/{size}_lr{rate:g}", {}) for rate in RATES[size]}
         if not any(found.values()):
             continue
         lines += ["", f"**Learning rates, {size}** (validation loss at the end, one other seed)", ""]
@@ -105,7 +127,8 @@ def sweep(cells: Cells) -> str:
             losses = {i: record.final_loss for i, record in enumerate(runs) if record and not record.diverged}
             shown = [f"{losses[i]:.3f}" if i in losses else "diverged" if runs[i] else "" for i in range(len(runs))]
             best = min(losses, key=losses.__getitem__, default=None)
-            if len(losses) == len(runs) and best in (0, len(runs) - 1):
+            planned = len(LEARNING_RATES) + (len(HIGHER_RATES) if size == "small" and side in HIGHER else 0)
+            if len(losses) == planned and best in (min(losses), max(losses)):
                 shown[best] += " (best, at the edge)"
             lines.append(f"| {NAMES[side]} | {' | '.join(shown)} |")
     return "\n".join(lines).strip()

@@ -41,7 +41,8 @@ def test_sides_differ_in_their_attention_and_rate_alone(study):
         ours, theirs = (
             cells[f"{spec.setting}/{side}-seed{spec.seed}"].config.to_dict() for side in (spec.side, "softmax")
         )
-        assert ours["optim"].pop("lr") == rate(spec.side, sides)
+        fixed = prose_study.RAISED if spec.setting == "small_higher" else {}
+        assert ours["optim"].pop("lr") == fixed.get(spec.side, rate(spec.side, sides))
         del theirs["optim"]["lr"]
         if spec.side in ("softmax_wide_norm1", "softmax_half_heads"):
             assert 2 * ours["model"].pop("num_attention_heads") == theirs["model"].pop("num_attention_heads")

@@ -93,7 +93,7 @@ SPILLED = [  # with programs that kept in registers what can be worked out anew
         }.items()
     ),
 ]
-BETWEEN = [(48, 96), (56, 112), (112, 224), (64, 256), (16, 256), (128, 64)]
+BETWEEN = [(48, 96), (56, 112), (112, 224), (64, 256), (16, 256), (48, 256), (32, 128), (128, 64)]
 CORNERS = [(dtype, widths, case) for dtype in ("bf16", "fp16") for widths in WIDTHS + BETWEEN for case in COMBINED]
 EVERYWHERE = [(dtype, widths, "causal") for dtype in DTYPES for widths in WIDTHS] + CORNERS
 EVERYWHERE += [("bf16", widths, case) for widths in PAPER for case in CASES]

@@ -38,6 +38,7 @@ class Configuration(NamedTuple):
 
 C = Configuration
 IN_INTERPRETER = C(32, 32, 4, 1)
+NARROW_KEYS = C(16, 64, 4, 1, False)  # with 8 warps, several would compute the same part of the keys' gradient
 
 # Tables: by kernel ("one_pass" is bwd_dkdv_kernel, if it adds to dQ as well) and by the largest widths (D, Dv) that an
 # entry is for. An entry has a configuration for plain calls, one for calls with a window, documents or shared heads,
@@ -55,12 +56,14 @@ MMA_SYNC: Table = {  # with at least 163 KiB of shared memory
     },
     "dkdv": {
         (48, 96): (C(16, 64, 4, 2),),
+        (48, 192): (NARROW_KEYS,),
+        (48, 256): (NARROW_KEYS, NARROW_KEYS._replace(num_warps=8)),
         (64, 128): (C(64, 32, 8, 2),),
         (96, 192): (C(32, 32, 4, 2),),
         (128, 256): (C(64, 32, 8, 2),),
     },
     "dq": {
-        (48, 96): (C(64, 32, 4, 2),),
+        (48, 256): (C(64, 32, 4, 2),),
         (64, 128): (C(128, 32, 8, 2),),
         (96, 192): (C(32, 64, 4, 2),),
         (128, 128): (C(32, 64, 8, 2),),
@@ -68,6 +71,8 @@ MMA_SYNC: Table = {  # with at least 163 KiB of shared memory
     },
     "one_pass": {
         (48, 96): (C(32, 64, 4, 1, False),),
+        (48, 192): (NARROW_KEYS,),
+        (48, 256): (NARROW_KEYS, NARROW_KEYS._replace(num_warps=8)),
         (64, 128): (C(64, 32, 8, 2),),
         (96, 192): (C(32, 32, 4, 1, False),),
         (128, 128): (C(64, 32, 8, 1), C(64, 32, 8, 1), C(64, 16, 8, 1)),
@@ -110,7 +115,7 @@ BLACKWELL: Table = MMA_SYNC | {  # sm_100: tcgen05.mma where a tile has 64 rows 
         (128, 256): (C(64, 32, 8, 2), C(64, 32, 8, 1), C(64, 32, 8, 2, False)),
     },
     "dq": {
-        (48, 96): (C(64, 32, 4, 2),),
+        (48, 256): (C(64, 32, 4, 2),),
         (64, 128): (C(128, 64, 8, 2), C(32, 64, 4, 2)),
         (96, 192): (C(32, 64, 4, 2), C(32, 64, 4, 2, False)),
         (128, 256): (C(128, 64, 8, 1), C(32, 64, 8, 2)),
@@ -145,6 +150,7 @@ HOPPER: Table = {
     "one_pass": {
         (63, 127): (C(32, 128, 8, 2, False),),
         (64, 128): (C(32, 128, 8, 2, False), C(32, 128, 8, 2, False), C(16, 128, 8, 1, False)),
+        (48, 256): (NARROW_KEYS,),
         (96, 192): (C(64, 32, 8, 2), C(64, 32, 8, 1, False), C(64, 16, 8, 1, False)),
         (128, 256): (C(64, 32, 8, 1, False), C(64, 32, 8, 1, False), C(64, 16, 8, 1, False)),
     },
