@@ -1,9 +1,10 @@
 """Tile sizes, by the kernel, the chip, the widths and what a call needs.
 
-None of these was timed. Each compiles without spilled registers or serialised wgmma, fits the shared memory of its
-chips, and lets no two warps compute the same product: benchmarks/results/compiled.json lists the main ones. There are
-too many kinds of calls to compile all: tests/ops/triton/test_compiled_attention.py compiles each feature alone, and the
-heaviest combinations of features that take registers (window, documents, mask, shared heads, shared keys, one pass).
+None of these was timed. Causal calls at the main widths spill no registers: benchmarks/results/compiled.json lists
+them. All calls that are compiled fit the shared memory of their chips, and serialise no wgmma. There
+are too many kinds of calls to compile all: tests/ops/triton/test_compiled_attention.py compiles each feature alone, and
+the heaviest combinations of features that take registers (window, documents, mask, shared heads, shared keys, one
+pass). Some of these still spill, at most 80 bytes a thread in a sample.
 
 Registers are the limit. A thread has 255; the fp32 accumulators of 128 rows x 256 columns with 8 warps take 128 of
 them. Hopper multiplies 64 rows with 4 warps (wgmma), other chips 16 rows and 8 columns with each warp (mma.sync). There
@@ -115,7 +116,8 @@ BLACKWELL: Table = MMA_SYNC | {  # sm_100: tcgen05.mma where a tile has 64 rows 
         (128, 256): (C(64, 32, 8, 2), C(64, 32, 8, 1), C(64, 32, 8, 2, False)),
     },
     "dq": {
-        (48, 256): (C(64, 32, 4, 2),),
+        (48, 96): (C(64, 32, 4, 2),),
+        (48, 256): (C(64, 32, 4, 2), C(64, 32, 4, 1)),
         (64, 128): (C(128, 64, 8, 2), C(32, 64, 4, 2)),
         (96, 192): (C(32, 64, 4, 2), C(32, 64, 4, 2, False)),
         (128, 256): (C(128, 64, 8, 1), C(32, 64, 8, 2)),
