@@ -15,27 +15,18 @@ from statistics import fmean
 import numpy as np
 
 from diff_transformer.lab.measures import metric, paired_rows, tokens_to_equal_loss, trained
-from diff_transformer.lab.recipes.prose_study import (
-    HIGHER,
-    HIGHER_RATES,
-    LEARNING_RATES,
-    RAISED,
-    SEEDS,
-    SIDES,
-    SIZES,
-)
+from diff_transformer.lab.recipes.prose_study import RAISED, SEEDS, SIDES, SIZES, prose_study, rates_of
 from diff_transformer.lab.record import Cells, Record
 from diff_transformer.lab.stats import over_seeds_and_examples
 
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent))
 from plots import NAMES  # noqa: E402  (beside this folder)
-from study import study_command  # noqa: E402
+from study import counted, study_command  # noqa: E402
 from tables import corrected, in_numbers, summary  # noqa: E402
 
 LOSS = metric("associative_recall", "validation", "lower", "held-out loss")
 BASELINES = ("softmax", "softmax_norm")
-RATES = {"small": LEARNING_RATES + HIGHER_RATES, "medium": LEARNING_RATES}
 AGAIN = "small, each side at its best rate of the wider sweep (exploratory)"
 
 
@@ -69,23 +60,22 @@ def finished(cells: Cells, setting: str, sides: Iterable[str] = SIDES) -> bool:
 
 
 def progress(cells: Cells) -> str:
-    def swept(size: str, rates: Iterable[float]) -> int:
-        return sum(len(cells.get(f"sweep/{size}_lr{rate:g}", {})) for rate in rates)
-
-    def compared(setting: str) -> int:
-        return sum(map(len, cells.get(setting, {}).values()))
-
-    counts = [
-        f"{size}: {swept(size, LEARNING_RATES)} of {len(SIDES) * len(LEARNING_RATES)} runs of the sweep, "
-        f"{compared(size)} of {len(SIDES) * len(SEEDS)} runs"
-        for size in SIZES
-    ]
-    counts.append(
-        f"small at higher rates: {swept('small', HIGHER_RATES)} of {len(HIGHER) * len(HIGHER_RATES)} runs of the "
-        f"sweep, {compared('small_higher')} of {len(RAISED) * len(SEEDS)} runs"
-    )
+    small = prose_study("none")
+    medium = small.then
+    assert medium is not None
+    assert medium.then is not None
+    rates = dict.fromkeys(SIDES, 1e-3)
+    higher = medium.then.runs(rates)
+    stages = {
+        "the sweep of the small size": small.sweep,
+        "the small size": small.runs(rates),
+        "the sweep of the medium size": medium.sweep,
+        "the medium size": medium.runs(rates),
+        "higher rates": [spec for spec in higher if spec.setting != "small_higher"],
+        "two sides at 0.016": [spec for spec in higher if spec.setting == "small_higher"],
+    }
     undecided = "" if all(finished(cells, size) for size in SIZES) else " A size that is not finished decides nothing."
-    return f"Finished: {'; '.join(counts)}.{undecided}"
+    return f"Finished: {counted(cells, stages)}.{undecided}"
 
 
 def by_side(cells: Cells, size: str) -> str:
@@ -117,7 +107,7 @@ def sweep(cells: Cells) -> str:
     """The learning rates tried for each side (one seed)."""
     lines = []
     for size in SIZES:
-        found = {rate: cells.get(f"sweep/{size}_lr{rate:g}", {}) for rate in RATES[size]}
+        found = {rate: cells.get(f"sweep/{size}_lr{rate:g}", {}) for rate in rates_of(size, BASELINES[0])}
         if not any(found.values()):
             continue
         lines += ["", f"**Learning rates, {size}** (validation loss at the end, one other seed)", ""]
@@ -127,8 +117,7 @@ def sweep(cells: Cells) -> str:
             losses = {i: record.final_loss for i, record in enumerate(runs) if record and not record.diverged}
             shown = [f"{losses[i]:.3f}" if i in losses else "diverged" if runs[i] else "" for i in range(len(runs))]
             best = min(losses, key=losses.__getitem__, default=None)
-            planned = len(LEARNING_RATES) + (len(HIGHER_RATES) if size == "small" and side in HIGHER else 0)
-            if len(losses) == planned and best in (min(losses), max(losses)):
+            if len(losses) == len(rates_of(size, side)) and best in (min(losses), max(losses)):
                 shown[best] += " (best, at the edge)"
             lines.append(f"| {NAMES[side]} | {' | '.join(shown)} |")
     return "\n".join(lines).strip()

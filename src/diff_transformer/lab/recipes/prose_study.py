@@ -84,6 +84,11 @@ def prose_study(corpus: str) -> Study:
     return Study("prose", sweep("small"), runs("small"), then=medium)
 
 
+def rates_of(size: str, side: str) -> tuple[float, ...]:
+    """The learning rates at which a side is swept."""
+    return LEARNING_RATES + (HIGHER_RATES if size == "small" and side in HIGHER else ())
+
+
 def _measured(spec: RunSpec) -> RunSpec:
     return dataclasses.replace(spec, measure=("associative_recall", "long_nll"))
 
