@@ -16,6 +16,7 @@ PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").g
 GENERATED = (
     "docs/cli.py",
     "docs/tables.py",
+    "figures/answers/run.py",
     "figures/desk/objective.py",
     "figures/desk/run.py",
     "figures/fill.py",

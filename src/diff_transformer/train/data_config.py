@@ -24,6 +24,9 @@ class RecallConfig:
     noise_symbols: int | None = None  # number of noise tokens to draw from; None for all others of the vocabulary
     questions: int = 0  # keys asked for, drawn with replacement; 0 asks for every key once
     distractors: float = 0.0  # share of the noise tokens that are keys of no pair of the row
+    unanswerable: float = 0.0  # share of the questions about such keys; their answer is one token that says so
+    shots: tuple[int, ...] = (1,)  # pairs of each key, which are then labelled examples; drawn for each row
+    forms: int = 1  # tokens that stand for a key
 
 
 @dataclass

@@ -5,7 +5,7 @@ import queue
 import threading
 from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from itertools import chain
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
@@ -183,12 +183,12 @@ def _shot_source(config: RunConfig, labelled: LabelledSet, tokenizer, *, held_ou
 def recall_source(config: RunConfig, tokenizer: "PreTrainedTokenizerFast") -> RecallSource:
     """The rows of recall that a run of ``config`` trains on."""
     recall = config.data.recall
-    task = {"pairs": recall.pairs, "questions": recall.questions, "distractors": recall.distractors}
+    task = asdict(recall)
     return RecallSource(
         tokenizer,
         seed=config.train.seed,
-        num_symbols=recall.symbols,
-        noise_symbols=recall.noise_symbols,
+        num_symbols=task.pop("symbols"),
+        noise_symbols=task.pop("noise_symbols"),
         length=config.data.length,
         **task,
     )

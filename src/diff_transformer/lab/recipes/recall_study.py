@@ -135,7 +135,7 @@ def recall_study(corpus: str) -> Study:
 
     def core(chosen: Choices) -> list[RunSpec]:
         return [
-            _run(name, side, seed, base(*where), chosen)
+            cell(name, side, seed, base(*where), chosen)
             for seed in SEEDS
             for name, where in GRID.items()
             for side in CORE
@@ -149,7 +149,7 @@ def recall_study(corpus: str) -> Study:
         column = with_8_pairs()
         varied = {name: _varied(fields) for name, fields in FACTORS.items()}
         return [
-            _run(name, side, seed, config, chosen)
+            cell(name, side, seed, config, chosen)
             for settings, sides in ((column, MORE), (varied, CORE))
             for seed in SEEDS
             for name, config in settings.items()
@@ -159,7 +159,7 @@ def recall_study(corpus: str) -> Study:
     def retried(chosen: Choices) -> list[RunSpec]:
         rates = RETRIED_RATES | chosen
         again = [
-            _run(name, side, seed, config, rates)
+            cell(name, side, seed, config, rates)
             for seed in SEEDS
             for name, config in with_8_pairs().items()
             for side in RETRIED
@@ -179,13 +179,14 @@ def shortfall(record: Record) -> float:
 
 def _sweep(sides: Iterable[str], rates: Iterable[float] = LEARNING_RATES) -> list[RunSpec]:
     return [
-        _run(f"sweep/lr{rate:g}", side, SWEEP_SEED, base(), {side: rate}, measured=False)
+        cell(f"sweep/lr{rate:g}", side, SWEEP_SEED, base(), {side: rate}, measured=False)
         for side in sides
         for rate in rates
     ]
 
 
-def _run(where: str, side: str, seed: int, config: RunConfig, rates: Choices, *, measured: bool = True) -> RunSpec:
+def cell(where: str, side: str, seed: int, config: RunConfig, rates: Choices, *, measured: bool = True) -> RunSpec:
+    """One run: ``config`` for a side of ``SIDES``, at its rate. ``measured``: on recall, after training."""
     made, (name, fields) = copy.deepcopy(config), SIDES[side]
     made.optim.lr = rates[side]
     if side == "softmax_wide_norm1":  # as many heads as DIFF has, and as wide

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 from diff_transformer.checks import require_known
+from diff_transformer.lab.recipes.answer_study import answer_study
 from diff_transformer.lab.recipes.desk_study import base, desk_study
 from diff_transformer.lab.recipes.needle_study import needle_study
 from diff_transformer.lab.recipes.one_gpu import one_gpu
@@ -76,6 +77,7 @@ STUDIES: dict[str, Callable[[str], Study]] = {
     "desk": desk_study,
     "prose": prose_study,
     "recall": recall_study,
+    "answers": answer_study,
     "needles": needle_study,
     "ladder": ladder_study,
     "stability": stability_study,

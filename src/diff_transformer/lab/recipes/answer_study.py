@@ -1,0 +1,64 @@
+"""The answer study: questions without an answer, and labelled examples of classes, in key-value recall.
+
+Do models name a value where the row has none (hallucination, Table 4)? Do they learn from a few examples whose labels
+are dealt anew in each row, and answer for a form of the class that the examples do not have (many shots, Figures 6, 7
+and 9)? The questions, the outcomes and the order of the runs were fixed before them, in
+figures/answers/preregistration.md.
+"""
+
+from diff_transformer.lab.recipes.recall_study import LEARNING_RATES, SEEDS, SWEEP_SEED, base, cell, shortfall
+from diff_transformer.lab.spec import Choices, RunSpec, Study
+from diff_transformer.train.config import RunConfig
+
+GROUNDED = {"grounded_n2": (8, 2), "grounded_n4": (8, 4)}  # pairs, noise tokens for each
+UNANSWERABLE = 0.1
+SHOTS = {"shots_p4": (4, (1, 2)), "shots_p8": (8, (1, 2, 4))}  # pairs, and how many of them a class has
+FORMS = 4
+SHOT_STEPS = 2000
+# DIFF's heads start at the Transformer's scale, and so do those of the controls.
+SIDES = ("softmax", "diff_matched", "softmax_norm_own_scale", "diff_lambda0_own_scale", "diff_norm1")
+
+
+def grounded(where: str) -> RunConfig:
+    """Rows of the recall study in which a tenth of the questions have no answer."""
+    config = base(*GROUNDED[where])
+    config.data.recall.unanswerable = UNANSWERABLE
+    return config
+
+
+def shots(where: str) -> RunConfig:
+    """Rows of labelled examples without noise: a class is any of four tokens, and has one or more examples in a row."""
+    pairs, numbers = SHOTS[where]
+    config = base(pairs, 0)
+    config.data.recall.shots, config.data.recall.forms = numbers, FORMS
+    config.train.steps = SHOT_STEPS
+    return config
+
+
+def answer_study(corpus: str) -> Study:
+    """The answer study; see the module. It reads no text, so ``corpus`` is not used.
+
+    Command: ``diff-transformer study answers --out runs/answers --minutes 60``, repeated until it reports that all runs
+    are finished. Hardware: two CPU cores.
+    """
+
+    def part(name: str, settings: dict[str, RunConfig], then: Study | None = None) -> Study:
+        first = next(iter(settings.values()))
+        sweep = [
+            cell(f"sweep/{name}_lr{rate:g}", side, SWEEP_SEED, first, {side: rate}, measured=False)
+            for side in SIDES
+            for rate in LEARNING_RATES
+        ]
+
+        def runs(chosen: Choices) -> list[RunSpec]:
+            return [
+                cell(where, side, seed, config, chosen)
+                for seed in SEEDS
+                for where, config in settings.items()
+                for side in SIDES
+            ]
+
+        return Study("answers", sweep, runs, score=shortfall, then=then)
+
+    then = part("shots", {where: shots(where) for where in SHOTS})
+    return part("grounded", {where: grounded(where) for where in GROUNDED}, then)
