@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 
 from diff_transformer.ops.triton import backward, configurations, forward, metadata
+from diff_transformer.ops.triton.assembly import products_of_loops, spills_in_loops, unguarded_arrivals
 from diff_transformer.ops.triton.call import Call
 from diff_transformer.ops.triton.metadata import (
     SHARED_LIMIT,
@@ -25,11 +26,10 @@ from diff_transformer.ops.triton.metadata import (
     faults,
     recording,
 )
-from diff_transformer.ops.triton.ptx import products_of_loops, unguarded_arrivals
 
 GOOD = Compiled(
-    name="kernel", capability=90, registers=168, spill_bytes=0, shared_bytes=227 * 1024, tensor_columns=0,
-    num_warps=4, wgmma=8, mma=0, products=(), wgmma_serialized=False, unguarded_arrivals=0,
+    name="kernel", capability=90, registers=168, spill_bytes=0, spills_in_loops=0, shared_bytes=227 * 1024,
+    tensor_columns=0, num_warps=4, wgmma=8, mma=0, products=(), wgmma_serialized=False, unguarded_arrivals=0,
 )  # fmt: skip
 COMBINE = "diff_transformer.ops.triton.decode_kernels:decode_combine_kernel"
 SIGNATURE = {"partial": "*fp32", "lam": "*fp32", "out": "*bf16"}
@@ -68,7 +68,10 @@ def test_what_ships():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"spill_bytes": 8, "registers": 255}, "spills 8 bytes a thread at 255 registers"),
+        (
+            {"spill_bytes": 8, "spills_in_loops": 3},
+            r"loads or stores spilled registers 3 times in its loops of products \(8 bytes a thread at 168 registers",
+        ),
         ({"wgmma_serialized": True}, "serialises its wgmma instructions"),
         ({"unguarded_arrivals": 2}, "arrives 2 times at an mbarrier with no barrier of the warps before"),
         ({"shared_bytes": 227 * 1024 + 1}, "uses 227 KiB of shared memory; sm_90 has 227"),
@@ -95,6 +98,35 @@ def test_a_spill_is_seen():
     assert compile_in_subprocess(COMBINE, SIGNATURE, CONSTANTS, capability=80).spill_bytes == 0
 
 
+SPILLING = """
+.text.kernel:
+        /*0000*/                   STL [R1], R2 ;
+.L_x_2:
+        /*0010*/                   LDL R3, [R1] ;
+.L_x_0:
+        /*0020*/                   HMMA.16816.F32.BF16 R4, R8, R12, R4 ;
+        /*0030*/              @!P1 BRA `(.L_x_1) ;
+        /*0040*/                   {inside} ;
+.L_x_1:
+        /*0050*/                   BRA.U UP0, `(.L_x_0) ;
+        /*0060*/                   LDL R3, [R1] ;
+        /*0070*/               @P0 BRA `(.L_x_2) ;
+        /*0080*/                   EXIT ;
+.L_x_3:
+        /*0090*/                   BRA `(.L_x_3);
+"""
+
+
+@pytest.mark.parametrize(
+    ("inside", "product", "found"),
+    [("MOV R3, R2", "HMMA", 0), ("STL [R1+0x4], R3", "HMMA", 1), ("LDL.64 R2, [R1]", "UTCHMMA", 1),
+     ("LDL R3, [R1]", "FFMA", 1), ("LDL R3, [R1]", "IADD3", 0)],
+)  # fmt: skip
+def test_spills_are_counted_in_the_innermost_loops_that_multiply(inside, product, found):
+    sass = SPILLING.format(inside=inside).replace("HMMA.16816.F32.BF16", product)
+    assert spills_in_loops(sass) == found
+
+
 def test_a_serialised_wgmma_is_seen(monkeypatch):
     """The forward for Hopper with a tile that no register file holds, and with the one that ships."""
     x = torch.zeros(1, 2, 128, 64, dtype=torch.bfloat16)
@@ -108,6 +140,8 @@ def test_a_serialised_wgmma_is_seen(monkeypatch):
     assert good.wgmma > 0
     assert not good.wgmma_serialized
     assert bad.wgmma_serialized
+    assert good.spills_in_loops == 0
+    assert bad.spills_in_loops > 0
 
 
 LOOPS = """

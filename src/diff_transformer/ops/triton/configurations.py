@@ -3,8 +3,8 @@
 None of these was timed. Causal calls at the main widths spill no registers: benchmarks/results/compiled.json lists
 them. There are too many kinds of calls to compile all: tests/ops/triton/test_compiled_attention.py compiles each
 feature alone, and the heaviest combinations of features that take registers (window, documents, mask, shared heads,
-shared keys, one pass). In a sample of 150 calls 12 spill, at most 80 bytes a thread; none serialises wgmma, and all fit
-the shared memory of their chips.
+shared keys, one pass). Some of them spill, but none uses a spilled register in a loop of products; none serialises
+wgmma, and all fit the shared memory of their chips.
 
 Registers are the limit. A thread has 255; the fp32 accumulators of 128 rows x 256 columns with 8 warps take 128 of
 them. Hopper multiplies 64 rows with 4 warps (wgmma), other chips 16 rows and 8 columns with each warp (mma.sync). There
@@ -42,8 +42,9 @@ IN_INTERPRETER = C(32, 32, 4, 1)
 NARROW_KEYS = C(16, 64, 4, 1, False)  # with 8 warps, several would compute the same part of the keys' gradient
 
 # Tables: by kernel ("one_pass" is bwd_dkdv_kernel, if it adds to dQ as well) and by the largest widths (D, Dv) that an
-# entry is for. An entry has a configuration for plain calls, one for calls with a window, documents or shared heads,
-# and one for masks that differ between queries; where it is shorter, the last one serves the rest.
+# entry is for. An entry has a configuration for plain calls, one for calls with a window, documents, shared heads or a
+# mask, and one for masks that differ between queries, of the forward for any mask and for a negative scale; where it is
+# shorter, the last one serves the rest.
 Table = dict[str, dict[tuple[int, int], tuple[Configuration, ...]]]
 
 MMA_SYNC: Table = {  # with at least 163 KiB of shared memory
@@ -59,7 +60,7 @@ MMA_SYNC: Table = {  # with at least 163 KiB of shared memory
         (48, 96): (C(16, 64, 4, 2),),
         (48, 192): (NARROW_KEYS,),
         (48, 256): (NARROW_KEYS, NARROW_KEYS._replace(num_warps=8)),
-        (64, 128): (C(64, 32, 8, 2),),
+        (64, 128): (C(64, 32, 8, 2), C(64, 32, 8, 2), C(64, 32, 8, 1)),
         (96, 192): (C(32, 32, 4, 2),),
         (128, 256): (C(64, 32, 8, 2),),
     },
@@ -83,7 +84,7 @@ MMA_SYNC: Table = {  # with at least 163 KiB of shared memory
 MMA_SYNC_SMALL: Table = MMA_SYNC | {  # with 99 KiB
     "forward": MMA_SYNC["forward"] | {(128, 128): (C(128, 16, 8, 2, False),), (128, 256): (C(128, 16, 8, 1, False),)},
     "dkdv": MMA_SYNC["dkdv"] | {(128, 256): (C(64, 32, 8, 1),)},
-    "dq": MMA_SYNC["dq"] | {(128, 256): (C(32, 64, 8, 1), C(32, 64, 8, 1, False))},
+    "dq": MMA_SYNC["dq"] | {(128, 256): (C(32, 64, 8, 1), C(32, 64, 8, 1, False), C(32, 64, 8, 2, False))},
     "one_pass": MMA_SYNC["one_pass"]
     | {(96, 192): (C(32, 32, 4, 1, False), C(32, 32, 4, 1, False), C(32, 16, 4, 1, False))},
 }
@@ -119,7 +120,7 @@ BLACKWELL: Table = MMA_SYNC | {  # sm_100: tcgen05.mma where a tile has 64 rows 
         (48, 96): (C(64, 32, 4, 2),),
         (48, 256): (C(64, 32, 4, 2), C(64, 32, 4, 1)),
         (64, 128): (C(128, 64, 8, 2), C(32, 64, 4, 2)),
-        (96, 192): (C(32, 64, 4, 2), C(32, 64, 4, 2, False)),
+        (96, 192): (C(128, 32, 8, 2), C(128, 32, 8, 1)),
         (128, 256): (C(128, 64, 8, 1), C(32, 64, 8, 2)),
     },
     "one_pass": MMA_SYNC["one_pass"]
@@ -173,8 +174,10 @@ def configuration(kernel: str, call: Call, mask_by_query: bool) -> Configuration
     table = FP32 if call.q1.dtype == torch.float32 else table_of(device)
     entry = next(entry for (width, value), entry in table[kernel].items() if width >= D and Dv <= value)
     shared_heads = call.q1.shape[1] != call.k1.shape[1]
-    features = call.window is not None or call.documents is not None or shared_heads
-    return entry[min(2 if mask_by_query else int(features), len(entry) - 1)]
+    given = (call.window, call.documents, call.attn_mask)
+    features = shared_heads or any(feature is not None for feature in given)
+    masked = mask_by_query or (kernel == "forward" and (call.attn_mask is not None or call.scale < 0))
+    return entry[min(2 if masked else int(features), len(entry) - 1)]
 
 
 def table_of(device: torch.device) -> Table:

@@ -1,7 +1,8 @@
 """Compiles Triton and Gluon kernels for any GPU, without one, and checks the result.
 
 A kernel that is short of registers still gives right results, but is several times slower: ptxas spills to local
-memory, or serialises wgmma on Hopper. Its report says both, so a test can reject such a configuration without a GPU.
+memory, or serialises wgmma on Hopper. Its report says both, and the disassembler where the spilled registers are used,
+so a test can reject such a configuration without a GPU.
 The interpreter (TRITON_INTERPRET=1) replaces kernels when they are decorated, so they cannot be compiled in that
 process; ``compile_in_subprocess`` compiles them in one without the variable.
 """
@@ -12,6 +13,7 @@ import os
 import re
 import subprocess
 import sys
+import tempfile
 from atexit import register
 from collections.abc import Generator, Sequence
 from contextlib import ExitStack, contextmanager, redirect_stdout
@@ -21,7 +23,7 @@ from importlib import import_module
 from itertools import count
 from typing import Any, NamedTuple
 
-from diff_transformer.ops.triton.ptx import products_of_loops, unguarded_arrivals
+from diff_transformer.ops.triton.assembly import products_of_loops, spills_in_loops, unguarded_arrivals
 
 KIB = 1024
 OPTIONS = ("num_warps", "num_stages", "maxnreg")
@@ -40,6 +42,7 @@ class Compiled:
     capability: int
     registers: int
     spill_bytes: int  # the stack frame, which holds only spilled registers
+    spills_in_loops: int  # loads and stores of spilled registers in innermost loops with products
     shared_bytes: int
     tensor_columns: int  # of tensor memory (sm_100); beyond TENSOR_COLUMNS Triton compiles a trap
     num_warps: int  # of the whole program, including those added by warp specialisation
@@ -100,11 +103,13 @@ def compile_for(
             options={"num_warps": num_warps, "num_stages": num_stages, **options},
         )
     log, ptx = report.getvalue(), compiled.asm["ptx"]
+    spilled = _largest(r"(\d+) bytes stack frame", log)
     return Compiled(
         name=kernel.__name__,
         capability=capability,
         registers=_largest(r"Used (\d+) registers", log),
-        spill_bytes=_largest(r"(\d+) bytes stack frame", log),
+        spill_bytes=spilled,
+        spills_in_loops=spills_in_loops(_disassembled(compiled.asm["cubin"])) if spilled else 0,
         shared_bytes=compiled.metadata.shared,
         tensor_columns=getattr(compiled.metadata, "tmem_size", None) or 0,
         num_warps=compiled.metadata.num_warps,
@@ -262,8 +267,11 @@ def faults(compiled: Compiled, capability: int | None = None) -> list[str]:
     if capability not in SHARED_LIMIT:
         raise ValueError(f"capability is {capability}; known are {', '.join(map(str, SHARED_LIMIT))}")
     found = []
-    if compiled.spill_bytes:
-        found.append(f"spills {compiled.spill_bytes} bytes a thread at {compiled.registers} registers")
+    if compiled.spills_in_loops:
+        found.append(
+            f"loads or stores spilled registers {compiled.spills_in_loops} times in its loops of products "
+            f"({compiled.spill_bytes} bytes a thread at {compiled.registers} registers)"
+        )
     if compiled.wgmma_serialized:
         found.append("serialises its wgmma instructions")
     if compiled.unguarded_arrivals:
@@ -355,6 +363,17 @@ def _check_arguments(kernel, signature: dict, constexprs: dict) -> None:
     for what, wrong in (("without type or value", missing), ("in both dicts", both), ("it does not have", unknown)):
         if wrong:
             raise ValueError(f"{kernel.__name__}: arguments {what}: {', '.join(sorted(wrong))}")
+
+
+def _disassembled(cubin: bytes) -> str:
+    """A kernel's SASS, by the disassembler that comes with Triton."""
+    import triton.knobs
+
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        command = [triton.knobs.nvidia.nvdisasm.path, "-c", file.name]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
 
 def _largest(pattern: str, log: str) -> int:

@@ -1,6 +1,14 @@
-"""Reads a compiled kernel's PTX: the products of its loops, and arrivals at barriers that no warp waited for."""
+"""Reads a compiled kernel's assembly: the products of its loops and its arrivals at barriers that no warp waited for
+(PTX), and spilled registers in its loops (SASS, as nvdisasm writes it)."""
 
 import re
+
+# A label, and a branch or the end. In SASS the condition of a branch may be an operand as well.
+PTX = (r"\s*(\$L__BB\w+):", r"\s*(?P<condition>@\S+\s+)?(?:bra\S*\s+(?P<target>\$L__BB\w+)|ret);")
+SASS = (
+    r"\s*(\.L_x_\w+):",
+    r"\s*/\*\w+\*/\s+(?P<condition>@\S+\s+|(?=BRA\S*\s+[^`]+,))?(?:BRA\S*\s.*`\((?P<target>\.L_x_\w+)\)|EXIT)",
+)
 
 
 def products_of_loops(ptx: str, num_warps: int) -> tuple[int, ...]:
@@ -9,26 +17,45 @@ def products_of_loops(ptx: str, num_warps: int) -> tuple[int, ...]:
     They include what several warps compute alike because a tile is too small to be shared by all of them. What the
     compiler peeled off a loop does not count.
     """
-    blocks, following = _basic_blocks(ptx)
     lines = ptx.splitlines()
-    counts = [sum(_products(lines[i], lines[:i], num_warps) for i in block) for block in blocks]
+    products = [_products(line, lines[:i], num_warps) for i, line in enumerate(lines)]
+    return tuple(sum(products[i] for i in loop) for loop in _loops(lines, PTX, products))
+
+
+def spills_in_loops(sass: str) -> int:
+    """Loads and stores of spilled registers in the innermost loops that multiply: by tensor cores, if there are such
+    loops, otherwise by FFMA.
+
+    Outside of these, a spilled register costs a few cycles of a program: it is written before a loop and read after it.
+    """
+    lines = sass.splitlines()
+    for multiply in (r"\s[A-Z]*MMA\b", r"\sFFMA\b"):
+        if loops := _loops(lines, SASS, [int(bool(re.search(multiply, line))) for line in lines]):
+            return sum(bool(re.search(r"\s(LDL|STL)\b", lines[i])) for i in set().union(*loops))
+    return 0
+
+
+def _loops(lines: list[str], syntax: tuple[str, str], products: list[int]) -> list[set[int]]:
+    """Line numbers of each innermost loop that has products; ``products``: how many a line has."""
+    blocks, following = _basic_blocks(lines, *syntax)
+    counts = [sum(products[i] for i in block) for block in blocks]
     live = {0} | _reachable(0, set(range(len(blocks))), following)
     following = [after if block in live else [] for block, after in enumerate(following)]
-    return tuple(filter(None, _innermost(live, following, counts)))
+    return [{i for block in loop for i in blocks[block]} for loop in _innermost(live, following, counts)]
 
 
-def _basic_blocks(ptx: str) -> tuple[list[list[int]], list[list[int]]]:
-    """Line numbers of each basic block of a kernel's PTX, and the blocks that may follow it."""
+def _basic_blocks(lines: list[str], label: str, branch: str) -> tuple[list[list[int]], list[list[int]]]:
+    """Line numbers of each basic block, and the blocks that may follow it."""
     blocks: list[list[int]] = [[]]
     labels: dict[str, int] = {}
     ends: dict[int, tuple[str | None, bool]] = {}  # target of the branch at a block's end; whether it always branches
-    for i, line in enumerate(ptx.splitlines()):
-        if found := re.match(r"\s*(\$L__BB\w+):", line):
+    for i, line in enumerate(lines):
+        if found := re.match(label, line):
             blocks.append([])
             labels[found[1]] = len(blocks) - 1
         blocks[-1].append(i)
-        if found := re.match(r"\s*(@\S+\s+)?(?:bra\S*\s+(\$L__BB\w+)|ret);", line):
-            ends[len(blocks) - 1] = found[2], found[1] is None
+        if found := re.match(branch, line):
+            ends[len(blocks) - 1] = found["target"], found["condition"] is None
             blocks.append([])
     following: list[list[int]] = []
     for block in range(len(blocks)):
@@ -39,8 +66,8 @@ def _basic_blocks(ptx: str) -> tuple[list[list[int]], list[list[int]]]:
     return blocks, following
 
 
-def _innermost(among: set[int], following: list[list[int]], counts: list[int]) -> list[int]:
-    """The sum of ``counts`` over the blocks of each innermost loop that lies ``among`` these blocks."""
+def _innermost(among: set[int], following: list[list[int]], counts: list[int]) -> list[set[int]]:
+    """The blocks of each innermost loop that lies ``among`` these blocks and whose ``counts`` are not all zero."""
     reach = {block: _reachable(block, among, following) for block in among}
     found, done = [], set()
     for block in sorted(among):
@@ -52,7 +79,7 @@ def _innermost(among: set[int], following: list[list[int]], counts: list[int]) -
             other for other in loop if any(other in following[i] for i in range(len(following)) if i not in loop)
         }
         inner = _innermost(loop - (entries or {min(loop)}), following, counts)
-        found += inner if any(inner) else [sum(counts[i] for i in loop)]
+        found += inner or [loop] * any(counts[i] for i in loop)
     return found
 
 

@@ -1,0 +1,87 @@
+"""The summary of the answer study: its plan, the rule that leaves settings out, and the numbers of its tables."""
+
+import pytest
+
+from diff_transformer.lab.recipes.answer_study import GROUNDED, SHOTS, SIDES, answer_study
+from diff_transformer.lab.recipes.recall_study import LEARNING_RATES, SEEDS
+from diff_transformer.lab.record import Record
+
+
+@pytest.fixture
+def page(figure_module):
+    return figure_module("answers")
+
+
+def record(setting, side, seed, **metrics):
+    return Record(setting, side, seed, {"train": {"steps": 1000}}, {"recall": metrics})
+
+
+def grounded(setting, side, seed, answerable, hallucinated):
+    found = {"answerable": answerable, "hallucinated": hallucinated}
+    return record(setting, side, seed, accuracy=0.9 * answerable, chance=0.125, **found,
+                  answerable_2x=answerable / 2, hallucinated_2x=hallucinated)  # fmt: skip
+
+
+@pytest.fixture
+def cells():
+    """Without an answer DIFF is ahead with 2 noise tokens, and with 4 all say "none"; on shots it reaches 0.95."""
+    made = {}
+    for seed in SEEDS:
+        for side in ("softmax", "softmax_norm_own_scale", "diff_matched"):
+            ahead = (side == "diff_matched") * (0.3 + 0.01 * seed)
+            made.setdefault("grounded_n2", {}).setdefault(side, {})[seed] = grounded(
+                "grounded_n2", side, seed, 0.5 + ahead, 0.1
+            )
+            made.setdefault("grounded_n4", {}).setdefault(side, {})[seed] = grounded("grounded_n4", side, seed, 0, 0)
+            for where, chance in (("shots_p4", 0.375), ("shots_p8", 0.29)):
+                accuracy = 0.95 + 0.001 * seed if side == "diff_matched" else chance
+                made.setdefault(where, {}).setdefault(side, {})[seed] = record(
+                    where, side, seed, accuracy=accuracy, chance=chance, shots1=0.1, shots2=0.2, new_form=0.3,
+                    order_flips=0.4,
+                )  # fmt: skip
+    return made
+
+
+def test_the_plan():
+    first = answer_study("none")
+    assert first.then is not None
+    for plan, settings in ((first, GROUNDED), (first.then, SHOTS)):
+        assert {(spec.side, spec.config.optim.lr) for spec in plan.sweep} == {
+            (side, rate) for side in SIDES for rate in LEARNING_RATES
+        }
+        runs = plan.runs(dict.fromkeys(SIDES, 1e-3))
+        assert {(spec.setting, spec.side, spec.seed) for spec in runs} == {
+            (where, side, seed) for where in settings for side in SIDES for seed in SEEDS
+        }
+        assert [spec.seed for spec in runs] == sorted(spec.seed for spec in runs)
+        assert not {spec.seed for spec in plan.sweep} & set(SEEDS)
+    assert len(first.keys()) == 2 * len(SIDES) * (len(LEARNING_RATES) + 2 * len(SEEDS))
+
+
+def test_the_primary_outcome(page, cells):
+    row, lost = page.tested(cells, "grounded", "softmax")
+    assert lost == ["grounded_n4"]  # where both always say "none": 0.5
+    assert row.difference.mean == pytest.approx(0.32 / 2)
+    assert (row.baseline, row.side) == pytest.approx((0.7, 0.86))
+    row, lost = page.tested(cells, "shots", "softmax_norm_own_scale")
+    assert lost == []
+    assert row.difference.mean == pytest.approx(0.952 - (0.375 + 0.29) / 2)
+    text = page.primary(cells)
+    assert text.count("| held |") == 4
+    assert "left out by the rule of the plan: grounded_n4 (against the Transformer); grounded_n4 (against" in text
+    del cells["shots_p8"]["softmax"]
+    assert page.tested(cells, "shots", "softmax")[0].measure.endswith("accuracy on shots, 1 settings")
+    assert page.primary({}) == ""
+
+
+def test_tables_show_what_the_runs_have(page, cells):
+    lines = page.grounded_table(cells).splitlines()
+    assert "| grounded_n2 | Transformer | 0.70 | 0.50 | 0.10 | 0 of 5 |  |  |  |" in lines
+    cells["grounded_n2"]["diff_matched"][0].metrics["recall"] |= {"answerable": 0.95, "hallucinated": 0.04}
+    (line,) = (
+        line for line in page.grounded_table(cells).splitlines() if line.startswith("| grounded_n2 | DIFF, head")
+    )
+    assert line.endswith("| 1 of 5 | 0.04 | 0.40 | 0.10 |")
+    (line,) = (line for line in page.shots_table(cells).splitlines() if line.startswith("| shots_p4 | Transformer |"))
+    assert line == "| shots_p4 | Transformer | 0.38 | 0.38 | 0 of 5 | 0.10 | 0.20 |  | 0.30 | 0.40 |"
+    assert page.shots_table({}) == ""
