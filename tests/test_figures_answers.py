@@ -1,10 +1,14 @@
 """The summary of the answer study: its plan, the rule that leaves settings out, and the numbers of its tables."""
 
+from pathlib import Path
+
 import pytest
 
 from diff_transformer.lab.recipes.answer_study import GROUNDED, SHOTS, SIDES, answer_study
 from diff_transformer.lab.recipes.recall_study import LEARNING_RATES, SEEDS
 from diff_transformer.lab.record import Record
+
+ROOT = Path(__file__).parent.parent
 
 
 @pytest.fixture
@@ -85,3 +89,30 @@ def test_tables_show_what_the_runs_have(page, cells):
     (line,) = (line for line in page.shots_table(cells).splitlines() if line.startswith("| shots_p4 | Transformer |"))
     assert line == "| shots_p4 | Transformer | 0.38 | 0.38 | 0 of 5 | 0.10 | 0.20 |  | 0.30 | 0.40 |"
     assert page.shots_table({}) == ""
+
+
+def test_what_findings_says_is_the_record(page):
+    from record import cells_of
+
+    cells = cells_of(ROOT / "figures" / "answers")
+    assert all(len(cells[where][side]) == 5 for where in (*GROUNDED, *SHOTS) for side in SIDES)
+    text = " ".join((ROOT / "docs" / "findings.md").read_text().split())
+    both = [page.tested(cells, task, "softmax") for task in ("grounded", "shots")]
+    (grounded, *numbers), (shots, *low_high) = ([f"{x:.3f}" for x in row.difference[:3]] for row, _ in both)
+    assert [lost for _, lost in both] == [[], []]
+    assert f"is {grounded} higher (95 % interval {numbers[0]} to {numbers[1]}, 5 seeds), its accuracy on" in text
+    assert f"labelled examples {shots} higher ({low_high[0]} to {low_high[1]})" in text
+    assert page.primary(cells).count("| held |") == 4
+    invented = page.mean("hallucinated")(list(cells["grounded_n2"]["softmax"].values()))
+    assert f"names a value in {100 * float(invented):.0f} % of the questions without an answer" in text
+    without = page.retrieving(list(cells["grounded_n2"]["diff_lambda0_own_scale"].values()))
+    assert [f"{100 * run.metrics['recall']['hallucinated']:.0f} %" for run in without] == ["82 %"]
+    reached = {side: [page.solved(list(cells[where][side].values())) for where in SHOTS] for side in SIDES}
+    assert reached.pop("diff_matched") == ["5 of 5", "5 of 5"]
+    assert reached.pop("diff_lambda0_own_scale") == ["2 of 5", "1 of 5"]
+    assert set(map(tuple, reached.values())) == {("0 of 5", "0 of 5")}
+    for where in SHOTS:
+        assert min(run.metrics["recall"]["new_form"] for run in cells[where]["diff_matched"].values()) > 0.95
+    for rate in LEARNING_RATES:
+        (run,) = cells[f"sweep/shots_lr{rate:g}"]["diff_norm1"].values()
+        assert run.curves["recall"]["accuracy"][-1] < 0.375 + 0.05

@@ -175,7 +175,25 @@ def tables(cells: Cells) -> str:
     return "\n\n".join(part for part in parts if part)
 
 
-PAGES = {HERE / "README.md": ("measured", tables)}
+def findings(cells: Cells) -> str:
+    """What findings has: the primary outcome, and for each side both settings of each task."""
+    heads = ("grounded accuracy", "hallucinated", f"shots, runs that reach {RETRIEVES}", "accuracy on a new form")
+    lines = [f"| noise 2 / 4; examples 4 / 8 | {' | '.join(heads)} |", "|---" * (len(heads) + 1) + "|"]
+    for side in SIDES:
+        noisy, few = ([list(trained(cells.get(w, {}).get(side, {})).values()) for w in of] for of in (GROUNDED, SHOTS))
+        if all(noisy) and all(few):
+            columns = (
+                [f"{fmean(map(grounded_accuracy, runs)):.2f}" for runs in noisy],
+                [mean("hallucinated")(runs) for runs in noisy],
+                [solved(runs) for runs in few],
+                [mean("new_form")(runs) for runs in few],
+            )
+            lines.append(f"| {SHOWN[side]} | {' | '.join(map(' / '.join, columns))} |")
+    sides = "**Every side** (exploratory)\n\n" + "\n".join(lines) if len(lines) > 2 else ""
+    return "\n\n".join(part for part in (primary(cells), sides) if part)
+
+
+PAGES = {HERE / "README.md": ("measured", tables), HERE.parents[1] / "docs" / "findings.md": ("answers", findings)}
 
 if __name__ == "__main__":
     sys.exit(study_command(sys.argv[1:], HERE, PAGES, lambda _: {}, curves=("recall",)))
