@@ -241,8 +241,7 @@ def reordered(rng: np.random.Generator, made: RecallRows, vocabulary: RecallVoca
 def _forms(rng: np.random.Generator, task: RecallTask, which: np.ndarray, asked: np.ndarray) -> tuple[Any, Any]:
     """The form of each pair's key and of each question, below ``task.forms``.
 
-    In each row half of a key's forms are its examples', the others its questions'. The last form is always among its
-    examples'; with ``new_form`` it is its only questions'.
+    A pair has any form, a question any but the last; with ``new_form`` a question has the last, a pair any other.
     """
     if task.forms == 1:
         return 0, 0

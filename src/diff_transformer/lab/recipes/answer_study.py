@@ -15,7 +15,7 @@ UNANSWERABLE = 0.1
 SHOTS = {"shots_p4": (4, (1, 2)), "shots_p8": (8, (1, 2, 4))}  # pairs, and how many of them a class has
 FORMS = 4
 SHOT_STEPS = 2000
-# DIFF's heads start at the Transformer's scale, and so do those of the controls.
+# The heads of "diff_matched" and of its two controls start at the Transformer's scale.
 SIDES = ("softmax", "diff_matched", "softmax_norm_own_scale", "diff_lambda0_own_scale", "diff_norm1")
 
 
@@ -39,7 +39,7 @@ def answer_study(corpus: str) -> Study:
     """The answer study; see the module. It reads no text, so ``corpus`` is not used.
 
     Command: ``diff-transformer study answers --out runs/answers --minutes 60``, repeated until it reports that all runs
-    are finished. Hardware: two CPU cores.
+    are finished. Hardware: two CPU cores. Time: an hour and a half on a loaded machine.
     """
 
     def part(name: str, settings: dict[str, RunConfig], then: Study | None = None) -> Study:
