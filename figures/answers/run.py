@@ -176,7 +176,7 @@ def tables(cells: Cells) -> str:
 
 
 def findings(cells: Cells) -> str:
-    """What findings has: the primary outcome, and for each side both settings of each task."""
+    """What findings has: for each side both settings of each task."""
     heads = ("grounded accuracy", "hallucinated", f"shots, runs that reach {RETRIEVES}", "accuracy on a new form")
     lines = [f"| noise 2 / 4; examples 4 / 8 | {' | '.join(heads)} |", "|---" * (len(heads) + 1) + "|"]
     for side in SIDES:
@@ -189,8 +189,7 @@ def findings(cells: Cells) -> str:
                 [mean("new_form")(runs) for runs in few],
             )
             lines.append(f"| {SHOWN[side]} | {' | '.join(map(' / '.join, columns))} |")
-    sides = "**Every side** (exploratory)\n\n" + "\n".join(lines) if len(lines) > 2 else ""
-    return "\n\n".join(part for part in (primary(cells), sides) if part)
+    return "\n".join(lines) if len(lines) > 2 else ""
 
 
 PAGES = {HERE / "README.md": ("measured", tables), HERE.parents[1] / "docs" / "findings.md": ("answers", findings)}
