@@ -1,4 +1,10 @@
-"""What the command of a study's folder does: record the runs, fill the tables of pages, draw the plots."""
+"""What the command of a study's folder does: record the runs, fill the tables of pages, draw the plots.
+
+python figures/NAME/run.py runs/NAME             # record what is finished there, then the rest
+python figures/NAME/run.py                       # tables and plots again from measured.json
+python figures/NAME/run.py --check               # exit 1 if a page's tables differ from measured.json
+python figures/NAME/run.py --restore runs/NAME   # the recorded runs as a folder that the study goes on with
+"""
 
 import argparse
 from collections.abc import Callable

@@ -80,12 +80,12 @@ def test_the_primary_outcome(page, cells):
 
 def test_tables_show_what_the_runs_have(page, cells):
     lines = page.grounded_table(cells).splitlines()
-    assert "| grounded_n2 | Transformer | 0.70 | 0.50 | 0.10 | 0 of 5 |  |  |  |" in lines
+    assert "| grounded_n2 | Transformer | 0.70 | 0.50 (0.25) | 0.10 (0.10) | 0 of 5 |  |  |" in lines
     cells["grounded_n2"]["diff_matched"][0].metrics["recall"] |= {"answerable": 0.95, "hallucinated": 0.04}
     (line,) = (
         line for line in page.grounded_table(cells).splitlines() if line.startswith("| grounded_n2 | DIFF, head")
     )
-    assert line.endswith("| 1 of 5 | 0.04 | 0.40 | 0.10 |")
+    assert line.endswith("| 1 of 5 | 0.95 (0.40) | 0.04 (0.10) |")
     (line,) = (line for line in page.shots_table(cells).splitlines() if line.startswith("| shots_p4 | Transformer |"))
     assert line == "| shots_p4 | Transformer | 0.38 | 0.38 | 0 of 5 | 0.10 | 0.20 |  | 0.30 | 0.40 |"
     assert page.shots_table({}) == ""
@@ -103,6 +103,8 @@ def test_what_findings_says_is_the_record(page):
     assert f"is {grounded} higher (95 % interval {numbers[0]} to {numbers[1]}, 5 seeds), its accuracy on" in text
     assert f"labelled examples {shots} higher ({low_high[0]} to {low_high[1]})" in text
     assert page.primary(cells).count("| held |") == 4
+    longer = [page.mean("answerable_2x")(list(cells[where]["diff_matched"].values())) for where in GROUNDED]
+    assert "finds only {} and {} of the values".format(*longer) in text
     invented = page.mean("hallucinated")(list(cells["grounded_n2"]["softmax"].values()))
     assert f"names a value in {100 * float(invented):.0f} % of the questions without an answer" in text
     without = page.retrieving(list(cells["grounded_n2"]["diff_lambda0_own_scale"].values()))

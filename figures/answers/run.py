@@ -1,10 +1,4 @@
-"""Record the answer study, and make its tables from the record.
-
-python figures/answers/run.py runs/answers             # record what is finished there, then the rest
-python figures/answers/run.py                          # tables again from measured.json
-python figures/answers/run.py --check                  # exit 1 if the README's tables differ from measured.json
-python figures/answers/run.py --restore runs/answers   # the recorded runs as a folder that the study goes on with
-"""
+"""Record the answer study, and make its tables from the record. Usage: figures/study.py."""
 
 import sys
 from pathlib import Path
@@ -105,9 +99,9 @@ def retrieving(runs: list[Record]) -> list[Record]:
     return [run for run in runs if of_recall("answerable")(run) >= RETRIEVES]
 
 
-def among_retrieving(name: str):
-    """Shows a metric over the runs that find what is there; empty if none does."""
-    return lambda runs: mean(name)(retrieving(runs))
+def and_longer(name: str):
+    """Shows a metric, and in parentheses the same at twice the length of training."""
+    return lambda runs: f"{mean(name)(runs)} ({mean(f'{name}_2x')(runs)})" if runs else ""
 
 
 def solved(runs: list[Record]) -> str:
@@ -122,12 +116,11 @@ def grounded_table(cells: Cells) -> str:
         GROUNDED,
         {
             "grounded accuracy": lambda runs: f"{fmean(map(grounded_accuracy, runs)):.2f}",
-            "right where there is an answer": mean("answerable"),
-            "hallucinated": mean("hallucinated"),
+            "right where there is an answer (twice the length)": and_longer("answerable"),
+            "hallucinated (twice the length)": and_longer("hallucinated"),
             f"runs that find {RETRIEVES}": lambda runs: f"{len(retrieving(runs))} of {len(runs)}",
-            "of them: hallucinated": among_retrieving("hallucinated"),
-            "at twice the length: right": among_retrieving("answerable_2x"),
-            "at twice the length: hallucinated": among_retrieving("hallucinated_2x"),
+            "of them: right": lambda runs: and_longer("answerable")(retrieving(runs)),
+            "of them: hallucinated": lambda runs: and_longer("hallucinated")(retrieving(runs)),
         },
     )
 

@@ -1,10 +1,4 @@
-"""Record the needle study, and make its tables and plot from the record.
-
-python figures/needles/run.py runs/needles             # record what is finished there, then the rest
-python figures/needles/run.py                          # tables and plot again from measured.json
-python figures/needles/run.py --check                  # exit 1 if the README's tables differ from measured.json
-python figures/needles/run.py --restore runs/needles   # the recorded runs as a folder that the study goes on with
-"""
+"""Record the needle study, and make its tables and plot from the record. Usage: figures/study.py."""
 
 import math
 import sys

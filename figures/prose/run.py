@@ -1,10 +1,4 @@
-"""Record the prose study, and make its tables from the record.
-
-python figures/prose/run.py runs/prose             # record what is finished there, then the rest
-python figures/prose/run.py                        # tables again from measured.json
-python figures/prose/run.py --check                # exit 1 if the README's tables differ from measured.json
-python figures/prose/run.py --restore runs/prose   # the recorded runs as a folder that the study goes on with
-"""
+"""Record the prose study, and make its tables from the record. Usage: figures/study.py."""
 
 import sys
 from collections.abc import Iterable

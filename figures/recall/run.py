@@ -1,10 +1,4 @@
-"""Record the recall study, and make its tables and plot from the record.
-
-python figures/recall/run.py runs/recall             # record what is finished there, then the rest
-python figures/recall/run.py                         # tables and plot again from measured.json
-python figures/recall/run.py --check                 # exit 1 if the README's tables differ from measured.json
-python figures/recall/run.py --restore runs/recall   # the recorded runs as a folder that the study goes on with
-"""
+"""Record the recall study, and make its tables and plot from the record. Usage: figures/study.py."""
 
 import math
 import sys

@@ -207,7 +207,7 @@ def make_recall_batch(
     every = np.arange(pairs)
     which = np.broadcast_to(every, (rows, pairs))  # the key of each pair, as its place among the keys of the row
     counts: Any = pairs
-    if task.shots != (1,):
+    if max(task.shots) > 1:
         counts = pairs // rng.choice(task.shots, size=(rows, 1))  # keys of each row
         which = rng.permuted(which % counts, axis=1)
     asked = rng.integers(counts, size=shape) if task.questions else _distinct(rng, every, rows, pairs)

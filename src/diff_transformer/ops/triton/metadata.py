@@ -287,7 +287,7 @@ def faults(compiled: Compiled, capability: int | None = None) -> list[str]:
 
 
 def launched_faults(kernel: Any) -> list[str]:
-    """``faults`` of a kernel as Triton launched it.
+    """``faults`` of a kernel as Triton launched it; any spilled register is one.
 
     Too much shared memory is not among them, because such a launch fails, nor serialised wgmma, which only
     ``ptxas_report`` shows.
