@@ -66,6 +66,8 @@ FACTORS: dict[str, dict[str, Any]] = {
     "width128": {"hidden_size": 128, "intermediate_size": 128, "num_attention_heads": 8},
     "width256": {"hidden_size": 256, "intermediate_size": 256, "num_attention_heads": 16},
 }
+# Fields of ``FACTORS`` at which a side has another rate than at ``CENTRE``, by its own sweep there.
+OWN_RATES: dict[str, dict[str, float]] = {}
 
 
 def base(pairs: int = GRID[CENTRE][0], noise: int = GRID[CENTRE][1]) -> RunConfig:
@@ -166,7 +168,23 @@ def recall_study(corpus: str) -> Study:
         ]
         return _sweep(UNLEARNED, FURTHER_RATES) + again
 
-    further = Study("recall", [], retried)
+    def own_rates(_: Choices) -> list[RunSpec]:
+        varied = {name: _varied(fields) for name, fields in FACTORS.items()}
+        sweep = [
+            cell(f"sweep/{name}_lr{rate:g}", side, SWEEP_SEED, config, {side: rate}, measured=False)
+            for side in CORE
+            for name, config in varied.items()
+            for rate in LEARNING_RATES
+        ]
+        again = [
+            cell(f"{name}_own_rate", side, seed, varied[name], rates)
+            for seed in SEEDS
+            for name, rates in OWN_RATES.items()
+            for side in rates
+        ]
+        return sweep + again
+
+    further = Study("recall", [], retried, then=Study("recall", [], own_rates))
     then = Study("recall", _sweep(MORE), more, score=shortfall, then=further)
     return Study("recall", _sweep(CORE), core, score=shortfall, then=then)
 
