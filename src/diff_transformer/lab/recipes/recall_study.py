@@ -66,8 +66,22 @@ FACTORS: dict[str, dict[str, Any]] = {
     "width128": {"hidden_size": 128, "intermediate_size": 128, "num_attention_heads": 8},
     "width256": {"hidden_size": 256, "intermediate_size": 256, "num_attention_heads": 16},
 }
-# Fields of ``FACTORS`` at which a side has another rate than at ``CENTRE``, by its own sweep there.
-OWN_RATES: dict[str, dict[str, float]] = {}
+# Sides that run at every rate with all seeds, and the rate that the sweep chose, at which their other runs count.
+CHOSEN = {
+    "softmax": 5e-4,
+    "diff_norm1": 5e-4,
+    "diff_matched": 1e-3,
+    "softmax_norm_own_scale": 5e-4,
+    "diff_lambda0_own_scale": 5e-4,
+    "diff_no_norm": 5e-4,
+    "diff_v2": 5e-4,
+}
+PAIR, OTHERS = list(CHOSEN)[:2], list(CHOSEN)[2:]
+# Where: the settings of the grid that tell the accuracies of the pair apart, and some of ``FACTORS``.
+EVERY_RATE = [
+    *(("p8_n2", PAIR), ("p8_n4", PAIR), ("p4_n4", PAIR), ("p8_n2", OTHERS), ("p8_n4", OTHERS)),
+    *(("layers4", PAIR), ("distractors", PAIR), ("noise16", PAIR), ("head32", PAIR), ("width128", PAIR)),
+]
 
 
 def base(pairs: int = GRID[CENTRE][0], noise: int = GRID[CENTRE][1]) -> RunConfig:
@@ -136,20 +150,15 @@ def recall_study(corpus: str) -> Study:
     """
 
     def core(chosen: Choices) -> list[RunSpec]:
-        return [
-            cell(name, side, seed, base(*where), chosen)
-            for seed in SEEDS
-            for name, where in GRID.items()
-            for side in CORE
-        ]
+        return [cell(name, side, seed, _setting(name), chosen) for seed in SEEDS for name in GRID for side in CORE]
 
     def with_8_pairs() -> dict[str, RunConfig]:
         pairs = GRID[CENTRE][0]
-        return {name: base(*where) for name, where in GRID.items() if where[0] == pairs}
+        return {name: _setting(name) for name, where in GRID.items() if where[0] == pairs}
 
     def more(chosen: Choices) -> list[RunSpec]:
         column = with_8_pairs()
-        varied = {name: _varied(fields) for name, fields in FACTORS.items()}
+        varied = {name: _setting(name) for name in FACTORS}
         return [
             cell(name, side, seed, config, chosen)
             for settings, sides in ((column, MORE), (varied, CORE))
@@ -168,23 +177,17 @@ def recall_study(corpus: str) -> Study:
         ]
         return _sweep(UNLEARNED, FURTHER_RATES) + again
 
-    def own_rates(_: Choices) -> list[RunSpec]:
-        varied = {name: _varied(fields) for name, fields in FACTORS.items()}
-        sweep = [
-            cell(f"sweep/{name}_lr{rate:g}", side, SWEEP_SEED, config, {side: rate}, measured=False)
-            for side in CORE
-            for name, config in varied.items()
-            for rate in LEARNING_RATES
-        ]
-        again = [
-            cell(f"{name}_own_rate", side, seed, varied[name], rates)
+    def every_rate(_: Choices) -> list[RunSpec]:
+        return [
+            cell(at_rate(name, rate), side, seed, _setting(name), {side: rate})
+            for name, sides in EVERY_RATE
             for seed in SEEDS
-            for name, rates in OWN_RATES.items()
-            for side in rates
+            for side in sides
+            for rate in LEARNING_RATES
+            if rate != CHOSEN[side]
         ]
-        return sweep + again
 
-    further = Study("recall", [], retried, then=Study("recall", [], own_rates))
+    further = Study("recall", [], retried, then=Study("recall", [], every_rate))
     then = Study("recall", _sweep(MORE), more, score=shortfall, then=further)
     return Study("recall", _sweep(CORE), core, score=shortfall, then=then)
 
@@ -214,8 +217,16 @@ def cell(where: str, side: str, seed: int, config: RunConfig, rates: Choices, *,
     return RunSpec(where, side, seed, with_seed(made, seed).validate(), (RECALL,) if measured else (), may_diverge=True)
 
 
-def _varied(fields: dict[str, Any]) -> RunConfig:
-    fields = dict(fields)
+def at_rate(setting: str, rate: float) -> str:
+    """The name of ``setting`` at a rate that the sweep did not choose."""
+    return f"{setting}_lr{rate:g}"
+
+
+def _setting(name: str) -> RunConfig:
+    """A setting of the grid, or around its centre."""
+    if name in GRID:
+        return base(*GRID[name])
+    fields = dict(FACTORS[name])
     config = base(fields.pop("pairs", GRID[CENTRE][0]), fields.pop("noise", GRID[CENTRE][1]))
     config.data.recall.distractors = fields.pop("distractors", 0.0)
     config.data.recall.noise_symbols = fields.pop("noise_symbols", NOISE_SYMBOLS)
