@@ -74,7 +74,10 @@ def corrected(rows: list[Row], tests: int | None = None) -> list[Row]:
 
 
 def summary(rows: list[Row], tests: int) -> str:
-    """A line a row of ``corrected``: its difference, seeds, p-value, verdict, and the seeds that would decide it."""
+    """A line a row of ``corrected``: its difference, p-value, verdict, and the seeds that would decide it.
+
+    The side and the number of seeds stand in the head if all rows have the same.
+    """
     return _summary(rows, "p after Holm", "verdict", {}, tests)
 
 
@@ -84,11 +87,16 @@ def exploratory(rows: list[Row]) -> str:
 
 
 def _summary(rows: list[Row], p: str, head: str, words: dict[str, str], tests: int) -> str:
-    lines = [f"| | difference (95 % interval) | seeds | {p} | {head} | seeds that would decide it |", "|---" * 6 + "|"]
+    sides, seeds = {row.measure.partition(" less ")[0] for row in rows}, {row.seeds for row in rows}
+    side = sides.pop() if len(sides) == 1 else ""
+    said = f", {seeds.pop()} seeds" if len(seeds) == 1 else ""
+    lines = [f"| {side} | difference (95 % interval{said}) | {p} | {head} |", "|---" * 4 + "|"]
     for row in rows:
         p_value = f"{row.p_value:.3f}" if row.p_value >= 0.0005 else "< 0.001"
-        shown = (row.measure, interval(row), str(row.seeds), p_value, words.get(row.verdict, row.verdict))
-        lines.append(f"| {' | '.join([*shown, row.power(tests)])} |")
+        difference = interval(row) if said else f"{interval(row)}, {row.seeds} seeds"
+        verdict, power = words.get(row.verdict, row.verdict), row.power(tests)
+        verdict += f"; {power} seeds would decide it" if power else ""
+        lines.append(f"| {row.measure.removeprefix(side).strip()} | {difference} | {p_value} | {verdict} |")
     return "\n".join(lines)
 
 

@@ -134,7 +134,7 @@ def test_what_pages_say_is_the_record(page):
 
 def test_other_starts_of_the_norm_are_compared_with_what_has_run(page):
     assert page.later(cells()) == ""
-    primary, short = page.findings(cells()).split("\n\n**What every side learns**")
+    primary, short = page.findings(cells()).split("\n\n**What the sides learn**")
     assert primary == page.primary(cells())
     assert short.endswith("| Transformer with a head norm from 1 | 5 of 5 | 0 of 5 | 0 of 5 | 0.30 |")
     text = page.later(cells(sides=("softmax", "diff_matched")))

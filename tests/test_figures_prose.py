@@ -35,8 +35,9 @@ def cells(page, seeds=SEEDS):
 
 def test_a_finished_size_is_judged_and_an_unfinished_one_is_not(page):
     text = page.tables(cells(page))
-    assert "small: DIFF, head norm from .1 less Transformer | -0.100" in text
-    assert "| 5 | < 0.001 | held |" in text
+    assert "| less Transformer, small | -0.100" in text
+    assert "difference (95 % interval, 5 seeds)" in text
+    assert "| < 0.001 | held |" in text
     against = next(line for line in text.splitlines() if "less Transformer with a head norm" in line)
     assert "+0.100" in against
     assert "did not hold" in against
@@ -83,12 +84,12 @@ def test_sides_that_did_better_at_a_higher_rate_run_again_there():
 def test_what_pages_say_of_prose_alone_is_the_record():
     """The first rows of the primary outcome at each size and the exploratory rows, as the study's page has them."""
     lines = (ROOT / "figures" / "prose" / "README.md").read_text().splitlines()
-    outcome = next(line for line in lines if line.startswith("| small: DIFF, head norm from .1 less Transformer |"))
+    outcome = next(line for line in lines if line.startswith("| less Transformer, small |"))
     mean, low, high = re.search(r"([+-][\d.]+) \(([+-][\d.]+) to ([+-][\d.]+)\)", outcome).groups()
-    assert "| undecided |" in outcome
-    medium = next(line for line in lines if line.startswith("| medium: DIFF, head norm from .1 less Transformer |"))
+    assert "| undecided; " in outcome
+    medium = next(line for line in lines if line.startswith("| less Transformer, medium |"))
     lower, most, least = re.search(r"-([\d.]+) \(-([\d.]+) to -([\d.]+)\)", medium).groups()
-    assert "| undecided |" in medium
+    assert "| undecided; " in medium
 
     def less_the_transformer(name):
         """The column of the small and of the medium size."""

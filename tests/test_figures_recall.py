@@ -7,7 +7,16 @@ from pathlib import Path
 
 import pytest
 
-from diff_transformer.lab.recipes.recall_study import CORE, FACTORS, FURTHER_RATES, GRID, UNLEARNED
+from diff_transformer.lab.recipes.recall_study import (
+    CHOSEN,
+    CORE,
+    FACTORS,
+    FURTHER_RATES,
+    GRID,
+    LEARNING_RATES,
+    UNLEARNED,
+    at_rate,
+)
 from diff_transformer.lab.record import Record
 
 ROOT = Path(__file__).parent.parent
@@ -90,6 +99,31 @@ def test_the_step_at_the_goal_lies_between_two_validations(page):
     assert page.steps_to_goal(record("p4_n0", "diff", 0, 0.95)) == pytest.approx(300 + 300 * 0.8 / 0.85)
     assert page.steps_to_goal(record("p4_n0", "diff", 0, 0.5)) == 600
     assert page.STEPS.read(record("p4_n0", "diff", 0, 0.5)) == math.log2(600)
+
+
+def test_no_seed_chooses_its_own_rate(page):
+    """At 1e-3 the Transformer retrieves with seed 0 alone: the others choose it, seed 0 itself does not."""
+    cells = {}
+    for rate in LEARNING_RATES:
+        where = "p8_n2" if rate == CHOSEN["softmax"] else at_rate("p8_n2", rate)
+        finals = {5e-4: [0.5] * 5, 1e-3: [1.0, 0.2, 0.2, 0.9, 0.9]}.get(rate, [0.125] * 5)
+        cells[where] = {
+            "softmax": {seed: record("p8_n2", "softmax", seed, final) for seed, final in enumerate(finals)},
+            "diff_norm1": {seed: record("p8_n2", "diff_norm1", seed, 0.95) for seed in range(5)},
+        }
+    runs = page.by_rate(cells, "p8_n2", "softmax")
+    chosen = [page.of_others(runs, seed) for seed in range(5)]
+    assert chosen == [1e-3, 1e-3, 1e-3, 1e-3, 1e-3]
+    cells["p8_n2_lr0.001"]["softmax"][4] = record("p8_n2", "softmax", 4, 0.3)
+    runs = page.by_rate(cells, "p8_n2", "softmax")
+    assert [page.of_others(runs, seed) for seed in range(5)] == [5e-4, 1e-3, 1e-3, 5e-4, 1e-3]
+    row = page.own_rates(cells, ["p8_n2"], "diff_norm1", "softmax")
+    assert row.baseline == pytest.approx((0.5 + 0.2 + 0.2 + 0.5 + 0.3) / 5)
+    assert row.side == pytest.approx(0.95)
+    assert "| p8_n2 | Transformer | 0.12 (0 of 5) | 0.50 (0 of 5) |" in page.every_rate(cells)
+    cells["p8_n2_lr0.001"]["softmax"][4] = replace(runs[1e-3][4], diverged=True)
+    assert page.every_rate(cells) == ""
+    assert page.own_rates(cells, ["p8_n2"], "diff_norm1", "softmax") is None
 
 
 def test_a_rate_at_the_edge_of_a_finished_sweep_is_marked(page, cells):

@@ -36,7 +36,7 @@ def tables(cells: Cells) -> str:
 def primary(cells: Cells) -> str:
     """The tests of the sizes that are finished, corrected for those of all sizes."""
     tests = [
-        replace(row, measure=f"{size}: {NAMES['diff']} less {NAMES[baseline]}")
+        replace(row, measure=f"{NAMES['diff']} less {NAMES[baseline]}, {size}")
         for size in SIZES
         if finished(cells, size)
         for baseline in BASELINES

@@ -9,17 +9,22 @@ from statistics import fmean
 from diff_transformer.lab.measures import Measure, Row, compared, metric, paired_rows, steps_to, trained
 from diff_transformer.lab.recipes.recall_study import (
     CENTRE,
+    CHOSEN,
     CORE,
+    EVERY_RATE,
     FURTHER_RATES,
     GRID,
     LEARNING_RATES,
     MATCHED,
     MORE,
+    OTHERS,
     OWN_SCALE,
+    PAIR,
     RETRIED,
     SEEDS,
     SIDES,
     UNLEARNED,
+    at_rate,
     recall_study,
     shortfall,
 )
@@ -156,7 +161,7 @@ def tables(cells: Cells) -> str:
     parts = [progress(cells), primary(cells), left_out(cells), further(cells)]
     if any(where in cells for where in GRID):
         parts += ["![Accuracy while the models are trained](recall.svg)", by_noise(cells, SIDES)]
-        parts += ["![The controls with 8 pairs](controls.svg)", around(cells), by_setting(cells)]
+        parts += ["![The controls with 8 pairs](controls.svg)", every_rate(cells), around(cells), by_setting(cells)]
     parts.append(sweep(cells))
     return "\n\n".join(part for part in parts if part)
 
@@ -230,6 +235,55 @@ def reached(runs: list[Record]) -> str:
     return f"{sum(steps_to_goal(record) < record.steps for record in runs)} of {len(runs)}"
 
 
+def by_rate(cells: Cells, where: str, side: str) -> dict[float, dict[int, Record]]:
+    """The runs of a side in a setting by learning rate and seed; empty unless all are there and none diverged."""
+    names = {rate: where if rate == CHOSEN[side] else at_rate(where, rate) for rate in LEARNING_RATES}
+    found = {rate: trained(cells.get(name, {}).get(side, {})) for rate, name in names.items()}
+    return found if all(set(SEEDS) <= runs.keys() for runs in found.values()) else {}
+
+
+def of_others(runs: dict[float, dict[int, Record]], seed: int) -> float:
+    """The rate that the other seeds choose, by the rule of the sweep."""
+    return min(runs, key=lambda rate: fmean(shortfall(runs[rate][other]) for other in SEEDS if other != seed))
+
+
+def own_rates(cells: Cells, places: list[str], side: str, baseline: str) -> Row | None:
+    """Accuracy of ``side`` less ``baseline``, both at the rates that the other seeds choose, over ``places``."""
+    both = [[by_rate(cells, where, name) for where in places] for name in (side, baseline)]
+    if not all(map(all, both)):
+        return None
+    ours, theirs = (
+        [fmean(ACCURACY.read(runs[of_others(runs, seed)][seed]) for runs in of) for seed in SEEDS] for of in both
+    )
+    name = f"{SHOWN[side]} less {SHOWN[baseline]}: {places[0] if len(places) == 1 else f'{len(places)} settings'}"
+    by_seed = [a - b for a, b in zip(ours, theirs, strict=True)]
+    return compared(name, fmean(theirs), fmean(ours), by_seed, ACCURACY.better)
+
+
+def every_rate(cells: Cells) -> str:
+    """Every rate with every seed, and the differences at the rates that the other seeds choose."""
+    rates = [f"{rate:g}" for rate in LEARNING_RATES]
+    lines = [f"| | | {' | '.join(rates)} | at the rates of other seeds |", "|---" * (len(rates) + 3) + "|"]
+    for where, sides in EVERY_RATE:
+        for side in sides:
+            if runs := by_rate(cells, where, side):
+                shown = [_in_short(list(of.values())) for of in runs.values()]
+                own = _in_short([runs[of_others(runs, seed)][seed] for seed in SEEDS])
+                lines.append(f"| {' | '.join([where, SHOWN[side], *shown, own])} |")
+    around = [where for where, sides in EVERY_RATE if sides == PAIR]
+    grid = [where for where in around if where in GRID]
+    best = "diff_matched"
+    asked = [*((grid, *PAIR[::-1]), *(([where], *PAIR[::-1]) for where in around))]
+    asked += [([w], best, other) for w, sides in EVERY_RATE if sides == OTHERS for other in CHOSEN if other != best]
+    rows = [row for each in asked if (row := own_rates(cells, *each))]
+    if not rows:
+        return ""
+    head = f"**Every rate, five seeds** (exploratory): accuracy (runs that reached {GOAL})"
+    return "\n\n".join(
+        [head, "\n".join(lines), "Differences in accuracy at the rates of other seeds:", exploratory(rows)]
+    )
+
+
 def core_runs(cells: Cells) -> int:
     """Finished runs of the core."""
     return sum(seed in cells.get(w, {}).get(s, {}) for seed in SEEDS for w in GRID for s in CORE)
@@ -245,6 +299,7 @@ def progress(cells: Cells) -> str:
     plan = recall_study("none")
     assert plan.then is not None
     assert plan.then.then is not None
+    assert plan.then.then.then is not None
     last = plan.then.then.runs(rates)
     stages = {
         "the sweep of the core sides": plan.sweep,
@@ -253,6 +308,7 @@ def progress(cells: Cells) -> str:
         "the extension": plan.then.runs(rates),
         "further rates": [spec for spec in last if spec.setting not in GRID],
         "two controls at 7e-4": [spec for spec in last if spec.setting in GRID],
+        "every rate": plan.then.then.then.runs(rates),
     }
     return f"Finished: {counted(cells, stages)}{_undecided(cells)}."
 
@@ -262,7 +318,7 @@ def by_setting(cells: Cells) -> str:
     heads = ("setting", "side", "seeds", "accuracy", "less the Transformer's", "reached 0.9", "steps to 0.9, ratio")
     heads += tuple(measure.name for measure in SECONDARY)
     lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
-    for where in [name for name in cells if not name.startswith("sweep/")]:
+    for where in [name for name in cells if name in GRID or name in VARIED]:
         for side in [name for name in SIDES if name in cells[where]]:
             runs = list(trained(cells[where][side]).values())
             rows = paired_rows(cells, where, side, [ACCURACY, STEPS]) if side != "softmax" else []
