@@ -107,8 +107,6 @@ def test_what_findings_says_is_the_record(page):
     assert "finds only {} and {} of the values".format(*longer) in text
     invented = page.mean("hallucinated")(list(cells["grounded_n2"]["softmax"].values()))
     assert f"names a value in {100 * float(invented):.0f} % of the questions without an answer" in text
-    without = page.retrieving(list(cells["grounded_n2"]["diff_lambda0_own_scale"].values()))
-    assert [f"{100 * run.metrics['recall']['hallucinated']:.0f} %" for run in without] == ["82 %"]
     reached = {side: [page.solved(list(cells[where][side].values())) for where in SHOTS] for side in SIDES}
     assert reached.pop("diff_matched") == ["5 of 5", "5 of 5"]
     assert reached.pop("diff_lambda0_own_scale") == ["2 of 5", "1 of 5"]

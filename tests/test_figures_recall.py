@@ -177,6 +177,27 @@ def test_what_findings_says_of_every_side_is_the_record(page):
     assert lines["| Transformer"][2].startswith("0.13")
 
 
+def test_what_pages_say_of_every_rate_is_the_record(page):
+    """The lead at the rates of other seeds; the runs that reach 0.9 with and without norm and subtraction."""
+    from record import cells_of
+
+    cells = cells_of(ROOT / "figures" / "recall")
+    row = page.own_rates(cells, ["p8_n2", "p8_n4", "p4_n4"], "diff_norm1", "softmax")
+    mean, low, high = (f"{x:.3f}" for x in row.difference[:3])
+    for name in ("README.md", "docs/findings.md"):
+        text = " ".join((ROOT / name).read_text().split())
+        assert f"{mean} higher ({low} to {high})" in text, name
+
+    def reached(where, side):
+        return [int(page.reached(list(runs.values()))[0]) for runs in page.by_rate(cells, where, side).values()]
+
+    both = [reached(where, "diff_matched") for where in ("p8_n2", "p8_n4")]
+    assert [n2 == n4 == 5 for n2, n4 in zip(*both, strict=True)] == [False, True, True, False]
+    for side in ("softmax_norm_own_scale", "diff_lambda0_own_scale", "diff_no_norm"):
+        assert (max(reached("p8_n2", side)), max(reached("p8_n4", side))) == (2, 0), side
+    assert (max(reached("p8_n2", "softmax")), max(reached("p8_n2", "diff_v2"))) == (2, 3)
+
+
 def test_what_findings_says_of_one_factor_at_a_time_is_the_record(page):
     """Which settings around the centre tell DIFF from the Transformer, over five seeds."""
     from record import cells_of

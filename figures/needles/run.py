@@ -105,32 +105,6 @@ def later(cells: Cells) -> str:
     return "\n\n".join(parts)
 
 
-def findings(cells: Cells) -> str:
-    """What findings has: the primary outcome, and what the sides learn."""
-    return "\n\n".join(part for part in (primary(cells), in_short(cells)) if part)
-
-
-IN_FINDINGS = (
-    *("softmax", "diff_norm1", "softmax_norm1", "diff_lambda0"),
-    *("diff", "diff_matched", "softmax_norm_matched", "diff_v2"),
-)
-
-
-def in_short(cells: Cells) -> str:
-    """Which tasks the sides of ``IN_FINDINGS`` learn, and their accuracy on several needles."""
-    if SETTING not in cells:
-        return ""
-    heads = ("", "learned pairs", "learned clauses", f"reached {GOAL} on needles", ACCURACY.name)
-    lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
-    for side, runs in _sides(cells):
-        if side not in IN_FINDINGS:
-            continue
-        counts = [sum(learned(record, source) for record in runs) for source in ("pairs", "clauses")]
-        shown = [f"{count} of {len(runs)}" for count in (*counts, reached(cells, side))]
-        lines.append(f"| {' | '.join([SHOWN[side], *shown, f'{fmean(map(ACCURACY.read, runs)):.2f}'])} |")
-    return "**What the sides learn**, in runs (exploratory but for the first three)\n\n" + "\n".join(lines)
-
-
 def reached(cells: Cells, side: str) -> int:
     """Runs of a side that reached ``GOAL``."""
     runs = trained(cells.get(SETTING, {}).get(side, {})).values()
@@ -233,7 +207,7 @@ def _sides(cells: Cells):
             yield side, runs
 
 
-PAGES = {HERE / "README.md": ("measured", tables), HERE.parents[1] / "docs" / "findings.md": ("needles", findings)}
+PAGES = {HERE / "README.md": ("measured", tables), HERE.parents[1] / "docs" / "findings.md": ("needles", primary)}
 
 if __name__ == "__main__":
     sys.exit(study_command(sys.argv[1:], HERE, PAGES, needle_charts, curves=("needles", "sources", "validation")))

@@ -171,10 +171,7 @@ def findings(cells: Cells) -> str:
     return "\n\n".join(part for part in (primary(cells), by_noise(cells, IN_FINDINGS)) if part)
 
 
-IN_FINDINGS = (
-    *("softmax", "diff_norm1", "softmax_norm1", "diff_lambda0", "diff_no_norm"),
-    *("diff_matched", "softmax_norm_matched", "diff_lambda0_matched", "diff_v2", "grouped_diff", "dint"),
-)
+IN_FINDINGS = ("softmax", "diff_norm1", "softmax_norm1", *OTHERS)
 
 
 VARIED = {
@@ -271,17 +268,16 @@ def every_rate(cells: Cells) -> str:
                 own = _in_short([runs[of_others(runs, seed)][seed] for seed in SEEDS])
                 lines.append(f"| {' | '.join([where, SHOWN[side], *shown, own])} |")
     around = [where for where, sides in EVERY_RATE if sides == PAIR]
-    grid = [where for where in around if where in GRID]
-    best = "diff_matched"
-    asked = [*((grid, *PAIR[::-1]), *(([where], *PAIR[::-1]) for where in around))]
-    asked += [([w], best, other) for w, sides in EVERY_RATE if sides == OTHERS for other in CHOSEN if other != best]
-    rows = [row for each in asked if (row := own_rates(cells, *each))]
-    if not rows:
+    places = [[where for where in around if where in GRID], *([where] for where in around)]
+    of_published = [row for each in places if (row := own_rates(cells, each, *PAIR[::-1]))]
+    best, *others = OTHERS
+    harder = [where for where, sides in EVERY_RATE if sides == OTHERS]
+    of_best = [row for where in harder for other in (*PAIR, *others) if (row := own_rates(cells, [where], best, other))]
+    if not of_published:
         return ""
     head = f"**Every rate, five seeds** (exploratory): accuracy (runs that reached {GOAL})"
-    return "\n\n".join(
-        [head, "\n".join(lines), "Differences in accuracy at the rates of other seeds:", exploratory(rows)]
-    )
+    parts = [head, "\n".join(lines), "Differences in accuracy at the rates of other seeds:"]
+    return "\n\n".join([*parts, *(exploratory(rows) for rows in (of_published, of_best) if rows)])
 
 
 def core_runs(cells: Cells) -> int:
