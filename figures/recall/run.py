@@ -235,8 +235,9 @@ def reached(runs: list[Record]) -> str:
 def by_rate(cells: Cells, where: str, side: str) -> dict[float, dict[int, Record]]:
     """The runs of a side in a setting by learning rate and seed; empty unless all are there and none diverged."""
     names = {rate: where if rate == CHOSEN[side] else at_rate(where, rate) for rate in LEARNING_RATES}
-    found = {rate: trained(cells.get(name, {}).get(side, {})) for rate, name in names.items()}
-    return found if all(set(SEEDS) <= runs.keys() for runs in found.values()) else {}
+    runs = {rate: trained(cells.get(name, {}).get(side, {})) for rate, name in names.items()}
+    found = {rate: {seed: record for seed, record in of.items() if record.lr == rate} for rate, of in runs.items()}
+    return found if all(set(SEEDS) <= of.keys() for of in found.values()) else {}
 
 
 def of_others(runs: dict[float, dict[int, Record]], seed: int) -> float:
@@ -267,8 +268,8 @@ def every_rate(cells: Cells) -> str:
                 shown = [_in_short(list(of.values())) for of in runs.values()]
                 own = _in_short([runs[of_others(runs, seed)][seed] for seed in SEEDS])
                 lines.append(f"| {' | '.join([where, SHOWN[side], *shown, own])} |")
-    around = [where for where, sides in EVERY_RATE if sides == PAIR]
-    places = [[where for where in around if where in GRID], *([where] for where in around)]
+    of_pair = [where for where, sides in EVERY_RATE if sides == PAIR]
+    places = [[where for where in of_pair if where in GRID], *([where] for where in of_pair)]
     of_published = [row for each in places if (row := own_rates(cells, each, *PAIR[::-1]))]
     best, *others = OTHERS
     harder = [where for where, sides in EVERY_RATE if sides == OTHERS]
