@@ -213,6 +213,19 @@ def test_what_findings_says_of_one_factor_at_a_time_is_the_record(page):
     certain = {where for where, row in found.items() if row.difference.low > 0}
     ahead = {where for where, row in found.items() if row.difference.mean > 0.1} - certain
     assert certain == {"distractors", "layers4"}
+    text = " ".join((ROOT / "docs" / "findings.md").read_text().split())
+    layers, keys = (page.own_rates(cells, [where], "diff_norm1", "softmax") for where in ("layers4", "distractors"))
+    assert layers.difference.low > 0 > keys.difference.low
+    assert f"4 layers alone ({layers.difference.mean:.3f} higher)" in text
+    mean, low, high = (f"{x:.3f}" for x in keys.difference[:3])
+    lead = f"its lead of {found['distractors'].difference.mean:.3f} was mostly one of the learning rate"
+    assert f"{lead}: {mean} ({low} to {high}) remains" in text
+    assert not any(
+        int(page.reached(list(runs.values()))[0]) for runs in page.by_rate(cells, "layers4", "softmax").values()
+    )
+    for where in ("noise16", "head32"):
+        row = page.own_rates(cells, [where], "diff_norm1", "softmax").difference
+        assert row.low < 0 < row.mean
     assert ahead == {"noise16", "width128", "width256", "head32"}
     learned = {
         side: {w for w in FACTORS if page.reached(list(cells[w][side].values())) == "5 of 5"}
