@@ -223,7 +223,7 @@ def test_what_findings_says_of_one_factor_at_a_time_is_the_record(page):
     assert not any(
         int(page.reached(list(runs.values()))[0]) for runs in page.by_rate(cells, "layers4", "softmax").values()
     )
-    for where in ("noise16", "head32"):
+    for where in ("noise16", "head32", "width128"):
         row = page.own_rates(cells, [where], "diff_norm1", "softmax").difference
         assert row.low < 0 < row.mean
     assert ahead == {"noise16", "width128", "width256", "head32"}
