@@ -30,8 +30,24 @@ def test_a_record_survives_its_file(tmp_path):
     assert load_all(tmp_path / "deep" / "record.json") == [record]
     assert load_all(tmp_path) == [record]
     assert (record.final_loss, record.attention) == (4.0, "diff")
-    save_all([record], tmp_path / "all.json", about="a test")
-    assert load_all(tmp_path / "all.json") == [record]
+    save_all([record], tmp_path / "one.json")
+    assert load_all(tmp_path / "one.json") == [record]
+
+
+def test_what_records_have_alike_stands_once_in_their_file(tmp_path):
+    """At any depth, lists as a whole; what one of them lacks, or has empty, comes back as it was."""
+    records = [
+        Record("a", "diff", 0, {"model": {"attention": "diff", "width": 64}, "steps": 9}, {"x": {"y": 1.0}}),
+        Record("a", "diff", 1, {"model": {"attention": "diff", "width": 64, "norm": [1, 2]}, "steps": 9}, {"x": {}}),
+        Record("a", "softmax", 1, {"model": {"attention": "softmax", "width": 64, "norm": [1, 3]}, "steps": 9}),
+    ]
+    save_all(records, tmp_path / "all.json")
+    assert load_all(tmp_path / "all.json") == records
+    kept = json.loads((tmp_path / "all.json").read_text())
+    assert kept["common"]["config"] == {"model": {"width": 64}, "steps": 9}
+    assert kept["records"][0]["config"] == {"model": {"attention": "diff"}}
+    save_all([], tmp_path / "none.json")
+    assert load_all(tmp_path / "none.json") == []
 
 
 def test_records_are_grouped_by_their_fields():

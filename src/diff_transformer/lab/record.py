@@ -11,6 +11,7 @@ import json
 import re
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field, replace
+from functools import reduce
 from pathlib import Path
 from typing import Any
 
@@ -135,11 +136,34 @@ def _overlap(first: Record, second: Record) -> bool:
     return any(getattr(first, part).keys() & getattr(second, part).keys() for part in ("metrics", "rows", "curves"))
 
 
-def save_all(records: Iterable[Record], path: Path, **about) -> None:
-    """Write several records to one file, with the fields of ``about`` beside them."""
+def save_all(records: Iterable[Record], path: Path) -> None:
+    """Write several records to one file. What all have alike, as most settings, stands there once, as ``common``."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    values = {"schema": SCHEMA, **about, "records": [asdict(record) for record in records]}
-    write_whole(path, json.dumps(values, separators=(",", ":")) + "\n")
+    values = [asdict(record) for record in records]
+    common = reduce(_alike, values) if values else {}
+    whole = {"schema": SCHEMA, "common": common, "records": [_without(value, common) for value in values]}
+    write_whole(path, json.dumps(whole, separators=(",", ":")) + "\n")
+
+
+def _alike(a: dict, b: dict) -> dict:
+    """What two dictionaries have alike, at any depth."""
+    nested = {key: _alike(a[key], b[key]) for key in a if isinstance(a[key], dict) and isinstance(b.get(key), dict)}
+    return {key: nested.get(key, a[key]) for key in a if key in b and (a[key] == b[key] or nested.get(key))}
+
+
+def _without(value: dict, common: dict) -> dict:
+    """What ``_with`` adds to ``common`` to get ``value``."""
+    return {
+        key: _without(of, common[key]) if isinstance(of, dict) and key in common else of
+        for key, of in value.items()
+        if key not in common or of != common[key]
+    }
+
+
+def _with(value: dict, common: dict) -> dict:
+    """``common`` and ``value`` in one; ``value`` is right where both have a key."""
+    both = {key: _with(value[key], of) for key, of in common.items() if isinstance(of, dict) and key in value}
+    return {**common, **value, **both}
 
 
 def load_all(source: Path | str) -> list[Record]:
@@ -219,7 +243,8 @@ def read_json(path: Path) -> object:
 def _of_value(value: object, path: Path, root: Path | None = None) -> list[Record]:
     try:
         if isinstance(value, dict) and value.get("schema") == SCHEMA:
-            return [Record.from_dict(one) for one in value.get("records", [value])]
+            common = value.get("common", {})
+            return [Record.from_dict(_with(one, common)) for one in value.get("records", [value])]
         return from_v1(value, path, root)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         if isinstance(error, RecordError):

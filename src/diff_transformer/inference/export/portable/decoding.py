@@ -12,5 +12,5 @@ def supports(*arguments) -> bool:
 
 
 def decode(*arguments):
-    """Never called."""
-    raise NotImplementedError
+    """Never called, since ``supports`` is False."""
+    raise NotImplementedError("an exported model has no native call for a whole layer; call diff_attention")
