@@ -59,7 +59,20 @@ def test_the_plan():
         }
         assert [spec.seed for spec in runs] == sorted(spec.seed for spec in runs)
         assert not {spec.seed for spec in plan.sweep} & set(SEEDS)
-    assert len(first.keys()) == 2 * len(SIDES) * (len(LEARNING_RATES) + 2 * len(SEEDS))
+    assert len(first.keys()) == 2 * len(SIDES) * (len(LEARNING_RATES) + 2 * len(SEEDS)) + 400
+
+
+def test_the_plan_of_every_rate_and_three_times_the_steps():
+    last = answer_study("none").then.then
+    runs = last.runs({})
+    assert len(runs) == len({spec.key for spec in runs}) == 400
+    first = runs[: 3 * 5 * 3 * 4]  # rates that were not chosen, seeds, sides of the primary outcome, settings
+    assert {spec.side for spec in first} == {"softmax", "diff_matched", "softmax_norm_own_scale"}
+    for spec in runs:
+        assert spec.setting.endswith(f"_lr{spec.config.optim.lr:g}")
+        short = 1000 if spec.setting.startswith("grounded") else 2000
+        assert spec.config.train.steps == short * (3 if "_x3_" in spec.setting else 1)
+    assert [spec.setting[:11] for spec in runs[-100:]] == ["grounded_n2"] * 40 + ["shots_p4_x3"] * 60
 
 
 def test_the_primary_outcome(page, cells):

@@ -6,7 +6,15 @@ and 9)? The questions, the outcomes and the order of the runs were fixed before 
 figures/answers/preregistration.md.
 """
 
-from diff_transformer.lab.recipes.recall_study import LEARNING_RATES, SEEDS, SWEEP_SEED, base, cell, shortfall
+from diff_transformer.lab.recipes.recall_study import (
+    LEARNING_RATES,
+    SEEDS,
+    SWEEP_SEED,
+    base,
+    cell,
+    other_rates,
+    shortfall,
+)
 from diff_transformer.lab.spec import Choices, RunSpec, Study
 from diff_transformer.train.config import RunConfig
 
@@ -17,6 +25,14 @@ FORMS = 4
 SHOT_STEPS = 2000
 # The heads of "diff_matched" and of its two controls start at the Transformer's scale.
 SIDES = ("softmax", "diff_matched", "softmax_norm_own_scale", "diff_lambda0_own_scale", "diff_norm1")
+# The rate that the sweep of each task chose, in the order of ``SIDES``, at which the runs of the plan count.
+CHOSEN = {
+    "grounded": dict(zip(SIDES, (5e-4, 1e-3, 1e-3, 5e-4, 1e-3), strict=True)),
+    "shots": dict(zip(SIDES, (1e-3, 2e-3, 1e-3, 1e-3, 1e-3), strict=True)),
+}
+CORE, OTHERS = SIDES[:3], SIDES[3:]  # the sides of the primary outcome, and the rest
+LONGER = {"grounded_n2": SIDES[:2], "shots_p4": ("softmax", "softmax_norm_own_scale", "diff_norm1")}
+TIMES = 3  # the steps of those
 
 
 def grounded(where: str) -> RunConfig:
@@ -60,5 +76,30 @@ def answer_study(corpus: str) -> Study:
 
         return Study("answers", sweep, runs, score=shortfall, then=then)
 
-    then = part("shots", {where: shots(where) for where in SHOTS})
+    def every_rate(_: Choices) -> list[RunSpec]:
+        settings = [(where, grounded(where), CHOSEN["grounded"]) for where in GROUNDED]
+        settings += [(where, shots(where), CHOSEN["shots"]) for where in SHOTS]
+        at_all = [
+            spec
+            for sides in (CORE, OTHERS)
+            for where, config, chosen in settings
+            for spec in other_rates(where, config, sides, chosen)
+        ]
+        return at_all + [
+            spec for where in LONGER for spec in other_rates(longer(where), _longer(where), LONGER[where], {})
+        ]
+
+    last = Study("answers", [], every_rate)
+    then = part("shots", {where: shots(where) for where in SHOTS}, last)
     return part("grounded", {where: grounded(where) for where in GROUNDED}, then)
+
+
+def longer(where: str) -> str:
+    """The name of a setting with ``TIMES`` the steps."""
+    return f"{where}_x{TIMES}"
+
+
+def _longer(where: str) -> RunConfig:
+    config = grounded(where) if where in GROUNDED else shots(where)
+    config.train.steps *= TIMES
+    return config

@@ -77,11 +77,14 @@ CHOSEN = {
     "diff_v2": 5e-4,
 }
 PAIR, OTHERS = list(CHOSEN)[:2], list(CHOSEN)[2:]
-# Where: the settings of the grid that tell the accuracies of the pair apart, and some of ``FACTORS``.
+# Where: the settings of the grid that tell the accuracies of the pair apart, and some of ``FACTORS``; then the other
+# settings in which runs of the pair reach 0.9.
 EVERY_RATE = [
     *(("p8_n2", PAIR), ("p8_n4", PAIR), ("p4_n4", PAIR), ("p8_n2", OTHERS), ("p8_n4", OTHERS)),
     *(("layers4", PAIR), ("distractors", PAIR), ("noise16", PAIR), ("head32", PAIR), ("width128", PAIR)),
+    *(("p4_n0", PAIR), ("p8_n0", PAIR), ("p4_n2", PAIR)),
 ]
+AS_IN_DEMO = ("p4_n4", ["diff_matched", "softmax_norm_own_scale"])  # ``recall_run``; at no rate before
 
 
 def base(pairs: int = GRID[CENTRE][0], noise: int = GRID[CENTRE][1]) -> RunConfig:
@@ -178,14 +181,9 @@ def recall_study(corpus: str) -> Study:
         return _sweep(UNLEARNED, FURTHER_RATES) + again
 
     def every_rate(_: Choices) -> list[RunSpec]:
-        return [
-            cell(at_rate(name, rate), side, seed, _setting(name), {side: rate})
-            for name, sides in EVERY_RATE
-            for seed in SEEDS
-            for side in sides
-            for rate in LEARNING_RATES
-            if rate != CHOSEN[side]
-        ]
+        more = [spec for where, sides in EVERY_RATE for spec in other_rates(where, _setting(where), sides, CHOSEN)]
+        where, sides = AS_IN_DEMO
+        return more + other_rates(where, _setting(where), sides, {})
 
     further = Study("recall", [], retried, then=Study("recall", [], every_rate))
     then = Study("recall", _sweep(MORE), more, score=shortfall, then=further)
@@ -215,6 +213,17 @@ def cell(where: str, side: str, seed: int, config: RunConfig, rates: Choices, *,
     made.model |= fields
     made.model |= side_model(made, name)
     return RunSpec(where, side, seed, with_seed(made, seed).validate(), (RECALL,) if measured else (), may_diverge=True)
+
+
+def other_rates(where: str, config: RunConfig, sides: Iterable[str], chosen: Choices) -> list[RunSpec]:
+    """The runs of ``sides`` with all seeds at every rate of the sweep but the one that it chose for a side."""
+    return [
+        cell(at_rate(where, rate), side, seed, config, {side: rate})
+        for seed in SEEDS
+        for side in sides
+        for rate in LEARNING_RATES
+        if rate != chosen.get(side)
+    ]
 
 
 def at_rate(setting: str, rate: float) -> str:
