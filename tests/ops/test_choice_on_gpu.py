@@ -6,7 +6,17 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from diff_transformer.ops import api, backends, choice, diff_attention, diff_attention_varlen, dispatch, sdpa, triton
+from diff_transformer.ops import (
+    api,
+    backends,
+    choice,
+    diff_attention,
+    diff_attention_decode,
+    diff_attention_varlen,
+    dispatch,
+    sdpa,
+    triton,
+)
 from diff_transformer.ops.arguments import check
 from diff_transformer.ops.backends import Choice
 from diff_transformer.ops.sdpa import Form
@@ -128,6 +138,39 @@ def test_a_wrong_kernel_is_left_out_with_a_warning(monkeypatch, gpu, caplog):
     assert [record.message.split(":")[0] for record in caplog.records if record.levelname == "WARNING"] == [
         f"{TWO} is wrong on cpu and is not used"
     ]
+
+
+def test_a_step_over_a_cache_is_measured_with_the_decoding_kernel(monkeypatch, gpu):
+    """One query needs no mask, so every form competes. The kernel that is timed is the one that is checked."""
+    from diff_transformer.ops.triton import decode
+
+    decoded = []
+    right = decode.attend_decode
+    monkeypatch.setattr(decode, "attend_decode", lambda *a: decoded.append(a[2].shape[2]) or right(*a))
+    takes(monkeypatch, **{JOINED: 0.1})
+    x = inputs(H=2, T=1, S=300, requires_grad=False)
+    arguments = check(*x, None, True, None, None)
+    assert choice.kind_of(x[:5], arguments, None).aligned
+    expected = diff_attention(*x, is_causal=True, backend="reference")
+    for _ in range(2):
+        assert_within_budget(diff_attention_decode(*x), expected)
+    assert set(gpu) == {"reference", TWO, JOINED, BY_MAP}
+    assert gpu[-1] == JOINED
+    assert set(decoded) == {300}
+    next_process(monkeypatch)
+    monkeypatch.setenv(dispatch.SWITCH, "0")
+    diff_attention_decode(*x)
+    assert gpu[-1] == TWO, "the default"
+
+    def wrong(*a):
+        return right(*a) * 1.01
+
+    next_process(monkeypatch)
+    monkeypatch.setenv(dispatch.SWITCH, "force")
+    monkeypatch.setattr(decode, "attend_decode", wrong)
+    takes(monkeypatch, **{TWO: 0.1})
+    assert_within_budget(diff_attention_decode(*x), expected)
+    assert gpu[-1] != TWO
 
 
 @pytest.mark.usefixtures("without_triton")

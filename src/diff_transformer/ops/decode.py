@@ -33,10 +33,11 @@ def diff_attention_decode(
 ) -> Tensor:
     """Differential attention of the newest T queries over a cache of S keys, causal among the queries.
 
-    Equal to ``diff_attention(..., is_causal=True)`` if the cache is full. On CUDA one kernel, split along the keys,
-    reads k1, k2 and v once, and a second one combines the splits. The host reads no lengths and no allocation depends
-    on them, so a step can be captured in a CUDA graph. On the CPU, the keys in use are sliced out if lengths are equal
-    or long. In all other cases (short lengths, a CUDA call that the kernel does not support) the lengths become a mask.
+    Equal to ``diff_attention(..., is_causal=True)`` if the cache is full; so without lengths it is that call, with its
+    choice of the fastest form. With lengths, on CUDA, one kernel, split along the keys, reads k1, k2 and v once, and a
+    second one combines the splits. The host reads no lengths and no allocation depends on them, so a step can be
+    captured in a CUDA graph. On the CPU, the keys in use are sliced out if lengths are equal or long. In all other
+    cases (short lengths, a CUDA call that the kernel does not support) the lengths become a mask.
 
     Args:
         q1, q2, k1, k2, v, lam, attn_mask, scale: as in ``diff_attention``; k1, k2 and v [B, G, S, width] may be views
@@ -45,9 +46,9 @@ def diff_attention_decode(
             influence, even if they hold NaN. The last query is aligned to the last key in use. Values outside 0 to S
             count as 0 and S. S if None.
         window: each query sees the last ``window`` keys up to its own position.
-        backend: "auto" takes the decoding kernel on CUDA where it can (at most 8 queries, no gradients, no additive
-            mask, widths up to 128 and 256), otherwise what ``diff_attention`` takes. Or a name as there; "triton"
-            includes the decoding kernel.
+        backend: with lengths, "auto" takes the decoding kernel on CUDA where it can (at most 8 queries, no gradients,
+            no additive mask, widths up to 128 and 256), otherwise what ``diff_attention`` takes. Or a name as there;
+            "triton" includes the decoding kernel.
 
     Returns:
         [B, H, T, Dv] in the dtype of v; a fully masked row is 0.
@@ -61,7 +62,8 @@ def diff_attention_decode(
     arguments = check(q1, q2, k1, k2, v, lam, attn_mask, True, window, scale)
     _check_lengths(lengths, q1)
     empty = is_empty(q1, k1)
-    if not empty and (backend == "triton" or (backend == "auto" and q1.device.type == "cuda")):
+    by_kernel = backend == "triton" or (backend == "auto" and lengths is not None and q1.device.type == "cuda")
+    if by_kernel and not empty:
         reason = _kernel_unsupported_reason(q1, q2, k1, k2, v, arguments.lam, arguments.attn_mask, window)
         if backend == "auto" and not torch.compiler.is_compiling():
             _announce(q1.device.type, q1.dtype, reason)

@@ -214,8 +214,8 @@ def packed_forms(q1: Tensor, q2: Tensor, k1: Tensor, k2: Tensor, v: Tensor) -> l
 
 
 def aligned(q1: Tensor, k1: Tensor, is_causal: bool) -> bool:
-    """Whether SDPA's own ``is_causal`` is what is wanted: its corner is the upper left one."""
-    if is_causal and q1.shape[2] != k1.shape[2]:  # noqa: SIM103 (the expression is symbolic under torch.compile)
+    """Whether SDPA needs no mask for the causal limit: its own corner is the upper left one, and one query sees all."""
+    if is_causal and 1 != q1.shape[2] != k1.shape[2]:  # noqa: SIM103 (the expression is symbolic under torch.compile)
         return False
     return True
 
