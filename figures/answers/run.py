@@ -5,15 +5,16 @@ from pathlib import Path
 from statistics import fmean
 
 from diff_transformer.lab.measures import Measure, Row, compared, metric, trained
-from diff_transformer.lab.recipes.answer_study import GROUNDED, SHOTS, SIDES, answer_study
+from diff_transformer.lab.recipes.answer_study import GROUNDED, LONGER, SHOTS, SIDES, TIMES, answer_study, longer
 from diff_transformer.lab.recipes.recall_study import LEARNING_RATES, MATCHED, OWN_SCALE, shortfall
 from diff_transformer.lab.record import Cells, Record
 
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent))
 from plots import NAMES, matched_names  # noqa: E402  (beside this folder)
+from rates import at_others, by_rate, difference  # noqa: E402
 from study import counted, study_command  # noqa: E402
-from tables import corrected, learning_rates, summary  # noqa: E402
+from tables import corrected, exploratory, learning_rates, summary  # noqa: E402
 
 SHOWN = NAMES | matched_names(MATCHED, OWN_SCALE)
 SIDE, BASELINES = "diff_matched", ("softmax", "softmax_norm_own_scale")
@@ -104,9 +105,13 @@ def and_longer(name: str):
     return lambda runs: f"{mean(name)(runs)} ({mean(f'{name}_2x')(runs)})" if runs else ""
 
 
+def solving(runs: list[Record]) -> list[Record]:
+    return [run for run in runs if of_recall("accuracy")(run) >= RETRIEVES]
+
+
 def solved(runs: list[Record]) -> str:
     """How many runs end with nine tenths of the questions right."""
-    return f"{sum(of_recall('accuracy')(run) >= RETRIEVES for run in runs)} of {len(runs)}"
+    return f"{len(solving(runs))} of {len(runs)}"
 
 
 def grounded_table(cells: Cells) -> str:
@@ -141,6 +146,48 @@ def shots_table(cells: Cells) -> str:
     )
 
 
+def every_rate(cells: Cells) -> str:
+    """Every rate with every seed, also with more steps, and the differences at the rates that other seeds choose."""
+    parts = []
+    for task, (settings, measure) in TASKS.items():
+        more = [longer(where) for where in LONGER if where in settings]
+        rates = [f"{rate:g}" for rate in LEARNING_RATES]
+        heads = ("setting", "side", *rates, "at the rates of other seeds")
+        if task == "grounded":
+            heads += ("there: right where there is an answer", "hallucinated")
+        lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
+        for where in (*settings, *more):
+            for side in SIDES:
+                if runs := by_rate(cells, where, side):
+                    own = at_others(runs)
+                    shown = [_in_short(measure, list(of.values())) for of in runs.values()]
+                    shown += [_in_short(measure, own)]
+                    shown += [mean(name)(own) for name in ("answerable", "hallucinated") if task == "grounded"]
+                    lines.append(f"| {' | '.join([where, SHOWN[side], *shown])} |")
+        if len(lines) > 2:
+            parts += [f"{measure.name.capitalize()} (runs that reach {RETRIEVES})", "\n".join(lines)]
+    if not parts:
+        return ""
+    head = f"**Every rate, five seeds** (exploratory); in settings that end in x{TIMES}, {TIMES} times the steps"
+    rows = [row for task in TASKS for baseline in BASELINES if (row := own_rates(cells, task, baseline))]
+    if rows:
+        parts += ["Differences at the rates of other seeds:", exploratory(rows)]
+    return "\n\n".join([head, *parts])
+
+
+def own_rates(cells: Cells, task: str, baseline: str) -> Row | None:
+    """A test of the primary outcome again, at the rates that the other seeds choose."""
+    settings, measure = TASKS[task]
+    places = [where for where in settings if informative(cells, where, baseline, measure)]
+    name = f"{SHOWN[SIDE]} less {SHOWN[baseline]}: {measure.name}, {len(places)} settings"
+    return difference(cells, places, (SIDE, baseline), measure, name)
+
+
+def _in_short(measure: Measure, runs: list[Record]) -> str:
+    reach = (retrieving if measure is GROUNDED_ACCURACY else solving)(runs)
+    return f"{fmean(map(measure.read, runs)):.2f} ({len(reach)} of {len(runs)})"
+
+
 def sweeps(cells: Cells) -> str:
     """The learning rates tried for each task (one seed)."""
     parts = []
@@ -159,12 +206,17 @@ def progress(cells: Cells) -> str:
     stages = {}
     for task, plan in zip(TASKS, (first, first.then), strict=True):
         stages |= {f"the sweep of {task}": plan.sweep, task: plan.runs(rates)}
+    assert first.then.then is not None
+    last, more = first.then.then.runs(rates), tuple(map(longer, LONGER))
+    stages["every rate"] = [spec for spec in last if not spec.setting.startswith(more)]
+    stages[f"{TIMES} times the steps"] = [spec for spec in last if spec.setting.startswith(more)]
     return f"Finished: {counted(cells, stages)}."
 
 
 def tables(cells: Cells) -> str:
     """What stands between the README's markers."""
-    parts = [progress(cells), primary(cells), grounded_table(cells), shots_table(cells), sweeps(cells)]
+    parts = [progress(cells), primary(cells), grounded_table(cells), shots_table(cells)]
+    parts += [every_rate(cells), sweeps(cells)]
     return "\n\n".join(part for part in parts if part)
 
 

@@ -8,8 +8,8 @@ from statistics import fmean
 
 from diff_transformer.lab.measures import Measure, Row, compared, metric, paired_rows, steps_to, trained
 from diff_transformer.lab.recipes.recall_study import (
+    AS_IN_DEMO,
     CENTRE,
-    CHOSEN,
     CORE,
     EVERY_RATE,
     FURTHER_RATES,
@@ -24,7 +24,6 @@ from diff_transformer.lab.recipes.recall_study import (
     SEEDS,
     SIDES,
     UNLEARNED,
-    at_rate,
     recall_study,
     shortfall,
 )
@@ -33,6 +32,7 @@ from diff_transformer.lab.record import Cells, Record
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent))
 from plots import NAMES, matched_names, recall_charts  # noqa: E402  (beside this folder)
+from rates import at_others, by_rate, difference  # noqa: E402
 from study import counted, study_command  # noqa: E402
 from tables import corrected, exploratory, in_numbers, learning_rates, summary  # noqa: E402
 
@@ -232,53 +232,35 @@ def reached(runs: list[Record]) -> str:
     return f"{sum(steps_to_goal(record) < record.steps for record in runs)} of {len(runs)}"
 
 
-def by_rate(cells: Cells, where: str, side: str) -> dict[float, dict[int, Record]]:
-    """The runs of a side in a setting by learning rate and seed; empty unless all are there and none diverged."""
-    names = {rate: where if rate == CHOSEN[side] else at_rate(where, rate) for rate in LEARNING_RATES}
-    runs = {rate: trained(cells.get(name, {}).get(side, {})) for rate, name in names.items()}
-    found = {rate: {seed: record for seed, record in of.items() if record.lr == rate} for rate, of in runs.items()}
-    return found if all(set(SEEDS) <= of.keys() for of in found.values()) else {}
-
-
-def of_others(runs: dict[float, dict[int, Record]], seed: int) -> float:
-    """The rate that the other seeds choose, by the rule of the sweep."""
-    return min(runs, key=lambda rate: fmean(shortfall(runs[rate][other]) for other in SEEDS if other != seed))
-
-
-def own_rates(cells: Cells, places: list[str], side: str, baseline: str) -> Row | None:
-    """Accuracy of ``side`` less ``baseline``, both at the rates that the other seeds choose, over ``places``."""
-    both = [[by_rate(cells, where, name) for where in places] for name in (side, baseline)]
-    if not all(map(all, both)):
-        return None
-    ours, theirs = (
-        [fmean(ACCURACY.read(runs[of_others(runs, seed)][seed]) for runs in of) for seed in SEEDS] for of in both
-    )
-    name = f"{SHOWN[side]} less {SHOWN[baseline]}: {places[0] if len(places) == 1 else f'{len(places)} settings'}"
-    by_seed = [a - b for a, b in zip(ours, theirs, strict=True)]
-    return compared(name, fmean(theirs), fmean(ours), by_seed, ACCURACY.better)
+def own_rates(cells: Cells, places: list[str], side: str, baseline: str, measure: Measure = ACCURACY) -> Row | None:
+    """``side`` less ``baseline``, both at the rates that the other seeds choose, over ``places``."""
+    where = places[0] if len(places) == 1 else f"{len(places)} settings"
+    what = "" if measure is ACCURACY else f"{measure.name}, "
+    return difference(cells, places, (side, baseline), measure, f"{SHOWN[side]} less {SHOWN[baseline]}: {what}{where}")
 
 
 def every_rate(cells: Cells) -> str:
     """Every rate with every seed, and the differences at the rates that the other seeds choose."""
     rates = [f"{rate:g}" for rate in LEARNING_RATES]
     lines = [f"| | | {' | '.join(rates)} | at the rates of other seeds |", "|---" * (len(rates) + 3) + "|"]
-    for where, sides in EVERY_RATE:
+    for where, sides in (*EVERY_RATE, AS_IN_DEMO):
         for side in sides:
             if runs := by_rate(cells, where, side):
                 shown = [_in_short(list(of.values())) for of in runs.values()]
-                own = _in_short([runs[of_others(runs, seed)][seed] for seed in SEEDS])
-                lines.append(f"| {' | '.join([where, SHOWN[side], *shown, own])} |")
-    of_pair = [where for where, sides in EVERY_RATE if sides == PAIR]
-    places = [[where for where in of_pair if where in GRID], *([where] for where in of_pair)]
-    of_published = [row for each in places if (row := own_rates(cells, each, *PAIR[::-1]))]
+                lines.append(f"| {' | '.join([where, SHOWN[side], *shown, _in_short(at_others(runs))])} |")
+    kept, reaching = (_informative(cells, SIDE, "softmax", measure) for measure in (ACCURACY, STEPS))
+    around = [where for where, sides in EVERY_RATE if sides == PAIR and where not in GRID]
+    of_published = [own_rates(cells, kept, *PAIR[::-1]), own_rates(cells, reaching, *PAIR[::-1], STEPS)]
+    of_published += [own_rates(cells, [where], *PAIR[::-1]) for where in kept + around]
     best, *others = OTHERS
     harder = [where for where, sides in EVERY_RATE if sides == OTHERS]
-    of_best = [row for where in harder for other in (*PAIR, *others) if (row := own_rates(cells, [where], best, other))]
-    if not of_published:
+    of_best = [own_rates(cells, [where], best, other) for where in harder for other in (*PAIR, *others)]
+    if not any(of_published):
         return ""
     head = f"**Every rate, five seeds** (exploratory): accuracy (runs that reached {GOAL})"
-    parts = [head, "\n".join(lines), "Differences in accuracy at the rates of other seeds:"]
-    return "\n\n".join([*parts, *(exploratory(rows) for rows in (of_published, of_best) if rows)])
+    parts = [head, "\n".join(lines), "Differences at the rates of other seeds, in accuracy unless said otherwise:"]
+    found = ([row for row in rows if row] for rows in (of_published, of_best))
+    return "\n\n".join([*parts, *(exploratory(rows) for rows in found if rows)])
 
 
 def core_runs(cells: Cells) -> int:
