@@ -16,8 +16,11 @@ def page(figure_module):
     return figure_module("answers")
 
 
-def record(setting, side, seed, **metrics):
-    return Record(setting, side, seed, {"train": {"steps": 1000}}, {"recall": metrics})
+def record(setting, side, seed, lr=1e-3, **metrics):
+    curves = {"recall": {"step": [0, 1000], "accuracy": [0.1, metrics["accuracy"]]}}
+    return Record(
+        setting, side, seed, {"train": {"steps": 1000}, "optim": {"lr": lr}}, {"recall": metrics}, curves=curves
+    )
 
 
 def grounded(setting, side, seed, answerable, hallucinated):
@@ -102,6 +105,33 @@ def test_tables_show_what_the_runs_have(page, cells):
     (line,) = (line for line in page.shots_table(cells).splitlines() if line.startswith("| shots_p4 | Transformer |"))
     assert line == "| shots_p4 | Transformer | 0.38 | 0.38 | 0 of 5 | 0.10 | 0.20 |  | 0.30 | 0.40 |"
     assert page.shots_table({}) == ""
+
+
+def test_every_rate_stands_beside_the_primary_outcome(page, cells):
+    """At 5e-4 the baseline does better in all seeds; so that is its rate, and the difference shrinks."""
+    assert page.every_rate(cells) == ""
+    for where in SHOTS:
+        for rate in (2.5e-4, 5e-4, 2e-3):
+            for side in ("softmax", "diff_matched"):
+                better = 0.2 if (side, rate) == ("softmax", 5e-4) else 0.0
+                for seed, run in cells[where][side].items():
+                    metrics = run.metrics["recall"] | {"accuracy": run.metrics["recall"]["accuracy"] + better}
+                    at = cells.setdefault(f"{where}_lr{rate:g}", {}).setdefault(side, {})
+                    at[seed] = record(where, side, seed, rate, **metrics)
+    before, after = page.tested(cells, "shots", "softmax")[0], page.own_rates(cells, "shots", "softmax")
+    assert before.difference.mean - after.difference.mean == pytest.approx(0.2)
+    text = page.every_rate(cells)
+    line = "| shots_p4 | Transformer | 0.38 (0 of 5) | 0.57 (0 of 5) | 0.38 (0 of 5) | 0.38 (0 of 5) | 0.57 (0 of 5) |"
+    assert line in text.splitlines()
+    assert "grounded" not in text, "it has one rate only"
+    assert page.own_rates(cells, "shots", "softmax_norm_own_scale") is None
+    for seed in SEEDS:
+        cells["shots_p4_lr0.0005"]["softmax"].pop(seed)
+    assert page.own_rates(cells, "shots", "softmax") is None
+    longer = {rate: f"shots_p4_x3_lr{rate:g}" for rate in LEARNING_RATES}
+    for rate, where in longer.items():
+        cells[where] = {"softmax": {s: record(where, "softmax", s, rate, accuracy=0.95, chance=0.375) for s in SEEDS}}
+    assert "| shots_p4_x3 | Transformer |" + " 0.95 (5 of 5) |" * 5 in page.every_rate(cells).splitlines()
 
 
 def test_what_findings_says_is_the_record(page):
