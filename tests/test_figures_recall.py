@@ -4,6 +4,7 @@ import math
 import re
 from dataclasses import replace
 from pathlib import Path
+from statistics import fmean
 
 import pytest
 
@@ -189,6 +190,23 @@ def test_what_pages_say_of_every_rate_is_the_record(page):
     for name in ("README.md", "docs/findings.md"):
         text = " ".join((ROOT / name).read_text().split())
         assert f"{mean} higher ({low} to {high})" in text, name
+    six = [where for where in page.GRID if not where.startswith("p16")]
+    before, after = (
+        [f"{x:.3f}" for x in row.difference[:3]]
+        for row in (
+            page.over_grid(cells, "diff_norm1", "softmax", page.STEPS),
+            page.own_rates(cells, six, "diff_norm1", "softmax", page.STEPS),
+        )
+    )
+    assert f"Of the {before[0]} in steps {after[0]} remains ({after[1]} to {after[2]}), undecided" in text
+    page_text = " ".join((ROOT / "figures" / "recall" / "README.md").read_text().split())
+    at = page.LEARNING_RATES.index(5e-4)
+    ours, control = (
+        [fmean(map(page.ACCURACY.read, runs.values())) for runs in page.by_rate(cells, "p4_n4", side).values()]
+        for side in ("diff_matched", "softmax_norm_own_scale")
+    )
+    said = f"has {ours[at]:.2f} at that rate and the Transformer with a norm from that scale {control[at]:.2f}"
+    assert f"{said}, against {max(control):.2f} at its best" in page_text
 
     def reached(where, side):
         return [int(page.reached(list(runs.values()))[0]) for runs in page.by_rate(cells, where, side).values()]

@@ -1,0 +1,44 @@
+"""Sides that run at every learning rate with every seed, compared at the rates that the other seeds choose."""
+
+from statistics import fmean
+
+from diff_transformer.lab.measures import Measure, Row, compared, trained
+from diff_transformer.lab.recipes.recall_study import LEARNING_RATES, SEEDS, at_rate, shortfall
+from diff_transformer.lab.record import Cells, Record
+
+Runs = dict[float, dict[int, Record]]  # of a side in a setting, by learning rate and seed
+
+
+def by_rate(cells: Cells, where: str, side: str) -> Runs:
+    """The runs of a side in a setting; empty unless every rate has all seeds and none diverged."""
+    found: Runs = {rate: {} for rate in LEARNING_RATES}
+    for name in (where, *(at_rate(where, rate) for rate in LEARNING_RATES)):
+        for seed, record in trained(cells.get(name, {}).get(side, {})).items():
+            if record.lr in found:
+                found[record.lr][seed] = record
+    return found if all(set(SEEDS) <= of.keys() for of in found.values()) else {}
+
+
+def of_others(runs: Runs, seed: int) -> float:
+    """The rate that the other seeds choose, by the rule of the sweep."""
+    return min(runs, key=lambda rate: fmean(shortfall(runs[rate][other]) for other in SEEDS if other != seed))
+
+
+def at_others(runs: Runs) -> list[Record]:
+    """A run of each seed, at the rate that the others choose."""
+    return [runs[of_others(runs, seed)][seed] for seed in SEEDS]
+
+
+def difference(cells: Cells, places: list[str], sides: tuple[str, str], measure: Measure, name: str) -> Row | None:
+    """A measure of the first side less that of the second, averaged over ``places`` by seed, as row ``name``.
+
+    Both are at the rates that the other seeds choose in each place. None if runs are missing.
+    """
+    both = [[by_rate(cells, where, side) for where in places] for side in sides]
+    if not places or not all(map(all, both)):
+        return None
+    ours, theirs = (
+        [fmean(map(measure.read, of_seed)) for of_seed in zip(*map(at_others, side), strict=True)] for side in both
+    )
+    by_seed = [a - b for a, b in zip(ours, theirs, strict=True)]
+    return compared(name, fmean(theirs), fmean(ours), by_seed, measure.better)
