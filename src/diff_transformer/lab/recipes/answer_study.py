@@ -55,8 +55,7 @@ def answer_study(corpus: str) -> Study:
     """The answer study; see the module. It reads no text, so ``corpus`` is not used.
 
     Command: ``diff-transformer study answers --out runs/answers --minutes 60``, repeated until it reports that all runs
-    are finished. Hardware: two CPU cores. Time: about seven hours, of which an
-    hour and a half until the primary outcome.
+    are finished. Hardware: two CPU cores. Time: an hour and a half until the primary outcome; about five hours in all.
     """
 
     def part(name: str, settings: dict[str, RunConfig], then: Study | None = None) -> Study:

@@ -84,7 +84,7 @@ EVERY_RATE = [
     *(("layers4", PAIR), ("distractors", PAIR), ("noise16", PAIR), ("head32", PAIR), ("width128", PAIR)),
     *(("p4_n0", PAIR), ("p8_n0", PAIR), ("p4_n2", PAIR)),
 ]
-AS_IN_DEMO = ("p4_n4", ["diff_matched", "softmax_norm_own_scale"])  # ``recall_run``; at no rate before
+AS_IN_DEMO = ("p4_n4", ["diff_matched", "softmax_norm_own_scale"])  # the setting of ``recall_run``
 
 
 def base(pairs: int = GRID[CENTRE][0], noise: int = GRID[CENTRE][1]) -> RunConfig:
