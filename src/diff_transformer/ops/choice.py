@@ -40,7 +40,6 @@ REPEATS = "two, deterministic"  # the passes of a call whose gradients must repe
 ATOMICS = ("flash", "cudnn")  # kernels of SDPA whose backward adds in any order
 EDGES = (1, 8, 64, 256, 1024, 4096, 16384, 65536)  # lengths up to the same edge share a verdict
 CHECKED = 160, 192  # queries and keys of the comparison with the reference, at most
-CHECKED_KEYS_OF_A_CACHE = 2 * triton.MIN_DECODE_KEYS  # where the decoding kernel computes
 
 
 class Kind(NamedTuple):
@@ -214,7 +213,8 @@ def check(choice: Choice, tensors: tuple[Tensor, ...], arguments: Arguments, pac
 
     q1, q2, k1, k2, v = tensors
     (_, H, T, D), Hn, G, S = q1.shape, q2.shape[1], k1.shape[1], k1.shape[2]
-    most = CHECKED[1] if packed or T > triton.MAX_DECODE_QUERIES else CHECKED_KEYS_OF_A_CACHE
+    decoded = not packed and T <= triton.MAX_DECODE_QUERIES  # over a cache long enough for the decoding kernel
+    most = 2 * triton.MIN_DECODE_KEYS if decoded else CHECKED[1]
     T, S = min(T, CHECKED[0]), min(S, most)
     x = make_inputs(1, H, T, D, Hn=Hn, G=G, S=S, Dv=v.shape[3], dtype=q1.dtype, device=q1.device, requires_grad=False)
     mask = arguments.attn_mask
