@@ -49,6 +49,8 @@ def passed_on(monkeypatch):
         ("Ampere", {}, {"window": 3}, [(4, 4, 64, 128, False)] * 2),
         ("Ampere", {"S": 12}, {"is_causal": True}, [(4, 4, 64, 128, False)] * 2),
         ("Ampere", {"S": 12}, {}, [(8, 2, 128, 128, True)]),
+        ("Ampere", {"T": 1, "S": 12}, {"is_causal": True}, [(8, 2, 128, 128, True)]),
+        ("Ampere", {"T": 1, "S": 12}, {"window": 3}, [(4, 4, 64, 128, False)] * 2),
         ("Ampere", {"dtype": torch.float32}, {}, [(4, 4, 64, 128, False)] * 2),
         ("Ampere", {"dtype": torch.float64}, {}, [(4, 4, 64, 128, False)] * 2),
         ("Hopper", {}, {}, [(4, 2, 64, 128, True)] * 2),
@@ -63,18 +65,18 @@ def test_what_a_gpu_gets(monkeypatch, passed_on, gpu, sizes, options, expected):
     for name in ("fully_masked_rows", "position_mask"):  # PyTorch without CUDA cannot index there
         monkeypatch.setattr(sdpa, name, lambda *mask: None)
     with FakeTensorMode():
-        S = sizes.get("S", 9)
+        T, S = sizes.get("T", 9), sizes.get("S", 9)
         D, Dv, dtype = sizes.get("D", 64), sizes.get("Dv"), sizes.get("dtype", torch.bfloat16)
         q1, q2, k1, k2 = (
-            torch.empty(1, *size, D, dtype=dtype, device="cuda") for size in ((4, 9), (4, 9), (2, S), (2, S))
+            torch.empty(1, *size, D, dtype=dtype, device="cuda") for size in ((4, T), (4, T), (2, S), (2, S))
         )
         v = torch.empty(1, 2, S, Dv or 2 * D, dtype=dtype, device="cuda")
         tensors = (q1, q2, k1, k1 if options.get("shared") else k2, v)
         mask = torch.ones(1, 1, 9, 9, dtype=torch.bool, device="cuda") if options.get("masked") else None
-        lam = torch.empty(1, 4, 9, 1, device="cuda")
+        lam = torch.empty(1, 4, T, 1, device="cuda")
         causal, window = options.get("is_causal", "window" in options), options.get("window")
         out = sdpa.attend(*tensors, lam, mask, causal, window, 0.125)
-    assert out.shape == (1, 4, 9, v.shape[-1])
+    assert out.shape == (1, 4, T, v.shape[-1])
     assert passed_on == expected
 
 
