@@ -1,5 +1,6 @@
 """Sides that run at every learning rate with every seed, compared at the rates that the other seeds choose."""
 
+from collections.abc import Callable, Iterable
 from statistics import fmean
 
 from diff_transformer.lab.measures import Measure, Row, compared, trained
@@ -7,26 +8,27 @@ from diff_transformer.lab.recipes.recall_study import LEARNING_RATES, SEEDS, at_
 from diff_transformer.lab.record import Cells, Record
 
 Runs = dict[float, dict[int, Record]]  # of a side in a setting, by learning rate and seed
+Score = Callable[[Record], float]  # what a choice of a rate minimises
 
 
-def by_rate(cells: Cells, where: str, side: str) -> Runs:
+def by_rate(cells: Cells, where: str, side: str, rates: Iterable[float] = LEARNING_RATES) -> Runs:
     """The runs of a side in a setting; empty unless every rate has all seeds and none diverged."""
-    found: Runs = {rate: {} for rate in LEARNING_RATES}
-    for name in (where, *(at_rate(where, rate) for rate in LEARNING_RATES)):
+    found: Runs = {rate: {} for rate in sorted(rates)}
+    for name in (where, *(at_rate(where, rate) for rate in found)):
         for seed, record in trained(cells.get(name, {}).get(side, {})).items():
             if record.lr in found:
                 found[record.lr][seed] = record
     return found if all(set(SEEDS) <= of.keys() for of in found.values()) else {}
 
 
-def of_others(runs: Runs, seed: int) -> float:
-    """The rate that the other seeds choose, by the rule of the sweep."""
-    return min(runs, key=lambda rate: fmean(shortfall(runs[rate][other]) for other in SEEDS if other != seed))
+def of_others(runs: Runs, seed: int, score: Score = shortfall) -> float:
+    """The rate that the other seeds choose: that of the lowest mean ``score``, by default as the sweep chooses."""
+    return min(runs, key=lambda rate: fmean(score(runs[rate][other]) for other in SEEDS if other != seed))
 
 
-def at_others(runs: Runs) -> list[Record]:
+def at_others(runs: Runs, score: Score = shortfall) -> list[Record]:
     """A run of each seed, at the rate that the others choose."""
-    return [runs[of_others(runs, seed)][seed] for seed in SEEDS]
+    return [runs[of_others(runs, seed, score)][seed] for seed in SEEDS]
 
 
 def difference(cells: Cells, places: list[str], sides: tuple[str, str], measure: Measure, name: str) -> Row | None:
@@ -37,8 +39,14 @@ def difference(cells: Cells, places: list[str], sides: tuple[str, str], measure:
     both = [[by_rate(cells, where, side) for where in places] for side in sides]
     if not places or not all(map(all, both)):
         return None
-    ours, theirs = (
-        [fmean(map(measure.read, of_seed)) for of_seed in zip(*map(at_others, side), strict=True)] for side in both
+    ours, theirs = ([at_others(runs) for runs in side] for side in both)
+    return averaged(ours, theirs, measure, name)
+
+
+def averaged(ours: list[list[Record]], theirs: list[list[Record]], measure: Measure, name: str) -> Row:
+    """``measure`` of our runs less that of theirs, paired by seed; each list has the runs of one setting."""
+    first, second = (
+        [fmean(map(measure.read, of_seed)) for of_seed in zip(*side, strict=True)] for side in (ours, theirs)
     )
-    by_seed = [a - b for a, b in zip(ours, theirs, strict=True)]
-    return compared(name, fmean(theirs), fmean(ours), by_seed, measure.better)
+    by_seed = [a - b for a, b in zip(first, second, strict=True)]
+    return compared(name, fmean(second), fmean(first), by_seed, measure.better)

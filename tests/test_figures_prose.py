@@ -6,7 +6,16 @@ from pathlib import Path
 
 import pytest
 
-from diff_transformer.lab.recipes.prose_study import RAISED, SEEDS, SIDES, SIZES, prose_study, rates_of
+from diff_transformer.lab.recipes.prose_study import (
+    MIXED_RATES,
+    MIXED_SIDES,
+    RAISED,
+    SEEDS,
+    SIDES,
+    SIZES,
+    prose_study,
+    rates_of,
+)
 from diff_transformer.lab.record import Record, grouped
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -54,6 +63,38 @@ def test_a_restored_record_is_kept_as_it_is(page):
     one = record("small", "diff", 0)
     kept = replace(one, rows=page.books(one))
     assert page.books(kept) == kept.rows
+
+
+def together(best):
+    """All runs on prose and needles: a rate other than ``best`` of a side costs 1 nat of the objective."""
+    found = []
+    for side in MIXED_SIDES:
+        for rate in MIXED_RATES:
+            for seed in SEEDS:
+                one = record(f"mixed_lr{rate:g}", side, seed)
+                late = 2.0 + SHIFTS.get(side, 0.0) + 0.01 * seed + (rate != best.get(side, 2e-3))
+                sources = {"text": [9.0] + [late + 0.2] * 8, "needles": [9.0] + [late - 0.2] * 8}
+                config = one.config | {"optim": {"lr": rate}}
+                metrics = one.metrics | {"needle": {f"n{n}_r1": 0.5 for n in (1, 2, 4)}}
+                found.append(replace(one, config=config, metrics=metrics, curves=one.curves | {"sources": sources}))
+    return found
+
+
+def test_prose_and_needles_together_are_judged_at_the_rates_of_the_other_seeds(page):
+    runs = together({"diff": 4e-3, "softmax": 1e-3})
+    whole = grouped(replace(one, rows=page.books(one)) for one in runs)
+    lines = page.together(whole).splitlines()
+    assert [re.search(r"[+-][\d.]+", line)[0] for line in lines[-4:]] == ["-0.100", "+0.100", "-0.100", "+0.100"]
+    assert [line.split("|")[-2].strip() for line in lines[-4:]] == ["held", "did not hold", "held", "did not hold"]
+    at_all = page.each_rate(whole)
+    assert "| DIFF, head norm from .1 | 0.001 | 2.920 | +0.900 (" in at_all
+    assert "| DIFF, head norm from .1 | of other seeds | 1.920 | -0.100 (" in at_all
+
+
+def test_no_verdict_on_prose_and_needles_before_all_runs_are_there(page):
+    rest = grouped(replace(one, rows=page.books(one)) for one in together({})[1:])
+    assert page.together(rest) == page.each_rate(rest) == ""
+    assert "74 of 75 runs of prose and needles together" in page.progress(rest)
 
 
 def test_every_side_is_swept_at_every_size_with_seeds_of_its_own():

@@ -1,7 +1,7 @@
 """The desk study's training objective and its two halves, prose and needles: the tables of README.md and other pages.
 
 Half of every batch is prose, half is needle documents; the objective is the mean of the two losses. For each model this
-script takes the training loss of both sources, averaged over the last quarter of training, and subtracts the
+script takes the training loss of both sources, averaged over the last 400 steps, and subtracts the
 Transformer's of the same seed. Rows of needles are new in every batch, and so is the prose of a first epoch.
 
 python figures/desk/objective.py          # write the tables from measured.json
@@ -10,8 +10,8 @@ python figures/desk/objective.py --check  # exit 1 if a page differs
 
 import sys
 from pathlib import Path
-from statistics import fmean
 
+from diff_transformer.lab.measures import late_loss
 from diff_transformer.lab.record import Cells, Record, grouped, load_all
 from diff_transformer.lab.stats import Interval, over_seeds
 
@@ -20,7 +20,6 @@ ROOT = HERE.parents[1]
 sys.path.insert(0, str(HERE.parent))
 from tables import between  # noqa: E402  (beside this folder)
 
-POINTS = 8  # of the 31 at which the loss of each source is recorded: the last quarter of training
 # Setting, side, the setting of its Transformer, what a reader calls it.
 ROWS = (
     ("novels", "diff_same_rate", "novels", "DIFF, the Transformer's learning rate"),
@@ -45,8 +44,8 @@ PAGES = {
 
 
 def losses(record: Record) -> tuple[float, float, float]:
-    """Training loss on prose, on needles, and their mean, the objective; nats a token, over the last quarter."""
-    prose, needles = (fmean(record.curves["sources"][name][-POINTS:]) for name in ("text", "needles"))
+    """Training loss on prose, on needles, and their mean, the objective; nats a token, over the last 400 steps."""
+    prose, needles = (late_loss(record, name) for name in ("text", "needles"))
     return prose, needles, (prose + needles) / 2
 
 

@@ -8,18 +8,31 @@ from statistics import fmean
 
 import numpy as np
 
-from diff_transformer.lab.measures import metric, paired_rows, tokens_to_equal_loss, trained
-from diff_transformer.lab.recipes.prose_study import RAISED, SEEDS, SIDES, SIZES, prose_study, rates_of
+from diff_transformer.lab.measures import Measure, late_loss, metric, paired_rows, tokens_to_equal_loss, trained
+from diff_transformer.lab.recipes.prose_study import (
+    MIXED,
+    MIXED_RATES,
+    MIXED_SIDES,
+    RAISED,
+    SEEDS,
+    SIDES,
+    SIZES,
+    prose_study,
+    rates_of,
+)
 from diff_transformer.lab.record import Cells, Record
 from diff_transformer.lab.stats import over_seeds_and_examples
 
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent))
 from plots import NAMES  # noqa: E402  (beside this folder)
+from rates import Runs, at_others, averaged, by_rate  # noqa: E402
 from study import counted, study_command  # noqa: E402
-from tables import corrected, in_numbers, summary  # noqa: E402
+from tables import corrected, in_numbers, interval, summary  # noqa: E402
 
 LOSS = metric("associative_recall", "validation", "lower", "held-out loss")
+SOURCES = ("text", "needles")
+OBJECTIVE = Measure("objective", lambda record: fmean(late_loss(record, name) for name in SOURCES), "lower")
 BASELINES = ("softmax", "softmax_norm")
 AGAIN = "small, each side at its best rate of the wider sweep (exploratory)"
 
@@ -30,7 +43,8 @@ def tables(cells: Cells) -> str:
     parts = [progress(cells), *([found] if found else []), *(by_side(cells, size) for size in SIZES if size in cells)]
     if finished(cells, "small_higher", RAISED):
         parts.append(by_side({AGAIN: cells["small"] | cells["small_higher"]}, AGAIN))
-    return "\n\n".join([*parts, sweep(cells)])
+    parts += [together(cells), each_rate(cells)]
+    return "\n\n".join([*filter(None, parts), sweep(cells)])
 
 
 def primary(cells: Cells) -> str:
@@ -59,6 +73,7 @@ def progress(cells: Cells) -> str:
     assert medium is not None
     assert medium.then is not None
     rates = dict.fromkeys(SIDES, 1e-3)
+    assert medium.then.then is not None
     higher = medium.then.runs(rates)
     stages = {
         "the sweep of the small size": small.sweep,
@@ -67,6 +82,7 @@ def progress(cells: Cells) -> str:
         "the medium size": medium.runs(rates),
         "higher rates": [spec for spec in higher if spec.setting != "small_higher"],
         "two sides at 0.016": [spec for spec in higher if spec.setting == "small_higher"],
+        "prose and needles together": medium.then.then.runs(rates),
     }
     undecided = "" if all(finished(cells, size) for size in SIZES) else " A size that is not finished decides nothing."
     return f"Finished: {counted(cells, stages)}.{undecided}"
@@ -91,6 +107,53 @@ def by_side(cells: Cells, size: str) -> str:
         mean = f"{fmean(LOSS.read(record) for record in runs.values()):.3f}"
         lines.append(f"| {' | '.join([NAMES[side], str(len(runs)), mean, *compared])} |")
     return "\n".join(lines)
+
+
+def together(cells: Cells) -> str:
+    """The primary outcome on prose and needles together; empty until all runs are there."""
+    runs = mixed(cells)
+    if not all(runs.values()):
+        return ""
+    own = {side: at_others(of, OBJECTIVE.read) for side, of in runs.items()}
+    tests = [
+        averaged([own["diff"]], [own[base]], measure, f"{NAMES['diff']} less {NAMES[base]}: {measure.name}")
+        for measure in (OBJECTIVE, LOSS)
+        for base in BASELINES
+    ]
+    return f"**Prose and needles together**, nats a token\n\n{summary(corrected(tests), len(tests))}"
+
+
+def mixed(cells: Cells) -> dict[str, Runs]:
+    """The runs on prose and needles together of each side; empty for a side that lacks some."""
+    return {side: by_rate(cells, MIXED, side, MIXED_RATES) for side in MIXED_SIDES}
+
+
+def each_rate(cells: Cells) -> str:
+    """A line a side and rate, and one at the rates that the other seeds choose: losses less the Transformer's."""
+    runs = mixed(cells)
+    if not all(runs.values()):
+        return ""
+    heads = ("side", "rate", "objective", "less the Transformer's: objective", "prose", "needles", "held-out prose")
+    heads += ("held-out books (seeds and books)", "1 needle", "2", "4")
+    lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
+    halves = [Measure(name, lambda record, name=name: late_loss(record, name), "lower") for name in SOURCES]
+    for rate in (*sorted(MIXED_RATES), None):
+        chosen = {
+            side: at_others(of, OBJECTIVE.read) if rate is None else list(of[rate].values())
+            for side, of in runs.items()
+        }
+        for side, ours in chosen.items():
+            shown = [""] * 5
+            if side != "softmax":
+                theirs = chosen["softmax"]
+                tests = [averaged([ours], [theirs], measure, "") for measure in (OBJECTIVE, *halves, LOSS)]
+                over_books, _ = over_seeds_and_examples(*(list(map(of_books, of)) for of in (ours, theirs)))
+                shown = [*map(interval, tests), in_numbers(over_books)]
+            needles = [f"{fmean(record.metrics['needle'][f'n{n}_r1'] for record in ours):.2f}" for n in (1, 2, 4)]
+            named = f"{rate:g}" if rate else "of other seeds"
+            objective = f"{fmean(map(OBJECTIVE.read, ours)):.3f}"
+            lines.append(f"| {' | '.join([NAMES[side], named, objective, *shown, *needles])} |")
+    return "Each rate, five seeds (exploratory):\n\n" + "\n".join(lines)
 
 
 def of_books(record: Record) -> np.ndarray:

@@ -233,6 +233,14 @@ def _curve(record: Record, source: str | None) -> list[tuple[int, float]]:
     return [(step, loss) for step, loss in zip(steps, losses, strict=False) if loss is not None]
 
 
+def late_loss(record: Record, source: str) -> float:
+    """The training loss of a source of the mixture, averaged over its last 8 points; nats a token.
+
+    Where a study validates every 50 steps, these are the last 400 steps.
+    """
+    return fmean(record.curves["sources"][source][-8:])
+
+
 def recalls(record: Record) -> bool:
     """Whether a model's loss is lower where the context can be recalled, as the paper's models' is (.898, 3.272)."""
     found = record.metrics.get("associative_recall", {})

@@ -1,7 +1,7 @@
 """The prose study: one loss is the objective, and every side is swept on it.
 
-Two sizes on prose alone. Sides, outcomes and the order of the runs were fixed before the runs, in
-figures/prose/preregistration.md.
+Two sizes on prose alone; then the desk study's main setting, prose and needles together, on the same books. Sides,
+outcomes and the order of the runs were fixed before the runs, in figures/prose/preregistration.md.
 """
 
 import copy
@@ -10,6 +10,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from diff_transformer.lab.recipes.desk import demo
+from diff_transformer.lab.recipes.recall_study import at_rate
 from diff_transformer.lab.spec import Choices, RunSpec, Study, seeds, side_model
 from diff_transformer.train.config import RunConfig
 
@@ -34,6 +35,11 @@ SIZES: dict[str, tuple[dict[str, int], int]] = {
     "medium": ({"hidden_size": 128, "num_hidden_layers": 3, "num_attention_heads": 8}, 3000),
 }
 
+# Prose and needles together, at the medium size: every side at every rate with all seeds.
+MIXED = "mixed"
+MIXED_RATES = (2e-3, 1e-3, 4e-3)  # the desk study's first
+MIXED_SIDES = ("softmax", "diff", "softmax_norm", "diff_no_subtraction", "diff_norm1")
+
 
 def base(corpus: str, size: str) -> RunConfig:
     """A size of the study on prose alone: maps of width 16, rows of 128 tokens, 2048 tokens of vocabulary."""
@@ -46,6 +52,16 @@ def base(corpus: str, size: str) -> RunConfig:
     config.train.checkpoint_keep, config.train.validation_rows = 1, 128
     books = {"samples": 64, "length": 512}
     config.evaluation = dataclasses.replace(config.evaluation, loss_rows=512, recall_steps=0, more={"long_nll": books})
+    return config
+
+
+def mixed(corpus: str) -> RunConfig:
+    """The medium size as the desk study trains it: half prose and half needles, 1500 steps."""
+    config = base(corpus, "medium")
+    config.data.mixture, config.data.loss = {"text": 0.5, "needles": 0.5}, "sources"
+    config.data.needles.queries = (1, 2)
+    config.train.steps, config.train.validate_every, config.train.checkpoint_every = 1500, 50, 500
+    config.evaluation.needles, config.evaluation.samples = ((1, 1), (2, 1), (4, 1), (4, 2)), 50
     return config
 
 
@@ -79,7 +95,17 @@ def prose_study(corpus: str) -> Study:
         again = sorted((_measured(spec) for of_side in made for spec in of_side), key=lambda spec: spec.seed)
         return sweep("small", HIGHER, HIGHER_RATES) + again
 
-    higher = Study("prose", [], raised)
+    def together(_: Choices) -> list[RunSpec]:
+        made = [
+            spec
+            for rate in MIXED_RATES
+            for side in MIXED_SIDES
+            for spec in seeds(at_rate(MIXED, rate), side, _side(mixed(corpus), side, rate), SEEDS)
+        ]
+        made.sort(key=lambda spec: (spec.config.optim.lr != MIXED_RATES[0], spec.seed))
+        return [_measured(spec, "needle") for spec in made]
+
+    higher = Study("prose", [], raised, then=Study("prose", [], together))
     medium = Study("prose", sweep("medium"), runs("medium"), then=higher)
     return Study("prose", sweep("small"), runs("small"), then=medium)
 
@@ -89,8 +115,8 @@ def rates_of(size: str, side: str) -> tuple[float, ...]:
     return LEARNING_RATES + (HIGHER_RATES if size == "small" and side in HIGHER else ())
 
 
-def _measured(spec: RunSpec) -> RunSpec:
-    return dataclasses.replace(spec, measure=("associative_recall", "long_nll"))
+def _measured(spec: RunSpec, *more: str) -> RunSpec:
+    return dataclasses.replace(spec, measure=("associative_recall", "long_nll", *more))
 
 
 def _side(config: RunConfig, side: str, rate: float) -> RunConfig:
