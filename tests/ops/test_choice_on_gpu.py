@@ -140,6 +140,22 @@ def test_a_wrong_kernel_is_left_out_with_a_warning(monkeypatch, gpu, caplog):
     ]
 
 
+@pytest.mark.usefixtures("without_triton")
+def test_a_public_form_whose_window_is_one_key_too_wide_is_left_out(monkeypatch, gpu, caplog):
+    """A package may count windows in another way."""
+    takes(monkeypatch, **{JOINED: 0.1})
+    right = sdpa.attend
+
+    def wider(*a, form, **k):
+        return right(*a[:8], a[8] + (choice.Choice("sdpa", form).name == JOINED), a[9], form=form, **k)
+
+    monkeypatch.setattr(sdpa, "attend", wider)
+    diff_attention(*inputs(T=9, dtype=torch.bfloat16), is_causal=True, window=3)
+    assert gpu[-1] == BY_MAP
+    (warning,) = [record.message for record in caplog.records if record.levelname == "WARNING"]
+    assert warning.startswith(f"{JOINED} is wrong on cpu and is not used: out has a relative error of ")
+
+
 def test_a_step_over_a_cache_is_measured_with_the_decoding_kernel(monkeypatch, gpu):
     """One query needs no mask, so every form competes. The kernel that is timed is the one that is checked."""
     from diff_transformer.ops.triton import decode
