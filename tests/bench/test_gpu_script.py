@@ -47,7 +47,8 @@ def test_dry_run_of_every_stage(tmp_path):
     records = {stage: json.loads((tmp_path / f"{stage}.json").read_text()) for stage in stages}
     tried = [(row["form"], row["width"]) for row in records["hopper"]["rows"] if row["causal"]]
     forms = ("forward", "two_pass", "one_pass")
-    assert tried == [(form, width) for form in forms for width in (64, 96, 128)]
+    widths = {"forward": (64, 96, 128)}  # gradients of width 96 are plain Triton's
+    assert tried == [(form, width) for form in forms for width in widths.get(form, (64, 128))]
     tests = records["correctness"]["provenance"]["tests"].values()
     assert [(call["exit_status"], call["finished"]) for call in tests] == [(0, True), (0, True)]
     assert [row["gate"] for row in records["compile"]["rows"]] == ["passed"]
