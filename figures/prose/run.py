@@ -8,7 +8,7 @@ from statistics import fmean
 
 import numpy as np
 
-from diff_transformer.lab.measures import Measure, late_loss, metric, paired_rows, tokens_to_equal_loss, trained
+from diff_transformer.lab.measures import Measure, Row, late_loss, metric, paired_rows, tokens_to_equal_loss, trained
 from diff_transformer.lab.recipes.prose_study import (
     MIXED,
     MIXED_RATES,
@@ -20,19 +20,20 @@ from diff_transformer.lab.recipes.prose_study import (
     prose_study,
     rates_of,
 )
+from diff_transformer.lab.recipes.recall_study import at_rate
 from diff_transformer.lab.record import Cells, Record
 from diff_transformer.lab.stats import over_seeds_and_examples
 
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent))
 from plots import NAMES  # noqa: E402  (beside this folder)
-from rates import Runs, at_others, averaged, by_rate  # noqa: E402
+from rates import at_others, averaged, by_rate  # noqa: E402
 from study import counted, study_command  # noqa: E402
-from tables import corrected, in_numbers, interval, summary  # noqa: E402
+from tables import corrected, exploratory, in_numbers, interval, summary  # noqa: E402
 
 LOSS = metric("associative_recall", "validation", "lower", "held-out loss")
-SOURCES = ("text", "needles")
-OBJECTIVE = Measure("objective", lambda record: fmean(late_loss(record, name) for name in SOURCES), "lower")
+HALVES = [Measure(name, lambda record, name=name: late_loss(record, name), "lower") for name in ("text", "needles")]
+OBJECTIVE = Measure("objective", lambda record: fmean(half.read(record) for half in HALVES), "lower")
 BASELINES = ("softmax", "softmax_norm")
 AGAIN = "small, each side at its best rate of the wider sweep (exploratory)"
 
@@ -43,7 +44,7 @@ def tables(cells: Cells) -> str:
     parts = [progress(cells), *([found] if found else []), *(by_side(cells, size) for size in SIZES if size in cells)]
     if finished(cells, "small_higher", RAISED):
         parts.append(by_side({AGAIN: cells["small"] | cells["small_higher"]}, AGAIN))
-    parts += [together(cells), each_rate(cells)]
+    parts.append(together(cells))
     return "\n\n".join([*filter(None, parts), sweep(cells)])
 
 
@@ -109,51 +110,61 @@ def by_side(cells: Cells, size: str) -> str:
     return "\n".join(lines)
 
 
-def together(cells: Cells) -> str:
-    """The primary outcome on prose and needles together; empty until all runs are there."""
-    runs = mixed(cells)
-    if not all(runs.values()):
+def repeated(cells: Cells) -> str:
+    """The primary outcome on prose and needles together, at the first rate; empty until its runs are there."""
+    runs = at_one_rate(cells, MIXED_RATES[0])
+    if not runs:
         return ""
-    own = {side: at_others(of, OBJECTIVE.read) for side, of in runs.items()}
-    tests = [
-        averaged([own["diff"]], [own[base]], measure, f"{NAMES['diff']} less {NAMES[base]}: {measure.name}")
+    tests = corrected(tested(runs))
+    title = f"**Prose and needles together**, nats a token, every side at {MIXED_RATES[0]:g}"
+    return f"{title}\n\n{summary(tests, len(tests))}"
+
+
+def together(cells: Cells) -> str:
+    """Prose and needles together at every rate that is finished, and at the rates that the other seeds choose."""
+    found = {f"{rate:g}": runs for rate in sorted(MIXED_RATES) if (runs := at_one_rate(cells, rate))}
+    parts = [repeated(cells)]
+    by_side = {side: by_rate(cells, MIXED, side, MIXED_RATES) for side in MIXED_SIDES}
+    if all(by_side.values()):
+        own = {side: at_others(runs, OBJECTIVE.read) for side, runs in by_side.items()}
+        parts += ["At the rates that the other seeds choose (exploratory):", exploratory(tested(own))]
+        found["of other seeds"] = own
+    return "\n\n".join([*parts, by_rate_and_side(found)]) if parts[0] else ""
+
+
+def at_one_rate(cells: Cells, rate: float) -> dict[str, list[Record]]:
+    """The runs of each side on prose and needles together, in the order of the seeds; empty if one is missing."""
+    sides = {side: trained(cells.get(at_rate(MIXED, rate), {}).get(side, {})) for side in MIXED_SIDES}
+    if not all(set(SEEDS) <= runs.keys() for runs in sides.values()):
+        return {}
+    return {side: [runs[seed] for seed in SEEDS] for side, runs in sides.items()}
+
+
+def tested(runs: dict[str, list[Record]]) -> list[Row]:
+    """The tests of the primary outcome on prose and needles together."""
+    return [
+        averaged([runs["diff"]], [runs[base]], measure, f"{NAMES['diff']} less {NAMES[base]}: {measure.name}")
         for measure in (OBJECTIVE, LOSS)
         for base in BASELINES
     ]
-    return f"**Prose and needles together**, nats a token\n\n{summary(corrected(tests), len(tests))}"
 
 
-def mixed(cells: Cells) -> dict[str, Runs]:
-    """The runs on prose and needles together of each side; empty for a side that lacks some."""
-    return {side: by_rate(cells, MIXED, side, MIXED_RATES) for side in MIXED_SIDES}
-
-
-def each_rate(cells: Cells) -> str:
-    """A line a side and rate, and one at the rates that the other seeds choose: losses less the Transformer's."""
-    runs = mixed(cells)
-    if not all(runs.values()):
-        return ""
-    heads = ("side", "rate", "objective", "less the Transformer's: objective", "prose", "needles", "held-out prose")
+def by_rate_and_side(found: dict[str, dict[str, list[Record]]]) -> str:
+    """A line a rate and side: losses less the Transformer's, and accuracy on needles."""
+    heads = ("rate", "side", "objective", "less the Transformer's: objective", "prose", "needles", "held-out prose")
     heads += ("held-out books (seeds and books)", "1 needle", "2", "4")
     lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
-    halves = [Measure(name, lambda record, name=name: late_loss(record, name), "lower") for name in SOURCES]
-    for rate in (*sorted(MIXED_RATES), None):
-        chosen = {
-            side: at_others(of, OBJECTIVE.read) if rate is None else list(of[rate].values())
-            for side, of in runs.items()
-        }
-        for side, ours in chosen.items():
-            shown = [""] * 5
+    for rate, runs in found.items():
+        for side, ours in runs.items():
+            theirs, less = runs["softmax"], [""] * 5
             if side != "softmax":
-                theirs = chosen["softmax"]
-                tests = [averaged([ours], [theirs], measure, "") for measure in (OBJECTIVE, *halves, LOSS)]
+                tests = [averaged([ours], [theirs], measure, "") for measure in (OBJECTIVE, *HALVES, LOSS)]
                 over_books, _ = over_seeds_and_examples(*(list(map(of_books, of)) for of in (ours, theirs)))
-                shown = [*map(interval, tests), in_numbers(over_books)]
+                less = [*map(interval, tests), in_numbers(over_books)]
             needles = [f"{fmean(record.metrics['needle'][f'n{n}_r1'] for record in ours):.2f}" for n in (1, 2, 4)]
-            named = f"{rate:g}" if rate else "of other seeds"
             objective = f"{fmean(map(OBJECTIVE.read, ours)):.3f}"
-            lines.append(f"| {' | '.join([NAMES[side], named, objective, *shown, *needles])} |")
-    return "Each rate, five seeds (exploratory):\n\n" + "\n".join(lines)
+            lines.append(f"| {' | '.join([rate, NAMES[side], objective, *less, *needles])} |")
+    return "\n".join(lines)
 
 
 def of_books(record: Record) -> np.ndarray:
@@ -187,9 +198,14 @@ def books(record: Record) -> dict:
     return {"long_nll": [{"loss": round(loss, 5)} for loss in losses]} if losses else {}
 
 
+def outcomes(cells: Cells) -> str:
+    """What findings has."""
+    return "\n\n".join(filter(None, [primary(cells), repeated(cells)]))
+
+
 PAGES = {
     HERE / "README.md": ("measured", tables),
-    HERE.parents[1] / "docs" / "findings.md": ("prose", primary),
+    HERE.parents[1] / "docs" / "findings.md": ("prose", outcomes),
 }
 
 if __name__ == "__main__":
