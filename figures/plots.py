@@ -309,10 +309,11 @@ def needle_charts(cells: Cells) -> dict[str, Chart]:
                 columns = [[record.metrics["needle"][key] for record in of] for key in keys]
                 lines.append(_mean_and_band(name, side, [float(depth) for depth in _DEPTHS], columns))
             title = f"1 of 8 needles, {length} tokens"
-            panels.append((title, line_chart(title, lines, x_label="depth, %", y_range=(0.0, 1.02), width=260)))
+            panels.append((title, line_chart(title, lines, x_label="depth, %", y_range=(0.0, 1.02), **_PANEL)))
     return {"needles.svg": grid(panels, named)} if panels else {}
 
 
+_PANEL = {"width": 260, "height": 150}
 _DEPTHS = tuple(round(100 * depth) for depth in DEPTHS)
 _MARKS = {"softmax_norm1": "s3", "diff_matched": "s2", "softmax_norm_matched": "s4", "diff_lambda0_matched": "s5"}
 
@@ -326,7 +327,7 @@ def _accuracy(title: str, runs: dict, curve: str, sides: dict[str, str], named: 
         steps = [float(step) for step in curves[0]["step"]] if curves else []
         named[_mark(side)] = sides[side]
         lines.append(_mean_and_band(sides[side], side, steps, columns))
-    return title, line_chart(title, lines, x_label="step", y_range=(0.0, 1.02), width=260)
+    return title, line_chart(title, lines, x_label="step", y_range=(0.0, 1.02), **_PANEL)
 
 
 def _mean_and_band(name: str, side: str, at: list[float], columns: list) -> Line:

@@ -156,9 +156,6 @@ def test_what_findings_says_is_the_record(page):
     assert set(map(tuple, reached.values())) == {("0 of 5", "0 of 5")}
     for where in SHOTS:
         assert min(run.metrics["recall"]["new_form"] for run in cells[where]["diff_matched"].values()) > 0.95
-    for rate in LEARNING_RATES:
-        (run,) = cells[f"sweep/shots_lr{rate:g}"]["diff_norm1"].values()
-        assert run.curves["recall"]["accuracy"][-1] < 0.375 + 0.05
     again = [page.own_rates(cells, task, "softmax").difference for task in ("grounded", "shots")]
     first, second = ([f"{x:.3f}" for x in found[:3]] for found in again)
     said = f"differences are {first[0]} ({first[1]} to {first[2]}) and {second[0]} ({second[1]} to {second[2]})"
@@ -169,6 +166,6 @@ def test_what_findings_says_is_the_record(page):
     invented = page.mean("hallucinated")(page.at_others(page.by_rate(cells, "grounded_n2", "softmax")))
     assert f"runs of five and names one in {100 * float(invented):.0f} %" in text
     for where in SHOTS:
-        for side in ("softmax", "softmax_norm_own_scale"):
+        for side in ("softmax", "softmax_norm_own_scale", "diff_norm1"):
             for runs in page.by_rate(cells, where, side).values():
                 assert page.solved(list(runs.values())) == "0 of 5"

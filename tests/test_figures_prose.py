@@ -39,7 +39,7 @@ def record(setting, side, seed):
 
 def cells(page, seeds=SEEDS):
     found = [record("small", side, seed) for side in SIDES for seed in seeds]
-    return grouped(replace(one, rows=page.books(one)) for one in found)
+    return grouped(replace(one, rows=page.kept_rows(one)) for one in found)
 
 
 def test_a_finished_size_is_judged_and_an_unfinished_one_is_not(page):
@@ -61,8 +61,8 @@ def test_intervals_on_books_are_over_seeds_and_books(page):
 
 def test_a_restored_record_is_kept_as_it_is(page):
     one = record("small", "diff", 0)
-    kept = replace(one, rows=page.books(one))
-    assert page.books(kept) == kept.rows
+    kept = replace(one, rows=page.kept_rows(one))
+    assert page.kept_rows(kept) == kept.rows
 
 
 def together(best):
@@ -75,14 +75,17 @@ def together(best):
                 late = 2.0 + SHIFTS.get(side, 0.0) + 0.01 * seed + (rate != best.get(side, 2e-3))
                 sources = {"text": [9.0] + [late + 0.2] * 8, "needles": [9.0] + [late - 0.2] * 8}
                 config = one.config | {"optim": {"lr": rate}}
+                rows = one.rows | {"associative_recall": [{"loss": late}] * 3}
                 metrics = one.metrics | {"needle": {f"n{n}_r1": 0.5 for n in (1, 2, 4)}}
-                found.append(replace(one, config=config, metrics=metrics, curves=one.curves | {"sources": sources}))
+                found.append(
+                    replace(one, config=config, metrics=metrics, rows=rows, curves=one.curves | {"sources": sources})
+                )
     return found
 
 
 def test_prose_and_needles_together_are_judged_at_the_first_rate_and_at_those_of_the_other_seeds(page):
     best = {"diff": 4e-3, "softmax": 2e-3, "softmax_norm": 2e-3}
-    text = page.together(grouped(replace(one, rows=page.books(one)) for one in together(best)))
+    text = page.together(grouped(replace(one, rows=page.kept_rows(one)) for one in together(best)))
     at_first, of_others = text.split("At the rates that the other seeds choose")
 
     def cells(text):
@@ -97,12 +100,22 @@ def test_prose_and_needles_together_are_judged_at_the_first_rate_and_at_those_of
 
 
 def test_no_verdict_on_prose_and_needles_before_all_runs_of_the_rate_are_there(page):
-    runs = [replace(one, rows=page.books(one)) for one in together({})]
+    runs = [replace(one, rows=page.kept_rows(one)) for one in together({})]
     first = [one for one in runs if one.setting == "mixed_lr0.002"]
     assert page.repeated(grouped(first))
     assert "other seeds" not in page.together(grouped(first))
     assert page.together(grouped(first[1:])) == page.repeated(grouped(first[1:])) == ""
     assert "74 of 75 runs of prose and needles together" in page.progress(grouped(runs[1:]))
+
+
+def test_held_out_prose_is_kept_by_stretches_of_text(page):
+    one = together({})[0]
+    rows = [{"row": i, "loss": 3.0 + i // 16, "ar_hit_sum": 1.0} for i in range(512)]
+    kept = page.kept_rows(replace(one, rows=one.rows | {"associative_recall": rows}))["associative_recall"]
+    assert [row["loss"] for row in kept] == [3.0 + i for i in range(32)]
+    again = replace(one, rows={"associative_recall": kept})
+    assert page.kept_rows(again)["associative_recall"] == kept
+    assert "associative_recall" not in page.kept_rows(replace(again, setting="small"))
 
 
 def test_every_side_is_swept_at_every_size_with_seeds_of_its_own():
@@ -168,3 +181,33 @@ def test_what_pages_say_of_prose_alone_is_the_record():
     readme = " ".join((ROOT / "README.md").read_text().split())
     assert f"at width 64, by -{lower} (-{most} to -{least}) at 128" in readme
     assert f"on prose alone {higher[0]} and {higher[1]}" in readme
+
+
+def test_what_pages_say_of_prose_and_needles_together_is_the_record():
+    """The primary outcome at the first rate, and the exploratory rows at it."""
+    lines = (ROOT / "figures" / "prose" / "README.md").read_text().splitlines()
+    start = next(i for i, line in enumerate(lines) if line.startswith("**Prose and needles together**, nats"))
+    objective, over_normed, held_out, normed = lines[start + 4 : start + 8]
+    assert "objective" in objective
+    assert "undecided" in objective
+    assert "undecided" in over_normed
+    assert "undecided" in normed
+    assert "| held |" in held_out
+    mean, low, high = re.search(r"-([\d.]+) \(-([\d.]+) to -([\d.]+)\)", held_out).groups()
+    assert f"{mean} ({high} to {low})" in " ".join((ROOT / "README.md").read_text().split())
+
+    def on_prose(name):
+        """Held-out prose at the first rate, less the Transformer's, over seeds and text."""
+        return next(line.split("|")[7].strip() for line in lines[start:] if line.startswith(f"| 0.002 | {name}"))
+
+    assert on_prose("DIFF, head norm") == f"-{mean} (-{low} to -{high})", "no wider than over seeds alone"
+    controls = [
+        re.match(r"-([\d.]+) \(-[\d.]+ to -", on_prose(name))[1] for name in ("Transformer with", "DIFF, lambda")
+    ]
+    published = re.match(r"\+([\d.]+) \(\+", on_prose("DIFF as published"))[1]
+    text = " ".join((ROOT / "docs" / "findings.md").read_text().split())
+    assert (
+        f"with the norm is {controls[0]} nats lower than without, DIFF with lambda fixed at 0 is {controls[1]} lower."
+        in text
+    )
+    assert f"As published, DIFF is {published} higher here" in text

@@ -38,7 +38,6 @@ PAGES = {
     ROOT / "README.md": SHORT,
     HERE / "README.md": range(len(ROWS)),
     ROOT / "docs" / "faq.md": SHORT,
-    ROOT / "docs" / "findings.md": SHORT,
     ROOT / "docs" / "reproduction.md": range(len(ROWS)),
 }
 

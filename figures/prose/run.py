@@ -35,6 +35,7 @@ LOSS = metric("associative_recall", "validation", "lower", "held-out loss")
 HALVES = [Measure(name, lambda record, name=name: late_loss(record, name), "lower") for name in ("text", "needles")]
 OBJECTIVE = Measure("objective", lambda record: fmean(half.read(record) for half in HALVES), "lower")
 BASELINES = ("softmax", "softmax_norm")
+STRETCH = 16  # rows of held-out text whose mean loss is kept; 512 rows of 30 books make 32 stretches
 AGAIN = "small, each side at its best rate of the wider sweep (exploratory)"
 
 
@@ -100,11 +101,11 @@ def by_side(cells: Cells, size: str) -> str:
         compared = ["", "", ""]
         if side != "softmax" and len(both) > 1:
             (row,) = paired_rows(cells, size, side, [LOSS])
-            over_books, _ = over_seeds_and_examples(*([of_books(of[k]) for k in both] for of in (runs, base)))
+            over_books = over_text(*([of[k] for k in both] for of in (runs, base)))
             shares = [tokens_to_equal_loss(runs[k], base[k]) for k in both]
             reached = [share for share in shares if share is not None]
             share = f"{fmean(reached):.2f} ({len(reached)} of {len(shares)})" if reached else "never"
-            compared = [in_numbers(row.difference), in_numbers(over_books), share]
+            compared = [in_numbers(row.difference), over_books, share]
         mean = f"{fmean(LOSS.read(record) for record in runs.values()):.3f}"
         lines.append(f"| {' | '.join([NAMES[side], str(len(runs)), mean, *compared])} |")
     return "\n".join(lines)
@@ -151,24 +152,36 @@ def tested(runs: dict[str, list[Record]]) -> list[Row]:
 
 def by_rate_and_side(found: dict[str, dict[str, list[Record]]]) -> str:
     """A line a rate and side: losses less the Transformer's, and accuracy on needles."""
-    heads = ("rate", "side", "objective", "less the Transformer's: objective", "prose", "needles", "held-out prose")
-    heads += ("held-out books (seeds and books)", "1 needle", "2", "4")
+    heads = ("rate", "side", "objective", "less the Transformer's: objective", "prose", "needles")
+    heads += (
+        "held-out prose, over seeds and text",
+        "512 tokens of each book, over seeds and books",
+        "1 needle",
+        "2",
+        "4",
+    )
     lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
     for rate, runs in found.items():
         for side, ours in runs.items():
             theirs, less = runs["softmax"], [""] * 5
             if side != "softmax":
-                tests = [averaged([ours], [theirs], measure, "") for measure in (OBJECTIVE, *HALVES, LOSS)]
-                over_books, _ = over_seeds_and_examples(*(list(map(of_books, of)) for of in (ours, theirs)))
-                less = [*map(interval, tests), in_numbers(over_books)]
+                tests = [averaged([ours], [theirs], measure, "") for measure in (OBJECTIVE, *HALVES)]
+                less = [*map(interval, tests), over_text(ours, theirs, "associative_recall"), over_text(ours, theirs)]
             needles = [f"{fmean(record.metrics['needle'][f'n{n}_r1'] for record in ours):.2f}" for n in (1, 2, 4)]
             objective = f"{fmean(map(OBJECTIVE.read, ours)):.3f}"
             lines.append(f"| {' | '.join([rate, NAMES[side], objective, *less, *needles])} |")
     return "\n".join(lines)
 
 
-def of_books(record: Record) -> np.ndarray:
-    return np.array([row["loss"] for row in record.rows["long_nll"]])
+def of_rows(record: Record, experiment: str = "long_nll") -> np.ndarray:
+    """The loss on each book, or on each stretch of the held-out text."""
+    return np.array([row["loss"] for row in record.rows[experiment]])
+
+
+def over_text(ours: list[Record], theirs: list[Record], experiment: str = "long_nll") -> str:
+    """Our losses less theirs, with the interval over seeds and the text together."""
+    both = ([of_rows(record, experiment) for record in of] for of in (ours, theirs))
+    return in_numbers(over_seeds_and_examples(*both)[0])
 
 
 def sweep(cells: Cells) -> str:
@@ -191,11 +204,18 @@ def sweep(cells: Cells) -> str:
     return "\n".join(lines).strip()
 
 
-def books(record: Record) -> dict:
-    """The loss on each book, which ``measured.json`` keeps; a restored record has it already."""
-    found = record.rows.get("long_nll", [])
-    losses = [row["loss"] if "loss" in row else sum(row["sums"]) / sum(row["counts"]) for row in found]
-    return {"long_nll": [{"loss": round(loss, 5)} for loss in losses]} if losses else {}
+def kept_rows(record: Record) -> dict:
+    """What ``measured.json`` keeps of the rows: the loss on each book and, with needles, on each stretch of text.
+
+    A restored record has both already.
+    """
+    books, held_out = record.rows.get("long_nll", []), record.rows.get("associative_recall", [])
+    found = {"long_nll": [row["loss"] if "loss" in row else sum(row["sums"]) / sum(row["counts"]) for row in books]}
+    if record.setting.startswith(MIXED):
+        losses = [row["loss"] for row in held_out]
+        rows = STRETCH if held_out and "row" in held_out[0] else 1
+        found["associative_recall"] = [fmean(losses[i : i + rows]) for i in range(0, len(losses), rows)]
+    return {name: [{"loss": round(loss, 5)} for loss in losses] for name, losses in found.items() if losses}
 
 
 def outcomes(cells: Cells) -> str:
@@ -209,4 +229,4 @@ PAGES = {
 }
 
 if __name__ == "__main__":
-    sys.exit(study_command(sys.argv[1:], HERE, PAGES, lambda cells: {}, rows=books))
+    sys.exit(study_command(sys.argv[1:], HERE, PAGES, lambda cells: {}, rows=kept_rows))
