@@ -4,6 +4,7 @@ import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from statistics import stdev
 
 from diff_transformer.lab.measures import Row, after_holm, decided
 from diff_transformer.lab.record import Cells, Record
@@ -74,7 +75,8 @@ def corrected(rows: list[Row], tests: int | None = None) -> list[Row]:
 
 
 def summary(rows: list[Row], tests: int) -> str:
-    """A line a row of ``corrected``: its difference, p-value, verdict, and the seeds that would decide it.
+    """A line a row of ``corrected``: its difference, effect size d (the difference over its standard deviation between
+    seeds, Cohen's d of paired samples), p-value, verdict, and how many seeds would decide it in half of all cases.
 
     The side and the number of seeds stand in the head if all rows have the same.
     """
@@ -90,13 +92,15 @@ def _summary(rows: list[Row], p: str, head: str, words: dict[str, str], tests: i
     sides, seeds = {row.measure.partition(" less ")[0] for row in rows}, {row.seeds for row in rows}
     side = sides.pop() if len(sides) == 1 else ""
     said = f", {seeds.pop()} seeds" if len(seeds) == 1 else ""
-    lines = [f"| {side} | difference (95 % interval{said}) | {p} | {head} |", "|---" * 4 + "|"]
+    lines = [f"| {side} | difference (95 % interval{said}) | d | {p} | {head} |", "|---" * 5 + "|"]
     for row in rows:
         p_value = f"{row.p_value:.3f}" if row.p_value >= 0.0005 else "< 0.001"
         difference = interval(row) if said else f"{interval(row)}, {row.seeds} seeds"
         verdict, power = words.get(row.verdict, row.verdict), row.power(tests)
-        verdict += f"; {power} seeds would decide it" if power else ""
-        lines.append(f"| {row.measure.removeprefix(side).strip()} | {difference} | {p_value} | {verdict} |")
+        verdict += f"; needs {power} seeds" if power else ""
+        spread = stdev(row.differences) if len(row.differences) > 1 else 0.0
+        d = f"{row.difference.mean / spread:+z.1f}" if spread else ""
+        lines.append(f"| {row.measure.removeprefix(side).strip()} | {difference} | {d} | {p_value} | {verdict} |")
     return "\n".join(lines)
 
 
