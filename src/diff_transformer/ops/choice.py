@@ -224,7 +224,8 @@ def check(choice: Choice, tensors: tuple[Tensor, ...], arguments: Arguments, pac
     mask = arguments.attn_mask
     mask = mask if mask is None else mask[:1, :, :T, :S]
     window = None if arguments.window is None else min(arguments.window, CHECKED[0] // 2)  # one that leaves keys out
-    options = {"attn_mask": mask, "is_causal": arguments.is_causal, "window": window, "scale": arguments.scale}
+    small = arguments._replace(attn_mask=mask, window=window)
+    options = {name: value for name, value in small._asdict().items() if name != "lam"}
     ends_q, ends_k = ([0, T // 3, T], [0, S // 3, S]) if packed and min(T, S) >= 3 else ([0, T], [0, S])
     names = [name for name in x._fields if not (k2 is k1 and name == "k2")]
     gradients = torch.is_grad_enabled()
@@ -248,9 +249,9 @@ def check(choice: Choice, tensors: tuple[Tensor, ...], arguments: Arguments, pac
 
     def ours(*y: Tensor) -> Tensor:
         if not packed:
-            return backends.attend(choice, y[:5], Arguments(y[5], **options))
+            return backends.attend(choice, y[:5], small._replace(lam=y[5]))
         ends = (torch.tensor(x, dtype=torch.int32, device=q1.device) for x in (ends_q, ends_k))
-        return backends.attend_packed(choice, y[:5], Arguments(y[5], **options), Documents(*ends, T, S))
+        return backends.attend_packed(choice, y[:5], small._replace(lam=y[5]), Documents(*ends, T, S))
 
     exact, eager = by_document(reference.attend), by_document(eager_diff_attention)
     values = results(ours, q1.dtype), results(exact, torch.float64), results(eager, q1.dtype)
