@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from diff_transformer.lab.recipes.answer_study import GROUNDED, SHOTS, SIDES, answer_study
+from diff_transformer.lab.recipes.answer_study import GROUNDED, LONGER, SHOTS, SIDES, answer_study
 from diff_transformer.lab.recipes.recall_study import LEARNING_RATES, SEEDS
 from diff_transformer.lab.record import Record
 
@@ -165,6 +165,10 @@ def test_what_findings_says_is_the_record(page):
         assert len(page.retrieving(runs)) == 2, side
     invented = page.mean("hallucinated")(page.at_others(page.by_rate(cells, "grounded_n2", "softmax")))
     assert f"runs of five and names one in {100 * float(invented):.0f} %" in text
+    later = {side: page.by_rate(cells, "grounded_n2_x3", side) for side in LONGER["grounded_n2"]}
+    reach = {side: [len(page.retrieving(list(of.values()))) for of in runs.values()] for side, runs in later.items()}
+    assert reach == {"softmax": [5, 5, 2, 0], "diff_matched": [5, 5, 5, 5]}
+    assert page.mean("hallucinated")(page.at_others(later["softmax"])) == "0.00"
     for where in SHOTS:
         for side in ("softmax", "softmax_norm_own_scale", "diff_norm1"):
             for runs in page.by_rate(cells, where, side).values():
