@@ -201,6 +201,14 @@ def test_what_pages_say_of_prose_and_needles_together_is_the_record():
         return next(line.split("|")[7].strip() for line in lines[start:] if line.startswith(f"| 0.002 | {name}"))
 
     assert on_prose("DIFF, head norm") == f"-{mean} (-{low} to -{high})", "no wider than over seeds alone"
+    rows = [[cell.strip() for cell in line.split("|")] for line in lines[start:] if line.startswith("| 0.002 |")]
+    assert len(rows) == 5
+    for row in rows:
+        assert float(row[10]) < 0.55, "of two needles one is named at random"
+        assert float(row[11]) < 0.3
+    assert not any(" to -" in row[8] for row in rows), "over 512 tokens nobody gains for certain"
+    assert re.match(r"\+[\d.]+ \(\+", rows[-1][5]), "as published, prose is certainly worse"
+    assert re.match(r"\+[\d.]+ \(-", rows[-1][6]), "and needles not certainly"
     controls = [
         re.match(r"-([\d.]+) \(-[\d.]+ to -", on_prose(name))[1] for name in ("Transformer with", "DIFF, lambda")
     ]

@@ -20,7 +20,6 @@ from diff_transformer.lab.recipes.prose_study import (
     prose_study,
     rates_of,
 )
-from diff_transformer.lab.recipes.recall_study import at_rate
 from diff_transformer.lab.record import Cells, Record
 from diff_transformer.lab.stats import over_seeds_and_examples
 
@@ -135,10 +134,8 @@ def together(cells: Cells) -> str:
 
 def at_one_rate(cells: Cells, rate: float) -> dict[str, list[Record]]:
     """The runs of each side on prose and needles together, in the order of the seeds; empty if one is missing."""
-    sides = {side: trained(cells.get(at_rate(MIXED, rate), {}).get(side, {})) for side in MIXED_SIDES}
-    if not all(set(SEEDS) <= runs.keys() for runs in sides.values()):
-        return {}
-    return {side: [runs[seed] for seed in SEEDS] for side, runs in sides.items()}
+    sides = {side: by_rate(cells, MIXED, side, [rate]) for side in MIXED_SIDES}
+    return {side: [runs[rate][seed] for seed in SEEDS] for side, runs in sides.items()} if all(sides.values()) else {}
 
 
 def tested(runs: dict[str, list[Record]]) -> list[Row]:
@@ -153,13 +150,8 @@ def tested(runs: dict[str, list[Record]]) -> list[Row]:
 def by_rate_and_side(found: dict[str, dict[str, list[Record]]]) -> str:
     """A line a rate and side: losses less the Transformer's, and accuracy on needles."""
     heads = ("rate", "side", "objective", "less the Transformer's: objective", "prose", "needles")
-    heads += (
-        "held-out prose, over seeds and text",
-        "512 tokens of each book, over seeds and books",
-        "1 needle",
-        "2",
-        "4",
-    )
+    heads += ("held-out prose, over seeds and text", "512 tokens of each book, over seeds and books")
+    heads += ("1 needle", "2", "4")
     lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
     for rate, runs in found.items():
         for side, ours in runs.items():
