@@ -123,6 +123,19 @@ def test_native_form_does_not_depend_on_blocks_and_threads(monkeypatch, options,
         torch.set_num_threads(1)
 
 
+@pytest.mark.parametrize(
+    ("T", "D", "window", "threads", "rows"),
+    [(2048, 64, None, 2, 64), (8192, 128, None, 2, 128), (8192, 128, 1024, 2, 64), (8192, 128, None, 32, 64)],
+)
+def test_blocks_are_larger_where_keys_come_from_memory(monkeypatch, T, D, window, threads, rows):
+    """Not with a window that leaves few keys, nor with so many threads that large blocks would leave some idle."""
+    monkeypatch.setattr(native, "second_level_cache", lambda: 2**19)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+    q, v = torch.empty(1, 1, T, D, device="meta"), torch.empty(1, 1, T, 2 * D, device="meta")
+    assert native.forward_rows(q, q, v, window) == rows
+    assert native.backward_rows(q, q, q, v, window) == rows
+
+
 @needs_native
 @pytest.mark.parametrize("form", ["native", "PyTorch"])
 @pytest.mark.parametrize("options", BLOCKINGS, ids=["causal", "window", "full"])

@@ -22,6 +22,7 @@ FORMS = {"amx": 3, "dpbf16": 2, "fp32": 1}  # how bf16 is multiplied, and the li
 STRIP, CHUNK = 32, 256  # queries and keys of a product
 MAX_ROWS = 128  # queries of a block
 KEPT_BYTES = 2**25  # of a block and thread
+NEAR_BYTES = 2**23  # of a head's packed keys and values: more do not stay in a cache from one block to the next
 TRIED_WIDTHS = (16, 32, 64, 128, MAX_D)
 CALLS = 5  # in a turn of a trial
 
@@ -143,28 +144,31 @@ def trial(form: str, direction: str, D: int) -> None:
 def forward_rows(q1: Tensor, k1: Tensor, v: Tensor, window: int | None) -> int:
     """Queries of a forward block, as many as fit: their sums in a quarter of the second-level cache."""
     most = MAX_ROWS * 2 // q1.element_size()  # bf16 keeps its exponentials in half precision
-    return block_rows(q1.shape[2], most, 4 * v.shape[-1], 2 * keys_of_block(k1, window))
+    working, maps = 4 * v.shape[-1], 2
+    return block_rows(q1, k1, v, window, most, working, maps)
 
 
 def backward_rows(q1: Tensor, q2: Tensor, k1: Tensor, v: Tensor, window: int | None) -> int:
     """Queries of a backward block, as many as fit: their operands, gradients and maps of a chunk in that cache."""
-    kept = 1 + 2 * q1.shape[1] // q2.shape[1]  # of each key: a noise head's map, and the map and dP of its signal heads
+    maps = 1 + 2 * q1.shape[1] // q2.shape[1]  # a noise head's, and the map and dP of each of its signal heads
     working = 3 * CHUNK + 6 * q1.shape[-1] + 2 * v.shape[-1]
-    return block_rows(q1.shape[2], MAX_ROWS, working, kept * keys_of_block(k1, window))
+    return block_rows(q1, k1, v, window, MAX_ROWS, working, maps)
 
 
-def keys_of_block(k1: Tensor, window: int | None) -> int:
-    """Keys that a block of queries may see."""
-    return k1.shape[2] if window is None else min(k1.shape[2], window + MAX_ROWS)
-
-
-def block_rows(T: int, most: int, working: int, kept: int) -> int:
+def block_rows(q1: Tensor, k1: Tensor, v: Tensor, window: int | None, most: int, working: int, maps: int) -> int:
     """Queries in a block: whole strips, at most ``most``; or T rounded up to a multiple of 8.
 
-    ``working`` numbers of each query fit in the second-level cache, and ``kept`` numbers of each in KEPT_BYTES.
+    ``working`` numbers of each query fit in the second-level cache, and its numbers of ``maps`` maps in KEPT_BYTES. Each
+    block reads all keys that it sees: where they come from memory, blocks have MAX_ROWS queries, if each thread then
+    still has several.
     """
-    fitting = min(second_level_cache() // (4 * working), KEPT_BYTES // (4 * kept), most)
-    return min(max(STRIP, fitting // STRIP * STRIP), -(-T // 8) * 8)
+    (B, _, T, D), (G, S) = q1.shape, k1.shape[1:3]
+    keys = S if window is None else min(S, window + MAX_ROWS)  # that a block may see
+    rows = min(second_level_cache() // (4 * working), most)
+    if 4 * keys * (2 * D + v.shape[-1]) >= NEAR_BYTES:
+        rows = max(rows, min(MAX_ROWS, B * G * T // (8 * torch.get_num_threads())))
+    rows = min(rows, KEPT_BYTES // (4 * maps * keys))
+    return min(max(STRIP, rows // STRIP * STRIP), -(-T // 8) * 8)
 
 
 @cache
