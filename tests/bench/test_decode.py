@@ -98,7 +98,9 @@ def test_a_shape_that_does_not_fit_is_left_out(monkeypatch):
 def test_rate_of_one_call():
     caches = Caches(GROUPED, torch.float32, "cpu")
     calls = len(caches.all)
-    fields = bench.timed_fields(caches, Times(calls * 2e-6, calls * 1e-6, calls * 3e-6, 9), copy_gb_per_s=100.0)
+    fields = bench.timed_fields(
+        caches, Times(calls * 2e-6, calls * 1e-6, calls * 3e-6, (calls * 2e-6,) * 9), copy_gb_per_s=100.0
+    )
     assert fields["us"] == pytest.approx(2.0)
     assert fields["us_quartiles"] == pytest.approx([1.0, 3.0])
     assert fields["gb_per_s"] == pytest.approx(GROUPED.bytes(4) / 2e-6 / 1e9, rel=0.01)

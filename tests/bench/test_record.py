@@ -42,7 +42,7 @@ def test_ceilings_count_operations_and_both_ways_of_a_copy(monkeypatch):
     from diff_transformer.bench.timing import Times
 
     monkeypatch.setattr(
-        measured, "interleaved_times", lambda runs, *rest: {name: Times(0.5, 0.5, 0.5, 1) for name in runs}
+        measured, "interleaved_times", lambda runs, *rest: {name: Times(0.5, 0.5, 0.5, (0.5,)) for name in runs}
     )
     found = ceilings("cpu", (torch.float32, torch.bfloat16), size=100, copied=10**9 // 2**10)
     assert found["matmul_tflops"] == {"float32": 4e-6, "bfloat16": 4e-6}

@@ -74,7 +74,7 @@ def test_both_models_are_compiled_where_the_setting_says_so(monkeypatch):
 
 
 def test_rates_of_known_times():
-    times, baseline = Times(0.5, 0.25, 1.0, 7), Times(0.4, 0.4, 0.4, 7)
+    times, baseline = Times(0.5, 0.25, 1.0, (0.5,) * 7), Times(0.4, 0.4, 0.4, (0.4,) * 7)
     assert throughput.rates("prefill", times, baseline, tokens=1000, seconds_per_token=1e-4) == {
         "prefill_tokens_per_second": 2000.0,
         "prefill_quartiles": [1000.0, 4000.0],

@@ -12,8 +12,17 @@ def test_functions_take_turns_there_and_back():
 
 
 def test_quartiles():
-    assert timing.summary([4.0, 1.0, 3.0, 2.0, 5.0]) == (3.0, 2.0, 4.0, 5)
-    assert timing.summary([7.0]) == (7.0, 7.0, 7.0, 1)
+    times = timing.summary([4.0, 1.0, 3.0, 2.0, 5.0])
+    assert times == (3.0, 2.0, 4.0, (4.0, 1.0, 3.0, 2.0, 5.0))
+    assert times.turns == 5
+    assert timing.summary([7.0])[:3] == (7.0, 7.0, 7.0)
+
+
+def test_a_ratio_does_not_change_when_the_machine_slows_down():
+    """The ratio of the medians of these would be 0.4. A function that stopped early counts in its turns alone."""
+    first, second = timing.summary([2.0, 4.0, 20.0]), timing.summary([1.0, 2.0, 10.0, 10.0, 10.0])
+    assert first.over(second) == 2.0
+    assert second.over(first) == 0.5
 
 
 @pytest.fixture
@@ -33,8 +42,8 @@ def seconds(monkeypatch):
 
 def test_medians_are_of_the_functions_own_time(seconds):
     times = timing.interleaved_times({"slow": seconds(2.0), "fast": seconds(0.5)}, repeats=5, device="cpu")
-    assert times["slow"] == (2.0, 2.0, 2.0, 5)
-    assert times["fast"] == (0.5, 0.5, 0.5, 5)
+    assert times["slow"] == (2.0, 2.0, 2.0, (2.0,) * 5)
+    assert times["fast"] == (0.5, 0.5, 0.5, (0.5,) * 5)
 
 
 def test_a_function_that_used_its_time_sits_out_after_three_turns(seconds):

@@ -2,7 +2,7 @@
 
 The correctness gate comes first, for each shape and dtype: at the timed length, and with every gradient at a shorter
 one. A backend that fails is not timed. A rival that fails is timed, and its row says what it missed. Contenders then
-take turns, every other turn in the opposite order; the result is the ratio of the medians. TFLOP/s count useful work
+take turns, every other turn in the opposite order; the result is the median ratio of a turn. TFLOP/s count useful work
 in units of h N^2 d multiply-adds: 4 forward and 10 backward for softmax attention, 6 and 10 for differential attention.
 """
 
@@ -65,7 +65,7 @@ def run_attention_benchmark(
 
     A row has backend, role ("baseline", "backend" or "rival"), dtype, batch, heads, length, width, causal, gate
     ("passed", "is the baseline", or "failed: " or "skipped: " and why) and, for the kinds forward, backward (alone) and
-    both: ..._ms, ..._quartiles_ms, ..._ratio (over the median of SDPA's own choice in the same turns), ..._tflops and
+    both: ..._ms, ..._quartiles_ms, ..._ratio (over SDPA's own choice: the median over the turns), ..._tflops and
     ..._share of the measured matrix product; ratios over every other baseline; peak_bytes of forward + backward.
 
     Args:
@@ -259,7 +259,7 @@ def timed_fields(kind: str, times: Times, multiply_adds: float, ceiling_tflops: 
 
 
 def ratio(times: dict[tuple[str, str], Times], name: str, baseline: str, kind: str) -> float | None:
-    """Median divided by the baseline's median in the same turns; None if the baseline was not timed."""
+    """Time over the baseline's, the median over the turns; None if the baseline was not timed."""
     if (baseline, kind) not in times:
         return None
-    return round(times[name, kind].median / times[baseline, kind].median, 4)
+    return round(times[name, kind].over(times[baseline, kind]), 4)

@@ -85,7 +85,7 @@ def model_rows(setting: ModelSetting, device: str, repeats: int) -> Iterator[dic
             "tokens_per_second": round(new_tokens / t.median, 2),
             "tokens_per_second_quartiles": [round(new_tokens / t.high, 2), round(new_tokens / t.low, 2)],
             "turns": t.turns,
-            "ratio": round(times["softmax"].median / t.median, 4),
+            "ratio": round(times["softmax"].over(t), 4),
         }
 
 

@@ -60,8 +60,8 @@ def run_step_benchmark(
 ) -> dict:
     """Benchmark training steps and return the record. ``on_row`` receives each row, and ``out`` is written after each.
 
-    A row is one side of one setting: step_ms (median) with quartiles, tokens_per_second, ratio (over the Transformer's
-    median in the same turns), mfu (over the measured matrix product) and shares: of the step's time, by part, sum 1.
+    A row is one side of one setting: step_ms (median) with quartiles, tokens_per_second, ratio (to the Transformer's,
+    the median over the turns), mfu (over the measured matrix product) and shares: of the step's time, by part, sum 1.
     ``profiled``: steps under the profiler. ``seconds_each`` limits the time of one side.
     """
     require_positive(repeats=repeats, profiled=profiled, seconds_each=seconds_each)
@@ -106,7 +106,7 @@ def measure_steps(
             "step_ms_quartiles": [round(1e3 * t.low, 3), round(1e3 * t.high, 3)],
             "turns": t.turns,
             "tokens_per_second": round(tokens / t.median, 2),
-            "ratio": round(times["softmax"].median / t.median, 4),
+            "ratio": round(times["softmax"].over(t), 4),
             "mfu": round(tokens / t.median * cost.training_flops_per_token / ceiling["matmul_tflops"][dtype] / 1e12, 4),
             "shares": {part: round(share, 4) for part, share in shares_of(runs[side], profiled, device).items()},
         }

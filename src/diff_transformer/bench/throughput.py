@@ -168,8 +168,8 @@ def run_throughput_benchmark(
     """Benchmark the pair and return the record. ``on_row`` receives each row, and ``out`` is written after each.
 
     A row is one side of one setting: model, side ("softmax" or "diff"), batch, length, dtype, layers, layers_of_preset,
-    parameters and, for forward_backward and prefill: ..._tokens_per_second, ..._quartiles, ..._ratio (over the
-    Transformer's median in the same turns), ..._mfu (FLOPs of model/cost.py over the measured matrix product) and
+    parameters and, for forward_backward and prefill: ..._tokens_per_second, ..._quartiles, ..._ratio (to the
+    Transformer's, the median over the turns), ..._mfu (FLOPs of model/cost.py over the measured matrix product) and
     ..._paper_ratio where Table 7 has the setting. No setting starts after ``seconds``; ``seconds_each`` limits the time
     of one side and kind.
     """
@@ -247,7 +247,7 @@ def rates(kind: str, times: Times, baseline: Times, tokens: int, seconds_per_tok
         f"{kind}_tokens_per_second": round(rate, 2),
         f"{kind}_quartiles": [round(tokens / times.high, 2), round(tokens / times.low, 2)],
         f"{kind}_turns": times.turns,
-        f"{kind}_ratio": round(baseline.median / times.median, 4),
+        f"{kind}_ratio": round(baseline.over(times), 4),
         f"{kind}_mfu": round(rate * seconds_per_token, 4),
     }
 

@@ -158,9 +158,9 @@ def backward_rows(q1: Tensor, q2: Tensor, k1: Tensor, v: Tensor, window: int | N
 def block_rows(q1: Tensor, k1: Tensor, v: Tensor, window: int | None, most: int, working: int, maps: int) -> int:
     """Queries in a block: whole strips, at most ``most``; or T rounded up to a multiple of 8.
 
-    ``working`` numbers of each query fit in the second-level cache, and its numbers of ``maps`` maps in KEPT_BYTES. Each
-    block reads all keys that it sees: where they come from memory, blocks have MAX_ROWS queries, if each thread then
-    still has several.
+    ``working`` numbers of each query fit in the second-level cache, and its numbers of ``maps`` maps in KEPT_BYTES.
+    Each block reads all keys that it sees: where they come from memory, blocks have MAX_ROWS queries, if each thread
+    then still has several.
     """
     (B, _, T, D), (G, S) = q1.shape, k1.shape[1:3]
     keys = S if window is None else min(S, window + MAX_ROWS)  # that a block may see
