@@ -156,8 +156,8 @@ def run_decode_benchmark(
 
     A row of kind "operator" has backend, role, dtype, batch, heads, kv_heads, cache, width, gate, us (microseconds a
     call), us_quartiles, ratio (over softmax attention on SDPA's own choice, the median over the turns), ratios over its
-    other kernels, gb_per_s and copy_share (of the bytes a call must move), caches (rotated) and graph (whether replayed).
-    Rows of kind "model" are those of ``model_rows``. Parameters as in ``run_attention_benchmark``.
+    other kernels, gb_per_s and copy_share (of the bytes a call must move), caches (rotated) and graph (whether
+    replayed). Rows of kind "model" are those of ``model_rows``. Parameters as in ``run_attention_benchmark``.
     """
     require_positive(repeats=repeats, seconds=seconds, seconds_each=seconds_each)
     cuda = torch.device(device).type == "cuda"
