@@ -106,12 +106,18 @@ def test_tune_shows_and_keeps_the_times_of_each_form(tmp_path, monkeypatch, caps
         ratios = [row["ratio"] for row in record["rows"] if row["kind"] == kind]
         assert ratios[0] == 1.0
         assert ratios[1] >= 1.0
-    assert "sdpa (cpu, both maps at once)" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert 'On a CPU "auto" takes "blockwise".' in printed
+    assert "sdpa (cpu, both maps at once)" in printed
     assert len(list((tmp_path / "fastest").glob("*.json"))) == 2
     again = run.run_bench("attention", tmp_path / "again.json", **options)
     assert again["rows"] == record["rows"], "kept"
     monkeypatch.setenv("DIFF_TRANSFORMER_TUNE", "0")
     with pytest.raises(ValueError, match="DIFF_TRANSFORMER_TUNE is 0, with which nothing is measured"):
         run.run_bench("attention", tmp_path / "none.json", **options)
+    monkeypatch.setenv("DIFF_TRANSFORMER_TUNE", "yes")
+    with pytest.raises(ValueError, match="DIFF_TRANSFORMER_TUNE is 'yes'; give 0"):
+        run.run_bench("attention", tmp_path / "none.json", grid="1x1x20x8n")
+    assert not (tmp_path / "none.json").exists()
     with pytest.raises(ValueError, match="tune times the forms of the benchmark 'attention', not of 'decode'"):
         run.run_bench("decode", tune=True)

@@ -12,6 +12,7 @@ from diff_transformer.bench.shapes import default_grid, parse_shapes
 from diff_transformer.checks import require_known
 from diff_transformer.durable import require_writable
 from diff_transformer.ops import available_backends
+from diff_transformer.ops.dispatch import tuning
 
 BENCHMARKS = ("attention", "decode", "throughput", "step")
 
@@ -41,7 +42,7 @@ def run_bench(
         options: further arguments of ``run_attention_benchmark`` and the other runners (repeats, backends, ...).
 
     Raises:
-        ValueError: for an unknown name or device, or a malformed grid.
+        ValueError: for an unknown name or device, a malformed grid, or a bad value of DIFF_TRANSFORMER_TUNE.
         FileExistsError: before anything runs, if ``out`` exists and ``overwrite`` is False.
         DiskError: if the folder of ``out`` is not writable.
     """
@@ -55,10 +56,13 @@ def run_bench(
     if grid is not None:
         parse_shapes(grid)
     out = out or Path("runs", "bench", f"{name}-{device}-{time.strftime('%Y%m%d-%H%M%S')}.json")
+    tuning()  # a bad value would only fail one row after the other
     require_writable(out.parent)
     if out.exists() and not overwrite:
         raise FileExistsError(f"{out} exists; choose another --out, or leave it out for a new file in runs/bench")
     name = "tune" if tune else name
+    if tune and torch.device(device).type == "cpu":
+        print('On a CPU "auto" takes "blockwise". These are the forms of "sdpa".')
     with live_table(name) as show:
         record = _run(name, full, device, grid, {**options, "out": out, "on_row": show})
     print_failures(record)
@@ -102,7 +106,7 @@ def _run(name: str, full: bool, device: str, grid: str | None, options: dict) ->
 
 TITLES = {
     "attention": "time over that of softmax attention with twice the heads",
-    "tune": "forms among which auto chooses, the fastest first",
+    "tune": "forms of a call, the fastest first",
     "decode": "one query over a cache; time over that of softmax attention with twice the heads",
     "throughput": "tokens a second, and over the Transformer's",
     "step": "a training step, and where its time goes",
