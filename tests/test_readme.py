@@ -146,6 +146,18 @@ def test_what_it_says_of_the_operator_s_time_is_the_record():
         assert words.format(f"{min(shares):.2f}", f"{max(shares):.2f}") in README
 
 
+def test_what_the_page_says_of_a_processor_without_avx512_is_the_record():
+    rows = json.loads((ROOT / "benchmarks" / "results" / "attention_avx2.json").read_text())["rows"]
+    page = " ".join((ROOT / "docs" / "performance.md").read_text().split())
+    ms = {(r["dtype"], r["length"], r["width"]): r["forward_ms"] for r in rows if r["role"] == "baseline"}
+    slower = [ms["bfloat16", n, d] / time for (dtype, n, d), time in ms.items() if dtype == "float32" and n >= 2048]
+    assert f"takes {min(slower):.2f} to {max(slower):.2f} of its fp32 forward's time from 2048 tokens on" in page
+    ours = [r for r in rows if r["backend"] == "blockwise"]
+    shares = [round(r[f"{k}_ratio"], 2) for r in ours if r["dtype"] == "float32" for k in ("forward", "both")]
+    assert [share for share in shares if share > 1] == [1.03]
+    assert all(r["forward_ratio"] > 0.7 for r in ours if r["dtype"] == "bfloat16" and r["length"] >= 2048)
+
+
 def test_the_correction_readme_speaks_of_is_the_studys():
     text = " ".join((ROOT / "README.md").read_text().split())
     assert "not significant after Holm's correction" in text

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from diff_transformer.bench import decode as bench
+from diff_transformer.bench import generation
 from diff_transformer.bench.attention import DeviceLost
 from diff_transformer.bench.contenders import FAULT, sdpa_on
 from diff_transformer.bench.decode import Caches, DecodeShape, fits, how_many
@@ -107,15 +108,16 @@ def test_rate_of_one_call():
     assert fields["copy_share"] == pytest.approx(fields["gb_per_s"] / 100, abs=1e-3)
 
 
-def test_rows():
-    record = bench.run_decode_benchmark([GROUPED], dtypes=(torch.float32,), kernels=["math", "cudnn"], repeats=1)
+def test_rows(kept_times):
+    times = kept_times(bench)
+    record = bench.run_decode_benchmark([GROUPED], dtypes=(torch.float32,), kernels=["math", "cudnn"], repeats=2)
     rows = {row["backend"]: row for row in record["rows"]}
     assert rows.keys() == {"softmax", "softmax[math]", "softmax[cudnn]", "blockwise", "sdpa"}
     assert rows["softmax"]["ratio"] == 1.0
     assert rows["softmax[cudnn]"]["gate"].startswith("skipped: ")
     for name in ("blockwise", "sdpa"):
         assert rows[name]["gate"] == "passed"
-        assert rows[name]["ratio"] == pytest.approx(rows[name]["us"] / rows["softmax"]["us"], rel=0.02)
+        assert rows[name]["ratio"] == round(times[name, "decode"].over(times["softmax", "decode"]), 4)
         assert rows[name]["ratios"].keys() == {"softmax[math]"}
     assert {"ceilings", "machine", "baseline"} <= record["provenance"].keys()
 
@@ -137,12 +139,13 @@ def test_time_runs_out_between_shapes(monkeypatch):
     assert record["unfinished"] == "out of time before 1x2/2x20x8 in torch.bfloat16"
 
 
-def test_models_generate_over_a_cache_that_keeps_its_length():
+def test_models_generate_over_a_cache_that_keeps_its_length(kept_times):
+    times = kept_times(generation)
     setting = ModelSetting("debug", batch=2, cache=20, tokens=3)
-    softmax, diff = model_rows(setting, "cpu", repeats=1)
+    softmax, diff = model_rows(setting, "cpu", repeats=2)
     assert (softmax["side"], diff["side"]) == ("softmax", "diff")
     assert softmax["ratio"] == 1.0
-    assert diff["ratio"] == pytest.approx(diff["tokens_per_second"] / softmax["tokens_per_second"], rel=0.02)
+    assert diff["ratio"] == round(times["softmax"].over(times["diff"]), 4)
     low, high = diff["tokens_per_second_quartiles"]
     assert 0 < low <= diff["tokens_per_second"] <= high
     assert (diff["layers"], diff["layers_of_preset"], diff["dtype"]) == (2, 2, "float32")

@@ -56,10 +56,12 @@ def test_shares_of_known_events():
     )  # fmt: skip
 
 
-def test_a_row_of_each_side_says_where_the_time_goes():
+def test_a_row_of_each_side_says_where_the_time_goes(kept_times):
+    times = kept_times(bench)
     record = bench.run_step_benchmark([TINY], repeats=2, profiled=1)
     softmax, diff = record["rows"]
     assert (softmax["side"], diff["side"], softmax["ratio"]) == ("softmax", "diff", 1.0)
+    assert diff["ratio"] == round(times["softmax"].over(times["diff"]), 4)
     for row in (softmax, diff):
         assert tuple(row["shares"]) == bench.PARTS
         assert sum(row["shares"].values()) == pytest.approx(1, abs=1e-3)
