@@ -8,7 +8,7 @@ WORKERS ?= 2
 
 export HF_HUB_OFFLINE ?= 1
 
-.PHONY: demo test test-vllm test-engines slow faults floors compile-check docs lint format figures env clean
+.PHONY: demo test test-vllm test-engines gpu-dry gpu-cache slow faults floors compile-check docs lint format figures env clean
 
 demo: $(READY)  ## train the matched pair on real text, measure both, write the report
 	$(BIN)/diff-transformer compare --recipe demo --out $(OUT) $(ARGS)
@@ -51,6 +51,24 @@ compile-check: $(READY)  ## all forms of the GPU kernels, compiled without one, 
 	$(if $(TRITON),$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --upgrade --target $(OTHER_TRITON) triton==$(TRITON))
 	$(if $(TRITON),PYTHONPATH=$(OTHER_TRITON)) $(BIN)/python -m pytest -n $(WORKERS) -m "not gpu" $(wildcard tests/ops/triton/test_compiled_*.py) tests/ops/gluon/test_kernels.py $(ARGS)
 	$(if $(TRITON),,nice -n 10 $(BIN)/python benchmarks/compiled.py --check)
+
+# The software of a GPU's machine, which needs no GPU to be installed; PyTorch's CUDA build takes 7 GB.
+GPU_PYTHON ?= python3.12
+GPU_VENV := .venv-gpu
+GPU_CACHE := build/gpu-cache.tar.xz
+gpu-cache: $(GPU_VENV)/.ready  ## compile for a Hopper GPU what benchmarks/gpu.py launches there, into $(GPU_CACHE)
+	mkdir -p build
+	$(GPU_VENV)/bin/python benchmarks/gpu_cache.py $(GPU_CACHE) --jobs $(WORKERS) $(ARGS)
+
+gpu-dry: $(GPU_VENV)/.ready  ## rehearse benchmarks/gpu.py on the CPU with that software, with a cache of some kernels
+	mkdir -p build/gpu-dry
+	$(GPU_VENV)/bin/python benchmarks/gpu_cache.py build/gpu-dry.tar.xz --jobs $(WORKERS) --limit 10
+	OUT=build/gpu-dry OMP_NUM_THREADS=1 $(GPU_VENV)/bin/python benchmarks/gpu.py --dry --cache build/gpu-dry.tar.xz
+
+$(GPU_VENV)/.ready: constraints-gpu.txt
+	$(GPU_PYTHON) -m venv $(GPU_VENV)
+	$(GPU_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --requirement constraints-gpu.txt
+	touch $(GPU_VENV)/.ready
 
 FLOORS = build/floors
 FLOOR_TOOLS := psutil pytest pytest-timeout
@@ -101,4 +119,4 @@ $(READY): pyproject.toml constraints.txt
 	touch $(READY)
 
 clean:
-	rm -rf $(VENV) $(VLLM_VENV) build
+	rm -rf $(VENV) $(VLLM_VENV) $(GPU_VENV) build

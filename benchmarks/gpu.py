@@ -3,46 +3,58 @@
 python benchmarks/gpu.py                   # JSON into the folder $OUT, or runs/gpu; from source, nothing installed
 python benchmarks/gpu.py --stages decode   # some stages only
 python benchmarks/gpu.py --continue FOLDER # skip the rows that an earlier call measured, and merge them in
+python benchmarks/gpu.py --cache FILE      # with kernels that gpu_cache.py compiled elsewhere
 python benchmarks/gpu.py --dry             # every stage on the CPU at tiny sizes
 python benchmarks/gpu_records.py FOLDER    # put the records into benchmarks/results
 
 Each stage is a subprocess with its share of the remaining time, so that an exception or device error in one stage
-cannot affect the next. Records are written row by row, so a stopped stage keeps its rows. gpu.json says how each
-ended, and holds their records.
+cannot affect the next. Records are written row by row, so a stopped stage keeps its rows. gpu.json holds all records of
+the folder and how each stage ended; it is kept current while a stage runs.
 """
 
 import argparse
+import json
 import multiprocessing
 import os
 import shutil
 import signal
+import subprocess
 import sys
+import tarfile
 import tempfile
 import time
 import traceback
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import gpu_cache
 import gpu_goals
 import gpu_records
 
 ROOT = Path(__file__).resolve().parent.parent
 SHARES = {
-    "hopper": 15,
-    "correctness": 20,
-    "compile": 6,
+    "hopper": 20,
+    "correctness": 26,
+    "compile": 4,
+    "attention": 34,
+    "decode": 10,
+    "throughput": 16,
+    "sweep": 12,
     "attention_tune": 4,
-    "attention": 26,
-    "attention_slow": 7,
     "attention_fp32": 3,
-    "decode": 14,
-    "throughput": 18,
-    "step": 10,
+    "step": 8,
+    "counters": 8,
+    "sanitizer": 8,
 }
-SANITIZER = "compute-sanitizer"  # NVIDIA's; where it is not installed gpu.json says so, which is no failure
-SHARES["sanitizer"] = 6
+# NVIDIA's tools; where one is not installed gpu.json says so, which is no failure
+TOOLS = {"sanitizer": "compute-sanitizer", "counters": "ncu"}
+GLUON = "DIFF_TRANSFORMER_GLUON"
+CLOCKS = "clocks.sm,clocks.mem,temperature.gpu,power.draw,clocks_event_reasons.active"
+EVERY = 5.0  # seconds after which gpu.json is written again
 NOT_INSTALLED = "not installed"
 UNFINISHED = 3  # exit code of a stage that ended well with something left to do
+NOT_TRIED = "it could not be tried"  # in a row of the stage "hopper"
 ENDS = {0: "done", UNFINISHED: "unfinished"}
 SOFT = 0.85  # of a stage's time, after which it begins nothing new; at the whole of it it is stopped
 
@@ -52,6 +64,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--dry", action="store_true", help="tiny sizes on the CPU")
     parser.add_argument("--seconds", type=float, default=560, help="for all stages together")
     parser.add_argument("--stages", help="which, with commas between them; all by default")
+    parser.add_argument("--cache", type=Path, metavar="FILE", help="an archive of gpu_cache.py")
     parser.add_argument("--continue", type=Path, dest="earlier", metavar="FOLDER", help="records of an earlier call")
     given = parser.parse_args(arguments)
     stages = given.stages.split(",") if given.stages else list(SHARES)
@@ -64,13 +77,49 @@ def main(arguments: list[str] | None = None) -> int:
     folder.mkdir(parents=True, exist_ok=True)
     sys.path.insert(0, str(ROOT / "src"))
     os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT / "src"), *filter(None, [os.environ.get("PYTHONPATH")])])
+    print(preflight(given.cache), flush=True)
     status = run_stages(stages, given.seconds, given.dry, folder, given.earlier and given.earlier.resolve())
     print("\n".join(gpu_goals.goals_table(folder)))
     return status
 
 
+def preflight(cache: Path | None) -> str:
+    """Unpack the compiled kernels, if there are any; one line on whether Triton will find them, one on the GPU."""
+    said = "kernels are compiled here"
+    if cache is not None:
+        with tarfile.open(cache) as archive:
+            archive.extractall("/", members=gpu_cache.members(archive), filter="tar")
+        os.environ["TRITON_CACHE_DIR"] = str(gpu_cache.FOLDER)
+        made, here = gpu_cache.key_of_archive(), gpu_cache.key()
+        said = f"compiled kernels of {cache.name}: " + (
+            "their keys are those of this Triton" if made == here else f"NOT found, made by {made}, here is {here}"
+        )
+    return f"== {said}; {clocks() or 'no nvidia-smi'}"
+
+
+def clocks() -> str:
+    """Clocks in MHz, temperature in °C, power in W and the reasons that limit the clocks, as nvidia-smi says now."""
+    command = ["nvidia-smi", f"--query-gpu=name,driver_version,{CLOCKS}", "--format=csv,noheader,nounits"]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, timeout=20, check=True).stdout.strip()
+    except (OSError, subprocess.SubprocessError):
+        return ""
+
+
 def can_run(stage: str, dry: bool) -> bool:
-    return stage != "sanitizer" or dry or shutil.which(SANITIZER) is not None
+    return stage not in TOOLS or dry or shutil.which(TOOLS[stage]) is not None
+
+
+def switch_off_untried(folder: Path) -> None:
+    """Take the Hopper kernels that came to no verdict from later stages, of which each process would try them again."""
+    file = folder / "hopper.json"
+    record = json.loads(file.read_text()) if file.exists() else {"rows": [], "provenance": {}}
+    verdicts = Counter(row["form"] for row in record["rows"] if NOT_TRIED not in row["gate"])
+    planned = record["provenance"].get("forms", {})
+    tried = [kernels for kernels, count in planned.items() if verdicts[kernels] == count]
+    if len(tried) < len(planned) or not planned:
+        os.environ[GLUON] = ",".join(tried) or "0"
+        print(f"== {GLUON}={os.environ[GLUON]} from here on", flush=True)
 
 
 def run_stages(stages: list[str], seconds: float, dry: bool, folder: Path, earlier: Path | None = None) -> int:
@@ -85,15 +134,21 @@ def run_stages(stages: list[str], seconds: float, dry: bool, folder: Path, earli
         left = end - time.monotonic()
         share = SHARES[stage] / sum(SHARES[s] for s in stages[i:] if s == stage or can_run(s, dry))
         if not can_run(stage, dry):
-            outcome = {"status": NOT_INSTALLED, "error": f"{SANITIZER} was not found; it comes with the CUDA toolkit"}
+            outcome = {
+                "status": NOT_INSTALLED,
+                "error": f"{TOOLS[stage]} was not found; it comes with the CUDA toolkit",
+            }
         elif left > 1:
             print(f"== {stage}: {left * share:.0f} s", flush=True)
             outcome = run_stage(stage, left * share, dry, folder, earlier)
         else:
             outcome = {"status": "no time left"}
-        print(f"== {stage}: {outcome['status']}", flush=True)
+        outcome["clocks"] = clocks()
+        print(f"== {stage}: {outcome['status']}, {outcome['clocks']}", flush=True)
         summary.append({"stage": stage, **outcome})
         gpu_records.pack(folder, summary)
+        if stage == "hopper" and not dry:
+            switch_off_untried(folder)
     for line in summary:
         print(f"{line['stage']:16} {line['status']:13} {line.get('seconds', 0):6.1f} s")
     return int(any(line["status"] not in ("done", NOT_INSTALLED) for line in summary))
@@ -108,7 +163,9 @@ def run_stage(stage: str, budget: float, dry: bool, folder: Path, earlier: Path 
         context: Any = multiprocessing.get_context("fork" if dry else "spawn")
         process = context.Process(target=stage_process, args=(stage, dry, SOFT * budget, folder, earlier, error))
         process.start()
-        process.join(budget)
+        while process.is_alive() and (left := budget - (time.monotonic() - began)) > 0:
+            process.join(min(left, EVERY))
+            gpu_records.pack(folder, [])
         status = "stopped" if process.is_alive() else ENDS.get(process.exitcode, "failed")
         _kill(process)
         said = error.read_text()[-2000:] if error.exists() else ""

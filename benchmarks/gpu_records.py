@@ -16,12 +16,17 @@ ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 # Of benchmarks/results, and the stages whose records it holds.
 INSTALLED = {
-    "attention_gpu": ("attention_slow", "attention"),  # whose baselines are kept
+    "attention_gpu": ("attention",),
     "attention_gpu_fp32": ("attention_fp32",),
     "attention_tune_gpu": ("attention_tune",),
     "decode_gpu": ("decode",),
     "throughput_gpu": ("throughput",),
     "step_gpu": ("step",),
+    "hopper_gpu": ("hopper",),
+    "correctness_gpu": ("correctness",),
+    "sweep_gpu": ("sweep",),
+    "counters_gpu": ("counters",),
+    "sanitizer_gpu": ("sanitizer",),
 }
 SETTING = (
     "kind", "model", "fields", "compiled", "dtype", "batch", "heads", "kv_heads", "length", "cache", "width", "causal"
@@ -91,12 +96,15 @@ def merge_files(paths: list[Path], out: Path) -> None:
 
 
 def pack(folder: Path, stages: list[dict]) -> None:
-    """Write ``gpu.json`` into the folder: how the stages ended, and their records."""
-    paths = {line["stage"]: folder / f"{line['stage']}.json" for line in stages}
-    records = {stage: json.loads(path.read_text()) for stage, path in paths.items() if path.exists()}
+    """Write ``gpu.json`` into the folder: all records there, and how their stages ended, the latest end of each."""
+    file = folder / PACKED
+    ended = json.loads(file.read_text())["stages"] if file.exists() else []
+    latest = {line["stage"]: line for line in [*ended, *stages]}
+    paths = {path.stem: path for path in sorted(folder.glob("*.json")) if path != file}
     partial = folder / f"{PACKED}.partial"
-    partial.write_text(json.dumps({"stages": stages, "records": records}, indent=1) + "\n")
-    partial.replace(folder / PACKED)
+    records = {stage: json.loads(path.read_text()) for stage, path in paths.items()}
+    partial.write_text(json.dumps({"stages": list(latest.values()), "records": records}, indent=1) + "\n")
+    partial.replace(file)
 
 
 def unpack(file: Path, folder: Path) -> Path:

@@ -10,6 +10,7 @@ import os
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor, as_completed
 from dataclasses import asdict
@@ -17,11 +18,12 @@ from pathlib import Path
 
 import torch
 
+import gpu_sweep
 from diff_transformer.bench import decode as decoding
 from diff_transformer.bench import generation, timing
 from diff_transformer.bench import throughput as pair_throughput
 from diff_transformer.bench.attention import LOST, DeviceLost, calls, run_attention_benchmark, verdict
-from diff_transformer.bench.contenders import KERNELS, VARIANTS, Gate, backend_contender, shape_inputs, wait_for_device
+from diff_transformer.bench.contenders import VARIANTS, Gate, backend_contender, shape_inputs, wait_for_device
 from diff_transformer.bench.decode import run_decode_benchmark
 from diff_transformer.bench.record import collect, machine
 from diff_transformer.bench.run import cells
@@ -33,14 +35,13 @@ from diff_transformer.ops import available_backends, dispatch, gluon
 from diff_transformer.ops.gluon import self_test
 from gpu_records import Unfinished, setting, settings_of
 
-# What is experimental, and what takes longest, first.
+# What is experimental, and what takes longest, first. Files are named, since to collect all tests takes long.
 TESTS = {
     "for a GPU": [
         "-m",
         "gpu",
         "tests/ops/gluon/test_kernels.py",
-        *(f"tests/ops/triton/test_{name}" for name in ("decode_gpu.py", "attention_gpu.py::test_long")),
-        "tests/ops",
+        *(f"tests/ops/triton/test_{name}_gpu.py" for name in ("decode", "attention")),
     ],
     "of the kernels anywhere": [
         "-m",
@@ -54,18 +55,21 @@ DRY_TESTS = {
 }
 FIRST_TESTS = 0.7  # of the stage's time
 WORKERS = 14  # compiling is most of the time of a test, and of the stage that does nothing else
-SLOW = ("reference", "blockwise", "flex")  # on a GPU: they have a stage of their own
+PUBLIC = ("flash", "cudnn")  # kernels of SDPA; the others are slower, and are timed on request
+SLOW = ("reference", "blockwise", "flex")  # to run or to compile; not timed on a GPU
 TINY = "1x2x40x8,1x2x33x8n"
 TINY_PAIR = pair_throughput.ThroughputSetting("debug", 2, 32, layers=1, dtype=torch.float32)
+NCU = ("ncu", "--clock-control", "none", "--set", "full", "--import-source", "no")
 UNSUPPORTED = b"Device not supported"  # what compute-sanitizer says, under a hypervisor for one
 NO_TESTS = 5  # pytest's exit status where nothing was collected
 
 
 def operator_shapes() -> list[Shape]:
     """The goals' length first, then half of it, then without the causal limit, then the other lengths."""
-    lengths = (4096, 2048, 8192, 16384, 1024, 32768, 512)
-    causal = [gpu_shape(length, width) for length in lengths for width in (128, 64, 96)]
-    return causal[:6] + [gpu_shape(4096, width, causal=False) for width in (128, 64, 96)] + causal[6:]
+    lengths = (4096, 2048, 16384, 1024, 8192, 512, 65536, 32768)
+    causal = [gpu_shape(length, width) for length in lengths for width in (128, 64)]
+    others = [gpu_shape(4096, width, causal=False) for width in (128, 64)] + [gpu_shape(4096, 96)]
+    return causal[:2] + others + causal[2:] + [gpu_shape(4096, 96, causal=False)]
 
 
 def hopper(dry: bool, seconds: float, out: Path, earlier: list[dict]) -> None:
@@ -93,7 +97,8 @@ def hopper(dry: bool, seconds: float, out: Path, earlier: list[dict]) -> None:
                 row = {"form": kernels, "width": width, "causal": causal, "dtype": "bfloat16"}
                 yield {**row, "gate": gate, "seconds": took}
 
-    record = collect("hopper", rows(), {"machine": machine(device.type)}, out=out, on_row=_say_row)
+    facts = {"machine": machine(device.type), "forms": Counter(kernels for kernels, *_ in forms)}
+    record = collect("hopper", rows(), facts, out=out, on_row=_say_row)
     failed = [row for row in record["rows"] if row["gate"] != "passed" and not refused[row["form"]]]
     if failed:
         raise SystemExit(f"{len(failed)} Hopper kernels fail, and are not used in what follows: see {out.name}")
@@ -218,18 +223,13 @@ def attention_tune(dry: bool, seconds: float, out: Path, earlier: list[dict]) ->
 def attention(dry: bool, seconds: float, out: Path, earlier: list[dict]) -> None:
     """Our backends against every kernel of softmax attention and both forms of FlashDiffAttn."""
     device = device_of(dry)
-    names = [n for n in available_backends(device, torch.bfloat16) if n not in SLOW or (dry and n == "blockwise")]
-    shapes = parse_shapes(TINY) if dry else operator_shapes()
-    _operator(dry, device, seconds, out, earlier, shapes, names, kernels=list(KERNELS), with_rivals=True)
+    names, shapes = timed_backends(dry, device), parse_shapes(TINY) if dry else operator_shapes()
+    _operator(dry, device, seconds, out, earlier, shapes, names, kernels=list(PUBLIC), with_rivals=True)
 
 
-def attention_slow(dry: bool, seconds: float, out: Path, earlier: list[dict]) -> None:
-    """The backends that are slow to compile or run, at two shapes, against SDPA's own choice."""
-    device = device_of(dry)
-    wanted = ("blockwise",) if dry else ("flex", "blockwise")
-    names = [n for n in wanted if n in available_backends(device, torch.bfloat16)]
-    shapes = parse_shapes(TINY)[:1] if dry else [gpu_shape(4096, 128), gpu_shape(4096, 64)]
-    _operator(dry, device, seconds, out, earlier, shapes, names, kernels=[], with_rivals=False)
+def timed_backends(dry: bool, device: str) -> list[str]:
+    names = available_backends(device, torch.bfloat16)
+    return [name for name in names if name not in SLOW or (dry and name == "blockwise")]
 
 
 def attention_fp32(dry: bool, seconds: float, out: Path, earlier: list[dict]) -> None:
@@ -259,9 +259,9 @@ def _operator(
         backends=names,
         kernels=kernels,
         with_rivals=with_rivals,
-        repeats=2 if dry else 20,
+        repeats=2 if dry else 15,
         seconds=seconds,
-        seconds_each=0.4,
+        seconds_each=0.2,
         out=out,
         on_row=_say("attention"),
     )
@@ -271,15 +271,17 @@ def _operator(
 def decode(dry: bool, seconds: float, out: Path, earlier: list[dict]) -> None:
     """The operator over long caches, and generation by the pair of models."""
     shapes = [decoding.DecodeShape(2, 2, 1, 40, 8)] if dry else decoding.GPU_GRID
-    models = [generation.ModelSetting("debug", 1, 24, 4)] if dry else generation.GPU_MODELS
+    eager = [setting for setting in generation.GPU_MODELS if not setting.compiled]
+    models, device = [generation.ModelSetting("debug", 1, 24, 4)] if dry else eager, device_of(dry)
     record = run_decode_benchmark(
         left_of(shapes, earlier, kind="operator"),
         left_of(models, earlier, kind="model"),
-        device=device_of(dry),
-        kernels=list(KERNELS),
+        device=device,
+        backends=timed_backends(dry, device),
+        kernels=list(PUBLIC),
         repeats=2 if dry else 15,
         seconds=seconds,
-        seconds_each=0.3,
+        seconds_each=0.1,
         out=out,
         on_row=_say("decode"),
     )
@@ -288,13 +290,13 @@ def decode(dry: bool, seconds: float, out: Path, earlier: list[dict]) -> None:
 
 def throughput(dry: bool, seconds: float, out: Path, earlier: list[dict]) -> None:
     """Table 7."""
-    settings = [TINY_PAIR] if dry else pair_throughput.GPU_SETTINGS
+    settings = [TINY_PAIR] if dry else [s for s in pair_throughput.GPU_SETTINGS if not s.compiled]
     record = pair_throughput.run_throughput_benchmark(
         left_of(settings, earlier),
         device=device_of(dry),
         repeats=2 if dry else 9,
         seconds=seconds,
-        seconds_each=8,
+        seconds_each=3,
         out=out,
         on_row=_say("throughput"),
     )
@@ -312,6 +314,29 @@ def step(dry: bool, seconds: float, out: Path, earlier: list[dict]) -> None:
         out=out,
         on_row=_say("step"),
     )
+
+
+def sweep(dry: bool, seconds: float, out: Path, earlier: list[dict]) -> None:
+    """Other tiles of the plain Triton kernels beside those in use."""
+    device = device_of(dry)
+    rows = gpu_sweep.rows(device, seconds, repeats=2 if dry else 9)
+    _finish(collect("sweep", rows, {"machine": machine(device)}, out=out, on_row=_say_row))
+
+
+def counters(dry: bool, seconds: float, out: Path, earlier: list[dict]) -> None:
+    """Hardware counters of each kernel at the goals' shapes, by ncu; the output as it is."""
+    device = device_of(dry)
+
+    def rows() -> Iterator[dict]:
+        end = time.monotonic() + seconds
+        for i, width in enumerate((128, 64)):
+            under = [] if dry else [*NCU, "--profile-from-start", "off", "-k", "regex:fwd_|bwd_|forward_kernel"]
+            command = [*under, sys.executable, str(Path(__file__).with_name("gpu_sweep.py")), device, str(width)]
+            yield {"width": width, **run_sanitized(command, max(1.0, (end - time.monotonic()) / (2 - i)), 60_000)}
+
+    record = collect("counters", rows(), {"machine": machine(device)}, out=out, on_row=_say_gate)
+    if any(row["gate"] != "passed" for row in record["rows"]):
+        raise Unfinished(f"ncu: {[row['gate'] for row in record['rows']]}")
 
 
 def sanitizer(dry: bool, seconds: float, out: Path, earlier: list[dict]) -> None:
@@ -335,16 +360,19 @@ def sanitizer(dry: bool, seconds: float, out: Path, earlier: list[dict]) -> None
         raise Unfinished(f"compute-sanitizer: {gates}")
 
 
-def run_sanitized(command: list[str], seconds: float) -> dict:
-    """The verdict of a row and the last lines of its output."""
+def run_sanitized(command: list[str], seconds: float, kept: int = 4000) -> dict:
+    """The verdict of a row and the end of its output. Every tensor has memory of its own, so that overruns show."""
+    environment = {**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
     try:
-        done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=seconds)
+        done = subprocess.run(
+            command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=seconds, env=environment
+        )
         gate, output = "passed" if done.returncode == 0 else f"failed: exit status {done.returncode}", done.stdout
         if UNSUPPORTED in output:
             gate = "not tried: the tool does not support this device"
     except subprocess.TimeoutExpired as stopped:
         gate, output = "unfinished", stopped.stdout or b""
-    return {"gate": gate, "output": output.decode(errors="replace")[-4000:]}
+    return {"gate": gate, "output": output.decode(errors="replace")[-kept:]}
 
 
 def left_of(items: list, earlier: list[dict], **fields) -> list:
@@ -382,6 +410,10 @@ def _say(name: str) -> Callable[[dict], None]:
     return lambda row: print("  ".join(cell for cell in cells(name, row) if cell), flush=True)
 
 
+def _say_gate(row: dict) -> None:
+    print({name: value for name, value in row.items() if name != "output"}, flush=True)
+
+
 def _say_row(row: dict) -> None:
     print("  ".join(map(str, row.values())), flush=True)
 
@@ -392,10 +424,11 @@ STAGES: dict[str, Callable[[bool, float, Path, list[dict]], None]] = {
     "compile": compile_kernels,
     "attention_tune": attention_tune,
     "attention": attention,
-    "attention_slow": attention_slow,
     "attention_fp32": attention_fp32,
     "decode": decode,
     "throughput": throughput,
     "step": step,
+    "sweep": sweep,
+    "counters": counters,
     "sanitizer": sanitizer,
 }

@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import tarfile
 import time
 from pathlib import Path
 
@@ -34,13 +35,14 @@ def test_dry_run_of_every_stage(tmp_path):
         "hopper",
         "correctness",
         "compile",
-        "attention_tune",
         "attention",
-        "attention_slow",
-        "attention_fp32",
         "decode",
         "throughput",
+        "sweep",
+        "attention_tune",
+        "attention_fp32",
         "step",
+        "counters",
         "sanitizer",
     ]
     assert [(line["stage"], line["status"]) for line in summary] == [(stage, "done") for stage in stages]
@@ -97,14 +99,14 @@ def gpu(monkeypatch):
         out.write_text(json.dumps({"rows": [{"batch": 2, "backend": "a", "us": len(earlier)}], "child": child.pid}))
         raise gpu.gpu_records.Unfinished("out of time before the rest")
 
-    stages = {"correctness": fine, "attention": broken, "attention_slow": killed, "decode": endless, "throughput": fine}
+    stages = {"correctness": fine, "attention": broken, "compile": killed, "decode": endless, "throughput": fine}
     stages["step"] = unfinished
     monkeypatch.setattr(gpu_stages, "STAGES", stages)
     return gpu
 
 
 def test_a_stage_that_breaks_or_dies_is_recorded_and_the_next_one_runs(gpu, tmp_path):
-    stages = ["attention", "attention_slow", "correctness"]
+    stages = ["attention", "compile", "correctness"]
     assert gpu.run_stages(stages, 60, True, tmp_path) == 1
     broken, killed, fine = ends(tmp_path)
     assert broken["status"] == "failed"
@@ -135,6 +137,72 @@ def test_hopper_kernels_that_fail_fail_the_stage(gpu, tmp_path, monkeypatch):
     assert {(form, gate) for (form, *_), gate in said.items()} == {
         ("forward", "passed"), ("two_pass", "passed"), ("one_pass", "failed: too old"),
     }  # fmt: skip
+
+
+def test_hopper_kernels_that_came_to_no_verdict_are_not_tried_again(gpu, tmp_path, monkeypatch):
+    monkeypatch.setenv(gpu.GLUON, "1")
+    planned = {"forward": 2, "two_pass": 1, "one_pass": 1}
+    rows = [
+        {"form": "forward", "gate": "passed"},
+        {"form": "forward", "gate": "failed: it is off by 1"},  # a verdict: kept, and not tried again
+        {"form": "two_pass", "gate": "failed: it could not be tried: it has not ended after 20 s"},
+    ]  # one_pass: the stage was stopped before
+    (tmp_path / "hopper.json").write_text(json.dumps({"rows": rows, "provenance": {"forms": planned}}))
+    gpu.switch_off_untried(tmp_path)
+    assert os.environ[gpu.GLUON] == "forward"
+    gpu.switch_off_untried(tmp_path / "nowhere")
+    assert os.environ[gpu.GLUON] == "0"
+    for row in rows:
+        row["gate"] = "passed"
+    monkeypatch.setenv(gpu.GLUON, "1")
+    done = {"rows": [*rows, {"form": "one_pass", "gate": "passed"}], "provenance": {"forms": planned}}
+    (tmp_path / "hopper.json").write_text(json.dumps(done))
+    gpu.switch_off_untried(tmp_path)
+    assert os.environ[gpu.GLUON] == "1"
+
+
+def test_one_file_keeps_the_stages_of_earlier_calls(gpu, tmp_path):
+    gpu.run_stages(["correctness"], 60, True, tmp_path)
+    gpu.run_stages(["step", "throughput"], 60, True, tmp_path)
+    assert [line["stage"] for line in ends(tmp_path)] == ["correctness", "step", "throughput"]
+    assert set(json.loads((tmp_path / "gpu.json").read_text())["records"]) == {"correctness", "step", "throughput"}
+
+
+def test_one_file_is_current_while_a_stage_runs(gpu, tmp_path, monkeypatch):
+    monkeypatch.setattr(gpu, "EVERY", 0.1)
+    seen = []
+    pack = gpu.gpu_records.pack
+
+    def packed(folder, stages):
+        pack(folder, stages)
+        seen.append(json.loads((folder / "gpu.json").read_text()))
+
+    monkeypatch.setattr(gpu.gpu_records, "pack", packed)
+    gpu.run_stages(["decode"], 2, True, tmp_path)
+    assert "decode" in seen[-2]["records"], "before the stage has ended"
+
+
+def test_a_cache_of_compiled_kernels_is_unpacked_into_its_folder_alone(gpu, tmp_path, monkeypatch):
+    pytest.importorskip("triton", reason="its version is part of the key")
+    folder = tmp_path / "cache"
+    monkeypatch.setattr(gpu.gpu_cache, "FOLDER", folder)
+    monkeypatch.setattr(gpu.gpu_cache, "KEY", folder / "key.json")
+    monkeypatch.setenv("TRITON_CACHE_DIR", "")
+    (tmp_path / "other").write_text("not a kernel")
+    folder.mkdir()
+    with tarfile.open(tmp_path / "cache.tar.xz", "w:xz") as archive:
+        for path, text in ((folder / "key.json", f'"{gpu.gpu_cache.key()}"'), (folder / "a.cubin", "kernel")):
+            path.write_text(text)
+            archive.add(path)
+        archive.add(tmp_path / "other")
+    for path in (folder / "key.json", folder / "a.cubin", tmp_path / "other"):
+        path.unlink()
+    assert "their keys are those of this Triton" in gpu.preflight(tmp_path / "cache.tar.xz")
+    assert os.environ["TRITON_CACHE_DIR"] == str(folder)
+    assert (folder / "a.cubin").read_text() == "kernel"
+    assert not (tmp_path / "other").exists()
+    monkeypatch.setattr(gpu.gpu_cache, "key", lambda: "another")
+    assert "NOT found, made by" in gpu.preflight(tmp_path / "cache.tar.xz")
 
 
 def ended(process):

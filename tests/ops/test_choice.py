@@ -36,6 +36,30 @@ def test_auto_on_the_cpu_is_blockwise(called):
     assert called == ["blockwise"]
 
 
+def test_auto_is_the_same_compiled_and_another_exported():
+    """torch.compile of torch 2.11 takes torch.compiler.is_exporting() for True."""
+    x = make_inputs(T=5, requires_grad=False)
+    graphs = []
+
+    def keep(graph, example_inputs):
+        graphs.append(graph)
+        return graph
+
+    expected = diff_attention(*x)
+    assert torch.equal(torch.compile(diff_attention, backend=keep, fullgraph=True)(*x), expected)
+    assert any("diff_transformer.blockwise" in str(node.target) for graph in graphs for node in graph.graph.nodes)
+
+    class Attend(torch.nn.Module):
+        def forward(self, *x):
+            return diff_attention(*x)
+
+    for strict in (False, True):
+        program = torch.export.export(Attend(), tuple(x), strict=strict)
+        operators = {str(node.target) for node in program.graph.nodes if node.op == "call_function"}
+        assert not any("diff_transformer" in name for name in operators)
+        torch.testing.assert_close(program.module()(*x), expected)
+
+
 @pytest.mark.parametrize("name", ["DIFF_TRANSFORMER_TUNE", "DIFF_TRANSFORMER_GLUON"])
 def test_a_bad_environment_variable_is_refused_where_nothing_reads_it(monkeypatch, name):
     monkeypatch.setenv(name, "maybe")

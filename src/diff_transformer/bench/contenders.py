@@ -19,12 +19,13 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from diff_transformer.bench.record import free_memory
 from diff_transformer.bench.shapes import SHORTER, Shape
-from diff_transformer.ops import diff_attention, gluon
+from diff_transformer.ops import diff_attention, gluon, sdpa
 from diff_transformer.ops.triton.call import Call
 from diff_transformer.testing import Inputs, assert_within_budget, eager_diff_attention, make_inputs
 
 BASELINE = "softmax"
 RIVAL = "FlashDiffAttn"
+JOINED = "one call"
 KERNELS = {
     "flash": SDPBackend.FLASH_ATTENTION,
     "cudnn": SDPBackend.CUDNN_ATTENTION,
@@ -91,6 +92,16 @@ def flash_diff_attention(form: int, kernel: str | None) -> Callable[..., Tensor]
     return function
 
 
+def one_call(plan: sdpa.Form) -> Callable[..., Tensor]:
+    """Both maps in one call of SDPA, with keys [k1|k2] and queries [q1|0] and [0|q2]."""
+
+    def function(q1, q2, k1, k2, v, lam, *, is_causal: bool = False) -> Tensor:
+        scale = q1.shape[-1] ** -0.5
+        return sdpa.attend(q1, q2, k1, k2, v, lam, None, is_causal, None, scale, plan, strict=True)
+
+    return function
+
+
 def default_kernel(q: Tensor, k: Tensor, v: Tensor, is_causal: bool, enable_gqa: bool = False) -> str:
     """Name of the kernel that SDPA chooses for these tensors."""
     chosen = torch._fused_sdp_choice(q, k, v, is_causal=is_causal, enable_gqa=enable_gqa)
@@ -108,8 +119,12 @@ def baselines(shape: Shape, inputs: tuple[Tensor, Tensor, Tensor], kernels: list
 
 
 def rivals(x: Inputs, is_causal: bool, kernels: list[str]) -> list[Contender]:
-    """FlashDiffAttn_1 and _2 on SDPA's choice, and on each of the other ``kernels``."""
+    """FlashDiffAttn_1 and _2 on SDPA's choice and on each of the other ``kernels``; both maps in one call of these."""
     found = []
+    for plan in sdpa.forms(x.q1, x.q2, x.k1, x.k2, x.v, None, is_causal, None):
+        if plan.joined and plan.kernel in kernels:
+            name, facts = named(JOINED, plan.kernel), {"sdpa": plan.kernel}
+            found.append(Contender(name, "rival", one_call(plan), tuple(x), is_causal, facts=facts))
     for form in (1, 2):
         chosen = default_kernel(x.q1, x.k1, x.v.chunk(form, dim=-1)[0], is_causal)
         for k in (None, *(k for k in kernels if k not in (chosen, "math"))):

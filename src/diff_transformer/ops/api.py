@@ -154,7 +154,7 @@ def choose(
     transform = active_transform()
     if transform is not None:
         return Choice("reference"), f"inside {transform}"
-    if torch.compiler.is_exporting():
+    if exporting():
         return Choice("sdpa"), "an exported program must load without this package's operators"
     device = tensors[0].device.type
     if device == "cpu" and device not in MEASURED:
@@ -174,6 +174,14 @@ def refuse_missing_gradients(backend: str, tensors: tuple[Tensor, ...], lam: Ten
         reason = flex.no_gradients_reason(lam.device)
         if needing and reason is not None:
             raise NotImplementedError(f"{', '.join(needing)} require grad: {reason}")
+
+
+def exporting() -> bool:
+    """Whether the call is being exported. torch.compile of torch 2.11 takes torch.compiler.is_exporting for True."""
+    return torch.compiler._is_exporting_flag
+
+
+exporting._dynamo_marked_constant = True  # ty: ignore[missing-attribute]
 
 
 @cache

@@ -99,7 +99,7 @@ def diff_attention_varlen(
     with autocast_off(q1.device.type):
         if at_once:
             documents = Documents(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
-            if backend == "auto" and q1.device.type in api.MEASURED and not torch.compiler.is_exporting():
+            if backend == "auto" and q1.device.type in api.MEASURED and not api.exporting():
                 choice = on_gpu.choose(tensors, arguments, documents)
             out = backends.attend_packed(choice, tensors, arguments, documents)
         else:

@@ -1,0 +1,393 @@
+"""Compiles what benchmarks/gpu.py and the GPU tests launch on a Hopper GPU, without one, into a Triton cache to carry.
+
+python benchmarks/gpu_cache.py OUT.tar.xz          # on the GPU's machine: tar xJf OUT.tar.xz -C /
+TRITON_CACHE_DIR=/tmp/diff-transformer-triton python benchmarks/gpu.py
+
+Triton finds a compiled kernel by its source with line numbers, the launch's types and constants, and its own files. So
+a cache serves one commit and one version of Triton: run this with the Triton of that machine. Group files name
+absolute paths, hence the fixed folder. A kernel that is missing is compiled there, in some seconds.
+"""
+
+import argparse
+import hashlib
+import importlib
+import importlib.util
+import multiprocessing
+import os
+import sys
+import tarfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+from unittest.mock import patch
+
+FOLDER = Path("/tmp/diff-transformer-triton")
+KEY = FOLDER / "key.json"  # of the Triton that compiled
+KEPT = (".cubin", ".ptx", ".json")  # what a launch reads
+ROOT = Path(__file__).resolve().parent.parent
+MULTIPROCESSORS = 132
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("out", type=Path, help="the archive, .tar.xz")
+    parser.add_argument("--jobs", type=int, default=2)
+    parser.add_argument("--limit", type=int, default=10**9, help="compile so many kernels only")
+    given = parser.parse_args(arguments)
+    os.environ.pop("TRITON_INTERPRET", None)
+    os.environ |= {"TRITON_CACHE_DIR": str(FOLDER), "DIFF_TRANSFORMER_TUNE": "0"}
+    FOLDER.mkdir(parents=True, exist_ok=True)
+    context, began = multiprocessing.get_context("spawn"), time.monotonic()
+    workers = [context.Process(target=compile_share, args=(i, given.jobs, given.limit)) for i in range(given.jobs)]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join()
+    KEY.write_text(f'"{key()}"')
+    with tarfile.open(given.out, "w:xz") as archive:
+        for path in sorted(FOLDER.rglob("*")):
+            if path.suffix in KEPT:
+                archive.add(path)
+    print(f"{given.out}: {given.out.stat().st_size / 2**20:.1f} MiB, {time.monotonic() - began:.0f} s")
+    return int(any(worker.exitcode for worker in workers))
+
+
+def key() -> str:
+    """What Triton puts into the key of every kernel: its version, and a digest of its files."""
+    import triton
+    from triton.runtime.cache import triton_key
+
+    return f"{triton.__version__}-{hashlib.sha256(triton_key().encode()).hexdigest()[:16]}"
+
+
+def key_of_archive() -> str:
+    """``key`` of the Triton that made the unpacked cache."""
+    return KEY.read_text().strip('"') if KEY.exists() else "an unknown Triton"
+
+
+def members(archive: tarfile.TarFile) -> Iterator[tarfile.TarInfo]:
+    """The files of an archive that lie in ``FOLDER``, beside which nothing is unpacked."""
+    for member in archive:
+        if member.isfile() and Path("/", member.name).is_relative_to(FOLDER) and ".." not in member.name:
+            yield member
+
+
+def compile_share(share: int, shares: int, limit: int) -> None:
+    """Compile every ``shares``-th kernel, beginning with number ``share``."""
+    sys.path[:0] = [str(ROOT / "src"), str(ROOT / "benchmarks"), str(ROOT / "tests" / "helpers")]
+    from triton.runtime import driver
+
+    driver.set_active(Hopper())
+    seen: set[tuple] = set()
+
+    def compile_once(kernel: Any, grid: tuple, given: Any, constants: dict[str, Any]) -> Any:
+        from diff_transformer.ops.triton.metadata import describe
+
+        launch = describe(kernel, given, constants)
+        key = (launch.kernel, *(str(sorted(part.items(), key=str)) for part in launch[1:]))
+        if key not in seen:
+            seen.add(key)
+            if len(seen) % shares == share and len(seen) <= limit:
+                kernel.warmup(*given, grid=grid, **constants)
+        return Nothing
+
+    failed = 0
+    with as_on_hopper(compile_once):
+        for name, run in launches():
+            began, before = time.monotonic(), len(seen)
+            try:
+                run()
+            except Exception as error:
+                failed += 1
+                print(f"{name}: {type(error).__name__}: {error}"[:300], flush=True)
+            if share == 0 and len(seen) > before:
+                print(f"{name}: {len(seen)} kernels, {time.monotonic() - began:.1f} s", flush=True)
+    sys.exit(int(failed > 0))
+
+
+class Hopper:
+    """Stands for the driver of a Hopper GPU, so that ``kernel.warmup`` compiles exactly what a launch there would."""
+
+    launcher_cls = None
+
+    def get_current_target(self):
+        from triton.backends.compiler import GPUTarget
+
+        return GPUTarget("cuda", 90, 32)
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int | None = None) -> int:
+        return 0
+
+    def get_device_interface(self):
+        import torch
+
+        return torch.cpu
+
+    def get_active_torch_device(self):
+        import torch
+
+        return torch.device("cpu")
+
+    def map_python_to_cpp_type(self, name: str) -> str:
+        return name
+
+
+class Nothing:
+    """Stands for a compiled kernel."""
+
+    n_spills = 0
+    asm: dict[str, str] = {"ptx": ""}  # noqa: RUF012
+
+
+def as_on_hopper(launch: Callable[..., Any]) -> ExitStack:
+    """Context manager in which every decision falls as on a Hopper GPU, and ``launch`` gets what would be launched."""
+    from diff_transformer.ops import gluon
+    from diff_transformer.ops.gluon import backward as gluon_backward
+    from diff_transformer.ops.gluon import forward as gluon_forward
+    from diff_transformer.ops.gluon import support
+    from diff_transformer.ops.triton import backward, configurations, decode, deltas, forward, launching, operator
+
+    def refused(device: Any, kernels: str) -> str | None:
+        return support.SWITCH if support.switched_off(kernels) else None
+
+    def decodable(*given: Any, known: Callable[..., str | None] = decode.unsupported_reason) -> str | None:
+        reason = known(*given)
+        return None if reason is not None and "runs on CUDA" in reason else reason
+
+    replaced: list[tuple[Any, str, Any]] = [
+        *((module, "launch", launch) for module in (forward, backward, deltas, decode, gluon_forward, gluon_backward)),
+        (configurations, "INTERPRETED", False),
+        (configurations, "table_of", lambda device: configurations.HOPPER),
+        (launching, "INTERPRETED", True),
+        (operator, "INTERPRETED", False),
+        (decode, "multiprocessors", lambda device: MULTIPROCESSORS),
+        (decode, "unsupported_reason", decodable),
+        (gluon, "unsupported_device", refused),
+        (gluon, "failed_self_test", lambda *given: None),
+        (operator, "_gluon_forward", lambda call: gluon.unsupported_reason(call) is None),
+        (operator, "_gluon_backward", lambda call, one, passes: gluon.unsupported_backward_reason(call, one) is None),
+        (operator, "_test_backward_early", lambda *given: None),
+        (operator, "_announce", lambda *given: None),
+    ]
+    stack = ExitStack()
+    triton = importlib.import_module("diff_transformer.ops.triton")
+    stack.enter_context(patch.object(triton, "_unsupported_device", lambda device, index: None))
+    for module, name, value in replaced:
+        stack.enter_context(patch.object(module, name, value))
+    return stack
+
+
+def launches() -> Iterator[tuple[str, Callable[[], object]]]:
+    """Calls that launch what the stages and tests launch, by name, the stages first."""
+    yield from of_stages()
+    yield from of_hopper_tests()
+    yield from of_attention_tests()
+    yield from of_decode_tests()
+    yield from of_sanitizer()
+    yield from of_sweep()
+
+
+def of_stages() -> Iterator[tuple[str, Callable[[], object]]]:
+    import torch
+
+    import gpu_stages
+    from diff_transformer.bench.contenders import VARIANTS, shape_inputs
+    from diff_transformer.bench.decode import GPU_GRID
+    from diff_transformer.bench.shapes import Shape
+    from diff_transformer.model.cores import pair_heads
+    from diff_transformer.ops import diff_attention, diff_attention_decode
+
+    def both(attend: Callable[[], Any], inputs: tuple) -> None:
+        with torch.no_grad():
+            attend()
+        out = attend()
+        torch.autograd.grad(out, inputs, torch.randn_like(out))
+
+    def attention(shape: Shape, variant: str | None, dtype: torch.dtype) -> None:
+        x = shape_inputs(shape, dtype, "cpu")
+        with VARIANTS[variant]():
+            both(lambda: diff_attention(*x, is_causal=shape.causal, backend="triton"), x)
+
+    for shape in gpu_stages.compiled_shapes(False):
+        for variant in VARIANTS:
+            yield f"attention {shape} {variant}", lambda s=shape, v=variant: attention(s, v, torch.bfloat16)
+    for width, heads in ((128, 12), (64, 16)):
+        for length in (128, 555):
+            for variant in (None, "one_pass"):
+                shape = Shape(2, heads, length, width)
+                yield f"fp32 {shape} {variant}", lambda s=shape, v=variant: attention(s, v, torch.float32)
+
+    def decode(batch: int, heads: int, kv_heads: int, cache: int, width: int, dtype: torch.dtype) -> None:
+        q = torch.empty(batch, 2 * heads, 1, width, dtype=dtype)
+        k = torch.empty(batch, 2 * kv_heads, cache, width, dtype=dtype)
+        v = torch.empty(batch, kv_heads, cache, 2 * width, dtype=dtype)
+        with torch.inference_mode():
+            diff_attention_decode(*pair_heads(q, k), v, torch.full((), 0.3), backend="triton")
+
+    kinds = {}
+    for s in GPU_GRID:  # empty memory is not touched, so that long caches cost nothing
+        kinds.setdefault((s.batch, s.heads, s.kv_heads, s.cache, s.width), s)
+    for kind in kinds:
+        if kind[0] * kind[2] * kind[3] * kind[4] < 2**31:
+            yield f"decode {kind}", lambda kind=kind: decode(*kind, torch.bfloat16)
+
+    def projected(width: int, heads: int, length: int, variant: str | None, scalar: bool) -> None:
+        """Strides as after the models' projections, and one lambda for all heads."""
+        q = torch.randn(1, length, 2 * heads, width).bfloat16().transpose(1, 2).requires_grad_()
+        v = torch.randn(1, length, heads, 2 * width).bfloat16().transpose(1, 2).requires_grad_()
+        lam = torch.full((), 0.3, requires_grad=True)
+        q1, q2, k1, k2 = pair_heads(q, q)
+        with VARIANTS[variant]():
+            both(lambda: diff_attention(q1, q2, k1, k2, v, lam, is_causal=True, backend="triton"), (q, v, lam))
+
+    for width, heads in ((128, 12), (64, 16), (96, 8), (64, 4)):
+        for variant in VARIANTS:
+            yield f"model {width} {variant}", lambda w=width, h=heads, v=variant: projected(w, h, 512, v, True)
+
+
+def of_attention_tests() -> Iterator[tuple[str, Callable[[], object]]]:
+    import torch
+
+    from diff_transformer.ops.triton import backward_form
+
+    tests = loaded("tests/ops/triton/test_attention_gpu.py")
+    tests.DEVICE = "cpu"
+    half, causal = tests.HALF, tests.CAUSAL
+    by_triton = tests.by("triton")
+
+    def run(options: dict, plain: bool = False, form: str | None = None, **sizes: Any) -> None:
+        with ExitStack() as stack:
+            if plain:
+                stack.enter_context(patch.dict(os.environ, {"DIFF_TRANSFORMER_GLUON": "0"}))
+            if form is not None:
+                stack.enter_context(backward_form(form))
+            tests.run(by_triton, tests.inputs(**sizes), options)
+
+    for dtype in (*half, torch.float32):
+        for D in (64, 128):
+            for case, (sizes, options) in tests.FEATURES.items():
+                given = {"dtype": dtype, "D": D} | sizes
+                yield f"contract {dtype} {D} {case}", lambda o=options, g=given: run(o(), **g)
+        for D, Dv in tests.WIDTHS:
+            given = {"dtype": dtype, "B": 1, "H": 2, "T": 333, "D": D, "Dv": Dv}
+            yield f"widths {dtype} {D} {Dv}", lambda g=given: run(causal, **g)
+    for dtype in half:
+        for D in (64, 128):
+            for form in ("two_pass", "one_pass"):
+                for case in tests.PLAIN:
+                    sizes, options = tests.FEATURES[case]
+                    given = {"dtype": dtype, "D": D} | sizes
+                    yield f"plain {dtype} {D} {form}", lambda o=options, g=given, f=form: run(o(), True, f, **g)
+                for shared in (False, True):
+                    yield (
+                        f"documents {dtype} {D} {form}",
+                        lambda a=(dtype, D, shared), f=form: documents(tests, *a, f),
+                    )
+            given = {"dtype": dtype, "D": D, "Hn": 2, "G": 1}
+            yield f"one pass {dtype} {D}", lambda g=given: run(causal, form="one_pass", **g)
+            given = {"dtype": dtype, "D": D, "B": 1, "H": 1, "T": 4096}
+            for form in ("two_pass", "one_pass"):
+                yield f"long {dtype} {D}", lambda g=given, f=form: run(causal, form=f, **g)
+
+
+def documents(tests: ModuleType, dtype: Any, D: int, shared: bool, form: str) -> None:
+    import torch
+
+    from diff_transformer.ops import diff_attention_varlen
+    from diff_transformer.ops.triton import backward_form
+
+    x, ends = tests.packed(dtype, D, shared), torch.tensor(tests.ENDS, dtype=torch.int32)
+    longest = tests.ENDS[1]
+
+    def attend(*x: Any, **options: Any) -> Any:
+        return diff_attention_varlen(*x, ends, ends, longest, longest, backend="triton", **options)
+
+    with patch.dict(os.environ, {"DIFF_TRANSFORMER_GLUON": "0"}), backward_form(form):
+        tests.run(attend, x, tests.CAUSAL)
+
+
+def of_decode_tests() -> Iterator[tuple[str, Callable[[], object]]]:
+    import torch
+
+    from diff_transformer.ops import diff_attention_decode
+    from diff_transformer.testing import make_inputs
+
+    tests = loaded("tests/ops/triton/test_decode_gpu.py")
+
+    def decode(**sizes: Any) -> None:
+        given = {"B": 2, "H": 4, "T": 1, "D": 64, "requires_grad": False} | sizes
+        diff_attention_decode(*make_inputs(**given), backend="triton")
+
+    for dtype in (torch.bfloat16, torch.float16, torch.float32):
+        for S in tests.LENGTHS:
+            for sizes in tests.SIZES:
+                yield f"decode test {dtype} {S}", lambda g={"dtype": dtype, "S": S} | sizes: decode(**g)
+
+
+def of_hopper_tests() -> Iterator[tuple[str, Callable[[], object]]]:
+    import torch
+
+    from diff_transformer.ops.gluon import backward, forward, support, verify
+    from diff_transformer.ops.triton.call import Call
+    from diff_transformer.testing import make_inputs
+
+    def run(D: int, dtype: torch.dtype, causal: bool, form: str) -> None:
+        x = make_inputs(2, 2, 63, D, S=63, G=1, dtype=dtype, strided=True, requires_grad=False)
+        dout = torch.randn(2, 2, 63, 2 * D).to(dtype)
+        for given in verify.forms_of(x):
+            k2 = None if given.k2 is given.k1 else given.k2
+            call = Call(*given[:3], k2, *given[4:], scale=D**-0.5, is_causal=causal)
+            if form == "forward":
+                for save in (True, False):
+                    forward.attend_forward(call, save)
+            else:
+                saved = [dout, dout, torch.zeros(2, 2, 63), torch.zeros(2, 2, 63)]
+                backward.attend_backward(call, dout, saved, form == "one_pass")
+
+    for form in support.KERNELS:
+        for D in support.WIDTHS if form == "forward" else support.BACKWARD_WIDTHS:
+            for dtype in support.DTYPES:
+                for causal in (True, False):
+                    yield f"hopper {form} {D} {dtype}", lambda a=(D, dtype, causal, form): run(*a)
+
+
+def of_sanitizer() -> Iterator[tuple[str, Callable[[], object]]]:
+    import sanitized
+
+    for what in (sanitized.gluon_forms, sanitized.forms):
+        for name, run in what("cpu", "triton").items():
+            yield f"sanitizer {name}", run
+
+
+def of_sweep() -> Iterator[tuple[str, Callable[[], object]]]:
+    import gpu_sweep
+
+    def run(kernel: str, width: int, tile: Any) -> None:
+        from diff_transformer.ops.triton import backward
+
+        for launch in gpu_sweep.launches(kernel, width, tile, "cpu", 2, gpu_sweep.HEADS[width], 128):
+            backward.launch(*launch)  # what ``as_on_hopper`` put there
+
+    for (kernel, width), tiles in gpu_sweep.TILES.items():
+        for tile in tiles:
+            yield f"sweep {kernel} {width} {tuple(tile)}", lambda a=(kernel, width, tile): run(*a)
+
+
+def loaded(path: str) -> ModuleType:
+    """A file of tests as a module."""
+    spec = importlib.util.spec_from_file_location(Path(path).stem, ROOT / path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+if __name__ == "__main__":
+    sys.exit(main())
