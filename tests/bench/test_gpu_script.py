@@ -387,5 +387,6 @@ def test_shapes_of_the_goals_come_first(gpu):
     import gpu_stages
 
     shapes = gpu_stages.operator_shapes()
-    assert {(s.length, s.width) for s in shapes[:6]} == {(n, d) for n in (4096, 2048) for d in (64, 96, 128)}
-    assert {s.length for s in shapes} == {512, 1024, 2048, 4096, 8192, 16384, 32768}
+    assert [(s.length, s.width, s.causal) for s in shapes[:2]] == [(4096, 128, True), (4096, 64, True)]
+    assert {(s.length, s.width) for s in shapes[:7]} == {(4096, 96)} | {(n, d) for n in (4096, 2048) for d in (64, 128)}
+    assert {s.length for s in shapes if s.causal} == {512 * 2**i for i in range(8)}
