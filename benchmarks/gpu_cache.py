@@ -47,10 +47,12 @@ def main(arguments: list[str] | None = None) -> int:
     for worker in workers:
         worker.join()
     KEY.write_text(f'"{key()}"')
-    with tarfile.open(given.out, "w:xz") as archive:
+    partial = given.out.with_name(f"{given.out.name}.{os.getpid()}.partial")
+    with tarfile.open(partial, "w:xz", preset=2) as archive:
         for path in sorted(FOLDER.rglob("*")):
             if path.suffix in KEPT:
                 archive.add(path)
+    partial.replace(given.out)
     print(f"{given.out}: {given.out.stat().st_size / 2**20:.1f} MiB, {time.monotonic() - began:.0f} s")
     return int(any(worker.exitcode for worker in workers))
 
