@@ -35,13 +35,16 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", type=Path, help="the archive, .tar.xz")
     parser.add_argument("--jobs", type=int, default=2)
+    parser.add_argument("--only", default="", help="calls whose names begin so; what is compiled already is kept")
     parser.add_argument("--limit", type=int, default=10**9, help="compile so many kernels only")
     given = parser.parse_args(arguments)
     os.environ.pop("TRITON_INTERPRET", None)
     os.environ |= {"TRITON_CACHE_DIR": str(FOLDER), "DIFF_TRANSFORMER_TUNE": "0"}
     FOLDER.mkdir(parents=True, exist_ok=True)
     context, began = multiprocessing.get_context("spawn"), time.monotonic()
-    workers = [context.Process(target=compile_share, args=(i, given.jobs, given.limit)) for i in range(given.jobs)]
+    workers = [
+        context.Process(target=compile_share, args=(i, given.jobs, given.limit, given.only)) for i in range(given.jobs)
+    ]
     for worker in workers:
         worker.start()
     for worker in workers:
@@ -77,7 +80,7 @@ def members(archive: tarfile.TarFile) -> Iterator[tarfile.TarInfo]:
             yield member
 
 
-def compile_share(share: int, shares: int, limit: int) -> None:
+def compile_share(share: int, shares: int, limit: int, only: str = "") -> None:
     """Compile every ``shares``-th kernel, beginning with number ``share``."""
     sys.path[:0] = [str(ROOT / "src"), str(ROOT / "benchmarks"), str(ROOT / "tests" / "helpers")]
     from triton.runtime import driver
@@ -99,6 +102,8 @@ def compile_share(share: int, shares: int, limit: int) -> None:
     failed = 0
     with as_on_hopper(compile_once):
         for name, run in launches():
+            if not name.startswith(only):
+                continue
             began, before = time.monotonic(), len(seen)
             try:
                 run()
@@ -377,8 +382,9 @@ def of_sweep() -> Iterator[tuple[str, Callable[[], object]]]:
             backward.launch(*launch)  # what ``as_on_hopper`` put there
 
     for (kernel, width), tiles in gpu_sweep.TILES.items():
-        for tile in tiles:
-            yield f"sweep {kernel} {width} {tuple(tile)}", lambda a=(kernel, width, tile): run(*a)
+        for tile in (None, *tiles):
+            name = f"sweep {kernel} {width} {gpu_sweep.name_of(tile)}"
+            yield name, lambda a=(kernel, width, tile): run(*a)
 
 
 def loaded(path: str) -> ModuleType:

@@ -53,7 +53,7 @@ DRY_TESTS = {
     "of the reference": ["-m", "not slow and not gpu", "tests/ops/test_reference.py"],
     "of arguments": ["-m", "not slow and not gpu", "tests/ops/test_arguments.py"],
 }
-FIRST_TESTS = 0.7  # of the stage's time
+FIRST_TESTS = 0.9  # of the stage's time
 WORKERS = 14  # compiling is most of the time of a test, and of the stage that does nothing else
 PUBLIC = ("flash", "cudnn")  # kernels of SDPA; the others are slower, and are timed on request
 SLOW = ("reference", "blockwise", "flex")  # to run or to compile; not timed on a GPU

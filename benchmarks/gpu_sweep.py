@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from dataclasses import replace
 from typing import Any, NamedTuple
 from unittest.mock import patch
 
@@ -16,34 +17,45 @@ import torch
 
 from diff_transformer.bench.timing import interleaved_times
 from diff_transformer.ops import diff_attention
+from diff_transformer.ops.gluon import backward as gluon_backward
+from diff_transformer.ops.gluon import forward as gluon_forward
 from diff_transformer.ops.triton import backward, backward_form, configurations, forward, launching
 from diff_transformer.ops.triton.call import Call
 from diff_transformer.ops.triton.configurations import Configuration as C
 from diff_transformer.testing import make_inputs
 
-HEADS = {64: 16, 128: 12}  # of the models with these widths
-# The first of each is in use.
-TILES = {
-    ("forward", 64): [C(128, 32, 8, 3), C(128, 64, 8, 2), C(128, 64, 8, 3), C(64, 64, 4, 2), C(64, 64, 4, 3),
-                      C(128, 64, 8, 2, False), C(128, 64, 8, 3, False), C(128, 128, 8, 2, False),
-                      C(64, 64, 4, 3, False), C(64, 128, 4, 2, False), C(128, 32, 8, 4)],
-    ("forward", 128): [C(128, 32, 8, 2, False), C(128, 32, 8, 3, False), C(128, 64, 8, 2, False),
-                       C(128, 64, 8, 1, False), C(64, 64, 4, 2, False), C(64, 32, 4, 2, False),
-                       C(64, 64, 8, 2, False), C(64, 128, 8, 1, False)],
-    ("dkdv", 64): [C(32, 128, 8, 2, False), C(64, 128, 8, 2, False), C(64, 64, 4, 2, False), C(64, 64, 8, 2),
-                   C(32, 64, 4, 2), C(64, 64, 4, 2), C(32, 128, 8, 3, False), C(32, 128, 8, 2),
-                   C(64, 128, 8, 1, False)],
-    ("dkdv", 128): [C(16, 128, 8, 1, False), C(32, 128, 8, 1, False), C(32, 128, 8, 2, False),
-                    C(64, 64, 8, 1, False), C(32, 64, 4, 1, False), C(64, 64, 4, 1, False), C(32, 64, 8, 2, False),
-                    C(16, 128, 8, 2, False)],
-    ("dq", 64): [C(128, 64, 8, 2), C(128, 32, 8, 2), C(64, 64, 4, 2), C(128, 64, 8, 3), C(128, 128, 8, 1),
-                 C(64, 128, 4, 1), C(128, 32, 8, 3), C(64, 32, 4, 3)],
-    ("dq", 128): [C(128, 64, 8, 1, False), C(128, 32, 8, 1, False), C(128, 32, 8, 2, False), C(64, 64, 4, 1, False),
-                  C(64, 64, 8, 1), C(64, 32, 8, 2), C(64, 64, 8, 2, False), C(128, 64, 8, 2, False)],
-    ("one_pass", 64): [C(32, 128, 8, 2, False), C(64, 64, 8, 2), C(64, 64, 4, 2, False), C(64, 32, 8, 2),
-                       C(64, 64, 8, 1, False), C(32, 64, 4, 2, False)],
-    ("one_pass", 128): [C(64, 32, 8, 1, False), C(64, 64, 8, 1, False), C(32, 64, 8, 1, False),
-                        C(32, 128, 8, 1, False), C(64, 32, 8, 2, False)],
+HEADS = {64: 16, 96: 8, 128: 12}  # of the models with these widths
+
+
+def grid(*tiles: tuple[int, int, int, tuple[int, ...]], fused: bool) -> list[C]:
+    """Configurations of rows, keys and warps, each with several numbers of stages."""
+    return [C(rows, keys, warps, n, fused) for rows, keys, warps, stages in tiles for n in stages]
+
+
+# Beside the tile in use, which is timed too.
+TILES: dict[tuple[str, int], list[Any]] = {
+    ("forward", 64): grid((64, 64, 4, (2, 3, 4)), (64, 32, 4, (3, 4)), (128, 64, 8, (3,)), fused=True),
+    ("forward", 128): grid((64, 64, 4, (2, 3)), (64, 32, 4, (3, 4)), (128, 64, 8, (2, 3)), (128, 32, 8, (3, 4)),
+                           fused=False),
+    ("forward", 96): grid((64, 64, 4, (2, 3)), (128, 64, 8, (2, 3)), (64, 32, 4, (3,)), fused=False),
+    ("dkdv", 64): grid((32, 64, 4, (1, 2, 3)), (16, 64, 4, (2, 3, 4)), (32, 128, 8, (2, 3)), (64, 64, 4, (1,)),
+                       fused=True),
+    ("dkdv", 128): grid((32, 128, 8, (2, 3)), (16, 128, 8, (3,)), (32, 64, 4, (1, 2, 3)), (16, 64, 4, (2, 3)),
+                        fused=False),
+    ("dkdv", 96): grid((32, 128, 8, (1, 2)), (16, 128, 8, (2,)), (32, 64, 4, (1, 2)), (64, 64, 4, (1,)), fused=False)
+    + grid((32, 64, 4, (1, 2)), (16, 64, 4, (2,)), fused=True),
+    ("dq", 64): grid((128, 64, 8, (3,)), (64, 64, 4, (2, 3, 4)), (64, 32, 4, (3, 4)), fused=True),
+    ("dq", 128): grid((128, 64, 8, (2, 3)), (64, 64, 4, (1, 2)), (64, 32, 4, (2, 3)), (128, 32, 8, (3,)),
+                      (128, 128, 8, (1,)), fused=False),
+    ("dq", 96): grid((128, 64, 8, (2,)), (64, 64, 4, (1, 2)), (64, 32, 4, (2, 3)), fused=False)
+    + grid((64, 32, 4, (2,)), (64, 64, 4, (1,)), fused=True),
+    ("gluon forward", 64): [{"stages": 2}, {"stages": 3}, {"keys": 128, "stages": 2}, {"keys": 32, "stages": 4}],
+    ("gluon forward", 128): [{"stages": 2}, {"keys": 32, "stages": 4}],
+    ("gluon dkdv", 64): [{"stages": 1}, {"stages": 2}, {"stages": 4}],
+    ("gluon dkdv", 128): [{"stages": 1}],
+    ("gluon dq", 64): [{"key_stages": 2}, {"value_stages": 2}, {"key_stages": 2, "value_stages": 2}],
+    ("gluon dq", 128): [{"key_stages": 1}],
+    ("gluon one pass", 64): [{"stages": 1}, {"stages": 2}],
 }  # fmt: skip
 
 
@@ -54,31 +66,43 @@ class Launch(NamedTuple):
     constants: dict[str, Any]
 
 
-def launches(kernel: str, width: int, tile: C, device: str, batch: int, heads: int, length: int) -> list[Launch]:
-    """What a tile of a kernel launches, on the results of a real forward where there is a GPU."""
+def launches(kernel: str, width: int, tile: Any, device: str, batch: int, heads: int, length: int) -> list[Launch]:
+    """What a tile of a kernel launches, on the results of a real forward where there is a GPU; None: that in use."""
     x = make_inputs(batch, heads, length, width, dtype=torch.bfloat16, device=device, drawn_on=device,
                     requires_grad=False)  # fmt: skip
     call = Call(*x, scale=width**-0.5, is_causal=True)
-    table, found = configurations.HOPPER, []
+    found: list[Launch] = []
 
     def configuration(name: str, call: Call, mask_by_query: bool) -> C:
-        return tile if name == kernel else table[name][width, 2 * width][0]
+        return tile if name == kernel and tile is not None else configurations.HOPPER[name][entry(name, width)][0]
 
-    def record(*launched: Any) -> None:
+    def record(*launched: Any) -> Any:
         found.append(Launch(*launched))
 
     with ExitStack() as stack:
+        by_gluon = kernel.startswith("gluon ")
+        if by_gluon:
+            module = gluon_forward if kernel == "gluon forward" else gluon_backward
+            changed = replace(module.CONFIGURATIONS[width], **(tile or {}))
+            stack.enter_context(patch.dict(module.CONFIGURATIONS, {width: changed}))
         for module in (forward, backward):
             stack.enter_context(patch.object(module, "configuration", configuration))
-        if kernel == "forward":
-            stack.enter_context(patch.object(forward, "launch", record))
-            forward.launch_forward(call, True)
+        if kernel.endswith("forward"):
+            attend = gluon_forward.attend_forward if by_gluon else forward.launch_forward
+            stack.enter_context(patch.object(gluon_forward if by_gluon else forward, "launch", record))
+            attend(call, True)
         else:
             saved = forward.launch_forward(call, True)
-            stack.enter_context(patch.object(backward, "launch", record))
-            backward.launch_backward(call, torch.randn_like(saved[0]), saved, kernel == "one_pass")
-    wanted = {"forward": "forward_kernel", "dq": "bwd_dq_kernel"}.get(kernel, "bwd_dkdv_kernel")
-    return [launch for launch in found if wanted in str(getattr(launch.kernel, "fn", launch.kernel))]
+            given = (call, torch.randn_like(saved[0]), saved, "one" in kernel)
+            stack.enter_context(patch.object(gluon_backward if by_gluon else backward, "launch", record))
+            (gluon_backward.attend_backward if by_gluon else backward.launch_backward)(*given)
+    wanted = {"forward": "f", "dq": "bwd_dq"}.get(kernel.removeprefix("gluon "), "bwd_dkdv")
+    return [launch for launch in found if getattr(launch.kernel, "fn", launch.kernel).__name__.startswith(wanted)]
+
+
+def entry(kernel: str, width: int) -> tuple[int, int]:
+    """The entry of the table of tiles for a width."""
+    return next(key for key in configurations.HOPPER[kernel] if key[0] >= width and 2 * width <= key[1])
 
 
 def rows(device: str, seconds: float, repeats: int) -> Iterator[dict]:
@@ -93,10 +117,10 @@ def rows(device: str, seconds: float, repeats: int) -> Iterator[dict]:
 
 def rows_of(kernel: str, width: int, device: str, repeats: int) -> Iterator[dict]:
     """Milliseconds of each tile: all launches that make up the kernel, in turns."""
-    runs: dict[C, Callable[[], None]] = {}
+    runs: dict[str, Callable[[], None]] = {}
     shape = (4, HEADS[width], 4096)
     first = {"kernel": kernel, "width": width, "batch": shape[0], "heads": shape[1], "length": shape[2]}
-    for tile in TILES[kernel, width]:
+    for tile in (None, *TILES[kernel, width]):
         try:
             found = launches(kernel, width, tile, device, *shape)
 
@@ -106,14 +130,21 @@ def rows_of(kernel: str, width: int, device: str, repeats: int) -> Iterator[dict
 
             run()
             torch.cuda.synchronize()
-            runs[tile] = run
+            runs[name_of(tile)] = run
         except Exception as error:
-            yield {**first, "tile": list(tile), "gate": f"failed: {type(error).__name__}: {error}"[:300]}
+            yield {**first, "tile": name_of(tile), "gate": f"failed: {type(error).__name__}: {error}"[:300]}
     times = interleaved_times(runs, repeats, device, seconds=0.1, warmup=1)
     for tile, t in sorted(times.items(), key=lambda item: item[1].median):
         quartiles = [round(t.low * 1e3, 4), round(t.high * 1e3, 4)]
-        in_use = tile == TILES[kernel, width][0]
-        yield {**first, "tile": list(tile), "in_use": in_use, "ms": round(t.median * 1e3, 4), "quartiles": quartiles}
+        yield {**first, "tile": tile, "ms": round(t.median * 1e3, 4), "quartiles": quartiles}
+
+
+def name_of(tile: Any) -> str:
+    if isinstance(tile, dict):
+        return ", ".join(f"{name} {value}" for name, value in tile.items())
+    if tile is None:
+        return "in use"
+    return f"{tile.BLOCK_M}x{tile.BLOCK_N}, {tile.num_warps} warps, {tile.num_stages} stages{', fused' * tile.fused}"
 
 
 def profiled(device: str, width: int) -> None:

@@ -323,7 +323,7 @@ def installation(device: str, index: int | None) -> dict[str, str | int]:
             facts[package] = "none"
     if device == "cuda" and torch.cuda.is_available():
         facts["device"] = torch.cuda.get_device_name(index)
-        facts["driver"] = torch._C._cuda_getDriverVersion()  # ty: ignore[missing-attribute]
+        facts["cuda"] = torch.version.cuda or "none"
         facts["cudnn"] = torch.backends.cudnn.version() or 0
     return facts
 
