@@ -35,7 +35,7 @@ import gpu_records
 ROOT = Path(__file__).resolve().parent.parent
 SHARES = {
     "hopper": 20,
-    "correctness": 26,
+    "correctness": 36,
     "compile": 4,
     "attention": 34,
     "decode": 10,

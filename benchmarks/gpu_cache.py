@@ -35,7 +35,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", type=Path, help="the archive, .tar.xz")
     parser.add_argument("--jobs", type=int, default=2)
-    parser.add_argument("--only", default="", help="calls whose names begin so; what is compiled already is kept")
+    parser.add_argument("--only", default="", help="calls whose names begin so, with commas; what is compiled is kept")
     parser.add_argument("--limit", type=int, default=10**9, help="compile so many kernels only")
     given = parser.parse_args(arguments)
     os.environ.pop("TRITON_INTERPRET", None)
@@ -102,7 +102,7 @@ def compile_share(share: int, shares: int, limit: int, only: str = "") -> None:
     failed = 0
     with as_on_hopper(compile_once):
         for name, run in launches():
-            if not name.startswith(only):
+            if not name.startswith(tuple(only.split(","))):
                 continue
             began, before = time.monotonic(), len(seen)
             try:

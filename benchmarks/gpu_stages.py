@@ -7,6 +7,7 @@ import importlib.util
 import logging
 import multiprocessing
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -40,8 +41,8 @@ TESTS = {
     "for a GPU": [
         "-m",
         "gpu",
+        *(f"tests/ops/triton/test_{name}_gpu.py" for name in ("attention", "decode")),
         "tests/ops/gluon/test_kernels.py",
-        *(f"tests/ops/triton/test_{name}_gpu.py" for name in ("decode", "attention")),
     ],
     "of the kernels anywhere": [
         "-m",
@@ -126,13 +127,16 @@ def correctness(dry: bool, seconds: float, out: Path, earlier: list[dict]) -> No
 def run_tests(selected: list[str], seconds: float, parallel: bool) -> dict:
     """The output of pytest; its exit status is None if it was stopped."""
     workers = ["-n", str(WORKERS), "--maxschedchunk=1"] if parallel and importlib.util.find_spec("xdist") else []
-    command = [sys.executable, "-m", "pytest", "-q", "--maxfail=20", "-p", "no:cacheprovider", *workers, *selected]
+    quiet = ["-q", "-W", "ignore", "--tb=short", "-p", "no:cacheprovider"]
+    command = [sys.executable, "-m", "pytest", *quiet, "--maxfail=20", *workers, *selected]
     began = time.monotonic()
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
     try:
-        done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=max(seconds, 1))
-        status, output = done.returncode, done.stdout
-    except subprocess.TimeoutExpired as stopped:
-        status, output = None, stopped.stdout or b""
+        output, _ = process.communicate(timeout=max(0.9 * seconds, 1))
+        status = process.returncode
+    except subprocess.TimeoutExpired:
+        process.send_signal(signal.SIGINT)  # it then says what has failed so far
+        status, output = None, rest_of_output(process, max(0.1 * seconds, 1))
     text, took = output.decode(errors="replace")[-8000:], round(time.monotonic() - began, 1)
     print(f"{text}\ntests: exit status {status}, {took} s", flush=True)
     return {
@@ -142,6 +146,15 @@ def run_tests(selected: list[str], seconds: float, parallel: bool) -> dict:
         "finished": status is not None,
         "seconds": took,
     }
+
+
+def rest_of_output(process: subprocess.Popen, seconds: float) -> bytes:
+    """All output of a process that was asked to stop; it is killed if it does not."""
+    try:
+        return process.communicate(timeout=seconds)[0]
+    except subprocess.TimeoutExpired:
+        process.kill()
+        return process.communicate()[0]
 
 
 def gates(dry: bool) -> Iterator[dict]:
@@ -259,9 +272,9 @@ def _operator(
         backends=names,
         kernels=kernels,
         with_rivals=with_rivals,
-        repeats=2 if dry else 15,
+        repeats=2 if dry else 9,
         seconds=seconds,
-        seconds_each=0.2,
+        seconds_each=0.1,
         out=out,
         on_row=_say("attention"),
     )

@@ -32,8 +32,25 @@ def grid(*tiles: tuple[int, int, int, tuple[int, ...]], fused: bool) -> list[C]:
     return [C(rows, keys, warps, n, fused) for rows, keys, warps, stages in tiles for n in stages]
 
 
+FEATURES = "grouped, window"  # queries in groups of four over shared keys, each of which sees 1024 keys
 # Beside the tile in use, which is timed too.
 TILES: dict[tuple[str, int], list[Any]] = {
+    (f"forward, {FEATURES}", 64): grid((128, 32, 8, (3,)), (128, 64, 8, (3,)), (64, 64, 4, (2,)), fused=True),
+    (f"forward, {FEATURES}", 96): grid((128, 64, 8, (2,)), fused=False),
+    (f"forward, {FEATURES}", 128): grid((128, 32, 8, (2, 3)), (128, 64, 8, (2,)), fused=False),
+    (f"dkdv, {FEATURES}", 64): grid((32, 128, 8, (2,)), fused=False) + grid((32, 128, 8, (2,)), fused=True),
+    (f"dkdv, {FEATURES}", 96): grid((16, 128, 8, (1,)), fused=False),
+    (f"dkdv, {FEATURES}", 128): grid((16, 128, 8, (1,)), (32, 128, 8, (2,)), fused=False),
+    (f"dq, {FEATURES}", 64): grid((128, 64, 8, (2, 3)), fused=True),
+    (f"dq, {FEATURES}", 96): grid((128, 64, 8, (1,)), fused=False),
+    (f"dq, {FEATURES}", 128): grid((128, 64, 8, (1,)), fused=False),
+    ("gluon forward", 64): [{"stages": 2}, {"stages": 3}, {"keys": 128, "stages": 2}, {"keys": 32, "stages": 4}],
+    ("gluon forward", 128): [{"stages": 2}, {"keys": 32, "stages": 4}],
+    ("gluon dkdv", 64): [{"stages": 1}, {"stages": 2}, {"stages": 4}],
+    ("gluon dkdv", 128): [{"stages": 1}],
+    ("gluon dq", 64): [{"key_stages": 2}, {"value_stages": 2}, {"key_stages": 2, "value_stages": 2}],
+    ("gluon dq", 128): [{"key_stages": 1}],
+    ("gluon one pass", 64): [{"stages": 1}, {"stages": 2}],
     ("forward", 64): grid((64, 64, 4, (2, 3, 4)), (64, 32, 4, (3, 4)), (128, 64, 8, (3,)), fused=True),
     ("forward", 128): grid((64, 64, 4, (2, 3)), (64, 32, 4, (3, 4)), (128, 64, 8, (2, 3)), (128, 32, 8, (3, 4)),
                            fused=False),
@@ -49,13 +66,6 @@ TILES: dict[tuple[str, int], list[Any]] = {
                       (128, 128, 8, (1,)), fused=False),
     ("dq", 96): grid((128, 64, 8, (2,)), (64, 64, 4, (1, 2)), (64, 32, 4, (2, 3)), fused=False)
     + grid((64, 32, 4, (2,)), (64, 64, 4, (1,)), fused=True),
-    ("gluon forward", 64): [{"stages": 2}, {"stages": 3}, {"keys": 128, "stages": 2}, {"keys": 32, "stages": 4}],
-    ("gluon forward", 128): [{"stages": 2}, {"keys": 32, "stages": 4}],
-    ("gluon dkdv", 64): [{"stages": 1}, {"stages": 2}, {"stages": 4}],
-    ("gluon dkdv", 128): [{"stages": 1}],
-    ("gluon dq", 64): [{"key_stages": 2}, {"value_stages": 2}, {"key_stages": 2, "value_stages": 2}],
-    ("gluon dq", 128): [{"key_stages": 1}],
-    ("gluon one pass", 64): [{"stages": 1}, {"stages": 2}],
 }  # fmt: skip
 
 
@@ -68,13 +78,19 @@ class Launch(NamedTuple):
 
 def launches(kernel: str, width: int, tile: Any, device: str, batch: int, heads: int, length: int) -> list[Launch]:
     """What a tile of a kernel launches, on the results of a real forward where there is a GPU; None: that in use."""
-    x = make_inputs(batch, heads, length, width, dtype=torch.bfloat16, device=device, drawn_on=device,
-                    requires_grad=False)  # fmt: skip
-    call = Call(*x, scale=width**-0.5, is_causal=True)
+    features = kernel.endswith(FEATURES)
+    kernel = kernel.removesuffix(f", {FEATURES}")
+    x = make_inputs(batch, heads, length, width, G=heads // 4 if features else None, dtype=torch.bfloat16,
+                    device=device, drawn_on=device, requires_grad=False)  # fmt: skip
+    call = Call(*x, scale=width**-0.5, is_causal=True, window=min(1024, length // 2) if features else None)
     found: list[Launch] = []
 
     def configuration(name: str, call: Call, mask_by_query: bool) -> C:
-        return tile if name == kernel and tile is not None else configurations.HOPPER[name][entry(name, width)][0]
+        return (
+            tile
+            if name == kernel and tile is not None
+            else configurations.HOPPER[name][entry(name, width)][int(features)]
+        )
 
     def record(*launched: Any) -> Any:
         found.append(Launch(*launched))

@@ -205,7 +205,7 @@ class DiffV2Core(DiffCore):
     """
 
     def split(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        return q[:, 0::2], q[:, 1::2], k, k
+        return *_pairs(q), k, k
 
 
 class GroupedDiffCore(DiffCore):
@@ -222,7 +222,8 @@ class GroupedDiffCore(DiffCore):
     def split(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """q1 ``[B, n r / (r + 1), T, d]``, q2 ``[B, n / (r + 1), T, d]`` with r = ``signal``; k1, k2 as before."""
         groups = q.unflatten(1, (-1, self.signal + 1))  # [B, noise heads, r + 1, T, d]
-        return groups[:, :, : self.signal].flatten(1, 2), groups[:, :, self.signal], *_pair_keys(q, k)
+        signal, noise = groups.split((self.signal, 1), dim=2)
+        return signal.flatten(1, 2), noise.squeeze(2), *_pair_keys(q, k)
 
 
 def pair_heads(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -231,12 +232,18 @@ def pair_heads(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     ``q`` is ``[B, n, T, d]``; ``k`` is ``[B, m, S, d]`` or, in a static cache, pairs side by side,
     ``[B, m / 2, S, 2d]``.
     """
-    return q[:, 0::2], q[:, 1::2], *_pair_keys(q, k)
+    return *_pairs(q), *_pair_keys(q, k)
 
 
 def _pair_keys(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-    k1, k2 = (k[:, 0::2], k[:, 1::2]) if k.shape[-1] == q.shape[-1] else k.chunk(2, dim=-1)
+    k1, k2 = _pairs(k) if k.shape[-1] == q.shape[-1] else k.chunk(2, dim=-1)
     return k1, k2
+
+
+def _pairs(x: Tensor) -> tuple[Tensor, Tensor]:
+    """x[:, 0::2] and x[:, 1::2], whose gradients are put together in one pass; those of slices take zeros and a sum."""
+    first, second = x.unflatten(1, (-1, 2)).unbind(2)
+    return first, second
 
 
 def concatenate_rows(x: Tensor) -> Tensor:

@@ -137,10 +137,11 @@ def test_widths(dtype, widths):
 @pytest.mark.parametrize("D", [64, 128])
 @pytest.mark.parametrize("dtype", HALF, ids=str)
 def test_long(dtype, D, T, form):
-    """Of 64 queries alone is the gradient not 0, so that the fp64 reference needs no T x T maps."""
+    """Of 64 queries alone is the gradient not 0, so that the fp64 reference needs no T x T maps. All see many keys: to
+    a query with one key, eager attention gives the exact gradient, 0, and its error would be no yardstick."""
     torch.use_deterministic_algorithms(False)
     x = inputs(dtype, B=1, H=1, T=T, D=D)
-    rows = torch.linspace(0, T - 1, 64, device=DEVICE).long()
+    rows = torch.linspace(T // 2, T - 1, 64, device=DEVICE).long()
     some = x._replace(**{name: getattr(x, name).detach()[:, :, rows].requires_grad_() for name in ("q1", "q2", "lam")})
     seen = {"attn_mask": torch.arange(T, device=DEVICE) <= rows[:, None]}
     dout = torch.randn(1, 1, 64, 2 * D, generator=torch.Generator().manual_seed(2)).to(DEVICE, dtype)

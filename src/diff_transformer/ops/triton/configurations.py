@@ -1,10 +1,12 @@
 """Tile sizes, by the kernel, the chip, the widths and what a call needs.
 
-None of these was timed. Causal calls at the main widths spill no registers: benchmarks/results/compiled.json lists
-them. There are too many kinds of calls to compile all: tests/ops/triton/test_compiled_attention.py compiles each
-feature alone, and the heaviest combinations of features that take registers (window, documents, mask, shared heads,
-shared keys, one pass). Some of them spill, but none uses a spilled register in a loop of products; none serialises
-wgmma, and all fit the shared memory of their chips.
+Hopper's at the main widths were timed, on an H200 (benchmarks/results/sweep_gpu.json); none of the others. Some of the
+fastest spill up to 80 bytes a thread and win all the same, since two of their programs fit a multiprocessor. Elsewhere
+causal calls at the main widths spill no registers: benchmarks/results/compiled.json lists them. There are too many
+kinds of calls to compile all: tests/ops/triton/test_compiled_attention.py compiles each feature alone, and the heaviest
+combinations of features that take registers (window, documents, mask, shared heads, shared keys, one pass). Some of
+them spill, but none uses a spilled register in a loop of products; none serialises wgmma, and all fit the shared memory
+of their chips.
 
 Registers are the limit. A thread has 255; the fp32 accumulators of 128 rows x 256 columns with 8 warps take 128 of
 them. Hopper multiplies 64 rows with 4 warps (wgmma), other chips 16 rows and 8 columns with each warp (mma.sync). There
@@ -129,33 +131,34 @@ BLACKWELL: Table = MMA_SYNC | {  # sm_100: tcgen05.mma where a tile has 64 rows 
         (128, 256): (C(32, 64, 8, 1, False), C(16, 64, 8, 1, False)),
     },
 }
-HOPPER: Table = {
+HOPPER: Table = {  # at widths 64, 96 and 128 the fastest of those that were timed (benchmarks/results/sweep_gpu.json)
     "forward": {
         (31, 63): (C(128, 64, 8, 3), C(128, 64, 8, 3), C(128, 32, 8, 3)),
         (32, 64): (C(128, 64, 8, 3),),
-        (64, 128): (C(128, 32, 8, 3),),
-        (96, 192): (C(128, 64, 8, 2, False), C(128, 64, 8, 2, False), C(128, 32, 8, 2, False)),
-        (128, 256): (C(128, 32, 8, 2, False),),
+        (64, 128): (C(64, 64, 4, 3), C(64, 64, 4, 3), C(128, 32, 8, 3)),
+        (96, 192): (C(128, 64, 8, 3, False), C(128, 64, 8, 3, False), C(128, 32, 8, 2, False)),
+        (128, 256): (C(128, 64, 8, 3, False), C(128, 64, 8, 3, False), C(128, 32, 8, 2, False)),
     },
     "dkdv": {
         (32, 64): (C(32, 128, 8, 2, False), C(32, 128, 8, 2, False), C(32, 128, 8, 1, False)),
         (63, 127): (C(32, 128, 8, 2, False), C(32, 128, 8, 2, False), C(16, 128, 8, 1, False)),
-        (64, 128): (C(32, 128, 8, 2, False), C(32, 128, 8, 2, False), C(32, 128, 8, 1, False)),
-        (128, 256): (C(16, 128, 8, 1, False),),
+        (64, 128): (C(32, 64, 4, 2), C(32, 64, 4, 2), C(32, 128, 8, 1, False)),
+        (96, 192): (C(32, 64, 4, 2, False), C(32, 64, 4, 2, False), C(16, 128, 8, 1, False)),
+        (128, 256): (C(32, 128, 8, 3, False), C(32, 128, 8, 3, False), C(16, 128, 8, 1, False)),
     },
     "dq": {
         (32, 64): (C(128, 32, 8, 2), C(128, 32, 8, 2), C(128, 64, 8, 1)),
         (63, 127): (C(128, 32, 8, 2),),  # such as (40, 80), two chunks each
-        (64, 128): (C(128, 64, 8, 2), C(128, 64, 8, 2), C(128, 32, 8, 1)),
-        (96, 192): (C(128, 64, 8, 1, False), C(128, 64, 8, 1, False), C(128, 32, 8, 1, False)),
-        (128, 256): (C(128, 64, 8, 1, False),),
+        (64, 128): (C(64, 64, 4, 2), C(64, 64, 4, 2), C(128, 32, 8, 1)),
+        (96, 192): (C(64, 32, 4, 2), C(64, 32, 4, 2), C(128, 32, 8, 1, False)),
+        (128, 256): (C(128, 64, 8, 2, False), C(128, 64, 8, 2, False), C(128, 64, 8, 1, False)),
     },
     "one_pass": {
         (63, 127): (C(32, 128, 8, 2, False),),
-        (64, 128): (C(32, 128, 8, 2, False), C(32, 128, 8, 2, False), C(16, 128, 8, 1, False)),
+        (64, 128): (C(32, 64, 4, 2, False), C(32, 64, 4, 2, False), C(16, 128, 8, 1, False)),
         (48, 256): (NARROW_KEYS,),
         (96, 192): (C(64, 32, 8, 2), C(64, 32, 8, 1, False), C(64, 16, 8, 1, False)),
-        (128, 256): (C(64, 32, 8, 1, False), C(64, 32, 8, 1, False), C(64, 16, 8, 1, False)),
+        (128, 256): (C(32, 128, 8, 1, False), C(32, 128, 8, 1, False), C(64, 16, 8, 1, False)),
     },
 }
 # fp32 products use no tensor cores, for exactness; some of these spill a few registers.
