@@ -6,9 +6,8 @@ PyTorch calls (``in_torch.py``), which need no compiler and take every dtype and
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import _get_current_dispatch_mode
 
-from diff_transformer.ops.arguments import refuse_second_derivatives
+from diff_transformer.ops.arguments import refuse_second_derivatives, traced
 from diff_transformer.ops.cpu import in_torch, native
 
 
@@ -19,7 +18,7 @@ def attend(q1, q2, k1, k2, v, lam, attn_mask, is_causal, window, scale) -> Tenso
     arguments = (q1, q2, k1, k2, v, lam, attn_mask, is_causal, window, scale)
     if v.dtype == torch.float16:  # CPUs multiply float16 slowly or not at all
         return forward(*(x.float() for x in arguments[:5]), *arguments[5:]).half()
-    if _is_plain_inference(*arguments[:6]):
+    if _is_plain_inference(*arguments[:6], *(() if attn_mask is None else (attn_mask,))):
         return _implementation(q1, v, scale).forward(*arguments)
     return forward(*arguments)
 
@@ -36,11 +35,9 @@ def _implementation(q1: Tensor, v: Tensor, scale: float):
 def _is_plain_inference(*tensors: Tensor) -> bool:
     """Whether nothing differentiates, traces or compiles: then the operator's bookkeeping, which takes as long as a
     short query, is skipped."""
-    if torch.compiler.is_compiling() or _get_current_dispatch_mode() is not None:
+    if traced() or (torch.is_grad_enabled() and any(x.requires_grad for x in tensors)):
         return False
-    if torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
-        return False
-    return all(type(x) in (Tensor, torch.nn.Parameter) for x in tensors)
+    return all(native.in_memory(x) for x in tensors)
 
 
 @torch.library.custom_op("diff_transformer::blockwise", mutates_args=())
