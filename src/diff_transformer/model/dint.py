@@ -28,6 +28,7 @@ from diff_transformer.model.cores import DiffCore, Lambda
 from diff_transformer.model.inputs import Documents, visible
 from diff_transformer.model.lambdas import LambdaModule
 from diff_transformer.model.layers import RMSNorm
+from diff_transformer.ops.arguments import exporting
 from diff_transformer.ops.masking import fully_masked_rows
 from diff_transformer.ops.reference import DiffMaps
 
@@ -70,7 +71,8 @@ class DintCore(DiffCore):
         """The running mean that ``cache`` keeps for this layer.
 
         Raises:
-            ValueError: for a cache that cannot keep it, or attention that is not causal.
+            ValueError: for a cache that cannot keep it (in an exported program, a static one), or attention that is not
+                causal.
         """
         if cache is None:
             return {"running": RunningMean(tokens)}
@@ -81,6 +83,11 @@ class DintCore(DiffCore):
                 f"attention='dint' keeps a running mean beside keys and values, for which this {type(cache).__name__} "
                 "has no place; make the cache with DynamicCache(config=model.config) or "
                 "StaticCache(config=model.config, max_cache_len=...)"
+            )
+        if exporting() and getattr(cache, "is_compileable", False):
+            raise ValueError(
+                "attention='dint' keeps a running mean beside keys and values, which an exported program with a static "
+                "cache would lose after its first step; export it with use_cache=False"
             )
         if not self.is_causal:
             raise ValueError("attention='dint' without causal limit needs all queries at once; leave out the cache")

@@ -15,6 +15,7 @@ from transformers.masking_utils import (
 )
 
 from diff_transformer.model.implementations import OWN_NAMES
+from diff_transformer.ops.arguments import traced
 
 for _name in OWN_NAMES:
     AttentionMaskInterface.register(_name, sdpa_mask)
@@ -76,14 +77,14 @@ def _mask_config(config):
 
 def _may_restart(position_ids: Tensor) -> bool:
     """Whether positions may restart within a row; while a graph is traced they cannot be read, so they may."""
-    return torch.compiler.is_compiling() or restarts(position_ids)
+    return traced() or restarts(position_ids)
 
 
 def _keeps_all(attention_mask: Tensor | None) -> bool:
     """Whether no token is padding; while a graph is traced a mask cannot be read, so it counts as padding."""
     if attention_mask is None:
         return True
-    return attention_mask.dim() == 2 and not torch.compiler.is_compiling() and bool(attention_mask.all())
+    return attention_mask.dim() == 2 and not traced() and bool(attention_mask.all())
 
 
 def restrict(mask: Tensor, allowed: Tensor) -> Tensor:
@@ -127,7 +128,7 @@ def split_padding(attention_mask: Any, queries: int) -> tuple[Any, Tensor | None
         attention_mask, padding = attention_mask["full_attention"], attention_mask["linear_attention"]
         return attention_mask, None if padding is None else padding[:, -queries:].bool()
     if attention_mask is None or attention_mask.dim() != 2:
-        if attention_mask is not None and queries > 1 and not torch.compiler.is_compiling():
+        if attention_mask is not None and queries > 1 and not traced():
             _refuse_loss_of_sight(attention_mask)
         return attention_mask, None
     return attention_mask, attention_mask[:, -queries:].bool()

@@ -15,6 +15,7 @@ from diff_transformer.ops.arguments import (
     autocast_inputs,
     autocast_off,
     check,
+    exporting,
     flag,
     is_empty,
     zeros,
@@ -154,7 +155,7 @@ def choose(
     transform = active_transform()
     if transform is not None:
         return Choice("reference"), f"inside {transform}"
-    if torch.compiler.is_exporting():
+    if exporting():
         return Choice("sdpa"), "an exported program must load without this package's operators"
     device = tensors[0].device.type
     if device == "cpu" and device not in MEASURED:
