@@ -14,8 +14,11 @@ from transformers.masking_utils import (
     sdpa_mask,
 )
 
-from diff_transformer.model.implementations import OWN_NAMES
-from diff_transformer.ops.arguments import traced
+from diff_transformer.model.implementations import OWN_NAMES, attention_backend
+from diff_transformer.ops.arguments import exporting, traced
+
+# Backends that take a mask of the keys beside the causal limit without a complete mask in memory.
+_TAKE_KEY_MASKS = ("auto", "blockwise", "triton")
 
 for _name in OWN_NAMES:
     AttentionMaskInterface.register(_name, sdpa_mask)
@@ -26,11 +29,12 @@ for _name in OWN_NAMES:
 
 def causal_mask(
     config, inputs_embeds: Tensor, attention_mask: Tensor | None, cache, position_ids: Tensor | None
-) -> Tensor | None:
-    """The mask of a model's forward pass, bool or additive ``[B, 1, T, S]``.
+) -> tuple[Tensor | None, bool]:
+    """The mask of a model's forward pass, and whether the operator's own causal limit and window apply beside it.
 
-    None means that the operator's own causal limit and window are enough: each query sees every key up to its own
-    position, and the last query is aligned with the last key.
+    These are enough if no token is padding: each query sees every key up to its own position, and the last query is
+    aligned with the last key. Padding adds a mask of the keys, ``[B, 1, 1, S]``, where the backend takes both in memory
+    that grows with S alone. Otherwise the mask is complete, bool or additive ``[B, 1, T, S]``.
 
     Args:
         attention_mask: ``[B, S]``, 0 where a token is padding; or a ready mask of four dimensions, returned as is.
@@ -40,8 +44,12 @@ def causal_mask(
     """
     static = getattr(cache, "is_compileable", False)
     packed = position_ids is not None and cache is None and attention_mask is None and _may_restart(position_ids)
-    if not static and not packed and _keeps_all(attention_mask):
-        return None
+    if not static and not packed:
+        if _keeps_all(attention_mask):
+            return None, True
+        keys = _key_mask(config, inputs_embeds.shape[1], attention_mask, cache)
+        if keys is not None:
+            return keys, True
     create = create_causal_mask if config.sliding_window is None else create_sliding_window_causal_mask
     mask = create(
         config=_mask_config(config),
@@ -51,7 +59,19 @@ def causal_mask(
         position_ids=position_ids if packed else None,
         allow_is_causal_skip=False,
     )
-    return cast("Tensor | None", mask)  # ``_mask_config`` never asks for a BlockMask
+    return cast("Tensor | None", mask), mask is None  # ``_mask_config`` never asks for a BlockMask
+
+
+def _key_mask(config, queries: int, attention_mask: Tensor | None, cache) -> Tensor | None:
+    """The keys that are not padding, bool ``[B, 1, 1, S]``; None for a backend or a mask that needs a complete mask."""
+    if attention_mask is None or attention_mask.dim() != 2 or exporting():
+        return None
+    if config.attention == "softmax" or attention_backend(config) not in _TAKE_KEY_MASKS:
+        return None
+    keys, first = (queries, 0) if cache is None else cache.get_mask_sizes(queries, 0)
+    if attention_mask.shape[1] != first + keys:
+        return None
+    return attention_mask[:, first:].bool()[:, None, None]
 
 
 class _BooleanMasks:

@@ -48,6 +48,7 @@ from diff_transformer.model.inputs import (
 )
 from diff_transformer.model.lambdas import LAMBDAS, LearnedLambda, TokenLambda, present_lambda
 from diff_transformer.model.layers import PolyNorm, ResidualLinear, RMSNorm, SwiGLU
+from diff_transformer.ops.arguments import traced
 
 _FOR_LAYERS = ("output_attentions", "output_attention_parts")
 _MISSPELT = 0.8  # similarity (1: equal) from which an unknown name counts as a misspelt known one
@@ -138,7 +139,8 @@ class DiffTransformerModel(DiffTransformerPreTrainedModel):
 
     Packed documents come as transformers' ``DataCollatorWithFlattening`` gives them: ``cu_seq_lens_q`` int32
     [documents + 1] over the rows of the batch one after another, and ``max_length_q``; or as ``position_ids`` that
-    restart in each document, without mask and cache.
+    restart in each document, without mask and cache; their results then come without a cache, unless ``use_cache=True``
+    asks for one, which takes a complete mask.
 
     ``output_attentions=True`` returns for each layer the difference map ``[B, h, T, S]`` (softmax: ``[B, n, T, S]``);
     with ``output_attention_parts=True`` beside it, ``DiffMaps(first, second, difference)``.
@@ -201,16 +203,17 @@ class DiffTransformerModel(DiffTransformerPreTrainedModel):
             inputs_embeds = self.embed_tokens(input_ids)
         batch, queries, _ = inputs_embeds.shape
         kwargs.setdefault("output_attentions", self.config.output_attentions)
-        documents = self._documents(kwargs, batch, attention_mask, position_ids, past_key_values)
+        documents = self._documents(kwargs, batch, attention_mask, position_ids, past_key_values, use_cache)
         options = _for_layers(kwargs)
         if use_cache is None:
             use_cache = self.config.use_cache and not self.training and documents is None
         if self.config.attention == "dint":
             attention_mask, options["query_padding_mask"] = split_padding(attention_mask, queries)
         if documents is None:
-            mask = causal_mask(self.config, inputs_embeds, attention_mask, past_key_values, position_ids)
+            given = self.config, inputs_embeds, attention_mask, past_key_values, position_ids
+            mask, is_causal = causal_mask(*given)
         else:
-            mask, options["documents"] = None, documents
+            mask, is_causal, options["documents"] = None, True, documents
             if attention_mask is not None or use_cache:
                 raise ValueError(
                     "packed documents (cu_seq_lens_q, or for attention='dint' positions that begin anew) exclude "
@@ -228,23 +231,30 @@ class DiffTransformerModel(DiffTransformerPreTrainedModel):
             hidden_states = layer(
                 hidden_states,
                 attention_mask=mask,
-                is_causal=mask is None,
+                is_causal=is_causal,
                 position_embeddings=position_embeddings,
                 past_key_values=past_key_values,
                 **options,
             )
         return BaseModelOutputWithPast(last_hidden_state=self.norm(hidden_states), past_key_values=past_key_values)
 
-    def _documents(self, kwargs: dict, batch: int, attention_mask, position_ids, cache) -> Documents | None:
+    def _documents(
+        self, kwargs: dict, batch: int, attention_mask, position_ids, cache, use_cache: bool | None
+    ) -> Documents | None:
         """The packed documents of a forward pass, their arguments removed from ``kwargs``; None if there are none.
 
-        For ``"dint"``, positions that restart describe documents; for the others ``causal_mask`` reads the positions.
+        Positions that restart describe documents too. Except for ``"dint"``, ``causal_mask`` makes a complete mask of
+        them where documents cannot be used: with a cache or maps, in a traced graph, where positions cannot be read,
+        and for FlexAttention, which would be compiled for each length.
         """
         documents = None if "cache" in kwargs else take_documents(kwargs)
-        bare = documents is None and attention_mask is None and cache is None and position_ids is not None
-        if self.config.attention == "dint" and bare and restarts(position_ids):
+        if documents is not None or attention_mask is not None or cache is not None or position_ids is None:
+            return documents
+        maps = kwargs["output_attentions"] or kwargs.get("output_attention_parts")
+        by_mask = use_cache or maps or traced() or attention_backend(self.config) == "flex"
+        if (self.config.attention == "dint" or not by_mask) and restarts(position_ids):
             return documents_at(position_ids, batch)
-        return documents
+        return None
 
 
 class DiffTransformerForCausalLM(DiffTransformerPreTrainedModel, GenerationMixin):
