@@ -6,6 +6,7 @@ PyTorch calls (``in_torch.py``), which need no compiler and take every dtype and
 
 import torch
 from torch import Tensor
+from torch.utils.flop_counter import register_flop_formula
 
 from diff_transformer.ops.arguments import refuse_second_derivatives, traced
 from diff_transformer.ops.cpu import in_torch, native
@@ -96,6 +97,28 @@ def _save(ctx, inputs, output):
 def _differentiate(ctx, dout):
     gradients = backward(dout, *ctx.saved_tensors, ctx.is_causal, ctx.window, ctx.scale)
     return (*gradients, None, None, None, None)
+
+
+@register_flop_formula(torch.ops.diff_transformer.blockwise)
+def _flops(q1, q2, k1, k2, v, *_, **__) -> int:
+    """Both maps, and one product of their difference with v; without the causal limit, as PyTorch counts SDPA."""
+    return _of_maps(q1, q2, k1) + _with_values(q1, v)
+
+
+@register_flop_formula(torch.ops.diff_transformer.blockwise_backward)
+def _flops_backward(dout, q1, q2, k1, k2, v, *_, **__) -> int:
+    """The maps again, dO v^T and dv, and the gradients of queries and keys."""
+    return 3 * _of_maps(q1, q2, k1) + 2 * _with_values(q1, v)
+
+
+def _of_maps(q1, q2, k1) -> int:
+    (B, H, T, D), Hn, S = q1, q2[1], k1[2]
+    return 2 * B * (H + Hn) * T * S * D
+
+
+def _with_values(q1, v) -> int:
+    (B, H, T, _), (_, _, S, Dv) = q1, v
+    return 2 * B * H * T * S * Dv
 
 
 forward.register_autograd(_differentiate, setup_context=_save)
