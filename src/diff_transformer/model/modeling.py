@@ -37,7 +37,7 @@ from diff_transformer.model.attention import Attention
 from diff_transformer.model.card import write_card
 from diff_transformer.model.config import DiffTransformerConfig
 from diff_transformer.model.cores import Core
-from diff_transformer.model.implementations import attention_backend, check_implementation
+from diff_transformer.model.implementations import DEFAULT, attention_backend, check_implementation
 from diff_transformer.model.inputs import (
     Documents,
     causal_mask,
@@ -284,7 +284,7 @@ class DiffTransformerForCausalLM(DiffTransformerPreTrainedModel, GenerationMixin
         return super()._get_static_cache_init_shape()  # ty: ignore[invalid-argument-type]
 
     def init_continuous_batching(self, *args, **kwargs):
-        """Start transformers' continuous batching (``generate_batch``).
+        """Start transformers' continuous batching (``generate_batch``); ``"sdpa"`` replaces the default implementation.
 
         Raises:
             ValueError: for ``attention="dint"``, whose running mean the paged cache cannot keep.
@@ -294,7 +294,16 @@ class DiffTransformerForCausalLM(DiffTransformerPreTrainedModel, GenerationMixin
                 "attention='dint' keeps a running mean beside keys and values, which the paged cache of continuous "
                 "batching cannot hold; use generate with a batch of prompts"
             )
-        return super().init_continuous_batching(*args, **kwargs)
+        if self.config._attn_implementation != DEFAULT:
+            return super().init_continuous_batching(*args, **kwargs)
+        self.set_attn_implementation("sdpa")
+        try:
+            manager = super().init_continuous_batching(*args, **kwargs)
+        except BaseException:
+            self.set_attn_implementation(DEFAULT)
+            raise
+        manager._original_attn_impl = manager._original_attn_impl or DEFAULT  # which it restores when it stops
+        return manager
 
     def prepare_inputs_for_generation(self, *args, inputs_embeds: Tensor | None = None, **kwargs):
         """Make the positions of a chunk contiguous: strides that depend on the prompt's length would recompile a step.
