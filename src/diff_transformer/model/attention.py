@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from diff_transformer.checks import refuse_keywords, require_positive
-from diff_transformer.model.caches import mask_unused_slots, update_cache, update_paged_cache
+from diff_transformer.model.caches import mask_unused_slots, slots_in_use, update_cache, update_paged_cache
 from diff_transformer.model.cores import Core, DiffCore, DiffV2Core, GroupedDiffCore
 from diff_transformer.model.dint import DintCore
 from diff_transformer.model.heads import (
@@ -166,9 +166,14 @@ class Attention(nn.Module):
         causal = self.is_causal if is_causal is None else flag("is_causal", is_causal)
         mask = attention_mask
         if past_key_values is not None:
-            unused = (past_key_values, self.layer_idx, q.shape[2])
-            mask, causal = mask_unused_slots(*unused, mask, causal, self.core.window, q.device)
+            of_call = (past_key_values, self.layer_idx, q.shape[2])
+            in_use = slots_in_use(*of_call, self.core.window)
+            if not causal or key_padding_mask is not None or (mask is not None and mask.shape[-1] != in_use):
+                in_use = None  # the masks have a column for each slot
+            if in_use is None:
+                mask, causal = mask_unused_slots(*of_call, mask, causal, self.core.window, q.device)
             k, v = update_cache(past_key_values, k, v, self.layer_idx)
+            k, v = (k, v) if in_use is None else (k[:, :, :in_use], v[:, :, :in_use])
         if cache is not None:
             k, v = update_paged_cache(cache, k, v, self.layer_idx, mask, options)
         mask = with_key_padding(mask, key_padding_mask, k)

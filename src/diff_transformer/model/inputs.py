@@ -14,6 +14,7 @@ from transformers.masking_utils import (
     sdpa_mask,
 )
 
+from diff_transformer.model.caches import restrict, slots_in_use
 from diff_transformer.model.implementations import OWN_NAMES, attention_backend
 from diff_transformer.ops.arguments import exporting, traced
 
@@ -38,16 +39,18 @@ def causal_mask(
 
     Args:
         attention_mask: ``[B, S]``, 0 where a token is padding; or a ready mask of four dimensions, returned as is.
-        cache: the transformers ``Cache`` of the earlier tokens, or None. A static cache has unused slots, so it always
-            needs a mask.
+        cache: the transformers ``Cache`` of the earlier tokens, or None. A static cache has unused slots, which need a
+            mask except where ``slots_in_use`` counts the others.
         position_ids: ``[B, T]`` if the caller gave them: without mask and cache they may describe packed documents.
     """
-    static = getattr(cache, "is_compileable", False)
+    queries = inputs_embeds.shape[1]
+    in_use = slots_in_use(cache, 0, queries, config.sliding_window)
+    static = getattr(cache, "is_compileable", False) and in_use is None
     packed = position_ids is not None and cache is None and attention_mask is None and _may_restart(position_ids)
     if not static and not packed:
         if _keeps_all(attention_mask):
             return None, True
-        keys = _key_mask(config, inputs_embeds.shape[1], attention_mask, cache)
+        keys = _key_mask(config, queries, attention_mask, cache, in_use)
         if keys is not None:
             return keys, True
     create = create_causal_mask if config.sliding_window is None else create_sliding_window_causal_mask
@@ -62,13 +65,16 @@ def causal_mask(
     return cast("Tensor | None", mask), mask is None  # ``_mask_config`` never asks for a BlockMask
 
 
-def _key_mask(config, queries: int, attention_mask: Tensor | None, cache) -> Tensor | None:
+def _key_mask(config, queries: int, attention_mask: Tensor | None, cache, in_use: int | None) -> Tensor | None:
     """The keys that are not padding, bool ``[B, 1, 1, S]``; None for a backend or a mask that needs a complete mask."""
     if attention_mask is None or attention_mask.dim() != 2 or exporting():
         return None
     if config.attention == "softmax" or attention_backend(config) not in _TAKE_KEY_MASKS:
         return None
-    keys, first = (queries, 0) if cache is None else cache.get_mask_sizes(queries, 0)
+    if in_use is not None:
+        keys, first = in_use, 0
+    else:
+        keys, first = (queries, 0) if cache is None else cache.get_mask_sizes(queries, 0)
     if attention_mask.shape[1] != first + keys:
         return None
     return attention_mask[:, first:].bool()[:, None, None]
@@ -105,11 +111,6 @@ def _keeps_all(attention_mask: Tensor | None) -> bool:
     if attention_mask is None:
         return True
     return attention_mask.dim() == 2 and not traced() and bool(attention_mask.all())
-
-
-def restrict(mask: Tensor, allowed: Tensor) -> Tensor:
-    """Combine ``mask``, bool or additive, with the boolean mask ``allowed``."""
-    return mask & allowed if mask.dtype == torch.bool else mask.masked_fill(~allowed, float("-inf"))
 
 
 def with_key_padding(mask: Tensor | None, key_padding_mask: Tensor | None, k: Tensor) -> Tensor | None:

@@ -20,6 +20,7 @@ from transformers import (
     PreTrainedModel,
 )
 from transformers import initialization as init
+from transformers.masking_utils import create_masks_for_generate
 from transformers.modeling_layers import (
     GenericForQuestionAnswering,
     GenericForSequenceClassification,
@@ -34,6 +35,7 @@ from transformers.utils.output_capturing import capture_outputs
 
 from diff_transformer.checks import refuse_keywords
 from diff_transformer.model.attention import Attention
+from diff_transformer.model.caches import slots_in_use
 from diff_transformer.model.card import write_card
 from diff_transformer.model.config import DiffTransformerConfig
 from diff_transformer.model.cores import Core
@@ -266,6 +268,7 @@ class DiffTransformerForCausalLM(DiffTransformerPreTrainedModel, GenerationMixin
     def __init__(self, config: DiffTransformerConfig):
         super().__init__(config)
         self.model = DiffTransformerModel(config)
+        self._whole_prompt = False
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self.post_init()
 
@@ -304,6 +307,23 @@ class DiffTransformerForCausalLM(DiffTransformerPreTrainedModel, GenerationMixin
             raise
         manager._original_attn_impl = manager._original_attn_impl or DEFAULT  # which it restores when it stops
         return manager
+
+    def _prefill(self, input_ids, generation_config, *args, **kwargs):
+        """Note for ``create_masks_for_generate`` whether the whole prompt comes in one call, which is not compiled."""
+        self._whole_prompt = generation_config.prefill_chunk_size is None
+        try:
+            return super()._prefill(input_ids, generation_config, *args, **kwargs)  # ty: ignore[invalid-argument-type]
+        finally:
+            self._whole_prompt = False
+
+    def create_masks_for_generate(self, config, inputs_embeds: Tensor, attention_mask, past_key_values, **kwargs):
+        """The mask of a step over a static cache, of one shape for each step, as a compiled step needs it.
+
+        The prefill of a whole prompt keeps its mask ``[B, S]``, which takes no memory for each pair of tokens.
+        """
+        if self._whole_prompt and slots_in_use(past_key_values, 0, inputs_embeds.shape[1], config.sliding_window):
+            return attention_mask
+        return create_masks_for_generate(config, inputs_embeds, attention_mask, past_key_values, **kwargs)
 
     def prepare_inputs_for_generation(self, *args, inputs_embeds: Tensor | None = None, **kwargs):
         """Make the positions of a chunk contiguous: strides that depend on the prompt's length would recompile a step.
