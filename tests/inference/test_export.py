@@ -17,6 +17,7 @@ from diff_transformer.inference.export import export
 from diff_transformer.inference.export.flatten import _relative, flatten
 from diff_transformer.inference.export.portable.installed import installed
 from diff_transformer.model.config import ATTENTIONS
+from diff_transformer.model.modeling import DiffTransformerForSequenceClassification
 from diff_transformer.model.presets import preset
 from diff_transformer.ops import cpu, triton
 
@@ -130,6 +131,29 @@ def test_a_folder_in_use_and_another_architecture_are_refused(tmp_path):
     with pytest.raises(ValueError, match="is a llama model"):
         export(str(tmp_path / "llama"), tmp_path / "out")
     assert not (tmp_path / "out").exists()
+
+
+def test_a_model_in_memory(tmp_path):
+    model = save(tmp_path / "model")
+    export(model, tmp_path / "exported", tokenizer=byte_tokenizer())
+    assert model.config.auto_map == {}
+    export(str(tmp_path / "model"), tmp_path / "from_folder")
+    ours, theirs = (
+        {path.name: path.read_bytes() for path in (tmp_path / name).iterdir() if path.name != "tokenizer_config.json"}
+        for name in ("exported", "from_folder")
+    )
+    assert ours == theirs
+    with pytest.raises(ValueError, match=r"dtype='bfloat16' came with a model in memory; .* model\.to\(torch"):
+        export(model, tmp_path / "again", dtype="bfloat16")
+
+
+def test_every_class_of_a_task_loads_its_own_code(tmp_path):
+    config = preset("debug", num_labels=3)
+    export(DiffTransformerForSequenceClassification(config), tmp_path / "exported")
+    names = json.loads((tmp_path / "exported" / "config.json").read_text())["auto_map"]
+    code = (tmp_path / "exported" / "modeling_diff_transformer.py").read_text()
+    assert all(f"class {name.partition('.')[2]}(" in code for auto, name in names.items() if auto != "AutoConfig")
+    assert "AutoModelForSequenceClassification.from_pretrained" in (tmp_path / "exported" / "README.md").read_text()
 
 
 def test_an_export_that_fails_leaves_nothing(tmp_path, monkeypatch):

@@ -267,3 +267,36 @@ def test_unknown_arguments_of_a_call_are_refused(given, message):
     """A mask under another name must not be dropped without a word."""
     with pytest.raises(TypeError, match=message):
         DiffAttention(32, 4)(torch.randn(2, 6, 32), **given)
+
+
+@pytest.mark.parametrize("attention", ["diff", "diff_v2", "grouped_diff", "dint"])
+def test_queries_and_keys_are_normalised_before_the_rotary_embedding(attention):
+    settings = {"attention": attention, "is_causal": True, "rope_theta": 1e4, "norm_eps": 1e-3}
+    layer, plain = DiffAttention(32, 4, qk_norm=True, **settings), DiffAttention(32, 4, **settings)
+    assert not any("q_norm" in name for name in plain.state_dict())
+    state = layer.state_dict()
+    norms = [state.pop(name) for name in ("q_norm.weight", "k_norm.weight")]
+    plain.load_state_dict(state)
+    for norm, projection in zip(norms, (plain.q_proj, plain.k_proj), strict=True):
+        torch.nn.init.normal_(norm, mean=1.0)
+
+        def normalise(module, args, out, weight=norm):
+            heads = out.unflatten(-1, (-1, 8))
+            return (heads / (heads.square().mean(-1, keepdim=True) + 1e-3).sqrt() * weight).flatten(-2)
+
+        projection.register_forward_hook(normalise)
+    x = torch.randn(2, 6, 32)
+    with torch.no_grad():
+        torch.testing.assert_close(layer(x)[0], plain(x)[0])
+    with pytest.raises(TypeError, match="qk_norm is a str"):
+        DiffAttention(32, 4, qk_norm="rms")
+
+
+@pytest.mark.parametrize(("attention", "heads"), [("diff", 2), ("dint", 2), ("diff_v2", 4), ("grouped_diff", 3)])
+def test_a_learned_bias_has_the_heads_of_the_output(attention, heads):
+    layer, x = DiffAttention(32, 4, attention=attention), torch.randn(2, 5, 32)
+    bias = torch.zeros(heads, 5, 5, requires_grad=True)
+    layer(x, attention_mask=bias)[0].square().sum().backward()
+    assert layer.heads.outputs == heads
+    assert bias.grad is not None
+    assert bias.grad.abs().max() > 0

@@ -147,7 +147,7 @@ def test_the_tensor_parallel_plan_names_modules_of_the_model(attention):
 
 def test_a_kernel_of_the_hub_is_refused_with_what_to_take():
     model = model_of("diff")
-    with pytest.raises(ValueError, match=r"'kernels-community/flash-attn'.*softmax attention only; take 'diff_auto'"):
+    with pytest.raises(ValueError, match=r'"kernels-community/flash-attn"`.*softmax attention only; take .diff_auto.'):
         model.set_attn_implementation("kernels-community/flash-attn")
 
 
@@ -250,6 +250,8 @@ def test_a_saved_model_says_how_to_load_it(attention, tmp_path):
     model.save_pretrained(tmp_path)
     card = (tmp_path / "README.md").read_text()
     assert f"| parameters | {model.num_parameters():,} |" in card
+    first = card.partition("\n# ")[2].splitlines()[2]
+    assert first.startswith("A program that reports that it does not recognize this architecture needs the package")
     code = card.partition("```python\n")[2].partition("```")[0].replace("FOLDER", str(tmp_path))
     names: dict = {}
     exec(code, names)
@@ -274,13 +276,73 @@ def test_arguments_of_other_attention_layers_are_answered_in_words():
         DiffAttention(32, 4)(x, x, x)
 
 
-def test_the_wrapper_of_the_documentation_fits_other_models():
+def documented(after: str, names: dict) -> dict:
+    """The names of the first block of Python after these words of the common questions."""
     page = (Path(__file__).parents[2] / "docs" / "faq.md").read_text()
-    names: dict = {}
-    exec(page.partition("nanoGPT?")[2].partition("```python\n")[2].partition("```")[0], names)
-    layer, x = names["Attention"](32, 4), torch.randn(1, 5, 32)
+    exec(page.partition(after)[2].partition("```python\n")[2].partition("```")[0], names)
+    return names
+
+
+def test_the_wrapper_of_the_documentation_fits_other_models():
+    wrapper = documented("nanoGPT?", {})["Attention"]
+    layer, x = wrapper(32, 4, proj_bias=False), torch.randn(1, 5, 32)
     seen = torch.ones(5, 5, dtype=torch.bool).tril()
     assert layer(x).shape == x.shape
-    causal = names["Attention"](32, 4, is_causal=True)
+    causal = wrapper(32, 4, proj_bias=False, is_causal=True)
     causal.load_state_dict(layer.state_dict())
     torch.testing.assert_close(layer(x, attn_mask=seen), causal(x))
+    torch.testing.assert_close(layer(x, is_causal=True), causal(x, is_causal=False))
+    assert (layer(x) - causal(x)).abs().max() > 1e-3
+    for given in ({"attn_drop": 0.1}, {"scale_norm": True}, {"qkv_bias": True, "proj_bias": False}):
+        with pytest.raises(ValueError, match="no attn_drop and no scale_norm"):
+            wrapper(32, 4, **{"proj_bias": False, **given})
+    with pytest.raises(TypeError, match="no argument 'attn_dropout'"):
+        wrapper(32, 4, proj_bias=False, attn_dropout=0.1)
+    assert torch.nn.Sequential(layer, causal)(x).shape == x.shape
+
+
+def test_a_layer_in_sequential_is_told_what_to_do():
+    layers = torch.nn.Sequential(DiffAttention(32, 4), DiffAttention(32, 4))
+    with pytest.raises(TypeError, match=r"hidden_states is a tuple; .* torch\.nn\.Sequential, wrap it"):
+        layers(torch.randn(1, 5, 32))
+    with pytest.raises(TypeError, match=r"context is a list; give a tensor"):
+        DiffAttention(32, 4)(torch.randn(1, 5, 32), [1])
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_timm_builds_a_vision_transformer_of_the_wrapper(is_causal):
+    timm = pytest.importorskip("timm", reason="pip install timm torchvision")
+    from diff_transformer.model.lambdas import lambda_init
+
+    wrapper = documented("nanoGPT?", {})["Attention"]
+    sizes = {"img_size": 32, "patch_size": 8, "embed_dim": 32, "depth": 3, "num_heads": 4, "num_classes": 5}
+    model = timm.models.vision_transformer.VisionTransformer(**sizes, attn_layer=wrapper, qk_norm=True).eval()
+    for depth, block in enumerate(model.blocks):
+        block.attn.attention.core.lam.initial = lambda_init(depth)
+    images = torch.randn(2, 3, 32, 32, requires_grad=True)
+    model(images).square().sum().backward()
+    assert all(p.grad is not None and p.grad.abs().max() > 0 for p in model.blocks.parameters())
+    x = torch.randn(1, 7, 32)
+    changed = x.clone()
+    changed[:, -1] = torch.randn(32)
+    before, after = (model.blocks[0](each, is_causal=is_causal)[:, :-1] for each in (x, changed))
+    assert torch.allclose(before, after) == is_causal
+    with pytest.raises(ValueError, match="no attn_drop"):
+        timm.models.vision_transformer.VisionTransformer(**sizes, attn_layer=wrapper, attn_drop_rate=0.1)
+
+
+@pytest.mark.parametrize("name", ["vit_dwee_patch16_reg1_gap_256", "vit_dlittle_patch16_reg1_gap_256"])
+def test_differential_layers_of_timm_convert(name):
+    timm = pytest.importorskip("timm", reason="pip install timm torchvision")
+    from_timm = documented("vision transformers convert?", documented("nanoGPT?", {}))["from_timm"]
+    model = timm.create_model(name, pretrained=False, depth=3).eval()
+    for layer in (block.attn for block in model.blocks):
+        torch.nn.init.normal_(layer.sub_norm.weight, mean=1.0)
+        torch.nn.init.normal_(layer.qkv.bias)
+        x = torch.randn(2, 9, layer.qkv.in_features)
+        torch.testing.assert_close(from_timm(layer)(x)[0], layer(x), rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(
+            from_timm(layer)(x, is_causal=True)[0], layer(x, is_causal=True), rtol=1e-4, atol=1e-5
+        )
+    with pytest.raises(ValueError, match="do not convert"):
+        from_timm(timm.layers.DiffAttention(32, 2, dual_lambda=True))

@@ -78,14 +78,15 @@ def test_new_weights_are_seen_at_once():
 
 def test_it_leaves_alone_what_it_does_not_compute():
     core, (q, k, v) = make_core(torch.float32), inputs(torch.float32, 1)
-    assert core.native_head() is not None
-    assert layer.supports(q, k, v)
-    assert not layer.supports(q.requires_grad_(), k, v)
+    head = core.native_head()
+    assert head is not None
+    assert layer.supports(q, k, v, head)
+    assert not layer.supports(q.requires_grad_(), k, v, head)
     with torch.no_grad():
-        assert layer.supports(q, k, v)
-    assert not layer.supports(*(x.double() for x in (q, k, v)))
-    assert not layer.supports(*inputs(torch.float32, 5))  # ten rows of a map share a key/value head
-    assert not layer.supports(q, k, v[..., ::2])
+        assert layer.supports(q, k, v, head)
+    assert not layer.supports(*(x.double() for x in (q, k, v)), head)
+    assert not layer.supports(*inputs(torch.float32, 5), head)  # ten rows of a map share a key/value head
+    assert not layer.supports(q, k, v[..., ::2], head)
     core.requires_grad_(True)
     assert core.native_head() is None
     with torch.no_grad():

@@ -1,5 +1,7 @@
 """DINT: rows sum to 1, running means, padding, documents, and the state beside the cache."""
 
+import copy
+import pickle
 from itertools import pairwise
 
 import pytest
@@ -179,6 +181,21 @@ def test_right_padding_leaves_the_state_alone():
     positions = torch.tensor([[8]])
     last = model(ids[:, 8:9], attention_mask=mask, past_key_values=cache, position_ids=positions).logits
     torch.testing.assert_close(last, model(ids[:, :9]).logits[:, -1:], atol=2e-5, rtol=1e-5)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("again", [lambda cache: cache, copy.deepcopy, lambda cache: pickle.loads(pickle.dumps(cache))])
+@pytest.mark.parametrize("rows", [[1, 0, 2], [2, 0], [1, 1, 0, 2]])
+def test_the_running_mean_follows_the_batch_of_the_cache(again, rows):
+    model, ids = make_model(), tokens(3, 12)
+    cache = DynamicCache(config=model.config)
+    model(ids[:, :8], past_key_values=cache)
+    cache = again(cache)
+    cache.batch_select_indices(torch.tensor(rows))
+    cache.batch_repeat_interleave(2)
+    step = ids[rows].repeat_interleave(2, dim=0)
+    last = model(step[:, 8:], past_key_values=cache).logits
+    torch.testing.assert_close(last, model(step, use_cache=False).logits[:, 8:], atol=2e-5, rtol=1e-5)
 
 
 def test_what_cannot_go_back_says_so():

@@ -6,6 +6,7 @@ from transformers import ContinuousBatchingConfig, GenerationConfig
 
 from diff_transformer import DiffTransformerForCausalLM
 from diff_transformer.model.caches import update_paged_cache
+from diff_transformer.model.implementations import DEFAULT
 from diff_transformer.model.presets import preset
 
 PROMPTS = [[1, 2, 3], [4, 5, 6, 7, 8], [9] * 20]
@@ -68,7 +69,22 @@ def test_what_cannot_be_kept_is_refused():
         update_paged_cache(FakeCache(), k, torch.randn(1, 4, 5, 16), 3, mask, {})
 
 
+def test_the_default_implementation_gives_way_to_sdpa():
+    model = make("diff", num_key_value_heads=2)
+    alone = [model.generate(torch.tensor([p]), **OPTIONS)[0, len(p) :].tolist() for p in PROMPTS]
+    answers = model.generate_batch(
+        PROMPTS,
+        generation_config=GenerationConfig(**OPTIONS),
+        continuous_batching_config=ContinuousBatchingConfig(num_blocks=8, page_size=16, max_batch_tokens=16),
+        progress_bar=False,
+    )
+    assert [answers[key].generated_tokens for key in sorted(answers)] == alone
+    assert model.config._attn_implementation == DEFAULT
+    assert {layer.self_attn.core.backend for layer in model.model.layers} == {"auto"}
+
+
 def test_other_implementations_are_refused_before_anything_runs():
     model = make("diff")
+    model.set_attn_implementation("diff_blockwise")
     with pytest.raises(ValueError, match="not supported for continuous batching"):
         model.generate_batch(PROMPTS, generation_config=GenerationConfig(**OPTIONS), progress_bar=False)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from diff_transformer.checks import refuse_keywords, require_positive
-from diff_transformer.model.caches import mask_unused_slots, update_cache, update_paged_cache
+from diff_transformer.model.caches import mask_unused_slots, slots_in_use, update_cache, update_paged_cache
 from diff_transformer.model.cores import Core, DiffCore, DiffV2Core, GroupedDiffCore
 from diff_transformer.model.dint import DintCore
 from diff_transformer.model.heads import (
@@ -72,7 +72,10 @@ def make_core(config, layer_index: int, backend: str, *, is_causal: bool = True)
 
 
 class Attention(nn.Module):
-    """Multi-head attention around a ``core``: W_Q, W_K, W_V, rotary embedding, cache, W_O; biases only if ``bias``."""
+    """Multi-head attention around a ``core``: W_Q, W_K, W_V, rotary embedding, cache, W_O; biases only if ``bias``.
+
+    ``qk_norm``: epsilon of an RMSNorm of each query and key head before the rotary embedding; none if None.
+    """
 
     def __init__(
         self,
@@ -85,6 +88,7 @@ class Attention(nn.Module):
         rope_theta: float | None = None,
         layer_idx: int = 0,
         bias: bool = False,
+        qk_norm: float | None = None,
     ):
         super().__init__()
         context_size, d, dv = context_size or hidden_size, heads.head_dim, heads.value_dim
@@ -94,6 +98,8 @@ class Attention(nn.Module):
         self.k_proj = nn.Linear(context_size, heads.keys * d, bias=bias)
         self.v_proj = nn.Linear(context_size, heads.values * dv, bias=bias)
         self.o_proj = ResidualLinear(heads.outputs * dv, hidden_size, bias)
+        self.q_norm = None if qk_norm is None else RMSNorm(d, qk_norm)
+        self.k_norm = None if qk_norm is None else RMSNorm(d, qk_norm)
         self.core = core
 
     @classmethod
@@ -123,7 +129,10 @@ class Attention(nn.Module):
         """Attend from ``hidden_states [B, T, hidden_size]`` to itself, or to ``context [B, S, context_size]``.
 
         Args:
-            attention_mask: bool (True = attend) or additive, broadcastable to ``[B, heads, T, S]``.
+            attention_mask: bool (True = attend) or additive, broadcastable to ``[B, heads, T, S]``, where heads are
+                those of the output (``heads.outputs``: half of ``num_heads`` for ``"diff"``): both maps of a head share
+                its mask. So a learned bias, such as a table of relative positions, has that many heads; give it as it
+                is, and ``backend="auto"`` computes its gradient.
             key_padding_mask: bool ``[B, S]``, True where a key may be attended to.
             query_padding_mask: bool ``[B, T]``, True where a query is not padding. Only ``"dint"`` uses it: its means
                 leave padding out. In self-attention None takes the newest positions of ``key_padding_mask``.
@@ -157,9 +166,14 @@ class Attention(nn.Module):
         causal = self.is_causal if is_causal is None else flag("is_causal", is_causal)
         mask = attention_mask
         if past_key_values is not None:
-            unused = (past_key_values, self.layer_idx, q.shape[2])
-            mask, causal = mask_unused_slots(*unused, mask, causal, self.core.window, q.device)
+            of_call = (past_key_values, self.layer_idx, q.shape[2])
+            in_use = slots_in_use(*of_call, self.core.window)
+            if not causal or key_padding_mask is not None or (mask is not None and mask.shape[-1] != in_use):
+                in_use = None  # the masks have a column for each slot
+            if in_use is None:
+                mask, causal = mask_unused_slots(*of_call, mask, causal, self.core.window, q.device)
             k, v = update_cache(past_key_values, k, v, self.layer_idx)
+            k, v = (k, v) if in_use is None else (k[:, :, :in_use], v[:, :, :in_use])
         if cache is not None:
             k, v = update_paged_cache(cache, k, v, self.layer_idx, mask, options)
         mask = with_key_padding(mask, key_padding_mask, k)
@@ -192,6 +206,8 @@ class Attention(nn.Module):
         q = _by_head(self.q_proj(hidden_states), self.head_dim)  # [B, T, query heads, d]
         k = _by_head(self.k_proj(source), self.head_dim)  # [B, S, key heads, d]
         v = _by_head(self.v_proj(source), self.value_dim)  # [B, S, value heads, dv]
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
         tables = position_embeddings or self._rotary_tables(position_ids, q.shape[1], cache, q.device)
         if tables is not None:
             if context is not None:
@@ -254,10 +270,13 @@ class DiffAttention(Attention):
         lambda_init: ``"depth"`` or a constant below 1.
         window: with ``is_causal``, each query sees its last ``window`` keys, its own included; all if None.
         bias: whether the four projections have biases (the paper's have none).
+        qk_norm: whether each query and key head passes an RMSNorm over ``head_dim`` before the rotary embedding, with
+            one weight for all query heads and one for all key heads (the paper has none).
         lambda_learned, signal_heads_per_noise_head, head_norm, head_norm_init, lambda_std, norm_eps, backend: as in
             ``DiffTransformerConfig``.
 
-    ``forward`` returns ``(out, weights or None)``, as ``torch.nn.MultiheadAttention`` does.
+    ``forward`` returns ``(out, weights or None)``, as ``torch.nn.MultiheadAttention`` does; ``torch.nn.Sequential``
+    needs a wrapper that returns the first.
 
     Raises:
         TypeError: for a size that is not a number, a backend that is not a name, an ``is_causal`` that is not a bool.
@@ -288,6 +307,7 @@ class DiffAttention(Attention):
         backend: str = "auto",
         window: int | None = None,
         bias: bool = False,
+        qk_norm: bool = False,
         **unknown,
     ):
         if "dropout" in unknown:
@@ -344,6 +364,7 @@ class DiffAttention(Attention):
             rope_theta=rope_theta,
             layer_idx=layer_index,
             bias=bias,
+            qk_norm=norm_eps if flag("qk_norm", qk_norm) else None,
         )
 
 
@@ -353,6 +374,14 @@ def _arguments(function: Callable) -> list[str]:
 
 
 def _check_sequences(name: str, x: Tensor, width: str):
+    if not isinstance(x, Tensor):
+        hint = (
+            "; a layer of attention returns (out, weights): in torch.nn.Sequential, wrap it in a module that returns "
+            "out alone"
+            if isinstance(x, tuple)
+            else ""
+        )
+        raise TypeError(f"{name} is a {type(x).__name__}; give a tensor [batch, length, {width}]{hint}")
     if x.dim() != 3:
         hint = "; for one sequence x give x[None]" if x.dim() == 2 else ""
         raise ValueError(f"{name} has shape {list(x.shape)}; accepted: [batch, length, {width}]{hint}")

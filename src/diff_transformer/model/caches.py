@@ -8,9 +8,20 @@ S keys in the cache.
 import torch
 from torch import Tensor
 
-from diff_transformer.model.inputs import restrict
+from diff_transformer.ops.arguments import traced
 
 _PAGED_NEEDS = "continuous batching needs attn_implementation='sdpa' or 'eager'"
+
+
+def slots_in_use(cache, layer_idx: int, queries: int, window: int | None) -> int | None:
+    """How many keys a static cache holds after a prefill of ``queries``; call before updating.
+
+    None for other caches, and where the number cannot be read or is not worth it: in a traced graph, for one query, and
+    with a window, whose static cache moves its keys. The unused slots then need a mask.
+    """
+    if not getattr(cache, "is_compileable", False) or queries == 1 or window is not None or traced():
+        return None
+    return int(cache.get_seq_length(layer_idx)) + queries
 
 
 def mask_unused_slots(
@@ -33,6 +44,11 @@ def mask_unused_slots(
     else:
         used = key < start + queries
     return used if mask is None else restrict(mask, used), False
+
+
+def restrict(mask: Tensor, allowed: Tensor) -> Tensor:
+    """Combine ``mask``, bool or additive, with the boolean mask ``allowed``."""
+    return mask & allowed if mask.dtype == torch.bool else mask.masked_fill(~allowed, float("-inf"))
 
 
 def update_cache(cache, k: Tensor, v: Tensor, layer_idx: int) -> tuple[Tensor, Tensor]:

@@ -44,16 +44,17 @@ def card(config, model_class: str, *, own_code: bool = False, training: Mapping[
     auto = f"AutoModel{model_class.partition('For')[1]}{model_class.partition('For')[2]}"
     if own_code:
         load = f'from transformers import {auto}\n\nmodel = {auto}.from_pretrained("FOLDER", trust_remote_code=True)'
-        needs = "The folder contains the model's code; only PyTorch and transformers are needed."
+        needs = "The folder contains the model's code: PyTorch, transformers and `trust_remote_code=True` are enough."
     else:
         load = (
             "import diff_transformer  # registers the model with transformers\n"
             f'from transformers import {auto}\n\nmodel = {auto}.from_pretrained("FOLDER")'
         )
         needs = (
-            "Install the package first: `pip install diff-transformer`. A program that reports that it does not "
-            "recognize this architecture must import `diff_transformer` before it loads the model. `diff-transformer "
-            "export` writes a folder that loads without the package, with `trust_remote_code=True`."
+            "A program that reports that it does not recognize this architecture needs the package (`pip install "
+            "diff-transformer`): vLLM then finds the model by itself, and others, such as lm_eval, import "
+            "`diff_transformer` first. `diff-transformer export` writes a folder that needs no package, with "
+            "`trust_remote_code=True`."
         )
     rows = {
         "parameters": f"{sum(count_parameters(config).values()):,}",
@@ -66,8 +67,8 @@ def card(config, model_class: str, *, own_code: bool = False, training: Mapping[
     }
     return (
         "---\nlibrary_name: transformers\ntags:\n- diff-transformer\n---\n\n"
-        f"# {_KINDS[config.attention]}\n\nLoad it, with the path of this folder for `FOLDER`:\n\n"
-        f"```python\n{load}\n```\n\n{needs}\n\n| size | |\n|---|---|\n{_table(rows)}"
+        f"# {_KINDS[config.attention]}\n\n{needs}\n\nLoad it, with the path of this folder for `FOLDER`:\n\n"
+        f"```python\n{load}\n```\n\n| size | |\n|---|---|\n{_table(rows)}"
         + (f"{_TRAINING}{_table(training)}" if training else "")
     )
 

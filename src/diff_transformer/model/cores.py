@@ -10,11 +10,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules import module as hooks
 
 from diff_transformer.model.inputs import Documents
 from diff_transformer.model.lambdas import FixedLambda, LambdaModule, LearnedLambda
 from diff_transformer.model.layers import RMSNorm
 from diff_transformer.ops.api import diff_attention, diff_attention_maps
+from diff_transformer.ops.arguments import traced
 from diff_transformer.ops.cpu import layer
 from diff_transformer.ops.cpu.native import MAX_DECODE_ROWS
 from diff_transformer.ops.reference import DiffMaps
@@ -103,12 +105,10 @@ class DiffCore(Core):
 
         ``hidden_states [B, T, hidden_size]``: the input from which a lambda for each token is computed.
         """
-        native = (
-            attn_mask is None and documents is None and q.device.type == "cpu" and not torch.compiler.is_compiling()
-        )
+        native = attn_mask is None and documents is None and q.device.type == "cpu" and not traced()
         if native and q.shape[2] <= MAX_DECODE_ROWS:
             head = self.native_head()
-            if head is not None and layer.supports(q, k, v):
+            if head is not None and layer.supports(q, k, v, head):
                 return layer.decode(q, k, v, head, is_causal, self.reach(is_causal))
         lam = self.lam(hidden_states)
         return self.normalise(self.attended(q, k, v, lam, attn_mask, is_causal, documents, **state))
@@ -166,36 +166,61 @@ class DiffCore(Core):
     def native_head(self) -> layer.Head | None:
         """The weights that ``ops.cpu.layer.decode`` needs to decode this core in one native call on the CPU.
 
-        None for a subclass, for a core with hooks or replaced parts, for another backend, and while gradients of its
-        weights are needed. Called for every token and layer: it takes microseconds, hence no loops over generators.
+        None unless this core and its parts are exactly as they were built, so that calling them would compute what the
+        native call does; for another backend; and while gradients of its weights are needed. Called for every token
+        and layer: it takes microseconds, hence no loops over generators.
         """
-        if type(self) is not DiffCore or self.backend not in ("auto", "blockwise") or "attend" in self.__dict__:
+        parts, of_core = self._modules, self.__dict__
+        lam: Any = parts.get("lam")
+        norm: Any = parts["head_norm"] if "head_norm" in parts else of_core["head_norm"]
+        if type(self) is not DiffCore or self.backend not in ("auto", "blockwise") or not _REPLACED.isdisjoint(of_core):
             return None
-        lam, norm = self._modules["lam"], self._modules.get("head_norm")
-        if type(lam) is LearnedLambda:
+        if _methods_of_core() != _METHODS or hooks._global_forward_hooks or hooks._global_forward_pre_hooks:
+            return None
+        if _as_built(lam, LearnedLambda):
             of = lam._parameters
             vectors = (of.get("lambda_q1"), of.get("lambda_k1"), of.get("lambda_q2"), of.get("lambda_k2"))
-            for x in vectors:
-                if type(x) is not nn.Parameter or x.dtype is not torch.float32:
-                    return None
-        elif type(lam) is FixedLambda:
+            if any(x is None for x in vectors):
+                return None
+        elif _as_built(lam, FixedLambda):
             vectors = ()
         else:
             return None
-        if lam._forward_hooks or lam._forward_pre_hooks:
-            return None
         weight, eps = None, 0.0
         if norm is not None:
-            if norm._forward_hooks or norm._forward_pre_hooks:
+            if not _as_built(norm, RMSNorm) or "weight" not in norm._parameters:
                 return None
-            weight, eps = norm._parameters.get("weight"), norm.eps
-            if weight is not None and weight.dtype not in (torch.float32, torch.bfloat16):
-                return None
+            weight, eps = norm._parameters["weight"], norm.eps
         if torch.is_grad_enabled():
             for x in (*vectors, weight):
                 if x is not None and x.requires_grad:
                     return None
-        return layer.Head(vectors, lam.initial, weight, norm is not None, eps, 1.0 - lam.initial)  # ty: ignore[invalid-argument-type]
+        return layer.Head(vectors, lam.initial, weight, norm is not None, eps, 1.0 - lam.initial)
+
+
+def _methods_of_core() -> tuple[Callable, ...]:
+    return DiffCore.attended, DiffCore.attend, DiffCore.split, DiffCore.normalise
+
+
+# What the native call replaces, as this file and its neighbours define it: experiments and wrappers may replace it on
+# the class, or by an attribute of the instance.
+_METHODS = _methods_of_core()
+_FORWARD: dict[type[nn.Module], Callable] = {part: part.forward for part in (RMSNorm, LearnedLambda, FixedLambda)}
+_REPLACED = frozenset((
+    *("attended", "attend", "split", "normalise", "forward", "_call_impl", "_compiled_call_impl"),
+    *("weight", "lambda_q1", "lambda_k1", "lambda_q2", "lambda_k2"),
+))  # fmt: skip
+
+
+def _as_built(part: nn.Module | None, kind: type[nn.Module]) -> bool:
+    """Whether calling ``part`` runs the ``forward`` of ``kind`` on the part's own parameters, and nothing else.
+
+    Not so for wrappers, subclasses and parametrizations (another type), hooks, and attributes of the instance in place
+    of a method or a parameter.
+    """
+    if type(part) is not kind or kind.forward is not _FORWARD[kind]:
+        return False
+    return not (part._forward_hooks or part._forward_pre_hooks) and _REPLACED.isdisjoint(part.__dict__)
 
 
 class DiffV2Core(DiffCore):

@@ -18,6 +18,8 @@ each document. A mask does not restart it: the model rejects masks under which a
 one; the layer alone does not check this. Lambda, head norm and the factor 1 - lambda_init are those of ``DiffCore``.
 """
 
+from collections.abc import Callable
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -28,6 +30,7 @@ from diff_transformer.model.cores import DiffCore, Lambda
 from diff_transformer.model.inputs import Documents, visible
 from diff_transformer.model.lambdas import LambdaModule
 from diff_transformer.model.layers import RMSNorm
+from diff_transformer.ops.arguments import exporting, traced
 from diff_transformer.ops.masking import fully_masked_rows
 from diff_transformer.ops.reference import DiffMaps
 
@@ -53,6 +56,41 @@ class RunningMean(NamedTuple):
         return self.layer is not None and bool(self.layer.get_seq_length() > queries)
 
 
+class _Following:
+    """Mixin of a dynamic cache's layer: what changes its batch also changes the running mean.
+
+    transformers repeats and selects keys and values alone.
+    """
+
+    conv_states: dict[int, Tensor | None]
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        super().batch_repeat_interleave(repeats)  # ty: ignore[missing-attribute]
+        self._change(lambda state: state.repeat_interleave(repeats, dim=0))
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        super().batch_select_indices(indices)  # ty: ignore[missing-attribute]
+        self._change(lambda state: state[indices])
+
+    def _change(self, change: Callable[[Tensor], Tensor]) -> None:
+        self.conv_states = {i: None if x is None else change(x) for i, x in self.conv_states.items()}
+
+    def __reduce__(self):
+        return _follow, (type(self).__mro__[2], self.__dict__)
+
+
+@cache
+def _following(kind: type) -> type:
+    return type(kind.__name__, (_Following, kind), {})
+
+
+def _follow(kind: type, state: dict) -> Any:
+    """A layer of ``kind`` with this state, which it shares, whose running mean follows its batch."""
+    layer = object.__new__(_following(kind))
+    layer.__dict__ = state
+    return layer
+
+
 class DintCore(DiffCore):
     """The core of DINT: two calls of ``diff_attention``, one for A1 - lambda A2 and one for A1.
 
@@ -70,7 +108,8 @@ class DintCore(DiffCore):
         """The running mean that ``cache`` keeps for this layer.
 
         Raises:
-            ValueError: for a cache that cannot keep it, or attention that is not causal.
+            ValueError: for a cache that cannot keep it (in an exported program, a static one), or attention that is not
+                causal.
         """
         if cache is None:
             return {"running": RunningMean(tokens)}
@@ -82,6 +121,13 @@ class DintCore(DiffCore):
                 "has no place; make the cache with DynamicCache(config=model.config) or "
                 "StaticCache(config=model.config, max_cache_len=...)"
             )
+        if exporting() and getattr(cache, "is_compileable", False):
+            raise ValueError(
+                "attention='dint' keeps a running mean beside keys and values, which an exported program with a static "
+                "cache would lose after its first step; export it with use_cache=False"
+            )
+        if hasattr(layer, "batch_select_indices") and not isinstance(layer, _Following) and not traced():
+            layer = cache.layers[layer_idx] = _follow(type(layer), layer.__dict__)
         if not self.is_causal:
             raise ValueError("attention='dint' without causal limit needs all queries at once; leave out the cache")
         return {"running": RunningMean(tokens, layer)}

@@ -52,7 +52,11 @@ def check_implementation(name: str | None) -> str:
         hint = did_you_mean(str(name), IMPLEMENTATIONS)
         if isinstance(name, str) and "/" in name:
             hint = " (a kernel from the hub, which computes softmax attention only; take 'diff_auto' instead)"
-        raise ValueError(f"attn_implementation is {name!r}{hint}; accepted: {', '.join(map(repr, IMPLEMENTATIONS))}")
+        others = ", ".join(repr(other) for other in IMPLEMENTATIONS if other != "eager")
+        raise ValueError(  # in transformers' words, by which programs know the error
+            f'Specified `attn_implementation="{name}"` is not supported. The only possible arguments are '
+            f'`attn_implementation="eager"`, {others}{hint}'
+        )
     name = DEFAULT if name is None else name
     if implementation(name).softmax == "flash" and flash.installed() is None:
         raise RuntimeError(

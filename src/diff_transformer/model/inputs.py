@@ -14,7 +14,12 @@ from transformers.masking_utils import (
     sdpa_mask,
 )
 
-from diff_transformer.model.implementations import OWN_NAMES
+from diff_transformer.model.caches import restrict, slots_in_use
+from diff_transformer.model.implementations import OWN_NAMES, attention_backend
+from diff_transformer.ops.arguments import exporting, traced
+
+# Backends that take a mask of the keys beside the causal limit without a complete mask in memory.
+_TAKE_KEY_MASKS = ("auto", "blockwise", "triton")
 
 for _name in OWN_NAMES:
     AttentionMaskInterface.register(_name, sdpa_mask)
@@ -25,22 +30,29 @@ for _name in OWN_NAMES:
 
 def causal_mask(
     config, inputs_embeds: Tensor, attention_mask: Tensor | None, cache, position_ids: Tensor | None
-) -> Tensor | None:
-    """The mask of a model's forward pass, bool or additive ``[B, 1, T, S]``.
+) -> tuple[Tensor | None, bool]:
+    """The mask of a model's forward pass, and whether the operator's own causal limit and window apply beside it.
 
-    None means that the operator's own causal limit and window are enough: each query sees every key up to its own
-    position, and the last query is aligned with the last key.
+    These are enough if no token is padding: each query sees every key up to its own position, and the last query is
+    aligned with the last key. Padding adds a mask of the keys, ``[B, 1, 1, S]``, where the backend takes both in memory
+    that grows with S alone. Otherwise the mask is complete, bool or additive ``[B, 1, T, S]``.
 
     Args:
         attention_mask: ``[B, S]``, 0 where a token is padding; or a ready mask of four dimensions, returned as is.
-        cache: the transformers ``Cache`` of the earlier tokens, or None. A static cache has unused slots, so it always
-            needs a mask.
+        cache: the transformers ``Cache`` of the earlier tokens, or None. A static cache has unused slots, which need a
+            mask except where ``slots_in_use`` counts the others.
         position_ids: ``[B, T]`` if the caller gave them: without mask and cache they may describe packed documents.
     """
-    static = getattr(cache, "is_compileable", False)
+    queries = inputs_embeds.shape[1]
+    in_use = slots_in_use(cache, 0, queries, config.sliding_window)
+    static = getattr(cache, "is_compileable", False) and in_use is None
     packed = position_ids is not None and cache is None and attention_mask is None and _may_restart(position_ids)
-    if not static and not packed and _keeps_all(attention_mask):
-        return None
+    if not static and not packed:
+        if _keeps_all(attention_mask):
+            return None, True
+        keys = _key_mask(config, queries, attention_mask, cache, in_use)
+        if keys is not None:
+            return keys, True
     create = create_causal_mask if config.sliding_window is None else create_sliding_window_causal_mask
     mask = create(
         config=_mask_config(config),
@@ -50,7 +62,22 @@ def causal_mask(
         position_ids=position_ids if packed else None,
         allow_is_causal_skip=False,
     )
-    return cast("Tensor | None", mask)  # ``_mask_config`` never asks for a BlockMask
+    return cast("Tensor | None", mask), mask is None  # ``_mask_config`` never asks for a BlockMask
+
+
+def _key_mask(config, queries: int, attention_mask: Tensor | None, cache, in_use: int | None) -> Tensor | None:
+    """The keys that are not padding, bool ``[B, 1, 1, S]``; None for a backend or a mask that needs a complete mask."""
+    if attention_mask is None or attention_mask.dim() != 2 or exporting():
+        return None
+    if config.attention == "softmax" or attention_backend(config) not in _TAKE_KEY_MASKS:
+        return None
+    if in_use is not None:
+        keys, first = in_use, 0
+    else:
+        keys, first = (queries, 0) if cache is None else cache.get_mask_sizes(queries, 0)
+    if attention_mask.shape[1] != first + keys:
+        return None
+    return attention_mask[:, first:].bool()[:, None, None]
 
 
 class _BooleanMasks:
@@ -76,19 +103,14 @@ def _mask_config(config):
 
 def _may_restart(position_ids: Tensor) -> bool:
     """Whether positions may restart within a row; while a graph is traced they cannot be read, so they may."""
-    return torch.compiler.is_compiling() or restarts(position_ids)
+    return traced() or restarts(position_ids)
 
 
 def _keeps_all(attention_mask: Tensor | None) -> bool:
     """Whether no token is padding; while a graph is traced a mask cannot be read, so it counts as padding."""
     if attention_mask is None:
         return True
-    return attention_mask.dim() == 2 and not torch.compiler.is_compiling() and bool(attention_mask.all())
-
-
-def restrict(mask: Tensor, allowed: Tensor) -> Tensor:
-    """Combine ``mask``, bool or additive, with the boolean mask ``allowed``."""
-    return mask & allowed if mask.dtype == torch.bool else mask.masked_fill(~allowed, float("-inf"))
+    return attention_mask.dim() == 2 and not traced() and bool(attention_mask.all())
 
 
 def with_key_padding(mask: Tensor | None, key_padding_mask: Tensor | None, k: Tensor) -> Tensor | None:
@@ -127,7 +149,7 @@ def split_padding(attention_mask: Any, queries: int) -> tuple[Any, Tensor | None
         attention_mask, padding = attention_mask["full_attention"], attention_mask["linear_attention"]
         return attention_mask, None if padding is None else padding[:, -queries:].bool()
     if attention_mask is None or attention_mask.dim() != 2:
-        if attention_mask is not None and queries > 1 and not torch.compiler.is_compiling():
+        if attention_mask is not None and queries > 1 and not traced():
             _refuse_loss_of_sight(attention_mask)
         return attention_mask, None
     return attention_mask, attention_mask[:, -queries:].bool()

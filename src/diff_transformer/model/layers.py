@@ -11,7 +11,8 @@ class RMSNorm(nn.Module):
     def __init__(self, width: int, eps: float = 1e-5, initial: float = 1.0, has_weight: bool = True):
         super().__init__()
         self.width, self.eps, self.initial = width, eps, initial
-        self.weight = nn.Parameter(torch.full((width,), float(initial))) if has_weight else None
+        self.weight: nn.Parameter | None
+        self.register_parameter("weight", nn.Parameter(torch.full((width,), float(initial))) if has_weight else None)
 
     def forward(self, x: Tensor, gain: float = 1.0) -> Tensor:
         """``x [..., width]`` divided by its root mean square, times the weight (if there is one) and ``gain``."""

@@ -20,6 +20,7 @@ from transformers import (
     PreTrainedModel,
 )
 from transformers import initialization as init
+from transformers.masking_utils import create_masks_for_generate
 from transformers.modeling_layers import (
     GenericForQuestionAnswering,
     GenericForSequenceClassification,
@@ -34,10 +35,11 @@ from transformers.utils.output_capturing import capture_outputs
 
 from diff_transformer.checks import refuse_keywords
 from diff_transformer.model.attention import Attention
+from diff_transformer.model.caches import slots_in_use
 from diff_transformer.model.card import write_card
 from diff_transformer.model.config import DiffTransformerConfig
 from diff_transformer.model.cores import Core
-from diff_transformer.model.implementations import attention_backend, check_implementation
+from diff_transformer.model.implementations import DEFAULT, attention_backend, check_implementation
 from diff_transformer.model.inputs import (
     Documents,
     causal_mask,
@@ -48,6 +50,7 @@ from diff_transformer.model.inputs import (
 )
 from diff_transformer.model.lambdas import LAMBDAS, LearnedLambda, TokenLambda, present_lambda
 from diff_transformer.model.layers import PolyNorm, ResidualLinear, RMSNorm, SwiGLU
+from diff_transformer.ops.arguments import traced
 
 _FOR_LAYERS = ("output_attentions", "output_attention_parts")
 _MISSPELT = 0.8  # similarity (1: equal) from which an unknown name counts as a misspelt known one
@@ -138,7 +141,8 @@ class DiffTransformerModel(DiffTransformerPreTrainedModel):
 
     Packed documents come as transformers' ``DataCollatorWithFlattening`` gives them: ``cu_seq_lens_q`` int32
     [documents + 1] over the rows of the batch one after another, and ``max_length_q``; or as ``position_ids`` that
-    restart in each document, without mask and cache.
+    restart in each document, without mask and cache; their results then come without a cache, unless ``use_cache=True``
+    asks for one, which takes a complete mask.
 
     ``output_attentions=True`` returns for each layer the difference map ``[B, h, T, S]`` (softmax: ``[B, n, T, S]``);
     with ``output_attention_parts=True`` beside it, ``DiffMaps(first, second, difference)``.
@@ -201,16 +205,17 @@ class DiffTransformerModel(DiffTransformerPreTrainedModel):
             inputs_embeds = self.embed_tokens(input_ids)
         batch, queries, _ = inputs_embeds.shape
         kwargs.setdefault("output_attentions", self.config.output_attentions)
-        documents = self._documents(kwargs, batch, attention_mask, position_ids, past_key_values)
+        documents = self._documents(kwargs, batch, attention_mask, position_ids, past_key_values, use_cache)
         options = _for_layers(kwargs)
         if use_cache is None:
             use_cache = self.config.use_cache and not self.training and documents is None
         if self.config.attention == "dint":
             attention_mask, options["query_padding_mask"] = split_padding(attention_mask, queries)
         if documents is None:
-            mask = causal_mask(self.config, inputs_embeds, attention_mask, past_key_values, position_ids)
+            given = self.config, inputs_embeds, attention_mask, past_key_values, position_ids
+            mask, is_causal = causal_mask(*given)
         else:
-            mask, options["documents"] = None, documents
+            mask, is_causal, options["documents"] = None, True, documents
             if attention_mask is not None or use_cache:
                 raise ValueError(
                     "packed documents (cu_seq_lens_q, or for attention='dint' positions that begin anew) exclude "
@@ -228,23 +233,30 @@ class DiffTransformerModel(DiffTransformerPreTrainedModel):
             hidden_states = layer(
                 hidden_states,
                 attention_mask=mask,
-                is_causal=mask is None,
+                is_causal=is_causal,
                 position_embeddings=position_embeddings,
                 past_key_values=past_key_values,
                 **options,
             )
         return BaseModelOutputWithPast(last_hidden_state=self.norm(hidden_states), past_key_values=past_key_values)
 
-    def _documents(self, kwargs: dict, batch: int, attention_mask, position_ids, cache) -> Documents | None:
+    def _documents(
+        self, kwargs: dict, batch: int, attention_mask, position_ids, cache, use_cache: bool | None
+    ) -> Documents | None:
         """The packed documents of a forward pass, their arguments removed from ``kwargs``; None if there are none.
 
-        For ``"dint"``, positions that restart describe documents; for the others ``causal_mask`` reads the positions.
+        Positions that restart describe documents too. Except for ``"dint"``, ``causal_mask`` makes a complete mask of
+        them where documents cannot be used: with a cache or maps, in a traced graph, where positions cannot be read,
+        and for FlexAttention, which would be compiled for each length.
         """
         documents = None if "cache" in kwargs else take_documents(kwargs)
-        bare = documents is None and attention_mask is None and cache is None and position_ids is not None
-        if self.config.attention == "dint" and bare and restarts(position_ids):
+        if documents is not None or attention_mask is not None or cache is not None or position_ids is None:
+            return documents
+        maps = kwargs["output_attentions"] or kwargs.get("output_attention_parts")
+        by_mask = use_cache or maps or traced() or attention_backend(self.config) == "flex"
+        if (self.config.attention == "dint" or not by_mask) and restarts(position_ids):
             return documents_at(position_ids, batch)
-        return documents
+        return None
 
 
 class DiffTransformerForCausalLM(DiffTransformerPreTrainedModel, GenerationMixin):
@@ -256,6 +268,7 @@ class DiffTransformerForCausalLM(DiffTransformerPreTrainedModel, GenerationMixin
     def __init__(self, config: DiffTransformerConfig):
         super().__init__(config)
         self.model = DiffTransformerModel(config)
+        self._whole_prompt = False
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self.post_init()
 
@@ -274,7 +287,7 @@ class DiffTransformerForCausalLM(DiffTransformerPreTrainedModel, GenerationMixin
         return super()._get_static_cache_init_shape()  # ty: ignore[invalid-argument-type]
 
     def init_continuous_batching(self, *args, **kwargs):
-        """Start transformers' continuous batching (``generate_batch``).
+        """Start transformers' continuous batching (``generate_batch``); ``"sdpa"`` replaces the default implementation.
 
         Raises:
             ValueError: for ``attention="dint"``, whose running mean the paged cache cannot keep.
@@ -284,7 +297,33 @@ class DiffTransformerForCausalLM(DiffTransformerPreTrainedModel, GenerationMixin
                 "attention='dint' keeps a running mean beside keys and values, which the paged cache of continuous "
                 "batching cannot hold; use generate with a batch of prompts"
             )
-        return super().init_continuous_batching(*args, **kwargs)
+        if self.config._attn_implementation != DEFAULT:
+            return super().init_continuous_batching(*args, **kwargs)
+        self.set_attn_implementation("sdpa")
+        try:
+            manager = super().init_continuous_batching(*args, **kwargs)
+        except BaseException:
+            self.set_attn_implementation(DEFAULT)
+            raise
+        manager._original_attn_impl = manager._original_attn_impl or DEFAULT  # which it restores when it stops
+        return manager
+
+    def _prefill(self, input_ids, generation_config, *args, **kwargs):
+        """Note for ``create_masks_for_generate`` whether the whole prompt comes in one call, which is not compiled."""
+        self._whole_prompt = generation_config.prefill_chunk_size is None
+        try:
+            return super()._prefill(input_ids, generation_config, *args, **kwargs)  # ty: ignore[invalid-argument-type]
+        finally:
+            self._whole_prompt = False
+
+    def create_masks_for_generate(self, config, inputs_embeds: Tensor, attention_mask, past_key_values, **kwargs):
+        """The mask of a step over a static cache, of one shape for each step, as a compiled step needs it.
+
+        The prefill of a whole prompt keeps its mask ``[B, S]``, which takes no memory for each pair of tokens.
+        """
+        if self._whole_prompt and slots_in_use(past_key_values, 0, inputs_embeds.shape[1], config.sliding_window):
+            return attention_mask
+        return create_masks_for_generate(config, inputs_embeds, attention_mask, past_key_values, **kwargs)
 
     def prepare_inputs_for_generation(self, *args, inputs_embeds: Tensor | None = None, **kwargs):
         """Make the positions of a chunk contiguous: strides that depend on the prompt's length would recompile a step.

@@ -103,7 +103,7 @@ def softmax_attention(
     """
     if backend == "sdpa":
         mask, is_causal = sdpa_mask(q, k, attn_mask, is_causal, window)
-        grouped = q.shape[1] != k.shape[1]
+        grouped = bool(q.shape[1] != k.shape[1])  # torch.jit.trace has tensors for sizes
         return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=is_causal, enable_gqa=grouped)
     if attn_mask is not None:
         attn_mask = attn_mask[(None,) * (4 - attn_mask.dim())]

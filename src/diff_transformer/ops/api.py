@@ -15,6 +15,7 @@ from diff_transformer.ops.arguments import (
     autocast_inputs,
     autocast_off,
     check,
+    exporting,
     flag,
     is_empty,
     zeros,
@@ -174,14 +175,6 @@ def refuse_missing_gradients(backend: str, tensors: tuple[Tensor, ...], lam: Ten
         reason = flex.no_gradients_reason(lam.device)
         if needing and reason is not None:
             raise NotImplementedError(f"{', '.join(needing)} require grad: {reason}")
-
-
-def exporting() -> bool:
-    """Whether the call is being exported. torch.compile of torch 2.11 takes torch.compiler.is_exporting for True."""
-    return torch.compiler._is_exporting_flag
-
-
-exporting._dynamo_marked_constant = True  # ty: ignore[missing-attribute]
 
 
 @cache

@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
+from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 LONGEST = 2**31  # tokens; kernels add to a window in 64 bits
@@ -224,6 +225,25 @@ def zeros(shape: tuple[int, ...], dtype: torch.dtype, *inputs: Tensor) -> Tensor
     """Zeros that have a gradient for ``inputs``, which is zero too."""
     no_values = [x[:0].sum().to(dtype) for x in inputs]
     return sum(no_values, inputs[0].new_zeros(shape, dtype=dtype))
+
+
+def traced() -> bool:
+    """Whether something records the call, or replaces what its operators do: torch.compile, torch.export,
+    torch.jit.trace and the exporters on it, make_fx, fake tensors, counters of FLOPs.
+
+    Values then cannot be read, and what is computed at an address is not seen.
+    """
+    return torch.compiler.is_compiling() or torch.jit.is_tracing() or _get_current_dispatch_mode() is not None
+
+
+def exporting() -> bool:
+    """Whether the call is recorded for a program that must load without this package: by torch.export, by
+    torch.jit.trace, or by an ONNX exporter, which uses one of them."""
+    return torch.compiler.is_exporting() or torch.jit.is_tracing()
+
+
+# A constant for torch.compile, which in torch 2.11 takes torch.compiler.is_exporting for True wherever it reads it.
+exporting._dynamo_marked_constant = True  # ty: ignore[missing-attribute]
 
 
 def active_transform() -> str | None:

@@ -5,11 +5,18 @@ from functools import cache
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from diff_transformer.ops import triton
 from diff_transformer.ops.api import attend, choose_for
-from diff_transformer.ops.arguments import Arguments, active_transform, autocast_inputs, check, is_empty
+from diff_transformer.ops.arguments import (
+    Arguments,
+    active_transform,
+    autocast_inputs,
+    check,
+    exporting,
+    is_empty,
+    traced,
+)
 from diff_transformer.ops.backends import Choice
 
 MAX_COPIED_VALUES = 2**17  # in a batch entry: up to here "blockwise" copies and masks faster than in a second call
@@ -62,7 +69,9 @@ def diff_attention_decode(
     arguments = check(q1, q2, k1, k2, v, lam, attn_mask, True, window, scale)
     _check_lengths(lengths, q1)
     empty = is_empty(q1, k1)
-    by_kernel = backend == "triton" or (backend == "auto" and lengths is not None and q1.device.type == "cuda")
+    by_kernel = backend == "triton" or (
+        backend == "auto" and lengths is not None and q1.device.type == "cuda" and not exporting()
+    )
     if by_kernel and not empty:
         reason = _kernel_unsupported_reason(q1, q2, k1, k2, v, arguments.lam, arguments.attn_mask, window)
         if backend == "auto" and not torch.compiler.is_compiling():
@@ -98,8 +107,7 @@ def diff_attention_decode(
 
 def _can_be_read(lengths: Tensor) -> bool:
     """Whether the values can be read at no cost: on the CPU, outside tracing and transforms."""
-    traced = torch.compiler.is_compiling() or _get_current_dispatch_mode() is not None
-    return lengths.device.type == "cpu" and not traced and active_transform() is None
+    return lengths.device.type == "cpu" and not traced() and active_transform() is None
 
 
 def _attend_to_used_keys(used: list[int], choice: Choice, q1, q2, k1, k2, v, arguments: Arguments) -> Tensor:

@@ -8,6 +8,7 @@ Shapes: B batch, H heads, T queries, S keys; attn_mask is None or [B|1, H|1, T|1
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 
 def key_range(start: int, stop: int, T: int, S: int, is_causal: bool, window: int | None) -> tuple[int, int]:
@@ -49,6 +50,11 @@ def fully_masked_rows(
         before_the_first_key = torch.arange(T, device=device) < T - S
         return before_the_first_key[None, None, :, None] if is_causal and T > S else None
     allowed = attn_mask if attn_mask.dtype == torch.bool else attn_mask != float("-inf")
+    if is_causal and allowed.shape[2] == 1:  # a mask of the keys: count them up to each query, in O(T + S)
+        counts = pad(allowed.expand(*allowed.shape[:2], 1, S).cumsum(-1), (1, 0))  # [B|1, H|1, 1, S + 1]
+        after = torch.arange(S - T + 1, S + 1, device=device)  # the first key that each query may not see
+        first = after - (S if window is None else window)
+        return (counts[..., after.clamp_min(0)] == counts[..., first.clamp_min(0)]).transpose(2, 3)
     seen = position_mask(T, S, is_causal, window, device)
     allowed = allowed if seen is None else seen & allowed
     return ~allowed.expand(*allowed.shape[:2], T, S).any(-1, keepdim=True)

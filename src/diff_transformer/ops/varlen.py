@@ -18,6 +18,7 @@ from diff_transformer.ops.arguments import (
     autocast_off,
     broadcasts,
     check,
+    exporting,
     flag,
     is_empty,
     zeros,
@@ -73,7 +74,8 @@ def diff_attention_varlen(
             do not end with the number of rows, or have a document longer than max_seqlen. On a GPU the device asserts
             their values asynchronously (a failed assertion ends the process's use of the GPU); under torch.compile they
             are not checked.
-        RuntimeError, NotImplementedError: as ``diff_attention``.
+        RuntimeError: as ``diff_attention``.
+        NotImplementedError: as ``diff_attention``; torch.jit.trace, where cu_seqlens are read on the host.
     """
     q1, q2, k1, k2, v = autocast_inputs(q1, q2, k1, k2, v)
     for name, x in {"q1": q1, "q2": q2, "k1": k1, "k2": k2, "v": v}.items():
@@ -87,6 +89,11 @@ def diff_attention_varlen(
     choice = resolve(backend, tensors, arguments, measured=False)
     refuse_missing_gradients(choice.backend, tensors, arguments.lam)
     at_once = backends.takes_packed(choice.backend, tensors)
+    if torch.jit.is_tracing() and not at_once:
+        raise NotImplementedError(
+            "torch.jit.trace would keep the ends of these documents for every later call; trace a call without packed "
+            "documents"
+        )
     check_documents("cu_seqlens_q", cu_seqlens_q, "max_seqlen_q", max_seqlen_q, q1, read=not at_once)
     check_documents("cu_seqlens_k", cu_seqlens_k, "max_seqlen_k", max_seqlen_k, k1, read=not at_once)
     if cu_seqlens_q.shape != cu_seqlens_k.shape:
@@ -99,7 +106,7 @@ def diff_attention_varlen(
     with autocast_off(q1.device.type):
         if at_once:
             documents = Documents(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
-            if backend == "auto" and q1.device.type in api.MEASURED and not api.exporting():
+            if backend == "auto" and q1.device.type in api.MEASURED and not exporting():
                 choice = on_gpu.choose(tensors, arguments, documents)
             out = backends.attend_packed(choice, tensors, arguments, documents)
         else:

@@ -6,7 +6,7 @@ import json
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM
 
 from diff_transformer import DiffTransformerForCausalLM
 from diff_transformer.model.convert import convert_folder, softmax_to_diff, to_llama
@@ -269,3 +269,9 @@ def test_the_command(source, tmp_path, monkeypatch, capsys):
     code, said = run("--to", "diff_v2", "--out", tmp_path / "v2", "--lambda-init", "0.25")
     assert code == 2
     assert "lambda_init: not for a conversion from 'llama' to 'diff_v2'" in said.err
+
+
+def test_a_model_of_another_class_is_named():
+    model = MistralForCausalLM(MistralConfig(vocab_size=32, hidden_size=32, intermediate_size=32, num_hidden_layers=1))
+    with pytest.raises(TypeError, match=r"is a MistralForCausalLM; accepted: .* or LlamaForCausalLM"):
+        softmax_to_diff(model)

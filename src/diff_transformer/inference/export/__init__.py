@@ -2,17 +2,23 @@
 
 import shutil
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from diff_transformer.durable import replacing
 from diff_transformer.inference.export.flatten import flatten
 from diff_transformer.model.card import read_training, write_card
 from diff_transformer.model.loading import load_model
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
 AUTO_MAP = {
     "AutoConfig": "configuration_diff_transformer.DiffTransformerConfig",
     "AutoModel": "modeling_diff_transformer.DiffTransformerModel",
-    "AutoModelForCausalLM": "modeling_diff_transformer.DiffTransformerForCausalLM",
+    **{
+        f"AutoModelFor{task}": f"modeling_diff_transformer.DiffTransformerFor{task}"
+        for task in ("CausalLM", "SequenceClassification", "TokenClassification", "QuestionAnswering")
+    },
 }
 ENGINE_AUTO_MAP = {
     "AutoConfig": "engine_form.DiffEngineConfig",
@@ -21,15 +27,24 @@ ENGINE_AUTO_MAP = {
 }
 
 
-def export(model: str, out: Path, *, dtype: str | None = None, for_engines: bool = False) -> None:
+def export(
+    model: "str | PreTrainedModel",
+    out: Path,
+    *,
+    tokenizer: "PreTrainedTokenizerBase | None" = None,
+    dtype: str | None = None,
+    for_engines: bool = False,
+) -> None:
     """Write ``model`` with its tokenizer and its code to the new folder ``out``, as safetensors.
 
     ``AutoModelForCausalLM.from_pretrained(out, trust_remote_code=True)`` loads it. It uses PyTorch's attention, or this
     package's kernels where the same version of the package is installed.
 
     Args:
-        model: a folder, a name on the hub, or a preset (untrained).
-        dtype: "float32", "bfloat16" or "float16"; None keeps that of the checkpoint.
+        model: a folder, a name on the hub, or a preset (untrained); or a model in memory, in place of
+            ``save_pretrained``.
+        tokenizer: saved beside a model in memory; the others bring their own.
+        dtype: "float32", "bfloat16" or "float16"; None keeps that of the checkpoint, or of the model in memory.
         for_engines: write the form of ``engine_form.py``, whose attention is one call of transformers' attention
             interface: for inference engines that run models through it. It has no training, maps or packed documents.
 
@@ -39,22 +54,32 @@ def export(model: str, out: Path, *, dtype: str | None = None, for_engines: bool
     """
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise FileExistsError(f"{out} is not an empty folder; choose another")
-    loaded, tokenizer = load_model(model, device="cpu", dtype=dtype)
+    if isinstance(model, str):
+        loaded, tokenizer = load_model(model, device="cpu", dtype=dtype)
+        name, training = model, read_training(Path(model).expanduser())
+    else:
+        loaded, name, training = model, "the model", None
+        if dtype is not None:
+            raise ValueError(f"dtype={dtype!r} came with a model in memory; convert it first: model.to(torch.{dtype})")
     if loaded.config.model_type != "diff_transformer":
         raise ValueError(
-            f"{model} is a {loaded.config.model_type} model, which transformers loads without code of ours; export is "
+            f"{name} is a {loaded.config.model_type} model, which transformers loads without code of ours; export is "
             "for models of this package (convert a Llama with `diff-transformer convert` first)"
         )
     config = engine_config(loaded.config) if for_engines else None
-    training = read_training(Path(model).expanduser())
     out.parent.mkdir(parents=True, exist_ok=True)
     with replacing(out.absolute()) as partial:
         partial.mkdir()
         write_card(loaded.config, partial, type(loaded).__name__, own_code=True, training=training)
-        if config is None:
-            loaded.config.auto_map = dict(AUTO_MAP)
-        loaded.save_pretrained(partial)
-        tokenizer.save_pretrained(partial)
+        before = loaded.config.auto_map
+        try:
+            if config is None:
+                loaded.config.auto_map = dict(AUTO_MAP)
+            loaded.save_pretrained(partial)
+        finally:
+            loaded.config.auto_map = before
+        if tokenizer is not None:
+            tokenizer.save_pretrained(partial)
         if config is not None:
             config.save_pretrained(partial)
             shutil.copy(Path(__file__).with_name("engine_form.py"), partial)

@@ -37,8 +37,14 @@ def softmax_to_diff(
         attention: ``"diff"`` (see ``to_diff``, which takes the options) or ``"diff_v2"`` (see ``to_diff_v2``).
 
     Raises:
+        TypeError: for a model of another class.
         ValueError: for a model with differential attention, head norms or biases, or an unknown option.
     """
+    if not isinstance(model, DiffTransformerForCausalLM | LlamaForCausalLM):
+        raise TypeError(
+            f"the model is a {type(model).__name__}; accepted: DiffTransformerForCausalLM with attention='softmax', "
+            "or LlamaForCausalLM. `diff-transformer convert` takes folders of other models"
+        )
     ways = {"diff": to_diff, "diff_v2": to_diff_v2}
     if attention not in ways:
         raise ValueError(f"attention is {attention!r}; accepted: {', '.join(map(repr, ways))}")

@@ -4,12 +4,14 @@ It has two implementations of the same mathematics: ``native.cpp``, compiled for
 PyTorch calls (``in_torch.py``), which need no compiler and take every dtype and device.
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import _get_current_dispatch_mode
 
-from diff_transformer.ops.arguments import refuse_second_derivatives
+from diff_transformer.ops.arguments import refuse_second_derivatives, traced
 from diff_transformer.ops.cpu import in_torch, native
+from diff_transformer.registration import when_imported
 
 
 def attend(q1, q2, k1, k2, v, lam, attn_mask, is_causal, window, scale) -> Tensor:
@@ -19,7 +21,7 @@ def attend(q1, q2, k1, k2, v, lam, attn_mask, is_causal, window, scale) -> Tenso
     arguments = (q1, q2, k1, k2, v, lam, attn_mask, is_causal, window, scale)
     if v.dtype == torch.float16:  # CPUs multiply float16 slowly or not at all
         return forward(*(x.float() for x in arguments[:5]), *arguments[5:]).half()
-    if _is_plain_inference(*arguments[:6]):
+    if _is_plain_inference(*arguments[:6], *(() if attn_mask is None else (attn_mask,))):
         return _implementation(q1, v, scale).forward(*arguments)
     return forward(*arguments)
 
@@ -36,11 +38,9 @@ def _implementation(q1: Tensor, v: Tensor, scale: float):
 def _is_plain_inference(*tensors: Tensor) -> bool:
     """Whether nothing differentiates, traces or compiles: then the operator's bookkeeping, which takes as long as a
     short query, is skipped."""
-    if torch.compiler.is_compiling() or _get_current_dispatch_mode() is not None:
+    if traced() or (torch.is_grad_enabled() and any(x.requires_grad for x in tensors)):
         return False
-    if torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
-        return False
-    return all(type(x) in (Tensor, torch.nn.Parameter) for x in tensors)
+    return all(native.in_memory(x) for x in tensors)
 
 
 @torch.library.custom_op("diff_transformer::blockwise", mutates_args=())
@@ -101,5 +101,31 @@ def _differentiate(ctx, dout):
     return (*gradients, None, None, None, None)
 
 
+def _flops(q1, q2, k1, k2, v, *_, **__) -> int:
+    """Both maps, and one product of their difference with v; without the causal limit, as PyTorch counts SDPA."""
+    return _of_maps(q1, q2, k1) + _with_values(q1, v)
+
+
+def _flops_backward(dout, q1, q2, k1, k2, v, *_, **__) -> int:
+    """The maps again, dO v^T and dv, and the gradients of queries and keys."""
+    return 3 * _of_maps(q1, q2, k1) + 2 * _with_values(q1, v)
+
+
+def _of_maps(q1, q2, k1) -> int:
+    (B, H, T, D), Hn, S = q1, q2[1], k1[2]
+    return 2 * B * (H + Hn) * T * S * D
+
+
+def _with_values(q1, v) -> int:
+    (B, H, T, _), (_, _, S, Dv) = q1, v
+    return 2 * B * H * T * S * Dv
+
+
+def _count_flops(counter: Any) -> None:
+    counter.register_flop_formula(torch.ops.diff_transformer.blockwise)(_flops)
+    counter.register_flop_formula(torch.ops.diff_transformer.blockwise_backward)(_flops_backward)
+
+
+when_imported("torch.utils.flop_counter", _count_flops)  # which imports Triton
 forward.register_autograd(_differentiate, setup_context=_save)
 backward.register_autograd(refuse_second_derivatives)

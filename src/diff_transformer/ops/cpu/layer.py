@@ -8,12 +8,22 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import _get_current_dispatch_mode
+from torch.overrides import _get_current_function_mode_stack
+from torch.utils._device import DeviceContext
 
-from diff_transformer.ops.arguments import active_transform
+from diff_transformer.ops.arguments import active_transform, traced
 from diff_transformer.ops.cpu.build import library, refuse_failure
-from diff_transformer.ops.cpu.native import LAYOUT, MAX_DECODE_ROWS, MAX_SINGLE_THREAD_WORK, NO_MATRIX
+from diff_transformer.ops.cpu.native import (
+    LAYOUT,
+    MAX_D,
+    MAX_DECODE_ROWS,
+    MAX_DV,
+    MAX_SINGLE_THREAD_WORK,
+    NO_MATRIX,
+    in_memory,
+)
 
+_WEIGHTS = (torch.float32, torch.bfloat16)
 LAMBDA = struct.Struct("@4qqf")  # ``struct Lambda`` of native.cpp
 
 
@@ -28,25 +38,53 @@ class Head(NamedTuple):
     gain: float
 
 
-def supports(q: Tensor, k: Tensor, v: Tensor) -> bool:
-    """Whether ``decode`` computes this call: few queries, dense rows, on the CPU, no gradient, tracing or transform."""
-    T, G = q.shape[2], v.shape[1]
-    if (
-        q.shape[1] // 2 // G * T > MAX_DECODE_ROWS
-        or q.device.type != "cpu"
-        or q.dtype not in (torch.float32, torch.bfloat16)
-    ):
+def supports(q: Tensor, k: Tensor, v: Tensor, head: Head) -> bool:
+    """Whether ``decode`` computes this call as ``diff_attention`` and the head's modules would.
+
+    So for few queries of dense rows in the CPU's memory, without gradient, tracing, transform or autocast to another
+    dtype.
+    """
+    if traced() or active_transform() is not None or _functions_replaced() or not q.numel() or not k.numel():
         return False
-    if torch.compiler.is_compiling() or _get_current_dispatch_mode() is not None or active_transform() is not None:
+    if not (q.dim() == k.dim() == v.dim() == 4 and q.dtype == k.dtype == v.dtype and q.dtype in _WEIGHTS):
         return False
-    if not (type(q) is type(k) is type(v) is Tensor and q.dtype == k.dtype == v.dtype):
+    (B, n, T, D), (Bk, m, S, Dk), (Bv, G, Sv, Dv) = q.shape, k.shape, v.shape
+    if not (B == Bk == Bv and Sv == S and n % (2 * G) == 0 and (m, Dk) in ((2 * G, D), (G, 2 * D))):
         return False
-    if not (q.numel() and k.numel()):
+    if n // 2 // G * T > MAX_DECODE_ROWS or D > MAX_D or Dv > MAX_DV:
         return False
+    for x in (q, k, v):
+        if type(x) is not Tensor or not in_memory(x) or x.stride(3) != 1:
+            return False
     if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
         return False
-    dense = q.stride(3) == k.stride(3) == v.stride(3) == 1
-    return dense and q.shape[3] <= 256 and v.shape[3] <= 256 and library() is not None
+    if torch.is_autocast_enabled("cpu") and q.dtype != torch.get_autocast_dtype("cpu"):
+        return False
+    return _reads(head, Dv) and library() is not None
+
+
+def _reads(head: Head, Dv: int) -> bool:
+    """Whether the weights lie in memory as the native call reads them: one number after another."""
+    vectors, initial, weight, _, eps, _ = head
+    if type(initial) is not float or type(eps) is not float:
+        return False
+    if weight is not None:
+        if not in_memory(weight) or not weight.is_contiguous():
+            return False
+        if weight.dtype not in _WEIGHTS or weight.shape != (Dv,):
+            return False
+    width = vectors[0].numel() if vectors else 0
+    for x in vectors:
+        if not in_memory(x) or not x.is_contiguous() or x.dtype is not torch.float32 or x.shape != (width,):
+            return False
+    return True
+
+
+def _functions_replaced() -> bool:
+    """Whether a mode of torch.overrides may change what functions compute; a default device changes none here."""
+    if not torch._C._len_torch_function_stack():
+        return False
+    return any(type(mode) is not DeviceContext for mode in _get_current_function_mode_stack())
 
 
 def decode(q: Tensor, k: Tensor, v: Tensor, head: Head, is_causal: bool, window: int | None) -> Tensor:

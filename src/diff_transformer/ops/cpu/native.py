@@ -30,6 +30,7 @@ CALLS = 5  # in a turn of a trial
 # ``struct Problem`` of native.cpp: 12 matrices (pointer and three strides), lam, dlam, mask, 14 sizes, the scale, and
 # the head norm (gain, eps, weights, their dtype, whether there is one).
 LAYOUT = struct.Struct("@" + 48 * "q" + 4 * "q" + "q" + 5 * "q" + 14 * "q" + "f" + "ff" + "q" + "qq")
+_PLAIN = (Tensor, torch.nn.Parameter)
 NO_NORM = (1.0, 0.0, 0, 0, 0)
 NO_MATRIX = (0, 0, 0, 0)
 
@@ -40,6 +41,14 @@ class Problem(NamedTuple):
     packed: bytes  # LAYOUT
     form: int  # of FORMS, or 0 for fp32
     copies: dict[object, Tensor]  # tensors that ``packed`` points to, kept until the call returns
+
+
+def in_memory(x: Tensor) -> bool:
+    """Whether the values of ``x`` lie at its address on the CPU: not so for subclasses (fake, sharded or quantised
+    tensors), meta tensors, storages that were freed, and views that are negated when they are read."""
+    if type(x) not in _PLAIN or not x.is_cpu or x.layout is not torch.strided or x.is_neg():
+        return False
+    return x.untyped_storage().nbytes() > 0
 
 
 def supports(q1: Tensor, v: Tensor, scale: float) -> bool:

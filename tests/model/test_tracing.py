@@ -1,0 +1,129 @@
+"""Programs that tracers record compute what the model computes, or tracing is refused."""
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from diff_transformer import DiffAttention, diff_attention_decode, diff_attention_varlen
+from diff_transformer.model.heads import ATTENTIONS
+from diff_transformer.model.modeling import DiffTransformerForCausalLM
+from diff_transformer.model.presets import preset
+
+pytestmark = pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning", "ignore::DeprecationWarning")
+
+
+class Logits(torch.nn.Module):
+    def __init__(self, attention):
+        super().__init__()
+        self.model = DiffTransformerForCausalLM(preset("debug", attention=attention)).eval()
+
+    def forward(self, input_ids, attention_mask=None):
+        return self.model(input_ids=input_ids, attention_mask=attention_mask, use_cache=False).logits
+
+
+class Layer(torch.nn.Module):
+    def __init__(self, attention, **settings):
+        super().__init__()
+        self.layer = DiffAttention(32, 4, attention=attention, **settings).eval().requires_grad_(False)
+
+    def forward(self, x):
+        return self.layer(x)[0]
+
+
+def tokens(length):
+    return torch.randint(0, 512, (2, length))
+
+
+def is_portable(traced):
+    return not [node for node in traced.inlined_graph.nodes() if "diff_transformer" in node.kind()]
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("attention", ATTENTIONS)
+def test_a_traced_model(attention):
+    model = Logits(attention)
+    traced = torch.jit.trace(model, (tokens(8),), check_trace=False)
+    assert is_portable(traced)
+    for length in (8, 11):
+        ids = tokens(length)
+        torch.testing.assert_close(traced(ids), model(ids))
+    mask = torch.ones(2, 8, dtype=torch.long)
+    traced = torch.jit.trace(model, (tokens(8), mask), check_trace=False)
+    padded = mask.clone()
+    padded[0, :3] = 0
+    ids = tokens(8)
+    torch.testing.assert_close(traced(ids, padded)[1:], model(ids, padded)[1:])
+    torch.testing.assert_close(traced(ids, padded)[0, 3:], model(ids, padded)[0, 3:])
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("length", [1, 9])
+@pytest.mark.parametrize("attention", ATTENTIONS[:-1])
+@pytest.mark.parametrize("backend", ["auto", "blockwise"])
+def test_a_traced_layer(attention, length, backend):
+    layer = Layer(attention, backend=backend)
+    x, y = torch.randn(2, 2, length, 32)
+    by_jit, by_fx = torch.jit.trace(layer, (x,), check_trace=False), make_fx(layer)(x)
+    assert is_portable(by_jit) == (backend == "auto")
+    for traced in (by_jit, by_fx):
+        torch.testing.assert_close(traced(y), layer(y))
+
+
+@torch.no_grad()
+def test_the_old_onnx_exporter(tmp_path):
+    runtime = pytest.importorskip("onnxruntime", reason="pip install onnxruntime")
+    pytest.importorskip("onnx", reason="pip install onnx")
+    layer, (x, y) = Layer("diff_v2"), torch.randn(2, 2, 1, 32)
+    torch.onnx.export(layer, (x,), tmp_path / "layer.onnx", dynamo=False)
+    session = runtime.InferenceSession(tmp_path / "layer.onnx")
+    (found,) = session.run(None, {session.get_inputs()[0].name: y.numpy()})
+    torch.testing.assert_close(torch.tensor(found), layer(y))
+    with pytest.raises(torch.onnx.errors.UnsupportedOperatorError, match="rms_norm"):
+        torch.onnx.export(Layer("diff"), (x,), tmp_path / "norm.onnx", dynamo=False)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("lengths", [[5, 7], [7, 7], [1, 0]])
+def test_traced_decoding_reads_its_lengths(lengths):
+    def attend(q, k, v, lengths):
+        return diff_attention_decode(q, q, k, k, v, 0.3, lengths=lengths)
+
+    q, k, v = torch.randn(2, 2, 1, 8), torch.randn(2, 2, 7, 8), torch.randn(2, 2, 7, 16)
+    traced = torch.jit.trace(attend, (q, k, v, torch.tensor([7, 7], dtype=torch.int32)), check_trace=False)
+    lengths = torch.tensor(lengths, dtype=torch.int32)
+    torch.testing.assert_close(traced(q, k, v, lengths), attend(q, k, v, lengths))
+
+
+def test_traced_documents_are_refused():
+    def attend(q, v, bounds):
+        return diff_attention_varlen(q, q, q, q, v, 0.3, bounds, bounds, 3, 3)
+
+    with pytest.raises(NotImplementedError, match=r"torch\.jit\.trace would keep the ends"):
+        torch.jit.trace(attend, (torch.randn(5, 2, 8), torch.randn(5, 2, 16), torch.tensor([0, 3, 5]).int()))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("attention", ["diff", "dint"])
+def test_a_static_cache_is_exported_or_refused(attention):
+    from transformers.integrations.executorch import convert_and_export_with_cache
+
+    model = Logits(attention).model
+    model.generation_config.cache_implementation = "static"
+    model.generation_config.cache_config = {"batch_size": 1, "max_cache_len": 16, "device": "cpu"}
+    ids, first = tokens(6)[:1], torch.tensor([0])
+    if attention == "dint":
+        with pytest.raises((ValueError, torch._dynamo.exc.Unsupported), match="lose after its first step"):
+            convert_and_export_with_cache(model, ids[:, :1], first)
+        return
+    program = convert_and_export_with_cache(model, ids[:, :1], first).module()
+    steps = [program(input_ids=ids[:, i : i + 1], cache_position=first + i) for i in range(6)]
+    torch.testing.assert_close(torch.cat(steps, 1), model(ids).logits)
+
+
+@pytest.mark.parametrize("attention", ATTENTIONS)
+def test_fake_tensors_go_through_with_a_mask(attention):
+    with FakeTensorMode(), torch.no_grad():
+        logits = Logits(attention)(tokens(8), torch.ones(2, 8, dtype=torch.long))
+    assert isinstance(logits, FakeTensor)
+    assert logits.shape == (2, 8, 512)

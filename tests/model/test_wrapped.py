@@ -1,0 +1,421 @@
+"""Decoding in one native call equals the modules' own computation, however they are wrapped, hooked or moved."""
+
+import copy
+import types
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.utils import parametrize, prune
+
+from diff_transformer.model import cores
+from diff_transformer.model.attention import DiffAttention
+from diff_transformer.model.lambdas import LearnedLambda
+from diff_transformer.model.layers import RMSNorm
+from diff_transformer.model.modeling import DiffTransformerForCausalLM
+from diff_transformer.model.presets import preset
+from diff_transformer.ops.cpu import layer as native
+from diff_transformer.ops.cpu.build import library
+
+pytestmark = pytest.mark.skipif(library() is None, reason="no C++ compiler here: there is no native form to test")
+
+PARTS = {
+    "head_norm": ("core.head_norm", "weight"),
+    "lam": ("core.lam", "lambda_q1"),
+    "q_proj": ("q_proj", "weight"),
+    "k_proj": ("k_proj", "weight"),
+    "v_proj": ("v_proj", "weight"),
+    "o_proj": ("o_proj", "weight"),
+}
+READ = ("head_norm", "lam")  # whose weights the native call reads
+
+
+def make():
+    torch.manual_seed(0)
+    layer = DiffAttention(32, 4, head_norm_init=0.7, layer_index=1).requires_grad_(False).eval()
+    for parameter in layer.core.parameters():
+        nn.init.normal_(parameter, mean=0.4, std=0.3)
+    return layer
+
+
+def call(layer):
+    """Two queries over seven keys."""
+    torch.manual_seed(1)
+    with torch.no_grad():
+        return layer(torch.randn(2, 1, 32), torch.randn(2, 7, 32))[0]
+
+
+def in_parts(compute, *arguments):
+    """What the modules compute by themselves."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(native, "supports", lambda *_: False)
+        return compute(*arguments)
+
+
+def replace_module(layer, name, new):
+    path, _, last = name.rpartition(".")
+    setattr(layer.get_submodule(path), last, new)
+
+
+class Saved(nn.Module):
+    """Computes with a copy and shows the original's attributes, as a wrapper of fine-tuned modules does."""
+
+    def __init__(self, original, factor=-1.5):
+        super().__init__()
+        self.original, self.tuned = original, copy.deepcopy(original)
+        for parameter in self.tuned.parameters():
+            parameter.mul_(factor)
+
+    def __getattr__(self, name):
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(super().__getattr__("original"), name)
+
+    def forward(self, *args, **kwargs):
+        return self.tuned(*args, **kwargs)
+
+
+class Held(torch.Tensor):
+    """A tensor without memory of its own: operators see -1.5 times the tensor that it holds."""
+
+    @staticmethod
+    def __new__(cls, held):
+        return torch.Tensor._make_wrapper_subclass(cls, held.shape, dtype=held.dtype, device=held.device)
+
+    def __init__(self, held):
+        self.held = held
+
+    @classmethod
+    def __torch_dispatch__(cls, function, types, args=(), kwargs=None):
+        if function is torch.ops.aten.detach.default:
+            return Held(args[0].held)
+        plain = torch.utils._pytree.tree_map(
+            lambda x: -1.5 * x.held if isinstance(x, Held) else x, (args, kwargs or {})
+        )
+        return function(*plain[0], **plain[1])
+
+
+class Scaled(nn.Module):
+    def forward(self, x):
+        return -1.5 * x
+
+
+# Each takes the layer, a module's name and the module, and changes what the module computes.
+
+
+def forward_hook(layer, name, module, weight):
+    module.register_forward_hook(lambda module, args, out: -1.5 * out)
+
+
+def forward_pre_hook(layer, name, module, weight):
+    def change(module, args):
+        getattr(module, weight).fill_(0.3)
+
+    module.register_forward_pre_hook(change)
+
+
+def replaced_forward(layer, name, module, weight):
+    original = module.forward
+    module.forward = lambda *args, **kwargs: -1.5 * original(*args, **kwargs)
+
+
+def subclass(layer, name, module, weight):
+    kind = type(module)
+    module.__class__ = type(
+        "Sub", (kind,), {"forward": lambda self, *args, **kw: -1.5 * kind.forward(self, *args, **kw)}
+    )
+
+
+def wrapper(layer, name, module, weight):
+    replace_module(layer, name, Saved(module))
+
+
+def parametrization(layer, name, module, weight):
+    parametrize.register_parametrization(module, weight, Scaled())
+
+
+def pruning(layer, name, module, weight):
+    prune.random_unstructured(module, weight, amount=0.5)
+
+
+def plain_tensor(layer, name, module, weight):
+    other = -1.5 * getattr(module, weight).detach()
+    delattr(module, weight)
+    setattr(module, weight, other)
+
+
+def shadowed(layer, name, module, weight):
+    module.__dict__[weight] = -1.5 * getattr(module, weight).detach()
+
+
+def buffer(layer, name, module, weight):
+    other = -1.5 * getattr(module, weight).detach()
+    delattr(module, weight)
+    module.register_buffer(weight, other)
+
+
+def every_second_number(layer, name, module, weight):
+    values = getattr(module, weight)
+    wide = torch.zeros(*values.shape, 2)
+    wide[..., 0] = -1.5 * values
+    values.data = wide[..., 0]
+
+
+def one_number_expanded(layer, name, module, weight):
+    values = getattr(module, weight)
+    values.data = torch.tensor(0.3).expand(values.shape)
+
+
+def negated_view(layer, name, module, weight):
+    values = getattr(module, weight)
+    setattr(module, weight, nn.Parameter(torch._neg_view(values.detach()), requires_grad=False))
+
+
+def without_memory(layer, name, module, weight):
+    setattr(module, weight, nn.Parameter(Held(getattr(module, weight).detach()), requires_grad=False))
+
+
+def offloaded(layer, name, module, weight):
+    """The weight is there only while the module computes, as accelerate's hooks do it."""
+    kept, original = getattr(module, weight).detach().clone(), module.forward
+
+    def forward(*args, **kwargs):
+        module._parameters[weight] = nn.Parameter(-1.5 * kept, requires_grad=False)
+        out = original(*args, **kwargs)
+        module._parameters[weight] = nn.Parameter(kept.to("meta"), requires_grad=False)
+        return out
+
+    module.forward = forward
+    module._parameters[weight] = nn.Parameter(kept.to("meta"), requires_grad=False)
+
+
+def freed(layer, name, module, weight):
+    """The storage is there only while the module computes, as sharding does it."""
+    values = getattr(module, weight)
+    kept, storage = values.detach().clone(), values.untyped_storage()
+    size = storage.nbytes()
+
+    def fill(module, args):
+        storage.resize_(size)
+        values.copy_(-1.5 * kept)
+
+    def free(module, args, out):
+        storage.resize_(0)
+
+    module.register_forward_pre_hook(fill)
+    module.register_forward_hook(free)
+    storage.resize_(0)
+
+
+WRAPPERS = [
+    forward_hook, forward_pre_hook, replaced_forward, subclass, wrapper, parametrization, pruning, plain_tensor,
+    shadowed, buffer, every_second_number, one_number_expanded, negated_view, without_memory, offloaded, freed,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("part", PARTS)
+@pytest.mark.parametrize("wrap", WRAPPERS, ids=lambda wrap: wrap.__name__)
+def test_a_wrapped_part_computes_what_it_says(wrap, part):
+    layer, (name, weight) = make(), PARTS[part]
+    before = call(layer)
+    wrap(layer, name, layer.get_submodule(name), weight)
+    wrapped = call(layer)
+    torch.testing.assert_close(wrapped, in_parts(call, layer))
+    assert (wrapped - before).abs().max() > 1e-3  # else nothing was tested
+
+
+@pytest.mark.parametrize("part", READ)
+def test_a_swapped_weight_is_used(part):
+    layer, (name, weight) = make(), PARTS[part]
+    before, module = call(layer), layer.get_submodule(name)
+    other = {f"{name}.{weight}": torch.full_like(getattr(module, weight), 0.3)}
+    torch.manual_seed(1)
+    inputs = torch.randn(2, 1, 32), torch.randn(2, 7, 32)
+    with torch.no_grad():
+        swapped = torch.func.functional_call(layer, other, inputs)[0]
+    getattr(module, weight).fill_(0.3)
+    torch.testing.assert_close(swapped, in_parts(call, layer))
+    assert (swapped - before).abs().max() > 1e-3
+
+
+@pytest.mark.parametrize("part", READ)
+def test_a_patched_class_is_seen(part, monkeypatch):
+    layer = make()
+    before, kind = call(layer), {"head_norm": RMSNorm, "lam": LearnedLambda}[part]
+    original = kind.forward
+    monkeypatch.setattr(kind, "forward", lambda *args, **kwargs: -1.5 * original(*args, **kwargs))
+    torch.testing.assert_close(call(layer), in_parts(call, layer))
+    assert (call(layer) - before).abs().max() > 1e-3
+
+
+@pytest.mark.parametrize("method", ["attended", "attend", "normalise"])
+@pytest.mark.parametrize("on", ["instance", "class"])
+def test_a_replaced_method_of_the_core_is_called(method, on, monkeypatch):
+    layer = make()
+    before, original = call(layer), getattr(cores.DiffCore, method)
+
+    def replacement(self, *args, **kwargs):
+        return -original(self, *args, **kwargs)
+
+    if on == "class":
+        monkeypatch.setattr(cores.DiffCore, method, replacement)
+    else:
+        monkeypatch.setattr(layer.core, method, types.MethodType(replacement, layer.core))
+    torch.testing.assert_close(call(layer), in_parts(call, layer))
+    torch.testing.assert_close(call(layer), -before)
+
+
+def test_hooks_on_every_module_are_called():
+    layer = make()
+    before, seen = call(layer), []
+    with torch.nn.modules.module.register_module_forward_hook(lambda module, *_: seen.append(module)):
+        after = call(layer)
+    assert {layer.core.lam, layer.core.head_norm} <= set(seen)
+    torch.testing.assert_close(after, before)
+
+
+def test_a_mode_that_replaces_functions_is_called():
+    class Double(torch.overrides.TorchFunctionMode):
+        def __torch_function__(self, function, types, args=(), kwargs=None):
+            out = function(*args, **(kwargs or {}))
+            return 2 * out if function is nn.functional.rms_norm else out
+
+    layer = make()
+    before = call(layer)
+    with Double():
+        torch.testing.assert_close(call(layer), 2 * before)
+
+
+def test_a_default_device_keeps_the_fast_path(monkeypatch):
+    layer, calls = make(), []
+    decode = native.decode
+    monkeypatch.setattr(native, "decode", lambda *args: calls.append(1) or decode(*args))
+    with torch.device("cpu"):
+        call(layer)
+    assert calls
+
+
+def test_tied_weights_are_read_in_place(monkeypatch):
+    layer, calls = make(), []
+    layer.core.lam.lambda_k1 = layer.core.lam.lambda_q1
+    decode = native.decode
+    monkeypatch.setattr(native, "decode", lambda *args: calls.append(1) or decode(*args))
+    torch.testing.assert_close(call(layer), in_parts(call, layer))
+    assert calls
+
+
+@pytest.mark.parametrize("part", READ)
+@pytest.mark.parametrize("shape", [(3,), (1,), (2, 8), (64,)])
+def test_a_weight_of_another_shape_is_not_read(part, shape):
+    layer, (name, weight) = make(), PARTS[part]
+    setattr(layer.get_submodule(name), weight, nn.Parameter(torch.ones(shape), requires_grad=False))
+    with pytest.raises(RuntimeError):
+        in_parts(call, layer)
+    with pytest.raises(RuntimeError):
+        call(layer)
+
+
+@pytest.mark.parametrize("part", READ)
+def test_meta_weights_are_an_error(part):
+    layer, (name, weight) = make(), PARTS[part]
+    module = layer.get_submodule(name).to("meta")
+    assert getattr(module, weight).is_meta
+    with pytest.raises((RuntimeError, NotImplementedError, ValueError)):
+        call(layer).sum().item()
+
+
+def test_fake_weights_give_fake_results():
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    with FakeTensorMode():
+        layer = DiffAttention(32, 4)
+        with torch.no_grad():
+            out, _ = layer(torch.randn(2, 1, 32))
+    assert isinstance(out, torch._subclasses.FakeTensor)
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        held = make()
+        with torch.no_grad():
+            out, _ = held(torch.randn(2, 1, 32))
+    assert isinstance(out, torch._subclasses.FakeTensor)
+
+
+def test_autocast_is_honoured():
+    core = make().core
+    q, k, v = torch.randn(1, 4, 1, 8), torch.randn(1, 4, 7, 8), torch.randn(1, 2, 7, 16)
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        out = core(q, k, v, None, True)
+        expected = in_parts(core, q, k, v, None, True)
+    assert out.dtype == expected.dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("wrong", ["keys", "batch", "heads", "width", "device"])
+def test_inputs_that_do_not_fit_are_refused(wrong):
+    core = make().core
+    q, k, v = torch.randn(2, 4, 1, 8), torch.randn(2, 4, 7, 8), torch.randn(2, 2, 7, 16)
+    q, k, v = {
+        "keys": (q, k, v[:, :, :5]),
+        "batch": (q, k[:1], v),
+        "heads": (q[:, :3], k, v),
+        "width": (q, k[..., :5], v),
+        "device": (q, k.to("meta"), v.to("meta")),
+    }[wrong]
+    with torch.no_grad(), pytest.raises((ValueError, RuntimeError)):
+        core(q, k, v, None, True)
+
+
+# Libraries that wrap models.
+
+
+def model():
+    torch.manual_seed(0)
+    return DiffTransformerForCausalLM(preset("debug", head_norm_init=0.7)).requires_grad_(False).eval()
+
+
+def steps(model):
+    """Logits of three cached steps of one token."""
+    ids = torch.arange(1, 9)[None]
+    with torch.no_grad():
+        out = model(ids[:, :5], use_cache=True)
+        logits = []
+        for i in range(5, 8):
+            out = model(ids[:, i : i + 1], past_key_values=out.past_key_values)
+            logits.append(out.logits)
+    return torch.cat(logits, 1)
+
+
+@pytest.mark.parametrize("how", ["cpu_offload", "disk_offload", "device_map"])
+def test_accelerate_offloads(how, tmp_path):
+    accelerate = pytest.importorskip("accelerate", reason="accelerate is not installed")
+    whole, expected = model(), steps(model())
+    if how == "cpu_offload":
+        accelerate.cpu_offload(whole, execution_device=torch.device("cpu"))
+    elif how == "disk_offload":
+        accelerate.disk_offload(whole, tmp_path, execution_device=torch.device("cpu"))
+    else:
+        devices = {"model.embed_tokens": "cpu", "model.layers": "disk", "model.norm": "cpu", "model.rotary_emb": "cpu"}
+        devices["lm_head"] = "cpu"
+        accelerate.dispatch_model(whole, devices, main_device="cpu", offload_dir=tmp_path, force_hooks=True)
+    torch.testing.assert_close(steps(whole), expected)
+
+
+@pytest.mark.parametrize("how", ["lora", "saved_norm", "saved_lambda", "ln_tuning"])
+def test_peft_adapts(how):
+    peft = pytest.importorskip("peft", reason="peft is not installed")
+    config = {
+        "lora": lambda: peft.LoraConfig(
+            target_modules=["q_proj", "k_proj", "v_proj", "o_proj"], init_lora_weights=False
+        ),
+        "saved_norm": lambda: peft.LoraConfig(target_modules=["q_proj"], modules_to_save=["head_norm"]),
+        "saved_lambda": lambda: peft.LoraConfig(target_modules=["q_proj"], modules_to_save=["lam"]),
+        "ln_tuning": lambda: peft.LNTuningConfig(target_modules=["head_norm"]),
+    }[how]()
+    before, adapted = steps(model()), peft.get_peft_model(model(), config).eval()
+    for name, parameter in adapted.named_parameters():
+        if "default" in name or "ln_tuning_layers" in name:
+            parameter.data.mul_(3)
+    out = steps(adapted)
+    torch.testing.assert_close(out, in_parts(steps, adapted))
+    assert (out - before).abs().max() > 1e-3
+    merged = adapted.merge_and_unload()
+    torch.testing.assert_close(steps(merged), out, atol=1e-4, rtol=1e-4)
