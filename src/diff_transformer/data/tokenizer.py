@@ -23,6 +23,7 @@ END_OF_TEXT = "<|endoftext|>"
 PAD = "<|pad|>"
 SPECIAL_TOKENS = (END_OF_TEXT, PAD)
 _DIGITS = "0123456789"
+_BEFORE = "a"  # text before another
 MIN_VOCAB_SIZE = 256 + len(_DIGITS) + len(SPECIAL_TOKENS)
 
 # Words, single digits, punctuation, each with the one space before it; then runs of white space.
@@ -138,6 +139,29 @@ def encode_all(tokenizer: PreTrainedTokenizerFast, texts: Sequence[str]) -> list
     with _plain(require_fast(tokenizer)) as backend:
         encodings = backend.encode_batch_fast(list(texts), add_special_tokens=False)
     return [np.array(encoding.ids, dtype=np.int64) for encoding in encodings]
+
+
+def encode_inside(tokenizer: PreTrainedTokenizerFast, texts: Sequence[str]) -> list[np.ndarray]:
+    """:func:`encode_all` for texts that stand inside another text.
+
+    Some tokenizers put a space before what they are given (Llama 2, Mistral 7B v0.1), so a text alone has a token that
+    it lacks after other text. A text whose first token also covers what is before it counts as it is alone.
+    """
+    (before,), alone = encode_all(tokenizer, [_BEFORE]), encode_all(tokenizer, texts)
+    after = encode_all(tokenizer, [_BEFORE + text for text in texts])
+    return [
+        joined[len(before) :] if np.array_equal(joined[: len(before)], before) else ids
+        for joined, ids in zip(after, alone, strict=True)
+    ]
+
+
+def leading_ids(tokenizer: PreTrainedTokenizerFast) -> list[int]:
+    """The tokens that the tokenizer's post-processor puts in front of every text: ``<s>`` (Llama), ``[gMASK] <sop>``
+    (GLM), or none (Qwen, GPT-2 and this package's tokenizers)."""
+    with _plain(require_fast(tokenizer)) as backend:
+        encoding = backend.encode("a", add_special_tokens=True)
+    mask = encoding.special_tokens_mask
+    return encoding.ids[: mask.index(0)] if 0 in mask else []
 
 
 def token_spans(

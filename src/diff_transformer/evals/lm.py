@@ -13,7 +13,7 @@ from torch import Tensor
 
 from diff_transformer.checks import require_known, require_positive
 from diff_transformer.data.evaluation_text import SPLITS, load_rows
-from diff_transformer.data.tokenizer import encode_all
+from diff_transformer.data.tokenizer import encode_all, leading_ids
 from diff_transformer.evals.inside import AttentionCall, tapped_attention
 
 if TYPE_CHECKING:
@@ -185,11 +185,12 @@ class CausalLM:
         return out[:, longest:]
 
 
-def leading_ids(tokenizer: "PreTrainedTokenizerFast") -> list[int]:
-    """The tokens that the tokenizer puts in front of every text: its BOS token (Llama), or none (Qwen, GPT-2 and this
-    package's tokenizers)."""
-    ids = tokenizer("")["input_ids"]
-    return ids[:1] if ids and ids[0] == tokenizer.bos_token_id else []
+def first_of_text(lm: Any, ids: Tensor) -> int:
+    """Index of the first token of ``ids [B, T]`` that has a loss: 1, or the number of tokens that the tokenizer puts in
+    front of every text, if all rows begin with them and there are more."""
+    before = list(getattr(lm, "prefix", ()))
+    led = len(before) < ids.shape[1] and bool((ids[:, : len(before)] == torch.tensor(before, dtype=ids.dtype)).all())
+    return max(1, len(before)) if led else 1
 
 
 def max_positions(lm: Any) -> int | None:
@@ -226,7 +227,8 @@ def text_rows(lm: Any, settings: Any, count: int) -> tuple[Tensor, str]:
     """``load_rows`` for an experiment's ``settings``, with fields ``corpus``, ``split``, ``length`` and ``seed``.
 
     Returns:
-        ``count`` rows in the tokens of ``lm``, int64 ``[count, length]``, and their side of the corpus.
+        ``count`` rows in the tokens of ``lm``, int64 ``[count, length]``, and their side of the corpus. Each row begins
+        with the tokens that the tokenizer puts in front of every text.
 
     Raises:
         ValueError: if ``lm`` does not support rows so long, or the text has fewer.
@@ -251,11 +253,13 @@ def text_details(settings: Any, side: str) -> dict:
 
 
 def settings_of_lm(lm: Any) -> dict:
-    """Facts about the model for a result's provenance: class, dtype, positions and, if known, kind of attention."""
+    """Facts about the model for a result's provenance: class, dtype, positions, the tokens that its tokenizer puts in
+    front of every text, if any, and the kind of attention, if known."""
     model = getattr(lm, "model", None)
     if model is None:
         return {}
     found = {"class": type(model).__name__, "dtype": str(model.dtype).removeprefix("torch."), "positions": lm.positions}
+    found |= {"leading_tokens": list(leading)} if (leading := getattr(lm, "prefix", ())) else {}
     attention = getattr(model.config, "attention", None)
     return {**found, "attention": attention} if isinstance(attention, str) else found
 

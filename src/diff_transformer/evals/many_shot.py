@@ -22,9 +22,9 @@ from diff_transformer.checks import require_positive
 from diff_transformer.data.seeding import evaluation_rng
 from diff_transformer.data.tasks.labelled import load_labelled
 from diff_transformer.data.tasks.types import Labelled, LabelledSet
-from diff_transformer.data.tokenizer import encode
+from diff_transformer.data.tokenizer import encode, leading_ids
 from diff_transformer.evals.likelihood import common_prefix, continuation_logprobs, read_prefix
-from diff_transformer.evals.lm import CausalLM, leading_ids, max_positions, settings_of_lm
+from diff_transformer.evals.lm import CausalLM, max_positions, settings_of_lm
 from diff_transformer.evals.prompts import best_of, choice_tokens
 from diff_transformer.evals.provenance import provenance
 from diff_transformer.evals.samples import Samples

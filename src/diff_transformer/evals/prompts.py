@@ -4,9 +4,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from diff_transformer.data.tokenizer import encode_all, require_fast
+from diff_transformer.data.tokenizer import encode_all, leading_ids, require_fast
 from diff_transformer.evals.likelihood import common_prefix
-from diff_transformer.evals.lm import leading_ids
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast

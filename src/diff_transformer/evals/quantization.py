@@ -25,7 +25,15 @@ from diff_transformer.data.tasks.types import MultipleChoiceItem
 from diff_transformer.data.tokenizer import encode_all
 from diff_transformer.evals.inside import AttentionCall, Change, changed_logits
 from diff_transformer.evals.likelihood import common_prefix, continuation_logprobs
-from diff_transformer.evals.lm import CausalLM, check_length, rows_at_once, settings_of_lm, text_details, text_rows
+from diff_transformer.evals.lm import (
+    CausalLM,
+    check_length,
+    first_of_text,
+    rows_at_once,
+    settings_of_lm,
+    text_details,
+    text_rows,
+)
 from diff_transformer.evals.provenance import provenance
 from diff_transformer.evals.samples import Samples
 from diff_transformer.evals.types import Result
@@ -239,7 +247,7 @@ def _loss_scorer(
 ) -> Callable[[list[int]], list[dict]]:
     def score(numbers: list[int]) -> list[dict]:
         with quantised():
-            losses = lm.token_losses(ids[numbers]).double().mean(1)
+            losses = lm.token_losses(ids[numbers])[:, first_of_text(lm, ids) - 1 :].double().mean(1)
         return [{"bits": bits, "row": n, "loss": loss} for n, loss in zip(numbers, losses.tolist(), strict=True)]
 
     return score
