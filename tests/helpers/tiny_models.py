@@ -64,6 +64,18 @@ def bos_tokenizer(template="<|endoftext|> $A"):
 GLM = "<|pad|> <|endoftext|> $A <|pad|>"  # two tokens in front, as [gMASK] <sop>, and one behind
 
 
+def chat_tokenizer():
+    """A byte tokenizer with a chat template: <|endoftext|> begins a turn and <|pad|> ends it."""
+    from diff_transformer.data.tokenizer import byte_tokenizer
+
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = (
+        "{% for m in messages %}<|endoftext|>{{ m['role'] }}\n{{ m['content'] | trim }}<|pad|>\n{% endfor %}"
+        "{% if add_generation_prompt %}<|endoftext|>assistant\n{% endif %}"
+    )
+    return tokenizer
+
+
 def spaced_tokenizer(texts, vocab_size=600):
     """A tokenizer that puts a space before every text and <s> before that, as Llama 2's and Mistral 7B v0.1's do."""
     from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers

@@ -58,6 +58,9 @@ def evaluate(
     length: Annotated[int | None, typer.Option(help="Tokens in a prompt or row.")] = None,
     samples: Annotated[int | None, typer.Option(help="Prompts per cell, questions, or rows of text.")] = None,
     seed: Annotated[int | None, typer.Option(help="Seed of all random draws.")] = None,
+    chat_template: Annotated[
+        bool, typer.Option("--chat-template", help="Ask an instruct model through its tokenizer's chat template.")
+    ] = False,
     device: Annotated[str | None, typer.Option(help="cpu or cuda; CUDA where there is one by default.")] = None,
     dtype: Annotated[str | None, typer.Option(help="float32, bfloat16, float16; the checkpoint's by default.")] = None,
     batch_size: Annotated[int, typer.Option(help="Prompts or rows per forward pass.")] = 32,
@@ -71,6 +74,7 @@ def evaluate(
 
     computing()
     options = {"corpus": corpus, "split": split, "data": data, "length": length, "samples": samples, "seed": seed}
+    options["chat_template"] = chat_template or None
     plan = Plan(
         names_of(name, quick), models or [], options=options, assignments=assignments or [], quick=quick, limit=limit,
         device=device, dtype=dtype, batch_size=batch_size,
@@ -135,8 +139,9 @@ def _evaluate_many(plan, out: Path, resume: bool, bar, cluster) -> bool:
 
 def _print_note(result) -> None:
     """Print what a reader must know before the numbers."""
-    if note := result.provenance.get("note"):
-        print(f"note: {result.eval} of {result.model}: {note}")
+    for name in ("note", "asked"):
+        if note := result.provenance.get(name):
+            print(f"note: {result.eval} of {result.model}: {note}")
 
 
 def shown_number(value: float) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import unicodedata
 from collections.abc import Iterable, Iterator
+from copy import copy
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -66,6 +67,13 @@ class Filler:
         if not self.words:
             raise ValueError(f"{len(documents)} documents hold no words to use as filler; give documents of plain text")
         self._tokens: dict[int, tuple[PreTrainedTokenizerFast, FillerTokens]] = {}
+
+    def without(self, spellings: Iterable[str]) -> Filler:
+        """The same filler, without the words that hold one of ``spellings``."""
+        other, spellings = copy(self), tuple(spellings)
+        other.words = [word for word in self.words if not any(spelling in word for spelling in spellings)]
+        other._tokens = {}
+        return other
 
     def tokens(self, tokenizer: PreTrainedTokenizerFast) -> FillerTokens:
         """The tokens of the words, computed once for each tokenizer.

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -71,13 +71,23 @@ class NeedleExample:
     num_tokens: int  # of the prompt
 
 
+Frame = Callable[[str, Sequence[str]], str]  # (context, cities asked for) -> the whole prompt
+
+
 def question(cities: Sequence[str]) -> str:
     """The end of a prompt: the question about ``cities`` and the beginning of its answer."""
-    if len(cities) == 1:
-        asked = f"is the magic number of {cities[0]}"
-    else:
-        asked = f"are the magic numbers of {', '.join(cities[:-1])} and {cities[-1]}"
-    return f"\nQuestion: What {asked}? Answer: {cities[0]} is"
+    are, s = ("is", "") if len(cities) == 1 else ("are", "s")
+    return f"\nQuestion: What {are} the magic number{s} of {listed(cities)}? Answer: {cities[0]} is"
+
+
+def listed(cities: Sequence[str]) -> str:
+    """ "Paris", "Paris and Rome", "Paris, Rome and Oslo"."""
+    return cities[0] if len(cities) == 1 else f"{', '.join(cities[:-1])} and {cities[-1]}"
+
+
+def plain_prompt(context: str, cities: Sequence[str]) -> str:
+    """The paper's prompt: the context, and :func:`question`."""
+    return context + question(cities)
 
 
 def completion(cities: Sequence[str], numbers: Sequence[str]) -> str:
@@ -131,12 +141,21 @@ def number_range(digits: int) -> tuple[int, int]:
 
 
 def least_length(
-    rng: np.random.Generator, tokenizer: PreTrainedTokenizerFast, *, needles: int, queries: int, digits: int = 2
+    rng: np.random.Generator,
+    tokenizer: PreTrainedTokenizerFast,
+    *,
+    needles: int,
+    queries: int,
+    digits: int = 2,
+    frame: Frame = plain_prompt,
+    special: bool = False,
 ) -> int:
     """The smallest ``length`` that :func:`make_needle_example` accepts with this ``rng`` and a depth, in tokens."""
     cities, numbers = draw_facts(rng, needles, digits)
     facts = [NEEDLE.format(city=city, number=number) for city, number in zip(cities, numbers, strict=True)]
-    return sum(map(len, encode_inside(tokenizer, [*facts, question(cities[:queries])])))
+    return len(encode(tokenizer, frame("", cities[:queries]), special=special)) + sum(
+        map(len, encode_inside(tokenizer, facts))
+    )
 
 
 def make_needle_example(
@@ -149,6 +168,8 @@ def make_needle_example(
     queries: int,
     depth: float | None = None,
     digits: int = 2,
+    frame: Frame = plain_prompt,
+    special: bool = False,
 ) -> NeedleExample:
     """A prompt of at most ``length`` tokens (special tokens not counted), less than 1 % or a word of filler below it.
 
@@ -162,6 +183,8 @@ def make_needle_example(
         depth: place of the first needle asked for, as a share of the context in tokens; None to draw it uniformly. The
             other needles are anywhere.
         digits: digits of a number.
+        frame: makes the prompt of the context, which may lose the white space at its ends, and of the cities asked for.
+        special: the prompt has special tokens, spelled out.
 
     Raises:
         ValueError: if ``length``, the filler, the cities or the numbers do not suffice.
@@ -173,8 +196,8 @@ def make_needle_example(
     cities, numbers = draw_facts(rng, needles, digits)  # the first R are asked for
     depth = float(rng.random()) if depth is None else depth
     sentences = [NEEDLE.format(city=city, number=number) for city, number in zip(cities, numbers, strict=True)]
-    asked = question(cities[:queries])
-    *sizes, asked_size = map(len, encode_inside(tokenizer, [*sentences, asked]))
+    sizes = list(map(len, encode_inside(tokenizer, sentences)))
+    asked_size = len(encode(tokenizer, frame("", cities[:queries]), special=special))
     room = length - sum(sizes) - asked_size
     if room < 0:
         raise ValueError(
@@ -182,14 +205,17 @@ def make_needle_example(
             f"{length - room} tokens; give a larger length or fewer needles"
         )
     prompt, places, num_tokens = "", [], 0
-    budget, state = round(room / filler.tokens(tokenizer).joined), rng.bit_generator.state
+    joined, state = filler.tokens(tokenizer).joined, rng.bit_generator.state
+    budget = round(room / joined)
     for _ in range(_FITTING_ATTEMPTS):
         rng.bit_generator.state = state  # every attempt takes about the same text
         context, starts, counted = _context(rng, filler, tokenizer, sentences, sizes, budget, depth)
-        tokens = len(encode(tokenizer, context + asked))
+        whole = frame(context, cities[:queries])
+        tokens = len(encode(tokenizer, whole, special=special))
         if num_tokens < tokens <= length:
-            prompt, places, num_tokens = context + asked, starts, tokens
-        exact = tokens == sum(sizes) + counted + asked_size  # then the words come as close as they can
+            shift = whole.index(context.strip()) - (len(context) - len(context.lstrip()))
+            prompt, places, num_tokens = whole, [shift + start for start in starts], tokens
+        exact = joined == 1 and tokens == sum(sizes) + counted + asked_size  # the words come as close as they can
         if tokens <= length and (exact or tokens >= length - length // 100):
             break
         rate = max(0.1, (tokens - sum(sizes) - asked_size) / max(1, counted))  # tokens by those counted word by word

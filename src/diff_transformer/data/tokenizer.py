@@ -126,17 +126,18 @@ def load_tokenizer(name_or_path: str | Path) -> PreTrainedTokenizerFast:
     return cast("PreTrainedTokenizerFast", tokenizer)
 
 
-def encode(tokenizer: PreTrainedTokenizerFast, text: str) -> np.ndarray:
-    """Token ids of ``text``, int64 [T], without special tokens.
+def encode(tokenizer: PreTrainedTokenizerFast, text: str, *, special: bool = False) -> np.ndarray:
+    """Token ids of ``text``, int64 [T], with nothing in front or behind.
 
-    The spelling of a special token inside the text is treated as text.
+    The spelling of a special token inside the text is treated as text; with ``special``, as that token, which the text
+    of a chat template needs.
     """
-    return encode_all(tokenizer, [text])[0]
+    return encode_all(tokenizer, [text], special=special)[0]
 
 
-def encode_all(tokenizer: PreTrainedTokenizerFast, texts: Sequence[str]) -> list[np.ndarray]:
+def encode_all(tokenizer: PreTrainedTokenizerFast, texts: Sequence[str], *, special: bool = False) -> list[np.ndarray]:
     """:func:`encode` for many texts at once, on all cores."""
-    with _plain(require_fast(tokenizer)) as backend:
+    with _plain(require_fast(tokenizer), special=special) as backend:
         encodings = backend.encode_batch_fast(list(texts), add_special_tokens=False)
     return [np.array(encoding.ids, dtype=np.int64) for encoding in encodings]
 
@@ -231,16 +232,17 @@ def _wrap(backend: Tokenizer) -> PreTrainedTokenizerFast:
 
 
 @contextmanager
-def _plain(backend: Tokenizer) -> Generator[Tokenizer]:
-    """Context in which the backend does not pad or truncate, and treats the spelling of special tokens as text."""
-    special, padding, truncation = backend.encode_special_tokens, backend.padding, backend.truncation
-    backend.encode_special_tokens = True
+def _plain(backend: Tokenizer, *, special: bool = False) -> Generator[Tokenizer]:
+    """Context in which the backend does not pad or truncate, and treats the spelling of special tokens as text, or as
+    ``special``."""
+    before, padding, truncation = backend.encode_special_tokens, backend.padding, backend.truncation
+    backend.encode_special_tokens = not special
     backend.no_padding()
     backend.no_truncation()
     try:
         yield backend
     finally:
-        backend.encode_special_tokens = special
+        backend.encode_special_tokens = before
         if padding is not None:
             backend.enable_padding(**padding)
         if truncation is not None:

@@ -2,6 +2,7 @@
 
 import base64
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -25,7 +26,7 @@ def explorer_entries(lm: CausalLM, filler: Filler | None, config: RunConfig) -> 
     row of recall as in training."""
     if filler is None:
         return [_recall_entry(lm, config)]
-    options = {"length": min(_LONGEST, config.data.length - 8), "digits": config.data.needles.digits}
+    options: dict[str, Any] = {"length": min(_LONGEST, config.data.length - 8), "digits": config.data.needles.digits}
     entries = []
     for needles, title in ((1, "One needle"), (2, "Two needles, one asked for")):
         rng = evaluation_rng(config.evaluation.seed, "explorer")

@@ -28,6 +28,7 @@ class LanguageModel(Protocol):
     """What an experiment needs of a model. ``CausalLM`` implements it.
 
     ``generate`` returns the greedy continuation of each prompt, at most ``max_new_tokens`` tokens, without the prompt.
+    With ``templated``, prompts are those of a chat template: special tokens are spelled out, and none is added.
     ``predictions`` returns the most probable next token, int64 [B, T - 1], for ``ids`` int64 [B, T].
     ``token_losses`` returns the loss in nats of every token but the first, fp32 [B, T - 1], for ``ids`` int64 [B, T].
     ``last_row_attention`` returns, for each layer, the attention weights of the last token of ``ids`` [1, T], fp32
@@ -37,7 +38,7 @@ class LanguageModel(Protocol):
     name: str
     tokenizer: "PreTrainedTokenizerFast"
 
-    def generate(self, prompts: list[str], max_new_tokens: int) -> list[str]: ...
+    def generate(self, prompts: list[str], max_new_tokens: int, templated: bool = False) -> list[str]: ...
 
     def predictions(self, ids: Tensor) -> Tensor: ...
 
@@ -76,16 +77,18 @@ class CausalLM:
         return leading_ids(self.tokenizer)
 
     @torch.inference_mode()
-    def generate(self, prompts: list[str], max_new_tokens: int) -> list[str]:
+    def generate(self, prompts: list[str], max_new_tokens: int, templated: bool = False) -> list[str]:
         """Greedy continuations of ``prompts``, without the prompts, in their order.
 
+        With ``templated``, the prompts are those of a chat template: special tokens are spelled out, and none is added.
         Prompts of similar length share a batch with left padding. Long prompts are read in chunks.
 
         Raises:
             ValueError: if a prompt with its continuation is longer than the model supports.
         """
         require_positive(max_new_tokens=max_new_tokens)
-        ids = [self.prefix + found.tolist() for found in encode_all(self.tokenizer, prompts)]
+        before = [] if templated else self.prefix
+        ids = [before + found.tolist() for found in encode_all(self.tokenizer, prompts, special=templated)]
         check_length(self, max(map(len, ids), default=0) + max_new_tokens, "the longest prompt and its continuation")
         order = sorted(range(len(ids)), key=lambda i: len(ids[i]), reverse=True)
         texts = [""] * len(ids)

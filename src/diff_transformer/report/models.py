@@ -149,9 +149,11 @@ def models_in(results: Results, *evals: str) -> list[Series]:
 
 
 def noted(figure: Figure, results: Results, name: str) -> Figure:
-    """``figure`` of the experiment ``name`` with the ``note`` of each of its results as the first findings."""
-    parts = results.measurements(name)
-    notes = [f"{_name(results, part)}: {said}." for part in parts if (said := part.provenance.get("note"))]
+    """``figure`` of the experiment ``name``, with the ``note`` of each of its results as the first findings.
+
+    Results also say there how the model was ``asked``, where that is not the experiment's own way."""
+    said = [(part, part.provenance.get(key)) for part in results.measurements(name) for key in ("note", "asked")]
+    notes = [f"{_name(results, part)}: {words}." for part, words in said if words]
     return replace(figure, findings=[*(Finding("note", note) for note in dict.fromkeys(notes)), *figure.findings])
 
 
