@@ -206,7 +206,7 @@ def make_needle_example(
         )
     prompt, places, num_tokens = "", [], 0
     joined, state = filler.tokens(tokenizer).joined, rng.bit_generator.state
-    budget = round(room / joined)
+    budget, tried = round(room / joined), set()
     for _ in range(_FITTING_ATTEMPTS):
         rng.bit_generator.state = state  # every attempt takes about the same text
         context, starts, counted = _context(rng, filler, tokenizer, sentences, sizes, budget, depth)
@@ -220,7 +220,10 @@ def make_needle_example(
             break
         rate = max(0.1, (tokens - sum(sizes) - asked_size) / max(1, counted))  # tokens by those counted word by word
         change = (length - tokens) / rate
+        tried.add(budget)
         budget = max(0, budget + (max(1, int(change)) if change > 0 else math.floor(change)))
+        while budget in tried and budget:
+            budget -= 1
     if not prompt:
         raise ValueError(f"no filler makes a prompt of {length} tokens with this tokenizer; give a larger length")
     spans = [(start + 1, start + len(text)) for start, text in zip(places, sentences, strict=True)]
