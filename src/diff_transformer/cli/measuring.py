@@ -260,7 +260,8 @@ def report(
 @app.command()
 def info(
     name: Annotated[
-        str | None, typer.Argument(metavar="NAME", help="A model preset, or a recipe; by default, all presets.")
+        str | None,
+        typer.Argument(metavar="NAME", help="A model preset, a recipe, or a model's folder; by default, all presets."),
     ] = None,
     length: Annotated[int | None, typer.Option(help="Tokens per sequence, for FLOPs and cache.")] = None,
     attention: Annotated[
@@ -271,16 +272,23 @@ def info(
     memory: Annotated[float | None, typer.Option(help="GiB of each GPU; 80 by default.")] = None,
     assignments: Set = None,
 ):
-    """Both sides of a preset: parameters by part, FLOPs per token, key/value cache. Or the memory a recipe takes."""
+    """Both sides of a preset: parameters by part, FLOPs per token, key/value cache.
+
+    Or the memory that a recipe takes, or what a model's folder holds and converts to.
+    """
     from rich.console import Console
 
     from diff_transformer.checks import require_extra, require_positive
-    from diff_transformer.cli.info import fit_table, pair_table, preset_table
+    from diff_transformer.cli.info import fit_table, folder_table, pair_table, preset_table
     from diff_transformer.lab.recipes import RECIPES, recipe
     from diff_transformer.model.presets import PRESETS
     from diff_transformer.train.config import override
 
     require_positive(length=length, gpus=gpus, memory=memory)
+    if name is not None and name not in {**RECIPES, **PRESETS} and Path(name).is_dir():
+        if gpus or memory or assignments or attention != "diff":
+            raise ValueError(f"{name} is a folder; with it, only --length can be given")
+        return Console().print(folder_table(Path(name), length))
     of_a_preset, of_a_recipe = length is not None or attention != "diff", gpus or memory or assignments
     if name is None and of_a_preset:
         raise ValueError(
