@@ -168,3 +168,9 @@ def test_what_a_tokenizer_puts_in_front_is_found_whatever_it_is(template, expect
     assert leading_ids(chosen) == expected
     chosen.backend_tokenizer.enable_padding(direction="left", pad_id=257, pad_token="<|pad|>", length=9)
     assert leading_ids(chosen) == expected
+
+
+def test_what_a_tokenizer_without_a_fast_backend_puts_in_front_is_found_too(tmp_path):
+    from transformers import CanineTokenizer
+
+    assert leading_ids(CanineTokenizer()) == [CanineTokenizer().cls_token_id]

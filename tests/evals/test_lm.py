@@ -304,3 +304,16 @@ def test_tokens_in_front_have_no_loss(tmp_path):
     losses = lm.token_losses(ids)[0, 1:]
     assert result.metrics["nll64"] == pytest.approx(losses.mean().item(), rel=1e-5)
     assert result.metrics["nll1"] == pytest.approx(losses[0].item(), rel=1e-5)
+
+
+def test_losses_are_computed_in_pieces_and_are_the_same(monkeypatch):
+    lm, ids = tiny_lm("llama", std=0.5), torch.randint(0, 250, (3, 20))
+    expected = lm.token_losses(ids)
+    largest, original = [], torch.nn.functional.cross_entropy
+    monkeypatch.setattr("diff_transformer.evals.lm._LOSSES", 260 * 4)
+    monkeypatch.setattr(
+        "torch.nn.functional.cross_entropy",
+        lambda logits, *rest, **more: largest.append(len(logits)) or original(logits, *rest, **more),
+    )
+    torch.testing.assert_close(lm.token_losses(ids), expected)
+    assert max(largest) == 4

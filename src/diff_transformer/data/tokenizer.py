@@ -159,10 +159,14 @@ def encode_inside(tokenizer: PreTrainedTokenizerFast, texts: Sequence[str]) -> l
 def leading_ids(tokenizer: PreTrainedTokenizerFast) -> list[int]:
     """The tokens that the tokenizer's post-processor puts in front of every text: ``<s>`` (Llama), ``[gMASK] <sop>``
     (GLM), or none (Qwen, GPT-2 and this package's tokenizers)."""
-    with _plain(require_fast(tokenizer)) as backend:
-        encoding = backend.encode("a", add_special_tokens=True)
-    mask = encoding.special_tokens_mask
-    return encoding.ids[: mask.index(0)] if 0 in mask else []
+    if getattr(tokenizer, "backend_tokenizer", None) is None:
+        encoded = tokenizer("a", return_special_tokens_mask=True)
+        ids, mask = encoded["input_ids"], encoded["special_tokens_mask"]
+    else:
+        with _plain(tokenizer.backend_tokenizer) as backend:
+            encoding = backend.encode("a", add_special_tokens=True)
+        ids, mask = encoding.ids, encoding.special_tokens_mask
+    return ids[: mask.index(0)] if 0 in mask else []
 
 
 def token_spans(

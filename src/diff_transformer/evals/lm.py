@@ -21,7 +21,8 @@ if TYPE_CHECKING:
 
 CHUNK = 2048  # tokens of a prompt per forward pass
 BATCH_TOKENS = 1 << 17  # tokens per batch
-_LOGITS = 1 << 28  # logits over the vocabulary held at a time
+_LOGITS = 1 << 27  # logits over the vocabulary held at a time
+_LOSSES = 1 << 24  # of these, in fp32 for their losses
 
 
 class LanguageModel(Protocol):
@@ -112,10 +113,12 @@ class CausalLM:
         size = max(1, min(rows_at_once(self, ids.shape[1]), _LOGITS // (ids.shape[1] * vocabulary)))
         parts = []
         for rows in ids.split(size):
-            logits = self.model(input_ids=rows.to(self.device), use_cache=False).logits[:, :-1].float()
-            losses = F.cross_entropy(logits.transpose(1, 2), rows[:, 1:].to(self.device), reduction="none")
-            parts.append(losses.cpu())
-        return torch.cat(parts)
+            logits = self.model(input_ids=rows.to(self.device), use_cache=False).logits
+            for row, labels in zip(logits, rows[:, 1:].to(self.device), strict=True):
+                blocks = zip(*(x.split(max(1, _LOSSES // vocabulary)) for x in (row[:-1], labels)), strict=True)
+                losses = [F.cross_entropy(block.float(), label, reduction="none") for block, label in blocks]
+                parts.append(torch.cat(losses).cpu())
+        return torch.stack(parts)
 
     @torch.inference_mode()
     def predictions(self, ids: Tensor) -> Tensor:

@@ -138,7 +138,7 @@ def quantise(values: Tensor, largest: Tensor, bits: int) -> Tensor:
     """``values`` rounded to ``2^bits - 1`` levels between ``-largest`` and ``largest`` (which broadcasts); unchanged
     where ``largest`` is 0."""
     step = largest / (2 ** (bits - 1) - 1)
-    return torch.where(step > 0, (values / step).round() * step, values)
+    return torch.where(step > 0, (values / step).round_().mul_(step), values)
 
 
 def absmax(bits: int, granularity: str) -> Callable[[AttentionCall], Change]:
@@ -165,8 +165,9 @@ def _largest(call: AttentionCall, granularity: str) -> list[Tensor]:
     """The largest magnitude of each map, ``[B, H, 1, 1]`` or, of all heads and maps, ``[B, 1, 1, 1]``."""
     found: list[Tensor] = []
     for rows in call.blocks():
-        allowed = call.allowed(rows)
-        peaks = [_peaks(x, allowed, (-2, -1)) for x in call.logits(rows)]
+        keys = call.reach(rows)
+        allowed = call.allowed(rows)[..., keys]
+        peaks = [_peaks(x, allowed, (-2, -1)) for x in call.logits(rows, keys)]
         found = [torch.maximum(a, b) for a, b in zip(found, peaks, strict=True)] if found else peaks
     if granularity == "head":
         return found
@@ -175,7 +176,7 @@ def _largest(call: AttentionCall, granularity: str) -> list[Tensor]:
 
 
 def _peaks(logits: Tensor, allowed: Tensor, dims: tuple[int, ...]) -> Tensor:
-    return logits.abs().masked_fill(~allowed, 0.0).amax(dims, keepdim=True)
+    return logits.abs().masked_fill_(~allowed, 0.0).amax(dims, keepdim=True)
 
 
 def _choice_scorer(
