@@ -9,7 +9,7 @@ import re
 import sys
 from pathlib import Path
 
-from diff_transformer.report.claims import MARKS, untested, verdict_words
+from diff_transformer.report.claims import MARKS, OURS, is_ours, untested, verdict_words
 from gpu_goals import goals_table
 from speed_tables import (
     attention_gpu_table,
@@ -33,9 +33,10 @@ PAGES = (
 def claims_table(path: Path) -> list[str]:
     summary = json.loads(path.read_text())
     lines = ["| claim | paper: Transformer / DIFF | here: Transformer / DIFF | verdict |", "|---|---|---|---|"]
-    for claim in summary["claims"]:
+    for claim in sorted(summary["claims"], key=is_ours):
         here = "; ".join(part for part in (claim["here"], claim["detail"], untested(claim)) if part)
-        cells = (claim["claim"], claim["paper"], here, f"{MARKS[claim['verdict']][0]} {verdict_words(claim)}")
+        name = claim["claim"] + (f" ({OURS.lower()})" if is_ours(claim) else "")
+        cells = (name, claim["paper"], here, f"{MARKS[claim['verdict']][0]} {verdict_words(claim)}")
         lines.append(f"| {' | '.join(cells)} |")
     run, pair = summary["train"], summary["pair"]
     sizes = f"{pair['softmax']['parameters']:,} / {pair['diff']['parameters']:,} parameters"

@@ -91,6 +91,28 @@ def test_info():
     assert "830M" in cli("info").stdout
 
 
+def test_info_of_a_folder_says_its_sizes_and_what_it_converts_to(tmp_path):
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    shape = {"hidden_size": 36, "intermediate_size": 48, "num_hidden_layers": 2, "vocab_size": 90}
+    config = LlamaConfig(**shape, num_attention_heads=9, num_key_value_heads=3, max_position_embeddings=512)
+    LlamaForCausalLM(config).save_pretrained(tmp_path / "llama")
+    shown = " ".join(cli("info", tmp_path / "llama", "--length", 100).stdout.replace("│", " ").split())
+    count = LlamaForCausalLM(config).num_parameters()
+    for said in (
+        f"parameters in the file {count:,}", "9 query, 3 key of width 4", "positions 512", "at 100 tokens 9,600",
+        "convert --to diff yes", "convert --to diff_v2 yes", "convert --to diffllama no: DiffLlama cannot hold",
+    ):  # fmt: skip
+        assert said in shown
+    save_tiny_model(tmp_path / "ours", attention="diff_v2")
+    shown = " ".join(cli("info", tmp_path / "ours").stdout.replace("│", " ").split())
+    assert "convert --to authors-v2 yes" in shown
+    assert "convert --to diff no: the model has attention='diff_v2' already" in shown
+    (tmp_path / "ours" / "config.json").write_text(json.dumps({"model_type": "gpt2", "num_hidden_layers": 2}))
+    assert "convert no: " in " ".join(cli("info", tmp_path / "ours").stdout.replace("│", " ").split())
+    assert "with it, only --length" in cli("info", tmp_path / "ours", "--gpus", 2).stderr
+
+
 def test_info_says_what_of_a_recipe_fits():
     fits = cli("info", "paper_3b", "--gpus", 64)
     assert fits.returncode == 0, fits.stderr
@@ -182,6 +204,10 @@ def test_convert_llama_and_back(tmp_path):
         (("compare", "--recipe", "demoo", "--out", "x"), "no recipe 'demoo' (did you mean 'demo'?)"),
         (("compare", "--set", "optim.lrr=1", "--out", "x"), "no setting 'optim.lrr'; the nearest: optim.lr"),
         (("compare", "--set", "data.corpus=/nowhere", "--out", "x"), "/nowhere"),
+        (
+            ("compare", "--recipe", "uptrain", "--set", "train.initial_model=m", "--out", "x"),
+            "train.initial_model is m, and models that are compared start from random weights",
+        ),
         (
             ("train", "--set", 'evaluation.more={"sonnets":{}}', "--out", "x"),
             "no experiment of evaluation.more 'sonnets'; there are: harness",

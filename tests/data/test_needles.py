@@ -1,11 +1,13 @@
 import re
+import unicodedata
 
 import numpy as np
 import pytest
+from tiny_models import spaced_tokenizer
 
 from diff_transformer.data import Document, Filler, byte_tokenizer, evaluation_rng, make_needle_example, parse_numbers
 from diff_transformer.data.needles import CITIES, DEPTHS, completion, draw_facts, question
-from diff_transformer.data.tokenizer import encode
+from diff_transformer.data.tokenizer import encode, train_tokenizer
 
 
 @pytest.fixture(scope="module")
@@ -97,7 +99,7 @@ def test_the_prompt_fills_its_length(filler, tokenizer, length, name):
         assert length - 12 <= example.num_tokens <= length
 
 
-def test_a_tokenizer_that_joins_words_still_gets_prompts_that_fit(filler):
+def _joining(filler):
     """A tokenizer whose tokens cross spaces, so that counting words one by one is wrong."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
@@ -110,10 +112,39 @@ def test_a_tokenizer_that_joins_words_still_gets_prompts_that_fit(filler):
     backend.train_from_iterator(
         texts, trainers.BpeTrainer(vocab_size=600, initial_alphabet=alphabet, show_progress=False)
     )
-    joining = PreTrainedTokenizerFast(tokenizer_object=backend)
+    return PreTrainedTokenizerFast(tokenizer_object=backend)
+
+
+CHINESE = "街道很安静，从早上起就没有人来过。晚上下了一场小雨，灯光照在湿漉漉的路面上；老人坐在窗前，慢慢地喝着茶。"
+
+
+@pytest.mark.parametrize("length", [400, 1000, 4096])
+@pytest.mark.parametrize("name", ["a space before every text", "tokens across spaces", "no spaces"])
+def test_every_tokenizer_and_script_fills_its_length(filler, name, length):
+    if name == "a space before every text":
+        chosen = spaced_tokenizer(["".join(filler.words[i : i + 10]) for i in range(0, 3000, 10)])
+    elif name == "tokens across spaces":
+        chosen = _joining(filler)
+    else:
+        chosen = train_tokenizer([CHINESE * 9], 400)
+        filler = Filler([Document(f"d{i}", CHINESE[i:] * 100) for i in range(20)])
     for index in range(5):
-        example = _example(filler, joining, index)
-        assert len(encode(joining, example.prompt)) == example.num_tokens <= 400
+        for depth in (0.0, 0.5, 1.0):
+            example = _example(filler, chosen, index, length=length, depth=depth)
+            assert length - max(length // 100, 3) <= len(encode(chosen, example.prompt)) == example.num_tokens <= length
+            for needle in example.needles:
+                assert (
+                    example.prompt[needle.start : needle.end]
+                    == f"The magic number of {needle.city} is {needle.number}."
+                )
+
+
+def test_words_inside_a_text_have_no_space_that_the_tokenizer_adds_to_a_text(filler):
+    chosen = spaced_tokenizer(["".join(filler.words[i : i + 10]) for i in range(0, 3000, 10)])
+    table, words = filler.tokens(chosen), filler.words[:500]
+    np.testing.assert_array_equal(table.ids[: table.starts[500]], encode(chosen, "a" + "".join(words))[1:])
+    assert table.joined == 1
+    assert filler.tokens(_joining(filler)).joined < 1
 
 
 def test_examples_repeat_for_a_seed_and_differ_between_seeds(filler, tokenizer):
@@ -155,6 +186,13 @@ def test_filler_is_words_of_the_documents_without_magic_numbers_and_oddities():
         + "x" * 50
     )
     assert "".join(Filler([Document("d", text)]).words) == " One fine day. Then night."
+    assert "".join(Filler([Document("d", f"我们 {CHINESE * 3} 好 {'ab' * 30}")]).words) == f" 我们 {CHINESE * 3} 好"
+    thai = "ที่นี่มีกำลังใจ" * 9
+    words = Filler([Document("d", f"{CHINESE * 3} {thai}")]).words
+    assert "".join(words) == f" {CHINESE * 3} {thai}"
+    assert words[1] == "从早上起就没有人来过。"
+    assert max(map(len, words)) <= 45
+    assert not [word for word in words if unicodedata.category(word[0]) == "Mn"]
     large = Filler([Document("a", "alpha " * 1000), Document("b", "beta " * 1000)], max_bytes=1100)
     assert {" alpha", " beta"} <= set(large.words)
     assert 150 < len(large.words) < 250

@@ -4,6 +4,7 @@ from typing import Any, cast
 
 import numpy as np
 import pytest
+from tiny_models import GLM, bos_tokenizer
 from transformers import AutoTokenizer
 
 from diff_transformer.data.tokenizer import (
@@ -11,6 +12,7 @@ from diff_transformer.data.tokenizer import (
     byte_tokenizer,
     encode,
     encode_all,
+    leading_ids,
     load_tokenizer,
     token_spans,
     tokenizer_hash,
@@ -155,3 +157,20 @@ def test_padding_left_on_by_a_call_changes_nothing():
     ]
     assert token_spans(tokenizer, "twelve chars", [(7, 12)]) == [(7, 12)]
     assert (tokenizer.backend_tokenizer.padding, tokenizer.backend_tokenizer.truncation) == state
+
+
+@pytest.mark.parametrize(
+    ("template", "expected"),
+    [("$A", []), ("<|endoftext|> $A", [256]), ("<|pad|> $A", [257]), (GLM, [257, 256]), ("$A <|endoftext|>", [])],
+)
+def test_what_a_tokenizer_puts_in_front_is_found_whatever_it_is(template, expected):
+    chosen = bos_tokenizer(template)
+    assert leading_ids(chosen) == expected
+    chosen.backend_tokenizer.enable_padding(direction="left", pad_id=257, pad_token="<|pad|>", length=9)
+    assert leading_ids(chosen) == expected
+
+
+def test_what_a_tokenizer_without_a_fast_backend_puts_in_front_is_found_too(tmp_path):
+    from transformers import CanineTokenizer
+
+    assert leading_ids(CanineTokenizer()) == [CanineTokenizer().cls_token_id]

@@ -2,15 +2,17 @@
 
 import pytest
 import torch
-from tiny_models import bos_tokenizer, tiny_model
+from tiny_models import GLM, bos_tokenizer, tiny_lm, tiny_model
 from transformers import (
     GPT2Config,
     GPT2LMHeadModel,
 )
 
+from diff_transformer.data.evaluation_text import documents_of
 from diff_transformer.data.tokenizer import byte_tokenizer
 from diff_transformer.evals.inside import changed_logits, layers_of, output_of, tapped_attention
 from diff_transformer.evals.lm import CausalLM
+from diff_transformer.lab.experiments import run_eval, settings_of
 
 FAMILIES = ("llama", "qwen2", "qwen3", "gpt2", "diffllama", "diff", "softmax")
 WINDOW = {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1}
@@ -250,3 +252,68 @@ def test_a_tokenizer_without_padding_will_do():
     expected = lm.generate(["one", "another one"], 4)
     tokenizer.pad_token = None
     assert lm.generate(["one", "another one"], 4) == expected
+
+
+@pytest.mark.parametrize("template", ["<|endoftext|> $A", GLM])
+def test_every_experiment_measures_text_after_the_tokens_that_its_tokenizer_puts_in_front(template, tmp_path):
+    text = tmp_path / "text.txt"
+    text.write_text("".join(f"Word {i} stands in a row of words. " for i in range(400)))
+    lm = tiny_lm("llama", tokenizer=bos_tokenizer(template), std=0.5, positions=300)
+    before = lm.prefix
+    read = []
+    whole = lm.model.model.forward
+
+    def forward(input_ids=None, past_key_values=None, **more):
+        if past_key_values is None or past_key_values.get_seq_length() == 0:
+            read.append(input_ids)
+        return whole(input_ids=input_ids, past_key_values=past_key_values, **more)
+
+    lm.model.model.forward = forward
+    wanted = {"corpus": str(text), "length": 60, "samples": 3}
+    for name, more in (
+        ("outliers", []), ("associative_recall", []), ("quantization", ["rows=3", "bits=[16]"]), ("long_nll", []),
+        ("needle", ["length=150", "cells=[[1,1]]", "depths=[0]"]), ("allocation", ["length=130", "depths=[0]"]),
+        ("many_shot", ["lengths=[280]", "order_seeds=1"]),
+        ("hallucination", ["length=290", "answer_tokens=2", "summary_tokens=2"]),
+    ):  # fmt: skip
+        read.clear()
+        settings = settings_of(name, wanted, more, quick=True, lenient=True)
+        result = run_eval(name, lm, settings, tmp_path / f"{name}.json", limit=3)
+        assert result.rows
+        starts = [ids for ids in read if ids.shape[1] > len(before) + 8]
+        assert starts
+        for ids in starts:
+            for row in ids.tolist():
+                place = next(i for i, token in enumerate(row) if token != 257 or row[i : i + len(before)] == before)
+                assert row[place : place + len(before)] == before, name
+        if name in ("outliers", "associative_recall", "quantization", "long_nll"):
+            assert result.provenance["leading_tokens"] == before
+
+
+def test_tokens_in_front_have_no_loss(tmp_path):
+    text = tmp_path / "text.txt"
+    text.write_text("".join(f"Word {i} stands in a row of words. " for i in range(400)))
+    lm = tiny_lm("llama", tokenizer=bos_tokenizer(GLM), std=0.5, positions=200)
+    settings = settings_of("associative_recall", {"corpus": str(text), "length": 60, "samples": 2}, [], lenient=True)
+    result = run_eval("associative_recall", lm, settings, tmp_path / "recall.json")
+    assert [row["ar_hit_count"] + row["others_count"] for row in result.rows] == [58, 58]
+    settings = settings_of("long_nll", {"corpus": str(text), "length": 64, "split": "all", "samples": 1}, [])
+    result = run_eval("long_nll", lm, settings, tmp_path / "nll.json")
+    (_, (document, *_)) = next(documents_of(str(text), "all"))
+    ids = torch.tensor([[*lm.prefix, *document.text.encode()[:64]]])
+    losses = lm.token_losses(ids)[0, 1:]
+    assert result.metrics["nll64"] == pytest.approx(losses.mean().item(), rel=1e-5)
+    assert result.metrics["nll1"] == pytest.approx(losses[0].item(), rel=1e-5)
+
+
+def test_losses_are_computed_in_pieces_and_are_the_same(monkeypatch):
+    lm, ids = tiny_lm("llama", std=0.5), torch.randint(0, 250, (3, 20))
+    expected = lm.token_losses(ids)
+    largest, original = [], torch.nn.functional.cross_entropy
+    monkeypatch.setattr("diff_transformer.evals.lm._LOSSES", 260 * 4)
+    monkeypatch.setattr(
+        "torch.nn.functional.cross_entropy",
+        lambda logits, *rest, **more: largest.append(len(logits)) or original(logits, *rest, **more),
+    )
+    torch.testing.assert_close(lm.token_losses(ids), expected)
+    assert max(largest) == 4

@@ -1,18 +1,20 @@
 """Multi-needle retrieval with models that are known to find everything, nothing, or half."""
 
+import html
 import re
 
 import pytest
 import torch
-from tiny_models import bos_tokenizer, tiny_lm
+from tiny_models import bos_tokenizer, chat_tokenizer, tiny_lm
 
 from diff_transformer.data.documents import Document
 from diff_transformer.data.evaluation_text import load_haystack
 from diff_transformer.data.filler import Filler
 from diff_transformer.data.tokenizer import byte_tokenizer
-from diff_transformer.evals.needle import check_needle_fits, evaluate_needle, needle_metrics
+from diff_transformer.evals.needle import Asking, check_needle_fits, evaluate_needle, needle_metrics
 from diff_transformer.evals.samples import Samples
 from diff_transformer.lab.experiments import run_eval, settings_of
+from diff_transformer.report.evals_page import write_evals_report
 
 SIZES = {"settings": ((1, 1), (3, 2)), "depths": (0.0, 1.0), "length": 400, "per_cell": 3}
 
@@ -229,3 +231,116 @@ def test_the_saved_prompt_is_whole_and_its_tokens_count_what_the_tokenizer_puts_
     (row,) = evaluate_needle(lm, filler, settings=((1, 1),), depths=(0.5,), length=8000, per_cell=1).rows
     assert [row["prompt"]] == seen
     assert row["tokens"] == len(lm.tokenizer(row["prompt"])["input_ids"]) > 7900
+
+
+class Instruct(Finder):
+    """A model that answers questions put through its chat template, in a sentence of its own."""
+
+    tokenizer = chat_tokenizer()
+
+    def generate(self, prompts, max_new_tokens, templated=False):
+        assert templated
+        self.prompts += prompts
+        self.new_tokens = max_new_tokens
+        return [self.answer(prompt) for prompt in prompts]
+
+
+def said_in_words(prompt):
+    facts = dict(re.findall(r"The magic number of (\w+) is (\d+)\.", prompt))
+    cities = [city for city in facts if city in prompt.rsplit("\n", 3)[1]]
+    return "Well, 3 things: " + " and ".join(f"{city} has {facts[city]}" for city in reversed(cities)) + ". So there."
+
+
+def test_an_instruct_model_is_asked_through_its_template_and_its_numbers_are_searched_for(filler):
+    model, wording = Instruct(said_in_words), "Which numbers do {cities} have?"
+    asking = Asking(model.tokenizer, chat_template=True, wording=wording, scoring="search")
+    result = evaluate_needle(model, filler, **SIZES, asking=asking)
+    assert result.metrics["n1_r1"] == result.metrics["n3_r2"] == 1.0
+    assert model.new_tokens == 32
+    for row, prompt in zip(result.rows, model.prompts, strict=True):
+        assert prompt.startswith("<|endoftext|>user\n")
+        assert prompt.endswith("have?<|pad|>\n<|endoftext|>assistant\n")
+        assert 396 - 32 - 6 <= row["tokens"] <= 400 - 32
+        assert row["tokens"] == len(model.tokenizer(prompt)["input_ids"])
+    assert result.provenance["asked"] == (
+        "asked through the tokenizer's chat template, in the user's words 'Which numbers do {cities} have?', with the "
+        "numbers searched for in the first 32 tokens"
+    )
+    by_next = evaluate_needle(model, filler, **SIZES, asking=Asking(model.tokenizer, True, wording))
+    assert by_next.metrics["n1_r1"] == 0.0  # the first number is another
+    wrong = Instruct(lambda prompt: said_in_words(prompt).replace("has ", "has 1"))
+    assert evaluate_needle(wrong, filler, **SIZES, asking=asking).metrics["n1_r1"] == 0.0
+
+
+def test_the_prompt_may_begin_the_answer(filler):
+    model = Instruct(lambda prompt: " 0")
+    evaluate_needle(model, filler, **SIZES, asking=Asking(model.tokenizer, chat_template=True))
+    assert re.search(r"\nQuestion: What is the magic number of (\w+)\?<\|pad\|>\n.*\n\1 is$", model.prompts[0])
+    said = Asking(model.tokenizer, True, "And {cities}?|{city} has").prompt(" Some text.", ["Rome", "Oslo"])
+    assert said == "<|endoftext|>user\nSome text.\nAnd Rome and Oslo?<|pad|>\n<|endoftext|>assistant\nRome has"
+    plain = Asking(model.tokenizer, wording="And {cities}?|{city} has").prompt(" Some text.", ["Rome", "Oslo"])
+    assert plain == " Some text.\nAnd Rome and Oslo? Rome has"
+    assert Asking(model.tokenizer).prompt(" A.", ["Rome"]) == (
+        " A.\nQuestion: What is the magic number of Rome? Answer: Rome is"
+    )
+
+
+def test_text_that_spells_special_tokens_is_left_out_of_a_template():
+    filler = Filler([Document("d", "It was <|pad|>a [|pad|] quiet</s> street, said <|endoftext|> he. " * 60)])
+    model = Instruct(lambda prompt: "")
+    evaluate_needle(model, filler, **SIZES, asking=Asking(model.tokenizer, chat_template=True))
+    assert all(prompt.count("<|endoftext|>") == 2 and prompt.count("<|pad|>") == 1 for prompt in model.prompts)
+
+
+def test_wordings_templates_and_rules_that_cannot_be_are_refused():
+    with pytest.raises(ValueError, match="has no chat template; leave --chat-template out"):
+        Asking(byte_tokenizer(), chat_template=True)
+    with pytest.raises(ValueError, match=r"wording is 'Well\?'; put \{cities\} where it belongs"):
+        Asking(byte_tokenizer(), wording="Well?")
+    with pytest.raises(ValueError, match="scoring 'first'"):
+        Asking(byte_tokenizer(), scoring="first")
+    with pytest.raises(ValueError, match="outliers has no setting chat_template"):
+        settings_of("outliers", {"chat_template": True})
+
+
+@pytest.mark.parametrize("name", ["needle", "many_shot", "hallucination", "harness"])
+def test_experiments_take_the_template_and_a_wording_and_the_page_says_so(name, tmp_path):
+    if name == "harness":
+        pytest.importorskip("lm_eval")
+    lm = tiny_lm("llama", tokenizer=chat_tokenizer(), positions=1000)
+    words = {
+        "needle": "Say {cities}!", "many_shot": "Say {text}!", "hallucination": "Say {document} {question}!",
+        "harness": "Say {question}!",
+    }[name]  # fmt: skip
+    more = {
+        "hallucination": ["answer_tokens=2", "summary_tokens=2", "samples=3"],
+        "many_shot": ["shots=[2]", "samples=2"],
+    }
+    given = {"chat_template": True, "wording": words, "length": 400}
+    settings = settings_of(name, given, more.get(name, ["samples=2"]), quick=True, lenient=True)
+    result = run_eval(name, lm, settings, tmp_path / "r.json", limit=2)
+    prompts = [row["prompt"] for row in result.rows]
+    assert any("Say " in prompt for prompt in prompts)
+    if name != "many_shot":
+        assert all(prompt.startswith("<|endoftext|>user\n") for prompt in prompts)
+        assert all(prompt.endswith("<|endoftext|>assistant\n") for prompt in prompts)
+    assert result.provenance["chat_template"] is True
+    assert result.provenance["dtype"] == "float32"
+    page = write_evals_report(tmp_path / "r.json", tmp_path / "r.html").read_text()
+    assert "asked through the tokenizer's chat template, in the user's words" in html.unescape(page)
+
+
+def test_labels_are_scored_as_replies():
+    from diff_transformer.data.tasks.labelled import load_labelled
+    from diff_transformer.evals.many_shot import evaluate_many_shot
+
+    lm = tiny_lm("llama", tokenizer=chat_tokenizer(), positions=1000, std=0.5)
+    result = evaluate_many_shot(
+        lm, load_labelled("python"), shots=(2,), questions=3, order_seeds=1, orders=("random",), chat_template=True
+    )
+    for row in result.rows:
+        text = f"<|endoftext|>user\n{result.rows[0]['examples']}{row['prompt']}<|pad|>\n<|endoftext|>assistant\n"
+        for label, found in zip(result.provenance["labels"], row["logprobs"], strict=True):
+            ids = lm.tokenizer(text + label + "<|pad|>", return_tensors="pt")["input_ids"]
+            losses = lm.token_losses(ids)[0, -len(label) - 1 :]
+            assert found == pytest.approx(-losses.sum().item(), rel=1e-4)

@@ -6,6 +6,7 @@ from tiny_models import tiny_lm
 
 from diff_transformer.data.evaluation_text import load_rows
 from diff_transformer.data.tokenizer import byte_tokenizer
+from diff_transformer.evals.attention_call import AttentionCall
 from diff_transformer.evals.outliers import Magnitudes, evaluate_outliers, outlier_metrics
 from diff_transformer.evals.samples import Samples
 from diff_transformer.lab.experiments import run_eval, settings_of
@@ -178,3 +179,33 @@ def test_a_model_of_this_package_is_not_measured_on_training_text_unless_told(tm
         run_eval(
             "outliers", tiny_lm("diff"), settings_of("outliers", {"split": "most", "length": 50}), tmp_path / "no.json"
         )
+
+
+def test_masked_values_count_for_nothing_and_blocks_change_nothing():
+    torch.manual_seed(0)
+    values, allowed = torch.randn(3, 4, 40, 50), torch.rand(40, 50) > 0.6
+    whole, parts = Magnitudes(), Magnitudes()
+    whole.add(values[allowed.expand_as(values)])
+    for rows in range(0, 40, 7):
+        parts.add(values[:, :, rows : rows + 7], allowed[rows : rows + 7])
+    assert torch.equal(parts.top, whole.top)
+    assert torch.equal(parts.histogram, whole.histogram)
+    kept = values[allowed.expand_as(values)].abs()
+    assert torch.equal(whole.top, kept.topk(100).values)
+    assert whole.count == kept.numel()
+    assert whole.median() == pytest.approx(kept.median().item(), rel=0.004)
+    nothing = Magnitudes()
+    nothing.add(values, torch.zeros(40, 50, dtype=torch.bool))
+    assert (nothing.count, len(nothing.top)) == (0, 0)
+
+
+@pytest.mark.parametrize("window", [None, 5])
+@pytest.mark.parametrize("queries", [1, 9, 20])
+def test_a_block_reaches_every_key_that_it_may_attend_to_and_few_others(window, queries):
+    q, k = torch.zeros(1, 1, queries, 4), torch.zeros(1, 1, 20, 4)
+    call = AttentionCall(0, q, k, 1.0, None, True, window=window)
+    for rows in call.blocks(60):
+        allowed, keys = call.allowed(rows), call.reach(rows)
+        assert allowed[:, keys].sum() == allowed.sum()
+        assert allowed[:, keys].any(0).all()
+    assert AttentionCall(0, q, k, 1.0, None, False).reach() == slice(0, 20)

@@ -28,10 +28,6 @@ def tokens(rows=2, length=20):
     return torch.randint(0, 512, (rows, length), generator=torch.Generator().manual_seed(1))
 
 
-class NoPrefix:
-    bos_token_id = None
-
-
 @KINDS
 def test_the_map_that_a_tap_sees_is_the_models_own(kind):
     model, ids, seen = make(kind), tokens(), []
@@ -67,7 +63,7 @@ def test_unchanged_logits_change_nothing(kind, monkeypatch):
 def test_the_last_row_of_attention(kind, monkeypatch):
     monkeypatch.setattr("diff_transformer.evals.lm.CHUNK", 7)
     model, ids = make(kind), tokens(1)
-    rows = CausalLM(model, NoPrefix(), kind).last_row_attention(ids)
+    rows = CausalLM(model, byte_tokenizer(), kind).last_row_attention(ids)
     maps = model(ids, output_attentions=True).attentions
     for row, whole in zip(rows, maps, strict=True):
         torch.testing.assert_close(row, whole[0, :, -1], atol=1e-6, rtol=1e-5)
@@ -86,7 +82,7 @@ def test_a_map_of_dint_needs_the_whole_sequence():
 @KINDS
 def test_outliers_and_gradients(kind):
     model, ids = make(kind), tokens()
-    lm = CausalLM(model, NoPrefix(), kind)
+    lm = CausalLM(model, byte_tokenizer(), kind)
     largest = evaluate_outliers(lm, ids).metrics
     assert largest["logits_top1"] >= largest["logits_top2"] > 0
     flow = evaluate_gradient_flow(lm, ids, trials=1).metrics

@@ -1,5 +1,7 @@
 """Tiny models with random weights, of every family that experiments run on."""
 
+import json
+
 import torch
 
 FAMILIES = ("diff", "softmax", "llama", "qwen2", "qwen3", "gpt2", "diffllama")
@@ -47,17 +49,55 @@ def tiny_lm(family, *, batch_size=4, tokenizer=None, **options):
     return CausalLM(tiny_model(family, **options), tokenizer or byte_tokenizer(), family, batch_size=batch_size)
 
 
-def bos_tokenizer():
-    """A byte tokenizer that puts token 256 in front of every text, as Llama's does."""
+def bos_tokenizer(template="<|endoftext|> $A"):
+    """A byte tokenizer that puts token 256 in front of every text, as Llama's does, or the tokens of ``template``."""
     from tokenizers.processors import TemplateProcessing
 
     from diff_transformer.data.tokenizer import byte_tokenizer
 
     tokenizer = byte_tokenizer()
-    post = TemplateProcessing(single="<|endoftext|> $A", special_tokens=[("<|endoftext|>", 256)])
-    tokenizer.backend_tokenizer.post_processor = post
-    assert tokenizer("a")["input_ids"] == [256, 97]
+    special = [("<|endoftext|>", 256), ("<|pad|>", 257)]
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single=template, special_tokens=special)
     return tokenizer
+
+
+GLM = "<|pad|> <|endoftext|> $A <|pad|>"  # two tokens in front, as [gMASK] <sop>, and one behind
+
+
+def chat_tokenizer():
+    """A byte tokenizer with a chat template: <|endoftext|> begins a turn and <|pad|> ends it."""
+    from diff_transformer.data.tokenizer import byte_tokenizer
+
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = (
+        "{% for m in messages %}<|endoftext|>{{ m['role'] }}\n{{ m['content'] | trim }}<|pad|>\n{% endfor %}"
+        "{% if add_generation_prompt %}<|endoftext|>assistant\n{% endif %}"
+    )
+    return tokenizer
+
+
+def spaced_tokenizer(texts, vocab_size=600):
+    """A tokenizer that puts a space before every text and <s> before that, as Llama 2's and Mistral 7B v0.1's do."""
+    from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    backend = Tokenizer(models.BPE(unk_token="<unk>", byte_fallback=True, fuse_unk=True))
+    backend.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    backend.pre_tokenizer = pre_tokenizers.Split(Regex("▁"), "merged_with_next")  # in training alone
+    special = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))]
+    backend.train_from_iterator(
+        texts, trainers.BpeTrainer(vocab_size=vocab_size, special_tokens=special, show_progress=False)
+    )
+    state = json.loads(backend.to_str())
+    state["pre_tokenizer"] = None
+    state["added_tokens"] = state["added_tokens"][:3]
+    backend = Tokenizer.from_str(json.dumps(state))
+    parts = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    backend.decoder = decoders.Sequence(parts)
+    backend.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
+    return PreTrainedTokenizerFast(
+        tokenizer_object=backend, bos_token="<s>", eos_token="</s>", unk_token="<unk>", padding_side="left"
+    )
 
 
 def save_tiny_model(folder, *, positions=512, **fields):

@@ -207,3 +207,8 @@ def test_runs_live_beside_the_result(tmp_path, monkeypatch):
     run(None, Settings(), Samples(tmp_path / "new" / "result.json.samples.jsonl"))
     run(None, Settings(folder="mine", rows=("diff", "transformer")), Samples())
     assert asked == [(list(ROWS), tmp_path / "new" / "result-runs"), (["transformer", "diff"], Path("mine"))]
+
+
+def test_saved_models_are_not_compared():
+    with pytest.raises(ValueError, match="models that are compared start from random weights"):
+        run(None, Settings(recipe="debug", set=("train.initial_model=m",)), Samples())

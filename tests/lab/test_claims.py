@@ -257,3 +257,7 @@ def test_a_slice_without_a_token_makes_no_claim():
         for row in result.rows:
             row["ar_hit_count"] = 0
     assert [claim["id"] for claim in judge(paper_claims(CELLS), results)] == ["loss", "others"]
+
+
+def test_only_recall_from_noise_is_ours():
+    assert [claim.id for claim in paper_claims(((1, 1), (2, 1))) if claim.ours] == ["recall"]

@@ -9,6 +9,7 @@ from diff_transformer.evals.types import Result
 from diff_transformer.lab.record import (
     Record,
     RecordError,
+    averaged,
     config_of_request,
     from_v1,
     grouped,
@@ -64,6 +65,46 @@ def test_experiments_of_one_model_are_one_record_and_a_repeated_one_is_another()
     assert (first.side, first.seed) == ("diff", 1)
     named = of_result(Result("a", "Qwen3-0.6B", {}))
     assert (named.side, named.seed) == ("Qwen3-0.6B", 0)
+
+
+def measured(model, seed, value, **more):
+    return Result("needle", model, {"n1_r1": value}, [{"score": value}], {"seed": seed, "length": 64, **more})
+
+
+def test_the_seed_of_a_measurement_is_not_that_of_training():
+    records = [of_result(measured(model, 7, 0.5)) for model in ("diff-seed3", "Qwen3-0.6B")]
+    assert [(record.seed, record.data_seed("needle")) for record in records] == [(3, 7), (0, 7)]
+    assert records[0].data_seed("outliers") is None
+
+
+def test_repeated_measurements_of_one_model_are_averaged_and_said_to_be_that(tmp_path):
+    for seed, value in enumerate((0.5, 0.6, 1.0)):
+        measured("tiny", seed, value, date=f"2026-01-0{seed + 1}").save(tmp_path / f"{seed}.json")
+    Result("outliers", "tiny", {"logits_top1": 3.0}, [], {"seed": 1}).save(tmp_path / "outliers.json")
+    (record,) = load_all(tmp_path)
+    assert record.metrics["needle"]["n1_r1"] == pytest.approx(0.7)
+    assert record.metrics["outliers"] == {"logits_top1": 3.0}
+    assert record.rows["needle"] == [{"score": 0.5}, {"score": 0.6}, {"score": 1.0}]
+    assert (record.seed, record.provenance["needle"]["data_seeds"]) == (0, [0, 1, 2])
+    assert record.provenance["needle"]["repeated"] == (
+        "3 measurements of one model, with data seeds 0, 1, 2, are averaged; they are one training seed"
+    )
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        measured("tiny", 0, 0.9),  # the same examples: a contradiction
+        measured("tiny", 1, 0.9, length=128),  # another length
+        measured("tiny-seed1", 1, 0.9),  # another model
+        measured("other", 1, 0.9),
+        Result("needle", "tiny", {"n1_r1": 0.9, "n2_r1": 0.1}, [], {"seed": 1, "length": 64}),  # other cells
+        Result("needle", "tiny", {"n1_r1": 0.9}, [], {"length": 64}),  # who knows
+    ],
+)
+def test_what_is_not_a_repetition_is_not_averaged(other):
+    records = [of_result(measured("tiny", 0, 0.5)), of_result(other)]
+    assert averaged(records) == records
 
 
 def test_the_demo_s_record_is_read():

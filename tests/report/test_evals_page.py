@@ -2,11 +2,12 @@
 
 import json
 import re
+from pathlib import Path
 
 import pytest
 
 from diff_transformer.evals.types import Result
-from diff_transformer.lab.record import Record
+from diff_transformer.lab.record import Record, save_all
 from diff_transformer.report import ResultsError
 from diff_transformer.report.evals_page import render_evals_page, write_evals_report
 from diff_transformer.report.load import load_evals
@@ -251,3 +252,54 @@ def test_the_record_of_a_run_stands_for_its_experiments(tmp_path):
     page = render_evals_page(load_evals(tmp_path))
     assert re.findall(r'<section id="([^"]*)"', page) == ["needles"]
     assert "1, with 1 rows" in page
+
+
+def test_two_models_measured_with_three_data_seeds_are_one_training_seed():
+    scores = {"diff": (0.5, 0.6, 0.55), "softmax": (0.3, 0.4, 0.35)}
+    results = [
+        needle(f"model-{kind}", score, seed=seed, attention=kind)
+        for kind, by_seed in scores.items()
+        for seed, score in enumerate(by_seed)
+    ]
+    said = visible(render_evals_page(load_evals(results)))
+    assert "seeds" not in said.replace("data seeds", "")
+    assert "one seed: no interval" in said
+    assert "DIFF ahead in this run" in said
+    assert "3 measurements of one model, with data seeds 0, 1, 2, are averaged; they are one training seed" in said
+    trained = [
+        needle(f"{kind}-seed{seed}", score, seed=0, attention=kind)
+        for kind, by_seed in scores.items()
+        for seed, score in enumerate(by_seed)
+    ]
+    assert "over 3 seeds" in visible(render_evals_page(load_evals(trained)))
+
+
+def test_files_of_records_are_read_whole(tmp_path):
+    records = [
+        Record(setting, side, seed, {"model": {"attention": side}}, {"recall": {"accuracy": 0.5, "chance": 0.1}},
+               curves={"recall": {"step": [1, 2], "accuracy": [0.1, 0.5]}} if setting == "long" else {},
+               provenance={"recall": {"attention": side, "seed": 0}})
+        for setting in ("short", "long") for side in ("diff", "softmax") for seed in (0, 1)
+    ]  # fmt: skip
+    save_all([record for record in records if record.side == "diff"], tmp_path / "diff.json")
+    save_all([record for record in records if record.side == "softmax"], tmp_path / "softmax.json")
+    assert "side" in json.loads((tmp_path / "diff.json").read_text())["common"]
+    found = load_evals([tmp_path / "diff.json", tmp_path / "softmax.json"])
+    assert sorted(record.identity for record in found) == sorted(record.identity for record in records)
+    page = write_evals_report([tmp_path / "diff.json", tmp_path / "softmax.json"], tmp_path / "x.html").read_text()
+    for name in ("diff, short", "diff, long", "softmax, short", "softmax, long"):
+        assert name in page
+    short = [record for record in records if record.setting == "short"]
+    assert "Accuracy over training" not in render_evals_page(short)
+
+
+@pytest.mark.parametrize("folder", ["recall", "answers"])
+def test_committed_records_of_studies_have_a_page(folder):
+    file = Path(__file__).parents[2] / "figures" / folder / "measured.json"
+    assert "Recall from noise" in render_evals_page(load_evals(file))
+
+
+def test_curves_alone_have_no_page(tmp_path):
+    save_all([Record("a", "diff", 0, curves={"validation": {"step": [1], "loss": [2.0]}})], tmp_path / "r.json")
+    with pytest.raises(ResultsError, match=r"r\.json holds training curves and no result of an experiment"):
+        load_evals(tmp_path / "r.json")

@@ -24,11 +24,11 @@ def test_a_comparison_is_the_pair_with_its_seeds(results):
     assert models_in(of_comparison(results), "harness") == []
 
 
-def test_seeds_come_from_the_record_or_the_settings():
+def test_training_seeds_come_from_the_record_and_data_seeds_are_none():
     entries = [entry("tiny-seed3", {"a": 1.0}), entry("tiny-seed4", {"a": 2.0})]
     entries.append(entry("other", {"a": 5.0}, provenance={"seed": 7}))
     models = models_in(Results(load_evals(entries)))
-    assert [(m.label, m.seeds("a")) for m in models] == [("tiny", {3: 1.0, 4: 2.0}), ("other", {7: 5.0})]
+    assert [(m.label, m.seeds("a")) for m in models] == [("tiny", {3: 1.0, 4: 2.0}), ("other", {0: 5.0})]
 
 
 def test_parts_measured_apart_are_one_model_and_contradictions_are_two():

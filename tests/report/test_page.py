@@ -1,15 +1,18 @@
 """The page as a file: complete, self-contained, small, and honest about seeds and losses."""
 
 import copy
+import io
 import json
 import os
 import re
+from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 from diff_transformer.durable import DiskError
-from diff_transformer.report import ResultsError, write_report
-from diff_transformer.report.claims import interval, two
+from diff_transformer.report import ResultsError, load_results, write_report
+from diff_transformer.report.claims import interval, render_claims, two
 from diff_transformer.report.page import render_page
 
 SECTIONS = ["loss", "lambda", "recall", "needles", "allocation", "explorer", "outliers", "slices", "throughput"]
@@ -85,13 +88,37 @@ def test_the_first_screen_says_what_became_of_loss_and_retrieval(controlled):
     claims[1]["id"] = "recall"
     page = render_page(controlled)
     loss = "A lower loss: held; compared with the Transformer with normalised heads: did not hold."
-    assert f"{loss} More recall from noise: undecided.</p>" in page
+    assert f"{loss} More recall from noise, not a claim of the paper: undecided.</p>" in page
     assert "Accuracy at the end: DIFF 0.950, Transformer 0.550" in page
+
+
+@pytest.mark.parametrize("said", [{"id": "recall"}, {"ours": True}])  # an earlier record, and one of now
+def test_what_the_paper_does_not_claim_stands_apart_and_is_not_counted(results, said):
+    results["claims"][0] |= said
+    for claim, p_value in zip(results["claims"], (0.001, 0.5, 0.03, 0.04), strict=True):
+        claim["p_value"] = p_value
+    page = render_page(results)
+    assert "1 of 3 claims of the paper held in these 2 pairs of models, 1 did not and 1 is undecided." in page
+    assert "Without a correction 2 of 3 tested claims are significant" in page
+    table = page[page.index('<table class="claims">') : page.index("</table>")]
+    assert re.findall(r"Not a claim of the paper|claim-\d", table) == [
+        "claim-2", "claim-3", "claim-4", "Not a claim of the paper", "claim-1",
+    ]  # fmt: skip
+    assert 'href="#claim-1"' in page  # its figure still leads to it
+    console = Console(record=True, width=200, file=io.StringIO())
+    console.print(render_claims(results))
+    text = console.export_text()
+    assert text.index("Smaller largest attention logit") < text.index("(not a claim of the paper)")
+
+
+def test_the_demo_s_page_counts_the_paper_s_claims():
+    page = render_page(load_results(Path(__file__).parents[2] / "figures" / "demo"))
+    assert "In one run, 7 of 15 claims of the paper came out in its favour" in page
 
 
 def test_one_seed_has_no_interval(one_seed):
     page = render_page(one_seed)
-    assert "In one run, 2 of 4 claims came out in the paper&#x27;s favour and 2 against it. Intervals are over" in page
+    assert "In one run, 2 of 4 claims of the paper came out in its favour and 2 against it. Intervals are over" in page
     verdicts = re.findall(r'(?s)<td data-label="Verdict">.*?</svg>([^<]*)</span><span class="small">one run<', page)
     assert sorted(verdicts) == ["against"] * 2 + ["in favour"] * 2
     assert "Lower language-modelling loss (one run)</span></a>" in page

@@ -58,6 +58,9 @@ def evaluate(
     length: Annotated[int | None, typer.Option(help="Tokens in a prompt or row.")] = None,
     samples: Annotated[int | None, typer.Option(help="Prompts per cell, questions, or rows of text.")] = None,
     seed: Annotated[int | None, typer.Option(help="Seed of all random draws.")] = None,
+    chat_template: Annotated[
+        bool, typer.Option("--chat-template", help="Ask an instruct model through its tokenizer's chat template.")
+    ] = False,
     device: Annotated[str | None, typer.Option(help="cpu or cuda; CUDA where there is one by default.")] = None,
     dtype: Annotated[str | None, typer.Option(help="float32, bfloat16, float16; the checkpoint's by default.")] = None,
     batch_size: Annotated[int, typer.Option(help="Prompts or rows per forward pass.")] = 32,
@@ -71,6 +74,7 @@ def evaluate(
 
     computing()
     options = {"corpus": corpus, "split": split, "data": data, "length": length, "samples": samples, "seed": seed}
+    options["chat_template"] = chat_template or None
     plan = Plan(
         names_of(name, quick), models or [], options=options, assignments=assignments or [], quick=quick, limit=limit,
         device=device, dtype=dtype, batch_size=batch_size,
@@ -135,8 +139,9 @@ def _evaluate_many(plan, out: Path, resume: bool, bar, cluster) -> bool:
 
 def _print_note(result) -> None:
     """Print what a reader must know before the numbers."""
-    if note := result.provenance.get("note"):
-        print(f"note: {result.eval} of {result.model}: {note}")
+    for name in ("note", "asked"):
+        if note := result.provenance.get(name):
+            print(f"note: {result.eval} of {result.model}: {note}")
 
 
 def shown_number(value: float) -> str:
@@ -255,7 +260,8 @@ def report(
 @app.command()
 def info(
     name: Annotated[
-        str | None, typer.Argument(metavar="NAME", help="A model preset, or a recipe; by default, all presets.")
+        str | None,
+        typer.Argument(metavar="NAME", help="A model preset, a recipe, or a model's folder; by default, all presets."),
     ] = None,
     length: Annotated[int | None, typer.Option(help="Tokens per sequence, for FLOPs and cache.")] = None,
     attention: Annotated[
@@ -266,16 +272,23 @@ def info(
     memory: Annotated[float | None, typer.Option(help="GiB of each GPU; 80 by default.")] = None,
     assignments: Set = None,
 ):
-    """Both sides of a preset: parameters by part, FLOPs per token, key/value cache. Or the memory a recipe takes."""
+    """Both sides of a preset: parameters by part, FLOPs per token, key/value cache.
+
+    Or the memory that a recipe takes, or what a model's folder holds and converts to.
+    """
     from rich.console import Console
 
     from diff_transformer.checks import require_extra, require_positive
-    from diff_transformer.cli.info import fit_table, pair_table, preset_table
+    from diff_transformer.cli.info import fit_table, folder_table, pair_table, preset_table
     from diff_transformer.lab.recipes import RECIPES, recipe
     from diff_transformer.model.presets import PRESETS
     from diff_transformer.train.config import override
 
     require_positive(length=length, gpus=gpus, memory=memory)
+    if name is not None and name not in {**RECIPES, **PRESETS} and Path(name).is_dir():
+        if gpus or memory or assignments or attention != "diff":
+            raise ValueError(f"{name} is a folder; with it, only --length can be given")
+        return Console().print(folder_table(Path(name), length))
     of_a_preset, of_a_recipe = length is not None or attention != "diff", gpus or memory or assignments
     if name is None and of_a_preset:
         raise ValueError(

@@ -12,6 +12,7 @@ from diff_transformer.data.documents import Document
 from diff_transformer.data.filler import Filler
 from diff_transformer.data.packing import PackedCorpus, pack_documents
 from diff_transformer.data.seeding import evaluation_rng
+from diff_transformer.data.tokenizer import leading_ids
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -24,7 +25,7 @@ def load_rows(
     source: str, tokenizer: "PreTrainedTokenizerFast", length: int, count: int, *, seed: int = 0, split="held-out"
 ) -> tuple[Tensor, str]:
     """``count`` windows of a corpus that do not overlap, int64 ``[count, length]``, and their side of the corpus:
-    "validation" or "all".
+    "validation" or "all". Each begins with the tokens that the tokenizer puts in front of every text.
 
     Args:
         source: as for ``load_corpus``: "python", a text file, a folder or an archive.
@@ -35,19 +36,40 @@ def load_rows(
         ValueError: if the text has fewer windows.
     """
     require_positive(length=length, count=count)
-    side, tokens = "", torch.empty(0).numpy()
+    side, tokens, before = "", torch.empty(0).numpy(), leading_ids(tokenizer)
+    room = text_length(length, tokenizer)
     for side, documents in documents_of(source, split):  # noqa: B007
         tokens = pack_documents(documents, tokenizer)
-        if len(tokens) // length >= count:
+        if len(tokens) // room >= count:
             break
-    if len(tokens) // length < count:
+    if len(tokens) // room < count:
         raise ValueError(
-            f"{_text(source, side)} has {len(tokens)} tokens, {count} rows of {length} need {count * length}; give "
+            f"{_text(source, side)} has {len(tokens)} tokens, {count} rows of {length} need {count * room}; give "
             f"more text, fewer samples or a smaller length{_or_all(side)}"
         )
-    packed = PackedCorpus(tokens, length, shuffle=False)
+    packed = PackedCorpus(tokens, room, shuffle=False)
     chosen = evaluation_rng(seed, "rows").choice(packed.num_windows, count, replace=False)
-    return torch.cat([torch.from_numpy(packed.rows(int(index), 1)[0]) for index in sorted(chosen)]), side
+    rows = torch.cat([torch.from_numpy(packed.rows(int(index), 1)[0]) for index in sorted(chosen)])
+    return led(rows, before), side
+
+
+def text_length(length: int, tokenizer: "PreTrainedTokenizerFast") -> int:
+    """Tokens of text in a row of ``length`` tokens that begins with the tokenizer's own.
+
+    Raises:
+        ValueError: if fewer than two remain.
+    """
+    before = len(leading_ids(tokenizer))
+    if length < before + 2:
+        raise ValueError(
+            f"rows of {length} tokens have no room: the tokenizer puts {before} in front; give a larger length"
+        )
+    return length - before
+
+
+def led(rows: Tensor, before: list[int]) -> Tensor:
+    """``rows [B, T]`` with the tokens ``before`` in front of each."""
+    return torch.cat([rows.new_tensor(before).expand(len(rows), -1), rows], dim=1) if before else rows
 
 
 def load_haystack(
@@ -64,7 +86,7 @@ def load_haystack(
     """
     for side, documents in documents_of(source, split):
         filler = Filler(documents)
-        tokens = int(filler.tokens(tokenizer).starts[-1])
+        tokens = filler.tokens(tokenizer).size
         if tokens >= (SPARE * length if (side, split) == ("validation", "any") else length):
             return filler, side
     raise ValueError(

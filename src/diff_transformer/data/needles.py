@@ -9,8 +9,9 @@ The prompt ends at the bar. :func:`make_needle_example` makes prompts for evalua
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -18,7 +19,7 @@ import numpy as np
 
 from diff_transformer.data.filler import Filler
 from diff_transformer.data.seeding import training_rng
-from diff_transformer.data.tokenizer import encode
+from diff_transformer.data.tokenizer import encode, encode_inside
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -70,13 +71,23 @@ class NeedleExample:
     num_tokens: int  # of the prompt
 
 
+Frame = Callable[[str, Sequence[str]], str]  # (context, cities asked for) -> the whole prompt
+
+
 def question(cities: Sequence[str]) -> str:
     """The end of a prompt: the question about ``cities`` and the beginning of its answer."""
-    if len(cities) == 1:
-        asked = f"is the magic number of {cities[0]}"
-    else:
-        asked = f"are the magic numbers of {', '.join(cities[:-1])} and {cities[-1]}"
-    return f"\nQuestion: What {asked}? Answer: {cities[0]} is"
+    are, s = ("is", "") if len(cities) == 1 else ("are", "s")
+    return f"\nQuestion: What {are} the magic number{s} of {listed(cities)}? Answer: {cities[0]} is"
+
+
+def listed(cities: Sequence[str]) -> str:
+    """ "Paris", "Paris and Rome", "Paris, Rome and Oslo"."""
+    return cities[0] if len(cities) == 1 else f"{', '.join(cities[:-1])} and {cities[-1]}"
+
+
+def plain_prompt(context: str, cities: Sequence[str]) -> str:
+    """The paper's prompt: the context, and :func:`question`."""
+    return context + question(cities)
 
 
 def completion(cities: Sequence[str], numbers: Sequence[str]) -> str:
@@ -130,12 +141,21 @@ def number_range(digits: int) -> tuple[int, int]:
 
 
 def least_length(
-    rng: np.random.Generator, tokenizer: PreTrainedTokenizerFast, *, needles: int, queries: int, digits: int = 2
+    rng: np.random.Generator,
+    tokenizer: PreTrainedTokenizerFast,
+    *,
+    needles: int,
+    queries: int,
+    digits: int = 2,
+    frame: Frame = plain_prompt,
+    special: bool = False,
 ) -> int:
     """The smallest ``length`` that :func:`make_needle_example` accepts with this ``rng`` and a depth, in tokens."""
     cities, numbers = draw_facts(rng, needles, digits)
     facts = [NEEDLE.format(city=city, number=number) for city, number in zip(cities, numbers, strict=True)]
-    return sum(len(encode(tokenizer, text)) for text in (*facts, question(cities[:queries])))
+    return len(encode(tokenizer, frame("", cities[:queries]), special=special)) + sum(
+        map(len, encode_inside(tokenizer, facts))
+    )
 
 
 def make_needle_example(
@@ -148,11 +168,13 @@ def make_needle_example(
     queries: int,
     depth: float | None = None,
     digits: int = 2,
+    frame: Frame = plain_prompt,
+    special: bool = False,
 ) -> NeedleExample:
-    """A prompt of at most ``length`` tokens (special tokens not counted), and close to it.
+    """A prompt of at most ``length`` tokens (special tokens not counted), less than 1 % or a word of filler below it.
 
-    The needles are inserted between words of the filler. The answer needs room in the model's context in addition to
-    ``length``.
+    The needles are inserted between words of the filler. The whole prompt is tokenised, and filler added or removed
+    until it fits. The answer needs room in the model's context in addition to ``length``.
 
     Args:
         length: tokens of the prompt, at most.
@@ -161,6 +183,8 @@ def make_needle_example(
         depth: place of the first needle asked for, as a share of the context in tokens; None to draw it uniformly. The
             other needles are anywhere.
         digits: digits of a number.
+        frame: makes the prompt of the context, which may lose the white space at its ends, and of the cities asked for.
+        special: the prompt has special tokens, spelled out.
 
     Raises:
         ValueError: if ``length``, the filler, the cities or the numbers do not suffice.
@@ -172,22 +196,35 @@ def make_needle_example(
     cities, numbers = draw_facts(rng, needles, digits)  # the first R are asked for
     depth = float(rng.random()) if depth is None else depth
     sentences = [NEEDLE.format(city=city, number=number) for city, number in zip(cities, numbers, strict=True)]
-    asked = question(cities[:queries])
-    sizes = np.array([len(encode(tokenizer, sentence)) for sentence in sentences])
-    budget = length - int(sizes.sum()) - len(encode(tokenizer, asked))
-    if budget < 0:
+    sizes = list(map(len, encode_inside(tokenizer, sentences)))
+    asked_size = len(encode(tokenizer, frame("", cities[:queries]), special=special))
+    room = length - sum(sizes) - asked_size
+    if room < 0:
         raise ValueError(
             f"length {length} is too short for {needles} needles and a question on {queries}: they take "
-            f"{length - budget} tokens; give a larger length or fewer needles"
+            f"{length - room} tokens; give a larger length or fewer needles"
         )
+    prompt, places, num_tokens = "", [], 0
+    joined, state = filler.tokens(tokenizer).joined, rng.bit_generator.state
+    budget, tried = round(room / joined), set()
     for _ in range(_FITTING_ATTEMPTS):
-        context, places = _context(rng, filler, tokenizer, sentences, sizes, budget, depth)
-        prompt = context + asked
-        num_tokens = len(encode(tokenizer, prompt))
-        if num_tokens <= length:
+        rng.bit_generator.state = state  # every attempt takes about the same text
+        context, starts, counted = _context(rng, filler, tokenizer, sentences, sizes, budget, depth)
+        whole = frame(context, cities[:queries])
+        tokens = len(encode(tokenizer, whole, special=special))
+        if num_tokens < tokens <= length:
+            shift = whole.index(context.strip()) - (len(context) - len(context.lstrip()))
+            prompt, places, num_tokens = whole, [shift + start for start in starts], tokens
+        exact = joined == 1 and tokens == sum(sizes) + counted + asked_size  # the words come as close as they can
+        if tokens <= length and (exact or tokens >= length - length // 100):
             break
-        budget = max(0, budget - (num_tokens - length))
-    else:
+        rate = max(0.1, (tokens - sum(sizes) - asked_size) / max(1, counted))  # tokens by those counted word by word
+        change = (length - tokens) / rate
+        tried.add(budget)
+        budget = max(0, budget + (max(1, int(change)) if change > 0 else math.floor(change)))
+        while budget in tried and budget:
+            budget -= 1
+    if not prompt:
         raise ValueError(f"no filler makes a prompt of {length} tokens with this tokenizer; give a larger length")
     spans = [(start + 1, start + len(text)) for start, text in zip(places, sentences, strict=True)]
     facts = [Needle(city, number, *span) for city, number, span in zip(cities, numbers, spans, strict=True)]
@@ -208,14 +245,16 @@ def _context(
     filler: Filler,
     tokenizer: PreTrainedTokenizerFast,
     sentences: list[str],
-    sizes: np.ndarray,
+    sizes: Sequence[int],
     budget: int,
     depth: float,
-) -> tuple[str, list[int]]:
-    """Filler of ``budget`` tokens with the sentences in it, and the character where each sentence starts."""
+) -> tuple[str, list[int], int]:
+    """Filler of ``budget`` tokens with the sentences in it, the character where each sentence starts, and the tokens of
+    the filler, counted word by word."""
     first, last = filler.window(rng, tokenizer, budget)
     pieces = np.array(filler.words[first:last], dtype=object)
     lengths = np.diff(filler.tokens(tokenizer).starts[first : last + 1])
+    counted = int(lengths.sum())
     owner = np.full(len(pieces), -1)  # which sentence a piece is; -1 = filler
     gaps = rng.integers(0, len(pieces) + 1, len(sentences) - 1)
     pieces = np.insert(pieces, gaps, sentences[1:])
@@ -225,4 +264,5 @@ def _context(
     gap = int(np.argmin(np.abs(before - depth * before[-1])))
     pieces, owner = np.insert(pieces, gap, sentences[0]), np.insert(owner, gap, 0)
     starts = np.cumsum([0] + [len(piece) for piece in pieces])
-    return "".join(pieces), [int(starts[np.flatnonzero(owner == which)[0]]) for which in range(len(sentences))]
+    places = [int(starts[np.flatnonzero(owner == which)[0]]) for which in range(len(sentences))]
+    return "".join(pieces), places, counted

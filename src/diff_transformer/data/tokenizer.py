@@ -23,6 +23,7 @@ END_OF_TEXT = "<|endoftext|>"
 PAD = "<|pad|>"
 SPECIAL_TOKENS = (END_OF_TEXT, PAD)
 _DIGITS = "0123456789"
+_BEFORE = "a"  # text before another
 MIN_VOCAB_SIZE = 256 + len(_DIGITS) + len(SPECIAL_TOKENS)
 
 # Words, single digits, punctuation, each with the one space before it; then runs of white space.
@@ -125,19 +126,47 @@ def load_tokenizer(name_or_path: str | Path) -> PreTrainedTokenizerFast:
     return cast("PreTrainedTokenizerFast", tokenizer)
 
 
-def encode(tokenizer: PreTrainedTokenizerFast, text: str) -> np.ndarray:
-    """Token ids of ``text``, int64 [T], without special tokens.
+def encode(tokenizer: PreTrainedTokenizerFast, text: str, *, special: bool = False) -> np.ndarray:
+    """Token ids of ``text``, int64 [T], with nothing in front or behind.
 
-    The spelling of a special token inside the text is treated as text.
+    The spelling of a special token inside the text is treated as text; with ``special``, as that token, which the text
+    of a chat template needs.
     """
-    return encode_all(tokenizer, [text])[0]
+    return encode_all(tokenizer, [text], special=special)[0]
 
 
-def encode_all(tokenizer: PreTrainedTokenizerFast, texts: Sequence[str]) -> list[np.ndarray]:
+def encode_all(tokenizer: PreTrainedTokenizerFast, texts: Sequence[str], *, special: bool = False) -> list[np.ndarray]:
     """:func:`encode` for many texts at once, on all cores."""
-    with _plain(require_fast(tokenizer)) as backend:
+    with _plain(require_fast(tokenizer), special=special) as backend:
         encodings = backend.encode_batch_fast(list(texts), add_special_tokens=False)
     return [np.array(encoding.ids, dtype=np.int64) for encoding in encodings]
+
+
+def encode_inside(tokenizer: PreTrainedTokenizerFast, texts: Sequence[str]) -> list[np.ndarray]:
+    """:func:`encode_all` for texts that stand inside another text.
+
+    Some tokenizers put a space before what they are given (Llama 2, Mistral 7B v0.1), so a text alone has a token that
+    it lacks after other text. A text whose first token also covers what is before it counts as it is alone.
+    """
+    (before,), alone = encode_all(tokenizer, [_BEFORE]), encode_all(tokenizer, texts)
+    after = encode_all(tokenizer, [_BEFORE + text for text in texts])
+    return [
+        joined[len(before) :] if np.array_equal(joined[: len(before)], before) else ids
+        for joined, ids in zip(after, alone, strict=True)
+    ]
+
+
+def leading_ids(tokenizer: PreTrainedTokenizerFast) -> list[int]:
+    """The tokens that the tokenizer's post-processor puts in front of every text: ``<s>`` (Llama), ``[gMASK] <sop>``
+    (GLM), or none (Qwen, GPT-2 and this package's tokenizers)."""
+    if getattr(tokenizer, "backend_tokenizer", None) is None:
+        encoded = tokenizer("a", return_special_tokens_mask=True)
+        ids, mask = encoded["input_ids"], encoded["special_tokens_mask"]
+    else:
+        with _plain(tokenizer.backend_tokenizer) as backend:
+            encoding = backend.encode("a", add_special_tokens=True)
+        ids, mask = encoding.ids, encoding.special_tokens_mask
+    return ids[: mask.index(0)] if 0 in mask else []
 
 
 def token_spans(
@@ -207,16 +236,17 @@ def _wrap(backend: Tokenizer) -> PreTrainedTokenizerFast:
 
 
 @contextmanager
-def _plain(backend: Tokenizer) -> Generator[Tokenizer]:
-    """Context in which the backend does not pad or truncate, and treats the spelling of special tokens as text."""
-    special, padding, truncation = backend.encode_special_tokens, backend.padding, backend.truncation
-    backend.encode_special_tokens = True
+def _plain(backend: Tokenizer, *, special: bool = False) -> Generator[Tokenizer]:
+    """Context in which the backend does not pad or truncate, and treats the spelling of special tokens as text, or as
+    ``special``."""
+    before, padding, truncation = backend.encode_special_tokens, backend.padding, backend.truncation
+    backend.encode_special_tokens = not special
     backend.no_padding()
     backend.no_truncation()
     try:
         yield backend
     finally:
-        backend.encode_special_tokens = special
+        backend.encode_special_tokens = before
         if padding is not None:
             backend.enable_padding(**padding)
         if truncation is not None:

@@ -128,8 +128,9 @@ def _scorer(lm: LanguageModel, filler: Filler, options: dict, seed: int) -> Call
         ids = torch.tensor([prefix + encode(lm.tokenizer, example.prompt).tolist()])
         layers = lm.last_row_attention(ids)
         places = (start + len(prefix), end + len(prefix), question + len(prefix))
-        shares = [shares_of(row, *places) for row in layers]  # for each layer (answer, noise), each [heads]
-        of_means = [shares_of(row.mean(0, keepdim=True), *places) for row in layers]
+        first = max(1, len(prefix))
+        shares = [shares_of(row, *places, first) for row in layers]  # for each layer (answer, noise), each [heads]
+        of_means = [shares_of(row.mean(0, keepdim=True), *places, first) for row in layers]
         by_part = {part: [layer[i] for layer in shares] for i, part in enumerate(PARTS)}
         row = {
             "depth": options["depth"], "sample": number, "tokens": ids.shape[1], "prompt": example.prompt,
@@ -147,14 +148,17 @@ def _scorer(lm: LanguageModel, filler: Filler, options: dict, seed: int) -> Call
     return score
 
 
-def shares_of(row: torch.Tensor, start: int, end: int, question: int) -> tuple[torch.Tensor, torch.Tensor]:
+def shares_of(
+    row: torch.Tensor, start: int, end: int, question: int, first: int = 1
+) -> tuple[torch.Tensor, torch.Tensor]:
     """The shares of ``row [heads, T]`` on the answer's tokens ``start`` to ``end``, and on the noise: all other tokens
-    before ``question``. The first token counts as neither, even if it belongs to the answer (at depth 0, without a BOS
-    token). Shares are of the sum of magnitudes. Each is ``[heads]``, fp64."""
+    before ``question``. The ``first`` tokens count as neither: those that the tokenizer puts in front, or the first
+    one, even if it belongs to the answer (at depth 0). Shares are of the sum of magnitudes. Each is ``[heads]``, fp64.
+    """
     row = row.double().abs()
     row = row / row.sum(-1, keepdim=True)
-    answer = row[:, max(1, start) : end].sum(-1)
-    return answer, row[:, 1:question].sum(-1) - answer
+    answer = row[:, max(first, start) : end].sum(-1)
+    return answer, row[:, first:question].sum(-1) - answer
 
 
 def allocation_metrics(rows: Sequence[dict]) -> dict[str, float]:

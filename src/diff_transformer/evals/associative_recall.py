@@ -16,9 +16,11 @@ from torch import Tensor
 from diff_transformer.checks import require_positive
 from diff_transformer.data.corpus import load_corpus
 from diff_transformer.data.documents import take_bytes
+from diff_transformer.data.evaluation_text import led, text_length
 from diff_transformer.data.ngrams import ar_hits, frequent_ngrams
 from diff_transformer.data.packing import PackedCorpus, pack_documents
-from diff_transformer.evals.lm import LanguageModel, check_length, rows_at_once, settings_of_lm
+from diff_transformer.data.tokenizer import leading_ids
+from diff_transformer.evals.lm import LanguageModel, check_length, first_of_text, rows_at_once, settings_of_lm
 from diff_transformer.evals.provenance import provenance
 from diff_transformer.evals.samples import Samples
 from diff_transformer.evals.types import Result
@@ -53,10 +55,11 @@ def run(lm: LanguageModel, settings: Settings, samples: Samples) -> Result:
     require_positive(length=settings.length, samples=settings.samples)
     check_length(lm, settings.length, "a row")
     corpus = load_corpus(settings.corpus)
-    held_out = PackedCorpus.from_documents(corpus.validation, lm.tokenizer, settings.length, shuffle=False)
+    room = text_length(settings.length, lm.tokenizer)
+    held_out = PackedCorpus.from_documents(corpus.validation, lm.tokenizer, room, shuffle=False)
     result = evaluate_associative_recall(
         lm,
-        spread_rows(held_out, min(settings.samples, held_out.num_windows)),
+        led(spread_rows(held_out, min(settings.samples, held_out.num_windows)), leading_ids(lm.tokenizer)),
         pack_documents(take_bytes(corpus.train, settings.training_bytes), lm.tokenizer),
         vocab_size=len(lm.tokenizer),
         n=settings.ngram,
@@ -77,7 +80,8 @@ def evaluate_associative_recall(
     frequent_share: float,
     samples: Samples | None = None,
 ) -> Result:
-    """Mean negative log-likelihood in nats a token over ``ids [rows, T]``: all, AR-Hit, Others.
+    """Mean negative log-likelihood in nats a token over ``ids [rows, T]``: all, AR-Hit, Others. Tokens that the
+    tokenizer puts in front of a text have no loss.
 
     Args:
         training_tokens: the training text, int [N], in which n-grams are counted.
@@ -92,11 +96,14 @@ def evaluate_associative_recall(
     threshold = round(frequent_share * len(training_tokens))
     frequent = frequent_ngrams(training_tokens, n, threshold=threshold, vocab_size=vocab_size)
 
+    first = first_of_text(lm, ids)
+
     def score(batch: list[int]) -> list[dict]:
         part = ids[batch]  # [B, T]
-        hits = torch.from_numpy(ar_hits(part.numpy(), frequent, n=n, vocab_size=vocab_size))[:, 1:]
+        hits = torch.from_numpy(ar_hits(part.numpy(), frequent, n=n, vocab_size=vocab_size))[:, first:]
+        losses = lm.token_losses(part)[:, first - 1 :].double()
         rows = []
-        for row, loss, hit in zip(batch, lm.token_losses(part).double(), hits, strict=True):
+        for row, loss, hit in zip(batch, losses, hits, strict=True):
             entry = {"row": row, "loss": loss.mean().item()}
             for name, where in (("ar_hit", hit), ("others", ~hit)):
                 entry[f"{name}_sum"], entry[f"{name}_count"] = loss[where].sum().item(), int(where.sum())

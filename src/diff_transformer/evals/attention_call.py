@@ -50,11 +50,21 @@ class AttentionCall:
         size = max(1, elements // (batch * heads * self.k1.shape[2] * maps))
         return (slice(start, min(start + size, queries)) for start in range(0, queries, size))
 
-    def logits(self, rows: slice = slice(None)) -> tuple[Tensor, ...]:
-        """``scale q k^T`` of one map or two, each ``[B, H, t, S]`` in fp32 (fp64 for fp64 inputs), without the mask."""
-        found = [_products(self.q1[:, :, rows], self.k1) * self.scale]
+    def reach(self, rows: slice = slice(None)) -> slice:
+        """The keys that some query of ``rows`` may attend to, as far as causality and the window say."""
+        queries, keys = self.q1.shape[2], self.k1.shape[2]
+        first, last, _ = rows.indices(queries)
+        if not self.is_causal or last <= first:
+            return slice(0, keys)
+        start = 0 if self.window is None else max(0, keys - queries + first + 1 - self.window)
+        return slice(start, keys - queries + last)
+
+    def logits(self, rows: slice = slice(None), keys: slice = slice(None)) -> tuple[Tensor, ...]:
+        """``scale q k^T`` of one map or two, each ``[B, H, t, S]`` in fp32 (fp64 for fp64 inputs), without the mask;
+        S are the ``keys``."""
+        found = [_products(self.q1[:, :, rows], self.k1[:, :, keys]) * self.scale]
         if self.q2 is not None and self.k2 is not None:
-            found.append(_products(self.q2[:, :, rows], self.k2) * self.scale)
+            found.append(_products(self.q2[:, :, rows], self.k2[:, :, keys]) * self.scale)
         if self.softcap is not None:
             found = [self.softcap * (x / self.softcap).tanh() for x in found]
         return tuple(found)

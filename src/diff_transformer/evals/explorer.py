@@ -2,6 +2,7 @@
 
 import base64
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -25,7 +26,7 @@ def explorer_entries(lm: CausalLM, filler: Filler | None, config: RunConfig) -> 
     row of recall as in training."""
     if filler is None:
         return [_recall_entry(lm, config)]
-    options = {"length": min(_LONGEST, config.data.length - 8), "digits": config.data.needles.digits}
+    options: dict[str, Any] = {"length": min(_LONGEST, config.data.length - 8), "digits": config.data.needles.digits}
     entries = []
     for needles, title in ((1, "One needle"), (2, "Two needles, one asked for")):
         rng = evaluation_rng(config.evaluation.seed, "explorer")
@@ -61,6 +62,8 @@ def attention_entry(
 ) -> dict:
     """Both maps (softmax: its one map) of every layer and head over ``ids [T]``, in the format of explorer.js.
 
+    The tokens that the tokenizer puts in front of a text come first.
+
     Probabilities are bytes ``round(255 sqrt(p))``, row-major ``[layers, heads, T, T]``, in base64. Heads that share a
     second map get a copy each. ``lambda`` is one number per layer. If it differs by head or token, it is the largest
     value, and the second map is scaled so that the product is what the layer subtracts.
@@ -72,6 +75,8 @@ def attention_entry(
         named: what to show for tokens, by id, and a dot for all others; the tokens' own texts if None. One token is
             then generated instead of six.
     """
+    shift = len(lm.prefix) if named is None else 0
+    ids = np.concatenate([np.array(lm.prefix[:shift], dtype=ids.dtype), ids])
     tokens = torch.from_numpy(ids)[None].to(lm.device)  # [1, T]
     first, second, lambdas = [], [], []
 
@@ -86,7 +91,7 @@ def attention_entry(
     with tapped_attention(lm.model, keep), torch.inference_mode():
         lm.model(input_ids=tokens, use_cache=False, logits_to_keep=1)
     maps = torch.stack(first)  # [L, H, T, T]
-    prompt, count = [*lm.prefix, *ids.tolist()], _WRITTEN if named is None else 1
+    prompt, count = ids.tolist(), _WRITTEN if named is None else 1
     room = lm.positions is None or len(prompt) + count <= lm.positions
     new = lm.continued([prompt], count)[0].tolist() if room else []
 
@@ -97,7 +102,7 @@ def attention_entry(
         "model": lm.name,
         "title": title,
         "tokens": [shown(token) for token in ids.tolist()],
-        "answer_span": list(answer_span),
+        "answer_span": [place + shift for place in answer_span] if any(answer_span) else list(answer_span),
         "layers": maps.shape[0],
         "heads": maps.shape[1],
         "first": _bytes(maps),

@@ -19,8 +19,15 @@ from diff_transformer.data.tasks.grounded import UNANSWERABLE, load_grounded
 from diff_transformer.data.tasks.types import GroundedItem
 from diff_transformer.evals.judge_client import ChatClient, Prices, endpoint_from_environment
 from diff_transformer.evals.judges import NO, UNDECIDED, YES, EndpointJudge, Judge, Verdict, make_judge
-from diff_transformer.evals.lm import LanguageModel, max_positions
-from diff_transformer.evals.prompts import fit_document
+from diff_transformer.evals.lm import LanguageModel, max_positions, settings_of_lm
+from diff_transformer.evals.prompts import (
+    asked_details,
+    check_asking,
+    fit_document,
+    templated,
+    without_special,
+    worded,
+)
 from diff_transformer.evals.provenance import provenance
 from diff_transformer.evals.samples import Samples
 from diff_transformer.evals.types import Result
@@ -64,6 +71,12 @@ class Settings:
     judge_options: dict | None = None
     # File that keeps its replies; None for judge-replies.jsonl in the user's cache folder.
     judge_cache: str | None = None
+    # Ask through the tokenizer's chat template.
+    chat_template: bool = False
+    # Words of a question about a text, with {document} and {question}; empty for ours.
+    wording: str = ""
+    # Words that ask for a summary, with {document}; empty for ours.
+    summary_wording: str = ""
     # Seed of the draw of items.
     seed: int = 0
 
@@ -74,7 +87,8 @@ def run(lm, settings: Settings, samples: Samples) -> Result:
     sets = load_grounded(settings.data, samples=settings.samples, seed=settings.seed)
     result = evaluate_hallucination(
         lm, sets, judge, length=settings.length, summary_tokens=settings.summary_tokens,
-        answer_tokens=settings.answer_tokens, samples=samples,
+        answer_tokens=settings.answer_tokens, samples=samples, chat_template=settings.chat_template,
+        wording=settings.wording, summary_wording=settings.summary_wording,
     )  # fmt: skip
     return replace(result, provenance={**result.provenance, "data": settings.data, "seed": settings.seed})
 
@@ -99,6 +113,9 @@ def evaluate_hallucination(
     summary_tokens: int = 128,
     answer_tokens: int = 32,
     samples: Samples | None = None,
+    chat_template: bool = False,
+    wording: str = "",
+    summary_wording: str = "",
 ) -> Result:
     """Accuracy of the outputs for each of ``sets``, by ``judge``.
 
@@ -109,6 +126,9 @@ def evaluate_hallucination(
         ValueError: for a length that the model does not support, or that leaves no room for a text.
     """
     require_positive(length=length, summary_tokens=summary_tokens, answer_tokens=answer_tokens)
+    check_asking(lm.tokenizer, chat_template, wording, ("document", "question"))
+    check_asking(lm.tokenizer, chat_template, summary_wording, ("document",))
+    words = {"question": wording, "summary": summary_wording}
     positions = max_positions(lm) if hasattr(lm, "model") else None
     if length is not None and positions is not None and length > positions:
         raise ValueError(
@@ -123,7 +143,7 @@ def evaluate_hallucination(
     )
 
     def write(items: list[GroundedItem]) -> list[dict]:
-        return _outputs(lm, items, limit, new_tokens)
+        return _outputs(lm, items, limit, new_tokens, words, chat_template)
 
     def decide(batch: list[tuple[GroundedItem, dict]]) -> list[dict]:
         return [_decided(judge, item, output) for item, output in batch]
@@ -136,11 +156,16 @@ def evaluate_hallucination(
         for item, output, verdict in zip(items, written, verdicts, strict=True):
             rows.append({"set": name, "id": item.id, "kind": item.kind, **output, **verdict})
     details = {"judge": judge.name, "length": limit, "summary_tokens": summary_tokens, "answer_tokens": answer_tokens}
+    details |= asked_details(chat_template, " and ".join(filter(None, words.values())))
+    details |= {key: value for key, value in (("wording", wording), ("summary_wording", summary_wording)) if value}
+    details |= settings_of_lm(lm)
     return Result("hallucination", lm.name, summarise(rows), rows, provenance(**details))
 
 
-def frame(item: GroundedItem, document: str) -> str:
-    """The prompt that puts ``document`` before a base model."""
+def frame(item: GroundedItem, document: str, words: str = "") -> str:
+    """The prompt that puts ``document`` before a base model; ``words`` are a user's, with {document} and {question}."""
+    if words and (item.document or item.kind == "summary"):
+        return worded(words, document=document, question=item.question)
     if item.kind == "summary":
         return f"Article:\n{document}\n\nA summary of the article in a few sentences:"
     if not item.document:
@@ -159,18 +184,30 @@ def trimmed(kind: str, text: str) -> str:
     return text.strip()
 
 
-def _outputs(lm: LanguageModel, items: list[GroundedItem], limit: int | None, new_tokens: dict[str, int]) -> list[dict]:
+def _outputs(
+    lm: LanguageModel,
+    items: list[GroundedItem],
+    limit: int | None,
+    new_tokens: dict[str, int],
+    words: dict[str, str],
+    chat: bool,
+) -> list[dict]:
+    def prompt(item: GroundedItem, document: str) -> str:
+        text = frame(item, document, words[item.kind])
+        return templated(lm.tokenizer, without_special(lm.tokenizer, text)) if chat else text
+
     rows: list[dict] = [{} for _ in items]
+    more = {"templated": True} if chat else {}
     for kind, count in new_tokens.items():
         places = [i for i, item in enumerate(items) if item.kind == kind]
         fitted = [
             fit_document(
-                lm.tokenizer, items[i].document, lambda text, item=items[i]: frame(item, text),
+                lm.tokenizer, items[i].document, lambda text, item=items[i]: prompt(item, text),
                 None if limit is None else limit - count,
             )
             for i in places
         ]  # fmt: skip
-        texts = lm.generate([fit.prompt for fit in fitted], count) if places else []
+        texts = lm.generate([fit.prompt for fit in fitted], count, **more) if places else []
         for i, fit, text in zip(places, fitted, texts, strict=True):
             rows[i] = {
                 "prompt": fit.prompt, "expected": " | ".join(items[i].references), "got": trimmed(kind, text),

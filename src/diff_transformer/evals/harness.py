@@ -22,7 +22,8 @@ from typing import Any
 from diff_transformer.checks import require_positive
 from diff_transformer.data.tasks.multiple_choice import load_multiple_choice
 from diff_transformer.data.tasks.types import MultipleChoiceSet
-from diff_transformer.evals.lm import max_positions
+from diff_transformer.evals.lm import max_positions, settings_of_lm
+from diff_transformer.evals.prompts import asked_details, check_asking, worded
 from diff_transformer.evals.provenance import provenance
 from diff_transformer.evals.samples import Samples
 from diff_transformer.evals.types import Result
@@ -50,6 +51,11 @@ class Settings:
     metric: str = "paper"
     # First items of each task; None for all.
     samples: int | None = None
+    # Ask through the tokenizer's chat template, as the harness does; few-shot examples are earlier turns.
+    chat_template: bool = False
+    # Words of a question of "python" or of a file, with {question}; empty for "Question: {question}\nAnswer:". Tasks of
+    # the harness have their own.
+    wording: str = ""
     # Seed of the draw of examples.
     seed: int = 1234
 
@@ -57,6 +63,11 @@ class Settings:
 def run(lm, settings: Settings, samples: Samples) -> Result:
     """Load the tasks and evaluate."""
     if settings.data == "hub":
+        if settings.wording:
+            raise ValueError(
+                "wording is of our own sets of questions, and data is 'hub', whose tasks have their own; leave wording "
+                "out, or give a file"
+            )
         tasks: dict[str, Any] = {name: partial(harness_task, name) for name in settings.tasks}
     else:
         sets = load_multiple_choice(settings.data)
@@ -67,7 +78,7 @@ def run(lm, settings: Settings, samples: Samples) -> Result:
         tasks = {name: sets[name] for name in chosen}
     result = evaluate_harness(
         lm, tasks, shots=settings.shots, metric=settings.metric, items=settings.samples, seed=settings.seed,
-        samples=samples,
+        samples=samples, chat_template=settings.chat_template, wording=settings.wording,
     )  # fmt: skip
     return replace(result, provenance={**result.provenance, "data": settings.data})
 
@@ -81,6 +92,8 @@ def evaluate_harness(
     items: int | None = None,
     seed: int = 1234,
     samples: Samples | None = None,
+    chat_template: bool = False,
+    wording: str = "",
 ) -> Result:
     """Accuracy on each of ``tasks``, as the harness computes it.
 
@@ -102,13 +115,14 @@ def evaluate_harness(
         raise ValueError(f"shots is {shots}; give 0 or more")
     if metric not in METRICS:
         raise ValueError(f"metric is {metric!r}; give one of {', '.join(METRICS)}")
+    check_asking(getattr(lm, "tokenizer", None), chat_template, wording, ("question",))
     lm_eval = _library()
     samples = samples or Samples()
     rows: list[dict] = []
     with _quiet():
         model = harness_model(lm)
         for name, source in tasks.items():
-            task = local_task(name, source) if isinstance(source, MultipleChoiceSet) else source()
+            task = local_task(name, source, wording) if isinstance(source, MultipleChoiceSet) else source()
             check_shots(name, source, shots)
             count = min(len(task.eval_docs), items or len(task.eval_docs), samples.limit or len(task.eval_docs))
 
@@ -116,7 +130,7 @@ def evaluate_harness(
                 bar = samples.bar
                 if bar is not None:
                     model.step = lambda done, total: bar(name, count * done // total, count)
-                scored = _score(lm_eval, model, name, task, count, shots, seed)
+                scored = _score(lm_eval, model, name, task, count, shots, seed, chat_template)
                 return [scored[place] for place in places]
 
             rows += samples.rows(name, range(count), score, batch_size=count)
@@ -124,6 +138,7 @@ def evaluate_harness(
         if "skipped" not in row:
             row["score"], row["got"] = row[_metric(row, metric)], row["choices"][_likeliest(row, metric)]
     details = {"tasks": list(tasks), "shots": shots, "metric": metric, "items": items, "seed": seed}
+    details |= {**asked_details(chat_template, wording), **settings_of_lm(lm)}
     return Result("harness", lm.name, summarise(rows, shots), rows, provenance(**details, lm_eval=lm_eval.__version__))
 
 
@@ -153,7 +168,7 @@ def summarise(rows: list[dict], shots: int) -> dict[str, float]:
     return {**metrics, f"mean_{shots}shot": sum(means) / len(means)} if means else metrics
 
 
-def _score(lm_eval, model, name: str, task, count: int, shots: int, seed: int) -> list[dict]:
+def _score(lm_eval, model, name: str, task, count: int, shots: int, seed: int, chat: bool) -> list[dict]:
     """A row for each of the first ``count`` items. They are scored together: the draw of examples depends on it."""
     if task.OUTPUT_TYPE != "multiple_choice":
         raise ValueError(
@@ -161,7 +176,10 @@ def _score(lm_eval, model, name: str, task, count: int, shots: int, seed: int) -
         )
     task.set_config("num_fewshot", shots)
     task.set_fewshot_seed(seed=seed)
-    outcome = lm_eval.evaluate(lm=model, task_dict={name: task}, limit=count, bootstrap_iters=0, log_samples=True)
+    outcome = lm_eval.evaluate(
+        lm=model, task_dict={name: task}, limit=count, bootstrap_iters=0, log_samples=True, apply_chat_template=chat,
+        fewshot_as_multiturn=chat,
+    )  # fmt: skip
     logged = sorted(outcome["samples"][name], key=lambda sample: sample["doc_id"])
     return [_row(model, name, task, sample) for sample in logged]
 
@@ -277,15 +295,17 @@ def task_manager(of_the_paper: bool):
     return lm_eval.tasks.TaskManager()
 
 
-def local_task(name: str, tasks: MultipleChoiceSet):
-    """Our items as a task of the harness: questions in the format of ARC, completions in that of HellaSwag."""
+def local_task(name: str, tasks: MultipleChoiceSet, wording: str = ""):
+    """Our items as a task of the harness: questions in the format of ARC, or in a user's ``wording`` with {question};
+    completions in that of HellaSwag."""
+    words = wording or "Question: {question}\nAnswer:"
     import datasets
     from lm_eval.api.task import ConfigurableTask
 
     def split(part) -> datasets.Dataset:
         return datasets.Dataset.from_list([
             {
-                "text": item.question if item.completion else f"Question: {item.question}\nAnswer:",
+                "text": item.question if item.completion else worded(words, question=item.question),
                 "choices": list(item.choices), "answer": item.answer, "ending": item.ending,
             }
             for item in part

@@ -19,10 +19,10 @@ from typing import NamedTuple, Protocol
 
 from diff_transformer.checks import require_positive
 from diff_transformer.data.tasks.types import GroundedItem
-from diff_transformer.data.tokenizer import encode
+from diff_transformer.data.tokenizer import encode, leading_ids
 from diff_transformer.evals.judge_client import ChatClient
 from diff_transformer.evals.likelihood import continuation_logprobs
-from diff_transformer.evals.lm import leading_ids, max_positions
+from diff_transformer.evals.lm import max_positions
 from diff_transformer.evals.prompts import Fitted, fit_document
 
 YES, NO, UNDECIDED = "yes", "no", "undecided"

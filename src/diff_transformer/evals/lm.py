@@ -13,7 +13,7 @@ from torch import Tensor
 
 from diff_transformer.checks import require_known, require_positive
 from diff_transformer.data.evaluation_text import SPLITS, load_rows
-from diff_transformer.data.tokenizer import encode_all
+from diff_transformer.data.tokenizer import encode_all, leading_ids
 from diff_transformer.evals.inside import AttentionCall, tapped_attention
 
 if TYPE_CHECKING:
@@ -21,13 +21,15 @@ if TYPE_CHECKING:
 
 CHUNK = 2048  # tokens of a prompt per forward pass
 BATCH_TOKENS = 1 << 17  # tokens per batch
-_LOGITS = 1 << 28  # logits over the vocabulary held at a time
+_LOGITS = 1 << 27  # logits over the vocabulary held at a time
+_LOSSES = 1 << 24  # of these, in fp32 for their losses
 
 
 class LanguageModel(Protocol):
     """What an experiment needs of a model. ``CausalLM`` implements it.
 
     ``generate`` returns the greedy continuation of each prompt, at most ``max_new_tokens`` tokens, without the prompt.
+    With ``templated``, prompts are those of a chat template: special tokens are spelled out, and none is added.
     ``predictions`` returns the most probable next token, int64 [B, T - 1], for ``ids`` int64 [B, T].
     ``token_losses`` returns the loss in nats of every token but the first, fp32 [B, T - 1], for ``ids`` int64 [B, T].
     ``last_row_attention`` returns, for each layer, the attention weights of the last token of ``ids`` [1, T], fp32
@@ -37,7 +39,7 @@ class LanguageModel(Protocol):
     name: str
     tokenizer: "PreTrainedTokenizerFast"
 
-    def generate(self, prompts: list[str], max_new_tokens: int) -> list[str]: ...
+    def generate(self, prompts: list[str], max_new_tokens: int, templated: bool = False) -> list[str]: ...
 
     def predictions(self, ids: Tensor) -> Tensor: ...
 
@@ -76,16 +78,18 @@ class CausalLM:
         return leading_ids(self.tokenizer)
 
     @torch.inference_mode()
-    def generate(self, prompts: list[str], max_new_tokens: int) -> list[str]:
+    def generate(self, prompts: list[str], max_new_tokens: int, templated: bool = False) -> list[str]:
         """Greedy continuations of ``prompts``, without the prompts, in their order.
 
+        With ``templated``, the prompts are those of a chat template: special tokens are spelled out, and none is added.
         Prompts of similar length share a batch with left padding. Long prompts are read in chunks.
 
         Raises:
             ValueError: if a prompt with its continuation is longer than the model supports.
         """
         require_positive(max_new_tokens=max_new_tokens)
-        ids = [self.prefix + found.tolist() for found in encode_all(self.tokenizer, prompts)]
+        before = [] if templated else self.prefix
+        ids = [before + found.tolist() for found in encode_all(self.tokenizer, prompts, special=templated)]
         check_length(self, max(map(len, ids), default=0) + max_new_tokens, "the longest prompt and its continuation")
         order = sorted(range(len(ids)), key=lambda i: len(ids[i]), reverse=True)
         texts = [""] * len(ids)
@@ -109,10 +113,12 @@ class CausalLM:
         size = max(1, min(rows_at_once(self, ids.shape[1]), _LOGITS // (ids.shape[1] * vocabulary)))
         parts = []
         for rows in ids.split(size):
-            logits = self.model(input_ids=rows.to(self.device), use_cache=False).logits[:, :-1].float()
-            losses = F.cross_entropy(logits.transpose(1, 2), rows[:, 1:].to(self.device), reduction="none")
-            parts.append(losses.cpu())
-        return torch.cat(parts)
+            logits = self.model(input_ids=rows.to(self.device), use_cache=False).logits
+            for row, labels in zip(logits, rows[:, 1:].to(self.device), strict=True):
+                blocks = zip(*(x.split(max(1, _LOSSES // vocabulary)) for x in (row[:-1], labels)), strict=True)
+                losses = [F.cross_entropy(block.float(), label, reduction="none") for block, label in blocks]
+                parts.append(torch.cat(losses).cpu())
+        return torch.stack(parts)
 
     @torch.inference_mode()
     def predictions(self, ids: Tensor) -> Tensor:
@@ -185,11 +191,12 @@ class CausalLM:
         return out[:, longest:]
 
 
-def leading_ids(tokenizer: "PreTrainedTokenizerFast") -> list[int]:
-    """The tokens that the tokenizer puts in front of every text: its BOS token (Llama), or none (Qwen, GPT-2 and this
-    package's tokenizers)."""
-    ids = tokenizer("")["input_ids"]
-    return ids[:1] if ids and ids[0] == tokenizer.bos_token_id else []
+def first_of_text(lm: Any, ids: Tensor) -> int:
+    """Index of the first token of ``ids [B, T]`` that has a loss: 1, or the number of tokens that the tokenizer puts in
+    front of every text, if all rows begin with them and there are more."""
+    before = list(getattr(lm, "prefix", ()))
+    led = len(before) < ids.shape[1] and bool((ids[:, : len(before)] == torch.tensor(before, dtype=ids.dtype)).all())
+    return max(1, len(before)) if led else 1
 
 
 def max_positions(lm: Any) -> int | None:
@@ -226,7 +233,8 @@ def text_rows(lm: Any, settings: Any, count: int) -> tuple[Tensor, str]:
     """``load_rows`` for an experiment's ``settings``, with fields ``corpus``, ``split``, ``length`` and ``seed``.
 
     Returns:
-        ``count`` rows in the tokens of ``lm``, int64 ``[count, length]``, and their side of the corpus.
+        ``count`` rows in the tokens of ``lm``, int64 ``[count, length]``, and their side of the corpus. Each row begins
+        with the tokens that the tokenizer puts in front of every text.
 
     Raises:
         ValueError: if ``lm`` does not support rows so long, or the text has fewer.
@@ -251,11 +259,13 @@ def text_details(settings: Any, side: str) -> dict:
 
 
 def settings_of_lm(lm: Any) -> dict:
-    """Facts about the model for a result's provenance: class, dtype, positions and, if known, kind of attention."""
+    """Facts about the model for a result's provenance: class, dtype, positions, the tokens that its tokenizer puts in
+    front of every text, if any, and the kind of attention, if known."""
     model = getattr(lm, "model", None)
     if model is None:
         return {}
     found = {"class": type(model).__name__, "dtype": str(model.dtype).removeprefix("torch."), "positions": lm.positions}
+    found |= {"leading_tokens": list(leading)} if (leading := getattr(lm, "prefix", ())) else {}
     attention = getattr(model.config, "attention", None)
     return {**found, "attention": attention} if isinstance(attention, str) else found
 

@@ -17,9 +17,9 @@ from torch import Tensor
 from diff_transformer.checks import require_positive
 from diff_transformer.data.documents import Document
 from diff_transformer.data.evaluation_text import documents_of
-from diff_transformer.data.tokenizer import encode
+from diff_transformer.data.tokenizer import encode, leading_ids
 from diff_transformer.evals.likelihood import CHUNK, position_losses
-from diff_transformer.evals.lm import CausalLM, leading_ids, max_positions, measured_split, settings_of_lm
+from diff_transformer.evals.lm import CausalLM, max_positions, measured_split, settings_of_lm
 from diff_transformer.evals.provenance import provenance
 from diff_transformer.evals.samples import Samples
 from diff_transformer.evals.types import Result
@@ -78,7 +78,7 @@ def evaluate_long_nll(
 ) -> Result:
     """Mean negative log-likelihood in nats per token over the first n positions of books, n = 1, 2, 4 ... ``length``.
 
-    Position n predicts token n + 1 of a book from the n before it (token n, if the tokenizer puts BOS in front).
+    Position n predicts token n + 1 of a book from the n before it; token n, if the tokenizer puts tokens in front.
 
     ``metrics``: ``nll{n}`` (cumulative, mean over books), ``books``. ``rows``, one per book: ``book`` (its name),
     ``tokens`` (its length), ``sums`` and ``counts`` by bin. Bin i holds the positions above ``edges[i]`` up to
@@ -96,12 +96,13 @@ def evaluate_long_nll(
             f"give a length up to {positions}, or allow_beyond=true to see how it extrapolates"
         )
     edges = bin_edges(length)
-    chosen = _long_enough(lm, documents, length, books)
+    skipped = max(0, len(leading_ids(lm.tokenizer)) - 1)  # losses of tokens that are not the book's
+    chosen = _long_enough(lm, documents, length + skipped, books)
 
     def score(batch: list[tuple[str, list[int], int]]) -> list[dict]:
         rows = []
         for name, ids, tokens in batch:
-            losses = position_losses(lm, ids, chunk=chunk, allow_beyond=allow_beyond)
+            losses = position_losses(lm, ids, chunk=chunk, allow_beyond=allow_beyond)[skipped:]
             rows.append({"book": name, "tokens": tokens, **binned(losses, edges)})
         return rows
 

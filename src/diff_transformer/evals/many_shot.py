@@ -22,10 +22,19 @@ from diff_transformer.checks import require_positive
 from diff_transformer.data.seeding import evaluation_rng
 from diff_transformer.data.tasks.labelled import load_labelled
 from diff_transformer.data.tasks.types import Labelled, LabelledSet
-from diff_transformer.data.tokenizer import encode
+from diff_transformer.data.tokenizer import encode, leading_ids
 from diff_transformer.evals.likelihood import common_prefix, continuation_logprobs, read_prefix
-from diff_transformer.evals.lm import CausalLM, leading_ids, max_positions, settings_of_lm
-from diff_transformer.evals.prompts import best_of, choice_tokens
+from diff_transformer.evals.lm import CausalLM, max_positions, settings_of_lm
+from diff_transformer.evals.prompts import (
+    asked_details,
+    best_of,
+    check_asking,
+    choice_tokens,
+    reply,
+    templated,
+    without_special,
+    worded,
+)
 from diff_transformer.evals.provenance import provenance
 from diff_transformer.evals.samples import Samples
 from diff_transformer.evals.types import Result
@@ -58,6 +67,10 @@ class Settings:
     order_seeds: int = 10
     # "random", and "alternate": the classes in turn.
     orders: tuple = ORDERS
+    # Ask through the tokenizer's chat template: one message has the examples and the question, the reply is the label.
+    chat_template: bool = False
+    # Words around each text, "Question: {text}\nType:", in the examples too; empty for those of the data.
+    wording: str = ""
     # Seed of the questions and the examples; orders have seeds of their own.
     seed: int = 0
 
@@ -78,6 +91,8 @@ def run(lm: CausalLM, settings: Settings, samples: Samples) -> Result:
         orders=settings.orders,
         seed=settings.seed,
         samples=samples,
+        chat_template=settings.chat_template,
+        wording=settings.wording,
     )
 
 
@@ -93,6 +108,8 @@ def evaluate_many_shot(
     orders: Sequence[str] = ORDERS,
     seed: int = 0,
     samples: Samples | None = None,
+    chat_template: bool = False,
+    wording: str = "",
 ) -> Result:
     """Accuracy by the number of examples, and by their order at the largest number.
 
@@ -117,7 +134,8 @@ def evaluate_many_shot(
     if unknown or not orders:
         raise ValueError(f"orders is {orders!r}; give one or both of {', '.join(ORDERS)}")
     samples = samples or Samples()
-    task = _Task(lm, data, questions, seed)
+    check_asking(lm.tokenizer, chat_template, wording, ("text",))
+    task = _Task(lm, data, questions, seed, chat_template, wording)
     counts = _counts(task, shots, lengths, order_seeds)
     rows: list[dict] = []
     for count in counts:
@@ -135,17 +153,19 @@ def evaluate_many_shot(
         lm.name,
         _metrics(rows, counts, orders, len(data.labels)),
         rows,
-        provenance(**details, **settings_of_lm(lm)),
+        provenance(**details, **asked_details(chat_template, wording), **settings_of_lm(lm)),
     )
 
 
 class _Task:
     """The questions and the examples, in the order of their draw, and the format of prompts."""
 
-    def __init__(self, lm: CausalLM, data: LabelledSet, questions: int, seed: int):
-        self.lm, self.data, self.seed = lm, data, seed
+    def __init__(
+        self, lm: CausalLM, data: LabelledSet, questions: int, seed: int, chat_template: bool = False, wording: str = ""
+    ):
+        self.lm, self.data, self.seed, self.chat, self.wording = lm, data, seed, chat_template, wording
         self.labels = data.labels
-        self.endings = [f" {label}\n" for label in self.labels]
+        self.endings = [reply(lm.tokenizer, label) if chat_template else f" {label}\n" for label in self.labels]
         chosen = evaluation_rng(seed, "many_shot", "questions").permutation(len(data.test))[:questions]
         self.questions = [data.test[i] for i in chosen]
         asked = {example.text.casefold() for example in data.test}
@@ -155,7 +175,11 @@ class _Task:
         self.pool = [shown[i] for i in evaluation_rng(seed, "many_shot", "examples").permutation(len(shown))]
 
     def ask(self, example: Labelled) -> str:
-        return self.data.ask(example.text)
+        return worded(self.wording, text=example.text) if self.wording else self.data.ask(example.text)
+
+    def prompt(self, text: str) -> str:
+        """The whole prompt of the examples and the question in ``text``."""
+        return templated(self.lm.tokenizer, without_special(self.lm.tokenizer, text)) if self.chat else text
 
     def show(self, examples: Sequence[Labelled]) -> str:
         return "".join(f"{self.ask(example)} {example.label}\n" for example in examples)
@@ -167,7 +191,7 @@ class _Task:
         return mixed if order == "random" else alternate(mixed, rng)
 
     def tokens(self, text: str) -> int:
-        return len(encode(self.lm.tokenizer, text))
+        return len(encode(self.lm.tokenizer, text, special=self.chat))
 
     def most_tokens(self, count: int, order_seeds: int) -> int:
         """Most tokens that ``count`` examples take, over the orders."""
@@ -177,8 +201,8 @@ class _Task:
     def answer_tokens(self) -> int:
         """Most tokens that a question with its answer takes, with the tokens in front of every prompt."""
         longest = max(self.endings, key=self.tokens)
-        most = max(self.tokens(self.ask(question) + longest) for question in self.questions)
-        return most + len(leading_ids(self.lm.tokenizer))
+        most = max(self.tokens(self.prompt(self.ask(question)) + longest) for question in self.questions)
+        return most + (0 if self.chat else len(leading_ids(self.lm.tokenizer)))
 
 
 def alternate(examples: Sequence[Labelled], rng: np.random.Generator) -> list[Labelled]:
@@ -244,7 +268,8 @@ def _ask(task: _Task, count: int, order: str, order_seed: int, samples: Samples)
 
     def score(questions: list[Labelled]) -> list[dict]:
         nonlocal prefix
-        pairs = [choice_tokens(lm.tokenizer, examples + task.ask(question), task.endings) for question in questions]
+        texts = [task.prompt(examples + task.ask(question)) for question in questions]
+        pairs = [choice_tokens(lm.tokenizer, text, task.endings, special=task.chat) for text in texts]
         contexts, continuations = [list(side) for side in zip(*pairs, strict=True)]
         if prefix is None:
             prefix = read_prefix(lm, contexts[0][: _examples_end(task, examples, contexts)])
@@ -266,7 +291,8 @@ def _ask(task: _Task, count: int, order: str, order_seed: int, samples: Samples)
 
 def _examples_end(task: _Task, examples: str, contexts: list[list[int]]) -> int:
     """Length of the common prefix of the examples' tokens and all contexts; at least 1."""
-    alone = [*leading_ids(task.lm.tokenizer), *encode(task.lm.tokenizer, examples).tolist()]
+    before = [] if task.chat else leading_ids(task.lm.tokenizer)
+    alone = [*before, *encode(task.lm.tokenizer, task.prompt(examples), special=task.chat).tolist()]
     return max(1, common_prefix([alone, *contexts]))
 
 

@@ -6,14 +6,19 @@
 N needles are hidden in text and R of them asked for; the first one asked for sits at a chosen depth, the others
 anywhere. The model continues greedily after the bar. An example's score is the share of the R numbers that it gives
 exactly and in order. Numbers and cities come from a random stream that training never uses.
+
+Instruct models are asked through their chat template (``chat_template``), in the user's words (``wording``), and by a
+rule for text of their own (``scoring="search"``): the share of the R numbers among all numbers in the first 32 tokens.
 """
 
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
+from typing import Any
 
 import numpy as np
 
-from diff_transformer.checks import require_positive, require_whole_percents
+from diff_transformer.checks import require_known, require_positive, require_whole_percents
 from diff_transformer.data.evaluation_text import load_haystack
 from diff_transformer.data.filler import Filler
 from diff_transformer.data.needles import (
@@ -21,9 +26,11 @@ from diff_transformer.data.needles import (
     NeedleExample,
     completion,
     least_length,
+    listed,
     make_needle_example,
     number_range,
     parse_numbers,
+    question,
 )
 from diff_transformer.data.seeding import evaluation_rng
 from diff_transformer.evals.lm import (
@@ -34,9 +41,12 @@ from diff_transformer.evals.lm import (
     settings_of_lm,
     text_details,
 )
+from diff_transformer.evals.prompts import asked_details, check_asking, special_spellings, templated, worded
 from diff_transformer.evals.provenance import provenance
 from diff_transformer.evals.samples import Samples
 from diff_transformer.evals.types import Result
+
+SEARCHED = 32  # tokens of an answer in which ``scoring="search"`` looks for the numbers
 
 
 @dataclass(frozen=True)
@@ -60,6 +70,13 @@ class Settings:
     samples: int = 50
     # Digits of a magic number.
     digits: int = 2
+    # Ask through the tokenizer's chat template.
+    chat_template: bool = False
+    # Words of the question, with {cities} for the cities asked for and {city} for the first one; what follows a bar,
+    # "What is the magic number of {cities}?|{city} is", begins the answer. Empty for "\nQuestion: What is ... Answer:".
+    wording: str = ""
+    # "next" (the first numbers of the answer, which the prompt begins) or "search" (all numbers in its first 32 tokens)
+    scoring: str = field(default="next", metadata={"example": "search"})
     # Seed of cities, numbers, positions and text.
     seed: int = 0
 
@@ -78,9 +95,57 @@ def run(lm: LanguageModel, settings: Settings, samples: Samples) -> Result:
     result = evaluate_needle(
         lm, filler, settings=settings.cells, depths=settings.depths, lengths=lengths, per_cell=settings.samples,
         digits=settings.digits, seed=settings.seed, samples=samples,
+        asking=Asking(lm.tokenizer, settings.chat_template, settings.wording, settings.scoring),
     )  # fmt: skip
     result.provenance.update(asdict(settings), **text_details(settings, side))
     return result
+
+
+@dataclass(frozen=True)
+class Asking:
+    """How a model is asked, and where its answer is looked for; see the fields of ``Settings``.
+
+    Raises:
+        ValueError: for a tokenizer without a chat template, a wording without ``{cities}``, or an unknown rule.
+    """
+
+    tokenizer: Any
+    chat_template: bool = False
+    wording: str = ""
+    scoring: str = "next"
+
+    def __post_init__(self):
+        require_known("scoring", self.scoring, ("next", "search"))
+        check_asking(self.tokenizer, self.chat_template, self.wording, ("cities",))
+
+    def prompt(self, context: str, cities: Sequence[str]) -> str:
+        """The whole prompt: the context, the question, and the beginning of the answer."""
+        if not self.wording:
+            asked, beginning = question(cities).split(" Answer: ")
+            cue = " Answer: "
+        else:
+            said = worded(self.wording, cities=listed(cities), city=cities[0])
+            asked, _, beginning = said.partition("|")
+            asked, cue = f"\n{asked}", " " if beginning else ""
+        if not self.chat_template:
+            return context + asked + cue + beginning
+        return templated(self.tokenizer, (context + asked).strip(), beginning if self.scoring == "next" else "")
+
+    def new_tokens(self, queries: int, digits: int) -> int:
+        """Tokens of an answer, at most."""
+        least = answer_tokens(self.tokenizer, queries, digits)
+        return least if self.scoring == "next" else max(SEARCHED, least)
+
+    def right(self, text: str, answers: Sequence[str]) -> int:
+        """How many of ``answers`` the generated ``text`` gives."""
+        if self.scoring == "search":
+            return len({*re.findall(r"[0-9]+", text)} & {*answers})
+        return sum(a == b for a, b in zip(parse_numbers(text, len(answers)), answers, strict=True))
+
+    def details(self) -> dict:
+        """For the result's provenance."""
+        searched = f"with the numbers searched for in the first {SEARCHED} tokens"
+        return asked_details(self.chat_template, self.wording, searched if self.scoring == "search" else "")
 
 
 def evaluate_needle(
@@ -95,6 +160,7 @@ def evaluate_needle(
     digits: int = 2,
     seed: int = 0,
     samples: Samples | None = None,
+    asking: Asking | None = None,
 ) -> Result:
     """Accuracy by (N, R) of ``settings``, by length and by depth.
 
@@ -103,6 +169,7 @@ def evaluate_needle(
         lengths: several, instead of ``length``.
         per_cell: prompts for each (N, R), length and depth (the paper has 50).
         samples: progress, limit and resumption.
+        asking: by default the paper's prompt, and the numbers right after it.
 
     ``metrics``: ``n{N}_r{R}_depth{percent}`` and their mean ``n{N}_r{R}``, the share of right numbers;
     ``all_n{N}_r{R}``, the share of examples with every number right, and ``partial_n{N}_r{R}``, with at least one. With
@@ -116,25 +183,29 @@ def evaluate_needle(
     lengths = tuple(lengths) or (length,)
     require_positive(length=min(lengths), per_cell=per_cell)
     require_whole_percents(depths)
-    samples = samples or Samples()
+    samples, asking = samples or Samples(), asking or Asking(lm.tokenizer)
+    if asking.chat_template:
+        filler = filler.without(special_spellings(lm.tokenizer))
+    prefix = 0 if asking.chat_template else len(getattr(lm, "prefix", ()))
     check_length(lm, max(lengths), "the longest prompt with its answer")
     prompts = min(per_cell, samples.limit or per_cell)
     for each in dict.fromkeys((min(lengths), max(lengths))):  # lengths between them fit if these do
         check_needle_fits(
-            filler, lm.tokenizer, settings, each, digits, depths=depths, per_cell=prompts, seed=seed,
-            prefix=len(getattr(lm, "prefix", ())),
+            filler, lm.tokenizer, settings, each, digits, depths=depths, per_cell=prompts, seed=seed, prefix=prefix,
+            asking=asking,
         )  # fmt: skip
     low, high = number_range(digits)
     rows = []
     for needles, queries in settings:
         for each in lengths:
             for depth in depths:
-                cell = _Cell(needles, queries, each, depth, digits, seed)
+                cell = _Cell(needles, queries, each, depth, digits, seed, asking)
                 part = f"n{needles}_r{queries}_len{each}_depth{round(100 * depth)}"
-                score = _scorer(lm, filler, cell)
+                score = _scorer(lm, filler, cell, prefix)
                 rows += samples.rows(part, range(per_cell), score, batch_size=rows_at_once(lm, each))
     metrics = {"chance": 1.0 / (high - low), **needle_metrics(rows)}
     details = {"length": max(lengths), "lengths": list(lengths), "samples": per_cell, "digits": digits, "seed": seed}
+    details |= asking.details()
     return Result("needle", lm.name, metrics, rows, provenance(**details, **settings_of_lm(lm)))
 
 
@@ -146,37 +217,39 @@ class _Cell:
     depth: float
     digits: int
     seed: int
+    asking: Asking
 
     def __str__(self) -> str:
         return f"needle evaluation with N={self.needles}, R={self.queries}, {self.length} tokens"
 
     def example(self, filler: Filler, tokenizer, sample: int, prefix: int = 0) -> NeedleExample:
-        room = self.length - prefix - answer_tokens(tokenizer, self.queries, self.digits)
+        room = self.length - prefix - self.asking.new_tokens(self.queries, self.digits)
         return make_needle_example(
             self._rng(sample), filler, tokenizer, length=room, needles=self.needles, queries=self.queries,
-            depth=self.depth, digits=self.digits,
+            depth=self.depth, digits=self.digits, frame=self.asking.prompt, special=self.asking.chat_template,
         )  # fmt: skip
 
     def least(self, tokenizer, sample: int, prefix: int = 0) -> int:
         """The smallest ``length`` that this sample's prompt and answer fit in."""
         facts = least_length(
-            self._rng(sample), tokenizer, needles=self.needles, queries=self.queries, digits=self.digits
-        )
-        return prefix + facts + answer_tokens(tokenizer, self.queries, self.digits)
+            self._rng(sample), tokenizer, needles=self.needles, queries=self.queries, digits=self.digits,
+            frame=self.asking.prompt, special=self.asking.chat_template,
+        )  # fmt: skip
+        return prefix + facts + self.asking.new_tokens(self.queries, self.digits)
 
     def _rng(self, sample: int) -> np.random.Generator:
         return evaluation_rng(self.seed, "needle", self.needles, self.queries, round(100 * self.depth), sample)
 
 
-def _scorer(lm: LanguageModel, filler: Filler, cell: _Cell) -> Callable[[list[int]], list[dict]]:
+def _scorer(lm: LanguageModel, filler: Filler, cell: _Cell, prefix: int) -> Callable[[list[int]], list[dict]]:
     def score(numbers: list[int]) -> list[dict]:
-        prefix = len(getattr(lm, "prefix", ()))
         examples = [cell.example(filler, lm.tokenizer, number, prefix) for number in numbers]
-        texts = lm.generate([e.prompt for e in examples], answer_tokens(lm.tokenizer, cell.queries, cell.digits))
+        more = {"templated": True} if cell.asking.chat_template else {}
+        new_tokens = cell.asking.new_tokens(cell.queries, cell.digits)
+        texts = lm.generate([e.prompt for e in examples], new_tokens, **more)
         rows = []
         for example, text in zip(examples, texts, strict=True):
-            found = parse_numbers(text, cell.queries)
-            right = sum(a == b for a, b in zip(found, example.answers, strict=True))
+            right = cell.asking.right(text, example.answers)
             rows.append({
                 "needles": cell.needles, "queries": cell.queries, "length": cell.length, "depth": cell.depth,
                 "tokens": prefix + example.num_tokens, "prompt": example.prompt,
@@ -217,16 +290,18 @@ def check_needle_fits(
     per_cell: int = 50,
     seed: int = 0,
     prefix: int = 0,
+    asking: Asking | None = None,
 ):
     """Check that the prompts of all cells (N, R) fit in ``length`` tokens, including ``prefix`` and answer.
 
     Raises:
         ValueError: if they do not, with the smallest length that fits all of them.
     """
+    asking = asking or Asking(tokenizer)
     longest: list[tuple[int, _Cell, int]] = []  # per (N, R): tokens of the longest sample, and which
     for needles, queries in cells if depths else ():
         every = [
-            (_Cell(needles, queries, length, depth, digits, seed), sample)
+            (_Cell(needles, queries, length, depth, digits, seed, asking), sample)
             for depth in depths
             for sample in range(per_cell)
         ]

@@ -1,12 +1,12 @@
-"""Tokens of a prompt: choices as its continuations, and a document cut so that the prompt fits a model."""
+"""Prompts: choices as continuations in tokens, a document cut so that it fits, chat templates and users' wordings."""
 
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from diff_transformer.data.tokenizer import encode_all, require_fast
+from diff_transformer.data.tokenizer import encode_all, leading_ids, require_fast
 from diff_transformer.evals.likelihood import common_prefix
-from diff_transformer.evals.lm import leading_ids
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -16,25 +16,94 @@ _SYNC = 64  # tokens that must agree between the window and the whole context be
 SMALLEST = 16  # tokens of a document that a prompt must keep
 
 
+def check_asking(tokenizer, chat_template: bool, wording: str = "", places: Sequence[str] = ()) -> None:
+    """Check how an experiment is to ask.
+
+    Args:
+        wording: a user's words for the question, with "{place}" for each of ``places``; empty for ours.
+
+    Raises:
+        ValueError: for a tokenizer without a chat template, or a wording that lacks one of ``places``.
+    """
+    if chat_template and not getattr(tokenizer, "chat_template", None):
+        raise ValueError(
+            "the model's tokenizer has no chat template; leave --chat-template out, or give an instruct model"
+        )
+    missing = [place for place in places if wording and f"{{{place}}}" not in wording]
+    if missing:
+        raise ValueError(f"wording is {wording!r}; put {{{missing[0]}}} where it belongs")
+
+
+def worded(wording: str, **values: str) -> str:
+    """``wording`` with each "{name}" replaced by the value of that name."""
+    return re.sub(r"\{(\w+)\}", lambda found: values.get(found[1], found[0]), wording)
+
+
+def templated(tokenizer, text: str, beginning: str = "") -> str:
+    """The prompt that the tokenizer's chat template makes of the user's message ``text``, up to ``beginning``, the
+    first words of the reply. A template that can switch a model's thinking off does so."""
+    return _rendered(tokenizer, [{"role": "user", "content": text}], True) + beginning
+
+
+def reply(tokenizer, text: str) -> str:
+    """What stands in a conversation after ``templated``, if the reply is ``text``: itself and the end of its turn."""
+    start, asked = templated(tokenizer, "?"), {"role": "user", "content": "?"}
+    whole = _rendered(tokenizer, [asked, {"role": "assistant", "content": text}], False)
+    if whole.startswith(start) and text in whole[len(start) :]:
+        return whole[len(start) :].rstrip()
+    return text + (tokenizer.eos_token or "\n")
+
+
+def _rendered(tokenizer, messages: list[dict], generates: bool) -> str:
+    return tokenizer.apply_chat_template(
+        messages, tokenize=False, add_generation_prompt=generates, enable_thinking=False
+    )
+
+
+def without_special(tokenizer, text: str) -> str:
+    """``text`` with a space inside each spelling of a special token, which in a chat template would be that token."""
+    for spelling in special_spellings(tokenizer):
+        text = text.replace(spelling, f"{spelling[0]} {spelling[1:]}")
+    return text
+
+
+def special_spellings(tokenizer) -> list[str]:
+    """The spellings of the tokenizer's special tokens, of two characters or more."""
+    return [str(token) for token in tokenizer.added_tokens_decoder.values() if token.special and len(str(token)) > 1]
+
+
+def asked_details(chat_template: bool, wording: str = "", scoring: str = "") -> dict:
+    """Facts for a result's provenance: how the questions were put, where that is not the experiment's own way, and
+    ``asked``, which says it in words on the page."""
+    details = {"chat_template": chat_template, "wording": wording, "scoring": scoring}
+    words = [
+        "through the tokenizer's chat template" if chat_template else "",
+        f"in the user's words {wording!r}" if wording else "",
+        scoring,
+    ]
+    said = ", ".join(filter(None, words))
+    return {**{key: value for key, value in details.items() if value}, **({"asked": f"asked {said}"} if said else {})}
+
+
 def choice_tokens(
-    tokenizer: "PreTrainedTokenizerFast", context: str, choices: Sequence[str]
+    tokenizer: "PreTrainedTokenizerFast", context: str, choices: Sequence[str], *, special: bool = False
 ) -> tuple[list[int], list[list[int]]]:
     """Tokens to score each of ``choices`` as a continuation of ``context``: (context, one sequence per choice).
 
     Context and choice are tokenised together, as one text. The common prefix of the context and of all these texts is
     the context; the rest of each text is its continuation. If a token crosses the border between context and choice,
     the context ends before it for all choices. All texts are then scored from the same place, and the sum over a
-    continuation is exactly the log-probability of that text's tokens.
+    continuation is exactly the log-probability of that text's tokens. With ``special``, the texts are those of a chat
+    template: special tokens are spelled out, and none is added.
 
     Raises:
         ValueError: for no choices, an empty choice, or an empty context where the tokenizer has neither BOS nor EOS.
     """
     if not choices or not all(choices):
         raise ValueError(f"the choices are {list(choices)!r}; give at least one, none of them empty")
-    before = leading_ids(tokenizer)
-    alone, texts = (
-        _whole(tokenizer, context, choices) if len(context) <= 2 * _WINDOW else _long(tokenizer, context, choices)
-    )
+    before = [] if special else leading_ids(tokenizer)
+    tokenise = _whole if len(context) <= 2 * _WINDOW else _long
+    alone, texts = tokenise(tokenizer, context, choices, special)
     shared = common_prefix([alone, *texts])
     if not before and not shared:
         start = tokenizer.bos_token_id if tokenizer.bos_token_id is not None else tokenizer.eos_token_id
@@ -50,12 +119,13 @@ def best_of(scores: Sequence[float]) -> list[int]:
     return [place for place, score in enumerate(scores) if score == highest]
 
 
-def _whole(tokenizer, context: str, choices: Sequence[str]) -> tuple[list[int], list[list[int]]]:
-    alone, *texts = [ids.tolist() for ids in encode_all(tokenizer, [context, *(context + c for c in choices)])]
+def _whole(tokenizer, context: str, choices: Sequence[str], special: bool) -> tuple[list[int], list[list[int]]]:
+    every = [context, *(context + choice for choice in choices)]
+    alone, *texts = [ids.tolist() for ids in encode_all(tokenizer, every, special=special)]
     return alone, texts
 
 
-def _long(tokenizer, context: str, choices: Sequence[str]) -> tuple[list[int], list[list[int]]]:
+def _long(tokenizer, context: str, choices: Sequence[str], special: bool) -> tuple[list[int], list[list[int]]]:
     """``_whole`` for a long context, which is tokenised once instead of once per choice where the tokenizer allows it.
 
     The end of the context is tokenised with each choice and joined to the tokens of the whole context where the two
@@ -63,8 +133,9 @@ def _long(tokenizer, context: str, choices: Sequence[str]) -> tuple[list[int], l
     """
     tail = context[-_WINDOW:]
     longest = max(range(len(choices)), key=lambda i: len(choices[i]))
-    whole, whole_longest = (ids.tolist() for ids in encode_all(tokenizer, [context, context + choices[longest]]))
-    tail_alone, tails = _whole(tokenizer, tail, choices)
+    both = [context, context + choices[longest]]
+    whole, whole_longest = (ids.tolist() for ids in encode_all(tokenizer, both, special=special))
+    tail_alone, tails = _whole(tokenizer, tail, choices, special)
     same = common_prefix([whole[::-1], tail_alone[::-1]])  # tokens at the end on which both agree
     cut = len(tail_alone) - same
     stem = whole[: len(whole) - same]
@@ -72,7 +143,7 @@ def _long(tokenizer, context: str, choices: Sequence[str]) -> tuple[list[int], l
     intact = all(ids[: cut + _SYNC] == tail_alone[: cut + _SYNC] for ids in tails)
     if same > 2 * _SYNC and intact and texts[longest] == whole_longest:
         return whole, texts
-    return _whole(tokenizer, context, choices)
+    return _whole(tokenizer, context, choices, special)
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,15 @@ from diff_transformer.data.tasks.types import MultipleChoiceItem
 from diff_transformer.data.tokenizer import encode_all
 from diff_transformer.evals.inside import AttentionCall, Change, changed_logits
 from diff_transformer.evals.likelihood import common_prefix, continuation_logprobs
-from diff_transformer.evals.lm import CausalLM, check_length, rows_at_once, settings_of_lm, text_details, text_rows
+from diff_transformer.evals.lm import (
+    CausalLM,
+    check_length,
+    first_of_text,
+    rows_at_once,
+    settings_of_lm,
+    text_details,
+    text_rows,
+)
 from diff_transformer.evals.provenance import provenance
 from diff_transformer.evals.samples import Samples
 from diff_transformer.evals.types import Result
@@ -130,7 +138,7 @@ def quantise(values: Tensor, largest: Tensor, bits: int) -> Tensor:
     """``values`` rounded to ``2^bits - 1`` levels between ``-largest`` and ``largest`` (which broadcasts); unchanged
     where ``largest`` is 0."""
     step = largest / (2 ** (bits - 1) - 1)
-    return torch.where(step > 0, (values / step).round() * step, values)
+    return torch.where(step > 0, (values / step).round_().mul_(step), values)
 
 
 def absmax(bits: int, granularity: str) -> Callable[[AttentionCall], Change]:
@@ -157,8 +165,9 @@ def _largest(call: AttentionCall, granularity: str) -> list[Tensor]:
     """The largest magnitude of each map, ``[B, H, 1, 1]`` or, of all heads and maps, ``[B, 1, 1, 1]``."""
     found: list[Tensor] = []
     for rows in call.blocks():
-        allowed = call.allowed(rows)
-        peaks = [_peaks(x, allowed, (-2, -1)) for x in call.logits(rows)]
+        keys = call.reach(rows)
+        allowed = call.allowed(rows)[..., keys]
+        peaks = [_peaks(x, allowed, (-2, -1)) for x in call.logits(rows, keys)]
         found = [torch.maximum(a, b) for a, b in zip(found, peaks, strict=True)] if found else peaks
     if granularity == "head":
         return found
@@ -167,7 +176,7 @@ def _largest(call: AttentionCall, granularity: str) -> list[Tensor]:
 
 
 def _peaks(logits: Tensor, allowed: Tensor, dims: tuple[int, ...]) -> Tensor:
-    return logits.abs().masked_fill(~allowed, 0.0).amax(dims, keepdim=True)
+    return logits.abs().masked_fill_(~allowed, 0.0).amax(dims, keepdim=True)
 
 
 def _choice_scorer(
@@ -239,7 +248,7 @@ def _loss_scorer(
 ) -> Callable[[list[int]], list[dict]]:
     def score(numbers: list[int]) -> list[dict]:
         with quantised():
-            losses = lm.token_losses(ids[numbers]).double().mean(1)
+            losses = lm.token_losses(ids[numbers])[:, first_of_text(lm, ids) - 1 :].double().mean(1)
         return [{"bits": bits, "row": n, "loss": loss} for n, loss in zip(numbers, losses.tolist(), strict=True)]
 
     return score

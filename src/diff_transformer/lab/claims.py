@@ -38,7 +38,7 @@ def _testable(rows: Rows) -> str:
 
 @dataclass(frozen=True)
 class Claim:
-    """A claim of the paper and how it is tested.
+    """A claim, of the paper if not ``ours``, and how it is tested.
 
     Attributes:
         paper: the paper's numbers, Transformer / DIFF; a dagger marks a third party's transcription.
@@ -50,6 +50,7 @@ class Claim:
         margin: how far on the wrong side of zero the difference may lie while the claim still holds.
         relative: judge DIFF / Transformer - 1 instead of DIFF - Transformer.
         untested: why a Transformer with these rows cannot test the claim; "" where it can.
+        ours: the paper does not make the claim; it stands apart and never counts among the paper's.
     """
 
     id: str
@@ -65,6 +66,7 @@ class Claim:
     margin: float = 0.0
     relative: bool = False
     untested: Callable[[Rows], str] = _testable
+    ours: bool = False
 
     def value(self, record: Record) -> float:
         """The model's number; NaN if no example counts."""
@@ -189,12 +191,12 @@ def _more_claims() -> list[Claim]:
 
 
 def paper_claims(cells: Sequence[tuple[int, int]]) -> list[Claim]:
-    """Every claim that ``compare`` tests; ``cells`` are the (N, R) of the needle evaluation."""
+    """Every claim that ``compare`` tests, ours too; ``cells`` are the (N, R) of the needle evaluation."""
     return [
         Claim("loss", "Lower language-modelling loss", "3.087 / 3.062 † (1.4B)", "Table 6, Figure 3",
               "associative_recall", _column("loss"), "lower", "nats a token"),
         Claim("recall", "More values recalled from noise", "not reported; needles (6, 2): 0.55 / 0.85 † (4K, 3B)",
-              "Section 3.4", "recall", _recalled, "higher", "accuracy"),
+              "Section 3.4", "recall", _recalled, "higher", "accuracy", ours=True),
         Claim("ar_hit", "Lower loss where the context can be recalled", "0.898 / 0.880 † (1.4B)", "Table 6, AR-Hit",
               "associative_recall", _slice("ar_hit"), "lower", "nats a token", _ratio_of_sums,
               untested=_recalls_little),
@@ -312,7 +314,7 @@ def _judge_one(
         "here": f"{_number(b)} / {_number(a)}", "detail": _detail(interval, len(ours), relative),
         "verdict": "undecided" if untested else judged, "untested": untested, "power": power, "diff": ours,
         "softmax": theirs, "better": claim.better, "difference": _interval(interval, relative),
-        **tested,
+        **tested, **({"ours": True} if claim.ours else {}),
     }  # fmt: skip
 
 

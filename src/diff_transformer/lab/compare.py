@@ -20,7 +20,7 @@ from diff_transformer.lab.comparison_results import summary_of, throughput, vari
 from diff_transformer.lab.pool import Executor, default_jobs, progress_bars, run_pool
 from diff_transformer.lab.recipes.recall_study import recall_run
 from diff_transformer.lab.record import PAIR, load_run
-from diff_transformer.lab.spec import EXPLORER, RECALL, RunSpec, everything, side_model, with_seed
+from diff_transformer.lab.spec import EXPLORER, RECALL, RunSpec, everything, require_drawn, side_model, with_seed
 from diff_transformer.lab.worker import more_experiments
 from diff_transformer.model.matching import VARIANTS
 from diff_transformer.train.config import RunConfig
@@ -78,6 +78,7 @@ def compare(
     console = console or Console()
     out, started = Path(out), time.perf_counter()
     require_positive(seeds=seeds, jobs=jobs)
+    require_drawn(config)
     here = 1 if executor else os.cpu_count() or 1  # cores to share
     names = known_variants(variants, out)
     if executor is None:

@@ -3,6 +3,10 @@
 ``load_all(path)`` reads the records of any file or folder of results; ``save_all`` writes several to one file.
 ``of_result`` makes a record of what an experiment returned. ``grouped`` sorts records by setting, side and seed.
 
+Two seeds must not be mixed up. The *training seed* is ``Record.seed``: another one is another model. A *data seed* is
+that of one measurement, the ``seed`` of an experiment's provenance: another one is the same model on other examples.
+``averaged`` makes one measurement of those that differ in the data seed alone.
+
 This module imports no driver, so the report may import it. Files of earlier versions are read by ``from_v1``, the only
 place that takes a setting, a side or a seed from a name.
 """
@@ -13,6 +17,7 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field, replace
 from functools import reduce
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from diff_transformer.durable import write_whole
@@ -20,6 +25,11 @@ from diff_transformer.durable import write_whole
 SCHEMA = 2
 FILE = "record.json"  # of a finished run, in its folder
 PAIR = ("diff", "softmax")
+# Facts of a provenance that may differ between repeated measurements.
+_CIRCUMSTANCES = (
+    "seed", "package_version", "commit", "device", "cpu", "threads", "torch", "transformers", "python", "platform",
+    "date", "seconds",
+)  # fmt: skip
 _WHOLE = (FILE, "result.json", "slices.json")  # the record of a run, the newest form first
 
 
@@ -36,7 +46,7 @@ class Record:
             ``"sweep/lr0.001"``. Empty if the training is unknown.
         side: what a comparison varies: ``"diff"``, ``"softmax"``, a variant, or a row of Table 6. For a model trained
             elsewhere, its name.
-        seed: number of the run among those of its setting and side.
+        seed: number of the run among those of its setting and side: the training seed. 0 for a model trained elsewhere.
         config: the run's ``RunConfig`` as a dictionary. Records of earlier versions hold only a part.
         metrics: numbers by experiment and name, as ``metrics["needle"]["n2_r1"]``. ``metrics["gradients"]`` has the
             ``median`` and ``largest`` gradient norm and the number of ``spikes``.
@@ -62,6 +72,11 @@ class Record:
     @property
     def identity(self) -> tuple[str, str, int]:
         return self.setting, self.side, self.seed
+
+    def data_seed(self, experiment: str) -> int | None:
+        """The seed of the examples on which ``experiment`` measured the model; None if it is not known."""
+        seed = (self.provenance.get(experiment) or {}).get("seed")
+        return seed if isinstance(seed, int) and not isinstance(seed, bool) else None
 
     @property
     def attention(self) -> str | None:
@@ -132,6 +147,71 @@ def merged(records: Iterable[Record]) -> list[Record]:
     return made
 
 
+def averaged(records: Iterable[Record]) -> list[Record]:
+    """The records, with one measurement in place of several of one model that differ in the data seed alone.
+
+    Its metrics are means, its rows those of all. Its provenance is that of the first, with ``data_seeds`` and
+    ``repeated``, a sentence that says so.
+    """
+    made: list[Record] = []
+    repeats: dict[tuple[int, str], list[Record]] = {}  # (place, experiment) -> its measurements
+    for record in records:
+        left = dict.fromkeys(record.metrics)
+        for name in record.metrics:
+            place = next(
+                (i for i, other in enumerate(made) if _repeats(repeats.get((i, name), []), record, name)), None
+            )
+            if place is not None:
+                repeats[place, name].append(record)
+                del left[name]
+        if not record.metrics or left or record.curves:
+            kept = {name: record.metrics[name] for name in left}
+            made.append(record if len(left) == len(record.metrics) else replace(record, metrics=kept))
+            repeats |= {(len(made) - 1, name): [record] for name in left}
+    for (place, name), measured in repeats.items():
+        if len(measured) > 1:
+            made[place] = _mean_of(made[place], name, measured)
+    return made
+
+
+def _repeats(earlier: list[Record], record: Record, name: str) -> bool:
+    """Whether ``record`` measures the model of ``earlier`` again with ``name``, on other examples."""
+    seeds = [one.data_seed(name) for one in earlier]
+    return (
+        bool(earlier)
+        and earlier[0].identity == record.identity
+        and earlier[0].attention == record.attention
+        and None not in (*seeds, record.data_seed(name))
+        and record.data_seed(name) not in seeds
+        and _conditions(earlier[0], name) == _conditions(record, name)
+        and earlier[0].metrics[name].keys() == record.metrics[name].keys()
+    )
+
+
+def _conditions(record: Record, name: str) -> dict:
+    about = record.provenance.get(name) or {}
+    return {key: value for key, value in about.items() if key not in _CIRCUMSTANCES}
+
+
+def _mean_of(home: Record, name: str, measured: list[Record]) -> Record:
+    def mean(key: str) -> Any:
+        values = [one.metrics[name][key] for one in measured]
+        numbers = all(isinstance(value, int | float) and not isinstance(value, bool) for value in values)
+        return fmean(values) if numbers else values[0]
+
+    seeds = [one.data_seed(name) for one in measured]
+    said = (
+        f"{len(seeds)} measurements of one model, with data seeds {', '.join(map(str, seeds))}, are averaged; they are "
+        "one training seed"
+    )
+    return replace(
+        home,
+        metrics={**home.metrics, name: {key: mean(key) for key in measured[0].metrics[name]}},
+        rows={**home.rows, name: [row for one in measured for row in one.rows.get(name) or []]},
+        provenance={**home.provenance, name: {**home.provenance[name], "data_seeds": seeds, "repeated": said}},
+    )
+
+
 def _overlap(first: Record, second: Record) -> bool:
     return any(getattr(first, part).keys() & getattr(second, part).keys() for part in ("metrics", "rows", "curves"))
 
@@ -178,7 +258,7 @@ def load_all(source: Path | str) -> list[Record]:
     if source.is_dir() and (source / "results.json").exists():
         source = source / "results.json"
     if not source.is_dir():
-        return _of_value(read_json(source), source)
+        return averaged(records_of(read_json(source), source))
     found: list[Record] = []
     whole = [path for name in _WHOLE for path in source.rglob(name)]
     inside = {path.parent for path in whole}
@@ -188,26 +268,25 @@ def load_all(source: Path | str) -> list[Record]:
         if path.name != FILE and (path.parent / FILE).exists():
             continue
         try:
-            found += _of_value(read_json(path), path, source)
+            found += records_of(read_json(path), path, source)
         except RecordError:
             if path.name in _WHOLE:
                 raise
     if not found:
         raise RecordError(f"{source} holds no record; write some with `diff-transformer compare`, `study` or `eval`")
-    return merged(found)
+    return averaged(merged(found))
 
 
 def of_result(result: Any, *, setting: str = "", side: str | None = None, seed: int | None = None) -> Record:
     """A record of what an experiment returned: a ``Result``, or its dictionary.
 
-    ``side`` and ``seed`` default to those in the model's name, such as ``diff-seed0``.
+    ``side`` and ``seed``, the training seed, default to those in the model's name, such as ``diff-seed0``. The seed of
+    the result's own settings, which draws the examples, is the data seed and stays in the provenance.
     """
     value = result if isinstance(result, dict) else result.to_dict()
     name = value["eval"]
     said, number = _split(value["model"])
     about = dict(value.get("provenance") or {})
-    if said == value["model"] and isinstance(about.get("seed"), int):
-        number = about["seed"]  # of the data, if the name has no seed
     return Record(
         setting=setting,
         side=said if side is None else side,
@@ -226,7 +305,7 @@ def finished(folder: Path) -> bool:
 def load_run(folder: Path, setting: str, side: str, seed: int) -> Record:
     """The record of the finished run in ``folder``. The caller knows its setting, side and seed."""
     path = next(folder / name for name in _WHOLE if (folder / name).exists())
-    (record,) = _of_value(read_json(path), path)
+    (record,) = records_of(read_json(path), path)
     return replace(record, setting=setting, side=side, seed=seed)
 
 
@@ -240,7 +319,16 @@ def read_json(path: Path) -> object:
         raise RecordError(f"{path} is not JSON ({error})") from None
 
 
-def _of_value(value: object, path: Path, root: Path | None = None) -> list[Record]:
+def records_of(value: object, path: Path | None = None, root: Path | None = None) -> list[Record]:
+    """The records in a JSON value, written by this version or an earlier one: the one reader of files.
+
+    Args:
+        value: what ``Record.save`` or ``save_all`` wrote, the result of an experiment, or as for ``from_v1``.
+        path, root: as for ``from_v1``.
+
+    Raises:
+        RecordError: if the value holds no record.
+    """
     try:
         if isinstance(value, dict) and value.get("schema") == SCHEMA:
             common = value.get("common", {})
@@ -249,7 +337,7 @@ def _of_value(value: object, path: Path, root: Path | None = None) -> list[Recor
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         if isinstance(error, RecordError):
             raise
-        raise RecordError(f"{path} is not a record: {error!r}") from None
+        raise RecordError(f"{path or 'the value'} is not a record: {error!r}") from None
 
 
 # ---- earlier versions

@@ -103,8 +103,23 @@ def side_model(config: RunConfig, name: str) -> dict[str, Any]:
     return model
 
 
+def require_drawn(config: RunConfig) -> None:
+    """Raise ValueError for ``train.initial_model``: models that are compared are drawn from their seeds."""
+    if config.train.initial_model is not None:
+        raise ValueError(
+            f"train.initial_model is {config.train.initial_model}, and models that are compared start from random "
+            "weights. To train saved models further, convert them (`diff-transformer convert`), give each to "
+            "`diff-transformer train --recipe uptrain`, and the runs to `diff-transformer report`"
+        )
+
+
 def with_seed(config: RunConfig, seed: int, model: Mapping | None = None) -> RunConfig:
-    """``config`` with another training seed and, if given, other fields of the model."""
+    """``config`` with another training seed and, if given, other fields of the model.
+
+    Raises:
+        ValueError: as ``require_drawn``.
+    """
+    require_drawn(config)
     fields = config.model if model is None else dict(model)
     return dataclasses.replace(config, model=fields, train=dataclasses.replace(config.train, seed=seed))
 

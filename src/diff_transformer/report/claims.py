@@ -20,6 +20,19 @@ ICONS = {"held": "M3 8.5l3.2 3.2L13 4.5", "did not hold": "M4 4l8 8M12 4l-8 8", 
 ONE_RUN = {"held": "in favour", "did not hold": "against", "undecided": "undecided"}
 
 
+OURS = "Not a claim of the paper"  # heading of ours
+
+
+def is_ours(claim: dict) -> bool:
+    """Whether the paper does not make the claim. Earlier records do not say; there it is recall from noise alone."""
+    return bool(claim.get("ours", claim.get("id") == "recall"))
+
+
+def of_paper(results: dict) -> list[dict]:
+    """The claims that the paper makes: those that are counted."""
+    return [claim for claim in dicts(results.get("claims")) if not is_ours(claim)]
+
+
 def badge(claim: dict) -> Html:
     """The verdict as an icon and words."""
     known = _verdict(claim)
@@ -52,13 +65,22 @@ def claims_section(results: dict, figure_of) -> Html | None:
     control = next((as_dict(claim.get("control")).get("label") for claim in claims if claim.get("control")), None)
     names = ["Claim", join(["Paper", order]), join(["Here", order]), *([control] if control else []), "Verdict"]
     head = tag("tr", *(tag("th", words, scope="col") for words in names))
-    rows = [_row(place, claim, figure_of(claim), bool(control)) for place, claim in enumerate(claims)]
+    rows = [(claim, _row(place, claim, figure_of(claim), bool(control))) for place, claim in enumerate(claims)]
+    ours = [row for claim, row in rows if is_ours(claim)]
+    apart = tag("tr", tag("th", OURS, scope="rowgroup", colspan=str(len(names)))) if ours else None
+    corrected = after_correction(of_paper(results))
     return tag(
         "section",
         tag("h2", "The claims", id="claims-title"),
-        tag("table", tag("thead", head), tag("tbody", *rows), class_="claims controlled" if control else "claims"),
+        tag(
+            "table",
+            tag("thead", head),
+            tag("tbody", *(row for claim, row in rows if not is_ours(claim))),
+            tag("tbody", apart, *ours, class_="ours") if ours else None,
+            class_="claims controlled" if control else "claims",
+        ),
         _key(any(_strip(claim) for claim in claims), bool(control)),
-        tag("p", after_correction(claims), class_="small") if after_correction(claims) else None,
+        tag("p", corrected, class_="small") if corrected else None,
         id="claims",
         aria_labelledby="claims-title",
     )
@@ -230,14 +252,15 @@ def render_claims(results: dict) -> Table:
     if control:
         shown.add_column(str(control))
     shown.add_column("verdict")
-    for claim in dicts(results.get("claims")):
+    claims = dicts(results.get("claims"))
+    for claim in [*of_paper(results), *filter(is_ours, claims)]:
         mark, colour = MARKS[_verdict(claim)]
         source = f"\n{claim['source']}" if claim.get("source") else ""
         here = (str(claim.get("here", "")), interval(claim), untested(claim), str(claim.get("power") or ""))
         beside = as_dict(claim.get("control"))
         against = f"{beside.get('here')}\ncompared with it: {control_words(claim)}" if beside else DASH
         shown.add_row(
-            Text(str(claim.get("claim", ""))),
+            Text(f"{claim.get('claim', '')}{f'{chr(10)}({OURS.lower()})' if is_ours(claim) else ''}"),
             Text(f"{claim.get('paper', '')}{source}"),
             Text("\n".join(part for part in here if part)),
             *([Text(against)] if control else []),

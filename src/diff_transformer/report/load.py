@@ -6,16 +6,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from diff_transformer.lab.record import FILE, Record, RecordError, of_result, read_json
-from diff_transformer.lab.record import SCHEMA as RECORD_SCHEMA
+from diff_transformer.lab.record import FILE, Record, RecordError, averaged, read_json, records_of
 from diff_transformer.report.charts import Point
 from diff_transformer.report.markup import is_number
-from diff_transformer.report.models import ResultsError, as_dict, sides_of
+from diff_transformer.report.models import OF_TRAINING, ResultsError, as_dict, sides_of
 from diff_transformer.train.metrics import read_metrics
 
 SCHEMA = 1  # of a results.json
 METRICS = "metrics.jsonl"  # of a training run
-_NEEDED = {"eval": str, "model": str, "metrics": dict}  # of the result of an experiment
 
 
 def load_results(path: Path | str) -> dict:
@@ -83,19 +81,25 @@ def is_comparison(path: Path | str) -> bool:
 def load_evals(source: Any) -> list[Record]:
     """The records of experiments, in the order given; of a folder all ``.json`` files that hold one, sorted.
 
+    Measurements of one model that differ in the data seed alone are one, their mean (``record.averaged``).
+
     Args:
         source: a ``Result`` or its dictionary, a ``Record``, a path, or a list of these.
 
     Raises:
         ResultsError: where there is no such file, a file holds no result, or a folder holds none.
     """
+    return averaged(_loaded(source))
+
+
+def _loaded(source: Any) -> list[Record]:
     if isinstance(source, Record):
         return [source]
     if isinstance(source, str | Path):
         return _from_path(Path(source))
     if isinstance(source, dict) or not isinstance(source, Iterable):
         return _checked(source.to_dict() if hasattr(source, "to_dict") else source, "the result given")
-    found = [record for item in source for record in load_evals(item)]
+    found = [record for item in source for record in _loaded(item)]
     if not found:
         raise ResultsError("no result given; give the JSON files that `diff-transformer eval` writes, or their folder")
     return found
@@ -126,19 +130,21 @@ def _read(path: Path) -> object:
 
 
 def _records(value: object) -> list[Record]:
-    """The records in a result of an experiment or a file of records; an empty list for anything else."""
-    if not isinstance(value, dict):
+    """The records in a file of records or of results; an empty list for a comparison, and for anything else."""
+    if not isinstance(value, dict) or value.get("schema") == SCHEMA:
         return []
-    if value.get("schema") == RECORD_SCHEMA:
-        try:
-            return [Record.from_dict(one) for one in value.get("records", [value])]
-        except (TypeError, AttributeError):
-            return []
-    return [of_result(value)] if all(isinstance(value.get(key), kind) for key, kind in _NEEDED.items()) else []
+    try:
+        return [record for record in records_of(value) if isinstance(record.metrics, dict)]
+    except RecordError:
+        return []
 
 
 def _checked(value: object, where: str) -> list[Record]:
     if found := _records(value):
+        if not any(name not in OF_TRAINING for record in found for name in record.metrics):
+            raise ResultsError(
+                f"{where} holds training curves and no result of an experiment; see `diff-transformer eval`"
+            )
         return found
     if isinstance(value, dict) and "schema" in value:
         raise ResultsError(f"{where} is the results of a comparison; write its own report with that file alone")

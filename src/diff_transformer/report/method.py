@@ -4,15 +4,15 @@ import json
 
 from diff_transformer.lab.stats import SEEDS_FOR_AN_INTERVAL
 from diff_transformer.report.charts import NAMES
-from diff_transformer.report.claims import control_words, one_run, verdict_words
+from diff_transformer.report.claims import control_words, of_paper, one_run, verdict_words
 from diff_transformer.report.markup import DASH, Html, duration, is_number, join, number, plural, short, table, tag
 from diff_transformer.report.models import SIDES, as_dict, dicts, seeds_by_side
 
 
 def verdicts(results: dict) -> dict[str, int]:
-    """How many claims have each verdict; an unknown verdict counts as undecided."""
+    """How many claims of the paper have each verdict; an unknown verdict counts as undecided."""
     counts = {"held": 0, "did not hold": 0, "undecided": 0}
-    for claim in dicts(results.get("claims")):
+    for claim in of_paper(results):
         verdict = str(claim.get("verdict"))
         counts[verdict if verdict in counts else "undecided"] += 1
     return counts
@@ -23,14 +23,14 @@ _OTHERWISE = {"did not hold": "against it", "undecided": "stayed undecided"}
 
 def sentence(results: dict) -> str:
     """One sentence: how many claims held. With few seeds it says what the intervals are over."""
-    counts, claims = verdicts(results), dicts(results.get("claims"))
+    counts, claims = verdicts(results), of_paper(results)
     total = sum(counts.values())
     if not total:
         return "No claim was judged in this run."
     seeds = max((len(found) for found in seeds_by_side(results).values()), default=0)
     more = " Intervals are over examples; another seed may give another result."
     if any(map(one_run, claims)):
-        said = [f"In one run, {counts['held']} of {plural(total, 'claim')} came out in the paper's favour"]
+        said = [f"In one run, {counts['held']} of {plural(total, 'claim')} of the paper came out in its favour"]
         said += [f"{counts[name]} {words}" for name, words in _OTHERWISE.items() if counts[name]]
         return f"{_listed(said)}.{more}"
     few = 0 < seeds < SEEDS_FOR_AN_INTERVAL
@@ -48,9 +48,9 @@ def _listed(parts: list[str]) -> str:
 
 
 def main_claims(results: dict) -> str:
-    """What became of the two claims that matter most, loss and retrieval, and what the control says of each."""
+    """What became of the two claims that matter most, loss and (ours) recall, and what the control says of each."""
     said, claims = [], {claim.get("id"): claim for claim in dicts(results.get("claims"))}
-    for name, words in (("loss", "A lower loss"), ("recall", "More recall from noise")):
+    for name, words in (("loss", "A lower loss"), ("recall", "More recall from noise, not a claim of the paper")):
         if name in claims:
             control = as_dict(claims[name].get("control"))
             label = str(control.get("label")).replace(", ", " with ")  # Transformer with normalised heads

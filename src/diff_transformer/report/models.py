@@ -129,7 +129,7 @@ def models_in(results: Results, *evals: str) -> list[Series]:
         if not part.metrics:
             continue
         name, attention = _name(results, part), _attention(results, part)
-        same = [one for one in found if (one.parts[0].record.side, one.attention) == (part.record.side, attention)]
+        same = [one for one in found if (_name(results, one.parts[0]), one.attention) == (name, attention)]
         home = next((one for one in same if _agrees(one, part)), None)
         if home is None:
             home = Series("", f"{name} ({len(same) + 1})" if same else name, attention)
@@ -149,15 +149,22 @@ def models_in(results: Results, *evals: str) -> list[Series]:
 
 
 def noted(figure: Figure, results: Results, name: str) -> Figure:
-    """``figure`` of the experiment ``name`` with the ``note`` of each of its results as the first findings."""
-    parts = results.measurements(name)
-    notes = [f"{_name(results, part)}: {said}." for part in parts if (said := part.provenance.get("note"))]
+    """``figure`` of the experiment ``name``, with the ``note`` of each of its results as the first findings.
+
+    Results also say there how the model was ``asked``, where that is not the experiment's own way."""
+    said = [
+        (part, part.provenance.get(key)) for part in results.measurements(name) for key in ("note", "asked", "repeated")
+    ]
+    notes = [f"{_name(results, part)}: {words}." for part, words in said if words]
     return replace(figure, findings=[*(Finding("note", note) for note in dict.fromkeys(notes)), *figure.findings])
 
 
 def _name(results: Results, part: Measurement) -> str:
-    side = part.record.side
-    return NAMES[side_of(side)] if results.about and side in ATTENTION else side or "model"
+    side, setting = part.record.side, part.record.setting
+    if results.about and side in ATTENTION:
+        return NAMES[side_of(side)]
+    several = not results.about and len({record.setting for record in results.records}) > 1
+    return f"{side or 'model'}, {setting}" if several and setting else side or "model"
 
 
 def _attention(results: Results, part: Measurement) -> str | None:

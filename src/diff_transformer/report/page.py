@@ -46,7 +46,7 @@ def save_page(render: Callable[[], str], path: Path | str, *, overwrite: bool = 
     page = render().encode("utf-8")
     if len(page) > LIMIT:
         raise ResultsError(
-            f"the page would have {len(page):,} bytes, above {LIMIT:,}; give fewer seeds or shorter rows"
+            f"the page would have {len(page):,} bytes, above {LIMIT:,}; give fewer results or seeds, or shorter rows"
         )
     path.parent.mkdir(parents=True, exist_ok=True)
     with replacing(path) as part:

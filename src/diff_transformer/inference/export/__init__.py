@@ -109,9 +109,11 @@ def engine_config(config: Any):
         if holds
     ]
     if wrong:
+        narrow = attention != "diff_v2" and heads.value_dim != width
         raise ValueError(
             f"the form for engines cannot hold {' and '.join(wrong)}; export without it, or serve the model with "
             "`diff-transformer serve`"
+            + ("; a softmax model converted with `convert --to diff_v2` has a form for engines" if narrow else "")
         )
     shared = (
         "attention", "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "max_position_embeddings",

@@ -2,14 +2,16 @@
 
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from inspect import signature
 from pathlib import Path
+from typing import Any
 
 import torch
 from huggingface_hub.errors import StrictDataclassError
 
-from diff_transformer.checks import listed
+from diff_transformer.checks import first_line, listed
 from diff_transformer.model.convert.checkpoint import (
     SHARD_BYTES,
     Checkpoint,
@@ -90,6 +92,51 @@ def convert_folder(
         LAYOUTS[target if other is None else OURS].load().write_config(config, folder, _main_dtype(converted))
         carried = carry_over(source, folder)
     return notes + ([f"carried over: {listed(carried)}"] if carried else [])
+
+
+@dataclass(frozen=True)
+class Convertible:
+    """What a folder holds.
+
+    Attributes:
+        checkpoint: its tensors.
+        origin: its layout, a key of ``LAYOUTS``; None if it has none of them.
+        config: in this package's layout; None if it does not convert.
+        reasons: why it does not convert, by target; "" where it does.
+    """
+
+    checkpoint: Checkpoint
+    origin: str | None
+    config: Any
+    reasons: dict[str, str]
+
+
+def convertible(source: Path) -> Convertible:
+    """What the model in ``source`` converts to. Its tensors are not read, so a damaged one is not noticed.
+
+    Raises:
+        FileNotFoundError, ValueError: as ``Checkpoint``.
+    """
+    checkpoint = Checkpoint(source)
+    try:
+        origin = layout_of(checkpoint)
+        found = LAYOUTS[origin].load().read_config(checkpoint)
+        config = found if origin == OURS else LAYOUTS[origin].load().to_ours(found).config
+    except (ValueError, StrictDataclassError, KeyError, TypeError, FileNotFoundError) as error:
+        return Convertible(checkpoint, None, None, dict.fromkeys(targets(), first_line(error)))
+    reasons = {}
+    for target in targets():
+        if target in (origin, OURS):
+            continue
+        try:
+            made = direct(origin, target)
+            if made is None and target not in LAYOUTS:
+                raise ValueError("it is for softmax models")
+            (made or LAYOUTS[target].load().from_ours)(config)
+            reasons[target] = ""
+        except ValueError as error:
+            reasons[target] = first_line(error)
+    return Convertible(checkpoint, origin, config, reasons if origin == OURS else {OURS: "", **reasons})
 
 
 def _convert(

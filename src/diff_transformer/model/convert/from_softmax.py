@@ -26,6 +26,10 @@ from diff_transformer.model.cost import model_cost
 from diff_transformer.model.modeling import DiffTransformerForCausalLM
 
 HALF = 0.5
+_ENGINES = (
+    "`diff-transformer serve` and vLLM's plugin run it; `export --for-engines`, which needs values twice as wide as "
+    "keys, does not: convert with --to diff_v2 for that"
+)
 
 
 def softmax_to_diff(
@@ -89,7 +93,8 @@ def to_diff(config: DiffTransformerConfig, *, lambda_init: float = HALF, seed: i
         q, k = target.lambda_std * torch.randn(2, config.heads.head_dim, generator=draw)
         for role, vector in zip(LAMBDAS, (q, k, q, k), strict=True):
             plan[names[role].format(i=i)] = _instead(vector, i)
-    return Conversion(target, plan, [_growth(config, target), f"lambda starts at {lambda_init:g} in every layer"])
+    notes = [_growth(config, target), f"lambda starts at {lambda_init:g} in every layer", _ENGINES]
+    return Conversion(target, plan, notes)
 
 
 def to_diff_v2(config: DiffTransformerConfig) -> Conversion:

@@ -4,7 +4,7 @@ import re
 
 from diff_transformer.report.charts import Line, Point, averaged, category_chart, line_chart
 from diff_transformer.report.figure import Figure, Finding, key, lead, panels
-from diff_transformer.report.figures.losses import Curves, finite_points, read_curves
+from diff_transformer.report.figures.losses import Curves, finite_points
 from diff_transformer.report.markup import is_number, mean, number, table
 from diff_transformer.report.models import (
     SIDES,
@@ -40,7 +40,7 @@ def build(results: Results) -> Figure | None:
     longer = sorted({int(found[1]) for one in models for found in map(LONGER.fullmatch, one.names()) if found})
     names = {"accuracy": "as in training", **{f"accuracy_{times}x": f"{times} times as long" for times in longer}}
     chance = mean([v for one in models for v in one.seeds("chance").values()])
-    curves = read_curves(results, EVAL, "accuracy") | {one.side: lines for one, lines in beside}
+    curves = {one.side: lines for one in pair if (lines := _curves(one))} | {one.side: lines for one, lines in beside}
     return Figure(
         id="recall",
         title="Recall from noise",
@@ -64,6 +64,12 @@ def build(results: Results) -> Figure | None:
             "Recall from noise",
         ),
     )
+
+
+def _curves(model: Series) -> dict[int, list[Point]]:
+    """Accuracy over training by seed."""
+    found = {part.record.seed: finite_points(part.record.curves.get(EVAL, {}), "accuracy") for part in model.parts}
+    return {seed: points for seed, points in found.items() if points}
 
 
 def _variants(results: Results) -> list[tuple[Series, dict[int, list[Point]]]]:
@@ -105,7 +111,8 @@ def _over_training(models: list[Series], curves: Curves, chance: float | None) -
     lines: list[Line] = []
     for one in models:
         seeds = curves.get(one.side, {})
-        lines += [Line(f"{one.label} seed {s}", p, one.side, thin=True) for s, p in seeds.items() if len(seeds) > 1]
+        if len(seeds) > 1 and len(models) <= STYLES:  # a line a seed of more models cannot be told apart
+            lines += [Line(f"{one.label} seed {s}", p, one.side, thin=True) for s, p in seeds.items()]
         if seeds:
             lines.append(Line(one.label, averaged(list(seeds.values())), one.side, read=True))
     return line_chart(
