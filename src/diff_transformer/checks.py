@@ -3,6 +3,7 @@
 import difflib
 import importlib.util
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 
 LAST_PORT = 65535
 _SHOWN = 8  # names in a message, at most
@@ -30,6 +31,13 @@ def require_port(port: int) -> None:
     """Raise ValueError unless a server can listen at ``port``, or it is 0 for any free port."""
     if not 0 <= port <= LAST_PORT:
         raise ValueError(f"port is {port}; give 0 (any that is free) to {LAST_PORT}")
+
+
+def require_regular(*paths: Path) -> None:
+    """Raise ValueError for a path that is neither a file nor a folder: reading a pipe or a device may never end."""
+    for path in paths:
+        if path.exists() and not path.is_file() and not path.is_dir():
+            raise ValueError(f"{path} is a pipe, a socket or a device, which may never end; give a file")
 
 
 def listed(names: Sequence[str]) -> str:

@@ -195,6 +195,37 @@ def test_archives(cli, tmp_path, reliability):
     reliability("Hostile files", "archives: `../` and absolute members, links, devices, bombs, false sizes", outcomes)
 
 
+@pytest.mark.parametrize("kind", ["without white space", "pipes and devices"])
+def test_texts(cli, tmp_path, reliability, kind):
+    if kind == "without white space":
+        size = 1_000_000
+        texts = {"a": "a" * size, "nul": "\0" * size, "marks": "!?" * (size // 2), "cjk": "\u4e2d\u6587" * (size // 6)}
+        texts |= {"spaces": " " * size + "a", "lines": "\n" * size + "a"}
+        for name, text in texts.items():
+            (tmp_path / name).write_text(text)
+            code, said = cli("prepare", tmp_path / name, "--jobs", "1", "--out", tmp_path / f"{name}.out", limit=60)
+            assert code == 0 or (name in ("spaces", "lines") and code is not None and "Traceback" not in said), said
+        reliability("Hostile files", "texts of 1 MB without white space, or of nothing else", {"read in a minute": 6})
+        return
+    os.mkfifo(tmp_path / "pipe.txt")
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    (folder / "a.txt").write_text("words")
+    os.mkfifo(folder / "b.txt")
+    model = save_tiny_model(tmp_path / "model")
+    (model / "config.json").unlink()
+    os.mkfifo(model / "config.json")
+    out, corpora = ["--out", tmp_path / "out"], ("/dev/zero", tmp_path / "pipe.txt", folder)
+    lines = [["prepare", corpus, "--tokenizer", "bytes", *out] for corpus in corpora]
+    lines += [["train", "--recipe", "debug", "--set", f"data.corpus={corpus}", *out] for corpus in corpora]
+    lines += [["generate", model, "a"], ["convert", model, *out], ["export", model, *out], ["serve", model]]
+    lines += [["eval", "needle", "--model", model, "--quick", *out], ["report", tmp_path / "pipe.txt", *out]]
+    for line in lines:
+        assert_words(cli(*line, limit=60), "")
+    outcomes = {"refused in words": len(lines)}
+    reliability("Hostile files", "named pipes and devices in place of texts and models", outcomes)
+
+
 NAME = "<img src=x onerror=window.ran=1>"  # of a file
 ATTACK = "<script>window.ran=1;alert(1)</script><img src=x onerror=window.ran=1;alert(1)>\"'><svg onload=window.ran=1>"
 
