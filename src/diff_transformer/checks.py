@@ -2,8 +2,10 @@
 
 import difflib
 import importlib.util
+import json
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import Any
 
 LAST_PORT = 65535
 _SHOWN = 8  # names in a message, at most
@@ -38,6 +40,20 @@ def require_regular(*paths: Path) -> None:
     for path in paths:
         if path.exists() and not path.is_file() and not path.is_dir():
             raise ValueError(f"{path} is a pipe, a socket or a device, which may never end; give a file")
+
+
+def read_json(path: Path, advice: str = "restore it from a copy", error: type[ValueError] = ValueError) -> Any:
+    """The value of a JSON file.
+
+    Raises:
+        FileNotFoundError: if there is none.
+        ValueError: if it is not JSON in UTF-8, or nested too deeply; ends with ``advice``. ``error`` is its class.
+    """
+    require_regular(path)
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as reason:
+        raise error(f"{path} is not JSON ({first_line(reason)}); {advice}") from None
 
 
 def listed(names: Sequence[str]) -> str:

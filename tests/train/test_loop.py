@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from killed_runs import OF_THE_MACHINE
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from diff_transformer.inference.export import export
@@ -188,6 +189,41 @@ def test_what_is_not_finite_raises_and_leaves_the_checkpoint(config, tmp_path):
     assert not (tmp_path / "run" / "model").exists()
 
 
+def cut(path):
+    path.write_bytes(path.read_bytes()[:-10])
+
+
+def one_tensor_less(path):
+    save_file(dict([*load_file(path).items()][1:]), path, metadata={"format": "pt"})
+
+
+@pytest.mark.parametrize(
+    ("name", "damage"),
+    [
+        ("model.safetensors", Path.unlink), ("model.safetensors", cut), ("model.safetensors", one_tensor_less),
+        ("config.json", Path.unlink), ("config.json", cut), ("model.safetensors", lambda path: path.write_bytes(b"")),
+    ],
+)  # fmt: skip
+def test_a_finished_run_whose_model_is_damaged_writes_it_again(config, finished, tmp_path, caplog, name, damage):
+    folder, weights = tmp_path / "run", (finished / "model" / "model.safetensors").read_bytes()
+    shutil.copytree(finished, folder)
+    (folder / "model" / "notes.txt").write_text("mine")
+    damage(folder / "model" / name)
+    train(config, folder, resume=True)
+    assert "the saved model is damaged: " in caplog.text
+    assert name in caplog.text or "lacks" in caplog.text or "holds no .safetensors file" in caplog.text
+    assert (folder / "model" / "model.safetensors").read_bytes() == weights
+    assert (folder / "model" / "config.json").read_bytes() == (finished / "model" / "config.json").read_bytes()
+    assert (folder / "model.damaged" / "notes.txt").read_text() == "mine"
+
+
+@pytest.fixture(scope="module")
+def finished(config, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("finished") / "run"
+    train(config, folder)
+    return folder
+
+
 def test_folders_are_never_overwritten(config, tmp_path):
     train(config, tmp_path / "run")
     with pytest.raises(FileExistsError, match=r"holds a run already; resume it \(--resume\) or choose another folder"):
@@ -197,6 +233,7 @@ def test_folders_are_never_overwritten(config, tmp_path):
     (tmp_path / "run" / "model" / "notes.txt").write_text("mine")
     train(config, tmp_path / "run", resume=True)
     assert (tmp_path / "run" / "model" / "notes.txt").read_text() == "mine", "a finished run is not written again"
+    assert not (tmp_path / "run" / "model.damaged").exists()
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "thesis.txt").write_text("mine")
     with pytest.raises(FileExistsError, match="is not empty and holds no run"):

@@ -89,8 +89,8 @@ _LENGTHS = dict(
 
 class RequestChecks:
     """An ASGI application around transformers' ``app``: it passes on checked requests, and ``/v1/models`` names the
-    served model, where transformers lists what the hub's cache has. A request is checked in a thread, so that a long one
-    does not stop the others, and cancelled when its client leaves.
+    served model, where transformers lists what the hub's cache has. A request is checked in a thread, so that a long
+    one does not stop the others, and cancelled when its client leaves.
 
     Args:
         name: of the served model.

@@ -7,7 +7,7 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
-from diff_transformer.checks import require_positive
+from diff_transformer.checks import read_json, require_positive
 from diff_transformer.durable import write_whole
 from diff_transformer.settings import as_kind, assign, build, current_name, unknown
 from diff_transformer.train.data_config import DataConfig
@@ -319,7 +319,7 @@ class RunConfig:
         Raises:
             ValueError: for a setting that does not exist, naming the nearest.
         """
-        return cls.from_dict(json.loads(path.read_text()))
+        return cls.from_dict(read_json(path))
 
 
 def override(config: RunConfig, assignments: list[str]) -> RunConfig:

@@ -14,7 +14,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from diff_transformer.checks import listed
+from diff_transformer.checks import listed, read_json
 from diff_transformer.durable import flush_tree, require_room, require_writable
 from diff_transformer.model.convert.plan import Shapes, TensorSource
 from diff_transformer.model.loading import unreadable
@@ -94,10 +94,7 @@ def read_settings(folder: Path, name: str = "config.json") -> dict | None:
     path = folder / name
     if not path.exists():
         return None
-    try:
-        settings = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(f"{path} is not JSON ({error})") from None
+    settings = read_json(path, "copy or download it again")
     if not isinstance(settings, dict):
         raise ValueError(f"{path} holds a {type(settings).__name__}; expected a JSON object with the model's settings")
     return settings
