@@ -19,8 +19,10 @@ from diff_transformer.model.heads import (
 )
 from diff_transformer.model.implementations import check_backend
 from diff_transformer.model.lambdas import check_lambda_init
+from diff_transformer.settings import as_kind
 
 ACTIVATIONS = ("silu", "poly_norm")
+_DEVIATIONS = ("initializer_range", "embedding_initializer_range", "output_initializer_range")
 # Keys that transformers writes into a configuration, or passes with it, without declaring them as fields.
 _TRANSFORMERS_KEYS = {
     "attn_implementation", "experts_implementation", "torch_dtype", "num_labels", "name_or_path", "auto_map",
@@ -205,6 +207,11 @@ class DiffTransformerConfig(PreTrainedConfig):
         require_positive(head_norm_eps=self.head_norm_eps)
         _check_choices(self)
         _ = self.heads  # raises for head counts that do not fit
+        for name, kind in DiffTransformerConfig.__annotations__.items():
+            as_kind(kind, getattr(self, name), name)
+        for name in ("rms_norm_eps", "lambda_std", *_DEVIATIONS):
+            if (value := getattr(self, name)) is not None and value < 0:
+                raise ValueError(f"{name} is {value}; give 0 or more")
 
     @property
     def heads(self) -> HeadCounts:

@@ -16,7 +16,8 @@ from filelock import FileLock, Timeout
 from diff_transformer.checks import differences, listed, read_json
 from diff_transformer.durable import DiskError, explained, replacing, require_room, require_writable
 from diff_transformer.model.card import write_card
-from diff_transformer.model.convert.checkpoint import Checkpoint, read_settings
+from diff_transformer.model.convert.checkpoint import Checkpoint
+from diff_transformer.model.saved import read_settings
 from diff_transformer.train.config import RunConfig
 from diff_transformer.train.state import state_bytes
 
