@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Any
 
 LAST_PORT = 65535
+MAX_SEED = 2**32 - 1
+LOWEST_TEMPERATURE = 1e-5  # below it the likeliest token is taken: logits over less exceed what fp32 holds
 _SHOWN = 8  # names in a message, at most
 
 
@@ -33,6 +35,12 @@ def require_port(port: int) -> None:
     """Raise ValueError unless a server can listen at ``port``, or it is 0 for any free port."""
     if not 0 <= port <= LAST_PORT:
         raise ValueError(f"port is {port}; give 0 (any that is free) to {LAST_PORT}")
+
+
+def require_seed(name: str, seed: int | None) -> None:
+    """Raise ValueError unless every generator of random numbers takes ``seed``, or it is None."""
+    if seed is not None and not 0 <= seed <= MAX_SEED:
+        raise ValueError(f"{name} is {seed}; give a whole number from 0 to {MAX_SEED}")
 
 
 def require_regular(*paths: Path) -> None:

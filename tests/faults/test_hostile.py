@@ -15,6 +15,7 @@ import pytest
 import torch
 from browser import CHROMIUM, needs_chromium
 from killed_runs import assert_words
+from safetensors.torch import load_file
 from tiny_models import save_tiny_model
 
 from diff_transformer.train.checkpoint import latest_checkpoint, write_manifest
@@ -70,6 +71,31 @@ def an_index_that_leaves_the_folder(folder: Path, sprung: Path):
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
 
 
+def an_index_that_names_weights_outside(folder: Path, sprung: Path):
+    names = list(load_file(folder / "model.safetensors"))
+    (folder / "model.safetensors").rename(folder.parent / "outside.safetensors")
+    index = {"weight_map": dict.fromkeys(names, "../outside.safetensors")}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+
+
+def settings(**fields):
+    """A folder whose config.json says this."""
+
+    def harm(folder: Path, sprung: Path):
+        edit(folder / "config.json", **fields)
+
+    harm.__name__ = "_".join(f"{name}_{value}" for name, value in fields.items())
+    return harm
+
+
+def a_config_nested_deeply(folder: Path, sprung: Path):
+    (folder / "config.json").write_text("[" * 10**5)
+
+
+def a_config_that_is_not_utf8(folder: Path, sprung: Path):
+    (folder / "config.json").write_bytes(b'{"a": "\xff"}')
+
+
 def pickles_beside_the_model(folder: Path, sprung: Path):
     for name in ("pytorch_model.bin", "training_args.bin", "optimizer.pt", "scheduler.pt", "tokenizer.pkl"):
         (folder / name).write_bytes(pickle.dumps(Trap(sprung)))
@@ -95,6 +121,11 @@ def a_template_that_runs(folder: Path, sprung: Path):
 
 REFUSED = [only_a_pickle, an_index_that_names_a_pickle, a_pickle_by_another_name, code_of_an_unknown_model,
            a_link_to_no_weights, an_index_that_leaves_the_folder]  # fmt: skip
+WRONG = [
+    an_index_that_names_weights_outside, a_config_nested_deeply, a_config_that_is_not_utf8, settings(dtype="float4"),
+    settings(rms_norm_eps="x"), settings(rms_norm_eps=-1), settings(hidden_size=10**12), settings(vocab_size=10**12),
+    settings(intermediate_size=10**12), settings(num_hidden_layers=100_000), settings(num_hidden_layers=1),
+]  # fmt: skip
 HARMLESS = [pickles_beside_the_model, code_beside_our_model, a_template_that_runs]
 
 
@@ -193,6 +224,19 @@ def test_archives(cli, tmp_path, reliability):
     assert {*tmp_path.rglob("*")} == before
     assert not Path("/up.txt").exists()
     reliability("Hostile files", "archives: `../` and absolute members, links, devices, bombs, false sizes", outcomes)
+
+
+def test_settings_that_do_not_fit(cli, tmp_path, reliability):
+    outcomes = Counter()
+    for harm in WRONG:
+        folder = save_tiny_model(tmp_path / harm.__name__)
+        harm(folder, tmp_path)
+        for command in (["generate", folder, "a"], ["convert", folder, "--to", "diffllama"], ["export", folder]):
+            out = [] if command[0] == "generate" else ["--out", tmp_path / "out"]
+            assert_words(cli(*command, *out, limit=60), "")
+            outcomes["refused in words"] += 1
+    what = "model folders: sizes, layers and types beyond the weights, weights outside, settings that are no JSON"
+    reliability("Hostile files", what, outcomes)
 
 
 @pytest.mark.parametrize("kind", ["without white space", "pipes and devices"])

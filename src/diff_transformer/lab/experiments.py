@@ -18,7 +18,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from diff_transformer.checks import did_you_mean, differences, require_known
+from diff_transformer.checks import did_you_mean, differences, require_known, require_seed
 from diff_transformer.durable import require_writable, write_whole
 from diff_transformer.evals.lm import label_of, load_lm
 from diff_transformer.evals.samples import Samples
@@ -81,6 +81,7 @@ def settings_of(
     checked = {
         key: as_kind(kinds[key].type, value, f"{name}: {key}", _hint(kinds[key])) for key, value in values.items()
     }
+    require_seed(f"{name}: seed", checked.get("seed"))
     return module.Settings(**checked)
 
 

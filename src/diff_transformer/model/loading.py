@@ -91,6 +91,7 @@ def read_model(
 
         import diff_transformer.model.modeling  # noqa: F401  (registers the model class)
 
+    from huggingface_hub.errors import StrictDataclassError
     from safetensors import SafetensorError
 
     folder = Path(name_or_path)
@@ -106,7 +107,7 @@ def read_model(
         with reports_held_back() as reports:
             both: Any = model_class.from_pretrained(str(name_or_path), **options, **fixed)
             model, found = both
-            if caller_judges or misfits(found, unexpected=False):
+            if caller_judges or _complaint(name_or_path, model, found):
                 reports.clear()  # one message below says it
     except ValueError as error:
         if "custom code" in str(error):
@@ -119,10 +120,11 @@ def read_model(
         raise RuntimeError(f"{name_or_path} cannot be read here: {error}") from None
     except SafetensorError as error:  # of a file in the hub's cache
         raise unreadable(folder, error) from None
-    except _OF_SETTINGS as error:
+    except (*_OF_SETTINGS, StrictDataclassError) as error:
+        said = " ".join(str(error).split()) if isinstance(error, StrictDataclassError) else first_line(error)
         raise ValueError(
-            f"the config.json of {name_or_path} describes no model that can be built ({first_line(error)}); give the "
-            "one that the model was saved with"
+            f"the config.json of {name_or_path} describes no model that can be built ({said}); give the one that the "
+            "model was saved with"
         ) from error
     except OSError as error:
         told = first_line(error)
@@ -147,21 +149,26 @@ def require_all_weights(name: object, model: Any, found: Mapping[str, Any]) -> N
     Raises:
         ValueError: naming the first weights that are missing or have another shape, and their number.
     """
+    complaint = _complaint(name, model, found)
+    if complaint:
+        raise ValueError(complaint)
+
+
+def _complaint(name: object, model: Any, found: Mapping[str, Any]) -> str | None:
     wrong, layers = misfits(found, unexpected=False), getattr(model.config, "num_hidden_layers", None)
-    left_out = [
-        key for key in found["unexpected_keys"] if (at := _LAYER.search(key)) and int(at[1]) >= (layers or 10**9)
-    ]
-    if left_out and not wrong:
-        raise ValueError(
-            f"{name} has weights of more layers than the {layers} of its config.json: {listed(sorted(left_out))}; give "
-            "the config.json that the model was saved with"
-        )
     if wrong:
-        raise ValueError(
+        return (
             f"the weights in {name} are not all of those that {type(model).__name__} has by its config.json: {wrong}. "
             "They would be random; give a causal language model with the config.json and all the files that it was "
             "saved with"
         )
+    extra = [key for key in found["unexpected_keys"] if (at := _LAYER.search(key)) and int(at[1]) >= (layers or 10**9)]
+    if not extra:
+        return None
+    return (
+        f"{name} has weights of more layers than the {layers} of its config.json: {listed(sorted(extra))}; give the "
+        "config.json that the model was saved with"
+    )
 
 
 def misfits(found: Mapping[str, Any], *, unexpected: bool = True) -> str:

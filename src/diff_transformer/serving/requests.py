@@ -11,12 +11,12 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, Field, ValidationError
 
+from diff_transformer.checks import LOWEST_TEMPERATURE
 from diff_transformer.serving.middleware import PROMPTS, BadRequest, answer, read_body, replay
 
 DEFAULT_NEW_TOKENS = 1024
 MOST_STOPS = 4  # as OpenAI's API
 LONGEST_STOP = 1000  # characters
-LOWEST_TEMPERATURE = 1e-5  # below it the likeliest token is taken: logits over less exceed what fp32 holds
 # What changes nothing, and some clients send: options of these names, empty ones, and one choice.
 _IGNORED = {"user", "metadata", "store", "service_tier", "safety_identifier", "stream_options", "background"}
 _EMPTY = (None, 0, "", [], {})
