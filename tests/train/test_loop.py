@@ -22,6 +22,7 @@ from diff_transformer.train.config import override
 from diff_transformer.train.initial_model import build_model
 from diff_transformer.train.loop import Interrupted, train
 from diff_transformer.train.metrics import read_metrics
+from diff_transformer.train.run_folder import open_run_folder
 from diff_transformer.train.training_data import load_training_data, without_first_tokens
 
 
@@ -211,10 +212,18 @@ def test_a_finished_run_whose_model_is_damaged_writes_it_again(config, finished,
     damage(folder / "model" / name)
     train(config, folder, resume=True)
     assert "the saved model is damaged: " in caplog.text
-    assert name in caplog.text or "lacks" in caplog.text or "holds no .safetensors file" in caplog.text
+    assert any(said in caplog.text for said in (name, "lacks", "holds no .safetensors file", "the largest dimension"))
     assert (folder / "model" / "model.safetensors").read_bytes() == weights
     assert (folder / "model" / "config.json").read_bytes() == (finished / "model" / "config.json").read_bytes()
     assert (folder / "model.damaged" / "notes.txt").read_text() == "mine"
+
+
+@pytest.mark.parametrize("content", [b'{"name": "\xff"}', b"[" * 10**5, b"[1]", b'{"optio": {}}'])
+def test_a_run_s_configuration_that_is_damaged_is_named(config, tmp_path, content):
+    (tmp_path / "config.json").write_bytes(content)
+    with pytest.raises(ValueError, match=r"config\.json(:| is not JSON \(| holds a list, not the config)"):
+        open_run_folder(tmp_path, config, resume=True)
+    assert (tmp_path / "config.json").read_bytes() == content
 
 
 @pytest.fixture(scope="module")

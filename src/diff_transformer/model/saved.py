@@ -86,7 +86,7 @@ def check_sizes(folder: Path, shapes: Mapping[str, tuple[int, ...]]) -> None:
         if isinstance(value, int) and value > most > 0:
             raise ValueError(
                 f"{path}: {name} is {value:,}, and the largest dimension of the safetensors beside it is {largest:,}; "
-                "give the config.json that the model was saved with"
+                "give the config.json, and all the files, that the model was saved with"
             )
 
 

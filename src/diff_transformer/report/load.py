@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from diff_transformer.checks import read_json
-from diff_transformer.lab import record as records
 from diff_transformer.lab.record import FILE, Record, RecordError, of_result
 from diff_transformer.lab.record import SCHEMA as RECORD_SCHEMA
+from diff_transformer.lab.record import read_json as read_record
 from diff_transformer.report.charts import Point
 from diff_transformer.report.markup import is_number, plural
 from diff_transformer.report.models import ResultsError, as_dict, sides_of
@@ -122,7 +122,7 @@ def _from_path(path: Path) -> list[Record]:
 
 def _read(path: Path) -> object:
     try:
-        return records.read_json(path)
+        return read_record(path)
     except RecordError as error:
         raise ResultsError(f"{error}; give a result that `diff-transformer eval` wrote") from None
 
