@@ -189,7 +189,10 @@ class DiffTransformerConfig(PreTrainedConfig):
         foreign = _unknown({key: value for key, value in config_dict.items() if key not in cls.__dataclass_fields__})
         if foreign:
             _warn_of_foreign_keys(tuple(foreign))
-        made = super().from_dict({key: value for key, value in config_dict.items() if key not in foreign}, **kwargs)
+        try:
+            made = super().from_dict({key: value for key, value in config_dict.items() if key not in foreign}, **kwargs)
+        except ValueError as error:
+            raise ValueError(f"config.json: {error}") from error
         config = made[0] if isinstance(made, tuple) else made
         for key, value in foreign.items():
             setattr(config, key, value)
