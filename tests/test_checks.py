@@ -1,4 +1,6 @@
-"""No size may be zero or negative, wherever it is given."""
+"""No size may be zero or negative, wherever it is given; files that are not JSON are named."""
+
+import os
 
 import numpy as np
 import pytest
@@ -7,7 +9,7 @@ import torch
 from diff_transformer import DiffAttention, DiffTransformerForCausalLM
 from diff_transformer.bench.attention import run_attention_benchmark
 from diff_transformer.bench.throughput import measure_throughput
-from diff_transformer.checks import first_line, listed, require_port, require_positive
+from diff_transformer.checks import first_line, listed, read_json, require_port, require_positive
 from diff_transformer.data.documents import Document
 from diff_transformer.data.filler import Filler
 from diff_transformer.data.mixture import Mixture
@@ -18,6 +20,7 @@ from diff_transformer.evals.needle import evaluate_needle
 from diff_transformer.evals.outliers import evaluate_outliers
 from diff_transformer.model.cost import model_cost
 from diff_transformer.model.presets import preset
+from diff_transformer.settings import value_of
 
 
 def test_names_and_values_are_said():
@@ -93,3 +96,20 @@ def test_benchmark_and_mixture():
         run_attention_benchmark([], repeats=0)
     with pytest.raises(ValueError, match="batch_size"):
         Mixture({"a": type("S", (), {"length": 4})()}, {"a": 1.0}, 0)
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b'{"a": "\xff"}', b"[" * 10**5, b"9" * 5000])
+def test_a_file_that_is_not_json_is_named(tmp_path, content):
+    (tmp_path / "a.json").write_bytes(content)
+    with pytest.raises(ValueError, match=r"a\.json is not JSON \(.+\); restore it from a copy$"):
+        read_json(tmp_path / "a.json")
+    os.mkfifo(tmp_path / "pipe.json")
+    with pytest.raises(ValueError, match=r"pipe\.json is a pipe, a socket or a device"):
+        read_json(tmp_path / "pipe.json")
+    with pytest.raises(FileNotFoundError):
+        read_json(tmp_path / "nothing.json")
+
+
+@pytest.mark.parametrize("value", ["[" * 10**5, "9" * 5000])
+def test_a_value_that_json_does_not_hold_is_a_text(value):
+    assert value_of(value) == value

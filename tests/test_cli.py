@@ -288,6 +288,12 @@ def test_a_port_is_checked_before_anything_is_read(command):
     assert "Invalid value for '--port'" in out.output
 
 
+@pytest.mark.parametrize("value", ["nan", "inf", "-1", "0"])
+def test_the_size_of_a_shard_is_a_number(tmp_path, value):
+    out = CliRunner().invoke(app, ["prepare", "python", "--shard-mb", value, "--out", str(tmp_path / "new")])
+    assert str(out.exception) == f"--shard-mb is {float(value)}; give a positive number, such as 32"
+
+
 def test_help_names_every_dtype_of_a_conversion():
     from diff_transformer.model.convert.folder import DTYPES
 

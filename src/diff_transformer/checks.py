@@ -2,9 +2,14 @@
 
 import difflib
 import importlib.util
+import json
 from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
 
 LAST_PORT = 65535
+MAX_SEED = 2**32 - 1
+LOWEST_TEMPERATURE = 1e-5  # below it the likeliest token is taken: logits over less exceed what fp32 holds
 _SHOWN = 8  # names in a message, at most
 
 
@@ -30,6 +35,33 @@ def require_port(port: int) -> None:
     """Raise ValueError unless a server can listen at ``port``, or it is 0 for any free port."""
     if not 0 <= port <= LAST_PORT:
         raise ValueError(f"port is {port}; give 0 (any that is free) to {LAST_PORT}")
+
+
+def require_seed(name: str, seed: int | None) -> None:
+    """Raise ValueError unless every generator of random numbers takes ``seed``, or it is None."""
+    if seed is not None and not 0 <= seed <= MAX_SEED:
+        raise ValueError(f"{name} is {seed}; give a whole number from 0 to {MAX_SEED}")
+
+
+def require_regular(*paths: Path) -> None:
+    """Raise ValueError for a path that is neither a file nor a folder: reading a pipe or a device may never end."""
+    for path in paths:
+        if path.exists() and not path.is_file() and not path.is_dir():
+            raise ValueError(f"{path} is a pipe, a socket or a device, which may never end; give a file")
+
+
+def read_json(path: Path, advice: str = "restore it from a copy", error: type[ValueError] = ValueError) -> Any:
+    """The value of a JSON file.
+
+    Raises:
+        FileNotFoundError: if there is none.
+        ValueError: if it is not JSON in UTF-8, or nested too deeply; ends with ``advice``. ``error`` is its class.
+    """
+    require_regular(path)
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as reason:
+        raise error(f"{path} is not JSON ({first_line(reason)}); {advice}") from None
 
 
 def listed(names: Sequence[str]) -> str:

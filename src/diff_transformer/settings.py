@@ -38,7 +38,7 @@ def value_of(text: str) -> Any:
     """A value written as JSON, as Python's True, False or None, or else as plain text."""
     try:
         return json.loads(text)
-    except json.JSONDecodeError:
+    except (ValueError, RecursionError):  # no JSON, a number of thousands of digits, or thousands of brackets
         return {"True": True, "False": False, "None": None}.get(text, text)
 
 

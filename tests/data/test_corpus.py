@@ -1,4 +1,5 @@
 import io
+import os
 import re
 import tarfile
 from collections.abc import Mapping
@@ -188,6 +189,12 @@ def test_folder_errors_name_the_trouble(tmp_path, files, message):
 
 
 def test_path_errors_name_the_trouble(tmp_path):
+    pipes = tmp_path / "pipes"
+    pipes.mkdir()
+    os.mkfifo(pipes / "pipe.txt")
+    for pipe in (pipes / "pipe.txt", pipes, "/dev/zero"):
+        with pytest.raises(ValueError, match=r"(pipe.txt|/dev/zero) is a pipe, a socket or a device"):
+            load_corpus(str(pipe))
     with pytest.raises(FileNotFoundError, match=r"nowhere.*does not exist; give 'python' or"):
         load_corpus(tmp_path / "nowhere")
     _write(

@@ -1,5 +1,6 @@
 import subprocess
 import sys
+import time
 from typing import Any, cast
 
 import numpy as np
@@ -80,6 +81,21 @@ def test_training_learns_frequent_words_and_is_repeatable(documents, tokenizer):
     assert len(encode(tokenizer, " mountain")) == 1
     texts = [document.text for document in documents]
     assert tokenizer_hash(train_tokenizer(texts, 400)) == tokenizer_hash(train_tokenizer(iter(texts), 400))
+
+
+@pytest.mark.parametrize("text", ["a" * 100_000, "\0" * 100_000, "-" * 100_000, "\n" * 100_000, "word " * 20_000])
+def test_training_does_not_wait_for_text_without_white_space(text):
+    began = time.process_time()
+    tokenizer = train_tokenizer([text], 300)
+    assert time.process_time() - began < 4  # looking at the whole word takes 12
+    assert tokenizer.decode(encode(tokenizer, text)) == text
+
+
+def test_usual_text_is_trained_on_as_it_is(documents, monkeypatch):
+    texts = [document.text for document in documents]
+    before = tokenizer_hash(train_tokenizer(texts, 400))
+    monkeypatch.setattr("diff_transformer.data.tokenizer.LONGEST_WORD", 100_000)
+    assert tokenizer_hash(train_tokenizer(texts, 400)) == before
 
 
 def test_byte_ids_are_the_bytes():

@@ -5,6 +5,7 @@ import random
 import shutil
 import struct
 import subprocess
+import sys
 import time
 from collections import Counter
 from contextlib import contextmanager
@@ -221,3 +222,51 @@ def test_two_at_work_in_one_folder(cli, commands, tmp_path, reliability):
         first.kill()
         first.join()
     reliability("Two at work in one folder", "with and without `--resume`", outcomes)
+
+
+def zero(path: Path, draw: random.Random):
+    path.write_bytes(bytes(path.stat().st_size))
+
+
+@pytest.mark.parametrize("what", ["the model of a finished run", "metrics and configuration of a run, in `report`"])
+def test_a_finished_run(cli, training, tmp_path, reliability, what):
+    draw, outcomes, run = random.Random(7), Counter(), tmp_path / "run"
+    assert cli(*training, "--out", run)[0] == 0
+    shutil.copytree(run, tmp_path / "whole")
+    for name, harm in [
+        (name, harm) for name in HARMED[what] for harm in (cut_short, zero, lambda path, _: path.unlink())
+    ]:
+        if name == "metrics.jsonl" and harm not in (cut_short, zero):  # then it is no run
+            continue
+        shutil.rmtree(run)
+        shutil.copytree(tmp_path / "whole", run)
+        harm(run / name, draw)
+        if name.startswith("model/"):
+            code, said = command(*training, "--out", run, "--resume")
+            assert "the saved model is damaged" in said, said
+            assert_same_run(run, tmp_path / "whole")
+            outcomes["said, and written again: equal byte for byte"] += 1
+        else:
+            code, said = command("report", run, "--out", tmp_path / "page.html", "--overwrite")
+            page = (tmp_path / "page.html").read_text()
+            for words in (" ".join(said.split()), page):
+                assert any(word in words for word in (f"{name} is damaged", f"{name} ends at", f"{name} is missing")), (
+                    said
+                )
+            outcomes["said on the page and on the terminal"] += 1
+        assert code == 0, said
+        assert "Traceback" not in said, said
+    reliability("Damaged files", what, outcomes)
+
+
+def command(*arguments) -> tuple[int, str]:
+    """Exit code and words of a command in a process that inherits no log of the tests."""
+    line = [sys.executable, "-m", "diff_transformer", *map(str, arguments)]
+    done = subprocess.run(line, capture_output=True, text=True, timeout=300)
+    return done.returncode, done.stdout + done.stderr
+
+
+HARMED = {
+    "the model of a finished run": ["model/model.safetensors", "model/config.json"],
+    "metrics and configuration of a run, in `report`": ["metrics.jsonl", "config.json"],
+}

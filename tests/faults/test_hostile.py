@@ -15,6 +15,7 @@ import pytest
 import torch
 from browser import CHROMIUM, needs_chromium
 from killed_runs import assert_words
+from safetensors.torch import load_file
 from tiny_models import save_tiny_model
 
 from diff_transformer.train.checkpoint import latest_checkpoint, write_manifest
@@ -70,6 +71,31 @@ def an_index_that_leaves_the_folder(folder: Path, sprung: Path):
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
 
 
+def an_index_that_names_weights_outside(folder: Path, sprung: Path):
+    names = list(load_file(folder / "model.safetensors"))
+    (folder / "model.safetensors").rename(folder.parent / "outside.safetensors")
+    index = {"weight_map": dict.fromkeys(names, "../outside.safetensors")}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+
+
+def settings(**fields):
+    """A folder whose config.json says this."""
+
+    def harm(folder: Path, sprung: Path):
+        edit(folder / "config.json", **fields)
+
+    harm.__name__ = "_".join(f"{name}_{value}" for name, value in fields.items())
+    return harm
+
+
+def a_config_nested_deeply(folder: Path, sprung: Path):
+    (folder / "config.json").write_text("[" * 10**5)
+
+
+def a_config_that_is_not_utf8(folder: Path, sprung: Path):
+    (folder / "config.json").write_bytes(b'{"a": "\xff"}')
+
+
 def pickles_beside_the_model(folder: Path, sprung: Path):
     for name in ("pytorch_model.bin", "training_args.bin", "optimizer.pt", "scheduler.pt", "tokenizer.pkl"):
         (folder / name).write_bytes(pickle.dumps(Trap(sprung)))
@@ -95,6 +121,11 @@ def a_template_that_runs(folder: Path, sprung: Path):
 
 REFUSED = [only_a_pickle, an_index_that_names_a_pickle, a_pickle_by_another_name, code_of_an_unknown_model,
            a_link_to_no_weights, an_index_that_leaves_the_folder]  # fmt: skip
+WRONG = [
+    an_index_that_names_weights_outside, a_config_nested_deeply, a_config_that_is_not_utf8, settings(dtype="float4"),
+    settings(rms_norm_eps="x"), settings(rms_norm_eps=-1), settings(hidden_size=10**12), settings(vocab_size=10**12),
+    settings(intermediate_size=10**12), settings(num_hidden_layers=100_000), settings(num_hidden_layers=1),
+]  # fmt: skip
 HARMLESS = [pickles_beside_the_model, code_beside_our_model, a_template_that_runs]
 
 
@@ -193,6 +224,50 @@ def test_archives(cli, tmp_path, reliability):
     assert {*tmp_path.rglob("*")} == before
     assert not Path("/up.txt").exists()
     reliability("Hostile files", "archives: `../` and absolute members, links, devices, bombs, false sizes", outcomes)
+
+
+def test_settings_that_do_not_fit(cli, tmp_path, reliability):
+    outcomes = Counter()
+    for harm in WRONG:
+        folder = save_tiny_model(tmp_path / harm.__name__)
+        harm(folder, tmp_path)
+        for command in (["generate", folder, "a"], ["convert", folder, "--to", "diffllama"], ["export", folder]):
+            out = [] if command[0] == "generate" else ["--out", tmp_path / "out"]
+            assert_words(cli(*command, *out, limit=60), "")
+            outcomes["refused in words"] += 1
+    what = "model folders: sizes, layers and types beyond the weights, weights outside, settings that are no JSON"
+    reliability("Hostile files", what, outcomes)
+
+
+@pytest.mark.parametrize("kind", ["without white space", "pipes and devices"])
+def test_texts(cli, tmp_path, reliability, kind):
+    if kind == "without white space":
+        size = 1_000_000
+        texts = {"a": "a" * size, "nul": "\0" * size, "marks": "!?" * (size // 2), "cjk": "\u4e2d\u6587" * (size // 6)}
+        texts |= {"spaces": " " * size + "a", "lines": "\n" * size + "a"}
+        for name, text in texts.items():
+            (tmp_path / name).write_text(text)
+            code, said = cli("prepare", tmp_path / name, "--jobs", "1", "--out", tmp_path / f"{name}.out", limit=60)
+            assert code == 0 or (name in ("spaces", "lines") and code is not None and "Traceback" not in said), said
+        reliability("Hostile files", "texts of 1 MB without white space, or of nothing else", {"read in a minute": 6})
+        return
+    os.mkfifo(tmp_path / "pipe.txt")
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    (folder / "a.txt").write_text("words")
+    os.mkfifo(folder / "b.txt")
+    model = save_tiny_model(tmp_path / "model")
+    (model / "config.json").unlink()
+    os.mkfifo(model / "config.json")
+    out, corpora = ["--out", tmp_path / "out"], ("/dev/zero", tmp_path / "pipe.txt", folder)
+    lines = [["prepare", corpus, "--tokenizer", "bytes", *out] for corpus in corpora]
+    lines += [["train", "--recipe", "debug", "--set", f"data.corpus={corpus}", *out] for corpus in corpora]
+    lines += [["generate", model, "a"], ["convert", model, *out], ["export", model, *out], ["serve", model]]
+    lines += [["eval", "needle", "--model", model, "--quick", *out], ["report", tmp_path / "pipe.txt", *out]]
+    for line in lines:
+        assert_words(cli(*line, limit=60), "")
+    outcomes = {"refused in words": len(lines)}
+    reliability("Hostile files", "named pipes and devices in place of texts and models", outcomes)
 
 
 NAME = "<img src=x onerror=window.ran=1>"  # of a file

@@ -316,6 +316,56 @@ def test_load(tmp_path, reliability, mode):
     reliability(PART, f"2,000 requests, 64 at once: {mode}", dict(outcomes.most_common()))
 
 
+@pytest.mark.parametrize("mode", MODES)
+def test_long_and_many(tmp_path, reliability, mode):
+    """Requests of many or long values, of whose clients half leave at once; usual ones are answered meanwhile."""
+    folder, draw, outcomes = save_alphabet_model(tmp_path / "tiny-diff"), random.Random(7), Counter()
+    empty, alone = {"role": "user", "content": ""}, greedy(folder)
+    values = [
+        (COMPLETIONS, {"prompt": "a", "stop": [f"stop {i}" for i in range(100_000)]}),
+        (COMPLETIONS, {"prompt": "a", "stop": "b" * 100_000}),
+        (CHAT, {"messages": [empty] * 200_000}),
+        (CHAT, {"messages": [{"role": "user", "content": [{"type": "text", "text": ""}] * 200_000}]}),
+        (RESPONSES, {"input": [empty] * 200_000}),
+        (COMPLETIONS, {"prompt": " " * 1_000_000}),
+        (COMPLETIONS, {"prompt": "a", "user": "b" * 10_000_000}),
+        (COMPLETIONS, {"prompt": "a", "temperature": 1e-40, "max_tokens": 1}),
+    ]
+    bodies = [(path, json.dumps(body).encode()) for path, body in values]
+
+    async def heavy(port, number):
+        path, body = bodies[number % len(bodies)]
+        raw = message(path, body)
+        if number // len(bodies) % 2:
+            _, writer, _ = await connect(port)
+            writer.write(raw)
+            await asyncio.sleep(0.05)
+            writer.transport.abort()
+            return "the client left"
+        status, got = await answer(port, raw)
+        assert status == 400 or (status == 200 and number % len(bodies) >= 6), (path, body[:99], got)
+        return "refused in words" if status == 400 else "right answers"
+
+    async def usual(served, done):
+        while not done.is_set():
+            began = time.monotonic()
+            outcomes[f"{await asks(served, draw)} to usual requests meanwhile"] += 1
+            assert time.monotonic() - began < 5
+            await asyncio.sleep(0.1)
+
+    async def both(port):
+        done = asyncio.Event()
+        probing = asyncio.create_task(usual(Served(port, alone), done))
+        for start in range(0, 64, 4):
+            outcomes.update(await asyncio.gather(*(heavy(port, number) for number in range(start, start + 4))))
+        done.set()
+        await probing
+
+    with serving(folder, tmp_path / "said", *MODES[mode]) as (_, port):
+        asyncio.run(both(port))
+    reliability(PART, f"long and many values, of which half are left: {mode}", dict(outcomes))
+
+
 PAGE = """<form method=post enctype=text/plain target=frame action="URL/v1/completions">
 <input name='{"prompt": "abc", "x": "' value='"}'></form><iframe name=frame></iframe><img src="URL/v1/models">
 <script src="URL/v1/models"></script><script>

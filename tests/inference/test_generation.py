@@ -260,6 +260,9 @@ def test_generate_takes_batches_chunks_assistants_and_guesses():
     assert run(PROMPTS[:1], GenerationSettings(30, temperature=2.0, top_p=0.9, seed=1)) == drawn
     assert torch.equal(torch.get_rng_state(), state)
     assert run(PROMPTS[:1], GenerationSettings(30, temperature=2.0, seed=2)) != drawn
+    assert run(PROMPTS[:1], GenerationSettings(30, temperature=1e-40, seed=2)) == run(
+        PROMPTS[:1], GenerationSettings(30)
+    )
     assert len(run([""], GenerationSettings(4))) == 1
 
 
@@ -270,6 +273,8 @@ def test_generate_takes_batches_chunks_assistants_and_guesses():
         ({"prefill_chunk": -1}, "prefill_chunk is -1"),
         ({"temperature": -1.0}, "temperature is -1.0; give 0"),
         ({"temperature": 1.0, "top_p": 0.0}, "top_p is 0.0; give more than 0"),
+        ({"seed": -5, "temperature": 1.0}, "seed is -5; give a whole number from 0 to 4294967295"),
+        ({"seed": 10**22, "temperature": 1.0}, "seed is 10000000000000000000000; give a whole number from 0"),
         ({"seed": 3}, "temperature is 0; give a temperature above 0"),
         ({"compiled": True, "lookup": 2}, "leave one of them out"),
     ],

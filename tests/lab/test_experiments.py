@@ -47,6 +47,12 @@ def test_an_ablation_without_the_extra_for_training_writes_nothing(tmp_path, mon
     assert not any(tmp_path.iterdir())
 
 
+@pytest.mark.parametrize("seed", [-5, 10**22])
+def test_a_seed_that_some_generator_does_not_take(seed):
+    with pytest.raises(ValueError, match=f"needle: seed is {seed}; give a whole number from 0 to 4294967295"):
+        settings_of("needle", {"seed": seed})
+
+
 @pytest.mark.parametrize(
     ("name", "assignment", "example"),
     [

@@ -53,6 +53,13 @@ def test_paper_sizes(name, billions):
         ({"head_norm": False, "head_norm_init": 0.1}, "head_norm_init=0.1 sets the weight"),
         ({"softmax_head_norm": True}, "softmax_head_norm is for attention='softmax', not 'diff'"),
         ({"head_dim": 7}, "head_dim is 7; rotary embedding needs an even width"),
+        ({"rms_norm_eps": "x"}, "rms_norm_eps is 'x'; give a finite number"),
+        ({"rms_norm_eps": -1}, "rms_norm_eps is -1; give 0 or more"),
+        ({"rms_norm_eps": float("nan")}, "rms_norm_eps is nan; give a finite number"),
+        ({"initializer_range": -0.1}, "initializer_range is -0.1; give 0 or more"),
+        ({"lambda_std": -0.1}, "lambda_std is -0.1; give 0 or more"),
+        ({"tie_word_embeddings": "yes"}, "tie_word_embeddings is 'yes'; give true or false"),
+        ({"eos_token_id": "x"}, "eos_token_id is 'x'; give a whole number"),
         ({"head_nrom": False}, "has no field 'head_nrom'; did you mean 'head_norm'"),
     ],
 )

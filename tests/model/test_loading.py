@@ -2,6 +2,7 @@
 
 import json
 import logging
+import os
 import pickle
 import re
 import subprocess
@@ -101,6 +102,87 @@ def test_an_index_may_name_safetensors_only(tmp_path):
     with pytest.raises(ValueError, match="is not an index of shards"):
         read_model(tmp_path)
     assert not (tmp_path / "sprung").exists()
+
+
+@pytest.mark.parametrize("where", ["../outside.safetensors", "/tmp/outside.safetensors", "a/../../outside.safetensors"])
+def test_an_index_may_name_files_in_the_folder_only(tmp_path, where):
+    folder = tmp_path / "model"
+    save(folder)
+    (folder / "model.safetensors").rename(tmp_path / "outside.safetensors")
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"lm_head.weight": where}}))
+    for read in (read_model, Checkpoint):
+        with pytest.raises(ValueError, match=f"index.json names {re.escape(where)}, which is outside the folder"):
+            read(folder)
+
+
+HUGE = {
+    "hidden_size": "hidden_size is 1,000,000,000,000, and the largest dimension of the safetensors beside it is",
+    "vocab_size": "vocab_size is 1,000,000,000,000, and the largest",
+    "intermediate_size": "intermediate_size is 1,000,000,000,000, and the largest",
+    "num_hidden_layers": r"num_hidden_layers is 1,000,000,000,000, and the safetensors beside it hold \d+ tensors",
+}
+
+
+@pytest.mark.parametrize("kind", ["ours", "llama"])
+def test_sizes_beyond_the_file_are_refused_before_anything_is_built(tmp_path, monkeypatch, kind):
+    save(tmp_path) if kind == "ours" else LlamaForCausalLM(LlamaConfig(**SIZES)).save_pretrained(tmp_path)
+    before = (tmp_path / "config.json").read_text()
+    monkeypatch.setattr("torch.empty", None)
+    for name, message in HUGE.items():
+        edit(tmp_path, **{name: 10**12})
+        for read in (read_model, Checkpoint):
+            with pytest.raises(ValueError, match=message):
+                read(tmp_path)
+        (tmp_path / "config.json").write_text(before)
+
+
+@pytest.mark.parametrize("kind", ["ours", "llama"])
+def test_a_part_of_the_layers_is_no_model(tmp_path, kind, caplog):
+    save(tmp_path) if kind == "ours" else LlamaForCausalLM(LlamaConfig(**SIZES)).save_pretrained(tmp_path)
+    edit(tmp_path, num_hidden_layers=1)
+    with pytest.raises(ValueError, match=r"weights of more layers than the 1 of its config.json: model.layers.1."):
+        read_model(tmp_path)
+    assert "UNEXPECTED" not in caplog.text
+
+
+@pytest.mark.parametrize("kind", ["ours", "llama"])
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"dtype": "float4"}, "config.json: dtype is 'float4'; accepted: float32"),
+        ({"dtype": 3}, "config.json: dtype is 3; accepted: float32"),
+        ({"dtype": None, "torch_dtype": "int8"}, "config.json: torch_dtype is 'int8'; accepted: float32"),
+        ({"rms_norm_eps": "x"}, "config.json.* .*rms_norm_eps.* '?x'?"),
+        ({"tie_word_embeddings": "yes"}, "config.json.* .*tie_word_embeddings.* '?yes'?"),
+    ],
+)
+def test_settings_of_no_model_are_refused_in_words(tmp_path, kind, fields, message):
+    save(tmp_path) if kind == "ours" else LlamaForCausalLM(LlamaConfig(**SIZES)).save_pretrained(tmp_path)
+    edit(tmp_path, **fields)
+    with pytest.raises(ValueError, match=message):
+        read_model(tmp_path)
+
+
+@pytest.mark.parametrize("content", [b"[" * 10**5, b'{"a": "\xff"}', b"[1]", b""])
+def test_settings_that_are_not_json_are_named(tmp_path, content):
+    save(tmp_path)
+    for name in ("config.json", "generation_config.json"):
+        before = (tmp_path / name).read_bytes()
+        (tmp_path / name).write_bytes(content)
+        for read in (read_model, Checkpoint):
+            with pytest.raises(ValueError, match=rf"{name} (is not JSON|holds a list)"):
+                read(tmp_path)
+        (tmp_path / name).write_bytes(before)
+
+
+@pytest.mark.parametrize("name", ["config.json", "tokenizer.json", "model.safetensors"])
+def test_a_pipe_in_the_folder_is_refused(tmp_path, name):
+    save(tmp_path)
+    (tmp_path / name).unlink()
+    os.mkfifo(tmp_path / name)
+    for read in (read_model, Checkpoint):
+        with pytest.raises(ValueError, match=f"{name} is a pipe, a socket or a device"):
+            read(tmp_path)
 
 
 def test_a_pickled_adapter_is_refused(tmp_path):

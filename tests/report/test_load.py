@@ -37,5 +37,5 @@ def test_foreign_files_are_refused_with_the_reason(tmp_path, content, message):
 def test_binary_file_is_refused(tmp_path):
     path = tmp_path / "results.json"
     path.write_bytes(b"\xff\xfe\x00\x01")
-    with pytest.raises(ResultsError, match="cannot be read as text"):
+    with pytest.raises(ResultsError, match="is not JSON"):
         load_results(path)

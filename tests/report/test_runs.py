@@ -1,5 +1,6 @@
 """The page that lays training runs over one another: finished ones, ones in progress, damaged ones."""
 
+import html
 import json
 import re
 import shutil
@@ -51,6 +52,57 @@ def write_run(folder, attention="diff", steps=400, settings=(), finished=True, l
 def pair(tmp_path):
     other = write_run(tmp_path / "plain", "softmax", level=3.2, settings=["optim.lr=0.5"])
     return [write_run(tmp_path / "ours"), other]
+
+
+@pytest.mark.parametrize(
+    ("name", "damage", "said"),
+    [
+        ("metrics.jsonl", lambda data: data[:3000], "ends at step {last}, and the run was finished at step 400"),
+        ("metrics.jsonl", lambda data: b"", "ends at step 0, and the run was finished at step 400"),
+        ("metrics.jsonl", lambda data: b"\0" * len(data), "ends at step 0, and the run was finished at step 400"),
+        ("metrics.jsonl", lambda data: b"\0" * 300 + data[300:], "is damaged: 80 lines from line 1 on cannot be read"),
+        ("metrics.jsonl", lambda data: b"{" + b"[" + data[2:], "is damaged: 81 lines from line 1 on cannot be read"),
+        ("metrics.jsonl", lambda data: data.replace(b"lr", b"l\xf2", 9), "is damaged: 80 lines from line 2 on cannot"),
+        (
+            "metrics.jsonl",
+            lambda data: data.replace(b'"step": 200', b'"step": 210'),
+            "is damaged: 40 lines from line 42 on",
+        ),
+        (
+            "metrics.jsonl",
+            lambda data: data + b"[" * 10**5 + b"\n",
+            "is damaged: 1 line from line 82 on cannot",
+        ),
+        ("config.json", lambda data: data[:300], "is damaged (is not JSON ("),
+        ("config.json", lambda data: b"", "is damaged (is not JSON ("),
+        ("config.json", lambda data: b"[" * 10**5, "is damaged (is not JSON ("),
+        ("config.json", lambda data: b"[1]", "is damaged ("),
+        ("config.json", lambda data: data.replace(b"optim", b"opti\xed", 1), "is damaged (is not JSON ("),
+        ("config.json", lambda data: data.replace(b"optim", b"optio", 1), "is damaged (no setting 'optio'"),
+        ("config.json", None, "is missing"),
+    ],
+)
+def test_what_cannot_be_read_is_said_on_the_page_and_the_terminal(tmp_path, caplog, name, damage, said):
+    folder = write_run(tmp_path / "run", settings=["train.steps=400"])
+    whole = (folder / name).read_bytes()
+    (folder / name).unlink() if damage is None else (folder / name).write_bytes(damage(whole))
+    (run,) = load_runs([folder])
+    said = f"{folder / name} {said}".replace("{last}", str(run.step))
+    assert said in caplog.text
+    page = render_runs_page([run])
+    assert said.split(" (")[0] in html.unescape(visible(page))
+    caplog.clear()
+    (folder / name).write_bytes(whole)
+    (run,) = load_runs([folder])
+    assert run.damage == ()
+    assert caplog.text == ""
+
+
+def test_a_run_in_progress_may_be_within_a_line(tmp_path):
+    folder = write_run(tmp_path / "run", settings=["train.steps=900"], finished=False)
+    metrics = folder / "metrics.jsonl"
+    metrics.write_bytes(metrics.read_bytes()[:-20])
+    assert load_runs([folder])[0].damage == ()
 
 
 def visible(page: str) -> str:

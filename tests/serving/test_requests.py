@@ -3,12 +3,13 @@
 import asyncio
 import json
 import socket
+import time
 
 import pytest
 
 pytest.importorskip("pydantic", reason="serving is an extra: pip install 'diff-transformer[serving]'")
 from diff_transformer.serving.middleware import BadRequest, SiteGuard, check_site
-from diff_transformer.serving.requests import DEFAULT_NEW_TOKENS, checked, count_prompt_tokens
+from diff_transformer.serving.requests import DEFAULT_NEW_TOKENS, RequestChecks, checked, count_prompt_tokens
 
 CHAT, COMPLETIONS, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
 HELLO = [{"role": "user", "content": "hello"}]
@@ -88,6 +89,34 @@ def test_websockets_are_closed():
     assert [message["type"] for message in sent] == ["websocket.close"]
 
 
+def test_while_a_request_is_checked_others_are_answered():
+    ticks, sent = [], []
+
+    def count(path, request):
+        time.sleep(0.5)
+        return 10**6
+
+    async def receive():
+        return {"type": "http.request", "body": b'{"prompt": "abc"}'}
+
+    async def send(message):
+        sent.append(message)
+
+    async def tick():
+        while not sent:
+            ticks.append(time.monotonic())
+            await asyncio.sleep(0.01)
+
+    async def both():
+        checks = RequestChecks(None, "tiny", count, 64, together=False)
+        scope = {"method": "POST", "path": COMPLETIONS, "headers": []}
+        await asyncio.gather(checks(scope, receive, send), tick())
+
+    asyncio.run(both())
+    assert sent[0]["status"] == 400
+    assert len(ticks) > 10
+
+
 def test_what_changes_nothing_is_dropped():
     sent = {"user": "me", "stream_options": {"include_usage": True}, "n": 1, "logprobs": None, "presence_penalty": 0}
     assert check(CHAT, {"messages": HELLO, **sent, "tools": []}) == check(CHAT, {"messages": HELLO})
@@ -130,7 +159,9 @@ def test_what_changes_nothing_is_dropped():
         (COMPLETIONS, {"prompt": "a", "seed": 2**63}, "seed", f"less than {2**63}"),
         (COMPLETIONS, {"prompt": "a", "stop": 5}, "stop", "stop is 5"),
         (COMPLETIONS, {"prompt": "a", "stop": [""]}, "stop", "stop.0 is ''"),
-        (COMPLETIONS, {"prompt": "a", "stop": []}, "stop", "stop is []"),
+        (COMPLETIONS, {"prompt": "a", "stop": []}, "stop", "stop is []: List should have at least 1 item"),
+        (COMPLETIONS, {"prompt": "a", "stop": list("abcde")}, "stop", "List should have at most 4 items"),
+        (COMPLETIONS, {"prompt": "a", "stop": "a" * 1001}, "stop", "String should have at most 1000 characters"),
         (COMPLETIONS, {"prompt": "a", "stream": "yes"}, "stream", "stream is 'yes': Input should be a valid boolean"),
         (COMPLETIONS, {"prompt": "a", "n": 3}, "n", "n is not taken here"),
         (RESPONSES, {"input": 5}, "input", "input is 5"),

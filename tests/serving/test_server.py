@@ -153,6 +153,83 @@ def test_a_prompt_of_millions_of_characters_is_refused_at_once(server):
     assert time.monotonic() - began < 20
 
 
+LONG = [
+    (COMPLETIONS, {"prompt": "a", "stop": [f"stop {i}" for i in range(100_000)]}, "List should have at most 4 items"),
+    (COMPLETIONS, {"prompt": "a", "stop": "b" * 100_000}, "at most 1000 characters"),
+    (COMPLETIONS, {"prompt": "a", "stop": ["b" * 100_000]}, "at most 1000 characters"),
+    (CHAT, {"messages": [{"role": "user", "content": ""}] * 200_000}, "has 200,000 messages and parts of them"),
+    (
+        CHAT,
+        {"messages": [{"role": "user", "content": [{"type": "text", "text": ""}] * 200_000}]},
+        "has 200,001 messages",
+    ),
+    (RESPONSES, {"input": [{"role": "user", "content": ""}] * 200_000}, "input has 200,000 messages and parts of them"),
+]
+
+
+@pytest.mark.parametrize(("path", "body", "message"), LONG)
+def test_many_and_long_values_are_refused_at_once(server, path, body, message):
+    began = time.monotonic()
+    status, answer = server.ask(path, body)
+    assert status == 400
+    assert message in answer["error"]["message"]
+    assert len(answer["error"]["message"]) < 300
+    assert time.monotonic() - began < 5  # the last ones took 7 seconds, the first one minutes
+
+
+def test_stop_strings_cost_nothing_before_the_first_token(server, monkeypatch):
+    """transformers compares each with each token of the vocabulary."""
+    monkeypatch.setattr("transformers.generation.stopping_criteria.StopStringCriteria.__init__", None)
+    body = {"prompt": "abc", "max_tokens": 9, **GREEDY}
+    for stop, text in ((["no", "x" * 1000, "ghi"], "defghi"), ("fg", "defg"), ("é", "defghijkl")):
+        answers = [server.ask(COMPLETIONS, {**body, "stop": stop}) for _ in range(2)]
+        assert [(status, answer["choices"][0]["text"]) for status, answer in answers] == [(200, text)] * 2
+
+
+def test_a_temperature_of_almost_nothing_is_greedy(server, batched):
+    for one in (server, batched):
+        for path, more in (
+            (COMPLETIONS, {"prompt": "abc"}),
+            (CHAT, {"messages": HELLO}),
+            (RESPONSES, {"input": "abc"}),
+        ):
+            lowest, greedy = (one.ask(path, {**more, "temperature": value}) for value in (1e-40, 0))
+            assert lowest[0] == greedy[0] == 200
+        assert (
+            one.ask(COMPLETIONS, {"prompt": "abc", "max_tokens": 3, "temperature": 1e-40})[1]["choices"][0]["text"]
+            == "def"
+        )
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("together", [False, True])
+def test_a_request_ends_when_its_client_leaves(server, batched, request, stream, together):
+    one, calls = batched if together else server, []
+    model = one.server._model_manager.loaded_models["tiny-diff"].model
+
+    def wait(*_):
+        calls.append(time.monotonic())
+        time.sleep(0.1)
+
+    slow = model.register_forward_pre_hook(wait)
+    request.addfinalizer(slow.remove)
+    body = json.dumps({"prompt": "abc", "max_tokens": 100, "stream": stream, **GREEDY}).encode()
+    head = f"POST {COMPLETIONS} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n\r\n"
+    clients = [socket.create_connection(("127.0.0.1", one.port), timeout=30) for _ in range(1 if together else 3)]
+    for client in clients:  # without batching, two of them wait for the first one
+        client.sendall(head.encode() + body)
+    deadline = time.monotonic() + 30
+    while len(calls) < 3:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    for client in clients:
+        client.close()
+    status, answer = one.ask(COMPLETIONS, {"prompt": "abc", "max_tokens": 3, **GREEDY})
+    assert (status, answer["choices"][0]["text"]) == (200, "def")
+    time.sleep(0.5)
+    assert len(calls) < 40, "the model still computes what nobody waits for"
+
+
 def test_a_request_that_does_not_arrive_is_given_up(server, monkeypatch):
     monkeypatch.setattr("diff_transformer.serving.middleware.MOST_SECONDS", 0.3)
     with socket.create_connection(("127.0.0.1", server.port), timeout=30) as raw:

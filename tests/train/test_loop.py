@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from killed_runs import OF_THE_MACHINE
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from diff_transformer.inference.export import export
@@ -21,6 +22,7 @@ from diff_transformer.train.config import override
 from diff_transformer.train.initial_model import build_model
 from diff_transformer.train.loop import Interrupted, train
 from diff_transformer.train.metrics import read_metrics
+from diff_transformer.train.run_folder import open_run_folder
 from diff_transformer.train.training_data import load_training_data, without_first_tokens
 
 
@@ -188,6 +190,49 @@ def test_what_is_not_finite_raises_and_leaves_the_checkpoint(config, tmp_path):
     assert not (tmp_path / "run" / "model").exists()
 
 
+def cut(path):
+    path.write_bytes(path.read_bytes()[:-10])
+
+
+def one_tensor_less(path):
+    save_file(dict([*load_file(path).items()][1:]), path, metadata={"format": "pt"})
+
+
+@pytest.mark.parametrize(
+    ("name", "damage"),
+    [
+        ("model.safetensors", Path.unlink), ("model.safetensors", cut), ("model.safetensors", one_tensor_less),
+        ("config.json", Path.unlink), ("config.json", cut), ("model.safetensors", lambda path: path.write_bytes(b"")),
+    ],
+)  # fmt: skip
+def test_a_finished_run_whose_model_is_damaged_writes_it_again(config, finished, tmp_path, caplog, name, damage):
+    folder, weights = tmp_path / "run", (finished / "model" / "model.safetensors").read_bytes()
+    shutil.copytree(finished, folder)
+    (folder / "model" / "notes.txt").write_text("mine")
+    damage(folder / "model" / name)
+    train(config, folder, resume=True)
+    assert "the saved model is damaged: " in caplog.text
+    assert any(said in caplog.text for said in (name, "lacks", "holds no .safetensors file", "the largest dimension"))
+    assert (folder / "model" / "model.safetensors").read_bytes() == weights
+    assert (folder / "model" / "config.json").read_bytes() == (finished / "model" / "config.json").read_bytes()
+    assert (folder / "model.damaged" / "notes.txt").read_text() == "mine"
+
+
+@pytest.mark.parametrize("content", [b'{"name": "\xff"}', b"[" * 10**5, b"[1]", b'{"optio": {}}'])
+def test_a_run_s_configuration_that_is_damaged_is_named(config, tmp_path, content):
+    (tmp_path / "config.json").write_bytes(content)
+    with pytest.raises(ValueError, match=r"config\.json(:| is not JSON \(| holds a list, not the config)"):
+        open_run_folder(tmp_path, config, resume=True)
+    assert (tmp_path / "config.json").read_bytes() == content
+
+
+@pytest.fixture(scope="module")
+def finished(config, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("finished") / "run"
+    train(config, folder)
+    return folder
+
+
 def test_folders_are_never_overwritten(config, tmp_path):
     train(config, tmp_path / "run")
     with pytest.raises(FileExistsError, match=r"holds a run already; resume it \(--resume\) or choose another folder"):
@@ -197,6 +242,7 @@ def test_folders_are_never_overwritten(config, tmp_path):
     (tmp_path / "run" / "model" / "notes.txt").write_text("mine")
     train(config, tmp_path / "run", resume=True)
     assert (tmp_path / "run" / "model" / "notes.txt").read_text() == "mine", "a finished run is not written again"
+    assert not (tmp_path / "run" / "model.damaged").exists()
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "thesis.txt").write_text("mine")
     with pytest.raises(FileExistsError, match="is not empty and holds no run"):

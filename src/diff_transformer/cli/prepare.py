@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import os
 import time
 from collections.abc import Generator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
+from diff_transformer.checks import read_json
 from diff_transformer.data.prepare.config import PrepareConfig
 from diff_transformer.data.prepare.engine import SHARD_BYTES, Engine
 from diff_transformer.data.prepare.folder import LOGS, MANIFEST, PLAN, read_manifest, repair_command, verify
@@ -91,7 +91,7 @@ def _planned(out: Path, given: dict) -> PrepareConfig:
     """The config of the preparation in ``out``; raises ValueError if ``given`` differs or there is none."""
     for name in (MANIFEST, PLAN):
         if (out / name).exists():
-            plan = read_manifest(out) if name == MANIFEST else json.loads((out / name).read_text())
+            plan = read_manifest(out) if name == MANIFEST else read_json(out / name)
             config = PrepareConfig.from_dict(plan["settings"])
             different = {key: value for key, value in given.items() if getattr(config, key) != value}
             if different:

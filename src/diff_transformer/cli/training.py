@@ -141,6 +141,8 @@ def prepare(
         raise ValueError(f"--vocab-size is for bpe, and --tokenizer is {tokenizer!r}; leave out one of them")
     if out is None:
         raise ValueError("no folder to write to; give --out FOLDER")
+    if shard_mb is not None and not 0 < shard_mb < float("inf"):
+        raise ValueError(f"--shard-mb is {shard_mb}; give a positive number, such as 32")
     settings = {
         "tokenizer": tokenizer,
         "vocab_size": vocab_size,

@@ -7,6 +7,7 @@ import zlib
 from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 
+from diff_transformer.checks import require_regular
 from diff_transformer.data.documents import (
     ARCHIVE_SUFFIXES,
     JSON_SUFFIXES,
@@ -101,6 +102,7 @@ def load_text_path(path: str | os.PathLike) -> Corpus:
             f"corpus {str(path)!r} does not exist; give 'python' or {ACCEPTED}, or prepare it: `diff-transformer "
             f"prepare SOURCE... --out {path}`"
         )
+    require_regular(path)
     if path.name.lower().endswith(ARCHIVE_SUFFIXES):
         return _split(str(path), list(_archive_files(path)))
     if path.suffix.lower() not in TEXT_SUFFIXES | {""}:
@@ -124,6 +126,7 @@ def _folder_files(root: Path) -> Iterator[tuple[str, bytes]]:
         for name in sorted(names):
             relative = (Path(folder) / name).relative_to(root).as_posix()
             if _is_text(relative):
+                require_regular(Path(folder) / name)
                 yield relative, (Path(folder) / name).read_bytes()
 
 

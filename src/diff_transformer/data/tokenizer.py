@@ -24,6 +24,7 @@ PAD = "<|pad|>"
 SPECIAL_TOKENS = (END_OF_TEXT, PAD)
 _DIGITS = "0123456789"
 _BEFORE = "a"  # text before another
+LONGEST_WORD = 256  # characters that training looks at together: its time grows with the square of a word's length
 MIN_VOCAB_SIZE = 256 + len(_DIGITS) + len(SPECIAL_TOKENS)
 
 # Words, single digits, punctuation, each with the one space before it; then runs of white space.
@@ -58,12 +59,10 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenize
             yield text
 
     backend = Tokenizer(models.BPE())
-    backend.pre_tokenizer = pre_tokenizers.Sequence(
-        [
-            pre_tokenizers.Split(Regex(PIECES), behavior="isolated"),
-            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-        ]
-    )
+    split = pre_tokenizers.Split(Regex(PIECES), behavior="isolated")
+    shorten = pre_tokenizers.Split(Regex(rf"(?m).{{1,{LONGEST_WORD}}}"), behavior="isolated")
+    to_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.pre_tokenizer = pre_tokenizers.Sequence([split, shorten, to_bytes])
     backend.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size,
@@ -72,6 +71,7 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenize
         show_progress=False,
     )
     backend.train_from_iterator(counted(), trainer)
+    backend.pre_tokenizer = pre_tokenizers.Sequence([split, to_bytes])
     if not seen:
         raise ValueError("there is no text to train a tokenizer on; give at least one non-empty text")
     backend.model = _with_spaced_digits(backend, vocab_size)

@@ -4,6 +4,7 @@ import json
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
+from diff_transformer.checks import read_json
 from diff_transformer.durable import write_whole
 
 
@@ -36,4 +37,4 @@ class Result:
     @classmethod
     def load(cls, path: Path) -> "Result":
         """What ``save`` wrote."""
-        return cls(**json.loads(path.read_text()))
+        return cls(**read_json(path))

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from transformers.generation.streamers import BaseStreamer
 
-from diff_transformer.checks import require_positive
+from diff_transformer.checks import LOWEST_TEMPERATURE, require_positive, require_seed
 
 
 @dataclass(frozen=True)
@@ -18,7 +18,7 @@ class GenerationSettings:
 
     Attributes:
         max_new_tokens: the largest number of new tokens; fewer if the model ends the text.
-        temperature: 0 takes the likeliest token (greedy); above 0, tokens are sampled.
+        temperature: 0, or less than 1e-5, takes the likeliest token (greedy); above, tokens are sampled.
         top_p: sample from the likeliest tokens that together have this probability.
         seed: seed of the sampling; None for a new one each time.
         prefill_chunk: tokens of the prompt in one forward pass; None for the whole prompt.
@@ -40,6 +40,7 @@ class GenerationSettings:
 
     def __post_init__(self):
         require_positive(max_new_tokens=self.max_new_tokens, prefill_chunk=self.prefill_chunk, lookup=self.lookup)
+        require_seed("seed", self.seed)
         if not 0 <= self.temperature < float("inf"):
             raise ValueError(f"temperature is {self.temperature}; give 0 (the likeliest token) or more")
         if not 0 < self.top_p <= 1:
@@ -154,11 +155,12 @@ class TextPieces(BaseStreamer):
 
 def _options(settings: GenerationSettings, device: torch.device) -> dict[str, Any]:
     """``settings`` as arguments of transformers' ``generate``."""
+    drawn = settings.temperature >= LOWEST_TEMPERATURE
     options: dict[str, Any] = {
-        "max_new_tokens": settings.max_new_tokens, "do_sample": settings.temperature > 0,
+        "max_new_tokens": settings.max_new_tokens, "do_sample": drawn,
         "prefill_chunk_size": settings.prefill_chunk, "prompt_lookup_num_tokens": settings.lookup,
     }  # fmt: skip
-    if settings.temperature > 0:
+    if drawn:
         options |= {"temperature": settings.temperature, "top_p": settings.top_p, "top_k": 0}
     return {**options, **compiled_options(device)} if settings.compiled else options
 

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from diff_transformer.checks import differences, require_positive
+from diff_transformer.checks import differences, read_json, require_positive
 from diff_transformer.durable import require_writable, write_whole
 from diff_transformer.lab.comparison_results import summary_of, throughput, variant_rows
 from diff_transformer.lab.pool import Executor, default_jobs, progress_bars, run_pool
@@ -163,7 +163,7 @@ def known_variants(names: Iterable[str], out: Path) -> list[str]:
     unknown = [name for name in names if name not in VARIANTS]
     if unknown:
         raise ValueError(f"no variant {', '.join(map(repr, unknown))}; there are: {', '.join(VARIANTS)}")
-    earlier = json.loads(path.read_text()) if path.exists() else []
+    earlier = read_json(path) if path.exists() else []
     return [name for name in dict.fromkeys([*earlier, *names]) if name not in PAIR]
 
 
@@ -173,7 +173,7 @@ def _prepare(config: RunConfig, out: Path, seeds: int, resume: bool) -> None:
     if path.exists():
         if not resume:
             raise FileExistsError(f"{out} holds a comparison already; resume it (--resume) or choose another folder")
-        there = json.loads(path.read_text())
+        there = read_json(path)
         earlier = RunConfig.from_dict(there["config"])
         different = differences({"config": earlier.to_dict()}, {"config": config.to_dict()})
         if different:
@@ -196,7 +196,7 @@ def _prepare(config: RunConfig, out: Path, seeds: int, resume: bool) -> None:
 def _threads_there(out: Path) -> int:
     """Threads per model in the comparison that ``out`` holds; 0 if it holds none."""
     path = out / "compare.json"
-    return json.loads(path.read_text())["config"]["train"]["threads"] if path.exists() else 0
+    return read_json(path)["config"]["train"]["threads"] if path.exists() else 0
 
 
 def _check_data(config: RunConfig) -> None:
@@ -229,7 +229,7 @@ def _check_data(config: RunConfig) -> None:
 def _seconds_spent(out: Path, now: float) -> float:
     """Seconds of this call and of earlier, interrupted ones."""
     path = out / "seconds.json"
-    total = now + (json.loads(path.read_text()) if path.exists() else 0.0)
+    total = now + (read_json(path) if path.exists() else 0.0)
     write_whole(path, json.dumps(total))
     return total
 

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from diff_transformer.checks import read_json
 from diff_transformer.durable import write_whole
 from diff_transformer.evals.types import Result
 from diff_transformer.lab.experiments import Bar, Outcome, Plan, experiment, on_model, result_path
@@ -71,7 +72,7 @@ def _outcome(name: str, label: str, out: Path) -> Outcome:
     path = result_path(out, name, label)
     if path.exists():
         return Outcome(name, label, path, Result.load(path))
-    errors = json.loads((out / "tasks" / label / _ERRORS).read_text(encoding="utf-8"))
+    errors = read_json(out / "tasks" / label / _ERRORS)
     return Outcome(name, label, path, error=errors[name])
 
 
@@ -80,12 +81,12 @@ def _outcome(name: str, label: str, out: Path) -> Outcome:
 
 def is_eval(folder: Path) -> bool:
     """Whether ``folder`` holds an ``EvalSpec``."""
-    return "plan" in json.loads((folder / REQUEST).read_text(encoding="utf-8"))
+    return "plan" in read_json(folder / REQUEST)
 
 
 def run_on_model(folder: Path) -> None:
     """Run the experiments of the ``EvalSpec`` in ``folder`` that have no result yet, and write their errors."""
-    spec = json.loads((folder / REQUEST).read_text(encoding="utf-8"))
+    spec = read_json(folder / REQUEST)
     outcomes = on_model(Plan(**spec["plan"]), spec["model"], spec["label"], Path(spec["out"]), resume=True)
     errors = {outcome.name: outcome.error for outcome in outcomes if outcome.error}
     write_whole(folder / _ERRORS, json.dumps(errors))

@@ -18,7 +18,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from diff_transformer.checks import did_you_mean, differences, require_known
+from diff_transformer.checks import did_you_mean, differences, read_json, require_known, require_seed
 from diff_transformer.durable import require_writable, write_whole
 from diff_transformer.evals.lm import label_of, load_lm
 from diff_transformer.evals.samples import Samples
@@ -81,6 +81,7 @@ def settings_of(
     checked = {
         key: as_kind(kinds[key].type, value, f"{name}: {key}", _hint(kinds[key])) for key, value in values.items()
     }
+    require_seed(f"{name}: seed", checked.get("seed"))
     return module.Settings(**checked)
 
 
@@ -329,7 +330,7 @@ def _open_folder(out: Path, plan: Plan, resume: bool) -> None:
     path = out / "request.json"
     require_writable(out)
     if path.exists() and resume:
-        different = differences(json.loads(path.read_text()), request)
+        different = differences(read_json(path), request)
         if different:
             listed = "\n  ".join(different)
             raise FileExistsError(f"{out} holds experiments with other settings (saved against given):\n  {listed}")

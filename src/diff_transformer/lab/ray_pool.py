@@ -6,7 +6,6 @@ driver dies, Ray ends its actors, and the workers end with them. Every node need
 and ``train``, in the driver's versions of Python and Ray.
 """
 
-import json
 import logging
 import os
 import secrets
@@ -19,7 +18,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from diff_transformer.checks import first_line, listed, require_extra
+from diff_transformer.checks import first_line, listed, read_json, require_extra
 from diff_transformer.durable import DiskError, require_writable
 from diff_transformer.lab.processes import LOG, NodeProcess, reads
 from diff_transformer.lab.spec import REQUEST
@@ -61,7 +60,7 @@ class RayTasks:
         self._warned = False
 
     def start(self, folder: Path) -> "RayWorker":
-        config = json.loads((folder / REQUEST).read_text(encoding="utf-8")).get("config", {})
+        config = read_json(folder / REQUEST).get("config", {})
         cpus = config.get("train", {}).get("threads") or 1
         if not self._warned and not any(_holds(node, cpus, self._gpus) for node in _nodes()):
             self._warned = True

@@ -20,6 +20,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+from diff_transformer import checks
 from diff_transformer.durable import write_whole
 
 SCHEMA = 2
@@ -312,11 +313,13 @@ def load_run(folder: Path, setting: str, side: str, seed: int) -> Record:
 def read_json(path: Path) -> object:
     """The value of a JSON file; RecordError if there is no such file or it is not JSON."""
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        return checks.read_json(path)
     except FileNotFoundError:
         raise RecordError(f"there is no file {path}") from None
-    except (OSError, ValueError) as error:
-        raise RecordError(f"{path} is not JSON ({error})") from None
+    except OSError as error:
+        raise RecordError(f"{path} cannot be read ({error.strerror})") from None
+    except ValueError as error:
+        raise RecordError(str(error)) from None
 
 
 def records_of(value: object, path: Path | None = None, root: Path | None = None) -> list[Record]:
@@ -387,7 +390,7 @@ def from_v1(value: object, path: Path | None = None, root: Path | None = None) -
 
 def config_of_request(path: Path) -> dict:
     """The run's configuration in a ``request.json``. Earlier versions wrote it without the measurements."""
-    values = json.loads(path.read_text(encoding="utf-8"))
+    values = checks.read_json(path)
     return values.get("config", values)
 
 

@@ -1,12 +1,12 @@
 """Tables of finished training runs: model, size, tokens, loss. From CSV, from JSON, and from folders of comparisons."""
 
 import csv
-import json
 import re
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from diff_transformer.checks import read_json
 from diff_transformer.lab.record import Record, load_all
 
 COLUMNS = ("model", "parameters", "tokens", "loss")
@@ -94,10 +94,7 @@ def _from_csv(path: Path) -> list[Run]:
 
 
 def _from_json(path: Path) -> list[Run]:
-    try:
-        values = json.loads(path.read_text(encoding="utf-8"))
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path} is not JSON ({error}); give a table of runs") from None
+    values = read_json(path, "give a table of runs")
     if isinstance(values, dict) and "schema" in values and "pair" in values:
         return _from_comparison(values, path)
     if not isinstance(values, list) or not all(isinstance(value, dict) for value in values):

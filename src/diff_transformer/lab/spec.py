@@ -9,7 +9,7 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
-from diff_transformer.checks import differences
+from diff_transformer.checks import differences, read_json
 from diff_transformer.durable import write_whole
 from diff_transformer.lab.record import PAIR, Record, config_of_request
 from diff_transformer.model.config import DiffTransformerConfig
@@ -65,7 +65,7 @@ class RunSpec:
     @classmethod
     def load(cls, folder: Path) -> "RunSpec":
         """What ``save`` wrote."""
-        values: dict[str, Any] = json.loads((folder / REQUEST).read_text(encoding="utf-8"))
+        values: dict[str, Any] = read_json(folder / REQUEST)
         values["measure"], values["config"] = tuple(values["measure"]), RunConfig.from_dict(values["config"])
         return cls(**values)
 

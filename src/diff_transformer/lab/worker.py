@@ -15,6 +15,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from diff_transformer.checks import read_json
 from diff_transformer.durable import write_whole
 from diff_transformer.evals.provenance import provenance
 from diff_transformer.evals.types import Result
@@ -168,7 +169,7 @@ def _record(spec: RunSpec, folder: Path, metrics: dict, diverged: str | None, se
     explorer = folder / f"{EXPLORER}.json"
     rows: dict[str, list[dict]] = {result.eval: result.rows for result in results}
     if explorer.exists():
-        rows[EXPLORER] = json.loads(explorer.read_text(encoding="utf-8"))
+        rows[EXPLORER] = read_json(explorer)
     lines = read_metrics(folder / "run" / "metrics.jsonl")
     norms = [line["grad_norm"] for line in lines if "loss" in line]
     return Record(
@@ -262,7 +263,7 @@ def write_status(folder: Path, stage: str, step: int = 0, loss: float | None = N
 def read_status(folder: Path) -> dict:
     """``stage``, ``step`` and ``loss`` (None outside training) of the run in ``folder``."""
     path = folder / STATUS
-    return json.loads(path.read_text()) if path.exists() else {"stage": "starting", "step": 0, "loss": None}
+    return read_json(path) if path.exists() else {"stage": "starting", "step": 0, "loss": None}
 
 
 def main() -> int:

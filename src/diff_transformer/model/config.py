@@ -19,8 +19,10 @@ from diff_transformer.model.heads import (
 )
 from diff_transformer.model.implementations import check_backend
 from diff_transformer.model.lambdas import check_lambda_init
+from diff_transformer.settings import as_kind
 
 ACTIVATIONS = ("silu", "poly_norm")
+_DEVIATIONS = ("initializer_range", "embedding_initializer_range", "output_initializer_range")
 # Keys that transformers writes into a configuration, or passes with it, without declaring them as fields.
 _TRANSFORMERS_KEYS = {
     "attn_implementation", "experts_implementation", "torch_dtype", "num_labels", "name_or_path", "auto_map",
@@ -187,7 +189,10 @@ class DiffTransformerConfig(PreTrainedConfig):
         foreign = _unknown({key: value for key, value in config_dict.items() if key not in cls.__dataclass_fields__})
         if foreign:
             _warn_of_foreign_keys(tuple(foreign))
-        made = super().from_dict({key: value for key, value in config_dict.items() if key not in foreign}, **kwargs)
+        try:
+            made = super().from_dict({key: value for key, value in config_dict.items() if key not in foreign}, **kwargs)
+        except ValueError as error:
+            raise ValueError(f"config.json: {error}") from error
         config = made[0] if isinstance(made, tuple) else made
         for key, value in foreign.items():
             setattr(config, key, value)
@@ -205,6 +210,11 @@ class DiffTransformerConfig(PreTrainedConfig):
         require_positive(head_norm_eps=self.head_norm_eps)
         _check_choices(self)
         _ = self.heads  # raises for head counts that do not fit
+        for name, kind in DiffTransformerConfig.__annotations__.items():
+            as_kind(kind, getattr(self, name), name)
+        for name in ("rms_norm_eps", "lambda_std", *_DEVIATIONS):
+            if (value := getattr(self, name)) is not None and value < 0:
+                raise ValueError(f"{name} is {value}; give 0 or more")
 
     @property
     def heads(self) -> HeadCounts:

@@ -1,7 +1,7 @@
 """Load a saved model: only from safetensors (reading a pickle can run code), and only with all of its weights."""
 
-import json
 import logging
+import re
 from collections.abc import Collection, Generator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -9,14 +9,21 @@ from typing import Any
 
 from diff_transformer.checks import did_you_mean, first_line, listed
 from diff_transformer.model.presets import PRESETS, preset
+from diff_transformer.model.saved import (
+    ONLY_SAFETENSORS,
+    check_files,
+    check_sizes,
+    indexed_files,
+    shapes_of_files,
+    unreadable,
+)
 
 DTYPES = ("float32", "bfloat16", "float16")
 WEIGHTS = ("int8",)
+_LAYER = re.compile(r"\.(?:layers|h|blocks)\.(\d+)\.")
+# What transformers raises for settings of which no model can be built.
+_OF_SETTINGS = (AttributeError, LookupError, ArithmeticError, TypeError, MemoryError, RecursionError, AssertionError)
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl", "*.pickle")
-_ADVICE = (
-    "Only safetensors are read, since a pickle can run code. If you trust the file, "
-    "AutoModelForCausalLM.from_pretrained(OLD).save_pretrained(NEW) writes safetensors"
-)
 
 
 def load_model(
@@ -84,11 +91,13 @@ def read_model(
 
         import diff_transformer.model.modeling  # noqa: F401  (registers the model class)
 
+    from huggingface_hub.errors import StrictDataclassError
     from safetensors import SafetensorError
 
     folder = Path(name_or_path)
     if folder.is_dir():
         refuse_pickles(folder)
+        check_sizes(folder, shapes_of_files(folder))
     else:
         require_reachable(str(name_or_path), presets)
     caller_judges = options.pop("output_loading_info", False)
@@ -98,7 +107,7 @@ def read_model(
         with reports_held_back() as reports:
             both: Any = model_class.from_pretrained(str(name_or_path), **options, **fixed)
             model, found = both
-            if caller_judges or misfits(found, unexpected=False):
+            if caller_judges or _complaint(name_or_path, model, found):
                 reports.clear()  # one message below says it
     except ValueError as error:
         if "custom code" in str(error):
@@ -109,12 +118,18 @@ def read_model(
         raise
     except ImportError as error:
         raise RuntimeError(f"{name_or_path} cannot be read here: {error}") from None
-    except SafetensorError as error:
-        raise unreadable(_damaged_file(folder) or folder, error) from None
+    except SafetensorError as error:  # of a file in the hub's cache
+        raise unreadable(folder, error) from None
+    except (*_OF_SETTINGS, StrictDataclassError) as error:
+        said = " ".join(str(error).split()) if isinstance(error, StrictDataclassError) else first_line(error)
+        raise ValueError(
+            f"the config.json of {name_or_path} describes no model that can be built ({said}); give the one that the "
+            "model was saved with"
+        ) from error
     except OSError as error:
         told = first_line(error)
         if "safetensors" in str(error):
-            raise ValueError(f"{name_or_path} has no safetensors ({told}). {_ADVICE}") from None
+            raise ValueError(f"{name_or_path} has no safetensors ({told}). {ONLY_SAFETENSORS}") from None
         raise FileNotFoundError(_no_model(name_or_path, told, presets)) from None
     if caller_judges:
         return model, found
@@ -125,7 +140,8 @@ def read_model(
 def require_all_weights(name: object, model: Any, found: Mapping[str, Any]) -> None:
     """Check that every weight of ``model`` came from ``name``: transformers initialises missing ones at random.
 
-    Tied weights, and those that the model's class declares optional, do not count as missing.
+    Tied weights, and those that the model's class declares optional, do not count as missing. Layers of the file that
+    the model does not have count as wrong: a part of a model answers nonsense.
 
     Args:
         found: the loading info that ``from_pretrained`` returns with ``output_loading_info``.
@@ -133,13 +149,26 @@ def require_all_weights(name: object, model: Any, found: Mapping[str, Any]) -> N
     Raises:
         ValueError: naming the first weights that are missing or have another shape, and their number.
     """
-    wrong = misfits(found, unexpected=False)
+    complaint = _complaint(name, model, found)
+    if complaint:
+        raise ValueError(complaint)
+
+
+def _complaint(name: object, model: Any, found: Mapping[str, Any]) -> str | None:
+    wrong, layers = misfits(found, unexpected=False), getattr(model.config, "num_hidden_layers", None)
     if wrong:
-        raise ValueError(
+        return (
             f"the weights in {name} are not all of those that {type(model).__name__} has by its config.json: {wrong}. "
             "They would be random; give a causal language model with the config.json and all the files that it was "
             "saved with"
         )
+    extra = [key for key in found["unexpected_keys"] if (at := _LAYER.search(key)) and int(at[1]) >= (layers or 10**9)]
+    if not extra:
+        return None
+    return (
+        f"{name} has weights of more layers than the {layers} of its config.json: {listed(sorted(extra))}; give the "
+        "config.json that the model was saved with"
+    )
 
 
 def misfits(found: Mapping[str, Any], *, unexpected: bool = True) -> str:
@@ -168,23 +197,6 @@ def reports_held_back() -> Generator[list[logging.LogRecord]]:
         logger.removeFilter(keep)
         for record in records:
             logger.handle(record)
-
-
-def unreadable(path: Path, error: Exception) -> ValueError:
-    """The error for a truncated or otherwise damaged safetensors file."""
-    return ValueError(f"{path} cannot be read as safetensors ({first_line(error)}); copy or download it again")
-
-
-def _damaged_file(folder: Path) -> Path | None:
-    from safetensors import SafetensorError, safe_open
-
-    for path in sorted(folder.glob("*.safetensors")):
-        try:
-            with safe_open(path, framework="pt"):
-                pass
-        except (SafetensorError, OSError):
-            return path
-    return None
 
 
 def require_reachable(name: str, presets: Collection[str] = PRESETS) -> None:
@@ -221,26 +233,14 @@ def refuse_pickles(folder: Path) -> None:
         ValueError: if the weights would come from a pickle.
         FileNotFoundError: if there are no weights, or files that the index names are missing.
     """
-    index = folder / "model.safetensors.index.json"
-    if index.exists():
-        try:
-            shards = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise ValueError(f"{index} is not an index of shards ({error!r}); copy or download it again") from None
-        wrong = sorted(str(name) for name in shards if not str(name).endswith(".safetensors"))
-        if wrong:
-            raise ValueError(f"{index} names {', '.join(wrong)}. {_ADVICE}")
-        lost = sorted(str(name) for name in shards if not (folder / str(name)).exists())
-        if lost:
-            raise FileNotFoundError(
-                f"{folder} lacks {len(lost)} of the {len(shards)} files its index names: {listed(lost)}; copy or "
-                "download them again"
-            )
+    check_files(folder)
+    if indexed_files(folder) is not None:
+        return
     if any(folder.glob("*.safetensors")):
         return
     found = sorted({path.name for pattern in _PICKLES for path in folder.glob(pattern)} - {"training_args.bin"})
     if found:
-        raise ValueError(f"{folder} holds {', '.join(found)} and no safetensors. {_ADVICE}")
+        raise ValueError(f"{folder} holds {', '.join(found)} and no safetensors. {ONLY_SAFETENSORS}")
     if not (folder / "config.json").exists() and not (folder / "adapter_config.json").exists():
         raise FileNotFoundError(f"{folder} holds no model (no config.json); give a folder written by save_pretrained")
     raise FileNotFoundError(f"{folder} holds no .safetensors file; give the folder of a saved model")

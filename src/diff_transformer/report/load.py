@@ -1,16 +1,22 @@
 """Read the input of a page: a comparison, experiments or training runs. Error messages say what to give instead."""
 
-import json
+import logging
+import warnings
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from diff_transformer.lab.record import FILE, Record, RecordError, averaged, read_json, records_of
+from diff_transformer.checks import read_json
+from diff_transformer.lab.record import FILE, Record, RecordError, averaged, records_of
+from diff_transformer.lab.record import read_json as read_record
 from diff_transformer.report.charts import Point
-from diff_transformer.report.markup import is_number
+from diff_transformer.report.markup import is_number, plural
 from diff_transformer.report.models import OF_TRAINING, ResultsError, as_dict, sides_of
-from diff_transformer.train.metrics import read_metrics
+from diff_transformer.train.config import RunConfig
+from diff_transformer.train.metrics import read_metrics_and_rest
+
+logger = logging.getLogger("diff_transformer")
 
 SCHEMA = 1  # of a results.json
 METRICS = "metrics.jsonl"  # of a training run
@@ -26,17 +32,13 @@ def load_results(path: Path | str) -> dict:
     if path.is_dir():
         path = path / "results.json"
     try:
-        text = path.read_text(encoding="utf-8")
+        results = read_json(path, "give the results.json of a comparison", ResultsError)
     except FileNotFoundError:
         raise ResultsError(
             f"there is no file {path}; give the results.json that `diff-transformer compare` writes, or its folder"
         ) from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise ResultsError(f"{path} cannot be read as text: {error}; give a results.json") from None
-    try:
-        results = json.loads(text)
-    except json.JSONDecodeError as error:
-        raise ResultsError(f"{path} is not JSON ({error}); give the results.json of a comparison") from None
+    except OSError as error:
+        raise ResultsError(f"{path} cannot be read: {error}; give a results.json") from None
     return check_results(results, str(path))
 
 
@@ -72,7 +74,7 @@ def is_comparison(path: Path | str) -> bool:
     if path.is_dir():
         return (path / "results.json").exists() or not any(path.rglob("*.json"))
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
+        value = read_json(path)
     except (OSError, ValueError):
         return True
     return not _records(value)
@@ -115,8 +117,8 @@ def _from_path(path: Path) -> list[Record]:
             continue
         try:
             found += _records(_read(file))
-        except ResultsError:
-            continue
+        except ResultsError as error:
+            logger.warning("left out: %s", str(error).partition(";")[0])
     if not found:
         raise ResultsError(f"{path} holds no result of an experiment; write some with `diff-transformer eval NAME`")
     return found
@@ -124,7 +126,7 @@ def _from_path(path: Path) -> list[Record]:
 
 def _read(path: Path) -> object:
     try:
-        return read_json(path)
+        return read_record(path)
     except RecordError as error:
         raise ResultsError(f"{error}; give a result that `diff-transformer eval` wrote") from None
 
@@ -154,7 +156,8 @@ def _checked(value: object, where: str) -> list[Record]:
 
 @dataclass(frozen=True)
 class RunLog:
-    """One run. ``side``: its colour and mark on the page; ``lines``: the complete lines of ``metrics.jsonl``."""
+    """One run. ``side``: its colour and mark on the page; ``lines``: the complete lines of ``metrics.jsonl``;
+    ``damage``: what could not be read, a sentence each."""
 
     label: str
     folder: Path
@@ -162,6 +165,7 @@ class RunLog:
     config: dict = field(default_factory=dict)
     finished: bool = False
     side: str = ""
+    damage: tuple[str, ...] = ()
 
     def points(self, name: str, key: str | int | None = None) -> list[Point]:
         """(step, value) of a metric, finite values only; ``key`` selects a part or a layer of it."""
@@ -208,11 +212,28 @@ def load_runs(paths: list[Path | str]) -> list[RunLog]:
         folders.append(home)
     folders = list(dict.fromkeys(folders))
     configs = [_config(folder) for folder in folders]
-    kinds = [as_dict(config.get("model")).get("attention") for config in configs]
+    kinds = [as_dict(config.get("model")).get("attention") for config, _ in configs]
     return [
-        RunLog(label, folder, read_metrics(folder / METRICS), config, (folder / "model").is_dir(), side)
+        _run(label, folder, *config, side)
         for label, folder, config, side in zip(_labels(folders), folders, configs, sides_of(kinds), strict=True)
     ]
+
+
+def _run(label: str, folder: Path, config: dict, damage: tuple[str, ...], side: str) -> RunLog:
+    """The run in ``folder``; what is damaged is also logged as a warning."""
+    lines, rest = read_metrics_and_rest(folder / METRICS)
+    run = RunLog(label, folder, lines, config, (folder / "model").is_dir(), side)
+    steps = as_dict(config.get("train")).get("steps")
+    path = folder / METRICS
+    if rest:
+        damage += (f"{path} is damaged: {plural(rest, 'line')} from line {len(lines) + 1} on cannot be read",)
+    elif run.finished and isinstance(steps, int) and run.step < steps:
+        damage += (f"{path} ends at step {run.step:,}, and the run was finished at step {steps:,}",)
+    elif not lines:
+        damage += (f"{path} holds no metrics",)
+    for sentence in damage:
+        logger.warning("%s", sentence)
+    return replace(run, damage=damage)
 
 
 def _home(path: Path) -> Path | None:
@@ -222,11 +243,21 @@ def _home(path: Path) -> Path | None:
     return None
 
 
-def _config(folder: Path) -> dict:
+def _config(folder: Path) -> tuple[dict, tuple[str, ...]]:
+    """The configuration of the run in ``folder``, as far as it can be read, and what is wrong with it."""
+    path, values = folder / "config.json", {}
     try:
-        return as_dict(json.loads((folder / "config.json").read_text(encoding="utf-8")))
-    except (OSError, ValueError):
-        return {}
+        values = read_json(path)
+        with warnings.catch_warnings(action="ignore"):  # of settings that have new names
+            RunConfig.from_dict(values)
+    except FileNotFoundError:
+        return {}, (f"{path} is missing",)
+    except OSError as error:
+        return {}, (f"{path} cannot be read ({error.strerror})",)
+    except (ValueError, AttributeError, TypeError) as error:
+        said = str(error).removeprefix(f"{path} ").partition(";")[0]
+        return as_dict(values), (f"{path} is damaged ({said})",)
+    return values, ()
 
 
 def _labels(folders: list[Path]) -> list[str]:

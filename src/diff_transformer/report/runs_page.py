@@ -47,7 +47,9 @@ def _first_screen(runs: list[RunLog]) -> Html:
         "run", "state", "step", "last loss", "last validation", "best validation (step)", "tokens/s", "MFU", "memory",
     ]  # fmt: skip
     body = table(head, [_summary(run) for run in runs], "Runs")
-    return join([tag("h1", "Training runs"), tag("p", words, class_="lead"), body])
+    damage = [sentence for run in runs for sentence in run.damage]
+    said = tag("ul", *(tag("li", f"{sentence}.") for sentence in damage), class_="findings") if damage else None
+    return join([tag("h1", "Training runs"), tag("p", words, class_="lead"), said, body])
 
 
 def _summary(run: RunLog) -> list[object]:

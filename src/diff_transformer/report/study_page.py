@@ -1,9 +1,9 @@
 """The page of a study: for each setting the loss of every model over its seeds, and the paired differences."""
 
-import json
 from collections.abc import Iterable
 from pathlib import Path
 
+from diff_transformer.checks import read_json
 from diff_transformer.lab.measures import (
     BASELINE,
     MEASURES,
@@ -39,7 +39,7 @@ def is_study(path: Path | str) -> bool:
         runs = (f"{setting}/*-seed*/{name}" for setting in ("*", "sweep/*") for name in ("record.json", "result.json"))
         return not (path / "compare.json").exists() and any(any(path.glob(pattern)) for pattern in runs)
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
+        value = read_json(path)
     except (OSError, ValueError):
         return False
     return isinstance(value, dict) and any(isinstance(value.get(key), dict | list) for key in ("cells", "records"))

@@ -1,9 +1,10 @@
 """Attention maps of a typed text by the models of a finished comparison."""
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from diff_transformer.checks import read_json
 
 TOKENS = 256  # most tokens of a typed text; the maps grow with the square
 BYTES = 8192  # most bytes of a typed text in UTF-8
@@ -107,6 +108,6 @@ def _members(folder: Path) -> list[Member]:
 
 def _is_saved(path: Path) -> bool:
     try:
-        return isinstance(json.loads((path / "config.json").read_text(encoding="utf-8")), dict)
+        return isinstance(read_json(path / "config.json"), dict)
     except (OSError, ValueError):
         return False

@@ -1,17 +1,22 @@
 """Checks of requests to transformers' server. Without them it answers wrong types with status 500, ignores options, and
 generates past the model's positions, which ends continuous batching for all."""
 
+import asyncio
 import json
 import math
+import reprlib
 import time
 from collections.abc import Callable
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, Field, ValidationError
 
+from diff_transformer.checks import LOWEST_TEMPERATURE
 from diff_transformer.serving.middleware import PROMPTS, BadRequest, answer, read_body, replay
 
 DEFAULT_NEW_TOKENS = 1024
+MOST_STOPS = 4  # as OpenAI's API
+LONGEST_STOP = 1000  # characters
 # What changes nothing, and some clients send: options of these names, empty ones, and one choice.
 _IGNORED = {"user", "metadata", "store", "service_tier", "safety_identifier", "stream_options", "background"}
 _EMPTY = (None, 0, "", [], {})
@@ -24,8 +29,11 @@ PLAIN_TEMPLATE = (
     "{% if add_generation_prompt %}assistant:{% endif %}"
 )
 
-Text = Annotated[str, Field(min_length=1)]
-Stop = Text | Annotated[list[Text], Field(min_length=1)]
+_SHORT = reprlib.Repr()
+_SHORT.maxstring = _SHORT.maxother = _SHORT.maxlong = 80
+
+StopText = Annotated[str, Field(min_length=1, max_length=LONGEST_STOP)]
+Stop = StopText | Annotated[list[StopText], Field(min_length=1, max_length=MOST_STOPS)]
 Length = Annotated[int, Field(ge=1)]
 
 
@@ -81,7 +89,8 @@ _LENGTHS = dict(
 
 class RequestChecks:
     """An ASGI application around transformers' ``app``: it passes on checked requests, and ``/v1/models`` names the
-    served model, where transformers lists what the hub's cache has.
+    served model, where transformers lists what the hub's cache has. A request is checked in a thread, so that a long
+    one does not stop the others, and cancelled when its client leaves.
 
     Args:
         name: of the served model.
@@ -100,7 +109,8 @@ class RequestChecks:
         if called[0] != "POST" or called[1] not in PROMPTS:
             return await self.app(scope, receive, send)
         try:
-            request = checked(called[1], await read_body(receive), self.count_tokens, self.context)
+            raw = await read_body(receive)
+            request = await asyncio.to_thread(checked, called[1], raw, self.count_tokens, self.context)
             if self.together and "stop" in request:
                 raise BadRequest("stop is not taken with --continuous-batching; leave out one of them", "stop")
         except BadRequest as refused:
@@ -108,7 +118,30 @@ class RequestChecks:
         body = json.dumps(request).encode()
         kept = [(name, value) for name, value in scope["headers"] if name not in _REPLACED]
         headers = [*kept, (b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
-        await self.app({**scope, "headers": headers}, replay(body, receive), send)
+        scope = {**scope, "headers": headers}
+        if request["stream"]:  # then the server looks out for the client itself
+            return await self.app(scope, replay(body, receive), send)
+        await _while_connected(self.app, scope, body, receive, send)
+
+
+async def _while_connected(app, scope, body: bytes, receive, send) -> None:
+    """Run the application, and cancel it when the client disconnects."""
+
+    async def disconnected():
+        while (message := await receive())["type"] != "http.disconnect":
+            pass
+        return message
+
+    leaving = asyncio.ensure_future(disconnected())
+    answering = asyncio.ensure_future(app(scope, replay(body, lambda: asyncio.shield(leaving)), send))
+    try:
+        await asyncio.wait({answering, leaving}, return_when=asyncio.FIRST_COMPLETED)
+        if answering.done():
+            answering.result()
+    finally:
+        leaving.cancel()
+        answering.cancel()
+        await asyncio.gather(answering, leaving, return_exceptions=True)
 
 
 def checked(path: str, raw: bytes, count_tokens: Callable[[str, dict], int], context: int) -> dict:
@@ -129,6 +162,7 @@ def checked(path: str, raw: bytes, count_tokens: Callable[[str, dict], int], con
         raise BadRequest(f"the request is not JSON of Unicode text ({error}); send an object") from None
     if not isinstance(body, dict):
         raise BadRequest(f"the request is {_shown(body)}; send an object")
+    _refuse_many(body, context)
     schema = _REQUESTS[path]
     known = schema.model_fields.keys()
     kept = {name: value for name, value in body.items() if name in known or not _changes_nothing(name, value)}
@@ -137,7 +171,20 @@ def checked(path: str, raw: bytes, count_tokens: Callable[[str, dict], int], con
         request = schema.model_validate(given).model_dump(exclude_unset=True)
     except ValidationError as error:
         raise _refusal(error, known) from None
+    if request.get("temperature", 1) < LOWEST_TEMPERATURE:
+        request["temperature"] = 0.0
     return _limited(path, request, count_tokens(path, request), context)
+
+
+def _refuse_many(body: dict, context: int) -> None:
+    """Refuse more messages and parts of them than the model has positions, before one is looked at."""
+    for field in ("messages", "input"):
+        given = body.get(field)
+        messages = given if isinstance(given, list) else []
+        contents = (message.get("content") for message in messages if isinstance(message, dict))
+        many = len(messages) + sum(len(content) for content in contents if isinstance(content, list))
+        if many > context:
+            raise BadRequest(f"{field} has {many:,} messages and parts of them; this model takes {context:,}", field)
 
 
 def _changes_nothing(name: str, value: Any) -> bool:
@@ -146,7 +193,7 @@ def _changes_nothing(name: str, value: Any) -> bool:
 
 def _refusal(error: ValidationError, known) -> BadRequest:
     """The error that lies deepest in the request: of the alternatives, the one that fitted best."""
-    worst = max(error.errors(), key=lambda found: len(found["loc"]))
+    worst = max(error.errors(), key=lambda found: (len(found["loc"]), not found["type"].endswith("_type")))
     field = str(worst["loc"][0])
     if worst["type"] == "extra_forbidden" and len(worst["loc"]) == 1:
         return BadRequest(f"{field} is not taken here; accepted: {', '.join(sorted(known))}", field)
@@ -179,7 +226,7 @@ def _limited(path: str, request: dict, used: int, context: int) -> dict:
 
 def _shown(value: Any) -> str:
     """At most 80 characters of a value."""
-    text = repr(value)
+    text = _SHORT.repr(value)
     return text if len(text) <= 80 else f"{text[:77]}..."
 
 

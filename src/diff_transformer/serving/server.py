@@ -1,8 +1,8 @@
 """transformers' own server for one model, by default on this machine only."""
 
-import threading
+import copy
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 from diff_transformer.checks import require_port
 from diff_transformer.data.tokenizer import require_fast
@@ -57,6 +57,7 @@ def make_server(
 
     from diff_transformer.evals.lm import label_of
     from diff_transformer.model.modeling import DiffTransformerForCausalLM
+    from diff_transformer.serving.managers import OneByOne, Together
     from diff_transformer.serving.requests import RequestChecks, count_prompt_tokens, give_template
 
     # The server looks up classes of causal language models here, by the name in config.json.
@@ -96,14 +97,17 @@ def make_server(
     context = loaded.model.config.max_position_embeddings
     if continuous_batching:
         _check_paged(loaded.model.config)
-        server._generation_state._cb_manager = _paged_manager(batching(context, requests_at_once or REQUESTS))
+        server._generation_state._cb_manager = Together(batching(context, requests_at_once or REQUESTS))
         server._generation_state._cb_model_id = shown
+    else:
+        server._generation_state._generate_managers[shown] = OneByOne()
     config = server.server.config
     app: Any = config.app
     for kind in (HTTPException, Exception):
         app.add_exception_handler(kind, _told)
     longest = max(map(len, loaded.processor.get_vocab()))  # characters of a token
-    count_tokens = partial(count_prompt_tokens, loaded.processor, most_characters=context * longest)
+    counter = copy.deepcopy(loaded.processor)  # for other threads than the server's own
+    count_tokens = partial(count_prompt_tokens, counter, most_characters=context * longest)
     config.app = SiteGuard(RequestChecks(app, shown, count_tokens, context, together=continuous_batching))
     config.timeout_graceful_shutdown = SECONDS_TO_FINISH
     return server
@@ -118,27 +122,6 @@ def batching(context: int, requests: int):
     return ContinuousBatchingConfig(
         page_size=page, num_blocks=pages, max_batch_tokens=max(BATCH_TOKENS, requests), max_requests_per_batch=requests
     )
-
-
-def _paged_manager(config):
-    """transformers' manager of a paged batch, without its race: it hands a streamed request on before it registers who
-    waits for the answer. An answer that is ready in between was lost, and its client waited for ever."""
-    from transformers.cli.serving.utils import CBGenerateManager
-
-    class Manager(CBGenerateManager):
-        def init_cb(self, model, gen_config):
-            if self._cb is None:
-                super().init_cb(model, gen_config)
-                self._router()._lock = threading.RLock()  # registering takes it too
-
-        def generate_streaming(self, *args, **kwargs):
-            with self._router()._lock:  # answers are delivered under it
-                return super().generate_streaming(*args, **kwargs)
-
-        def _router(self) -> Any:
-            return cast(Any, self._cb).output_router
-
-    return Manager(config)
 
 
 def _check_paged(config):

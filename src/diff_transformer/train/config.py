@@ -7,7 +7,7 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
-from diff_transformer.checks import require_positive
+from diff_transformer.checks import read_json, require_positive, require_seed
 from diff_transformer.durable import write_whole
 from diff_transformer.settings import as_kind, assign, build, current_name, unknown
 from diff_transformer.train.data_config import DataConfig
@@ -157,7 +157,6 @@ UNTRAINABLE = {  # precisions of Fabric -> why a run cannot use them
     "16-true": _ROUNDED,
     "16-mixed": "it scales the loss, with which gradients cannot be clipped here, and no checkpoint holds the scale",
 }
-MAX_SEED = 2**32 - 1
 FLOAT8_MULTIPLE = 16  # of the sizes of matrices that GPUs multiply in float8
 RENAMED = {"train.micro_rows": "train.micro_batch_size"}  # deprecated key -> key
 REMOVED = ("data.seed",)  # keys of older files that never had an effect
@@ -264,8 +263,7 @@ class RunConfig:
     def _check_ranges(self) -> None:
         data, evaluation = self.data, self.evaluation
         for name, seed in (("train", self.train.seed), ("evaluation", evaluation.seed)):
-            if not 0 <= seed <= MAX_SEED:
-                raise ValueError(f"{name}.seed is {seed}; give a whole number from 0 to {MAX_SEED}")
+            require_seed(f"{name}.seed", seed)
         if not all(0 <= beta < 1 for beta in self.optim.betas):
             raise ValueError(f"optim.betas is {self.optim.betas}; give two numbers from 0 up to, but not, 1")
         if not _shares(data.mixture):
@@ -319,7 +317,7 @@ class RunConfig:
         Raises:
             ValueError: for a setting that does not exist, naming the nearest.
         """
-        return cls.from_dict(json.loads(path.read_text()))
+        return cls.from_dict(read_json(path))
 
 
 def override(config: RunConfig, assignments: list[str]) -> RunConfig:

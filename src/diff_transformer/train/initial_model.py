@@ -298,8 +298,8 @@ def _check_length(settings, config: RunConfig) -> None:
 
 def _refuse_other_libraries(folder: Path) -> None:
     from diff_transformer.model.config import DiffTransformerConfig
-    from diff_transformer.model.convert.checkpoint import read_settings
     from diff_transformer.model.convert.layouts import LAYOUTS
+    from diff_transformer.model.saved import read_settings
 
     kind, ours = (read_settings(folder) or {}).get("model_type"), DiffTransformerConfig.model_type
     if kind in (None, ours):

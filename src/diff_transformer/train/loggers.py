@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from diff_transformer.checks import require_extra, require_known
+from diff_transformer.checks import read_json, require_extra, require_known
 from diff_transformer.durable import write_whole
 
 logger = logging.getLogger("diff_transformer")
@@ -41,7 +41,7 @@ class Loggers:
 
     def __init__(self, names: Sequence[str], folder: Path, settings: dict[str, Any]):
         path = folder / IDS
-        ids: dict[str, str] = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+        ids: dict[str, str] = read_json(path) if path.exists() else {}
         self._loggers: dict[str, Any] = {}
         for name in names:
             with _Warned(self, name):

@@ -18,6 +18,7 @@ import torch
 from lightning.fabric import Fabric
 from lightning.fabric.strategies import ModelParallelStrategy
 
+from diff_transformer.durable import remove
 from diff_transformer.ops import choice
 from diff_transformer.train.attention_forms import measure_forms
 from diff_transformer.train.checkpoint import Saver, latest_checkpoint, load_checkpoint
@@ -31,7 +32,7 @@ from diff_transformer.train.loss import Objective
 from diff_transformer.train.metrics import DIGEST, MetricsLog, read_metrics
 from diff_transformer.train.parallelize import compile_layers, make_fabric
 from diff_transformer.train.recompute import recompute, what_to_recompute
-from diff_transformer.train.run_folder import check_run_folder, open_run_folder, save_model
+from diff_transformer.train.run_folder import check_run_folder, damaged_model, open_run_folder, save_model
 from diff_transformer.train.signals import Interrupted, StopRequest, stop_requests
 from diff_transformer.train.state import TrainingState, is_sharded, whole_model
 from diff_transformer.train.step import Outcome, Stepper, learning_rate, make_optimizer, schedule_warning
@@ -171,10 +172,22 @@ class Run:
             self.saver.close()
             log.close()
         model = whole_model(self.unwrapped_model, fabric.is_global_zero)
-        if first >= self.config.train.steps and (self.folder / "model").exists():  # finished before; the user's by now
-            return Trained(self.folder, model, self.data.tokenizer, self.config)
-        on_first_rank(fabric, lambda: save_model(model, self.data.tokenizer, self.folder / "model", self.config))
+        finished_before = first >= self.config.train.steps
+        on_first_rank(fabric, lambda: self._save_model(model, finished_before))
         return Trained(self.folder, model, self.data.tokenizer, self.config)
+
+    def _save_model(self, model, finished_before: bool) -> None:
+        """Save the model, unless a run that was finished before has it: it is the user's by now."""
+        place = self.folder / "model"
+        wrong = damaged_model(place, model) if finished_before and place.exists() else None
+        if finished_before and place.exists() and wrong is None:
+            return
+        if wrong is not None:
+            logger.warning("the saved model is damaged: %s. It is written again from the last checkpoint", wrong)
+            aside = place.with_name("model.damaged")
+            remove(aside)
+            place.rename(aside)
+        save_model(model, self.data.tokenizer, place, self.config)
 
     def _train_steps(self, first: int, log: MetricsLog, progress: Progress | None) -> None:
         settings, stepper = self.config.train, self.stepper

@@ -56,7 +56,7 @@ def read_manifest(folder: Path) -> dict:
         files, step = dict(manifest["files"]), int(manifest["step"])
     except FileNotFoundError:
         raise ValueError(f"{MANIFEST} is missing") from None
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(f"{MANIFEST} is damaged ({type(error).__name__})") from None
     if said != _own_checksum(manifest):
         raise ValueError(f"{MANIFEST} is damaged (its checksum differs)")

@@ -127,18 +127,34 @@ def scalars(values: dict[str, Any]) -> list[tuple[str, float]]:
 
 def read_metrics(path: Path) -> list[dict]:
     """The lines of a ``metrics.jsonl`` up to the first damaged one, which a crash may leave."""
+    return read_metrics_and_rest(path)[0]
+
+
+def read_metrics_and_rest(path: Path) -> tuple[list[dict], int]:
+    """The lines of a ``metrics.jsonl`` up to the first damaged one, and the number of lines from there on.
+
+    A last line without its end, which is being written or was when the process was killed, does not count.
+    """
     if not path.exists():
-        return []
-    lines = []
-    for text in path.read_text(encoding="utf-8", errors="replace").splitlines():
-        try:
-            line = json.loads(text)
-        except json.JSONDecodeError:
-            break
-        if not isinstance(line, dict) or not isinstance(line.get("step"), int):
-            break
-        lines.append(line)
-    return lines
+        return [], 0
+    lines: list[dict] = []
+    texts = path.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True)
+    for number, text in enumerate(texts):
+        if not _is_line(text, lines):
+            rest = len(texts) - number
+            return lines, rest - (rest == 1 and not text.endswith("\n"))
+        lines.append(json.loads(text))
+    return lines, 0
+
+
+def _is_line(text: str, before: list[dict]) -> bool:
+    """Whether this is a line of metrics, not of an earlier step than the one before it, and of whole characters."""
+    try:
+        line = json.loads(text)
+    except (ValueError, RecursionError):
+        return False
+    step = line.get("step") if isinstance(line, dict) else None
+    return isinstance(step, int) and "\ufffd" not in text and step >= (before[-1]["step"] if before else 0)
 
 
 def _outside(lambdas: list[float]) -> list[int]:

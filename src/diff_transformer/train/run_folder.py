@@ -13,9 +13,11 @@ from pathlib import Path
 
 from filelock import FileLock, Timeout
 
-from diff_transformer.checks import differences
+from diff_transformer.checks import differences, listed, read_json
 from diff_transformer.durable import DiskError, explained, replacing, require_room, require_writable
 from diff_transformer.model.card import write_card
+from diff_transformer.model.convert.checkpoint import Checkpoint
+from diff_transformer.model.saved import read_settings
 from diff_transformer.train.config import RunConfig
 from diff_transformer.train.state import state_bytes
 
@@ -132,6 +134,8 @@ def open_run_folder(folder: Path, config: RunConfig, *, resume: bool) -> RunLock
 def save_model(model, tokenizer, folder: Path, config: RunConfig) -> None:
     """Write model, tokenizer and a card with ``training_facts`` to ``folder`` in Hugging Face's format, atomically.
 
+    A damaged model there is kept as ``NAME.damaged``.
+
     Raises:
         DiskError: if it cannot be written. What was there before is intact, and so is the run's last checkpoint.
     """
@@ -149,6 +153,27 @@ def save_model(model, tokenizer, folder: Path, config: RunConfig) -> None:
         raise DiskError(
             error.errno or errno.EIO, f"{error.strerror}; the checkpoints are intact: make room, then --resume"
         ) from error
+
+
+def damaged_model(folder: Path, model) -> str | None:
+    """What makes the saved ``model`` in ``folder`` unusable, or None. Names and shapes are compared, not numbers."""
+    try:
+        settings = read_settings(folder)
+        if settings is None:
+            return f"{folder} has no config.json"
+        if "quantization_config" in settings:  # the user's own
+            return None
+        shapes = Checkpoint(folder).shapes()
+    except (ValueError, OSError) as error:
+        return str(error)
+    weights = model.state_dict()
+    there = {weights[name].data_ptr() for name in shapes if name in weights}
+    lost = [
+        name
+        for name, weight in weights.items()  # tied weights are saved once
+        if (shapes[name] != tuple(weight.shape) if name in shapes else weight.data_ptr() not in there)
+    ]
+    return f"{folder} lacks {listed(lost)}" if lost else None
 
 
 def training_facts(config: RunConfig) -> dict[str, str]:
@@ -192,12 +217,13 @@ def _is_ours(name: str) -> bool:
 
 
 def _refuse_other_run(folder: Path, path: Path, config: RunConfig) -> None:
+    values = read_json(path, "restore the run's configuration, or start again in another folder")
+    if not isinstance(values, dict):
+        raise ValueError(f"{path} holds a {type(values).__name__}, not the configuration of a run; restore it")
     try:
-        there = RunConfig.from_dict(json.loads(path.read_text(encoding="utf-8"))).to_dict()
-    except json.JSONDecodeError as error:
-        raise ValueError(
-            f"{path} is damaged ({error}); restore the run's configuration, or start again in another folder"
-        ) from None
+        there = RunConfig.from_dict(values).to_dict()
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from None
     here = config.to_dict()
     different = [line for line in differences(there, here) if not _FREE.match(line)]
     if different:

@@ -78,6 +78,9 @@ def test_the_memory_of_words_is_bounded(tokenizer, monkeypatch):
         assert np.frombuffer(encoder.encode(text), "<u4").tolist() == expected
         assert len(encoder._words) <= 50
         assert len(encoder._words._older) <= 50
+    kept = len(encoder._words)
+    encoder.encode("x" * 1000)
+    assert len(encoder._words) == kept, "long words are kept"
 
 
 def test_a_tokenizer_that_may_cross_spaces_is_called_with_the_whole_text(tokenizer):

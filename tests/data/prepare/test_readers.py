@@ -1,6 +1,8 @@
 import gzip
 import io
 import json
+import os
+import shutil
 import sys
 import tarfile
 import types
@@ -242,6 +244,7 @@ def test_blank_documents_are_left_out_and_counted(tmp_path):
         (b'{"text": 7}', "'text' holds a int, not a text"),
         (b'["text"]', "line 2 holds a list, not an object"),
         (b'{"text": "\xff"}', "line 2 is not JSON in UTF-8"),
+        (b'{"text": ' + b"[" * 100_000, "line 2 is not JSON in UTF-8"),
         (rb'{"text": "\ud800"}', "half of a surrogate pair"),
     ],
 )
@@ -256,6 +259,13 @@ def test_a_row_without_text_stops_or_is_counted(tmp_path, line, message):
 
 
 def test_errors_name_what_is_wrong(tmp_path):
+    pipes = tmp_path / "pipes"
+    pipes.mkdir()
+    os.mkfifo(pipes / "pipe.txt")
+    for pipe in (pipes / "pipe.txt", pipes, "/dev/zero"):
+        with pytest.raises(ValueError, match=r"(pipe.txt|/dev/zero) is a pipe, a socket or a device"):
+            find_sources([str(pipe)], 0.1)
+    shutil.rmtree(pipes)
     with pytest.raises(FileNotFoundError, match=r"nowhere' does not exist; give 'python', a text file"):
         texts(tmp_path / "nowhere")
     (tmp_path / "picture.png").write_bytes(b"\x89PNG")

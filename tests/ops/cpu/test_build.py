@@ -6,6 +6,8 @@ import pwd
 import shlex
 import shutil
 import stat
+import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
@@ -122,6 +124,126 @@ def test_a_folder_of_another_user_is_not_used(fresh, become, monkeypatch, caplog
     assert build.library() is not None
     assert list((fresh.parent / "native-4242").iterdir()) == []
     assert "belongs to another user" in caplog.text
+
+
+@needs_native
+@pytest.mark.parametrize("place", ["the cache folder", "above it", "where a link leads"])
+def test_a_folder_that_others_can_exchange_is_not_used(fresh, become, caplog, monkeypatch, tmp_path, place):
+    calls = become(COPIES)
+    open_to_all = tmp_path / "open"
+    inner = open_to_all if place == "the cache folder" else open_to_all / "inner"
+    inner.mkdir(parents=True)
+    if place == "where a link leads":
+        (tmp_path / "link").symlink_to(inner)
+        inner = tmp_path / "link"
+    monkeypatch.setenv("DIFF_TRANSFORMER_CACHE", str(inner))
+    open_to_all.chmod(0o1777)  # as /tmp: nobody can rename what is another's
+    assert build.library() is not None
+    assert warnings(caplog) == []
+    open_to_all.chmod(0o777)
+    for _ in range(2):
+        build.library.cache_clear()
+        assert build.library() is not None
+    assert calls() == 3, "a library from there was loaded"
+    assert f"{open_to_all} belongs to another user, or others can write to it" in caplog.text
+
+
+@needs_native
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a folder away")
+def test_a_folder_in_one_of_another_user_is_not_used(fresh, become, caplog):
+    become(COPIES)
+    fresh.mkdir(parents=True)
+    os.chown(fresh.parent, 4242, 4242)
+    assert build.library() is not None
+    assert list(fresh.iterdir()) == []
+    assert f"{fresh.parent} belongs to another user" in caplog.text
+
+
+@needs_native
+def test_without_a_safe_place_nothing_is_compiled(fresh, become, caplog, monkeypatch, tmp_path):
+    calls = become(COPIES)
+    (tmp_path / "cache").mkdir()
+    (tmp_path / "cache").chmod(0o777)
+    monkeypatch.setattr(build.tempfile, "tempdir", str(tmp_path / "cache"))
+    computes()
+    assert calls() == 0
+    assert f"{tmp_path / 'cache'} belongs to another user, or others can write to it; set TMPDIR" in caplog.text
+
+
+@needs_native
+@pytest.mark.parametrize("in_memory", [True, False])
+def test_what_was_checked_is_loaded(fresh, become, monkeypatch, in_memory):
+    """The file is exchanged after it was checked."""
+    become(COPIES)
+    assert build.library() is not None
+    (made,) = fresh.glob("*.so")
+    check = build.kept
+
+    def checked_and_exchanged(path):
+        content = check(path)
+        made.unlink()
+        made.write_bytes(b"foreign")
+        return content
+
+    monkeypatch.setattr(build, "kept", checked_and_exchanged)
+    if not in_memory:
+        monkeypatch.delattr(build.os, "memfd_create")
+    build.library.cache_clear()
+    computes()
+    assert build.library() is not None
+
+
+@needs_native
+def test_an_umask_that_shares_new_folders_with_all_makes_no_difference(fresh, become, caplog):
+    become(COPIES)
+    before = os.umask(0)
+    try:
+        assert build.library() is not None
+    finally:
+        os.umask(before)
+    assert warnings(caplog) == []
+
+
+COMPILES = """
+import sys
+from diff_transformer.ops.cpu.build import library
+library()
+"""
+
+
+@needs_native
+@pytest.mark.parametrize("private", [True, False])
+def test_a_killed_process_leaves_no_compiler_and_no_folder(fresh, become, monkeypatch, tmp_path, private):
+    become("echo half > $out; echo half > $TMPDIR/half.s", "sleep 600 & echo $! > $built.pid", "wait")
+    temporary, started = tmp_path / "temporary", tmp_path / "built.so.pid"
+    temporary.mkdir()
+    if not private:
+        fresh.mkdir(parents=True)
+        fresh.chmod(0o777)
+    process = subprocess.Popen([sys.executable, "-c", COMPILES], env={**os.environ, "TMPDIR": str(temporary)})
+    waited(lambda: started.exists() and started.read_text())
+    process.kill()
+    process.wait()
+    assert ended(int(started.read_text())), "what the compiler started still runs"
+    waited(lambda: not [*temporary.iterdir(), *fresh.glob(f"*{build._BUILDING}*")])
+
+
+def waited(condition, seconds=30):
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.05)
+
+
+@needs_native
+def test_what_a_machine_that_went_down_left_is_removed(fresh, become):
+    become(COPIES)
+    path = build.library_path(build.compiler())
+    left = path.with_name(f"{path.stem}{build._BUILDING}abc")
+    left.mkdir(parents=True)
+    fresh.chmod(0o700)
+    assert build.library() is not None
+    assert [one.name for one in fresh.iterdir() if one.is_dir()] == []
 
 
 @needs_native

@@ -60,7 +60,7 @@ def read_manifest(folder: Path | str) -> dict:
     try:
         manifest = json.loads(path.read_text())
         named, checksum = (manifest["format"], manifest["version"]), manifest.pop("checksum", None)
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise ValueError(f"{path} is not the manifest of a prepared folder ({type(error).__name__}: {error})") from None
     if named != (FORMAT, VERSION):
         raise ValueError(f"{path} is of format {named}, this version reads {(FORMAT, VERSION)}; prepare the text again")

@@ -261,7 +261,7 @@ def json_lines(raw: BinaryIO, name: str, field: str) -> TextRows:
 def _text_of_line(line: bytes, field: str, place: str) -> object:
     try:
         row = json.loads(line.decode("utf-8-sig"))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         return Invalid(f"{place} is not JSON in UTF-8 ({error})")
     if not isinstance(row, dict):
         return Invalid(f"{place} holds a {type(row).__name__}, not an object")

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from filelock import FileLock, Timeout
 
-from diff_transformer.checks import differences, require_positive
+from diff_transformer.checks import differences, read_json, require_positive
 from diff_transformer.data.prepare.config import PrepareConfig, TokenizerFacts, choose_tokenizer, facts_of
 from diff_transformer.data.prepare.engine import ENGINES, Engine, run_tasks, with_tasks
 from diff_transformer.data.prepare.folder import (
@@ -229,7 +228,7 @@ def _plan(config: PrepareConfig, sources: Sequence[TextSource], facts: Tokenizer
 
 
 def _refuse_another(out: Path, plan: dict, manifest: dict | None) -> None:
-    whole: dict = manifest or json.loads((out / PLAN).read_text())
+    whole: dict = manifest or read_json(out / PLAN)
     there: dict = {key: whole.get(key) for key in plan}
     if there == plan:
         return

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
 from urllib.parse import parse_qsl
 
-from diff_transformer.checks import first_line
+from diff_transformer.checks import first_line, require_regular
 from diff_transformer.data.documents import (
     ARCHIVE_SUFFIXES,
     JSON_SUFFIXES,
@@ -136,6 +136,7 @@ def _find(name: str) -> TextSource:
     path = Path(name).absolute()
     if not path.exists():
         raise FileNotFoundError(f"source {name!r} does not exist; give {ACCEPTED}")
+    require_regular(path)
     if path.is_dir():
         items = list(_folder(path))
     elif path.name.lower().endswith(ARCHIVE_SUFFIXES):
@@ -185,6 +186,7 @@ def _folder(root: Path):
             path = Path(folder) / name
             kind = None if name.startswith(".") else _kind(name)
             if kind:
+                require_regular(path)
                 yield SourceFile(path.relative_to(root).as_posix(), kind, path.stat().st_size)
 
 

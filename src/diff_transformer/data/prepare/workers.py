@@ -27,6 +27,7 @@ from tokenizers import Tokenizer
 from diff_transformer.data.prepare.folder import DOCUMENT_DTYPE, DOCUMENTS, TOKENS, new_digest
 from diff_transformer.data.prepare.pieces import TextHash, Unit
 from diff_transformer.data.tiktoken_ranks import PIECES as CL100K
+from diff_transformer.data.tokenizer import LONGEST_WORD
 from diff_transformer.data.tokenizer import PIECES as OURS
 from diff_transformer.durable import replacing
 
@@ -34,7 +35,7 @@ KILLED = (
     "a process that tokenised was killed, perhaps because memory ran out; finished shards are kept: continue with "
     "--resume and fewer --jobs"
 )
-MAX_WORDS = 200_000  # in each of two generations; about 60 MB together
+MAX_WORDS = 200_000  # in each of two generations; about 60 MB together. Words above LONGEST_WORD are not kept
 
 # A cut lies between a character that is no white space and a space, tab or line end; not between punctuation and a
 # line end, which cl100k joins.
@@ -85,6 +86,8 @@ class _Words(dict):
         tokens = self._older.get(word)
         if tokens is None:
             tokens = self._make(word)
+        if len(word) > LONGEST_WORD:
+            return tokens
         if len(self) >= MAX_WORDS:
             self._older = dict(self)
             self.clear()

@@ -37,7 +37,7 @@ def read_records(path: str | os.PathLike) -> Any:
     text = read_text(path)
     try:
         return json.loads(text)
-    except json.JSONDecodeError as error:
+    except (ValueError, RecursionError) as error:
         if ".jsonl" not in Path(path).name.lower() and "\n" not in text.strip():
             raise ValueError(f"{path} is not JSON: {error}") from None
     records = []
@@ -45,7 +45,7 @@ def read_records(path: str | os.PathLike) -> Any:
         if line.strip():
             try:
                 records.append(json.loads(line))
-            except json.JSONDecodeError as error:
+            except (ValueError, RecursionError) as error:
                 raise ValueError(f"{path}, line {number} is not JSON: {error}") from None
     return records
 

@@ -9,8 +9,9 @@ import re
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from diff_transformer.model.convert.checkpoint import Checkpoint, read_settings
+from diff_transformer.model.convert.checkpoint import Checkpoint
 from diff_transformer.model.convert.plan import HUGGING_FACE, LAMBDAS, Names, Shapes, shapes_by_role, without
+from diff_transformer.model.saved import read_settings
 
 _PROJECTIONS: Names = {"q": "q_proj.weight", "k": "k_proj.weight", "v": "v_proj.weight"}
 LAYER: dict[int, Names] = {

@@ -17,7 +17,7 @@ from torch import Tensor
 from diff_transformer.checks import listed
 from diff_transformer.durable import flush_tree, require_room, require_writable
 from diff_transformer.model.convert.plan import Shapes, TensorSource
-from diff_transformer.model.loading import unreadable
+from diff_transformer.model.saved import check_files, check_sizes, indexed_files, unreadable
 
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
 _DTYPES = {
@@ -44,6 +44,7 @@ class Checkpoint:
     def __init__(self, folder: Path):
         if not folder.is_dir():
             raise FileNotFoundError(f"{folder} is not a folder; give the folder of a saved model")
+        check_files(folder)
         self.folder = folder
         self._file_of: dict[str, Path] = {}
         self._shapes: Shapes = {}
@@ -52,6 +53,7 @@ class Checkpoint:
         for path in _files(folder):
             self._read_header(path)
         self._check_dtypes()
+        check_sizes(folder, self._shapes)
 
     def _read_header(self, path: Path):
         try:
@@ -85,33 +87,9 @@ class Checkpoint:
         return self._open[self._file_of[name]].get_tensor(name)
 
 
-def read_settings(folder: Path, name: str = "config.json") -> dict | None:
-    """Read the JSON object in ``folder / name``; None if there is no such file.
-
-    Raises:
-        ValueError: if the file does not hold a JSON object.
-    """
-    path = folder / name
-    if not path.exists():
-        return None
-    try:
-        settings = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(f"{path} is not JSON ({error})") from None
-    if not isinstance(settings, dict):
-        raise ValueError(f"{path} holds a {type(settings).__name__}; expected a JSON object with the model's settings")
-    return settings
-
-
 def _files(folder: Path) -> list[Path]:
-    index = read_settings(folder, "model.safetensors.index.json")
-    if index is not None:
-        shards = sorted({folder / shard for shard in index.get("weight_map", {}).values()})
-        missing = [shard.name for shard in shards if not shard.exists()]
-        if missing:
-            raise FileNotFoundError(
-                f"{folder} lacks {len(missing)} of the {len(shards)} files its index names: {listed(missing)}"
-            )
+    shards = indexed_files(folder)
+    if shards is not None:
         return shards
     if (folder / "model.safetensors").exists():
         return [folder / "model.safetensors"]

@@ -10,7 +10,8 @@ from importlib import import_module
 from types import ModuleType
 from typing import NamedTuple
 
-from diff_transformer.model.convert.checkpoint import Checkpoint, read_settings
+from diff_transformer.model.convert.checkpoint import Checkpoint
+from diff_transformer.model.saved import read_settings
 
 OURS = "diff-transformer"
 

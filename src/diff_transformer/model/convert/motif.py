@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 
 from diff_transformer.model.config import DiffTransformerConfig
-from diff_transformer.model.convert.checkpoint import Checkpoint, read_settings
+from diff_transformer.model.convert.checkpoint import Checkpoint
 from diff_transformer.model.convert.ours import OUR_NAMES, our_names, refuse
 from diff_transformer.model.convert.plan import (
     HUGGING_FACE,
@@ -25,6 +25,7 @@ from diff_transformer.model.convert.plan import (
     shapes_by_role,
     without,
 )
+from diff_transformer.model.saved import read_settings
 
 DEPTH_OFFSET = -1
 _PREFIX = "model.layers.{i}.self_attn"

@@ -12,8 +12,9 @@ from pathlib import Path
 from torch import Tensor
 
 from diff_transformer.model.attention import DiffAttention
-from diff_transformer.model.convert.checkpoint import Checkpoint, read_settings
+from diff_transformer.model.convert.checkpoint import Checkpoint
 from diff_transformer.model.convert.plan import LAMBDAS, check_tensors
+from diff_transformer.model.saved import read_settings
 
 _NORM_EPS = 1e-5
 _DEFAULT_WINDOW = 2047

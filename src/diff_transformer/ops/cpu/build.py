@@ -1,8 +1,9 @@
 """Compiles ``native.cpp`` for this processor at its first use, and loads the library.
 
 The library is kept in the folder ``native-UID`` of the package's cache folder. A library runs code in this process, so
-its folder and file must belong to the user and be writable by nobody else; otherwise it is compiled into a private
-temporary folder, once for each process. Where it cannot be compiled or loaded, the backend runs in PyTorch.
+its folder and file must belong to the user and be writable by nobody else, and nobody else may exchange a folder above
+them; otherwise it is compiled in a private temporary folder, once for each process. What is loaded is a copy in memory
+of the bytes that were checked. Where the library cannot be compiled or loaded, the backend runs in PyTorch.
 """
 
 import ctypes
@@ -17,13 +18,14 @@ import stat
 import subprocess
 import tempfile
 import time
-from contextlib import ExitStack, suppress
+from collections.abc import Generator
+from contextlib import ExitStack, contextmanager, suppress
 from functools import cache
 from pathlib import Path
 
 from filelock import FileLock
 
-from diff_transformer.durable import cache_folder, replacing
+from diff_transformer.durable import cache_folder
 
 log = logging.getLogger("diff_transformer")
 
@@ -35,7 +37,20 @@ FLAGS = (
     *("-O3", "-march=native", "-std=c++17", "-fPIC", "-shared", OPENMP),
     *("-ffp-contract=fast", "-fno-math-errno", "-fno-trapping-math", "-w"),
 )
+_BUILDING = "-building-"  # in the names of folders in which something is compiled
 SECONDS = 180.0  # limit of the compiler, which takes some ten seconds
+# Runs a compiler, and watches this process by its end of a pipe. If the process is killed, the compiler is stopped and
+# its folder removed.
+GUARDED = """
+exec 3<&0 </dev/null
+{ trap '' TERM; read -r _ <&3; kill -TERM 0; sleep 1; rm -rf "$1"; kill -KILL 0; } >/dev/null 2>&1 &
+watching=$!
+shift
+"$@" 3<&-
+status=$?
+kill -KILL $watching
+exit $status
+"""
 DIGEST_BYTES = hashlib.sha256().digest_size  # appended to a kept library, so that a damaged file is never loaded
 
 
@@ -97,25 +112,56 @@ def _load(command: str, flags: tuple[str, ...]) -> tuple[Path, ctypes.CDLL]:
 def _load_exactly(command: str, flags: tuple[str, ...]) -> tuple[Path, ctypes.CDLL]:
     try:
         path = library_path(command, flags)
-        require_private(path.parent)
+        path = private_folder(path.parent) / path.name
     except Untrusted as reason:
-        with tempfile.TemporaryDirectory(prefix="diff-transformer-") as folder:  # only its user may enter it
-            path = Path(folder) / "native.so"
-            build(command, path, flags)
-            loaded = _declared(ctypes.CDLL(str(path)))  # stays in memory when the file is deleted
+        with _temporary_folder() as folder:
+            path, loaded = folder / "native.so", _loaded(_compiled(command, folder, flags))
         log.warning(
             "blockwise: the native form is compiled in each process, because %s; "
-            "set DIFF_TRANSFORMER_CACHE to a folder that you own and nobody else can write",
+            "set DIFF_TRANSFORMER_CACHE to a folder that you own, where nobody else can write to it or above it",
             reason,
         )
         return path, loaded
-    if not is_whole(path):
-        _build_once(command, path, flags)
+    content = kept(path)
+    if content is None:
+        content = _build_once(command, path, flags)
     try:
-        return path, _declared(ctypes.CDLL(str(path)))
+        return path, _loaded(content)
     except (OSError, AttributeError):
         path.unlink(missing_ok=True)  # the next process compiles again
         raise
+
+
+def _loaded(content: bytes) -> ctypes.CDLL:
+    """The library of these bytes, with the types of its functions, from a file that nobody else can reach."""
+    number = -1
+    with suppress(AttributeError, OSError):  # Linux alone has files in memory, and may forbid to run them
+        number = os.memfd_create("diff-transformer-native", os.MFD_CLOEXEC)
+        with open(number, "wb", closefd=False) as file:  # stays open: the loader knows libraries by their names
+            file.write(content)
+        return _declared(ctypes.CDLL(f"/proc/self/fd/{number}"))
+    if number >= 0:
+        os.close(number)
+    with _temporary_folder() as folder:
+        copy = folder / "native.so"
+        copy.write_bytes(content)
+        return _declared(ctypes.CDLL(str(copy)))  # stays in memory when the file is deleted
+
+
+@contextmanager
+def _temporary_folder() -> Generator[Path]:
+    """A folder that only this user may enter, and that nobody else can exchange; removed at the end.
+
+    Raises:
+        CannotBuild: there is no such place.
+    """
+    try:
+        place = Path(tempfile.gettempdir()).resolve()
+        _refuse_exchangeable(place)
+    except (OSError, Untrusted) as reason:
+        raise CannotBuild(f"there is no safe place for it: {reason}; set TMPDIR to a folder of your own") from None
+    with tempfile.TemporaryDirectory(prefix="diff-transformer-", dir=place) as folder:
+        yield Path(folder)
 
 
 def library_path(command: str, flags: tuple[str, ...] = FLAGS) -> Path:
@@ -158,109 +204,170 @@ def _processor_line(*names: str) -> str:
     return next((line for line in lines if line.startswith(names)), platform.processor())
 
 
-def require_private(folder: Path) -> None:
-    """Make the folder if it is missing, and check that only this user can write to it.
+def private_folder(folder: Path) -> Path:
+    """The folder without links in its path, made if it is missing; only this user can change or exchange it.
 
     Raises:
         Untrusted: it cannot be made or written, or someone else could put a library there.
     """
     try:
-        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        for place in reversed((folder, *folder.parents)):
+            if not place.exists():
+                place.mkdir(exist_ok=True, mode=0o700 if place == folder else 0o755)  # also where the umask is 002
         status = folder.lstat()
+        resolved = folder.resolve()
     except OSError as error:
         raise Untrusted(f"{folder} cannot be made ({error.strerror})") from error
     if not stat.S_ISDIR(status.st_mode):
         raise Untrusted(f"{folder} is no folder")
     if not _is_ours(status):
         raise Untrusted(f"{folder} belongs to another user, or others can write to it")
+    _refuse_exchangeable(resolved.parent)
     if not os.access(folder, os.W_OK | os.X_OK):
         raise Untrusted(f"{folder} cannot be written")
+    return resolved
+
+
+def _refuse_exchangeable(folder: Path) -> None:
+    """Check that nobody but this user and root can rename what this user has in ``folder``, a path without links.
+
+    Raises:
+        Untrusted: for the first folder of its path that belongs to someone else, or in which others may rename.
+    """
+    for place in (folder, *folder.parents):
+        status = place.lstat()
+        mode = status.st_mode
+        shared = mode & stat.S_IWOTH or (mode & stat.S_IWGRP and status.st_gid != _own_group())
+        if status.st_uid not in (0, _user()) or not stat.S_ISDIR(mode) or (shared and not mode & stat.S_ISVTX):
+            raise Untrusted(f"{place} belongs to another user, or others can write to it")
+
+
+def _own_group() -> int | None:
+    """The group that has this user alone, as many systems make one for each; with it new folders are shared."""
+    import grp  # not on Windows
+    import pwd
+
+    with suppress(KeyError):
+        user = pwd.getpwuid(_user())
+        group = grp.getgrgid(user.pw_gid)
+        if group.gr_name == user.pw_name and not {*group.gr_mem} - {user.pw_name}:
+            return group.gr_gid
+    return None
 
 
 def _is_ours(status: os.stat_result) -> bool:
     return status.st_uid == _user() and not status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
 
 
-def is_whole(path: Path) -> bool:
-    """Whether the file is a library that this user kept, to its last byte. A truncated one could crash the loader."""
-    try:
-        status = path.lstat()
-        if not stat.S_ISREG(status.st_mode) or not _is_ours(status):
-            return False
-        content = path.read_bytes()
-    except OSError:
-        return False
-    return hashlib.sha256(content[:-DIGEST_BYTES]).digest() == content[-DIGEST_BYTES:]
+def kept(path: Path) -> bytes | None:
+    """The library that this user kept, or None: if it is not one, to its last byte (it could crash the loader)."""
+    with suppress(OSError):
+        flags = os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)
+        with open(os.open(path, flags), "rb") as file:
+            status = os.fstat(file.fileno())
+            if stat.S_ISREG(status.st_mode) and _is_ours(status):
+                content = file.read()
+                if hashlib.sha256(content[:-DIGEST_BYTES]).digest() == content[-DIGEST_BYTES:]:
+                    return content[:-DIGEST_BYTES]
+    return None
 
 
-def _build_once(command: str, path: Path, flags: tuple[str, ...]) -> None:
-    """Compile to ``path``. Of the processes that want the same library one compiles and the others wait.
+def _build_once(command: str, path: Path, flags: tuple[str, ...]) -> bytes:
+    """Compile to ``path``, and return the library. Of the processes that want the same one, one compiles and the others
+    wait.
 
     They share its failure as well. A later process tries again.
     """
     began = time.time()
     failure = path.with_suffix(".failed")
     with ExitStack() as held:
+        locked = False
         with suppress(OSError, NotImplementedError):  # without locks each process compiles, and the last one stays
             held.enter_context(FileLock(path.with_suffix(".lock")))
-        if is_whole(path):
-            return
+            locked = True
+        if (content := kept(path)) is not None:
+            return content
+        for left in path.parent.glob(f"{path.stem}{_BUILDING}*") if locked else ():
+            shutil.rmtree(left, ignore_errors=True)  # of a process that ended with its machine
         with suppress(OSError):
             if failure.stat().st_mtime >= began:
                 kind, _, reason = failure.read_text(encoding="utf-8").partition("\n")
                 raise NoOpenMP(reason) if kind == NoOpenMP.__name__ else CannotBuild(reason)
         log.info("blockwise: compiling the native form, once on this machine")
         try:
-            build(command, path, flags)
+            return build(command, path, flags)
         except CannotBuild as error:
             with suppress(OSError):
                 failure.write_text(f"{type(error).__name__}\n{error}", encoding="utf-8")
             raise
 
 
-def build(command: str, path: Path, flags: tuple[str, ...] = FLAGS) -> None:
-    """Compile to ``path`` atomically: no process sees an incomplete file.
+def build(command: str, path: Path, flags: tuple[str, ...] = FLAGS) -> bytes:
+    """Compile to ``path`` atomically, so that no process sees an incomplete file; return the library.
 
     Raises:
         CannotBuild: the compiler failed, did not end in SECONDS, or the file cannot be written. NoOpenMP: it failed
         because it has no OpenMP.
     """
     try:
-        with replacing(path, flush=False, unique=True) as made:  # the digest shows a file that a crash truncated
-            errors = run_compiler([command, *flags, str(SOURCE), "-o", str(made)])
-            if errors is not None:
-                no_openmp = OPENMP in flags and re.search(r"openmp|omp\.h|-l[gi]?omp", errors, re.IGNORECASE)
-                kind = NoOpenMP if no_openmp else CannotBuild
-                raise kind(f"{command} failed: {errors.strip()[-500:]}")
-            content = made.read_bytes()
-            made.write_bytes(content + hashlib.sha256(content).digest())
+        with tempfile.TemporaryDirectory(prefix=f"{path.stem}{_BUILDING}", dir=path.parent) as folder:
+            content = _compiled(command, Path(folder), flags)
+            made = Path(folder) / path.name
+            made.write_bytes(content + hashlib.sha256(content).digest())  # shows a file that a crash truncated
             made.chmod(0o700)
+            os.replace(made, path)
+            return content
     except OSError as error:
         raise CannotBuild(f"{error}") from error
 
 
-def run_compiler(command: list[str]) -> str | None:
+def _compiled(command: str, folder: Path, flags: tuple[str, ...]) -> bytes:
+    """The library, compiled in ``folder``, which is removed if this process is killed meanwhile."""
+    made = folder / "compiled.so"
+    try:
+        errors = run_compiler([command, *flags, str(SOURCE), "-o", str(made)], folder)
+        if errors is not None:
+            no_openmp = OPENMP in flags and re.search(r"openmp|omp\.h|-l[gi]?omp", errors, re.IGNORECASE)
+            kind = NoOpenMP if no_openmp else CannotBuild
+            raise kind(f"{command} failed: {errors.strip()[-500:]}")
+        return made.read_bytes()
+    except OSError as error:
+        raise CannotBuild(f"{error}") from error
+
+
+def run_compiler(command: list[str], folder: Path) -> str | None:
     """What the compiler printed to standard error if it failed, or None.
+
+    Args:
+        folder: for the compiler's temporary files. If this process is killed, the compiler ends and the folder goes.
 
     Raises:
         CannotBuild: it did not end in SECONDS; it is stopped then, with the processes it started.
     """
-    process = subprocess.Popen(
-        command,
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-        text=True,
-        errors="replace",
-        start_new_session=True,
-    )
+    watched, mine = os.pipe()  # nothing is written to it; that it closes tells the end of this process
     try:
-        _, errors = process.communicate(timeout=SECONDS)
-    except subprocess.TimeoutExpired as error:
-        with suppress(OSError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.communicate()
-        raise CannotBuild(f"{command[0]} has not ended after {SECONDS:.0f} s") from error
+        process = subprocess.Popen(
+            ["/bin/sh", "-c", GUARDED, "sh", str(folder), *command],
+            stdin=watched,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
+            errors="replace",
+            start_new_session=True,
+            env={**os.environ, "TMPDIR": str(folder)},
+        )
+        try:
+            _, errors = process.communicate(timeout=SECONDS)
+        except BaseException as error:  # a Ctrl-C as well
+            with suppress(OSError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.communicate()
+            if not isinstance(error, subprocess.TimeoutExpired):
+                raise
+            raise CannotBuild(f"{command[0]} has not ended after {SECONDS:.0f} s") from error
+    finally:
+        os.close(watched)
+        os.close(mine)
     return errors if process.returncode else None
 
 
