@@ -58,9 +58,9 @@ def folder_table(folder: Path, length: int | None = None) -> Table:
     Raises:
         FileNotFoundError, ValueError: if the folder holds no model in safetensors; for a length that is not positive.
     """
-    from diff_transformer.model.convert.checkpoint import read_settings
     from diff_transformer.model.convert.folder import DTYPES, convertible
     from diff_transformer.model.convert.layouts import LAYOUTS
+    from diff_transformer.model.saved import read_settings
 
     found = convertible(folder)
     settings, shapes = read_settings(folder) or {}, found.checkpoint.shapes()
