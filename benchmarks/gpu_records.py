@@ -31,7 +31,7 @@ INSTALLED = {
 SETTING = (
     "kind", "model", "fields", "compiled", "dtype", "batch", "heads", "kv_heads", "length", "cache", "width", "causal"
 )  # fmt: skip
-WHO = ("backend", "side", "shape", "form", "tool")
+WHO = ("backend", "side", "shape", "form", "tool", "kernel", "tile", "call")
 VERSIONS = ("gpu", "cuda", "cudnn", "triton")
 PACKED = "gpu.json"  # all records of a call, and how its stages ended
 LOST = "failed: the device is lost: "

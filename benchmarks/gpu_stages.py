@@ -32,7 +32,7 @@ from diff_transformer.bench.shapes import SHORTER, Shape, gpu_shape, parse_shape
 from diff_transformer.bench.step import GPU_SETTINGS as GPU_STEPS
 from diff_transformer.bench.step import run_step_benchmark
 from diff_transformer.bench.tune import tune_attention
-from diff_transformer.ops import available_backends, dispatch, gluon
+from diff_transformer.ops import available_backends, gluon
 from diff_transformer.ops.gluon import self_test
 from gpu_records import Unfinished, setting, settings_of
 
@@ -130,7 +130,7 @@ def run_tests(selected: list[str], seconds: float, parallel: bool) -> dict:
     quiet = ["-q", "-W", "ignore", "--tb=short", "-p", "no:cacheprovider"]
     command = [sys.executable, "-m", "pytest", *quiet, "--maxfail=20", *workers, *selected]
     began = time.monotonic()
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True)
     try:
         output, _ = process.communicate(timeout=max(0.9 * seconds, 1))
         status = process.returncode
@@ -149,11 +149,11 @@ def run_tests(selected: list[str], seconds: float, parallel: bool) -> dict:
 
 
 def rest_of_output(process: subprocess.Popen, seconds: float) -> bytes:
-    """All output of a process that was asked to stop; it is killed if it does not."""
+    """All output of a process that was asked to stop; it and all it started are killed if it does not."""
     try:
         return process.communicate(timeout=seconds)[0]
     except subprocess.TimeoutExpired:
-        process.kill()
+        os.killpg(process.pid, signal.SIGKILL)  # workers of pytest hold its pipe
         return process.communicate()[0]
 
 
@@ -228,7 +228,6 @@ def compile_one(device: str, shape: Shape, variant: str | None) -> dict:
 def attention_tune(dry: bool, seconds: float, out: Path, earlier: list[dict]) -> None:
     """``bench attention --tune`` at the first shapes; later stages take its verdicts where they say "auto"."""
     device, shapes = device_of(dry), parse_shapes("1x1x20x8n") if dry else operator_shapes()[:6]
-    os.environ[dispatch.SWITCH] = "force"
     shapes = left_of(shapes, earlier, kind="both")
     _finish(tune_attention(shapes, (torch.bfloat16,), device, seconds=seconds, out=out, on_row=_say("tune")))
 

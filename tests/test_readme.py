@@ -134,16 +134,40 @@ def test_what_it_says_of_the_objective_is_the_record(monkeypatch):
 
 def test_what_it_says_of_the_operator_s_time_is_the_record():
     said = {
-        "attention_cpu": "takes {} to {} of the time",
-        "attention_zen5": "and {} to {} on a Zen 5.",
-        "attention_amx": "takes {} to {};",
-        "attention_avx2": "without AVX-512, {} to {} (",
+        "attention_cpu": "takes {} to {} times as long as SDPA",
+        "attention_zen5": "{} to {} on a Zen 5,",
+        "attention_amx": "{} to {} with AMX,",
+        "attention_avx2": "{} to {} without AVX-512 (",
     }
     for name, words in said.items():
         rows = json.loads((ROOT / "benchmarks" / "results" / f"{name}.json").read_text())["rows"]
         ours = [row for row in rows if row["backend"] == "blockwise" and row["gate"] == "passed"]
         shares = [row[kind] for row in ours for kind in ("forward_ratio", "both_ratio") if kind in row]
         assert words.format(f"{min(shares):.2f}", f"{max(shares):.2f}") in README
+
+
+def test_what_pages_say_of_a_gpu_is_the_record():
+    results = ROOT / "benchmarks" / "results"
+    rows = json.loads((results / "attention_gpu.json").read_text())["rows"]
+    at = {(row["width"], row["backend"]): row for row in rows if row["length"] == 4096 and row["causal"]}
+    page = " ".join((ROOT / "docs" / "performance.md").read_text().split())
+    of = {}
+    for width in (128, 64):
+        cudnn, flash = at[width, "triton"]["both_ratio"], at[width, "triton"]["ratios"]["softmax[flash]"]["both"]
+        of[width] = f"{cudnn:.2f}", f"{flash:.2f}"
+    assert f"{of[128][0]} times as long as softmax attention on cuDNN at width 128 and {of[64][0]} at width 64" in page
+    assert f"{of[128][1]} and {of[64][1]} times as long as on FlashAttention-2" in page
+    readme = " ".join(README.split())
+    assert (
+        "{} times as long as softmax attention on cuDNN, {} times as long as on FlashAttention-2".format(*of[128])
+        in readme
+    )
+    pairs = json.loads((results / "throughput_gpu.json").read_text())["rows"]
+    (ratio,) = {
+        f"{row['forward_backward_ratio']:.2f}" for row in pairs if row["side"] == "diff" and row["length"] == 4096
+    }
+    assert f"trains at {ratio} of the Transformer's speed" in readme
+    assert f"runs at {ratio} of the Transformer's tokens a second" in page
 
 
 def test_what_the_page_says_of_a_processor_without_avx512_is_the_record():

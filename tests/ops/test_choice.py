@@ -180,7 +180,7 @@ def test_until_it_is_measured_training_is_over_sdpa_on_gpus_other_than_hopper(mo
     with torch.no_grad():
         assert chosen(train=True) == ("triton", "")
     on_a_gpu(monkeypatch)
-    assert chosen(train=True) == ("triton", "")
+    assert chosen(train=True) == ("triton", ""), "a record says so"
 
 
 def test_auto_on_cuda_is_sdpa_elsewhere_and_says_why(monkeypatch):

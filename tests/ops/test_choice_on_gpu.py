@@ -1,6 +1,7 @@
 """What "auto" means on a GPU, on CPU tensors: the forms are real, the Triton kernels in the interpreter."""
 
-import pickle
+import json
+from pathlib import Path
 
 import pytest
 import torch
@@ -23,7 +24,7 @@ from diff_transformer.ops.sdpa import Form
 from diff_transformer.testing import assert_within_budget, make_inputs
 
 pytest.importorskip("triton", reason="without it there is little to choose")
-CPU = torch.device("cpu")
+RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 JOINED, BY_MAP = "sdpa (cpu, both maps at once)", "sdpa (cpu, one map at a time)"
 TWO, ONE = "triton (two passes)", "triton (one pass)"
 
@@ -34,7 +35,7 @@ def gpu(monkeypatch, tmp_path):
     torch.use_deterministic_algorithms(False)
     monkeypatch.setenv("DIFF_TRANSFORMER_CACHE", str(tmp_path))
     monkeypatch.delenv(dispatch.SWITCH, raising=False)
-    monkeypatch.setattr(api, "MEASURED", ("cpu",))
+    monkeypatch.setattr(api, "LOOKED_UP", ("cpu",))
     monkeypatch.setattr(dispatch, "TURNS", (1, 1))
     computed = []
     recorded(monkeypatch, computed)
@@ -78,22 +79,57 @@ def inputs(**sizes):
     return make_inputs(**{"B": 1, "H": 1, "T": 5, "D": 16, **sizes})
 
 
+def tuned(x, is_causal=False, window=None):
+    """As ``bench attention --tune`` does it."""
+    return choice.verdict(x[:5], check(*x, None, is_causal, window, None))
+
+
+@pytest.mark.usefixtures("without_triton")
+def test_nothing_is_timed_in_a_call(monkeypatch, gpu, caplog):
+    """Not by force either, which is said once; inside activation checkpointing the forward is computed twice."""
+    monkeypatch.setattr(choice, "clock", lambda device: pytest.fail("a call was timed"))
+    diff_attention(*inputs())
+    assert gpu == [BY_MAP]
+    out = checkpoint(lambda *x: diff_attention(*x).sin(), *inputs(), use_reentrant=False)
+    out.sum().backward()
+    assert gpu == [BY_MAP] * 3
+    choice._say_what_replaced_it.cache_clear()
+    for _ in range(2):
+        next_process(monkeypatch)
+        monkeypatch.setenv(dispatch.SWITCH, "force")
+        diff_attention(*inputs())
+    (message,) = [record.message for record in caplog.records if record.levelname == "WARNING"]
+    assert message.endswith("run once on this machine: diff-transformer bench attention --tune")
+
+
 @pytest.mark.parametrize("form", [JOINED, ONE])
-def test_the_fastest_form_computes_from_then_on(monkeypatch, gpu, form):
+def test_the_form_that_tuning_found_fastest_computes_from_then_on(monkeypatch, gpu, form):
     takes(monkeypatch, **{form: 0.1})
     x = inputs()
+    diff_attention(*x, is_causal=True)
+    assert gpu == [BY_MAP], "the default"
+    assert tuned(x, is_causal=True).fastest == form
     expected = torch.autograd.grad(diff_attention(*x, is_causal=True, backend="reference").sum(), x)
-    for turn in range(2):
-        if turn:
-            gpu.clear()
+    for _ in range(2):
+        gpu.clear()
         out = diff_attention(*x, is_causal=True)
         for actual, exact in zip(torch.autograd.grad(out.sum(), x), expected, strict=True):
             assert_within_budget(actual, exact)
-    assert gpu == [form]
-    next_process(monkeypatch)
-    gpu.clear()
+        assert gpu == [form]
+        next_process(monkeypatch)  # which finds it on the disk
+    monkeypatch.setenv(dispatch.SWITCH, "0")
     diff_attention(*x, is_causal=True)
-    assert gpu == [form], "kept on the disk"
+    assert gpu[-1] == BY_MAP, "what was kept is not read"
+
+
+@pytest.mark.usefixtures("without_triton")
+def test_tuning_measures_again(monkeypatch, gpu):
+    takes(monkeypatch, **{JOINED: 0.1})
+    assert tuned(inputs()).fastest == JOINED
+    takes(monkeypatch, **{BY_MAP: 0.1})
+    assert tuned(inputs()).fastest == BY_MAP
+    diff_attention(*inputs())
+    assert gpu[-1] == BY_MAP
 
 
 def test_what_is_offered(monkeypatch):
@@ -102,7 +138,7 @@ def test_what_is_offered(monkeypatch):
         arguments = check(*x, **{"attn_mask": None, "is_causal": True, "window": None, "scale": None, **options})
         return list(choice.candidates(x[:5], arguments, choice.kind_of(x[:5], arguments, None)))
 
-    assert offered() == [BY_MAP, JOINED, TWO, ONE], "until it is measured, training is over SDPA"
+    assert offered() == [BY_MAP, JOINED, TWO, ONE], "training is over SDPA where no record says otherwise"
     assert offered(window=3) == [TWO, ONE, BY_MAP, JOINED]
     x = inputs()
     assert offered(x._replace(k2=x.k1)) == [JOINED, BY_MAP, TWO, ONE]
@@ -122,17 +158,39 @@ def test_what_is_offered(monkeypatch):
     monkeypatch.setattr(sdpa, "kernels_of", lambda *device: ("cpu",))
     with torch.no_grad():
         assert offered() == [TWO, BY_MAP, JOINED]
-    monkeypatch.setattr(choice, "on_hopper", lambda *device: True)
+    torch.use_deterministic_algorithms(False)
+    monkeypatch.setattr(choice, "capability", lambda *device: (9, 0))
+    assert offered(inputs(D=64, dtype=torch.bfloat16))[0] == TWO, "a record says so"
+    assert offered(inputs(D=32, dtype=torch.bfloat16))[0] == BY_MAP
+    assert offered(inputs(D=64, Dv=64, dtype=torch.bfloat16))[0] == BY_MAP
+    assert offered(inputs(D=64))[0] == BY_MAP, "fp32 is not on record"
     monkeypatch.setattr(triton, "_gluon_device", lambda *device: True)
-    x = inputs(D=64, dtype=torch.bfloat16, requires_grad=False)
+    x = inputs(D=128, dtype=torch.bfloat16, requires_grad=False)
     assert offered(x) == [TWO, "triton (two passes, without Gluon)", BY_MAP, JOINED]
     assert offered(x, window=3)[:2] == [TWO, BY_MAP], "which the Hopper kernels do not take"
+
+
+def test_what_auto_takes_on_a_measured_gpu_is_the_fastest_on_record():
+    """Of forms that are there: those that were measured and removed have "gluon" in their names."""
+    record = json.loads((RESULTS / "attention_gpu.json").read_text())
+    assert tuple(map(int, record["provenance"]["machine"]["capability"].split("."))) in choice.MEASURED
+    fastest = {}
+    for row in record["rows"]:
+        there = row["role"] != "baseline" and row["gate"] == "passed" and "gluon" not in row["backend"]
+        if there and "both_ms" in row:
+            fastest.setdefault((row["width"], row["length"], row["causal"]), []).append(
+                (row["both_ms"], row["backend"])
+            )
+    measured = {key: min(times)[1] for key, times in fastest.items() if "triton" in dict(map(reversed, times))}
+    assert {width for width, *_ in measured} == set(choice.MEASURED[9, 0])
+    assert set(measured.values()) == {"triton"}
 
 
 def test_a_wrong_kernel_is_left_out_with_a_warning(monkeypatch, gpu, caplog):
     takes(monkeypatch, **{TWO: 0.1, ONE: 0.2})
     right = triton.attend
     monkeypatch.setattr(triton, "attend", lambda *a, form: right(*a, form=form) * (1 if form.one_pass else 1.001))
+    tuned(inputs())
     diff_attention(*inputs())
     assert gpu[-1] == ONE
     assert [record.message.split(":")[0] for record in caplog.records if record.levelname == "WARNING"] == [
@@ -150,6 +208,7 @@ def test_a_public_form_whose_window_is_one_key_too_wide_is_left_out(monkeypatch,
         return right(*a[:8], a[8] + (choice.Choice("sdpa", form).name == JOINED), a[9], form=form, **k)
 
     monkeypatch.setattr(sdpa, "attend", wider)
+    tuned(inputs(T=9, dtype=torch.bfloat16), is_causal=True, window=3)
     diff_attention(*inputs(T=9, dtype=torch.bfloat16), is_causal=True, window=3)
     assert gpu[-1] == BY_MAP
     (warning,) = [record.message for record in caplog.records if record.levelname == "WARNING"]
@@ -167,6 +226,7 @@ def test_a_step_over_a_cache_is_measured_with_the_decoding_kernel(monkeypatch, g
     x = inputs(H=2, T=1, S=300, requires_grad=False)
     arguments = check(*x, None, True, None, None)
     assert choice.kind_of(x[:5], arguments, None).aligned
+    tuned(x, is_causal=True)
     expected = diff_attention(*x, is_causal=True, backend="reference")
     for _ in range(2):
         assert_within_budget(diff_attention_decode(*x), expected)
@@ -182,15 +242,16 @@ def test_a_step_over_a_cache_is_measured_with_the_decoding_kernel(monkeypatch, g
         return right(*a) * 1.01
 
     next_process(monkeypatch)
-    monkeypatch.setenv(dispatch.SWITCH, "force")
+    monkeypatch.setenv(dispatch.SWITCH, "1")
     monkeypatch.setattr(decode, "attend_decode", wrong)
     takes(monkeypatch, **{TWO: 0.1})
+    tuned(x, is_causal=True)
     assert_within_budget(diff_attention_decode(*x), expected)
     assert gpu[-1] != TWO
 
 
 @pytest.mark.usefixtures("without_triton")
-def test_a_form_without_memory_is_tried_again_by_the_next_process(monkeypatch, gpu):
+def test_a_form_without_memory_is_left_out_and_nothing_is_kept(monkeypatch, gpu, tmp_path):
     takes(monkeypatch, **{JOINED: 0.1})
     joined = sdpa.attend
 
@@ -201,21 +262,20 @@ def test_a_form_without_memory_is_tried_again_by_the_next_process(monkeypatch, g
 
     with monkeypatch.context() as patched:
         patched.setattr(sdpa, "attend", full)
-        diff_attention(*inputs())
-        assert gpu[-1] != JOINED
-        gpu.clear()
-        diff_attention(*inputs())
-        assert len(gpu) == 1, "not in this one"
-    next_process(monkeypatch)
-    diff_attention(*inputs())
-    assert gpu[-1] == JOINED
+        assert tuned(inputs()).left_out == {JOINED: "out of memory"}
+    assert not list(tmp_path.glob("fastest/*.json"))
+    assert tuned(inputs()).fastest == JOINED
 
 
 @pytest.mark.usefixtures("without_triton")
 def test_calls_of_one_kind_share_a_verdict_and_others_do_not(gpu, monkeypatch):
-    takes(monkeypatch)
     measured = []
-    monkeypatch.setattr(choice, "decide", lambda kind, *rest: measured.append(kind) or Choice("reference"))
+
+    def kept(device, index, kind, names):
+        measured.append(kind)
+        return names[0]
+
+    monkeypatch.setattr(choice, "_kept", kept)
     x = inputs(T=9, B=3)
     kinds = [
         (x, {}), (inputs(T=11, B=2), {}), (inputs(T=70), {}), (inputs(S=70), {}), (inputs(B=9), {}), (inputs(D=32), {}),
@@ -227,26 +287,7 @@ def test_calls_of_one_kind_share_a_verdict_and_others_do_not(gpu, monkeypatch):
     ]  # fmt: skip
     for x, options in kinds:
         diff_attention(*x, **options)
-    assert measured[0] == measured[1]
-    assert len(set(measured)) == len(measured) - 1
-
-
-@pytest.mark.usefixtures("without_triton")
-def test_within_a_graph_capture_nothing_is_measured_and_the_default_is_not_kept(monkeypatch, gpu):
-    takes(monkeypatch, **{JOINED: 0.1})
-    with monkeypatch.context() as patched:
-        patched.setattr(torch.cuda, "is_initialized", lambda: True)
-        patched.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-        diff_attention(*inputs())
-        assert gpu == [BY_MAP]
-    diff_attention(*inputs())
-    assert gpu[-1] == JOINED
-    gpu.clear()
-    next_process(monkeypatch)
-    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-    diff_attention(*inputs())
-    assert gpu == [JOINED], "the kept verdict"
+    assert len(set(measured)) == len(measured) == len(kinds) - 1
 
 
 @pytest.mark.usefixtures("without_triton")
@@ -257,7 +298,7 @@ def test_under_compile_the_kept_verdict_holds_and_nothing_is_measured(monkeypatc
     assert len(gpu) == 1
     assert not choice._chosen
     takes(monkeypatch, **{JOINED: 0.1})
-    diff_attention(*x, is_causal=True)
+    tuned(x, is_causal=True)
     for _ in range(2):
         torch._dynamo.reset()
         gpu.clear()
@@ -286,58 +327,14 @@ def test_sizes_that_vary_compile_to_one_graph(gpu, sizes):
     assert gpu.count(BY_MAP) == len(sizes)
 
 
-@pytest.mark.usefixtures("without_triton")
-def test_only_rank_0_measures_and_the_others_adopt_its_choices(monkeypatch, gpu):
-    takes(monkeypatch, **{JOINED: 0.1})
-    x = inputs()
-    monkeypatch.setattr(choice, "is_first_rank", lambda: False)
-    diff_attention(*x)
-    assert gpu == [BY_MAP], "the default"
-    mine = dict(choice._chosen)
-    with monkeypatch.context() as rank_0:
-        rank_0.setattr(choice, "is_first_rank", lambda: True)
-        rank_0.setattr(choice, "_chosen", {})
-        diff_attention(*x)
-        sent = pickle.dumps(choice.choices(CPU))
-    diff_attention(*x)
-    assert gpu[-1] == BY_MAP, "though a verdict is kept by now: a checkpoint computes a forward again"
-    assert choice._chosen == mine
-    choice.adopt(pickle.loads(sent), CPU)
-    diff_attention(*x)
-    assert gpu[-1] == JOINED
-
-
-@pytest.mark.usefixtures("without_triton")
-def test_measuring_within_activation_checkpointing(gpu):
-    x = inputs()
-    out = checkpoint(lambda *x: diff_attention(*x).sin(), *x, use_reentrant=False)
-    gradients = torch.autograd.grad(out.sum(), x)
-    for actual, exact in zip(gradients, torch.autograd.grad(diff_attention(*x).sin().sum(), x), strict=True):
-        assert torch.equal(actual, exact)
-    assert set(gpu) == {BY_MAP, JOINED}, "both were measured"
-
-
-@pytest.mark.usefixtures("without_triton")
-def test_a_call_in_a_dispatch_mode_is_measured_too(gpu):
-    """As selective checkpointing and counters of FLOPs are."""
-    from torch.utils.flop_counter import FlopCounterMode
-
-    with FlopCounterMode(display=False):
-        diff_attention(*inputs())
-    assert set(gpu) == {BY_MAP, JOINED}
-
-
 def test_a_trial_that_came_to_no_verdict_leaves_the_hopper_form_out_of_this_process_only(monkeypatch, tmp_path):
     monkeypatch.setattr(triton, "_gluon_device", lambda *device: True)
     monkeypatch.setattr(triton, "untried", lambda: True)
     takes(monkeypatch, **{TWO: 0.1})
-    x = inputs(D=64, dtype=torch.bfloat16, requires_grad=False)
-    diff_attention(*x)
-    (verdict,) = dispatch._verdicts.values()
-    assert verdict.left_out == {TWO: "NotNow: the Hopper kernels could not be tried"}
+    left_out = tuned(inputs(D=128, dtype=torch.bfloat16, requires_grad=False)).left_out
+    assert left_out == {TWO: "NotNow: the Hopper kernels could not be tried"}
     assert not list(tmp_path.glob("fastest/*.json"))
-    diff_attention(*inputs(D=64, requires_grad=False))  # in fp32, which the Hopper kernels do not take
-    *_, verdict = dispatch._verdicts.values()
+    verdict = tuned(inputs(D=128, requires_grad=False))  # in fp32, which the Hopper kernels do not take
     assert (verdict.fastest, verdict.left_out) == (TWO, {})
 
 
@@ -355,88 +352,40 @@ def test_the_switch_of_the_hopper_kernels_belongs_to_the_verdict(monkeypatch, gp
 
 
 @pytest.mark.usefixtures("without_triton")
-def test_measuring_within_a_backward(gpu):
-    x = inputs()
-    out = checkpoint(lambda *x: diff_attention(*x).sin(), *x, use_reentrant=True)
-    out.sum().backward()
-    assert set(gpu) == {BY_MAP, JOINED}
-
-
-@pytest.mark.usefixtures("without_triton")
-def test_measuring_changes_nothing_else(gpu):
+def test_tuning_changes_nothing_else(gpu):
     x = inputs()
     state = torch.get_rng_state()
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        out = diff_attention(*x)
-    assert out.dtype == torch.bfloat16
+        tuned(x)
+        assert diff_attention(*x).dtype == torch.bfloat16
     assert torch.equal(torch.get_rng_state(), state)
     assert all(t.grad is None for t in x)
     with torch.inference_mode():
-        diff_attention(*inputs())
+        tuned(inputs())
 
 
-def test_packed_documents_choose_among_the_backward_passes(monkeypatch, gpu):
-    torch.use_deterministic_algorithms(False)
-    takes(monkeypatch, **{ONE: 0.1})
-    x = inputs(T=3)
-    rows = [t[0].transpose(0, 1) for t in x]
-    ends = torch.tensor([0, 2, 3], dtype=torch.int32)
-    out = diff_attention_varlen(*rows, ends, ends, 2, 2, is_causal=True)
-    assert gpu[-1] == ONE
-    assert out.shape == (3, 1, 32)
-    compiled = torch.compile(
-        lambda *x: diff_attention_varlen(*x, 2, 2, is_causal=True), backend="eager", fullgraph=True
-    )
-    gpu.clear()
-    assert torch.equal(compiled(*rows, ends, ends), out)
-    assert set(gpu) == {ONE}
-
-
-def test_packed_documents_choose_among_the_public_forms_too(monkeypatch, gpu, varlen):
-    joined, by_map = "sdpa (flash, both maps at once)", "sdpa (flash, one map at a time)"
+def test_packed_documents_take_the_public_form_in_training_where_nothing_is_on_record(monkeypatch, gpu, varlen):
+    by_map = "sdpa (flash, one map at a time)"
     monkeypatch.setattr(sdpa, "kernels_of", lambda *device: ("flash", "efficient"))
-    rows = [t[0].transpose(0, 1) for t in inputs(T=3, dtype=torch.bfloat16)]
+    rows = [t[0].transpose(0, 1) for t in inputs(T=3, D=64, dtype=torch.bfloat16)]
     ends = torch.tensor([0, 2, 3], dtype=torch.int32)
+    varlen()
 
-    def attend():
+    def attend(*rows):
         return diff_attention_varlen(*rows, ends, ends, 2, 2, is_causal=True)
 
-    monkeypatch.setenv(dispatch.SWITCH, "0")
-    varlen()
-    attend()
-    assert gpu == [by_map], "the default of training"
-    monkeypatch.setattr(choice, "on_hopper", lambda *device: True)
-    next_process(monkeypatch)
-    attend()
-    assert gpu[-1].startswith("triton")
-    monkeypatch.setenv(dispatch.SWITCH, "1")
-    next_process(monkeypatch)
-    gpu.clear()
-    takes(monkeypatch, **{joined: 0.1})
-    out = attend()
-    assert gpu[-1] == joined
-    assert {joined, by_map, ONE, TWO} <= set(gpu)
+    out = attend(*rows)
+    assert gpu == [by_map]
     exact = diff_attention_varlen(*rows, ends, ends, 2, 2, is_causal=True, backend="reference")
     torch.testing.assert_close(out, exact, rtol=0.02, atol=0.01)  # maps are rounded to bf16 before they are subtracted
-
-
-def test_packed_documents_are_compared_with_the_reference(monkeypatch, gpu, caplog):
-    torch.use_deterministic_algorithms(False)
-    takes(monkeypatch, **{ONE: 0.1, TWO: 0.2})
-    rows, ends = [t[0].transpose(0, 1) for t in inputs(T=7)], torch.tensor([0, 7], dtype=torch.int32)
-    varlen = triton.attend_varlen
-
-    def second_document_sees_the_first(*a, form, **k):
-        if form.one_pass and len(a[6]) > 2:
-            a = (*a[:6], a[6][[0, -1]], a[7][[0, -1]], *a[8:])
-        return varlen(*a, form=form)
-
-    monkeypatch.setattr(triton, "attend_varlen", second_document_sees_the_first)
-    diff_attention_varlen(*rows, ends, ends, 7, 7, is_causal=True)
+    monkeypatch.setattr(choice, "capability", lambda *device: (9, 0))
+    next_process(monkeypatch)
+    attend(*rows)
     assert gpu[-1] == TWO
-    assert [record.message.split(":")[0] for record in caplog.records if record.levelname == "WARNING"] == [
-        f"{ONE} is wrong on cpu and is not used"
-    ]
+    gpu.clear()
+    compiled = torch.compile(attend, backend="eager", fullgraph=True)
+    compiled(*rows)
+    assert gpu == [TWO]
 
 
 def test_a_bad_switch_is_named(monkeypatch):

@@ -1,4 +1,4 @@
-"""Times the forms among which ``backend="auto"`` chooses on a GPU, ahead of time, and keeps the verdicts.
+"""Times the forms among which ``backend="auto"`` chooses on a GPU, and keeps the verdicts, which it then takes.
 
 On a CPU "auto" is "blockwise", which chooses its form of bf16 itself; here the forms of "sdpa" are timed there.
 """
@@ -27,7 +27,7 @@ def tune_attention(
     out: Path | None = None,
     on_row: Callable[[dict], None] | None = None,
 ) -> dict:
-    """Measure each kind of call among the shapes that has no kept verdict, and return the record of all.
+    """Measure each kind of call among the shapes, keep the verdicts, which "auto" then takes, and return the record.
 
     A row is one form at one shape and kind ("forward", or "both" for forward + backward): form, dtype, batch, heads,
     length, width, causal, kind, and ms and ratio (over the fastest form) or left_out (why).
@@ -63,7 +63,7 @@ def forms_at(shape: Shape, dtype: torch.dtype, device: str, kind: str) -> list[d
     x = shape_inputs(shape, dtype, device)
     with torch.set_grad_enabled(KINDS[kind]):
         arguments = check(*x, None, shape.causal, None, None)
-        found = choice.verdict(choice.kind_of(x[:5], arguments, None), x[:5], arguments)
+        found = choice.verdict(x[:5], arguments)
     first = {"dtype": str(dtype).removeprefix("torch."), **asdict(shape), "kind": kind}
     times = sorted(found.milliseconds.items(), key=lambda item: item[1])
     rows = [{"form": name, **first, "ms": ms, "ratio": round(ms / times[0][1], 4)} for name, ms in times]

@@ -24,7 +24,7 @@ from diff_transformer.ops.backends import BACKENDS, Choice, unsupported_reason
 from diff_transformer.ops.dispatch import tuning
 from diff_transformer.ops.reference import DiffMaps
 
-MEASURED = ("cuda",)  # types of devices on which "auto" measures
+LOOKED_UP = ("cuda",)  # types of devices on which "auto" looks its form up
 PURE_PYTORCH = ("reference", "sdpa")  # follow PyTorch's transforms as far as PyTorch's own operators do
 
 log = logging.getLogger("diff_transformer")
@@ -65,7 +65,7 @@ def diff_attention(
         window: each query sees the last ``window`` keys up to its own position; needs is_causal.
         scale: factor of the scores, D ** -0.5 by default.
         backend: "auto" or one of ``available_backends``. A named backend never falls back to another. On a GPU "auto"
-            times the forms that can compute a kind of call, once on a machine (ops/choice.py).
+            takes what records or ``bench attention --tune`` found to be the fastest (ops/choice.py).
 
     Returns:
         [B, H, T, Dv] in the dtype of v. A fully masked row is 0, and so are its gradients. B, T and S may be 0. Under
@@ -158,11 +158,11 @@ def choose(
     if exporting():
         return Choice("sdpa"), "an exported program must load without this package's operators"
     device = tensors[0].device.type
-    if device == "cpu" and device not in MEASURED:
+    if device == "cpu" and device not in LOOKED_UP:
         return Choice("blockwise"), ""
     reason = unsupported_reason("triton", tensors, arguments)
     because = "" if reason is None else f"not 'triton', since {reason}"
-    if measured and device in MEASURED:
+    if measured and device in LOOKED_UP:
         return on_gpu.choose(tensors, arguments), because
     return Choice("triton" if reason is None else "sdpa"), because
 

@@ -1,41 +1,39 @@
-"""What ``backend="auto"`` means on a GPU: the form of a call that was measured to be the fastest there.
+"""What ``backend="auto"`` means on a GPU: a lookup. Nothing is timed in a user's call.
 
-Read top-down: ``choose`` looks the kind of call up, ``decide`` measures a kind that is new, ``candidates`` lists the
-forms: the Triton kernels with two passes or one in the backward, with and without the Hopper kernels; the flash-attn
-package; and the forms over PyTorch's scaled_dot_product_attention. FlexAttention is not among them: compiling it takes
-tens of seconds. Every form is compared with the fp64 reference before it is timed, and left out if it is wrong: ours by
-the numerics budget, others by ``TOLERANCE``.
+Read top-down: ``choose`` looks the kind of call up, ``candidates`` lists the forms, the default first: the Triton
+kernels with two passes or one in the backward, with and without the Hopper kernels; the flash-attn package; and the
+forms over PyTorch's scaled_dot_product_attention. FlexAttention is not among them: compiling it takes tens of seconds.
 
-A kind of call is measured at its first call, with that call's tensors. Not so within CUDA-graph capture, torch.compile
-and dispatch modes, and in other processes of a job than rank 0: there the kept verdict holds, else the default. That is
-the Triton kernels on Hopper and without gradients. For training on other GPUs it is the first form over SDPA, unless
-this would need an N x N mask. No rank waits for another, so none can hang. A process does not change its answer, except
-that ``choices`` and ``adopt`` give all ranks those of rank 0 between two steps.
+The default is the Triton kernels where a record says that they are the fastest (``MEASURED``), without gradients, and
+where SDPA would need an N x N mask. Elsewhere, for training, it is the first form over SDPA, a public kernel. On
+request (``diff-transformer bench attention --tune``) ``verdict`` times all forms on this machine and keeps the fastest,
+which then takes the default's place. Every form is compared with the fp64 reference before it is timed, and left out if
+it is wrong: ours by the numerics budget, others by ``TOLERANCE``.
 """
 
 import hashlib
 import logging
 from collections.abc import Callable
 from contextlib import nullcontext
-from functools import cache
+from functools import cache, partial
 from importlib.metadata import PackageNotFoundError, version
-from itertools import pairwise
 from operator import index as concrete
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import saved_tensors_hooks
-from torch.utils._python_dispatch import _disable_current_modes
 
 from diff_transformer.ops import backends, flash, reference, sdpa, triton
 from diff_transformer.ops.arguments import Arguments, autocast_off
 from diff_transformer.ops.backends import Choice, Documents, unsupported_reason
-from diff_transformer.ops.dispatch import NotNow, Timer, Verdict, fastest, judge, wall_clock
+from diff_transformer.ops.dispatch import NotNow, Timer, Verdict, fastest, judge, tuning, wall_clock
 
 log = logging.getLogger("diff_transformer")
 
+# By compute capability: widths D, with values of 2 D, at which two passes of the Triton kernels train in less time than
+# every public form. From benchmarks/results/attention_gpu.json, half precision; a test holds them equal.
+MEASURED = {(9, 0): (64, 96, 128)}
 PASSES = {None: "any", True: "one", False: "two"}
 REPEATS = "two, deterministic"  # the passes of a call whose gradients must repeat bit for bit
 ATOMICS = ("flash", "cudnn")  # kernels of SDPA whose backward adds in any order
@@ -71,13 +69,20 @@ _chosen: dict[tuple[int | None, Kind], Choice] = {}  # by index of the GPU
 
 
 def choose(tensors: tuple[Tensor, ...], arguments: Arguments, documents: Documents | None = None) -> Choice:
-    """The form of a checked call on a GPU: a dictionary lookup once its kind is decided."""
-    kind = kind_of(tensors, arguments, documents)
-    if torch.compiler.is_compiling():
-        offered = candidates(tensors, arguments, kind)
-        return offered[_kept(tensors[0].device.type, tensors[0].device.index, tuple(kind), tuple(offered))]
-    chosen = _chosen.get((tensors[0].device.index, kind))
-    return decide(kind, tensors, arguments, documents) if chosen is None else chosen
+    """The form of a checked call on a GPU: a dictionary lookup once its kind was met.
+
+    Raises:
+        ValueError: DIFF_TRANSFORMER_TUNE is neither 0, 1 nor force; or as ``triton.gluon_switches``.
+    """
+    kind, device = kind_of(tensors, arguments, documents), tensors[0].device
+    compiling = torch.compiler.is_compiling()
+    if not compiling and (device.index, kind) in _chosen:
+        return _chosen[device.index, kind]
+    offered = candidates(tensors, arguments, kind)
+    found = offered[_kept(device.type, device.index, tuple(kind), tuple(offered))]
+    if not compiling:
+        _chosen[device.index, kind] = found
+    return found
 
 
 def kind_of(tensors: tuple[Tensor, ...], arguments: Arguments, documents: Documents | None) -> Kind:
@@ -111,34 +116,12 @@ def edge(n: int) -> int:
     return EDGES[-1]
 
 
-def decide(kind: Kind, tensors: tuple[Tensor, ...], arguments: Arguments, documents: Documents | None) -> Choice:
-    """Measure a new kind of call, or read the kept verdict. The answer stands in this process.
-
-    Raises:
-        ValueError: DIFF_TRANSFORMER_TUNE is neither 0, 1 nor force; or as ``triton.gluon_switches``.
-    """
-    capturing = torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
-    measure = not capturing and is_first_rank() and all(type(x) in (Tensor, torch.nn.Parameter) for x in tensors)
-    offered = candidates(tensors, arguments, kind)
-    with _disable_current_modes() if measure else nullcontext():  # selective checkpointing is such a mode, for example
-        found = offered[verdict(kind, tensors, arguments, documents, measure).fastest]
-    if not capturing:
-        _chosen[tensors[0].device.index, kind] = found
-    return found
-
-
-def verdict(
-    kind: Kind,
-    tensors: tuple[Tensor, ...],
-    arguments: Arguments,
-    documents: Documents | None = None,
-    measure: bool = True,
-) -> Verdict:
-    """The kept verdict on a kind of call, or a new one, measured on this call."""
-    device = tensors[0].device
-    offered = candidates(tensors, arguments, kind)
-    runs = {name: timed(choice, tensors, arguments, documents) for name, choice in offered.items()}
-    return judge(key_of(device.type, device.index, kind), runs, clock(device), measure)
+def verdict(tensors: tuple[Tensor, ...], arguments: Arguments) -> Verdict:
+    """Time all forms of a kind of call, on this call, and keep the fastest. Not for packed documents."""
+    kind, device = kind_of(tensors, arguments, None), tensors[0].device
+    runs = {name: timed(choice, tensors, arguments) for name, choice in candidates(tensors, arguments, kind).items()}
+    _chosen.pop((device.index, kind), None)
+    return judge(key_of(device.type, device.index, kind), runs, clock(device), measure=True, again=True)
 
 
 def candidates(tensors: tuple[Tensor, ...], arguments: Arguments, kind: Kind) -> dict[str, Choice]:
@@ -151,7 +134,7 @@ def candidates(tensors: tuple[Tensor, ...], arguments: Arguments, kind: Kind) ->
     forms = sdpa.packed_forms(*tensors) if kind.documents else sdpa.forms(*tensors, *arguments[1:4])
     over_sdpa = [Choice("sdpa", form) for form in forms]
     small = kind.documents or (plain and kind.aligned)  # needs no mask
-    sdpa_first = not offered or (kind.gradients and small and not on_hopper(device.type, device.index))
+    sdpa_first = not offered or (kind.gradients and small and not _measured(device.type, device.index, kind))
     offered = over_sdpa + offered if sdpa_first else offered + over_sdpa
     if unsupported_reason("flash", tensors, arguments) is None and (flash.takes_packed() or not kind.documents):
         offered.append(Choice("flash"))
@@ -162,19 +145,20 @@ def candidates(tensors: tuple[Tensor, ...], arguments: Arguments, kind: Kind) ->
     return {choice.name: choice for choice in offered}
 
 
-def timed(
-    choice: Choice, tensors: tuple[Tensor, ...], arguments: Arguments, documents: Documents | None
-) -> Callable[[], None]:
-    """A function that computes the call, with gradients if it needs them. The first call checks the form.
+def _measured(device: str, index: int | None, kind: Kind) -> bool:
+    """Whether a record says that the Triton kernels train fastest in this kind of call."""
+    half = kind.dtype in ("bfloat16", "float16")
+    return half and kind.Dv == 2 * kind.D and kind.D in MEASURED.get(capability(device, index), ())
 
-    Hooks on saved tensors, as activation checkpointing sets them, do not see what it saves.
-    """
+
+def timed(choice: Choice, tensors: tuple[Tensor, ...], arguments: Arguments) -> Callable[[], None]:
+    """A function that computes the call, with gradients if it needs them. The first call checks the form."""
     inputs = (*tensors, arguments.lam)
     gradients = torch.is_grad_enabled() and any(x.requires_grad for x in inputs)
     strict = {"strict": True} if choice.backend == "sdpa" and tensors[0].device.type == "cuda" else {}
     by_gluon = False  # whether a Hopper kernel may compute: there is a form without it too
     if choice.backend == "triton" and choice.form.gluon:
-        plain = arguments.attn_mask is None and arguments.window is None and documents is None
+        plain = arguments.attn_mask is None and arguments.window is None
         by_gluon = choice.form._replace(gluon=False) in triton.forms(tensors[0], tensors[4], plain, gradients)
     checked = False
 
@@ -182,23 +166,14 @@ def timed(
         nonlocal checked
         device = tensors[0].device
         on_device = torch.cuda.device(device) if device.type == "cuda" else nullcontext()
-        with (
-            torch.set_grad_enabled(gradients),
-            saved_tensors_hooks(_itself, _itself),
-            autocast_off(device.type),
-            on_device,
-        ):
+        with torch.set_grad_enabled(gradients), autocast_off(device.type), on_device:
             if not checked:
-                check(choice, tensors, arguments, documents is not None)
+                check(choice, tensors, arguments)
                 checked = True
             *given, lam = (x.detach().requires_grad_(x.requires_grad and gradients) for x in inputs)
             if tensors[3] is tensors[2]:
                 given[3] = given[2]
-            rest = arguments._replace(lam=lam)
-            if documents is None:
-                out = backends.attend(choice, tuple(given), rest, **strict)
-            else:
-                out = backends.attend_packed(choice, tuple(given), rest, documents)
+            out = backends.attend(choice, tuple(given), arguments._replace(lam=lam), **strict)
             if by_gluon and triton.untried():
                 raise NotNow("the Hopper kernels could not be tried")
             if gradients:
@@ -208,17 +183,14 @@ def timed(
     return run
 
 
-def check(choice: Choice, tensors: tuple[Tensor, ...], arguments: Arguments, packed: bool = False) -> None:
-    """Raise AssertionError unless the form is right on a small problem of the same kind, with its gradients.
-
-    If ``packed``, the problem is two documents in one row, a third of the lengths and the rest.
-    """
+def check(choice: Choice, tensors: tuple[Tensor, ...], arguments: Arguments) -> None:
+    """Raise AssertionError unless the form is right on a small problem of the same kind, with its gradients."""
     from diff_transformer.testing import assert_within_budget, eager_diff_attention, make_inputs
 
     q1, q2, k1, k2, v = tensors
     (_, H, T, D), Hn, G, S = q1.shape, q2.shape[1], k1.shape[1], k1.shape[2]
-    decoded = not packed and T <= triton.MAX_DECODE_QUERIES  # over a cache long enough for the decoding kernel
-    most = 2 * triton.MIN_DECODE_KEYS if decoded else CHECKED[1]
+    # A few queries: over a cache that is long enough for the decoding kernel.
+    most = 2 * triton.MIN_DECODE_KEYS if T <= triton.MAX_DECODE_QUERIES else CHECKED[1]
     if T == S:  # needs no mask for the causal limit, and shall need none here
         most = CHECKED[0]
     T, S = min(T, CHECKED[0]), min(S, most)
@@ -228,7 +200,6 @@ def check(choice: Choice, tensors: tuple[Tensor, ...], arguments: Arguments, pac
     window = None if arguments.window is None else min(arguments.window, CHECKED[0] // 2)  # one that leaves keys out
     small = arguments._replace(attn_mask=mask, window=window)
     options = {name: value for name, value in small._asdict().items() if name != "lam"}
-    ends_q, ends_k = ([0, T // 3, T], [0, S // 3, S]) if packed and min(T, S) >= 3 else ([0, T], [0, S])
     names = [name for name in x._fields if not (k2 is k1 and name == "k2")]
     gradients = torch.is_grad_enabled()
 
@@ -239,23 +210,10 @@ def check(choice: Choice, tensors: tuple[Tensor, ...], arguments: Arguments, pac
         out = function(*y)
         return [out.detach(), *(torch.autograd.grad(out, leaves, torch.ones_like(out)) if gradients else ())]
 
-    def by_document(attend: Callable[..., Tensor]) -> Callable[..., Tensor]:
-        def function(q1, q2, k1, k2, v, lam) -> Tensor:
-            outs = []
-            for (a, b), (c, d) in zip(pairwise(ends_q), pairwise(ends_k), strict=True):
-                query1, query2, part = (x[:, :, a:b] for x in (q1, q2, lam))
-                outs.append(attend(query1, query2, *(x[:, :, c:d] for x in (k1, k2, v)), part, **options))
-            return torch.cat(outs, dim=2)
-
-        return function
-
     def ours(*y: Tensor) -> Tensor:
-        if not packed:
-            return backends.attend(choice, y[:5], small._replace(lam=y[5]))
-        ends = (torch.tensor(x, dtype=torch.int32, device=q1.device) for x in (ends_q, ends_k))
-        return backends.attend_packed(choice, y[:5], small._replace(lam=y[5]), Documents(*ends, T, S))
+        return backends.attend(choice, y[:5], small._replace(lam=y[5]))
 
-    exact, eager = by_document(reference.attend), by_document(eager_diff_attention)
+    exact, eager = partial(reference.attend, **options), partial(eager_diff_attention, **options)
     values = results(ours, q1.dtype), results(exact, torch.float64), results(eager, q1.dtype)
     try:
         for what, actual, expected, by_eager in zip(("out", *names), *values, strict=False):
@@ -268,10 +226,6 @@ def check(choice: Choice, tensors: tuple[Tensor, ...], arguments: Arguments, pac
     except AssertionError as error:
         log.warning("%s is wrong on %s and is not used: %s", choice.name, q1.device, error)
         raise
-
-
-def _itself(x: Tensor) -> Tensor:
-    return x
 
 
 def clock(device: torch.device) -> Timer:
@@ -291,25 +245,11 @@ def clock(device: torch.device) -> Timer:
     return seconds
 
 
-def is_first_rank() -> bool:
-    """Whether this process decides: rank 0 of a job, or a process alone."""
-    distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
-    return not distributed or torch.distributed.get_rank() == 0
-
-
-def choices(device: torch.device) -> dict[Kind, Choice]:
-    """What this process chose on a GPU, to be sent to other ranks."""
-    return {kind: choice for (index, kind), choice in _chosen.items() if index == device.index}
-
-
-def adopt(found: dict[Kind, Choice], device: torch.device) -> None:
-    """Choose on this process's GPU what rank 0 chose on its own; between two steps, not between a forward and its
-    backward, which may compute the forward again."""
-    _chosen.update({(device.index, kind): choice for kind, choice in found.items()})
-
-
-def on_hopper(device: str, index: int | None) -> bool:
-    return device == "cuda" and torch.cuda.is_available() and torch.cuda.get_device_capability(index)[0] == 9
+def capability(device: str, index: int | None) -> tuple[int, int] | None:
+    """The compute capability of a GPU; None for another device, or where there is none."""
+    if device != "cuda" or not torch.cuda.is_available():
+        return None
+    return torch.cuda.get_device_capability(index)
 
 
 @cache
@@ -345,7 +285,17 @@ def _kept(device: str, index: int | None, kind: tuple, names: tuple[str, ...]) -
     chosen = _chosen.get((index, Kind(*kind)))
     if chosen is not None and chosen.name in names:
         return chosen.name
+    if tuning() == "force":
+        _say_what_replaced_it()
     return fastest(key_of(device, index, Kind(*kind)), dict.fromkeys(names, _never), measure=False)
+
+
+@cache
+def _say_what_replaced_it() -> None:
+    log.warning(
+        "DIFF_TRANSFORMER_TUNE is 'force', but calls on a GPU are not timed any more; run once on this machine: "
+        "diff-transformer bench attention --tune"
+    )
 
 
 def _never() -> None:
@@ -353,5 +303,5 @@ def _never() -> None:
 
 
 # Constants for torch.compile, as in triton/__init__.py.
-on_hopper._dynamo_marked_constant = True  # ty: ignore[missing-attribute]
+capability._dynamo_marked_constant = True  # ty: ignore[missing-attribute]
 _kept._dynamo_marked_constant = True  # ty: ignore[missing-attribute]

@@ -94,15 +94,19 @@ def fastest(
     return judge(key, candidates, timer, measure).fastest
 
 
-def judge(key: Mapping[str, str | int], candidates: Mapping[str, Run], timer: Timer, measure: bool) -> Verdict:
-    """The verdict of ``fastest``, with the times; without times where nothing was measured."""
+def judge(
+    key: Mapping[str, str | int], candidates: Mapping[str, Run], timer: Timer, measure: bool, again: bool = False
+) -> Verdict:
+    """The verdict of ``fastest``, with the times; without times where nothing was measured. ``again``: measure what was
+    measured before."""
     given, names = tuning(), list(candidates)
     default = Verdict(names[0], {}, {}, complete=False)
     if given == "0" or len(names) == 1:
         return default
     told = json.dumps({**key, "candidates": names}, sort_keys=True)
-    if told not in _verdicts:
-        verdict = _kept_or_measured(told, candidates, timer if measure else None, read=given != "force")
+    if again or told not in _verdicts:
+        read = not again and (given != "force" or not measure)
+        verdict = _kept_or_measured(told, candidates, timer if measure else None, read)
         if verdict is None:
             return default
         _verdicts[told] = verdict

@@ -63,7 +63,7 @@ def diff_attention_varlen(
             Document i has rows cu_seqlens[i] to cu_seqlens[i + 1] - 1, and may have none.
         max_seqlen_q, max_seqlen_k: the length of the longest document (or more); 0 only where there are no rows.
         is_causal, window, scale, backend: as in ``diff_attention``; each document is aligned to its own lower right
-            corner. "auto" times those that compute all documents at once, on a GPU; "blockwise" on the CPU.
+            corner. On a GPU "auto" is one that computes all documents at once, on the CPU "blockwise".
 
     Returns:
         [total_q, H, Dv] in the dtype of v. Rows of a document without keys are 0.
@@ -106,7 +106,7 @@ def diff_attention_varlen(
     with autocast_off(q1.device.type):
         if at_once:
             documents = Documents(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
-            if backend == "auto" and q1.device.type in api.MEASURED and not exporting():
+            if backend == "auto" and q1.device.type in api.LOOKED_UP and not exporting():
                 choice = on_gpu.choose(tensors, arguments, documents)
             out = backends.attend_packed(choice, tensors, arguments, documents)
         else:

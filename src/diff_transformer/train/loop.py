@@ -19,8 +19,6 @@ from lightning.fabric import Fabric
 from lightning.fabric.strategies import ModelParallelStrategy
 
 from diff_transformer.durable import remove
-from diff_transformer.ops import choice
-from diff_transformer.train.attention_forms import measure_forms
 from diff_transformer.train.checkpoint import Saver, latest_checkpoint, load_checkpoint
 from diff_transformer.train.config import RunConfig
 from diff_transformer.train.context_parallel import make_context
@@ -123,9 +121,6 @@ class Run:
         if settings.float8:
             use_float8(self.unwrapped_model, fabric.device)
         context = make_context(fabric, settings.parallel)
-        if settings.compile or fabric.world_size > 1:
-            with deterministic_algorithms(settings.deterministic):
-                measure_forms(fabric, config, self.unwrapped_model.config, data)
         context.apply(self.unwrapped_model)
         recompute(self.unwrapped_model, what_to_recompute(config, self.unwrapped_model.config, fabric))
         objective = Objective(self.unwrapped_model, settings.loss_chunk, start)
@@ -203,8 +198,6 @@ class Run:
                 at(step, "forward and backward")
                 rate, logs = learning_rate(step, settings.steps, self.config.optim), self._due(done, settings.log_every)
                 outcome = stepper.step(rows, rate, stop, number=step, by_part=logs)
-                if (step == first or logs) and self.fabric.world_size > 1:  # rank 0 measured the forms of attention
-                    choice.adopt(self.fabric.broadcast(choice.choices(self.fabric.device)), self.fabric.device)
                 speed.tokens += settings.batch_size * self.config.data.length
                 if not outcome.finite:
                     raise self._not_finite(done, outcome)

@@ -1,6 +1,7 @@
 """The forward and backward kernels as they would be launched, compiled without a GPU.
 
-No spilled register in a loop of products, and none at all in causal calls at the main widths; no serialised wgmma, no
+No spilled register in a loop of products, and none at all in causal calls at the main widths, but for chips whose tiles
+were timed; no serialised wgmma, no
 more memory than the chip has, and at the main widths no product computed twice: some widths of the paper's models and
 calls that once spilled by default; all widths, dtypes and maskings, and for each width the heaviest combinations of
 what takes registers, with ``-m slow``. Of fp32, which uses no tensor cores, causal attention is held to the bytes it is
@@ -19,6 +20,7 @@ from diff_transformer.ops.triton import backward, forward
 from diff_transformer.ops.triton.call import Call, Documents
 from diff_transformer.ops.triton.metadata import (
     SHARED_LIMIT,
+    SPILLS_OF_TIMED_TILES,
     assert_ships,
     compile_in_subprocess,
     executed_over_needed,
@@ -169,7 +171,8 @@ def compile_and_check(dtype, widths, case, capability):
             assert case != "causal" or kernel.spill_bytes <= FP32_SPILLS.get((widths, capability), 0)
             continue
         assert_ships(kernel)
-        assert not kernel.spill_bytes or case != "causal" or widths not in MAIN
+        spilled = kernel.spill_bytes > SPILLS_OF_TIMED_TILES.get(capability, 0)
+        assert not spilled or case != "causal" or widths not in MAIN
         if kernel.name != "delta_kernel":
             assert kernel.products, "no tensor cores"
             if widths in MAIN:

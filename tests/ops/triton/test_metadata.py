@@ -65,12 +65,19 @@ def test_what_ships():
     assert_ships(GOOD)
 
 
+def test_only_tiles_that_were_timed_may_spill_in_loops():
+    spills = {"spill_bytes": 8, "spills_in_loops": 3, "shared_bytes": 1000}
+    assert faults(replace(GOOD, **spills)) == []
+    (fault,) = faults(replace(GOOD, capability=80, **spills))
+    assert fault.startswith("loads or stores spilled registers 3 times")
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
         (
-            {"spill_bytes": 8, "spills_in_loops": 3},
-            r"loads or stores spilled registers 3 times in its loops of products \(8 bytes a thread at 168 registers",
+            {"spill_bytes": 88, "spills_in_loops": 3},
+            r"loads or stores spilled registers 3 times in its loops of products \(88 bytes a thread at 168 registers",
         ),
         ({"wgmma_serialized": True}, "serialises its wgmma instructions"),
         ({"unguarded_arrivals": 2}, "arrives 2 times at an mbarrier with no barrier of the warps before"),
@@ -128,13 +135,13 @@ def test_spills_are_counted_in_the_innermost_loops_that_multiply(inside, product
 
 
 def test_a_serialised_wgmma_is_seen(monkeypatch):
-    """The forward for Hopper with a tile that no register file holds, and with the one that ships."""
+    """The forward for Hopper with a tile that no register file holds, and with one that it holds with ease."""
     x = torch.zeros(1, 2, 128, 64, dtype=torch.bfloat16)
     v, lam = torch.zeros(1, 2, 128, 128, dtype=torch.bfloat16), torch.zeros(1, 2, 128, 1)
-    too_large = configurations.Configuration(128, 128, 8, 2, fused=True)
+    small, too_large = (configurations.Configuration(128, keys, 8, 2, fused=True) for keys in (32, 128))
     with recording(90) as launches:
-        for configuration in (forward.configuration, lambda *_: too_large):
-            monkeypatch.setattr(forward, "configuration", configuration)
+        for configuration in (small, too_large):
+            monkeypatch.setattr(forward, "configuration", lambda *_, tile=configuration: tile)
             forward.launch_forward(Call(x, x, x, None, v, lam, scale=0.125, is_causal=True), need_gradient=False)
     good, bad = (compile_in_subprocess(*launch[:3], capability=90, **launch.options) for launch in launches)
     assert good.wgmma > 0

@@ -59,14 +59,14 @@ SHIPPED = {kernel: shipped(kernel) for kernel in KERNELS}
 ROUNDS = [
     {kernel: tiles[i % len(tiles)] for kernel, tiles in SHIPPED.items()} for i in range(max(map(len, SHIPPED.values())))
 ]
-HOPPER = {kernel: configurations.HOPPER[kernel][64, 128][0] for kernel in KERNELS[:3]}
+HOPPER = {kernel: configurations.HOPPER[kernel][128, 256][0] for kernel in KERNELS[:3]}
 HOPPER["one_pass"] = HOPPER["dkdv"]
 AMPERE = {kernel: configurations.MMA_SYNC[kernel][128, 256][-1] for kernel in KERNELS}
 
 
 def cases():
     """Two sets of tiles by default, on some of the cases; every shape on all of them with ``-m slow``."""
-    often = {"Hopper, width 64": HOPPER, "Ampere, width 128": AMPERE}
+    often = {"Hopper, width 128": HOPPER, "Ampere, width 128": AMPERE}
     seldom = {f"round {i}": tiles for i, tiles in enumerate(ROUNDS)}
     default = [pytest.param(tiles, case, id=f"{name}, {case}") for name, tiles in often.items() for case in OFTEN]
     slow = [(tiles, case, f"{name}, {case}") for name, tiles in (seldom | often).items() for case in CASES]

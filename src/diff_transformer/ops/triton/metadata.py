@@ -32,6 +32,9 @@ POINTERS = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "bool": "i
 # Shared memory that one program may use, by compute capability (CUDA C++ Programming Guide, technical specifications).
 SHARED_LIMIT = {80: 163 * KIB, 86: 99 * KIB, 87: 163 * KIB, 89: 99 * KIB, 90: 227 * KIB, 100: 227 * KIB, 120: 99 * KIB}
 TENSOR_COLUMNS = 512
+# Bytes a thread, by compute capability: what tiles may spill that were timed and beat those without spills
+# (benchmarks/results/sweep_gpu.json).
+SPILLS_OF_TIMED_TILES = {90: 80}
 
 
 @dataclass(frozen=True)
@@ -267,7 +270,7 @@ def faults(compiled: Compiled, capability: int | None = None) -> list[str]:
     if capability not in SHARED_LIMIT:
         raise ValueError(f"capability is {capability}; known are {', '.join(map(str, SHARED_LIMIT))}")
     found = []
-    if compiled.spills_in_loops:
+    if compiled.spills_in_loops and compiled.spill_bytes > SPILLS_OF_TIMED_TILES.get(compiled.capability, 0):
         found.append(
             f"loads or stores spilled registers {compiled.spills_in_loops} times in its loops of products "
             f"({compiled.spill_bytes} bytes a thread at {compiled.registers} registers)"
