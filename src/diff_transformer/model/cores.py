@@ -267,7 +267,8 @@ def _pair_keys(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
 
 def _pairs(x: Tensor) -> tuple[Tensor, Tensor]:
     """x[:, 0::2] and x[:, 1::2], whose gradients are put together in one pass; those of slices take zeros and a sum."""
-    first, second = x.unflatten(1, (-1, 2)).unbind(2)
+    B, n, *rest = x.shape
+    first, second = x.view(B, n // 2, 2, *rest).unbind(2)
     return first, second
 
 
