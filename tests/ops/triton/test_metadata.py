@@ -76,8 +76,8 @@ def test_only_tiles_that_were_timed_may_spill_in_loops():
     ("change", "message"),
     [
         (
-            {"spill_bytes": 88, "spills_in_loops": 3},
-            r"loads or stores spilled registers 3 times in its loops of products \(88 bytes a thread at 168 registers",
+            {"spill_bytes": 232, "spills_in_loops": 3},
+            r"loads or stores spilled registers 3 times in its loops of products \(232 bytes a thread at 168 registers",
         ),
         ({"wgmma_serialized": True}, "serialises its wgmma instructions"),
         ({"unguarded_arrivals": 2}, "arrives 2 times at an mbarrier with no barrier of the warps before"),

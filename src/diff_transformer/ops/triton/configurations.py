@@ -1,7 +1,7 @@
 """Tile sizes, by the kernel, the chip, the widths and what a call needs.
 
 Hopper's at the main widths were timed, on an H200 (benchmarks/results/sweep_gpu.json); none of the others. Some of the
-fastest spill up to 80 bytes a thread and win all the same, since two of their programs fit a multiprocessor. Elsewhere
+fastest spill up to 224 bytes a thread and win all the same, since two of their programs fit a multiprocessor. Elsewhere
 causal calls at the main widths spill no registers: benchmarks/results/compiled.json lists them. There are too many
 kinds of calls to compile all: tests/ops/triton/test_compiled_attention.py compiles each feature alone, and the heaviest
 combinations of features that take registers (window, documents, mask, shared heads, shared keys, one pass). Some of
