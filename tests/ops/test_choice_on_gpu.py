@@ -124,9 +124,10 @@ def test_what_is_offered(monkeypatch):
         assert offered() == [TWO, BY_MAP, JOINED]
     monkeypatch.setattr(choice, "on_hopper", lambda *device: True)
     monkeypatch.setattr(triton, "_gluon_device", lambda *device: True)
-    x = inputs(D=64, dtype=torch.bfloat16, requires_grad=False)
+    x = inputs(D=128, dtype=torch.bfloat16, requires_grad=False)
     assert offered(x) == [TWO, "triton (two passes, without Gluon)", BY_MAP, JOINED]
     assert offered(x, window=3)[:2] == [TWO, BY_MAP], "which the Hopper kernels do not take"
+    assert offered(inputs(D=64, dtype=torch.bfloat16, requires_grad=False))[:2] == [TWO, BY_MAP]
 
 
 def test_a_wrong_kernel_is_left_out_with_a_warning(monkeypatch, gpu, caplog):
@@ -331,12 +332,12 @@ def test_a_trial_that_came_to_no_verdict_leaves_the_hopper_form_out_of_this_proc
     monkeypatch.setattr(triton, "_gluon_device", lambda *device: True)
     monkeypatch.setattr(triton, "untried", lambda: True)
     takes(monkeypatch, **{TWO: 0.1})
-    x = inputs(D=64, dtype=torch.bfloat16, requires_grad=False)
+    x = inputs(D=128, dtype=torch.bfloat16, requires_grad=False)
     diff_attention(*x)
     (verdict,) = dispatch._verdicts.values()
     assert verdict.left_out == {TWO: "NotNow: the Hopper kernels could not be tried"}
     assert not list(tmp_path.glob("fastest/*.json"))
-    diff_attention(*inputs(D=64, requires_grad=False))  # in fp32, which the Hopper kernels do not take
+    diff_attention(*inputs(D=128, requires_grad=False))  # in fp32, which the Hopper kernels do not take
     *_, verdict = dispatch._verdicts.values()
     assert (verdict.fastest, verdict.left_out) == (TWO, {})
 
@@ -348,10 +349,10 @@ def test_the_switch_of_the_hopper_kernels_belongs_to_the_verdict(monkeypatch, gp
     assert gpu == []
     kind = choice.kind_of(inputs()[:5], check(*inputs(), None, False, None, None), None)
     keys = []
-    for given in ("1", "0", "forward", "forward,two_pass"):
+    for given in ("1", "0", "forward", "forward,one_pass"):
         monkeypatch.setenv("DIFF_TRANSFORMER_GLUON", given)
         keys.append(choice.key_of("cpu", None, kind)["gluon"])
-    assert keys == ["forward,two_pass,one_pass", "", "forward", "forward,two_pass"]
+    assert keys == ["forward,two_pass", "", "forward", "forward"]
 
 
 @pytest.mark.usefixtures("without_triton")
