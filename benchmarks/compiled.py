@@ -69,9 +69,9 @@ EXP_PER_CLOCK = 16  # exp2 on a multiprocessor
 def launches(D: int, Dv: int, dtype: torch.dtype, capability: int) -> list[tuple[str, Launch]]:
     """(form, launch) of causal attention, its gradients in two passes and in one, and a step of decoding.
 
-    Of Triton's kernels first, then of the Hopper kernels, if they take the call.
+    Of Triton's kernels first, then of the Hopper kernels, if they take the call: in two passes.
     """
-    from diff_transformer.ops.gluon import unsupported_backward_shapes, unsupported_shapes
+    from diff_transformer.ops.gluon import unsupported_shapes
     from diff_transformer.ops.gluon.backward import attend_backward
     from diff_transformer.ops.gluon.forward import attend_forward
     from diff_transformer.ops.triton.backward import launch_backward
@@ -100,12 +100,9 @@ def launches(D: int, Dv: int, dtype: torch.dtype, capability: int) -> list[tuple
             recorded.clear()
             saved = attend_forward(call, need_gradient=True)[0]
             found += [("forward", launch) for launch in recorded]
-            for form, one_pass in (("two passes", False), ("one pass", True)):
-                if unsupported_backward_shapes(call) is not None:
-                    break
-                recorded.clear()
-                attend_backward(call, v, saved, one_pass)
-                found += [(form, launch) for launch in recorded if "delta" not in launch.kernel]
+            recorded.clear()
+            attend_backward(call, v, saved)
+            found += [("two passes", launch) for launch in recorded if "delta" not in launch.kernel]
     return found
 
 

@@ -355,10 +355,10 @@ def of_hopper_tests() -> Iterator[tuple[str, Callable[[], object]]]:
                     forward.attend_forward(call, save)
             else:
                 saved = [dout, dout, torch.zeros(2, 2, 63), torch.zeros(2, 2, 63)]
-                backward.attend_backward(call, dout, saved, form == "one_pass")
+                backward.attend_backward(call, dout, saved)
 
     for form in support.KERNELS:
-        for D in support.WIDTHS if form == "forward" else support.BACKWARD_WIDTHS:
+        for D in support.WIDTHS:
             for dtype in support.DTYPES:
                 for causal in (True, False):
                     yield f"hopper {form} {D} {dtype}", lambda a=(D, dtype, causal, form): run(*a)

@@ -77,10 +77,7 @@ def hopper(dry: bool, seconds: float, out: Path, earlier: list[dict]) -> None:
     """The self-test of each form of the Hopper kernels, in subprocesses; later stages do not launch forms that fail."""
     device, dtype = torch.device(device_of(dry), 0), torch.bfloat16
     forms = [
-        (kernels, width, causal)
-        for kernels in gluon.KERNELS
-        for width in (gluon.WIDTHS if kernels == "forward" else gluon.BACKWARD_WIDTHS)
-        for causal in (True, False)
+        (kernels, width, causal) for kernels in gluon.KERNELS for width in gluon.WIDTHS for causal in (True, False)
     ]
     refused = {kernels: gluon.unsupported_device(device, kernels) for kernels in gluon.KERNELS}
 

@@ -1,15 +1,13 @@
-"""Times other tiles of the plain Triton kernels beside those in use, on a Hopper GPU.
+"""Times other tiles of the Triton and Gluon kernels beside those in use, on a Hopper GPU.
 
 ``rows`` yields a row for each kernel, width and tile. ``gpu_cache.py`` compiles the same launches. As a script, it runs
 each kernel once for ncu: python benchmarks/gpu_sweep.py cuda 128
 """
 
-import itertools
 import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
-from dataclasses import replace
 from typing import Any, NamedTuple
 from unittest.mock import patch
 
@@ -44,13 +42,9 @@ TILES: dict[tuple[str, int], list[Any]] = {
     (f"dq, {FEATURES}", 64): grid((128, 64, 8, (2, 3)), fused=True),
     (f"dq, {FEATURES}", 96): grid((128, 64, 8, (1,)), fused=False),
     (f"dq, {FEATURES}", 128): grid((128, 64, 8, (1,)), fused=False),
-    ("gluon forward", 64): [{"stages": 2}, {"stages": 3}, {"keys": 128, "stages": 2}, {"keys": 32, "stages": 4}],
-    ("gluon forward", 128): [{"stages": 2}, {"keys": 32, "stages": 4}],
-    ("gluon dkdv", 64): [{"stages": 1}, {"stages": 2}, {"stages": 4}],
-    ("gluon dkdv", 128): [{"stages": 1}],
-    ("gluon dq", 64): [{"key_stages": 2}, {"value_stages": 2}, {"key_stages": 2, "value_stages": 2}],
-    ("gluon dq", 128): [{"key_stages": 1}],
-    ("gluon one pass", 64): [{"stages": 1}, {"stages": 2}],
+    ("gluon forward", 128): [{"STAGES": 2}, {"KEYS": 32, "STAGES": 4}],
+    ("gluon dkdv", 128): [{"STAGES": 1}],
+    ("gluon dq", 128): [{"KEY_STAGES": 1}],
     ("forward", 64): grid((64, 64, 4, (2, 3, 4)), (64, 32, 4, (3, 4)), (128, 64, 8, (3,)), fused=True),
     ("forward", 128): grid((64, 64, 4, (2, 3)), (64, 32, 4, (3, 4)), (128, 64, 8, (2, 3)), (128, 32, 8, (3, 4)),
                            fused=False),
@@ -99,8 +93,8 @@ def launches(kernel: str, width: int, tile: Any, device: str, batch: int, heads:
         by_gluon = kernel.startswith("gluon ")
         if by_gluon:
             module = gluon_forward if kernel == "gluon forward" else gluon_backward
-            changed = replace(module.CONFIGURATIONS[width], **(tile or {}))
-            stack.enter_context(patch.dict(module.CONFIGURATIONS, {width: changed}))
+            for name, value in (tile or {}).items():
+                stack.enter_context(patch.object(module, name, value))
         for module in (forward, backward):
             stack.enter_context(patch.object(module, "configuration", configuration))
         if kernel.endswith("forward"):
@@ -109,9 +103,12 @@ def launches(kernel: str, width: int, tile: Any, device: str, batch: int, heads:
             attend(call, True)
         else:
             saved = forward.launch_forward(call, True)
-            given = (call, torch.randn_like(saved[0]), saved, "one" in kernel)
+            given = (call, torch.randn_like(saved[0]), saved)
             stack.enter_context(patch.object(gluon_backward if by_gluon else backward, "launch", record))
-            (gluon_backward.attend_backward if by_gluon else backward.launch_backward)(*given)
+            if by_gluon:
+                gluon_backward.attend_backward(*given)
+            else:
+                backward.launch_backward(*given, one_pass=False)
     wanted = {"forward": "f", "dq": "bwd_dq"}.get(kernel.removeprefix("gluon "), "bwd_dkdv")
     return [launch for launch in found if getattr(launch.kernel, "fn", launch.kernel).__name__.startswith(wanted)]
 
@@ -176,7 +173,7 @@ def profiled(device: str, width: int) -> None:
             out = diff_attention(*x, is_causal=True, backend=backend)
             torch.autograd.grad(out, x, torch.ones_like(out))
 
-    for form, gluon in itertools.product(("two_pass", "one_pass"), ("1", "0")):
+    for form, gluon in (("two_pass", "1"), ("two_pass", "0"), ("one_pass", "0")):
         run(form, gluon)
         if cuda:
             torch.cuda.synchronize()

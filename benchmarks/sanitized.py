@@ -30,21 +30,18 @@ def main(what: str, device: str, backend: str | None = None) -> int:
 
 
 def gluon_forms(device: str, backend: str) -> dict[str, Callable[[], object]]:
-    """Calls that Hopper kernels compute: all widths and both maskings, forward alone and with either backward."""
+    """Calls that Hopper kernels compute: both maskings, forward alone and with the backward."""
 
     def forward(D: int, options: dict) -> Callable[[], object]:
         x = make_inputs(1, 2, T, D, dtype=torch.bfloat16, device=device, requires_grad=False)
         return lambda: diff_attention(*x, **options, backend=backend)
 
-    torch.use_deterministic_algorithms(False)
     found = {}
     for D in gluon.WIDTHS:
         for causal in (True, False):
             options, what = {"is_causal": causal}, f"width {D}, causal {causal}"
             found[f"forward, {what}"] = forward(D, options)
-            if D in gluon.BACKWARD_WIDTHS:
-                found[f"two passes, {what}"] = both(device, backend, options, D=D)
-                found[f"one pass, {what}"] = one_pass(both(device, backend, options, D=D))
+            found[f"two passes, {what}"] = both(device, backend, options, D=D)
     return found
 
 

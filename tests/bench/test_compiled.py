@@ -52,7 +52,6 @@ def test_no_kernel_of_the_record_spills_repeats_products_or_does_not_fit(compile
         ({"dtype": "float32", "faults": ["spills 8 bytes a thread"], "spilled_bytes": 8}, False),
         ({"dtype": "float32", "spilled_bytes": 48}, True),
         ({"dtype": "float32", "shared_kib": 228.0}, True),
-        ({"width": 96, "executed_over_needed": 1.333, "language": "gluon"}, True),
     ],
 )
 def test_what_must_not_ship(compiled, change, unfit):

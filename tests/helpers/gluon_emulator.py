@@ -163,9 +163,6 @@ class Shared:
         assert 0 <= slot < self.shape[0]
         return self.view(self.data[slot])
 
-    def slice(self, start, length, dim):
-        return self.view(self.data.narrow(dim, start, length))
-
     def reshape(self, shape):
         return self.view(self.data.view(shape))
 
@@ -231,11 +228,6 @@ def emulated(machine, program):
         flat, places, mask = pointer.places(mask)
         assert value.dtype == flat.dtype, f"{value.dtype} stored to {flat.dtype}"
         flat[places[mask]] = value[mask]
-
-    def atomic_add(pointer, value, mask=None, *, sem):
-        flat, places, mask = pointer.places(mask)
-        assert value.dtype == flat.dtype == torch.float32
-        flat.index_put_((places[mask],), value[mask], accumulate=True)
 
     def extreme(of_scalars, of_tensors):
         def function(a, b):
@@ -307,7 +299,7 @@ def emulated(machine, program):
 
     return {
         "gl": SimpleNamespace(
-            float32=torch.float32, atomic_add=atomic_add, BlockedLayout=lambda *_: None,
+            float32=torch.float32, BlockedLayout=lambda *_: None,
             SwizzledSharedLayout=lambda *_: None, NVMMASharedLayout=SimpleNamespace(get_default_for=lambda *_: None),
             int64=torch.int64, constexpr=object, static_range=range,
             NVMMADistributedLayout=lambda **_: None, SliceLayout=lambda *_: None, DotOperandLayout=lambda *_: None,

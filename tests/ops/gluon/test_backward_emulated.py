@@ -1,7 +1,6 @@
 """The gradient kernels for Hopper, run on the CPU by an emulator (tests/helpers/gluon_emulator.py)."""
 
 import functools
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -18,32 +17,27 @@ from wrong_barriers import always_phase_0, claims_without_waiting, expects_too_f
 
 from diff_transformer.ops.gluon import backward, forward, verify
 from diff_transformer.ops.gluon.backward import attend_backward
+from diff_transformer.ops.gluon.bwd_dkdv import bwd_dkdv
+from diff_transformer.ops.gluon.bwd_dq import bwd_dq
+from diff_transformer.ops.gluon.fwd_sequential import fwd_sequential
 from diff_transformer.ops.triton import backward_form, operator
 from diff_transformer.ops.triton.call import Call
 from diff_transformer.ops.triton.launching import INTERPRETED
 
 pytestmark = pytest.mark.skipif(not INTERPRETED, reason="sums of rows are made by a plain kernel, here interpreted")
 
-CONFIGURATIONS = dict(backward.CONFIGURATIONS)
+D = 128
 CAUSAL, FULL = True, False
-TWO, ONE = False, True
 
 
 def emulate(monkeypatch, seed=0, changed=None):
     """Make the launcher run the emulator."""
-
-    def emulated(kernel):
-        return Kernel(kernel, seed, changed)
-
-    monkeypatch.setattr(
-        backward,
-        "CONFIGURATIONS",
-        {D: replace(c, dkdv=emulated(c.dkdv), dq=emulated(c.dq)) for D, c in CONFIGURATIONS.items()},
-    )
+    monkeypatch.setattr(backward, "bwd_dkdv", Kernel(bwd_dkdv, seed, changed))
+    monkeypatch.setattr(backward, "bwd_dq", Kernel(bwd_dq, seed, changed))
 
 
 def problem(inputs, is_causal, scale=None):
-    """Arguments of ``attend_backward`` but for one_pass, and what it should return.
+    """Arguments of ``attend_backward``, and what it should return.
 
     A softmax over one key is 1 whatever the score, whose gradient is 0 up to the rounding of the saved outputs, while
     the eager formula has 0 exactly: there they are saved in fp32.
@@ -61,10 +55,10 @@ def problem(inputs, is_causal, scale=None):
     return arguments, verify.expected_gradients(dout, saved[1], *inputs, is_causal=is_causal, scale=scale)
 
 
-def check(inputs, is_causal, one_pass, scale=None):
+def check(inputs, is_causal, scale=None):
     """Run the emulated kernels through their launcher and compare everything that they return."""
     arguments, expected = problem(inputs, is_causal, scale)
-    results = attend_backward(*arguments, one_pass)[0]
+    results = attend_backward(*arguments)[0]
     for (name, (exact, eager)), result in zip(expected.items(), results, strict=True):
         if name == "dk2" and inputs.k2 is inputs.k1:
             assert result.numel() == 0
@@ -102,94 +96,72 @@ CASES: dict[str, tuple[dict[str, Any], bool]] = {
     "lam a head": ({"B": 2, "H": 2, "T": 70, "lam_shape": (1, 2, 1, 1)}, CAUSAL),
     "float16": ({"T": 150, "dtype": torch.float16}, CAUSAL),
 }
-FORMS = [(D, one_pass) for D in (64, 128) for one_pass in (TWO, ONE)]
-AT_128 = ("full, more tiles than slots", "shared noise, grouped keys", "as a layer lays them out", "float16")
 
 
-def inputs_of(case, D, **more):
+def inputs_of(case, **more):
     defaults: dict[str, Any] = {"B": 1, "H": 1, "dtype": torch.bfloat16, "requires_grad": False}
     return make_inputs(D=D, **defaults | CASES[case][0] | more)
 
 
-@pytest.mark.parametrize(
-    ("case", "D", "one_pass"),
-    [
-        pytest.param(case, *form, marks=() if form[0] == 64 or case in AT_128 else pytest.mark.slow)
-        for case in CASES
-        for form in FORMS
-    ],
-)
-def test_gradients_are_within_the_budget(monkeypatch, case, D, one_pass):
+@pytest.mark.parametrize("case", CASES)
+def test_gradients_are_within_the_budget(monkeypatch, case):
     emulate(monkeypatch)
-    check(inputs_of(case, D), CASES[case][1], one_pass)
+    check(inputs_of(case), CASES[case][1])
 
 
-@pytest.mark.parametrize(("D", "one_pass"), FORMS)
 @pytest.mark.parametrize("scale", [-0.3, 0.0, 1.0])
-def test_any_scale(monkeypatch, D, one_pass, scale):
+def test_any_scale(monkeypatch, scale):
     emulate(monkeypatch)
-    check(inputs_of("fewer queries than keys", D), CAUSAL, one_pass, scale=scale)
+    check(inputs_of("fewer queries than keys"), CAUSAL, scale=scale)
 
 
-@pytest.mark.parametrize(("D", "one_pass"), FORMS)
 @pytest.mark.parametrize("case", ["odd length", "grouped keys"])
-def test_one_key_for_both_maps(monkeypatch, case, D, one_pass):
+def test_one_key_for_both_maps(monkeypatch, case):
     emulate(monkeypatch)
-    inputs = inputs_of(case, D)
-    check(inputs._replace(k2=inputs.k1), CAUSAL, one_pass)
+    inputs = inputs_of(case)
+    check(inputs._replace(k2=inputs.k1), CAUSAL)
 
 
-@pytest.mark.parametrize(("D", "one_pass"), FORMS)
-def test_keys_that_do_not_exist_have_no_weight(monkeypatch, D, one_pass):
+def test_keys_that_do_not_exist_have_no_weight(monkeypatch):
     """Where all scores are low, the 0 of a row beyond the last key would be higher by more than fp16 can hold."""
     emulate(monkeypatch)
-    x = inputs_of("65 rows", D, dtype=torch.float16)
+    x = inputs_of("65 rows", dtype=torch.float16)
     along = torch.ones(D, dtype=torch.float16)
     x = x._replace(q1=x.q1 * 0.1 + along, q2=x.q2 * 0.1 + along, k1=x.k1 * 0.1 - along, k2=x.k2 * 0.1 - along)
-    check(x, FULL, one_pass, scale=0.5)
+    check(x, FULL, scale=0.5)
 
 
-@pytest.mark.parametrize("D", [64, pytest.param(128, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("seed", range(100, 500, 100))
-def test_two_passes_repeat_bit_for_bit_in_any_order_of_events(monkeypatch, D, seed):
-    arguments, _ = problem(inputs_of("grouped keys", D), CAUSAL)
+def test_gradients_repeat_bit_for_bit_in_any_order_of_events(monkeypatch, seed):
+    arguments, _ = problem(inputs_of("grouped keys"), CAUSAL)
     emulate(monkeypatch, seed=0)
-    first = attend_backward(*arguments, TWO)[0]
+    first = attend_backward(*arguments)[0]
     emulate(monkeypatch, seed=seed)
-    for one, other in zip(first, attend_backward(*arguments, TWO)[0], strict=True):
+    for one, other in zip(first, attend_backward(*arguments)[0], strict=True):
         assert torch.equal(one, other)
-
-
-@pytest.mark.parametrize("D", [64, pytest.param(128, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("seed", range(100, 500, 100))
-def test_the_order_of_events_changes_one_pass_by_rounding_alone(monkeypatch, D, seed):
-    emulate(monkeypatch, seed=seed)
-    check(inputs_of("grouped keys", D), CAUSAL, ONE)
 
 
 def test_the_gradient_of_a_sum_has_no_strides_and_is_copied(monkeypatch):
     emulate(monkeypatch)
-    arguments, _ = problem(inputs_of("65 rows", 64), FULL)
+    arguments, _ = problem(inputs_of("65 rows"), FULL)
     call, dout, saved = arguments
     ones = torch.ones_like(dout)
-    expected = attend_backward(call, ones, saved, TWO)[0]
+    expected = attend_backward(call, ones, saved)[0]
     expanded = ones[:1, :1, :1, :1].expand_as(ones)
-    for one, other in zip(expected, attend_backward(call, expanded, saved, TWO)[0], strict=True):
+    for one, other in zip(expected, attend_backward(call, expanded, saved)[0], strict=True):
         assert torch.equal(one, other)
 
 
 @pytest.mark.parametrize("form", ["two_pass", "one_pass"])
 @pytest.mark.parametrize("compiled", [False, True])
-@pytest.mark.parametrize("D", [64, 128])
-def test_forward_and_backward_of_the_operator(monkeypatch, form, compiled, D):
-    """As on a Hopper GPU: by these kernels, through autograd and the compiler."""
+def test_forward_and_backward_of_the_operator(monkeypatch, form, compiled):
+    """As on a Hopper GPU: by these kernels, or by plain Triton after them, through autograd and the compiler."""
     emulate(monkeypatch)
-    kernels = {D: replace(c, kernel=Kernel(c.kernel, 0)) for D, c in forward.CONFIGURATIONS.items()}
-    monkeypatch.setattr(forward, "CONFIGURATIONS", kernels)
+    monkeypatch.setattr(forward, "fwd_sequential", Kernel(fwd_sequential, 0))
     monkeypatch.setattr(operator, "_gluon_forward", lambda *_: True)
-    monkeypatch.setattr(operator, "_gluon_backward", lambda *_: True)
+    monkeypatch.setattr(operator, "_gluon_backward", lambda call, one_pass, passes: not one_pass)
     torch.use_deterministic_algorithms(False)
-    inputs = inputs_of("grouped keys", D, T=70, dtype=torch.float16, requires_grad=True)
+    inputs = inputs_of("grouped keys", T=70, dtype=torch.float16, requires_grad=True)
     attend = functools.partial(diff_attention, is_causal=True, backend="triton")
     if compiled:
         attend = torch.compile(attend, fullgraph=True, backend="aot_eager")
@@ -239,29 +211,22 @@ WRONG = {
 }
 
 
-@pytest.mark.parametrize(
-    ("D", "one_pass"), [(64, TWO), *(pytest.param(*form, marks=pytest.mark.slow) for form in [(128, TWO), (64, ONE)])]
-)
 @pytest.mark.parametrize(("name", "wrong"), [(name, f) for name, wrong in WRONG.items() for f in wrong])
-def test_a_wrong_barrier_is_noticed(monkeypatch, D, one_pass, name, wrong):
+def test_a_wrong_barrier_is_noticed(monkeypatch, name, wrong):
     """Of ten orders of events at least one must end in a deadlock, a refused step or a wrong number."""
-    arguments, _ = problem(inputs_of("full, more tiles than slots", D, T=300, S=70), FULL)
+    arguments, _ = problem(inputs_of("full, more tiles than slots", T=300, S=70), FULL)
     emulate(monkeypatch)
-    right = attend_backward(*arguments, one_pass)[0]
+    right = attend_backward(*arguments)[0]
     emulate(monkeypatch, seed=1)
-    assert all(map(torch.equal, right, attend_backward(*arguments, one_pass)[0]))
+    assert all(map(torch.equal, right, attend_backward(*arguments)[0]))
     noticed = 0
     for seed in range(10):
         emulate(monkeypatch, seed=1000 * seed, changed={name: wrong})
         try:
-            noticed += not all(map(torch.equal, right, attend_backward(*arguments, one_pass)[0]))
+            noticed += not all(map(torch.equal, right, attend_backward(*arguments)[0]))
         except (Deadlock, AssertionError):
             noticed += 1
     assert noticed
-
-
-def adds_nothing(to, x, first, limit, COLUMN, WIDTH, L):
-    pass
 
 
 def stores_zeros(to, x, first, limit, stride, L):
@@ -271,19 +236,10 @@ def stores_zeros(to, x, first, limit, stride, L):
     gl.store(to + offsets, x * 0, mask=gl.expand_dims(rows < limit, 1))
 
 
-@pytest.mark.parametrize("D", [64, 128])
-@pytest.mark.parametrize(
-    ("kernels", "changed"),
-    [
-        ("two_pass", None),
-        ("one_pass", None),
-        ("two_pass", {"store_rows": stores_zeros}),
-        ("one_pass", {"add_rows": adds_nothing}),
-    ],
-)
-def test_the_gate_lets_right_kernels_pass_and_no_others(monkeypatch, small_gate, D, kernels, changed):
+@pytest.mark.parametrize("changed", [None, {"store_rows": stores_zeros}])
+def test_the_gate_lets_right_kernels_pass_and_no_others(monkeypatch, small_gate, changed):
     emulate(monkeypatch, changed=changed)
-    fault = verify.fault_of(torch.device("cpu"), D, torch.bfloat16, CAUSAL, kernels)
+    fault = verify.fault_of(torch.device("cpu"), D, torch.bfloat16, CAUSAL, "two_pass")
     if changed is None:
         assert fault is None
     else:

@@ -1,6 +1,5 @@
-"""The forward kernels for Hopper, run on the CPU by an emulator (tests/helpers/gluon_emulator.py)."""
+"""The forward kernel for Hopper, run on the CPU by an emulator (tests/helpers/gluon_emulator.py)."""
 
-from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,22 +15,19 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from wrong_barriers import always_phase_0, claims_without_waiting, expects_too_few_bytes, no_wait
 
-from diff_transformer.ops.gluon import WIDTHS, forward, verify
+from diff_transformer.ops.gluon import forward, verify
 from diff_transformer.ops.gluon.forward import attend_forward
+from diff_transformer.ops.gluon.fwd_sequential import fwd_sequential
 from diff_transformer.ops.gluon.pipeline import release
 from diff_transformer.ops.gluon.verify import expected_results
 from diff_transformer.ops.triton.call import Call
 
-CONFIGURATIONS = dict(forward.CONFIGURATIONS)
+D = 128
 
 
 def emulate(monkeypatch, seed=0, changed=None, **options):
     """Make the launcher run the emulator."""
-    monkeypatch.setattr(
-        forward,
-        "CONFIGURATIONS",
-        {width: replace(c, kernel=Kernel(c.kernel, seed, changed, **options)) for width, c in CONFIGURATIONS.items()},
-    )
+    monkeypatch.setattr(forward, "fwd_sequential", Kernel(fwd_sequential, seed, changed, **options))
 
 
 def check(inputs, is_causal, need_gradient=True, scale=None):
@@ -84,7 +80,7 @@ CASES: dict[str, tuple[dict[str, Any], bool]] = {
 }
 
 
-def inputs_of(case, D):
+def inputs_of(case):
     arguments: dict[str, Any] = {"B": 1, "H": 1, "dtype": torch.bfloat16, "requires_grad": False, **CASES[case][0]}
     return make_inputs(D=D, **arguments)
 
@@ -93,37 +89,32 @@ def causal_results(inputs):
     return attend_forward(Call(*inputs, scale=0.1, is_causal=True), need_gradient=True)[0]
 
 
-@pytest.mark.parametrize("D", WIDTHS)
 @pytest.mark.parametrize("case", CASES)
-def test_results_are_within_the_budget(monkeypatch, case, D):
+def test_results_are_within_the_budget(monkeypatch, case):
     emulate(monkeypatch)
-    check(inputs_of(case, D), CASES[case][1])
+    check(inputs_of(case), CASES[case][1])
 
 
-@pytest.mark.parametrize("D", WIDTHS)
-def test_without_gradients_only_the_output_is_written(monkeypatch, D):
+def test_without_gradients_only_the_output_is_written(monkeypatch):
     emulate(monkeypatch)
-    check(inputs_of("heads and batches", D), CAUSAL, need_gradient=False)
+    check(inputs_of("heads and batches"), CAUSAL, need_gradient=False)
 
 
-@pytest.mark.parametrize("D", WIDTHS)
 @pytest.mark.parametrize("scale", [-0.3, 0.0, 1.0])
-def test_any_scale(monkeypatch, D, scale):
+def test_any_scale(monkeypatch, scale):
     emulate(monkeypatch)
-    check(inputs_of("fewer queries than keys", D), CAUSAL, scale=scale)
+    check(inputs_of("fewer queries than keys"), CAUSAL, scale=scale)
 
 
-@pytest.mark.parametrize("D", WIDTHS)
-def test_one_key_for_both_maps(monkeypatch, D):
+def test_one_key_for_both_maps(monkeypatch):
     emulate(monkeypatch)
-    inputs = inputs_of("odd length", D)
+    inputs = inputs_of("odd length")
     check(inputs._replace(k2=inputs.k1), CAUSAL)
 
 
-@pytest.mark.parametrize("D", WIDTHS)
 @pytest.mark.parametrize("seed", range(100, 500, 100))
-def test_the_order_of_events_does_not_matter(monkeypatch, D, seed):
-    inputs = inputs_of("odd length", D)
+def test_the_order_of_events_does_not_matter(monkeypatch, seed):
+    inputs = inputs_of("odd length")
     emulate(monkeypatch, seed=0)
     first = causal_results(inputs)
     emulate(monkeypatch, seed=seed)
@@ -161,11 +152,10 @@ WRONG = {
 }
 
 
-@pytest.mark.parametrize("D", WIDTHS)
 @pytest.mark.parametrize(("name", "wrong"), [(name, f) for name, wrong in WRONG.items() for f in wrong])
-def test_a_wrong_barrier_is_noticed(monkeypatch, D, name, wrong):
+def test_a_wrong_barrier_is_noticed(monkeypatch, name, wrong):
     """Of ten orders of events at least one must end in a deadlock, a refused arrival or a wrong number."""
-    inputs = inputs_of("rows for one half only", D)
+    inputs = inputs_of("rows for one half only")
     emulate(monkeypatch)
     right = causal_results(inputs)[0]
     noticed = 0
@@ -184,9 +174,8 @@ def forgets_to_divide(acc, m, l, lse, rows, T, OL, SAVE):
     return acc
 
 
-@pytest.mark.parametrize("D", WIDTHS)
 @pytest.mark.parametrize("changed", [None, {"finalize": forgets_to_divide}])
-def test_the_gate_lets_right_kernels_pass_and_no_others(monkeypatch, small_gate, D, changed):
+def test_the_gate_lets_right_kernels_pass_and_no_others(monkeypatch, small_gate, changed):
     emulate(monkeypatch, changed=changed)
     fault = verify.fault_of(torch.device("cpu"), D, torch.bfloat16, CAUSAL, "forward")
     if changed is None:
@@ -208,5 +197,5 @@ def test_the_gate_lets_right_kernels_pass_and_no_others(monkeypatch, small_gate,
 )
 def test_the_gate_refuses_what_was_compiled_badly(monkeypatch, small_gate, spilled, ptx, said):
     emulate(monkeypatch, compiled=SimpleNamespace(n_spills=spilled, asm={"ptx": ptx}))
-    fault = verify.fault_of(torch.device("cpu"), 64, torch.bfloat16, CAUSAL, "forward")
+    fault = verify.fault_of(torch.device("cpu"), D, torch.bfloat16, CAUSAL, "forward")
     assert fault.startswith(f"AssertionError: {said}")

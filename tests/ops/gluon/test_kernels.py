@@ -15,6 +15,7 @@ from diff_transformer.testing import assert_within_budget, eager_diff_attention,
 pytest.importorskip("triton", reason="the kernels are written in Triton's Gluon")
 from diff_transformer.ops.gluon import backward, forward, self_test, verify
 from diff_transformer.ops.triton import backward_form, operator
+from diff_transformer.ops.triton.backward import launch_backward
 from diff_transformer.ops.triton.call import Call
 from diff_transformer.ops.triton.launching import INTERPRETED
 from diff_transformer.ops.triton.metadata import assert_ships, compile_in_subprocess, executed_over_needed, recording
@@ -22,7 +23,7 @@ from diff_transformer.ops.triton.metadata import assert_ships, compile_in_subpro
 HALF_TYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-def tensors(D=64, dtype=torch.bfloat16, H=4, **options):
+def tensors(D=128, dtype=torch.bfloat16, H=4, **options):
     """q1, q2, k1, k2, v."""
     return make_inputs(2, H, 20, D, dtype=dtype, requires_grad=False, **options)[:5]
 
@@ -38,9 +39,7 @@ def moved(x, offset):
     return memory[offset:].view(x.shape).copy_(x)
 
 
-@pytest.mark.parametrize(
-    "options", [{}, {"D": 96}, {"D": 128}, {"strided": True}, {"G": 2}, {"Hn": 2, "G": 1}, {"S": 33}]
-)
+@pytest.mark.parametrize("options", [{}, {"strided": True}, {"G": 2}, {"Hn": 2, "G": 1}, {"S": 33}])
 def test_takes(options):
     assert gluon.unsupported_shapes(call_of(*tensors(**options))) is None
 
@@ -55,13 +54,13 @@ def test_takes_one_key_for_both_maps_and_any_stride_of_a_dimension_of_size_1():
     ("change", "said"),
     [
         (lambda q1, q2, k1, k2, v: (q1.float(), q2.float(), k1.float(), k2.float(), v.float()), "not torch.float32"),
-        (lambda q1, q2, k1, k2, v: (q1, q2, k1, k2, v[..., :64]), r"not \(64, 64\)"),
-        (lambda q1, q2, k1, k2, v: tensors(D=80), r"not \(80, 160\)"),
+        (lambda q1, q2, k1, k2, v: (q1, q2, k1, k2, v[..., :128]), r"widths \(128, 256\), not \(128, 128\)"),
+        (lambda q1, q2, k1, k2, v: tensors(D=64), r"not \(64, 128\)"),
         (lambda q1, q2, k1, k2, v: (q1.mT.contiguous().mT, q2, k1, k2, v), "q1 has a last dimension"),
         (lambda q1, q2, k1, k2, v: (q1, moved(q2, 1), k1, k2, v), "q2 starts 2 bytes beyond"),
         (lambda q1, q2, k1, k2, v: (q1, q2, k1[:, :1].expand_as(k1), k2, v), "k1 has a stride in dimension 1"),
         (
-            lambda q1, q2, k1, k2, v: (q1, q2, k1, k2, torch.cat([v, v[..., :3]], -1)[..., :128]),
+            lambda q1, q2, k1, k2, v: (q1, q2, k1, k2, torch.cat([v, v[..., :3]], -1)[..., :256]),
             "v has a stride in dim",
         ),
     ],
@@ -79,8 +78,11 @@ def test_refuses_masks_packed_documents_and_windows(asked):
 
 
 def test_launches_nothing_that_it_refuses():
-    with pytest.raises(ValueError, match=r"not \(32, 64\)"):
-        forward.attend_forward(call_of(*tensors(D=32), is_causal=False), need_gradient=True)
+    call, dout, lse = call_of(*tensors(D=64)), torch.zeros(2, 4, 20, 128), torch.zeros(2, 4, 20)
+    with pytest.raises(ValueError, match=r"not \(64, 128\)"):
+        forward.attend_forward(call, need_gradient=True)
+    with pytest.raises(ValueError, match=r"not \(64, 128\)"):
+        backward.attend_backward(call, dout, (dout, dout, lse, lse))
 
 
 @pytest.mark.parametrize(
@@ -105,18 +107,18 @@ def test_device_and_version(monkeypatch, capability, version, switch, said):
     assert reason is None if said is None else said in str(reason)
 
 
-def test_gradients_of_other_widths_are_refused():
-    dout, lse = torch.zeros(2, 4, 20, 64), torch.zeros(2, 4, 20)
-    with pytest.raises(ValueError, match=r"widths \(64, 128\), \(96, 192\), \(128, 256\), not \(32, 64\)"):
-        backward.attend_backward(call_of(*tensors(D=32)), dout, (dout, dout, lse, lse), one_pass=False)
-    with pytest.raises(ValueError, match="the Hopper backward takes query widths 64 and 128, not 96"):
-        backward.attend_backward(call_of(*tensors(D=96)), dout, (dout, dout, lse, lse), one_pass=False)
+def test_gradients_in_one_pass_are_plain_tritons(monkeypatch):
+    monkeypatch.setattr(gluon, "unsupported_device", lambda device, kernels: None)
+    monkeypatch.setattr(gluon, "failed_self_test", lambda call, kernels: None)
+    assert gluon.unsupported_backward_reason(call_of(*tensors()), one_pass=False) is None
+    said = gluon.unsupported_backward_reason(call_of(*tensors()), one_pass=True)
+    assert said == "the Hopper backward takes two passes"
 
 
 @pytest.mark.parametrize("sizes", [(65536, 1, 16), (1, 65536, 16), (64, 64, 2**19)])
 def test_the_gradients_want_sizes_that_a_launch_can_have(sizes):
-    q = torch.empty(*sizes, 64, dtype=torch.bfloat16, device="meta")
-    v = torch.empty(*sizes, 128, dtype=torch.bfloat16, device="meta")
+    q = torch.empty(*sizes, 128, dtype=torch.bfloat16, device="meta")
+    v = torch.empty(*sizes, 256, dtype=torch.bfloat16, device="meta")
     said = gluon.unsupported_backward_shapes(call_of(q, q, q, q, v))
     assert "not {} x {} x {}".format(*sizes) in str(said)
 
@@ -171,12 +173,25 @@ def test_a_forward_without_gradients_tests_no_gradient_kernels(monkeypatch):
     assert asked == [False]
 
 
-def test_some_kernels_may_be_switched_off(monkeypatch):
-    monkeypatch.setenv(gluon.SWITCH, "forward,one_pass")
-    assert [gluon.switched_off(kernels) for kernels in gluon.KERNELS] == [False, True, False]
+@pytest.mark.parametrize(
+    ("given", "off"),
+    [
+        ("forward", [False, True]),
+        ("two_pass", [True, False]),
+        ("forward,two_pass", [False, False]),
+        ("forward,one_pass", [False, True]),  # a kernel that there was
+        ("one_pass", [True, True]),
+    ],
+)
+def test_some_kernels_may_be_switched_off(monkeypatch, given, off):
+    monkeypatch.setenv(gluon.SWITCH, given)
+    assert [gluon.switched_off(kernels) for kernels in gluon.KERNELS] == off
+
+
+def test_an_unknown_name_in_the_switch_is_refused(monkeypatch):
     monkeypatch.setenv(gluon.SWITCH, "backward")
     with pytest.raises(
-        ValueError, match="DIFF_TRANSFORMER_GLUON is 'backward'; give 0, 1, or some of forward,two_pass,"
+        ValueError, match="DIFF_TRANSFORMER_GLUON is 'backward'; give 0, 1, or some of forward,two_pass with"
     ):
         gluon.switched_off("forward")
 
@@ -188,23 +203,23 @@ def test_no_cuda_device_no_kernel():
 
 
 def test_a_descriptor_sees_the_tensor_where_it_lies():
-    q1 = tensors(strided=True)[0]  # [2, 4, 20, 64] in memory [2, 20, 4, 64]
+    q1 = tensors(strided=True)[0]  # [2, 4, 20, 128] in memory [2, 20, 4, 128]
     seen = forward.descriptor(q1, 64)
-    assert list(seen.shape) == [2, 4, 20, 64]
-    assert list(seen.strides) == [20 * 4 * 64, 64, 4 * 64, 1]
-    assert list(seen.block_shape) == [1, 1, 64, 64]
+    assert list(seen.shape) == [2, 4, 20, 128]
+    assert list(seen.strides) == [20 * 4 * 128, 128, 4 * 128, 1]
+    assert list(seen.block_shape) == [1, 1, 64, 128]
 
 
-def compiled(D, dtype, causal, grouped=False, one_key=False, save=True, one_pass=None):
-    """(launch, compiled kernel) of all that a call launches on a Hopper GPU; one_pass None: of its forward."""
+def compiled(dtype, causal, save=True, grouped=False, one_key=False, gradients=False):
+    """(launch, compiled kernel) of all that a call's forward launches on a Hopper GPU, or its gradients."""
     heads = {"H": 6, "Hn": 2, "G": 2} if grouped else {}  # three signal heads share a noise head
-    q1, q2, k1, k2, v = tensors(D, HALF_TYPES[dtype], **heads)
+    q1, q2, k1, k2, v = tensors(dtype=HALF_TYPES[dtype], **heads)
     call = call_of(q1, q2, k1, None if one_key else k2, v, is_causal=causal)
     with recording(90) as launches:
         saved = forward.attend_forward(call, save)[0]
-        if one_pass is not None:
+        if gradients:
             launches.clear()
-            backward.attend_backward(call, saved[0], saved, one_pass)
+            backward.attend_backward(call, saved[0], saved)
     launches = [launch for launch in launches if ".gluon." in launch.kernel]
     return [(launch, compile_in_subprocess(*launch[:3], capability=90, **launch.options)) for launch in launches]
 
@@ -215,52 +230,49 @@ def check_compiled(launch, kernel):
     assert 1 <= executed_over_needed(launch, kernel) <= 1.1
 
 
-FORMS = [  # D, dtype, causal, grouped, one key for both maps, save
-    form
-    for form in product(gluon.WIDTHS, HALF_TYPES, (True, False), (False,), (False, True), (True, False))
-    if forward.CONFIGURATIONS[form[0]].one_key or not form[4]
-]
-TRAINING = ("bf16", True, False, False, True)
+TRAINING = ("bf16", True, True)
 
 
 @pytest.mark.parametrize(
-    "form", [pytest.param(form, marks=() if form == (128, *TRAINING) else pytest.mark.slow) for form in FORMS], ids=str
+    "form",  # dtype, causal, save
+    [
+        pytest.param(form, marks=() if form == TRAINING else pytest.mark.slow)
+        for form in product(HALF_TYPES, (True, False), (True, False))
+    ],
+    ids=str,
 )
 def test_every_form_compiles_without_spills_or_serialised_wgmma(form):
     [(launch, kernel)] = compiled(*form)
     check_compiled(launch, kernel)
-    configuration, D = forward.CONFIGURATIONS[form[0]], form[0]
-    # wgmma of depth 16 in one product, and one after the other for each part of the values.
-    scores, values = D // 16, configuration.parts * configuration.keys // 16
-    # First tile, loop without masks, loop with masks, last tile; the maps together take both maps' products in each.
-    maps = 2 if configuration.one_key else 1
-    assert kernel.wgmma == 2 * maps * 3 * (scores + values)
+    scores, values = 128 // 16, forward.KEYS // 16  # wgmma of depth 16 in one product
+    # Of each consumer: scores of the first tile and in both loops, without masks and with; values there and after them.
+    assert kernel.wgmma == 2 * 3 * (scores + values)
 
 
-GRADIENT_FORMS = [  # D, dtype, causal, grouped, one key for both maps, save, one pass
+GRADIENT_FORMS = [  # dtype, causal, save, grouped, one key for both maps
     form
-    for form in product(
-        gluon.BACKWARD_WIDTHS, HALF_TYPES, (True, False), (False, True), (False, True), (True,), (False, True)
-    )
+    for form in product(HALF_TYPES, (True, False), (True,), (False, True), (False, True))
     if not (form[3] and form[4])
 ]
 
 
 @pytest.mark.parametrize(
     "form",
-    [pytest.param(form, marks=() if form[:6] == (128, *TRAINING) else pytest.mark.slow) for form in GRADIENT_FORMS],
+    [
+        pytest.param(form, marks=() if form == (*TRAINING, False, False) else pytest.mark.slow)
+        for form in GRADIENT_FORMS
+    ],
     ids=str,
 )
 def test_every_gradient_form_compiles_without_spills_or_serialised_wgmma(form):
-    D, one_pass = form[0], form[-1]
-    found = compiled(*form)
-    assert len(found) == 1 if one_pass else 2
+    D, found = 128, compiled(*form, gradients=True)
+    assert len(found) == 2
     for launch, kernel in found:
         check_compiled(launch, kernel)
         # Products of depth 16. Twice, before or after the loop and in it: scores, dP, dK or dQ. In the loop: dV.
         wgmma = 2 * (2 * D // 16 + 2 * D // 16 + 2 * 64 // 16)
         if launch.kernel.endswith("dkdv"):
-            wgmma += 64 // 16 + (2 * (D // 64) * 64 // 16 if one_pass else 0)
+            wgmma += 64 // 16
         assert kernel.wgmma == wgmma
 
 
@@ -328,18 +340,17 @@ GRADIENT_LENGTHS = [(1, 1000), (63, 63), (64, 128), (111, 333), (200, 63), (1000
 
 @pytest.mark.gpu
 @hopper
-@pytest.mark.parametrize("one_pass", [False, True])
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("lengths", GRADIENT_LENGTHS)
 @pytest.mark.parametrize("dtype", HALF_TYPES)
-@pytest.mark.parametrize("D", gluon.BACKWARD_WIDTHS)
-def test_gradients_on_the_gpu(D, dtype, lengths, causal, one_pass):
-    unless_they_fail(D, gluon.backward_kernels(one_pass), dtype=HALF_TYPES[dtype], masking=causal)
-    verify.compare_gradients(torch.device("cuda"), D, HALF_TYPES[dtype], causal, one_pass, *lengths)
+@pytest.mark.parametrize("D", gluon.WIDTHS)
+def test_gradients_on_the_gpu(D, dtype, lengths, causal):
+    unless_they_fail(D, "two_pass", dtype=HALF_TYPES[dtype], masking=causal)
+    verify.compare_gradients(torch.device("cuda"), D, HALF_TYPES[dtype], causal, *lengths)
 
 
 def backward_arguments(B, H, T, D):
-    """Of ``attend_backward`` but for one_pass."""
+    """Of ``attend_backward``."""
     inputs = make_inputs(B, H, T, D, dtype=torch.bfloat16, device="cuda", strided=True, requires_grad=False)
     saved = operator.forward(*inputs, None, None, None, True, None, D**-0.5, True, False)
     dout = torch.randn(saved[0].shape, generator=torch.Generator().manual_seed(1)).to(saved[0])
@@ -348,46 +359,41 @@ def backward_arguments(B, H, T, D):
 
 @pytest.mark.gpu
 @hopper
-@pytest.mark.parametrize("D", gluon.BACKWARD_WIDTHS)
+@pytest.mark.parametrize("D", gluon.WIDTHS)
 def test_many_backwards_agree(D):
     """A race would show as a difference between launches of the same problem, on a full GPU."""
     unless_they_fail(D, "two_pass")
     arguments = backward_arguments(4, 16, 1000, D)
-    first = backward.attend_backward(*arguments, False)[0]
+    first = backward.attend_backward(*arguments)[0]
     for _ in range(100):
-        for one, other in zip(first, backward.attend_backward(*arguments, False)[0], strict=True):
+        for one, other in zip(first, backward.attend_backward(*arguments)[0], strict=True):
             assert torch.equal(one, other)
 
 
 @pytest.mark.gpu
 @hopper
-@pytest.mark.parametrize("D", gluon.BACKWARD_WIDTHS)
-def test_one_pass_differs_from_two_by_rounding(D):
-    """At 16K tokens; dk, dv and dlam do not depend on the order of anything."""
-    unless_they_fail(D, "two_pass", "one_pass")
-    arguments = backward_arguments(1, 2, 16384, D)
-    two = backward.attend_backward(*arguments, False)[0]
-    for _ in range(5):
-        one = backward.attend_backward(*arguments, True)[0]
-        for which, (a, b) in enumerate(zip(one, two, strict=True)):
-            if which < 2:
-                torch.testing.assert_close(a, b, rtol=0, atol=2e-2 * float(b.abs().max()))
-            else:
-                assert torch.equal(a, b)
+@pytest.mark.parametrize("D", gluon.WIDTHS)
+def test_gradients_of_16k_tokens(D):
+    unless_they_fail(D, "two_pass")
+    call, dout, saved = backward_arguments(1, 2, 16384, D)
+    ours, plain = backward.attend_backward(call, dout, saved)[0], launch_backward(call, dout, saved, one_pass=False)
+    for a, b in zip(ours, plain, strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=2e-2 * float(b.abs().max()))
 
 
 @pytest.mark.gpu
 @hopper
 @pytest.mark.parametrize("form", ["two_pass", "one_pass"])
-@pytest.mark.parametrize("D", gluon.BACKWARD_WIDTHS)
+@pytest.mark.parametrize("D", gluon.WIDTHS)
 @pytest.mark.parametrize("G", [1, 4])
 def test_gradients_through_the_operator(D, G, form, caplog):
-    """Forward and backward by Gluon; the forward saves what any backward needs."""
-    unless_they_fail(D, "forward", form)
+    """Forward by Gluon, backward by Gluon or in one pass by plain Triton; the forward saves what any backward needs."""
+    unless_they_fail(D, "forward", "two_pass")
     torch.use_deterministic_algorithms(False)
     inputs = make_inputs(2, 4, 333, D, G=G, dtype=torch.bfloat16, device="cuda", strided=True)
     assert gluon.unsupported_reason(call_of(*inputs[:5])) is None
-    assert gluon.unsupported_backward_reason(call_of(*inputs[:5]), form == "one_pass") is None
+    refused = gluon.unsupported_backward_reason(call_of(*inputs[:5]), form == "one_pass")
+    assert (refused is None) == (form == "two_pass")
 
     def gradients(attention, given, **options):
         out = attention(*given, is_causal=True, **options)
@@ -397,7 +403,8 @@ def test_gradients_through_the_operator(D, G, form, caplog):
     operator._announce.cache_clear()
     with backward_form(form), caplog.at_level("INFO", logger="diff_transformer"):
         ours = gradients(diff_attention, inputs, backend="triton")
-    assert "backward on cuda:0, bfloat16: Gluon" in caplog.text
+    ran = "Gluon, two passes" if form == "two_pass" else "plain Triton, one pass"
+    assert f"backward on cuda:0, bfloat16: {ran}" in caplog.text
     exact = gradients(diff_attention, inputs.to(torch.float64), backend="reference")
     eager = gradients(eager_diff_attention, inputs)
     for what, *three in zip(("out", *inputs._fields), ours, exact, eager, strict=True):

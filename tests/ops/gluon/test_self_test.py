@@ -36,8 +36,8 @@ def child(monkeypatch, tmp_path):
     self_test.untried.clear()
 
 
-def found(D=64, **options):
-    return self_test.fault_found(CPU, D, torch.bfloat16, True, **options)
+def found(**options):
+    return self_test.fault_found(CPU, 128, torch.bfloat16, True, **options)
 
 
 def test_a_verdict_is_asked_for_once_on_a_machine(child, caplog):
@@ -46,13 +46,13 @@ def test_a_verdict_is_asked_for_once_on_a_machine(child, caplog):
         assert found() is found() is None
         self_test.fault_found.cache_clear()  # as in the next process
         assert found() is None
-    assert seen.read_text() == "forward 64 bfloat16 causal cpu\n"
-    what = "the Hopper attention kernel (forward, 64, bfloat16, causal) on cpu"
+    assert seen.read_text() == "forward 128 bfloat16 causal cpu\n"
+    what = "the Hopper attention kernel (forward, 128, bfloat16, causal) on cpu"
     assert [record.message for record in caplog.records] == [
         f"trying {what} in a process of its own: up to a minute, once on this machine",
         *[f"{what} agrees with the reference and is used"] * 2,
     ]
-    assert found(D=128, kernels="two_pass") is None
+    assert found(kernels="two_pass") is None
     assert seen.read_text().splitlines()[1:] == ["two_pass 128 bfloat16 causal cpu"]
 
 
@@ -106,7 +106,8 @@ def test_what_need_not_be_the_kernels_fault_is_not_kept(child, monkeypatch, line
 def test_processes_that_waited_share_an_attempt(child):
     """Eight ranks do not wait for eight time-outs, one after the other."""
     seen = child("time.sleep(1)", "sys.exit('all CUDA devices are busy')")
-    path, form = self_test.record(CPU, ("forward", "64", "bfloat16", "causal")), ("forward", "64", "bfloat16", "causal")
+    form = ("forward", "128", "bfloat16", "causal")
+    path = self_test.record(CPU, form)
     reasons = []
 
     def rank():
@@ -139,7 +140,7 @@ def test_the_child_says_that_it_came_to_no_verdict(monkeypatch, capsys, error):
 
     monkeypatch.setattr(verify, "compare", fails)
     monkeypatch.setattr(self_test.os, "_exit", lambda status: None)
-    self_test.main(["forward", "64", "bfloat16", "causal", "cpu"])
+    self_test.main(["forward", "128", "bfloat16", "causal", "cpu"])
     lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert lines[0] == {"ready": True}
     assert list(lines[1]) == ["not_tried"]
@@ -190,7 +191,7 @@ def test_what_else_a_child_prints_does_not_matter(child):
 @pytest.mark.parametrize("text", ["", "{}", "[1]"])
 def test_a_damaged_record_is_made_anew(child, text):
     child(READY, RIGHT)
-    path = self_test.record(CPU, ("forward", "64", "bfloat16", "causal"))
+    path = self_test.record(CPU, ("forward", "128", "bfloat16", "causal"))
     path.parent.mkdir(parents=True)
     path.write_text(text)
     assert found() is None
@@ -200,7 +201,7 @@ def test_a_damaged_record_is_made_anew(child, text):
 def test_another_gpu_or_version_is_another_record(child, monkeypatch):
     import triton
 
-    form = ("forward", "64", "bfloat16", "causal")
+    form = ("forward", "128", "bfloat16", "causal")
     first = self_test.record(CPU, form)
     monkeypatch.setattr(triton, "__version__", "9.9")
     assert self_test.record(CPU, form) != first
@@ -211,7 +212,7 @@ def test_the_child_itself_without_a_gpu(monkeypatch, tmp_path):
     monkeypatch.setenv("DIFF_TRANSFORMER_CACHE", str(tmp_path))
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     self_test.fault_found.cache_clear()
-    fault = self_test.fault_found(CPU, 64, torch.float16, False, "one_pass")
+    fault = self_test.fault_found(CPU, 128, torch.float16, False, "two_pass")
     self_test.fault_found.cache_clear()
     assert "Error: " in fault
     assert not fault.startswith(("it could not be tried", "its process was lost"))
@@ -226,5 +227,5 @@ def test_the_child_reads_what_ptxas_says(monkeypatch, capsys, printed, fault):
 
     monkeypatch.setattr(self_test, "fault_of", right)
     monkeypatch.setattr(self_test.os, "_exit", lambda status: None)
-    self_test.main(["forward", "64", "bfloat16", "causal", "cpu"])
+    self_test.main(["forward", "128", "bfloat16", "causal", "cpu"])
     assert capsys.readouterr().out.startswith('{"ready": true}\n{"fault": ' + fault)

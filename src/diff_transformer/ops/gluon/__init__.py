@@ -1,20 +1,18 @@
 """Kernels for Hopper GPUs, written in Gluon: warp-specialised forward and backward of the Triton backend.
 
-They compute what the plain Triton kernels compute, for the shapes that matter most for speed (support.py). Gluon is
-experimental, so only tested versions of Triton are accepted, and on each machine a kernel is used for a width, dtype
-and masking only after it passed a self-test there, in a subprocess (self_test.py). The environment variable
-DIFF_TRANSFORMER_GLUON=0 switches them off; a list such as "forward,two_pass" allows only the kernels it names.
+They compute what the plain Triton kernels compute, at the width where they were measured to be faster (support.py).
+Gluon is experimental, so only tested versions of Triton are accepted, and on each machine a kernel is used for a width,
+dtype and masking only after it passed a self-test there, in a subprocess (self_test.py). The environment variable
+DIFF_TRANSFORMER_GLUON=0 switches them off; "forward" or "two_pass" allows only the kernels of that name.
 
-Reading order: pipeline.py (barriers), fwd_sequential.py or fwd_fused.py, bwd_dq.py, bwd_dkdv.py; forward.py and
-backward.py launch them.
+Reading order: pipeline.py (barriers), fwd_sequential.py, bwd_dq.py, bwd_dkdv.py; forward.py and backward.py launch
+them.
 """
 
 from diff_transformer.ops.gluon.support import (
-    BACKWARD_WIDTHS,
     KERNELS,
     SWITCH,
     WIDTHS,
-    backward_kernels,
     switched_off,
     unsupported_backward_shapes,
     unsupported_device,
@@ -23,7 +21,6 @@ from diff_transformer.ops.gluon.support import (
 from diff_transformer.ops.triton.call import Call
 
 __all__ = [
-    "BACKWARD_WIDTHS",
     "KERNELS",
     "SWITCH",
     "WIDTHS",
@@ -43,10 +40,11 @@ def unsupported_reason(call: Call) -> str | None:
 
 
 def unsupported_backward_reason(call: Call, one_pass: bool) -> str | None:
-    """``unsupported_reason`` for the gradients, in two passes or one; any forward may have come before."""
-    kernels = backward_kernels(one_pass)
-    reason = unsupported_device(call.q1.device, kernels) or unsupported_backward_shapes(call)
-    return reason or failed_self_test(call, kernels)
+    """``unsupported_reason`` for the gradients; any forward may have come before."""
+    reason = unsupported_device(call.q1.device, "two_pass") or unsupported_backward_shapes(call)
+    if reason is None and one_pass:
+        reason = "the Hopper backward takes two passes"
+    return reason or failed_self_test(call, "two_pass")
 
 
 def failed_self_test(call: Call, kernels: str) -> str | None:

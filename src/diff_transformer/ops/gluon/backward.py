@@ -1,8 +1,7 @@
-"""Launch the gradient kernels: TMA descriptors, memory for the results, and the configuration of each width."""
+"""Launch the gradient kernels: TMA descriptors, memory for the results, and the sizes of tiles and rings."""
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,36 +16,20 @@ from diff_transformer.ops.triton.deltas import row_statistics
 from diff_transformer.ops.triton.launching import launch, transposed_like
 
 TILE = 64  # queries, and keys, of a tile: the height of a wgmma tile
-
-
-@dataclass(frozen=True)
-class Configuration:
-    """Ring slots for one width. Uses at most 225 of the chip's 227 KiB of shared memory."""
-
-    dkdv: Any = bwd_dkdv
-    dq: Any = bwd_dq
-    stages: int = 2  # slots for queries and dO in bwd_dkdv
-    key_stages: int = 2  # slots for keys in bwd_dq
-    value_stages: int = 1  # slots for values in bwd_dq
-
-
-CONFIGURATIONS = {  # by D
-    64: Configuration(stages=3, key_stages=3, value_stages=3),
-    128: Configuration(),
-}
+# Ring slots. They use at most 225 of the chip's 227 KiB of shared memory.
+STAGES = 2  # for queries and dO in bwd_dkdv
+KEY_STAGES, VALUE_STAGES = 2, 1  # in bwd_dq
 
 
 def attend_backward(
-    call: Call, dout: Tensor, saved: Sequence[Tensor], one_pass: bool
+    call: Call, dout: Tensor, saved: Sequence[Tensor]
 ) -> tuple[tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor], list[Any]]:
-    """Gradients on a Hopper GPU: ((dq1, dq2, dk1, dk2, dv, dlam), the compiled kernels).
+    """Gradients on a Hopper GPU, which repeat bit for bit: ((dq1, dq2, dk1, dk2, dv, dlam), the compiled kernels).
 
     Args:
-        call: as in ``attend_forward``, but D is 64 or 128.
+        call: as in ``attend_forward``.
         dout: [B, H, T, 2 D], the gradient of the output, in the dtype of v; any strides.
         saved: out, out2, lse1 and lse2, the results of the forward with need_gradient.
-        one_pass: add up dq1 and dq2 in fp32 with atomics, in no fixed order, instead of recomputing the maps in a
-            second pass. Two passes repeat bit for bit.
 
     Returns:
         dq1 [B, H, T, D], dq2 [B, Hn, T, D], dk1, dk2 [B, G, S, D] and dv [B, G, S, 2 D] in their dtypes, in memory [B,
@@ -64,39 +47,30 @@ def attend_backward(
         dout = dout.contiguous()
     B, H, T, D = q1.shape
     G, S = v.shape[1:3]
-    configuration = CONFIGURATIONS[D]
     delta1, lam_delta2, dlam = row_statistics(dout, out, out2, lam)
     dk1, dv = transposed_like(k1), transposed_like(v)
     dk2 = k1.new_empty(0) if k2 is None else transposed_like(k1)
     shared = H // q2.shape[1]  # signal heads of a noise head; each writes its share of dq2, in fp32
-    if one_pass:
-        dq1, dq2 = (q1.new_zeros(B, H, T, D, dtype=torch.float32) for _ in "12")
-    else:
-        dq1 = transposed_like(q1)
-        dq2 = q1.new_empty(B, T, H, D, dtype=q1.dtype if shared == 1 else torch.float32).transpose(1, 2)
+    dq1 = transposed_like(q1)
+    dq2 = q1.new_empty(B, T, H, D, dtype=q1.dtype if shared == 1 else torch.float32).transpose(1, 2)
     narrow = [None if x is None else descriptor(x, TILE) for x in (q1, q2, k1, k2)]
     wide = [descriptor(x, TILE) for x in (v, dout)]
     tiles = [*narrow[:3], narrow[2] if k2 is None else narrow[3], *wide]
     statistics = [lse1, lse2, delta1, lam_delta2, lam]
     factor = scale * math.log2(math.e)
     sizes = {"BN": TILE, "D": D, "DV": 2 * D, "CAUSAL": call.is_causal, "SIGNAL_PER_NOISE": shared}
-    arguments = [*tiles, *statistics, dq1, dq2]
+    arguments = [*tiles, *statistics]
     places = [*lam.stride()[:3], T, S]
     grid = (math.ceil(S / TILE), G, B)
-    constants = {"BM": TILE, "STAGES": configuration.stages, "ONE_PASS": one_pass, "ONE_KEY": k2 is None}
+    constants = {"BM": TILE, "STAGES": STAGES, "ONE_KEY": k2 is None}
     given = [*arguments, dk1, dk2, dv, *places, G, H // G, factor]
-    compiled = [launch(configuration.dkdv, grid, given, sizes | constants | OPTIONS)]
-    if not one_pass:
-        grid = (math.ceil(T / (2 * TILE)), H, B)
-        constants = {"ROWS": TILE, "KEY_STAGES": configuration.key_stages, "VALUE_STAGES": configuration.value_stages}
-        given = [*arguments, *places, H, H // G, factor]
-        compiled.append(launch(configuration.dq, grid, given, sizes | constants | OPTIONS))
+    compiled = [launch(bwd_dkdv, grid, given, sizes | constants | OPTIONS)]
+    grid = (math.ceil(T / (2 * TILE)), H, B)
+    constants = {"ROWS": TILE, "KEY_STAGES": KEY_STAGES, "VALUE_STAGES": VALUE_STAGES}
+    given = [*arguments, dq1, dq2, *places, H, H // G, factor]
+    compiled.append(launch(bwd_dq, grid, given, sizes | constants | OPTIONS))
     if shared > 1:
         dq2 = dq2.unflatten(1, (-1, shared)).sum(2)
-    if one_pass:
-        dq1, dq2 = dq1.mul_(scale), dq2.mul_(scale)
-    if dq1.dtype != q1.dtype:
-        dq1 = transposed_like(q1).copy_(dq1)
     if dq2.dtype != q2.dtype:
         dq2 = transposed_like(q2).copy_(dq2)
     return (dq1, dq2, dk1, dk2, dv, dlam[..., None]), compiled

@@ -1,11 +1,11 @@
-"""Gradients of the keys and values, dK1, dK2 and dV; in one-pass mode dQ1 and dQ2 as well.
+"""Gradients of the keys and values, dK1, dK2 and dV: the first of two deterministic passes.
 
 A program owns BN = 64 keys of one key/value head. It visits all tiles of BM = 64 queries that see some of these keys,
 for every signal head that uses them. Tiles of scores are [keys, queries]. Two consumer warpgroups split the work of a
 tile by gradient, so that neither holds more than half of the accumulators:
 
 * ``dk_consumer``: scores of both maps, P1 and P2, their difference W = P1 - lam P2; dK1 and dK2.
-* ``dv_consumer``: dP = V dO^T, then dS1 and dS2; dV; in one-pass mode also dQ1 and dQ2, added in fp32.
+* ``dv_consumer``: dP = V dO^T, then dS1 and dS2; dV.
 * ``producer``, one warp: K, V, then tiles of queries and dO by TMA, and the statistics of their rows by ordinary loads.
 
 The formulas are those of ops/triton/backward.py. P1 and P2 are handed over in half precision and come back as dS1 and
@@ -19,7 +19,7 @@ Rings (pipeline.py); c counts tiles over the life of the program:
 * queries: Q1, Q2 and the statistics. Two fills a use, by TMA and by the producer's stores; both consumers read.
 * gradients: dO; only ``dv_consumer`` reads.
 * maps: W, P1 and P2, one slot. ``dk_consumer`` fills it after its products with dS of the previous tile completed.
-  ``dv_consumer`` releases it after its products with W (in one-pass mode: and with dS) completed.
+  ``dv_consumer`` releases it after its products with W completed.
 * ``ds_full``: dS1 and dS2 have replaced P1 and P2; one arrival of ``dv_consumer`` a tile. The two conditions of the
   maps' ring also say when this memory is free again.
 """
@@ -34,7 +34,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from diff_transformer.ops.gluon.pipeline import (
     LN_2,
-    add_rows,
     claim,
     gl,
     jit,
@@ -209,70 +208,43 @@ def score_gradients(dp, p_s, st_s, c, dtype: gl.constexpr, STAGES: gl.constexpr,
 
 
 @jit
-def dv_consumer(do_s, st_s, k_s, v_s, w_s, p_s, bars, dq1_to, dq2_to, dv_to, sizes, BM: gl.constexpr,
-                STAGES: gl.constexpr, CAUSAL: gl.constexpr, ONE_PASS: gl.constexpr):  # fmt: skip
-    """A consumer warpgroup: dP, dS1, dS2 and dV. ONE_PASS: also the products for dQ1 and dQ2, 64 columns at a time."""
+def dv_consumer(do_s, st_s, v_s, w_s, p_s, bars, dv_to, sizes, BM: gl.constexpr,
+                STAGES: gl.constexpr, CAUSAL: gl.constexpr):  # fmt: skip
+    """A consumer warpgroup: dP, dS1, dS2 and dV."""
     kv_full, query_ring, gradient_ring, maps_ring, ds_full = bars
     _, q_empty = query_ring
     do_full, do_empty = gradient_ring
     maps_full, maps_empty = maps_ring
-    T, S, G, members = sizes
-    BN: gl.constexpr = k_s.shape[3]
-    D: gl.constexpr = k_s.shape[4]
+    _, S, G, members = sizes
+    BN: gl.constexpr = v_s.shape[3]
     DV: gl.constexpr = v_s.shape[4]
-    dtype: gl.constexpr = k_s.dtype
+    dtype: gl.constexpr = v_s.dtype
     SL: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BM, 16])
     VL: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, DV, 16])
-    QL: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 64, 16])
-    b, g, first, low, tiles = dkdv_place(sizes, 0, BM, BN, CAUSAL)
+    b, g, first, _, tiles = dkdv_place(sizes, 0, BM, BN, CAUSAL)
     total = tiles * members
     dv = gl.full([BN, DV], 0.0, gl.float32, VL)  # [BN, DV]
     zeros = gl.full([BN, BM], 0.0, gl.float32, SL)
-    none = gl.full([BM, 64], 0.0, gl.float32, QL)
     mbarrier.wait(kv_full, 0)
     if total > 0:
         wait_full(do_full, 0, STAGES)
         dp = warpgroup_mma(tile(v_s, 0), tile(do_s, 0).permute((1, 0)), zeros, use_acc=False, is_async=True)
         dp = warpgroup_mma_wait(0, deps=(dp,))
-        query = low
-        row = (b * G + g) * members * T  # of the head, among B H T
         for c in range(total):
             wait_full(maps_full, c, 1)
             dv = warpgroup_mma(w_s, tile(do_s, c % STAGES), dv, is_async=True)
             score_gradients(dp, p_s, st_s, c, dtype, STAGES, SL)
             signal_full(ds_full, c, 1)
             release(q_empty, c, STAGES)
-            if ONE_PASS:
-                to = (row + query).to(gl.int64) * D
-                wait_full(ds_full, c, 1)  # this group's own arrival, which stands for all of its warps
-                for map in gl.static_range(2):
-                    for column in gl.static_range(0, D, 64):
-                        ds = p_s.index(map + opaque_zero(c)).permute((1, 0))
-                        k = tile(k_s, map + opaque_zero(c)).slice(column, 64, 1)
-                        dq = warpgroup_mma(ds, k, none, use_acc=False, is_async=True)
-                        dv, dq = warpgroup_mma_wait(0, deps=(dv, dq))
-                        if map + column == 0:
-                            release(do_empty, c, STAGES)
-                        if map == 0:
-                            add_rows(dq1_to + to, dq, query, T, column, D, QL)
-                        else:
-                            if column == D - 64:
-                                release(maps_empty, c, 1)
-                            add_rows(dq2_to + to, dq, query, T, column, D, QL)
-                query += BM
-                if query >= T:
-                    query = low
-                    row += T
             n = gl.minimum(c + 1, total - 1)  # in the last step: the last tile again, whose product is not used
             wait_full(do_full, n, STAGES)
             do = tile(do_s, n % STAGES).permute((1, 0))
             dp = warpgroup_mma(tile(v_s, opaque_zero(c)), do, zeros, use_acc=False, is_async=True)
-            if not ONE_PASS:
-                dv = warpgroup_mma_wait(1, deps=(dv,))
-                release(maps_empty, c, 1)
-                release(do_empty, c, STAGES)
+            dv = warpgroup_mma_wait(1, deps=(dv,))
+            release(maps_empty, c, 1)
+            release(do_empty, c, STAGES)
             dp = warpgroup_mma_wait(0, deps=(dp,))
-    b, g, first, low, tiles = dkdv_place(sizes, opaque_zero(total), BM, BN, CAUSAL)
+    b, g, first, _, tiles = dkdv_place(sizes, opaque_zero(total), BM, BN, CAUSAL)
     start = (b.to(gl.int64) * S * G + g) * DV
     store_rows(dv_to + start, dv.to(dtype), first, S, G * DV, VL)
 
@@ -324,17 +296,15 @@ def producer(descriptors, statistics, lam_strides, q_s, do_s, st_s, k_s, v_s, ba
 
 
 @jit(do_not_specialize=NOT_SPECIALIZED)
-def bwd_dkdv(q1, q2, k1, k2, v, do, lse1, lse2, delta1, lam_delta2, lam, dq1, dq2, dk1, dk2, dv,
+def bwd_dkdv(q1, q2, k1, k2, v, do, lse1, lse2, delta1, lam_delta2, lam, dk1, dk2, dv,
                   stride_lam_b, stride_lam_h, stride_lam_t, T, S, G, members, factor,
                   BM: gl.constexpr, BN: gl.constexpr, D: gl.constexpr, DV: gl.constexpr, STAGES: gl.constexpr,
-                  CAUSAL: gl.constexpr, ONE_PASS: gl.constexpr, ONE_KEY: gl.constexpr,
-                  SIGNAL_PER_NOISE: gl.constexpr):  # fmt: skip
+                  CAUSAL: gl.constexpr, ONE_KEY: gl.constexpr, SIGNAL_PER_NOISE: gl.constexpr):  # fmt: skip
     """Grid: cdiv(S, BN), G, B.
 
     q1 .. do: descriptors of [B, heads, length, D or DV] in blocks [1, 1, BM or BN, D or DV]; H = G members heads of q1
     and do, H / SIGNAL_PER_NOISE of q2. lse1 .. lam_delta2 [B, H, T]; lam [B, H, T] by strides. dk1, dk2, dv: memory
-    [B, S, G, width]. ONE_PASS: dq1 and dq2, fp32 [B, H, T, D], get this program's share added, without the factor
-    scale; heads of q1 that share one of q2 have rows of their own in dq2. factor: scale log2(e).
+    [B, S, G, width]. factor: scale log2(e).
     """
     dtype: gl.constexpr = v.dtype
     SHARED: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BN, BM], dtype)
@@ -356,7 +326,7 @@ def bwd_dkdv(q1, q2, k1, k2, v, do, lse1, lse2, delta1, lam_delta2, lam, dq1, dq
     strides = (stride_lam_b, stride_lam_h, stride_lam_t)
     sizes = (T, S, G, members)
     gl.warp_specialize([
-        (dv_consumer, (do_s, st_s, k_s, v_s, w_s, p_s, bars, dq1, dq2, dv, sizes, BM, STAGES, CAUSAL, ONE_PASS)),
+        (dv_consumer, (do_s, st_s, v_s, w_s, p_s, bars, dv, sizes, BM, STAGES, CAUSAL)),
         (dk_consumer, (q_s, st_s, k_s, w_s, p_s, bars, dk1, dk2, sizes, factor, STAGES, CAUSAL, ONE_KEY)),
         (producer, (descriptors, statistics, strides, q_s, do_s, st_s, k_s, v_s, bars, sizes, STAGES, CAUSAL,
                 SIGNAL_PER_NOISE)),

@@ -42,7 +42,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 gl: Any = language
 jit: Any = gluon.jit
 LN_2: Any = language.constexpr(0.6931471805599453)
-# Arguments of the forward kernels that must not make a new binary for each value that is 1 or a multiple of 16.
+# Arguments of the forward kernel that must not make a new binary for each value that is 1 or a multiple of 16.
 FWD_NOT_SPECIALIZED = [
     "stride_lam_b", "stride_lam_h", "stride_lam_t", "T", "S", "H", "signal_per_noise", "signal_per_kv",
 ]  # fmt: skip
@@ -165,21 +165,14 @@ def opaque_zero(c):
 
 
 @jit
-def load_queries(q1, q2, q_s, q_full, b, h, noise_head, row0, PARTS: gl.constexpr):
-    """Producer: load the query tiles of both maps for both consumers.
-
-    They go to q_s [(2 * map + consumer) * PARTS + part, 1, 1, ROWS, D / PARTS].
-    """
+def load_queries(q1, q2, q_s, q_full, b, h, noise_head, row0):
+    """Producer: load the query tiles of both maps for both consumers to q_s [2 * map + consumer, 1, 1, ROWS, D]."""
     ROWS: gl.constexpr = q_s.shape[3]
-    WIDTH: gl.constexpr = q_s.shape[4]
-    mbarrier.expect(q_full, 4 * PARTS * ROWS * WIDTH * 2)
+    mbarrier.expect(q_full, 4 * ROWS * q_s.shape[4] * 2)
     for consumer in gl.static_range(2):
         row = row0 + consumer * ROWS
-        for part in gl.static_range(PARTS):
-            place = consumer * PARTS + part
-            tma.async_copy_global_to_shared(q1, [b, h, row, part * WIDTH], q_full, q_s.index(place))
-            tma.async_copy_global_to_shared(q2, [b, noise_head, row, part * WIDTH], q_full,
-                                            q_s.index(2 * PARTS + place))  # fmt: skip
+        tma.async_copy_global_to_shared(q1, [b, h, row, 0], q_full, q_s.index(consumer))
+        tma.async_copy_global_to_shared(q2, [b, noise_head, row, 0], q_full, q_s.index(2 + consumer))
 
 
 @jit
@@ -220,9 +213,9 @@ def finalize(acc, m, l, lse, rows, T, OL: gl.constexpr, SAVE: gl.constexpr):
 
 
 @jit
-def output_offsets(b, h, H, T, rows, DV: gl.constexpr, COLUMN: gl.constexpr, WIDTH: gl.constexpr, OL: gl.constexpr):
-    """Offsets [ROWS, WIDTH] of WIDTH columns from COLUMN on, in rows [ROWS] of head h, in memory [B, T, H, DV]."""
-    columns = COLUMN + gl.arange(0, WIDTH, gl.SliceLayout(0, OL))
+def output_offsets(b, h, H, T, rows, DV: gl.constexpr, OL: gl.constexpr):
+    """Offsets [ROWS, DV] of the rows [ROWS] of head h, in memory [B, T, H, DV]."""
+    columns = gl.arange(0, DV, gl.SliceLayout(0, OL))
     starts = ((b.to(gl.int64) * T + rows) * H + h) * DV
     return gl.expand_dims(starts, 1) + gl.expand_dims(columns, 0)
 
@@ -242,18 +235,3 @@ def store_rows(to, x, first, limit, stride, L: gl.constexpr):
     columns = gl.arange(0, x.shape[1], gl.SliceLayout(0, L))
     offsets = gl.expand_dims(rows.to(gl.int64) * stride, 1) + gl.expand_dims(columns, 0)
     gl.store(to + offsets, x, mask=gl.expand_dims(rows < limit, 1))
-
-
-@jit
-def add_rows(to, x, first, limit, COLUMN: gl.constexpr, WIDTH: gl.constexpr, L: gl.constexpr):
-    """Add x [rows, width] in layout L atomically to fp32 rows of WIDTH columns, from column COLUMN on.
-
-    ``to`` points to row ``first``. Rows from ``limit`` on are left out.
-    """
-    rows = gl.arange(0, x.shape[0], gl.SliceLayout(1, L))
-    columns = COLUMN + gl.arange(0, x.shape[1], gl.SliceLayout(0, L))
-    offsets = gl.expand_dims(rows * WIDTH, 1) + gl.expand_dims(columns, 0)
-    if first + x.shape[0] <= limit:  # a mask makes a branch of each addition
-        gl.atomic_add(to + offsets, x, sem="relaxed")
-    else:
-        gl.atomic_add(to + offsets, x, mask=gl.expand_dims(first + rows < limit, 1), sem="relaxed")

@@ -3,7 +3,7 @@
 Gluon is experimental, and these kernels synchronise by hand. A kernel that hangs or faults takes the device of its
 process with it, so a subprocess runs the first use of a width, dtype and masking on a machine:
 
-    python -m diff_transformer.ops.gluon.self_test forward 64 bfloat16 causal cuda:0
+    python -m diff_transformer.ops.gluon.self_test forward 128 bfloat16 causal cuda:0
 
 The verdict is kept in the package's cache folder under ``hopper``, one file for each form, GPU, version of Triton and
 PyTorch, and state of these sources. Delete the file to run the test again. Only a fault of the kernel is kept: running
@@ -49,7 +49,7 @@ def fault_found(
 ) -> str | None:
     """What is wrong with the kernels for this width, dtype and masking on the device; None if they are right.
 
-    kernels: "forward", or the gradient kernels "two_pass" or "one_pass". device: with its index. The first call on a
+    kernels: "forward", or the gradient kernels "two_pass". device: with its index. The first call on a
     machine takes up to a minute, most of it to compile. Every process logs the verdict once.
     """
     masking = next(name for name, causal in MASKINGS.items() if causal == is_causal)

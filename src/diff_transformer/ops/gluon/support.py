@@ -11,30 +11,25 @@ from torch import Tensor
 from diff_transformer.ops.triton.call import Call
 
 SWITCH = "DIFF_TRANSFORMER_GLUON"
-KERNELS = ("forward", "two_pass", "one_pass")
+KERNELS = ("forward", "two_pass")
+FORMER = ("one_pass",)  # names of kernels that there were: the switch takes them still
 TESTED_TRITON = ((3, 6), (3, 7))
-WIDTHS = {64: 128, 96: 192, 128: 256}  # D: Dv
-BACKWARD_WIDTHS = (64, 128)  # D of the gradients: tiles of 96 columns would be padded to 128, a third more products
+WIDTHS = {128: 256}  # D: Dv
 MAX_GRID = 65535  # programs in the second and third dimension of a launch
 DTYPES = (torch.bfloat16, torch.float16)
-
-
-def backward_kernels(one_pass: bool) -> str:
-    """The name of the gradient kernels among KERNELS."""
-    return "one_pass" if one_pass else "two_pass"
 
 
 def switched_off(kernels: str) -> bool:
     """Whether the environment variable DIFF_TRANSFORMER_GLUON switches off ``kernels``, one of KERNELS.
 
     Raises:
-        ValueError: the variable is neither 0 nor 1 nor a comma-separated list of names from KERNELS.
+        ValueError: the variable is neither 0 nor 1 nor a comma-separated list of names from KERNELS and FORMER.
     """
     given = os.environ.get(SWITCH, "1")
     if given in ("0", "1"):
         return given == "0"
     allowed = given.split(",")
-    unknown = [name for name in allowed if name not in KERNELS]
+    unknown = [name for name in allowed if name not in KERNELS + FORMER]
     if unknown:
         raise ValueError(f"{SWITCH} is {given!r}; give 0, 1, or some of {','.join(KERNELS)} with commas between them")
     return kernels not in allowed
@@ -81,11 +76,7 @@ def unsupported_backward_shapes(call: Call) -> str | None:
     B, H, T = call.q1.shape[:3]
     if max(B, H) > MAX_GRID or B * H * T >= 2**31:
         return f"the Hopper backward takes batches and heads up to {MAX_GRID} and 2^31 rows, not {B} x {H} x {T}"
-    reason = unsupported_shapes(call)
-    if reason is None and call.q1.shape[3] not in BACKWARD_WIDTHS:
-        widths = " and ".join(map(str, BACKWARD_WIDTHS))
-        reason = f"the Hopper backward takes query widths {widths}, not {call.q1.shape[3]}"
-    return reason
+    return unsupported_shapes(call)
 
 
 def unsupported_by_tma(x: Tensor) -> str | None:

@@ -36,7 +36,7 @@ def fault_of(device: torch.device, D: int, dtype: torch.dtype, is_causal: bool, 
             if kernels == "forward":
                 compare(device, D, dtype, is_causal, **lengths)
             else:
-                compare_gradients(device, D, dtype, is_causal, kernels == "one_pass", **lengths)
+                compare_gradients(device, D, dtype, is_causal, **lengths)
     except NotTried:
         raise
     except Exception as error:  # a compiler's errors have no common base
@@ -70,9 +70,7 @@ def compare(device: torch.device, D: int, dtype: torch.dtype, is_causal: bool, T
                 assert_within_budget(result, exact, eager, what=f"{name} (T {T}, S {S})")
 
 
-def compare_gradients(
-    device: torch.device, D: int, dtype: torch.dtype, is_causal: bool, one_pass: bool, T: int, S: int
-) -> None:
+def compare_gradients(device: torch.device, D: int, dtype: torch.dtype, is_causal: bool, T: int, S: int) -> None:
     """Raise unless the gradient kernels are right for one problem in each of their forms."""
     from diff_transformer.ops.gluon.backward import attend_backward
 
@@ -85,7 +83,7 @@ def compare_gradients(
         with torch.no_grad():
             saved = [exact for exact, _ in expected_results(*given, is_causal=is_causal, scale=scale).values()]
             saved = [x.to(dtype) for x in saved[:2]] + [x.float() for x in saved[2:]]
-            results, compiled = attend_backward(call, dout, saved, one_pass)
+            results, compiled = attend_backward(call, dout, saved)
         wait(device)
         for kernel in compiled:
             refuse_faults(kernel)

@@ -32,7 +32,7 @@ class Form(NamedTuple):
     """Which kernels compute a call."""
 
     one_pass: bool = False  # in the backward
-    gluon: bool = True  # where they take the call and passed their self-test
+    gluon: bool = True  # where they take the call and passed their self-test; not in a backward in one pass
 
     @property
     def name(self) -> str:

@@ -238,12 +238,12 @@ def needed_products(launch: Launch) -> int:
     given = launch.constexprs
     rows, keys, D, DV, maps = tile_of(launch)
     name = launch.kernel.partition(":")[2].removesuffix("_kernel")
-    if name in ("decode_split", "forward", "fwd_fused", "fwd_sequential"):
+    if name in ("decode_split", "forward", "fwd_sequential"):
         each = maps * (D + DV)
     elif name == "bwd_dq":
         each = DV + 2 * D * (given.get("COMPUTE_DQ1", True) + given.get("COMPUTE_DQ2", True))
     else:
-        of_keys = DV + 2 * D + 2 * D * given["ONE_PASS"]
+        of_keys = DV + 2 * D + 2 * D * given.get("ONE_PASS", False)
         each = 2 * D + of_keys * given.get("COMPUTE_DK", True) + DV * given.get("COMPUTE_DV", True)
     return rows * keys * each
 

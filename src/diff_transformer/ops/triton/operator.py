@@ -13,7 +13,7 @@ from diff_transformer.ops import gluon
 from diff_transformer.ops.arguments import refuse_second_derivatives
 from diff_transformer.ops.gluon.backward import attend_backward
 from diff_transformer.ops.gluon.forward import attend_forward
-from diff_transformer.ops.gluon.support import backward_kernels, switched_off
+from diff_transformer.ops.gluon.support import switched_off
 from diff_transformer.ops.triton.backward import launch_backward
 from diff_transformer.ops.triton.call import Call, Documents
 from diff_transformer.ops.triton.forward import launch_forward
@@ -94,7 +94,7 @@ def backward(
     )  # fmt: skip
     saved = (out, out2, lse1, lse2)
     if by_gluon and _gluon_backward(call, one_pass, passes):
-        return attend_backward(call, dout, saved, one_pass)[0]
+        return attend_backward(call, dout, saved)[0]
     _announce("backward", str(q1.device), q1.dtype, f"plain Triton, {passes}")
     return launch_backward(call, dout, saved, one_pass)
 
@@ -124,7 +124,7 @@ def _save(ctx, inputs, output):
     ctx.save_for_backward(*tensors, *output)
     ctx.set_materialize_grads(False)
     # Read now: the backward follows the switch as it was at its forward.
-    ctx.by_gluon = by_gluon and not switched_off(backward_kernels(ctx.one_pass))
+    ctx.by_gluon = by_gluon and not switched_off("two_pass")
 
 
 def _differentiate(ctx, dout, *unused):
