@@ -18,16 +18,16 @@ class Absent(MetaPathFinder):
 
 
 def as_on_a_gpu(model, ids) -> torch.Tensor:
-    """Logits where "auto" chooses by measurement, as it does on a GPU."""
+    """Logits where "auto" looks its form up, as it does on a GPU."""
     folder = type(model).__module__.rpartition(".")[0]
     api = sys.modules[f"{folder}.api"]
-    measured, api.MEASURED = api.MEASURED, ("cpu",)
+    looked_up, api.LOOKED_UP = api.LOOKED_UP, ("cpu",)
     try:
         out = model.train()(ids, labels=ids)
         out.loss.backward()
         return out.logits.detach()
     finally:
-        api.MEASURED = measured
+        api.LOOKED_UP = looked_up
         model.eval()
 
 

@@ -177,15 +177,16 @@ def test_nan_in_an_input_is_not_hidden():
     assert out.isnan().sum() == 32
 
 
-def test_flops_are_counted():
+@pytest.mark.parametrize("backend", ["blockwise", "triton"])
+def test_flops_are_counted(backend):
     """Two maps and one product with the values, 4 T S d; the backward adds four products for queries and keys."""
     q1, q2, k1, k2, v, lam = make_inputs(B=2, H=4, Hn=2, G=2, T=24, S=40, D=8, Dv=16)
     map_of_a_head, values_of_a_head = 2 * 2 * 24 * 40 * 8, 2 * 2 * 24 * 40 * 16
     with FlopCounterMode(display=False) as counter:
-        out = diff_attention(q1, q2, k1, k2, v, lam, backend="blockwise")
+        out = diff_attention(q1, q2, k1, k2, v, lam, backend=backend)
         assert counter.get_total_flops() == 6 * map_of_a_head + 4 * values_of_a_head
         out.sum().backward()
     assert counter.get_total_flops() == 4 * 6 * map_of_a_head + 3 * 4 * values_of_a_head
     with FlopCounterMode(display=False) as counter, torch.no_grad():
-        diff_attention(q1, q2, k1, k2, v, lam)
+        diff_attention(q1, q2, k1, k2, v, lam, backend=backend)
     assert counter.get_total_flops() == 6 * map_of_a_head + 4 * values_of_a_head

@@ -4,14 +4,13 @@ It has two implementations of the same mathematics: ``native.cpp``, compiled for
 PyTorch calls (``in_torch.py``), which need no compiler and take every dtype and device.
 """
 
-from typing import Any
 
 import torch
 from torch import Tensor
 
+from diff_transformer.ops import flops
 from diff_transformer.ops.arguments import refuse_second_derivatives, traced
 from diff_transformer.ops.cpu import in_torch, native
-from diff_transformer.registration import when_imported
 
 
 def attend(q1, q2, k1, k2, v, lam, attn_mask, is_causal, window, scale) -> Tensor:
@@ -101,31 +100,9 @@ def _differentiate(ctx, dout):
     return (*gradients, None, None, None, None)
 
 
-def _flops(q1, q2, k1, k2, v, *_, **__) -> int:
-    """Both maps, and one product of their difference with v; without the causal limit, as PyTorch counts SDPA."""
-    return _of_maps(q1, q2, k1) + _with_values(q1, v)
-
-
-def _flops_backward(dout, q1, q2, k1, k2, v, *_, **__) -> int:
-    """The maps again, dO v^T and dv, and the gradients of queries and keys."""
-    return 3 * _of_maps(q1, q2, k1) + 2 * _with_values(q1, v)
-
-
-def _of_maps(q1, q2, k1) -> int:
-    (B, H, T, D), Hn, S = q1, q2[1], k1[2]
-    return 2 * B * (H + Hn) * T * S * D
-
-
-def _with_values(q1, v) -> int:
-    (B, H, T, _), (_, _, S, Dv) = q1, v
-    return 2 * B * H * T * S * Dv
-
-
-def _count_flops(counter: Any) -> None:
-    counter.register_flop_formula(torch.ops.diff_transformer.blockwise)(_flops)
-    counter.register_flop_formula(torch.ops.diff_transformer.blockwise_backward)(_flops_backward)
-
-
-when_imported("torch.utils.flop_counter", _count_flops)  # which imports Triton
+flops.count({
+    torch.ops.diff_transformer.blockwise: flops.of_forward,
+    torch.ops.diff_transformer.blockwise_backward: flops.of_backward,
+})  # fmt: skip
 forward.register_autograd(_differentiate, setup_context=_save)
 backward.register_autograd(refuse_second_derivatives)

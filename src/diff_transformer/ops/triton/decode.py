@@ -17,6 +17,7 @@ import torch
 import triton
 from torch import Tensor
 
+from diff_transformer.ops import flops
 from diff_transformer.ops.triton.configurations import chunks
 from diff_transformer.ops.triton.decode_kernels import ROWS, decode_combine_kernel, decode_split_kernel
 from diff_transformer.ops.triton.launching import INTERPRETED, launch, strides
@@ -159,3 +160,6 @@ attend_decode = torch.library.custom_op("diff_transformer::triton_decode", launc
 @attend_decode.register_fake
 def _(q1, q2, k1, k2, v, lam, attn_mask, is_causal, window, scale, lengths=None):
     return v.new_empty(q1.shape[0], q1.shape[1], q1.shape[2], v.shape[3])
+
+
+flops.count({torch.ops.diff_transformer.triton_decode: flops.of_forward})

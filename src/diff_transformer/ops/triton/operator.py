@@ -9,7 +9,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from diff_transformer.ops import gluon
+from diff_transformer.ops import flops, gluon
 from diff_transformer.ops.arguments import refuse_second_derivatives
 from diff_transformer.ops.gluon.backward import attend_backward
 from diff_transformer.ops.gluon.forward import attend_forward
@@ -136,6 +136,10 @@ def _differentiate(ctx, dout, *unused):
     return dq1, dq2, dk1, dk2 if saved[3] is not None else None, dv, dlam, *(None,) * 9
 
 
+flops.count({
+    torch.ops.diff_transformer.triton: flops.of_forward,
+    torch.ops.diff_transformer.triton_backward: flops.of_backward,
+})  # fmt: skip
 forward.register_autograd(_differentiate, setup_context=_save)
 backward.register_autograd(refuse_second_derivatives)
 
