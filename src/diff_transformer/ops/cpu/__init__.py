@@ -4,7 +4,6 @@ It has two implementations of the same mathematics: ``native.cpp``, compiled for
 PyTorch calls (``in_torch.py``), which need no compiler and take every dtype and device.
 """
 
-
 import torch
 from torch import Tensor
 

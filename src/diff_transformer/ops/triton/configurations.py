@@ -1,12 +1,11 @@
 """Tile sizes, by the kernel, the chip, the widths and what a call needs.
 
 Hopper's at the main widths were timed, on an H200 (benchmarks/results/sweep_gpu.json); none of the others. Some of the
-fastest spill up to 224 bytes a thread and win all the same, since two of their programs fit a multiprocessor. Elsewhere
-causal calls at the main widths spill no registers: benchmarks/results/compiled.json lists them. There are too many
-kinds of calls to compile all: tests/ops/triton/test_compiled_attention.py compiles each feature alone, and the heaviest
-combinations of features that take registers (window, documents, mask, shared heads, shared keys, one pass). Some of
-them spill, but none uses a spilled register in a loop of products; none serialises wgmma, and all fit the shared memory
-of their chips.
+fastest spill up to 224 bytes a thread, in loops as well, and win all the same. Elsewhere causal calls at the main
+widths spill no registers: benchmarks/results/compiled.json lists them. There are too many kinds of calls to compile
+all: tests/ops/triton/test_compiled_attention.py compiles each feature alone, and the heaviest combinations of features
+that take registers (window, documents, mask, shared heads, shared keys, one pass). Some of them spill, but none uses a
+spilled register in a loop of products; none serialises wgmma, and all fit the shared memory of their chips.
 
 Registers are the limit. A thread has 255; the fp32 accumulators of 128 rows x 256 columns with 8 warps take 128 of
 them. Hopper multiplies 64 rows with 4 warps (wgmma), other chips 16 rows and 8 columns with each warp (mma.sync). There
