@@ -139,6 +139,7 @@ def test_a_device_that_is_not_here_has_no_backends(monkeypatch):
 def on_a_gpu(monkeypatch, capability=(9, 0)):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index=None: capability)
+    monkeypatch.setattr(torch.backends.cudnn, "version", lambda: 91900)  # a CUDA build looks for it on the GPU
     monkeypatch.setattr(on_gpu, "installation", lambda *device: {"device": str(capability)})
     monkeypatch.setattr(on_gpu, "_chosen", {})
 
