@@ -29,6 +29,7 @@ from diff_transformer.ops.triton.metadata import (
     needed_products,
     recording,
     tile_of,
+    without_timed_spills,
 )
 
 OUT = Path(__file__).resolve().parent / "results" / "compiled.json"
@@ -130,7 +131,7 @@ def row_of(form: str, launch: Launch, capability: int, dtype: str) -> dict[str, 
         "spilled_bytes": found.spill_bytes,
         "shared_kib": round(found.shared_bytes / KIB, 1),
         "blocks_per_multiprocessor": resident(found, chip),
-        "faults": faults(found, capability),
+        "faults": faults(without_timed_spills(found, launch), capability),
         **times,
     }
 

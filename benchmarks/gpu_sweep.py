@@ -80,11 +80,8 @@ def launches(kernel: str, width: int, tile: Any, device: str, batch: int, heads:
     found: list[Launch] = []
 
     def configuration(name: str, call: Call, mask_by_query: bool) -> C:
-        return (
-            tile
-            if name == kernel and tile is not None
-            else configurations.HOPPER[name][entry(name, width)][int(features)]
-        )
+        in_use = configurations.configuration(name, call, mask_by_query)
+        return tile if name == kernel and tile is not None else in_use
 
     def record(*launched: Any) -> Any:
         found.append(Launch(*launched))
@@ -111,11 +108,6 @@ def launches(kernel: str, width: int, tile: Any, device: str, batch: int, heads:
                 backward.launch_backward(*given, one_pass=False)
     wanted = {"forward": "f", "dq": "bwd_dq"}.get(kernel.removeprefix("gluon "), "bwd_dkdv")
     return [launch for launch in found if getattr(launch.kernel, "fn", launch.kernel).__name__.startswith(wanted)]
-
-
-def entry(kernel: str, width: int) -> tuple[int, int]:
-    """The entry of the table of tiles for a width."""
-    return next(key for key in configurations.HOPPER[kernel] if key[0] >= width and 2 * width <= key[1])
 
 
 def rows(device: str, seconds: float, repeats: int) -> Iterator[dict]:

@@ -18,6 +18,7 @@ from diff_transformer.ops.triton.call import Call
 from diff_transformer.ops.triton.metadata import (
     SHARED_LIMIT,
     Compiled,
+    Launch,
     assert_ships,
     compile_for,
     compile_in_subprocess,
@@ -25,6 +26,7 @@ from diff_transformer.ops.triton.metadata import (
     executed_over_needed,
     faults,
     recording,
+    without_timed_spills,
 )
 
 GOOD = Compiled(
@@ -65,19 +67,39 @@ def test_what_ships():
     assert_ships(GOOD)
 
 
-def test_only_tiles_that_were_timed_may_spill_in_loops():
-    spills = {"spill_bytes": 8, "spills_in_loops": 3, "shared_bytes": 1000}
-    assert faults(replace(GOOD, **spills)) == []
-    (fault,) = faults(replace(GOOD, capability=80, **spills))
-    assert fault.startswith("loads or stores spilled registers 3 times")
+@pytest.mark.parametrize(
+    ("change", "ships"),
+    [
+        ({}, True),
+        ({"DV": 64}, False),
+        ({"BLOCK_N": 32}, False),
+        ({"num_stages": 2}, False),
+        ({"capability": 80}, False),
+    ],
+    ids=["timed", "other values", "other tile", "other stages", "other chip"],
+)
+def test_only_tiles_that_were_timed_may_spill_in_loops(change, ships):
+    given = {
+        "D": 64,
+        "DV": 128,
+        "BLOCK_M": 64,
+        "BLOCK_N": 64,
+        "num_warps": 4,
+        "num_stages": 3,
+        "capability": 90,
+    } | change
+    options = {name: given.pop(name) for name in ("num_warps", "num_stages")}
+    spills = {"spill_bytes": 8, "spills_in_loops": 3, "shared_bytes": 1000, "capability": given.pop("capability")}
+    launch = Launch("diff_transformer.ops.triton.forward:forward_kernel", {}, given, options)
+    assert (faults(without_timed_spills(replace(GOOD, **spills), launch)) == []) == ships
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
         (
-            {"spill_bytes": 232, "spills_in_loops": 3},
-            r"loads or stores spilled registers 3 times in its loops of products \(232 bytes a thread at 168 registers",
+            {"spill_bytes": 8, "spills_in_loops": 3},
+            r"loads or stores spilled registers 3 times in its loops of products \(8 bytes a thread at 168 registers",
         ),
         ({"wgmma_serialized": True}, "serialises its wgmma instructions"),
         ({"unguarded_arrivals": 2}, "arrives 2 times at an mbarrier with no barrier of the warps before"),

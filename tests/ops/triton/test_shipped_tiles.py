@@ -59,7 +59,7 @@ SHIPPED = {kernel: shipped(kernel) for kernel in KERNELS}
 ROUNDS = [
     {kernel: tiles[i % len(tiles)] for kernel, tiles in SHIPPED.items()} for i in range(max(map(len, SHIPPED.values())))
 ]
-HOPPER = {kernel: configurations.HOPPER[kernel][128, 256][0] for kernel in KERNELS[:3]}
+HOPPER = {kernel: configurations.HOPPER_TIMED[kernel][128, 256][0] for kernel in KERNELS[:3]}
 HOPPER["one_pass"] = HOPPER["dkdv"]
 AMPERE = {kernel: configurations.MMA_SYNC[kernel][128, 256][-1] for kernel in KERNELS}
 
@@ -110,6 +110,21 @@ def test_a_small_chip_gets_tiles_that_fit_it():
     assert configurations.table_for((12, 0), 99 * 1024) is configurations.BLACKWELL_SMALL
     assert configurations.table_for((9, 0), 227 * 1024) is configurations.HOPPER
     assert configurations.table_for((10, 0), 227 * 1024) is configurations.BLACKWELL
+
+
+def test_tiles_that_were_timed_are_for_their_widths_alone(monkeypatch):
+    monkeypatch.setattr(configurations, "INTERPRETED", False)
+    monkeypatch.setattr(configurations, "table_of", lambda device: configurations.HOPPER)
+    plain, timed = configurations.HOPPER["forward"][64, 128][0], configurations.HOPPER_TIMED["forward"][64, 128][0]
+
+    def tile(mask=None, **sizes):
+        x = [y.bfloat16() for y in make_inputs(**{"B": 1, "H": 4, "T": 8, "D": 64} | sizes)]
+        return configurations.configuration("forward", Call(*x, scale=1.0, attn_mask=mask), False)
+
+    assert tile() == tile(G=2) == timed
+    assert tile(Dv=64) == tile(D=56, Dv=112) == tile(mask=torch.ones(1, 1, 1, 8, dtype=torch.bool)) == plain
+    monkeypatch.setattr(configurations, "table_of", lambda device: configurations.MMA_SYNC)
+    assert tile() != timed
 
 
 def test_calls_with_features_get_their_own_tiles(monkeypatch):

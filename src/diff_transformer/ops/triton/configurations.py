@@ -1,10 +1,9 @@
 """Tile sizes, by the kernel, the chip, the widths and what a call needs.
 
-Hopper's at the main widths were timed, on an H200 (benchmarks/results/sweep_gpu.json); none of the others. Some of the
-fastest spill up to 224 bytes a thread, in loops as well, and win all the same. Elsewhere causal calls at the main
-widths spill no registers: benchmarks/results/compiled.json lists them. There are too many kinds of calls to compile
-all: tests/ops/triton/test_compiled_attention.py compiles each feature alone, and the heaviest combinations of features
-that take registers (window, documents, mask, shared heads, shared keys, one pass). Some of them spill, but none uses a
+Hopper's at the paper's widths were timed (``HOPPER_TIMED``); none of the others. Causal calls at the main widths spill
+no registers otherwise: benchmarks/results/compiled.json lists them. There are too many kinds of calls to compile all:
+tests/ops/triton/test_compiled_attention.py compiles each feature alone, and the heaviest combinations of features that
+take registers (window, documents, mask, shared heads, shared keys, one pass). Some of them spill, but none uses a
 spilled register in a loop of products; none serialises wgmma, and all fit the shared memory of their chips.
 
 Registers are the limit. A thread has 255; the fp32 accumulators of 128 rows x 256 columns with 8 warps take 128 of
@@ -130,35 +129,54 @@ BLACKWELL: Table = MMA_SYNC | {  # sm_100: tcgen05.mma where a tile has 64 rows 
         (128, 256): (C(32, 64, 8, 1, False), C(16, 64, 8, 1, False)),
     },
 }
-HOPPER: Table = {  # at widths 64, 96 and 128 the fastest of those that were timed (benchmarks/results/sweep_gpu.json)
+HOPPER: Table = {
     "forward": {
         (31, 63): (C(128, 64, 8, 3), C(128, 64, 8, 3), C(128, 32, 8, 3)),
         (32, 64): (C(128, 64, 8, 3),),
-        (64, 128): (C(64, 64, 4, 3), C(64, 64, 4, 3), C(128, 32, 8, 3)),
-        (96, 192): (C(128, 64, 8, 3, False), C(128, 64, 8, 3, False), C(128, 32, 8, 2, False)),
-        (128, 256): (C(128, 64, 8, 3, False), C(128, 64, 8, 3, False), C(128, 32, 8, 2, False)),
+        (64, 128): (C(128, 32, 8, 3),),
+        (96, 192): (C(128, 64, 8, 2, False), C(128, 64, 8, 2, False), C(128, 32, 8, 2, False)),
+        (128, 256): (C(128, 32, 8, 2, False),),
     },
     "dkdv": {
         (32, 64): (C(32, 128, 8, 2, False), C(32, 128, 8, 2, False), C(32, 128, 8, 1, False)),
         (63, 127): (C(32, 128, 8, 2, False), C(32, 128, 8, 2, False), C(16, 128, 8, 1, False)),
-        (64, 128): (C(32, 64, 4, 2), C(32, 64, 4, 2), C(32, 128, 8, 1, False)),
-        (96, 192): (C(32, 64, 4, 2, False), C(32, 64, 4, 2, False), C(16, 128, 8, 1, False)),
-        (128, 256): (C(32, 128, 8, 3, False), C(32, 128, 8, 3, False), C(16, 128, 8, 1, False)),
+        (64, 128): (C(32, 128, 8, 2, False), C(32, 128, 8, 2, False), C(32, 128, 8, 1, False)),
+        (128, 256): (C(16, 128, 8, 1, False),),
     },
     "dq": {
         (32, 64): (C(128, 32, 8, 2), C(128, 32, 8, 2), C(128, 64, 8, 1)),
         (63, 127): (C(128, 32, 8, 2),),  # such as (40, 80), two chunks each
-        (64, 128): (C(64, 64, 4, 2), C(64, 64, 4, 2), C(128, 32, 8, 1)),
-        (96, 192): (C(64, 32, 4, 2), C(64, 32, 4, 2), C(128, 32, 8, 1, False)),
-        (128, 256): (C(128, 64, 8, 2, False), C(128, 64, 8, 2, False), C(128, 64, 8, 1, False)),
+        (64, 128): (C(128, 64, 8, 2), C(128, 64, 8, 2), C(128, 32, 8, 1)),
+        (96, 192): (C(128, 64, 8, 1, False), C(128, 64, 8, 1, False), C(128, 32, 8, 1, False)),
+        (128, 256): (C(128, 64, 8, 1, False),),
     },
     "one_pass": {
         (63, 127): (C(32, 128, 8, 2, False),),
-        (64, 128): (C(32, 64, 4, 2, False), C(32, 64, 4, 2, False), C(16, 128, 8, 1, False)),
+        (64, 128): (C(32, 128, 8, 2, False), C(32, 128, 8, 2, False), C(16, 128, 8, 1, False)),
         (48, 256): (NARROW_KEYS,),
         (96, 192): (C(64, 32, 8, 2), C(64, 32, 8, 1, False), C(64, 16, 8, 1, False)),
-        (128, 256): (C(32, 128, 8, 1, False), C(32, 128, 8, 1, False), C(64, 16, 8, 1, False)),
+        (128, 256): (C(64, 32, 8, 1, False), C(64, 32, 8, 1, False), C(64, 16, 8, 1, False)),
     },
+}
+# For these widths exactly, where a mask does not need an entry of its own: the fastest on an H200 of those in
+# benchmarks/results/sweep_gpu.json. Some spill up to 224 bytes a thread, in loops as well, and win all the same.
+HOPPER_TIMED: Table = {
+    "forward": {
+        (64, 128): (C(64, 64, 4, 3),),
+        (96, 192): (C(128, 64, 8, 3, False),),
+        (128, 256): (C(128, 64, 8, 3, False),),
+    },
+    "dkdv": {
+        (64, 128): (C(32, 64, 4, 2),),
+        (96, 192): (C(32, 64, 4, 2, False),),
+        (128, 256): (C(32, 128, 8, 3, False),),
+    },
+    "dq": {
+        (64, 128): (C(64, 64, 4, 2),),
+        (96, 192): (C(64, 32, 4, 2),),
+        (128, 256): (C(128, 64, 8, 2, False),),
+    },
+    "one_pass": {(64, 128): (C(32, 64, 4, 2, False),), (128, 256): (C(32, 128, 8, 1, False),)},
 }
 # fp32 products use no tensor cores, for exactness; some of these spill a few registers.
 FP32: Table = {
@@ -179,6 +197,8 @@ def configuration(kernel: str, call: Call, mask_by_query: bool) -> Configuration
     given = (call.window, call.documents, call.attn_mask)
     features = shared_heads or any(feature is not None for feature in given)
     masked = mask_by_query or (kernel == "forward" and (call.attn_mask is not None or call.scale < 0))
+    if table is HOPPER and not masked and (D, Dv) in HOPPER_TIMED[kernel]:
+        return HOPPER_TIMED[kernel][D, Dv][0]
     return entry[min(2 if masked else int(features), len(entry) - 1)]
 
 
