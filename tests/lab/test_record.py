@@ -6,16 +6,16 @@ from pathlib import Path
 import pytest
 
 from diff_transformer.evals.types import Result
+from diff_transformer.lab.legacy import config_of_request
 from diff_transformer.lab.record import (
     Record,
     RecordError,
     averaged,
-    config_of_request,
-    from_v1,
     grouped,
     load_all,
     merged,
     of_result,
+    records_of,
     save_all,
 )
 
@@ -181,7 +181,7 @@ def test_variants_of_an_earlier_comparison_are_read():
     row = {"variant": "dint", "config": {"attention": "dint"}, "loss": {"0": 3.0, "1": 3.1},
            "needles": {"n1_r1": {"0": 0.5}}, "train_tokens_per_second": 7.0}  # fmt: skip
     value = {"schema": 1, "recipe": "demo", "train": {"config": {"model": {}}}, "evals": [], "variants": [row]}
-    first, second = from_v1(value)
+    first, second = records_of(value)
     assert first.metrics["needle"] == {"n1_r1": 0.5}
     assert first.metrics["throughput"] == {"train_tokens_per_second": 7.0}
     assert (second.side, second.seed, second.attention) == ("dint", 1, "dint")

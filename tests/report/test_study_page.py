@@ -8,7 +8,7 @@ from typer.testing import CliRunner
 
 from diff_transformer.cli import app
 from diff_transformer.lab.measures import borrow_baselines
-from diff_transformer.lab.record import Record, from_v1, save_all
+from diff_transformer.lab.record import Record, records_of, save_all
 from diff_transformer.report import ResultsError
 from diff_transformer.report.study_page import is_study, load_cells, render_study_page, write_study_report
 
@@ -26,7 +26,7 @@ def record(loss: float, seed: int = 0, lr: float = 1e-3, width: int = 64) -> dic
 
 
 def read(old: dict) -> Record:
-    (one,) = from_v1({"cells": {"main": {"diff": {"0": old}}}})
+    (one,) = records_of({"cells": {"main": {"diff": {"0": old}}}})
     return one
 
 

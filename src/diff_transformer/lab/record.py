@@ -7,12 +7,10 @@ Two seeds must not be mixed up. The *training seed* is ``Record.seed``: another 
 that of one measurement, the ``seed`` of an experiment's provenance: another one is the same model on other examples.
 ``averaged`` makes one measurement of those that differ in the data seed alone.
 
-This module imports no driver, so the report may import it. Files of earlier versions are read by ``from_v1``, the only
-place that takes a setting, a side or a seed from a name.
+This module imports no driver, so the report may import it. ``legacy`` reads files of earlier versions.
 """
 
 import json
-import re
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field, replace
 from functools import reduce
@@ -22,10 +20,12 @@ from typing import Any
 
 from diff_transformer import checks
 from diff_transformer.durable import write_whole
+from diff_transformer.lab import legacy
+from diff_transformer.lab.legacy import PAIR as PAIR
+from diff_transformer.lab.legacy import split_name
 
 SCHEMA = 2
 FILE = "record.json"  # of a finished run, in its folder
-PAIR = ("diff", "softmax")
 # Facts of a provenance that may differ between repeated measurements.
 _CIRCUMSTANCES = (
     "seed", "package_version", "commit", "device", "cpu", "threads", "torch", "transformers", "python", "platform",
@@ -286,7 +286,7 @@ def of_result(result: Any, *, setting: str = "", side: str | None = None, seed: 
     """
     value = result if isinstance(result, dict) else result.to_dict()
     name = value["eval"]
-    said, number = _split(value["model"])
+    said, number = split_name(value["model"])
     about = dict(value.get("provenance") or {})
     return Record(
         setting=setting,
@@ -326,182 +326,27 @@ def records_of(value: object, path: Path | None = None, root: Path | None = None
     """The records in a JSON value, written by this version or an earlier one: the one reader of files.
 
     Args:
-        value: what ``Record.save`` or ``save_all`` wrote, the result of an experiment, or as for ``from_v1``.
-        path, root: as for ``from_v1``.
+        value: what ``Record.save`` or ``save_all`` wrote, the result of an experiment or ``{"results": [...]}`` of
+            several, or as for ``legacy.fields_of``.
+        path, root: as for ``legacy.fields_of``.
 
     Raises:
         RecordError: if the value holds no record.
     """
+    where = str(path or "the value")
+    if not isinstance(value, dict):
+        raise RecordError(f"{where} has a {type(value).__name__}, which is not a record")
     try:
-        if isinstance(value, dict) and value.get("schema") == SCHEMA:
+        if value.get("schema") == SCHEMA:
             common = value.get("common", {})
             return [Record.from_dict(_with(one, common)) for one in value.get("records", [value])]
-        return from_v1(value, path, root)
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
-        if isinstance(error, RecordError):
-            raise
-        raise RecordError(f"{path or 'the value'} is not a record: {error!r}") from None
-
-
-# ---- earlier versions
-
-
-def from_v1(value: object, path: Path | None = None, root: Path | None = None) -> list[Record]:
-    """The records in a JSON value that an earlier version wrote.
-
-    Args:
-        value: the ``results.json`` of a comparison (schema 1), the ``{"cells": ...}`` or ``{"curves": ...}`` of a
-            recorded study, ``{"results": [...]}`` of recorded experiments, the ``result.json`` of a study's run, the
-            ``slices.json`` of an ablation's row, or one experiment's result.
-        path: its file. In a study, the run's folder names the setting, side and seed.
-        root: the folder given by the user; the setting is a path relative to it.
-
-    Raises:
-        RecordError: for a value of another form.
-    """
-    where = str(path or "the value")
-    if isinstance(value, dict):
-        if value.get("schema") == 1 and ("evals" in value or "curves" in value):
-            return _comparison(value)
-        if isinstance(value.get("cells"), dict):
-            return [
-                _study_run(record, setting, side, int(seed))
-                for setting, sides in value["cells"].items()
-                for side, seeds in sides.items()
-                for seed, record in seeds.items()
-            ]
-        if isinstance(value.get("results"), list):
+        if isinstance(value.get("results"), list) and value.get("schema") != 1 and "cells" not in value:
             return merged(of_result(one) for one in value["results"])
-        if isinstance(value.get("curves"), dict) and "start" in value:
-            return _uptraining(value)
         if {"eval", "model", "metrics"} <= value.keys():
             return [of_result(value)]
-        if {"validation", "tokens_per_step", "model"} <= value.keys() and path is not None:
-            side, seed = _split(path.parent.name)
-            parent = path.parent.parent
-            inside = root is not None and parent.is_relative_to(root)
-            setting = parent.relative_to(root).as_posix() if inside and root is not None else parent.name
-            return [_study_run(value, "" if setting == "." else setting, side, seed)]
-        if {"row", "seed", "parameters"} <= value.keys():
-            return [_ablation_row(value, path)]
-    found = f"keys {sorted(map(str, value))[:6]}" if isinstance(value, dict) else f"a {type(value).__name__}"
-    raise RecordError(f"{where} has {found}, which is not a record")
-
-
-def config_of_request(path: Path) -> dict:
-    """The run's configuration in a ``request.json``. Earlier versions wrote it without the measurements."""
-    values = checks.read_json(path)
-    return values.get("config", values)
-
-
-def _split(name: str) -> tuple[str, int]:
-    """Side and seed of names such as ``diff-seed0``; seed 0 for any other name."""
-    found = re.fullmatch(r"(.+)-seed(\d+)", str(name))
-    return (found[1], int(found[2])) if found else (str(name), 0)
-
-
-def _comparison(value: dict) -> list[Record]:
-    """One record per model: the pair's with rows and curves, a variant's with the numbers of its table row."""
-    said = value.get("train")
-    train: dict = said if isinstance(said, dict) else {}
-    config, setting = train.get("config") or {}, str(value.get("recipe") or "")
-    seeds = train.get("seeds") or []
-
-    def record(entry: dict) -> Record:
-        side, seed = _split(entry.get("model", ""))
-        side, seed = str(entry.get("attention", side)), entry.get("seed", seed)
-        seed = seed if isinstance(seed, int) else 0
-        mine = {**config, "model": {**config.get("model", {}), "attention": side}} if config else {}
-        if config and seed < len(seeds):
-            mine["train"] = {**config["train"], "seed": seeds[seed]}
-        return Record(setting, side, seed, mine, provenance={"training": value.get("provenance") or {}})
-
-    found = []
-    for entry in _dicts(value.get("curves")):
-        found.append(replace(record(entry), curves=_curves(entry)))
-    for entry in _dicts(value.get("evals")):
-        if "eval" in entry and isinstance(entry.get("metrics"), dict):
-            measured, base = of_result({"model": "", **entry}), record(entry)
-            provenance = base.provenance | measured.provenance
-            curves = entry["curves"] if isinstance(entry.get("curves"), dict) else {}
-            parts = {"metrics": measured.metrics, "rows": measured.rows, "curves": curves}
-            found.append(replace(base, **parts, provenance=provenance))
-    texts: dict[tuple, Record] = {}
-    for entry in _dicts(value.get("explorer")):
-        of_model = texts.setdefault(record(entry).identity, replace(record(entry), rows={"explorer": []}))
-        of_model.rows["explorer"].append(entry)
-    found += texts.values()
-    for row in _dicts(value.get("variants")):
-        if row.get("variant") not in PAIR:
-            found += _variant(row, setting, config)
-    return merged(found)
-
-
-def _variant(row: dict, setting: str, config: dict) -> list[Record]:
-    made = []
-    for seed in row["loss"]:
-        metrics: dict[str, dict] = {"associative_recall": {"validation": row["loss"][seed]}}
-        metrics["needle"] = {cell: found[seed] for cell, found in row.get("needles", {}).items() if seed in found}
-        if seed == "0":
-            metrics["throughput"] = {way: value for way, value in row.items() if way.endswith("_tokens_per_second")}
-        mine = {**config, "model": row.get("config") or {}} if config else {}
-        made.append(Record(setting, row["variant"], int(seed), mine, metrics))
-    return made
-
-
-def _curves(entry: dict) -> dict[str, dict]:
-    names = ("step", "loss", "grad_norm", "tokens_per_second")
-    curves: dict[str, dict] = {"training": {name: entry[name] for name in names if name in entry}}
-    if "validation_step" in entry:
-        curves["validation"] = {"step": entry["validation_step"], "loss": entry["validation_loss"]}
-    if entry.get("lambda"):
-        curves["lambda"] = {"step": entry["step"], "layers": entry["lambda"], "init": entry.get("lambda_init") or []}
-    return curves
-
-
-def _study_run(value: dict, setting: str, side: str, seed: int) -> Record:
-    tokens = value["tokens_per_step"]
-    config = {
-        "model": value["model"],
-        "data": {"length": tokens},  # in total per step; rows and their length were not saved
-        "optim": {"lr": value.get("lr")},
-        "train": {"seed": value.get("seed"), "steps": value.get("steps"), "batch_size": 1},
-    }
-    curves = {name: value[name] for name in ("training", "validation", "sources") if value.get(name)}
-    if value.get("lambda"):
-        curves["lambda"] = {"step": [value["steps"]], "layers": [value["lambda"]]}
-    about = {**value.get("provenance", {}), "seconds": value.get("seconds")}
-    metrics = dict(value.get("metrics") or {})
-    if "gradients" in value:
-        metrics["gradients"] = value["gradients"]
-    return Record(setting, side, seed, config, metrics, {}, curves, {"training": about}, value.get("diverged"))
-
-
-def _ablation_row(value: dict, path: Path | None) -> Record:
-    known = path is not None and (path.parent / "request.json").exists()
-    config = config_of_request(path.parent / "request.json") if known and path is not None else {}
-    side, seed = (value["row"], value["seed"]) if path is None else _split(path.parent.name)
-    numbers = ("validation", "ar_hit", "others", "ar_hit_share")
-    metrics = {name: value[name] for name in numbers if value.get(name) is not None}
-    return Record("ablation", side, seed, config, {"associative_recall": metrics}, {"ablation": [value]})
-
-
-def _uptraining(value: dict) -> list[Record]:
-    """Continued training of one Transformer: ``curves`` by arm and seed; ``rates`` holds final losses only."""
-    about, made = {"training": value.get("provenance") or {}}, []
-    for side, seeds in value["curves"].items():
-        for seed, curve in seeds.items():
-            curves = {"validation": {"step": curve["step"], "loss": curve["loss"]}}
-            if "lambda" in curve:
-                curves["lambda"] = {"step": curve["step"][-1:], "layers": [curve["lambda"]]}
-            metrics = {"start": value["start"][side]} if side in value["start"] else {}
-            made.append(Record("uptraining", side, int(seed), {}, metrics, {}, curves, about))
-    for rate, sides in value.get("rates", {}).items():
-        for side, loss in sides.items():
-            config = {"optim": {"lr": float(rate)}}
-            made.append(Record(f"rates/lr{rate}", side, 0, config, curves={"validation": {"step": [], "loss": [loss]}}))
-    return made
-
-
-def _dicts(value: object) -> list[dict]:
-    return [one for one in value if isinstance(one, dict)] if isinstance(value, list) else []
+        fields = legacy.fields_of(value, path, root)
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise RecordError(f"{where} is not a record: {error!r}") from None
+    if fields is None:
+        raise RecordError(f"{where} has keys {sorted(map(str, value))[:6]}, which is not a record")
+    return merged(Record(**one) for one in fields)

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
-from diff_transformer.lab.record import Record, RecordError, from_v1
+from diff_transformer.lab.record import Record, RecordError, records_of
 from diff_transformer.report.charts import NAMES
 from diff_transformer.report.figure import Figure, Finding, key, versus
 from diff_transformer.report.markup import Html, is_number, join, mean, number, plural, tag
@@ -49,7 +49,7 @@ def of_comparison(value: dict) -> Results:
     """
     try:
         return Results(
-            from_v1({"schema": 1, **{key: dicts(value.get(key)) for key in ("curves", "evals", "explorer")}}), value
+            records_of({"schema": 1, **{key: dicts(value.get(key)) for key in ("curves", "evals", "explorer")}}), value
         )
     except (RecordError, KeyError, TypeError, ValueError, AttributeError) as error:
         raise ResultsError(f"these are not the results of a comparison: {error!r}") from None
