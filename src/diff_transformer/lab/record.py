@@ -20,9 +20,8 @@ from typing import Any
 
 from diff_transformer import checks
 from diff_transformer.durable import write_whole
-from diff_transformer.lab import legacy
 from diff_transformer.lab.legacy import PAIR as PAIR
-from diff_transformer.lab.legacy import split_name
+from diff_transformer.lab.legacy import fields_of, split_name
 
 SCHEMA = 2
 FILE = "record.json"  # of a finished run, in its folder
@@ -344,7 +343,7 @@ def records_of(value: object, path: Path | None = None, root: Path | None = None
             return merged(of_result(one) for one in value["results"])
         if {"eval", "model", "metrics"} <= value.keys():
             return [of_result(value)]
-        fields = legacy.fields_of(value, path, root)
+        fields = fields_of(value, path, root)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise RecordError(f"{where} is not a record: {error!r}") from None
     if fields is None:
