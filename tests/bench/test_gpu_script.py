@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -202,6 +203,39 @@ def test_a_cache_of_compiled_kernels_is_unpacked_into_its_folder_alone(gpu, tmp_
     assert not (tmp_path / "other").exists()
     monkeypatch.setattr(gpu.gpu_cache, "key", lambda: "another")
     assert "NOT found, made by" in gpu.preflight(tmp_path / "cache.tar.xz")
+
+
+CACHE = """
+import pathlib, sys, gpu_cache
+folder = pathlib.Path(sys.argv[1])
+gpu_cache.FOLDER, gpu_cache.KEY = folder, folder / "key.json"
+if __name__ == "__main__":
+    sys.exit(gpu_cache.main([sys.argv[2], "--jobs", "1", "--limit", "1", "--only", sys.argv[3]]))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("calls", "least"), [("hopper,sanitizer", 20), ("model,decode test", 20), ("sweep", 50)])
+def test_what_a_gpu_launches_is_found_without_one(tmp_path, calls, least):
+    """Every decision falls as on a Hopper GPU; one kernel of them is compiled, under the key that a launch looks up."""
+    pytest.importorskip("triton", reason="it compiles")
+    script, archive = tmp_path / "cache.py", tmp_path / "cache.tar.xz"
+    script.write_text(CACHE)
+    paths = os.pathsep.join(str(ROOT / name) for name in ("src", "benchmarks"))
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    done = subprocess.run(
+        [sys.executable, str(script), str(tmp_path / "folder"), str(archive), calls],
+        env=environment | {"PYTHONPATH": paths},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = [int(count) for count in re.findall(r": (\d+) kernels, ", done.stdout)]
+    assert found[-1] >= least
+    with tarfile.open(archive) as held:
+        names = [Path(name).name for name in held.getnames()]
+    assert "key.json" in names
+    assert sum(name.endswith(".cubin") for name in names) == 1
 
 
 def ended(process):
