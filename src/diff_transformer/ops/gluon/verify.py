@@ -114,10 +114,11 @@ def expected_gradients(
 
     dlam is a sum over the saved ``out2``, so the rounding of out2 is part of the input.
     """
+    from diff_transformer.ops.call import check
     from diff_transformer.ops.reference import attend
 
     def exact(*given: Tensor) -> Tensor:
-        return attend(*given, None, is_causal, None, scale)
+        return attend(check(*given, is_causal=is_causal, scale=scale))
 
     def eager(*given: Tensor) -> Tensor:
         return eager_diff_attention(*given, is_causal=is_causal, scale=scale)
