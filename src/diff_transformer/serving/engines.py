@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from diff_transformer.checks import first_line, require_known, require_port
-from diff_transformer.model.loading import DTYPES, read_tokenizer, refuse_pickles, require_reachable
+from diff_transformer.model.loading import DTYPES, read_tokenizer, require_reachable
+from diff_transformer.model.saved import check_files, weight_files
 from diff_transformer.serving.middleware import is_loopback
 
 ENGINES = ("auto", "vllm", "transformers")
@@ -60,7 +61,8 @@ def model_path(model: str) -> str:
         raise FileNotFoundError(f"{model} has no config.json; give the folder of a saved model")
     if not (folder / "tokenizer_config.json").exists():
         raise FileNotFoundError(f"{model} has no tokenizer; save one into the same folder (tokenizer.save_pretrained)")
-    refuse_pickles(folder)
+    check_files(folder)
+    weight_files(folder)
     return str(folder)
 
 

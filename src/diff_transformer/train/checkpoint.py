@@ -34,8 +34,8 @@ from diff_transformer.durable import (
     require_room,
     write_whole,
 )
-from diff_transformer.train.launch import of_every_rank, on_first_rank
 from diff_transformer.train.manifest import HashingFile, damage, read_manifest, write_manifest
+from diff_transformer.train.ranks import of_every_rank, on_first_rank
 from diff_transformer.train.shards import ShardWriter, load_shards, make_stager, write_shards
 from diff_transformer.train.state import has_shards, plain_state, state_bytes
 
