@@ -320,7 +320,7 @@ def test_the_hub_is_asked_once(monkeypatch):
 
 def test_what_is_missing_is_named(tmp_path, monkeypatch):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    with pytest.raises(FileNotFoundError, match="holds no .safetensors file"):
+    with pytest.raises(FileNotFoundError, match=r"holds no \.safetensors file"):
         read_model(tmp_path)
     save_file({"x": torch.zeros(1)}, tmp_path / "x.safetensors")
     with pytest.raises((ValueError, FileNotFoundError), match=str(tmp_path)):
