@@ -15,6 +15,7 @@ from diff_transformer.model.saved import (
     check_sizes,
     shapes_of_files,
     unreadable,
+    weight_files,
 )
 
 DTYPES = ("float32", "bfloat16", "float16")
@@ -222,6 +223,28 @@ def _no_model(name: str | Path, told: str, presets: Collection[str]) -> str:
         f"no model called {name}{did_you_mean(str(name), presets)} ({told}); give a folder written by save_pretrained, "
         f"or a name on the hub that is cached or can be downloaded{others}"
     )
+
+
+def model_path(model: str) -> str:
+    """``model`` as engines take it: the path of a folder that can hold a model, or a name on the hub.
+
+    Raises:
+        FileNotFoundError: for a folder that is not there, or has no configuration or tokenizer; for a name that the hub
+            does not have.
+    """
+    folder = Path(model).expanduser()
+    if not folder.exists():
+        if model.startswith(("/", ".", "~")):
+            raise FileNotFoundError(f"no model at {model}; give the folder of a saved model, or a name on the hub")
+        require_reachable(model, presets=())
+        return model
+    if not (folder / "config.json").exists():
+        raise FileNotFoundError(f"{model} has no config.json; give the folder of a saved model")
+    if not (folder / "tokenizer_config.json").exists():
+        raise FileNotFoundError(f"{model} has no tokenizer; save one into the same folder (tokenizer.save_pretrained)")
+    check_files(folder)
+    weight_files(folder)
+    return str(folder)
 
 
 def _untrained(name: str, device: str, dtype: Any, weights: str | None) -> tuple[Any, Any]:
