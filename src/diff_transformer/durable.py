@@ -1,7 +1,8 @@
 """Files that survive a crash, and the messages when a disk or a folder does not take them.
 
-``replacing`` is how the package replaces a file or a folder atomically: the new content is written next to it,
-flushed to the disk and renamed. ``write_whole`` does this for a text.
+``replacing`` is how the package replaces a file or a folder: the new content is written next to it, flushed to the disk
+and renamed. ``write_whole`` does this for a text. A folder needs two renames (``swap``); if a crash comes between them,
+``put_back`` restores the folder of before.
 """
 
 import errno
@@ -13,7 +14,8 @@ from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
 
-PARTIAL, OLD = ".partial", ".old"  # endings of unfinished and of outdated files
+# Endings of names: of unfinished files, of a folder until the new one has its name, and of what is about to be removed.
+PARTIAL, REPLACED, OLD = ".partial", ".replaced", ".old"
 _NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 _OVERHEAD = 1.02  # room for headers, alignment and the manifest, relative to the tensors
 
@@ -35,7 +37,7 @@ def cache_folder() -> Path:
 
 @contextmanager
 def replacing(path: Path, *, flush: bool = True, unique: bool = False) -> Generator[Path]:
-    """Replace ``path``, a file or a folder, atomically.
+    """Replace ``path``, a file or a folder, as a whole.
 
     The block writes a file or a folder at the yielded path, which is next to ``path``. If the block ends without an
     exception, that file or folder becomes ``path``. If it raises, what it wrote is removed and ``path`` is unchanged.
@@ -48,26 +50,48 @@ def replacing(path: Path, *, flush: bool = True, unique: bool = False) -> Genera
     """
     partial = path.with_name(f"{path.name}.{secrets.token_hex(8)}{PARTIAL}" if unique else path.name + PARTIAL)
     try:
+        put_back(path)
         remove(partial)
         yield partial
         if flush:
             flush_tree(partial)
-        if path.is_dir():  # os.replace refuses a folder that is not empty
-            old = path.with_name(path.name + OLD)
-            remove(old)
-            os.replace(path, old)
-            os.replace(partial, path)
-            remove(old)
-        else:
-            os.replace(partial, path)
+        swap(partial, path, flush=flush)
     except BaseException as error:
         remove(partial)
         found = None if isinstance(error, OSError) else re.search(r"\(os error (\d+)\)", str(error))
         if found is None:
             raise
         raise OSError(int(found[1]), os.strerror(int(found[1])), str(path)) from error
+
+
+def swap(partial: Path, path: Path, *, flush: bool = True) -> None:
+    """Give ``partial`` the name ``path``. A folder that had it is removed once the new name is on the disk (``flush``).
+
+    Call ``put_back`` first, for a swap that was interrupted.
+    """
+    if path.is_dir():  # os.replace refuses a folder that is not empty
+        os.replace(path, path.with_name(path.name + REPLACED))
+    os.replace(partial, path)
     if flush:
         flush_folder(path.parent)
+    put_back(path)
+
+
+def put_back(path: Path) -> None:
+    """Finish or undo a ``swap`` of the folder ``path`` that was interrupted."""
+    replaced = path.with_name(path.name + REPLACED)
+    if replaced.is_dir() and path.exists():
+        discard(replaced)
+    elif replaced.is_dir():
+        os.replace(replaced, path)
+
+
+def discard(path: Path) -> None:
+    """Remove the folder ``path``, by another name: one that is removed in part must not look like a whole one."""
+    old = path.with_name(path.name + OLD)
+    remove(old)
+    os.replace(path, old)
+    remove(old)
 
 
 def write_whole(path: Path, text: str, *, flush: bool = True) -> None:

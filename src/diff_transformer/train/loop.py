@@ -25,10 +25,10 @@ from diff_transformer.train.context_parallel import make_context
 from diff_transformer.train.float8 import use_float8
 from diff_transformer.train.heartbeat import Heartbeat, lost_peers_explained
 from diff_transformer.train.initial_model import build_model, check_backend_on, check_model, start_model
-from diff_transformer.train.launch import on_first_rank
 from diff_transformer.train.loss import Objective
 from diff_transformer.train.metrics import DIGEST, MetricsLog, read_metrics
 from diff_transformer.train.parallelize import compile_layers, make_fabric
+from diff_transformer.train.ranks import on_first_rank
 from diff_transformer.train.recompute import recompute, what_to_recompute
 from diff_transformer.train.run_folder import check_run_folder, damaged_model, open_run_folder, save_model
 from diff_transformer.train.signals import Interrupted, StopRequest, stop_requests

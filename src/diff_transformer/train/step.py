@@ -83,7 +83,7 @@ class Stepper:
             if config.train.parallel.replicas > 1:
                 sum_over_replicas(self.model, i == len(passes) - 1)
             with fabric.no_backward_sync(self.model, enabled=i < len(passes) - 1 and not self.sharded):
-                loss, row_nats = self._forward(*self._part(*inputs))
+                loss, row_nats = self.model(*self._part(*inputs))
                 fabric.backward(loss * parts)  # DDP and FSDP2 average over processes; this loss is a sum
             total += loss.detach()
             nats.index_add_(0, row_source, row_nats.to(nats))
@@ -116,7 +116,7 @@ class Stepper:
         micro_batch = min(VALIDATION_ROWS, self.config.train.micro_batch_size or VALIDATION_ROWS)
         for part in zip(*(tensor.split(micro_batch) for tensor in (ids, labels, weights)), strict=True):
             inputs, targets, weights_of_part = self._part(*self.fabric.to_device(part))
-            nats, _ = self._forward(inputs, targets, weights_of_part)
+            nats, _ = self.model(inputs, targets, weights_of_part)
             total += torch.tensor([nats.item(), weights_of_part.sum().item()])
         reshard(self.model)
         parts = self.share.size * self.context.size
@@ -147,9 +147,6 @@ class Stepper:
     def _part(self, ids: Tensor, labels: Tensor, weights: Tensor) -> tuple[dict, Tensor, Tensor]:
         """Inputs of the model, targets and weights: what this process has of rows ``ids``, ``labels [B, T]``."""
         return self.context.cut(model_inputs(ids, self.config.data.documents, self.end), labels[:, 1:], weights)
-
-    def _forward(self, inputs: dict, targets: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
-        return self.model(inputs, targets, weights.contiguous().view(torch.int32))
 
     def _sum(self, numbers: Tensor, parts: int) -> Tensor:
         """Sum over the processes, of which each ``parts`` counted different things, and the others the same again."""
