@@ -111,6 +111,9 @@ def fastest_multiply(direction: str, D: int) -> str:
         return available_multiplies()[0]
 
 
+available_forms = available_multiplies  # its former name
+
+
 @cache
 def _fastest_multiply(direction: str, D: int) -> str:
     ways = available_multiplies()
