@@ -27,7 +27,7 @@ from torch import Tensor
 from diff_transformer.ops import backends, flash, reference, sdpa, triton
 from diff_transformer.ops.arguments import Arguments, autocast_off
 from diff_transformer.ops.backends import Choice, Documents, unsupported_reason
-from diff_transformer.ops.dispatch import NotNow, Timer, Verdict, fastest, judge, tuning, wall_clock
+from diff_transformer.ops.dispatch import Timer, Verdict, fastest, judge, tuning, wall_clock
 
 log = logging.getLogger("diff_transformer")
 
@@ -156,10 +156,6 @@ def timed(choice: Choice, tensors: tuple[Tensor, ...], arguments: Arguments) -> 
     inputs = (*tensors, arguments.lam)
     gradients = torch.is_grad_enabled() and any(x.requires_grad for x in inputs)
     strict = {"strict": True} if choice.backend == "sdpa" and tensors[0].device.type == "cuda" else {}
-    by_gluon = False  # whether a Hopper kernel may compute: there is a form without it too
-    if choice.backend == "triton" and choice.form.gluon:
-        plain = arguments.attn_mask is None and arguments.window is None
-        by_gluon = choice.form._replace(gluon=False) in triton.forms(tensors[0], tensors[4], plain, gradients)
     checked = False
 
     def run() -> None:
@@ -174,8 +170,6 @@ def timed(choice: Choice, tensors: tuple[Tensor, ...], arguments: Arguments) -> 
             if tensors[3] is tensors[2]:
                 given[3] = given[2]
             out = backends.attend(choice, tuple(given), arguments._replace(lam=lam), **strict)
-            if by_gluon and triton.untried():
-                raise NotNow("the Hopper kernels could not be tried")
             if gradients:
                 leaves = {id(x): x for x in (*given, lam) if x.requires_grad}
                 torch.autograd.grad(out, list(leaves.values()), out.detach())

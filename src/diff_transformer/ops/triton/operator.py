@@ -55,8 +55,6 @@ def forward(
         q1, q2, k1, k2, v, lam, scale=scale, is_causal=is_causal, window=window, attn_mask=attn_mask,
         documents=_documents(cu_seqlens_q, cu_seqlens_k),
     )  # fmt: skip
-    if need_gradient and by_gluon:
-        _test_backward_early(call, one_pass)
     if by_gluon and _gluon_forward(call):
         return attend_forward(call, need_gradient)[0]
     _announce("forward", str(q1.device), q1.dtype, "plain Triton")
@@ -148,13 +146,6 @@ def _documents(cu_seqlens_q: Tensor | None, cu_seqlens_k: Tensor | None) -> Docu
     if cu_seqlens_q is None or cu_seqlens_k is None:
         return None
     return Documents(cu_seqlens_q, cu_seqlens_k)
-
-
-def _test_backward_early(call: Call, one_pass: bool) -> None:
-    """Run the self-test of the gradient kernels, once in a process: in a backward, memory is fullest."""
-    if call.q1.device.type == "cuda":
-        one_pass = one_pass and not torch.are_deterministic_algorithms_enabled()
-        gluon.unsupported_backward_reason(call, one_pass)
 
 
 def _gluon_forward(call: Call) -> bool:
