@@ -332,17 +332,6 @@ def test_sizes_that_vary_compile_to_one_graph(gpu, sizes):
     assert gpu.count(BY_MAP) == len(sizes)
 
 
-def test_a_trial_that_came_to_no_verdict_leaves_the_hopper_form_out_of_this_process_only(monkeypatch, tmp_path):
-    monkeypatch.setattr(triton, "_gluon_device", lambda *device: True)
-    monkeypatch.setattr(triton, "untried", lambda: True)
-    takes(monkeypatch, **{TWO: 0.1})
-    left_out = tuned(inputs(D=128, dtype=torch.bfloat16, requires_grad=False)).left_out
-    assert left_out == {TWO: "NotNow: the Hopper kernels could not be tried"}
-    assert not list(tmp_path.glob("fastest/*.json"))
-    verdict = tuned(inputs(D=128, requires_grad=False))  # in fp32, which the Hopper kernels do not take
-    assert (verdict.fastest, verdict.left_out) == (TWO, {})
-
-
 def test_the_switch_of_the_hopper_kernels_belongs_to_the_verdict(monkeypatch, gpu):
     monkeypatch.setenv("DIFF_TRANSFORMER_GLUON", "yes")
     with pytest.raises(ValueError, match="DIFF_TRANSFORMER_GLUON is 'yes'; give 0, 1, or some of"):

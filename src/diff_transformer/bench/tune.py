@@ -97,10 +97,6 @@ def timed(call: Call) -> Callable[[], None]:
     """A function that computes a resolved call, with gradients if it needs them. The first call checks it."""
     gradients, device = bool(call.gradients), call.q1.device
     strict = {"strict": True} if call.backend == "sdpa" and device.type == "cuda" else {}
-    by_gluon = False  # whether a Hopper kernel may compute: there is a variant without it too
-    if call.backend == "triton" and call.variant.gluon:
-        plain = call.attn_mask is None and call.window is None
-        by_gluon = call.variant._replace(gluon=False) in triton.variants(call.q1, call.v, plain, gradients)
     checked = False
 
     def run() -> None:
@@ -114,8 +110,6 @@ def timed(call: Call) -> Callable[[], None]:
                 x if x is None else x.detach().requires_grad_(x.requires_grad and gradients) for x in call[:6]
             ]
             out = BACKENDS[call.backend].attend(Call(*given, *call[6:]), **strict)
-            if by_gluon and triton.untried():
-                raise measuring.NotNow("the Hopper kernels could not be tried")
             if gradients:
                 leaves = [x for x in given if x is not None and x.requires_grad]
                 torch.autograd.grad(out, leaves, out.detach())

@@ -14,9 +14,7 @@ import torch
 
 pytest.importorskip("triton", reason="the kernels are written in Triton")
 
-from diff_transformer.ops.call import Documents, check
-from diff_transformer.ops.triton import backward, forward
-from diff_transformer.ops.triton.metadata import (
+from kernel_compiler import (
     SHARED_LIMIT,
     assert_ships,
     compile_in_subprocess,
@@ -24,6 +22,9 @@ from diff_transformer.ops.triton.metadata import (
     recording,
     without_timed_spills,
 )
+
+from diff_transformer.ops.call import Documents, check
+from diff_transformer.ops.triton import backward, forward
 from diff_transformer.testing import make_inputs
 
 LENGTH, ODD = 128, 125

@@ -12,10 +12,11 @@ import torch
 
 pytest.importorskip("triton", reason="the kernels are written in Triton")
 
+from kernel_compiler import assert_ships, compile_in_subprocess, executed_over_needed, recording
+
 from diff_transformer.ops.call import check
 from diff_transformer.ops.triton import decode
 from diff_transformer.ops.triton.configurations import chunks
-from diff_transformer.ops.triton.metadata import assert_ships, compile_in_subprocess, executed_over_needed, recording
 from diff_transformer.testing import make_inputs
 
 CAPABILITIES = [80, 90]

@@ -2,7 +2,7 @@
 
 One launch computes both maps (forward.py). In the backward one dP and one dV product serve both maps (backward.py). A
 few queries over many keys are split along the keys (decode.py). On Hopper, Gluon kernels (ops/gluon) take over where
-they passed their self-test. ``triton`` is imported at the first call. With TRITON_INTERPRET=1 set before that import,
+a record says that they win. ``triton`` is imported at the first call. With TRITON_INTERPRET=1 set before that import,
 the kernels run on CPU tensors in Triton's interpreter, slowly: tests use this where there is no GPU.
 
 Shapes: B batch, H signal heads, Hn noise heads, G key/value heads, T queries, S keys, D query width, Dv value width.
@@ -34,7 +34,7 @@ class TritonVariant(NamedTuple):
     """Which kernels compute a call."""
 
     one_pass: bool = False  # in the backward
-    gluon: bool = True  # where they take the call and passed their self-test; not in a backward in one pass
+    gluon: bool = True  # where they take the call; not in a backward in one pass
 
     @property
     def name(self) -> str:
@@ -78,12 +78,6 @@ def gluon_switches() -> str:
     from diff_transformer.ops.gluon.support import KERNELS, switched_off
 
     return ",".join(name for name in KERNELS if not switched_off(name))
-
-
-def untried() -> bool:
-    """Whether a trial of the Hopper kernels came to no verdict in this process."""
-    trial = sys.modules.get("diff_transformer.ops.gluon.self_test")
-    return trial is not None and bool(trial.untried)
 
 
 def attend(call: Call, *rest, form: TritonVariant | None = None) -> Tensor:

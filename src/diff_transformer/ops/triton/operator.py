@@ -48,8 +48,6 @@ def forward(
     """
     documents = None if cu_seqlens_q is None or cu_seqlens_k is None else Documents(cu_seqlens_q, cu_seqlens_k)
     call = of_list(q1, q2, k1, k2, v, lam, attn_mask, is_causal, window, scale, documents)
-    if need_gradient and by_gluon:
-        _test_backward_early(call, one_pass)
     if by_gluon and _gluon_forward(call):
         return attend_forward(call, need_gradient)[0]
     _announce("forward", str(q1.device), q1.dtype, "plain Triton")
@@ -133,13 +131,6 @@ flops.count({
 })  # fmt: skip
 forward.register_autograd(_differentiate, setup_context=_save)
 backward.register_autograd(refuse_second_derivatives)
-
-
-def _test_backward_early(call: Call, one_pass: bool) -> None:
-    """Run the self-test of the gradient kernels, once in a process: in a backward, memory is fullest."""
-    if call.q1.device.type == "cuda":
-        one_pass = one_pass and not torch.are_deterministic_algorithms_enabled()
-        gluon.unsupported_backward_reason(call, one_pass)
 
 
 def _gluon_forward(call: Call) -> bool:
