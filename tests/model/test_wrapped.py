@@ -249,7 +249,7 @@ def test_a_patched_class_is_seen(part, monkeypatch):
     assert (call(layer) - before).abs().max() > 1e-3
 
 
-@pytest.mark.parametrize("method", ["attended", "attend", "normalise"])
+@pytest.mark.parametrize("method", ["attend", "normalise"])
 @pytest.mark.parametrize("on", ["instance", "class"])
 def test_a_replaced_method_of_the_core_is_called(method, on, monkeypatch):
     layer = make()

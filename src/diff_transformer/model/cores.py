@@ -35,14 +35,6 @@ class Core(nn.Module):
     attend_documents: Callable[..., Tensor]
     maps: Callable[..., Any]
 
-    def attended(
-        self, q: Tensor, k: Tensor, v: Tensor, lam: Lambda | None, attn_mask, is_causal: bool, documents, **state
-    ) -> Tensor:
-        """``attend``, or ``attend_documents`` for packed documents: ``[B, T, heads, width]``."""
-        if documents is None:
-            return self.attend(q, k, v, lam, attn_mask, is_causal, **state).transpose(1, 2)
-        return self.attend_documents(q, k, v, lam, documents, is_causal).unflatten(0, (q.shape[0], q.shape[2]))
-
     def normalise(self, out: Tensor) -> Tensor:
         """What follows attention in each head ``[B, T, heads, width]``."""
         return out
@@ -107,7 +99,10 @@ class DiffCore(Core):
             if out is not None:
                 return out
         lam = self.lam(hidden_states)
-        return self.normalise(self.attended(q, k, v, lam, attn_mask, is_causal, documents, **state))
+        if documents is None:
+            return self.normalise(self.attend(q, k, v, lam, attn_mask, is_causal, **state).transpose(1, 2))
+        out = self.attend_documents(q, k, v, lam, documents, is_causal)
+        return self.normalise(out.unflatten(0, (q.shape[0], q.shape[2])))
 
     def split(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Queries and keys of the two maps, ``(q1, q2, k1, k2)``, as ``diff_attention`` takes them."""
@@ -195,7 +190,7 @@ class DiffCore(Core):
 
 
 def _methods_of_core() -> tuple[Callable, ...]:
-    return DiffCore.attended, DiffCore.attend, DiffCore.split, DiffCore.normalise
+    return DiffCore.attend, DiffCore.split, DiffCore.normalise
 
 
 # What the native call replaces, as this file and its neighbours define it: experiments and wrappers may replace it on
@@ -203,7 +198,7 @@ def _methods_of_core() -> tuple[Callable, ...]:
 _METHODS = _methods_of_core()
 _FORWARD: dict[type[nn.Module], Callable] = {part: part.forward for part in (RMSNorm, LearnedLambda, FixedLambda)}
 _REPLACED = frozenset((
-    *("attended", "attend", "split", "normalise", "forward", "_call_impl", "_compiled_call_impl"),
+    *("attend", "split", "normalise", "forward", "_call_impl", "_compiled_call_impl"),
     *("weight", "lambda_q1", "lambda_k1", "lambda_q2", "lambda_k2"),
 ))  # fmt: skip
 

@@ -35,7 +35,10 @@ class SoftmaxCore(Core):
         **_,
     ) -> Tensor:
         """``q [B, n, T, d]``, ``k``, ``v [B, m, S, d]`` -> ``[B, T, n, d]``."""
-        return self.normalise(self.attended(q, k, v, None, attn_mask, is_causal, documents))
+        if documents is None:
+            return self.normalise(self.attend(q, k, v, None, attn_mask, is_causal).transpose(1, 2))
+        out = self.attend_documents(q, k, v, None, documents, is_causal)
+        return self.normalise(out.unflatten(0, (q.shape[0], q.shape[2])))
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, lam: None, attn_mask: Tensor | None, is_causal: bool) -> Tensor:
         """``A V``: ``[B, n, T, d]``."""
