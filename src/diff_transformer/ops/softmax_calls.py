@@ -27,7 +27,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import pad, scaled_dot_product_attention
 
 from diff_transformer.ops.arguments import active_transform
-from diff_transformer.ops.call import Call, Documents, in_dtype, with_noise_head_for_each_mask
+from diff_transformer.ops.call import Call, Documents, in_dtype, replace, with_noise_head_for_each_mask
 from diff_transformer.ops.masking import apply_masks, fully_masked_rows, position_mask
 from diff_transformer.ops.reference import attention_map
 
@@ -181,11 +181,11 @@ class Sdpa:
         options: dict[str, Any] = {"attn_mask": mask, "is_causal": is_causal, "scale": call.scale}
 
         def attend(q: Tensor, k: Tensor, values: Tensor) -> Tensor:
-            grouped = q.shape[1] != k.shape[1]
-            if grouped and not KERNELS[plan.kernel].grouped:  # SDPA would materialise the maps
+            if q.shape[1] != k.shape[1] and KERNELS[plan.kernel].grouped:
+                return scaled_dot_product_attention(q, k, values, **options, enable_gqa=True)
+            if q.shape[1] != k.shape[1]:  # SDPA would materialise the maps
                 k, values = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, values))
-                grouped = False
-            return scaled_dot_product_attention(q, k, values, **options, enable_gqa=grouped)
+            return scaled_dot_product_attention(q, k, values, **options)
 
         with kernel:
             out = difference(call, attend, plan.parts, plan.width, joined=plan.joined, fully_masked=fully_masked)
@@ -250,7 +250,7 @@ def packed_plans(call: Call) -> list[SdpaPlan]:
     """
     if call.v.dtype not in _HALF or torch.version.hip is not None or torch.are_deterministic_algorithms_enabled():
         return []
-    offered = plans(call._replace(attn_mask=None, is_causal=False, window=None))
+    offered = plans(replace(call, attn_mask=None, is_causal=False, window=None))
     return [plan for plan in offered if plan.kernel == "flash" and plan.width % 8 == 0]
 
 
@@ -496,7 +496,7 @@ class Flash:
         if call.documents is None and call.is_causal:  # queries before the first key are left out: their rows are 0
             fully_masked = max(0, call.q1.shape[2] - call.k1.shape[2])
             q1, q2, lam = (x[:, :, fully_masked:] for x in (call.q1, call.q2, call.lam))
-            call = call._replace(q1=q1, q2=q2, lam=lam)
+            call = replace(call, q1=q1, q2=q2, lam=lam)
 
         def attend(*heads: Tensor) -> Tensor:
             return flash_attention(function, *heads, call.scale, call.is_causal, call.window)
