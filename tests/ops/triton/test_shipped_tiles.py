@@ -1,6 +1,5 @@
 """The kernels with the tiles that GPUs get, most of them not square, in the interpreter, whose own are of 32 by 32."""
 
-
 import pytest
 import torch
 
