@@ -48,7 +48,7 @@ def decode_head(
     window: int | None,
 ) -> Tensor | None:
     """``decode`` where it computes this call, else None. The weights are asked for where the tensors may be taken."""
-    if q.device.type != "cpu" or q.dim() != 4 or q.shape[2] > MAX_DECODE_ROWS or traced():
+    if q.device.type != "cpu" or traced() or q.dim() != 4 or q.shape[2] > MAX_DECODE_ROWS:
         return None
     given = weights()
     if given is None or not supports(q, k, v, given):
