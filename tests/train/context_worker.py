@@ -15,7 +15,7 @@ import torch.distributed as dist
 from diff_transformer.model.attention import make_core
 from diff_transformer.model.config import DiffTransformerConfig
 from diff_transformer.model.inputs import Documents
-from diff_transformer.train.context_parallel import Context, _attend_own_heads, _attend_own_queries
+from diff_transformer.train.context_parallel import SequencePart, _attend_own_heads, _attend_own_queries
 
 BATCH, LENGTH, HIDDEN = 2, 48, 32
 PACKED = [0, 5, 6, 40, 48, 49, 96]  # documents of the two rows: long, short, one token, a whole tail
@@ -27,7 +27,7 @@ CASES = [
 ]  # fmt: skip
 
 
-def errors(attention: str, method: str, fields: dict, bounds: list[int], context: Context) -> float:
+def errors(attention: str, method: str, fields: dict, bounds: list[int], context: SequencePart) -> float:
     """The largest difference of output and of gradients of q, k and v between this process's part and the whole."""
     config = DiffTransformerConfig(
         attention=attention,
@@ -68,7 +68,7 @@ def errors(attention: str, method: str, fields: dict, bounds: list[int], context
 def main() -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    context = Context(dist.get_rank(), dist.get_world_size(), dist.group.WORLD)
+    context = SequencePart(dist.get_rank(), dist.get_world_size(), dist.group.WORLD)
     found = {}
     for attention, method, fields in CASES:
         for name, bounds in {"joined": [0, LENGTH, 2 * LENGTH], "packed": PACKED}.items():

@@ -190,9 +190,9 @@ class Documents(NamedTuple):
         return (torch.arange(len(starts), device=starts.device) - starts).view(shape)
 
 
-def split_documents(ids: Tensor, end: int) -> Documents:
-    """The documents of ``ids [B, T]``: each ends with the token ``end`` or at the end of its row."""
-    ends = ids == end
+def split_documents(ids: Tensor, eos_id: int) -> Documents:
+    """The documents of ``ids [B, T]``: each ends with the token ``eos_id`` or at the end of its row."""
+    ends = ids == eos_id
     ends[:, -1] = True
     return _ending_at(ends)
 
