@@ -19,7 +19,10 @@ from typing import Any, NamedTuple
 
 import torch
 
-from diff_transformer.ops.triton.metadata import (
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT / "tests" / "helpers"))
+
+from kernel_compiler import (  # noqa: E402
     KIB,
     SHARED_LIMIT,
     Launch,
@@ -32,7 +35,7 @@ from diff_transformer.ops.triton.metadata import (
     without_timed_spills,
 )
 
-OUT = Path(__file__).resolve().parent / "results" / "compiled.json"
+OUT = ROOT / "benchmarks" / "results" / "compiled.json"
 WIDTHS = [(64, 64), (64, 128), (96, 192), (128, 128), (128, 256)]
 DTYPES = ("bfloat16", "float16", "float32")
 BATCH, HEADS, LENGTH = 4, 12, 4096  # of the roofline: causal attention

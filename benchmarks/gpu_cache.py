@@ -89,7 +89,7 @@ def compile_share(share: int, shares: int, limit: int, only: str = "") -> None:
     seen: set[tuple] = set()
 
     def compile_once(kernel: Any, grid: tuple, given: Any, constants: dict[str, Any]) -> Any:
-        from diff_transformer.ops.triton.metadata import describe
+        from kernel_compiler import describe
 
         launch = describe(kernel, given, constants)
         key = (launch.kernel, *(str(sorted(part.items(), key=str)) for part in launch[1:]))
@@ -176,10 +176,8 @@ def as_on_hopper(launch: Callable[..., Any]) -> ExitStack:
         (decode, "multiprocessors", lambda device: MULTIPROCESSORS),
         (decode, "unsupported_reason", decodable),
         (gluon, "unsupported_device", refused),
-        (gluon, "failed_self_test", lambda *given: None),
         (operator, "_gluon_forward", lambda call: gluon.unsupported_reason(call) is None),
         (operator, "_gluon_backward", lambda call, one, passes: gluon.unsupported_backward_reason(call, one) is None),
-        (operator, "_test_backward_early", lambda *given: None),
         (operator, "_announce", lambda *given: None),
     ]
     stack = ExitStack()
@@ -339,15 +337,16 @@ def of_decode_tests() -> Iterator[tuple[str, Callable[[], object]]]:
 
 def of_hopper_tests() -> Iterator[tuple[str, Callable[[], object]]]:
     import torch
+    from hopper_check import forms_of
 
-    from diff_transformer.ops.gluon import backward, forward, support, verify
+    from diff_transformer.ops.gluon import backward, forward, support
     from diff_transformer.ops.triton.call import Call
     from diff_transformer.testing import make_inputs
 
     def run(D: int, dtype: torch.dtype, causal: bool, form: str) -> None:
         x = make_inputs(2, 2, 63, D, S=63, G=1, dtype=dtype, strided=True, requires_grad=False)
         dout = torch.randn(2, 2, 63, 2 * D).to(dtype)
-        for given in verify.forms_of(x):
+        for given in forms_of(x):
             k2 = None if given.k2 is given.k1 else given.k2
             call = Call(*given[:3], k2, *given[4:], scale=D**-0.5, is_causal=causal)
             if form == "forward":

@@ -78,7 +78,7 @@ def test_new_weights_are_seen_at_once():
 
 def test_it_leaves_alone_what_it_does_not_compute():
     core, (q, k, v) = make_core(torch.float32), inputs(torch.float32, 1)
-    head = core.native_head()
+    head = core.decode_weights()
     assert head is not None
     assert layer.supports(q, k, v, head)
     assert not layer.supports(q.requires_grad_(), k, v, head)
@@ -88,17 +88,17 @@ def test_it_leaves_alone_what_it_does_not_compute():
     assert not layer.supports(*inputs(torch.float32, 5), head)  # ten rows of a map share a key/value head
     assert not layer.supports(q, k, v[..., ::2], head)
     core.requires_grad_(True)
-    assert core.native_head() is None
+    assert core.decode_weights() is None
     with torch.no_grad():
-        assert core.native_head() is not None
+        assert core.decode_weights() is not None
         handle = core.head_norm.register_forward_hook(lambda *_: None)
-        assert core.native_head() is None
+        assert core.decode_weights() is None
         handle.remove()
         core.attend = core.attend  # what an experiment does that looks inside
-        assert core.native_head() is None
+        assert core.decode_weights() is None
         del core.attend
         core.backend = "reference"
-        assert core.native_head() is None
+        assert core.decode_weights() is None
 
 
 @pytest.mark.parametrize("window", [None, 7])

@@ -10,7 +10,7 @@ from diff_transformer.model.inputs import Documents, split_documents, take_docum
 from diff_transformer.model.matching import variant
 from diff_transformer.model.presets import preset
 from diff_transformer.model.softmax import SoftmaxCore
-from diff_transformer.ops import sdpa
+from diff_transformer.ops.softmax_calls import packed_attention
 
 END = 0
 
@@ -124,7 +124,7 @@ def test_packed_attention_is_given_grouped_heads_as_they_are(monkeypatch, varlen
     documents, core = Documents(torch.tensor([0, 7, 20], dtype=torch.int32), 13), SoftmaxCore()
     core.window = window
     rows, ends = [x[0].transpose(0, 1) for x in (q, k, v)], documents.cu_seqlens
-    out = sdpa.packed_attention(*rows, ends, ends, 13, 13, True, window)
+    out = packed_attention(*rows, ends, ends, 13, 13, True, window)
     torch.testing.assert_close(out, core.attend_documents(q, k, v, None, documents, True))
     ((_, given, options),) = calls
     assert given == (heads if version == "with groups" else 4)
@@ -138,6 +138,6 @@ def test_packed_attention_gives_only_what_pytorch_takes(monkeypatch):
     given = []
     monkeypatch.setattr(torch.ops.torch_attn, "_varlen_attn", lambda q, *rest: given.append(rest) or (q, None, None))
     q, k, ends = torch.randn(20, 4, 8), torch.randn(20, 2, 8), torch.tensor([0, 20], dtype=torch.int32)
-    sdpa.packed_attention(q, k, k, ends, ends, 20, 20, True, None)
+    packed_attention(q, k, k, ends, ends, 20, 20, True, None)
     grouped = "enable_gqa" in inspect.signature(varlen_attn).parameters
     assert given[0][0].shape[1] == (2 if grouped else 4)

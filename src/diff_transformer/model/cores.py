@@ -15,10 +15,7 @@ from torch.nn.modules import module as hooks
 from diff_transformer.model.inputs import Documents
 from diff_transformer.model.lambdas import FixedLambda, LambdaModule, LearnedLambda
 from diff_transformer.model.layers import RMSNorm
-from diff_transformer.ops.api import diff_attention, diff_attention_maps
-from diff_transformer.ops.arguments import traced
-from diff_transformer.ops.cpu import layer
-from diff_transformer.ops.cpu.native import MAX_DECODE_ROWS
+from diff_transformer.ops.api import DecodeWeights, decode_head, diff_attention, diff_attention_maps
 from diff_transformer.ops.reference import DiffMaps
 from diff_transformer.ops.varlen import diff_attention_varlen
 
@@ -105,11 +102,10 @@ class DiffCore(Core):
 
         ``hidden_states [B, T, hidden_size]``: the input from which a lambda for each token is computed.
         """
-        native = attn_mask is None and documents is None and q.device.type == "cpu" and not traced()
-        if native and q.shape[2] <= MAX_DECODE_ROWS:
-            head = self.native_head()
-            if head is not None and layer.supports(q, k, v, head):
-                return layer.decode(q, k, v, head, is_causal, self.reach(is_causal))
+        if attn_mask is None and documents is None:
+            out = decode_head(q, k, v, self.decode_weights, is_causal, self.reach(is_causal))
+            if out is not None:
+                return out
         lam = self.lam(hidden_states)
         return self.normalise(self.attended(q, k, v, lam, attn_mask, is_causal, documents, **state))
 
@@ -163,11 +159,11 @@ class DiffCore(Core):
         lam, window = self.lam(hidden_states), self.reach(is_causal)
         return diff_attention_maps(*self.split(q, k), lam, attn_mask=attn_mask, is_causal=is_causal, window=window)
 
-    def native_head(self) -> layer.Head | None:
-        """The weights that ``ops.cpu.layer.decode`` needs to decode this core in one native call on the CPU.
+    def decode_weights(self) -> DecodeWeights | None:
+        """The weights that the operator's ``decode_head`` needs to decode this core in one call.
 
-        None unless this core and its parts are exactly as they were built, so that calling them would compute what the
-        native call does; for another backend; and while gradients of its weights are needed. Called for every token
+        None unless this core and its parts are exactly as they were built, so that calling them would compute what that
+        call does; for another backend; and while gradients of its weights are needed. Called for every token
         and layer: it takes microseconds, hence no loops over generators.
         """
         parts, of_core = self._modules, self.__dict__
@@ -195,7 +191,7 @@ class DiffCore(Core):
             for x in (*vectors, weight):
                 if x is not None and x.requires_grad:
                     return None
-        return layer.Head(vectors, lam.initial, weight, norm is not None, eps, 1.0 - lam.initial)
+        return DecodeWeights(vectors, lam.initial, weight, norm is not None, eps, 1.0 - lam.initial)
 
 
 def _methods_of_core() -> tuple[Callable, ...]:

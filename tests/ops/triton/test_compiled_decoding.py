@@ -12,10 +12,11 @@ import torch
 
 pytest.importorskip("triton", reason="the kernels are written in Triton")
 
-from diff_transformer.ops.arguments import check
+from kernel_compiler import assert_ships, compile_in_subprocess, executed_over_needed, recording
+
+from diff_transformer.ops.call import check
 from diff_transformer.ops.triton import decode
 from diff_transformer.ops.triton.configurations import chunks
-from diff_transformer.ops.triton.metadata import assert_ships, compile_in_subprocess, executed_over_needed, recording
 from diff_transformer.testing import make_inputs
 
 CAPABILITIES = [80, 90]
@@ -70,7 +71,9 @@ def launches_of_decoding(monkeypatch, dtype, widths, case, capability):
         x = x._replace(k2=x.k1)
     mask, is_causal, window = options.get("attn_mask"), options.get("is_causal", False), options.get("window")
     with recording(capability) as launches:
-        decode.launch_decode(*x[:5], *check(*x, mask, is_causal, window, None), lengths=options.get("lengths"))
+        call = check(*x, mask, is_causal, window)
+        given = call.attn_mask, call.is_causal, call.window, call.scale
+        decode.launch_decode(*call.inputs, *given, lengths=options.get("lengths"))
     return launches
 
 

@@ -26,7 +26,7 @@ program may end there.
 Fences. TMA writes and wgmma reads both go through the asynchronous proxy, so a barrier between them is enough. Ordinary
 stores to shared memory that a wgmma will read need ``fence_async_shared`` in the threads that stored, before the
 arrival. The compiler puts a barrier of the warpgroup before each arrival, so that one thread's arrival stands for all
-four warps (metadata.py checks this).
+four warps (the compile checks hold this).
 
 Shapes: B batch, H heads of q1, T queries, S keys, D query width, DV value width. Row maxima and log-sum-exps are in
 base 2 and include the scale: log2(sum(exp2(scores * scale))), where ``scale`` contains log2(e).

@@ -1,15 +1,37 @@
 """Find the installed package from an exported model."""
 
+from functools import cache
 from importlib import import_module
 from types import ModuleType
 
+from torch import Tensor
+
 from diff_transformer import __version__
+from diff_transformer.ops.call import Call
 
 
-def installed(name: str) -> ModuleType | None:
-    """The module ``name`` of the package if the version that exported this file is installed, else None."""
+@cache
+def installed() -> ModuleType | None:
+    """The package's operator if the version that exported this file is installed, else None."""
     try:
         package = import_module("diff_transformer")
-        return import_module(f"diff_transformer.{name}") if package.__version__ == __version__ else None
+        return import_module("diff_transformer.ops") if package.__version__ == __version__ else None
     except ImportError:
         return None
+
+
+def attend_by_package(call: Call, backend: str) -> Tensor:
+    """[B, H, T, Dv] by the installed package's public functions."""
+    package = installed()
+    inputs = (call.q1, call.q2, call.k1, call.k1 if call.k2 is None else call.k2, call.v, call.lam)
+    assert package is not None
+    options = {"is_causal": call.is_causal, "window": call.window, "scale": call.scale, "backend": backend}
+    if call.documents is None:
+        return package.diff_attention(*inputs, attn_mask=call.attn_mask, **options)
+    rows = [x[0].transpose(0, 1) for x in inputs]
+    rows[3] = rows[2] if call.k2 is None else rows[3]
+    return package.diff_attention_varlen(*rows, *call.documents, **options).transpose(0, 1)[None]
+
+
+# Constant for torch.compile, which cannot import a module.
+installed._dynamo_marked_constant = True  # ty: ignore[missing-attribute]

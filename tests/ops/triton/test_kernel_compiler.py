@@ -9,13 +9,11 @@ import torch
 
 pytest.importorskip("triton", reason="it compiles Triton kernels")
 
+import kernel_compiler
 import triton
 import triton.language as tl
-
-from diff_transformer.ops.triton import backward, configurations, forward, metadata
-from diff_transformer.ops.triton.assembly import products_of_loops, spills_in_loops, unguarded_arrivals
-from diff_transformer.ops.triton.call import Call
-from diff_transformer.ops.triton.metadata import (
+from assembly import products_of_loops, spills_in_loops, unguarded_arrivals
+from kernel_compiler import (
     SHARED_LIMIT,
     Compiled,
     Launch,
@@ -28,6 +26,9 @@ from diff_transformer.ops.triton.metadata import (
     recording,
     without_timed_spills,
 )
+
+from diff_transformer.ops.triton import backward, configurations, forward
+from diff_transformer.ops.triton.call import Call
 
 GOOD = Compiled(
     name="kernel", capability=90, registers=168, spill_bytes=0, spills_in_loops=0, shared_bytes=227 * 1024,
@@ -252,8 +253,8 @@ def test_interpreted_kernels_are_refused():
 
 def test_an_interrupted_call_does_not_shift_the_answers(monkeypatch):
     """The answer to an abandoned request is not taken for the answer to the next one."""
-    server = metadata._server()
-    lost = [next(metadata._numbers), "no.module:lost", {}, {}, {}]
+    server = kernel_compiler._server()
+    lost = [next(kernel_compiler._numbers), "no.module:lost", {}, {}, {}]
     print(json.dumps(lost), file=server.stdin, flush=True)
     with pytest.raises(RuntimeError, match="No module named 'other'"):
-        metadata.compile_in_subprocess("other.module:kernel", {}, {}, capability=80)
+        kernel_compiler.compile_in_subprocess("other.module:kernel", {}, {}, capability=80)

@@ -23,7 +23,7 @@ from importlib import import_module
 from itertools import count
 from typing import Any, NamedTuple
 
-from diff_transformer.ops.triton.assembly import products_of_loops, spills_in_loops, unguarded_arrivals
+from assembly import products_of_loops, spills_in_loops, unguarded_arrivals
 
 KIB = 1024
 OPTIONS = ("num_warps", "num_stages", "maxnreg")
@@ -351,8 +351,10 @@ _numbers = count()
 @cache
 def _server() -> subprocess.Popen:
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    command = [sys.executable, "-c", f"from {__name__} import serve; serve()"]
-    server = subprocess.Popen(command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    environment["PYTHONPATH"] = os.pathsep.join(sys.path)
+    server = subprocess.Popen(
+        [sys.executable, __file__], env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
     register(server.kill)
     return server
 
@@ -396,3 +398,7 @@ def _largest(pattern: str, log: str) -> int:
     if not found:
         raise RuntimeError(f"ptxas reported nothing that matches {pattern!r}; its report was: {log}")
     return max(found)
+
+
+if __name__ == "__main__":
+    serve()

@@ -1,7 +1,6 @@
 """Compare the Hopper kernels with the fp64 reference on small problems, within the numerics budget.
 
-self_test.py runs this on a machine before anything else launches the kernels. A kernel that is wrong, spills registers,
-does not compile or does not end is not used there.
+Tests marked ``gpu`` do this, and benchmarks/gpu.py before it times the kernels.
 """
 
 import math
@@ -9,11 +8,11 @@ import time
 from typing import Any
 
 import torch
+from kernel_compiler import launched_faults
 from torch import Tensor
 
 from diff_transformer.ops.masking import apply_masks, position_mask
 from diff_transformer.ops.triton.call import Call
-from diff_transformer.ops.triton.metadata import launched_faults
 from diff_transformer.testing import Inputs, assert_within_budget, eager_diff_attention, make_inputs
 
 SECONDS = 20.0  # limit of a launched kernel, which takes well under one
@@ -21,30 +20,10 @@ SECONDS = 20.0  # limit of a launched kernel, which takes well under one
 PROBLEMS = ({"T": 300, "S": 333}, {"T": 150, "S": 63}, {"T": 40, "S": 1000})
 
 
-class NotTried(RuntimeError):
-    """A test came to no verdict, for a reason that need not be the kernel's."""
-
-
-def fault_of(device: torch.device, D: int, dtype: torch.dtype, is_causal: bool, kernels: str) -> str | None:
-    """What is wrong with the kernels, as a message, or None. After a fault the device may be lost to this process.
-
-    Raises:
-        NotTried: memory ran out, or a kernel did not end in time, as on a GPU that others use.
-    """
-    try:
-        for lengths in PROBLEMS:
-            if kernels == "forward":
-                compare(device, D, dtype, is_causal, **lengths)
-            else:
-                compare_gradients(device, D, dtype, is_causal, **lengths)
-    except NotTried:
-        raise
-    except Exception as error:  # a compiler's errors have no common base
-        message = f"{type(error).__name__}: {error}"
-        if isinstance(error, MemoryError | torch.OutOfMemoryError) or "out of memory" in str(error):
-            raise NotTried(message) from error
-        return message
-    return None
+def check(device: torch.device, D: int, dtype: torch.dtype, is_causal: bool, kernels: str) -> None:
+    """Raise unless ``kernels``, "forward" or "two_pass", pass on PROBLEMS. After a fault the device may be lost."""
+    for lengths in PROBLEMS:
+        (compare if kernels == "forward" else compare_gradients)(device, D, dtype, is_causal, **lengths)
 
 
 @torch.no_grad()
@@ -114,10 +93,11 @@ def expected_gradients(
 
     dlam is a sum over the saved ``out2``, so the rounding of out2 is part of the input.
     """
+    from diff_transformer.ops.call import check
     from diff_transformer.ops.reference import attend
 
     def exact(*given: Tensor) -> Tensor:
-        return attend(*given, None, is_causal, None, scale)
+        return attend(check(*given, is_causal=is_causal, scale=scale))
 
     def eager(*given: Tensor) -> Tensor:
         return eager_diff_attention(*given, is_causal=is_causal, scale=scale)
@@ -158,12 +138,12 @@ def wait(device: torch.device) -> None:
     """Wait for the work on the current stream of the device.
 
     Raises:
-        NotTried: it has not ended after SECONDS.
+        TimeoutError: it has not ended after SECONDS.
     """
     done = torch.cuda.Event()
     done.record(torch.cuda.current_stream(device))
     deadline = time.monotonic() + SECONDS
     while not done.query():
         if time.monotonic() > deadline:
-            raise NotTried(f"the Hopper attention kernel has not ended after {SECONDS:.0f} s on {device}")
+            raise TimeoutError(f"the Hopper attention kernel has not ended after {SECONDS:.0f} s on {device}")
         time.sleep(0.001)
