@@ -14,7 +14,8 @@ import torch.distributed as dist
 
 from diff_transformer.model.attention import make_core
 from diff_transformer.model.config import DiffTransformerConfig
-from diff_transformer.model.inputs import Documents
+from diff_transformer.model.heads import AttentionSettings
+from diff_transformer.model.inputs import Documents, Visible
 from diff_transformer.train.context_parallel import SequencePart, _attend_own_heads, _attend_own_queries
 
 BATCH, LENGTH, HIDDEN = 2, 48, 32
@@ -37,7 +38,9 @@ def errors(attention: str, method: str, fields: dict, bounds: list[int], context
         signal_heads_per_noise_head=3,
         **fields,
     )
-    core = make_core(config, 0, "sdpa" if attention == "softmax" else "reference").double()
+    core = make_core(
+        AttentionSettings.of_layer(config, 0), 0, "sdpa" if attention == "softmax" else "reference"
+    ).double()
     heads, draw = config.heads, partial(torch.randn, dtype=torch.float64)
     q, k = (draw(BATCH, count, LENGTH, heads.head_dim) for count in (heads.queries, heads.keys))
     v, upstream = (
@@ -52,7 +55,7 @@ def errors(attention: str, method: str, fields: dict, bounds: list[int], context
     def results(attend, cut) -> list[torch.Tensor]:
         inputs = [cut(x, 2).detach().clone().requires_grad_() for x in (q, k, v)]
         of_tokens = cut(lam, 2) if lam is not None and lam.dim() == 4 else lam
-        out = attend(*inputs, of_tokens, documents, True).unflatten(0, (BATCH, -1))
+        out = attend(*inputs, of_tokens, Visible(None, True, core.window, documents)).unflatten(0, (BATCH, -1))
         (out * cut(upstream, 1)).sum().backward()
         return [out.detach(), *(x.grad for x in inputs)]
 

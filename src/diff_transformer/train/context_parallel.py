@@ -23,7 +23,7 @@ from torch import Tensor
 
 from diff_transformer.data.mixture import IGNORED
 from diff_transformer.model.cores import Core, Lambda
-from diff_transformer.model.inputs import Documents
+from diff_transformer.model.inputs import Documents, Visible
 from diff_transformer.model.softmax import SoftmaxCore
 from diff_transformer.train.config import ParallelConfig
 
@@ -124,14 +124,15 @@ def check_context(config: Any, size: int, method: str) -> None:
 
 @torch.compiler.disable
 def _attend_own_queries(
-    context: SequencePart, core: Core, attend_documents, q, k, v, lam: Lambda, documents: Documents, is_causal: bool
+    context: SequencePart, core: Core, attend_documents, q, k, v, lam: Lambda, visible: Visible
 ) -> Tensor:
     """``core.attend_documents`` of this process's ``q``, ``k``, ``v [B, heads, S, width]``: ``[B * S, h, dv]``."""
     B, width = q.shape[0], q.shape[2] // 2  # of a piece
     sizes = [x.shape[1] * x.shape[3] for x in (k, v)]
     joined = torch.cat([x.transpose(1, 2).flatten(2) for x in (k, v)], -1)  # [B, S, numbers of a token]
     whole = _Gather.apply(joined.transpose(0, 1).contiguous(), context).transpose(0, 1)  # [B, N, numbers of a token]
-    N = whole.shape[1]
+    N, documents = whole.shape[1], visible.documents
+    assert documents is not None
     keys, values = (
         part.unflatten(2, (x.shape[1], x.shape[3])).transpose(1, 2)
         for part, x in zip(whole.split(sizes, -1), (k, v), strict=True)
@@ -143,23 +144,24 @@ def _attend_own_queries(
         inputs = q[:, :, own], keys[:, :, :end], values[:, :, :end], of_piece
         # PyTorch's own attention has this causal limit without a mask only in its form for packed documents.
         if len(documents.cu_seqlens) == B + 1 and not (q.is_cuda and isinstance(core, SoftmaxCore)):  # a document a row
-            outs.append(core.attend(*inputs, None, is_causal).transpose(1, 2))
+            outs.append(core.attend(*inputs, visible._replace(documents=None)).transpose(1, 2))
         else:
             of_queries, of_keys = (_clip(documents, B, N, first, end) for first in (start, 0))
-            outs.append(attend_documents(*inputs, of_queries, is_causal, of_keys).unflatten(0, (B, width)))
+            out = attend_documents(*inputs, visible._replace(documents=of_queries), of_keys)
+            outs.append(out.unflatten(0, (B, width)))
     return torch.cat(outs, 1).flatten(0, 1)
 
 
 @torch.compiler.disable
 def _attend_own_heads(
-    context: SequencePart, core: Core, attend_documents, q, k, v, lam: Lambda, documents: Documents, is_causal: bool
+    context: SequencePart, core: Core, attend_documents, q, k, v, lam: Lambda, visible: Visible
 ) -> Tensor:
     """As ``_attend_own_queries``, by exchanging tokens for heads."""
     B, S = q.shape[0], q.shape[2]
     q, k, v = (_to_heads(x.transpose(1, 2), context).transpose(1, 2) for x in (q, k, v))
     if isinstance(lam, Tensor) and lam.dim() == 4:
         lam = _to_heads(lam.transpose(1, 2), context).transpose(1, 2)
-    out = attend_documents(q, k, v, lam, documents, is_causal).unflatten(0, (B, S * context.size))
+    out = attend_documents(q, k, v, lam, visible).unflatten(0, (B, S * context.size))
     return _to_tokens(out, context).flatten(0, 1)
 
 
