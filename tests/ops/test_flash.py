@@ -6,7 +6,7 @@ from types import ModuleType
 import pytest
 import torch
 
-from diff_transformer.ops import reference
+from diff_transformer.ops import reference, softmax_calls
 from diff_transformer.ops.call import check
 from diff_transformer.ops.softmax_calls import MODULES, PROBE_TOKENS, Flash, flash_package, flash_parts
 from diff_transformer.testing import assert_within_budget, make_inputs
@@ -149,8 +149,7 @@ def test_bf16_maps_are_subtracted_in_fp32(monkeypatch):
     Package(monkeypatch)
     x = make_inputs(dtype=torch.bfloat16)
     function = flash_package()[1]
-    rounded = lambda *args, **kw: function(*args, **kw).bfloat16()  # noqa: E731
-    monkeypatch.setattr(Flash, "function", lambda: rounded)
+    monkeypatch.setattr(softmax_calls, "flash_function", lambda: lambda *args, **kw: function(*args, **kw).bfloat16())
     first, second = (
         function(*(y.transpose(1, 2) for y in (q, k, x.v)), softmax_scale=0.25).bfloat16().transpose(1, 2).float()
         for q, k in ((x.q1, x.k1), (x.q2, x.k2))

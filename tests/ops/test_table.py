@@ -8,6 +8,8 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from diff_transformer.bench import tune
+from diff_transformer.bench.contenders import Gate
+from diff_transformer.bench.shapes import Shape
 from diff_transformer.ops import (
     backends,
     diff_attention,
@@ -19,7 +21,7 @@ from diff_transformer.ops import (
     triton,
 )
 from diff_transformer.ops.backends import BACKENDS
-from diff_transformer.ops.call import check
+from diff_transformer.ops.call import check, replace
 from diff_transformer.ops.softmax_calls import Sdpa, SdpaPlan
 from diff_transformer.testing import assert_within_budget, make_inputs
 
@@ -84,9 +86,9 @@ def inputs(**sizes):
     return make_inputs(**{"B": 1, "H": 1, "T": 5, "D": 16, **sizes})
 
 
-def tuned(x, is_causal=False, window=None):
-    """As ``bench attention --tune`` does it."""
-    return tune.measured(check(*x, None, is_causal, window))
+def tuned(is_causal=False, gradients=True, dtype=torch.float32, T=5):
+    """As ``bench attention --tune`` does it, for calls like ``inputs()``."""
+    return tune.measured(Gate(Shape(1, 1, T, 16, is_causal), dtype, "cpu"), gradients)
 
 
 @pytest.mark.usefixtures("without_triton")
@@ -113,7 +115,7 @@ def test_the_form_that_tuning_found_fastest_computes_from_then_on(monkeypatch, g
     x = inputs()
     diff_attention(*x, is_causal=True)
     assert gpu == [BY_MAP], "the default"
-    assert tuned(x, is_causal=True).fastest == form
+    assert tuned(is_causal=True).fastest == form
     expected = torch.autograd.grad(diff_attention(*x, is_causal=True, backend="reference").sum(), x)
     for _ in range(2):
         gpu.clear()
@@ -130,9 +132,9 @@ def test_the_form_that_tuning_found_fastest_computes_from_then_on(monkeypatch, g
 @pytest.mark.usefixtures("without_triton")
 def test_tuning_measures_again(monkeypatch, gpu):
     takes(monkeypatch, **{JOINED: 0.1})
-    assert tuned(inputs()).fastest == JOINED
+    assert tuned().fastest == JOINED
     takes(monkeypatch, **{BY_MAP: 0.1})
-    assert tuned(inputs()).fastest == BY_MAP
+    assert tuned().fastest == BY_MAP
     diff_attention(*inputs())
     assert gpu[-1] == BY_MAP
 
@@ -196,7 +198,7 @@ def test_a_wrong_kernel_is_left_out_with_a_warning(monkeypatch, gpu, caplog):
     takes(monkeypatch, **{TWO: 0.1, ONE: 0.2})
     right = triton.attend
     monkeypatch.setattr(triton, "attend", lambda call: right(call) * (1 if call.variant.one_pass else 1.001))
-    tuned(inputs())
+    tuned()
     diff_attention(*inputs())
     assert gpu[-1] == ONE
     assert [record.message.split(":")[0] for record in caplog.records if record.levelname == "WARNING"] == [
@@ -205,54 +207,37 @@ def test_a_wrong_kernel_is_left_out_with_a_warning(monkeypatch, gpu, caplog):
 
 
 @pytest.mark.usefixtures("without_triton")
-def test_a_public_form_whose_window_is_one_key_too_wide_is_left_out(monkeypatch, gpu, caplog):
-    """A package may count windows in another way."""
+def test_a_wrong_public_form_is_left_out_too(monkeypatch, gpu, caplog):
+    """A package may count keys in another way."""
     takes(monkeypatch, **{JOINED: 0.1})
     right = Sdpa.attend
 
-    def wider(call):
-        return right(call._replace(window=call.window + call.variant.joined))
+    def shorter(call):
+        return right(replace(call, window=3) if call.variant.joined else call)
 
-    monkeypatch.setattr(Sdpa, "attend", wider)
-    tuned(inputs(T=9, dtype=torch.bfloat16), is_causal=True, window=3)
-    diff_attention(*inputs(T=9, dtype=torch.bfloat16), is_causal=True, window=3)
+    monkeypatch.setattr(Sdpa, "attend", shorter)
+    tuned(is_causal=True, dtype=torch.bfloat16)
+    diff_attention(*inputs(dtype=torch.bfloat16), is_causal=True)
     assert gpu[-1] == BY_MAP
     (warning,) = [record.message for record in caplog.records if record.levelname == "WARNING"]
-    assert warning.startswith(f"{JOINED} is wrong on cpu and is not used: out has a relative error of ")
+    assert warning.startswith(f"{JOINED} is wrong on cpu and is not used: out (torch.bfloat16) is off by ")
 
 
-def test_a_step_over_a_cache_is_measured_with_the_decoding_kernel(monkeypatch, gpu):
-    """One query needs no mask, so every form competes. The kernel that is timed is the one that is checked."""
+def test_a_step_over_a_cache_takes_the_decoding_kernel(monkeypatch, gpu):
+    """One query needs no mask, so every candidate competes; what is timed is the call as it is."""
     from diff_transformer.ops.triton import decode
 
     decoded = []
     right = decode.attend_decode
     monkeypatch.setattr(decode, "attend_decode", lambda *a: decoded.append(a[2].shape[2]) or right(*a))
-    takes(monkeypatch, **{JOINED: 0.1})
     x = inputs(H=2, T=1, S=300, requires_grad=False)
-    assert table.kind_of(check(*x, is_causal=True)).aligned
-    tuned(x, is_causal=True)
-    expected = diff_attention(*x, is_causal=True, backend="reference")
-    for _ in range(2):
-        assert_within_budget(diff_attention_decode(*x), expected)
-    assert set(gpu) == {"reference", TWO, JOINED, BY_MAP}
-    assert gpu[-1] == JOINED
-    assert set(decoded) == {300}
-    next_process(monkeypatch)
-    monkeypatch.setenv(measuring.SWITCH, "0")
-    diff_attention_decode(*x)
-    assert gpu[-1] == TWO, "the default"
-
-    def wrong(*a):
-        return right(*a) * 1.01
-
-    next_process(monkeypatch)
-    monkeypatch.setenv(measuring.SWITCH, "1")
-    monkeypatch.setattr(decode, "attend_decode", wrong)
-    takes(monkeypatch, **{TWO: 0.1})
-    tuned(x, is_causal=True)
-    assert_within_budget(diff_attention_decode(*x), expected)
-    assert gpu[-1] != TWO
+    call = check(*x, is_causal=True)
+    kind = table.kind_of(call)
+    assert kind.aligned
+    assert list(table.candidates(call, kind)) == [TWO, BY_MAP, JOINED]
+    assert_within_budget(diff_attention_decode(*x), diff_attention(*x, is_causal=True, backend="reference"))
+    assert gpu == [TWO, "reference"]
+    assert decoded == [300]
 
 
 @pytest.mark.usefixtures("without_triton")
@@ -267,9 +252,9 @@ def test_a_form_without_memory_is_left_out_and_nothing_is_kept(monkeypatch, gpu,
 
     with monkeypatch.context() as patched:
         patched.setattr(Sdpa, "attend", full)
-        assert tuned(inputs()).left_out == {JOINED: "out of memory"}
+        assert tuned().left_out == {JOINED: "out of memory"}
     assert not list(tmp_path.glob("fastest/*.json"))
-    assert tuned(inputs()).fastest == JOINED
+    assert tuned().fastest == JOINED
 
 
 @pytest.mark.usefixtures("without_triton")
@@ -303,7 +288,7 @@ def test_under_compile_the_kept_verdict_holds_and_nothing_is_measured(monkeypatc
     assert len(gpu) == 1
     assert not table._found
     takes(monkeypatch, **{JOINED: 0.1})
-    tuned(x, is_causal=True)
+    tuned(is_causal=True)
     for _ in range(2):
         torch._dynamo.reset()
         gpu.clear()
@@ -350,12 +335,12 @@ def test_tuning_changes_nothing_else(gpu):
     x = inputs()
     state = torch.get_rng_state()
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        tuned(x)
+        tuned()
         assert diff_attention(*x).dtype == torch.bfloat16
     assert torch.equal(torch.get_rng_state(), state)
     assert all(t.grad is None for t in x)
     with torch.inference_mode():
-        tuned(inputs())
+        tuned()
 
 
 def test_packed_documents_take_the_public_form_in_training_where_nothing_is_on_record(monkeypatch, gpu, varlen):

@@ -11,7 +11,7 @@ import torch
 
 from diff_transformer.ops import cpu, reference, softmax_calls, table, triton
 from diff_transformer.ops.arguments import DTYPES, active_transform, exporting
-from diff_transformer.ops.call import Call
+from diff_transformer.ops.call import Call, replace
 
 # Each has ``attend(call)`` -> [B, H, T, Dv] and ``unsupported_reason(device, dtype)``. Some have
 # ``unsupported_call_reason(call)`` and ``takes_packed(call)``: whether they compute all packed documents at once.
@@ -46,7 +46,7 @@ def resolve(call: Call) -> Call:
         backend, variant, because = of_auto(call)
         if not torch.compiler.is_compiling():
             _announce(device.type, call.q1.dtype, backend, variant, because)
-        return call._replace(backend=backend, variant=variant)
+        return replace(call, backend=backend, variant=variant)
     if not isinstance(backend, str):
         raise TypeError(f"backend is {backend!r}; give one name: 'auto' or one of {', '.join(BACKENDS)}")
     if backend not in BACKENDS:

@@ -72,6 +72,11 @@ class Call(NamedTuple):
         return tiles, 1, (torch.repeat_interleave(of_document, output_size=tiles), *self.documents[:2])
 
 
+def replace(call: Call, **changes: Any) -> Call:
+    """The call with other fields. torch.compile of torch 2.11 can keep it over a graph break, unlike ``_replace``'s."""
+    return Call(*[changes.get(name, value) for name, value in zip(Call._fields, call, strict=True)])
+
+
 def check(
     q1, q2, k1, k2, v, lam, attn_mask=None, is_causal=False, window=None, scale=None, backend="auto"
 ) -> Call:  # fmt: skip
@@ -85,7 +90,7 @@ def check(
     attn_mask = four_dimensional_mask(attn_mask, q1, k1.shape[2])
     window = None if window is None else min(window, LONGEST)
     scale = q1.shape[3] ** -0.5 if scale is None else float(scale) if abs(scale) >= SMALLEST else 0.0
-    return of_list(q1, q2, k1, k2, v, lam, attn_mask, is_causal, window, scale)._replace(backend=backend)
+    return replace(of_list(q1, q2, k1, k2, v, lam, attn_mask, is_causal, window, scale), backend=backend)
 
 
 def of_list(
@@ -103,13 +108,13 @@ def of_list(
 def in_dtype(call: Call, dtype: torch.dtype) -> Call:
     """The call with q1, q2, k1, k2 and v in another dtype."""
     call = with_keys(call, lambda x: x.to(dtype))
-    return call._replace(q1=call.q1.to(dtype), q2=call.q2.to(dtype))
+    return replace(call, q1=call.q1.to(dtype), q2=call.q2.to(dtype))
 
 
 def with_keys(call: Call, change: Callable[[Tensor], Tensor]) -> Call:
     """The call with k1, k2 and v changed."""
     k2 = None if call.k2 is None else change(call.k2)
-    return call._replace(k1=change(call.k1), k2=k2, v=change(call.v))
+    return replace(call, k1=change(call.k1), k2=k2, v=change(call.v))
 
 
 def with_noise_head_for_each_mask(call: Call) -> Call:
@@ -117,7 +122,7 @@ def with_noise_head_for_each_mask(call: Call) -> Call:
     H, Hn = call.q1.shape[1], call.q2.shape[1]
     if call.attn_mask is None or call.attn_mask.shape[1] == 1 or Hn == H:
         return call
-    return call._replace(q2=call.q2.repeat_interleave(H // Hn, dim=1))
+    return replace(call, q2=call.q2.repeat_interleave(H // Hn, dim=1))
 
 
 def is_empty(call: Call) -> bool:

@@ -10,7 +10,7 @@ from torch import Tensor
 from diff_transformer.ops import triton
 from diff_transformer.ops.arguments import active_transform, autocast_off, exporting, traced
 from diff_transformer.ops.backends import BACKENDS, resolve
-from diff_transformer.ops.call import Call, check, is_empty, with_keys, zeros
+from diff_transformer.ops.call import Call, check, is_empty, replace, with_keys, zeros
 
 MAX_COPIED_VALUES = 2**17  # in a batch entry: up to here "blockwise" copies and masks faster than in a second call
 
@@ -86,14 +86,14 @@ def diff_attention_decode(
             or torch.is_grad_enabled()
         ):
             return _attend_to_used_keys(used, resolved)
-        changed = call._replace(v=call.v.clone())
+        changed = replace(call, v=call.v.clone())
         for entry, n in zip(changed.v.unbind(), used, strict=True):
             entry[:, n:] = 0
     else:
         unused = (torch.arange(S, device=lengths.device) >= lengths[:, None])[:, None, :, None]
         changed = with_keys(call, lambda x: x.masked_fill(unused, 0))  # 0 times NaN would be NaN
     mask = _mask(lengths, call.attn_mask, q1.shape[2], S, window)
-    return _attend(resolve(changed._replace(attn_mask=mask, is_causal=False, window=None)))
+    return _attend(resolve(replace(changed, attn_mask=mask, is_causal=False, window=None)))
 
 
 def _attend(call: Call) -> Tensor:
@@ -117,11 +117,11 @@ def _attend_to_used_keys(used: list[int], call: Call) -> Tensor:
     mask, outs = call.attn_mask, []
     for i, (n, (q1, q2, *kept, lam)) in enumerate(zip(used, zip(*by_entry, strict=False), strict=False)):
         k1, k2, v = kept
-        part = call._replace(q1=q1, q2=q2, k1=k1, k2=k2, v=v, lam=lam)
+        part = replace(call, q1=q1, q2=q2, k1=k1, k2=k2, v=v, lam=lam)
         part = part if n == S else with_keys(part, lambda x, n=n: x[:, :, :n])
         if mask is not None:
             rows = mask if mask.shape[0] == 1 else mask[i : i + size]
-            part = part._replace(attn_mask=rows if mask.shape[3] == 1 else rows[..., :n])
+            part = replace(part, attn_mask=rows if mask.shape[3] == 1 else rows[..., :n])
         outs.append(_attend(part))
     return outs[0] if len(outs) == 1 else torch.cat(outs)
 

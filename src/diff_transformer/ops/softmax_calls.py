@@ -27,7 +27,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import pad, scaled_dot_product_attention
 
 from diff_transformer.ops.arguments import active_transform
-from diff_transformer.ops.call import Call, Documents, in_dtype, with_noise_head_for_each_mask
+from diff_transformer.ops.call import Call, Documents, in_dtype, replace, with_noise_head_for_each_mask
 from diff_transformer.ops.masking import apply_masks, fully_masked_rows, position_mask
 from diff_transformer.ops.reference import attention_map
 
@@ -90,14 +90,15 @@ def softmax_attention(
     Raises:
         RuntimeError: if the backend cannot compute this call.
     """
-    scale, grouped = q.shape[3] ** -0.5, bool(q.shape[1] != k.shape[1])  # torch.jit.trace has tensors for sizes
+    T, S, scale = q.shape[2], k.shape[2], q.shape[3] ** -0.5
     if backend == "sdpa":
-        mask, is_causal = sdpa_mask(q, k, attn_mask, is_causal, window)
+        mask, is_causal = mask_and_flag(T, S, is_causal, window, attn_mask, None, q)
+        grouped = bool(q.shape[1] != k.shape[1])  # torch.jit.trace has tensors for sizes
         return scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=is_causal, enable_gqa=grouped)
     if attn_mask is not None:
         attn_mask = attn_mask[(None,) * (4 - attn_mask.dim())]
     if backend == "eager":
-        seen = position_mask(q.shape[2], k.shape[2], is_causal, window, q.device)
+        seen = position_mask(T, S, is_causal, window, q.device)
         k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
         weights = attention_map(q, k, seen, attn_mask, scale)  # [B, n, T, S], fp32
         return (weights @ v.to(weights.dtype)).to(v.dtype)
@@ -108,12 +109,11 @@ def softmax_attention(
     if reason is not None:
         raise RuntimeError(f"softmax attention on {backend!r} is not available: {reason}")
     if backend == "flash":
-        function, options = Flash.function(), Flash.options(scale, is_causal, window)
-        return Flash.output(function(*(x.transpose(1, 2) for x in (q, k, v)), **options)).transpose(1, 2)
+        return flash_attention(flash_function(), q, k, v, scale, is_causal, window)[..., : v.shape[3]]
     reason = Flex.no_gradients_reason(q.device)
     if reason and torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v)):
         raise NotImplementedError(reason)
-    fully_masked = fully_masked_rows(q.shape[2], k.shape[2], is_causal, window, attn_mask, q.device)
+    fully_masked = fully_masked_rows(T, S, is_causal, window, attn_mask, q.device)
     out = Flex.function(q, k, v, is_causal, window, attn_mask, fully_masked, scale)
     return out if fully_masked is None else out.masked_fill(fully_masked, 0)
 
@@ -171,25 +171,21 @@ class Sdpa:
         kernel = nullcontext() if call.variant is None else only(call.variant.kernel, strict)
         plan, dtype = call.variant or plans(call)[0], call.v.dtype
         call = with_noise_head_for_each_mask(call)
-        if call.q1.device.type == "cpu":
-            call = in_dtype(call, call.lam.dtype)
-        T, S, is_causal, scale = call.q1.shape[2], call.k1.shape[2], call.is_causal, call.scale
-        positions = T, S, is_causal, call.window
-        fully_masked = fully_masked_rows(*positions, call.attn_mask, call.q1.device)
-        mask = None
         on_cpu = call.q1.device.type == "cpu"
-        negative = scale <= 0 and on_cpu  # the CPU kernel multiplies the -inf of is_causal by the scale
-        if call.attn_mask is not None or call.window is not None or T != S or (is_causal and negative):
-            mask = one_mask(position_mask(*positions, call.q1.device), call.attn_mask, fully_masked, call.q1.dtype)
-            is_causal = False
-        options: dict[str, Any] = {"attn_mask": mask, "is_causal": is_causal, "scale": scale}
+        if on_cpu:
+            call = in_dtype(call, call.lam.dtype)
+        given = call.q1.shape[2], call.k1.shape[2], call.is_causal, call.window, call.attn_mask
+        fully_masked = fully_masked_rows(*given, call.q1.device)
+        # The CPU kernel multiplies the -inf of is_causal by the scale.
+        mask, is_causal = mask_and_flag(*given, fully_masked, call.q1, flag=call.scale > 0 or not on_cpu)
+        options: dict[str, Any] = {"attn_mask": mask, "is_causal": is_causal, "scale": call.scale}
 
         def attend(q: Tensor, k: Tensor, values: Tensor) -> Tensor:
-            grouped = q.shape[1] != k.shape[1]
-            if grouped and not KERNELS[plan.kernel].grouped:  # SDPA would materialise the maps
+            if q.shape[1] != k.shape[1] and KERNELS[plan.kernel].grouped:
+                return scaled_dot_product_attention(q, k, values, **options, enable_gqa=True)
+            if q.shape[1] != k.shape[1]:  # SDPA would materialise the maps
                 k, values = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, values))
-                grouped = False
-            return scaled_dot_product_attention(q, k, values, **options, enable_gqa=grouped)
+            return scaled_dot_product_attention(q, k, values, **options)
 
         with kernel:
             out = difference(call, attend, plan.parts, plan.width, joined=plan.joined, fully_masked=fully_masked)
@@ -254,7 +250,7 @@ def packed_plans(call: Call) -> list[SdpaPlan]:
     """
     if call.v.dtype not in _HALF or torch.version.hip is not None or torch.are_deterministic_algorithms_enabled():
         return []
-    offered = plans(call._replace(attn_mask=None, is_causal=False, window=None))
+    offered = plans(replace(call, attn_mask=None, is_causal=False, window=None))
     return [plan for plan in offered if plan.kernel == "flash" and plan.width % 8 == 0]
 
 
@@ -309,26 +305,28 @@ def only(name: str, strict: bool) -> AbstractContextManager:
     return sdpa_kernel([first] if strict else [first, *(x for x in rest if x != first)], set_priority=True)
 
 
-def one_mask(
-    seen: Tensor | None, attn_mask: Tensor | None, fully_masked: Tensor | None, dtype: torch.dtype
-) -> Tensor | None:
-    """Positions and attn_mask in one mask, boolean or additive, which unmasks the fully masked rows."""
-    if attn_mask is not None and attn_mask.dtype != torch.bool:
-        mask = apply_masks(attn_mask.to(dtype), seen, None)
-        return mask if fully_masked is None else mask.masked_fill(fully_masked, 0)
-    mask = attn_mask if seen is None else seen if attn_mask is None else seen & attn_mask
-    return mask if mask is None or fully_masked is None else mask | fully_masked
-
-
-def sdpa_mask(
-    q: Tensor, k: Tensor, attn_mask: Tensor | None, is_causal: bool, window: int | None
+def mask_and_flag(
+    T: int,
+    S: int,
+    is_causal: bool,
+    window: int | None,
+    attn_mask: Tensor | None,
+    fully_masked: Tensor | None,
+    q: Tensor,
+    flag: bool = True,
 ) -> tuple[Tensor | None, bool]:
-    """The matched Transformer's mask and flag for SDPA, whose flag aligns to the upper left and excludes masks."""
-    queries, keys = q.shape[2], k.shape[2]
-    if is_causal and attn_mask is None and 1 < queries == keys and (window is None or window >= keys):
+    """SDPA's mask, boolean or additive, which unmasks the fully masked rows, and its flag is_causal.
+
+    That aligns to the upper left corner and excludes a mask. flag: whether it may be set.
+    """
+    if is_causal and attn_mask is None and flag and 1 < T == S and (window is None or window >= S):
         return None, True
-    seen = position_mask(queries, keys, is_causal, window, q.device)
-    return one_mask(seen, attn_mask, None, q.dtype if attn_mask is None else attn_mask.dtype), False
+    seen = position_mask(T, S, is_causal, window, q.device)
+    if attn_mask is not None and attn_mask.dtype != torch.bool:
+        mask = apply_masks(attn_mask.to(q.dtype), seen, None)
+        return (mask if fully_masked is None else mask.masked_fill(fully_masked, 0)), False
+    mask = attn_mask if seen is None else seen if attn_mask is None else seen & attn_mask
+    return (mask if mask is None or fully_masked is None else mask | fully_masked), False
 
 
 def packed_attention(
@@ -493,53 +491,18 @@ class Flash:
     @staticmethod
     def attend(call: Call) -> Tensor:
         """(A1 - lam A2) V."""
-        if call.documents is not None:
-            return Flash._attend_packed(call, call.documents)
-        # Queries before the first key are left out: their rows are 0.
-        fully_masked = max(0, call.q1.shape[2] - call.k1.shape[2]) if call.is_causal else 0
-        q1, q2, lam = (x[:, :, fully_masked:] for x in (call.q1, call.q2, call.lam))
-        out = Flash._difference(Flash.function(), call._replace(q1=q1, q2=q2, lam=lam))
-        return pad(out, (0, 0, fully_masked, 0))
-
-    @staticmethod
-    def _attend_packed(call: Call, documents: Documents) -> Tensor:
-        packed = varlen_function()
-        assert packed is not None  # ``takes_packed`` was asked
-
-        def function(q: Tensor, k: Tensor, values: Tensor, **options) -> Tensor:
-            return Flash.output(packed(q[0], k[0], values[0], *documents, **options))[None]
-
-        return Flash._difference(function, call)
-
-    @staticmethod
-    def _difference(function: Callable, call: Call) -> Tensor:
-        """By calls of ``function`` on tensors [B, length, heads, width]."""
-        options = Flash.options(call.scale, call.is_causal, call.window)
+        function = flash_function() if call.documents is None else packed_function(call.documents)
+        fully_masked = 0
+        if call.documents is None and call.is_causal:  # queries before the first key are left out: their rows are 0
+            fully_masked = max(0, call.q1.shape[2] - call.k1.shape[2])
+            q1, q2, lam = (x[:, :, fully_masked:] for x in (call.q1, call.q2, call.lam))
+            call = replace(call, q1=q1, q2=q2, lam=lam)
 
         def attend(*heads: Tensor) -> Tensor:
-            rows = ((pad(x, (0, -x.shape[3] % 8)) if x.shape[3] % 8 else x).transpose(1, 2) for x in heads)
-            return Flash.output(function(*rows, **options)).transpose(1, 2)
+            return flash_attention(function, *heads, call.scale, call.is_causal, call.window)
 
-        return difference(call, attend, *flash_parts(call))
-
-    @staticmethod
-    def options(scale: float, is_causal: bool, window: int | None) -> dict[str, Any]:
-        """Options of the package's functions."""
-        options: dict[str, Any] = {"softmax_scale": scale, "causal": is_causal}
-        return options if window is None else {**options, "window_size": (window - 1, 0)}
-
-    @staticmethod
-    def function() -> Callable:
-        """The package's flash_attn_func."""
-        found = flash_package()
-        if found is None:
-            raise RuntimeError("the flash-attn package is not installed")
-        return found[1]
-
-    @staticmethod
-    def output(result) -> Tensor:
-        """Some versions return the log-sum-exps beside the output."""
-        return result[0] if isinstance(result, tuple) else result
+        out = difference(call, attend, *flash_parts(call))
+        return pad(out, (0, 0, fully_masked, 0)) if fully_masked else out
 
     @staticmethod
     def takes_packed(call: Call) -> bool:
@@ -570,6 +533,15 @@ class Flash:
         return None
 
 
+def flash_attention(function: Callable, q, k, v, scale: float, is_causal: bool, window: int | None) -> Tensor:
+    """softmax(q k^T scale) v by a function of the package, [B, heads, T, Dv rounded up to a multiple of 8]."""
+    options: dict[str, Any] = {"softmax_scale": scale, "causal": is_causal}
+    if window is not None:
+        options["window_size"] = (window - 1, 0)
+    rows = ((pad(x, (0, -x.shape[3] % 8)) if x.shape[3] % 8 else x).transpose(1, 2) for x in (q, k, v))
+    return _output(function(*rows, **options)).transpose(1, 2)
+
+
 def flash_parts(call: Call) -> tuple[int, int]:
     """In how many parts the installed version takes the values, and the width of a part, which 8 divides."""
     q1, k1, v = call.q1, call.k1, call.v
@@ -579,7 +551,7 @@ def flash_parts(call: Call) -> tuple[int, int]:
         gradients = torch.is_grad_enabled() and any(x.requires_grad for x in (q1, call.q2, k1, v))
         groups = {q.shape[1] // k1.shape[1] for q in (q1, call.q2)}
         sizes = (D, Dv, v.dtype, v.device, gradients)
-        whole = all(supports_wide_values(Flash.function(), group, *sizes) for group in groups)
+        whole = all(supports_wide_values(flash_function(), group, *sizes) for group in groups)
     return (1, Dv) if whole else (-(-v.shape[3] // D), D)
 
 
@@ -594,7 +566,7 @@ def supports_wide_values(
             for heads, width in ((group, D), (1, D), (1, Dv))
         )
         try:
-            out = Flash.output(function(q, k, v, softmax_scale=1.0, causal=True))
+            out = _output(function(q, k, v, softmax_scale=1.0, causal=True))
             if gradients:
                 out.sum().backward()
         except Exception:  # each generation raises its own type
@@ -615,6 +587,21 @@ def flash_package() -> tuple[str, Callable] | None:
     return None
 
 
+def flash_function() -> Callable:
+    """The package's flash_attn_func."""
+    found = flash_package()
+    if found is None:
+        raise RuntimeError("the flash-attn package is not installed")
+    return found[1]
+
+
+def packed_function(documents: Documents) -> Callable:
+    """The package's flash_attn_varlen_func as a function of [1, rows, heads, width]."""
+    packed = varlen_function()
+    assert packed is not None  # ``takes_packed`` was asked
+    return lambda q, k, v, **options: _output(packed(q[0], k[0], v[0], *documents, **options))[None]
+
+
 def varlen_function() -> Callable | None:
     """The installed package's flash_attn_varlen_func, or None."""
     found = flash_package()
@@ -625,6 +612,11 @@ def varlen_function() -> Callable | None:
 def has_varlen_function() -> bool:
     """Whether the installed package has a function for packed documents."""
     return varlen_function() is not None
+
+
+def _output(result) -> Tensor:
+    """Some versions return the log-sum-exps beside the output."""
+    return result[0] if isinstance(result, tuple) else result
 
 
 def _round_up(width: int) -> int:

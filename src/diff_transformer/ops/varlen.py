@@ -12,7 +12,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from diff_transformer.ops.arguments import autocast_off, broadcasts
 from diff_transformer.ops.backends import BACKENDS, resolve, takes_packed
-from diff_transformer.ops.call import Call, Documents, check, is_empty, zeros
+from diff_transformer.ops.call import Call, Documents, check, is_empty, replace, zeros
 
 # (version, total, max_seqlen) of cu_seqlens whose values were asserted on the GPU, so that later layers do not repeat
 # it.
@@ -81,7 +81,7 @@ def diff_attention_varlen(
     )
     for each in bounds:
         check_bounds(*each)
-    call = resolve(call._replace(documents=documents))
+    call = resolve(replace(call, documents=documents))
     at_once = takes_packed(call)
     if torch.jit.is_tracing() and not at_once:
         raise NotImplementedError(
@@ -126,7 +126,7 @@ def _one_by_one(call: Call, documents: Documents) -> Tensor:
     by_key: list[Any] = [[None] * len(lengths_k) if x is None else x.split(lengths_k, dim=2) for x in call[2:5]]
     outs = []
     for q1, q2, lam, k1, k2, v in zip(*by_query, *by_key, strict=True):
-        one = call._replace(q1=q1, q2=q2, k1=k1, k2=k2, v=v, lam=lam, documents=None, variant=None)
+        one = replace(call, q1=q1, q2=q2, k1=k1, k2=k2, v=v, lam=lam, documents=None, variant=None)
         outs.append(zeros(one) if is_empty(one) else BACKENDS[call.backend].attend(one))
     return torch.cat(outs, dim=2)
 

@@ -18,7 +18,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from diff_transformer.ops.call import Call, Documents, in_dtype, of_list
+from diff_transformer.ops.call import Call, Documents, in_dtype, of_list, replace
 
 MAX_D, MAX_DV = 128, 256  # no tile of wider keys and accumulators fits the registers of a multiprocessor
 MIN_CAPABILITY = (8, 0)  # Ampere: bf16 products and asynchronous copies
@@ -88,7 +88,7 @@ def attend(call: Call, *rest, form: TritonVariant | None = None) -> Tensor:
     from diff_transformer.ops.triton import decode, operator
 
     if rest:
-        call = of_list(call, *rest)._replace(variant=form)
+        call = replace(of_list(call, *rest), variant=form)
     if call.v.dtype == torch.bfloat16 and operator.INTERPRETED:  # which multiplies the bit patterns of bf16
         return attend(in_dtype(call, torch.float32)).bfloat16()
     T, S, mask, documents = call.q1.shape[2], call.k1.shape[2], call.attn_mask, call.documents
@@ -98,7 +98,7 @@ def attend(call: Call, *rest, form: TritonVariant | None = None) -> Tensor:
         if decode.unsupported_reason(*tensors, mask, *options) is None:
             return decode.attend_decode(*tensors, lam, mask, *options, call.scale)
     if mask is not None and _whole_rows(mask):
-        out = attend(call._replace(attn_mask=None))
+        out = attend(replace(call, attn_mask=None))
         return torch.where(mask[..., :1], out, 0)  # which also zeroes the gradients of masked rows
     rows = [None if x is None else operator.rows_contiguous(x) for x in call[:5]]
     bounds = (None, None) if documents is None else documents[:2]
@@ -195,7 +195,7 @@ def unsupported_call_reason(call: Call, *rest) -> str | None:
 
 def attend_varlen(q1, q2, k1, k2, v, lam, *rest, form: TritonVariant | None = None) -> Tensor:
     """``attend`` within each document; rest: the fields of ``Documents``, is_causal, window and scale."""
-    return attend(of_list(q1, q2, k1, k2, v, lam, None, *rest[4:], Documents(*rest[:4]))._replace(variant=form))
+    return attend(replace(of_list(q1, q2, k1, k2, v, lam, None, *rest[4:], Documents(*rest[:4])), variant=form))
 
 
 forms, why_not, why_not_arguments = variants, unsupported_reason, unsupported_call_reason

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from diff_transformer.inference.export.portable.installed import attend_by_package, installed
+from diff_transformer.inference.export.portable.package import attend_by_package, installed
 from diff_transformer.ops.call import Call
 from diff_transformer.ops.softmax_calls import Sdpa
 

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from diff_transformer import __version__
-from diff_transformer.inference.export.portable.installed import attend_by_package, installed
+from diff_transformer.inference.export.portable.package import attend_by_package, installed
 from diff_transformer.ops.call import Call
 
 
@@ -20,6 +20,7 @@ def takes_packed(call: Call) -> bool:
 
 def unsupported_reason(device: torch.device, dtype: torch.dtype) -> str | None:
     """Why the backend cannot work here, or None."""
-    if installed() is None:
+    package = installed()
+    if package is None:
         return f"the exported model brings no kernels of its own; pip install diff-transformer=={__version__} for them"
-    return None
+    return package.triton.unsupported_reason(device, dtype)

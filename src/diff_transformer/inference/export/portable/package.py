@@ -1,8 +1,9 @@
-"""Find the installed package from an exported model."""
+"""What an exported model leaves to the package, if the version that exported it is installed."""
 
 from functools import cache
 from importlib import import_module
 from types import ModuleType
+from typing import Any
 
 from torch import Tensor
 
@@ -35,3 +36,24 @@ def attend_by_package(call: Call, backend: str) -> Tensor:
 
 # Constant for torch.compile, which cannot import a module.
 installed._dynamo_marked_constant = True  # ty: ignore[missing-attribute]
+
+
+# In place of ops/table.py.
+
+
+def look_up(call: Call) -> tuple[str, Any]:
+    """What "auto" means on a GPU: what the package says, else SDPA."""
+    return ("sdpa", None) if installed() is None else ("triton", "auto")
+
+
+def check_environment() -> None:
+    """The package checks its own variables."""
+
+
+# In place of ops/cpu/layer.py: an exported model has no native call for a whole layer.
+
+DecodeWeights = Any
+
+
+def decode_head(*arguments) -> None:
+    """It decodes through ``diff_attention``."""
