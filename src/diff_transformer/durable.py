@@ -140,7 +140,9 @@ def require_room(folder: Path, needed: int, what: str) -> None:
     """
     free = shutil.disk_usage(folder).free
     if needed * _OVERHEAD > free:
-        raise DiskError(errno.ENOSPC, f"{what} needs {size(needed)} in {folder}, where {size(free)} are free")
+        raise DiskError(
+            errno.ENOSPC, f"{what} needs {human_bytes(needed)} in {folder}, where {human_bytes(free)} are free"
+        )
 
 
 def explained(error: BaseException, folder: Path, needed: int, what: str) -> DiskError:
@@ -149,7 +151,8 @@ def explained(error: BaseException, folder: Path, needed: int, what: str) -> Dis
     free = shutil.disk_usage(next(p for p in (folder, *folder.parents) if p.exists())).free
     cause = "the disk or the quota is full" if number in _NO_ROOM else f"{type(error).__name__}: {error}"
     return DiskError(
-        number, f"{what} could not be written in {folder}: {cause} ({size(needed)} needed, {size(free)} free)"
+        number,
+        f"{what} could not be written in {folder}: {cause} ({human_bytes(needed)} needed, {human_bytes(free)} free)",
     )
 
 
@@ -167,7 +170,7 @@ def require_writable(folder: Path) -> None:
         raise DiskError(errno.EACCES, f"{shown} may not be written to; choose another --out, or change its mode")
 
 
-def size(count: int) -> str:
+def human_bytes(count: int) -> str:
     """A number of bytes for people to read: 1.23 GB, 4.5 MB."""
     for unit, step in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
         if count >= step:

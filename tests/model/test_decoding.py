@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from diff_transformer.model.attention import DiffAttention
+from diff_transformer.model.inputs import Visible
 from diff_transformer.model.modeling import DiffTransformerForCausalLM
 from diff_transformer.model.presets import preset
 from diff_transformer.ops.cpu import layer
@@ -30,7 +31,7 @@ def inputs(dtype, T, *, side_by_side=False, seed=0):
 
 
 def in_parts(core, q, k, v, is_causal):
-    out = core.attend(q, k, v, core.lam(), None, is_causal).transpose(1, 2)
+    out = core.attend(q, k, v, core.lam(), Visible(None, is_causal)).transpose(1, 2)
     gain = 1.0 - core.lam.initial
     return out * gain if core.head_norm is None else core.head_norm(out, gain)
 
@@ -52,7 +53,7 @@ def test_one_call_equals_the_parts(dtype, T, side_by_side, settings, monkeypatch
     called = []
     decode = layer.decode
     monkeypatch.setattr(layer, "decode", lambda *a: called.append(1) or decode(*a))
-    fused = core(q, k, v, None, True)
+    fused = core(q, k, v, Visible())
     assert called
     exact = core.double()
     exact = in_parts(exact, q.double(), k.double(), v.double(), True)
@@ -69,9 +70,9 @@ def test_new_weights_are_seen_at_once():
         lambda: core.head_norm.weight.data.add_(1),
         lambda: setattr(core.lam, "initial", 0.1),
     ):
-        before = core(q, k, v, None, True)
+        before = core(q, k, v, Visible())
         change()
-        after = core(q, k, v, None, True)
+        after = core(q, k, v, Visible())
         assert not torch.allclose(before, after)
         torch.testing.assert_close(after, in_parts(core, q, k, v, True))
 
@@ -105,7 +106,7 @@ def test_it_leaves_alone_what_it_does_not_compute():
 def test_the_window_holds(window):
     core, (q, k, v) = make_core(torch.float32), inputs(torch.float32, 2)
     core.window = window
-    torch.testing.assert_close(core(q, k, v, None, True), in_parts(core, q, k, v, True))
+    torch.testing.assert_close(core(q, k, v, Visible()), in_parts(core, q, k, v, True))
 
 
 def test_cached_steps_equal_the_whole(monkeypatch):

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from diff_transformer import DiffTransformerForCausalLM
-from diff_transformer.model.inputs import Documents, split_documents, take_documents
+from diff_transformer.model.inputs import Documents, Visible, split_documents, take_documents
 from diff_transformer.model.matching import variant
 from diff_transformer.model.presets import preset
 from diff_transformer.model.softmax import SoftmaxCore
@@ -122,10 +122,9 @@ def test_packed_attention_is_given_grouped_heads_as_they_are(monkeypatch, varlen
     calls = varlen(grouped=version == "with groups")
     q, k, v = (torch.randn(1, n, 20, 8) for n in (4, heads, heads))
     documents, core = Documents(torch.tensor([0, 7, 20], dtype=torch.int32), 13), SoftmaxCore()
-    core.window = window
     rows, ends = [x[0].transpose(0, 1) for x in (q, k, v)], documents.cu_seqlens
     out = packed_attention(*rows, ends, ends, 13, 13, True, window)
-    torch.testing.assert_close(out, core.attend_documents(q, k, v, None, documents, True))
+    torch.testing.assert_close(out, core.attend_documents(q, k, v, None, Visible(None, True, window, documents)))
     ((_, given, options),) = calls
     assert given == (heads if version == "with groups" else 4)
     assert options["window_size"] == (-1 if window is None else 4, 0)
