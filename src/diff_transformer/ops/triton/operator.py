@@ -56,7 +56,7 @@ def forward(
         documents=_documents(cu_seqlens_q, cu_seqlens_k),
     )  # fmt: skip
     if by_gluon and _gluon_forward(call):
-        return attend_forward(call, need_gradient)[0]
+        return attend_forward(call, need_gradient)
     _announce("forward", str(q1.device), q1.dtype, "plain Triton")
     return launch_forward(call, need_gradient)
 
@@ -92,7 +92,7 @@ def backward(
     )  # fmt: skip
     saved = (out, out2, lse1, lse2)
     if by_gluon and _gluon_backward(call, one_pass, passes):
-        return attend_backward(call, dout, saved)[0]
+        return attend_backward(call, dout, saved)
     _announce("backward", str(q1.device), q1.dtype, f"plain Triton, {passes}")
     return launch_backward(call, dout, saved, one_pass)
 
