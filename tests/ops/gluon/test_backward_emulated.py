@@ -60,7 +60,7 @@ def problem(inputs, is_causal, scale=None):
 def check(inputs, is_causal, scale=None):
     """Run the emulated kernels through their launcher and compare everything that they return."""
     arguments, expected = problem(inputs, is_causal, scale)
-    results = attend_backward(*arguments)[0]
+    results = attend_backward(*arguments)
     for (name, (exact, eager)), result in zip(expected.items(), results, strict=True):
         if name == "dk2" and inputs.k2 is inputs.k1:
             assert result.numel() == 0
@@ -137,9 +137,9 @@ def test_keys_that_do_not_exist_have_no_weight(monkeypatch):
 def test_gradients_repeat_bit_for_bit_in_any_order_of_events(monkeypatch, seed):
     arguments, _ = problem(inputs_of("grouped keys"), CAUSAL)
     emulate(monkeypatch, seed=0)
-    first = attend_backward(*arguments)[0]
+    first = attend_backward(*arguments)
     emulate(monkeypatch, seed=seed)
-    for one, other in zip(first, attend_backward(*arguments)[0], strict=True):
+    for one, other in zip(first, attend_backward(*arguments), strict=True):
         assert torch.equal(one, other)
 
 
@@ -148,9 +148,9 @@ def test_the_gradient_of_a_sum_has_no_strides_and_is_copied(monkeypatch):
     arguments, _ = problem(inputs_of("65 rows"), FULL)
     call, dout, saved = arguments
     ones = torch.ones_like(dout)
-    expected = attend_backward(call, ones, saved)[0]
+    expected = attend_backward(call, ones, saved)
     expanded = ones[:1, :1, :1, :1].expand_as(ones)
-    for one, other in zip(expected, attend_backward(call, expanded, saved)[0], strict=True):
+    for one, other in zip(expected, attend_backward(call, expanded, saved), strict=True):
         assert torch.equal(one, other)
 
 
@@ -218,14 +218,14 @@ def test_a_wrong_barrier_is_noticed(monkeypatch, name, wrong):
     """Of ten orders of events at least one must end in a deadlock, a refused step or a wrong number."""
     arguments, _ = problem(inputs_of("full, more tiles than slots", T=300, S=70), FULL)
     emulate(monkeypatch)
-    right = attend_backward(*arguments)[0]
+    right = attend_backward(*arguments)
     emulate(monkeypatch, seed=1)
-    assert all(map(torch.equal, right, attend_backward(*arguments)[0]))
+    assert all(map(torch.equal, right, attend_backward(*arguments)))
     noticed = 0
     for seed in range(10):
         emulate(monkeypatch, seed=1000 * seed, changed={name: wrong})
         try:
-            noticed += not all(map(torch.equal, right, attend_backward(*arguments)[0]))
+            noticed += not all(map(torch.equal, right, attend_backward(*arguments)))
         except (Deadlock, AssertionError):
             noticed += 1
     assert noticed

@@ -39,7 +39,7 @@ def check(inputs, is_causal, need_gradient=True, scale=None):
     inputs = inputs._replace(lam=inputs.lam.expand(B, H, T, 1))
     k2 = None if inputs.k2 is inputs.k1 else inputs.k2
     call = Call(*inputs._replace(k2=k2), scale=scale, is_causal=is_causal)
-    results = attend_forward(call, need_gradient)[0]
+    results = attend_forward(call, need_gradient)
     expected = hopper_check.expected_results(*inputs, is_causal=is_causal, scale=scale)
     reference = attend(make_call(*(x.double() for x in inputs), is_causal=is_causal, scale=scale))
     torch.testing.assert_close(expected["out"][0], reference, rtol=0, atol=1e-12)
@@ -88,7 +88,7 @@ def inputs_of(case):
 
 
 def causal_results(inputs):
-    return attend_forward(Call(*inputs, scale=0.1, is_causal=True), need_gradient=True)[0]
+    return attend_forward(Call(*inputs, scale=0.1, is_causal=True), need_gradient=True)
 
 
 @pytest.mark.parametrize("case", CASES)

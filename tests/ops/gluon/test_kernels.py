@@ -16,7 +16,7 @@ from diff_transformer.testing import assert_within_budget, eager_diff_attention,
 
 pytest.importorskip("triton", reason="the kernels are written in Triton's Gluon")
 import hopper_check
-from kernel_compiler import assert_ships, compile_in_subprocess, executed_over_needed, recording
+from kernel_compiler import assert_ships, compile_in_subprocess, describe, executed_over_needed
 
 from diff_transformer.ops.gluon import backward, forward, support
 from diff_transformer.ops.triton import backward_form, operator
@@ -207,13 +207,11 @@ def compiled(dtype, causal, save=True, grouped=False, one_key=False, gradients=F
     heads = {"H": 6, "Hn": 2, "G": 2} if grouped else {}  # three signal heads share a noise head
     q1, q2, k1, k2, v = tensors(dtype=HALF_TYPES[dtype], **heads)
     call = call_of(q1, q2, k1, None if one_key else k2, v, is_causal=causal)
-    with recording(90) as launches:
-        saved = forward.attend_forward(call, save)[0]
-        if gradients:
-            launches.clear()
-            backward.attend_backward(call, saved[0], saved)
-    launches = [launch for launch in launches if ".gluon." in launch.kernel]
-    return [(launch, compile_in_subprocess(*launch[:3], capability=90, **launch.options)) for launch in launches]
+    saved, launches = forward.plan_forward(call, save)
+    if gradients:
+        launches = backward.plan_backward(call, saved[0], saved)[1][1:]  # without the sums of rows, by plain Triton
+    described = [describe(launch) for launch in launches]
+    return [(launch, compile_in_subprocess(*launch[:3], capability=90, **launch.options)) for launch in described]
 
 
 def check_compiled(launch, kernel):
@@ -299,7 +297,7 @@ def test_results_on_the_gpu(D, dtype, lengths, causal):
 def test_16k_tokens(D):
     unless_switched_off("forward")
     inputs = make_inputs(1, 1, 16384, D, dtype=torch.bfloat16, device="cuda", strided=True, requires_grad=False)
-    (out, out2, lse1, lse2), _ = forward.attend_forward(Call(*inputs, scale=D**-0.5, is_causal=True), True)
+    out, out2, lse1, lse2 = forward.attend_forward(Call(*inputs, scale=D**-0.5, is_causal=True), True)
     hopper_check.wait(torch.device("cuda"))
     last = 128  # rows, which see all keys
     tail = inputs._replace(q1=inputs.q1[:, :, -last:], q2=inputs.q2[:, :, -last:], lam=inputs.lam[:, :, -last:])
@@ -315,11 +313,10 @@ def test_many_launches_agree(D):
     """A race would show as a difference between launches of the same problem, on a full GPU."""
     unless_switched_off("forward")
     inputs = make_inputs(4, 16, 1000, D, dtype=torch.bfloat16, device="cuda", strided=True, requires_grad=False)
-    first = forward.attend_forward(Call(*inputs, scale=D**-0.5, is_causal=True), True)[0]
+    call = Call(*inputs, scale=D**-0.5, is_causal=True)
+    first = forward.attend_forward(call, True)
     for _ in range(100):
-        for one, other in zip(
-            first, forward.attend_forward(Call(*inputs, scale=D**-0.5, is_causal=True), True)[0], strict=True
-        ):
+        for one, other in zip(first, forward.attend_forward(call, True), strict=True):
             assert torch.equal(one, other)
 
 
@@ -352,9 +349,9 @@ def test_many_backwards_agree(D):
     """A race would show as a difference between launches of the same problem, on a full GPU."""
     unless_switched_off("two_pass")
     arguments = backward_arguments(4, 16, 1000, D)
-    first = backward.attend_backward(*arguments)[0]
+    first = backward.attend_backward(*arguments)
     for _ in range(100):
-        for one, other in zip(first, backward.attend_backward(*arguments)[0], strict=True):
+        for one, other in zip(first, backward.attend_backward(*arguments), strict=True):
             assert torch.equal(one, other)
 
 
@@ -364,7 +361,7 @@ def test_many_backwards_agree(D):
 def test_gradients_of_16k_tokens(D):
     unless_switched_off("two_pass")
     call, dout, saved = backward_arguments(1, 2, 16384, D)
-    ours, plain = backward.attend_backward(call, dout, saved)[0], launch_backward(call, dout, saved, one_pass=False)
+    ours, plain = backward.attend_backward(call, dout, saved), launch_backward(call, dout, saved, one_pass=False)
     for a, b in zip(ours, plain, strict=True):
         torch.testing.assert_close(a, b, rtol=0, atol=2e-2 * float(b.abs().max()))
 

@@ -18,8 +18,9 @@ from kernel_compiler import (
     SHARED_LIMIT,
     assert_ships,
     compile_in_subprocess,
+    describe,
     executed_over_needed,
-    recording,
+    table_of,
     without_timed_spills,
 )
 
@@ -121,12 +122,11 @@ def launches(capability, dtype, widths, case) -> list:
     cu_seqlens = torch.tensor([0, 50, LENGTH], dtype=torch.int32) if form.get("varlen") else None
     documents = None if cu_seqlens is None else Documents(cu_seqlens, cu_seqlens)
     call = call._replace(k2=k2, attn_mask=attn_mask, documents=documents)
-    need_gradient = form.get("need_gradient", True)
-    with recording(capability) as recorded:
-        saved = forward.launch_forward(call, need_gradient)
-        if need_gradient:
-            backward.launch_backward(call, saved[0], saved, form.get("one_pass", False))
-    return recorded
+    need_gradient, table = form.get("need_gradient", True), table_of(capability, DTYPES[dtype])
+    saved, launches = forward.plan_forward(call, need_gradient, table)
+    if need_gradient:
+        launches += backward.plan_backward(call, saved[0], saved, form.get("one_pass", False), table)[1]
+    return [describe(launch) for launch in launches]
 
 
 @pytest.mark.parametrize(

@@ -49,7 +49,7 @@ def forward(
     documents = None if cu_seqlens_q is None or cu_seqlens_k is None else Documents(cu_seqlens_q, cu_seqlens_k)
     call = of_list(q1, q2, k1, k2, v, lam, attn_mask, is_causal, window, scale, documents)
     if by_gluon and _gluon_forward(call):
-        return attend_forward(call, need_gradient)[0]
+        return attend_forward(call, need_gradient)
     _announce("forward", str(q1.device), q1.dtype, "plain Triton")
     return launch_forward(call, need_gradient)
 
@@ -83,7 +83,7 @@ def backward(
     call = of_list(q1, q2, k1, k2, v, lam, attn_mask, is_causal, window, scale, documents)
     saved = (out, out2, lse1, lse2)
     if by_gluon and _gluon_backward(call, one_pass, passes):
-        return attend_backward(call, dout, saved)[0]
+        return attend_backward(call, dout, saved)
     _announce("backward", str(q1.device), q1.dtype, f"plain Triton, {passes}")
     return launch_backward(call, dout, saved, one_pass)
 
