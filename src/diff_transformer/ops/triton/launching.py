@@ -21,15 +21,14 @@ class Launch(NamedTuple):
     grid: tuple[int, ...]
     arguments: dict[str, Any]
 
-    def start(self) -> Any:
-        """Start the kernel on the current device; the compiled kernel."""
-        return self.kernel[self.grid](**self.arguments)
-
 
 def run(launches: list[Launch], device: torch.device) -> list[Any]:
     """Start kernels on a device, in order; the compiled kernels."""
+    compiled = []
     with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
-        return [launch.start() for launch in launches]
+        for kernel, grid, arguments in launches:
+            compiled.append(kernel[grid](**arguments))
+    return compiled
 
 
 def strides(*tensors: Tensor) -> tuple[tuple[int, ...], ...]:
