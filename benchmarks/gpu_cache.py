@@ -367,7 +367,7 @@ def of_sweep() -> Iterator[tuple[str, Callable[[], object]]]:
 
     def run(kernel: str, width: int, tile: Any) -> None:
         for launch in gpu_sweep.launches(kernel, width, tile, "cpu", 2, gpu_sweep.HEADS[width], 128):
-            launch.kernel[launch.grid](**launch.arguments)
+            launch.start()
 
     for (kernel, width), tiles in gpu_sweep.TILES.items():
         for tile in (None, *tiles):

@@ -1,6 +1,6 @@
 """Shared by all launches: the device, strides, output memory, and masks in the form that kernels take."""
 
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -21,14 +21,20 @@ class Launch(NamedTuple):
     grid: tuple[int, ...]
     arguments: dict[str, Any]
 
+    def start(self) -> Any:
+        """Start the kernel on the current device; the compiled kernel."""
+        return self.kernel[self.grid](**self.arguments)
+
 
 def run(launches: list[Launch], device: torch.device) -> list[Any]:
     """Start kernels on a device, in order; the compiled kernels."""
-    compiled = []
-    with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
-        for kernel, grid, arguments in launches:
-            compiled.append(kernel[grid](**arguments))
-    return compiled
+    with on_device(device):
+        return [launch.start() for launch in launches]
+
+
+def on_device(device: torch.device) -> AbstractContextManager:
+    """Context manager that makes the device the current one, on which kernels start."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 def strides(*tensors: Tensor) -> tuple[tuple[int, ...], ...]:

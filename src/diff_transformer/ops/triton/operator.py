@@ -18,7 +18,7 @@ from diff_transformer.ops.gluon.support import switched_off
 from diff_transformer.ops.triton.backward import launch_backward
 from diff_transformer.ops.triton.forward import plan_forward
 from diff_transformer.ops.triton.launching import INTERPRETED as INTERPRETED
-from diff_transformer.ops.triton.launching import like_queries, run, transposed_like
+from diff_transformer.ops.triton.launching import like_queries, on_device, transposed_like
 from diff_transformer.ops.triton.launching import rows_contiguous as rows_contiguous
 from diff_transformer.ops.triton.tile_sizes import table_of
 
@@ -53,7 +53,9 @@ def forward(
         return attend_forward(call, need_gradient)
     _announce("forward", str(q1.device), q1.dtype, "plain Triton")
     results, launches = plan_forward(call, need_gradient, table_of(q1))
-    run(launches, q1.device)
+    with on_device(q1.device):
+        for launch in launches:
+            launch.start()
     return results
 
 
