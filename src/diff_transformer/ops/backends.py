@@ -85,7 +85,7 @@ def of_auto(call: Call) -> tuple[str, Any, str]:
     reason = unsupported_reason("triton", call)
     because = "" if reason is None else f"not 'triton', since {reason}"
     if device in LOOKED_UP:
-        return *table.look_up(call), because
+        return *table.look_up(call, reason is None), because
     return "triton" if reason is None else "sdpa", None, because
 
 
