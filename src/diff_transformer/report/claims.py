@@ -1,6 +1,5 @@
 """The table of claims, for the page and for a terminal: what the paper says, what was measured here, the verdict."""
 
-import math
 import re
 
 from rich.table import Table
@@ -8,8 +7,8 @@ from rich.text import Text
 
 from diff_transformer.lab.measures import holm_sentence
 from diff_transformer.report.charts import NAMES, padded
-from diff_transformer.report.figure import legend
-from diff_transformer.report.markup import DASH, Html, escape, is_number, join, mean, number, plural, tag
+from diff_transformer.report.figure import amounts, interval, legend, one_run, seeds_of
+from diff_transformer.report.markup import DASH, Html, escape, is_number, join, mean, number, tag
 from diff_transformer.report.models import as_dict, dicts
 
 TWO = re.compile(r"([\d.,+−-]+) / ([\d.,+−-]+)(.*)", re.DOTALL)
@@ -126,18 +125,13 @@ def _control(claim: dict) -> list[Html]:
         return [tag("span", DASH, class_="small")]
     difference = as_dict(control.get("difference"))
     ends = [difference.get(k) for k in ("low", "mean", "high")]
-    low, middle, high = _amounts(ends, bool(difference.get("relative")))
+    low, middle, high = amounts(ends, bool(difference.get("relative")))
     value = f"{control.get('here')} {claim.get('unit') or ''}".rstrip()
     return [
         tag("span", tag("i", class_="swatch s1", aria_hidden="true"), value, class_="value"),
         tag("span", f"difference {middle}{f' ({low} to {high})' if low and high else ''}", class_="small"),
         tag("span", f"compared with it: {control_words(claim)}", class_="small"),
     ]
-
-
-def one_run(claim: dict) -> bool:
-    """Whether the verdict rests on one run of each model."""
-    return max(len(_seeds(claim, side)) for side in ("diff", "softmax")) == 1
 
 
 def _named(claim: dict) -> str:
@@ -153,42 +147,9 @@ def two(words: object) -> Html:
     return join([marks[0], found[1], " / ", marks[1], found[2], found[3]])
 
 
-def interval(claim: dict) -> str:
-    """The difference of the two models, and its interval over seeds or examples if there is one."""
-    difference = as_dict(claim.get("difference"))
-    seeds = max(len(_seeds(claim, "diff")), len(_seeds(claim, "softmax")))
-    low, middle, high = _amounts([difference.get(k) for k in ("low", "mean", "high")], bool(difference.get("relative")))
-    said = [f"difference {middle}"] if middle else []
-    if low and high and difference["low"] < difference["high"]:
-        if difference.get("over") == "examples":
-            said.append(
-                f"interval over examples {low} to {high} ({'one seed' if seeds == 1 else plural(seeds, 'seed')})"
-            )
-        else:
-            examples = " and their examples" if difference.get("over") == "seeds and examples" else ""
-            said.append(f"interval over {plural(seeds, 'seed')}{examples} {low} to {high}")
-    elif seeds and "no interval" not in str(claim.get("here")):
-        said.append("one seed: no interval" if seeds == 1 else "no interval")
-    return ", ".join(said)
-
-
 def untested(claim: dict) -> str:
     """Why these models cannot test the claim, or ""."""
     return f"not tested: {claim['untested']}" if claim.get("untested") else ""
-
-
-def _amounts(values: list, relative: bool) -> list[str]:
-    """Signed numbers, in per cent when relative, with enough decimals that only 0 is written as 0."""
-    scale, unit = (100, " %") if relative else (1, "")
-    sizes = [abs(scale * v) for v in values if is_number(v) and v != 0]
-    wanted = [next((d for d, least in ((0, 100), (1, 10), (2, 1)) if max(sizes) >= least), 3)] if sizes else [0]
-    wanted += [min(5, -math.floor(math.log10(min(sizes))))] if sizes else []
-    return [f"{number(scale * v, max(wanted), sign=True)}{unit}" if is_number(v) else "" for v in values]
-
-
-def _seeds(claim: dict, side: str) -> list[float]:
-    values = claim.get(side)
-    return [float(v) for v in values if is_number(v)] if isinstance(values, list) else []
 
 
 def _strip(claim: dict) -> Html | None:
@@ -196,7 +157,7 @@ def _strip(claim: dict) -> Html | None:
 
     None with one seed: the spread between seeds gives the axis its scale.
     """
-    by_side = {side: _seeds(claim, side) for side in ("diff", "softmax")}
+    by_side = {side: seeds_of(claim, side) for side in ("diff", "softmax")}
     if min(len(values) for values in by_side.values()) < 2:
         return None
     low, high = padded([v for values in by_side.values() for v in values], 0.05)

@@ -1,11 +1,12 @@
 """A figure of the page: title, reading instructions, findings, charts, and the numbers behind them."""
 
+import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from diff_transformer.lab.stats import SEEDS_FOR_AN_INTERVAL, over_seeds
-from diff_transformer.report.markup import Html, join, mean, number, plural, tag
+from diff_transformer.report.markup import Html, is_number, join, mean, number, plural, tag
 
 LABELS = {
     "diff": "DIFF ahead",
@@ -20,11 +21,13 @@ LABELS = {
 class Finding:
     """One finding. ``outcome`` is a key of LABELS: which model is ahead, neither, or a remark without a ranking.
 
-    ``weak``: it is from so few seeds that another seed could change it."""
+    ``weak``: it is from so few seeds that another seed could change it. ``gap``: the difference of two models and its
+    interval, a part of ``text``."""
 
     outcome: str
     text: str
     weak: bool = False
+    gap: str = ""
 
 
 @dataclass(frozen=True)
@@ -76,6 +79,11 @@ def _finding(finding: Finding) -> Html:
     return tag("li", label, tag("span", finding.text, class_="said"))
 
 
+def folded(title: str, *shown: object) -> Html:
+    """Content that opens at a click."""
+    return tag("details", tag("summary", title), *shown, class_="more")
+
+
 def panels(*shown: Html | None, columns: int = 2) -> Html:
     """Charts side by side where there is room, one below the other on a phone."""
     return tag("div", *(s for s in shown if s is not None), class_=f"panels of-{columns}")
@@ -108,11 +116,69 @@ def versus(
     gap = a - b
     values = f"{what}: DIFF {number(a, digits)}{unit}, Transformer {number(b, digits)}{unit}"
     if number(a, digits) == number(b, digits):
-        return Finding("level", f"{values}; equal at this precision.")
+        return Finding("level", f"{values}; equal at this precision.", gap="equal at this precision")
     gaps = [diff[seed] - soft[seed] for seed in sorted(diff.keys() & soft.keys())]
     outcome, weak, seeds = lead(gaps, better, digits, unit)
-    said = f"{values}; DIFF {'higher' if gap > 0 else 'lower'} by {number(abs(gap), digits)}{unit} ({seeds})."
-    return Finding(outcome, said, weak)
+    said = f"DIFF {'higher' if gap > 0 else 'lower'} by {number(abs(gap), digits)}{unit} ({seeds})"
+    return Finding(outcome, f"{values}; {said}.", weak, said)
+
+
+def found_of(what: str, claim: dict, better: str, digits: int | None = 3, unit: str = "") -> Finding | None:
+    """The same from a claim: values, difference and interval as the table of claims has them.
+
+    ``claim``: with the values by seed, ``diff`` and ``softmax``, and the ``difference``. None without a number.
+    """
+    a, b = (mean(seeds_of(claim, side)) for side in ("diff", "softmax"))
+    middle, low, high = (claim["difference"].get(end) for end in ("mean", "low", "high"))
+    if a is None or b is None or not is_number(middle):
+        return None
+    values = f"{what}: DIFF {number(a, digits)}{unit}, Transformer {number(b, digits)}{unit}"
+    ahead = "diff" if (middle < 0) == (better == "lower") else "softmax"
+    known = is_number(low) and is_number(high)
+    decided = low > 0 or high < 0 if known else middle != 0 and one_run(claim)
+    weak = max(len(seeds_of(claim, side)) for side in ("diff", "softmax")) < SEEDS_FOR_AN_INTERVAL
+    said = interval(claim)
+    return Finding(ahead if decided else "level", f"{values}; {said}.", weak and decided, said)
+
+
+def one_run(claim: dict) -> bool:
+    """Whether the verdict rests on one run of each model."""
+    return max(len(seeds_of(claim, side)) for side in ("diff", "softmax")) == 1
+
+
+def seeds_of(claim: dict, side: str) -> list[float]:
+    """The values of a side by seed."""
+    values = claim.get(side)
+    return [float(v) for v in values if is_number(v)] if isinstance(values, list) else []
+
+
+def interval(claim: dict) -> str:
+    """The difference of the two models, and its interval over seeds or examples if there is one."""
+    difference = claim.get("difference")
+    difference = difference if isinstance(difference, dict) else {}
+    seeds = max(len(seeds_of(claim, "diff")), len(seeds_of(claim, "softmax")))
+    low, middle, high = amounts([difference.get(k) for k in ("low", "mean", "high")], bool(difference.get("relative")))
+    said = [f"difference {middle}"] if middle else []
+    if low and high and difference["low"] < difference["high"]:
+        if difference.get("over") == "examples":
+            said.append(
+                f"interval over examples {low} to {high} ({'one seed' if seeds == 1 else plural(seeds, 'seed')})"
+            )
+        else:
+            examples = " and their examples" if difference.get("over") == "seeds and examples" else ""
+            said.append(f"interval over {plural(seeds, 'seed')}{examples} {low} to {high}")
+    elif seeds and "no interval" not in str(claim.get("here")):
+        said.append("one seed: no interval" if seeds == 1 else "no interval")
+    return ", ".join(said)
+
+
+def amounts(values: list, relative: bool) -> list[str]:
+    """Signed numbers, in per cent when relative, with enough decimals that only 0 is written as 0."""
+    scale, unit = (100, " %") if relative else (1, "")
+    sizes = [abs(scale * v) for v in values if is_number(v) and v != 0]
+    wanted = [next((d for d, least in ((0, 100), (1, 10), (2, 1)) if max(sizes) >= least), 3)] if sizes else [0]
+    wanted += [min(5, -math.floor(math.log10(min(sizes))))] if sizes else []
+    return [f"{number(scale * v, max(wanted), sign=True)}{unit}" if is_number(v) else "" for v in values]
 
 
 def lead(gaps: Sequence[float], better: str, digits: int | None = 3, unit: str = "") -> tuple[str, bool, str]:

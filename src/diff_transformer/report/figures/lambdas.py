@@ -11,7 +11,12 @@ Layers = list[list[Point]]  # for each layer, its points (step, lambda)
 
 def build(results: Results) -> Figure | None:
     """Lambda by layer over training, and its final value beside lambda_init."""
-    curves = {record.seed: record.curves["lambda"] for record in results.records if record.curves.get("lambda")}
+    styles = results.styles()
+    curves = {
+        record.seed: record.curves["lambda"]
+        for record in results.records
+        if record.curves.get("lambda") and styles[record.side] == "diff"
+    }
     seeds = {seed: _layers(curve) for seed, curve in curves.items()}
     seeds = {seed: layers for seed, layers in seeds.items() if layers and all(layers)}
     if not seeds:
