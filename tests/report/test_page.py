@@ -119,11 +119,11 @@ def test_the_demo_s_page_counts_the_paper_s_claims():
 def test_one_seed_has_no_interval(one_seed):
     page = render_page(one_seed)
     assert "In one run, 2 of 4 claims of the paper came out in its favour and 2 against it. Intervals are over" in page
-    verdicts = re.findall(r'(?s)<td data-label="Verdict">.*?</svg>([^<]*)</span><span class="small">one run<', page)
-    assert sorted(verdicts) == ["against"] * 2 + ["in favour"] * 2
-    assert "Lower language-modelling loss (one run)</span></a>" in page
+    verdicts = re.findall(r'<td data-label="Verdict"><span class="verdict one-run">([^<]*)<', page)  # no tick
+    assert sorted(verdicts) == ["one run: against"] * 2 + ["one run: in favour"] * 2
+    assert ">one run: in favour</span><span>Lower language-modelling loss</span></a>" in page
     assert "held<" not in page
-    assert page.count("difference −0.047, one seed: no interval") == 2  # the claim and its figure agree
+    assert page.count("difference −0.047, one seed: no interval") == 4  # the claim, its figure, twice in the picture
     assert "interval over" not in page
     assert "One seed: these results cannot separate a difference between models" in page
 
@@ -261,8 +261,8 @@ def test_a_quantity_has_one_interval_on_the_page(results):
     page = render_page({**results, "variants": rows})
     loss = "difference −0.047, interval over examples −0.077 to −0.017 (2 seeds)"
     needle = "difference +0.025, interval over examples −0.005 to +0.055 (2 seeds)"
-    assert page.count(loss) == 5  # the claim; DIFF against both in two figures
-    assert page.count(needle) == 2
+    assert page.count(loss) == 9  # the claim; DIFF against both in two figures; each twice in the picture
+    assert page.count(needle) == 6
     for said in re.findall(r"(?:All tokens|N = 4, R = 2): [^<]*", page):
         assert "the same sign" not in said
 
@@ -274,3 +274,19 @@ def test_what_is_computed_is_not_called_measured(results):
     assert "tokens/s, training (measured)" in page
     assert "Parameters and arithmetic, computed" in page
     assert "speed are as measured" not in page
+
+
+def test_the_picture_of_all_claims_comes_before_their_table(results):
+    """Further right is as claimed, on a scale that claims share: the square root of the difference over its scale."""
+    results["claims"][1]["control"] = {"values": [0.3], "difference": {"mean": -0.25, "low": -0.36, "high": -0.16}}
+    page = render_page(results)
+    assert page.index('class="forest"') < page.index('class="claims')
+    loss, needles, answer, logits = re.findall(r'(?s)<div class="row"><a href="#claim-\d">.*?</svg>', page)
+    gap = 0.047 / 3.964  # lower by 0.047, over the Transformer's loss: to the right
+    assert f'class="swatch softmax" style="left:{50 + 50 * gap**0.5:.1f}%' in loss
+    assert 'class="swatch softmax" style="left:57.9%' in needles  # 0.025 of the 100 points of an accuracy
+    assert 'class="spread s1" style="left:20.0%;width:10.0%"' in needles  # -0.36 to -0.16 against the control
+    assert 'class="swatch s1" style="left:25.0%"' in needles
+    assert 'class="swatch s1"' not in answer
+    left = float(re.search(r'class="swatch softmax" style="left:([\d.]+)%', logits)[1])
+    assert left < 50  # larger where the paper says smaller

@@ -101,7 +101,7 @@ def test_one_seed_is_called_weak(rows):
 
 
 def test_the_table_has_every_number(rows):
-    body = str(variants.build(of_comparison({"variants": rows})).body)
+    body = str(variants.build(of_comparison({"variants": rows})).data)
     for shown in ("3.850", "+0.40 %", "1,004,000", "2.5 M", "512 B", "1,234", "5,678", "1 needle, 1 asked for", "0.50"):
         assert shown in body
     assert body.count("<tr>") == 5

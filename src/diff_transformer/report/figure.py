@@ -33,7 +33,8 @@ class Finding:
 @dataclass(frozen=True)
 class Figure:
     """``source`` names the paper's tables and figures ("Table 2", "Fig. 5"); claims with one of them link here.
-    ``data`` are the numbers behind the drawing, folded away; ``more`` stands below them."""
+    ``data`` are the numbers behind the drawing, folded away like ``read`` and ``paper``; ``more`` stands below them.
+    ``folded``: only title and findings are open, for charts that say no more than those."""
 
     id: str
     title: str
@@ -44,23 +45,33 @@ class Figure:
     paper: str = ""
     data: Html | None = None
     more: Html | None = None
+    folded: bool = False
 
     def html(self, place: int, claims: Html) -> Html:
         """The section with figure number ``place``; ``claims`` are links to the verdicts that it supports."""
         origin = f"the paper's {' and '.join(self.source)}" if self.source else "not in the paper"
         found = [f for f in self.findings if f is not None]
+        body = tag("div", self.body, class_="body")
+        folds = [
+            folded("Charts", body) if self.folded else None,
+            folded("How to read it", tag("p", self.read, class_="read")) if self.read else None,
+            folded("In the paper", tag("p", _together(self.paper), class_="paper-note")) if self.paper else None,
+            tag("details", tag("summary", "Data"), self.data, class_="more data-of") if self.data else None,
+        ]
         return tag(
             "section",
             tag("p", f"Figure {place}", tag("span", origin, class_="origin"), class_="eyebrow"),
             tag("h2", self.title, id=f"{self.id}-title"),
-            tag("p", self.read, class_="read") if self.read else None,
-            tag("ul", *(_finding(f) for f in found), class_="findings") if found else None,
-            claims,
-            tag("div", self.body, class_="body"),
-            tag("p", tag("strong", "In the paper,"), " ", _together(self.paper), class_="paper-note")
-            if self.paper
+            tag(
+                "div",
+                tag("ul", *(_finding(f) for f in found), class_="findings") if found else None,
+                claims,
+                class_="said-of",
+            )
+            if found or claims
             else None,
-            tag("details", tag("summary", "Data"), self.data, class_="more data-of") if self.data else None,
+            None if self.folded else body,
+            tag("div", *(fold for fold in folds if fold is not None), class_="folds"),
             self.more,
             id=self.id,
             class_="figure",

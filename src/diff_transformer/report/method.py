@@ -5,7 +5,8 @@ import json
 from diff_transformer.lab.sides import CONTROL, name_of
 from diff_transformer.lab.stats import SEEDS_FOR_AN_INTERVAL
 from diff_transformer.report.charts import NAMES
-from diff_transformer.report.claims import control_words, of_paper, one_run, verdict_words
+from diff_transformer.report.claims import control_words, forest, of_paper, one_run, verdict_words
+from diff_transformer.report.figure import folded
 from diff_transformer.report.markup import DASH, Html, duration, is_number, join, number, plural, short, table, tag
 from diff_transformer.report.models import SIDES, Results, as_dict, dicts, seeds_by_side
 
@@ -67,6 +68,7 @@ def first_screen(results: Results) -> Html:
             tag("h1", about.get("title") or "DIFF and Transformer, compared"),
             tag("p", sentence(results), class_="lead"),
             tag("p", main_claims(about), class_="lead") if main_claims(about) else None,
+            forest(about),
             tag("dl", *facts, class_="facts") if facts else None,
         ]
     )
@@ -123,14 +125,19 @@ DEFINITIONS = {
 def method_section(results: dict) -> Html:
     """The information needed to repeat the run and to read its numbers."""
     parts = [
-        tag("h2", "How this was measured", id="method-title"),
-        _command(results),
         _columns(_training(results), _provenance(results)),
         _columns(_parameters(results), _pair(results)),
         tag("h3", "Definitions"),
         tag("dl", *(tag("div", tag("dt", k), tag("dd", v)) for k, v in DEFINITIONS.items()), class_="definitions"),
     ]
-    return tag("section", *(p for p in parts if p is not None), id="method", aria_labelledby="method-title")
+    return tag(
+        "section",
+        tag("h2", "How this was measured", id="method-title"),
+        _command(results),
+        folded("Settings, machine, parameters and definitions", *(p for p in parts if p is not None)),
+        id="method",
+        aria_labelledby="method-title",
+    )
 
 
 def _columns(*parts: Html | None) -> Html:

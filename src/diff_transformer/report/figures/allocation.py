@@ -4,7 +4,7 @@ import re
 
 from diff_transformer.lab.quantities import QUANTITIES
 from diff_transformer.report.charts import Line, line_chart
-from diff_transformer.report.figure import Figure, panels
+from diff_transformer.report.figure import Figure, folded, panels
 from diff_transformer.report.markup import Html, mean, number, table
 from diff_transformer.report.models import Results, Series, compared, legend_of, models_in
 from diff_transformer.report.render import Chart, panel
@@ -32,7 +32,7 @@ def build(results: Results) -> Figure | None:
         "and to the noise, the other text of the document (lower is better). Means over heads and layers of each "
         "head's shares. On the map averaged over heads, weights of different sign cancel; the paper does not say which "
         "it measured.",
-        body=panels(*by_depth) + (panels(*by_layer) if by_layer else "") + legend_of(models),
+        body=panels(*by_depth) + legend_of(models) + (folded("Layer by layer", panels(*by_layer)) if by_layer else ""),
         findings=[
             _finding(results, models, "answer", depths, "higher"),
             _finding(results, models, "noise", depths, "lower"),

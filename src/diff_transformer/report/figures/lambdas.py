@@ -40,6 +40,7 @@ def build(results: Results) -> Figure | None:
         paper="lambda starts near 0.8 − 0.6 exp(−0.3 (l − 1)) for layer l = 1, 2, …: 0.20, 0.36, 0.47 in the first "
         "three layers, and close to 0.8 in deep ones.",
         data=_data(seeds, start),
+        folded=True,
     )
 
 

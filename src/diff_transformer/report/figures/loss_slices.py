@@ -43,6 +43,7 @@ def build(results: Results) -> Figure | None:
         findings=[_finding(results, models, n) for n in present] + [_share(models)],
         paper="at 1.4 B †, all tokens, AR-Hit, others: Transformer 3.087 0.898 3.272, DIFF 3.062 0.880 3.247.",
         data=_data(models),
+        folded=bool(results.about),
     )
 
 

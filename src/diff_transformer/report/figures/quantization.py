@@ -38,6 +38,7 @@ def build(results: Results) -> Figure | None:
         paper="zero-shot accuracy on HellaSwag at 3 B: DIFF keeps its accuracy from 16 to 6 bits, where the "
         "Transformer's drops. At 4 bits, DIFF is near the Transformer at 6 bits and about 0.25 above it at 4.",
         data=_data(models, bits),
+        folded=bool(results.about),
     )
 
 

@@ -48,6 +48,7 @@ def build(results: Results) -> Figure | None:
         paper="3 B at 2 K tokens on H100 †: DIFF is 9 % slower in training and in the forward pass; at 4 K, 12 % "
         "and 10 %.",
         data=_data(models, present),
+        folded=bool(results.about),
     )
 
 

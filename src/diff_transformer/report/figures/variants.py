@@ -3,7 +3,7 @@
 from diff_transformer.lab.quantities import QUANTITIES, Quantity
 from diff_transformer.lab.sides import CONTROL
 from diff_transformer.report.charts import category_chart
-from diff_transformer.report.figure import Figure, Finding, folded, found_of, lead, panels
+from diff_transformer.report.figure import Figure, Finding, found_of, lead, panels
 from diff_transformer.report.figures.needles import CELL
 from diff_transformer.report.markup import Html, mean, number, short, table
 from diff_transformer.report.models import Results, Series, judged, legend_of, models_in, names_of
@@ -33,9 +33,10 @@ def build(results: Results) -> Figure | None:
         "parameter counts agree. Loss, needles and speed are measured; parameters, FLOPs and cache are computed from "
         "the configuration.",
         body=panels(panel("Loss on held-out text, nats per token: lower is better", losses), columns=1)
-        + legend_of(models)
-        + folded("Table: loss, needles, cost and speed", _table(models)),
+        + legend_of(models),
         findings=_findings(results, models),
+        data=_table(models),
+        folded=True,
     )
 
 
