@@ -26,6 +26,7 @@ GENERATED = (
     "figures/plots.py",
     "figures/prose/run.py",
     "figures/recall/run.py",
+    "figures/recall_confirmation/run.py",
     "figures/stability/run.py",
     "figures/uptraining/run.py",
 )
