@@ -76,7 +76,7 @@ def own_keys(sizes, recomputed, BM: gl.constexpr, BN: gl.constexpr, CAUSAL: gl.c
 @jit
 def statistic(st_s, c, row, STAGES: gl.constexpr, SL: gl.constexpr):
     """One statistic of the queries of tile c, [1, BM]."""
-    x = st_s.index((c % STAGES) * STATISTICS + row).load(gl.SliceLayout(0, SL))
+    x = st_s.index((c % STAGES) * STATISTICS + row).load(gl.SliceLayout(0, SL))  # [BM]
     return gl.expand_dims(x, 0)
 
 

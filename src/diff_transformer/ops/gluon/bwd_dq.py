@@ -89,7 +89,7 @@ def consumer(descriptors, statistics, lam_strides, q_s, do_s, k_s, v_s, bars, dq
     log2 = gl.load(lse2 + at, mask=here, other=float("inf"))  # [ROWS]
     first_delta = gl.expand_dims(gl.load(delta1 + at, mask=here, other=0.0), 1)  # [ROWS, 1]
     second_delta = gl.expand_dims(gl.load(lam_delta2 + at, mask=here, other=0.0), 1)  # [ROWS, 1]
-    lam = gl.expand_dims(load_lam(lam_at, lam_strides, b, h, rows, T), 1)
+    lam = gl.expand_dims(load_lam(lam_at, lam_strides, b, h, rows, T), 1)  # [ROWS, 1]
     dq1 = gl.full([ROWS, D], 0.0, gl.float32, QL)  # [ROWS, D]
     dq2 = gl.full([ROWS, D], 0.0, gl.float32, QL)
     zeros = gl.full([ROWS, BN], 0.0, gl.float32, SL)

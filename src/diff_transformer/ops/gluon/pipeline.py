@@ -224,7 +224,7 @@ def load_lam(lam, lam_strides, b, h, rows, T):
     """lam of each row, [ROWS], fp32."""
     stride_b, stride_h, stride_t = lam_strides
     start = lam + b.to(gl.int64) * stride_b + h.to(gl.int64) * stride_h
-    return gl.load(start + rows.to(gl.int64) * stride_t, mask=rows < T, other=0.0)
+    return gl.load(start + rows.to(gl.int64) * stride_t, mask=rows < T, other=0.0)  # [ROWS]
 
 
 @jit

@@ -39,12 +39,10 @@ from diff_transformer.ops.triton.tiles import (
     NO_MASK,
     ONE_ROW,
     accumulate,
-    anew,
     load_tile,
     mask_scores,
     place,
     product,
-    row_of,
     store_tile,
     zeros,
 )
@@ -141,13 +139,13 @@ def bwd_dkdv_kernel(
     queries = tl.arange(0, BLOCK_M)
     wide_head = kv_head.to(tl.int64)
     row = k_start + first
-    k1 = row_of(k1, k1_strides, batch, wide_head, row)
-    k2 = row_of(k2, k2_strides, batch, wide_head, row)
-    v = row_of(v, v_strides, batch, wide_head, row)
+    k1 += batch * k1_strides[0] + wide_head * k1_strides[1] + row * k1_strides[2]
+    k2 += batch * k2_strides[0] + wide_head * k2_strides[1] + row * k2_strides[2]
+    v += batch * v_strides[0] + wide_head * v_strides[1] + row * v_strides[2]
     k1a, k1b = load_tile(k1, keys, k1_strides[2], S - first, DA, DB, D, True)  # [BLOCK_N, DA], [BLOCK_N, DB]
     k2a, k2b = k1a, k1b
     if not SHARED_KEYS:
-        k2a, k2b = load_tile(k2, keys, k2_strides[2], S - first, DA, DB, D, True)
+        k2a, k2b = load_tile(k2, keys, k2_strides[2], S - first, DA, DB, D, True)  # [BLOCK_N, DA or DB]
     if COMPUTE_DK:
         va, vb = load_tile(v, keys, v_strides[2], S - first, VA, VB, DV, True)  # [BLOCK_N, VA], [BLOCK_N, VB]
     dk1a, dk1b = zeros(BLOCK_N, DA, DB)  # [BLOCK_N, DA], [BLOCK_N, DB]
@@ -156,17 +154,17 @@ def bwd_dkdv_kernel(
     key = (first + keys)[:, None]
     for member in tl.range(0, H // G):
         first, kv_head, batch, q_start, T, k_start, S = place(
-            anew(tiles, member * recompute_here), documents, T, S, G, BLOCK_N, True, VARLEN, SECTION
+            (tiles[0] + member * recompute_here, tiles[1]), documents, T, S, G, BLOCK_N, True, VARLEN, SECTION
         )
         here_lengths = (T, S, window)
         ranges = query_ranges(first, here_lengths, BLOCK_M, BLOCK_N, CAUSAL, WINDOW, MASK_KIND != NO_MASK)
         head = (kv_head * (H // G) + member).to(tl.int64)
         noise_head = (kv_head * (H // G) + member) // (H // HN)
         noise_head = noise_head.to(tl.int64)
-        q1_here = row_of(q1, q1_strides, batch, head, q_start)
-        q2_here = row_of(q2, q2_strides, batch, noise_head, q_start)
-        dout_here = row_of(dout, dout_strides, batch, head, q_start)
-        lam_here = row_of(lam_at, lam_strides, batch, head, q_start)
+        q1_here = q1 + (batch * q1_strides[0] + head * q1_strides[1] + q_start * q1_strides[2])
+        q2_here = q2 + (batch * q2_strides[0] + noise_head * q2_strides[1] + q_start * q2_strides[2])
+        dout_here = dout + (batch * dout_strides[0] + head * dout_strides[1] + q_start * dout_strides[2])
+        lam_here = lam_at + (batch * lam_strides[0] + head * lam_strides[1] + q_start * lam_strides[2])
         row_here = (batch * H + head) * rows_in_all + q_start
         mask_here = mask
         if MASK_KIND != NO_MASK:
@@ -223,7 +221,7 @@ def bwd_dkdv_kernel(
                         else:
                             dk2a, dk2b = accumulate(dk2a, dk2b, ds, qa, qb, DB)
     first, kv_head, batch, q_start, T, k_start, S = place(
-        anew(tiles, recompute_here), documents, T, S, G, BLOCK_N, True, VARLEN, SECTION
+        (tiles[0] + recompute_here, tiles[1]), documents, T, S, G, BLOCK_N, True, VARLEN, SECTION
     )
     wide_head = kv_head.to(tl.int64)
     row = k_start + first
@@ -234,7 +232,7 @@ def bwd_dkdv_kernel(
         if not SHARED_KEYS:
             store_tile(dk2 + to, keys, dk_strides[2], S - first, dk2a * scale, dk2b * scale, DA, DB, D)
     if COMPUTE_DV:
-        to = row_of(dv, dv_strides, batch, wide_head, row)
+        to = dv + (batch * dv_strides[0] + wide_head * dv_strides[1] + row * dv_strides[2])
         store_tile(to, keys, dv_strides[2], S - first, dva, dvb, VA, VB, DV)
 
 
@@ -271,15 +269,15 @@ def bwd_dq_kernel(
     wide_head = noise_head.to(tl.int64)
     kv_head = (noise_head // (HN // G)).to(tl.int64)
     row = q_start + first
-    k1 = row_of(k1, k1_strides, batch, kv_head, k_start)
-    k2 = row_of(k2, k2_strides, batch, kv_head, k_start)
-    v = row_of(v, v_strides, batch, kv_head, k_start)
-    q2_here = row_of(q2, q2_strides, batch, wide_head, row)
+    k1 += batch * k1_strides[0] + kv_head * k1_strides[1] + k_start * k1_strides[2]
+    k2 += batch * k2_strides[0] + kv_head * k2_strides[1] + k_start * k2_strides[2]
+    v += batch * v_strides[0] + kv_head * v_strides[1] + k_start * v_strides[2]
+    q2_here = q2 + (batch * q2_strides[0] + wide_head * q2_strides[1] + row * q2_strides[2])
     q2a, q2b = load_tile(q2_here, queries, q2_strides[2], T - first, DA, DB, D, True)  # [BLOCK_M, DA], [BLOCK_M, DB]
     dq2a, dq2b = zeros(BLOCK_M, DA, DB)  # [BLOCK_M, DA], [BLOCK_M, DB]
     for member in tl.range(0, H // HN):
         first, noise_head, batch, q_start, T, k_start, S = place(
-            anew(tiles, member * recompute_here), documents, T, S, HN, BLOCK_M, False, VARLEN, SECTION
+            (tiles[0] + member * recompute_here, tiles[1]), documents, T, S, HN, BLOCK_M, False, VARLEN, SECTION
         )
         row = q_start + first
         rows = queries + member * recompute_here
@@ -288,15 +286,15 @@ def bwd_dq_kernel(
         here_lengths = (T, S, window)
         ranges = key_ranges(first, here_lengths, BLOCK_M, BLOCK_N, CAUSAL, WINDOW, MASK_KIND != NO_MASK)
         head = (noise_head * (H // HN) + member).to(tl.int64)
-        q1_here = row_of(q1, q1_strides, batch, head, row)
+        q1_here = q1 + (batch * q1_strides[0] + head * q1_strides[1] + row * q1_strides[2])
         q1a, q1b = load_tile(q1_here, rows, q1_strides[2], T - first, DA, DB, D, True)  # [BLOCK_M, DA or DB]
-        dout_here = row_of(dout, dout_strides, batch, head, row)
+        dout_here = dout + (batch * dout_strides[0] + head * dout_strides[1] + row * dout_strides[2])
         da, db = load_tile(dout_here, rows, dout_strides[2], T - first, VA, VB, DV, True)  # [BLOCK_M, VA or VB]
         row_here = (batch * H + head) * rows_in_all + row + rows
         log1 = tl.load(lse1 + row_here, mask=here, other=float("inf"))[:, None]  # [BLOCK_M, 1]
-        log2 = tl.load(lse2 + row_here, mask=here, other=float("inf"))[:, None]
-        first_delta = tl.load(delta1 + row_here, mask=here, other=0.0)[:, None]
-        second_delta = tl.load(lam_delta2 + row_here, mask=here, other=0.0)[:, None]
+        log2 = tl.load(lse2 + row_here, mask=here, other=float("inf"))[:, None]  # [BLOCK_M, 1]
+        first_delta = tl.load(delta1 + row_here, mask=here, other=0.0)[:, None]  # [BLOCK_M, 1]
+        second_delta = tl.load(lam_delta2 + row_here, mask=here, other=0.0)[:, None]  # [BLOCK_M, 1]
         lam_here = lam_at + (batch * lam_strides[0] + head * lam_strides[1] + (row + rows) * lam_strides[2])
         lam = tl.load(lam_here, mask=here, other=0.0)  # [BLOCK_M]
         mask_here = mask
@@ -324,6 +322,7 @@ def bwd_dq_kernel(
                         dq1a, dq1b = accumulate(dq1a, dq1b, p * (dp - first_delta), ka, kb, DB)
                     if COMPUTE_DQ2:
                         if not SHARED_KEYS:
+                            # [BLOCK_N, DA], [BLOCK_N, DB]
                             ka, kb = load_tile(k2 + start * k2_t, keys, k2_t, S - n, DA, DB, D, CHECKED)
                         p = attention_map(
                             product(q2a, q2b, ka, kb, DB), query, key, here_lengths, mask_here, factor, log2,
@@ -331,22 +330,22 @@ def bwd_dq_kernel(
                         )  # fmt: skip
                         dq2a, dq2b = accumulate(dq2a, dq2b, p * (second_delta - lam[:, None] * dp), ka, kb, DB)
         first, noise_head, batch, q_start, T, k_start, S = place(
-            anew(tiles, (member + 1) * recompute_here), documents, T, S, HN, BLOCK_M, False, VARLEN, SECTION
+            (tiles[0] + (member + 1) * recompute_here, tiles[1]), documents, T, S, HN, BLOCK_M, False, VARLEN, SECTION
         )
         row = q_start + first
         head = (noise_head * (H // HN) + member).to(tl.int64)
         rows += recompute_here
         if COMPUTE_DQ1:
-            to = row_of(dq1, dq1_strides, batch, head, row)
+            to = dq1 + (batch * dq1_strides[0] + head * dq1_strides[1] + row * dq1_strides[2])
             store_tile(to, rows, dq1_strides[2], T - first, dq1a * scale, dq1b * scale, DA, DB, D)
     first, noise_head, batch, q_start, T, k_start, S = place(
-        anew(tiles, recompute_here), documents, T, S, HN, BLOCK_M, False, VARLEN, SECTION
+        (tiles[0] + recompute_here, tiles[1]), documents, T, S, HN, BLOCK_M, False, VARLEN, SECTION
     )
     wide_head = noise_head.to(tl.int64)
     row = q_start + first
     queries += recompute_here
     if COMPUTE_DQ2:
-        to = row_of(dq2, dq2_strides, batch, wide_head, row)
+        to = dq2 + (batch * dq2_strides[0] + wide_head * dq2_strides[1] + row * dq2_strides[2])
         store_tile(to, queries, dq2_strides[2], T - first, dq2a * scale, dq2b * scale, DA, DB, D)
 
 

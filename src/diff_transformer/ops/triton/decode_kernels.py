@@ -163,7 +163,7 @@ def decode_split_kernel(
     q1_row = b64 * q1_strides[0] + head64 * q1_strides[1] + t64 * q1_strides[2]
     q2_row = b64 * q2_strides[0] + noise * q2_strides[1] + t64 * q2_strides[2]
     q1a, q1b = load_tile(q1, q1_row, 1, 0, DA, DB, D, False)  # [ROWS, DA], [ROWS, DB]; row 0 where there is none
-    q2a, q2b = load_tile(q2, q2_row, 1, 0, DA, DB, D, False)
+    q2a, q2b = load_tile(q2, q2_row, 1, 0, DA, DB, D, False)  # [ROWS, DA], [ROWS, DB]
 
     length = own_length(lengths, b, S, RAGGED)
     own = length - T + t  # position of each row's query
@@ -191,7 +191,7 @@ def decode_split_kernel(
         ka, kb = load_tile(k1, key64, k1_strides[2], high, DA, DB, D, True)  # [BLOCK_N, DA], [BLOCK_N, DB]
         scores1 = product(q1a, q1b, ka, kb, DB) * factor  # [ROWS, BLOCK_N]
         if not SHARED_KEYS:
-            ka, kb = load_tile(k2, key64, k2_strides[2], high, DA, DB, D, True)
+            ka, kb = load_tile(k2, key64, k2_strides[2], high, DA, DB, D, True)  # [BLOCK_N, DA], [BLOCK_N, DB]
         scores2 = product(q2a, q2b, ka, kb, DB) * factor  # [ROWS, BLOCK_N]
         seen = visible(key, exists, own, window, mask, row_exists, CAUSAL, WINDOW, MASKED, MASK_ROWS)
         va, vb = load_tile(v, key64, v_strides[2], high, VA, VB, DV, True)  # [BLOCK_N, VA], [BLOCK_N, VB]

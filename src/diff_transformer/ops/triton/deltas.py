@@ -37,8 +37,8 @@ def delta_kernel(
     out2 = row_of(out2, out_strides, batch, head, row)
     lam_at = row_of(lam_at, lam_strides, batch, head, row)
     da, db = load_tile(dout, rows, dout_strides[2], T - first, VA, VB, DV, True)  # [BLOCK_M, VA], [BLOCK_M, VB]
-    oa, ob = load_tile(out, rows, out_strides[2], T - first, VA, VB, DV, True)
-    na, nb = load_tile(out2, rows, out_strides[2], T - first, VA, VB, DV, True)
+    oa, ob = load_tile(out, rows, out_strides[2], T - first, VA, VB, DV, True)  # [BLOCK_M, VA or VB]
+    na, nb = load_tile(out2, rows, out_strides[2], T - first, VA, VB, DV, True)  # [BLOCK_M, VA or VB]
     delta = tl.sum(da.to(tl.float32) * oa.to(tl.float32), 1)  # [BLOCK_M]
     delta2 = tl.sum(da.to(tl.float32) * na.to(tl.float32), 1)
     if VB > 0:

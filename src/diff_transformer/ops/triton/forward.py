@@ -22,7 +22,6 @@ from diff_transformer.ops.triton.tiles import (
     NO_MASK,
     ONE_ROW,
     accumulate,
-    anew,
     load_chunk,
     load_tile,
     mask_scores,
@@ -141,7 +140,7 @@ def both_maps(
     offset = tl.arange(0, BLOCK_N)
     query = (first + rows)[:, None]
     q1a, q1b = load_tile(q1, rows, q1_t, T - first, DA, DB, D, True)  # [BLOCK_M, DA], [BLOCK_M, DB]
-    q2a, q2b = load_tile(q2, rows, q2_t, T - first, DA, DB, D, True)
+    q2a, q2b = load_tile(q2, rows, q2_t, T - first, DA, DB, D, True)  # [BLOCK_M, DA], [BLOCK_M, DB]
     acc1_a, acc1_b = zeros(BLOCK_M, VA, VB)  # [BLOCK_M, VA], [BLOCK_M, VB]
     acc2_a, acc2_b = zeros(BLOCK_M, VA, VB)
     row_max1 = tl.full([BLOCK_M], float("-inf"), tl.float32)
@@ -158,6 +157,7 @@ def both_maps(
                 ka, kb = load_tile(k1 + start * k1_t, offset, k1_t, S - n, DA, DB, D, CHECKED)  # [BLOCK_N, DA or DB]
                 s1 = product(q1a, q1b, ka, kb, DB)  # [BLOCK_M, BLOCK_N]
                 if not SHARED_KEYS:
+                    # [BLOCK_N, DA], [BLOCK_N, DB]
                     ka, kb = load_tile(k2 + start * k2_t, offset, k2_t, S - n, DA, DB, D, CHECKED)
                 s2 = product(q2a, q2b, ka, kb, DB)  # [BLOCK_M, BLOCK_N]
                 if CHECKED:
@@ -274,7 +274,7 @@ def forward_kernel(
         out_t += recompute_here
         out_h += recompute_here
         first, again, batch, q_start, T, k_start, S = place(
-            anew(tiles, recompute_here), documents, T, S, H, BLOCK_M, False, VARLEN, SECTION
+            (tiles[0] + recompute_here, tiles[1]), documents, T, S, H, BLOCK_M, False, VARLEN, SECTION
         )
         head = again.to(tl.int64)
         row = q_start + first

@@ -47,7 +47,11 @@ def load_chunk(
 
 @triton.jit
 def row_of(x, strides, batch, head, row):
-    """The pointer to a row of a head of x, or to several rows."""
+    """The pointer to a row of a head of x, or to several rows.
+
+    The backward kernels write this out: ptxas lets a function's line numbers move its schedule, and fp32 kernels then
+    spill.
+    """
     return x + (batch * strides[0] + head * strides[1] + row * strides[2])
 
 
@@ -56,9 +60,9 @@ def load_tile(
     base, offset, stride, limit, A: tl.constexpr, B: tl.constexpr, WIDTH: tl.constexpr, ROWS_CHECKED: tl.constexpr
 ):
     """Both chunks, [rows, A] and [rows, B], of rows ``base + offset * stride``; if B is 0, the first one twice."""
-    a = load_chunk(base, offset, stride, limit, 0, A, WIDTH, ROWS_CHECKED)
+    a = load_chunk(base, offset, stride, limit, 0, A, WIDTH, ROWS_CHECKED)  # [rows, A]
     if B > 0:
-        return a, load_chunk(base, offset, stride, limit, A, B, WIDTH, ROWS_CHECKED)
+        return a, load_chunk(base, offset, stride, limit, A, B, WIDTH, ROWS_CHECKED)  # [rows, B]
     else:
         return a, a
 
@@ -166,12 +170,6 @@ def tile_of_program(tiles, SECTION: tl.constexpr):
     here = tl.minimum(SECTION, heads - section * SECTION)
     within = program - section * tiles_of_head * SECTION
     return within // here, section * SECTION + within % here
-
-
-@triton.jit
-def anew(tiles, recompute_here):
-    """``tiles``, from which ``place`` is computed again."""
-    return tiles[0] + recompute_here, tiles[1]
 
 
 @triton.jit
