@@ -167,6 +167,13 @@ def test_no_files_import_each_other_in_a_circle():
         pytest.fail(f"these files import each other in a circle: {' -> '.join(error.args[1])}")
 
 
+@pytest.mark.parametrize("room", ["data", "evals", "model", "serving", "train"])
+def test_what_uses_the_operator_asks_no_backend(room):
+    backend = re.compile(r"diff_transformer\.ops(?:\.| import )(?:\w+, )*(?:cpu|gluon|jax|table|triton)\b")
+    package = ROOT / "src" / "diff_transformer"
+    assert [path.name for path in (package / room).rglob("*.py") if backend.search(path.read_text())] == []
+
+
 @pytest.mark.parametrize("script", GENERATED)
 def test_generated_pages_are_those_of_their_sources(script, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", [script, "--check"])
