@@ -19,20 +19,24 @@ from typing import Any, NamedTuple
 
 import torch
 
-from diff_transformer.ops.triton.metadata import (
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT / "tests" / "helpers"))
+
+from kernel_compiler import (  # noqa: E402
     KIB,
     SHARED_LIMIT,
-    Launch,
+    Description,
     compile_for,
+    describe,
     executed_over_needed,
     faults,
     needed_products,
-    recording,
-    tile_of,
+    table_of,
+    turn_of,
     without_timed_spills,
 )
 
-OUT = Path(__file__).resolve().parent / "results" / "compiled.json"
+OUT = ROOT / "benchmarks" / "results" / "compiled.json"
 WIDTHS = [(64, 64), (64, 128), (96, 192), (128, 128), (128, 256)]
 DTYPES = ("bfloat16", "float16", "float32")
 BATCH, HEADS, LENGTH = 4, 12, 4096  # of the roofline: causal attention
@@ -67,47 +71,39 @@ CHIPS = {
 EXP_PER_CLOCK = 16  # exp2 on a multiprocessor
 
 
-def launches(D: int, Dv: int, dtype: torch.dtype, capability: int) -> list[tuple[str, Launch]]:
+def launches(D: int, Dv: int, dtype: torch.dtype, capability: int) -> list[tuple[str, Description]]:
     """(form, launch) of causal attention, its gradients in two passes and in one, and a step of decoding.
 
     Of Triton's kernels first, then of the Hopper kernels, if they take the call: in two passes.
     """
-    from diff_transformer.ops.gluon import unsupported_shapes
-    from diff_transformer.ops.gluon.backward import attend_backward
-    from diff_transformer.ops.gluon.forward import attend_forward
-    from diff_transformer.ops.triton.backward import launch_backward
+    from diff_transformer.ops import gluon
+    from diff_transformer.ops.gluon import backward as gluon_backward
+    from diff_transformer.ops.gluon import forward as gluon_forward
+    from diff_transformer.ops.triton import backward, decode, forward
     from diff_transformer.ops.triton.call import Call
-    from diff_transformer.ops.triton.decode import launch_decode
-    from diff_transformer.ops.triton.forward import launch_forward
 
     q, v = torch.zeros(1, 2, 128, D, dtype=dtype), torch.zeros(1, 2, 128, Dv, dtype=dtype)
     lam = torch.zeros(1, 2, 128, 1)
     shared = Dv == D  # the V2 form: both maps have the same keys
     call = Call(q, q, q, None if shared else q.clone(), v, lam, scale=0.125, is_causal=True)
-    found: list[tuple[str, Launch]] = []
-    with recording(capability) as recorded:
-        saved = launch_forward(call, need_gradient=True)
-        found += [("forward", launch) for launch in recorded]
-        for form, one_pass in (("two passes", False), ("one pass", True)):
-            recorded.clear()
-            launch_backward(call, v, saved, one_pass)
-            found += [(form, launch) for launch in recorded if "delta" not in launch.kernel]
-        recorded.clear()
-        keys, values = torch.zeros(1, 2, 4096, D, dtype=dtype), torch.zeros(1, 2, 4096, Dv, dtype=dtype)
-        other = keys if shared else keys.clone()
-        launch_decode(q[:, :, :1], q[:, :, :1], keys, other, values, lam[:, :, :1], None, True, None, 0.125)
-        found += [("decode", launch) for launch in recorded if "combine" not in launch.kernel]
-        if capability == 90 and unsupported_shapes(call) is None:
-            recorded.clear()
-            saved = attend_forward(call, need_gradient=True)[0]
-            found += [("forward", launch) for launch in recorded]
-            recorded.clear()
-            attend_backward(call, v, saved)
-            found += [("two passes", launch) for launch in recorded if "delta" not in launch.kernel]
-    return found
+    table = table_of(capability, dtype)
+    saved, planned = forward.plan_forward(call, True, table)
+    found = {"forward": planned}
+    for form, one_pass in (("two passes", False), ("one pass", True)):
+        found[form] = backward.plan_backward(call, v, saved, one_pass, table)[1]
+    keys, values = torch.zeros(1, 2, 4096, D, dtype=dtype), torch.zeros(1, 2, 4096, Dv, dtype=dtype)
+    given = (q[:, :, :1], q[:, :, :1], keys, keys if shared else keys.clone(), values, lam[:, :, :1])
+    found["decode"] = decode.plan_decode(*given, None, True, None, 0.125, None, multiprocessors=2)[1]
+    listed = list(found.items())
+    if capability == 90 and gluon.unsupported_shapes(call) is None:
+        listed.append(("forward", gluon_forward.plan_forward(call, True)[1]))
+        listed.append(("two passes", gluon_backward.plan_backward(call, v, saved)[1]))
+    described = [(form, describe(launch)) for form, launches in listed for launch in launches]
+    small = ("delta_kernel", "decode_combine_kernel")
+    return [(form, launch) for form, launch in described if not launch.kernel.endswith(small)]
 
 
-def wanted_of(capability: int) -> list[tuple[str, Launch, int, str]]:
+def wanted_of(capability: int) -> list[tuple[str, Description, int, str]]:
     """Arguments of ``row_of`` for all rows of a GPU."""
     return [
         (form, launch, capability, dtype)
@@ -117,7 +113,7 @@ def wanted_of(capability: int) -> list[tuple[str, Launch, int, str]]:
     ]
 
 
-def row_of(form: str, launch: Launch, capability: int, dtype: str) -> dict[str, Any]:
+def row_of(form: str, launch: Description, capability: int, dtype: str) -> dict[str, Any]:
     """Compile a launch and describe the result."""
     found = compile_for(kernel_of(launch), launch.signature, launch.constexprs, capability=capability, **launch.options)
     repeated = executed_over_needed(launch, found)
@@ -136,13 +132,13 @@ def row_of(form: str, launch: Launch, capability: int, dtype: str) -> dict[str, 
     }
 
 
-def kernel_of(launch: Launch):
+def kernel_of(launch: Description):
     """The kernel itself. Its ``cache_key`` is Triton's digest of its source and of the functions that it calls."""
     module, _, name = launch.kernel.partition(":")
     return getattr(importlib.import_module(module), name)
 
 
-def key(form: str, launch: Launch, capability: int, dtype: str) -> dict[str, Any]:
+def key(form: str, launch: Description, capability: int, dtype: str) -> dict[str, Any]:
     """What a row is about. A row with the same key need not be made again."""
     import triton
 
@@ -150,7 +146,7 @@ def key(form: str, launch: Launch, capability: int, dtype: str) -> dict[str, Any
         launch.constexprs,
         [name for name, on in launch.constexprs.items() if name.startswith("COMPUTE_") and on],
     )
-    rows, keys, width, value_width, maps = tile_of(launch)
+    rows, keys, width, value_width, maps = turn_of(launch)
     return {
         "capability": capability,
         "dtype": dtype,
@@ -177,13 +173,13 @@ def resident(found, chip: Chip) -> int:
     return min(registers, shared, chip.threads // (32 * found.num_warps), chip.blocks)
 
 
-def roofline(launch: Launch, chip: Chip, size: int, repeated: float | None) -> dict[str, float]:
+def roofline(launch: Description, chip: Chip, size: int, repeated: float | None) -> dict[str, float]:
     """Products in units of h N^2 d / 2 multiply-adds, with those of the masked parts of tiles; and milliseconds.
 
     ``size``: bytes of an element; ``repeated``: as ``executed_over_needed`` returns it.
     """
     given = launch.constexprs
-    M, N, D, DV, maps = tile_of(launch)
+    M, N, D, DV, maps = turn_of(launch)
     tiles = sum(-(-min(first + M, LENGTH) // N) for first in range(0, LENGTH, M))
     if "bwd_dkdv" in launch.kernel:
         tiles = sum(-(-(LENGTH - first // M * M) // M) for first in range(0, LENGTH, N))
@@ -202,7 +198,7 @@ def roofline(launch: Launch, chip: Chip, size: int, repeated: float | None) -> d
     return {"units": round(units, 2), "roofline_ms": round(1000 * seconds, 3)}
 
 
-def decode_roofline(launch: Launch, chip: Chip, size: int) -> dict[str, float]:
+def decode_roofline(launch: Description, chip: Chip, size: int) -> dict[str, float]:
     """Milliseconds to read LENGTH keys and values once; the products of a step take less."""
     given = launch.constexprs
     keys = given["D"] * (1 if given["SHARED_KEYS"] else 2)

@@ -54,7 +54,6 @@ CLOCKS = "clocks.sm,clocks.mem,temperature.gpu,power.draw,clocks_event_reasons.a
 EVERY = 5.0  # seconds after which gpu.json is written again
 NOT_INSTALLED = "not installed"
 UNFINISHED = 3  # exit code of a stage that ended well with something left to do
-NOT_TRIED = "it could not be tried"  # in a row of the stage "hopper"
 ENDS = {0: "done", UNFINISHED: "unfinished"}
 SOFT = 0.85  # of a stage's time, after which it begins nothing new; at the whole of it it is stopped
 
@@ -75,8 +74,10 @@ def main(arguments: list[str] | None = None) -> int:
         parser.error(f"{given.earlier} is no folder of records")
     folder = Path(os.environ.get("OUT") or ROOT / "runs" / "gpu").resolve()
     folder.mkdir(parents=True, exist_ok=True)
-    sys.path.insert(0, str(ROOT / "src"))
-    os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT / "src"), *filter(None, [os.environ.get("PYTHONPATH")])])
+    own = [str(ROOT / "src"), str(ROOT / "tests" / "helpers")]
+    sys.path[:0] = own
+    os.environ["PYTHONPATH"] = os.pathsep.join([*own, *filter(None, [os.environ.get("PYTHONPATH")])])
+    os.environ.setdefault(GLUON, "1")  # also with a Triton that no record is of
     print(preflight(given.cache), flush=True)
     status = run_stages(stages, given.seconds, given.dry, folder, given.earlier and given.earlier.resolve())
     print("\n".join(gpu_goals.goals_table(folder)))
@@ -110,16 +111,14 @@ def can_run(stage: str, dry: bool) -> bool:
     return stage not in TOOLS or dry or shutil.which(TOOLS[stage]) is not None
 
 
-def switch_off_untried(folder: Path) -> None:
-    """Take the Hopper kernels that came to no verdict from later stages, of which each process would try them again."""
+def launch_only_what_passed(folder: Path) -> None:
+    """Later stages launch those Hopper kernels that passed the stage "hopper" in each of their forms."""
     file = folder / "hopper.json"
     record = json.loads(file.read_text()) if file.exists() else {"rows": [], "provenance": {}}
-    verdicts = Counter(row["form"] for row in record["rows"] if NOT_TRIED not in row["gate"])
+    passed = Counter(row["form"] for row in record["rows"] if row["gate"] == "passed")
     planned = record["provenance"].get("forms", {})
-    tried = [kernels for kernels, count in planned.items() if verdicts[kernels] == count]
-    if len(tried) < len(planned) or not planned:
-        os.environ[GLUON] = ",".join(tried) or "0"
-        print(f"== {GLUON}={os.environ[GLUON]} from here on", flush=True)
+    os.environ[GLUON] = ",".join(kernels for kernels, count in planned.items() if passed[kernels] == count) or "0"
+    print(f"== {GLUON}={os.environ[GLUON]} from here on", flush=True)
 
 
 def run_stages(stages: list[str], seconds: float, dry: bool, folder: Path, earlier: Path | None = None) -> int:
@@ -148,7 +147,7 @@ def run_stages(stages: list[str], seconds: float, dry: bool, folder: Path, earli
         summary.append({"stage": stage, **outcome})
         gpu_records.pack(folder, summary)
         if stage == "hopper" and not dry:
-            switch_off_untried(folder)
+            launch_only_what_passed(folder)
     for line in summary:
         print(f"{line['stage']:16} {line['status']:13} {line.get('seconds', 0):6.1f} s")
     return int(any(line["status"] not in ("done", NOT_INSTALLED) for line in summary))

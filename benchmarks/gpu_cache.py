@@ -88,16 +88,15 @@ def compile_share(share: int, shares: int, limit: int, only: str = "") -> None:
     driver.set_active(Hopper())
     seen: set[tuple] = set()
 
-    def compile_once(kernel: Any, grid: tuple, given: Any, constants: dict[str, Any]) -> Any:
-        from diff_transformer.ops.triton.metadata import describe
+    def compile_once(launch: Any) -> None:
+        from kernel_compiler import describe
 
-        launch = describe(kernel, given, constants)
-        key = (launch.kernel, *(str(sorted(part.items(), key=str)) for part in launch[1:]))
+        described = describe(launch)
+        key = (described.kernel, *(str(sorted(part.items(), key=str)) for part in described[1:]))
         if key not in seen:
             seen.add(key)
             if len(seen) % shares == share and len(seen) <= limit:
-                kernel.warmup(*given, grid=grid, **constants)
-        return Nothing
+                launch.kernel.warmup(grid=launch.grid, **launch.arguments)
 
     failed = 0
     with as_on_hopper(compile_once):
@@ -145,20 +144,13 @@ class Hopper:
         return name
 
 
-class Nothing:
-    """Stands for a compiled kernel."""
+def as_on_hopper(start: Callable[[Any], None]) -> ExitStack:
+    """Context manager in which every decision falls as on a Hopper GPU, and ``start`` gets what would be launched."""
+    from kernel_compiler import table_of
 
-    n_spills = 0
-    asm: dict[str, str] = {"ptx": ""}  # noqa: RUF012
-
-
-def as_on_hopper(launch: Callable[..., Any]) -> ExitStack:
-    """Context manager in which every decision falls as on a Hopper GPU, and ``launch`` gets what would be launched."""
     from diff_transformer.ops import gluon
-    from diff_transformer.ops.gluon import backward as gluon_backward
-    from diff_transformer.ops.gluon import forward as gluon_forward
     from diff_transformer.ops.gluon import support
-    from diff_transformer.ops.triton import backward, configurations, decode, deltas, forward, launching, operator
+    from diff_transformer.ops.triton import backward, decode, forward, launching, operator
 
     def refused(device: Any, kernels: str) -> str | None:
         return support.SWITCH if support.switched_off(kernels) else None
@@ -168,18 +160,15 @@ def as_on_hopper(launch: Callable[..., Any]) -> ExitStack:
         return None if reason is not None and "runs on CUDA" in reason else reason
 
     replaced: list[tuple[Any, str, Any]] = [
-        *((module, "launch", launch) for module in (forward, backward, deltas, decode, gluon_forward, gluon_backward)),
-        (configurations, "INTERPRETED", False),
-        (configurations, "table_of", lambda device: configurations.HOPPER),
+        (launching.Launch, "start", start),
+        *((module, "table_of", lambda x: table_of(90, x.dtype)) for module in (forward, backward)),
         (launching, "INTERPRETED", True),
         (operator, "INTERPRETED", False),
         (decode, "multiprocessors", lambda device: MULTIPROCESSORS),
         (decode, "unsupported_reason", decodable),
         (gluon, "unsupported_device", refused),
-        (gluon, "failed_self_test", lambda *given: None),
         (operator, "_gluon_forward", lambda call: gluon.unsupported_reason(call) is None),
         (operator, "_gluon_backward", lambda call, one, passes: gluon.unsupported_backward_reason(call, one) is None),
-        (operator, "_test_backward_early", lambda *given: None),
         (operator, "_announce", lambda *given: None),
     ]
     stack = ExitStack()
@@ -339,15 +328,16 @@ def of_decode_tests() -> Iterator[tuple[str, Callable[[], object]]]:
 
 def of_hopper_tests() -> Iterator[tuple[str, Callable[[], object]]]:
     import torch
+    from hopper_check import forms_of
 
-    from diff_transformer.ops.gluon import backward, forward, support, verify
+    from diff_transformer.ops.gluon import backward, forward, support
     from diff_transformer.ops.triton.call import Call
     from diff_transformer.testing import make_inputs
 
     def run(D: int, dtype: torch.dtype, causal: bool, form: str) -> None:
         x = make_inputs(2, 2, 63, D, S=63, G=1, dtype=dtype, strided=True, requires_grad=False)
         dout = torch.randn(2, 2, 63, 2 * D).to(dtype)
-        for given in verify.forms_of(x):
+        for given in forms_of(x):
             k2 = None if given.k2 is given.k1 else given.k2
             call = Call(*given[:3], k2, *given[4:], scale=D**-0.5, is_causal=causal)
             if form == "forward":
@@ -376,10 +366,8 @@ def of_sweep() -> Iterator[tuple[str, Callable[[], object]]]:
     import gpu_sweep
 
     def run(kernel: str, width: int, tile: Any) -> None:
-        from diff_transformer.ops.triton import backward
-
         for launch in gpu_sweep.launches(kernel, width, tile, "cpu", 2, gpu_sweep.HEADS[width], 128):
-            backward.launch(*launch)  # what ``as_on_hopper`` put there
+            launch.start()
 
     for (kernel, width), tiles in gpu_sweep.TILES.items():
         for tile in (None, *tiles):

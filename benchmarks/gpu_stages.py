@@ -13,10 +13,12 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor, as_completed
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import asdict
+from itertools import product
 from pathlib import Path
 
+import hopper_check
 import torch
 
 import gpu_sweep
@@ -33,7 +35,6 @@ from diff_transformer.bench.step import GPU_SETTINGS as GPU_STEPS
 from diff_transformer.bench.step import run_step_benchmark
 from diff_transformer.bench.tune import tune_attention
 from diff_transformer.ops import available_backends, gluon
-from diff_transformer.ops.gluon import self_test
 from gpu_records import Unfinished, setting, settings_of
 
 # What is experimental, and what takes longest, first. Files are named, since to collect all tests takes long.
@@ -74,32 +75,35 @@ def operator_shapes() -> list[Shape]:
 
 
 def hopper(dry: bool, seconds: float, out: Path, earlier: list[dict]) -> None:
-    """The self-test of each form of the Hopper kernels, in subprocesses; later stages do not launch forms that fail."""
-    device, dtype = torch.device(device_of(dry), 0), torch.bfloat16
-    forms = [
-        (kernels, width, causal) for kernels in gluon.KERNELS for width in gluon.WIDTHS for causal in (True, False)
-    ]
-    refused = {kernels: gluon.unsupported_device(device, kernels) for kernels in gluon.KERNELS}
-
-    def tried(kernels: str, width: int, causal: bool) -> tuple[str | None, float]:
-        began = time.monotonic()
-        fault = refused[kernels] or self_test.fault_found(device, width, dtype, causal, kernels)
-        return fault, round(time.monotonic() - began, 2)
+    """Each form of the Hopper kernels against the fp64 reference; later stages do not launch kernels that fail."""
+    device, forms = device_of(dry), list(product(gluon.KERNELS, gluon.WIDTHS, (True, False)))
+    refused = {kernels: gluon.unsupported_device(torch.device(device, 0), kernels) for kernels in gluon.KERNELS}
 
     def rows() -> Iterator[dict]:
-        with ThreadPoolExecutor(len(forms)) as pool:
-            results = [pool.submit(tried, *form) for form in forms]
-            for (kernels, width, causal), result in zip(forms, results, strict=True):
-                fault, took = result.result()
-                gate = "passed" if fault is None else f"failed: {fault}"
+        context = multiprocessing.get_context("fork" if dry else "spawn")
+        with ProcessPoolExecutor(len(forms), mp_context=context) as pool:
+            results = [pool.submit(check_hopper, device, *form) for form in forms if refused[form[0]] is None]
+            for kernels, width, causal in forms:
                 row = {"form": kernels, "width": width, "causal": causal, "dtype": "bfloat16"}
-                yield {**row, "gate": gate, "seconds": took}
+                found = {"gate": f"failed: {refused[kernels]}"} if refused[kernels] else results.pop(0).result()
+                yield row | found
 
-    facts = {"machine": machine(device.type), "forms": Counter(kernels for kernels, *_ in forms)}
+    facts = {"machine": machine(device), "forms": Counter(kernels for kernels, *_ in forms)}
     record = collect("hopper", rows(), facts, out=out, on_row=_say_row)
     failed = [row for row in record["rows"] if row["gate"] != "passed" and not refused[row["form"]]]
     if failed:
         raise SystemExit(f"{len(failed)} Hopper kernels fail, and are not used in what follows: see {out.name}")
+
+
+def check_hopper(device: str, kernels: str, width: int, causal: bool) -> dict:
+    """The verdict of a row, in a process of the pool: after a fault the device may be lost to it."""
+    began = time.monotonic()
+    try:
+        hopper_check.check(torch.device(device, 0), width, torch.bfloat16, causal, kernels)
+        gate = "passed"
+    except Exception as error:  # a compiler's errors have no common base
+        gate = f"failed: {type(error).__name__}: {error}"[:1000]
+    return {"gate": gate, "seconds": round(time.monotonic() - began, 2)}
 
 
 def correctness(dry: bool, seconds: float, out: Path, earlier: list[dict]) -> None:

@@ -8,7 +8,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
-from typing import Any, NamedTuple
+from typing import Any
 from unittest.mock import patch
 
 import torch
@@ -17,16 +17,18 @@ from diff_transformer.bench.timing import interleaved_times
 from diff_transformer.ops import diff_attention
 from diff_transformer.ops.gluon import backward as gluon_backward
 from diff_transformer.ops.gluon import forward as gluon_forward
-from diff_transformer.ops.triton import backward, backward_form, configurations, forward, launching
+from diff_transformer.ops.triton import backward, backward_form, forward
 from diff_transformer.ops.triton.call import Call
-from diff_transformer.ops.triton.configurations import Configuration as C
+from diff_transformer.ops.triton.launching import Launch, run
+from diff_transformer.ops.triton.tile_sizes import HOPPER
+from diff_transformer.ops.triton.tile_sizes import TileSize as C
 from diff_transformer.testing import make_inputs
 
 HEADS = {64: 16, 96: 8, 128: 12}  # of the models with these widths
 
 
 def grid(*tiles: tuple[int, int, int, tuple[int, ...]], fused: bool) -> list[C]:
-    """Configurations of rows, keys and warps, each with several numbers of stages."""
+    """Tiles of rows, keys and warps, each with several numbers of stages."""
     return [C(rows, keys, warps, n, fused) for rows, keys, warps, stages in tiles for n in stages]
 
 
@@ -63,13 +65,6 @@ TILES: dict[tuple[str, int], list[Any]] = {
 }  # fmt: skip
 
 
-class Launch(NamedTuple):
-    kernel: Any
-    grid: tuple
-    arguments: Any
-    constants: dict[str, Any]
-
-
 def launches(kernel: str, width: int, tile: Any, device: str, batch: int, heads: int, length: int) -> list[Launch]:
     """What a tile of a kernel launches, on the results of a real forward where there is a GPU; None: that in use."""
     features = kernel.endswith(FEATURES)
@@ -77,36 +72,26 @@ def launches(kernel: str, width: int, tile: Any, device: str, batch: int, heads:
     x = make_inputs(batch, heads, length, width, G=heads // 4 if features else None, dtype=torch.bfloat16,
                     device=device, drawn_on=device, requires_grad=False)  # fmt: skip
     call = Call(*x, scale=width**-0.5, is_causal=True, window=min(1024, length // 2) if features else None)
-    found: list[Launch] = []
-
-    def configuration(name: str, call: Call, mask_by_query: bool) -> C:
-        in_use = configurations.configuration(name, call, mask_by_query)
-        return tile if name == kernel and tile is not None else in_use
-
-    def record(*launched: Any) -> Any:
-        found.append(Launch(*launched))
-
+    table = HOPPER if tile is None or isinstance(tile, dict) else HOPPER | {kernel: {(width, 2 * width): (tile,)}}
+    saved, planned = forward.plan_forward(call, True, table)
     with ExitStack() as stack:
-        by_gluon = kernel.startswith("gluon ")
-        if by_gluon:
+        if kernel.startswith("gluon "):
             module = gluon_forward if kernel == "gluon forward" else gluon_backward
             for name, value in (tile or {}).items():
                 stack.enter_context(patch.object(module, name, value))
-        for module in (forward, backward):
-            stack.enter_context(patch.object(module, "configuration", configuration))
-        if kernel.endswith("forward"):
-            attend = gluon_forward.attend_forward if by_gluon else forward.launch_forward
-            stack.enter_context(patch.object(gluon_forward if by_gluon else forward, "launch", record))
-            attend(call, True)
-        else:
+        if kernel == "gluon forward":
+            return gluon_forward.plan_forward(call, True)[1]
+        if kernel == "forward":
+            return planned
+        if device != "cpu":
             saved = forward.launch_forward(call, True)
-            given = (call, torch.randn_like(saved[0]), saved)
-            stack.enter_context(patch.object(gluon_backward if by_gluon else backward, "launch", record))
-            if by_gluon:
-                gluon_backward.attend_backward(*given)
-            else:
-                backward.launch_backward(*given, one_pass=False)
-    wanted = {"forward": "f", "dq": "bwd_dq"}.get(kernel.removeprefix("gluon "), "bwd_dkdv")
+        if kernel.startswith("gluon "):
+            found = gluon_backward.plan_backward(call, torch.randn_like(saved[0]), saved)[1]
+        else:
+            found = backward.plan_backward(call, torch.randn_like(saved[0]), saved, False, table)[1]
+    if device != "cpu":
+        run(found[:1], torch.device(device))  # the sums of rows, which the other kernels read
+    wanted = "bwd_dq" if kernel.endswith("dq") else "bwd_dkdv"
     return [launch for launch in found if getattr(launch.kernel, "fn", launch.kernel).__name__.startswith(wanted)]
 
 
@@ -129,13 +114,12 @@ def rows_of(kernel: str, width: int, device: str, repeats: int) -> Iterator[dict
         try:
             found = launches(kernel, width, tile, device, *shape)
 
-            def run(found: list[Launch] = found) -> None:
-                for launch in found:
-                    launching.launch(*launch)
+            def timed(found: list[Launch] = found) -> None:
+                run(found, torch.device(device))
 
-            run()
+            timed()
             torch.cuda.synchronize()
-            runs[name_of(tile)] = run
+            runs[name_of(tile)] = timed
         except Exception as error:
             yield {**first, "tile": name_of(tile), "gate": f"failed: {type(error).__name__}: {error}"[:300]}
     times = interleaved_times(runs, repeats, device, seconds=0.1, warmup=1)

@@ -10,10 +10,10 @@ import tarfile
 import time
 from pathlib import Path
 
+import hopper_check
 import pytest
 
 from diff_transformer.ops import gluon
-from diff_transformer.ops.gluon import self_test
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "benchmarks" / "gpu.py"
@@ -124,41 +124,36 @@ def test_hopper_kernels_that_fail_fail_the_stage(gpu, tmp_path, monkeypatch):
     )
     wrong = ("forward", 128, True)
 
-    def fault_found(device, width, dtype, causal, kernels):
-        return "it hangs" if (kernels, width, causal) == wrong else None
+    def check(device, width, dtype, causal, kernels):
+        if (kernels, width, causal) == wrong:
+            raise TimeoutError("it hangs")
 
-    monkeypatch.setattr(self_test, "fault_found", fault_found)
+    monkeypatch.setattr(hopper_check, "check", check)
     with pytest.raises(SystemExit, match=r"1 Hopper kernels fail, and are not used in what follows: see hopper\.json"):
         gpu_stages.hopper(True, 10, tmp_path / "hopper.json", [])
     rows = json.loads((tmp_path / "hopper.json").read_text())["rows"]
     said = {(row["form"], row["width"], row["causal"]): row["gate"] for row in rows}
-    assert said.pop(wrong) == "failed: it hangs"
+    assert said.pop(wrong) == "failed: TimeoutError: it hangs"
     assert {(form, gate) for (form, *_), gate in said.items()} == {
         ("forward", "passed"), ("two_pass", "failed: too old"),
     }  # fmt: skip
 
 
-def test_hopper_kernels_that_came_to_no_verdict_are_not_tried_again(gpu, tmp_path, monkeypatch):
+def test_later_stages_launch_only_hopper_kernels_that_passed_in_each_form(gpu, tmp_path, monkeypatch):
     monkeypatch.setenv(gpu.GLUON, "1")
     file, provenance = tmp_path / "hopper.json", {"forms": {"forward": 2, "two_pass": 2}}
-    rows = [
-        {"form": "forward", "gate": "passed"},
-        {"form": "forward", "gate": "failed: it is off by 1"},  # a verdict: kept, and not tried again
-        {"form": "two_pass", "gate": "passed"},
-        {"form": "two_pass", "gate": "failed: it could not be tried: it has not ended after 20 s"},
-    ]
-    for found in (rows, rows[:3]):  # and where the stage was stopped before the last
+    rows = [{"form": form, "gate": "passed"} for form in ("forward", "forward", "two_pass", "two_pass")]
+    for found, allowed in (
+        (rows, "forward,two_pass"),
+        ([*rows[:3], rows[3] | {"gate": "failed: it is off by 1"}], "forward"),
+        (rows[:3], "forward"),  # the stage was stopped before the last
+        (rows[:1], "0"),
+    ):
         file.write_text(json.dumps({"rows": found, "provenance": provenance}))
-        gpu.switch_off_untried(tmp_path)
-        assert os.environ[gpu.GLUON] == "forward"
-    gpu.switch_off_untried(tmp_path / "nowhere")
+        gpu.launch_only_what_passed(tmp_path)
+        assert os.environ[gpu.GLUON] == allowed
+    gpu.launch_only_what_passed(tmp_path / "nowhere")
     assert os.environ[gpu.GLUON] == "0"
-    for row in rows:
-        row["gate"] = "passed"
-    monkeypatch.setenv(gpu.GLUON, "1")
-    file.write_text(json.dumps({"rows": rows, "provenance": provenance}))
-    gpu.switch_off_untried(tmp_path)
-    assert os.environ[gpu.GLUON] == "1"
 
 
 def test_one_file_keeps_the_stages_of_earlier_calls(gpu, tmp_path):

@@ -335,8 +335,8 @@ class Kernel:
         self.kernel, self.seed, self.changed, self.compiled = kernel, seed, changed or {}, compiled
 
     def __getitem__(self, grid):
-        def run(*arguments, num_warps, maxnreg, **constants):
-            given = [self.given(x) for x in arguments]
+        def run(*, num_warps, maxnreg, **arguments):
+            given = {name: x if name.isupper() else self.given(x) for name, x in arguments.items()}
             for i, program in enumerate(product(*map(range, (*grid, 1, 1)[:3]))):
                 stand_ins = emulated(Machine(self.seed + i), program)
                 names = {**vars(builtins), **stand_ins}
@@ -348,7 +348,7 @@ class Kernel:
                             names[name] = value.value
                 assert set(self.changed) <= set(names), "no function of the kernels has the name of a changed one"
                 names.update({name: FunctionType(f.__code__, names, name) for name, f in self.changed.items()})
-                names[self.kernel.__name__](*given, **constants)
+                names[self.kernel.__name__](**given)
             return self.compiled
 
         return run

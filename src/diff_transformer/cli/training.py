@@ -71,7 +71,8 @@ def train(out: Out, recipe: Recipe = "demo", assignments: Set = None, resume: Re
 
     --set train.parallel.devices=8 starts eight processes; torchrun -m diff_transformer train ... starts any number.
     """
-    from diff_transformer.train.launch import is_first, start_processes
+    from diff_transformer.train.launch import start_processes
+    from diff_transformer.train.ranks import is_first
 
     training()
     config = configuration(recipe, assignments)

@@ -3,8 +3,8 @@ import pytest
 
 @pytest.fixture
 def small_gate(monkeypatch):
-    """The check of the Hopper kernels (gluon/verify.py) on one small problem and on the CPU."""
-    from diff_transformer.ops.gluon import verify
+    """The check of the Hopper kernels (tests/helpers/hopper_check.py) on one small problem and on the CPU."""
+    import hopper_check
 
-    monkeypatch.setattr(verify, "PROBLEMS", ({"T": 70, "S": 63},))
-    monkeypatch.setattr(verify, "wait", lambda device: None)
+    monkeypatch.setattr(hopper_check, "PROBLEMS", ({"T": 70, "S": 63},))
+    monkeypatch.setattr(hopper_check, "wait", lambda device: None)

@@ -1,25 +1,27 @@
 """The forward kernel for Hopper, run on the CPU by an emulator (tests/helpers/gluon_emulator.py)."""
 
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
+from diff_transformer.ops.call import check as make_call
 from diff_transformer.ops.reference import attend
 from diff_transformer.testing import assert_within_budget, make_inputs
 
 pytest.importorskip("triton", reason="the kernels are written in Triton's Gluon")
+import hopper_check
 from gluon_emulator import Deadlock, Kernel
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from wrong_barriers import always_phase_0, claims_without_waiting, expects_too_few_bytes, no_wait
 
-from diff_transformer.ops.gluon import forward, verify
+from diff_transformer.ops.gluon import forward
 from diff_transformer.ops.gluon.forward import attend_forward
 from diff_transformer.ops.gluon.fwd_sequential import fwd_sequential
 from diff_transformer.ops.gluon.pipeline import release
-from diff_transformer.ops.gluon.verify import expected_results
 from diff_transformer.ops.triton.call import Call
 
 D = 128
@@ -37,9 +39,9 @@ def check(inputs, is_causal, need_gradient=True, scale=None):
     inputs = inputs._replace(lam=inputs.lam.expand(B, H, T, 1))
     k2 = None if inputs.k2 is inputs.k1 else inputs.k2
     call = Call(*inputs._replace(k2=k2), scale=scale, is_causal=is_causal)
-    results = attend_forward(call, need_gradient)[0]
-    expected = expected_results(*inputs, is_causal=is_causal, scale=scale)
-    reference = attend(*(x.double() for x in inputs), None, is_causal, None, scale)
+    results = attend_forward(call, need_gradient)
+    expected = hopper_check.expected_results(*inputs, is_causal=is_causal, scale=scale)
+    reference = attend(make_call(*(x.double() for x in inputs), is_causal=is_causal, scale=scale))
     torch.testing.assert_close(expected["out"][0], reference, rtol=0, atol=1e-12)
     for (name, (exact, eager)), result in zip(expected.items(), results, strict=True):
         if name != "out" and not need_gradient:
@@ -86,7 +88,7 @@ def inputs_of(case):
 
 
 def causal_results(inputs):
-    return attend_forward(Call(*inputs, scale=0.1, is_causal=True), need_gradient=True)[0]
+    return attend_forward(Call(*inputs, scale=0.1, is_causal=True), need_gradient=True)
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -177,11 +179,9 @@ def forgets_to_divide(acc, m, l, lse, rows, T, OL, SAVE):
 @pytest.mark.parametrize("changed", [None, {"finalize": forgets_to_divide}])
 def test_the_gate_lets_right_kernels_pass_and_no_others(monkeypatch, small_gate, changed):
     emulate(monkeypatch, changed=changed)
-    fault = verify.fault_of(torch.device("cpu"), D, torch.bfloat16, CAUSAL, "forward")
-    if changed is None:
-        assert fault is None
-    else:
-        assert fault.startswith("AssertionError: out (T 70, S 63)")
+    refused = pytest.raises(AssertionError, match=r"^out \(T 70, S 63\)") if changed else nullcontext()
+    with refused:
+        hopper_check.check(torch.device("cpu"), D, torch.bfloat16, CAUSAL, "forward")
 
 
 @pytest.mark.parametrize(
@@ -197,5 +197,5 @@ def test_the_gate_lets_right_kernels_pass_and_no_others(monkeypatch, small_gate,
 )
 def test_the_gate_refuses_what_was_compiled_badly(monkeypatch, small_gate, spilled, ptx, said):
     emulate(monkeypatch, compiled=SimpleNamespace(n_spills=spilled, asm={"ptx": ptx}))
-    fault = verify.fault_of(torch.device("cpu"), D, torch.bfloat16, CAUSAL, "forward")
-    assert fault.startswith(f"AssertionError: {said}")
+    with pytest.raises(AssertionError, match=f"^{said}"):
+        hopper_check.check(torch.device("cpu"), D, torch.bfloat16, CAUSAL, "forward")

@@ -12,10 +12,11 @@ import torch
 
 pytest.importorskip("triton", reason="the kernels are written in Triton")
 
-from diff_transformer.ops.arguments import check
+from kernel_compiler import assert_ships, compile_in_subprocess, describe, executed_over_needed
+
+from diff_transformer.ops.call import check
 from diff_transformer.ops.triton import decode
-from diff_transformer.ops.triton.configurations import chunks
-from diff_transformer.ops.triton.metadata import assert_ships, compile_in_subprocess, executed_over_needed, recording
+from diff_transformer.ops.triton.tile_sizes import chunks
 from diff_transformer.testing import make_inputs
 
 CAPABILITIES = [80, 90]
@@ -32,7 +33,7 @@ def often_and_seldom(often, *axes):
 
 
 # What a call can ask of the decoding kernel: multiprocessors of the GPU (1: one split), arguments of make_inputs and of
-# launch_decode.
+# plan_decode.
 DECODING: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
     "plain": (132, {}, {}),
     "one of each": (132, {"B": 1, "H": 1}, {}),  # sizes of 1 become constants
@@ -60,7 +61,6 @@ OFTEN = [
 
 def launches_of_decoding(monkeypatch, dtype, widths, case, capability):
     multiprocessors, asked, options = DECODING[case]
-    monkeypatch.setattr(decode, "multiprocessors", lambda device: multiprocessors)
     monkeypatch.setattr(decode, "MIN_KEYS_PER_SPLIT", 1)
     D, Dv = widths
     sizes: dict[str, Any] = {"B": 2, "H": 4, "T": 1, "S": 200, "D": D, "Dv": Dv, "requires_grad": False} | asked
@@ -69,9 +69,9 @@ def launches_of_decoding(monkeypatch, dtype, widths, case, capability):
     if one_key:
         x = x._replace(k2=x.k1)
     mask, is_causal, window = options.get("attn_mask"), options.get("is_causal", False), options.get("window")
-    with recording(capability) as launches:
-        decode.launch_decode(*x[:5], *check(*x, mask, is_causal, window, None), lengths=options.get("lengths"))
-    return launches
+    call = check(*x, mask, is_causal, window)
+    given = *call.inputs, call.attn_mask, call.is_causal, call.window, call.scale, options.get("lengths")
+    return [describe(launch) for launch in decode.plan_decode(*given, multiprocessors)[1]]
 
 
 @pytest.mark.parametrize("capability", CAPABILITIES)

@@ -53,7 +53,7 @@ def test_what_is_the_same_for_all_is_copied_once():
 def test_other_masks_are_taken_as_they_are(given):
     mask, steps, *_ = kernel_mask(given, torch.zeros(1))
     assert mask is given
-    assert steps == [0 if size == 1 else step for size, step in zip(given.shape, given.stride(), strict=True)]
+    assert steps == tuple(0 if size == 1 else step for size, step in zip(given.shape, given.stride(), strict=True))
 
 
 def test_a_row_that_cannot_be_read_to_its_padded_end_is_copied():

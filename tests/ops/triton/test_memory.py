@@ -10,7 +10,8 @@ pytest.importorskip("triton", reason="the kernels are written in Triton")
 from triton.runtime.interpreter import InterpreterBuilder
 
 from diff_transformer.ops import diff_attention, diff_attention_decode, diff_attention_varlen
-from diff_transformer.ops.triton import backward, backward_form, deltas, forward, interpreted, operator
+from diff_transformer.ops.triton import backward_form, interpreted, operator
+from diff_transformer.ops.triton.launching import Launch
 from diff_transformer.testing import Inputs, make_inputs
 
 pytestmark = pytest.mark.skipif(not interpreted(), reason="counts what the interpreter does: TRITON_INTERPRET=1")
@@ -64,12 +65,13 @@ def inputs(attend, **sizes):
 
 @pytest.fixture
 def launched(monkeypatch):
-    """(kernel, arguments) of every launch; nothing is computed."""
+    """Every launch; nothing is computed."""
     found = []
-    for module in (forward, deltas, backward):
-        monkeypatch.setattr(
-            module, "launch", lambda kernel, _, arguments, __: found.append((kernel.__name__, arguments))
-        )
+
+    def start(launch):
+        found.append(launch)
+
+    monkeypatch.setattr(Launch, "start", start)
     return found
 
 
@@ -105,11 +107,11 @@ def test_kernels_read_the_inputs_where_they_lie(launched, attend, form):
     x = x._replace(q1=q[:, 0::2].requires_grad_(), q2=q[:, 1::2].requires_grad_())
     with backward_form(form):
         torch.autograd.grad(attend(x).sum(), x)
-    reading = [arguments for kernel, arguments in launched if kernel != "delta_kernel"]
+    reading = [launch.arguments["inputs"] for launch in launched if launch.kernel.__name__ != "delta_kernel"]
     assert len(reading) == (2 if form == "one_pass" else 3)
-    for arguments in reading:
-        assert [y.data_ptr() for y in arguments[:5]] == [y.data_ptr() for y in x[:5]]
-        assert [y.shape[1] for y in arguments[:5]] == [H, H, G, G, G]
+    for inputs_of_kernel in reading:
+        assert [y.data_ptr() for y in inputs_of_kernel[:5]] == [y.data_ptr() for y in x[:5]]
+        assert [y.shape[1] for y in inputs_of_kernel[:5]] == [H, H, G, G, G]
 
 
 @pytest.fixture

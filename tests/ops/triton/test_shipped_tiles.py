@@ -1,14 +1,13 @@
 """The kernels with the tiles that GPUs get, most of them not square, in the interpreter, whose own are of 32 by 32."""
 
-from dataclasses import replace
-
 import pytest
 import torch
 
 pytest.importorskip("triton", reason="the kernels are written in Triton")
 
 from diff_transformer.ops import diff_attention
-from diff_transformer.ops.triton import backward, backward_form, configurations, forward, interpreted
+from diff_transformer.ops.call import replace
+from diff_transformer.ops.triton import backward, backward_form, forward, interpreted, tile_sizes
 from diff_transformer.ops.triton.call import Call, Documents
 from diff_transformer.testing import assert_within_budget, make_inputs
 
@@ -41,16 +40,20 @@ OFTEN = ("causal, 33 on 300", "window 70")
 
 
 KERNELS = ("forward", "dkdv", "dq", "one_pass")
-TABLES = [table for name, table in vars(configurations).items() if name.isupper() and isinstance(table, dict)]
+TABLES = [
+    table
+    for name, table in vars(tile_sizes).items()
+    if name.isupper() and isinstance(table, dict) and name != "INTERPRETER"
+]
 
 
 def shape(tile):
-    """What the interpreter sees of a configuration."""
+    """What the interpreter sees of a tile."""
     return tile.BLOCK_M, tile.BLOCK_N, tile.fused
 
 
 def shipped(kernel):
-    """One configuration of each shape, from all tables."""
+    """One tile of each shape, from all tables."""
     entries = [entry for table in TABLES for entry in table[kernel].values()]
     return list({shape(tile): tile for entry in entries for tile in entry}.values())
 
@@ -59,9 +62,9 @@ SHIPPED = {kernel: shipped(kernel) for kernel in KERNELS}
 ROUNDS = [
     {kernel: tiles[i % len(tiles)] for kernel, tiles in SHIPPED.items()} for i in range(max(map(len, SHIPPED.values())))
 ]
-HOPPER = {kernel: configurations.HOPPER_TIMED[kernel][128, 256][0] for kernel in KERNELS[:3]}
+HOPPER = {kernel: tile_sizes.HOPPER_TIMED[kernel][128, 256][0] for kernel in KERNELS[:3]}
 HOPPER["one_pass"] = HOPPER["dkdv"]
-AMPERE = {kernel: configurations.MMA_SYNC[kernel][128, 256][-1] for kernel in KERNELS}
+AMPERE = {kernel: tile_sizes.MMA_SYNC[kernel][128, 256][-1] for kernel in KERNELS}
 
 
 def cases():
@@ -76,8 +79,14 @@ def cases():
 @pytest.mark.parametrize(("tiles", "case"), cases())
 def test_shipped_tiles(monkeypatch, tiles, case):
     given = []
+
+    class Given(dict):
+        def __getitem__(self, kernel):
+            given.append(kernel)
+            return {(128, 256): (tiles[kernel],)}
+
     for module in (forward, backward):
-        monkeypatch.setattr(module, "configuration", lambda kernel, *rest: given.append(kernel) or tiles[kernel])
+        monkeypatch.setattr(module, "table_of", lambda x: Given())
     torch.use_deterministic_algorithms(False)  # they rule the one pass out
     sizes, options = CASES[case]
     x = make_inputs(**({"B": 1, "H": 1, "D": 16} | sizes))
@@ -105,38 +114,37 @@ def test_every_tile_is_tried():
 
 
 def test_a_small_chip_gets_tiles_that_fit_it():
-    assert configurations.table_for((8, 0), 163 * 1024) is configurations.MMA_SYNC
-    assert configurations.table_for((8, 6), 99 * 1024) is configurations.MMA_SYNC_SMALL
-    assert configurations.table_for((12, 0), 99 * 1024) is configurations.BLACKWELL_SMALL
-    assert configurations.table_for((9, 0), 227 * 1024) is configurations.HOPPER
-    assert configurations.table_for((10, 0), 227 * 1024) is configurations.BLACKWELL
+    half = torch.bfloat16
+    assert tile_sizes.table_for((8, 0), 163 * 1024, half) is tile_sizes.MMA_SYNC
+    assert tile_sizes.table_for((8, 6), 99 * 1024, half) is tile_sizes.MMA_SYNC_SMALL
+    assert tile_sizes.table_for((12, 0), 99 * 1024, half) is tile_sizes.BLACKWELL_SMALL
+    assert tile_sizes.table_for((9, 0), 227 * 1024, half) is tile_sizes.HOPPER
+    assert tile_sizes.table_for((10, 0), 227 * 1024, half) is tile_sizes.BLACKWELL
+    assert tile_sizes.table_for((9, 0), 227 * 1024, torch.float32) is tile_sizes.FP32
 
 
-def test_tiles_that_were_timed_are_for_their_widths_alone(monkeypatch):
-    monkeypatch.setattr(configurations, "INTERPRETED", False)
-    monkeypatch.setattr(configurations, "table_of", lambda device: configurations.HOPPER)
-    plain, timed = configurations.HOPPER["forward"][64, 128][0], configurations.HOPPER_TIMED["forward"][64, 128][0]
+def test_tiles_that_were_timed_are_for_their_widths_alone():
+    plain, timed = tile_sizes.HOPPER["forward"][64, 128][0], tile_sizes.HOPPER_TIMED["forward"][64, 128][0]
 
-    def tile(mask=None, **sizes):
+    def tile(mask=None, table=tile_sizes.HOPPER, **sizes):
         x = [y.bfloat16() for y in make_inputs(**{"B": 1, "H": 4, "T": 8, "D": 64} | sizes)]
-        return configurations.configuration("forward", Call(*x, scale=1.0, attn_mask=mask), False)
+        return tile_sizes.tile_size("forward", Call(*x, scale=1.0, attn_mask=mask), False, table)
 
     assert tile() == tile(G=2) == timed
     assert tile(Dv=64) == tile(D=56, Dv=112) == tile(mask=torch.ones(1, 1, 1, 8, dtype=torch.bool)) == plain
-    monkeypatch.setattr(configurations, "table_of", lambda device: configurations.MMA_SYNC)
-    assert tile() != timed
+    assert tile(table=tile_sizes.MMA_SYNC) != timed
 
 
-def test_calls_with_features_get_their_own_tiles(monkeypatch):
-    monkeypatch.setattr(configurations, "INTERPRETED", False)
-    monkeypatch.setattr(configurations, "table_of", lambda device: configurations.MMA_SYNC)
-    plain, featured = configurations.MMA_SYNC["dq"][128, 256]
+def test_calls_with_features_get_their_own_tiles():
+    table = tile_sizes.MMA_SYNC
+    plain, featured = table["dq"][128, 256]
     x = [y.bfloat16() for y in make_inputs(B=1, H=4, G=2, T=8, D=128)]
     call = Call(*x, scale=1.0)
-    assert configurations.configuration("dq", call, False) == featured
+    assert tile_sizes.tile_size("dq", call, False, table) == featured
     call = replace(call, k1=call.q1, k2=call.q2)
-    assert configurations.configuration("dq", call, False) == plain
-    assert configurations.configuration("dq", replace(call, window=3), False) == featured
+    assert tile_sizes.tile_size("dq", call, False, table) == plain
+    assert tile_sizes.tile_size("dq", replace(call, window=3), False, table) == featured
     bounds = torch.tensor([0, 8], dtype=torch.int32)
-    assert configurations.configuration("dq", replace(call, documents=Documents(bounds, bounds)), False) == featured
-    assert configurations.configuration("dq", call, True) == featured
+    packed = replace(call, documents=Documents(bounds, bounds))
+    assert tile_sizes.tile_size("dq", packed, False, table) == featured
+    assert tile_sizes.tile_size("dq", call, True, table) == featured

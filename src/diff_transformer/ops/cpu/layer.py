@@ -4,6 +4,7 @@ The attention of one token takes microseconds on the CPU, less than the PyTorch 
 """
 
 import struct
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -27,7 +28,7 @@ _WEIGHTS = (torch.float32, torch.bfloat16)
 LAMBDA = struct.Struct("@4qqf")  # ``struct Lambda`` of native.cpp
 
 
-class Head(NamedTuple):
+class DecodeWeights(NamedTuple):
     """What a layer's weights determine: lambda and the head norm."""
 
     vectors: tuple[Tensor, ...]  # q1, k1, q2, k2 of lambda, fp32 [d]; empty for a fixed lambda
@@ -38,8 +39,25 @@ class Head(NamedTuple):
     gain: float
 
 
-def supports(q: Tensor, k: Tensor, v: Tensor, head: Head) -> bool:
-    """Whether ``decode`` computes this call as ``diff_attention`` and the head's modules would.
+def decode_head(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    weights: Callable[[], DecodeWeights | None],
+    is_causal: bool,
+    window: int | None,
+) -> Tensor | None:
+    """``decode`` where it computes this call, else None. The weights are asked for where the tensors may be taken."""
+    if q.device.type != "cpu" or q.dim() != 4 or q.shape[2] > MAX_DECODE_ROWS or traced():
+        return None
+    given = weights()
+    if given is None or not supports(q, k, v, given):
+        return None
+    return decode(q, k, v, given, is_causal, window)
+
+
+def supports(q: Tensor, k: Tensor, v: Tensor, weights: DecodeWeights) -> bool:
+    """Whether ``decode`` computes this call as ``diff_attention`` and the layer's modules would.
 
     So for few queries of dense rows in the CPU's memory, without gradient, tracing, transform or autocast to another
     dtype.
@@ -60,12 +78,12 @@ def supports(q: Tensor, k: Tensor, v: Tensor, head: Head) -> bool:
         return False
     if torch.is_autocast_enabled("cpu") and q.dtype != torch.get_autocast_dtype("cpu"):
         return False
-    return _reads(head, Dv) and library() is not None
+    return _reads(weights, Dv) and library() is not None
 
 
-def _reads(head: Head, Dv: int) -> bool:
+def _reads(weights: DecodeWeights, Dv: int) -> bool:
     """Whether the weights lie in memory as the native call reads them: one number after another."""
-    vectors, initial, weight, _, eps, _ = head
+    vectors, initial, weight, _, eps, _ = weights
     if type(initial) is not float or type(eps) is not float:
         return False
     if weight is not None:
@@ -87,7 +105,7 @@ def _functions_replaced() -> bool:
     return any(type(mode) is not DeviceContext for mode in _get_current_function_mode_stack())
 
 
-def decode(q: Tensor, k: Tensor, v: Tensor, head: Head, is_causal: bool, window: int | None) -> Tensor:
+def decode(q: Tensor, k: Tensor, v: Tensor, weights: DecodeWeights, is_causal: bool, window: int | None) -> Tensor:
     """``gain * norm((A1 - lambda A2) V)``, for calls that ``supports`` accepts.
 
     Args:
@@ -107,21 +125,21 @@ def decode(q: Tensor, k: Tensor, v: Tensor, head: Head, is_causal: bool, window:
         second, kh = keys + size * kh, 2 * kh
     else:
         second = keys + size * D
-    weight = head.weight
+    weight = weights.weight
     threads = 1 if B * H * T * S * (D + Dv) < MAX_SINGLE_THREAD_WORK else torch.get_num_threads()
     problem = LAYOUT.pack(
         queries, qb, 2 * qh, qt, queries + size * qh, qb, 2 * qh, qt,
         keys, kb, kh, kt, second, kb, kh, kt, v.data_ptr(), vb, vh, vt,
         out.data_ptr(), T * H * Dv, Dv, H * Dv, *_NO_OTHER_MATRICES,
         0, B, H, H, G, T, S, D, Dv, is_causal, window or 0, threads, T, 1, D**-0.5,
-        head.gain, head.eps, 0 if weight is None else weight.data_ptr(),
-        weight is not None and weight.dtype == torch.bfloat16, head.normed,
+        weights.gain, weights.eps, 0 if weight is None else weight.data_ptr(),
+        weight is not None and weight.dtype == torch.bfloat16, weights.normed,
     )  # fmt: skip
-    vectors = [vector.data_ptr() for vector in head.vectors] or [0, 0, 0, 0]
-    length = head.vectors[0].numel() if head.vectors else 0
+    vectors = [vector.data_ptr() for vector in weights.vectors] or [0, 0, 0, 0]
+    length = weights.vectors[0].numel() if weights.vectors else 0
     native = library()
     assert native is not None  # ``supports`` has checked it
-    lam = LAMBDA.pack(*vectors, length, head.initial)
+    lam = LAMBDA.pack(*vectors, length, weights.initial)
     refuse_failure(native.diff_attention_decode_layer(problem, lam, q.dtype == torch.bfloat16))
     return out
 

@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,8 +11,8 @@ from diff_transformer.ops.gluon.bwd_dq import bwd_dq
 from diff_transformer.ops.gluon.forward import OPTIONS, descriptor
 from diff_transformer.ops.gluon.support import unsupported_backward_shapes, unsupported_by_tma
 from diff_transformer.ops.triton.call import Call
-from diff_transformer.ops.triton.deltas import row_statistics
-from diff_transformer.ops.triton.launching import launch, transposed_like
+from diff_transformer.ops.triton.deltas import plan_statistics
+from diff_transformer.ops.triton.launching import Launch, run, transposed_like
 
 TILE = 64  # queries, and keys, of a tile: the height of a wgmma tile
 # Ring slots. They use at most 225 of the chip's 227 KiB of shared memory.
@@ -23,8 +22,8 @@ KEY_STAGES, VALUE_STAGES = 2, 1  # in bwd_dq
 
 def attend_backward(
     call: Call, dout: Tensor, saved: Sequence[Tensor]
-) -> tuple[tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor], list[Any]]:
-    """Gradients on a Hopper GPU, which repeat bit for bit: ((dq1, dq2, dk1, dk2, dv, dlam), the compiled kernels).
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Gradients on a Hopper GPU, which repeat bit for bit: (dq1, dq2, dk1, dk2, dv, dlam).
 
     Args:
         call: as in ``attend_forward``.
@@ -38,39 +37,58 @@ def attend_backward(
     Raises:
         ValueError: tensors that the kernels do not take.
     """
+    results, launches = plan_backward(call, dout, saved)
+    run(launches, call.q1.device)
+    return summed(call, results)
+
+
+def summed(call: Call, results: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """The results, with dq2 summed over the signal heads that share a noise head, in the dtype of q2."""
+    dq1, dq2, dk1, dk2, dv, dlam = results
+    q2 = call.q2
+    if dq2.shape[1] != q2.shape[1]:
+        dq2 = transposed_like(q2).copy_(dq2.unflatten(1, (q2.shape[1], -1)).sum(2))
+    return dq1, dq2, dk1, dk2, dv, dlam
+
+
+def plan_backward(call: Call, dout: Tensor, saved: Sequence[Tensor]) -> tuple[tuple[Tensor, ...], list[Launch]]:
+    """The results of ``attend_backward``, not yet computed nor ``summed``, and what computes them."""
     reason = unsupported_backward_shapes(call)
     if reason is not None:
         raise ValueError(reason)
-    q1, q2, k1, k2, v, lam, scale = call.q1, call.q2, call.k1, call.k2, call.v, call.lam, call.scale
+    q1, q2, k1, k2, v, lam = call.q1, call.q2, call.k1, call.k2, call.v, call.lam
     out, out2, lse1, lse2 = saved
     if unsupported_by_tma(dout) is not None:  # for example the gradient of a sum, whose strides are 0
         dout = dout.contiguous()
     B, H, T, D = q1.shape
     G, S = v.shape[1:3]
-    delta1, lam_delta2, dlam = row_statistics(dout, out, out2, lam)
+    (delta1, lam_delta2, dlam), of_statistics = plan_statistics(dout, out, out2, lam)
     dk1, dv = transposed_like(k1), transposed_like(v)
     dk2 = k1.new_empty(0) if k2 is None else transposed_like(k1)
     shared = H // q2.shape[1]  # signal heads of a noise head; each writes its share of dq2, in fp32
     dq1 = transposed_like(q1)
     dq2 = q1.new_empty(B, T, H, D, dtype=q1.dtype if shared == 1 else torch.float32).transpose(1, 2)
-    narrow = [None if x is None else descriptor(x, TILE) for x in (q1, q2, k1, k2)]
-    wide = [descriptor(x, TILE) for x in (v, dout)]
-    tiles = [*narrow[:3], narrow[2] if k2 is None else narrow[3], *wide]
-    statistics = [lse1, lse2, delta1, lam_delta2, lam]
-    factor = scale * math.log2(math.e)
-    sizes = {"BN": TILE, "D": D, "DV": 2 * D, "CAUSAL": call.is_causal, "SIGNAL_PER_NOISE": shared}
-    arguments = [*tiles, *statistics]
-    places = [*lam.stride()[:3], T, S]
-    grid = (math.ceil(S / TILE), G, B)
-    constants = {"BM": TILE, "STAGES": STAGES, "ONE_KEY": k2 is None}
-    given = [*arguments, dk1, dk2, dv, *places, G, H // G, factor]
-    compiled = [launch(bwd_dkdv, grid, given, sizes | constants | OPTIONS)]
-    grid = (math.ceil(T / (2 * TILE)), H, B)
-    constants = {"ROWS": TILE, "KEY_STAGES": KEY_STAGES, "VALUE_STAGES": VALUE_STAGES}
-    given = [*arguments, dq1, dq2, *places, H, H // G, factor]
-    compiled.append(launch(bwd_dq, grid, given, sizes | constants | OPTIONS))
-    if shared > 1:
-        dq2 = dq2.unflatten(1, (-1, shared)).sum(2)
-    if dq2.dtype != q2.dtype:
-        dq2 = transposed_like(q2).copy_(dq2)
-    return (dq1, dq2, dk1, dk2, dv, dlam[..., None]), compiled
+    first_keys = descriptor(k1, TILE)
+    stride_lam_b, stride_lam_h, stride_lam_t = lam.stride()[:3]
+    arguments = {
+        "q1": descriptor(q1, TILE), "q2": descriptor(q2, TILE), "k1": first_keys,
+        "k2": first_keys if k2 is None else descriptor(k2, TILE), "v": descriptor(v, TILE),
+        "do": descriptor(dout, TILE), "lse1": lse1, "lse2": lse2, "delta1": delta1, "lam_delta2": lam_delta2,
+        "lam": lam, "stride_lam_b": stride_lam_b, "stride_lam_h": stride_lam_h, "stride_lam_t": stride_lam_t, "T": T,
+        "S": S, "factor": call.scale * math.log2(math.e), "BN": TILE, "D": D, "DV": 2 * D, "CAUSAL": call.is_causal,
+        "SIGNAL_PER_NOISE": shared, **OPTIONS,
+    }  # fmt: skip
+    of_keys = arguments | {
+        "dk1": dk1, "dk2": dk2, "dv": dv, "G": G, "members": H // G, "BM": TILE, "STAGES": STAGES,
+        "ONE_KEY": k2 is None,
+    }  # fmt: skip
+    of_queries = arguments | {
+        "dq1": dq1, "dq2": dq2, "H": H, "signal_per_kv": H // G, "ROWS": TILE, "KEY_STAGES": KEY_STAGES,
+        "VALUE_STAGES": VALUE_STAGES,
+    }  # fmt: skip
+    launches = [
+        of_statistics,
+        Launch(bwd_dkdv, (math.ceil(S / TILE), G, B), of_keys),
+        Launch(bwd_dq, (math.ceil(T / (2 * TILE)), H, B), of_queries),
+    ]
+    return (dq1, dq2, dk1, dk2, dv, dlam[..., None]), launches

@@ -38,7 +38,7 @@ from diff_transformer.ops.gluon.pipeline import (
     gl,
     jit,
     load_lam,
-    opaque_zero,
+    recompute_here,
     release,
     ring,
     signal_full,
@@ -59,19 +59,18 @@ STATISTICS: gl.constexpr = gl.constexpr(8)  # the least power of two that holds 
 
 
 @jit
-def dkdv_place(sizes, zero, BM: gl.constexpr, BN: gl.constexpr, CAUSAL: gl.constexpr):
+def own_keys(sizes, recomputed, BM: gl.constexpr, BN: gl.constexpr, CAUSAL: gl.constexpr):
     """(batch entry, key/value head, first key, first query that sees it, number of query tiles that do, a head).
 
-    zero: 0, or ``opaque_zero`` after the loop. With the latter the compiler computes the place again instead of keeping
-    it in registers during the loop, where ptxas would spill it (``st.local``).
+    recomputed: 0, or ``recompute_here`` after the loop.
     """
     T, S, _, _ = sizes
-    first = (gl.program_id(0) + zero) * BN
-    low = zero
+    first = (gl.program_id(0) + recomputed) * BN
+    low = recomputed
     if CAUSAL:
         low = gl.maximum(first - (S - T), 0) // BM
     tiles = gl.maximum((T + BM - 1) // BM - low, 0)
-    return gl.program_id(2) + zero, gl.program_id(1) + zero, first, low * BM, tiles
+    return gl.program_id(2) + recomputed, gl.program_id(1) + recomputed, first, low * BM, tiles
 
 
 @jit
@@ -86,15 +85,15 @@ def start_scores(q_s, k_s, c, STAGES: gl.constexpr, SL: gl.constexpr):
     """Start the scores of both maps for tile c, [BN, BM] in layout SL."""
     zeros = gl.full([k_s.shape[3], q_s.shape[3]], 0.0, gl.float32, SL)
     slot = 2 * (c % STAGES)
-    k1 = tile(k_s, opaque_zero(c))
-    k2 = tile(k_s, 1 + opaque_zero(c))
+    k1 = tile(k_s, recompute_here(c))
+    k2 = tile(k_s, 1 + recompute_here(c))
     s1 = warpgroup_mma(k1, tile(q_s, slot).permute((1, 0)), zeros, use_acc=False, is_async=True)
     s2 = warpgroup_mma(k2, tile(q_s, slot + 1).permute((1, 0)), zeros, use_acc=False, is_async=True)
     return s1, s2
 
 
 @jit
-def weights(s, log, first_query, edge, factor, SL: gl.constexpr, CAUSAL: gl.constexpr):
+def attention_map(s, log, first_query, edge, factor, SL: gl.constexpr, CAUSAL: gl.constexpr):
     """A tile of a map, [BN, BM], from its scores and the log-sum-exps of its queries.
 
     edge: if CAUSAL, the query at the position of the first key (lower right alignment); this also masks keys beyond S.
@@ -118,9 +117,9 @@ def maps(s1, s2, st_s, c, first_query, edge, factor, dtype: gl.constexpr,
          STAGES: gl.constexpr, SL: gl.constexpr, CAUSAL: gl.constexpr, OTHERS: gl.constexpr):  # fmt: skip
     """W, P1 and P2 of tile c, [BN, BM] in half precision; OTHERS products were started after the scores."""
     s1 = warpgroup_mma_wait(OTHERS + 1, deps=(s1,))
-    p1 = weights(s1, statistic(st_s, c, LSE1, STAGES, SL), first_query, edge, factor, SL, CAUSAL)
+    p1 = attention_map(s1, statistic(st_s, c, LSE1, STAGES, SL), first_query, edge, factor, SL, CAUSAL)
     s2 = warpgroup_mma_wait(OTHERS, deps=(s2,))
-    p2 = weights(s2, statistic(st_s, c, LSE2, STAGES, SL), first_query, edge, factor, SL, CAUSAL)
+    p2 = attention_map(s2, statistic(st_s, c, LSE2, STAGES, SL), first_query, edge, factor, SL, CAUSAL)
     w = p1 - statistic(st_s, c, LAM, STAGES, SL) * p2
     return w.to(dtype), p1.to(dtype), p2.to(dtype)
 
@@ -139,8 +138,8 @@ def hand_over(w, p1, p2, w_s, p_s, maps_full, c):
 def start_key_gradients(dk1, dk2, p_s, q_s, c, STAGES: gl.constexpr):
     """Start dK1 += dS1 Q1 and dK2 += dS2 Q2 of tile c."""
     slot = 2 * (c % STAGES)
-    dk1 = warpgroup_mma(p_s.index(opaque_zero(c)), tile(q_s, slot), dk1, is_async=True)
-    dk2 = warpgroup_mma(p_s.index(1 + opaque_zero(c)), tile(q_s, slot + 1), dk2, is_async=True)
+    dk1 = warpgroup_mma(p_s.index(recompute_here(c)), tile(q_s, slot), dk1, is_async=True)
+    dk2 = warpgroup_mma(p_s.index(1 + recompute_here(c)), tile(q_s, slot + 1), dk2, is_async=True)
     return dk1, dk2
 
 
@@ -158,7 +157,7 @@ def dk_consumer(q_s, st_s, k_s, w_s, p_s, bars, dk1_to, dk2_to, sizes, factor,
     dtype: gl.constexpr = k_s.dtype
     SL: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BM, 16])
     KL: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, D, 16])
-    b, g, first, low, tiles = dkdv_place(sizes, 0, BM, BN, CAUSAL)
+    b, g, first, low, tiles = own_keys(sizes, 0, BM, BN, CAUSAL)
     total = tiles * sizes[3]
     edge = S - first
     if CAUSAL:
@@ -186,7 +185,7 @@ def dk_consumer(q_s, st_s, k_s, w_s, p_s, bars, dk1_to, dk2_to, sizes, factor,
         wait_full(ds_full, total - 1, 1)
         dk1, dk2 = start_key_gradients(dk1, dk2, p_s, q_s, total - 1, STAGES)
         dk1, dk2 = warpgroup_mma_wait(0, deps=(dk1, dk2))
-    b, g, first, low, tiles = dkdv_place(sizes, opaque_zero(total), BM, BN, CAUSAL)
+    b, g, first, low, tiles = own_keys(sizes, recompute_here(total), BM, BN, CAUSAL)
     start = (b.to(gl.int64) * S * G + g) * D
     scale = factor * LN_2
     if ONE_KEY:
@@ -199,9 +198,9 @@ def dk_consumer(q_s, st_s, k_s, w_s, p_s, bars, dk1_to, dk2_to, sizes, factor,
 @jit
 def score_gradients(dp, p_s, st_s, c, dtype: gl.constexpr, STAGES: gl.constexpr, SL: gl.constexpr):
     """Replace P1 and P2 of tile c by dS1 = P1 (dP - delta1) and dS2 = P2 lam (delta2 - dP), all [BN, BM]."""
-    p1 = p_s.index(0).load(SL).to(gl.float32)
+    p1 = p_s.index(0).load(SL).to(gl.float32)  # [BN, BM]
     p_s.index(0).store((p1 * (dp - statistic(st_s, c, DELTA1, STAGES, SL))).to(dtype))
-    p2 = p_s.index(1).load(SL).to(gl.float32)
+    p2 = p_s.index(1).load(SL).to(gl.float32)  # [BN, BM]
     lam = statistic(st_s, c, LAM, STAGES, SL)
     p_s.index(1).store((p2 * (statistic(st_s, c, LAM_DELTA2, STAGES, SL) - lam * dp)).to(dtype))
     fence_async_shared()
@@ -221,7 +220,7 @@ def dv_consumer(do_s, st_s, v_s, w_s, p_s, bars, dv_to, sizes, BM: gl.constexpr,
     dtype: gl.constexpr = v_s.dtype
     SL: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BM, 16])
     VL: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, DV, 16])
-    b, g, first, _, tiles = dkdv_place(sizes, 0, BM, BN, CAUSAL)
+    b, g, first, _, tiles = own_keys(sizes, 0, BM, BN, CAUSAL)
     total = tiles * members
     dv = gl.full([BN, DV], 0.0, gl.float32, VL)  # [BN, DV]
     zeros = gl.full([BN, BM], 0.0, gl.float32, SL)
@@ -239,12 +238,12 @@ def dv_consumer(do_s, st_s, v_s, w_s, p_s, bars, dv_to, sizes, BM: gl.constexpr,
             n = gl.minimum(c + 1, total - 1)  # in the last step: the last tile again, whose product is not used
             wait_full(do_full, n, STAGES)
             do = tile(do_s, n % STAGES).permute((1, 0))
-            dp = warpgroup_mma(tile(v_s, opaque_zero(c)), do, zeros, use_acc=False, is_async=True)
+            dp = warpgroup_mma(tile(v_s, recompute_here(c)), do, zeros, use_acc=False, is_async=True)
             dv = warpgroup_mma_wait(1, deps=(dv,))
             release(maps_empty, c, 1)
             release(do_empty, c, STAGES)
             dp = warpgroup_mma_wait(0, deps=(dp,))
-    b, g, first, _, tiles = dkdv_place(sizes, opaque_zero(total), BM, BN, CAUSAL)
+    b, g, first, _, tiles = own_keys(sizes, recompute_here(total), BM, BN, CAUSAL)
     start = (b.to(gl.int64) * S * G + g) * DV
     store_rows(dv_to + start, dv.to(dtype), first, S, G * DV, VL)
 
@@ -254,7 +253,7 @@ def producer(descriptors, statistics, lam_strides, q_s, do_s, st_s, k_s, v_s, ba
          STAGES: gl.constexpr, CAUSAL: gl.constexpr, SIGNAL_PER_NOISE: gl.constexpr):  # fmt: skip
     """The producer warp."""
     q1, q2, k1, k2, v, do = descriptors
-    lse1, lse2, delta1, lam_delta2, lam = statistics
+    lse1, lse2, delta1, lam_delta2, lam_at = statistics
     kv_full, query_ring, gradient_ring, _, _ = bars
     q_full, q_empty = query_ring
     do_full, do_empty = gradient_ring
@@ -264,7 +263,7 @@ def producer(descriptors, statistics, lam_strides, q_s, do_s, st_s, k_s, v_s, ba
     D: gl.constexpr = k_s.shape[4]
     DV: gl.constexpr = v_s.shape[4]
     RL: gl.constexpr = gl.BlockedLayout([2], [32], [1], [0])
-    b, g, first, low, tiles = dkdv_place(sizes, 0, BM, BN, CAUSAL)
+    b, g, first, low, tiles = own_keys(sizes, 0, BM, BN, CAUSAL)
     mbarrier.expect(kv_full, BN * (2 * D + DV) * 2)
     tma.async_copy_global_to_shared(k1, [b, g, first, 0], kv_full, k_s.index(0))
     tma.async_copy_global_to_shared(k2, [b, g, first, 0], kv_full, k_s.index(1))
@@ -279,13 +278,13 @@ def producer(descriptors, statistics, lam_strides, q_s, do_s, st_s, k_s, v_s, ba
         tma.async_copy_global_to_shared(q1, [b, h, query, 0], q_full.index(slot), q_s.index(2 * slot))
         noise = h // SIGNAL_PER_NOISE
         tma.async_copy_global_to_shared(q2, [b, noise, query, 0], q_full.index(slot), q_s.index(2 * slot + 1))
-        rows = query + gl.arange(0, BM, RL)
+        rows = query + gl.arange(0, BM, RL)  # [BM], as what follows
         here = rows < T
         at = (b * G * members + h).to(gl.int64) * T + rows
         st = slot * STATISTICS
         st_s.index(st + LSE1).store(gl.load(lse1 + at, mask=here, other=float("inf")))
         st_s.index(st + LSE2).store(gl.load(lse2 + at, mask=here, other=float("inf")))
-        st_s.index(st + LAM).store(load_lam(lam, lam_strides, b, h, rows, T))
+        st_s.index(st + LAM).store(load_lam(lam_at, lam_strides, b, h, rows, T))
         st_s.index(st + DELTA1).store(gl.load(delta1 + at, mask=here, other=0.0))
         st_s.index(st + LAM_DELTA2).store(gl.load(lam_delta2 + at, mask=here, other=0.0))
         signal_full(q_full, c, STAGES)

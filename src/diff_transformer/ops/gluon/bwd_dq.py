@@ -17,7 +17,7 @@ from diff_transformer.ops.gluon.pipeline import (
     jit,
     last_visible_key,
     load_lam,
-    opaque_zero,
+    recompute_here,
     release,
     ring,
     skip,
@@ -32,14 +32,15 @@ NOT_SPECIALIZED = ["stride_lam_b", "stride_lam_h", "stride_lam_t", "T", "S", "H"
 
 
 @jit
-def dq_place(T, zero, ROWS: gl.constexpr):
-    """(batch entry, head, first row) of a program, the longest rows first; zero as in ``dkdv_place``."""
+def own_queries(T, recomputed, ROWS: gl.constexpr):
+    """(batch entry, head, first row) of a program, the longest rows first; ``recomputed`` as in bwd_dkdv.py."""
     blocks = (T + 2 * ROWS - 1) // (2 * ROWS)
-    return gl.program_id(2) + zero, gl.program_id(1) + zero, (blocks - 1 - zero - gl.program_id(0)) * (2 * ROWS)
+    first = (blocks - 1 - recomputed - gl.program_id(0)) * (2 * ROWS)
+    return gl.program_id(2) + recomputed, gl.program_id(1) + recomputed, first
 
 
 @jit
-def weights(s, log, first_key, unmasked, last_seen, factor, SL: gl.constexpr, CAUSAL: gl.constexpr):
+def attention_map(s, log, first_key, unmasked, last_seen, factor, SL: gl.constexpr, CAUSAL: gl.constexpr):
     """A tile of a map, [ROWS, BN]; keys from ``unmasked`` on are not visible to all rows."""
     p = gl.exp2(s * factor - gl.expand_dims(log, 1))
     if first_key >= unmasked:
@@ -56,8 +57,8 @@ def consumer(descriptors, statistics, lam_strides, q_s, do_s, k_s, v_s, bars, dq
          KEY_STAGES: gl.constexpr, VALUE_STAGES: gl.constexpr, CAUSAL: gl.constexpr,
          SIGNAL_PER_NOISE: gl.constexpr, INDEX: gl.constexpr):  # fmt: skip
     """A consumer warpgroup: ROWS rows of dQ1 and dQ2."""
-    q1, q2, do = descriptors
-    lse1, lse2, delta1, lam_delta2, lam = statistics
+    q1, q2, dout = descriptors
+    lse1, lse2, delta1, lam_delta2, lam_at = statistics
     q_full, key_ring, value_ring = bars
     k_full, k_empty = key_ring
     v_full, v_empty = value_ring
@@ -70,12 +71,12 @@ def consumer(descriptors, statistics, lam_strides, q_s, do_s, k_s, v_s, bars, dq
     SL: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BN, 16])
     QL: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, D, 16])
     AL: gl.constexpr = gl.DotOperandLayout(0, QL, 2)
-    b, h, row = dq_place(T, 0, ROWS)
+    b, h, row = own_queries(T, 0, ROWS)
     tiles = tiles_for(row, 2 * ROWS, T, S, BN, CAUSAL)
     row += INDEX * ROWS
     mbarrier.expect(q_full.index(INDEX), ROWS * (2 * D + DV) * 2)
     tma.async_copy_global_to_shared(q1, [b, h, row, 0], q_full.index(INDEX), q_s.index(INDEX))
-    tma.async_copy_global_to_shared(do, [b, h, row, 0], q_full.index(INDEX), do_s.index(INDEX))
+    tma.async_copy_global_to_shared(dout, [b, h, row, 0], q_full.index(INDEX), do_s.index(INDEX))
     noise = h // SIGNAL_PER_NOISE
     tma.async_copy_global_to_shared(q2, [b, noise, row, 0], q_full.index(INDEX), q_s.index(2 + INDEX))
     own = tiles_for(row, ROWS, T, S, BN, CAUSAL)
@@ -84,11 +85,11 @@ def consumer(descriptors, statistics, lam_strides, q_s, do_s, k_s, v_s, bars, dq
     last_seen = last_visible_key(rows, T, S, CAUSAL)
     here = rows < T
     at = (b * H + h).to(gl.int64) * T + rows
-    log1 = gl.load(lse1 + at, mask=here, other=float("inf"))
-    log2 = gl.load(lse2 + at, mask=here, other=float("inf"))
-    first_delta = gl.expand_dims(gl.load(delta1 + at, mask=here, other=0.0), 1)
-    second_delta = gl.expand_dims(gl.load(lam_delta2 + at, mask=here, other=0.0), 1)
-    weight = gl.expand_dims(load_lam(lam, lam_strides, b, h, rows, T), 1)
+    log1 = gl.load(lse1 + at, mask=here, other=float("inf"))  # [ROWS]
+    log2 = gl.load(lse2 + at, mask=here, other=float("inf"))  # [ROWS]
+    first_delta = gl.expand_dims(gl.load(delta1 + at, mask=here, other=0.0), 1)  # [ROWS, 1]
+    second_delta = gl.expand_dims(gl.load(lam_delta2 + at, mask=here, other=0.0), 1)  # [ROWS, 1]
+    lam = gl.expand_dims(load_lam(lam_at, lam_strides, b, h, rows, T), 1)
     dq1 = gl.full([ROWS, D], 0.0, gl.float32, QL)  # [ROWS, D]
     dq2 = gl.full([ROWS, D], 0.0, gl.float32, QL)
     zeros = gl.full([ROWS, BN], 0.0, gl.float32, SL)
@@ -97,29 +98,30 @@ def consumer(descriptors, statistics, lam_strides, q_s, do_s, k_s, v_s, bars, dq
         wait_full(k_full, c, KEY_STAGES)
         k1 = tile(k_s, 2 * (c % KEY_STAGES))
         k2 = tile(k_s, 2 * (c % KEY_STAGES) + 1)
-        s = warpgroup_mma(tile(q_s, INDEX + opaque_zero(c)), k1.permute((1, 0)), zeros, use_acc=False, is_async=True)
+        s = warpgroup_mma(tile(q_s, INDEX + recompute_here(c)), k1.permute((1, 0)), zeros, use_acc=False, is_async=True)
         wait_full(v_full, c, VALUE_STAGES)
-        v = tile(v_s, c % VALUE_STAGES + opaque_zero(c))
-        dp = warpgroup_mma(tile(do_s, INDEX + opaque_zero(c)), v.permute((1, 0)), zeros, use_acc=False, is_async=True)
+        v = tile(v_s, c % VALUE_STAGES + recompute_here(c))
+        do = tile(do_s, INDEX + recompute_here(c))
+        dp = warpgroup_mma(do, v.permute((1, 0)), zeros, use_acc=False, is_async=True)
         s = warpgroup_mma_wait(1, deps=(s,))
-        p = weights(s, log1, c * BN, unmasked, last_seen, factor, SL, CAUSAL)  # [ROWS, BN]
+        p = attention_map(s, log1, c * BN, unmasked, last_seen, factor, SL, CAUSAL)  # [ROWS, BN]
         dp = warpgroup_mma_wait(0, deps=(dp,))
         release(v_empty, c, VALUE_STAGES)
         ds = (p * (dp - first_delta)).to(dtype)
         s = warpgroup_mma(
-            tile(q_s, 2 + INDEX + opaque_zero(c)), k2.permute((1, 0)), zeros, use_acc=False, is_async=True
+            tile(q_s, 2 + INDEX + recompute_here(c)), k2.permute((1, 0)), zeros, use_acc=False, is_async=True
         )
         dq1 = warpgroup_mma(gl.convert_layout(ds, AL), k1, dq1, is_async=True)
         s, dq1 = warpgroup_mma_wait(0, deps=(s, dq1))
-        p = weights(s, log2, c * BN, unmasked, last_seen, factor, SL, CAUSAL)
-        ds = (p * (second_delta - weight * dp)).to(dtype)
+        p = attention_map(s, log2, c * BN, unmasked, last_seen, factor, SL, CAUSAL)
+        ds = (p * (second_delta - lam * dp)).to(dtype)
         dq2 = warpgroup_mma(gl.convert_layout(ds, AL), k2, dq2, is_async=True)
         dq2 = warpgroup_mma_wait(0, deps=(dq2,))
         release(k_empty, c, KEY_STAGES)
     for c in range(own, tiles):  # one slot of each ring in turn, as the producer fills them
         skip(k_full, k_empty, c, c + 1, KEY_STAGES)
         skip(v_full, v_empty, c, c + 1, VALUE_STAGES)
-    b, h, row = dq_place(T, opaque_zero(own), ROWS)
+    b, h, row = own_queries(T, recompute_here(own), ROWS)
     start = (b.to(gl.int64) * T * H + h) * D
     scale = factor * LN_2
     store_rows(dq1_to + start, (dq1 * scale).to(dtype), row + INDEX * ROWS, T, H * D, QL)
@@ -137,7 +139,7 @@ def producer(descriptors, k_s, v_s, bars, sizes, signal_per_kv, ROWS: gl.constex
     v_full, v_empty = value_ring
     T, S, _ = sizes
     BN: gl.constexpr = k_s.shape[3]
-    b, h, row = dq_place(T, 0, ROWS)
+    b, h, row = own_queries(T, 0, ROWS)
     g = h // signal_per_kv
     for c in range(tiles_for(row, 2 * ROWS, T, S, BN, CAUSAL)):
         claim(k_full, k_empty, c, KEY_STAGES, 2 * BN * k_s.shape[4] * 2)

@@ -2,7 +2,6 @@
 
 import math
 from functools import cache
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,7 +11,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from diff_transformer.ops.gluon.fwd_sequential import fwd_sequential
 from diff_transformer.ops.gluon.support import unsupported_shapes
 from diff_transformer.ops.triton.call import Call
-from diff_transformer.ops.triton.launching import launch
+from diff_transformer.ops.triton.launching import Launch, run
 
 ROWS = 64  # query rows of one computing warpgroup: the height of a wgmma tile
 KEYS = 64  # keys in a tile
@@ -39,8 +38,8 @@ def descriptor(x: Tensor, rows: int) -> TensorDescriptor:
     return TensorDescriptor(x, list(x.shape), [*strides, 1], block, layout(rows, x.shape[3], x.dtype))
 
 
-def attend_forward(call: Call, need_gradient: bool) -> tuple[tuple[Tensor, Tensor, Tensor, Tensor], Any]:
-    """Differential attention on a Hopper GPU: ((out, out2, lse1, lse2), the compiled kernel).
+def attend_forward(call: Call, need_gradient: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Differential attention on a Hopper GPU: (out, out2, lse1, lse2).
 
     Args:
         call: bfloat16 or float16; D is 128 and Dv 256; no mask, window or documents. Any scale.
@@ -54,10 +53,17 @@ def attend_forward(call: Call, need_gradient: bool) -> tuple[tuple[Tensor, Tenso
     Raises:
         ValueError: tensors that the kernel does not take.
     """
+    results, launches = plan_forward(call, need_gradient)
+    run(launches, call.q1.device)
+    return results
+
+
+def plan_forward(call: Call, need_gradient: bool) -> tuple[tuple[Tensor, Tensor, Tensor, Tensor], list[Launch]]:
+    """The results of ``attend_forward``, not yet computed, and what computes them."""
     reason = unsupported_shapes(call)
     if reason is not None:
         raise ValueError(reason)
-    q1, q2, k1, k2, v, lam, scale = call.q1, call.q2, call.k1, call.k2, call.v, call.lam, call.scale
+    q1, q2, k1, k2, v, scale = call.q1, call.q2, call.k1, call.k2, call.v, call.scale
     B, H, T, D = q1.shape
     S, Dv = v.shape[2:]
     if scale < 0:  # the kernel takes the row maximum before it scales the scores
@@ -66,14 +72,16 @@ def attend_forward(call: Call, need_gradient: bool) -> tuple[tuple[Tensor, Tenso
     out = v.new_empty(B, T, H, Dv)
     out2 = v.new_empty(B, T, H, Dv) if need_gradient else out  # the kernel writes O2 to memory in any case
     lse1, lse2 = (torch.empty((B, H, T) if need_gradient else 0, dtype=torch.float32, device=v.device) for _ in "12")
-    constants = {"ROWS": ROWS, "BN": KEYS, "D": D, "DV": Dv, "STAGES": STAGES, "CAUSAL": call.is_causal,
-                 "SAVE": need_gradient}  # fmt: skip
     first_keys = descriptor(k1, KEYS)
-    second_keys = first_keys if k2 is None else descriptor(k2, KEYS)
-    arguments = [
-        descriptor(q1, ROWS), descriptor(q2, ROWS), first_keys, second_keys, descriptor(v, KEYS),
-        out, out2, lse1, lse2, lam, *lam.stride()[:3], T, S, H, H // q2.shape[1], H // v.shape[1], base2,
-    ]  # fmt: skip
-    compiled = launch(fwd_sequential, (math.ceil(T / (2 * ROWS)) * B * H,), arguments, constants | OPTIONS)
+    stride_lam_b, stride_lam_h, stride_lam_t = call.lam.stride()[:3]
+    arguments = {
+        "q1": descriptor(q1, ROWS), "q2": descriptor(q2, ROWS), "k1": first_keys,
+        "k2": first_keys if k2 is None else descriptor(k2, KEYS), "v": descriptor(v, KEYS), "out": out, "out2": out2,
+        "lse1": lse1, "lse2": lse2, "lam": call.lam, "stride_lam_b": stride_lam_b, "stride_lam_h": stride_lam_h,
+        "stride_lam_t": stride_lam_t, "T": T, "S": S, "H": H, "signal_per_noise": H // q2.shape[1],
+        "signal_per_kv": H // v.shape[1], "scale": base2, "ROWS": ROWS, "BN": KEYS, "D": D, "DV": Dv,
+        "STAGES": STAGES, "CAUSAL": call.is_causal, "SAVE": need_gradient, **OPTIONS,
+    }  # fmt: skip
+    launch = Launch(fwd_sequential, (math.ceil(T / (2 * ROWS)) * B * H,), arguments)
     out2 = out2.transpose(1, 2) if need_gradient else v.new_empty(0)
-    return (out.transpose(1, 2), out2, lse1, lse2), compiled
+    return (out.transpose(1, 2), out2, lse1, lse2), [launch]

@@ -12,13 +12,13 @@ from diff_transformer.ops.gluon.pipeline import (
     claim,
     finalize,
     forward_barriers,
-    forward_place,
     gl,
     jit,
     last_visible_key,
     load_lam,
     load_queries,
     output_offsets,
+    own_rows,
     release,
     skip,
     softmax_step,
@@ -54,16 +54,16 @@ def wait_for_values(acc, p):
 def step(c, first_key, q_s, which, k_s, v_s, full, empty, acc, m, l, p, scale, last_seen,
          STAGES: gl.constexpr, SL: gl.constexpr, OL: gl.constexpr, CAUSAL: gl.constexpr,
          MASK: gl.constexpr):  # fmt: skip
-    """Scores and weights of tile c, while acc += p V of tile c - 1; then release tile c - 1."""
+    """Scores and probabilities of tile c, while acc += p V of tile c - 1; then release tile c - 1."""
     wait_full(full, c, STAGES)
     s = start_scores(q_s, which, k_s, c, STAGES, SL)  # [ROWS, BN]
     acc = start_values(acc, p, v_s, c - 1, STAGES)
     s = warpgroup_mma_wait(1, deps=(s,))
-    weights, rescale, m, l = softmax_step(s, m, l, scale, first_key, last_seen, SL, k_s.shape[3], CAUSAL, MASK)
+    next_p, rescale, m, l = softmax_step(s, m, l, scale, first_key, last_seen, SL, k_s.shape[3], CAUSAL, MASK)
     acc = wait_for_values(acc, p)
     release(empty, c - 1, STAGES)
     acc = acc * gl.expand_dims(gl.convert_layout(rescale, gl.SliceLayout(1, OL)), 1)
-    p = gl.convert_layout(weights.to(k_s.dtype), gl.DotOperandLayout(0, OL, 2))
+    p = gl.convert_layout(next_p.to(k_s.dtype), gl.DotOperandLayout(0, OL, 2))
     return acc, m, l, p
 
 
@@ -103,7 +103,7 @@ def consumer(q_s, k_s, v_s, bars, pointers, lam_strides, place, T, S, H, scale,
          STAGES: gl.constexpr, CAUSAL: gl.constexpr, SAVE: gl.constexpr, INDEX: gl.constexpr):  # fmt: skip
     """A consumer warpgroup: the second map, then the first, then their difference."""
     q_full, full, empty = bars
-    out, out2, lse1, lse2, lam = pointers
+    out, out2, lse1, lse2, lam_at = pointers
     b, h, row0, tiles = place
     ROWS: gl.constexpr = q_s.shape[3]
     BN: gl.constexpr = k_s.shape[3]
@@ -127,8 +127,9 @@ def consumer(q_s, k_s, v_s, bars, pointers, lam_strides, place, T, S, H, scale,
             gl.store(out2 + offsets, acc.to(v_s.dtype), mask=inside)
         else:
             acc = finalize(acc, m, l, lse1 + statistics, rows, T, OL, SAVE)
-            second = gl.load(out2 + offsets, mask=inside, other=0.0).to(gl.float32)
-            acc = acc - gl.expand_dims(load_lam(lam, lam_strides, b, h, rows, T), 1) * second
+            second = gl.load(out2 + offsets, mask=inside, other=0.0).to(gl.float32)  # [ROWS, DV]
+            lam = gl.expand_dims(load_lam(lam_at, lam_strides, b, h, rows, T), 1)  # [ROWS, 1]
+            acc = acc - lam * second
             gl.store(out + offsets, acc.to(v_s.dtype), mask=inside)
 
 
@@ -166,7 +167,7 @@ def fwd_sequential(q1, q2, k1, k2, v, out, out2, lse1, lse2, lam, stride_lam_b, 
     [B, T, H, DV]; lse1, lse2 [B, H, T]; lam [B, H, T] by strides. Without SAVE lse1 and lse2 are not written, and out2
     may be out.
     """
-    b, h, row0 = forward_place(gl.program_id(0), T, H, ROWS)
+    b, h, row0 = own_rows(gl.program_id(0), T, H, ROWS)
     tiles = tiles_for(row0, 2 * ROWS, T, S, BN, CAUSAL)
     dtype: gl.constexpr = v.dtype
     q_s = gl.allocate_shared_memory(dtype, [4, 1, 1, ROWS, D], q1.layout)

@@ -26,7 +26,7 @@ program may end there.
 Fences. TMA writes and wgmma reads both go through the asynchronous proxy, so a barrier between them is enough. Ordinary
 stores to shared memory that a wgmma will read need ``fence_async_shared`` in the threads that stored, before the
 arrival. The compiler puts a barrier of the warpgroup before each arrival, so that one thread's arrival stands for all
-four warps (metadata.py checks this).
+four warps (the compile checks hold this).
 
 Shapes: B batch, H heads of q1, T queries, S keys, D query width, DV value width. Row maxima and log-sum-exps are in
 base 2 and include the scale: log2(sum(exp2(scores * scale))), where ``scale`` contains log2(e).
@@ -119,7 +119,7 @@ def tile(buffer, slot):
 
 
 @jit
-def forward_place(program, T, H, ROWS: gl.constexpr):
+def own_rows(program, T, H, ROWS: gl.constexpr):
     """(batch entry, head, first row) of a forward program. The tiles of a head are adjacent, the longest rows first."""
     per_head = (T + 2 * ROWS - 1) // (2 * ROWS)
     head = program // per_head
@@ -155,11 +155,10 @@ def last_visible_key(rows, T, S, CAUSAL: gl.constexpr):
 
 
 @jit
-def opaque_zero(c):
-    """0, in a form that the compiler cannot fold (c < 2^30).
+def recompute_here(c):
+    """0, in a form that the compiler cannot fold (c < 2^30); what it is for: ops/triton/tiles.py.
 
-    An index with it added is computed where it is used. Otherwise the compiler hoists the addresses of tiles that do
-    not move out of the loop and keeps them in registers, and ptxas spills: the trick avoids ``st.local``/``ld.local``.
+    Here it is added to the indices of tiles that do not move in a loop, and to places after one.
     """
     return c >> 30
 
@@ -181,8 +180,8 @@ def softmax_step(s, m, l, scale, first_key, last_seen,
     """One step of the online softmax over scores s [ROWS, BN] of the keys from first_key on.
 
     m [ROWS] is the running row maximum of s * scale, -inf for a row that has seen no key yet. l [ROWS] is the running
-    row sum of exp2(s * scale - m). Returns the weights p [ROWS, BN], the factor that rescales earlier sums [ROWS], and
-    the new m and l.
+    row sum of exp2(s * scale - m). Returns the probabilities p [ROWS, BN], not yet divided by l, the factor that
+    rescales earlier sums [ROWS], and the new m and l.
     """
     if MASK:
         keys = first_key + gl.arange(0, BN, gl.SliceLayout(0, SL))

@@ -9,7 +9,7 @@ The maps are recomputed from the saved log-sum-exps; delta1 is rowsum(dO * O) + 
 Two passes (the default): bwd_dkdv_kernel, whose programs own keys, then bwd_dq_kernel, whose programs own queries.
 Every sum has a fixed order, so results repeat bit for bit. One pass: bwd_dkdv_kernel also adds to dQ in fp32 with
 atomics, in no fixed order. That saves recomputing the maps and dP: 10 products instead of 14, or more where
-configurations.py splits the gradients between launches.
+tile_sizes.py splits the gradients between launches.
 
 Shapes: B batch, H signal heads, Hn noise heads, G key/value heads, T queries, S keys, D query width, Dv value width.
 """
@@ -22,26 +22,29 @@ import triton.language as tl
 from torch import Tensor
 
 from diff_transformer.ops.triton.call import Call
-from diff_transformer.ops.triton.configurations import chunks, configuration, split
-from diff_transformer.ops.triton.deltas import row_statistics
+from diff_transformer.ops.triton.deltas import plan_statistics
 from diff_transformer.ops.triton.forward import key_ranges, range_of_loop
 from diff_transformer.ops.triton.launching import (
     SECTION,
+    Launch,
     kernel_mask,
-    launch,
     rows_contiguous,
+    run,
     strides,
     transposed_like,
 )
+from diff_transformer.ops.triton.tile_sizes import Table, chunks, split, table_of, tile_size
 from diff_transformer.ops.triton.tiles import (
     LOG2_E,
     NO_MASK,
     ONE_ROW,
     accumulate,
+    anew,
     load_tile,
     mask_scores,
     place,
     product,
+    row_of,
     store_tile,
     zeros,
 )
@@ -49,7 +52,7 @@ from diff_transformer.ops.triton.tiles import (
 
 @triton.jit
 def query_ranges(
-    first, T, S, window, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr,
+    first, lengths, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr,
     ALL_CHECKED: tl.constexpr,
 ):  # fmt: skip
     """low <= inner_low <= inner_high <= high: the queries that see some of the keys from ``first``; the inner ones see
@@ -57,6 +60,7 @@ def query_ranges(
 
     All but high are multiples of BLOCK_M. Queries of the inner range need no mask.
     """
+    T, S, window = lengths
     low = first * 0
     high = T
     inner_low = first * 0
@@ -78,13 +82,13 @@ def query_ranges(
 
 @triton.jit
 def attention_map(
-    s, query, key, T, S, window, mask, mask_t, mask_s, factor, log, CAUSAL: tl.constexpr, WINDOW: tl.constexpr,
-    MASK_KIND: tl.constexpr, MASK_ROWS: tl.constexpr, CHECKED: tl.constexpr,
+    s, query, key, lengths, mask, factor, log, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, MASK_KIND: tl.constexpr,
+    MASK_ROWS: tl.constexpr, CHECKED: tl.constexpr,
 ):  # fmt: skip
     """A tile of a map, from its scores s and the log-sum-exps of its queries (``log``)."""
     s = s * factor
     if CHECKED:
-        s = mask_scores(s, query, key, T, S, window, mask, mask_t, mask_s, CAUSAL, WINDOW, MASK_KIND, MASK_ROWS)
+        s = mask_scores(s, query, key, lengths, mask, CAUSAL, WINDOW, MASK_KIND, MASK_ROWS)
     return tl.exp2(s - log)
 
 
@@ -105,31 +109,31 @@ def add_chunk(to, offset, limit, x, FIRST: tl.constexpr, CHUNK: tl.constexpr, WI
     tl.atomic_add(to + offset[:, None] * WIDTH + columns[None, :], x, mask=inside, sem="relaxed")
 
 
-@triton.jit(do_not_specialize=["T", "S", "window", "tiles", "heads_in_all"])
+@triton.jit(do_not_specialize=["lengths", "tiles"])
 def bwd_dkdv_kernel(
-    q1, q2, k1, k2, v, lam, mask, dout, lse1, lse2, delta1, lam_delta2, dq1, dq2, dk1, dk2, dv,
-    documents, cu_seqlens_q, cu_seqlens_k,
-    q1_b, q1_h, q1_t, q2_b, q2_h, q2_t, k1_b, k1_h, k1_t, k2_b, k2_h, k2_t, v_b, v_h, v_t, lam_b, lam_h, lam_t,
-    dout_b, dout_h, dout_t, dk1_b, dk1_h, dk1_t, dv_b, dv_h, dv_t, mask_b, mask_h, mask_t, mask_s,
-    T, S, window, scale, factor, tiles, heads_in_all, zero,
+    inputs, mask, statistics, results, documents, input_strides, dout_strides, dk_strides, dv_strides, mask_strides,
+    lengths, scale, factor, tiles, recompute_here,
     H: tl.constexpr, HN: tl.constexpr, G: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, DA: tl.constexpr,
     DB: tl.constexpr, VA: tl.constexpr, VB: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     CAUSAL: tl.constexpr, WINDOW: tl.constexpr, MASK_KIND: tl.constexpr, MASK_ROWS: tl.constexpr,
-    SHARED_KEYS: tl.constexpr, ONE_PASS: tl.constexpr, COMPUTE_DK: tl.constexpr, COMPUTE_DV: tl.constexpr, VARLEN:
-    tl.constexpr,
-    SECTION: tl.constexpr,
+    SHARED_KEYS: tl.constexpr, ONE_PASS: tl.constexpr, COMPUTE_DK: tl.constexpr, COMPUTE_DV: tl.constexpr,
+    VARLEN: tl.constexpr, SECTION: tl.constexpr,
 ):  # fmt: skip
     """dK1, dK2 and dV of BLOCK_N keys of one key/value head, over all signal heads that use it.
 
     Tiles of scores are [BLOCK_N, BLOCK_M] (keys, queries). COMPUTE_DK and COMPUTE_DV select the gradients of this
     launch: if the accumulators of all do not fit the registers, there are two launches. SHARED_KEYS: dK1 is the sum
     over both maps. ONE_PASS: adds this program's share to dQ1 [B, H, T, D] and dQ2 [B, Hn, T, D], fp32 and contiguous,
-    without the factor ``scale``. zero: always 0; see ``place``.
+    without the factor ``scale``. Tuples, and ``recompute_here``: tiles.py.
     """
+    q1, q2, k1, k2, v, lam_at = inputs
+    dout, lse1, lse2, delta1, lam_delta2 = statistics
+    dq1, dq2, dk1, dk2, dv = results
+    q1_strides, q2_strides, k1_strides, k2_strides, v_strides, lam_strides = input_strides
+    q1_t, q2_t, dout_t, lam_t = q1_strides[2], q2_strides[2], dout_strides[2], lam_strides[2]
+    T, S, window = lengths
     rows_in_all = T
-    first, kv_head, batch, q_start, T, k_start, S = place(
-        tiles, heads_in_all, documents, cu_seqlens_q, cu_seqlens_k, T, S, G, BLOCK_N, True, VARLEN, SECTION
-    )
+    first, kv_head, batch, q_start, T, k_start, S = place(tiles, documents, T, S, G, BLOCK_N, True, VARLEN, SECTION)
     if first >= S:
         return
 
@@ -137,76 +141,79 @@ def bwd_dkdv_kernel(
     queries = tl.arange(0, BLOCK_M)
     wide_head = kv_head.to(tl.int64)
     row = k_start + first
-    k1 += batch * k1_b + wide_head * k1_h + row * k1_t
-    k2 += batch * k2_b + wide_head * k2_h + row * k2_t
-    v += batch * v_b + wide_head * v_h + row * v_t
-    k1a, k1b = load_tile(k1, keys, k1_t, S - first, DA, DB, D, True)
+    k1 = row_of(k1, k1_strides, batch, wide_head, row)
+    k2 = row_of(k2, k2_strides, batch, wide_head, row)
+    v = row_of(v, v_strides, batch, wide_head, row)
+    k1a, k1b = load_tile(k1, keys, k1_strides[2], S - first, DA, DB, D, True)  # [BLOCK_N, DA], [BLOCK_N, DB]
     k2a, k2b = k1a, k1b
     if not SHARED_KEYS:
-        k2a, k2b = load_tile(k2, keys, k2_t, S - first, DA, DB, D, True)
+        k2a, k2b = load_tile(k2, keys, k2_strides[2], S - first, DA, DB, D, True)
     if COMPUTE_DK:
-        va, vb = load_tile(v, keys, v_t, S - first, VA, VB, DV, True)
+        va, vb = load_tile(v, keys, v_strides[2], S - first, VA, VB, DV, True)  # [BLOCK_N, VA], [BLOCK_N, VB]
     dk1a, dk1b = zeros(BLOCK_N, DA, DB)  # [BLOCK_N, DA], [BLOCK_N, DB]
     dk2a, dk2b = zeros(BLOCK_N, DA, DB)
     dva, dvb = zeros(BLOCK_N, VA, VB)  # [BLOCK_N, VA], [BLOCK_N, VB]
     key = (first + keys)[:, None]
     for member in tl.range(0, H // G):
         first, kv_head, batch, q_start, T, k_start, S = place(
-            tiles + member * zero, heads_in_all, documents, cu_seqlens_q, cu_seqlens_k, T, S, G, BLOCK_N, True,
-            VARLEN, SECTION,
-        )  # fmt: skip
-        low, inner_low, inner_high, high = query_ranges(
-            first, T, S, window, BLOCK_M, BLOCK_N, CAUSAL, WINDOW, MASK_KIND != NO_MASK
+            anew(tiles, member * recompute_here), documents, T, S, G, BLOCK_N, True, VARLEN, SECTION
         )
+        here_lengths = (T, S, window)
+        ranges = query_ranges(first, here_lengths, BLOCK_M, BLOCK_N, CAUSAL, WINDOW, MASK_KIND != NO_MASK)
         head = (kv_head * (H // G) + member).to(tl.int64)
         noise_head = (kv_head * (H // G) + member) // (H // HN)
         noise_head = noise_head.to(tl.int64)
-        q1_here = q1 + (batch * q1_b + head * q1_h + q_start * q1_t)
-        q2_here = q2 + (batch * q2_b + noise_head * q2_h + q_start * q2_t)
-        dout_here = dout + (batch * dout_b + head * dout_h + q_start * dout_t)
-        lam_here = lam + (batch * lam_b + head * lam_h + q_start * lam_t)
+        q1_here = row_of(q1, q1_strides, batch, head, q_start)
+        q2_here = row_of(q2, q2_strides, batch, noise_head, q_start)
+        dout_here = row_of(dout, dout_strides, batch, head, q_start)
+        lam_here = row_of(lam_at, lam_strides, batch, head, q_start)
         row_here = (batch * H + head) * rows_in_all + q_start
         mask_here = mask
         if MASK_KIND != NO_MASK:
-            mask_here = mask + (batch * mask_b + head * mask_h)
+            mask_here = mask + (batch * mask_strides[0] + head * mask_strides[1])
+        mask_here = (mask_here, mask_strides[2], mask_strides[3])
         for CHECKED in tl.static_range(2):
             if CHECKED or MASK_KIND == NO_MASK:
-                begin, end, gap = range_of_loop(CHECKED, low, inner_low, inner_high, high)
+                begin, end, gap = range_of_loop(CHECKED, ranges)
                 for step in tl.range(begin, end, BLOCK_M):
                     m = step
                     if CHECKED:
-                        m += tl.where(step >= inner_low, gap, 0)
+                        m += tl.where(step >= ranges[1], gap, 0)
                     start = tl.cast(m, tl.int64)
                     query = (m + queries)[None, :]
                     here = m + queries < T
                     row_m = row_here + start
+                    # [BLOCK_M, VA], [BLOCK_M, VB]
                     da, db = load_tile(dout_here + start * dout_t, queries, dout_t, T - m, VA, VB, DV, CHECKED)
                     if COMPUTE_DK:
                         dp = product(va, vb, da, db, VB)  # [BLOCK_N, BLOCK_M]
+                    # [BLOCK_M, DA], [BLOCK_M, DB]
                     qa, qb = load_tile(q1_here + start * q1_t, queries, q1_t, T - m, DA, DB, D, CHECKED)
-                    log = tl.load(lse1 + row_m + queries, mask=here, other=float("inf"))[None, :]
-                    p = attention_map(
-                        product(k1a, k1b, qa, qb, DB), query, key, T, S, window, mask_here, mask_t, mask_s, factor, log,
+                    log = tl.load(lse1 + row_m + queries, mask=here, other=float("inf"))[None, :]  # [1, BLOCK_M]
+                    p1 = attention_map(
+                        product(k1a, k1b, qa, qb, DB), query, key, here_lengths, mask_here, factor, log,
                         CAUSAL, WINDOW, MASK_KIND, MASK_ROWS, CHECKED,
                     )  # fmt: skip
                     if COMPUTE_DK:
-                        delta = tl.load(delta1 + row_m + queries, mask=here, other=0.0)[None, :]
-                        ds = (p * (dp - delta)).to(k1a.dtype)
+                        delta = tl.load(delta1 + row_m + queries, mask=here, other=0.0)[None, :]  # [1, BLOCK_M]
+                        ds = (p1 * (dp - delta)).to(k1a.dtype)  # [BLOCK_N, BLOCK_M]
                         if ONE_PASS:
                             add_product(dq1 + row_m * D, queries, T - m, ds, k1a, k1b, DA, DB, D)
                         dk1a, dk1b = accumulate(dk1a, dk1b, ds, qa, qb, DB)
+                    # [BLOCK_M, DA], [BLOCK_M, DB]
                     qa, qb = load_tile(q2_here + start * q2_t, queries, q2_t, T - m, DA, DB, D, CHECKED)
-                    log = tl.load(lse2 + row_m + queries, mask=here, other=float("inf"))[None, :]
+                    log = tl.load(lse2 + row_m + queries, mask=here, other=float("inf"))[None, :]  # [1, BLOCK_M]
                     p2 = attention_map(
-                        product(k2a, k2b, qa, qb, DB), query, key, T, S, window, mask_here, mask_t, mask_s, factor, log,
+                        product(k2a, k2b, qa, qb, DB), query, key, here_lengths, mask_here, factor, log,
                         CAUSAL, WINDOW, MASK_KIND, MASK_ROWS, CHECKED,
                     )  # fmt: skip
-                    weight = tl.load(lam_here + start * lam_t + queries * lam_t, mask=here, other=0.0)[None, :]
+                    # [1, BLOCK_M]
+                    lam = tl.load(lam_here + start * lam_t + queries * lam_t, mask=here, other=0.0)[None, :]
                     if COMPUTE_DV:
-                        dva, dvb = accumulate(dva, dvb, p - weight * p2, da, db, VB)
+                        dva, dvb = accumulate(dva, dvb, p1 - lam * p2, da, db, VB)
                     if COMPUTE_DK:
-                        delta = tl.load(lam_delta2 + row_m + queries, mask=here, other=0.0)[None, :]
-                        ds = (p2 * (delta - weight * dp)).to(k1a.dtype)
+                        delta = tl.load(lam_delta2 + row_m + queries, mask=here, other=0.0)[None, :]  # [1, BLOCK_M]
+                        ds = (p2 * (delta - lam * dp)).to(k1a.dtype)  # [BLOCK_N, BLOCK_M]
                         if ONE_PASS:
                             noise_row = (batch * HN + noise_head) * rows_in_all + q_start
                             add_product(dq2 + (noise_row + start) * D, queries, T - m, ds, k2a, k2b, DA, DB, D)
@@ -216,42 +223,45 @@ def bwd_dkdv_kernel(
                         else:
                             dk2a, dk2b = accumulate(dk2a, dk2b, ds, qa, qb, DB)
     first, kv_head, batch, q_start, T, k_start, S = place(
-        tiles + zero, heads_in_all, documents, cu_seqlens_q, cu_seqlens_k, T, S, G, BLOCK_N, True, VARLEN, SECTION
+        anew(tiles, recompute_here), documents, T, S, G, BLOCK_N, True, VARLEN, SECTION
     )
     wide_head = kv_head.to(tl.int64)
     row = k_start + first
-    keys += zero
+    keys += recompute_here
     if COMPUTE_DK:
-        to = batch * dk1_b + wide_head * dk1_h + row * dk1_t
-        store_tile(dk1 + to, keys, dk1_t, S - first, dk1a * scale, dk1b * scale, DA, DB, D)
+        to = batch * dk_strides[0] + wide_head * dk_strides[1] + row * dk_strides[2]
+        store_tile(dk1 + to, keys, dk_strides[2], S - first, dk1a * scale, dk1b * scale, DA, DB, D)
         if not SHARED_KEYS:
-            store_tile(dk2 + to, keys, dk1_t, S - first, dk2a * scale, dk2b * scale, DA, DB, D)
+            store_tile(dk2 + to, keys, dk_strides[2], S - first, dk2a * scale, dk2b * scale, DA, DB, D)
     if COMPUTE_DV:
-        to = batch * dv_b + wide_head * dv_h + row * dv_t
-        store_tile(dv + to, keys, dv_t, S - first, dva, dvb, VA, VB, DV)
+        to = row_of(dv, dv_strides, batch, wide_head, row)
+        store_tile(to, keys, dv_strides[2], S - first, dva, dvb, VA, VB, DV)
 
 
-@triton.jit(do_not_specialize=["T", "S", "window", "tiles", "heads_in_all"])
+@triton.jit(do_not_specialize=["lengths", "tiles"])
 def bwd_dq_kernel(
-    q1, q2, k1, k2, v, lam, mask, dout, lse1, lse2, delta1, lam_delta2, dq1, dq2, documents,
-    cu_seqlens_q, cu_seqlens_k,
-    q1_b, q1_h, q1_t, q2_b, q2_h, q2_t, k1_b, k1_h, k1_t, k2_b, k2_h, k2_t, v_b, v_h, v_t, lam_b, lam_h, lam_t,
-    dout_b, dout_h, dout_t, dq1_b, dq1_h, dq1_t, dq2_b, dq2_h, dq2_t, mask_b, mask_h, mask_t, mask_s,
-    T, S, window, scale, factor, tiles, heads_in_all, zero,
+    inputs, mask, statistics, results, documents, input_strides, dout_strides, dq1_strides, dq2_strides, mask_strides,
+    lengths, scale, factor, tiles, recompute_here,
     H: tl.constexpr, HN: tl.constexpr, G: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, DA: tl.constexpr,
     DB: tl.constexpr, VA: tl.constexpr, VB: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     CAUSAL: tl.constexpr, WINDOW: tl.constexpr, MASK_KIND: tl.constexpr, MASK_ROWS: tl.constexpr,
-    SHARED_KEYS: tl.constexpr, COMPUTE_DQ1: tl.constexpr, COMPUTE_DQ2: tl.constexpr, VARLEN: tl.constexpr, SECTION:
-    tl.constexpr,
+    SHARED_KEYS: tl.constexpr, COMPUTE_DQ1: tl.constexpr, COMPUTE_DQ2: tl.constexpr, VARLEN: tl.constexpr,
+    SECTION: tl.constexpr,
 ):  # fmt: skip
     """dQ2 of BLOCK_M queries of one noise head, and dQ1 of every signal head that shares it.
 
     COMPUTE_DQ1 and COMPUTE_DQ2 select the gradients of this launch: if both do not fit the registers, there are two
-    launches. zero: always 0; see ``place``.
+    launches. Tuples, and ``recompute_here``: tiles.py.
     """
+    q1, q2, k1, k2, v, lam_at = inputs
+    dout, lse1, lse2, delta1, lam_delta2 = statistics
+    dq1, dq2 = results
+    q1_strides, q2_strides, k1_strides, k2_strides, v_strides, lam_strides = input_strides
+    k1_t, k2_t, v_t = k1_strides[2], k2_strides[2], v_strides[2]
+    T, S, window = lengths
     rows_in_all = T
     first, noise_head, batch, q_start, T, k_start, S = place(
-        tiles, heads_in_all, documents, cu_seqlens_q, cu_seqlens_k, T, S, HN, BLOCK_M, False, VARLEN, SECTION
+        tiles, documents, T, S, HN, BLOCK_M, False, VARLEN, SECTION
     )
     if first >= T:
         return
@@ -261,83 +271,83 @@ def bwd_dq_kernel(
     wide_head = noise_head.to(tl.int64)
     kv_head = (noise_head // (HN // G)).to(tl.int64)
     row = q_start + first
-    k1 += batch * k1_b + kv_head * k1_h + k_start * k1_t
-    k2 += batch * k2_b + kv_head * k2_h + k_start * k2_t
-    v += batch * v_b + kv_head * v_h + k_start * v_t
-    q2a, q2b = load_tile(q2 + (batch * q2_b + wide_head * q2_h + row * q2_t), queries, q2_t, T - first, DA, DB, D, True)
+    k1 = row_of(k1, k1_strides, batch, kv_head, k_start)
+    k2 = row_of(k2, k2_strides, batch, kv_head, k_start)
+    v = row_of(v, v_strides, batch, kv_head, k_start)
+    q2_here = row_of(q2, q2_strides, batch, wide_head, row)
+    q2a, q2b = load_tile(q2_here, queries, q2_strides[2], T - first, DA, DB, D, True)  # [BLOCK_M, DA], [BLOCK_M, DB]
     dq2a, dq2b = zeros(BLOCK_M, DA, DB)  # [BLOCK_M, DA], [BLOCK_M, DB]
     for member in tl.range(0, H // HN):
         first, noise_head, batch, q_start, T, k_start, S = place(
-            tiles + member * zero, heads_in_all, documents, cu_seqlens_q, cu_seqlens_k, T, S, HN, BLOCK_M, False,
-            VARLEN, SECTION,
-        )  # fmt: skip
+            anew(tiles, member * recompute_here), documents, T, S, HN, BLOCK_M, False, VARLEN, SECTION
+        )
         row = q_start + first
-        rows = queries + member * zero
+        rows = queries + member * recompute_here
         here = first + rows < T
         query = (first + rows)[:, None]
-        low, inner_low, inner_high, high = key_ranges(
-            first, T, S, window, BLOCK_M, BLOCK_N, CAUSAL, WINDOW, MASK_KIND != NO_MASK
-        )
+        here_lengths = (T, S, window)
+        ranges = key_ranges(first, here_lengths, BLOCK_M, BLOCK_N, CAUSAL, WINDOW, MASK_KIND != NO_MASK)
         head = (noise_head * (H // HN) + member).to(tl.int64)
-        q1a, q1b = load_tile(q1 + (batch * q1_b + head * q1_h + row * q1_t), rows, q1_t, T - first, DA, DB, D, True)
-        da, db = load_tile(
-            dout + (batch * dout_b + head * dout_h + row * dout_t), rows, dout_t, T - first, VA, VB, DV, True
-        )
+        q1_here = row_of(q1, q1_strides, batch, head, row)
+        q1a, q1b = load_tile(q1_here, rows, q1_strides[2], T - first, DA, DB, D, True)  # [BLOCK_M, DA or DB]
+        dout_here = row_of(dout, dout_strides, batch, head, row)
+        da, db = load_tile(dout_here, rows, dout_strides[2], T - first, VA, VB, DV, True)  # [BLOCK_M, VA or VB]
         row_here = (batch * H + head) * rows_in_all + row + rows
-        log1 = tl.load(lse1 + row_here, mask=here, other=float("inf"))[:, None]
+        log1 = tl.load(lse1 + row_here, mask=here, other=float("inf"))[:, None]  # [BLOCK_M, 1]
         log2 = tl.load(lse2 + row_here, mask=here, other=float("inf"))[:, None]
         first_delta = tl.load(delta1 + row_here, mask=here, other=0.0)[:, None]
         second_delta = tl.load(lam_delta2 + row_here, mask=here, other=0.0)[:, None]
-        weight = tl.load(lam + (batch * lam_b + head * lam_h + (row + rows) * lam_t), mask=here, other=0.0)
+        lam_here = lam_at + (batch * lam_strides[0] + head * lam_strides[1] + (row + rows) * lam_strides[2])
+        lam = tl.load(lam_here, mask=here, other=0.0)  # [BLOCK_M]
         mask_here = mask
         if MASK_KIND != NO_MASK:
-            mask_here = mask + (batch * mask_b + head * mask_h)
-        dq1a, dq1b = zeros(BLOCK_M, DA, DB)
+            mask_here = mask + (batch * mask_strides[0] + head * mask_strides[1])
+        mask_here = (mask_here, mask_strides[2], mask_strides[3])
+        dq1a, dq1b = zeros(BLOCK_M, DA, DB)  # [BLOCK_M, DA], [BLOCK_M, DB]
         for CHECKED in tl.static_range(2):
             if CHECKED or MASK_KIND == NO_MASK:
-                begin, end, gap = range_of_loop(CHECKED, low, inner_low, inner_high, high)
+                begin, end, gap = range_of_loop(CHECKED, ranges)
                 for step in tl.range(begin, end, BLOCK_N):
                     n = step
                     if CHECKED:
-                        n += tl.where(step >= inner_low, gap, 0)
+                        n += tl.where(step >= ranges[1], gap, 0)
                     start = tl.cast(n, tl.int64)
-                    va, vb = load_tile(v + start * v_t, keys, v_t, S - n, VA, VB, DV, CHECKED)
+                    va, vb = load_tile(v + start * v_t, keys, v_t, S - n, VA, VB, DV, CHECKED)  # [BLOCK_N, VA or VB]
                     dp = product(da, db, va, vb, VB)  # [BLOCK_M, BLOCK_N]
                     key = (n + keys)[None, :]
-                    ka, kb = load_tile(k1 + start * k1_t, keys, k1_t, S - n, DA, DB, D, CHECKED)
+                    ka, kb = load_tile(k1 + start * k1_t, keys, k1_t, S - n, DA, DB, D, CHECKED)  # [BLOCK_N, DA or DB]
                     if COMPUTE_DQ1:
                         p = attention_map(
-                            product(q1a, q1b, ka, kb, DB), query, key, T, S, window, mask_here, mask_t, mask_s,
-                            factor, log1, CAUSAL, WINDOW, MASK_KIND, MASK_ROWS, CHECKED,
+                            product(q1a, q1b, ka, kb, DB), query, key, here_lengths, mask_here, factor, log1,
+                            CAUSAL, WINDOW, MASK_KIND, MASK_ROWS, CHECKED,
                         )  # fmt: skip
                         dq1a, dq1b = accumulate(dq1a, dq1b, p * (dp - first_delta), ka, kb, DB)
                     if COMPUTE_DQ2:
                         if not SHARED_KEYS:
                             ka, kb = load_tile(k2 + start * k2_t, keys, k2_t, S - n, DA, DB, D, CHECKED)
                         p = attention_map(
-                            product(q2a, q2b, ka, kb, DB), query, key, T, S, window, mask_here, mask_t, mask_s,
-                            factor, log2, CAUSAL, WINDOW, MASK_KIND, MASK_ROWS, CHECKED,
+                            product(q2a, q2b, ka, kb, DB), query, key, here_lengths, mask_here, factor, log2,
+                            CAUSAL, WINDOW, MASK_KIND, MASK_ROWS, CHECKED,
                         )  # fmt: skip
-                        dq2a, dq2b = accumulate(dq2a, dq2b, p * (second_delta - weight[:, None] * dp), ka, kb, DB)
+                        dq2a, dq2b = accumulate(dq2a, dq2b, p * (second_delta - lam[:, None] * dp), ka, kb, DB)
         first, noise_head, batch, q_start, T, k_start, S = place(
-            tiles + (member + 1) * zero, heads_in_all, documents, cu_seqlens_q, cu_seqlens_k, T, S, HN, BLOCK_M, False,
-            VARLEN, SECTION,
-        )  # fmt: skip
+            anew(tiles, (member + 1) * recompute_here), documents, T, S, HN, BLOCK_M, False, VARLEN, SECTION
+        )
         row = q_start + first
         head = (noise_head * (H // HN) + member).to(tl.int64)
-        rows += zero
+        rows += recompute_here
         if COMPUTE_DQ1:
-            to = dq1 + (batch * dq1_b + head * dq1_h + row * dq1_t)
-            store_tile(to, rows, dq1_t, T - first, dq1a * scale, dq1b * scale, DA, DB, D)
+            to = row_of(dq1, dq1_strides, batch, head, row)
+            store_tile(to, rows, dq1_strides[2], T - first, dq1a * scale, dq1b * scale, DA, DB, D)
     first, noise_head, batch, q_start, T, k_start, S = place(
-        tiles + zero, heads_in_all, documents, cu_seqlens_q, cu_seqlens_k, T, S, HN, BLOCK_M, False, VARLEN, SECTION
+        anew(tiles, recompute_here), documents, T, S, HN, BLOCK_M, False, VARLEN, SECTION
     )
     wide_head = noise_head.to(tl.int64)
     row = q_start + first
-    queries += zero
+    queries += recompute_here
     if COMPUTE_DQ2:
-        to = dq2 + (batch * dq2_b + wide_head * dq2_h + row * dq2_t)
-        store_tile(to, queries, dq2_t, T - first, dq2a * scale, dq2b * scale, DA, DB, D)
+        to = row_of(dq2, dq2_strides, batch, wide_head, row)
+        store_tile(to, queries, dq2_strides[2], T - first, dq2a * scale, dq2b * scale, DA, DB, D)
 
 
 def launch_backward(
@@ -348,6 +358,20 @@ def launch_backward(
     ``saved`` has the results of ``launch_forward``. Without k2, the gradient of k1 is the sum over both maps and that
     of k2 is empty.
     """
+    (dq1, dq2, dk1, dk2, dv, dlam), launches = plan_backward(call, dout, saved, one_pass, table_of(call.q1))
+    run(launches, call.q1.device)
+    if one_pass:
+        dq1, dq2 = (transposed_like(x).copy_(total.mul_(call.scale)) for x, total in ((call.q1, dq1), (call.q2, dq2)))
+    return dq1, dq2, dk1, dk2, dv, dlam
+
+
+def plan_backward(
+    call: Call, dout: Tensor, saved: Sequence[Tensor], one_pass: bool, table: Table
+) -> tuple[tuple[Tensor, ...], list[Launch]]:
+    """The results of ``launch_backward``, not yet computed, and what computes them.
+
+    one_pass: dq1 and dq2 are sums in fp32, without the factor ``scale``.
+    """
     q1, q2, k1, k2, v, scale = call.q1, call.q2, call.k1, call.k2, call.v, call.scale
     out, out2, lse1, lse2 = saved
     (T, D), H, HN, (G, S, Dv) = q1.shape[2:], q1.shape[1], q2.shape[1], v.shape[1:]
@@ -356,37 +380,40 @@ def launch_backward(
     DA, DB = chunks(D)
     VA, VB = chunks(Dv)
     mask_by_query = mask_rows != ONE_ROW.value
-    dkdv = configuration("one_pass" if one_pass else "dkdv", call, mask_by_query)
-    delta1, lam_delta2, dlam = row_statistics(dout, out, out2, call.lam)
+    (delta1, lam_delta2, dlam), of_statistics = plan_statistics(dout, out, out2, call.lam)
+    launches = [of_statistics]
     dk1, dv = transposed_like(k1), transposed_like(v)
     dk2 = k1.new_empty(0) if k2 is None else transposed_like(k1)
     if one_pass:
         dq1, dq2 = (q1.new_zeros(x.shape, dtype=torch.float32) for x in (q1, q2))
     else:
         dq1, dq2 = transposed_like(q1), transposed_like(q2)
-    constants = {
+    dout_strides, dk_strides, dv_strides, dq1_strides, dq2_strides = strides(dout, dk1, dv, dq1, dq2)
+    arguments = {
+        "inputs": call.inputs, "mask": mask, "statistics": (dout, lse1, lse2, delta1, lam_delta2),
+        "input_strides": strides(*call.inputs), "dout_strides": dout_strides, "mask_strides": mask_strides,
+        "lengths": (T, S, call.window or 0), "scale": scale, "factor": scale * LOG2_E.value, "recompute_here": 0,
         "H": H, "HN": HN, "G": G, "D": D, "DV": Dv, "DA": DA, "DB": DB, "VA": VA, "VB": VB,
         "CAUSAL": call.is_causal, "WINDOW": call.window is not None, "MASK_KIND": mask_kind, "MASK_ROWS": mask_rows,
         "SHARED_KEYS": k2 is None, "VARLEN": call.documents is not None, "SECTION": SECTION,
     }  # fmt: skip
-    given = [*call.inputs, mask, dout, lse1, lse2, delta1, lam_delta2, dq1, dq2]
-    lengths = [*mask_strides, T, S, call.window or 0, scale, scale * LOG2_E.value]
 
-    tiles, sequences, documents = call.grid("keys", dkdv.BLOCK_N, lse1)
-    steps = strides(*call.inputs, dout, dk1, dv)
-    arguments = [*given, dk1, dk2, dv, *documents, *steps, *lengths, tiles, sequences * G, 0]
-    options = constants | {"ONE_PASS": one_pass} | dkdv.options()
-    for computed in split(dkdv, "COMPUTE_DK", "COMPUTE_DV"):
-        launch(bwd_dkdv_kernel, (tiles * sequences * G,), arguments, options | computed)
+    size = tile_size("one_pass" if one_pass else "dkdv", call, mask_by_query, table)
+    tiles, sequences, documents = call.grid("keys", size.BLOCK_N, lse1)
+    given = arguments | {
+        "results": (dq1, dq2, dk1, dk2, dv), "documents": documents, "dk_strides": dk_strides,
+        "dv_strides": dv_strides, "tiles": (tiles, sequences * G), "ONE_PASS": one_pass, **size.options(),
+    }  # fmt: skip
+    for computed in split(size, "COMPUTE_DK", "COMPUTE_DV"):
+        launches.append(Launch(bwd_dkdv_kernel, (tiles * sequences * G,), given | computed))
 
     if not one_pass:
-        dq = configuration("dq", call, mask_by_query)
-        tiles, sequences, documents = call.grid("queries", dq.BLOCK_M, lse1)
-        steps = strides(*call.inputs, dout, dq1, dq2)
-        arguments = [*given, *documents, *steps, *lengths, tiles, sequences * HN, 0]
-        for computed in split(dq, "COMPUTE_DQ1", "COMPUTE_DQ2"):
-            options = constants | computed | dq.options()
-            launch(bwd_dq_kernel, (tiles * sequences * HN,), arguments, options)
-    if one_pass:
-        dq1, dq2 = (transposed_like(x).copy_(total.mul_(scale)) for x, total in ((q1, dq1), (q2, dq2)))
-    return dq1, dq2, dk1, dk2, dv, dlam[..., None]
+        size = tile_size("dq", call, mask_by_query, table)
+        tiles, sequences, documents = call.grid("queries", size.BLOCK_M, lse1)
+        given = arguments | {
+            "results": (dq1, dq2), "documents": documents, "dq1_strides": dq1_strides, "dq2_strides": dq2_strides,
+            "tiles": (tiles, sequences * HN), **size.options(),
+        }  # fmt: skip
+        for computed in split(size, "COMPUTE_DQ1", "COMPUTE_DQ2"):
+            launches.append(Launch(bwd_dq_kernel, (tiles * sequences * HN,), given | computed))
+    return (dq1, dq2, dk1, dk2, dv, dlam[..., None]), launches

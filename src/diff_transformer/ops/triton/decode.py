@@ -11,16 +11,16 @@ Shapes: B batch, H signal heads, Hn noise heads, G key/value heads, T queries, S
 """
 
 from functools import cache
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import triton
 from torch import Tensor
 
 from diff_transformer.ops import flops
-from diff_transformer.ops.triton.configurations import chunks
 from diff_transformer.ops.triton.decode_kernels import ROWS, decode_combine_kernel, decode_split_kernel
-from diff_transformer.ops.triton.launching import INTERPRETED, launch, strides
+from diff_transformer.ops.triton.launching import INTERPRETED, Launch, run, strides
+from diff_transformer.ops.triton.tile_sizes import chunks
 from diff_transformer.ops.triton.tiles import LOG2_E
 
 MAX_QUERIES = 8
@@ -32,7 +32,7 @@ COLUMNS = 64  # of the output, in a program of the combining kernel
 STAGE_BYTES = 32 * 1024  # of one tile of K1, K2 and V; three of them let two programs share a Hopper multiprocessor
 
 
-class Tile(NamedTuple):
+class DecodeTile(NamedTuple):
     """Keys in a step of ``decode_split_kernel``, and the compiler's options."""
 
     keys: int
@@ -41,17 +41,17 @@ class Tile(NamedTuple):
     maxnreg: int | None = None  # without it ptxas, with 8 warps, spills rather than use more than half the registers
 
 
-def tile(D: int, Dv: int, element_size: int, mask_rows: bool) -> Tile:
+def tile(D: int, Dv: int, element_size: int, mask_rows: bool) -> DecodeTile:
     """The tile for these widths and bytes an element: the most keys that compile without spills.
 
     A mask that differs between rows (mask_rows) needs registers for a pointer and a flag of each value. So do rows
     whose width is no multiple of 16, which are read value by value. Then 8 warps share the tile.
     """
     if element_size == 4:  # fp32 products without tensor cores hold whole rows and columns of both factors
-        return Tile(16, 8, maxnreg=255)
+        return DecodeTile(16, 8, maxnreg=255)
     keys = STAGE_BYTES // ((2 * sum(chunks(D)) + sum(chunks(Dv))) * element_size)
     keys = max(16, min(64, 1 << (keys.bit_length() - 1)))
-    return Tile(keys, 8, maxnreg=255) if mask_rows or D % 16 or Dv % 16 else Tile(keys, 4)
+    return DecodeTile(keys, 8, maxnreg=255) if mask_rows or D % 16 or Dv % 16 else DecodeTile(keys, 4)
 
 
 def split_count(S: int, programs: int, multiprocessors: int) -> int:
@@ -114,44 +114,61 @@ def launch_decode(
     lengths: integers [B] on the same device, or None. Keys from lengths[b] on are not read, and the last query of batch
     entry b is aligned to key lengths[b] - 1. Values outside 0 to S count as 0 and S. Returns [B, H, T, Dv], contiguous.
     """
+    given = (q1, q2, k1, k2, v, lam, attn_mask, is_causal, window, scale, lengths)
+    out, launches = plan_decode(*given, multiprocessors(q1.device))
+    run(launches, q1.device)
+    return out
+
+
+def plan_decode(
+    q1: Tensor,
+    q2: Tensor,
+    k1: Tensor,
+    k2: Tensor,
+    v: Tensor,
+    lam: Tensor,
+    attn_mask: Tensor | None,
+    is_causal: bool,
+    window: int | None,
+    scale: float,
+    lengths: Tensor | None,
+    multiprocessors: int,
+) -> tuple[Tensor, list[Launch]]:
+    """The result of ``launch_decode`` on a GPU with so many multiprocessors, not yet computed, and what computes it."""
     B, H, T, D = q1.shape
     G, S, Dv = k1.shape[1], k1.shape[2], v.shape[3]
     rows = B * H * T
     mask_rows = attn_mask is not None and (attn_mask.shape[1] > 1 or attn_mask.shape[2] > 1)
     cut = tile(D, Dv, q1.element_size(), mask_rows)
     programs = B * G * -(-(T * H // G) // ROWS.value)  # triton.cdiv takes microseconds of the host
-    splits = split_count(S, programs, multiprocessors(q1.device))
+    splits = split_count(S, programs, multiprocessors)
     out = torch.empty(B, H, T, Dv, dtype=v.dtype, device=v.device)
     partial = torch.empty(splits * 2 * rows * (Dv + 2) if splits > 1 else 0, dtype=torch.float32, device=v.device)
     mask = None if attn_mask is None else attn_mask.expand(B, H, T, S)
     mask_strides = (0, 0, 0, 0) if mask is None else mask.stride()
-    lengths = None if lengths is None else lengths.to(torch.int32).contiguous()
-    arguments: list[Any] = [q1, q2, k1, k2, v, lam, mask, lengths, out, partial]
-    arguments += [scale * LOG2_E.value, T, S, window or 0, H, q2.shape[1], G, rows]
-    arguments += [*strides(q1, q2, k1, k2, v, lam), *mask_strides]
-    constants: dict[str, Any] = {
-        "D": D,
-        "DV": Dv,
-        **dict(zip(("DA", "DB", "VA", "VB"), chunks(D) + chunks(Dv), strict=True)),
-        "BLOCK_N": cut.keys,
-        "SHARED_KEYS": k1.data_ptr() == k2.data_ptr() and k1.stride() == k2.stride(),
-        "CAUSAL": is_causal and T > 1,
-        "WINDOW": window is not None,
-        "MASKED": mask is not None,
-        "MASK_ROWS": mask_rows,
-        "RAGGED": lengths is not None,
-        "SINGLE_SPLIT": splits == 1,
-        "num_warps": cut.num_warps,
-        "num_stages": cut.num_stages,
-        "maxnreg": cut.maxnreg,
-    }
-    launch(decode_split_kernel, (programs, splits), arguments, constants)
+    DA, DB = chunks(D)
+    VA, VB = chunks(Dv)
+    arguments = {
+        "inputs": (q1, q2, k1, k2, v, lam), "mask": mask,
+        "lengths": None if lengths is None else lengths.to(torch.int32).contiguous(), "out": out, "partial": partial,
+        "factor": scale * LOG2_E.value, "T": T, "S": S, "window": window or 0, "heads": (H, q2.shape[1], G),
+        "all_rows": rows, "input_strides": strides(q1, q2, k1, k2, v, lam), "mask_strides": mask_strides[:3],
+        "mask_step": mask_strides[3], "D": D, "DV": Dv, "DA": DA, "DB": DB, "VA": VA, "VB": VB, "BLOCK_N": cut.keys,
+        "SHARED_KEYS": k1.data_ptr() == k2.data_ptr() and k1.stride() == k2.stride(), "CAUSAL": is_causal and T > 1,
+        "WINDOW": window is not None, "MASKED": mask is not None, "MASK_ROWS": mask_rows,
+        "RAGGED": lengths is not None, "SINGLE_SPLIT": splits == 1, "num_warps": cut.num_warps,
+        "num_stages": cut.num_stages, "maxnreg": cut.maxnreg,
+    }  # fmt: skip
+    launches = [Launch(decode_split_kernel, (programs, splits), arguments)]
     if splits > 1:
         columns = min(COLUMNS, triton.next_power_of_2(Dv))
-        constants = {"DV": Dv, "COLUMNS": columns, "SPLITS_PAD": triton.next_power_of_2(splits), "num_warps": 4}
-        arguments = [partial, lam, out, splits, rows, H, T, *strides(lam)]
-        launch(decode_combine_kernel, (rows, -(-Dv // columns)), arguments, constants)
-    return out
+        arguments = {
+            "partial": partial, "lam_at": lam, "out": out, "splits": splits, "all_rows": rows, "H": H, "T": T,
+            "lam_strides": strides(lam)[0], "DV": Dv, "COLUMNS": columns,
+            "SPLITS_PAD": triton.next_power_of_2(splits), "num_warps": 4,
+        }  # fmt: skip
+        launches.append(Launch(decode_combine_kernel, (rows, -(-Dv // columns)), arguments))
+    return out, launches
 
 
 attend_decode = torch.library.custom_op("diff_transformer::triton_decode", launch_decode, mutates_args=())

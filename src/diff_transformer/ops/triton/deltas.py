@@ -9,20 +9,21 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from diff_transformer.ops.triton.configurations import chunks
-from diff_transformer.ops.triton.launching import launch, strides
-from diff_transformer.ops.triton.tiles import load_tile
+from diff_transformer.ops.triton.launching import Launch, strides
+from diff_transformer.ops.triton.tile_sizes import chunks
+from diff_transformer.ops.triton.tiles import load_tile, row_of
 
 ROWS = 32  # of a program
 
 
 @triton.jit(do_not_specialize=["T", "tiles"])
 def delta_kernel(
-    dout, out, out2, lam, delta1, lam_delta2, dlam,
-    dout_b, dout_h, dout_t, out_b, out_h, out_t, lam_b, lam_h, lam_t, T, tiles,
+    inputs, results, dout_strides, out_strides, lam_strides, T, tiles,
     H: tl.constexpr, DV: tl.constexpr, VA: tl.constexpr, VB: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
-    """delta1, lam delta2 and dlam of BLOCK_M rows of one head, each [B, H, T]."""
+    """delta1, lam delta2 and dlam of BLOCK_M rows of one head, each [B, H, T], from dO, O, O2 and lambda."""
+    dout, out, out2, lam_at = inputs
+    delta1, lam_delta2, dlam = results
     program = tl.program_id(0)
     first = program % tiles * BLOCK_M
     head_in_all = (program // tiles).to(tl.int64)
@@ -31,33 +32,35 @@ def delta_kernel(
     rows = tl.arange(0, BLOCK_M)
     here = first + rows < T
     row = tl.cast(first, tl.int64)
-    dout += batch * dout_b + head * dout_h + row * dout_t
-    out += batch * out_b + head * out_h + row * out_t
-    out2 += batch * out_b + head * out_h + row * out_t
-    lam += batch * lam_b + head * lam_h + row * lam_t
-    da, db = load_tile(dout, rows, dout_t, T - first, VA, VB, DV, True)
-    oa, ob = load_tile(out, rows, out_t, T - first, VA, VB, DV, True)
-    na, nb = load_tile(out2, rows, out_t, T - first, VA, VB, DV, True)
-    delta = tl.sum(da.to(tl.float32) * oa.to(tl.float32), 1)
+    dout = row_of(dout, dout_strides, batch, head, row)
+    out = row_of(out, out_strides, batch, head, row)
+    out2 = row_of(out2, out_strides, batch, head, row)
+    lam_at = row_of(lam_at, lam_strides, batch, head, row)
+    da, db = load_tile(dout, rows, dout_strides[2], T - first, VA, VB, DV, True)  # [BLOCK_M, VA], [BLOCK_M, VB]
+    oa, ob = load_tile(out, rows, out_strides[2], T - first, VA, VB, DV, True)
+    na, nb = load_tile(out2, rows, out_strides[2], T - first, VA, VB, DV, True)
+    delta = tl.sum(da.to(tl.float32) * oa.to(tl.float32), 1)  # [BLOCK_M]
     delta2 = tl.sum(da.to(tl.float32) * na.to(tl.float32), 1)
     if VB > 0:
         delta += tl.sum(db.to(tl.float32) * ob.to(tl.float32), 1)
         delta2 += tl.sum(db.to(tl.float32) * nb.to(tl.float32), 1)
-    weight = tl.load(lam + rows.to(tl.int64) * lam_t, mask=here, other=0.0)
+    lam = tl.load(lam_at + rows.to(tl.int64) * lam_strides[2], mask=here, other=0.0)  # [BLOCK_M]
     to = head_in_all * T + row + rows
-    tl.store(delta1 + to, delta + weight * delta2, mask=here)
-    tl.store(lam_delta2 + to, weight * delta2, mask=here)
+    tl.store(delta1 + to, delta + lam * delta2, mask=here)
+    tl.store(lam_delta2 + to, lam * delta2, mask=here)
     tl.store(dlam + to, -delta2, mask=here)
 
 
-def row_statistics(dout: Tensor, out: Tensor, out2: Tensor, lam: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """delta1, lam delta2 and dlam, each [B, H, T] in fp32; dout, out, out2 [B, H, T, Dv]; out and out2 have equal
-    strides."""
+def plan_statistics(dout: Tensor, out: Tensor, out2: Tensor, lam: Tensor) -> tuple[tuple[Tensor, ...], Launch]:
+    """(delta1, lam delta2 and dlam, each [B, H, T] in fp32) and what computes them; dout, out, out2 [B, H, T, Dv]; out
+    and out2 have equal strides."""
     B, H, T, Dv = dout.shape
     VA, VB = chunks(Dv)
-    results = [dout.new_empty((B, H, T), dtype=torch.float32) for _ in range(3)]
+    results = tuple(dout.new_empty((B, H, T), dtype=torch.float32) for _ in range(3))
     tiles = triton.cdiv(T, ROWS)
-    arguments = [dout, out, out2, lam, *results, *strides(dout, out, lam), T, tiles]
-    launch(delta_kernel, (tiles * B * H,), arguments, {"H": H, "DV": Dv, "VA": VA, "VB": VB, "BLOCK_M": ROWS})
-    delta1, lam_delta2, dlam = results
-    return delta1, lam_delta2, dlam
+    dout_strides, out_strides, lam_strides = strides(dout, out, lam)
+    arguments = {
+        "inputs": (dout, out, out2, lam), "results": results, "dout_strides": dout_strides, "out_strides": out_strides,
+        "lam_strides": lam_strides, "T": T, "tiles": tiles, "H": H, "DV": Dv, "VA": VA, "VB": VB, "BLOCK_M": ROWS,
+    }  # fmt: skip
+    return results, Launch(delta_kernel, (tiles * B * H,), arguments)

@@ -14,19 +14,21 @@ import triton.language as tl
 from torch import Tensor
 
 from diff_transformer.ops.triton.call import Call
-from diff_transformer.ops.triton.configurations import chunks, configuration, value_chunks
-from diff_transformer.ops.triton.launching import SECTION, kernel_mask, launch, like_queries, strides
+from diff_transformer.ops.triton.launching import SECTION, Launch, kernel_mask, like_queries, run, strides
+from diff_transformer.ops.triton.tile_sizes import Table, chunks, table_of, tile_size, value_chunks
 from diff_transformer.ops.triton.tiles import (
     LOG2_E,
     MINUS_INFINITY,
     NO_MASK,
     ONE_ROW,
     accumulate,
+    anew,
     load_chunk,
     load_tile,
     mask_scores,
     place,
     product,
+    row_of,
     store_chunk,
     store_tile,
     zeros,
@@ -70,11 +72,12 @@ def finalize(acc_a, acc_b, row_max, row_sum, VB: tl.constexpr):
 
 
 @triton.jit
-def range_of_loop(CHECKED: tl.constexpr, low, inner_low, inner_high, high):
+def range_of_loop(CHECKED: tl.constexpr, ranges):
     """(begin, end, gap) of the loop over the inner range, or (CHECKED) over the ranges before and after it.
 
     The second kind of loop adds ``gap`` to its position from inner_low on.
     """
+    low, inner_low, inner_high, high = ranges
     if CHECKED:
         return low, high - (inner_high - inner_low), inner_high - inner_low
     else:
@@ -83,40 +86,41 @@ def range_of_loop(CHECKED: tl.constexpr, low, inner_low, inner_high, high):
 
 @triton.jit
 def one_map(
-    q, k, v, q_stride, k_stride, v_stride, first, T, S, low, inner_low, inner_high, high, window, mask, mask_t, mask_s,
-    factor, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, DA: tl.constexpr,
-    DB: tl.constexpr, VA: tl.constexpr, VB: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr,
-    MASK_KIND: tl.constexpr, MASK_ROWS: tl.constexpr, POSITIVE: tl.constexpr,
+    q, k, v, steps, first, lengths, ranges, mask, factor, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    D: tl.constexpr, DV: tl.constexpr, DA: tl.constexpr, DB: tl.constexpr, VA: tl.constexpr, VB: tl.constexpr,
+    CAUSAL: tl.constexpr, WINDOW: tl.constexpr, MASK_KIND: tl.constexpr, MASK_ROWS: tl.constexpr,
+    POSITIVE: tl.constexpr,
 ):  # fmt: skip
-    """(both chunks of softmax(q k^T scale) v, log-sum-exp in base 2) of BLOCK_M queries.
+    """(both chunks of softmax(q k^T scale) v, log-sum-exp in base 2) of BLOCK_M queries; ``steps``: strides of rows.
 
     The loop without checks covers keys that all queries see; the other one masks its scores.
     """
+    T, S, _ = lengths
+    q_t, k_t, v_t = steps
     rows = tl.arange(0, BLOCK_M)
     offset = tl.arange(0, BLOCK_N)
     query = (first + rows)[:, None]
-    qa, qb = load_tile(q, rows, q_stride, T - first, DA, DB, D, True)  # [BLOCK_M, DA], [BLOCK_M, DB]
+    qa, qb = load_tile(q, rows, q_t, T - first, DA, DB, D, True)  # [BLOCK_M, DA], [BLOCK_M, DB]
     acc_a, acc_b = zeros(BLOCK_M, VA, VB)  # [BLOCK_M, VA], [BLOCK_M, VB]
     row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
     row_sum = tl.zeros([BLOCK_M], tl.float32)
     for CHECKED in tl.static_range(2):
         if CHECKED or MASK_KIND == NO_MASK:
-            begin, end, gap = range_of_loop(CHECKED, low, inner_low, inner_high, high)
+            begin, end, gap = range_of_loop(CHECKED, ranges)
             for step in tl.range(begin, end, BLOCK_N):
                 n = step
                 if CHECKED:
-                    n += tl.where(step >= inner_low, gap, 0)
+                    n += tl.where(step >= ranges[1], gap, 0)
                 start = tl.cast(n, tl.int64)
-                ka, kb = load_tile(k + start * k_stride, offset, k_stride, S - n, DA, DB, D, CHECKED)
+                ka, kb = load_tile(k + start * k_t, offset, k_t, S - n, DA, DB, D, CHECKED)  # [BLOCK_N, DA or DB]
                 s = product(qa, qb, ka, kb, DB)  # [BLOCK_M, BLOCK_N]
                 if CHECKED:
-                    s = mask_scores(
-                        s * factor, query, n + offset[None, :], T, S, window, mask, mask_t, mask_s,
-                        CAUSAL, WINDOW, MASK_KIND, MASK_ROWS,
-                    )  # fmt: skip
+                    s = s * factor
+                    key = n + offset[None, :]
+                    s = mask_scores(s, query, key, lengths, mask, CAUSAL, WINDOW, MASK_KIND, MASK_ROWS)
                 elif not POSITIVE:
                     s = s * factor
-                va, vb = load_tile(v + start * v_stride, offset, v_stride, S - n, VA, VB, DV, CHECKED)
+                va, vb = load_tile(v + start * v_t, offset, v_t, S - n, VA, VB, DV, CHECKED)  # [BLOCK_N, VA or VB]
                 acc_a, acc_b, row_max, row_sum = online_softmax_step(
                     acc_a, acc_b, row_max, row_sum, s, va, vb, factor, POSITIVE and not CHECKED, VB
                 )
@@ -125,18 +129,19 @@ def one_map(
 
 @triton.jit
 def both_maps(
-    q1, q2, k1, k2, v, q1_stride, q2_stride, k1_stride, k2_stride, v_stride, first, T, S, low, inner_low, inner_high,
-    high, window, mask, mask_t, mask_s, factor, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, D: tl.constexpr,
-    DV: tl.constexpr, DA: tl.constexpr, DB: tl.constexpr, VA: tl.constexpr, VB: tl.constexpr, CAUSAL: tl.constexpr,
-    WINDOW: tl.constexpr, MASK_KIND: tl.constexpr, MASK_ROWS: tl.constexpr, POSITIVE: tl.constexpr,
-    SHARED_KEYS: tl.constexpr,
+    q1, q2, k1, k2, v, steps, first, lengths, ranges, mask, factor, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    D: tl.constexpr, DV: tl.constexpr, DA: tl.constexpr, DB: tl.constexpr, VA: tl.constexpr, VB: tl.constexpr,
+    CAUSAL: tl.constexpr, WINDOW: tl.constexpr, MASK_KIND: tl.constexpr, MASK_ROWS: tl.constexpr,
+    POSITIVE: tl.constexpr, SHARED_KEYS: tl.constexpr,
 ):  # fmt: skip
     """The results of ``one_map`` for both maps; reads V once, and keys that both maps share once."""
+    T, S, _ = lengths
+    q1_t, q2_t, k1_t, k2_t, v_t = steps
     rows = tl.arange(0, BLOCK_M)
     offset = tl.arange(0, BLOCK_N)
     query = (first + rows)[:, None]
-    q1a, q1b = load_tile(q1, rows, q1_stride, T - first, DA, DB, D, True)
-    q2a, q2b = load_tile(q2, rows, q2_stride, T - first, DA, DB, D, True)
+    q1a, q1b = load_tile(q1, rows, q1_t, T - first, DA, DB, D, True)  # [BLOCK_M, DA], [BLOCK_M, DB]
+    q2a, q2b = load_tile(q2, rows, q2_t, T - first, DA, DB, D, True)
     acc1_a, acc1_b = zeros(BLOCK_M, VA, VB)  # [BLOCK_M, VA], [BLOCK_M, VB]
     acc2_a, acc2_b = zeros(BLOCK_M, VA, VB)
     row_max1 = tl.full([BLOCK_M], float("-inf"), tl.float32)
@@ -144,31 +149,25 @@ def both_maps(
     row_max2, row_sum2 = row_max1, row_sum1
     for CHECKED in tl.static_range(2):
         if CHECKED or MASK_KIND == NO_MASK:
-            begin, end, gap = range_of_loop(CHECKED, low, inner_low, inner_high, high)
+            begin, end, gap = range_of_loop(CHECKED, ranges)
             for step in tl.range(begin, end, BLOCK_N):
                 n = step
                 if CHECKED:
-                    n += tl.where(step >= inner_low, gap, 0)
+                    n += tl.where(step >= ranges[1], gap, 0)
                 start = tl.cast(n, tl.int64)
-                ka, kb = load_tile(k1 + start * k1_stride, offset, k1_stride, S - n, DA, DB, D, CHECKED)
+                ka, kb = load_tile(k1 + start * k1_t, offset, k1_t, S - n, DA, DB, D, CHECKED)  # [BLOCK_N, DA or DB]
                 s1 = product(q1a, q1b, ka, kb, DB)  # [BLOCK_M, BLOCK_N]
                 if not SHARED_KEYS:
-                    ka, kb = load_tile(k2 + start * k2_stride, offset, k2_stride, S - n, DA, DB, D, CHECKED)
-                s2 = product(q2a, q2b, ka, kb, DB)
+                    ka, kb = load_tile(k2 + start * k2_t, offset, k2_t, S - n, DA, DB, D, CHECKED)
+                s2 = product(q2a, q2b, ka, kb, DB)  # [BLOCK_M, BLOCK_N]
                 if CHECKED:
                     key = n + offset[None, :]
-                    s1 = mask_scores(
-                        s1 * factor, query, key, T, S, window, mask, mask_t, mask_s,
-                        CAUSAL, WINDOW, MASK_KIND, MASK_ROWS,
-                    )  # fmt: skip
-                    s2 = mask_scores(
-                        s2 * factor, query, key, T, S, window, mask, mask_t, mask_s,
-                        CAUSAL, WINDOW, MASK_KIND, MASK_ROWS,
-                    )  # fmt: skip
+                    s1 = mask_scores(s1 * factor, query, key, lengths, mask, CAUSAL, WINDOW, MASK_KIND, MASK_ROWS)
+                    s2 = mask_scores(s2 * factor, query, key, lengths, mask, CAUSAL, WINDOW, MASK_KIND, MASK_ROWS)
                 elif not POSITIVE:
                     s1 = s1 * factor
                     s2 = s2 * factor
-                va, vb = load_tile(v + start * v_stride, offset, v_stride, S - n, VA, VB, DV, CHECKED)
+                va, vb = load_tile(v + start * v_t, offset, v_t, S - n, VA, VB, DV, CHECKED)  # [BLOCK_N, VA or VB]
                 acc1_a, acc1_b, row_max1, row_sum1 = online_softmax_step(
                     acc1_a, acc1_b, row_max1, row_sum1, s1, va, vb, factor, POSITIVE and not CHECKED, VB
                 )
@@ -182,7 +181,7 @@ def both_maps(
 
 @triton.jit
 def key_ranges(
-    first, T, S, window, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr,
+    first, lengths, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr,
     ALL_CHECKED: tl.constexpr,
 ):  # fmt: skip
     """low <= inner_low <= inner_high <= high: the keys that some of the queries from ``first`` see; the inner ones all
@@ -190,6 +189,7 @@ def key_ranges(
 
     All but high are multiples of BLOCK_N. Keys of the inner range need no mask.
     """
+    T, S, window = lengths
     low = first * 0
     high = S
     inner_low = first * 0
@@ -209,26 +209,24 @@ def key_ranges(
 
 
 # T, S and the window only bound loops, so kernels are not specialised for values that 16 divides.
-@triton.jit(do_not_specialize=["T", "S", "window", "tiles", "heads_in_all"])
+@triton.jit(do_not_specialize=["lengths", "tiles"])
 def forward_kernel(
-    q1, q2, k1, k2, v, lam, mask, out, out2, lse1, lse2, documents, cu_seqlens_q, cu_seqlens_k,
-    q1_b, q1_h, q1_t, q2_b, q2_h, q2_t, k1_b, k1_h, k1_t, k2_b, k2_h, k2_t, v_b, v_h, v_t,
-    lam_b, lam_h, lam_t, mask_b, mask_h, mask_t, mask_s, out_b, out_h, out_t,
-    T, S, window, factor, tiles, heads_in_all, zero,
+    inputs, mask, results, documents, input_strides, mask_strides, result_strides, lengths, factor, tiles,
+    recompute_here,
     H: tl.constexpr, HN: tl.constexpr, G: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, DA: tl.constexpr,
     DB: tl.constexpr, VA: tl.constexpr, VB: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     FUSED: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, MASK_KIND: tl.constexpr,
     MASK_ROWS: tl.constexpr, POSITIVE: tl.constexpr, SHARED_KEYS: tl.constexpr, SAVE: tl.constexpr,
     VARLEN: tl.constexpr, SECTION: tl.constexpr,
 ):  # fmt: skip
-    """BLOCK_M queries of one signal head. x_b, x_h, x_t: strides of a batch entry, a head, a row, in elements.
-
-    zero: always 0; see ``place``.
-    """
+    """BLOCK_M queries of one signal head. Tuples, and ``recompute_here``: tiles.py."""
+    q1, q2, k1, k2, v, lam_at = inputs
+    out, out2, lse1, lse2 = results
+    q1_strides, q2_strides, k1_strides, k2_strides, v_strides, lam_strides = input_strides
+    out_b, out_h, out_t = result_strides
+    T, S, window = lengths
     rows_in_all = T
-    first, head, batch, q_start, T, k_start, S = place(
-        tiles, heads_in_all, documents, cu_seqlens_q, cu_seqlens_k, T, S, H, BLOCK_M, False, VARLEN, SECTION
-    )
+    first, head, batch, q_start, T, k_start, S = place(tiles, documents, T, S, H, BLOCK_M, False, VARLEN, SECTION)
     if first >= T:
         return
 
@@ -237,74 +235,75 @@ def forward_kernel(
     head = head.to(tl.int64)
     lse_row = (batch * H + head) * rows_in_all
     row = q_start + first
-    q1 += batch * q1_b + head * q1_h + row * q1_t
-    q2 += batch * q2_b + noise_head * q2_h + row * q2_t
-    k1 += batch * k1_b + kv_head * k1_h + k_start * k1_t
-    k2 += batch * k2_b + kv_head * k2_h + k_start * k2_t
-    v += batch * v_b + kv_head * v_h + k_start * v_t
+    q1 = row_of(q1, q1_strides, batch, head, row)
+    q2 = row_of(q2, q2_strides, batch, noise_head, row)
+    k1 = row_of(k1, k1_strides, batch, kv_head, k_start)
+    k2 = row_of(k2, k2_strides, batch, kv_head, k_start)
+    v = row_of(v, v_strides, batch, kv_head, k_start)
     if MASK_KIND != NO_MASK:
-        mask += batch * mask_b + head * mask_h
+        mask += batch * mask_strides[0] + head * mask_strides[1]
+    mask = (mask, mask_strides[2], mask_strides[3])
 
     rows = tl.arange(0, BLOCK_M)
     here = first + rows < T
-    low, inner_low, inner_high, high = key_ranges(
-        first, T, S, window, BLOCK_M, BLOCK_N, CAUSAL, WINDOW, MASK_KIND != NO_MASK
-    )
+    lengths = (T, S, window)
+    ranges = key_ranges(first, lengths, BLOCK_M, BLOCK_N, CAUSAL, WINDOW, MASK_KIND != NO_MASK)
     o2_out = out
     if SAVE:
         o2_out = out2
-    o2_out += batch * out_b + head * out_h + row * out_t
+    o2_out = row_of(o2_out, (out_b, out_h, out_t), batch, head, row)
     if FUSED:
+        steps = (q1_strides[2], q2_strides[2], k1_strides[2], k2_strides[2], v_strides[2])
         o1a, o1b, log1, o2a, o2b, log2 = both_maps(
-            q1, q2, k1, k2, v, q1_t, q2_t, k1_t, k2_t, v_t, first, T, S, low, inner_low, inner_high, high, window,
-            mask, mask_t, mask_s, factor, BLOCK_M, BLOCK_N, D, DV, DA, DB, VA, VB, CAUSAL, WINDOW, MASK_KIND,
-            MASK_ROWS, POSITIVE, SHARED_KEYS,
+            q1, q2, k1, k2, v, steps, first, lengths, ranges, mask, factor, BLOCK_M, BLOCK_N, D, DV, DA, DB, VA, VB,
+            CAUSAL, WINDOW, MASK_KIND, MASK_ROWS, POSITIVE, SHARED_KEYS,
         )  # fmt: skip
         if SAVE:
             store_tile(o2_out, rows, out_t, T - first, o2a, o2b, VA, VB, DV)
             tl.store(lse2 + lse_row + row + rows, log2, mask=here)
     else:
+        steps = (q2_strides[2], k2_strides[2], v_strides[2])
         o2a, o2b, log2 = one_map(
-            q2, k2, v, q2_t, k2_t, v_t, first, T, S, low, inner_low, inner_high, high, window, mask, mask_t, mask_s,
-            factor, BLOCK_M, BLOCK_N, D, DV, DA, DB, VA, VB, CAUSAL, WINDOW, MASK_KIND, MASK_ROWS, POSITIVE,
+            q2, k2, v, steps, first, lengths, ranges, mask, factor, BLOCK_M, BLOCK_N, D, DV, DA, DB, VA, VB,
+            CAUSAL, WINDOW, MASK_KIND, MASK_ROWS, POSITIVE,
         )  # fmt: skip
         store_tile(o2_out, rows, out_t, T - first, o2a, o2b, VA, VB, DV)
         if SAVE:
             tl.store(lse2 + lse_row + row + rows, log2, mask=here)
-        # Compute addresses and limits again, with ``zero``: kept in registers during the second map, they would spill.
-        rows += zero
-        out_t += zero
-        out_h += zero
+        rows += recompute_here
+        out_t += recompute_here
+        out_h += recompute_here
         first, again, batch, q_start, T, k_start, S = place(
-            tiles + zero, heads_in_all, documents, cu_seqlens_q, cu_seqlens_k, T, S, H, BLOCK_M, False, VARLEN, SECTION
+            anew(tiles, recompute_here), documents, T, S, H, BLOCK_M, False, VARLEN, SECTION
         )
         head = again.to(tl.int64)
         row = q_start + first
+        steps = (q1_strides[2], k1_strides[2], v_strides[2])
         o1a, o1b, log1 = one_map(
-            q1, k1, v, q1_t, k1_t, v_t, first, T, S, low, inner_low, inner_high, high, window, mask, mask_t, mask_s,
-            factor, BLOCK_M, BLOCK_N, D, DV, DA, DB, VA, VB, CAUSAL, WINDOW, MASK_KIND, MASK_ROWS, POSITIVE,
+            q1, k1, v, steps, first, (T, S, window), ranges, mask, factor, BLOCK_M, BLOCK_N, D, DV, DA, DB, VA, VB,
+            CAUSAL, WINDOW, MASK_KIND, MASK_ROWS, POSITIVE,
         )  # fmt: skip
         o2_out = out
         if SAVE:
             o2_out = out2
-        o2_out += batch * out_b + head * out_h + row * out_t
+        o2_out = row_of(o2_out, (out_b, out_h, out_t), batch, head, row)
 
     here = first + rows < T
     if SAVE:
         tl.store(lse1 + lse_row + row + rows, log1, mask=here)
-    out += batch * out_b + head * out_h + row * out_t
-    lam += batch * lam_b + head * lam_h + row * lam_t
-    weight = tl.load(lam + rows.to(tl.int64) * lam_t, mask=here, other=0.0)[:, None]
+    out = row_of(out, (out_b, out_h, out_t), batch, head, row)
+    lam_at = row_of(lam_at, lam_strides, batch, head, row)
+    lam = tl.load(lam_at + rows.to(tl.int64) * lam_strides[2], mask=here, other=0.0)[:, None]  # [BLOCK_M, 1]
     # Chunk by chunk, which takes fewer registers. The barriers make the O2 that other threads stored visible.
     if not FUSED:
         tl.debug_barrier()
-        o2a = load_chunk(o2_out, rows, out_t, T - first, 0, VA, DV, True).to(tl.float32)
-    store_chunk(out, rows, out_t, T - first, o1a - weight * o2a, 0, VA, DV)
+        o2a = load_chunk(o2_out, rows, out_t, T - first, 0, VA, DV, True).to(tl.float32)  # [BLOCK_M, VA]
+    store_chunk(out, rows, out_t, T - first, o1a - lam * o2a, 0, VA, DV)
     if VB > 0:
         if not FUSED:
             tl.debug_barrier()
-            o2b = load_chunk(o2_out, rows, out_t, T - first, VA, VB, DV, True).to(tl.float32)
-        store_chunk(out, rows, out_t, T - first, o1b - weight * o2b, VA, VB, DV)
+            o2b = load_chunk(o2_out, rows, out_t, T - first, VA, VB, DV, True).to(tl.float32)  # [BLOCK_M, VB]
+        store_chunk(out, rows, out_t, T - first, o1b - lam * o2b, VA, VB, DV)
 
 
 def launch_forward(call: Call, need_gradient: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -313,25 +312,34 @@ def launch_forward(call: Call, need_gradient: bool) -> tuple[Tensor, Tensor, Ten
     q1, q2, k1, k2 and v have last strides of 1. Outputs are [B, H, T, Dv] in the dtype of v, in memory [B, T, H, Dv],
     and log-sum-exps [B, H, T], fp32, +inf for a fully masked row.
     """
+    results, launches = plan_forward(call, need_gradient, table_of(call.q1))
+    run(launches, call.q1.device)
+    return results
+
+
+def plan_forward(
+    call: Call, need_gradient: bool, table: Table
+) -> tuple[tuple[Tensor, Tensor, Tensor, Tensor], list[Launch]]:
+    """The results of ``launch_forward``, not yet computed, and what computes them."""
     q1, v = call.q1, call.v
     (B, H, T, D), (G, S, Dv) = q1.shape, v.shape[1:]
     out = like_queries(v, B, H, T)
     out2 = like_queries(v, B, H, T) if need_gradient else v.new_empty(0)
     lse1, lse2 = (q1.new_empty((B, H, T) if need_gradient else 0, dtype=torch.float32) for _ in range(2))
     mask, mask_strides, mask_kind, mask_rows = kernel_mask(call.attn_mask, v)
-    tile = configuration("forward", call, mask_rows != ONE_ROW.value)
-    tiles, sequences, documents = call.grid("queries", tile.BLOCK_M, lse1)
+    size = tile_size("forward", call, mask_rows != ONE_ROW.value, table)
+    tiles, sequences, documents = call.grid("queries", size.BLOCK_M, lse1)
     DA, DB = chunks(D)
     VA, VB = value_chunks(Dv)
-    arguments = [
-        *call.inputs, mask, out, out2, lse1, lse2, *documents, *strides(*call.inputs), *mask_strides,
-        *strides(out), T, S, call.window or 0, call.scale * LOG2_E.value, tiles, sequences * H, 0,
-    ]  # fmt: skip
-    constants = {
+    arguments = {
+        "inputs": call.inputs, "mask": mask, "results": (out, out2, lse1, lse2), "documents": documents,
+        "input_strides": strides(*call.inputs), "mask_strides": mask_strides, "result_strides": out.stride()[:3],
+        "lengths": (T, S, call.window or 0), "factor": call.scale * LOG2_E.value, "tiles": (tiles, sequences * H),
+        "recompute_here": 0,
         "H": H, "HN": call.q2.shape[1], "G": G, "D": D, "DV": Dv, "DA": DA, "DB": DB, "VA": VA, "VB": VB,
-        "FUSED": tile.fused, "CAUSAL": call.is_causal, "WINDOW": call.window is not None,
+        "FUSED": size.fused, "CAUSAL": call.is_causal, "WINDOW": call.window is not None,
         "MASK_KIND": mask_kind, "MASK_ROWS": mask_rows, "POSITIVE": call.scale > 0, "SHARED_KEYS": call.k2 is None,
         "SAVE": need_gradient, "VARLEN": call.documents is not None, "SECTION": SECTION,
     }  # fmt: skip
-    launch(forward_kernel, (tiles * sequences * H,), arguments, constants | tile.options())
-    return out, out2, lse1, lse2
+    launch = Launch(forward_kernel, (tiles * sequences * H,), arguments | size.options())
+    return (out, out2, lse1, lse2), [launch]

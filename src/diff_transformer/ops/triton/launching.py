@@ -1,8 +1,7 @@
 """Shared by all launches: the device, strides, output memory, and masks in the form that kernels take."""
 
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from contextlib import nullcontext
+from typing import Any, NamedTuple
 
 import torch
 import triton.knobs
@@ -15,20 +14,27 @@ ALIGNMENT = 16  # Triton specialises a kernel for integers and addresses that 16
 SECTION = 8  # heads that share the L2 cache: keys and values of 8 heads, 4096 keys, D = 128 take 34 of an H100's 50 MB
 
 
-def on_device(x: Tensor) -> AbstractContextManager:
-    """Context manager that makes the device of x the current one, on which kernels run."""
-    return torch.cuda.device(x.device) if x.device.type == "cuda" else nullcontext()
+class Launch(NamedTuple):
+    """A kernel, its grid of programs, and its arguments and the compiler's options by name."""
+
+    kernel: Any
+    grid: tuple[int, ...]
+    arguments: dict[str, Any]
+
+    def start(self) -> Any:
+        """Start the kernel on the current device; the compiled kernel."""
+        return self.kernel[self.grid](**self.arguments)
 
 
-def launch(kernel: Any, grid: tuple[int, ...], arguments: Sequence[Any], constants: dict[str, Any]) -> Any:
-    """Run a grid of programs on the device of the first argument, a tensor or TMA descriptor; the compiled kernel."""
-    with on_device(getattr(arguments[0], "base", arguments[0])):
-        return kernel[grid](*arguments, **constants)
+def run(launches: list[Launch], device: torch.device) -> list[Any]:
+    """Start kernels on a device, in order; the compiled kernels."""
+    with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
+        return [launch.start() for launch in launches]
 
 
-def strides(*tensors: Tensor) -> list[int]:
+def strides(*tensors: Tensor) -> tuple[tuple[int, ...], ...]:
     """Strides of batch, head and row of each tensor, in elements."""
-    return [stride for x in tensors for stride in x.stride()[:3]]
+    return tuple(x.stride()[:3] for x in tensors)
 
 
 def rows_contiguous(x: Tensor) -> Tensor:
@@ -47,14 +53,14 @@ def transposed_like(x: Tensor) -> Tensor:
     return x.new_empty(B, length, heads, width).transpose(1, 2)
 
 
-def kernel_mask(attn_mask: Tensor | None, placeholder: Tensor) -> tuple[Tensor, list[int], int, int]:
+def kernel_mask(attn_mask: Tensor | None, placeholder: Tensor) -> tuple[Tensor, tuple[int, ...], int, int]:
     """(mask, its strides with 0 in broadcast dimensions, MASK_KIND, MASK_ROWS) for a kernel."""
     if attn_mask is None:
-        return placeholder, [0, 0, 0, 0], NO_MASK.value, ONE_ROW.value
+        return placeholder, (0, 0, 0, 0), NO_MASK.value, ONE_ROW.value
     boolean = attn_mask.dtype == torch.bool
     if attn_mask.shape[2] > 1 and attn_mask.stride(2) != 0:
         attn_mask = aligned_rows(attn_mask)
-    steps = [0 if size == 1 else step for size, step in zip(attn_mask.shape, attn_mask.stride(), strict=True)]
+    steps = tuple(0 if size == 1 else step for size, step in zip(attn_mask.shape, attn_mask.stride(), strict=True))
     mask = attn_mask.view(torch.uint8) if boolean else attn_mask
     rows = ONE_ROW if steps[2] == 0 else VALUE_PER_QUERY if steps[3] == 0 else ROW_PER_QUERY
     return mask, steps, (BOOLEAN if boolean else ADDITIVE).value, rows.value

@@ -2,6 +2,14 @@
 
 Sizes of a tile are powers of two. Another width is split into chunks a and b (96 = 64 + 32). If one chunk is enough, b
 is a placeholder that is never read. Scores are in units of log2, because the hardware computes exp2.
+
+What belongs together travels in tuples: ``strides`` of a tensor are those of a batch entry, a head and a row, in
+elements; ``lengths`` are T, S and the window; ``tiles`` the tiles of a head and the heads in all; ``mask`` a pointer,
+and the strides of a row and of a key.
+
+``recompute_here`` is an argument of the kernels that is always 0. Added to a value, it makes the compiler compute the
+addresses and limits that follow from that value again where they are used, for it cannot know the 0. Otherwise it keeps
+them in registers during a loop, and ptxas spills them: the trick avoids ``st.local`` and ``ld.local``.
 """
 
 import triton
@@ -30,23 +38,22 @@ def load_chunk(
         inside = columns[None, :] < WIDTH
         if ROWS_CHECKED:
             inside = inside & (offset[:, None] < limit)
-        return tl.load(pointers, mask=inside, other=0.0)
+        return tl.load(pointers, mask=inside, other=0.0)  # [rows, CHUNK]
     elif ROWS_CHECKED:
-        return tl.load(pointers, mask=offset[:, None] < limit, other=0.0)
+        return tl.load(pointers, mask=offset[:, None] < limit, other=0.0)  # [rows, CHUNK]
     else:
-        return tl.load(pointers)
+        return tl.load(pointers)  # [rows, CHUNK]
+
+
+@triton.jit
+def row_of(x, strides, batch, head, row):
+    """The pointer to a row of a head of x, or to several rows."""
+    return x + (batch * strides[0] + head * strides[1] + row * strides[2])
 
 
 @triton.jit
 def load_tile(
-    base,
-    offset,
-    stride,
-    limit,
-    A: tl.constexpr,
-    B: tl.constexpr,
-    WIDTH: tl.constexpr,
-    ROWS_CHECKED: tl.constexpr,
+    base, offset, stride, limit, A: tl.constexpr, B: tl.constexpr, WIDTH: tl.constexpr, ROWS_CHECKED: tl.constexpr
 ):
     """Both chunks, [rows, A] and [rows, B], of rows ``base + offset * stride``; if B is 0, the first one twice."""
     a = load_chunk(base, offset, stride, limit, 0, A, WIDTH, ROWS_CHECKED)
@@ -117,25 +124,15 @@ def within_rows(key, S):
 
 @triton.jit
 def mask_scores(
-    scores,
-    query,
-    key,
-    T,
-    S,
-    window,
-    mask,
-    mask_stride_t,
-    mask_stride_s,
-    CAUSAL: tl.constexpr,
-    WINDOW: tl.constexpr,
-    MASK_KIND: tl.constexpr,
+    scores, query, key, lengths, mask, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, MASK_KIND: tl.constexpr,
     MASK_ROWS: tl.constexpr,
-):
+):  # fmt: skip
     """Scores (in units of log2) with attn_mask applied, -inf for keys beyond S and keys that a mask hides.
 
     query and key are positions that broadcast to the tile: [BLOCK_M, 1] and [1, BLOCK_N], or [1, BLOCK_M] and
     [BLOCK_N, 1].
     """
+    T, S, window = lengths
     keep = (key < S) & (query < T)
     if CAUSAL:
         own = query + (S - T)
@@ -146,13 +143,13 @@ def mask_scores(
         return tl.where(keep, scores, MINUS_INFINITY)
     else:
         # Loads without a predicate: with one, ptxas serialises wgmma.mma_async. So mask rows are padded in memory.
-        row = tl.minimum(query, T - 1).to(tl.int64) * mask_stride_t
+        row = tl.minimum(query, T - 1).to(tl.int64) * mask[1]
         if MASK_ROWS == ROW_PER_QUERY:
-            given = tl.load(mask + row + within_rows(key, S) * mask_stride_s)
+            given = tl.load(mask[0] + row + within_rows(key, S) * mask[2])  # the shape of scores
         elif MASK_ROWS == VALUE_PER_QUERY:
-            given = tl.load(mask + row)
+            given = tl.load(mask[0] + row)  # the shape of query
         else:
-            given = tl.load(mask + key.to(tl.int64) * mask_stride_s, mask=key < S, other=0)
+            given = tl.load(mask[0] + key.to(tl.int64) * mask[2], mask=key < S, other=0)  # the shape of key
         if MASK_KIND == BOOLEAN:
             return tl.where(keep & (given != 0), scores, MINUS_INFINITY)
         else:
@@ -160,37 +157,42 @@ def mask_scores(
 
 
 @triton.jit
-def tile_of_program(tiles, heads, SECTION: tl.constexpr):
+def tile_of_program(tiles, SECTION: tl.constexpr):
     """(tile, head) of this program. Programs go through SECTION heads at a time, whose keys and values fit the L2
     cache."""
+    tiles_of_head, heads = tiles
     program = tl.program_id(0)
-    section = program // (tiles * SECTION)
+    section = program // (tiles_of_head * SECTION)
     here = tl.minimum(SECTION, heads - section * SECTION)
-    place = program - section * tiles * SECTION
-    return place // here, section * SECTION + place % here
+    within = program - section * tiles_of_head * SECTION
+    return within // here, section * SECTION + within % here
+
+
+@triton.jit
+def anew(tiles, recompute_here):
+    """``tiles``, from which ``place`` is computed again."""
+    return tiles[0] + recompute_here, tiles[1]
 
 
 @triton.jit
 def place(
-    tiles, heads_in_all, documents, cu_seqlens_q, cu_seqlens_k, T, S, HEADS: tl.constexpr, BLOCK: tl.constexpr,
-    KEYS: tl.constexpr, VARLEN: tl.constexpr, SECTION: tl.constexpr,
+    tiles, documents, T, S, HEADS: tl.constexpr, BLOCK: tl.constexpr, KEYS: tl.constexpr, VARLEN: tl.constexpr,
+    SECTION: tl.constexpr,
 ):  # fmt: skip
     """(first row, head, batch entry, first query, queries, first key, keys) of this program; HEADS heads in a batch
     entry. Its tile is of BLOCK keys (KEYS) or queries. Those with the most to do under a causal limit come first.
 
-    VARLEN: ``documents`` has the document of each tile (``Call.grid``). A tile may lie beyond the end of its document.
-
-    Kernels call this again after and inside loops, with ``zero``, an argument that is always 0, added to ``tiles``. The
-    compiler cannot fold it, so it computes the place again. Otherwise it would keep the place and the addresses derived
-    from it in registers during the loop, and ptxas would spill them (``st.local``, ``ld.local``).
+    VARLEN: ``documents`` are the document of each tile (``Call.grid``) and where the queries and keys of each begin. A
+    tile may lie beyond the end of its document.
     """
-    tile, head_in_all = tile_of_program(tiles, heads_in_all, SECTION)
+    tile, head_in_all = tile_of_program(tiles, SECTION)
     if not KEYS:
-        tile = tiles - 1 - tile
+        tile = tiles[0] - 1 - tile
     batch = (head_in_all // HEADS).to(tl.int64)
     head = head_in_all % HEADS
     if VARLEN:
-        document = tl.load(documents + tile)
+        of_tile, cu_seqlens_q, cu_seqlens_k = documents
+        document = tl.load(of_tile + tile)  # scalars
         q_start = tl.load(cu_seqlens_q + document)
         k_start = tl.load(cu_seqlens_k + document)
         T = tl.load(cu_seqlens_q + document + 1) - q_start

@@ -9,34 +9,35 @@ import torch
 
 pytest.importorskip("triton", reason="it compiles Triton kernels")
 
+import kernel_compiler
 import triton
 import triton.language as tl
-
-from diff_transformer.ops.triton import backward, configurations, forward, metadata
-from diff_transformer.ops.triton.assembly import products_of_loops, spills_in_loops, unguarded_arrivals
-from diff_transformer.ops.triton.call import Call
-from diff_transformer.ops.triton.metadata import (
+from assembly import products_of_loops, spills_in_loops, unguarded_arrivals
+from kernel_compiler import (
     SHARED_LIMIT,
     Compiled,
-    Launch,
+    Description,
     assert_ships,
     compile_for,
     compile_in_subprocess,
     describe,
     executed_over_needed,
     faults,
-    recording,
+    table_of,
     without_timed_spills,
 )
+
+from diff_transformer.ops.triton import backward, forward, tile_sizes
+from diff_transformer.ops.triton.call import Call
+from diff_transformer.ops.triton.launching import Launch
 
 GOOD = Compiled(
     name="kernel", capability=90, registers=168, spill_bytes=0, spills_in_loops=0, shared_bytes=227 * 1024,
     tensor_columns=0, num_warps=4, wgmma=8, mma=0, products=(), wgmma_serialized=False, unguarded_arrivals=0,
 )  # fmt: skip
 COMBINE = "diff_transformer.ops.triton.decode_kernels:decode_combine_kernel"
-SIGNATURE = {"partial": "*fp32", "lam": "*fp32", "out": "*bf16"}
+SIGNATURE = {"partial": "*fp32", "lam_at": "*fp32", "out": "*bf16", "lam_strides": ("i32", "i32:16", 1)}
 SIGNATURE |= dict.fromkeys(("splits", "all_rows", "H", "T"), "i32")
-SIGNATURE |= {f"lam_stride_{dimension}": "i32" for dimension in "bht"}
 CONSTANTS = {"DV": 64, "COLUMNS": 64, "SPLITS_PAD": 8}
 
 
@@ -90,7 +91,7 @@ def test_only_tiles_that_were_timed_may_spill_in_loops(change, ships):
     } | change
     options = {name: given.pop(name) for name in ("num_warps", "num_stages")}
     spills = {"spill_bytes": 8, "spills_in_loops": 3, "shared_bytes": 1000, "capability": given.pop("capability")}
-    launch = Launch("diff_transformer.ops.triton.forward:forward_kernel", {}, given, options)
+    launch = Description("diff_transformer.ops.triton.forward:forward_kernel", {}, given, options)
     assert (faults(without_timed_spills(replace(GOOD, **spills), launch)) == []) == ships
 
 
@@ -156,15 +157,18 @@ def test_spills_are_counted_in_the_innermost_loops_that_multiply(inside, product
     assert spills_in_loops(sass) == found
 
 
-def test_a_serialised_wgmma_is_seen(monkeypatch):
+def table_with(kernel, size):
+    """Tiles of one kernel: this one at all widths."""
+    return {kernel: {(128, 256): (size,)}}
+
+
+def test_a_serialised_wgmma_is_seen():
     """The forward for Hopper with a tile that no register file holds, and with one that it holds with ease."""
     x = torch.zeros(1, 2, 128, 64, dtype=torch.bfloat16)
     v, lam = torch.zeros(1, 2, 128, 128, dtype=torch.bfloat16), torch.zeros(1, 2, 128, 1)
-    small, too_large = (configurations.Configuration(128, keys, 8, 2, fused=True) for keys in (32, 128))
-    with recording(90) as launches:
-        for configuration in (small, too_large):
-            monkeypatch.setattr(forward, "configuration", lambda *_, tile=configuration: tile)
-            forward.launch_forward(Call(x, x, x, None, v, lam, scale=0.125, is_causal=True), need_gradient=False)
+    call = Call(x, x, x, None, v, lam, scale=0.125, is_causal=True)
+    tables = [table_with("forward", tile_sizes.TileSize(128, keys, 8, 2, fused=True)) for keys in (32, 128)]
+    launches = [describe(launch) for table in tables for launch in forward.plan_forward(call, False, table)[1]]
     good, bad = (compile_in_subprocess(*launch[:3], capability=90, **launch.options) for launch in launches)
     assert good.wgmma > 0
     assert not good.wgmma_serialized
@@ -200,16 +204,15 @@ def test_products_are_counted_by_loop():
     )
 
 
-def test_a_product_that_warps_repeat_is_seen(monkeypatch):
+def test_a_product_that_warps_repeat_is_seen():
     """A tile of 16 keys for 8 warps: each of its products is computed several times."""
     x = torch.zeros(1, 2, 128, 64, dtype=torch.bfloat16)
     v, lam = torch.zeros(1, 2, 128, 128, dtype=torch.bfloat16), torch.zeros(1, 2, 128, 1)
     call = Call(x, x, x, None, v, lam, scale=0.125, is_causal=True)
-    small = configurations.Configuration(16, 32, 8, 1, fused=False)
-    monkeypatch.setattr(backward, "configuration", lambda *_: small)
+    table = table_of(80, torch.bfloat16) | table_with("dkdv", tile_sizes.TileSize(16, 32, 8, 1, fused=False))
     rows = torch.zeros(1, 2, 128)
-    with recording(80) as launches:
-        backward.launch_backward(call, v, (v, v, rows, rows), one_pass=False)
+    planned = backward.plan_backward(call, v, (v, v, rows, rows), False, table)[1]
+    launches = [describe(launch) for launch in planned]
     launch = next(launch for launch in launches if launch.constexprs.get("COMPUTE_DK"))
     compiled = compile_in_subprocess(*launch[:3], capability=80, **launch.options)
     assert executed_over_needed(launch, compiled) > 1.9
@@ -226,22 +229,23 @@ def test_errors_come_back():
         compile_in_subprocess("nowhere:kernel", {}, {}, capability=80)
 
 
-@triton.jit(do_not_specialize=["n"])
-def scale_by(x, y, factor, n, stride, other_stride, mask, BLOCK: tl.constexpr):
+@triton.jit(do_not_specialize=["n", "sizes"])
+def scale_by(x, y, factor, n, strides, sizes, mask, BLOCK: tl.constexpr):
     place = tl.arange(0, BLOCK)
-    tl.store(y + place * stride, tl.load(x + place * other_stride, mask=place < n) * factor)
+    tl.store(y + place * strides[0], tl.load(x + place * strides[1], mask=place < n) * factor)
 
 
 def test_description_of_a_launch():
     x, y = torch.zeros(4, dtype=torch.bfloat16), torch.zeros(4, dtype=torch.bool)
-    launch = describe(scale_by, [x, y, 0.5, 1, 1, 32, None], {"BLOCK": 16, "num_warps": 8})
+    given = {"x": x, "y": y, "factor": 0.5, "n": 1, "strides": (1, 32, (x, None)), "sizes": (1, 32), "mask": None}
+    launch = describe(Launch(scale_by, (1,), given | {"BLOCK": 16, "num_warps": 8}))
     assert launch.kernel.endswith(":scale_by")
-    types = {"x": "*bf16", "y": "*i1", "factor": "fp32", "n": "i32", "other_stride": "i32:16"}
-    assert launch.signature == types
-    assert launch.constexprs == {"stride": 1, "mask": None, "BLOCK": 16}
+    types = {"x": "*bf16", "y": "*i1", "factor": "fp32", "n": "i32"}
+    assert launch.signature == types | {"strides": (1, "i32:16", ("*bf16", None)), "sizes": ("i32", "i32")}
+    assert launch.constexprs == {"mask": None, "BLOCK": 16}
     assert launch.options == {"num_warps": 8}
-    long = describe(scale_by, [x, y, 0.5, 48, 17, 2**31, None], {"BLOCK": 16})
-    assert [long.signature[name] for name in ("n", "stride", "other_stride")] == ["i32", "i32", "i64:16"]
+    long = describe(Launch(scale_by, (1,), given | {"n": 48, "strides": (17, 2**31), "BLOCK": 16}))
+    assert [long.signature[name] for name in ("n", "strides")] == ["i32", ("i32", "i64:16")]
 
 
 @pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="about kernels decorated under the interpreter")
@@ -252,8 +256,8 @@ def test_interpreted_kernels_are_refused():
 
 def test_an_interrupted_call_does_not_shift_the_answers(monkeypatch):
     """The answer to an abandoned request is not taken for the answer to the next one."""
-    server = metadata._server()
-    lost = [next(metadata._numbers), "no.module:lost", {}, {}, {}]
+    server = kernel_compiler._server()
+    lost = [next(kernel_compiler._numbers), "no.module:lost", {}, {}, {}]
     print(json.dumps(lost), file=server.stdin, flush=True)
     with pytest.raises(RuntimeError, match="No module named 'other'"):
-        metadata.compile_in_subprocess("other.module:kernel", {}, {}, capability=80)
+        kernel_compiler.compile_in_subprocess("other.module:kernel", {}, {}, capability=80)

@@ -15,15 +15,15 @@ import subprocess
 import sys
 import tempfile
 from atexit import register
-from collections.abc import Generator, Sequence
-from contextlib import ExitStack, contextmanager, redirect_stdout
+from collections.abc import Generator
+from contextlib import contextmanager, redirect_stdout
 from dataclasses import asdict, dataclass, replace
 from functools import cache
 from importlib import import_module
 from itertools import count
 from typing import Any, NamedTuple
 
-from diff_transformer.ops.triton.assembly import products_of_loops, spills_in_loops, unguarded_arrivals
+from assembly import products_of_loops, spills_in_loops, unguarded_arrivals
 
 KIB = 1024
 OPTIONS = ("num_warps", "num_stages", "maxnreg")
@@ -55,7 +55,7 @@ class Compiled:
 
 def compile_for(
     kernel,
-    signature: dict[str, str],
+    signature: dict[str, Any],
     constexprs: dict[str, Any],
     *,
     capability: int,
@@ -70,6 +70,7 @@ def compile_for(
         signature: type of every argument that is no constexpr, as Triton writes types: ``"*bf16"``, ``"fp32"``,
             ``"i32"``, ``"tensordesc<bf16[64,128]>"`` (Gluon: with its layout). ``":16"`` after an integer says that 16
             divides it, as Triton finds out by itself at a launch; of pointers that is assumed, ``":1"`` takes it back.
+            A tuple has a type for each element, or an element itself that is a constant: 1 or None.
         constexprs: value of every other argument; an integer that is 1 at a launch (a stride) belongs here as well.
         options: further options of the compiler, such as ``maxnreg``.
 
@@ -89,16 +90,27 @@ def compile_for(
             "decorated under TRITON_INTERPRET=1 cannot be compiled: use compile_in_subprocess"
         )
     _check_arguments(kernel, signature, constexprs)
-    types, attributes = {}, {}
-    for i, name in enumerate(kernel.arg_names):
-        written = "constexpr" if name in constexprs else signature[name]
-        types[name], _, divisor = written.partition(":")
+    constants, attributes = {}, {}
+
+    def typed(written: Any, *path: int) -> Any:
+        if isinstance(written, list | tuple):
+            return tuple(typed(element, *path, i) for i, element in enumerate(written))
+        if not isinstance(written, str):
+            constants[path] = written
+            return "constexpr"
+        name, _, divisor = written.partition(":")
         if divisor == "16" or (written.startswith("*") and divisor != "1"):
-            attributes[(i,)] = [["tt.divisibility", 16]]
+            attributes[path] = [["tt.divisibility", 16]]
+        return name
+
+    types = {}
+    for i, name in enumerate(kernel.arg_names):
+        types[name] = "constexpr" if name in constexprs else typed(signature[name], i)
+    constants |= {(kernel.arg_names.index(name),): value for name, value in constexprs.items()}
     source = GluonASTSource if isinstance(kernel, GluonJITFunction) else ASTSource
     with ptxas_report() as report:
         compiled = triton.compile(
-            source(fn=kernel, signature=types, constexprs=constexprs, attrs=attributes),
+            source(fn=kernel, signature=types, constexprs=constants, attrs=attributes),
             target=GPUTarget("cuda", capability, 32),
             options={"num_warps": num_warps, "num_stages": num_stages, **options},
         )
@@ -136,76 +148,65 @@ def ptxas_report() -> Generator[io.StringIO]:
         yield report
 
 
-class Launch(NamedTuple):
+class Description(NamedTuple):
     """The arguments of ``compile_in_subprocess`` that describe a launch."""
 
     kernel: str
-    signature: dict[str, str]
+    signature: dict[str, Any]
     constexprs: dict[str, Any]
     options: dict[str, int]
 
 
-def describe(kernel, arguments: Sequence[Any], constants: dict[str, Any]) -> Launch:
-    """What Triton would compile for ``kernel[grid](*arguments, **constants)``; tensors may be on any device.
+def describe(launch) -> Description:
+    """What Triton would compile for a ``launching.Launch``; tensors may be on any device.
 
     As in a launch, None and integers equal to 1 become constants, and integers that 16 divides are marked; tensors
     count as aligned. Works under the interpreter as well.
     """
-    given = dict(zip(kernel.arg_names, arguments, strict=False)) | constants
+    given = dict(launch.arguments)
     options = {name: given.pop(name) for name in OPTIONS if name in given}
-    function = kernel.fn
-    general = _not_specialized(kernel)
+    function = launch.kernel.fn
+    general = _not_specialized(launch.kernel)
     constexpr = {name for name, kind in function.__annotations__.items() if "constexpr" in str(kind)}
     signature, constexprs = {}, {}
     for name, value in given.items():
-        if name in constexpr or value is None or (type(value) is int and value == 1 and name not in general):
-            constexprs[name] = value
-        elif hasattr(value, "block_shape"):  # a TMA descriptor, of Gluon
-            shape = ",".join(map(str, value.block_shape))
-            signature[name] = f"tensordesc<{_short(value.base.dtype)}[{shape}],{value.layout!r}>"
-        elif hasattr(value, "data_ptr"):
-            signature[name] = "*" + _short(value.dtype)
-        elif isinstance(value, float):
-            signature[name] = "fp32"
-        else:
-            width = "i32" if -(2**31) <= value < 2**31 else "i64"
-            signature[name] = f"{width}:16" if value % 16 == 0 and name not in general else width
-    return Launch(f"{function.__module__}:{function.__name__}", signature, constexprs, options)
+        typed = value if name in constexpr else _typed(value, name not in general)
+        (signature if isinstance(typed, str | tuple) and name not in constexpr else constexprs)[name] = typed
+    return Description(f"{function.__module__}:{function.__name__}", signature, constexprs, options)
+
+
+def _typed(value: Any, special: bool) -> Any:
+    """The type of an argument as ``compile_for`` takes it, or the argument itself, which is then a constant.
+
+    special: whether kernels are specialised for its values.
+    """
+    if isinstance(value, tuple):
+        return tuple(_typed(element, special) for element in value)
+    if value is None or (type(value) is int and value == 1 and special):
+        return value
+    if hasattr(value, "block_shape"):  # a TMA descriptor, of Gluon
+        shape = ",".join(map(str, value.block_shape))
+        return f"tensordesc<{_short(value.base.dtype)}[{shape}],{value.layout!r}>"
+    if hasattr(value, "data_ptr"):
+        return "*" + _short(value.dtype)
+    if isinstance(value, float):
+        return "fp32"
+    width = "i32" if -(2**31) <= value < 2**31 else "i64"
+    return f"{width}:16" if value % 16 == 0 and special else width
 
 
 def _short(dtype: Any) -> str:
     return POINTERS[str(dtype).removeprefix("torch.")]
 
 
-@contextmanager
-def recording(capability: int) -> Generator[list[Launch]]:
-    """Context manager: the functions that launch kernels describe what they would launch on such a GPU.
+def table_of(capability: int, dtype: Any) -> Any:
+    """The tiles for a GPU of that capability."""
+    from diff_transformer.ops.triton.tile_sizes import table_for
 
-    These are launch_forward, launch_backward and launch_decode, and attend_forward and attend_backward of ops/gluon.
-    They launch nothing, and return uninitialised tensors. Tensors may be on any device. What is yielded collects the
-    descriptions.
-    """
-    from unittest.mock import patch
-
-    from diff_transformer.ops.gluon import backward as hopper_backward
-    from diff_transformer.ops.gluon import forward as hopper_forward
-    from diff_transformer.ops.triton import backward, configurations, decode, deltas, forward
-
-    launches: list[Launch] = []
-
-    def record(kernel, grid, arguments, constants):
-        launches.append(describe(kernel, arguments, constants))
-
-    table = configurations.table_for(divmod(capability, 10), SHARED_LIMIT[capability])
-    with ExitStack() as patches:
-        for module in (forward, deltas, backward, decode, hopper_forward, hopper_backward):
-            patches.enter_context(patch.object(module, "launch", record))
-        patches.enter_context(patch.object(configurations, "INTERPRETED", False))
-        patches.enter_context(patch.object(configurations, "table_of", lambda device: table))
-        yield launches
+    return table_for(divmod(capability, 10), SHARED_LIMIT[capability], dtype)
 
 
-class Tile(NamedTuple):
+class Turn(NamedTuple):
     """What one turn of an innermost loop computes; of a Hopper kernel, what one of its warpgroups does."""
 
     rows: int
@@ -215,8 +216,8 @@ class Tile(NamedTuple):
     maps: int  # 2: both maps in the same turn
 
 
-def tile_of(launch: Launch) -> Tile:
-    """The tile of a launched kernel, Triton's or Gluon's.
+def turn_of(launch: Description) -> Turn:
+    """What a turn of a launched kernel's loop computes, Triton's or Gluon's.
 
     Widths are those of the call, not of the chunks, nor padded. A program that decodes computes 16 rows, fewer than it
     has or not.
@@ -227,13 +228,13 @@ def tile_of(launch: Launch) -> Tile:
     )
     D = given.get("WIDTH", given["D"])
     maps = 2 if given.get("FUSED", name != "fwd_sequential") else 1
-    return Tile(rows, keys, D, 2 * D if "WIDTH" in given else given["DV"], maps)
+    return Turn(rows, keys, D, 2 * D if "WIDTH" in given else given["DV"], maps)
 
 
-def needed_products(launch: Launch) -> int:
+def needed_products(launch: Description) -> int:
     """Multiply-adds that the algorithm needs in one turn of an innermost loop of a launched kernel: one tile."""
     given = launch.constexprs
-    rows, keys, D, DV, maps = tile_of(launch)
+    rows, keys, D, DV, maps = turn_of(launch)
     name = launch.kernel.partition(":")[2].removesuffix("_kernel")
     if name in ("decode_split", "forward", "fwd_sequential"):
         each = maps * (D + DV)
@@ -245,7 +246,7 @@ def needed_products(launch: Launch) -> int:
     return rows * keys * each
 
 
-def executed_over_needed(launch: Launch, compiled: Compiled) -> float | None:
+def executed_over_needed(launch: Description, compiled: Compiled) -> float | None:
     """Products that a compiled launch executes in a turn of a loop over ``needed_products``; None: no tensor cores."""
     if not compiled.products:
         return None
@@ -301,9 +302,9 @@ def _unguarded(arrivals: int) -> str:
     return f"arrives {arrivals} times at an mbarrier with no barrier of the warps before"
 
 
-def without_timed_spills(compiled: Compiled, launch: Launch) -> Compiled:
+def without_timed_spills(compiled: Compiled, launch: Description) -> Compiled:
     """The kernel as if it did not spill, if its tile was timed as it is on such a chip, and was the fastest."""
-    from diff_transformer.ops.triton.configurations import HOPPER_TIMED
+    from diff_transformer.ops.triton.tile_sizes import HOPPER_TIMED
 
     given, name = launch.constexprs, launch.kernel.partition(":")[2]
     kernels = {"forward_kernel": "forward", "bwd_dq_kernel": "dq"}
@@ -323,7 +324,7 @@ def assert_ships(compiled: Compiled, capability: int | None = None) -> None:
         raise AssertionError(f"{compiled.name}, {compiled.num_warps} warps: {'; '.join(found)}. {compiled}")
 
 
-def compile_in_subprocess(kernel: str, signature: dict[str, str], constexprs: dict[str, Any], **options) -> Compiled:
+def compile_in_subprocess(kernel: str, signature: dict[str, Any], constexprs: dict[str, Any], **options) -> Compiled:
     """``compile_for`` in a subprocess where the interpreter is off; one subprocess serves all calls.
 
     ``kernel`` is ``"package.module:function"``; constexprs and options are numbers, strings, booleans or None.
@@ -351,8 +352,10 @@ _numbers = count()
 @cache
 def _server() -> subprocess.Popen:
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    command = [sys.executable, "-c", f"from {__name__} import serve; serve()"]
-    server = subprocess.Popen(command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    environment["PYTHONPATH"] = os.pathsep.join(sys.path)
+    server = subprocess.Popen(
+        [sys.executable, __file__], env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
     register(server.kill)
     return server
 
@@ -396,3 +399,7 @@ def _largest(pattern: str, log: str) -> int:
     if not found:
         raise RuntimeError(f"ptxas reported nothing that matches {pattern!r}; its report was: {log}")
     return max(found)
+
+
+if __name__ == "__main__":
+    serve()

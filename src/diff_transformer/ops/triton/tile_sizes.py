@@ -18,12 +18,13 @@ well.
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from diff_transformer.ops.triton.call import Call
 from diff_transformer.ops.triton.launching import INTERPRETED
 
 
-class Configuration(NamedTuple):
+class TileSize(NamedTuple):
     """Queries and keys of a tile, and the compiler's options."""
 
     BLOCK_M: int
@@ -37,15 +38,14 @@ class Configuration(NamedTuple):
         return {name: value for name, value in self._asdict().items() if name != "fused"}
 
 
-C = Configuration
-IN_INTERPRETER = C(32, 32, 4, 1)
+C = TileSize
 NARROW_KEYS = C(16, 64, 4, 1, False)  # with 8 warps, several would compute the same part of the keys' gradient
 
 # Tables: by kernel ("one_pass" is bwd_dkdv_kernel, if it adds to dQ as well) and by the largest widths (D, Dv) that an
 # entry is for. An entry has a configuration for plain calls, one for calls with a window, documents, shared heads or a
 # mask, and one for masks that differ between queries, of the forward for any mask and for a negative scale; where it is
 # shorter, the last one serves the rest.
-Table = dict[str, dict[tuple[int, int], tuple[Configuration, ...]]]
+Table = dict[str, dict[tuple[int, int], tuple[TileSize, ...]]]
 
 MMA_SYNC: Table = {  # with at least 163 KiB of shared memory
     "forward": {
@@ -183,15 +183,15 @@ FP32: Table = {
     "forward": {(64, 128): (C(32, 32, 8, 1, False),), (128, 256): (C(16, 16, 8, 1, False),)},
     **{kernel: {(128, 256): (C(16, 16, 8, 1, False),)} for kernel in ("dkdv", "dq", "one_pass")},
 }
+INTERPRETER: Table = {
+    kernel: {(64, 256): (C(32, 32, 4, 1),), (128, 256): (C(32, 32, 4, 1, False),)} for kernel in HOPPER
+}
 LARGE_SHARED = 163 * 1024  # bytes
 
 
-def configuration(kernel: str, call: Call, mask_by_query: bool) -> Configuration:
-    """Configuration of "forward", "dkdv", "dq" or "one_pass"; mask_by_query: ``attn_mask`` differs between queries."""
-    D, Dv, device = call.q1.shape[3], call.v.shape[3], call.q1.device
-    if INTERPRETED and device.type == "cpu":
-        return IN_INTERPRETER._replace(fused=D <= 64)
-    table = FP32 if call.q1.dtype == torch.float32 else table_of(device)
+def tile_size(kernel: str, call: Call, mask_by_query: bool, table: Table) -> TileSize:
+    """The tile of "forward", "dkdv", "dq" or "one_pass"; mask_by_query: ``attn_mask`` differs between queries."""
+    D, Dv = call.q1.shape[3], call.v.shape[3]
     entry = next(entry for (width, value), entry in table[kernel].items() if width >= D and Dv <= value)
     shared_heads = call.q1.shape[1] != call.k1.shape[1]
     given = (call.window, call.documents, call.attn_mask)
@@ -202,14 +202,18 @@ def configuration(kernel: str, call: Call, mask_by_query: bool) -> Configuration
     return entry[min(2 if masked else int(features), len(entry) - 1)]
 
 
-def table_of(device: torch.device) -> Table:
-    """The tiles for half precision on a GPU."""
-    properties = torch.cuda.get_device_properties(device)
-    return table_for((properties.major, properties.minor), properties.shared_memory_per_block_optin)
+def table_of(x: Tensor) -> Table:
+    """The table for the device and dtype of x."""
+    if INTERPRETED and x.device.type == "cpu":
+        return INTERPRETER
+    properties = torch.cuda.get_device_properties(x.device)
+    return table_for((properties.major, properties.minor), properties.shared_memory_per_block_optin, x.dtype)
 
 
-def table_for(capability: tuple[int, int], shared_bytes: int) -> Table:
-    """The tiles for a compute capability and the shared memory that a program may use."""
+def table_for(capability: tuple[int, int], shared_bytes: int, dtype: torch.dtype) -> Table:
+    """The table for a compute capability, the shared memory that a program may use, and a dtype."""
+    if dtype == torch.float32:
+        return FP32
     if capability[0] == 9:
         return HOPPER
     if capability[0] == 10:
@@ -219,9 +223,9 @@ def table_for(capability: tuple[int, int], shared_bytes: int) -> Table:
     return BLACKWELL_SMALL if capability[0] == 12 else MMA_SYNC_SMALL
 
 
-def split(configuration: Configuration, *flags: str) -> list[dict[str, bool]]:
+def split(size: TileSize, *flags: str) -> list[dict[str, bool]]:
     """Constants of each launch: all gradients named by ``flags`` at once, or one launch for each."""
-    if configuration.fused:
+    if size.fused:
         return [dict.fromkeys(flags, True)]
     return [{flag: flag == computed for flag in flags} for computed in flags]
 

@@ -1,7 +1,6 @@
 """Compare the Hopper kernels with the fp64 reference on small problems, within the numerics budget.
 
-self_test.py runs this on a machine before anything else launches the kernels. A kernel that is wrong, spills registers,
-does not compile or does not end is not used there.
+Tests marked ``gpu`` do this, and benchmarks/gpu.py before it times the kernels.
 """
 
 import math
@@ -9,11 +8,11 @@ import time
 from typing import Any
 
 import torch
+from kernel_compiler import launched_faults
 from torch import Tensor
 
 from diff_transformer.ops.masking import apply_masks, position_mask
 from diff_transformer.ops.triton.call import Call
-from diff_transformer.ops.triton.metadata import launched_faults
 from diff_transformer.testing import Inputs, assert_within_budget, eager_diff_attention, make_inputs
 
 SECONDS = 20.0  # limit of a launched kernel, which takes well under one
@@ -21,36 +20,17 @@ SECONDS = 20.0  # limit of a launched kernel, which takes well under one
 PROBLEMS = ({"T": 300, "S": 333}, {"T": 150, "S": 63}, {"T": 40, "S": 1000})
 
 
-class NotTried(RuntimeError):
-    """A test came to no verdict, for a reason that need not be the kernel's."""
-
-
-def fault_of(device: torch.device, D: int, dtype: torch.dtype, is_causal: bool, kernels: str) -> str | None:
-    """What is wrong with the kernels, as a message, or None. After a fault the device may be lost to this process.
-
-    Raises:
-        NotTried: memory ran out, or a kernel did not end in time, as on a GPU that others use.
-    """
-    try:
-        for lengths in PROBLEMS:
-            if kernels == "forward":
-                compare(device, D, dtype, is_causal, **lengths)
-            else:
-                compare_gradients(device, D, dtype, is_causal, **lengths)
-    except NotTried:
-        raise
-    except Exception as error:  # a compiler's errors have no common base
-        message = f"{type(error).__name__}: {error}"
-        if isinstance(error, MemoryError | torch.OutOfMemoryError) or "out of memory" in str(error):
-            raise NotTried(message) from error
-        return message
-    return None
+def check(device: torch.device, D: int, dtype: torch.dtype, is_causal: bool, kernels: str) -> None:
+    """Raise unless ``kernels``, "forward" or "two_pass", pass on PROBLEMS. After a fault the device may be lost."""
+    for lengths in PROBLEMS:
+        (compare if kernels == "forward" else compare_gradients)(device, D, dtype, is_causal, **lengths)
 
 
 @torch.no_grad()
 def compare(device: torch.device, D: int, dtype: torch.dtype, is_causal: bool, T: int, S: int) -> None:
     """Raise unless the kernel is right for one problem in each of its forms, with and without a gradient's results."""
-    from diff_transformer.ops.gluon.forward import attend_forward
+    from diff_transformer.ops.gluon.forward import plan_forward
+    from diff_transformer.ops.triton.launching import run
 
     inputs = make_inputs(2, 2, T, D, S=S, G=1, dtype=dtype, device=device, strided=True, requires_grad=False)
     for given in forms_of(inputs):
@@ -58,7 +38,8 @@ def compare(device: torch.device, D: int, dtype: torch.dtype, is_causal: bool, T
         call = Call(*given[:3], k2, *given[4:], scale=D**-0.5, is_causal=is_causal)
         expected = expected_results(*given, is_causal=is_causal, scale=D**-0.5)
         for need_gradient in (True, False):
-            results, compiled = attend_forward(call, need_gradient)
+            results, launches = plan_forward(call, need_gradient)
+            compiled = run(launches, device)
             wait(device)
             refuse_faults(compiled)
             for (name, (exact, eager)), result in zip(expected.items(), results, strict=True):
@@ -72,7 +53,8 @@ def compare(device: torch.device, D: int, dtype: torch.dtype, is_causal: bool, T
 
 def compare_gradients(device: torch.device, D: int, dtype: torch.dtype, is_causal: bool, T: int, S: int) -> None:
     """Raise unless the gradient kernels are right for one problem in each of their forms."""
-    from diff_transformer.ops.gluon.backward import attend_backward
+    from diff_transformer.ops.gluon.backward import plan_backward, summed
+    from diff_transformer.ops.triton.launching import run
 
     scale = D**-0.5
     inputs = make_inputs(2, 2, T, D, S=S, G=1, dtype=dtype, device=device, strided=True, requires_grad=False)
@@ -83,10 +65,11 @@ def compare_gradients(device: torch.device, D: int, dtype: torch.dtype, is_causa
         with torch.no_grad():
             saved = [exact for exact, _ in expected_results(*given, is_causal=is_causal, scale=scale).values()]
             saved = [x.to(dtype) for x in saved[:2]] + [x.float() for x in saved[2:]]
-            results, compiled = attend_backward(call, dout, saved)
+            results, launches = plan_backward(call, dout, saved)
+            compiled = run(launches, device)[1:]  # the first adds up rows, by plain Triton
+            results = summed(call, results)
         wait(device)
-        for kernel in compiled:
-            refuse_faults(kernel)
+        refuse_faults(compiled)
         expected = expected_gradients(dout, saved[1], *given, is_causal=is_causal, scale=scale)
         for (name, (exact, eager)), result in zip(expected.items(), results, strict=True):
             if name == "dk2" and k2 is None:
@@ -99,11 +82,11 @@ def forms_of(inputs: Inputs) -> tuple[Inputs, ...]:
     return inputs, inputs._replace(k2=inputs.k1), inputs._replace(q2=inputs.q2[:, :1])
 
 
-def refuse_faults(compiled: Any) -> None:
+def refuse_faults(compiled: list[Any]) -> None:
     """Raise if a kernel that was launched spills registers, or arrives at a barrier before its warps have met."""
-    found = launched_faults(compiled)
-    if found:
-        raise AssertionError(f"it {' and '.join(found)}")
+    for kernel in compiled:
+        if found := launched_faults(kernel):
+            raise AssertionError(f"it {' and '.join(found)}")
 
 
 def expected_gradients(
@@ -114,10 +97,11 @@ def expected_gradients(
 
     dlam is a sum over the saved ``out2``, so the rounding of out2 is part of the input.
     """
+    from diff_transformer.ops.call import check
     from diff_transformer.ops.reference import attend
 
     def exact(*given: Tensor) -> Tensor:
-        return attend(*given, None, is_causal, None, scale)
+        return attend(check(*given, is_causal=is_causal, scale=scale))
 
     def eager(*given: Tensor) -> Tensor:
         return eager_diff_attention(*given, is_causal=is_causal, scale=scale)
@@ -158,12 +142,12 @@ def wait(device: torch.device) -> None:
     """Wait for the work on the current stream of the device.
 
     Raises:
-        NotTried: it has not ended after SECONDS.
+        TimeoutError: it has not ended after SECONDS.
     """
     done = torch.cuda.Event()
     done.record(torch.cuda.current_stream(device))
     deadline = time.monotonic() + SECONDS
     while not done.query():
         if time.monotonic() > deadline:
-            raise NotTried(f"the Hopper attention kernel has not ended after {SECONDS:.0f} s on {device}")
+            raise TimeoutError(f"the Hopper attention kernel has not ended after {SECONDS:.0f} s on {device}")
         time.sleep(0.001)
