@@ -30,7 +30,7 @@ def evaluate(
         str,
         typer.Argument(
             help="harness, scaling, long_nll, needle, allocation, many_shot, hallucination, outliers, quantization, "
-            "associative_recall, ablation, gradient_flow; or all."
+            "associative_recall, ablation, gradient_flow; all; or the Python file of one of yours."
         ),
     ],
     out: Annotated[Path, typer.Option("--out", help="JSON file for one result, or a folder; must be new.")],
