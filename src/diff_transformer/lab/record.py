@@ -301,7 +301,9 @@ def comparison_records(folder: Path) -> list[Record]:
             if "explorer" in part.rows:
                 record.rows["explorer"] = [*record.rows.get("explorer", []), *part.rows["explorer"]]
         made.append(record)
-    return sorted(made, key=lambda one: (PAIR.index(one.side) if one.side in PAIR else len(PAIR), one.side, one.seed))
+    variants = folder / "variants.json"
+    order = [*PAIR, *(map(str, checks.read_json(variants)) if variants.exists() else ())]
+    return sorted(made, key=lambda one: (order.index(one.side) if one.side in order else len(order), one.seed))
 
 
 def of_result(result: Any, *, setting: str = "", side: str | None = None, seed: int | None = None) -> Record:
