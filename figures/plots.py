@@ -17,6 +17,7 @@ from diff_transformer.lab.measures import borrow_baselines, final_loss, paired_r
 from diff_transformer.lab.recipes import needle_study, recall_study
 from diff_transformer.lab.recipes.recall_study import CORE, GRID
 from diff_transformer.lab.record import Cells, Record
+from diff_transformer.lab.sides import CONTROL, name_of
 from diff_transformer.lab.stats import Interval, over_seeds
 from diff_transformer.report.charts import Line, Row, category_chart, grid, line_chart, row_chart
 from diff_transformer.report.render import Chart, is_current, save
@@ -39,13 +40,13 @@ NAMES = {
     "diff_no_norm": "DIFF without head norm",
     "diff_lambda_0.8": "DIFF, from .1, lambda_init .8",
     "diff_lambda_0.5": "DIFF, from .1, lambda_init .5",
-    "softmax_wide_norm": "Transformer, 4 heads of 32 with a head norm from .1",
-    "softmax_norm": "Transformer with a head norm from .1",
+    "softmax_wide_norm": "Transformer + head norm from .1, 4 heads of 32",
+    "softmax_norm": f"{name_of(CONTROL)} from .1",
     "softmax_diff_rate": "Transformer, DIFF's rate",
-    "softmax_norm1": "Transformer with a head norm from 1",
-    "softmax_wide_norm1": "Transformer, half as many heads twice as wide, head norm from 1",
+    "softmax_norm1": f"{name_of(CONTROL)} from 1",
+    "softmax_wide_norm1": "Transformer + head norm from 1, half as many heads twice as wide",
     "diff_lambda0": "DIFF, lambda fixed at 0, head norm from 1",
-    "softmax_half_heads": "Transformer, half as many heads twice as wide, head norm from .1",
+    "softmax_half_heads": "Transformer + head norm from .1, half as many heads twice as wide",
     "diff_no_subtraction": "DIFF, lambda fixed at 0, head norm from .1",
     "dint": "DINT",
     "grouped_diff": "Grouped DIFF",
@@ -66,11 +67,11 @@ def matched_names(starts: Sequence[float], own_scale: Sequence[float] = ()) -> d
     )
     names = {
         "diff_matched": f"DIFF, {matched}",
-        "softmax_norm_matched": f"Transformer, {same}",
+        "softmax_norm_matched": f"Transformer + {same}",
         "diff_lambda0_matched": f"DIFF, lambda fixed at 0, {same}",
     }
     if own_scale:
-        names["softmax_norm_own_scale"] = f"Transformer, head norm from its own scale ({own})"
+        names["softmax_norm_own_scale"] = f"Transformer + head norm from its own scale ({own})"
         names["diff_lambda0_own_scale"] = f"DIFF, lambda fixed at 0, head norm from the Transformer's scale ({own})"
     return names
 

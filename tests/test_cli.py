@@ -306,4 +306,4 @@ def test_help_names_every_experiment():
     from diff_transformer.lab.experiments import EXPERIMENTS
 
     said = next(p.help for p in typer.main.get_command(app).commands["eval"].params if p.name == "name")
-    assert said == f"{', '.join(EXPERIMENTS)}; or all."
+    assert said == f"{', '.join(EXPERIMENTS)}; all; or the Python file of one of yours."

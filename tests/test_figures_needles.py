@@ -53,7 +53,7 @@ def test_the_primary_outcome_is_that_of_the_records(page):
     assert "| +0.100 (+0.098 to +0.102) | +63.2 | < 0.001 | held |" in accuracy
     assert "-0.999 (-1.000 to -0.998) |" in steps
     assert steps.endswith("| < 0.001 | held |")
-    assert "less Transformer with a head norm" in against_norm
+    assert "less Transformer + head norm" in against_norm
     assert "| +0.400 " in against_norm
     assert f"{math.log2(1502 / 3500):+.3f}" in steps_against_norm
     assert "nothing is decided" not in lines[0]

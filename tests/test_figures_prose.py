@@ -47,7 +47,7 @@ def test_a_finished_size_is_judged_and_an_unfinished_one_is_not(page):
     assert "| less Transformer, small | -0.100" in text
     assert "difference (95 % interval, 5 seeds)" in text
     assert "| < 0.001 | held |" in text
-    against = next(line for line in text.splitlines() if "less Transformer with a head norm" in line)
+    against = next(line for line in text.splitlines() if "less Transformer + head norm" in line)
     assert "+0.100" in against
     assert "did not hold" in against
     assert "medium" not in text.split("**Primary outcome**")[1]
@@ -158,7 +158,7 @@ def test_what_pages_say_of_prose_alone_is_the_record():
         return [line.split("|")[4].strip() for line in lines if line.startswith(f"| {name}") and "| 5 |" in line][:2]
 
     higher = [re.match(r"\+([\d.]+) \(\+", cell)[1] for cell in less_the_transformer("DIFF as published")]
-    names = ("Transformer with a head norm from .1", "Transformer, half as many heads", "DIFF, lambda fixed at 0")
+    names = ("Transformer + head norm from .1 |", "Transformer + head norm from .1, half", "DIFF, lambda fixed at 0")
     controls = [less_the_transformer(name) for name in names]
     assert all(re.search(r"\(-[\d.]+ to \+[\d.]+\)", small) for small, _ in controls)
     gains = [re.match(r"-([\d.]+) \(-[\d.]+ to -", at_medium)[1] for _, at_medium in controls]
@@ -209,9 +209,8 @@ def test_what_pages_say_of_prose_and_needles_together_is_the_record():
     assert not any(" to -" in row[8] for row in rows), "over 512 tokens nobody gains for certain"
     assert re.match(r"\+[\d.]+ \(\+", rows[-1][5]), "as published, prose is certainly worse"
     assert re.match(r"\+[\d.]+ \(-", rows[-1][6]), "and needles not certainly"
-    controls = [
-        re.match(r"-([\d.]+) \(-[\d.]+ to -", on_prose(name))[1] for name in ("Transformer with", "DIFF, lambda")
-    ]
+    names = ("Transformer + head norm from .1 |", "DIFF, lambda")
+    controls = [re.match(r"-([\d.]+) \(-[\d.]+ to -", on_prose(name))[1] for name in names]
     published = re.match(r"\+([\d.]+) \(\+", on_prose("DIFF as published"))[1]
     text = " ".join((ROOT / "docs" / "findings.md").read_text().split())
     assert (

@@ -30,7 +30,7 @@ from tables import interval, side_by_side, table  # noqa: E402
 SHOWN = MEASURES[:15]  # of these, what the first README shows
 COLUMNS = {**RATES, "diff_norm1": "DIFF as published"}
 DEPTHS = (0, 25, 50, 75, 100)
-# Where a Transformer with normalised heads stands, which one, and where DIFF at the same rate does.
+# Where a Transformer + head norm stands, which one, and where DIFF at the same rate does.
 NORMED = (
     ("ablation", "softmax_norm", "novels", "diff_same_rate"),
     ("ablation", "softmax_wide_norm", "novels", "diff_same_rate"),

@@ -14,12 +14,12 @@ from transformers import AutoModelForCausalLM
 from diff_transformer.data.prepare.config import PrepareConfig
 from diff_transformer.data.prepare.run import prepare
 from diff_transformer.lab.compare import compare
-from diff_transformer.lab.comparison_results import corpus_label
 from diff_transformer.lab.pool import run_pool
 from diff_transformer.lab.recipes import recipe
 from diff_transformer.lab.record import load_all
 from diff_transformer.lab.spec import RunSpec
 from diff_transformer.lab.worker import more_experiments
+from diff_transformer.report.comparison import corpus_label, load_comparison
 from diff_transformer.train.config import override
 from diff_transformer.train.signals import Stopped
 
@@ -57,10 +57,13 @@ def test_everything_is_written(finished):
     assert softmax.curves["recall"]["step"] == [0, 2]
     page = (out / "report.html").read_text()
     assert "<html" in page
-    assert [entry["title"] for entry in summary["explorer"]] == [
-        *["One needle", "Two needles, one asked for"] * 2,
-        *["Key-value recall in noise"] * 2,
-    ]
+    assert [entry["title"] for entry in softmax.rows["explorer"]] == [
+        "One needle", "Two needles, one asked for", "Key-value recall in noise"
+    ]  # fmt: skip
+    assert not any(entry["rows"] for entry in summary["evals"])  # once, in the records
+    shown = load_comparison(out)
+    assert json.loads(json.dumps(shown.about["claims"])) == summary["claims"]
+    assert load_comparison(out / "results.json") == shown
     always = {"associative_recall", "needle", "allocation", "outliers", "throughput", "recall"}
     assert {e["eval"] for e in summary["evals"]} == always | {"long_nll"}
     ids = [claim["id"] for claim in summary["claims"]]
@@ -98,11 +101,11 @@ def test_both_sides_saw_the_same(finished):
 
 
 def test_the_small_pair_differs_in_one_field_and_its_rows_are_answered_right(finished):
-    out, summary = finished
+    out, _ = finished
     diff, softmax = (RunSpec.load(out / "recall" / f"{side}-seed0").config for side in ("diff", "softmax"))
     assert (diff.model.pop("attention"), softmax.model.pop("attention")) == ("diff", "softmax")
     assert diff == softmax
-    entry = summary["explorer"][-1]
+    entry = load_all(out)[1].rows["explorer"][-1]
     key, place = entry["tokens"][-1], entry["answer_span"][0]
     assert entry["tokens"].count("·") == 16
     assert entry["tokens"].index(key) + 1 == place

@@ -1,12 +1,22 @@
 """Plans of several experiments: refusals before anything runs, and the settings of each experiment."""
 
+import ast
 import importlib.util
+import inspect
 import os
+from dataclasses import fields
+from pathlib import Path
 
+import numpy as np
 import pytest
+from tiny_models import save_tiny_model
+from typer.testing import CliRunner
 
+from diff_transformer.cli import app
 from diff_transformer.durable import DiskError
-from diff_transformer.lab.experiments import Plan, check_models, names_of, run_eval, run_suite, settings_of
+from diff_transformer.evals.types import Result
+from diff_transformer.lab import experiments
+from diff_transformer.lab.experiments import Plan, check_models, experiment, names_of, run_eval, run_suite, settings_of
 
 
 @pytest.mark.parametrize("name", ["ablation", "scaling"])
@@ -68,3 +78,64 @@ def test_the_example_of_a_value_can_be_given(name, assignment, example):
         settings_of(name, {}, [assignment])
     value = str(caught.value).rsplit("value like ", 1)[1].strip("'")
     settings_of(name, {}, [f"{assignment.split('=')[0]}={value}"])
+
+
+MINE = Path(__file__).parents[2] / "examples" / "my_experiment.py"
+
+
+@pytest.fixture(autouse=True)
+def forget():
+    yield
+    experiment.cache_clear()
+
+
+def test_an_experiment_of_a_user_s_file_runs_like_one_of_ours(tmp_path):
+    """The example of docs/examples.md, on the command line: one result, then a folder with its page."""
+    model = save_tiny_model(tmp_path / "tiny")
+    command = ["eval", str(MINE), "--model", str(model), "--quick", "--set", "length=8", "--out"]
+    assert len(MINE.read_text().splitlines()) <= 41
+    done = CliRunner().invoke(app, [*command, str(tmp_path / "one.json")])
+    assert done.exit_code == 0, done.output
+    result = Result.load(tmp_path / "one.json")
+    assert (result.eval, len(result.rows), result.provenance["length"]) == ("my_experiment", 8, 8)
+    assert result.metrics["repeat_loss"] == pytest.approx(np.log(260), abs=1)  # random weights guess
+    done = CliRunner().invoke(app, [*command, str(tmp_path / "many")])
+    assert done.exit_code == 0, done.output
+    assert Result.load(tmp_path / "many" / "my_experiment" / "tiny.json").rows == result.rows
+    assert "My experiment" in (tmp_path / "many" / "report.html").read_text()
+
+
+def test_an_experiment_of_another_package_is_found_by_its_entry_point(monkeypatch):
+    import diff_transformer.evals.needle as theirs
+
+    class Found:
+        name = "theirs"
+
+        def load(self):
+            return theirs
+
+    monkeypatch.setattr(experiments, "entry_points", lambda group: [Found()] if group.endswith(".experiments") else [])
+    assert experiment("theirs") is theirs
+    with pytest.raises(ValueError, match=r"no experiment 'their' \(did you mean 'theirs'\?\)"):
+        experiment("their")
+
+
+def test_a_file_that_is_no_experiment_is_said(tmp_path):
+    (tmp_path / "nothing.py").write_text("Settings = 3\n")
+    with pytest.raises(ValueError, match=r"nothing\.py is no experiment; give it a frozen dataclass Settings and run"):
+        experiment(str(tmp_path / "nothing.py"))
+    with pytest.raises(ValueError, match=r"no experiment '.*absent\.py'.*, a file of Python, or all"):
+        experiment(str(tmp_path / "absent.py"))
+
+
+@pytest.mark.parametrize("name", experiments.EXPERIMENTS)
+def test_settings_are_the_only_place_of_defaults(name):
+    """A default of ``evaluate_...`` that a field of ``Settings`` has too is taken from there."""
+    tree = ast.parse(inspect.getsource(experiment(name)))
+    named = {found.name for found in fields(experiment(name).Settings)} - {"samples"}  # there, the Samples
+    for function in ast.walk(tree):
+        if isinstance(function, ast.FunctionDef) and function.name.startswith("evaluate"):
+            given = zip(function.args.kwonlyargs, function.args.kw_defaults, strict=True)
+            for argument, default in given:
+                if argument.arg in named and default is not None:
+                    assert ast.unparse(default) == f"Settings.{argument.arg}"

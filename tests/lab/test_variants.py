@@ -8,12 +8,12 @@ from typer.testing import CliRunner
 from diff_transformer import DiffTransformerConfig
 from diff_transformer.cli import app
 from diff_transformer.lab.compare import compare, comparison_specs, known_variants
-from diff_transformer.lab.comparison_results import variant_rows
 from diff_transformer.lab.recipes import RECIPES, recipe
 from diff_transformer.lab.record import Record
-from diff_transformer.lab.spec import RECALL, side_model
+from diff_transformer.lab.spec import side_model
 from diff_transformer.model.cost import model_cost
 from diff_transformer.model.matching import VARIANTS
+from diff_transformer.report.comparison import comparison, export
 from diff_transformer.train.config import override
 
 PAIR = ("diff", "softmax")
@@ -55,29 +55,36 @@ def test_earlier_variants_stay(tmp_path):
 
 
 def test_a_row_says_what_it_cost_and_what_it_reached():
-    config = recipe("debug")
+    config, curve = recipe("debug"), {"step": [0, 25], "accuracy": [0.1, 0.8]}
+    lines = {"step": [1], "loss": [4.0], "grad_norm": [1.0], "tokens_per_second": [9.0]}
     records = [
-        Record("", side, seed, metrics={"associative_recall": {"validation": loss + seed}})
-        for side, loss in (("softmax", 4.0), ("diff_v2", 3.0))
+        Record(
+            "debug", side, seed, {"model": side_model(config, side)},
+            {"associative_recall": {"validation": loss + seed}},
+            curves={"training": lines, "validation": {"step": [1], "loss": [4.0]},
+                    **({"lambda": {"step": [1], "layers": [[0.5]], "init": [0.2]}} if side == "diff" else {})},
+        )
+        for side, loss in (("diff", 3.5), ("softmax", 4.0), ("diff_v2", 3.0))
         for seed in (0, 1)
-    ]
+    ]  # fmt: skip
     records[-1].metrics["needle"] = {"n1_r1": 0.75, "n2_r1": 0.5}
-    curve = {"step": [0, 25], "accuracy": [0.1, 0.8]}
-    records.append(Record(RECALL, "diff_v2", 1, metrics={"recall": {"accuracy": 0.8}}, curves={"recall": curve}))
-    speeds = [
-        Record("", side, 0, metrics={"throughput": {f"{way}_tokens_per_second": speed + i for way, speed in WAYS}})
-        for i, side in enumerate(("softmax", "diff_v2"))
-    ]
-    softmax, ours = variant_rows(config, ["softmax", "diff_v2"], records, speeds)
+    records[-1].metrics["recall"], records[-1].curves["recall"] = {"accuracy": 0.8}, curve
+    for i, record in enumerate(records[::2]):
+        record.metrics["throughput"] = {f"{way}_tokens_per_second": speed + i for way, speed in WAYS}
+    facts = {"command": "", "created": "", "seconds": 1.0, "provenance": {}}
+    written = export(comparison(records, {"seeds": 2, "config": config.to_dict(), **facts}))
+    assert json.loads(json.dumps(written)) == written
+    diff, softmax, ours = written["variants"]
+    assert [row["variant"] for row in written["variants"]] == ["diff", "softmax", "diff_v2"]
     assert softmax["loss"] == {"0": 4.0, "1": 5.0}
     assert ours["loss"] == {"0": 3.0, "1": 4.0}
     assert ours["needles"] == {"n1_r1": {"1": 0.75}, "n2_r1": {"1": 0.5}}
     assert ours["recall"] == {"1": {"metrics": {"accuracy": 0.8}, "curve": curve}}
     assert softmax["recall"] == {}
-    assert (ours["train_tokens_per_second"], ours["forward_tokens_per_second"]) == (11.0, 21.0)
+    assert (ours["train_tokens_per_second"], ours["forward_tokens_per_second"]) == (12.0, 22.0)
     assert ours["parameters"] == pytest.approx(softmax["parameters"], rel=0.01)
     assert ours["intermediate_size"] < softmax["intermediate_size"]
-    assert json.loads(json.dumps(ours)) == ours
+    assert diff["label"] == "DIFF"
 
 
 def test_what_cannot_be_is_said_before_anything_is_made(tmp_path):

@@ -52,7 +52,7 @@ def test_the_page_has_every_setting_its_differences_and_the_numbers(folder, tmp_
     page = path.read_text()
     words = re.sub(r"<[^>]+>", " ", page)
     assert "9 runs in 3 settings" in words
-    for said in ("main: diff", "changed: diff_other", "Learning rates", "−0.200", "held", "1 needle"):
+    for said in ("main: DIFF", "changed: diff_other", "Learning rates", "−0.200", "held", "1 needle"):
         assert said in words, said
     assert not re.search(r"""(src|href)=["']?(https?:)?//""", page)
     with pytest.raises(FileExistsError, match="--overwrite"):
@@ -71,7 +71,7 @@ def test_a_model_that_diverged_is_counted_and_left_out_of_means(folder):
     lost(folder / "sweep/lr0.001/diff-seed0/result.json")
     page = render_study_page(load_cells(folder))
     words = " ".join(re.sub(r"<[^>]+>", " ", page).split())
-    assert re.search(r"main: diff 3, 1 diverged 2.850 −0.200 [^a-z]*to [^a-z]*undecided", words)
+    assert re.search(r"main: DIFF 3, 1 diverged 2.850 −0.200 [^a-z]*to [^a-z]*undecided", words)
     assert "changed: diff_other 2, 2 diverged –" in words
     assert "99" not in words
 

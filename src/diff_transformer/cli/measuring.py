@@ -30,7 +30,7 @@ def evaluate(
         str,
         typer.Argument(
             help="harness, scaling, long_nll, needle, allocation, many_shot, hallucination, outliers, quantization, "
-            "associative_recall, ablation, gradient_flow; or all."
+            "associative_recall, ablation, gradient_flow; all; or the Python file of one of yours."
         ),
     ],
     out: Annotated[Path, typer.Option("--out", help="JSON file for one result, or a folder; must be new.")],
@@ -218,12 +218,12 @@ def report(
     from diff_transformer.report import (
         is_comparison,
         is_run,
-        load_results,
         render_claims,
         write_evals_report,
         write_report,
         write_runs_report,
     )
+    from diff_transformer.report.comparison import load_comparison
     from diff_transformer.report.study_page import is_study, write_study_report
 
     if serve:
@@ -244,9 +244,9 @@ def report(
     elif all(is_run(path) for path in results):
         print(f"report: {write_runs_report([*results], out, overwrite=overwrite)}")
     elif len(results) == 1 and is_comparison(results[0]):
-        loaded = load_results(results[0])
+        loaded = load_comparison(results[0])
         page = write_report(loaded, out, overwrite=overwrite)
-        Console().print(render_claims(loaded))
+        Console().print(render_claims(loaded.about))
         print(f"report: {page}")
     elif any((path / "results.json").exists() for path in results):
         raise ValueError(

@@ -77,12 +77,12 @@ def evaluate_allocation(
     lm: LanguageModel,
     filler: Filler,
     *,
-    depths: Sequence[float] = DEPTHS,
-    length: int = 4096,
-    per_cell: int = 20,
-    needles: int = 1,
-    digits: int = 2,
-    seed: int = 0,
+    depths: Sequence[float] = Settings.depths,
+    length: int = Settings.length,
+    per_cell: int = Settings.samples,
+    needles: int = Settings.needles,
+    digits: int = Settings.digits,
+    seed: int = Settings.seed,
     samples: Samples | None = None,
 ) -> Result:
     """Shares of attention on the answer and on the noise, by depth, averaged over heads, layers and prompts.

@@ -76,7 +76,7 @@ def evaluate_associative_recall(
     training_tokens: np.ndarray,
     *,
     vocab_size: int,
-    n: int = 2,
+    n: int = Settings.ngram,
     frequent_share: float,
     samples: Samples | None = None,
 ) -> Result:

@@ -72,10 +72,10 @@ def evaluate_gradient_flow(
     lm: CausalLM,
     ids: Tensor,
     *,
-    batch_size: int = 4,
-    trials: int = 8,
-    init: bool = True,
-    seed: int = 0,
+    batch_size: int = Settings.batch_size,
+    trials: int = Settings.trials,
+    init: bool = Settings.init,
+    seed: int = Settings.seed,
     samples: Samples | None = None,
 ) -> Result:
     """Errors of the closed forms, and the root mean square of the loss's gradient over the entries of each weight.

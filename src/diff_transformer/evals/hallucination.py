@@ -109,13 +109,13 @@ def evaluate_hallucination(
     sets: Mapping[str, Sequence[GroundedItem]],
     judge: Judge,
     *,
-    length: int | None = None,
-    summary_tokens: int = 128,
-    answer_tokens: int = 32,
+    length: int | None = Settings.length,
+    summary_tokens: int = Settings.summary_tokens,
+    answer_tokens: int = Settings.answer_tokens,
     samples: Samples | None = None,
-    chat_template: bool = False,
-    wording: str = "",
-    summary_wording: str = "",
+    chat_template: bool = Settings.chat_template,
+    wording: str = Settings.wording,
+    summary_wording: str = Settings.summary_wording,
 ) -> Result:
     """Accuracy of the outputs for each of ``sets``, by ``judge``.
 

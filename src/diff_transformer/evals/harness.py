@@ -87,13 +87,13 @@ def evaluate_harness(
     lm,
     tasks: Mapping[str, MultipleChoiceSet | Callable[[], Any]],
     *,
-    shots: int = 0,
-    metric: str = "paper",
-    items: int | None = None,
-    seed: int = 1234,
+    shots: int = Settings.shots,
+    metric: str = Settings.metric,
+    items: int | None = Settings.samples,
+    seed: int = Settings.seed,
     samples: Samples | None = None,
-    chat_template: bool = False,
-    wording: str = "",
+    chat_template: bool = Settings.chat_template,
+    wording: str = Settings.wording,
 ) -> Result:
     """Accuracy on each of ``tasks``, as the harness computes it.
 

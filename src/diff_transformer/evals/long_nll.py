@@ -70,10 +70,10 @@ def evaluate_long_nll(
     lm: CausalLM,
     documents: Sequence[Document],
     *,
-    length: int = 65536,
-    books: int = 50,
-    chunk: int = CHUNK,
-    allow_beyond: bool = False,
+    length: int = Settings.length,
+    books: int = Settings.samples,
+    chunk: int = Settings.chunk,
+    allow_beyond: bool = Settings.allow_beyond,
     samples: Samples | None = None,
 ) -> Result:
     """Mean negative log-likelihood in nats per token over the first n positions of books, n = 1, 2, 4 ... ``length``.

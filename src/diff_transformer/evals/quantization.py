@@ -88,8 +88,8 @@ def evaluate_quantization(
     tasks: Sequence[MultipleChoiceItem],
     ids: Tensor | None = None,
     *,
-    bits: Sequence[int] = BITS,
-    granularity: str = "tensor",
+    bits: Sequence[int] = Settings.bits,
+    granularity: str = Settings.granularity,
     samples: Samples | None = None,
 ) -> Result:
     """Zero-shot accuracy and loss with attention logits of each number of bits.

@@ -91,8 +91,8 @@ def evaluate_ablation(
     rows: dict[str, RunConfig],
     folder: Path,
     *,
-    seeds: int = 1,
-    jobs: int | None = None,
+    seeds: int = Settings.seeds,
+    jobs: int | None = Settings.jobs,
     samples: Samples | None = None,
     executor: Executor | None = None,
 ) -> Result:

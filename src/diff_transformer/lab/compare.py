@@ -5,8 +5,11 @@ times the models in turns, judges the claims, and writes the report.
 """
 
 import dataclasses
+import datetime
 import json
 import os
+import shlex
+import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
@@ -16,13 +19,15 @@ from rich.console import Console
 
 from diff_transformer.checks import differences, read_json, require_positive
 from diff_transformer.durable import require_writable, write_whole
-from diff_transformer.lab.comparison_results import summary_of, throughput, variant_rows
+from diff_transformer.evals.provenance import provenance
 from diff_transformer.lab.pool import Executor, default_jobs, progress_bars, run_pool
 from diff_transformer.lab.recipes.recall_study import recall_run
-from diff_transformer.lab.record import PAIR, load_run
+from diff_transformer.lab.record import comparison_records, load_all, of_result, save_all
+from diff_transformer.lab.sides import PAIR
 from diff_transformer.lab.spec import EXPLORER, RECALL, RunSpec, everything, require_drawn, side_model, with_seed
 from diff_transformer.lab.worker import more_experiments
 from diff_transformer.model.matching import VARIANTS
+from diff_transformer.report.comparison import REQUEST, comparison, export
 from diff_transformer.train.config import RunConfig
 from diff_transformer.train.run_folder import RunLock
 
@@ -64,7 +69,7 @@ def compare(
             this machine.
 
     Returns:
-        The content of ``results.json``.
+        The content of ``results.json``, an export for people: the rows of examples are in each model's ``record.json``.
 
     Raises:
         FileExistsError: if ``out`` is not empty and ``resume`` is False.
@@ -105,30 +110,64 @@ def compare(
 def _compare(
     config: RunConfig, out: Path, names: list[str], seeds: int, pool: Callable, console: Console, started: float
 ) -> dict:
-    _write(out / "compare.json", {"seeds": seeds, "config": config.to_dict()})
+    _write(out / REQUEST, {"seeds": seeds, "config": config.to_dict()})
     if names:
         write_whole(out / "variants.json", json.dumps(names))
     specs = comparison_specs(config, names, seeds)
     runs = {out / ("recall" if spec.setting == RECALL else "members") / spec.name: spec for spec in specs}
     with progress_bars(runs, console) as show:
         pool(runs, show=show)
-    records = [load_run(folder, spec.setting, spec.side, spec.seed) for folder, spec in runs.items()]
     with console.status("timing all models in turns"):
-        speeds = throughput(config, out, [*PAIR, *names])
-    measured = [*records, *speeds]
-    summary = summary_of(config, measured, seeds, _seconds_spent(out, time.perf_counter() - started))
-    if names:
-        summary["variants"] = variant_rows(config, [*PAIR, *names], records, speeds)
+        measure_speed(config, out, [*PAIR, *names])
+    facts = {
+        "command": shlex.join(["diff-transformer", *sys.argv[1:]]),
+        "created": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "seconds": _seconds_spent(out, time.perf_counter() - started),
+        "provenance": provenance(),
+    }
+    request = {"seeds": seeds, "config": config.to_dict(), **facts}
+    results = comparison(comparison_records(out), request)
+    summary = export(results)
     _write(out / "results.json", summary)
+    _write(out / REQUEST, request)
 
     from diff_transformer.report import render_claims, write_report
 
-    report = write_report(summary, out / "report.html", overwrite=True)
+    report = write_report(results, out / "report.html", overwrite=True)
     console.print(render_claims(summary))
     console.print(
         f"report: {report}\nresults: {out / 'results.json'}\nmodels: {out}/members/*/run/model", soft_wrap=True
     )
     return summary
+
+
+def measure_speed(config: RunConfig, out: Path, sides: Sequence[str]) -> None:
+    """The speed of the trained models of the first seed, alone on the machine, with all threads.
+
+    It is measured once and kept in ``out/throughput.json``. All models are timed together, so that any two can be
+    compared: again if one of ``sides`` is new.
+    """
+    import torch
+
+    from diff_transformer.bench.throughput import measure_throughput
+    from diff_transformer.model.loading import read_model
+
+    path = out / "throughput.json"
+    if path.exists() and {record.side for record in load_all(path)} >= set(sides):
+        return
+    names = [f"{side}-seed0" for side in sides]
+    threads = torch.get_num_threads()
+    torch.set_num_threads(os.cpu_count() or 1)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    models = {name: read_model(out / "members" / name / "run" / "model").to(device) for name in names}
+    generator = torch.Generator().manual_seed(0)
+    shape = (config.train.batch_size, config.data.length)
+    ids = torch.randint(0, config.model["vocab_size"], shape, generator=generator).to(device)
+    results = measure_throughput(
+        models, ids, precision=config.train.precision, repeats=config.evaluation.throughput_repeats
+    )
+    torch.set_num_threads(threads)
+    save_all([of_result(result, setting=config.name) for result in results], path)
 
 
 def comparison_specs(config: RunConfig, names: Sequence[str], seeds: int) -> list[RunSpec]:
@@ -165,7 +204,7 @@ def known_variants(names: Iterable[str], out: Path) -> list[str]:
 
 def _prepare(config: RunConfig, out: Path, seeds: int, resume: bool) -> None:
     """Create ``out`` for this comparison, or check that it holds this comparison and may be continued."""
-    path = out / "compare.json"
+    path = out / REQUEST
     if path.exists():
         if not resume:
             raise FileExistsError(f"{out} holds a comparison already; resume it (--resume) or choose another folder")
@@ -191,7 +230,7 @@ def _prepare(config: RunConfig, out: Path, seeds: int, resume: bool) -> None:
 
 def _threads_there(out: Path) -> int:
     """Threads per model in the comparison that ``out`` holds; 0 if it holds none."""
-    path = out / "compare.json"
+    path = out / REQUEST
     return read_json(path)["config"]["train"]["threads"] if path.exists() else 0
 
 

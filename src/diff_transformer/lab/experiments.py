@@ -7,13 +7,18 @@ An experiment is a module with
     run(lm, settings, samples) -> Result
 
 An experiment with ``NEEDS_MODEL = False`` gets None as ``lm``. ``run_eval`` runs one experiment on one model;
-``run_suite`` runs several experiments on several models.
+``run_suite`` runs several experiments on several models. One of yours is named by its file, ``path/to/mine.py``, or by
+its entry point in the group ``diff_transformer.experiments``; ``examples/my_experiment.py`` is one.
 """
 
 import json
+import sys
 from collections.abc import Callable, Sequence
-from dataclasses import Field, asdict, dataclass, field, fields
+from dataclasses import Field, asdict, dataclass, field, fields, is_dataclass
+from functools import cache
 from importlib import import_module
+from importlib.metadata import entry_points
+from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
@@ -45,16 +50,40 @@ EXPERIMENTS = {  # in the order of the paper
 }
 STUDIES = ("scaling", "ablation")  # they compare many models; their modules are in lab/
 TRAINS = ("ablation",)
+GROUP = "diff_transformer.experiments"  # of entry points
 
 
+@cache
 def experiment(name: str) -> ModuleType:
-    """The module of an experiment.
+    """The module of an experiment: of this package, of a file of Python, or of an entry point of another package.
 
     Raises:
-        ValueError: for a name that is not in ``EXPERIMENTS``.
+        ValueError: for an unknown name, or a module that is not an experiment.
     """
-    require_known("experiment", name, EXPERIMENTS, ", or all")
-    return import_module(f"diff_transformer.{'lab' if name in STUDIES else 'evals'}.{name}")
+    if name in EXPERIMENTS:
+        return import_module(f"diff_transformer.{'lab' if name in STUDIES else 'evals'}.{name}")
+    if name.endswith(".py") and Path(name).is_file():
+        spec = spec_from_file_location(label_of_experiment(name), name)
+        assert spec is not None  # for a name that ends with .py
+        assert spec.loader is not None
+        module = module_from_spec(spec)
+        sys.modules[spec.name] = module  # dataclasses look their module up there
+        spec.loader.exec_module(module)
+    else:
+        others = {found.name: found for found in entry_points(group=GROUP)}
+        require_known("experiment", name, {**EXPERIMENTS, **others}, ", a file of Python, or all")
+        module = others[name].load()
+    if not is_dataclass(getattr(module, "Settings", None)) or not callable(getattr(module, "run", None)):
+        raise ValueError(
+            f"{name} is no experiment; give it a frozen dataclass Settings and run(lm, settings, samples), which "
+            "returns a Result (examples/my_experiment.py)"
+        )
+    return module
+
+
+def label_of_experiment(name: str) -> str:
+    """The name of an experiment in paths: of a file, that without its folder and ending."""
+    return Path(name).stem if name.endswith(".py") else name
 
 
 def settings_of(
@@ -77,7 +106,7 @@ def settings_of(
     if strange:
         hint, known = did_you_mean(strange[0], kinds), ", ".join(sorted(kinds)) or "none"
         raise ValueError(f"{name} has no setting {', '.join(strange)}{hint}; it has: {known}")
-    values = (dict(module.QUICK) if quick else {}) | given
+    values = (dict(getattr(module, "QUICK", {})) if quick else {}) | given
     checked = {
         key: as_kind(kinds[key].type, value, f"{name}: {key}", _hint(kinds[key])) for key, value in values.items()
     }
@@ -295,7 +324,7 @@ def on_model(
 
 def result_path(out: Path, name: str, label: str | None) -> Path:
     """The file of an experiment on a model, or without one, in the folder of a suite."""
-    return out / name / f"{label or 'runs'}.json"
+    return out / label_of_experiment(name) / f"{label or 'runs'}.json"
 
 
 def _needs_model(name: str) -> bool:

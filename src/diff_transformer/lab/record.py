@@ -249,12 +249,15 @@ def _with(value: dict, common: dict) -> dict:
 def load_all(source: Path | str) -> list[Record]:
     """The records of a JSON file, or of all JSON files in a folder, written by this version or an earlier one.
 
-    A folder with the ``results.json`` of a comparison counts as that file.
+    A folder with a comparison of this version has one record a model. That of an earlier version counts as its
+    ``results.json``.
 
     Raises:
         RecordError: if there is no such file, or if it is not JSON or holds no record.
     """
     source = Path(source)
+    if (source / "throughput.json").exists() and (source / "results.json").exists():
+        return comparison_records(source)
     if source.is_dir() and (source / "results.json").exists():
         source = source / "results.json"
     if not source.is_dir():
@@ -275,6 +278,32 @@ def load_all(source: Path | str) -> list[Record]:
     if not found:
         raise RecordError(f"{source} holds no record; write some with `diff-transformer compare`, `study` or `eval`")
     return averaged(merged(found))
+
+
+def comparison_records(folder: Path) -> list[Record]:
+    """One record for each model of a comparison of this version, the pair first.
+
+    It has what the small model of its side recalls (``recall/``), and its speed (``throughput.json``).
+    """
+    request = read_json(folder / "compare.json")
+    setting = str(request["config"]["name"]) if isinstance(request, dict) else ""
+    speeds = {one.identity[1:]: one for one in records_of(read_json(folder / "throughput.json"))}
+    made = []
+    for run in filter(finished, (folder / "members").glob("*-seed*")):
+        side, seed = split_name(run.name)
+        record, small = load_run(run, setting, side, seed), folder / "recall" / run.name
+        parts = [("recall", load_run(small, setting, side, seed))] if finished(small) else []
+        parts += [("throughput", speeds[side, seed])] if (side, seed) in speeds else []
+        for name, part in parts:
+            for kind in ("metrics", "rows", "curves", "provenance"):
+                if name in getattr(part, kind):
+                    getattr(record, kind)[name] = getattr(part, kind)[name]
+            if "explorer" in part.rows:
+                record.rows["explorer"] = [*record.rows.get("explorer", []), *part.rows["explorer"]]
+        made.append(record)
+    variants = folder / "variants.json"
+    order = [*PAIR, *(map(str, checks.read_json(variants)) if variants.exists() else ())]
+    return sorted(made, key=lambda one: (order.index(one.side) if one.side in order else len(order), one.seed))
 
 
 def of_result(result: Any, *, setting: str = "", side: str | None = None, seed: int | None = None) -> Record:

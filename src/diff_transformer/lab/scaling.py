@@ -76,10 +76,10 @@ def require_installed() -> None:
 def evaluate_scaling(
     runs: Sequence[Run],
     *,
-    ours: str = "diff",
-    reference: str = "softmax",
-    form: str = "offset",
-    huber: float = HUBER,
+    ours: str = Settings.ours,
+    reference: str = Settings.reference,
+    form: str = Settings.form,
+    huber: float = Settings.huber,
     source: str = "",
     samples: Samples | None = None,
 ) -> Result:

@@ -1,6 +1,7 @@
 """The page of a comparison as one HTML file that contains its styles, scripts, drawings and data."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from importlib.resources import files
 from pathlib import Path
 from string import Template
@@ -8,28 +9,31 @@ from string import Template
 from diff_transformer.checks import require_extra
 from diff_transformer.durable import replacing, require_writable
 from diff_transformer.report.claims import bears_on, claim_links, claims_section
+from diff_transformer.report.comparison import load_comparison
 from diff_transformer.report.figures import IN_ORDER
-from diff_transformer.report.load import ResultsError, check_results, load_results
+from diff_transformer.report.load import ResultsError, check_results
 from diff_transformer.report.markup import Html, escape, join, tag
 from diff_transformer.report.method import caveats_section, first_screen, method_section, sentence
-from diff_transformer.report.models import noted, of_comparison
+from diff_transformer.report.models import Results, noted, of_comparison
 
 SCRIPTS = ("page.js", "explorer.js")
 LIMIT = 3_000_000  # bytes of a page
 
 
-def write_report(results: dict | Path | str, path: Path | str, *, overwrite: bool = False) -> Path:
+def write_report(results: Results | dict | Path | str, path: Path | str, *, overwrite: bool = False) -> Path:
     """Write the page of a comparison and return its path.
 
-    ``results`` is the dictionary that ``compare`` returns, or the path of its results.json or of that file's folder.
+    ``results`` is the folder of a comparison, the path of its results.json or what that holds, or ``Results``.
     Sections without data are left out. Raises FileExistsError if ``path`` exists and ``overwrite`` is False, and
     ResultsError if ``results`` is not a comparison or its page would exceed 3 MB.
     """
-    return save_page(
-        lambda: render_page(check_results(results) if isinstance(results, dict) else load_results(results)),
-        path,
-        overwrite=overwrite,
-    )
+
+    def render() -> str:
+        if isinstance(results, str | Path):
+            return render_page(load_comparison(results))
+        return render_page(check_results(results) if isinstance(results, dict) else results)
+
+    return save_page(render, path, overwrite=overwrite)
 
 
 def save_page(render: Callable[[], str], path: Path | str, *, overwrite: bool = False) -> Path:
@@ -59,9 +63,10 @@ def require_installed() -> None:
     require_extra("report", "a report", "scipy", "vl_convert")
 
 
-def render_page(results: dict, prompt: dict | None = None) -> str:
+def render_page(results: Results | dict, prompt: dict | None = None) -> str:
     """The whole page as a string. ``prompt``: the typed texts that the page's server accepts; None without a server."""
-    shown = of_comparison({**results, "prompt": prompt})
+    shown = of_comparison(results) if isinstance(results, dict) else results
+    shown = replace(shown, about={**shown.about, "prompt": prompt})
     built = [(module.build(shown), getattr(module, "EVAL", "")) for module in IN_ORDER]
     figures = [noted(figure, shown, name) if name else figure for figure, name in built if figure is not None]
 

@@ -15,8 +15,9 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 from diff_transformer.checks import require_port
+from diff_transformer.report.comparison import load_comparison
 from diff_transformer.report.explorer import packed_examples
-from diff_transformer.report.load import ResultsError, load_results
+from diff_transformer.report.load import ResultsError
 from diff_transformer.report.page import render_page, require_installed
 from diff_transformer.report.typed import BYTES, TOKENS, PromptError, TypedPrompts, UnknownModel
 
@@ -45,7 +46,7 @@ def serve_report(folder: Path | str, *, port: int = 0) -> None:
     require_installed()
     prompts = TypedPrompts(folder)
     known = [{"name": m.name, "seed": m.seed} for m in prompts.members.values()]
-    page = render_page(load_results(folder), {"models": known, "tokens": TOKENS, "bytes": BYTES})
+    page = render_page(load_comparison(folder), {"models": known, "tokens": TOKENS, "bytes": BYTES})
     with make_server(page, prompts.entry, port=port) as server:
         print(f"report: http://{LOOPBACK}:{server.server_port}/ (this machine only); stop with Ctrl-C", flush=True)
         try:

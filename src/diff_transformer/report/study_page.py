@@ -5,7 +5,6 @@ from pathlib import Path
 
 from diff_transformer.checks import read_json
 from diff_transformer.lab.measures import (
-    BASELINE,
     MEASURES,
     Row,
     after_holm,
@@ -16,6 +15,7 @@ from diff_transformer.lab.measures import (
     trained,
 )
 from diff_transformer.lab.record import Cells, Record, RecordError, grouped, load_all
+from diff_transformer.lab.sides import BASELINE, name_of
 from diff_transformer.report.charts import Line, Point, averaged, line_chart, row_chart
 from diff_transformer.report.charts import Row as Drawn
 from diff_transformer.report.figure import Figure, key, panels
@@ -74,7 +74,9 @@ def render_study_page(cells: Cells) -> str:
     settings = {name: sides for name, sides in borrow_baselines(cells, BASELINE).items() if "/" not in name}
     sweep = {name: sides for name, sides in cells.items() if "/" in name}
     names = list(dict.fromkeys(side for sides in cells.values() for side in sides))
-    marks = dict(zip(names, sides_of(["softmax" if name == BASELINE else "diff" for name in names]), strict=True))
+    marks = dict(
+        zip(names, sides_of(["softmax" if name == BASELINE else "diff" for name in names], names), strict=True)
+    )
     figures = [_setting(name, kept, marks) for name, sides in settings.items() if (kept := _trained(sides))]
     if sweep:
         figures.append(_sweep(sweep, marks))
@@ -96,7 +98,14 @@ def _trained(sides: dict[str, dict[int, Record]]) -> dict[str, dict[int, Record]
 
 
 def _first_screen(settings: Cells, said: str) -> Html:
-    head: list[object] = ["setting: model", "seeds", "validation loss", f"less {BASELINE}'s", "95 % interval", "lower?"]
+    head: list[object] = [
+        "setting: model",
+        "seeds",
+        "validation loss",
+        f"difference from the {name_of(BASELINE)}",
+        "95 % interval",
+        "lower?",
+    ]
     rows: list[list[object]] = []
     for name, sides in settings.items():
         for side, seeds in sides.items():
@@ -104,7 +113,7 @@ def _first_screen(settings: Cells, said: str) -> Html:
             paired = _rows(sides, side, [final_loss()])
             more = _cells(paired[0]) if paired else ["", "", ""]
             counted = str(len(seeds)) if len(kept) == len(seeds) else f"{len(seeds)}, {len(seeds) - len(kept)} diverged"
-            rows.append([f"{name}: {side}", counted, number(mean(map(_last, kept.values())), 3), *more])
+            rows.append([f"{name}: {name_of(side)}", counted, number(mean(map(_last, kept.values())), 3), *more])
     lead = tag("p", f"{said}. Each model is compared with softmax attention of the same seed.", class_="lead")
     return join([tag("h1", "A study of matched pairs"), lead, table(head, rows, "Final validation loss")])
 
@@ -123,22 +132,25 @@ def _setting(name: str, sides: dict[str, dict[int, Record]], marks: dict[str, st
     lines = []
     for side, seeds in sides.items():
         curves = [_curve(record) for record in seeds.values()]
-        lines += [Line(side, curve, marks[side], thin=True) for curve in curves if len(curves) > 1]
-        lines.append(Line(side, averaged(curves), marks[side], read=True))
+        lines += [Line(name_of(side), curve, marks[side], thin=True) for curve in curves if len(curves) > 1]
+        lines.append(Line(name_of(side), averaged(curves), marks[side], read=True))
     ends = [value for line in lines for _, value in line.points[len(line.points) // 5 :]]
     room = 0.06 * (max(ends) - min(ends)) or 0.1
     drawn = line_chart(
         f"{name}: validation loss", lines, x_label="training step", y_range=(min(ends) - room, max(ends) + room)
     )
     differences = [
-        Drawn(side, marks[side], {seed: _last(seeds[seed]) - _last(sides[BASELINE][seed]) for seed in shared})
+        Drawn(name_of(side), marks[side], {seed: _last(seeds[seed]) - _last(sides[BASELINE][seed]) for seed in shared})
         for side, seeds in sides.items()
         if side != BASELINE and (shared := sorted(seeds.keys() & sides.get(BASELINE, {}).keys()))
     ]
     shown = [panel("Validation loss, nats per token", drawn)]
     if differences:
         rows = row_chart(
-            f"{name}: differences", differences, x_label=f"final validation loss less {BASELINE}'s", guide=0
+            f"{name}: differences",
+            differences,
+            x_label=f"final validation loss, difference from the {name_of(BASELINE)}",
+            guide=0,
         )
         shown.append(panel("Difference of each pair", rows))
     return Figure(
@@ -163,8 +175,8 @@ def _measures(sides: dict[str, dict[int, Record]], side: str) -> Html | None:
     rows = _rows(sides, side, MEASURES)
     if not rows:
         return None
-    head: list[object] = [f"{side}, {plural(rows[0].seeds, 'pair')}", BASELINE, side, "difference", "95 % interval",
-                          "as the paper says"]  # fmt: skip
+    named = [plural(rows[0].seeds, "pair"), name_of(BASELINE), name_of(side)]
+    head: list[object] = [*named, "difference", "95 % interval", "as the paper says"]
     cells = [[row.measure, number(row.baseline, 3), number(row.side, 3), *_cells(row)] for row in rows]
     said = after_holm(rows)
     return join([table(head, cells, side), tag("p", said) if said else None])
@@ -179,7 +191,7 @@ def _sweep(sweep: Cells, marks: dict[str, str]) -> Figure:
                 lost = record.diverged
                 said.setdefault(record.lr, {})[side] = "diverged" if lost else number(_last(record), 3)
                 points.setdefault(side, []).extend([] if lost else [(record.lr, _last(record))])
-    lines = [Line(side, sorted(found), marks[side], marks=True) for side, found in points.items() if found]
+    lines = [Line(name_of(side), sorted(found), marks[side], marks=True) for side, found in points.items() if found]
     shown = [
         panel("Validation loss, nats per token", line_chart("sweep", lines, x_label="learning rate", log_x=True))
     ] if lines else []  # fmt: skip
@@ -190,12 +202,12 @@ def _sweep(sweep: Cells, marks: dict[str, str]) -> Figure:
         "sweep", "Learning rates", (),
         "Final validation loss by learning rate. A run that diverged has no mark.",
         panels(*shown, columns=1) + _legend(points, marks),
-        data=table(["learning rate", *points], rows, "Learning rates"),
+        data=table(["learning rate", *map(name_of, points)], rows, "Learning rates"),
     )  # fmt: skip
 
 
 def _legend(sides: Iterable[str], marks: dict[str, str]) -> Html:
-    return tag("p", join([key(marks[side], side) for side in sides]), class_="legend")
+    return tag("p", join([key(marks[side], name_of(side)) for side in sides]), class_="legend")
 
 
 def _curve(record: Record) -> list[Point]:
