@@ -121,7 +121,7 @@ def test_maps_are_zero_outside_the_window(attention):
 def test_no_mask_of_the_size_of_a_map_is_made(monkeypatch):
     from diff_transformer.model import inputs
 
-    def refuse(**_):
+    def refuse(*_, **__):
         raise AssertionError("a mask of [T, S] was made")
 
     model, ids = make(), tokens()

@@ -7,6 +7,7 @@ from torch.nn.functional import rms_norm
 from diff_transformer import DiffTransformerForCausalLM
 from diff_transformer.model.convert import to_llama
 from diff_transformer.model.cost import count_parameters, model_cost
+from diff_transformer.model.inputs import Visible
 from diff_transformer.model.layers import RMSNorm
 from diff_transformer.model.presets import preset
 from diff_transformer.model.softmax import SoftmaxCore
@@ -16,8 +17,8 @@ def test_each_head_is_normed_by_itself():
     q, k, v = torch.randn(3, 2, 4, 9, 8).unbind()  # [B, n, T, d]
     norm = RMSNorm(8, 1e-5)
     torch.nn.init.uniform_(norm.weight)
-    plain = SoftmaxCore()(q, k, v, None, True)
-    normed = SoftmaxCore(norm)(q, k, v, None, True)
+    plain = SoftmaxCore()(q, k, v, Visible())
+    normed = SoftmaxCore(norm)(q, k, v, Visible())
     torch.testing.assert_close(normed, rms_norm(plain, (8,), norm.weight, 1e-5))
     assert not torch.allclose(normed, plain)
 
