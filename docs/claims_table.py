@@ -3,7 +3,8 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-from diff_transformer.lab.measures import AR_HIT, OUTLIERS, Measure, final_loss, metric, paired_rows
+from diff_transformer.lab.measures import paired_rows
+from diff_transformer.lab.quantities import quantities
 from diff_transformer.lab.recipes import recipe
 from diff_transformer.lab.record import grouped, load_all
 from diff_transformer.model.config import DiffTransformerConfig
@@ -11,19 +12,18 @@ from diff_transformer.model.cost import BF16_PEAK_FLOPS, training_seconds
 
 RECORD = Path(__file__).resolve().parents[1] / "figures" / "desk" / "measured.json"
 MAIN, SIDE = "novels", "diff_same_rate"  # of the desk study: its main setting, one learning rate for both models
-LOSS = metric("associative_recall", "validation", "lower", "loss")
 
 
 @dataclass(frozen=True)
 class Row:
-    """``trained``: recipe -> how many models of its size and tokens have to be trained; ``saw``: measures of the desk
-    study, or a sentence where that has none; ``more``: links."""
+    """``trained``: recipe -> how many models of its size and tokens have to be trained; ``saw``: quantities of
+    the desk study by id, or a sentence where that has none; ``more``: links."""
 
     claim: str
     paper: str
     command: str
     trained: dict[str, int]
-    saw: tuple[Measure, ...] | str
+    saw: tuple[str, ...] | str
     more: str
 
 
@@ -40,23 +40,19 @@ ONE_PAIR = "one pair, one seed: nothing to be told from it"
 ROWS = (
     Row("Lower loss at equal size and tokens (Figure 3a)", "830M to 13.1B, 10B tokens each",
         "`train --recipe scaling_830m` and so on, each also with `_baseline`; `eval scaling` on the table of runs; at "
-        "7M to 117M on one GPU `study ladder`", SIZES, (final_loss(),), folder("figure3_scaling")),
+        "7M to 117M on one GPU `study ladder`", SIZES, ("validation_loss",), folder("figure3_scaling")),
     Row("Equal loss with 64 % of the tokens (Figure 3b)", "3B, 360B tokens", "`train --recipe paper_3b`",
         pair("paper_3b"), "the column \"tokens to its loss\"", "[desk](../figures/desk/README.md)"),
     Row("Zero- and five-shot tasks (Tables 1 and 8)", "3B, 1T tokens", "`eval harness` on what `paper_3b` trained",
         pair("paper_3b"), ONE_PAIR, folder("table1_harness", "table8_five_shot")),
     Row("A longer context goes on helping (Figure 4)", "3B continued to 64K",
         "`train --recipe long_context_64k`, `eval long_nll`", pair("paper_3b", "long_context_64k"),
-        (metric("long_nll", "nll128", "lower", "loss over the length trained at"),
-         metric("long_nll", "nll512", "", "over four times that (extrapolation)")),
-        folder("figure4_long_nll")),
+        ("nll128", "nll512"), folder("figure4_long_nll")),
     Row("Several needles in 4K (Table 2), eight in 64K (Figure 5)", "3B", "`eval needle`",
         pair("paper_3b", "long_context_64k"),
-        (metric("needle", "n1_r1", "higher", "one needle"), metric("needle", "n4_r2", "higher", "2 of 4")),
-        folder("table2_needle", "figure5_needle_64k")),
+        ("needle_n1_r1", "needle_n4_r2"), folder("table2_needle", "figure5_needle_64k")),
     Row("Attention goes to the answer (Table 3, Figure 1)", "3B", "`eval allocation`", pair("paper_3b"),
-        (metric("allocation", "answer", "higher", "on the answer"), metric("allocation", "noise", "lower", "on noise")),
-        folder("table3_allocation")),
+        ("answer", "noise"), folder("table3_allocation")),
     Row("Many-shot learning and its robustness to order (Figures 6, 7, 9)", "3B at 64K, four sets",
         "`eval many_shot --data hub:trec` and others", pair("paper_3b", "long_context_64k"),
         "one constant answer in both models: nothing measured",
@@ -64,12 +60,12 @@ ROWS = (
     Row("Fewer contextual hallucinations (Table 4)", "3B, six sets, a judge model",
         "`eval hallucination` with an endpoint", pair("paper_3b"), ONE_PAIR, folder("table4_hallucination")),
     Row("Smaller outliers (Table 5)", "3B, 0.4M tokens", "`eval outliers`", pair("paper_3b"),
-        OUTLIERS, folder("table5_outliers")),
+        ("logits", "logits_in_medians", "hidden", "hidden_in_medians"), folder("table5_outliers")),
     Row("Attention logits of fewer bits (Figure 8)", "3B, HellaSwag", "`eval quantization --data hub:Rowan/hellaswag`",
-        pair("paper_3b"), (metric("quantization", "loss_4bit_change", "lower", "loss that 4 bits cost"),),
+        pair("paper_3b"), ("four_bits",),
         folder("figure8_quantization")),
     Row("Which part does it (Table 6)", "1.4B, seven rows", "`train --recipe ablation_1p4b` and its rows",
-        {"scaling_1p4b": 7}, (AR_HIT, metric("associative_recall", "others", "lower", "on Others")),
+        {"scaling_1p4b": 7}, ("ar_hit", "others"),
         folder("table6_ablation", "table6_associative_recall")),
     Row("Throughput (Table 7)", "3B and 13B on H100s", "`bench throughput --device cuda`", {},
         "on two CPU cores not slower; no GPU yet", "[performance](performance.md)"),
@@ -88,10 +84,10 @@ def claims_table() -> str:
     return "\n".join(lines)
 
 
-def _differences(cells, measures) -> list[str]:
+def _differences(cells, ids) -> list[str]:
     marks = {"held": "✓ ", "did not hold": "✗ "}
     said = []
-    for row in paired_rows(cells, MAIN, SIDE, list(measures)):
+    for row in paired_rows(cells, MAIN, SIDE, quantities(*ids)):
         mean, low, high, _ = row.difference
         said.append(f"{marks.get(row.verdict, '')}{row.measure} {mean:+.3f} ({low:+.3f} to {high:+.3f})")
     return said

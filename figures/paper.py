@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from diff_transformer.lab.measures import AR_HIT, OUTLIERS, Measure, final_loss, metric
+from diff_transformer.lab.quantities import Quantity, quantities
 
 DEPTHS = (0, 25, 50, 75, 100)
 TOPS = ("top1", "top2", "top3", "top10", "top100", "median")
@@ -35,7 +35,7 @@ class Folder:
     experiment: str
     shown: str
     panels: tuple[Panel, ...] = ()
-    measures: tuple[Measure, ...] = ()
+    measures: tuple[Quantity, ...] = ()
 
 
 def _depths(kind: str) -> dict[str, str]:
@@ -52,11 +52,7 @@ def _margins(title: str) -> tuple[Panel, ...]:
     )
 
 
-_ORDER = (
-    metric("many_shot", "random_mean", "higher", "accuracy, examples in random order"),
-    metric("many_shot", "random_margin", "lower", "best less worst of the random orders"),
-    metric("many_shot", "alternate_margin", "lower", "best less worst of the orders by class"),
-)
+_ORDER = quantities("many_shot", "order_random", "order_alternate")
 _TASKS = {"ARC-C": "arc_challenge", "ARC-E": "arc_easy", "BoolQ": "boolq", "Hella-\nSwag": "hellaswag",
           "OBQA": "openbookqa", "PIQA": "piqa", "Wino-\nGrande": "winogrande", "mean": "mean"}  # fmt: skip
 _SETS = {"XSum": "xsum", "CNN": "cnn_dailymail", "Multi-\nNews": "multi_news", "Qasper": "qasper",
@@ -77,7 +73,7 @@ FOLDERS: dict[str, Folder] = {
     "table8_five_shot": Folder(
         "harness", r"(.+_5shot|mean_5shot)(?<!_acc)(?<!_acc_norm)(?<!_truncated)", _harness(5)
     ),
-    "figure3_scaling": Folder("scaling", r".*ratio.*", (), (final_loss(),)),
+    "figure3_scaling": Folder("scaling", r".*ratio.*", (), quantities("validation_loss")),
     "figure4_long_nll": Folder(
         "long_nll",
         r"nll\d+",
@@ -85,11 +81,7 @@ FOLDERS: dict[str, Folder] = {
             Panel("ours: mean over the first tokens of a book", {str(2**i): f"nll{2**i}" for i in range(4, 10)},
                   "nats a token", line=True),
         ),
-        (
-            metric("long_nll", "nll128", "lower", "loss over 128 tokens, the length trained at"),
-            metric("long_nll", "nll256", "", "loss over 256 tokens (extrapolation)"),
-            metric("long_nll", "nll512", "", "loss over 512 tokens (extrapolation)"),
-        ),
+        quantities("nll128", "nll256", "nll512"),
     ),
     "table2_needle": Folder(
         "needle",
@@ -100,12 +92,7 @@ FOLDERS: dict[str, Folder] = {
             Panel("paper, 3B, 4096 tokens", {f"{r} of {n}": f"n{n}_r{r}" for n, r in ((1, 1), (2, 2), (4, 2), (6, 2))},
                   "share found", paper="accuracy"),
         ),
-        (
-            metric("needle", "n1_r1", "higher", "the only needle"),
-            metric("needle", "n2_r1", "higher", "1 of 2 needles"),
-            metric("needle", "n4_r1", "higher", "1 of 4 needles"),
-            metric("needle", "n4_r2", "higher", "2 of 4 needles"),
-        ),
+        quantities("needle_n1_r1", "needle_n2_r1", "needle_n4_r1", "needle_n4_r2"),
     ),
     "figure5_needle_64k": Folder(
         "needle",
@@ -122,17 +109,13 @@ FOLDERS: dict[str, Folder] = {
             Panel("paper: on the answer", {f"{d} %": str(d) for d in DEPTHS}, "share of attention", "answer", True),
             Panel("paper: on the noise", {f"{d} %": str(d) for d in DEPTHS}, "share of attention", "noise", True),
         ),
-        (
-            metric("allocation", "answer", "higher", "attention on the answer, mean of heads and layers"),
-            metric("allocation", "noise", "lower", "attention on the noise, mean of heads and layers"),
-            metric("allocation", "best_head_answer", "", "attention on the answer in the best head of all"),
-        ),
+        quantities("answer", "noise", "best_head_answer"),
     ),
     "figure6_many_shot": Folder(
         "many_shot",
         r"shots\d+|tokens\d+|chance",
         (Panel("ours: accuracy by number of examples", r"shots(\d+)", "share right", line=True, level="chance"),),
-        (metric("many_shot", "random_mean", "higher", "accuracy with the longest prompt (chance .06)"),),
+        quantities("many_shot"),
     ),
     "figure7_order": Folder(
         "many_shot",
@@ -162,9 +145,7 @@ FOLDERS: dict[str, Folder] = {
             for name, what in (("logits", "attention logits"), ("hidden", "hidden states"))
             for prefix, paper in [("", name) if kind else (f"{name}_", "")]
         ),
-        (
-            *OUTLIERS,
-        ),
+        quantities("logits", "logits_in_medians", "hidden", "hidden_in_medians"),
     ),
     "figure8_quantization": Folder(
         "quantization",
@@ -174,21 +155,13 @@ FOLDERS: dict[str, Folder] = {
             Panel("ours: accuracy, four choices", {f"{b}": f"accuracy_{b}bit" for b in BITS}, "share right",
                   line=True, level="chance"),
         ),
-        (
-            metric("quantization", "loss_6bit_change", "lower", "loss that 6 bits cost"),
-            metric("quantization", "loss_4bit_change", "lower", "loss that 4 bits cost"),
-            metric("quantization", "accuracy_4bit", "higher", "accuracy at 4 bits (chance .25)"),
-        ),
+        quantities("six_bits", "four_bits", "accuracy_4bit"),
     ),
     "table6_associative_recall": Folder(
         "associative_recall",
         r"validation|ar_hit|others|ar_hit_share",
         (Panel("ours", {"all": "validation", "AR-Hit": "ar_hit", "Others": "others"}, "nats a token"),),
-        (
-            metric("associative_recall", "validation", "lower", "loss on held-out novels"),
-            AR_HIT,
-            metric("associative_recall", "others", "lower", "loss on Others"),
-        ),
+        quantities("loss", "ar_hit", "others"),
     ),
     "table6_ablation": Folder("ablation", r".+_(validation|ar_hit|others)"),
     "appendix_f_gradient_flow": Folder(
@@ -207,7 +180,4 @@ ABLATED = {
     "diff_lambda_0.8": ("DIFF, lambda_init .8", "diff_lambda_0.8"),
     "diff_lambda_0.5": ("DIFF, lambda_init .5", "diff_lambda_0.5"),
 }
-TABLE_6 = tuple(
-    metric("associative_recall", key, "lower", name)
-    for key, name in (("validation", "loss"), ("ar_hit", "loss on AR-Hit"), ("others", "loss on Others"))
-)
+TABLE_6 = quantities("loss", "ar_hit", "others")

@@ -46,16 +46,16 @@ def varlen(monkeypatch):
     """``varlen(grouped=True)``: puts a stand-in for PyTorch's ``varlen_attn`` in its place; gives the list of calls."""
     from packed_attention import pytorch_varlen_attn
 
-    from diff_transformer.ops import sdpa
+    from diff_transformer.ops import softmax_calls
 
     def put(grouped: bool = True) -> list:
         calls: list = []
         monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", pytorch_varlen_attn(calls, grouped))
-        sdpa.varlen_takes_groups.cache_clear()
+        softmax_calls.varlen_takes_groups.cache_clear()
         return calls
 
     yield put
-    sdpa.varlen_takes_groups.cache_clear()
+    softmax_calls.varlen_takes_groups.cache_clear()
 
 
 @pytest.fixture(scope="session")

@@ -53,6 +53,27 @@ def test_a_folder_is_replaced_as_a_whole_or_not_at_all(tmp_path):
     assert [path.relative_to(tmp_path).as_posix() for path in sorted(tmp_path.rglob("*"))] == ["model", "model/weights"]
 
 
+@pytest.mark.parametrize("there", [True, False])
+def test_what_a_crash_between_the_renames_of_a_folder_left_is_put_right(tmp_path, there):
+    """The folder of before has its name again until the new one is whole; beside the new one it is removed."""
+    folder, aside = tmp_path / "model", tmp_path / "model.replaced"
+    aside.mkdir()
+    (aside / "weights").write_text("before")
+    if there:
+        folder.mkdir()
+        (folder / "weights").write_text("after")
+    with suppress(KeyError), replacing(folder):
+        raise KeyError
+    assert (folder / "weights").read_text() == ("after" if there else "before")
+    assert list(tmp_path.iterdir()) == [folder]
+
+
+def test_a_file_of_the_user_beside_a_file_that_is_replaced_stays(tmp_path):
+    (tmp_path / "a.txt.replaced").write_text("mine")
+    write_whole(tmp_path / "a.txt", "new")
+    assert (tmp_path / "a.txt.replaced").read_text() == "mine"
+
+
 def test_several_processes_may_write_one_file(tmp_path):
     with replacing(tmp_path / "a", unique=True) as first, replacing(tmp_path / "a", unique=True) as second:
         first.write_text("1")

@@ -1,7 +1,8 @@
 """Files that survive a crash, and the messages when a disk or a folder does not take them.
 
-``replacing`` is how the package replaces a file or a folder atomically: the new content is written next to it,
-flushed to the disk and renamed. ``write_whole`` does this for a text.
+``replacing`` is how the package replaces a file or a folder: the new content is written next to it, flushed to the disk
+and renamed. ``write_whole`` does this for a text. A folder needs two renames (``swap``); if a crash comes between them,
+``put_back`` restores the folder of before.
 """
 
 import errno
@@ -13,7 +14,8 @@ from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
 
-PARTIAL, OLD = ".partial", ".old"  # endings of unfinished and of outdated files
+# Endings of names: of unfinished files, of a folder until the new one has its name, and of what is about to be removed.
+PARTIAL, REPLACED, OLD = ".partial", ".replaced", ".old"
 _NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 _OVERHEAD = 1.02  # room for headers, alignment and the manifest, relative to the tensors
 
@@ -35,7 +37,7 @@ def cache_folder() -> Path:
 
 @contextmanager
 def replacing(path: Path, *, flush: bool = True, unique: bool = False) -> Generator[Path]:
-    """Replace ``path``, a file or a folder, atomically.
+    """Replace ``path``, a file or a folder, as a whole.
 
     The block writes a file or a folder at the yielded path, which is next to ``path``. If the block ends without an
     exception, that file or folder becomes ``path``. If it raises, what it wrote is removed and ``path`` is unchanged.
@@ -48,26 +50,48 @@ def replacing(path: Path, *, flush: bool = True, unique: bool = False) -> Genera
     """
     partial = path.with_name(f"{path.name}.{secrets.token_hex(8)}{PARTIAL}" if unique else path.name + PARTIAL)
     try:
+        put_back(path)
         remove(partial)
         yield partial
         if flush:
             flush_tree(partial)
-        if path.is_dir():  # os.replace refuses a folder that is not empty
-            old = path.with_name(path.name + OLD)
-            remove(old)
-            os.replace(path, old)
-            os.replace(partial, path)
-            remove(old)
-        else:
-            os.replace(partial, path)
+        swap(partial, path, flush=flush)
     except BaseException as error:
         remove(partial)
         found = None if isinstance(error, OSError) else re.search(r"\(os error (\d+)\)", str(error))
         if found is None:
             raise
         raise OSError(int(found[1]), os.strerror(int(found[1])), str(path)) from error
+
+
+def swap(partial: Path, path: Path, *, flush: bool = True) -> None:
+    """Give ``partial`` the name ``path``. A folder that had it is removed once the new name is on the disk (``flush``).
+
+    Call ``put_back`` first, for a swap that was interrupted.
+    """
+    if path.is_dir():  # os.replace refuses a folder that is not empty
+        os.replace(path, path.with_name(path.name + REPLACED))
+    os.replace(partial, path)
     if flush:
         flush_folder(path.parent)
+    put_back(path)
+
+
+def put_back(path: Path) -> None:
+    """Finish or undo a ``swap`` of the folder ``path`` that was interrupted."""
+    replaced = path.with_name(path.name + REPLACED)
+    if replaced.is_dir() and path.exists():
+        discard(replaced)
+    elif replaced.is_dir():
+        os.replace(replaced, path)
+
+
+def discard(path: Path) -> None:
+    """Remove the folder ``path``, by another name: one that is removed in part must not look like a whole one."""
+    old = path.with_name(path.name + OLD)
+    remove(old)
+    os.replace(path, old)
+    remove(old)
 
 
 def write_whole(path: Path, text: str, *, flush: bool = True) -> None:
@@ -116,7 +140,9 @@ def require_room(folder: Path, needed: int, what: str) -> None:
     """
     free = shutil.disk_usage(folder).free
     if needed * _OVERHEAD > free:
-        raise DiskError(errno.ENOSPC, f"{what} needs {size(needed)} in {folder}, where {size(free)} are free")
+        raise DiskError(
+            errno.ENOSPC, f"{what} needs {human_bytes(needed)} in {folder}, where {human_bytes(free)} are free"
+        )
 
 
 def explained(error: BaseException, folder: Path, needed: int, what: str) -> DiskError:
@@ -125,7 +151,8 @@ def explained(error: BaseException, folder: Path, needed: int, what: str) -> Dis
     free = shutil.disk_usage(next(p for p in (folder, *folder.parents) if p.exists())).free
     cause = "the disk or the quota is full" if number in _NO_ROOM else f"{type(error).__name__}: {error}"
     return DiskError(
-        number, f"{what} could not be written in {folder}: {cause} ({size(needed)} needed, {size(free)} free)"
+        number,
+        f"{what} could not be written in {folder}: {cause} ({human_bytes(needed)} needed, {human_bytes(free)} free)",
     )
 
 
@@ -143,7 +170,7 @@ def require_writable(folder: Path) -> None:
         raise DiskError(errno.EACCES, f"{shown} may not be written to; choose another --out, or change its mode")
 
 
-def size(count: int) -> str:
+def human_bytes(count: int) -> str:
     """A number of bytes for people to read: 1.23 GB, 4.5 MB."""
     for unit, step in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
         if count >= step:

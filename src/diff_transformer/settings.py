@@ -1,8 +1,9 @@
 """Settings from text and JSON: the one parser of ``--set``, for training runs and experiments alike.
 
 ``parse`` reads an assignment such as ``optim.lr=1e-3``. ``assign`` applies assignments to nested dictionaries,
-``build`` makes a dataclass of one, and ``as_kind`` checks one value. Errors name the setting, the value and what is
-accepted; for a setting that does not exist, they name the nearest that do.
+``build`` makes a dataclass of one, ``as_kind`` checks the kind of one value, and ``check_rules`` the values themselves,
+by the ``Rule`` in each field's annotation. Errors name the setting, the value and what is accepted; for a setting that
+does not exist, they name the nearest that do.
 """
 
 import dataclasses
@@ -11,9 +12,9 @@ import json
 import math
 import types
 import warnings
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
-from typing import Any, Union, get_args, get_origin
+from typing import Annotated, Any, NamedTuple, Union, get_args, get_origin
 
 _NAMES = {int: "a whole number", float: "a finite number", bool: "true or false", str: "a text", type(None): "null"}
 _EXAMPLES = {int: "1", float: "0.5", bool: "true", str: '"text"'}
@@ -136,6 +137,44 @@ def _dotted(values: dict, prefix: str = "") -> Iterable[str]:
             yield f"{prefix}{key}"
 
 
+class Rule(NamedTuple):
+    """What a value of a setting must be, in the annotation of its field: ``steps: PositiveInt = 1000``.
+
+    holds: says whether a value is accepted; advice: what is, as the end of the message.
+    """
+
+    holds: Callable[[Any], Any]
+    advice: str
+
+
+POSITIVE = Rule(lambda value: value is None or value > 0, "it must be positive")
+_NOT_NEGATIVE = Rule(lambda value: value >= 0, "it must not be negative")
+PositiveInt = Annotated[int, POSITIVE]
+PositiveFloat = Annotated[float, POSITIVE]
+NonNegativeInt = Annotated[int, _NOT_NEGATIVE]
+NonNegativeFloat = Annotated[float, _NOT_NEGATIVE]
+
+
+def one_of(*names: str) -> Rule:
+    """The rule of a setting that takes one of ``names``."""
+    return Rule(names.__contains__, f"accepted: {', '.join(map(repr, names))}")
+
+
+def check_rules(settings: Any, prefix: str = "") -> None:
+    """Raise ValueError for the first field of a dataclass, and of those in it, whose value breaks its ``Rule``."""
+    for field in dataclasses.fields(settings):
+        name, value = prefix + field.name, getattr(settings, field.name)
+        if dataclasses.is_dataclass(value):
+            check_rules(value, f"{name}.")
+        for rule in getattr(field.type, "__metadata__", ()):
+            try:
+                holds = rule.holds(value)
+            except TypeError:
+                raise TypeError(f"{name} is {value!r}; give {_described(field.type)}") from None
+            if not holds:
+                raise ValueError(f"{name} is {value!r}; {rule.advice}")
+
+
 def as_kind(kind: Any, value: Any, name: str, hint: str = "") -> Any:
     """``value`` as the annotation ``kind`` has it: lists as tuples, whole numbers as floats where a float is wanted.
 
@@ -150,13 +189,15 @@ def as_kind(kind: Any, value: Any, name: str, hint: str = "") -> Any:
     if not fits and hint:
         raise ValueError(f"{name} is {value!r}; give {hint}")
     if not fits:
-        example = f", such as {_example(kind)}" if get_origin(kind) in (tuple, list, dict) else ""
+        compound = get_origin(_bare(kind)) in (tuple, list, dict)
+        example = f", such as {_example(kind)}" if compound else ""
         raise ValueError(f"{name} is {value!r}; give {_described(kind)}{example}")
     return made
 
 
 def _fitted(kind: Any, value: Any) -> tuple[Any, bool]:
     """The value, and whether it is of that kind. A value whose kind JSON does not have is left as it is."""
+    kind = _bare(kind)
     origin, parts = get_origin(kind), get_args(kind)
     if origin in (Union, types.UnionType):
         return next((made for made in (_fitted(part, value) for part in parts) if made[1]), (value, False))
@@ -189,6 +230,7 @@ def _frozen(value: Any) -> Any:
 
 
 def _described(kind: Any, *, many: bool = False) -> str:
+    kind = _bare(kind)
     origin, parts = get_origin(kind), get_args(kind)
     if origin in (Union, types.UnionType):
         return " or ".join(_described(part) for part in parts)
@@ -207,7 +249,13 @@ def _described(kind: Any, *, many: bool = False) -> str:
     return _NAMES.get(kind, "an object")
 
 
+def _bare(kind: Any) -> Any:
+    """A kind without its rule."""
+    return get_args(kind)[0] if get_origin(kind) is Annotated else kind
+
+
 def _example(kind: Any) -> str:
+    kind = _bare(kind)
     origin, parts = get_origin(kind), get_args(kind)
     if origin in (tuple, list):
         pair = parts if parts[1:] and parts[1:] != (...,) else (parts[0],)

@@ -263,10 +263,11 @@ def test_every_experiment_measures_text_after_the_tokens_that_its_tokenizer_puts
     read = []
     whole = lm.model.model.forward
 
-    def forward(input_ids=None, past_key_values=None, **more):
-        if past_key_values is None or past_key_values.get_seq_length() == 0:
+    def forward(input_ids=None, past_key_values=None, cache=None, **more):
+        cache = past_key_values if cache is None else cache
+        if cache is None or cache.get_seq_length() == 0:
             read.append(input_ids)
-        return whole(input_ids=input_ids, past_key_values=past_key_values, **more)
+        return whole(input_ids, past_key_values=cache, **more)
 
     lm.model.model.forward = forward
     wanted = {"corpus": str(text), "length": 60, "samples": 3}

@@ -11,8 +11,8 @@ import torch
 from kernel_compiler import launched_faults
 from torch import Tensor
 
+from diff_transformer.ops.call import Call
 from diff_transformer.ops.masking import apply_masks, position_mask
-from diff_transformer.ops.triton.call import Call
 from diff_transformer.testing import Inputs, assert_within_budget, eager_diff_attention, make_inputs
 
 SECONDS = 20.0  # limit of a launched kernel, which takes well under one
@@ -97,10 +97,11 @@ def expected_gradients(
 
     dlam is a sum over the saved ``out2``, so the rounding of out2 is part of the input.
     """
+    from diff_transformer.ops.call import check
     from diff_transformer.ops.reference import attend
 
     def exact(*given: Tensor) -> Tensor:
-        return attend(*given, None, is_causal, None, scale)
+        return attend(check(*given, is_causal=is_causal, scale=scale))
 
     def eager(*given: Tensor) -> Tensor:
         return eager_diff_attention(*given, is_causal=is_causal, scale=scale)

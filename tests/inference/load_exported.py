@@ -20,14 +20,14 @@ class Absent(MetaPathFinder):
 def as_on_a_gpu(model, ids) -> torch.Tensor:
     """Logits where "auto" looks its form up, as it does on a GPU."""
     folder = type(model).__module__.rpartition(".")[0]
-    api = sys.modules[f"{folder}.api"]
-    looked_up, api.LOOKED_UP = api.LOOKED_UP, ("cpu",)
+    backends = sys.modules[f"{folder}.backends"]
+    looked_up, backends.LOOKED_UP = backends.LOOKED_UP, ("cpu",)
     try:
         out = model.train()(ids, labels=ids)
         out.loss.backward()
         return out.logits.detach()
     finally:
-        api.LOOKED_UP = looked_up
+        backends.LOOKED_UP = looked_up
         model.eval()
 
 

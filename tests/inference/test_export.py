@@ -5,6 +5,7 @@ import json
 import os
 import subprocess
 import sys
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -15,11 +16,11 @@ from diff_transformer import DiffTransformerForCausalLM
 from diff_transformer.data.tokenizer import byte_tokenizer
 from diff_transformer.inference.export import export
 from diff_transformer.inference.export.flatten import _relative, flatten
-from diff_transformer.inference.export.portable.installed import installed
 from diff_transformer.model.config import ATTENTIONS
 from diff_transformer.model.modeling import DiffTransformerForSequenceClassification
 from diff_transformer.model.presets import preset
-from diff_transformer.ops import cpu, triton
+from diff_transformer.ops import diff_attention
+from diff_transformer.testing import assert_within_budget, make_inputs
 
 CASES = {
     **{attention: {"attention": attention} for attention in ATTENTIONS},
@@ -78,14 +79,21 @@ def test_where_the_package_is_installed_its_own_class_loads_the_folder(exported)
 
 
 def test_earlier_exports_find_the_kernels_under_the_names_of_their_time():
-    blockwise, kernels = installed("ops.blockwise"), installed("ops.triton")
-    assert blockwise is not None
-    assert kernels is not None
-    assert blockwise.attend is cpu.attend
-    assert kernels.attend is triton.attend
-    assert kernels.attend_varlen is triton.attend_varlen
-    assert kernels.why_not is triton.unsupported_reason
-    assert kernels.why_not_arguments is triton.unsupported_call_reason
+    """They give the parts of a call in a row."""
+    blockwise, kernels = import_module("diff_transformer.ops.blockwise"), import_module("diff_transformer.ops.triton")
+    x = make_inputs(T=9)
+    given, device = (*x, None, True, None, 0.25), x.q1.device
+    expected = diff_attention(*x, is_causal=True, scale=0.25, backend="reference")
+    assert_within_budget(blockwise.attend(*given), expected)
+    assert kernels.why_not(device, torch.float64) == kernels.unsupported_reason(device, torch.float64) is not None
+    if kernels.why_not(device, torch.float32) is None:  # in the interpreter
+        assert kernels.why_not_arguments(*given) is kernels.unsupported_call_reason(*given) is None
+        (form, *_) = kernels.forms(x.q1, x.v, True, True)
+        assert_within_budget(kernels.attend(*given, form=form), expected)
+        first, ends = [y[:1] for y in x], torch.tensor([0, 9], dtype=torch.int32)
+        packed = kernels.attend_varlen(*first, ends, ends, 9, 9, True, None, 0.25, form=form)
+        assert_within_budget(packed, expected[:1])
+    assert kernels.chosen_passes() is None
 
 
 def test_the_folder_has_safetensors_and_no_pickle(exported):
@@ -108,7 +116,7 @@ def test_no_exported_file_imports_the_package():
 
 def test_what_cannot_be_exported_is_refused():
     with pytest.raises(ValueError, match="line 1: write `from diff_transformer"):
-        _relative("diff_transformer.model.new", "import diff_transformer.ops.sdpa\n")
+        _relative("diff_transformer.model.new", "import diff_transformer.ops.masking\n")
     with pytest.raises(ValueError, match="line 2 imports relatively"):
         _relative("diff_transformer.model.new", "x = 1\nfrom .heads import pair_heads\n")
     text, needed = _relative(

@@ -8,14 +8,19 @@ import pytest
 from diff_transformer import DiffTransformerConfig, lambda_init
 from diff_transformer.lab.recipes.recall_study import (
     CENTRE,
+    CHOSEN,
+    CONFIRMED,
     CORE,
+    FRESH_SEEDS,
     GRID,
+    INFORMATIVE,
     LEARNING_RATES,
     MATCHED,
     MORE,
     OWN_SCALE,
     SIDES,
     base,
+    recall_confirmation,
     recall_study,
     shortfall,
 )
@@ -43,6 +48,21 @@ def test_the_core_comes_seed_by_seed_after_its_own_sweep(runs):
     assert {spec.seed for spec in plan.sweep}.isdisjoint(spec.seed for spec in runs[0] + runs[1])
     assert plan.then is not None
     assert {spec.side for spec in plan.then.sweep} == set(MORE)
+
+
+def test_the_confirmation_repeats_recorded_settings_on_fresh_seeds(runs):
+    """Only the seed differs from the study's own run; each seed has its 12 runs before the next begins."""
+    fresh = recall_confirmation("python").runs({})
+    per_seed = len(INFORMATIVE) * len(CONFIRMED)
+    assert [spec.seed for spec in fresh] == [seed for seed in FRESH_SEEDS for _ in range(per_seed)]
+    last = recall_study("python").then.then.then.runs({})
+    known = {(spec.setting.split("_lr")[0], spec.side): spec.config for spec in runs[0] + runs[1] + last}
+    for spec in fresh:
+        there, here = known[spec.setting, spec.side].to_dict(), spec.config.to_dict()
+        assert here["train"].pop("seed") == spec.seed != there["train"].pop("seed")
+        assert here["optim"].pop("lr") == CHOSEN[spec.side]
+        there["optim"].pop("lr")
+        assert here == there
 
 
 def test_the_matched_head_norm_is_what_the_untrained_pair_has():

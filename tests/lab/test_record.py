@@ -213,3 +213,19 @@ def test_what_is_no_record_is_said(tmp_path, text, message):
         load_all(tmp_path)
     with pytest.raises(RecordError, match="there is no file"):
         load_all(tmp_path / "nowhere.json")
+
+
+def test_speeds_of_a_pair_that_was_timed_twice_are_those_of_its_claim():
+    """An earlier comparison timed the pair again beside its variants, when the machine may have been busy."""
+    timed = [
+        {"eval": "throughput", "model": f"{side}-seed0", "metrics": {"train_tokens_per_second": speed}}
+        for side, speed in (("diff", 24_394.0), ("softmax", 22_877.0))
+    ]
+    again = [
+        {"variant": side, "loss": {"0": 4.0}, "train_tokens_per_second": 21_626.0}
+        for side in ("diff", "softmax", "softmax_norm")
+    ]
+    records = {one.side: one for one in records_of({"schema": 1, "evals": timed, "variants": again})}
+    assert records["diff"].metrics["throughput"] == {"train_tokens_per_second": 24_394.0}
+    assert records["softmax"].metrics["throughput"] == {"train_tokens_per_second": 22_877.0}
+    assert "throughput" not in records["softmax_norm"].metrics

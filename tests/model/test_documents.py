@@ -6,11 +6,11 @@ import pytest
 import torch
 
 from diff_transformer import DiffTransformerForCausalLM
-from diff_transformer.model.inputs import Documents, split_documents, take_documents
+from diff_transformer.model.inputs import Documents, Visible, split_documents, take_documents
 from diff_transformer.model.matching import variant
 from diff_transformer.model.presets import preset
 from diff_transformer.model.softmax import SoftmaxCore
-from diff_transformer.ops import sdpa
+from diff_transformer.ops.softmax_calls import packed_attention
 
 END = 0
 
@@ -122,10 +122,9 @@ def test_packed_attention_is_given_grouped_heads_as_they_are(monkeypatch, varlen
     calls = varlen(grouped=version == "with groups")
     q, k, v = (torch.randn(1, n, 20, 8) for n in (4, heads, heads))
     documents, core = Documents(torch.tensor([0, 7, 20], dtype=torch.int32), 13), SoftmaxCore()
-    core.window = window
     rows, ends = [x[0].transpose(0, 1) for x in (q, k, v)], documents.cu_seqlens
-    out = sdpa.packed_attention(*rows, ends, ends, 13, 13, True, window)
-    torch.testing.assert_close(out, core.attend_documents(q, k, v, None, documents, True))
+    out = packed_attention(*rows, ends, ends, 13, 13, True, window)
+    torch.testing.assert_close(out, core.attend_documents(q, k, v, None, Visible(None, True, window, documents)))
     ((_, given, options),) = calls
     assert given == (heads if version == "with groups" else 4)
     assert options["window_size"] == (-1 if window is None else 4, 0)
@@ -138,6 +137,6 @@ def test_packed_attention_gives_only_what_pytorch_takes(monkeypatch):
     given = []
     monkeypatch.setattr(torch.ops.torch_attn, "_varlen_attn", lambda q, *rest: given.append(rest) or (q, None, None))
     q, k, ends = torch.randn(20, 4, 8), torch.randn(20, 2, 8), torch.tensor([0, 20], dtype=torch.int32)
-    sdpa.packed_attention(q, k, k, ends, ends, 20, 20, True, None)
+    packed_attention(q, k, k, ends, ends, 20, 20, True, None)
     grouped = "enable_gqa" in inspect.signature(varlen_attn).parameters
     assert given[0][0].shape[1] == (2 if grouped else 4)

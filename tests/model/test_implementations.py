@@ -9,8 +9,8 @@ from diff_transformer import DiffTransformerForCausalLM
 from diff_transformer.model import cores, softmax
 from diff_transformer.model.implementations import DEFAULT, IMPLEMENTATIONS, check_implementation
 from diff_transformer.model.presets import preset
-from diff_transformer.ops import flash, flex
-from diff_transformer.ops.api import BACKENDS
+from diff_transformer.ops import softmax_calls
+from diff_transformer.ops.backends import BACKENDS
 
 BOTH = pytest.mark.parametrize("attention", ["diff", "softmax"])
 HERE = ["eager", "sdpa", "flex_attention", "diff_auto", "diff_reference", "diff_blockwise", "diff_sdpa", "diff_flex"]
@@ -34,7 +34,7 @@ def padded():
 def flex_uncompiled(monkeypatch):
     """FlexAttention's own eager form: the same rules without a minute of compilation."""
     monkeypatch.setattr(flex_module, "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", True)
-    monkeypatch.setattr(flex, "compiled", lambda: flex_module.flex_attention)
+    monkeypatch.setattr(softmax_calls, "compiled_flex_attention", lambda: flex_module.flex_attention)
 
 
 def used_backends(model, monkeypatch, *arguments, **options):
@@ -141,7 +141,7 @@ def test_unknown_names_are_refused(name, message, tmp_path):
 
 
 def test_flash_attention_that_is_not_installed_is_named(monkeypatch):
-    monkeypatch.setattr(flash, "installed", lambda: None)
+    monkeypatch.setattr(softmax_calls, "flash_package", lambda: None)
     with pytest.raises(RuntimeError, match="'flash_attention_2' needs the flash-attn package, which is not installed"):
         make().set_attn_implementation("flash_attention_2")
 
@@ -152,10 +152,11 @@ def test_flash_attention_gets_causal_attention_of_both_sides(monkeypatch):
     def flash_attn_func(q, k, v, softmax_scale, causal, window_size=(-1, -1)):
         assert causal
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-        return softmax._eager(q * softmax_scale * q.shape[-1] ** 0.5, k, v, None, True, None).transpose(1, 2)
+        q = q * softmax_scale * q.shape[-1] ** 0.5
+        return softmax.softmax_attention(q, k, v, None, True, backend="eager").transpose(1, 2)
 
-    monkeypatch.setattr(flash, "installed", lambda: ("flash_attn", flash_attn_func))
-    monkeypatch.setattr(flash, "unsupported_reason", lambda device, dtype: None)
+    monkeypatch.setattr(softmax_calls, "flash_package", lambda: ("flash_attn", flash_attn_func))
+    monkeypatch.setattr(softmax_calls.Flash, "unsupported_reason", lambda device, dtype: None)
     for attention in ("diff", "softmax"):
         model, (ids, mask) = make(attention), padded()
         expected = model(ids).logits

@@ -8,6 +8,7 @@ from diff_transformer import DiffAttention, lambda_init
 from diff_transformer.model.cores import DiffV2Core, GroupedDiffCore
 from diff_transformer.model.dint import DintCore
 from diff_transformer.model.heads import count_heads
+from diff_transformer.model.inputs import Visible
 from diff_transformer.model.lambdas import FixedLambda, TokenLambda
 from diff_transformer.testing import assert_within_budget
 
@@ -149,7 +150,7 @@ def test_numerics_budget(kind, dtype):
 
     exact = run(lambda *x: eager_core(kind, heads, *x), [x.double() for x in inputs], upstream.double())
     eager = run(lambda *x: eager_core(kind, heads, *x), inputs, upstream)
-    ours = run(lambda q, k, v, lam: core.attend(q, k, v, lam, None, True), inputs, upstream)
+    ours = run(lambda q, k, v, lam: core.attend(q, k, v, lam, Visible()), inputs, upstream)
     for name, mine, true, plain in zip(("out", "q", "k", "v", "lambda"), ours, exact, eager, strict=True):
         assert_within_budget(mine, true, plain if dtype == torch.bfloat16 else None, what=f"{kind} {name}")
 

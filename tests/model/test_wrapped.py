@@ -10,6 +10,7 @@ from torch.nn.utils import parametrize, prune
 
 from diff_transformer.model import cores
 from diff_transformer.model.attention import DiffAttention
+from diff_transformer.model.inputs import Visible
 from diff_transformer.model.lambdas import LearnedLambda
 from diff_transformer.model.layers import RMSNorm
 from diff_transformer.model.modeling import DiffTransformerForCausalLM
@@ -249,7 +250,7 @@ def test_a_patched_class_is_seen(part, monkeypatch):
     assert (call(layer) - before).abs().max() > 1e-3
 
 
-@pytest.mark.parametrize("method", ["attended", "attend", "normalise"])
+@pytest.mark.parametrize("method", ["attend", "normalise"])
 @pytest.mark.parametrize("on", ["instance", "class"])
 def test_a_replaced_method_of_the_core_is_called(method, on, monkeypatch):
     layer = make()
@@ -344,8 +345,8 @@ def test_autocast_is_honoured():
     core = make().core
     q, k, v = torch.randn(1, 4, 1, 8), torch.randn(1, 4, 7, 8), torch.randn(1, 2, 7, 16)
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
-        out = core(q, k, v, None, True)
-        expected = in_parts(core, q, k, v, None, True)
+        out = core(q, k, v, Visible())
+        expected = in_parts(core, q, k, v, Visible())
     assert out.dtype == expected.dtype == torch.bfloat16
 
 
@@ -361,7 +362,7 @@ def test_inputs_that_do_not_fit_are_refused(wrong):
         "device": (q, k.to("meta"), v.to("meta")),
     }[wrong]
     with torch.no_grad(), pytest.raises((ValueError, RuntimeError)):
-        core(q, k, v, None, True)
+        core(q, k, v, Visible())
 
 
 # Libraries that wrap models.

@@ -7,7 +7,9 @@ import pytest
 import torch
 
 from diff_transformer import diff_attention, diff_attention_decode
-from diff_transformer.ops import decode, flash, flex
+from diff_transformer.ops import decode
+from diff_transformer.ops.call import check
+from diff_transformer.ops.softmax_calls import Flash, Flex
 from diff_transformer.testing import assert_within_budget, make_inputs
 
 
@@ -51,7 +53,7 @@ WAYS = ["auto", "reference", "sdpa", "flex"]
 @pytest.mark.parametrize("garbage", [float("nan"), float("inf")])
 @pytest.mark.parametrize("way", [*WAYS, "each by itself", "compiled"])
 def test_what_is_not_in_use_changes_nothing(monkeypatch, way, garbage, used):
-    if way == "flex" and flex.unsupported_reason(torch.device("cpu"), torch.float32) is not None:
+    if way == "flex" and Flex.unsupported_reason(torch.device("cpu"), torch.float32) is not None:
         pytest.skip("no C++ compiler")
     if way == "each by itself":
         monkeypatch.setattr(decode, "MAX_COPIED_VALUES", 0)
@@ -74,7 +76,7 @@ def test_what_is_not_in_use_changes_nothing(monkeypatch, way, garbage, used):
 
 
 def test_a_backend_without_masks_refuses_lengths_that_become_one(monkeypatch):
-    monkeypatch.setattr(flash, "unsupported_reason", lambda device, dtype: None)
+    monkeypatch.setattr(Flash, "unsupported_reason", lambda device, dtype: None)
     monkeypatch.setattr(decode, "_can_be_read", lambda lengths: False)
     with pytest.raises(RuntimeError, match="'flash' is not available: flash-attn takes no attn_mask"):
         diff_attention_decode(*inputs(dtype=torch.bfloat16), lengths=torch.tensor([1, 5, 9]), backend="flash")
@@ -157,7 +159,7 @@ def test_why_the_kernel_is_not_taken(monkeypatch):
     """ "auto" asks on CUDA, "triton" everywhere."""
     x = inputs(requires_grad=True)
     monkeypatch.setattr(decode.triton, "unsupported_reason", lambda device, dtype: None)
-    assert decode._kernel_unsupported_reason(*x, None, None) == "gradients are needed"
+    assert decode._kernel_unsupported_reason(check(*x)) == "gradients are needed"
     monkeypatch.setattr(decode.triton, "unsupported_reason", lambda device, dtype: f"not on {device}, {dtype}")
     with torch.no_grad():
-        assert decode._kernel_unsupported_reason(*x, None, None) == "not on cpu, torch.float32"
+        assert decode._kernel_unsupported_reason(check(*x)) == "not on cpu, torch.float32"

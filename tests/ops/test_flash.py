@@ -6,8 +6,9 @@ from types import ModuleType
 import pytest
 import torch
 
-from diff_transformer.ops import flash, reference
-from diff_transformer.ops.arguments import check
+from diff_transformer.ops import reference, softmax_calls
+from diff_transformer.ops.call import check
+from diff_transformer.ops.softmax_calls import MODULES, PROBE_TOKENS, Flash, flash_package, flash_parts
 from diff_transformer.testing import assert_within_budget, make_inputs
 
 
@@ -46,25 +47,25 @@ class Package:
             if equal_widths and q.shape[-1] != v.shape[-1]:
                 raise RuntimeError("v must have shape (batch_size, seqlen_k, num_heads_k, head_size)")
             assert q.shape[-1] % 8 == v.shape[-1] % 8 == 0
-            if q.shape[1] != flash.PROBE_TOKENS:
+            if q.shape[1] != PROBE_TOKENS:
                 self.calls.append((q.shape[-1], v.shape[-1], q.shape[2], k.shape[2]))
             out = flash_attn_func(q, k, v, **options)
             if forward_only and q.shape[-1] != v.shape[-1]:
                 out = Refusing.apply(out)
             return (out, None) if with_lse else out
 
-        for missing in flash.MODULES:
+        for missing in MODULES:
             monkeypatch.setitem(sys.modules, missing, None)
         module = ModuleType(name)
         module.flash_attn_func = function
         monkeypatch.setitem(sys.modules, name, module)
-        flash.installed.cache_clear()
+        flash_package.cache_clear()
 
 
 @pytest.fixture(autouse=True)
 def _forget():
     yield
-    flash.installed.cache_clear()
+    flash_package.cache_clear()
 
 
 CASES = {
@@ -95,7 +96,7 @@ def test_values_and_gradients(monkeypatch, case, equal_widths):
     sizes, options = CASES[case]
     x = make_inputs(**sizes)
     y = x.to(torch.float64)
-    out, exact = (backend.attend(*z[:5], *checked(z, options)) for backend, z in ((flash, x), (reference, y)))
+    out, exact = (backend.attend(check(*z, **options)) for backend, z in ((Flash, x), (reference, y)))
     assert out.dtype == torch.float32
     assert_within_budget(out, exact)
     dout = torch.randn_like(out)
@@ -105,60 +106,55 @@ def test_values_and_gradients(monkeypatch, case, equal_widths):
         assert_within_budget(actual, expected, what=f"gradient of {name}")
 
 
-def checked(x, options):
-    defaults = {"attn_mask": None, "is_causal": False, "window": None, "scale": None}
-    return check(*x, **{**defaults, **options})
-
-
 def test_one_call_a_map_where_values_may_be_wider(monkeypatch):
     package = Package(monkeypatch)
     x = make_inputs(H=6, Hn=2, G=1)
-    flash.attend(*x[:5], *checked(x, {}))
-    assert package.calls == [(16, 32, 2, 1), (16, 32, 6, 1)]
-    assert flash.form(*x[:3], x.v) == 1
+    Flash.attend(check(*x))
+    assert package.calls == [(16, 32, 6, 1), (16, 32, 2, 1)]
+    assert flash_parts(check(*x)) == (1, 32)
 
 
 def test_two_calls_a_map_where_widths_must_agree(monkeypatch):
     package = Package(monkeypatch, equal_widths=True)
     x = make_inputs()
-    flash.attend(*x[:5], *checked(x, {}))
+    Flash.attend(check(*x))
     assert package.calls == [(16, 16, 4, 4)] * 4
-    assert flash.form(*x[:3], x.v) == 2
+    assert flash_parts(check(*x)) == (2, 16)
 
 
 def test_a_version_that_cannot_go_back_through_wider_values(monkeypatch):
     Package(monkeypatch, forward_only=True)
     x = make_inputs()
-    assert flash.form(*x[:3], x.v) == 2
+    assert flash_parts(check(*x)) == (2, 16)
     with torch.no_grad():
-        assert flash.form(*x[:3], x.v) == 1
+        assert flash_parts(check(*x)) == (1, 32)
 
 
 def test_values_wider_than_any_kernel_go_in_parts(monkeypatch):
     package = Package(monkeypatch)
     x = make_inputs(B=1, H=1, T=4, D=144)
-    flash.attend(*x[:5], *checked(x, {}))
+    Flash.attend(check(*x))
     assert package.calls == [(144, 144, 1, 1)] * 4
 
 
-@pytest.mark.parametrize("name", flash.MODULES)
+@pytest.mark.parametrize("name", MODULES)
 def test_every_generation_is_found_and_its_log_sum_exps_ignored(monkeypatch, name):
     Package(monkeypatch, name=name, with_lse=True)
-    assert flash.installed()[0] == name
+    assert flash_package()[0] == name
     x = make_inputs()
-    assert flash.attend(*x[:5], *checked(x, {})).shape == (2, 4, 63, 32)
+    assert Flash.attend(check(*x)).shape == (2, 4, 63, 32)
 
 
 def test_bf16_maps_are_subtracted_in_fp32(monkeypatch):
     Package(monkeypatch)
     x = make_inputs(dtype=torch.bfloat16)
-    function = flash.installed()[1]
-    monkeypatch.setattr(flash, "_function", lambda: lambda *args, **kw: function(*args, **kw).bfloat16())
+    function = flash_package()[1]
+    monkeypatch.setattr(softmax_calls, "flash_function", lambda: lambda *args, **kw: function(*args, **kw).bfloat16())
     first, second = (
         function(*(y.transpose(1, 2) for y in (q, k, x.v)), softmax_scale=0.25).bfloat16().transpose(1, 2).float()
         for q, k in ((x.q1, x.k1), (x.q2, x.k2))
     )
-    out = flash.attend(*x[:5], *checked(x, {}))
+    out = Flash.attend(check(*x))
     assert out.dtype == torch.bfloat16
     assert torch.equal(out, (first - x.lam * second).bfloat16())
 
@@ -166,25 +162,25 @@ def test_bf16_maps_are_subtracted_in_fp32(monkeypatch):
 def test_reasons(monkeypatch):
     cuda = torch.device("cuda")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    for missing in flash.MODULES:
+    for missing in MODULES:
         monkeypatch.setitem(sys.modules, missing, None)
-    flash.installed.cache_clear()
-    assert flash.unsupported_reason(cuda, torch.bfloat16) == (
+    flash_package.cache_clear()
+    assert Flash.unsupported_reason(cuda, torch.bfloat16) == (
         "the flash-attn package is not installed; install it, or give another backend"
     )
     Package(monkeypatch)
-    assert flash.unsupported_reason(cuda, torch.bfloat16) is None
-    assert "not float32" in flash.unsupported_reason(cuda, torch.float32)
-    assert "not on cpu" in flash.unsupported_reason(torch.device("cpu"), torch.bfloat16)
+    assert Flash.unsupported_reason(cuda, torch.bfloat16) is None
+    assert "not float32" in Flash.unsupported_reason(cuda, torch.float32)
+    assert "not on cpu" in Flash.unsupported_reason(torch.device("cpu"), torch.bfloat16)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
-    assert "capability 8.0" in flash.unsupported_reason(cuda, torch.float16)
+    assert "capability 8.0" in Flash.unsupported_reason(cuda, torch.float16)
 
 
 def test_reasons_from_the_arguments():
     x = make_inputs()
     mask = torch.ones(63, 63, dtype=torch.bool)
-    assert flash.unsupported_call_reason(*x[:5], *checked(x, {})) is None
-    assert "takes no attn_mask" in flash.unsupported_call_reason(*x[:5], *checked(x, {"attn_mask": mask}))
+    assert Flash.unsupported_call_reason(check(*x)) is None
+    assert "takes no attn_mask" in Flash.unsupported_call_reason(check(*x, attn_mask=mask))
     wide = make_inputs(T=3, D=264)
-    assert "width 256 at most, not 264" in flash.unsupported_call_reason(*wide[:5], *checked(wide, {}))
+    assert "width 256 at most, not 264" in Flash.unsupported_call_reason(check(*wide))

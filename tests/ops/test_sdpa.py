@@ -1,14 +1,12 @@
-"""The forms over scaled_dot_product_attention: which one a call takes, what it passes on, and that each is right."""
-
-from functools import partial
+"""The plans over scaled_dot_product_attention: which one a call takes, what it passes on, and that each is right."""
 
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from diff_transformer.ops import reference, sdpa
-from diff_transformer.ops.arguments import check
-from diff_transformer.ops.sdpa import Form
+from diff_transformer.ops import reference, softmax_calls
+from diff_transformer.ops.call import check, of_list
+from diff_transformer.ops.softmax_calls import Sdpa, SdpaPlan
 from diff_transformer.testing import assert_within_budget, make_inputs
 
 CUDA = {
@@ -29,7 +27,7 @@ def passed_on(monkeypatch):
         seen.append((q.shape[1], k.shape[1], q.shape[-1], v.shape[-1], enable_gqa))
         return q.new_empty(*q.shape[:3], v.shape[-1])
 
-    monkeypatch.setattr(sdpa, "scaled_dot_product_attention", attention)
+    monkeypatch.setattr(softmax_calls, "scaled_dot_product_attention", attention)
     return seen
 
 
@@ -61,9 +59,9 @@ def passed_on(monkeypatch):
 )  # fmt: skip
 def test_what_a_gpu_gets(monkeypatch, passed_on, gpu, sizes, options, expected):
     """The maps are never materialised: keys are shared only where the kernel reads shared keys in place."""
-    monkeypatch.setattr(sdpa, "kernels_of", lambda *device: CUDA[gpu])
+    monkeypatch.setattr(softmax_calls, "kernels_of", lambda *device: CUDA[gpu])
     for name in ("fully_masked_rows", "position_mask"):  # PyTorch without CUDA cannot index there
-        monkeypatch.setattr(sdpa, name, lambda *mask: None)
+        monkeypatch.setattr(softmax_calls, name, lambda *mask: None)
     with FakeTensorMode():
         T, S = sizes.get("T", 9), sizes.get("S", 9)
         D, Dv, dtype = sizes.get("D", 64), sizes.get("Dv"), sizes.get("dtype", torch.bfloat16)
@@ -75,7 +73,7 @@ def test_what_a_gpu_gets(monkeypatch, passed_on, gpu, sizes, options, expected):
         mask = torch.ones(1, 1, 9, 9, dtype=torch.bool, device="cuda") if options.get("masked") else None
         lam = torch.empty(1, 4, T, 1, device="cuda")
         causal, window = options.get("is_causal", "window" in options), options.get("window")
-        out = sdpa.attend(*tensors, lam, mask, causal, window, 0.125)
+        out = Sdpa.attend(of_list(*tensors, lam, mask, causal, window, 0.125))
     assert out.shape == (1, 4, T, v.shape[-1])
     assert passed_on == expected
 
@@ -94,7 +92,7 @@ def test_the_kernels_of_a_gpu(monkeypatch, capability, cudnn, expected):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: capability)
     monkeypatch.setattr(torch.backends.cudnn, "version", lambda: cudnn)
-    assert sdpa.kernels_of("cuda", 0) == expected
+    assert softmax_calls.kernels_of("cuda", 0) == expected
 
 
 CALLS = {
@@ -111,21 +109,20 @@ CALLS = {
 @pytest.mark.parametrize("call", CALLS)
 @pytest.mark.parametrize("keys", ["two keys", "shared keys"])
 @pytest.mark.parametrize(
-    "form", [(True, 1, 48), (True, 3, 16), (False, 1, 41), (False, 3, 16)], ids=["joined", "joined, parts", "1", "3"]
+    "plan", [(True, 1, 48), (True, 3, 16), (False, 1, 41), (False, 3, 16)], ids=["joined", "joined, parts", "1", "3"]
 )
-def test_every_form_is_right(form, keys, call):
+def test_every_plan_is_right(plan, keys, call):
     """Output and every gradient in fp32; the kernel's name alone is the CPU's, so that grouped heads are copied."""
     sizes, options = CALLS[call]
     x = make_inputs(**{"Dv": 32, **sizes})
     shared = keys == "shared keys"
     x = x._replace(k2=x.k1) if shared else x
-    joined, parts, width = form
+    joined, parts, width = plan
     parts, width = (parts, x.v.shape[-1]) if parts == 1 else (parts, width)
-    arguments = {"attn_mask": None, "is_causal": False, "window": None, "scale": None, **options}
     leaves = [x.q1, x.q2, x.k1, x.v, x.lam] if shared else list(x)
     results = []
-    for attend in (reference.attend, partial(sdpa.attend, form=Form("cpu", joined, parts, width))):
-        out = attend(*x[:5], *check(*x, **arguments))
+    for attend, variant in ((reference.attend, None), (Sdpa.attend, SdpaPlan("cpu", joined, parts, width))):
+        out = attend(check(*x, **options)._replace(variant=variant))
         results.append((out, *torch.autograd.grad(out.square().sum(), leaves)))
     for exact, actual in zip(*results, strict=True):
         assert_within_budget(actual, exact)

@@ -6,6 +6,7 @@ from torch.autograd import forward_ad
 
 from diff_transformer import DiffAttention, diff_attention, diff_attention_varlen
 from diff_transformer.ops import decode
+from diff_transformer.ops.call import check
 from diff_transformer.testing import assert_within_budget, make_inputs
 
 SIZES = {"H": 4, "Hn": 2, "G": 1, "T": 7, "S": 9, "D": 3, "Dv": 5}
@@ -133,7 +134,7 @@ def test_named_backends_refuse(backend):
 def test_the_decoding_kernel_is_not_taken(monkeypatch):
     monkeypatch.setattr(decode.triton, "unsupported_reason", lambda device, dtype: None)
     with forward_ad.dual_level():
-        reason = decode._kernel_unsupported_reason(*make_inputs(requires_grad=False), None, None)
+        reason = decode._kernel_unsupported_reason(check(*make_inputs(requires_grad=False)))
     assert reason == "it does not follow forward-mode AD"
 
 

@@ -60,11 +60,11 @@ def make_results(seeds=(0, 1)) -> dict:
 
 @pytest.fixture
 def controlled(results) -> dict:
-    """``results`` with the normalised Transformer's number beside the first claim."""
+    """``results`` with the control's number beside the first claim."""
     results = copy.deepcopy(results)
     results["claims"][0]["control"] = {
         "side": "softmax_norm",
-        "label": "Transformer, normalised heads",
+        "label": "Transformer + head norm",
         "here": "3.800",
         "values": [3.8, 3.8],
         "verdict": "did not hold",

@@ -2,6 +2,7 @@
 
 import base64
 import csv
+import json
 import threading
 from itertools import pairwise
 from pathlib import Path
@@ -73,15 +74,20 @@ COLLIDING = """() => [...document.querySelectorAll(".panel svg.chart")].flatMap(
   return found;
 })"""
 
-# Findings whose sentence begins on what stands before it; Range, for an element's box ends where its column does.
+# Findings whose sentence begins on what stands before it; by lines, for an element's box ends where its column does.
 RUN_INTO = """() => [...document.querySelectorAll(".findings li")].filter((li) => {
   const [label, sentence] = [...li.children].map((part) => {
     const text = document.createRange();
     text.selectNodeContents(part);
-    return text.getBoundingClientRect();
+    return [...text.getClientRects()];
   });
-  return sentence.left < label.right && sentence.top < label.bottom - 3;
+  return sentence[0].left < label.at(-1).right && sentence[0].top < label.at(-1).bottom - 3;
 }).map((li) => li.textContent)"""
+
+# Tables and charts that are wider than their place, without what is folded.
+SCROLLING = """() => [...document.querySelectorAll(".scroll, .forest, .panel")].filter(
+  (e) => e.checkVisibility() && e.scrollWidth > e.clientWidth + 1
+).map((e) => e.ariaLabel || e.className)"""
 
 
 @pytest.fixture(scope="module")
@@ -153,6 +159,22 @@ def test_page_of_a_study_fits_the_screen_and_is_readable(visit, size, scheme):
     assert page.evaluate(LOW_CONTRAST) == []
     assert page.evaluate(CLIPPED) == []
     assert page.evaluate(COLLIDING) == []
+
+
+def test_the_demo_s_page_leads_with_all_claims_and_is_short(visit, results):
+    explorer = {"explorer": [{**entry, "attention": entry["attention"]} for entry in results["explorer"]]}
+    page = visit(json.loads(DEMO.read_text()) | explorer)
+    assert page.evaluate("document.documentElement.scrollHeight") <= 9000
+    assert page.evaluate(SCROLLING) == []
+    rows = page.locator(".first .forest .row:not(.axis)")
+    assert rows.count() == page.locator("tr[id^=claim-]").count() == 16
+    top, bottom = (page.locator(name).first.bounding_box()["y"] for name in (".forest", "#claims"))
+    assert top < 400 < bottom
+    rows.first.locator(".chart").focus()
+    page.keyboard.press("ArrowRight")
+    assert "difference −0.242, interval over examples −0.258 to −0.226 (one seed)" in page.locator("#tip").inner_text()
+    rows.nth(3).get_by_role("link").click()
+    assert page.locator("#claim-5, #claim-4").first.is_visible()
 
 
 @pytest.mark.parametrize("size", list(SIZES))
@@ -436,6 +458,7 @@ def test_every_figure_saves_its_data(visit, results):
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_every_chart_saves_itself_in_the_page_s_colours(visit, results, scheme):
     page = visit(results, scheme=scheme)
+    page.evaluate("document.querySelectorAll('details').forEach((d) => (d.open = true))")
     charts = page.locator(".panel svg.chart").count()
     assert (
         page.get_by_role("button", name=" as SVG").count()

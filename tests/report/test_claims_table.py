@@ -34,7 +34,7 @@ def test_one_run_and_the_seeds_that_would_decide_are_said(results, one_seed):
 
 def test_the_control_has_a_column(controlled):
     text = printed(controlled)
-    assert "Transformer, normalised heads" in text
+    assert "Transformer + head norm" in text
     assert "3.800" in text
     assert "compared with it: did not hold" in text
     narrow = printed(controlled, width=80)

@@ -87,9 +87,9 @@ def test_the_first_screen_says_what_became_of_loss_and_retrieval(controlled):
     claims = controlled["claims"]
     claims[1]["id"] = "recall"
     page = render_page(controlled)
-    loss = "A lower loss: held; compared with the Transformer with normalised heads: did not hold."
+    loss = "A lower loss: held; compared with the Transformer + head norm: did not hold."
     assert f"{loss} More recall from noise, not a claim of the paper: undecided.</p>" in page
-    assert "Accuracy at the end: DIFF 0.950, Transformer 0.550" in page
+    assert "Accuracy at the end: DIFF 0.365, Transformer 0.340; difference +0.025, " in page  # as the claim has it
 
 
 @pytest.mark.parametrize("said", [{"id": "recall"}, {"ours": True}])  # an earlier record, and one of now
@@ -119,11 +119,11 @@ def test_the_demo_s_page_counts_the_paper_s_claims():
 def test_one_seed_has_no_interval(one_seed):
     page = render_page(one_seed)
     assert "In one run, 2 of 4 claims of the paper came out in its favour and 2 against it. Intervals are over" in page
-    verdicts = re.findall(r'(?s)<td data-label="Verdict">.*?</svg>([^<]*)</span><span class="small">one run<', page)
-    assert sorted(verdicts) == ["against"] * 2 + ["in favour"] * 2
-    assert "Lower language-modelling loss (one run)</span></a>" in page
+    verdicts = re.findall(r'<td data-label="Verdict"><span class="verdict one-run">([^<]*)<', page)  # no tick
+    assert sorted(verdicts) == ["one run: against"] * 2 + ["one run: in favour"] * 2
+    assert ">one run: in favour</span><span>Lower language-modelling loss</span></a>" in page
     assert "held<" not in page
-    assert page.count("difference −0.047, one seed: no interval") == 1
+    assert page.count("difference −0.047, one seed: no interval") == 4  # the claim, its figure, twice in the picture
     assert "interval over" not in page
     assert "One seed: these results cannot separate a difference between models" in page
 
@@ -149,7 +149,7 @@ def test_the_control_is_a_column_of_the_claims(results, controlled):
     page = render_page(controlled)
     head = page[page.index('<table class="claims controlled">') : page.index("</thead>")]
     names = re.findall(r'<th scope="col">([A-Z][^<]*)', head)
-    assert names == ["Claim", "Paper", "Here", "Transformer, normalised heads", "Verdict"]
+    assert names == ["Claim", "Paper", "Here", "Transformer + head norm", "Verdict"]
     cells = re.findall(r'<td data-label="Control">(.*?)</td>', page)
     assert len(cells) == len(controlled["claims"])
     assert "3.800 nats a token" in cells[0]
@@ -185,7 +185,7 @@ def test_a_loss_of_diff_is_named(results):
     page = render_page(results)
     outliers = page[page.index('<section id="outliers"') : page.index('<section id="slices"')]
     assert re.search(
-        r'who softmax weak">Transformer ahead in this run</span><span class="said">Logits, top 1: DIFF 24.5,', outliers
+        r'who softmax weak">Transformer ahead in this run</span><span class="said">Logits, top 1: DIFF 23.1,', outliers
     )
 
 
@@ -250,3 +250,43 @@ def test_a_page_above_the_limit_is_refused(tmp_path, results):
     with pytest.raises(ResultsError, match="above 3,000,000"):
         write_report(results, tmp_path / "page.html")
     assert not list(tmp_path.iterdir())
+
+
+def test_a_quantity_has_one_interval_on_the_page(results):
+    """The claim, the figure of the experiment and the figure of all models say the same of a difference."""
+    for claim in results["claims"]:
+        claim["difference"] |= {"over": "examples"}
+        claim["control"] = {"values": claim["softmax"], "difference": claim["difference"], "verdict": "held"}
+    rows = [{"variant": "softmax_norm", "loss": {"0": 3.9, "1": 3.91}}]
+    page = render_page({**results, "variants": rows})
+    loss = "difference −0.047, interval over examples −0.077 to −0.017 (2 seeds)"
+    needle = "difference +0.025, interval over examples −0.005 to +0.055 (2 seeds)"
+    assert page.count(loss) == 9  # the claim; DIFF against both in two figures; each twice in the picture
+    assert page.count(needle) == 6
+    for said in re.findall(r"(?:All tokens|N = 4, R = 2): [^<]*", page):
+        assert "the same sign" not in said
+
+
+def test_what_is_computed_is_not_called_measured(results):
+    rows = [{"variant": name, "loss": {"0": 4.0}, "flops_per_token": 2.5e6} for name in ("diff", "softmax", "dint")]
+    page = render_page({**results, "variants": rows})
+    assert "FLOPs a token (computed)" in page
+    assert "tokens/s, training (measured)" in page
+    assert "Parameters and arithmetic, computed" in page
+    assert "speed are as measured" not in page
+
+
+def test_the_picture_of_all_claims_comes_before_their_table(results):
+    """Further right is as claimed, on a scale that claims share: the square root of the difference over its scale."""
+    results["claims"][1]["control"] = {"values": [0.3], "difference": {"mean": -0.25, "low": -0.36, "high": -0.16}}
+    page = render_page(results)
+    assert page.index('class="forest"') < page.index('class="claims')
+    loss, needles, answer, logits = re.findall(r'(?s)<div class="row"><a href="#claim-\d">.*?</svg>', page)
+    gap = 0.047 / 3.964  # lower by 0.047, over the Transformer's loss: to the right
+    assert f'class="swatch softmax" style="left:{50 + 50 * gap**0.5:.1f}%' in loss
+    assert 'class="swatch softmax" style="left:57.9%' in needles  # 0.025 of the 100 points of an accuracy
+    assert 'class="spread s1" style="left:20.0%;width:10.0%"' in needles  # -0.36 to -0.16 against the control
+    assert 'class="swatch s1" style="left:25.0%"' in needles
+    assert 'class="swatch s1"' not in answer
+    left = float(re.search(r'class="swatch softmax" style="left:([\d.]+)%', logits)[1])
+    assert left < 50  # larger where the paper says smaller

@@ -2,7 +2,7 @@
 
 import pytest
 
-from diff_transformer.model.matching import LABELS
+from diff_transformer.lab.sides import NAMES
 from diff_transformer.report.figures import recall, variants
 from diff_transformer.report.method import caveats
 from diff_transformer.report.models import of_comparison
@@ -12,7 +12,7 @@ from diff_transformer.report.page import render_page
 def row(name, loss, parameters=1_000_000, **more):
     return {
         "variant": name,
-        "label": LABELS[name],
+        "label": NAMES[name],
         "parameters": parameters,
         "flops_per_token": 2_500_000,
         "kv_bytes_per_token": 512,
@@ -37,12 +37,14 @@ def rows():
 
 def test_who_is_ahead_is_said_for_each_variant(rows):
     found = {f.text.split(":")[0]: f for f in variants.build(of_comparison({"variants": rows})).findings if f}
-    ours = found["DIFF Transformer"]
-    assert ours.text == "DIFF Transformer: loss −0.100 against the Transformer (the same sign in 2 of 2 seeds)."
+    ours = found["DIFF"]
+    assert ours.text == "DIFF: loss against the Transformer: difference −0.100 (the same sign in 2 of 2 seeds)."
     assert (ours.outcome, ours.weak) == ("diff", True)
     assert found["DIFF V2"].outcome == "softmax"
     assert found["DINT"].outcome == "level"
-    assert found["DINT"].text == "DINT: loss +0.020 against the Transformer (the same sign in 1 of 2 seeds)."
+    assert (
+        found["DINT"].text == "DINT: loss against the Transformer: difference +0.020 (the same sign in 1 of 2 seeds)."
+    )
     assert "Transformer" not in found
 
 
@@ -57,34 +59,37 @@ def test_the_recall_figure_has_the_curve_of_each_variant(rows, results):
     pair_alone = recall.build(of_comparison(results | {"variants": rows}))
     rows.append(row("softmax_norm", [3.93, 3.83], recall=of_variant))
     figure = recall.build(of_comparison(results | {"variants": rows}))
-    label = LABELS["softmax_norm"]
+    label = NAMES["softmax_norm"]
     assert label in figure.body
     assert label in figure.data
     assert label not in pair_alone.body
-    assert figure.findings[0] == pair_alone.findings[0]
-    assert figure.findings[1].text.startswith(f"DIFF's accuracy less that of {label}: +0.600 ")
+    first, alone = figure.findings[0], pair_alone.findings[0]
+    assert first.outcome == alone.outcome
+    said = f"{alone.text[:-1]}; against the {label}, 0.350: DIFF higher by 0.600 (the same sign in 2 of 2 seeds)."
+    assert first.text == said
 
 
 def test_what_is_left_for_the_subtraction_is_said(rows):
     rows.append(row("softmax_norm", [3.93, 3.83]))
     found = [(f.outcome, f.text) for f in variants.build(of_comparison({"variants": rows})).findings if f]
     assert found[-2:] == [
-        ("note", "Transformer, normalised heads: loss −0.070 against the Transformer (the same sign in 2 of 2 seeds)."),
         (
-            "diff",
-            "DIFF Transformer: loss −0.030 against the Transformer with normalised heads "
-            "(the same sign in 2 of 2 seeds).",
+            "note",
+            "Transformer + head norm: loss against the Transformer: difference −0.070 (the same sign in 2 of 2 seeds).",
         ),
+        ("diff", "DIFF: loss against the Transformer + head norm: difference −0.030 (the same sign in 2 of 2 seeds)."),
     ]
 
 
 def test_a_pair_without_that_control_has_a_caveat(rows, results):
     results["pair"]["diff"]["config"] = {"head_norm": True}
     missing = "--variants softmax_norm"
-    assert missing in " ".join(caveats(results))
-    assert missing not in " ".join(caveats({**results, "variants": [*rows, row("softmax_norm", [3.9, 3.8])]}))
+    assert missing in " ".join(caveats(of_comparison(results)))
+    assert missing not in " ".join(
+        caveats(of_comparison({**results, "variants": [*rows, row("softmax_norm", [3.9, 3.8])]}))
+    )
     results["pair"]["diff"]["config"] = {"head_norm": False}
-    assert missing not in " ".join(caveats(results))
+    assert missing not in " ".join(caveats(of_comparison(results)))
 
 
 def test_one_seed_is_called_weak(rows):
@@ -96,8 +101,8 @@ def test_one_seed_is_called_weak(rows):
 
 
 def test_the_table_has_every_number(rows):
-    body = str(variants.build(of_comparison({"variants": rows})).body)
-    for shown in ("3.850", "+0.40 %", "1,004,000", "2.5 M", "512 B", "1,234", "5,678", "1 needle, 1 asked", "0.50"):
+    body = str(variants.build(of_comparison({"variants": rows})).data)
+    for shown in ("3.850", "+0.40 %", "1,004,000", "2.5 M", "512 B", "1,234", "5,678", "1 needle, 1 asked for", "0.50"):
         assert shown in body
     assert body.count("<tr>") == 5
 

@@ -94,7 +94,7 @@ def test_folders_that_no_engine_serves(installed, save, tmp_path):
     with pytest.raises(ValueError, match=r"the config\.json of .* cannot be read \(.*model_type"):
         engines.choose_engine("vllm", str(path.parent))
     (path.parent / "model.safetensors").rename(path.parent / "pytorch_model.bin")
-    with pytest.raises(ValueError, match=r"holds pytorch_model\.bin and no safetensors"):
+    with pytest.raises(ValueError, match=r"holds pytorch_model\.bin but no \.safetensors file"):
         engines.choose_engine("vllm", str(path.parent))
 
 

@@ -5,6 +5,7 @@ import torch
 import torch.nn.functional as F
 
 from diff_transformer import DiffTransformerForCausalLM, diff_attention
+from diff_transformer.model.inputs import Visible
 from diff_transformer.model.presets import preset
 
 B, H, G, T, D = 2, 4, 2, 9, 8  # H differential heads, G value heads
@@ -26,7 +27,7 @@ def test_the_second_version_is_one_call_and_a_subtraction():
     q, (k, v) = torch.randn(B, 2 * H, T, D), torch.randn(2, B, G, T, D)
     whole = one_call(q, k, v)  # [B, 2h, T, d]
     expected = (whole[:, 0::2] - core.lam(hidden) * whole[:, 1::2]).transpose(1, 2)
-    torch.testing.assert_close(core(q, k, v, None, True, hidden_states=hidden), expected, atol=1e-6, rtol=1e-5)
+    torch.testing.assert_close(core(q, k, v, Visible(), hidden_states=hidden), expected, atol=1e-6, rtol=1e-5)
 
 
 def test_the_first_version_is_one_call_with_twice_the_heads_and_twice_the_cache():

@@ -14,8 +14,9 @@ import torch.distributed as dist
 
 from diff_transformer.model.attention import make_core
 from diff_transformer.model.config import DiffTransformerConfig
-from diff_transformer.model.inputs import Documents
-from diff_transformer.train.context_parallel import Context, _attend_own_heads, _attend_own_queries
+from diff_transformer.model.heads import AttentionSettings
+from diff_transformer.model.inputs import Documents, Visible
+from diff_transformer.train.context_parallel import SequencePart, _attend_own_heads, _attend_own_queries
 
 BATCH, LENGTH, HIDDEN = 2, 48, 32
 PACKED = [0, 5, 6, 40, 48, 49, 96]  # documents of the two rows: long, short, one token, a whole tail
@@ -27,7 +28,7 @@ CASES = [
 ]  # fmt: skip
 
 
-def errors(attention: str, method: str, fields: dict, bounds: list[int], context: Context) -> float:
+def errors(attention: str, method: str, fields: dict, bounds: list[int], context: SequencePart) -> float:
     """The largest difference of output and of gradients of q, k and v between this process's part and the whole."""
     config = DiffTransformerConfig(
         attention=attention,
@@ -37,7 +38,9 @@ def errors(attention: str, method: str, fields: dict, bounds: list[int], context
         signal_heads_per_noise_head=3,
         **fields,
     )
-    core = make_core(config, 0, "sdpa" if attention == "softmax" else "reference").double()
+    core = make_core(
+        AttentionSettings.of_layer(config, 0), 0, "sdpa" if attention == "softmax" else "reference"
+    ).double()
     heads, draw = config.heads, partial(torch.randn, dtype=torch.float64)
     q, k = (draw(BATCH, count, LENGTH, heads.head_dim) for count in (heads.queries, heads.keys))
     v, upstream = (
@@ -52,7 +55,7 @@ def errors(attention: str, method: str, fields: dict, bounds: list[int], context
     def results(attend, cut) -> list[torch.Tensor]:
         inputs = [cut(x, 2).detach().clone().requires_grad_() for x in (q, k, v)]
         of_tokens = cut(lam, 2) if lam is not None and lam.dim() == 4 else lam
-        out = attend(*inputs, of_tokens, documents, True).unflatten(0, (BATCH, -1))
+        out = attend(*inputs, of_tokens, Visible(None, True, core.window, documents)).unflatten(0, (BATCH, -1))
         (out * cut(upstream, 1)).sum().backward()
         return [out.detach(), *(x.grad for x in inputs)]
 
@@ -68,7 +71,7 @@ def errors(attention: str, method: str, fields: dict, bounds: list[int], context
 def main() -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    context = Context(dist.get_rank(), dist.get_world_size(), dist.group.WORLD)
+    context = SequencePart(dist.get_rank(), dist.get_world_size(), dist.group.WORLD)
     found = {}
     for attention, method, fields in CASES:
         for name, bounds in {"joined": [0, LENGTH, 2 * LENGTH], "packed": PACKED}.items():

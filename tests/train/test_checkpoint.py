@@ -354,7 +354,7 @@ def test_from_disk_reads_past_the_cache(fabric, tmp_path, monkeypatch):
 
 
 def test_sizes_for_the_eye():
-    assert [durable.size(n) for n in (5, 1200, 3_400_000, 56e9)] == ["5 bytes", "1.2 kB", "3.4 MB", "56 GB"]
+    assert [durable.human_bytes(n) for n in (5, 1200, 3_400_000, 56e9)] == ["5 bytes", "1.2 kB", "3.4 MB", "56 GB"]
 
 
 def test_no_checkpoint_is_no_damage(tmp_path):

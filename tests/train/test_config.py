@@ -155,6 +155,13 @@ def test_precisions_that_cannot_train_are_refused(precision, why):
         override(recipe("debug"), [f"train.precision={precision}"]).validate()
 
 
+def test_a_value_of_another_kind_set_in_python_is_refused_in_words():
+    config = recipe("debug")
+    config.data.needles.digits = "two"
+    with pytest.raises(TypeError, match=r"^data\.needles\.digits is 'two'; give a whole number$"):
+        config.validate()
+
+
 def test_a_run_saved_with_the_seed_that_had_no_effect_still_loads():
     old = recipe("debug").to_dict()
     old["data"]["seed"] = 7

@@ -14,7 +14,7 @@ from diff_transformer.data.mixture import IGNORED
 from diff_transformer.lab.recipes import recipe
 from diff_transformer.model.presets import preset
 from diff_transformer.train.config import override
-from diff_transformer.train.context_parallel import Context, check_context
+from diff_transformer.train.context_parallel import SequencePart, check_context
 from diff_transformer.train.training_data import model_inputs
 
 WORKER = Path(__file__).with_name("context_worker.py")
@@ -22,10 +22,10 @@ WORKER = Path(__file__).with_name("context_worker.py")
 
 def test_pieces_make_up_the_row_and_share_its_causal_work():
     row = torch.arange(24)[None]
-    parts = [Context(rank, 4).of(row) for rank in range(4)]
+    parts = [SequencePart(rank, 4).of(row) for rank in range(4)]
     assert torch.equal(torch.cat(parts, 1).sort().values, row)
     assert len({(part + 1).sum().item() for part in parts}) == 1  # a token sees as many keys as its position says
-    assert Context().of(row) is row
+    assert SequencePart().of(row) is row
 
 
 @pytest.mark.parametrize("documents", ["joined", "separate"])
@@ -35,7 +35,7 @@ def test_targets_weights_and_positions_are_cut_from_the_whole_row(documents):
     inputs, targets, weights = model_inputs(ids, documents, end), ids[:, 1:], torch.rand(2, 23)
     found = {}
     for rank in range(3):
-        context = Context(rank, 3)
+        context = SequencePart(rank, 3)
         mine, mine_targets, mine_weights = context.cut(inputs, targets, weights)
         at = context.of(torch.arange(24)[None])[0]
         for i, position in enumerate(at.tolist()):

@@ -328,5 +328,5 @@ def test_documents_kept_apart_train_too(config, tmp_path):
 
 def test_first_tokens_of_documents_have_no_label():
     ids = np.array([[5, 9, 6, 7, 9, 8]])
-    assert without_first_tokens(ids, ids, end=9).tolist() == [[5, 9, -100, 7, 9, -100]]
+    assert without_first_tokens(ids, ids, eos_id=9).tolist() == [[5, 9, -100, 7, 9, -100]]
     assert ids.tolist() == [[5, 9, 6, 7, 9, 8]]

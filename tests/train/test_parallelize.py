@@ -11,7 +11,7 @@ from diff_transformer.train.launch import start_processes
 from diff_transformer.train.loop import train
 from diff_transformer.train.metrics import read_metrics
 from diff_transformer.train.parallelize import check_split, make_fabric
-from diff_transformer.train.training_data import Share, load_training_data
+from diff_transformer.train.training_data import BatchPart, load_training_data
 
 
 @pytest.fixture
@@ -31,7 +31,7 @@ def config(*settings: str):
 
 def test_shares_are_the_batch():
     rows = torch.arange(12)
-    assert torch.equal(torch.cat([Share(rank, 4).of(rows) for rank in range(4)]), rows)
+    assert torch.equal(torch.cat([BatchPart(rank, 4).of(rows) for rank in range(4)]), rows)
 
 
 @pytest.mark.parametrize(

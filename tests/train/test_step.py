@@ -13,10 +13,10 @@ from diff_transformer.lab.recipes import recipe
 from diff_transformer.model.presets import preset
 from diff_transformer.train import step
 from diff_transformer.train.config import OptimConfig, override
-from diff_transformer.train.context_parallel import Context
+from diff_transformer.train.context_parallel import SequencePart
 from diff_transformer.train.loss import Objective
 from diff_transformer.train.step import Stepper, learning_rate, make_optimizer, schedule_warning
-from diff_transformer.train.training_data import Rows, Share, mixture_shares, source_names
+from diff_transformer.train.training_data import BatchPart, Rows, mixture_shares, source_names
 
 
 class Noting(Objective):
@@ -42,13 +42,13 @@ def stepper(monkeypatch, settings: list[str], kind: type, processes: int) -> tup
         strategy=kind.__new__(kind), device=torch.device("cpu"), world_size=1, to_device=lambda x: x,
         backward=lambda loss: loss.backward(), no_backward_sync=no_backward_sync, clip_gradients=clip,
     )  # fmt: skip
-    monkeypatch.setattr(step, "share_of", lambda fabric, context_parallel: Share(0, processes))
+    monkeypatch.setattr(step, "batch_part", lambda fabric, context_parallel: BatchPart(0, processes))
     torch.manual_seed(0)
     plain = DiffTransformerForCausalLM(preset("debug"))
     objective = Noting(plain)
     objective.rows = []
     config = override(recipe("debug"), settings).validate()
-    return Stepper(fabric, objective, make_optimizer(plain, config.optim), plain, config, 0, Context()), put_off
+    return Stepper(fabric, objective, make_optimizer(plain, config.optim), plain, config, 0, SequencePart()), put_off
 
 
 def rows(count: int) -> Rows:

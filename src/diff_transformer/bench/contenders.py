@@ -19,8 +19,9 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from diff_transformer.bench.record import free_memory
 from diff_transformer.bench.shapes import SHORTER, Shape
-from diff_transformer.ops import diff_attention, gluon, sdpa
-from diff_transformer.ops.triton.call import Call
+from diff_transformer.ops import diff_attention, gluon
+from diff_transformer.ops.call import check
+from diff_transformer.ops.softmax_calls import Sdpa, SdpaPlan, flash_package, flash_parts, plans
 from diff_transformer.testing import Inputs, assert_within_budget, eager_diff_attention, make_inputs
 
 BASELINE = "softmax"
@@ -92,12 +93,12 @@ def flash_diff_attention(form: int, kernel: str | None) -> Callable[..., Tensor]
     return function
 
 
-def one_call(plan: sdpa.Form) -> Callable[..., Tensor]:
+def one_call(plan: SdpaPlan) -> Callable[..., Tensor]:
     """Both maps in one call of SDPA, with keys [k1|k2] and queries [q1|0] and [0|q2]."""
 
     def function(q1, q2, k1, k2, v, lam, *, is_causal: bool = False) -> Tensor:
-        scale = q1.shape[-1] ** -0.5
-        return sdpa.attend(q1, q2, k1, k2, v, lam, None, is_causal, None, scale, plan, strict=True)
+        call = check(q1, q2, k1, k2, v, lam, is_causal=is_causal)
+        return Sdpa.attend(call._replace(variant=plan), strict=True)
 
     return function
 
@@ -121,7 +122,7 @@ def baselines(shape: Shape, inputs: tuple[Tensor, Tensor, Tensor], kernels: list
 def rivals(x: Inputs, is_causal: bool, kernels: list[str]) -> list[Contender]:
     """FlashDiffAttn_1 and _2 on SDPA's choice and on each of the other ``kernels``; both maps in one call of these."""
     found = []
-    for plan in sdpa.forms(x.q1, x.q2, x.k1, x.k2, x.v, None, is_causal, None):
+    for plan in plans(check(*x, is_causal=is_causal)):
         if plan.joined and plan.kernel in kernels:
             name, facts = named(JOINED, plan.kernel), {"sdpa": plan.kernel}
             found.append(Contender(name, "rival", one_call(plan), tuple(x), is_causal, facts=facts))
@@ -142,11 +143,9 @@ def backend_contender(name: str, x: Inputs, is_causal: bool, variant: str | None
 
     facts = {}
     if name == "flash":
-        from diff_transformer.ops import flash
-
-        package = flash.installed()
+        package = flash_package()
         if package is not None:
-            facts = {"form": flash.form(x.q1, x.q2, x.k1, x.v), "package": package[0]}
+            facts = {"form": min(2, flash_parts(check(*x))[0]), "package": package[0]}
     if name == "triton" and variant != "plain":
         reasons = gluon_unsupported_reasons(x, is_causal, one_pass=variant == "one_pass")
         facts = {what: "gluon" if reason is None else f"triton, since {reason}" for what, reason in reasons.items()}
@@ -168,7 +167,7 @@ def backend_contenders(names: list[str], x: Inputs, is_causal: bool) -> list[Con
 
 def gluon_unsupported_reasons(x: Inputs, is_causal: bool, one_pass: bool) -> dict[str, str | None]:
     """Why the Triton backend does not use its Gluon kernels here, by direction; None where it does."""
-    call = Call(*x, scale=x.q1.shape[-1] ** -0.5, is_causal=is_causal)
+    call = check(*x, is_causal=is_causal)
     backward = gluon.unsupported_backward_reason(call, one_pass)
     return {"forward_kernel": gluon.unsupported_reason(call), "backward_kernel": backward}
 

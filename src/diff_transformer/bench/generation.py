@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from transformers import StaticCache
 
 from diff_transformer.bench.timing import interleaved_times
+from diff_transformer.model.caches import CACHE
 from diff_transformer.model.config import DiffTransformerConfig, matched_baseline
 from diff_transformer.model.presets import preset
 
@@ -94,15 +95,15 @@ def _decoder(model: nn.Module, prompt: Tensor, tokens: int, compiled: bool = Fal
     config: Any = model.config
     static = StaticCache(config=config, max_cache_len=prompt.shape[1] + tokens) if compiled else None
     with torch.inference_mode(not compiled), torch.no_grad():
-        out = model(input_ids=prompt, past_key_values=static, use_cache=True, logits_to_keep=1)
-    cache, first = out.past_key_values, out.logits[:, -1].argmax(-1, keepdim=True)  # [B, 1]
+        out = model(input_ids=prompt, **{CACHE: static}, use_cache=True, logits_to_keep=1)
+    cache, first = getattr(out, CACHE), out.logits[:, -1].argmax(-1, keepdim=True)  # [B, 1]
     step = compiled_step(model) if compiled else model
 
     def decode() -> None:
         token = first
         with torch.inference_mode(not compiled), torch.no_grad():
             for _ in range(tokens):
-                out = step(input_ids=token, past_key_values=cache, use_cache=True, logits_to_keep=1)
+                out = step(input_ids=token, **{CACHE: cache}, use_cache=True, logits_to_keep=1)
                 token = out.logits[:, -1].argmax(-1, keepdim=True)
             crop(cache, tokens)
 

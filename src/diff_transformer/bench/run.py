@@ -12,7 +12,7 @@ from diff_transformer.bench.shapes import default_grid, parse_shapes
 from diff_transformer.checks import require_known
 from diff_transformer.durable import require_writable
 from diff_transformer.ops import available_backends
-from diff_transformer.ops.dispatch import tuning
+from diff_transformer.ops.measuring import tuning
 
 BENCHMARKS = ("attention", "decode", "throughput", "step")
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 
 from diff_transformer.bench.record import free_memory
-from diff_transformer.durable import size
+from diff_transformer.durable import human_bytes
 
 SHORTER = 555  # length at which the gate compares gradients: the reference materialises the maps
 LENGTHS = (512, 1024, 2048, 4096, 8192, 16384, 32768)
@@ -113,7 +113,7 @@ def too_large_reason(shape: Shape, dtype: torch.dtype, functions: int, device: s
     if needed <= free:
         return None
     return (
-        f"{shape} in {str(dtype).removeprefix('torch.')} takes about {size(needed)} for the inputs, outputs and "
-        f"gradients of {functions} functions, and {size(free)} are free on {device}; give a smaller batch, fewer "
-        "heads or a shorter length"
+        f"{shape} in {str(dtype).removeprefix('torch.')} takes about {human_bytes(needed)} for the inputs, outputs and "
+        f"gradients of {functions} functions, and {human_bytes(free)} are free on {device}; give a smaller batch, "
+        "fewer heads or a shorter length"
     )

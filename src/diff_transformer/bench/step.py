@@ -123,7 +123,7 @@ def training_step(config, setting: ThroughputSetting, device: str) -> Callable[[
     from diff_transformer.train.data_config import DataConfig
     from diff_transformer.train.loss import Objective
     from diff_transformer.train.step import Stepper, make_optimizer
-    from diff_transformer.train.training_data import Share, make_rows
+    from diff_transformer.train.training_data import BatchPart, make_rows
 
     precision: Any = PRECISIONS[setting.dtype]
     run = RunConfig(
@@ -146,7 +146,7 @@ def training_step(config, setting: ThroughputSetting, device: str) -> Callable[[
 
     def step() -> None:
         with record_function(_SCOPE + "data"):
-            rows = make_rows(training_data, run, Share(), next(done))
+            rows = make_rows(training_data, run, BatchPart(), next(done))
         stepper.step(rows, 1e-4, lambda: False)
 
     return step

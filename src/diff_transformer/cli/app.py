@@ -55,7 +55,7 @@ def resumable(out: Path, kept: Callable[[], object], how: str = "with --resume")
         kept: tells whether ``out`` holds finished work.
         how: how to resume.
     """
-    from diff_transformer.train.launch import is_first
+    from diff_transformer.train.ranks import is_first
     from diff_transformer.train.signals import sigterm_interrupts
 
     try:

@@ -9,9 +9,10 @@ from typing import Any
 from rich.table import Table
 
 from diff_transformer.checks import require_positive
+from diff_transformer.lab.sides import name_of
 from diff_transformer.model.config import matched_baseline
 from diff_transformer.model.cost import BF16_PEAK_FLOPS, communication_bytes, model_cost, training_seconds
-from diff_transformer.model.matching import LABELS, variant
+from diff_transformer.model.matching import variant
 from diff_transformer.model.presets import PRESETS, preset
 
 
@@ -32,7 +33,7 @@ def pair_table(name: str, length: int | None = None, attention: str = "diff") ->
     )
     table.add_column("")
     shown = f"{heads.outputs} heads, d {d}, values {heads.value_dim}"
-    table.add_column(f"{LABELS[attention]}\n{shown}", justify="right")
+    table.add_column(f"{name_of(attention)}\n{shown}", justify="right")
     table.add_column(f"Transformer\n{baseline.num_attention_heads} heads, d {d}", justify="right")
     table.add_column("difference", justify="right")
     assert config.intermediate_size is not None  # set by the configuration itself
@@ -80,7 +81,7 @@ def folder_table(folder: Path, length: int | None = None) -> Table:
                 table.add_row(key, str(settings[key]))
     else:
         config, heads, cost = found.config, found.config.heads, model_cost(found.config, length=length)
-        table.add_row("attention", LABELS.get(config.attention, config.attention))
+        table.add_row("attention", name_of(config.attention))
         table.add_row(
             "layers, width, vocabulary", f"{config.num_hidden_layers}, {config.hidden_size}, {config.vocab_size}"
         )

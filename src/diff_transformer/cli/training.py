@@ -71,7 +71,8 @@ def train(out: Out, recipe: Recipe = "demo", assignments: Set = None, resume: Re
 
     --set train.parallel.devices=8 starts eight processes; torchrun -m diff_transformer train ... starts any number.
     """
-    from diff_transformer.train.launch import is_first, start_processes
+    from diff_transformer.train.launch import start_processes
+    from diff_transformer.train.ranks import is_first
 
     training()
     config = configuration(recipe, assignments)
@@ -164,7 +165,9 @@ def prepare(
 
 @app.command()
 def study(
-    name: Annotated[str, typer.Argument(help="desk, prose, recall, answers, needles, stability or ladder.")],
+    name: Annotated[
+        str, typer.Argument(help="desk, prose, recall, recall_confirmation, answers, needles, stability or ladder.")
+    ],
     out: Annotated[Path, typer.Option("--out", help="Folder of the study; finished runs in it are kept.")],
     corpus: Annotated[str, typer.Option(help='Text: "python", a file, a folder, an archive.')] = "python",
     minutes: Annotated[

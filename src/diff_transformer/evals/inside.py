@@ -136,13 +136,13 @@ def _own_attention(core: Any, layer: int, handle: Callable) -> Callable:
 
     before = core.attend
 
-    def attend(q: Tensor, k: Tensor, v: Tensor, lam: Any, mask: Tensor | None, is_causal: bool, **more: Any) -> Tensor:
-        scale, window = q.shape[-1] ** -0.5, core.reach(is_causal)
+    def attend(q: Tensor, k: Tensor, v: Tensor, lam: Any, visible: Any, **more: Any) -> Tensor:
+        scale, (mask, is_causal, window, _) = q.shape[-1] ** -0.5, visible
         given = more.get("running", RunningMean())
         if isinstance(core, DiffCore):
             q1, q2, k1, k2 = core.split(q, k)
             lam = torch.as_tensor(lam, dtype=torch.float32, device=q.device) if isinstance(lam, float) else lam
-            mean = _dint_mean(core, q, k, mask, is_causal, given) if isinstance(core, DintCore) else None
+            mean = _dint_mean(core, q, k, visible, given) if isinstance(core, DintCore) else None
             call = AttentionCall(layer, q1, k1, scale, mask, is_causal, q2, k2, lam, mean=mean, window=window)
         else:
             call = AttentionCall(layer, q, k, scale, mask, is_causal, window=window)
@@ -155,15 +155,15 @@ def _own_attention(core: Any, layer: int, handle: Callable) -> Callable:
                 maps = call.maps(rows, change)
                 parts.append((weighted(call.difference(maps, rows), v), weighted(maps[0], v)))
             difference, first = (torch.cat(blocks, dim=2) for blocks in zip(*parts, strict=True))
-            counted = core.counted(q, k, mask, is_causal, given)
+            counted = core.counted(q, k, visible, given)
             return core.with_means(difference, first, lam, counted, is_causal, given)
 
-        return handle(call, lambda: before(q, k, v, lam, mask, is_causal, **more), finish, False)
+        return handle(call, lambda: before(q, k, v, lam, visible, **more), finish, False)
 
     return attend
 
 
-def _dint_mean(core: Any, q: Tensor, k: Tensor, mask: Tensor | None, is_causal: bool, given: Any) -> Mean:
+def _dint_mean(core: Any, q: Tensor, k: Tensor, visible: Any, given: Any) -> Mean:
     """G of DINT's ``core``, block by block: the contribution of other queries is computed from their maps."""
     continues = given.continues(q.shape[2])
 
@@ -173,8 +173,8 @@ def _dint_mean(core: Any, q: Tensor, k: Tensor, mask: Tensor | None, is_causal: 
                 "the attention of 'dint' is a mean over all queries so far, and the cache does not keep their maps; "
                 "give the whole sequence in one call"
             )
-        weights, fully_masked = core.counted(q, k, mask, is_causal, given)
-        running = core.is_causal or is_causal
+        weights, fully_masked = core.counted(q, k, visible, given)
+        running = core.is_causal or visible.is_causal
         start, stop, _ = rows.indices(q.shape[2])
         others = [(0, start)] if running else [(0, start), (stop, q.shape[2])]
         total = first.new_zeros(*first.shape[:2], 1, first.shape[3])

@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from diff_transformer.checks import require_positive
-from diff_transformer.evals.lm import CausalLM, check_length, rows_at_once
+from diff_transformer.evals.lm import CausalLM, check_length, extend, rows_at_once
 
 CHUNK = 1024  # tokens of a context per forward pass
 
@@ -132,8 +132,7 @@ def position_losses(lm: CausalLM, ids: Sequence[int], *, chunk: int = CHUNK, all
     losses, cache = [], None
     for start in range(0, tokens.shape[1] - 1, chunk):
         seen = tokens[:, start : min(start + chunk, tokens.shape[1] - 1)]
-        out = lm.model(input_ids=seen, past_key_values=cache, use_cache=True)
-        cache = _cache_of(lm, out)
+        out, cache = extend(lm.model, cache, seen)
         labels = tokens[0, start + 1 : start + 1 + seen.shape[1]]
         losses.append(F.cross_entropy(out.logits[0].float(), labels, reduction="none").cpu())
     return torch.cat(losses)
@@ -172,16 +171,9 @@ def _read(lm: CausalLM, ids: Tensor, cache: Any, chunk: int) -> tuple[Tensor, An
     """Logits ``[B, V]`` after ``ids [B, T]`` and the cache, which is ``cache`` itself, longer."""
     logits = torch.empty(0)
     for part in ids.to(lm.device).split(chunk, dim=1):
-        out = lm.model(input_ids=part, past_key_values=cache, use_cache=True, logits_to_keep=1)
-        logits, cache = out.logits[:, -1].float(), _cache_of(lm, out)
+        out, cache = extend(lm.model, cache, part, logits_to_keep=1)
+        logits = out.logits[:, -1].float()
     return logits, cache
-
-
-def _cache_of(lm: CausalLM, out: Any) -> Any:
-    cache = getattr(out, "past_key_values", None)
-    if cache is None:
-        raise ValueError(f"{type(lm.model).__name__} returns no cache, which reading a text in parts needs")
-    return cache
 
 
 def _score(
@@ -202,7 +194,7 @@ def _score(
         sequences = [torch.tensor(list(continuations[part[row]][choice])) for _, row, choice in batch]
         tokens = torch.nn.utils.rnn.pad_sequence(sequences, batch_first=True).to(lm.device)  # [b, longest]
         copied = _rows(cache, len(part), [row for _, row, _ in batch], lm.device)
-        out = lm.model(input_ids=tokens[:, :-1], past_key_values=copied, use_cache=True).logits.float()
+        out = extend(lm.model, copied, tokens[:, :-1])[0].logits.float()
         logprobs = out.gather(-1, tokens[:, 1:, None])[..., 0] - out.logsumexp(-1)  # [b, longest - 1]
         for (length, row, choice), values in zip(batch, logprobs.double().cpu(), strict=True):
             found[part[row]][choice] += values[: length - 1].sum().item()

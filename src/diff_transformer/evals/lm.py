@@ -4,6 +4,7 @@ An experiment calls only the methods of ``LanguageModel`` that it needs. It ther
 Hugging Face causal LM, and on a ten-line fake. ``evals/inside.py`` looks inside the attention of a model.
 """
 
+import inspect
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -46,6 +47,22 @@ class LanguageModel(Protocol):
     def token_losses(self, ids: Tensor) -> Tensor: ...
 
     def last_row_attention(self, ids: Tensor) -> list[Tensor]: ...
+
+
+def extend(model: Any, cache: Any, ids: Tensor, **options: Any) -> tuple[Any, Any]:
+    """Let ``model`` read ``ids [B, T]`` after what ``cache`` holds (None: nothing); its output, and the longer cache.
+
+    Raises:
+        ValueError: for a model without a cache of keys and values.
+    """
+    known = inspect.signature(getattr(model, "forward", model)).parameters
+    name = "cache" if "cache" in known else "past_key_values"  # the older name, before transformers 5.24
+    out = model(input_ids=ids, **{name: cache}, use_cache=True, **options)
+    given = (getattr(out, key, None) for key in (name, "past_key_values"))
+    longer = next((one for one in given if one is not None), None)
+    if longer is None or all(getattr(longer, "is_linear", None) or [False]):
+        raise ValueError(f"{type(model).__name__} returns no cache, which reading a text in parts needs")
+    return out, longer
 
 
 class CausalLM:
@@ -155,7 +172,10 @@ class CausalLM:
         whole = getattr(self.model.config, "attention", None) == "dint"
         cache = None if whole else self.read(ids[:, :-1])
         with tapped_attention(self.model, keep):
-            self.model.base_model(input_ids=ids if whole else ids[:, -1:], past_key_values=cache, use_cache=not whole)
+            if whole:
+                self.model.base_model(input_ids=ids, use_cache=False)
+            else:
+                extend(self.model.base_model, cache, ids[:, -1:])
         return rows
 
     @torch.inference_mode()
@@ -171,10 +191,7 @@ class CausalLM:
         require_positive(chunk=chunk)
         cache = None
         for part in ids.split(chunk or CHUNK, dim=1) if ids.shape[1] else ():
-            out = self.model.base_model(input_ids=part.to(self.device), past_key_values=cache, use_cache=True)
-            cache = getattr(out, "past_key_values", None)
-            if cache is None:
-                raise ValueError(f"{type(self.model).__name__} returns no cache, which reading in chunks needs")
+            cache = extend(self.model.base_model, cache, part.to(self.device))[1]
         return cache
 
     def continued(self, ids: list[list[int]], max_new_tokens: int) -> Tensor:

@@ -1,7 +1,7 @@
 """``compare``: train the matched pair over several seeds and write ``results.json`` and ``report.html``.
 
 A comparison is a plan for the pool: each side with each seed, plus the variants. When all have finished, ``compare``
-times both models in turns, judges the claims, and writes the report.
+times the models in turns, judges the claims, and writes the report.
 """
 
 import dataclasses
@@ -113,16 +113,12 @@ def _compare(
     with progress_bars(runs, console) as show:
         pool(runs, show=show)
     records = [load_run(folder, spec.setting, spec.side, spec.seed) for folder, spec in runs.items()]
-    with console.status("timing both models in turns"):
-        measured = [*records, *throughput(config, out, PAIR, out / "throughput")]
-    rows = []
-    if names:
-        with console.status("timing all variants in turns"):
-            speeds = throughput(config, out, [*PAIR, *names], out / "throughput" / "variants")
-        rows = variant_rows(config, [*PAIR, *names], records, speeds)
+    with console.status("timing all models in turns"):
+        speeds = throughput(config, out, [*PAIR, *names])
+    measured = [*records, *speeds]
     summary = summary_of(config, measured, seeds, _seconds_spent(out, time.perf_counter() - started))
-    if rows:
-        summary["variants"] = rows
+    if names:
+        summary["variants"] = variant_rows(config, [*PAIR, *names], records, speeds)
     _write(out / "results.json", summary)
 
     from diff_transformer.report import render_claims, write_report

@@ -9,13 +9,12 @@ from pathlib import Path
 from typing import Any
 
 from diff_transformer.evals.provenance import provenance
-from diff_transformer.evals.types import Result
 from diff_transformer.lab.claims import judge, paper_claims
-from diff_transformer.lab.record import PAIR, Record, of_result
+from diff_transformer.lab.record import PAIR, Record, load_all, of_result, save_all
+from diff_transformer.lab.sides import name_of
 from diff_transformer.lab.spec import EXPLORER, RECALL, side_model
 from diff_transformer.model.config import DiffTransformerConfig
 from diff_transformer.model.cost import model_cost
-from diff_transformer.model.matching import LABELS
 from diff_transformer.train.config import RunConfig
 from diff_transformer.train.data_config import DataConfig
 
@@ -23,33 +22,36 @@ _SPEEDS = ("train_tokens_per_second", "forward_tokens_per_second")
 _NO_EVAL = ("gradients", "model")  # metrics of a record that no experiment measured
 
 
-def throughput(config: RunConfig, out: Path, sides: Sequence[str], folder: Path) -> list[Record]:
-    """Time the trained models of the first seed, alone on the machine, with all threads; results go to ``folder``."""
+def throughput(config: RunConfig, out: Path, sides: Sequence[str]) -> list[Record]:
+    """The speed of the trained models of the first seed, alone on the machine, with all threads.
+
+    It is measured once and kept in ``out/throughput.json``. All models are timed together, so that any two can be
+    compared: again if one of ``sides`` is new.
+    """
     import torch
 
     from diff_transformer.bench.throughput import measure_throughput
     from diff_transformer.model.loading import read_model
 
+    path = out / "throughput.json"
+    known = load_all(path) if path.exists() else []
+    if {record.side for record in known} >= set(sides):
+        return known
     names = [f"{side}-seed0" for side in sides]
-    paths = [folder / f"{name}.json" for name in names]
-    if not all(path.exists() for path in paths):
-        threads = torch.get_num_threads()
-        torch.set_num_threads(os.cpu_count() or 1)
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-        models = {name: read_model(out / "members" / name / "run" / "model").to(device) for name in names}
-        generator = torch.Generator().manual_seed(0)
-        shape = (config.train.batch_size, config.data.length)
-        ids = torch.randint(0, config.model["vocab_size"], shape, generator=generator).to(device)
-        results = measure_throughput(
-            models, ids, precision=config.train.precision, repeats=config.evaluation.throughput_repeats
-        )
-        for path, result in zip(paths, results, strict=True):
-            result.save(path)
-        torch.set_num_threads(threads)
-    return [
-        of_result(Result.load(path), setting=config.name, side=side, seed=0)
-        for path, side in zip(paths, sides, strict=True)
-    ]
+    threads = torch.get_num_threads()
+    torch.set_num_threads(os.cpu_count() or 1)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    models = {name: read_model(out / "members" / name / "run" / "model").to(device) for name in names}
+    generator = torch.Generator().manual_seed(0)
+    shape = (config.train.batch_size, config.data.length)
+    ids = torch.randint(0, config.model["vocab_size"], shape, generator=generator).to(device)
+    results = measure_throughput(
+        models, ids, precision=config.train.precision, repeats=config.evaluation.throughput_repeats
+    )
+    torch.set_num_threads(threads)
+    records = [of_result(result, setting=config.name) for result in results]
+    save_all(records, path)
+    return records
 
 
 def variant_rows(config: RunConfig, sides: Sequence[str], records: Sequence[Record], speeds: Sequence[Record]) -> list:
@@ -70,7 +72,7 @@ def variant_rows(config: RunConfig, sides: Sequence[str], records: Sequence[Reco
         losses = {str(r.seed): r.metrics["associative_recall"] for r in mine if "associative_recall" in r.metrics}
         row: dict[str, Any] = {
             "variant": side,
-            "label": LABELS[side],
+            "label": name_of(side),
             "config": made.to_diff_dict(),
             "parameters": cost.total_parameters,
             "flops_per_token": cost.flops_per_token,

@@ -8,8 +8,8 @@ import re
 from pathlib import Path
 
 from diff_transformer import checks
+from diff_transformer.lab.sides import PAIR
 
-PAIR = ("diff", "softmax")
 Fields = dict  # of a Record: setting, side, seed, and some of config, metrics, rows, curves, provenance and diverged
 
 
@@ -87,22 +87,50 @@ def _comparison(value: dict) -> list[Fields]:
         one = part(entry, rows={"explorer": []})
         texts.setdefault((one["side"], one["seed"]), one)["rows"]["explorer"].append(entry)
     found += texts.values()
+    known = {(one["side"], one["seed"], name) for one in found for name in one.get("metrics", {})}
+    said = value.get("pair")
+    pair: dict = said if isinstance(said, dict) else {}
+    rows = {side: {"variant": side, **pair[side]} for side in PAIR if isinstance(pair.get(side), dict)}
     for row in _dicts(value.get("variants")):
-        if row.get("variant") not in PAIR:
-            found += _variant(row, setting, config)
+        rows[str(row.get("variant"))] = {**rows.get(str(row.get("variant")), {}), **row}
+    # The pair was timed again beside the variants, so their speeds are not to be compared with its claim.
+    timed_twice = any(name == "throughput" for *_, name in known)
+    for row in rows.values():
+        for one in _variant(row, setting, config):
+            lost = {name for side, seed, name in known if (side, seed) == (one["side"], one["seed"])}
+            lost |= {"throughput"} if timed_twice else set()
+            for kind in ("metrics", "curves"):
+                one[kind] = {name: of for name, of in one[kind].items() if name not in lost}
+            found.append(one)
     return found
 
 
+_COSTS = ("parameters", "flops_per_token", "kv_bytes_per_token", "intermediate_size")
+
+
 def _variant(row: dict, setting: str, config: dict) -> list[Fields]:
+    """A model's row of the table of variants, or its entry of ``pair``, by seed."""
+
+    def seeds(name: str) -> dict:
+        return row[name] if isinstance(row.get(name), dict) else {}
+
     made = []
-    for seed in row["loss"]:
-        metrics: dict[str, dict] = {"associative_recall": {"validation": row["loss"][seed]}}
-        metrics["needle"] = {cell: found[seed] for cell, found in row.get("needles", {}).items() if seed in found}
-        if seed == "0":
-            metrics["throughput"] = {way: value for way, value in row.items() if way.endswith("_tokens_per_second")}
+    cost = {name: row[name] for name in _COSTS if isinstance(row.get(name), int | float)}
+    for seed in seeds("loss") or {"0": None}:
+        loss, recall = seeds("loss").get(seed), seeds("recall").get(seed)
+        metrics: dict[str, dict] = {"model": cost} if cost else {}
+        if loss is not None:
+            metrics["associative_recall"] = {"validation": loss}
+        found = {cell: of[seed] for cell, of in seeds("needles").items() if isinstance(of, dict) and seed in of}
+        metrics |= {"needle": found} if found else {}
+        speed = {way: value for way, value in row.items() if way.endswith("_tokens_per_second")}
+        metrics |= {"throughput": speed} if speed and seed == "0" else {}
+        curves = {}
+        if isinstance(recall, dict):
+            metrics["recall"], curves["recall"] = recall.get("metrics") or {}, recall.get("curve") or {}
+        about = {"setting": setting, "side": str(row.get("variant")), "seed": int(seed)}
         mine = {**config, "model": row.get("config") or {}} if config else {}
-        about = {"setting": setting, "side": row["variant"], "seed": int(seed)}
-        made.append({**about, "config": mine, "metrics": metrics})
+        made.append({**about, "config": mine, "metrics": metrics, "curves": curves})
     return made
 
 

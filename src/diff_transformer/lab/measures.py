@@ -1,11 +1,15 @@
 """Compare records: measures, paired differences over seeds, tokens to an equal loss."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from statistics import fmean, stdev
 
+from diff_transformer.lab.quantities import QUANTITIES, Quantity, quantities
+from diff_transformer.lab.quantities import final_loss as final_loss
+from diff_transformer.lab.quantities import metric as metric
 from diff_transformer.lab.record import Cells, Record
+from diff_transformer.lab.sides import BASELINE
 from diff_transformer.lab.stats import (
     MOST_SEEDS,
     Interval,
@@ -16,23 +20,7 @@ from diff_transformer.lab.stats import (
     verdict,
 )
 
-BASELINE = "softmax"
-
-
-@dataclass(frozen=True)
-class Measure:
-    """A number that a record may hold.
-
-    Attributes:
-        read: the number of a record, or None if the record lacks it.
-        better: how DIFF should differ according to the paper, "lower" or "higher"; "" where the paper says nothing.
-        tests: whether the baseline's record can test the claim at all; None if every baseline can.
-    """
-
-    name: str
-    read: Callable[[Record], float | None]
-    better: str = ""
-    tests: Callable[[Record], bool] | None = None
+Measure = Quantity  # what a table of a study shows of each model
 
 
 @dataclass(frozen=True)
@@ -81,31 +69,6 @@ def trained(seeds: dict[int, Record]) -> dict[int, Record]:
     return {seed: record for seed, record in seeds.items() if not record.diverged}
 
 
-def metric(
-    experiment: str,
-    key: str,
-    better: str = "",
-    name: str | None = None,
-    *,
-    over: str | None = None,
-    tests: Callable[[Record], bool] | None = None,
-) -> Measure:
-    """The metric ``key`` of ``experiment``, divided by its metric ``over`` if that is given."""
-
-    def read(record: Record) -> float | None:
-        found = record.metrics.get(experiment, {})
-        if over is None or found.get(key) is None:
-            return found.get(key)
-        return found[key] / found[over] if found.get(over) else None
-
-    return Measure(name or f"{experiment} {key}", read, better, tests)
-
-
-def final_loss(better: str = "lower") -> Measure:
-    """The last validation loss of training, nats a token."""
-    return Measure("validation loss", lambda record: record.final_loss, better)
-
-
 def paired_rows(
     cells: Cells, setting: str, side: str, measures: Iterable[Measure], baseline: str = BASELINE
 ) -> list[Row]:
@@ -123,9 +86,12 @@ def paired_rows(
         ]
         if pairs:
             differences = [ours - theirs for ours, theirs in pairs]
-            tested = [not measure.tests or measure.tests(second[seed]) for seed in second.keys() & first.keys()]
             means = fmean(theirs for _, theirs in pairs), fmean(ours for ours, _ in pairs)
-            better = measure.better if sum(tested) > len(tested) / 2 else ""
+            # A table tests the difference itself, not "no worse than", which a Transformer that fails cannot test.
+            untested = not measure.margin and measure.why_untested(
+                [second[seed] for seed in second.keys() & first.keys()]
+            )
+            better = "" if untested else measure.better
             row = compared(measure.name, *means, differences, better)
             # The seeds that remain where some diverged are not a fair sample.
             rows.append(replace(row, verdict="undecided", differences=()) if row.verdict and lost else row)
@@ -241,36 +207,12 @@ def late_loss(record: Record, source: str) -> float:
     return fmean(record.curves["sources"][source][-8:])
 
 
-def recalls(record: Record) -> bool:
-    """Whether a model's loss is lower where the context can be recalled, as the paper's models' is (.898, 3.272)."""
-    found = record.metrics.get("associative_recall", {})
-    return found.get("ar_hit", 0.0) < found.get("others", 0.0)
-
-
-AR_HIT = metric("associative_recall", "ar_hit", "lower", "loss on AR-Hit", tests=recalls)
-OUTLIERS = (
-    metric("outliers", "logits_top1", "lower", "largest attention logit"),
-    metric("outliers", "logits_top1", "lower", "largest attention logit, in medians", over="logits_median"),
-    metric("outliers", "hidden_top1", "lower", "largest hidden value"),
-    metric("outliers", "hidden_top1", "lower", "largest hidden value, in medians", over="hidden_median"),
-)
-MEASURES = [
-    final_loss(),
-    AR_HIT,
-    metric("associative_recall", "others", "lower", "loss on Others"),
-    metric("needle", "n1_r1", "higher", "1 needle"),
-    metric("needle", "n2_r1", "higher", "2 needles, 1 asked for"),
-    metric("needle", "n4_r1", "higher", "4 needles, 1 asked for"),
-    metric("needle", "n4_r2", "higher", "4 needles, 2 asked for"),
-    metric("long_nll", "nll128", "lower", "loss over 128 tokens (the length trained at)"),
-    metric("long_nll", "nll512", "", "loss over 512 tokens (extrapolation)"),
-    metric("allocation", "answer", "higher", "attention on the answer"),
-    metric("allocation", "noise", "lower", "attention on the noise"),
-    *OUTLIERS,
-    metric("quantization", "loss_4bit_change", "lower", "loss that 4-bit logits cost"),
-    metric("many_shot", "random_mean", "higher", "many-shot accuracy (chance .06)"),
-    metric("many_shot", "random_margin", "lower", "many-shot best less worst order"),
-    Measure("median gradient norm", lambda record: record.metrics["gradients"]["median"]),
-    Measure("largest gradient norm after the first tenth", lambda record: record.metrics["gradients"]["largest"]),
-    Measure("gradient spikes", lambda record: record.metrics["gradients"]["spikes"]),
-]
+AR_HIT = QUANTITIES["ar_hit"]
+OUTLIERS = quantities("logits", "logits_in_medians", "hidden", "hidden_in_medians")
+MEASURES = list(
+    quantities(
+        "validation_loss", "ar_hit", "others", "needle_n1_r1", "needle_n2_r1", "needle_n4_r1", "needle_n4_r2",
+        "nll128", "nll512", "answer", "noise", *(quantity.id for quantity in OUTLIERS), "four_bits", "many_shot",
+        "order_random", "gradient_median", "gradient_largest", "gradient_spikes",
+    )
+)  # fmt: skip

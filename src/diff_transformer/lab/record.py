@@ -20,8 +20,8 @@ from typing import Any
 
 from diff_transformer import checks
 from diff_transformer.durable import write_whole
-from diff_transformer.lab.legacy import PAIR as PAIR
 from diff_transformer.lab.legacy import fields_of, split_name
+from diff_transformer.lab.sides import PAIR as PAIR
 
 SCHEMA = 2
 FILE = "record.json"  # of a finished run, in its folder

@@ -11,8 +11,9 @@ from typing import Any
 
 from diff_transformer.checks import differences, read_json
 from diff_transformer.durable import write_whole
-from diff_transformer.lab.legacy import PAIR, config_of_request
+from diff_transformer.lab.legacy import config_of_request
 from diff_transformer.lab.record import Record
+from diff_transformer.lab.sides import PAIR
 from diff_transformer.model.config import DiffTransformerConfig
 from diff_transformer.model.matching import VARIANTS, variant
 from diff_transformer.train.config import RunConfig

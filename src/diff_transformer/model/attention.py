@@ -7,17 +7,17 @@ between them differs (``make_core``). Legend: B batch, T queries, S keys, d head
 
 import inspect
 from collections.abc import Callable
-from types import SimpleNamespace
 
 import torch
 from torch import Tensor, nn
 
 from diff_transformer.checks import refuse_keywords, require_positive
-from diff_transformer.model.caches import mask_unused_slots, slots_in_use, update_cache, update_paged_cache
+from diff_transformer.model.caches import is_paged, mask_unused_slots, slots_in_use, update_cache, update_paged_cache
 from diff_transformer.model.cores import Core, DiffCore, DiffV2Core, GroupedDiffCore
 from diff_transformer.model.dint import DintCore
 from diff_transformer.model.heads import (
     ATTENTIONS,
+    AttentionSettings,
     HeadCounts,
     check_attention,
     check_head_norm,
@@ -27,47 +27,43 @@ from diff_transformer.model.heads import (
     default_key_value_heads,
 )
 from diff_transformer.model.implementations import attention_backend, check_backend
-from diff_transformer.model.inputs import Documents, with_key_padding
+from diff_transformer.model.inputs import Documents, Visible, with_key_padding
 from diff_transformer.model.lambdas import FixedLambda, LearnedLambda, TokenLambda, check_lambda_init, lambda_init
 from diff_transformer.model.layers import ResidualLinear, RMSNorm, apply_rotary, rotary_tables
 from diff_transformer.model.softmax import SoftmaxCore
 from diff_transformer.ops.arguments import flag
 
 
-def make_core(config, layer_index: int, backend: str, *, is_causal: bool = True) -> Core:
+def make_core(settings: AttentionSettings, layer_index: int, backend: str, *, is_causal: bool = True) -> Core:
     """The core of layer ``layer_index``: the few lines in which the models of this package differ.
-
-    Args:
-        config: a ``DiffTransformerConfig``, or any object with its fields on attention.
 
     Raises:
         ValueError: for an unknown attention or head norm, or a ``lambda_init`` that is neither ``"depth"`` nor a number
             below 1.
     """
-    check_attention(config.attention)
-    heads, norm_init = config.heads, config.head_norm_init
-    if isinstance(norm_init, list | tuple):
-        norm_init = norm_init[layer_index]
-    norm_eps = config.head_norm_eps or config.rms_norm_eps
-    if config.attention == "softmax":
-        core = SoftmaxCore(RMSNorm(heads.value_dim, norm_eps, norm_init) if config.softmax_head_norm else None, backend)
-    elif config.attention == "diff_v2":
-        core = DiffV2Core(TokenLambda(config.hidden_size, heads.outputs), backend=backend)
+    check_attention(settings.attention)
+    heads, norm_init, norm_eps = settings.heads, settings.head_norm_init, settings.head_norm_eps
+    if settings.attention == "softmax":
+        norm = RMSNorm(heads.value_dim, norm_eps, norm_init) if settings.softmax_head_norm else None
+        core = SoftmaxCore(norm, backend)
+    elif settings.attention == "diff_v2":
+        core = DiffV2Core(TokenLambda(settings.hidden_size, heads.outputs), backend=backend)
     else:
-        check_head_norm(config.head_norm, norm_init)
-        check_lambda_init(config.lambda_init)
-        depth = config.lambda_init == "depth"
-        start = lambda_init(layer_index, config.lambda_depth_offset) if depth else float(config.lambda_init)
-        learned = config.lambda_learned
-        lam = LearnedLambda(heads.head_dim, start, config.lambda_std) if learned else FixedLambda(start)
-        norm = RMSNorm(heads.value_dim, norm_eps, norm_init, config.head_norm is True) if config.head_norm else None
-        if config.attention == "grouped_diff":
+        check_head_norm(settings.head_norm, norm_init)
+        check_lambda_init(settings.lambda_init)
+        depth = settings.lambda_init == "depth"
+        start = lambda_init(layer_index, settings.lambda_depth_offset) if depth else float(settings.lambda_init)
+        learned = settings.lambda_learned
+        lam = LearnedLambda(heads.head_dim, start, settings.lambda_std) if learned else FixedLambda(start)
+        weight = settings.head_norm is True
+        norm = RMSNorm(heads.value_dim, norm_eps, norm_init, weight) if settings.head_norm else None
+        if settings.attention == "grouped_diff":
             core = GroupedDiffCore(lam, norm, backend, signal=heads.outputs // (heads.queries - heads.outputs))
-        elif config.attention == "dint":
+        elif settings.attention == "dint":
             core = DintCore(lam, norm, backend, is_causal=is_causal)
         else:
             core = DiffCore(lam, norm, backend)
-    core.window = config.sliding_window
+    core.window = settings.sliding_window
     return core
 
 
@@ -105,7 +101,7 @@ class Attention(nn.Module):
     @classmethod
     def from_config(cls, config, layer_idx: int) -> "Attention":
         """The attention of layer ``layer_idx`` of a model; the models of a pair differ only in the core."""
-        core = make_core(config, layer_idx, attention_backend(config))
+        core = make_core(AttentionSettings.of_layer(config, layer_idx), layer_idx, attention_backend(config))
         return Attention(config.hidden_size, config.heads, core, layer_idx=layer_idx)
 
     def forward(
@@ -118,12 +114,12 @@ class Attention(nn.Module):
         query_padding_mask: Tensor | None = None,
         position_ids: Tensor | None = None,
         position_embeddings: tuple[Tensor, Tensor] | None = None,
-        past_key_values=None,
+        cache=None,
         is_causal: bool | None = None,
         documents: Documents | None = None,
         output_attentions: bool = False,
         output_attention_parts: bool = False,
-        cache=None,
+        past_key_values=None,
         **options,
     ):
         """Attend from ``hidden_states [B, T, hidden_size]`` to itself, or to ``context [B, S, context_size]``.
@@ -139,13 +135,14 @@ class Attention(nn.Module):
             position_ids: integer positions ``[B, T]`` for the rotary embedding; None counts from 0, or from the
                 cache's length.
             position_embeddings: precomputed ``(cos, sin)``, each ``[B, T, d]``, instead of ``position_ids``.
-            past_key_values: a transformers ``Cache`` that receives the new keys and values. With a static cache, masks
-                have one column for each of its slots.
+            cache: a transformers ``Cache`` that receives the new keys and values. With a static cache, masks have one
+                column for each of its slots. Or the paged cache of continuous batching, with its arguments as
+                ``options``.
             is_causal: overrides the module's own setting.
             documents: packed documents, none of which attends to another; excludes masks, cache and maps.
             output_attentions: also return the attention map (for differential attention the difference).
             output_attention_parts: return ``DiffMaps`` (both maps and their difference) instead.
-            cache, options: the paged cache of transformers' continuous batching and its arguments.
+            past_key_values: the older name of ``cache``.
 
         Returns:
             ``(out [B, T, hidden_size], weights or None)``; a fully masked row gives 0.
@@ -155,40 +152,28 @@ class Attention(nn.Module):
                 is not a bool.
             ValueError: for inputs that are not a batch of sequences, and for arguments that exclude one another.
         """
-        if options and cache is None:
+        cache = past_key_values if cache is None else cache
+        if options and not is_paged(cache):
             refuse_keywords(type(self).__name__, options, _arguments(self.forward))
         if others:
             raise TypeError(
                 f"{type(self).__name__} was called with {2 + len(others)} tensors; it projects q, k and v "
                 "itself: call it with (x) for self-attention, or with (x, context) for cross-attention"
             )
-        q, k, v = self._project(hidden_states, context, position_ids, position_embeddings, past_key_values)
-        causal = self.is_causal if is_causal is None else flag("is_causal", is_causal)
-        mask = attention_mask
-        if past_key_values is not None:
-            of_call = (past_key_values, self.layer_idx, q.shape[2])
-            in_use = slots_in_use(*of_call, self.core.window)
-            if not causal or key_padding_mask is not None or (mask is not None and mask.shape[-1] != in_use):
-                in_use = None  # the masks have a column for each slot
-            if in_use is None:
-                mask, causal = mask_unused_slots(*of_call, mask, causal, self.core.window, q.device)
-            k, v = update_cache(past_key_values, k, v, self.layer_idx)
-            k, v = (k, v) if in_use is None else (k[:, :, :in_use], v[:, :, :in_use])
+        q, k, v = self._project(hidden_states, context, position_ids, position_embeddings, cache)
+        visible = Visible(attention_mask, self.is_causal if is_causal is None else flag("is_causal", is_causal))
+        visible = visible._replace(documents=documents)
         if cache is not None:
-            k, v = update_paged_cache(cache, k, v, self.layer_idx, mask, options)
-        mask = with_key_padding(mask, key_padding_mask, k)
+            k, v, visible = self._with_cached(q.shape[2], k, v, visible, cache, key_padding_mask is not None, options)
         with_maps = output_attentions or output_attention_parts
-        self._check(mask, causal, documents, past_key_values, context, with_maps)
+        visible = self._complete(visible, key_padding_mask, k, cache, context, with_maps)
         if query_padding_mask is None and key_padding_mask is not None and context is None:
             query_padding_mask = key_padding_mask[:, -q.shape[2] :]
-        state = self.core.call_state(past_key_values if cache is None else cache, self.layer_idx, query_padding_mask)
-        weights = None
+        state = self.core.call_state(cache, self.layer_idx, query_padding_mask)
         if with_maps:
-            out, weights = self.core.forward_with_maps(q, k, v, mask, causal, hidden_states=hidden_states, **state)
-        elif documents is not None:
-            out = self.core(q, k, v, mask, causal, documents, hidden_states=hidden_states, **state)
+            out, weights = self.core.forward_with_maps(q, k, v, visible, hidden_states=hidden_states, **state)
         else:
-            out = self.core(q, k, v, mask, causal, hidden_states=hidden_states, **state)
+            out, weights = self.core(q, k, v, visible, hidden_states=hidden_states, **state), None
         if not output_attention_parts:
             weights = getattr(weights, "difference", weights)
         return self.o_proj(out.flatten(2)), weights
@@ -230,21 +215,43 @@ class Attention(nn.Module):
             position_ids = torch.arange(queries, device=device)[None] + start
         return rotary_tables(position_ids, self.head_dim, self.rope_theta)
 
-    def _check(self, mask, causal: bool, documents, cache, context, with_maps: bool):
-        """Raise ValueError for arguments that exclude one another."""
+    def _with_cached(
+        self, queries: int, k: Tensor, v: Tensor, visible: Visible, cache, padded: bool, options: dict
+    ) -> tuple[Tensor, Tensor, Visible]:
+        """Add ``k`` and ``v`` to ``cache``: all keys and values, and what ``queries`` new queries see of them."""
+        if is_paged(cache):
+            return *update_paged_cache(cache, k, v, self.layer_idx, visible.mask, options), visible
+        of_call = (cache, self.layer_idx, queries)
+        in_use = slots_in_use(*of_call, self.core.window)
+        if not visible.is_causal or padded or (visible.mask is not None and visible.mask.shape[-1] != in_use):
+            in_use = None  # the masks have a column for each slot
+        if in_use is None:
+            mask, causal = mask_unused_slots(*of_call, visible.mask, visible.is_causal, self.core.window, k.device)
+            return *update_cache(cache, k, v, self.layer_idx), visible._replace(mask=mask, is_causal=causal)
+        k, v = update_cache(cache, k, v, self.layer_idx)
+        return k[:, :, :in_use], v[:, :, :in_use], visible
+
+    def _complete(
+        self, visible: Visible, key_padding_mask: Tensor | None, k: Tensor, cache, context, with_maps: bool
+    ) -> Visible:
+        """``visible`` with padding and the window; ValueError for arguments that exclude one another."""
+        mask, causal, _, documents = visible
+        mask = with_key_padding(mask, key_padding_mask, k)
         if not causal and mask is None and self.core.window is not None:
             raise ValueError(
                 f"window={self.core.window} without is_causal=True; a window counts back from the query's own "
                 "position. Give a band as attention_mask instead"
             )
+        visible = Visible(mask, causal, self.core.window if causal else None, documents)
         if documents is None:
-            return
+            return visible
         excluded = {"a mask": mask is not None, "a cache": cache is not None, "a context": context is not None}
         wrong = [name for name, given in {**excluded, "attention maps as output": with_maps}.items() if given]
         if wrong:
             raise ValueError(
                 f"packed documents came with {' and '.join(wrong)}; they say themselves what may be attended to"
             )
+        return visible
 
 
 class DiffAttention(Attention):
@@ -350,10 +357,10 @@ class DiffAttention(Attention):
         heads = count_heads(attention, num_heads, key_value_heads, head_dim, value_head_dim, signal)
         check_head_norm(head_norm, head_norm_init)
         check_lambda_init(lambda_init)
-        settings = SimpleNamespace(
-            attention=attention, hidden_size=hidden_size, heads=heads, lambda_init=lambda_init, lambda_depth_offset=0,
+        settings = AttentionSettings(
+            attention=attention, hidden_size=hidden_size, heads=heads, lambda_init=lambda_init,
             lambda_learned=lambda_learned, lambda_std=lambda_std, head_norm=head_norm, head_norm_init=head_norm_init,
-            head_norm_eps=None, rms_norm_eps=norm_eps, sliding_window=window,
+            head_norm_eps=norm_eps, sliding_window=window,
         )  # fmt: skip
         super().__init__(
             hidden_size,

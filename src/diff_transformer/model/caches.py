@@ -7,10 +7,21 @@ S keys in the cache.
 
 import torch
 from torch import Tensor
+from transformers import Cache
+from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from diff_transformer.ops.arguments import traced
 
+# transformers' name for a model's cache, as an argument and in outputs: "cache" from version 5.24 on. The models here
+# take both.
+CACHE = "cache" if "cache" in BaseModelOutputWithPast.__dataclass_fields__ else "past_key_values"
+
 _PAGED_NEEDS = "continuous batching needs attn_implementation='sdpa' or 'eager'"
+
+
+def is_paged(cache) -> bool:
+    """Whether ``cache`` is that of continuous batching, which is no ``Cache`` and comes with arguments of its own."""
+    return cache is not None and not isinstance(cache, Cache)
 
 
 def slots_in_use(cache, layer_idx: int, queries: int, window: int | None) -> int | None:

@@ -44,7 +44,7 @@ class DiffTransformerConfig(PreTrainedConfig):
     """
 
     model_type = "diff_transformer"
-    keys_to_ignore_at_inference = ["past_key_values"]  # noqa: RUF012  (Trainer adds a list to it)
+    keys_to_ignore_at_inference = ["past_key_values", "cache"]  # noqa: RUF012  (Trainer adds a list to it)
     auto_map = {}  # noqa: RUF012  (TRL reads it from every configuration)
 
     attention: str = "diff"

@@ -12,13 +12,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as hooks
 
-from diff_transformer.model.inputs import Documents
+from diff_transformer.model.inputs import Documents, Visible
 from diff_transformer.model.lambdas import FixedLambda, LambdaModule, LearnedLambda
 from diff_transformer.model.layers import RMSNorm
-from diff_transformer.ops.api import diff_attention, diff_attention_maps
-from diff_transformer.ops.arguments import traced
-from diff_transformer.ops.cpu import layer
-from diff_transformer.ops.cpu.native import MAX_DECODE_ROWS
+from diff_transformer.ops.api import DecodeWeights, decode_head, diff_attention, diff_attention_maps
 from diff_transformer.ops.reference import DiffMaps
 from diff_transformer.ops.varlen import diff_attention_varlen
 
@@ -38,27 +35,19 @@ class Core(nn.Module):
     attend_documents: Callable[..., Tensor]
     maps: Callable[..., Any]
 
-    def attended(
-        self, q: Tensor, k: Tensor, v: Tensor, lam: Lambda | None, attn_mask, is_causal: bool, documents, **state
-    ) -> Tensor:
-        """``attend``, or ``attend_documents`` for packed documents: ``[B, T, heads, width]``."""
-        if documents is None:
-            return self.attend(q, k, v, lam, attn_mask, is_causal, **state).transpose(1, 2)
-        return self.attend_documents(q, k, v, lam, documents, is_causal).unflatten(0, (q.shape[0], q.shape[2]))
-
     def normalise(self, out: Tensor) -> Tensor:
         """What follows attention in each head ``[B, T, heads, width]``."""
         return out
 
-    def forward_with_maps(self, q: Tensor, k: Tensor, v: Tensor, attn_mask, is_causal: bool, **state) -> tuple:
+    def forward_with_maps(self, q: Tensor, k: Tensor, v: Tensor, visible: Visible, **state) -> tuple:
         """Output and attention maps.
 
         With ``attn_implementation="eager"`` the output is computed from the maps, so that gradients reach them. Other
         backends never form the maps; there they are computed beside the output.
         """
         if not self.output_follows_maps():
-            return self(q, k, v, attn_mask, is_causal, **state), self.maps(q, k, attn_mask, is_causal, **state)
-        maps = self.maps(q, k, attn_mask, is_causal, **state)
+            return self(q, k, v, visible, **state), self.maps(q, k, visible, **state)
+        maps = self.maps(q, k, visible, **state)
         weights = getattr(maps, "difference", maps)  # [B, heads, T, S], fp32
         values = v.to(weights.dtype).repeat_interleave(weights.shape[1] // v.shape[1], dim=1)
         return self.normalise((weights @ values).to(v.dtype).transpose(1, 2)), maps
@@ -66,10 +55,6 @@ class Core(nn.Module):
     def output_follows_maps(self) -> bool:
         """Whether the output can be computed from the maps: the backend forms them, and no experiment replaced it."""
         return self.backend in ("reference", "eager") and "attend" not in self.__dict__
-
-    def reach(self, is_causal: bool) -> int | None:
-        """The window of a call; with ``is_causal=False`` the mask already contains it."""
-        return self.window if is_causal else None
 
     def call_state(self, cache, layer_idx: int, tokens: Tensor | None) -> dict:
         """Further keyword arguments of ``attend`` and ``maps``, for cores that need more than q, k and v."""
@@ -94,9 +79,7 @@ class DiffCore(Core):
         q: Tensor,
         k: Tensor,
         v: Tensor,
-        attn_mask: Tensor | None,
-        is_causal: bool,
-        documents: Documents | None = None,
+        visible: Visible,
         *,
         hidden_states: Tensor | None = None,
         **state,
@@ -105,35 +88,33 @@ class DiffCore(Core):
 
         ``hidden_states [B, T, hidden_size]``: the input from which a lambda for each token is computed.
         """
-        native = attn_mask is None and documents is None and q.device.type == "cpu" and not traced()
-        if native and q.shape[2] <= MAX_DECODE_ROWS:
-            head = self.native_head()
-            if head is not None and layer.supports(q, k, v, head):
-                return layer.decode(q, k, v, head, is_causal, self.reach(is_causal))
-        lam = self.lam(hidden_states)
-        return self.normalise(self.attended(q, k, v, lam, attn_mask, is_causal, documents, **state))
+        if visible.mask is None and visible.documents is None:
+            out = decode_head(q, k, v, self.decode_weights, visible.is_causal, visible.window)
+            if out is not None:
+                return out
+        return self.in_parts(q, k, v, self.lam(hidden_states), visible, **state)
+
+    def in_parts(self, q: Tensor, k: Tensor, v: Tensor, lam: Lambda, visible: Visible, **state) -> Tensor:
+        """What ``forward`` returns, by the operator and then the norm."""
+        if visible.documents is None:
+            return self.normalise(self.attend(q, k, v, lam, visible, **state).transpose(1, 2))
+        out = self.attend_documents(q, k, v, lam, visible)
+        return self.normalise(out.unflatten(0, (q.shape[0], q.shape[2])))
 
     def split(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Queries and keys of the two maps, ``(q1, q2, k1, k2)``, as ``diff_attention`` takes them."""
         return pair_heads(q, k)
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, lam: Lambda, attn_mask: Tensor | None, is_causal: bool) -> Tensor:
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, lam: Lambda, visible: Visible) -> Tensor:
         """``(A1 - lambda A2) V``, before the head norm: ``[B, h, T, dv]``."""
         q1, q2, k1, k2 = self.split(q, k)
         return diff_attention(
-            q1, q2, k1, k2, v, lam, attn_mask=attn_mask, is_causal=is_causal, window=self.reach(is_causal),
+            q1, q2, k1, k2, v, lam, attn_mask=visible.mask, is_causal=visible.is_causal, window=visible.window,
             backend=self.backend,
         )  # fmt: skip
 
     def attend_documents(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        lam: Lambda,
-        documents: Documents,
-        is_causal: bool,
-        of_keys: Documents | None = None,
+        self, q: Tensor, k: Tensor, v: Tensor, lam: Lambda, visible: Visible, of_keys: Documents | None = None
     ) -> Tensor:
         """``attend`` within each packed document: ``[B * T, h, dv]``.
 
@@ -143,10 +124,11 @@ class DiffCore(Core):
         rows1, rows2, keys1 = (concatenate_rows(x) for x in (q1, q2, k1))
         keys2 = keys1 if k2 is k1 else concatenate_rows(k2)
         lam = concatenate_rows(lam) if isinstance(lam, Tensor) and lam.dim() == 4 else lam
-        (bounds, longest), (bounds_k, longest_k) = documents, of_keys or documents
+        assert visible.documents is not None
+        (bounds, longest), (bounds_k, longest_k) = visible.documents, of_keys or visible.documents
         return diff_attention_varlen(
             rows1, rows2, keys1, keys2, concatenate_rows(v), lam, bounds, bounds_k, longest, longest_k,
-            is_causal=is_causal, window=self.reach(is_causal), backend=self.backend,
+            is_causal=visible.is_causal, window=visible.window, backend=self.backend,
         )  # fmt: skip
 
     def normalise(self, out: Tensor) -> Tensor:
@@ -156,18 +138,16 @@ class DiffCore(Core):
             return out if gain == 1.0 else out * gain
         return self.head_norm(out, gain)
 
-    def maps(
-        self, q: Tensor, k: Tensor, attn_mask: Tensor | None, is_causal: bool, *, hidden_states: Tensor | None = None
-    ) -> DiffMaps:
+    def maps(self, q: Tensor, k: Tensor, visible: Visible, *, hidden_states: Tensor | None = None) -> DiffMaps:
         """The two attention maps and their difference, each ``[B, h, T, S]``."""
-        lam, window = self.lam(hidden_states), self.reach(is_causal)
-        return diff_attention_maps(*self.split(q, k), lam, attn_mask=attn_mask, is_causal=is_causal, window=window)
+        lam, (mask, is_causal, window, _) = self.lam(hidden_states), visible
+        return diff_attention_maps(*self.split(q, k), lam, attn_mask=mask, is_causal=is_causal, window=window)
 
-    def native_head(self) -> layer.Head | None:
-        """The weights that ``ops.cpu.layer.decode`` needs to decode this core in one native call on the CPU.
+    def decode_weights(self) -> DecodeWeights | None:
+        """The weights that the operator's ``decode_head`` needs to decode this core in one call.
 
-        None unless this core and its parts are exactly as they were built, so that calling them would compute what the
-        native call does; for another backend; and while gradients of its weights are needed. Called for every token
+        None unless this core and its parts are exactly as they were built, so that calling them would compute what that
+        call does; for another backend; and while gradients of its weights are needed. Called for every token
         and layer: it takes microseconds, hence no loops over generators.
         """
         parts, of_core = self._modules, self.__dict__
@@ -195,11 +175,11 @@ class DiffCore(Core):
             for x in (*vectors, weight):
                 if x is not None and x.requires_grad:
                     return None
-        return layer.Head(vectors, lam.initial, weight, norm is not None, eps, 1.0 - lam.initial)
+        return DecodeWeights(vectors, lam.initial, weight, norm is not None, eps, 1.0 - lam.initial)
 
 
 def _methods_of_core() -> tuple[Callable, ...]:
-    return DiffCore.attended, DiffCore.attend, DiffCore.split, DiffCore.normalise
+    return DiffCore.in_parts, DiffCore.attend, DiffCore.split, DiffCore.normalise
 
 
 # What the native call replaces, as this file and its neighbours define it: experiments and wrappers may replace it on
@@ -207,7 +187,7 @@ def _methods_of_core() -> tuple[Callable, ...]:
 _METHODS = _methods_of_core()
 _FORWARD: dict[type[nn.Module], Callable] = {part: part.forward for part in (RMSNorm, LearnedLambda, FixedLambda)}
 _REPLACED = frozenset((
-    *("attended", "attend", "split", "normalise", "forward", "_call_impl", "_compiled_call_impl"),
+    *("in_parts", "attend", "split", "normalise", "forward", "_call_impl", "_compiled_call_impl"),
     *("weight", "lambda_q1", "lambda_k1", "lambda_q2", "lambda_k2"),
 ))  # fmt: skip
 
@@ -229,8 +209,29 @@ class DiffV2Core(DiffCore):
     lambda depends on token and head (``TokenLambda``); there is neither a head norm nor the factor 1 - lambda_init.
     """
 
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, visible: Visible, *, hidden_states: Tensor | None = None, **state
+    ) -> Tensor:
+        """As in ``DiffCore``."""
+        lam = self.lam(hidden_states)
+        if visible.mask is None and visible.documents is None and isinstance(lam, Tensor) and self._as_built():
+            given = DecodeWeights(of_tokens=lam, shared_keys=True)
+            out = decode_head(q, k, v, lambda: given, visible.is_causal, visible.window)
+            if out is not None:
+                return out
+        return self.in_parts(q, k, v, lam, visible, **state)
+
     def split(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         return *_pairs(q), k, k
+
+    def _as_built(self) -> bool:
+        """Whether nothing between lambda, which was called, and the result was replaced: see ``decode_weights``."""
+        if type(self) is not DiffV2Core or self.backend not in ("auto", "blockwise") or self.head_norm is not None:
+            return False
+        return _REPLACED.isdisjoint(self.__dict__) and _methods_of_core() == _METHODS and DiffV2Core.split is _SPLIT_V2
+
+
+_SPLIT_V2 = DiffV2Core.split
 
 
 class GroupedDiffCore(DiffCore):

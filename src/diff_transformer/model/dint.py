@@ -27,7 +27,7 @@ from torch import Tensor
 from transformers.cache_utils import LinearAttentionCacheLayerMixin
 
 from diff_transformer.model.cores import DiffCore, Lambda
-from diff_transformer.model.inputs import Documents, visible
+from diff_transformer.model.inputs import Visible, as_boolean
 from diff_transformer.model.lambdas import LambdaModule
 from diff_transformer.model.layers import RMSNorm
 from diff_transformer.ops.arguments import exporting, traced
@@ -132,21 +132,18 @@ class DintCore(DiffCore):
             raise ValueError("attention='dint' without causal limit needs all queries at once; leave out the cache")
         return {"running": RunningMean(tokens, layer)}
 
-    def attend(self, q, k, v, lam: Lambda, attn_mask, is_causal: bool, running: RunningMean = RunningMean()) -> Tensor:  # noqa: B008
+    def attend(self, q, k, v, lam: Lambda, visible: Visible, running: RunningMean = RunningMean()) -> Tensor:  # noqa: B008
         """``(A1 - lambda A2 + lambda G) V``, before the head norm: ``[B, h, T, dv]``."""
-        difference = super().attend(q, k, v, lam, attn_mask, is_causal)
-        first = super().attend(q, k, v, 0.0, attn_mask, is_causal)
-        counted = self.counted(q, k, attn_mask, is_causal, running)
-        return self.with_means(difference, first, lam, counted, is_causal, running)
+        difference = super().attend(q, k, v, lam, visible)
+        first = super().attend(q, k, v, 0.0, visible)
+        counted = self.counted(q, k, visible, running)
+        return self.with_means(difference, first, lam, counted, visible.is_causal, running)
 
-    def counted(
-        self, q: Tensor, k: Tensor, attn_mask: Tensor | None, is_causal: bool, running: RunningMean
-    ) -> "Counted":
+    def counted(self, q: Tensor, k: Tensor, visible: Visible, running: RunningMean) -> "Counted":
         """Which queries of a call count."""
-        if attn_mask is not None:
-            attn_mask = visible(attn_mask)
-            attn_mask = attn_mask[(None,) * (4 - attn_mask.dim())]
-        fully_masked = fully_masked_rows(q.shape[2], k.shape[2], is_causal, None, attn_mask, q.device)
+        mask = None if visible.mask is None else as_boolean(visible.mask)
+        mask = None if mask is None else mask[(None,) * (4 - mask.dim())]
+        fully_masked = fully_masked_rows(q.shape[2], k.shape[2], visible.is_causal, None, mask, q.device)
         counts = torch.ones(1, 1, q.shape[2], 1, dtype=torch.bool, device=q.device)
         if running.tokens is not None:
             counts = running.tokens[:, None, :, None]
@@ -173,18 +170,19 @@ class DintCore(DiffCore):
             out = out.masked_fill(counted.fully_masked, 0)
         return out.to(difference.dtype)
 
-    def attend_documents(self, q, k, v, lam: Lambda, documents: Documents, is_causal: bool) -> Tensor:
+    def attend_documents(self, q, k, v, lam: Lambda, visible: Visible) -> Tensor:
         """``attend`` within each packed document: ``[B * T, h, dv]``.
 
         Running sums over all documents, in fp64, minus the sum at the document's start: exact to fp32's rounding.
         """
-        difference = super().attend_documents(q, k, v, lam, documents, is_causal)
-        first = super().attend_documents(q, k, v, 0.0, documents, is_causal)
-        ends, total = documents.cu_seqlens.long(), len(first)
+        assert visible.documents is not None
+        difference = super().attend_documents(q, k, v, lam, visible)
+        first = super().attend_documents(q, k, v, 0.0, visible)
+        ends, total = visible.documents.cu_seqlens.long(), len(first)
         lengths = ends.diff()
         sums = torch.cat((first.new_zeros(1, *first.shape[1:], dtype=torch.float64), first.double().cumsum(0)))
         starts = torch.repeat_interleave(ends[:-1], lengths, output_size=total)  # [B * T]
-        if self.is_causal or is_causal:
+        if self.is_causal or visible.is_causal:
             last = torch.arange(1, total + 1, device=first.device)
         else:
             last = torch.repeat_interleave(ends[1:], lengths, output_size=total)
@@ -192,18 +190,17 @@ class DintCore(DiffCore):
         wide = torch.promote_types(first.dtype, torch.float32)
         return (difference.to(wide) + lam * mean.to(wide)).to(difference.dtype)
 
-    def forward_with_maps(self, q, k, v, attn_mask, is_causal: bool, **state) -> tuple:
+    def forward_with_maps(self, q, k, v, visible: Visible, **state) -> tuple:
         """As in ``Core``; where the output follows from the maps, ``forward`` still updates the mean in the cache."""
         if self.output_follows_maps() and state["running"].layer is not None:
-            self(q, k, v, attn_mask, is_causal, **state)
-        return super().forward_with_maps(q, k, v, attn_mask, is_causal, **state)
+            self(q, k, v, visible, **state)
+        return super().forward_with_maps(q, k, v, visible, **state)
 
     def maps(
         self,
         q,
         k,
-        attn_mask,
-        is_causal: bool,
+        visible: Visible,
         *,
         hidden_states: Tensor | None = None,
         running: RunningMean = RunningMean(),  # noqa: B008
@@ -218,8 +215,8 @@ class DintCore(DiffCore):
                 "the attention map of attention='dint' is a mean over all queries so far, and the cache does not keep "
                 "their maps; give the whole sequence in one call"
             )
-        first, second, difference = super().maps(q, k, attn_mask, is_causal)
-        mean = self.mean_map(first, self.counted(q, k, attn_mask, is_causal, running), is_causal)
+        first, second, difference = super().maps(q, k, visible)
+        mean = self.mean_map(first, self.counted(q, k, visible, running), visible.is_causal)
         return DiffMaps(first, second, difference + self.lam() * mean)
 
     def mean_map(self, first: Tensor, counted: "Counted", is_causal: bool) -> Tensor:

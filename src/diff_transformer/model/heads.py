@@ -1,5 +1,6 @@
 """How many heads each attention has, and which combinations of settings are valid."""
 
+from dataclasses import dataclass, fields
 from typing import NamedTuple
 
 from diff_transformer.checks import did_you_mean
@@ -19,6 +20,32 @@ class HeadCounts(NamedTuple):
     outputs: int
     head_dim: int
     value_dim: int
+
+
+@dataclass(frozen=True)
+class AttentionSettings:
+    """What the core of one layer is made of; the fields mean what they mean in ``DiffTransformerConfig``."""
+
+    attention: str
+    hidden_size: int
+    heads: HeadCounts
+    lambda_init: str | float = "depth"
+    lambda_depth_offset: int = 0
+    lambda_learned: bool = True
+    lambda_std: float = 0.1
+    head_norm: bool | str = True
+    head_norm_init: float = 1.0
+    head_norm_eps: float = 1e-5
+    softmax_head_norm: bool = False
+    sliding_window: int | None = None
+
+    @classmethod
+    def of_layer(cls, config, layer_index: int) -> "AttentionSettings":
+        """The settings of layer ``layer_index`` of a model of ``config``."""
+        made = {field.name: getattr(config, field.name) for field in fields(cls)}
+        if isinstance(config.head_norm_init, list | tuple):
+            made["head_norm_init"] = config.head_norm_init[layer_index]
+        return cls(**{**made, "head_norm_eps": config.head_norm_eps or config.rms_norm_eps})
 
 
 def count_heads(

@@ -7,8 +7,8 @@
 from typing import NamedTuple
 
 from diff_transformer.checks import did_you_mean, require_known
-from diff_transformer.ops import flash
-from diff_transformer.ops.api import BACKENDS
+from diff_transformer.ops import softmax_calls
+from diff_transformer.ops.backends import BACKENDS
 
 DEFAULT = "diff_auto"
 
@@ -58,7 +58,7 @@ def check_implementation(name: str | None) -> str:
             f'`attn_implementation="eager"`, {others}{hint}'
         )
     name = DEFAULT if name is None else name
-    if implementation(name).softmax == "flash" and flash.installed() is None:
+    if implementation(name).softmax == "flash" and softmax_calls.flash_package() is None:
         raise RuntimeError(
             f"attn_implementation={name!r} needs the flash-attn package, which is not installed; install it, or take "
             "'sdpa', or 'diff_triton' for kernels that come with this package"

@@ -55,10 +55,10 @@ def causal_mask(
             return keys, True
     create = create_causal_mask if config.sliding_window is None else create_sliding_window_causal_mask
     mask = create(
-        config=_mask_config(config),
-        inputs_embeds=inputs_embeds,
-        attention_mask=attention_mask,
-        past_key_values=cache,
+        _mask_config(config),
+        inputs_embeds,
+        attention_mask,
+        cache,
         position_ids=position_ids if packed else None,
         allow_is_causal_skip=False,
     )
@@ -130,6 +130,15 @@ def with_key_padding(mask: Tensor | None, key_padding_mask: Tensor | None, k: Te
     return allowed if mask is None else restrict(mask, allowed)
 
 
+class Visible(NamedTuple):
+    """Which keys the queries of a call see."""
+
+    mask: Tensor | None = None  # bool (True = see) or additive, broadcastable to [B, heads, T, S]; None for all keys
+    is_causal: bool = True  # of these, those up to the query's own position, aligned to the lower right corner
+    window: int | None = None  # of these, the last; only with ``is_causal``
+    documents: "Documents | None" = None  # packed: of these, those of the query's own document; excludes a mask
+
+
 # Padding of queries, for ``attention="dint"``.
 
 
@@ -155,13 +164,13 @@ def split_padding(attention_mask: Any, queries: int) -> tuple[Any, Tensor | None
     return attention_mask, attention_mask[:, -queries:].bool()
 
 
-def visible(attn_mask: Tensor) -> Tensor:
+def as_boolean(attn_mask: Tensor) -> Tensor:
     """True where a mask, bool or additive, lets a query see a key; transformers hides with the smallest number."""
     return attn_mask if attn_mask.dtype == torch.bool else attn_mask > torch.finfo(attn_mask.dtype).min / 2
 
 
 def _refuse_loss_of_sight(attention_mask: Tensor) -> None:
-    seen = visible(attention_mask)
+    seen = as_boolean(attention_mask)
     lost = ~seen & (seen.cumsum(-2) > 0)
     if (lost & seen.any(-1, keepdim=True)).any():
         raise ValueError(
@@ -190,9 +199,9 @@ class Documents(NamedTuple):
         return (torch.arange(len(starts), device=starts.device) - starts).view(shape)
 
 
-def split_documents(ids: Tensor, end: int) -> Documents:
-    """The documents of ``ids [B, T]``: each ends with the token ``end`` or at the end of its row."""
-    ends = ids == end
+def split_documents(ids: Tensor, eos_id: int) -> Documents:
+    """The documents of ``ids [B, T]``: each ends with the token ``eos_id`` or at the end of its row."""
+    ends = ids == eos_id
     ends[:, -1] = True
     return _ending_at(ends)
 

@@ -13,9 +13,9 @@ from diff_transformer.model.saved import (
     ONLY_SAFETENSORS,
     check_files,
     check_sizes,
-    indexed_files,
     shapes_of_files,
     unreadable,
+    weight_files,
 )
 
 DTYPES = ("float32", "bfloat16", "float16")
@@ -23,7 +23,6 @@ WEIGHTS = ("int8",)
 _LAYER = re.compile(r"\.(?:layers|h|blocks)\.(\d+)\.")
 # What transformers raises for settings of which no model can be built.
 _OF_SETTINGS = (AttributeError, LookupError, ArithmeticError, TypeError, MemoryError, RecursionError, AssertionError)
-_PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl", "*.pickle")
 
 
 def load_model(
@@ -96,7 +95,7 @@ def read_model(
 
     folder = Path(name_or_path)
     if folder.is_dir():
-        refuse_pickles(folder)
+        check_files(folder)
         check_sizes(folder, shapes_of_files(folder))
     else:
         require_reachable(str(name_or_path), presets)
@@ -226,24 +225,26 @@ def _no_model(name: str | Path, told: str, presets: Collection[str]) -> str:
     )
 
 
-def refuse_pickles(folder: Path) -> None:
-    """Check the weights of a model, or of a LoRA adapter, in ``folder``.
+def model_path(model: str) -> str:
+    """``model`` as engines take it: the path of a folder that can hold a model, or a name on the hub.
 
     Raises:
-        ValueError: if the weights would come from a pickle.
-        FileNotFoundError: if there are no weights, or files that the index names are missing.
+        FileNotFoundError: for a folder that is not there, or has no configuration or tokenizer; for a name that the hub
+            does not have.
     """
+    folder = Path(model).expanduser()
+    if not folder.exists():
+        if model.startswith(("/", ".", "~")):
+            raise FileNotFoundError(f"no model at {model}; give the folder of a saved model, or a name on the hub")
+        require_reachable(model, presets=())
+        return model
+    if not (folder / "config.json").exists():
+        raise FileNotFoundError(f"{model} has no config.json; give the folder of a saved model")
+    if not (folder / "tokenizer_config.json").exists():
+        raise FileNotFoundError(f"{model} has no tokenizer; save one into the same folder (tokenizer.save_pretrained)")
     check_files(folder)
-    if indexed_files(folder) is not None:
-        return
-    if any(folder.glob("*.safetensors")):
-        return
-    found = sorted({path.name for pattern in _PICKLES for path in folder.glob(pattern)} - {"training_args.bin"})
-    if found:
-        raise ValueError(f"{folder} holds {', '.join(found)} and no safetensors. {ONLY_SAFETENSORS}")
-    if not (folder / "config.json").exists() and not (folder / "adapter_config.json").exists():
-        raise FileNotFoundError(f"{folder} holds no model (no config.json); give a folder written by save_pretrained")
-    raise FileNotFoundError(f"{folder} holds no .safetensors file; give the folder of a saved model")
+    weight_files(folder)
+    return str(folder)
 
 
 def _untrained(name: str, device: str, dtype: Any, weights: str | None) -> tuple[Any, Any]:

@@ -16,15 +16,6 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "softmax_norm": {"attention": "softmax", "softmax_head_norm": True},
     "softmax": {"attention": "softmax", "softmax_head_norm": False},
 }
-LABELS = {
-    "diff": "DIFF Transformer",
-    "diff_v2": "DIFF V2",
-    "grouped_diff": "Grouped DIFF",
-    "dint": "DINT",
-    "fixed_lambda": "DIFF, fixed lambda",
-    "softmax_norm": "Transformer, normalised heads",
-    "softmax": "Transformer",
-}
 _WIDE_VALUES = ("diff", "dint", "grouped_diff")  # half as many value heads as key heads, twice as wide
 _LARGEST_STEP = 64
 _TOLERANCE = 0.005  # of all parameters: half of what a matched pair may differ by

@@ -4,6 +4,7 @@ import inspect
 import os
 from difflib import get_close_matches
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -35,7 +36,7 @@ from transformers.utils.output_capturing import capture_outputs
 
 from diff_transformer.checks import refuse_keywords
 from diff_transformer.model.attention import Attention
-from diff_transformer.model.caches import slots_in_use
+from diff_transformer.model.caches import CACHE, is_paged, slots_in_use
 from diff_transformer.model.card import write_card
 from diff_transformer.model.config import DiffTransformerConfig
 from diff_transformer.model.cores import Core
@@ -81,7 +82,7 @@ class DiffTransformerPreTrainedModel(PreTrainedModel):
     base_model_prefix = "model"
     supports_gradient_checkpointing = True
     _no_split_modules = ["DecoderLayer"]  # noqa: RUF012
-    _skip_keys_device_placement = ["past_key_values"]  # noqa: RUF012
+    _skip_keys_device_placement = ["past_key_values", "cache"]  # noqa: RUF012
     _supports_sdpa = True
     _supports_flex_attn = True
     _supports_flash_attn = False
@@ -180,6 +181,8 @@ class DiffTransformerModel(DiffTransformerPreTrainedModel):
         past_key_values: Cache | None = None,
         inputs_embeds: Tensor | None = None,
         use_cache: bool | None = None,
+        *,
+        cache: Any = None,
         **kwargs,
     ) -> BaseModelOutputWithPast:
         """The last layer's normalised output ``[B, T, hidden_size]``, in the weights' dtype.
@@ -190,7 +193,8 @@ class DiffTransformerModel(DiffTransformerPreTrainedModel):
                 or additive mask ``[B or 1, heads or 1, T, S]``.
             position_ids: int64 ``[B, T]``; by default they continue from the cache's length. Without mask and cache, a
                 new document begins wherever they do not increase by one.
-            past_key_values: a cache of transformers, to which these tokens are added.
+            cache, past_key_values: a cache of transformers, to which these tokens are added, by its new or its old
+                name; or the paged cache of continuous batching, whose arguments then reach the layers.
             kwargs: ``cu_seq_lens_q`` and ``max_length_q`` of packed documents (``model/inputs.py``);
                 ``output_attentions``, ``output_attention_parts``, ``output_hidden_states``; and arguments that
                 transformers passes to any model.
@@ -205,14 +209,16 @@ class DiffTransformerModel(DiffTransformerPreTrainedModel):
             inputs_embeds = self.embed_tokens(input_ids)
         batch, queries, _ = inputs_embeds.shape
         kwargs.setdefault("output_attentions", self.config.output_attentions)
-        documents = self._documents(kwargs, batch, attention_mask, position_ids, past_key_values, use_cache)
-        options = _for_layers(kwargs)
+        cache = past_key_values if cache is None else cache
+        paged, kept = is_paged(cache), None if is_paged(cache) else cache
+        documents = None if paged else self._documents(kwargs, batch, attention_mask, position_ids, kept, use_cache)
+        options = _for_layers(kwargs, paged)
         if use_cache is None:
             use_cache = self.config.use_cache and not self.training and documents is None
         if self.config.attention == "dint":
             attention_mask, options["query_padding_mask"] = split_padding(attention_mask, queries)
         if documents is None:
-            given = self.config, inputs_embeds, attention_mask, past_key_values, position_ids
+            given = self.config, inputs_embeds, attention_mask, kept, position_ids
             mask, is_causal = causal_mask(*given)
         else:
             mask, is_causal, options["documents"] = None, True, documents
@@ -222,10 +228,10 @@ class DiffTransformerModel(DiffTransformerPreTrainedModel):
                     "attention_mask and use_cache; leave them out"
                 )
             position_ids = documents.positions((batch, queries)) if position_ids is None else position_ids
-        if use_cache and past_key_values is None:
-            past_key_values = DynamicCache(config=self.config)
+        if use_cache and cache is None:
+            cache = kept = DynamicCache(config=self.config)
         if position_ids is None:
-            seen = past_key_values.get_seq_length() if past_key_values is not None else 0
+            seen = kept.get_seq_length() if kept is not None else 0
             position_ids = (torch.arange(queries, device=inputs_embeds.device) + seen)[None]
         position_embeddings = self.rotary_emb(inputs_embeds, position_ids=position_ids)
         hidden_states = inputs_embeds
@@ -235,10 +241,10 @@ class DiffTransformerModel(DiffTransformerPreTrainedModel):
                 attention_mask=mask,
                 is_causal=is_causal,
                 position_embeddings=position_embeddings,
-                past_key_values=past_key_values,
+                **{CACHE: cache},
                 **options,
             )
-        return BaseModelOutputWithPast(last_hidden_state=self.norm(hidden_states), past_key_values=past_key_values)
+        return BaseModelOutputWithPast(self.norm(hidden_states), kept)
 
     def _documents(
         self, kwargs: dict, batch: int, attention_mask, position_ids, cache, use_cache: bool | None
@@ -249,7 +255,7 @@ class DiffTransformerModel(DiffTransformerPreTrainedModel):
         them where documents cannot be used: with a cache or maps, in a traced graph, where positions cannot be read,
         and for FlexAttention, which would be compiled for each length.
         """
-        documents = None if "cache" in kwargs else take_documents(kwargs)
+        documents = take_documents(kwargs)
         if documents is not None or attention_mask is not None or cache is not None or position_ids is None:
             return documents
         maps = kwargs["output_attentions"] or kwargs.get("output_attention_parts")
@@ -316,14 +322,15 @@ class DiffTransformerForCausalLM(DiffTransformerPreTrainedModel, GenerationMixin
         finally:
             self._whole_prompt = False
 
-    def create_masks_for_generate(self, config, inputs_embeds: Tensor, attention_mask, past_key_values, **kwargs):
+    def create_masks_for_generate(self, config, inputs_embeds: Tensor, attention_mask, past_key_values=None, **kwargs):
         """The mask of a step over a static cache, of one shape for each step, as a compiled step needs it.
 
         The prefill of a whole prompt keeps its mask ``[B, S]``, which takes no memory for each pair of tokens.
         """
-        if self._whole_prompt and slots_in_use(past_key_values, 0, inputs_embeds.shape[1], config.sliding_window):
+        cache = kwargs.pop("cache", past_key_values)
+        if self._whole_prompt and slots_in_use(cache, 0, inputs_embeds.shape[1], config.sliding_window):
             return attention_mask
-        return create_masks_for_generate(config, inputs_embeds, attention_mask, past_key_values, **kwargs)
+        return create_masks_for_generate(config, inputs_embeds, attention_mask, cache, **kwargs)
 
     def prepare_inputs_for_generation(self, *args, inputs_embeds: Tensor | None = None, **kwargs):
         """Make the positions of a chunk contiguous: strides that depend on the prompt's length would recompile a step.
@@ -347,6 +354,8 @@ class DiffTransformerForCausalLM(DiffTransformerPreTrainedModel, GenerationMixin
         labels: Tensor | None = None,
         use_cache: bool | None = None,
         logits_to_keep: int | Tensor = 0,
+        *,
+        cache: Any = None,
         **kwargs,
     ) -> CausalLMOutputWithPast:
         """Logits ``[B, T, vocab_size]`` and, with ``labels``, the mean loss in nats.
@@ -364,6 +373,7 @@ class DiffTransformerForCausalLM(DiffTransformerPreTrainedModel, GenerationMixin
             past_key_values=past_key_values,
             inputs_embeds=inputs_embeds,
             use_cache=use_cache,
+            cache=cache,
             **kwargs,
         )
         kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
@@ -371,13 +381,7 @@ class DiffTransformerForCausalLM(DiffTransformerPreTrainedModel, GenerationMixin
         loss = None
         if labels is not None:
             loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
-        return CausalLMOutputWithPast(
-            loss=loss,
-            logits=logits,
-            past_key_values=outputs.past_key_values,
-            hidden_states=outputs.hidden_states,
-            attentions=outputs.attentions,
-        )
+        return CausalLMOutputWithPast(loss, logits, outputs.get(CACHE), outputs.hidden_states, outputs.attentions)
 
 
 class DiffTransformerForSequenceClassification(GenericForSequenceClassification, DiffTransformerPreTrainedModel):
@@ -392,17 +396,17 @@ class DiffTransformerForQuestionAnswering(GenericForQuestionAnswering, DiffTrans
     """Scores for the start and the end of an answer within the text."""
 
 
-def _for_layers(options: dict) -> dict:
+def _for_layers(options: dict, paged: bool) -> dict:
     """Select the further arguments of a forward pass that its layers take.
 
-    Trainers, generation and servers pass arguments for any model; those are ignored. Continuous batching (``cache``)
-    passes all of its arguments to the layers.
+    Trainers, generation and servers pass arguments for any model; those are ignored. Continuous batching
+    (``paged``) passes all of its arguments to the layers.
 
     Raises:
         TypeError: for a likely mistake: another name for a mask, or a misspelt argument.
         ValueError: for ``is_causal=False``.
     """
-    if "cache" in options:
+    if paged:
         return {name: value for name, value in options.items() if name != "is_causal"}
     if options.pop("is_causal", None) is False:
         raise ValueError("is_causal is False, but this model is causal; DiffAttention is a layer that need not be")

@@ -8,8 +8,10 @@ from diff_transformer.checks import first_line, listed, read_json, require_regul
 INDEX = "model.safetensors.index.json"
 ONLY_SAFETENSORS = (
     "Only safetensors are read, since a pickle can run code. If you trust the file, "
-    "AutoModelForCausalLM.from_pretrained(OLD).save_pretrained(NEW) writes safetensors"
+    "AutoModelForCausalLM.from_pretrained(OLD).save_pretrained(NEW) writes safetensors; so does, for bare tensors, "
+    "safetensors.torch.save_file(torch.load(FILE, weights_only=True, map_location='cpu'), 'model.safetensors')"
 )
+_PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl", "*.pickle")
 # Names of sizes in config.json. Each is the length of a tensor's dimension, or less.
 _SIZES = (
     "hidden_size", "n_embd", "d_model", "vocab_size", "intermediate_size", "n_inner", "ffn_dim", "num_attention_heads",
@@ -63,6 +65,23 @@ def indexed_files(folder: Path) -> list[Path] | None:
     return [folder / name for name in names]
 
 
+def weight_files(folder: Path) -> list[Path]:
+    """The files with the weights of a model or a LoRA adapter: indexed shards, ``model.safetensors``, or all others.
+
+    Raises:
+        ValueError: if the weights would come from a pickle, or the index is none.
+        FileNotFoundError: if there are no weights, or files that the index names are missing.
+    """
+    shards, single = indexed_files(folder), folder / "model.safetensors"
+    files = shards or ([single] if single.exists() else sorted(folder.glob("*.safetensors")))
+    if files:
+        return files
+    pickles = sorted({path.name for pattern in _PICKLES for path in folder.glob(pattern)} - {"training_args.bin"})
+    if pickles:
+        raise ValueError(f"{folder} holds {listed(pickles)} but no .safetensors file. {ONLY_SAFETENSORS}")
+    raise FileNotFoundError(f"{folder} holds no .safetensors file; give the folder of a saved model")
+
+
 def check_sizes(folder: Path, shapes: Mapping[str, tuple[int, ...]]) -> None:
     """Compare the sizes in ``config.json`` with the shapes of the tensors, so that nothing beyond them is allocated.
 
@@ -108,13 +127,12 @@ def shapes_of_files(folder: Path) -> dict[str, tuple[int, ...]]:
     """The shapes of all tensors in the safetensors of ``folder``, from their headers.
 
     Raises:
-        ValueError: for a damaged file.
+        ValueError: for a damaged file, and as ``weight_files``.
     """
     from safetensors import SafetensorError, safe_open
 
-    single = folder / "model.safetensors"
     shapes: dict[str, tuple[int, ...]] = {}
-    for path in indexed_files(folder) or ([single] if single.exists() else sorted(folder.glob("*.safetensors"))):
+    for path in weight_files(folder):
         try:
             with safe_open(path, framework="pt") as file:
                 for name in file.keys():  # noqa: SIM118  (a handle is no mapping)

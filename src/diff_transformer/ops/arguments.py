@@ -1,8 +1,7 @@
-"""What happens to a call before a backend is chosen: autocast, checks, and one canonical form of the arguments."""
+"""What a call's arguments go through one by one: autocast and checks; and who records or transforms the call."""
 
 import math
 from contextlib import AbstractContextManager, nullcontext
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -13,16 +12,6 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 LONGEST = 2**31  # tokens; kernels add to a window in 64 bits
 SMALLEST = torch.finfo(torch.float32).tiny  # a scale that kernels can divide by
-
-
-class Arguments(NamedTuple):
-    """The arguments of every backend's ``attend`` after q1, q2, k1, k2, v, in this order."""
-
-    lam: Tensor  # [B, H, T, 1], fp32 (fp64 for fp64 inputs); a view, often with strides of 0
-    attn_mask: Tensor | None  # [B|1, H|1, T|1, S|1], bool or floating
-    is_causal: bool
-    window: int | None
-    scale: float
 
 
 def autocast_inputs(*tensors):
@@ -52,20 +41,6 @@ def _autocast_enabled(device: str) -> bool:
     """Whether autocast is on. The meta device has none; ``is_autocast_available`` would say so, but torch.compile of
     torch 2.11 cannot trace it."""
     return device != "meta" and torch.is_autocast_enabled(device)
-
-
-def check(q1, q2, k1, k2, v, lam, attn_mask, is_causal, window, scale) -> Arguments:
-    """The canonical arguments of a call; raises what ``diff_attention`` documents. is_causal went through ``flag``."""
-    if v is None or not passes_fast_check(q1, q2, k1, k2, v):
-        check_tensors(q1, q2, k1, k2, v)
-    check_options(is_causal, window, scale)
-    return Arguments(
-        lam_for_every_row(lam, q1),
-        four_dimensional_mask(attn_mask, q1, k1.shape[2]),
-        bool(is_causal),
-        None if window is None else min(window, LONGEST),
-        q1.shape[3] ** -0.5 if scale is None else float(scale) if abs(scale) >= SMALLEST else 0.0,
-    )
 
 
 def check_options(is_causal: bool, window: int | None, scale: float | None) -> None:
@@ -118,9 +93,9 @@ def passes_fast_check(q1: Tensor, q2: Tensor, k1: Tensor, k2: Tensor, v: Tensor)
         return False
 
 
-def check_tensors(q1: Tensor, q2: Tensor, k1: Tensor, k2: Tensor, v: Tensor | None) -> None:
+def check_tensors(q1: Tensor, q2: Tensor, k1: Tensor, k2: Tensor, v: Tensor) -> None:
     """Raise if ranks, sizes, head counts, dtypes or devices of the tensors do not fit together."""
-    named = {"q1": q1, "q2": q2, "k1": k1, "k2": k2} | ({} if v is None else {"v": v})
+    named = {"q1": q1, "q2": q2, "k1": k1, "k2": k2, "v": v}
     for name, x in named.items():
         if not isinstance(x, Tensor):
             raise TypeError(f"{name} is a {type(x).__name__}; give a tensor of shape [batch, heads, length, width]")
@@ -147,11 +122,11 @@ def check_tensors(q1: Tensor, q2: Tensor, k1: Tensor, k2: Tensor, v: Tensor | No
             )
     if q2.shape[2] != q1.shape[2]:
         raise ValueError(f"q1 has {q1.shape[2]} queries and q2 has {q2.shape[2]}; give equal lengths")
-    for name in [n for n in ("k2", "v") if n in named]:
+    for name in ("k2", "v"):
         if named[name].shape[2] != k1.shape[2]:
             raise ValueError(f"k1 has {k1.shape[2]} keys and {name} has {named[name].shape[2]}; give equal lengths")
     H, Hn, G = q1.shape[1], q2.shape[1], k1.shape[1]
-    for name in [n for n in ("k2", "v") if n in named]:
+    for name in ("k2", "v"):
         if named[name].shape[1] != G:
             raise ValueError(
                 f"k1 has {G} key/value heads and {name} has {named[name].shape[1]}; k1, k2 and v need equally many"
@@ -214,17 +189,6 @@ def flag(name: str, value: bool) -> bool:
     if not isinstance(value, bool | np.bool_ | torch.SymBool):
         raise TypeError(f"{name} is a {type(value).__name__}; give True or False")
     return bool(value)
-
-
-def is_empty(q1: Tensor, k1: Tensor) -> bool:
-    """Whether there is nothing to compute: no batch entry, no query or no key; q1 and k1 [B, heads, length, width]."""
-    return not (q1.numel() and k1.numel())
-
-
-def zeros(shape: tuple[int, ...], dtype: torch.dtype, *inputs: Tensor) -> Tensor:
-    """Zeros that have a gradient for ``inputs``, which is zero too."""
-    no_values = [x[:0].sum().to(dtype) for x in inputs]
-    return sum(no_values, inputs[0].new_zeros(shape, dtype=dtype))
 
 
 def traced() -> bool:

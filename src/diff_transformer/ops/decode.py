@@ -2,22 +2,16 @@
 
 import logging
 from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from diff_transformer.ops import triton
-from diff_transformer.ops.api import attend, choose_for
-from diff_transformer.ops.arguments import (
-    Arguments,
-    active_transform,
-    autocast_inputs,
-    check,
-    exporting,
-    is_empty,
-    traced,
-)
-from diff_transformer.ops.backends import Choice
+from diff_transformer.ops.arguments import active_transform, autocast_off, exporting, traced
+from diff_transformer.ops.backends import BACKENDS, resolve
+from diff_transformer.ops.call import Call, check, is_empty, replace, with_keys, zeros
+from diff_transformer.ops.masking import one_mask
 
 MAX_COPIED_VALUES = 2**17  # in a batch entry: up to here "blockwise" copies and masks faster than in a second call
 
@@ -65,44 +59,50 @@ def diff_attention_decode(
         ValueError: as ``diff_attention``; lengths of another shape or device.
         RuntimeError, NotImplementedError: as ``diff_attention``.
     """
-    q1, q2, k1, k2, v = autocast_inputs(q1, q2, k1, k2, v)
-    arguments = check(q1, q2, k1, k2, v, lam, attn_mask, True, window, scale)
+    call = check(q1, q2, k1, k2, v, lam, attn_mask, True, window, scale, backend)
+    q1 = call.q1
     _check_lengths(lengths, q1)
-    empty = is_empty(q1, k1)
     by_kernel = backend == "triton" or (
         backend == "auto" and lengths is not None and q1.device.type == "cuda" and not exporting()
     )
-    if by_kernel and not empty:
-        reason = _kernel_unsupported_reason(q1, q2, k1, k2, v, arguments.lam, arguments.attn_mask, window)
+    if by_kernel and not is_empty(call):
+        reason = _kernel_unsupported_reason(call)
         if backend == "auto" and not torch.compiler.is_compiling():
             _announce(q1.device.type, q1.dtype, reason)
         if reason is None:
             from diff_transformer.ops.triton.decode import attend_decode
 
-            return attend_decode(q1, q2, k1, k2, v, *arguments, lengths=lengths)
-    chosen = choose_for(q1, q2, k1, k2, v, arguments, backend)
-    if lengths is None or empty:
-        return attend(chosen, q1, q2, k1, k2, v, arguments)
-    if chosen.backend != "flex" and _can_be_read(lengths):  # "flex" would be compiled for each length
-        used = [min(max(0, n), k1.shape[2]) for n in lengths.tolist()]
+            options = call.attn_mask, call.is_causal, call.window, call.scale
+            return attend_decode(*call.inputs, *options, lengths=lengths)
+    resolved = resolve(call)
+    if lengths is None or is_empty(call):
+        return _attend(resolved)
+    S = call.k1.shape[2]
+    if resolved.backend != "flex" and _can_be_read(lengths):  # "flex" would be compiled for each length
+        used = [min(max(0, n), S) for n in lengths.tolist()]
         if (
             min(used) == max(used)
-            or chosen.backend != "blockwise"
-            or v[0].numel() > MAX_COPIED_VALUES
+            or resolved.backend != "blockwise"
+            or call.v[0].numel() > MAX_COPIED_VALUES
             or torch.is_grad_enabled()
         ):
-            return _attend_to_used_keys(used, chosen, q1, q2, k1, k2, v, arguments)
-        v = v.clone()
-        for entry, n in zip(v.unbind(), used, strict=True):
+            return _attend_to_used_keys(used, resolved)
+        changed = replace(call, v=call.v.clone())
+        for entry, n in zip(changed.v.unbind(), used, strict=True):
             entry[:, n:] = 0
     else:
-        unused = (torch.arange(k1.shape[2], device=lengths.device) >= lengths[:, None])[:, None, :, None]
-        shared = k2 is k1
-        k1, v = k1.masked_fill(unused, 0), v.masked_fill(unused, 0)  # 0 times NaN would be NaN
-        k2 = k1 if shared else k2.masked_fill(unused, 0)
-    mask = _mask(lengths, arguments.attn_mask, q1.shape[2], k1.shape[2], window)
-    arguments = arguments._replace(attn_mask=mask, is_causal=False, window=None)
-    return attend(choose_for(q1, q2, k1, k2, v, arguments, backend), q1, q2, k1, k2, v, arguments)
+        unused = (torch.arange(S, device=lengths.device) >= lengths[:, None])[:, None, :, None]
+        changed = with_keys(call, lambda x: x.masked_fill(unused, 0))  # 0 times NaN would be NaN
+    mask = _mask(lengths, call.attn_mask, q1.shape[2], S, window)
+    return _attend(resolve(replace(changed, attn_mask=mask, is_causal=False, window=None)))
+
+
+def _attend(call: Call) -> Tensor:
+    """[B, H, T, Dv] of a resolved call."""
+    if is_empty(call):
+        return zeros(call)
+    with autocast_off(call.q1.device.type):
+        return BACKENDS[call.backend].attend(call)
 
 
 def _can_be_read(lengths: Tensor) -> bool:
@@ -110,34 +110,31 @@ def _can_be_read(lengths: Tensor) -> bool:
     return lengths.device.type == "cpu" and not traced() and active_transform() is None
 
 
-def _attend_to_used_keys(used: list[int], choice: Choice, q1, q2, k1, k2, v, arguments: Arguments) -> Tensor:
+def _attend_to_used_keys(used: list[int], call: Call) -> Tensor:
     """Attend to the keys in use: one call for each batch entry, or a single call if all lengths are equal."""
-    B, S = v.shape[0], v.shape[2]
+    B, S = call.v.shape[0], call.v.shape[2]
     size = B if min(used) == max(used) else 1  # batch entries in a call
-    queries = zip(*(x.split(size) for x in (q1, q2, arguments.lam)), strict=True)
-    caches = zip(*(x.split(size) for x in (k1, k2, v)), strict=True)
-    mask, outs = arguments.attn_mask, []
-    for i, (n, (q1_part, q2_part, lam), kept) in enumerate(zip(used, queries, caches, strict=False)):
-        in_use = kept if n == S else (x[:, :, :n] for x in kept)
+    by_entry: list[Any] = [[None] * B if x is None else x.split(size) for x in call[:6]]
+    mask, outs = call.attn_mask, []
+    for i, (n, (q1, q2, *kept, lam)) in enumerate(zip(used, zip(*by_entry, strict=False), strict=False)):
+        k1, k2, v = kept
+        part = replace(call, q1=q1, q2=q2, k1=k1, k2=k2, v=v, lam=lam)
+        part = part if n == S else with_keys(part, lambda x, n=n: x[:, :, :n])
         if mask is not None:
-            part = mask if mask.shape[0] == 1 else mask[i : i + size]
-            arguments = arguments._replace(attn_mask=part if mask.shape[3] == 1 else part[..., :n])
-        outs.append(attend(choice, q1_part, q2_part, *in_use, arguments._replace(lam=lam)))
+            rows = mask if mask.shape[0] == 1 else mask[i : i + size]
+            part = replace(part, attn_mask=rows if mask.shape[3] == 1 else rows[..., :n])
+        outs.append(_attend(part))
     return outs[0] if len(outs) == 1 else torch.cat(outs)
 
 
-def _mask(lengths: Tensor, attn_mask: Tensor | None, T: int, S: int, window: int | None) -> Tensor:
+def _mask(lengths: Tensor, attn_mask: Tensor | None, T: int, S: int, window: int | None) -> Tensor | None:
     """lengths, the causal limit, the window and attn_mask in one mask, [B, 1|H, T, S]."""
     own = lengths.clamp(0, S)[:, None] - T + torch.arange(T, device=lengths.device)  # [B, T]
     key = torch.arange(S, device=lengths.device)
     seen = key <= own[..., None]  # [B, T, S]
     if window is not None:
         seen = seen & (key > own[..., None] - window)
-    if attn_mask is None:
-        return seen[:, None]
-    if attn_mask.dtype == torch.bool:
-        return attn_mask & seen[:, None]
-    return attn_mask.masked_fill(~seen[:, None], float("-inf"))
+    return one_mask(seen[:, None], attn_mask)
 
 
 def _check_lengths(lengths: Tensor | None, q1: Tensor) -> None:
@@ -152,19 +149,19 @@ def _check_lengths(lengths: Tensor | None, q1: Tensor) -> None:
         raise ValueError(f"q1 is on {q1.device} and lengths on {lengths.device}; move them to one device")
 
 
-def _kernel_unsupported_reason(q1, q2, k1, k2, v, lam, attn_mask, window) -> str | None:
+def _kernel_unsupported_reason(call: Call) -> str | None:
     """Why the decoding kernel does not support the call, or None."""
-    reason = triton.unsupported_reason(q1.device, q1.dtype)
+    reason = triton.unsupported_reason(call.q1.device, call.q1.dtype)
     if reason is not None:
         return reason
-    if torch.is_grad_enabled() and any(x.requires_grad for x in (q1, q2, k1, k2, v, lam)):
+    if call.gradients:
         return "gradients are needed"
     transform = active_transform()
     if transform is not None:
         return f"it does not follow {transform}"
     from diff_transformer.ops.triton import decode
 
-    return decode.unsupported_reason(q1, q2, k1, k2, v, attn_mask, True, window)
+    return decode.unsupported_reason(*call.inputs[:5], call.attn_mask, True, call.window)
 
 
 @cache

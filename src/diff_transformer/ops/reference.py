@@ -9,6 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from diff_transformer.ops.call import Call
 from diff_transformer.ops.masking import apply_masks, position_mask
 
 
@@ -31,24 +32,20 @@ def attention_map(q: Tensor, k: Tensor, seen: Tensor | None, attn_mask: Tensor |
     return scores.masked_fill(fully_masked, 0).softmax(-1, dtype=wide).masked_fill(fully_masked, 0)
 
 
-def maps(q1, q2, k1, k2, lam, attn_mask, is_causal, window, scale) -> DiffMaps:
+def maps(call: Call) -> DiffMaps:
     """Both maps and their difference, in fp32 or, for fp64 inputs, fp64."""
-    q1, q2, k1, k2 = (x.to(torch.promote_types(x.dtype, torch.float32)) for x in (q1, q2, k1, k2))
+    k2 = call.k1 if call.k2 is None else call.k2
+    q1, q2, k1, k2 = (x.to(call.lam.dtype) for x in (call.q1, call.q2, call.k1, k2))
     H, T, S = q1.shape[1], q1.shape[2], k1.shape[2]
     q2, k1, k2 = (x.repeat_interleave(H // x.shape[1], dim=1) for x in (q2, k1, k2))
-    seen = position_mask(T, S, is_causal, window, q1.device)
-    first = attention_map(q1, k1, seen, attn_mask, scale)
-    second = attention_map(q2, k2, seen, attn_mask, scale)
-    return DiffMaps(first, second, first - lam * second)
+    seen = position_mask(T, S, call.is_causal, call.window, q1.device)
+    first = attention_map(q1, k1, seen, call.attn_mask, call.scale)
+    second = attention_map(q2, k2, seen, call.attn_mask, call.scale)
+    return DiffMaps(first, second, first - call.lam * second)
 
 
-def attend(q1, q2, k1, k2, v, lam, attn_mask, is_causal, window, scale) -> Tensor:
-    """(first - lam * second) v, [B, H, T, Dv] in the dtype of v; checked arguments, lam [B, H, T, 1]."""
-    difference = maps(q1, q2, k1, k2, lam, attn_mask, is_causal, window, scale).difference
-    values = v.to(difference.dtype).repeat_interleave(q1.shape[1] // v.shape[1], dim=1)
+def attend(call: Call) -> Tensor:
+    """(first - lam * second) v, [B, H, T, Dv] in the dtype of v."""
+    difference, v = maps(call).difference, call.v
+    values = v.to(difference.dtype).repeat_interleave(call.q1.shape[1] // v.shape[1], dim=1)
     return (difference @ values).to(v.dtype)
-
-
-def unsupported_reason(device: torch.device, dtype: torch.dtype) -> str | None:
-    """Why the backend cannot work here, or None."""
-    return None

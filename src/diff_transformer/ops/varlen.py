@@ -4,26 +4,15 @@ Shapes: total_q and total_k rows of all documents, H signal heads, Hn noise head
 """
 
 from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from diff_transformer.ops import api, backends
-from diff_transformer.ops import choice as on_gpu
-from diff_transformer.ops.api import refuse_missing_gradients, resolve
-from diff_transformer.ops.arguments import (
-    Arguments,
-    autocast_inputs,
-    autocast_off,
-    broadcasts,
-    check,
-    exporting,
-    flag,
-    is_empty,
-    zeros,
-)
-from diff_transformer.ops.backends import Choice, Documents
+from diff_transformer.ops.arguments import autocast_off, broadcasts
+from diff_transformer.ops.backends import BACKENDS, resolve, takes_packed
+from diff_transformer.ops.call import Call, Documents, check, is_empty, replace, zeros
 
 # (version, total, max_seqlen) of cu_seqlens whose values were asserted on the GPU, so that later layers do not repeat
 # it.
@@ -77,40 +66,39 @@ def diff_attention_varlen(
         RuntimeError: as ``diff_attention``.
         NotImplementedError: as ``diff_attention``; torch.jit.trace, where cu_seqlens are read on the host.
     """
-    q1, q2, k1, k2, v = autocast_inputs(q1, q2, k1, k2, v)
     for name, x in {"q1": q1, "q2": q2, "k1": k1, "k2": k2, "v": v}.items():
         if not isinstance(x, Tensor):
             raise TypeError(f"{name} is a {type(x).__name__}; give a tensor of shape [rows, heads, width]")
         if x.dim() != 3:
             raise ValueError(f"{name} has {x.dim()} dimensions (shape {list(x.shape)}); give [rows, heads, width]")
-    packed_k1 = _as_batch(k1)
-    tensors = (_as_batch(q1), _as_batch(q2), packed_k1, packed_k1 if k2 is k1 else _as_batch(k2), _as_batch(v))
-    arguments = check(*tensors, _lam_as_batch(lam, q1), None, flag("is_causal", is_causal), window, scale)
-    choice = resolve(backend, tensors, arguments, measured=False)
-    refuse_missing_gradients(choice.backend, tensors, arguments.lam)
-    at_once = backends.takes_packed(choice.backend, tensors)
+    keys = _as_batch(k1)
+    tensors = (_as_batch(q1), _as_batch(q2), keys, keys if k2 is k1 else _as_batch(k2), _as_batch(v))
+    call = check(*tensors, _lam_as_batch(lam, q1), None, is_causal, window, scale, backend)
+    documents = Documents(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+    bounds = (
+        ("cu_seqlens_q", cu_seqlens_q, "max_seqlen_q", max_seqlen_q, q1),
+        ("cu_seqlens_k", cu_seqlens_k, "max_seqlen_k", max_seqlen_k, k1),
+    )
+    for each in bounds:
+        check_bounds(*each)
+    call = resolve(replace(call, documents=documents))
+    at_once = takes_packed(call)
     if torch.jit.is_tracing() and not at_once:
         raise NotImplementedError(
             "torch.jit.trace would keep the ends of these documents for every later call; trace a call without packed "
             "documents"
         )
-    check_documents("cu_seqlens_q", cu_seqlens_q, "max_seqlen_q", max_seqlen_q, q1, read=not at_once)
-    check_documents("cu_seqlens_k", cu_seqlens_k, "max_seqlen_k", max_seqlen_k, k1, read=not at_once)
+    for each in bounds:
+        check_ends(*each, read=not at_once)
     if cu_seqlens_q.shape != cu_seqlens_k.shape:
         raise ValueError(
             f"cu_seqlens_q has {len(cu_seqlens_q) - 1} documents and cu_seqlens_k {len(cu_seqlens_k) - 1}; "
             "give both for the same documents"
         )
-    if is_empty(tensors[0], packed_k1):
-        return zeros((*q1.shape[:2], v.shape[2]), v.dtype, q1, q2, k1, k2, v, arguments.lam)
+    if is_empty(call):
+        return zeros(call)[0].transpose(0, 1)
     with autocast_off(q1.device.type):
-        if at_once:
-            documents = Documents(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
-            if backend == "auto" and q1.device.type in api.LOOKED_UP and not exporting():
-                choice = on_gpu.choose(tensors, arguments, documents)
-            out = backends.attend_packed(choice, tensors, arguments, documents)
-        else:
-            out = _one_by_one(choice, tensors, arguments, cu_seqlens_q.tolist(), cu_seqlens_k.tolist())
+        out = BACKENDS[call.backend].attend(call) if at_once else _one_by_one(call, documents)
     return out[0].transpose(0, 1)
 
 
@@ -131,30 +119,20 @@ def _lam_as_batch(lam: float | Tensor, q1: Tensor) -> float | Tensor:
     return _as_batch(lam if lam.dim() == 3 else lam[None])
 
 
-def _one_by_one(choice: Choice, tensors, arguments: Arguments, ends_q: list[int], ends_k: list[int]) -> Tensor:
+def _one_by_one(call: Call, documents: Documents) -> Tensor:
     """[1, H, total_q, Dv] from one call of the backend for each document with queries and keys."""
-    q1, q2, k1, k2, v = tensors
-    lengths_q, lengths_k = ([b - a for a, b in pairwise(ends)] for ends in (ends_q, ends_k))
-    by_query = [x.split(lengths_q, dim=2) for x in (q1, q2, arguments.lam)]
-    k1_parts = k1.split(lengths_k, dim=2)
-    by_key = [k1_parts, k1_parts if k2 is k1 else k2.split(lengths_k, dim=2), v.split(lengths_k, dim=2)]
+    lengths_q, lengths_k = (cu_seqlens.diff().tolist() for cu_seqlens in documents[:2])
+    by_query = [x.split(lengths_q, dim=2) for x in (call.q1, call.q2, call.lam)]
+    by_key: list[Any] = [[None] * len(lengths_k) if x is None else x.split(lengths_k, dim=2) for x in call[2:5]]
     outs = []
-    for q1_part, q2_part, lam, k1_part, k2_part, v_part in zip(*by_query, *by_key, strict=True):
-        if q1_part.shape[2] and k1_part.shape[2]:
-            rest = arguments._replace(lam=lam)
-            outs.append(backends.attend(choice, (q1_part, q2_part, k1_part, k2_part, v_part), rest))
-        else:
-            parts = (q1_part, q2_part, k1_part, k2_part, v_part, lam)
-            outs.append(zeros((*q1_part.shape[:3], v.shape[3]), v.dtype, *parts))
+    for q1, q2, lam, k1, k2, v in zip(*by_query, *by_key, strict=True):
+        one = replace(call, q1=q1, q2=q2, k1=k1, k2=k2, v=v, lam=lam, documents=None, variant=None)
+        outs.append(zeros(one) if is_empty(one) else BACKENDS[call.backend].attend(one))
     return torch.cat(outs, dim=2)
 
 
-def check_documents(name: str, cu_seqlens: Tensor, max_name: str, max_seqlen: int, x: Tensor, read: bool) -> None:
-    """Raise unless cu_seqlens splits the rows of x into documents of at most max_seqlen rows.
-
-    Its values are read where that costs nothing (on the CPU) or is needed anyway (``read``), else asserted on the
-    device.
-    """
+def check_bounds(name: str, cu_seqlens: Tensor, max_name: str, max_seqlen: int, x: Tensor) -> None:
+    """Raise unless cu_seqlens and max_seqlen are of the right types, shape and device for the rows of x."""
     if not isinstance(cu_seqlens, Tensor) or cu_seqlens.dtype != torch.int32:
         given = cu_seqlens.dtype if isinstance(cu_seqlens, Tensor) else type(cu_seqlens).__name__
         raise TypeError(f"{name} is {given}; give an int32 tensor, 0 and then the end of each document")
@@ -166,6 +144,14 @@ def check_documents(name: str, cu_seqlens: Tensor, max_name: str, max_seqlen: in
         raise TypeError(f"{max_name} is a {type(max_seqlen).__name__}; give an int")
     if max_seqlen < (1 if len(x) else 0):
         raise ValueError(f"{max_name} is {max_seqlen}; give the length of the longest document")
+
+
+def check_ends(name: str, cu_seqlens: Tensor, max_name: str, max_seqlen: int, x: Tensor, read: bool) -> None:
+    """Raise unless cu_seqlens splits the rows of x into documents of at most max_seqlen rows.
+
+    Its values are read where that costs nothing (on the CPU) or is needed anyway (``read``), else asserted on the
+    device.
+    """
     if torch.compiler.is_compiling() and not read:
         return
     total = x.shape[0]

@@ -13,11 +13,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from diff_transformer.lab.sides import PAIR, name_of
 from diff_transformer.report import vega
 from diff_transformer.report.markup import mean, number, short
 from diff_transformer.report.render import Chart
 
-NAMES = {"diff": "DIFF", "softmax": "Transformer"}
+NAMES = {side: name_of(side) for side in PAIR}
 WIDTH = 400  # width of a chart; the page scales it to 330 to 520 pixels
 Point = tuple[float, float]
 BySeed = Mapping[int, float]

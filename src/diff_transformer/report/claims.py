@@ -7,9 +7,10 @@ from rich.table import Table
 from rich.text import Text
 
 from diff_transformer.lab.measures import holm_sentence
+from diff_transformer.lab.sides import CONTROL, name_of
 from diff_transformer.report.charts import NAMES, padded
-from diff_transformer.report.figure import legend
-from diff_transformer.report.markup import DASH, Html, escape, is_number, join, mean, number, plural, tag
+from diff_transformer.report.figure import amounts, interval, key, legend, one_run, seeds_of
+from diff_transformer.report.markup import DASH, MINUS, Html, escape, is_number, join, mean, number, tag
 from diff_transformer.report.models import as_dict, dicts
 
 TWO = re.compile(r"([\d.,+−-]+) / ([\d.,+−-]+)(.*)", re.DOTALL)
@@ -34,11 +35,12 @@ def of_paper(results: dict) -> list[dict]:
 
 
 def badge(claim: dict) -> Html:
-    """The verdict as an icon and words."""
+    """The verdict as an icon and words; of one run, words alone."""
     known = _verdict(claim)
+    if one_run(claim):
+        return tag("span", f"one run: {ONE_RUN[known]}", class_="verdict one-run")
     icon = f'<svg viewBox="0 0 16 16" aria-hidden="true"><path d="{ICONS[known]}"/></svg>'
-    words = ONE_RUN[known] if one_run(claim) else known
-    return tag("span", Html(icon), words, class_=f"verdict {known.replace(' ', '-')}")
+    return tag("span", Html(icon), known, class_=f"verdict {known.replace(' ', '-')}")
 
 
 def verdict_words(claim: dict) -> str:
@@ -62,7 +64,7 @@ def claims_section(results: dict, figure_of) -> Html | None:
     if not claims:
         return None
     order = tag("span", " Transformer / DIFF") if any(TWO.match(str(claim.get("here"))) for claim in claims) else None
-    control = next((as_dict(claim.get("control")).get("label") for claim in claims if claim.get("control")), None)
+    control = name_of(CONTROL) if any(claim.get("control") for claim in claims) else None
     names = ["Claim", join(["Paper", order]), join(["Here", order]), *([control] if control else []), "Verdict"]
     head = tag("tr", *(tag("th", words, scope="col") for words in names))
     rows = [(claim, _row(place, claim, figure_of(claim), bool(control))) for place, claim in enumerate(claims)]
@@ -112,9 +114,7 @@ def _row(place: int, claim: dict, figure: str | None, controlled: bool) -> Html:
         tag("td", tag("span", two(claim.get("paper", "")), class_="value"), source, data_label="Paper"),
         tag("td", *here, data_label="Here"),
         tag("td", *_control(claim), data_label="Control") if controlled else None,
-        tag(
-            "td", badge(claim), tag("span", "one run", class_="small") if one_run(claim) else None, data_label="Verdict"
-        ),
+        tag("td", badge(claim), data_label="Verdict"),
         id=f"claim-{place + 1}",
     )
 
@@ -126,22 +126,86 @@ def _control(claim: dict) -> list[Html]:
         return [tag("span", DASH, class_="small")]
     difference = as_dict(control.get("difference"))
     ends = [difference.get(k) for k in ("low", "mean", "high")]
-    low, middle, high = _amounts(ends, bool(difference.get("relative")))
+    low, middle, high = amounts(ends, bool(difference.get("relative")))
     value = f"{control.get('here')} {claim.get('unit') or ''}".rstrip()
     return [
         tag("span", tag("i", class_="swatch s1", aria_hidden="true"), value, class_="value"),
-        tag("span", f"difference {middle}{f' ({low} to {high})' if low and high else ''}", class_="small"),
-        tag("span", f"compared with it: {control_words(claim)}", class_="small"),
+        tag(
+            "span",
+            f"difference {middle}{f' ({low} to {high})' if low and high else ''}; "
+            f"compared with it: {control_words(claim)}",
+            class_="small",
+        ),
     ]
 
 
-def one_run(claim: dict) -> bool:
-    """Whether the verdict rests on one run of each model."""
-    return max(len(_seeds(claim, side)) for side in ("diff", "softmax")) == 1
+SHARES = ("accuracy", "share", "best less worst")  # units whose differences are points of 100
+REACH, TICKS = 1.0, (0.01, 0.1, 0.5)  # end of the forest plot's axis, and its marks
 
 
-def _named(claim: dict) -> str:
-    return f"{claim.get('claim', '')}{' (one run)' if one_run(claim) else ''}"
+def forest(results: dict) -> Html | None:
+    """All claims on one axis: DIFF's difference over its scale, with its interval; further right is as claimed.
+
+    A share is on the scale of 100 points, any other number on that of the Transformer's. The axis follows the square
+    root, so that small differences can be seen.
+    """
+    claims = list(enumerate(dicts(results.get("claims"))))
+    rows = [_forest_row(place, claim) for place, claim in claims if not is_ours(claim)]
+    ours = [_forest_row(place, claim) for place, claim in claims if is_ours(claim)]
+    if not any((*rows, *ours)):
+        return None
+    shown = [("softmax", "DIFF against the Transformer")]
+    if any(claim.get("control") for _, claim in claims):
+        shown.append(("s1", f"DIFF against the {name_of(CONTROL)}"))
+    marks = [tag("span", f"{100 * at:+.0f} %".replace("-", MINUS), style=f"left:{_at(at)}") for tick in TICKS
+             for at in (-tick, tick)]  # fmt: skip
+    axis = tag("div", tag("span", "against the claim ←"), tag("div", *marks, class_="track"),
+               tag("span", "→ as claimed"), class_="row axis", aria_hidden="true")  # fmt: skip
+    parts = [*rows, tag("p", OURS, class_="apart") if any(ours) else None, *ours, axis]
+    words = "points of 100 for shares, otherwise a share of the other model's number; bars: 95 % intervals"
+    return tag(
+        "div",
+        *(part for part in parts if part is not None),
+        tag("p", join([*(key(style, text) for style, text in shown), tag("span", words, class_="key")]),
+            class_="legend"),
+        class_="forest",
+    )  # fmt: skip
+
+
+def _forest_row(place: int, claim: dict) -> Html | None:
+    drawn, said = [], []
+    control = as_dict(claim.get("control"))
+    for style, of, other in (("softmax", claim, "softmax"), ("s1", control, "values")):
+        difference, against = as_dict(of.get("difference")), mean(seeds_of(of, other))
+        scale = 1.0 if difference.get("relative") or claim.get("unit") in SHARES else abs(against or 0.0)
+        if not scale or not is_number(difference.get("mean")):
+            continue
+        sign = -1 if claim.get("better") == "lower" else 1
+        known = [difference[end] for end in ("mean", "low", "high") if is_number(difference.get(end))]
+        middle, *ends = (sign * value / scale for value in known)
+        if len(ends) == 2:
+            low, high = sorted(map(_place, ends))
+            drawn.append(tag("i", class_=f"spread {style}", style=f"left:{low:.1f}%;width:{max(high - low, 0.3):.1f}%"))
+        drawn.append(tag("i", class_=f"swatch {style}", style=f"left:{_at(middle)}"))
+        said.append(f"{NAMES['diff']} against the {NAMES['softmax'] if style == 'softmax' else name_of(CONTROL)}: "
+                    f"{interval({**of, 'diff': claim.get('diff'), 'softmax': claim.get('softmax')})}")  # fmt: skip
+    if not drawn:
+        return None
+    name = str(claim.get("claim", ""))
+    track = tag("span", *drawn, class_="track hit", data_tip="\n".join([name, *said]))
+    return tag("div", tag("a", name, href=f"#claim-{place + 1}"),
+               tag("div", track, class_="chart", role="img", tabindex="0", aria_label=f"{name}. {'. '.join(said)}"),
+               badge(claim), class_="row")  # fmt: skip
+
+
+def _place(value: float) -> float:
+    """Where a value stands on the axis, in per cent of its width; values beyond it stand at its end."""
+    kept = max(-REACH, min(REACH, value))
+    return 50 + 50 * math.copysign(math.sqrt(abs(kept) / REACH), kept)
+
+
+def _at(value: float) -> str:
+    return f"{_place(value):.1f}%"
 
 
 def two(words: object) -> Html:
@@ -153,42 +217,9 @@ def two(words: object) -> Html:
     return join([marks[0], found[1], " / ", marks[1], found[2], found[3]])
 
 
-def interval(claim: dict) -> str:
-    """The difference of the two models, and its interval over seeds or examples if there is one."""
-    difference = as_dict(claim.get("difference"))
-    seeds = max(len(_seeds(claim, "diff")), len(_seeds(claim, "softmax")))
-    low, middle, high = _amounts([difference.get(k) for k in ("low", "mean", "high")], bool(difference.get("relative")))
-    said = [f"difference {middle}"] if middle else []
-    if low and high and difference["low"] < difference["high"]:
-        if difference.get("over") == "examples":
-            said.append(
-                f"interval over examples {low} to {high} ({'one seed' if seeds == 1 else plural(seeds, 'seed')})"
-            )
-        else:
-            examples = " and their examples" if difference.get("over") == "seeds and examples" else ""
-            said.append(f"interval over {plural(seeds, 'seed')}{examples} {low} to {high}")
-    elif seeds and "no interval" not in str(claim.get("here")):
-        said.append("one seed: no interval" if seeds == 1 else "no interval")
-    return ", ".join(said)
-
-
 def untested(claim: dict) -> str:
     """Why these models cannot test the claim, or ""."""
     return f"not tested: {claim['untested']}" if claim.get("untested") else ""
-
-
-def _amounts(values: list, relative: bool) -> list[str]:
-    """Signed numbers, in per cent when relative, with enough decimals that only 0 is written as 0."""
-    scale, unit = (100, " %") if relative else (1, "")
-    sizes = [abs(scale * v) for v in values if is_number(v) and v != 0]
-    wanted = [next((d for d, least in ((0, 100), (1, 10), (2, 1)) if max(sizes) >= least), 3)] if sizes else [0]
-    wanted += [min(5, -math.floor(math.log10(min(sizes))))] if sizes else []
-    return [f"{number(scale * v, max(wanted), sign=True)}{unit}" if is_number(v) else "" for v in values]
-
-
-def _seeds(claim: dict, side: str) -> list[float]:
-    values = claim.get(side)
-    return [float(v) for v in values if is_number(v)] if isinstance(values, list) else []
 
 
 def _strip(claim: dict) -> Html | None:
@@ -196,7 +227,7 @@ def _strip(claim: dict) -> Html | None:
 
     None with one seed: the spread between seeds gives the axis its scale.
     """
-    by_side = {side: _seeds(claim, side) for side in ("diff", "softmax")}
+    by_side = {side: seeds_of(claim, side) for side in ("diff", "softmax")}
     if min(len(values) for values in by_side.values()) < 2:
         return None
     low, high = padded([v for values in by_side.values() for v in values], 0.05)
@@ -231,7 +262,7 @@ def bears_on(claim: dict, sources: tuple[str, ...]) -> bool:
 def claim_links(results: dict, sources: tuple[str, ...]) -> Html:
     """Links from a figure to the verdicts that its numbers support."""
     links = [
-        tag("a", badge(claim), tag("span", _named(claim)), href=f"#claim-{place + 1}")
+        tag("a", badge(claim), tag("span", claim.get("claim", "")), href=f"#claim-{place + 1}")
         for place, claim in enumerate(dicts(results.get("claims")))
         if bears_on(claim, sources)
     ]
@@ -248,13 +279,13 @@ def render_claims(results: dict) -> Table:
     order = " (Transformer / DIFF)" if any(TWO.match(str(c.get("here"))) for c in dicts(results.get("claims"))) else ""
     shown.add_column(f"paper{order}")
     shown.add_column(f"here{order}")
-    control = next((as_dict(c["control"]).get("label") for c in dicts(results.get("claims")) if c.get("control")), None)
+    control = name_of(CONTROL) if any(claim.get("control") for claim in dicts(results.get("claims"))) else None
     if control:
         shown.add_column(str(control))
     shown.add_column("verdict")
     claims = dicts(results.get("claims"))
     for claim in [*of_paper(results), *filter(is_ours, claims)]:
-        mark, colour = MARKS[_verdict(claim)]
+        mark, colour = ("", "") if one_run(claim) else MARKS[_verdict(claim)]
         source = f"\n{claim['source']}" if claim.get("source") else ""
         here = (str(claim.get("here", "")), interval(claim), untested(claim), str(claim.get("power") or ""))
         beside = as_dict(claim.get("control"))
@@ -264,7 +295,7 @@ def render_claims(results: dict) -> Table:
             Text(f"{claim.get('paper', '')}{source}"),
             Text("\n".join(part for part in here if part)),
             *([Text(against)] if control else []),
-            Text(f"{mark} {verdict_words(claim)}", style=f"bold {colour}"),
+            Text(f"{mark} {verdict_words(claim)}".strip(), style=f"bold {colour}".strip()),
         )
     if any("†" in str(c.get("paper")) for c in dicts(results.get("claims"))):
         shown.caption = Text("† from a third party's transcription of the paper", justify="left")

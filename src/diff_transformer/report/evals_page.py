@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from diff_transformer.lab.record import Record
-from diff_transformer.report.figure import Figure
+from diff_transformer.report.figure import Figure, folded
 from diff_transformer.report.figures import IN_ORDER
 from diff_transformer.report.load import load_evals
 from diff_transformer.report.markup import Html, join, number, plural, table, tag
@@ -91,17 +91,13 @@ def _slug(name: str) -> str:
 def _tables(results: Results, name: str, *, metrics: bool = True) -> Html:
     """The details of an experiment, each part folded."""
     models = models_in(results, name)
-    parts = [_more("Every number", _metrics(models))] if metrics and models else []
+    parts = [folded("Every number", _metrics(models))] if metrics and models else []
     examples = examples_table(models)
     if examples is not None:
         drawn, words = examples
-        parts.append(_more(f"Examples ({words})", drawn))
-    parts.append(_more("Settings and machine", _provenance(list(results.measurements(name)))))
+        parts.append(folded(f"Examples ({words})", drawn))
+    parts.append(folded("Settings and machine", _provenance(list(results.measurements(name)))))
     return join(parts)
-
-
-def _more(title: str, content: Html) -> Html:
-    return tag("details", tag("summary", title), content, class_="more")
 
 
 def _metrics(models: list[Series]) -> Html:

@@ -2,11 +2,13 @@
 
 import json
 
+from diff_transformer.lab.sides import CONTROL, name_of
 from diff_transformer.lab.stats import SEEDS_FOR_AN_INTERVAL
 from diff_transformer.report.charts import NAMES
-from diff_transformer.report.claims import control_words, of_paper, one_run, verdict_words
+from diff_transformer.report.claims import control_words, forest, of_paper, one_run, verdict_words
+from diff_transformer.report.figure import folded
 from diff_transformer.report.markup import DASH, Html, duration, is_number, join, number, plural, short, table, tag
-from diff_transformer.report.models import SIDES, as_dict, dicts, seeds_by_side
+from diff_transformer.report.models import SIDES, Results, as_dict, dicts, seeds_by_side
 
 
 def verdicts(results: dict) -> dict[str, int]:
@@ -21,9 +23,9 @@ def verdicts(results: dict) -> dict[str, int]:
 _OTHERWISE = {"did not hold": "against it", "undecided": "stayed undecided"}
 
 
-def sentence(results: dict) -> str:
+def sentence(results: Results) -> str:
     """One sentence: how many claims held. With few seeds it says what the intervals are over."""
-    counts, claims = verdicts(results), of_paper(results)
+    counts, claims = verdicts(results.about), of_paper(results.about)
     total = sum(counts.values())
     if not total:
         return "No claim was judged in this run."
@@ -53,30 +55,31 @@ def main_claims(results: dict) -> str:
     for name, words in (("loss", "A lower loss"), ("recall", "More recall from noise, not a claim of the paper")):
         if name in claims:
             control = as_dict(claims[name].get("control"))
-            label = str(control.get("label")).replace(", ", " with ")  # Transformer with normalised heads
-            beside = f"; compared with the {label}: {control_words(claims[name])}" if control else ""
+            beside = f"; compared with the {name_of(CONTROL)}: {control_words(claims[name])}" if control else ""
             said.append(f"{words}: {verdict_words(claims[name])}{beside}.")
     return " ".join(said)
 
 
-def first_screen(results: dict) -> Html:
+def first_screen(results: Results) -> Html:
     """Title, sentence and facts."""
-    facts = [tag("div", tag("dt", name), tag("dd", value)) for name, value in _facts(results)]
+    facts, about = [tag("div", tag("dt", name), tag("dd", value)) for name, value in _facts(results)], results.about
     return join(
         [
-            tag("h1", results.get("title") or "DIFF and Transformer, compared"),
+            tag("h1", about.get("title") or "DIFF and Transformer, compared"),
             tag("p", sentence(results), class_="lead"),
-            tag("p", main_claims(results), class_="lead") if main_claims(results) else None,
+            tag("p", main_claims(about), class_="lead") if main_claims(about) else None,
+            forest(about),
             tag("dl", *facts, class_="facts") if facts else None,
         ]
     )
 
 
-def _facts(results: dict) -> list[tuple[str, object]]:
-    train, pair, where = (as_dict(results.get(key)) for key in ("train", "pair", "provenance"))
+def _facts(results: Results) -> list[tuple[str, object]]:
+    about = results.about
+    train, pair, where = (as_dict(about.get(key)) for key in ("train", "pair", "provenance"))
     facts: list[tuple[str, object]] = []
-    if results.get("recipe"):
-        facts.append(("Recipe", results["recipe"]))
+    if about.get("recipe"):
+        facts.append(("Recipe", about["recipe"]))
     counts = [as_dict(pair.get(side)).get("parameters") for side in SIDES]
     for side, count in zip(SIDES, counts, strict=True):
         if is_number(count):
@@ -97,8 +100,8 @@ def _facts(results: dict) -> list[tuple[str, object]]:
         count = where.get("threads")  # of any type, in a record by another hand
         threads = f", {count} thread{'' if count == 1 else 's'}" if count else ""
         facts.append(("Machine", f"{', '.join(dict.fromkeys(machine))}{threads}"))
-    if is_number(results.get("seconds")):
-        facts.append(("Time", duration(results["seconds"])))
+    if is_number(about.get("seconds")):
+        facts.append(("Time", duration(about["seconds"])))
     return facts
 
 
@@ -122,14 +125,19 @@ DEFINITIONS = {
 def method_section(results: dict) -> Html:
     """The information needed to repeat the run and to read its numbers."""
     parts = [
-        tag("h2", "How this was measured", id="method-title"),
-        _command(results),
         _columns(_training(results), _provenance(results)),
         _columns(_parameters(results), _pair(results)),
         tag("h3", "Definitions"),
         tag("dl", *(tag("div", tag("dt", k), tag("dd", v)) for k, v in DEFINITIONS.items()), class_="definitions"),
     ]
-    return tag("section", *(p for p in parts if p is not None), id="method", aria_labelledby="method-title")
+    return tag(
+        "section",
+        tag("h2", "How this was measured", id="method-title"),
+        _command(results),
+        folded("Settings, machine, parameters and definitions", *(p for p in parts if p is not None)),
+        id="method",
+        aria_labelledby="method-title",
+    )
 
 
 def _columns(*parts: Html | None) -> Html:
@@ -198,7 +206,7 @@ def _parameters(results: dict) -> Html | None:
     if any(is_number(m.get("flops_per_token")) for m in models):
         rows.append(_compared("FLOPs per token", [m.get("flops_per_token") for m in models]))
     head: list[object] = ["", *NAMES.values(), "DIFF / Transformer"]
-    return join([tag("h3", "Parameters and arithmetic"), table(head, rows, "Parameters by part")])
+    return join([tag("h3", "Parameters and arithmetic, computed"), table(head, rows, "Parameters by part")])
 
 
 def _compared(name: str, values: list) -> list[object]:
@@ -220,7 +228,7 @@ def _provenance(results: dict) -> Html | None:
 PAPER_PARAMETERS, PAPER_TOKENS = 2.8e9, 1e12
 
 
-def caveats_section(results: dict) -> Html:
+def caveats_section(results: Results) -> Html:
     """The limits of this run as a list."""
     items = [tag("li", words) for words in caveats(results)]
     return tag(
@@ -232,14 +240,10 @@ def caveats_section(results: dict) -> Html:
     )
 
 
-def _has_normalised(results: dict) -> bool:
-    return any(row.get("variant") == "softmax_norm" for row in dicts(results.get("variants")))
-
-
-def caveats(results: dict) -> list[str]:
+def caveats(results: Results) -> list[str]:
     """The limits of this run, derived from its own numbers, one sentence each."""
-    said = []
-    train, pair = as_dict(results.get("train")), as_dict(results.get("pair"))
+    said, about = [], results.about
+    train, pair, claims = as_dict(about.get("train")), as_dict(about.get("pair")), dicts(about.get("claims"))
     size, tokens = as_dict(pair.get("diff")).get("parameters"), train.get("tokens")
     if isinstance(size, int | float) and is_number(size) and size and size < PAPER_PARAMETERS / 2:
         scale = (
@@ -255,7 +259,7 @@ def caveats(results: dict) -> list[str]:
         )
     elif 1 < seeds < 5:
         said.append(f"{plural(seeds, 'seed')}: intervals over so few seeds are wide.")
-    if size and as_dict(as_dict(pair.get("diff")).get("config")).get("head_norm") and not _has_normalised(results):
+    if size and as_dict(as_dict(pair.get("diff")).get("config")).get("head_norm") and CONTROL not in results.sides():
         said.append(
             "DIFF normalises its heads, the Transformer does not. In this project's desk study, a Transformer with the "
             "same head norm (starting at 0.1) had most of DIFF's lead, and the lead shrank with training. To add such "
@@ -263,14 +267,14 @@ def caveats(results: dict) -> list[str]:
         )
     if train.get("corpus"):
         said.append(f"One corpus ({train['corpus']}); other text may rank the models differently.")
-    claims = len(dicts(results.get("claims")))
-    if claims > 3 and not any(is_number(claim.get("p_value")) for claim in dicts(results.get("claims"))):
+    if len(claims) > 3 and not any(is_number(claim.get("p_value")) for claim in claims):
         said.append(
-            f"{claims} claims are tested without a correction for multiple tests, so some may hold or fail by chance."
+            f"{len(claims)} claims are tested without a correction for multiple tests, so some may hold or fail by "
+            "chance."
         )
-    if any(entry.get("eval") == "throughput" for entry in dicts(results.get("evals"))):
+    if any(results.measurements("throughput")):
         said.append("Speed depends on the machine, shapes and kernels; other machines or shapes give another ratio.")
-    if dicts(results.get("explorer")):
+    if any(record.rows.get("explorer") for record in results.records):
         said.append("The attention explorer shows single texts chosen as illustrations; the figures average over many.")
     said.append("The paper's numbers marked † come from a third party's transcription.")
     return said

@@ -1,15 +1,16 @@
 """The records that a page shows, sorted by model. A model has the same name, colour and mark on the whole page."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
+from diff_transformer.lab.claims import judge
+from diff_transformer.lab.quantities import Quantity
 from diff_transformer.lab.record import Record, RecordError, records_of
-from diff_transformer.report.charts import NAMES
-from diff_transformer.report.figure import Figure, Finding, key, versus
+from diff_transformer.lab.sides import CONTROL, NAMES, PAIR, name_of
+from diff_transformer.report.figure import Figure, Finding, found_of, key, versus
 from diff_transformer.report.markup import Html, is_number, join, mean, number, plural, tag
 
-SIDES = ("diff", "softmax")
-ATTENTION = ("diff", "softmax", "diff_v2", "grouped_diff", "dint")  # names of the sides in a comparison's records
+SIDES = PAIR
 OF_TRAINING = ("gradients", "model", "start")  # metrics of a record that no experiment measured
 STYLES = 6  # colours and marks beside those of the pair: s1 to s6
 BY_DATA = (
@@ -33,6 +34,17 @@ class Results:
     records: list[Record]
     about: dict = field(default_factory=dict)
 
+    def sides(self) -> list[str]:
+        """The sides of a comparison's records, the pair first."""
+        named = dict.fromkeys(record.side for record in self.records)
+        return sorted(named, key=lambda side: PAIR.index(side) if side in PAIR else len(PAIR))
+
+    def styles(self) -> dict[str, str]:
+        """For each of ``sides`` its colour and mark, the same on the whole page."""
+        sides = self.sides()
+        kinds = {record.side: record.side if record.side in NAMES else record.attention for record in self.records}
+        return dict(zip(sides, sides_of([kinds[side] for side in sides], sides), strict=True))
+
     def measurements(self, *evals: str) -> Iterator["Measurement"]:
         """Each experiment on each model; only those of ``evals`` if any is named."""
         for record in self.records:
@@ -42,15 +54,14 @@ class Results:
 
 
 def of_comparison(value: dict) -> Results:
-    """The ``results.json`` of a comparison: records of the pair; settings and variants stay in ``about``.
+    """The ``results.json`` of a comparison: records of the pair and of the variants; settings stay in ``about``.
 
     Raises:
         ResultsError: if a part of it has another form.
     """
+    parts = {key: dicts(value.get(key)) for key in ("curves", "evals", "explorer", "variants")}
     try:
-        return Results(
-            records_of({"schema": 1, **{key: dicts(value.get(key)) for key in ("curves", "evals", "explorer")}}), value
-        )
+        return Results(records_of({"schema": 1, "pair": as_dict(value.get("pair")), **parts}), value)
     except (RecordError, KeyError, TypeError, ValueError, AttributeError) as error:
         raise ResultsError(f"these are not the results of a comparison: {error!r}") from None
 
@@ -108,6 +119,11 @@ class Series:
         """The mean over seeds of one metric, or None."""
         return mean(self.seeds(name))
 
+    def cost(self, name: str) -> float | None:
+        """A number of ``metrics["model"]``, which no experiment measured."""
+        found = (as_dict(part.record.metrics.get("model")).get(name) for part in self.parts)
+        return next((value for value in found if isinstance(value, int | float) and is_number(value)), None)
+
     def names(self) -> list[str]:
         """Every metric that some seed has, in order of appearance."""
         return list(dict.fromkeys(name for values in self.metrics.values() for name in values))
@@ -136,7 +152,8 @@ def models_in(results: Results, *evals: str) -> list[Series]:
             found.append(home)
         home.parts.append(part)
     shown = []
-    for one, side in zip(found, sides_of([one.attention for one in found]), strict=True):
+    drawn = sides_of([one.attention for one in found], [one.parts[0].record.side for one in found])
+    for one, side in zip(found, drawn, strict=True):
         parts = [part for part in one.parts if not evals or part.eval in evals]
         several = len({part.data for part in parts if part.data}) > 1
         metrics: dict[int, dict[str, float]] = {}
@@ -161,14 +178,14 @@ def noted(figure: Figure, results: Results, name: str) -> Figure:
 
 def _name(results: Results, part: Measurement) -> str:
     side, setting = part.record.side, part.record.setting
-    if results.about and side in ATTENTION:
-        return NAMES[side_of(side)]
+    if results.about:
+        return name_of(side) or "model"
     several = not results.about and len({record.setting for record in results.records}) > 1
     return f"{side or 'model'}, {setting}" if several and setting else side or "model"
 
 
 def _attention(results: Results, part: Measurement) -> str | None:
-    if results.about and part.record.side in ATTENTION:
+    if results.about and part.record.side in NAMES:
         return part.record.side
     said = part.provenance.get("attention")
     return said if isinstance(said, str) else None
@@ -182,19 +199,25 @@ def _agrees(one: Series, part: Measurement) -> bool:
 
 
 def side_of(attention: str | None) -> str:
-    """``softmax`` for the Transformer, ``diff`` for the differential attention compared with it."""
-    return "softmax" if attention == "softmax" else "diff"
+    """``softmax`` for a Transformer, ``diff`` for a differential attention."""
+    return "softmax" if str(attention).startswith("softmax") else "diff"
 
 
-def sides_of(attention: list[str | None]) -> list[str]:
+def sides_of(attention: Sequence[str | None], names: Sequence[str] = ()) -> list[str]:
     """A style for each model, by its attention or None.
 
-    A model that is the only one of its kind has the pair's style for that kind. Others have s1 to s6, then the same
-    again with a suffix."""
+    A model that is the only one of its kind has the pair's style for that kind; among several, the one that is called
+    as the pair's. Others have s1 to s6, then the same again with a suffix.
+
+    Args:
+        names: of the models.
+    """
     kinds = [None if one is None else side_of(one) for one in attention]
+    named = list(names) or [""] * len(kinds)
     sides: list[str] = []
-    for kind in kinds:
-        if kind is not None and kinds.count(kind) == 1:
+    for kind, name in zip(kinds, named, strict=True):
+        own = name == kind if named.count(str(kind)) == 1 else kinds.count(kind) == 1
+        if kind is not None and own:
             sides.append(kind)
             continue
         place = sum(side.startswith("s") and side != "softmax" for side in sides)
@@ -219,6 +242,36 @@ def pair_in(models: list[Series]) -> tuple[Series, Series] | None:
     return (by_side["diff"], by_side["softmax"]) if {"diff", "softmax"} <= set(by_side) else None
 
 
+def control_in(models: list[Series]) -> Series | None:
+    """The Transformer + head norm."""
+    return next((one for one in models if one.parts and one.parts[0].record.side == CONTROL), None)
+
+
+def judged(results: Results, quantity: Quantity, ours: Series, theirs: Series) -> dict | None:
+    """What the table of claims has of a quantity of two models: their values by seed, the difference and its interval.
+
+    So a quantity has the same interval wherever it stands. None if the records hold no examples of it.
+    """
+    stored = next((claim for claim in dicts(results.about.get("claims")) if claim.get("id") == quantity.id), None)
+    if stored is not None and (ours.side, theirs.side) == PAIR:
+        return stored if as_dict(stored.get("difference")) else None
+    control = as_dict(stored.get("control")) if stored else {}
+    if control and ours.side == "diff" and theirs is control_in([theirs]):
+        return {**control, "diff": (stored or {}).get("diff"), "softmax": control.get("values")}
+    if len({part.data for one in (ours, theirs) for part in one.parts if part.eval == quantity.experiment}) > 1:
+        return None
+    records = [
+        replace(part.record, side=side)
+        for side, one in zip(PAIR, (ours, theirs), strict=True)
+        for part in one.parts
+        if part.eval == quantity.experiment
+    ]
+    try:
+        return next(iter(judge([quantity], records)), None)
+    except (KeyError, TypeError, ValueError, IndexError, AttributeError, ZeroDivisionError):
+        return None  # rows of another form
+
+
 def compared(
     what: str,
     models: list[Series],
@@ -226,12 +279,16 @@ def compared(
     better: str,
     digits: int | None = 3,
     unit: str = "",
+    *,
+    of: tuple[Results, Quantity | None] | None = None,
 ) -> Finding | None:
-    """A finding about one number: for a pair, which model is ahead; otherwise each model's value, the best first.
+    """A finding about one number: for a pair, which model is ahead, and how DIFF stands to the control; otherwise each
+    model's value, the best first.
 
     Args:
         values: name of a metric, or for each of ``models`` its values by seed.
         better: "lower" or "higher".
+        of: the results and the quantity, whose interval is then that of the claims.
 
     None if fewer than two models have the number.
     """
@@ -239,9 +296,22 @@ def compared(
     known = [(one, v) for one, v in zip(models, by_model, strict=True) if v]
     if len(known) < 2:
         return None
-    if len(known) == 2 and pair_in([one for one, _ in known]):
+    pair = pair_in([one for one, _ in known])
+    if pair:
         by_side = {one.side: v for one, v in known}
-        return versus(what, by_side["diff"], by_side["softmax"], better, digits, unit)
+
+        def found(other: Series) -> Finding | None:
+            claim = judged(of[0], of[1], pair[0], other) if of and of[1] else None
+            if claim:
+                return found_of(what, claim, better, digits, unit)
+            return versus(what, by_side["diff"], by_side[other.side], better, digits, unit)
+
+        first, control = found(pair[1]), control_in([one for one, _ in known])
+        beside = found(control) if control else None
+        if first is None or beside is None or control is None:
+            return first
+        said = number(mean(by_side[control.side]), digits)
+        return replace(first, text=f"{first.text[:-1]}; against the {control.label}, {said}{unit}: {beside.gap}.")
     ranked = sorted(known, key=lambda one: mean(one[1]) or 0.0, reverse=better == "higher")
     said = ", ".join(
         f"{one.label} {number(mean(v), digits)}{unit}" + (f" ({plural(len(v), 'seed')})" if len(v) > 1 else "")
@@ -250,12 +320,12 @@ def compared(
     return Finding("note", f"{what} ({better} is better): {said}.")
 
 
-def seeds_by_side(about: dict) -> dict[str, list[int]]:
+def seeds_by_side(results: Results) -> dict[str, list[int]]:
     """The seeds with a training curve, by side."""
     found: dict[str, list[int]] = {}
-    for curve in dicts(about.get("curves")):
-        seed = curve.get("seed")
-        found.setdefault(side_of(curve.get("attention")), []).append(seed if isinstance(seed, int) else 0)
+    for record in results.records:
+        if record.curves.get("training"):
+            found.setdefault(record.side, []).append(record.seed)
     return found
 
 

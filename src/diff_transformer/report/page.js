@@ -220,8 +220,8 @@ for (const panel of document.querySelectorAll(".panel:has(> svg.chart)")) {
 }
 
 for (const figure of document.querySelectorAll("section.figure")) {
-  const folded = figure.querySelector(":scope > details.data-of");
-  const within = folded || figure.querySelector(":scope > .body");
+  const folded = figure.querySelector("details.data-of");
+  const within = folded || figure.querySelector(".body");
   const tables = within ? [...within.querySelectorAll("table.data")] : [];
   if (!tables.length) continue;
   const button = download.button(figure.id, () => tables.map(download.rows));

@@ -68,16 +68,17 @@ def render_page(results: dict, prompt: dict | None = None) -> str:
     def figure_of(claim: dict) -> str | None:
         return next((f.id for f in figures if bears_on(claim, f.source)), None)
 
+    about = shown.about
     sections = [(f.id, f.title) for f in figures] + [("method", "How this was measured"), ("caveats", "Caveats")]
     return fill_page(
-        title=results.get("title") or "DIFF and Transformer, compared",
-        description=sentence(results),
-        first_screen=first_screen(results),
-        claims=claims_section(results, figure_of),
+        title=about.get("title") or "DIFF and Transformer, compared",
+        description=sentence(shown),
+        first_screen=first_screen(shown),
+        claims=claims_section(about, figure_of),
         contents=contents(sections),
-        figures=join(f.html(i, claim_links(results, f.source)) for i, f in enumerate(figures, 1)),
-        method=method_section(results),
-        caveats=caveats_section(results),
+        figures=join(f.html(i, claim_links(about, f.source)) for i, f in enumerate(figures, 1)),
+        method=method_section(about),
+        caveats=caveats_section(shown),
     )
 
 

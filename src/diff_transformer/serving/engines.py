@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from diff_transformer.checks import first_line, require_known, require_port
-from diff_transformer.model.loading import DTYPES, read_tokenizer, refuse_pickles, require_reachable
+from diff_transformer.model.loading import DTYPES, model_path, read_tokenizer
 from diff_transformer.serving.middleware import is_loopback
 
 ENGINES = ("auto", "vllm", "transformers")
@@ -41,27 +41,6 @@ def choose_engine(
     if wanted == "vllm":
         raise ValueError(reason)
     return "transformers", reason if vllm_folder() else ""
-
-
-def model_path(model: str) -> str:
-    """``model`` as engines take it: the path of a folder that can hold a model, or a name on the hub.
-
-    Raises:
-        FileNotFoundError: for a folder that is not there, or has no configuration or tokenizer; for a name that the hub
-            does not have.
-    """
-    folder = Path(model).expanduser()
-    if not folder.exists():
-        if model.startswith(("/", ".", "~")):
-            raise FileNotFoundError(f"no model at {model}; give the folder of a saved model, or a name on the hub")
-        require_reachable(model, presets=())
-        return model
-    if not (folder / "config.json").exists():
-        raise FileNotFoundError(f"{model} has no config.json; give the folder of a saved model")
-    if not (folder / "tokenizer_config.json").exists():
-        raise FileNotFoundError(f"{model} has no tokenizer; save one into the same folder (tokenizer.save_pretrained)")
-    refuse_pickles(folder)
-    return str(folder)
 
 
 def vllm_folder() -> Path | None:

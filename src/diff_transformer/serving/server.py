@@ -7,8 +7,7 @@ from typing import Any
 from diff_transformer.checks import require_port
 from diff_transformer.data.tokenizer import require_fast
 from diff_transformer.model.implementations import OWN_NAMES
-from diff_transformer.model.loading import read_model, read_tokenizer
-from diff_transformer.serving.engines import model_path
+from diff_transformer.model.loading import model_path, read_model, read_tokenizer
 from diff_transformer.serving.middleware import SiteGuard
 
 SECONDS_TO_FINISH = 5  # for running requests after Ctrl-C

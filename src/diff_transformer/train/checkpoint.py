@@ -26,23 +26,26 @@ from torch.distributed.checkpoint.api import CheckpointException
 from diff_transformer.durable import (
     OLD,
     PARTIAL,
+    REPLACED,
     DiskError,
+    discard,
     explained,
-    flush_folder,
     flush_tree,
+    put_back,
     remove,
     require_room,
+    swap,
     write_whole,
 )
-from diff_transformer.train.launch import of_every_rank, on_first_rank
 from diff_transformer.train.manifest import HashingFile, damage, read_manifest, write_manifest
+from diff_transformer.train.ranks import of_every_rank, on_first_rank
 from diff_transformer.train.shards import ShardWriter, load_shards, make_stager, write_shards
 from diff_transformer.train.state import has_shards, plain_state, state_bytes
 
 logger = logging.getLogger("diff_transformer")
 
 STATE = "state.ckpt"
-_DAMAGED, _REPLACED = ".damaged", ".replaced"
+_DAMAGED = ".damaged"
 
 
 class CheckpointError(RuntimeError):
@@ -175,8 +178,7 @@ class Saver:
         self._options: dict[str, Any] = {
             "world_size": getattr(fabric, "world_size", 1), "keep": keep, "keep_best": keep_best,
         }  # fmt: skip
-        self._stager = make_stager() if background else None
-        self._pool = ThreadPoolExecutor(1, thread_name_prefix="checkpoint") if background else None
+        self._background = _Background() if background else None
         self._group: dist.ProcessGroup | None = None
         self._finish: Callable[[], object] | None = None  # returns when what is being written is on the disk
 
@@ -192,25 +194,24 @@ class Saver:
         """
         self.wait()
         write = _Write(self._folder, step, state_bytes(state), validation_loss=validation_loss, **self._options)
-        self._finish = self._start_shards(write, state) if has_shards(state) else self._start_whole(write, state)
-        if self._pool is None:
+        self._finish = self._shards(write, state) if has_shards(state) else self._whole(write, plain_state(state))
+        if self._background is None:
             self.wait()
 
-    def _start_whole(self, write: "_Write", state: dict[str, Any]) -> Callable[[], object]:
-        plain = plain_state(state)
-        action: Callable[[], object] = partial(write.whole, plain)
-        if self._pool is not None and self._stager is not None and self._fabric.is_global_zero:
-            staged: Any = self._stager.stage(plain)
-            action = self._pool.submit(write.whole, staged).result
+    def _whole(self, write: "_Write", state: dict[str, Any]) -> Callable[[], object]:
+        action: Callable[[], object] = partial(write.whole, state)
+        if self._background is not None and self._fabric.is_global_zero:
+            action = self._background.start(write.whole, state)
         return partial(on_first_rank, self._fabric, action)
 
-    def _start_shards(self, write: "_Write", state: dict[str, Any]) -> Callable[[], object]:
+    def _shards(self, write: "_Write", state: dict[str, Any]) -> Callable[[], object]:
         if self._group is None:
             self._group = dist.new_group(backend="gloo")
         parts = {key: plain for key, plain in plain_state(state).items() if has_shards({key: plain})}
         rest = {key: value for key, value in state.items() if key not in parts}
-        writer = ShardWriter(write.partial / STATE, rest, prepare=write.prepare, publish=write.publish_shards)
-        written = write_shards(parts, writer, self._group, self._stager)
+        writer = ShardWriter(write.partial / STATE, rest, prepare=write.prepare, publish=write.shards)
+        stager = None if self._background is None else self._background.stager
+        written = write_shards(parts, writer, self._group, stager)
 
         def finish() -> None:
             try:
@@ -232,10 +233,24 @@ class Saver:
 
     def close(self) -> None:
         """End the threads after their last write. ``wait`` raises the errors, this does not."""
-        if self._pool is not None:
-            self._pool.shutdown()
-        if self._stager is not None:
-            self._stager.close()
+        if self._background is not None:
+            self._background.close()
+
+
+class _Background:
+    """Writes states in a thread, from copies in main memory."""
+
+    def __init__(self):
+        self.stager = make_stager()
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+
+    def start(self, write: Callable[[Any], object], state: dict[str, Any]) -> Callable[[], object]:
+        """Copy ``state`` and begin to write the copy; a function that returns when it is written, or raises."""
+        return self._pool.submit(write, self.stager.stage(state)).result
+
+    def close(self) -> None:
+        self._pool.shutdown()
+        self.stager.close()
 
 
 def write_state(path: Path, state: dict[str, Any]) -> str:
@@ -259,7 +274,7 @@ def _complete(folder: Path) -> list[Path]:
 
 @dataclass
 class _Write:
-    """One write of a checkpoint: to a temporary folder (``prepare``), which then gets the final name (``publish``)."""
+    """One write of a checkpoint: prepare a temporary folder, write to it, publish it by its final name, prune."""
 
     folder: Path
     step: int
@@ -281,9 +296,17 @@ class _Write:
         """Write a state of ``plain_state``, from this process alone."""
         try:
             self.prepare()
-            self.publish({STATE: write_state(self.partial / STATE, state)})
+            checksum = write_state(self.partial / STATE, state)
+            self.publish({STATE: checksum})
+            self.prune()
         except Exception as error:
             raise self.failed(error) from error
+
+    def shards(self, checksums: dict[str, str]) -> None:
+        """Publish what every process has written and read back, given the checksums by name of shard; then prune."""
+        known = {f"{STATE}/{name}": checksum for name, checksum in checksums.items()}
+        self.publish(known, but=known)
+        self.prune()
 
     def prepare(self) -> None:
         """Make an empty folder to write to, on a disk with enough room; remove what interrupted writes left."""
@@ -295,24 +318,31 @@ class _Write:
         require_room(place, self.needed, f"the checkpoint of step {self.step}")
         self.partial.mkdir()
 
-    def publish_shards(self, checksums: dict[str, str]) -> None:
-        """As ``publish``, with checksums by name of shard. The shards were read back already."""
-        known = {f"{STATE}/{name}": checksum for name, checksum in checksums.items()}
-        self.publish(known, but=known)
-
     def publish(self, checksums: dict[str, str], *, but: Iterable[str] = ()) -> None:
-        """Write the manifest, give the folder its final name, read back its files ``but`` some, remove older ones."""
+        """Write the manifest, give the folder its final name, and read back its files ``but`` some."""
         write_manifest(
             self.partial, step=self.step, world_size=self.world_size, validation_loss=self.validation_loss,
             checksums=checksums,
         )  # fmt: skip
         flush_tree(self.partial)
-        _replace(self.partial, self.final)
+        swap(self.partial, self.final)
         wrong = damage(self.final, from_disk=True, but=but)
         if wrong:
             _set_aside(self.final)
             raise DiskError(errno.EIO, f"{self.final} was written but reads back damaged: {wrong}")
-        _forget_older(self.folder, self.final, self.keep, self.keep_best)
+
+    def prune(self) -> None:
+        """Name the best checkpoint, and remove those that need not stay."""
+        best = best_checkpoint(self.folder) if self.keep_best else None
+        if best is not None:
+            of_best = read_manifest(best)
+            pointer = {"checkpoint": best.name, "step": of_best["step"], "validation_loss": of_best["validation_loss"]}
+            write_whole(best.parent / "best.json", json.dumps(pointer) + "\n")
+        for path in set(_complete(self.folder)) - {*_complete(self.folder)[-max(1, self.keep) :], self.final, best}:
+            discard(path)
+        for path in self.final.parent.glob(f"step-*{_DAMAGED}"):
+            if path.name.removesuffix(_DAMAGED) <= self.final.name:
+                remove(path)
 
     def failed(self, error: BaseException) -> DiskError:
         """Remove what was written; the error with the folder, the bytes needed, what is intact, and what to do."""
@@ -330,40 +360,10 @@ def _cause(error: BaseException) -> BaseException:
     return next(iter(error.failures.values()))[0] if isinstance(error, CheckpointException) else error
 
 
-def _replace(partial: Path, final: Path) -> None:
-    """Rename ``partial`` to ``final``. If this is interrupted, ``_put_back`` restores the ``final`` of before."""
-    if final.exists():
-        os.replace(final, final.with_name(final.name + _REPLACED))
-    os.replace(partial, final)
-    flush_folder(final.parent)
-    _put_back(final.parent.parent)
-
-
 def _put_back(folder: Path) -> None:
-    """Finish or undo an interrupted ``_replace``."""
-    for path in (folder / "checkpoints").glob(f"step-*{_REPLACED}"):
-        final = path.with_name(path.name.removesuffix(_REPLACED))
-        if final.exists():
-            old = path.with_name(final.name + OLD)
-            os.replace(path, old)
-            remove(old)
-        else:
-            os.replace(path, final)
-
-
-def _forget_older(folder: Path, newest: Path, keep: int, keep_best: bool) -> None:
-    best = best_checkpoint(folder) if keep_best else None
-    if best is not None:
-        manifest = read_manifest(best)
-        pointer = {"checkpoint": best.name, "step": manifest["step"], "validation_loss": manifest["validation_loss"]}
-        write_whole(best.parent / "best.json", json.dumps(pointer) + "\n")
-    for path in set(_complete(folder)) - {*_complete(folder)[-max(1, keep) :], newest, best}:
-        old = path.with_name(path.name + OLD)
-        os.replace(path, old)  # rename first: a half-removed folder must not look like a checkpoint
-        remove(old)
-    for path in newest.parent.glob(f"step-*{_DAMAGED}"):
-        if path.name.removesuffix(_DAMAGED) <= newest.name:
-            remove(path)
+    """Finish or undo what interrupted writes left of the run in ``folder``."""
+    for path in (folder / "checkpoints").glob(f"step-*{REPLACED}"):
+        put_back(path.with_name(path.name.removesuffix(REPLACED)))
 
 
 def _set_aside(path: Path) -> None:

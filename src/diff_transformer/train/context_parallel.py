@@ -23,7 +23,7 @@ from torch import Tensor
 
 from diff_transformer.data.mixture import IGNORED
 from diff_transformer.model.cores import Core, Lambda
-from diff_transformer.model.inputs import Documents
+from diff_transformer.model.inputs import Documents, Visible
 from diff_transformer.model.softmax import SoftmaxCore
 from diff_transformer.train.config import ParallelConfig
 
@@ -33,7 +33,7 @@ _reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.redu
 
 
 @dataclass(frozen=True)
-class Context:
+class SequencePart:
     """This process's part of each row: pieces ``rank`` and ``2 size - 1 - rank`` of ``2 size``."""
 
     rank: int = 0
@@ -88,10 +88,10 @@ class Context:
             core.attend_documents = partial(attend, self, core, core.attend_documents)
 
 
-WHOLE = Context()  # of a process that has its rows to itself
+WHOLE = SequencePart()  # of a process that has its rows to itself
 
 
-def make_context(fabric: Fabric, parallel: ParallelConfig) -> Context:
+def make_context(fabric: Fabric, parallel: ParallelConfig) -> SequencePart:
     """The processes that share rows with this one: ``context_parallel`` neighbours in the data-parallel group."""
     size = parallel.context_parallel
     if size == 1:
@@ -103,7 +103,7 @@ def make_context(fabric: Fabric, parallel: ParallelConfig) -> Context:
             members = list(range(first, first + size * inner, inner))
             group = dist.new_group(members)
             mine = group if fabric.global_rank in members else mine
-    return Context(rank % size, size, mine, parallel.context_parallel_method)
+    return SequencePart(rank % size, size, mine, parallel.context_parallel_method)
 
 
 def check_context(config: Any, size: int, method: str) -> None:
@@ -124,14 +124,15 @@ def check_context(config: Any, size: int, method: str) -> None:
 
 @torch.compiler.disable
 def _attend_own_queries(
-    context: Context, core: Core, attend_documents, q, k, v, lam: Lambda, documents: Documents, is_causal: bool
+    context: SequencePart, core: Core, attend_documents, q, k, v, lam: Lambda, visible: Visible
 ) -> Tensor:
     """``core.attend_documents`` of this process's ``q``, ``k``, ``v [B, heads, S, width]``: ``[B * S, h, dv]``."""
     B, width = q.shape[0], q.shape[2] // 2  # of a piece
     sizes = [x.shape[1] * x.shape[3] for x in (k, v)]
     joined = torch.cat([x.transpose(1, 2).flatten(2) for x in (k, v)], -1)  # [B, S, numbers of a token]
     whole = _Gather.apply(joined.transpose(0, 1).contiguous(), context).transpose(0, 1)  # [B, N, numbers of a token]
-    N = whole.shape[1]
+    N, documents = whole.shape[1], visible.documents
+    assert documents is not None
     keys, values = (
         part.unflatten(2, (x.shape[1], x.shape[3])).transpose(1, 2)
         for part, x in zip(whole.split(sizes, -1), (k, v), strict=True)
@@ -143,23 +144,24 @@ def _attend_own_queries(
         inputs = q[:, :, own], keys[:, :, :end], values[:, :, :end], of_piece
         # PyTorch's own attention has this causal limit without a mask only in its form for packed documents.
         if len(documents.cu_seqlens) == B + 1 and not (q.is_cuda and isinstance(core, SoftmaxCore)):  # a document a row
-            outs.append(core.attend(*inputs, None, is_causal).transpose(1, 2))
+            outs.append(core.attend(*inputs, visible._replace(documents=None)).transpose(1, 2))
         else:
             of_queries, of_keys = (_clip(documents, B, N, first, end) for first in (start, 0))
-            outs.append(attend_documents(*inputs, of_queries, is_causal, of_keys).unflatten(0, (B, width)))
+            out = attend_documents(*inputs, visible._replace(documents=of_queries), of_keys)
+            outs.append(out.unflatten(0, (B, width)))
     return torch.cat(outs, 1).flatten(0, 1)
 
 
 @torch.compiler.disable
 def _attend_own_heads(
-    context: Context, core: Core, attend_documents, q, k, v, lam: Lambda, documents: Documents, is_causal: bool
+    context: SequencePart, core: Core, attend_documents, q, k, v, lam: Lambda, visible: Visible
 ) -> Tensor:
     """As ``_attend_own_queries``, by exchanging tokens for heads."""
     B, S = q.shape[0], q.shape[2]
     q, k, v = (_to_heads(x.transpose(1, 2), context).transpose(1, 2) for x in (q, k, v))
     if isinstance(lam, Tensor) and lam.dim() == 4:
         lam = _to_heads(lam.transpose(1, 2), context).transpose(1, 2)
-    out = attend_documents(q, k, v, lam, documents, is_causal).unflatten(0, (B, S * context.size))
+    out = attend_documents(q, k, v, lam, visible).unflatten(0, (B, S * context.size))
     return _to_tokens(out, context).flatten(0, 1)
 
 
@@ -173,13 +175,13 @@ def _clip(documents: Documents, rows: int, length: int, start: int, end: int) ->
     return Documents(ends, min(documents.longest, end - start))
 
 
-def _in_order(gathered: Tensor, context: Context) -> Tensor:
+def _in_order(gathered: Tensor, context: SequencePart) -> Tensor:
     """Tokens as the processes have them one after another, ``[N, ...]``, in the order of the row."""
     pieces, last = gathered.chunk(2 * context.size), 2 * context.size - 1
     return torch.cat([pieces[2 * i if i < context.size else 2 * (last - i) + 1] for i in range(last + 1)])
 
 
-def _by_process(whole: Tensor, context: Context) -> Tensor:
+def _by_process(whole: Tensor, context: SequencePart) -> Tensor:
     """The inverse of ``_in_order``."""
     pieces, last = whole.chunk(2 * context.size), 2 * context.size - 1
     return torch.cat([pieces[piece] for rank in range(context.size) for piece in (rank, last - rank)])
@@ -189,7 +191,7 @@ class _Gather(torch.autograd.Function):
     """``[S, ...]`` of each process to ``[N, ...]`` in the order of the row; the gradient is summed and cut again."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, context: Context) -> Tensor:
+    def forward(ctx: Any, x: Tensor, context: SequencePart) -> Tensor:
         ctx.context = context
         gathered = x.new_empty((len(x) * context.size, *x.shape[1:]))
         _all_gather(gathered, x, group=context.group)
@@ -208,7 +210,7 @@ class _Exchange(torch.autograd.Function):
     """Part i of ``x``'s first dimension, of size P, goes to process i; its own inverse."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, context: Context) -> Tensor:
+    def forward(ctx: Any, x: Tensor, context: SequencePart) -> Tensor:
         ctx.context = context
         return _exchanged(x, context)
 
@@ -218,20 +220,20 @@ class _Exchange(torch.autograd.Function):
         return _exchanged(gradient, ctx.context), None
 
 
-def _exchanged(x: Tensor, context: Context) -> Tensor:
+def _exchanged(x: Tensor, context: SequencePart) -> Tensor:
     x = x.contiguous()
     received = torch.empty_like(x)
     dist.all_to_all_single(received, x, group=context.group)
     return received
 
 
-def _to_heads(x: Tensor, context: Context) -> Tensor:
+def _to_heads(x: Tensor, context: SequencePart) -> Tensor:
     """``[B, S, heads, width]`` to ``[B, N, heads / P, width]``."""
     parts = x.unflatten(2, (context.size, -1)).permute(2, 1, 0, 3, 4)  # [P, S, B, heads / P, width]
     return _in_order(_Exchange.apply(parts, context).flatten(0, 1), context).transpose(0, 1)
 
 
-def _to_tokens(x: Tensor, context: Context) -> Tensor:
+def _to_tokens(x: Tensor, context: SequencePart) -> Tensor:
     """The inverse of ``_to_heads``."""
     parts = _by_process(x.transpose(0, 1), context).unflatten(0, (context.size, -1))  # [P, S, B, heads / P, width]
     return _Exchange.apply(parts, context).permute(2, 1, 0, 3, 4).flatten(2, 3)

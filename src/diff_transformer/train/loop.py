@@ -25,10 +25,10 @@ from diff_transformer.train.context_parallel import make_context
 from diff_transformer.train.float8 import use_float8
 from diff_transformer.train.heartbeat import Heartbeat, lost_peers_explained
 from diff_transformer.train.initial_model import build_model, check_backend_on, check_model, start_model
-from diff_transformer.train.launch import on_first_rank
 from diff_transformer.train.loss import Objective
 from diff_transformer.train.metrics import DIGEST, MetricsLog, read_metrics
 from diff_transformer.train.parallelize import compile_layers, make_fabric
+from diff_transformer.train.ranks import on_first_rank
 from diff_transformer.train.recompute import recompute, what_to_recompute
 from diff_transformer.train.run_folder import check_run_folder, damaged_model, open_run_folder, save_model
 from diff_transformer.train.signals import Interrupted, StopRequest, stop_requests
@@ -132,8 +132,8 @@ class Run:
         inner = make_optimizer(self.unwrapped_model, config.optim)
         optimizer: Any = fabric.setup_optimizers(inner)
         self.state = TrainingState(self.unwrapped_model, inner, sharded_files=settings.parallel.sharded_checkpoints)
-        end = data.tokenizer.eos_token_id
-        self.stepper = Stepper(fabric, model, optimizer, self.unwrapped_model, config, end, context)
+        eos_id = data.tokenizer.eos_token_id
+        self.stepper = Stepper(fabric, model, optimizer, self.unwrapped_model, config, eos_id, context)
         self.sources = source_names(config.data)
         self.utilisation = utilisation(
             self.unwrapped_model.config, config.data.length, fabric.device, settings.precision,
@@ -152,22 +152,22 @@ class Run:
         fabric = self.fabric
         loaded = self.state.to_load()
         notes = load_checkpoint(fabric, self.folder, loaded) if resume else []
-        first = self.state.take(loaded, self.config.train.seed)
-        if 0 < first < self.config.train.steps:
+        resume_step = self.state.take(loaded, self.config.train.seed)
+        if 0 < resume_step < self.config.train.steps:
             on_first_rank(fabric, lambda: refuse_other_rows(self.folder, self.data))
         if announce is not None and fabric.is_global_zero:
             announce(self.utilisation.formula())
         services, everything = self.config.train.loggers, self.config.to_dict()
-        log = MetricsLog(self.folder, first, active=fabric.is_global_zero, loggers=services, settings=everything)
+        log = MetricsLog(self.folder, resume_step, active=fabric.is_global_zero, loggers=services, settings=everything)
         try:
             for note in notes:
-                log.note(first, note)
-            self._train_steps(first, log, progress if fabric.is_global_zero else None)
+                log.note(resume_step, note)
+            self._train_steps(resume_step, log, progress if fabric.is_global_zero else None)
         finally:
             self.saver.close()
             log.close()
         model = whole_model(self.unwrapped_model, fabric.is_global_zero)
-        finished_before = first >= self.config.train.steps
+        finished_before = resume_step >= self.config.train.steps
         on_first_rank(fabric, lambda: self._save_model(model, finished_before))
         return Trained(self.folder, model, self.data.tokenizer, self.config)
 
@@ -184,14 +184,14 @@ class Run:
             place.rename(aside)
         save_model(model, self.data.tokenizer, place, self.config)
 
-    def _train_steps(self, first: int, log: MetricsLog, progress: Progress | None) -> None:
+    def _train_steps(self, resume_step: int, log: MetricsLog, progress: Progress | None) -> None:
         settings, stepper = self.config.train, self.stepper
-        if first == 0:
+        if resume_step == 0:
             start = {**self._validation(), **telemetry(self.unwrapped_model, self.fabric.device)}
             log.write(0, start | ({DIGEST: self.data.digest()} if self.fabric.is_global_zero else {}))
         speed = _Speed()
-        with stop_requests() as stop, self._heartbeat() as at, self._batches(first) as batches:
-            for step in range(first, settings.steps):
+        with stop_requests() as stop, self._heartbeat() as at, self._batches(resume_step) as batches:
+            for step in range(resume_step, settings.steps):
                 done = step + 1
                 at(step, "waiting for data")
                 rows = next(batches)
@@ -233,16 +233,16 @@ class Run:
         """Whether an action is due after step ``done``: after each ``every`` steps and after the last step."""
         return done % every == 0 or done == self.config.train.steps
 
-    def _batches(self, first: int):
-        """Context of an iterator over this process's rows of each step from ``first``."""
-        share, settings = self.stepper.share, self.config.train
+    def _batches(self, resume_step: int):
+        """Context of an iterator over this process's rows of each step from ``resume_step``."""
+        part, settings = self.stepper.batch_part, self.config.train
         gpu = self.fabric.device.index if self.fabric.device.type == "cuda" else -1
 
         def prepare(step: int) -> Rows:
             with torch.cuda.device(gpu):  # a new thread starts on the first GPU; rows are pinned for the current one
-                return make_rows(self.data, self.config, share, step)
+                return make_rows(self.data, self.config, part, step)
 
-        return prefetched(prepare, first, settings.steps, ahead=settings.prefetch)
+        return prefetched(prepare, resume_step, settings.steps, ahead=settings.prefetch)
 
     def _heartbeat(self):
         """Context that ends the run if a process stalls; it does nothing for a process alone."""

@@ -40,9 +40,8 @@ class Objective(nn.Module):
             inputs: keyword arguments of the model's forward.
             targets: int64 [B, n], what the first n tokens of each row predict (n = T - 1 for whole rows), -100 for
                 none.
-            weights: fp32 [B, n]; or the same bits as int32, which Fabric does not cast to the precision of the run.
+            weights: [B, n], fp32 at least, which no precision of ``train.precision`` rounds.
         """
-        weights = weights.view(torch.float32) if weights.dtype == torch.int32 else weights
         hidden = self.model.base_model(**inputs, use_cache=False).last_hidden_state[:, : targets.shape[1]]
         loss, losses = self._losses(hidden.flatten(0, 1), targets.flatten(), weights.flatten())  # hidden [B, n, D]
         return loss, losses.detach().view(len(targets), -1).sum(1)

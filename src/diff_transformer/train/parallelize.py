@@ -26,7 +26,7 @@ from torch.distributed.tensor.parallel import (
 from diff_transformer.train.config import RunConfig
 from diff_transformer.train.launch import check_processes, started_processes
 from diff_transformer.train.loss import Objective
-from diff_transformer.train.training_data import Share
+from diff_transformer.train.training_data import BatchPart
 
 
 def make_fabric(config: RunConfig) -> Fabric:
@@ -59,13 +59,13 @@ def make_fabric(config: RunConfig) -> Fabric:
     return fabric
 
 
-def share_of(fabric: Fabric, context_parallel: int = 1) -> Share:
+def batch_part(fabric: Fabric, context_parallel: int = 1) -> BatchPart:
     """This process's part of the batch; ``context_parallel`` consecutive processes have the same rows."""
     rank, size = fabric.global_rank, fabric.world_size
     if isinstance(fabric.strategy, ModelParallelStrategy):
         mesh = fabric.strategy.device_mesh["data_parallel"]
         rank, size = mesh.get_local_rank(), mesh.size()
-    return Share(rank // context_parallel, size // context_parallel)
+    return BatchPart(rank // context_parallel, size // context_parallel)
 
 
 def check_split(config, ways: int) -> None:

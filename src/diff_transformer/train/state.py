@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.tensor import DTensor
 
 from diff_transformer.train.float8 import without_float8
-from diff_transformer.train.launch import of_every_rank
+from diff_transformer.train.ranks import of_every_rank
 
 
 class TrainingState:

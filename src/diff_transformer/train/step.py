@@ -15,7 +15,7 @@ from diff_transformer.data.mixture import IGNORED
 from diff_transformer.train.config import OptimConfig, RunConfig
 from diff_transformer.train.context_parallel import WHOLE
 from diff_transformer.train.loss import count_by_source, predicted, token_weights
-from diff_transformer.train.parallelize import reshard, share_of, sum_over_replicas
+from diff_transformer.train.parallelize import batch_part, reshard, sum_over_replicas
 from diff_transformer.train.telemetry import full_tensor, gradient_norms
 from diff_transformer.train.training_data import Rows, mixture_shares, model_inputs, without_first_tokens
 
@@ -44,16 +44,16 @@ class Stepper:
     Args:
         model, optimizer: as Fabric has set them up; ``model`` wraps an ``Objective``.
         unwrapped_model: the model itself.
-        end: id of the token that ends a document.
+        eos_id: id of the token that ends a document.
         context: this process's part of each row.
     """
 
     def __init__(
-        self, fabric, model, optimizer, unwrapped_model: nn.Module, config: RunConfig, end: int, context=WHOLE
+        self, fabric, model, optimizer, unwrapped_model: nn.Module, config: RunConfig, eos_id: int, context=WHOLE
     ):
         self.fabric, self.model, self.optimizer, self.unwrapped_model = fabric, model, optimizer, unwrapped_model
-        self.config, self.end, self.context = config, end, context
-        self.share = share_of(fabric, context.size)
+        self.config, self.eos_id, self.context = config, eos_id, context
+        self.batch_part = batch_part(fabric, context.size)
         # FSDP2 reduces gradients in every pass: whole gradients, kept until the last pass, would not fit in memory.
         self.sharded = isinstance(fabric.strategy, ModelParallelStrategy)
 
@@ -72,18 +72,18 @@ class Stepper:
         self.model.train()
         for group in self.optimizer.param_groups:
             group["lr"] = rate
-        shares, micro_batch = mixture_shares(config.data, number), config.train.rows_of_a_pass(self.share.size)
+        shares, micro_batch = mixture_shares(config.data, number), config.train.rows_of_a_pass(self.batch_part.size)
         ids, labels, source = fabric.to_device(rows)
-        counts = self._sum(count_by_source(labels, source, len(shares)), self.share.size)
+        counts = self._sum(count_by_source(labels, source, len(shares)), self.batch_part.size)
         weights = token_weights(labels, source, counts, shares, config.data.loss)
         total, nats = torch.zeros((), device=fabric.device), torch.zeros_like(counts)
         passes = list(zip(*(tensor.split(micro_batch) for tensor in (ids, labels, weights, source)), strict=True))
-        parts = self.share.size * self.context.size  # of the batch
+        parts = self.batch_part.size * self.context.size  # of the batch
         for i, (*inputs, row_source) in enumerate(passes):
             if config.train.parallel.replicas > 1:
                 sum_over_replicas(self.model, i == len(passes) - 1)
             with fabric.no_backward_sync(self.model, enabled=i < len(passes) - 1 and not self.sharded):
-                loss, row_nats = self._forward(*self._part(*inputs))
+                loss, row_nats = self.model(*self._part(*inputs))
                 fabric.backward(loss * parts)  # DDP and FSDP2 average over processes; this loss is a sum
             total += loss.detach()
             nats.index_add_(0, row_source, row_nats.to(nats))
@@ -106,20 +106,20 @@ class Stepper:
         self.model.eval()
         labels = held_out if labels is None else labels
         if self.config.data.documents == "separate":
-            labels = torch.from_numpy(without_first_tokens(labels.numpy(), held_out.numpy(), self.end))
+            labels = torch.from_numpy(without_first_tokens(labels.numpy(), held_out.numpy(), self.eos_id))
         # Repeated rows, with weight 0, give all processes equal numbers of rows.
-        padding = torch.arange(-len(held_out) % self.share.size) % len(held_out)
-        ids, labels = (self.share.of(torch.cat((tensor, tensor[padding]))) for tensor in (held_out, labels))
+        padding = torch.arange(-len(held_out) % self.batch_part.size) % len(held_out)
+        ids, labels = (self.batch_part.of(torch.cat((tensor, tensor[padding]))) for tensor in (held_out, labels))
         weights = predicted(labels).float()
-        weights[max(0, len(held_out) - self.share.rank * len(ids)) :] = 0
+        weights[max(0, len(held_out) - self.batch_part.rank * len(ids)) :] = 0
         total = torch.zeros(2, dtype=torch.float64)  # nats, tokens
         micro_batch = min(VALIDATION_ROWS, self.config.train.micro_batch_size or VALIDATION_ROWS)
         for part in zip(*(tensor.split(micro_batch) for tensor in (ids, labels, weights)), strict=True):
             inputs, targets, weights_of_part = self._part(*self.fabric.to_device(part))
-            nats, _ = self._forward(inputs, targets, weights_of_part)
+            nats, _ = self.model(inputs, targets, weights_of_part)
             total += torch.tensor([nats.item(), weights_of_part.sum().item()])
         reshard(self.model)
-        parts = self.share.size * self.context.size
+        parts = self.batch_part.size * self.context.size
         nats, tokens = self._sum(total.to(self.fabric.device, torch.float32), parts).tolist()
         return nats / tokens
 
@@ -146,10 +146,7 @@ class Stepper:
 
     def _part(self, ids: Tensor, labels: Tensor, weights: Tensor) -> tuple[dict, Tensor, Tensor]:
         """Inputs of the model, targets and weights: what this process has of rows ``ids``, ``labels [B, T]``."""
-        return self.context.cut(model_inputs(ids, self.config.data.documents, self.end), labels[:, 1:], weights)
-
-    def _forward(self, inputs: dict, targets: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
-        return self.model(inputs, targets, weights.contiguous().view(torch.int32))
+        return self.context.cut(model_inputs(ids, self.config.data.documents, self.eos_id), labels[:, 1:], weights)
 
     def _sum(self, numbers: Tensor, parts: int) -> Tensor:
         """Sum over the processes, of which each ``parts`` counted different things, and the others the same again."""

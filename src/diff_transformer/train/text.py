@@ -18,7 +18,7 @@ from diff_transformer.data.prepare.folder import is_prepared, load_prepared_toke
 from diff_transformer.data.prepared import LongDocuments, PreparedCorpus, Shards, decoded_corpus
 from diff_transformer.data.tokenizer import load_tokenizer, tokenizer_hash
 from diff_transformer.train.data_config import DataConfig
-from diff_transformer.train.launch import is_first
+from diff_transformer.train.ranks import is_first
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast

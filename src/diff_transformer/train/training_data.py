@@ -75,7 +75,7 @@ class Rows(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Share:
+class BatchPart:
     """This process's part of each batch: part ``rank`` of ``size``. Tensor parallel processes have the same rows."""
 
     rank: int = 0
@@ -249,29 +249,29 @@ def make_tokenizer(data: DataConfig, corpus: Corpus, vocab_size: int) -> "PreTra
     return tokenizer
 
 
-def make_rows(data: TrainingData, config: RunConfig, share: Share, step: int) -> Rows:
+def make_rows(data: TrainingData, config: RunConfig, part: BatchPart, step: int) -> Rows:
     """This process's part of the batch of ``step``: a pure function of its arguments. Pinned if there is a GPU."""
-    batch, end = data.mixture.batch(step, share.rank, share.size), data.tokenizer.eos_token_id
+    batch, eos_id = data.mixture.batch(step, part.rank, part.size), data.tokenizer.eos_token_id
     if config.data.documents == "separate":
-        batch["labels"] = without_first_tokens(batch["labels"], batch["input_ids"], end)
+        batch["labels"] = without_first_tokens(batch["labels"], batch["input_ids"], eos_id)
     rows = Rows(*(torch.from_numpy(batch[name]) for name in ("input_ids", "labels", "source")))
     return Rows(*(tensor.pin_memory() for tensor in rows)) if torch.cuda.is_available() else rows
 
 
-def without_first_tokens(labels: np.ndarray, ids: np.ndarray, end: int) -> np.ndarray:
+def without_first_tokens(labels: np.ndarray, ids: np.ndarray, eos_id: int) -> np.ndarray:
     """Labels [B, T] with -100 for the first token of each document, which no token of that document predicts."""
     labels = labels.copy()
-    labels[:, 1:][ids[:, :-1] == end] = -100
+    labels[:, 1:][ids[:, :-1] == eos_id] = -100
     return labels
 
 
-def model_inputs(ids: Tensor, documents: str, end: int) -> dict:
+def model_inputs(ids: Tensor, documents: str, eos_id: int) -> dict:
     """The keyword arguments of the model for rows ``ids [B, T]``, by ``data.documents`` of the configuration."""
     if documents == "joined":
         return {"input_ids": ids}
     from diff_transformer.model.inputs import split_documents
 
-    split = split_documents(ids, end)
+    split = split_documents(ids, eos_id)
     return {"input_ids": ids, "cu_seq_lens_q": split.cu_seqlens, "max_length_q": split.longest}
 
 

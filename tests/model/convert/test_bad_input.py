@@ -104,7 +104,10 @@ def test_a_pickle_is_refused_with_what_to_do(tmp_path, name):
     (folder / "config.json").write_text('{"model_type": "llama"}')
     torch.save({"model.norm.weight": torch.zeros(2)}, folder / name)
     refused(folder, f"holds {name} but no .safetensors file. Only safetensors are read")
-    refused(folder, "torch.load(FILE, weights_only=True, map_location='cpu'), then safetensors.torch.save_file")
+    refused(
+        folder,
+        "safetensors.torch.save_file(torch.load(FILE, weights_only=True, map_location='cpu'), ",
+    )
 
 
 def test_a_pickle_beside_safetensors_is_never_opened(llama, tmp_path):

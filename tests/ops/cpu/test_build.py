@@ -30,9 +30,9 @@ def fresh(monkeypatch, tmp_path):
     """An empty cache folder, as in a new process; gives the folder of the libraries."""
     monkeypatch.setenv("DIFF_TRANSFORMER_CACHE", str(tmp_path / "cache"))
     monkeypatch.delenv("DIFF_TRANSFORMER_NATIVE", raising=False)
-    build.library.cache_clear(), native.available_forms.cache_clear()
+    build.library.cache_clear(), native.available_multiplies.cache_clear()
     yield tmp_path / "cache" / f"native-{os.geteuid()}"
-    build.library.cache_clear(), native.available_forms.cache_clear()
+    build.library.cache_clear(), native.available_multiplies.cache_clear()
 
 
 @pytest.fixture

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from diff_transformer.ops.call import check as make_call
 from diff_transformer.ops.reference import attend
 from diff_transformer.testing import assert_within_budget, make_inputs
 
@@ -17,11 +18,11 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from wrong_barriers import always_phase_0, claims_without_waiting, expects_too_few_bytes, no_wait
 
+from diff_transformer.ops.call import Call
 from diff_transformer.ops.gluon import forward
 from diff_transformer.ops.gluon.forward import attend_forward
 from diff_transformer.ops.gluon.fwd_sequential import fwd_sequential
 from diff_transformer.ops.gluon.pipeline import release
-from diff_transformer.ops.triton.call import Call
 
 D = 128
 
@@ -40,7 +41,7 @@ def check(inputs, is_causal, need_gradient=True, scale=None):
     call = Call(*inputs._replace(k2=k2), scale=scale, is_causal=is_causal)
     results = attend_forward(call, need_gradient)
     expected = hopper_check.expected_results(*inputs, is_causal=is_causal, scale=scale)
-    reference = attend(*(x.double() for x in inputs), None, is_causal, None, scale)
+    reference = attend(make_call(*(x.double() for x in inputs), is_causal=is_causal, scale=scale))
     torch.testing.assert_close(expected["out"][0], reference, rtol=0, atol=1e-12)
     for (name, (exact, eager)), result in zip(expected.items(), results, strict=True):
         if name != "out" and not need_gradient:

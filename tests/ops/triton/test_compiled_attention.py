@@ -24,9 +24,8 @@ from kernel_compiler import (
     without_timed_spills,
 )
 
-from diff_transformer.ops.arguments import check
+from diff_transformer.ops.call import Documents, check, replace
 from diff_transformer.ops.triton import backward, forward
-from diff_transformer.ops.triton.call import Call, Documents
 from diff_transformer.testing import make_inputs
 
 LENGTH, ODD = 128, 125
@@ -115,17 +114,14 @@ def launches(capability, dtype, widths, case) -> list:
     sizes, options, form = CASES[case]
     sizes = {"H": 4, "T": LENGTH, "strided": True} | sizes | dict(zip(("D", "Dv"), widths, strict=True))
     x = make_inputs(**sizes, dtype=DTYPES[dtype], requires_grad=False)
-    checked = check(*x, *(options.get(name) for name in ("attn_mask", "is_causal", "window", "scale")))
-    lam, attn_mask, is_causal, window, scale = checked
+    call = check(*x, **options)
+    attn_mask = call.attn_mask
     if form.get("half"):
         attn_mask = attn_mask.to(DTYPES[dtype])
     k2 = None if form.get("shared_keys") else x.k2
     cu_seqlens = torch.tensor([0, 50, LENGTH], dtype=torch.int32) if form.get("varlen") else None
     documents = None if cu_seqlens is None else Documents(cu_seqlens, cu_seqlens)
-    call = Call(
-        *(*x[:3], k2, x.v, lam), scale=scale, is_causal=is_causal, window=window, attn_mask=attn_mask,
-        documents=documents,
-    )  # fmt: skip
+    call = replace(call, k2=k2, attn_mask=attn_mask, documents=documents)
     need_gradient, table = form.get("need_gradient", True), table_of(capability, DTYPES[dtype])
     saved, launches = forward.plan_forward(call, need_gradient, table)
     if need_gradient:

@@ -14,7 +14,7 @@ pytest.importorskip("triton", reason="the kernels are written in Triton")
 
 from kernel_compiler import assert_ships, compile_in_subprocess, describe, executed_over_needed
 
-from diff_transformer.ops.arguments import check
+from diff_transformer.ops.call import check
 from diff_transformer.ops.triton import decode
 from diff_transformer.ops.triton.tile_sizes import chunks
 from diff_transformer.testing import make_inputs
@@ -69,7 +69,8 @@ def launches_of_decoding(monkeypatch, dtype, widths, case, capability):
     if one_key:
         x = x._replace(k2=x.k1)
     mask, is_causal, window = options.get("attn_mask"), options.get("is_causal", False), options.get("window")
-    given = (*x[:5], *check(*x, mask, is_causal, window, None), options.get("lengths"))
+    call = check(*x, mask, is_causal, window)
+    given = (*call.inputs, call.attn_mask, call.is_causal, call.window, call.scale, options.get("lengths"))
     return [describe(launch) for launch in decode.plan_decode(*given, multiprocessors)[1]]
 
 

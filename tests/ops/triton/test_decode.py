@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from diff_transformer import diff_attention, diff_attention_decode
-from diff_transformer.ops.arguments import check
+from diff_transformer.ops.call import check
 from diff_transformer.testing import assert_within_budget, eager_diff_attention, make_inputs
 
 decode = pytest.importorskip("diff_transformer.ops.triton.decode", reason="the kernel is written in Triton")
@@ -28,9 +28,10 @@ def inputs(**sizes: Any):
 
 
 def kernel(q1, q2, k1, k2, v, lam, attn_mask=None, is_causal=False, window=None, scale=None, lengths=None):
-    arguments = check(q1, q2, k1, k2, v, lam, attn_mask, is_causal, window, scale)
-    assert decode.unsupported_reason(q1, q2, k1, k2, v, arguments.attn_mask, is_causal, window) is None
-    return decode.attend_decode(q1, q2, k1, k2, v, *arguments, lengths=lengths)
+    call = check(q1, q2, k1, k2, v, lam, attn_mask, is_causal, window, scale)
+    options = call.attn_mask, call.is_causal, call.window
+    assert decode.unsupported_reason(*call.inputs[:5], *options) is None
+    return decode.attend_decode(*call.inputs, *options, call.scale, lengths=lengths)
 
 
 def reference(x, **options):
@@ -182,7 +183,8 @@ def test_one_key_for_both_maps():
 
 
 def arguments_of(x, **options):
-    return (*x[:5], *check(*x, options.get("attn_mask"), options.get("is_causal", False), options.get("window"), None))
+    call = check(*x, **options)
+    return (*call.inputs, call.attn_mask, call.is_causal, call.window, call.scale)
 
 
 @pytest.mark.parametrize("case", ["causal", pytest.param("left padding", marks=pytest.mark.slow)])

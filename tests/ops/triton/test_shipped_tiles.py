@@ -1,15 +1,13 @@
 """The kernels with the tiles that GPUs get, most of them not square, in the interpreter, whose own are of 32 by 32."""
 
-from dataclasses import replace
-
 import pytest
 import torch
 
 pytest.importorskip("triton", reason="the kernels are written in Triton")
 
 from diff_transformer.ops import diff_attention
+from diff_transformer.ops.call import Call, Documents, replace
 from diff_transformer.ops.triton import backward, backward_form, forward, interpreted, tile_sizes
-from diff_transformer.ops.triton.call import Call, Documents
 from diff_transformer.testing import assert_within_budget, make_inputs
 
 pytestmark = [

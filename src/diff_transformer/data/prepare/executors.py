@@ -24,8 +24,8 @@ from datatrove.pipeline.dedup.minhash import MinhashConfig
 from loguru import logger
 
 from diff_transformer.data.prepare.config import FILTERS, PrepareConfig
-from diff_transformer.data.prepare.engine import LAST_STAGE, WORKING, Engine
-from diff_transformer.data.prepare.folder import DUPLICATES, LOGS
+from diff_transformer.data.prepare.engine import Engine
+from diff_transformer.data.prepare.folder import DUPLICATES, LAST_STAGE, LOGS, WORKING
 from diff_transformer.data.prepare.readers import Tally
 from diff_transformer.data.prepare.sources import TextSource
 from diff_transformer.data.prepare.steps import ReadTexts, WriteShards

@@ -36,6 +36,9 @@ DOCUMENT_DTYPE = "<i8"
 _READ_BYTES = 1 << 24
 MANIFEST, PLAN, JOURNAL, SHARDS, TOKENIZER = "manifest.json", "plan.json", "finished.jsonl", "shards", "tokenizer"
 TASKS, LOGS, DUPLICATES = "tasks", "logs", "dedup"
+ERROR = ".error"  # ending of the message of a task that failed
+WORKING = ("signatures", "buckets")  # folders of deduplication that are removed at the end
+LAST_STAGE = "shards"  # name of the stage that writes them, in logs/
 LOCK = ".lock"
 _BEFORE_THE_PLAN = {LOCK, TOKENIZER, TOKENIZER + ".partial", PLAN + ".partial"}
 FORMAT, VERSION = "diff-transformer shards", 1
@@ -127,6 +130,16 @@ def finish(out: Path, manifest: dict) -> None:
     write_json(out / MANIFEST, {**manifest, "checksum": _own_checksum(manifest)})
     for name in (PLAN, JOURNAL):
         (out / name).unlink(missing_ok=True)
+
+
+def journal_path(out: Path, rank: int) -> Path:
+    """The journal of a task."""
+    return out / TASKS / f"{rank:05d}.jsonl"
+
+
+def finished_mark(rank: int) -> str:
+    """The name of the last record in the journal of a finished task."""
+    return f"task-{rank:05d}"
 
 
 def read_journal(path: Path) -> dict[str, dict]:

@@ -10,7 +10,7 @@ from filelock import FileLock, Timeout
 
 from diff_transformer.checks import differences, read_json, require_positive
 from diff_transformer.data.prepare.config import PrepareConfig, TokenizerFacts, choose_tokenizer, facts_of
-from diff_transformer.data.prepare.engine import ENGINES, Engine, run_tasks, with_tasks
+from diff_transformer.data.prepare.engine import ENGINES, Engine
 from diff_transformer.data.prepare.folder import (
     FORMAT,
     JOURNAL,
@@ -33,6 +33,7 @@ from diff_transformer.data.prepare.folder import (
 from diff_transformer.data.prepare.pieces import Unit, units
 from diff_transformer.data.prepare.readers import Tally, read_pieces
 from diff_transformer.data.prepare.sources import TextSource, find_sources
+from diff_transformer.data.prepare.tasks import run_tasks, with_tasks
 from diff_transformer.data.prepare.workers import Task, shards
 from diff_transformer.data.tokenizer import load_tokenizer
 from diff_transformer.durable import require_writable

@@ -14,8 +14,16 @@ from datatrove.pipeline.base import PipelineStep
 
 from diff_transformer.checks import first_line
 from diff_transformer.data.prepare.config import PrepareConfig
-from diff_transformer.data.prepare.engine import ERROR, finished_mark, journal_path
-from diff_transformer.data.prepare.folder import SIDES, TASKS, Journal, changed, wrong_content
+from diff_transformer.data.prepare.folder import (
+    ERROR,
+    SIDES,
+    TASKS,
+    Journal,
+    changed,
+    finished_mark,
+    journal_path,
+    wrong_content,
+)
 from diff_transformer.data.prepare.pieces import Piece, TextHash, document_pieces
 from diff_transformer.data.prepare.readers import Reader, Tally
 from diff_transformer.data.prepare.sources import TextSource

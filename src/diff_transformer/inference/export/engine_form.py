@@ -86,7 +86,7 @@ class Attention(nn.Module):
         hidden_states: Tensor,
         position_embeddings: tuple[Tensor, Tensor],
         attention_mask: Tensor | None = None,
-        past_key_values: Cache | None = None,
+        cache: Cache | None = None,
         **kwargs,
     ) -> tuple[Tensor, Tensor | None]:
         """``hidden_states [B, T, hidden_size]`` -> the same shape, and what the call returns as weights."""
@@ -98,8 +98,8 @@ class Attention(nn.Module):
         q = q.transpose(1, 2)  # [B, query heads, T, head_dim]
         k = k.reshape(B, T, -1, self.head_dim).transpose(1, 2)
         v = self.v_proj(hidden_states).view(B, T, -1, self.head_dim).transpose(1, 2)
-        if past_key_values is not None:
-            k, v = past_key_values.update(k, v, self.layer_idx)
+        if cache is not None:
+            k, v = cache.update(k, v, self.layer_idx)
         attention_interface = ALL_ATTENTION_FUNCTIONS.get_interface(
             self.config._attn_implementation, eager_attention_forward
         )
@@ -247,19 +247,14 @@ class DiffEngineModel(DiffEnginePreTrainedModel):
     ) -> BaseModelOutputWithPast:
         if inputs_embeds is None:
             inputs_embeds = self.embed_tokens(input_ids)
-        if (self.config.use_cache if use_cache is None else use_cache) and past_key_values is None:
-            past_key_values = DynamicCache(config=self.config)
+        cache = kwargs.pop("cache", past_key_values)  # its name from transformers 5.24
+        if (self.config.use_cache if use_cache is None else use_cache) and cache is None:
+            cache = DynamicCache(config=self.config)
         if position_ids is None:
-            seen = past_key_values.get_seq_length() if past_key_values is not None else 0
+            seen = cache.get_seq_length() if cache is not None else 0
             position_ids = (torch.arange(inputs_embeds.shape[1], device=inputs_embeds.device) + seen)[None]
         create = create_causal_mask if self.config.sliding_window is None else create_sliding_window_causal_mask
-        mask = create(
-            config=self.config,
-            inputs_embeds=inputs_embeds,
-            attention_mask=attention_mask,
-            past_key_values=past_key_values,
-            position_ids=position_ids,
-        )
+        mask = create(self.config, inputs_embeds, attention_mask, cache, position_ids)
         tables = self.rotary_emb(inputs_embeds, position_ids=position_ids)
         hidden_states = inputs_embeds
         kwargs.pop("return_dict", None)
@@ -268,10 +263,10 @@ class DiffEngineModel(DiffEnginePreTrainedModel):
                 hidden_states,
                 position_embeddings=tables,
                 attention_mask=mask,
-                past_key_values=past_key_values,
+                cache=cache,
                 **kwargs,
             )
-        return BaseModelOutputWithPast(last_hidden_state=self.norm(hidden_states), past_key_values=past_key_values)
+        return BaseModelOutputWithPast(self.norm(hidden_states), cache)
 
 
 class DiffEngineForCausalLM(DiffEnginePreTrainedModel, GenerationMixin):
@@ -287,4 +282,4 @@ class DiffEngineForCausalLM(DiffEnginePreTrainedModel, GenerationMixin):
         outputs = self.model(*args, **kwargs)
         kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
         logits = self.lm_head(outputs.last_hidden_state[:, kept])
-        return CausalLMOutputWithPast(logits=logits, past_key_values=outputs.past_key_values)
+        return CausalLMOutputWithPast(None, logits, *outputs.to_tuple()[1:])

@@ -13,12 +13,12 @@ from diff_transformer import __version__
 
 PACKAGE = "diff_transformer"
 ENTRANCE = f"{PACKAGE}.model.modeling"
-# Kernels are not exported; these modules replace them.
+# Kernels, and the choice among them, are not exported; these modules replace them.
 _KERNELS = (f"{PACKAGE}.ops.cpu", f"{PACKAGE}.ops.gluon", f"{PACKAGE}.ops.triton")
 _STAND_INS = {
-    f"{PACKAGE}.ops.cpu.layer": f"{PACKAGE}.inference.export.portable.decoding",
-    f"{PACKAGE}.ops.cpu.native": f"{PACKAGE}.inference.export.portable.decoding",
+    f"{PACKAGE}.ops.cpu.layer": f"{PACKAGE}.inference.export.portable.package",
     f"{PACKAGE}.ops.cpu": f"{PACKAGE}.inference.export.portable.blockwise",
+    f"{PACKAGE}.ops.table": f"{PACKAGE}.inference.export.portable.package",
     f"{PACKAGE}.ops.triton": f"{PACKAGE}.inference.export.portable.triton",
 }
 _NAMES = {

@@ -85,6 +85,10 @@ EVERY_RATE = [
     *(("p4_n0", PAIR), ("p8_n0", PAIR), ("p4_n2", PAIR)),
 ]
 AS_IN_DEMO = ("p4_n4", ["diff_matched", "softmax_norm_own_scale"])  # the setting of ``recall_run``
+# The confirmation: the settings that tell the accuracies of the pair apart, on seeds that no choice above has seen.
+INFORMATIVE = ("p8_n2", "p8_n4", "p4_n4")
+CONFIRMED = ("softmax", "diff_norm1", "diff_matched", "softmax_norm_own_scale")
+FRESH_SEEDS = range(200, 230)
 
 
 def base(pairs: int = GRID[CENTRE][0], noise: int = GRID[CENTRE][1]) -> RunConfig:
@@ -189,6 +193,24 @@ def recall_study(corpus: str) -> Study:
     further = Study("recall", [], retried, then=Study("recall", [], every_rate))
     then = Study("recall", _sweep(MORE), more, score=shortfall, then=further)
     return Study("recall", _sweep(CORE), core, score=shortfall, then=then)
+
+
+def recall_confirmation(corpus: str) -> Study:
+    """Four sides of the recall study again, on thirty fresh seeds; figures/recall_confirmation has the plan.
+
+    ``corpus`` is not used. Command: ``diff-transformer study recall_confirmation --out runs/confirmation --minutes
+    60``, repeated until it reports that all 360 runs are finished. Hardware: two CPU cores, about two hours.
+    """
+
+    def runs(_: Choices) -> list[RunSpec]:
+        return [
+            cell(where, side, seed, _setting(where), CHOSEN)
+            for seed in FRESH_SEEDS
+            for where in INFORMATIVE
+            for side in CONFIRMED
+        ]
+
+    return Study("recall_confirmation", [], runs)
 
 
 def shortfall(record: Record) -> float:

@@ -9,7 +9,7 @@ from diff_transformer.lab.recipes.desk_study import base, desk_study
 from diff_transformer.lab.recipes.needle_study import needle_study
 from diff_transformer.lab.recipes.one_gpu import one_gpu
 from diff_transformer.lab.recipes.prose_study import prose_study
-from diff_transformer.lab.recipes.recall_study import recall_study
+from diff_transformer.lab.recipes.recall_study import recall_confirmation, recall_study
 from diff_transformer.lab.spec import Choices, RunSpec, Study, seeds
 
 SIZES = ((256, 4), (512, 6), (768, 8), (1024, 8))  # of the ladder: width, layers; 16 maps each
@@ -77,6 +77,7 @@ STUDIES: dict[str, Callable[[str], Study]] = {
     "desk": desk_study,
     "prose": prose_study,
     "recall": recall_study,
+    "recall_confirmation": recall_confirmation,
     "answers": answer_study,
     "needles": needle_study,
     "ladder": ladder_study,

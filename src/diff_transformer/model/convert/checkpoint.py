@@ -17,9 +17,8 @@ from torch import Tensor
 from diff_transformer.checks import listed
 from diff_transformer.durable import flush_tree, require_room, require_writable
 from diff_transformer.model.convert.plan import Shapes, TensorSource
-from diff_transformer.model.saved import check_files, check_sizes, indexed_files, unreadable
+from diff_transformer.model.saved import check_files, check_sizes, unreadable, weight_files
 
-_PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
 _DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
 }  # fmt: skip
@@ -50,7 +49,7 @@ class Checkpoint:
         self._shapes: Shapes = {}
         self._dtypes: dict[str, str] = {}
         self._open = {}
-        for path in _files(folder):
+        for path in weight_files(folder):
             self._read_header(path)
         self._check_dtypes()
         check_sizes(folder, self._shapes)
@@ -85,30 +84,6 @@ class Checkpoint:
 
     def tensor(self, name: str) -> Tensor:
         return self._open[self._file_of[name]].get_tensor(name)
-
-
-def _files(folder: Path) -> list[Path]:
-    shards = indexed_files(folder)
-    if shards is not None:
-        return shards
-    if (folder / "model.safetensors").exists():
-        return [folder / "model.safetensors"]
-    files = sorted(folder.glob("*.safetensors"))
-    if not files:
-        _refuse_without(folder)
-    return files
-
-
-def _refuse_without(folder: Path):
-    pickles = sorted({path.name for pattern in _PICKLES for path in folder.glob(pattern)})
-    if not pickles:
-        raise FileNotFoundError(f"{folder} holds no .safetensors file; give the folder of a saved model")
-    raise ValueError(
-        f"{folder} holds {listed(pickles)} but no .safetensors file. Only safetensors are read: loading a pickle can "
-        "run code that came with it. To make safetensors of one: "
-        "torch.load(FILE, weights_only=True, map_location='cpu'), then safetensors.torch.save_file(tensors, "
-        "'model.safetensors'); or AutoModelForCausalLM.from_pretrained(FOLDER).save_pretrained(NEW)"
-    )
 
 
 def require_free(out: Path) -> None:

@@ -9,36 +9,31 @@ from torch import Tensor
 
 from diff_transformer.ops import flops
 from diff_transformer.ops.arguments import refuse_second_derivatives, traced
+from diff_transformer.ops.call import Call, in_dtype, of_list, with_noise_head_for_each_mask
 from diff_transformer.ops.cpu import in_torch, native
 
 
-def attend(q1, q2, k1, k2, v, lam, attn_mask, is_causal, window, scale) -> Tensor:
-    """(softmax(q1 k1^T scale) - lam softmax(q2 k2^T scale)) v of checked arguments, [B, H, T, Dv] in the dtype of v."""
-    if attn_mask is not None and attn_mask.shape[1] > 1 and q2.shape[1] < q1.shape[1]:
-        q2 = q2.repeat_interleave(q1.shape[1] // q2.shape[1], dim=1)  # each signal head then has its own second map
-    arguments = (q1, q2, k1, k2, v, lam, attn_mask, is_causal, window, scale)
-    if v.dtype == torch.float16:  # CPUs multiply float16 slowly or not at all
-        return forward(*(x.float() for x in arguments[:5]), *arguments[5:]).half()
-    if _is_plain_inference(*arguments[:6], *(() if attn_mask is None else (attn_mask,))):
-        return _implementation(q1, v, scale).forward(*arguments)
-    return forward(*arguments)
+def attend(call: Call, *rest) -> Tensor:
+    """(softmax(q1 k1^T scale) - lam softmax(q2 k2^T scale)) v, [B, H, T, Dv] in the dtype of v.
+
+    Checkpoints that earlier builds exported give the parts of a call in a row.
+    """
+    call = with_noise_head_for_each_mask(of_list(call, *rest) if rest else call)
+    if call.v.dtype == torch.float16:  # CPUs multiply float16 slowly or not at all
+        return attend(in_dtype(call, torch.float32)).half()
+    if not call.gradients and _is_plain(call):
+        return _implementation(call).forward(call)
+    return forward(*call.inputs, call.attn_mask, call.is_causal, call.window, call.scale)
 
 
-def unsupported_reason(device: torch.device, dtype: torch.dtype) -> str | None:
-    """Why the backend cannot work here, or None."""
-    return None
+def _implementation(call: Call):
+    return native if native.supports(call) else in_torch
 
 
-def _implementation(q1: Tensor, v: Tensor, scale: float):
-    return native if native.supports(q1, v, scale) else in_torch
-
-
-def _is_plain_inference(*tensors: Tensor) -> bool:
-    """Whether nothing differentiates, traces or compiles: then the operator's bookkeeping, which takes as long as a
+def _is_plain(call: Call) -> bool:
+    """Whether nothing traces or compiles: then, without gradients, the operator's bookkeeping, which takes as long as a
     short query, is skipped."""
-    if traced() or (torch.is_grad_enabled() and any(x.requires_grad for x in tensors)):
-        return False
-    return all(native.in_memory(x) for x in tensors)
+    return not traced() and all(x is None or native.in_memory(x) for x in (*call[:6], call.attn_mask))
 
 
 @torch.library.custom_op("diff_transformer::blockwise", mutates_args=())
@@ -55,8 +50,8 @@ def forward(
     scale: float,
 ) -> Tensor:
     """[B, H, T, Dv], laid out in memory as [B, T, H, Dv]."""
-    form = _implementation(q1, v, scale)
-    return form.forward(q1, q2, k1, k2, v, lam, attn_mask, is_causal, window, scale)
+    call = of_list(q1, q2, k1, k2, v, lam, attn_mask, is_causal, window, scale)
+    return _implementation(call).forward(call)
 
 
 @torch.library.custom_op("diff_transformer::blockwise_backward", mutates_args=())
@@ -74,8 +69,8 @@ def backward(
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Gradients of q1, q2, k1, k2, v and lam; dout [B, H, T, Dv] is that of the output."""
-    form = _implementation(q1, v, scale)
-    return form.backward(dout, q1, q2, k1, k2, v, lam, attn_mask, is_causal, window, scale)
+    call = of_list(q1, q2, k1, k2, v, lam, attn_mask, is_causal, window, scale)
+    return _implementation(call).backward(call, dout)
 
 
 @forward.register_fake

@@ -16,6 +16,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from diff_transformer.ops.call import Call
 from diff_transformer.ops.masking import key_range
 
 BLOCK_SCORES = 2**20  # scores of a block, both maps and all pairs: 4 MB in fp32, a core's share of the cache
@@ -54,14 +55,15 @@ def buffers(both: int, one: int, dtype: torch.dtype, device: torch.device, backw
     )
 
 
-class Problem:
+class Division:
     """The sizes of a call, and its division into chunks of (batch, key/value head) pairs and blocks of queries."""
 
-    def __init__(self, q1, q2, k1, v, is_causal: bool, window: int | None, backward: bool):
+    def __init__(self, call: Call, backward: bool):
+        q1, q2, k1, window = call.q1, call.q2, call.k1, call.window
         self.B, H, self.T, D = q1.shape
         self.G, self.S = k1.shape[1:3]
         self.r, self.rn, self.m = H // self.G, q2.shape[1] // self.G, H // q2.shape[1]
-        self.is_causal, self.window = is_causal, window
+        self.is_causal, self.window = call.is_causal, window
         self.rows = min(self.T, rows_of_a_block(self.T, D, q1.dtype))
         longest = self.S if window is None else min(self.S, window + self.rows)
         one_pair = self.rows * longest
@@ -91,24 +93,25 @@ def rows_of_a_block(T: int, D: int, dtype: torch.dtype) -> int:
 class Chunk:
     """The tensors of some (batch, key/value head) pairs, folded, and the two maps of a block of their queries."""
 
-    def __init__(self, problem: Problem, place: tuple[slice, slice], q1, q2, k1, k2, v, lam, attn_mask, scale):
-        self.problem, self.scale = problem, scale
-        q1_by_group = q1.unflatten(1, (problem.G, problem.r))[place]
+    def __init__(self, division: Division, at: tuple[slice, slice], call: Call):
+        self.division, self.scale = division, call.scale
+        (q1, q2, k1, k2, v, lam), attn_mask = call.inputs, call.attn_mask
+        q1_by_group = q1.unflatten(1, (division.G, division.r))[at]
         self.pairs = q1_by_group.shape[:2]  # (b, g) with b * g = c
         self.q1 = q1_by_group.flatten(0, 1)  # [c, r, T, D]
-        self.q2 = q2.unflatten(1, (problem.G, problem.rn))[place].flatten(0, 1)  # [c, rn, T, D]
-        self.k1, self.k2, self.v = (x[place].flatten(0, 1) for x in (k1, k2, v))  # [c, S, D or Dv]
+        self.q2 = q2.unflatten(1, (division.G, division.rn))[at].flatten(0, 1)  # [c, rn, T, D]
+        self.k1, self.k2, self.v = (x[at].flatten(0, 1) for x in (k1, k2, v))  # [c, S, D or Dv]
         self.k1t, self.k2t, self.vt = self.k1.mT, self.k2.mT, self.v.mT  # [c, D or Dv, S]
-        if v.dtype == torch.bfloat16 and problem.is_causal and problem.rows < problem.T:
+        if v.dtype == torch.bfloat16 and division.is_causal and division.rows < division.T:
             # oneDNN copies a transposed slice in every product; a slice of a transposed copy is cheaper.
             self.k1t, self.k2t, self.vt = self.k1t.contiguous(), self.k2t.contiguous(), self.vt.contiguous()
-        self.minus_lam = -lam.unflatten(1, (problem.G, problem.rn, problem.m))[place].flatten(0, 1)  # [c, rn, m, T, 1]
+        self.minus_lam = -lam.unflatten(1, (division.G, division.rn, division.m))[at].flatten(0, 1)  # [c, rn, m, T, 1]
         self.attn_mask = None
         if attn_mask is not None:  # [b|1, g|1, heads of a group|1, T|1, S|1]
-            mask = attn_mask[place[0]] if attn_mask.shape[0] > 1 else attn_mask
+            mask = attn_mask[at[0]] if attn_mask.shape[0] > 1 else attn_mask
             one_head = mask.shape[1] == 1
-            self.attn_mask = mask[:, None] if one_head else mask.unflatten(1, (problem.G, problem.r))[:, place[1]]
-        triangle = q1.new_full((problem.rows, problem.rows), NEGATIVE_INFINITY)
+            self.attn_mask = mask[:, None] if one_head else mask.unflatten(1, (division.G, division.r))[:, at[1]]
+        triangle = q1.new_full((division.rows, division.rows), NEGATIVE_INFINITY)
         self.after, self.before = triangle.triu(1), triangle.tril(-1)
 
     def rows(self, x: Tensor, block: Block) -> Tensor:
@@ -121,10 +124,10 @@ class Chunk:
 
     def maps(self, block: Block) -> tuple[Tensor, Tensor]:
         """Both attention maps of the block, [c, r * R, n] and [c, rn * R, n], in fp32 (fp64 for fp64 inputs)."""
-        problem, (start, stop, first, last) = self.problem, block
+        division, (start, stop, first, last) = self.division, block
         c, R, n = len(self.k1), stop - start, last - first
-        sizes = [c * problem.r * R * n, c * problem.rn * R * n]
-        scores, p = (x[: sum(sizes)].view(-1, n) for x in (problem.buffers.scores, problem.buffers.maps))
+        sizes = [c * division.r * R * n, c * division.rn * R * n]
+        scores, p = (x[: sum(sizes)].view(-1, n) for x in (division.buffers.scores, division.buffers.maps))
         for s, q, kt in zip(scores.view(-1).split(sizes), (self.q1, self.q2), (self.k1t, self.k2t), strict=True):
             s = s.view(c, -1, n)
             if self.scale:
@@ -149,11 +152,11 @@ class Chunk:
         """Set scores [b, g, heads, R, n] to -inf where positions or a boolean mask hide a key."""
         start, stop, first, last = block
         R, n = stop - start, last - first
-        if self.problem.is_causal:
-            own = start + self.problem.S - self.problem.T  # the position of the first query
+        if self.division.is_causal:
+            own = start + self.division.S - self.division.T  # the position of the first query
             scores[..., own - first :] += self.after[:R, :R]
-            if self.problem.window is not None:
-                edge = self.before[:R, first - (own - self.problem.window + 1) : R][:, :n]
+            if self.division.window is not None:
+                edge = self.before[:R, first - (own - self.division.window + 1) : R][:, :n]
                 scores[..., : edge.shape[1]] += edge
         if self.attn_mask is not None and self.attn_mask.dtype == torch.bool:
             scores.masked_fill_(~self.mask_of(block), NEGATIVE_INFINITY)
@@ -167,7 +170,7 @@ class Chunk:
 
     def narrowed(self, x: Tensor) -> Tensor:
         """x in the dtype of the inputs, in the memory of the scores, which are no longer needed."""
-        scores = self.problem.buffers.scores
+        scores = self.division.buffers.scores
         return x if x.dtype == scores.dtype else scores[: x.numel()].view_as(x).copy_(x)
 
 
@@ -186,38 +189,37 @@ def accumulate(total: Tensor, a: Tensor, b: Tensor, alpha: float = 1.0) -> None:
         total.add_(torch.bmm(a.mT, b), alpha=alpha)
 
 
-def forward(q1, q2, k1, k2, v, lam, attn_mask, is_causal, window, scale) -> Tensor:
+def forward(call: Call) -> Tensor:
     """[B, H, T, Dv], laid out in memory as [B, T, H, Dv]."""
-    problem = Problem(q1, q2, k1, v, is_causal, window, backward=False)
-    out = v.new_zeros(problem.B, problem.T, q1.shape[1], v.shape[-1]).transpose(1, 2)
-    for place in problem.chunks():
-        chunk = Chunk(problem, place, q1, q2, k1, k2, v, lam, attn_mask, scale)
-        out_chunk = out.unflatten(1, (problem.G, problem.r))[place]
-        for block in problem.blocks():
+    division, H, v = Division(call, backward=False), call.q1.shape[1], call.v
+    out = v.new_zeros(division.B, division.T, H, v.shape[-1]).transpose(1, 2)
+    for at in division.chunks():
+        chunk = Chunk(division, at, call)
+        out_chunk = out.unflatten(1, (division.G, division.r))[at]
+        for block in division.blocks():
             p1, p2 = chunk.maps(block)
             difference = chunk.narrowed(subtract(p1, p2, chunk.lam_rows(block), out=p1))
             rows = torch.bmm(difference, chunk.v[:, block.first : block.last])  # [c, r * R, Dv]
-            at = out_chunk[..., block.start : block.stop, :]
-            at.copy_(rows.view(at.shape))
+            out_rows = out_chunk[..., block.start : block.stop, :]
+            out_rows.copy_(rows.view(out_rows.shape))
     return out
 
 
-def backward(dout, q1, q2, k1, k2, v, lam, attn_mask, is_causal, window, scale):
+def backward(call: Call, dout: Tensor) -> tuple[Tensor, ...]:
     """Gradients of q1, q2, k1, k2, v and lam; dout [B, H, T, Dv] is that of the output."""
-    problem = Problem(q1, q2, k1, v, is_causal, window, backward=True)
-    gradients = tuple(x.new_zeros(x.shape) for x in (q1, q2, k1, k2, v, lam))
-    for place in problem.chunks():
-        chunk = Chunk(problem, place, q1, q2, k1, k2, v, lam, attn_mask, scale)
+    division = Division(call, backward=True)
+    gradients = tuple(x.new_zeros(x.shape) for x in call.inputs)
+    for at in division.chunks():
+        chunk = Chunk(division, at, call)
         dq1, dq2, dlam, dout_chunk = (
-            x.unflatten(1, (problem.G, -1))[place] for x in (*(gradients[i] for i in (0, 1, 5)), dout)
+            x.unflatten(1, (division.G, -1))[at] for x in (*(gradients[i] for i in (0, 1, 5)), dout)
         )
-        dk1, dk2, dv = (torch.zeros_like(x, dtype=lam.dtype) for x in (chunk.k1, chunk.k2, chunk.v))
-        for block in problem.blocks():
+        dk1, dk2, dv = (torch.zeros_like(x, dtype=call.lam.dtype) for x in (chunk.k1, chunk.k2, chunk.v))
+        for block in division.blocks():
             differentiate_block(chunk, block, dout_chunk, dq1, dq2, dk1, dk2, dv, dlam)
         for gradient, total in zip(gradients[2:5], (dk1, dk2, dv), strict=True):
-            gradient[place] = total.unflatten(0, chunk.pairs)
-    dq1, dq2, dk1, dk2, dv, dlam = gradients
-    return dq1, dq2, dk1, dk2, dv, dlam
+            gradient[at] = total.unflatten(0, chunk.pairs)
+    return gradients
 
 
 def differentiate_block(chunk: Chunk, block: Block, dout, dq1, dq2, dk1, dk2, dv, dlam) -> None:
@@ -227,7 +229,7 @@ def differentiate_block(chunk: Chunk, block: Block, dout, dq1, dq2, dk1, dk2, dv
     dv = P^T dout, dlam = -rowsum(P2 * dP), and the score gradients are the softmax gradients of dP and of -lam dP.
     """
     start, stop, first, last = block
-    buffers = chunk.problem.buffers
+    buffers = chunk.division.buffers
     minus_lam = chunk.lam_rows(block)
     dout = chunk.rows(dout.flatten(0, 1), block)  # [c, r * R, Dv]
     p1, p2 = chunk.maps(block)
@@ -251,5 +253,5 @@ def differentiate_block(chunk: Chunk, block: Block, dout, dq1, dq2, dk1, dk2, dv
     at = dlam[..., start:stop, 0]
     at.copy_(-torch.linalg.vecdot(p2_by_noise_head, dp_by_noise_head).view(at.shape))
     dp_by_noise_head.mul_(minus_lam)
-    dp2 = dp_wide if chunk.problem.m == 1 else dp_by_noise_head.sum(2).view_as(p2)
+    dp2 = dp_wide if chunk.division.m == 1 else dp_by_noise_head.sum(2).view_as(p2)
     through_softmax(dp2, p2, chunk.q2, chunk.k2, dq2, dk2)

@@ -12,13 +12,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from diff_transformer.ops.call import Call
 from diff_transformer.ops.cpu.build import identity, library, processor, refuse_failure
-from diff_transformer.ops.dispatch import NotNow, judge, tuning
+from diff_transformer.ops.measuring import NotNow, measure, tuning
 
 MAX_DECODE_ROWS = 8  # rows of either map that share a key/value head: up to here each key is read once, unpacked
 MAX_D = MAX_DV = 256
 MAX_SINGLE_THREAD_WORK = 2**15  # multiply-adds that one thread finishes before a second one has started
-FORMS = {"amx": 3, "dpbf16": 2, "fp32": 1}  # how bf16 is multiplied, and the library's number of it; the default first
+BF16_MULTIPLY = {"amx": 3, "dpbf16": 2, "fp32": 1}  # how, and the library's number of it; the default first
 STRIP, CHUNK = 32, 256  # queries and keys of a product
 MAX_ROWS = 128  # queries of a block
 KEPT_BYTES = 2**25  # of a block and thread
@@ -35,12 +36,12 @@ NO_NORM = (1.0, 0.0, 0, 0, 0)
 NO_MATRIX = (0, 0, 0, 0)
 
 
-class Problem(NamedTuple):
+class Packed(NamedTuple):
     """A call as ``native.cpp`` reads it."""
 
-    packed: bytes  # LAYOUT
-    form: int  # of FORMS, or 0 for fp32
-    copies: dict[object, Tensor]  # tensors that ``packed`` points to, kept until the call returns
+    problem: bytes  # LAYOUT
+    multiply: int  # of BF16_MULTIPLY, or 0 for fp32
+    copies: dict[object, Tensor]  # tensors that ``problem`` points to, kept until the call returns
 
 
 def in_memory(x: Tensor) -> bool:
@@ -51,71 +52,75 @@ def in_memory(x: Tensor) -> bool:
     return x.untyped_storage().nbytes() > 0
 
 
-def supports(q1: Tensor, v: Tensor, scale: float) -> bool:
+def supports(call: Call) -> bool:
     """Whether the native implementation computes this call on this machine."""
-    usual = q1.dtype in (torch.float32, torch.bfloat16) and q1.device.type == "cpu" and scale > 0
+    q1, v = call.q1, call.v
+    usual = q1.dtype in (torch.float32, torch.bfloat16) and q1.device.type == "cpu" and call.scale > 0
     return usual and q1.shape[-1] <= MAX_D and v.shape[-1] <= MAX_DV and library() is not None
 
 
-def forward(q1, q2, k1, k2, v, lam, attn_mask, is_causal, window, scale) -> Tensor:
+def forward(call: Call) -> Tensor:
     """[B, H, T, Dv], laid out in memory as [B, T, H, Dv]."""
+    q1, q2, k1, k2, v, lam = call.inputs
     B, H, T, _ = q1.shape
     out = v.new_empty(B, T, H, v.shape[-1]).transpose(1, 2)
     few_rows = H // k1.shape[1] * T <= MAX_DECODE_ROWS
-    form = int(q1.dtype == torch.bfloat16) if few_rows else form_of(q1, "forward")
-    rows = forward_rows(q1, k1, v, window)
-    problem = pack((q1, q2, k1, k2, v, out), form, lam, attn_mask, is_causal, window, scale, rows)
-    function, workspace = prepare("decode" if few_rows else "forward", problem)
-    refuse_failure(function(problem.packed, problem.form, _aligned(workspace)))
+    multiply = int(q1.dtype == torch.bfloat16) if few_rows else multiply_of(q1, "forward")
+    rows = forward_rows(q1, k1, v, call.window)
+    packed = pack((q1, q2, k1, k2, v, out), multiply, lam, call, rows)
+    function, workspace = prepare("decode" if few_rows else "forward", packed)
+    refuse_failure(function(packed.problem, packed.multiply, _aligned(workspace)))
     return out
 
 
-def backward(dout, q1, q2, k1, k2, v, lam, attn_mask, is_causal, window, scale):
-    """Gradients of q1, q2, k1, k2, v and lam."""
-    new = (
-        torch.zeros_like if is_causal and k1.shape[2] < q1.shape[2] else torch.empty_like
-    )  # then rows are fully masked
-    gradients = [new(x, memory_format=torch.contiguous_format) for x in (q1, q2, k1, k2, v, lam)]
+def backward(call: Call, dout: Tensor) -> tuple[Tensor, ...]:
+    """Gradients of q1, q2, k1, k2, v and lam; dout [B, H, T, Dv] is that of the output."""
+    q1, q2, k1, k2, v, lam = call.inputs
+    some_rows_masked = call.is_causal and k1.shape[2] < q1.shape[2]  # fully
+    new = torch.zeros_like if some_rows_masked else torch.empty_like
+    gradients = [new(x, memory_format=torch.contiguous_format) for x in call.inputs]
     tensors = (q1, q2, k1, k2, v, None, dout, *gradients[:5])
-    rows = backward_rows(q1, q2, k1, v, window)
-    problem = pack(tensors, form_of(q1, "backward"), lam, attn_mask, is_causal, window, scale, rows, dlam=gradients[5])
-    function, workspace = prepare("backward", problem)
-    refuse_failure(function(problem.packed, problem.form, _aligned(workspace)))
+    rows = backward_rows(q1, q2, k1, v, call.window)
+    packed = pack(tensors, multiply_of(q1, "backward"), lam, call, rows, dlam=gradients[5])
+    function, workspace = prepare("backward", packed)
+    refuse_failure(function(packed.problem, packed.multiply, _aligned(workspace)))
     return tuple(gradients)
 
 
 @cache
-def available_forms() -> tuple[str, ...]:
-    """The forms in which this processor can multiply bf16, the default first; empty without a library.
+def available_multiplies() -> tuple[str, ...]:
+    """The ways in which this processor can multiply bf16, the default first; empty without a library.
 
     "amx": in tiles; "dpbf16": in pairs, by AVX512-BF16; "fp32": widened and multiplied in fp32, on every processor.
     """
     native = library()
     found = 0 if native is None else native.diff_attention_forms()
-    return tuple(name for name, number in FORMS.items() if found >> number & 1)
+    return tuple(name for name, number in BF16_MULTIPLY.items() if found >> number & 1)
 
 
-def form_of(q1: Tensor, direction: str) -> int:
-    """The library's number of the form for this call; direction: "forward" or "backward"."""
-    return 0 if q1.dtype == torch.float32 else FORMS[fastest_form(direction, q1.shape[-1])]
+def multiply_of(q1: Tensor, direction: str) -> int:
+    """The library's number of the way to multiply in this call; direction: "forward" or "backward"."""
+    return 0 if q1.dtype == torch.float32 else BF16_MULTIPLY[fastest_multiply(direction, q1.shape[-1])]
 
 
-def fastest_form(direction: str, D: int) -> str:
-    """The form in which bf16 of width D is multiplied: the fastest in a trial of milliseconds, once on a machine."""
+def fastest_multiply(direction: str, D: int) -> str:
+    """How bf16 of width D is multiplied: the fastest way in a trial of milliseconds, once on a machine."""
     try:
-        return _fastest_form(direction, next(width for width in TRIED_WIDTHS if width >= D))
+        return _fastest_multiply(direction, next(width for width in TRIED_WIDTHS if width >= D))
     except NotNow:
-        return available_forms()[0]
+        return available_multiplies()[0]
+
+
+available_forms = available_multiplies  # its former name
 
 
 @cache
-def _fastest_form(direction: str, D: int) -> str:
-    forms = available_forms()
-    if len(forms) == 1:
-        return forms[0]
+def _fastest_multiply(direction: str, D: int) -> str:
+    ways = available_multiplies()
+    if len(ways) == 1:
+        return ways[0]
     key = {"operation": f"blockwise, bf16, {direction}", "width": D, "processor": processor(), "library": identity()}
-    runs = {form: partial(trial, form, direction, D) for form in forms}
-    found = judge(key, runs, _thread_clock, measure=True)
+    found = measure(key, {way: partial(trial, way, direction, D) for way in ways}, _thread_clock)
     if not found.milliseconds and tuning() != "0":
         raise NotNow("another thread measures")  # an exception is not cached: the next call tries again
     return found.fastest
@@ -131,23 +136,20 @@ def _thread_clock(run: Callable[[], object]) -> float:
     return shortest
 
 
-def trial(form: str, direction: str, D: int) -> None:
-    """Compute one small head in this form, on one thread."""
+def trial(multiply: str, direction: str, D: int) -> None:
+    """Compute one small head with this way to multiply, on one thread."""
     q = torch.ones(1, 1, 256, D, dtype=torch.bfloat16, device="cpu")
     v = q.new_ones(1, 1, 512, min(MAX_DV, 2 * D))
     k, lam, out = v[..., :D], q.new_zeros(1, 1, 256, 1, dtype=torch.float32), q.new_empty(1, 1, 256, v.shape[-1])
     if direction == "forward":
         tensors, rows, dlam = (q, q, k, k, v, out), forward_rows(q, k, v, None), None
     else:
-        gradients = [torch.empty_like(x) for x in (q, q, k, k, v, lam)]
-        tensors, rows, dlam = (
-            (q, q, k, k, v, None, out.fill_(1), *gradients[:5]),
-            backward_rows(q, q, k, v, None),
-            gradients[5],
-        )
-    problem = pack(tensors, FORMS[form], lam, None, False, None, D**-0.5, rows, dlam=dlam, threads=1)
-    function, workspace = prepare(direction, problem)
-    refuse_failure(function(problem.packed, problem.form, _aligned(workspace)))
+        *gradients, dlam = (torch.empty_like(x) for x in (q, q, k, k, v, lam))
+        tensors, rows = (q, q, k, k, v, None, out.fill_(1), *gradients), backward_rows(q, q, k, v, None)
+    call = Call(q, q, k, None, v, lam, scale=D**-0.5)
+    packed = pack(tensors, BF16_MULTIPLY[multiply], lam, call, rows, dlam=dlam, threads=1)
+    function, workspace = prepare(direction, packed)
+    refuse_failure(function(packed.problem, packed.multiply, _aligned(workspace)))
 
 
 def forward_rows(q1: Tensor, k1: Tensor, v: Tensor, window: int | None) -> int:
@@ -188,12 +190,13 @@ def second_level_cache() -> int:
     return 2**20
 
 
-def pack(tensors, form: int, lam, attn_mask, is_causal, window, scale, rows: int, dlam=None, threads=None):
+def pack(tensors, multiply: int, lam, call: Call, rows: int, dlam=None, threads: int | None = None) -> Packed:
     """Describe a call for ``native.cpp``.
 
     ``tensors``: q1, q2, k1, k2, v, out, dout, dq1, dq2, dk1, dk2, dv, as many as the call needs.
     """
     q1, q2, k1, _, v = tensors[:5]
+    attn_mask, window = call.attn_mask, call.window
     copies: dict[object, Tensor] = {}
     numbers: list[int] = []
     for x in tensors:
@@ -217,16 +220,17 @@ def pack(tensors, form: int, lam, attn_mask, is_causal, window, scale, rows: int
     if threads is None:
         threads = 1 if B * H * T * S * (D + Dv) < MAX_SINGLE_THREAD_WORK else torch.get_num_threads()
     additive = attn_mask is not None and attn_mask.dtype != torch.bool
-    numbers += (additive, B, H, Hn, G, T, S, D, Dv, is_causal, window or 0, threads, rows, -(-threads // (B * G)))
-    return Problem(LAYOUT.pack(*numbers, scale, *NO_NORM), form, copies)
+    numbers += (additive, B, H, Hn, G, T, S, D, Dv, call.is_causal, window or 0, threads, rows)
+    numbers.append(-(-threads // (B * G)))
+    return Packed(LAYOUT.pack(*numbers, call.scale, *NO_NORM), multiply, copies)
 
 
-def prepare(name: str, problem: Problem) -> tuple[Callable, Tensor]:
-    """The library's function ``diff_attention_NAME`` and its workspace for the problem."""
+def prepare(name: str, packed: Packed) -> tuple[Callable, Tensor]:
+    """The library's function ``diff_attention_NAME`` and its workspace for the call."""
     native = library()
     if native is None:
         raise RuntimeError("there is no native library here")
-    size = getattr(native, f"diff_attention_{name}_workspace")(problem.packed, problem.form)
+    size = getattr(native, f"diff_attention_{name}_workspace")(packed.problem, packed.multiply)
     return getattr(native, f"diff_attention_{name}"), torch.empty(size + 64, dtype=torch.uint8, device="cpu")
 
 

@@ -18,6 +18,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from diff_transformer.ops.call import Call, Documents, in_dtype, of_list, replace
+
 MAX_D, MAX_DV = 128, 256  # no tile of wider keys and accumulators fits the registers of a multiprocessor
 MIN_CAPABILITY = (8, 0)  # Ampere: bf16 products and asynchronous copies
 
@@ -28,7 +30,7 @@ MAX_DECODE_QUERIES, MIN_DECODE_KEYS = 8, 256
 _one_pass: bool | None = None  # as backward_form chose; None for two passes, or the faster form where it was measured
 
 
-class Form(NamedTuple):
+class TritonVariant(NamedTuple):
     """Which kernels compute a call."""
 
     one_pass: bool = False  # in the backward
@@ -39,8 +41,8 @@ class Form(NamedTuple):
         return f"{'one pass' if self.one_pass else 'two passes'}{'' if self.gluon else ', without Gluon'}"
 
 
-def forms(q1: Tensor, v: Tensor, plain: bool, gradients: bool) -> list[Form]:
-    """The forms among which a measurement chooses, the default first.
+def variants(q1: Tensor, v: Tensor, plain: bool, gradients: bool) -> list[TritonVariant]:
+    """The variants among which a measurement decides, the default first.
 
     plain: whether there is no mask, no window and no packed documents.
     """
@@ -51,7 +53,7 @@ def forms(q1: Tensor, v: Tensor, plain: bool, gradients: bool) -> list[Form]:
 
     gluon = plain and WIDTHS.get(q1.shape[3]) == v.shape[3] and q1.dtype in DTYPES
     gluon = gluon and _gluon_device(q1.device.type, q1.device.index)
-    return [Form(one_pass, by_gluon) for by_gluon in ((True, False) if gluon else (True,)) for one_pass in passes]
+    return [TritonVariant(one, by_gluon) for by_gluon in ((True, False) if gluon else (True,)) for one in passes]
 
 
 def _gluon_device(device_type: str, index: int | None) -> bool:
@@ -78,58 +80,42 @@ def gluon_switches() -> str:
     return ",".join(name for name in KERNELS if not switched_off(name))
 
 
-def attend(q1, q2, k1, k2, v, lam, attn_mask, is_causal, window, scale, form: Form | None = None) -> Tensor:
-    """(softmax(q1 k1^T scale) - lam softmax(q2 k2^T scale)) v of checked arguments, [B, H, T, Dv] in the dtype of v."""
+def attend(call: Call, *rest, form: TritonVariant | None = None) -> Tensor:
+    """(softmax(q1 k1^T scale) - lam softmax(q2 k2^T scale)) v, [B, H, T, Dv] in the dtype of v.
+
+    Checkpoints that earlier builds exported give the parts of a call in a row, and the variant as ``form``.
+    """
     from diff_transformer.ops.triton import decode, operator
 
-    if v.dtype == torch.bfloat16 and operator.INTERPRETED:
-        tensors = _in_fp32(q1, q2, k1, k2, v)
-        return attend(*tensors, lam, attn_mask, is_causal, window, scale, form).bfloat16()
-    T, S = q1.shape[2], k1.shape[2]
-    need_gradient = _gradient_needed(q1, q2, k1, k2, v, lam)
-    few_queries = T <= MAX_DECODE_QUERIES and S >= MIN_DECODE_KEYS and not need_gradient
-    if few_queries and decode.unsupported_reason(q1, q2, k1, k2, v, attn_mask, is_causal, window) is None:
-        return decode.attend_decode(q1, q2, k1, k2, v, lam, attn_mask, is_causal, window, scale)
-    if attn_mask is not None and _whole_rows(attn_mask):
-        out = attend(q1, q2, k1, k2, v, lam, None, is_causal, window, scale, form)
-        return torch.where(attn_mask[..., :1], out, 0)  # which also zeroes the gradients of masked rows
-    tensors = operator.with_contiguous_rows(q1, q2, k1, k2, v)
-    options = (is_causal, window, scale, need_gradient, *(form or Form(bool(_one_pass))))
-    return operator.forward(*tensors, lam, attn_mask, None, None, *options)[0]
+    if rest:
+        call = replace(of_list(call, *rest), variant=form)
+    if call.v.dtype == torch.bfloat16 and operator.INTERPRETED:  # which multiplies the bit patterns of bf16
+        return attend(in_dtype(call, torch.float32)).bfloat16()
+    T, S, mask, documents = call.q1.shape[2], call.k1.shape[2], call.attn_mask, call.documents
+    options = call.is_causal, call.window
+    if T <= MAX_DECODE_QUERIES and S >= MIN_DECODE_KEYS and not call.gradients and documents is None:
+        *tensors, lam = call.inputs
+        if decode.unsupported_reason(*tensors, mask, *options) is None:
+            return decode.attend_decode(*tensors, lam, mask, *options, call.scale)
+    if mask is not None and _whole_rows(mask):
+        out = attend(replace(call, attn_mask=None))
+        return torch.where(mask[..., :1], out, 0)  # which also zeroes the gradients of masked rows
+    rows = [None if x is None else operator.rows_contiguous(x) for x in call[:5]]
+    bounds = (None, None) if documents is None else documents[:2]
+    variant = call.variant or TritonVariant(bool(_one_pass))
+    return operator.forward(
+        *rows, call.lam, mask, *bounds, *options, call.scale, bool(call.gradients), variant.one_pass, variant.gluon
+    )[0]
 
 
-def attend_varlen(
-    q1, q2, k1, k2, v, lam, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, is_causal, window, scale,
-    form: Form | None = None,
-) -> Tensor:  # fmt: skip
-    """``attend`` within each document: tensors packed as [1, heads, total, width], lam [1, H, total, 1].
-
-    The lengths of the longest documents are not needed; exported checkpoints give them.
-    """
-    from diff_transformer.ops.triton import operator
-
-    documents = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
-    if v.dtype == torch.bfloat16 and operator.INTERPRETED:
-        return attend_varlen(*_in_fp32(q1, q2, k1, k2, v), lam, *documents, is_causal, window, scale, form).bfloat16()
-    tensors = operator.with_contiguous_rows(q1, q2, k1, k2, v)
-    need_gradient = _gradient_needed(q1, q2, k1, k2, v, lam)
-    options = (is_causal, window, scale, need_gradient, *(form or Form(bool(_one_pass))))
-    return operator.forward(*tensors, lam, None, cu_seqlens_q, cu_seqlens_k, *options)[0]
+def takes_packed(call: Call) -> bool:
+    """Whether all packed documents are computed at once."""
+    return True
 
 
 def _whole_rows(attn_mask: Tensor) -> bool:
     """Whether a boolean mask masks each row fully or not at all."""
     return attn_mask.dtype == torch.bool and (attn_mask.shape[3] == 1 or attn_mask.stride(3) == 0)
-
-
-def _in_fp32(q1, q2, k1, k2, v) -> tuple[Tensor, ...]:
-    """The tensors in fp32 for the interpreter, which multiplies the bit patterns of bf16. If k2 is k1, it stays so."""
-    k1_wide = k1.float()
-    return q1.float(), q2.float(), k1_wide, k1_wide if k2 is k1 else k2.float(), v.float()
-
-
-def _gradient_needed(*tensors: Tensor) -> bool:
-    return torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
 
 
 @contextmanager
@@ -192,9 +178,10 @@ def interpreted() -> bool:
     return os.environ.get("TRITON_INTERPRET", "0") == "1" if launching is None else launching.INTERPRETED
 
 
-def unsupported_call_reason(q1, q2, k1, k2, v, lam, attn_mask, is_causal, window, scale) -> str | None:
+def unsupported_call_reason(call: Call, *rest) -> str | None:
     """Why the backend cannot compute this call, or None."""
-    D, Dv = q1.shape[-1], v.shape[-1]
+    call = of_list(call, *rest) if rest else call
+    D, Dv = call.q1.shape[-1], call.v.shape[-1]
     if D > MAX_D or Dv > MAX_DV:
         return (
             f"q1 has width {D} and v width {Dv}; the Triton kernels take at most {MAX_D} and {MAX_DV}: "
@@ -203,5 +190,12 @@ def unsupported_call_reason(q1, q2, k1, k2, v, lam, attn_mask, is_causal, window
     return None
 
 
-# Checkpoints exported by earlier builds call these names.
-why_not, why_not_arguments = unsupported_reason, unsupported_call_reason
+# Names that checkpoints exported by earlier builds call.
+
+
+def attend_varlen(q1, q2, k1, k2, v, lam, *rest, form: TritonVariant | None = None) -> Tensor:
+    """``attend`` within each document; rest: the fields of ``Documents``, is_causal, window and scale."""
+    return attend(replace(of_list(q1, q2, k1, k2, v, lam, None, *rest[4:], Documents(*rest[:4])), variant=form))
+
+
+forms, why_not, why_not_arguments = variants, unsupported_reason, unsupported_call_reason

@@ -1,6 +1,6 @@
 """The kernels as PyTorch operators with gradients, so that they work with torch.compile, export and checkpointing.
 
-Arguments are the fields of ``Call``. Results are those of ``forward.launch_forward`` and ``backward.launch_backward``.
+Arguments are the fields of ``Call``. Results are those of ``forward.plan_forward`` and ``backward.launch_backward``.
 """
 
 import logging
@@ -11,22 +11,18 @@ from torch import Tensor
 
 from diff_transformer.ops import flops, gluon
 from diff_transformer.ops.arguments import refuse_second_derivatives
+from diff_transformer.ops.call import Call, Documents, of_list
 from diff_transformer.ops.gluon.backward import attend_backward
 from diff_transformer.ops.gluon.forward import attend_forward
 from diff_transformer.ops.gluon.support import switched_off
 from diff_transformer.ops.triton.backward import launch_backward
-from diff_transformer.ops.triton.call import Call, Documents
-from diff_transformer.ops.triton.forward import launch_forward
+from diff_transformer.ops.triton.forward import plan_forward
 from diff_transformer.ops.triton.launching import INTERPRETED as INTERPRETED
-from diff_transformer.ops.triton.launching import like_queries, rows_contiguous, transposed_like
+from diff_transformer.ops.triton.launching import like_queries, on_device, transposed_like
+from diff_transformer.ops.triton.launching import rows_contiguous as rows_contiguous
+from diff_transformer.ops.triton.tile_sizes import table_of
 
 log = logging.getLogger("diff_transformer")
-
-
-def with_contiguous_rows(q1, q2, k1, k2, v) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor]:
-    """The tensors with a last stride of 1, copied where needed; None for k2 where it is k1."""
-    second_keys = None if k2 is k1 else rows_contiguous(k2)
-    return rows_contiguous(q1), rows_contiguous(q2), rows_contiguous(k1), second_keys, rows_contiguous(v)
 
 
 @torch.library.custom_op("diff_transformer::triton", mutates_args=())
@@ -51,14 +47,16 @@ def forward(
 
     one_pass is for the backward. by_gluon: use Gluon if it can, in the backward too.
     """
-    call = Call(
-        q1, q2, k1, k2, v, lam, scale=scale, is_causal=is_causal, window=window, attn_mask=attn_mask,
-        documents=_documents(cu_seqlens_q, cu_seqlens_k),
-    )  # fmt: skip
+    documents = None if cu_seqlens_q is None or cu_seqlens_k is None else Documents(cu_seqlens_q, cu_seqlens_k)
+    call = of_list(q1, q2, k1, k2, v, lam, attn_mask, is_causal, window, scale, documents)
     if by_gluon and _gluon_forward(call):
         return attend_forward(call, need_gradient)
     _announce("forward", str(q1.device), q1.dtype, "plain Triton")
-    return launch_forward(call, need_gradient)
+    results, launches = plan_forward(call, need_gradient, table_of(q1))
+    with on_device(q1.device):
+        for launch in launches:
+            launch.start()
+    return results
 
 
 @torch.library.custom_op("diff_transformer::triton_backward", mutates_args=())
@@ -86,10 +84,8 @@ def backward(
     """Gradients of q1, q2, k1, k2, v and lam; that of k2 is empty if k2 is None. by_gluon: use Gluon if it can."""
     one_pass = one_pass and not torch.are_deterministic_algorithms_enabled()
     passes = "one pass" if one_pass else "two passes"
-    call = Call(
-        q1, q2, k1, k2, v, lam, scale=scale, is_causal=is_causal, window=window, attn_mask=attn_mask,
-        documents=_documents(cu_seqlens_q, cu_seqlens_k),
-    )  # fmt: skip
+    documents = None if cu_seqlens_q is None or cu_seqlens_k is None else Documents(cu_seqlens_q, cu_seqlens_k)
+    call = of_list(q1, q2, k1, k2, v, lam, attn_mask, is_causal, window, scale, documents)
     saved = (out, out2, lse1, lse2)
     if by_gluon and _gluon_backward(call, one_pass, passes):
         return attend_backward(call, dout, saved)
@@ -140,12 +136,6 @@ flops.count({
 })  # fmt: skip
 forward.register_autograd(_differentiate, setup_context=_save)
 backward.register_autograd(refuse_second_derivatives)
-
-
-def _documents(cu_seqlens_q: Tensor | None, cu_seqlens_k: Tensor | None) -> Documents | None:
-    if cu_seqlens_q is None or cu_seqlens_k is None:
-        return None
-    return Documents(cu_seqlens_q, cu_seqlens_k)
 
 
 def _gluon_forward(call: Call) -> bool:

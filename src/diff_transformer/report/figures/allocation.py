@@ -2,8 +2,9 @@
 
 import re
 
+from diff_transformer.lab.quantities import QUANTITIES
 from diff_transformer.report.charts import Line, line_chart
-from diff_transformer.report.figure import Figure, panels
+from diff_transformer.report.figure import Figure, folded, panels
 from diff_transformer.report.markup import Html, mean, number, table
 from diff_transformer.report.models import Results, Series, compared, legend_of, models_in
 from diff_transformer.report.render import Chart, panel
@@ -31,10 +32,10 @@ def build(results: Results) -> Figure | None:
         "and to the noise, the other text of the document (lower is better). Means over heads and layers of each "
         "head's shares. On the map averaged over heads, weights of different sign cancel; the paper does not say which "
         "it measured.",
-        body=panels(*by_depth) + (panels(*by_layer) if by_layer else "") + legend_of(models),
+        body=panels(*by_depth) + legend_of(models) + (folded("Layer by layer", panels(*by_layer)) if by_layer else ""),
         findings=[
-            _finding(models, "answer", depths, "higher"),
-            _finding(models, "noise", depths, "lower"),
+            _finding(results, models, "answer", depths, "higher"),
+            _finding(results, models, "noise", depths, "lower"),
             *(
                 compared(f"{PARTS[part]} on the map averaged over heads", models, f"{part}_mean_map", better)
                 for part, better in (("answer", "higher"), ("noise", "lower"))
@@ -54,9 +55,11 @@ def _overall(model: Series, part: str, depths: list[int]) -> dict[int, float]:
     return whole or {s: mean([v[s] for v in by_depth if s in v]) or 0.0 for s in seeds}
 
 
-def _finding(models: list[Series], part: str, depths: list[int], better: str):
+def _finding(results: Results, models: list[Series], part: str, depths: list[int], better: str):
     values = [_overall(one, part, depths) for one in models]
-    return compared(f"Attention to the {part}, mean over depths", models, values, better)
+    return compared(
+        f"Attention to the {part}, mean over depths", models, values, better, of=(results, QUANTITIES[part])
+    )
 
 
 def _by_depth(models: list[Series], part: str, depths: list[int]) -> Chart:

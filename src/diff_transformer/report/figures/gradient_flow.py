@@ -51,6 +51,7 @@ def build(results: Results) -> Figure | None:
         paper="the appendix derives the gradients in closed form and concludes that magnitudes are equal; it "
         "reports no numbers.",
         data=_data(models),
+        folded=bool(results.about),
     )
 
 

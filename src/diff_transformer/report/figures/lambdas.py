@@ -11,7 +11,12 @@ Layers = list[list[Point]]  # for each layer, its points (step, lambda)
 
 def build(results: Results) -> Figure | None:
     """Lambda by layer over training, and its final value beside lambda_init."""
-    curves = {record.seed: record.curves["lambda"] for record in results.records if record.curves.get("lambda")}
+    styles = results.styles()
+    curves = {
+        record.seed: record.curves["lambda"]
+        for record in results.records
+        if record.curves.get("lambda") and styles[record.side] == "diff"
+    }
     seeds = {seed: _layers(curve) for seed, curve in curves.items()}
     seeds = {seed: layers for seed, layers in seeds.items() if layers and all(layers)}
     if not seeds:
@@ -35,6 +40,7 @@ def build(results: Results) -> Figure | None:
         paper="lambda starts near 0.8 − 0.6 exp(−0.3 (l − 1)) for layer l = 1, 2, …: 0.20, 0.36, 0.47 in the first "
         "three layers, and close to 0.8 in deep ones.",
         data=_data(seeds, start),
+        folded=True,
     )
 
 

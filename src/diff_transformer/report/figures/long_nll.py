@@ -1,11 +1,14 @@
 """Negative log-likelihood by position."""
 
+import math
 import re
+from dataclasses import replace
 
-from diff_transformer.lab.stats import over_seeds
+from diff_transformer.lab.quantities import QUANTITIES, difference, loss_up_to
+from diff_transformer.lab.stats import Interval
 from diff_transformer.report.charts import Line, Point, averaged, line_chart, padded
 from diff_transformer.report.figure import Figure, Finding, key, panels
-from diff_transformer.report.markup import Html, is_number, number, plural, table
+from diff_transformer.report.markup import Html, number, plural, table
 from diff_transformer.report.models import Results, Series, compared, legend_of, models_in, pair_in
 from diff_transformer.report.render import Chart, panel
 
@@ -27,10 +30,11 @@ def build(results: Results) -> Figure | None:
     if gaps:
         shown.append(panel("DIFF − Transformer, nats per token: below 0, DIFF is better", _difference(gaps, positions)))
     several = any(len(model.metrics) > 1 for model in models)
-    findings = [_interval(gaps), _books(models)]
+    findings = [_books(models)]
     if shared:
         said = f"Average NLL over the first {shared[-1]:,} positions"
-        findings.insert(0, compared(said, models, f"nll{shared[-1]}", "lower"))
+        of = (results, QUANTITIES[EVAL]) if shared[-1] == positions[-1] else None
+        findings.insert(0, compared(said, models, f"nll{shared[-1]}", "lower", of=of))
     return Figure(
         id="long-nll",
         title="Does a longer context keep helping?",
@@ -78,57 +82,40 @@ def ticks(positions: list[int]) -> list[tuple[float, str]]:
     return [(float(n), f"{n // 1024}K" if n >= 1024 else str(n)) for n in kept]
 
 
-def _gaps(diff: Series, soft: Series, positions: list[int]) -> dict[int, tuple[float, float]]:
-    """By position: DIFF minus Transformer, and the half-width of its 95 % interval over books (0 without rows).
-
-    Each book's difference is a mean over seeds, because the same book under several seeds is not independent."""
+def _gaps(diff: Series, soft: Series, positions: list[int]) -> dict[int, Interval]:
+    """By position: DIFF minus Transformer, with the interval of the claims, or without one where rows are missing."""
+    ours, theirs = ({part.record.seed: part for part in one.parts} for one in (diff, soft))
+    seeds = sorted(ours.keys() & theirs.keys())
+    edges = [part.provenance.get("edges") for side in (ours, theirs) for part in side.values()]
     gaps = {}
-    books = _by_book(diff), _by_book(soft)
-    shared = sorted(books[0].keys() & books[1].keys())
     for n in positions:
-        by_book: dict[str, list[float]] = {}
-        for place, book in shared:
-            ours, theirs = books[0][place, book], books[1][place, book]
-            if n in ours and n in theirs:
-                by_book.setdefault(book, []).append(ours[n] - theirs[n])
         a, b = diff.mean(f"nll{n}"), soft.mean(f"nll{n}")
-        if len(by_book) > 1:
-            found = over_seeds([sum(values) / len(values) for values in by_book.values()])
-            gaps[n] = found.mean, (found.high or found.mean) - found.mean
+        try:
+            quantity = replace(QUANTITIES[EVAL], scores=loss_up_to(edges[0] or [], n))
+            found, _ = difference(quantity, *([side[seed].record for seed in seeds] for side in (ours, theirs)))
+        except (KeyError, TypeError, ValueError, IndexError, ZeroDivisionError):  # rows of another form
+            found = None
+        if found is not None and math.isfinite(found.mean):
+            gaps[n] = found
         elif a is not None and b is not None:
-            gaps[n] = a - b, 0.0
+            gaps[n] = Interval(a - b, None, None, "")
     return gaps
 
 
-def _by_book(model: Series) -> dict[tuple[int, str], dict[int, float]]:
-    """By entry and book: the average loss up to each edge of the bins."""
-    found = {}
-    for place, part in enumerate(model.parts):
-        edges = part.provenance.get("edges") or []
-        for row in part.rows:
-            sums, counts = row.get("sums") or [], row.get("counts") or []
-            if len(sums) != len(counts) or len(edges) != len(sums) + 1 or not all(map(is_number, [*sums, *counts])):
-                continue
-            total, tokens, means = 0.0, 0, {}
-            for edge, part, count in zip(edges[1:], sums, counts, strict=True):
-                total, tokens = total + part, tokens + count
-                means[edge] = total / tokens if tokens else 0.0
-            found[place, str(row.get("book"))] = means
-    return found
-
-
-def _difference(gaps: dict[int, tuple[float, float]], positions: list[int]) -> Chart:
-    middle = [(float(n), gap) for n, (gap, _) in gaps.items()]
-    lines = [Line("DIFF − Transformer", middle, "difference", marks=True, read=True)]
-    if any(half for _, half in gaps.values()):
-        for sign in (-1, 1):
-            lines.append(Line("", [(float(n), g + sign * h) for n, (g, h) in gaps.items()], "difference", thin=True))
+def _difference(gaps: dict[int, Interval], positions: list[int]) -> Chart:
+    lines = [Line("DIFF − Transformer", [(float(n), gap.mean) for n, gap in gaps.items()], "difference", marks=True,
+                  read=True)]  # fmt: skip
+    over = next((gap.over for gap in gaps.values() if gap.low is not None), "").replace("examples", "books")
+    for end in (0, 1) if over else ():
+        ends = [(float(n), (gap.low, gap.high)[end]) for n, gap in gaps.items()]
+        lines.append(Line("", [(n, at) for n, at in ends if at is not None], "difference", thin=True))
     settled = [v for line in lines for n, v in line.points if n >= min(SETTLED, positions[-1])]
     low, high = padded([*settled, 0.0], 0.1)
     return line_chart(
         "Difference in average negative log-likelihood, DIFF minus Transformer, up to a position",
         lines,
-        x_label="position, tokens; thin: 95 % interval over books" if len(lines) > 1 else "position, tokens",
+        x_label="position, tokens"
+        + (f"; thin: 95 % interval over {over.replace('examples', 'books')}" if over else ""),
         x_name="position",
         x_ticks=ticks(positions),
         y_range=(low, high),
@@ -137,18 +124,6 @@ def _difference(gaps: dict[int, tuple[float, float]], positions: list[int]) -> C
         log_x=True,
         height=240,
     )
-
-
-def _interval(gaps: dict[int, tuple[float, float]]) -> Finding | None:
-    if not gaps:
-        return None
-    n = max(gaps)
-    gap, half = gaps[n]
-    if not half:
-        return None
-    low, high = number(gap - half, 4, sign=True), number(gap + half, 4, sign=True)
-    said = f"Up to position {n:,}, DIFF − Transformer is {number(gap, 4, sign=True)}, 95 % interval over books"
-    return Finding("note", f"{said} {low} to {high}.")
 
 
 def _books(models: list[Series]) -> Finding | None:

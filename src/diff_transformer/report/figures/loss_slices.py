@@ -1,5 +1,6 @@
 """Validation loss on tokens that repeat an n-gram of the context, and on the others."""
 
+from diff_transformer.lab.quantities import QUANTITIES
 from diff_transformer.report.charts import category_chart
 from diff_transformer.report.figure import Figure, Finding, key, panels
 from diff_transformer.report.markup import Html, mean, number, table
@@ -39,11 +40,16 @@ def build(results: Results) -> Figure | None:
         "All other tokens must be predicted."
         + (" The second panel shows the difference of each seed." if pair else ""),
         body=panels(*shown) + legend_of(models, *extra),
-        findings=[compared(SLICES[n][0].upper() + SLICES[n][1:], models, n, "lower") for n in present]
-        + [_share(models)],
+        findings=[_finding(results, models, n) for n in present] + [_share(models)],
         paper="at 1.4 B †, all tokens, AR-Hit, others: Transformer 3.087 0.898 3.272, DIFF 3.062 0.880 3.247.",
         data=_data(models),
+        folded=bool(results.about),
     )
+
+
+def _finding(results: Results, models: list[Series], name: str) -> Finding | None:
+    quantity = QUANTITIES["loss" if name == "validation" else name]
+    return compared(SLICES[name][0].upper() + SLICES[name][1:], models, name, "lower", of=(results, quantity))
 
 
 def _gaps(diff: Series, soft: Series, name: str) -> dict[int, float]:

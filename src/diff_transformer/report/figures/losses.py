@@ -1,9 +1,10 @@
 """Training and validation loss over steps."""
 
-from diff_transformer.report.charts import NAMES, Line, Point, averaged, bucketed, line_chart
-from diff_transformer.report.figure import Figure, key, legend, panels, versus
-from diff_transformer.report.markup import Html, is_number, number, table
-from diff_transformer.report.models import SIDES, Results, side_of
+from diff_transformer.lab.sides import PAIR, name_of
+from diff_transformer.report.charts import Line, Point, averaged, bucketed, line_chart
+from diff_transformer.report.figure import Figure, key, panels, versus
+from diff_transformer.report.markup import Html, is_number, join, number, table, tag
+from diff_transformer.report.models import Results
 from diff_transformer.report.render import Chart, panel
 
 Curves = dict[str, dict[int, list[Point]]]  # side -> seed -> points
@@ -14,8 +15,8 @@ def read_curves(results: Results, name: str, what: str = "loss") -> Curves:
     found: Curves = {}
     for record in results.records:
         if points := finite_points(record.curves.get(name, {}), what):
-            found.setdefault(side_of(record.side), {})[record.seed] = points
-    return found
+            found.setdefault(record.side, {})[record.seed] = points
+    return {side: found[side] for side in results.sides() if side in found}
 
 
 def finite_points(curve: dict, what: str) -> list[Point]:
@@ -30,11 +31,13 @@ def build(results: Results) -> Figure | None:
     validation = read_curves(results, "validation")
     if not training and not validation:
         return None
-    shown = []
+    shown, styles = [], results.styles()
     if training:
-        shown.append(panel("Training loss, nats per token", _chart("Training loss", training)))
+        shown.append(panel("Training loss, nats per token", _chart("Training loss", training, styles)))
     if validation:
-        shown.append(panel("Validation loss, nats per token", _chart("Validation loss", validation, marks=True)))
+        shown.append(
+            panel("Validation loss, nats per token", _chart("Validation loss", validation, styles, marks=True))
+        )
     last = {name: _last(curves) for name, curves in (("validation", validation), ("training", training)) if curves}
     findings = [
         versus(f"Last {name} loss", final.get("diff", {}), final.get("softmax", {}), "lower")
@@ -48,7 +51,17 @@ def build(results: Results) -> Figure | None:
         "neighbouring log steps, and the first steps may lie above the frame. The training loss weights each "
         "source of the mixture by its share. The validation loss is over held-out text; the claims use other "
         "held-out text.",
-        body=panels(*shown, columns=len(shown)) + legend(key("thin-line", "one seed")),
+        body=panels(*shown, columns=len(shown))
+        + tag(
+            "p",
+            join(
+                [
+                    *(key(styles[side], name_of(side)) for side in {**training, **validation}),
+                    key("thin-line", "one seed"),
+                ]
+            ),
+            class_="legend",
+        ),
         findings=findings,
         paper="6.8 B parameters of DIFF reach the loss of an 11 B Transformer, and 160 B tokens reach that of 251 B.",
         data=_data(last, validation),
@@ -63,17 +76,17 @@ def _last(curves: Curves) -> dict[str, dict[int, float]]:
     }
 
 
-def _chart(name: str, curves: Curves, marks: bool = False) -> Chart:
+def _chart(name: str, curves: Curves, styles: dict[str, str], marks: bool = False) -> Chart:
     lines: list[Line] = []
-    for side in SIDES:
-        seeds = {seed: bucketed(points) for seed, points in curves.get(side, {}).items()}
+    for side, by_seed in curves.items():
+        seeds = {seed: bucketed(points) for seed, points in by_seed.items()}
         several = len(seeds) > 1
-        if several:
-            lines += [Line(f"{NAMES[side]} seed {s}", p, side, thin=True) for s, p in seeds.items()]
-        title = f"{NAMES[side]}{f', mean of {len(seeds)} seeds' if several else ''}"
-        lines.append(Line(title, averaged(list(seeds.values())), side, marks=marks, read=True))
+        if several and len(curves) <= len(PAIR) + 1:  # a line a seed of more models cannot be told apart
+            lines += [Line(f"{name_of(side)} seed {s}", p, styles[side], thin=True) for s, p in seeds.items()]
+        title = f"{name_of(side)}{f', mean of {len(seeds)} seeds' if several else ''}"
+        lines.append(Line(title, averaged(list(seeds.values())), styles[side], marks=marks, read=True))
     return line_chart(
-        f"{name} of DIFF and Transformer over training steps", lines, x_label="training step", y_range=_frame(lines)
+        f"{name} of the models over training steps", lines, x_label="training step", y_range=_frame(lines)
     )
 
 
@@ -88,17 +101,17 @@ def _frame(lines: list[Line]) -> tuple[float, float]:
 
 def _data(last: dict[str, dict[str, dict[int, float]]], validation: Curves) -> Html:
     rows: list[list[object]] = [
-        [f"{NAMES[side]}, seed {seed}: last {name} loss", number(value, 4)]
+        [f"{name_of(side)}, seed {seed}: last {name} loss", number(value, 4)]
         for name, final in last.items()
-        for side in SIDES
-        for seed, value in final.get(side, {}).items()
+        for side, by_seed in final.items()
+        for seed, value in by_seed.items()
     ]
     head: list[object] = ["", "nats per token"]
     parts = [table(head, rows, "Last losses")]
     runs = {
-        f"{NAMES[side]}, seed {seed}": dict(points)
-        for side in SIDES
-        for seed, points in validation.get(side, {}).items()
+        f"{name_of(side)}, seed {seed}": dict(points)
+        for side, by_seed in validation.items()
+        for seed, points in by_seed.items()
     }
     if runs:
         steps = sorted({s for points in runs.values() for s in points})

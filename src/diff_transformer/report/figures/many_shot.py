@@ -2,6 +2,7 @@
 
 import re
 
+from diff_transformer.lab.quantities import QUANTITIES
 from diff_transformer.report.charts import Line, averaged, category_chart, line_chart
 from diff_transformer.report.figure import Figure, Finding, key, panels
 from diff_transformer.report.markup import Html, join, mean, number, short, table
@@ -30,7 +31,7 @@ def build(results: Results) -> Figure | None:
     shown, findings, tables = [], [], []
     for name, models in by_set.items():
         shown += [_curves(name, models), _orders(name, models)]
-        findings += _findings(name, models)
+        findings += _findings(results, name, models)
         tables.append(_table(name, models))
     everyone = list({model.side: model for models in by_set.values() for model in models}.values())
     return Figure(
@@ -130,13 +131,14 @@ def _accuracies(model: Series, order: str) -> dict[int, float]:
     return dict(enumerate(found))
 
 
-def _findings(name: str, models: list[Series]) -> list[Finding | None]:
+def _findings(results: Results, name: str, models: list[Series]) -> list[Finding | None]:
     counts = {_counts(model)[-1] for model in models}
     said = f"{name}, {counts.pop()} examples" if len(counts) == 1 else f"{name}, longest prompt"
+    of = {order: (results, QUANTITIES[f"order_{order}"]) for order in ORDERS}
     found = [compared(f"{said}, accuracy", models, [_last(model) for model in models], "higher")]
     for order, words in ORDERS.items():
         margins = [_last(model, f"{order}_margin") for model in models]
-        found.append(compared(f"{name}, best − worst order {words}", models, margins, "lower"))
+        found.append(compared(f"{name}, best − worst order {words}", models, margins, "lower", of=of[order]))
     chance = mean([v for model in models for v in model.seeds("chance").values()])
     best = max(mean(_last(model)) or 0.0 for model in models)
     if chance is not None and best < 1.5 * chance:

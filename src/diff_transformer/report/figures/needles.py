@@ -2,8 +2,9 @@
 
 import re
 
+from diff_transformer.lab.quantities import needle
 from diff_transformer.report.charts import Line, averaged, category_chart, heat_map, line_chart
-from diff_transformer.report.figure import Figure, Finding, key, panels
+from diff_transformer.report.figure import Figure, Finding, folded, key, panels
 from diff_transformer.report.markup import Html, mean, number, short, table
 from diff_transformer.report.models import Results, Series, compared, legend_of, models_in, names_of
 from diff_transformer.report.render import Chart, panel
@@ -37,9 +38,9 @@ def build(results: Results) -> Figure | None:
             panel("Accuracy by depth, mean over (N, R)", _by_depth(models, grids, depths)) if len(depths) > 1 else None,
         )
         + (legend_of(models) if chance is None else legend_of(models, key("dashed", f"chance, {number(chance)}")))
-        + (panels(*maps) if maps else "")
-        + (panels(*by_length) if by_length else ""),
-        findings=_findings(models, grids, chance),
+        + (folded("Maps of depth by number of needles", panels(*maps)) if maps else "")
+        + (folded("Maps of depth by length", panels(*by_length)) if by_length else ""),
+        findings=_findings(results, models, grids, chance),
         paper="at 3 B and 4 K tokens, (N, R) = (1, 1) (2, 2) (4, 2) (6, 2): Transformer 1.00 0.85 0.62 0.55, DIFF "
         "1.00 0.92 0.84 0.85 †; from 8 K to 64 K tokens with (8, 1), DIFF leads by 0.76 at 25 % depth in 64 "
         "K.",
@@ -136,11 +137,11 @@ def _grid(model: Series, label: str, columns: list[tuple], depths: list[int], x_
     )
 
 
-def _findings(models: list[Series], grids: list[Grid], chance: float | None) -> list[Finding | None]:
+def _findings(results: Results, models: list[Series], grids: list[Grid], chance: float | None) -> list[Finding | None]:
     said: list[Finding | None] = []
     for n, r in grids:
         values = [_accuracy(one, (n, r)) for one in models]
-        said.append(compared(f"N = {n}, R = {r}", models, values, "higher"))
+        said.append(compared(f"N = {n}, R = {r}", models, values, "higher", of=(results, needle(n, r))))
         best = max((mean(found) or 0.0 for found in values), default=0.0)
         if chance is not None and best < 2 * chance:
             who = "no model" if len(models) > 2 else "neither model" if len(models) == 2 else models[0].label

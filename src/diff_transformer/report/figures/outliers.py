@@ -2,8 +2,9 @@
 
 import re
 
+from diff_transformer.lab.quantities import QUANTITIES
 from diff_transformer.report.charts import Line, category_chart, line_chart
-from diff_transformer.report.figure import Figure, Finding, panels
+from diff_transformer.report.figure import Figure, Finding, folded, panels
 from diff_transformer.report.markup import Html, mean, number, table
 from diff_transformer.report.models import Results, Series, compared, legend_of, models_in, names_of
 from diff_transformer.report.render import Chart, panel
@@ -32,8 +33,11 @@ def build(results: Results) -> Figure | None:
         source=("Table 5",),
         read="The k-th largest magnitude over all positions measured, and the median, on a logarithmic axis. A "
         "model with smaller outliers and a similar median is easier to quantise.",
-        body=panels(*shown) + (panels(*by_layer) if by_layer else "") + legend_of(models) + _table(models, kinds),
-        findings=[f for kind in kinds for f in _findings(models, kind)],
+        body=panels(*shown)
+        + legend_of(models)
+        + (folded("Layer by layer", panels(*by_layer)) if by_layer else "")
+        + folded("Table", _table(models, kinds)),
+        findings=[f for kind in kinds for f in _findings(results, models, kind)],
         paper="largest value and median at 3 B †: logits 318 and 5.4 in the Transformer, 38.8 and 3.3 in DIFF; "
         "hidden states 3609 and 0.6, 1688 and 1.2.",
         data=_seeds(models, kinds),
@@ -68,7 +72,7 @@ def _by_layer(models: list[Series], kind: str, layers: list[int]) -> Chart:
     )
 
 
-def _findings(models: list[Series], kind: str) -> list[Finding | None]:
+def _findings(results: Results, models: list[Series], kind: str) -> list[Finding | None]:
     """Findings on the largest magnitude and on its multiple of the median, the measure of an outlier."""
     name = "Logits" if kind == "logits" else "Hidden states"
     ratios = []
@@ -76,8 +80,10 @@ def _findings(models: list[Series], kind: str) -> list[Finding | None]:
         median = one.seeds(f"{kind}_median")
         ratios.append({s: v / median[s] for s, v in one.seeds(f"{kind}_top1").items() if median.get(s)})
     return [
-        compared(f"{name}, top 1", models, f"{kind}_top1", "lower", digits=None),
-        compared(f"{name}, top 1 over median", models, ratios, "lower", digits=1),
+        compared(f"{name}, top 1", models, f"{kind}_top1", "lower", None, of=(results, QUANTITIES[kind])),
+        compared(
+            f"{name}, top 1 over median", models, ratios, "lower", 1, of=(results, QUANTITIES[f"{kind}_in_medians"])
+        ),
     ]
 
 

@@ -2,6 +2,7 @@
 
 import re
 
+from diff_transformer.lab.quantities import QUANTITIES
 from diff_transformer.report.charts import category_chart
 from diff_transformer.report.figure import Figure, Finding, key, panels
 from diff_transformer.report.markup import Html, mean, number, table
@@ -33,10 +34,11 @@ def build(results: Results) -> Figure | None:
         "log-probability per character. Loss: held-out text.",
         body=panels(*(panel(KINDS[kind], _chart(models, kind, bits, chance)) for kind in kinds))
         + legend_of(models, *extra),
-        findings=[f for kind in kinds for f in _findings(models, kind, bits)],
+        findings=[f for kind in kinds for f in _findings(results, models, kind, bits)],
         paper="zero-shot accuracy on HellaSwag at 3 B: DIFF keeps its accuracy from 16 to 6 bits, where the "
         "Transformer's drops. At 4 bits, DIFF is near the Transformer at 6 bits and about 0.25 above it at 4.",
         data=_data(models, bits),
+        folded=bool(results.about),
     )
 
 
@@ -59,13 +61,15 @@ def _chart(models: list[Series], kind: str, bits: list[int], chance: float | Non
     )
 
 
-def _findings(models: list[Series], kind: str, bits: list[int]) -> list[Finding | None]:
+def _findings(results: Results, models: list[Series], kind: str, bits: list[int]) -> list[Finding | None]:
     """Findings on the value at the fewest bits, and on its change from the most bits."""
     fewest, most, better = min(bits), max(bits), "higher" if kind == "accuracy" else "lower"
     said = [compared(f"{KINDS[kind]} at {fewest} bits", models, f"{kind}_{fewest}bit", better)]
     if fewest != most:
         what = f"Change of {kind} from {most} to {fewest} bits"
-        said.append(compared(what, models, [_change(one, kind, fewest, most) for one in models], better))
+        quantity = QUANTITIES["four_bits"] if (kind, fewest) == ("loss", 4) else None
+        changes = [_change(one, kind, fewest, most) for one in models]
+        said.append(compared(what, models, changes, better, of=(results, quantity)))
     return said
 
 

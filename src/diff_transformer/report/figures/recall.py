@@ -2,22 +2,12 @@
 
 import re
 
+from diff_transformer.lab.quantities import QUANTITIES
 from diff_transformer.report.charts import Line, Point, averaged, category_chart, line_chart
-from diff_transformer.report.figure import Figure, Finding, key, lead, panels
+from diff_transformer.report.figure import Figure, Finding, key, panels
 from diff_transformer.report.figures.losses import Curves, finite_points
-from diff_transformer.report.markup import is_number, mean, number, table
-from diff_transformer.report.models import (
-    SIDES,
-    STYLES,
-    Results,
-    Series,
-    as_dict,
-    compared,
-    dicts,
-    legend_of,
-    models_in,
-    names_of,
-)
+from diff_transformer.report.markup import mean, number, table
+from diff_transformer.report.models import STYLES, Results, Series, compared, legend_of, models_in, names_of
 from diff_transformer.report.render import Chart, panel
 
 EVAL = "recall"
@@ -32,15 +22,13 @@ MEASURES = {
 
 def build(results: Results) -> Figure | None:
     """Curves of accuracy over training, and bars of accuracy by length."""
-    pair = [one for one in models_in(results, EVAL) if one.seeds("accuracy")]
-    if not pair:
+    models = [one for one in models_in(results, EVAL) if one.seeds("accuracy")]
+    if not models:
         return None
-    beside = _variants(results)
-    models = [*pair, *(one for one, _ in beside)]
     longer = sorted({int(found[1]) for one in models for found in map(LONGER.fullmatch, one.names()) if found})
     names = {"accuracy": "as in training", **{f"accuracy_{times}x": f"{times} times as long" for times in longer}}
     chance = mean([v for one in models for v in one.seeds("chance").values()])
-    curves = {one.side: lines for one in pair if (lines := _curves(one))} | {one.side: lines for one, lines in beside}
+    curves = {one.side: lines for one in models if (lines := _curves(one))}
     return Figure(
         id="recall",
         title="Recall from noise",
@@ -54,8 +42,7 @@ def build(results: Results) -> Figure | None:
         )
         + (legend_of(models) if chance is None else legend_of(models, key("dashed", f"a guess, {number(chance)}"))),
         findings=[
-            compared("Accuracy at the end", pair, "accuracy", "higher"),
-            *(_against(pair, one) for one, _ in beside),
+            compared("Accuracy at the end", models, "accuracy", "higher", of=(results, QUANTITIES[EVAL])),
             _guesses(models, chance),
         ],
         data=table(
@@ -70,34 +57,6 @@ def _curves(model: Series) -> dict[int, list[Point]]:
     """Accuracy over training by seed."""
     found = {part.record.seed: finite_points(part.record.curves.get(EVAL, {}), "accuracy") for part in model.parts}
     return {seed: points for seed, points in found.items() if points}
-
-
-def _variants(results: Results) -> list[tuple[Series, dict[int, list[Point]]]]:
-    """The variants beside a comparison's pair, with their curves by seed."""
-    found = []
-    for row in dicts(results.about.get("variants")):
-        of = {int(seed): as_dict(one) for seed, one in as_dict(row.get("recall")).items() if str(seed).isdigit()}
-        if row.get("variant") not in SIDES and of:
-            metrics = {
-                seed: {name: value for name, value in as_dict(one.get("metrics")).items() if is_number(value)}
-                for seed, one in of.items()
-            }
-            lines = {seed: finite_points(as_dict(one.get("curve")), "accuracy") for seed, one in of.items()}
-            series = Series(f"s{len(found) % STYLES + 1}", str(row.get("label")), None, metrics)
-            found.append((series, {seed: points for seed, points in lines.items() if points}))
-    return found
-
-
-def _against(pair: list[Series], other: Series) -> Finding | None:
-    """DIFF's accuracy beside a variant's, paired by seed."""
-    ours = next((one.seeds("accuracy") for one in pair if one.side == "diff"), {})
-    theirs = other.seeds("accuracy")
-    gaps = [ours[seed] - theirs[seed] for seed in sorted(ours.keys() & theirs.keys())]
-    if not gaps:
-        return None
-    _, weak, seeds = lead(gaps, "higher")
-    gap = number(mean(gaps), 3, sign=True)
-    return Finding("note", f"DIFF's accuracy less that of {other.label}: {gap} ({seeds}).", weak)
 
 
 def _guesses(models: list[Series], chance: float | None) -> Finding | None:

@@ -4,55 +4,23 @@ import torch
 from torch import Tensor
 
 from diff_transformer import __version__
-from diff_transformer.inference.export.portable.installed import installed
-
-_package = installed("ops.triton")
-
-
-def attend(*arguments, **options) -> Tensor:
-    """As in the package."""
-    assert _package is not None  # unsupported_reason says so first
-    return _package.attend(*arguments, **options)
+from diff_transformer.inference.export.portable.package import attend_by_package, installed
+from diff_transformer.ops.call import Call
 
 
-def attend_varlen(*arguments, **options) -> Tensor:
-    """As in the package."""
-    assert _package is not None
-    return _package.attend_varlen(*arguments, **options)
+def attend(call: Call) -> Tensor:
+    """(softmax(q1 k1^T scale) - lam softmax(q2 k2^T scale)) v; the variant "auto" leaves the backend to the package."""
+    return attend_by_package(call, call.variant or "triton")
 
 
-def forms(*arguments) -> list:
-    """As in the package."""
-    assert _package is not None
-    return _package.forms(*arguments)
-
-
-def chosen_passes() -> bool | None:
-    """As in the package."""
-    return None if _package is None else _package.chosen_passes()
-
-
-def gluon_switches() -> str:
-    """As in the package."""
-    return "" if _package is None else _package.gluon_switches()
-
-
-def untried() -> bool:
-    """As in the package."""
-    return _package is not None and _package.untried()
+def takes_packed(call: Call) -> bool:
+    """Whether all packed documents are computed at once."""
+    return True
 
 
 def unsupported_reason(device: torch.device, dtype: torch.dtype) -> str | None:
     """Why the backend cannot work here, or None."""
-    if _package is None:
+    package = installed()
+    if package is None:
         return f"the exported model brings no kernels of its own; pip install diff-transformer=={__version__} for them"
-    return _package.unsupported_reason(device, dtype)
-
-
-# For torch.compile the answer is a constant, as it is in the package.
-unsupported_reason._dynamo_marked_constant = True  # ty: ignore[missing-attribute]
-
-
-def unsupported_call_reason(*arguments) -> str | None:
-    """Why the backend cannot compute this call, or None."""
-    return None if _package is None else _package.unsupported_call_reason(*arguments)
+    return package.triton.unsupported_reason(device, dtype)

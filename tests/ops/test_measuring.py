@@ -9,8 +9,8 @@ import pytest
 import torch
 from filelock import FileLock
 
-from diff_transformer.ops import dispatch
-from diff_transformer.ops.dispatch import fastest
+from diff_transformer.ops import measuring
+from diff_transformer.ops.measuring import kept, measure
 
 KEY = {"processor": "abacus", "width": 64}
 
@@ -18,13 +18,13 @@ KEY = {"processor": "abacus", "width": 64}
 @pytest.fixture(autouse=True)
 def cache(monkeypatch, tmp_path):
     monkeypatch.setenv("DIFF_TRANSFORMER_CACHE", str(tmp_path))
-    monkeypatch.delenv(dispatch.SWITCH, raising=False)
+    monkeypatch.delenv(measuring.SWITCH, raising=False)
     next_process(monkeypatch)
     return tmp_path / "fastest"
 
 
 def next_process(monkeypatch):
-    monkeypatch.setattr(dispatch, "_verdicts", {})
+    monkeypatch.setattr(measuring, "_verdicts", {})
 
 
 class Forms(dict):
@@ -46,7 +46,7 @@ class Forms(dict):
 
 
 def chosen(forms, key=KEY, **options):
-    return fastest(key, forms, timer=forms.timer, **options)
+    return measure(key, forms, timer=forms.timer, **options).fastest
 
 
 def test_the_fastest_is_found_once_on_a_machine(monkeypatch, cache, caplog):
@@ -55,8 +55,8 @@ def test_the_fastest_is_found_once_on_a_machine(monkeypatch, cache, caplog):
         assert chosen(forms) == chosen(forms) == "second"
     assert len(caplog.messages) == 1
     assert "second 1 ms, third 1.1 ms, first 3 ms" in caplog.messages[0]
-    assert forms.calls["first"] == 1 + dispatch.TURNS[0], "one call to warm up"
-    assert forms.calls["second"] >= 1 + dispatch.TURNS[0]
+    assert forms.calls["first"] == 1 + measuring.TURNS[0], "one call to warm up"
+    assert forms.calls["second"] >= 1 + measuring.TURNS[0]
     next_process(monkeypatch)
     again = Forms(first=0.001, second=1.0, third=1.0)
     assert chosen(again) == "second", "kept on the disk"
@@ -96,7 +96,7 @@ def test_what_cannot_run_is_left_out(monkeypatch, cache):
         RuntimeError("CUDA error: out of memory"),
         OSError(28, "No space left on device"),
         RuntimeError("Failed to find C compiler. Please specify via CC environment variable."),
-        dispatch.NotNow("the trial found no GPU"),
+        measuring.NotNow("the trial found no GPU"),
     ],
     ids=lambda error: type(error).__name__,
 )
@@ -111,33 +111,35 @@ def test_a_reason_that_may_pass_condemns_nothing(monkeypatch, cache, error):
 
 def test_the_switch(monkeypatch):
     forms = Forms(first=0.2, second=0.1)
-    monkeypatch.setenv(dispatch.SWITCH, "0")
+    monkeypatch.setenv(measuring.SWITCH, "0")
     assert chosen(forms) == "first"
     assert forms.calls == {"first": 0, "second": 0}
-    monkeypatch.setenv(dispatch.SWITCH, "1")
+    monkeypatch.setenv(measuring.SWITCH, "1")
     assert chosen(forms) == "second"
-    monkeypatch.setenv(dispatch.SWITCH, "0")
+    monkeypatch.setenv(measuring.SWITCH, "0")
     assert chosen(forms) == "first", "nor are verdicts read"
-    monkeypatch.setenv(dispatch.SWITCH, "force")
+    monkeypatch.setenv(measuring.SWITCH, "force")
     next_process(monkeypatch)
     other = Forms(first=0.1, second=0.2)
     assert chosen(other) == chosen(other) == "first"
-    assert other.calls["first"] <= 1 + dispatch.TURNS[1], "once in a process"
+    assert other.calls["first"] <= 1 + measuring.TURNS[1], "once in a process"
     next_process(monkeypatch)
-    monkeypatch.setenv(dispatch.SWITCH, "1")
+    monkeypatch.setenv(measuring.SWITCH, "1")
     assert chosen(forms) == "first", "force replaced the verdict"
-    monkeypatch.setenv(dispatch.SWITCH, "yes")
+    monkeypatch.setenv(measuring.SWITCH, "yes")
     with pytest.raises(ValueError, match=r"DIFF_TRANSFORMER_TUNE is 'yes'; give 0 \(never measure\), 1 .* or force"):
         chosen(forms)
 
 
 def test_without_measuring_only_a_kept_verdict_counts(monkeypatch):
     forms = Forms(first=0.2, second=0.1)
-    assert chosen(forms, measure=False) == "first"
+    assert kept(KEY, list(forms)) == "first"
     assert forms.calls == {"first": 0, "second": 0}
     chosen(forms)
     next_process(monkeypatch)
-    assert chosen(forms, measure=False) == "second"
+    before = dict(forms.calls)
+    assert kept(KEY, list(forms)) == "second"
+    assert forms.calls == before
 
 
 @pytest.mark.parametrize(
@@ -165,7 +167,7 @@ def test_a_disk_that_takes_nothing_costs_only_the_measurement(monkeypatch, tmp_p
     (tmp_path / "fastest").write_text("a file where the folder should be")
     forms = Forms(first=0.2, second=0.1)
     assert chosen(forms) == "second"
-    monkeypatch.setattr(dispatch, "cache_folder", lambda: no_home())
+    monkeypatch.setattr(measuring, "cache_folder", lambda: no_home())
     assert chosen(forms, {"another": "key"}) == "second"
 
 
@@ -175,7 +177,7 @@ def no_home():
 
 def test_one_thread_measures_and_the_others_do_not_wait(monkeypatch):
     forms = Forms(first=0.2, second=0.1)
-    with dispatch._measuring, ThreadPoolExecutor(1) as pool:
+    with measuring._measuring, ThreadPoolExecutor(1) as pool:
         assert pool.submit(chosen, forms).result(timeout=10) == "first"
     assert forms.calls == {"first": 0, "second": 0}
     assert chosen(forms) == "second", "the default was for that moment"
@@ -199,7 +201,7 @@ def test_processes_that_want_the_same_verdict_wait_for_the_one_that_measures(mon
     assert waiting.calls == {"first": 0, "second": 0}
     next_process(monkeypatch)
     path.unlink()
-    monkeypatch.setattr(dispatch, "WAIT", 0.01)
+    monkeypatch.setattr(measuring, "WAIT", 0.01)
     with FileLock(path.with_suffix(".lock")):
         assert chosen(waiting) == "first", "nor for ever"
 
@@ -207,5 +209,5 @@ def test_processes_that_want_the_same_verdict_wait_for_the_one_that_measures(mon
 def test_real_times():
     forms = {"slow": lambda: time.sleep(0.004), "fast": lambda: time.sleep(0.001)}
     begin = time.perf_counter()
-    assert fastest(KEY, forms) == "fast"
+    assert measure(KEY, forms).fastest == "fast"
     assert time.perf_counter() - begin < 2

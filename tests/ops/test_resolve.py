@@ -4,15 +4,19 @@ import logging
 import os
 import subprocess
 import sys
+import traceback
+from pathlib import Path
 
 import pytest
 import torch
 
-from diff_transformer.ops import available_backends, diff_attention, triton
-from diff_transformer.ops import choice as on_gpu
-from diff_transformer.ops.api import BACKENDS, _announce, check_environment, choose
-from diff_transformer.ops.arguments import Arguments
-from diff_transformer.ops.backends import Choice
+import diff_transformer
+from diff_transformer import DiffAttention
+from diff_transformer.ops import available_backends, diff_attention, table, triton
+from diff_transformer.ops.backends import BACKENDS, _announce, of_auto
+from diff_transformer.ops.call import Call
+from diff_transformer.ops.cpu import native
+from diff_transformer.ops.table import check_environment
 from diff_transformer.testing import make_inputs
 
 
@@ -23,9 +27,9 @@ def called(monkeypatch):
     for name in ("reference", "blockwise", "sdpa", "flex"):
         backend = BACKENDS[name]
 
-        def attend(*args, name=name, compute=backend.attend):
+        def attend(call, name=name, compute=backend.attend):
             names.append(name)
-            return compute(*args)
+            return compute(call)
 
         monkeypatch.setattr(backend, "attend", attend)
     return names
@@ -140,22 +144,22 @@ def on_a_gpu(monkeypatch, capability=(9, 0)):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index=None: capability)
     monkeypatch.setattr(torch.backends.cudnn, "version", lambda: 91900)  # a CUDA build looks for it on the GPU
-    monkeypatch.setattr(on_gpu, "installation", lambda *device: {"device": str(capability)})
-    monkeypatch.setattr(on_gpu, "_chosen", {})
+    monkeypatch.setattr(table, "installation", lambda *device: {"device": str(capability)})
+    monkeypatch.setattr(table, "_found", {})
 
 
 class Elsewhere:
     """A tensor's width, dtype and device, of a GPU that need not be there."""
 
-    def __init__(self, width: int, dtype: torch.dtype = torch.bfloat16, requires_grad: bool = False):
+    def __init__(self, width: int, dtype: torch.dtype = torch.bfloat16):
         self.shape, self.dtype, self.device = (1, 1, 1, width), dtype, torch.device("cuda", 0)
-        self.requires_grad = requires_grad
 
 
 def chosen(D=64, Dv=128, dtype=torch.bfloat16, attn_mask=None, mask_gradient=False, train=False, window=None):
-    tensors = (*(Elsewhere(D, dtype, train) for _ in range(4)), Elsewhere(Dv, dtype, train))
-    choice, because = choose(tensors, Arguments(Elsewhere(1), attn_mask, True, window, 0.1), mask_gradient)
-    return choice.backend, because
+    tensors = (*(Elsewhere(D, dtype) for _ in range(4)), Elsewhere(Dv, dtype), Elsewhere(1))
+    gradients = ("q1",) * train + ("attn_mask",) * mask_gradient
+    backend, _, because = of_auto(Call(*tensors, 0.1, True, window, attn_mask, gradients=gradients))
+    return backend, because
 
 
 def test_auto_on_cuda_is_triton_where_that_works(monkeypatch):
@@ -178,8 +182,6 @@ def test_until_it_is_measured_training_is_over_sdpa_on_gpus_other_than_hopper(mo
     assert chosen(train=True, window=5) == ("triton", "")
     assert chosen(train=True, attn_mask=torch.ones(1, 1, 1, 1)) == ("triton", "")
     assert chosen() == ("triton", "")
-    with torch.no_grad():
-        assert chosen(train=True) == ("triton", "")
     on_a_gpu(monkeypatch)
     assert chosen(train=True) == ("triton", ""), "a record says so"
 
@@ -212,7 +214,7 @@ def test_auto_without_triton_is_sdpa(monkeypatch):
 def test_the_reason_is_logged(caplog):
     _announce.cache_clear()
     with caplog.at_level(logging.INFO, logger="diff_transformer"):
-        _announce("cuda", torch.bfloat16, Choice("sdpa"), "not 'triton', since it rains")
+        _announce("cuda", torch.bfloat16, "sdpa", None, "not 'triton', since it rains")
     assert caplog.messages == ["diff_attention on cuda, bfloat16: backend='sdpa' (not 'triton', since it rains)"]
 
 
@@ -250,9 +252,30 @@ def test_flex_without_a_compiler_says_so(monkeypatch):
         diff_attention(*make_inputs(T=5, requires_grad=False), backend="flex")
 
 
-def test_the_former_module_path_still_imports():
-    from diff_transformer.ops.api import available_backends as available
-    from diff_transformer.ops.api import diff_attention as operator
+def test_former_module_paths_still_import_and_leave_the_function_where_it_is():
+    code = """
+import diff_transformer.ops.diff_attention
+from diff_transformer.ops import cpu, diff_attention
+from diff_transformer.ops.blockwise import attend
+from diff_transformer.ops.diff_attention import available_backends, diff_attention as former, diff_attention_maps
+assert callable(diff_transformer.ops.diff_attention)
+assert diff_transformer.ops.diff_attention is former is diff_attention is diff_transformer.diff_attention
+assert attend is cpu.attend
+"""
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
-    assert operator is diff_attention
-    assert available is available_backends
+
+def test_a_layer_is_seven_frames_from_its_kernel(monkeypatch):
+    """The layer, its core, what experiments replace in it, the operator, its backend, PyTorch's operator, the call."""
+    if native.library() is None:
+        pytest.skip("no C++ compiler here")
+    frames, package = [], str(Path(diff_transformer.__file__).parent)
+    refuse_failure = native.refuse_failure
+
+    def called(status):
+        frames.extend(f.name for f in traceback.extract_stack() if f.filename.startswith(package))
+        refuse_failure(status)
+
+    monkeypatch.setattr(native, "refuse_failure", called)
+    DiffAttention(32, 4, is_causal=True)(torch.randn(1, 40, 32, requires_grad=True))
+    assert frames == ["forward", "forward", "attend", "diff_attention", "attend", "forward", "forward"]

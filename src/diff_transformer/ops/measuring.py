@@ -1,8 +1,8 @@
-"""Choice by measurement: the fastest of several correct forms of a computation, timed once on a machine.
+"""Choice by measurement: the fastest of several correct ways to compute the same, timed once on a machine.
 
-``fastest`` times the forms in turns and keeps the verdict in the package's cache folder under ``fastest``: one JSON
-file for each key, with all times. Delete the file to measure again. ``DIFF_TRANSFORMER_TUNE=0`` neither measures nor
-reads verdicts, and ``force`` measures once in each process and replaces what was kept.
+``measure`` times the candidates in turns and keeps the verdict in the package's cache folder under ``fastest``: one
+JSON file for each key, with all times. Delete the file to measure again. ``DIFF_TRANSFORMER_TUNE=0`` neither measures
+nor reads verdicts, and ``force`` measures once in each process and replaces what was kept.
 """
 
 import hashlib
@@ -11,7 +11,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import NamedTuple
@@ -72,10 +72,11 @@ def wall_clock(run: Run) -> float:
     return time.perf_counter() - begin
 
 
-def fastest(
-    key: Mapping[str, str | int], candidates: Mapping[str, Run], *, timer: Timer = wall_clock, measure: bool = True
-) -> str:
-    """The name of the fastest candidate; the first one, which is the default, where nothing can be measured.
+def measure(
+    key: Mapping[str, str | int], candidates: Mapping[str, Run], timer: Timer = wall_clock, again: bool = False
+) -> Verdict:
+    """Which of the candidates is the fastest, measured or as kept; the first one, the default, without times where
+    nothing can be measured.
 
     A candidate that raises is left out. One that fails for a reason that may pass (memory, the disk, a compiler that
     does not start, ``NotNow``) is left out in this process only. A disk that cannot be read or written costs another
@@ -86,32 +87,52 @@ def fastest(
         key: what the verdict depends on: processor or GPU, versions, dtype, widths. The candidates' names belong to it.
         candidates: functions without arguments by name; each is called some times.
         timer: calls a function and returns its seconds.
-        measure: False only reads what was kept.
+        again: measure what was measured before.
 
     Raises:
         ValueError: DIFF_TRANSFORMER_TUNE is neither 0, 1 nor force.
     """
-    return judge(key, candidates, timer, measure).fastest
-
-
-def judge(
-    key: Mapping[str, str | int], candidates: Mapping[str, Run], timer: Timer, measure: bool, again: bool = False
-) -> Verdict:
-    """The verdict of ``fastest``, with the times; without times where nothing was measured. ``again``: measure what was
-    measured before."""
     given, names = tuning(), list(candidates)
     default = Verdict(names[0], {}, {}, complete=False)
     if given == "0" or len(names) == 1:
         return default
-    told = json.dumps({**key, "candidates": names}, sort_keys=True)
+    told = _told(key, names)
     if again or told not in _verdicts:
-        read = not again and (given != "force" or not measure)
-        verdict = _kept_or_measured(told, candidates, timer if measure else None, read)
+        verdict = _kept_or_measured(told, candidates, timer, read=not again and given != "force")
         if verdict is None:
             return default
         _verdicts[told] = verdict
         log.info("fastest of %s: %s", told, described(verdict))
     return _verdicts[told]
+
+
+def kept(key: Mapping[str, str | int], names: Sequence[str]) -> str:
+    """The fastest of the candidates as it was kept, or the first one; nothing is measured.
+
+    Raises:
+        ValueError: as ``measure``.
+    """
+    if tuning() == "0" or len(names) == 1:
+        return names[0]
+    told = _told(key, list(names))
+    verdict = _verdicts.get(told) or _read(_path(told), names)
+    if verdict is None:
+        return names[0]
+    if told not in _verdicts:
+        log.info("fastest of %s: %s", told, described(verdict))
+    return _verdicts.setdefault(told, verdict).fastest
+
+
+def _told(key: Mapping[str, str | int], names: list[str]) -> str:
+    return json.dumps({**key, "candidates": names}, sort_keys=True)
+
+
+def _path(told: str) -> Path | None:
+    """The verdict's file; None without a home folder."""
+    try:
+        return cache_folder() / "fastest" / f"{hashlib.sha256(told.encode()).hexdigest()[:24]}.json"
+    except RuntimeError:
+        return None
 
 
 def described(verdict: Verdict) -> str:
@@ -121,14 +142,11 @@ def described(verdict: Verdict) -> str:
     return ", ".join([*parts, *(f"{name} left out ({reason})" for name, reason in verdict.left_out.items())])
 
 
-def _kept_or_measured(told: str, candidates: Mapping[str, Run], timer: Timer | None, read: bool) -> Verdict | None:
+def _kept_or_measured(told: str, candidates: Mapping[str, Run], timer: Timer, read: bool) -> Verdict | None:
     """The kept verdict or a new one; None if there is none and it cannot be measured now."""
-    try:
-        path = cache_folder() / "fastest" / f"{hashlib.sha256(told.encode()).hexdigest()[:24]}.json"
-    except RuntimeError:  # no home folder
-        path = None
+    path = _path(told)
     kept = _read(path, candidates) if read else None
-    if kept is not None or timer is None or not _measuring.acquire(blocking=False):
+    if kept is not None or not _measuring.acquire(blocking=False):
         return kept  # the lock is not waited for: its holder may need this thread, which may be autograd's
     try:
         with ExitStack() as held:
@@ -139,7 +157,7 @@ def _kept_or_measured(told: str, candidates: Mapping[str, Run], timer: Timer | N
                 except (OSError, RuntimeError) as error:  # filelock's time-out is an OSError
                     log.info("measuring without a lock: %s", error)
             kept = _read(path, candidates) if read else None  # another process may have measured meanwhile
-            verdict = kept or measured(candidates, timer)
+            verdict = kept or in_turns(candidates, timer)
             if kept is None and verdict.complete:
                 _write(path, told, verdict)
             return verdict
@@ -147,7 +165,7 @@ def _kept_or_measured(told: str, candidates: Mapping[str, Run], timer: Timer | N
         _measuring.release()
 
 
-def measured(candidates: Mapping[str, Run], timer: Timer) -> Verdict:
+def in_turns(candidates: Mapping[str, Run], timer: Timer) -> Verdict:
     """Time the candidates in turns, every other turn in the opposite order, after one call of each.
 
     The shortest time counts. ``TURNS``, ``SECONDS`` and ``HOPELESS`` limit the number of turns. The first candidate is
@@ -183,7 +201,7 @@ def measured(candidates: Mapping[str, Run], timer: Timer) -> Verdict:
     return Verdict(name, milliseconds, left_out, complete and bool(best))
 
 
-def _read(path: Path | None, candidates: Mapping[str, Run]) -> Verdict | None:
+def _read(path: Path | None, candidates: Container[str]) -> Verdict | None:
     try:
         kept = json.loads(path.read_text()) if path is not None else {}
         milliseconds = {name: float(ms) for name, ms in kept["milliseconds"].items()}

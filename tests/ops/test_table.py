@@ -7,20 +7,22 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
+from diff_transformer.bench import tune
+from diff_transformer.bench.contenders import Gate
+from diff_transformer.bench.shapes import Shape
 from diff_transformer.ops import (
-    api,
     backends,
-    choice,
     diff_attention,
     diff_attention_decode,
     diff_attention_varlen,
-    dispatch,
-    sdpa,
+    measuring,
+    softmax_calls,
+    table,
     triton,
 )
-from diff_transformer.ops.arguments import check
-from diff_transformer.ops.backends import Choice
-from diff_transformer.ops.sdpa import Form
+from diff_transformer.ops.backends import BACKENDS
+from diff_transformer.ops.call import check, replace
+from diff_transformer.ops.softmax_calls import Sdpa, SdpaPlan
 from diff_transformer.testing import assert_within_budget, make_inputs
 
 pytest.importorskip("triton", reason="without it there is little to choose")
@@ -34,9 +36,9 @@ def gpu(monkeypatch, tmp_path):
     """The CPU as if it were a GPU that is no Hopper; gives the names of what was computed, in order."""
     torch.use_deterministic_algorithms(False)
     monkeypatch.setenv("DIFF_TRANSFORMER_CACHE", str(tmp_path))
-    monkeypatch.delenv(dispatch.SWITCH, raising=False)
-    monkeypatch.setattr(api, "LOOKED_UP", ("cpu",))
-    monkeypatch.setattr(dispatch, "TURNS", (1, 1))
+    monkeypatch.delenv(measuring.SWITCH, raising=False)
+    monkeypatch.setattr(backends, "LOOKED_UP", ("cpu",))
+    monkeypatch.setattr(measuring, "TURNS", (1, 1))
     computed = []
     recorded(monkeypatch, computed)
     next_process(monkeypatch)
@@ -44,12 +46,17 @@ def gpu(monkeypatch, tmp_path):
 
 
 def recorded(monkeypatch, names):
-    """Keep the name of each form that computes."""
-    for function in ("attend", "attend_packed"):
-        right = getattr(backends, function)
-        monkeypatch.setattr(
-            backends, function, lambda c, *a, right=right, **k: names.append(c.name) or right(c, *a, **k)
-        )
+    """Keep the name of each backend and variant that computes."""
+
+    def named(backend, right):
+        def attend(call, **options):
+            names.append(table.name_of(backend, call.variant))
+            return right(call, **options)
+
+        return attend
+
+    for backend in ("reference", "sdpa", "triton"):
+        monkeypatch.setattr(BACKENDS[backend], "attend", named(backend, BACKENDS[backend].attend))
 
 
 @pytest.fixture
@@ -59,8 +66,8 @@ def without_triton(monkeypatch):
 
 
 def next_process(monkeypatch):
-    monkeypatch.setattr(choice, "_chosen", {})
-    monkeypatch.setattr(dispatch, "_verdicts", {})
+    monkeypatch.setattr(table, "_found", {})
+    monkeypatch.setattr(measuring, "_verdicts", {})
 
 
 def takes(monkeypatch, **seconds):
@@ -72,31 +79,31 @@ def takes(monkeypatch, **seconds):
         run()
         return seconds.get(last[-1], 1.0)
 
-    monkeypatch.setattr(choice, "clock", lambda device: clock)
+    monkeypatch.setattr(tune, "clock", lambda device: clock)
 
 
 def inputs(**sizes):
     return make_inputs(**{"B": 1, "H": 1, "T": 5, "D": 16, **sizes})
 
 
-def tuned(x, is_causal=False, window=None):
-    """As ``bench attention --tune`` does it."""
-    return choice.verdict(x[:5], check(*x, None, is_causal, window, None))
+def tuned(is_causal=False, gradients=True, dtype=torch.float32, T=5):
+    """As ``bench attention --tune`` does it, for calls like ``inputs()``."""
+    return tune.measured(Gate(Shape(1, 1, T, 16, is_causal), dtype, "cpu"), gradients)
 
 
 @pytest.mark.usefixtures("without_triton")
 def test_nothing_is_timed_in_a_call(monkeypatch, gpu, caplog):
     """Not by force either, which is said once; inside activation checkpointing the forward is computed twice."""
-    monkeypatch.setattr(choice, "clock", lambda device: pytest.fail("a call was timed"))
+    monkeypatch.setattr(measuring, "in_turns", lambda *given: pytest.fail("a call was timed"))
     diff_attention(*inputs())
     assert gpu == [BY_MAP]
     out = checkpoint(lambda *x: diff_attention(*x).sin(), *inputs(), use_reentrant=False)
     out.sum().backward()
     assert gpu == [BY_MAP] * 3
-    choice._say_what_replaced_it.cache_clear()
+    table._say_what_replaced_it.cache_clear()
     for _ in range(2):
         next_process(monkeypatch)
-        monkeypatch.setenv(dispatch.SWITCH, "force")
+        monkeypatch.setenv(measuring.SWITCH, "force")
         diff_attention(*inputs())
     (message,) = [record.message for record in caplog.records if record.levelname == "WARNING"]
     assert message.endswith("run once on this machine: diff-transformer bench attention --tune")
@@ -108,7 +115,7 @@ def test_the_form_that_tuning_found_fastest_computes_from_then_on(monkeypatch, g
     x = inputs()
     diff_attention(*x, is_causal=True)
     assert gpu == [BY_MAP], "the default"
-    assert tuned(x, is_causal=True).fastest == form
+    assert tuned(is_causal=True).fastest == form
     expected = torch.autograd.grad(diff_attention(*x, is_causal=True, backend="reference").sum(), x)
     for _ in range(2):
         gpu.clear()
@@ -117,7 +124,7 @@ def test_the_form_that_tuning_found_fastest_computes_from_then_on(monkeypatch, g
             assert_within_budget(actual, exact)
         assert gpu == [form]
         next_process(monkeypatch)  # which finds it on the disk
-    monkeypatch.setenv(dispatch.SWITCH, "0")
+    monkeypatch.setenv(measuring.SWITCH, "0")
     diff_attention(*x, is_causal=True)
     assert gpu[-1] == BY_MAP, "what was kept is not read"
 
@@ -125,18 +132,23 @@ def test_the_form_that_tuning_found_fastest_computes_from_then_on(monkeypatch, g
 @pytest.mark.usefixtures("without_triton")
 def test_tuning_measures_again(monkeypatch, gpu):
     takes(monkeypatch, **{JOINED: 0.1})
-    assert tuned(inputs()).fastest == JOINED
+    assert tuned().fastest == JOINED
     takes(monkeypatch, **{BY_MAP: 0.1})
-    assert tuned(inputs()).fastest == BY_MAP
+    assert tuned().fastest == BY_MAP
     diff_attention(*inputs())
     assert gpu[-1] == BY_MAP
+
+
+def offered_for(call):
+    ours = backends.unsupported_reason("triton", call) is None
+    return [table.name_of(*each) for each in table.candidates(call, ours)]
 
 
 def test_what_is_offered(monkeypatch):
     def offered(x=None, **options):
         x = x or inputs()
-        arguments = check(*x, **{"attn_mask": None, "is_causal": True, "window": None, "scale": None, **options})
-        return list(choice.candidates(x[:5], arguments, choice.kind_of(x[:5], arguments, None)))
+        call = check(*x, **{"is_causal": True, **options})
+        return offered_for(call)
 
     assert offered() == [BY_MAP, JOINED, TWO, ONE], "training is over SDPA where no record says otherwise"
     assert offered(window=3) == [TWO, ONE, BY_MAP, JOINED]
@@ -150,16 +162,16 @@ def test_what_is_offered(monkeypatch):
         assert offered()[2:] == [TWO]
     torch.use_deterministic_algorithms(True)
     assert offered() == [TWO]
-    monkeypatch.setattr(sdpa, "kernels_of", lambda *device: ("cudnn", "flash", "efficient"))
+    monkeypatch.setattr(softmax_calls, "kernels_of", lambda *device: ("cudnn", "flash", "efficient"))
     assert offered(inputs(D=160)) == [
         "sdpa (efficient, one map at a time)",
         "sdpa (efficient, both maps at once)",
     ], "flash and cuDNN add in any order"
-    monkeypatch.setattr(sdpa, "kernels_of", lambda *device: ("cpu",))
+    monkeypatch.setattr(softmax_calls, "kernels_of", lambda *device: ("cpu",))
     with torch.no_grad():
         assert offered() == [TWO, BY_MAP, JOINED]
     torch.use_deterministic_algorithms(False)
-    monkeypatch.setattr(choice, "capability", lambda *device: (9, 0))
+    monkeypatch.setattr(table, "capability", lambda *device: (9, 0))
     assert offered(inputs(D=64, dtype=torch.bfloat16))[0] == TWO, "a record says so"
     assert offered(inputs(D=32, dtype=torch.bfloat16))[0] == BY_MAP
     assert offered(inputs(D=64, Dv=64, dtype=torch.bfloat16))[0] == BY_MAP
@@ -174,7 +186,7 @@ def test_what_is_offered(monkeypatch):
 def test_what_auto_takes_on_a_measured_gpu_is_the_fastest_on_record():
     """Of forms that are there: those that were measured and removed have "gluon" in their names."""
     record = json.loads((RESULTS / "attention_gpu.json").read_text())
-    assert tuple(map(int, record["provenance"]["machine"]["capability"].split("."))) in choice.MEASURED
+    assert tuple(map(int, record["provenance"]["machine"]["capability"].split("."))) in table.MEASURED
     fastest = {}
     for row in record["rows"]:
         there = row["role"] != "baseline" and row["gate"] == "passed" and "gluon" not in row["backend"]
@@ -183,15 +195,15 @@ def test_what_auto_takes_on_a_measured_gpu_is_the_fastest_on_record():
                 (row["both_ms"], row["backend"])
             )
     measured = {key: min(times)[1] for key, times in fastest.items() if "triton" in dict(map(reversed, times))}
-    assert {width for width, *_ in measured} == set(choice.MEASURED[9, 0])
+    assert {width for width, *_ in measured} == set(table.MEASURED[9, 0])
     assert set(measured.values()) == {"triton"}
 
 
 def test_a_wrong_kernel_is_left_out_with_a_warning(monkeypatch, gpu, caplog):
     takes(monkeypatch, **{TWO: 0.1, ONE: 0.2})
     right = triton.attend
-    monkeypatch.setattr(triton, "attend", lambda *a, form: right(*a, form=form) * (1 if form.one_pass else 1.001))
-    tuned(inputs())
+    monkeypatch.setattr(triton, "attend", lambda call: right(call) * (1 if call.variant.one_pass else 1.001))
+    tuned()
     diff_attention(*inputs())
     assert gpu[-1] == ONE
     assert [record.message.split(":")[0] for record in caplog.records if record.levelname == "WARNING"] == [
@@ -200,72 +212,52 @@ def test_a_wrong_kernel_is_left_out_with_a_warning(monkeypatch, gpu, caplog):
 
 
 @pytest.mark.usefixtures("without_triton")
-def test_a_public_form_whose_window_is_one_key_too_wide_is_left_out(monkeypatch, gpu, caplog):
-    """A package may count windows in another way."""
+def test_a_wrong_public_form_is_left_out_too(monkeypatch, gpu, caplog):
+    """A package may count keys in another way."""
     takes(monkeypatch, **{JOINED: 0.1})
-    right = sdpa.attend
+    right = Sdpa.attend
 
-    def wider(*a, form, **k):
-        return right(*a[:8], a[8] + (choice.Choice("sdpa", form).name == JOINED), a[9], form=form, **k)
+    def shorter(call):
+        return right(replace(call, window=3) if call.variant.joined else call)
 
-    monkeypatch.setattr(sdpa, "attend", wider)
-    tuned(inputs(T=9, dtype=torch.bfloat16), is_causal=True, window=3)
-    diff_attention(*inputs(T=9, dtype=torch.bfloat16), is_causal=True, window=3)
+    monkeypatch.setattr(Sdpa, "attend", shorter)
+    tuned(is_causal=True, dtype=torch.bfloat16)
+    diff_attention(*inputs(dtype=torch.bfloat16), is_causal=True)
     assert gpu[-1] == BY_MAP
     (warning,) = [record.message for record in caplog.records if record.levelname == "WARNING"]
-    assert warning.startswith(f"{JOINED} is wrong on cpu and is not used: out has a relative error of ")
+    assert warning.startswith(f"{JOINED} is wrong on cpu and is not used: out (torch.bfloat16) is off by ")
 
 
-def test_a_step_over_a_cache_is_measured_with_the_decoding_kernel(monkeypatch, gpu):
-    """One query needs no mask, so every form competes. The kernel that is timed is the one that is checked."""
+def test_a_step_over_a_cache_takes_the_decoding_kernel(monkeypatch, gpu):
+    """One query needs no mask, so every candidate competes; what is timed is the call as it is."""
     from diff_transformer.ops.triton import decode
 
     decoded = []
     right = decode.attend_decode
     monkeypatch.setattr(decode, "attend_decode", lambda *a: decoded.append(a[2].shape[2]) or right(*a))
-    takes(monkeypatch, **{JOINED: 0.1})
     x = inputs(H=2, T=1, S=300, requires_grad=False)
-    arguments = check(*x, None, True, None, None)
-    assert choice.kind_of(x[:5], arguments, None).aligned
-    tuned(x, is_causal=True)
-    expected = diff_attention(*x, is_causal=True, backend="reference")
-    for _ in range(2):
-        assert_within_budget(diff_attention_decode(*x), expected)
-    assert set(gpu) == {"reference", TWO, JOINED, BY_MAP}
-    assert gpu[-1] == JOINED
-    assert set(decoded) == {300}
-    next_process(monkeypatch)
-    monkeypatch.setenv(dispatch.SWITCH, "0")
-    diff_attention_decode(*x)
-    assert gpu[-1] == TWO, "the default"
-
-    def wrong(*a):
-        return right(*a) * 1.01
-
-    next_process(monkeypatch)
-    monkeypatch.setenv(dispatch.SWITCH, "1")
-    monkeypatch.setattr(decode, "attend_decode", wrong)
-    takes(monkeypatch, **{TWO: 0.1})
-    tuned(x, is_causal=True)
-    assert_within_budget(diff_attention_decode(*x), expected)
-    assert gpu[-1] != TWO
+    call = check(*x, is_causal=True)
+    assert offered_for(call) == [TWO, BY_MAP, JOINED]
+    assert_within_budget(diff_attention_decode(*x), diff_attention(*x, is_causal=True, backend="reference"))
+    assert gpu == [TWO, "reference"]
+    assert decoded == [300]
 
 
 @pytest.mark.usefixtures("without_triton")
 def test_a_form_without_memory_is_left_out_and_nothing_is_kept(monkeypatch, gpu, tmp_path):
     takes(monkeypatch, **{JOINED: 0.1})
-    joined = sdpa.attend
+    right = Sdpa.attend
 
-    def full(*arguments, form):
-        if form.joined:
+    def full(call):
+        if call.variant.joined:
             raise torch.OutOfMemoryError("CUDA out of memory")
-        return joined(*arguments, form=form)
+        return right(call)
 
     with monkeypatch.context() as patched:
-        patched.setattr(sdpa, "attend", full)
-        assert tuned(inputs()).left_out == {JOINED: "out of memory"}
+        patched.setattr(Sdpa, "attend", full)
+        assert tuned().left_out == {JOINED: "out of memory"}
     assert not list(tmp_path.glob("fastest/*.json"))
-    assert tuned(inputs()).fastest == JOINED
+    assert tuned().fastest == JOINED
 
 
 @pytest.mark.usefixtures("without_triton")
@@ -276,19 +268,22 @@ def test_calls_of_one_kind_share_a_verdict_and_others_do_not(gpu, monkeypatch):
         measured.append(kind)
         return names[0]
 
-    monkeypatch.setattr(choice, "_kept", kept)
+    monkeypatch.setattr(table, "_kept", kept)
     x = inputs(T=9, B=3)
     kinds = [
-        (x, {}), (inputs(T=11, B=2), {}), (inputs(T=70), {}), (inputs(S=70), {}), (inputs(B=9), {}), (inputs(D=32), {}),
-        (inputs(Dv=16), {}), (inputs(H=4, Hn=2), {}), (inputs(H=2, G=1), {}), (x._replace(k2=x.k1), {}),
+        (x, {}), (inputs(T=11, B=2), {}), (inputs(T=70), {}), (inputs(B=9), {}), (inputs(D=32), {}),
         (inputs(dtype=torch.bfloat16), {}), (inputs(requires_grad=False), {}), (x, {"is_causal": True}),
-        (x, {"is_causal": True, "window": 3}), (inputs(T=10, S=9), {"is_causal": True}),
-        (x, {"attn_mask": torch.ones(9, dtype=torch.bool)}),
-        (x, {"attn_mask": torch.ones(9, 9)}),
     ]  # fmt: skip
-    for x, options in kinds:
-        diff_attention(*x, **options)
+    for y, options in kinds:
+        diff_attention(*y, **options)
     assert len(set(measured)) == len(measured) == len(kinds) - 1
+    never_tuned = [
+        (inputs(S=70), {}), (inputs(Dv=16), {}), (inputs(H=4, Hn=2), {}), (inputs(H=2, G=1), {}),
+        (x._replace(k2=x.k1), {}), (x, {"is_causal": True, "window": 3}), (x, {"attn_mask": torch.ones(9, 9)}),
+    ]  # fmt: skip
+    for y, options in never_tuned:
+        diff_attention(*y, **options)
+    assert len(measured) == len(kinds) - 1
 
 
 @pytest.mark.usefixtures("without_triton")
@@ -297,9 +292,9 @@ def test_under_compile_the_kept_verdict_holds_and_nothing_is_measured(monkeypatc
     torch.compile(lambda *x: diff_attention(*x, is_causal=True), backend="eager", fullgraph=True)(*x)
     assert gpu[-1] == BY_MAP
     assert len(gpu) == 1
-    assert not choice._chosen
+    assert not table._found
     takes(monkeypatch, **{JOINED: 0.1})
-    tuned(x, is_causal=True)
+    tuned(is_causal=True)
     for _ in range(2):
         torch._dynamo.reset()
         gpu.clear()
@@ -333,11 +328,11 @@ def test_the_switch_of_the_hopper_kernels_belongs_to_the_verdict(monkeypatch, gp
     with pytest.raises(ValueError, match="DIFF_TRANSFORMER_GLUON is 'yes'; give 0, 1, or some of"):
         diff_attention(*inputs())
     assert gpu == []
-    kind = choice.kind_of(inputs()[:5], check(*inputs(), None, False, None, None), None)
+    kind = table.kind_of(check(*inputs()))
     keys = []
     for given in ("1", "0", "forward", "forward,one_pass"):
         monkeypatch.setenv("DIFF_TRANSFORMER_GLUON", given)
-        keys.append(choice.key_of("cpu", None, kind)["gluon"])
+        keys.append(table.key_of("cpu", None, kind)["gluon"])
     assert keys == ["forward,two_pass", "", "forward", "forward"]
 
 
@@ -346,17 +341,17 @@ def test_tuning_changes_nothing_else(gpu):
     x = inputs()
     state = torch.get_rng_state()
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        tuned(x)
+        tuned()
         assert diff_attention(*x).dtype == torch.bfloat16
     assert torch.equal(torch.get_rng_state(), state)
     assert all(t.grad is None for t in x)
     with torch.inference_mode():
-        tuned(inputs())
+        tuned()
 
 
 def test_packed_documents_take_the_public_form_in_training_where_nothing_is_on_record(monkeypatch, gpu, varlen):
     by_map = "sdpa (flash, one map at a time)"
-    monkeypatch.setattr(sdpa, "kernels_of", lambda *device: ("flash", "efficient"))
+    monkeypatch.setattr(softmax_calls, "kernels_of", lambda *device: ("flash", "efficient"))
     rows = [t[0].transpose(0, 1) for t in inputs(T=3, D=64, dtype=torch.bfloat16)]
     ends = torch.tensor([0, 2, 3], dtype=torch.int32)
     varlen()
@@ -368,21 +363,21 @@ def test_packed_documents_take_the_public_form_in_training_where_nothing_is_on_r
     assert gpu == [by_map]
     exact = diff_attention_varlen(*rows, ends, ends, 2, 2, is_causal=True, backend="reference")
     torch.testing.assert_close(out, exact, rtol=0.02, atol=0.01)  # maps are rounded to bf16 before they are subtracted
-    monkeypatch.setattr(choice, "capability", lambda *device: (9, 0))
+    monkeypatch.setattr(table, "capability", lambda *device: (9, 0))
     next_process(monkeypatch)
     attend(*rows)
     assert gpu[-1] == TWO
     gpu.clear()
     compiled = torch.compile(attend, backend="eager", fullgraph=True)
     compiled(*rows)
-    assert gpu == [TWO]
+    assert set(gpu) == {TWO}
 
 
 def test_a_bad_switch_is_named(monkeypatch):
-    monkeypatch.setenv(dispatch.SWITCH, "no")
+    monkeypatch.setenv(measuring.SWITCH, "no")
     with pytest.raises(ValueError, match="DIFF_TRANSFORMER_TUNE is 'no'"):
         diff_attention(*inputs())
 
 
-def test_forms_are_names_that_a_file_can_hold():
-    assert Choice("sdpa", Form("flash", True, 1, 128)).name == "sdpa (flash, both maps at once)"
+def test_variants_have_names_that_a_file_can_hold():
+    assert table.name_of("sdpa", SdpaPlan("flash", True, 1, 128)) == "sdpa (flash, both maps at once)"

@@ -8,17 +8,17 @@ from pathlib import Path
 import pytest
 import torch
 
-from diff_transformer.ops import diff_attention, dispatch
+from diff_transformer.ops import diff_attention, measuring
 from diff_transformer.ops.cpu import build, native
 from diff_transformer.testing import assert_within_budget, eager_diff_attention, make_inputs
 
 pytestmark = pytest.mark.skipif(native.library() is None, reason="no C++ compiler with OpenMP on this machine")
 
 
-@pytest.fixture(params=native.available_forms())
+@pytest.fixture(params=native.available_multiplies())
 def form(request, monkeypatch):
     """Computes in each form that this processor has."""
-    monkeypatch.setattr(native, "fastest_form", lambda direction, D: request.param)
+    monkeypatch.setattr(native, "fastest_multiply", lambda direction, D: request.param)
     return request.param
 
 
@@ -111,11 +111,11 @@ def fresh(monkeypatch, tmp_path):
     """No verdict yet, as in the first process on a machine; gives the folder of verdicts."""
     (tmp_path / "cache").mkdir()
     monkeypatch.setenv("DIFF_TRANSFORMER_CACHE", str(tmp_path / "cache"))
-    monkeypatch.delenv(dispatch.SWITCH, raising=False)
-    monkeypatch.setattr(dispatch, "_verdicts", {})
-    native._fastest_form.cache_clear()
+    monkeypatch.delenv(measuring.SWITCH, raising=False)
+    monkeypatch.setattr(measuring, "_verdicts", {})
+    native._fastest_multiply.cache_clear()
     yield tmp_path / "cache" / "fastest"
-    native._fastest_form.cache_clear()
+    native._fastest_multiply.cache_clear()
 
 
 @pytest.fixture
@@ -135,20 +135,20 @@ def times(fresh, monkeypatch):
         return made
 
     monkeypatch.setattr(native, "trial", trial)
-    monkeypatch.setattr(native, "available_forms", lambda: ("dpbf16", "fp32"))
+    monkeypatch.setattr(native, "available_multiplies", lambda: ("dpbf16", "fp32"))
     return set_times
 
 
 def test_the_faster_form_is_chosen_for_each_width_and_direction_and_kept(fresh, times):
     trials = times(dpbf16=2e-3, fp32=1e-3)
-    assert native.fastest_form("forward", 64) == native.fastest_form("forward", 33) == "fp32"
+    assert native.fastest_multiply("forward", 64) == native.fastest_multiply("forward", 33) == "fp32"
     times(dpbf16=1e-3, fp32=2e-3)
-    assert native.fastest_form("forward", 64) == "fp32"
-    assert native.fastest_form("backward", 64) == native.fastest_form("forward", 128) == "dpbf16"
+    assert native.fastest_multiply("forward", 64) == "fp32"
+    assert native.fastest_multiply("backward", 64) == native.fastest_multiply("forward", 128) == "dpbf16"
     assert {trial[1:] for trial in trials} == {("forward", 64), ("backward", 64), ("forward", 128)}
     count = len(trials)
-    native._fastest_form.cache_clear(), dispatch._verdicts.clear()  # the next process
-    assert native.fastest_form("forward", 64) == "fp32"
+    native._fastest_multiply.cache_clear(), measuring._verdicts.clear()  # the next process
+    assert native.fastest_multiply("forward", 64) == "fp32"
     assert len(trials) == count
     assert len([*fresh.glob("*.json")]) == 3
 
@@ -156,38 +156,38 @@ def test_the_faster_form_is_chosen_for_each_width_and_direction_and_kept(fresh, 
 @pytest.mark.usefixtures("fresh")
 def test_a_thread_that_finds_another_measuring_tries_again_later(times):
     trials = times(dpbf16=2e-3, fp32=1e-3)
-    with dispatch._measuring:
-        assert native.fastest_form("forward", 64) == "dpbf16", "the default"
+    with measuring._measuring:
+        assert native.fastest_multiply("forward", 64) == "dpbf16", "the default"
     assert not trials
-    assert native.fastest_form("forward", 64) == "fp32"
+    assert native.fastest_multiply("forward", 64) == "fp32"
 
 
 def test_nothing_is_measured_when_told_so_or_with_one_form(times, monkeypatch):
     trials = times(dpbf16=2e-3, fp32=1e-3)
-    monkeypatch.setenv(dispatch.SWITCH, "0")
-    assert native.fastest_form("forward", 64) == "dpbf16"
-    monkeypatch.setenv(dispatch.SWITCH, "1")
-    monkeypatch.setattr(native, "available_forms", lambda: ("fp32",))
-    native._fastest_form.cache_clear()
-    assert native.fastest_form("forward", 64) == "fp32"
+    monkeypatch.setenv(measuring.SWITCH, "0")
+    assert native.fastest_multiply("forward", 64) == "dpbf16"
+    monkeypatch.setenv(measuring.SWITCH, "1")
+    monkeypatch.setattr(native, "available_multiplies", lambda: ("fp32",))
+    native._fastest_multiply.cache_clear()
+    assert native.fastest_multiply("forward", 64) == "fp32"
     assert not trials
 
 
 def test_the_chosen_form_computes(form, monkeypatch):
     x = make_inputs(T=163, D=64, dtype=torch.bfloat16, requires_grad=False)
     prepare, numbers = native.prepare, []
-    monkeypatch.setattr(native, "prepare", lambda name, problem: numbers.append(problem.form) or prepare(name, problem))
+    monkeypatch.setattr(native, "prepare", lambda name, call: numbers.append(call.multiply) or prepare(name, call))
     diff_attention(*x, is_causal=True, backend="blockwise")
-    assert numbers == [native.FORMS[form]]
+    assert numbers == [native.BF16_MULTIPLY[form]]
 
 
 def test_a_trial_computes_in_each_form(fresh):
-    forms = native.available_forms()
+    forms = native.available_multiplies()
     assert forms[-1] == "fp32"
     for direction in ("forward", "backward"):
         for D in (16, 256):
-            assert native.fastest_form(direction, D) in forms
-    for verdict in dispatch._verdicts.values():
+            assert native.fastest_multiply(direction, D) in forms
+    for verdict in measuring._verdicts.values():
         assert set(verdict.milliseconds) == set(forms)
         assert 0 < min(verdict.milliseconds.values()) < 1000
 
@@ -195,16 +195,16 @@ def test_a_trial_computes_in_each_form(fresh):
 @pytest.mark.slow  # compiles
 def test_tiles_that_are_emulated(monkeypatch, tmp_path):
     """The form "amx" with the instructions as functions, and a system that does not hand out tiles."""
-    if "dpbf16" not in native.available_forms():
+    if "dpbf16" not in native.available_multiplies():
         pytest.skip("needs AVX512-BF16, which every processor with tiles has")
     header = Path(__file__).with_name("emulated_tiles.h")
     flags = (*build.FLAGS, "-mno-amx-tile", "-mno-amx-bf16", "-include", str(header))
     monkeypatch.setenv("DIFF_TRANSFORMER_CACHE", str(tmp_path))
     _, library = build._load(build.compiler(), flags)
-    if "amx" not in native.available_forms():  # the system refuses
+    if "amx" not in native.available_multiplies():  # the system refuses
         assert library.diff_attention_forms() == 0b110
     monkeypatch.setattr(native, "library", lambda: library)
-    monkeypatch.setattr(native, "fastest_form", lambda direction, D: "amx")
+    monkeypatch.setattr(native, "fastest_multiply", lambda direction, D: "amx")
     for case in LONG:
         assert_good_in_chunks(case)
     for T in (1, 40, 163):

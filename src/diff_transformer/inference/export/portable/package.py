@@ -1,0 +1,59 @@
+"""What an exported model leaves to the package, if the version that exported it is installed."""
+
+from functools import cache
+from importlib import import_module
+from types import ModuleType
+from typing import Any
+
+from torch import Tensor
+
+from diff_transformer import __version__
+from diff_transformer.ops.call import Call
+
+
+@cache
+def installed() -> ModuleType | None:
+    """The package's operator if the version that exported this file is installed, else None."""
+    try:
+        package = import_module("diff_transformer")
+        return import_module("diff_transformer.ops") if package.__version__ == __version__ else None
+    except ImportError:
+        return None
+
+
+def attend_by_package(call: Call, backend: str) -> Tensor:
+    """[B, H, T, Dv] by the installed package's public functions."""
+    package = installed()
+    inputs = (call.q1, call.q2, call.k1, call.k1 if call.k2 is None else call.k2, call.v, call.lam)
+    assert package is not None
+    options = {"is_causal": call.is_causal, "window": call.window, "scale": call.scale, "backend": backend}
+    if call.documents is None:
+        return package.diff_attention(*inputs, attn_mask=call.attn_mask, **options)
+    rows = [x[0].transpose(0, 1) for x in inputs]
+    rows[3] = rows[2] if call.k2 is None else rows[3]
+    return package.diff_attention_varlen(*rows, *call.documents, **options).transpose(0, 1)[None]
+
+
+# Constant for torch.compile, which cannot import a module.
+installed._dynamo_marked_constant = True  # ty: ignore[missing-attribute]
+
+
+# In place of ops/table.py.
+
+
+def look_up(call: Call, ours: bool) -> tuple[str, Any]:
+    """What "auto" means on a GPU: what the package says, else SDPA."""
+    return ("triton", "auto") if ours else ("sdpa", None)
+
+
+def check_environment() -> None:
+    """The package checks its own variables."""
+
+
+# In place of ops/cpu/layer.py: an exported model has no native call for a whole layer.
+
+DecodeWeights = Any
+
+
+def decode_head(*arguments) -> None:
+    """It decodes through ``diff_attention``."""

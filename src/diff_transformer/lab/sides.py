@@ -1,0 +1,19 @@
+"""The models that are compared, by side: which are the pair and the control, and what each is called everywhere."""
+
+PAIR = ("diff", "softmax")
+BASELINE = "softmax"
+CONTROL = "softmax_norm"  # what the head norm gives without the subtraction
+NAMES = {
+    "diff": "DIFF",
+    "softmax": "Transformer",
+    "softmax_norm": "Transformer + head norm",
+    "diff_v2": "DIFF V2",
+    "grouped_diff": "Grouped DIFF",
+    "dint": "DINT",
+    "fixed_lambda": "DIFF, fixed lambda",
+}
+
+
+def name_of(side: str) -> str:
+    """The name of a side, or the side itself if it has none."""
+    return NAMES.get(side, side)

@@ -1,0 +1,145 @@
+"""One call of the operator: tensors and options, checked once, and the decision which backend computes it.
+
+Shapes: B batch, H signal heads, Hn noise heads, G key/value heads, T queries, S keys, D query width, Dv value width.
+"""
+
+from collections.abc import Callable
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from diff_transformer.ops.arguments import (
+    LONGEST,
+    SMALLEST,
+    autocast_inputs,
+    check_options,
+    check_tensors,
+    flag,
+    four_dimensional_mask,
+    lam_for_every_row,
+    passes_fast_check,
+)
+
+
+class Documents(NamedTuple):
+    """Packed documents: B is 1, and T and S count the rows of all documents."""
+
+    cu_seqlens_q: Tensor  # [documents + 1], int32: where the queries of each document begin, and their total
+    cu_seqlens_k: Tensor  # the same for keys
+    max_seqlen_q: int = 0  # of the longest document, or more; kernels do without
+    max_seqlen_k: int = 0
+
+
+class Call(NamedTuple):
+    """What every backend's ``attend`` takes."""
+
+    q1: Tensor  # [B, H, T, D]
+    q2: Tensor  # [B, Hn, T, D]
+    k1: Tensor  # [B, G, S, D]
+    k2: Tensor | None  # [B, G, S, D]; None where it is k1
+    v: Tensor  # [B, G, S, Dv]
+    lam: Tensor  # [B, H, T, 1], fp32 (fp64 for fp64 inputs); a view, often with strides of 0
+    scale: float
+    is_causal: bool = False  # aligned to the lower right corner
+    window: int | None = None
+    attn_mask: Tensor | None = None  # [B|1, H|1, T|1, S|1], boolean or additive
+    documents: Documents | None = None
+    gradients: tuple[str, ...] = ()  # names of the inputs whose gradients are needed
+    backend: str = "auto"  # as given; after ``resolve`` the one that computes
+    variant: Any = None  # of the backend; None for its own default
+
+    @property
+    def inputs(self) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+        """q1, q2, k1, k2, v and lam, with k1 for k2 where k2 is None."""
+        return self.q1, self.q2, self.k1, self.k1 if self.k2 is None else self.k2, self.v, self.lam
+
+    def grid(
+        self, rows: Literal["queries", "keys"], block: int, placeholder: Tensor
+    ) -> tuple[int, int, tuple[Tensor, Tensor, Tensor]]:
+        """Tiles of ``block`` rows for each head, batch entries, and (document of each tile, cu_seqlens_q and _k).
+
+        Without documents, the last are the placeholder, which kernels do not read. The first tile of document i is
+        number i + cu_seqlens[i] // block: this leaves every document enough tiles, and one more at most. So the number
+        of tiles follows from the number of rows, without reading cu_seqlens on the host.
+        """
+        x = self.q1 if rows == "queries" else self.k1
+        if self.documents is None:
+            return -(-x.shape[2] // block), x.shape[0], (placeholder, placeholder, placeholder)
+        bounds = self.documents[0 if rows == "queries" else 1]
+        tiles = x.shape[2] // block + len(bounds) - 1
+        of_document = (bounds // block).diff() + 1
+        return tiles, 1, (torch.repeat_interleave(of_document, output_size=tiles), *self.documents[:2])
+
+
+_AT = {name: i for i, name in enumerate(Call._fields)}
+
+
+def replace(call: Call, **changes: Any) -> Call:
+    """The call with other fields. torch.compile of torch 2.11 can keep it over a graph break, unlike ``_replace``'s."""
+    values: list[Any] = list(call)
+    for name, value in changes.items():
+        values[_AT[name]] = value
+    return Call(*values)
+
+
+def check(
+    q1, q2, k1, k2, v, lam, attn_mask=None, is_causal=False, window=None, scale=None, backend="auto"
+) -> Call:  # fmt: skip
+    """The call of these arguments, cast as autocast wants it; raises what ``diff_attention`` documents."""
+    is_causal = flag("is_causal", is_causal)
+    q1, q2, k1, k2, v = autocast_inputs(q1, q2, k1, k2, v)
+    if not passes_fast_check(q1, q2, k1, k2, v):
+        check_tensors(q1, q2, k1, k2, v)
+    check_options(is_causal, window, scale)
+    lam = lam_for_every_row(lam, q1)
+    attn_mask = four_dimensional_mask(attn_mask, q1, k1.shape[2])
+    window = None if window is None else min(window, LONGEST)
+    scale = q1.shape[3] ** -0.5 if scale is None else float(scale) if abs(scale) >= SMALLEST else 0.0
+    return of_list(q1, q2, k1, k2, v, lam, attn_mask, is_causal, window, scale, backend=backend)
+
+
+def of_list(
+    q1, q2, k1, k2, v, lam, attn_mask, is_causal, window, scale, documents: Documents | None = None, backend="auto"
+) -> Call:  # fmt: skip
+    """A call from its checked parts, as custom operators get them, and as earlier builds' exported checkpoints do."""
+    gradients: tuple[str, ...] = ()
+    if torch.is_grad_enabled():
+        given = {"q1": q1, "q2": q2, "k1": k1, "k2": k2, "v": v, "lam": lam, "attn_mask": attn_mask}
+        gradients = tuple([name for name, x in given.items() if x is not None and x.requires_grad])
+    k2 = None if k2 is k1 else k2
+    return Call(q1, q2, k1, k2, v, lam, scale, is_causal, window, attn_mask, documents, gradients, backend)
+
+
+def in_dtype(call: Call, dtype: torch.dtype) -> Call:
+    """The call with q1, q2, k1, k2 and v in another dtype."""
+    call = with_keys(call, lambda x: x.to(dtype))
+    return replace(call, q1=call.q1.to(dtype), q2=call.q2.to(dtype))
+
+
+def with_keys(call: Call, change: Callable[[Tensor], Tensor]) -> Call:
+    """The call with k1, k2 and v changed."""
+    k2 = None if call.k2 is None else change(call.k2)
+    return replace(call, k1=change(call.k1), k2=k2, v=change(call.v))
+
+
+def with_noise_head_for_each_mask(call: Call) -> Call:
+    """The call with a noise head for each signal head if these have masks of their own: so do then their noise maps."""
+    H, Hn = call.q1.shape[1], call.q2.shape[1]
+    if call.attn_mask is None or call.attn_mask.shape[1] == 1 or Hn == H:
+        return call
+    return replace(call, q2=call.q2.repeat_interleave(H // Hn, dim=1))
+
+
+def is_empty(call: Call) -> bool:
+    """Whether there is nothing to compute: no batch entry, no query or no key."""
+    return not (call.q1.numel() and call.k1.numel())
+
+
+def zeros(call: Call, width: int | None = None) -> Tensor:
+    """[B, H, T, width], by default Dv, of an empty call: zeros, whose gradients for its inputs are zero too."""
+    q1, v = call.q1, call.v
+    dtype = v.dtype if width is None else call.lam.dtype
+    inputs = [x for x in (*call[:6], call.attn_mask) if x is not None]
+    no_values = [x[:0].sum().to(dtype) for x in inputs]
+    return sum(no_values, q1.new_zeros((*q1.shape[:3], v.shape[3] if width is None else width), dtype=dtype))
