@@ -150,7 +150,7 @@ def as_on_hopper(start: Callable[[Any], None]) -> ExitStack:
 
     from diff_transformer.ops import gluon
     from diff_transformer.ops.gluon import support
-    from diff_transformer.ops.triton import backward, decode, forward, launching, operator
+    from diff_transformer.ops.triton import backward, decode, launching, operator
 
     def refused(device: Any, kernels: str) -> str | None:
         return support.SWITCH if support.switched_off(kernels) else None
@@ -161,7 +161,7 @@ def as_on_hopper(start: Callable[[Any], None]) -> ExitStack:
 
     replaced: list[tuple[Any, str, Any]] = [
         (launching.Launch, "start", start),
-        *((module, "table_of", lambda x: table_of(90, x.dtype)) for module in (forward, backward)),
+        *((module, "table_of", lambda x: table_of(90, x.dtype)) for module in (operator, backward)),
         (launching, "INTERPRETED", True),
         (operator, "INTERPRETED", False),
         (decode, "multiprocessors", lambda device: MULTIPROCESSORS),

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from diff_transformer.ops.triton.forward import online_softmax_step
-from diff_transformer.ops.triton.tiles import MINUS_INFINITY, load_tile, product, row_of, zeros
+from diff_transformer.ops.triton.tiles import MINUS_INFINITY, load_tile, product, zeros
 
 ROWS = tl.constexpr(16)  # of a program: those of the smallest tensor-core product
 MASK_SCAN = tl.constexpr(128)  # keys that ``visible_range`` reads at once
@@ -207,7 +207,8 @@ def decode_split_kernel(
     out_row = (b64 * H + head64) * T + t64  # [ROWS]
     map1, map2 = (acc1a, acc1b, row_max1, row_sum1), (acc2a, acc2b, row_max2, row_sum2)
     if SINGLE_SPLIT:
-        lam = tl.load(row_of(lam_at, lam_strides, b64, head64, t64))[:, None]  # [ROWS, 1]
+        lam_at += b64 * lam_strides[0] + head64 * lam_strides[1] + t64 * lam_strides[2]
+        lam = tl.load(lam_at)[:, None]  # [ROWS, 1]
         write_output(out, out_row, row_exists, lam, map1, map2, VA, VB, DV)
     else:
         write_partial(partial, out_row, all_rows, row_exists, map1, map2, VA, VB, DV)

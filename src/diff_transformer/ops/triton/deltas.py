@@ -11,7 +11,7 @@ from torch import Tensor
 
 from diff_transformer.ops.triton.launching import Launch, strides
 from diff_transformer.ops.triton.tile_sizes import chunks
-from diff_transformer.ops.triton.tiles import load_tile, row_of
+from diff_transformer.ops.triton.tiles import load_tile
 
 ROWS = 32  # of a program
 
@@ -32,10 +32,10 @@ def delta_kernel(
     rows = tl.arange(0, BLOCK_M)
     here = first + rows < T
     row = tl.cast(first, tl.int64)
-    dout = row_of(dout, dout_strides, batch, head, row)
-    out = row_of(out, out_strides, batch, head, row)
-    out2 = row_of(out2, out_strides, batch, head, row)
-    lam_at = row_of(lam_at, lam_strides, batch, head, row)
+    dout += batch * dout_strides[0] + head * dout_strides[1] + row * dout_strides[2]
+    out += batch * out_strides[0] + head * out_strides[1] + row * out_strides[2]
+    out2 += batch * out_strides[0] + head * out_strides[1] + row * out_strides[2]
+    lam_at += batch * lam_strides[0] + head * lam_strides[1] + row * lam_strides[2]
     da, db = load_tile(dout, rows, dout_strides[2], T - first, VA, VB, DV, True)  # [BLOCK_M, VA], [BLOCK_M, VB]
     oa, ob = load_tile(out, rows, out_strides[2], T - first, VA, VB, DV, True)  # [BLOCK_M, VA or VB]
     na, nb = load_tile(out2, rows, out_strides[2], T - first, VA, VB, DV, True)  # [BLOCK_M, VA or VB]

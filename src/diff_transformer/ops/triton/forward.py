@@ -27,7 +27,6 @@ from diff_transformer.ops.triton.tiles import (
     mask_scores,
     place,
     product,
-    row_of,
     store_chunk,
     store_tile,
     zeros,
@@ -235,11 +234,11 @@ def forward_kernel(
     head = head.to(tl.int64)
     lse_row = (batch * H + head) * rows_in_all
     row = q_start + first
-    q1 = row_of(q1, q1_strides, batch, head, row)
-    q2 = row_of(q2, q2_strides, batch, noise_head, row)
-    k1 = row_of(k1, k1_strides, batch, kv_head, k_start)
-    k2 = row_of(k2, k2_strides, batch, kv_head, k_start)
-    v = row_of(v, v_strides, batch, kv_head, k_start)
+    q1 += batch * q1_strides[0] + head * q1_strides[1] + row * q1_strides[2]
+    q2 += batch * q2_strides[0] + noise_head * q2_strides[1] + row * q2_strides[2]
+    k1 += batch * k1_strides[0] + kv_head * k1_strides[1] + k_start * k1_strides[2]
+    k2 += batch * k2_strides[0] + kv_head * k2_strides[1] + k_start * k2_strides[2]
+    v += batch * v_strides[0] + kv_head * v_strides[1] + k_start * v_strides[2]
     if MASK_KIND != NO_MASK:
         mask += batch * mask_strides[0] + head * mask_strides[1]
     mask = (mask, mask_strides[2], mask_strides[3])
@@ -251,7 +250,7 @@ def forward_kernel(
     o2_out = out
     if SAVE:
         o2_out = out2
-    o2_out = row_of(o2_out, (out_b, out_h, out_t), batch, head, row)
+    o2_out += batch * out_b + head * out_h + row * out_t
     if FUSED:
         steps = (q1_strides[2], q2_strides[2], k1_strides[2], k2_strides[2], v_strides[2])
         o1a, o1b, log1, o2a, o2b, log2 = both_maps(
@@ -286,13 +285,13 @@ def forward_kernel(
         o2_out = out
         if SAVE:
             o2_out = out2
-        o2_out = row_of(o2_out, (out_b, out_h, out_t), batch, head, row)
+        o2_out += batch * out_b + head * out_h + row * out_t
 
     here = first + rows < T
     if SAVE:
         tl.store(lse1 + lse_row + row + rows, log1, mask=here)
-    out = row_of(out, (out_b, out_h, out_t), batch, head, row)
-    lam_at = row_of(lam_at, lam_strides, batch, head, row)
+    out += batch * out_b + head * out_h + row * out_t
+    lam_at += batch * lam_strides[0] + head * lam_strides[1] + row * lam_strides[2]
     lam = tl.load(lam_at + rows.to(tl.int64) * lam_strides[2], mask=here, other=0.0)[:, None]  # [BLOCK_M, 1]
     # Chunk by chunk, which takes fewer registers. The barriers make the O2 that other threads stored visible.
     if not FUSED:

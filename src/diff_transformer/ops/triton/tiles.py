@@ -46,16 +46,6 @@ def load_chunk(
 
 
 @triton.jit
-def row_of(x, strides, batch, head, row):
-    """The pointer to a row of a head of x, or to several rows.
-
-    The backward kernels write this out: ptxas lets a function's line numbers move its schedule, and fp32 kernels then
-    spill.
-    """
-    return x + (batch * strides[0] + head * strides[1] + row * strides[2])
-
-
-@triton.jit
 def load_tile(
     base, offset, stride, limit, A: tl.constexpr, B: tl.constexpr, WIDTH: tl.constexpr, ROWS_CHECKED: tl.constexpr
 ):
