@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from diff_transformer.model.attention import DiffAttention
+from diff_transformer.model.cores import DiffCore
 from diff_transformer.model.inputs import Visible
 from diff_transformer.model.modeling import DiffTransformerForCausalLM
 from diff_transformer.model.presets import preset
@@ -133,8 +134,8 @@ def test_the_second_version_in_one_call_equals_its_parts(dtype, T, heads, window
     seen = Visible(None, True, window)
     fused = core(*given, seen, hidden_states=hidden)
     assert called
-    eager = core.in_parts(*given, core.lam(hidden), seen)
-    exact = core.double().in_parts(*(x.double() for x in given), core.lam(hidden.double()), seen)
+    eager = DiffCore.forward(core, *given, seen, lam=core.lam(hidden))
+    exact = DiffCore.forward(core.double(), *(x.double() for x in given), seen, lam=core.lam(hidden.double()))
     assert fused.shape == exact.shape == (2, T, heads[0], 24)
     assert_within_budget(fused, exact, eager)
 
@@ -148,7 +149,7 @@ def test_the_second_version_leaves_alone_what_it_does_not_compute(monkeypatch):
         called.clear()
         out = core(*given, Visible(), hidden_states=hidden)
         lam = core.lam(hidden)
-        torch.testing.assert_close(out, core.in_parts(*given, lam, Visible()))
+        torch.testing.assert_close(out, DiffCore.forward(core, *given, Visible(), lam=lam))
         return bool(called)
 
     assert taken()

@@ -82,20 +82,19 @@ class DiffCore(Core):
         visible: Visible,
         *,
         hidden_states: Tensor | None = None,
+        lam: Lambda | None = None,
         **state,
     ) -> Tensor:
         """``q``, ``k``, ``v`` with the heads of ``count_heads``, ``[B, heads, length, width]`` -> ``[B, T, h, dv]``.
 
-        ``hidden_states [B, T, hidden_size]``: the input from which a lambda for each token is computed.
+        ``hidden_states [B, T, hidden_size]``: the input from which a lambda for each token is computed. With ``lam``,
+        which is known then, the operator and the norm follow one after the other.
         """
-        if visible.mask is None and visible.documents is None:
+        if lam is None and visible.mask is None and visible.documents is None:
             out = decode_head(q, k, v, self.decode_weights, visible.is_causal, visible.window)
             if out is not None:
                 return out
-        return self.in_parts(q, k, v, self.lam(hidden_states), visible, **state)
-
-    def in_parts(self, q: Tensor, k: Tensor, v: Tensor, lam: Lambda, visible: Visible, **state) -> Tensor:
-        """What ``forward`` returns, by the operator and then the norm."""
+        lam = self.lam(hidden_states) if lam is None else lam
         if visible.documents is None:
             return self.normalise(self.attend(q, k, v, lam, visible, **state).transpose(1, 2))
         out = self.attend_documents(q, k, v, lam, visible)
@@ -179,7 +178,7 @@ class DiffCore(Core):
 
 
 def _methods_of_core() -> tuple[Callable, ...]:
-    return DiffCore.in_parts, DiffCore.attend, DiffCore.split, DiffCore.normalise
+    return DiffCore.attend, DiffCore.split, DiffCore.normalise
 
 
 # What the native call replaces, as this file and its neighbours define it: experiments and wrappers may replace it on
@@ -187,7 +186,7 @@ def _methods_of_core() -> tuple[Callable, ...]:
 _METHODS = _methods_of_core()
 _FORWARD: dict[type[nn.Module], Callable] = {part: part.forward for part in (RMSNorm, LearnedLambda, FixedLambda)}
 _REPLACED = frozenset((
-    *("in_parts", "attend", "split", "normalise", "forward", "_call_impl", "_compiled_call_impl"),
+    *("attend", "split", "normalise", "forward", "_call_impl", "_compiled_call_impl"),
     *("weight", "lambda_q1", "lambda_k1", "lambda_q2", "lambda_k2"),
 ))  # fmt: skip
 
@@ -219,7 +218,7 @@ class DiffV2Core(DiffCore):
             out = decode_head(q, k, v, lambda: given, visible.is_causal, visible.window)
             if out is not None:
                 return out
-        return self.in_parts(q, k, v, lam, visible, **state)
+        return super().forward(q, k, v, visible, lam=lam, **state)
 
     def split(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         return *_pairs(q), k, k

@@ -7,7 +7,7 @@ pytest.importorskip("triton", reason="the kernels are written in Triton")
 
 from diff_transformer.ops import diff_attention
 from diff_transformer.ops.call import Call, Documents, replace
-from diff_transformer.ops.triton import backward, backward_form, forward, interpreted, tile_sizes
+from diff_transformer.ops.triton import backward, backward_form, interpreted, operator, tile_sizes
 from diff_transformer.testing import assert_within_budget, make_inputs
 
 pytestmark = [
@@ -84,7 +84,7 @@ def test_shipped_tiles(monkeypatch, tiles, case):
             given.append(kernel)
             return {(128, 256): (tiles[kernel],)}
 
-    for module in (forward, backward):
+    for module in (operator, backward):
         monkeypatch.setattr(module, "table_of", lambda x: Given())
     torch.use_deterministic_algorithms(False)  # they rule the one pass out
     sizes, options = CASES[case]
