@@ -77,10 +77,10 @@ def launches(D: int, Dv: int, dtype: torch.dtype, capability: int) -> list[tuple
     Of Triton's kernels first, then of the Hopper kernels, if they take the call: in two passes.
     """
     from diff_transformer.ops import gluon
+    from diff_transformer.ops.call import Call
     from diff_transformer.ops.gluon import backward as gluon_backward
     from diff_transformer.ops.gluon import forward as gluon_forward
     from diff_transformer.ops.triton import backward, decode, forward
-    from diff_transformer.ops.triton.call import Call
 
     q, v = torch.zeros(1, 2, 128, D, dtype=dtype), torch.zeros(1, 2, 128, Dv, dtype=dtype)
     lam = torch.zeros(1, 2, 128, 1)

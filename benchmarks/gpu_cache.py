@@ -330,8 +330,8 @@ def of_hopper_tests() -> Iterator[tuple[str, Callable[[], object]]]:
     import torch
     from hopper_check import forms_of
 
+    from diff_transformer.ops.call import Call
     from diff_transformer.ops.gluon import backward, forward, support
-    from diff_transformer.ops.triton.call import Call
     from diff_transformer.testing import make_inputs
 
     def run(D: int, dtype: torch.dtype, causal: bool, form: str) -> None:

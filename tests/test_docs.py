@@ -26,6 +26,7 @@ GENERATED = (
     "figures/plots.py",
     "figures/prose/run.py",
     "figures/recall/run.py",
+    "figures/recall_confirmation/run.py",
     "figures/stability/run.py",
     "figures/uptraining/run.py",
 )
@@ -164,6 +165,13 @@ def test_no_files_import_each_other_in_a_circle():
         graphlib.TopologicalSorter(imports).prepare()
     except graphlib.CycleError as error:
         pytest.fail(f"these files import each other in a circle: {' -> '.join(error.args[1])}")
+
+
+@pytest.mark.parametrize("room", ["data", "evals", "model", "serving", "train"])
+def test_what_uses_the_operator_asks_no_backend(room):
+    backend = re.compile(r"diff_transformer\.ops(?:\.| import )(?:\w+, )*(?:cpu|gluon|jax|table|triton)\b")
+    package = ROOT / "src" / "diff_transformer"
+    assert [path.name for path in (package / room).rglob("*.py") if backend.search(path.read_text())] == []
 
 
 @pytest.mark.parametrize("script", GENERATED)

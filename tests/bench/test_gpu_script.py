@@ -353,7 +353,7 @@ def test_what_the_sanitizer_sees_runs_interpreted(gpu, monkeypatch, capsys):
     if not interpreted():
         pytest.skip("needs TRITON_INTERPRET=1")
     launched = []
-    for module, name in ((operator, "launch_forward"), (operator, "launch_backward"), (decode, "attend_decode")):
+    for module, name in ((operator, "plan_forward"), (operator, "launch_backward"), (decode, "attend_decode")):
         compute = getattr(module, name)
         monkeypatch.setattr(module, name, lambda *a, _f=compute, _n=name, **b: launched.append(_n) or _f(*a, **b))
     monkeypatch.setattr(sanitized, "T", 70)
@@ -362,7 +362,7 @@ def test_what_the_sanitizer_sees_runs_interpreted(gpu, monkeypatch, capsys):
     said = capsys.readouterr().out.splitlines()
     assert said[-1] == "all ran"
     decoded = sum(name.startswith("decode") for name in said)
-    counts = [launched.count(name) for name in ("launch_forward", "launch_backward", "attend_decode")]
+    counts = [launched.count(name) for name in ("plan_forward", "launch_backward", "attend_decode")]
     assert counts == [len(said) - 1 - decoded] * 2 + [decoded]
 
 

@@ -11,8 +11,8 @@ import torch
 from kernel_compiler import launched_faults
 from torch import Tensor
 
+from diff_transformer.ops.call import Call
 from diff_transformer.ops.masking import apply_masks, position_mask
-from diff_transformer.ops.triton.call import Call
 from diff_transformer.testing import Inputs, assert_within_budget, eager_diff_attention, make_inputs
 
 SECONDS = 20.0  # limit of a launched kernel, which takes well under one

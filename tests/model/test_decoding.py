@@ -105,8 +105,69 @@ def test_it_leaves_alone_what_it_does_not_compute():
 @pytest.mark.parametrize("window", [None, 7])
 def test_the_window_holds(window):
     core, (q, k, v) = make_core(torch.float32), inputs(torch.float32, 2)
-    core.window = window
-    torch.testing.assert_close(core(q, k, v, Visible()), in_parts(core, q, k, v, True))
+    seen = Visible(None, True, window)
+    out = core.attend(q, k, v, core.lam(), seen).transpose(1, 2)
+    torch.testing.assert_close(core(q, k, v, seen), core.head_norm(out, 1.0 - core.lam.initial))
+    assert torch.equal(core(q, k, v, seen), core(q, k, v, Visible())) == (window is None)
+
+
+def v2(dtype, T, num_heads=4, num_key_value_heads=2):
+    """A core of the second version, its q, k, v, and the hidden states that lambda is computed from."""
+    torch.manual_seed(3)
+    layer_of = DiffAttention(
+        64, num_heads, attention="diff_v2", num_key_value_heads=num_key_value_heads, head_dim=24, is_causal=True
+    )
+    core = layer_of.core.to(dtype).requires_grad_(False)
+    q = torch.randn(2, T, 2 * num_heads, 24, dtype=dtype).transpose(1, 2)
+    k, v = (torch.randn(2, 31, num_key_value_heads, 24, dtype=dtype).transpose(1, 2) for _ in range(2))
+    return core, (q, k, v), torch.randn(2, T, 64, dtype=dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("T", "heads"), [(1, (4, 4)), (3, (4, 2)), (1, (8, 2))])
+@pytest.mark.parametrize("window", [None, 7])
+def test_the_second_version_in_one_call_equals_its_parts(dtype, T, heads, window, monkeypatch):
+    core, given, hidden = v2(dtype, T, *heads)
+    called, decode = [], layer.decode
+    monkeypatch.setattr(layer, "decode", lambda *a: called.append(1) or decode(*a))
+    seen = Visible(None, True, window)
+    fused = core(*given, seen, hidden_states=hidden)
+    assert called
+    eager = core.in_parts(*given, core.lam(hidden), seen)
+    exact = core.double().in_parts(*(x.double() for x in given), core.lam(hidden.double()), seen)
+    assert fused.shape == exact.shape == (2, T, heads[0], 24)
+    assert_within_budget(fused, exact, eager)
+
+
+def test_the_second_version_leaves_alone_what_it_does_not_compute(monkeypatch):
+    core, given, hidden = v2(torch.float32, 1)
+    called, decode = [], layer.decode
+    monkeypatch.setattr(layer, "decode", lambda *a: called.append(1) or decode(*a))
+
+    def taken():
+        called.clear()
+        out = core(*given, Visible(), hidden_states=hidden)
+        lam = core.lam(hidden)
+        torch.testing.assert_close(out, core.in_parts(*given, lam, Visible()))
+        return bool(called)
+
+    assert taken()
+    handle = core.lam.register_forward_hook(lambda module, inputs, lam: lam / 2)
+    assert taken()  # lambda is called as a module, so its hooks count
+    handle.remove()
+    core.attend = lambda *a, **k: type(core).attend(core, *a, **k) * 2  # what an experiment does
+    assert not taken()
+    del core.attend
+    core.normalise = lambda out: out + 1
+    assert not taken()
+    del core.normalise
+    core.requires_grad_(True)
+    assert not taken()
+    with torch.no_grad():
+        assert taken()
+    core.backend = "reference"
+    with torch.no_grad():
+        assert not taken()
 
 
 def test_cached_steps_equal_the_whole(monkeypatch):

@@ -69,9 +69,9 @@ def test_packed_training_is_one_launch_a_layer(monkeypatch, attention):
     labels = torch.from_numpy(without_first_tokens(ids.numpy(), ids.numpy(), END)).to(DEVICE)
     inputs = model_inputs(ids.to(DEVICE), "separate", END)
     launches = []
-    compute = operator.launch_forward
+    compute = operator.plan_forward
     monkeypatch.setattr(
-        operator, "launch_forward", lambda *a: launches.append(a[0].documents.cu_seqlens_q.tolist()) or compute(*a)
+        operator, "plan_forward", lambda *a: launches.append(a[0].documents.cu_seqlens_q.tolist()) or compute(*a)
     )
     model, found = make(attention).train(), []
     for implementation in ("diff_reference", "diff_triton"):

@@ -4,13 +4,18 @@ import logging
 import os
 import subprocess
 import sys
+import traceback
+from pathlib import Path
 
 import pytest
 import torch
 
+import diff_transformer
+from diff_transformer import DiffAttention
 from diff_transformer.ops import available_backends, diff_attention, table, triton
 from diff_transformer.ops.backends import BACKENDS, _announce, of_auto
 from diff_transformer.ops.call import Call
+from diff_transformer.ops.cpu import native
 from diff_transformer.ops.table import check_environment
 from diff_transformer.testing import make_inputs
 
@@ -258,3 +263,19 @@ assert diff_transformer.ops.diff_attention is former is diff_attention is diff_t
 assert attend is cpu.attend
 """
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_a_layer_is_seven_frames_from_its_kernel(monkeypatch):
+    """The layer, its core, what experiments replace in it, the operator, its backend, PyTorch's operator, the call."""
+    if native.library() is None:
+        pytest.skip("no C++ compiler here")
+    frames, package = [], str(Path(diff_transformer.__file__).parent)
+    refuse_failure = native.refuse_failure
+
+    def called(status):
+        frames.extend(f.name for f in traceback.extract_stack() if f.filename.startswith(package))
+        refuse_failure(status)
+
+    monkeypatch.setattr(native, "refuse_failure", called)
+    DiffAttention(32, 4, is_causal=True)(torch.randn(1, 40, 32, requires_grad=True))
+    assert frames == ["forward", "forward", "attend", "diff_attention", "attend", "forward", "forward"]

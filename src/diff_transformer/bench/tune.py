@@ -18,7 +18,7 @@ from diff_transformer.bench.record import Deadline, collect, machine
 from diff_transformer.bench.shapes import Shape, too_large_reason
 from diff_transformer.ops import measuring, table
 from diff_transformer.ops.arguments import autocast_off
-from diff_transformer.ops.backends import BACKENDS
+from diff_transformer.ops.backends import BACKENDS, unsupported_reason
 from diff_transformer.ops.call import Call, check, replace
 
 log = logging.getLogger("diff_transformer")
@@ -79,8 +79,11 @@ def measured(gate: Gate, gradients: bool) -> measuring.Verdict:
     with torch.set_grad_enabled(gradients):
         call = check(*gate.full, is_causal=gate.shape.causal)
     kind, device = table.kind_of(call), call.q1.device
-    found = table.candidates(call, kind)
-    runs = {name: timed(replace(call, backend=one[0], variant=one[1]), gate) for name, one in found.items()}
+    assert kind is not None  # the gate's calls are of the kinds that are measured
+    runs = {
+        table.name_of(backend, variant): timed(replace(call, backend=backend, variant=variant), gate)
+        for backend, variant in table.candidates(call, unsupported_reason("triton", call) is None)
+    }
     table.forget(device.index, kind)
     return measuring.measure(table.key_of(device.type, device.index, kind), runs, clock(device), again=True)
 

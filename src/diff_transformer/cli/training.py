@@ -165,7 +165,9 @@ def prepare(
 
 @app.command()
 def study(
-    name: Annotated[str, typer.Argument(help="desk, prose, recall, answers, needles, stability or ladder.")],
+    name: Annotated[
+        str, typer.Argument(help="desk, prose, recall, recall_confirmation, answers, needles, stability or ladder.")
+    ],
     out: Annotated[Path, typer.Option("--out", help="Folder of the study; finished runs in it are kept.")],
     corpus: Annotated[str, typer.Option(help='Text: "python", a file, a folder, an archive.')] = "python",
     minutes: Annotated[

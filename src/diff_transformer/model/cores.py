@@ -92,7 +92,10 @@ class DiffCore(Core):
             out = decode_head(q, k, v, self.decode_weights, visible.is_causal, visible.window)
             if out is not None:
                 return out
-        lam = self.lam(hidden_states)
+        return self.in_parts(q, k, v, self.lam(hidden_states), visible, **state)
+
+    def in_parts(self, q: Tensor, k: Tensor, v: Tensor, lam: Lambda, visible: Visible, **state) -> Tensor:
+        """What ``forward`` returns, by the operator and then the norm."""
         if visible.documents is None:
             return self.normalise(self.attend(q, k, v, lam, visible, **state).transpose(1, 2))
         out = self.attend_documents(q, k, v, lam, visible)
@@ -176,7 +179,7 @@ class DiffCore(Core):
 
 
 def _methods_of_core() -> tuple[Callable, ...]:
-    return DiffCore.attend, DiffCore.split, DiffCore.normalise
+    return DiffCore.in_parts, DiffCore.attend, DiffCore.split, DiffCore.normalise
 
 
 # What the native call replaces, as this file and its neighbours define it: experiments and wrappers may replace it on
@@ -184,7 +187,7 @@ def _methods_of_core() -> tuple[Callable, ...]:
 _METHODS = _methods_of_core()
 _FORWARD: dict[type[nn.Module], Callable] = {part: part.forward for part in (RMSNorm, LearnedLambda, FixedLambda)}
 _REPLACED = frozenset((
-    *("attend", "split", "normalise", "forward", "_call_impl", "_compiled_call_impl"),
+    *("in_parts", "attend", "split", "normalise", "forward", "_call_impl", "_compiled_call_impl"),
     *("weight", "lambda_q1", "lambda_k1", "lambda_q2", "lambda_k2"),
 ))  # fmt: skip
 
@@ -206,8 +209,29 @@ class DiffV2Core(DiffCore):
     lambda depends on token and head (``TokenLambda``); there is neither a head norm nor the factor 1 - lambda_init.
     """
 
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, visible: Visible, *, hidden_states: Tensor | None = None, **state
+    ) -> Tensor:
+        """As in ``DiffCore``."""
+        lam = self.lam(hidden_states)
+        if visible.mask is None and visible.documents is None and isinstance(lam, Tensor) and self._as_built():
+            given = DecodeWeights(of_tokens=lam, shared_keys=True)
+            out = decode_head(q, k, v, lambda: given, visible.is_causal, visible.window)
+            if out is not None:
+                return out
+        return self.in_parts(q, k, v, lam, visible, **state)
+
     def split(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         return *_pairs(q), k, k
+
+    def _as_built(self) -> bool:
+        """Whether nothing between lambda, which was called, and the result was replaced: see ``decode_weights``."""
+        if type(self) is not DiffV2Core or self.backend not in ("auto", "blockwise") or self.head_norm is not None:
+            return False
+        return _REPLACED.isdisjoint(self.__dict__) and _methods_of_core() == _METHODS and DiffV2Core.split is _SPLIT_V2
+
+
+_SPLIT_V2 = DiffV2Core.split
 
 
 class GroupedDiffCore(DiffCore):

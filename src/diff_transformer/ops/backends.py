@@ -13,8 +13,8 @@ from diff_transformer.ops import cpu, reference, softmax_calls, table, triton
 from diff_transformer.ops.arguments import DTYPES, active_transform, exporting
 from diff_transformer.ops.call import Call, replace
 
-# Each has ``attend(call)`` -> [B, H, T, Dv] and ``unsupported_reason(device, dtype)``. Some have
-# ``unsupported_call_reason(call)`` and ``takes_packed(call)``: whether they compute all packed documents at once.
+# Each has ``attend(call)`` -> [B, H, T, Dv]. Those that have limits have ``unsupported_reason(device, dtype)`` and
+# ``unsupported_call_reason(call)``; those that can compute all packed documents at once have ``takes_packed(call)``.
 BACKENDS: dict[str, Any] = {
     "reference": reference,
     "blockwise": cpu,
@@ -85,23 +85,25 @@ def of_auto(call: Call) -> tuple[str, Any, str]:
     reason = unsupported_reason("triton", call)
     because = "" if reason is None else f"not 'triton', since {reason}"
     if device in LOOKED_UP:
-        return *table.look_up(call), because
+        return *table.look_up(call, reason is None), because
     return "triton" if reason is None else "sdpa", None, because
 
 
 def unsupported_reason(backend: str, call: Call) -> str | None:
     """Why the backend cannot compute this call, or None."""
-    module = BACKENDS[backend]
-    reason = module.unsupported_reason(call.q1.device, call.q1.dtype)
-    if reason is None and hasattr(module, "unsupported_call_reason"):
-        reason = module.unsupported_call_reason(call)
-    return reason
+    reason = _ask(backend, "unsupported_reason", call.q1.device, call.q1.dtype)
+    return reason or _ask(backend, "unsupported_call_reason", call)
 
 
 def takes_packed(call: Call) -> bool:
     """Whether the backend of a resolved call computes all packed documents at once."""
-    module = BACKENDS[call.backend]
-    return hasattr(module, "takes_packed") and module.takes_packed(call)
+    return bool(_ask(call.backend, "takes_packed", call))
+
+
+def _ask(backend: str, question: str, *given: Any) -> Any:
+    """What the backend answers, or None."""
+    answer = getattr(BACKENDS[backend], question, None)
+    return None if answer is None else answer(*given)
 
 
 @cache
@@ -129,7 +131,7 @@ def available_backends(device: str | torch.device, dtype: torch.dtype) -> list[s
     device = torch.device(device)
     if dtype not in DTYPES or not _exists(device):
         return []
-    names = [name for name, backend in BACKENDS.items() if backend.unsupported_reason(device, dtype) is None]
+    names = [name for name in BACKENDS if _ask(name, "unsupported_reason", device, dtype) is None]
     return [name for name in names if not (name == "triton" and device.type == "cpu")]
 
 

@@ -72,9 +72,15 @@ class Call(NamedTuple):
         return tiles, 1, (torch.repeat_interleave(of_document, output_size=tiles), *self.documents[:2])
 
 
+_AT = {name: i for i, name in enumerate(Call._fields)}
+
+
 def replace(call: Call, **changes: Any) -> Call:
     """The call with other fields. torch.compile of torch 2.11 can keep it over a graph break, unlike ``_replace``'s."""
-    return Call(*[changes.get(name, value) for name, value in zip(Call._fields, call, strict=True)])
+    values: list[Any] = list(call)
+    for name, value in changes.items():
+        values[_AT[name]] = value
+    return Call(*values)
 
 
 def check(
@@ -90,11 +96,11 @@ def check(
     attn_mask = four_dimensional_mask(attn_mask, q1, k1.shape[2])
     window = None if window is None else min(window, LONGEST)
     scale = q1.shape[3] ** -0.5 if scale is None else float(scale) if abs(scale) >= SMALLEST else 0.0
-    return replace(of_list(q1, q2, k1, k2, v, lam, attn_mask, is_causal, window, scale), backend=backend)
+    return of_list(q1, q2, k1, k2, v, lam, attn_mask, is_causal, window, scale, backend=backend)
 
 
 def of_list(
-    q1, q2, k1, k2, v, lam, attn_mask, is_causal, window, scale, documents: Documents | None = None
+    q1, q2, k1, k2, v, lam, attn_mask, is_causal, window, scale, documents: Documents | None = None, backend="auto"
 ) -> Call:  # fmt: skip
     """A call from its checked parts, as custom operators get them, and as earlier builds' exported checkpoints do."""
     gradients: tuple[str, ...] = ()
@@ -102,7 +108,7 @@ def of_list(
         given = {"q1": q1, "q2": q2, "k1": k1, "k2": k2, "v": v, "lam": lam, "attn_mask": attn_mask}
         gradients = tuple([name for name, x in given.items() if x is not None and x.requires_grad])
     k2 = None if k2 is k1 else k2
-    return Call(q1, q2, k1, k2, v, lam, scale, is_causal, window, attn_mask, documents, gradients)
+    return Call(q1, q2, k1, k2, v, lam, scale, is_causal, window, attn_mask, documents, gradients, backend)
 
 
 def in_dtype(call: Call, dtype: torch.dtype) -> Call:

@@ -11,6 +11,7 @@ from diff_transformer.ops import triton
 from diff_transformer.ops.arguments import active_transform, autocast_off, exporting, traced
 from diff_transformer.ops.backends import BACKENDS, resolve
 from diff_transformer.ops.call import Call, check, is_empty, replace, with_keys, zeros
+from diff_transformer.ops.masking import one_mask
 
 MAX_COPIED_VALUES = 2**17  # in a batch entry: up to here "blockwise" copies and masks faster than in a second call
 
@@ -126,18 +127,14 @@ def _attend_to_used_keys(used: list[int], call: Call) -> Tensor:
     return outs[0] if len(outs) == 1 else torch.cat(outs)
 
 
-def _mask(lengths: Tensor, attn_mask: Tensor | None, T: int, S: int, window: int | None) -> Tensor:
+def _mask(lengths: Tensor, attn_mask: Tensor | None, T: int, S: int, window: int | None) -> Tensor | None:
     """lengths, the causal limit, the window and attn_mask in one mask, [B, 1|H, T, S]."""
     own = lengths.clamp(0, S)[:, None] - T + torch.arange(T, device=lengths.device)  # [B, T]
     key = torch.arange(S, device=lengths.device)
     seen = key <= own[..., None]  # [B, T, S]
     if window is not None:
         seen = seen & (key > own[..., None] - window)
-    if attn_mask is None:
-        return seen[:, None]
-    if attn_mask.dtype == torch.bool:
-        return attn_mask & seen[:, None]
-    return attn_mask.masked_fill(~seen[:, None], float("-inf"))
+    return one_mask(seen[:, None], attn_mask)
 
 
 def _check_lengths(lengths: Tensor | None, q1: Tensor) -> None:

@@ -38,6 +38,13 @@ def apply_masks(scores: Tensor, seen: Tensor | None, attn_mask: Tensor | None) -
     return scores if seen is None else scores.masked_fill(~seen, float("-inf"))
 
 
+def one_mask(seen: Tensor | None, attn_mask: Tensor | None) -> Tensor | None:
+    """``seen`` and attn_mask in one mask, boolean or additive; None for neither."""
+    if seen is None or attn_mask is None:
+        return attn_mask if seen is None else seen
+    return seen & attn_mask if attn_mask.dtype == torch.bool else attn_mask.masked_fill(~seen, float("-inf"))
+
+
 def fully_masked_rows(
     T: int, S: int, is_causal: bool, window: int | None, attn_mask: Tensor | None, device: torch.device
 ) -> Tensor | None:

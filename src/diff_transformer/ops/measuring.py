@@ -12,14 +12,12 @@ import os
 import threading
 import time
 from collections.abc import Callable, Container, Mapping, Sequence
-from contextlib import ExitStack
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from filelock import FileLock
 
-from diff_transformer.durable import cache_folder, write_whole
+from diff_transformer.durable import cache_folder, once, write_whole
 
 log = logging.getLogger("diff_transformer")
 
@@ -145,22 +143,22 @@ def described(verdict: Verdict) -> str:
 def _kept_or_measured(told: str, candidates: Mapping[str, Run], timer: Timer, read: bool) -> Verdict | None:
     """The kept verdict or a new one; None if there is none and it cannot be measured now."""
     path = _path(told)
-    kept = _read(path, candidates) if read else None
-    if kept is not None or not _measuring.acquire(blocking=False):
-        return kept  # the lock is not waited for: its holder may need this thread, which may be autograd's
+
+    def known() -> Verdict | None:
+        return _read(path, candidates) if read else None
+
+    def measured(locked: bool) -> Verdict:
+        if not locked:
+            log.info("measuring without a lock")
+        verdict = in_turns(candidates, timer)
+        if verdict.complete:
+            _write(path, told, verdict)
+        return verdict
+
+    if not _measuring.acquire(blocking=False):
+        return known()  # the lock is not waited for: its holder may need this thread, which may be autograd's
     try:
-        with ExitStack() as held:
-            if path is not None:
-                try:
-                    path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-                    held.enter_context(FileLock(path.with_suffix(".lock"), timeout=WAIT))
-                except (OSError, RuntimeError) as error:  # filelock's time-out is an OSError
-                    log.info("measuring without a lock: %s", error)
-            kept = _read(path, candidates) if read else None  # another process may have measured meanwhile
-            verdict = kept or in_turns(candidates, timer)
-            if kept is None and verdict.complete:
-                _write(path, told, verdict)
-            return verdict
+        return once(path, known, measured, seconds=WAIT)
     finally:
         _measuring.release()
 

@@ -49,8 +49,3 @@ def attend(call: Call) -> Tensor:
     difference, v = maps(call).difference, call.v
     values = v.to(difference.dtype).repeat_interleave(call.q1.shape[1] // v.shape[1], dim=1)
     return (difference @ values).to(v.dtype)
-
-
-def unsupported_reason(device: torch.device, dtype: torch.dtype) -> str | None:
-    """Why the backend cannot work here, or None."""
-    return None

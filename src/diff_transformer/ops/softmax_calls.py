@@ -28,7 +28,7 @@ from torch.nn.functional import pad, scaled_dot_product_attention
 
 from diff_transformer.ops.arguments import active_transform
 from diff_transformer.ops.call import Call, Documents, in_dtype, replace, with_noise_head_for_each_mask
-from diff_transformer.ops.masking import apply_masks, fully_masked_rows, position_mask
+from diff_transformer.ops.masking import fully_masked_rows, one_mask, position_mask
 from diff_transformer.ops.reference import attention_map
 
 # Softmax attention of queries [B, heads, T, width] and keys [B, G, S, width] to values [B, G, S, their width].
@@ -92,7 +92,7 @@ def softmax_attention(
     """
     T, S, scale = q.shape[2], k.shape[2], q.shape[3] ** -0.5
     if backend == "sdpa":
-        mask, is_causal = mask_and_flag(T, S, is_causal, window, attn_mask, None, q)
+        mask, is_causal = mask_and_flag(T, S, is_causal, window, attn_mask, None, q, window is None or window >= S)
         grouped = bool(q.shape[1] != k.shape[1])  # torch.jit.trace has tensors for sizes
         return scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=is_causal, enable_gqa=grouped)
     if attn_mask is not None:
@@ -176,8 +176,8 @@ class Sdpa:
             call = in_dtype(call, call.lam.dtype)
         given = call.q1.shape[2], call.k1.shape[2], call.is_causal, call.window, call.attn_mask
         fully_masked = fully_masked_rows(*given, call.q1.device)
-        # The CPU kernel multiplies the -inf of is_causal by the scale.
-        mask, is_causal = mask_and_flag(*given, fully_masked, call.q1, flag=call.scale > 0 or not on_cpu)
+        flag = call.window is None and (call.scale > 0 or not on_cpu)  # the CPU's multiplies its -inf by the scale
+        mask, is_causal = mask_and_flag(*given, fully_masked, call.q1, flag)
         options: dict[str, Any] = {"attn_mask": mask, "is_causal": is_causal, "scale": call.scale}
 
         def attend(q: Tensor, k: Tensor, values: Tensor) -> Tensor:
@@ -206,11 +206,6 @@ class Sdpa:
     def takes_packed(call: Call) -> bool:
         """Whether all packed documents are computed at once."""
         return active_transform() is None and bool(packed_plans(call))
-
-    @staticmethod
-    def unsupported_reason(device: torch.device, dtype: torch.dtype) -> str | None:
-        """Why the backend cannot work here, or None."""
-        return None
 
 
 def plans(call: Call) -> list[SdpaPlan]:
@@ -313,20 +308,20 @@ def mask_and_flag(
     attn_mask: Tensor | None,
     fully_masked: Tensor | None,
     q: Tensor,
-    flag: bool = True,
+    flag: bool,
 ) -> tuple[Tensor | None, bool]:
     """SDPA's mask, boolean or additive, which unmasks the fully masked rows, and its flag is_causal.
 
     That aligns to the upper left corner and excludes a mask. flag: whether it may be set.
     """
-    if is_causal and attn_mask is None and flag and 1 < T == S and (window is None or window >= S):
+    if is_causal and attn_mask is None and flag and 1 < T == S:
         return None, True
-    seen = position_mask(T, S, is_causal, window, q.device)
-    if attn_mask is not None and attn_mask.dtype != torch.bool:
-        mask = apply_masks(attn_mask.to(q.dtype), seen, None)
-        return (mask if fully_masked is None else mask.masked_fill(fully_masked, 0)), False
-    mask = attn_mask if seen is None else seen if attn_mask is None else seen & attn_mask
-    return (mask if mask is None or fully_masked is None else mask | fully_masked), False
+    mask = one_mask(position_mask(T, S, is_causal, window, q.device), attn_mask)
+    if mask is not None and mask.dtype != torch.bool:
+        mask = mask.to(q.dtype)
+    if mask is not None and fully_masked is not None:
+        mask = mask | fully_masked if mask.dtype == torch.bool else mask.masked_fill(fully_masked, 0)
+    return mask, False
 
 
 def packed_attention(

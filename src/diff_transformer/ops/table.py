@@ -13,6 +13,7 @@ then takes the default's place.
 
 import hashlib
 import logging
+from collections.abc import Iterator
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from operator import index as concrete
@@ -20,7 +21,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
 
 from diff_transformer.ops import triton
 from diff_transformer.ops.call import Call
@@ -39,22 +39,13 @@ EDGES = (1, 8, 64, 256, 1024, 4096, 16384, 65536)  # lengths up to the same edge
 
 
 class Kind(NamedTuple):
-    """What a verdict depends on, beside the GPU and the installation."""
+    """A kind of call that tuning measures: plain, with equal head counts and lengths, and values of width 2 D."""
 
     dtype: str
-    D: int
-    Dv: int
-    noise_group: int  # signal heads of a noise head
-    key_group: int  # noise heads of a key/value head
+    width: int  # D
     heads: int  # edge of B * H
-    T: int  # edge of the number of queries; with packed documents, of the longest one
-    S: int  # edge of the number of keys
-    shared_keys: bool
-    mask: str
+    length: int  # edge of T
     is_causal: bool
-    aligned: bool  # whether SDPA needs no mask for the positions
-    window: int  # edge; 0 for none
-    documents: bool
     gradients: bool
     passes: str  # which backward passes may be taken
 
@@ -62,17 +53,21 @@ class Kind(NamedTuple):
 _found: dict[tuple[int | None, Kind], tuple[str, Any]] = {}  # by index of the GPU
 
 
-def look_up(call: Call) -> tuple[str, Any]:
-    """The backend of a call on a GPU, and its variant: a dictionary lookup once the kind of call was met.
+def look_up(call: Call, ours: bool) -> tuple[str, Any]:
+    """The backend of a call on a GPU, and its variant: a dictionary lookup once a kind of call was met.
+
+    ours: whether the Triton kernels can compute it.
 
     Raises:
         ValueError: as ``check_environment``.
     """
     kind, device = kind_of(call), call.q1.device
+    if kind is None:
+        return next(candidates(call, ours), ("sdpa", None))
     compiling = torch.compiler.is_compiling()
     if not compiling and (device.index, kind) in _found:
         return _found[device.index, kind]
-    offered = candidates(call, kind)
+    offered = {name_of(*each): each for each in candidates(call, ours)}
     found = offered[_kept(device.type, device.index, tuple(kind), tuple(offered))]
     if not compiling:
         _found[device.index, kind] = found
@@ -84,25 +79,15 @@ def forget(index: int | None, kind: Kind) -> None:
     _found.pop((index, kind), None)
 
 
-def kind_of(call: Call) -> Kind:
+def kind_of(call: Call) -> Kind | None:
     """The kind of a call, in plain numbers: ``concrete`` and ``edge`` fix what is symbolic under torch.compile."""
-    q1, mask, window, documents = call.q1, call.attn_mask, call.window, call.documents
-    (B, H, T, D), Hn, G, S = q1.shape, call.q2.shape[1], call.k1.shape[1], call.k1.shape[2]
-    T, S = (T, S) if documents is None else (documents.max_seqlen_q, documents.max_seqlen_k)
-    D, Dv, noise_group, key_group = map(concrete, (D, call.v.shape[3], H // Hn, Hn // G))
+    (B, H, T, D), gradients = call.q1.shape, bool(call.gradients)
+    usual = call.q2.shape[1] == call.k1.shape[1] == H and call.k1.shape[2] == T and call.v.shape[3] == 2 * D
+    if not (usual and _plain(call)) or call.k2 is None:
+        return None
     passes = REPEATS if torch.are_deterministic_algorithms_enabled() else PASSES[triton.chosen_passes()]
-    return Kind(
-        str(q1.dtype).removeprefix("torch."), D, Dv, noise_group, key_group, edge(B * H), edge(T), edge(S),
-        call.k2 is None,
-        "none" if mask is None else ("boolean" if mask.dtype == torch.bool else "additive") + str(mask_shape(mask)),
-        call.is_causal, aligned(call), 0 if window is None else edge(window), documents is not None,
-        bool(call.gradients), passes if call.gradients else "none",
-    )  # fmt: skip
-
-
-def mask_shape(mask: Tensor) -> list[bool]:
-    """Whether a mask differs by head, by query and by key."""
-    return [size > 1 for size in mask.shape[1:]]
+    name = str(call.q1.dtype).removeprefix("torch.")
+    return Kind(name, concrete(D), edge(B * H), edge(T), call.is_causal, gradients, passes if gradients else "none")
 
 
 def edge(n: int) -> int:
@@ -113,24 +98,35 @@ def edge(n: int) -> int:
     return EDGES[-1]
 
 
-def candidates(call: Call, kind: Kind) -> dict[str, tuple[str, Any]]:
-    """The backends and variants that can compute the call, by name, the default first."""
-    device, given = call.q1.device, (call.q1.device, call.q1.dtype)
-    plain = kind.mask == "none" and not kind.window and not kind.documents
-    ours: list[tuple[str, Any]] = []
-    if (triton.unsupported_reason(*given) or triton.unsupported_call_reason(call)) is None:
-        ours = [("triton", variant) for variant in triton.variants(call.q1, call.v, plain, kind.gradients)]
-    over_sdpa = [("sdpa", plan) for plan in (packed_plans(call) if kind.documents else plans(call))]
-    if kind.passes == REPEATS:
-        over_sdpa = [each for each in over_sdpa if each[1].kernel not in ATOMICS]
-        offered = ours or over_sdpa or [("sdpa", SdpaPlan("efficient", False, 1, kind.Dv))]
-        return {name_of(*each): each for each in offered}
-    small = kind.documents or (plain and kind.aligned)  # needs no mask
-    sdpa_first = not ours or (kind.gradients and small and not _measured(device.type, device.index, kind))
-    offered = over_sdpa + ours if sdpa_first else ours + over_sdpa
-    if (Flash.unsupported_reason(*given) or Flash.unsupported_call_reason(call)) is None:
-        offered += [("flash", None)] if not kind.documents or Flash.takes_packed(call) else []
-    return {name_of(*each): each for each in offered or [("sdpa", None)]}
+def candidates(call: Call, ours: bool) -> Iterator[tuple[str, Any]]:
+    """The backends that can compute the call, each with its variants, the default first; ours: as in ``look_up``."""
+    gradients, plain = bool(call.gradients), _plain(call)
+    repeats = gradients and torch.are_deterministic_algorithms_enabled()
+    small = call.documents is not None or (plain and aligned(call))  # SDPA needs no mask
+    sdpa_first = not ours or (gradients and small and not repeats and not _measured(call))
+    if sdpa_first:
+        yield from _over_sdpa(call, repeats)
+    if ours:
+        for variant in triton.variants(call.q1, call.v, plain, gradients):
+            yield "triton", variant
+    if not sdpa_first and not repeats:
+        yield from _over_sdpa(call, repeats)
+    flash = Flash.unsupported_reason(call.q1.device, call.q1.dtype) or Flash.unsupported_call_reason(call)
+    if flash is None and not repeats and (call.documents is None or Flash.takes_packed(call)):
+        yield "flash", None
+
+
+def _over_sdpa(call: Call, repeats: bool) -> list[tuple[str, Any]]:
+    """SDPA's plans; ``repeats``: those whose gradients repeat bit for bit."""
+    offered = plans(call) if call.documents is None else packed_plans(call)
+    if repeats:
+        last = SdpaPlan("efficient", False, 1, concrete(call.v.shape[3]))
+        offered = [plan for plan in offered if plan.kernel not in ATOMICS] or [last]
+    return [("sdpa", plan) for plan in offered]
+
+
+def _plain(call: Call) -> bool:
+    return call.attn_mask is None and call.window is None and call.documents is None
 
 
 def name_of(backend: str, variant: Any) -> str:
@@ -138,10 +134,11 @@ def name_of(backend: str, variant: Any) -> str:
     return backend if variant is None else f"{backend} ({variant.name})"
 
 
-def _measured(device: str, index: int | None, kind: Kind) -> bool:
+def _measured(call: Call) -> bool:
     """Whether a record says that the Triton kernels train fastest in this kind of call."""
-    half = kind.dtype in ("bfloat16", "float16")
-    return half and kind.Dv == 2 * kind.D and kind.D in MEASURED.get(capability(device, index), ())
+    D, device = concrete(call.q1.shape[3]), call.q1.device
+    half = call.q1.dtype in (torch.bfloat16, torch.float16)
+    return half and call.v.shape[3] == 2 * D and D in MEASURED.get(capability(device.type, device.index), ())
 
 
 def capability(device: str, index: int | None) -> tuple[int, int] | None:

@@ -17,13 +17,13 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from wrong_barriers import always_phase_0, claims_without_waiting, expects_too_few_bytes, no_wait
 
+from diff_transformer.ops.call import Call
 from diff_transformer.ops.gluon import backward, forward
 from diff_transformer.ops.gluon.backward import attend_backward
 from diff_transformer.ops.gluon.bwd_dkdv import bwd_dkdv
 from diff_transformer.ops.gluon.bwd_dq import bwd_dq
 from diff_transformer.ops.gluon.fwd_sequential import fwd_sequential
 from diff_transformer.ops.triton import backward_form, operator
-from diff_transformer.ops.triton.call import Call
 from diff_transformer.ops.triton.launching import INTERPRETED
 
 pytestmark = pytest.mark.skipif(not INTERPRETED, reason="sums of rows are made by a plain kernel, here interpreted")

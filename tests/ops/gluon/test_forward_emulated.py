@@ -18,11 +18,11 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from wrong_barriers import always_phase_0, claims_without_waiting, expects_too_few_bytes, no_wait
 
+from diff_transformer.ops.call import Call
 from diff_transformer.ops.gluon import forward
 from diff_transformer.ops.gluon.forward import attend_forward
 from diff_transformer.ops.gluon.fwd_sequential import fwd_sequential
 from diff_transformer.ops.gluon.pipeline import release
-from diff_transformer.ops.triton.call import Call
 
 D = 128
 

@@ -18,10 +18,10 @@ pytest.importorskip("triton", reason="the kernels are written in Triton's Gluon"
 import hopper_check
 from kernel_compiler import assert_ships, compile_in_subprocess, describe, executed_over_needed
 
+from diff_transformer.ops.call import Call
 from diff_transformer.ops.gluon import backward, forward, support
 from diff_transformer.ops.triton import backward_form, operator
 from diff_transformer.ops.triton.backward import launch_backward
-from diff_transformer.ops.triton.call import Call
 from diff_transformer.ops.triton.launching import INTERPRETED
 
 RESULTS = Path(__file__).parents[3] / "benchmarks" / "results"

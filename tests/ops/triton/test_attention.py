@@ -262,8 +262,8 @@ def test_shared_keys(sizes, form, dtype, passes):
 
 def test_shared_keys_stay_shared_under_autocast(monkeypatch):
     given = []
-    compute = operator.launch_forward
-    monkeypatch.setattr(operator, "launch_forward", lambda *a: given.append(a[0].k2) or compute(*a))
+    compute = operator.plan_forward
+    monkeypatch.setattr(operator, "plan_forward", lambda *a: given.append(a[0].k2) or compute(*a))
     x = make_inputs(B=1, H=1, T=5, D=4, requires_grad=False, device=DEVICE)
     with torch.autocast(DEVICE, dtype=torch.float16):
         diff_attention(x.q1, x.q2, x.k1, x.k1, x.v, x.lam, backend="triton")

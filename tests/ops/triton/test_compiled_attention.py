@@ -24,7 +24,7 @@ from kernel_compiler import (
     without_timed_spills,
 )
 
-from diff_transformer.ops.call import Documents, check
+from diff_transformer.ops.call import Documents, check, replace
 from diff_transformer.ops.triton import backward, forward
 from diff_transformer.testing import make_inputs
 
@@ -121,7 +121,7 @@ def launches(capability, dtype, widths, case) -> list:
     k2 = None if form.get("shared_keys") else x.k2
     cu_seqlens = torch.tensor([0, 50, LENGTH], dtype=torch.int32) if form.get("varlen") else None
     documents = None if cu_seqlens is None else Documents(cu_seqlens, cu_seqlens)
-    call = call._replace(k2=k2, attn_mask=attn_mask, documents=documents)
+    call = replace(call, k2=k2, attn_mask=attn_mask, documents=documents)
     need_gradient, table = form.get("need_gradient", True), table_of(capability, DTYPES[dtype])
     saved, launches = forward.plan_forward(call, need_gradient, table)
     if need_gradient:

@@ -27,8 +27,8 @@ from kernel_compiler import (
     without_timed_spills,
 )
 
+from diff_transformer.ops.call import Call
 from diff_transformer.ops.triton import backward, forward, tile_sizes
-from diff_transformer.ops.triton.call import Call
 from diff_transformer.ops.triton.launching import Launch
 
 GOOD = Compiled(

@@ -88,7 +88,7 @@ def test_neither_maps_nor_repeated_heads_are_allocated(monkeypatch, launched, at
 
         return launches
 
-    for name in ("launch_forward", "launch_backward"):
+    for name in ("plan_forward", "launch_backward"):
         monkeypatch.setattr(operator, name, watched(getattr(operator, name)))
     with backward_form(form), outside:
         torch.autograd.grad(attend(x).sum(), x)

@@ -6,9 +6,8 @@ import torch
 pytest.importorskip("triton", reason="the kernels are written in Triton")
 
 from diff_transformer.ops import diff_attention
-from diff_transformer.ops.call import replace
+from diff_transformer.ops.call import Call, Documents, replace
 from diff_transformer.ops.triton import backward, backward_form, forward, interpreted, tile_sizes
-from diff_transformer.ops.triton.call import Call, Documents
 from diff_transformer.testing import assert_within_budget, make_inputs
 
 pytestmark = [

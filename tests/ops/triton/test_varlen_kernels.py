@@ -131,8 +131,8 @@ def test_compiles_into_one_graph(shared):
 
 def test_is_one_launch(monkeypatch):
     calls = []
-    compute = operator.launch_forward
-    monkeypatch.setattr(operator, "launch_forward", lambda *a: calls.append(a[0].documents.cu_seqlens_q) or compute(*a))
+    compute = operator.plan_forward
+    monkeypatch.setattr(operator, "plan_forward", lambda *a: calls.append(a[0].documents.cu_seqlens_q) or compute(*a))
     results(packed(dtype=torch.bfloat16), "triton", is_causal=True)
     assert [cu_seqlens.tolist() for cu_seqlens in calls] == [ENDS_Q]
 

@@ -196,7 +196,7 @@ def recall_study(corpus: str) -> Study:
 
 
 def recall_confirmation(corpus: str) -> Study:
-    """Four sides of the recall study again, on thirty fresh seeds; figures/recall/confirmation.md has the plan.
+    """Four sides of the recall study again, on thirty fresh seeds; figures/recall_confirmation has the plan.
 
     ``corpus`` is not used. Command: ``diff-transformer study recall_confirmation --out runs/confirmation --minutes
     60``, repeated until it reports that all 360 runs are finished. Hardware: two CPU cores, about two hours.

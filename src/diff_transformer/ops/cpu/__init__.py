@@ -26,11 +26,6 @@ def attend(call: Call, *rest) -> Tensor:
     return forward(*call.inputs, call.attn_mask, call.is_causal, call.window, call.scale)
 
 
-def unsupported_reason(device: torch.device, dtype: torch.dtype) -> str | None:
-    """Why the backend cannot work here, or None."""
-    return None
-
-
 def _implementation(call: Call):
     return native if native.supports(call) else in_torch
 

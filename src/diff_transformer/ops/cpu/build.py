@@ -19,13 +19,11 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Generator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
 
-from filelock import FileLock
-
-from diff_transformer.durable import cache_folder
+from diff_transformer.durable import cache_folder, once
 
 log = logging.getLogger("diff_transformer")
 
@@ -122,9 +120,7 @@ def _load_exactly(command: str, flags: tuple[str, ...]) -> tuple[Path, ctypes.CD
             reason,
         )
         return path, loaded
-    content = kept(path)
-    if content is None:
-        content = _build_once(command, path, flags)
+    content = _build_once(command, path, flags)
     try:
         return path, _loaded(content)
     except (OSError, AttributeError):
@@ -280,13 +276,8 @@ def _build_once(command: str, path: Path, flags: tuple[str, ...]) -> bytes:
     """
     began = time.time()
     failure = path.with_suffix(".failed")
-    with ExitStack() as held:
-        locked = False
-        with suppress(OSError, NotImplementedError):  # without locks each process compiles, and the last one stays
-            held.enter_context(FileLock(path.with_suffix(".lock")))
-            locked = True
-        if (content := kept(path)) is not None:
-            return content
+
+    def compiled(locked: bool) -> bytes:
         for left in path.parent.glob(f"{path.stem}{_BUILDING}*") if locked else ():
             shutil.rmtree(left, ignore_errors=True)  # of a process that ended with its machine
         with suppress(OSError):
@@ -300,6 +291,8 @@ def _build_once(command: str, path: Path, flags: tuple[str, ...]) -> bytes:
             with suppress(OSError):
                 failure.write_text(f"{type(error).__name__}\n{error}", encoding="utf-8")
             raise
+
+    return once(path, lambda: kept(path), compiled)
 
 
 def build(command: str, path: Path, flags: tuple[str, ...] = FLAGS) -> bytes:

@@ -29,14 +29,16 @@ LAMBDA = struct.Struct("@4qqf")  # ``struct Lambda`` of native.cpp
 
 
 class DecodeWeights(NamedTuple):
-    """What a layer's weights determine: lambda and the head norm."""
+    """What a layer does beside attention: lambda and the head norm."""
 
-    vectors: tuple[Tensor, ...]  # q1, k1, q2, k2 of lambda, fp32 [d]; empty for a fixed lambda
-    initial: float  # lambda_init, or the fixed lambda
-    weight: Tensor | None  # of the head norm, [dv]
-    normed: bool
-    eps: float
-    gain: float
+    vectors: tuple[Tensor, ...] = ()  # q1, k1, q2, k2 of lambda, fp32 [d]; empty for a fixed lambda
+    initial: float = 0.0  # lambda_init, or the fixed lambda
+    weight: Tensor | None = None  # of the head norm, [dv]
+    normed: bool = False
+    eps: float = 0.0
+    gain: float = 1.0
+    of_tokens: Tensor | None = None  # lambda itself, fp32 [B, h, T, 1], instead of vectors
+    shared_keys: bool = False  # both maps of a head have the keys of one key head
 
 
 def decode_head(
@@ -48,7 +50,7 @@ def decode_head(
     window: int | None,
 ) -> Tensor | None:
     """``decode`` where it computes this call, else None. The weights are asked for where the tensors may be taken."""
-    if q.device.type != "cpu" or q.dim() != 4 or q.shape[2] > MAX_DECODE_ROWS or traced():
+    if q.device.type != "cpu" or traced() or q.dim() != 4 or q.shape[2] > MAX_DECODE_ROWS:
         return None
     given = weights()
     if given is None or not supports(q, k, v, given):
@@ -67,7 +69,8 @@ def supports(q: Tensor, k: Tensor, v: Tensor, weights: DecodeWeights) -> bool:
     if not (q.dim() == k.dim() == v.dim() == 4 and q.dtype == k.dtype == v.dtype and q.dtype in _WEIGHTS):
         return False
     (B, n, T, D), (Bk, m, S, Dk), (Bv, G, Sv, Dv) = q.shape, k.shape, v.shape
-    if not (B == Bk == Bv and Sv == S and n % (2 * G) == 0 and (m, Dk) in ((2 * G, D), (G, 2 * D))):
+    layouts = ((G, D),) if weights.shared_keys else ((2 * G, D), (G, 2 * D))
+    if not (B == Bk == Bv and Sv == S and n % (2 * G) == 0 and (m, Dk) in layouts):
         return False
     if n // 2 // G * T > MAX_DECODE_ROWS or D > MAX_D or Dv > MAX_DV:
         return False
@@ -78,12 +81,18 @@ def supports(q: Tensor, k: Tensor, v: Tensor, weights: DecodeWeights) -> bool:
         return False
     if torch.is_autocast_enabled("cpu") and q.dtype != torch.get_autocast_dtype("cpu"):
         return False
+    lam = weights.of_tokens
+    if lam is not None:
+        if not in_memory(lam) or lam.dtype is not torch.float32 or lam.shape != (B, n // 2, T, 1):
+            return False
+        if torch.is_grad_enabled() and lam.requires_grad:
+            return False
     return _reads(weights, Dv) and library() is not None
 
 
 def _reads(weights: DecodeWeights, Dv: int) -> bool:
     """Whether the weights lie in memory as the native call reads them: one number after another."""
-    vectors, initial, weight, _, eps, _ = weights
+    vectors, initial, weight, _, eps, *_ = weights
     if type(initial) is not float or type(eps) is not float:
         return False
     if weight is not None:
@@ -110,7 +119,7 @@ def decode(q: Tensor, k: Tensor, v: Tensor, weights: DecodeWeights, is_causal: b
 
     Args:
         q: ``[B, 2h, T, d]``, heads 2i and 2i+1 are the maps of head i.
-        k: ``[B, 2g, S, d]``, or pairs concatenated along the width, ``[B, g, S, 2d]``.
+        k: ``[B, 2g, S, d]``, or pairs concatenated along the width, ``[B, g, S, 2d]``; shared, ``[B, g, S, d]``.
         v: ``[B, g, S, dv]``.
 
     Returns:
@@ -121,27 +130,30 @@ def decode(q: Tensor, k: Tensor, v: Tensor, weights: DecodeWeights, is_causal: b
     out = v.new_empty(B, T, H, Dv)
     (qb, qh, qt, _), (kb, kh, kt, _), (vb, vh, vt, _) = q.stride(), k.stride(), v.stride()
     queries, keys = q.data_ptr(), k.data_ptr()
-    if k.shape[3] == D:
+    if weights.shared_keys:
+        second = keys
+    elif k.shape[3] == D:
         second, kh = keys + size * kh, 2 * kh
     else:
         second = keys + size * D
-    weight = weights.weight
+    weight, given = weights.weight, weights.of_tokens
+    lam = NO_MATRIX if given is None else (given.data_ptr(), *given.stride()[:3])
     threads = 1 if B * H * T * S * (D + Dv) < MAX_SINGLE_THREAD_WORK else torch.get_num_threads()
     problem = LAYOUT.pack(
         queries, qb, 2 * qh, qt, queries + size * qh, qb, 2 * qh, qt,
         keys, kb, kh, kt, second, kb, kh, kt, v.data_ptr(), vb, vh, vt,
-        out.data_ptr(), T * H * Dv, Dv, H * Dv, *_NO_OTHER_MATRICES,
+        out.data_ptr(), T * H * Dv, Dv, H * Dv, *_NO_GRADIENTS, *lam, *_NO_MASK,
         0, B, H, H, G, T, S, D, Dv, is_causal, window or 0, threads, T, 1, D**-0.5,
         weights.gain, weights.eps, 0 if weight is None else weight.data_ptr(),
         weight is not None and weight.dtype == torch.bfloat16, weights.normed,
     )  # fmt: skip
     vectors = [vector.data_ptr() for vector in weights.vectors] or [0, 0, 0, 0]
-    length = weights.vectors[0].numel() if weights.vectors else 0
+    length = -1 if given is not None else weights.vectors[0].numel() if weights.vectors else 0
     native = library()
     assert native is not None  # ``supports`` has checked it
-    lam = LAMBDA.pack(*vectors, length, weights.initial)
-    refuse_failure(native.diff_attention_decode_layer(problem, lam, q.dtype == torch.bfloat16))
+    of_layer = LAMBDA.pack(*vectors, length, weights.initial)
+    refuse_failure(native.diff_attention_decode_layer(problem, of_layer, q.dtype == torch.bfloat16))
     return out
 
 
-_NO_OTHER_MATRICES = 6 * NO_MATRIX + NO_MATRIX + (0,) + (0, *NO_MATRIX)  # gradients, lam, dlam, mask
+_NO_GRADIENTS, _NO_MASK = 6 * NO_MATRIX, (0, 0, *NO_MATRIX)  # the mask's, with that of lambda's gradient before it

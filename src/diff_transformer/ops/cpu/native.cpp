@@ -206,7 +206,7 @@ int diff_attention_decode_layer(const Problem* problem, const Lambda* lambda, in
         first += lambda->q1[i] * lambda->k1[i], second += lambda->q2[i] * lambda->k2[i];
     float lam = std::exp(first) - std::exp(second) + lambda->initial;
     Problem p = *problem;
-    p.lam = &lam, p.lam_by_batch = p.lam_by_head = p.lam_by_row = 0;
+    if (lambda->n >= 0) p.lam = &lam, p.lam_by_batch = p.lam_by_head = p.lam_by_row = 0;
     const int64_t bytes = diff_attention_decode_workspace(&p, form);
     char* workspace = static_cast<char*>(std::aligned_alloc(64, up(bytes, 64)));
     if (!workspace) return 1;

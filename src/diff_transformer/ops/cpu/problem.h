@@ -31,7 +31,7 @@ struct Problem {
     void* norm;                                        // decoding: its weights [Dv], or null
     int64_t norm_in_bf16, normed;                      // dtype of the weights; 1: norm each head's output
 };
-// A layer's lambda, exp(q1 . k1) - exp(q2 . k2) + initial: vectors of n floats, or n = 0.
+// A layer's lambda, exp(q1 . k1) - exp(q2 . k2) + initial: vectors of n floats, or n = 0; n < 0: that of the problem.
 struct Lambda {
     float *q1, *k1, *q2, *k2;
     int64_t n;

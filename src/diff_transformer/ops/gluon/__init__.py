@@ -9,6 +9,7 @@ Reading order: pipeline.py (barriers), fwd_sequential.py, bwd_dq.py, bwd_dkdv.py
 them.
 """
 
+from diff_transformer.ops.call import Call
 from diff_transformer.ops.gluon.support import (
     KERNELS,
     SWITCH,
@@ -18,7 +19,6 @@ from diff_transformer.ops.gluon.support import (
     unsupported_device,
     unsupported_shapes,
 )
-from diff_transformer.ops.triton.call import Call
 
 __all__ = [
     "KERNELS",

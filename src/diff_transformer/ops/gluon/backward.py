@@ -6,11 +6,11 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from diff_transformer.ops.call import Call
 from diff_transformer.ops.gluon.bwd_dkdv import bwd_dkdv
 from diff_transformer.ops.gluon.bwd_dq import bwd_dq
 from diff_transformer.ops.gluon.forward import OPTIONS, descriptor
 from diff_transformer.ops.gluon.support import unsupported_backward_shapes, unsupported_by_tma
-from diff_transformer.ops.triton.call import Call
 from diff_transformer.ops.triton.deltas import plan_statistics
 from diff_transformer.ops.triton.launching import Launch, run, transposed_like
 

@@ -8,9 +8,9 @@ from torch import Tensor
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from diff_transformer.ops.call import Call
 from diff_transformer.ops.gluon.fwd_sequential import fwd_sequential
 from diff_transformer.ops.gluon.support import unsupported_shapes
-from diff_transformer.ops.triton.call import Call
 from diff_transformer.ops.triton.launching import Launch, run
 
 ROWS = 64  # query rows of one computing warpgroup: the height of a wgmma tile

@@ -8,7 +8,7 @@ import os
 import torch
 from torch import Tensor
 
-from diff_transformer.ops.triton.call import Call
+from diff_transformer.ops.call import Call
 
 SWITCH = "DIFF_TRANSFORMER_GLUON"
 KERNELS = ("forward", "two_pass")

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from diff_transformer.ops.call import Call, Documents, in_dtype, of_list, replace
+from diff_transformer.registration import when_imported
 
 MAX_D, MAX_DV = 128, 256  # no tile of wider keys and accumulators fits the registers of a multiprocessor
 MIN_CAPABILITY = (8, 0)  # Ampere: bf16 products and asynchronous copies
@@ -199,3 +200,12 @@ def attend_varlen(q1, q2, k1, k2, v, lam, *rest, form: TritonVariant | None = No
 
 
 forms, why_not, why_not_arguments = variants, unsupported_reason, unsupported_call_reason
+
+
+def _define_operators(_) -> None:
+    """Import the files of the operators, whose formulas a counter of FLOPs takes when it is made: before their call."""
+    if find_spec("triton") is not None:
+        from diff_transformer.ops.triton import decode, operator  # noqa: F401
+
+
+when_imported("torch.utils.flop_counter", _define_operators)

@@ -21,7 +21,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from diff_transformer.ops.triton.call import Call
+from diff_transformer.ops.call import Call
 from diff_transformer.ops.triton.deltas import plan_statistics
 from diff_transformer.ops.triton.forward import key_ranges, range_of_loop
 from diff_transformer.ops.triton.launching import (
@@ -355,7 +355,7 @@ def launch_backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Gradients of q1, q2, k1, k2, v (in their dtypes) and lam ([B, H, T, 1], fp32), for dout [B, H, T, Dv].
 
-    ``saved`` has the results of ``launch_forward``. Without k2, the gradient of k1 is the sum over both maps and that
+    ``saved`` has the results of ``plan_forward``. Without k2, the gradient of k1 is the sum over both maps and that
     of k2 is empty.
     """
     (dq1, dq2, dk1, dk2, dv, dlam), launches = plan_backward(call, dout, saved, one_pass, table_of(call.q1))

@@ -13,9 +13,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from diff_transformer.ops.triton.call import Call
-from diff_transformer.ops.triton.launching import SECTION, Launch, kernel_mask, like_queries, run, strides
-from diff_transformer.ops.triton.tile_sizes import Table, chunks, table_of, tile_size, value_chunks
+from diff_transformer.ops.call import Call
+from diff_transformer.ops.triton.launching import SECTION, Launch, kernel_mask, like_queries, strides
+from diff_transformer.ops.triton.tile_sizes import Table, chunks, tile_size, value_chunks
 from diff_transformer.ops.triton.tiles import (
     LOG2_E,
     MINUS_INFINITY,
@@ -306,21 +306,14 @@ def forward_kernel(
         store_chunk(out, rows, out_t, T - first, o1b - lam * o2b, VA, VB, DV)
 
 
-def launch_forward(call: Call, need_gradient: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """(out, softmax(q2 k2^T scale) v, both log-sum-exps in base 2); the last three are empty unless need_gradient.
-
-    q1, q2, k1, k2 and v have last strides of 1. Outputs are [B, H, T, Dv] in the dtype of v, in memory [B, T, H, Dv],
-    and log-sum-exps [B, H, T], fp32, +inf for a fully masked row.
-    """
-    results, launches = plan_forward(call, need_gradient, table_of(call.q1))
-    run(launches, call.q1.device)
-    return results
-
-
 def plan_forward(
     call: Call, need_gradient: bool, table: Table
 ) -> tuple[tuple[Tensor, Tensor, Tensor, Tensor], list[Launch]]:
-    """The results of ``launch_forward``, not yet computed, and what computes them."""
+    """(out, softmax(q2 k2^T scale) v, both log-sum-exps in base 2), not yet computed, and what computes them.
+
+    The last three are empty unless need_gradient. q1, q2, k1, k2 and v have last strides of 1. Outputs are [B, H, T,
+    Dv] in the dtype of v, in memory [B, T, H, Dv], and log-sum-exps [B, H, T], fp32, +inf for a fully masked row.
+    """
     q1, v = call.q1, call.v
     (B, H, T, D), (G, S, Dv) = q1.shape, v.shape[1:]
     out = like_queries(v, B, H, T)

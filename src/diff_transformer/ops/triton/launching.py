@@ -1,6 +1,6 @@
 """Shared by all launches: the device, strides, output memory, and masks in the form that kernels take."""
 
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -28,8 +28,13 @@ class Launch(NamedTuple):
 
 def run(launches: list[Launch], device: torch.device) -> list[Any]:
     """Start kernels on a device, in order; the compiled kernels."""
-    with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
+    with on_device(device):
         return [launch.start() for launch in launches]
+
+
+def on_device(device: torch.device) -> AbstractContextManager:
+    """Context manager that makes the device the current one, on which kernels start."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 def strides(*tensors: Tensor) -> tuple[tuple[int, ...], ...]:

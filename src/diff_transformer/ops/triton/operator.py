@@ -1,6 +1,6 @@
 """The kernels as PyTorch operators with gradients, so that they work with torch.compile, export and checkpointing.
 
-Arguments are the fields of ``Call``. Results are those of ``forward.launch_forward`` and ``backward.launch_backward``.
+Arguments are the fields of ``Call``. Results are those of ``forward.plan_forward`` and ``backward.launch_backward``.
 """
 
 import logging
@@ -16,10 +16,11 @@ from diff_transformer.ops.gluon.backward import attend_backward
 from diff_transformer.ops.gluon.forward import attend_forward
 from diff_transformer.ops.gluon.support import switched_off
 from diff_transformer.ops.triton.backward import launch_backward
-from diff_transformer.ops.triton.forward import launch_forward
+from diff_transformer.ops.triton.forward import plan_forward
 from diff_transformer.ops.triton.launching import INTERPRETED as INTERPRETED
-from diff_transformer.ops.triton.launching import like_queries, transposed_like
+from diff_transformer.ops.triton.launching import like_queries, on_device, transposed_like
 from diff_transformer.ops.triton.launching import rows_contiguous as rows_contiguous
+from diff_transformer.ops.triton.tile_sizes import table_of
 
 log = logging.getLogger("diff_transformer")
 
@@ -51,7 +52,11 @@ def forward(
     if by_gluon and _gluon_forward(call):
         return attend_forward(call, need_gradient)
     _announce("forward", str(q1.device), q1.dtype, "plain Triton")
-    return launch_forward(call, need_gradient)
+    results, launches = plan_forward(call, need_gradient, table_of(q1))
+    with on_device(q1.device):
+        for launch in launches:
+            launch.start()
+    return results
 
 
 @torch.library.custom_op("diff_transformer::triton_backward", mutates_args=())

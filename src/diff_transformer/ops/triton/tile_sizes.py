@@ -20,7 +20,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from diff_transformer.ops.triton.call import Call
+from diff_transformer.ops.call import Call
 from diff_transformer.ops.triton.launching import INTERPRETED
 
 

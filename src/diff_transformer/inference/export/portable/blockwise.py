@@ -1,6 +1,5 @@
 """The CPU backend of an exported model: the package's own if it is installed, else PyTorch's attention."""
 
-import torch
 from torch import Tensor
 
 from diff_transformer.inference.export.portable.package import attend_by_package, installed
@@ -11,8 +10,3 @@ from diff_transformer.ops.softmax_calls import Sdpa
 def attend(call: Call) -> Tensor:
     """(softmax(q1 k1^T scale) - lam softmax(q2 k2^T scale)) v, [B, H, T, Dv] in the dtype of v."""
     return Sdpa.attend(call) if installed() is None else attend_by_package(call, "blockwise")
-
-
-def unsupported_reason(device: torch.device, dtype: torch.dtype) -> str | None:
-    """Why the backend cannot work here, or None."""
-    return None

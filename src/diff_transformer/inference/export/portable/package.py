@@ -41,9 +41,9 @@ installed._dynamo_marked_constant = True  # ty: ignore[missing-attribute]
 # In place of ops/table.py.
 
 
-def look_up(call: Call) -> tuple[str, Any]:
+def look_up(call: Call, ours: bool) -> tuple[str, Any]:
     """What "auto" means on a GPU: what the package says, else SDPA."""
-    return ("sdpa", None) if installed() is None else ("triton", "auto")
+    return ("triton", "auto") if ours else ("sdpa", None)
 
 
 def check_environment() -> None:
