@@ -9,6 +9,7 @@ python figures/fill.py --check  # exit 1 if a README or a plot differs from the 
 import json
 import re
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 from folder_plots import Numbers, ablation_chart, folder_chart, scaling_chart, throughput_chart
@@ -20,6 +21,7 @@ from tables import between, in_short, interval, side_by_side
 
 from diff_transformer.lab.measures import Row, paired_rows
 from diff_transformer.lab.record import Cells, load_all
+from diff_transformer.lab.sides import CONTROL, name_of
 from diff_transformer.report.render import Chart
 
 FIGURES = Path(__file__).resolve().parent
@@ -81,6 +83,12 @@ def of_desk(name: str, cells: Cells) -> str:
     found = {column: rows for column, rows in found.items() if rows}
     if not found:
         return ""
+    measures = [row.measure for row in next(iter(found.values()))]
+    control = [
+        replace(row, verdict="") for row in paired_rows(*_among(cells, CONTROL), CONTROL, FOLDERS[name].measures)
+    ]
+    if [row.measure for row in control] == measures:  # the claims are DIFF's: the control has no verdict
+        found[name_of(CONTROL)] = [replace(row, verdict="") for row in control]
     title = "[The desk study](../desk/README.md): novels and needles"
     short = [f"- {column}: {said}" for column, rows in found.items() if (said := in_short(rows))]
     pairs = next(iter(found.values()))[0].seeds
@@ -128,8 +136,8 @@ def numbers(name: str, cells: Cells) -> Numbers:
     experiment = FOLDERS[name].experiment
     main = cells.get(MAIN, {})
     ours: Numbers = {}
-    for side in ("softmax", *RATES):
-        for record_of in main.get(side, {}).values():
+    for side in ("softmax", *RATES, CONTROL):
+        for record_of in (main.get(side) or cells.get("ablation", {}).get(side, {})).values():
             for key, value in record_of.metrics.get(experiment, {}).items():
                 ours.setdefault(side, {}).setdefault(key, []).append(value)
     ticks = [p.ticks for p in FOLDERS[name].panels if not p.paper]

@@ -12,6 +12,7 @@ from plots import NAMES, RATES, mean_and_reach, style
 from diff_transformer.lab.measures import Row
 from diff_transformer.lab.record import Record
 from diff_transformer.lab.run_tables import Run
+from diff_transformer.lab.sides import BASELINE, CONTROL, name_of
 from diff_transformer.report.charts import Line, category_chart, grid, line_chart, row_chart
 from diff_transformer.report.charts import Row as Drawn
 from diff_transformer.report.render import Chart
@@ -39,7 +40,7 @@ def folder_chart(panels: Sequence[Panel], ours: Numbers, expected: dict) -> Char
         if not drawn:
             continue
         for side in drawn:
-            name = NAMES["softmax"] if side == "softmax" else "DIFF"
+            name = name_of(side) if side in (BASELINE, CONTROL) else "DIFF"
             named[style(side)] = RATES.get(side, name) if "diff_same_rate" in of else name
         chart = (_lines if panel.line else _bars)(panel, ticks, drawn, of, named)
         shown.append((f"{panel.title}, {panel.label}", chart))

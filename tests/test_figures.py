@@ -171,3 +171,13 @@ def test_what_is_committed_of_a_run_is_small_and_true(figures):
     assert (small.rows, small.config) == ({}, {"data": {"corpus": "novels"}})
     assert len(small.curves["training"]["step"]) == len(small.curves["lambda"]["layers"]) == 60
     assert small.curves["lambda"]["init"] == [0.8]
+
+
+@pytest.mark.parametrize("name", ["table2_needle", "table3_allocation", "table5_outliers", "table6_associative_recall"])
+def test_the_control_stands_in_tables_and_plots(name):
+    """The Transformer + head norm of the desk study, without a verdict: the claims are DIFF's."""
+    text = (FIGURES / name / "README.md").read_text()
+    head, _, *rows = text[text.index("| DIFF, its own rate |") - 200 :].split("\n\n")[1].splitlines()
+    assert head.endswith("| Transformer + head norm | less the Transformer's |")
+    assert all("(" in row.split("|")[-2] and row.split("|")[-2].strip()[0] in "+-" for row in rows)
+    assert "Transformer + head norm" in (FIGURES / name / "plot.svg").read_text()

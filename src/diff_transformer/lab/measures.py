@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from statistics import fmean, stdev
 
-from diff_transformer.lab.quantities import QUANTITIES, Quantity, quantities
+from diff_transformer.lab.quantities import Quantity, quantities
 from diff_transformer.lab.quantities import final_loss as final_loss
 from diff_transformer.lab.quantities import metric as metric
 from diff_transformer.lab.record import Cells, Record
@@ -207,12 +207,10 @@ def late_loss(record: Record, source: str) -> float:
     return fmean(record.curves["sources"][source][-8:])
 
 
-AR_HIT = QUANTITIES["ar_hit"]
-OUTLIERS = quantities("logits", "logits_in_medians", "hidden", "hidden_in_medians")
 MEASURES = list(
     quantities(
         "validation_loss", "ar_hit", "others", "needle_n1_r1", "needle_n2_r1", "needle_n4_r1", "needle_n4_r2",
-        "nll128", "nll512", "answer", "noise", *(quantity.id for quantity in OUTLIERS), "four_bits", "many_shot",
-        "order_random", "gradient_median", "gradient_largest", "gradient_spikes",
+        "nll128", "nll512", "answer", "noise", "logits", "logits_in_medians", "hidden", "hidden_in_medians",
+        "four_bits", "many_shot", "order_random", "gradient_median", "gradient_largest", "gradient_spikes",
     )
 )  # fmt: skip

@@ -62,14 +62,8 @@ class Figure:
             "section",
             tag("p", f"Figure {place}", tag("span", origin, class_="origin"), class_="eyebrow"),
             tag("h2", self.title, id=f"{self.id}-title"),
-            tag(
-                "div",
-                tag("ul", *(_finding(f) for f in found), class_="findings") if found else None,
-                claims,
-                class_="said-of",
-            )
-            if found or claims
-            else None,
+            claims,
+            tag("ul", *(_finding(f) for f in found), class_="findings") if found else None,
             None if self.folded else body,
             tag("div", *(fold for fold in folds if fold is not None), class_="folds"),
             self.more,

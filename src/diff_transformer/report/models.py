@@ -207,7 +207,7 @@ def sides_of(attention: Sequence[str | None], names: Sequence[str] = ()) -> list
     """A style for each model, by its attention or None.
 
     A model that is the only one of its kind has the pair's style for that kind; among several, the one that is called
-    as the pair's. Others have s1 to s6, then the same again with a suffix.
+    as the pair's. The control has s1. Others have s1 to s6, then the same again with a suffix.
 
     Args:
         names: of the models.
@@ -215,12 +215,16 @@ def sides_of(attention: Sequence[str | None], names: Sequence[str] = ()) -> list
     kinds = [None if one is None else side_of(one) for one in attention]
     named = list(names) or [""] * len(kinds)
     sides: list[str] = []
+    place = -1 + (CONTROL in named)
     for kind, name in zip(kinds, named, strict=True):
         own = name == kind if named.count(str(kind)) == 1 else kinds.count(kind) == 1
         if kind is not None and own:
             sides.append(kind)
             continue
-        place = sum(side.startswith("s") and side != "softmax" for side in sides)
+        if name == CONTROL:
+            sides.append("s1")
+            continue
+        place += 1
         again = f" again{place // STYLES}" if place >= STYLES else ""
         sides.append(f"s{place % STYLES + 1}{again}")
     return sides
