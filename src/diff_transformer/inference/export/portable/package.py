@@ -52,7 +52,7 @@ def check_environment() -> None:
 
 # In place of ops/cpu/layer.py: an exported model has no native call for a whole layer.
 
-DecodeWeights = Any
+DecodeWeights = dict
 
 
 def decode_head(*arguments) -> None:
