@@ -35,7 +35,7 @@ def _is_plain(call: Call) -> bool:
     short query, is skipped."""
     if traced():
         return False
-    for x in (*call[:6], call.attn_mask):  # a loop: a generator takes twice as long
+    for x in (*call[:6], call.attn_mask):  # noqa: SIM110 (a generator takes twice as long)
         if x is not None and not native.in_memory(x):
             return False
     return True
