@@ -177,7 +177,8 @@ def test_an_experiment_on_two_models_into_a_folder_with_a_report(model, corpus, 
 
 
 def test_with_several_experiments_one_that_cannot_run_does_not_stop_the_others(model, corpus, tmp_path):
-    from diff_transformer.lab.experiments import Plan, run_suite
+    from diff_transformer.lab.experiments import Plan
+    from diff_transformer.lab.suite import run_suite
 
     plan = Plan(["needle", "outliers"], [str(model)], {"corpus": str(corpus), "length": 99999, "samples": 1}, limit=1)
     needle, outliers = run_suite(dataclasses.replace(plan, assignments=["outliers.length=64"]), tmp_path / "out")

@@ -13,10 +13,10 @@ from diff_transformer.evals.samples import Samples
 from diff_transformer.lab import ablation, record, worker
 from diff_transformer.lab.ablation import QUICK, Settings, evaluate_ablation, run, table
 from diff_transformer.lab.pool import LocalProcesses
+from diff_transformer.lab.processes import read_status
 from diff_transformer.lab.recipes import recipe
 from diff_transformer.lab.recipes.ablation import ROWS, ablation_rows
 from diff_transformer.lab.spec import RunSpec
-from diff_transformer.lab.worker import read_status
 from diff_transformer.model.config import DiffTransformerConfig
 from diff_transformer.model.cost import model_cost
 from diff_transformer.train.config import override

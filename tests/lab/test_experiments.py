@@ -16,7 +16,8 @@ from diff_transformer.cli import app
 from diff_transformer.durable import DiskError
 from diff_transformer.evals.types import Result
 from diff_transformer.lab import experiments
-from diff_transformer.lab.experiments import Plan, check_models, experiment, names_of, run_eval, run_suite, settings_of
+from diff_transformer.lab.experiments import Plan, check_models, experiment, names_of, run_eval, settings_of
+from diff_transformer.lab.suite import run_suite
 
 
 @pytest.mark.parametrize("name", ["ablation", "scaling"])

@@ -17,11 +17,12 @@ from tiny_models import save_tiny_model
 
 from diff_transformer.durable import DiskError
 from diff_transformer.lab import processes
-from diff_transformer.lab.experiments import Plan, run_suite
+from diff_transformer.lab.experiments import Plan
 from diff_transformer.lab.pool import LOG, RunFailed, run_pool
 from diff_transformer.lab.recipes import recipe
 from diff_transformer.lab.record import load_all
 from diff_transformer.lab.spec import RunSpec, with_seed
+from diff_transformer.lab.suite import run_suite
 from diff_transformer.train.checkpoint import latest_checkpoint
 from diff_transformer.train.config import override
 from diff_transformer.train.signals import Interrupted

@@ -119,7 +119,7 @@ def _evaluate_one(plan, out: Path, resume: bool, bar, cluster) -> bool:
 
 
 def _evaluate_many(plan, out: Path, resume: bool, bar, cluster) -> bool:
-    from diff_transformer.lab.experiments import run_suite
+    from diff_transformer.lab.suite import run_suite
     from diff_transformer.report import write_evals_report
     from diff_transformer.report.page import require_installed
 

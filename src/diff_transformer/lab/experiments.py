@@ -7,7 +7,7 @@ An experiment is a module with
     run(lm, settings, samples) -> Result
 
 An experiment with ``NEEDS_MODEL = False`` gets None as ``lm``. ``run_eval`` runs one experiment on one model;
-``run_suite`` runs several experiments on several models. One of yours is named by its file, ``path/to/mine.py``, or by
+``lab/suite.py`` runs several experiments on several models. One of yours is named by its file, ``path/to/mine.py``, or by
 its entry point in the group ``diff_transformer.experiments``; ``examples/my_experiment.py`` is one.
 """
 
@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 
 from diff_transformer.checks import did_you_mean, differences, read_json, require_known, require_seed
 from diff_transformer.durable import require_writable, write_whole
-from diff_transformer.evals.lm import label_of, load_lm
+from diff_transformer.evals.lm import load_lm
 from diff_transformer.evals.samples import Samples
 from diff_transformer.evals.types import Result
 from diff_transformer.settings import as_kind, parse
@@ -149,7 +149,7 @@ def run_eval(
     module = experiment(name)
     if out.exists():
         raise FileExistsError(f"{out} exists; choose another file")
-    _require_installed(name)
+    require_installed(name)
     everything = {
         "eval": name, "model": None if lm is None else lm.name, **_weights(lm), "limit": limit,
         **asdict(settings),
@@ -247,48 +247,6 @@ def check_models(plan: Plan) -> None:
         )
 
 
-def run_suite(
-    plan: Plan,
-    out: Path,
-    *,
-    resume: bool = False,
-    bar: Callable[[str], Bar] | None = None,
-    executor: "Executor | None" = None,
-) -> list[Outcome]:
-    """Run every experiment of ``plan`` on every model; write ``out/EXPERIMENT/MODEL.json``.
-
-    With a single experiment, an error is raised unchanged. With several, it is kept in the outcome, and the others run.
-
-    Args:
-        resume: continue in an existing folder: finished results are kept, interrupted ones continued.
-        bar: makes the progress bar of one experiment on one model from its title.
-        executor: runs each model as a task of its own, for example ``RayTasks``; by default they run here, in turn.
-
-    Raises:
-        FileExistsError: if ``out`` is not empty and ``resume`` is False, or holds a run of another plan.
-        DiskError: if ``out`` is a file, or is not writable.
-        ValueError: for unknown names, settings or models, before anything runs.
-        RuntimeError: if the single experiment needs an extra that is not installed, before anything is written.
-    """
-    for name in plan.names:
-        _settings(plan, name)
-    check_models(plan)
-    if len(plan.names) == 1:
-        _require_installed(plan.names[0])
-    labels = [label_of(model) for model in plan.models]
-    if len(set(labels)) < len(labels):
-        labels = [str(Path(model)).strip("./~").replace("/", "_") for model in plan.models]
-    _open_folder(out, plan, resume)
-    models = list(zip(plan.models, labels, strict=True))
-    if executor is None:
-        outcomes = [outcome for model in models for outcome in on_model(plan, *model, out, resume=resume, bar=bar)]
-    else:
-        from diff_transformer.lab.eval_pool import run_models
-
-        outcomes = run_models(plan, models, out, executor, bar)
-    return outcomes + on_model(plan, None, None, out, resume=resume, bar=bar, executor=executor)
-
-
 def on_model(
     plan: Plan,
     model: str | None,
@@ -312,7 +270,7 @@ def on_model(
         show = bar(f"{name} {label or ''}".strip()) if bar else None
         try:
             result = run_eval(
-                name, lm, _settings(plan, name), path, limit=plan.limit, resume=resume, bar=show, executor=executor
+                name, lm, settings_for(plan, name), path, limit=plan.limit, resume=resume, bar=show, executor=executor
             )
             outcomes.append(Outcome(name, label, path, result))
         except Exception as error:
@@ -331,12 +289,13 @@ def _needs_model(name: str) -> bool:
     return getattr(experiment(name), "NEEDS_MODEL", True)
 
 
-def _require_installed(name: str) -> None:
+def require_installed(name: str) -> None:
     """Raise RuntimeError if the experiment needs an extra that is not installed."""
     getattr(experiment(name), "require_installed", lambda: None)()
 
 
-def _settings(plan: Plan, name: str) -> Any:
+def settings_for(plan: Plan, name: str) -> Any:
+    """The settings of one experiment of ``plan``; ValueError for an assignment that it does not take."""
     assignments = []
     for assignment in plan.assignments:
         key, _, value = assignment.partition("=")
@@ -354,7 +313,8 @@ def _settings(plan: Plan, name: str) -> Any:
     return settings_of(name, plan.options, assignments, quick=plan.quick, lenient=len(plan.names) > 1)
 
 
-def _open_folder(out: Path, plan: Plan, resume: bool) -> None:
+def open_folder(out: Path, plan: Plan, resume: bool) -> None:
+    """Make ``out`` the folder of ``plan``, or check that it is; raises as ``run_suite``."""
     request = json.loads(json.dumps({**plan.__dict__, "names": list(plan.names), "models": list(plan.models)}))
     path = out / "request.json"
     require_writable(out)

@@ -17,10 +17,9 @@ from typing import Protocol
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from diff_transformer.lab.processes import LOG, start_worker
+from diff_transformer.lab.processes import INTERRUPTED, LOG, TERMINATED, read_status, start_worker
 from diff_transformer.lab.record import finished
 from diff_transformer.lab.spec import RunSpec
-from diff_transformer.lab.worker import INTERRUPTED, TERMINATED, read_status
 from diff_transformer.train.checkpoint import latest_checkpoint
 from diff_transformer.train.signals import Stopped, once_saved
 

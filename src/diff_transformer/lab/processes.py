@@ -1,6 +1,8 @@
 """Worker processes of this machine. The module is light, as each run on a Ray cluster has a process that imports it."""
 
+import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -9,7 +11,11 @@ from pathlib import Path
 
 from filelock import FileLock
 
-LOG = "worker.log"
+from diff_transformer.checks import read_json
+from diff_transformer.durable import write_whole
+
+LOG, STATUS = "worker.log", "status.json"
+INTERRUPTED, TERMINATED = 128 + signal.SIGINT, 128 + signal.SIGTERM  # exit codes of a worker that was stopped
 ENDS_WITH_INPUT = "--ends-with-input"
 _LOCK_SECONDS = 120  # for the process of a lost attempt to end
 _SEE_SECONDS = 10  # for a new file to reach a node
@@ -26,6 +32,16 @@ def start_worker(folder: Path) -> subprocess.Popen:
     with (folder / LOG).open("a") as log:
         pipe = subprocess.PIPE
         return subprocess.Popen(command, stdin=pipe, stdout=log, stderr=subprocess.STDOUT, env=environment)
+
+
+def write_status(folder: Path, stage: str, step: int = 0, loss: float | None = None) -> None:
+    write_whole(folder / STATUS, json.dumps({"stage": stage, "step": step, "loss": loss}), flush=False)
+
+
+def read_status(folder: Path) -> dict:
+    """``stage``, ``step`` and ``loss`` (None outside training) of the run in ``folder``."""
+    path = folder / STATUS
+    return read_json(path) if path.exists() else {"stage": "starting", "step": 0, "loss": None}
 
 
 class NodeProcess:

@@ -20,9 +20,8 @@ from typing import Any
 
 from diff_transformer.checks import first_line, listed, read_json, require_extra
 from diff_transformer.durable import DiskError, require_writable
-from diff_transformer.lab.processes import LOG, NodeProcess, reads
+from diff_transformer.lab.processes import INTERRUPTED, LOG, TERMINATED, NodeProcess, reads
 from diff_transformer.lab.spec import REQUEST
-from diff_transformer.lab.worker import INTERRUPTED, TERMINATED
 
 logger = logging.getLogger("diff_transformer")
 

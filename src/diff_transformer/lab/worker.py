@@ -1,7 +1,7 @@
 """The process of one run: train the model, measure it, write its record.
 
 ``python -m diff_transformer.lab.worker FOLDER`` executes ``FOLDER/request.json``: a run, or the experiments of ``eval``
-on one model (``lab/eval_pool.py``). The run goes to ``FOLDER/run``,
+on one model (``lab/suite.py``). The run goes to ``FOLDER/run``,
 results to ``FOLDER/evals/NAME.json``, progress to ``FOLDER/status.json`` and the record to ``FOLDER/record.json``. A
 restarted worker keeps finished parts and continues. With ``--ends-with-input`` it exits when its standard input closes.
 """
@@ -20,7 +20,7 @@ from diff_transformer.durable import write_whole
 from diff_transformer.evals.provenance import provenance
 from diff_transformer.evals.types import Result
 from diff_transformer.lab.experiments import experiment, run_eval, settings_of
-from diff_transformer.lab.processes import ENDS_WITH_INPUT
+from diff_transformer.lab.processes import ENDS_WITH_INPUT, INTERRUPTED, TERMINATED, write_status
 from diff_transformer.lab.record import FILE, Record
 from diff_transformer.lab.spec import EXPLORER, PAIR_EVALS, RECALL, RunSpec
 from diff_transformer.memory import keep_freed_memory
@@ -28,8 +28,6 @@ from diff_transformer.train.config import RunConfig
 from diff_transformer.train.metrics import read_metrics
 from diff_transformer.train.signals import sigterm_interrupts
 
-INTERRUPTED, TERMINATED = 128 + signal.SIGINT, 128 + signal.SIGTERM  # exit codes of a worker that was stopped
-STATUS = "status.json"
 _STEPS = 5  # between two reports of progress
 
 
@@ -256,21 +254,11 @@ def _initial_lambdas(model: dict) -> list[float]:
 # ---- the process
 
 
-def write_status(folder: Path, stage: str, step: int = 0, loss: float | None = None) -> None:
-    write_whole(folder / STATUS, json.dumps({"stage": stage, "step": step, "loss": loss}), flush=False)
-
-
-def read_status(folder: Path) -> dict:
-    """``stage``, ``step`` and ``loss`` (None outside training) of the run in ``folder``."""
-    path = folder / STATUS
-    return read_json(path) if path.exists() else {"stage": "starting", "step": 0, "loss": None}
-
-
 def main() -> int:
     """Execute the request in the folder named on the command line. Exit code 130 after Ctrl-C, 143 after SIGTERM."""
     from transformers.utils import logging
 
-    from diff_transformer.lab.eval_pool import is_eval, run_on_model
+    from diff_transformer.lab.suite import is_eval, run_on_model
 
     if ENDS_WITH_INPUT in sys.argv:
         threading.Thread(target=_end_with_input, daemon=True).start()

@@ -1,6 +1,6 @@
-"""``eval`` of several models on a cluster: a task of the pool for each model, which runs every experiment on it.
+"""The experiments of ``eval`` on several models: here, one after another, or as tasks of the pool on a cluster.
 
-The task of a model has the folder ``OUT/tasks/MODEL``. Results are where ``run_suite`` writes them without a cluster.
+The task of a model has the folder ``OUT/tasks/MODEL``. Results lie in the same places either way.
 """
 
 import json
@@ -10,8 +10,20 @@ from pathlib import Path
 
 from diff_transformer.checks import read_json
 from diff_transformer.durable import write_whole
+from diff_transformer.evals.lm import label_of
 from diff_transformer.evals.types import Result
-from diff_transformer.lab.experiments import Bar, Outcome, Plan, experiment, on_model, result_path
+from diff_transformer.lab.experiments import (
+    Bar,
+    Outcome,
+    Plan,
+    check_models,
+    experiment,
+    on_model,
+    open_folder,
+    require_installed,
+    result_path,
+    settings_for,
+)
 from diff_transformer.lab.pool import Executor, run_pool
 from diff_transformer.lab.spec import REQUEST
 
@@ -34,6 +46,46 @@ class EvalSpec:
     def save(self, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         write_whole(folder / REQUEST, json.dumps(asdict(self), indent=1) + "\n")
+
+
+def run_suite(
+    plan: Plan,
+    out: Path,
+    *,
+    resume: bool = False,
+    bar: Callable[[str], Bar] | None = None,
+    executor: Executor | None = None,
+) -> list[Outcome]:
+    """Run every experiment of ``plan`` on every model; write ``out/EXPERIMENT/MODEL.json``.
+
+    With a single experiment, an error is raised unchanged. With several, it is kept in the outcome, and the others run.
+
+    Args:
+        resume: continue in an existing folder: finished results are kept, interrupted ones continued.
+        bar: makes the progress bar of one experiment on one model from its title.
+        executor: runs each model as a task of its own, for example ``RayTasks``; by default they run here, in turn.
+
+    Raises:
+        FileExistsError: if ``out`` is not empty and ``resume`` is False, or holds a run of another plan.
+        DiskError: if ``out`` is a file, or is not writable.
+        ValueError: for unknown names, settings or models, before anything runs.
+        RuntimeError: if the single experiment needs an extra that is not installed, before anything is written.
+    """
+    for name in plan.names:
+        settings_for(plan, name)
+    check_models(plan)
+    if len(plan.names) == 1:
+        require_installed(plan.names[0])
+    labels = [label_of(model) for model in plan.models]
+    if len(set(labels)) < len(labels):
+        labels = [str(Path(model)).strip("./~").replace("/", "_") for model in plan.models]
+    open_folder(out, plan, resume)
+    models = list(zip(plan.models, labels, strict=True))
+    if executor is None:
+        outcomes = [outcome for model in models for outcome in on_model(plan, *model, out, resume=resume, bar=bar)]
+    else:
+        outcomes = run_models(plan, models, out, executor, bar)
+    return outcomes + on_model(plan, None, None, out, resume=resume, bar=bar, executor=executor)
 
 
 def run_models(
