@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 from diff_transformer.report.claims import MARKS, OURS, is_ours, untested, verdict_words
+from diff_transformer.report.figure import one_run
 from gpu_goals import goals_table
 from speed_tables import (
     attention_gpu_table,
@@ -36,7 +37,8 @@ def claims_table(path: Path) -> list[str]:
     for claim in sorted(summary["claims"], key=is_ours):
         here = "; ".join(part for part in (claim["here"], claim["detail"], untested(claim)) if part)
         name = claim["claim"] + (f" ({OURS.lower()})" if is_ours(claim) else "")
-        cells = (name, claim["paper"], here, f"{MARKS[claim['verdict']][0]} {verdict_words(claim)}")
+        mark = "" if one_run(claim) else f"{MARKS[claim['verdict']][0]} "  # one run decides nothing
+        cells = (name, claim["paper"], here, f"{mark}{verdict_words(claim)}")
         lines.append(f"| {' | '.join(cells)} |")
     run, pair = summary["train"], summary["pair"]
     sizes = f"{pair['softmax']['parameters']:,} / {pair['diff']['parameters']:,} parameters"
