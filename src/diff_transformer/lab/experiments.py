@@ -7,8 +7,8 @@ An experiment is a module with
     run(lm, settings, samples) -> Result
 
 An experiment with ``NEEDS_MODEL = False`` gets None as ``lm``. ``run_eval`` runs one experiment on one model;
-``lab/suite.py`` runs several experiments on several models. One of yours is named by its file, ``path/to/mine.py``, or by
-its entry point in the group ``diff_transformer.experiments``; ``examples/my_experiment.py`` is one.
+``lab/suite.py`` runs several experiments on several models. One of yours is named by its file, ``path/to/mine.py``, or
+by its entry point in the group ``diff_transformer.experiments``; ``examples/my_experiment.py`` is one.
 """
 
 import json
