@@ -133,4 +133,4 @@ def test_baseline_gpt_is_causal_softmax_attention(example):
 
 def test_the_page_names_every_example():
     page = (EXAMPLES.parent / "docs" / "examples.md").read_text()
-    assert set(re.findall(r"python examples/(\w+)\.py", page)) == {path.stem for path in EXAMPLES.glob("*.py")}
+    assert set(re.findall(r"examples/(\w+)\.py", page)) == {path.stem for path in EXAMPLES.glob("*.py")}
