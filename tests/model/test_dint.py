@@ -9,7 +9,7 @@ import torch
 from transformers import DynamicCache, StaticCache
 
 from diff_transformer import DiffAttention, DiffTransformerForCausalLM
-from diff_transformer.model.inputs import Documents
+from diff_transformer.model.inputs import Packing
 from diff_transformer.model.presets import preset
 
 
@@ -102,7 +102,7 @@ def test_additive_masks_hide_as_boolean_ones_do():
 def test_the_mean_begins_anew_in_each_document(causal):
     layer, x = make_layer(causal), inputs(2, 9)
     bounds = torch.tensor([0, 1, 7, 9, 18], dtype=torch.int32)
-    out = layer(x, documents=Documents(bounds, 9))[0].flatten(0, 1)
+    out = layer(x, documents=Packing(bounds, 9))[0].flatten(0, 1)
     rows = x.flatten(0, 1)
     parts = [layer(rows[None, a:b])[0][0] for a, b in pairwise(bounds)]
     torch.testing.assert_close(out, torch.cat(parts), atol=1e-10, rtol=1e-8)

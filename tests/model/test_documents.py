@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from diff_transformer import DiffTransformerForCausalLM
-from diff_transformer.model.inputs import Documents, Visible, split_documents, take_documents
+from diff_transformer.model.inputs import Packing, Visible, split_documents, take_documents
 from diff_transformer.model.matching import variant
 from diff_transformer.model.presets import preset
 from diff_transformer.model.softmax import SoftmaxCore
@@ -109,7 +109,7 @@ def test_what_documents_exclude_is_refused(model):
 def test_keys_packed_differently_are_refused():
     bounds = torch.tensor([0, 4], dtype=torch.int32)
     assert take_documents({"input_ids": None}) is None
-    assert take_documents({"cu_seq_lens_q": bounds, "max_length_q": 4}) == Documents(bounds, 4)
+    assert take_documents({"cu_seq_lens_q": bounds, "max_length_q": 4}) == Packing(bounds, 4)
     with pytest.raises(ValueError, match="packed differently"):
         take_documents({"cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds + 1, "max_length_q": 4})
 
@@ -121,7 +121,7 @@ def test_packed_attention_is_given_grouped_heads_as_they_are(monkeypatch, varlen
     """Only a PyTorch whose function takes no grouped heads gets repeated ones."""
     calls = varlen(grouped=version == "with groups")
     q, k, v = (torch.randn(1, n, 20, 8) for n in (4, heads, heads))
-    documents, core = Documents(torch.tensor([0, 7, 20], dtype=torch.int32), 13), SoftmaxCore()
+    documents, core = Packing(torch.tensor([0, 7, 20], dtype=torch.int32), 13), SoftmaxCore()
     rows, ends = [x[0].transpose(0, 1) for x in (q, k, v)], documents.cu_seqlens
     out = packed_attention(*rows, ends, ends, 13, 13, True, window)
     torch.testing.assert_close(out, core.attend_documents(q, k, v, None, Visible(None, True, window, documents)))

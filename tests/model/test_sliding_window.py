@@ -7,7 +7,7 @@ from transformers import DynamicCache, StaticCache
 from diff_transformer import DiffAttention, DiffTransformerForCausalLM, diff_attention, diff_attention_decode
 from diff_transformer.model.config import ATTENTIONS
 from diff_transformer.model.cost import attention_core_flops, model_cost
-from diff_transformer.model.inputs import Documents
+from diff_transformer.model.inputs import Packing
 from diff_transformer.model.presets import preset
 from diff_transformer.testing import make_inputs
 
@@ -105,7 +105,7 @@ def test_packed_documents_and_gradients(attention):
     packed = model(ids, cu_seq_lens_q=torch.tensor([0, 8, 20], dtype=torch.int32), max_length_q=12).logits
     alone = torch.cat((model(ids[:, :8]).logits, model(ids[:, 8:]).logits), 1)
     torch.testing.assert_close(packed, alone, atol=1e-5, rtol=1e-5)
-    assert Documents(torch.tensor([0, 8, 20]), 12).longest > WINDOW
+    assert Packing(torch.tensor([0, 8, 20]), 12).longest > WINDOW
     model(ids, labels=ids).loss.backward()
     assert all(p.grad.isfinite().all() for p in model.parameters() if p.grad is not None)
 

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from diff_transformer.model.attention import make_core
 from diff_transformer.model.config import DiffTransformerConfig
 from diff_transformer.model.heads import AttentionSettings
-from diff_transformer.model.inputs import Documents, Visible
+from diff_transformer.model.inputs import Packing, Visible
 from diff_transformer.train.context_parallel import SequencePart, _attend_own_heads, _attend_own_queries
 
 BATCH, LENGTH, HIDDEN = 2, 48, 32
@@ -50,7 +50,7 @@ def errors(attention: str, method: str, fields: dict, bounds: list[int], context
     lam = None
     if attention != "softmax":
         lam = core.lam(draw(BATCH, LENGTH, HIDDEN)).detach()
-    documents = Documents(torch.tensor(bounds, dtype=torch.int32), max(b - a for a, b in pairwise(bounds)))
+    documents = Packing(torch.tensor(bounds, dtype=torch.int32), max(b - a for a, b in pairwise(bounds)))
 
     def results(attend, cut) -> list[torch.Tensor]:
         inputs = [cut(x, 2).detach().clone().requires_grad_() for x in (q, k, v)]

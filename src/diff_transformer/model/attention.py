@@ -27,7 +27,7 @@ from diff_transformer.model.heads import (
     default_key_value_heads,
 )
 from diff_transformer.model.implementations import attention_backend, check_backend
-from diff_transformer.model.inputs import Documents, Visible, with_key_padding
+from diff_transformer.model.inputs import Packing, Visible, with_key_padding
 from diff_transformer.model.lambdas import FixedLambda, LearnedLambda, TokenLambda, check_lambda_init, lambda_init
 from diff_transformer.model.layers import ResidualLinear, RMSNorm, apply_rotary, rotary_tables
 from diff_transformer.model.softmax import SoftmaxCore
@@ -116,7 +116,7 @@ class Attention(nn.Module):
         position_embeddings: tuple[Tensor, Tensor] | None = None,
         cache=None,
         is_causal: bool | None = None,
-        documents: Documents | None = None,
+        documents: Packing | None = None,
         output_attentions: bool = False,
         output_attention_parts: bool = False,
         past_key_values=None,

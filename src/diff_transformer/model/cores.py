@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as hooks
 
-from diff_transformer.model.inputs import Documents, Visible
+from diff_transformer.model.inputs import Packing, Visible
 from diff_transformer.model.lambdas import FixedLambda, LambdaModule, LearnedLambda
 from diff_transformer.model.layers import RMSNorm
 from diff_transformer.ops.api import DecodeWeights, decode_head, diff_attention, diff_attention_maps
@@ -113,7 +113,7 @@ class DiffCore(Core):
         )  # fmt: skip
 
     def attend_documents(
-        self, q: Tensor, k: Tensor, v: Tensor, lam: Lambda, visible: Visible, of_keys: Documents | None = None
+        self, q: Tensor, k: Tensor, v: Tensor, lam: Lambda, visible: Visible, of_keys: Packing | None = None
     ) -> Tensor:
         """``attend`` within each packed document: ``[B * T, h, dv]``.
 

@@ -136,7 +136,7 @@ class Visible(NamedTuple):
     mask: Tensor | None = None  # bool (True = see) or additive, broadcastable to [B, heads, T, S]; None for all keys
     is_causal: bool = True  # of these, those up to the query's own position, aligned to the lower right corner
     window: int | None = None  # of these, the last; only with ``is_causal``
-    documents: "Documents | None" = None  # packed: of these, those of the query's own document; excludes a mask
+    documents: "Packing | None" = None  # packed: of these, those of the query's own document; excludes a mask
 
 
 # Padding of queries, for ``attention="dint"``.
@@ -183,7 +183,7 @@ def _refuse_loss_of_sight(attention_mask: Tensor) -> None:
 # Packed documents: several documents in one row of tokens; no token attends to another document.
 
 
-class Documents(NamedTuple):
+class Packing(NamedTuple):
     """Where the documents of a batch begin and end, its rows concatenated.
 
     cu_seqlens: int32 [documents + 1], 0 and then the end of each document.
@@ -199,14 +199,14 @@ class Documents(NamedTuple):
         return (torch.arange(len(starts), device=starts.device) - starts).view(shape)
 
 
-def split_documents(ids: Tensor, eos_id: int) -> Documents:
+def split_documents(ids: Tensor, eos_id: int) -> Packing:
     """The documents of ``ids [B, T]``: each ends with the token ``eos_id`` or at the end of its row."""
     ends = ids == eos_id
     ends[:, -1] = True
     return _ending_at(ends)
 
 
-def documents_at(position_ids: Tensor, batch: int) -> Documents:
+def documents_at(position_ids: Tensor, batch: int) -> Packing:
     """The documents that ``position_ids [B or 1, T]`` describe in ``batch`` rows; none spans two rows."""
     ends = torch.ones_like(position_ids, dtype=torch.bool)
     ends[:, :-1] = position_ids.diff(dim=-1) != 1
@@ -218,7 +218,7 @@ def restarts(position_ids: Tensor) -> bool:
     return bool((position_ids.diff(dim=-1) != 1).any())
 
 
-def take_documents(kwargs: dict) -> Documents | None:
+def take_documents(kwargs: dict) -> Packing | None:
     """Remove the arguments of transformers' collators for packed documents from ``kwargs``; None if there are none.
 
     Raises:
@@ -233,10 +233,10 @@ def take_documents(kwargs: dict) -> Documents | None:
     same = of_keys is None or of_keys is bounds or torch.equal(of_keys, bounds)
     if not same or longest_key not in (None, longest):
         raise ValueError("queries and keys are packed differently; self-attention needs the same documents for both")
-    return Documents(bounds, int(longest))
+    return Packing(bounds, int(longest))
 
 
-def _ending_at(ends: Tensor) -> Documents:
+def _ending_at(ends: Tensor) -> Packing:
     after = ends.flatten().nonzero().flatten() + 1
     bounds = torch.cat((after.new_zeros(1), after)).to(torch.int32)
-    return Documents(bounds, int(bounds.diff().max()))
+    return Packing(bounds, int(bounds.diff().max()))

@@ -42,7 +42,7 @@ from diff_transformer.model.config import DiffTransformerConfig
 from diff_transformer.model.cores import Core
 from diff_transformer.model.implementations import DEFAULT, attention_backend, check_implementation
 from diff_transformer.model.inputs import (
-    Documents,
+    Packing,
     causal_mask,
     documents_at,
     restarts,
@@ -248,7 +248,7 @@ class DiffTransformerModel(DiffTransformerPreTrainedModel):
 
     def _documents(
         self, kwargs: dict, batch: int, attention_mask, position_ids, cache, use_cache: bool | None
-    ) -> Documents | None:
+    ) -> Packing | None:
         """The packed documents of a forward pass, their arguments removed from ``kwargs``; None if there are none.
 
         Positions that restart describe documents too. Except for ``"dint"``, ``causal_mask`` makes a complete mask of

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from diff_transformer.model.cores import Core, concatenate_rows
-from diff_transformer.model.inputs import Documents, Visible
+from diff_transformer.model.inputs import Packing, Visible
 from diff_transformer.model.layers import RMSNorm
 from diff_transformer.ops.api import diff_attention_maps
 from diff_transformer.ops.softmax_calls import packed_attention, softmax_attention
@@ -37,7 +37,7 @@ class SoftmaxCore(Core):
         return softmax_attention(q, k, v, mask, is_causal, window=window, backend=self.backend)
 
     def attend_documents(
-        self, q: Tensor, k: Tensor, v: Tensor, lam: None, visible: Visible, of_keys: Documents | None = None
+        self, q: Tensor, k: Tensor, v: Tensor, lam: None, visible: Visible, of_keys: Packing | None = None
     ) -> Tensor:
         """``attend`` within each packed document, ``[B * T, n, d]``; ``of_keys`` as in ``DiffCore``.
 

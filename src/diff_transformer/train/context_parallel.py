@@ -23,7 +23,7 @@ from torch import Tensor
 
 from diff_transformer.data.mixture import IGNORED
 from diff_transformer.model.cores import Core, Lambda
-from diff_transformer.model.inputs import Documents, Visible
+from diff_transformer.model.inputs import Packing, Visible
 from diff_transformer.model.softmax import SoftmaxCore
 from diff_transformer.train.config import ParallelConfig
 
@@ -58,10 +58,10 @@ class SequencePart:
             return inputs, targets, weights
         ids = inputs["input_ids"]
         if "cu_seq_lens_q" in inputs:
-            documents = Documents(inputs["cu_seq_lens_q"], inputs["max_length_q"])
+            documents = Packing(inputs["cu_seq_lens_q"], inputs["max_length_q"])
         else:  # each row is one document
             bounds = torch.arange(len(ids) + 1, dtype=torch.int32, device=ids.device) * ids.shape[1]
-            documents = Documents(bounds, ids.shape[1])
+            documents = Packing(bounds, ids.shape[1])
         mine = {
             "input_ids": self.of(ids),
             "position_ids": self.of(documents.positions(ids.shape)),
@@ -165,14 +165,14 @@ def _attend_own_heads(
     return _to_tokens(out, context).flatten(0, 1)
 
 
-def _clip(documents: Documents, rows: int, length: int, start: int, end: int) -> Documents:
+def _clip(documents: Packing, rows: int, length: int, start: int, end: int) -> Packing:
     """The tokens ``start`` to ``end - 1`` of each row, as parts of the same documents; some of them are empty."""
     bounds = documents.cu_seqlens.long()
     row = bounds[:-1] // length * length
     first, last = bounds[:-1] - row, bounds[1:] - row
     sizes = (last.clamp(max=end) - first.clamp(min=start)).clamp(min=0)
     ends = torch.cat((sizes.new_zeros(1), sizes.cumsum(0))).to(torch.int32)
-    return Documents(ends, min(documents.longest, end - start))
+    return Packing(ends, min(documents.longest, end - start))
 
 
 def _in_order(gathered: Tensor, context: SequencePart) -> Tensor:
