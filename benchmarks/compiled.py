@@ -92,8 +92,9 @@ def launches(D: int, Dv: int, dtype: torch.dtype, capability: int) -> list[tuple
     for form, one_pass in (("two passes", False), ("one pass", True)):
         found[form] = backward.plan_backward(call, v, saved, one_pass, table)[1]
     keys, values = torch.zeros(1, 2, 4096, D, dtype=dtype), torch.zeros(1, 2, 4096, Dv, dtype=dtype)
-    given = (q[:, :, :1], q[:, :, :1], keys, keys if shared else keys.clone(), values, lam[:, :, :1])
-    found["decode"] = decode.plan_decode(*given, None, True, None, 0.125, None, multiprocessors=2)[1]
+    second = None if shared else keys.clone()
+    few = Call(q[:, :, :1], q[:, :, :1], keys, second, values, lam[:, :, :1], scale=0.125, is_causal=True)
+    found["decode"] = decode.plan_decode(few, None, multiprocessors=2)[1]
     listed = list(found.items())
     if capability == 90 and gluon.unsupported_shapes(call) is None:
         listed.append(("forward", gluon_forward.plan_forward(call, True)[1]))

@@ -155,8 +155,8 @@ def as_on_hopper(start: Callable[[Any], None]) -> ExitStack:
     def refused(device: Any, kernels: str) -> str | None:
         return support.SWITCH if support.switched_off(kernels) else None
 
-    def decodable(*given: Any, known: Callable[..., str | None] = decode.unsupported_reason) -> str | None:
-        reason = known(*given)
+    def decodable(call: Any, known: Callable[..., str | None] = decode.unsupported_reason) -> str | None:
+        reason = known(call)
         return None if reason is not None and "runs on CUDA" in reason else reason
 
     replaced: list[tuple[Any, str, Any]] = [

@@ -25,13 +25,13 @@ ROWS = (
     ("novels", "diff_same_rate", "novels", "DIFF, the Transformer's learning rate"),
     ("novels", "diff", "novels", "DIFF, its own learning rate"),
     ("novels", "diff_norm1", "novels", "DIFF as published (head norm starts at 1)"),
-    ("ablation", "softmax_norm", "novels", "Transformer with DIFF's head norm"),
+    ("ablation", "softmax_norm", "novels", "Transformer + head norm"),
     ("ablation", "softmax_wide_norm", "novels", "the same, half as many heads, twice as wide"),
     ("ablation", "diff_no_norm", "novels", "DIFF without head norm"),
     ("wide", "diff", "wide", "DIFF, width 256"),
-    ("wide", "softmax_norm", "wide", "Transformer with DIFF's head norm, width 256"),
+    ("wide", "softmax_norm", "wide", "Transformer + head norm, width 256"),
     ("long", "diff", "long", "DIFF, 4500 steps"),
-    ("long", "softmax_norm", "long", "Transformer with DIFF's head norm, 4500 steps"),
+    ("long", "softmax_norm", "long", "Transformer + head norm, 4500 steps"),
 )
 SHORT = (0, 1, 2, 3, 6)  # of these, the rows of README.md
 PAGES = {

@@ -1,5 +1,6 @@
 """Record the confirmation of the recall study, and make its tables from the record. Usage: figures/study.py."""
 
+import math
 import sys
 from pathlib import Path
 from statistics import fmean
@@ -43,8 +44,9 @@ def whole_seeds(cells: Cells) -> list[int]:
 
 
 def accuracy(record: Record) -> float:
-    """Accuracy at the end; chance for a run that diverged before it was measured."""
-    return record.metrics.get("recall", {}).get("accuracy", 1 / GRID[record.setting][0])
+    """Accuracy at the end; chance for a run that diverged, where it was not measured or is no number."""
+    found = record.metrics.get("recall", {}).get("accuracy", math.nan)
+    return found if math.isfinite(found) else 1 / GRID[record.setting][0]
 
 
 def reached(record: Record) -> bool:

@@ -161,7 +161,7 @@ def _kernel_unsupported_reason(call: Call) -> str | None:
         return f"it does not follow {transform}"
     from diff_transformer.ops.triton import decode
 
-    return decode.unsupported_reason(*call.inputs[:5], call.attn_mask, True, call.window)
+    return decode.unsupported_reason(call)
 
 
 @cache

@@ -69,9 +69,8 @@ def launches_of_decoding(monkeypatch, dtype, widths, case, capability):
     if one_key:
         x = x._replace(k2=x.k1)
     mask, is_causal, window = options.get("attn_mask"), options.get("is_causal", False), options.get("window")
-    call = check(*x, mask, is_causal, window)
-    given = (*call.inputs, call.attn_mask, call.is_causal, call.window, call.scale, options.get("lengths"))
-    return [describe(launch) for launch in decode.plan_decode(*given, multiprocessors)[1]]
+    planned = decode.plan_decode(check(*x, mask, is_causal, window), options.get("lengths"), multiprocessors)
+    return [describe(launch) for launch in planned[1]]
 
 
 @pytest.mark.parametrize("capability", CAPABILITIES)

@@ -29,9 +29,9 @@ def inputs(**sizes: Any):
 
 def kernel(q1, q2, k1, k2, v, lam, attn_mask=None, is_causal=False, window=None, scale=None, lengths=None):
     call = check(q1, q2, k1, k2, v, lam, attn_mask, is_causal, window, scale)
-    options = call.attn_mask, call.is_causal, call.window
-    assert decode.unsupported_reason(*call.inputs[:5], *options) is None
-    return decode.attend_decode(*call.inputs, *options, call.scale, lengths=lengths)
+    assert decode.unsupported_reason(call) is None
+    options = call.attn_mask, call.is_causal, call.window, call.scale
+    return decode.attend_decode(*call.inputs, *options, lengths=lengths)
 
 
 def reference(x, **options):
@@ -222,14 +222,14 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
 def test_what_it_does_not_take(case):
     sizes, options, message = REFUSED[case]
     x = inputs(**sizes)
-    reason = decode.unsupported_reason(*x[:5], options.get("attn_mask"), True, None)
+    reason = decode.unsupported_reason(check(*x, options.get("attn_mask"), True))
     assert reason is not None
     assert re.search(message, reason)
 
 
 def test_a_strided_width_is_refused():
     x = inputs()
-    reason = decode.unsupported_reason(x.q1, x.q2, x.k1, x.k2.mT.contiguous().mT, x.v, None, True, None)
+    reason = decode.unsupported_reason(check(*x._replace(k2=x.k2.mT.contiguous().mT), is_causal=True))
     assert reason is not None
     assert "k2 has stride 150 in its last dimension" in reason
 

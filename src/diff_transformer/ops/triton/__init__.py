@@ -94,10 +94,9 @@ def attend(call: Call, *rest, form: TritonVariant | None = None) -> Tensor:
         return attend(in_dtype(call, torch.float32)).bfloat16()
     T, S, mask, documents = call.q1.shape[2], call.k1.shape[2], call.attn_mask, call.documents
     options = call.is_causal, call.window
-    if T <= MAX_DECODE_QUERIES and S >= MIN_DECODE_KEYS and not call.gradients and documents is None:
-        *tensors, lam = call.inputs
-        if decode.unsupported_reason(*tensors, mask, *options) is None:
-            return decode.attend_decode(*tensors, lam, mask, *options, call.scale)
+    few = T <= MAX_DECODE_QUERIES and S >= MIN_DECODE_KEYS and not call.gradients and documents is None
+    if few and decode.unsupported_reason(call) is None:
+        return decode.attend_decode(*call.inputs, mask, *options, call.scale)
     if mask is not None and _whole_rows(mask):
         out = attend(replace(call, attn_mask=None))
         return torch.where(mask[..., :1], out, 0)  # which also zeroes the gradients of masked rows

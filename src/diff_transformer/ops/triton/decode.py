@@ -18,6 +18,7 @@ import triton
 from torch import Tensor
 
 from diff_transformer.ops import flops
+from diff_transformer.ops.call import Call, of_list
 from diff_transformer.ops.triton.decode_kernels import ROWS, decode_combine_kernel, decode_split_kernel
 from diff_transformer.ops.triton.launching import INTERPRETED, Launch, run, strides
 from diff_transformer.ops.triton.tile_sizes import chunks
@@ -64,17 +65,10 @@ def multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 2
 
 
-def unsupported_reason(
-    q1: Tensor,
-    q2: Tensor,
-    k1: Tensor,
-    k2: Tensor,
-    v: Tensor,
-    attn_mask: Tensor | None,
-    is_causal: bool,
-    window: int | None,
-) -> str | None:
-    """Why ``attend_decode`` does not support these checked arguments, with what would work, or None."""
+def unsupported_reason(call: Call) -> str | None:
+    """Why ``attend_decode`` does not support this call, with what would work, or None."""
+    q1, q2, k1, k2, v, _ = call.inputs
+    attn_mask = call.attn_mask
     if q1.device.type != "cuda" and not INTERPRETED:
         return f"the tensors are on {q1.device}; the decoding kernel runs on CUDA devices"
     if INTERPRETED and q1.dtype == torch.bfloat16:
@@ -96,7 +90,8 @@ def unsupported_reason(
     return None
 
 
-def launch_decode(
+@torch.library.custom_op("diff_transformer::triton_decode", mutates_args=())
+def attend_decode(
     q1: Tensor,
     q2: Tensor,
     k1: Tensor,
@@ -114,27 +109,20 @@ def launch_decode(
     lengths: integers [B] on the same device, or None. Keys from lengths[b] on are not read, and the last query of batch
     entry b is aligned to key lengths[b] - 1. Values outside 0 to S count as 0 and S. Returns [B, H, T, Dv], contiguous.
     """
-    given = (q1, q2, k1, k2, v, lam, attn_mask, is_causal, window, scale, lengths)
-    out, launches = plan_decode(*given, multiprocessors(q1.device))
+    call = of_list(q1, q2, k1, k2, v, lam, attn_mask, is_causal, window, scale)
+    out, launches = plan_decode(call, lengths, multiprocessors(q1.device))
     run(launches, q1.device)
     return out
 
 
-def plan_decode(
-    q1: Tensor,
-    q2: Tensor,
-    k1: Tensor,
-    k2: Tensor,
-    v: Tensor,
-    lam: Tensor,
-    attn_mask: Tensor | None,
-    is_causal: bool,
-    window: int | None,
-    scale: float,
-    lengths: Tensor | None,
-    multiprocessors: int,
-) -> tuple[Tensor, list[Launch]]:
-    """The result of ``launch_decode`` on a GPU with so many multiprocessors, not yet computed, and what computes it."""
+@attend_decode.register_fake
+def _(q1, q2, k1, k2, v, lam, attn_mask, is_causal, window, scale, lengths=None):
+    return v.new_empty(q1.shape[0], q1.shape[1], q1.shape[2], v.shape[3])
+
+
+def plan_decode(call: Call, lengths: Tensor | None, multiprocessors: int) -> tuple[Tensor, list[Launch]]:
+    """The result of ``attend_decode`` on a GPU with so many multiprocessors, not yet computed, and what computes it."""
+    (q1, q2, k1, k2, v, lam), attn_mask, window = call.inputs, call.attn_mask, call.window
     B, H, T, D = q1.shape
     G, S, Dv = k1.shape[1], k1.shape[2], v.shape[3]
     rows = B * H * T
@@ -151,12 +139,12 @@ def plan_decode(
     arguments = {
         "inputs": (q1, q2, k1, k2, v, lam), "mask": mask,
         "lengths": None if lengths is None else lengths.to(torch.int32).contiguous(), "out": out, "partial": partial,
-        "factor": scale * LOG2_E.value, "T": T, "S": S, "window": window or 0, "heads": (H, q2.shape[1], G),
+        "factor": call.scale * LOG2_E.value, "T": T, "S": S, "window": window or 0, "heads": (H, q2.shape[1], G),
         "all_rows": rows, "input_strides": strides(q1, q2, k1, k2, v, lam), "mask_strides": mask_strides[:3],
         "mask_step": mask_strides[3], "D": D, "DV": Dv, "DA": DA, "DB": DB, "VA": VA, "VB": VB, "BLOCK_N": cut.keys,
-        "SHARED_KEYS": k1.data_ptr() == k2.data_ptr() and k1.stride() == k2.stride(), "CAUSAL": is_causal and T > 1,
-        "WINDOW": window is not None, "MASKED": mask is not None, "MASK_ROWS": mask_rows,
-        "RAGGED": lengths is not None, "SINGLE_SPLIT": splits == 1, "num_warps": cut.num_warps,
+        "SHARED_KEYS": k1.data_ptr() == k2.data_ptr() and k1.stride() == k2.stride(),
+        "CAUSAL": call.is_causal and T > 1, "WINDOW": window is not None, "MASKED": mask is not None,
+        "MASK_ROWS": mask_rows, "RAGGED": lengths is not None, "SINGLE_SPLIT": splits == 1, "num_warps": cut.num_warps,
         "num_stages": cut.num_stages, "maxnreg": cut.maxnreg,
     }  # fmt: skip
     launches = [Launch(decode_split_kernel, (programs, splits), arguments)]
@@ -169,14 +157,6 @@ def plan_decode(
         }  # fmt: skip
         launches.append(Launch(decode_combine_kernel, (rows, -(-Dv // columns)), arguments))
     return out, launches
-
-
-attend_decode = torch.library.custom_op("diff_transformer::triton_decode", launch_decode, mutates_args=())
-
-
-@attend_decode.register_fake
-def _(q1, q2, k1, k2, v, lam, attn_mask, is_causal, window, scale, lengths=None):
-    return v.new_empty(q1.shape[0], q1.shape[1], q1.shape[2], v.shape[3])
 
 
 flops.count({torch.ops.diff_transformer.triton_decode: flops.of_forward})
