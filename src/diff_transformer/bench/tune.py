@@ -74,7 +74,7 @@ def forms_at(shape: Shape, dtype: torch.dtype, device: str, kind: str) -> list[d
     return rows + [{"form": name, **first, "left_out": reason} for name, reason in found.left_out.items()]
 
 
-def measured(gate: Gate, gradients: bool) -> measuring.Verdict:
+def measured(gate: Gate, gradients: bool) -> measuring.Measurement:
     """Time all candidates at the gate's shape, and keep the fastest."""
     with torch.set_grad_enabled(gradients):
         call = check(*gate.full, is_causal=gate.shape.causal)
