@@ -25,6 +25,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, Cache, PreTrainedModel
 from transformers.masking_utils import sdpa_mask
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.pytorch_utils import Conv1D
 
 from diff_transformer.checks import listed
@@ -44,7 +45,7 @@ _NORMS = (("q_norm", "k_norm"), ("q_layernorm", "k_layernorm"), ("query_layernor
 
 
 class _Fused(NamedTuple):
-    """Where an attention class keeps q, k and v as one matrix, with rows by head (q, k, v of head 0, ...) or by part."""
+    """An attention class with q, k and v in one matrix, its rows by head (q, k and v of head 0, ...) or by part."""
 
     matrix: str
     out: str
@@ -61,15 +62,14 @@ _VIEW_BY_NUMBER = ("StableLmAttention",)
 _NUMBERS = ("num_heads", "num_key_value_heads", "num_attention_heads")
 
 
-class Parts(NamedTuple):
-    """The projections of one attention module, and its numbers of heads."""
+class _Parts(NamedTuple):
+    """The projections of one attention module: n heads of width d."""
 
     q: nn.Linear
     k: nn.Linear
     v: nn.Linear
-    out: nn.Module  # [n * d, width]
+    out: Any
     n: int
-    m: int
     d: int
 
 
@@ -121,17 +121,17 @@ def restore(model: PreTrainedModel) -> None:
             f"the configuration's {ENTRY!r} is {entry!r}, and this version of diff-transformer reads format {FORMAT} "
             f"with the kinds {', '.join(KINDS)}; update the package"
         )
-    kind, lambda_init = entry["kind"], entry["lambda_init"]
+    kind, lambda_init, draw = entry["kind"], entry["lambda_init"], torch.Generator("cpu").manual_seed(0)
     for path, module in list(model.named_modules()):
         if not _attends(module) or hasattr(module, LAMBDA):
             continue
+        if reason := _unread(module):
+            raise ValueError(f"{type(model).__name__} cannot be differential: {reason}")
         parts = _parts(module)
-        if isinstance(parts, str):
-            raise ValueError(f"{type(model).__name__} cannot be differential: {parts}")
         if type(module).__name__ in _FUSED:
             module = SplitAttention(module, parts)
             model.set_submodule(path, module)
-        _double(module, parts, kind, lambda_init)
+        _double(module, parts, kind, lambda_init, draw)
     if config._attn_implementation not in OWN_NAMES:
         config._attn_implementation_internal = DEFAULT
     # saved, so that transformers without this package says in one sentence what it lacks
@@ -140,35 +140,36 @@ def restore(model: PreTrainedModel) -> None:
         model._keep_in_fp32_modules_strict = {*(model._keep_in_fp32_modules_strict or ()), LAMBDA}
 
 
-def _double(module: Any, parts: Parts, kind: str, lambda_init: float) -> None:
+def _double(module: Any, parts: _Parts, kind: str, lambda_init: float, draw: torch.Generator) -> None:
     """Heads 2i and 2i + 1 of the queries (and of the keys of "diff") become copies of head i."""
-    q, k, _, out, n, m, d = parts
+    q, k, _, out, n, d = parts
     norms = _norms(module)
-    spans_heads = [norm is not None and _weights(norm) != d for norm in norms]
-    for projection, norm, spans in ((q, norms[0], spans_heads[0]), (k, norms[1], spans_heads[1])):
-        if projection is k and kind == "diff_v2":
-            continue
+    by_head = any(x.numel() > d for x in norms[0].parameters()) if norms[0] is not None else False
+    for projection, norm in ((q, norms[0]), (k, norms[1]))[: 1 if kind == "diff_v2" else 2]:
         _widen(projection, d)
-        if norm is not None and spans:
+        if norm is not None and (by_head or next(norm.children(), None) is not None):
             _widen_norm(norm, d)
     out.weight.mul_(1 / (1 - lambda_init))
     for name in _NUMBERS:
         if type(module).__name__ in _VIEW_BY_NUMBER and hasattr(module, name):
             setattr(module, name, -1)
-    module.add_module(LAMBDA, _lambda(q, kind, lambda_init, n, d).to(q.weight.device))
+    module.add_module(LAMBDA, _lambda(q, kind, lambda_init, n, d, draw))
     module.register_forward_pre_hook(_give_lambda, with_kwargs=True)
 
 
-def _lambda(q: nn.Linear, kind: str, lambda_init: float, n: int, d: int) -> nn.Module:
-    with torch.device(q.weight.device):
-        if kind == "diff_v2":
-            made = TokenLambda(q.in_features, n, telemetry=False)
-            made.proj.weight.zero_()
-            return made.to(q.weight.dtype)
-        made = LearnedLambda(d, lambda_init)
-        made.lambda_q2.copy_(made.lambda_q1)  # so that lambda is lambda_init
-        made.lambda_k2.copy_(made.lambda_k1)
+def _lambda(q: nn.Linear, kind: str, lambda_init: float, n: int, d: int, draw: torch.Generator) -> nn.Module:
+    """The module that computes lambda, beside ``q``. It takes nothing from the global random numbers."""
+    device = q.weight.device
+    with torch.device("meta"):
+        made = LearnedLambda(d, lambda_init) if kind == "diff" else TokenLambda(q.in_features, n, telemetry=False)
+    if isinstance(made, TokenLambda):
+        made.to(q.weight.dtype).to_empty(device=device).proj.weight.zero_()
         return made
+    made.to_empty(device=device)
+    vectors = made.std * torch.randn(2, d, generator=draw, device=draw.device)
+    for vector, value in zip(made.parameters(), (*vectors, *vectors), strict=True):  # q1 = q2, k1 = k2
+        vector.copy_(value)
+    return made
 
 
 def _widen(linear: nn.Linear, d: int) -> None:
@@ -181,26 +182,25 @@ def _widen(linear: nn.Linear, d: int) -> None:
 
 
 def _widen_norm(norm: Any, d: int) -> None:
-    """A norm over all heads, or with weights for each head: heads 2i and 2i + 1 get those of head i."""
-    for name, norms in list(norm.named_children()):  # one norm for each head
+    """A norm over all heads, or with weights for each: heads 2i and 2i + 1 get those of head i."""
+    for name, norms in list(norm.named_children()):  # a list with one for each head
         setattr(norm, name, nn.ModuleList(x for one in norms for x in (one, copy.deepcopy(one))))
     for name, old in list(norm.named_parameters(recurse=False)):
-        rows = old.data if old.dim() == 2 else old.data.unflatten(0, (-1, d))  # [heads, d]
-        new = rows.repeat_interleave(2, dim=0)
-        setattr(norm, name, nn.Parameter(new if old.dim() == 2 else new.flatten(), requires_grad=old.requires_grad))
+        new = each_head_twice(old.data.flatten(), d).unflatten(0, (-1, *old.shape[1:]))
+        setattr(norm, name, nn.Parameter(new, requires_grad=old.requires_grad))
 
 
 class SplitAttention(nn.Module):
     """Attention with q, k and v as matrices of their own, in place of a class that keeps them as one."""
 
-    def __init__(self, fused: Any, parts: Parts):
+    def __init__(self, fused: Any, parts: _Parts):
         super().__init__()
         self.config, self.layer_idx = fused.config, fused.layer_idx
         self.scaling, self.head_dim, self.is_causal = fused.scaling, parts.d, True
         self.q_proj, self.k_proj, self.v_proj, self.o_proj = parts[:4]
         self.dropout = getattr(fused, "resid_dropout", None) or nn.Identity()
         # None where positions are embedded with the tokens
-        self.rotate = getattr(sys.modules[type(fused).__module__], "apply_rotary_pos_emb", None)
+        self.rotate: Any = getattr(sys.modules[type(fused).__module__], "apply_rotary_pos_emb", None)
         self.train(fused.training)
 
     def forward(
@@ -220,7 +220,7 @@ class SplitAttention(nn.Module):
             q, k = self.rotate(q, k, *position_embeddings)
         for cache in caches:
             k, v = cache.update(k, v, self.layer_idx)
-        function = AttentionInterface().get_interface(self.config._attn_implementation, attend)
+        function = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, attend)
         out, _ = function(self, q, k, v, attention_mask, scaling=self.scaling, **kwargs)
         return self.dropout(self.o_proj(out.flatten(2))), None
 
@@ -261,7 +261,7 @@ def attend(
     backend: str | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """transformers' attention function: queries ``[B, 2n, T, d]``, keys ``[B, m or 2m, S, d]``, values ``[B, m, S, d]``.
+    """transformers' attention function: q ``[B, 2n, T, d]``, k ``[B, m, S, d]`` or of 2m heads, v ``[B, m, S, d]``.
 
     Raises:
         ValueError: from a module that ``differentiate`` has not changed, or with what the operator does not have.
@@ -278,18 +278,22 @@ def attend(
             f"{type(module).__name__} calls attention with {', '.join(other)}, which differential attention lacks here"
             + ("; continuous batching does not run it, generate does" if "cache" in other else "")
         )
-    q1, q2 = query[:, 0::2], query[:, 1::2]
     T = query.shape[2]
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     causal = T > 1 and attention_mask is None and causal
     if causal and key.shape[2] > T:  # a static cache, so far empty: the slots beyond T hold nothing
         key, value = key[:, :, :T], value[:, :, :T]
-    k1, k2 = (key, key) if key.shape[1] == value.shape[1] else (key[:, 0::2], key[:, 1::2])
     out = diff_attention(
-        q1, q2, k1, k2, value, lam, attn_mask=attention_mask, is_causal=causal, scale=scaling,
+        *maps_of(query, key, value), value, lam, attn_mask=attention_mask, is_causal=causal, scale=scaling,
         backend=backend or "auto",
     )  # fmt: skip
     return out.transpose(1, 2).contiguous(), None
+
+
+def maps_of(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """q1, q2, k1 and k2 of the arguments of ``attend``."""
+    k1, k2 = (key, key) if key.shape[1] == value.shape[1] else (key[:, 0::2], key[:, 1::2])
+    return query[:, 0::2], query[:, 1::2], k1, k2
 
 
 for _name in OWN_NAMES:
@@ -315,11 +319,11 @@ def refusal(model: Any) -> str | None:
     if getattr(config, "is_encoder_decoder", False):
         return f"{name} is an encoder-decoder; only decoders are taken"
     if config.get_text_config() is not config:
-        return f"{name} has other parts than text; give the text model alone, as AutoModelForCausalLM loads it"
+        return f"{name} has other parts than text; only text decoders are taken"
     modules = [module for module in model.modules() if _attends(module)]
     if not modules:
         return f"{name} computes attention without transformers' AttentionInterface, through which its maps would pass"
-    reason = next((parts for parts in map(_parts, modules) if isinstance(parts, str)), None)
+    reason = next(filter(None, map(_unread, modules)), None)
     return f"{name} is not taken: {reason}" if reason else None
 
 
@@ -329,84 +333,89 @@ def _attends(module: nn.Module) -> bool:
     return code is not None and "get_interface" in code.co_names
 
 
-def _parts(module: Any) -> Parts | str:
-    """The projections of an attention module; a string says why it cannot be read."""
+def _unread(module: Any) -> str | None:
+    """Why an attention module cannot be read; None if it can."""
     kind = type(module).__name__
     if not getattr(module, "is_causal", True):
-        return f"{kind} is not causal (an encoder's)"
+        return f"{kind} is not causal, as an encoder's attention"
     if getattr(module, "attn_logit_softcapping", None) is not None:
-        return f"{kind} has soft-capping (attn_logit_softcapping), which the operator lacks; set it to None if you train on"
-    if any(getattr(x, "_hf_hook", None) is not None and _offloaded(x) for x in module.modules()):
+        return (
+            f"{kind} caps its scores (attn_logit_softcapping), which the operator does not; set it to None in the "
+            "configuration, which changes the logits, and train on"
+        )
+    if any(hasattr(part, "_hf_hook") and _on_meta(part) for part in module.modules()):
         return f"the weights of {kind} are offloaded; load the model without offloading"
-    return _split(module, _FUSED[kind]) if kind in _FUSED else _separate(module)
-
-
-def _separate(module: Any) -> Parts | str:
-    kind = type(module).__name__
-    out = next((name for name in _OUT if hasattr(module, name)), "o_proj")
-    names = ("q_proj", "k_proj", "v_proj", out)
+    fused = _FUSED.get(kind)
+    if fused and (getattr(module, "is_cross_attention", False) or getattr(module.config, "add_cross_attention", False)):
+        return f"{kind} has cross-attention"
+    out = next((name for name in _OUT if hasattr(module, name)), _OUT[0])
+    names = (fused.matrix, fused.out) if fused else ("q_proj", "k_proj", "v_proj", out)
     missing = [name for name in names if not hasattr(module, name)]
     if missing:
         return f"{kind} has no {missing[0]}"
     known = {*names, *(name for pair in _NORMS for name in pair)}
-    parts = [name for name, x in module.named_children() if any(True for _ in x.parameters())]
+    parts = [name for name, part in module.named_children() if next(part.parameters(), None) is not None]
     unknown = [*module._parameters, *(name for name in parts if name not in known)]
     if unknown:
-        return f"{kind} has {listed(unknown)} besides its projections"
-    projections = [getattr(module, name) for name in names]
-    wrong = [type(x).__name__ for x in projections if type(x) is not nn.Linear]
-    if wrong:
-        return f"{kind} has projections of class {wrong[0]}, not Linear; give the model before adapters and quantisation"
-    d, (q, k, v, o) = getattr(module, "head_dim", 0), projections
-    fits = d and q.out_features % d == k.out_features % d == 0 and v.out_features == k.out_features
-    if not fits or o.in_features != q.out_features or q.out_features % k.out_features:
-        return f"the projections of {kind} are not heads of width {d} alone"
+        return f"{kind} has {listed(unknown)} beside its projections"
+    for name in names:
+        if type(getattr(module, name)) not in (nn.Linear, Conv1D):
+            found = type(getattr(module, name)).__name__
+            return f"{name} of {kind} is a {found}; give the model before adapters and quantisation"
+    return None if fused else _unread_heads(module, *(getattr(module, name) for name in names))
+
+
+def _unread_heads(module: Any, q: nn.Linear, k: nn.Linear, v: nn.Linear, out: nn.Linear) -> str | None:
+    kind, d = type(module).__name__, getattr(module, "head_dim", 0)
+    widths = (q.out_features, k.out_features)
+    if not d or any(width % d for width in widths) or widths[0] % widths[1]:
+        return f"the projections of {kind} are not whole heads of width {d}"
+    if v.out_features != widths[1] or out.in_features != widths[0]:
+        return f"queries, keys and values of {kind} differ in width, or a gate is among them"
     reads = set(_NUMBERS) & set(inspect.unwrap(type(module).forward).__code__.co_names)
     if reads and kind not in _VIEW_BY_NUMBER:
         return f"{kind} fixes its number of heads ({', '.join(sorted(reads))})"
-    return Parts(q, k, v, o, q.out_features // d, k.out_features // d, d)
+    return None
 
 
-def _split(module: Any, fused: _Fused) -> Parts | str:
-    kind, matrix, config = type(module).__name__, getattr(module, fused.matrix), module.config
-    if type(matrix) not in (nn.Linear, Conv1D):
-        return f"{kind} has projections of class {type(matrix).__name__}, not Linear or Conv1D; give the model before adapters and quantisation"
-    if getattr(module, "is_cross_attention", False) or getattr(config, "add_cross_attention", False):
-        return f"{kind} has cross-attention; only decoders without it are taken"
+def _parts(module: Any) -> _Parts:
+    """The projections of an attention module that can be read; those of a fused matrix are new."""
+    fused = _FUSED.get(type(module).__name__)
     d = getattr(module, "head_dim", None) or module.head_size
+    if fused is None:
+        out = next(getattr(module, name) for name in _OUT if hasattr(module, name))
+        q, k, v = module.q_proj, module.k_proj, module.v_proj
+    else:
+        out = getattr(module, fused.out)
+        q, k, v = _split(getattr(module, fused.matrix), fused.by_head, module.config.num_attention_heads, d)
+    return _Parts(q, k, v, out, q.out_features // d, d)
+
+
+def _split(matrix: Any, by_head: bool, n: int, d: int) -> list[nn.Linear]:
+    """q, k and v of a fused matrix, as copies."""
     weight = matrix.weight.data.T if isinstance(matrix, Conv1D) else matrix.weight.data  # [(n + 2m) d, width]
-    n = config.num_attention_heads
+    rows = torch.arange(len(weight), device="cpu")
     m = (len(weight) // d - n) // 2
-    split = [_rows(x, fused, n, m, d) for x in (weight, *([] if matrix.bias is None else [matrix.bias.data]))]
+    which = rows.view(n, 3, d).unbind(1) if by_head else rows.split([n * d, m * d, m * d])
     made = []
-    for parts in zip(*split, strict=True):
-        linear = nn.Linear(weight.shape[1], len(parts[0]), bias=len(parts) > 1, device="meta", dtype=weight.dtype)
-        linear.weight = nn.Parameter(parts[0].contiguous(), requires_grad=matrix.weight.requires_grad)
-        if len(parts) > 1:
-            linear.bias = nn.Parameter(parts[1].contiguous(), requires_grad=matrix.weight.requires_grad)
+    for part in which:
+        part = part.flatten().to(weight.device)
+        linear = nn.Linear(weight.shape[1], len(part), bias=matrix.bias is not None, device="meta", dtype=weight.dtype)
+        linear.weight = nn.Parameter(weight[part], requires_grad=matrix.weight.requires_grad)
+        if matrix.bias is not None:
+            linear.bias = nn.Parameter(matrix.bias.data[part], requires_grad=matrix.bias.requires_grad)
         made.append(linear)
-    return Parts(*made, getattr(module, fused.out), n, m, d)
-
-
-def _rows(x: Tensor, fused: _Fused, n: int, m: int, d: int) -> tuple[Tensor, ...]:
-    """The rows of q, k and v in a fused matrix or bias."""
-    if fused.by_head:
-        return tuple(x.unflatten(0, (n, 3, d)).unbind(1)[i].flatten(0, 1) for i in range(3))
-    return x.split([n * d, m * d, m * d])
+    return made
 
 
 def _norms(module: Any) -> tuple[Any, Any]:
     for names in _NORMS:
         if any(hasattr(module, name) for name in names):
-            return tuple(getattr(module, name, None) for name in names)
+            return getattr(module, names[0], None), getattr(module, names[1], None)
     return None, None
 
 
-def _weights(norm: nn.Module) -> int:
-    return sum(x.numel() for name, x in norm.named_parameters() if name.endswith("weight"))
-
-
-def _offloaded(module: nn.Module) -> bool:
+def _on_meta(module: nn.Module) -> bool:
     return any(x.is_meta for x in module.parameters(recurse=False))
 
 
@@ -423,4 +432,6 @@ def _check_lambda_init(kind: str, value: float) -> None:
             "gradient, and at 1 nothing is left of two equal maps"
         )
     if kind == "diff_v2" and value != 0.5:
-        raise ValueError(f"lambda_init is {value!r}, and lambda of 'diff_v2' starts at 0.5; leave it out, or take 'diff'")
+        raise ValueError(
+            f"lambda_init is {value!r}, and lambda of 'diff_v2' starts at 0.5; leave it out, or take 'diff'"
+        )
