@@ -1,4 +1,4 @@
-"""Fill the tables of docs/pretraining.md, from the cost model, and of reproduction.md, serving.md and reliability.md.
+"""Fill the tables of docs/pretraining.md, from the cost model, and of other pages, from the records that they show.
 
 python docs/tables.py          # fill
 python docs/tables.py --check  # exit 1 if a page differs
@@ -157,8 +157,19 @@ def reliability() -> str:
     return "\n".join([said, *lines])
 
 
+def architectures() -> str:
+    """Which decoders ``differentiate`` takes, and why not the others."""
+    record = json.loads((DOCS.parent / "benchmarks" / "results" / "differentiate.json").read_text())
+    taken = [row["model"] for row in record["rows"] if not row["refused"]]
+    lines = ["| model | |", "|---|---|", f"| {'; '.join(taken)} | taken, as `diff_v2` and as `diff` |"]
+    refused = {row["model"]: row["refused"].split(" is not taken: ")[-1] for row in record["rows"] if row["refused"]}
+    lines += [f"| {name} | refused: {reason} |" for name, reason in refused.items()]
+    return "\n".join([*lines, "", f"transformers {record['transformers']}."])
+
+
 TABLES = {
     DOCS / "pretraining.md": {"memory": memory, "checkpoints": checkpoints},
+    DOCS / "pretrained_to_diff.md": {"architectures": architectures},
     DOCS / "data.md": {"prepare": prepared},
     DOCS / "reproduction.md": {"claims": claims_table},
     DOCS / "serving.md": {"throughput": throughput},

@@ -21,6 +21,7 @@ _HOMES = {
     "DiffAttention": "model.attention",
     "DiffTransformerConfig": "model.modeling",  # beside the models, which it registers with transformers
     "matched_baseline": "model.config",
+    "differentiate": "model.differentiate",
     "DiffTransformerModel": "model.modeling",
     "DiffTransformerForCausalLM": "model.modeling",
 }
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
     from diff_transformer.model.attention import DiffAttention as DiffAttention
     from diff_transformer.model.config import DiffTransformerConfig as DiffTransformerConfig
     from diff_transformer.model.config import matched_baseline as matched_baseline
+    from diff_transformer.model.differentiate import differentiate as differentiate
     from diff_transformer.model.lambdas import lambda_init as lambda_init
     from diff_transformer.model.modeling import DiffTransformerForCausalLM as DiffTransformerForCausalLM
     from diff_transformer.model.modeling import DiffTransformerModel as DiffTransformerModel

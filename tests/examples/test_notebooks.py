@@ -28,7 +28,7 @@ def test_it_is_committed_without_outputs(path):
 
 def test_the_page_names_every_notebook():
     page = (EXAMPLES.parent / "docs" / "examples.md").read_text()
-    assert len(NOTEBOOKS) == 3
+    assert len(NOTEBOOKS) == 4
     assert [path.name for path in NOTEBOOKS if f"../examples/{path.name}" not in page] == []
 
 

@@ -92,9 +92,10 @@ def folder_table(folder: Path, length: int | None = None) -> Table:
         table.add_row("KV cache, bytes a token (bf16)", f"{cost.kv_bytes_per_token:,}")
         table.add_row(f"KV cache, bytes at {cost.length} tokens", f"{cost.kv_bytes(cost.length):,}")
     table.add_section()
-    if len(reasons := {*found.reasons.values()}) == 1 and found.config is None:
-        table.add_row("convert", f"no: {reasons.pop()}")
-    for target, reason in found.reasons.items() if found.config is not None else ():
+    if found.config is None and "" not in found.reasons.values():
+        table.add_row("convert", f"no: {next(iter(found.reasons.values()))}")
+        return table
+    for target, reason in found.reasons.items():
         table.add_row(f"convert --to {target}", f"no: {reason}" if reason else "yes")
     return table
 

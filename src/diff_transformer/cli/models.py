@@ -25,7 +25,7 @@ def convert(
         typer.Option(
             "--to",
             help="diff-transformer, llama, diffllama, authors, authors-v2 or motif; diff or diff_v2 make a DIFF "
-            "Transformer of a softmax model with equal logits.",
+            "Transformer of a softmax model with equal logits, of most decoders of transformers in their own class.",
         ),
     ] = "diff-transformer",
     lambda_init: Annotated[

@@ -240,14 +240,20 @@ class _ForeignAttention:
 
             if id(module) not in self.modules:
                 return original()
-            call = self._call(module, query, key, attention_mask, rest, kwargs)
+            call = self._call(module, query, key, value, attention_mask, rest, kwargs)
             again = id(module) in self.halves
-            if call.lam is not None:
+            twice = _is_diff_llama(module)
+            if twice:
                 self.halves ^= {id(module)}
 
             def finish(change: Change) -> tuple[Tensor, None]:
                 blocks = [
-                    weighted(torch.cat(call.maps(rows, change), dim=1), value)  # DiffLlama subtracts by itself
+                    weighted(
+                        torch.cat(call.maps(rows, change), dim=1)  # DiffLlama subtracts by itself
+                        if twice
+                        else call.attention(rows, change),
+                        value,
+                    )
                     for rows in call.blocks()
                 ]
                 return torch.cat(blocks, dim=2).transpose(1, 2).contiguous(), None
@@ -256,7 +262,9 @@ class _ForeignAttention:
 
         return attend
 
-    def _call(self, module: Any, q: Tensor, k: Tensor, mask: Any, rest: tuple, kwargs: dict) -> AttentionCall:
+    def _call(
+        self, module: Any, q: Tensor, k: Tensor, v: Tensor, mask: Any, rest: tuple, kwargs: dict
+    ) -> AttentionCall:
         number = getattr(module, "layer_idx", None)
         layer = self.numbers.setdefault(id(module), len(self.numbers) if number is None else number)
         other = [name for name in ("s_aux", "position_bias") if kwargs.get(name) is not None]
@@ -271,6 +279,12 @@ class _ForeignAttention:
         scale = kwargs.get("scaling")
         scale = q.shape[-1] ** -0.5 if scale is None else scale
         call = AttentionCall(layer, q, k, scale, mask, bool(causal) and mask is None, softcap=kwargs.get("softcap"))
+        lam = kwargs.get("differential_lambda")
+        if lam is not None:  # of a model that differentiate has changed
+            from diff_transformer.model.differentiate import maps_of
+
+            q1, q2, k1, k2 = maps_of(q, k, v)
+            return replace(call, q1=q1, k1=k1, q2=q2, k2=k2, lam=lam)
         if not _is_diff_llama(module):
             return call
         (q1, q2), (k1, k2) = q.chunk(2, dim=1), k.chunk(2, dim=1)  # pairs: head i and head i + h

@@ -108,23 +108,23 @@ class TokenLambda(nn.Module):
     """``sigmoid(X W_lambda)``: lambda of the second version, one for each token and head, fp32 ``[B, h, T, 1]``.
 
     The projection is computed in the dtype of the hidden states, the sigmoid in fp32. ``mean`` (not saved) is the mean
-    lambda of the last call with more than one token in a row, for telemetry. A module created in inference mode updates
-    it only in inference mode.
+    lambda of the last call with more than one token in a row, for telemetry; None without ``telemetry``. A module
+    created in inference mode updates it only in inference mode.
     """
 
     initial = 0.0
     mean: Tensor
 
-    def __init__(self, hidden_size: int, num_heads: int):
+    def __init__(self, hidden_size: int, num_heads: int, *, telemetry: bool = True):
         super().__init__()
         self.proj = nn.Linear(hidden_size, num_heads, bias=False)
-        self.register_buffer("mean", torch.full((), 0.5), persistent=False)
+        self.register_buffer("mean", torch.full((), 0.5) if telemetry else None, persistent=False)
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         """``[B, h, T, 1]`` in fp32 or wider for ``hidden_states [B, T, width]``."""
         logits = self.proj(hidden_states)  # [B, T, h]
         lam = logits.to(torch.promote_types(logits.dtype, torch.float32)).sigmoid()
-        if lam.shape[1] > 1 and self._may_write():
+        if self.mean is not None and lam.shape[1] > 1 and self._may_write():
             self.mean.copy_(lam.detach().mean())
         return lam.transpose(1, 2)[..., None]
 

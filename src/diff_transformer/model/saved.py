@@ -79,7 +79,18 @@ def weight_files(folder: Path) -> list[Path]:
     pickles = sorted({path.name for pattern in _PICKLES for path in folder.glob(pattern)} - {"training_args.bin"})
     if pickles:
         raise ValueError(f"{folder} holds {listed(pickles)} but no .safetensors file. {ONLY_SAFETENSORS}")
+    require_no_gguf(folder)
     raise FileNotFoundError(f"{folder} holds no .safetensors file; give the folder of a saved model")
+
+
+def require_no_gguf(path: Path) -> None:
+    """Raise ValueError if ``path`` is a GGUF file, or a folder with one."""
+    found = next(iter([path] if path.suffix == ".gguf" else sorted(path.glob("*.gguf"))), None)
+    if found is not None:
+        raise ValueError(
+            f"{found} is GGUF, which is not read here; write its weights as safetensors first, as "
+            "docs/pretrained_to_diff.md shows"
+        )
 
 
 def check_sizes(folder: Path, shapes: Mapping[str, tuple[int, ...]]) -> None:

@@ -12,6 +12,7 @@ import torch
 from huggingface_hub.errors import StrictDataclassError
 
 from diff_transformer.checks import first_line, listed
+from diff_transformer.durable import require_room
 from diff_transformer.model.convert.checkpoint import (
     SHARD_BYTES,
     Checkpoint,
@@ -22,6 +23,7 @@ from diff_transformer.model.convert.checkpoint import (
 )
 from diff_transformer.model.convert.layouts import DIRECT, LAYOUTS, OURS, by_names, direct, layout_of, targets
 from diff_transformer.model.convert.plan import BUFFERS, Conversion, Planned, TensorSource, check_tensors
+from diff_transformer.model.saved import read_settings
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
 
@@ -50,7 +52,10 @@ def convert_folder(
         dtype: dtype of the written tensors except lambda vectors: a name of ``DTYPES`` or a torch dtype; None keeps
             that of the source.
         progress: called with (bytes done, total bytes).
-        options: passed on to a direct conversion (``layouts.DIRECT``).
+        options: passed on to a direct conversion (``layouts.DIRECT``), or to ``differentiate``.
+
+    With ``target`` "diff" or "diff_v2", a decoder that no layout holds keeps its own class (``differentiate``). It is
+    loaded as a whole.
 
     Returns:
         Notes for the user: the detected layout, what was folded or repeated, which files were copied.
@@ -65,6 +70,9 @@ def convert_folder(
     cast = _dtype(dtype)
     checkpoint = Checkpoint(source)
     require_free(out)
+    if origin is None and not naive_grouped_query and target not in LAYOUTS and _is_foreign(checkpoint):
+        _check_options(options, {"lambda_init"}, "a model that keeps its class", target)
+        return _in_place(checkpoint, out, target, cast, shard_bytes, progress, **options)
     found = layout_of(checkpoint)
     origin = origin or found
     if origin != found:
@@ -75,9 +83,7 @@ def convert_folder(
     if other is None and target not in LAYOUTS:
         starts = " or ".join(start for start, to in DIRECT if to == target)
         raise ValueError(f"cannot convert from {origin!r} to {target!r}; --to {target} is for {starts}")
-    unknown = sorted(set(options) - set(() if other is None else signature(other).parameters))
-    if unknown:
-        raise ValueError(f"{', '.join(unknown)}: not for a conversion from {origin!r} to {target!r}")
+    _check_options(options, set(() if other is None else signature(other).parameters), repr(origin), target)
     if origin == target:
         raise ValueError(f"{source} is in the layout {target!r} already; give another --to: {_others(origin)}")
     if naive_grouped_query and "authors" not in (origin, target):
@@ -90,6 +96,90 @@ def convert_folder(
         LAYOUTS[target if other is None else OURS].load().write_config(config, folder, _main_dtype(converted))
         carried = carry_over(source, folder)
     return notes + ([f"carried over: {listed(carried)}"] if carried else [])
+
+
+def _is_foreign(checkpoint: Checkpoint) -> bool:
+    """Whether no layout holds the model, which transformers may know."""
+    try:
+        origin = layout_of(checkpoint)
+        if origin == "llama":
+            LAYOUTS[origin].load().to_ours(LAYOUTS[origin].load().read_config(checkpoint))
+    except ValueError:  # of another architecture, or a Llama with biases
+        return "model_type" in (read_settings(checkpoint.folder) or {})
+    except (StrictDataclassError, ArithmeticError, AttributeError, LookupError, TypeError, OSError):
+        pass  # settings that describe no model, which the layout reports
+    return False
+
+
+def _in_place(
+    checkpoint: Checkpoint,
+    out: Path,
+    kind: str,
+    dtype: torch.dtype | None,
+    shard_bytes: int,
+    progress: Callable[[int, int], None] | None,
+    lambda_init: float = 0.5,
+) -> list[str]:
+    """Write the model as ``differentiate`` makes it, in the class that it has."""
+    from diff_transformer.model.card import differential_card
+    from diff_transformer.model.differentiate import differentiate
+    from diff_transformer.model.loading import read_model
+
+    source = checkpoint.folder
+    without_weights = _on_meta(checkpoint)
+    before = without_weights.num_parameters()
+    after = differentiate(without_weights, kind, lambda_init).num_parameters()
+    model = differentiate(read_model(source, dtype=dtype or "auto"), kind, lambda_init)
+    size = sum(x.nbytes for x in model.state_dict().values())
+    with new_folder(out) as folder:
+        require_room(folder, size, "the converted model")
+        model.save_pretrained(folder, max_shard_size=shard_bytes)
+        carried = carry_over(source, folder)
+        (folder / "README.md").write_text(differential_card(model, source.name), encoding="utf-8")
+    if progress is not None:
+        progress(size, size)
+    notes = [
+        f"{source}: {type(model).__name__}, which stays; import diff_transformer before loading it",
+        f"parameters: {before:,} -> {after:,} (+{after / before - 1:.1%}); lambda starts at {lambda_init:g}",
+    ]
+    return notes + ([f"carried over: {listed(carried)}"] if carried else [])
+
+
+def _refusal(checkpoint: Checkpoint) -> str:
+    from diff_transformer.model.differentiate import refusal
+
+    try:
+        return refusal(_on_meta(checkpoint)) or ""
+    except ValueError as error:
+        return first_line(error)
+
+
+def _on_meta(checkpoint: Checkpoint) -> Any:
+    """The model of transformers without its weights.
+
+    Raises:
+        ValueError: if transformers builds no causal language model of its settings, or one of another embedding.
+    """
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    import diff_transformer.model.modeling  # noqa: F401  (registers our models)
+
+    try:
+        config = AutoConfig.from_pretrained(checkpoint.folder, trust_remote_code=False)
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
+    except Exception as error:  # of any kind, from settings that describe no model
+        raise ValueError(
+            f"{checkpoint.folder}: transformers builds no causal language model of it ({first_line(error)})"
+        ) from None
+    embedding = model.get_input_embeddings().weight
+    name = next(name for name, x in model.named_parameters() if x is embedding)
+    found = [shape for other, shape in checkpoint.shapes().items() if name.endswith(other) or other.endswith(name)]
+    if tuple(embedding.shape) not in found:
+        raise ValueError(
+            f"{checkpoint.folder} holds no {name} of shape {tuple(embedding.shape)}, as its config.json says"
+        )
+    return model
 
 
 @dataclass(frozen=True)
@@ -121,7 +211,10 @@ def convertible(source: Path) -> Convertible:
         found = LAYOUTS[origin].load().read_config(checkpoint)
         config = found if origin == OURS else LAYOUTS[origin].load().to_ours(found).config
     except (ValueError, StrictDataclassError, KeyError, TypeError, FileNotFoundError) as error:
-        return Convertible(checkpoint, None, None, dict.fromkeys(targets(), first_line(error)))
+        reasons = dict.fromkeys(targets(), first_line(error))
+        if _is_foreign(checkpoint):
+            reasons |= dict.fromkeys((target for target in reasons if target not in LAYOUTS), _refusal(checkpoint))
+        return Convertible(checkpoint, None, None, reasons)
     reasons = {}
     for target in targets():
         if target in (origin, OURS):
@@ -206,6 +299,12 @@ def _check_names(origin: str | None, target: str):
         f"cannot convert {f'from {origin!r} ' if origin else ''}to {target!r}; accepted: from {origins}; to "
         f"{' or '.join(targets())}"
     )
+
+
+def _check_options(options: dict, known: set[str], origin: str, target: str):
+    unknown = sorted(set(options) - known)
+    if unknown:
+        raise ValueError(f"{', '.join(unknown)}: not for a conversion from {origin} to {target!r}")
 
 
 def _dtype(name: str | torch.dtype | None) -> torch.dtype | None:

@@ -21,7 +21,16 @@ from transformers import LlamaForCausalLM
 from diff_transformer.model.config import DiffTransformerConfig
 from diff_transformer.model.convert.llama import from_llama
 from diff_transformer.model.convert.ours import OUR_NAMES, our_names
-from diff_transformer.model.convert.plan import LAMBDAS, Change, Conversion, Made, convert_model, plan_of, without
+from diff_transformer.model.convert.plan import (
+    LAMBDAS,
+    Change,
+    Conversion,
+    Made,
+    convert_model,
+    each_head_twice,
+    plan_of,
+    without,
+)
 from diff_transformer.model.cost import model_cost
 from diff_transformer.model.modeling import DiffTransformerForCausalLM
 
@@ -81,7 +90,7 @@ def to_diff(config: DiffTransformerConfig, *, lambda_init: float = HALF, seed: i
     target.num_attention_heads = 2 * config.num_attention_heads
     target.num_key_value_heads = 2 * config.num_key_value_heads
     target.value_head_dim = config.heads.value_dim
-    twice = _each_head_twice(config)
+    twice = Change(partial(each_head_twice, width=config.heads.head_dim))
     kept = (1.0 - lambda_init) ** 2  # of the old map, and the factor 1 - lambda_init of every head
     names = our_names(target)
     plan = plan_of(
@@ -109,7 +118,8 @@ def to_diff_v2(config: DiffTransformerConfig) -> Conversion:
     target = copy.deepcopy(config)
     target.attention, target.lambda_learned = "diff_v2", True
     names = our_names(target)
-    changes = {"q": _each_head_twice(config), "o": Change(partial(torch.mul, other=1 / HALF))}
+    twice = Change(partial(each_head_twice, width=config.heads.head_dim))
+    changes = {"q": twice, "o": Change(partial(torch.mul, other=1 / HALF))}
     plan = plan_of(our_names(config), without(names, "lambda_proj"), config.num_hidden_layers, changes)
     for i in range(config.num_hidden_layers):
         plan[names["lambda_proj"].format(i=i)] = _instead(torch.zeros(target.num_diff_heads, target.hidden_size), i)
@@ -131,15 +141,6 @@ def _growth(source: DiffTransformerConfig, target: DiffTransformerConfig) -> str
         f"parameters: {before.total_parameters:,} -> {after.total_parameters:,} (+{more:.1%}); key/value cache: "
         f"{cache:g} times as large"
     )
-
-
-def _each_head_twice(config: DiffTransformerConfig) -> Change:
-    """Repeat every head of [heads * d, width]: heads 2i and 2i + 1 are copies of head i."""
-
-    def twice(weight: Tensor) -> Tensor:
-        return weight.unflatten(0, (-1, config.heads.head_dim)).repeat_interleave(2, dim=0).flatten(0, 1)
-
-    return Change(twice)
 
 
 def _instead(tensor: Tensor, layer: int) -> Made:

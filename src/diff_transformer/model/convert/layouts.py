@@ -91,6 +91,8 @@ def layout_of(checkpoint: Checkpoint) -> str:
     """
     settings = read_settings(checkpoint.folder) or {}
     model_type = settings.get("model_type")
+    if settings.get("differential") is not None:
+        raise ValueError(f"{checkpoint.folder} is a {model_type!r} model made differential in place, where it stays")
     for name, layout in LAYOUTS.items():
         if model_type is not None and str(model_type).lower() in layout.model_types:
             return name

@@ -242,6 +242,11 @@ def take_heads(weight: Tensor, heads: list[int], width: int) -> Tensor:
     return weight.unflatten(0, (-1, width))[torch.tensor(heads)].flatten(0, 1)
 
 
+def each_head_twice(weight: Tensor, width: int) -> Tensor:
+    """Repeat every head of [heads * width, ...]: heads 2i and 2i + 1 are copies of head i."""
+    return weight.unflatten(0, (-1, width)).repeat_interleave(2, dim=0).flatten(0, 1)
+
+
 def fold_head_norm(output: Tensor, norm: Tensor) -> Tensor:
     """Multiply the head norm's weight into W_O: column ``c`` times ``norm[c % 2d]``; the result is at least fp32.
 

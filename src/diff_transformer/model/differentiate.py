@@ -1,0 +1,437 @@
+"""Make a decoder of transformers differential, in place, with the same logits at the start.
+
+    model = differentiate(AutoModelForCausalLM.from_pretrained(...))
+
+The model keeps its class and its code. Each head becomes two, whose maps are both the old map: with lambda = c their
+difference is (1 - c) times that map, and W_O is divided by 1 - c. ``docs/pretrained_to_diff.md`` explains why the
+copies separate in training. Attention itself runs through transformers' ``AttentionInterface`` under the names
+``diff_auto``, ``diff_triton``, ..., and a hook on each attention module computes lambda.
+
+The entry ``differential`` of the configuration says what was done. ``registration.py`` calls ``restore`` for a model
+whose configuration has it, before weights are loaded.
+
+Legend: B batch, T new tokens, S keys, n query heads of the source, m key/value heads, d their width.
+"""
+
+import copy
+import inspect
+import math
+import sys
+import warnings
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface, Cache, PreTrainedModel
+from transformers.masking_utils import sdpa_mask
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.pytorch_utils import Conv1D
+
+from diff_transformer.checks import listed
+from diff_transformer.model.convert.plan import each_head_twice
+from diff_transformer.model.heads import check_attention
+from diff_transformer.model.implementations import DEFAULT, IMPLEMENTATIONS, OWN_NAMES
+from diff_transformer.model.lambdas import LearnedLambda, TokenLambda
+from diff_transformer.ops.api import diff_attention
+
+KINDS = ("diff_v2", "diff")
+ENTRY = "differential"  # in the configuration
+FORMAT = 1  # of the entry and the tensors
+LAMBDA = "differential_lambda"  # a submodule of each attention, and the argument that carries its result
+
+_OUT = ("o_proj", "dense", "out_proj")
+_NORMS = (("q_norm", "k_norm"), ("q_layernorm", "k_layernorm"), ("query_layernorm", "key_layernorm"))
+
+
+class _Fused(NamedTuple):
+    """An attention class with q, k and v in one matrix, its rows by head (q, k and v of head 0, ...) or by part."""
+
+    matrix: str
+    out: str
+    by_head: bool
+
+
+_FUSED = {
+    "Phi3Attention": _Fused("qkv_proj", "o_proj", by_head=False),
+    "GPTNeoXAttention": _Fused("query_key_value", "dense", by_head=True),
+    "GPT2Attention": _Fused("c_attn", "c_proj", by_head=False),
+}
+# These read their numbers of heads only to view the projections; -1 views however many there are.
+_VIEW_BY_NUMBER = ("StableLmAttention",)
+_NUMBERS = ("num_heads", "num_key_value_heads", "num_attention_heads")
+
+
+class _Parts(NamedTuple):
+    """The projections of one attention module: n heads of width d."""
+
+    q: nn.Linear
+    k: nn.Linear
+    v: nn.Linear
+    out: Any
+    n: int
+    d: int
+
+
+def differentiate(model: Any, kind: str = "diff_v2", lambda_init: float = 0.5) -> Any:
+    """Make ``model`` differential in place; its logits stay what they are, up to the rounding of its dtype.
+
+    Do so before optimizers and PEFT adapters: the projections of queries get new parameters. ``save_pretrained`` and
+    ``AutoModelForCausalLM.from_pretrained`` work as before where ``diff_transformer`` is imported first.
+
+    Args:
+        model: a ``PreTrainedModel`` that is a decoder, in full or half precision, on any device, also "meta".
+        kind: "diff_v2" doubles the queries, and lambda is sigmoid(X W_lambda); keys, values and their cache stay.
+            "diff" doubles queries and keys, and lambda is learned in each layer.
+        lambda_init: lambda at the start, between 0 and 1. "diff_v2" starts at 0.5. Other values than 0.5 round W_O.
+
+    Returns:
+        ``model``.
+
+    Raises:
+        TypeError: for anything but a ``PreTrainedModel``.
+        ValueError: for a model whose attention this function cannot read, saying why; it is then unchanged. For an
+            unknown kind, or a ``lambda_init`` that gives the second map no gradient.
+    """
+    check_attention(kind, KINDS)
+    _check_lambda_init(kind, lambda_init)
+    reason = refusal(model)
+    if reason:
+        raise (TypeError if not isinstance(model, PreTrainedModel) else ValueError)(reason)
+    dropout = max(_dropout(module) for module in model.modules() if _attends(module))
+    if dropout:
+        warnings.warn(f"attention dropout {dropout:g} is left out: differential attention has none", stacklevel=2)
+    setattr(model.config, ENTRY, {"kind": kind, "lambda_init": float(lambda_init), "format": FORMAT})
+    restore(model)
+    model.set_attn_implementation(DEFAULT)
+    model.add_model_tags(["diff-transformer", "differential-attention"])
+    return model
+
+
+@torch.no_grad()
+def restore(model: PreTrainedModel) -> None:
+    """Give ``model`` the attention that the entry of its configuration describes, where it does not have it yet.
+
+    Raises:
+        ValueError: for an entry that this version does not know, or as ``differentiate``.
+    """
+    config, entry = model.config, getattr(model.config, ENTRY)
+    if not isinstance(entry, dict) or entry.get("kind") not in KINDS or entry.get("format") != FORMAT:
+        raise ValueError(
+            f"the configuration's {ENTRY!r} is {entry!r}, and this version of diff-transformer reads format {FORMAT} "
+            f"with the kinds {', '.join(KINDS)}; update the package"
+        )
+    kind, lambda_init, draw = entry["kind"], entry["lambda_init"], torch.Generator("cpu").manual_seed(0)
+    for path, module in list(model.named_modules()):
+        if not _attends(module) or hasattr(module, LAMBDA):
+            continue
+        if reason := _unread(module):
+            raise ValueError(f"{type(model).__name__} cannot be differential: {reason}")
+        parts = _parts(module)
+        if type(module).__name__ in _FUSED:
+            module = SplitAttention(module, parts)
+            model.set_submodule(path, module)
+        _double(module, parts, kind, lambda_init, draw)
+    if config._attn_implementation not in OWN_NAMES:
+        config._attn_implementation_internal = DEFAULT
+    # saved, so that transformers without this package says in one sentence what it lacks
+    config.attn_implementation = DEFAULT
+    if kind == "diff":
+        model._keep_in_fp32_modules_strict = {*(model._keep_in_fp32_modules_strict or ()), LAMBDA}
+
+
+def _double(module: Any, parts: _Parts, kind: str, lambda_init: float, draw: torch.Generator) -> None:
+    """Heads 2i and 2i + 1 of the queries (and of the keys of "diff") become copies of head i."""
+    q, k, _, out, n, d = parts
+    norms = _norms(module)
+    by_head = any(x.numel() > d for x in norms[0].parameters()) if norms[0] is not None else False
+    for projection, norm in ((q, norms[0]), (k, norms[1]))[: 1 if kind == "diff_v2" else 2]:
+        _widen(projection, d)
+        if norm is not None and (by_head or next(norm.children(), None) is not None):
+            _widen_norm(norm, d)
+    out.weight.mul_(1 / (1 - lambda_init))
+    for name in _NUMBERS:
+        if type(module).__name__ in _VIEW_BY_NUMBER and hasattr(module, name):
+            setattr(module, name, -1)
+    module.add_module(LAMBDA, _lambda(q, kind, lambda_init, n, d, draw))
+    module.register_forward_pre_hook(_give_lambda, with_kwargs=True)
+
+
+def _lambda(q: nn.Linear, kind: str, lambda_init: float, n: int, d: int, draw: torch.Generator) -> nn.Module:
+    """The module that computes lambda, beside ``q``. It takes nothing from the global random numbers."""
+    device = q.weight.device
+    with torch.device("meta"):
+        made = LearnedLambda(d, lambda_init) if kind == "diff" else TokenLambda(q.in_features, n, telemetry=False)
+    if isinstance(made, TokenLambda):
+        made.to(q.weight.dtype).to_empty(device=device).proj.weight.zero_()
+        return made
+    made.to_empty(device=device)
+    vectors = made.std * torch.randn(2, d, generator=draw, device=draw.device)
+    for vector, value in zip(made.parameters(), (*vectors, *vectors), strict=True):  # q1 = q2, k1 = k2
+        vector.copy_(value)
+    return made
+
+
+def _widen(linear: nn.Linear, d: int) -> None:
+    """Double the rows in place, so that hooks on the module stay."""
+    for name in ("weight", "bias"):
+        old = getattr(linear, name)
+        if old is not None:
+            setattr(linear, name, nn.Parameter(each_head_twice(old.data, d), requires_grad=old.requires_grad))
+    linear.out_features = linear.weight.shape[0]
+
+
+def _widen_norm(norm: Any, d: int) -> None:
+    """A norm over all heads, or with weights for each: heads 2i and 2i + 1 get those of head i."""
+    for name, norms in list(norm.named_children()):  # a list with one for each head
+        setattr(norm, name, nn.ModuleList(x for one in norms for x in (one, copy.deepcopy(one))))
+    for name, old in list(norm.named_parameters(recurse=False)):
+        new = each_head_twice(old.data.flatten(), d).unflatten(0, (-1, *old.shape[1:]))
+        setattr(norm, name, nn.Parameter(new, requires_grad=old.requires_grad))
+
+
+class SplitAttention(nn.Module):
+    """Attention with q, k and v as matrices of their own, in place of a class that keeps them as one."""
+
+    def __init__(self, fused: Any, parts: _Parts):
+        super().__init__()
+        self.config, self.layer_idx = fused.config, fused.layer_idx
+        self.scaling, self.head_dim, self.is_causal = fused.scaling, parts.d, True
+        self.q_proj, self.k_proj, self.v_proj, self.o_proj = parts[:4]
+        self.dropout = getattr(fused, "resid_dropout", None) or nn.Identity()
+        # None where positions are embedded with the tokens
+        self.rotate: Any = getattr(sys.modules[type(fused).__module__], "apply_rotary_pos_emb", None)
+        self.train(fused.training)
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        attention_mask: Tensor | None = None,
+        position_embeddings: tuple[Tensor, Tensor] | None = None,
+        **kwargs: Any,
+    ) -> tuple[Tensor, None]:
+        """``[B, T, width]`` to the same shape; a cache may come under any name."""
+        caches = [kwargs.pop(name) for name in list(kwargs) if isinstance(kwargs[name], Cache | _HalvedValues)]
+        projections = (self.q_proj, self.k_proj, self.v_proj)
+        q, k, v = (
+            projection(hidden_states).unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for projection in projections
+        )
+        if position_embeddings is not None:
+            q, k = self.rotate(q, k, *position_embeddings)
+        for cache in caches:
+            k, v = cache.update(k, v, self.layer_idx)
+        function = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, attend)
+        out, _ = function(self, q, k, v, attention_mask, scaling=self.scaling, **kwargs)
+        return self.dropout(self.o_proj(out.flatten(2))), None
+
+
+def _give_lambda(module: Any, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+    """Forward pre-hook of each attention: add lambda to the arguments that reach ``attend``."""
+    hidden_states = args[0] if args else kwargs["hidden_states"]
+    more = {LAMBDA: getattr(module, LAMBDA)(hidden_states)}
+    if isinstance(getattr(module, LAMBDA), LearnedLambda):
+        more |= {name: _HalvedValues(x) for name, x in kwargs.items() if getattr(x, "is_compileable", False)}
+    return args, {**kwargs, **more}
+
+
+class _HalvedValues:
+    """A static cache, which has as many value heads as key heads: it keeps m values of width d as 2m of width d / 2."""
+
+    def __init__(self, cache: Cache):
+        self._cache = cache
+
+    def update(self, keys: Tensor, values: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        halves = values.unflatten(-1, (2, -1)).transpose(2, 3).flatten(1, 2)  # [B, 2m, T, d / 2]
+        keys, halves = self._cache.update(keys, halves, *args, **kwargs)
+        return keys, halves.unflatten(1, (-1, 2)).transpose(2, 3).flatten(3)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._cache, name)
+
+
+def attend(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    is_causal: bool | None = None,
+    *,
+    backend: str | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """transformers' attention function: q ``[B, 2n, T, d]``, k ``[B, m, S, d]`` or of 2m heads, v ``[B, m, S, d]``.
+
+    Raises:
+        ValueError: from a module that ``differentiate`` has not changed, or with what the operator does not have.
+    """
+    lam = kwargs.get(LAMBDA)
+    if lam is None:
+        raise ValueError(
+            f"{type(module).__name__} has softmax attention, which attn_implementation='diff_...' does not compute; "
+            "call diff_transformer.differentiate(model) first, or load with attn_implementation='sdpa'"
+        )
+    other = [name for name in ("softcap", "s_aux", "position_bias", "cache") if kwargs.get(name) is not None]
+    if other:
+        raise ValueError(
+            f"{type(module).__name__} calls attention with {', '.join(other)}, which differential attention lacks here"
+            + ("; continuous batching does not run it, generate does" if "cache" in other else "")
+        )
+    T = query.shape[2]
+    causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+    causal = T > 1 and attention_mask is None and causal
+    if causal and key.shape[2] > T:  # a static cache, so far empty: the slots beyond T hold nothing
+        key, value = key[:, :, :T], value[:, :, :T]
+    out = diff_attention(
+        *maps_of(query, key, value), value, lam, attn_mask=attention_mask, is_causal=causal, scale=scaling,
+        backend=backend or "auto",
+    )  # fmt: skip
+    return out.transpose(1, 2).contiguous(), None
+
+
+def maps_of(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """q1, q2, k1 and k2 of the arguments of ``attend``."""
+    k1, k2 = (key, key) if key.shape[1] == value.shape[1] else (key[:, 0::2], key[:, 1::2])
+    return query[:, 0::2], query[:, 1::2], k1, k2
+
+
+for _name in OWN_NAMES:
+    AttentionInterface.register(_name, partial(attend, backend=IMPLEMENTATIONS[_name].diff))
+    AttentionMaskInterface.register(_name, sdpa_mask)
+
+
+# What is refused, and why.
+
+
+def refusal(model: Any) -> str | None:
+    """Why ``differentiate`` does not take ``model``, in one sentence; None if it does."""
+    if not isinstance(model, PreTrainedModel):
+        return (
+            f"the model is a {type(model).__name__}; give a PreTrainedModel of transformers, before it is wrapped "
+            "(PEFT adapters come after differentiate)"
+        )
+    name, config = type(model).__name__, model.config
+    if getattr(config, ENTRY, None) is not None or config.model_type in ("diff_transformer", "diffllama"):
+        return f"{name} is differential already; give a softmax model"
+    if getattr(model, "hf_quantizer", None) is not None or getattr(config, "quantization_config", None) is not None:
+        return f"{name} has quantised weights, which cannot be doubled; load it without quantisation"
+    if getattr(config, "is_encoder_decoder", False):
+        return f"{name} is an encoder-decoder; only decoders are taken"
+    if config.get_text_config() is not config:
+        return f"{name} has other parts than text; only text decoders are taken"
+    modules = [module for module in model.modules() if _attends(module)]
+    if not modules:
+        return f"{name} computes attention without transformers' AttentionInterface, through which its maps would pass"
+    reason = next(filter(None, map(_unread, modules)), None)
+    return f"{name} is not taken: {reason}" if reason else None
+
+
+def _attends(module: nn.Module) -> bool:
+    """Whether the module calls an attention function of transformers' interface."""
+    code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
+    return code is not None and "get_interface" in code.co_names
+
+
+def _unread(module: Any) -> str | None:
+    """Why an attention module cannot be read; None if it can."""
+    kind = type(module).__name__
+    if not getattr(module, "is_causal", True):
+        return f"{kind} is not causal, as an encoder's attention"
+    if getattr(module, "attn_logit_softcapping", None) is not None:
+        return (
+            f"{kind} caps its scores (attn_logit_softcapping), which the operator does not; set it to None in the "
+            "configuration, which changes the logits, and train on"
+        )
+    if any(hasattr(part, "_hf_hook") and _on_meta(part) for part in module.modules()):
+        return f"the weights of {kind} are offloaded; load the model without offloading"
+    fused = _FUSED.get(kind)
+    if fused and (getattr(module, "is_cross_attention", False) or getattr(module.config, "add_cross_attention", False)):
+        return f"{kind} has cross-attention"
+    out = next((name for name in _OUT if hasattr(module, name)), _OUT[0])
+    names = (fused.matrix, fused.out) if fused else ("q_proj", "k_proj", "v_proj", out)
+    missing = [name for name in names if not hasattr(module, name)]
+    if missing:
+        return f"{kind} has no {missing[0]}"
+    known = {*names, *(name for pair in _NORMS for name in pair)}
+    parts = [name for name, part in module.named_children() if next(part.parameters(), None) is not None]
+    unknown = [*module._parameters, *(name for name in parts if name not in known)]
+    if unknown:
+        return f"{kind} has {listed(unknown)} beside its projections"
+    for name in names:
+        if type(getattr(module, name)) not in (nn.Linear, Conv1D):
+            found = type(getattr(module, name)).__name__
+            return f"{name} of {kind} is a {found}; give the model before adapters and quantisation"
+    return None if fused else _unread_heads(module, *(getattr(module, name) for name in names))
+
+
+def _unread_heads(module: Any, q: nn.Linear, k: nn.Linear, v: nn.Linear, out: nn.Linear) -> str | None:
+    kind, d = type(module).__name__, getattr(module, "head_dim", 0)
+    widths = (q.out_features, k.out_features)
+    if not d or any(width % d for width in widths) or widths[0] % widths[1]:
+        return f"the projections of {kind} are not whole heads of width {d}"
+    if v.out_features != widths[1] or out.in_features != widths[0]:
+        return f"queries, keys and values of {kind} differ in width, or a gate is among them"
+    reads = set(_NUMBERS) & set(inspect.unwrap(type(module).forward).__code__.co_names)
+    if reads and kind not in _VIEW_BY_NUMBER:
+        return f"{kind} fixes its number of heads ({', '.join(sorted(reads))})"
+    return None
+
+
+def _parts(module: Any) -> _Parts:
+    """The projections of an attention module that can be read; those of a fused matrix are new."""
+    fused = _FUSED.get(type(module).__name__)
+    d = getattr(module, "head_dim", None) or module.head_size
+    if fused is None:
+        out = next(getattr(module, name) for name in _OUT if hasattr(module, name))
+        q, k, v = module.q_proj, module.k_proj, module.v_proj
+    else:
+        out = getattr(module, fused.out)
+        q, k, v = _split(getattr(module, fused.matrix), fused.by_head, module.config.num_attention_heads, d)
+    return _Parts(q, k, v, out, q.out_features // d, d)
+
+
+def _split(matrix: Any, by_head: bool, n: int, d: int) -> list[nn.Linear]:
+    """q, k and v of a fused matrix, as copies."""
+    weight = matrix.weight.data.T if isinstance(matrix, Conv1D) else matrix.weight.data  # [(n + 2m) d, width]
+    rows = torch.arange(len(weight), device="cpu")
+    m = (len(weight) // d - n) // 2
+    which = rows.view(n, 3, d).unbind(1) if by_head else rows.split([n * d, m * d, m * d])
+    made = []
+    for part in which:
+        part = part.flatten().to(weight.device)
+        linear = nn.Linear(weight.shape[1], len(part), bias=matrix.bias is not None, device="meta", dtype=weight.dtype)
+        linear.weight = nn.Parameter(weight[part], requires_grad=matrix.weight.requires_grad)
+        if matrix.bias is not None:
+            linear.bias = nn.Parameter(matrix.bias.data[part], requires_grad=matrix.bias.requires_grad)
+        made.append(linear)
+    return made
+
+
+def _norms(module: Any) -> tuple[Any, Any]:
+    for names in _NORMS:
+        if any(hasattr(module, name) for name in names):
+            return getattr(module, names[0], None), getattr(module, names[1], None)
+    return None, None
+
+
+def _on_meta(module: nn.Module) -> bool:
+    return any(x.is_meta for x in module.parameters(recurse=False))
+
+
+def _dropout(module: Any) -> float:
+    rate = getattr(module, "attention_dropout", getattr(module, "attn_dropout", 0.0))
+    return float(getattr(rate, "p", rate) or 0.0)
+
+
+def _check_lambda_init(kind: str, value: float) -> None:
+    number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    if not number or not 0 < value < 1:
+        raise ValueError(
+            f"lambda_init is {value!r}; give a number between 0 and 1, neither of them: at 0 the second map has no "
+            "gradient, and at 1 nothing is left of two equal maps"
+        )
+    if kind == "diff_v2" and value != 0.5:
+        raise ValueError(
+            f"lambda_init is {value!r}, and lambda of 'diff_v2' starts at 0.5; leave it out, or take 'diff'"
+        )

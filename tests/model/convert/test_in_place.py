@@ -1,0 +1,112 @@
+"""``convert --to diff_v2`` and ``--to diff`` for models that no layout holds: they keep their class."""
+
+import json
+
+import pytest
+import torch
+from architectures import tiny
+from command_line import cli
+from transformers import AutoModelForCausalLM
+
+import diff_transformer
+from diff_transformer.model.convert import convert_folder
+
+IDS = torch.tensor([[5, 9, 33, 71, 2, 8]])
+
+
+@pytest.fixture
+def saved(tmp_path):
+    def save(name, **fields):
+        folder = tmp_path / "source"
+        tiny(name, **fields).save_pretrained(folder)
+        return folder
+
+    return save
+
+
+def contents(folder):
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [("Qwen3", "diff_v2"), ("Qwen3-MoE", "diff"), ("Phi-3, Phi-4", "diff"), ("Llama with biases", "diff_v2")],
+)
+def test_the_logits_stay_and_the_source_too(saved, tmp_path, name, kind):
+    source = saved(name)
+    (source / "tokenizer.json").write_text("{}")
+    before, done = contents(source), []
+    notes = convert_folder(
+        source, tmp_path / "out", None, kind, shard_bytes=100_000, progress=lambda *x: done.append(x)
+    )
+    assert contents(source) == before
+    assert len([*(tmp_path / "out").glob("*.safetensors")]) > 1
+    assert done[-1][0] == done[-1][1] > 100_000
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    expected = AutoModelForCausalLM.from_pretrained(source)
+    assert type(model) is type(expected)
+    torch.testing.assert_close(model(IDS).logits, expected(IDS).logits, rtol=1e-5, atol=4e-6)
+    assert f"{type(model).__name__}, which stays" in notes[0]
+    assert f"parameters: {expected.num_parameters():,} -> {model.num_parameters():,} (+" in notes[1]
+    assert notes[2] == "carried over: tokenizer.json, generation_config.json"
+    card = (tmp_path / "out" / "README.md").read_text()
+    for said in ("# source with differential attention", f"`{kind}`: twice the query", type(model).__name__):
+        assert said in card
+
+
+def test_options_and_dtype(saved, tmp_path):
+    convert_folder(saved("Qwen3"), tmp_path / "out", None, "diff", dtype="bfloat16", lambda_init=0.25)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert model.dtype == torch.bfloat16
+    attention = model.model.layers[0].self_attn
+    assert attention.differential_lambda.lambda_q1.dtype == torch.float32
+    assert attention.differential_lambda().item() == pytest.approx(0.25)
+
+
+def test_the_command_and_info(saved, tmp_path):
+    source = saved("Qwen3")
+    out = cli("convert", source, "--to", "diff_v2", "--out", tmp_path / "out")
+    assert out.returncode == 0, out.stderr
+    assert out.stdout.splitlines()[-1] == f"model: {tmp_path / 'out'}"
+    shown = " ".join(cli("info", source).stdout.replace("│", " ").split())
+    for said in ("convert --to diff yes", "convert --to diff_v2 yes", "convert --to llama no: "):
+        assert said in shown
+    shown = " ".join(cli("info", tmp_path / "out").stdout.replace("│", " ").split())
+    assert "is a 'qwen3' model made differential in place, where it stays" in shown
+
+
+def refused(folder, message, target="diff_v2", error=ValueError, **options):
+    with pytest.raises(error, match=message):
+        convert_folder(folder, folder.with_name("out"), None, target, **options)
+    assert not folder.with_name("out").exists()
+
+
+def test_refusals_come_before_the_weights_are_read(saved, tmp_path, monkeypatch):
+    def never(*args, **options):
+        raise AssertionError("the weights were read")
+
+    monkeypatch.setattr("diff_transformer.model.loading.read_model", never)
+    refused(saved("gpt-oss"), r"GptOssForCausalLM is not taken: GptOssAttention has sinks beside its projections")
+    refused(saved("Mamba 2"), "computes attention without transformers' AttentionInterface")
+    source = saved("Qwen3")
+    refused(source, "lambda of 'diff_v2' starts at 0.5", lambda_init=0.3)
+    refused(source, "window: not for a conversion from a model that keeps its class to 'diff'", "diff", window=3)
+    settings = json.loads((source / "config.json").read_text())
+    (source / "config.json").write_text(json.dumps(settings | {"vocab_size": 50}))
+    refused(source, r"holds no model.embed_tokens.weight of shape \(50, 64\), as its config.json says")
+    (source / "config.json").write_text(json.dumps(settings | {"model_type": "qwen99"}))
+    refused(source, "transformers builds no causal language model of it")
+
+
+def test_what_is_differential_already_stays(saved):
+    source = saved("Llama")
+    diff_transformer.differentiate(AutoModelForCausalLM.from_pretrained(source)).save_pretrained(source)
+    refused(source, "LlamaForCausalLM is differential already")
+    refused(source, "is a 'llama' model made differential in place, where it stays", "diff-transformer")
+
+
+def test_gguf_is_refused_with_the_way_to_convert_it(tmp_path):
+    (tmp_path / "models").mkdir()
+    (tmp_path / "models" / "model-q4.gguf").write_bytes(b"GGUF")
+    for path in (tmp_path / "models", tmp_path / "models" / "model-q4.gguf"):
+        refused(path, r"model-q4\.gguf is GGUF.*docs/pretrained_to_diff.md", error=ValueError)
