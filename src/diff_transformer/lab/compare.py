@@ -21,7 +21,7 @@ from diff_transformer.checks import differences, read_json, require_positive
 from diff_transformer.durable import require_writable, write_whole
 from diff_transformer.evals.provenance import provenance
 from diff_transformer.lab.pool import Executor, default_jobs, progress_bars, run_pool
-from diff_transformer.lab.recipes.recall_study import recall_run
+from diff_transformer.lab.recipes.recall import recall_run
 from diff_transformer.lab.record import comparison_records, load_all, of_result, save_all
 from diff_transformer.lab.sides import PAIR
 from diff_transformer.lab.spec import EXPLORER, RECALL, RunSpec, everything, require_drawn, side_model, with_seed
