@@ -152,7 +152,7 @@ def test_the_command(tmp_path):
     options = {"corpus": str(tmp_path / "books"), "samples": 1}
     settings = settings_of("long_nll", options, ["length=40", "allow_beyond=true"])
     result = run_eval("long_nll", make_lm(), settings, tmp_path / "r.json", limit=5)
-    assert json.loads((tmp_path / "r.json").read_text())["metrics"] == result.metrics
+    assert json.loads((tmp_path / "r.json").read_text())["metrics"]["long_nll"] == result.metrics
     assert result.provenance["allow_beyond"] is True
     assert settings_of("long_nll", {}).length == 65536
     assert settings_of("long_nll", {}, quick=True).length == long_nll.QUICK["length"]

@@ -257,7 +257,7 @@ def test_the_command(tmp_path):
     options = {"data": str(tmp_path / "trec"), "samples": 8}
     settings = settings_of("many_shot", options, ["shots=[1, 3]", "order_seeds=2", "fine=true"])
     result = run_eval("many_shot", small("diff"), settings, tmp_path / "r.json", limit=3)
-    assert json.loads((tmp_path / "r.json").read_text())["metrics"] == result.metrics
+    assert json.loads((tmp_path / "r.json").read_text())["metrics"]["many_shot"] == result.metrics
     assert result.provenance["labels"] == ["city", "individual"]
     assert len(result.rows) == 3 * 5
     assert settings_of("many_shot", {}, quick=True).samples == many_shot.QUICK["samples"]

@@ -53,7 +53,7 @@ def compare(
     Args:
         config: of either side; ``model.attention`` is set for each.
         out: folder for everything: ``results.json``, ``report.html``, ``members/SIDE-seedK/`` with ``run/model``
-            (Hugging Face format), TensorBoard files, metrics, single results and ``record.json``.
+            (Hugging Face format), TensorBoard files, metrics and ``record.json``.
         seeds: number of pairs; with ``resume`` it may be larger than before.
         jobs: models trained at a time; by default ``default_jobs``, or all with an ``executor``. If
             ``config.train.threads`` is 0, they share the cores equally, or take one each with an ``executor``; a

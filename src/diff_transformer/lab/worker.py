@@ -1,13 +1,14 @@
 """The process of one run: train the model, measure it, write its record.
 
 ``python -m diff_transformer.lab.worker FOLDER`` executes ``FOLDER/request.json``: a run, or the experiments of ``eval``
-on one model (``lab/suite.py``). The run goes to ``FOLDER/run``,
-results to ``FOLDER/evals/NAME.json``, progress to ``FOLDER/status.json`` and the record to ``FOLDER/record.json``. A
+on one model (``lab/suite.py``). The run goes to ``FOLDER/run``, progress to
+``FOLDER/status.json``, results to ``FOLDER/evals/NAME.json`` until all are in the record, ``FOLDER/record.json``. A
 restarted worker keeps finished parts and continues. With ``--ends-with-input`` it exits when its standard input closes.
 """
 
 import json
 import os
+import shutil
 import signal
 import sys
 import threading
@@ -64,6 +65,8 @@ def run(folder: Path) -> Record:
         diverged = str(error).split(",")[0]
     record = _record(spec, folder, metrics, diverged, round(time.perf_counter() - started, 1))
     record.save(folder / FILE)
+    shutil.rmtree(folder / "evals", ignore_errors=True)  # the record holds it
+    (folder / f"{EXPLORER}.json").unlink(missing_ok=True)
     write_status(folder, "done", config.train.steps)
     return record
 
