@@ -124,9 +124,8 @@ def _pair_eval(name: str, lm, data, config: RunConfig) -> Result:
     """An experiment of ``PAIR_EVALS`` on held-out text of the run's own corpus, or ``RECALL`` on rows like its own."""
     from diff_transformer.data.filler import Filler
     from diff_transformer.data.packing import PackedCorpus
-    from diff_transformer.evals.allocation import evaluate_allocation
+    from diff_transformer.evals import allocation, needle
     from diff_transformer.evals.associative_recall import evaluate_associative_recall
-    from diff_transformer.evals.needle import evaluate_needle
     from diff_transformer.evals.outliers import evaluate_outliers
     from diff_transformer.evals.recall import LONGER, evaluate_recall
     from diff_transformer.train.training_data import recall_source, spread_rows
@@ -150,16 +149,15 @@ def _pair_eval(name: str, lm, data, config: RunConfig) -> Result:
             n=settings.ngram,
             frequent_share=settings.frequent_share,
         )
-    filler, digits = Filler(data.corpus.validation), config.data.needles.digits
+    filler = Filler(data.corpus.validation)
+    same: dict[str, Any] = {"digits": config.data.needles.digits, "seed": settings.seed}
     if name == "needle":
-        return evaluate_needle(
-            lm, filler, settings=settings.needles, lengths=settings.needle_lengths or (length,),
-            per_cell=settings.samples, digits=digits, seed=settings.seed,
-        )  # fmt: skip
-    return evaluate_allocation(
-        lm, filler, length=length - 4, per_cell=settings.allocation_samples, needles=settings.allocation_needles,
-        digits=digits, seed=settings.seed,
-    )  # fmt: skip
+        lengths = settings.needle_lengths or (length,)
+        return needle.evaluate_needle(
+            lm, filler, needle.Settings(cells=settings.needles, lengths=lengths, samples=settings.samples, **same)
+        )
+    same |= {"needles": settings.allocation_needles, "samples": settings.allocation_samples}
+    return allocation.evaluate_allocation(lm, filler, allocation.Settings(length=length - 4, **same))
 
 
 # ---- the record
