@@ -9,13 +9,14 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from statistics import fmean
 
+from needles import plan as needle_plan
+from recall.plan import CORE, GRID
 from record import cells_of
 from tables import in_numbers
 
 from diff_transformer.data.needles import DEPTHS
 from diff_transformer.lab.measures import borrow_baselines, final_loss, paired_rows, trained
-from diff_transformer.lab.recipes import needle_study, recall_study
-from diff_transformer.lab.recipes.recall_study import CORE, GRID
+from diff_transformer.lab.recipes import recall as recall_recipe
 from diff_transformer.lab.record import Cells, Record
 from diff_transformer.lab.sides import CONTROL, name_of
 from diff_transformer.lab.stats import Interval, over_seeds
@@ -276,7 +277,7 @@ def recall_charts(cells: Cells) -> dict[str, Chart]:
 
     Each line is a mean over seeds, with a band from the lowest to the highest.
     """
-    names = NAMES | matched_names(recall_study.MATCHED)
+    names = NAMES | matched_names(recall_recipe.MATCHED)
     with_8 = [where for where, (pairs, _) in GRID.items() if pairs == 8]
     scaled = ("softmax", "diff_matched", "softmax_norm_matched", "diff_lambda0_matched")
     drawn = {"recall.svg": [(GRID, CORE)], "controls.svg": [(with_8, CORE), (with_8, scaled)]}
@@ -295,14 +296,14 @@ def recall_charts(cells: Cells) -> dict[str, Chart]:
 def needle_charts(cells: Cells) -> dict[str, Chart]:
     """Accuracy on needles by step, and that of Figure 5's cell by depth at each length: the core's sides, then, below
     them, the other starts of the head norm."""
-    runs, panels, named = cells.get(needle_study.SETTING, {}), [], {}
-    names = NAMES | matched_names(needle_study.MATCHED)
-    for part in (CORE, {"softmax", *needle_study.STARTS}):
-        sides = {side: names[side] for side in needle_study.SIDES if side in part and side in runs}
+    runs, panels, named = cells.get(needle_plan.SETTING, {}), [], {}
+    names = NAMES | matched_names(needle_plan.MATCHED)
+    for part in (CORE, {"softmax", *needle_plan.STARTS}):
+        sides = {side: names[side] for side in needle_plan.SIDES if side in part and side in runs}
         if len(sides) < 2:
             continue
         panels.append(_accuracy("held-out needles, while training", runs, "needles", sides, named))
-        for length in needle_study.LENGTHS:
+        for length in needle_plan.LENGTHS:
             lines = []
             for side, name in sides.items():
                 of = list(trained(runs[side]).values())

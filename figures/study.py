@@ -7,7 +7,7 @@ python figures/NAME/run.py --restore runs/NAME   # the recorded runs as a folder
 """
 
 import argparse
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ from record import cells_of, keep_study, restore
 from tables import between
 
 from diff_transformer.lab.record import Cells, RecordError
-from diff_transformer.lab.spec import RunSpec
+from diff_transformer.lab.stages import Stage
 
 Pages = dict[Path, tuple[str, Callable[[Cells], str]]]  # page -> its markers' name, and what stands between them
 
@@ -60,10 +60,11 @@ def study_command(arguments: list[str], here: Path, pages: Pages, charts: Callab
     return 0
 
 
-def counted(cells: Cells, stages: dict[str, list[RunSpec]]) -> str:
-    """How many runs of each stage of a plan are recorded; ``stages`` has their names."""
-    return "; ".join(
-        f"{sum(spec.seed in cells.get(spec.setting, {}).get(spec.side, {}) for spec in specs)} of {len(specs)} runs of "
-        f"{name}"
-        for name, specs in stages.items()
-    )
+def counted(cells: Cells, parts: dict[str, Iterable[Stage]]) -> str:
+    """How many runs of each part of a plan are recorded; ``parts`` has their names."""
+    said = []
+    for name, stages in parts.items():
+        runs = [identity for stage in stages for identity in stage.identities()]
+        done = sum(seed in cells.get(setting, {}).get(side, {}) for setting, side, seed in runs)
+        said.append(f"{done} of {len(runs)} runs of {name}")
+    return "; ".join(said)

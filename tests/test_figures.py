@@ -52,6 +52,35 @@ def test_a_folder_has_its_commands_and_the_paper_s_numbers(folder):
     assert FILLED.search(text) or "<!-- table: throughput -->" in text
 
 
+def test_the_paper_s_numbers_are_those_of_the_package():
+    """Pages and claims have theirs from ``lab/paper.py``; each folder has what a reader of the paper finds there."""
+    from diff_transformer.lab import paper
+
+    def of(folder, key):
+        return json.loads((FIGURES / folder / "expected.json").read_text())[key]
+
+    def both(found):
+        return {name: (found["Transformer"][name], found["DIFF"][name]) for name in found["DIFF"]}
+
+    assert both(of("table2_needle", "accuracy")) == {f"n{n}_r{r}": two for (n, r), two in paper.NEEDLES.items()}
+    for part, sides in paper.ALLOCATION.items():
+        assert [*both(of("table3_allocation", part)).values()] == [*zip(*sides, strict=True)]
+    for kind, (top, median) in paper.OUTLIERS.items():
+        found = both(of("table5_outliers", kind))
+        assert (found["top1"], found["median"]) == (top, median)
+    assert [*both(of("table4_hallucination", "models")).values()] == [*paper.HALLUCINATION.values()]
+    assert [*of("figure6_many_shot", "gain").values()] == [*paper.SHOTS.values()]
+    assert both(of("figure7_order", "margin")) == paper.ORDERS
+    rows = of("table6_ablation", "rows")
+    assert [*zip(rows["transformer"][3:], rows["diff"][3:], strict=True)] == [*paper.LOSSES.values()]
+    assert [row[3] for name, row in rows.items() if name not in ("transformer", "diff")] == [*paper.ABLATION.values()]
+    speeds = of("table7_throughput", "tokens_per_second").values()
+    ours = [[*kinds.values()] for kinds in paper.THROUGHPUT.values()]
+    assert [[*zip(found["Transformer"], found["DIFF"], strict=True)] for found in speeds] == [
+        [tuple(map(float, two)) for two in kinds] for kinds in ours
+    ]
+
+
 def test_what_was_measured_comes_from_the_record():
     """Each README's table is that of ``measured.json``: run ``python figures/fill.py`` after a new record."""
     done = subprocess.run([sys.executable, str(FIGURES / "fill.py"), "--check"], capture_output=True, text=True)

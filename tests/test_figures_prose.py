@@ -5,17 +5,8 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from prose.plan import MIXED_RATES, MIXED_SIDES, RAISED, SEEDS, SIDES, rates_of, stages
 
-from diff_transformer.lab.recipes.prose_study import (
-    MIXED_RATES,
-    MIXED_SIDES,
-    RAISED,
-    SEEDS,
-    SIDES,
-    SIZES,
-    prose_study,
-    rates_of,
-)
 from diff_transformer.lab.record import Record, grouped
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -118,26 +109,10 @@ def test_held_out_prose_is_kept_by_stretches_of_text(page):
     assert "associative_recall" not in page.kept_rows(replace(again, setting="small"))
 
 
-def test_every_side_is_swept_at_every_size_with_seeds_of_its_own():
-    plan = prose_study("python")
-    assert plan.then is not None
-    for size, stage in zip(SIZES, (plan, plan.then), strict=True):
-        swept = {(spec.side, spec.config.optim.lr) for spec in stage.sweep}
-        assert swept == {(side, rate) for side in SIDES for rate in rates_of("medium", side)}
-        runs = stage.runs(dict.fromkeys(SIDES, 1e-3))
-        assert {(spec.setting, spec.side, spec.seed) for spec in runs} == {
-            (size, side, seed) for side in SIDES for seed in SEEDS
-        }
-        assert not {spec.seed for spec in stage.sweep} & set(SEEDS)
-        assert [spec.seed for spec in runs] == sorted(spec.seed for spec in runs)
-
-
 def test_sides_that_did_better_at_a_higher_rate_run_again_there():
-    plan = prose_study("python")
-    first = {(spec.side, spec.config.optim.lr) for spec in plan.sweep}
-    stage = plan.then.then.runs({})
-    again = [spec for spec in stage if spec.setting == "small_higher"]
-    swept = {(spec.side, spec.config.optim.lr) for spec in stage if spec not in again}
+    small, _, _, _, higher, raised, *_ = stages("python")
+    first, swept = ({(spec.side, spec.config.optim.lr) for spec in stage.specs({})} for stage in (small, higher))
+    again = raised.specs({})
     assert swept | first == {(side, rate) for side in SIDES for rate in rates_of("small", side)}
     assert {(spec.side, spec.config.optim.lr) for spec in again} == set(RAISED.items()) <= swept
     assert [spec.seed for spec in again] == sorted(len(RAISED) * list(SEEDS))

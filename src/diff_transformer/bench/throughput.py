@@ -21,6 +21,7 @@ from diff_transformer.bench.timing import Times, ceilings, interleaved_times
 from diff_transformer.checks import require_positive
 from diff_transformer.evals.provenance import provenance
 from diff_transformer.evals.types import Result
+from diff_transformer.lab.paper import THROUGHPUT as PAPER
 from diff_transformer.model.config import DiffTransformerConfig, matched_baseline
 from diff_transformer.model.cost import count_parameters, model_cost
 from diff_transformer.model.presets import preset
@@ -108,12 +109,6 @@ def _medians(rows: list[dict]) -> dict[str, float]:
 
 
 KINDS = ("forward_backward", "prefill")
-# Table 7 (from a third party's transcription), tokens/s on an H100: Transformer and DIFF Transformer.
-PAPER = {
-    ("3B", 2048): {"forward_backward": (7247, 6635), "prefill": (51228, 46811)},
-    ("3B", 4096): {"forward_backward": (7491, 6718), "prefill": (48762, 44521)},
-    ("13.1B", 2048): {"forward_backward": (998, 942), "prefill": (14346, 13653)},
-}
 USED_MEMORY = 0.8  # share of the free memory
 ACTIVATION_BYTES = 80  # approximate number kept for the backward pass per token, layer and channel of d_model
 LOGIT_BYTES = 14  # per token and vocabulary entry: logits, their fp32 copy, its softmax and gradients

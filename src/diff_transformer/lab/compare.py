@@ -21,7 +21,7 @@ from diff_transformer.checks import differences, read_json, require_positive
 from diff_transformer.durable import require_writable, write_whole
 from diff_transformer.evals.provenance import provenance
 from diff_transformer.lab.pool import Executor, default_jobs, progress_bars, run_pool
-from diff_transformer.lab.recipes.recall_study import recall_run
+from diff_transformer.lab.recipes.recall import recall_run
 from diff_transformer.lab.record import comparison_records, load_all, of_result, save_all
 from diff_transformer.lab.sides import PAIR
 from diff_transformer.lab.spec import EXPLORER, RECALL, RunSpec, everything, require_drawn, side_model, with_seed
@@ -53,7 +53,7 @@ def compare(
     Args:
         config: of either side; ``model.attention`` is set for each.
         out: folder for everything: ``results.json``, ``report.html``, ``members/SIDE-seedK/`` with ``run/model``
-            (Hugging Face format), TensorBoard files, metrics, single results and ``record.json``.
+            (Hugging Face format), TensorBoard files, metrics and ``record.json``.
         seeds: number of pairs; with ``resume`` it may be larger than before.
         jobs: models trained at a time; by default ``default_jobs``, or all with an ``executor``. If
             ``config.train.threads`` is 0, they share the cores equally, or take one each with an ``executor``; a
