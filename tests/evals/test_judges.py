@@ -19,7 +19,6 @@ from diff_transformer.evals.judge_client import (
     Endpoint,
     JudgeError,
     Prices,
-    ReplyCache,
     _retry_after,
     endpoint_from_environment,
 )
@@ -334,7 +333,7 @@ def test_a_cache_cut_off_in_a_line_loses_that_line_alone(server, tmp_path):
     assert len(server.requests) == 2
     again.reply("b")
     assert len(server.requests) == 3
-    assert len(ReplyCache(path).replies) == 2
+    assert len(client_of(server, cache=path).replies) == 2
 
 
 def test_the_key_is_written_nowhere(server, tmp_path, capsys):

@@ -21,11 +21,11 @@ from diff_transformer.data.prepare.folder import (
     SIDES,
     TOKENIZER,
     VERSION,
-    Journal,
     begin,
     changed,
     finish,
     is_new,
+    read_journal,
     read_manifest,
     wrong_content,
     wrong_size,
@@ -36,7 +36,7 @@ from diff_transformer.data.prepare.sources import TextSource, find_sources
 from diff_transformer.data.prepare.tasks import run_tasks, with_tasks
 from diff_transformer.data.prepare.workers import Task, shards
 from diff_transformer.data.tokenizer import load_tokenizer
-from diff_transformer.durable import require_writable
+from diff_transformer.durable import append_lines, require_writable
 
 
 @dataclass
@@ -166,11 +166,10 @@ class _Preparation:
             return manifest
         (out / SHARDS).mkdir(exist_ok=True)
         self._report(self.state)
-        journal = Journal(out / JOURNAL)
         task = Task(out / SHARDS, facts.state, facts.dtype, facts.end_of_text)
         for record, unit in shards(self._missing(), task, jobs):
             if manifest is None:
-                journal.add(record)
+                append_lines(out / JOURNAL, [record])
             elif record not in manifest[unit.side]["shards"]:
                 raise ValueError(changed(out, unit.name))
             self.kept[unit.name] = record
@@ -252,7 +251,7 @@ def _intact(out: Path, manifest: dict | None, dtype: str) -> dict[str, dict]:
     if manifest is not None:
         records = _records(manifest)
         return {record["name"]: record for record in records if wrong_content(folder, record, dtype) is None}
-    records = Journal(out / JOURNAL).records.values()
+    records = read_journal(out / JOURNAL).values()
     return {record["name"]: record for record in records if wrong_size(folder, record, dtype) is None}
 
 
