@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from diff_transformer.checks import require_positive
-from diff_transformer.evals.inside import layers_of
+from diff_transformer.evals.attention_tap import layers_of
 from diff_transformer.evals.lm import CausalLM, settings_of_lm, text_details, text_rows
 from diff_transformer.evals.provenance import provenance
 from diff_transformer.evals.samples import Samples

@@ -1,7 +1,7 @@
 """The only interface between an experiment and a model.
 
 An experiment calls only the methods of ``LanguageModel`` that it needs. It therefore runs unchanged on the pair, on any
-Hugging Face causal LM, and on a ten-line fake. ``evals/inside.py`` looks inside the attention of a model.
+Hugging Face causal LM, and on a ten-line fake. ``evals/attention_tap.py`` looks inside the attention of a model.
 """
 
 import inspect
@@ -15,7 +15,7 @@ from torch import Tensor
 from diff_transformer.checks import require_known, require_positive
 from diff_transformer.data.evaluation_text import SPLITS, load_rows
 from diff_transformer.data.tokenizer import encode_all, leading_ids
-from diff_transformer.evals.inside import AttentionCall, tapped_attention
+from diff_transformer.evals.attention_tap import AttentionCall, tapped_attention
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from diff_transformer.checks import require_positive
-from diff_transformer.evals.inside import BLOCK, AttentionCall, layers_of, output_of, tapped_attention
+from diff_transformer.evals.attention_tap import BLOCK, AttentionCall, layers_of, output_of, tapped_attention
 from diff_transformer.evals.lm import CausalLM, check_length, settings_of_lm, text_details, text_rows
 from diff_transformer.evals.provenance import provenance
 from diff_transformer.evals.samples import Samples

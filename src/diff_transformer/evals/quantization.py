@@ -23,7 +23,7 @@ from torch import Tensor
 from diff_transformer.data.tasks.multiple_choice import load_continuations
 from diff_transformer.data.tasks.types import MultipleChoiceItem
 from diff_transformer.data.tokenizer import encode_all
-from diff_transformer.evals.inside import AttentionCall, Change, changed_logits
+from diff_transformer.evals.attention_tap import AttentionCall, Change, changed_logits
 from diff_transformer.evals.likelihood import common_prefix, continuation_logprobs
 from diff_transformer.evals.lm import (
     CausalLM,
