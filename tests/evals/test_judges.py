@@ -29,7 +29,7 @@ from diff_transformer.evals.judges import (
     judge_prompt,
     make_judge,
     normalised,
-    parse_verdict,
+    parse_answer,
 )
 from diff_transformer.evals.likelihood import continuation_logprobs
 from diff_transformer.evals.lm import CausalLM
@@ -123,7 +123,7 @@ def client_of(server, **options) -> ChatClient:
     ],
 )  # fmt: skip
 def test_a_verdict_is_one_word_and_nothing_is_guessed(reply, verdict):
-    assert parse_verdict(reply) == verdict
+    assert parse_answer(reply) == verdict
 
 
 def test_what_is_judged_cannot_leave_its_marks():

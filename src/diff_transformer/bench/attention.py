@@ -124,7 +124,7 @@ def run_attention_benchmark(
             yield from measure(contenders, gate, ceiling, repeats, seconds_each)
             del contenders, gate  # frees their memory before the next shape is checked
 
-    settings = {
+    facts = {
         "repeats": repeats,
         "device": device,
         "baseline": f"{BASELINE}: scaled_dot_product_attention, 2 * heads, the kernel that PyTorch chooses",
@@ -135,7 +135,7 @@ def run_attention_benchmark(
     }
     # A compiled backward may otherwise donate its saved buffers, and then runs only once per graph.
     with functorch_config.patch(donated_buffer=False):
-        return collect("attention", rows(), settings, out=out, on_row=on_row)
+        return collect("attention", rows(), facts, out=out, on_row=on_row)
 
 
 def measure(

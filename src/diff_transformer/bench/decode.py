@@ -185,9 +185,9 @@ def run_decode_benchmark(
             yield from measure(Caches(shape, dtype, device), names, kernels, ceiling, repeats, seconds_each)
         yield from of_models(compiled=True)  # last: compilation takes most of a minute
 
-    settings = {"repeats": repeats, "device": device, "ceilings": ceiling, "machine": machine(device)}
-    settings["baseline"] = f"{BASELINE}: scaled_dot_product_attention, 2 * heads, the kernel that PyTorch chooses"
-    return collect("decode", rows(), settings, out=out, on_row=on_row)
+    facts = {"repeats": repeats, "device": device, "ceilings": ceiling, "machine": machine(device)}
+    facts["baseline"] = f"{BASELINE}: scaled_dot_product_attention, 2 * heads, the kernel that PyTorch chooses"
+    return collect("decode", rows(), facts, out=out, on_row=on_row)
 
 
 @torch.inference_mode()

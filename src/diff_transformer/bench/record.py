@@ -94,7 +94,7 @@ class Deadline:
 def collect(
     benchmark: str,
     rows: Iterator[dict],
-    settings: dict,
+    facts: dict,
     *,
     out: Path | None = None,
     on_row: Callable[[dict], None] | None = None,
@@ -103,7 +103,7 @@ def collect(
 
     {"unfinished": reason} is not a row: it sets the record's field of that name. ``out`` is written after every row.
     """
-    record: dict = {"benchmark": benchmark, "rows": [], "provenance": provenance(**settings)}
+    record: dict = {"benchmark": benchmark, "rows": [], "provenance": provenance(**facts)}
     save(record, out)
     for row in rows:
         if "unfinished" in row:

@@ -46,14 +46,14 @@ def measure_throughput(
     }
     times = interleaved_times(runs, repeats, str(ids.device), warmup=warmup)
     tokens = ids.numel() * steps
-    settings = {"batch": ids.shape[0], "length": ids.shape[1], "repeats": repeats, "steps": steps}
-    settings["precision"] = precision
+    facts = {"batch": ids.shape[0], "length": ids.shape[1], "repeats": repeats, "steps": steps}
+    facts["precision"] = precision
     results = []
     for name in models:
         rates = {f"{kind}_tokens_per_second": [tokens / s for s in times[kind, name].seconds] for kind in kinds}
         rows = [{"repeat": i, **{key: rate[i] for key, rate in rates.items()}} for i in range(repeats)]
         medians = {key: median(rate) for key, rate in rates.items()}
-        results.append(Result("throughput", name, medians, rows, provenance(**settings)))
+        results.append(Result("throughput", name, medians, rows, provenance(**facts)))
     return results
 
 

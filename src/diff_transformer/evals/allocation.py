@@ -62,14 +62,14 @@ QUICK = {"length": 124, "samples": 4, "digits": 1}
 def run(lm: LanguageModel, settings: Settings, samples: Samples) -> Result:
     """``diff-transformer eval allocation``."""
     check_length(lm, settings.length, "the prompt")
-    filler, side = load_haystack(
+    filler, part = load_haystack(
         settings.corpus, lm.tokenizer, settings.length, split=measured_split(lm, settings.split, "any")
     )
     result = evaluate_allocation(
         lm, filler, depths=settings.depths, length=settings.length, per_cell=settings.samples,
         needles=settings.needles, digits=settings.digits, seed=settings.seed, samples=samples,
     )  # fmt: skip
-    result.provenance.update(asdict(settings), **text_details(settings, side))
+    result.provenance.update(asdict(settings), **text_details(settings, part))
     return result
 
 

@@ -59,12 +59,12 @@ QUICK: dict = {"length": 128, "samples": 16, "trials": 4}
 def run(lm: CausalLM, settings: Settings, samples: Samples) -> Result:
     """Gradient flow with ``settings``."""
     require_positive(length=settings.length, samples=settings.samples)
-    ids, side = text_rows(lm, settings, settings.samples)
+    ids, part = text_rows(lm, settings, settings.samples)
     result = evaluate_gradient_flow(
         lm, ids, batch_size=settings.batch_size, trials=settings.trials, init=settings.init, seed=settings.seed,
         samples=samples,
     )  # fmt: skip
-    result.provenance.update(corpus=settings.corpus, **text_details(settings, side))
+    result.provenance.update(corpus=settings.corpus, **text_details(settings, part))
     return result
 
 

@@ -52,7 +52,7 @@ QUICK = {"length": 128, "samples": 12}
 def run(lm: CausalLM, settings: Settings, samples: Samples) -> Result:
     """Negative log-likelihood by position with ``settings``."""
     split = measured_split(lm, settings.split, "all")
-    side, documents = next(documents_of(settings.corpus, split))
+    part, documents = next(documents_of(settings.corpus, split))
     result = evaluate_long_nll(
         lm,
         documents,
@@ -62,7 +62,7 @@ def run(lm: CausalLM, settings: Settings, samples: Samples) -> Result:
         allow_beyond=settings.allow_beyond,
         samples=samples,
     )
-    result.provenance.update(corpus=settings.corpus, side=side)
+    result.provenance.update(corpus=settings.corpus, side=part)
     return result
 
 

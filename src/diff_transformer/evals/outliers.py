@@ -48,9 +48,9 @@ QUICK = {"length": 128, "samples": 32}
 
 def run(lm: CausalLM, settings: Settings, samples: Samples) -> Result:
     """``diff-transformer eval outliers``."""
-    ids, side = text_rows(lm, settings, settings.samples)
+    ids, part = text_rows(lm, settings, settings.samples)
     result = evaluate_outliers(lm, ids, samples=samples)
-    result.provenance.update(asdict(settings), **text_details(settings, side))
+    result.provenance.update(asdict(settings), **text_details(settings, part))
     return result
 
 

@@ -73,13 +73,13 @@ QUICK = {"samples": 24, "rows": 8, "length": 128}
 def run(lm: CausalLM, settings: Settings, samples: Samples) -> Result:
     """``diff-transformer eval quantization``."""
     tasks = load_continuations(settings.data, seed=settings.seed)[: settings.samples]
-    ids, side = None, "none"
+    ids, part = None, "none"
     if settings.rows:
-        ids, side = text_rows(lm, settings, settings.rows)
+        ids, part = text_rows(lm, settings, settings.rows)
     result = evaluate_quantization(
         lm, tasks, ids, bits=settings.bits, granularity=settings.granularity, samples=samples
     )  # fmt: skip
-    result.provenance.update(asdict(settings), **text_details(settings, side))
+    result.provenance.update(asdict(settings), **text_details(settings, part))
     return result
 
 

@@ -41,7 +41,7 @@ LAST_STAGE = "shards"  # name of the stage that writes them, in logs/
 LOCK = ".lock"
 _BEFORE_THE_PLAN = {LOCK, TOKENIZER, TOKENIZER + ".partial", PLAN + ".partial"}
 FORMAT, VERSION = "diff-transformer shards", 1
-SIDES = ("train", "validation")
+SPLITS = ("train", "validation")
 
 
 def read_manifest(folder: Path | str) -> dict:
@@ -204,7 +204,7 @@ def verify(folder: Path | str, progress: Callable[[int, int], None] | None = Non
     """
     folder = Path(folder)
     manifest = read_manifest(folder)
-    records = [record for side in ("train", "validation") for record in manifest[side]["shards"]]
+    records = [record for split in ("train", "validation") for record in manifest[split]["shards"]]
     problems = []
     for number, record in enumerate(records, start=1):
         problem = wrong_content(folder / SHARDS, record, manifest["dtype"])
