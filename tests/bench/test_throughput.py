@@ -5,6 +5,7 @@ import torch
 
 from diff_transformer import DiffTransformerForCausalLM
 from diff_transformer.bench import throughput
+from diff_transformer.bench.record import Deadline
 from diff_transformer.bench.throughput import GPU_SETTINGS, ThroughputSetting, layers_that_fit, measure_throughput
 from diff_transformer.bench.timing import Times
 from diff_transformer.model.cost import count_parameters, model_cost
@@ -128,7 +129,7 @@ def test_table_7():
 
 def test_time_runs_out_between_settings(monkeypatch):
     seen = []
-    monkeypatch.setattr(throughput.Deadline, "passed", lambda self: len(seen) > 0)
+    monkeypatch.setattr(Deadline, "passed", lambda self: len(seen) > 0)
     record = throughput.run_throughput_benchmark([TINY, TINY], repeats=1, on_row=seen.append)
     assert len(record["rows"]) == 2
     assert record["unfinished"] == "out of time before debug at 16"

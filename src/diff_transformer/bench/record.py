@@ -9,7 +9,7 @@ import json
 import os
 import subprocess
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
 import torch
@@ -84,11 +84,18 @@ class Deadline:
     def __init__(self, seconds: float | None = None):
         self.end = None if seconds is None else time.monotonic() + seconds
 
-    def left(self) -> float:
-        return float("inf") if self.end is None else self.end - time.monotonic()
-
     def passed(self) -> bool:
-        return self.left() <= 0
+        return self.end is not None and time.monotonic() >= self.end
+
+
+def in_turn(work: Sequence[tuple[str, Callable[[], Iterable[dict]]]], seconds: float | None) -> Iterator[dict]:
+    """The rows of each piece of ``work``. None begins after ``seconds``; {"unfinished": ...} then has their names."""
+    deadline = Deadline(seconds)
+    for i, (_, rows) in enumerate(work):
+        if deadline.passed():
+            yield {"unfinished": f"out of time before {', '.join(name for name, _ in work[i:])}"}
+            return
+        yield from rows()
 
 
 def collect(

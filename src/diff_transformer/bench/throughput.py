@@ -9,6 +9,7 @@ row says how many of how many.
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from statistics import median
 
@@ -16,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from diff_transformer.bench.generation import SIDES, SMALL, build_pair
-from diff_transformer.bench.record import Deadline, collect, free_memory, machine
+from diff_transformer.bench.record import collect, free_memory, in_turn, machine
 from diff_transformer.bench.timing import Times, ceilings, interleaved_times
 from diff_transformer.checks import require_positive
 from diff_transformer.evals.provenance import provenance
@@ -161,19 +162,12 @@ def run_throughput_benchmark(
     """
     require_positive(repeats=repeats, seconds=seconds, seconds_each=seconds_each)
     ceiling = ceilings(device, tuple(dict.fromkeys(s.dtype for s in settings)) or (torch.float32,))
-    deadline = Deadline(seconds)
-
-    def rows() -> Iterator[dict]:
-        for i, setting in enumerate(settings):
-            if deadline.passed():
-                left = ", ".join(f"{s.model} at {s.length}" for s in settings[i:])
-                yield {"unfinished": f"out of time before {left}"}
-                return
-            yield from measure_pair(setting, device, ceiling, repeats, seconds_each)
-
+    work = [
+        (f"{s.model} at {s.length}", partial(measure_pair, s, device, ceiling, repeats, seconds_each)) for s in settings
+    ]
     facts = {"repeats": repeats, "device": device, "ceilings": ceiling, "machine": machine(device)}
     facts["step"] = "forward + backward without an update; prefill fills a cache and keeps the last token's logits"
-    return collect("throughput", rows(), facts, out=out, on_row=on_row)
+    return collect("throughput", in_turn(work, seconds), facts, out=out, on_row=on_row)
 
 
 def measure_pair(
