@@ -1,17 +1,10 @@
-"""Plots of the recorded studies, drawn by the report's charts; and what the models of the studies are called.
+"""Plots of the recorded studies, drawn by the report's charts; and what the models of the studies are called."""
 
-python figures/plots.py          # draw every plot again
-python figures/plots.py --check  # exit 1 if a plot is missing or was drawn from other numbers
-"""
-
-import sys
 from collections.abc import Callable, Iterable, Sequence
-from pathlib import Path
 from statistics import fmean
 
 from needles import plan as needle_plan
 from recall.plan import CORE, GRID
-from record import cells_of
 from tables import in_numbers
 
 from diff_transformer.data.needles import DEPTHS
@@ -21,9 +14,8 @@ from diff_transformer.lab.record import Cells, Record
 from diff_transformer.lab.sides import CONTROL, name_of
 from diff_transformer.lab.stats import Interval, over_seeds
 from diff_transformer.report.charts import Line, Row, category_chart, grid, line_chart, row_chart
-from diff_transformer.report.render import Chart, is_current, save
+from diff_transformer.report.render import Chart
 
-FIGURES = Path(__file__).resolve().parent
 STYLES = {  # the marks and colours of the report; other models share one
     "softmax": "softmax", "diff": "diff", "diff_norm1": "s1", "diff_same_rate": "s2", "softmax_norm": "s3",
     "diff_v2": "s4",
@@ -341,40 +333,3 @@ def _mean_and_band(name: str, side: str, at: list[float], columns: list) -> Line
 
 def _mark(side: str) -> str:
     return _MARKS.get(side, style(side))
-
-
-def write(charts: dict[str, Chart], folder: Path) -> None:
-    """Draw each file anew whose numbers or form have changed."""
-    for name, chart in charts.items():
-        if not is_current(chart, folder / name):
-            save(chart, folder / name)
-
-
-def stale(charts: dict[str, Chart], folder: Path) -> list[str]:
-    """The files that are missing or were drawn from other numbers."""
-    return [f"{folder.name}/{name}" for name, chart in charts.items() if not is_current(chart, folder / name)]
-
-
-def main(arguments: list[str]) -> int:
-    old = []
-    for name, make in (
-        ("desk", desk_charts),
-        ("desk", lead_charts),
-        ("desk", objective_charts),
-        ("stability", stability_charts),
-        ("recall", recall_charts),
-        ("needles", needle_charts),
-    ):
-        folder = FIGURES / name
-        charts = make(cells_of(folder)) if (folder / "measured.json").exists() else {}
-        old += stale(charts, folder)
-        if arguments != ["--check"]:
-            write(charts, folder)
-    if arguments != ["--check"]:
-        return 0
-    print("\n".join(f"figures/{path} differs from its record: python figures/plots.py" for path in old), end="")
-    return bool(old)
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

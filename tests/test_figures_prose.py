@@ -149,8 +149,8 @@ def test_what_pages_say_of_prose_alone_is_the_record():
     assert f"it is {lower} nats lower (95 % interval {least} to {most}), which Holm" in text
     by_norm, by_half, by_lambda = gains
     assert (
-        f"the norm by {by_norm} nats, with half as many heads by {by_half}, DIFF with lambda fixed at 0 by {by_lambda}."
-        in text
+        f"head norm by {by_norm} nats, with half as many heads by {by_half}, "
+        f"DIFF with lambda fixed at 0 by {by_lambda}." in text
     )
     assert f"is {higher[0]} nats higher at the small size and {higher[1]} at the medium one" in text
     readme = " ".join((ROOT / "README.md").read_text().split())
@@ -189,7 +189,7 @@ def test_what_pages_say_of_prose_and_needles_together_is_the_record():
     published = re.match(r"\+([\d.]+) \(\+", on_prose("DIFF as published"))[1]
     text = " ".join((ROOT / "docs" / "findings.md").read_text().split())
     assert (
-        f"with the norm is {controls[0]} nats lower than without, DIFF with lambda fixed at 0 is {controls[1]} lower."
-        in text
+        f"head norm is {controls[0]} nats lower than the Transformer, DIFF with lambda fixed at 0 is {controls[1]} "
+        "lower." in text
     )
     assert f"As published, DIFF is {published} higher here" in text

@@ -196,7 +196,7 @@ def test_what_pages_say_of_every_rate_is_the_record(page):
         [fmean(map(page.ACCURACY.read, runs.values())) for runs in page.by_rate(cells, "p4_n4", side).values()]
         for side in ("diff_matched", "softmax_norm_own_scale")
     )
-    said = f"has {ours[at]:.2f} at that rate and the Transformer with a norm from that scale {control[at]:.2f}"
+    said = f"has {ours[at]:.2f} at that rate and the Transformer + head norm from that scale {control[at]:.2f}"
     assert f"{said}, against {max(control):.2f} at its best" in page_text
 
     def reached(where, side):

@@ -15,7 +15,7 @@ from diff_transformer.data.tasks.python_tasks import documented, documented_in, 
 from diff_transformer.data.tasks.types import GroundedItem
 from diff_transformer.data.tokenizer import byte_tokenizer
 from diff_transformer.evals.hallucination import Settings, evaluate_hallucination, frame, summarise, trimmed
-from diff_transformer.evals.judges import ContainmentJudge, Verdict
+from diff_transformer.evals.judges import ContainmentJudge, Judgement
 from diff_transformer.evals.lm import CausalLM
 from diff_transformer.evals.prompts import fit_document
 from diff_transformer.evals.samples import Samples
@@ -114,7 +114,7 @@ class Recorder(ContainmentJudge):
 
     def __call__(self, item, output):
         self.documents.append(item.document)
-        return Verdict("yes", "")
+        return Judgement("yes", "")
 
 
 @pytest.fixture(scope="module")

@@ -10,7 +10,7 @@ from tiny_models import tiny_lm
 from diff_transformer.data.documents import Document
 from diff_transformer.data.tasks.multiple_choice import continuations_of, load_continuations
 from diff_transformer.data.tasks.types import MultipleChoiceItem
-from diff_transformer.evals.inside import AttentionCall, changed_logits
+from diff_transformer.evals.attention_tap import AttentionCall, changed_logits
 from diff_transformer.evals.lm import CausalLM
 from diff_transformer.evals.quantization import (
     Settings,

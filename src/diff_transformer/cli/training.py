@@ -39,8 +39,8 @@ def compare(
     variants: Annotated[
         str,
         typer.Option(
-            help="Also train, by commas: diff_v2, grouped_diff, dint, fixed_lambda, softmax_norm (the Transformer with "
-            "DIFF's head norm, a control that stands beside every claim), each at equal cost. '' trains the pair alone."
+            help="Also train, by commas: diff_v2, grouped_diff, dint, fixed_lambda, softmax_norm (the Transformer + "
+            "head norm, a control that stands beside every claim), each at equal cost. '' trains the pair alone."
         ),
     ] = "softmax_norm",
     engine: Engine = "local",

@@ -62,11 +62,11 @@ QUICK = {"length": 124, "samples": 4, "digits": 1}
 def run(lm: LanguageModel, settings: Settings, samples: Samples) -> Result:
     """``diff-transformer eval allocation``."""
     check_length(lm, settings.length, "the prompt")
-    filler, side = load_haystack(
+    filler, part = load_haystack(
         settings.corpus, lm.tokenizer, settings.length, split=measured_split(lm, settings.split, "any")
     )
     result = evaluate_allocation(lm, filler, settings, samples)
-    result.provenance.update(asdict(settings), **text_details(settings, side))
+    result.provenance.update(asdict(settings), **text_details(settings, part))
     return result
 
 

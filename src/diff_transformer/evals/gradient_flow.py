@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from diff_transformer.checks import require_positive
-from diff_transformer.evals.inside import layers_of
+from diff_transformer.evals.attention_tap import layers_of
 from diff_transformer.evals.lm import CausalLM, settings_of_lm, text_details, text_rows
 from diff_transformer.evals.provenance import provenance
 from diff_transformer.evals.samples import Samples
@@ -59,9 +59,9 @@ QUICK: dict = {"length": 128, "samples": 16, "trials": 4}
 def run(lm: CausalLM, settings: Settings, samples: Samples) -> Result:
     """Gradient flow with ``settings``."""
     require_positive(length=settings.length, samples=settings.samples)
-    ids, side = text_rows(lm, settings, settings.samples)
+    ids, part = text_rows(lm, settings, settings.samples)
     result = evaluate_gradient_flow(lm, ids, settings, samples)
-    result.provenance.update(corpus=settings.corpus, **text_details(settings, side))
+    result.provenance.update(corpus=settings.corpus, **text_details(settings, part))
     return result
 
 

@@ -18,7 +18,7 @@ from diff_transformer.checks import require_positive
 from diff_transformer.data.tasks.grounded import UNANSWERABLE, load_grounded
 from diff_transformer.data.tasks.types import GroundedItem
 from diff_transformer.evals.judge_client import ChatClient, Prices, endpoint_from_environment
-from diff_transformer.evals.judges import NO, UNDECIDED, YES, EndpointJudge, Judge, Verdict, make_judge
+from diff_transformer.evals.judges import NO, UNDECIDED, YES, EndpointJudge, Judge, Judgement, make_judge
 from diff_transformer.evals.lm import LanguageModel, max_positions, settings_of_lm
 from diff_transformer.evals.prompts import (
     asked_details,
@@ -212,7 +212,7 @@ def _decided(judge: Judge, item: GroundedItem, output: dict) -> dict:
     if not output["got"]:
         return {"score": 0.0, "verdict": NO, "why": "empty output"}
     seen = replace(item, document=item.document[: output["document_characters"]])
-    verdict: Verdict = judge(seen, output["got"])
+    verdict: Judgement = judge(seen, output["got"])
     return {"score": {YES: 1.0, NO: 0.0}.get(verdict.answer), "verdict": verdict.answer, "why": verdict.why}
 
 

@@ -52,9 +52,9 @@ QUICK = {"length": 128, "samples": 12}
 def run(lm: CausalLM, settings: Settings, samples: Samples) -> Result:
     """Negative log-likelihood by position with ``settings``."""
     split = measured_split(lm, settings.split, "all")
-    side, documents = next(documents_of(settings.corpus, split))
+    part, documents = next(documents_of(settings.corpus, split))
     result = evaluate_long_nll(lm, documents, settings, samples)
-    result.provenance.update(corpus=settings.corpus, side=side)
+    result.provenance.update(corpus=settings.corpus, side=part)
     return result
 
 

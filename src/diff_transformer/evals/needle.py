@@ -89,11 +89,11 @@ def run(lm: LanguageModel, settings: Settings, samples: Samples) -> Result:
     lengths = settings.lengths or (settings.length,)
     require_positive(**{f"lengths[{i}]": each for i, each in enumerate(settings.lengths)})
     check_length(lm, max(lengths), "the longest prompt with its answer")
-    filler, side = load_haystack(
+    filler, part = load_haystack(
         settings.corpus, lm.tokenizer, max(lengths), split=measured_split(lm, settings.split, "any")
     )
     result = evaluate_needle(lm, filler, settings, samples)
-    result.provenance.update(asdict(settings), **text_details(settings, side))
+    result.provenance.update(asdict(settings), **text_details(settings, part))
     return result
 
 

@@ -23,7 +23,7 @@ from torch import Tensor
 from diff_transformer.data.tasks.multiple_choice import load_continuations
 from diff_transformer.data.tasks.types import MultipleChoiceItem
 from diff_transformer.data.tokenizer import encode_all
-from diff_transformer.evals.inside import AttentionCall, Change, changed_logits
+from diff_transformer.evals.attention_tap import AttentionCall, Change, changed_logits
 from diff_transformer.evals.likelihood import common_prefix, continuation_logprobs
 from diff_transformer.evals.lm import (
     CausalLM,
@@ -73,11 +73,11 @@ QUICK = {"samples": 24, "rows": 8, "length": 128}
 def run(lm: CausalLM, settings: Settings, samples: Samples) -> Result:
     """``diff-transformer eval quantization``."""
     tasks = load_continuations(settings.data, seed=settings.seed)[: settings.samples]
-    ids, side = None, "none"
+    ids, part = None, "none"
     if settings.rows:
-        ids, side = text_rows(lm, settings, settings.rows)
+        ids, part = text_rows(lm, settings, settings.rows)
     result = evaluate_quantization(lm, tasks, ids, settings, samples)
-    result.provenance.update(asdict(settings), **text_details(settings, side))
+    result.provenance.update(asdict(settings), **text_details(settings, part))
     return result
 
 

@@ -60,8 +60,8 @@ def compare(
             resumed comparison keeps the threads it began with.
         resume: continue an interrupted comparison; finished runs are kept.
         variants: relatives of differential attention to train beside the pair, by their names in ``VARIANTS``
-            (``"diff_v2"``, ``"grouped_diff"``, ``"dint"``, ``"fixed_lambda"``, and ``"softmax_norm"``, the Transformer
-            with DIFF's head norm, which separates the norm's gain from the subtraction's). Data, steps and seeds are
+            (``"diff_v2"``, ``"grouped_diff"``, ``"dint"``, ``"fixed_lambda"``, and ``"softmax_norm"``, the
+            Transformer + head norm, which separates the norm's gain from the subtraction's). Data, steps and seeds are
             equal, and parameter counts agree with the pair's to within 1 %. The claims are about the pair; the
             measurements of ``"softmax_norm"`` stand beside theirs, as a control. Variants of an earlier call in
             ``out`` stay; ``resume`` can add more.

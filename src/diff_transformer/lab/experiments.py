@@ -47,6 +47,7 @@ EXPERIMENTS = {  # in the order of the paper
     "ablation": "Table 6: its seven rows, trained at any scale",
     "gradient_flow": "Appendix F: gradients in closed form, and their magnitudes in the pair",
 }
+_MODULES = {"associative_recall": "repeat_loss"}  # where the name is another
 STUDIES = ("scaling", "ablation")  # they compare many models; their modules are in lab/
 TRAINS = ("ablation",)
 GROUP = "diff_transformer.experiments"  # of entry points
@@ -60,7 +61,7 @@ def experiment(name: str) -> ModuleType:
         ValueError: for an unknown name, or a module that is not an experiment.
     """
     if name in EXPERIMENTS:
-        return import_module(f"diff_transformer.{'lab' if name in STUDIES else 'evals'}.{name}")
+        return import_module(f"diff_transformer.{'lab' if name in STUDIES else 'evals'}.{_MODULES.get(name, name)}")
     if name.endswith(".py") and Path(name).is_file():
         module = load_file(name)
     else:

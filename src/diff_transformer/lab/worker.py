@@ -125,9 +125,9 @@ def _pair_eval(name: str, lm, data, config: RunConfig) -> Result:
     from diff_transformer.data.filler import Filler
     from diff_transformer.data.packing import PackedCorpus
     from diff_transformer.evals import allocation, needle
-    from diff_transformer.evals.associative_recall import evaluate_associative_recall
+    from diff_transformer.evals.kv_recall import LONGER, evaluate_recall
     from diff_transformer.evals.outliers import evaluate_outliers
-    from diff_transformer.evals.recall import LONGER, evaluate_recall
+    from diff_transformer.evals.repeat_loss import evaluate_associative_recall
     from diff_transformer.train.training_data import recall_source, spread_rows
 
     settings, length = config.evaluation, config.data.length

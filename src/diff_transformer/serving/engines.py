@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from diff_transformer.checks import first_line, require_known, require_port
+from diff_transformer.guard import is_loopback
 from diff_transformer.model.loading import DTYPES, model_path, read_tokenizer
-from diff_transformer.serving.middleware import is_loopback
 
 ENGINES = ("auto", "vllm", "transformers")
 GUARD = "diff_transformer.serving.middleware.SiteGuard"

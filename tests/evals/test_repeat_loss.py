@@ -9,8 +9,8 @@ from tiny_models import tiny_lm
 
 from diff_transformer import DiffTransformerForCausalLM
 from diff_transformer.data.tokenizer import byte_tokenizer
-from diff_transformer.evals.associative_recall import evaluate_associative_recall, slice_metrics
 from diff_transformer.evals.lm import CausalLM
+from diff_transformer.evals.repeat_loss import evaluate_associative_recall, slice_metrics
 from diff_transformer.evals.samples import Samples
 from diff_transformer.lab.experiments import run_eval, settings_of
 from diff_transformer.model.presets import preset

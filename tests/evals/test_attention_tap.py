@@ -6,9 +6,9 @@ import torch
 from diff_transformer import DiffTransformerForCausalLM
 from diff_transformer.data.tasks.types import MultipleChoiceItem
 from diff_transformer.data.tokenizer import byte_tokenizer
-from diff_transformer.evals import gradient_flow, inside, quantization
+from diff_transformer.evals import gradient_flow, quantization
+from diff_transformer.evals.attention_tap import AttentionCall, changed_logits, tapped_attention
 from diff_transformer.evals.gradient_flow import attention_weights, evaluate_gradient_flow
-from diff_transformer.evals.inside import changed_logits, tapped_attention
 from diff_transformer.evals.likelihood import continuation_logprobs
 from diff_transformer.evals.lm import CausalLM
 from diff_transformer.evals.outliers import evaluate_outliers
@@ -48,7 +48,7 @@ def test_the_map_that_a_tap_sees_is_the_models_own(kind):
 def test_unchanged_logits_change_nothing(kind, monkeypatch):
     """In small query blocks, in one pass and in two pieces: the second piece continues DINT's cached state."""
     model, ids = make(kind), tokens()
-    monkeypatch.setattr(inside.AttentionCall.blocks, "__defaults__", (300,))
+    monkeypatch.setattr(AttentionCall.blocks, "__defaults__", (300,))
     expected = model(ids).logits
     with torch.no_grad(), changed_logits(model, lambda call: lambda logits, allowed: logits):
         torch.testing.assert_close(model(ids).logits, expected, atol=2e-5, rtol=1e-5)
