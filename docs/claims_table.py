@@ -15,7 +15,7 @@ MAIN, SIDE = "novels", "diff_same_rate"  # of the desk study: its main setting, 
 
 
 @dataclass(frozen=True)
-class Row:
+class Claim:
     """``trained``: recipe -> how many models of its size and tokens have to be trained; ``saw``: quantities of
     the desk study by id, or a sentence where that has none; ``more``: links."""
 
@@ -38,38 +38,38 @@ def pair(*recipes: str) -> dict[str, int]:
 SIZES = pair("scaling_830m", "scaling_1p4b", "scaling_2p8b", "scaling_6p8b", "scaling_13b")
 ONE_PAIR = "one pair, one seed: nothing to be told from it"
 ROWS = (
-    Row("Lower loss at equal size and tokens (Figure 3a)", "830M to 13.1B, 10B tokens each",
+    Claim("Lower loss at equal size and tokens (Figure 3a)", "830M to 13.1B, 10B tokens each",
         "`train --recipe scaling_830m` and so on, each also with `_baseline`; `eval scaling` on the table of runs; at "
         "7M to 117M on one GPU `study ladder`", SIZES, ("validation_loss",), folder("figure3_scaling")),
-    Row("Equal loss with 64 % of the tokens (Figure 3b)", "3B, 360B tokens", "`train --recipe paper_3b`",
+    Claim("Equal loss with 64 % of the tokens (Figure 3b)", "3B, 360B tokens", "`train --recipe paper_3b`",
         pair("paper_3b"), "the column \"tokens to its loss\"", "[desk](../figures/desk/README.md)"),
-    Row("Zero- and five-shot tasks (Tables 1 and 8)", "3B, 1T tokens", "`eval harness` on what `paper_3b` trained",
+    Claim("Zero- and five-shot tasks (Tables 1 and 8)", "3B, 1T tokens", "`eval harness` on what `paper_3b` trained",
         pair("paper_3b"), ONE_PAIR, folder("table1_harness", "table8_five_shot")),
-    Row("A longer context goes on helping (Figure 4)", "3B continued to 64K",
+    Claim("A longer context goes on helping (Figure 4)", "3B continued to 64K",
         "`train --recipe long_context_64k`, `eval long_nll`", pair("paper_3b", "long_context_64k"),
         ("nll128", "nll512"), folder("figure4_long_nll")),
-    Row("Several needles in 4K (Table 2), eight in 64K (Figure 5)", "3B", "`eval needle`",
+    Claim("Several needles in 4K (Table 2), eight in 64K (Figure 5)", "3B", "`eval needle`",
         pair("paper_3b", "long_context_64k"),
         ("needle_n1_r1", "needle_n4_r2"), folder("table2_needle", "figure5_needle_64k")),
-    Row("Attention goes to the answer (Table 3, Figure 1)", "3B", "`eval allocation`", pair("paper_3b"),
+    Claim("Attention goes to the answer (Table 3, Figure 1)", "3B", "`eval allocation`", pair("paper_3b"),
         ("answer", "noise"), folder("table3_allocation")),
-    Row("Many-shot learning and its robustness to order (Figures 6, 7, 9)", "3B at 64K, four sets",
+    Claim("Many-shot learning and its robustness to order (Figures 6, 7, 9)", "3B at 64K, four sets",
         "`eval many_shot --data hub:trec` and others", pair("paper_3b", "long_context_64k"),
         "one constant answer in both models: nothing measured",
         folder("figure6_many_shot", "figure7_order", "figure9_order")),
-    Row("Fewer contextual hallucinations (Table 4)", "3B, six sets, a judge model",
+    Claim("Fewer contextual hallucinations (Table 4)", "3B, six sets, a judge model",
         "`eval hallucination` with an endpoint", pair("paper_3b"), ONE_PAIR, folder("table4_hallucination")),
-    Row("Smaller outliers (Table 5)", "3B, 0.4M tokens", "`eval outliers`", pair("paper_3b"),
+    Claim("Smaller outliers (Table 5)", "3B, 0.4M tokens", "`eval outliers`", pair("paper_3b"),
         ("logits", "logits_in_medians", "hidden", "hidden_in_medians"), folder("table5_outliers")),
-    Row("Attention logits of fewer bits (Figure 8)", "3B, HellaSwag", "`eval quantization --data hub:Rowan/hellaswag`",
-        pair("paper_3b"), ("four_bits",),
+    Claim("Attention logits of fewer bits (Figure 8)", "3B, HellaSwag",
+        "`eval quantization --data hub:Rowan/hellaswag`", pair("paper_3b"), ("four_bits",),
         folder("figure8_quantization")),
-    Row("Which part does it (Table 6)", "1.4B, seven rows", "`train --recipe ablation_1p4b` and its rows",
+    Claim("Which part does it (Table 6)", "1.4B, seven rows", "`train --recipe ablation_1p4b` and its rows",
         {"scaling_1p4b": 7}, ("ar_hit", "others"),
         folder("table6_ablation", "table6_associative_recall")),
-    Row("Throughput (Table 7)", "3B and 13B on H100s", "`bench throughput --device cuda`", {},
+    Claim("Throughput (Table 7)", "3B and 13B on H100s", "`bench throughput --device cuda`", {},
         "on two CPU cores not slower; no GPU yet", "[performance](performance.md)"),
-    Row("Gradients of the same size (appendix F)", "in closed form", "`eval gradient_flow`", {}, ONE_PAIR,
+    Claim("Gradients of the same size (appendix F)", "in closed form", "`eval gradient_flow`", {}, ONE_PAIR,
         folder("appendix_f_gradient_flow")),
 )  # fmt: skip
 
