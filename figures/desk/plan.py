@@ -33,7 +33,7 @@ PAPER = ("softmax", "diff", "diff_norm1")
 SAME_RATE: dict[str, dict[str, Any]] = {"diff_same_rate": SIDES["diff"]}
 # The reverse: the Transformer at DIFF's learning rate.
 DIFF_RATE: dict[str, dict[str, Any]] = {"softmax_diff_rate": SIDES["softmax"]}
-# The Transformer with DIFF's head norm on its own heads. (Table 6 has it with half the heads, twice as wide.)
+# The Transformer + head norm, on its own heads. (Table 6 has it with half the heads, twice as wide.)
 NORMED: dict[str, dict[str, Any]] = {
     "softmax_norm": {"attention": "softmax", "softmax_head_norm": True, "head_norm_init": 0.1}
 }

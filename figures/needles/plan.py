@@ -24,7 +24,7 @@ from diff_transformer.train.data_config import NeedleConfig
 
 # DIFF's heads start with the Transformer's RMS in that layer: ``matched_head_norm_init`` on rows of ``base``.
 MATCHED = [0.12, 0.31]
-# Planned after the core's runs: DIFF with a head norm that starts lower, and the Transformer with the same weights.
+# Planned after the core's runs: DIFF with a head norm that starts lower; the Transformer + head norm with its weights.
 STARTS = {
     "diff": MORE["diff"],
     "diff_matched": {"variant": "diff", "head_norm_init": MATCHED},

@@ -62,7 +62,7 @@ def recall_run(side: str, train: TrainConfig, steps: int) -> RunConfig:
 
     4 pairs with 4 noise tokens each, at the rate that the recall study's sweep chose for the Transformer and for DIFF;
     over five seeds the control does about as well there as at its best rate. In this setting of its grid the two differ
-    soonest. Head norms start at the Transformer's scale: from 1, as published, the control (the Transformer with DIFF's
+    soonest. Head norms start at the Transformer's scale: from 1, as published, the control (the Transformer +
     head norm) learns nothing at any rate of the sweep.
     """
     config = recall(4, 4)
