@@ -24,14 +24,14 @@ ROOT = Path(__file__).parents[1]
 RECORD = ROOT / "benchmarks" / "results" / "reliability.json"
 
 
+@pytest.hookimpl(wrapper=True, tryfirst=True)  # to write below the list of what was skipped
 def pytest_terminal_summary(terminalreporter):
-    """One line for all tests that no browser was there for; with several workers, only the process that reports has them."""
+    """One line for all tests that lacked a browser, with the command that installs one."""
+    yield
     skipped = [str(report.longrepr) for report in terminalreporter.stats.get("skipped", ())]
     without = sum("needs Chromium" in reason for reason in skipped)
     if without:
-        terminalreporter.write_line(
-            f"{without} tests of pages need a browser; install it with: apt-get install chromium"
-        )
+        terminalreporter.write_line(f"skipped without a browser: {without}; to run them: apt-get install chromium")
 
 
 @pytest.fixture(scope="session", autouse=True)
