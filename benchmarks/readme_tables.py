@@ -72,7 +72,7 @@ TABLES = {
 
 
 def experiments_table() -> list[str]:
-    from diff_transformer.lab.experiments import EXPERIMENTS
+    from diff_transformer.lab.evaluate import EXPERIMENTS
 
     lines = ["| `eval` | in the paper |", "|---|---|"]
     return [*lines, *(f"| `{name}` | {what} |" for name, what in EXPERIMENTS.items())]

@@ -12,10 +12,10 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
+from archive import cells_of, without_places
 from folder_plots import Numbers, ablation_chart, folder_chart, scaling_chart, throughput_chart
 from paper import ABLATED, FOLDERS, TABLE_6, Folder
 from plots import RATES, stale, write
-from record import cells_of, without_places
 from scaling import SIDES, matched, records, scaling_runs
 from tables import between, in_short, interval, side_by_side
 

@@ -9,9 +9,9 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from statistics import fmean
 
+from archive import cells_of
 from needles import plan as needle_plan
 from recall.plan import CORE, GRID
-from record import cells_of
 from tables import in_numbers
 
 from diff_transformer.data.needles import DEPTHS

@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
+from archive import cells_of, keep_study, restore
 from plots import write
-from record import cells_of, keep_study, restore
 from tables import between
 
 from diff_transformer.lab.record import Cells, RecordError

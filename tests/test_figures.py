@@ -41,7 +41,7 @@ def test_markers_are_filled_emptied_and_missed(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("folder", FOLDERS, ids=lambda path: path.name)
 def test_a_folder_has_its_commands_and_the_paper_s_numbers(folder):
-    from diff_transformer.lab.experiments import EXPERIMENTS
+    from diff_transformer.lab.evaluate import EXPERIMENTS
 
     expected = json.loads((folder / "expected.json").read_text())
     assert {"paper", "source"} <= set(expected)
@@ -168,7 +168,7 @@ def test_the_share_of_parameters_comes_from_sizes_that_differ(figures):
 
 
 def test_recorded_runs_can_be_gone_on_with(figures, tmp_path):
-    from record import cells_of
+    from archive import cells_of
 
     recorded = cells_of(FIGURES / "desk")
     kept = recorded["novels"]["softmax"].pop(0)
@@ -183,7 +183,7 @@ def test_recorded_runs_can_be_gone_on_with(figures, tmp_path):
 
 
 def test_what_is_committed_of_a_run_is_small_and_true(figures):
-    from record import cells_of, committed
+    from archive import cells_of, committed
 
     (record, *_) = cells_of(FIGURES / "desk")["novels"]["softmax"].values()
     assert committed(record).final_loss == record.final_loss
