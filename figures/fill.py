@@ -19,6 +19,7 @@ from plots import RATES, stale, write
 from scaling import SIDES, matched, records, scaling_runs
 from tables import between, in_short, interval, side_by_side
 
+from diff_transformer.evals.types import Result
 from diff_transformer.lab.measures import Row, paired_rows
 from diff_transformer.lab.record import Cells, load_all
 from diff_transformer.lab.sides import CONTROL, name_of
@@ -36,9 +37,12 @@ def record(folder: Path, on: str, names: list[str]) -> None:
     for name, of in FOLDERS.items():
         if name not in names:
             continue
-        results = [json.loads(path.read_text()) for path in sorted((folder / of.experiment).glob("*.json"))]
-        if results and any(shown(of, result["metrics"]) for result in results):
-            kept = [{key: result[key] for key in ("eval", "model", "metrics", "provenance")} for result in results]
+        results = {path.stem: Result.load(path) for path in sorted((folder / of.experiment).glob("*.json"))}
+        if any(shown(of, result.metrics) for result in results.values()):
+            kept = [
+                {"eval": one.eval, "model": label, "metrics": one.metrics, "provenance": one.provenance}
+                for label, one in results.items()
+            ]
             text = json.dumps({"on": on, "results": without_places(kept)}, indent=1)
             (FIGURES / name / "measured.json").write_text(text + "\n")
 

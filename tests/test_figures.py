@@ -93,6 +93,23 @@ def figures(monkeypatch):
     monkeypatch.syspath_prepend(str(FIGURES))
 
 
+def test_results_of_eval_are_recorded_without_examples(figures, tmp_path, monkeypatch):
+    import fill
+
+    from diff_transformer.evals.types import Result
+
+    for label, accuracy in (("diff-seed0", 0.9), ("softmax-seed0", 0.5)):
+        result = Result("needle", label, {"n1_r1": accuracy}, [{"score": accuracy}], {"seed": 0, "commit": "abc"})
+        result.save(tmp_path / "evals" / "needle" / f"{label}.json")
+    (tmp_path / "table2_needle").mkdir()
+    monkeypatch.setattr(fill, "FIGURES", tmp_path)
+    fill.record(tmp_path / "evals", "a trial", ["table2_needle"])
+    kept = json.loads((tmp_path / "table2_needle" / "measured.json").read_text())
+    assert [one["model"] for one in kept["results"]] == ["diff-seed0", "softmax-seed0"]
+    assert not any("rows" in one for one in kept["results"])
+    assert [one["metrics"] for one in kept["results"]] == [{"n1_r1": 0.9}, {"n1_r1": 0.5}]
+
+
 def cell(loss: float, **metrics) -> Record:
     steps = [0, 100, 200]
     model = {"hidden_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4, "vocab_size": 100}
