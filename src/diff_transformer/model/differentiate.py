@@ -272,11 +272,10 @@ def attend(
             f"{type(module).__name__} has softmax attention, which attn_implementation='diff_...' does not compute; "
             "call diff_transformer.differentiate(model) first, or load with attn_implementation='sdpa'"
         )
-    other = [name for name in ("softcap", "s_aux", "position_bias", "cache") if kwargs.get(name) is not None]
+    other = [name for name in ("softcap", "s_aux", "position_bias") if kwargs.get(name) is not None]
     if other:
         raise ValueError(
             f"{type(module).__name__} calls attention with {', '.join(other)}, which differential attention lacks here"
-            + ("; continuous batching does not run it, generate does" if "cache" in other else "")
         )
     T = query.shape[2]
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
