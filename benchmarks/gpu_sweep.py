@@ -5,14 +5,15 @@ each kernel once for ncu: python benchmarks/gpu_sweep.py cuda 128
 """
 
 import sys
-import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from functools import partial
 from typing import Any
 from unittest.mock import patch
 
 import torch
 
+from diff_transformer.bench.record import in_turn
 from diff_transformer.bench.timing import interleaved_times
 from diff_transformer.ops import diff_attention
 from diff_transformer.ops.call import Call
@@ -96,13 +97,9 @@ def launches(kernel: str, width: int, tile: Any, device: str, batch: int, heads:
 
 
 def rows(device: str, seconds: float, repeats: int) -> Iterator[dict]:
-    end = time.monotonic() + seconds
-    dry = device == "cpu"
-    for kernel, width in TILES if not dry else ():
-        if time.monotonic() > end:
-            yield {"unfinished": f"out of time before {kernel} of width {width}"}
-            return
-        yield from rows_of(kernel, width, device, repeats)
+    tiles = TILES if device != "cpu" else ()
+    work = [(f"{kernel} of width {width}", partial(rows_of, kernel, width, device, repeats)) for kernel, width in tiles]
+    return in_turn(work, seconds)
 
 
 def rows_of(kernel: str, width: int, device: str, repeats: int) -> Iterator[dict]:

@@ -9,7 +9,8 @@ import sys
 from pathlib import Path
 
 from diff_transformer.report.charts import Line, grid, line_chart
-from diff_transformer.report.render import Chart, is_current, save
+from diff_transformer.report.generated import keep
+from diff_transformer.report.render import Chart
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS, DOCS = ROOT / "benchmarks" / "results", ROOT / "docs"
@@ -64,21 +65,12 @@ def drawing(record: dict, backends: tuple[str, ...]) -> Chart:
 
 
 def main(arguments: list[str]) -> int:
-    wrong = []
-    for name, backends in DRAWINGS.items():
-        source, target = RESULTS / f"{name}.json", DOCS / f"{name}.svg"
-        if not source.exists():
-            continue
-        chart = drawing(json.loads(source.read_text()), backends)
-        if is_current(chart, target):
-            continue
-        if "--check" in arguments:
-            wrong.append(target.name)
-        else:
-            save(chart, target)
-    if wrong:
-        print(f"docs/{', docs/'.join(wrong)}: not what the JSON gives; run python benchmarks/plot.py")
-    return int(bool(wrong))
+    made = {
+        DOCS / f"{name}.svg": drawing(json.loads(source.read_text()), backends)
+        for name, backends in DRAWINGS.items()
+        if (source := RESULTS / f"{name}.json").exists()
+    }
+    return keep(made, check="--check" in arguments)
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from diff_transformer.report.claims import MARKS, OURS, is_ours, untested, verdict_words
 from diff_transformer.report.figure import one_run
+from diff_transformer.report.generated import filled, keep
 from gpu_goals import goals_table
 from speed_tables import (
     attention_gpu_table,
@@ -54,7 +55,14 @@ def claims_table(path: Path) -> list[str]:
     ]
 
 
+def experiments_table(path: Path) -> list[str]:
+    from diff_transformer.lab.experiments import EXPERIMENTS
+
+    return ["| `eval` | in the paper |", "|---|---|", *(f"| `{name}` | {what} |" for name, what in EXPERIMENTS.items())]
+
+
 TABLES = {
+    "experiments": (experiments_table, ROOT),
     "demo": (claims_table, ROOT / "figures" / "demo" / "results.json"),
     "novels": (claims_table, ROOT / "figures" / "novels" / "results.json"),
     "attention": (attention_table, RESULTS / "attention_cpu.json"),
@@ -71,41 +79,11 @@ TABLES = {
 }
 
 
-def experiments_table() -> list[str]:
-    from diff_transformer.lab.experiments import EXPERIMENTS
-
-    lines = ["| `eval` | in the paper |", "|---|---|"]
-    return [*lines, *(f"| `{name}` | {what} |" for name, what in EXPERIMENTS.items())]
-
-
-def with_tables(text: str) -> str:
-    """README's text with each ``<!-- table: NAME -->`` filled from its JSON, and the list of experiments."""
-    listed = "\n".join(experiments_table())
-    text = re.sub(
-        r"(<!-- experiments -->\n).*?(<!-- end -->)", lambda m: f"{m[1]}{listed}\n{m[2]}", text, flags=re.DOTALL
-    )
-    for name, (make, path) in TABLES.items():
-        if path.exists():
-            body = "\n".join(make(path))
-            pattern = rf"(<!-- table: {name} -->\n).*?(<!-- end -->)"
-            text = re.sub(pattern, lambda match, body=body: f"{match[1]}{body}\n{match[2]}", text, flags=re.DOTALL)
-    return text
-
-
-def main() -> int:
-    stale = []
-    for page in PAGES:
-        before = page.read_text()
-        after = with_tables(before)
-        if after != before:
-            stale.append(page)
-            if "--check" not in sys.argv[1:]:
-                page.write_text(after)
-    if "--check" in sys.argv[1:]:
-        print("\n".join(f"{page.relative_to(ROOT)} differs from the JSON" for page in stale), end="")
-        return bool(stale)
-    return 0
+def parts(page: Path) -> dict[str, str]:
+    """The tables of ``page`` whose JSON exists."""
+    named = re.findall(r"^<!-- (\w+) -->$", page.read_text(), re.M)
+    return {name: "\n".join(make(path)) for name, (make, path) in TABLES.items() if name in named and path.exists()}
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(keep({page: filled(page, parts(page)) for page in PAGES}, check=sys.argv[1:] == ["--check"]))

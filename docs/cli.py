@@ -19,6 +19,7 @@ from typer.cli import get_docs_for_click
 from diff_transformer import DiffTransformerConfig
 from diff_transformer.cli import app
 from diff_transformer.lab.experiments import EXPERIMENTS, experiment
+from diff_transformer.report.generated import keep
 from diff_transformer.train.config import RunConfig
 
 HERE = Path(__file__).resolve().parent
@@ -107,13 +108,5 @@ def notes(cls: type) -> dict[str, str]:
 PAGES = {HERE / "cli.md": commands, HERE / "settings.md": settings}
 
 
-def main(arguments: list[str]) -> int:
-    if arguments == ["--check"]:
-        return int(any(not page.exists() or page.read_text() != made() for page, made in PAGES.items()))
-    for page, made in PAGES.items():
-        page.write_text(made())
-    return 0
-
-
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(keep({page: made() for page, made in PAGES.items()}, check=sys.argv[1:] == ["--check"]))

@@ -5,7 +5,6 @@ python docs/tables.py --check  # exit 1 if a page differs
 """
 
 import json
-import re
 import sys
 from pathlib import Path
 
@@ -13,6 +12,7 @@ from claims_table import claims_table
 
 from diff_transformer.lab.recipes import recipe
 from diff_transformer.model.cost import BF16_PEAK_FLOPS, model_cost, training_seconds
+from diff_transformer.report.generated import filled, keep
 from diff_transformer.train.recompute import FILLED, memory_by_recomputation
 
 DOCS = Path(__file__).resolve().parent
@@ -177,23 +177,9 @@ TABLES = {
 }
 
 
-def filled(page: Path) -> str:
-    text = page.read_text()
-    for name, table in TABLES[page].items():
-        made = table()
-        pattern = rf"(?<=<!-- {name} -->\n).*?(?=\n<!-- /{name} -->)"
-        text = re.sub(pattern, lambda _, made=made: made, text, flags=re.DOTALL)
-    return text
-
-
 def main(arguments: list[str]) -> int:
-    stale = {page: text for page in TABLES if (text := filled(page)) != page.read_text()}
-    if arguments == ["--check"]:
-        print("\n".join(f"{page.name} differs" for page in stale))
-        return bool(stale)
-    for page, text in stale.items():
-        page.write_text(text)
-    return 0
+    made = {page: filled(page, {name: table() for name, table in tables.items()}) for page, tables in TABLES.items()}
+    return keep(made, check=arguments == ["--check"])
 
 
 if __name__ == "__main__":

@@ -14,14 +14,15 @@ from pathlib import Path
 
 from folder_plots import Numbers, ablation_chart, folder_chart, scaling_chart, throughput_chart
 from paper import ABLATED, FOLDERS, TABLE_6, Folder
-from plots import RATES, stale, write
+from plots import RATES
 from record import cells_of, without_places
 from scaling import SIDES, matched, records, scaling_runs
-from tables import between, in_short, interval, side_by_side
+from tables import in_short, interval, side_by_side
 
 from diff_transformer.lab.measures import Row, paired_rows
 from diff_transformer.lab.record import Cells, load_all
 from diff_transformer.lab.sides import CONTROL, name_of
+from diff_transformer.report.generated import filled, keep
 from diff_transformer.report.render import Chart
 
 FIGURES = Path(__file__).resolve().parent
@@ -199,29 +200,15 @@ def index(cells: Cells) -> str:
     return row.sub(lambda found: f"{found[1]} {status(found[2], cells)} |", (FIGURES / "README.md").read_text())
 
 
-def filled(name: str, cells: Cells) -> str:
-    return between(FIGURES / name / "README.md", "measured", measured(name, cells))
-
-
 def main(arguments: list[str]) -> int:
     if arguments and arguments[0] != "--check":
         record(Path(arguments[0]), arguments[1], arguments[2:] or list(FOLDERS))
     cells = cells_of(FIGURES / "desk")
-    texts = {FIGURES / name / "README.md": filled(name, cells) for name in FOLDERS}
-    texts[FIGURES / "README.md"] = index(cells)
-    old = [page for page, text in texts.items() if page.read_text() != text]
-    charts = {name: {"plot.svg": chart(name, cells)} for name in (*FOLDERS, TABLE_7) if drawable(name, cells)}
-    if arguments == ["--check"]:
-        said = [f"{page.relative_to(FIGURES.parent)} differs from what was measured" for page in old]
-        for name, plot in charts.items():
-            said += [f"figures/{path} differs from what was measured" for path in stale(plot, FIGURES / name)]
-        print("\n".join(said), end="")
-        return bool(said)
-    for page in old:
-        page.write_text(texts[page])
-    for name, plot in charts.items():
-        write(plot, FIGURES / name)
-    return 0
+    pages = {FIGURES / name / "README.md": {"measured": measured(name, cells)} for name in FOLDERS}
+    made: dict[Path, str | Chart] = {page: filled(page, parts) for page, parts in pages.items()}
+    made[FIGURES / "README.md"] = index(cells)
+    made |= {FIGURES / name / "plot.svg": chart(name, cells) for name in (*FOLDERS, TABLE_7) if drawable(name, cells)}
+    return keep(made, check=arguments == ["--check"])
 
 
 if __name__ == "__main__":

@@ -1,28 +1,21 @@
-"""Plots of the recorded studies, drawn by the report's charts; and what the models of the studies are called.
+"""Plots of the recorded studies, drawn by the report's charts; and what the models of the studies are called."""
 
-python figures/plots.py          # draw every plot again
-python figures/plots.py --check  # exit 1 if a plot is missing or was drawn from other numbers
-"""
-
-import sys
 from collections.abc import Callable, Iterable, Sequence
-from pathlib import Path
 from statistics import fmean
 
-from record import cells_of
+from needles import plan as needle_plan
+from recall.plan import CORE, GRID
 from tables import in_numbers
 
 from diff_transformer.data.needles import DEPTHS
 from diff_transformer.lab.measures import borrow_baselines, final_loss, paired_rows, trained
-from diff_transformer.lab.recipes import needle_study, recall_study
-from diff_transformer.lab.recipes.recall_study import CORE, GRID
+from diff_transformer.lab.recipes import recall as recall_recipe
 from diff_transformer.lab.record import Cells, Record
 from diff_transformer.lab.sides import CONTROL, name_of
 from diff_transformer.lab.stats import Interval, over_seeds
 from diff_transformer.report.charts import Line, Row, category_chart, grid, line_chart, row_chart
-from diff_transformer.report.render import Chart, is_current, save
+from diff_transformer.report.render import Chart
 
-FIGURES = Path(__file__).resolve().parent
 STYLES = {  # the marks and colours of the report; other models share one
     "softmax": "softmax", "diff": "diff", "diff_norm1": "s1", "diff_same_rate": "s2", "softmax_norm": "s3",
     "diff_v2": "s4",
@@ -276,7 +269,7 @@ def recall_charts(cells: Cells) -> dict[str, Chart]:
 
     Each line is a mean over seeds, with a band from the lowest to the highest.
     """
-    names = NAMES | matched_names(recall_study.MATCHED)
+    names = NAMES | matched_names(recall_recipe.MATCHED)
     with_8 = [where for where, (pairs, _) in GRID.items() if pairs == 8]
     scaled = ("softmax", "diff_matched", "softmax_norm_matched", "diff_lambda0_matched")
     drawn = {"recall.svg": [(GRID, CORE)], "controls.svg": [(with_8, CORE), (with_8, scaled)]}
@@ -295,14 +288,14 @@ def recall_charts(cells: Cells) -> dict[str, Chart]:
 def needle_charts(cells: Cells) -> dict[str, Chart]:
     """Accuracy on needles by step, and that of Figure 5's cell by depth at each length: the core's sides, then, below
     them, the other starts of the head norm."""
-    runs, panels, named = cells.get(needle_study.SETTING, {}), [], {}
-    names = NAMES | matched_names(needle_study.MATCHED)
-    for part in (CORE, {"softmax", *needle_study.STARTS}):
-        sides = {side: names[side] for side in needle_study.SIDES if side in part and side in runs}
+    runs, panels, named = cells.get(needle_plan.SETTING, {}), [], {}
+    names = NAMES | matched_names(needle_plan.MATCHED)
+    for part in (CORE, {"softmax", *needle_plan.STARTS}):
+        sides = {side: names[side] for side in needle_plan.SIDES if side in part and side in runs}
         if len(sides) < 2:
             continue
         panels.append(_accuracy("held-out needles, while training", runs, "needles", sides, named))
-        for length in needle_study.LENGTHS:
+        for length in needle_plan.LENGTHS:
             lines = []
             for side, name in sides.items():
                 of = list(trained(runs[side]).values())
@@ -340,40 +333,3 @@ def _mean_and_band(name: str, side: str, at: list[float], columns: list) -> Line
 
 def _mark(side: str) -> str:
     return _MARKS.get(side, style(side))
-
-
-def write(charts: dict[str, Chart], folder: Path) -> None:
-    """Draw each file anew whose numbers or form have changed."""
-    for name, chart in charts.items():
-        if not is_current(chart, folder / name):
-            save(chart, folder / name)
-
-
-def stale(charts: dict[str, Chart], folder: Path) -> list[str]:
-    """The files that are missing or were drawn from other numbers."""
-    return [f"{folder.name}/{name}" for name, chart in charts.items() if not is_current(chart, folder / name)]
-
-
-def main(arguments: list[str]) -> int:
-    old = []
-    for name, make in (
-        ("desk", desk_charts),
-        ("desk", lead_charts),
-        ("desk", objective_charts),
-        ("stability", stability_charts),
-        ("recall", recall_charts),
-        ("needles", needle_charts),
-    ):
-        folder = FIGURES / name
-        charts = make(cells_of(folder)) if (folder / "measured.json").exists() else {}
-        old += stale(charts, folder)
-        if arguments != ["--check"]:
-            write(charts, folder)
-    if arguments != ["--check"]:
-        return 0
-    print("\n".join(f"figures/{path} differs from its record: python figures/plots.py" for path in old), end="")
-    return bool(old)
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

@@ -3,8 +3,9 @@
 from collections.abc import Callable, Iterable
 from statistics import fmean
 
+from recall.plan import AT_RATE, LEARNING_RATES, SEEDS, shortfall
+
 from diff_transformer.lab.measures import Measure, Row, compared, trained
-from diff_transformer.lab.recipes.recall_study import LEARNING_RATES, SEEDS, at_rate, shortfall
 from diff_transformer.lab.record import Cells, Record
 
 Runs = dict[float, dict[int, Record]]  # of a side in a setting, by learning rate and seed
@@ -14,7 +15,7 @@ Score = Callable[[Record], float]  # what a choice of a rate minimises
 def by_rate(cells: Cells, where: str, side: str, rates: Iterable[float] = LEARNING_RATES) -> Runs:
     """The runs of a side in a setting; empty unless every rate has all seeds and none diverged."""
     found: Runs = {rate: {} for rate in sorted(rates)}
-    for name in (where, *(at_rate(where, rate) for rate in found)):
+    for name in (where, *(AT_RATE.format(setting=where, rate=rate) for rate in found)):
         for seed, record in trained(cells.get(name, {}).get(side, {})).items():
             if record.lr in found:
                 found[record.lr][seed] = record

@@ -2,7 +2,7 @@
 
 from diff_transformer.lab.record import Cells, Record
 from diff_transformer.lab.run_tables import Run, runs_of_record
-from diff_transformer.lab.scaling import evaluate_scaling
+from diff_transformer.lab.scaling import Settings, evaluate_scaling
 
 SIZES = ("narrow", "novels", "wide")  # settings that differ in size alone
 SIDES = ("softmax", "diff")
@@ -36,7 +36,7 @@ def matched(cells: Cells) -> list[str]:
             means = (f"{sum(run.loss for run in found) / len(found):.3f}" for found in both)
             lines.append(f"| {both[0][0].parameters / 1e6:.2f}M | {' | '.join(means)} |")
     form = "offset" if len(sizes) > 2 else "plain"
-    found = evaluate_scaling(runs, form=form).metrics
+    found = evaluate_scaling(runs, Settings(form=form)).metrics
     law = "a x^-b + c" if form == "offset" else "a x^-b (two sizes leave no room for c)"
     said = [
         _said(found, kind, size)

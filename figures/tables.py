@@ -1,9 +1,7 @@
-"""Tables of paired differences, in Markdown, and where they stand in a page."""
+"""Tables of paired differences, in Markdown."""
 
-import re
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from statistics import stdev
 
 from diff_transformer.lab.measures import Row, after_holm, decided
@@ -102,19 +100,6 @@ def _summary(rows: list[Row], p: str, head: str, words: dict[str, str], tests: i
         d = f"{row.difference.mean / spread:+z.1f}" if spread else ""
         lines.append(f"| {row.measure.removeprefix(side).strip()} | {difference} | {d} | {p_value} | {verdict} |")
     return "\n".join(lines)
-
-
-def between(page: Path, name: str, made: str) -> str:
-    """The text of ``page`` with ``made`` between its lines ``<!-- name -->`` and ``<!-- /name -->``.
-
-    Raises:
-        ValueError: if the page has not exactly one such pair of lines.
-    """
-    pattern = rf"(?<=<!-- {name} -->\n).*?(?=<!-- /{name} -->)"
-    text, found = re.subn(pattern, lambda _: made and f"{made}\n", page.read_text(), flags=re.DOTALL)
-    if found != 1:
-        raise ValueError(f"{page} has {found} pairs of lines <!-- {name} --> and <!-- /{name} -->; give it one")
-    return text
 
 
 def learning_rates(

@@ -14,9 +14,8 @@ from diff_transformer.data.documents import Document
 from diff_transformer.data.filler import Filler
 from diff_transformer.data.mixture import Mixture
 from diff_transformer.data.tokenizer import byte_tokenizer
-from diff_transformer.evals.allocation import evaluate_allocation
+from diff_transformer.evals import allocation, needle
 from diff_transformer.evals.lm import CausalLM
-from diff_transformer.evals.needle import evaluate_needle
 from diff_transformer.evals.outliers import evaluate_outliers
 from diff_transformer.model.cost import model_cost
 from diff_transformer.model.presets import preset
@@ -71,9 +70,9 @@ def lm():
 def calls(lm):
     filler, ids = Filler([Document("d", "some words here. " * 50)]), torch.zeros(1, 8, dtype=torch.long)
     return {
-        "per_cell": lambda: evaluate_needle(lm, filler, per_cell=0),
-        "length": lambda: evaluate_allocation(lm, filler, length=-1),
-        "needles": lambda: evaluate_allocation(lm, filler, needles=0),
+        "per_cell": lambda: needle.evaluate_needle(lm, filler, needle.Settings(samples=0)),
+        "length": lambda: allocation.evaluate_allocation(lm, filler, allocation.Settings(length=-1)),
+        "needles": lambda: allocation.evaluate_allocation(lm, filler, allocation.Settings(needles=0)),
         "block": lambda: evaluate_outliers(lm, ids, block=0),
         "repeats": lambda: measure_throughput({"m": lm.model}, ids, repeats=0),
         "steps": lambda: measure_throughput({"m": lm.model}, ids, steps=-1),

@@ -136,8 +136,8 @@ def test_one_experiment_into_a_file(model, corpus, tmp_path):
     out = cli(*command)
     assert out.returncode == 0, out.stderr
     assert "logits_top1" in out.stdout
-    result = json.loads(path.read_text())
-    assert (result["eval"], result["model"]) == ("outliers", model.name)
+    record = json.loads(path.read_text())
+    assert (record["side"], [*record["metrics"]]) == (model.name, ["outliers"])
     assert [file.name for file in tmp_path.iterdir()] == ["outliers.json"]
     again = cli(*command)
     assert again.returncode == 2

@@ -23,7 +23,6 @@ GENERATED = (
     "figures/desk/run.py",
     "figures/fill.py",
     "figures/needles/run.py",
-    "figures/plots.py",
     "figures/prose/run.py",
     "figures/recall/run.py",
     "figures/recall_confirmation/run.py",

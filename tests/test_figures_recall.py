@@ -7,16 +7,8 @@ from pathlib import Path
 from statistics import fmean
 
 import pytest
+from recall.plan import AT_RATE, CORE, FACTORS, FURTHER_RATES, GRID, LEARNING_RATES, UNLEARNED
 
-from diff_transformer.lab.recipes.recall_study import (
-    CORE,
-    FACTORS,
-    FURTHER_RATES,
-    GRID,
-    LEARNING_RATES,
-    UNLEARNED,
-    at_rate,
-)
 from diff_transformer.lab.record import Record
 
 ROOT = Path(__file__).parent.parent
@@ -107,7 +99,7 @@ def test_no_seed_chooses_its_own_rate(page):
 
     cells = {}
     for rate in LEARNING_RATES:
-        where = "p8_n2" if rate == 5e-4 else at_rate("p8_n2", rate)
+        where = "p8_n2" if rate == 5e-4 else AT_RATE.format(setting="p8_n2", rate=rate)
         finals = {5e-4: [0.5] * 5, 1e-3: [1.0, 0.2, 0.2, 0.9, 0.9]}.get(rate, [0.125] * 5)
         cells[where] = {
             "softmax": {seed: record("p8_n2", "softmax", seed, final, lr=rate) for seed, final in enumerate(finals)},
@@ -204,7 +196,7 @@ def test_what_pages_say_of_every_rate_is_the_record(page):
         [fmean(map(page.ACCURACY.read, runs.values())) for runs in page.by_rate(cells, "p4_n4", side).values()]
         for side in ("diff_matched", "softmax_norm_own_scale")
     )
-    said = f"has {ours[at]:.2f} at that rate and the Transformer with a norm from that scale {control[at]:.2f}"
+    said = f"has {ours[at]:.2f} at that rate and the Transformer + head norm from that scale {control[at]:.2f}"
     assert f"{said}, against {max(control):.2f} at its best" in page_text
 
     def reached(where, side):

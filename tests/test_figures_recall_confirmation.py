@@ -3,8 +3,9 @@
 import re
 
 import pytest
+from recall.plan import GRID
+from recall_confirmation.plan import CONFIRMED, FRESH_SEEDS, INFORMATIVE
 
-from diff_transformer.lab.recipes.recall_study import CONFIRMED, FRESH_SEEDS, GRID, INFORMATIVE
 from diff_transformer.lab.record import Record
 
 LEARNED = {"softmax": 12, "diff_norm1": 18, "diff_matched": 30, "softmax_norm_own_scale": 12}  # of 30 seeds, the first

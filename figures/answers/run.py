@@ -5,14 +5,15 @@ from pathlib import Path
 from statistics import fmean
 
 from diff_transformer.lab.measures import Measure, Row, compared, metric, trained
-from diff_transformer.lab.recipes.answer_study import GROUNDED, LONGER, SHOTS, SIDES, TIMES, answer_study, longer
-from diff_transformer.lab.recipes.recall_study import LEARNING_RATES, MATCHED, OWN_SCALE, shortfall
+from diff_transformer.lab.recipes.recall import MATCHED, OWN_SCALE
 from diff_transformer.lab.record import Cells, Record
 
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent))
-from plots import NAMES, matched_names  # noqa: E402  (beside this folder)
+from answers.plan import GROUNDED, LONGER, SHOTS, SIDES, TIMES, longer, stages  # noqa: E402  (beside this file)
+from plots import NAMES, matched_names  # noqa: E402
 from rates import at_others, by_rate, difference  # noqa: E402
+from recall.plan import LEARNING_RATES, shortfall  # noqa: E402
 from study import counted, study_command  # noqa: E402
 from tables import corrected, exploratory, learning_rates, summary  # noqa: E402
 
@@ -200,17 +201,17 @@ def sweeps(cells: Cells) -> str:
 
 
 def progress(cells: Cells) -> str:
-    rates = dict.fromkeys(SIDES, 1e-3)
-    first = answer_study("none")
-    assert first.then is not None
-    stages = {}
-    for task, plan in zip(TASKS, (first, first.then), strict=True):
-        stages |= {f"the sweep of {task}": plan.sweep, task: plan.runs(rates)}
-    assert first.then.then is not None
-    last, more = first.then.then.runs(rates), tuple(map(longer, LONGER))
-    stages["every rate"] = [spec for spec in last if not spec.setting.startswith(more)]
-    stages[f"{TIMES} times the steps"] = [spec for spec in last if spec.setting.startswith(more)]
-    return f"Finished: {counted(cells, stages)}."
+    first, grounded, second, shots, *rates = stages("none")
+    more = set(map(longer, LONGER))
+    parts = {
+        "the sweep of grounded": [first],
+        "grounded": [grounded],
+        "the sweep of shots": [second],
+        "shots": [shots],
+        "every rate": [stage for stage in rates if not more & stage.settings.keys()],
+        f"{TIMES} times the steps": [stage for stage in rates if more & stage.settings.keys()],
+    }
+    return f"Finished: {counted(cells, parts)}."
 
 
 def tables(cells: Cells) -> str:

@@ -14,11 +14,10 @@ from pathlib import Path
 from diff_transformer.lab.measures import late_loss
 from diff_transformer.lab.record import Cells, Record, grouped, load_all
 from diff_transformer.lab.stats import Interval, over_seeds
+from diff_transformer.report.generated import filled, keep
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
-sys.path.insert(0, str(HERE.parent))
-from tables import between  # noqa: E402  (beside this folder)
 
 # Setting, side, the setting of its Transformer, what a reader calls it.
 ROWS = (
@@ -68,19 +67,10 @@ def table(cells: Cells, rows) -> str:
     return "\n".join(lines)
 
 
-def filled(page: Path, cells: Cells) -> str:
-    return between(page, "objective", table(cells, PAGES[page]))
-
-
 def main(arguments: list[str]) -> int:
     cells = grouped(load_all(HERE / "measured.json"))
-    stale = {page: text for page in PAGES if (text := filled(page, cells)) != page.read_text()}
-    if arguments == ["--check"]:
-        print("\n".join(f"{page.relative_to(ROOT)} differs from figures/desk/measured.json" for page in stale))
-        return bool(stale)
-    for page, text in stale.items():
-        page.write_text(text)
-    return 0
+    made = {page: filled(page, {"objective": table(cells, rows)}) for page, rows in PAGES.items()}
+    return keep(made, check=arguments == ["--check"])
 
 
 if __name__ == "__main__":

@@ -59,8 +59,7 @@ def tables(cells: Cells) -> str:
 
 
 def against_normed(cells: Cells, where: str, baseline: str, home: str, side: str) -> str:
-    """DIFF less a Transformer whose heads are normalised like DIFF's: as they are, or as many and as wide as DIFF's
-    (Table 6)."""
+    """DIFF less a Transformer + head norm: its heads as they are, or as many and as wide as DIFF's (Table 6)."""
     normed, ours = cells.get(where, {}).get(baseline, {}), cells.get(home, {}).get(side, {})
     rows = paired_rows({"": {"softmax": normed, "diff": ours}}, "", "diff", MEASURES)
     size = "one learning rate" if home == "novels" else SETTINGS[home]

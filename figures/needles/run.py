@@ -7,7 +7,11 @@ from pathlib import Path
 from statistics import fmean
 
 from diff_transformer.lab.measures import Measure, Row, metric, paired_rows, steps_to, trained
-from diff_transformer.lab.recipes.needle_study import (
+from diff_transformer.lab.record import Cells, Record
+
+HERE = Path(__file__).resolve().parent
+sys.path.insert(0, str(HERE.parent))
+from needles.plan import (  # noqa: E402  (beside this file)
     CELLS,
     LEARNING_RATES,
     LENGTHS,
@@ -16,15 +20,11 @@ from diff_transformer.lab.recipes.needle_study import (
     SETTING,
     SIDES,
     STAGES,
-    needle_study,
     shortfall,
+    stages,
 )
-from diff_transformer.lab.recipes.recall_study import CORE
-from diff_transformer.lab.record import Cells, Record
-
-HERE = Path(__file__).resolve().parent
-sys.path.insert(0, str(HERE.parent))
-from plots import NAMES, matched_names, needle_charts  # noqa: E402  (beside this folder)
+from plots import NAMES, matched_names, needle_charts  # noqa: E402
+from recall.plan import CORE  # noqa: E402
 from study import counted, study_command  # noqa: E402
 from tables import corrected, exploratory, in_numbers, learning_rates, summary  # noqa: E402
 
@@ -136,12 +136,9 @@ def core_runs(cells: Cells) -> int:
 
 
 def progress(cells: Cells) -> str:
-    rates, stage, plans = dict.fromkeys(SIDES, 1e-3), needle_study("none"), {}
-    for name in STAGES:
-        assert stage is not None
-        plans |= {f"the sweep of {name}": stage.sweep, name: stage.runs(rates)}
-        stage = stage.then
-    return f"Finished: {counted(cells, plans)}."
+    names = [name for part in STAGES for name in (f"the sweep of {part}", part)]
+    parts = {name: [stage] for name, stage in zip(names, stages("none"), strict=True)}
+    return f"Finished: {counted(cells, parts)}."
 
 
 def binding(cells: Cells) -> str:

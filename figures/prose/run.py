@@ -9,23 +9,13 @@ from statistics import fmean
 import numpy as np
 
 from diff_transformer.lab.measures import Measure, Row, late_loss, metric, paired_rows, tokens_to_equal_loss, trained
-from diff_transformer.lab.recipes.prose_study import (
-    MIXED,
-    MIXED_RATES,
-    MIXED_SIDES,
-    RAISED,
-    SEEDS,
-    SIDES,
-    SIZES,
-    prose_study,
-    rates_of,
-)
 from diff_transformer.lab.record import Cells, Record
 from diff_transformer.lab.stats import over_seeds_and_examples
 
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent))
 from plots import NAMES  # noqa: E402  (beside this folder)
+from prose.plan import MIXED, MIXED_RATES, MIXED_SIDES, RAISED, SEEDS, SIDES, SIZES, rates_of, stages  # noqa: E402
 from rates import at_others, averaged, by_rate  # noqa: E402
 from study import counted, study_command  # noqa: E402
 from tables import corrected, exploratory, in_numbers, interval, summary  # noqa: E402
@@ -69,24 +59,18 @@ def finished(cells: Cells, setting: str, sides: Iterable[str] = SIDES) -> bool:
 
 
 def progress(cells: Cells) -> str:
-    small = prose_study("none")
-    medium = small.then
-    assert medium is not None
-    assert medium.then is not None
-    rates = dict.fromkeys(SIDES, 1e-3)
-    assert medium.then.then is not None
-    higher = medium.then.runs(rates)
-    stages = {
-        "the sweep of the small size": small.sweep,
-        "the small size": small.runs(rates),
-        "the sweep of the medium size": medium.sweep,
-        "the medium size": medium.runs(rates),
-        "higher rates": [spec for spec in higher if spec.setting != "small_higher"],
-        "two sides at 0.016": [spec for spec in higher if spec.setting == "small_higher"],
-        "prose and needles together": medium.then.then.runs(rates),
+    small_sweep, small, medium_sweep, medium, higher, raised, *together = stages("none")
+    parts = {
+        "the sweep of the small size": [small_sweep],
+        "the small size": [small],
+        "the sweep of the medium size": [medium_sweep],
+        "the medium size": [medium],
+        "higher rates": [higher],
+        "two sides at 0.016": [raised],
+        "prose and needles together": together,
     }
     undecided = "" if all(finished(cells, size) for size in SIZES) else " A size that is not finished decides nothing."
-    return f"Finished: {counted(cells, stages)}.{undecided}"
+    return f"Finished: {counted(cells, parts)}.{undecided}"
 
 
 def by_side(cells: Cells, size: str) -> str:

@@ -7,7 +7,14 @@ from pathlib import Path
 from statistics import fmean
 
 from diff_transformer.lab.measures import Measure, Row, compared, metric, paired_rows, steps_to, trained
-from diff_transformer.lab.recipes.recall_study import (
+from diff_transformer.lab.recipes.recall import MATCHED, OWN_SCALE
+from diff_transformer.lab.record import Cells, Record
+
+HERE = Path(__file__).resolve().parent
+sys.path.insert(0, str(HERE.parent))
+from plots import NAMES, matched_names, recall_charts  # noqa: E402  (beside this folder)
+from rates import at_others, by_rate, difference  # noqa: E402
+from recall.plan import (  # noqa: E402
     AS_IN_DEMO,
     CENTRE,
     CORE,
@@ -15,24 +22,15 @@ from diff_transformer.lab.recipes.recall_study import (
     FURTHER_RATES,
     GRID,
     LEARNING_RATES,
-    MATCHED,
-    MORE,
     OTHERS,
-    OWN_SCALE,
     PAIR,
     RETRIED,
     SEEDS,
     SIDES,
     UNLEARNED,
-    recall_study,
     shortfall,
+    stages,
 )
-from diff_transformer.lab.record import Cells, Record
-
-HERE = Path(__file__).resolve().parent
-sys.path.insert(0, str(HERE.parent))
-from plots import NAMES, matched_names, recall_charts  # noqa: E402  (beside this folder)
-from rates import at_others, by_rate, difference  # noqa: E402
 from study import counted, study_command  # noqa: E402
 from tables import corrected, exploratory, in_numbers, learning_rates, summary  # noqa: E402
 
@@ -274,22 +272,17 @@ def _undecided(cells: Cells) -> str:
 
 
 def progress(cells: Cells) -> str:
-    rates = dict.fromkeys(SIDES, 1e-3)
-    plan = recall_study("none")
-    assert plan.then is not None
-    assert plan.then.then is not None
-    assert plan.then.then.then is not None
-    last = plan.then.then.runs(rates)
-    stages = {
-        "the sweep of the core sides": plan.sweep,
-        "the core": plan.runs(rates),
-        "the sweep of the other sides": [spec for spec in plan.then.sweep if spec.side in MORE],
-        "the extension": plan.then.runs(rates),
-        "further rates": [spec for spec in last if spec.setting not in GRID],
-        "two controls at 7e-4": [spec for spec in last if spec.setting in GRID],
-        "every rate": plan.then.then.then.runs(rates),
+    first, core, second, column, factors, further, retried, *rates = stages("none")
+    parts = {
+        "the sweep of the core sides": [first],
+        "the core": [core],
+        "the sweep of the other sides": [second],
+        "the extension": [column, factors],
+        "further rates": [further],
+        "two controls at 7e-4": [retried],
+        "every rate": rates,
     }
-    return f"Finished: {counted(cells, stages)}{_undecided(cells)}."
+    return f"Finished: {counted(cells, parts)}{_undecided(cells)}."
 
 
 def by_setting(cells: Cells) -> str:

@@ -8,21 +8,15 @@ from statistics import fmean
 import numpy as np
 from scipy.stats import binomtest, bootstrap, permutation_test
 
-from diff_transformer.lab.recipes.recall_study import (
-    CONFIRMED,
-    FRESH_SEEDS,
-    GRID,
-    INFORMATIVE,
-    MATCHED,
-    OWN_SCALE,
-    recall_confirmation,
-)
+from diff_transformer.lab.recipes.recall import MATCHED, OWN_SCALE
 from diff_transformer.lab.record import Cells, Record
 from diff_transformer.lab.stats import holm, over_seeds
 
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent))
 from plots import NAMES, matched_names  # noqa: E402  (beside this folder)
+from recall.plan import GRID  # noqa: E402
+from recall_confirmation.plan import CONFIRMED, FRESH_SEEDS, INFORMATIVE, stages  # noqa: E402
 from study import counted, study_command  # noqa: E402
 from tables import in_numbers  # noqa: E402
 
@@ -144,7 +138,7 @@ def one_only(cells: Cells) -> str:
 
 def tables(cells: Cells) -> str:
     """What stands between the README's markers."""
-    progress = f"Finished: {counted(cells, {'the plan': recall_confirmation('none').runs({})})}"
+    progress = f"Finished: {counted(cells, {'the plan': stages('none')})}"
     said = "" if len(whole_seeds(cells)) == len(FRESH_SEEDS) else "; nothing is decided"
     return "\n\n".join(part for part in (f"{progress}{said}.", primary(cells), shares(cells), one_only(cells)) if part)
 

@@ -5,13 +5,12 @@ import sys
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
-sys.path[:0] = [str(HERE), str(HERE.parent)]
-from arms import ARMS  # noqa: E402  (beside this file; plots is above)
-from plots import write  # noqa: E402
-from tables import between  # noqa: E402
+sys.path.insert(0, str(HERE))
+from arms import ARMS  # noqa: E402  (beside this file)
 
 from diff_transformer.lab.stats import over_seeds  # noqa: E402
 from diff_transformer.report.charts import Line, grid, line_chart  # noqa: E402
+from diff_transformer.report.generated import filled, keep  # noqa: E402
 from diff_transformer.report.render import Chart  # noqa: E402
 
 STYLES = {"source": "softmax", "wider": "s5", "diff": "diff", "diff_v2": "s4", "frozen": "s2", "diff_0.2": "s1"}
@@ -89,8 +88,8 @@ def charts(curves: dict) -> dict[str, Chart]:
     return {"loss.svg": grid(panels, {STYLES[name]: ARMS[name] for name in STYLES if name in curves})}
 
 
-def filled() -> str:
-    """README with its tables made anew."""
+def tables() -> str:
+    """What stands between README's marks."""
     record = json.loads((HERE / "measured.json").read_text())
     about = record["provenance"]
     own = record["start"]["source"]
@@ -106,9 +105,10 @@ def filled() -> str:
         *rate_table(record["curves"], record["rates"]), "",
         f"{about['cpu']}, torch {about['torch']}, fp32, one thread, commit {about['commit']}, {about['date'][:10]}.",
     ]  # fmt: skip
-    return between(HERE / "README.md", "measured", "\n".join(lines))
+    return "\n".join(lines)
 
 
-def draw() -> None:
-    (HERE / "README.md").write_text(filled())
-    write(charts(json.loads((HERE / "measured.json").read_text())["curves"]), HERE)
+def draw(*, check: bool = False) -> int:
+    page, curves = HERE / "README.md", json.loads((HERE / "measured.json").read_text())["curves"]
+    drawn = {HERE / name: chart for name, chart in charts(curves).items()}
+    return keep({page: filled(page, {"measured": tables()}), **drawn}, check=check)

@@ -126,10 +126,9 @@ def curve(lines: list[dict]) -> dict[str, list]:
 
 
 if __name__ == "__main__":
-    from draw import draw, filled
+    from draw import draw
 
-    if sys.argv[1:] == ["--check"]:
-        sys.exit((HERE / "README.md").read_text() != filled())
-    if len(sys.argv) > 1:
+    check = sys.argv[1:] == ["--check"]
+    if len(sys.argv) > 1 and not check:
         main(Path(sys.argv[1]))
-    draw()
+    sys.exit(draw(check=check))

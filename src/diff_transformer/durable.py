@@ -2,15 +2,16 @@
 
 ``replacing`` is how the package replaces a file or a folder: the new content is written next to it, flushed to the disk
 and renamed. ``write_whole`` does this for a text. A folder needs two renames (``swap``); if a crash comes between them,
-``put_back`` restores the folder of before.
+``put_back`` restores the folder of before. ``append_lines`` and ``read_lines`` keep a journal of finished work.
 """
 
 import errno
+import json
 import os
 import re
 import secrets
 import shutil
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterable
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import TypeVar
@@ -104,6 +105,33 @@ def write_whole(path: Path, text: str, *, flush: bool = True) -> None:
     """
     with replacing(path, flush=flush) as partial:
         partial.write_text(text, encoding="utf-8")
+
+
+def append_lines(path: Path, entries: Iterable[dict]) -> None:
+    """Append ``entries`` to a file of JSON lines and flush it to the disk.
+
+    It is one write, so that several processes may share the file. A line that a crash cut off is ended first.
+    """
+    lines = "".join(json.dumps(entry) + "\n" for entry in entries).encode()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("a+b") as file:
+        torn = file.tell() > 0 and (file.seek(-1, os.SEEK_END), file.read(1))[1] != b"\n"
+        file.write(b"\n" * torn + lines)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def read_lines(path: Path) -> list[dict]:
+    """The objects in a file of JSON lines, without lines that a crash cut off; none if there is no such file."""
+    entries = []
+    for line in path.read_bytes().split(b"\n") if path.exists() else ():
+        try:
+            entry = json.loads(line)
+        except (ValueError, RecursionError):
+            continue
+        if isinstance(entry, dict):
+            entries.append(entry)
+    return entries
 
 
 def once(

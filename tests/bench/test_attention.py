@@ -7,6 +7,7 @@ import torch
 
 from diff_transformer.bench import attention as bench
 from diff_transformer.bench import contenders, shapes
+from diff_transformer.bench.record import Deadline
 from diff_transformer.bench.shapes import Shape
 from diff_transformer.ops import cpu, diff_attention
 
@@ -158,7 +159,7 @@ def test_gate_looks_at_the_length_that_is_timed(monkeypatch):
 
 
 def test_time_runs_out_between_shapes(monkeypatch):
-    monkeypatch.setattr(bench.Deadline, "passed", lambda self: len(seen) > 0)
+    monkeypatch.setattr(Deadline, "passed", lambda self: len(seen) > 0)
     seen = []
     shapes = [*SMALL, Shape(1, 2, 33, 8), Shape(1, 2, 17, 8, False)]
     record = bench.run_attention_benchmark(

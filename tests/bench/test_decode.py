@@ -11,6 +11,7 @@ from diff_transformer.bench.attention import DeviceLost
 from diff_transformer.bench.contenders import FAULT, sdpa_on
 from diff_transformer.bench.decode import Caches, DecodeShape, fits, how_many
 from diff_transformer.bench.generation import ModelSetting, build_pair, model_rows
+from diff_transformer.bench.record import Deadline
 from diff_transformer.bench.timing import Times
 from diff_transformer.ops import cpu
 from diff_transformer.testing import eager_diff_attention
@@ -132,7 +133,7 @@ def test_a_wrong_backend_gets_no_time(monkeypatch):
 
 def test_time_runs_out_between_shapes(monkeypatch):
     seen = []
-    monkeypatch.setattr(bench.Deadline, "passed", lambda self: len(seen) > 0)
+    monkeypatch.setattr(Deadline, "passed", lambda self: len(seen) > 0)
     other = DecodeShape(1, 2, 2, 20, 8)
     record = bench.run_decode_benchmark([GROUPED, other], backends=[], repeats=1, on_row=seen.append)
     assert len(record["rows"]) == 1

@@ -135,12 +135,13 @@ def test_step_table(modules, saved):
 
 def test_tables_appear_with_their_json(modules, saved, monkeypatch, tmp_path):
     readme_tables = modules[2]
-    text = "<!-- table: decode_gpu -->\nold\n<!-- end -->\n"
+    page = tmp_path / "page.md"
+    page.write_text("<!-- decode_gpu -->\nold\n<!-- /decode_gpu -->\n")
     monkeypatch.setattr(readme_tables, "TABLES", {"decode_gpu": (modules[0].decode_table, tmp_path / "missing.json")})
-    assert readme_tables.with_tables(text) == text
+    assert readme_tables.parts(page) == {}
     path = saved([], CPU)
     monkeypatch.setattr(readme_tables, "TABLES", {"decode_gpu": (modules[0].decode_table, path)})
-    assert readme_tables.with_tables(text).splitlines()[1:-1] == ["", "A CPU, 2 cores, 2 threads, PyTorch 2.13.0."]
+    assert readme_tables.parts(page) == {"decode_gpu": "\nA CPU, 2 cores, 2 threads, PyTorch 2.13.0."}
 
 
 def ratios(width, length, ratio, dtype="float32", **more):
@@ -187,7 +188,7 @@ def test_check_finds_a_stale_drawing(modules, monkeypatch, tmp_path, capsys):
     assert plot.main(["--check"]) == 0
     (tmp_path / "attention_cpu.json").write_text(json.dumps({"rows": [ratios(32, 512, 0.6)]}))
     assert plot.main(["--check"]) == 1
-    assert "docs/attention_cpu.svg: not what the JSON gives; run python benchmarks/plot.py" in capsys.readouterr().out
+    assert "attention_cpu.svg differs from its sources: run python" in capsys.readouterr().out
 
 
 def test_committed_drawings_are_those_of_the_committed_numbers(modules):

@@ -7,7 +7,7 @@ from tiny_models import tiny_lm
 from diff_transformer.data.documents import Document
 from diff_transformer.data.filler import Filler
 from diff_transformer.data.tokenizer import byte_tokenizer, token_spans
-from diff_transformer.evals.allocation import evaluate_allocation, shares_of
+from diff_transformer.evals.allocation import Settings, evaluate_allocation, shares_of
 from diff_transformer.evals.samples import Samples
 from diff_transformer.lab.experiments import run_eval, settings_of
 from diff_transformer.testing import peak_memory
@@ -43,7 +43,7 @@ class Fake:
 
 
 def test_the_right_tokens_are_counted_by_depth_layer_and_head(filler):
-    result = evaluate_allocation(Fake(), filler, length=300, per_cell=2, depths=(0.25, 0.75))
+    result = evaluate_allocation(Fake(), filler, Settings(length=300, samples=2, depths=(0.25, 0.75)))
     metrics = result.metrics
     assert metrics["answer_depth25"] == pytest.approx((0.2 + 0.2 + 0.6) / 3, abs=1e-6)
     assert metrics["answer"] == pytest.approx((0.2 + 0.2 + 0.6) / 3, abs=1e-6)
@@ -69,8 +69,8 @@ def test_shares_by_hand():
 
 
 def test_an_interrupted_run_goes_on_and_ends_the_same(filler, tmp_path):
-    sizes = {"length": 300, "per_cell": 3, "depths": (0.0, 1.0)}
-    whole, model = evaluate_allocation(Fake(), filler, **sizes), Fake()
+    sizes = {"length": 300, "samples": 3, "depths": (0.0, 1.0)}
+    whole, model = evaluate_allocation(Fake(), filler, Settings(**sizes)), Fake()
     inside = model.last_row_attention
 
     def stops(ids):
@@ -80,9 +80,9 @@ def test_an_interrupted_run_goes_on_and_ends_the_same(filler, tmp_path):
 
     model.last_row_attention = stops
     with pytest.raises(KeyboardInterrupt):
-        evaluate_allocation(model, filler, **sizes, samples=Samples(tmp_path / "journal"))
+        evaluate_allocation(model, filler, Settings(**sizes), samples=Samples(tmp_path / "journal"))
     again = Fake()
-    resumed = evaluate_allocation(again, filler, **sizes, samples=Samples(tmp_path / "journal", resume=True))
+    resumed = evaluate_allocation(again, filler, Settings(**sizes), samples=Samples(tmp_path / "journal", resume=True))
     assert (resumed.metrics, resumed.rows) == (whole.metrics, whole.rows)
     assert again.calls == 2
 

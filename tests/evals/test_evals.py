@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from diff_transformer.evals.associative_recall import evaluate_associative_recall
+from diff_transformer.evals.repeat_loss import evaluate_associative_recall
 from diff_transformer.evals.types import Result
 
 

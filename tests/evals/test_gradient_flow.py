@@ -20,6 +20,7 @@ from diff_transformer import DiffTransformerForCausalLM
 from diff_transformer.data.tokenizer import byte_tokenizer
 from diff_transformer.evals import gradient_flow
 from diff_transformer.evals.gradient_flow import (
+    Settings,
     attention_weights,
     closed_form_errors,
     closed_forms,
@@ -112,7 +113,7 @@ def test_sizes_are_those_of_the_model_s_own_gradients(ids):
 def test_other_models_have_q_k_v_o(config, model, ids):
     torch.manual_seed(0)
     lm = CausalLM(model(config), byte_tokenizer(), "other")
-    result = evaluate_gradient_flow(lm, ids, trials=1)
+    result = evaluate_gradient_flow(lm, ids, Settings(trials=1))
     for kind in "qkvo":
         layers = [result.metrics[f"model_{kind}_layer{i}"] for i in range(2)]
         assert min(layers) > 0
@@ -142,7 +143,7 @@ def test_the_pair_at_the_start_shares_its_weights(ids, monkeypatch):
     with torch.no_grad():
         for parameter in trained.parameters():
             parameter.mul_(1.5)
-    result = evaluate_gradient_flow(CausalLM(trained, byte_tokenizer(), "t"), ids, batch_size=6, trials=1)
+    result = evaluate_gradient_flow(CausalLM(trained, byte_tokenizer(), "t"), ids, Settings(batch_size=6, trials=1))
     given, diff = models["diff"]
     (softmax,) = models["softmax"]
     assert given is trained
@@ -157,7 +158,7 @@ def test_the_pair_at_the_start_shares_its_weights(ids, monkeypatch):
 def test_a_transformer_s_pair_is_the_same_pair(ids):
     options = {"batch_size": 3, "trials": 1, "seed": 4}
     results = [
-        evaluate_gradient_flow(CausalLM(tiny(attention=a), byte_tokenizer(), a), ids, **options)
+        evaluate_gradient_flow(CausalLM(tiny(attention=a), byte_tokenizer(), a), ids, Settings(**options))
         for a in ("diff", "softmax")
     ]
     init = [{k: v for k, v in r.metrics.items() if k.startswith("init_")} for r in results]
@@ -187,9 +188,9 @@ def test_a_model_without_such_attention_is_refused():
 def test_sums_over_batches_do_not_hide_in_the_mean(ids):
     """Each batch is one gradient: the reported size is the mean of the sizes, not the size of the mean."""
     lm = CausalLM(tiny(), byte_tokenizer(), "t")
-    both = evaluate_gradient_flow(lm, ids, batch_size=3, trials=1, init=False).metrics["model_v_layer0"]
+    both = evaluate_gradient_flow(lm, ids, Settings(batch_size=3, trials=1, init=False)).metrics["model_v_layer0"]
     each = [
-        evaluate_gradient_flow(lm, part, batch_size=3, trials=1, init=False).metrics["model_v_layer0"]
+        evaluate_gradient_flow(lm, part, Settings(batch_size=3, trials=1, init=False)).metrics["model_v_layer0"]
         for part in ids.split(3)
     ]
     assert both == pytest.approx(sum(each) / 2)
@@ -206,9 +207,9 @@ def test_an_interrupted_run_goes_on(ids, tmp_path):
     lm = CausalLM(tiny(), byte_tokenizer(), "t")
     options = {"batch_size": 2, "trials": 2}
     with pytest.raises(Stop):
-        evaluate_gradient_flow(lm, ids, **options, samples=Samples(tmp_path / "journal", bar=stop))
-    resumed = evaluate_gradient_flow(lm, ids, **options, samples=Samples(tmp_path / "journal", resume=True))
-    whole = evaluate_gradient_flow(lm, ids, **options)
+        evaluate_gradient_flow(lm, ids, Settings(**options), samples=Samples(tmp_path / "journal", bar=stop))
+    resumed = evaluate_gradient_flow(lm, ids, Settings(**options), samples=Samples(tmp_path / "journal", resume=True))
+    whole = evaluate_gradient_flow(lm, ids, Settings(**options))
     assert (resumed.metrics, resumed.rows) == (whole.metrics, whole.rows)
 
 

@@ -14,8 +14,8 @@ from diff_transformer.data.tasks.grounded import HUB, load_grounded
 from diff_transformer.data.tasks.python_tasks import documented, documented_in, lookups, summaries
 from diff_transformer.data.tasks.types import GroundedItem
 from diff_transformer.data.tokenizer import byte_tokenizer
-from diff_transformer.evals.hallucination import evaluate_hallucination, frame, summarise, trimmed
-from diff_transformer.evals.judges import ContainmentJudge, Verdict
+from diff_transformer.evals.hallucination import Settings, evaluate_hallucination, frame, summarise, trimmed
+from diff_transformer.evals.judges import ContainmentJudge, Judgement
 from diff_transformer.evals.lm import CausalLM
 from diff_transformer.evals.prompts import fit_document
 from diff_transformer.evals.samples import Samples
@@ -114,7 +114,7 @@ class Recorder(ContainmentJudge):
 
     def __call__(self, item, output):
         self.documents.append(item.document)
-        return Verdict("yes", "")
+        return Judgement("yes", "")
 
 
 @pytest.fixture(scope="module")
@@ -128,7 +128,7 @@ def test_long_texts_are_cut_to_the_positions_and_the_judge_sees_the_same(tiny, m
     monkeypatch.setattr(tiny, "generate", lambda prompts, count: ["something"] * len(prompts))
     long, short = GroundedItem("summary", "wörd " * 100), GroundedItem("summary", "A short one.")
     judge = Recorder()
-    result = evaluate_hallucination(tiny, {"s": [long, short]}, judge, summary_tokens=40)
+    result = evaluate_hallucination(tiny, {"s": [long, short]}, judge, Settings(summary_tokens=40))
     cut, whole = result.rows
     assert (cut["truncated"], whole["truncated"], result.metrics["s_truncated"]) == (True, False, 0.5)
     assert 256 - 40 - 1 <= len(cut["prompt"].encode()) <= 256 - 40
@@ -141,9 +141,11 @@ def test_long_texts_are_cut_to_the_positions_and_the_judge_sees_the_same(tiny, m
 
 def test_a_length_beyond_the_positions_or_too_short_is_refused(tiny):
     with pytest.raises(ValueError, match="length 257 is more than the 256 positions of tiny"):
-        evaluate_hallucination(tiny, SETS, ContainmentJudge(), length=257)
+        evaluate_hallucination(tiny, SETS, ContainmentJudge(), Settings(length=257))
     with pytest.raises(ValueError, match=r"60 tokens leave \d+ for a document of \d+, below the least of 16"):
-        evaluate_hallucination(tiny, SETS, ContainmentJudge(), length=100, summary_tokens=40, answer_tokens=40)
+        evaluate_hallucination(
+            tiny, SETS, ContainmentJudge(), Settings(length=100, summary_tokens=40, answer_tokens=40)
+        )
 
 
 def test_a_document_is_cut_so_that_the_tokenizer_s_own_beginning_fits_too():
@@ -151,7 +153,7 @@ def test_a_document_is_cut_so_that_the_tokenizer_s_own_beginning_fits_too():
     assert (fitted.prompt, fitted.kept, fitted.tokens) == ("<abcdefghijklmnopq>", 17, 26)
     lm = tiny_lm("llama", positions=300, tokenizer=bos_tokenizer())
     long = GroundedItem("summary", "A long text about nothing. " * 40, references=("It is long.",))
-    (row,) = evaluate_hallucination(lm, {"s": [long]}, ContainmentJudge(), summary_tokens=40).rows
+    (row,) = evaluate_hallucination(lm, {"s": [long]}, ContainmentJudge(), Settings(summary_tokens=40)).rows
     assert row["truncated"]
     assert len(lm.tokenizer(row["prompt"])["input_ids"]) == 260
 
@@ -176,7 +178,9 @@ def test_a_tokenizer_without_a_fast_backend_is_refused(document):
         fit_document(ByT5Tokenizer(), document, lambda text: f"<{text}>", 60)
     lm = CausalLM(tiny_model("llama"), ByT5Tokenizer(), "slow")
     with pytest.raises(ValueError, match=wanted):
-        evaluate_hallucination(lm, {"s": [GroundedItem("summary", document)]}, ContainmentJudge(), summary_tokens=8)
+        evaluate_hallucination(
+            lm, {"s": [GroundedItem("summary", document)]}, ContainmentJudge(), Settings(summary_tokens=8)
+        )
 
 
 def test_an_interrupted_run_ends_as_an_uninterrupted_one(tmp_path):
@@ -208,7 +212,7 @@ def test_limit_takes_the_first_of_each_set():
 def test_models_of_other_families(family):
     lm = tiny_lm(family, positions=200, vocab_size=258, eos_token_id=256)
     items = [GroundedItem("question", "No such thing is known. " * n, "Who?", ("Nobody",)) for n in (1, 2, 20)]
-    result = evaluate_hallucination(lm, {"q": items}, ContainmentJudge(), answer_tokens=8)
+    result = evaluate_hallucination(lm, {"q": items}, ContainmentJudge(), Settings(answer_tokens=8))
     assert [row["truncated"] for row in result.rows] == [False, False, True]
     assert all(len(row["prompt"].encode()) + 8 <= 200 for row in result.rows)
 

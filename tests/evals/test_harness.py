@@ -9,7 +9,7 @@ from tiny_models import tiny_lm
 from diff_transformer.data.tasks.multiple_choice import load_multiple_choice
 from diff_transformer.data.tasks.types import MultipleChoiceItem, MultipleChoiceSet
 from diff_transformer.evals import harness
-from diff_transformer.evals.harness import PAPER_TASKS, evaluate_harness, summarise
+from diff_transformer.evals.harness import PAPER_TASKS, Settings, evaluate_harness, summarise
 from diff_transformer.evals.likelihood import continuation_logprobs
 from diff_transformer.evals.samples import Samples
 from diff_transformer.lab.experiments import run_eval, settings_of
@@ -72,8 +72,8 @@ def test_a_model_that_knows_scores_one_and_its_opposite_zero():
 def test_length_counts_in_acc_norm_alone():
     """Every character costs one nat and every choice one more: the shortest wins in acc, the longest in acc_norm."""
     taste = Taste(lambda context, continuation: -len(continuation))
-    by_acc = evaluate_harness(taste, TASKS, metric="acc")
-    by_norm = evaluate_harness(taste, TASKS, metric="acc_norm")
+    by_acc = evaluate_harness(taste, TASKS, Settings(metric="acc"))
+    by_norm = evaluate_harness(taste, TASKS, Settings(metric="acc_norm"))
     shortest = [min(item.choices, key=len) == item.choices[item.answer] for item in ITEMS[:8]]
     longest = [max(item.choices, key=len) == item.choices[item.answer] for item in ITEMS[:8]]
     assert by_acc.metrics["sums_0shot"] == by_norm.metrics["sums_0shot_acc"] == sum(shortest) / 8
@@ -106,7 +106,7 @@ def test_metrics_by_hand():
 
 def test_examples_come_before_the_question_and_never_are_the_question():
     taste = knowing()
-    result = evaluate_harness(taste, TASKS, shots=2)
+    result = evaluate_harness(taste, TASKS, Settings(shots=2))
     assert result.metrics["sums_2shot"] == 1.0
     shown = [item.question for item in ITEMS[8:]]
     for row, item in zip(result.rows, ITEMS, strict=False):
@@ -120,11 +120,11 @@ def test_examples_come_before_the_question_and_never_are_the_question():
 
 
 def test_without_examples_of_their_own_the_other_items_serve():
-    result = evaluate_harness(knowing(), {"sums": MultipleChoiceSet(ITEMS)}, shots=3)
+    result = evaluate_harness(knowing(), {"sums": MultipleChoiceSet(ITEMS)}, Settings(shots=3))
     for row, item in zip(result.rows, ITEMS, strict=True):
         assert row["prompt"].count(item.question) == 1
-    again = evaluate_harness(knowing(), {"sums": MultipleChoiceSet(ITEMS)}, shots=3)
-    other = evaluate_harness(knowing(), {"sums": MultipleChoiceSet(ITEMS)}, shots=3, seed=7)
+    again = evaluate_harness(knowing(), {"sums": MultipleChoiceSet(ITEMS)}, Settings(shots=3))
+    other = evaluate_harness(knowing(), {"sums": MultipleChoiceSet(ITEMS)}, Settings(shots=3, seed=7))
     assert [row["prompt"] for row in again.rows] == [row["prompt"] for row in result.rows]
     assert [row["prompt"] for row in other.rows] != [row["prompt"] for row in result.rows]
 
@@ -135,17 +135,17 @@ def test_without_examples_of_their_own_the_other_items_serve():
         ({"shots": 5}, "5 shots are more than the 4 examples that sums has"),
         ({"shots": -1}, "shots is -1"),
         ({"metric": "f1"}, "metric is 'f1'; give one of paper, acc, acc_norm"),
-        ({"items": 0}, "items is 0"),
+        ({"samples": 0}, "items is 0"),
     ],
 )
 def test_settings_that_cannot_be(options, message):
     with pytest.raises(ValueError, match=message):
-        evaluate_harness(knowing(), TASKS, **options)
+        evaluate_harness(knowing(), TASKS, Settings(**options))
 
 
 def test_an_interrupted_run_goes_on_with_the_next_task(tmp_path):
     tasks = {"first": TASKS["sums"], "second": MultipleChoiceSet(ITEMS[2:7], ITEMS[8:])}
-    whole = evaluate_harness(knowing(), tasks, shots=1)
+    whole = evaluate_harness(knowing(), tasks, Settings(shots=1))
     taste = knowing()
     broken = knowing()
 
@@ -157,14 +157,14 @@ def test_an_interrupted_run_goes_on_with_the_next_task(tmp_path):
     broken.likes = breaks
     journal = tmp_path / "journal.jsonl"
     with pytest.raises(KeyboardInterrupt):
-        evaluate_harness(broken, tasks, shots=1, samples=Samples(journal))
-    resumed = evaluate_harness(taste, tasks, shots=1, samples=Samples(journal, resume=True))
+        evaluate_harness(broken, tasks, Settings(shots=1), samples=Samples(journal))
+    resumed = evaluate_harness(taste, tasks, Settings(shots=1), samples=Samples(journal, resume=True))
     assert {context for context, _ in taste.seen} <= {row["prompt"] for row in whole.rows if row["task"] == "second"}
     assert (resumed.metrics, resumed.rows) == (whole.metrics, whole.rows)
 
 
 def test_limit_and_items_take_the_first_ones():
-    assert len(evaluate_harness(knowing(), TASKS, items=3).rows) == 3
+    assert len(evaluate_harness(knowing(), TASKS, Settings(samples=3)).rows) == 3
     steps = []
     limited = Samples(limit=2, bar=lambda *step: steps.append(step))
     assert [row["prompt"] for row in evaluate_harness(knowing(), TASKS, samples=limited).rows] == [
@@ -272,7 +272,7 @@ def test_the_seven_tasks_of_the_paper(monkeypatch, shots):
     monkeypatch.setattr("datasets.load_dataset", load)
     lm = tiny_lm("llama", vocab_size=258)
     tasks = {name: (lambda name=name: harness.harness_task(name)) for name in PAPER_TASKS}
-    result = evaluate_harness(lm, tasks, shots=shots, items=2)
+    result = evaluate_harness(lm, tasks, Settings(shots=shots, samples=2))
     assert [name for name in PAPER_TASKS if f"{name}_{shots}shot" in result.metrics] == list(PAPER_TASKS)
     for row in result.rows:
         assert row["expected"] == GOLD[row["task"]]

@@ -19,7 +19,6 @@ from diff_transformer.evals.judge_client import (
     Endpoint,
     JudgeError,
     Prices,
-    ReplyCache,
     _retry_after,
     endpoint_from_environment,
 )
@@ -30,7 +29,7 @@ from diff_transformer.evals.judges import (
     judge_prompt,
     make_judge,
     normalised,
-    parse_verdict,
+    parse_answer,
 )
 from diff_transformer.evals.likelihood import continuation_logprobs
 from diff_transformer.evals.lm import CausalLM
@@ -124,7 +123,7 @@ def client_of(server, **options) -> ChatClient:
     ],
 )  # fmt: skip
 def test_a_verdict_is_one_word_and_nothing_is_guessed(reply, verdict):
-    assert parse_verdict(reply) == verdict
+    assert parse_answer(reply) == verdict
 
 
 def test_what_is_judged_cannot_leave_its_marks():
@@ -334,7 +333,7 @@ def test_a_cache_cut_off_in_a_line_loses_that_line_alone(server, tmp_path):
     assert len(server.requests) == 2
     again.reply("b")
     assert len(server.requests) == 3
-    assert len(ReplyCache(path).replies) == 2
+    assert len(client_of(server, cache=path).replies) == 2
 
 
 def test_the_key_is_written_nowhere(server, tmp_path, capsys):

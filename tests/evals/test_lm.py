@@ -10,7 +10,7 @@ from transformers import (
 
 from diff_transformer.data.evaluation_text import documents_of
 from diff_transformer.data.tokenizer import byte_tokenizer
-from diff_transformer.evals.inside import changed_logits, layers_of, output_of, tapped_attention
+from diff_transformer.evals.attention_tap import changed_logits, layers_of, output_of, tapped_attention
 from diff_transformer.evals.lm import CausalLM
 from diff_transformer.lab.experiments import run_eval, settings_of
 

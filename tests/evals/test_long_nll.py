@@ -13,7 +13,7 @@ from diff_transformer.data.documents import Document
 from diff_transformer.data.tokenizer import byte_tokenizer
 from diff_transformer.evals import long_nll
 from diff_transformer.evals.lm import CausalLM
-from diff_transformer.evals.long_nll import bin_edges, binned, cumulative, evaluate_long_nll
+from diff_transformer.evals.long_nll import Settings, bin_edges, binned, cumulative, evaluate_long_nll
 from diff_transformer.evals.samples import Samples
 from diff_transformer.lab.experiments import run_eval, settings_of
 from diff_transformer.model.presets import preset
@@ -51,7 +51,7 @@ def test_cumulative_means_by_hand():
 
 def test_metrics_are_the_means_of_one_forward_pass():
     lm = make_lm()
-    result = evaluate_long_nll(lm, BOOKS, length=150, chunk=32)
+    result = evaluate_long_nll(lm, BOOKS, Settings(length=150, chunk=32))
     assert [row["book"] for row in result.rows] == ["first", "second", "third"]
     losses = []
     for book in (BOOKS[0], BOOKS[2], BOOKS[3]):
@@ -71,15 +71,15 @@ def test_metrics_are_the_means_of_one_forward_pass():
 
 def test_a_book_is_read_by_itself():
     lm = make_lm()
-    together = evaluate_long_nll(lm, BOOKS, length=100)
+    together = evaluate_long_nll(lm, BOOKS, Settings(length=100))
     for index, book in enumerate((BOOKS[0], BOOKS[2], BOOKS[3])):
-        assert evaluate_long_nll(lm, [book], length=100).rows[0]["sums"] == together.rows[index]["sums"]
-    assert evaluate_long_nll(lm, BOOKS, length=100, books=2).metrics["books"] == 2
+        assert evaluate_long_nll(lm, [book], Settings(length=100)).rows[0]["sums"] == together.rows[index]["sums"]
+    assert evaluate_long_nll(lm, BOOKS, Settings(length=100, samples=2)).metrics["books"] == 2
 
 
 def test_a_book_needs_one_token_more_than_positions():
     books = [Document("just short", "x" * 20), Document("just enough", "y" * 21)]
-    result = evaluate_long_nll(make_lm(), books, length=20)
+    result = evaluate_long_nll(make_lm(), books, Settings(length=20))
     assert [row["book"] for row in result.rows] == ["just enough"]
     assert sum(result.rows[0]["counts"]) == 20
 
@@ -94,7 +94,7 @@ def test_any_model_and_a_beginning_of_text_token():
     )
     config = LlamaConfig(**sizes, intermediate_size=32, bos_token_id=256, eos_token_id=256)
     lm = CausalLM(LlamaForCausalLM(config), tokenizer, "llama")
-    result = evaluate_long_nll(lm, BOOKS[:1], length=8)
+    result = evaluate_long_nll(lm, BOOKS[:1], Settings(length=8))
     ids = torch.tensor([[256, *BOOKS[0].text.encode()[:8]]])
     assert result.metrics["nll8"] == pytest.approx(lm.token_losses(ids).mean().item(), abs=1e-5)
 
@@ -102,8 +102,8 @@ def test_any_model_and_a_beginning_of_text_token():
 def test_positions_are_a_limit_unless_told():
     lm = make_lm()
     with pytest.raises(ValueError, match=r"length 220 is more than the 200 positions of tiny .*allow_beyond"):
-        evaluate_long_nll(lm, BOOKS, length=220)
-    assert "nll220" in evaluate_long_nll(lm, BOOKS, length=220, allow_beyond=True).metrics
+        evaluate_long_nll(lm, BOOKS, Settings(length=220))
+    assert "nll220" in evaluate_long_nll(lm, BOOKS, Settings(length=220, allow_beyond=True)).metrics
 
 
 @pytest.mark.parametrize(
@@ -121,14 +121,14 @@ def test_all_books_are_read_by_a_model_that_was_not_trained_on_them(family, spli
 
 def test_texts_that_are_too_short_are_named():
     with pytest.raises(ValueError, match=r"none of the 1 documents has 101 tokens .* longest 10"):
-        evaluate_long_nll(make_lm(), BOOKS[1:2], length=100)
+        evaluate_long_nll(make_lm(), BOOKS[1:2], Settings(length=100))
     with pytest.raises(ValueError, match="length is 0"):
-        evaluate_long_nll(make_lm(), BOOKS, length=0)
+        evaluate_long_nll(make_lm(), BOOKS, Settings(length=0))
 
 
 def test_an_interrupted_run_goes_on_book_by_book(tmp_path):
     lm = make_lm()
-    whole = evaluate_long_nll(lm, BOOKS, length=64)
+    whole = evaluate_long_nll(lm, BOOKS, Settings(length=64))
 
     def stop(part, done, total):
         if done == 2:
@@ -136,10 +136,12 @@ def test_an_interrupted_run_goes_on_book_by_book(tmp_path):
 
     settings = {"length": 64}
     with pytest.raises(KeyboardInterrupt):
-        evaluate_long_nll(lm, BOOKS, length=64, samples=Samples(tmp_path / "j", settings=settings, bar=stop))
+        evaluate_long_nll(lm, BOOKS, Settings(length=64), samples=Samples(tmp_path / "j", settings=settings, bar=stop))
     read = []
     lm.model.register_forward_pre_hook(lambda *_: read.append(1))
-    resumed = evaluate_long_nll(lm, BOOKS, length=64, samples=Samples(tmp_path / "j", settings=settings, resume=True))
+    resumed = evaluate_long_nll(
+        lm, BOOKS, Settings(length=64), samples=Samples(tmp_path / "j", settings=settings, resume=True)
+    )
     assert len(read) == 1  # the third book alone
     assert resumed.rows == whole.rows
     assert resumed.metrics == whole.metrics
@@ -152,7 +154,7 @@ def test_the_command(tmp_path):
     options = {"corpus": str(tmp_path / "books"), "samples": 1}
     settings = settings_of("long_nll", options, ["length=40", "allow_beyond=true"])
     result = run_eval("long_nll", make_lm(), settings, tmp_path / "r.json", limit=5)
-    assert json.loads((tmp_path / "r.json").read_text())["metrics"] == result.metrics
+    assert json.loads((tmp_path / "r.json").read_text())["metrics"]["long_nll"] == result.metrics
     assert result.provenance["allow_beyond"] is True
     assert settings_of("long_nll", {}).length == 65536
     assert settings_of("long_nll", {}, quick=True).length == long_nll.QUICK["length"]

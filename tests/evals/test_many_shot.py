@@ -12,7 +12,7 @@ from diff_transformer.data.tasks.types import Labelled, LabelledSet
 from diff_transformer.data.tokenizer import byte_tokenizer
 from diff_transformer.evals import many_shot
 from diff_transformer.evals.lm import CausalLM
-from diff_transformer.evals.many_shot import alternate, evaluate_many_shot
+from diff_transformer.evals.many_shot import Settings, alternate, evaluate_many_shot
 from diff_transformer.evals.samples import Samples
 from diff_transformer.lab.experiments import run_eval, settings_of
 
@@ -82,7 +82,9 @@ def shown(prompt: str) -> list[tuple[str, str]]:
 
 
 def test_a_model_that_knows_scores_one():
-    result = evaluate_many_shot(Reader(lambda prompt: GOLD.get(asked(prompt))), DATA, shots=(1, 6), order_seeds=2)
+    result = evaluate_many_shot(
+        Reader(lambda prompt: GOLD.get(asked(prompt))), DATA, Settings(shots=(1, 6), order_seeds=2)
+    )
     metrics = result.metrics
     assert metrics["shots1"] == metrics["shots6"] == metrics["random_worst"] == metrics["alternate_worst"] == 1.0
     assert metrics["random_margin"] == metrics["ties"] == 0.0
@@ -95,7 +97,7 @@ def test_a_model_that_knows_scores_one():
 def test_a_model_that_is_wrong_scores_zero():
     wrong = {label: LABELS[(i + 1) % 3] for i, label in enumerate(LABELS)}
     result = evaluate_many_shot(
-        Reader(lambda prompt: wrong.get(GOLD.get(asked(prompt)))), DATA, shots=(3,), order_seeds=1
+        Reader(lambda prompt: wrong.get(GOLD.get(asked(prompt)))), DATA, Settings(shots=(3,), order_seeds=1)
     )
     assert result.metrics["shots3"] == result.metrics["random_best"] == 0.0
     assert all(row["tied"] == 1 for row in result.rows)
@@ -104,7 +106,9 @@ def test_a_model_that_is_wrong_scores_zero():
 def test_ties_are_shared():
     sides = (tuple(Labelled(e.text, e.label[:4]) for e in side) for side in (TRAIN, TEST))
     short = LabelledSet("short", *sides, "Question", "Type")
-    result = evaluate_many_shot(Reader(lambda prompt: None), short, shots=(2,), order_seeds=1, orders=("random",))
+    result = evaluate_many_shot(
+        Reader(lambda prompt: None), short, Settings(shots=(2,), order_seeds=1, orders=("random",))
+    )
     assert {(row["tied"], row["got"]) for row in result.rows} == {(3, "city")}  # the first of them, sorted
     assert result.metrics["shots2"] == result.metrics["chance"] == pytest.approx(1 / 3)
     assert result.metrics["ties"] == 1.0
@@ -113,13 +117,13 @@ def test_ties_are_shared():
 def test_labels_of_other_lengths_are_not_preferred_for_being_short():
     sides = (Labelled("a", "sea"), Labelled("b", "sea side")), (Labelled("c", "sea side"),)
     both = LabelledSet("prefix", *sides, "Question", "Type")
-    result = evaluate_many_shot(Reader(lambda prompt: "sea side"), both, shots=(1,), order_seeds=1)
+    result = evaluate_many_shot(Reader(lambda prompt: "sea side"), both, Settings(shots=(1,), order_seeds=1))
     assert result.metrics["shots1"] == 1.0  # "sea" is the beginning of it, but a line end does not follow
 
 
 def test_a_model_that_repeats_the_last_label_depends_on_the_order():
     lm = Reader(lambda prompt: (shown(prompt) or [("", None)])[-1][1])
-    result = evaluate_many_shot(lm, DATA, shots=(6,), order_seeds=8, orders=("random",))
+    result = evaluate_many_shot(lm, DATA, Settings(shots=(6,), order_seeds=8, orders=("random",)))
     shares = {label: float(np.mean([gold == label for gold in GOLD.values()])) for label in LABELS}
     by_seed = [result.metrics[f"random_seed{i}"] for i in range(8)]
     assert set(by_seed) <= set(shares.values())
@@ -133,7 +137,7 @@ def test_what_is_shown():
     prompts = []
     lm = Reader(lambda prompt: prompts.append(prompt))
     data = LabelledSet("places", (*TRAIN, Labelled("TEST 3: what?", "city")), TEST, "Question", "Type")
-    evaluate_many_shot(lm, data, shots=(2, 30), questions=3, order_seeds=2)
+    evaluate_many_shot(lm, data, Settings(shots=(2, 30), samples=3, order_seeds=2))
     whole = [shown(prompt) for prompt in prompts if asked(prompt).startswith("test")]
     sizes = {len(examples) for examples in whole}
     assert sizes == {2, 30}
@@ -157,7 +161,7 @@ def test_the_seed_decides():
     def prompts(seed):
         seen = []
         evaluate_many_shot(
-            Reader(lambda prompt: seen.append(prompt)), DATA, shots=(4,), questions=2, order_seeds=1, seed=seed
+            Reader(lambda prompt: seen.append(prompt)), DATA, Settings(shots=(4,), samples=2, order_seeds=1, seed=seed)
         )
         return seen
 
@@ -168,7 +172,7 @@ def test_the_seed_decides():
 def test_rows_keep_the_label_scores_and_the_text_of_the_examples():
     """The result alone is enough to rebuild a prompt and to score every label."""
     lm = small("llama")
-    result = evaluate_many_shot(lm, DATA, shots=(3,), questions=4, order_seeds=2)
+    result = evaluate_many_shot(lm, DATA, Settings(shots=(3,), samples=4, order_seeds=2))
     labels = result.provenance["labels"]
     texts = {}
     for row in result.rows:
@@ -184,7 +188,7 @@ def test_rows_keep_the_label_scores_and_the_text_of_the_examples():
 
 def test_the_examples_are_read_once_an_order():
     lm = Reader(lambda prompt: "city")
-    evaluate_many_shot(lm, DATA, shots=(20,), order_seeds=2, orders=("random",))
+    evaluate_many_shot(lm, DATA, Settings(shots=(20,), order_seeds=2, orders=("random",)))
     long = [tokens for rows, tokens in lm.read if tokens > 300]
     assert len(long) == 2
     assert sum(rows * tokens for rows, tokens in lm.read if tokens < 300) < 2 * 12 * (60 + 3 * 15)
@@ -192,7 +196,9 @@ def test_the_examples_are_read_once_an_order():
 
 def test_prompts_are_filled_and_never_too_long():
     for length in (90, 200, 399):
-        result = evaluate_many_shot(Reader(lambda prompt: "city"), DATA, lengths=(length,), order_seeds=2, questions=4)
+        result = evaluate_many_shot(
+            Reader(lambda prompt: "city"), DATA, Settings(lengths=(length,), order_seeds=2, samples=4)
+        )
         longest = max(row["tokens"] for row in result.rows)
         assert longest <= length
         assert longest + len("Question: train 10: say\nType: mountain\n") > length
@@ -201,7 +207,7 @@ def test_prompts_are_filled_and_never_too_long():
 def test_without_sizes_the_prompts_double_up_to_the_positions():
     lm = Reader(lambda prompt: "city")
     lm.positions = 600
-    result = evaluate_many_shot(lm, DATA, questions=2, order_seeds=1)
+    result = evaluate_many_shot(lm, DATA, Settings(samples=2, order_seeds=1))
     tokens = [result.metrics[f"tokens{k}"] for k in result.provenance["shots"]]
     assert result.provenance["shots"][0] == 1
     assert len(tokens) == 4
@@ -215,7 +221,7 @@ def small(family: str) -> CausalLM:
 @pytest.mark.parametrize("family", ["diff", "llama", "qwen3", "diffllama", "gpt2"])
 def test_the_answer_is_the_likeliest_whole_sequence(family):
     lm = small(family)
-    result = evaluate_many_shot(lm, DATA, shots=(5,), questions=5, order_seeds=1, orders=("random",))
+    result = evaluate_many_shot(lm, DATA, Settings(shots=(5,), samples=5, order_seeds=1, orders=("random",)))
     task = many_shot._Task(lm, DATA, 5, 0)
     examples = task.show(task.ordered(5, "random", 0))
     for row in result.rows:
@@ -232,16 +238,16 @@ def test_the_answer_is_the_likeliest_whole_sequence(family):
 def test_an_interrupted_run_goes_on(tmp_path):
     answer = lambda prompt: shown(prompt)[-1][1] if shown(prompt) else None  # noqa: E731
     sizes = {"shots": (1, 4), "order_seeds": 2}
-    whole = evaluate_many_shot(Reader(answer), DATA, **sizes)
+    whole = evaluate_many_shot(Reader(answer), DATA, Settings(**sizes))
 
     def stop(part, done, total):
         if part == "4 shots, alternate order 0" and done == 5:
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        evaluate_many_shot(Reader(answer), DATA, **sizes, samples=Samples(tmp_path / "j", bar=stop))
+        evaluate_many_shot(Reader(answer), DATA, Settings(**sizes), samples=Samples(tmp_path / "j", bar=stop))
     lm = Reader(answer)
-    resumed = evaluate_many_shot(lm, DATA, **sizes, samples=Samples(tmp_path / "j", resume=True))
+    resumed = evaluate_many_shot(lm, DATA, Settings(**sizes), samples=Samples(tmp_path / "j", resume=True))
     assert (resumed.rows, resumed.metrics) == (whole.rows, whole.metrics)
     assert len([tokens for _, tokens in lm.read if tokens > 100]) == 2  # two orders were left to read
 
@@ -257,7 +263,7 @@ def test_the_command(tmp_path):
     options = {"data": str(tmp_path / "trec"), "samples": 8}
     settings = settings_of("many_shot", options, ["shots=[1, 3]", "order_seeds=2", "fine=true"])
     result = run_eval("many_shot", small("diff"), settings, tmp_path / "r.json", limit=3)
-    assert json.loads((tmp_path / "r.json").read_text())["metrics"] == result.metrics
+    assert json.loads((tmp_path / "r.json").read_text())["metrics"]["many_shot"] == result.metrics
     assert result.provenance["labels"] == ["city", "individual"]
     assert len(result.rows) == 3 * 5
     assert settings_of("many_shot", {}, quick=True).samples == many_shot.QUICK["samples"]
@@ -266,18 +272,18 @@ def test_the_command(tmp_path):
 def test_errors():
     lm = Reader(lambda prompt: "city")
     with pytest.raises(ValueError, match=r"orders is \('sorted',\); give one or both of random, alternate"):
-        evaluate_many_shot(lm, DATA, orders=("sorted",))
+        evaluate_many_shot(lm, DATA, Settings(orders=("sorted",)))
     with pytest.raises(ValueError, match="31 examples were asked for and places has 30 to show"):
-        evaluate_many_shot(lm, DATA, shots=(31,))
+        evaluate_many_shot(lm, DATA, Settings(shots=(31,)))
     with pytest.raises(ValueError, match=r"lengths up to 5000 tokens are more than the 4096 positions of reader"):
-        evaluate_many_shot(lm, DATA, lengths=(5000,))
+        evaluate_many_shot(lm, DATA, Settings(lengths=(5000,)))
     with pytest.raises(ValueError, match="a prompt of 60 tokens has no room for an example: the first takes"):
-        evaluate_many_shot(lm, DATA, lengths=(60,))
+        evaluate_many_shot(lm, DATA, Settings(lengths=(60,)))
     with pytest.raises(ValueError, match=r"shots\[1\] is 0"):
-        evaluate_many_shot(lm, DATA, shots=(1, 0))
+        evaluate_many_shot(lm, DATA, Settings(shots=(1, 0)))
     lm.positions = 500
     with pytest.raises(ValueError, match=r"30 examples make prompts of .* more than the 500 positions of reader"):
-        evaluate_many_shot(lm, DATA, shots=(30,))
+        evaluate_many_shot(lm, DATA, Settings(shots=(30,)))
     same = LabelledSet("same", (Labelled("a", "x"), Labelled("B", "y")), (Labelled("A", "x"), Labelled("b", "y")))
     with pytest.raises(ValueError, match="every training text of same is a test text too"):
-        evaluate_many_shot(lm, same, shots=(1,))
+        evaluate_many_shot(lm, same, Settings(shots=(1,)))

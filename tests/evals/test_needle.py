@@ -11,12 +11,12 @@ from diff_transformer.data.documents import Document
 from diff_transformer.data.evaluation_text import load_haystack
 from diff_transformer.data.filler import Filler
 from diff_transformer.data.tokenizer import byte_tokenizer
-from diff_transformer.evals.needle import Asking, check_needle_fits, evaluate_needle, needle_metrics
+from diff_transformer.evals.needle import Asking, Settings, check_needle_fits, evaluate_needle, needle_metrics
 from diff_transformer.evals.samples import Samples
 from diff_transformer.lab.experiments import run_eval, settings_of
 from diff_transformer.report.evals_page import write_evals_report
 
-SIZES = {"settings": ((1, 1), (3, 2)), "depths": (0.0, 1.0), "length": 400, "per_cell": 3}
+SIZES = {"cells": ((1, 1), (3, 2)), "depths": (0.0, 1.0), "length": 400, "samples": 3}
 
 
 @pytest.fixture(scope="module")
@@ -48,7 +48,7 @@ def read_out(prompt):
 
 
 def test_a_model_that_finds_everything_scores_one(filler):
-    result = evaluate_needle(Finder(read_out), filler, **SIZES)
+    result = evaluate_needle(Finder(read_out), filler, Settings(**SIZES))
     assert result.metrics["n1_r1"] == result.metrics["n3_r2"] == result.metrics["all_n3_r2"] == 1.0
     assert result.metrics["n3_r2_depth0"] == result.metrics["n3_r2_depth100"] == 1.0
     assert len(result.rows) == 12
@@ -56,12 +56,12 @@ def test_a_model_that_finds_everything_scores_one(filler):
 
 
 def test_a_model_that_finds_nothing_scores_zero(filler):
-    result = evaluate_needle(Finder(lambda prompt: " I cannot say."), filler, **SIZES)
+    result = evaluate_needle(Finder(lambda prompt: " I cannot say."), filler, Settings(**SIZES))
     assert {value for name, value in result.metrics.items() if name != "chance"} == {0.0}
 
 
 def test_half_an_answer_is_half_a_point_and_told_apart(filler):
-    result = evaluate_needle(Finder(lambda prompt: read_out(prompt).split(",")[0]), filler, **SIZES)
+    result = evaluate_needle(Finder(lambda prompt: read_out(prompt).split(",")[0]), filler, Settings(**SIZES))
     assert result.metrics["n1_r1"] == 1.0
     assert result.metrics["n3_r2"] == 0.5
     assert result.metrics["partial_n3_r2"] == 1.0
@@ -71,13 +71,13 @@ def test_half_an_answer_is_half_a_point_and_told_apart(filler):
 def test_a_number_counts_only_if_it_is_exact(filler):
     for wrong in (lambda n: n + "0", lambda n: n[:-1], lambda n: n[::-1] if n != n[::-1] else "00"):
         model = Finder(lambda prompt, wrong=wrong: f" {wrong(read_out(prompt).split(',')[0].strip(' .')[:2])}.")
-        assert evaluate_needle(model, filler, **{**SIZES, "settings": ((1, 1),)}).metrics["n1_r1"] == 0.0
+        assert evaluate_needle(model, filler, Settings(**{**SIZES, "cells": ((1, 1),)})).metrics["n1_r1"] == 0.0
 
 
 def test_a_model_that_reads_only_the_end_is_seen_in_the_depths_and_lengths(filler):
     near = lambda prompt: read_out(prompt) if "magic" in prompt[-120:].split("Question")[0] else " 0."  # noqa: E731
     model = Finder(near)
-    result = evaluate_needle(model, filler, settings=((1, 1),), depths=(0.0, 1.0), lengths=(150, 300), per_cell=4)
+    result = evaluate_needle(model, filler, Settings(cells=((1, 1),), depths=(0.0, 1.0), lengths=(150, 300), samples=4))
     assert result.metrics["n1_r1_len300_depth100"] == result.metrics["n1_r1_depth100"] == 1.0
     assert result.metrics["n1_r1_len300_depth0"] == 0.0
     assert result.metrics["n1_r1_len300"] == result.metrics["partial_n1_r1_len300"] == 0.5
@@ -99,7 +99,7 @@ def test_prompts_are_those_of_the_seed(filler):
     models = []
     for seed in (0, 0, 1):
         models.append(Finder(lambda prompt: ""))
-        evaluate_needle(models[-1], filler, **SIZES, seed=seed)
+        evaluate_needle(models[-1], filler, Settings(**SIZES, seed=seed))
     assert models[0].prompts == models[1].prompts
     assert not set(models[0].prompts) & set(models[2].prompts)
 
@@ -109,24 +109,24 @@ def test_cells_that_do_not_fit_are_named_before_anything_is_generated(filler):
         check_needle_fits(filler, byte_tokenizer(), ((1, 1), (8, 2)), 200, 2)
     model = Finder(read_out)
     with pytest.raises(ValueError, match="N=8, R=2, 200 tokens"):
-        evaluate_needle(model, filler, settings=((1, 1), (8, 2)), lengths=(900, 200))
+        evaluate_needle(model, filler, Settings(cells=((1, 1), (8, 2)), lengths=(900, 200)))
     assert not model.prompts
 
 
 def test_the_least_length_that_is_named_is_the_least_that_works(filler):
-    model, sizes = Finder(read_out), {**SIZES, "per_cell": 20}
+    model, sizes = Finder(read_out), {**SIZES, "samples": 20}
     model.prefix = (1, 2)  # as a tokenizer's token at the beginning: it counts
     with pytest.raises(ValueError, match=r"N=3, R=2, 5 tokens: .* give a length of \d+ or more") as caught:
-        evaluate_needle(model, filler, **{**sizes, "lengths": (5,)})
+        evaluate_needle(model, filler, Settings(**{**sizes, "lengths": (5,)}))
     least = int(re.search(r"length of (\d+) or more", str(caught.value))[1])
     with pytest.raises(ValueError, match=f"N=3, R=2, {least - 1} tokens: .* give a length of {least} or more"):
-        evaluate_needle(model, filler, **{**sizes, "lengths": (least - 1,)})
+        evaluate_needle(model, filler, Settings(**{**sizes, "lengths": (least - 1,)}))
     assert not model.prompts
-    assert evaluate_needle(model, filler, **{**sizes, "lengths": (least,)}).metrics["n3_r2"] == 1
+    assert evaluate_needle(model, filler, Settings(**{**sizes, "lengths": (least,)})).metrics["n3_r2"] == 1
 
 
 def test_an_interrupted_run_goes_on_and_ends_the_same(filler, tmp_path):
-    whole = evaluate_needle(Finder(read_out), filler, **SIZES)
+    whole = evaluate_needle(Finder(read_out), filler, Settings(**SIZES))
     journal = tmp_path / "journal"
     model = Finder(read_out)
 
@@ -139,9 +139,9 @@ def test_an_interrupted_run_goes_on_and_ends_the_same(filler, tmp_path):
     model.generate = stops
     model.batch_size = 2
     with pytest.raises(KeyboardInterrupt):
-        evaluate_needle(model, filler, **SIZES, samples=Samples(journal))
+        evaluate_needle(model, filler, Settings(**SIZES), samples=Samples(journal))
     again = Finder(read_out)
-    resumed = evaluate_needle(again, filler, **SIZES, samples=Samples(journal, resume=True))
+    resumed = evaluate_needle(again, filler, Settings(**SIZES), samples=Samples(journal, resume=True))
     assert (resumed.metrics, resumed.rows) == (whole.metrics, whole.rows)
     assert len(again.prompts) == 12 - len(model.prompts)
     assert not set(again.prompts) & set(model.prompts)
@@ -153,11 +153,11 @@ def llama():
 
 
 def test_the_model_s_positions_limit_the_length(filler, llama):
-    result = evaluate_needle(llama, filler, settings=((1, 1),), depths=(0.5,), length=512, per_cell=2)
+    result = evaluate_needle(llama, filler, Settings(cells=((1, 1),), depths=(0.5,), length=512, samples=2))
     assert len(result.rows) == 2
     assert result.provenance["class"] == "LlamaForCausalLM"
     with pytest.raises(ValueError, match="has 513 tokens, more than the 512 positions of llama"):
-        evaluate_needle(llama, filler, length=513)
+        evaluate_needle(llama, filler, Settings(length=513))
 
 
 def test_the_command_runs_on_a_text_of_one_s_own(llama, tmp_path):
@@ -202,7 +202,7 @@ def test_a_model_of_this_package_is_not_measured_on_training_text_unless_told(tm
 @pytest.mark.parametrize("depths", [(0.25, 0.254), (0.0, 0.0)])
 def test_depths_that_results_cannot_tell_apart_are_refused(filler, depths):
     with pytest.raises(ValueError, match="of which two round to the same per cent; give each its own"):
-        evaluate_needle(Finder(read_out), filler, **{**SIZES, "depths": depths})
+        evaluate_needle(Finder(read_out), filler, Settings(**{**SIZES, "depths": depths}))
 
 
 def test_another_model_of_the_same_name_does_not_resume(tmp_path):
@@ -228,7 +228,7 @@ def test_the_saved_prompt_is_whole_and_its_tokens_count_what_the_tokenizer_puts_
     lm = tiny_lm("llama", positions=9000, tokenizer=bos_tokenizer())
     seen = []
     lm.generate = lambda prompts, count: seen.extend(prompts) or [""] * len(prompts)
-    (row,) = evaluate_needle(lm, filler, settings=((1, 1),), depths=(0.5,), length=8000, per_cell=1).rows
+    (row,) = evaluate_needle(lm, filler, Settings(cells=((1, 1),), depths=(0.5,), length=8000, samples=1)).rows
     assert [row["prompt"]] == seen
     assert row["tokens"] == len(lm.tokenizer(row["prompt"])["input_ids"]) > 7900
 
@@ -253,8 +253,8 @@ def said_in_words(prompt):
 
 def test_an_instruct_model_is_asked_through_its_template_and_its_numbers_are_searched_for(filler):
     model, wording = Instruct(said_in_words), "Which numbers do {cities} have?"
-    asking = Asking(model.tokenizer, chat_template=True, wording=wording, scoring="search")
-    result = evaluate_needle(model, filler, **SIZES, asking=asking)
+    asking = {"chat_template": True, "wording": wording, "scoring": "search"}
+    result = evaluate_needle(model, filler, Settings(**SIZES, **asking))
     assert result.metrics["n1_r1"] == result.metrics["n3_r2"] == 1.0
     assert model.new_tokens == 32
     for row, prompt in zip(result.rows, model.prompts, strict=True):
@@ -266,15 +266,15 @@ def test_an_instruct_model_is_asked_through_its_template_and_its_numbers_are_sea
         "asked through the tokenizer's chat template, in the user's words 'Which numbers do {cities} have?', with the "
         "numbers searched for in the first 32 tokens"
     )
-    by_next = evaluate_needle(model, filler, **SIZES, asking=Asking(model.tokenizer, True, wording))
+    by_next = evaluate_needle(model, filler, Settings(**SIZES, chat_template=True, wording=wording))
     assert by_next.metrics["n1_r1"] == 0.0  # the first number is another
     wrong = Instruct(lambda prompt: said_in_words(prompt).replace("has ", "has 1"))
-    assert evaluate_needle(wrong, filler, **SIZES, asking=asking).metrics["n1_r1"] == 0.0
+    assert evaluate_needle(wrong, filler, Settings(**SIZES, **asking)).metrics["n1_r1"] == 0.0
 
 
 def test_the_prompt_may_begin_the_answer(filler):
     model = Instruct(lambda prompt: " 0")
-    evaluate_needle(model, filler, **SIZES, asking=Asking(model.tokenizer, chat_template=True))
+    evaluate_needle(model, filler, Settings(**SIZES, chat_template=True))
     assert re.search(r"\nQuestion: What is the magic number of (\w+)\?<\|pad\|>\n.*\n\1 is$", model.prompts[0])
     said = Asking(model.tokenizer, True, "And {cities}?|{city} has").prompt(" Some text.", ["Rome", "Oslo"])
     assert said == "<|endoftext|>user\nSome text.\nAnd Rome and Oslo?<|pad|>\n<|endoftext|>assistant\nRome has"
@@ -288,7 +288,7 @@ def test_the_prompt_may_begin_the_answer(filler):
 def test_text_that_spells_special_tokens_is_left_out_of_a_template():
     filler = Filler([Document("d", "It was <|pad|>a [|pad|] quiet</s> street, said <|endoftext|> he. " * 60)])
     model = Instruct(lambda prompt: "")
-    evaluate_needle(model, filler, **SIZES, asking=Asking(model.tokenizer, chat_template=True))
+    evaluate_needle(model, filler, Settings(**SIZES, chat_template=True))
     assert all(prompt.count("<|endoftext|>") == 2 and prompt.count("<|pad|>") == 1 for prompt in model.prompts)
 
 
@@ -332,11 +332,13 @@ def test_experiments_take_the_template_and_a_wording_and_the_page_says_so(name, 
 
 def test_labels_are_scored_as_replies():
     from diff_transformer.data.tasks.labelled import load_labelled
-    from diff_transformer.evals.many_shot import evaluate_many_shot
+    from diff_transformer.evals import many_shot
 
     lm = tiny_lm("llama", tokenizer=chat_tokenizer(), positions=1000, std=0.5)
-    result = evaluate_many_shot(
-        lm, load_labelled("python"), shots=(2,), questions=3, order_seeds=1, orders=("random",), chat_template=True
+    result = many_shot.evaluate_many_shot(
+        lm,
+        load_labelled("python"),
+        many_shot.Settings(shots=(2,), samples=3, order_seeds=1, orders=("random",), chat_template=True),
     )
     for row in result.rows:
         text = f"<|endoftext|>user\n{result.rows[0]['examples']}{row['prompt']}<|pad|>\n<|endoftext|>assistant\n"

@@ -10,9 +10,10 @@ from tiny_models import tiny_lm
 from diff_transformer.data.documents import Document
 from diff_transformer.data.tasks.multiple_choice import continuations_of, load_continuations
 from diff_transformer.data.tasks.types import MultipleChoiceItem
-from diff_transformer.evals.inside import AttentionCall, changed_logits
+from diff_transformer.evals.attention_tap import AttentionCall, changed_logits
 from diff_transformer.evals.lm import CausalLM
 from diff_transformer.evals.quantization import (
+    Settings,
     absmax,
     evaluate_quantization,
     quantise,
@@ -117,7 +118,7 @@ def test_an_experiment_on_every_kind_of_model(lm):
 @pytest.mark.parametrize("granularity", ["row", "tensor"])
 def test_log_probabilities_are_those_of_the_whole_sequence(granularity):
     lm = make("llama")
-    result = evaluate_quantization(lm, TASKS, bits=(16,), granularity=granularity)
+    result = evaluate_quantization(lm, TASKS, settings=Settings(bits=(16,), granularity=granularity))
     for row, task in zip(result.rows, TASKS, strict=True):
         exact = []
         for choice in task.choices:
@@ -145,17 +146,17 @@ class Knows:
 def test_a_model_that_knows_scores_one_and_one_that_does_not_zero(monkeypatch):
     lm, right = make("gpt2"), {" the mat.", " are three.", " we rest"}
     Knows(monkeypatch, lambda ending: -1.0 if ending in right else -100.0)
-    metrics = evaluate_quantization(lm, TASKS, bits=(8, 4)).metrics
+    metrics = evaluate_quantization(lm, TASKS, settings=Settings(bits=(8, 4))).metrics
     assert [metrics[f"{name}_{bits}bit"] for name in ("accuracy", "accuracy_plain") for bits in (8, 4)] == [1.0] * 4
     assert metrics["accuracy_4bit_change"] == 0.0
     Knows(monkeypatch, lambda ending: -100.0 if ending in right else -1.0)
-    metrics = evaluate_quantization(lm, TASKS, bits=(8,)).metrics
+    metrics = evaluate_quantization(lm, TASKS, settings=Settings(bits=(8,))).metrics
     assert metrics["accuracy_8bit"] == metrics["accuracy_plain_8bit"] == 0.0
 
 
 def test_normalised_and_plain_scores_are_told_apart(monkeypatch):
     Knows(monkeypatch, lambda ending: -4.0 - 0.01 * len(ending))  # the shortest is likeliest, the longest a character
-    metrics = evaluate_quantization(make("gpt2"), TASKS, bits=(8,)).metrics
+    metrics = evaluate_quantization(make("gpt2"), TASKS, settings=Settings(bits=(8,))).metrics
     tasks = [max if normalised else min for normalised in (True, False)]
     expected = [
         sum(task.answer == pick(range(4), key=lambda i, t=task: len(t.choices[i])) for task in TASKS) / 3
@@ -177,7 +178,7 @@ def test_an_interrupted_run_goes_on_and_ends_the_same(tmp_path):
     lm = make("diff")
     lm.batch_size = 4
     ids = torch.randint(0, 256, (5, 40), generator=torch.Generator().manual_seed(5))
-    whole, calls = evaluate_quantization(lm, TASKS, ids, bits=(16, 4)), []
+    whole, calls = evaluate_quantization(lm, TASKS, ids, Settings(bits=(16, 4))), []
     losses = lm.token_losses
 
     def stops(rows):
@@ -188,8 +189,10 @@ def test_an_interrupted_run_goes_on_and_ends_the_same(tmp_path):
 
     lm.token_losses = stops
     with pytest.raises(KeyboardInterrupt):
-        evaluate_quantization(lm, TASKS, ids, bits=(16, 4), samples=Samples(tmp_path / "journal"))
-    resumed = evaluate_quantization(lm, TASKS, ids, bits=(16, 4), samples=Samples(tmp_path / "journal", resume=True))
+        evaluate_quantization(lm, TASKS, ids, Settings(bits=(16, 4)), samples=Samples(tmp_path / "journal"))
+    resumed = evaluate_quantization(
+        lm, TASKS, ids, Settings(bits=(16, 4)), samples=Samples(tmp_path / "journal", resume=True)
+    )
     assert calls == [4, 1, 1, 4, 1]
     assert (resumed.metrics, resumed.rows) == (whole.metrics, whole.rows)
 
@@ -197,25 +200,25 @@ def test_an_interrupted_run_goes_on_and_ends_the_same(tmp_path):
 def test_a_task_with_an_ending_that_the_model_cannot_read_is_skipped_and_counted():
     lm = make("gpt2")
     long = MultipleChoiceItem("He said", ("y" * 200, "no.", "yes.", "so."), 0, True)
-    result = evaluate_quantization(lm, [TASKS[0], long, TASKS[1]], bits=(16, 4))
+    result = evaluate_quantization(lm, [TASKS[0], long, TASKS[1]], settings=Settings(bits=(16, 4)))
     assert result.metrics["skipped"] == 1
     rows = [row for row in result.rows if "skipped" in row]
     assert [row["skipped"] for row in rows] == [
         "task 1: a choice has 201 tokens, more than the 128 positions of gpt2"
     ] * 2
-    without = evaluate_quantization(lm, [TASKS[0], TASKS[1]], bits=(16, 4)).metrics
+    without = evaluate_quantization(lm, [TASKS[0], TASKS[1]], settings=Settings(bits=(16, 4))).metrics
     assert {k: v for k, v in result.metrics.items() if k != "skipped"} == pytest.approx(without)
     with pytest.raises(ValueError, match="task 0: a choice has 201 tokens"):
-        evaluate_quantization(lm, [long], bits=(16,))
+        evaluate_quantization(lm, [long], settings=Settings(bits=(16,)))
 
 
 def test_wrong_settings_are_refused():
     lm = make("gpt2")
     with pytest.raises(ValueError, match="granularity is 'column'; accepted: 'tensor', 'head', 'row'"):
-        evaluate_quantization(lm, TASKS, granularity="column")
+        evaluate_quantization(lm, TASKS, settings=Settings(granularity="column"))
     for bits in ((1,), (17,), (), (4.5,)):
         with pytest.raises(ValueError, match="give whole numbers from 2 to 16"):
-            evaluate_quantization(lm, TASKS, bits=bits)
+            evaluate_quantization(lm, TASKS, settings=Settings(bits=bits))
     with pytest.raises(ValueError, match="a row has 129 tokens, more than the 128 positions of gpt2"):
         evaluate_quantization(lm, TASKS, torch.zeros(1, 129, dtype=torch.long))
 
@@ -227,7 +230,7 @@ def test_a_context_too_long_loses_its_beginning_and_says_so():
     assert bytes(context) == b"x" * 24 + b"y" * 100  # 124 + 5 - 1 = 128
     assert [bytes(tokens) for tokens in endings] == [b" yes.", b" no."]
     assert cut == 26
-    result = evaluate_quantization(lm, [task, TASKS[0]], bits=(8,))
+    result = evaluate_quantization(lm, [task, TASKS[0]], settings=Settings(bits=(8,)))
     assert result.metrics["truncated"] == 0.5
     assert [row["cut"] for row in result.rows] == [26, 0]
     with pytest.raises(ValueError, match="a choice has 130 tokens, more than the 128 positions"):

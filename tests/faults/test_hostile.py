@@ -297,7 +297,7 @@ def test_pages_in_a_browser(cli, tmp_path, reliability):
     pages.append(out / "report.html")
     for run in out.glob("members/*/run"):
         run.rename(run.with_name(NAME))
-    for name, inputs in (("runs", out.glob(f"members/*/{NAME}")), ("evals", out.glob("members/*/evals/*.json"))):
+    for name, inputs in (("runs", out.glob(f"members/*/{NAME}")), ("evals", out.glob("members/*/record.json"))):
         code, said = cli("report", *inputs, "--out", tmp_path / f"{name}.html")
         assert code == 0, said
         pages.append(tmp_path / f"{name}.html")

@@ -8,6 +8,7 @@ import sys
 import tarfile
 import time
 from collections import Counter
+from operator import attrgetter
 from pathlib import Path
 from typing import ClassVar
 
@@ -29,7 +30,7 @@ from diff_transformer.lab.compare import compare
 from diff_transformer.lab.pool import LOG, LocalProcesses
 from diff_transformer.lab.recipes import recipe
 from diff_transformer.lab.record import load_run
-from diff_transformer.lab.spec import RunSpec, Study, seeds
+from diff_transformer.lab.stages import SWEPT, Stage
 from diff_transformer.lab.study import run_study
 from diff_transformer.train.config import override
 from diff_transformer.train.training_data import load_training_data
@@ -186,15 +187,10 @@ def test_compare(forked_workers, texts, tmp_path, reliability):
 
 
 def test_study(forked_workers, texts, tmp_path, reliability):
-    def tiny(side: str, lr: float):
-        settings = [f"data.corpus={texts}", "data.max_bytes=null", "evaluation.more={}", *LEARNT]
-        return override(recipe("debug"), [*settings, f"model.attention={side}", f"optim.lr={lr}"])
-
-    sides = ("diff", "softmax")
-    sweep = [RunSpec(f"sweep/lr{lr}", side, 0, tiny(side, lr)) for side in sides for lr in (1e-3, 1e-2)]
-
-    def runs(rates):
-        return [spec for side in sides for spec in seeds("main", side, tiny(side, rates[side]), range(1))]
+    settings = [f"data.corpus={texts}", "data.max_bytes=null", "evaluation.more={}", *LEARNT]
+    tiny, sides = override(recipe("debug"), settings), {side: {"attention": side} for side in ("diff", "softmax")}
+    sweep = Stage({"": tiny}, sides, (0,), (1e-3, 1e-2), "sweep/lr{rate:g}", (), attrgetter("final_loss"))
+    stages = [sweep, Stage({"main": tiny}, sides, (0,), SWEPT)]
 
     def assert_same(out: Path, other: Path):
         records = sorted(record.parent.relative_to(other) for record in other.rglob("record.json"))
@@ -202,8 +198,7 @@ def test_study(forked_workers, texts, tmp_path, reliability):
         for record in records:
             assert_same_record(out / record, other / record)
 
-    study = Study("tiny", sweep, runs)
-    killed = killed_lives(lambda out: run_study(study, out, jobs=2), assert_same, tmp_path, seed=6)
+    killed = killed_lives(lambda out: run_study(stages, out, jobs=2), assert_same, tmp_path, seed=6)
     reliability(PART, "`study`", killed)
 
 

@@ -107,6 +107,17 @@ def test_what_is_not_a_repetition_is_not_averaged(other):
     assert averaged(records) == records
 
 
+def test_a_result_is_kept_as_a_record_and_that_of_an_earlier_version_is_read(tmp_path):
+    result = Result("needle", "tiny-seed3", {"n1_r1": 0.5}, [{"got": "7"}], {"seed": 1, "length": 64})
+    result.save(tmp_path / "now.json")
+    (tmp_path / "earlier.json").write_text(json.dumps(result.to_dict()))
+    for name in ("now.json", "earlier.json"):
+        assert load_all(tmp_path / name) == [of_result(result)]
+        assert Result.load(tmp_path / name) == result
+    record = json.loads((tmp_path / "now.json").read_text())
+    assert (record["schema"], record["side"], record["seed"]) == (2, "tiny", 3)
+
+
 def test_the_demo_s_record_is_read():
     records = {record.side: record for record in load_all(FIGURES / "demo")}
     assert records.keys() == {"diff", "softmax", "softmax_norm"}

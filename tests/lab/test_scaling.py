@@ -107,7 +107,7 @@ def test_a_rise_is_noted():
 )
 def test_what_cannot_be_fitted_is_said(runs, options, message):
     with pytest.raises(ValueError, match=message):
-        evaluate_scaling(runs, **options)
+        evaluate_scaling(runs, Settings(**options))
 
 
 def test_tables_of_all_kinds_are_read(tmp_path):

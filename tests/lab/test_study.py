@@ -1,59 +1,107 @@
 """The plan and the driver of a study: finished runs are skipped, interrupted ones continue, failures are reported."""
 
 import json
-from dataclasses import replace
+from operator import attrgetter
 from pathlib import Path
 
 import pytest
+from desk.plan import MATCHED, SIDES, base
+from desk.plan import stages as desk_stages
+from ladder.plan import stages as ladder_stages
 
 from diff_transformer import DiffTransformerConfig
 from diff_transformer.lab.recipes import recipe
-from diff_transformer.lab.recipes.desk_study import MATCHED, SIDES, base, desk_study
-from diff_transformer.lab.recipes.studies import ladder_study
 from diff_transformer.lab.record import Record, load_all
-from diff_transformer.lab.spec import RunSpec, Study, seeds
-from diff_transformer.lab.study import Progressed, run_study, sweep_scores
+from diff_transformer.lab.stages import SWEPT, Stage, load_stages
+from diff_transformer.lab.study import Progressed, best_rates, run_study
 from diff_transformer.lab.worker import gradient_metrics, losses_by_source, run
 from diff_transformer.model.head_norm_init import matched_head_norm_init
 from diff_transformer.train.config import override
 
+EXAMPLE = Path(__file__).parents[2] / "examples" / "my_plan.py"
+PAIR = {side: {"attention": side} for side in ("diff", "softmax")}
 
-def tiny(texts, side, lr, *more):
+
+def tiny(texts, *more):
     settings = [f"data.corpus={texts}", "data.max_bytes=null", "train.steps=4", "train.checkpoint_every=2"]
-    settings += ["evaluation.more={}", f"model.attention={side}", f"optim.lr={lr}", *more]
-    return override(recipe("debug"), settings)
+    return override(recipe("debug"), [*settings, "evaluation.more={}", *more])
+
+
+def sweep(texts, *more, score=attrgetter("final_loss")):
+    return Stage({"": tiny(texts, *more)}, PAIR, (0,), (1e-3, 1e-2), "sweep/lr{rate:g}", (), score)
 
 
 def study(texts, *more):
-    sweep = [
-        RunSpec(f"sweep/lr{lr}", side, 0, tiny(texts, side, lr, *more), may_diverge=True)
-        for side in ("diff", "softmax")
-        for lr in (1e-3, 1e-2)
-    ]
-
-    def runs(chosen):
-        return [
-            cell
-            for side in ("softmax", "diff")
-            for cell in seeds("main", side, tiny(texts, side, chosen[side], *more), range(1))
-        ]
-
-    return Study("tiny", sweep, runs)
+    return [sweep(texts, *more), Stage({"main": tiny(texts, *more)}, PAIR, range(1), SWEPT)]
 
 
-def test_each_side_takes_its_own_best_rate(texts):
-    plan = study(texts)
-    losses = dict(zip([cell.key for cell in plan.sweep], [3.0, 2.0, 4.0, 5.0], strict=True))
-    assert plan.choose(losses) == {"diff": 1e-2, "softmax": 1e-3}
-    del losses[plan.sweep[2].key]
-    with pytest.raises(ValueError, match=r"sweep is not finished: sweep/lr0.001/softmax-seed0"):
-        plan.choose(losses)
+def keep(out, specs, *finals, name="validation", key="loss", diverged=()):
+    """The records of finished runs, each with the last value of its curve."""
+    for spec, final in zip(specs, finals, strict=True):
+        said = "step 3: loss nan" if final in diverged else None
+        curves = {name: {key: [0.9, final]}}
+        config = spec.config.to_dict()
+        Record(spec.setting, spec.side, spec.seed, config, curves=curves, diverged=said).save(
+            out / spec.key / "record.json"
+        )
+
+
+def test_each_side_takes_its_own_best_rate(texts, tmp_path):
+    stage = sweep(texts)
+    keep(tmp_path, stage.specs({}), 3.0, 2.0, 4.0, 5.0)
+    assert best_rates(stage, {}, tmp_path) == {"diff": 1e-2, "softmax": 1e-3}
+
+
+def test_rates_of_a_stage(texts):
+    def rates(of, swept, **more):
+        return [(s.setting, s.config.optim.lr) for s in Stage({"a": tiny(texts)}, PAIR, (0,), of, **more).specs(swept)]
+
+    swept = {"diff": 2e-3, "softmax": 4e-3}
+    assert rates(None, {}) == [("a", 3e-3)] * 2
+    assert rates(SWEPT, swept) == [("a", 2e-3), ("a", 4e-3)]
+    assert rates("softmax", swept) == [("a", 4e-3)] * 2
+    assert rates({"diff": 1e-3, "softmax": (1e-3, 5e-3)}, {}, folder="{setting}_lr{rate:g}") == [
+        ("a_lr0.001", 1e-3), ("a_lr0.001", 1e-3), ("a_lr0.005", 5e-3),
+    ]  # fmt: skip
+
+
+def test_a_side_may_be_a_variant_of_equal_cost(texts):
+    (spec,) = Stage({"a": tiny(texts)}, {"mine": {"variant": "softmax_norm", "head_norm_init": 0.3}}, (7,)).specs({})
+    fields = {"attention": "softmax", "softmax_head_norm": True, "head_norm_init": 0.3}
+    assert fields.items() <= spec.config.model.items()
+    assert (spec.key, spec.config.train.seed) == ("a/mine-seed7", 7)
+
+
+def test_a_plan_of_a_user_is_named_by_its_file(texts, tmp_path):
+    sweep, main = load_stages(str(EXAMPLE), str(texts))
+    assert len(sweep.specs({})) == 3 * 3
+    specs = main.specs({"softmax": 1e-3, "diff": 2e-3, "control": 4e-3})
+    assert [spec.key for spec in specs][:4] == [
+        "width64/softmax-seed0", "width64/diff-seed0", "width64/control-seed0", "width128/softmax-seed0",
+    ]  # fmt: skip
+    assert specs[0].config.data.corpus == str(texts)
+    assert specs[5].config.optim.lr == 4e-3
+    path = tmp_path / "my_plan.py"
+    path.write_text("")
+    with pytest.raises(ValueError, match=r"my_plan.py is no plan; give it stages\(corpus\)"):
+        load_stages(str(path))
+    path.write_text("def stages(corpus):\n    return []\n")
+    with pytest.raises(ValueError, match="is an empty plan"):
+        load_stages(str(path))
+
+
+def test_short_names_are_those_of_a_clone(monkeypatch, tmp_path):
+    with pytest.raises(ValueError, match=r"no study 'recal' .*'recall'\?\); there are: answers, desk, .*, or"):
+        load_stages("recal")
+    monkeypatch.setattr("diff_transformer.lab.stages.FIGURES", tmp_path)  # as an installed package has none
+    with pytest.raises(ValueError, match="no study 'recall'; there are: the Python file of a plan"):
+        load_stages("recall")
 
 
 def test_what_cannot_work_is_said_before_anything_is_written(texts, tmp_path):
     out = tmp_path / "study"
     with pytest.raises(ValueError, match="attention"):
-        run_study(study(texts, "model.attention=difff"), out)
+        run_study([Stage({"a": tiny(texts)}, {"mine": {"attention": "difff"}}, (0,))], out)
     with pytest.raises(ValueError, match="head"):
         run_study(study(texts, "model.num_attention_heads=7"), out)
     with pytest.raises(FileNotFoundError, match="nowhere"):
@@ -73,7 +121,7 @@ def test_a_folder_of_something_else_is_left_alone(texts, tmp_path):
 
 
 def test_finished_cells_of_another_configuration_are_refused(texts, tmp_path):
-    cell = study(texts).sweep[0]
+    cell = sweep(texts).specs({})[0]
     folder = tmp_path / cell.key
     folder.mkdir(parents=True)
     cell.config.save(folder / "request.json")  # as an earlier version wrote it
@@ -87,40 +135,28 @@ def test_finished_cells_of_another_configuration_are_refused(texts, tmp_path):
 
 
 def test_a_rate_at_which_training_diverged_is_not_chosen(texts, tmp_path):
-    plan = study(texts)
-    for cell, loss in zip(plan.sweep, (3.0, 2.0, 4.0, 5.0), strict=True):
-        diverged = "step 3: loss nan" if loss == 2.0 else None
-        record = Record(cell.setting, cell.side, 0, curves={"validation": {"loss": [loss]}}, diverged=diverged)
-        record.save(tmp_path / cell.key / "record.json")
-    assert plan.choose(sweep_scores(plan, tmp_path)) == {"diff": 1e-3, "softmax": 1e-3}
+    stage = sweep(texts)
+    keep(tmp_path, stage.specs({}), 3.0, 2.0, 4.0, 5.0, diverged=(2.0,))
+    assert best_rates(stage, {}, tmp_path) == {"diff": 1e-3, "softmax": 1e-3}
 
 
 def test_a_sweep_may_be_scored_by_another_number(texts, tmp_path):
-    plan = replace(study(texts), score=lambda record: -record.curves["recall"]["accuracy"][-1])
-    for cell, accuracy in zip(plan.sweep, (0.3, 0.2, 0.4, 0.5), strict=True):
-        record = Record(cell.setting, cell.side, 0, curves={"recall": {"accuracy": [0.9, accuracy]}})
-        record.save(tmp_path / cell.key / "record.json")
-    assert plan.choose(sweep_scores(plan, tmp_path)) == {"diff": 1e-3, "softmax": 1e-2}
+    stage = sweep(texts, score=lambda record: -record.curves["recall"]["accuracy"][-1])
+    keep(tmp_path, stage.specs({}), 0.3, 0.2, 0.4, 0.5, name="recall", key="accuracy")
+    assert best_rates(stage, {}, tmp_path) == {"diff": 1e-3, "softmax": 1e-2}
 
 
-def test_the_study_that_follows_shares_the_folder(texts, tmp_path):
-    """It keeps the rates of sides that it does not sweep. Nothing is left to train: the records of both are there."""
-    first, keys = study(texts), set()
-    then = replace(
-        first,
-        sweep=[cell for cell in first.sweep if cell.side == "diff"],
-        runs=lambda rates: list(seeds("later", "softmax", tiny(texts, "softmax", rates["softmax"]), range(2))),
-    )
-    for cell in (*first.sweep, *first.runs({"diff": 1e-3, "softmax": 1e-3}), *then.runs({"softmax": 1e-3})):
-        config, lr = cell.config.to_dict(), cell.config.optim.lr
-        Record(cell.setting, cell.side, cell.seed, config, curves={"validation": {"loss": [lr]}}).save(
-            tmp_path / cell.key / "record.json"
-        )
-        keys.add(cell.key)
-    assert run_study(replace(first, then=then), tmp_path) == Progressed(len(keys), len(keys))
-    (tmp_path / then.runs({"softmax": 1e-3})[1].key / "record.json").rename(tmp_path / "elsewhere")
-    assert run_study(first, tmp_path) == Progressed(6, 6)
-    assert len(keys) == len(replace(first, then=then).keys())
+def test_later_stages_share_the_folder(texts, tmp_path):
+    """They keep the rates of sides that a later sweep leaves out. Nothing is left to train: all records are there."""
+    first, main = study(texts)
+    again = Stage(first.settings, {"diff": PAIR["diff"]}, (0,), (1e-3, 1e-2), first.folder, (), first.score)
+    later = Stage({"later": tiny(texts)}, {"softmax": PAIR["softmax"]}, range(2), SWEPT)
+    rates, stages = {"diff": 1e-3, "softmax": 1e-3}, [first, main, again, later]
+    specs = {spec.key: spec for stage in stages for spec in stage.specs(rates)}
+    keep(tmp_path, specs.values(), *(spec.config.optim.lr for spec in specs.values()))
+    assert run_study(stages, tmp_path) == Progressed(len(specs), len(specs)) == Progressed(8, 8)
+    (tmp_path / "later" / "softmax-seed1" / "record.json").rename(tmp_path / "elsewhere")
+    assert run_study(stages[:2], tmp_path) == Progressed(6, 6)
 
 
 @pytest.mark.slow
@@ -131,7 +167,6 @@ def test_a_study_runs_in_pieces_and_does_nothing_twice(texts, tmp_path):
     assert first.total == 6
     done = run_study(study(texts), out, jobs=2)
     assert (done.finished, done.total) == (6, 6)
-    assert len(sweep_scores(study(texts), out)) == 4
     (record,) = load_all(out / "main/diff-seed0")
     assert record.identity == ("main", "diff", 0)
     assert record.metrics["needle"].keys() >= {"n1_r1", "chance"}
@@ -168,8 +203,7 @@ def test_spikes_are_norms_far_above_those_before():
 
 
 def test_the_desk_study_compares_like_with_like():
-    plan = desk_study("python")
-    cells = plan.runs(dict.fromkeys(SIDES, 1e-3))
+    cells = [spec for stage in desk_stages("python")[1:] for spec in stage.specs(dict.fromkeys(SIDES, 1e-3))]
     assert len({cell.key for cell in cells}) == len(cells)
     by_setting = {}
     for cell in cells:
@@ -190,17 +224,8 @@ def test_the_desk_study_compares_like_with_like():
     assert Path(cells[0].key).parts == ("novels", "softmax-seed0")
 
 
-def test_the_desk_study_s_learning_rates():
-    chosen = {side: 1e-3 * (i + 1) for i, side in enumerate(SIDES)}
-    rates = {(cell.setting, cell.side): cell.config.optim.lr for cell in desk_study("python").runs(chosen)}
-    for (setting, side), rate in rates.items():
-        own = setting == "novels" and side in SIDES
-        expected = chosen[side] if own else chosen["diff" if side == "softmax_diff_rate" else "softmax"]
-        assert rate == expected, (setting, side)
-
-
 def test_the_ladder_has_four_sizes_with_equal_tokens():
-    cells = ladder_study("python").runs({})
+    cells = [spec for stage in ladder_stages("python") for spec in stage.specs({})]
     sizes = {cell.config.model["hidden_size"] for cell in cells}
     assert len(sizes) == 4
     assert {cell.side for cell in cells} == {"softmax", "diff"}
@@ -220,8 +245,8 @@ def test_a_run_that_diverges_is_a_result(texts, tmp_path, monkeypatch, measured,
     from diff_transformer.train import loop
 
     every = 1 if logged else 5
-    config = tiny(texts, "diff", 1e-3, f"train.log_every={every}", "train.steps=8", 'data.mixture={"text": 1.0}')
-    (spec,) = seeds("main", "diff", config, range(1), measured=measured)
+    config = tiny(texts, "optim.lr=1e-3", f"train.log_every={every}", "train.steps=8", 'data.mixture={"text": 1.0}')
+    (spec,) = Stage({"main": config}, {"diff": PAIR["diff"]}, (0,), measure=None if measured else ()).specs({})
     spec.save(tmp_path)
     seen = loop.learning_rate
     monkeypatch.setattr(loop, "learning_rate", lambda at, *more: float("nan") if at == step else seen(at, *more))

@@ -75,7 +75,7 @@ def test_a_backend_that_is_no_name_is_refused():
 
 @pytest.mark.parametrize("name", ["hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim"])
 def test_sizes_that_are_no_numbers_are_refused(name):
-    with pytest.raises(TypeError, match=f"{name} is '12'; give a positive number"):
+    with pytest.raises(TypeError, match=f"{name} is '12'; give a whole number"):
         DiffTransformerConfig(**{"hidden_size": 32, "num_attention_heads": 4, name: "12"})
 
 

@@ -201,7 +201,7 @@ def test_the_maps_separate_in_training(kind):
 
 
 def test_experiments_read_both_maps():
-    from diff_transformer.evals.inside import changed_logits, tapped_attention
+    from diff_transformer.evals.attention_tap import changed_logits, tapped_attention
 
     for name in ("Qwen3", "Phi-3, Phi-4"):
         for kind in KINDS:

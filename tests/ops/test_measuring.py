@@ -24,7 +24,7 @@ def cache(monkeypatch, tmp_path):
 
 
 def next_process(monkeypatch):
-    monkeypatch.setattr(measuring, "_verdicts", {})
+    monkeypatch.setattr(measuring, "_measurements", {})
 
 
 class Forms(dict):

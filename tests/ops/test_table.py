@@ -67,7 +67,7 @@ def without_triton(monkeypatch):
 
 def next_process(monkeypatch):
     monkeypatch.setattr(table, "_found", {})
-    monkeypatch.setattr(measuring, "_verdicts", {})
+    monkeypatch.setattr(measuring, "_measurements", {})
 
 
 def takes(monkeypatch, **seconds):

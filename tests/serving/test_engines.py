@@ -9,6 +9,8 @@ import pytest
 pytest.importorskip("pydantic", reason="serving is an extra: pip install 'diff-transformer[serving]'")
 from diff_transformer import DiffTransformerForCausalLM
 from diff_transformer.data.tokenizer import byte_tokenizer
+from diff_transformer.model.convert import convert_folder
+from diff_transformer.model.loading import read_model
 from diff_transformer.model.presets import preset
 from diff_transformer.serving import engines
 from diff_transformer.serving.requests import PLAIN_TEMPLATE
@@ -44,6 +46,20 @@ def test_auto_takes_vllm_where_it_is_installed(installed, model_folder):
     installed((0, 32, 0))
     assert engines.choose_engine("auto", str(model_folder)) == ("vllm", "")
     assert engines.choose_engine("transformers", str(model_folder)) == ("transformers", "")
+
+
+def test_a_published_model_is_served_by_vllm_without_its_code(installed, save, tmp_path):
+    save(lambda_depth_offset=-1)
+    convert_folder(tmp_path / "model", tmp_path / "motif", target="motif")
+    told = json.loads((tmp_path / "motif" / "config.json").read_text())
+    auto_map = {"AutoConfig": "configuration_motif.MotifConfig", "AutoModelForCausalLM": "modeling_motif.Motif"}
+    (tmp_path / "motif" / "config.json").write_text(json.dumps(told | {"auto_map": auto_map, "dtype": "bfloat16"}))
+    installed((0, 32, 0))
+    assert engines.choose_engine("auto", str(tmp_path / "motif")) == ("vllm", "")
+    command = engines.vllm_command(str(tmp_path / "motif"), name="motif", port=0)
+    assert command[command.index("--dtype") + 1] == "bfloat16"
+    with pytest.raises(ValueError, match=r"its own code, .* convert it \(`diff-transformer convert` takes Motif"):
+        read_model(tmp_path / "motif")
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,8 @@ import time
 import pytest
 
 pytest.importorskip("pydantic", reason="serving is an extra: pip install 'diff-transformer[serving]'")
-from diff_transformer.serving.middleware import BadRequest, SiteGuard, check_site
+from diff_transformer.guard import BadRequest, check_host, check_origin
+from diff_transformer.serving.middleware import SiteGuard
 from diff_transformer.serving.requests import DEFAULT_NEW_TOKENS, RequestChecks, checked, count_prompt_tokens
 
 CHAT, COMPLETIONS, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
@@ -34,9 +35,8 @@ def test_a_plain_request_is_filled_in():
 
 
 def site(host, origin=None, reached_at="127.0.0.1", relation=None):
-    given = {b"host": host, b"origin": origin, b"sec-fetch-site": relation}
-    headers = {name: value.encode() for name, value in given.items() if value is not None}
-    check_site(headers, reached_at)
+    check_host(host, reached_at)
+    check_origin(origin, host, relation)
 
 
 @pytest.mark.parametrize(

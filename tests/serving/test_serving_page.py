@@ -11,7 +11,8 @@ from typer.testing import CliRunner
 from diff_transformer.model.implementations import IMPLEMENTATIONS
 
 pytest.importorskip("openai", reason="serving is an extra: pip install 'diff-transformer[serving]'")
-PAGE = (Path(__file__).parent.parent.parent / "docs" / "serving.md").read_text()
+DOCS = Path(__file__).parent.parent.parent / "docs"
+PAGE = (DOCS / "serving.md").read_text()
 
 
 def test_the_client_of_the_page_runs(server):
@@ -34,8 +35,8 @@ def test_the_options_of_the_page_exist():
     assert [name for name in named if name not in text] == []
 
 
-def test_the_table_names_every_implementation():
-    (table,) = re.findall(r"\| name \|.*?\n\n", PAGE, re.DOTALL)
+def test_the_table_of_docs_inference_names_every_implementation():
+    (table,) = re.findall(r"\| name \| differential.*?\n\n", DOCS.joinpath("inference.md").read_text(), re.DOTALL)
     named = set(re.findall(r"`(diff_\w+|eager|sdpa|flex_attention|flash_attention_2)`", table))
     assert named == IMPLEMENTATIONS.keys() - {"flash_attention_3", "flash_attention_4"}
 

@@ -10,6 +10,8 @@ import pytest
 import torch
 from engine_models import expected, prompts
 
+from diff_transformer.model.convert import convert_folder
+
 HELPERS = Path(__file__).parents[1] / "helpers"
 
 CASES = {
@@ -46,6 +48,13 @@ def test_tensor_parallel(case, save_model, tmp_path):
     heads, d = model.config.heads, model.config.head_dim
     keys = max(1, heads.values // 2) * (d * heads.keys // heads.values + heads.value_dim)
     assert found["shares"] == [[2, heads.queries * d // 2 + keys, heads.outputs * heads.value_dim // 2]] * 2
+
+
+def test_a_published_model_in_tensor_parallel(save_model, tmp_path):
+    model, folder = save_model(attention="diff", num_key_value_heads=4, lambda_depth_offset=-1, hidden_act="poly_norm")
+    convert_folder(folder, tmp_path / "motif", target="motif")
+    rows = prompts(1, 33, 90)
+    assert run(tmp_path / "motif", tmp_path, rows, tensor_parallel_size=2)["answers"] == expected(model, rows)
 
 
 @pytest.mark.parametrize("attention", ["diff", "softmax", "diff_v2", "grouped_diff"])

@@ -8,6 +8,7 @@ in units of h N^2 d multiply-adds: 4 forward and 10 backward for softmax attenti
 
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -30,7 +31,7 @@ from diff_transformer.bench.contenders import (
     sdpa_on,
     softmax_inputs,
 )
-from diff_transformer.bench.record import Deadline, collect, machine
+from diff_transformer.bench.record import collect, in_turn, machine
 from diff_transformer.bench.shapes import Shape, too_large_reason
 from diff_transformer.bench.timing import Times, ceilings, interleaved_times
 from diff_transformer.checks import require_positive
@@ -100,31 +101,24 @@ def run_attention_benchmark(
     if reasons and None not in reasons:
         raise ValueError(reasons[0])
     ceiling = ceilings(device, dtypes)
-    deadline = Deadline(seconds)
 
-    def rows() -> Iterator[dict]:
-        left = [(dtype, shape) for dtype in dtypes for shape in shapes]
-        while left:
-            if deadline.passed():
-                yield {"unfinished": f"out of time before {', '.join(f'{s} in {d}' for d, s in left)}"}
-                return
-            dtype, shape = left.pop(0)
-            gate = Gate(shape, dtype, device)
-            reason = too_large(shape, dtype)
-            if reason is not None:
-                skipped = Contender(BASELINE, "baseline", sdpa_on(None), (), shape.causal)
-                yield {**first_fields(skipped, gate), "gate": f"skipped: {reason}"}
-                continue
-            contenders = baselines(shape, softmax_inputs(shape, dtype, device), kernels)
-            contenders += backend_contenders(ours(shape, dtype), gate.full, shape.causal)
-            contenders += [
-                Contender(name, "backend", f, tuple(gate.full), shape.causal) for name, f in (extra or {}).items()
-            ]
-            contenders += rivals(gate.full, shape.causal, kernels) if with_rivals else []
-            yield from measure(contenders, gate, ceiling, repeats, seconds_each)
-            del contenders, gate  # frees their memory before the next shape is checked
+    def rows(shape: Shape, dtype: torch.dtype) -> Iterator[dict]:
+        gate = Gate(shape, dtype, device)
+        reason = too_large(shape, dtype)
+        if reason is not None:
+            skipped = Contender(BASELINE, "baseline", sdpa_on(None), (), shape.causal)
+            yield {**first_fields(skipped, gate), "gate": f"skipped: {reason}"}
+            return
+        contenders = baselines(shape, softmax_inputs(shape, dtype, device), kernels)
+        contenders += backend_contenders(ours(shape, dtype), gate.full, shape.causal)
+        contenders += [
+            Contender(name, "backend", f, tuple(gate.full), shape.causal) for name, f in (extra or {}).items()
+        ]
+        contenders += rivals(gate.full, shape.causal, kernels) if with_rivals else []
+        yield from measure(contenders, gate, ceiling, repeats, seconds_each)
 
-    settings = {
+    work = [(f"{shape} in {dtype}", partial(rows, shape, dtype)) for dtype in dtypes for shape in shapes]
+    facts = {
         "repeats": repeats,
         "device": device,
         "baseline": f"{BASELINE}: scaled_dot_product_attention, 2 * heads, the kernel that PyTorch chooses",
@@ -135,7 +129,7 @@ def run_attention_benchmark(
     }
     # A compiled backward may otherwise donate its saved buffers, and then runs only once per graph.
     with functorch_config.patch(donated_buffer=False):
-        return collect("attention", rows(), settings, out=out, on_row=on_row)
+        return collect("attention", in_turn(work, seconds), facts, out=out, on_row=on_row)
 
 
 def measure(

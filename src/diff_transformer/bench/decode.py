@@ -8,7 +8,7 @@ round is one replayed CUDA graph.
 
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -18,7 +18,7 @@ from torch import Tensor
 from diff_transformer.bench.attention import LOST, DeviceLost, is_timed, ratio, run_gate
 from diff_transformer.bench.contenders import BASELINE, KERNELS, default_kernel, named, sdpa_on
 from diff_transformer.bench.generation import ModelSetting, model_rows
-from diff_transformer.bench.record import Deadline, collect, free_memory, machine
+from diff_transformer.bench.record import collect, free_memory, in_turn, machine
 from diff_transformer.bench.timing import Times, ceilings, interleaved_times
 from diff_transformer.checks import require_positive
 from diff_transformer.model.cores import pair_heads
@@ -163,31 +163,29 @@ def run_decode_benchmark(
     cuda = torch.device(device).type == "cuda"
     kernels = (list(KERNELS) if cuda else []) if kernels is None else kernels
     ceiling = ceilings(device, dtypes)
-    deadline = Deadline(seconds)
 
-    def of_models(compiled: bool) -> Iterator[dict]:
-        for setting in models or []:
-            if setting.compiled == compiled:
-                if deadline.passed():
-                    yield {"unfinished": f"out of time before the models at {setting}"}
-                    return
-                yield from model_rows(setting, device, repeats)
+    def rows(shape: DecodeShape, dtype: torch.dtype) -> Iterator[dict]:
+        names = default_backends(device, dtype) if backends is None else backends
+        yield from measure(Caches(shape, dtype, device), names, kernels, ceiling, repeats, seconds_each)
 
-    def rows() -> Iterator[dict]:
-        yield from of_models(compiled=False)
-        left = [(dtype, shape) for dtype in dtypes for shape in shapes if fits(shape, dtype, device)]
-        while left:
-            if deadline.passed():
-                yield {"unfinished": f"out of time before {', '.join(f'{s} in {d}' for d, s in left)}"}
-                return
-            dtype, shape = left.pop(0)
-            names = default_backends(device, dtype) if backends is None else backends
-            yield from measure(Caches(shape, dtype, device), names, kernels, ceiling, repeats, seconds_each)
-        yield from of_models(compiled=True)  # last: compilation takes most of a minute
-
-    settings = {"repeats": repeats, "device": device, "ceilings": ceiling, "machine": machine(device)}
-    settings["baseline"] = f"{BASELINE}: scaled_dot_product_attention, 2 * heads, the kernel that PyTorch chooses"
-    return collect("decode", rows(), settings, out=out, on_row=on_row)
+    of_models = {
+        compiled: [
+            (f"the models at {setting}", partial(model_rows, setting, device, repeats))
+            for setting in models or []
+            if setting.compiled == compiled
+        ]
+        for compiled in (False, True)
+    }
+    of_shapes = [
+        (f"{shape} in {dtype}", partial(rows, shape, dtype))
+        for dtype in dtypes
+        for shape in shapes
+        if fits(shape, dtype, device)
+    ]
+    work = [*of_models[False], *of_shapes, *of_models[True]]  # compilation takes most of a minute: last
+    facts = {"repeats": repeats, "device": device, "ceilings": ceiling, "machine": machine(device)}
+    facts["baseline"] = f"{BASELINE}: scaled_dot_product_attention, 2 * heads, the kernel that PyTorch chooses"
+    return collect("decode", in_turn(work, seconds), facts, out=out, on_row=on_row)
 
 
 @torch.inference_mode()

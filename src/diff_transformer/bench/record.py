@@ -9,7 +9,7 @@ import json
 import os
 import subprocess
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
 import torch
@@ -84,17 +84,24 @@ class Deadline:
     def __init__(self, seconds: float | None = None):
         self.end = None if seconds is None else time.monotonic() + seconds
 
-    def left(self) -> float:
-        return float("inf") if self.end is None else self.end - time.monotonic()
-
     def passed(self) -> bool:
-        return self.left() <= 0
+        return self.end is not None and time.monotonic() >= self.end
+
+
+def in_turn(work: Sequence[tuple[str, Callable[[], Iterable[dict]]]], seconds: float | None) -> Iterator[dict]:
+    """The rows of each piece of ``work``. None begins after ``seconds``; {"unfinished": ...} then has their names."""
+    deadline = Deadline(seconds)
+    for i, (_, rows) in enumerate(work):
+        if deadline.passed():
+            yield {"unfinished": f"out of time before {', '.join(name for name, _ in work[i:])}"}
+            return
+        yield from rows()
 
 
 def collect(
     benchmark: str,
     rows: Iterator[dict],
-    settings: dict,
+    facts: dict,
     *,
     out: Path | None = None,
     on_row: Callable[[dict], None] | None = None,
@@ -103,7 +110,7 @@ def collect(
 
     {"unfinished": reason} is not a row: it sets the record's field of that name. ``out`` is written after every row.
     """
-    record: dict = {"benchmark": benchmark, "rows": [], "provenance": provenance(**settings)}
+    record: dict = {"benchmark": benchmark, "rows": [], "provenance": provenance(**facts)}
     save(record, out)
     for row in rows:
         if "unfinished" in row:

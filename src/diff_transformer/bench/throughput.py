@@ -6,21 +6,23 @@ in fp32) and attention is each side's default. A model that one GPU cannot hold 
 row says how many of how many.
 """
 
-import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
+from statistics import median
 
 import torch
 from torch import Tensor, nn
 
 from diff_transformer.bench.generation import SIDES, SMALL, build_pair
-from diff_transformer.bench.record import Deadline, collect, free_memory, machine
+from diff_transformer.bench.record import collect, free_memory, in_turn, machine
 from diff_transformer.bench.timing import Times, ceilings, interleaved_times
 from diff_transformer.checks import require_positive
 from diff_transformer.evals.provenance import provenance
 from diff_transformer.evals.types import Result
+from diff_transformer.lab.paper import THROUGHPUT as PAPER
 from diff_transformer.model.config import DiffTransformerConfig, matched_baseline
 from diff_transformer.model.cost import count_parameters, model_cost
 from diff_transformer.model.presets import preset
@@ -28,35 +30,41 @@ from diff_transformer.model.presets import preset
 
 def measure_throughput(
     models: dict[str, nn.Module], ids: Tensor, *, precision: str = "32-true", repeats: int = 7, steps: int = 3,
-    warmup: int = 2,
+    warmup: int = 1,
 ) -> list[Result]:  # fmt: skip
     """One ``Result`` per model: the median of ``repeats`` measurements of ``steps`` steps on ``ids [B, T]``.
 
     Models take turns within each repeat, and every other repeat runs in the opposite order, so that a slow moment of
     the machine affects both. The training step is forward, backward, clipping and a fused AdamW update at learning rate
     0, which leaves the weights unchanged. ``precision``: that of the training run; "bf16-mixed" autocasts both kinds.
+    ``warmup``: measurements before, which do not count.
     """
     require_positive(repeats=repeats, steps=steps)
-    kinds = {
-        name: {"train": _training_step(model, ids, precision), "forward": _forward(model, ids, precision)}
+    kinds = {"train": _training_step, "forward": _forward}
+    runs = {
+        (kind, name): _repeated(make(model, ids, precision), steps)
+        for kind, make in kinds.items()
         for name, model in models.items()
     }
-    for name in kinds:
-        for run in kinds[name].values():
-            for _ in range(warmup):
-                run()
+    times = interleaved_times(runs, repeats, str(ids.device), warmup=warmup)
     tokens = ids.numel() * steps
-    seen: dict[str, list[dict]] = {name: [] for name in models}
-    for repeat in range(repeats):
-        order = list(models) if repeat % 2 == 0 else list(models)[::-1]
-        for kind in ("train", "forward"):
-            for name in order:
-                if len(seen[name]) <= repeat:
-                    seen[name].append({"repeat": repeat})
-                seen[name][repeat][f"{kind}_tokens_per_second"] = tokens / _time(kinds[name][kind], steps, ids.device)
-    settings = {"batch": ids.shape[0], "length": ids.shape[1], "repeats": repeats, "steps": steps}
-    settings["precision"] = precision
-    return [Result("throughput", name, _medians(rows), rows, provenance(**settings)) for name, rows in seen.items()]
+    facts = {"batch": ids.shape[0], "length": ids.shape[1], "repeats": repeats, "steps": steps}
+    facts["precision"] = precision
+    results = []
+    for name in models:
+        rates = {f"{kind}_tokens_per_second": [tokens / s for s in times[kind, name].seconds] for kind in kinds}
+        rows = [{"repeat": i, **{key: rate[i] for key, rate in rates.items()}} for i in range(repeats)]
+        medians = {key: median(rate) for key, rate in rates.items()}
+        results.append(Result("throughput", name, medians, rows, provenance(**facts)))
+    return results
+
+
+def _repeated(run: Callable[[], None], steps: int) -> Callable[[], None]:
+    def runs():
+        for _ in range(steps):
+            run()
+
+    return runs
 
 
 def _autocast(ids: Tensor, precision: str) -> AbstractContextManager:
@@ -87,33 +95,7 @@ def _forward(model: nn.Module, ids: Tensor, precision: str) -> Callable[[], None
     return forward
 
 
-def _time(run: Callable[[], None], steps: int, device: torch.device) -> float:
-    """Seconds of ``steps`` runs, without work queued before."""
-    _wait_for(device)
-    start = time.perf_counter()
-    for _ in range(steps):
-        run()
-    _wait_for(device)
-    return time.perf_counter() - start
-
-
-def _wait_for(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-
-
-def _medians(rows: list[dict]) -> dict[str, float]:
-    names = [name for name in rows[0] if name != "repeat"]
-    return {name: float(torch.tensor([row[name] for row in rows], dtype=torch.float64).median()) for name in names}
-
-
 KINDS = ("forward_backward", "prefill")
-# Table 7 (from a third party's transcription), tokens/s on an H100: Transformer and DIFF Transformer.
-PAPER = {
-    ("3B", 2048): {"forward_backward": (7247, 6635), "prefill": (51228, 46811)},
-    ("3B", 4096): {"forward_backward": (7491, 6718), "prefill": (48762, 44521)},
-    ("13.1B", 2048): {"forward_backward": (998, 942), "prefill": (14346, 13653)},
-}
 USED_MEMORY = 0.8  # share of the free memory
 ACTIVATION_BYTES = 80  # approximate number kept for the backward pass per token, layer and channel of d_model
 LOGIT_BYTES = 14  # per token and vocabulary entry: logits, their fp32 copy, its softmax and gradients
@@ -175,19 +157,12 @@ def run_throughput_benchmark(
     """
     require_positive(repeats=repeats, seconds=seconds, seconds_each=seconds_each)
     ceiling = ceilings(device, tuple(dict.fromkeys(s.dtype for s in settings)) or (torch.float32,))
-    deadline = Deadline(seconds)
-
-    def rows() -> Iterator[dict]:
-        for i, setting in enumerate(settings):
-            if deadline.passed():
-                left = ", ".join(f"{s.model} at {s.length}" for s in settings[i:])
-                yield {"unfinished": f"out of time before {left}"}
-                return
-            yield from measure_pair(setting, device, ceiling, repeats, seconds_each)
-
+    work = [
+        (f"{s.model} at {s.length}", partial(measure_pair, s, device, ceiling, repeats, seconds_each)) for s in settings
+    ]
     facts = {"repeats": repeats, "device": device, "ceilings": ceiling, "machine": machine(device)}
     facts["step"] = "forward + backward without an update; prefill fills a cache and keeps the last token's logits"
-    return collect("throughput", rows(), facts, out=out, on_row=on_row)
+    return collect("throughput", in_turn(work, seconds), facts, out=out, on_row=on_row)
 
 
 def measure_pair(

@@ -5,16 +5,17 @@ Every candidate passes the benchmark's correctness gate before it is timed, or i
 """
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from diff_transformer.bench.contenders import Gate
-from diff_transformer.bench.record import Deadline, collect, machine
+from diff_transformer.bench.record import collect, in_turn, machine
 from diff_transformer.bench.shapes import Shape, too_large_reason
 from diff_transformer.ops import measuring, table
 from diff_transformer.ops.arguments import autocast_off
@@ -51,18 +52,12 @@ def tune_attention(
             if reason is not None:
                 raise ValueError(reason)
 
-    def rows() -> Iterator[dict]:
-        deadline = Deadline(seconds)
-        todo = [(shape, dtype) for dtype in dtypes for shape in shapes]
-        for i, (shape, dtype) in enumerate(todo):
-            if deadline.passed():
-                left = ", ".join(f"{s} in {d}" for s, d in todo[i:])
-                yield {"unfinished": f"out of time before {left}"}
-                return
-            for kind in KINDS:
-                yield from forms_at(shape, dtype, device, kind)
+    def rows(shape: Shape, dtype: torch.dtype) -> list[dict]:
+        return [row for kind in KINDS for row in forms_at(shape, dtype, device, kind)]
 
-    return collect("attention-tune", rows(), {"device": device, "machine": machine(device)}, out=out, on_row=on_row)
+    work = [(f"{shape} in {dtype}", partial(rows, shape, dtype)) for dtype in dtypes for shape in shapes]
+    facts = {"device": device, "machine": machine(device)}
+    return collect("attention-tune", in_turn(work, seconds), facts, out=out, on_row=on_row)
 
 
 def forms_at(shape: Shape, dtype: torch.dtype, device: str, kind: str) -> list[dict]:
@@ -74,7 +69,7 @@ def forms_at(shape: Shape, dtype: torch.dtype, device: str, kind: str) -> list[d
     return rows + [{"form": name, **first, "left_out": reason} for name, reason in found.left_out.items()]
 
 
-def measured(gate: Gate, gradients: bool) -> measuring.Verdict:
+def measured(gate: Gate, gradients: bool) -> measuring.Measurement:
     """Time all candidates at the gate's shape, and keep the fastest."""
     with torch.set_grad_enabled(gradients):
         call = check(*gate.full, is_causal=gate.shape.causal)

@@ -251,7 +251,7 @@ def report(
     elif any((path / "results.json").exists() for path in results):
         raise ValueError(
             "a page shows one comparison only; to overlay several, give their runs "
-            "(FOLDER/members/*/run), or their experiments (FOLDER/members/*/evals)"
+            "(FOLDER/members/*/run), or their records (FOLDER/members/*/record.json)"
         )
     else:
         print(f"report: {write_evals_report(list(results), out, overwrite=overwrite)}")

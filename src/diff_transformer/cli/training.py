@@ -39,8 +39,8 @@ def compare(
     variants: Annotated[
         str,
         typer.Option(
-            help="Also train, by commas: diff_v2, grouped_diff, dint, fixed_lambda, softmax_norm (the Transformer with "
-            "DIFF's head norm, a control that stands beside every claim), each at equal cost. '' trains the pair alone."
+            help="Also train, by commas: diff_v2, grouped_diff, dint, fixed_lambda, softmax_norm (the Transformer + "
+            "head norm, a control that stands beside every claim), each at equal cost. '' trains the pair alone."
         ),
     ] = "softmax_norm",
     engine: Engine = "local",
@@ -166,7 +166,7 @@ def prepare(
 @app.command()
 def study(
     name: Annotated[
-        str, typer.Argument(help="desk, prose, recall, recall_confirmation, answers, needles, stability or ladder.")
+        str, typer.Argument(help="Python file of a plan; in a clone also a folder of figures/ that has one, as recall.")
     ],
     out: Annotated[Path, typer.Option("--out", help="Folder of the study; finished runs in it are kept.")],
     corpus: Annotated[str, typer.Option(help='Text: "python", a file, a folder, an archive.')] = "python",
@@ -179,13 +179,13 @@ def study(
     gpus_per_run: GPUsPerRun = None,
 ):
     """Train and measure many small models with several seeds, in sessions of any length."""
-    from diff_transformer.lab.recipes.studies import study as plan
+    from diff_transformer.lab.stages import load_stages
     from diff_transformer.lab.study import run_study
 
     training()
     with resumable(out, lambda: any(out.rglob(CHECKPOINTS)), "with the same command"):
-        specs, cluster = plan(name, corpus), executor(engine, out, address, gpus_per_run)
-        done = run_study(specs, out, minutes=minutes, jobs=jobs, executor=cluster)
+        stages, cluster = load_stages(name, corpus), executor(engine, out, address, gpus_per_run)
+        done = run_study(stages, out, minutes=minutes, jobs=jobs, executor=cluster)
     print(f"{done.finished} of {done.total} models finished: {out}")
     if done.finished != done.total:
         print("to continue, run the same command again")

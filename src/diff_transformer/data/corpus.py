@@ -164,12 +164,12 @@ def _split(name: str, files: list[tuple[str, bytes]]) -> Corpus:
     files = [(path, data) for path, (_, data) in zip(names, files, strict=True)]
     folders = {path.split("/")[0] for path, _ in files if "/" in path}
     if "train" in folders and folders & VALIDATION_FOLDERS:
-        side = sorted(folders & VALIDATION_FOLDERS)[0]
+        split = sorted(folders & VALIDATION_FOLDERS)[0]
         train = stable_order(_documents(name, [file for file in files if file[0].startswith("train/")]))
-        validation = stable_order(_documents(name, [file for file in files if file[0].startswith(f"{side}/")]))
-        for label, documents in (("train", train), (side, validation)):
+        validation = stable_order(_documents(name, [file for file in files if file[0].startswith(f"{split}/")]))
+        for label, documents in (("train", train), (split, validation)):
             _refuse_blank(f"{name}, folder {label}/", documents)
-        return Corpus(name, train, validation, f"the folders train/ and {side}/")
+        return Corpus(name, train, validation, f"the folders train/ and {split}/")
     documents = stable_order(_documents(name, files))
     _refuse_blank(name, documents)
     if len(documents) == 1:

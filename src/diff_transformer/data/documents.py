@@ -48,7 +48,7 @@ class Document:
 
     name: str
     text: str
-    group: str = ""  # decides the side of a split (default: the name); documents that quote each other share a group
+    group: str = ""  # decides the split (default: the name); documents that quote each other share a group
 
     @property
     def num_bytes(self) -> int:
@@ -67,11 +67,11 @@ class Corpus:
 
     def description(self) -> str:
         """One line: the number of documents and bytes of each side, and how they were divided."""
-        sides = []
+        splits = []
         for label, documents in (("train", self.train), ("validation", self.validation)):
             size = sum(document.num_bytes for document in documents)
-            sides.append(f"{label} {len(documents)} document{'s' * (len(documents) != 1)}, {size:,} bytes")
-        return f"{self.name}: {'; '.join(sides)}; split: {self.split}"
+            splits.append(f"{label} {len(documents)} document{'s' * (len(documents) != 1)}, {size:,} bytes")
+        return f"{self.name}: {'; '.join(splits)}; split: {self.split}"
 
 
 def stable_order(documents: Iterable[Document]) -> list[Document]:
@@ -95,10 +95,10 @@ def held_out_split(
     held_out = {group for group in groups if hash_of_name(group) < share} or {groups[0]}
     if len(held_out) == len(groups):
         held_out.discard(groups[-1])
-    sides: tuple[list[Document], list[Document]] = ([], [])
+    splits: tuple[list[Document], list[Document]] = ([], [])
     for document in documents:
-        sides[(document.group or document.name) in held_out].append(document)
-    return sides
+        splits[(document.group or document.name) in held_out].append(document)
+    return splits
 
 
 def tail_split(document: Document) -> tuple[Document, Document]:

@@ -24,7 +24,7 @@ SPARE = 2  # "enough" is this many times the longest prompt, so that prompts dif
 def load_rows(
     source: str, tokenizer: "PreTrainedTokenizerFast", length: int, count: int, *, seed: int = 0, split="held-out"
 ) -> tuple[Tensor, str]:
-    """``count`` windows of a corpus that do not overlap, int64 ``[count, length]``, and their side of the corpus:
+    """``count`` windows of a corpus that do not overlap, int64 ``[count, length]``, and their part of the corpus:
     "validation" or "all". Each begins with the tokens that the tokenizer puts in front of every text.
 
     Args:
@@ -36,21 +36,21 @@ def load_rows(
         ValueError: if the text has fewer windows.
     """
     require_positive(length=length, count=count)
-    side, tokens, before = "", torch.empty(0).numpy(), leading_ids(tokenizer)
+    part, tokens, before = "", torch.empty(0).numpy(), leading_ids(tokenizer)
     room = text_length(length, tokenizer)
-    for side, documents in documents_of(source, split):  # noqa: B007
+    for part, documents in documents_of(source, split):  # noqa: B007
         tokens = pack_documents(documents, tokenizer)
         if len(tokens) // room >= count:
             break
     if len(tokens) // room < count:
         raise ValueError(
-            f"{_text(source, side)} has {len(tokens)} tokens, {count} rows of {length} need {count * room}; give "
-            f"more text, fewer samples or a smaller length{_or_all(side)}"
+            f"{_text(source, part)} has {len(tokens)} tokens, {count} rows of {length} need {count * room}; give "
+            f"more text, fewer samples or a smaller length{_or_all(part)}"
         )
     packed = PackedCorpus(tokens, room, shuffle=False)
     chosen = evaluation_rng(seed, "rows").choice(packed.num_windows, count, replace=False)
     rows = torch.cat([torch.from_numpy(packed.rows(int(index), 1)[0]) for index in sorted(chosen)])
-    return led(rows, before), side
+    return led(rows, before), part
 
 
 def text_length(length: int, tokenizer: "PreTrainedTokenizerFast") -> int:
@@ -75,7 +75,7 @@ def led(rows: Tensor, before: list[int]) -> Tensor:
 def load_haystack(
     source: str, tokenizer: "PreTrainedTokenizerFast", length: int, *, split: str = "held-out"
 ) -> tuple[Filler, str]:
-    """The words of a corpus as filler, and their side of the corpus: "validation" or "all".
+    """The words of a corpus as filler, and their part of the corpus: "validation" or "all".
 
     Args:
         source, split: as for ``load_rows``; held-out text suffices for "any" with twice ``length`` tokens.
@@ -84,19 +84,19 @@ def load_haystack(
     Raises:
         ValueError: if the text has fewer tokens than ``length``.
     """
-    for side, documents in documents_of(source, split):
+    for part, documents in documents_of(source, split):
         filler = Filler(documents)
         tokens = filler.tokens(tokenizer).size
-        if tokens >= (SPARE * length if (side, split) == ("validation", "any") else length):
-            return filler, side
+        if tokens >= (SPARE * length if (part, split) == ("validation", "any") else length):
+            return filler, part
     raise ValueError(
-        f"{_text(source, side)} has {tokens} tokens of filler, prompts need {length}; give more text or a smaller "
-        f"length{_or_all(side)}"
+        f"{_text(source, part)} has {tokens} tokens of filler, prompts need {length}; give more text or a smaller "
+        f"length{_or_all(part)}"
     )
 
 
 def documents_of(source: str, split: str) -> Iterator[tuple[str, list[Document]]]:
-    """(side, documents) of a corpus, in the order in which ``split`` tries them; side is "validation" or "all"."""
+    """(part, documents) of a corpus, in the order in which ``split`` tries them; part is "validation" or "all"."""
     require_known("split", split, SPLITS)
     corpus = load_corpus(source)
     if split != "all":
@@ -105,9 +105,9 @@ def documents_of(source: str, split: str) -> Iterator[tuple[str, list[Document]]
         yield "all", [*corpus.validation, *corpus.train]
 
 
-def _text(source: str, side: str) -> str:
-    return f"the held-out text of the corpus {source!r}" if side == "validation" else f"the corpus {source!r}"
+def _text(source: str, part: str) -> str:
+    return f"the held-out text of the corpus {source!r}" if part == "validation" else f"the corpus {source!r}"
 
 
-def _or_all(side: str) -> str:
-    return "; --split all reads the training text too" if side == "validation" else ""
+def _or_all(part: str) -> str:
+    return "; --split all reads the training text too" if part == "validation" else ""

@@ -16,7 +16,7 @@ from diff_transformer.data.prepare.folder import (
     DOCUMENT_DTYPE,
     DOCUMENTS,
     SHARDS,
-    SIDES,
+    SPLITS,
     TOKENS,
     load_prepared_tokenizer,
     read_manifest,
@@ -47,15 +47,15 @@ class Shards:
             another size than the manifest says.
     """
 
-    def __init__(self, folder: Path | str, side: str, *, check: bool = True):
-        if side not in SIDES:
-            raise ValueError(f"side is {side!r}; accepted: {', '.join(SIDES)}")
-        self.folder, self.side = Path(folder), side
+    def __init__(self, folder: Path | str, split: str, *, check: bool = True):
+        if split not in SPLITS:
+            raise ValueError(f"side is {split!r}; accepted: {', '.join(SPLITS)}")
+        self.folder, self.split = Path(folder), split
         manifest = read_manifest(folder)
         self.dtype = np.dtype(manifest["dtype"])
-        self.num_documents = manifest[side]["documents"]
+        self.num_documents = manifest[split]["documents"]
         self._files = self.folder / SHARDS
-        self._records = manifest[side]["shards"]
+        self._records = manifest[split]["shards"]
         for record in self._records if check else ():
             self._check(record)
         self._ends = np.cumsum([record["tokens"] for record in self._records])  # int64 [shards]
@@ -220,10 +220,10 @@ def decoded_corpus(folder: Path | str, max_bytes: int | None = None) -> Corpus:
     """
     tokenizer = load_prepared_tokenizer(folder)
     limit = _DECODED_BYTES if max_bytes is None else max_bytes
-    sides = {
-        side: list(_decoded(Shards(folder, side, check=False), tokenizer, limit)) for side in ("train", "validation")
+    splits = {
+        split: list(_decoded(Shards(folder, split, check=False), tokenizer, limit)) for split in ("train", "validation")
     }
-    return Corpus(str(folder), sides["train"], sides["validation"], "as prepared; the first documents of each side")
+    return Corpus(str(folder), splits["train"], splits["validation"], "as prepared; the first documents of each side")
 
 
 def _decoded(tokens: Shards, tokenizer: PreTrainedTokenizerFast, limit: int) -> Iterable[Document]:
@@ -233,7 +233,7 @@ def _decoded(tokens: Shards, tokenizer: PreTrainedTokenizerFast, limit: int) -> 
         ids = tokens[start : min(end - 1, start + limit - done)]
         text = tokenizer.backend_tokenizer.decode(ids.tolist(), skip_special_tokens=False)
         if text.strip():
-            yield Document(f"{tokens.side}/{number}", text)
+            yield Document(f"{tokens.split}/{number}", text)
         done, number = done + len(text.encode()), number + 1
         if done >= limit:
             return

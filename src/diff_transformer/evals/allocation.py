@@ -62,35 +62,23 @@ QUICK = {"length": 124, "samples": 4, "digits": 1}
 def run(lm: LanguageModel, settings: Settings, samples: Samples) -> Result:
     """``diff-transformer eval allocation``."""
     check_length(lm, settings.length, "the prompt")
-    filler, side = load_haystack(
+    filler, part = load_haystack(
         settings.corpus, lm.tokenizer, settings.length, split=measured_split(lm, settings.split, "any")
     )
-    result = evaluate_allocation(
-        lm, filler, depths=settings.depths, length=settings.length, per_cell=settings.samples,
-        needles=settings.needles, digits=settings.digits, seed=settings.seed, samples=samples,
-    )  # fmt: skip
-    result.provenance.update(asdict(settings), **text_details(settings, side))
+    result = evaluate_allocation(lm, filler, settings, samples)
+    result.provenance.update(asdict(settings), **text_details(settings, part))
     return result
 
 
 def evaluate_allocation(
     lm: LanguageModel,
     filler: Filler,
-    *,
-    depths: Sequence[float] = Settings.depths,
-    length: int = Settings.length,
-    per_cell: int = Settings.samples,
-    needles: int = Settings.needles,
-    digits: int = Settings.digits,
-    seed: int = Settings.seed,
+    settings: Settings = Settings(),
     samples: Samples | None = None,
 ) -> Result:
     """Shares of attention on the answer and on the noise, by depth, averaged over heads, layers and prompts.
 
-    Args:
-        length: tokens of a prompt, in the model's own tokenizer.
-        per_cell: prompts for each depth.
-        samples: progress, limit and resumption.
+    ``settings`` without those of the text, which ``filler`` has; ``samples``: progress, limit and resumption.
 
     ``metrics``: ``answer_depth{percent}``, ``noise_depth{percent}``, their means ``answer`` and ``noise``, the means by
     layer ``answer_layer{i}`` and ``noise_layer{i}``; ``answer_mean_map`` and ``noise_mean_map``, of the map averaged
@@ -101,14 +89,15 @@ def evaluate_allocation(
     Raises:
         ValueError: for a length in which the needles do not fit, or that the model does not support.
     """
-    require_positive(length=length, per_cell=per_cell, needles=needles)
-    require_whole_percents(depths)
-    check_length(lm, length, "the prompt")
+    require_positive(length=settings.length, per_cell=settings.samples, needles=settings.needles)
+    require_whole_percents(settings.depths)
+    check_length(lm, settings.length, "the prompt")
     samples, rows = samples or Samples(), []
-    for depth in depths:
-        options = {"length": length, "needles": needles, "queries": 1, "depth": depth, "digits": digits}
-        rows += samples.rows(f"depth{round(100 * depth)}", range(per_cell), _scorer(lm, filler, options, seed))
-    details = {"length": length, "samples": per_cell, "needles": needles, "digits": digits, "seed": seed}
+    details = {name: getattr(settings, name) for name in ("length", "samples", "needles", "digits", "seed")}
+    same = {name: details[name] for name in ("length", "needles", "digits")}
+    for depth in settings.depths:
+        score = _scorer(lm, filler, {**same, "queries": 1, "depth": depth}, settings.seed)
+        rows += samples.rows(f"depth{round(100 * depth)}", range(settings.samples), score)
     return Result("allocation", lm.name, allocation_metrics(rows), rows, provenance(**details, **settings_of_lm(lm)))
 
 

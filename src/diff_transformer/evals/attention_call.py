@@ -122,7 +122,7 @@ class AttentionCall:
 Tap = Callable[[AttentionCall], None]
 Change = Callable[[tuple[Tensor, ...], Tensor], tuple[Tensor, ...]]  # (logits of each map, allowed) -> logits
 Mean = Callable[[AttentionCall, slice, Tensor, "Change | None"], Tensor]
-Plan = Callable[[AttentionCall], Change]
+Changes = Callable[[AttentionCall], Change]
 Original = Callable[[], Any]
 Finish = Callable[[Change], Any]  # change of logits -> the layer's result
 

@@ -8,11 +8,11 @@ import numpy as np
 import torch
 
 from diff_transformer.data.filler import Filler
+from diff_transformer.data.kv_recall_task import make_recall_batch
 from diff_transformer.data.needles import make_needle_example
-from diff_transformer.data.recall import make_recall_batch
 from diff_transformer.data.seeding import evaluation_rng
 from diff_transformer.data.tokenizer import encode, token_spans
-from diff_transformer.evals.inside import AttentionCall, tapped_attention
+from diff_transformer.evals.attention_tap import AttentionCall, tapped_attention
 from diff_transformer.evals.lm import CausalLM
 from diff_transformer.train.config import RunConfig
 from diff_transformer.train.training_data import recall_source

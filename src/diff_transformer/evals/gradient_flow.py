@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from diff_transformer.checks import require_positive
-from diff_transformer.evals.inside import layers_of
+from diff_transformer.evals.attention_tap import layers_of
 from diff_transformer.evals.lm import CausalLM, settings_of_lm, text_details, text_rows
 from diff_transformer.evals.provenance import provenance
 from diff_transformer.evals.samples import Samples
@@ -59,30 +59,23 @@ QUICK: dict = {"length": 128, "samples": 16, "trials": 4}
 def run(lm: CausalLM, settings: Settings, samples: Samples) -> Result:
     """Gradient flow with ``settings``."""
     require_positive(length=settings.length, samples=settings.samples)
-    ids, side = text_rows(lm, settings, settings.samples)
-    result = evaluate_gradient_flow(
-        lm, ids, batch_size=settings.batch_size, trials=settings.trials, init=settings.init, seed=settings.seed,
-        samples=samples,
-    )  # fmt: skip
-    result.provenance.update(corpus=settings.corpus, **text_details(settings, side))
+    ids, part = text_rows(lm, settings, settings.samples)
+    result = evaluate_gradient_flow(lm, ids, settings, samples)
+    result.provenance.update(corpus=settings.corpus, **text_details(settings, part))
     return result
 
 
 def evaluate_gradient_flow(
     lm: CausalLM,
     ids: Tensor,
-    *,
-    batch_size: int = Settings.batch_size,
-    trials: int = Settings.trials,
-    init: bool = Settings.init,
-    seed: int = Settings.seed,
+    settings: Settings = Settings(),
     samples: Samples | None = None,
 ) -> Result:
     """Errors of the closed forms, and the root mean square of the loss's gradient over the entries of each weight.
 
     Args:
         ids: text for the loss, int64 ``[rows, T]``.
-        batch_size: rows per backward pass.
+        settings: without those of the text.
 
     ``metrics``: ``error_{weight}`` and ``error_softmax_{weight}``, the largest relative errors over all trials;
     ``{state}_{kind}_layer{i}`` and its mean over layers ``{state}_{kind}``, where state is ``model`` (as given),
@@ -92,6 +85,7 @@ def evaluate_gradient_flow(
     Raises:
         ValueError: for a model whose attention weights are not found, with the names that are supported.
     """
+    batch_size, trials, seed = settings.batch_size, settings.trials, settings.seed
     require_positive(batch_size=batch_size, trials=trials)
     samples = Samples() if samples is None else samples
     errors = samples.rows("closed forms", range(trials), lambda batch: [closed_form_errors(seed + i) for i in batch])
@@ -99,7 +93,7 @@ def evaluate_gradient_flow(
     rows: list[dict] = [{"state": "closed forms", **row} for row in errors]
     batches = [ids[start : start + batch_size] for start in range(0, len(ids), batch_size)]
     states = [("model", None)]
-    if init and getattr(lm.model.config, "model_type", "") == "diff_transformer":
+    if settings.init and getattr(lm.model.config, "model_type", "") == "diff_transformer":
         states += [(f"init_{attention}", attention) for attention in ("diff", "softmax")]
     for state, attention in states:
         model = lm.model if attention is None else _at_init(lm, attention, seed)

@@ -18,7 +18,7 @@ from diff_transformer.checks import require_positive
 from diff_transformer.data.tasks.grounded import UNANSWERABLE, load_grounded
 from diff_transformer.data.tasks.types import GroundedItem
 from diff_transformer.evals.judge_client import ChatClient, Prices, endpoint_from_environment
-from diff_transformer.evals.judges import NO, UNDECIDED, YES, EndpointJudge, Judge, Verdict, make_judge
+from diff_transformer.evals.judges import NO, UNDECIDED, YES, EndpointJudge, Judge, Judgement, make_judge
 from diff_transformer.evals.lm import LanguageModel, max_positions, settings_of_lm
 from diff_transformer.evals.prompts import (
     asked_details,
@@ -85,11 +85,7 @@ def run(lm, settings: Settings, samples: Samples) -> Result:
     """Load the sets, make the judge, and evaluate."""
     judge = make_judge(settings.judge, client=lambda: _endpoint(settings), device=str(lm.device))
     sets = load_grounded(settings.data, samples=settings.samples, seed=settings.seed)
-    result = evaluate_hallucination(
-        lm, sets, judge, length=settings.length, summary_tokens=settings.summary_tokens,
-        answer_tokens=settings.answer_tokens, samples=samples, chat_template=settings.chat_template,
-        wording=settings.wording, summary_wording=settings.summary_wording,
-    )  # fmt: skip
+    result = evaluate_hallucination(lm, sets, judge, settings, samples)
     return replace(result, provenance={**result.provenance, "data": settings.data, "seed": settings.seed})
 
 
@@ -108,14 +104,8 @@ def evaluate_hallucination(
     lm: LanguageModel,
     sets: Mapping[str, Sequence[GroundedItem]],
     judge: Judge,
-    *,
-    length: int | None = Settings.length,
-    summary_tokens: int = Settings.summary_tokens,
-    answer_tokens: int = Settings.answer_tokens,
+    settings: Settings = Settings(),
     samples: Samples | None = None,
-    chat_template: bool = Settings.chat_template,
-    wording: str = Settings.wording,
-    summary_wording: str = Settings.summary_wording,
 ) -> Result:
     """Accuracy of the outputs for each of ``sets``, by ``judge``.
 
@@ -125,10 +115,11 @@ def evaluate_hallucination(
     Raises:
         ValueError: for a length that the model does not support, or that leaves no room for a text.
     """
+    length, summary_tokens, answer_tokens = settings.length, settings.summary_tokens, settings.answer_tokens
+    chat_template, words = settings.chat_template, {"question": settings.wording, "summary": settings.summary_wording}
     require_positive(length=length, summary_tokens=summary_tokens, answer_tokens=answer_tokens)
-    check_asking(lm.tokenizer, chat_template, wording, ("document", "question"))
-    check_asking(lm.tokenizer, chat_template, summary_wording, ("document",))
-    words = {"question": wording, "summary": summary_wording}
+    check_asking(lm.tokenizer, chat_template, words["question"], ("document", "question"))
+    check_asking(lm.tokenizer, chat_template, words["summary"], ("document",))
     positions = max_positions(lm) if hasattr(lm, "model") else None
     if length is not None and positions is not None and length > positions:
         raise ValueError(
@@ -157,7 +148,7 @@ def evaluate_hallucination(
             rows.append({"set": name, "id": item.id, "kind": item.kind, **output, **verdict})
     details = {"judge": judge.name, "length": limit, "summary_tokens": summary_tokens, "answer_tokens": answer_tokens}
     details |= asked_details(chat_template, " and ".join(filter(None, words.values())))
-    details |= {key: value for key, value in (("wording", wording), ("summary_wording", summary_wording)) if value}
+    details |= {name: value for name in ("wording", "summary_wording") if (value := getattr(settings, name))}
     details |= settings_of_lm(lm)
     return Result("hallucination", lm.name, summarise(rows), rows, provenance(**details))
 
@@ -221,7 +212,7 @@ def _decided(judge: Judge, item: GroundedItem, output: dict) -> dict:
     if not output["got"]:
         return {"score": 0.0, "verdict": NO, "why": "empty output"}
     seen = replace(item, document=item.document[: output["document_characters"]])
-    verdict: Verdict = judge(seen, output["got"])
+    verdict: Judgement = judge(seen, output["got"])
     return {"score": {YES: 1.0, NO: 0.0}.get(verdict.answer), "verdict": verdict.answer, "why": verdict.why}
 
 

@@ -76,31 +76,22 @@ def run(lm, settings: Settings, samples: Samples) -> Result:
         if unknown:
             raise ValueError(f"{settings.data} has no task {', '.join(unknown)}; it has: {', '.join(sets)}")
         tasks = {name: sets[name] for name in chosen}
-    result = evaluate_harness(
-        lm, tasks, shots=settings.shots, metric=settings.metric, items=settings.samples, seed=settings.seed,
-        samples=samples, chat_template=settings.chat_template, wording=settings.wording,
-    )  # fmt: skip
+    result = evaluate_harness(lm, tasks, settings, samples)
     return replace(result, provenance={**result.provenance, "data": settings.data})
 
 
 def evaluate_harness(
     lm,
     tasks: Mapping[str, MultipleChoiceSet | Callable[[], Any]],
-    *,
-    shots: int = Settings.shots,
-    metric: str = Settings.metric,
-    items: int | None = Settings.samples,
-    seed: int = Settings.seed,
+    settings: Settings = Settings(),
     samples: Samples | None = None,
-    chat_template: bool = Settings.chat_template,
-    wording: str = Settings.wording,
 ) -> Result:
     """Accuracy on each of ``tasks``, as the harness computes it.
 
     Args:
         lm: a ``CausalLM``, or a ``lm_eval.api.model.LM`` with a name.
         tasks: sets of items, or functions that return a task object of the harness.
-        items: most items per task.
+        settings: without ``data`` and ``tasks``.
 
     ``metrics``, for each task, with 5 shots: ``NAME_5shot`` by ``metric``, ``NAME_5shot_stderr``, ``NAME_5shot_acc``,
     ``NAME_5shot_acc_norm`` if the task has it, ``NAME_5shot_truncated`` (share of items whose beginning was cut),
@@ -110,6 +101,8 @@ def evaluate_harness(
     Raises:
         ValueError: if the harness is not installed, or a task cannot be downloaded or has too few examples.
     """
+    shots, metric, items, seed = settings.shots, settings.metric, settings.samples, settings.seed
+    chat_template, wording = settings.chat_template, settings.wording
     require_positive(items=items)
     if shots < 0:
         raise ValueError(f"shots is {shots}; give 0 or more")

@@ -28,6 +28,7 @@ from http.client import HTTPException
 from pathlib import Path
 
 from diff_transformer.checks import require_positive
+from diff_transformer.durable import append_lines, read_lines
 
 URL, MODEL, KEY = (f"DIFF_TRANSFORMER_JUDGE_{name}" for name in ("URL", "MODEL", "KEY"))
 TRANSIENT = frozenset({408, 409, 425, 429, 500, 502, 503, 504, 520, 522, 524, 529})
@@ -116,32 +117,6 @@ class Estimate:
         return f"about {self.requests:,} requests with {tokens}{money}"
 
 
-class ReplyCache:
-    """Replies by key, in an append-only file of JSON lines. Incomplete lines are ignored."""
-
-    def __init__(self, path: Path | None):
-        self.path, self.replies = path, {}
-        if path is not None and path.exists():
-            for line in path.read_text(encoding="utf-8").split("\n"):
-                try:
-                    entry = json.loads(line)
-                    self.replies[entry["key"]] = entry["reply"]
-                except (json.JSONDecodeError, KeyError, TypeError):
-                    continue
-
-    def add(self, key: str, reply: str, **details: object) -> None:
-        self.replies[key] = reply
-        if self.path is None:
-            return
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        line = json.dumps({"key": key, "reply": reply, **details}) + "\n"
-        with self.path.open("a+b") as file:  # one write, so that two runs may share the file
-            torn = file.tell() > 0 and (file.seek(-1, os.SEEK_END), file.read(1))[1] != b"\n"
-            file.write((b"\n" if torn else b"") + line.encode())
-            file.flush()
-            os.fsync(file.fileno())
-
-
 class JudgeError(RuntimeError):
     """The endpoint refuses requests or did not recover. Replies received so far are kept."""
 
@@ -178,7 +153,9 @@ class ChatClient:
         require_positive(timeout=timeout, tries=tries)
         if requests_per_minute < 0:
             raise ValueError(f"requests_per_minute is {requests_per_minute}; give 0 for no limit, or a positive number")
-        self.endpoint, self.cache = endpoint, ReplyCache(cache)
+        self.endpoint, self.cache = endpoint, cache
+        entries = read_lines(cache) if cache is not None else []
+        self.replies = {entry["key"]: entry["reply"] for entry in entries if {"key", "reply"} <= entry.keys()}
         self.options = {"temperature": 0, "max_tokens": 16} if options is None else options
         self.interval = 60.0 / requests_per_minute if requests_per_minute else 0.0
         self.timeout, self.tries = timeout, tries
@@ -205,7 +182,7 @@ class ChatClient:
         """
         body = self._body(prompt)
         key = hashlib.sha256(json.dumps([body, attempt], sort_keys=True).encode()).hexdigest()
-        if key not in self.cache.replies:
+        if key not in self.replies:
             if self.max_cost is not None and self.spent >= self.max_cost > 0:
                 raise JudgeError(
                     f"{self.spent:.4g} of max_cost {self.max_cost:g} is spent; raise max_cost and start again: the "
@@ -214,9 +191,11 @@ class ChatClient:
             text, usage = self._ask(json.dumps(body).encode(), prompt)
             self.prompt_tokens += usage[0]
             self.completion_tokens += usage[1]
-            text = self._without_key(text)
-            self.cache.add(key, text, model=self.endpoint.model, prompt_tokens=usage[0], completion_tokens=usage[1])
-        return self.cache.replies[key]
+            self.replies[key] = text = self._without_key(text)
+            details = {"model": self.endpoint.model, "prompt_tokens": usage[0], "completion_tokens": usage[1]}
+            if self.cache is not None:
+                append_lines(self.cache, [{"key": key, "reply": text, **details}])
+        return self.replies[key]
 
     def estimate(self, prompt_characters: list[int]) -> Estimate:
         """Cost of prompts of these lengths, if each is sent once and answered at full length."""

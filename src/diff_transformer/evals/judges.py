@@ -28,7 +28,7 @@ from diff_transformer.evals.prompts import Fitted, fit_document
 YES, NO, UNDECIDED = "yes", "no", "undecided"
 
 
-class Verdict(NamedTuple):
+class Judgement(NamedTuple):
     """``answer``: yes (the source supports the output), no, or undecided. ``why``: the reason."""
 
     answer: str
@@ -41,7 +41,7 @@ class Judge(Protocol):
     def prepare(self, items: list[GroundedItem], output_characters: int) -> None:
         """Called once, before anything is generated. Raise ValueError for items that cannot be judged."""
 
-    def __call__(self, item: GroundedItem, output: str) -> Verdict: ...
+    def __call__(self, item: GroundedItem, output: str) -> Judgement: ...
 
 
 _INTRODUCTION = (
@@ -81,7 +81,7 @@ _ENDED = re.compile(r"[*_`\"'“”‘’»)\]]*\s*(?:$|[.:,;!—–\n-])")
 _TAKEN_BACK = re.compile(r"(?i)\W*(yes|no)\W*(?:$|[.:,;!\n])")
 
 
-def parse_verdict(reply: str) -> str | None:
+def parse_answer(reply: str) -> str | None:
     """ "yes" or "no" if the reply is, or begins with, that word as a separate statement; otherwise None.
 
     "Yes.", "**No**", "Answer: yes" and "No, the date is invented" are verdicts; "yes and no", "no idea", "Yes, no." and
@@ -144,14 +144,14 @@ class EndpointJudge:
                 "or set confirm=true"
             )
 
-    def __call__(self, item: GroundedItem, output: str) -> Verdict:
+    def __call__(self, item: GroundedItem, output: str) -> Judgement:
         prompt, reply = judge_prompt(item, output), ""
         for attempt in range(self.attempts):
             reply = self.client.reply(prompt, attempt)
-            verdict = parse_verdict(reply)
+            verdict = parse_answer(reply)
             if verdict is not None:
-                return Verdict(verdict, reply[:200])
-        return Verdict(UNDECIDED, f"{self.attempts} replies held no verdict; the last: {reply[:200]!r}")
+                return Judgement(verdict, reply[:200])
+        return Judgement(UNDECIDED, f"{self.attempts} replies held no verdict; the last: {reply[:200]!r}")
 
 
 class LikelihoodJudge:
@@ -173,16 +173,16 @@ class LikelihoodJudge:
             except ValueError as error:
                 raise ValueError(f"{self.name} has too few positions to judge item {item.id!r}: {error}") from None
 
-    def __call__(self, item: GroundedItem, output: str) -> Verdict:
+    def __call__(self, item: GroundedItem, output: str) -> Judgement:
         try:
             fitted = self._fitted(item, output)
         except ValueError as error:
-            return Verdict(UNDECIDED, f"too few positions: {error}")
+            return Judgement(UNDECIDED, f"too few positions: {error}")
         context = [*leading_ids(self.lm.tokenizer), *encode(self.lm.tokenizer, fitted.prompt).tolist()]
         yes, no = continuation_logprobs(self.lm, [context], [self.words])[0]
         answer = YES if yes > no else NO if no > yes else UNDECIDED
         cut = f"; source cut to {fitted.kept} of {fitted.tokens} tokens" if fitted.truncated else ""
-        return Verdict(answer, f"log p(yes) {yes:.3f}, log p(no) {no:.3f}{cut}")
+        return Judgement(answer, f"log p(yes) {yes:.3f}, log p(no) {no:.3f}{cut}")
 
     def _fitted(self, item: GroundedItem, output: str) -> Fitted:
         positions = max_positions(self.lm)
@@ -205,20 +205,20 @@ class ContainmentJudge:
                     f"item {item.id!r} has no reference answer, which judge=containment needs; use another judge"
                 )
 
-    def __call__(self, item: GroundedItem, output: str) -> Verdict:
+    def __call__(self, item: GroundedItem, output: str) -> Judgement:
         said = normalised(output)
         if item.kind == "question":
             found = [r for r in item.references if normalised(r) and _contains(said, normalised(r))]
-            return Verdict(YES, f"contains {found[0]!r}") if found else Verdict(NO, "contains no reference answer")
+            return Judgement(YES, f"contains {found[0]!r}") if found else Judgement(NO, "contains no reference answer")
         words = [word for word in said if word not in _FUNCTION_WORDS]
         if not words:
-            return Verdict(UNDECIDED, "no word to look for")
+            return Judgement(UNDECIDED, "no word to look for")
         source = set(normalised(item.document))
         missing = list(dict.fromkeys(word for word in words if word not in source))
         return (
-            Verdict(NO, f"not in the source: {', '.join(missing[:8])}")
+            Judgement(NO, f"not in the source: {', '.join(missing[:8])}")
             if missing
-            else Verdict(YES, "all words in the source")
+            else Judgement(YES, "all words in the source")
         )
 
 

@@ -1,7 +1,7 @@
 """The only interface between an experiment and a model.
 
 An experiment calls only the methods of ``LanguageModel`` that it needs. It therefore runs unchanged on the pair, on any
-Hugging Face causal LM, and on a ten-line fake. ``evals/inside.py`` looks inside the attention of a model.
+Hugging Face causal LM, and on a ten-line fake. ``evals/attention_tap.py`` looks inside the attention of a model.
 """
 
 import inspect
@@ -15,7 +15,7 @@ from torch import Tensor
 from diff_transformer.checks import require_known, require_positive
 from diff_transformer.data.evaluation_text import SPLITS, load_rows
 from diff_transformer.data.tokenizer import encode_all, leading_ids
-from diff_transformer.evals.inside import AttentionCall, tapped_attention
+from diff_transformer.evals.attention_tap import AttentionCall, tapped_attention
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -250,7 +250,7 @@ def text_rows(lm: Any, settings: Any, count: int) -> tuple[Tensor, str]:
     """``load_rows`` for an experiment's ``settings``, with fields ``corpus``, ``split``, ``length`` and ``seed``.
 
     Returns:
-        ``count`` rows in the tokens of ``lm``, int64 ``[count, length]``, and their side of the corpus. Each row begins
+        ``count`` rows in the tokens of ``lm``, int64 ``[count, length]``, and their part of the corpus. Each row begins
         with the tokens that the tokenizer puts in front of every text.
 
     Raises:
@@ -261,18 +261,18 @@ def text_rows(lm: Any, settings: Any, count: int) -> tuple[Tensor, str]:
     return load_rows(settings.corpus, lm.tokenizer, settings.length, count, seed=settings.seed, split=split)
 
 
-def text_details(settings: Any, side: str) -> dict:
+def text_details(settings: Any, part: str) -> dict:
     """Facts about the text for a result's provenance: ``side``, and a ``note`` if the held-out text did not suffice and
     training text of the corpus was measured too.
 
     Args:
         settings: of an experiment, with fields ``corpus`` and ``split``.
-        side: as ``load_rows`` and ``load_haystack`` return it.
+        part: as ``load_rows`` and ``load_haystack`` return it.
     """
-    if side != "all" or settings.split == "all":
-        return {"side": side}
+    if part != "all" or settings.split == "all":
+        return {"side": part}
     note = f"the held-out text of {settings.corpus!r} is too small, so training text of the corpus is measured too"
-    return {"side": side, "note": f"{note}; --split held-out refuses instead, --split all asks for it"}
+    return {"side": part, "note": f"{note}; --split held-out refuses instead, --split all asks for it"}
 
 
 def settings_of_lm(lm: Any) -> dict:

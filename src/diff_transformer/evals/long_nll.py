@@ -52,28 +52,16 @@ QUICK = {"length": 128, "samples": 12}
 def run(lm: CausalLM, settings: Settings, samples: Samples) -> Result:
     """Negative log-likelihood by position with ``settings``."""
     split = measured_split(lm, settings.split, "all")
-    side, documents = next(documents_of(settings.corpus, split))
-    result = evaluate_long_nll(
-        lm,
-        documents,
-        length=settings.length,
-        books=settings.samples,
-        chunk=settings.chunk,
-        allow_beyond=settings.allow_beyond,
-        samples=samples,
-    )
-    result.provenance.update(corpus=settings.corpus, side=side)
+    part, documents = next(documents_of(settings.corpus, split))
+    result = evaluate_long_nll(lm, documents, settings, samples)
+    result.provenance.update(corpus=settings.corpus, side=part)
     return result
 
 
 def evaluate_long_nll(
     lm: CausalLM,
     documents: Sequence[Document],
-    *,
-    length: int = Settings.length,
-    books: int = Settings.samples,
-    chunk: int = Settings.chunk,
-    allow_beyond: bool = Settings.allow_beyond,
+    settings: Settings = Settings(),
     samples: Samples | None = None,
 ) -> Result:
     """Mean negative log-likelihood in nats per token over the first n positions of books, n = 1, 2, 4 ... ``length``.
@@ -88,7 +76,8 @@ def evaluate_long_nll(
         ValueError: for sizes that are not positive, a length that the model does not support unless ``allow_beyond``,
             or no book of that length.
     """
-    require_positive(length=length, books=books, chunk=chunk)
+    length, chunk, allow_beyond = settings.length, settings.chunk, settings.allow_beyond
+    require_positive(length=length, books=settings.samples, chunk=chunk)
     positions = max_positions(lm)
     if positions is not None and length > positions and not allow_beyond:
         raise ValueError(
@@ -97,7 +86,7 @@ def evaluate_long_nll(
         )
     edges = bin_edges(length)
     skipped = max(0, len(leading_ids(lm.tokenizer)) - 1)  # losses of tokens that are not the book's
-    chosen = _long_enough(lm, documents, length + skipped, books)
+    chosen = _long_enough(lm, documents, length + skipped, settings.samples)
 
     def score(batch: list[tuple[str, list[int], int]]) -> list[dict]:
         rows = []

@@ -80,36 +80,14 @@ QUICK = {"samples": 16, "order_seeds": 3}
 
 def run(lm: CausalLM, settings: Settings, samples: Samples) -> Result:
     """Many-shot classification with ``settings``."""
-    return evaluate_many_shot(
-        lm,
-        load_labelled(settings.data, fine=settings.fine),
-        shots=settings.shots,
-        lengths=settings.lengths,
-        questions=settings.samples,
-        curve_seeds=settings.curve_seeds,
-        order_seeds=settings.order_seeds,
-        orders=settings.orders,
-        seed=settings.seed,
-        samples=samples,
-        chat_template=settings.chat_template,
-        wording=settings.wording,
-    )
+    return evaluate_many_shot(lm, load_labelled(settings.data, fine=settings.fine), settings, samples)
 
 
 def evaluate_many_shot(
     lm: CausalLM,
     data: LabelledSet,
-    *,
-    shots: Sequence[int] = Settings.shots,
-    lengths: Sequence[int] = Settings.lengths,
-    questions: int = Settings.samples,
-    curve_seeds: int = Settings.curve_seeds,
-    order_seeds: int = Settings.order_seeds,
-    orders: Sequence[str] = Settings.orders,
-    seed: int = Settings.seed,
+    settings: Settings = Settings(),
     samples: Samples | None = None,
-    chat_template: bool = Settings.chat_template,
-    wording: str = Settings.wording,
 ) -> Result:
     """Accuracy by the number of examples, and by their order at the largest number.
 
@@ -129,14 +107,16 @@ def evaluate_many_shot(
         ValueError: for sizes that are not positive, an unknown order, prompts that the model does not support, or a
             length without room for a single example.
     """
-    require_positive(questions=questions, curve_seeds=curve_seeds, order_seeds=order_seeds)
+    curve_seeds, order_seeds, orders = settings.curve_seeds, settings.order_seeds, settings.orders
+    require_positive(questions=settings.samples, curve_seeds=curve_seeds, order_seeds=order_seeds)
     unknown = [order for order in orders if order not in ORDERS]
     if unknown or not orders:
         raise ValueError(f"orders is {orders!r}; give one or both of {', '.join(ORDERS)}")
     samples = samples or Samples()
-    check_asking(lm.tokenizer, chat_template, wording, ("text",))
-    task = _Task(lm, data, questions, seed, chat_template, wording)
-    counts = _counts(task, shots, lengths, order_seeds)
+    asked = settings.chat_template, settings.wording
+    check_asking(lm.tokenizer, *asked, ("text",))
+    task = _Task(lm, data, settings.samples, settings.seed, *asked)
+    counts = _counts(task, settings.shots, settings.lengths, order_seeds)
     rows: list[dict] = []
     for count in counts:
         largest = count == counts[-1]
@@ -144,16 +124,16 @@ def evaluate_many_shot(
             for order_seed in range(order_seeds if largest else curve_seeds):
                 rows += _ask(task, count, order, order_seed, samples)
     details = {
-        "data": data.name, "labels": list(data.labels), "training_texts": len(task.pool), "questions": questions,
-        "shots": counts, "curve_seeds": curve_seeds, "order_seeds": order_seeds, "orders": list(orders), "seed": seed,
-        "ties": "share of right labels among the tied",
+        "data": data.name, "labels": list(data.labels), "training_texts": len(task.pool), "questions": settings.samples,
+        "shots": counts, "curve_seeds": curve_seeds, "order_seeds": order_seeds, "orders": list(orders),
+        "seed": settings.seed, "ties": "share of right labels among the tied",
     }  # fmt: skip
     return Result(
         "many_shot",
         lm.name,
         _metrics(rows, counts, orders, len(data.labels)),
         rows,
-        provenance(**details, **asked_details(chat_template, wording), **settings_of_lm(lm)),
+        provenance(**details, **asked_details(*asked), **settings_of_lm(lm)),
     )
 
 

@@ -89,15 +89,11 @@ def run(lm: LanguageModel, settings: Settings, samples: Samples) -> Result:
     lengths = settings.lengths or (settings.length,)
     require_positive(**{f"lengths[{i}]": each for i, each in enumerate(settings.lengths)})
     check_length(lm, max(lengths), "the longest prompt with its answer")
-    filler, side = load_haystack(
+    filler, part = load_haystack(
         settings.corpus, lm.tokenizer, max(lengths), split=measured_split(lm, settings.split, "any")
     )
-    result = evaluate_needle(
-        lm, filler, settings=settings.cells, depths=settings.depths, lengths=lengths, per_cell=settings.samples,
-        digits=settings.digits, seed=settings.seed, samples=samples,
-        asking=Asking(lm.tokenizer, settings.chat_template, settings.wording, settings.scoring),
-    )  # fmt: skip
-    result.provenance.update(asdict(settings), **text_details(settings, side))
+    result = evaluate_needle(lm, filler, settings, samples)
+    result.provenance.update(asdict(settings), **text_details(settings, part))
     return result
 
 
@@ -151,25 +147,12 @@ class Asking:
 def evaluate_needle(
     lm: LanguageModel,
     filler: Filler,
-    *,
-    settings: Sequence[tuple[int, int]] = Settings.cells,
-    depths: Sequence[float] = Settings.depths,
-    length: int = Settings.length,
-    lengths: Sequence[int] = Settings.lengths,
-    per_cell: int = Settings.samples,
-    digits: int = Settings.digits,
-    seed: int = Settings.seed,
+    settings: Settings = Settings(),
     samples: Samples | None = None,
-    asking: Asking | None = None,
 ) -> Result:
-    """Accuracy by (N, R) of ``settings``, by length and by depth.
+    """Accuracy by (N, R), by length and by depth.
 
-    Args:
-        length: tokens of prompt and answer together, in the model's own tokenizer.
-        lengths: several, instead of ``length``.
-        per_cell: prompts for each (N, R), length and depth (the paper has 50).
-        samples: progress, limit and resumption.
-        asking: by default the paper's prompt, and the numbers right after it.
+    ``settings`` without those of the text, which ``filler`` has; ``samples``: progress, limit and resumption.
 
     ``metrics``: ``n{N}_r{R}_depth{percent}`` and their mean ``n{N}_r{R}``, the share of right numbers;
     ``all_n{N}_r{R}``, the share of examples with every number right, and ``partial_n{N}_r{R}``, with at least one. With
@@ -180,32 +163,33 @@ def evaluate_needle(
     Raises:
         ValueError: for a length in which the needles do not fit, or that the model does not support.
     """
-    lengths = tuple(lengths) or (length,)
-    require_positive(length=min(lengths), per_cell=per_cell)
+    lengths, depths, digits = tuple(settings.lengths) or (settings.length,), settings.depths, settings.digits
+    require_positive(length=min(lengths), per_cell=settings.samples)
     require_whole_percents(depths)
-    samples, asking = samples or Samples(), asking or Asking(lm.tokenizer)
+    samples = samples or Samples()
+    asking = Asking(lm.tokenizer, settings.chat_template, settings.wording, settings.scoring)
     if asking.chat_template:
         filler = filler.without(special_spellings(lm.tokenizer))
     prefix = 0 if asking.chat_template else len(getattr(lm, "prefix", ()))
     check_length(lm, max(lengths), "the longest prompt with its answer")
-    prompts = min(per_cell, samples.limit or per_cell)
+    prompts = min(settings.samples, samples.limit or settings.samples)
     for each in dict.fromkeys((min(lengths), max(lengths))):  # lengths between them fit if these do
         check_needle_fits(
-            filler, lm.tokenizer, settings, each, digits, depths=depths, per_cell=prompts, seed=seed, prefix=prefix,
-            asking=asking,
+            filler, lm.tokenizer, settings.cells, each, digits, depths=depths, per_cell=prompts, seed=settings.seed,
+            prefix=prefix, asking=asking,
         )  # fmt: skip
     low, high = number_range(digits)
     rows = []
-    for needles, queries in settings:
+    for needles, queries in settings.cells:
         for each in lengths:
             for depth in depths:
-                cell = _Cell(needles, queries, each, depth, digits, seed, asking)
+                cell = _Cell(needles, queries, each, depth, digits, settings.seed, asking)
                 part = f"n{needles}_r{queries}_len{each}_depth{round(100 * depth)}"
                 score = _scorer(lm, filler, cell, prefix)
-                rows += samples.rows(part, range(per_cell), score, batch_size=rows_at_once(lm, each))
+                rows += samples.rows(part, range(settings.samples), score, batch_size=rows_at_once(lm, each))
     metrics = {"chance": 1.0 / (high - low), **needle_metrics(rows)}
-    details = {"length": max(lengths), "lengths": list(lengths), "samples": per_cell, "digits": digits, "seed": seed}
-    details |= asking.details()
+    details = {"length": max(lengths), "lengths": list(lengths), "samples": settings.samples, "digits": digits}
+    details |= {"seed": settings.seed, **asking.details()}
     return Result("needle", lm.name, metrics, rows, provenance(**details, **settings_of_lm(lm)))
 
 

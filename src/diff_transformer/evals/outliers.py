@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from diff_transformer.checks import require_positive
-from diff_transformer.evals.inside import BLOCK, AttentionCall, layers_of, output_of, tapped_attention
+from diff_transformer.evals.attention_tap import BLOCK, AttentionCall, layers_of, output_of, tapped_attention
 from diff_transformer.evals.lm import CausalLM, check_length, settings_of_lm, text_details, text_rows
 from diff_transformer.evals.provenance import provenance
 from diff_transformer.evals.samples import Samples
@@ -48,9 +48,9 @@ QUICK = {"length": 128, "samples": 32}
 
 def run(lm: CausalLM, settings: Settings, samples: Samples) -> Result:
     """``diff-transformer eval outliers``."""
-    ids, side = text_rows(lm, settings, settings.samples)
+    ids, part = text_rows(lm, settings, settings.samples)
     result = evaluate_outliers(lm, ids, samples=samples)
-    result.provenance.update(asdict(settings), **text_details(settings, side))
+    result.provenance.update(asdict(settings), **text_details(settings, part))
     return result
 
 

@@ -23,7 +23,7 @@ from torch import Tensor
 from diff_transformer.data.tasks.multiple_choice import load_continuations
 from diff_transformer.data.tasks.types import MultipleChoiceItem
 from diff_transformer.data.tokenizer import encode_all
-from diff_transformer.evals.inside import AttentionCall, Change, changed_logits
+from diff_transformer.evals.attention_tap import AttentionCall, Change, changed_logits
 from diff_transformer.evals.likelihood import common_prefix, continuation_logprobs
 from diff_transformer.evals.lm import (
     CausalLM,
@@ -73,13 +73,11 @@ QUICK = {"samples": 24, "rows": 8, "length": 128}
 def run(lm: CausalLM, settings: Settings, samples: Samples) -> Result:
     """``diff-transformer eval quantization``."""
     tasks = load_continuations(settings.data, seed=settings.seed)[: settings.samples]
-    ids, side = None, "none"
+    ids, part = None, "none"
     if settings.rows:
-        ids, side = text_rows(lm, settings, settings.rows)
-    result = evaluate_quantization(
-        lm, tasks, ids, bits=settings.bits, granularity=settings.granularity, samples=samples
-    )  # fmt: skip
-    result.provenance.update(asdict(settings), **text_details(settings, side))
+        ids, part = text_rows(lm, settings, settings.rows)
+    result = evaluate_quantization(lm, tasks, ids, settings, samples)
+    result.provenance.update(asdict(settings), **text_details(settings, part))
     return result
 
 
@@ -87,9 +85,7 @@ def evaluate_quantization(
     lm: CausalLM,
     tasks: Sequence[MultipleChoiceItem],
     ids: Tensor | None = None,
-    *,
-    bits: Sequence[int] = Settings.bits,
-    granularity: str = Settings.granularity,
+    settings: Settings = Settings(),
     samples: Samples | None = None,
 ) -> Result:
     """Zero-shot accuracy and loss with attention logits of each number of bits.
@@ -97,7 +93,7 @@ def evaluate_quantization(
     Args:
         tasks: the answer is the ending with the highest log-probability: in total, and per character.
         ids: rows of text ``[rows, T]`` for the loss, or None.
-        granularity: the logits that share a scale, see above. "head" and "tensor" depend on the tokens that one call
+        settings: ``bits`` and ``granularity``. Granularities "head" and "tensor" depend on the tokens that one call
             computes, so the context is read in one pass and each ending in another.
 
     ``metrics``: for each number of bits ``accuracy_{bits}bit`` (per character), ``accuracy_plain_{bits}bit`` (total),
@@ -110,6 +106,7 @@ def evaluate_quantization(
         ValueError: for bits outside 2 to 16, an unknown granularity, a row of text longer than the model supports, or
             if every task has an ending too long for the model.
     """
+    bits, granularity = settings.bits, settings.granularity
     _check(bits, granularity)
     if ids is not None:
         check_length(lm, ids.shape[1], "a row")

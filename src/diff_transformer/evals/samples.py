@@ -5,13 +5,12 @@ is interrupted or killed loses only its current batch.
 """
 
 import json
-import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TypeVar
 
-from diff_transformer.checks import require_positive
-from diff_transformer.durable import require_writable, write_whole
+from diff_transformer.checks import differences, require_positive
+from diff_transformer.durable import append_lines, read_lines, require_writable, write_whole
 
 Item = TypeVar("Item")
 
@@ -46,14 +45,13 @@ class Samples:
         if journal is None:
             return
         require_writable(journal.parent)
-        self._settings = settings = json.loads(json.dumps(settings or {}))
+        self._settings = json.loads(json.dumps(settings or {}))
         if journal.exists():
             if not resume:
                 raise FileExistsError(
                     f"{journal} holds an interrupted run; resume it (--resume), delete it, or choose another --out"
                 )
-            self._read(journal, settings)
-            self._rewrite(journal)
+            self._read(journal)
 
     def rows(
         self,
@@ -94,39 +92,19 @@ class Samples:
             self.bar(part, done, total)
 
     def _append(self, lines: list[dict]) -> None:
-        if self.journal is not None:
-            if not self.journal.exists():
-                self._rewrite(self.journal)  # holds the new rows already
-                return
-            with self.journal.open("a") as file:
-                file.write("".join(json.dumps(line) + "\n" for line in lines))
-                file.flush()
-                os.fsync(file.fileno())
+        if self.journal is None:
+            return
+        if not self.journal.exists():
+            self.journal.parent.mkdir(parents=True, exist_ok=True)
+            write_whole(self.journal, json.dumps({"settings": self._settings}) + "\n")
+        append_lines(self.journal, lines)
 
-    def _read(self, journal: Path, settings: dict) -> None:
-        from diff_transformer.checks import differences
-
-        lines = journal.read_text().splitlines()
-        try:
-            first = json.loads(lines[0])["settings"] if lines else settings
-        except (json.JSONDecodeError, KeyError, TypeError):
-            raise ValueError(
-                f"{journal} is not a journal of an experiment; delete it or choose another --out"
-            ) from None
-        different = differences(first, settings)
+    def _read(self, journal: Path) -> None:
+        first, *entries = read_lines(journal) or [{}]
+        if "settings" not in first:
+            raise ValueError(f"{journal} is not a journal of an experiment; delete it or choose another --out")
+        different = differences(first["settings"], self._settings)
         if different:
             listed = "\n  ".join(different)
             raise ValueError(f"{journal} belongs to a run with other settings (saved against given):\n  {listed}")
-        for line in lines[1:]:
-            try:
-                entry = json.loads(line)
-            except json.JSONDecodeError:  # cut off when the run was killed
-                break
-            self.finished[entry["part"], entry["index"]] = entry["row"]
-
-    def _rewrite(self, journal: Path) -> None:
-        """Write the journal anew, without a line that was cut off."""
-        journal.parent.mkdir(parents=True, exist_ok=True)
-        lines: list[dict] = [{"settings": self._settings}]
-        lines += [{"part": part, "index": index, "row": row} for (part, index), row in self.finished.items()]
-        write_whole(journal, "".join(json.dumps(line) + "\n" for line in lines))
+        self.finished = {(entry["part"], entry["index"]): entry["row"] for entry in entries}

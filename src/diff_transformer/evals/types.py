@@ -1,11 +1,9 @@
-"""``Result``: what every experiment returns and the report reads."""
+"""``Result``: what every experiment returns. It is kept as a ``Record``."""
 
-import json
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from diff_transformer.checks import read_json
-from diff_transformer.durable import write_whole
+from diff_transformer.lab.record import of_result, read_json, records_of
 
 
 @dataclass(frozen=True)
@@ -30,11 +28,17 @@ class Result:
         return asdict(self)
 
     def save(self, path: Path):
-        """Write the result as JSON, atomically; create its folder if needed."""
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_whole(path, json.dumps(self.to_dict()) + "\n")
+        """Write the result as the record of its model (``lab/record.py``), atomically; create its folder if needed."""
+        of_result(self).save(path)
 
     @classmethod
     def load(cls, path: Path) -> "Result":
-        """What ``save`` wrote."""
-        return cls(**read_json(path))
+        """What ``save`` wrote, also that of an earlier version; of ``NAME-seedK`` with K 0, the model is ``NAME``.
+
+        Raises:
+            RecordError: if the file holds anything else.
+        """
+        (record,) = records_of(read_json(path), path)
+        (name,) = record.metrics
+        model = f"{record.side}-seed{record.seed}" if record.seed else record.side
+        return cls(name, model, record.metrics[name], record.rows.get(name, []), record.provenance.get(name, {}))

@@ -21,7 +21,7 @@ from diff_transformer.checks import differences, read_json, require_positive
 from diff_transformer.durable import require_writable, write_whole
 from diff_transformer.evals.provenance import provenance
 from diff_transformer.lab.pool import Executor, default_jobs, progress_bars, run_pool
-from diff_transformer.lab.recipes.recall_study import recall_run
+from diff_transformer.lab.recipes.recall import recall_run
 from diff_transformer.lab.record import comparison_records, load_all, of_result, save_all
 from diff_transformer.lab.sides import PAIR
 from diff_transformer.lab.spec import EXPLORER, RECALL, RunSpec, everything, require_drawn, side_model, with_seed
@@ -53,15 +53,15 @@ def compare(
     Args:
         config: of either side; ``model.attention`` is set for each.
         out: folder for everything: ``results.json``, ``report.html``, ``members/SIDE-seedK/`` with ``run/model``
-            (Hugging Face format), TensorBoard files, metrics, single results and ``record.json``.
+            (Hugging Face format), TensorBoard files, metrics and ``record.json``.
         seeds: number of pairs; with ``resume`` it may be larger than before.
         jobs: models trained at a time; by default ``default_jobs``, or all with an ``executor``. If
             ``config.train.threads`` is 0, they share the cores equally, or take one each with an ``executor``; a
             resumed comparison keeps the threads it began with.
         resume: continue an interrupted comparison; finished runs are kept.
         variants: relatives of differential attention to train beside the pair, by their names in ``VARIANTS``
-            (``"diff_v2"``, ``"grouped_diff"``, ``"dint"``, ``"fixed_lambda"``, and ``"softmax_norm"``, the Transformer
-            with DIFF's head norm, which separates the norm's gain from the subtraction's). Data, steps and seeds are
+            (``"diff_v2"``, ``"grouped_diff"``, ``"dint"``, ``"fixed_lambda"``, and ``"softmax_norm"``, the
+            Transformer + head norm, which separates the norm's gain from the subtraction's). Data, steps and seeds are
             equal, and parameter counts agree with the pair's to within 1 %. The claims are about the pair; the
             measurements of ``"softmax_norm"`` stand beside theirs, as a control. Variants of an earlier call in
             ``out`` stay; ``resume`` can add more.

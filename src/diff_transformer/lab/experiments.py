@@ -12,13 +12,11 @@ by its entry point in the group ``diff_transformer.experiments``; ``examples/my_
 """
 
 import json
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import Field, asdict, dataclass, field, fields, is_dataclass
 from functools import cache
 from importlib import import_module
 from importlib.metadata import entry_points
-from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
@@ -28,6 +26,7 @@ from diff_transformer.durable import require_writable, write_whole
 from diff_transformer.evals.lm import load_lm
 from diff_transformer.evals.samples import Samples
 from diff_transformer.evals.types import Result
+from diff_transformer.lab.user_code import load_file
 from diff_transformer.settings import as_kind, parse
 
 if TYPE_CHECKING:
@@ -48,6 +47,7 @@ EXPERIMENTS = {  # in the order of the paper
     "ablation": "Table 6: its seven rows, trained at any scale",
     "gradient_flow": "Appendix F: gradients in closed form, and their magnitudes in the pair",
 }
+_MODULES = {"associative_recall": "repeat_loss"}  # where the name is another
 STUDIES = ("scaling", "ablation")  # they compare many models; their modules are in lab/
 TRAINS = ("ablation",)
 GROUP = "diff_transformer.experiments"  # of entry points
@@ -61,14 +61,9 @@ def experiment(name: str) -> ModuleType:
         ValueError: for an unknown name, or a module that is not an experiment.
     """
     if name in EXPERIMENTS:
-        return import_module(f"diff_transformer.{'lab' if name in STUDIES else 'evals'}.{name}")
+        return import_module(f"diff_transformer.{'lab' if name in STUDIES else 'evals'}.{_MODULES.get(name, name)}")
     if name.endswith(".py") and Path(name).is_file():
-        spec = spec_from_file_location(label_of_experiment(name), name)
-        assert spec is not None  # for a name that ends with .py
-        assert spec.loader is not None
-        module = module_from_spec(spec)
-        sys.modules[spec.name] = module  # dataclasses look their module up there
-        spec.loader.exec_module(module)
+        module = load_file(name)
     else:
         others = {found.name: found for found in entry_points(group=GROUP)}
         require_known("experiment", name, {**EXPERIMENTS, **others}, ", a file of Python, or all")

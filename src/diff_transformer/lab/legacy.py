@@ -17,7 +17,8 @@ def fields_of(value: dict, path: Path | None = None, root: Path | None = None) -
     """The fields of the records in a JSON value; several with one setting, side and seed are parts of one record.
 
     Args:
-        value: the ``results.json`` of a comparison (schema 1), the ``{"cells": ...}`` or ``{"curves": ...}`` of a
+        value: the result of an experiment or ``{"results": [...]}`` of several, the ``results.json`` of a comparison
+            (schema 1), the ``{"cells": ...}`` or ``{"curves": ...}`` of a
             recorded study, the ``result.json`` of a study's run, or the ``slices.json`` of an ablation's row.
         path: its file. In a study, the run's folder names the setting, side and seed.
         root: the folder given by the user; the setting is a path relative to it.
@@ -25,6 +26,10 @@ def fields_of(value: dict, path: Path | None = None, root: Path | None = None) -
     Returns:
         None for a value of another form.
     """
+    if {"eval", "model", "metrics"} <= value.keys():
+        return [result_fields(value)]
+    if isinstance(value.get("results"), list) and value.get("schema") != 1 and "cells" not in value:
+        return [result_fields(one) for one in value["results"]]
     if value.get("schema") == 1 and ("evals" in value or "curves" in value):
         return _comparison(value)
     if isinstance(value.get("cells"), dict):
@@ -51,6 +56,13 @@ def config_of_request(path: Path) -> dict:
     """The run's configuration in a ``request.json``. Earlier versions wrote it without the measurements."""
     values = checks.read_json(path)
     return values.get("config", values)
+
+
+def result_fields(value: dict) -> Fields:
+    """The dictionary of a ``Result``."""
+    name, (side, seed) = value["eval"], split_name(value["model"])
+    about = {"setting": "", "side": side, "seed": seed, "metrics": {name: value["metrics"]}}
+    return {**about, "rows": {name: value.get("rows") or []}, "provenance": {name: dict(value.get("provenance") or {})}}
 
 
 def split_name(name: str) -> tuple[str, int]:

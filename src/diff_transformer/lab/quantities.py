@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+import diff_transformer.lab.paper as paper
 from diff_transformer.lab.record import Record
 from diff_transformer.lab.stats import (
     SEEDS_FOR_AN_INTERVAL,
@@ -214,7 +215,6 @@ def _finds_few(record: Record) -> str:
 
 def needle(n: int, r: int) -> Quantity:
     """The accuracy of ``r`` of ``n`` needles."""
-    paper = {(1, 1): "1.00 / 1.00", (2, 2): "0.85 / 0.92", (4, 2): "0.62 / 0.84", (6, 2): "0.55 / 0.85"}
     single = n == 1
     name = "1 needle" if single else f"{n} needles, {r} asked for"
 
@@ -225,7 +225,7 @@ def needle(n: int, r: int) -> Quantity:
         "needle", f"n{n}_r{r}", "higher", name,
         id=f"needle_n{n}_r{r}", unit="accuracy", scores=scores, margin=0.05 if single else 0.0,
         claim="One needle is found as well (within 0.05)" if single else f"{name}: more of them found",
-        paper=f"{paper.get((n, r), 'not reported; (6, 2): 0.55 / 0.85')} † (4K, 3B)", source="Table 2",
+        paper=paper.needles((n, r)), source="Table 2",
         untested=_finds_few if single else None,
     )  # fmt: skip
 
@@ -238,14 +238,15 @@ def final_loss(better: str = "lower") -> Quantity:
     )  # fmt: skip
 
 
-def _outlier(kind: str, what: str, paper: str, quotients: str) -> list[Quantity]:
+def _outlier(kind: str, what: str) -> list[Quantity]:
     top, median = f"{kind}_top1", f"{kind}_median"
+    largest, in_medians = paper.outliers(kind)
     return [
         metric("outliers", top, "lower", f"largest {what}", id=kind, unit="magnitude", scores=_column(top),
-               reduce=np.max, largest=True, claim=f"Smaller largest {what}", paper=f"{paper} †", source="Table 5"),
+               reduce=np.max, largest=True, claim=f"Smaller largest {what}", paper=largest, source="Table 5"),
         metric("outliers", top, "lower", f"largest {what}, in medians", over=median, id=f"{kind}_in_medians",
                unit="medians", scores=_columns(top, median), reduce=_in_medians, largest=True,
-               claim=f"Smaller largest {what} beside the median", paper=f"{quotients} † (its quotients)",
+               claim=f"Smaller largest {what} beside the median", paper=in_medians,
                source="Table 5"),
     ]  # fmt: skip
 
@@ -262,28 +263,28 @@ def _many_shot(id: str, key: str, better: str, name: str, unit: str, order: str,
 
 _REGISTERED = [
     metric("associative_recall", "validation", "lower", "loss", id="loss", unit="nats a token", scores=_column("loss"),
-           claim="Lower language-modelling loss", paper="3.087 / 3.062 † (1.4B)", source="Table 6, Figure 3"),
+           claim="Lower language-modelling loss", paper=paper.loss("validation"), source="Table 6, Figure 3"),
     metric("recall", "accuracy", "higher", "accuracy at the end", id="recall", unit="accuracy", scores=_recalled,
-           claim="More values recalled from noise", paper="not reported; needles (6, 2): 0.55 / 0.85 † (4K, 3B)",
+           claim="More values recalled from noise", paper=paper.needles((0, 0)).replace("(6, 2)", "needles (6, 2)"),
            source="Section 3.4", ours=True),
     _slice("ar_hit", "loss on AR-Hit", claim="Lower loss where the context can be recalled",
-           paper="0.898 / 0.880 † (1.4B)", source="Table 6, AR-Hit", untested=_recalls_little),
-    _slice("others", "loss on Others", claim="Lower loss on all other tokens", paper="3.272 / 3.247 † (1.4B)",
+           paper=paper.loss("ar_hit"), source="Table 6, AR-Hit", untested=_recalls_little),
+    _slice("others", "loss on Others", claim="Lower loss on all other tokens", paper=paper.loss("others"),
            source="Table 6, Others"),
     *(needle(n, r) for n, r in ((1, 1), (2, 1), (4, 1), (4, 2))),
     metric("allocation", "answer", "higher", "attention on the answer", id="answer", unit="share",
-           scores=_column("answer"), claim="More attention on the answer", paper="0.05 / 0.32 (mean of depths)",
+           scores=_column("answer"), claim="More attention on the answer", paper=paper.allocation("answer"),
            source="Table 3"),
     metric("allocation", "noise", "lower", "attention on the noise", id="noise", unit="share",
-           scores=_column("noise"), claim="Less attention on the noise", paper="0.51 / 0.02 (mean of depths)",
+           scores=_column("noise"), claim="Less attention on the noise", paper=paper.allocation("noise"),
            source="Table 3"),
     metric("allocation", "best_head_answer", "", "attention on the answer in the best head of all",
            id="best_head_answer", unit="share"),
-    *_outlier("logits", "attention logit", "318.0 / 38.8", "59 / 12"),
-    *_outlier("hidden", "hidden value", "3608.6 / 1688.2", "6014 / 1407"),
+    *_outlier("logits", "attention logit"),
+    *_outlier("hidden", "hidden value"),
     metric("throughput", "train_tokens_per_second", "higher", "tokens/s, training", id="throughput", unit="tokens/s",
            scores=_column("train_tokens_per_second"), reduce=np.median, margin=0.12, relative=True,
-           claim="Training costs at most 12 % of the throughput", paper="7247 / 6635 and 7491 / 6718 tokens/s †",
+           claim="Training costs at most 12 % of the throughput", paper=paper.throughput(),
            source="Table 7"),
     metric("throughput", "forward_tokens_per_second", "", "tokens/s, forward", id="throughput_forward",
            unit="tokens/s", scores=_column("forward_tokens_per_second"), reduce=np.median, relative=True,
@@ -303,18 +304,18 @@ _REGISTERED = [
     metric("quantization", "accuracy_4bit", "higher", "accuracy at 4 bits (chance .25)", id="accuracy_4bit",
            unit="accuracy", source="Figure 8"),
     _many_shot("many_shot", "random_mean", "higher", "many-shot accuracy (chance .06)", "accuracy", "random",
-               claim="More right answers from many examples", paper="mean gain 5.2 to 21.6 points † (64K)",
+               claim="More right answers from many examples", paper=paper.shots(),
                source="Figure 6"),
     _many_shot("order_random", "random_margin", "lower", "many-shot best less worst order", "best less worst",
                "random", reduce=_margin, claim="Less depends on the order of the examples (drawn at random)",
-               paper="19.0 / 4.0 points † (TREC)", source="Figure 7"),
+               paper=paper.order("random"), source="Figure 7"),
     _many_shot("order_alternate", "alternate_margin", "lower", "many-shot best less worst order by class",
                "best less worst", "alternate", reduce=_margin,
                claim="Less depends on the order of the examples (classes in turn)",
-               paper="56.7 / 13.4 points † (TREC)", source="Figure 7"),
+               paper=paper.order("alternate"), source="Figure 7"),
     metric("hallucination", "mean", "higher", "outputs free of hallucination", id="hallucination", unit="accuracy",
            scores=_column("score"), reduce=_mean_of_decided, claim="More outputs free of hallucination",
-           paper="0.28 to 0.44 / 0.36 to 0.61 †", source="Table 4"),
+           paper=paper.hallucination(), source="Table 4"),
     final_loss(),
     metric("gradients", "median", "", "median gradient norm", id="gradient_median"),
     metric("gradients", "largest", "", "largest gradient norm after the first tenth", id="gradient_largest"),

@@ -7,18 +7,14 @@ and ``train``, in the driver's versions of Python and Ray.
 """
 
 import logging
-import os
 import secrets
 import signal
-import socket
 import subprocess
-import threading
-from collections.abc import Generator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from diff_transformer.checks import first_line, listed, read_json, require_extra
+from diff_transformer.checks import listed, read_json
+from diff_transformer.cluster import connect
 from diff_transformer.durable import DiskError, require_writable
 from diff_transformer.lab.processes import INTERRUPTED, LOG, TERMINATED, NodeProcess, reads
 from diff_transformer.lab.spec import REQUEST
@@ -26,10 +22,8 @@ from diff_transformer.lab.spec import REQUEST
 logger = logging.getLogger("diff_transformer")
 
 RETRIES = 3  # of a run that a dead node or process lost
-_CONNECT_SECONDS = 5  # for an address to accept a connection
 _ANSWER_SECONDS = 60  # for a node to say whether it did
 _WORDS = 30  # of the end of another library's message
-_PATIENCE = {"RAY_NUM_REDIS_GET_RETRIES": "1", "RAY_py_gcs_connect_timeout_s": "5"}  # Ray waits two minutes by default
 
 
 class RayTasks:
@@ -48,10 +42,9 @@ class RayTasks:
     """
 
     def __init__(self, folder: Path | str, address: str = "auto", gpus: float | None = None):
-        require_extra("ray", "--engine ray", "ray")
         if gpus is not None and (gpus < 0 or (gpus > 1 and gpus % 1)):
             raise ValueError(f"GPUs per run are {gpus}; give 0, a fraction of 1, or a whole number")
-        _connect(address)
+        connect(address)
         check_shared(Path(folder))
         import ray
 
@@ -142,50 +135,6 @@ def _outcome(ended) -> tuple[int, str]:
     except ray.exceptions.RayError as error:
         return -signal.SIGKILL, " ".join(str(error).split())
     return code, f"the process ended with code {code}"
-
-
-def _connect(address: str) -> None:
-    """Connect to the cluster, unless this process is connected. The handler of SIGTERM, which Ray replaces, stays."""
-    if address == "auto":
-        address = os.environ.get("RAY_ADDRESS") or address
-    if address != "auto":
-        _require_listener(address)
-    for name, value in _PATIENCE.items():
-        os.environ.setdefault(name, value)
-    import ray
-
-    if ray.is_initialized():
-        return
-    try:
-        with _same_handler():
-            ray.init(address=address, log_to_driver=False, logging_level=logging.CRITICAL)
-    except (ConnectionError, RuntimeError, ValueError) as error:
-        where = "on this machine" if address == "auto" else f"at --address {address} ({first_line(error)})"
-        raise ConnectionError(
-            f"no Ray cluster {where}; start one with `ray start --head`, or give --address HOST:PORT"
-        ) from None
-
-
-def _require_listener(address: str) -> None:
-    host, _, port = address.rpartition(":")
-    if not host.strip("/") or "://" in address or not port.isdecimal():
-        raise ValueError(f"--address {address!r} is not HOST:PORT of a Ray cluster's head, as `ray start` prints it")
-    try:
-        socket.create_connection((host.strip("[]"), int(port)), _CONNECT_SECONDS).close()
-    except (OSError, OverflowError) as error:
-        raise ConnectionError(
-            f"nothing listens at --address {address} ({first_line(error)}); give HOST:PORT of a Ray cluster's head"
-        ) from None
-
-
-@contextmanager
-def _same_handler() -> Generator[None]:
-    handler = signal.getsignal(signal.SIGTERM)
-    try:
-        yield
-    finally:
-        if threading.current_thread() is threading.main_thread():
-            signal.signal(signal.SIGTERM, handler)
 
 
 # ---- the nodes

@@ -20,7 +20,7 @@ from typing import Any
 
 from diff_transformer import checks
 from diff_transformer.durable import write_whole
-from diff_transformer.lab.legacy import fields_of, split_name
+from diff_transformer.lab.legacy import fields_of, result_fields, split_name
 from diff_transformer.lab.sides import PAIR as PAIR
 
 SCHEMA = 2
@@ -312,18 +312,9 @@ def of_result(result: Any, *, setting: str = "", side: str | None = None, seed: 
     ``side`` and ``seed``, the training seed, default to those in the model's name, such as ``diff-seed0``. The seed of
     the result's own settings, which draws the examples, is the data seed and stays in the provenance.
     """
-    value = result if isinstance(result, dict) else result.to_dict()
-    name = value["eval"]
-    said, number = split_name(value["model"])
-    about = dict(value.get("provenance") or {})
-    return Record(
-        setting=setting,
-        side=said if side is None else side,
-        seed=number if seed is None else seed,
-        metrics={name: value["metrics"]},
-        rows={name: value.get("rows") or []},
-        provenance={name: about},
-    )
+    record = Record(**result_fields(result if isinstance(result, dict) else result.to_dict()))
+    side, seed = record.side if side is None else side, record.seed if seed is None else seed
+    return replace(record, setting=setting, side=side, seed=seed)
 
 
 def finished(folder: Path) -> bool:
@@ -354,8 +345,7 @@ def records_of(value: object, path: Path | None = None, root: Path | None = None
     """The records in a JSON value, written by this version or an earlier one: the one reader of files.
 
     Args:
-        value: what ``Record.save`` or ``save_all`` wrote, the result of an experiment or ``{"results": [...]}`` of
-            several, or as for ``legacy.fields_of``.
+        value: what ``Record.save`` or ``save_all`` wrote, or as for ``legacy.fields_of``.
         path, root: as for ``legacy.fields_of``.
 
     Raises:
@@ -368,10 +358,6 @@ def records_of(value: object, path: Path | None = None, root: Path | None = None
         if value.get("schema") == SCHEMA:
             common = value.get("common", {})
             return [Record.from_dict(_with(one, common)) for one in value.get("records", [value])]
-        if isinstance(value.get("results"), list) and value.get("schema") != 1 and "cells" not in value:
-            return merged(of_result(one) for one in value["results"])
-        if {"eval", "model", "metrics"} <= value.keys():
-            return [of_result(value)]
         fields = fields_of(value, path, root)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise RecordError(f"{where} is not a record: {error!r}") from None

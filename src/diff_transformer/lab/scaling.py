@@ -62,10 +62,7 @@ def run(lm, settings: Settings, samples: Samples) -> Result:
         )
     tables = [path.strip() for path in settings.runs.split(",") if path.strip()]
     table = synthetic_runs() if settings.runs == SYNTHETIC else read_runs(tables)
-    return evaluate_scaling(
-        table, ours=settings.ours, reference=settings.reference, form=settings.form, huber=settings.huber,
-        source=settings.runs, samples=samples,
-    )  # fmt: skip
+    return evaluate_scaling(table, settings, samples)
 
 
 def require_installed() -> None:
@@ -75,12 +72,7 @@ def require_installed() -> None:
 
 def evaluate_scaling(
     runs: Sequence[Run],
-    *,
-    ours: str = Settings.ours,
-    reference: str = Settings.reference,
-    form: str = Settings.form,
-    huber: float = Settings.huber,
-    source: str = "",
+    settings: Settings = Settings(),
     samples: Samples | None = None,
 ) -> Result:
     """Fit L(parameters) and L(tokens) of both models, as far as the runs allow, and match their losses.
@@ -100,10 +92,10 @@ def evaluate_scaling(
     Raises:
         ValueError: if a model has no runs, or if the runs vary too little in size and in tokens to fit.
     """
-    samples = Samples() if samples is None else samples
+    samples, form, huber, source = samples or Samples(), settings.form, settings.huber, settings.runs
     if form not in FORMS:
         raise ValueError(f"form is {form!r}; accepted: {', '.join(map(repr, FORMS))}")
-    names = (canonical(ours), canonical(reference))
+    names = (canonical(settings.ours), canonical(settings.reference))
     known = sorted({one.model for one in runs})
     for name in names:
         if name not in known:

@@ -1,18 +1,15 @@
-"""What to run: a ``RunSpec`` for each model, and a ``Study``, a list of specs that follows a sweep."""
+"""What to run: a ``RunSpec`` for each model."""
 
 import dataclasses
 import json
-from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
 from diff_transformer.checks import differences, read_json
 from diff_transformer.durable import write_whole
 from diff_transformer.lab.legacy import config_of_request
-from diff_transformer.lab.record import Record
 from diff_transformer.lab.sides import PAIR
 from diff_transformer.model.config import DiffTransformerConfig
 from diff_transformer.model.matching import VARIANTS, variant
@@ -23,8 +20,6 @@ RECALL = "recall"  # key-value recall as in training, for runs whose mixture has
 EXPLORER = "explorer"  # attention maps for the report
 _SIZES = ("num_key_value_heads", "value_head_dim", "intermediate_size")  # of a variant, so that costs are equal
 REQUEST = "request.json"  # a spec in the folder of its run
-
-Choices = dict[str, float]  # the learning rate of each side, chosen by a sweep
 
 
 @dataclass(frozen=True)
@@ -124,52 +119,3 @@ def with_seed(config: RunConfig, seed: int, model: Mapping | None = None) -> Run
     require_drawn(config)
     fields = config.model if model is None else dict(model)
     return dataclasses.replace(config, model=fields, train=dataclasses.replace(config.train, seed=seed))
-
-
-def seeds(setting: str, side: str, config: RunConfig, numbers: range, *, measured: bool = True) -> Iterator[RunSpec]:
-    """The runs of a study for one side: ``config`` with each training seed of ``numbers``."""
-    for seed in numbers:
-        trained = with_seed(config, seed).validate()
-        yield RunSpec(setting, side, seed, trained, everything(trained) if measured else (), may_diverge=True)
-
-
-@dataclass(frozen=True)
-class Study:
-    """Runs in order of importance, in two stages.
-
-    ``sweep`` comes first. ``choose`` picks a learning rate for each side by the lowest ``score`` of the sweep's records
-    (the final validation loss by default), and ``runs`` makes the remaining runs with these rates. When all have
-    finished, ``then`` follows in the same folder, where it finds the runs that it shares. Sides that its sweep leaves
-    out keep the rates of the stage before.
-    """
-
-    name: str
-    sweep: list[RunSpec]
-    runs: Callable[[Choices], list[RunSpec]]
-    score: Callable[[Record], float] = attrgetter("final_loss")
-    then: "Study | None" = None
-
-    def keys(self) -> set[str]:
-        """The keys of all runs, those of ``then`` included. No key depends on the rates that a sweep chooses."""
-        any_rates: Choices = defaultdict(lambda: 1e-3)
-        found = {spec.key for spec in (*self.sweep, *self.runs(any_rates))}
-        return found if self.then is None else found | self.then.keys()
-
-    def choose(self, scores: Mapping[str, float]) -> Choices:
-        """For each side the learning rate with the lowest score.
-
-        Args:
-            scores: by ``key`` of the sweep's runs.
-
-        Raises:
-            ValueError: if a run of the sweep is missing.
-        """
-        missing = [spec.key for spec in self.sweep if spec.key not in scores]
-        if missing:
-            raise ValueError(f"the sweep is not finished: {', '.join(missing)} missing")
-        best: dict[str, RunSpec] = {}
-        for spec in self.sweep:
-            known = best.get(spec.side)
-            if known is None or scores[spec.key] < scores[known.key]:
-                best[spec.side] = spec
-        return {side: spec.config.optim.lr for side, spec in best.items()}

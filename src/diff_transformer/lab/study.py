@@ -1,14 +1,14 @@
 """``study``: train many small models with several seeds, over as many calls as needed.
 
-A study is a plan for the pool in two stages: a sweep of learning rates, then the runs that use the best ones. Each run
-has a folder ``OUT/SETTING/SIDE-seedK`` with its ``record.json``.
+A study is a list of stages (``lab/stages.py``); the pool runs those up to a sweep at once. Each run has a folder
+``OUT/SETTING/SIDE-seedK`` with its ``record.json``.
 """
 
 import json
 import math
 import os
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -19,7 +19,8 @@ from diff_transformer.checks import differences, require_positive
 from diff_transformer.durable import require_writable
 from diff_transformer.lab.pool import Executor, progress_bars, run_pool
 from diff_transformer.lab.record import finished, load_run
-from diff_transformer.lab.spec import REQUEST, RunSpec, Study
+from diff_transformer.lab.spec import REQUEST, RunSpec
+from diff_transformer.lab.stages import Stage
 from diff_transformer.train.data_config import NO_CORPUS
 from diff_transformer.train.run_folder import LOCK, RunLock
 
@@ -33,7 +34,7 @@ class Progressed:
 
 
 def run_study(
-    study: Study,
+    stages: Sequence[Stage],
     out: Path | str,
     *,
     minutes: float | None = None,
@@ -41,7 +42,7 @@ def run_study(
     executor: Executor | None = None,
     console=None,
 ) -> Progressed:
-    """Run the unfinished runs of ``study`` in ``out``; stop after ``minutes``.
+    """Run the unfinished runs of a study in ``out``; stop after ``minutes``.
 
     At the end of the time, or after Ctrl-C, active runs save their state, and the next call continues them. Finished
     runs are kept.
@@ -65,36 +66,51 @@ def run_study(
     until = time.monotonic() + 60 * minutes if minutes else math.inf
     if out.is_dir() and any(out.iterdir()) and not _holds_runs(out):
         raise FileExistsError(f"{out.absolute()} is not empty and holds no study; choose another folder")
-    _check(study.sweep, out)
+    first, *more = _parts(stages)
+    specs, rates = _specs(first, {}), {}
+    _check(specs, out)
     out.mkdir(parents=True, exist_ok=True)
     pool = partial(run_pool, jobs=jobs, until=until, executor=executor, resume_hint="the same command goes on")
     with RunLock(out):
-        _run(study.sweep, out, pool, console)
-        stage, known, rates = study, {spec.key for spec in study.sweep}, {}
-        while all(finished(out / key) for key in known):
-            rates |= stage.choose(sweep_scores(stage, out))
-            specs = stage.runs(rates)
-            _check(specs, out)
-            known |= {spec.key for spec in specs}
-            _run(specs, out, pool, console)
-            if stage.then is None:
+        _run(specs, out, pool, console)
+        for before, part in zip([first, *more], more, strict=False):
+            if not all(finished(out / spec.key) for spec in specs):
                 break
-            stage = stage.then
-            known |= {spec.key for spec in stage.sweep}
-            _check(stage.sweep, out)
-            _run(stage.sweep, out, pool, console)
-        every = study.keys()
-        return Progressed(_count(out, every), len(every))
+            rates |= best_rates(before[-1], rates, out)
+            specs = _specs(part, rates)
+            _check(specs, out)
+            _run(specs, out, pool, console)
+        every = {identity for stage in stages for identity in stage.identities()}
+        done = (finished(out / setting / f"{side}-seed{seed}") for setting, side, seed in every)
+        return Progressed(sum(done), len(every))
 
 
-def sweep_scores(study: Study, out: Path) -> dict[str, float]:
-    """The score of each finished run of the sweep, by key; infinity for one that diverged."""
-    scores = {}
-    for spec in study.sweep:
-        if finished(out / spec.key):
-            record = load_run(out / spec.key, spec.setting, spec.side, spec.seed)
-            scores[spec.key] = math.inf if record.diverged else study.score(record)
-    return scores
+def _parts(stages: Sequence[Stage]) -> Iterator[list[Stage]]:
+    """The stages up to each sweep, which can run at once, and those after the last."""
+    part = []
+    for stage in stages:
+        part.append(stage)
+        if stage.score:
+            yield part
+            part = []
+    if part:
+        yield part
+
+
+def _specs(part: list[Stage], rates: dict[str, float]) -> list[RunSpec]:
+    return [spec for stage in part for spec in stage.specs(rates)]
+
+
+def best_rates(sweep: Stage, rates: dict[str, float], out: Path) -> dict[str, float]:
+    """For each side of a finished sweep the learning rate of the lowest score; a run that diverged has the highest."""
+    assert sweep.score is not None  # it makes the stage a sweep
+    best: dict[str, tuple[float, float]] = {}
+    for spec in sweep.specs(rates):
+        record = load_run(out / spec.key, spec.setting, spec.side, spec.seed)
+        score = math.inf if record.diverged else sweep.score(record)
+        if spec.side not in best or score < best[spec.side][0]:
+            best[spec.side] = score, spec.config.optim.lr
+    return {side: rate for side, (_, rate) in best.items()}
 
 
 def _holds_runs(out: Path) -> bool:
@@ -141,7 +157,3 @@ def _differences(spec: RunSpec, folder: Path) -> list[str]:
     wanted = {"model": here.model, "lr": here.optim.lr, "seed": here.train.seed, "steps": here.train.steps}
     there = {"model": record.config["model"], "lr": record.lr, "seed": record.config["train"]["seed"]}
     return differences({**there, "steps": record.steps}, json.loads(json.dumps(wanted)))
-
-
-def _count(out: Path, keys: Iterable[str]) -> int:
-    return sum(finished(out / key) for key in keys)

@@ -1,13 +1,14 @@
 """The process of one run: train the model, measure it, write its record.
 
 ``python -m diff_transformer.lab.worker FOLDER`` executes ``FOLDER/request.json``: a run, or the experiments of ``eval``
-on one model (``lab/suite.py``). The run goes to ``FOLDER/run``,
-results to ``FOLDER/evals/NAME.json``, progress to ``FOLDER/status.json`` and the record to ``FOLDER/record.json``. A
+on one model (``lab/suite.py``). The run goes to ``FOLDER/run``, progress to
+``FOLDER/status.json``, results to ``FOLDER/evals/NAME.json`` until all are in the record, ``FOLDER/record.json``. A
 restarted worker keeps finished parts and continues. With ``--ends-with-input`` it exits when its standard input closes.
 """
 
 import json
 import os
+import shutil
 import signal
 import sys
 import threading
@@ -64,6 +65,8 @@ def run(folder: Path) -> Record:
         diverged = str(error).split(",")[0]
     record = _record(spec, folder, metrics, diverged, round(time.perf_counter() - started, 1))
     record.save(folder / FILE)
+    shutil.rmtree(folder / "evals", ignore_errors=True)  # the record holds it
+    (folder / f"{EXPLORER}.json").unlink(missing_ok=True)
     write_status(folder, "done", config.train.steps)
     return record
 
@@ -121,11 +124,10 @@ def _pair_eval(name: str, lm, data, config: RunConfig) -> Result:
     """An experiment of ``PAIR_EVALS`` on held-out text of the run's own corpus, or ``RECALL`` on rows like its own."""
     from diff_transformer.data.filler import Filler
     from diff_transformer.data.packing import PackedCorpus
-    from diff_transformer.evals.allocation import evaluate_allocation
-    from diff_transformer.evals.associative_recall import evaluate_associative_recall
-    from diff_transformer.evals.needle import evaluate_needle
+    from diff_transformer.evals import allocation, needle
+    from diff_transformer.evals.kv_recall import LONGER, evaluate_recall
     from diff_transformer.evals.outliers import evaluate_outliers
-    from diff_transformer.evals.recall import LONGER, evaluate_recall
+    from diff_transformer.evals.repeat_loss import evaluate_associative_recall
     from diff_transformer.train.training_data import recall_source, spread_rows
 
     settings, length = config.evaluation, config.data.length
@@ -147,16 +149,15 @@ def _pair_eval(name: str, lm, data, config: RunConfig) -> Result:
             n=settings.ngram,
             frequent_share=settings.frequent_share,
         )
-    filler, digits = Filler(data.corpus.validation), config.data.needles.digits
+    filler = Filler(data.corpus.validation)
+    same: dict[str, Any] = {"digits": config.data.needles.digits, "seed": settings.seed}
     if name == "needle":
-        return evaluate_needle(
-            lm, filler, settings=settings.needles, lengths=settings.needle_lengths or (length,),
-            per_cell=settings.samples, digits=digits, seed=settings.seed,
-        )  # fmt: skip
-    return evaluate_allocation(
-        lm, filler, length=length - 4, per_cell=settings.allocation_samples, needles=settings.allocation_needles,
-        digits=digits, seed=settings.seed,
-    )  # fmt: skip
+        lengths = settings.needle_lengths or (length,)
+        return needle.evaluate_needle(
+            lm, filler, needle.Settings(cells=settings.needles, lengths=lengths, samples=settings.samples, **same)
+        )
+    same |= {"needles": settings.allocation_needles, "samples": settings.allocation_samples}
+    return allocation.evaluate_allocation(lm, filler, allocation.Settings(length=length - 4, **same))
 
 
 # ---- the record

@@ -3,11 +3,10 @@
 import difflib
 import warnings
 from functools import cache
-from typing import Any
+from typing import Annotated, Any
 
 from transformers import PreTrainedConfig
 
-from diff_transformer.checks import require_positive
 from diff_transformer.model.heads import ATTENTIONS as ATTENTIONS
 from diff_transformer.model.heads import (
     HeadCounts,
@@ -19,10 +18,11 @@ from diff_transformer.model.heads import (
 )
 from diff_transformer.model.implementations import check_backend
 from diff_transformer.model.lambdas import check_lambda_init
-from diff_transformer.settings import as_kind
+from diff_transformer.settings import POSITIVE, PositiveInt, Rule, as_kind, check_rules, one_of
 
 ACTIVATIONS = ("silu", "poly_norm")
-_DEVIATIONS = ("initializer_range", "embedding_initializer_range", "output_initializer_range")
+_OptionalSize = Annotated[int | None, POSITIVE]
+_NOT_NEGATIVE = Rule(lambda value: value is None or not value < 0, "give 0 or more")  # NaN: see ``as_kind``
 # Keys that transformers writes into a configuration, or passes with it, without declaring them as fields.
 _TRANSFORMERS_KEYS = {
     "attn_implementation", "experts_implementation", "torch_dtype", "num_labels", "name_or_path", "auto_map",
@@ -53,44 +53,44 @@ class DiffTransformerConfig(PreTrainedConfig):
     2510.06949: several signal heads share a noise head), ``"dint"`` (arXiv 2501.17486: adds the mean of the first map,
     so that rows sum to 1). ``count_heads`` in ``model/heads.py`` defines how many heads each has."""
 
-    vocab_size: int = 32000
+    vocab_size: PositiveInt = 32000
     """Number of tokens in the vocabulary."""
 
-    hidden_size: int = 1024
+    hidden_size: PositiveInt = 1024
     """d_model."""
 
-    intermediate_size: int | None = None
+    intermediate_size: _OptionalSize = None
     """Inner width of SwiGLU; None means 8/3 ``hidden_size``, rounded to a multiple of 64."""
 
-    num_hidden_layers: int = 12
+    num_hidden_layers: PositiveInt = 12
     """Number of decoder layers."""
 
-    num_attention_heads: int = 16
+    num_attention_heads: PositiveInt = 16
     """Query heads of width ``head_dim``. For ``"diff"`` and ``"dint"`` even: heads 2i and 2i+1 are the two maps of
     differential head i, which has values of width ``2 * head_dim``. For ``"diff_v2"`` pairs of query heads. For
     ``"grouped_diff"`` signal and noise heads together."""
 
-    num_key_value_heads: int | None = None
+    num_key_value_heads: _OptionalSize = None
     """Key/value heads for grouped-query attention; None means ``num_attention_heads`` (for ``"grouped_diff"`` two for
     each noise head: one for each of its maps)."""
 
-    head_dim: int | None = None
+    head_dim: _OptionalSize = None
     """d; None means ``hidden_size // num_attention_heads``."""
 
-    value_head_dim: int | None = None
+    value_head_dim: _OptionalSize = None
     """Width of a value head, and so of a head's output; None means ``2 * head_dim`` for ``"diff"``, ``"dint"`` and
     ``"grouped_diff"``, ``head_dim`` for ``"diff_v2"`` and ``"softmax"``."""
 
-    signal_heads_per_noise_head: int = 3
+    signal_heads_per_noise_head: PositiveInt = 3
     """r of ``"grouped_diff"``; the authors advise 3 or 4. 1 is ``"diff"``."""
 
-    max_position_embeddings: int = 4096
+    max_position_embeddings: PositiveInt = 4096
     """Longest sequence, in tokens."""
 
     rope_parameters: dict | None = None
     """As in transformers; None means ``{"rope_type": "default", "rope_theta": 10000.0}``."""
 
-    rms_norm_eps: float = 1e-5
+    rms_norm_eps: Annotated[float, _NOT_NEGATIVE] = 1e-5
     """Epsilon of all norms, unless ``head_norm_eps`` is set."""
 
     tie_word_embeddings: bool = False
@@ -106,7 +106,7 @@ class DiffTransformerConfig(PreTrainedConfig):
     lambda_learned: bool = True
     """False fixes lambda at ``lambda_init``; not for ``"diff_v2"``."""
 
-    lambda_std: float = 0.1
+    lambda_std: Annotated[float, _NOT_NEGATIVE] = 0.1
     """Standard deviation of the lambda vectors at initialisation."""
 
     head_norm: bool | str = True
@@ -117,30 +117,30 @@ class DiffTransformerConfig(PreTrainedConfig):
     """The same norm, with a weight of width d, on the heads of softmax attention (ablation of Table 6); for
     ``attention="softmax"`` only."""
 
-    head_norm_eps: float | None = None
+    head_norm_eps: Annotated[float | None, POSITIVE] = None
     """Epsilon of the head norm; None means ``rms_norm_eps``."""
 
     head_norm_init: float | list[float] = 1.0
     """Initial weight of the head norm, or one value for each layer. The paper has 1.0. A smaller value gives each head
     at the start an output as small as softmax attention's; ``matched_head_norm_init`` measures it."""
 
-    hidden_act: str = "silu"
+    hidden_act: Annotated[str, one_of(*ACTIVATIONS)] = "silu"
     """Activation of the gated MLP: ``"silu"`` (SwiGLU) or ``"poly_norm"`` (arXiv 2411.03884; some published models)."""
 
-    initializer_range: float = 0.02
+    initializer_range: Annotated[float, _NOT_NEGATIVE] = 0.02
     """Standard deviation of all matrices at initialisation, unless one of the next two fields overrides it."""
 
-    embedding_initializer_range: float | None = None
+    embedding_initializer_range: Annotated[float | None, _NOT_NEGATIVE] = None
     """Standard deviation of the token embedding; None means ``initializer_range``."""
 
-    output_initializer_range: float | None = None
+    output_initializer_range: Annotated[float | None, _NOT_NEGATIVE] = None
     """Standard deviation of the projections that write to the residual stream (W_O and SwiGLU's W_3); None means
     ``initializer_range``."""
 
     backend: str = "auto"
     """Backend of ``diff_attention`` in every layer."""
 
-    sliding_window: int | None = None
+    sliding_window: _OptionalSize = None
     """Every query sees its last ``sliding_window`` keys, its own included, in training and in the cache, whose memory
     this bounds; None for all keys."""
 
@@ -161,8 +161,7 @@ class DiffTransformerConfig(PreTrainedConfig):
             near = difflib.get_close_matches(key, sorted(self.__class__.__dataclass_fields__), n=1)
             hint = f"did you mean {near[0]!r}?" if near else "see the documentation of DiffTransformerConfig"
             raise ValueError(f"DiffTransformerConfig has no field {key!r}; {hint}")
-        self._require_positive("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads")
-        require_positive(signal_heads_per_noise_head=self.signal_heads_per_noise_head)
+        check_rules(self)
         if self.num_key_value_heads is None:
             self.num_key_value_heads = default_key_value_heads(
                 self.attention, self.num_attention_heads, self.signal_heads_per_noise_head
@@ -204,17 +203,11 @@ class DiffTransformerConfig(PreTrainedConfig):
         A model checks again, because ``from_pretrained(folder, attention=...)`` sets fields of an existing
         configuration.
         """
-        self._require_positive("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads")
-        self._require_positive("num_key_value_heads", "head_dim", "intermediate_size", "max_position_embeddings")
-        require_positive(sliding_window=self.sliding_window, value_head_dim=self.value_head_dim)
-        require_positive(head_norm_eps=self.head_norm_eps)
+        check_rules(self)
         _check_choices(self)
         _ = self.heads  # raises for head counts that do not fit
         for name, kind in DiffTransformerConfig.__annotations__.items():
             as_kind(kind, getattr(self, name), name)
-        for name in ("rms_norm_eps", "lambda_std", *_DEVIATIONS):
-            if (value := getattr(self, name)) is not None and value < 0:
-                raise ValueError(f"{name} is {value}; give 0 or more")
 
     @property
     def heads(self) -> HeadCounts:
@@ -278,9 +271,6 @@ class DiffTransformerConfig(PreTrainedConfig):
         finally:
             self._output_attentions = maps
 
-    def _require_positive(self, *names: str):
-        require_positive(**{name: getattr(self, name) for name in names})
-
 
 def _unknown(kwargs: dict[str, Any]) -> dict[str, Any]:
     """Those of the given keys that belong neither to this package nor to transformers."""
@@ -313,8 +303,6 @@ def matched_baseline(config: DiffTransformerConfig) -> DiffTransformerConfig:
 
 def _check_choices(config):
     check_variant(config.attention, lambda_learned=config.lambda_learned, window=config.sliding_window)
-    if config.hidden_act not in ACTIVATIONS:
-        raise ValueError(f"hidden_act is {config.hidden_act!r}; accepted: {', '.join(map(repr, ACTIVATIONS))}")
     check_backend(config.backend)
     check_head_norm(config.head_norm, config.head_norm_init)
     if config.softmax_head_norm and config.attention != "softmax":

@@ -112,7 +112,8 @@ def read_model(
         if "custom code" in str(error):
             raise ValueError(
                 f"{name_or_path} brings its own code, which does not run here; give the model that it was exported "
-                "from, or load it in Python with trust_remote_code=True"
+                "from, convert it (`diff-transformer convert` takes Motif's), or load it in Python with "
+                "trust_remote_code=True"
             ) from None
         raise
     except ImportError as error:

@@ -1,8 +1,8 @@
 """Choice by measurement: the fastest of several correct ways to compute the same, timed once on a machine.
 
-``measure`` times the candidates in turns and keeps the verdict in the package's cache folder under ``fastest``: one
+``measure`` times the candidates in turns and keeps what it found in the package's cache folder under ``fastest``: one
 JSON file for each key, with all times. Delete the file to measure again. ``DIFF_TRANSFORMER_TUNE=0`` neither measures
-nor reads verdicts, and ``force`` measures once in each process and replaces what was kept.
+nor reads what was kept, and ``force`` measures once in each process and replaces what was kept.
 """
 
 import hashlib
@@ -35,8 +35,8 @@ class NotNow(RuntimeError):
     """Raised by a candidate that cannot be timed in this process, but perhaps in another."""
 
 
-class Verdict(NamedTuple):
-    """What a measurement found."""
+class Measurement(NamedTuple):
+    """Which of the candidates is the fastest, and their times."""
 
     fastest: str
     milliseconds: dict[str, float]  # the shortest time of each candidate that ran
@@ -44,7 +44,7 @@ class Verdict(NamedTuple):
     complete: bool = True  # False, and not kept, if a candidate could not be timed for a passing reason, or none ran
 
 
-_verdicts: dict[str, Verdict] = {}  # of this process
+_measurements: dict[str, Measurement] = {}  # of this process
 _measuring = threading.Lock()
 
 
@@ -72,17 +72,17 @@ def wall_clock(run: Run) -> float:
 
 def measure(
     key: Mapping[str, str | int], candidates: Mapping[str, Run], timer: Timer = wall_clock, again: bool = False
-) -> Verdict:
+) -> Measurement:
     """Which of the candidates is the fastest, measured or as kept; the first one, the default, without times where
     nothing can be measured.
 
     A candidate that raises is left out. One that fails for a reason that may pass (memory, the disk, a compiler that
     does not start, ``NotNow``) is left out in this process only. A disk that cannot be read or written costs another
-    measurement in the next process. Of the processes that want the same verdict at a time, one measures and the others
-    wait.
+    measurement in the next process. Of the processes that want the same measurement at a time, one measures and the
+    others wait.
 
     Args:
-        key: what the verdict depends on: processor or GPU, versions, dtype, widths. The candidates' names belong to it.
+        key: what the measurement depends on: processor or GPU, versions, dtype, widths, and the candidates' names.
         candidates: functions without arguments by name; each is called some times.
         timer: calls a function and returns its seconds.
         again: measure what was measured before.
@@ -91,17 +91,17 @@ def measure(
         ValueError: DIFF_TRANSFORMER_TUNE is neither 0, 1 nor force.
     """
     given, names = tuning(), list(candidates)
-    default = Verdict(names[0], {}, {}, complete=False)
+    default = Measurement(names[0], {}, {}, complete=False)
     if given == "0" or len(names) == 1:
         return default
     told = _told(key, names)
-    if again or told not in _verdicts:
-        verdict = _kept_or_measured(told, candidates, timer, read=not again and given != "force")
-        if verdict is None:
+    if again or told not in _measurements:
+        measurement = _kept_or_measured(told, candidates, timer, read=not again and given != "force")
+        if measurement is None:
             return default
-        _verdicts[told] = verdict
-        log.info("fastest of %s: %s", told, described(verdict))
-    return _verdicts[told]
+        _measurements[told] = measurement
+        log.info("fastest of %s: %s", told, described(measurement))
+    return _measurements[told]
 
 
 def kept(key: Mapping[str, str | int], names: Sequence[str]) -> str:
@@ -113,12 +113,12 @@ def kept(key: Mapping[str, str | int], names: Sequence[str]) -> str:
     if tuning() == "0" or len(names) == 1:
         return names[0]
     told = _told(key, list(names))
-    verdict = _verdicts.get(told) or _read(_path(told), names)
-    if verdict is None:
+    measurement = _measurements.get(told) or _read(_path(told), names)
+    if measurement is None:
         return names[0]
-    if told not in _verdicts:
-        log.info("fastest of %s: %s", told, described(verdict))
-    return _verdicts.setdefault(told, verdict).fastest
+    if told not in _measurements:
+        log.info("fastest of %s: %s", told, described(measurement))
+    return _measurements.setdefault(told, measurement).fastest
 
 
 def _told(key: Mapping[str, str | int], names: list[str]) -> str:
@@ -126,34 +126,34 @@ def _told(key: Mapping[str, str | int], names: list[str]) -> str:
 
 
 def _path(told: str) -> Path | None:
-    """The verdict's file; None without a home folder."""
+    """The measurement's file; None without a home folder."""
     try:
         return cache_folder() / "fastest" / f"{hashlib.sha256(told.encode()).hexdigest()[:24]}.json"
     except RuntimeError:
         return None
 
 
-def described(verdict: Verdict) -> str:
-    """The verdict in one line: the fastest form first, then the others, then those that were left out."""
-    times = sorted(verdict.milliseconds.items(), key=lambda item: (item[0] != verdict.fastest, item[1]))
+def described(measurement: Measurement) -> str:
+    """The measurement in one line: the fastest form first, then the others, then those that were left out."""
+    times = sorted(measurement.milliseconds.items(), key=lambda item: (item[0] != measurement.fastest, item[1]))
     parts = [f"{name} {ms:.3g} ms" for name, ms in times]
-    return ", ".join([*parts, *(f"{name} left out ({reason})" for name, reason in verdict.left_out.items())])
+    return ", ".join([*parts, *(f"{name} left out ({reason})" for name, reason in measurement.left_out.items())])
 
 
-def _kept_or_measured(told: str, candidates: Mapping[str, Run], timer: Timer, read: bool) -> Verdict | None:
-    """The kept verdict or a new one; None if there is none and it cannot be measured now."""
+def _kept_or_measured(told: str, candidates: Mapping[str, Run], timer: Timer, read: bool) -> Measurement | None:
+    """The kept measurement or a new one; None if there is none and it cannot be measured now."""
     path = _path(told)
 
-    def known() -> Verdict | None:
+    def known() -> Measurement | None:
         return _read(path, candidates) if read else None
 
-    def measured(locked: bool) -> Verdict:
+    def measured(locked: bool) -> Measurement:
         if not locked:
             log.info("measuring without a lock")
-        verdict = in_turns(candidates, timer)
-        if verdict.complete:
-            _write(path, told, verdict)
-        return verdict
+        measurement = in_turns(candidates, timer)
+        if measurement.complete:
+            _write(path, told, measurement)
+        return measurement
 
     if not _measuring.acquire(blocking=False):
         return known()  # the lock is not waited for: its holder may need this thread, which may be autograd's
@@ -163,7 +163,7 @@ def _kept_or_measured(told: str, candidates: Mapping[str, Run], timer: Timer, re
         _measuring.release()
 
 
-def in_turns(candidates: Mapping[str, Run], timer: Timer) -> Verdict:
+def in_turns(candidates: Mapping[str, Run], timer: Timer) -> Measurement:
     """Time the candidates in turns, every other turn in the opposite order, after one call of each.
 
     The shortest time counts. ``TURNS``, ``SECONDS`` and ``HOPELESS`` limit the number of turns. The first candidate is
@@ -196,24 +196,24 @@ def in_turns(candidates: Mapping[str, Run], timer: Timer) -> Verdict:
             deadline = time.perf_counter() + SECONDS
     milliseconds = {name: round(seconds * 1e3, 6) for name, seconds in best.items()}
     name = min(best, key=best.__getitem__, default=next(iter(candidates)))
-    return Verdict(name, milliseconds, left_out, complete and bool(best))
+    return Measurement(name, milliseconds, left_out, complete and bool(best))
 
 
-def _read(path: Path | None, candidates: Container[str]) -> Verdict | None:
+def _read(path: Path | None, candidates: Container[str]) -> Measurement | None:
     try:
         kept = json.loads(path.read_text()) if path is not None else {}
         milliseconds = {name: float(ms) for name, ms in kept["milliseconds"].items()}
-        verdict = Verdict(kept["fastest"], milliseconds, dict(kept["left_out"]))
-    except (OSError, ValueError, LookupError, TypeError, AttributeError):  # no file, or no verdict in it
+        measurement = Measurement(kept["fastest"], milliseconds, dict(kept["left_out"]))
+    except (OSError, ValueError, LookupError, TypeError, AttributeError):  # no file, or no measurement in it
         return None
-    return verdict if verdict.fastest in candidates else None
+    return measurement if measurement.fastest in candidates else None
 
 
-def _write(path: Path | None, told: str, verdict: Verdict) -> None:
+def _write(path: Path | None, told: str, measurement: Measurement) -> None:
     if path is None:
         return
-    found = {"fastest": verdict.fastest, "milliseconds": verdict.milliseconds, "left_out": verdict.left_out}
+    found = {"fastest": measurement.fastest, "milliseconds": measurement.milliseconds, "left_out": measurement.left_out}
     try:
         write_whole(path, json.dumps({"key": json.loads(told), **found}, indent=1) + "\n")
     except OSError as error:
-        log.info("the verdict is not kept: %s", error)
+        log.info("the measurement is not kept: %s", error)

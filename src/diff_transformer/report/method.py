@@ -261,9 +261,9 @@ def caveats(results: Results) -> list[str]:
         said.append(f"{plural(seeds, 'seed')}: intervals over so few seeds are wide.")
     if size and as_dict(as_dict(pair.get("diff")).get("config")).get("head_norm") and CONTROL not in results.sides():
         said.append(
-            "DIFF normalises its heads, the Transformer does not. In this project's desk study, a Transformer with the "
-            "same head norm (starting at 0.1) had most of DIFF's lead, and the lead shrank with training. To add such "
-            "a Transformer to this comparison, run the same command with --resume --variants softmax_norm."
+            "DIFF normalises its heads, the Transformer does not. In this project's desk study, the Transformer + "
+            "head norm (starting at 0.1) had most of DIFF's lead, and the lead shrank with training. To add that model "
+            "to this comparison, run the same command with --resume --variants softmax_norm."
         )
     if train.get("corpus"):
         said.append(f"One corpus ({train['corpus']}); other text may rank the models differently.")

@@ -15,6 +15,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 from diff_transformer.checks import require_port
+from diff_transformer.guard import BadRequest, check_host, check_origin
 from diff_transformer.report.comparison import load_comparison
 from diff_transformer.report.explorer import packed_examples
 from diff_transformer.report.load import ResultsError
@@ -22,7 +23,6 @@ from diff_transformer.report.page import render_page, require_installed
 from diff_transformer.report.typed import BYTES, TOKENS, PromptError, TypedPrompts, UnknownModel
 
 LOOPBACK = "127.0.0.1"
-NAMES = ("127.0.0.1", "localhost", "[::1]")  # names of this machine in a browser's Host header
 LARGEST = 8 * BYTES  # largest request in bytes: JSON may write a byte of text as six
 _DRAINED = 1 << 20  # bytes of a refused request that are read, so that the sender receives the answer
 Ask = Callable[[str, str], dict]
@@ -101,14 +101,6 @@ def content_policy(page: str) -> str:
     )
 
 
-class Refusal(Exception):
-    """A refused request: an HTTP status and a message."""
-
-    def __init__(self, status: int, words: str):
-        super().__init__(words)
-        self.status = status
-
-
 class _Handler(BaseHTTPRequestHandler):
     timeout = 30  # seconds without a byte
     server_version, sys_version = "diff-transformer", ""
@@ -128,33 +120,33 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _get(self) -> tuple[bytes, str]:
         if self.path not in ("/", "/index.html"):
-            raise Refusal(404, f"there is nothing at {self.path[:80]!r}; the report is at /")
+            raise BadRequest(f"there is nothing at {self.path[:80]!r}; the report is at /", status=404)
         return self.page()[0], "text/html; charset=utf-8"
 
     def _post(self) -> tuple[bytes, str]:
         if self.path != "/attention":
-            raise Refusal(404, f"nothing is taken at {self.path[:80]!r}; POST /attention takes a text")
-        origin = self.headers.get("Origin")
-        if origin is not None and origin not in {f"http://{name}" for name in self._own_names()}:
-            raise Refusal(403, f"the request comes from {origin[:80]!r}; only the report's own page may ask")
+            raise BadRequest(f"nothing is taken at {self.path[:80]!r}; POST /attention takes a text", status=404)
+        check_origin(self.headers.get("Origin"), self.headers["Host"], schemes=("http",))
         if self.headers.get_content_type() != "application/json":
-            raise Refusal(415, f"the request is {self.headers.get_content_type()}; send application/json")
+            raise BadRequest(f"the request is {self.headers.get_content_type()}; send application/json", status=415)
         body, self.taken = self.rfile.read(self._length()), True
         model, text = _question(body)
         try:
             example = self.ask(model, text)
         except UnknownModel as error:
-            raise Refusal(404, str(error)) from None
+            raise BadRequest(str(error), status=404) from None
         except (PromptError, ResultsError) as error:
-            raise Refusal(422, str(error)) from None
+            raise BadRequest(str(error), status=422) from None
         return json.dumps(example).encode("ascii"), "application/json"
 
     def _length(self) -> int:
         given = self.headers.get("Content-Length", "")
         if not (given.isascii() and given.isdigit()):
-            raise Refusal(411, "the request does not say how long it is; send Content-Length")
+            raise BadRequest("the request does not say how long it is; send Content-Length", status=411)
         if len(given) > 9 or int(given) > LARGEST:
-            raise Refusal(413, f"the request has {given[:20]} bytes; {LARGEST:,} are taken, {BYTES:,} of them text")
+            raise BadRequest(
+                f"the request has {given[:20]} bytes; {LARGEST:,} are taken, {BYTES:,} of them text", status=413
+            )
         return int(given)
 
     def _drain(self) -> None:
@@ -162,21 +154,12 @@ class _Handler(BaseHTTPRequestHandler):
         if not self.taken and given.isascii() and given.isdigit() and len(given) < 10:
             self.rfile.read(min(int(given), _DRAINED))
 
-    def _own_names(self) -> set[str]:
-        port = self.connection.getsockname()[1]
-        return {f"{name}:{port}" for name in NAMES} | (set(NAMES) if port == 80 else set())
-
     def _answer(self, work: Callable[[], tuple[bytes, str]]) -> None:
         status = 200
         try:
-            if self.headers.get("Host", "").lower() not in self._own_names():
-                raise Refusal(
-                    403,
-                    f"the host is {self.headers.get('Host', '')[:80]!r}; the report answers as "
-                    f"{', '.join(sorted(self._own_names()))}",
-                )
+            check_host(self.headers.get("Host", ""), *self.connection.getsockname()[:2])
             body, kind = work()
-        except Refusal as refusal:
+        except BadRequest as refusal:
             self._drain()
             status, body, kind = refusal.status, _error(str(refusal)), "application/json"
         except TimeoutError:
@@ -208,10 +191,10 @@ def _question(body: bytes) -> tuple[str, str]:
     try:
         given = json.loads(body)
     except (ValueError, RecursionError):
-        raise Refusal(400, 'the request is not JSON; send {"model": NAME, "text": TEXT}') from None
+        raise BadRequest('the request is not JSON; send {"model": NAME, "text": TEXT}') from None
     model, text = (given.get(key) if isinstance(given, dict) else None for key in ("model", "text"))
     if not isinstance(model, str) or not isinstance(text, str):
-        raise Refusal(400, 'the request lacks "model" or "text", or one of them is not a string; send both as strings')
+        raise BadRequest('the request lacks "model" or "text", or one of them is not a string; send both as strings')
     return model, text
 
 

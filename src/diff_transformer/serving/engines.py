@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from diff_transformer.checks import first_line, require_known, require_port
+from diff_transformer.guard import is_loopback
 from diff_transformer.model.loading import DTYPES, model_path, read_tokenizer
-from diff_transformer.serving.middleware import is_loopback
 
 ENGINES = ("auto", "vllm", "transformers")
 GUARD = "diff_transformer.serving.middleware.SiteGuard"
@@ -68,7 +68,7 @@ def vllm_unsupported_reason(path: str, *, attn_implementation: str | None, devic
         return (
             "the model was made differential in place, which vLLM's own class does not know; give --engine transformers"
         )
-    if "DiffTransformerForCausalLM" not in (config.architectures or ()):
+    if config.model_type != "diff_transformer" and "DiffTransformerForCausalLM" not in (config.architectures or ()):
         return None  # vLLM's own matter
     try:
         if (folder / "_version.py").exists():
@@ -80,12 +80,16 @@ def vllm_unsupported_reason(path: str, *, attn_implementation: str | None, devic
 
 
 def read_config(path: str):
-    """The configuration of a model. Raises ValueError if transformers cannot read it."""
-    from transformers import AutoConfig
+    """The configuration of a model, ours for a published one. Raises ValueError if it cannot be read."""
+    from transformers import AutoConfig, PreTrainedConfig
 
     import diff_transformer  # noqa: F401  (registers the configuration)
+    from diff_transformer.serving.vllm.published import MODEL_TYPES, our_config
 
     try:
+        settings = PreTrainedConfig.get_config_dict(path)[0]
+        if settings.get("model_type") in MODEL_TYPES:
+            return our_config(settings, path)
         return AutoConfig.from_pretrained(path, trust_remote_code=False)
     except (ValueError, OSError, TypeError, KeyError) as error:
         if "custom code" in str(error):

@@ -17,11 +17,11 @@ from diff_transformer.data.cache import fingerprint, kept_text
 from diff_transformer.data.curriculum import WORDINGS, CopySource, FactSource
 from diff_transformer.data.documents import Corpus
 from diff_transformer.data.filler import Filler
+from diff_transformer.data.kv_recall_task import RecallSource, answer_labels, make_recall_batch
 from diff_transformer.data.mixture import Mixture, RowSource
 from diff_transformer.data.needle_source import NeedleSource
 from diff_transformer.data.needles import needle_texts
 from diff_transformer.data.packing import PackedCorpus
-from diff_transformer.data.recall import RecallSource, answer_labels, make_recall_batch
 from diff_transformer.data.seeding import evaluation_rng
 from diff_transformer.data.shot_source import ShotSource
 from diff_transformer.data.tasks.labelled import load_labelled

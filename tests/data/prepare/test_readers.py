@@ -27,7 +27,7 @@ def read(*names, field="text", share=0.2, **options):
     documents = []
     for piece in read_pieces(find_sources([str(n) for n in names], share), field=field, share=share, **options):
         if piece.first:
-            documents.append(["", piece.side])
+            documents.append(["", piece.split])
         documents[-1][0] += piece.text
     return [tuple(document) for document in documents]
 

@@ -112,7 +112,7 @@ def fresh(monkeypatch, tmp_path):
     (tmp_path / "cache").mkdir()
     monkeypatch.setenv("DIFF_TRANSFORMER_CACHE", str(tmp_path / "cache"))
     monkeypatch.delenv(measuring.SWITCH, raising=False)
-    monkeypatch.setattr(measuring, "_verdicts", {})
+    monkeypatch.setattr(measuring, "_measurements", {})
     native._fastest_multiply.cache_clear()
     yield tmp_path / "cache" / "fastest"
     native._fastest_multiply.cache_clear()
@@ -147,7 +147,7 @@ def test_the_faster_form_is_chosen_for_each_width_and_direction_and_kept(fresh, 
     assert native.fastest_multiply("backward", 64) == native.fastest_multiply("forward", 128) == "dpbf16"
     assert {trial[1:] for trial in trials} == {("forward", 64), ("backward", 64), ("forward", 128)}
     count = len(trials)
-    native._fastest_multiply.cache_clear(), measuring._verdicts.clear()  # the next process
+    native._fastest_multiply.cache_clear(), measuring._measurements.clear()  # the next process
     assert native.fastest_multiply("forward", 64) == "fp32"
     assert len(trials) == count
     assert len([*fresh.glob("*.json")]) == 3
@@ -187,7 +187,7 @@ def test_a_trial_computes_in_each_form(fresh):
     for direction in ("forward", "backward"):
         for D in (16, 256):
             assert native.fastest_multiply(direction, D) in forms
-    for verdict in measuring._verdicts.values():
+    for verdict in measuring._measurements.values():
         assert set(verdict.milliseconds) == set(forms)
         assert 0 < min(verdict.milliseconds.values()) < 1000
 

@@ -117,7 +117,7 @@ def sample(config: PrepareConfig, sources: Sequence[TextSource]) -> Iterator[str
     for part in parts:
         quota = min(share if part in files else max(share, left), left)
         pieces = read_pieces([part], field=config.field, share=config.validation, skip_invalid=config.skip_invalid)
-        for text in _bounded((piece.text for piece in pieces if piece.side == "train"), quota):
+        for text in _bounded((piece.text for piece in pieces if piece.split == "train"), quota):
             left -= len(text)
             yield text
         if left <= 0:

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import logging
-import os
 import shutil
-import socket
 from dataclasses import dataclass
 
-from diff_transformer.checks import first_line, require_extra, require_known
+from diff_transformer.checks import require_extra, require_known
+from diff_transformer.cluster import connect
 from diff_transformer.data.prepare.config import PrepareConfig
 
 ENGINES = ("local", "slurm", "ray")
 SHARD_BYTES = 1_024_000_000  # of text, the default with an engine
 _OPTIONS = {"address": "ray", "partition": "slurm", "time": "slurm", "dry_run": "slurm"}
-_CONNECT_SECONDS = 5
 
 
 @dataclass(frozen=True)
@@ -31,8 +28,9 @@ class Engine:
         """Check that the engine can run tasks of ``config``; connect to a Ray cluster.
 
         Raises:
-            ValueError: for an unknown engine or an option of another one.
-            RuntimeError: for a package or a command that is missing, or an address where no cluster listens.
+            ValueError: for an unknown engine, an option of another one, or an address that is not ``HOST:PORT``.
+            RuntimeError: for a package or a command that is missing.
+            ConnectionError: for an address where no cluster listens.
         """
         require_known("engine", self.kind, ENGINES)
         for option, kind in _OPTIONS.items():
@@ -44,8 +42,7 @@ class Engine:
         if self.kind == "slurm":
             self._check_slurm()
         elif self.kind == "ray":
-            require_extra("ray", "--engine ray", "ray")
-            self._connect()
+            connect(self.address)
 
     def _check_slurm(self) -> None:
         if not self.partition or not self.time:
@@ -55,18 +52,3 @@ class Engine:
                 "there is no command sbatch here; run on a login node of the cluster, or only write the scripts "
                 "(--dry-run)"
             )
-
-    def _connect(self) -> None:
-        import ray
-
-        address = self.address or os.environ.get("RAY_ADDRESS") or "auto"
-        host, _, port = address.removeprefix("ray://").rpartition(":")
-        try:
-            if address != "auto":  # Ray itself tries for a minute
-                socket.create_connection((host, int(port)), _CONNECT_SECONDS).close()
-            ray.init(address, ignore_reinit_error=True, log_to_driver=False, logging_level=logging.ERROR)
-        except (OSError, ValueError) as error:
-            raise RuntimeError(
-                f"no Ray cluster answers at {address} ({first_line(error)}); give --address HOST:PORT of a running "
-                "one, or start one with `ray start --head`"
-            ) from None

@@ -5,12 +5,10 @@ from __future__ import annotations
 import os
 import shlex
 import sys
+from collections import deque
 from collections.abc import Sequence
-from concurrent.futures import ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
 from copy import deepcopy
 from dataclasses import dataclass
-from multiprocessing import active_children, get_context
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +27,7 @@ from diff_transformer.data.prepare.folder import DUPLICATES, LAST_STAGE, LOGS, W
 from diff_transformer.data.prepare.readers import Tally
 from diff_transformer.data.prepare.sources import TextSource
 from diff_transformer.data.prepare.steps import ReadTexts, WriteShards
-from diff_transformer.data.prepare.workers import KILLED, Task, begin_worker
+from diff_transformer.data.prepare.workers import Task, begin_worker, in_processes
 
 MEMORY_GB = 4  # of a task on a cluster
 _MAX_ARRAY = 1001  # tasks of a job array
@@ -120,24 +118,10 @@ class _Local(LocalPipelineExecutor):
     """As datatrove's, but a process that is killed is an error, and no process survives this one."""
 
     def run(self) -> None:
-        before, ranks = set(active_children()), self.get_incomplete_ranks()
-        if not ranks:
-            return
+        ranks = self.get_incomplete_ranks()
         workers = min(self.workers, len(ranks)) if self.workers > 0 else len(ranks)
-        pool = ProcessPoolExecutor(
-            workers, mp_context=get_context("spawn"), initializer=_begin, initargs=(dill.dumps(self),)
-        )
-        try:
-            for done in [pool.submit(_run_rank, rank) for rank in ranks]:
-                done.result()
-            pool.shutdown()
-        except BaseException as error:
-            for child in set(active_children()) - before:
-                child.kill()
-            pool.shutdown(cancel_futures=True)
-            if isinstance(error, BrokenProcessPool):
-                raise RuntimeError(KILLED) from error
-            raise
+        if ranks:
+            deque(in_processes(_run_rank, ranks, workers, _begin, dill.dumps(self)), maxlen=0)
 
 
 _mine: Any = None  # the executor of this worker process

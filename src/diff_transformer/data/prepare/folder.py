@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -25,7 +24,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from diff_transformer.data.tokenizer import load_tokenizer, tokenizer_hash
-from diff_transformer.durable import remove, replacing, write_whole
+from diff_transformer.durable import read_lines, remove, replacing, write_whole
 
 if TYPE_CHECKING:
     from numpy.typing import DTypeLike
@@ -42,7 +41,7 @@ LAST_STAGE = "shards"  # name of the stage that writes them, in logs/
 LOCK = ".lock"
 _BEFORE_THE_PLAN = {LOCK, TOKENIZER, TOKENIZER + ".partial", PLAN + ".partial"}
 FORMAT, VERSION = "diff-transformer shards", 1
-SIDES = ("train", "validation")
+SPLITS = ("train", "validation")
 
 
 def read_manifest(folder: Path | str) -> dict:
@@ -143,35 +142,8 @@ def finished_mark(rank: int) -> str:
 
 
 def read_journal(path: Path) -> dict[str, dict]:
-    """The records in a journal, by name; none if there is no such file. A truncated last line is ignored."""
-    records = {}
-    for line in path.read_bytes().split(b"\n") if path.exists() else ():
-        try:
-            record = json.loads(line)
-        except ValueError:
-            continue
-        records[record["name"]] = record
-    return records
-
-
-class Journal:
-    """The records of finished shards, in a file of JSON lines."""
-
-    def __init__(self, path: Path):
-        self.path = path
-        self.records = read_journal(path)
-        if path.exists():
-            self._rewrite()
-
-    def add(self, record: dict) -> None:
-        self.records[record["name"]] = record
-        with self.path.open("a") as file:
-            file.write(json.dumps(record) + "\n")
-            file.flush()
-            os.fsync(file.fileno())
-
-    def _rewrite(self) -> None:
-        write_whole(self.path, "".join(json.dumps(record) + "\n" for record in self.records.values()))
+    """The records in a journal, by name; none if there is no such file."""
+    return {record["name"]: record for record in read_lines(path)}
 
 
 def changed(out: Path, name: str) -> str:
@@ -232,7 +204,7 @@ def verify(folder: Path | str, progress: Callable[[int, int], None] | None = Non
     """
     folder = Path(folder)
     manifest = read_manifest(folder)
-    records = [record for side in ("train", "validation") for record in manifest[side]["shards"]]
+    records = [record for split in ("train", "validation") for record in manifest[split]["shards"]]
     problems = []
     for number, record in enumerate(records, start=1):
         problem = wrong_content(folder / SHARDS, record, manifest["dtype"])

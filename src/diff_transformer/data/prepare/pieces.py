@@ -19,7 +19,7 @@ class Piece(NamedTuple):
     """A document, or a part of a long one."""
 
     text: str
-    side: str  # "train" or "validation"
+    split: str  # "train" or "validation"
     first: bool  # whether it begins the document
     last: bool  # whether it ends the document
     read: int = 0  # bytes of input consumed since the previous piece, for progress
@@ -82,10 +82,10 @@ def decoded(stream: BinaryIO, name: str) -> Iterator[str]:
             return
 
 
-def document_pieces(parts: Iterable[str], side: str) -> Iterator[Piece]:
+def document_pieces(parts: Iterable[str], split: str) -> Iterator[Piece]:
     """The pieces of one document, whose side is known."""
     for text, first, last in cut(parts):
-        yield Piece(text, side, first, last)
+        yield Piece(text, split, first, last)
 
 
 def tail_pieces(parts: Iterable[str], size: int, share: float) -> Iterator[Piece]:
@@ -93,22 +93,22 @@ def tail_pieces(parts: Iterable[str], size: int, share: float) -> Iterator[Piece
 
     The cut is at a line end if possible.
     """
-    for side, group in groupby(_sided(parts, size * (1 - share)), key=lambda pair: pair[0]):
-        yield from document_pieces((part for _, part in group), side)
+    for split, group in groupby(_divided(parts, size * (1 - share)), key=lambda pair: pair[0]):
+        yield from document_pieces((part for _, part in group), split)
 
 
-def _sided(parts: Iterable[str], wanted: float) -> Iterator[tuple[str, str]]:
-    done, side = 0, "train"
+def _divided(parts: Iterable[str], wanted: float) -> Iterator[tuple[str, str]]:
+    done, split = 0, "train"
     for part in parts:
         size = len(part.encode())
-        if side == "train" and done + size > wanted:
+        if split == "train" and done + size > wanted:
             head = part.encode()[: max(0, int(wanted) - done)].decode(errors="ignore")
             end = head.rfind("\n") + 1 or len(head)
             yield "train", part[:end]
-            side, part = "validation", part[end:]
+            split, part = "validation", part[end:]
         done += size
         if part:
-            yield side, part
+            yield split, part
 
 
 class TextHash:
@@ -132,7 +132,7 @@ class TextHash:
 class Unit:
     """The text of one shard: what a process tokenises at a time."""
 
-    side: str  # "train" or "validation"
+    split: str  # "train" or "validation"
     number: int  # of the shard, within its side
     pieces: list[tuple[bytes, bool, bool]] = field(default_factory=list)  # (UTF-8, first, last)
     text_bytes: int = 0
@@ -141,7 +141,7 @@ class Unit:
     @property
     def name(self) -> str:
         """The name of the shard, such as train-000000."""
-        return f"{self.side}-{self.number:06d}"
+        return f"{self.split}-{self.number:06d}"
 
     def text_hash(self) -> str:
         """As ``TextHash.hexdigest``."""
@@ -156,13 +156,13 @@ def units(pieces: Iterable[Piece], shard_bytes: int) -> Iterator[Unit]:
 
     They depend on the stream alone, not on the number of processes.
     """
-    filling = {side: Unit(side, 0) for side in ("train", "validation")}
+    filling = {split: Unit(split, 0) for split in ("train", "validation")}
     for piece in pieces:
-        unit, text = filling[piece.side], piece.text.encode()
+        unit, text = filling[piece.split], piece.text.encode()
         unit.pieces.append((text, piece.first, piece.last))
         unit.text_bytes += len(text)
         unit.read += piece.read
         if unit.text_bytes >= shard_bytes:
             yield unit
-            filling[piece.side] = Unit(piece.side, unit.number + 1)
+            filling[piece.split] = Unit(piece.split, unit.number + 1)
     yield from (unit for unit in filling.values() if unit.pieces)

@@ -74,7 +74,7 @@ class Reader:
         """The pieces of ``source``; if it is ``final``, its last row goes to a side that is still empty."""
         for piece in self._pieces(source, final=final):
             if piece.first:
-                setattr(self.tally, piece.side, getattr(self.tally, piece.side) + 1)
+                setattr(self.tally, piece.split, getattr(self.tally, piece.split) + 1)
             yield piece
 
     def _pieces(self, source: TextSource, *, final: bool) -> Iterator[Piece]:
@@ -82,9 +82,9 @@ class Reader:
             from diff_transformer.data.python_library import load_python_library
 
             corpus = load_python_library()
-            for side, documents in (("train", corpus.train), ("validation", corpus.validation)):
+            for split, documents in (("train", corpus.train), ("validation", corpus.validation)):
                 for document in documents:
-                    yield from self._counted(document_pieces([document.text], side), document.num_bytes)
+                    yield from self._counted(document_pieces([document.text], split), document.num_bytes)
         elif source.kind == "hub":
             part = () if source.part is None else (source.part,)
             yield from self._rows(streamed_rows(source.name, self.field, *part), None, final=final)
@@ -98,7 +98,7 @@ class Reader:
                         yield from self._text(stream, item, place)
                     else:
                         rows = _ROWS[item.kind](stream, place, self.field)
-                        yield from self._rows(rows, item.side, final=final and item is source.items[-1])
+                        yield from self._rows(rows, item.split, final=final and item is source.items[-1])
 
     def _archive(self, source: TextSource) -> Iterator[Piece]:
         """The members of a tar archive in their order. Nothing is written to the disk; links are not followed."""
@@ -116,10 +116,10 @@ class Reader:
 
     def _text(self, stream: BinaryIO, item: SourceFile, name: str) -> Iterator[Piece]:
         parts = decoded(stream, name)
-        if item.side == TAIL:
+        if item.split == TAIL:
             pieces = tail_pieces(parts, item.size, self.share)
         else:
-            pieces = document_pieces(parts, item.side or "train")
+            pieces = document_pieces(parts, item.split or "train")
         yield from self._counted(pieces, item.size)
 
     def _counted(self, pieces: Iterable[Piece], size: int) -> Iterator[Piece]:
@@ -131,11 +131,11 @@ class Reader:
             done = now
         self.tally.blank += empty
 
-    def _rows(self, rows: TextRows, side: str | None, *, final: bool) -> Iterator[Piece]:
+    def _rows(self, rows: TextRows, split: str | None, *, final: bool) -> Iterator[Piece]:
         done, tally = 0, self.tally
         for (text, position), last in _with_last(self._texts(rows)):
-            chosen = side or ("validation" if hash_of_name(text) < self.share else "train")
-            if side is None and final and last and tally.train + tally.validation:
+            chosen = split or ("validation" if hash_of_name(text) < self.share else "train")
+            if split is None and final and last and tally.train + tally.validation:
                 chosen = "validation" if not tally.validation else "train" if not tally.train else chosen
             for piece in document_pieces([text], chosen):
                 yield piece._replace(read=position - done)

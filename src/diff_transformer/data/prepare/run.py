@@ -18,14 +18,14 @@ from diff_transformer.data.prepare.folder import (
     MANIFEST,
     PLAN,
     SHARDS,
-    SIDES,
+    SPLITS,
     TOKENIZER,
     VERSION,
-    Journal,
     begin,
     changed,
     finish,
     is_new,
+    read_journal,
     read_manifest,
     wrong_content,
     wrong_size,
@@ -36,7 +36,7 @@ from diff_transformer.data.prepare.sources import TextSource, find_sources
 from diff_transformer.data.prepare.tasks import run_tasks, with_tasks
 from diff_transformer.data.prepare.workers import Task, shards
 from diff_transformer.data.tokenizer import load_tokenizer
-from diff_transformer.durable import require_writable
+from diff_transformer.durable import append_lines, require_writable
 
 
 @dataclass
@@ -130,9 +130,9 @@ def _run_tasks(config, out: Path, plan: dict, sources, facts, engine: Engine | N
     if done is None:
         return None
     records, tally, filtered = done
-    _refuse_an_empty_side(tally, config, filtered)
+    _refuse_an_empty_split(tally, config, filtered)
     left_out = {"blank": tally.blank, "invalid": tally.invalid, "filtered": filtered}
-    made = {**plan, **{side: _side(records, side) for side in SIDES}, "left_out": left_out}
+    made = {**plan, **{split: _split_of(records, split) for split in SPLITS}, "left_out": left_out}
     if manifest is not None and made != manifest:
         raise ValueError(changed(out, "a shard"))
     finish(out, made)
@@ -166,12 +166,11 @@ class _Preparation:
             return manifest
         (out / SHARDS).mkdir(exist_ok=True)
         self._report(self.state)
-        journal = Journal(out / JOURNAL)
         task = Task(out / SHARDS, facts.state, facts.dtype, facts.end_of_text)
         for record, unit in shards(self._missing(), task, jobs):
             if manifest is None:
-                journal.add(record)
-            elif record not in manifest[unit.side]["shards"]:
+                append_lines(out / JOURNAL, [record])
+            elif record not in manifest[unit.split]["shards"]:
                 raise ValueError(changed(out, unit.name))
             self.kept[unit.name] = record
             self.state.text_bytes += record["text_bytes"]
@@ -179,8 +178,8 @@ class _Preparation:
             self._advance(unit)
         if self.seen != set(self.kept):
             raise ValueError(changed(out, min(set(self.kept) - self.seen)))
-        _refuse_an_empty_side(self.tally, self.config)
-        made = manifest or {**self.plan, **{side: _side(self.kept, side) for side in SIDES}, "left_out": {}}
+        _refuse_an_empty_split(self.tally, self.config)
+        made = manifest or {**self.plan, **{split: _split_of(self.kept, split) for split in SPLITS}, "left_out": {}}
         made["left_out"] = {"blank": self.tally.blank, "invalid": self.tally.invalid}
         finish(out, made)
         return made
@@ -252,29 +251,29 @@ def _intact(out: Path, manifest: dict | None, dtype: str) -> dict[str, dict]:
     if manifest is not None:
         records = _records(manifest)
         return {record["name"]: record for record in records if wrong_content(folder, record, dtype) is None}
-    records = Journal(out / JOURNAL).records.values()
+    records = read_journal(out / JOURNAL).values()
     return {record["name"]: record for record in records if wrong_size(folder, record, dtype) is None}
 
 
 def _records(manifest: dict) -> list[dict]:
-    return [record for side in SIDES for record in manifest[side]["shards"]]
+    return [record for split in SPLITS for record in manifest[split]["shards"]]
 
 
-def _refuse_an_empty_side(tally: Tally, config: PrepareConfig, filtered: int = 0) -> None:
+def _refuse_an_empty_split(tally: Tally, config: PrepareConfig, filtered: int = 0) -> None:
     if not tally.train + tally.validation:
         dropped = f", and {filtered} that the filters drop" if filtered else ""
         raise ValueError(
             f"the sources hold no text: {tally.blank} blank and {tally.invalid} invalid documents{dropped}"
         )
-    for side, count in (("training", tally.train), ("validation", tally.validation)):
+    for split, count in (("training", tally.train), ("validation", tally.validation)):
         if not count:
             total = tally.train + tally.validation
             raise ValueError(
-                f"none of the {total} documents fell to the {side} side at a held-out share of {config.validation}; "
+                f"none of the {total} documents fell to the {split} side at a held-out share of {config.validation}; "
                 f"give more text, or folders train/ and val/"
             )
 
 
-def _side(records: dict[str, dict], side: str) -> dict:
-    mine = [records[name] for name in sorted(records) if name.startswith(side)]
+def _split_of(records: dict[str, dict], split: str) -> dict:
+    mine = [records[name] for name in sorted(records) if name.startswith(split)]
     return {**{key: sum(r[key] for r in mine) for key in ("tokens", "documents", "text_bytes")}, "shards": mine}

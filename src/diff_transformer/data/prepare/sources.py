@@ -37,7 +37,7 @@ class SourceFile:
     name: str
     kind: str  # "text", "lines" (JSON lines), "parquet", "warc"
     size: int  # bytes
-    side: str | None = None  # "train", "validation", "tail", or None if each row decides
+    split: str | None = None  # "train", "validation", "tail", or None if each row decides
 
 
 @dataclass(frozen=True)
@@ -90,16 +90,16 @@ def find_sources(names: Sequence[str], share: float) -> list[TextSource]:
         raise ValueError(f"no source of text; give {ACCEPTED}")
     found = [_find(name) for name in names]
     if len(found) == 1 and [item.kind for item in found[0].items] == ["text"]:
-        return [replace(found[0], items=(replace(found[0].items[0], side=TAIL),))]
-    sided = [_with_sides(source, share) for source in found]
-    items = [item for source in sided for item in source.items]
-    rows = any(source.kind == "hub" for source in sided) or any(item.side is None for item in items)
-    empty = {"train", "validation"} - {item.side for item in items if item.size}
+        return [replace(found[0], items=(replace(found[0].items[0], split=TAIL),))]
+    divided = [_with_splits(source, share) for source in found]
+    items = [item for source in divided for item in source.items]
+    rows = any(source.kind == "hub" for source in divided) or any(item.split is None for item in items)
+    empty = {"train", "validation"} - {item.split for item in items if item.size}
     if rows or not empty:
-        return sided
-    if any(_own_sides(source) for source in found):
+        return divided
+    if any(_own_splits(source) for source in found):
         raise ValueError(f"no file of the {min(empty)} side holds text; put text into folders train/ and val/")
-    return _divided_together(sided, share)
+    return _divided_together(divided, share)
 
 
 def is_url(name: str) -> bool:
@@ -123,8 +123,8 @@ def _find(name: str) -> TextSource:
 
         corpus = load_python_library()
         items = [
-            SourceFile(document.name, "text", document.num_bytes, side)
-            for side, documents in (("train", corpus.train), ("validation", corpus.validation))
+            SourceFile(document.name, "text", document.num_bytes, split)
+            for split, documents in (("train", corpus.train), ("validation", corpus.validation))
             for document in documents
         ]
         return TextSource(name, "python", tuple(items), sum(item.size for item in items))
@@ -202,27 +202,27 @@ def _archive(path: Path):
         raise ValueError(f"{path} cannot be read as a tar archive ({error})") from error
 
 
-def _with_sides(source: TextSource, share: float) -> TextSource:
+def _with_splits(source: TextSource, share: float) -> TextSource:
     if source.kind in ("python", "hub"):
         return source
     if not source.items:
         raise ValueError(f"source {source.name!r} holds nothing that is read; give {ACCEPTED}")
-    own = _own_sides(source)
+    own = _own_splits(source)
     if own:
-        return replace(source, items=tuple(replace(item, side=side) for item, side in own if side))
+        return replace(source, items=tuple(replace(item, split=split) for item, split in own if split))
     inner = without_common_folders([item.name for item in source.items])
     names = [name for item, name in zip(source.items, inner, strict=True) if item.kind == "text"]
     documents = [Document(name, "") for name in names]
     held_out = {document.name for document in held_out_split(documents, share)[1]} if len(names) > 1 else set()
-    sides = {True: "validation", False: "train"}
+    splits = {True: "validation", False: "train"}
     items = [
-        replace(item, side=sides[name in held_out]) if item.kind == "text" else item
+        replace(item, split=splits[name in held_out]) if item.kind == "text" else item
         for item, name in zip(source.items, inner, strict=True)
     ]
     return replace(source, items=tuple(items))
 
 
-def _own_sides(source: TextSource) -> list[tuple[SourceFile, str | None]]:
+def _own_splits(source: TextSource) -> list[tuple[SourceFile, str | None]]:
     """The files with the side that a folder train/ or val/ gives them, None for others; [] without such folders."""
     inner = without_common_folders([item.name for item in source.items])
     tops = {name.split("/")[0] for name in inner if "/" in name}
@@ -252,7 +252,7 @@ def _divided_together(sources: Sequence[TextSource], share: float) -> list[TextS
     items: list[list[SourceFile]] = [[] for _ in sources]
     for place, (number, item) in enumerate(every):
         chosen = place in documents and documents[place].name in held_out
-        items[number].append(replace(item, side="validation" if chosen else "train"))
+        items[number].append(replace(item, split="validation" if chosen else "train"))
     return [replace(source, items=tuple(mine)) for source, mine in zip(sources, items, strict=True)]
 
 

@@ -16,20 +16,21 @@ from diff_transformer.checks import first_line
 from diff_transformer.data.prepare.config import PrepareConfig
 from diff_transformer.data.prepare.folder import (
     ERROR,
-    SIDES,
+    SPLITS,
     TASKS,
-    Journal,
     changed,
     finished_mark,
     journal_path,
+    read_journal,
     wrong_content,
 )
 from diff_transformer.data.prepare.pieces import Piece, TextHash, document_pieces
 from diff_transformer.data.prepare.readers import Reader, Tally
 from diff_transformer.data.prepare.sources import TextSource
 from diff_transformer.data.prepare.workers import Encoder, ShardWriter, Task
+from diff_transformer.durable import append_lines
 
-_SIDE, _FIRST, _LAST = "side", "first", "last"  # metadata of a document
+_SPLIT, _FIRST, _LAST = "split", "first", "last"  # metadata of a document
 
 
 @contextmanager
@@ -71,7 +72,7 @@ class ReadTexts(PipelineStep):
             for piece in reader.pieces(part):
                 texts.append(piece.text)
                 if piece.last or not self.whole:
-                    metadata = {_SIDE: piece.side, _FIRST: piece.first or self.whole, _LAST: piece.last}
+                    metadata = {_SPLIT: piece.split, _FIRST: piece.first or self.whole, _LAST: piece.last}
                     yield Document("".join(texts), f"{rank}/{number}", metadata=metadata)
                     number, texts = number + 1, []
 
@@ -101,78 +102,78 @@ class WriteShards(PipelineStep):
 
     def run(self, data: Any, rank: int = 0, world_size: int = 1) -> Any:
         os.environ["TOKENIZERS_PARALLELISM"] = "false"
-        sides = {side: _Side(self, side, rank) for side in SIDES}
+        splits = {split: _Split(self, split, rank) for split in SPLITS}
         try:
             with _reported(self.out, rank):
-                self._write(data, sides, rank)
+                self._write(data, splits, rank)
         except BaseException:
-            for side in sides.values():
-                side.abort()
+            for split in splits.values():
+                split.abort()
             raise
 
-    def _write(self, data: Any, sides: dict[str, _Side], rank: int) -> None:
-        journal = Journal(journal_path(self.out, rank))
+    def _write(self, data: Any, splits: dict[str, _Split], rank: int) -> None:
         encoder = Encoder(self.task.state, self.task.dtype)
         for document in data:
             for piece in self._pieces(document):
-                sides[piece.side].add(piece, journal, encoder)
-        for side in sides.values():
-            side.end(journal)
-        stale = (
-            journal.records.keys() - {name for side in sides.values() for name in side.names} - {finished_mark(rank)}
-        )
+                splits[piece.split].add(piece, encoder)
+        for split in splits.values():
+            split.end()
+        known = read_journal(journal_path(self.out, rank)).keys()
+        stale = known - {name for split in splits.values() for name in split.names} - {finished_mark(rank)}
         if stale:
             raise ValueError(changed(self.out, min(stale)))
-        written = {side.side: side.documents for side in sides.values()}
+        written = {split.split: split.documents for split in splits.values()}
         filtered = self.tally.train + self.tally.validation - sum(written.values())
         left_out = {"blank": self.tally.blank, "invalid": self.tally.invalid, "filtered": filtered}
-        journal.add({"name": finished_mark(rank), "documents": written, "left_out": left_out})
+        mark = {"name": finished_mark(rank), "documents": written, "left_out": left_out}
+        append_lines(journal_path(self.out, rank), [mark])
 
     def _pieces(self, document: Document) -> Iterator[Piece]:
         about = document.metadata
         if self.whole:
-            return document_pieces([document.text], about[_SIDE])
-        return iter([Piece(document.text, about[_SIDE], about[_FIRST], about[_LAST])])
+            return document_pieces([document.text], about[_SPLIT])
+        return iter([Piece(document.text, about[_SPLIT], about[_FIRST], about[_LAST])])
 
 
-class _Side:
+class _Split:
     """The shard of one side of a task that is being filled."""
 
-    def __init__(self, step: WriteShards, side: str, rank: int):
-        self.side, self.documents, self.names = side, 0, []
-        self._step, self._rank = step, rank
+    def __init__(self, step: WriteShards, split: str, rank: int):
+        self.split, self.documents, self.names = split, 0, []
+        self._step, self._rank, self._journal = step, rank, journal_path(step.out, rank)
+        self._known = read_journal(self._journal)
         self._text: TextHash | None = None  # None between shards
         self._writer: ShardWriter | None = None  # None for a shard that is kept
 
-    def add(self, piece: Piece, journal: Journal, encoder: Encoder) -> None:
+    def add(self, piece: Piece, encoder: Encoder) -> None:
         if self._text is None:
-            self._begin(journal, encoder)
+            self._begin(encoder)
         assert self._text is not None
         (self._writer or self._text).add(piece.text.encode(), piece.first, piece.last)
         self.documents += piece.first
         if self._text.text_bytes >= self._step.shard_bytes:
-            self.end(journal)
+            self.end()
 
-    def _begin(self, journal: Journal, encoder: Encoder) -> None:
+    def _begin(self, encoder: Encoder) -> None:
         task = self._step.task
-        self.names.append(f"{self.side}-{self._rank:05d}-{len(self.names):06d}")
-        known = journal.records.get(self.names[-1])
+        self.names.append(f"{self.split}-{self._rank:05d}-{len(self.names):06d}")
+        known = self._known.get(self.names[-1])
         if known is not None and wrong_content(task.folder, known, task.dtype) is None:
             self._text, self._writer = TextHash(), None
         else:
             self._writer = ShardWriter(task.folder, self.names[-1], encoder, task.end_of_text)
             self._text = self._writer.text
 
-    def end(self, journal: Journal) -> None:
+    def end(self) -> None:
         """Finish the shard that is being filled, if there is one; raise ValueError if its text has changed."""
         if self._text is None:
             return
         name = self.names[-1]
-        known = journal.records.get(name)
+        known = self._known.get(name)
         if known is not None and known["text_hash"] != self._text.hexdigest():
             raise ValueError(changed(self._step.out, name))
         if self._writer is not None:
-            journal.add(self._writer.finish())
+            append_lines(self._journal, [self._writer.finish()])
         self._text = self._writer = None
 
     def abort(self) -> None:

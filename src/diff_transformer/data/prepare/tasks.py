@@ -19,7 +19,7 @@ from diff_transformer.data.prepare.folder import (
     LAST_STAGE,
     LOGS,
     SHARDS,
-    SIDES,
+    SPLITS,
     TASKS,
     WORKING,
     finished_mark,
@@ -148,5 +148,5 @@ def _collected(config: PrepareConfig, out: Path) -> tuple[dict[str, dict], Tally
                     filtered += count
                 else:
                     setattr(tally, name, getattr(tally, name) + count)
-    assert set(mark["documents"]) == set(SIDES)
+    assert set(mark["documents"]) == set(SPLITS)
     return records, tally, filtered

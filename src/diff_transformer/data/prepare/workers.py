@@ -18,8 +18,9 @@ from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wai
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import ExitStack
 from dataclasses import dataclass
-from multiprocessing import get_context, parent_process
+from multiprocessing import active_children, get_context, parent_process
 from pathlib import Path
+from typing import Any, TypeVar
 
 import numpy as np
 from tokenizers import Tokenizer
@@ -31,6 +32,8 @@ from diff_transformer.data.tokenizer import LONGEST_WORD
 from diff_transformer.data.tokenizer import PIECES as OURS
 from diff_transformer.durable import replacing
 
+Item = TypeVar("Item")
+Made = TypeVar("Made")
 KILLED = (
     "a process that tokenised was killed, perhaps because memory ran out; finished shards are kept: continue with "
     "--resume and fewer --jobs"
@@ -205,22 +208,40 @@ def shards(units: Iterable[Unit], task: Task, jobs: int) -> Iterator[tuple[dict,
         for unit in units:
             yield write_shard(task.folder, unit, encoder, task.end_of_text), unit
         return
-    pool = ProcessPoolExecutor(jobs, mp_context=get_context("spawn"), initializer=_begin, initargs=(task,))
-    waiting: dict[Future, Unit] = {}
+    yield from in_processes(_work, units, jobs, _begin, task)
+
+
+def in_processes(
+    work: Callable[[Item], Made], items: Iterable[Item], jobs: int, begin: Callable[..., None], *arguments: Any
+) -> Iterator[tuple[Made, Item]]:
+    """Yield ``work`` of each item, made in ``jobs`` processes, with its item, as they finish.
+
+    At most ``jobs`` + 1 items are in memory. No process survives, however the caller ends. ``begin`` sets up a process
+    with ``arguments``.
+
+    Raises:
+        RuntimeError: if a process is killed, for example because memory ran out.
+    """
+    before, waiting = set(active_children()), {}
+    pool = ProcessPoolExecutor(jobs, mp_context=get_context("spawn"), initializer=begin, initargs=arguments)
     try:
-        for unit in units:
-            waiting[pool.submit(_work, unit)] = unit
+        for item in items:
+            waiting[pool.submit(work, item)] = item
             if len(waiting) > jobs:
                 yield from _finished(waiting)
         while waiting:
             yield from _finished(waiting)
-    except BrokenProcessPool as error:
-        raise RuntimeError(KILLED) from error
-    finally:
-        pool.shutdown(wait=True, cancel_futures=True)
+        pool.shutdown()
+    except BaseException as error:
+        for child in set(active_children()) - before:
+            child.kill()
+        pool.shutdown(cancel_futures=True)
+        if isinstance(error, BrokenProcessPool):
+            raise RuntimeError(KILLED) from error
+        raise
 
 
-def _finished(waiting: dict[Future, Unit]) -> Iterator[tuple[dict, Unit]]:
+def _finished(waiting: dict[Future, Any]) -> Iterator[tuple[Any, Any]]:
     done, _ = wait(waiting, return_when=FIRST_COMPLETED)
     for future in done:
         yield future.result(), waiting.pop(future)

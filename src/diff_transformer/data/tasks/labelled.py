@@ -61,9 +61,9 @@ def _from_files(path: Path, train: Path, test: Path | None, kind: str, fine: boo
             return read_label_file(file, fine=fine)
         return read_csv(file) if kind == ".csv" else read_json_lines(file)
 
-    sides = hold_out(read(train)) if test is None else (tuple(read(train)), tuple(read(test)))
+    splits = hold_out(read(train)) if test is None else (tuple(read(train)), tuple(read(test)))
     names = {".label": ("Question", "Type"), ".csv": ("Query", "Intent"), ".jsonl": ("Text", "Label")}[kind]
-    return LabelledSet(path.name + ("-fine" if fine else ""), *sides, *names)
+    return LabelledSet(path.name + ("-fine" if fine else ""), *splits, *names)
 
 
 def _sides(folder: Path) -> tuple[Path, Path | None]:
@@ -118,14 +118,14 @@ def read_clinic(path: Path) -> tuple[list[Labelled], list[Labelled]]:
         ValueError: for JSON of another shape.
     """
     data = read_records(path)
-    if not isinstance(data, dict) or not all(isinstance(data.get(side), list) for side in ("train", "test")):
+    if not isinstance(data, dict) or not all(isinstance(data.get(split), list) for split in ("train", "test")):
         raise ValueError(f'{path} has no lists "train" and "test" of [text, intent], as Clinic-150 has')
-    sides = []
-    for side in ("train", "test"):
-        if not all(isinstance(pair, list) and len(pair) == 2 for pair in data[side]):
-            raise ValueError(f'{path}: "{side}" is not a list of [text, intent], as Clinic-150 has')
-        sides.append(from_pairs(((str(text), str(intent)) for text, intent in data[side]), path))
-    return sides[0], sides[1]
+    splits = []
+    for split in ("train", "test"):
+        if not all(isinstance(pair, list) and len(pair) == 2 for pair in data[split]):
+            raise ValueError(f'{path}: "{split}" is not a list of [text, intent], as Clinic-150 has')
+        splits.append(from_pairs(((str(text), str(intent)) for text, intent in data[split]), path))
+    return splits[0], splits[1]
 
 
 def from_rows(rows: Sequence[Mapping], where: object) -> list[Labelled]:
@@ -174,11 +174,11 @@ def load_hub_labelled(name: str) -> LabelledSet:
             "test" (or "validation") split, or without a text and a label column.
     """
     repository, config, column = SETS[name] if name in SETS else (*_split(name), None)
-    sides = _download(repository, config)
-    asked = next((side for side in ("test", "validation") if side in sides), None)
-    if "train" not in sides or asked is None:
-        raise ValueError(f"{repository} has the sides {', '.join(sides)}; it needs train, and test or validation")
-    train, test = (_examples(sides[side], column, repository) for side in ("train", asked))
+    splits = _download(repository, config)
+    asked = next((split for split in ("test", "validation") if split in splits), None)
+    if "train" not in splits or asked is None:
+        raise ValueError(f"{repository} has the sides {', '.join(splits)}; it needs train, and test or validation")
+    train, test = (_examples(splits[split], column, repository) for split in ("train", asked))
     names = ("Question", "Type") if repository == "CogComp/trec" else ("Query", "Intent")
     return LabelledSet(f"hub:{name}", tuple(train), tuple(test), *(names if name in SETS else ("Text", "Label")))
 

@@ -104,9 +104,9 @@ def hold_out(examples: Iterable[Labelled]) -> tuple[tuple[Labelled, ...], tuple[
 
     Test examples of a class without training examples are left out.
     """
-    sides: tuple[list[Labelled], list[Labelled]] = ([], [])
+    splits: tuple[list[Labelled], list[Labelled]] = ([], [])
     for example in examples:
-        sides[hash_of_name(example.text) < TEST_SHARE].append(example)
-    train, test = sides
+        splits[hash_of_name(example.text) < TEST_SHARE].append(example)
+    train, test = splits
     shown = {example.label for example in train}
     return tuple(train), tuple(example for example in test if example.label in shown)

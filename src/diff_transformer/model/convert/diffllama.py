@@ -52,7 +52,11 @@ def to_diffllama(model: DiffTransformerForCausalLM) -> DiffLlamaForCausalLM:
 
 
 def read_config(checkpoint: Checkpoint) -> DiffLlamaConfig:
-    return DiffLlamaConfig.from_pretrained(checkpoint.folder)
+    return parse(DiffLlamaConfig.get_config_dict(checkpoint.folder)[0], str(checkpoint.folder))
+
+
+def parse(told: dict, file: str) -> DiffLlamaConfig:
+    return DiffLlamaConfig.from_dict(told)
 
 
 def write_config(config: DiffLlamaConfig, folder: Path, dtype: torch.dtype) -> None:

@@ -22,12 +22,10 @@ from diff_transformer.model.convert.checkpoint import (
     write_tensors,
 )
 from diff_transformer.model.convert.layouts import DIRECT, LAYOUTS, OURS, by_names, direct, layout_of, targets
-from diff_transformer.model.convert.plan import Conversion, Planned, TensorSource, check_tensors
+from diff_transformer.model.convert.plan import BUFFERS, Conversion, Planned, TensorSource, check_tensors
 from diff_transformer.model.saved import read_settings
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
-# Buffers in older checkpoints; the configuration determines them.
-_BUFFERS = ("rotary_emb.inv_freq", "rope.inv_freq")
 
 
 def convert_folder(
@@ -276,7 +274,7 @@ def _convert(
 
 def _check(checkpoint: Checkpoint, expected: dict, origin: str):
     found = checkpoint.shapes()
-    ignored = [name for name in found if name.endswith(_BUFFERS)]
+    ignored = [name for name in found if name.endswith(BUFFERS)]
     head, embedding = "lm_head.weight", "model.embed_tokens.weight"
     if head in found and head not in expected and embedding in found:
         if not torch.equal(checkpoint.tensor(head), checkpoint.tensor(embedding)):

@@ -54,15 +54,18 @@ _UNHELD = {
 
 
 def read_config(checkpoint: Checkpoint) -> dict:
-    """Read ``config.json`` and fill in defaults.
+    return parse(read_settings(checkpoint.folder) or {}, str(checkpoint.folder / "config.json"))
+
+
+def parse(told: dict, file: str) -> dict:
+    """The content of ``config.json`` with defaults filled in; ``file`` names it in messages.
 
     Raises:
         ValueError: if a size is missing, or the model has parts that this package does not have.
     """
-    told = read_settings(checkpoint.folder) or {}
     missing = [name for name in _REQUIRED if told.get(name) is None]
     if missing:
-        raise ValueError(f"{checkpoint.folder / 'config.json'} does not say {', '.join(missing)}")
+        raise ValueError(f"{file} does not say {', '.join(missing)}")
     unheld = [f"{name}={told[name]} ({part})" for name, part in _UNHELD.items() if told.get(name)]
     if unheld:
         raise ValueError(

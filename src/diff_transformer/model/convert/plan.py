@@ -15,6 +15,7 @@ from torch import Tensor
 from diff_transformer.checks import listed
 
 Shapes = dict[str, tuple[int, ...]]
+BUFFERS = ("rotary_emb.inv_freq", "rope.inv_freq")  # ends of names in older checkpoints; the configuration has them
 
 
 class TensorSource(Protocol):

@@ -1,5 +1,6 @@
 """The rows of Table 6: effects of the number of heads, head norm, difference and lambda_init on the loss."""
 
+from diff_transformer.lab.paper import SAID
 from diff_transformer.report.charts import Row, row_chart
 from diff_transformer.report.figure import Figure, Finding, legend, panels, versus
 from diff_transformer.report.markup import Html, is_number, join, mean, number, short, table, tag
@@ -42,8 +43,7 @@ def build(results: Results) -> Figure | None:
         "without its head norm, and with a constant λ init. AR-Hit tokens can be recalled from the context.",
         body=join(shown) + legend(),
         findings=[finding for one in runs for finding in _findings(one)],
-        paper="at 1.4 B †, all tokens: Transformer 3.087, half the heads 3.088, with head norm 3.086; DIFF 3.062, "
-        "without head norm 3.122, λ init 0.8 3.065, λ init 0.5 3.066.",
+        paper=SAID["ablation"],
         data=_data(runs),
     )
 

@@ -2,6 +2,7 @@
 
 import re
 
+from diff_transformer.lab.paper import SAID
 from diff_transformer.lab.quantities import QUANTITIES
 from diff_transformer.report.charts import Line, line_chart
 from diff_transformer.report.figure import Figure, folded, panels
@@ -41,8 +42,7 @@ def build(results: Results) -> Figure | None:
                 for part, better in (("answer", "higher"), ("noise", "lower"))
             ),
         ],
-        paper="at depths 0, 25, 50, 75, 100 %, answer: Transformer 0.03 0.03 0.03 0.07 0.09, DIFF 0.27 0.30 0.31 "
-        "0.32 0.40; noise: 0.51 0.54 0.52 0.49 0.49 and 0.01 0.02 0.02 0.02 0.01.",
+        paper=SAID["allocation"],
         data=_data(models, depths, layers),
     )
 

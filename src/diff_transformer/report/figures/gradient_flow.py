@@ -3,6 +3,7 @@
 import re
 from collections.abc import Mapping
 
+from diff_transformer.lab.paper import SAID
 from diff_transformer.report.charts import NAMES, category_chart
 from diff_transformer.report.figure import Figure, Finding, legend, panels
 from diff_transformer.report.markup import Html, number, table
@@ -48,8 +49,7 @@ def build(results: Results) -> Figure | None:
         "attention up to constants, so that a Transformer's hyperparameters carry over.",
         body=panels(*shown) + (legend() if pair_only else legend_of([*models, *start])),
         findings=[_errors(models), *_ratios(paired)],
-        paper="the appendix derives the gradients in closed form and concludes that magnitudes are equal; it "
-        "reports no numbers.",
+        paper=SAID["gradient_flow"],
         data=_data(models),
         folded=bool(results.about),
     )

@@ -2,6 +2,7 @@
 
 import re
 
+from diff_transformer.lab.paper import SAID
 from diff_transformer.report.charts import category_chart
 from diff_transformer.report.figure import Figure, Finding, panels
 from diff_transformer.report.markup import Html, mean, number, plural, table
@@ -33,8 +34,7 @@ def build(results: Results) -> Figure | None:
         "per character). Shots are solved examples before the question. Guessing one of k choices gives 1/k.",
         body=panels(*shown, columns=1) + legend_of(models),
         findings=[f for count in shots for f in _findings(models, tasks, count)],
-        paper="zero-shot at 3 B and 1 T tokens †, ARC-C ARC-E BoolQ HellaSwag OBQA PIQA WinoGrande, mean: DIFF 37.8 "
-        "72.9 69.0 71.4 29.0 76.8 67.1, 60.6; OpenLLaMA-v2-3B 57.5, StableLM-base-alpha-3B-v2 56.8.",
+        paper=SAID["harness"],
         data=_data(models, tasks, shots),
     )
 

@@ -1,5 +1,6 @@
 """Lambda of every layer over training."""
 
+from diff_transformer.lab.paper import SAID
 from diff_transformer.report.charts import Line, Point, averaged, bucketed, category_chart, line_chart
 from diff_transformer.report.figure import Figure, Finding, panels
 from diff_transformer.report.markup import Html, is_number, number, plural, table
@@ -37,8 +38,7 @@ def build(results: Results) -> Figure | None:
         )
         + _legend(len(seeds)),
         findings=[_range(seeds), _movement(seeds, start)],
-        paper="lambda starts near 0.8 − 0.6 exp(−0.3 (l − 1)) for layer l = 1, 2, …: 0.20, 0.36, 0.47 in the first "
-        "three layers, and close to 0.8 in deep ones.",
+        paper=SAID["lambda"],
         data=_data(seeds, start),
         folded=True,
     )

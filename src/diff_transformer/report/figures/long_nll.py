@@ -4,6 +4,7 @@ import math
 import re
 from dataclasses import replace
 
+from diff_transformer.lab.paper import SAID
 from diff_transformer.lab.quantities import QUANTITIES, difference, loss_up_to
 from diff_transformer.lab.stats import Interval
 from diff_transformer.report.charts import Line, Point, averaged, line_chart, padded
@@ -44,8 +45,7 @@ def build(results: Results) -> Figure | None:
         "above the frame.",
         body=panels(*shown) + legend_of(models, *([key("thin-line", "one seed")] if several else [])),
         findings=findings,
-        paper="at 3 B, with continued training to 64 K tokens, both curves keep falling to the end, and DIFF's is "
-        "the lower.",
+        paper=SAID["long_nll"],
         data=_data(models, positions),
     )
 

@@ -1,5 +1,6 @@
 """Training and validation loss over steps."""
 
+from diff_transformer.lab.paper import SAID
 from diff_transformer.lab.sides import PAIR, name_of
 from diff_transformer.report.charts import Line, Point, averaged, bucketed, line_chart
 from diff_transformer.report.figure import Figure, key, panels, versus
@@ -63,7 +64,7 @@ def build(results: Results) -> Figure | None:
             class_="legend",
         ),
         findings=findings,
-        paper="6.8 B parameters of DIFF reach the loss of an 11 B Transformer, and 160 B tokens reach that of 251 B.",
+        paper=SAID["loss"],
         data=_data(last, validation),
     )
 

@@ -2,6 +2,7 @@
 
 import re
 
+from diff_transformer.lab.paper import SAID
 from diff_transformer.lab.quantities import needle
 from diff_transformer.report.charts import Line, averaged, category_chart, heat_map, line_chart
 from diff_transformer.report.figure import Figure, Finding, folded, key, panels
@@ -41,9 +42,7 @@ def build(results: Results) -> Figure | None:
         + (folded("Maps of depth by number of needles", panels(*maps)) if maps else "")
         + (folded("Maps of depth by length", panels(*by_length)) if by_length else ""),
         findings=_findings(results, models, grids, chance),
-        paper="at 3 B and 4 K tokens, (N, R) = (1, 1) (2, 2) (4, 2) (6, 2): Transformer 1.00 0.85 0.62 0.55, DIFF "
-        "1.00 0.92 0.84 0.85 †; from 8 K to 64 K tokens with (8, 1), DIFF leads by 0.76 at 25 % depth in 64 "
-        "K.",
+        paper=SAID["needle"],
         data=_data(models, grids, lengths, depths),
     )
 

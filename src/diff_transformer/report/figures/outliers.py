@@ -2,6 +2,7 @@
 
 import re
 
+from diff_transformer.lab.paper import SAID
 from diff_transformer.lab.quantities import QUANTITIES
 from diff_transformer.report.charts import Line, category_chart, line_chart
 from diff_transformer.report.figure import Figure, Finding, folded, panels
@@ -38,8 +39,7 @@ def build(results: Results) -> Figure | None:
         + (folded("Layer by layer", panels(*by_layer)) if by_layer else "")
         + folded("Table", _table(models, kinds)),
         findings=[f for kind in kinds for f in _findings(results, models, kind)],
-        paper="largest value and median at 3 B †: logits 318 and 5.4 in the Transformer, 38.8 and 3.3 in DIFF; "
-        "hidden states 3609 and 0.6, 1688 and 1.2.",
+        paper=SAID["outliers"],
         data=_seeds(models, kinds),
     )
 

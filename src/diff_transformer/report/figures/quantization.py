@@ -2,6 +2,7 @@
 
 import re
 
+from diff_transformer.lab.paper import SAID
 from diff_transformer.lab.quantities import QUANTITIES
 from diff_transformer.report.charts import category_chart
 from diff_transformer.report.figure import Figure, Finding, key, panels
@@ -35,8 +36,7 @@ def build(results: Results) -> Figure | None:
         body=panels(*(panel(KINDS[kind], _chart(models, kind, bits, chance)) for kind in kinds))
         + legend_of(models, *extra),
         findings=[f for kind in kinds for f in _findings(results, models, kind, bits)],
-        paper="zero-shot accuracy on HellaSwag at 3 B: DIFF keeps its accuracy from 16 to 6 bits, where the "
-        "Transformer's drops. At 4 bits, DIFF is near the Transformer at 6 bits and about 0.25 above it at 4.",
+        paper=SAID["quantization"],
         data=_data(models, bits),
         folded=bool(results.about),
     )

@@ -2,6 +2,7 @@
 
 import re
 
+from diff_transformer.lab.paper import SAID
 from diff_transformer.report.charts import NAMES, Line, line_chart
 from diff_transformer.report.figure import Figure, Finding, key, legend, panels
 from diff_transformer.report.markup import Html, is_number, join, number, short, table, tag
@@ -39,8 +40,7 @@ def build(results: Results) -> Figure | None:
         "below 100 %, DIFF needs less.",
         body=join(shown) + (legend(note) if pair else legend_of(names, note)),
         findings=[finding for one in tables for finding in _findings(one)],
-        paper="6.8 B parameters of DIFF have the loss of an 11 B Transformer (62.2 %), 7.8 B that of 13.1 B (59.5 "
-        "%), and 160 B tokens that of 251 B (63.7 %).",
+        paper=SAID["scaling"],
         data=join([_data(one) for one in tables]),
     )
 

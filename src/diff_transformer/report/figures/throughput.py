@@ -1,5 +1,6 @@
 """Tokens a second, training and forward."""
 
+from diff_transformer.lab.paper import SAID
 from diff_transformer.lab.quantities import quantities
 from diff_transformer.report.charts import category_chart
 from diff_transformer.report.figure import Figure, key, panels
@@ -45,8 +46,7 @@ def build(results: Results) -> Figure | None:
         findings=[
             compared(WAYS[k].capitalize(), models, k, "higher", 0, " tokens/s", of=(results, OF[k])) for k in present
         ],
-        paper="3 B at 2 K tokens on H100 †: DIFF is 9 % slower in training and in the forward pass; at 4 K, 12 % "
-        "and 10 %.",
+        paper=SAID["throughput"],
         data=_data(models, present),
         folded=bool(results.about),
     )

@@ -1,4 +1,4 @@
-"""The vLLM plugin: ``vllm serve FOLDER`` and ``vllm.LLM(FOLDER)`` for models of this package.
+"""The vLLM plugin: ``vllm serve MODEL`` and ``vllm.LLM(MODEL)`` for models of this package, DiffLlama and Motif.
 
 vLLM finds ``register`` through the entry point ``vllm.general_plugins`` and calls it in each of its processes.
 """
@@ -7,19 +7,24 @@ ARCHITECTURE = "DiffTransformerForCausalLM"
 
 
 def register() -> None:
-    """Tell vLLM of the architecture, of the configuration class, and of the checks before a model is loaded.
+    """Tell vLLM of the architectures, of their configurations, and of the checks before a model is loaded.
 
     A model of another architecture is not affected, whatever the version of vLLM.
     """
     from vllm import ModelRegistry
 
     import diff_transformer  # noqa: F401  (registers the configuration with transformers)
+    from diff_transformer.serving.vllm.published import ARCHITECTURES, MODEL_TYPES, PublishedConfig
 
-    ModelRegistry.register_model(ARCHITECTURE, f"{__name__}.model:{ARCHITECTURE}")
+    architectures = (ARCHITECTURE, *ARCHITECTURES.values())
+    for name in architectures:
+        ModelRegistry.register_model(name, f"{__name__}.model:{ARCHITECTURE}")
     try:
         from vllm.model_executor.models.config import MODELS_CONFIG_MAP
+        from vllm.transformers_utils.config import _CONFIG_REGISTRY
 
         from diff_transformer.serving.vllm.config_check import ConfigCheck
     except ImportError:  # another version of vLLM: the model says so when it is loaded
         return
-    MODELS_CONFIG_MAP[ARCHITECTURE] = ConfigCheck
+    MODELS_CONFIG_MAP.update(dict.fromkeys(architectures, ConfigCheck))
+    _CONFIG_REGISTRY.update(dict.fromkeys(MODEL_TYPES, PublishedConfig))

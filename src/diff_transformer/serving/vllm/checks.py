@@ -1,12 +1,12 @@
 """What the plugin refuses before vLLM loads a model, and what a checkpoint must hold: each in one sentence."""
 
 import logging
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 
-import torch
 from torch import Tensor
 
 from diff_transformer.checks import listed
+from diff_transformer.model.convert.plan import BUFFERS
 from diff_transformer.model.heads import HeadCounts
 
 TESTED = "0.32"  # the release of vLLM that the tests run on
@@ -89,23 +89,22 @@ def check_parallel(config, ranks: int) -> None:
 
 
 class CheckedWeights:
-    """The tensors of a checkpoint, compared by name and shape with those of the model that ``config`` describes.
+    """The tensors of a checkpoint, compared by name and shape with those that its configuration asks for.
 
     vLLM fuses projections when it loads them, and does not notice when one part is missing.
     """
 
-    def __init__(self, config):
-        from diff_transformer.model.modeling import DiffTransformerForCausalLM
-
-        with torch.device("meta"):
-            model = DiffTransformerForCausalLM(config)
-        self.expected = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
-        self.optional = {"lm_head.weight"} if config.tie_word_embeddings else set()
+    def __init__(self, expected: Mapping[str, tuple[int, ...]], *, tied: bool):
+        """``tied``: the head is the embedding, so that it may be there or not."""
+        self.expected = expected
+        self.optional = {"lm_head.weight"} if tied else set()
         self.seen: set[str] = set()
 
     def check(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
         """Pass on ``weights``; raise ValueError for a tensor that the model does not have or of another shape."""
         for name, tensor in weights:
+            if name.endswith(BUFFERS) or (name in self.optional and name not in self.expected):
+                continue
             if name not in self.expected:
                 raise ValueError(
                     f"the checkpoint has a tensor {name!r}, which a model of this configuration does not; config.json "

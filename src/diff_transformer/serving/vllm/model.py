@@ -12,6 +12,8 @@ from vllm.model_executor.layers.layernorm import RMSNorm
 from vllm.model_executor.layers.linear import MergedColumnParallelLinear, RowParallelLinear
 from vllm.model_executor.models.llama import LlamaDecoderLayer, LlamaForCausalLM, LlamaMLP, LlamaModel
 
+from diff_transformer.model.modeling import DiffTransformerForCausalLM as CausalLM
+from diff_transformer.serving.vllm import published
 from diff_transformer.serving.vllm.attention import Attention
 from diff_transformer.serving.vllm.checks import CheckedWeights, check_config, check_parallel
 
@@ -76,7 +78,10 @@ class DecoderLayer(LlamaDecoderLayer):
 
 
 class DiffTransformerForCausalLM(LlamaForCausalLM):
-    """What ``save_pretrained`` wrote, in vLLM: all variants but ``"dint"``; tensor and pipeline parallel, LoRA."""
+    """What ``save_pretrained`` wrote, in vLLM: all variants but ``"dint"``; tensor and pipeline parallel, LoRA.
+
+    Also what others published as DiffLlama or Motif (``published.py``).
+    """
 
     def __init__(self, *, vllm_config, prefix: str = ""):
         config, name = vllm_config.model_config.hf_config, vllm_config.model_config.model
@@ -95,10 +100,15 @@ class DiffTransformerForCausalLM(LlamaForCausalLM):
         Raises:
             ValueError: for tensors that are missing, unknown, or of another shape.
         """
-        if self.quantized:  # its tensors have other names, which vLLM checks
+        if getattr(self.config, "published", None):
+            loaded = super().load_weights(published.checked(self.config, weights, whole=not self.loaded))
+        elif self.quantized:  # its tensors have other names, which vLLM checks
             loaded = super().load_weights(weights)
         else:
-            checked = CheckedWeights(self.config)
+            with torch.device("meta"):
+                ours = CausalLM(self.config).state_dict()
+            names = {name: tuple(tensor.shape) for name, tensor in ours.items()}
+            checked = CheckedWeights(names, tied=self.config.tie_word_embeddings)
             loaded = super().load_weights(checked.check(weights))
             if not self.loaded:
                 checked.require_all()

@@ -1,36 +1,31 @@
 """The studies with swept sides: what the sides of a cell share, and what they cost."""
 
 import pytest
+from needles import plan as needle_plan
+from prose import plan as prose_plan
+from recall import plan as recall_plan
 
 from diff_transformer import DiffTransformerConfig
-from diff_transformer.lab.recipes import needle_study, prose_study, recall_study
 from diff_transformer.model.cost import count_parameters
 
 VARIED = {  # fields of a model that make a side
     "attention", "head_norm", "head_norm_init", "softmax_head_norm", "lambda_init", "lambda_learned",
     "intermediate_size", "num_key_value_heads", "value_head_dim",
 }  # fmt: skip
-STUDIES = {
-    "needles": (needle_study.needle_study, needle_study.SIDES),
-    "prose": (prose_study.prose_study, prose_study.SIDES),
-    "recall": (recall_study.recall_study, recall_study.SIDES),
-}
+PLANS = {"needles": needle_plan, "prose": prose_plan, "recall": recall_plan}
 
 
 def rate(side, sides):
     return 1e-3 * (1 + list(sides).index(side))
 
 
-@pytest.fixture(scope="module", params=STUDIES)
+@pytest.fixture(scope="module", params=PLANS)
 def study(request):
     """(sides, the compared runs of all stages)"""
-    make, sides = STUDIES[request.param]
-    stage, runs = make("python"), []
-    while stage is not None:
-        specs = stage.runs({side: rate(side, sides) for side in sides})
-        runs += [spec for spec in specs if not spec.setting.startswith("sweep/")]
-        stage = stage.then
-    return sides, runs
+    plan = PLANS[request.param]
+    rates = {side: rate(side, plan.SIDES) for side in plan.SIDES}
+    runs = [spec for stage in plan.stages("python") for spec in stage.specs(rates)]
+    return plan.SIDES, [spec for spec in runs if not spec.setting.startswith("sweep/")]
 
 
 def home(spec, runs):
@@ -46,7 +41,7 @@ def test_sides_differ_in_their_attention_and_rate_alone(study):
     for spec in runs:
         at = spec.setting.partition("_lr")[2]
         ours, theirs = spec.config.to_dict(), cells[f"{home(spec, runs)}/softmax-seed{spec.seed}"].config.to_dict()
-        fixed = prose_study.RAISED if spec.setting == "small_higher" else {spec.side: float(at)} if at else {}
+        fixed = prose_plan.RAISED if spec.setting == "small_higher" else {spec.side: float(at)} if at else {}
         assert ours["optim"].pop("lr") == fixed.get(spec.side, rate(spec.side, sides))
         del theirs["optim"]["lr"]
         if spec.side in ("softmax_wide_norm1", "softmax_half_heads"):

@@ -8,7 +8,7 @@ import torch
 from tiny_models import tiny_lm
 
 from diff_transformer.data import RecallTask, recall_vocabulary
-from diff_transformer.evals.recall import evaluate_recall
+from diff_transformer.evals.kv_recall import evaluate_recall
 
 VOCABULARY = recall_vocabulary(np.arange(100), 20)
 TASK = RecallTask(length=64, pairs=4, questions=8)

@@ -1,21 +1,11 @@
-"""The needle study: the order of its runs, one run from end to end, and what its sweep goes by."""
+"""The needle study: one run from end to end, and what its sweep goes by."""
 
 from dataclasses import replace
 
 import pytest
+from needles.plan import CELLS, LENGTHS, MATCHED, SIDES, base, shortfall, stages
 
 from diff_transformer import DiffTransformerConfig
-from diff_transformer.lab.recipes.needle_study import (
-    CELLS,
-    LEARNING_RATES,
-    LENGTHS,
-    MATCHED,
-    SIDES,
-    STAGES,
-    base,
-    needle_study,
-    shortfall,
-)
 from diff_transformer.lab.record import Record, load_all
 from diff_transformer.lab.worker import run
 from diff_transformer.model.head_norm_init import matched_head_norm_init
@@ -23,20 +13,6 @@ from diff_transformer.train.config import override
 from diff_transformer.train.training_data import load_training_data
 
 RATES = dict.fromkeys(SIDES, 1e-3)
-
-
-def test_the_core_comes_seed_by_seed_after_its_own_sweep():
-    stage = needle_study("python")
-    for sides in STAGES.values():
-        assert stage is not None
-        assert {(spec.side, spec.config.optim.lr) for spec in stage.sweep} == {
-            (side, rate) for side in sides for rate in LEARNING_RATES
-        }
-        runs = stage.runs(RATES)
-        assert [spec.seed for spec in runs] == [seed for seed in range(5) for _ in sides]
-        assert {spec.seed for spec in stage.sweep}.isdisjoint(range(5))
-        stage = stage.then
-    assert stage is None
 
 
 def test_the_matched_head_norm_is_what_the_untrained_pair_has():
@@ -47,7 +23,7 @@ def test_the_matched_head_norm_is_what_the_untrained_pair_has():
 
 def test_a_run_from_end_to_end(tmp_path):
     """Each phase is trained on, the accuracy on needles is in the record, and so is every cell at both lengths."""
-    spec = needle_study("python").runs(RATES)[0]
+    spec = stages("python")[1].specs(RATES)[0]
     config = replace(spec.config)
     config.data = replace(config.data, max_bytes=300_000, phases=[(1, shares) for _, shares in config.data.phases])
     config.train = replace(config.train, steps=4, validate_every=2, batch_size=4, validation_rows=8, checkpoint_every=4)
@@ -74,7 +50,7 @@ def test_a_sweep_goes_by_the_final_accuracy_and_then_by_the_mean():
 def test_every_phase_has_copies_and_only_the_last_needles(step):
     from diff_transformer.train.training_data import mixture_shares, source_names
 
-    data = needle_study("python").runs(RATES)[0].config.data
+    data = stages("python")[1].specs(RATES)[0].config.data
     shares = dict(zip(source_names(data), mixture_shares(data, step), strict=True))
     assert shares["copies"] > 0
     assert (shares["needles"] > 0) == (step >= 2200)

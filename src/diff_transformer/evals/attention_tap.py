@@ -20,10 +20,10 @@ from diff_transformer.evals.attention_call import (
     BLOCK,
     AttentionCall,
     Change,
+    Changes,
     Finish,
     Mean,
     Original,
-    Plan,
     Tap,
     weighted,
 )
@@ -51,7 +51,7 @@ def tapped_attention(model: nn.Module, tap: Tap) -> Generator[None]:
 
 
 @contextmanager
-def changed_logits(model: nn.Module, plan: Plan) -> Generator[None]:
+def changed_logits(model: nn.Module, plan: Changes) -> Generator[None]:
     """Recompute every layer's attention from changed logits, in fp32 and in blocks of queries.
 
     ``plan(call)`` returns a function of the logits of a block (a tuple of one map or two, ``[B, H, t, S]``) and of the

@@ -9,8 +9,8 @@ from tiny_models import tiny_lm
 
 from diff_transformer import DiffTransformerForCausalLM
 from diff_transformer.data.tokenizer import byte_tokenizer
-from diff_transformer.evals.associative_recall import evaluate_associative_recall, slice_metrics
 from diff_transformer.evals.lm import CausalLM
+from diff_transformer.evals.repeat_loss import evaluate_associative_recall, slice_metrics
 from diff_transformer.evals.samples import Samples
 from diff_transformer.lab.experiments import run_eval, settings_of
 from diff_transformer.model.presets import preset
@@ -90,7 +90,7 @@ def test_the_command(tmp_path):
     lm = CausalLM(DiffTransformerForCausalLM(preset("debug", vocab_size=258)), byte_tokenizer(), "tiny")
     settings = settings_of("associative_recall", {"corpus": str(tmp_path / "text.txt"), "length": 100, "samples": 3})
     result = run_eval("associative_recall", lm, settings, tmp_path / "r.json", limit=2)
-    assert json.loads((tmp_path / "r.json").read_text())["metrics"] == result.metrics
+    assert json.loads((tmp_path / "r.json").read_text())["metrics"]["associative_recall"] == result.metrics
     assert len(result.rows) == 2
     assert result.provenance["tokens"] == 200
     with pytest.raises(ValueError, match="a row has 2048 tokens, more than the 128 positions of tiny"):

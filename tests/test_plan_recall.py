@@ -1,29 +1,14 @@
-"""The recall study: the order of its runs, one run from end to end, and the numbers of its summary."""
+"""The recall study: what its confirmation repeats, one run from end to end, and the numbers of its summary."""
 
 import math
 from dataclasses import replace
 
 import pytest
+from recall.plan import CENTRE, CHOSEN, SIDES, setting, shortfall, stages
+from recall_confirmation import plan as confirmation
 
 from diff_transformer import DiffTransformerConfig, lambda_init
-from diff_transformer.lab.recipes.recall_study import (
-    CENTRE,
-    CHOSEN,
-    CONFIRMED,
-    CORE,
-    FRESH_SEEDS,
-    GRID,
-    INFORMATIVE,
-    LEARNING_RATES,
-    MATCHED,
-    MORE,
-    OWN_SCALE,
-    SIDES,
-    base,
-    recall_confirmation,
-    recall_study,
-    shortfall,
-)
+from diff_transformer.lab.recipes.recall import MATCHED, OWN_SCALE
 from diff_transformer.lab.record import Record, load_all
 from diff_transformer.lab.spec import RECALL
 from diff_transformer.lab.worker import run
@@ -34,29 +19,15 @@ RATES = {side: 1e-3 * (i + 1) for i, side in enumerate(SIDES)}
 
 @pytest.fixture(scope="module")
 def runs():
-    plan = recall_study("python")
-    assert plan.then is not None
-    return plan.runs(RATES), plan.then.runs(RATES)
-
-
-def test_the_core_comes_seed_by_seed_after_its_own_sweep(runs):
-    plan = recall_study("python")
-    assert {spec.side for spec in plan.sweep} == set(CORE)
-    assert len(plan.sweep) == len(CORE) * len(LEARNING_RATES)
-    per_seed = len(GRID) * len(CORE)
-    assert [spec.seed for spec in runs[0]] == [seed for seed in range(5) for _ in range(per_seed)]
-    assert {spec.seed for spec in plan.sweep}.isdisjoint(spec.seed for spec in runs[0] + runs[1])
-    assert plan.then is not None
-    assert {spec.side for spec in plan.then.sweep} == set(MORE)
+    return [spec for stage in stages("python") for spec in stage.specs(RATES) if not spec.setting.startswith("sweep/")]
 
 
 def test_the_confirmation_repeats_recorded_settings_on_fresh_seeds(runs):
     """Only the seed differs from the study's own run; each seed has its 12 runs before the next begins."""
-    fresh = recall_confirmation("python").runs({})
-    per_seed = len(INFORMATIVE) * len(CONFIRMED)
-    assert [spec.seed for spec in fresh] == [seed for seed in FRESH_SEEDS for _ in range(per_seed)]
-    last = recall_study("python").then.then.then.runs({})
-    known = {(spec.setting.split("_lr")[0], spec.side): spec.config for spec in runs[0] + runs[1] + last}
+    fresh = [spec for stage in confirmation.stages("python") for spec in stage.specs({})]
+    per_seed = len(confirmation.INFORMATIVE) * len(confirmation.CONFIRMED)
+    assert [spec.seed for spec in fresh] == [seed for seed in range(200, 230) for _ in range(per_seed)]
+    known = {(spec.setting.split("_lr")[0], spec.side): spec.config for spec in runs}
     for spec in fresh:
         there, here = known[spec.setting, spec.side].to_dict(), spec.config.to_dict()
         assert here["train"].pop("seed") == spec.seed != there["train"].pop("seed")
@@ -68,7 +39,7 @@ def test_the_confirmation_repeats_recorded_settings_on_fresh_seeds(runs):
 def test_the_matched_head_norm_is_what_the_untrained_pair_has():
     from diff_transformer.model.head_norm_init import matched_head_norm_init
 
-    config = base(*GRID[CENTRE])
+    config = setting(CENTRE)
     rows = load_training_data(config).validation
     assert matched_head_norm_init(DiffTransformerConfig(**config.model), rows) == pytest.approx(MATCHED, abs=0.02)
     starts = [1 - lambda_init(layer) for layer in range(2)]
@@ -77,7 +48,7 @@ def test_the_matched_head_norm_is_what_the_untrained_pair_has():
 
 def test_a_run_from_end_to_end(runs, tmp_path):
     """Accuracy by step and the measurements are in the record; the loss is that of the answers, ln 258 at first."""
-    spec = next(spec for spec in runs[0] if spec.side == "diff_norm1" and spec.setting == "p4_n0")
+    spec = next(spec for spec in runs if spec.side == "diff_norm1" and spec.setting == "p4_n0")
     train = replace(spec.config.train, steps=4, validate_every=2, batch_size=2, validation_rows=4)
     replace(spec, config=replace(spec.config, train=train)).save(tmp_path)
     record = run(tmp_path)

@@ -2,14 +2,19 @@
 
 The study trains matched pairs on novels with hidden needles, over several seeds. Each side gets its learning rate from
 the same sweep. Head norms start at 1 (as published) or at 0.1 (below softmax attention's output at the start).
+
+Command: ``diff-transformer study desk --corpus FOLDER --out runs/desk --minutes 60``, repeated until it reports that
+all runs are finished. Hardware: two CPU cores. Time: about fourteen hours in total.
 """
 
 import copy
 import dataclasses
+from collections.abc import Mapping
+from operator import attrgetter
 from typing import Any
 
 from diff_transformer.lab.recipes.desk import demo
-from diff_transformer.lab.spec import Choices, RunSpec, Study, seeds
+from diff_transformer.lab.stages import SWEPT, Rate, Stage
 from diff_transformer.train.config import RunConfig
 
 LEARNING_RATES = (5e-4, 1e-3, 2e-3, 4e-3, 8e-3)
@@ -76,63 +81,43 @@ def base(corpus: str) -> RunConfig:
     return config
 
 
-def desk_study(corpus: str) -> Study:
-    """The desk study; see the module. ``corpus``: a folder or archive of novels (train/ and val/ inside), or any text.
-
-    Command: ``diff-transformer study desk --corpus FOLDER --out runs/desk --minutes 60``, repeated until it reports
-    that all runs are finished. Hardware: two CPU cores. Time: about fourteen hours in total.
-    """
+def stages(corpus: str) -> list[Stage]:
+    """``corpus``: a folder or archive of novels (train/ and val/ inside), or any text."""
     plain = base(corpus)
-    sweep = [
-        dataclasses.replace(cell, setting=f"sweep/lr{rate:g}")
-        for side in SIDES
-        for rate in LEARNING_RATES
-        for cell in seeds("sweep", side, _side(_short(plain), side, {side: rate}), range(100, 101), measured=False)
+    brief = _brief(plain)
+    wide, long = _resized(brief, hidden_size=256, num_hidden_layers=4), _longer(brief, 3)
+    maps4, pair, paper = _resized(brief, num_attention_heads=4), _some("softmax", "diff"), _some(*PAPER)
+
+    def compared(name: str, config: RunConfig, seeds, sides: Mapping = pair, rates: Rate = "softmax") -> Stage:
+        return Stage({name: config}, sides, seeds, rates)
+
+    return [
+        Stage(
+            {"": _longer(plain, 0.4)}, SIDES, (100,), LEARNING_RATES, "sweep/lr{rate:g}", (), attrgetter("final_loss")
+        ),
+        compared("novels", plain, MANY, paper, SWEPT),
+        compared("novels", plain, MANY, SAME_RATE),
+        compared("novels", plain, FEW, _some("diff_v2"), SWEPT),
+        compared("ablation", brief, FEW, ABLATIONS),
+        compared("maps4", maps4, FEW, _some("softmax")),
+        compared("ablation", brief, FEW, NORMED),
+        compared("python", _brief(base("python")), FEW),
+        compared("narrow", _resized(brief, hidden_size=64, num_hidden_layers=2), FEW, paper),
+        compared("maps4", maps4, FEW, _some("diff")),
+        compared("maps16", _resized(brief, num_attention_heads=16), FEW),
+        compared("ablation", brief, FEW, DIFF_RATE, "diff"),
+        compared("ablation", brief, REST, {**NORMED, "softmax_wide_norm": ABLATIONS["softmax_wide_norm"]}),
+        compared("wide", wide, FEW),
+        compared("wide", wide, FEW, NORMED),
+        compared("long", long, FEW),
+        compared("wide", wide, FEW, _some("diff_norm1")),
+        compared("long", long, FEW, _some("diff_norm1")),
+        compared("long", long, FEW, NORMED),
     ]
 
-    def runs(chosen: Choices) -> list[RunSpec]:
-        same = dict.fromkeys(SIDES, chosen["softmax"])
 
-        def compared(setting, config, numbers, sides=("softmax", "diff"), rates=same) -> list[RunSpec]:
-            made = [list(seeds(setting, side, _side(config, side, rates), numbers)) for side in sides]
-            return [cell for one_seed in zip(*made, strict=True) for cell in one_seed]
-
-        other = _brief(plain)
-        wide, long = _resized(other, hidden_size=256, num_hidden_layers=4), _longer(other, 3)
-        return [
-            *compared("novels", plain, MANY, PAPER, chosen),
-            *compared("novels", plain, MANY, tuple(SAME_RATE)),
-            *compared("novels", plain, FEW, ("diff_v2",), chosen),
-            *compared("ablation", other, FEW, tuple(ABLATIONS)),
-            *compared("maps4", _resized(other, num_attention_heads=4), FEW, ("softmax",)),
-            *compared("ablation", other, FEW, tuple(NORMED)),
-            *compared("python", _brief(base("python")), FEW),
-            *compared("narrow", _resized(other, hidden_size=64, num_hidden_layers=2), FEW, PAPER),
-            *compared("maps4", _resized(other, num_attention_heads=4), FEW, ("diff",)),
-            *compared("maps16", _resized(other, num_attention_heads=16), FEW),
-            *compared("ablation", other, FEW, tuple(DIFF_RATE), {**same, "softmax": chosen["diff"]}),
-            *compared("ablation", other, REST, (*NORMED, "softmax_wide_norm")),
-            *compared("wide", wide, FEW),
-            *compared("wide", wide, FEW, tuple(NORMED)),
-            *compared("long", long, FEW),
-            *compared("wide", wide, FEW, ("diff_norm1",)),
-            *compared("long", long, FEW, ("diff_norm1",)),
-            *compared("long", long, FEW, tuple(NORMED)),
-        ]
-
-    return Study("desk", sweep, runs)
-
-
-def _side(config: RunConfig, side: str, rates: Choices) -> RunConfig:
-    config = copy.deepcopy(config)
-    fields = (SIDES | ABLATIONS | SAME_RATE | DIFF_RATE | NORMED)[side]
-    config.model |= fields
-    config.optim.lr = rates[side if side in SIDES else fields["attention"]]
-    return config
-
-
-def _short(config: RunConfig) -> RunConfig:
-    return _longer(config, 0.4)
+def _some(*names: str) -> dict[str, dict[str, Any]]:
+    return {name: SIDES[name] for name in names}
 
 
 def _longer(config: RunConfig, times: float) -> RunConfig:

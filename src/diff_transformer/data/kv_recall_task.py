@@ -1,4 +1,4 @@
-"""Associative recall of key-value pairs in noise.
+"""Key-value recall in noise.
 
     n k1 v1 n n k2 v2 n  |  k2 v2  k1 v1
     noise and pairs      |  questions: keys, each to be followed by its value

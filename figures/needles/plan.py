@@ -2,17 +2,23 @@
 
 Trained on needles alone, a model of this size names one of the numbers of its prompt at random. The curriculum teaches
 it to copy first. Questions, outcomes and the order of the runs were fixed before the runs, in
-figures/needles/preregistration.md.
+preregistration.md.
+
+Command: ``diff-transformer study needles --corpus FOLDER --out runs/needles --minutes 60``, repeated until it reports
+that all runs are finished. Hardware: two CPU cores.
 """
 
-import copy
 import dataclasses
-from collections.abc import Iterable
+import sys
+from functools import partial
+from pathlib import Path
+
+sys.path.append(str(Path(__file__).resolve().parents[1]))
+from recall import plan as recall
+from recall.plan import CORE, MORE
 
 from diff_transformer.lab.recipes.desk import demo
-from diff_transformer.lab.recipes.recall_study import CORE, MORE
-from diff_transformer.lab.record import Record
-from diff_transformer.lab.spec import Choices, RunSpec, Study, side_model, with_seed
+from diff_transformer.lab.stages import SWEPT, Stage
 from diff_transformer.train.config import OptimConfig, RunConfig
 from diff_transformer.train.data_config import NeedleConfig
 
@@ -21,15 +27,14 @@ MATCHED = [0.12, 0.31]
 # Planned after the core's runs: DIFF with a head norm that starts lower, and the Transformer with the same weights.
 STARTS = {
     "diff": MORE["diff"],
-    "diff_matched": ("diff", {"head_norm_init": MATCHED}),
-    "softmax_norm_matched": ("softmax_norm", {"head_norm_init": MATCHED}),
+    "diff_matched": {"variant": "diff", "head_norm_init": MATCHED},
+    "softmax_norm_matched": {"variant": "softmax_norm", "head_norm_init": MATCHED},
 }
 OTHERS = {name: MORE[name] for name in ("diff_lambda0", "softmax_norm", "softmax_wide_norm1", "diff_v2")}
 STAGES = {"the core": CORE, "other starts of the head norm": STARTS, "the other sides": OTHERS}
 SIDES = CORE | STARTS | OTHERS
 SEEDS = range(5)
 LEARNING_RATES = (1e-3, 2e-3, 4e-3)
-SWEEP_SEED = 100
 SETTING = "prose"
 CELLS = ((1, 1), (2, 2), (4, 2), (6, 2), (8, 1))  # Table 2, and the cell of Figure 5
 LENGTHS = (128, 256)
@@ -68,40 +73,13 @@ def base(corpus: str) -> RunConfig:
     return config
 
 
-def needle_study(corpus: str) -> Study:
-    """The needle study; see the module. ``corpus``: a folder of prose, with train/ and val/ inside.
-
-    Command: ``diff-transformer study needles --corpus FOLDER --out runs/needles --minutes 60``, repeated until it
-    reports that all runs are finished. Hardware: two CPU cores.
-    """
-
-    def stage(sides: Iterable[str], then: Study | None = None) -> Study:
-        sweep = [
-            _run(f"sweep/lr{rate:g}", side, SWEEP_SEED, corpus, rate, measured=False)
-            for side in sides
-            for rate in LEARNING_RATES
-        ]
-
-        def runs(rates: Choices) -> list[RunSpec]:
-            return [_run(SETTING, side, seed, corpus, rates[side]) for seed in SEEDS for side in sides]
-
-        return Study("needles", sweep, runs, score=shortfall, then=then)
-
-    return stage(CORE, then=stage(STARTS, then=stage(OTHERS)))
+shortfall = partial(recall.shortfall, curve="needles")
 
 
-def shortfall(record: Record) -> float:
-    """What the sweep minimises: 1 less the final accuracy; a hundredth of the mean accuracy so far breaks ties."""
-    accuracy = record.curves["needles"]["accuracy"]
-    return 1 - accuracy[-1] - 0.01 * sum(accuracy) / len(accuracy)
-
-
-def _run(where: str, side: str, seed: int, corpus: str, rate: float, *, measured: bool = True) -> RunSpec:
-    made, (name, fields) = copy.deepcopy(base(corpus)), SIDES[side]
-    made.optim.lr = rate
-    if side == "softmax_wide_norm1":  # as many heads as DIFF has, and as wide
-        made.model["num_attention_heads"] //= 2
-    made.model |= fields
-    made.model |= side_model(made, name)
-    measure = ("needle", "allocation") if measured else ()
-    return RunSpec(where, side, seed, with_seed(made, seed).validate(), measure, may_diverge=True)
+def stages(corpus: str) -> list[Stage]:
+    """``corpus``: a folder of prose, with train/ and val/ inside."""
+    config, made = base(corpus), []
+    for sides in STAGES.values():
+        made.append(recall.sweep("", config, sides, LEARNING_RATES, shortfall))
+        made.append(Stage({SETTING: config}, sides, SEEDS, SWEPT, measure=("needle", "allocation")))
+    return made

@@ -1,10 +1,10 @@
-"""Associative recall of key-value pairs in noise: accuracy, accuracy at longer rows, and where the question attends.
+"""Key-value recall in noise: accuracy, accuracy at longer rows, and where the question attends.
 
     n k1 v1 n n k2 v2 n  |  k2 -> v2 ?   k1 -> v1 ?
 
-Rows and tokens are those of ``data/recall.py``; evaluation rows differ from every training row. In longer rows the
-noise grows, and pairs and questions stay the same. Attention is that of the first question's position, where the model
-has to find the value of that key.
+Rows and tokens are those of ``data/kv_recall_task.py``; evaluation rows differ from every training row. In longer rows
+the noise grows, and pairs and questions stay the same. Attention is that of the first question's position, where the
+model has to find the value of that key.
 """
 
 from collections.abc import Sequence
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from diff_transformer.checks import require_positive
-from diff_transformer.data.recall import RecallRows, RecallTask, RecallVocabulary, make_recall_batch, reordered
+from diff_transformer.data.kv_recall_task import RecallRows, RecallTask, RecallVocabulary, make_recall_batch, reordered
 from diff_transformer.data.seeding import evaluation_rng
 from diff_transformer.evals.lm import LanguageModel, check_length, settings_of_lm
 from diff_transformer.evals.provenance import provenance

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from diff_transformer.data import RecallSource, RecallTask, evaluation_rng, make_recall_batch, recall_vocabulary
-from diff_transformer.data.recall import reordered
+from diff_transformer.data.kv_recall_task import reordered
 
 
 def _check_row(row, labels, vocabulary, pairs):

@@ -6,9 +6,9 @@ import torch
 from diff_transformer import DiffTransformerForCausalLM
 from diff_transformer.data.tasks.types import MultipleChoiceItem
 from diff_transformer.data.tokenizer import byte_tokenizer
-from diff_transformer.evals import inside
+from diff_transformer.evals import gradient_flow, quantization
+from diff_transformer.evals.attention_tap import AttentionCall, changed_logits, tapped_attention
 from diff_transformer.evals.gradient_flow import attention_weights, evaluate_gradient_flow
-from diff_transformer.evals.inside import changed_logits, tapped_attention
 from diff_transformer.evals.likelihood import continuation_logprobs
 from diff_transformer.evals.lm import CausalLM
 from diff_transformer.evals.outliers import evaluate_outliers
@@ -48,7 +48,7 @@ def test_the_map_that_a_tap_sees_is_the_models_own(kind):
 def test_unchanged_logits_change_nothing(kind, monkeypatch):
     """In small query blocks, in one pass and in two pieces: the second piece continues DINT's cached state."""
     model, ids = make(kind), tokens()
-    monkeypatch.setattr(inside.AttentionCall.blocks, "__defaults__", (300,))
+    monkeypatch.setattr(AttentionCall.blocks, "__defaults__", (300,))
     expected = model(ids).logits
     with torch.no_grad(), changed_logits(model, lambda call: lambda logits, allowed: logits):
         torch.testing.assert_close(model(ids).logits, expected, atol=2e-5, rtol=1e-5)
@@ -85,7 +85,7 @@ def test_outliers_and_gradients(kind):
     lm = CausalLM(model, byte_tokenizer(), kind)
     largest = evaluate_outliers(lm, ids).metrics
     assert largest["logits_top1"] >= largest["logits_top2"] > 0
-    flow = evaluate_gradient_flow(lm, ids, trials=1).metrics
+    flow = evaluate_gradient_flow(lm, ids, gradient_flow.Settings(trials=1)).metrics
     assert flow["model_q"] > 0
     assert flow["init_ratio_v"] > 0
     one_map = ("softmax", "softmax_norm")
@@ -106,7 +106,7 @@ def test_quantised_logits_and_likelihoods(kind):
     """Contexts are read once; their cache, including DINT's state, is copied for the endings."""
     lm = CausalLM(make(kind), byte_tokenizer(), kind)
     tasks = [MultipleChoiceItem("The cat sat on", (" the mat.", " a dog", " blue"), 0)] * 2
-    metrics = evaluate_quantization(lm, tasks, tokens(2, 40) % 256, bits=(16, 4)).metrics
+    metrics = evaluate_quantization(lm, tasks, tokens(2, 40) % 256, quantization.Settings(bits=(16, 4))).metrics
     plain = lm.token_losses(tokens(2, 40) % 256).mean().item()
     assert metrics["loss_16bit"] == pytest.approx(plain, abs=2e-3)
     prompt, endings = [1, 2, 3, 4, 5, 6, 7], [[8, 9], [10, 11, 12]]

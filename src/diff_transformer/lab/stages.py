@@ -1,0 +1,112 @@
+"""A study as data: a list of stages, each a table of sides, settings and seeds.
+
+A plan is a file of Python with ``stages(corpus) -> list[Stage]``; ``examples/my_plan.py`` is one.
+"""
+
+import copy
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from diff_transformer.checks import require_known
+from diff_transformer.lab.record import Record
+from diff_transformer.lab.spec import RunSpec, everything, side_model, with_seed
+from diff_transformer.lab.user_code import load_file
+from diff_transformer.train.config import RunConfig
+
+Choices = Mapping[str, float]  # the learning rate of each side, chosen by sweeps
+Rate = float | str | Sequence[float]  # one, one that a sweep chose, or several
+SWEPT = "swept"
+FIGURES = Path(__file__).resolve().parents[3] / "figures"  # in a clone of the repository, whose studies are there
+
+_PLAN_FILE = "the Python file of a plan"
+
+
+@dataclass(frozen=True)
+class Stage:
+    """Runs with each seed, in each setting, of each side, at each of its learning rates, in this order.
+
+    Attributes:
+        settings: configurations by name.
+        sides: fields of the model, by name of the side. With ``"variant"``, a name of ``model/matching.py``, sizes are
+            changed so that the cost stays equal.
+        seeds: training seeds.
+        rates: learning rates of every side, or by side: a number; several; ``SWEPT``, which the last sweep of the side
+            before this stage chose; or the name of another side, whose swept rate it takes. None: the settings' own.
+        folder: of a run's setting, from ``setting`` and ``rate``.
+        measure: experiments, as in ``RunSpec``; None: those of a comparison.
+        score: makes the stage a sweep: each side's rate is that of the lowest score. Later stages wait for it.
+    """
+
+    settings: Mapping[str, RunConfig]
+    sides: Mapping[str, Mapping[str, Any]]
+    seeds: Iterable[int]
+    rates: Rate | Mapping[str, Rate] | None = None
+    folder: str = "{setting}"
+    measure: tuple[str, ...] | None = None
+    score: Callable[[Record], float] | None = None
+
+    def specs(self, swept: Choices) -> list[RunSpec]:
+        """The runs, at the rates that sweeps chose.
+
+        Raises:
+            KeyError: for a side that no sweep before has had.
+            ValueError: for a side or a rate that its setting does not support.
+        """
+        return [self._spec(*cell) for cell in self._cells(swept)]
+
+    def identities(self) -> list[tuple[str, str, int]]:
+        """Setting, side and seed of every run, which depend on no sweep."""
+        cells = self._cells(defaultdict(lambda: 1e-3))
+        return [(self._folder(setting, rate), side, seed) for setting, side, seed, rate in cells]
+
+    def _cells(self, swept: Choices) -> Iterator[tuple[str, str, int, float]]:
+        for seed in self.seeds:
+            for setting in self.settings:
+                for side in self.sides:
+                    for rate in self._rates(setting, side, swept):
+                        yield setting, side, seed, rate
+
+    def _folder(self, setting: str, rate: float) -> str:
+        return self.folder.format(setting=setting, rate=rate)
+
+    def _rates(self, setting: str, side: str, swept: Choices) -> Iterable[float]:
+        rates: Rate | None = self.rates[side] if isinstance(self.rates, Mapping) else self.rates
+        if rates is None:
+            rates = self.settings[setting].optim.lr
+        elif isinstance(rates, str):
+            rates = swept[side if rates == SWEPT else rates]
+        return (rates,) if isinstance(rates, int | float) else rates
+
+    def _spec(self, setting: str, side: str, seed: int, rate: float) -> RunSpec:
+        made, fields = copy.deepcopy(self.settings[setting]), dict(self.sides[side])
+        variant = fields.pop("variant", None)
+        made.optim.lr = rate
+        made.model |= fields
+        if variant is not None:
+            made.model |= side_model(made, variant)
+        made = with_seed(made, seed).validate()
+        measure = everything(made) if self.measure is None else self.measure
+        return RunSpec(self._folder(setting, rate), side, seed, made, measure, may_diverge=True)
+
+
+def load_stages(name: str, corpus: str = "python") -> list[Stage]:
+    """The stages of a plan: of a file, or in a clone ``figures/NAME/plan.py``; ``corpus`` as ``data.corpus`` of a run.
+
+    Raises:
+        ValueError: if there is no such plan, or the file holds none.
+    """
+    path = Path(name)
+    if not (name.endswith(".py") and path.is_file()):
+        ours = {plan.parent.name: plan for plan in sorted(FIGURES.glob("*/plan.py"))}
+        require_known("study", name, ours or [_PLAN_FILE], f", or {_PLAN_FILE}" if ours else "")
+        path = ours[name]
+    module = load_file(path)
+    if not callable(getattr(module, "stages", None)):
+        raise ValueError(f"{name} is no plan; give it stages(corpus), which returns a list of Stage")
+    stages = list(module.stages(corpus))
+    if not stages:
+        raise ValueError(f"{name} is an empty plan; its stages(corpus) returned no Stage")
+    return stages

@@ -1,0 +1,107 @@
+"""Published checkpoints become our configuration and tensors while they are read; tests/vllm serves them."""
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import DiffLlamaConfig, DiffLlamaForCausalLM
+
+from diff_transformer import DiffTransformerConfig, DiffTransformerForCausalLM
+from diff_transformer.model.convert import convert_folder
+from diff_transformer.model.convert.plan import Made
+from diff_transformer.serving.vllm.published import checked, converted, our_config
+
+SIZES = {
+    "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}  # fmt: skip
+MOTIF = {"lambda_depth_offset": -1, "hidden_act": "poly_norm", "head_norm_eps": 1e-3}
+
+
+@pytest.fixture
+def published(tmp_path):
+    """``published(layout, **fields)`` -> the folder of a random model as its authors would publish it."""
+
+    def save(layout, **fields):
+        torch.manual_seed(0)
+        folder = tmp_path / layout
+        if layout == "diffllama":
+            DiffLlamaForCausalLM(DiffLlamaConfig(**SIZES, **fields)).save_pretrained(folder)
+            return folder
+        DiffTransformerForCausalLM(DiffTransformerConfig(**SIZES, **MOTIF, **fields)).save_pretrained(tmp_path / "ours")
+        convert_folder(tmp_path / "ours", folder, target="motif")
+        told = json.loads((folder / "config.json").read_text())
+        auto_map = {"AutoConfig": "configuration_motif.MotifConfig"}
+        (folder / "config.json").write_text(json.dumps(told | {"model_type": "Motif", "auto_map": auto_map}))
+        return folder
+
+    return save
+
+
+def read(folder):
+    return our_config(json.loads((folder / "config.json").read_text()), str(folder))
+
+
+@pytest.mark.parametrize(
+    ("layout", "fields"), [("diffllama", {"tie_word_embeddings": True}), ("diffllama", {}), ("motif", {})]
+)
+def test_what_is_read_is_what_convert_writes(layout, fields, published, tmp_path):
+    folder, out = published(layout, **fields), tmp_path / "converted"
+    convert_folder(folder, out)
+    config, wanted = read(folder), DiffTransformerConfig.from_pretrained(out)
+    own = ("architectures", "published", "transformers_version")
+    told, expected = ({k: v for k, v in c.to_dict().items() if k not in own} for c in (config, wanted))
+    assert told == expected
+    rows = list(load_file(folder / "model.safetensors").items())
+    for order in (rows, rows[::-1]):
+        tensors = dict(checked(config, order))
+        reference = load_file(out / "model.safetensors")
+        assert tensors.keys() == reference.keys()
+        assert all(torch.equal(tensor, reference[name]) for name, tensor in tensors.items())
+
+
+def test_a_source_is_kept_until_its_last_target_is_made():
+    plan = {"sum": Made(("a", "b"), torch.add), "again": Made(("a",), dtype=torch.float64), "c": Made(("c",))}
+    made = converted(
+        plan, [("c", torch.ones(1)), ("b", torch.ones(1)), ("unused", torch.ones(1)), ("a", torch.ones(1))]
+    )
+    found = {name: (tensor.item(), tensor.dtype) for name, tensor in made}
+    assert found == {"c": (1, torch.float32), "sum": (2, torch.float32), "again": (1, torch.float64)}
+    sources = converted(plan, ((name, torch.ones(1)) for name in "ab"))
+    assert [name for name, _ in sources] == ["again", "sum"]
+    assert not sources.gi_frame
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"model.layers.1.self_attn.lambda_q2": None}, r"lacks 1 .* tensors: model\.layers\.1\.self_attn\.lambda_q2;"),
+        ({"model.norm.bias": torch.ones(32)}, r"a tensor 'model\.norm\.bias', which a model of"),
+        ({"model.norm.weight": torch.ones(8)}, r"has shape \[8\], and config.json asks for \[32\]"),
+    ],
+)
+def test_other_tensors_are_named_as_they_are_there(change, message, published):
+    folder = published("diffllama")
+    tensors = load_file(folder / "model.safetensors") | change
+    tensors = {name: tensor for name, tensor in tensors.items() if tensor is not None}
+    with pytest.raises(ValueError, match=message):
+        list(checked(read(folder), tensors.items()))
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        (
+            {"quantization_config": {"quant_method": "awq"}},
+            r"has quantised weights \(awq\), .* serve the checkpoint that",
+        ),
+        ({"attention_bias": True}, "no biases"),
+    ],
+)
+def test_what_is_refused(fields, message, published):
+    folder = published("diffllama")
+    told = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(told | fields))
+    with pytest.raises(ValueError, match=message):
+        read(folder)
