@@ -136,8 +136,6 @@ def restore(model: PreTrainedModel) -> None:
         config._attn_implementation_internal = DEFAULT
     # saved, so that transformers without this package says in one sentence what it lacks
     config.attn_implementation = DEFAULT
-    if kind == "diff":
-        model._keep_in_fp32_modules_strict = {*(model._keep_in_fp32_modules_strict or ()), LAMBDA}
 
 
 def _double(module: Any, parts: _Parts, kind: str, lambda_init: float, draw: torch.Generator) -> None:
