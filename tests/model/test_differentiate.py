@@ -330,6 +330,9 @@ def test_entries_of_other_versions_are_refused():
         setattr(config, ENTRY, entry)
         with pytest.raises(ValueError, match="reads format 1 with the kinds diff_v2, diff; update the package"):
             AutoModelForCausalLM.from_config(config)
+    setattr(config, ENTRY, {"kind": "diff", "format": 1})
+    with pytest.raises(ValueError, match="lambda_init is None; give a number between 0 and 1"):
+        AutoModelForCausalLM.from_config(config)
 
 
 def test_softmax_attention_does_not_run_under_our_names():

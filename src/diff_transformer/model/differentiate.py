@@ -121,7 +121,8 @@ def restore(model: PreTrainedModel) -> None:
             f"the configuration's {ENTRY!r} is {entry!r}, and this version of diff-transformer reads format {FORMAT} "
             f"with the kinds {', '.join(KINDS)}; update the package"
         )
-    kind, lambda_init, draw = entry["kind"], entry["lambda_init"], torch.Generator("cpu").manual_seed(0)
+    kind, lambda_init, draw = entry["kind"], entry.get("lambda_init"), torch.Generator("cpu").manual_seed(0)
+    _check_lambda_init(kind, lambda_init)
     for path, module in list(model.named_modules()):
         if not _attends(module) or hasattr(module, LAMBDA):
             continue
@@ -421,7 +422,7 @@ def _dropout(module: Any) -> float:
     return float(getattr(rate, "p", rate) or 0.0)
 
 
-def _check_lambda_init(kind: str, value: float) -> None:
+def _check_lambda_init(kind: str, value: Any) -> None:
     number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
     if not number or not 0 < value < 1:
         raise ValueError(
