@@ -50,7 +50,7 @@ def compare(
         float | None, typer.Option(help="Stop after this many minutes, with everything saved; --resume continues.")
     ] = None,
     report: Annotated[
-        bool, typer.Option(help="Write report.html; `diff-transformer report` makes it later from the records.")
+        bool, typer.Option(help="Judge the claims and write report.html; `diff-transformer report` can do it later.")
     ] = True,
 ):
     """Train a DIFF Transformer and its matched Transformer, measure both, and write the report with verdicts."""

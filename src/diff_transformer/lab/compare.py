@@ -71,11 +71,12 @@ def compare(
         executor: of the runs, for example ``RayTasks``; processes on this machine by default. The models are timed on
             this machine.
         minutes: training and measuring stop after this time, with every state saved; ``resume`` goes on.
-        report: write ``report.html``, which needs the extra ``report``; ``diff-transformer report OUT`` does it later.
+        report: judge the claims, and write ``results.json`` and ``report.html``, which needs the extra ``report``.
+            Without it the records are complete, and ``diff-transformer report OUT`` makes the page of them anywhere.
 
     Returns:
         The content of ``results.json``, an export for people: the rows of examples are in each model's ``record.json``.
-        Empty if the time ended before the last model was finished.
+        Empty without ``report``, and if the time ended before the last model was finished.
 
     Raises:
         FileExistsError: if ``out`` is not empty and ``resume`` is False.
@@ -140,18 +141,17 @@ def _compare(
         "provenance": provenance(),
     }
     request = {"seeds": seeds, "config": config.to_dict(), **facts}
+    _write(out / REQUEST, request)
+    if not report:
+        console.print(f"models and records: {out}; diff-transformer report {out} --out FILE judges them")
+        return {}
     results = comparison(comparison_records(out), request)
     summary = export(results)
     _write(out / "results.json", summary)
-    _write(out / REQUEST, request)
 
-    from diff_transformer.report import render_claims
+    from diff_transformer.report import render_claims, write_report
 
-    page = f"none; diff-transformer report {out} --out FILE writes it"
-    if report:
-        from diff_transformer.report import write_report
-
-        page = write_report(results, out / "report.html", overwrite=True)
+    page = write_report(results, out / "report.html", overwrite=True)
     console.print(render_claims(summary))
     console.print(f"report: {page}\nresults: {out / 'results.json'}\nmodels: {out}/members/*/run/model", soft_wrap=True)
     return summary
