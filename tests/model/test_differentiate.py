@@ -340,6 +340,10 @@ def test_softmax_attention_does_not_run_under_our_names():
     model.set_attn_implementation("diff_auto")
     with pytest.raises(ValueError, match=r"has softmax attention, .*; call diff_transformer.differentiate"):
         model(tokens())
+    model = differentiate(source("Qwen3"))
+    model.set_attn_implementation("sdpa")
+    with pytest.raises(ValueError, match=r"is differential, .*'sdpa' computes softmax attention; call model.set_attn"):
+        model(tokens())
 
 
 def test_dropout_is_left_out_with_a_warning():

@@ -226,6 +226,12 @@ class SplitAttention(nn.Module):
 
 def _give_lambda(module: Any, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
     """Forward pre-hook of each attention: add lambda to the arguments that reach ``attend``."""
+    chosen = module.config._attn_implementation
+    if chosen not in OWN_NAMES:
+        raise ValueError(
+            f"{type(module).__name__} is differential, and attn_implementation={chosen!r} computes softmax attention; "
+            f"call model.set_attn_implementation({DEFAULT!r}), or give another of {', '.join(OWN_NAMES)}"
+        )
     hidden_states = args[0] if args else kwargs["hidden_states"]
     more = {LAMBDA: getattr(module, LAMBDA)(hidden_states)}
     if isinstance(getattr(module, LAMBDA), LearnedLambda):
