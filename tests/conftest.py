@@ -24,6 +24,16 @@ ROOT = Path(__file__).parents[1]
 RECORD = ROOT / "benchmarks" / "results" / "reliability.json"
 
 
+def pytest_terminal_summary(terminalreporter):
+    """One line for all tests that no browser was there for; with several workers, only the process that reports has them."""
+    skipped = [str(report.longrepr) for report in terminalreporter.stats.get("skipped", ())]
+    without = sum("needs Chromium" in reason for reason in skipped)
+    if without:
+        terminalreporter.write_line(
+            f"{without} tests of pages need a browser; install it with: apt-get install chromium"
+        )
+
+
 @pytest.fixture(scope="session", autouse=True)
 def one_thread():
     torch.set_num_threads(1)

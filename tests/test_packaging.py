@@ -1,11 +1,15 @@
 """What is installed and published: extras, metadata, the page of the package index, the source distribution."""
 
+import functools
+import os
 import re
 import shutil
 import subprocess
 import sys
+import sysconfig
 import tarfile
 import tomllib
+import venv
 from pathlib import Path
 
 import pytest
@@ -14,6 +18,8 @@ import diff_transformer
 
 ROOT = Path(__file__).parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+PACKAGE = ROOT / "src" / "diff_transformer"
+SOURCES = [p for p in PACKAGE.rglob("*") if p.suffix in (".py", ".cpp", ".h", ".css", ".js", ".html", ".typed")]
 TRAINING = ("train", "compare", "study desk", "eval ablation")
 CORE_ONLY = (  # as if no extra were installed
     "import sys\n"
@@ -113,18 +119,90 @@ def test_the_page_of_the_package_index_stands_alone():
     assert set(re.findall(r"`(\w+)`", extras)) == PROJECT["optional-dependencies"].keys() - {"dev", "docs", "train"}
 
 
-@pytest.mark.slow
-def test_the_source_distribution_holds_the_package_and_no_tests(tmp_path):
-    copy = tmp_path / "copy"
-    ignored = shutil.ignore_patterns(".git", ".venv", "build", "runs", "*.egg-info", "__pycache__")
+@pytest.fixture(scope="module")
+def distributions(tmp_path_factory):
+    """The sdist, and the wheel built from it, by the hooks that ``python -m build`` calls, in this environment."""
+    copy = tmp_path_factory.mktemp("build") / "copy"
+    ignored = shutil.ignore_patterns(".*", "build", "runs", "*.egg-info", "__pycache__")
     shutil.copytree(ROOT, copy, ignore=ignored)
-    code = "from setuptools import build_meta; print(build_meta.build_sdist('dist'))"
-    done = subprocess.run([sys.executable, "-c", code], cwd=copy, capture_output=True, text=True, timeout=240)
-    assert done.returncode == 0, done.stderr
-    with tarfile.open(copy / "dist" / done.stdout.split()[-1]) as archive:
+
+    def built(folder: Path, kind: str) -> Path:
+        code = f"from setuptools import build_meta; print(build_meta.build_{kind}('dist'))"
+        done = subprocess.run([sys.executable, "-c", code], cwd=folder, capture_output=True, text=True, timeout=240)
+        assert done.returncode == 0, done.stderr
+        return folder / "dist" / done.stdout.split()[-1]
+
+    sdist = built(copy, "sdist")
+    with tarfile.open(sdist) as archive:
+        archive.extractall(copy.parent, filter="data")
+    return sdist, built(copy.parent / sdist.name.removesuffix(".tar.gz"), "wheel")
+
+
+@pytest.mark.slow
+def test_the_source_distribution_holds_the_package_and_no_tests(distributions):
+    with tarfile.open(distributions[0]) as archive:
         names = {name.partition("/")[2] for name in archive.getnames()}
     assert {"pyproject.toml", "README.md", PROJECT["readme"], "LICENSE", "CITATION.cff"} <= names
     assert not any(name.startswith("tests/") for name in names)
-    package = ROOT / "src" / "diff_transformer"
-    sources = [path for path in package.rglob("*") if path.suffix in (".py", ".cpp", ".h", ".css", ".js", ".html")]
-    assert {path.relative_to(ROOT).as_posix() for path in sources} <= names
+    assert {path.relative_to(ROOT).as_posix() for path in SOURCES} <= names
+
+
+@pytest.mark.slow
+def test_the_wheel_works_in_a_fresh_environment(distributions, tmp_path):
+    """Its own files, its command and its plugin; dependencies are those of this environment."""
+    venv.create(tmp_path / "venv", with_pip=False)
+    python = tmp_path / "venv" / "bin" / "python"
+    pip = [sys.executable, "-m", "pip", "--python", str(python), "install", "--quiet", "--no-index", "--no-deps"]
+    subprocess.run([*pip, str(distributions[1])], check=True, timeout=240)
+    (packages,) = (tmp_path / "venv" / "lib").glob("python*/site-packages")
+    (packages / "dependencies.pth").write_text(sysconfig.get_path("purelib") + "\n")
+    folder = packages / "diff_transformer"
+    assert {path.relative_to(ROOT / "src") for path in SOURCES} <= {
+        path.relative_to(packages) for path in folder.rglob("*")
+    }
+    env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    code = (
+        "import sys, torch, diff_transformer as d, importlib.metadata as m\n"
+        "assert d.__file__.startswith(sys.prefix), d.__file__\n"
+        "assert m.version('diff-transformer') == d.__version__\n"
+        "q = torch.randn(1, 2, 5, 8, requires_grad=True)\n"
+        "d.diff_attention(q, q, q, q, torch.randn(1, 2, 5, 16), 0.5, is_causal=True).sum().backward()\n"
+        "(plugin,) = m.entry_points(group='vllm.general_plugins', name='diff_transformer')\n"
+        "print(plugin.value)\n"
+    )
+    run = functools.partial(subprocess.run, capture_output=True, text=True, cwd=tmp_path, env=env, timeout=240)
+    done = run([python, "-c", code])
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == PROJECT["entry-points"]["vllm.general_plugins"]["diff_transformer"]
+    done = run([python.with_name("diff-transformer"), "info", "3B"])
+    assert done.returncode == 0, done.stderr
+    assert "parameters" in done.stdout
+
+
+def test_other_places_name_the_same_versions_and_scripts():
+    """CI runs the script of every machine on each supported Python; hooks run the tools of the environment."""
+    yaml = pytest.importorskip("yaml")
+    job = yaml.safe_load((ROOT / ".github" / "workflows" / "ci.yml").read_text())["jobs"]["test"]
+    supported = [line.rpartition(" ")[2] for line in PROJECT["classifiers"] if re.search(r":: 3\.\d+$", line)]
+    assert job["strategy"]["matrix"]["python"] == supported
+    assert [step["run"] for step in job["steps"] if "run" in step] == [".ci/run"]
+    (local,) = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text())["repos"]
+    assert local["repo"] == "local"
+    lint = re.search(r"^lint:.*\n((?:\t.*\n)+)", (ROOT / "Makefile").read_text(), re.MULTILINE)[1]
+    for hook in local["hooks"]:
+        tool = hook["entry"].removeprefix(".venv/bin/python -m ").split(" --force-exclude")[0]
+        assert f"$(BIN)/{tool}" in lint, hook["id"]
+    assert len(local["hooks"]) == lint.count("\n")
+
+
+def test_issue_forms_are_complete():
+    yaml = pytest.importorskip("yaml")
+    forms = sorted((ROOT / ".github" / "ISSUE_TEMPLATE").glob("*.yml"))
+    assert [form.stem for form in forms] == ["bug", "gpu", "proposal"]
+    for form in forms:
+        read = yaml.safe_load(form.read_text())
+        assert {"name", "description", "body"} <= read.keys()
+        ids = [field["id"] for field in read["body"] if field["type"] != "markdown"]
+        assert len(ids) == len(set(ids))
+    gate = re.search(r"^OUT=.*gpu\.py$", (ROOT / "docs" / "gpu.md").read_text(), re.MULTILINE)[0]
+    assert gate in forms[1].read_text()
