@@ -25,7 +25,7 @@ RECORD = ROOT / "benchmarks" / "results" / "reliability.json"
 
 
 def pytest_terminal_summary(terminalreporter):
-    """One line for all tests that no browser was there for; with several workers, only the process that reports has them."""
+    """One line for all tests that lacked a browser, with the command that installs one."""
     skipped = [str(report.longrepr) for report in terminalreporter.stats.get("skipped", ())]
     without = sum("needs Chromium" in reason for reason in skipped)
     if without:
