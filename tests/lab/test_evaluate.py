@@ -121,6 +121,14 @@ def test_an_experiment_of_another_package_is_found_by_its_entry_point(monkeypatc
         experiment("their")
 
 
+def test_a_file_hides_no_module_of_its_name(tmp_path):
+    (tmp_path / "random.py").write_text(MINE.read_text())
+    assert experiment(str(tmp_path / "random.py")).run
+    import random
+
+    assert random.random
+
+
 def test_a_file_that_is_no_experiment_is_said(tmp_path):
     (tmp_path / "nothing.py").write_text("Settings = 3\n")
     with pytest.raises(ValueError, match=r"nothing\.py is no experiment; give it a frozen dataclass Settings and run"):
