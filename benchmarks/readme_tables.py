@@ -56,7 +56,7 @@ def claims_table(path: Path) -> list[str]:
 
 
 def experiments_table(path: Path) -> list[str]:
-    from diff_transformer.lab.experiments import EXPERIMENTS
+    from diff_transformer.lab.evaluate import EXPERIMENTS
 
     return ["| `eval` | in the paper |", "|---|---|", *(f"| `{name}` | {what} |" for name, what in EXPERIMENTS.items())]
 

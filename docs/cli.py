@@ -18,7 +18,7 @@ from typer.cli import get_docs_for_click
 
 from diff_transformer import DiffTransformerConfig
 from diff_transformer.cli import app
-from diff_transformer.lab.experiments import EXPERIMENTS, experiment
+from diff_transformer.lab.evaluate import EXPERIMENTS, experiment
 from diff_transformer.report.generated import keep
 from diff_transformer.train.config import RunConfig
 

@@ -12,13 +12,14 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
+from archive import cells_of, without_places
 from folder_plots import Numbers, ablation_chart, folder_chart, scaling_chart, throughput_chart
 from paper import ABLATED, FOLDERS, TABLE_6, Folder
 from plots import RATES
-from record import cells_of, without_places
 from scaling import SIDES, matched, records, scaling_runs
 from tables import in_short, interval, side_by_side
 
+from diff_transformer.evals.types import Result
 from diff_transformer.lab.measures import Row, paired_rows
 from diff_transformer.lab.record import Cells, load_all
 from diff_transformer.lab.sides import CONTROL, name_of
@@ -37,9 +38,12 @@ def record(folder: Path, on: str, names: list[str]) -> None:
     for name, of in FOLDERS.items():
         if name not in names:
             continue
-        results = [json.loads(path.read_text()) for path in sorted((folder / of.experiment).glob("*.json"))]
-        if results and any(shown(of, result["metrics"]) for result in results):
-            kept = [{key: result[key] for key in ("eval", "model", "metrics", "provenance")} for result in results]
+        results = {path.stem: Result.load(path) for path in sorted((folder / of.experiment).glob("*.json"))}
+        if any(shown(of, result.metrics) for result in results.values()):
+            kept = [
+                {"eval": one.eval, "model": label, "metrics": one.metrics, "provenance": one.provenance}
+                for label, one in results.items()
+            ]
             text = json.dumps({"on": on, "results": without_places(kept)}, indent=1)
             (FIGURES / name / "measured.json").write_text(text + "\n")
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-from record import cells_of, keep_study, restore
+from archive import cells_of, keep_study, restore
 
 from diff_transformer.lab.record import Cells, RecordError
 from diff_transformer.lab.stages import Stage

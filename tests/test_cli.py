@@ -177,7 +177,7 @@ def test_an_experiment_on_two_models_into_a_folder_with_a_report(model, corpus, 
 
 
 def test_with_several_experiments_one_that_cannot_run_does_not_stop_the_others(model, corpus, tmp_path):
-    from diff_transformer.lab.experiments import Plan
+    from diff_transformer.lab.evaluate import Plan
     from diff_transformer.lab.suite import run_suite
 
     plan = Plan(["needle", "outliers"], [str(model)], {"corpus": str(corpus), "length": 99999, "samples": 1}, limit=1)
@@ -304,7 +304,7 @@ def test_help_names_every_dtype_of_a_conversion():
 
 
 def test_help_names_every_experiment():
-    from diff_transformer.lab.experiments import EXPERIMENTS
+    from diff_transformer.lab.evaluate import EXPERIMENTS
 
     said = next(p.help for p in typer.main.get_command(app).commands["eval"].params if p.name == "name")
     assert said == f"{', '.join(EXPERIMENTS)}; all; or the Python file of one of yours."

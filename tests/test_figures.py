@@ -39,7 +39,7 @@ def test_markers_are_filled_emptied_and_missed(tmp_path):
 
 @pytest.mark.parametrize("folder", FOLDERS, ids=lambda path: path.name)
 def test_a_folder_has_its_commands_and_the_paper_s_numbers(folder):
-    from diff_transformer.lab.experiments import EXPERIMENTS
+    from diff_transformer.lab.evaluate import EXPERIMENTS
 
     expected = json.loads((folder / "expected.json").read_text())
     assert {"paper", "source"} <= set(expected)
@@ -89,6 +89,23 @@ def test_what_was_measured_comes_from_the_record():
 def figures(monkeypatch):
     """The modules that stand in figures/, which is no package."""
     monkeypatch.syspath_prepend(str(FIGURES))
+
+
+def test_results_of_eval_are_recorded_without_examples(figures, tmp_path, monkeypatch):
+    import fill
+
+    from diff_transformer.evals.types import Result
+
+    for label, accuracy in (("diff-seed0", 0.9), ("softmax-seed0", 0.5)):
+        result = Result("needle", label, {"n1_r1": accuracy}, [{"score": accuracy}], {"seed": 0, "commit": "abc"})
+        result.save(tmp_path / "evals" / "needle" / f"{label}.json")
+    (tmp_path / "table2_needle").mkdir()
+    monkeypatch.setattr(fill, "FIGURES", tmp_path)
+    fill.record(tmp_path / "evals", "a trial", ["table2_needle"])
+    kept = json.loads((tmp_path / "table2_needle" / "measured.json").read_text())
+    assert [one["model"] for one in kept["results"]] == ["diff-seed0", "softmax-seed0"]
+    assert not any("rows" in one for one in kept["results"])
+    assert [one["metrics"] for one in kept["results"]] == [{"n1_r1": 0.9}, {"n1_r1": 0.5}]
 
 
 def cell(loss: float, **metrics) -> Record:
@@ -161,7 +178,7 @@ def test_the_share_of_parameters_comes_from_sizes_that_differ(figures):
 
 
 def test_recorded_runs_can_be_gone_on_with(figures, tmp_path):
-    from record import cells_of
+    from archive import cells_of
 
     recorded = cells_of(FIGURES / "desk")
     kept = recorded["novels"]["softmax"].pop(0)
@@ -176,7 +193,7 @@ def test_recorded_runs_can_be_gone_on_with(figures, tmp_path):
 
 
 def test_what_is_committed_of_a_run_is_small_and_true(figures):
-    from record import cells_of, committed
+    from archive import cells_of, committed
 
     (record, *_) = cells_of(FIGURES / "desk")["novels"]["softmax"].values()
     assert committed(record).final_loss == record.final_loss

@@ -124,7 +124,7 @@ def means(page, cells, where, side):
 
 
 def test_what_findings_says_is_the_record(page):
-    from record import cells_of
+    from archive import cells_of
 
     cells = cells_of(ROOT / "figures" / "answers")
     assert all(len(cells[where][side]) == 5 for where in (*GROUNDED, *SHOTS) for side in SIDES)

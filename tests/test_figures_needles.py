@@ -93,7 +93,7 @@ def test_if_nobody_reaches_the_goal_the_steps_have_no_test(page, monkeypatch):
 
 
 def test_what_pages_say_is_the_record(page):
-    from record import cells_of
+    from archive import cells_of
 
     cells = cells_of(ROOT / "figures" / "needles")
     runs = {side: list(cells[SETTING][side].values()) for side in CORE}

@@ -136,7 +136,7 @@ def test_a_rate_at_the_edge_of_a_finished_sweep_is_marked(page, cells):
 
 def test_what_findings_says_of_every_side_is_the_record(page):
     """At 8 pairs: runs that reached 0.9 without noise, with 2 noise tokens a pair, and with 4."""
-    from record import cells_of
+    from archive import cells_of
 
     cells = cells_of(ROOT / "figures" / "recall")
     recorded = [side for side in page.SIDES if side in cells["p8_n0"]]
@@ -174,7 +174,7 @@ def test_what_findings_says_of_every_side_is_the_record(page):
 
 def test_what_pages_say_of_every_rate_is_the_record(page):
     """The lead at the rates of other seeds; the runs that reach 0.9 with and without norm and subtraction."""
-    from record import cells_of
+    from archive import cells_of
 
     cells = cells_of(ROOT / "figures" / "recall")
     row = page.own_rates(cells, ["p8_n2", "p8_n4", "p4_n4"], "diff_norm1", "softmax")
@@ -211,7 +211,7 @@ def test_what_pages_say_of_every_rate_is_the_record(page):
 
 def test_what_findings_says_of_one_factor_at_a_time_is_the_record(page):
     """Which settings around the centre tell DIFF from the Transformer, over five seeds."""
-    from record import cells_of
+    from archive import cells_of
 
     cells = cells_of(ROOT / "figures" / "recall")
     assert set(page.VARIED) == set(FACTORS)

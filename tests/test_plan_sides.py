@@ -41,7 +41,8 @@ def test_sides_differ_in_their_attention_and_rate_alone(study):
     for spec in runs:
         at = spec.setting.partition("_lr")[2]
         ours, theirs = spec.config.to_dict(), cells[f"{home(spec, runs)}/softmax-seed{spec.seed}"].config.to_dict()
-        fixed = prose_plan.RAISED if spec.setting == "small_higher" else {spec.side: float(at)} if at else {}
+        fixed = {**prose_plan.RAISED} if spec.setting == "small_higher" else {spec.side: float(at)} if at else {}
+        fixed |= dict.fromkeys(recall_plan.RETRIED, recall_plan.RETRIED_RATE)
         assert ours["optim"].pop("lr") == fixed.get(spec.side, rate(spec.side, sides))
         del theirs["optim"]["lr"]
         if spec.side in ("softmax_wide_norm1", "softmax_half_heads"):

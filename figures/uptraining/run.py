@@ -24,8 +24,8 @@ from diff_transformer.train.training_data import load_training_data
 
 HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE), str(HERE.parent)]
-from arms import ARMS, arm, distance, gradient_norms  # noqa: E402  (beside this file, like draw; record is above)
-from record import without_places  # noqa: E402
+from archive import without_places  # noqa: E402
+from arms import ARMS, arm, distance, gradient_norms  # noqa: E402  (beside this file, like draw; archive is above)
 
 SEEDS = (0, 1, 2)
 ALL_SEEDS = ("source", "wider", "diff", "diff_v2")  # of ARMS; the rest has one

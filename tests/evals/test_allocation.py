@@ -9,7 +9,7 @@ from diff_transformer.data.filler import Filler
 from diff_transformer.data.tokenizer import byte_tokenizer, token_spans
 from diff_transformer.evals.allocation import Settings, evaluate_allocation, shares_of
 from diff_transformer.evals.samples import Samples
-from diff_transformer.lab.experiments import run_eval, settings_of
+from diff_transformer.lab.evaluate import run_eval, settings_of
 from diff_transformer.testing import peak_memory
 
 

@@ -19,7 +19,7 @@ from diff_transformer.evals.judges import ContainmentJudge, Judgement
 from diff_transformer.evals.lm import CausalLM
 from diff_transformer.evals.prompts import fit_document
 from diff_transformer.evals.samples import Samples
-from diff_transformer.lab.experiments import run_eval, settings_of
+from diff_transformer.lab.evaluate import run_eval, settings_of
 
 QUESTIONS = [
     GroundedItem(

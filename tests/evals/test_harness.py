@@ -12,7 +12,7 @@ from diff_transformer.evals import harness
 from diff_transformer.evals.harness import PAPER_TASKS, Settings, evaluate_harness, summarise
 from diff_transformer.evals.likelihood import continuation_logprobs
 from diff_transformer.evals.samples import Samples
-from diff_transformer.lab.experiments import run_eval, settings_of
+from diff_transformer.lab.evaluate import run_eval, settings_of
 
 pytest.importorskip("lm_eval", reason="the extra `harness` is not installed")
 from lm_eval.api.model import LM

@@ -12,7 +12,7 @@ from diff_transformer.data.evaluation_text import documents_of
 from diff_transformer.data.tokenizer import byte_tokenizer
 from diff_transformer.evals.attention_tap import changed_logits, layers_of, output_of, tapped_attention
 from diff_transformer.evals.lm import CausalLM
-from diff_transformer.lab.experiments import run_eval, settings_of
+from diff_transformer.lab.evaluate import run_eval, settings_of
 
 FAMILIES = ("llama", "qwen2", "qwen3", "gpt2", "diffllama", "diff", "softmax")
 WINDOW = {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1}

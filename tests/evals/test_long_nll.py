@@ -15,7 +15,7 @@ from diff_transformer.evals import long_nll
 from diff_transformer.evals.lm import CausalLM
 from diff_transformer.evals.long_nll import Settings, bin_edges, binned, cumulative, evaluate_long_nll
 from diff_transformer.evals.samples import Samples
-from diff_transformer.lab.experiments import run_eval, settings_of
+from diff_transformer.lab.evaluate import run_eval, settings_of
 from diff_transformer.model.presets import preset
 
 BOOKS = [

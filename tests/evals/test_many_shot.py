@@ -14,7 +14,7 @@ from diff_transformer.evals import many_shot
 from diff_transformer.evals.lm import CausalLM
 from diff_transformer.evals.many_shot import Settings, alternate, evaluate_many_shot
 from diff_transformer.evals.samples import Samples
-from diff_transformer.lab.experiments import run_eval, settings_of
+from diff_transformer.lab.evaluate import run_eval, settings_of
 
 LABELS = ("river", "city", "mountain")
 TRAIN = tuple(Labelled(f"train {i}: say", LABELS[i % 3]) for i in range(30))

@@ -13,7 +13,7 @@ from diff_transformer.data.filler import Filler
 from diff_transformer.data.tokenizer import byte_tokenizer
 from diff_transformer.evals.needle import Asking, Settings, check_needle_fits, evaluate_needle, needle_metrics
 from diff_transformer.evals.samples import Samples
-from diff_transformer.lab.experiments import run_eval, settings_of
+from diff_transformer.lab.evaluate import run_eval, settings_of
 from diff_transformer.report.evals_page import write_evals_report
 
 SIZES = {"cells": ((1, 1), (3, 2)), "depths": (0.0, 1.0), "length": 400, "samples": 3}
@@ -304,7 +304,7 @@ def test_wordings_templates_and_rules_that_cannot_be_are_refused():
 
 
 @pytest.mark.parametrize("name", ["needle", "many_shot", "hallucination", "harness"])
-def test_experiments_take_the_template_and_a_wording_and_the_page_says_so(name, tmp_path):
+def test_evaluate_take_the_template_and_a_wording_and_the_page_says_so(name, tmp_path):
     if name == "harness":
         pytest.importorskip("lm_eval")
     lm = tiny_lm("llama", tokenizer=chat_tokenizer(), positions=1000)

@@ -9,7 +9,7 @@ from diff_transformer.data.tokenizer import byte_tokenizer
 from diff_transformer.evals.attention_call import AttentionCall
 from diff_transformer.evals.outliers import Magnitudes, evaluate_outliers, outlier_metrics
 from diff_transformer.evals.samples import Samples
-from diff_transformer.lab.experiments import run_eval, settings_of
+from diff_transformer.lab.evaluate import run_eval, settings_of
 
 
 def make(kind):

@@ -21,7 +21,7 @@ from diff_transformer.evals.quantization import (
     split_task,
 )
 from diff_transformer.evals.samples import Samples
-from diff_transformer.lab.experiments import run_eval, settings_of
+from diff_transformer.lab.evaluate import run_eval, settings_of
 
 KINDS = ("diff", "softmax", "llama", "gpt2", "diffllama")
 TASKS = [

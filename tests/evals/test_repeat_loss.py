@@ -12,7 +12,7 @@ from diff_transformer.data.tokenizer import byte_tokenizer
 from diff_transformer.evals.lm import CausalLM
 from diff_transformer.evals.repeat_loss import evaluate_associative_recall, slice_metrics
 from diff_transformer.evals.samples import Samples
-from diff_transformer.lab.experiments import run_eval, settings_of
+from diff_transformer.lab.evaluate import run_eval, settings_of
 from diff_transformer.model.presets import preset
 
 IDS = torch.tensor([[1, 2, 3, 1, 2, 4], [5, 6, 5, 6, 5, 6], [7, 7, 7, 7, 7, 7]])

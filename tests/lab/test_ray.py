@@ -17,7 +17,7 @@ from tiny_models import save_tiny_model
 
 from diff_transformer.durable import DiskError
 from diff_transformer.lab import processes
-from diff_transformer.lab.experiments import Plan
+from diff_transformer.lab.evaluate import Plan
 from diff_transformer.lab.pool import LOG, RunFailed, run_pool
 from diff_transformer.lab.recipes import recipe
 from diff_transformer.lab.record import load_all

@@ -57,7 +57,7 @@ def test_records_are_grouped_by_their_fields():
                                             "softmax-seed1": {0: records[2], 1: records[3]}}}  # fmt: skip
 
 
-def test_experiments_of_one_model_are_one_record_and_a_repeated_one_is_another():
+def test_evaluate_of_one_model_are_one_record_and_a_repeated_one_is_another():
     results = [Result(name, "diff-seed1", {"x": value}) for name, value in (("a", 1.0), ("b", 2.0), ("a", 3.0))]
     first, second = merged(map(of_result, results))
     assert first.metrics == {"a": {"x": 1.0}, "b": {"x": 2.0}}

@@ -241,7 +241,7 @@ def test_an_interrupted_run_goes_on(tmp_path):
 
 
 def test_a_table_that_is_not_there_leaves_nothing_behind(tmp_path):
-    from diff_transformer.lab.experiments import run_eval
+    from diff_transformer.lab.evaluate import run_eval
 
     with pytest.raises(FileNotFoundError, match="no table of runs"):
         run_eval("scaling", None, Settings(runs=str(tmp_path / "nofile.csv")), tmp_path / "out" / "scaling.json")

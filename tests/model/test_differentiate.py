@@ -113,6 +113,11 @@ def test_half_precision_is_scaled_without_rounding_and_round_trips(name, kind, t
 def test_other_heads_and_implementations_load(kind, tmp_path):
     changed = made("Qwen3", kind)
     changed.save_pretrained(tmp_path)
+    assert json.loads((tmp_path / "config.json").read_text())["attn_implementation"] == "diff_auto"
+    half = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16)
+    dtypes = {key.rpartition(".")[2]: x.dtype for key, x in half.named_parameters()}
+    assert dtypes.pop("lambda_q1", torch.float32) == dtypes.pop("lambda_k2", torch.float32) == torch.float32
+    assert dtypes["weight"] == torch.bfloat16
     body = transformers.AutoModel.from_pretrained(tmp_path, attn_implementation="diff_reference")
     assert body.config._attn_implementation == "diff_reference"
     with torch.no_grad():
@@ -325,12 +330,19 @@ def test_entries_of_other_versions_are_refused():
         setattr(config, ENTRY, entry)
         with pytest.raises(ValueError, match="reads format 1 with the kinds diff_v2, diff; update the package"):
             AutoModelForCausalLM.from_config(config)
+    setattr(config, ENTRY, {"kind": "diff", "format": 1})
+    with pytest.raises(ValueError, match="lambda_init is None; give a number between 0 and 1"):
+        AutoModelForCausalLM.from_config(config)
 
 
 def test_softmax_attention_does_not_run_under_our_names():
     model = source("Qwen3")
     model.set_attn_implementation("diff_auto")
     with pytest.raises(ValueError, match=r"has softmax attention, .*; call diff_transformer.differentiate"):
+        model(tokens())
+    model = differentiate(source("Qwen3"))
+    model.set_attn_implementation("sdpa")
+    with pytest.raises(ValueError, match=r"is differential, .*'sdpa' computes softmax attention; call model.set_attn"):
         model(tokens())
 
 

@@ -15,9 +15,9 @@ from browser import CHROMIUM, needs_chromium
 from diff_transformer.report import write_report
 from diff_transformer.report.evals_page import write_evals_report
 from diff_transformer.report.page import render_page
+from diff_transformer.report.prompt_maps import PromptError
 from diff_transformer.report.serve import make_server
 from diff_transformer.report.study_page import write_study_report
-from diff_transformer.report.typed import PromptError
 
 pytestmark = needs_chromium
 

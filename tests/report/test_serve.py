@@ -18,8 +18,8 @@ from typer.testing import CliRunner
 from diff_transformer.cli import app
 from diff_transformer.report import serve
 from diff_transformer.report.page import render_page
+from diff_transformer.report.prompt_maps import PromptError, UnknownModel
 from diff_transformer.report.serve import LARGEST, content_policy, make_server
-from diff_transformer.report.typed import PromptError, UnknownModel
 
 ATTACK = "</script><img src=x onerror=alert(1)>"
 

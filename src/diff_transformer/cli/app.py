@@ -160,7 +160,7 @@ def executor(engine: str, out: Path, address: str | None, gpus_per_run: float | 
 
 def configuration(name: str, assignments: list[str] | None):
     from diff_transformer.checks import require_known
-    from diff_transformer.lab.experiments import EXPERIMENTS
+    from diff_transformer.lab.evaluate import EXPERIMENTS
     from diff_transformer.lab.recipes import recipe
     from diff_transformer.train.config import override
 

@@ -70,7 +70,7 @@ def evaluate(
     resume: Resume = False,
 ):
     """Run an experiment, or all of them, on any causal language model."""
-    from diff_transformer.lab.experiments import TRAINS, Plan, names_of
+    from diff_transformer.lab.evaluate import TRAINS, Plan, names_of
 
     computing()
     options = {"corpus": corpus, "split": split, "data": data, "length": length, "samples": samples, "seed": seed}
@@ -97,7 +97,7 @@ def evaluate(
 
 
 def _evaluate_one(plan, out: Path, resume: bool, bar, cluster) -> bool:
-    from diff_transformer.lab.experiments import check_models, experiment, load_lm, run_eval, settings_of
+    from diff_transformer.lab.evaluate import check_models, experiment, load_lm, run_eval, settings_of
 
     (name,) = plan.names
     check_models(plan)

@@ -46,6 +46,12 @@ def compare(
     engine: Engine = "local",
     address: Address = None,
     gpus_per_run: GPUsPerRun = None,
+    minutes: Annotated[
+        float | None, typer.Option(help="Stop after this many minutes, with everything saved; --resume continues.")
+    ] = None,
+    report: Annotated[
+        bool, typer.Option(help="Judge the claims and write report.html; `diff-transformer report` can do it later.")
+    ] = True,
 ):
     """Train a DIFF Transformer and its matched Transformer, measure both, and write the report with verdicts."""
     from diff_transformer.lab.compare import compare as run
@@ -62,7 +68,10 @@ def compare(
     with resumable(out, lambda: any(out.glob(f"members/*/run/{CHECKPOINTS}"))):
         more = [name.strip() for name in variants.split(",") if name.strip()]
         config, cluster = configuration(recipe, assignments), executor(engine, out, address, gpus_per_run)
-        run(config, out, seeds=seeds, jobs=jobs, resume=resume, variants=more, executor=cluster)
+        run(
+            config, out, seeds=seeds, jobs=jobs, resume=resume, variants=more, executor=cluster, minutes=minutes,
+            report=report,
+        )  # fmt: skip
 
 
 @app.command()

@@ -101,7 +101,8 @@ class Filler:
                 "give more text or a smaller length"
             )
         lowest = int(np.searchsorted(starts, size))
-        last = np.arange(rng.integers(lowest, words + 1), words + 1)[:_ENDS_TRIED]
+        end = int(rng.integers(lowest, words + 1))
+        last = np.arange(end, min(end + _ENDS_TRIED, words + 1))
         wanted = starts[last] - size
         first = np.searchsorted(starts, wanted)
         best = int(np.argmin(starts[first] - wanted))

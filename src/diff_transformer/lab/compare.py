@@ -7,6 +7,7 @@ times the models in turns, judges the claims, and writes the report.
 import dataclasses
 import datetime
 import json
+import math
 import os
 import shlex
 import sys
@@ -22,7 +23,7 @@ from diff_transformer.durable import require_writable, write_whole
 from diff_transformer.evals.provenance import provenance
 from diff_transformer.lab.pool import Executor, default_jobs, progress_bars, run_pool
 from diff_transformer.lab.recipes.recall import recall_run
-from diff_transformer.lab.record import comparison_records, load_all, of_result, save_all
+from diff_transformer.lab.record import comparison_records, finished, load_all, of_result, save_all
 from diff_transformer.lab.sides import PAIR
 from diff_transformer.lab.spec import EXPLORER, RECALL, RunSpec, everything, require_drawn, side_model, with_seed
 from diff_transformer.lab.worker import more_experiments
@@ -43,6 +44,8 @@ def compare(
     resume: bool = False,
     variants: Sequence[str] = (),
     executor: Executor | None = None,
+    minutes: float | None = None,
+    report: bool = True,
     console=None,
 ) -> dict:
     """Train a DIFF Transformer and its matched Transformer, measure both, judge the claims, write the report.
@@ -67,22 +70,24 @@ def compare(
             ``out`` stay; ``resume`` can add more.
         executor: of the runs, for example ``RayTasks``; processes on this machine by default. The models are timed on
             this machine.
+        minutes: training and measuring stop after this time, with every state saved; ``resume`` goes on.
+        report: judge the claims, and write ``results.json`` and ``report.html``, which needs the extra ``report``.
+            Without it the records are complete, and ``diff-transformer report OUT`` makes the page of them anywhere.
 
     Returns:
         The content of ``results.json``, an export for people: the rows of examples are in each model's ``record.json``.
+        Empty without ``report``, and if the time ended before the last model was finished.
 
     Raises:
         FileExistsError: if ``out`` is not empty and ``resume`` is False.
         ValueError: for settings that contradict each other, or a ``resume`` with other settings.
         DiskError: if ``out`` is not writable, or another comparison is running in it.
         RunFailed: if training or measuring fails.
-        RuntimeError: without the extra ``report``.
+        RuntimeError: with ``report``, without the extra of that name.
     """
-    from diff_transformer.report.page import require_installed
-
     console = console or Console()
-    out, started = Path(out), time.perf_counter()
-    require_positive(seeds=seeds, jobs=jobs)
+    out, started = Path(out), time.monotonic()
+    require_positive(seeds=seeds, jobs=jobs, minutes=minutes)
     require_drawn(config)
     here = 1 if executor else os.cpu_count() or 1  # cores to share
     names = known_variants(variants, out)
@@ -98,18 +103,23 @@ def compare(
             f"train.parallel.devices is {parallel.devices} and num_nodes {parallel.num_nodes}; a comparison trains "
             "each model in one process: leave them out, or train each side with `diff-transformer train`"
         )
-    require_installed()  # what the report at the end needs
+    if report:
+        from diff_transformer.report.page import require_installed
+
+        require_installed()  # what the report at the end needs
     for name in names:
         side_model(config, name)  # raises where the heads do not fit
     _prepare(config, out, seeds, resume)
     with RunLock(out):
-        pool = partial(run_pool, jobs=jobs, executor=executor)
-        return _compare(config, out, names, seeds, pool, console, started)
+        until = started + 60 * minutes if minutes else math.inf
+        pool = partial(run_pool, jobs=jobs, executor=executor, until=until)
+        return _compare(config, out, names, seeds, pool, console, started, report)
 
 
 def _compare(
-    config: RunConfig, out: Path, names: list[str], seeds: int, pool: Callable, console: Console, started: float
-) -> dict:
+    config: RunConfig, out: Path, names: list[str], seeds: int, pool: Callable, console: Console, started: float,
+    report: bool,
+) -> dict:  # fmt: skip
     _write(out / REQUEST, {"seeds": seeds, "config": config.to_dict()})
     if names:
         write_whole(out / "variants.json", json.dumps(names))
@@ -117,27 +127,33 @@ def _compare(
     runs = {out / ("recall" if spec.setting == RECALL else "members") / spec.name: spec for spec in specs}
     with progress_bars(runs, console) as show:
         pool(runs, show=show)
+    done = sum(map(finished, runs))
+    if done < len(runs):
+        _seconds_spent(out, time.monotonic() - started)
+        console.print(f"{done} of {len(runs)} models are finished; the same command with --resume goes on")
+        return {}
     with console.status("timing all models in turns"):
         measure_speed(config, out, [*PAIR, *names])
     facts = {
         "command": shlex.join(["diff-transformer", *sys.argv[1:]]),
         "created": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "seconds": _seconds_spent(out, time.perf_counter() - started),
+        "seconds": _seconds_spent(out, time.monotonic() - started),
         "provenance": provenance(),
     }
     request = {"seeds": seeds, "config": config.to_dict(), **facts}
+    _write(out / REQUEST, request)
+    if not report:
+        console.print(f"models and records: {out}; diff-transformer report {out} --out FILE judges them")
+        return {}
     results = comparison(comparison_records(out), request)
     summary = export(results)
     _write(out / "results.json", summary)
-    _write(out / REQUEST, request)
 
     from diff_transformer.report import render_claims, write_report
 
-    report = write_report(results, out / "report.html", overwrite=True)
+    page = write_report(results, out / "report.html", overwrite=True)
     console.print(render_claims(summary))
-    console.print(
-        f"report: {report}\nresults: {out / 'results.json'}\nmodels: {out}/members/*/run/model", soft_wrap=True
-    )
+    console.print(f"report: {page}\nresults: {out / 'results.json'}\nmodels: {out}/members/*/run/model", soft_wrap=True)
     return summary
 
 

@@ -55,12 +55,16 @@ def fit_power_law(x: Sequence[float], loss: Sequence[float], *, form: str = "off
             that do not fall with x, or an unknown form.
     """
     xs, losses = _checked(x, loss, form, huber)
-    u, scale = _centred(xs)
-    return _law(xs, losses, _solve(u, np.log(losses), _start(u, losses, form), huber), scale)
+    scale = _middle(xs)
+    theta = _fit(np.log(xs / scale), np.log(losses), form, huber)
+    a, b, c = math.exp(theta[0] + math.exp(theta[1]) * math.log(scale)), math.exp(theta[1]), _offset(theta)
+    residual = np.log(a * xs**-b + c) - np.log(losses)
+    return PowerLaw(a, b, c, float(xs.min()), float(xs.max()), float(np.sqrt(np.mean(residual**2))))
 
 
 Points = tuple[Sequence[float], Sequence[float]]  # x and the losses there
 Ends = tuple[float | None, float | None]
+Residuals = Callable[[np.ndarray], np.ndarray]
 
 
 def exponent_interval(x: Sequence[float], loss: Sequence[float], *, form: str = "offset") -> Ends:
@@ -71,20 +75,9 @@ def exponent_interval(x: Sequence[float], loss: Sequence[float], *, form: str = 
     quantile of F(1, n - p), n the number of losses and p of parameters. Both ends are None if n <= p.
     """
     xs, losses = _checked(x, loss, form, HUBER)
-    u, _ = _centred(xs)
-    logs, free = np.log(losses), len(xs) - FORMS[form]
-    if free <= 0:
-        return None, None
-    best = _solve(u, logs, _start(u, losses, form), _SQUARES)
-
-    def squares(log_b: float) -> float:
-        def residuals(rest: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-            theta = np.array([rest[0], log_b, *rest[1:]])
-            return _log_loss(theta, u) - logs, np.delete(_slopes(theta, u), 1, axis=1)
-
-        return _least(residuals, np.delete(best, 1), np.delete(_bounds(logs, form), 1, axis=1))
-
-    return _profile(squares, float(best[1]), float(((_log_loss(best, u) - logs) ** 2).sum()), free, len(xs))
+    u, logs = np.log(xs / _middle(xs)), np.log(losses)
+    best = _fit(u, logs, form, _SQUARES)
+    return _profile(lambda theta: _log_loss(theta, u) - logs, best, 1, _bounds(logs, form), len(logs))
 
 
 def match_interval(mine: Points, theirs: Points, at: float, *, form: str = "offset") -> Ends:
@@ -92,77 +85,57 @@ def match_interval(mine: Points, theirs: Points, at: float, *, form: str = "offs
 
     By profile likelihood, as ``exponent_interval``, over both curves, whose errors have the same spread.
     """
-    sides = [_checked(*points, form, HUBER) for points in (mine, theirs)]
-    u = [np.log(x / at) for x, _ in sides]
-    logs = [np.log(loss) for _, loss in sides]
-    both = np.concatenate(logs)
-    count = len(both)
-    free = count - 2 * FORMS[form]
-    best = [_solve(u[i], logs[i], _start(u[i], sides[i][1], form), _SQUARES) for i in (0, 1)]
-    least = sum(float(((_log_loss(theta, x) - log) ** 2).sum()) for theta, x, log in zip(best, u, logs, strict=True))
-    here = np.zeros(1)
-    level = math.exp(float(_log_loss(best[0], here)[0])) - _offset(best[1])
-    if free <= 0 or level <= 0:
+    (x, loss), (their_x, their_loss) = (_checked(*points, form, HUBER) for points in (mine, theirs))
+    u, logs, their_u, their_logs = np.log(x / at), np.log(loss), np.log(their_x / at), np.log(their_loss)
+    ours, best = _fit(u, logs, form, _SQUARES), _fit(their_u, their_logs, form, _SQUARES)
+    count = FORMS[form]
+
+    def gap(theta: np.ndarray, offset: float) -> float:
+        """The loss of our curve at ``at``, above the offset of theirs."""
+        return math.exp(min(700.0, float(_log_loss(theta, np.zeros(1))[0]))) - offset
+
+    def residuals(theta: np.ndarray) -> np.ndarray:
+        """By our parameters, the logarithm of the match over ``at``, and their parameters but the height."""
+        place, rest = theta[count], theta[count + 1 :]
+        height = math.log(max(gap(theta[:count], _offset([0.0, *rest])), 1e-12)) + math.exp(rest[0]) * place
+        found = _log_loss(theta[:count], u) - logs, _log_loss(np.array([height, *rest]), their_u) - their_logs
+        return np.concatenate(found)
+
+    here = gap(ours, _offset(best))
+    if here <= 0:
         return None, None
-    first = FORMS[form]
-    bounds = np.concatenate((_bounds(logs[0], form), _bounds(logs[1], form)[:, 1:]), axis=1)
-
-    def squares(place: float) -> float:
-        def residuals(theta: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-            ours, rest = theta[:first], theta[first:]
-            level, offset = math.exp(min(700.0, float(_log_loss(ours, here)[0]))), _offset([0.0, *rest])
-            gap = max(level - offset, 1e-12)
-            theirs = np.array([math.log(gap) + math.exp(rest[0]) * place, *rest])  # it passes through the match
-            of_ours, of_theirs = _slopes(ours, u[0]), _slopes(theirs, u[1])
-            height = of_theirs[:, :1]  # by the height of their curve, which depends on all parameters
-            slopes = np.zeros((count, len(theta)))
-            slopes[: len(u[0]), :first] = of_ours
-            slopes[len(u[0]) :, :first] = height * (level / gap * _slopes(ours, here))
-            own = np.array([math.exp(rest[0]) * place, -offset / gap])[: first - 1]
-            slopes[len(u[0]) :, first:] = of_theirs[:, 1:] + height * own
-            return np.concatenate((_log_loss(ours, u[0]), _log_loss(theirs, u[1]))) - both, slopes
-
-        return _least(residuals, np.concatenate((best[0], best[1][1:])), bounds)
-
-    place = (float(best[1][0]) - math.log(level)) / math.exp(float(best[1][1]))
-    low, high = _profile(squares, place, least, free, count)
+    place = (best[0] - math.log(here)) / math.exp(best[1])
+    bounds = np.concatenate((_bounds(logs, form), _bounds(their_logs, form)), axis=1)  # a place may be anywhere
+    theta = np.array([*ours, place, *best[1:]])
+    low, high = _profile(residuals, theta, count, bounds, len(logs) + len(their_logs))
     return None if low is None else at * low, None if high is None else at * high
 
 
-def _profile(squares: Callable[[float], float], best: float, least: float, free: int, count: int) -> Ends:
-    """The exponentials of where ``squares`` passes the threshold on both sides of ``best``."""
+def _profile(residuals: Residuals, best: np.ndarray, index: int, bounds: np.ndarray, count: int) -> Ends:
+    """The exponentials of where the least sum of squares at fixed ``theta[index]`` passes the threshold."""
     from scipy.optimize import brentq
     from scipy.stats import f
 
+    free = count - len(best)
+    if free <= 0:
+        return None, None
+    others, least = np.delete(bounds, index, axis=1), float((residuals(best) ** 2).sum())
     limit = max(least, count * _EXACT**2) * (1 + float(f.ppf(0.95, 1, free)) / free)
 
     def excess(value: float) -> float:
-        return squares(value) - limit
+        rest = np.delete(best, index)
+        found = _minimise(lambda rest: residuals(np.insert(rest, index, value)), rest, others, max_nfev=200)
+        return 2 * float(found.cost) - limit
 
     def end(step: float) -> float | None:
-        inside = best
-        while abs(inside - best) < _FARTHEST:
+        inside = float(best[index])
+        while abs(inside - best[index]) < _FARTHEST:
             if excess(inside + step) > 0:
                 return math.exp(brentq(excess, inside, inside + step, xtol=1e-10, rtol=1e-10))
             inside, step = inside + step, 2 * step
         return None
 
     return end(-0.02), end(0.02)
-
-
-def _least(
-    residuals: Callable[[np.ndarray], tuple[np.ndarray, np.ndarray]], start: np.ndarray, bounds: np.ndarray
-) -> float:
-    """The least sum of squares of ``residuals``, which also returns their derivatives."""
-    from scipy.optimize import least_squares
-
-    low, high = bounds
-    inside = np.clip(start, low + 1e-9, high - 1e-9)
-    found = least_squares(
-        lambda theta: residuals(theta)[0], inside, lambda theta: residuals(theta)[1], (low, high), "dogbox",
-        xtol=1e-10, ftol=1e-10, max_nfev=200,
-    )  # fmt: skip
-    return 2 * float(found.cost)
 
 
 def _checked(x: Sequence[float], loss: Sequence[float], form: str, huber: float) -> tuple[np.ndarray, np.ndarray]:
@@ -187,32 +160,24 @@ def _checked(x: Sequence[float], loss: Sequence[float], form: str, huber: float)
     return xs, losses
 
 
-def _centred(x: np.ndarray) -> tuple[np.ndarray, float]:
-    """log x less its mean, and the x of that mean: there the height of the curve is ``a`` at scale 1."""
-    scale = float(np.exp(np.log(x).mean()))
-    return np.log(x / scale), scale
+def _middle(x: np.ndarray) -> float:
+    return float(np.exp(np.log(x).mean()))
 
 
-def _law(x: np.ndarray, losses: np.ndarray, theta: np.ndarray, scale: float) -> PowerLaw:
-    b = float(np.exp(theta[1]))
-    a = float(np.exp(theta[0] + b * np.log(scale)))
-    c = float(np.exp(theta[2])) if len(theta) == 3 else 0.0
-    residual = np.log(a * x**-b + c) - np.log(losses)
-    return PowerLaw(a, b, c, float(x.min()), float(x.max()), float(np.sqrt(np.mean(residual**2))))
-
-
-def _solve(u: np.ndarray, logs: np.ndarray, start: np.ndarray, huber: float) -> np.ndarray:
+def _fit(u: np.ndarray, logs: np.ndarray, form: str, huber: float) -> np.ndarray:
     """The best (log a, log b[, log c]) for the logarithms of losses ``logs`` [n] at ``u`` [n]."""
+    return _minimise(
+        lambda theta: _log_loss(theta, u) - logs, _start(u, np.exp(logs), form), _bounds(logs, form), _TOLERANCE,
+        loss="huber", f_scale=huber,
+    ).x  # fmt: skip
+
+
+def _minimise(residuals: Residuals, start: np.ndarray, bounds: np.ndarray, tolerance: float = 1e-10, **options):
     from scipy.optimize import least_squares
 
-    low, high = _bounds(logs, "offset")[:, : len(start)]
-    edge = 1e-9 * np.maximum(1.0, np.abs(start))  # the solver starts within its bounds
-    inside = np.clip(start, np.add(low, edge), np.subtract(high, edge))
-    found = least_squares(
-        lambda theta: _log_loss(theta, u) - logs, inside, lambda theta: _slopes(theta, u), (low, high), "dogbox",
-        loss="huber", f_scale=huber, xtol=_TOLERANCE, ftol=_TOLERANCE, gtol=_TOLERANCE,
-    )  # fmt: skip
-    return found.x
+    inside = np.clip(start, bounds[0] + 1e-9, bounds[1] - 1e-9)  # the solver starts within its bounds
+    tolerances = dict.fromkeys(("xtol", "ftol", "gtol"), tolerance)
+    return least_squares(residuals, inside, "3-point", (bounds[0], bounds[1]), "dogbox", **tolerances, **options)
 
 
 def _bounds(logs: np.ndarray, form: str) -> np.ndarray:
@@ -249,13 +214,3 @@ def _log_loss(theta: np.ndarray, u: np.ndarray) -> np.ndarray:
     """log L [n] of (log a, log b[, log c])."""
     log_power = theta[0] - np.exp(theta[1]) * u
     return np.logaddexp(log_power, theta[2]) if len(theta) == 3 else log_power
-
-
-def _slopes(theta: np.ndarray, u: np.ndarray) -> np.ndarray:
-    """The derivatives of ``_log_loss`` by (log a, log b[, log c]), [n, parameters]."""
-    exponent = np.exp(theta[1])
-    power = np.exp(theta[0] - exponent * u)
-    offset = np.exp(theta[2]) if len(theta) == 3 else 0.0
-    share = power / (power + offset)
-    parts = [share, -share * exponent * u, 1 - share]
-    return np.stack(parts[: len(theta)], axis=1)

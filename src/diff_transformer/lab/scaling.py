@@ -11,6 +11,7 @@ The paper reads off 6.8B against 11B parameters (62.2 %), 7.8B against 13.1B (59
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -34,6 +35,7 @@ from diff_transformer.lab.stats import SEEDS_FOR_AN_INTERVAL, over_seeds
 
 NEEDS_MODEL = False
 SYNTHETIC = "synthetic"
+Fit = Callable[[Sequence[float], Sequence[float]], PowerLaw]  # of x and losses
 FITS: dict[str, Callable[[Run], float]] = {"parameters": lambda run: run.parameters, "tokens": lambda run: run.tokens}
 
 
@@ -104,7 +106,7 @@ def evaluate_scaling(
     rows: list[dict] = []
     refused: list[str] = []
     rises: list[str] = []
-    method = Method(form, huber)
+    law = partial(fit_power_law, form=form, huber=huber)
     for fit in FITS:
         chosen = _choose(runs, names, fit, FORMS[form])
         if isinstance(chosen, str):
@@ -112,7 +114,7 @@ def evaluate_scaling(
             continue
         rises += [words for name in names for words in _rises(fit, name, chosen[name])]
         try:
-            found, fitted = _one_fit(fit, names, chosen, method, samples)
+            found, fitted = _one_fit(fit, names, chosen, law, form, samples)
         except ValueError as error:
             raise ValueError(f"loss against {fit}: {error}") from error
         metrics |= found
@@ -125,19 +127,8 @@ def evaluate_scaling(
     return Result("scaling", title, metrics, rows, provenance(**about, **source_of))
 
 
-@dataclass(frozen=True)
-class Method:
-    """Options of the fit and of its interval, as in ``Settings``."""
-
-    form: str
-    huber: float
-
-    def law(self, x: Sequence[float], loss: Sequence[float]) -> PowerLaw:
-        return fit_power_law(x, loss, form=self.form, huber=self.huber)
-
-
 def _one_fit(
-    fit: str, names: tuple[str, str], chosen: dict[str, list[Run]], method: Method, samples: Samples
+    fit: str, names: tuple[str, str], chosen: dict[str, list[Run]], law_of: Fit, form: str, samples: Samples
 ) -> tuple[dict[str, float], list[dict]]:
     """The metrics and rows of one fit, ``"parameters"`` or ``"tokens"``, to the runs ``chosen`` of both models."""
     x_of, metrics, rows = FITS[fit], {}, []
@@ -147,14 +138,14 @@ def _one_fit(
     along = any(one.part == "curve" for one in chosen[names[0]])
     for name in names:
         points[name] = [x_of(one) for one in chosen[name]], [one.loss for one in chosen[name]]
-        law = laws[name] = method.law(*points[name])
+        law = laws[name] = law_of(*points[name])
         values = {"a": law.a, "b": law.b, "c": law.c, "first": law.low, "last": law.high, "residual": law.residual}
         metrics |= {f"{fit}_{name}_{key}": value for key, value in values.items()}
         if along:
-            trainings[name] = _a_law_each(x_of, names, chosen, name, method)
+            trainings[name] = _a_law_each(x_of, names, chosen, name, law_of)
             low, high = _over_pairs([one.b for one in trainings[name]])
         else:
-            low, high = exponent_interval(*points[name], form=method.form)
+            low, high = exponent_interval(*points[name], form=form)
         if low is not None and high is not None:
             metrics |= {f"{fit}_{name}_b_low": low, f"{fit}_{name}_b_high": high}
         rows += [{"fit": fit, **one.to_dict(), "fitted": law.loss(x_of(one))} for one in chosen[name]]
@@ -167,7 +158,7 @@ def _one_fit(
                 _ratio(name == names[0], x, theirs.inverse(mine.loss(x)))
                 for mine, theirs in zip(trainings[name], trainings[other], strict=True)
             ])  # fmt: skip
-        ends = match_interval(points[name], points[other], x, form=method.form)
+        ends = match_interval(points[name], points[other], x, form=form)
         if None in ends:
             return None, None
         low, high = sorted(_ratio(name == names[0], x, end) for end in ends if end is not None)
@@ -193,7 +184,7 @@ def _one_fit(
     return metrics, rows
 
 
-def _a_law_each(x_of, names, chosen, name: str, method: Method) -> list[PowerLaw]:
+def _a_law_each(x_of, names, chosen, name: str, law_of: Fit) -> list[PowerLaw]:
     """Fit the curve of each training that both models have.
 
     Points of one curve are not independent, so the interval needs several trainings.
@@ -202,10 +193,10 @@ def _a_law_each(x_of, names, chosen, name: str, method: Method) -> list[PowerLaw
     curves = [[one for one in chosen[name] if one.pair == pair] for pair in sorted(shared)]
     if len(curves) < SEEDS_FOR_AN_INTERVAL:
         return []
-    return [method.law([x_of(p) for p in curve], [p.loss for p in curve]) for curve in curves]
+    return [law_of([x_of(p) for p in curve], [p.loss for p in curve]) for curve in curves]
 
 
-def _over_pairs(values: Sequence[float]) -> tuple[float | None, float | None]:
+def _over_pairs(values: Sequence[float]) -> Ends:
     """Student's 95 % interval of the mean over trainings."""
     if len(values) < SEEDS_FOR_AN_INTERVAL or not np.isfinite(values).all():
         return None, None

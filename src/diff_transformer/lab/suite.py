@@ -12,7 +12,7 @@ from diff_transformer.checks import read_json
 from diff_transformer.durable import write_whole
 from diff_transformer.evals.lm import label_of
 from diff_transformer.evals.types import Result
-from diff_transformer.lab.experiments import (
+from diff_transformer.lab.evaluate import (
     Bar,
     Outcome,
     Plan,

@@ -7,8 +7,8 @@ from types import ModuleType
 
 
 def load_file(path: Path | str) -> ModuleType:
-    """The module in the file ``path``, which is executed; it is found as the file's name without its ending."""
-    spec = spec_from_file_location(Path(path).stem, path)
+    """The module in the file ``path``, which is executed; a file such as ``random.py`` hides no module of that name."""
+    spec = spec_from_file_location(f"{__name__}.{Path(path).stem}", path)
     assert spec is not None  # for a name that ends with .py
     assert spec.loader is not None
     module = module_from_spec(spec)

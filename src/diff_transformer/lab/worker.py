@@ -20,7 +20,7 @@ from diff_transformer.checks import read_json
 from diff_transformer.durable import write_whole
 from diff_transformer.evals.provenance import provenance
 from diff_transformer.evals.types import Result
-from diff_transformer.lab.experiments import experiment, run_eval, settings_of
+from diff_transformer.lab.evaluate import experiment, run_eval, settings_of
 from diff_transformer.lab.processes import ENDS_WITH_INPUT, INTERRUPTED, TERMINATED, write_status
 from diff_transformer.lab.record import FILE, Record
 from diff_transformer.lab.spec import EXPLORER, PAIR_EVALS, RECALL, RunSpec

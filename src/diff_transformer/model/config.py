@@ -22,7 +22,8 @@ from diff_transformer.settings import POSITIVE, PositiveInt, Rule, as_kind, chec
 
 ACTIVATIONS = ("silu", "poly_norm")
 _OptionalSize = Annotated[int | None, POSITIVE]
-_NOT_NEGATIVE = Rule(lambda value: value is None or not value < 0, "give 0 or more")  # NaN: see ``as_kind``
+# What is no number, or NaN, passes: ``as_kind`` says more of it.
+_NOT_NEGATIVE = Rule(lambda value: not isinstance(value, int | float) or not value < 0, "give 0 or more")
 # Keys that transformers writes into a configuration, or passes with it, without declaring them as fields.
 _TRANSFORMERS_KEYS = {
     "attn_implementation", "experts_implementation", "torch_dtype", "num_labels", "name_or_path", "auto_map",

@@ -121,7 +121,8 @@ def restore(model: PreTrainedModel) -> None:
             f"the configuration's {ENTRY!r} is {entry!r}, and this version of diff-transformer reads format {FORMAT} "
             f"with the kinds {', '.join(KINDS)}; update the package"
         )
-    kind, lambda_init, draw = entry["kind"], entry["lambda_init"], torch.Generator("cpu").manual_seed(0)
+    kind, lambda_init, draw = entry["kind"], entry.get("lambda_init"), torch.Generator("cpu").manual_seed(0)
+    _check_lambda_init(kind, lambda_init)
     for path, module in list(model.named_modules()):
         if not _attends(module) or hasattr(module, LAMBDA):
             continue
@@ -136,8 +137,6 @@ def restore(model: PreTrainedModel) -> None:
         config._attn_implementation_internal = DEFAULT
     # saved, so that transformers without this package says in one sentence what it lacks
     config.attn_implementation = DEFAULT
-    if kind == "diff":
-        model._keep_in_fp32_modules_strict = {*(model._keep_in_fp32_modules_strict or ()), LAMBDA}
 
 
 def _double(module: Any, parts: _Parts, kind: str, lambda_init: float, draw: torch.Generator) -> None:
@@ -227,6 +226,12 @@ class SplitAttention(nn.Module):
 
 def _give_lambda(module: Any, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
     """Forward pre-hook of each attention: add lambda to the arguments that reach ``attend``."""
+    chosen = module.config._attn_implementation
+    if chosen not in OWN_NAMES:
+        raise ValueError(
+            f"{type(module).__name__} is differential, and attn_implementation={chosen!r} computes softmax attention; "
+            f"call model.set_attn_implementation({DEFAULT!r}), or give another of {', '.join(OWN_NAMES)}"
+        )
     hidden_states = args[0] if args else kwargs["hidden_states"]
     more = {LAMBDA: getattr(module, LAMBDA)(hidden_states)}
     if isinstance(getattr(module, LAMBDA), LearnedLambda):
@@ -272,11 +277,10 @@ def attend(
             f"{type(module).__name__} has softmax attention, which attn_implementation='diff_...' does not compute; "
             "call diff_transformer.differentiate(model) first, or load with attn_implementation='sdpa'"
         )
-    other = [name for name in ("softcap", "s_aux", "position_bias", "cache") if kwargs.get(name) is not None]
+    other = [name for name in ("softcap", "s_aux", "position_bias") if kwargs.get(name) is not None]
     if other:
         raise ValueError(
             f"{type(module).__name__} calls attention with {', '.join(other)}, which differential attention lacks here"
-            + ("; continuous batching does not run it, generate does" if "cache" in other else "")
         )
     T = query.shape[2]
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
@@ -424,7 +428,7 @@ def _dropout(module: Any) -> float:
     return float(getattr(rate, "p", rate) or 0.0)
 
 
-def _check_lambda_init(kind: str, value: float) -> None:
+def _check_lambda_init(kind: str, value: Any) -> None:
     number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
     if not number or not 0 < value < 1:
         raise ValueError(

@@ -66,13 +66,13 @@ def check_results(results: object, where: str = "the results given") -> dict:
 
 
 def is_comparison(path: Path | str) -> bool:
-    """Whether the file, or the folder's results.json, is a comparison and not the result of an experiment.
+    """Whether the folder, or the file, is a comparison and not the result of an experiment.
 
     A file that is neither counts as a comparison, so that ``load_results`` explains the problem.
     """
     path = Path(path)
     if path.is_dir():
-        return (path / "results.json").exists() or not any(path.rglob("*.json"))
+        return any((path / name).exists() for name in ("compare.json", "results.json")) or not any(path.rglob("*.json"))
     try:
         value = read_json(path)
     except (OSError, ValueError):

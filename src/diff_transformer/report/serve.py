@@ -20,7 +20,7 @@ from diff_transformer.report.comparison import load_comparison
 from diff_transformer.report.explorer import packed_examples
 from diff_transformer.report.load import ResultsError
 from diff_transformer.report.page import render_page, require_installed
-from diff_transformer.report.typed import BYTES, TOKENS, PromptError, TypedPrompts, UnknownModel
+from diff_transformer.report.prompt_maps import BYTES, TOKENS, PromptError, TypedPrompts, UnknownModel
 
 LOOPBACK = "127.0.0.1"
 LARGEST = 8 * BYTES  # largest request in bytes: JSON may write a byte of text as six

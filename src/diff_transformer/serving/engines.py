@@ -64,6 +64,10 @@ def vllm_unsupported_reason(path: str, *, attn_implementation: str | None, devic
     if device != "auto":
         return f"device is {device!r}, and vLLM uses what it was built for; leave it out, or give --engine transformers"
     config = read_config(path)
+    if getattr(config, "differential", None) is not None:
+        return (
+            "the model was made differential in place, which vLLM's own class does not know; give --engine transformers"
+        )
     if config.model_type != "diff_transformer" and "DiffTransformerForCausalLM" not in (config.architectures or ()):
         return None  # vLLM's own matter
     try:

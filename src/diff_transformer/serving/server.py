@@ -129,6 +129,10 @@ def _check_paged(config):
             "attention='dint' keeps a running sum beside keys and values, for which the paged cache of continuous "
             "batching has no place; leave out continuous_batching"
         )
+    if getattr(config, "differential", None) is not None:
+        raise ValueError(
+            "the model was made differential in place, which has no paged cache; leave out continuous_batching"
+        )
 
 
 def _load(manager, path: str, name: str, attn_implementation: str | None):

@@ -124,10 +124,9 @@ class Run:
         context.apply(self.unwrapped_model)
         recompute(self.unwrapped_model, what_to_recompute(config, self.unwrapped_model.config, fabric))
         objective = Objective(self.unwrapped_model, settings.loss_chunk, start)
-        if settings.compile and fabric.world_size == 1 and settings.parallel.strategy != "fsdp":
-            objective.compile()
-        elif settings.compile and not hasattr(fabric.strategy, "device_mesh"):
+        if settings.compile and not hasattr(fabric.strategy, "device_mesh"):
             compile_layers(self.unwrapped_model)
+            objective.compile_loss()
         model: Any = fabric.setup_module(objective, move_to_device=start is None)
         inner = make_optimizer(self.unwrapped_model, config.optim)
         optimizer: Any = fabric.setup_optimizers(inner)

@@ -46,6 +46,10 @@ class Objective(nn.Module):
         loss, losses = self._losses(hidden.flatten(0, 1), targets.flatten(), weights.flatten())  # hidden [B, n, D]
         return loss, losses.detach().view(len(targets), -1).sum(1)
 
+    def compile_loss(self) -> None:
+        """Compile what follows the last layer, which then does not wait for the device either (see ``_losses``)."""
+        self._losses = torch.compile(self._losses)
+
     def _losses(self, hidden: Tensor, targets: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
         """``hidden [N, D]``, ``targets [N]``, ``weights [N]`` -> the weighted sum, and each token's loss [N]."""
         output = self.model.get_output_embeddings()

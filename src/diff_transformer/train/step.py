@@ -112,15 +112,16 @@ class Stepper:
         ids, labels = (self.batch_part.of(torch.cat((tensor, tensor[padding]))) for tensor in (held_out, labels))
         weights = predicted(labels).float()
         weights[max(0, len(held_out) - self.batch_part.rank * len(ids)) :] = 0
-        total = torch.zeros(2, dtype=torch.float64)  # nats, tokens
+        sums = []  # nats and tokens of each pass, which are read once: the device need not wait for the host
         micro_batch = min(VALIDATION_ROWS, self.config.train.micro_batch_size or VALIDATION_ROWS)
         for part in zip(*(tensor.split(micro_batch) for tensor in (ids, labels, weights)), strict=True):
             inputs, targets, weights_of_part = self._part(*self.fabric.to_device(part))
             nats, _ = self.model(inputs, targets, weights_of_part)
-            total += torch.tensor([nats.item(), weights_of_part.sum().item()])
+            sums.append(torch.stack((nats, weights_of_part.sum().to(nats))))
         reshard(self.model)
         parts = self.batch_part.size * self.context.size
-        nats, tokens = self._sum(total.to(self.fabric.device, torch.float32), parts).tolist()
+        total = torch.tensor([sum(column) for column in zip(*torch.stack(sums).tolist(), strict=True)])
+        nats, tokens = self._sum(total.to(self.fabric.device), parts).tolist()
         return nats / tokens
 
     @torch.no_grad()

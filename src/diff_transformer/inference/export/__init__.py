@@ -61,6 +61,11 @@ def export(
         loaded, name, training = model, "the model", None
         if dtype is not None:
             raise ValueError(f"dtype={dtype!r} came with a model in memory; convert it first: model.to(torch.{dtype})")
+    if getattr(loaded.config, "differential", None) is not None:
+        raise ValueError(
+            f"{name} was made differential in place, in a class of transformers, for which there is no form without "
+            "this package; export is for models of this package"
+        )
     if loaded.config.model_type != "diff_transformer":
         raise ValueError(
             f"{name} is a {loaded.config.model_type} model, which transformers loads without code of ours; export is "

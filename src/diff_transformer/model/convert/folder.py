@@ -211,7 +211,7 @@ def convertible(source: Path) -> Convertible:
         found = LAYOUTS[origin].load().read_config(checkpoint)
         config = found if origin == OURS else LAYOUTS[origin].load().to_ours(found).config
     except (ValueError, StrictDataclassError, KeyError, TypeError, FileNotFoundError) as error:
-        reasons = dict.fromkeys(targets(), first_line(error))
+        reasons = dict.fromkeys(targets(), first_line(error).partition("; accepted: ")[0])
         if _is_foreign(checkpoint):
             reasons |= dict.fromkeys((target for target in reasons if target not in LAYOUTS), _refusal(checkpoint))
         return Convertible(checkpoint, None, None, reasons)

@@ -15,8 +15,8 @@ from typer.testing import CliRunner
 from diff_transformer.cli import app
 from diff_transformer.durable import DiskError
 from diff_transformer.evals.types import Result
-from diff_transformer.lab import experiments
-from diff_transformer.lab.experiments import Plan, check_models, experiment, names_of, run_eval, settings_of
+from diff_transformer.lab import evaluate
+from diff_transformer.lab.evaluate import Plan, check_models, experiment, names_of, run_eval, settings_of
 from diff_transformer.lab.suite import run_suite
 
 
@@ -115,10 +115,18 @@ def test_an_experiment_of_another_package_is_found_by_its_entry_point(monkeypatc
         def load(self):
             return theirs
 
-    monkeypatch.setattr(experiments, "entry_points", lambda group: [Found()] if group.endswith(".experiments") else [])
+    monkeypatch.setattr(evaluate, "entry_points", lambda group: [Found()] if group.endswith(".experiments") else [])
     assert experiment("theirs") is theirs
     with pytest.raises(ValueError, match=r"no experiment 'their' \(did you mean 'theirs'\?\)"):
         experiment("their")
+
+
+def test_a_file_hides_no_module_of_its_name(tmp_path):
+    (tmp_path / "random.py").write_text(MINE.read_text())
+    assert experiment(str(tmp_path / "random.py")).run
+    import random
+
+    assert random.random
 
 
 def test_a_file_that_is_no_experiment_is_said(tmp_path):
@@ -129,7 +137,7 @@ def test_a_file_that_is_no_experiment_is_said(tmp_path):
         experiment(str(tmp_path / "absent.py"))
 
 
-@pytest.mark.parametrize("name", experiments.EXPERIMENTS)
+@pytest.mark.parametrize("name", evaluate.EXPERIMENTS)
 def test_settings_are_the_only_place_of_defaults(name):
     """A default of ``evaluate_...`` that a field of ``Settings`` has too is taken from there."""
     tree = ast.parse(inspect.getsource(experiment(name)))

@@ -1,6 +1,6 @@
 """Keep what a comparison or a study found in a form small enough to commit: no examples, no attention maps.
 
-python figures/record.py runs/demo figures/demo
+python figures/archive.py runs/demo figures/demo
 """
 
 import json

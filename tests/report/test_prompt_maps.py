@@ -12,7 +12,7 @@ from diff_transformer.model.config import DiffTransformerConfig
 from diff_transformer.model.loading import load_model
 from diff_transformer.model.modeling import DiffTransformerForCausalLM
 from diff_transformer.report.explorer import packed_examples
-from diff_transformer.report.typed import BYTES, PromptError, TypedPrompts, UnknownModel, check_text, title_of
+from diff_transformer.report.prompt_maps import BYTES, PromptError, TypedPrompts, UnknownModel, check_text, title_of
 
 TEXT = "a b</script>\n7"
 POSITIONS = 24
