@@ -15,6 +15,7 @@ from diff_transformer.train.training_data import load_training_data
 RATES = dict.fromkeys(SIDES, 1e-3)
 
 
+@pytest.mark.slow
 def test_the_matched_head_norm_is_what_the_untrained_pair_has():
     config = override(base("python"), ["model.attention=diff", "data.max_bytes=2000000"])
     rows = load_training_data(config).validation

@@ -49,6 +49,7 @@ def test_no_gain_is_a_ratio_of_one_and_a_loss_is_above():
     assert evaluate_scaling(made((1.4, 1.4))).metrics["parameters_ratio_from_reference"] > 1.0
 
 
+@pytest.mark.slow
 def test_noise_gives_intervals_around_the_ratio():
     metrics = evaluate_scaling(made(noise=0.002)).metrics
     low, high = (metrics[f"parameters_ratio_from_ours_{end}"] for end in ("low", "high"))
@@ -81,6 +82,7 @@ def test_only_what_the_table_allows_is_fitted():
     assert "Loss against tokens: both models need runs at 3 values or more" in result.provenance["notes"][0]
 
 
+@pytest.mark.slow
 def test_runs_of_other_tokens_stay_out_of_the_parameter_fit():
     odd = [Run(name, 5e9, 1e12, 0.5) for name in ("diff", "softmax")]
     assert evaluate_scaling([*made(), *odd]).metrics == evaluate_scaling(made()).metrics
