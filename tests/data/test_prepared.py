@@ -51,7 +51,7 @@ def test_shards_read_like_one_array(tokens, array, monkeypatch):
         tokens[np.array([len(array)])]
     with pytest.raises(IndexError, match="has no step"):
         tokens[::2]
-    with pytest.raises(ValueError, match="side is 'test'; accepted: train, validation"):
+    with pytest.raises(ValueError, match="split is 'test'; accepted: train, validation"):
         Shards(tokens.folder, "test")
 
 

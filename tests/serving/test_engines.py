@@ -60,6 +60,12 @@ def test_a_published_model_is_served_by_vllm_without_its_code(installed, save, t
     assert command[command.index("--dtype") + 1] == "bfloat16"
     with pytest.raises(ValueError, match=r"its own code, .* convert it \(`diff-transformer convert` takes Motif"):
         read_model(tmp_path / "motif")
+    quantised = told | {"quantization_config": {"quant_method": "awq"}}
+    (tmp_path / "motif" / "config.json").write_text(json.dumps(quantised))
+    with pytest.raises(ValueError, match=r"motif has quantised weights \(awq\), .* serve the checkpoint that was"):
+        engines.choose_engine("vllm", str(tmp_path / "motif"))
+    chosen, reason = engines.choose_engine("auto", str(tmp_path / "motif"))
+    assert (chosen, "quantised weights" in reason) == ("transformers", True)
 
 
 @pytest.mark.parametrize(

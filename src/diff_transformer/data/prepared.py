@@ -33,7 +33,7 @@ _OPEN_AT_ONCE = 128  # each memory map holds a file open
 
 
 class Shards:
-    """One side of a prepared folder as a read-only array of N tokens, each document followed by the end of text.
+    """One split of a prepared folder as a read-only array of N tokens, each document followed by the end of text.
 
     ``len(shards)``, ``shards.dtype``, ``shards[a:b]`` and ``shards[positions]`` with an integer array are as for an
     array in memory. They copy only what they return: the files are mapped into memory, at most 128 at a time.
@@ -49,7 +49,7 @@ class Shards:
 
     def __init__(self, folder: Path | str, split: str, *, check: bool = True):
         if split not in SPLITS:
-            raise ValueError(f"side is {split!r}; accepted: {', '.join(SPLITS)}")
+            raise ValueError(f"split is {split!r}; accepted: {', '.join(SPLITS)}")
         self.folder, self.split = Path(folder), split
         manifest = read_manifest(folder)
         self.dtype = np.dtype(manifest["dtype"])

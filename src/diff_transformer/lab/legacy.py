@@ -18,8 +18,8 @@ def fields_of(value: dict, path: Path | None = None, root: Path | None = None) -
 
     Args:
         value: the result of an experiment or ``{"results": [...]}`` of several, the ``results.json`` of a comparison
-            (schema 1), the ``{"cells": ...}`` or ``{"curves": ...}`` of a
-            recorded study, the ``result.json`` of a study's run, or the ``slices.json`` of an ablation's row.
+            (schema 1), the ``{"cells": ...}`` or ``{"curves": ...}`` of a recorded study, the ``result.json`` of a
+            study's run, or the ``slices.json`` of an ablation's row.
         path: its file. In a study, the run's folder names the setting, side and seed.
         root: the folder given by the user; the setting is a path relative to it.
 

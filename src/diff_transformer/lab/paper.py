@@ -125,7 +125,7 @@ SAID = {
     "associative_recall": f"at 1.4 B †, all tokens, AR-Hit, others: Transformer {_LOSS[0]}, DIFF {_LOSS[1]}.",
     "loss": f"{_SIZES[0]} B parameters of DIFF reach the loss of an {_SIZES[1]} B Transformer, and {_TOKENS[0]} B "
     f"tokens reach that of {_TOKENS[1]} B.",
-    "many_shot": f"at 3 B and up to 64 K tokens, DIFF leads by {_SHOTS[0].replace(' on', ' points on')}, {_SHOTS[1]}, "
+    "many_shot": f"at 3 B and up to 64 K tokens, DIFF leads by {SHOTS['TREC']} points on TREC, {_SHOTS[1]}, "
     f"{_SHOTS[2]} and {_SHOTS[3]} †. On TREC its best and worst order differ by {ORDERS['random'][1]} points (random) "
     f"and {ORDERS['alternate'][1]} (by class); for the Transformer by {ORDERS['random'][0]} and "
     f"{ORDERS['alternate'][0]} †.",

@@ -63,14 +63,15 @@ def vllm_unsupported_reason(path: str, *, attn_implementation: str | None, devic
         )
     if device != "auto":
         return f"device is {device!r}, and vLLM uses what it was built for; leave it out, or give --engine transformers"
-    config = read_config(path)
-    if getattr(config, "differential", None) is not None:
-        return (
-            "the model was made differential in place, which vLLM's own class does not know; give --engine transformers"
-        )
-    if config.model_type != "diff_transformer" and "DiffTransformerForCausalLM" not in (config.architectures or ()):
-        return None  # vLLM's own matter
     try:
+        config = read_config(path)
+        if getattr(config, "differential", None) is not None:
+            return (
+                "the model was made differential in place, which vLLM's own class does not know; give --engine "
+                "transformers"
+            )
+        if config.model_type != "diff_transformer" and "DiffTransformerForCausalLM" not in (config.architectures or ()):
+            return None  # vLLM's own matter
         if (folder / "_version.py").exists():
             check_version(runpy.run_path(str(folder / "_version.py"))["__version_tuple__"])
         check_config(config, path)
@@ -80,7 +81,11 @@ def vllm_unsupported_reason(path: str, *, attn_implementation: str | None, devic
 
 
 def read_config(path: str):
-    """The configuration of a model, ours for a published one. Raises ValueError if it cannot be read."""
+    """The configuration of a model, ours for a published one.
+
+    Raises:
+        ValueError: if it cannot be read, or for a published model that the plugin does not serve.
+    """
     from transformers import AutoConfig, PreTrainedConfig
 
     import diff_transformer  # noqa: F401  (registers the configuration)
@@ -88,9 +93,8 @@ def read_config(path: str):
 
     try:
         settings = PreTrainedConfig.get_config_dict(path)[0]
-        if settings.get("model_type") in MODEL_TYPES:
-            return our_config(settings, path)
-        return AutoConfig.from_pretrained(path, trust_remote_code=False)
+        if settings.get("model_type") not in MODEL_TYPES:
+            return AutoConfig.from_pretrained(path, trust_remote_code=False)
     except (ValueError, OSError, TypeError, KeyError) as error:
         if "custom code" in str(error):
             raise ValueError(
@@ -100,6 +104,7 @@ def read_config(path: str):
         raise ValueError(
             f"the config.json of {path} cannot be read ({first_line(error)}); copy or download it again"
         ) from None
+    return our_config(settings, path)
 
 
 def vllm_command(

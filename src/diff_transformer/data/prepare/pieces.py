@@ -83,7 +83,7 @@ def decoded(stream: BinaryIO, name: str) -> Iterator[str]:
 
 
 def document_pieces(parts: Iterable[str], split: str) -> Iterator[Piece]:
-    """The pieces of one document, whose side is known."""
+    """The pieces of one document, whose split is known."""
     for text, first, last in cut(parts):
         yield Piece(text, split, first, last)
 
@@ -133,7 +133,7 @@ class Unit:
     """The text of one shard: what a process tokenises at a time."""
 
     split: str  # "train" or "validation"
-    number: int  # of the shard, within its side
+    number: int  # of the shard, within its split
     pieces: list[tuple[bytes, bool, bool]] = field(default_factory=list)  # (UTF-8, first, last)
     text_bytes: int = 0
     read: int = 0  # bytes of input
@@ -152,7 +152,7 @@ class Unit:
 
 
 def units(pieces: Iterable[Piece], shard_bytes: int) -> Iterator[Unit]:
-    """Units of at least ``shard_bytes`` of text, and less than one piece more; the last of each side may have less.
+    """Units of at least ``shard_bytes`` of text, and less than one piece more; the last of each split may have less.
 
     They depend on the stream alone, not on the number of processes.
     """

@@ -32,7 +32,7 @@ class Invalid(ValueError):
 
 @dataclass
 class Tally:
-    """The number of documents that the stream held so far, by side, and of rows that were left out."""
+    """The number of documents that the stream held so far, by split, and of rows that were left out."""
 
     train: int = 0
     validation: int = 0
@@ -45,8 +45,8 @@ def read_pieces(
 ) -> Iterator[Piece]:
     """All pieces of all sources.
 
-    A row of a file without a side is held out if the hash of its text is below ``share``, so that equal texts are on
-    the same side. The last row of the last source goes to a side that is still empty.
+    A row of a file without a split is held out if the hash of its text is below ``share``, so that equal texts are on
+    the same split. The last row of the last source goes to a split that is still empty.
 
     Args:
         field: the field or column that holds the text of a row.
@@ -71,7 +71,7 @@ class Reader:
     tally: Tally
 
     def pieces(self, source: TextSource, *, final: bool = False) -> Iterator[Piece]:
-        """The pieces of ``source``; if it is ``final``, its last row goes to a side that is still empty."""
+        """The pieces of ``source``; if it is ``final``, its last row goes to a split that is still empty."""
         for piece in self._pieces(source, final=final):
             if piece.first:
                 setattr(self.tally, piece.split, getattr(self.tally, piece.split) + 1)

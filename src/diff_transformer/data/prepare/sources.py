@@ -27,7 +27,7 @@ ACCEPTED = (
     "these, a URL of one (s3://...), a tar archive of text files, or hub:NAME[?config=...&split=...&revision=...]"
 )
 HUB_OPTIONS = ("config", "split", "revision")
-TAIL = "tail"  # the side of a file that is the only text: its end is held out
+TAIL = "tail"  # the split of a file that is the only text: its end is held out
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ class TextSource:
 
 
 def find_sources(names: Sequence[str], share: float) -> list[TextSource]:
-    """The sources with these names, with a side for every file that is held out, or not, as a whole.
+    """The sources with these names, with a split for every file that is held out, or not, as a whole.
 
     The split of a source into a training and a validation side:
 
@@ -223,7 +223,7 @@ def _with_splits(source: TextSource, share: float) -> TextSource:
 
 
 def _own_splits(source: TextSource) -> list[tuple[SourceFile, str | None]]:
-    """The files with the side that a folder train/ or val/ gives them, None for others; [] without such folders."""
+    """The files with the split that a folder train/ or val/ gives them, None for others; [] without such folders."""
     inner = without_common_folders([item.name for item in source.items])
     tops = {name.split("/")[0] for name in inner if "/" in name}
     if source.kind == "python" or "train" not in tops or not tops & VALIDATION_FOLDERS:

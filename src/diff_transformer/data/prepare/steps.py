@@ -136,7 +136,7 @@ class WriteShards(PipelineStep):
 
 
 class _Split:
-    """The shard of one side of a task that is being filled."""
+    """The shard of one split of a task that is being filled."""
 
     def __init__(self, step: WriteShards, split: str, rank: int):
         self.split, self.documents, self.names = split, 0, []
