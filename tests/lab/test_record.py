@@ -116,6 +116,10 @@ def test_a_result_is_kept_as_a_record_and_that_of_an_earlier_version_is_read(tmp
         assert Result.load(tmp_path / name) == result
     record = json.loads((tmp_path / "now.json").read_text())
     assert (record["schema"], record["side"], record["seed"]) == (2, "tiny", 3)
+    record["metrics"]["outliers"] = {"logits_top1": 3.0}
+    (tmp_path / "two.json").write_text(json.dumps(record))
+    with pytest.raises(RecordError, match=r"two\.json holds 2 results; give the file of one experiment on one model"):
+        Result.load(tmp_path / "two.json")
 
 
 def test_the_demo_s_record_is_read():

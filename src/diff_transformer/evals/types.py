@@ -3,7 +3,7 @@
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from diff_transformer.lab.record import of_result, read_json, records_of
+from diff_transformer.lab.record import RecordError, of_result, read_json, records_of
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,9 @@ class Result:
         Raises:
             RecordError: if the file holds anything else.
         """
-        (record,) = records_of(read_json(path), path)
-        (name,) = record.metrics
+        found = [(record, name) for record in records_of(read_json(path), path) for name in record.metrics]
+        if len(found) != 1:
+            raise RecordError(f"{path} holds {len(found)} results; give the file of one experiment on one model")
+        ((record, name),) = found
         model = f"{record.side}-seed{record.seed}" if record.seed else record.side
         return cls(name, model, record.metrics[name], record.rows.get(name, []), record.provenance.get(name, {}))
