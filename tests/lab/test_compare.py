@@ -135,6 +135,24 @@ def test_a_finished_folder_is_not_overwritten_but_resumes(finished, settings):
     assert again["curves"] == summary["curves"]
 
 
+def test_time_ends_with_everything_saved_and_the_page_is_made_later(finished, settings, tmp_path, monkeypatch, capsys):
+    """The records of a comparison that was made without the report's packages give the page anywhere."""
+    first, _ = finished
+    config = override(recipe("debug"), settings)
+    assert compare(config, tmp_path / "short", minutes=1e-6, report=False) == {}
+    assert "0 of 4 models are finished; the same command with --resume goes on" in capsys.readouterr().out
+    shutil.copytree(first, tmp_path / "whole")
+    for name in ("results.json", "report.html"):
+        (tmp_path / "whole" / name).unlink()
+    monkeypatch.setattr("diff_transformer.report.page.require_installed", lambda: pytest.fail("asked for the extra"))
+    assert compare(config, tmp_path / "whole", resume=True, report=False) == {}
+    assert "diff-transformer report " in capsys.readouterr().out
+    assert not (tmp_path / "whole" / "report.html").exists()
+    monkeypatch.undo()
+    assert is_comparison(tmp_path / "whole")
+    assert write_report(load_comparison(tmp_path / "whole"), tmp_path / "page.html").exists()
+
+
 @pytest.fixture
 def trained_by(monkeypatch):
     """The folders that a comparison would train; training stops there."""
@@ -268,24 +286,6 @@ def test_one_corpus_has_to_be_chosen_of_several_for_an_experiment_that_reads_one
     with pytest.raises(ValueError, match=r"evaluation\.more\.long_nll reads one corpus, and data\.corpora has .*code"):
         compare(config, tmp_path / "out")
     assert not (tmp_path / "out").exists()
-
-
-def test_time_ends_with_everything_saved_and_the_page_is_made_later(finished, settings, tmp_path, monkeypatch, capsys):
-    """The records of a comparison that was made without the report's packages give the page anywhere."""
-    first, _ = finished
-    config = override(recipe("debug"), settings)
-    assert compare(config, tmp_path / "short", minutes=1e-6, report=False) == {}
-    assert "0 of 4 models are finished; the same command with --resume goes on" in capsys.readouterr().out
-    shutil.copytree(first, tmp_path / "whole")
-    for name in ("results.json", "report.html"):
-        (tmp_path / "whole" / name).unlink()
-    monkeypatch.setattr("diff_transformer.report.page.require_installed", lambda: pytest.fail("asked for the extra"))
-    assert compare(config, tmp_path / "whole", resume=True, report=False) == {}
-    assert "diff-transformer report " in capsys.readouterr().out
-    assert not (tmp_path / "whole" / "report.html").exists()
-    monkeypatch.undo()
-    assert is_comparison(tmp_path / "whole")
-    assert write_report(load_comparison(tmp_path / "whole"), tmp_path / "page.html").exists()
 
 
 @pytest.mark.slow
