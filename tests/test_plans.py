@@ -56,7 +56,8 @@ def ran(monkeypatch):
 
 
 def test_every_plan_is_held():
-    assert {path.parent.name for path in FIGURES.glob("*/plan.py")} == set(STUDIES)
+    """But for those that were planned as plans."""
+    assert {path.parent.name for path in FIGURES.glob("*/plan.py")} == {*STUDIES, "scale"}
 
 
 @pytest.mark.parametrize("name", STUDIES)

@@ -179,10 +179,13 @@ def study(
     ],
     out: Annotated[Path, typer.Option("--out", help="Folder of the study; finished runs in it are kept.")],
     corpus: Annotated[str, typer.Option(help='Text: "python", a file, a folder, an archive.')] = "python",
+    assignments: Set = None,
     minutes: Annotated[
         float | None, typer.Option(help="Stop after this many minutes; the same command continues.")
     ] = None,
-    jobs: Annotated[int | None, typer.Option(help="Models trained at once; one per core by default.")] = None,
+    jobs: Annotated[
+        int | None, typer.Option(help="Models trained at once; by default one per core, or one on a GPU.")
+    ] = None,
     engine: Engine = "local",
     address: Address = None,
     gpus_per_run: GPUsPerRun = None,
@@ -193,7 +196,7 @@ def study(
 
     training()
     with resumable(out, lambda: any(out.rglob(CHECKPOINTS)), "with the same command"):
-        stages, cluster = load_stages(name, corpus), executor(engine, out, address, gpus_per_run)
+        stages, cluster = load_stages(name, corpus, assignments or []), executor(engine, out, address, gpus_per_run)
         done = run_study(stages, out, minutes=minutes, jobs=jobs, executor=cluster)
     print(f"{done.finished} of {done.total} models finished: {out}")
     if done.finished != done.total:

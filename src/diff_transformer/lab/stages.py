@@ -6,7 +6,7 @@ A plan is a file of Python with ``stages(corpus) -> list[Stage]``; ``examples/my
 import copy
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ from diff_transformer.checks import require_known
 from diff_transformer.lab.record import Record
 from diff_transformer.lab.spec import RunSpec, everything, side_model, with_seed
 from diff_transformer.lab.user_code import load_file
-from diff_transformer.train.config import RunConfig
+from diff_transformer.train.config import RunConfig, override
 
 Choices = Mapping[str, float]  # the learning rate of each side, chosen by sweeps
 Rate = float | str | Sequence[float]  # one, one that a sweep chose, or several
@@ -92,11 +92,14 @@ class Stage:
         return RunSpec(self._folder(setting, rate), side, seed, made, measure, may_diverge=True)
 
 
-def load_stages(name: str, corpus: str = "python") -> list[Stage]:
+def load_stages(name: str, corpus: str = "python", assignments: Sequence[str] = ()) -> list[Stage]:
     """The stages of a plan: of a file, or in a clone ``figures/NAME/plan.py``; ``corpus`` as ``data.corpus`` of a run.
 
+    Args:
+        assignments: ``"key=value"``, which change the configurations. What the plan says of sides and rates stays.
+
     Raises:
-        ValueError: if there is no such plan, or the file holds none.
+        ValueError: if there is no such plan, the file holds none, or for an unknown key or a wrong value.
     """
     path = Path(name)
     if not (name.endswith(".py") and path.is_file()):
@@ -109,4 +112,7 @@ def load_stages(name: str, corpus: str = "python") -> list[Stage]:
     stages = list(module.stages(corpus))
     if not stages:
         raise ValueError(f"{name} is an empty plan; its stages(corpus) returned no Stage")
-    return stages
+    return [
+        replace(stage, settings={name: override(config, assignments) for name, config in stage.settings.items()})
+        for stage in stages
+    ]

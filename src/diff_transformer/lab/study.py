@@ -17,7 +17,7 @@ from rich.console import Console
 
 from diff_transformer.checks import differences, require_positive
 from diff_transformer.durable import require_writable
-from diff_transformer.lab.pool import Executor, progress_bars, run_pool
+from diff_transformer.lab.pool import Executor, default_jobs, progress_bars, run_pool
 from diff_transformer.lab.record import finished, load_run
 from diff_transformer.lab.spec import REQUEST, RunSpec
 from diff_transformer.lab.stages import Stage
@@ -48,7 +48,7 @@ def run_study(
     runs are kept.
 
     Args:
-        jobs: runs at a time; by default one per core, or all with an ``executor``.
+        jobs: runs at a time; by default one per core, one on a GPU, or all with an ``executor``.
         executor: of the runs, for example ``RayTasks``; processes on this machine by default.
 
     Raises:
@@ -62,7 +62,7 @@ def run_study(
     console, out = console or Console(), Path(out)
     require_writable(out)
     if executor is None:
-        jobs = jobs or os.cpu_count() or 1
+        jobs = jobs or default_jobs(os.cpu_count() or 1)
     until = time.monotonic() + 60 * minutes if minutes else math.inf
     if out.is_dir() and any(out.iterdir()) and not _holds_runs(out):
         raise FileExistsError(f"{out.absolute()} is not empty and holds no study; choose another folder")

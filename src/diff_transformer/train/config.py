@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+from collections.abc import Sequence
 from dataclasses import InitVar, dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
@@ -258,7 +259,7 @@ class RunConfig:
         return cls.from_dict(read_json(path))
 
 
-def override(config: RunConfig, assignments: list[str]) -> RunConfig:
+def override(config: RunConfig, assignments: Sequence[str]) -> RunConfig:
     """A copy of ``config`` with ``["optim.lr=1e-3", "data.mixture.text=0.5", ...]`` applied; values are JSON or text.
 
     Raises:
