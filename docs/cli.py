@@ -49,9 +49,12 @@ def settings() -> str:
     fields = [field for field in dataclasses.fields(DiffTransformerConfig) if field.name in said]
     model = [row(field, f"model.{field.name}", said[field.name]) for field in fields]
     parts = [INTRODUCTION, table([*model, *training(RunConfig, "")]), "## Experiments: `eval`\n"]
+    first: dict[str, str] = {}  # a long text -> the experiment that has it first; others refer to it
     for name, what in EXPERIMENTS.items():
         of, quick = experiment(name).Settings, experiment(name).QUICK
-        rows = [row(field, field.name, notes(of)[field.name], quick) for field in dataclasses.fields(of)]
+        said = {key: text if first.setdefault(text, name) == name or len(text) < 60 else f"as for `{first[text]}`"
+                for key, text in notes(of).items()}  # fmt: skip
+        rows = [row(field, field.name, said[field.name], quick) for field in dataclasses.fields(of)]
         parts.append(f"### {name}\n\n{what}.\n\n{table(rows, ' `--quick` |')}")
     return "\n".join(parts)
 
