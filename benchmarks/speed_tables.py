@@ -8,7 +8,7 @@ SIZES = ("batch", "heads", "length", "width")
 DTYPES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 KINDS = {"forward": "forward", "backward": "backward", "both": "forward + backward"}
 CUDNN = "softmax[cudnn]"
-SHOWN = (4096, 16384)
+SHOWN = 4096
 REMOVED = "gluon"  # in the names of forms that were measured and are no longer there
 
 
@@ -66,12 +66,12 @@ def speed_table(results: Path) -> list[str]:
 def attention_gpu_table(path: Path) -> list[str]:
     """A GPU's: ours and the fastest FlashDiffAttn, over softmax attention on cuDNN and FlashAttention-2, with TFLOP/s.
 
-    Causal attention of the ``SHOWN`` lengths; the Triton backend as it is and, where that is faster, in another form.
+    Causal attention of the length ``SHOWN``; the Triton backend as it is and, where that is faster, in another form.
     """
     record = json.loads(path.read_text())
     shapes: dict[tuple, list[dict]] = {}
     for row in record["rows"]:
-        if "both_ms" in row and row["causal"] and row["length"] in SHOWN and REMOVED not in row["backend"]:
+        if "both_ms" in row and row["causal"] and row["length"] == SHOWN and REMOVED not in row["backend"]:
             shapes.setdefault((*(row[size] for size in SIZES), row["dtype"]), []).append(row)
     lines = header("batch, h, N, d", "who", *KINDS.values(), "TFLOP/s forward, backward", "of the matrix product")
     for (*sizes, dtype), rows in shapes.items():
