@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from lightning.fabric.strategies import DDPStrategy, ModelParallelStrategy
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from diff_transformer import DiffTransformerForCausalLM
 from diff_transformer.lab.recipes import recipe
@@ -22,9 +23,9 @@ from diff_transformer.train.training_data import BatchPart, Rows, mixture_shares
 class Noting(Objective):
     rows: list[int]
 
-    def forward(self, inputs: dict, targets, weights):
+    def forward(self, inputs: dict, targets, weights, dense=None):
         self.rows.append(len(targets))
-        return super().forward(inputs, targets, weights)
+        return super().forward(inputs, targets, weights, dense)
 
 
 def stepper(monkeypatch, settings: list[str], kind: type, processes: int) -> tuple[Stepper, list[bool]]:
@@ -85,6 +86,25 @@ def test_passes_add_up_to_the_batch(monkeypatch):
         assert outcome.norm == pytest.approx(outcomes[0].norm, rel=1e-4)
         assert outcome.nats == pytest.approx(outcomes[0].nats, rel=1e-5)
         assert outcome.tokens == outcomes[0].tokens
+
+
+class Reads(TorchDispatchMode):
+    """Counts the operators that read a number from the device."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        read = func in (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.nonzero.default)
+        self.count += read or (func == torch.ops.aten.index.Tensor and args[1][0].dtype == torch.bool)
+        return func(*args, **(kwargs or {}))
+
+
+def test_passes_do_not_wait_for_the_device(monkeypatch):
+    """Whether most tokens have a loss is asked once, of rows on the host."""
+    made, _ = stepper(monkeypatch, ["train.micro_batch_size=2"], DDPStrategy, 1)
+    with Reads() as reads:
+        made.step(rows(8), 1e-3, lambda: False)
+    assert (len(made.model.rows), reads.count) == (4, 1)
 
 
 @pytest.mark.parametrize(

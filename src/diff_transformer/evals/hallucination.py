@@ -52,7 +52,7 @@ class Settings:
     # New tokens for an answer.
     answer_tokens: int = 32
     # "containment" (no model), "lm:PATH" (a local causal LM), or "endpoint": an OpenAI-compatible chat endpoint, named
-    # by the environment variables DIFF_TRANSFORMER_JUDGE_URL, _MODEL and _KEY
+    # by the environment variables DIFF_TRANSFORMER_JUDGE_URL, _MODEL and _KEY (extra "judge")
     judge: str = "containment"
     # Price of the endpoint per million tokens of prompts.
     prompt_price: float = 0.0

@@ -6,35 +6,28 @@ The environment names the endpoint:
     DIFF_TRANSFORMER_JUDGE_MODEL   the model's name there
     DIFF_TRANSFORMER_JUDGE_KEY     the bearer token; a server of your own may need none
 
-The key goes into the Authorization header of requests to that address and nowhere else: not into the cache, results or
-messages, and not along with a redirection. Each reply is appended to a file as it arrives, under a hash of its
-request, so an interrupted run never asks again.
+The package ``openai`` sends the requests and repeats those that fail for the moment. The key goes into the
+Authorization header of requests to that address and nowhere else: not into the cache, results or messages, and not
+along with a redirection. Each reply is appended to a file as it arrives, under a hash of its request, so an
+interrupted run never asks again.
 """
 
-import datetime
-import email.utils
 import hashlib
 import json
 import math
 import os
-import random
 import time
-import urllib.error
 import urllib.parse
-import urllib.request
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from http.client import HTTPException
 from pathlib import Path
+from typing import Any
 
-from diff_transformer.checks import require_positive
+from diff_transformer.checks import require_extra, require_positive
 from diff_transformer.durable import append_lines, read_lines
 
 URL, MODEL, KEY = (f"DIFF_TRANSFORMER_JUDGE_{name}" for name in ("URL", "MODEL", "KEY"))
-TRANSIENT = frozenset({408, 409, 425, 429, 500, 502, 503, 504, 520, 522, 524, 529})
-LONGEST_WAIT = 300.0  # seconds between two tries
 CHARACTERS_PER_TOKEN = 3.0  # English text has about 4; a smaller number keeps estimates high
-MAX_REPLY_BYTES = 4 << 20
 
 
 @dataclass(frozen=True)
@@ -59,11 +52,6 @@ class Endpoint:
             raise ValueError(f"{MODEL} is empty; name the model that judges")
         if any(ord(char) < 33 or ord(char) > 126 for char in self.key):
             raise ValueError(f"{KEY} holds a space, a line end or a character that no header can carry")
-
-    @property
-    def address(self) -> str:
-        path = self.url.rstrip("/")
-        return path if path.endswith("/chat/completions") else f"{path}/chat/completions"
 
     @property
     def host(self) -> str:
@@ -133,7 +121,10 @@ class ChatClient:
         tries: requests per reply, including the first.
         prices: for ``spent``.
         max_cost: raise ``JudgeError`` once this client has spent this much; None for no limit.
-        sleep, clock: replacements for those of ``time``.
+        sleep, clock: replacements for those of ``time``, for the rate limit.
+
+    Raises:
+        RuntimeError: if the package ``openai`` is not installed, naming the extra that installs it.
     """
 
     def __init__(
@@ -161,10 +152,9 @@ class ChatClient:
         self.timeout, self.tries = timeout, tries
         self.prices, self.max_cost = prices or Prices(), max_cost
         self.sleep, self.clock = sleep, clock
-        self.requests, self.prompt_tokens, self.completion_tokens = 0, 0, 0
+        self.prompt_tokens, self.completion_tokens = 0, 0
         self._next_start = -math.inf
-        self._jitter = random.Random(os.getpid())
-        self._opener = urllib.request.build_opener(_NoRedirection)
+        self._client = self._connect()
 
     @property
     def spent(self) -> float:
@@ -180,7 +170,7 @@ class ChatClient:
         Raises:
             JudgeError: if the endpoint refuses or does not recover within ``tries`` requests, or ``max_cost`` is spent.
         """
-        body = self._body(prompt)
+        body = {"model": self.endpoint.model, "messages": [{"role": "user", "content": prompt}], **self.options}
         key = hashlib.sha256(json.dumps([body, attempt], sort_keys=True).encode()).hexdigest()
         if key not in self.replies:
             if self.max_cost is not None and self.spent >= self.max_cost > 0:
@@ -188,7 +178,7 @@ class ChatClient:
                     f"{self.spent:.4g} of max_cost {self.max_cost:g} is spent; raise max_cost and start again: the "
                     "replies so far are in the cache"
                 )
-            text, usage = self._ask(json.dumps(body).encode(), prompt)
+            text, usage = self._ask(body, prompt)
             self.prompt_tokens += usage[0]
             self.completion_tokens += usage[1]
             self.replies[key] = text = self._without_key(text)
@@ -205,64 +195,44 @@ class ChatClient:
         requests = len(prompt_characters)
         return Estimate(requests, prompts, requests * each, self.prices.of(prompts, requests * each))
 
-    def _body(self, prompt: str) -> dict:
-        return {"model": self.endpoint.model, "messages": [{"role": "user", "content": prompt}], **self.options}
+    def _connect(self) -> Any:
+        require_extra("judge", "a judge endpoint", "openai")
+        import openai
 
-    def _ask(self, body: bytes, prompt: str) -> tuple[str, tuple[int, int]]:
-        failure = ""
-        for number in range(self.tries):
-            self._keep_the_rate()
-            wait = None
-            try:
-                return _read(self._send(body), prompt)
-            except urllib.error.HTTPError as error:
-                wait, failure = self._refusal(error)
-                if failure == "":
-                    return "", (0, 0)
-            except _Malformed as error:
-                failure = f"the reply is not one of a chat endpoint: {error}"
-            except (urllib.error.URLError, HTTPException, OSError) as error:
-                reason = getattr(error, "reason", error)
-                timed_out = isinstance(reason, TimeoutError)
-                failure = f"no reply within {self.timeout:g} s" if timed_out else f"{type(reason).__name__}: {reason}"
-            if number + 1 < self.tries:
-                backoff = min(2.0**number, 60.0) * (0.5 + self._jitter.random() / 2)
-                self.sleep(max(wait or 0.0, backoff))
-        raise JudgeError(
-            self._without_key(f"{self.endpoint.host} gave no answer in {self.tries} tries: {failure}; {_KEPT}")
+        return openai.OpenAI(
+            base_url=self.endpoint.url.rstrip("/").removesuffix("/chat/completions"),
+            api_key=self.endpoint.key or "none",
+            timeout=self.timeout,
+            max_retries=self.tries - 1,
+            http_client=openai.DefaultHttpxClient(follow_redirects=False),
         )
 
-    def _send(self, body: bytes) -> bytes:
-        headers = {"Content-Type": "application/json", "Accept": "application/json"}
-        if self.endpoint.key:
-            headers["Authorization"] = f"Bearer {self.endpoint.key}"
-        request = urllib.request.Request(self.endpoint.address, data=body, headers=headers, method="POST")
-        self.requests += 1
-        with self._opener.open(request, timeout=self.timeout) as response:
-            return response.read(MAX_REPLY_BYTES)
+    def _ask(self, body: dict, prompt: str) -> tuple[str, tuple[int, int]]:
+        import openai
 
-    def _refusal(self, error: urllib.error.HTTPError) -> tuple[float | None, str]:
-        """(seconds that the endpoint asks to wait, its message); no message if a content filter refused the text.
-
-        Raises:
-            JudgeError: for an error that a new request cannot fix.
-        """
+        self._keep_the_rate()
+        unsent = ("OpenAI-Organization", "OpenAI-Project")  # what the package takes from the environment
         try:
-            said = error.read(4096).decode("utf-8", "replace")
-        except (OSError, HTTPException):
-            said = ""
-        failure = f"HTTP {error.code}: {' '.join(said.split())[:300] or error.reason}"
-        if error.code == 400 and "content_filter" in said:
-            return None, ""
-        if 300 <= error.code < 400:
-            raise JudgeError(f"{self.endpoint.host} redirects; set {URL} to the address it redirects to; {_KEPT}")
-        if error.code not in TRANSIENT:
-            hint = f"check {KEY}" if error.code in (401, 403) else f"check {URL} and {MODEL}, and judge_options"
-            raise JudgeError(self._without_key(f"{self.endpoint.host} refuses: {failure}; {hint}; {_KEPT}"))
-        wait = _retry_after(error.headers.get("Retry-After"))
-        if wait is not None and wait > LONGEST_WAIT:
-            raise JudgeError(f"{self.endpoint.host} asks to wait {wait:.0f} s; {_KEPT}")
-        return wait, failure
+            raw = self._client.chat.completions.with_raw_response.create(
+                model=body["model"],
+                messages=body["messages"],
+                extra_body=self.options,
+                extra_headers={name: openai.Omit() for name in unsent},
+            )
+            return _read(raw.content, prompt)
+        except openai.APIStatusError as error:
+            said = error.response.text
+            if error.status_code == 400 and "content_filter" in said:
+                return "", (0, 0)
+            failure = _refusal(error.status_code, " ".join(said.split())[:300], self.tries)
+        except openai.APITimeoutError:
+            failure = f"gave no answer in up to {self.tries} tries: no reply within {self.timeout:g} s"
+        except openai.APIConnectionError as error:
+            failure = f"gave no answer in up to {self.tries} tries: {error.__cause__ or error}"
+        except _Malformed as error:
+            failure = f"sends what is no reply of a chat endpoint: {error}; check {URL}"
+        kept = "replies so far are kept; run again with --resume"
+        raise JudgeError(self._without_key(f"{self.endpoint.host} {failure}; {kept}"))
 
     def _keep_the_rate(self) -> None:
         now = self.clock()
@@ -274,56 +244,35 @@ class ChatClient:
         return text.replace(self.endpoint.key, "[key]") if self.endpoint.key else text
 
 
-_KEPT = "replies so far are kept; run again with --resume"
-
-
 class _Malformed(Exception):
     """A reply of status 200 that does not have the form of a chat completion."""
 
 
-class _NoRedirection(urllib.request.HTTPRedirectHandler):
-    """Follows no redirect: the key must not reach another host, and a POST must not become a GET."""
-
-    def redirect_request(self, req, fp, code, msg, headers, newurl):
-        return None
+def _refusal(status: int, said: str, tries: int) -> str:
+    """What to say of an error of status ``status``, which the package has repeated where that could help."""
+    if 300 <= status < 400:
+        return f"redirects; set {URL} to the address it redirects to"
+    if status in (408, 409, 429) or status >= 500:
+        return f"gave no answer in up to {tries} tries: HTTP {status}: {said}"
+    hint = f"check {KEY}" if status in (401, 403) else f"check {URL} and {MODEL}, and judge_options"
+    return f"refuses: HTTP {status}: {said}; {hint}"
 
 
 def _read(data: bytes, prompt: str) -> tuple[str, tuple[int, int]]:
     """(text, (prompt tokens, completion tokens)) of a reply. Tokens are estimated if the reply does not count them."""
-    excerpt = " ".join(data[:200].decode("utf-8", "replace").split())
     try:
         reply = json.loads(data)
-    except (json.JSONDecodeError, UnicodeDecodeError, RecursionError):
-        raise _Malformed(f"no JSON, but {excerpt!r}") from None
-    try:
-        text = reply["choices"][0]["message"].get("content")
-    except (KeyError, IndexError, TypeError, AttributeError):
-        raise _Malformed(f"no choices[0].message in {excerpt!r}") from None
-    if text is not None and not isinstance(text, str):
-        raise _Malformed(f"content is no text in {excerpt!r}")
+        text = reply["choices"][0]["message"].get("content") or ""
+        if not isinstance(text, str):
+            raise TypeError
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
+        raise _Malformed(repr(" ".join(data[:200].decode("utf-8", "replace").split()))) from None
     counted = reply.get("usage")
     counted = counted if isinstance(counted, dict) else {}
-    estimates = {"prompt_tokens": len(prompt), "completion_tokens": len(text or "")}
+    estimates = {"prompt_tokens": len(prompt), "completion_tokens": len(text)}
     tokens = [_count(counted.get(name), math.ceil(n / CHARACTERS_PER_TOKEN)) for name, n in estimates.items()]
-    return text or "", (tokens[0], tokens[1])
+    return text, (tokens[0], tokens[1])
 
 
 def _count(value: object, otherwise: int) -> int:
     return value if isinstance(value, int) and not isinstance(value, bool) and value >= 0 else otherwise
-
-
-def _retry_after(value: str | None) -> float | None:
-    """Seconds to wait, from a number of seconds or an HTTP date; None otherwise."""
-    if not value:
-        return None
-    try:
-        seconds = float(value)
-        return seconds if math.isfinite(seconds) and seconds >= 0 else None
-    except ValueError:
-        pass
-    try:
-        date = email.utils.parsedate_to_datetime(value)
-    except (TypeError, ValueError):
-        return None
-    date = date if date.tzinfo else date.replace(tzinfo=datetime.UTC)
-    return max(0.0, (date - datetime.datetime.now(datetime.UTC)).total_seconds())

@@ -33,7 +33,9 @@ class Objective(nn.Module):
         self.model: Any = model
         self.chunk, self.start = chunk, start
 
-    def forward(self, inputs: dict, targets: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(
+        self, inputs: dict, targets: Tensor, weights: Tensor, dense: bool | None = None
+    ) -> tuple[Tensor, Tensor]:
         """The loss of a batch, a scalar, and the sum of nats of each row [B], without gradient.
 
         Args:
@@ -41,16 +43,18 @@ class Objective(nn.Module):
             targets: int64 [B, n], what the first n tokens of each row predict (n = T - 1 for whole rows), -100 for
                 none.
             weights: [B, n], fp32 at least, which no precision of ``train.precision`` rounds.
+            dense: whether most tokens have a loss, so that all get logits; None to count, for which the host waits.
         """
         hidden = self.model.base_model(**inputs, use_cache=False).last_hidden_state[:, : targets.shape[1]]
-        loss, losses = self._losses(hidden.flatten(0, 1), targets.flatten(), weights.flatten())  # hidden [B, n, D]
+        loss, losses = self._losses(hidden.flatten(0, 1), targets.flatten(), weights.flatten(), dense)
         return loss, losses.detach().view(len(targets), -1).sum(1)
 
     def compile_loss(self) -> None:
-        """Compile what follows the last layer, which then does not wait for the device either (see ``_losses``)."""
-        self._losses = torch.compile(self._losses)
+        """Compile what follows the last layer. All tokens get logits: the number of those with a loss varies."""
+        compiled = torch.compile(self._losses)
+        self._losses = lambda hidden, targets, weights, dense: compiled(hidden, targets, weights, True)
 
-    def _losses(self, hidden: Tensor, targets: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
+    def _losses(self, hidden: Tensor, targets: Tensor, weights: Tensor, dense: bool | None) -> tuple[Tensor, Tensor]:
         """``hidden [N, D]``, ``targets [N]``, ``weights [N]`` -> the weighted sum, and each token's loss [N]."""
         output = self.model.get_output_embeddings()
         head, chunk = output.weight, self.chunk or None
@@ -61,12 +65,17 @@ class Objective(nn.Module):
         if chunk:
             return weighted_cross_entropy(hidden, head, targets, weights, chunk=chunk)
         wanted = targets != IGNORED
-        if torch.compiler.is_compiling() or 2 * wanted.sum() > len(targets):
+        if mostly(wanted) if dense is None else dense:
             losses = F.cross_entropy(output(hidden).float(), targets, reduction="none", ignore_index=IGNORED)
         else:  # logits of the tokens that have a loss
             few = F.cross_entropy(output(hidden[wanted]).float(), targets[wanted], reduction="none")
             losses = few.new_zeros(len(targets)).masked_scatter(wanted, few)
         return (losses * weights).sum(), losses
+
+
+def mostly(wanted: Tensor) -> bool:
+    """Whether most of ``wanted`` is true."""
+    return bool(2 * wanted.sum() > wanted.numel())
 
 
 def predicted(labels: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from diff_transformer.data.mixture import IGNORED
 from diff_transformer.train.config import OptimConfig, RunConfig
 from diff_transformer.train.context_parallel import WHOLE
-from diff_transformer.train.loss import count_by_source, predicted, token_weights
+from diff_transformer.train.loss import count_by_source, mostly, predicted, token_weights
 from diff_transformer.train.parallelize import batch_part, reshard, sum_over_replicas
 from diff_transformer.train.telemetry import full_tensor, gradient_norms
 from diff_transformer.train.training_data import Rows, mixture_shares, model_inputs, without_first_tokens
@@ -73,6 +73,7 @@ class Stepper:
         for group in self.optimizer.param_groups:
             group["lr"] = rate
         shares, micro_batch = mixture_shares(config.data, number), config.train.rows_of_a_pass(self.batch_part.size)
+        dense = mostly(predicted(rows.labels))  # of rows that the host still has
         ids, labels, source = fabric.to_device(rows)
         counts = self._sum(count_by_source(labels, source, len(shares)), self.batch_part.size)
         weights = token_weights(labels, source, counts, shares, config.data.loss)
@@ -83,7 +84,7 @@ class Stepper:
             if config.train.parallel.replicas > 1:
                 sum_over_replicas(self.model, i == len(passes) - 1)
             with fabric.no_backward_sync(self.model, enabled=i < len(passes) - 1 and not self.sharded):
-                loss, row_nats = self.model(*self._part(*inputs))
+                loss, row_nats = self.model(*self._part(*inputs), dense)
                 fabric.backward(loss * parts)  # DDP and FSDP2 average over processes; this loss is a sum
             total += loss.detach()
             nats.index_add_(0, row_source, row_nats.to(nats))
@@ -93,8 +94,10 @@ class Stepper:
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         asked = torch.tensor(float(stop()), device=fabric.device)
-        total, stops, *nats = self._sum(torch.cat((torch.stack((total, asked)), nats)), parts).tolist()
-        return Outcome(total, full_tensor(norm).item(), stops > 0, norms, nats, counts.tolist())
+        summed = self._sum(torch.cat((torch.stack((total, asked)), nats)), parts)
+        # One read, the only one of a step: the host waits for the device here.
+        norm, total, stops, *by_source = torch.cat((full_tensor(norm).to(summed)[None], summed, counts)).tolist()
+        return Outcome(total, norm, stops > 0, norms, by_source[: len(shares)], by_source[len(shares) :])
 
     @torch.no_grad()
     def validation_loss(self, held_out: Tensor, labels: Tensor | None = None) -> float:
@@ -111,12 +114,13 @@ class Stepper:
         padding = torch.arange(-len(held_out) % self.batch_part.size) % len(held_out)
         ids, labels = (self.batch_part.of(torch.cat((tensor, tensor[padding]))) for tensor in (held_out, labels))
         weights = predicted(labels).float()
+        dense = mostly(weights > 0)
         weights[max(0, len(held_out) - self.batch_part.rank * len(ids)) :] = 0
         sums = []  # nats and tokens of each pass, which are read once: the device need not wait for the host
         micro_batch = min(VALIDATION_ROWS, self.config.train.micro_batch_size or VALIDATION_ROWS)
         for part in zip(*(tensor.split(micro_batch) for tensor in (ids, labels, weights)), strict=True):
             inputs, targets, weights_of_part = self._part(*self.fabric.to_device(part))
-            nats, _ = self.model(inputs, targets, weights_of_part)
+            nats, _ = self.model(inputs, targets, weights_of_part, dense)
             sums.append(torch.stack((nats, weights_of_part.sum().to(nats))))
         reshard(self.model)
         parts = self.batch_part.size * self.context.size
