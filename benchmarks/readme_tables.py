@@ -18,6 +18,7 @@ from speed_tables import (
     attention_table,
     compiled_table,
     decode_table,
+    others_table,
     speed_table,
     step_table,
     throughput_table,
@@ -28,6 +29,7 @@ RESULTS = ROOT / "benchmarks" / "results"
 PAGES = (
     ROOT / "README.md",
     ROOT / "docs" / "performance.md",
+    ROOT / "docs" / "comparison.md",
     ROOT / "figures" / "demo" / "README.md",
     ROOT / "figures" / "novels" / "README.md",
     ROOT / "figures" / "table7_throughput" / "README.md",
@@ -59,6 +61,7 @@ def claims_table(path: Path) -> list[str]:
 
 TABLES = {
     "speed": (speed_table, RESULTS),
+    "others": (others_table, RESULTS / "others_cpu.json"),
     "demo": (claims_table, ROOT / "figures" / "demo" / "results.json"),
     "novels": (claims_table, ROOT / "figures" / "novels" / "results.json"),
     "attention": (attention_table, RESULTS / "attention_cpu.json"),

@@ -145,6 +145,21 @@ def step_table(path: Path) -> list[str]:
     return [*lines, "", machine(record)]
 
 
+def others_table(path: Path) -> list[str]:
+    """One layer in this package and in others: forward, forward + backward and memory, over ours in its group."""
+    record = json.loads(path.read_text())
+    lines = header("layer", "tokens", "forward, ms", "forward + backward, ms", "over ours", "peak, MB")
+    for row in record["rows"]:
+        size = f"{row['batch']} x {row['length']}"
+        if row["gate"] != "passed":
+            lines.append(line(row["side"], size, "not equal to ours", "", "", ""))
+            continue
+        ratios = f"{row['forward_ratio']:.2f}, {row['both_ratio']:.2f}"
+        times = (f"{row[f'{kind}_ms']:.1f}" for kind in ("forward", "both"))
+        lines.append(line(row["side"], size, *times, ratios, f"{row['peak_bytes'] / 1e6:.0f}"))
+    return [*lines, "", machine(record)]
+
+
 def pairs_of(rows: list[dict]) -> list[tuple[dict, dict]]:
     """The Transformer's and DIFF's row of each setting; one without its partner is left out."""
     sides = ([row for row in rows if row["side"] == side] for side in ("softmax", "diff"))
