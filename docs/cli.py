@@ -41,6 +41,9 @@ A recipe sets what differs from these defaults. `compare` trains both sides with
 def commands() -> str:
     command = typer.main.get_command(app)
     text = get_docs_for_click(obj=command, ctx=typer.Context(command), name="diff-transformer", title="Commands")
+    text = re.sub(r"\*\*Commands\*\*:\n\n(?:\* .*\n)+\n", "", text)  # their first lines, cut off
+    text = text.replace("* `--help`: Show this message and exit.\n", "")
+    text = text.replace("**Usage**:\n\n", "")
     return "\n".join(line.rstrip() for line in text.strip().splitlines()) + "\n"
 
 

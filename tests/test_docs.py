@@ -165,6 +165,13 @@ def test_no_files_import_each_other_in_a_circle():
         pytest.fail(f"these files import each other in a circle: {' -> '.join(error.args[1])}")
 
 
+def test_the_documentation_is_short():
+    """Words that people wrote: not those of generated pages, nor those that scripts put between marks."""
+    pages = {page: page.read_text() for page in (ROOT / "docs").glob("*.md") if page.stem not in ("cli", "settings")}
+    written = [re.sub(r"<!-- (\w+) -->\n.*?<!-- /\1 -->", "", text, flags=re.DOTALL) for text in pages.values()]
+    assert sum(len(text.split()) for text in written) < 23_000
+
+
 @pytest.mark.parametrize("room", ["data", "evals", "model", "serving", "train"])
 def test_what_uses_the_operator_asks_no_backend(room):
     backend = re.compile(r"diff_transformer\.ops(?:\.| import )(?:\w+, )*(?:cpu|gluon|jax|table|triton)\b")
