@@ -18,6 +18,8 @@ from speed_tables import (
     attention_table,
     compiled_table,
     decode_table,
+    others_table,
+    speed_table,
     step_table,
     throughput_table,
 )
@@ -27,7 +29,9 @@ RESULTS = ROOT / "benchmarks" / "results"
 PAGES = (
     ROOT / "README.md",
     ROOT / "docs" / "performance.md",
-    ROOT / "docs" / "reproduction.md",
+    ROOT / "docs" / "comparison.md",
+    ROOT / "figures" / "demo" / "README.md",
+    ROOT / "figures" / "novels" / "README.md",
     ROOT / "figures" / "table7_throughput" / "README.md",
 )
 
@@ -55,14 +59,9 @@ def claims_table(path: Path) -> list[str]:
     ]
 
 
-def experiments_table(path: Path) -> list[str]:
-    from diff_transformer.lab.evaluate import EXPERIMENTS
-
-    return ["| `eval` | in the paper |", "|---|---|", *(f"| `{name}` | {what} |" for name, what in EXPERIMENTS.items())]
-
-
 TABLES = {
-    "experiments": (experiments_table, ROOT),
+    "speed": (speed_table, RESULTS),
+    "others": (others_table, RESULTS / "others_cpu.json"),
     "demo": (claims_table, ROOT / "figures" / "demo" / "results.json"),
     "novels": (claims_table, ROOT / "figures" / "novels" / "results.json"),
     "attention": (attention_table, RESULTS / "attention_cpu.json"),

@@ -1,40 +1,77 @@
 """Markdown of the benchmarks' records. Times are shares of the matched softmax attention's: lower is faster."""
 
 import json
+from collections.abc import Iterable
 from pathlib import Path
 
 SIZES = ("batch", "heads", "length", "width")
 DTYPES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 KINDS = {"forward": "forward", "backward": "backward", "both": "forward + backward"}
 CUDNN = "softmax[cudnn]"
-SHOWN = (4096, 16384)
+SHOWN = 4096
 REMOVED = "gluon"  # in the names of forms that were measured and are no longer there
 
 
 def attention_table(path: Path) -> list[str]:
-    """The CPU's: a line for each backend and shape."""
+    """The CPU's: a line for each shape, and the range of the backend ``sdpa`` over all of them."""
     record = json.loads(path.read_text())
     kinds = [(dtype, kind) for dtype in ("float32", "bfloat16") for kind in ("forward", "both")]
-    lines = header("backend", "batch, h, N, d", *(f"{DTYPES[dtype]} {KINDS[kind]}" for dtype, kind in kinds))
-    table: dict[tuple, dict] = {}
+    lines = header("batch, h, N, d", *(f"{DTYPES[dtype]} {KINDS[kind]}" for dtype, kind in kinds))
+    table: dict[str, dict[tuple, dict]] = {"blockwise": {}, "sdpa": {}}
     for row in record["rows"]:
-        if row["backend"] in ("blockwise", "sdpa") and row["gate"] == "passed":
-            ratios = table.setdefault((row["backend"], *(row[size] for size in SIZES)), {})
+        if row["backend"] in table and row["gate"] == "passed":
+            ratios = table[row["backend"]].setdefault(tuple(row[size] for size in SIZES), {})
             ratios.update({(row["dtype"], kind): row.get(f"{kind}_ratio") for kind in ("forward", "both")})
-    for (backend, *shape), ratios in table.items():
-        lines.append(line(backend, ", ".join(map(str, shape)), *(number(ratios.get(kind), 2) for kind in kinds)))
+    for shape, ratios in table["blockwise"].items():
+        lines.append(line(", ".join(map(str, shape)), *(number(ratios.get(kind), 2) for kind in kinds)))
+    if table["sdpa"]:
+        ranges = [span(ratios.get(kind) for ratios in table["sdpa"].values()) for kind in kinds]
+        lines.append(line("`sdpa`, all shapes", *ranges))
     return [*lines, "", machine(record)]
+
+
+CPUS = {"attention_cpu": "AMD Zen 4", "attention_zen5": "AMD Zen 5", "attention_amx": "Intel with AMX",
+        "attention_avx2": "AMD without AVX-512"}  # fmt: skip
+OPERATOR = "operator, time over SDPA's with twice the heads (lower is faster)"
+
+
+def speed_table(results: Path) -> list[str]:
+    """README's: the operator's time over softmax attention's, and DIFF's training speed over the Transformer's."""
+
+    def rows(name: str) -> list[dict]:
+        return json.loads((results / f"{name}.json").read_text())["rows"]
+
+    lines = header("measured", "on", "DIFF / softmax")
+    for name, cpu in CPUS.items():
+        ours = [row for row in rows(name) if row["backend"] == "blockwise" and row["gate"] == "passed"]
+        shares = span(row.get(f"{kind}_ratio") for row in ours for kind in ("forward", "both"))
+        lines.append(line(OPERATOR, f"{cpu}, 2 cores", shares))
+    (ours,) = (
+        row
+        for row in rows("attention_gpu")
+        if row["causal"] and (row["backend"], row["length"], row["width"]) == ("triton", 4096, 128)
+    )
+    cudnn, flash = ours["both_ratio"], ours["ratios"]["softmax[flash]"]["both"]
+    times = f"{cudnn:.2f} (cuDNN), {flash:.2f} (FlashAttention-2)"
+    lines.append(line("the same, forward + backward: width 128, 4096 tokens, bf16", "NVIDIA H200", times))
+    cpu_pairs, gpu_pairs = (pairs_of(rows(name)) for name in ("throughput_cpu", "throughput_gpu"))
+    for pairs, on in ((cpu_pairs, "AMD Zen 4, 2 cores"), (gpu_pairs, "NVIDIA H200")):
+        for _, diff in pairs:
+            size = f"{model(diff)}, {diff['batch']} x {diff['length']}"
+            ratio = number(diff["forward_backward_ratio"], 2)
+            lines.append(line(f"training, tokens/s (higher is faster): {size}", on, ratio))
+    return lines
 
 
 def attention_gpu_table(path: Path) -> list[str]:
     """A GPU's: ours and the fastest FlashDiffAttn, over softmax attention on cuDNN and FlashAttention-2, with TFLOP/s.
 
-    Causal attention of the ``SHOWN`` lengths; the Triton backend as it is and, where that is faster, in another form.
+    Causal attention of the length ``SHOWN``; the Triton backend as it is and, where that is faster, in another form.
     """
     record = json.loads(path.read_text())
     shapes: dict[tuple, list[dict]] = {}
     for row in record["rows"]:
-        if "both_ms" in row and row["causal"] and row["length"] in SHOWN and REMOVED not in row["backend"]:
+        if "both_ms" in row and row["causal"] and row["length"] == SHOWN and REMOVED not in row["backend"]:
             shapes.setdefault((*(row[size] for size in SIZES), row["dtype"]), []).append(row)
     lines = header("batch, h, N, d", "who", *KINDS.values(), "TFLOP/s forward, backward", "of the matrix product")
     for (*sizes, dtype), rows in shapes.items():
@@ -108,6 +145,21 @@ def step_table(path: Path) -> list[str]:
     return [*lines, "", machine(record)]
 
 
+def others_table(path: Path) -> list[str]:
+    """One layer in this package and in others: forward, forward + backward and memory, over ours in its group."""
+    record = json.loads(path.read_text())
+    lines = header("layer", "tokens", "forward, ms", "forward + backward, ms", "over ours", "peak, MB")
+    for row in record["rows"]:
+        size = f"{row['batch']} x {row['length']}"
+        if row["gate"] != "passed":
+            lines.append(line(row["side"], size, "not equal to ours", "", "", ""))
+            continue
+        ratios = f"{row['forward_ratio']:.2f}, {row['both_ratio']:.2f}"
+        times = (f"{row[f'{kind}_ms']:.1f}" for kind in ("forward", "both"))
+        lines.append(line(row["side"], size, *times, ratios, f"{row['peak_bytes'] / 1e6:.0f}"))
+    return [*lines, "", machine(record)]
+
+
 def pairs_of(rows: list[dict]) -> list[tuple[dict, dict]]:
     """The Transformer's and DIFF's row of each setting; one without its partner is left out."""
     sides = ([row for row in rows if row["side"] == side] for side in ("softmax", "diff"))
@@ -161,28 +213,32 @@ def number(value: float | None, digits: int) -> str:
     return "" if value is None else f"{value:.{digits}f}"
 
 
+def span(values: Iterable[float | None]) -> str:
+    """The smallest and the largest of ``values``."""
+    given = [value for value in values if value is not None]
+    return f"{min(given):.2f} to {max(given):.2f}" if given else ""
+
+
 def percent(share: float) -> str:
     return f"{100 * share:.0f} %"
 
 
 def compiled_table(path: Path) -> list[str]:
-    """What the compiler tells of the GPU kernels: a line for each GPU and width."""
+    """What the compiler tells of the GPU kernels: a line for each GPU and the paper's widths."""
     record = json.loads(path.read_text())
-    forms, rivals = ("forward", "two passes", "one pass"), ("FlashDiffAttn_1", "FlashDiffAttn_2")
-    lines = header("GPU", "d, Dv", *forms, *rivals, "repeated", "spilled", "least time, ms", "decoding, ms")
+    forms = ("forward", "two passes", "one pass")
+    lines = header("GPU", "d", *forms, "repeated", "spilled", "least time, ms", "decoding, ms")
     for total in record["sums"]:
-        if total["dtype"] != "bfloat16":
+        if total["dtype"] != "bfloat16" or (total["width"], total["value_width"]) not in ((64, 128), (128, 256)):
             continue
         same = ("capability", "dtype", "width", "value_width", "language")
         rows = [row for row in record["rows"] if all(row[name] == total[name] for name in same)]
-        theirs = (total[name] for name in ("flash_diff_1", "flash_diff_2"))
         ours = [total.get(form, {}) for form in forms]
         lines.append(
             line(
                 f"sm_{total['capability']}" + (", Gluon" if total["language"] == "gluon" else ""),
-                f"{total['width']}, {total['value_width']}",
+                f"{total['width']}",
                 *(number(form.get("units"), 1) for form in ours),
-                *(f"{units['forward']:g} + {units['backward']:g}" for units in theirs),
                 percent(max(row["executed_over_needed"] for row in rows) - 1),
                 f"{max(row['spilled_bytes'] for row in rows)} B",
                 " + ".join(number(form["roofline_ms"], 2) for form in ours[:2] if form),

@@ -41,6 +41,9 @@ A recipe sets what differs from these defaults. `compare` trains both sides with
 def commands() -> str:
     command = typer.main.get_command(app)
     text = get_docs_for_click(obj=command, ctx=typer.Context(command), name="diff-transformer", title="Commands")
+    text = re.sub(r"\*\*Commands\*\*:\n\n(?:\* .*\n)+\n", "", text)  # their first lines, cut off
+    text = text.replace("* `--help`: Show this message and exit.\n", "")
+    text = text.replace("**Usage**:\n\n", "")
     return "\n".join(line.rstrip() for line in text.strip().splitlines()) + "\n"
 
 
@@ -49,9 +52,12 @@ def settings() -> str:
     fields = [field for field in dataclasses.fields(DiffTransformerConfig) if field.name in said]
     model = [row(field, f"model.{field.name}", said[field.name]) for field in fields]
     parts = [INTRODUCTION, table([*model, *training(RunConfig, "")]), "## Experiments: `eval`\n"]
+    first: dict[str, str] = {}  # a long text -> the experiment that has it first; others refer to it
     for name, what in EXPERIMENTS.items():
         of, quick = experiment(name).Settings, experiment(name).QUICK
-        rows = [row(field, field.name, notes(of)[field.name], quick) for field in dataclasses.fields(of)]
+        said = {key: text if first.setdefault(text, name) == name or len(text) < 60 else f"as for `{first[text]}`"
+                for key, text in notes(of).items()}  # fmt: skip
+        rows = [row(field, field.name, said[field.name], quick) for field in dataclasses.fields(of)]
         parts.append(f"### {name}\n\n{what}.\n\n{table(rows, ' `--quick` |')}")
     return "\n".join(parts)
 

@@ -143,15 +143,19 @@ def prepared() -> str:
 
 
 def reliability() -> str:
-    """Every fault of the reliability record, with its outcomes and their counts."""
+    """The faults of the reliability record by part; those with the same outcomes share a line."""
     rows = json.loads((DOCS.parent / "benchmarks" / "results" / "reliability.json").read_text())["rows"]
-    lines, part = [], None
-    for row in rows:
-        if row["part"] != part:
-            part = row["part"]
-            lines += ["", f"**{part}**", "", "| of | tried | outcome |", "|---|---|---|"]
-        outcomes = [name if count == row["tried"] else f"{count} {name}" for name, count in row["outcomes"].items()]
-        lines.append(f"| {row['fault']} | {row['tried']:,} | {', '.join(outcomes)} |")
+    lines = []
+    for part in dict.fromkeys(row["part"] for row in rows):
+        same: dict[str, tuple[list[str], int]] = {}
+        for row in (row for row in rows if row["part"] == part):
+            outcomes = row["outcomes"].items()
+            said = ", ".join(name if count == row["tried"] else f"{count} {name}" for name, count in outcomes)
+            faults, tried = same.get(said, ([], 0))
+            same[said] = ([*faults, row["fault"]], tried + row["tried"])
+        lines += ["", f"**{part}**", "", "| of | tried | outcome |", "|---|---|---|"]
+        for said, (faults, tried) in same.items():
+            lines.append(f"| {'; '.join(faults)} | {tried:,} | {said} |")
     total, minutes = sum(row["tried"] for row in rows), sum(row["seconds"] for row in rows) / 60
     said = f"{total:,} faults in {len(rows)} scenarios, which took {minutes:.0f} minutes together."
     return "\n".join([said, *lines])

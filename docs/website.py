@@ -11,7 +11,7 @@ from latex2mathml.converter import convert
 from mkdocs.structure.files import File, Files
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGES = ("README.md", "CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md", "LOG.md", "docs/*.md", "figures/**/*.md")
+PAGES = ("README.md", "CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md", "LOG.md", "docs/**/*.md", "figures/**/*.md")
 LINKED = re.compile(r"\]\(([^)\s#]+)")  # the target of a link or an image
 NOT_ON_SITE = {"docs/package.md"}
 

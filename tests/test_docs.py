@@ -42,7 +42,7 @@ def test_links_exist(page):
     assert [link for link in links if link and "://" not in link and not (page.parent / link).exists()] == []
 
 
-NOT_HERE = ("YOCO/", "Diff-Transformer", "model_executor/", "attention/")  # of other projects, in docs/conversion.md
+NOT_HERE = ("YOCO/", "Diff-Transformer", "model_executor/", "attention/", "timm/")  # files of other projects
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name)
@@ -163,6 +163,13 @@ def test_no_files_import_each_other_in_a_circle():
         graphlib.TopologicalSorter(imports).prepare()
     except graphlib.CycleError as error:
         pytest.fail(f"these files import each other in a circle: {' -> '.join(error.args[1])}")
+
+
+def test_the_documentation_is_short():
+    """Words that people wrote: not those of generated pages, nor those that scripts put between marks."""
+    pages = {page: page.read_text() for page in (ROOT / "docs").glob("*.md") if page.stem not in ("cli", "settings")}
+    written = [re.sub(r"<!-- (\w+) -->\n.*?<!-- /\1 -->", "", text, flags=re.DOTALL) for text in pages.values()]
+    assert sum(len(text.split()) for text in written) < 23_000
 
 
 @pytest.mark.parametrize("room", ["data", "evals", "model", "serving", "train"])

@@ -132,7 +132,7 @@ def test_what_findings_says_is_the_record(page):
     both = [page.tested(cells, task, "softmax") for task in ("grounded", "shots")]
     (grounded, *numbers), (shots, *low_high) = ([f"{x:.3f}" for x in row.difference[:3]] for row, _ in both)
     assert [lost for _, lost in both] == [[], []]
-    assert f"is {grounded} higher (95 % interval {numbers[0]} to {numbers[1]}, 5 seeds), its accuracy on" in text
+    assert f"is {grounded} higher (95 % CI {numbers[0]} to {numbers[1]}, 5 seeds), its accuracy on" in text
     assert f"labelled examples {shots} higher ({low_high[0]} to {low_high[1]})" in text
     assert page.primary(cells).count("| held |") == 4
     longer = [page.mean("answerable_2x")(list(cells[where]["diff_matched"].values())) for where in GROUNDED]

@@ -141,12 +141,12 @@ def test_what_pages_say_of_prose_alone_is_the_record():
     assert not any("(best, at the edge)" in line for line in lines)
     for page in ("README.md", "docs/findings.md"):
         text = " ".join((ROOT / page).read_text().split())
-        assert f"differs by {mean} nats (95 % interval {low} to {high}, 5 seeds) from the Transformer" in text
+        assert f"differs by {mean} nats (95 % CI {low} to {high}, 5 seeds) from the Transformer" in text
     for name in ("Transformer", "DIFF, lambda fixed at 0, head norm from .1"):
         at_first, _, raised = (line.split("|")[3].strip() for line in lines if line.startswith(f"| {name} | 5 |"))
         assert float(raised) > float(at_first)
         assert f"{raised} against {at_first}" in text
-    assert f"it is {lower} nats lower (95 % interval {least} to {most}), which Holm" in text
+    assert f"the difference is -{lower} (95 % CI -{most} to -{least}), which Holm" in text
     by_norm, by_half, by_lambda = gains
     assert (
         f"head norm by {by_norm} nats, with half as many heads by {by_half}, "

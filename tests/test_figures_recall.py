@@ -189,7 +189,7 @@ def test_what_pages_say_of_every_rate_is_the_record(page):
             page.own_rates(cells, six, "diff_norm1", "softmax", page.STEPS),
         )
     )
-    assert f"Of the {before[0]} in steps {after[0]} remains ({after[1]} to {after[2]}), undecided" in text
+    assert f"Of the {before[0]} in steps {after[0]} remains ({after[1]} to {after[2]}), inconclusive" in text
     page_text = " ".join((ROOT / "figures" / "recall" / "README.md").read_text().split())
     at = page.LEARNING_RATES.index(5e-4)
     ours, control = (

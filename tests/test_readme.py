@@ -28,7 +28,7 @@ def test_commands_exist():
         [sys.executable, "-m", "diff_transformer", "--help"], capture_output=True, text=True
     ).stdout
     named = set(re.findall(r"`diff-transformer (\w+)", README))
-    assert len(named) >= 8
+    assert len(named) >= 5
     assert all(re.search(rf"\b{command}\b", help_text) for command in named)
 
 
@@ -49,7 +49,8 @@ def test_plots_are_the_committed_numbers():
 
 
 def test_it_is_short():
-    assert len(README.split()) < 1500
+    assert len(README.splitlines()) <= 120
+    assert len(README.split()) < 1300
 
 
 INTERVAL = re.compile(
@@ -91,7 +92,7 @@ PAGES = ("README.md", "docs/faq.md", "docs/findings.md", "docs/reproduction.md",
 def test_intervals_in_prose_are_those_of_the_record(page, differences):
     """ "0.087 nats lower (95 % CI 0.040 to 0.134, 5 seeds)" is a difference of -0.087 (-0.134 to -0.040)."""
     text = (ROOT / page).read_text()
-    assert text.count("95 % CI") + text.count("95 %\nCI") == len(INTERVAL.findall(text))
+    assert len(re.findall(r"nats (?:lower|higher)\s+\(95 %\s+CI", text)) == len(INTERVAL.findall(text))
     for size, side, low, high, seeds in INTERVAL.findall(text):
         if side == "lower":
             said = (f"{-float(size):.3f}", f"{-float(high):.3f}", f"{-float(low):.3f}", seeds)
@@ -101,7 +102,7 @@ def test_intervals_in_prose_are_those_of_the_record(page, differences):
 
 
 RECALL = re.compile(
-    r"is (\d\.\d{3})\s+higher\s+\(95 % interval (\d\.\d{3}) to (\d\.\d{3}), 5\s+seeds\)\s+than the\s+Transformer's"
+    r"is (\d\.\d{3})\s+higher\s+\(95 % CI (\d\.\d{3}) to (\d\.\d{3}), 5\s+seeds\)\s+than the\s+Transformer's"
 )
 
 
@@ -117,7 +118,7 @@ def test_what_pages_say_of_recall_is_the_record():
 
 
 def test_what_it_says_of_the_objective_is_the_record(monkeypatch):
-    """The two models are indistinguishable on the objective at one rate; at width 256 DIFF is certainly lower."""
+    """The two models are indistinguishable on the objective at one rate; at width 256 DIFF is significantly lower."""
     monkeypatch.syspath_prepend(str(DESK))
     import objective
 
@@ -132,20 +133,6 @@ def test_what_it_says_of_the_objective_is_the_record(monkeypatch):
     assert objective.differences(cells, "wide", "diff", "wide")[0][2].high < 0
 
 
-def test_what_it_says_of_the_operator_s_time_is_the_record():
-    said = {
-        "attention_cpu": "takes {} to {} times as long as SDPA",
-        "attention_zen5": "{} to {} on a Zen 5,",
-        "attention_amx": "{} to {} with AMX,",
-        "attention_avx2": "{} to {} without AVX-512 (",
-    }
-    for name, words in said.items():
-        rows = json.loads((ROOT / "benchmarks" / "results" / f"{name}.json").read_text())["rows"]
-        ours = [row for row in rows if row["backend"] == "blockwise" and row["gate"] == "passed"]
-        shares = [row[kind] for row in ours for kind in ("forward_ratio", "both_ratio") if kind in row]
-        assert words.format(f"{min(shares):.2f}", f"{max(shares):.2f}") in " ".join(README.split())
-
-
 def test_what_pages_say_of_a_gpu_is_the_record():
     results = ROOT / "benchmarks" / "results"
     rows = json.loads((results / "attention_gpu.json").read_text())["rows"]
@@ -157,16 +144,12 @@ def test_what_pages_say_of_a_gpu_is_the_record():
         of[width] = f"{cudnn:.2f}", f"{flash:.2f}"
     assert f"{of[128][0]} times as long as softmax attention on cuDNN at width 128 and {of[64][0]} at width 64" in page
     assert f"{of[128][1]} and {of[64][1]} times as long as on FlashAttention-2" in page
-    readme = " ".join(README.split())
-    assert (
-        "{} times as long as softmax attention on cuDNN, {} times as long as on FlashAttention-2".format(*of[128])
-        in readme
-    )
+    assert "| {} (cuDNN), {} (FlashAttention-2) |".format(*of[128]) in README
     pairs = json.loads((results / "throughput_gpu.json").read_text())["rows"]
     (ratio,) = {
         f"{row['forward_backward_ratio']:.2f}" for row in pairs if row["side"] == "diff" and row["length"] == 4096
     }
-    assert f"trains at {ratio} of the Transformer's speed" in readme
+    assert f"3B, bf16, 2 x 4096 | NVIDIA H200 | {ratio} |" in README
     assert f"runs at {ratio} of the Transformer's tokens a second" in page
 
 

@@ -1,4 +1,4 @@
-"""The desk study's training objective and its two halves, prose and needles: the tables of README.md and other pages.
+"""The desk study's training objective and its two halves, prose and needles: the tables of findings and of the study.
 
 Half of every batch is prose, half is needle documents; the objective is the mean of the two losses. For each model this
 script takes the training loss of both sources, averaged over the last 400 steps, and subtracts the
@@ -23,7 +23,7 @@ ROOT = HERE.parents[1]
 ROWS = (
     ("novels", "diff_same_rate", "novels", "DIFF, the Transformer's learning rate"),
     ("novels", "diff", "novels", "DIFF, its own learning rate"),
-    ("novels", "diff_norm1", "novels", "DIFF as published (head norm starts at 1)"),
+    ("novels", "diff_norm1", "novels", "DIFF as published (head norm initialised at 1)"),
     ("ablation", "softmax_norm", "novels", "Transformer + head norm"),
     ("ablation", "softmax_wide_norm", "novels", "the same, half as many heads, twice as wide"),
     ("ablation", "diff_no_norm", "novels", "DIFF without head norm"),
@@ -32,13 +32,8 @@ ROWS = (
     ("long", "diff", "long", "DIFF, 4500 steps"),
     ("long", "softmax_norm", "long", "Transformer + head norm, 4500 steps"),
 )
-SHORT = (0, 1, 2, 3, 6)  # of these, the rows of README.md
-PAGES = {
-    ROOT / "README.md": SHORT,
-    HERE / "README.md": range(len(ROWS)),
-    ROOT / "docs" / "faq.md": SHORT,
-    ROOT / "docs" / "reproduction.md": range(len(ROWS)),
-}
+SHORT = (0, 1, 2, 3, 6)  # of these, the rows of docs/findings.md
+PAGES = {HERE / "README.md": range(len(ROWS)), ROOT / "docs" / "findings.md": SHORT}
 
 
 def losses(record: Record) -> tuple[float, float, float]:
@@ -57,7 +52,7 @@ def differences(cells: Cells, setting: str, side: str, home: str) -> tuple[list[
 
 def table(cells: Cells, rows) -> str:
     lines = [
-        "| less the Transformer's, nats a token | prose | needles | objective | seeds |",
+        "| difference from the Transformer, nats a token | prose | needles | objective | seeds |",
         "|---|---|---|---|---|",
     ]
     for setting, side, home, name in (ROWS[i] for i in rows):

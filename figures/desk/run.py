@@ -11,7 +11,6 @@ from pathlib import Path
 
 from diff_transformer.lab.measures import (
     MEASURES,
-    after_holm,
     borrow_baselines,
     final_loss,
     paired_rows,
@@ -23,12 +22,10 @@ from diff_transformer.lab.record import Cells
 
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent))
-from plots import NAMES, RATES, SETTINGS, desk_charts, lead_charts, lead_table, objective_charts  # noqa: E402  (beside this folder)
+from plots import NAMES, SETTINGS, desk_charts, lead_charts, lead_table, objective_charts  # noqa: E402  (beside this folder)
 from study import study_command  # noqa: E402
-from tables import interval, side_by_side, table  # noqa: E402
+from tables import interval, table  # noqa: E402
 
-SHOWN = MEASURES[:15]  # of these, what the first README shows
-COLUMNS = {**RATES, "diff_norm1": "DIFF as published"}
 DEPTHS = (0, 25, 50, 75, 100)
 # Where a Transformer + head norm stands, which one, and where DIFF at the same rate does.
 NORMED = (
@@ -133,28 +130,8 @@ def sweep(cells: Cells) -> str:
     return "\n".join(lines)
 
 
-def at_a_glance(cells: Cells) -> str:
-    """What stands in the first README: the main setting's measures, with both head norms."""
-    sides = [side for side in COLUMNS if side in cells.get("novels", {})]
-    if not sides:
-        return "The study has begun; so far its sweep of learning rates."
-    found = {COLUMNS[side]: paired_rows(cells, "novels", side, SHOWN) for side in sides}
-    tested = {COLUMNS[side]: paired_rows(cells, "novels", side, MEASURES) for side in sides}
-    seeds = " and ".join(str(count) for count in dict.fromkeys(row.seeds for rows in found.values() for row in rows))
-    counted = f"{seeds} pair{'s' * (seeds != '1')}"
-    about = (
-        f"{counted}; {SETTINGS['novels']}; 95 % intervals; ✓ and ✗: as the paper says, or not. DIFF's head norm starts "
-        "at .1, as published at 1; each model's own rate is chosen by its loss on prose after 600 steps."
-    )
-    holm = [f"- {column}. {said}" for column, rows in tested.items() if (said := after_holm(rows))]
-    return "\n\n".join([side_by_side(found), about, "\n".join(holm)])
-
-
 # File -> what stands between its markers, and how these are called.
-PAGES = {
-    HERE / "README.md": ("measured", tables),
-    HERE.parents[1] / "docs" / "reproduction.md": ("desk", at_a_glance),
-}
+PAGES = {HERE / "README.md": ("measured", tables)}
 
 
 def charts(cells: Cells) -> dict:

@@ -24,14 +24,24 @@ _HOMES = {
     "differentiate": "model.differentiate",
     "DiffTransformerModel": "model.modeling",
     "DiffTransformerForCausalLM": "model.modeling",
+    "convert_folder": "model.convert.folder",
+    "compare": "lab.compare",
+    "run_eval": "lab.evaluate",
+    "load_records": "lab.record",
+    "Record": "lab.record",
 }
 
 __all__ = ["__version__", *_HOMES]
 
 if TYPE_CHECKING:
+    from diff_transformer.lab.compare import compare as compare
+    from diff_transformer.lab.evaluate import run_eval as run_eval
+    from diff_transformer.lab.record import Record as Record
+    from diff_transformer.lab.record import load_records as load_records
     from diff_transformer.model.attention import DiffAttention as DiffAttention
     from diff_transformer.model.config import DiffTransformerConfig as DiffTransformerConfig
     from diff_transformer.model.config import matched_baseline as matched_baseline
+    from diff_transformer.model.convert.folder import convert_folder as convert_folder
     from diff_transformer.model.differentiate import differentiate as differentiate
     from diff_transformer.model.lambdas import lambda_init as lambda_init
     from diff_transformer.model.modeling import DiffTransformerForCausalLM as DiffTransformerForCausalLM

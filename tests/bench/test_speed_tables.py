@@ -133,6 +133,14 @@ def test_step_table(modules, saved):
     assert lines[4] == "| 830M, bf16 | 4 x 2048 | head norm | 0.0 | 11.0 |"
 
 
+def test_others_table_shows_no_time_of_a_layer_that_differs(modules, saved):
+    row = {"side": "ours", "batch": 2, "length": 256, "gate": "passed", "peak_bytes": 17_000_000}
+    row |= {"forward_ms": 5.0, "both_ms": 20.04, "forward_ratio": 1.0, "both_ratio": 1.0}
+    lines = modules[0].others_table(saved([row, {**row, "side": "theirs", "gate": "failed"}], CPU))
+    assert lines[2] == "| ours | 2 x 256 | 5.0 | 20.0 | 1.00, 1.00 | 17 |"
+    assert lines[3] == "| theirs | 2 x 256 | not equal to ours |  |  |  |"
+
+
 def test_tables_appear_with_their_json(modules, saved, monkeypatch, tmp_path):
     readme_tables = modules[2]
     page = tmp_path / "page.md"

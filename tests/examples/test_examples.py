@@ -2,6 +2,8 @@
 
 import inspect
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -134,3 +136,20 @@ def test_baseline_gpt_is_causal_softmax_attention(example):
 def test_the_page_names_every_example():
     page = (EXAMPLES.parent / "docs" / "examples.md").read_text()
     assert set(re.findall(r"examples/(\w+)\.py", page)) == {path.stem for path in EXAMPLES.glob("*.py")}
+
+
+def test_examples_are_typed():
+    """A type checker accepts what they do with the public names."""
+    pytest.importorskip("ty", reason="needs pip install ty")
+    scripts = sorted(EXAMPLES.glob("*.py"))
+    command = [sys.executable, "-m", "ty", "check", "--python", sys.prefix, *map(str, scripts)]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=EXAMPLES.parent, timeout=120)
+    assert done.returncode == 0, done.stdout
+
+
+@pytest.mark.slow
+def test_the_script_trains_measures_and_reads(example, tmp_path, capfd):
+    example("script").main(tmp_path)
+    said = capfd.readouterr().out
+    assert re.findall(r"^(\w+): validation loss \d\.\d{3} nats a token$", said, re.MULTILINE) == ["diff", "softmax"]
+    assert re.search(r"^0\.\d+ of the attention is on the answer$", said, re.MULTILINE)

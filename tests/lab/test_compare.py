@@ -312,3 +312,13 @@ def test_an_interrupted_comparison_resumes(assignments, tmp_path):
     assert "--resume" in errors
     done = subprocess.run([*command, "--resume"], capture_output=True, text=True, timeout=300, check=True)
     assert "report:" in done.stdout
+
+
+def test_a_script_names_a_recipe_and_settings(tmp_path):
+    with pytest.raises(ValueError, match="no recipe 'demoo'"):
+        compare("demoo", tmp_path / "out")
+    with pytest.raises(ValueError, match=r"optim\.lrr.*optim\.lr"):
+        compare("debug", tmp_path / "out", settings={"optim.lrr": 1e-3})
+    with pytest.raises(ValueError, match="steps"):
+        compare("debug", tmp_path / "out", settings={"train.steps": -1})
+    assert not (tmp_path / "out").exists()

@@ -148,3 +148,14 @@ def test_settings_are_the_only_place_of_defaults(name):
             for argument, default in given:
                 if argument.arg in named and default is not None:
                     assert ast.unparse(default) == f"Settings.{argument.arg}"
+
+
+def test_a_script_names_the_model_and_the_settings(tmp_path):
+    """A folder, settings by name over the quick ones, and paths as text; a wrong name writes nothing."""
+    save_tiny_model(tmp_path / "model")
+    with pytest.raises(ValueError, match=r"outliers has no setting sample \(did you mean 'samples'"):
+        run_eval("outliers", tmp_path / "model", {"sample": 1}, str(tmp_path / "one.json"))
+    assert not (tmp_path / "one.json").exists()
+    result = run_eval("outliers", str(tmp_path / "model"), {"length": 32}, str(tmp_path / "one.json"), quick=True)
+    assert (result.provenance["length"], result.provenance["samples"]) == (32, 32)
+    assert Result.load(tmp_path / "one.json").metrics == result.metrics

@@ -13,6 +13,7 @@ from diff_transformer.lab.record import (
     averaged,
     grouped,
     load_all,
+    load_records,
     merged,
     of_result,
     records_of,
@@ -244,3 +245,17 @@ def test_speeds_of_a_pair_that_was_timed_twice_are_those_of_its_claim():
     assert records["diff"].metrics["throughput"] == {"train_tokens_per_second": 24_394.0}
     assert records["softmax"].metrics["throughput"] == {"train_tokens_per_second": 22_877.0}
     assert "throughput" not in records["softmax_norm"].metrics
+
+
+def test_records_of_several_sources_are_one_for_each_model(tmp_path):
+    """As scripts read them: what two files say of one model is in one record."""
+    for name in ("needle", "outliers"):
+        Record("a", "diff", 0, metrics={name: {"x": 1.0}}).save(tmp_path / f"{name}.json")
+    Record("a", "softmax", 0, metrics={"needle": {"x": 0.5}}).save(tmp_path / "more" / "other.json")
+    found = load_records(tmp_path / "needle.json", str(tmp_path / "outliers.json"), tmp_path / "more")
+    assert [(record.side, sorted(record.metrics)) for record in found] == [
+        ("diff", ["needle", "outliers"]), ("softmax", ["needle"]),
+    ]  # fmt: skip
+    assert load_records() == []
+    with pytest.raises(RecordError):
+        load_records(tmp_path / "needle.json", tmp_path / "nothing.json")

@@ -2,6 +2,7 @@
 
 import json
 import math
+import runpy
 import warnings
 from pathlib import Path
 
@@ -276,15 +277,13 @@ def test_arguments_of_other_attention_layers_are_answered_in_words():
         DiffAttention(32, 4)(x, x, x)
 
 
-def documented(after: str, names: dict) -> dict:
-    """The names of the first block of Python after these words of the common questions."""
-    page = (Path(__file__).parents[2] / "docs" / "faq.md").read_text()
-    exec(page.partition(after)[2].partition("```python\n")[2].partition("```")[0], names)
-    return names
+def timm_layer() -> dict:
+    """The names of examples/timm_layer.py."""
+    return runpy.run_path(str(Path(__file__).parents[2] / "examples" / "timm_layer.py"))
 
 
-def test_the_wrapper_of_the_documentation_fits_other_models():
-    wrapper = documented("nanoGPT?", {})["Attention"]
+def test_the_wrapper_of_the_example_fits_other_models():
+    wrapper = timm_layer()["Attention"]
     layer, x = wrapper(32, 4, proj_bias=False), torch.randn(1, 5, 32)
     seen = torch.ones(5, 5, dtype=torch.bool).tril()
     assert layer(x).shape == x.shape
@@ -314,7 +313,7 @@ def test_timm_builds_a_vision_transformer_of_the_wrapper(is_causal):
     timm = pytest.importorskip("timm", reason="pip install timm torchvision")
     from diff_transformer.model.lambdas import lambda_init
 
-    wrapper = documented("nanoGPT?", {})["Attention"]
+    wrapper = timm_layer()["Attention"]
     sizes = {"img_size": 32, "patch_size": 8, "embed_dim": 32, "depth": 3, "num_heads": 4, "num_classes": 5}
     model = timm.models.vision_transformer.VisionTransformer(**sizes, attn_layer=wrapper, qk_norm=True).eval()
     for depth, block in enumerate(model.blocks):
@@ -334,7 +333,7 @@ def test_timm_builds_a_vision_transformer_of_the_wrapper(is_causal):
 @pytest.mark.parametrize("name", ["vit_dwee_patch16_reg1_gap_256", "vit_dlittle_patch16_reg1_gap_256"])
 def test_differential_layers_of_timm_convert(name):
     timm = pytest.importorskip("timm", reason="pip install timm torchvision")
-    from_timm = documented("vision transformers convert?", documented("nanoGPT?", {}))["from_timm"]
+    from_timm = timm_layer()["from_timm"]
     model = timm.create_model(name, pretrained=False, depth=3).eval()
     for layer in (block.attn for block in model.blocks):
         torch.nn.init.normal_(layer.sub_norm.weight, mean=1.0)

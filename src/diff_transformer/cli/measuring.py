@@ -183,7 +183,7 @@ def bench(
     tune: Annotated[
         bool,
         typer.Option(
-            "--tune", help="For attention on a GPU: time the forms that backend=auto may take, and keep the best."
+            "--tune", help="For attention on a GPU: time the kernel variants of backend=auto, and keep the best."
         ),
     ] = False,
 ):

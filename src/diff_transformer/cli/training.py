@@ -131,8 +131,8 @@ def prepare(
         str | None, typer.Option(help="With --engine: minhash drops near duplicates; none by default.")
     ] = None,
     address: Annotated[str | None, typer.Option(help="HOST:PORT of the cluster of --engine ray.")] = None,
-    partition: Annotated[str | None, typer.Option(help="Of --engine slurm.")] = None,
-    time: Annotated[str | None, typer.Option(help="Limit of a job of --engine slurm, HH:MM:SS.")] = None,
+    partition: Annotated[str | None, typer.Option(help="Slurm partition.")] = None,
+    time: Annotated[str | None, typer.Option(help="Time limit of a Slurm job, HH:MM:SS.")] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only write the scripts of --engine slurm.")] = False,
     resume: Resume = False,
     verify: Annotated[Path | None, typer.Option("--verify", help="Only check a prepared folder.")] = None,
@@ -190,7 +190,7 @@ def study(
     address: Address = None,
     gpus_per_run: GPUsPerRun = None,
 ):
-    """Train and measure many small models with several seeds, in sessions of any length."""
+    """Train and measure many small models with several seeds, in parts of any length."""
     from diff_transformer.lab.stages import load_stages
     from diff_transformer.lab.study import run_study
 

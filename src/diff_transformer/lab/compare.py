@@ -12,9 +12,10 @@ import os
 import shlex
 import sys
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 
@@ -22,6 +23,7 @@ from diff_transformer.checks import differences, read_json, require_positive
 from diff_transformer.durable import require_writable, write_whole
 from diff_transformer.evals.provenance import provenance
 from diff_transformer.lab.pool import Executor, default_jobs, progress_bars, run_pool
+from diff_transformer.lab.recipes import recipe
 from diff_transformer.lab.recipes.recall import recall_run
 from diff_transformer.lab.record import comparison_records, finished, load_all, of_result, save_all
 from diff_transformer.lab.sides import PAIR
@@ -29,16 +31,17 @@ from diff_transformer.lab.spec import EXPLORER, RECALL, RunSpec, everything, req
 from diff_transformer.lab.worker import more_experiments
 from diff_transformer.model.matching import VARIANTS
 from diff_transformer.report.comparison import REQUEST, comparison, export
-from diff_transformer.train.config import RunConfig
+from diff_transformer.train.config import RunConfig, override
 from diff_transformer.train.run_folder import RunLock
 
 ROWS_OF_TEXT = {"quantization": "rows", "gradient_flow": "samples"}  # experiments on held-out rows, and their number
 
 
 def compare(
-    config: RunConfig,
+    config: RunConfig | str,
     out: Path | str,
     *,
+    settings: Mapping[str, Any] | None = None,
     seeds: int = 1,
     jobs: int | None = None,
     resume: bool = False,
@@ -54,9 +57,10 @@ def compare(
     all parameters that they share. Seed k of ``seeds`` trains with ``config.train.seed + k``.
 
     Args:
-        config: of either side; ``model.attention`` is set for each.
+        config: of either side, or the name of a recipe; ``model.attention`` is set for each.
         out: folder for everything: ``results.json``, ``report.html``, ``members/SIDE-seedK/`` with ``run/model``
             (Hugging Face format), TensorBoard files, metrics and ``record.json``.
+        settings: what differs from ``config``, by dotted name, such as ``{"optim.lr": 1e-3}`` (docs/settings.md).
         seeds: number of pairs; with ``resume`` it may be larger than before.
         jobs: models trained at a time; by default ``default_jobs``, or all with an ``executor``. If
             ``config.train.threads`` is 0, they share the cores equally, or take one each with an ``executor``; a
@@ -86,6 +90,9 @@ def compare(
         RuntimeError: with ``report``, without the extra of that name.
     """
     console = console or Console()
+    config = recipe(config) if isinstance(config, str) else config
+    if settings:
+        config = override(config, [f"{name}={json.dumps(value)}" for name, value in settings.items()])
     out, started = Path(out), time.monotonic()
     require_positive(seeds=seeds, jobs=jobs, minutes=minutes)
     require_drawn(config)

@@ -12,7 +12,7 @@ by its entry point in the group ``diff_transformer.experiments``; ``examples/my_
 """
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import Field, asdict, dataclass, field, fields, is_dataclass
 from functools import cache
 from importlib import import_module
@@ -119,10 +119,11 @@ def _hint(field: Field) -> str:
 
 def run_eval(
     name: str,
-    lm: "CausalLM | None",
+    lm: "CausalLM | Path | str | None",
     settings: Any,
-    out: Path,
+    out: Path | str,
     *,
+    quick: bool = False,
     limit: int | None = None,
     resume: bool = False,
     bar: Callable[[str, int, int], None] | None = None,
@@ -130,21 +131,35 @@ def run_eval(
 ) -> Result:
     """Run one experiment on one model and save the result to ``out``; finished samples are kept beside it until then.
 
+    As ``diff-transformer eval NAME --model FOLDER --set samples=20 --out FILE``.
+
     Args:
-        settings: from ``settings_of``.
+        name: of an experiment (docs/settings.md), or a file of Python with one.
+        lm: a model's folder, hub name or preset; or a ``diff_transformer.evals.lm.CausalLM``, which has a model, its
+            tokenizer and the batch size. None for an experiment without a model (``scaling``, ``ablation``).
+        settings: what differs from the experiment's defaults, by name, as ``{"samples": 20}``; or its ``Settings``.
+        out: JSON file to write, which ``load_records`` and ``diff-transformer report`` read.
+        quick: start from the experiment's quick settings, for small models, where ``settings`` are given by name.
         limit: most samples of each part.
         resume: continue an interrupted run.
         executor: of the runs of ``ablation``; no other experiment takes one.
 
+    Returns:
+        The metrics of the paper's table, a row for each example, and their provenance.
+
     Raises:
-        ValueError: for an unknown experiment, or a run to resume that had other settings.
+        ValueError: for an unknown experiment or setting, or a run to resume that had other settings.
         FileExistsError: if ``out`` exists, or holds an interrupted run and ``resume`` is False.
         RuntimeError: if the experiment needs an extra that is not installed; nothing is written then.
     """
-    module = experiment(name)
+    module, out = experiment(name), Path(out)
     if out.exists():
         raise FileExistsError(f"{out} exists; choose another file")
     require_installed(name)
+    if isinstance(settings, Mapping):
+        settings = settings_of(name, dict(settings), quick=quick)
+    if isinstance(lm, str | Path):
+        lm = load_lm(str(lm))
     everything = {
         "eval": name, "model": None if lm is None else lm.name, **_weights(lm), "limit": limit,
         **asdict(settings),

@@ -1,6 +1,7 @@
 """``Record``: all results of one trained model. Every driver writes records; statistics and pages read them.
 
-``load_all(path)`` reads the records of any file or folder of results; ``save_all`` writes several to one file.
+``load_records`` reads the records of any files and folders of results, ``load_all`` of one; ``save_all`` writes
+several to one file.
 ``of_result`` makes a record of what an experiment returned. ``grouped`` sorts records by setting, side and seed.
 
 Two seeds must not be mixed up. The *training seed* is ``Record.seed``: another one is another model. A *data seed* is
@@ -244,6 +245,22 @@ def _with(value: dict, common: dict) -> dict:
     """``common`` and ``value`` in one; ``value`` is right where both have a key."""
     both = {key: _with(value[key], of) for key, of in common.items() if isinstance(of, dict) and key in value}
     return {**common, **value, **both}
+
+
+def load_records(*sources: Path | str) -> list[Record]:
+    """The records of files and folders of results: of ``eval``, ``train``, ``compare`` and studies.
+
+    Args:
+        sources: JSON files or folders, written by this version or an earlier one.
+
+    Returns:
+        A record for each trained model. Measurements of one model in several sources are in one record; those that
+        differ in the data seed alone are averaged.
+
+    Raises:
+        RecordError: if a source does not exist, is not JSON or holds no record.
+    """
+    return averaged(merged(record for source in sources for record in load_all(source)))
 
 
 def load_all(source: Path | str) -> list[Record]:

@@ -49,10 +49,9 @@ class DiffTransformerConfig(PreTrainedConfig):
     auto_map = {}  # noqa: RUF012  (TRL reads it from every configuration)
 
     attention: str = "diff"
-    """``"diff"``; ``"softmax"`` (the matched Transformer: Llama's architecture); or ``"diff_v2"`` (the second
-    version: lambda of each token and head, both maps share keys and values, no head norm), ``"grouped_diff"`` (arXiv
-    2510.06949: several signal heads share a noise head), ``"dint"`` (arXiv 2501.17486: adds the mean of the first map,
-    so that rows sum to 1). ``count_heads`` in ``model/heads.py`` defines how many heads each has."""
+    """``"diff"``; ``"softmax"`` (the matched Transformer: Llama's architecture); ``"diff_v2"`` (lambda of each token
+    and head, maps share keys and values, no head norm); ``"grouped_diff"`` (arXiv 2510.06949: several signal heads
+    share a noise head); ``"dint"`` (arXiv 2501.17486: rows sum to 1)."""
 
     vocab_size: PositiveInt = 32000
     """Number of tokens in the vocabulary."""
@@ -67,9 +66,9 @@ class DiffTransformerConfig(PreTrainedConfig):
     """Number of decoder layers."""
 
     num_attention_heads: PositiveInt = 16
-    """Query heads of width ``head_dim``. For ``"diff"`` and ``"dint"`` even: heads 2i and 2i+1 are the two maps of
-    differential head i, which has values of width ``2 * head_dim``. For ``"diff_v2"`` pairs of query heads. For
-    ``"grouped_diff"`` signal and noise heads together."""
+    """Query heads of width ``head_dim``, as in the matched Transformer. For ``"diff"`` and ``"dint"``, heads 2i and
+    2i+1 are the maps of differential head i; for ``"diff_v2"`` they share keys; for ``"grouped_diff"`` they are signal
+    and noise heads together."""
 
     num_key_value_heads: _OptionalSize = None
     """Key/value heads for grouped-query attention; None means ``num_attention_heads`` (for ``"grouped_diff"`` two for
@@ -79,8 +78,7 @@ class DiffTransformerConfig(PreTrainedConfig):
     """d; None means ``hidden_size // num_attention_heads``."""
 
     value_head_dim: _OptionalSize = None
-    """Width of a value head, and so of a head's output; None means ``2 * head_dim`` for ``"diff"``, ``"dint"`` and
-    ``"grouped_diff"``, ``head_dim`` for ``"diff_v2"`` and ``"softmax"``."""
+    """Width of a value head; None means ``2 * head_dim``, for ``"diff_v2"`` and ``"softmax"`` ``head_dim``."""
 
     signal_heads_per_noise_head: PositiveInt = 3
     """r of ``"grouped_diff"``; the authors advise 3 or 4. 1 is ``"diff"``."""
@@ -122,14 +120,14 @@ class DiffTransformerConfig(PreTrainedConfig):
     """Epsilon of the head norm; None means ``rms_norm_eps``."""
 
     head_norm_init: float | list[float] = 1.0
-    """Initial weight of the head norm, or one value for each layer. The paper has 1.0. A smaller value gives each head
-    at the start an output as small as softmax attention's; ``matched_head_norm_init`` measures it."""
+    """Initial weight of the head norm, or a list by layer. The paper has 1.0; ``matched_head_norm_init`` measures the
+    value with which heads start as small as softmax attention's."""
 
     hidden_act: Annotated[str, one_of(*ACTIVATIONS)] = "silu"
     """Activation of the gated MLP: ``"silu"`` (SwiGLU) or ``"poly_norm"`` (arXiv 2411.03884; some published models)."""
 
     initializer_range: Annotated[float, _NOT_NEGATIVE] = 0.02
-    """Standard deviation of all matrices at initialisation, unless one of the next two fields overrides it."""
+    """Standard deviation of all matrices at initialisation."""
 
     embedding_initializer_range: Annotated[float | None, _NOT_NEGATIVE] = None
     """Standard deviation of the token embedding; None means ``initializer_range``."""
@@ -142,8 +140,7 @@ class DiffTransformerConfig(PreTrainedConfig):
     """Backend of ``diff_attention`` in every layer."""
 
     sliding_window: _OptionalSize = None
-    """Every query sees its last ``sliding_window`` keys, its own included, in training and in the cache, whose memory
-    this bounds; None for all keys."""
+    """Keys that a query sees, its own included, in training and in the cache; None for all."""
 
     use_cache: bool = True
     """Whether a forward pass in eval mode returns a key/value cache."""

@@ -48,12 +48,12 @@ class OptimConfig:
     """AdamW with weight decay on matrices only; linear warm-up, then linear decay."""
 
     lr: PositiveFloat = 1e-3  # learning rate after warm-up
-    betas: Annotated[tuple[float, float], _BETAS] = (0.9, 0.95)  # decay of the means of gradients and of their squares
-    eps: NonNegativeFloat = 1e-8  # added to the root of the mean of squares
-    weight_decay: NonNegativeFloat = 0.1  # of matrices; other weights have none
+    betas: Annotated[tuple[float, float], _BETAS] = (0.9, 0.95)  # decay rates of both moments
+    eps: NonNegativeFloat = 1e-8  # added to the denominator
+    weight_decay: NonNegativeFloat = 0.1  # on matrices only
     warmup_steps: NonNegativeInt = 50  # steps of linear warm-up
     final_lr_ratio: NonNegativeFloat = 0.04  # the last step's learning rate as a share of `lr`
-    grad_clip: NonNegativeFloat = 1.0  # norm of the gradient, at most; 0 for no clipping
+    grad_clip: NonNegativeFloat = 1.0  # largest norm of the gradient; 0 for no clipping
 
 
 @dataclass
@@ -63,16 +63,16 @@ class ParallelConfig:
     # "single", "ddp", "fsdp" (FSDP2), or "auto": "fsdp" with tensor parallel, else "ddp", "single" for one process
     strategy: Annotated[str, one_of("auto", "single", "ddp", "fsdp")] = "auto"
     tensor_parallel: PositiveInt = 1  # processes that share each layer by heads; the others share the rows of a batch
-    context_parallel: PositiveInt = 1  # processes that share each row; with `tensor_parallel`, times as many
-    # how those see the whole row: "gather" its keys and values, or exchange tokens for "heads"
+    context_parallel: PositiveInt = 1  # processes that share each row; multiplies with `tensor_parallel`
+    # "gather" the keys and values of the row, or exchange tokens for "heads"
     context_parallel_method: Annotated[str, one_of("gather", "heads")] = "gather"
-    # with "fsdp": copies of the sharded model (HSDP); the processes of a copy, such as those of a machine, share it
+    # with "fsdp": copies of the sharded model (HSDP), such as one for each machine
     replicas: PositiveInt = 1
     devices: NonNegativeInt = 0  # processes on this machine; 0 for what torchrun starts, or one
     num_nodes: NonNegativeInt = 0  # machines; 0 for what torchrun starts, or one
     # with "fsdp": each process writes, hashes and checks its part of a checkpoint instead of sending it to rank 0
     sharded_checkpoints: bool = False
-    # end the run and name the process that holds up the others if none makes progress for this long; 0 for never
+    # end the run, naming the slowest process, if none makes progress for this long; 0 for never
     stall_seconds: NonNegativeFloat = 600.0
 
     def validate(self) -> None:
@@ -93,36 +93,35 @@ class ParallelConfig:
 class TrainConfig:
     """How a run trains, logs and saves."""
 
-    # folder of a saved model, or of a finished run, whose weights the run starts from; None for random weights
+    # folder of a model or of a finished run to start from; None for random weights
     initial_model: str | None = None
-    steps: PositiveInt = 1000  # of the optimizer
-    batch_size: PositiveInt = 16  # rows of a step, over all processes and passes
-    # rows of a forward and backward pass of a process, at most; 0 for its part of the batch
+    steps: PositiveInt = 1000  # optimizer steps
+    batch_size: PositiveInt = 16  # rows per step, over all processes and passes
+    # rows per forward pass and process; memory grows with it; 0 for the process's whole share of the batch
     micro_batch_size: NonNegativeInt = 0
-    accumulate: PositiveInt = 1  # number of passes of a step, instead of `micro_batch_size`
+    accumulate: PositiveInt = 1  # passes per step, instead of `micro_batch_size`
     # "32-true", "bf16-mixed" (weights and optimizer in fp32) or "64-true"
     precision: Annotated[str, _PRECISION] = "32-true"
     # matrix products of the layers in float8 (torchao), on GPUs that have it; emulated, slowly, on the CPU
     float8: bool = False
-    seed: Annotated[int, _SEED] = 0  # of the weights, and of the rows and their order
-    log_every: PositiveInt = 10  # steps between two lines of the log
+    seed: Annotated[int, _SEED] = 0  # of the initial weights, the rows and their order
+    log_every: PositiveInt = 10  # steps between two log lines
     validate_every: PositiveInt = 200  # steps between two validations
     validation_rows: PositiveInt = 64  # held-out rows, at most
     checkpoint_every: PositiveInt = 200  # steps between two checkpoints
-    checkpoint_keep: PositiveInt = 2  # number of newest checkpoints that stay
-    checkpoint_best: bool = True  # whether the checkpoint with the lowest validation loss stays too
-    checkpoint_async: bool = False  # write checkpoints in the background; needs main memory for one more state
-    # what a layer recomputes in the backward pass: "none", "selective" (all but products and attention), "full", or
-    # "auto", the first of these that fits the device's memory; true means "full", false "none"
+    checkpoint_keep: PositiveInt = 2  # newest checkpoints to keep
+    checkpoint_best: bool = True  # also keep the one with the lowest validation loss
+    checkpoint_async: bool = False  # write in the background; needs main memory for one more state
+    # recomputed in the backward pass: "none", "selective" (all but products and attention), "full", or "auto", the
+    # first of these that fits the device's memory
     activation_checkpointing: Annotated[str | bool, one_of("auto", "none", "selective", "full")] = "none"
-    compile: bool = False  # each layer by torch.compile
-    # repeat bit for bit on a GPU too: attention's two-pass backward, and PyTorch's deterministic algorithms, which warn
-    # where an operator has none; false takes the one-pass backward of attention where it was measured to be faster
+    compile: bool = False  # compile each layer (torch.compile)
+    # repeat bit for bit on a GPU too: attention's two-pass backward and PyTorch's deterministic algorithms
     deterministic: bool = False
-    threads: Annotated[int, _THREADS] = 0  # of the CPU, which affect rounding; 0 for PyTorch's choice
+    threads: Annotated[int, _THREADS] = 0  # CPU threads, which affect rounding; 0 for PyTorch's choice
     loss_chunk: NonNegativeInt = 0  # tokens whose logits are held at a time; 0 for all
-    prefetch: NonNegativeInt = 2  # batches prepared ahead, in a thread; 0 for none
-    peak_flops: NonNegativeFloat = 0.0  # FLOP/s of a device, for MFU; 0 for the known or measured value
+    prefetch: NonNegativeInt = 2  # batches prepared ahead; 0 for none
+    peak_flops: NonNegativeFloat = 0.0  # peak FLOP/s of a device, for MFU; 0 for the known or measured value
     loggers: tuple[str, ...] = ()  # "wandb", "mlflow": services that get the metrics too
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     micro_rows: InitVar[int | None] = None  # deprecated name of `micro_batch_size`
@@ -156,7 +155,7 @@ class EvaluationConfig:
     frequent_share: float = 6e-5  # an n-gram with a larger share of the training text is no AR-Hit
     outlier_rows: PositiveInt = 64  # held-out rows for Table 5
     throughput_repeats: PositiveInt = 7  # timed repeats of each side
-    # steps of small models trained on key-value recall alone, one beside each model (about .05 s a step); 0 for none
+    # steps of small models trained on key-value recall alone, one beside each model (about 0.05 s a step); 0 for none
     recall_steps: NonNegativeInt = 0
     # further experiments by name, each with the settings that differ from `diff-transformer eval NAME --quick`; corpus,
     # length and seed are those of the run

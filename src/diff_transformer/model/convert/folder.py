@@ -29,8 +29,8 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 
 
 def convert_folder(
-    source: Path,
-    out: Path,
+    source: Path | str,
+    out: Path | str,
     origin: str | None = None,
     target: str = OURS,
     *,
@@ -67,7 +67,7 @@ def convert_folder(
         DiskError: if the folder around ``out`` is not writable or the disk is full.
     """
     _check_names(origin, target)
-    cast = _dtype(dtype)
+    source, out, cast = Path(source), Path(out), _dtype(dtype)
     checkpoint = Checkpoint(source)
     require_free(out)
     if origin is None and not naive_grouped_query and target not in LAYOUTS and _is_foreign(checkpoint):
