@@ -1,5 +1,11 @@
 """Random models, prompts and answers for the tests on vLLM."""
 
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import torch
 
 from diff_transformer import DiffTransformerConfig, DiffTransformerForCausalLM
@@ -56,3 +62,18 @@ def expected(model, rows: list[list[int]], tokens: int = 24) -> list[list[int]]:
         return model.generate(ids, attention_mask=torch.ones_like(ids), **options)[0, len(row) :].tolist()
 
     return [answer(row) for row in rows]
+
+
+def run_parallel(folder: Path, scratch: Path, rows: list[list[int]], **options) -> dict:
+    """What ``tests/vllm/run_parallel.py`` finds of an engine of several processes."""
+    helpers, request = Path(__file__).parent, json.dumps({"options": options, "rows": rows})
+    done = subprocess.run(
+        [sys.executable, helpers.parent / "vllm" / "run_parallel.py", folder, request],
+        cwd=scratch, capture_output=True, text=True, timeout=600,
+        env={
+            **os.environ, "PYTHONPATH": os.pathsep.join([str(helpers), os.environ.get("PYTHONPATH", "")]),
+            "VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_ALLOW_INSECURE_SERIALIZATION": "1", "OMP_NUM_THREADS": "1",
+        },
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-4000:]
+    return json.loads((scratch / "answers.json").read_text())

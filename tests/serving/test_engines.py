@@ -1,13 +1,16 @@
 """Which engine ``diff-transformer serve`` takes, and how it calls vLLM. tests/vllm runs the command with vLLM."""
 
 import json
+import re
 import socket
 import sys
 
 import pytest
 
 pytest.importorskip("pydantic", reason="serving is an extra: pip install 'diff-transformer[serving]'")
-from diff_transformer import DiffTransformerForCausalLM
+from architectures import tiny
+
+from diff_transformer import DiffTransformerForCausalLM, differentiate
 from diff_transformer.data.tokenizer import byte_tokenizer
 from diff_transformer.model.convert import convert_folder
 from diff_transformer.model.loading import read_model
@@ -93,6 +96,31 @@ def test_what_vllm_cannot_serve_is_said_before_it_starts(installed, save, versio
     chosen, reason = engines.choose_engine("auto", folder, **options)
     assert chosen == "transformers"
     assert bool(reason) == (version is not None)
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "message"),
+    [
+        ("Qwen3", "diff_v2", ""),
+        (
+            "GPT-2",
+            "diff_v2",
+            r"in place from a gpt2 model, which vLLM's Transformers backend is not known .*\(vLLM takes llama, ",
+        ),
+        (
+            "Qwen3",
+            "diff",
+            r"in place as 'diff', each of whose maps has its own keys, .*--engine transformers`, or diff",
+        ),
+    ],
+)
+def test_a_model_made_differential_in_place(installed, tmp_path, name, kind, message):
+    differentiate(tiny(name, vocab_size=258), kind).save_pretrained(tmp_path)
+    byte_tokenizer().save_pretrained(tmp_path)
+    installed((0, 32, 0))
+    chosen, reason = engines.choose_engine("auto", str(tmp_path))
+    assert (chosen, bool(reason)) == ("transformers" if message else "vllm", bool(message))
+    assert re.search(message, reason)
 
 
 def test_folders_that_no_engine_serves(installed, save, tmp_path):

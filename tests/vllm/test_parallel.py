@@ -1,18 +1,10 @@
 """Tensor and pipeline parallel on two processes of this machine, through vLLM's own executor."""
 
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import torch
-from engine_models import expected, prompts
+from engine_models import expected, prompts, run_parallel
 
 from diff_transformer.model.convert import convert_folder
-
-HELPERS = Path(__file__).parents[1] / "helpers"
 
 CASES = {
     "diff": {"attention": "diff", "num_key_value_heads": 4},
@@ -24,26 +16,12 @@ CASES = {
 }
 
 
-def run(folder, tmp_path, rows, **options) -> dict:
-    request = json.dumps({"options": options, "rows": rows})
-    done = subprocess.run(
-        [sys.executable, Path(__file__).with_name("run_parallel.py"), folder, request],
-        cwd=tmp_path, capture_output=True, text=True, timeout=600,
-        env={
-            **os.environ, "PYTHONPATH": os.pathsep.join([str(HELPERS), os.environ.get("PYTHONPATH", "")]),
-            "VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_ALLOW_INSECURE_SERIALIZATION": "1", "OMP_NUM_THREADS": "1",
-        },
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-4000:]
-    return json.loads((tmp_path / "answers.json").read_text())
-
-
 @pytest.mark.parametrize("case", CASES)
 def test_tensor_parallel(case, save_model, tmp_path):
     """Each process has half of the heads, and the answers are those of one."""
     model, folder = save_model(**CASES[case])
     rows = prompts(1, 33, 90)
-    found = run(folder, tmp_path, rows, tensor_parallel_size=2)
+    found = run_parallel(folder, tmp_path, rows, tensor_parallel_size=2)
     assert found["answers"] == expected(model, rows)
     heads, d = model.config.heads, model.config.head_dim
     keys = max(1, heads.values // 2) * (d * heads.keys // heads.values + heads.value_dim)
@@ -54,7 +32,7 @@ def test_a_published_model_in_tensor_parallel(save_model, tmp_path):
     model, folder = save_model(attention="diff", num_key_value_heads=4, lambda_depth_offset=-1, hidden_act="poly_norm")
     convert_folder(folder, tmp_path / "motif", target="motif")
     rows = prompts(1, 33, 90)
-    assert run(tmp_path / "motif", tmp_path, rows, tensor_parallel_size=2)["answers"] == expected(model, rows)
+    assert run_parallel(tmp_path / "motif", tmp_path, rows, tensor_parallel_size=2)["answers"] == expected(model, rows)
 
 
 @pytest.mark.parametrize("attention", ["diff", "softmax", "diff_v2", "grouped_diff"])
@@ -65,7 +43,7 @@ def test_pipeline_parallel(attention, save_model, tmp_path):
     """
     model, folder = save_model(**CASES[attention])
     rows = prompts(40)
-    found = run(folder, tmp_path, rows, pipeline_parallel_size=2)
+    found = run_parallel(folder, tmp_path, rows, pipeline_parallel_size=2)
     assert [layers for layers, *_ in found["shares"]] == [1, 1]
     with torch.no_grad():
         wanted = model(torch.tensor(rows), output_hidden_states=True)

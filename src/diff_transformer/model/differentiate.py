@@ -133,7 +133,7 @@ def restore(model: PreTrainedModel) -> None:
             module = SplitAttention(module, parts)
             model.set_submodule(path, module)
         _double(module, parts, kind, lambda_init, draw)
-    if config._attn_implementation not in OWN_NAMES:
+    if not _ours(config._attn_implementation):
         config._attn_implementation_internal = DEFAULT
     # saved, so that transformers without this package says in one sentence what it lacks
     config.attn_implementation = DEFAULT
@@ -227,7 +227,7 @@ class SplitAttention(nn.Module):
 def _give_lambda(module: Any, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
     """Forward pre-hook of each attention: add lambda to the arguments that reach ``attend``."""
     chosen = module.config._attn_implementation
-    if chosen not in OWN_NAMES:
+    if not _ours(chosen):
         raise ValueError(
             f"{type(module).__name__} is differential, and attn_implementation={chosen!r} computes softmax attention; "
             f"call model.set_attn_implementation({DEFAULT!r}), or give another of {', '.join(OWN_NAMES)}"
@@ -237,6 +237,11 @@ def _give_lambda(module: Any, args: tuple, kwargs: dict[str, Any]) -> tuple[tupl
     if isinstance(getattr(module, LAMBDA), LearnedLambda):
         more |= {name: _HalvedValues(x) for name, x in kwargs.items() if getattr(x, "is_compileable", False)}
     return args, {**kwargs, **more}
+
+
+def _ours(name: str | None) -> bool:
+    """Whether ``attn_implementation=name`` subtracts maps; an engine may have registered one of its own."""
+    return str(name).startswith("diff_")
 
 
 class _HalvedValues:

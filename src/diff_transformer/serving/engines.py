@@ -51,7 +51,7 @@ def vllm_folder() -> Path | None:
 
 def vllm_unsupported_reason(path: str, *, attn_implementation: str | None, device: str) -> str | None:
     """Why vLLM cannot serve the model at ``path`` with these options, and what to do; None if it can."""
-    from diff_transformer.serving.vllm.checks import check_config, check_version
+    from diff_transformer.serving.vllm.checks import ARCHITECTURE, check_config, check_differential, check_version
 
     folder = vllm_folder()
     if folder is None:
@@ -65,16 +65,13 @@ def vllm_unsupported_reason(path: str, *, attn_implementation: str | None, devic
         return f"device is {device!r}, and vLLM uses what it was built for; leave it out, or give --engine transformers"
     try:
         config = read_config(path)
-        if getattr(config, "differential", None) is not None:
-            return (
-                "the model was made differential in place, which vLLM's own class does not know; give --engine "
-                "transformers"
-            )
-        if config.model_type != "diff_transformer" and "DiffTransformerForCausalLM" not in (config.architectures or ()):
+        in_place = getattr(config, "differential", None) is not None
+        ours = config.model_type == "diff_transformer" or ARCHITECTURE in (config.architectures or ())
+        if not in_place and not ours:
             return None  # vLLM's own matter
         if (folder / "_version.py").exists():
             check_version(runpy.run_path(str(folder / "_version.py"))["__version_tuple__"])
-        check_config(config, path)
+        (check_differential if in_place else check_config)(config, path)
     except (ValueError, RuntimeError) as error:
         return str(error)
     return None

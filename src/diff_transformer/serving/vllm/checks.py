@@ -9,9 +9,17 @@ from diff_transformer.checks import listed
 from diff_transformer.model.convert.plan import BUFFERS
 from diff_transformer.model.heads import HeadCounts
 
+ARCHITECTURE = "DiffTransformerForCausalLM"
+DIFFERENTIAL = ("DifferentialForCausalLM", "DifferentialMoEForCausalLM")  # made so in place, without and with experts
 TESTED = "0.32"  # the release of vLLM that the tests run on
 OLDEST = (0, 32)
 WIDTHS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)  # of heads, to pad to where a backend does not take one
+# Model types of transformers that the tests compare, made differential, with transformers' own logits. vLLM 0.32 gives
+# other logits than transformers for gpt_neox, and does not load gpt2 there, whatever their attention.
+DIFFERENTIABLE = (
+    "llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe", "gemma", "gemma2", "gemma3_text", "smollm3",
+    "granite", "cohere", "cohere2", "starcoder2", "glm4", "stablelm", "olmo2", "olmo3", "phi", "phi3", "exaone4",
+)  # fmt: skip
 
 logger = logging.getLogger(__name__)
 
@@ -85,6 +93,34 @@ def check_parallel(config, ranks: int) -> None:
         raise ValueError(
             f"tensor_parallel_size is {ranks}, which does not divide {queries} heads with {keys} key/value heads of "
             f"attention={config.attention!r}; smaller sizes that fit: {', '.join(map(str, accepted))}"
+        )
+
+
+def check_differential(config, name: str) -> None:
+    """Raise ValueError for a model made differential in place that vLLM's Transformers backend does not run."""
+    kind, made = config.differential.get("kind"), f"{name} was made differential in place"
+    if kind != "diff_v2":
+        raise ValueError(
+            f"{made} as {kind!r}, each of whose maps has its own keys, and vLLM's cache would need values for each; "
+            "use `diff-transformer serve --engine transformers`, or differentiate(model, 'diff_v2')"
+        )
+    if config.model_type not in DIFFERENTIABLE:
+        raise ValueError(
+            f"{made} from a {config.model_type} model, which vLLM's Transformers backend is not known to compute "
+            f"right; use `diff-transformer serve --engine transformers` (vLLM takes {', '.join(DIFFERENTIABLE)})"
+        )
+
+
+def check_differential_ranks(config, ranks: int) -> None:
+    """Raise ValueError unless both maps of a head, and their keys and values, stay on one of ``ranks`` ranks."""
+    plan, n, m = config.base_model_tp_plan or {}, config.num_attention_heads, config.num_key_value_heads
+    styles = [plan.get(f"layers.*.self_attn.{name}_proj") for name in "qkvo"]
+    by_heads = styles == ["colwise"] * 3 + ["rowwise"] and n % ranks == 0 and (m % ranks == 0 or ranks % m == 0)
+    if ranks > 1 and not by_heads:
+        raise ValueError(
+            f"tensor_parallel_size is {ranks}, which does not divide the {n} heads of this {config.model_type} model, "
+            f"made differential in place, with their {m} key/value heads, or transformers' plan does not divide it by "
+            "heads; leave it out"
         )
 
 

@@ -1,9 +1,18 @@
-"""vLLM's hook for a model's configuration."""
+"""vLLM's hooks for a model's configuration."""
 
 from vllm import __version_tuple__ as version
 from vllm.model_executor.models.config import VerifyAndUpdateConfig
+from vllm.transformers_utils.config import HFConfigParser
+from vllm.transformers_utils.model_arch_config_convertor import ModelArchConfigConvertorBase
 
-from diff_transformer.serving.vllm.checks import check_config, check_parallel, check_version
+from diff_transformer.serving.vllm.checks import (
+    DIFFERENTIAL,
+    check_config,
+    check_differential,
+    check_differential_ranks,
+    check_parallel,
+    check_version,
+)
 
 
 class ConfigCheck(VerifyAndUpdateConfig):
@@ -23,3 +32,30 @@ class ConfigCheck(VerifyAndUpdateConfig):
                 f"LoRA in vLLM takes values that are as wide as keys, and value_head_dim is {config.value_head_dim}; "
                 "merge the adapter into the model (peft's merge_and_unload), and serve that"
             )
+
+
+class DifferentialParser(HFConfigParser):
+    """vLLM's reader of ``config.json``; a model made differential in place gets our class as its architecture."""
+
+    def parse(self, model, *args, **kwargs):
+        told, config = super().parse(model, *args, **kwargs)
+        if getattr(config, "differential", None) is not None:
+            experts = ModelArchConfigConvertorBase(config, config).get_num_experts()
+            config.architectures = [DIFFERENTIAL[experts > 0], *(config.architectures or ())]
+        return told, config
+
+
+class DifferentialCheck(VerifyAndUpdateConfig):
+    """As ``ConfigCheck``, for models made differential in place."""
+
+    @staticmethod
+    def verify_and_update_model_config(model_config) -> None:
+        """Count the queries of both maps as heads. Raises what ``check_version`` and ``check_differential`` raise."""
+        check_version(version)
+        check_differential(model_config.hf_config, model_config.model)
+        model_config.model_arch_config.total_num_attention_heads = 2 * model_config.hf_config.num_attention_heads
+
+    @staticmethod
+    def verify_and_update_config(vllm_config) -> None:
+        """Raise what ``check_differential_ranks`` raises."""
+        check_differential_ranks(vllm_config.model_config.hf_config, vllm_config.parallel_config.tensor_parallel_size)
