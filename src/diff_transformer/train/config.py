@@ -94,6 +94,7 @@ class TrainConfig:
 
     # folder of a saved model, or of a finished run, whose weights the run starts from; None for random weights
     initial_model: str | None = None
+    weights: Annotated[str, one_of("all", "attention")] = "all"  # which are trained; the others stay as they start
     steps: PositiveInt = 1000  # of the optimizer
     batch_size: PositiveInt = 16  # rows of a step, over all processes and passes
     # rows of a forward and backward pass of a process, at most; 0 for its part of the batch
