@@ -192,7 +192,12 @@ def _folder(name: str | Path) -> Path:
         require_no_gguf(folder)
     if (folder / "model" / "config.json").exists():  # of a finished run
         folder = folder / "model"
-    found = model_path(str(folder))
+    found = model_path(str(folder if folder.exists() else name))
     if not folder.exists():
-        found = snapshot_download(found, allow_patterns=["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"])
+        try:
+            found = snapshot_download(found, allow_patterns=["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"])
+        except Exception as error:  # the client may use any network library
+            raise FileNotFoundError(
+                f"no model called {name} ({first_line(error)}); give a folder or another name"
+            ) from None
     return Path(found).resolve()
