@@ -216,16 +216,17 @@ def measure_speed(config: RunConfig, out: Path, sides: Sequence[str]) -> None:
 def comparison_specs(
     config: RunConfig, names: Sequence[str], seeds: int, run: Callable[[str, int], RunConfig] | None = None
 ) -> list[RunSpec]:
-    """The runs of a comparison: the pair with each seed, then each variant of ``names``.
+    """The runs of a comparison: the pair with each seed, then each variant of ``names``; with ``run`` seed by seed.
 
     With ``evaluation.recall_steps``, small ones on recall alone follow. The first pair also writes its attention maps.
 
     Args:
         run: the configuration of a side and seed; by default with weights drawn from the seed.
     """
+    groups = (PAIR, names) if run is None else ((*PAIR, *names),)
     run = run or (lambda side, seed: with_seed(config, config.train.seed + seed, side_model(config, side)))
     specs, more = [], []
-    for sides in (PAIR, names):
+    for sides in groups:
         for seed in range(seeds):
             for side in sides:
                 if side == SOURCE and seed:  # it is not trained
