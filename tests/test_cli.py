@@ -210,6 +210,11 @@ def test_convert_llama_and_back(tmp_path):
             "train.initial_model is m, and models that are compared start from random weights",
         ),
         (
+            ("compare", "--recipe", "uptrain", "--out", "x"),
+            "recipe 'uptrain' says nothing of a model; give one to go on from: `diff-transformer compare --from MODEL`",
+        ),
+        (("compare", "--from", "./nowhere", "--out", "x"), "no model at ./nowhere; give the folder of a saved model"),
+        (
             ("train", "--set", 'evaluation.more={"sonnets":{}}', "--out", "x"),
             "no experiment of evaluation.more 'sonnets'; there are: harness",
         ),

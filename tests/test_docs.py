@@ -28,6 +28,7 @@ GENERATED = (
     "figures/recall_confirmation/run.py",
     "figures/stability/run.py",
     "figures/uptraining/run.py",
+    "figures/uptraining_real/run.py",
 )
 
 

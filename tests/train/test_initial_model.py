@@ -11,8 +11,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.testing._internal.distributed.fake_pg import FakeStore
-from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig
+from transformers import AutoModelForCausalLM, BertConfig, GraniteConfig, LlamaConfig, PhiConfig, Qwen3Config
 
+from diff_transformer import differentiate
 from diff_transformer.lab.recipes import recipe
 from diff_transformer.lab.spec import side_model
 from diff_transformer.model.config import DiffTransformerConfig, matched_baseline
@@ -31,6 +32,7 @@ TOKENIZER = SimpleNamespace(pad_token_id=None, bos_token_id=None, eos_token_id=0
 PEAK = """
 import resource, sys
 from types import SimpleNamespace
+from diff_transformer import differentiate
 from diff_transformer.lab.recipes import recipe
 from diff_transformer.train.config import override
 from diff_transformer.train.initial_model import build_model
@@ -269,25 +271,69 @@ def test_a_run_that_says_nothing_of_its_model_is_refused():
         load_training_data(recipe("uptrain"))
 
 
-@pytest.mark.parametrize(
-    ("kind", "message"),
-    [
-        (LlamaConfig, r"a 'llama' model and not one of this package; convert it with `diff-transformer convert "),
-        (
-            GPT2Config,
-            r"a 'gpt2' model and not .*; give one of it, or of a kind that diff-transformer convert reads: .*llama",
-        ),
-    ],
-)
-def test_a_model_of_another_library_is_named_with_what_to_do(config, tmp_path, kind, message):
-    kind().save_pretrained(tmp_path / "its folder")
+def test_a_model_that_this_package_holds_is_converted_first(config, tmp_path):
+    LlamaConfig().save_pretrained(tmp_path / "its folder")
     silent = initial(config, tmp_path / "its folder")
     silent.model = {}
+    message = r"a 'llama' model and not one of this package; convert it with `diff-transformer convert "
     for check, run in ((check_model, initial(config, tmp_path / "its folder")), (load_training_data, silent)):
         with pytest.raises(ValueError, match=message) as caught:
             check(run)
-    if kind is LlamaConfig:
-        assert f"convert '{tmp_path}/its folder' --out NEW` and set train.initial_model=NEW" in str(caught.value)
+    assert f"convert '{tmp_path}/its folder' --out NEW` and set train.initial_model=NEW" in str(caught.value)
+
+
+def of_transformers(kind, tokenizer, folder, **fields):
+    """A tiny decoder of transformers that no class here holds, saved with ``tokenizer``."""
+    sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4, "max_position_embeddings": 512}
+    model = AutoModelForCausalLM.from_config(kind(vocab_size=len(tokenizer), **sizes, **fields))
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return model
+
+
+@pytest.mark.parametrize("kind", [None, "diff", "diff_v2"])
+def test_a_model_that_keeps_its_class_trains_in_the_same_loop(config, trained, tmp_path, kind):
+    fields = {"intermediate_size": 48, "num_key_value_heads": 2, "head_dim": 8}
+    model = of_transformers(Qwen3Config, trained.tokenizer, tmp_path / "m", **fields).eval()
+    if kind is not None:
+        differentiate(model, kind).save_pretrained(tmp_path / "m")
+    run = initial(
+        config, tmp_path / "m", "train.steps=3", "optim.warmup_steps=1", "train.activation_checkpointing=auto"
+    )
+    run.model = {}
+    done = train(run, tmp_path / "run")
+    rows = load_training_data(run).validation
+    with torch.no_grad():
+        assert validation_losses(done.folder)[0] == pytest.approx(model(rows, labels=rows).loss.item(), abs=1e-5)
+    again = AutoModelForCausalLM.from_pretrained(done.folder / "model")
+    assert type(again) is type(done.model) is type(model)
+    for name, parameter in model.named_parameters():
+        assert not torch.equal(parameter, again.get_parameter(name))
+    assert (done.folder / "model" / "README.md").exists() == (kind is not None)
+    run.model = {"num_hidden_layers": 8}
+    with pytest.raises(ValueError, match=r"config.model has num_hidden_layers, and the 'qwen3' model in .* keeps"):
+        build_model(run, trained.tokenizer)
+
+
+@pytest.mark.parametrize(
+    ("kind", "fields", "message"),
+    [
+        (BertConfig, {"intermediate_size": 48}, "BertSelfAttention is not causal"),
+        (GraniteConfig, {"logits_scaling": 2.0}, r"its logits are more than a product .*\(logits_scaling\)"),
+        (PhiConfig, {"intermediate_size": 48}, r"its logits are more than a product .*\(a bias\)"),
+    ],
+)
+def test_a_model_that_the_loop_cannot_train_is_refused(config, trained, tmp_path, kind, fields, message):
+    of_transformers(kind, trained.tokenizer, tmp_path / "m", **fields)
+    with pytest.raises(ValueError, match=f"is not trained here: .*{message}"):
+        check_model(initial(config, tmp_path / "m"))
+
+
+def test_attention_alone_trains(config, trained, tmp_path):
+    run = initial(config, trained.folder, "train.weights=attention", "train.loss_chunk=50", "train.steps=3")
+    done = train(run, tmp_path / "run")
+    for name, parameter in build_model(run, trained.tokenizer).named_parameters():
+        assert torch.equal(parameter, done.model.get_parameter(name)) != (".self_attn." in name)
 
 
 def test_a_folder_without_a_model_is_refused(config, trained, tmp_path):

@@ -28,7 +28,18 @@ CHECKPOINTS = "checkpoints/step-????????"  # complete checkpoints of a run
 @app.command()
 def compare(
     out: Out,
-    recipe: Recipe = "demo",
+    recipe: Annotated[
+        str | None,
+        typer.Option("--recipe", help="Name of a recipe; demo by default, with --from uptrain. `info` lists them."),
+    ] = None,
+    source: Annotated[
+        str | None,
+        typer.Option(
+            "--from",
+            help="Folder or hub name of a pretrained Transformer: train it further, made differential and as it is.",
+        ),
+    ] = None,
+    corpus: Annotated[str | None, typer.Option(help="As --set data.corpus=...")] = None,
     assignments: Set = None,
     seeds: Annotated[int, typer.Option(help="Pairs to train, one per seed; --resume may add some.")] = 1,
     jobs: Annotated[
@@ -37,12 +48,13 @@ def compare(
     ] = None,
     resume: Resume = False,
     variants: Annotated[
-        str,
+        str | None,
         typer.Option(
-            help="Also train, by commas: diff_v2, grouped_diff, dint, fixed_lambda, softmax_norm (the Transformer + "
-            "head norm, a control that stands beside every claim), each at equal cost. '' trains the pair alone."
+            help="Also train, by commas: diff_v2, grouped_diff, dint, fixed_lambda, softmax_norm (by default: the "
+            "Transformer + head norm, a control that stands beside every claim), each at equal cost. '' trains the "
+            "pair alone. With --from: always diff_v2 and a wider Transformer."
         ),
-    ] = "softmax_norm",
+    ] = None,
     engine: Engine = "local",
     address: Address = None,
     gpus_per_run: GPUsPerRun = None,
@@ -53,7 +65,10 @@ def compare(
         bool, typer.Option(help="Judge the claims and write report.html; `diff-transformer report` can do it later.")
     ] = True,
 ):
-    """Train a DIFF Transformer and its matched Transformer, measure both, and write the report with verdicts."""
+    """Train a DIFF Transformer and its matched Transformer, measure both, and write the report with verdicts.
+
+    With --from both go on from a pretrained Transformer.
+    """
     from diff_transformer.lab.compare import compare as run
     from diff_transformer.model.matching import VARIANTS
 
@@ -66,11 +81,14 @@ def compare(
                 f"out, give other variants with --variants ({more}), or train one model with `diff-transformer train`"
             )
     with resumable(out, lambda: any(out.glob(f"members/*/run/{CHECKPOINTS}"))):
+        variants = ("" if source else "softmax_norm") if variants is None else variants
         more = [name.strip() for name in variants.split(",") if name.strip()]
-        config, cluster = configuration(recipe, assignments), executor(engine, out, address, gpus_per_run)
+        name = recipe or ("uptrain" if source else "demo")
+        given = [*([] if corpus is None else [f"data.corpus={corpus}"]), *(assignments or [])]
+        config, cluster = configuration(name, given), executor(engine, out, address, gpus_per_run)
         run(
-            config, out, seeds=seeds, jobs=jobs, resume=resume, variants=more, executor=cluster, minutes=minutes,
-            report=report,
+            config, out, source=source, seeds=seeds, jobs=jobs, resume=resume, variants=more, executor=cluster,
+            minutes=minutes, report=report,
         )  # fmt: skip
 
 

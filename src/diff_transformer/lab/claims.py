@@ -13,7 +13,7 @@ import numpy as np
 from diff_transformer.lab.quantities import Quantity, difference
 from diff_transformer.lab.quantities import paper_claims as paper_claims
 from diff_transformer.lab.record import Record
-from diff_transformer.lab.sides import CONTROL, PAIR, name_of
+from diff_transformer.lab.sides import CONTROLS, PAIR, name_of
 from diff_transformer.lab.stats import (
     MOST_SEEDS,
     Interval,
@@ -27,15 +27,15 @@ from diff_transformer.lab.stats import (
 def judge(claims: Sequence[Quantity], records: Sequence[Record]) -> list[dict]:
     """Judge each claim whose examples the records of the pair have, over the seeds that both sides have.
 
-    Where ``records`` has the control with the same seeds, its number and DIFF's difference from it stand beside.
+    Where ``records`` has a control with the same seeds, its number and DIFF's difference from it stand beside.
 
     Returns:
         One dictionary per claim, as the report shows it.
     """
-    judged = []
+    judged, third = [], next((side for side in CONTROLS if any(record.side == side for record in records)), CONTROLS[0])
     for claim in claims:
         ours, theirs, control = (
-            {r.seed: r for r in records if r.side == side and r.rows.get(claim.experiment)} for side in (*PAIR, CONTROL)
+            {r.seed: r for r in records if r.side == side and r.rows.get(claim.experiment)} for side in (*PAIR, third)
         )
         seeds = sorted(ours.keys() & theirs.keys())
         if not seeds:
@@ -48,12 +48,12 @@ def judge(claims: Sequence[Quantity], records: Sequence[Record]) -> list[dict]:
             continue
         judged.append(_judge_one(claim, pair, values, known, sorted(ours.keys() ^ theirs.keys())))
         if control.keys() >= set(seeds):
-            beside = _beside(claim, (pair[0], [control[seed] for seed in seeds]))
+            beside = _beside(claim, (pair[0], [control[seed] for seed in seeds]), third)
             judged[-1] |= {"control": beside} if beside else {}
     return judged
 
 
-def _beside(claim: Quantity, sides: tuple[list[Record], list[Record]]) -> dict[str, Any] | None:
+def _beside(claim: Quantity, sides: tuple[list[Record], list[Record]], third: str) -> dict[str, Any] | None:
     """DIFF against the control, over all seeds; None if a number is missing."""
     ours, control = ([claim.value(record) for record in side] for side in sides)
     if not np.isfinite([*ours, *control]).all():
@@ -61,7 +61,7 @@ def _beside(claim: Quantity, sides: tuple[list[Record], list[Record]]) -> dict[s
     interval, _ = difference(claim, *sides)
     judged = "undecided" if claim.why_untested(sides[1]) else verdict(interval, claim.better, claim.margin)
     return {
-        "side": CONTROL, "label": name_of(CONTROL), "here": _number(float(np.mean(control))), "values": control,
+        "side": third, "label": name_of(third), "here": _number(float(np.mean(control))), "values": control,
         "verdict": judged, "difference": _interval(interval, claim.relative),
     }  # fmt: skip
 

@@ -26,12 +26,14 @@ from diff_transformer.lab.pool import Executor, default_jobs, progress_bars, run
 from diff_transformer.lab.recipes import recipe
 from diff_transformer.lab.recipes.recall import recall_run
 from diff_transformer.lab.record import comparison_records, finished, load_all, of_result, save_all
-from diff_transformer.lab.sides import PAIR
+from diff_transformer.lab.sides import PAIR, SOURCE, name_of
 from diff_transformer.lab.spec import EXPLORER, RECALL, RunSpec, everything, require_drawn, side_model, with_seed
+from diff_transformer.lab.uptrain import fitting_jobs, read_source
 from diff_transformer.lab.worker import more_experiments
 from diff_transformer.model.matching import VARIANTS
 from diff_transformer.report.comparison import REQUEST, comparison, export
 from diff_transformer.train.config import RunConfig, override
+from diff_transformer.train.initial_model import check_model
 from diff_transformer.train.run_folder import RunLock
 
 ROWS_OF_TEXT = {"quantization": "rows", "gradient_flow": "samples"}  # experiments on held-out rows, and their number
@@ -42,6 +44,7 @@ def compare(
     out: Path | str,
     *,
     settings: Mapping[str, Any] | None = None,
+    source: Path | str | None = None,
     seeds: int = 1,
     jobs: int | None = None,
     resume: bool = False,
@@ -58,6 +61,10 @@ def compare(
 
     Args:
         config: of either side, or the name of a recipe; ``model.attention`` is set for each.
+        source: a pretrained softmax Transformer, as a folder or name on the hub, to go on from instead of random
+            weights. The sides are then the source ("softmax"), its conversions ("diff" and "diff_v2") and, with as many
+            parameters as "diff", the control ("wider"); all start with the source's logits, which are measured too
+            ("source"). ``docs/pretrained_to_diff.md`` explains them.
         out: folder for everything: ``results.json``, ``report.html``, ``members/SIDE-seedK/`` with ``run/model``
             (Hugging Face format), TensorBoard files, metrics and ``record.json``.
         settings: what differs from ``config``, by dotted name, such as ``{"optim.lr": 1e-3}`` (docs/settings.md).
@@ -84,7 +91,8 @@ def compare(
 
     Raises:
         FileExistsError: if ``out`` is not empty and ``resume`` is False.
-        ValueError: for settings that contradict each other, or a ``resume`` with other settings.
+        ValueError: for settings that contradict each other, a ``resume`` with other settings, or a ``source`` that
+            cannot be differential.
         DiskError: if ``out`` is not writable, or another comparison is running in it.
         RunFailed: if training or measuring fails.
         RuntimeError: with ``report``, without the extra of that name.
@@ -95,9 +103,15 @@ def compare(
         config = override(config, [f"{name}={json.dumps(value)}" for name, value in settings.items()])
     out, started = Path(out), time.monotonic()
     require_positive(seeds=seeds, jobs=jobs, minutes=minutes)
-    require_drawn(config)
     here = 1 if executor else os.cpu_count() or 1  # cores to share
-    names = known_variants(variants, out)
+    start = None if source is None else read_source(source)
+    if start is None:
+        require_drawn(config)
+        names = known_variants(variants, out)
+    else:
+        config, names = start.configured(config), start.others
+        if variants:
+            raise ValueError(f"variants are {', '.join(variants)}, and a source has its own: {', '.join(names)}")
     if executor is None:
         jobs = jobs or default_jobs((len(PAIR) + len(names)) * seeds)
     if not config.train.threads:
@@ -114,23 +128,34 @@ def compare(
         from diff_transformer.report.page import require_installed
 
         require_installed()  # what the report at the end needs
-    for name in names:
-        side_model(config, name)  # raises where the heads do not fit
-    _prepare(config, out, seeds, resume)
+    if start is None:
+        for name in names:
+            side_model(config, name)  # raises where the heads do not fit
+    else:
+        if executor is None and jobs:
+            jobs = fitting_jobs(config, start, jobs, console.print)
+        if start.no_control:
+            console.print(f"no control of as many parameters: {start.no_control}")
+    _prepare(config, out, seeds, resume, drawn=start is None)
     with RunLock(out):
+        if start is not None:
+            start.write(out)
+        run = None if start is None else lambda side, seed: start.run(config, side, seed, out)
+        specs = comparison_specs(config, names, seeds, run)
         until = started + 60 * minutes if minutes else math.inf
         pool = partial(run_pool, jobs=jobs, executor=executor, until=until)
-        return _compare(config, out, names, seeds, pool, console, started, report)
+        about = {} if start is None else {"source": start.folder.name}
+        return _compare(config, out, names, seeds, specs, about, pool, console, started, report)
 
 
 def _compare(
-    config: RunConfig, out: Path, names: list[str], seeds: int, pool: Callable, console: Console, started: float,
-    report: bool,
+    config: RunConfig, out: Path, names: list[str], seeds: int, specs: list[RunSpec], about: dict, pool: Callable,
+    console: Console, started: float, report: bool,
 ) -> dict:  # fmt: skip
-    _write(out / REQUEST, {"seeds": seeds, "config": config.to_dict()})
+    about = {"seeds": seeds, "config": config.to_dict(), **about}
+    _write(out / REQUEST, about)
     if names:
         write_whole(out / "variants.json", json.dumps(names))
-    specs = comparison_specs(config, names, seeds)
     runs = {out / ("recall" if spec.setting == RECALL else "members") / spec.name: spec for spec in specs}
     with progress_bars(runs, console) as show:
         pool(runs, show=show)
@@ -140,14 +165,14 @@ def _compare(
         console.print(f"{done} of {len(runs)} models are finished; the same command with --resume goes on")
         return {}
     with console.status("timing all models in turns"):
-        measure_speed(config, out, [*PAIR, *names])
+        measure_speed(config, out, [*PAIR, *(name for name in names if name != SOURCE)])
     facts = {
         "command": shlex.join(["diff-transformer", *sys.argv[1:]]),
         "created": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "seconds": _seconds_spent(out, time.monotonic() - started),
         "provenance": provenance(),
     }
-    request = {"seeds": seeds, "config": config.to_dict(), **facts}
+    request = {**about, **facts}
     _write(out / REQUEST, request)
     if not report:
         console.print(f"models and records: {out}; diff-transformer report {out} --out FILE judges them")
@@ -160,6 +185,8 @@ def _compare(
 
     page = write_report(results, out / "report.html", overwrite=True)
     console.print(render_claims(summary))
+    for side, claims in summary.get("claims_of", {}).items():
+        console.print(render_claims({"title": name_of(side), "claims": claims}))
     console.print(f"report: {page}\nresults: {out / 'results.json'}\nmodels: {out}/members/*/run/model", soft_wrap=True)
     return summary
 
@@ -193,16 +220,25 @@ def measure_speed(config: RunConfig, out: Path, sides: Sequence[str]) -> None:
     save_all([of_result(result, setting=config.name) for result in results], path)
 
 
-def comparison_specs(config: RunConfig, names: Sequence[str], seeds: int) -> list[RunSpec]:
-    """The runs of a comparison: the pair with each seed, then each variant of ``names``.
+def comparison_specs(
+    config: RunConfig, names: Sequence[str], seeds: int, run: Callable[[str, int], RunConfig] | None = None
+) -> list[RunSpec]:
+    """The runs of a comparison: the pair with each seed, then each variant of ``names``; with ``run`` seed by seed.
 
     With ``evaluation.recall_steps``, small ones on recall alone follow. The first pair also writes its attention maps.
+
+    Args:
+        run: the configuration of a side and seed; by default with weights drawn from the seed.
     """
+    groups = (PAIR, names) if run is None else ((*PAIR, *names),)
+    run = run or (lambda side, seed: with_seed(config, config.train.seed + seed, side_model(config, side)))
     specs, more = [], []
-    for sides in (PAIR, names):
+    for sides in groups:
         for seed in range(seeds):
             for side in sides:
-                trained = with_seed(config, config.train.seed + seed, side_model(config, side))
+                if side == SOURCE and seed:  # it is not trained
+                    continue
+                trained = run(side, seed)
                 maps = (EXPLORER,) if side in PAIR and seed == 0 else ()
                 specs.append(RunSpec(config.name, side, seed, trained, (*everything(config), *maps)))
                 if config.evaluation.recall_steps:
@@ -225,7 +261,7 @@ def known_variants(names: Iterable[str], out: Path) -> list[str]:
     return [name for name in dict.fromkeys([*earlier, *names]) if name not in PAIR]
 
 
-def _prepare(config: RunConfig, out: Path, seeds: int, resume: bool) -> None:
+def _prepare(config: RunConfig, out: Path, seeds: int, resume: bool, drawn: bool = True) -> None:
     """Create ``out`` for this comparison, or check that it holds this comparison and may be continued."""
     path = out / REQUEST
     if path.exists():
@@ -246,6 +282,9 @@ def _prepare(config: RunConfig, out: Path, seeds: int, resume: bool) -> None:
         raise FileExistsError(f"{out} is not empty and holds no comparison; choose another folder")
     else:
         require_writable(out)
+        if drawn:
+            for side in PAIR:
+                check_model(dataclasses.replace(config, model=side_model(config, side)))
         _check_data(config)
         out.mkdir(parents=True, exist_ok=True)
         _write(path, {"seeds": seeds, "config": config.to_dict()})
@@ -262,12 +301,9 @@ def _check_data(config: RunConfig) -> None:
     from diff_transformer.data.evaluation_text import load_rows
     from diff_transformer.data.filler import Filler
     from diff_transformer.evals.needle import check_needle_fits
-    from diff_transformer.train.initial_model import check_model
     from diff_transformer.train.training_data import load_training_data
 
     more = more_experiments(config)
-    for side in PAIR:
-        check_model(dataclasses.replace(config, model=side_model(config, side)))
     data = load_training_data(config)
     filler, settings = Filler(data.corpus.validation), config.evaluation
     check_needle_fits(

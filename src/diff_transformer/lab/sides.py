@@ -3,6 +3,9 @@
 PAIR = ("diff", "softmax")
 BASELINE = "softmax"
 CONTROL = "softmax_norm"  # what the head norm gives without the subtraction
+WIDER = "wider"  # of a pretrained Transformer: what more parameters give
+CONTROLS = (CONTROL, WIDER)
+SOURCE = "source"  # a pretrained Transformer before anything is trained
 NAMES = {
     "diff": "DIFF",
     "softmax": "Transformer",
@@ -11,6 +14,8 @@ NAMES = {
     "grouped_diff": "Grouped DIFF",
     "dint": "DINT",
     "fixed_lambda": "DIFF, fixed lambda",
+    "wider": "wider Transformer",
+    "source": "Transformer before training",
 }
 
 

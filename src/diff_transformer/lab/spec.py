@@ -105,8 +105,12 @@ def require_drawn(config: RunConfig) -> None:
     if config.train.initial_model is not None:
         raise ValueError(
             f"train.initial_model is {config.train.initial_model}, and models that are compared start from random "
-            "weights. To train saved models further, convert them (`diff-transformer convert`), give each to "
-            "`diff-transformer train --recipe uptrain`, and the runs to `diff-transformer report`"
+            "weights. To go on from a pretrained Transformer: `diff-transformer compare --from MODEL`"
+        )
+    if not config.model:
+        raise ValueError(
+            f"recipe {config.name!r} says nothing of a model; give one to go on from: `diff-transformer compare --from "
+            "MODEL`"
         )
 
 

@@ -23,6 +23,7 @@ from diff_transformer.evals.types import Result
 from diff_transformer.lab.evaluate import experiment, run_eval, settings_of
 from diff_transformer.lab.processes import ENDS_WITH_INPUT, INTERRUPTED, TERMINATED, write_status
 from diff_transformer.lab.record import FILE, Record
+from diff_transformer.lab.sides import SOURCE
 from diff_transformer.lab.spec import EXPLORER, PAIR_EVALS, RECALL, RunSpec
 from diff_transformer.memory import keep_freed_memory
 from diff_transformer.train.config import RunConfig
@@ -39,7 +40,7 @@ def run(folder: Path) -> Record:
         FloatingPointError: if training diverges, unless the spec's ``may_diverge`` is set.
         Interrupted: after Ctrl-C or SIGTERM during training, once the state is saved.
     """
-    from diff_transformer.train.loop import train
+    from diff_transformer.train.loop import Trained, train
     from diff_transformer.train.training_data import load_training_data
 
     spec, started = RunSpec.load(folder), time.perf_counter()
@@ -54,7 +55,10 @@ def run(folder: Path) -> Record:
         write_status(folder, "reading the corpus")
         data = load_training_data(config)
         resume = (place / "config.json").exists()
-        trained = train(config, place, resume=resume, progress=report, data=data)
+        if spec.side == SOURCE:  # measured as it is
+            trained = Trained(place, _start(config, data), data.tokenizer, config)
+        else:
+            trained = train(config, place, resume=resume, progress=report, data=data)
         assert trained.model is not None  # false on every rank but the first; a worker is one process
         metrics["model"] = {"parameters": sum(parameter.numel() for parameter in trained.model.parameters())}
         if spec.measure:
@@ -69,6 +73,13 @@ def run(folder: Path) -> Record:
     (folder / f"{EXPLORER}.json").unlink(missing_ok=True)
     write_status(folder, "done", config.train.steps)
     return record
+
+
+def _start(config: RunConfig, data: Any) -> Any:
+    from diff_transformer.train.initial_model import build_model
+    from diff_transformer.train.parallelize import make_fabric
+
+    return make_fabric(config).to_device(build_model(config, data.tokenizer).eval())
 
 
 def measure(spec: RunSpec, folder: Path, trained, data) -> None:
@@ -104,6 +115,8 @@ def more_experiments(config: RunConfig) -> dict[str, Any]:
     """
     corpora = list(config.data.corpora) or [config.data.corpus]
     general = {"corpus": corpora[0], "length": config.data.length, "seed": config.evaluation.seed}
+    if config.train.initial_model is not None:  # also for a class of another library, which was trained on the rest
+        general["split"] = "held-out"
     settings = {}
     for name, own in config.evaluation.more.items():
         if name in PAIR_EVALS:
@@ -178,7 +191,7 @@ def _record(spec: RunSpec, folder: Path, metrics: dict, diverged: str | None, se
         spec.config.to_dict(),
         {result.eval: result.metrics for result in results} | {"gradients": gradient_metrics(norms)} | metrics,
         rows,
-        training_curves(lines, spec.config.model),
+        training_curves(lines, spec.config.model) if lines else {},
         {result.eval: result.provenance for result in results} | {"training": provenance(seconds=seconds)},
         diverged,
     )

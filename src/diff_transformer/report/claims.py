@@ -10,7 +10,7 @@ from diff_transformer.lab.measures import holm_sentence
 from diff_transformer.lab.sides import CONTROL, name_of
 from diff_transformer.report.charts import NAMES, padded
 from diff_transformer.report.figure import amounts, interval, key, legend, one_run, seeds_of
-from diff_transformer.report.markup import DASH, MINUS, Html, escape, is_number, join, mean, number, tag
+from diff_transformer.report.markup import DASH, MINUS, Html, escape, is_number, join, mean, number, table, tag
 from diff_transformer.report.models import as_dict, dicts
 
 TWO = re.compile(r"([\d.,+−-]+) / ([\d.,+−-]+)(.*)", re.DOTALL)
@@ -48,6 +48,12 @@ def verdict_words(claim: dict) -> str:
     return f"one run, {ONE_RUN[_verdict(claim)]}" if one_run(claim) else _verdict(claim)
 
 
+def control_of(claims: list[dict]) -> str | None:
+    """The name of the control beside the claims; None without one."""
+    beside = next((control for claim in claims if (control := as_dict(claim.get("control")))), None)
+    return None if beside is None else str(beside.get("label") or name_of(CONTROL))
+
+
 def control_words(claim: dict) -> str:
     """The same of DIFF and the control."""
     known = _verdict(as_dict(claim.get("control")))
@@ -64,7 +70,7 @@ def claims_section(results: dict, figure_of) -> Html | None:
     if not claims:
         return None
     order = tag("span", " Transformer / DIFF") if any(TWO.match(str(claim.get("here"))) for claim in claims) else None
-    control = name_of(CONTROL) if any(claim.get("control") for claim in claims) else None
+    control = control_of(claims)
     names = ["Claim", join(["Paper", order]), join(["Here", order]), *([control] if control else []), "Verdict"]
     head = tag("tr", *(tag("th", words, scope="col") for words in names))
     rows = [(claim, _row(place, claim, figure_of(claim), bool(control))) for place, claim in enumerate(claims)]
@@ -85,6 +91,30 @@ def claims_section(results: dict, figure_of) -> Html | None:
         tag("p", corrected, class_="small") if corrected else None,
         id="claims",
         aria_labelledby="claims-title",
+    )
+
+
+def other_claims(results: dict) -> Html:
+    """The same claims of other models than DIFF: of DIFF V2, made of a pretrained Transformer."""
+    return join([_table_of(name_of(side), dicts(claims)) for side, claims in as_dict(results.get("claims_of")).items()])
+
+
+def _table_of(name: str, claims: list[dict]) -> Html:
+    control = control_of(claims)
+    head = ["Claim", f"Transformer / {name}", "difference, 95 %", *([str(control)] if control else []), "Verdict"]
+    rows: list[list[object]] = []
+    for claim in claims:
+        beside = as_dict(claim.get("control"))
+        said = [f"{beside.get('here')}; compared with it: {control_words(claim)}" if beside else DASH]
+        rows.append(
+            [claim.get("claim", ""), claim.get("here", ""), interval(claim), *(said if control else []), badge(claim)]
+        )
+    corrected = after_correction(claims)
+    return tag(
+        "section",
+        tag("h2", f"The claims, of {name}"),
+        table(head, rows, f"The claims, of {name}", numeric=False),
+        tag("p", corrected, class_="small") if corrected else None,
     )
 
 
@@ -156,7 +186,7 @@ def forest(results: dict) -> Html | None:
         return None
     shown = [("softmax", "DIFF against the Transformer")]
     if any(claim.get("control") for _, claim in claims):
-        shown.append(("s1", f"DIFF against the {name_of(CONTROL)}"))
+        shown.append(("s1", f"DIFF against the {control_of([claim for _, claim in claims])}"))
     marks = [tag("span", f"{100 * at:+.0f} %".replace("-", MINUS), style=f"left:{_at(at)}") for tick in TICKS
              for at in (-tick, tick)]  # fmt: skip
     axis = tag("div", tag("span", "against the claim ←"), tag("div", *marks, class_="track"),
@@ -187,7 +217,7 @@ def _forest_row(place: int, claim: dict) -> Html | None:
             low, high = sorted(map(_place, ends))
             drawn.append(tag("i", class_=f"spread {style}", style=f"left:{low:.1f}%;width:{max(high - low, 0.3):.1f}%"))
         drawn.append(tag("i", class_=f"swatch {style}", style=f"left:{_at(middle)}"))
-        said.append(f"{NAMES['diff']} against the {NAMES['softmax'] if style == 'softmax' else name_of(CONTROL)}: "
+        said.append(f"{NAMES['diff']} against the {NAMES['softmax'] if style == 'softmax' else control_of([claim])}: "
                     f"{interval({**of, 'diff': claim.get('diff'), 'softmax': claim.get('softmax')})}")  # fmt: skip
     if not drawn:
         return None
@@ -279,7 +309,7 @@ def render_claims(results: dict) -> Table:
     order = " (Transformer / DIFF)" if any(TWO.match(str(c.get("here"))) for c in dicts(results.get("claims"))) else ""
     shown.add_column(f"paper{order}")
     shown.add_column(f"here{order}")
-    control = name_of(CONTROL) if any(claim.get("control") for claim in dicts(results.get("claims"))) else None
+    control = control_of(dicts(results.get("claims")))
     if control:
         shown.add_column(str(control))
     shown.add_column("verdict")

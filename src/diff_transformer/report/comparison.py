@@ -5,6 +5,7 @@ examples, which each model's ``record.json`` has. Where a folder has no records 
 one, ``results.json`` is read instead (``load.load_results``).
 """
 
+from dataclasses import replace
 from pathlib import Path
 
 from diff_transformer.checks import read_json
@@ -44,7 +45,7 @@ def comparison(records: list[Record], request: dict) -> Results:
     """
     config = RunConfig.from_dict(request["config"])
     records = [_with_cost(record, config.data.length) for record in records]
-    first = {record.side: record for record in reversed(records)}
+    first, claims = {record.side: record for record in reversed(records)}, paper_claims(config.evaluation.needles)
     total = sum(config.data.mixture.values())
     about = {
         "title": "DIFF Transformer against its matched Transformer",
@@ -62,9 +63,17 @@ def comparison(records: list[Record], request: dict) -> Results:
             "lr": config.optim.lr,
             "config": config.to_dict(),
         },
-        "claims": judge(paper_claims(config.evaluation.needles), records),
+        "claims": judge(claims, records),
     }
+    if source := request.get("source"):
+        about |= {"title": f"{source}, made differential and trained further", "source": source}
+        about["claims_of"] = {"diff_v2": judge(claims, _as_the_pair(records, "diff_v2"))}
     return Results(records, about)
+
+
+def _as_the_pair(records: list[Record], side: str) -> list[Record]:
+    """The records with ``side`` in the place of "diff"."""
+    return [replace(one, side="diff" if one.side == side else one.side) for one in records if one.side != "diff"]
 
 
 def export(results: Results) -> dict:
@@ -133,8 +142,8 @@ def _curve(record: Record) -> dict:
     training, validation = record.curves["training"], record.curves["validation"]
     curve = {"attention": record.side, "seed": record.seed, **{name: training[name] for name in _CURVES}}
     curve |= {f"validation_{name}": values for name, values in validation.items()}
-    if record.side == "diff":
-        lambdas = record.curves["lambda"]
+    lambdas = record.curves.get("lambda")
+    if record.side == "diff" and lambdas:
         curve |= {"lambda": lambdas["layers"], "lambda_init": lambdas["init"]}
     return curve
 

@@ -5,7 +5,7 @@ import json
 from diff_transformer.lab.sides import CONTROL, name_of
 from diff_transformer.lab.stats import SEEDS_FOR_AN_INTERVAL
 from diff_transformer.report.charts import NAMES
-from diff_transformer.report.claims import control_words, forest, of_paper, one_run, verdict_words
+from diff_transformer.report.claims import control_of, control_words, forest, of_paper, one_run, verdict_words
 from diff_transformer.report.figure import folded
 from diff_transformer.report.markup import DASH, Html, duration, is_number, join, number, plural, short, table, tag
 from diff_transformer.report.models import SIDES, Results, as_dict, dicts, seeds_by_side
@@ -55,7 +55,9 @@ def main_claims(results: dict) -> str:
     for name, words in (("loss", "A lower loss"), ("recall", "More recall from noise, not a claim of the paper")):
         if name in claims:
             control = as_dict(claims[name].get("control"))
-            beside = f"; compared with the {name_of(CONTROL)}: {control_words(claims[name])}" if control else ""
+            beside = (
+                f"; compared with the {control_of([claims[name]])}: {control_words(claims[name])}" if control else ""
+            )
             said.append(f"{words}: {verdict_words(claims[name])}{beside}.")
     return " ".join(said)
 
@@ -68,6 +70,10 @@ def first_screen(results: Results) -> Html:
             tag("h1", about.get("title") or "DIFF and Transformer, compared"),
             tag("p", sentence(results), class_="lead"),
             tag("p", main_claims(about), class_="lead") if main_claims(about) else None,
+            *(
+                tag("p", f"{name_of(side)}. {main_claims({'claims': claims})}", class_="lead")
+                for side, claims in as_dict(about.get("claims_of")).items()
+            ),
             forest(about),
             tag("dl", *facts, class_="facts") if facts else None,
         ]
@@ -264,6 +270,11 @@ def caveats(results: Results) -> list[str]:
             "DIFF normalises its heads, the Transformer does not. In this project's desk study, the Transformer + "
             "head norm (starting at 0.1) had most of DIFF's lead, and the lead shrank with training. To add that model "
             "to this comparison, run the same command with --resume --variants softmax_norm."
+        )
+    if about.get("source"):
+        said.append(
+            f"The models start with the logits of {about['source']}, so the Transformer before training is measured "
+            "once and stands for all. The wider Transformer has as many parameters as DIFF, and more than DIFF V2."
         )
     if train.get("corpus"):
         said.append(f"One corpus ({train['corpus']}); other text may rank the models differently.")

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 from diff_transformer.lab.claims import judge
 from diff_transformer.lab.quantities import Quantity
 from diff_transformer.lab.record import Record, RecordError, records_of
-from diff_transformer.lab.sides import CONTROL, NAMES, PAIR, name_of
+from diff_transformer.lab.sides import CONTROLS, NAMES, PAIR, name_of
 from diff_transformer.report.figure import Figure, Finding, found_of, key, versus
 from diff_transformer.report.markup import Html, is_number, join, mean, number, plural, tag
 
@@ -215,13 +215,13 @@ def sides_of(attention: Sequence[str | None], names: Sequence[str] = ()) -> list
     kinds = [None if one is None else side_of(one) for one in attention]
     named = list(names) or [""] * len(kinds)
     sides: list[str] = []
-    place = -1 + (CONTROL in named)
+    place = -1 + any(name in CONTROLS for name in named)
     for kind, name in zip(kinds, named, strict=True):
         own = name == kind if named.count(str(kind)) == 1 else kinds.count(kind) == 1
         if kind is not None and own:
             sides.append(kind)
             continue
-        if name == CONTROL:
+        if name in CONTROLS:
             sides.append("s1")
             continue
         place += 1
@@ -247,8 +247,8 @@ def pair_in(models: list[Series]) -> tuple[Series, Series] | None:
 
 
 def control_in(models: list[Series]) -> Series | None:
-    """The Transformer + head norm."""
-    return next((one for one in models if one.parts and one.parts[0].record.side == CONTROL), None)
+    """The Transformer + head norm, or the wider one."""
+    return next((one for one in models if one.parts and one.parts[0].record.side in CONTROLS), None)
 
 
 def judged(results: Results, quantity: Quantity, ours: Series, theirs: Series) -> dict | None:

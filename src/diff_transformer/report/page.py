@@ -8,7 +8,7 @@ from string import Template
 
 from diff_transformer.checks import require_extra
 from diff_transformer.durable import replacing, require_writable
-from diff_transformer.report.claims import bears_on, claim_links, claims_section
+from diff_transformer.report.claims import bears_on, claim_links, claims_section, other_claims
 from diff_transformer.report.comparison import load_comparison
 from diff_transformer.report.figures import IN_ORDER
 from diff_transformer.report.load import ResultsError, check_results
@@ -79,7 +79,7 @@ def render_page(results: Results | dict, prompt: dict | None = None) -> str:
         title=about.get("title") or "DIFF and Transformer, compared",
         description=sentence(shown),
         first_screen=first_screen(shown),
-        claims=claims_section(about, figure_of),
+        claims=join([claims_section(about, figure_of) or "", other_claims(about)]),
         contents=contents(sections),
         figures=join(f.html(i, claim_links(about, f.source)) for i, f in enumerate(figures, 1)),
         method=method_section(about),

@@ -95,6 +95,7 @@ class TrainConfig:
 
     # folder of a model or of a finished run to start from; None for random weights
     initial_model: str | None = None
+    weights: Annotated[str, one_of("all", "attention")] = "all"  # which are trained; the others stay as they start
     steps: PositiveInt = 1000  # optimizer steps
     batch_size: PositiveInt = 16  # rows per step, over all processes and passes
     # rows per forward pass and process; memory grows with it; 0 for the process's whole share of the batch

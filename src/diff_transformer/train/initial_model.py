@@ -11,10 +11,12 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from diff_transformer.checks import first_line, listed
 from diff_transformer.train.config import RunConfig, checked_model
 from diff_transformer.train.float8 import check_float8
 
-_SPECIAL_TOKENS = ("pad_token_id", "bos_token_id", "eos_token_id")
+_AFTER_THE_HEAD = ("final_logit_softcapping", "logit_scale", "logits_scaling")  # which the loss here does not apply
+SPECIAL_TOKENS = ("pad_token_id", "bos_token_id", "eos_token_id")
 
 
 def check_model(config: RunConfig) -> None:
@@ -22,8 +24,8 @@ def check_model(config: RunConfig) -> None:
 
     Raises:
         RuntimeError: as ``check_float8``.
-        ValueError: for fields that do not exist, have the wrong type or do not fit together, or a model of another
-            library in ``train.initial_model``.
+        ValueError: for fields that do not exist, have the wrong type or do not fit together, or a model in
+            ``train.initial_model`` that is to be converted first or cannot be trained.
         FileNotFoundError: if ``train.initial_model`` holds no model.
     """
     from diff_transformer.model.config import DiffTransformerConfig, matched_baseline
@@ -32,13 +34,12 @@ def check_model(config: RunConfig) -> None:
     checked_model(config.model)
     vocabulary_size(config)
     if config.train.initial_model is not None:
-        models = [DiffTransformerConfig.from_pretrained(model_folder(config))]
+        model = _on_meta(model_folder(config))
     else:
         settings = DiffTransformerConfig(**config.model)
         _check_length(settings, config)
-        models = [settings, matched_baseline(settings)]
-    with torch.device("meta"):
-        model, *_ = [DiffTransformerForCausalLM(each) for each in models]
+        with torch.device("meta"):
+            model, _ = [DiffTransformerForCausalLM(each) for each in (settings, matched_baseline(settings))]
     if config.train.float8:
         check_float8(model)
 
@@ -195,7 +196,7 @@ def start_model(config: RunConfig, tokenizer) -> Start:
     from diff_transformer.model.modeling import DiffTransformerForCausalLM
 
     initial = None if config.train.initial_model is None else load_initial_model(config, tokenizer)
-    special = {name: getattr(tokenizer, name) for name in _SPECIAL_TOKENS}
+    special = {name: getattr(tokenizer, name) for name in SPECIAL_TOKENS}
     settings = DiffTransformerConfig(**{**special, **config.model}) if initial is None else initial.config
     _check_length(settings, config)
     if initial is not None:
@@ -222,24 +223,33 @@ def build_model(config: RunConfig, tokenizer):
 def load_initial_model(config: RunConfig, tokenizer):
     """The model in the folder ``config.train.initial_model``, in fp32.
 
-    The folder is that of a model of this package, or of a finished run (its ``model`` is loaded). Fields in
-    ``config.model`` replace those of the saved configuration if the weights stay the same: ``rope_parameters``,
-    ``max_position_embeddings``, ``backend`` and the like.
+    The folder is that of a model, or of a finished run (its ``model`` is loaded). Fields in ``config.model`` replace
+    those of the saved configuration if the weights stay the same: ``rope_parameters``, ``max_position_embeddings``,
+    ``backend`` and the like. A model of another library keeps its class and its configuration.
 
     Raises:
         FileNotFoundError: if there is no model in the folder.
-        ValueError: if the model is another library's, was trained with another tokenizer, or does not have the weights
-            that ``config.model`` asks for.
+        ValueError: if the model is to be converted first, was trained with another tokenizer, or does not have the
+            weights that ``config.model`` asks for.
     """
     from diff_transformer.model.config import DiffTransformerConfig
+    from diff_transformer.model.convert.from_softmax import nearest
     from diff_transformer.model.loading import misfits, read_model
     from diff_transformer.model.modeling import DiffTransformerForCausalLM
 
     folder = model_folder(config)
     _check_tokenizer(folder, tokenizer)
-    saved = DiffTransformerConfig.from_pretrained(folder)
+    saved = _settings(folder)
+    if not isinstance(saved, DiffTransformerConfig):
+        counted = nearest(saved).to_dict()
+        if wrong := [name for name, value in config.model.items() if counted[name] != value]:
+            raise ValueError(
+                f"config.model has {', '.join(wrong)}, and the {saved.model_type!r} model in {folder} keeps its own "
+                "configuration; leave them out"
+            )
+        return read_model(folder, dtype=torch.float32)
     fields = {name: getattr(saved, name) for name in DiffTransformerConfig.__annotations__ if hasattr(saved, name)}
-    special = {name: getattr(tokenizer, name) for name in _SPECIAL_TOKENS}
+    special = {name: getattr(tokenizer, name) for name in SPECIAL_TOKENS}
     settings = DiffTransformerConfig(**{**fields, **special, **config.model})
     model, found = read_model(
         folder, DiffTransformerForCausalLM, config=settings, dtype=torch.float32, output_loading_info=True
@@ -257,23 +267,21 @@ def vocabulary_size(config: RunConfig) -> int:
     """``model.vocab_size``, or that of ``train.initial_model`` if it is not given.
 
     Raises:
-        ValueError: if neither is given, or the model is another library's.
+        ValueError: if neither is given, or the model is to be converted first.
         FileNotFoundError: if there is no model in the folder.
     """
     if "vocab_size" in config.model:
         return config.model["vocab_size"]
     if config.train.initial_model is None:
         raise ValueError("nothing says what the model is; give train.initial_model, a folder, or model.vocab_size")
-    from diff_transformer.model.config import DiffTransformerConfig
-
-    return DiffTransformerConfig.from_pretrained(model_folder(config)).vocab_size
+    return _settings(model_folder(config)).vocab_size
 
 
 def model_folder(config: RunConfig) -> Path:
     """The folder of the model of ``train.initial_model``, which may be the folder of a finished run.
 
     Raises:
-        FileNotFoundError: if there is none. ValueError: if it is another library's.
+        FileNotFoundError: if there is none. ValueError: if it is one to convert first.
     """
     folder = Path(str(config.train.initial_model)).expanduser()
     inner = folder / "model"
@@ -284,35 +292,89 @@ def model_folder(config: RunConfig) -> Path:
             f"train.initial_model is {folder}, which holds no model (no config.json); give the folder of a saved model "
             "or of a finished run"
         )
-    _refuse_other_libraries(folder)
+    _refuse_convertible(folder)
     return folder
 
 
 def _check_length(settings, config: RunConfig) -> None:
-    if settings.max_position_embeddings < config.data.length:
+    positions = getattr(settings, "max_position_embeddings", config.data.length)
+    if positions < config.data.length:
         raise ValueError(
             f"data.length is {config.data.length}, more than model.max_position_embeddings "
-            f"{settings.max_position_embeddings}; raise the latter"
+            f"{positions}; raise the latter"
         )
 
 
-def _refuse_other_libraries(folder: Path) -> None:
+def _settings(folder: Path) -> Any:
+    """The configuration of the model in ``folder``, of this package or another library."""
+    from transformers import AutoConfig
+
     from diff_transformer.model.config import DiffTransformerConfig
-    from diff_transformer.model.convert.layouts import LAYOUTS
     from diff_transformer.model.saved import read_settings
 
-    kind, ours = (read_settings(folder) or {}).get("model_type"), DiffTransformerConfig.model_type
-    if kind in (None, ours):
+    if (read_settings(folder) or {}).get("model_type") in (None, DiffTransformerConfig.model_type):
+        return DiffTransformerConfig.from_pretrained(folder)
+    try:
+        return AutoConfig.from_pretrained(folder, trust_remote_code=False)
+    except (ValueError, OSError) as error:
+        raise ValueError(
+            f"train.initial_model is {folder}, whose config.json transformers does not read ({first_line(error)})"
+        ) from None
+
+
+def _on_meta(folder: Path) -> nn.Module:
+    """The model in ``folder`` without its weights.
+
+    Raises:
+        ValueError: for a model of another library that is no decoder which ``differentiate`` takes or has made.
+    """
+    from diff_transformer.model.config import DiffTransformerConfig
+    from diff_transformer.model.convert.checkpoint import Checkpoint
+    from diff_transformer.model.convert.folder import on_meta
+    from diff_transformer.model.modeling import DiffTransformerForCausalLM
+
+    settings = _settings(folder)
+    if isinstance(settings, DiffTransformerConfig):
+        with torch.device("meta"):
+            return DiffTransformerForCausalLM(settings)
+    model = on_meta(Checkpoint(folder))
+    check_trainable(folder, model)
+    return model
+
+
+def check_trainable(folder: Path, model: Any) -> None:
+    """Raise ValueError for a model of another library that this loop cannot train."""
+    from diff_transformer.model.differentiate import refusal
+
+    reason = None if hasattr(model.config, "differential") else refusal(model)
+    more = [name for name in _AFTER_THE_HEAD if getattr(model.config, name, None) not in (None, 1)]
+    more += ["a bias"] if getattr(model.get_output_embeddings(), "bias", None) is not None else []
+    if more and not reason:
+        reason = f"its logits are more than a product with the output matrix ({listed(more)})"
+    if reason:
+        raise ValueError(f"{folder} is not trained here: {reason}")
+
+
+def _refuse_convertible(folder: Path) -> None:
+    """Raise ValueError for a model of another library that this package's class can hold."""
+    from diff_transformer.model.convert import llama
+    from diff_transformer.model.convert.layouts import LAYOUTS, OURS
+    from diff_transformer.model.saved import read_settings
+
+    settings = read_settings(folder) or {}
+    kind = settings.get("model_type")
+    names = [name for layout in LAYOUTS for name in LAYOUTS[layout].model_types if layout != OURS]
+    if kind not in names or "differential" in settings:
         return
-    convertible = {name for layout in LAYOUTS.values() for name in layout.model_types} - {ours}
-    if kind in convertible:
-        remedy = (
-            f"convert it with `diff-transformer convert {shlex.quote(str(folder))} --out NEW` and set "
-            "train.initial_model=NEW"
-        )
-    else:
-        remedy = f"give one of it, or of a kind that diff-transformer convert reads: {', '.join(sorted(convertible))}"
-    raise ValueError(f"train.initial_model is {folder}, a {kind!r} model and not one of this package; {remedy}")
+    if kind in LAYOUTS["llama"].model_types:
+        try:
+            llama.to_ours(_settings(folder))
+        except ValueError:  # with biases, for example: it keeps its class
+            return
+    raise ValueError(
+        f"train.initial_model is {folder}, a {kind!r} model and not one of this package; convert it with "
+        f"`diff-transformer convert {shlex.quote(str(folder))} --out NEW` and set train.initial_model=NEW"
+    )
 
 
 def _check_tokenizer(folder: Path, tokenizer) -> None:

@@ -33,7 +33,14 @@ from diff_transformer.train.recompute import recompute, what_to_recompute
 from diff_transformer.train.run_folder import check_run_folder, damaged_model, open_run_folder, save_model
 from diff_transformer.train.signals import Interrupted, StopRequest, stop_requests
 from diff_transformer.train.state import TrainingState, is_sharded, whole_model
-from diff_transformer.train.step import Outcome, Stepper, learning_rate, make_optimizer, schedule_warning
+from diff_transformer.train.step import (
+    Outcome,
+    Stepper,
+    learning_rate,
+    make_optimizer,
+    schedule_warning,
+    train_attention,
+)
 from diff_transformer.train.telemetry import by_source, telemetry, utilisation
 from diff_transformer.train.training_data import (
     Rows,
@@ -118,6 +125,8 @@ class Run:
         fabric.seed_everything(settings.seed, verbose=False)
         start = start_model(config, data.tokenizer) if isinstance(fabric.strategy, ModelParallelStrategy) else None
         self.unwrapped_model = build_model(config, data.tokenizer) if start is None else start.model
+        if settings.weights == "attention":
+            train_attention(self.unwrapped_model)
         if settings.float8:
             use_float8(self.unwrapped_model, fabric.device)
         context = make_context(fabric, settings.parallel)

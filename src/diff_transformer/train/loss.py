@@ -152,7 +152,7 @@ class _Chunked(torch.autograd.Function):
         exact = torch.promote_types(hidden.dtype, torch.float32)
         losses = torch.empty(len(hidden), dtype=exact, device=hidden.device)
         d_hidden = torch.empty_like(hidden) if wanted else None
-        d_head = torch.zeros_like(head, dtype=exact) if wanted else None
+        d_head = torch.zeros_like(head, dtype=exact) if wanted and ctx.needs_input_grad[1] else None
         kind = hidden.device.type
         low = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else hidden.dtype
         matrix = head.to(low)  # [V, D]
@@ -160,10 +160,11 @@ class _Chunked(torch.autograd.Function):
             rows = slice(start, start + chunk)
             x, weight = hidden[rows].to(low), weights[rows].to(exact)  # [n, D], [n]
             losses[rows], d_logits = _loss_and_gradient(F.linear(x, matrix), targets[rows], group, first, exact)
-            if d_hidden is not None and d_head is not None:
+            if d_hidden is not None:
                 d_logits = d_logits.mul_(weight[:, None]).to(low)  # [n, V]
                 d_hidden[rows] = d_logits @ matrix
-                d_head += d_logits.T @ x
+                if d_head is not None:
+                    d_head += d_logits.T @ x
         if d_hidden is not None and group is not None:
             dist.all_reduce(d_hidden, group=group)
         ctx.gradients = d_hidden, d_head, head.dtype
@@ -177,7 +178,8 @@ class _Chunked(torch.autograd.Function):
             raise RuntimeError("the gradients of a chunked cross-entropy can be taken once; compute the loss again")
         d_hidden, d_head, dtype = ctx.gradients
         ctx.gradients = None
-        return d_hidden.mul_(upstream), d_head.mul_(upstream).to(dtype), None, None, None, None, None, None
+        d_head = None if d_head is None else d_head.mul_(upstream).to(dtype)
+        return d_hidden.mul_(upstream), d_head, None, None, None, None, None, None
 
 
 def _loss_and_gradient(logits: Tensor, targets: Tensor, group, first: int, exact: torch.dtype) -> tuple[Tensor, Tensor]:

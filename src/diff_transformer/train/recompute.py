@@ -33,9 +33,11 @@ def what_to_recompute(run: RunConfig, config: Any, fabric: Any) -> str:
     asked = str(run.train.activation_checkpointing)
     if asked != "auto":
         return asked
+    from diff_transformer.model.convert.from_softmax import nearest
+
     memory = device_memory(fabric.device)
     sharded = isinstance(fabric.strategy, ModelParallelStrategy)
-    needed = memory_by_recomputation(run, config, fabric.world_size, sharded=sharded)
+    needed = memory_by_recomputation(run, nearest(config), fabric.world_size, sharded=sharded)
     chosen = next((what for what, used in needed.items() if used.total <= FILLED * memory), "full")
     logger.info("train.activation_checkpointing: %s, for %.1f of %.1f GiB", chosen, needed[chosen].gib, memory / 2**30)
     return chosen

@@ -15,7 +15,8 @@ from filelock import FileLock, Timeout
 
 from diff_transformer.checks import differences, listed, read_json
 from diff_transformer.durable import DiskError, explained, replacing, require_room, require_writable
-from diff_transformer.model.card import write_card
+from diff_transformer.model.card import differential_card, write_card
+from diff_transformer.model.config import DiffTransformerConfig
 from diff_transformer.model.convert.checkpoint import Checkpoint
 from diff_transformer.model.saved import read_settings
 from diff_transformer.train.config import RunConfig
@@ -144,7 +145,11 @@ def save_model(model, tokenizer, folder: Path, config: RunConfig) -> None:
         with replacing(folder) as partial:
             require_room(folder.parent, needed, "the model")
             partial.mkdir(exist_ok=True)
-            write_card(model.config, partial, type(model).__name__, training=training_facts(config))
+            facts = training_facts(config)
+            if isinstance(model.config, DiffTransformerConfig):
+                write_card(model.config, partial, type(model).__name__, training=facts)
+            elif hasattr(model.config, "differential"):
+                (partial / "README.md").write_text(differential_card(model, facts["start"]), encoding="utf-8")
             model.save_pretrained(partial)
             tokenizer.save_pretrained(partial)
     except Exception as error:

@@ -73,10 +73,17 @@ def head_norm_gains(model: nn.Module) -> list[float]:
 
 
 def layer_lambdas(model: nn.Module) -> list[float]:
-    """Lambda of each layer, as ``model.lambdas()`` returns it; [] for a model without lambda."""
+    """Lambda of each layer, as ``DiffTransformerModel.lambdas`` returns it; [] for a model without lambda."""
+    from diff_transformer.model.lambdas import LAMBDAS, present_lambda
+
     if dist.is_initialized():
         return _gathered_lambdas(model)
-    return model.lambdas().tolist() if hasattr(model, "lambdas") else []  # ty: ignore[not-callable]
+    return [present_lambda(module) for module in model.modules() if isinstance(module, LAMBDAS) and _is_seen(module)]
+
+
+def _is_seen(module: Any) -> bool:
+    """Whether a lambda has a present value: one for each token keeps its mean only if it was made to."""
+    return getattr(module, "mean", 0) is not None
 
 
 def by_source(sums: Tensor, counts: Tensor, names: Iterable[str]) -> dict[str, float]:
@@ -136,9 +143,10 @@ def utilisation(config, length: int, device: torch.device, precision: str, *, gi
         given: peak FLOP/s of a device (``train.peak_flops``); 0 for the data sheet of a known GPU, or for the measured
             speed of a matrix product on the CPU.
     """
+    from diff_transformer.model.convert.from_softmax import nearest
     from diff_transformer.model.cost import model_cost
 
-    flops = model_cost(config, length=length).training_flops_per_token
+    flops = model_cost(nearest(config), length=length).training_flops_per_token
     if given:
         return Utilisation(flops, length, given, "train.peak_flops", devices)
     if device.type == "cpu":
@@ -201,11 +209,11 @@ def _gathered_lambdas(model: nn.Module) -> list[float]:
                 copy = LearnedLambda(len(parameters["lambda_q1"]), module.initial, module.std)
             copy.load_state_dict(parameters, assign=True)
             values.append(present_lambda(copy))
-        elif isinstance(module, TokenLambda):
+        elif isinstance(module, TokenLambda) and _is_seen(module):
             mean = module.mean.clone()
             dist.all_reduce(mean)
             values.append(mean.item() / dist.get_world_size())
-        elif isinstance(module, LAMBDAS):
+        elif isinstance(module, LAMBDAS) and _is_seen(module):
             values.append(present_lambda(module))
     return values
 

@@ -106,13 +106,14 @@ def novels() -> RunConfig:
 
 
 def uptrain() -> RunConfig:
-    """Continued training of any saved model on text, for example after ``diff-transformer convert --to diff``.
+    """Continued training of a saved model on text: of a Transformer beside what it converts to, or of any one model.
 
-    The folder holds the model. ``--set model.FIELD`` may change fields that leave its weights unchanged. Warm-up and
-    decay start again, so give a learning rate below the model's highest one; the measured runs used half of it.
+    ``--set model.FIELD`` may change fields that leave the weights unchanged. Warm-up and decay start again, so give a
+    learning rate below the model's highest one; the measured runs used half of it.
 
-    Command: ``diff-transformer train --recipe uptrain --set train.initial_model=FOLDER --set data.tokenizer=FOLDER
-    --set data.corpus=TEXTS --out runs/uptrain``. Hardware: for the demo's size one core. Time: a minute.
+    Command: ``diff-transformer compare --from MODEL --corpus TEXTS --out runs/uptrain``; for one model
+    ``diff-transformer train --recipe uptrain --set train.initial_model=FOLDER --set data.tokenizer=FOLDER --set
+    data.corpus=TEXTS --out runs/uptrain``. Hardware: for the demo's size one core. Time: a minute a model.
     Expected: figures/uptraining.
     """
     return RunConfig(
@@ -123,6 +124,7 @@ def uptrain() -> RunConfig:
         train=TrainConfig(
             steps=400, batch_size=8, validate_every=50, validation_rows=128, checkpoint_every=400, threads=1
         ),
+        evaluation=EvaluationConfig(more={"long_nll": {}, "quantization": {}, "gradient_flow": {}}),
     )
 
 

@@ -126,7 +126,7 @@ def _in_place(
     from diff_transformer.model.loading import read_model
 
     source = checkpoint.folder
-    without_weights = _on_meta(checkpoint)
+    without_weights = on_meta(checkpoint)
     before = without_weights.num_parameters()
     after = differentiate(without_weights, kind, lambda_init).num_parameters()
     model = differentiate(read_model(source, dtype=dtype or "auto"), kind, lambda_init)
@@ -149,12 +149,12 @@ def _refusal(checkpoint: Checkpoint) -> str:
     from diff_transformer.model.differentiate import refusal
 
     try:
-        return refusal(_on_meta(checkpoint)) or ""
+        return refusal(on_meta(checkpoint)) or ""
     except ValueError as error:
         return first_line(error)
 
 
-def _on_meta(checkpoint: Checkpoint) -> Any:
+def on_meta(checkpoint: Checkpoint) -> Any:
     """The model of transformers without its weights.
 
     Raises:

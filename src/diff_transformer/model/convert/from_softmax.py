@@ -126,6 +126,22 @@ def to_diff_v2(config: DiffTransformerConfig) -> Conversion:
     return Conversion(target, plan, [_growth(config, target), "lambda starts at 0.5 for every token"])
 
 
+_SIZES = (
+    "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
+    "num_key_value_heads", "head_dim", "max_position_embeddings", "tie_word_embeddings",
+)  # fmt: skip
+
+
+def nearest(config: Any) -> Any:
+    """The configuration of this package with the sizes and attention of any other decoder's: what it costs, nearly."""
+    if isinstance(config, DiffTransformerConfig):
+        return config
+    sizes = {name: value for name in _SIZES if (value := getattr(config, name, None)) is not None}
+    made = DiffTransformerConfig(attention="softmax", **sizes)
+    entry = getattr(config, "differential", None)
+    return made if entry is None else {"diff": to_diff, "diff_v2": to_diff_v2}[entry["kind"]](made).config
+
+
 def _check(config: DiffTransformerConfig):
     if config.attention != "softmax":
         raise ValueError(f"the model has attention={config.attention!r} already; give a softmax Transformer")

@@ -1,7 +1,7 @@
 """Every model of a comparison beside the pair, each at equal cost."""
 
 from diff_transformer.lab.quantities import QUANTITIES, Quantity
-from diff_transformer.lab.sides import CONTROL
+from diff_transformer.lab.sides import CONTROLS
 from diff_transformer.report.charts import category_chart
 from diff_transformer.report.figure import Figure, Finding, found_of, lead, panels
 from diff_transformer.report.figures.needles import CELL
@@ -10,6 +10,14 @@ from diff_transformer.report.models import Results, Series, judged, legend_of, m
 from diff_transformer.report.render import panel
 
 EVAL = "associative_recall"
+_READ = (
+    "Every model had the same data, steps and seeds as the pair. The feed-forward width is set so that parameter "
+    "counts agree."
+)
+_READ_UPTRAINED = (
+    "Every model started with the logits of the same pretrained Transformer and had the same data, steps and seeds. "
+    "The first row before training is that of all."
+)
 COSTS = ("parameters", "flops_per_token", "kv_bytes_per_token", "intermediate_size")
 SPEEDS = ("throughput", "throughput_forward")
 
@@ -29,9 +37,8 @@ def build(results: Results) -> Figure | None:
         id="variants",
         title="The pair, its control and relatives",
         source=(),
-        read="Every model had the same data, steps and seeds as the pair. The feed-forward width is set so that "
-        "parameter counts agree. Loss, needles and speed are measured; parameters, FLOPs and cache are computed from "
-        "the configuration.",
+        read=f"{_READ_UPTRAINED if results.about.get('source') else _READ} Loss, needles and speed are measured; "
+        "parameters, FLOPs and cache are computed from the configuration.",
         body=panels(panel("Loss on held-out text, nats per token: lower is better", losses), columns=1)
         + legend_of(models),
         findings=_findings(results, models),
@@ -45,7 +52,7 @@ def _findings(results: Results, models: list[Series]) -> list[Finding | None]:
 
     The second comparison isolates the effect of the subtraction."""
     by_side = {one.parts[0].record.side: one for one in models}
-    baseline, control = by_side.get("softmax"), by_side.get(CONTROL)
+    baseline, control = by_side.get("softmax"), next((by_side[side] for side in CONTROLS if side in by_side), None)
     found = [_against(results, one, baseline) for one in models if one is not baseline]
     return [*found, _against(results, by_side.get("diff"), control)]
 
@@ -67,7 +74,7 @@ def _against(results: Results, one: Series | None, other: Series | None) -> Find
             "level" if gap == number(0.0, 3, sign=True) else outcome, "", weak, f"difference {gap} ({seeds})"
         )
     said = f"{one.label}: loss against the {other.label}: {found.gap}."
-    if one.parts[0].record.side == CONTROL:
+    if one.parts[0].record.side in CONTROLS:
         return Finding("note", said)
     return Finding(found.outcome, said, found.weak)
 

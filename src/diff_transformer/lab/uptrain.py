@@ -1,0 +1,203 @@
+"""``compare --from``: the models that go on from one pretrained Transformer, which start with its logits.
+
+Side "softmax" is the source itself, "diff" and "diff_v2" are what it converts to, and "wider" is the control: the
+source with as many parameters as "diff". Side "source" is measured and not trained. As all start with its logits, it is
+what was before for each of them.
+"""
+
+import copy
+import dataclasses
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from huggingface_hub import snapshot_download
+
+from diff_transformer.checks import first_line
+from diff_transformer.lab.sides import PAIR, SOURCE, WIDER
+from diff_transformer.model.config import DiffTransformerConfig
+from diff_transformer.model.convert.checkpoint import carry_over, new_folder
+from diff_transformer.model.convert.folder import convert_folder, convertible, on_meta
+from diff_transformer.model.convert.from_softmax import nearest, to_diff, to_diff_v2
+from diff_transformer.model.convert.layouts import OURS
+from diff_transformer.model.cost import TrainingMemory, count_parameters
+from diff_transformer.model.loading import model_path, read_model, read_tokenizer
+from diff_transformer.model.saved import require_no_gguf
+from diff_transformer.model.wider import wider
+from diff_transformer.train.config import RunConfig
+from diff_transformer.train.initial_model import SPECIAL_TOKENS, check_trainable
+from diff_transformer.train.recompute import FILLED, device_memory, memory_by_recomputation
+
+KINDS = ("diff", "diff_v2")
+FOLDER = "initial"  # of a comparison, with a folder for each model that training starts from
+
+
+@dataclass(frozen=True)
+class Source:
+    """A pretrained Transformer, and what goes on from it.
+
+    Attributes:
+        folder: of the model and its tokenizer. Nothing is written there.
+        origin: its layout, as of ``convert_folder``; None for a model that keeps its class.
+        models: fields of ``DiffTransformerConfig`` by side; of a model that keeps its class the nearest ones.
+        no_control: why there is no "wider"; "" if there is.
+    """
+
+    folder: Path
+    origin: str | None
+    models: dict[str, dict[str, Any]]
+    no_control: str = ""
+
+    @property
+    def others(self) -> list[str]:
+        """The sides beside the pair."""
+        return [side for side in self.models if side not in PAIR]
+
+    def run(self, config: RunConfig, side: str, seed: int, out: Path) -> RunConfig:
+        """The run of a side and seed in the comparison ``out`` of ``config``, as ``configured`` returned it."""
+        changed = {name: value for name, value in config.model.items() if self.models["softmax"].get(name) != value}
+        initial = str(self._initial(side, out))
+        train = dataclasses.replace(config.train, initial_model=initial, seed=config.train.seed + seed)
+        return dataclasses.replace(config, model={**self.models[side], **changed}, train=train)
+
+    def configured(self, config: RunConfig) -> RunConfig:
+        """``config`` of a comparison of the source's models: with its sizes and tokenizer.
+
+        Raises:
+            ValueError: for settings that do not fit the source.
+        """
+        if config.data.tokenizer not in ("bpe", str(self.folder)):
+            raise ValueError(
+                f"data.tokenizer is {config.data.tokenizer}, and a pretrained model keeps its own; leave it out"
+            )
+        if config.train.initial_model not in (None, str(self.folder)):
+            raise ValueError(f"train.initial_model is {config.train.initial_model}; leave it out, --from is the model")
+        if config.evaluation.recall_steps:
+            raise ValueError("evaluation.recall_steps trains small models from random weights; set it to 0 with --from")
+        positions = self.models["softmax"].get("max_position_embeddings", config.data.length)
+        if positions < config.data.length:
+            raise ValueError(f"data.length is {config.data.length}, and {self.folder} has {positions} positions")
+        if config.model and self.origin is None:
+            raise ValueError(
+                f"--set model.{next(iter(config.model))}: {self.folder} keeps its class and its configuration; leave "
+                "it out"
+            )
+        data = dataclasses.replace(config.data, tokenizer=str(self.folder))
+        train = dataclasses.replace(config.train, initial_model=None)
+        return dataclasses.replace(config, model={**self.models["softmax"], **config.model}, data=data, train=train)
+
+    def write(self, out: Path) -> None:
+        """Write the folders that training starts from, unless they are there."""
+        for side in self.models:
+            place = self._initial(side, out)
+            if place.exists():
+                continue
+            place.parent.mkdir(parents=True, exist_ok=True)
+            if side == WIDER:
+                self._write_wider(place, self._initial("softmax", out))
+            else:
+                convert_folder(self.folder, place, target=OURS if side == "softmax" else side)
+
+    def _initial(self, side: str, out: Path) -> Path:
+        side = "softmax" if side == SOURCE else side
+        kept = side == "softmax" and self.origin in (OURS, None)
+        return self.folder if kept else out.resolve() / FOLDER / side
+
+    def _write_wider(self, place: Path, softmax: Path) -> None:
+        made = wider(read_model(softmax, dtype="auto"))
+        with new_folder(place) as folder:
+            made.save_pretrained(folder)
+            carry_over(self.folder, folder)
+
+
+def read_source(name: str | Path) -> Source:
+    """The model in a folder, or of a name on the hub that is cached or can be downloaded, to go on from.
+
+    Raises:
+        FileNotFoundError: if there is none.
+        ValueError: for GGUF, quantised weights, a folder without a tokenizer, or a model that cannot be differential.
+    """
+    folder = _folder(name)
+    found = convertible(folder)
+    for kind in KINDS:
+        if reason := found.reasons.get(kind):
+            raise ValueError(f"{folder} cannot go on as {kind}: {reason}")
+    read_tokenizer(str(folder))
+    softmax = found.config
+    if softmax is None:  # it keeps its class
+        model = on_meta(found.checkpoint)
+        check_trainable(folder, model)
+        softmax = nearest(model.config)
+    models: dict[str, Any] = {
+        "softmax": softmax,
+        "diff": to_diff(softmax).config,
+        "diff_v2": to_diff_v2(softmax).config,
+    }
+    try:
+        made = wider(on_meta(found.checkpoint))
+        models[WIDER], no_control = _with_heads_of(softmax, made.config), ""
+    except ValueError as error:
+        no_control = first_line(error)
+    models[SOURCE] = softmax
+    return Source(folder, found.origin, {side: _fields(config) for side, config in models.items()}, no_control)
+
+
+def fitting_jobs(config: RunConfig, source: Source, jobs: int, say: Any) -> int:
+    """At most ``jobs``: as many models as this machine's memory can train at a time. It says what they take.
+
+    Raises:
+        ValueError: if not even one fits.
+    """
+    model = DiffTransformerConfig(**source.models["diff"])
+    needed, what = _memory(config, model)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    there = device_memory(device)
+    fit = int(FILLED * there // needed)
+    said = f"about {needed / 2**30:.1f} GiB a model ({what}), {there / 2**30:.1f} GiB {device.type} memory"
+    if not fit:
+        raise ValueError(
+            f"training needs {said}; set train.micro_batch_size=1, train.activation_checkpointing=full, "
+            "train.loss_chunk=1024, train.weights=attention, or a smaller data.length"
+        )
+    say(f"memory: {said}; {min(jobs, fit)} at a time")
+    return min(jobs, fit)
+
+
+def _memory(config: RunConfig, model: DiffTransformerConfig) -> tuple[int, str]:
+    asked = str(config.train.activation_checkpointing)
+    by_what: dict[str, TrainingMemory] = memory_by_recomputation(config, model, 1, sharded=False)
+    memory = by_what["full" if asked == "auto" else asked]
+    parts = count_parameters(model)
+    still = sum(parts.values()) - parts["attention"] - parts["lambda"] if config.train.weights == "attention" else 0
+    return memory.total - 12 * still, f"{sum(parts.values()):,} parameters, {config.train.weights} trained"
+
+
+def _fields(config: DiffTransformerConfig) -> dict[str, Any]:
+    """All but the tokens that the tokenizer says."""
+    names = [name for name in DiffTransformerConfig.__annotations__ if name not in SPECIAL_TOKENS]
+    return {name: getattr(config, name) for name in names if hasattr(config, name)}
+
+
+def _with_heads_of(config: DiffTransformerConfig, other: Any) -> DiffTransformerConfig:
+    made = copy.deepcopy(config)
+    for name in ("num_attention_heads", "num_key_value_heads", "head_dim"):
+        setattr(made, name, getattr(other, name))
+    return made
+
+
+def _folder(name: str | Path) -> Path:
+    folder = Path(name).expanduser()
+    if folder.is_file():
+        require_no_gguf(folder)
+    if (folder / "model" / "config.json").exists():  # of a finished run
+        folder = folder / "model"
+    found = model_path(str(folder if folder.exists() else name))
+    if not folder.exists():
+        try:
+            found = snapshot_download(found, allow_patterns=["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"])
+        except Exception as error:  # the client may use any network library
+            raise FileNotFoundError(
+                f"no model called {name} ({first_line(error)}); give a folder or another name"
+            ) from None
+    return Path(found).resolve()

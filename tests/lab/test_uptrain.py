@@ -1,0 +1,242 @@
+"""``compare --from``: a pretrained Transformer, what it converts to and a control go on from the same logits."""
+
+import json
+import shutil
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import (
+    AutoModelForCausalLM,
+    Gemma2Config,
+    GPT2Config,
+    LlamaConfig,
+    PhiConfig,
+    Qwen3Config,
+)
+
+from diff_transformer.data.needles import needle_texts
+from diff_transformer.data.tokenizer import byte_tokenizer, train_tokenizer
+from diff_transformer.lab import uptrain
+from diff_transformer.lab.compare import compare
+from diff_transformer.lab.recipes import recipe
+from diff_transformer.lab.record import finished, load_all
+from diff_transformer.lab.uptrain import read_source
+from diff_transformer.lab.worker import run
+from diff_transformer.model.differentiate import LAMBDA
+from diff_transformer.train.config import override
+
+SIZES = {
+    "hidden_size": 24, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 6,
+    "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 256,
+}  # fmt: skip
+ARMS = ("diff", "softmax", "diff_v2", "wider")
+
+
+@pytest.fixture(scope="module")
+def make(texts, tmp_path_factory):
+    """``make(config class)``: the folder of a tiny random model with a tokenizer of its own."""
+    tokenizer, made = train_tokenizer([*needle_texts(200), *(path.read_text() for path in texts.iterdir())], 400), {}
+
+    def build(kind, **fields):
+        if kind not in made:
+            torch.manual_seed(0)
+            made[kind] = tmp_path_factory.mktemp("source") / "model"
+            config = kind(vocab_size=len(tokenizer), **SIZES, **fields)
+            AutoModelForCausalLM.from_config(config).save_pretrained(made[kind])
+            tokenizer.save_pretrained(made[kind])
+        return made[kind]
+
+    return build
+
+
+@pytest.fixture
+def settings(texts):
+    """A comparison of three steps."""
+    return override(
+        recipe("uptrain"),
+        [
+            f"data.corpus={texts}", "data.length=96", "data.needles.digits=1", "train.steps=3", "train.batch_size=2",
+            "train.log_every=1", "optim.warmup_steps=1", "train.validation_rows=4",
+            "evaluation.needles=[[1,1]]", "evaluation.samples=1",
+            "evaluation.allocation_samples=1", "evaluation.loss_rows=2", "evaluation.outlier_rows=2",
+            "evaluation.throughput_repeats=1", 'evaluation.more={"long_nll":{"samples":2}}',
+        ],
+    )  # fmt: skip
+
+
+@pytest.fixture
+def here(monkeypatch):
+    """Runs are trained and measured in this process."""
+
+    def pool(runs, **options):
+        for folder, spec in runs.items():
+            if not finished(folder):
+                spec.save(folder)
+                run(folder)
+
+    monkeypatch.setattr("diff_transformer.lab.compare.run_pool", pool)
+
+
+def content(folder):
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+def loaded(folder):
+    return AutoModelForCausalLM.from_pretrained(folder).eval()
+
+
+def test_every_arm_starts_with_the_logits_of_the_source_and_sees_the_same_rows(make, settings, here, tmp_path):
+    source, out = make(LlamaConfig), tmp_path / "out"
+    before = content(source)
+    summary = compare(settings, out, source=source, jobs=1)
+    assert content(source) == before
+    ids = torch.randint(0, 400, (2, 20))
+    starts = {side: loaded(out / "initial" / side) for side in ARMS}
+    with torch.no_grad():
+        wanted = loaded(source)(ids).logits
+        for start in starts.values():
+            torch.testing.assert_close(start(ids).logits, wanted, atol=1e-5, rtol=1e-5)
+    sizes = {side: start.num_parameters() for side, start in starts.items()}
+    assert sizes["softmax"] < sizes["diff_v2"] < sizes["wider"] <= sizes["diff"] <= sizes["wider"] + 4 * 8
+    members = [out / "members" / f"{side}-seed0" for side in ARMS]
+    first = [json.loads((member / "run" / "metrics.jsonl").read_text().splitlines()[0]) for member in members]
+    assert {line["rows"] for line in first} == {first[0]["rows"]}
+    assert [line["validation_loss"] for line in first] == pytest.approx([first[1]["validation_loss"]] * 4, abs=1e-5)
+    records = {record.side: record for record in load_all(out)}
+    assert [*records] == [*ARMS, "source"]
+    assert "long_nll" in records["source"].metrics
+    assert records["source"].metrics.keys() == records["wider"].metrics.keys() - {"throughput"}
+    assert not (out / "members" / "source-seed0" / "run").exists()
+    assert {claim["control"]["label"] for claim in summary["claims"]} == {"wider Transformer"}
+    (of_v2,) = [claim for claim in summary["claims_of"]["diff_v2"] if claim["id"] == "loss"]
+    assert of_v2["diff"] == [records["diff_v2"].metrics["associative_recall"]["validation"]]
+    assert of_v2["softmax"] == [records["softmax"].metrics["associative_recall"]["validation"]]
+    assert of_v2["control"]["values"] == [records["wider"].metrics["associative_recall"]["validation"]]
+    page = (out / "report.html").read_text()
+    for said in (
+        "model, made differential and trained further",
+        "The claims, of DIFF V2",
+        "Transformer before training",
+    ):
+        assert said in page
+    assert compare(settings, out, source=source, jobs=1, resume=True, report=False) == {}
+    assert {record.side: record.metrics for record in load_all(out)} == {k: one.metrics for k, one in records.items()}
+    with pytest.raises(ValueError, match=r"config\.data\.tokenizer"):
+        compare(settings, out, source=make(Qwen3Config), resume=True)
+
+
+def test_a_model_that_keeps_its_class_goes_on_in_it(make, settings, here, tmp_path, monkeypatch):
+    monkeypatch.setattr("diff_transformer.lab.compare.measure_speed", lambda *given: None)
+    source, out = make(Qwen3Config), tmp_path / "out"
+    with pytest.raises(ValueError, match=r"--set model.backend: .* keeps its class and its configuration"):
+        compare(override(settings, ["model.backend=reference"]), out, source=source)
+    before = content(source)
+    compare(override(settings, ["train.weights=attention"]), out, source=source, seeds=2, jobs=1, report=False)
+    assert content(source) == before
+    assert {path.name for path in (out / "initial").iterdir()} == {"diff", "diff_v2", "wider"}
+    kind, rows = type(loaded(source)), {}
+    for side in ARMS:
+        model = loaded(out / "members" / f"{side}-seed1" / "run" / "model")
+        assert type(model) is kind
+        assert hasattr(model.model.layers[0].self_attn, LAMBDA) == (side in ("diff", "diff_v2"))
+        was = loaded(source).model.layers[0]
+        assert torch.equal(model.model.layers[0].mlp.up_proj.weight, was.mlp.up_proj.weight)
+        assert not torch.equal(model.model.layers[0].self_attn.v_proj.weight[:8], was.self_attn.v_proj.weight[:8])
+        for seed in (0, 1):
+            log = (out / "members" / f"{side}-seed{seed}" / "run" / "metrics.jsonl").read_text()
+            rows.setdefault(seed, set()).add(json.loads(log.splitlines()[0])["rows"])
+    assert rows[0] != rows[1]
+    assert [len(digests) for digests in rows.values()] == [1, 1]
+    assert not (out / "members" / "source-seed1").exists()
+
+
+def test_without_a_control_it_says_why(make):
+    found = read_source(make(GPT2Config))
+    assert found.no_control.startswith("GPT2LMHeadModel cannot get more heads: ")
+    assert found.others == ["diff_v2", "source"]
+
+
+def gguf(folder):
+    (folder / "model.safetensors").rename(folder / "model.gguf")
+
+
+def without_tokenizer(folder):
+    for path in folder.glob("tokenizer*"):
+        path.unlink()
+
+
+def quantised(folder):
+    tensors = load_file(folder / "model.safetensors")
+    name = "model.layers.0.mlp.up_proj.weight"
+    save_file({**tensors, name: tensors[name].to(torch.int8)}, folder / "model.safetensors")
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (gguf, r"model\.gguf is GGUF, which is not read here; write its weights as safetensors first"),
+        (without_tokenizer, "has no tokenizer; save one into the same folder"),
+        (quantised, "a quantised checkpoint cannot be converted, take the one it was made of"),
+    ],
+)
+def test_a_damaged_source_is_refused_in_a_sentence(make, settings, damage, message, tmp_path):
+    shutil.copytree(make(LlamaConfig), tmp_path / "m")
+    damage(tmp_path / "m")
+    with pytest.raises((ValueError, FileNotFoundError), match=message):
+        compare(settings, tmp_path / "out", source=tmp_path / "m")
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        (Gemma2Config, r"cannot go on as diff: .*caps its scores \(attn_logit_softcapping\)"),
+        (PhiConfig, r"is not trained here: its logits are more than a product with the output matrix \(a bias\)"),
+    ],
+)
+def test_an_architecture_that_cannot_go_on_is_refused(make, settings, kind, message, tmp_path):
+    with pytest.raises(ValueError, match=message):
+        compare(settings, tmp_path / "out", source=make(kind))
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("assignments", "options", "message"),
+    [
+        (["data.corpus=SMALL"], {}, r"the corpus has \d+ tokens, less than one window of 96; give more text"),
+        (["data.length=300"], {}, "data.length is 300, and .* has 256 positions"),
+        (["data.tokenizer=bytes"], {}, "data.tokenizer is bytes, and a pretrained model keeps its own"),
+        (["evaluation.recall_steps=2"], {}, "evaluation.recall_steps trains small models from random weights"),
+        (["train.initial_model=other"], {}, "train.initial_model is other; leave it out, --from is the model"),
+        ([], {"variants": ["dint"]}, "variants are dint, and a source has its own: diff_v2, wider, source"),
+    ],
+)
+def test_settings_that_do_not_fit_are_refused_before_anything_is_written(
+    make, settings, assignments, options, message, tmp_path
+):
+    (tmp_path / "small.txt").write_text("a few words")
+    given = [one.replace("SMALL", str(tmp_path / "small.txt")) for one in assignments]
+    with pytest.raises(ValueError, match=message):
+        compare(override(settings, given), tmp_path / "out", source=make(LlamaConfig), **options)
+    assert not (tmp_path / "out").exists()
+
+
+def test_memory_is_estimated_first_and_limits_how_many_train_at_a_time(make, settings, monkeypatch):
+    source, said = read_source(make(LlamaConfig)), []
+    needed, _ = uptrain._memory(settings, uptrain.DiffTransformerConfig(**source.models["diff"]))
+    monkeypatch.setattr(uptrain, "device_memory", lambda device: 3 * needed)
+    assert uptrain.fitting_jobs(settings, source, 5, said.append) == 2
+    assert said[0].startswith("memory: about 0.0 GiB a model (")
+    attention = override(settings, ["train.weights=attention"])
+    assert uptrain._memory(attention, uptrain.DiffTransformerConfig(**source.models["diff"]))[0] < needed
+    monkeypatch.setattr(uptrain, "device_memory", lambda device: needed)
+    with pytest.raises(ValueError, match=r"training needs about .* GiB a model .*; set train.micro_batch_size=1"):
+        uptrain.fitting_jobs(settings, source, 5, said.append)
+
+
+def test_the_tokenizer_of_the_corpus_is_not_asked_for(make):
+    """The source's tokenizer is the run's."""
+    source = read_source(make(LlamaConfig))
+    assert source.configured(recipe("uptrain")).data.tokenizer == str(source.folder)
+    assert len(byte_tokenizer()) < source.configured(recipe("uptrain")).model["vocab_size"]
