@@ -46,6 +46,8 @@ def convert_folder(
     overwritten.
 
     Args:
+        source: folder with safetensors and the model's settings.
+        out: new folder for the converted model.
         origin: layout of ``source``; None detects it.
         target: layout to write; ``layouts.targets()`` lists them.
         naive_grouped_query: the authors' layout is that of their naive file (see ``authors.py``).
