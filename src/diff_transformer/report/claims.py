@@ -36,7 +36,7 @@ def of_paper(results: dict) -> list[dict]:
 
 def badge(claim: dict) -> Html:
     """The verdict as an icon and words; of one run, words alone."""
-    known = _verdict(claim)
+    known = known_verdict(claim)
     if one_run(claim):
         return tag("span", f"one run: {ONE_RUN[known]}", class_="verdict one-run")
     icon = f'<svg viewBox="0 0 16 16" aria-hidden="true"><path d="{ICONS[known]}"/></svg>'
@@ -45,22 +45,23 @@ def badge(claim: dict) -> Html:
 
 def verdict_words(claim: dict) -> str:
     """The verdict, or what one run says."""
-    return f"one run, {ONE_RUN[_verdict(claim)]}" if one_run(claim) else _verdict(claim)
+    return f"one run, {ONE_RUN[known_verdict(claim)]}" if one_run(claim) else known_verdict(claim)
 
 
 def control_of(claims: list[dict]) -> str | None:
     """The name of the control beside the claims; None without one."""
     beside = next((control for claim in claims if (control := as_dict(claim.get("control")))), None)
-    return None if beside is None else str(beside.get("label") or name_of(CONTROL))
+    return None if beside is None else name_of(str(beside.get("side") or CONTROL))  # old files have another label
 
 
 def control_words(claim: dict) -> str:
     """The same of DIFF and the control."""
-    known = _verdict(as_dict(claim.get("control")))
+    known = known_verdict(as_dict(claim.get("control")))
     return ONE_RUN[known] if one_run(claim) else known
 
 
-def _verdict(judged: dict) -> str:
+def known_verdict(judged: dict) -> str:
+    """The verdict of a claim or of its control; an unknown one counts as undecided."""
     return str(judged["verdict"]) if judged.get("verdict") in ICONS else "undecided"
 
 
@@ -121,7 +122,7 @@ def _table_of(name: str, claims: list[dict]) -> Html:
 def after_correction(claims: list[dict]) -> str:
     """How many claims Holm's correction keeps; "" where none has a p-value, as with one or two seeds."""
     tested = [claim for claim in claims if is_number(claim.get("p_value"))]
-    return holm_sentence([(str(c.get("claim", "")), c["p_value"], _verdict(c)) for c in tested], "claims")
+    return holm_sentence([(str(c.get("claim", "")), c["p_value"], known_verdict(c)) for c in tested], "claims")
 
 
 def _row(place: int, claim: dict, figure: str | None, controlled: bool) -> Html:
@@ -315,7 +316,7 @@ def render_claims(results: dict) -> Table:
     shown.add_column("verdict")
     claims = dicts(results.get("claims"))
     for claim in [*of_paper(results), *filter(is_ours, claims)]:
-        mark, colour = ("", "") if one_run(claim) else MARKS[_verdict(claim)]
+        mark, colour = ("", "") if one_run(claim) else MARKS[known_verdict(claim)]
         source = f"\n{claim['source']}" if claim.get("source") else ""
         here = (str(claim.get("here", "")), interval(claim), untested(claim), str(claim.get("power") or ""))
         beside = as_dict(claim.get("control"))

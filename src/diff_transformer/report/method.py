@@ -5,7 +5,7 @@ import json
 from diff_transformer.lab.sides import CONTROL, name_of
 from diff_transformer.lab.stats import SEEDS_FOR_AN_INTERVAL
 from diff_transformer.report.charts import NAMES
-from diff_transformer.report.claims import control_of, control_words, forest, of_paper, one_run, verdict_words
+from diff_transformer.report.claims import control_of, forest, known_verdict, of_paper, one_run
 from diff_transformer.report.figure import folded
 from diff_transformer.report.markup import DASH, Html, duration, is_number, join, number, plural, short, table, tag
 from diff_transformer.report.models import SIDES, Results, as_dict, dicts, seeds_by_side
@@ -49,17 +49,24 @@ def _listed(parts: list[str]) -> str:
     return f"{', '.join(parts[:-1])} and {parts[-1]}" if len(parts) > 1 else parts[0]
 
 
+_THAN = {"held": "better than", "did not hold": "worse than", "undecided": "not distinguishable from"}
+
+
 def main_claims(results: dict) -> str:
-    """What became of the two claims that matter most, loss and (ours) recall, and what the control says of each."""
+    """DIFF beside the Transformer and the control in the two claims that matter most: loss and (ours) recall."""
     said, claims = [], {claim.get("id"): claim for claim in dicts(results.get("claims"))}
-    for name, words in (("loss", "A lower loss"), ("recall", "More recall from noise, not a claim of the paper")):
+    for name, words in (("loss", "Loss"), ("recall", "Recall from noise (not a claim of the paper)")):
         if name in claims:
             control = as_dict(claims[name].get("control"))
-            beside = (
-                f"; compared with the {control_of([claims[name]])}: {control_words(claims[name])}" if control else ""
-            )
-            said.append(f"{words}: {verdict_words(claims[name])}{beside}.")
+            others = {NAMES["softmax"]: claims[name]} | ({str(control_of([claims[name]])): control} if control else {})
+            beside = (f"{_THAN[known_verdict(of)]} the {other}{_by(of)}" for other, of in others.items())
+            said.append(f"{words}: {', '.join(beside)}.")
     return " ".join(said)
+
+
+def _by(judged: dict) -> str:
+    mean = as_dict(judged.get("difference")).get("mean")
+    return f" ({number(mean, 3, sign=True)})" if is_number(mean) else ""
 
 
 def first_screen(results: Results) -> Html:
