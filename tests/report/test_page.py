@@ -115,7 +115,7 @@ def test_what_the_paper_does_not_claim_stands_apart_and_is_not_counted(results, 
 def test_the_demo_s_page_counts_the_paper_s_claims():
     page = render_page(load_results(Path(__file__).parents[2] / "figures" / "demo"))
     assert "In one run, 7 of 15 claims of the paper came out in its favour" in page
-    assert "worse than the Transformer + head norm (+0.033)" in page  # which the file of an earlier version calls otherwise
+    assert "worse than the Transformer + head norm (+0.033)" in page  # the old file has another name
     assert "normalised heads" not in page
 
 
