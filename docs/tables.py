@@ -73,7 +73,7 @@ def _days(seconds: float) -> str:
 
 
 SERVING = DOCS.parent / "benchmarks" / "results" / "serving_vllm.json"
-WAYS = {"vllm": "vLLM", "transformers": "transformers' batching", "generate": "`generate`"}
+WAYS = {"vllm": "vLLM", "transformers": "transformers' batching"}
 
 
 def throughput() -> str:
@@ -82,26 +82,27 @@ def throughput() -> str:
         return "Throughput: not recorded yet (`benchmarks/serving_engine.py throughput`)."
     record = json.loads(SERVING.read_text())
     cells = {(row["load"], row["requests"], row["by"]): row for row in record["rows"]}
-    loads = dict.fromkeys((row["load"], row["requests"], row["prompt"], row["answer"]) for row in record["rows"])
+    loads = dict.fromkeys((row["load"], row["prompt"], row["answer"]) for row in record["rows"])
+    requests = sorted({row["requests"] for row in record["rows"]})
     lines = [
-        f"Tokens/s of the DIFF Transformer, prompts and answers together, and its ratio to the matched Transformer's "
-        f"with quartiles (vLLM {record['vllm']}, {record['settings']['dtype']}, {record['provenance']['cpu']}; both "
-        "models take turns in one process):",
+        f"DIFF's tokens/s, prompts and answers together, and its ratio to the matched Transformer's, with quartiles "
+        f"for vLLM ({record['vllm']}, {record['settings']['dtype']}, {record['provenance']['cpu']}):",
         "",
-        "| load (tokens of prompt + answer) | requests |" + "".join(f" {way} | ratio |" for way in WAYS.values()),
-        "|---" * (2 + 2 * len(WAYS)) + "|",
+        "| tokens of prompt + answer |" + "".join(f" {n} request{'s' * (n > 1)} |" for n in requests),
+        "|---" * (1 + len(requests)) + "|",
     ]
-    for load, requests, prompt, answer in loads:
-        found = [_speed(cells.get((load, requests, way))) for way in WAYS]
-        lines.append(f"| {load} ({prompt} + {answer}) | {requests} | {' | '.join(found)} |")
+    for load, prompt, answer in loads:
+        for way, name in WAYS.items():
+            found = [_speed(cells.get((load, n, way)), spread=way == "vllm") for n in requests]
+            lines.append(f"| {prompt} + {answer}, {name} | {' | '.join(found)} |")
     return "\n".join(lines)
 
 
-def _speed(row: dict | None) -> str:
+def _speed(row: dict | None, spread: bool) -> str:
     if row is None:
-        return " | "
+        return ""
     low, high = row["ratio_quartiles"]
-    return f"{row['diff_tokens_per_second']:,.0f} | {row['ratio']:.2f} ({low:.2f} to {high:.2f})"
+    return f"{row['diff_tokens_per_second']:,.0f}, {row['ratio']:.2f}" + f" ({low:.2f} to {high:.2f})" * spread
 
 
 STOPS = DOCS.parent / "benchmarks" / "results" / "checkpoints.json"

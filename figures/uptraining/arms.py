@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from diff_transformer import DiffTransformerForCausalLM
 from diff_transformer.model.convert import softmax_to_diff
 from diff_transformer.model.layers import RMSNorm
+from diff_transformer.model.wider import wider
 
 ARMS = {
     "source": "Transformer, continued",
@@ -36,22 +37,6 @@ def arm(name: str, source: DiffTransformerForCausalLM, rows: Tensor) -> DiffTran
         return normed(source, rows)
     attention, _, lambda_init = name.partition("_0")
     return softmax_to_diff(source, attention, **({"lambda_init": float(f"0{lambda_init}")} if lambda_init else {}))
-
-
-@torch.no_grad()
-def wider(source: DiffTransformerForCausalLM) -> DiffTransformerForCausalLM:
-    """Half as many heads again, drawn anew, with a W_O of 0: the logits stay, and W_Q, W_K, W_V, W_O grow by what the
-    DIFF model's W_Q and W_K grow by."""
-    config = copy.deepcopy(source.config)
-    config.num_attention_heads = config.num_key_value_heads = 3 * config.num_attention_heads // 2
-    torch.manual_seed(0)
-    model = DiffTransformerForCausalLM(config)
-    for name, parameter in model.named_parameters():
-        old = source.get_parameter(name)
-        if name.endswith("o_proj.weight"):
-            parameter.zero_()
-        parameter[tuple(slice(n) for n in old.shape)] = old
-    return model
 
 
 @torch.no_grad()

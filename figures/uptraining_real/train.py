@@ -32,12 +32,12 @@ def config(texts: Path) -> RunConfig:
     )  # fmt: skip
     made.optim = OptimConfig(lr=3e-4, warmup_steps=5, weight_decay=0.0)
     made.train = TrainConfig(
-        steps=40, batch_size=4, precision="bf16-mixed", weights="attention", loss_chunk=512, threads=1, log_every=5,
-        validate_every=20, validation_rows=16, checkpoint_every=40, checkpoint_keep=1, checkpoint_best=False,
+        steps=24, batch_size=4, precision="bf16-mixed", weights="attention", loss_chunk=512, threads=1, log_every=4,
+        validate_every=24, validation_rows=4, checkpoint_every=24, checkpoint_keep=1, checkpoint_best=False,
     )  # fmt: skip
     made.evaluation = EvaluationConfig(
-        needles=CELLS, needle_lengths=(1024,), samples=10, allocation_needles=4, allocation_samples=4, loss_rows=48,
-        outlier_rows=8, throughput_repeats=3,
+        needles=CELLS, needle_lengths=(1024,), samples=4, allocation_needles=4, allocation_samples=2, loss_rows=24,
+        outlier_rows=4, throughput_repeats=1,
     )  # fmt: skip
     return made
 

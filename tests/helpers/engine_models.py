@@ -64,16 +64,19 @@ def expected(model, rows: list[list[int]], tokens: int = 24) -> list[list[int]]:
     return [answer(row) for row in rows]
 
 
-def run_parallel(folder: Path, scratch: Path, rows: list[list[int]], **options) -> dict:
-    """What ``tests/vllm/run_parallel.py`` finds of an engine of several processes."""
-    helpers, request = Path(__file__).parent, json.dumps({"options": options, "rows": rows})
+def run_parallel(scratch: Path, requests: list[dict]) -> list[dict]:
+    """What ``tests/vllm/run_parallel.py`` finds of engines of several processes, in a process of its own."""
+    helpers = Path(__file__).parent
     done = subprocess.run(
-        [sys.executable, helpers.parent / "vllm" / "run_parallel.py", folder, request],
-        cwd=scratch, capture_output=True, text=True, timeout=600,
+        [sys.executable, helpers.parent / "vllm" / "run_parallel.py", json.dumps(requests)],
+        cwd=scratch, capture_output=True, text=True, timeout=800,
         env={
             **os.environ, "PYTHONPATH": os.pathsep.join([str(helpers), os.environ.get("PYTHONPATH", "")]),
             "VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_ALLOW_INSECURE_SERIALIZATION": "1", "OMP_NUM_THREADS": "1",
+            "VLLM_WORKER_SHUTDOWN_TIMEOUT_SECONDS": "1",
         },
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-4000:]
-    return json.loads((scratch / "answers.json").read_text())
+    found = json.loads((scratch / "answers.json").read_text())
+    assert not any("error" in one for one in found), next(one["error"] for one in found if "error" in one)
+    return found

@@ -226,13 +226,13 @@ def test_memory_is_estimated_first_and_limits_how_many_train_at_a_time(make, set
     source, said = read_source(make(LlamaConfig)), []
     needed, _ = uptrain._memory(settings, uptrain.DiffTransformerConfig(**source.models["diff"]))
     monkeypatch.setattr(uptrain, "device_memory", lambda device: 3 * needed)
-    assert uptrain.fitting_jobs(settings, source, 5, said.append) == 2
+    assert source.fitting_jobs(settings, 5, said.append) == 2
     assert said[0].startswith("memory: about 0.0 GiB a model (")
     attention = override(settings, ["train.weights=attention"])
     assert uptrain._memory(attention, uptrain.DiffTransformerConfig(**source.models["diff"]))[0] < needed
     monkeypatch.setattr(uptrain, "device_memory", lambda device: needed)
     with pytest.raises(ValueError, match=r"training needs about .* GiB a model .*; set train.micro_batch_size=1"):
-        uptrain.fitting_jobs(settings, source, 5, said.append)
+        source.fitting_jobs(settings, 5, said.append)
 
 
 def test_the_tokenizer_of_the_corpus_is_not_asked_for(make):

@@ -11,7 +11,15 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.testing._internal.distributed.fake_pg import FakeStore
-from transformers import AutoModelForCausalLM, BertConfig, GraniteConfig, LlamaConfig, PhiConfig, Qwen3Config
+from transformers import (
+    AutoModelForCausalLM,
+    BertConfig,
+    GPT2Config,
+    GraniteConfig,
+    LlamaConfig,
+    PhiConfig,
+    Qwen3Config,
+)
 
 from diff_transformer import differentiate
 from diff_transformer.lab.recipes import recipe
@@ -302,6 +310,10 @@ def test_a_model_that_keeps_its_class_trains_in_the_same_loop(config, trained, t
     )
     run.model = {}
     done = train(run, tmp_path / "run")
+    for what in ("selective", "full"):
+        run.train.activation_checkpointing = what
+        again = train(run, tmp_path / what).folder
+        assert validation_losses(again) == pytest.approx(validation_losses(done.folder), abs=1e-5)
     rows = load_training_data(run).validation
     with torch.no_grad():
         assert validation_losses(done.folder)[0] == pytest.approx(model(rows, labels=rows).loss.item(), abs=1e-5)
@@ -327,6 +339,13 @@ def test_a_model_that_the_loop_cannot_train_is_refused(config, trained, tmp_path
     of_transformers(kind, trained.tokenizer, tmp_path / "m", **fields)
     with pytest.raises(ValueError, match=f"is not trained here: .*{message}"):
         check_model(initial(config, tmp_path / "m"))
+
+
+def test_settings_of_this_packages_class_are_refused_for_another(config, trained, tmp_path):
+    of_transformers(GPT2Config, trained.tokenizer, tmp_path / "m")
+    more = ["data.documents=separate", "train.activation_checkpointing=selective"]
+    with pytest.raises(ValueError, match=r"data.documents=separate, .*=selective: .* keeps the class GPT2LMHeadModel"):
+        check_model(initial(config, tmp_path / "m", *more))
 
 
 def test_attention_alone_trains(config, trained, tmp_path):

@@ -1,11 +1,13 @@
-"""An engine of several processes; run as a script: FOLDER JSON, which names its options and rows.
+"""Engines of several processes, one after another; run as a script: a JSON list of folders, options and rows.
 
-Writes to ``answers.json`` in the current folder what each process holds, its greedy answers, and with several pipeline
-stages, whose engine does not generate on a CPU, what the stages hand on.
+Writes to ``answers.json`` in the current folder, for each, what each of its processes holds, its greedy answers, and
+with several pipeline stages, whose engine does not generate on a CPU, what the stages hand on; or its error.
 """
 
 import json
+import multiprocessing
 import sys
+import traceback
 from pathlib import Path
 
 
@@ -45,21 +47,36 @@ def stage(worker, row: list[int]) -> dict[str, list]:
         return {"logits": model.compute_logits(model(ids, positions, received)).tolist()}
 
 
-def main(folder: str, request: dict):
+def run(request: dict) -> dict:
     from engine_models import answers
     from vllm import LLM
 
     engine = LLM(
-        folder, dtype="float32", enforce_eager=True, max_model_len=256, block_size=32,
+        request["folder"], dtype="float32", enforce_eager=True, max_model_len=256, block_size=32,
         distributed_executor_backend="mp", **request["options"],
     )  # fmt: skip
-    found = {"shares": engine.collective_rpc(shares)}
-    if "pipeline_parallel_size" in request["options"]:
-        found["stages"] = engine.collective_rpc(stage, args=(request["rows"][0],))
-    else:
-        found["answers"] = answers(engine, request["rows"])
+    try:
+        found = {"shares": engine.collective_rpc(shares)}
+        if "pipeline_parallel_size" in request["options"]:
+            return found | {"stages": engine.collective_rpc(stage, args=(request["rows"][0],))}
+        return found | {"answers": answers(engine, request["rows"])}
+    finally:
+        engine.llm_engine.engine_core.shutdown()
+
+
+def main(requests: list[dict]):
+    from vllm.v1.executor import multiproc_executor
+
+    # vLLM's CPU build starts processes anew, each of which imports vLLM; with one thread they may be forked.
+    multiproc_executor.get_mp_context = lambda: multiprocessing.get_context("fork")
+    found = []
+    for request in requests:
+        try:
+            found.append(run(request))
+        except Exception:
+            found.append({"error": traceback.format_exc()})
     Path("answers.json").write_text(json.dumps(found))
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], json.loads(sys.argv[2]))
+    main(json.loads(sys.argv[1]))

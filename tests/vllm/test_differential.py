@@ -74,7 +74,8 @@ def test_compiled(saved, start_engine):
 
 def test_tensor_parallel(saved, tmp_path):
     folder, wanted, _ = saved["Qwen2, Qwen2.5"]
-    assert run_parallel(folder, tmp_path, ROWS, tensor_parallel_size=2)["answers"] == wanted
+    request = {"folder": str(folder), "options": {"tensor_parallel_size": 2}, "rows": ROWS}
+    assert run_parallel(tmp_path, [request])[0]["answers"] == wanted
 
 
 @pytest.mark.parametrize(

@@ -28,7 +28,6 @@ from diff_transformer.lab.recipes.recall import recall_run
 from diff_transformer.lab.record import comparison_records, finished, load_all, of_result, save_all
 from diff_transformer.lab.sides import PAIR, SOURCE, name_of
 from diff_transformer.lab.spec import EXPLORER, RECALL, RunSpec, everything, require_drawn, side_model, with_seed
-from diff_transformer.lab.uptrain import fitting_jobs, read_source
 from diff_transformer.lab.worker import more_experiments
 from diff_transformer.model.matching import VARIANTS
 from diff_transformer.report.comparison import REQUEST, comparison, export
@@ -104,11 +103,14 @@ def compare(
     out, started = Path(out), time.monotonic()
     require_positive(seeds=seeds, jobs=jobs, minutes=minutes)
     here = 1 if executor else os.cpu_count() or 1  # cores to share
-    start = None if source is None else read_source(source)
-    if start is None:
+    start = None
+    if source is None:
         require_drawn(config)
         names = known_variants(variants, out)
     else:
+        from diff_transformer.lab.uptrain import read_source
+
+        start = read_source(source)
         config, names = start.configured(config), start.others
         if variants:
             raise ValueError(f"variants are {', '.join(variants)}, and a source has its own: {', '.join(names)}")
@@ -133,7 +135,7 @@ def compare(
             side_model(config, name)  # raises where the heads do not fit
     else:
         if executor is None and jobs:
-            jobs = fitting_jobs(config, start, jobs, console.print)
+            jobs = start.fitting_jobs(config, jobs, console.print)
         if start.no_control:
             console.print(f"no control of as many parameters: {start.no_control}")
     _prepare(config, out, seeds, resume, drawn=start is None)

@@ -7,6 +7,7 @@ what was before for each of them.
 
 import copy
 import dataclasses
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -87,6 +88,25 @@ class Source:
         train = dataclasses.replace(config.train, initial_model=None)
         return dataclasses.replace(config, model={**self.models["softmax"], **config.model}, data=data, train=train)
 
+    def fitting_jobs(self, config: RunConfig, jobs: int, say: Callable[[str], object]) -> int:
+        """At most ``jobs``: as many models as this machine's memory can train at a time. It says what they take.
+
+        Raises:
+            ValueError: if not even one fits.
+        """
+        needed, what = _memory(config, DiffTransformerConfig(**self.models["diff"]))
+        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        there = device_memory(device)
+        fit = int(FILLED * there // needed)
+        said = f"about {needed / 2**30:.1f} GiB a model ({what}), {there / 2**30:.1f} GiB {device.type} memory"
+        if not fit:
+            raise ValueError(
+                f"training needs {said}; set train.micro_batch_size=1, train.activation_checkpointing=full, "
+                "train.loss_chunk=1024, train.weights=attention, or a smaller data.length"
+            )
+        say(f"memory: {said}; {min(jobs, fit)} at a time")
+        return min(jobs, fit)
+
     def write(self, out: Path) -> None:
         """Write the folders that training starts from, unless they are there."""
         for side in self.models:
@@ -141,27 +161,6 @@ def read_source(name: str | Path) -> Source:
         no_control = first_line(error)
     models[SOURCE] = softmax
     return Source(folder, found.origin, {side: _fields(config) for side, config in models.items()}, no_control)
-
-
-def fitting_jobs(config: RunConfig, source: Source, jobs: int, say: Any) -> int:
-    """At most ``jobs``: as many models as this machine's memory can train at a time. It says what they take.
-
-    Raises:
-        ValueError: if not even one fits.
-    """
-    model = DiffTransformerConfig(**source.models["diff"])
-    needed, what = _memory(config, model)
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    there = device_memory(device)
-    fit = int(FILLED * there // needed)
-    said = f"about {needed / 2**30:.1f} GiB a model ({what}), {there / 2**30:.1f} GiB {device.type} memory"
-    if not fit:
-        raise ValueError(
-            f"training needs {said}; set train.micro_batch_size=1, train.activation_checkpointing=full, "
-            "train.loss_chunk=1024, train.weights=attention, or a smaller data.length"
-        )
-    say(f"memory: {said}; {min(jobs, fit)} at a time")
-    return min(jobs, fit)
 
 
 def _memory(config: RunConfig, model: DiffTransformerConfig) -> tuple[int, str]:

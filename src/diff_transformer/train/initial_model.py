@@ -34,7 +34,10 @@ def check_model(config: RunConfig) -> None:
     checked_model(config.model)
     vocabulary_size(config)
     if config.train.initial_model is not None:
-        model = _on_meta(model_folder(config))
+        folder = model_folder(config)
+        model = _on_meta(folder)
+        if not isinstance(model, DiffTransformerForCausalLM):
+            _check_plain(config, folder, model)
     else:
         settings = DiffTransformerConfig(**config.model)
         _check_length(settings, config)
@@ -353,6 +356,27 @@ def check_trainable(folder: Path, model: Any) -> None:
         reason = f"its logits are more than a product with the output matrix ({listed(more)})"
     if reason:
         raise ValueError(f"{folder} is not trained here: {reason}")
+
+
+def _check_plain(config: RunConfig, folder: Path, model: Any) -> None:
+    """Raise ValueError for settings that need this package's class or the names of its parts."""
+    train, parallel = config.train, config.train.parallel
+    found = {
+        "data.documents=separate": config.data.documents == "separate",
+        "train.float8": train.float8,
+        "train.parallel.tensor_parallel": parallel.tensor_parallel > 1,
+        "train.parallel.context_parallel": parallel.context_parallel > 1,
+    }
+    if not hasattr(model.base_model, "layers"):
+        found |= {
+            "train.compile": train.compile,
+            "train.activation_checkpointing=selective": train.activation_checkpointing == "selective",
+        }
+    if wrong := [name for name, is_set in found.items() if is_set]:
+        raise ValueError(
+            f"{', '.join(wrong)}: {folder} keeps the class {type(model).__name__}, which does not support it here; "
+            "leave it out"
+        )
 
 
 def _refuse_convertible(folder: Path) -> None:

@@ -74,7 +74,7 @@ def device_memory(device: torch.device) -> int:
 def recompute(model: Any, what: str) -> None:
     """Recompute, in the backward pass of each layer, nothing ("none"), all of it ("full"), or what is cheap
     ("selective"): norms, rotary embedding and activation functions, but neither products nor attention."""
-    if what == "full":
+    if what == "full" or (what == "selective" and not hasattr(model.base_model, "layers")):  # chosen by "auto"
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     elif what == "selective":
         for layer in model.base_model.layers:

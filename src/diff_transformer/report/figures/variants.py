@@ -1,7 +1,7 @@
 """Every model of a comparison beside the pair, each at equal cost."""
 
 from diff_transformer.lab.quantities import QUANTITIES, Quantity
-from diff_transformer.lab.sides import CONTROLS
+from diff_transformer.lab.sides import CONTROLS, SOURCE
 from diff_transformer.report.charts import category_chart
 from diff_transformer.report.figure import Figure, Finding, found_of, lead, panels
 from diff_transformer.report.figures.needles import CELL
@@ -15,8 +15,8 @@ _READ = (
     "counts agree."
 )
 _READ_UPTRAINED = (
-    "Every model started with the logits of the same pretrained Transformer and had the same data, steps and seeds. "
-    "The first row before training is that of all."
+    "Every model started with the logits of one pretrained Transformer, which is shown before training, and had the "
+    "same data, steps and seeds."
 )
 COSTS = ("parameters", "flops_per_token", "kv_bytes_per_token", "intermediate_size")
 SPEEDS = ("throughput", "throughput_forward")
@@ -74,7 +74,7 @@ def _against(results: Results, one: Series | None, other: Series | None) -> Find
             "level" if gap == number(0.0, 3, sign=True) else outcome, "", weak, f"difference {gap} ({seeds})"
         )
     said = f"{one.label}: loss against the {other.label}: {found.gap}."
-    if one.parts[0].record.side in CONTROLS:
+    if one.parts[0].record.side in (*CONTROLS, SOURCE):
         return Finding("note", said)
     return Finding(found.outcome, said, found.weak)
 

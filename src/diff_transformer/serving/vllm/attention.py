@@ -59,9 +59,10 @@ class Attention(nn.Module):
         """``hidden_states [T, hidden_size]`` at ``positions [T]`` -> ``[T, hidden_size]``."""
         qkv, _ = self.qkv_proj(hidden_states)
         q, k, v = qkv.split(self.sizes, dim=-1)
-        q, k = self.rotary_emb(positions, q, k)
-        q = self._padded(self.core.queries(q), self.key_dim)
-        out = self.attn(q, self._padded(k, self.key_dim), self._padded(v, self.value_dim))
+        # Zeros turn into zeros. Placed before the rotation, queries are written once where the model is compiled.
+        q, k = self.rotary_emb(positions, self.core.queries(q), k)
+        q, k, v = self._padded(q, self.key_dim), self._padded(k, self.key_dim), self._padded(v, self.value_dim)
+        out = self.attn(q, k, v)
         heads = out.unflatten(-1, (-1, self.width))[..., : self.value_dim]
         out, _ = self.o_proj(self.core(heads, hidden_states).to(hidden_states.dtype).flatten(1))
         return out
