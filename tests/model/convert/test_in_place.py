@@ -105,7 +105,7 @@ def test_what_is_differential_already_stays(saved):
     refused(source, "is a 'llama' model made differential in place, where it stays", "diff-transformer")
 
 
-def test_engines_and_export_say_that_they_do_not_take_it(tmp_path, monkeypatch):
+def test_engines_and_export_say_what_they_do_not_take(tmp_path, monkeypatch):
     from diff_transformer.inference.export import export
     from diff_transformer.serving import engines, server
 
@@ -114,10 +114,15 @@ def test_engines_and_export_say_that_they_do_not_take_it(tmp_path, monkeypatch):
         export(model, tmp_path / "exported")
     with pytest.raises(ValueError, match="made differential in place, which has no paged cache"):
         server._check_paged(model.config)
-    model.save_pretrained(tmp_path / "made")
     monkeypatch.setattr(engines, "vllm_folder", lambda: tmp_path)
-    reason = engines.vllm_unsupported_reason(str(tmp_path / "made"), attn_implementation=None, device="auto")
-    assert "which vLLM's own class does not know; give --engine transformers" in reason
+    for kind in ("diff_v2", "diff"):
+        diff_transformer.differentiate(tiny("Qwen3"), kind).save_pretrained(tmp_path / kind)
+    served, reason = (
+        engines.vllm_unsupported_reason(str(tmp_path / kind), attn_implementation=None, device="auto")
+        for kind in ("diff_v2", "diff")
+    )
+    assert served is None  # by vLLM's Transformers backend
+    assert "was made differential in place" in reason
 
 
 def test_gguf_is_refused_with_the_way_to_convert_it(tmp_path):
