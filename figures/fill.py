@@ -16,6 +16,7 @@ from archive import cells_of, without_places
 from folder_plots import Numbers, ablation_chart, folder_chart, scaling_chart, throughput_chart
 from paper import ABLATED, FOLDERS, TABLE_6, Folder
 from plots import RATES
+from pretrained import panels
 from scaling import SIDES, matched, records, scaling_runs
 from tables import in_short, interval, side_by_side
 
@@ -28,6 +29,7 @@ from diff_transformer.report.render import Chart
 
 FIGURES = Path(__file__).resolve().parent
 ABOUT = ("length", "samples", "seed", "steps", "dtype", "cpu", "threads", "commit", "date")
+PRETRAINED = "pretrained.json"  # of a folder: the record of pretrained.py
 MAIN = "novels"  # the desk study's setting with the most seeds
 THROUGHPUT = FIGURES.parent / "benchmarks" / "results" / "throughput_cpu.json"
 TABLE_7 = "table7_throughput"  # drawn from benchmarks; its table is one of benchmarks/readme_tables.py
@@ -58,6 +60,59 @@ def of_checkpoints(name: str) -> str:
     if not path.exists():
         return ""
     kept = json.loads(path.read_text())
+    which = _of_which_training(kept["results"][0]["provenance"])
+    return "\n\n".join([f"On {kept['on']}{which}; one seed:", table_of(name, kept)])
+
+
+def of_pretrained(name: str) -> str:
+    """What a folder's ``pretrained.json`` holds: its picture, its command and its table."""
+    path = FIGURES / name / PRETRAINED
+    if not path.exists():
+        return ""
+    kept = json.loads(path.read_text())
+    return "\n\n".join(
+        [
+            f"**On {kept['on']} as it is**, one model, which can do more of it; {_minutes(kept)}:",
+            f"    {kept['command']}",
+            f"![{name.replace('_', ' ')} of {kept['on']}](pretrained.svg)",
+            table_of(name, kept),
+        ]
+    )
+
+
+def _minutes(kept: dict) -> str:
+    minutes = max(1, round(kept["seconds"] / 60))
+    return f"{minutes} minute{'s' * (minutes > 1)} of one busy core"
+
+
+def pretrained_chart(name: str) -> Chart:
+    kept = json.loads((FIGURES / name / PRETRAINED).read_text())
+    numbers = {key: [value] for result in kept["results"] for key, value in result["metrics"].items()}
+    return folder_chart(panels(name), {"softmax": numbers}, {})
+
+
+def gallery(names: list[str]) -> str:
+    """The page of the documentation that has every picture of a pretrained model, with its command."""
+    parts = []
+    for name in names:
+        kept = json.loads((FIGURES / name / PRETRAINED).read_text())
+        title = (FIGURES / name / "README.md").read_text().partition("\n")[0].removeprefix("# ")
+        parts += [
+            f"## {title}",
+            f"![{name.replace('_', ' ')} of {kept['on']}](../figures/{name}/pretrained.svg)",
+            f"    {kept['command']}",
+            f"[All numbers, and those of small pairs](../figures/{name}/README.md). {_minutes(kept).capitalize()}.",
+        ]
+    about = (
+        f"The paper's experiments on {kept['on']}, a Transformer of 135M parameters, as it is: what each looks like on "
+        "a model that can do more of the task. One model, small samples; nothing is compared here. The commands run on "
+        "any causal LM; MODEL is its folder and DATA has the public sets."
+    )
+    return "\n\n".join(["# Gallery", about, *parts]) + "\n"
+
+
+def table_of(name: str, kept: dict) -> str:
+    """The numbers of the models of a record, and how they were measured."""
     columns = {result["model"]: shown(FOLDERS[name], result["metrics"]) for result in kept["results"]}
     keys = dict.fromkeys(key for metrics in columns.values() for key in metrics)
     lines = [f"| | {' | '.join(columns)} |", "|---" * (len(columns) + 1) + "|"]
@@ -68,9 +123,7 @@ def of_checkpoints(name: str) -> str:
     if source.get("lengths"):
         source = {**source, "length": " ".join(map(str, source["lengths"]))}
     about = ", ".join(f"{key} {source[key]}" for key in ABOUT if source.get(key) is not None)
-    return "\n".join(
-        [f"On {kept['on']}{_of_which_training(source)}; one seed:", "", *lines, "", f"{about[0].upper()}{about[1:]}."]
-    )
+    return "\n".join([*lines, "", f"{about[0].upper()}{about[1:]}."])
 
 
 def _of_which_training(source: dict) -> str:
@@ -180,7 +233,7 @@ def drawable(name: str, cells: Cells) -> bool:
 def measured(name: str, cells: Cells) -> str:
     """What stands between the markers of a folder's README."""
     plot = [f"![{name.replace('_', ' ')}: ours, and the paper's where printed](plot.svg)"] * drawable(name, cells)
-    parts = [part for part in (of_desk(name, cells), of_checkpoints(name)) if part]
+    parts = [part for part in (of_desk(name, cells), of_checkpoints(name), of_pretrained(name)) if part]
     return "\n\n".join([*plot, *(parts or ["Not run at this scale yet."])])
 
 
@@ -212,6 +265,9 @@ def main(arguments: list[str]) -> int:
     made: dict[Path, str | Chart] = {page: filled(page, parts) for page, parts in pages.items()}
     made[FIGURES / "README.md"] = index(cells)
     made |= {FIGURES / name / "plot.svg": chart(name, cells) for name in (*FOLDERS, TABLE_7) if drawable(name, cells)}
+    real = [name for name in FOLDERS if (FIGURES / name / PRETRAINED).exists()]
+    made |= {FIGURES / name / "pretrained.svg": pretrained_chart(name) for name in real}
+    made[FIGURES.parent / "docs" / "gallery.md"] = gallery(real)
     return keep(made, check=arguments == ["--check"])
 
 

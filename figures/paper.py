@@ -1,6 +1,6 @@
 """What belongs to each table and figure of the paper: its experiment, its measures and the panels of its plot."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from diff_transformer.lab.quantities import Quantity, quantities
 
@@ -52,6 +52,7 @@ def _margins(title: str) -> tuple[Panel, ...]:
     )
 
 
+ORDER_ON_TREC = tuple(replace(panel, title=panel.title.removeprefix("ours: ")) for panel in _margins("TREC"))
 _ORDER = quantities("many_shot", "order_random", "order_alternate")
 _TASKS = {"ARC-C": "arc_challenge", "ARC-E": "arc_easy", "BoolQ": "boolq", "Hella-\nSwag": "hellaswag",
           "OBQA": "openbookqa", "PIQA": "piqa", "Wino-\nGrande": "winogrande", "mean": "mean"}  # fmt: skip
