@@ -20,8 +20,8 @@ test: $(READY)  ## the test suite, without the slow tests
 VLLM_VENV := .venv-vllm
 VLLM_BIN := $(VLLM_VENV)/bin
 VLLM_READY := $(VLLM_VENV)/.ready
-test-vllm: $(VLLM_READY)  ## the tests of the vLLM plugin, on the real engine, in an environment of their own
-	$(VLLM_BIN)/python -m pytest tests/vllm -o timeout=900 $(ARGS)
+test-vllm: $(VLLM_READY)  ## the tests of the vLLM plugin, on the real engine, in an environment of their own, and their record
+	$(VLLM_BIN)/python -m pytest tests/vllm -o timeout=900 $(or $(ARGS),--record benchmarks/results/vllm.json)
 
 # torchvision and its like come in builds that do not fit torch's CPU build; nothing here needs them.
 $(VLLM_READY): pyproject.toml constraints-vllm.txt
