@@ -196,6 +196,14 @@ def test_sums_over_batches_do_not_hide_in_the_mean(ids):
     assert both == pytest.approx(sum(each) / 2)
 
 
+def test_a_transformer_whose_heads_form_no_pairs_is_measured_without_a_pair(ids):
+    """As SmolLM2-135M, which has nine heads over three."""
+    model = tiny(attention="softmax", num_attention_heads=9, num_key_value_heads=3, head_dim=8)
+    metrics = evaluate_gradient_flow(CausalLM(model, byte_tokenizer(), "t"), ids, Settings(trials=1)).metrics
+    assert "model_q" in metrics
+    assert not any(name.startswith("init") for name in metrics)
+
+
 def test_an_interrupted_run_goes_on(ids, tmp_path):
     class Stop(Exception):
         pass

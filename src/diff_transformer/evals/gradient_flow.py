@@ -47,7 +47,7 @@ class Settings:
     batch_size: int = 4
     # Random heads on which the closed forms are checked, in fp64, with and without the causal mask.
     trials: int = 8
-    # Also measure the pair at initialisation (models of this package only).
+    # Also measure the pair at initialisation (models of this package only, with heads that form pairs).
     init: bool = True
     # Seed of the rows, the trials and the pair's weights.
     seed: int = 0
@@ -93,7 +93,7 @@ def evaluate_gradient_flow(
     rows: list[dict] = [{"state": "closed forms", **row} for row in errors]
     batches = [ids[start : start + batch_size] for start in range(0, len(ids), batch_size)]
     states = [("model", None)]
-    if settings.init and getattr(lm.model.config, "model_type", "") == "diff_transformer":
+    if settings.init and _has_pair(lm.model.config):
         states += [(f"init_{attention}", attention) for attention in ("diff", "softmax")]
     for state, attention in states:
         model = lm.model if attention is None else _at_init(lm, attention, seed)
@@ -288,6 +288,13 @@ def gradient_sizes(model: nn.Module, weights: Sequence[dict[str, list[Weight]]],
             values = torch.cat([part.of(by_id[id(part.parameter)]) for part in parts])
             sizes[f"{kind}_layer{number}"] = values.square().mean().sqrt().item()
     return {"loss": loss.item(), "rms": sizes}
+
+
+def _has_pair(config: Any) -> bool:
+    """Whether a model of this package is of a pair: a Transformer with an odd number of heads is not."""
+    if getattr(config, "model_type", "") != "diff_transformer":
+        return False
+    return config.attention != "softmax" or not (config.num_attention_heads % 2 or config.num_key_value_heads % 2)
 
 
 def _at_init(lm: CausalLM, attention: str, seed: int) -> nn.Module:
