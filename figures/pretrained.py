@@ -23,9 +23,7 @@ from diff_transformer.lab.record import load_all
 
 FIGURES = Path(__file__).resolve().parent
 _BOOKS = "--corpus {data}/books/val.tar.xz"
-_SHOTS = (
-    "many_shot --data {data}/trec --chat-template --samples 60 --set lengths=[256,512,1024,2048] --set order_seeds=5"
-)
+_SHOTS = "many_shot --data {data}/trec --samples 40 --set lengths=[256,512,1024,2048] --set order_seeds=5"
 RUNS = {  # folder -> experiment and its options
     "table2_needle": f"needle {_BOOKS} --chat-template --length 1024 --samples 20",
     "table3_allocation": f"allocation {_BOOKS} --length 1024 --samples 10",

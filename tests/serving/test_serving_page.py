@@ -36,7 +36,9 @@ def test_the_options_of_the_page_exist():
 
 
 def test_the_table_of_docs_inference_names_every_implementation():
-    (table,) = re.findall(r"\| name \| differential.*?\n\n", DOCS.joinpath("inference.md").read_text(), re.DOTALL)
+    (table,) = re.findall(
+        r"\| name \| differential.*?(?:\n\n|\Z)", DOCS.joinpath("inference.md").read_text(), re.DOTALL
+    )
     named = set(re.findall(r"`(diff_\w+|eager|sdpa|flex_attention|flash_attention_2)`", table))
     assert named == IMPLEMENTATIONS.keys() - {"flash_attention_3", "flash_attention_4"}
 
