@@ -72,7 +72,7 @@ def of_pretrained(name: str) -> str:
     kept = json.loads(path.read_text())
     return "\n\n".join(
         [
-            f"**On {kept['on']} as it is**, one model, which can do more of it; {_minutes(kept)}:",
+            f"**On {kept['on']} as it is**, one model; {_minutes(kept)}:",
             f"    {kept['command']}",
             f"![{name.replace('_', ' ')} of {kept['on']}](pretrained.svg)",
             table_of(name, kept),
@@ -105,7 +105,7 @@ def gallery(names: list[str]) -> str:
         ]
     about = (
         f"The paper's experiments on {kept['on']}, a Transformer of 135M parameters, as it is: what each looks like on "
-        "a model that can do more of the task. One model, small samples; nothing is compared here. The commands run on "
+        "a pretrained model. One model, small samples; nothing is compared here. The commands run on "
         "any causal LM; MODEL is its folder and DATA has the public sets."
     )
     return "\n\n".join(["# Gallery", about, *parts]) + "\n"
