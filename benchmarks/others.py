@@ -1,7 +1,7 @@
 """One layer of differential attention in this package and in others, on this machine's CPU: the speed row of
 docs/comparison.md.
 
-python benchmarks/others.py --out benchmarks/results/others_cpu.json    # a minute on a quiet machine
+python benchmarks/others.py --out benchmarks/results/others_cpu.json    # 20 minutes on a quiet machine
 
 All sides hold the same weights and take turns; a side whose output differs from ours is not timed. transformers'
 DiffLlama and our model are whole decoders of one layer with a feed-forward part of 16 channels. ``reference`` is this

@@ -81,8 +81,8 @@ def of_pretrained(name: str) -> str:
 
 
 def _minutes(kept: dict) -> str:
-    minutes = max(1, round(kept["seconds"] / 60))
-    return f"{minutes} minute{'s' * (minutes > 1)} of one busy core"
+    minutes, threads = max(1, round(kept["seconds"] / 60)), kept["results"][0]["provenance"]["threads"]
+    return f"{minutes} minute{'s' * (minutes > 1)}, {threads} thread{'s' * (threads > 1)}"
 
 
 def pretrained_chart(name: str) -> Chart:
@@ -93,9 +93,10 @@ def pretrained_chart(name: str) -> Chart:
 
 def gallery(names: list[str]) -> str:
     """The page of the documentation that has every picture of a pretrained model, with its command."""
-    parts = []
+    parts, models = [], []
     for name in names:
         kept = json.loads((FIGURES / name / PRETRAINED).read_text())
+        models.append(kept["on"])
         title = (FIGURES / name / "README.md").read_text().partition("\n")[0].removeprefix("# ")
         parts += [
             f"## {title}",
@@ -104,9 +105,9 @@ def gallery(names: list[str]) -> str:
             f"[All numbers, and those of small pairs](../figures/{name}/README.md). {_minutes(kept).capitalize()}.",
         ]
     about = (
-        f"The paper's experiments on {kept['on']}, a Transformer of 135M parameters, as it is: what each looks like on "
-        "a pretrained model. One model, small samples; nothing is compared here. The commands run on "
-        "any causal LM; MODEL is its folder and DATA has the public sets."
+        f"The paper's experiments on {' and '.join(dict.fromkeys(models))}, as it is: what each looks like on a "
+        "pretrained Transformer. Samples are small; nothing is compared here. The times are of a machine that had "
+        "other work. The commands run on any causal LM; MODEL is its folder and DATA has the public sets."
     )
     return "\n\n".join(["# Gallery", about, *parts]) + "\n"
 

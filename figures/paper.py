@@ -1,6 +1,6 @@
 """What belongs to each table and figure of the paper: its experiment, its measures and the panels of its plot."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from diff_transformer.lab.quantities import Quantity, quantities
 
@@ -42,7 +42,7 @@ def _depths(kind: str) -> dict[str, str]:
     return {f"{depth} %": f"{kind}_depth{depth}" for depth in DEPTHS}
 
 
-def _margins(title: str) -> tuple[Panel, ...]:
+def margins(title: str) -> tuple[Panel, ...]:
     ticks = {"random": "random_mean", "by class": "alternate_mean"}
     return (
         Panel(f"ours: accuracy, {title}", ticks, "share right", level="chance"),
@@ -52,7 +52,6 @@ def _margins(title: str) -> tuple[Panel, ...]:
     )
 
 
-ORDER_ON_TREC = tuple(replace(panel, title=panel.title.removeprefix("ours: ")) for panel in _margins("TREC"))
 _ORDER = quantities("many_shot", "order_random", "order_alternate")
 _TASKS = {"ARC-C": "arc_challenge", "ARC-E": "arc_easy", "BoolQ": "boolq", "Hella-\nSwag": "hellaswag",
           "OBQA": "openbookqa", "PIQA": "piqa", "Wino-\nGrande": "winogrande", "mean": "mean"}  # fmt: skip
@@ -121,12 +120,12 @@ FOLDERS: dict[str, Folder] = {
     "figure7_order": Folder(
         "many_shot",
         r"(random|alternate)_(mean|best|worst|margin)|chance",
-        (*_margins("modules of Python"),
+        (*margins("modules of Python"),
          Panel("paper, TREC: best less worst", {"random": "random", "by class": "alternate"}, "points", "margin")),
         _ORDER,
     ),
     "figure9_order": Folder(
-        "many_shot", r"(random|alternate)_(mean|margin)|chance", _margins("modules of Python"), _ORDER
+        "many_shot", r"(random|alternate)_(mean|margin)|chance", margins("modules of Python"), _ORDER
     ),
     "table4_hallucination": Folder(
         "hallucination",

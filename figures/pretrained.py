@@ -5,8 +5,8 @@ python figures/pretrained.py MODEL NAME DATA OUT table2_needle   # one folder
 python figures/fill.py                                           # then: tables, pictures and docs/gallery.md
 
 NAME is what pages call the model. DATA has the public sets as they are published: books/val.tar.xz, trec/, arc/,
-hellaswag/, hotpotqa/. The measurements go to OUT, where an interrupted call continues; the numbers to
-FOLDER/pretrained.json.
+hellaswag/, hotpotqa/. The measurements go to OUT, where an interrupted call continues (its time is that of the last
+part); the numbers to FOLDER/pretrained.json.
 """
 
 import json
@@ -17,7 +17,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from archive import without_places
-from paper import DEPTHS, FOLDERS, ORDER_ON_TREC, Panel
+from paper import DEPTHS, FOLDERS, Panel, margins
 
 from diff_transformer.lab.record import load_all
 
@@ -29,7 +29,6 @@ RUNS = {  # folder -> experiment and its options
     "table3_allocation": f"allocation {_BOOKS} --length 1024 --samples 10",
     "figure6_many_shot": _SHOTS,
     "figure7_order": _SHOTS,
-    "figure9_order": _SHOTS,
     "table4_hallucination": "hallucination --data {data}/hotpotqa --chat-template --samples 40",
     "table1_harness": "harness --data {data}/arc --samples 200",
     "table8_five_shot": "harness --data {data}/arc --samples 100 --set shots=5",
@@ -58,15 +57,14 @@ PANELS = {
         Panel("mean over the first tokens of a book", {str(2**i): f"nll{2**i}" for i in range(5, 13)}, "nats a token",
               line=True),
     ),
-    "figure7_order": ORDER_ON_TREC,
-    "figure9_order": ORDER_ON_TREC,
+    "figure7_order": margins("TREC"),
 }  # fmt: skip
 
 
 def panels(name: str) -> tuple[Panel, ...]:
     """What the picture of a folder shows of a pretrained model."""
-    ours = (panel for panel in FOLDERS[name].panels if not panel.paper)
-    return PANELS.get(name) or tuple(replace(panel, title=panel.title.removeprefix("ours: ")) for panel in ours)
+    chosen = PANELS.get(name) or [panel for panel in FOLDERS[name].panels if not panel.paper]
+    return tuple(replace(panel, title=panel.title.removeprefix("ours: ")) for panel in chosen)
 
 
 def main(model: str, called: str, data: str, out: str, *names: str) -> None:
@@ -75,8 +73,8 @@ def main(model: str, called: str, data: str, out: str, *names: str) -> None:
         path = Path(out) / f"{list(RUNS.values()).index(options)}-{options.split()[0]}.json"
         start = time.monotonic()
         if not path.exists():
-            call = ["eval", *options.format(data=data).split(), "--model", model, "--dtype", "bfloat16", "--out", path]
-            subprocess.run([sys.executable, "-m", "diff_transformer", *map(str, call)], check=True)
+            call = ["eval", *options.format(data=data).split(), "--model", model, "--dtype", "bfloat16", "--resume"]
+            subprocess.run([sys.executable, "-m", "diff_transformer", *call, "--out", str(path)], check=True)
             path.with_suffix(".seconds").write_text(f"{time.monotonic() - start:.0f}")
         kept = {
             "on": called,

@@ -4,15 +4,15 @@ import sys
 from pathlib import Path
 from statistics import fmean
 
-from diff_transformer.lab.measures import Measure, compared, metric
 from diff_transformer.lab.record import Cells
 from diff_transformer.lab.stages import load_stages
+from diff_transformer.lab.stats import over_seeds
 
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent))
 from scale.plan import SIDES  # noqa: E402  (beside this folder)
 from study import counted, study_command  # noqa: E402
-from tables import interval  # noqa: E402
+from tables import in_numbers  # noqa: E402
 
 NAMES = {
     "softmax": "Transformer",
@@ -23,40 +23,49 @@ NAMES = {
 }
 BASELINES = ("softmax", "softmax_norm_own_scale")
 NEEDLES = ("n4_r2", "n6_r2")
-MEASURES: dict[str, Measure] = {
-    "held-out loss": metric("associative_recall", "validation", "lower", "held-out loss"),
-    "needles: mean of (4, 2) and (6, 2)": Measure(
-        "needles", lambda record: fmean(record.metrics["needle"][name] for name in NEEDLES), "higher"
-    ),
-    "attention on the answer": metric("allocation", "answer", "higher", "answer"),
-    "attention on noise": metric("allocation", "noise", "lower", "noise"),
-    "loss on repeated n-grams": metric("associative_recall", "ar_hit", "lower", "AR-Hit"),
-    "loss up to token 4096": metric("long_nll", "nll4096", "lower", "nll4096"),
-    "largest attention logit": metric("outliers", "logits_top1", "lower", "logits"),
-    "largest activation": metric("outliers", "hidden_top1", "lower", "hidden"),
-}  # fmt: skip
+MEASURES = {
+    "held-out loss": ("associative_recall", "validation"),
+    "needles: mean of (4, 2) and (6, 2)": ("needle", *NEEDLES),
+    "attention on the answer": ("allocation", "answer"),
+    "attention on noise": ("allocation", "noise"),
+    "loss on repeated n-grams": ("associative_recall", "ar_hit"),
+    "loss up to token 4096": ("long_nll", "nll4096"),
+    "largest attention logit": ("outliers", "logits_top1"),
+    "largest hidden value": ("outliers", "hidden_top1"),
+}
 
 
 def differences(cells: Cells, setting: str = "books") -> str:
-    """Each measure of each side; below it, the differences from both baselines, over whole seeds alone."""
+    """Each measure of each side; below it, the differences from both baselines, seed by seed and their mean.
+
+    Only seeds with all their runs count; a run that diverged was not measured, and its seed is left out and named.
+    """
     found = cells.get(setting, {})
-    seeds = sorted(set.intersection(*(set(found.get(side, {})) for side in SIDES)))
+    whole = sorted(set.intersection(*(set(found.get(side, {})) for side in SIDES)))
+    diverged = {f"{NAMES[side]}, seed {seed}": seed for seed in whole for side in SIDES if found[side][seed].diverged}
+    lines = [f"Diverged: {'; '.join(diverged)}.", ""] if diverged else []
+    seeds = [seed for seed in whole if seed not in diverged.values()]
     if not seeds:
-        return ""
-    about = "one run of each side" if len(seeds) == 1 else f"{len(seeds)} seeds, paired; 95 % interval"
+        return "\n".join(lines)
+    about = "one run of each side" if len(seeds) == 1 else f"{len(seeds)} seeds, paired; 95 % interval; each seed"
     heads = [f"`{setting}`: {about}", *(NAMES[side] for side in SIDES)]
-    lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
-    for name, measure in MEASURES.items():
-        values = {side: [measure.read(found[side][seed]) for seed in seeds] for side in SIDES}
+    lines += [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
+    for name, (experiment, *keys) in MEASURES.items():
+        values = {
+            side: [fmean(found[side][seed].metrics[experiment][key] for key in keys) for seed in seeds]
+            for side in SIDES
+        }
         lines.append(f"| {name} | {' | '.join(f'{fmean(values[side]):.3f}' for side in SIDES)} |")
         for baseline in BASELINES:
-            cell = []
-            for side in SIDES:
-                paired = [mine - theirs for mine, theirs in zip(values[side], values[baseline], strict=True)]
-                row = compared(name, fmean(values[baseline]), fmean(values[side]), paired, measure.better)
-                cell.append("" if side in BASELINES else interval(row))
-            lines.append(f"| difference from {NAMES[baseline]} | {' | '.join(cell)} |")
+            paired = {side: [a - b for a, b in zip(values[side], values[baseline], strict=True)] for side in SIDES}
+            shown = ("" if side in BASELINES else _said(paired[side]) for side in SIDES)
+            lines.append(f"| difference from {NAMES[baseline]} | {' | '.join(shown)} |")
     return "\n".join(lines)
+
+
+def _said(each: list[float]) -> str:
+    one_by_one = f"; {', '.join(f'{value:+.3f}' for value in each)}" if len(each) > 1 else ""
+    return in_numbers(over_seeds(each)) + one_by_one
 
 
 def tables(cells: Cells) -> str:

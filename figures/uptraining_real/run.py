@@ -34,9 +34,8 @@ def whole_seeds(cells: Cells) -> list[int]:
 
 
 def accuracy(record: Record) -> float:
-    """Mean over the cells of the primary outcome; 0 for a run that diverged."""
-    found = record.metrics.get("needle", {})
-    return fmean(found.get(f"n{n}_r{r}", 0.0) for n, r in CELLS)
+    """Mean over the cells of the primary outcome."""
+    return fmean(record.metrics["needle"][f"n{n}_r{r}"] for n, r in CELLS)
 
 
 def differences(cells: Cells, side: str, baseline: str, seeds: list[int]) -> list[float]:
