@@ -39,6 +39,7 @@ SHARES = {
     "compile": 4,
     "attention": 34,
     "decode": 10,
+    "decode_compiled": 14,
     "throughput": 16,
     "sweep": 12,
     "attention_tune": 4,

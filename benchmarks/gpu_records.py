@@ -19,7 +19,7 @@ INSTALLED = {
     "attention_gpu": ("attention",),
     "attention_gpu_fp32": ("attention_fp32",),
     "attention_tune_gpu": ("attention_tune",),
-    "decode_gpu": ("decode",),
+    "decode_gpu": ("decode", "decode_compiled"),
     "throughput_gpu": ("throughput",),
     "step_gpu": ("step",),
     "hopper_gpu": ("hopper",),

@@ -285,7 +285,24 @@ def decode(dry: bool, seconds: float, out: Path, earlier: list[dict]) -> None:
     """The operator over long caches, and generation by the pair of models."""
     shapes = [decoding.DecodeShape(2, 2, 1, 40, 8)] if dry else decoding.GPU_GRID
     eager = [setting for setting in generation.GPU_MODELS if not setting.compiled]
-    models, device = [generation.ModelSetting("debug", 1, 24, 4)] if dry else eager, device_of(dry)
+    _decode(dry, seconds, out, earlier, shapes, [generation.ModelSetting("debug", 1, 24, 4)] if dry else eager)
+
+
+def decode_compiled(dry: bool, seconds: float, out: Path, earlier: list[dict]) -> None:
+    """Generation by the pair as a CUDA graph, whose compilation takes most of a minute."""
+    compiled = [setting for setting in generation.GPU_MODELS if setting.compiled]
+    _decode(dry, seconds, out, earlier, [], [generation.ModelSetting("debug", 1, 24, 4)] if dry else compiled)
+
+
+def _decode(
+    dry: bool,
+    seconds: float,
+    out: Path,
+    earlier: list[dict],
+    shapes: list[decoding.DecodeShape],
+    models: list[generation.ModelSetting],
+) -> None:
+    device = device_of(dry)
     record = run_decode_benchmark(
         left_of(shapes, earlier, kind="operator"),
         left_of(models, earlier, kind="model"),
@@ -439,6 +456,7 @@ STAGES: dict[str, Callable[[bool, float, Path, list[dict]], None]] = {
     "attention": attention,
     "attention_fp32": attention_fp32,
     "decode": decode,
+    "decode_compiled": decode_compiled,
     "throughput": throughput,
     "step": step,
     "sweep": sweep,

@@ -38,6 +38,7 @@ def test_dry_run_of_every_stage(tmp_path):
         "compile",
         "attention",
         "decode",
+        "decode_compiled",
         "throughput",
         "sweep",
         "attention_tune",
@@ -59,6 +60,7 @@ def test_dry_run_of_every_stage(tmp_path):
     assert {"softmax", "softmax[cudnn]", "FlashDiffAttn_1", "FlashDiffAttn_2[cudnn]", "blockwise", "sdpa"} <= names
     assert {row["causal"] for row in records["attention"]["rows"]} == {True, False}
     assert {row["kind"] for row in records["decode"]["rows"]} == {"operator", "model"}
+    assert {row["kind"] for row in records["decode_compiled"]["rows"]} == {"model"}
     assert [(row["tool"], row["gate"]) for row in records["sanitizer"]["rows"]] == [
         ("memcheck", "passed"),
         ("racecheck", "passed"),
