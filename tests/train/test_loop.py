@@ -290,6 +290,15 @@ def test_a_run_that_ends_in_its_warm_up_says_so_and_runs(config, tmp_path, caplo
     assert (tmp_path / "short" / "model").exists()
 
 
+def test_a_trained_model_is_not_compiled(config, tmp_path, monkeypatch):
+    """Each length and batch of an experiment would be compiled again."""
+    compiled = []
+    monkeypatch.setattr(torch, "compile", lambda function: compiled.append(function) or function)
+    model = train(override(config, ["train.steps=1", "train.compile=true"]), tmp_path / "run").model
+    assert len(compiled) == config.model["num_hidden_layers"] + 1  # the layers and the loss
+    assert not any("forward" in vars(layer) for layer in model.base_model.layers)
+
+
 @pytest.mark.slow
 def test_compiled_training_gives_the_same_model(texts, config, tmp_path):
     short = override(config, ["train.steps=10"])

@@ -73,6 +73,8 @@ def whole_model(model: Any, first: bool) -> Any:
         dtype = model.dtype
         model = type(model)(model.config)
         model.to(dtype).load_state_dict(weights)
+    for layer in getattr(model.base_model, "layers", ()):
+        vars(layer).pop("forward", None)  # of training: each length and batch would be compiled again
     model.config.use_cache = True
     return without_float8(model).eval()
 
