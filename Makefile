@@ -89,6 +89,8 @@ figures: $(READY)  ## tables and plots again from the committed records
 	$(BIN)/python figures/desk/objective.py
 	$(BIN)/python figures/prose/run.py
 	$(BIN)/python figures/recall/run.py
+	$(BIN)/python figures/recall_confirmation/run.py
+	$(BIN)/python figures/scale/run.py
 	$(BIN)/python figures/answers/run.py
 	$(BIN)/python figures/needles/run.py
 	$(BIN)/python figures/stability/run.py

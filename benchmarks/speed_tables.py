@@ -45,7 +45,7 @@ def speed_table(results: Path) -> list[str]:
     for name, cpu in CPUS.items():
         ours = [row for row in rows(name) if row["backend"] == "blockwise" and row["gate"] == "passed"]
         shares[cpu] = span(row.get(f"{kind}_ratio") for row in ours for kind in ("forward", "both"))
-    operator = "operator, time over SDPA's with twice the heads (lower is faster)"
+    operator = "operator, forward, and forward + backward: time over SDPA's with twice the heads (lower is faster)"
     lines.append(line(operator, "2 CPU cores", "; ".join(f"{cpu} {share}" for cpu, share in shares.items())))
     (ours,) = (
         row
@@ -54,12 +54,12 @@ def speed_table(results: Path) -> list[str]:
     )
     cudnn, flash = ours["both_ratio"], ours["ratios"]["softmax[flash]"]["both"]
     times = f"{cudnn:.2f} (cuDNN), {flash:.2f} (FlashAttention-2)"
-    lines.append(line("the same, forward + backward: width 128, 4096 tokens, bf16", "NVIDIA H200", times))
+    lines.append(line("operator, forward + backward: width 128, 4096 tokens, bf16", "NVIDIA H200", times))
     pairs = {"throughput_cpu": "AMD Zen 4, 2 cores", "throughput_gpu": "NVIDIA H200"}
     for name, on in pairs.items():
         for _, diff in pairs_of(rows(name)):
             if name == "throughput_cpu" or diff["length"] == SHOWN:
-                size = f"{model(diff)}, {diff['batch']} x {diff['length']}"
+                size = f"{model(diff)}, batch {diff['batch']}, length {diff['length']}"
                 ratio = number(diff["forward_backward_ratio"], 2)
                 lines.append(line(f"training, tokens/s (higher is faster): {size}", on, ratio))
     return lines
@@ -93,22 +93,29 @@ def attention_gpu_table(path: Path) -> list[str]:
     return [*lines, "", f"{said} {machine(record)}"]
 
 
+CACHES = ((1, 4096), (1, 65536), (16, 4096), (64, 4096))  # batch and cache of decoding on a GPU
+
+
 def decode_table(path: Path) -> list[str]:
     """The operator over a cache, then the models one token at a time."""
     record = json.loads(path.read_text())
     operators = [r for r in record["rows"] if r["kind"] == "operator" and r["role"] == "backend" and "us" in r]
     on_gpu = bool(record["provenance"].get("machine"))
-    if not on_gpu:  # one sequence, by our own kernel: the rest stands in the record
-        operators = [r for r in operators if r["batch"] == 1 and r["backend"] == "blockwise"]
     lines = []
     if operators:
-        over = ["over cuDNN"] if on_gpu else []
-        lines += header("backend", "batch, h / cached heads, N, d", "time", *over, "GB/s", "of a copy's")
-    for row in operators:
+        lines += header("backend", "batch, h / cached heads, N, d", "time", "GB/s", "of a copy's")
+    for row in operators:  # some, by our own kernel: the rest stands in the record
+        if (row["batch"], row["cache"]) not in CACHES if on_gpu else row["batch"] != 1:
+            continue
+        if row["backend"] != ("triton" if on_gpu else "blockwise"):
+            continue
         sizes = f"{row['batch']}, {row['heads']} / {row['kv_heads']}, {row['cache']}, {row['width']}"
         shape = f"{sizes}, {DTYPES[row['dtype']]}"
-        ratios = [number(row["ratio"], 2), *([number(row["ratios"].get(CUDNN), 2)] if on_gpu else [])]
-        lines.append(line(row["backend"], shape, *ratios, f"{row['gb_per_s']:.0f}", percent(row["copy_share"])))
+        rate, share = f"{row['gb_per_s']:.0f}", percent(row["copy_share"])
+        lines.append(line(row["backend"], shape, number(row["ratio"], 2), rate, share))
+    for backend in dict.fromkeys(row["backend"] for row in operators if on_gpu):
+        ratios = [row["ratio"] for row in operators if row["backend"] == backend]
+        lines.append(line(f"`{backend}`, all {len(ratios)}", "", f"{min(ratios):.2f} to {max(ratios):.2f}", "", ""))
     lines += [""] if operators else []
     pairs = pairs_of([r for r in record["rows"] if r["kind"] == "model"])
     if pairs:

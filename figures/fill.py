@@ -151,7 +151,7 @@ def of_desk(name: str, cells: Cells) -> str:
     title = "[The desk study](../desk/README.md): novels and needles"
     short = [f"- {column}: {said}" for column, rows in found.items() if (said := in_short(rows))]
     pairs = next(iter(found.values()))[0].seeds
-    about = f"**{title}**, {pairs} pairs, 95 % intervals; ✓: as the paper says, ✗: the opposite:"
+    about = f"**{title}**, {pairs} pairs, 95 % CIs; ✓: as the paper says, ✗: the opposite:"
     parts = ["\n".join(short), about, side_by_side(found)]
     if name == "figure3_scaling":
         parts += matched(cells)
@@ -162,13 +162,15 @@ def _ablation(cells: Cells) -> str:
     found = ablation_rows(cells)
     if not found:
         return ""
-    lines = ["| | seeds | " + " | ".join(f"{measure.name}: less the Transformer's" for measure in TABLE_6) + " |"]
+    lines = [
+        "| | seeds | " + " | ".join(f"{measure.name}: difference from the Transformer" for measure in TABLE_6) + " |"
+    ]
     lines.append("|---" * (len(TABLE_6) + 2) + "|")
     for side, rows in found.items():
         lines.append(f"| {ABLATED[side][0]} | {rows[0].seeds} | {' | '.join(map(interval, rows))} |")
     return "\n".join(
         [
-            "[The desk study](../desk/README.md), one learning rate, paired differences with 95 % intervals:",
+            "[The desk study](../desk/README.md), one learning rate, paired differences with 95 % CIs:",
             "",
             *lines,
         ]

@@ -111,7 +111,7 @@ def scaling_chart(runs: Sequence[Run], seeds: dict[str, list[Record]]) -> Chart:
 
 
 def ablation_chart(rows: dict[str, list[Row]], expected: dict) -> Chart:
-    """Losses less the Transformer's by model, a column for each measure: ours with intervals, and the paper's."""
+    """Differences of losses from the Transformer by model, a column a measure: ours with intervals, and the paper's."""
     baseline = expected["rows"]["transformer"][3:]
     shown = []
     for who in ("ours", "paper, 1.4B"):
@@ -123,7 +123,7 @@ def ablation_chart(rows: dict[str, list[Row]], expected: dict) -> Chart:
                 if who != "ours":
                     mean, low, high = expected["rows"][row][3 + j] - baseline[j], None, None
                 drawn.append(Drawn(name, "diff" if side.startswith("diff") else "softmax", {0: mean}, low, high))
-            label = "loss less the Transformer's"
+            label = "loss, difference from the Transformer"
             chart = row_chart(f"{who}: {measure.name}", drawn, x_label=label, guide=0, width=190, labels=j == 0)
             shown.append((f"{who}: {measure.name}", chart))
     return grid(shown, {}, len(TABLE_6))

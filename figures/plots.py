@@ -145,13 +145,13 @@ def desk_charts(cells: Cells) -> dict[str, Chart]:
                 mean, low, high, _ = row.difference
                 rows.append(Row(f"{setting}: {NAMES[side]}", style(side), {0: mean}, low, high))
     if rows:
-        label = "Loss less the Transformer's, nats a token, with 95 % intervals"
+        label = "Loss, difference from the Transformer, nats a token, with 95 % CIs"
         made["differences.svg"] = grid([("", row_chart(label, rows, x_label=label, guide=0, width=420))], {})
     return made
 
 
 def by_step(cells: Cells, setting: str, side: str) -> dict[int, Interval]:
-    """The validation loss of ``side`` less the Transformer's, over seeds, at each step at which both have it."""
+    """The difference of ``side`` from the Transformer in validation loss, over seeds, at each step that both have."""
     sides = borrow_baselines(cells).get(setting, {})
     ours, theirs = trained(sides.get(side, {})), trained(sides.get("softmax", {}))
     gaps: dict[int, list[float]] = {}
@@ -178,12 +178,12 @@ def lead_table(cells: Cells) -> str:
     if not lines:
         return ""
     heads = ("setting", "side", *(f"step {step}" for step in LEAD_STEPS))
-    title = "**Validation loss less the Transformer's, while they are trained** (95 % over seeds)"
+    title = "**Validation loss, difference from the Transformer, while they are trained** (95 % over seeds)"
     return "\n".join([title, "", f"| {' | '.join(heads)} |", "|---" * len(heads) + "|", *lines])
 
 
 def lead_charts(cells: Cells) -> dict[str, Chart]:
-    """A panel for each size and length of training; bands are 95 % intervals over seeds."""
+    """A panel for each size and length of training; bands are 95 % CIs over seeds."""
     panels, named = [], {}
     for title, places in (LEAD_PANELS[name] for name in LEAD_PANELS if name in cells):
         lines = []
@@ -196,7 +196,7 @@ def lead_charts(cells: Cells) -> dict[str, Chart]:
                 band = tuple((float(s), g.low, g.high) for s, g in found.items() if None not in (g.low, g.high))
                 lines.append(Line(NAMES[model], points, style(model), read=True, band=band))
         chart = line_chart(
-            f"Validation loss less the Transformer's: {title}", lines, x_label="step", y_range=(-0.45, 0.45),
+            f"Validation loss, difference from the Transformer: {title}", lines, x_label="step", y_range=(-0.45, 0.45),
             guides=[(0.0, "")], width=300,
         )  # fmt: skip
         panels.append((title, chart))
@@ -208,7 +208,7 @@ SOURCES = {"prose": ("text",), "needles": ("needles",), "objective: the mean of 
 
 
 def objective_charts(cells: Cells) -> dict[str, Chart]:
-    """What the main setting minimises, and its two halves: training loss less the Transformer's, 95 % over seeds."""
+    """What the main setting minimises, and its two halves: differences from the Transformer, 95 % over seeds."""
     home, panels = cells.get("novels", {}).get("softmax", {}), []
     for title, sources in SOURCES.items():
         lines = []
@@ -224,7 +224,7 @@ def objective_charts(cells: Cells) -> dict[str, Chart]:
                     (float(s), g.low, g.high) for s, g in zip(at, gaps, strict=True) if None not in (g.low, g.high)
                 )
                 lines.append(Line(NAMES[side], points, style(side), read=True, band=band))
-        chart = line_chart(f"Training loss less the Transformer's: {title}", lines, x_label="step",
+        chart = line_chart(f"Training loss, difference from the Transformer: {title}", lines, x_label="step",
                            y_range=(-0.6, 0.9), guides=[(0.0, "")], width=300)  # fmt: skip
         panels.append((title, chart))
     return {"objective.svg": grid(panels, {style(side): NAMES[side] for side in OBJECTIVE})} if home else {}

@@ -29,7 +29,7 @@ def side_by_side(found: dict[str, list[Row]]) -> str:
     """``found``: by the name of a column, the rows of one model against the same Transformer."""
     heads = ["", "Transformer"]
     for name in found:
-        heads += [name, "less the Transformer's"]
+        heads += [name, "difference from the Transformer"]
     lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
     for rows in zip(*found.values(), strict=True):
         shown = [rows[0].measure, f"{rows[0].baseline:.3f}"]
@@ -87,10 +87,10 @@ def exploratory(rows: list[Row]) -> str:
 
 
 def _summary(rows: list[Row], p: str, head: str, words: dict[str, str], tests: int) -> str:
-    sides, seeds = {row.measure.partition(" less ")[0] for row in rows}, {row.seeds for row in rows}
+    sides, seeds = {row.measure.partition(" minus ")[0] for row in rows}, {row.seeds for row in rows}
     side = sides.pop() if len(sides) == 1 else ""
     said = f", {seeds.pop()} seeds" if len(seeds) == 1 else ""
-    lines = [f"| {side} | difference (95 % interval{said}) | d | {p} | {head} |", "|---" * 5 + "|"]
+    lines = [f"| {side} | difference (95 % CI{said}) | d | {p} | {head} |", "|---" * 5 + "|"]
     for row in rows:
         p_value = f"{row.p_value:.3f}" if row.p_value >= 0.0005 else "< 0.001"
         difference = interval(row) if said else f"{interval(row)}, {row.seeds} seeds"

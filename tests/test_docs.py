@@ -26,6 +26,7 @@ GENERATED = (
     "figures/prose/run.py",
     "figures/recall/run.py",
     "figures/recall_confirmation/run.py",
+    "figures/scale/run.py",
     "figures/stability/run.py",
     "figures/uptraining/run.py",
     "figures/uptraining_real/run.py",

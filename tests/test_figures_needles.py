@@ -49,11 +49,11 @@ def cells(seeds=SEEDS, sides=CORE):
 def test_the_primary_outcome_is_that_of_the_records(page):
     lines = page.primary(cells()).splitlines()
     accuracy, steps, against_norm, steps_against_norm = lines[-4:]
-    assert "less Transformer: accuracy" in accuracy
+    assert "minus Transformer: accuracy" in accuracy
     assert "| +0.100 (+0.098 to +0.102) | +63.2 | < 0.001 | held |" in accuracy
     assert "-0.999 (-1.000 to -0.998) |" in steps
     assert steps.endswith("| < 0.001 | held |")
-    assert "less Transformer + head norm" in against_norm
+    assert "minus Transformer + head norm" in against_norm
     assert "| +0.400 " in against_norm
     assert f"{math.log2(1502 / 3500):+.3f}" in steps_against_norm
     assert "nothing is decided" not in lines[0]
@@ -135,7 +135,7 @@ def test_other_starts_of_the_norm_are_compared_with_what_has_run(page):
     assert "**Other starts of the head norm** (exploratory)" in text
     assert "| DIFF, head norm from the Transformer's scale (0.12, 0.31 by layer) | difference (95 % " in text
     (line,) = (line for line in text.splitlines() if "accuracy" in line)
-    assert line.startswith("| less Transformer: accuracy")
+    assert line.startswith("| minus Transformer: accuracy")
     assert "| +0.200 (+0.200 to +0.200) |  | < 0.001 | on DIFF's side |" in line  # without spread there is no d
 
 

@@ -35,10 +35,10 @@ def cells(page, seeds=SEEDS):
 
 def test_a_finished_size_is_judged_and_an_unfinished_one_is_not(page):
     text = page.tables(cells(page))
-    assert "| less Transformer, small | -0.100" in text
-    assert "difference (95 % interval, 5 seeds)" in text
+    assert "| minus Transformer, small | -0.100" in text
+    assert "difference (95 % CI, 5 seeds)" in text
     assert "| < 0.001 | held |" in text
-    against = next(line for line in text.splitlines() if "less Transformer + head norm" in line)
+    against = next(line for line in text.splitlines() if "minus Transformer + head norm" in line)
     assert "+0.100" in against
     assert "did not hold" in against
     assert "medium" not in text.split("**Primary outcome**")[1]
@@ -80,7 +80,7 @@ def test_prose_and_needles_together_are_judged_at_the_first_rate_and_at_those_of
     at_first, of_others = text.split("At the rates that the other seeds choose")
 
     def cells(text):
-        rows = [line.split("|") for line in text.splitlines() if line.startswith("| less ")]
+        rows = [line.split("|") for line in text.splitlines() if line.startswith("| minus ")]
         return [(re.match(r"[+-][\d.]+", row[2].strip())[0], row[-2].strip()) for row in rows]
 
     held_out = [("-0.100", "held"), ("+0.100", "did not hold")]
@@ -121,10 +121,10 @@ def test_sides_that_did_better_at_a_higher_rate_run_again_there():
 def test_what_pages_say_of_prose_alone_is_the_record():
     """The first rows of the primary outcome at each size and the exploratory rows, as the study's page has them."""
     lines = (ROOT / "figures" / "prose" / "README.md").read_text().splitlines()
-    outcome = next(line for line in lines if line.startswith("| less Transformer, small |"))
+    outcome = next(line for line in lines if line.startswith("| minus Transformer, small |"))
     mean, low, high = re.search(r"([+-][\d.]+) \(([+-][\d.]+) to ([+-][\d.]+)\)", outcome).groups()
     assert "| undecided; " in outcome
-    medium = next(line for line in lines if line.startswith("| less Transformer, medium |"))
+    medium = next(line for line in lines if line.startswith("| minus Transformer, medium |"))
     lower, most, least = re.search(r"-([\d.]+) \(-([\d.]+) to -([\d.]+)\)", medium).groups()
     assert "| undecided; " in medium
 
@@ -172,7 +172,7 @@ def test_what_pages_say_of_prose_and_needles_together_is_the_record():
     assert f"{mean} ({high} to {low})" in " ".join((ROOT / "README.md").read_text().split())
 
     def on_prose(name):
-        """Held-out prose at the first rate, less the Transformer's, over seeds and text."""
+        """The difference from the Transformer on held-out prose at the first rate, over seeds and text."""
         return next(line.split("|")[7].strip() for line in lines[start:] if line.startswith(f"| 0.002 | {name}"))
 
     assert on_prose("DIFF, head norm") == f"-{mean} (-{low} to -{high})", "no wider than over seeds alone"

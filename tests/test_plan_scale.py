@@ -38,15 +38,15 @@ def test_the_table_pairs_the_seeds_that_are_whole():
 
     cells = grouped([record(side, seed) for side in SIDES for seed in (0, 1, 2) if (side, seed) != ("softmax", 2)])
     shown = differences(cells)
-    assert shown.startswith("| `books`: 2 seeds, paired; 95 % interval; each seed | Transformer | DIFF as published |")
+    assert shown.startswith("| `books`: 2 seeds, paired; 95 % CI; each seed | Transformer | DIFF as published |")
     assert "| held-out loss | 4.050 | 4.050 | 3.550 | 4.050 | 4.050 |" in shown
     assert "| -0.500 (-0.500 to -0.500); -0.500, -0.500 |  |" in shown
-    assert "| needles: mean of (4, 2) and (6, 2) | 0.375 |" in shown
+    assert "| accuracy: 2 of 4 and 2 of 6 needles | 0.375 |" in shown
     cells["books"]["diff_v2"][1] = Record("books", "diff_v2", 1, diverged="step 9: loss nan")
     shown = differences(cells)
     assert shown.startswith("Diverged: DIFF V2, seed 1.\n\n| `books`: one run of each side | Transformer |")
     assert "| held-out loss | 4.000 | 4.000 | 3.500 |" in shown
-    assert "(" not in shown.split("| held-out loss")[1].split("| needles")[0]  # no interval
+    assert "(" not in shown.split("| held-out loss")[1].split("| accuracy")[0]  # no interval
 
 
 @pytest.mark.slow

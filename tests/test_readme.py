@@ -109,7 +109,7 @@ RECALL = re.compile(
 def test_what_pages_say_of_recall_is_the_record():
     """The first row of the primary outcome, as the study's page has it."""
     study = (ROOT / "figures" / "recall" / "README.md").read_text()
-    row = next(line for line in study.splitlines() if "less Transformer: accuracy at the end, 3 settings" in line)
+    row = next(line for line in study.splitlines() if "minus Transformer: accuracy at the end, 3 settings" in line)
     mean, low, high = re.search(r"\+([\d.]+) \(\+([\d.]+) to \+([\d.]+)\)", row).groups()
     assert "| held |" in row
     assert "135 of 135 runs of the core" in study
@@ -149,7 +149,7 @@ def test_what_pages_say_of_a_gpu_is_the_record():
     (ratio,) = {
         f"{row['forward_backward_ratio']:.2f}" for row in pairs if row["side"] == "diff" and row["length"] == 4096
     }
-    assert f"3B, bf16, 2 x 4096 | NVIDIA H200 | {ratio} |" in README
+    assert f"3B, bf16, batch 2, length 4096 | NVIDIA H200 | {ratio} |" in README
     assert f"runs at {ratio} of the Transformer's tokens a second" in page
 
 

@@ -59,7 +59,7 @@ def tested(cells: Cells, task: str, baseline: str) -> tuple[Row | None, list[str
     if not seeds:
         return None, lost
     ours, theirs = ([fmean(measure.read(of[seed]) for of in side) for seed in seeds] for side in runs)
-    name = f"{SHOWN[SIDE]} less {SHOWN[baseline]}: {measure.name}, {len(places)} settings"
+    name = f"{SHOWN[SIDE]} minus {SHOWN[baseline]}: {measure.name}, {len(places)} settings"
     by_seed = [a - b for a, b in zip(ours, theirs, strict=True)]
     return compared(name, fmean(theirs), fmean(ours), by_seed, measure.better), lost
 
@@ -180,7 +180,7 @@ def own_rates(cells: Cells, task: str, baseline: str) -> Row | None:
     """A test of the primary outcome again, at the rates that the other seeds choose."""
     settings, measure = TASKS[task]
     places = [where for where in settings if informative(cells, where, baseline, measure)]
-    name = f"{SHOWN[SIDE]} less {SHOWN[baseline]}: {measure.name}, {len(places)} settings"
+    name = f"{SHOWN[SIDE]} minus {SHOWN[baseline]}: {measure.name}, {len(places)} settings"
     return difference(cells, places, (SIDE, baseline), measure, name)
 
 

@@ -42,8 +42,8 @@ def tables(cells: Cells) -> str:
         done = sum(len(seeds) for sides in cells.values() for seeds in sides.values())
         return f"Of the study only {done} runs of the sweep are finished.\n\n{sweep(cells)}"
     parts = ["![Loss and retrieval in the main setting](novels.svg)", "![Differences in loss](differences.svg)"]
-    parts += ["![The objective and its halves, less the Transformer's, during training](objective.svg)"]
-    parts += ["![DIFF's loss less the Transformer's while they are trained](lead.svg)", lead_table(cells)]
+    parts += ["![The objective and its halves, difference from the Transformer, during training](objective.svg)"]
+    parts += ["![DIFF's loss, difference from the Transformer while they are trained](lead.svg)", lead_table(cells)]
     parts.append(overview(cells))
     for setting in [name for name in SETTINGS if name in cells]:
         for side in [name for name in NAMES if name in cells[setting] and name != "softmax"]:
@@ -65,7 +65,7 @@ def against_normed(cells: Cells, where: str, baseline: str, home: str, side: str
 
 def overview(cells: Cells) -> str:
     """One line a setting and side: final validation loss and what it takes to reach the Transformer's."""
-    heads = ("setting", "side", "seeds", "validation loss", "less the Transformer's", "verdict")
+    heads = ("setting", "side", "seeds", "validation loss", "difference from the Transformer", "verdict")
     heads += ("tokens to its loss", "tokens to its loss on needles")
     lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
     for setting in [name for name in SETTINGS if name in cells]:

@@ -72,7 +72,7 @@ def primary(cells: Cells) -> str:
 
 def compared(cells: Cells, side: str, baseline: str) -> tuple[list[Row], list[str]]:
     """Both outcomes of a side less a baseline's, and what has no test."""
-    name = f"{SHOWN[side]} less {SHOWN[baseline]}"
+    name = f"{SHOWN[side]} minus {SHOWN[baseline]}"
     steps_decide = reached(cells, side) + reached(cells, baseline)
     rows = paired_rows(cells, SETTING, side, [ACCURACY, STEPS] if steps_decide else [ACCURACY], baseline)
     untested = [] if steps_decide else [f"{name}: no run of either side reached {GOAL}, so the steps have no test."]
@@ -143,7 +143,14 @@ def progress(cells: Cells) -> str:
 
 def binding(cells: Cells) -> str:
     """Which tasks each side learns, and when it tells needles apart."""
-    heads = ("side", "seeds", "pairs learned", "clauses learned", "accuracy on held-out rows", "less the Transformer's")
+    heads = (
+        "side",
+        "seeds",
+        "pairs learned",
+        "clauses learned",
+        "accuracy on held-out rows",
+        "difference from the Transformer",
+    )
     heads += (f"reached {GOAL}", f"steps to {GOAL}")
     lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
     final = Measure("final", lambda record: record.curves["needles"]["accuracy"][-1], "higher")
@@ -179,9 +186,7 @@ def by_cell(cells: Cells) -> str:
             if rows:
                 shown = [f"{mean}; {in_numbers(row.difference)}" for mean, row in zip(shown, rows, strict=True)]
             lines.append(f"| {' | '.join([SHOWN[side], str(length), *shown])} |")
-    head = (
-        "**Table 2 and the cell of Figure 5**: (needles, cities asked for); after a semicolon, less the Transformer's"
-    )
+    head = "**Table 2 and the cell of Figure 5**: (needles, cities asked for); then the difference from the Transformer"
     return head + "\n\n" + "\n".join(lines)
 
 

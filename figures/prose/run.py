@@ -41,7 +41,7 @@ def tables(cells: Cells) -> str:
 def primary(cells: Cells) -> str:
     """The tests of the sizes that are finished, corrected for those of all sizes."""
     tests = [
-        replace(row, measure=f"{NAMES['diff']} less {NAMES[baseline]}, {size}")
+        replace(row, measure=f"{NAMES['diff']} minus {NAMES[baseline]}, {size}")
         for size in SIZES
         if finished(cells, size)
         for baseline in BASELINES
@@ -75,7 +75,14 @@ def progress(cells: Cells) -> str:
 
 def by_side(cells: Cells, size: str) -> str:
     """A line a side: mean loss, and differences from the Transformer."""
-    heads = ("side", "seeds", "held-out loss", "less the Transformer's", "on books, less its", "tokens to its loss")
+    heads = (
+        "side",
+        "seeds",
+        "held-out loss",
+        "difference from the Transformer",
+        "on books, difference",
+        "tokens to its loss",
+    )
     lines = [f"**{size}**", "", f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
     base = trained(cells[size].get("softmax", {}))
     for side in [name for name in SIDES if name in cells[size]]:
@@ -125,15 +132,15 @@ def at_one_rate(cells: Cells, rate: float) -> dict[str, list[Record]]:
 def tested(runs: dict[str, list[Record]]) -> list[Row]:
     """The tests of the primary outcome on prose and needles together."""
     return [
-        averaged([runs["diff"]], [runs[base]], measure, f"{NAMES['diff']} less {NAMES[base]}: {measure.name}")
+        averaged([runs["diff"]], [runs[base]], measure, f"{NAMES['diff']} minus {NAMES[base]}: {measure.name}")
         for measure in (OBJECTIVE, LOSS)
         for base in BASELINES
     ]
 
 
 def by_rate_and_side(found: dict[str, dict[str, list[Record]]]) -> str:
-    """A line a rate and side: losses less the Transformer's, and accuracy on needles."""
-    heads = ("rate", "side", "objective", "less the Transformer's: objective", "prose", "needles")
+    """A line a rate and side: differences from the Transformer in losses, and accuracy on needles."""
+    heads = ("rate", "side", "objective", "difference from the Transformer: objective", "prose", "needles")
     heads += ("held-out prose, over seeds and text", "512 tokens of each book, over seeds and books")
     heads += ("1 needle", "2", "4")
     lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]

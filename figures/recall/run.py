@@ -113,7 +113,7 @@ def slope(cells: Cells, side: str, baseline: str, measure: Measure) -> Row | Non
 
 
 def _named(side: str, baseline: str, measure: Measure) -> str:
-    return f"{SHOWN[side]} less {SHOWN[baseline]}: {measure.name}"
+    return f"{SHOWN[side]} minus {SHOWN[baseline]}: {measure.name}"
 
 
 def _informative(cells: Cells, side: str, baseline: str, measure: Measure) -> list[str]:
@@ -188,7 +188,7 @@ VARIED = {
 def around(cells: Cells) -> str:
     """``CENTRE`` and the settings around it: accuracy of the core sides, and DIFF's difference from the others."""
     names = [SHOWN[side] for side in CORE]
-    less = [f"DIFF less {SHOWN[baseline]}" for baseline in BASELINES]
+    less = [f"DIFF minus {SHOWN[baseline]}" for baseline in BASELINES]
     heads = (f"{CENTRE}, but", *names, *less, "4 times the length")
     lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
     for where, words in {CENTRE: "nothing else", **VARIED}.items():
@@ -234,7 +234,7 @@ def own_rates(cells: Cells, places: list[str], side: str, baseline: str, measure
     """``side`` less ``baseline``, both at the rates that the other seeds choose, over ``places``."""
     where = places[0] if len(places) == 1 else f"{len(places)} settings"
     what = "" if measure is ACCURACY else f"{measure.name}, "
-    return difference(cells, places, (side, baseline), measure, f"{SHOWN[side]} less {SHOWN[baseline]}: {what}{where}")
+    return difference(cells, places, (side, baseline), measure, f"{SHOWN[side]} minus {SHOWN[baseline]}: {what}{where}")
 
 
 def every_rate(cells: Cells) -> str:
@@ -287,7 +287,15 @@ def progress(cells: Cells) -> str:
 
 def by_setting(cells: Cells) -> str:
     """A line a setting and side: means over seeds, and differences from the Transformer."""
-    heads = ("setting", "side", "seeds", "accuracy", "less the Transformer's", "reached 0.9", "steps to 0.9, ratio")
+    heads = (
+        "setting",
+        "side",
+        "seeds",
+        "accuracy",
+        "difference from the Transformer",
+        "reached 0.9",
+        "steps to 0.9, ratio",
+    )
     heads += tuple(measure.name for measure in SECONDARY)
     lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
     for where in [name for name in cells if name in GRID or name in VARIED]:

@@ -63,7 +63,7 @@ def p_value(found: list[float]) -> float:
 
 
 def bootstrapped(found: list[float]) -> tuple[float, float]:
-    """The 95 % interval of the mean over seeds (BCa)."""
+    """The 95 % CI of the mean over seeds (BCa)."""
     if len(set(found)) == 1:
         return found[0], found[0]
     made = bootstrap((found,), np.mean, n_resamples=RESAMPLES, method="BCa", rng=np.random.default_rng(0))
@@ -92,7 +92,7 @@ def primary(cells: Cells) -> str:
         low, high = bootstrapped(each)
         shown = f"{p:.3f}" if p >= 0.0005 else "< 0.001"
         lines.append(
-            f"| {SHOWN[side]} less {SHOWN[baseline]} | {fmean(each):+.3f} ({low:+.3f} to {high:+.3f}) | "
+            f"| {SHOWN[side]} minus {SHOWN[baseline]} | {fmean(each):+.3f} ({low:+.3f} to {high:+.3f}) | "
             f"{in_numbers(over_seeds(each))} | {shown} | {verdict(low, high, p, finished)} |"
         )
     return "\n".join(lines)
@@ -103,7 +103,7 @@ def shares(cells: Cells) -> str:
     seeds = whole_seeds(cells)
     if not seeds:
         return ""
-    lines = [f"**Runs that reached {GOAL}**, of {len(seeds)} (share, exact 95 % interval)", ""]
+    lines = [f"**Runs that reached {GOAL}**, of {len(seeds)} (share, exact 95 % CI)", ""]
     lines += [f"| | {' | '.join(INFORMATIVE)} |", "|---" * (len(INFORMATIVE) + 1) + "|"]
     for side in CONFIRMED:
         counts = [sum(reached(cells[where][side][seed]) for seed in seeds) for where in INFORMATIVE]

@@ -9,6 +9,7 @@ from diff_transformer.lab.stages import load_stages
 from diff_transformer.lab.stats import over_seeds
 
 HERE = Path(__file__).resolve().parent
+FINDINGS = HERE.parents[1] / "docs" / "findings.md"
 sys.path.insert(0, str(HERE.parent))
 from scale.plan import SIDES  # noqa: E402  (beside this folder)
 from study import counted, study_command  # noqa: E402
@@ -17,7 +18,7 @@ from tables import in_numbers  # noqa: E402
 NAMES = {
     "softmax": "Transformer",
     "diff_norm1": "DIFF as published",
-    "diff_matched": "DIFF from the Transformer's scale",
+    "diff_matched": "DIFF, matched scale",
     "softmax_norm_own_scale": "Transformer + head norm",
     "diff_v2": "DIFF V2",
 }
@@ -25,7 +26,7 @@ BASELINES = ("softmax", "softmax_norm_own_scale")
 NEEDLES = ("n4_r2", "n6_r2")
 MEASURES = {
     "held-out loss": ("associative_recall", "validation"),
-    "needles: mean of (4, 2) and (6, 2)": ("needle", *NEEDLES),
+    "accuracy: 2 of 4 and 2 of 6 needles": ("needle", *NEEDLES),
     "attention on the answer": ("allocation", "answer"),
     "attention on noise": ("allocation", "noise"),
     "loss on repeated n-grams": ("associative_recall", "ar_hit"),
@@ -35,7 +36,10 @@ MEASURES = {
 }
 
 
-def differences(cells: Cells, setting: str = "books") -> str:
+PRIMARY = {name: MEASURES[name] for name in list(MEASURES)[:2]}
+
+
+def differences(cells: Cells, setting: str = "books", measures: dict[str, tuple] = MEASURES) -> str:
     """Each measure of each side; below it, the differences from both baselines, seed by seed and their mean.
 
     Only seeds with all their runs count; a run that diverged was not measured, and its seed is left out and named.
@@ -47,10 +51,10 @@ def differences(cells: Cells, setting: str = "books") -> str:
     seeds = [seed for seed in whole if seed not in diverged.values()]
     if not seeds:
         return "\n".join(lines)
-    about = "one run of each side" if len(seeds) == 1 else f"{len(seeds)} seeds, paired; 95 % interval; each seed"
+    about = "one run of each side" if len(seeds) == 1 else f"{len(seeds)} seeds, paired; 95 % CI; each seed"
     heads = [f"`{setting}`: {about}", *(NAMES[side] for side in SIDES)]
     lines += [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
-    for name, (experiment, *keys) in MEASURES.items():
+    for name, (experiment, *keys) in measures.items():
         values = {
             side: [fmean(found[side][seed].metrics[experiment][key] for key in keys) for seed in seeds]
             for side in SIDES
@@ -76,5 +80,8 @@ def tables(cells: Cells) -> str:
 
 
 if __name__ == "__main__":
-    pages = {HERE / "README.md": ("measured", tables)}
+    pages = {
+        HERE / "README.md": ("measured", tables),
+        FINDINGS: ("scale", lambda cells: differences(cells, measures=PRIMARY)),
+    }
     sys.exit(study_command(sys.argv[1:], HERE, pages, lambda cells: {}, curves={"training", "validation"}))

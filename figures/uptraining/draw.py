@@ -84,7 +84,7 @@ def charts(curves: dict) -> dict[str, Chart]:
         gaps.append(Line(ARMS[name], points, side, read=True, band=() if name == "source" else band))
     left = line_chart("Validation loss", losses, x_label="step", width=330)
     right = line_chart("Less the continued source's", gaps, x_label="step", y_range=(-0.012, 0.02), digits=4, width=330)
-    panels = [("validation loss, nats a token", left), ("less the continued source's", right)]
+    panels = [("validation loss, nats a token", left), ("difference from the continued source", right)]
     return {"loss.svg": grid(panels, {STYLES[name]: ARMS[name] for name in STYLES if name in curves})}
 
 
@@ -99,7 +99,7 @@ def tables() -> str:
         "Logits: largest distance to the source's in fp64; rounding alone takes the source itself",
         f"{own['fp32']['logits']:.1g} in fp32 and {own['bf16']['logits']:.2g} in bf16 away.",
         "Gradients: root mean square over the weights.", "", *start_table(record["start"]), "",
-        "Trained on; differences are of the same seed's runs, in parentheses Student's 95 % interval over seeds:", "",
+        "Trained on; differences are of the same seed's runs, in parentheses Student's 95 % CI over seeds:", "",
         *end_table(record["curves"]), "",
         "Loss after training on at other learning rates, one seed:", "",
         *rate_table(record["curves"], record["rates"]), "",

@@ -71,7 +71,7 @@ def primary(cells: Cells) -> str:
     for (side, baseline), each, verdict in zip(PAIRS, found, said, strict=True):
         low, high = bootstrapped(each)
         lines.append(
-            f"| {NAMES[side]} less {NAMES[baseline]} | {fmean(each):+.3f} ({low:+.3f} to {high:+.3f}) | "
+            f"| {NAMES[side]} minus {NAMES[baseline]} | {fmean(each):+.3f} ({low:+.3f} to {high:+.3f}) | "
             f"{in_numbers(over_seeds(each))} | {p_value(each):.3f} | {verdict} |"
         )
     return "\n".join(lines)

@@ -85,7 +85,7 @@ def test_gpu_table_of_a_shape_at_which_triton_failed(modules, saved):
 
 
 def test_decode_table(modules, saved):
-    operator = {"kind": "operator", "dtype": "bfloat16", "batch": 8, "heads": 16, "kv_heads": 4, "cache": 4096}
+    operator = {"kind": "operator", "dtype": "bfloat16", "batch": 64, "heads": 16, "kv_heads": 4, "cache": 4096}
     operator |= {"width": 64, "us": 30.0, "ratio": 0.9, "ratios": {"softmax[cudnn]": 1.1}}
     operator |= {"gb_per_s": 3000.0, "copy_share": 0.7}
     pair = {"kind": "model", "model": "3B", "batch": 1, "cache": 2048, "dtype": "bfloat16"}
@@ -93,13 +93,15 @@ def test_decode_table(modules, saved):
     rows = [
         {**operator, "backend": "softmax", "role": "baseline"},
         {**operator, "backend": "triton", "role": "backend"},
+        {**operator, "backend": "triton", "role": "backend", "batch": 8, "ratio": 1.2},  # stands in the record
         {"kind": "operator", "backend": "flash", "role": "backend", "gate": "skipped: no"},
         {**pair, "side": "softmax", "tokens_per_second": 1000.0, "ratio": 1.0},
         {**pair, "side": "diff", "tokens_per_second": 1010.4, "ratio": 1.0104},
     ]
     lines = modules[0].decode_table(saved(rows, GPU))
-    assert lines[2] == "| triton | 8, 16 / 4, 4096, 64, bf16 | 0.90 | 1.10 | 3000 | 70 % |"
-    assert lines[6] == "| 3B, 4 of 28 layers, bf16 | 1, 2048 | 1,000 | 1,010 | 1.01 |"
+    assert lines[2] == "| triton | 64, 16 / 4, 4096, 64, bf16 | 0.90 | 3000 | 70 % |"
+    assert lines[3] == "| `triton`, all 2 |  | 0.90 to 1.20 |  |  |"
+    assert lines[7] == "| 3B, 4 of 28 layers, bf16 | 1, 2048 | 1,000 | 1,010 | 1.01 |"
     assert lines[-1].startswith("A GPU, PyTorch 2.11.0")
 
 

@@ -127,6 +127,9 @@ def test_finished_cells_of_another_configuration_are_refused(texts, tmp_path):
     cell.config.save(folder / "request.json")  # as an earlier version wrote it
     with pytest.raises(ValueError, match=r"another configuration[^\0]*train.steps: 4 against 5"):
         run_study(study(texts, "train.steps=5"), tmp_path)
+    assert cell.differences(folder) == []
+    (other,) = [spec for spec in sweep(texts, "train.compile=true").specs({}) if spec.key == cell.key]
+    assert other.differences(folder) == []  # as for `train --resume`
     (folder / "request.json").unlink()
     old = {"model": cell.config.model, "lr": 0.5, "seed": 0, "steps": 4, "tokens_per_step": 1, "validation": {}}
     (folder / "result.json").write_text(json.dumps(old))  # as an earlier version wrote it

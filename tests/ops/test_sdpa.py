@@ -126,3 +126,11 @@ def test_every_plan_is_right(plan, keys, call):
         results.append((out, *torch.autograd.grad(out.square().sum(), leaves)))
     for exact, actual in zip(*results, strict=True):
         assert_within_budget(actual, exact)
+
+
+def test_softmax_attention_compiles_with_symbolic_heads():
+    """As a model has them that is compiled for a second batch size: their number is computed from it."""
+    q, k = torch.randn(3, 4, 5, 8), torch.randn(3, 2, 5, 8)
+    expected = softmax_calls.softmax_attention(q, k, k, None, True)
+    compiled = torch.compile(softmax_calls.softmax_attention, fullgraph=True, dynamic=True, backend="eager")
+    torch.testing.assert_close(compiled(q, k, k, None, True), expected)

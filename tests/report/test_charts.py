@@ -143,7 +143,7 @@ def test_bars_start_at_zero_and_are_proportional():
 
 def test_row_chart_reads_intervals_and_seeds():
     assert tips(one_of_each()["row"]) == [
-        "a\n+1.000\n95 % interval 0.500 to 1.500", "b\n+1.500\nseeds: 1.000 · 2.000",
+        "a\n+1.000\n95 % CI 0.500 to 1.500", "b\n+1.500\nseeds: 1.000 · 2.000",
     ]  # fmt: skip
 
 

@@ -216,9 +216,7 @@ def test_a_short_ablation_says_nothing_of_the_models():
 
 def test_made_up_runs_are_called_made_up():
     real, fake = (visible(render_evals_page(load_evals([scaling(**more)]))) for more in ({}, {"synthetic": True}))
-    assert (
-        "Parameters for the same loss: 81.0 % (95 % interval 76.0 % to 86.0 %), at the run of DIFF with 10 M." in real
-    )
+    assert "Parameters for the same loss: 81.0 % (95 % CI 76.0 % to 86.0 %), at the run of DIFF with 10 M." in real
     assert "DIFF ahead" in real
     assert "These runs are made up" in fake
     assert "DIFF ahead" not in fake
@@ -293,7 +291,7 @@ def test_files_of_records_are_read_whole(tmp_path):
     assert "Accuracy over training" not in render_evals_page(short)
 
 
-@pytest.mark.parametrize("folder", ["recall", "answers"])
+@pytest.mark.parametrize("folder", [pytest.param("recall", marks=pytest.mark.slow), "answers"])
 def test_committed_records_of_studies_have_a_page(folder):
     file = Path(__file__).parents[2] / "figures" / folder / "measured.json"
     assert "Recall from noise" in render_evals_page(load_evals(file))

@@ -26,7 +26,7 @@ def test_with_three_seeds_the_interval_decides_not_the_signs():
     soft = {0: 4.0, 1: 4.0, 2: 4.0}
     clear = found("Loss", {0: 3.90, 1: 3.91, 2: 3.92}, soft, "lower")
     assert (clear.outcome, clear.weak) == ("diff", False)
-    assert clear.text.endswith("DIFF lower by 0.090 (95 % interval −0.115 to −0.065 over 3 seeds).")
+    assert clear.text.endswith("DIFF lower by 0.090 (95 % CI −0.115 to −0.065 over 3 seeds).")
     assert found("Loss", {0: 3.99, 1: 3.98, 2: 3.80}, soft, "lower").outcome == "level"  # one sign, far apart
     assert found("Score", {0: 3.90, 1: 3.91, 2: 3.92}, soft, "higher").outcome == "softmax"
 

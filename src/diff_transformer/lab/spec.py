@@ -67,17 +67,19 @@ class RunSpec:
         return cls(**values)
 
     def differences(self, folder: Path, *, evaluation: bool = False) -> list[str]:
-        """Settings that differ between the run saved in ``folder`` and this spec; empty for a new folder.
+        """Settings of other results than by rounding that differ between the run saved in ``folder`` and this spec;
+        empty for a new folder.
 
         Args:
             evaluation: also compare the settings of the measurements.
         """
+        from diff_transformer.train.run_folder import changes_results
+
         if not (folder / REQUEST).exists():
             return []
         there, here = RunConfig.from_dict(config_of_request(folder / REQUEST)).to_dict(), self.config.to_dict()
-        if not evaluation:
-            there["evaluation"] = here["evaluation"] = {}
-        return differences(there, here)
+        measured = differences(there["evaluation"], here["evaluation"], "evaluation.") if evaluation else []
+        return [*changes_results(there, here), *measured]
 
 
 def everything(config: RunConfig) -> tuple[str, ...]:

@@ -93,7 +93,7 @@ def softmax_attention(
     T, S, scale = q.shape[2], k.shape[2], q.shape[3] ** -0.5
     if backend == "sdpa":
         mask, is_causal = mask_and_flag(T, S, is_causal, window, attn_mask, None, q, window is None or window >= S)
-        grouped = bool(q.shape[1] != k.shape[1])  # torch.jit.trace has tensors for sizes
+        grouped = True if q.shape[1] != k.shape[1] else False  # noqa: SIM210  (symbolic when traced or compiled)
         return scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=is_causal, enable_gqa=grouped)
     if attn_mask is not None:
         attn_mask = attn_mask[(None,) * (4 - attn_mask.dim())]

@@ -258,7 +258,7 @@ def row_chart(
         if row.low is not None and row.high is not None:
             span = [{"place": i, "x": row.low, "x2": row.high}]
             layers.append(vega.layer(span, {"type": "rule", "stroke": colour, "strokeWidth": 2}, x=x, y=y, x2=vega.X2))
-            said.append(f"95 % interval {number(row.low, digits)} to {number(row.high, digits)}")
+            said.append(f"95 % CI {number(row.low, digits)} to {number(row.high, digits)}")
         if len(each) > 1:
             seeds = [{"place": i, "x": v} for v in row.values.values()]
             layers.append(vega.layer(seeds, vega.mark(row.side, 16, colour, faint=True), x=x, y=y))

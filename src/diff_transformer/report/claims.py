@@ -193,7 +193,7 @@ def forest(results: dict) -> Html | None:
     axis = tag("div", tag("span", "against the claim ←"), tag("div", *marks, class_="track"),
                tag("span", "→ as claimed"), class_="row axis", aria_hidden="true")  # fmt: skip
     parts = [*rows, tag("p", OURS, class_="apart") if any(ours) else None, *ours, axis]
-    words = "points of 100 for shares, otherwise a share of the other model's number; bars: 95 % intervals"
+    words = "points of 100 for shares, otherwise a share of the other model's number; bars: 95 % CIs"
     return tag(
         "div",
         *(part for part in parts if part is not None),

@@ -189,7 +189,7 @@ def amounts(values: list, relative: bool) -> list[str]:
 def lead(gaps: Sequence[float], better: str, digits: int | None = 3, unit: str = "") -> tuple[str, bool, str]:
     """(which model is ahead, whether that is weak, the reason as text) from differences DIFF - Transformer by seed.
 
-    With three seeds or more, a side is ahead if the 95 % interval over seeds excludes zero. With two seeds, it is
+    With three seeds or more, a side is ahead if the 95 % CI over seeds excludes zero. With two seeds, it is
     weakly ahead if both agree; with one, always weakly.
     """
     centre = mean(gaps) or 0.0
@@ -199,7 +199,7 @@ def lead(gaps: Sequence[float], better: str, digits: int | None = 3, unit: str =
         seeds = f"the same sign in {agree} of {plural(len(gaps), 'seed')}" if len(gaps) > 1 else "one seed: no interval"
         return (ahead, True, seeds) if gaps and agree == len(gaps) else ("level", False, seeds)
     _, low, high, _ = over_seeds(gaps)
-    seeds = f"95 % interval {number(low, digits, sign=True)} to {number(high, digits, sign=True)}{unit}"
+    seeds = f"95 % CI {number(low, digits, sign=True)} to {number(high, digits, sign=True)}{unit}"
     seeds += f" over {plural(len(gaps), 'seed')}"
     decided = low is not None and high is not None and (low > 0 or high < 0)
     return ahead if decided else "level", False, seeds

@@ -103,7 +103,7 @@ def _first_screen(settings: Cells, said: str) -> Html:
         "seeds",
         "validation loss",
         f"difference from the {name_of(BASELINE)}",
-        "95 % interval",
+        "95 % CI",
         "lower?",
     ]
     rows: list[list[object]] = []
@@ -176,7 +176,7 @@ def _measures(sides: dict[str, dict[int, Record]], side: str) -> Html | None:
     if not rows:
         return None
     named = [plural(rows[0].seeds, "pair"), name_of(BASELINE), name_of(side)]
-    head: list[object] = [*named, "difference", "95 % interval", "as the paper says"]
+    head: list[object] = [*named, "difference", "95 % CI", "as the paper says"]
     cells = [[row.measure, number(row.baseline, 3), number(row.side, 3), *_cells(row)] for row in rows]
     said = after_holm(rows)
     return join([table(head, cells, side), tag("p", said) if said else None])

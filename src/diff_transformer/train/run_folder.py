@@ -33,6 +33,11 @@ _FREE = re.compile(  # settings that a resumed run may change: they affect resul
 )
 
 
+def changes_results(there: dict, here: dict) -> list[str]:
+    """The settings in which two configurations differ that change results by more than rounding, a line each."""
+    return [line for line in differences(there, here) if not _FREE.match(line)]
+
+
 class RunLock:
     """The lock of a folder, for one process at a time. The operating system releases it when the process ends.
 
@@ -229,8 +234,7 @@ def _refuse_other_run(folder: Path, path: Path, config: RunConfig) -> None:
         there = RunConfig.from_dict(values).to_dict()
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from None
-    here = config.to_dict()
-    different = [line for line in differences(there, here) if not _FREE.match(line)]
+    different = changes_results(there, config.to_dict())
     if different:
         listed = "\n  ".join(different)
         raise ValueError(f"{folder} holds a run of another configuration (saved against given):\n  {listed}")

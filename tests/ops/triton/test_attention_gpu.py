@@ -93,17 +93,21 @@ def compare(x, options):
     wide = options if mask is None or mask.dtype == torch.bool else options | {"attn_mask": mask.double()}
     exact = run(by("reference"), in_fp64(x), wide)
     by_eager = (None,) * len(exact) if x.q1.dtype == torch.float32 else run(eager, x, options)
-    if x.lam.dim() == 0 and x.q1.dtype != torch.float32:
+    if x.lam.dim() == 0:
         by_eager = (*by_eager[:-1], exact[-1] + 2 * spread_of_dlam(x, options))
     for name, *values in zip(("out", *x._fields), run(by("triton"), x, options), exact, by_eager, strict=True):
         assert_within_budget(*values, what=name)
 
 
 def spread_of_dlam(x, options):
-    """How far off a gradient that is one number may be, where eager's is near by chance: the root of the sum of the
-    squares of the errors of each row's own gradient in eager PyTorch."""
+    """How far off a gradient that is one number may be, whose own value or error is near 0 by chance: the root of the
+    sum of the squares of the errors of each row's own gradient in eager PyTorch; in fp32, of the rows' gradients, such
+    that 1e-5 of it are allowed (in fp32 eager's sum is off by more than 1e-5 of its value too)."""
     rows = x._replace(lam=x.lam.detach().expand(*x.q1.shape[:3], 1).clone().requires_grad_())
-    return (run(eager, rows, options)[-1].double() - run(by("reference"), in_fp64(rows), options)[-1]).norm()
+    exact = run(by("reference"), in_fp64(rows), options)[-1]
+    if x.q1.dtype == torch.float32:
+        return 1e-5 * exact.norm() / 4  # compare and the budget double it
+    return (run(eager, rows, options)[-1].double() - exact).norm()
 
 
 @pytest.mark.parametrize("case", FEATURES)
@@ -230,7 +234,7 @@ def test_documents_by_public_kernels(monkeypatch, name, D, shared, options):
     attend = backend.attend
     monkeypatch.setattr(backend, "attend", lambda call: taken.append(call.documents is not None) or attend(call))
     compare_documents(name, packed(torch.bfloat16, D, shared), options)
-    assert taken == [True]
+    assert taken.count(True) == 1  # the others are the yardstick's, document by document
 
 
 def test_memory_grows_with_the_length_not_its_square():

@@ -114,8 +114,7 @@ def _difference(gaps: dict[int, Interval], positions: list[int]) -> Chart:
     return line_chart(
         "Difference in average negative log-likelihood, DIFF minus Transformer, up to a position",
         lines,
-        x_label="position, tokens"
-        + (f"; thin: 95 % interval over {over.replace('examples', 'books')}" if over else ""),
+        x_label="position, tokens" + (f"; thin: 95 % CI over {over.replace('examples', 'books')}" if over else ""),
         x_name="position",
         x_ticks=ticks(positions),
         y_range=(low, high),

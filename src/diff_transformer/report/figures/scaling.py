@@ -134,7 +134,7 @@ def _ratio(one: Series, fit: str, metric: str, name: str) -> Finding | None:
     if ratio is None:
         return None
     low, high = one.mean(f"{metric}_low"), one.mean(f"{metric}_high")
-    words = "no interval" if low is None else f"95 % interval {_share(low)} to {_share(high)}"
+    words = "no interval" if low is None else f"95 % CI {_share(low)} to {_share(high)}"
     beyond = metric.endswith("_extrapolated")
     text = f"{fit.capitalize()} for the same loss: {_share(ratio)} ({words}), at the run of {name} with {short(at)}"
     return Finding(_outcome(one, low, high), text + (" (beyond the other's runs)." if beyond else "."), weak=beyond)
