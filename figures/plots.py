@@ -23,24 +23,24 @@ STYLES = {  # the marks and colours of the report; other models share one
 # The models of the desk study, and its settings, in the order in which they are shown.
 NAMES = {
     "softmax": "Transformer",
-    "diff": "DIFF, head norm from .1",
-    "diff_same_rate": "DIFF, from .1, the Transformer's rate",
-    "diff_norm1": "DIFF as published, head norm from 1",
+    "diff": "DIFF, head norm initialised at 0.1",
+    "diff_same_rate": "DIFF, initialised at 0.1, the Transformer's rate",
+    "diff_norm1": "DIFF as published (head norm initialised at 1)",
     "diff_v2": "DIFF V2",
-    "diff_matched": "DIFF, from the Transformer's scale (.19, .59, .9 by layer)",
-    "diff_norm0.3": "DIFF, head norm from .3",
-    "diff_norm0.03": "DIFF, head norm from .03",
+    "diff_matched": "DIFF, matched scale (0.19, 0.59, 0.9 by layer)",
+    "diff_norm0.3": "DIFF, head norm initialised at 0.3",
+    "diff_norm0.03": "DIFF, head norm initialised at 0.03",
     "diff_no_norm": "DIFF without head norm",
-    "diff_lambda_0.8": "DIFF, from .1, lambda_init .8",
-    "diff_lambda_0.5": "DIFF, from .1, lambda_init .5",
-    "softmax_wide_norm": "Transformer + head norm from .1, 4 heads of 32",
-    "softmax_norm": f"{name_of(CONTROL)} from .1",
+    "diff_lambda_0.8": "DIFF, initialised at 0.1, lambda_init 0.8",
+    "diff_lambda_0.5": "DIFF, initialised at 0.1, lambda_init 0.5",
+    "softmax_wide_norm": "Transformer + head norm initialised at 0.1, 4 heads of 32",
+    "softmax_norm": f"{name_of(CONTROL)} initialised at 0.1",
     "softmax_diff_rate": "Transformer, DIFF's rate",
-    "softmax_norm1": f"{name_of(CONTROL)} from 1",
-    "softmax_wide_norm1": "Transformer + head norm from 1, half as many heads twice as wide",
-    "diff_lambda0": "DIFF, lambda fixed at 0, head norm from 1",
-    "softmax_half_heads": "Transformer + head norm from .1, half as many heads twice as wide",
-    "diff_no_subtraction": "DIFF, lambda fixed at 0, head norm from .1",
+    "softmax_norm1": f"{name_of(CONTROL)} initialised at 1",
+    "softmax_wide_norm1": "Transformer + head norm initialised at 1, half as many heads twice as wide",
+    "diff_lambda0": "DIFF, lambda = 0, head norm initialised at 1",
+    "softmax_half_heads": "Transformer + head norm initialised at 0.1, half as many heads twice as wide",
+    "diff_no_subtraction": "DIFF, lambda = 0, head norm initialised at 0.1",
     "dint": "DINT",
     "grouped_diff": "Grouped DIFF",
 }
@@ -54,18 +54,15 @@ def matched_names(starts: Sequence[float], own_scale: Sequence[float] = ()) -> d
         own_scale: the weights with which the controls start at that scale, if the study has such controls.
     """
     shown, own = (", ".join(f"{x:g}" for x in of) for of in (starts, own_scale))
-    matched, same = (
-        f"head norm from the Transformer's scale ({shown} by layer)",
-        f"head norm with DIFF's weights ({shown})",
-    )
+    same = f"head norm with DIFF's weights ({shown})"
     names = {
-        "diff_matched": f"DIFF, {matched}",
+        "diff_matched": f"DIFF, matched scale ({shown} by layer)",
         "softmax_norm_matched": f"Transformer + {same}",
-        "diff_lambda0_matched": f"DIFF, lambda fixed at 0, {same}",
+        "diff_lambda0_matched": f"DIFF, lambda = 0, {same}",
     }
     if own_scale:
-        names["softmax_norm_own_scale"] = f"Transformer + head norm from its own scale ({own})"
-        names["diff_lambda0_own_scale"] = f"DIFF, lambda fixed at 0, head norm from the Transformer's scale ({own})"
+        names["softmax_norm_own_scale"] = f"Transformer + head norm, own scale ({own})"
+        names["diff_lambda0_own_scale"] = f"DIFF, lambda = 0, matched scale ({own})"
     return names
 
 

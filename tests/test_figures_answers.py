@@ -83,7 +83,7 @@ def test_tables_show_what_the_runs_have(page, cells):
     assert "| grounded_n2 | Transformer | 0.70 | 0.50 (0.25) | 0.10 (0.10) | 0 of 5 |  |  |" in lines
     cells["grounded_n2"]["diff_matched"][0].metrics["recall"] |= {"answerable": 0.95, "hallucinated": 0.04}
     (line,) = (
-        line for line in page.grounded_table(cells).splitlines() if line.startswith("| grounded_n2 | DIFF, head")
+        line for line in page.grounded_table(cells).splitlines() if line.startswith("| grounded_n2 | DIFF, matched")
     )
     assert line.endswith("| 1 of 5 | 0.95 (0.40) | 0.04 (0.10) |")
     (line,) = (line for line in page.shots_table(cells).splitlines() if line.startswith("| shots_p4 | Transformer |"))

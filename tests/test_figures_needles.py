@@ -133,7 +133,7 @@ def test_other_starts_of_the_norm_are_compared_with_what_has_run(page):
     assert page.later(cells()) == ""
     text = page.later(cells(sides=("softmax", "diff_matched")))
     assert "**Other starts of the head norm** (exploratory)" in text
-    assert "| DIFF, head norm from the Transformer's scale (0.12, 0.31 by layer) | difference (95 % " in text
+    assert "| DIFF, matched scale (0.12, 0.31 by layer) | difference (95 % " in text
     (line,) = (line for line in text.splitlines() if "accuracy" in line)
     assert line.startswith("| minus Transformer: accuracy")
     assert "| +0.200 (+0.200 to +0.200) |  | < 0.001 | on DIFF's side |" in line  # without spread there is no d

@@ -46,7 +46,8 @@ def test_a_finished_size_is_judged_and_an_unfinished_one_is_not(page):
 
 
 def test_intervals_on_books_are_over_seeds_and_books(page):
-    line = next(x for x in page.by_side(cells(page), "small").splitlines() if x.startswith("| DIFF, head norm from .1"))
+    lines = page.by_side(cells(page), "small").splitlines()
+    line = next(x for x in lines if x.startswith("| DIFF, head norm initialised at 0.1"))
     assert "-0.050 (-0.050 to -0.050)" in line  # half of each book's tokens have the shift, the same in all
 
 
@@ -86,8 +87,8 @@ def test_prose_and_needles_together_are_judged_at_the_first_rate_and_at_those_of
     held_out = [("-0.100", "held"), ("+0.100", "did not hold")]
     assert cells(at_first) == [("+0.900", "did not hold"), ("+1.100", "did not hold"), *held_out]
     assert [mean for mean, _ in cells(of_others)] == ["-0.100", "+0.100", "-0.100", "+0.100"]
-    assert "| 0.002 | DIFF, head norm from .1 | 2.920 | +0.900 (" in text
-    assert "| of other seeds | DIFF, head norm from .1 | 1.920 | -0.100 (" in text
+    assert "| 0.002 | DIFF, head norm initialised at 0.1 | 2.920 | +0.900 (" in text
+    assert "| of other seeds | DIFF, head norm initialised at 0.1 | 1.920 | -0.100 (" in text
 
 
 def test_no_verdict_on_prose_and_needles_before_all_runs_of_the_rate_are_there(page):
@@ -133,7 +134,8 @@ def test_what_pages_say_of_prose_alone_is_the_record():
         return [line.split("|")[4].strip() for line in lines if line.startswith(f"| {name}") and "| 5 |" in line][:2]
 
     higher = [re.match(r"\+([\d.]+) \(\+", cell)[1] for cell in less_the_transformer("DIFF as published")]
-    names = ("Transformer + head norm from .1 |", "Transformer + head norm from .1, half", "DIFF, lambda fixed at 0")
+    norm = "Transformer + head norm initialised at 0.1"
+    names = (f"{norm} |", f"{norm}, half", "DIFF, lambda = 0")
     controls = [less_the_transformer(name) for name in names]
     assert all(re.search(r"\(-[\d.]+ to \+[\d.]+\)", small) for small, _ in controls)
     gains = [re.match(r"-([\d.]+) \(-[\d.]+ to -", at_medium)[1] for _, at_medium in controls]
@@ -142,7 +144,7 @@ def test_what_pages_say_of_prose_alone_is_the_record():
     for page in ("README.md", "docs/findings.md"):
         text = " ".join((ROOT / page).read_text().split())
         assert f"differs by {mean} nats (95 % CI {low} to {high}, 5 seeds) from the Transformer" in text
-    for name in ("Transformer", "DIFF, lambda fixed at 0, head norm from .1"):
+    for name in ("Transformer", "DIFF, lambda = 0, head norm initialised at 0.1"):
         at_first, _, raised = (line.split("|")[3].strip() for line in lines if line.startswith(f"| {name} | 5 |"))
         assert float(raised) > float(at_first)
         assert f"{raised} against {at_first}" in text
@@ -184,7 +186,7 @@ def test_what_pages_say_of_prose_and_needles_together_is_the_record():
     assert not any(" to -" in row[8] for row in rows), "over 512 tokens nobody gains for certain"
     assert re.match(r"\+[\d.]+ \(\+", rows[-1][5]), "as published, prose is certainly worse"
     assert re.match(r"\+[\d.]+ \(-", rows[-1][6]), "and needles not certainly"
-    names = ("Transformer + head norm from .1 |", "DIFF, lambda")
+    names = ("Transformer + head norm initialised at 0.1 |", "DIFF, lambda")
     controls = [re.match(r"-([\d.]+) \(-[\d.]+ to -", on_prose(name))[1] for name in names]
     published = re.match(r"\+([\d.]+) \(\+", on_prose("DIFF as published"))[1]
     text = " ".join((ROOT / "docs" / "findings.md").read_text().split())

@@ -169,6 +169,6 @@ def test_the_correction_readme_speaks_of_is_the_studys():
     text = " ".join((ROOT / "README.md").read_text().split())
     assert "not significant after Holm's correction" in text
     study = (ROOT / "figures" / "desk" / "README.md").read_text()
-    table = study.split("DIFF, from .1, the Transformer's rate** (5 pairs)")[1]
+    table = study.split("DIFF, initialised at 0.1, the Transformer's rate** (5 pairs)")[1]
     sentence = next(line for line in table.splitlines() if "Holm's correction" in line)
     assert "validation loss" not in sentence

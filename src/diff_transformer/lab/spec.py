@@ -67,8 +67,8 @@ class RunSpec:
         return cls(**values)
 
     def differences(self, folder: Path, *, evaluation: bool = False) -> list[str]:
-        """Settings of other results than by rounding that differ between the run saved in ``folder`` and this spec;
-        empty for a new folder.
+        """Settings in which the run saved in ``folder`` differs from this spec, but for those that change results by
+        rounding at most; empty for a new folder.
 
         Args:
             evaluation: also compare the settings of the measurements.
