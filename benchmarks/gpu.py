@@ -44,8 +44,8 @@ SHARES = {
     "sweep": 12,
     "attention_tune": 4,
     "attention_fp32": 3,
-    "step": 8,
-    "counters": 8,
+    "step": 16,
+    "counters": 20,
     "sanitizer": 8,
 }
 # NVIDIA's tools; where one is not installed gpu.json says so, which is no failure
