@@ -1,7 +1,7 @@
 """The pair at 33M parameters, on books: what of the small models' results stands at ten times their size and more?
 
 Five sides, three seeds, then each side at twice its rate. What is compared was fixed before the first run, in
-preregistration.md; README.md has the commands. Hardware: one H100-class GPU. Time: about fifteen minutes.
+preregistration.md; README.md has the commands. Hardware: one H100-class GPU. Time: about fifteen minutes, by estimate.
 """
 
 from typing import Any

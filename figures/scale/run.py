@@ -24,9 +24,11 @@ NAMES = {
 }
 BASELINES = ("softmax", "softmax_norm_own_scale")
 NEEDLES = ("n4_r2", "n6_r2")
-MEASURES = {
+PRIMARY = {
     "held-out loss": ("associative_recall", "validation"),
     "accuracy: 2 of 4 and 2 of 6 needles": ("needle", *NEEDLES),
+}
+MEASURES = PRIMARY | {
     "attention on the answer": ("allocation", "answer"),
     "attention on noise": ("allocation", "noise"),
     "loss on repeated n-grams": ("associative_recall", "ar_hit"),
@@ -34,9 +36,6 @@ MEASURES = {
     "largest attention logit": ("outliers", "logits_top1"),
     "largest hidden value": ("outliers", "hidden_top1"),
 }
-
-
-PRIMARY = {name: MEASURES[name] for name in list(MEASURES)[:2]}
 
 
 def differences(cells: Cells, setting: str = "books", measures: dict[str, tuple] = MEASURES) -> str:

@@ -60,7 +60,9 @@ def test_dry_run_of_every_stage(tmp_path):
     assert {"softmax", "softmax[cudnn]", "FlashDiffAttn_1", "FlashDiffAttn_2[cudnn]", "blockwise", "sdpa"} <= names
     assert {row["causal"] for row in records["attention"]["rows"]} == {True, False}
     assert {row["kind"] for row in records["decode"]["rows"]} == {"operator", "model"}
-    assert {row["kind"] for row in records["decode_compiled"]["rows"]} == {"model"}
+    assert [(row["batch"], row["compiled"]) for row in records["decode_compiled"]["rows"]] == [(1, True)] * 2 + [
+        (2, True)
+    ] * 2
     assert [(row["tool"], row["gate"]) for row in records["sanitizer"]["rows"]] == [
         ("memcheck", "passed"),
         ("racecheck", "passed"),
