@@ -108,13 +108,21 @@ def test_any_number_of_slices(monkeypatch, multiprocessors):
     assert_within_budget(kernel(*x, is_causal=True), reference(x, is_causal=True))
 
 
-def test_number_of_slices():
-    """Two programs for each of 132 multiprocessors; not fewer than 64 keys each, not more splits than can be held."""
-    assert decode.split_count(4096, 12, 132) == 22
-    assert decode.split_count(4096, 300, 132) == 1
-    assert decode.split_count(512, 12, 132) == 8
-    assert decode.split_count(5, 1, 132) == 1
-    assert decode.split_count(65536, 1, 132) == 128
+@pytest.mark.parametrize(
+    ("keys", "programs", "splits"),
+    [
+        (4096, 12, 22),  # 264 programs: two on each of 132 multiprocessors
+        (4096, 768, 1),  # 0.97 of the places of three waves
+        (4096, 192, 4),  # one, two and three splits take 0.73 of the places, four 0.97
+        (4096, 300, 4),  # 0.57, 0.76, 0.85, 0.91
+        (128, 192, 1),  # not fewer than 64 keys a split: of one and two, which take equally many, the fewer
+        (512, 12, 8),
+        (5, 1, 1),
+        (65536, 1, 128),  # as many as the second kernel can hold
+    ],
+)
+def test_number_of_slices_on_132_multiprocessors(keys, programs, splits):
+    assert decode.split_count(keys, programs, 132) == splits
 
 
 @pytest.mark.parametrize("case", ["causal", "shared noise, grouped keys", "left padding", "width 96"])

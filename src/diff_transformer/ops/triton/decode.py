@@ -4,13 +4,13 @@ A program takes one key/value head of one batch entry, the rows of all query hea
 split of the keys. It reads K1, K2 and V once, for both maps and all of these rows, and writes each map's row maximum,
 row sum and unnormalised output to one fp32 buffer. A second kernel combines the splits and subtracts. The number of
 splits depends on the size of the cache alone, and lengths are read on the device, so that a captured CUDA graph stays
-valid as the cache fills. Tile sizes and the number of splits are derived from bytes in flight and shared memory; they
-have not been timed.
+valid as the cache fills. Tile sizes are derived from bytes in flight and shared memory, the number of splits from the
+programs that run at once; docs/performance.md says what an H200 measured.
 
 Shapes: B batch, H signal heads, Hn noise heads, G key/value heads, T queries, S keys, D query width, Dv value width.
 """
 
-from functools import cache
+from functools import cache, lru_cache
 from typing import NamedTuple
 
 import torch
@@ -28,6 +28,7 @@ MAX_QUERIES = 8
 MAX_D, MAX_DV = 128, 256
 MAX_SPLITS = 128  # the combining kernel holds all of them at once
 MIN_KEYS_PER_SPLIT = 64  # below, the second kernel costs more than the first one gains
+FULL_WAVE = 0.9  # an H200 read at 77 to 81 % of a copy's speed with 0.73 of its places taken, at 93 % or more above 0.9
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 COLUMNS = 64  # of the output, in a program of the combining kernel
 STAGE_BYTES = 32 * 1024  # of one tile of K1, K2 and V; three of them let two programs share a Hopper multiprocessor
@@ -55,9 +56,22 @@ def tile(D: int, Dv: int, element_size: int, mask_rows: bool) -> DecodeTile:
     return DecodeTile(keys, 8, maxnreg=255) if mask_rows or D % 16 or Dv % 16 else DecodeTile(keys, 4)
 
 
+@lru_cache(1024)
 def split_count(S: int, programs: int, multiprocessors: int) -> int:
-    """The number of splits of S keys for ``programs`` key/value heads: at most two programs a multiprocessor."""
-    return max(1, min(MAX_SPLITS, 2 * multiprocessors // programs, S // MIN_KEYS_PER_SPLIT))
+    """The number of splits of S keys for ``programs`` key/value heads: the fewest that leave few places idle.
+
+    Two programs run on a multiprocessor at once. Programs beyond that wait for the next wave; a last wave that takes
+    few places leaves the others idle while it runs.
+    """
+    places = 2 * multiprocessors
+    most = max(1, min(MAX_SPLITS, S // MIN_KEYS_PER_SPLIT))
+    taken = {n: places_taken(programs * n, places) for n in range(min(most, max(1, places // programs)), most + 1)}
+    return next((n for n, share in taken.items() if share >= FULL_WAVE), max(taken, key=taken.__getitem__))
+
+
+def places_taken(programs: int, places: int) -> float:
+    """The share of the places of all waves that the programs take."""
+    return programs / (-(-programs // places) * places)
 
 
 @cache
