@@ -172,3 +172,16 @@ def test_the_correction_readme_speaks_of_is_the_studys():
     table = study.split("DIFF, initialised at 0.1, the Transformer's rate** (5 pairs)")[1]
     sentence = next(line for line in table.splitlines() if "Holm's correction" in line)
     assert "validation loss" not in sentence
+
+
+def test_what_it_says_of_33m_parameters_is_the_study():
+    page = (ROOT / "figures" / "scale" / "README.md").read_text()
+    (losses,) = re.findall(r"^\| held-out loss \|(.*)\|$", page, re.MULTILINE)
+    softmax, published, matched, norm, _ = losses.replace(" ", "").split("|")
+    said = (
+        f"Transformer {softmax}, DIFF as published {published}, DIFF from the Transformer's scale {matched}, at twice"
+    )
+    assert said in README
+    assert f"The Transformer + head norm has {norm}" in README
+    assert f"{published} against {matched}" in README
+    assert "`books`: one run of each side" in page
