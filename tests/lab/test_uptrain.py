@@ -137,7 +137,7 @@ def test_a_model_that_keeps_its_class_goes_on_in_it(make, settings, here, tmp_pa
     with pytest.raises(ValueError, match=r"--set model.backend: .* keeps its class and its configuration"):
         compare(override(settings, ["model.backend=reference"]), out, source=source)
     before = content(source)
-    compare(override(settings, ["train.weights=attention"]), out, source=source, seeds=2, jobs=1, report=False)
+    compare(override(settings, ["train.weights=lora"]), out, source=source, seeds=2, jobs=1, report=False)
     assert content(source) == before
     assert {path.name for path in (out / "initial").iterdir()} == {"diff", "diff_v2", "wider"}
     kind, rows = type(loaded(source)), {}
@@ -233,8 +233,12 @@ def test_memory_is_estimated_first_and_limits_how_many_train_at_a_time(make, set
     monkeypatch.setattr(uptrain, "device_memory", lambda device: 3 * needed)
     assert source.fitting_jobs(settings, 5, said.append) == 2
     assert said[0].startswith("memory: about 0.0 GiB a model (")
-    attention = override(settings, ["train.weights=attention"])
-    assert uptrain._memory(attention, uptrain.DiffTransformerConfig(**source.models["diff"]))[0] < needed
+    sizes = [needed]
+    for weights in ("attention", "lora"):
+        asked = override(settings, [f"train.weights={weights}", "train.lora_rank=1"])
+        sizes.append(uptrain._memory(asked, uptrain.DiffTransformerConfig(**source.models["diff"]))[0])
+    assert sizes == sorted(sizes, reverse=True)
+    assert len(set(sizes)) == 3
     monkeypatch.setattr(uptrain, "device_memory", lambda device: needed)
     with pytest.raises(ValueError, match=r"training needs about .* GiB a model .*; set train.micro_batch_size=1"):
         source.fitting_jobs(settings, 5, said.append)

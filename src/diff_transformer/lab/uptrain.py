@@ -102,7 +102,7 @@ class Source:
         if not fit:
             raise ValueError(
                 f"training needs {said}; set train.micro_batch_size=1, train.activation_checkpointing=full, "
-                "train.loss_chunk=1024, train.weights=attention, or a smaller data.length"
+                "train.loss_chunk=1024, train.weights=lora, or a smaller data.length"
             )
         say(f"memory: {said}; {min(jobs, fit)} at a time")
         return min(jobs, fit)
@@ -168,8 +168,12 @@ def _memory(config: RunConfig, model: DiffTransformerConfig) -> tuple[int, str]:
     by_what: dict[str, TrainingMemory] = memory_by_recomputation(config, model, 1, sharded=False)
     memory = by_what["full" if asked == "auto" else asked]
     parts = count_parameters(model)
-    still = sum(parts.values()) - parts["attention"] - parts["lambda"] if config.train.weights == "attention" else 0
-    return memory.total - 12 * still, f"{sum(parts.values()):,} parameters, {config.train.weights} trained"
+    every, width, weights = sum(parts.values()), model.hidden_size, config.train.weights
+    attention = parts["attention"] + parts["lambda"]
+    total = memory.total - 12 * (every - {"all": every, "attention": attention, "lora": parts["lambda"]}[weights])
+    if weights == "lora":  # four matrices a layer, each with one side as wide as the model
+        total += 16 * config.train.lora_rank * (4 * model.num_hidden_layers * width + parts["attention"] // width)
+    return total, f"{every:,} parameters, {weights} trained"
 
 
 def _fields(config: DiffTransformerConfig) -> dict[str, Any]:

@@ -95,7 +95,10 @@ class TrainConfig:
 
     # folder of a model or of a finished run to start from; None for random weights
     initial_model: str | None = None
-    weights: Annotated[str, one_of("all", "attention")] = "all"  # which are trained; the others stay as they start
+    # which are trained, the others stay as they start: "all", those of "attention", or "lora": lambda and norms of
+    # attention, and low-rank adapters of its matrices, which the saved model has merged
+    weights: Annotated[str, one_of("all", "attention", "lora")] = "all"
+    lora_rank: PositiveInt = 16  # of the adapters; their scale is 2
     steps: PositiveInt = 1000  # optimizer steps
     batch_size: PositiveInt = 16  # rows per step, over all processes and passes
     # rows per forward pass and process; memory grows with it; 0 for the process's whole share of the batch
@@ -208,6 +211,8 @@ class RunConfig:
         self.train.parallel.validate()
         if self.train.float8:
             self._check_float8()
+        if self.train.weights == "lora":
+            self._check_lora()
         pieces = 2 * self.train.parallel.context_parallel
         if pieces > 2 and self.data.length % pieces:
             raise ValueError(
@@ -234,6 +239,14 @@ class RunConfig:
                 f"data.length is {self.data.length}; a gradient in float8 is a product over tokens, whose number on "
                 f"each process must be a multiple of {FLOAT8_MULTIPLE}: give a multiple of {multiple}, or "
                 f"train.float8=false"
+            )
+
+    def _check_lora(self) -> None:
+        parallel = self.train.parallel
+        if self.train.float8 or parallel.strategy == "fsdp" or parallel.tensor_parallel > 1 or parallel.replicas > 1:
+            raise ValueError(
+                "train.weights is 'lora', which trains with one process or strategy 'ddp', not sharded and not with "
+                "train.float8; leave those out, or give train.weights=attention"
             )
 
     def to_dict(self) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from diff_transformer.checks import first_line, listed
 from diff_transformer.train.config import RunConfig, checked_model
 from diff_transformer.train.float8 import check_float8
+from diff_transformer.train.weights import check_weights
 
 _AFTER_THE_HEAD = ("final_logit_softcapping", "logit_scale", "logits_scaling")  # which the loss here does not apply
 SPECIAL_TOKENS = ("pad_token_id", "bos_token_id", "eos_token_id")
@@ -23,7 +24,7 @@ def check_model(config: RunConfig) -> None:
     """Check that the model of a run and its matched Transformer can be made; allocates no weights.
 
     Raises:
-        RuntimeError: as ``check_float8``.
+        RuntimeError: as ``check_float8`` and ``check_weights``.
         ValueError: for fields that do not exist, have the wrong type or do not fit together, or a model in
             ``train.initial_model`` that is to be converted first or cannot be trained.
         FileNotFoundError: if ``train.initial_model`` holds no model.
@@ -32,6 +33,7 @@ def check_model(config: RunConfig) -> None:
     from diff_transformer.model.modeling import DiffTransformerForCausalLM
 
     checked_model(config.model)
+    check_weights(config.train)
     vocabulary_size(config)
     if config.train.initial_model is not None:
         folder = model_folder(config)

@@ -39,7 +39,6 @@ from diff_transformer.train.step import (
     learning_rate,
     make_optimizer,
     schedule_warning,
-    train_attention,
 )
 from diff_transformer.train.telemetry import by_source, telemetry, utilisation
 from diff_transformer.train.training_data import (
@@ -50,6 +49,7 @@ from diff_transformer.train.training_data import (
     prefetched,
     source_names,
 )
+from diff_transformer.train.weights import choose_weights
 
 __all__ = ["Interrupted", "Trained", "train"]
 
@@ -125,8 +125,7 @@ class Run:
         fabric.seed_everything(settings.seed, verbose=False)
         start = start_model(config, data.tokenizer) if isinstance(fabric.strategy, ModelParallelStrategy) else None
         self.unwrapped_model = build_model(config, data.tokenizer) if start is None else start.model
-        if settings.weights == "attention":
-            train_attention(self.unwrapped_model)
+        choose_weights(self.unwrapped_model, settings)
         if settings.float8:
             use_float8(self.unwrapped_model, fabric.device)
         context = make_context(fabric, settings.parallel)

@@ -22,6 +22,7 @@ from torch.distributed.tensor import DTensor
 
 from diff_transformer.train.float8 import without_float8
 from diff_transformer.train.ranks import of_every_rank
+from diff_transformer.train.weights import merged
 
 
 class TrainingState:
@@ -76,7 +77,7 @@ def whole_model(model: Any, first: bool) -> Any:
     for layer in getattr(model.base_model, "layers", ()):
         vars(layer).pop("forward", None)  # of training: each length and batch would be compiled again
     model.config.use_cache = True
-    return without_float8(model).eval()
+    return merged(without_float8(model)).eval()
 
 
 def is_sharded(model: nn.Module) -> bool:

@@ -19,7 +19,6 @@ from diff_transformer.train.parallelize import batch_part, reshard, sum_over_rep
 from diff_transformer.train.telemetry import full_tensor, gradient_norms
 from diff_transformer.train.training_data import Rows, mixture_shares, model_inputs, without_first_tokens
 
-_ATTENTION = {"self_attn", "attention", "attn", "self_attention"}  # names of the module in transformers' models
 VALIDATION_ROWS = 16  # rows of a forward pass, at most
 
 
@@ -160,17 +159,6 @@ class Stepper:
             dist.all_reduce(numbers)
             numbers *= parts / self.fabric.world_size
         return numbers
-
-
-def is_of_attention(name: str) -> bool:
-    """Whether a parameter is one of an attention layer: of projections, lambda or the heads' norms."""
-    return bool(_ATTENTION & set(name.split(".")))
-
-
-def train_attention(model: nn.Module) -> None:
-    """Let the gradient reach the parameters of attention alone."""
-    for name, parameter in model.named_parameters():
-        parameter.requires_grad_(is_of_attention(name))
 
 
 def make_optimizer(model: nn.Module, config: OptimConfig) -> torch.optim.AdamW:
