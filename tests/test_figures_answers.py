@@ -6,6 +6,7 @@ from statistics import fmean
 import pytest
 from answers.plan import GROUNDED, LONGER, SHOTS, SIDES, stages
 from recall.plan import LEARNING_RATES, SEEDS
+from scipy.stats import fisher_exact
 
 from diff_transformer.lab.record import Record
 
@@ -145,6 +146,10 @@ def test_what_findings_says_is_the_record(page):
     assert set(map(tuple, reached.values())) == {("0 of 5", "0 of 5")}
     for where in SHOTS:
         assert min(run.metrics["recall"]["new_form"] for run in cells[where]["diff_matched"].values()) > 0.95
+    found = {side: [len(page.retrieving(list(cells[where][side].values()))) for where in GROUNDED] for side in SIDES}
+    assert (found["diff_matched"], found["softmax"]) == ([5, 4], [0, 0])
+    noisy, elsewhere = (f"{fisher_exact([[n, 5 - n], [0, 5]]).pvalue:.3f}" for n in (4, 5))
+    assert f"p = {noisy} at 4 noise tokens, {elsewhere} elsewhere" in text
     again = [page.own_rates(cells, task, "softmax").difference for task in ("grounded", "shots")]
     first, second = ([f"{x:.3f}" for x in found[:3]] for found in again)
     said = f"differences are {first[0]} ({first[1]} to {first[2]}) and {second[0]} ({second[1]} to {second[2]})"

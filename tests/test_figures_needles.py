@@ -7,6 +7,7 @@ from statistics import fmean
 import pytest
 from needles.plan import CELLS, LENGTHS, SEEDS, SETTING, STARTS
 from recall.plan import CORE
+from scipy.stats import fisher_exact
 
 from diff_transformer.lab.record import Record, grouped
 
@@ -123,6 +124,7 @@ def test_what_pages_say_is_the_record(page):
     for said in (
         "0.410 lower",
         "from 0.870 lower to 0.050 higher",
+        f"(Fisher's exact test: p = {fisher_exact([[5, 0], [2, 3]]).pvalue:.2f})",
         "{:.3f} of its attention on the answer; DIFF {:.3f}".format(*attention),
         f"{learned:.3f} in the two runs that tell needles apart",
     ):

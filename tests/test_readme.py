@@ -102,19 +102,36 @@ def test_intervals_in_prose_are_those_of_the_record(page, differences):
 
 
 RECALL = re.compile(
-    r"is (\d\.\d{3})\s+higher\s+\(95 % CI (\d\.\d{3}) to (\d\.\d{3}), 5\s+seeds\)\s+than the\s+Transformer's"
+    r"is (\d\.\d{3})\s+higher\s+\(95 % CI (\d\.\d{3}) to (\d\.\d{3}), 30\s+seeds\)\s+than the\s+Transformer's"
 )
 
 
 def test_what_pages_say_of_recall_is_the_record():
-    """The first row of the primary outcome, as the study's page has it."""
-    study = (ROOT / "figures" / "recall" / "README.md").read_text()
-    row = next(line for line in study.splitlines() if "minus Transformer: accuracy at the end, 3 settings" in line)
-    mean, low, high = re.search(r"\+([\d.]+) \(\+([\d.]+) to \+([\d.]+)\)", row).groups()
-    assert "| held |" in row
-    assert "135 of 135 runs of the core" in study
+    """The outcomes on thirty fresh seeds, and the runs that reached 0.9, as the study's page has them."""
+    study = (ROOT / "figures" / "recall_confirmation" / "README.md").read_text()
+    assert "360 of 360 runs of the plan." in study
+    found = re.findall(r"minus Transformer \| \+([\d.]+) \(\+([\d.]+) to \+([\d.]+)\) .*\| held \|", study)
+    published, (matched, *interval) = found
     for page in ("README.md", "docs/findings.md", "docs/reproduction.md"):
-        assert RECALL.findall((ROOT / page).read_text()) == [(mean, low, high)], page
+        text = " ".join((ROOT / page).read_text().split())
+        assert RECALL.findall(text) == [published], page
+        assert f"from the Transformer's scale {matched} higher" in text or f"scale it is {matched} higher" in text, page
+    assert "scale {} higher ({} to {})".format(matched, *interval) in README
+    reached = {
+        side: re.findall(r" (\d+) \([\d.]+, ", row) for side, row in re.findall(r"^\| ([^|]+) \|(.*)$", study, re.M)
+    }
+    softmax, diff, from_scale = (
+        reached[name]
+        for name in reached
+        if name.startswith(("Transformer", "DIFF")) and len(reached[name]) == 3 and "own scale" not in name
+    )
+    assert (
+        f"reaches 0.9 in {diff[0]} of 30, from that scale in {from_scale[0]}, the Transformer in {softmax[0]}" in README
+    )
+    page = " ".join((ROOT / "docs" / "findings.md").read_text().split())
+    assert f"with 4 pairs ({softmax[2]} of 30), at times with 8 pairs and 2 noise tokens ({softmax[0]}), never" in page
+    assert softmax[1] == "0"
+    assert sum(map(int, from_scale)) == 89
 
 
 def test_what_it_says_of_the_objective_is_the_record(monkeypatch):

@@ -144,5 +144,6 @@ def tables(cells: Cells) -> str:
 
 
 if __name__ == "__main__":
-    pages = {HERE / "README.md": ("measured", tables)}
+    findings = HERE.parents[1] / "docs" / "findings.md"
+    pages = {HERE / "README.md": ("measured", tables), findings: ("recall_confirmation", primary)}
     sys.exit(study_command(sys.argv[1:], HERE, pages, lambda cells: {}, curves=("recall",)))
