@@ -84,7 +84,13 @@ def measures(cells: Cells) -> str:
         return ""
     columns = {SOURCE: [*sides[SOURCE].values()]} | {arm: [sides[arm][seed] for seed in seeds] for arm in ARMS}
     rows = {f"{n} needles, {r} asked for": ("needle", f"n{n}_r{r}") for n, r in CELLS} | SECONDARY
-    lines = [f"| | {' | '.join(NAMES[side] for side in columns)} |", "|---" * (len(columns) + 1) + "|"]
+    said = "One run of each arm" if len(seeds) == 1 else f"Means over {len(seeds)} seeds"
+    lines = [
+        f"**{said}**",
+        "",
+        f"| | {' | '.join(NAMES[side] for side in columns)} |",
+        "|---" * (len(columns) + 1) + "|",
+    ]
     for name, (experiment, key) in rows.items():
         means = [fmean(one.metrics[experiment][key] for one in records) for records in columns.values()]
         lines.append(f"| {name} | {' | '.join(f'{mean:.3f}' for mean in means)} |")
