@@ -84,22 +84,10 @@ floors:  ## a short part of the suite with the oldest core dependencies that pyp
 	for side in oldest newest; do PYTHONPATH=src $(FLOORS)/$$side/bin/python -m pytest -o addopts="-q -rs --import-mode=importlib" \
 	  -m "not slow and not gpu" $(FLOOR_TESTS) $(ARGS) || exit 1; done
 
+FIGURES := figures/fill.py $(wildcard figures/*/run.py) figures/desk/objective.py benchmarks/plot.py benchmarks/readme_tables.py \
+	docs/tables.py docs/cli.py
 figures: $(READY)  ## tables and plots again from the committed records
-	$(BIN)/python figures/fill.py
-	$(BIN)/python figures/desk/run.py
-	$(BIN)/python figures/desk/objective.py
-	$(BIN)/python figures/prose/run.py
-	$(BIN)/python figures/recall/run.py
-	$(BIN)/python figures/recall_confirmation/run.py
-	$(BIN)/python figures/scale/run.py
-	$(BIN)/python figures/answers/run.py
-	$(BIN)/python figures/needles/run.py
-	$(BIN)/python figures/stability/run.py
-	$(BIN)/python figures/uptraining/run.py
-	$(BIN)/python benchmarks/plot.py
-	$(BIN)/python benchmarks/readme_tables.py
-	$(BIN)/python docs/tables.py
-	$(BIN)/python docs/cli.py
+	for script in $(FIGURES); do $(BIN)/python $$script || exit 1; done
 
 docs: $(READY)  ## the documentation site, in build/site; to read it: python3 -m http.server --directory build/site
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict

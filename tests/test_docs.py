@@ -16,20 +16,8 @@ ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md")),
          *sorted((ROOT / "figures").rglob("README.md")), *sorted((ROOT / "examples").glob("*.md"))]  # fmt: skip
 GENERATED = (
-    "docs/cli.py",
-    "docs/tables.py",
-    "figures/answers/run.py",
-    "figures/desk/objective.py",
-    "figures/desk/run.py",
-    "figures/fill.py",
-    "figures/needles/run.py",
-    "figures/prose/run.py",
-    "figures/recall/run.py",
-    "figures/recall_confirmation/run.py",
-    "figures/scale/run.py",
-    "figures/stability/run.py",
-    "figures/uptraining/run.py",
-    "figures/uptraining_real/run.py",
+    *("docs/cli.py", "docs/tables.py", "figures/desk/objective.py", "figures/fill.py"),
+    *sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / "figures").glob("*/run.py")),
 )
 
 
