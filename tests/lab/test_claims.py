@@ -3,7 +3,8 @@ import pytest
 from diff_transformer.evals.types import Result
 from diff_transformer.lab import claims as lab_claims
 from diff_transformer.lab.claims import paper_claims
-from diff_transformer.lab.record import of_result
+from diff_transformer.lab.quantities import QUANTITIES
+from diff_transformer.lab.record import averaged, of_result
 
 CELLS = ((1, 1), (4, 2))
 
@@ -176,6 +177,39 @@ def test_four_bits_are_judged_by_what_they_cost():
     (claim,) = judge(paper_claims(CELLS), [quantization("diff", 0.1), quantization("softmax", 0.3)])
     assert claim["verdict"] == "held"
     assert claim["difference"]["mean"] == pytest.approx(-0.2)
+
+
+def test_without_losses_at_four_bits_nothing_is_judged():
+    def quantization(side, bits):
+        rows = [{"bits": one, "row": n, "loss": 3.0} for one in bits for n in range(9)]
+        return Result("quantization", f"{side}-seed0", {}, [{"bits": 4, "score": 1.0}, *rows])
+
+    for bits in ((), (16, 8)):
+        assert judge(paper_claims(CELLS), [quantization(side, bits) for side in ("diff", "softmax")]) == []
+
+
+def test_examples_of_several_data_seeds_all_count():
+    """What costs 0.2 in one drawing of the examples and 0.4 in the other costs 0.3; recall likewise."""
+
+    def measured(side, seed, cost):
+        bits = [{"bits": bits, "row": n, "loss": 3.0 + cost * (bits == 4)} for bits in (16, 4) for n in range(9)]
+        recall = [{"length": length, "questions": 4, "hits": [10 * cost] * 3} for length in (64, 128)]
+        return [
+            of_result(Result(name, f"{side}-seed0", {"x": cost}, rows, {"seed": seed}))
+            for name, rows in (("quantization", bits), ("recall", recall))
+        ]
+
+    records = [
+        record
+        for side, less in (("diff", 0.1), ("softmax", 0.0))
+        for seed, cost in enumerate((0.2, 0.4))
+        for record in measured(side, seed, cost - less)
+    ]
+    claims = lab_claims.judge(list(QUANTITIES.values()), averaged(records))
+    assert {claim["id"]: claim["softmax"] for claim in claims} == {
+        "four_bits": [pytest.approx(0.3)],
+        "recall": [pytest.approx(0.75)],
+    }
 
 
 def test_long_documents_are_judged_by_the_mean_over_their_length():

@@ -93,8 +93,11 @@ def test_verdicts(low, high, better, margin, expected):
     assert verdict(Interval(0.0, low, high, "seeds"), better, margin) == expected
 
 
-def test_one_example_has_no_interval():
+def test_one_example_and_examples_of_unequal_number_have_no_interval():
     assert over_examples([np.array([2.0])], [np.array([1.0])]) == (1.0, None, None, "examples")
+    by_depth = np.repeat([1.0, 0.0], 5), np.repeat([1.0, 0.0], 25)  # the same accuracy at each depth
+    for first, second in (by_depth, by_depth[::-1]):
+        assert over_examples([first], [second]) == (0.0, None, None, "examples")
 
 
 def test_seeds_to_decide_by_hand():

@@ -193,12 +193,15 @@ def test_bad_tables_are_said_to_be_bad(tmp_path, name, content, message):
 
 
 def test_a_folder_of_a_study_is_a_table(tmp_path):
-    """A study gives its finished models by side; its sweep has other lengths and is left out."""
+    """A study gives its finished models by side; its sweep has other lengths and is left out, as is what diverged."""
     model = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 256}
     record = {"model": model, "tokens_per_step": 100, "validation": {"step": [0, 50, 100], "loss": [6.0, 4.0, 3.0]}}
     for name in ("novels/softmax-seed0", "novels/diff_norm1-seed1", "sweep/lr0.001/diff-seed100"):
         (tmp_path / name).mkdir(parents=True)
         (tmp_path / name / "result.json").write_text(json.dumps(record))
+    lost = record | {"diverged": "step 9: loss 55", "validation": {"step": [], "loss": []}}
+    (tmp_path / "novels" / "diff-seed0").mkdir()
+    (tmp_path / "novels" / "diff-seed0" / "result.json").write_text(json.dumps(lost))
     runs = read_runs([tmp_path])
     size = DiffTransformerForCausalLM(DiffTransformerConfig(**model)).num_parameters()
     assert Run("softmax", size, 10_000, 3.0, pair=f"{tmp_path / 'novels'} 0") in runs

@@ -46,6 +46,11 @@ def test_one_seed_is_said_to_have_no_interval():
     )
 
 
+def test_the_difference_is_that_of_the_seeds_of_both_models():
+    said = found("Loss", {0: 1.0, 1: 5.0}, {0: 2.0}, "lower")
+    assert said.text == "Loss: DIFF 3.000, Transformer 2.000; DIFF lower by 1.000 (one seed: no interval)."
+
+
 def test_equal_at_the_precision_shown():
     assert found("Loss", {0: 3.9001}, {0: 3.9002}, "lower").outcome == "level"
 

@@ -88,6 +88,27 @@ def test_a_pair_by_position_has_one_interval_over_books():
     assert figure.body.count("<svg") == 2
 
 
+@pytest.mark.parametrize("longer", ["diff", "softmax"])
+def test_no_difference_is_drawn_where_one_model_has_no_position(longer):
+    """The later half of each book costs more, so means over other lengths differ where the models do not."""
+    pair = []
+    for side in ("diff", "softmax"):
+        entry = nll_entry(f"{side}-seed0", [3.0, 2.0], attention=side, seed=0)
+        for row in entry["rows"]:
+            row["sums"][-1] += 48.0
+        entry["metrics"]["nll32"] += 1.5
+        if side != longer:
+            del entry["metrics"]["nll32"]
+            entry["provenance"] = {"edges": EDGES[:-1]}
+            for row in entry["rows"]:
+                row |= {"sums": row["sums"][:-1], "counts": row["counts"][:-1]}
+        pair.append(entry)
+    figure = long_nll.build(of_comparison({"evals": pair}))
+    assert [tip for tip in tips(figure) if "DIFF − Transformer" in tip and "0.0000" not in tip] == []
+    assert "position 16\nDIFF − Transformer: 0.0000" in tips(figure)
+    assert not any(tip.startswith("position 32\nDIFF − Transformer") for tip in tips(figure))
+
+
 def test_a_pair_by_position_without_rows_has_no_interval():
     pair = [
         {**nll_entry(f"{side}-seed0", [value], attention=side, seed=0), "rows": []}

@@ -131,6 +131,11 @@ def test_one_seed_has_no_interval(one_seed):
     assert "One seed: these results cannot separate a difference between models" in page
 
 
+def test_a_claim_of_one_run_does_not_make_all_of_them_one_run(results):
+    results["claims"][0] |= {"diff": [1.0], "softmax": [2.0]}  # as the throughput, which is timed once
+    assert "In one run" not in render_page(results)
+
+
 def test_an_undecided_claim_shows_how_many_seeds_would_decide_it(results):
     results["claims"][1]["power"] = "18 seeds would decide it, with this mean and spread"
     page = render_page(results)

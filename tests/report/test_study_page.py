@@ -85,6 +85,26 @@ def test_a_setting_without_a_baseline_takes_that_of_its_size(folder):
     fewer["model"]["num_attention_heads"] = 2
     cells = {"fewer": {"softmax": {0: read(fewer)}}, **load_cells(folder)}
     assert borrow_baselines(cells)["changed"]["softmax"] is cells["main"]["softmax"]
+    assert "changed: Transformer, of main" in re.sub(r"<[^>]+>", " ", render_study_page(load_cells(folder)))
+
+
+def test_a_transformer_of_other_data_is_not_borrowed(folder):
+    cells = load_cells(folder)
+    cells["changed"]["diff_other"][0].config["data"]["recall"] = {"pairs": 4}
+    cells["main"]["softmax"][0].config["data"]["recall"] = {"pairs": 4, "added_since": 1}
+    assert "softmax" in borrow_baselines(cells)["changed"]
+    cells["main"]["softmax"][0].config["data"]["recall"] = {"pairs": 8}
+    assert "softmax" not in borrow_baselines(cells)["changed"]
+
+
+def test_each_sweep_of_a_study_has_its_own_table(folder):
+    for size, loss in (("small", 4.4), ("wide", 3.9)):
+        path = folder / "sweep" / f"{size}_lr0.001" / "diff-seed0" / "result.json"
+        path.parent.mkdir(parents=True)
+        path.write_text(json.dumps(record(loss)))
+    words = re.sub(r"<[^>]+>", " ", render_study_page(load_cells(folder)))
+    for said in ("Learning rates: small", "Learning rates: wide", "4.400", "3.900", "4.000"):
+        assert said in words, said
 
 
 def test_a_record_of_cells_is_a_study_too(folder, tmp_path):

@@ -308,10 +308,18 @@ def _check_data(config: RunConfig) -> None:
     more = more_experiments(config)
     data = load_training_data(config)
     filler, settings = Filler(data.corpus.validation), config.evaluation
-    check_needle_fits(
-        filler, data.tokenizer, settings.needles, config.data.length, config.data.needles.digits,
-        per_cell=settings.samples, seed=settings.seed,
-    )  # fmt: skip
+    lengths = settings.needle_lengths or (config.data.length,)
+    positions = config.model.get("max_position_embeddings", max(lengths))
+    if positions < max(lengths):
+        raise ValueError(
+            f"evaluation.needle_lengths has {max(lengths)} tokens, more than model.max_position_embeddings "
+            f"{positions}; give fewer, or raise the latter"
+        )
+    for length in dict.fromkeys((min(lengths), max(lengths))):  # lengths between them fit if these do
+        check_needle_fits(
+            filler, data.tokenizer, settings.needles, length, config.data.needles.digits,
+            per_cell=settings.samples, seed=settings.seed,
+        )  # fmt: skip
     for name, rows in ROWS_OF_TEXT.items():
         wanted = more.get(name)
         if wanted is not None and wanted.split == "auto" and getattr(wanted, rows):

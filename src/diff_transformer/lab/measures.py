@@ -4,6 +4,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from statistics import fmean, stdev
+from typing import Any
 
 from diff_transformer.lab.quantities import Quantity, quantities
 from diff_transformer.lab.quantities import final_loss as final_loss
@@ -128,7 +129,7 @@ def borrow_baselines(cells: Cells, baseline: str = BASELINE) -> Cells:
     """``cells`` with a baseline in every setting where one can be found.
 
     A setting without the side ``baseline`` gets that of the first setting with the same model size, number of heads,
-    learning rate, steps and tokens per step. The first side of the setting is compared.
+    learning rate, steps, tokens per step and data. The first side of the setting is compared.
     """
     made = {}
     for setting, sides in cells.items():
@@ -147,9 +148,18 @@ def borrow_baselines(cells: Cells, baseline: str = BASELINE) -> Cells:
 
 def _alike(first: Record, second: Record) -> bool:
     fields = ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
-    return all(getattr(first, name) == getattr(second, name) for name in ("steps", "tokens_per_step", "lr")) and all(
-        first.config["model"][name] == second.config["model"][name] for name in fields
+    return (
+        all(getattr(first, name) == getattr(second, name) for name in ("steps", "tokens_per_step", "lr"))
+        and all(first.config["model"][name] == second.config["model"][name] for name in fields)
+        and _agree(first.config["data"], second.config["data"])
     )
+
+
+def _agree(first: Any, second: Any) -> bool:
+    """Whether settings are equal where both have them: an earlier version may lack some."""
+    if isinstance(first, dict) and isinstance(second, dict):
+        return all(_agree(first[name], second[name]) for name in first.keys() & second.keys())
+    return first == second
 
 
 def spread(values: list[float]) -> tuple[float, float]:

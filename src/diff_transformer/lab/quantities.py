@@ -154,13 +154,12 @@ def _whole_length(rows: Rows) -> np.ndarray:
 
 
 def _cost_of_four_bits(rows: Rows) -> np.ndarray:
-    """For each row of text, its loss with 4-bit logits minus its loss with the most bits."""
-    losses: dict[int, dict[int, float]] = {}
+    """For each row of text, its loss with 4-bit logits minus its loss with the most bits; empty without either."""
+    losses: dict[int, list[float]] = {}
     for row in rows:
         if "loss" in row:
-            losses.setdefault(row["bits"], {})[row["row"]] = row["loss"]
-    most = losses[max(losses)]
-    return np.array([losses[4][row] - most[row] for row in most])
+            losses.setdefault(row["bits"], []).append(row["loss"])
+    return np.array(losses[4]) - np.array(losses[max(losses)]) if 4 in losses else np.array([])
 
 
 def _orders(order: str) -> Scores:
@@ -180,8 +179,9 @@ def _orders(order: str) -> Scores:
 
 def _recalled(rows: Rows) -> np.ndarray:
     """For each row of the trained length, the share of its questions that is answered right."""
-    shortest = min(rows, key=lambda row: row["length"])
-    return np.array(shortest["hits"]) / shortest["questions"]
+    shortest = min(row["length"] for row in rows)
+    kept = [np.array(row["hits"]) / row["questions"] for row in rows if row["length"] == shortest]
+    return np.concatenate(kept)
 
 
 def _margin(scores: np.ndarray) -> float:

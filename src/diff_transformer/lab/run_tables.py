@@ -141,7 +141,10 @@ def _from_study(folder: Path) -> list[Run]:
 
 
 def runs_of_record(record: Record, model: str, pair: str = "") -> list[Run]:
-    """The finished run of a record and the earlier points of its curve, including those of the warm-up."""
+    """The finished run of a record and the earlier points of its curve, including those of the warm-up; no run that
+    diverged."""
+    if record.diverged:
+        return []
     from diff_transformer.model.config import DiffTransformerConfig
     from diff_transformer.model.cost import count_parameters
 

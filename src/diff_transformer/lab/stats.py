@@ -143,10 +143,13 @@ def over_examples(
         first, second: for each seed, an array whose first dimension counts examples, in the same order on both sides.
         reduce: from such an array to a number; draws for which it is NaN are left out. Not a largest value: what is
             largest in a draw is at most what was, so the interval covers too seldom.
+
+    Returns:
+        The interval, without ends where a seed has one example or the sides have other numbers of them.
     """
     observed = _difference(first, second, [slice(None)] * len(first), reduce, relative)
     counts = [len(scores) for scores in first]
-    if min(counts) < 2:
+    if min(counts) < 2 or counts != [len(scores) for scores in second]:
         return Interval(observed, None, None, "examples")
     draws = _draws(first, second, counts, reduce, relative)
     low, high = np.nanpercentile(draws, [2.5, 97.5])

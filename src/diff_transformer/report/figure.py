@@ -118,12 +118,14 @@ def versus(
     a, b = mean(diff), mean(soft)
     if a is None or b is None:
         return None
-    gap = a - b
     values = f"{what}: DIFF {number(a, digits)}{unit}, Transformer {number(b, digits)}{unit}"
     if number(a, digits) == number(b, digits):
         return Finding("level", f"{values}; equal at this precision.", gap="equal at this precision")
-    gaps = [diff[seed] - soft[seed] for seed in sorted(diff.keys() & soft.keys())]
+    shared = sorted(diff.keys() & soft.keys())
+    gaps = [diff[seed] - soft[seed] for seed in shared]
     outcome, weak, seeds = lead(gaps, better, digits, unit)
+    paired = [sum(side[seed] for seed in shared) / len(shared) for side in (diff, soft)] if shared else [a, b]
+    gap = paired[0] - paired[1]
     said = f"DIFF {'higher' if gap > 0 else 'lower'} by {number(abs(gap), digits)}{unit} ({seeds})"
     return Finding(outcome, f"{values}; {said}.", weak, said)
 

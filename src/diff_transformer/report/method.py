@@ -31,7 +31,7 @@ def sentence(results: Results) -> str:
         return "No claim was judged in this run."
     seeds = max((len(found) for found in seeds_by_side(results).values()), default=0)
     more = " Intervals are over examples; another seed may give another result."
-    if any(map(one_run, claims)):
+    if all(map(one_run, claims)):
         said = [f"In one run, {counts['held']} of {plural(total, 'claim')} of the paper came out in its favour"]
         said += [f"{counts[name]} {words}" for name, words in _OTHERWISE.items() if counts[name]]
         return f"{_listed(said)}.{more}"

@@ -78,8 +78,8 @@ def render_study_page(cells: Cells) -> str:
         zip(names, sides_of(["softmax" if name == BASELINE else "diff" for name in names], names), strict=True)
     )
     figures = [_setting(name, kept, marks) for name, sides in settings.items() if (kept := _trained(sides))]
-    if sweep:
-        figures.append(_sweep(sweep, marks))
+    for size in dict.fromkeys(map(_swept, sweep)):
+        figures.append(_sweep(size, {name: sides for name, sides in sweep.items() if _swept(name) == size}, marks))
     runs = sum(len(seeds) for sides in cells.values() for seeds in sides.values())
     said = f"{plural(runs, 'run')} in {plural(len(cells), 'setting')}"
     return fill_page(
@@ -113,8 +113,15 @@ def _first_screen(settings: Cells, said: str) -> Html:
             paired = _rows(sides, side, [final_loss()])
             more = _cells(paired[0]) if paired else ["", "", ""]
             counted = str(len(seeds)) if len(kept) == len(seeds) else f"{len(seeds)}, {len(seeds) - len(kept)} diverged"
-            rows.append([f"{name}: {name_of(side)}", counted, number(mean(map(_last, kept.values())), 3), *more])
-    lead = tag("p", f"{said}. Each model is compared with softmax attention of the same seed.", class_="lead")
+            setting = next(iter(seeds.values())).setting
+            of = "" if setting == name else f", of {setting}"  # a baseline that is borrowed
+            rows.append([f"{name}: {name_of(side)}{of}", counted, number(mean(map(_last, kept.values())), 3), *more])
+    lead = tag(
+        "p",
+        f"{said}. Each model is compared with the Transformer of the same seed, "
+        "where a setting has none with that of one alike.",
+        class_="lead",
+    )
     return join([tag("h1", "A study of matched pairs"), lead, table(head, rows, "Final validation loss")])
 
 
@@ -182,7 +189,13 @@ def _measures(sides: dict[str, dict[int, Record]], side: str) -> Html | None:
     return join([table(head, cells, side), tag("p", said) if said else None])
 
 
-def _sweep(sweep: Cells, marks: dict[str, str]) -> Figure:
+def _swept(setting: str) -> str:
+    """What the sweep that has this setting is of, "sweep/small_lr0.001" or "sweep/lr0.001": "small" or ""."""
+    return setting.partition("/")[2].rpartition("lr")[0].rstrip("_")
+
+
+def _sweep(size: str, sweep: Cells, marks: dict[str, str]) -> Figure:
+    """Losses by learning rate; ``size`` tells several sweeps of a study apart."""
     points: dict[str, list[Point]] = {}
     said: dict[float, dict[str, str]] = {}
     for sides in sweep.values():
@@ -192,14 +205,13 @@ def _sweep(sweep: Cells, marks: dict[str, str]) -> Figure:
                 said.setdefault(record.lr, {})[side] = "diverged" if lost else number(_last(record), 3)
                 points.setdefault(side, []).extend([] if lost else [(record.lr, _last(record))])
     lines = [Line(name_of(side), sorted(found), marks[side], marks=True) for side, found in points.items() if found]
-    shown = [
-        panel("Validation loss, nats per token", line_chart("sweep", lines, x_label="learning rate", log_x=True))
-    ] if lines else []  # fmt: skip
+    drawn = line_chart(f"sweep {size}".strip(), lines, x_label="learning rate", log_x=True) if lines else None
+    shown = [panel("Validation loss, nats per token", drawn)] if drawn is not None else []
     rows: list[list[object]] = [
         [f"{rate:g}", *(said[rate].get(side, number(None)) for side in points)] for rate in sorted(said)
     ]
     return Figure(
-        "sweep", "Learning rates", (),
+        f"sweep-{size}" if size else "sweep", f"Learning rates: {size}" if size else "Learning rates", (),
         "Final validation loss by learning rate. A run that diverged has no mark.",
         panels(*shown, columns=1) + _legend(points, marks),
         data=table(["learning rate", *map(name_of, points)], rows, "Learning rates"),

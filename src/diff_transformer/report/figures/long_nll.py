@@ -90,6 +90,8 @@ def _gaps(diff: Series, soft: Series, positions: list[int]) -> dict[int, Interva
     gaps = {}
     for n in positions:
         a, b = diff.mean(f"nll{n}"), soft.mean(f"nll{n}")
+        if a is None or b is None:
+            continue
         try:
             quantity = replace(QUANTITIES[EVAL], scores=loss_up_to(edges[0] or [], n))
             found, _ = difference(quantity, *([side[seed].record for seed in seeds] for side in (ours, theirs)))
@@ -97,7 +99,7 @@ def _gaps(diff: Series, soft: Series, positions: list[int]) -> dict[int, Interva
             found = None
         if found is not None and math.isfinite(found.mean):
             gaps[n] = found
-        elif a is not None and b is not None:
+        else:
             gaps[n] = Interval(a - b, None, None, "")
     return gaps
 
