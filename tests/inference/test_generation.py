@@ -315,6 +315,19 @@ def test_of_the_models_own_defaults_only_the_special_tokens_count():
     assert len(generate(model, tokenizer, PROMPTS[:1], plain)[0]) == 1
 
 
+def test_what_pads_a_batch_is_a_token_of_the_model_and_not_in_the_text():
+    model, tokenizer = make(), byte_tokenizer()
+    expected = generate(model, tokenizer, PROMPTS, GenerationSettings(8))
+    tokenizer.pad_token = "<added later>"
+    tokenizer.add_special_tokens({"pad_token": "<added later>"})
+    assert tokenizer.pad_token_id >= model.config.vocab_size
+    assert generate(model, tokenizer, PROMPTS, GenerationSettings(8)) == expected
+    tokenizer.pad_token = tokenizer.eos_token = None
+    model.generation_config.eos_token_id = [ord(text[3]) for text in expected[:1]]  # ends this row early
+    alone = [generate(model, tokenizer, [prompt], GenerationSettings(8))[0] for prompt in PROMPTS]
+    assert generate(model, tokenizer, PROMPTS, GenerationSettings(8)) == alone
+
+
 @KINDS
 @pytest.mark.parametrize("use_cache", [True, False])
 def test_attention_maps_of_each_step(attention, use_cache):

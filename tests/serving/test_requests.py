@@ -8,6 +8,7 @@ import time
 import pytest
 
 pytest.importorskip("pydantic", reason="serving is an extra: pip install 'diff-transformer[serving]'")
+from diff_transformer.data.tokenizer import byte_tokenizer
 from diff_transformer.guard import BadRequest, check_host, check_origin
 from diff_transformer.serving.middleware import SiteGuard
 from diff_transformer.serving.requests import DEFAULT_NEW_TOKENS, RequestChecks, checked, count_prompt_tokens
@@ -119,7 +120,9 @@ def test_while_a_request_is_checked_others_are_answered():
 
 def test_what_changes_nothing_is_dropped():
     sent = {"user": "me", "stream_options": {"include_usage": True}, "n": 1, "logprobs": None, "presence_penalty": 0}
-    assert check(CHAT, {"messages": HELLO, **sent, "tools": []}) == check(CHAT, {"messages": HELLO})
+    sent |= {"tools": [], "tool_choice": "none", "response_format": {"type": "text"}, "stop": []}
+    assert check(CHAT, {"messages": HELLO, **sent}) == check(CHAT, {"messages": HELLO})
+    assert check(COMPLETIONS, {"prompt": "a", "stop": ""}) == check(COMPLETIONS, {"prompt": "a"})
     answered = {"role": "assistant", "content": "x", "refusal": None, "tool_calls": []}
     assert check(CHAT, {"messages": [*HELLO, answered]})["messages"][1] == {"role": "assistant", "content": "x"}
 
@@ -159,7 +162,6 @@ def test_what_changes_nothing_is_dropped():
         (COMPLETIONS, {"prompt": "a", "seed": 2**63}, "seed", f"less than {2**63}"),
         (COMPLETIONS, {"prompt": "a", "stop": 5}, "stop", "stop is 5"),
         (COMPLETIONS, {"prompt": "a", "stop": [""]}, "stop", "stop.0 is ''"),
-        (COMPLETIONS, {"prompt": "a", "stop": []}, "stop", "stop is []: List should have at least 1 item"),
         (COMPLETIONS, {"prompt": "a", "stop": list("abcde")}, "stop", "List should have at most 4 items"),
         (COMPLETIONS, {"prompt": "a", "stop": "a" * 1001}, "stop", "String should have at most 1000 characters"),
         (COMPLETIONS, {"prompt": "a", "stream": "yes"}, "stream", "stream is 'yes': Input should be a valid boolean"),
@@ -208,3 +210,10 @@ def test_tokens_are_counted_as_the_server_will_encode_them():
     parts = [{"type": "text", "text": "a b"}, {"type": "text", "text": "c"}]
     assert count_prompt_tokens(words, CHAT, {"messages": [*HELLO, {"role": "user", "content": parts}]}) == 6
     assert count_prompt_tokens(words, RESPONSES, {"input": "a b", "instructions": "be kind"}) == 6
+
+
+def test_messages_that_a_template_refuses_are_a_bad_request():
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = "{{ raise_exception('System role not supported') }}"
+    with pytest.raises(BadRequest, match="template refuses these messages: System role not supported"):
+        count_prompt_tokens(tokenizer, RESPONSES, {"input": "a b", "instructions": "be kind"})

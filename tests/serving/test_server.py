@@ -16,7 +16,7 @@ import pytest
 
 pytest.importorskip("openai", reason="serving is an extra: pip install 'diff-transformer[serving]'")
 from openai import BadRequestError, OpenAI
-from transformers import ByT5Tokenizer
+from transformers import BloomConfig, BloomForCausalLM, ByT5Tokenizer, GenerationConfig
 from transformers.generation.continuous_batching.continuous_api import ContinuousBatchingManager
 
 from diff_transformer import DiffTransformerForCausalLM
@@ -346,6 +346,30 @@ def test_our_own_names_of_the_attention_are_taken(model_folder):
         assert loaded.model.config._attn_implementation == "diff_blockwise"
     finally:
         server.close()
+
+
+def test_a_model_s_own_defaults_of_sampling_do_not_count(model_folder, tmp_path):
+    folder = shutil.copytree(model_folder, tmp_path / "own")
+    read = GenerationConfig.from_pretrained(folder)
+    read.update(do_sample=True, temperature=0.6, top_k=3, repetition_penalty=1.7)
+    read.save_pretrained(folder)
+    server = make_server(str(folder), port=0, device="cpu")
+    try:
+        (loaded,) = server._model_manager.loaded_models.values()
+        used = loaded.model.generation_config
+        assert (used.do_sample, used.temperature, used.top_k, used.top_p) == (True, 1.0, 0, 1.0)
+        assert used.repetition_penalty in (None, 1.0)
+        assert used.eos_token_id == read.eos_token_id is not None
+    finally:
+        server.close()
+
+
+def test_a_model_that_does_not_say_how_many_positions_it_has(tmp_path):
+    BloomForCausalLM(BloomConfig(vocab_size=258, hidden_size=16, n_layer=1, n_head=2)).save_pretrained(tmp_path)
+    byte_tokenizer().save_pretrained(tmp_path)
+    make_server(str(tmp_path), port=0, device="cpu").close()
+    with pytest.raises(ValueError, match="BloomConfig has no max_position_embeddings"):
+        make_server(str(tmp_path), continuous_batching=True, attn_implementation="eager")
 
 
 def test_dint_has_no_place_in_the_paged_cache(tmp_path):

@@ -10,7 +10,7 @@ from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 from diff_transformer.checks import read_json
-from diff_transformer.data.prepare.config import PrepareConfig
+from diff_transformer.data.prepare.config import TOKENIZERS, PrepareConfig
 from diff_transformer.data.prepare.engine import SHARD_BYTES, Engine
 from diff_transformer.data.prepare.folder import LOGS, MANIFEST, PLAN, read_manifest, repair_command, verify
 from diff_transformer.data.prepare.run import Progress, prepare
@@ -106,7 +106,8 @@ def _planned(out: Path, given: dict) -> PrepareConfig:
 def _absolute(config: PrepareConfig) -> PrepareConfig:
     """The config with absolute paths, so that the folder can be repaired from any working directory."""
     paths = [s if s == "python" or s.startswith("hub:") or is_url(s) else os.path.abspath(s) for s in config.sources]
-    tokenizer = os.path.abspath(config.tokenizer) if Path(config.tokenizer).exists() else config.tokenizer
+    given = config.tokenizer  # a folder may be called "bpe"
+    tokenizer = os.path.abspath(given) if given not in TOKENIZERS and Path(given).exists() else given
     return dataclasses.replace(config, sources=tuple(paths), tokenizer=tokenizer)
 
 

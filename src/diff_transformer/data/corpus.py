@@ -104,7 +104,7 @@ def load_text_path(path: str | os.PathLike) -> Corpus:
         )
     require_regular(path)
     if path.name.lower().endswith(ARCHIVE_SUFFIXES):
-        return _split(str(path), list(_archive_files(path)))
+        return _split(str(path), list(dict(_archive_files(path)).items()))  # of each name the last
     if path.suffix.lower() not in TEXT_SUFFIXES | {""}:
         raise ValueError(f"corpus {str(path)!r} has suffix {path.suffix!r}, which is not read; give {_accepted(path)}")
     document = Document(path.name, decoded(str(path), path.read_bytes()))

@@ -92,7 +92,9 @@ def generate(
         _check_assistant(model, assistant, settings)
     ids = [_encode(tokenizer, prompt) for prompt in prompts]
     _check_length(model, max(map(len, ids)) + settings.max_new_tokens)
-    pad = next((i for i in (tokenizer.pad_token_id, tokenizer.eos_token_id) if i is not None), 0)
+    ends, rows = _ends(model), model.get_input_embeddings().weight.shape[0]
+    padding = (tokenizer.pad_token_id, tokenizer.eos_token_id, *ends)
+    pad = next((i for i in padding if i is not None and i < rows), 0)  # a tokenizer may have more tokens than the model
     whole_chunks = settings.prefill_chunk if settings.compiled else None  # or each remainder would be compiled again
     inputs, mask = left_padded(ids, pad, model.device, whole_chunks or 1)
     streamer = None if on_text is None else TextPieces(tokenizer, on_text)
@@ -102,7 +104,8 @@ def generate(
             input_ids=inputs, attention_mask=mask, pad_token_id=pad, streamer=streamer, assistant_model=assistant,
             **_options(settings, model.device),
         )  # fmt: skip
-    return [tokenizer.decode(row, skip_special_tokens=True) for row in out[:, inputs.shape[1] :]]
+    new = out[:, inputs.shape[1] :].tolist()
+    return [tokenizer.decode(_ended(row, ends), skip_special_tokens=True) for row in new]
 
 
 def left_padded(ids: Sequence[Sequence[int]], pad: int, device: Any, multiple: int = 1) -> tuple[Tensor, Tensor]:
@@ -174,12 +177,27 @@ def _plain_defaults(model) -> Generator[None]:
     from transformers import GenerationConfig
 
     own = model.generation_config
-    tokens = {name: getattr(own, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
-    model.generation_config = GenerationConfig(**tokens)
+    model.generation_config = GenerationConfig(**special_tokens(model))
     try:
         yield
     finally:
         model.generation_config = own
+
+
+def special_tokens(model) -> dict[str, Any]:
+    """The special tokens among the model's generation defaults, by name."""
+    return {name: getattr(model.generation_config, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
+
+
+def _ends(model) -> list[int]:
+    """The tokens with which the model ends a text."""
+    own = model.generation_config.eos_token_id
+    return own if isinstance(own, list) else [] if own is None else [own]
+
+
+def _ended(row: list[int], ends: Sequence[int]) -> list[int]:
+    """``row`` up to its first end; what follows pads the batch."""
+    return row[: next((i + 1 for i, token in enumerate(row) if token in ends), len(row))]
 
 
 def compiled_options(device: torch.device | str) -> dict[str, Any]:

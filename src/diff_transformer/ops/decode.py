@@ -85,6 +85,7 @@ def diff_attention_decode(
             or resolved.backend != "blockwise"
             or call.v[0].numel() > MAX_COPIED_VALUES
             or torch.is_grad_enabled()
+            or (call.attn_mask is not None and call.attn_mask.dtype != torch.bool)  # NaN - inf would be NaN
         ):
             return _attend_to_used_keys(used, resolved)
         changed = replace(call, v=call.v.clone())

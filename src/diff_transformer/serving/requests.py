@@ -17,10 +17,11 @@ from diff_transformer.serving.middleware import PROMPTS, BadRequest, answer, rea
 DEFAULT_NEW_TOKENS = 1024
 MOST_STOPS = 4  # as OpenAI's API
 LONGEST_STOP = 1000  # characters
-# What changes nothing, and some clients send: options of these names, empty ones, and one choice.
+_NO_STOP = [("stop", []), ("stop", "")]
+# What changes nothing, and some clients send: options of these names, empty ones, and OpenAI's defaults.
 _IGNORED = {"user", "metadata", "store", "service_tier", "safety_identifier", "stream_options", "background"}
 _EMPTY = (None, 0, "", [], {})
-_ONE = ("n", "best_of")
+_SAME = {"n": 1, "best_of": 1, "tool_choice": "none", "response_format": {"type": "text"}}
 # Headers that are not passed on. transformers tells requests apart by the last one: two clients that send the same id
 # would get each other's answers.
 _REPLACED = (b"content-length", b"content-type", b"x-request-id")
@@ -166,7 +167,7 @@ def checked(path: str, raw: bytes, count_tokens: Callable[[str, dict], int], con
     schema = _REQUESTS[path]
     known = schema.model_fields.keys()
     kept = {name: value for name, value in body.items() if name in known or not _changes_nothing(name, value)}
-    given = {name: value for name, value in kept.items() if value is not None}
+    given = {name: value for name, value in kept.items() if value is not None and (name, value) not in _NO_STOP}
     try:
         request = schema.model_validate(given).model_dump(exclude_unset=True)
     except ValidationError as error:
@@ -188,7 +189,7 @@ def _refuse_many(body: dict, context: int) -> None:
 
 
 def _changes_nothing(name: str, value: Any) -> bool:
-    return name in _IGNORED or value in _EMPTY or (name in _ONE and value == 1)
+    return name in _IGNORED or value in _EMPTY or (name in _SAME and value == _SAME[name])
 
 
 def _refusal(error: ValidationError, known) -> BadRequest:
@@ -240,8 +241,10 @@ def count_prompt_tokens(tokenizer, path: str, request: dict, most_characters: fl
 
     Raises:
         BadRequest: for a prompt of more than ``most_characters``: counting millions of tokens takes minutes and
-            gigabytes.
+            gigabytes; for messages that the model's chat template refuses.
     """
+    from jinja2 import TemplateError
+
     field = next(name for name in ("prompt", "input", "messages") if name in request)
     given = request[field]
     messages = [{"role": "user", "content": given}] if isinstance(given, str) else given
@@ -257,7 +260,10 @@ def count_prompt_tokens(tokenizer, path: str, request: dict, most_characters: fl
         )
     if field == "prompt":
         return len(tokenizer(given)["input_ids"])
-    encoded = tokenizer.apply_chat_template(plain, add_generation_prompt=True, tokenize=True, return_dict=True)
+    try:
+        encoded = tokenizer.apply_chat_template(plain, add_generation_prompt=True, tokenize=True, return_dict=True)
+    except TemplateError as error:  # some take no system message, or want roles to alternate
+        raise BadRequest(f"the model's chat template refuses these messages: {error}", field) from None
     return len(encoded["input_ids"])
 
 

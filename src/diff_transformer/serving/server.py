@@ -14,6 +14,7 @@ SECONDS_TO_FINISH = 5  # for running requests after Ctrl-C
 REQUESTS = 16  # in a batch, by default
 PAGE_TOKENS = 64  # of the paged cache
 BATCH_TOKENS = 512  # per forward pass of continuous batching, including those of new prompts
+NO_LIMIT = 1 << 20  # tokens of a request to a model that does not say how many it takes
 
 
 def make_server(
@@ -52,9 +53,11 @@ def make_server(
     _check(continuous_batching, attn_implementation)
     import transformers
     from starlette.exceptions import HTTPException
+    from transformers import GenerationConfig
     from transformers.cli.serve import Serve
 
     from diff_transformer.evals.lm import label_of
+    from diff_transformer.inference.generation import special_tokens
     from diff_transformer.model.modeling import DiffTransformerForCausalLM
     from diff_transformer.serving.managers import OneByOne, Together
     from diff_transformer.serving.requests import RequestChecks, count_prompt_tokens, give_template
@@ -92,8 +95,11 @@ def make_server(
     server.name = shown = name or label_of(model)
     loaded = _load(server._model_manager, path, shown, attn_implementation)
     give_template(loaded.processor)
-    loaded.model.generation_config.do_sample = True  # OpenAI's default; temperature 0 is greedy
-    context = loaded.model.config.max_position_embeddings
+    # OpenAI's defaults, whatever the model's own are; temperature 0 is greedy. Without top_k, 50 tokens are drawn from.
+    loaded.model.generation_config = GenerationConfig(
+        **special_tokens(loaded.model), do_sample=True, temperature=1.0, top_p=1.0, top_k=0
+    )
+    context = getattr(loaded.model.config.get_text_config(), "max_position_embeddings", None) or NO_LIMIT
     if continuous_batching:
         _check_paged(loaded.model.config)
         server._generation_state._cb_manager = Together(batching(context, requests_at_once or REQUESTS))
@@ -128,6 +134,11 @@ def _check_paged(config):
         raise ValueError(
             "attention='dint' keeps a running sum beside keys and values, for which the paged cache of continuous "
             "batching has no place; leave out continuous_batching"
+        )
+    if not getattr(config.get_text_config(), "max_position_embeddings", None):
+        raise ValueError(
+            f"{type(config).__name__} has no max_position_embeddings, which says how large the paged cache of "
+            "continuous batching must be; leave out continuous_batching"
         )
     if getattr(config, "differential", None) is not None:
         raise ValueError(

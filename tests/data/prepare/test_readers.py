@@ -15,6 +15,7 @@ import pytest
 import zstandard
 
 from diff_transformer.data import python_library
+from diff_transformer.data.corpus import load_corpus
 from diff_transformer.data.documents import Corpus, Document, hash_of_name
 from diff_transformer.data.prepare import pieces as pieces_module
 from diff_transformer.data.prepare.pieces import cut
@@ -120,6 +121,17 @@ def test_archives_read_like_the_folders_they_hold(tmp_path, suffix):
     assert sorted(read(tmp_path / "folder")) == expected
 
 
+def test_of_a_member_that_was_added_again_the_last_counts(tmp_path):
+    with tarfile.open(tmp_path / "updated.tar", "w") as archive:
+        for name, text in (("a.txt", "old a"), ("b.txt", "b"), ("a.txt", "new a")):
+            member = tarfile.TarInfo(name)
+            member.size = len(text)
+            archive.addfile(member, io.BytesIO(text.encode()))
+    assert sorted(texts(tmp_path / "updated.tar")) == ["b", "new a"]
+    corpus = load_corpus(tmp_path / "updated.tar")
+    assert sorted(document.text for document in corpus.train + corpus.validation) == ["b", "new a"]
+
+
 def test_the_python_library_keeps_its_own_split(monkeypatch):
     corpus = Corpus("python", [Document("a", "in a"), Document("b", "in b")], [Document("c", "in c")], "")
     monkeypatch.setattr(python_library, "load_python_library", lambda: corpus)
@@ -199,6 +211,8 @@ def test_a_single_text_keeps_its_end_for_validation_cut_at_a_line_end(tmp_path):
     assert train + validation == text
     assert train.endswith("\n")
     assert len(train) == 675  # the last line end before byte 681 of 909: 75 lines of 9 bytes
+    (tmp_path / "dos.txt").write_bytes(text.replace("\n", "\r\n").encode())
+    assert read(tmp_path / "dos.txt", share=0.25) == [(train, first), (validation, second)]
     (tmp_path / "line.txt").write_text("x" * 100)
     assert [len(text) for text in texts(tmp_path / "line.txt", share=0.25)] == [75, 25]
 

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from itertools import pairwise
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -15,6 +16,7 @@ from filelock import FileLock
 from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerFast
 
+from diff_transformer.cli.prepare import run_prepare
 from diff_transformer.data.prepare import workers
 from diff_transformer.data.prepare.config import PrepareConfig
 from diff_transformer.data.prepare.folder import load_prepared_tokenizer, read_manifest, verify
@@ -252,6 +254,14 @@ def test_resuming_with_another_tokenizer_or_other_sources_is_refused(tmp_path, r
     with pytest.raises(ValueError, match=r"(?s)other settings .*\n  sources"):
         prepare(rows, out, resume=True)
     assert content(out) == before
+
+
+def test_a_folder_may_be_called_like_a_tokenizer(tmp_path, rows, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for resume in (False, True):
+        made = run_prepare(list(rows.sources), Path("bytes"), {"tokenizer": "bytes"}, resume=resume)
+        assert made is not None
+    assert verify(tmp_path / "bytes") == []
 
 
 def test_text_that_changed_behind_the_same_name_and_size_is_refused(tmp_path, rows, monkeypatch):

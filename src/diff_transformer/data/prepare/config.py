@@ -25,6 +25,7 @@ FILTERS = {
     "fineweb": ("FineWebQualityFilter",),
 }
 DEDUP = ("minhash",)
+TOKENIZERS = ("bpe", "bytes", "cl100k")  # by name; others by their place
 _MIN_FILE_BYTES = 65_536  # of each file in the sample
 
 

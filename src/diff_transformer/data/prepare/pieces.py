@@ -56,7 +56,7 @@ def _place(text: str, limit: int) -> int:
 
 
 def decoded(stream: BinaryIO, name: str) -> Iterator[str]:
-    """The UTF-8 text of a stream, in parts, without a byte order mark and with CRLF as LF.
+    """The UTF-8 text of a stream, in parts, without a byte order mark; no part ends between CR and LF.
 
     Raises:
         ValueError: if it is not UTF-8, naming the byte.
@@ -77,9 +77,14 @@ def decoded(stream: BinaryIO, name: str) -> Iterator[str]:
         held = "\r" if data and text.endswith("\r") else ""
         text = text[:-1] if held else text
         if text:
-            yield text.replace("\r\n", "\n")
+            yield text
         if not data:
             return
+
+
+def with_unix_lines(parts: Iterable[str]) -> Iterator[str]:
+    """``parts`` of ``decoded`` with CRLF as LF."""
+    return (part.replace("\r\n", "\n") for part in parts)
 
 
 def document_pieces(parts: Iterable[str], split: str) -> Iterator[Piece]:
@@ -91,10 +96,10 @@ def document_pieces(parts: Iterable[str], split: str) -> Iterator[Piece]:
 def tail_pieces(parts: Iterable[str], size: int, share: float) -> Iterator[Piece]:
     """The pieces of the only text of a preparation, of ``size`` bytes: its last ``share`` is a validation document.
 
-    The cut is at a line end if possible.
+    The cut is at a line end if possible. CRLF becomes LF.
     """
     for split, group in groupby(_divided(parts, size * (1 - share)), key=lambda pair: pair[0]):
-        yield from document_pieces((part for _, part in group), split)
+        yield from document_pieces(with_unix_lines(part for _, part in group), split)
 
 
 def _divided(parts: Iterable[str], wanted: float) -> Iterator[tuple[str, str]]:

@@ -17,7 +17,7 @@ from typing import Any, BinaryIO, cast
 
 from diff_transformer.checks import first_line, require_extra
 from diff_transformer.data.documents import archive_members, hash_of_name
-from diff_transformer.data.prepare.pieces import Piece, decoded, document_pieces, tail_pieces
+from diff_transformer.data.prepare.pieces import Piece, decoded, document_pieces, tail_pieces, with_unix_lines
 from diff_transformer.data.prepare.sources import TAIL, SourceFile, TextSource, hub_query, is_url
 
 MAX_RECORD_BYTES = 1 << 28
@@ -102,10 +102,10 @@ class Reader:
 
     def _archive(self, source: TextSource) -> Iterator[Piece]:
         """The members of a tar archive in their order. Nothing is written to the disk; links are not followed."""
-        wanted, done = {item.name: item for item in source.items}, 0
+        wanted, done = {item.member: item for item in source.items}, 0
         with open(source.name, "rb") as raw, tarfile.open(fileobj=raw, mode="r|*") as archive:
-            for member in archive_members(archive):
-                item = wanted.get(member.name)
+            for place, member in enumerate(archive_members(archive)):
+                item = wanted.get(place)
                 stream = archive.extractfile(member) if item is not None and member.isfile() else None
                 if item is None or stream is None:
                     continue
@@ -119,7 +119,7 @@ class Reader:
         if item.split == TAIL:
             pieces = tail_pieces(parts, item.size, self.share)
         else:
-            pieces = document_pieces(parts, item.split or "train")
+            pieces = document_pieces(with_unix_lines(parts), item.split or "train")
         yield from self._counted(pieces, item.size)
 
     def _counted(self, pieces: Iterable[Piece], size: int) -> Iterator[Piece]:

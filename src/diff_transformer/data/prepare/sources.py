@@ -38,6 +38,7 @@ class SourceFile:
     kind: str  # "text", "lines" (JSON lines), "parquet", "warc"
     size: int  # bytes
     split: str | None = None  # "train", "validation", "tail", or None if each row decides
+    member: int = 0  # its place among the members of a tar archive
 
 
 @dataclass(frozen=True)
@@ -191,15 +192,17 @@ def _folder(root: Path):
 
 
 def _archive(path: Path):
-    """The regular text members of an archive; this reads the archive to its end."""
+    """The regular text members of an archive, of each name the last; this reads the archive to its end."""
+    found = {}
     try:
         with tarfile.open(path, "r|*") as archive:
-            for member in archive_members(archive):
+            for place, member in enumerate(archive_members(archive)):
                 hidden = any(part.startswith(".") and part not in (".", "..") for part in member.name.split("/"))
                 if member.isfile() and not hidden and _kind(member.name) == "text":
-                    yield SourceFile(member.name, "text", member.size)
+                    found[member.name] = SourceFile(member.name, "text", member.size, member=place)
     except Exception as error:  # tarfile and each compression library raise their own errors
         raise ValueError(f"{path} cannot be read as a tar archive ({error})") from error
+    return found.values()
 
 
 def _with_splits(source: TextSource, share: float) -> TextSource:
