@@ -39,6 +39,19 @@ def test_models_are_timed_in_the_precision_of_their_training(precision, dtype):
     assert result.provenance["precision"] == precision
 
 
+def test_the_timed_step_is_that_of_the_run():
+    model, seen = DiffTransformerForCausalLM(preset("debug")), []
+
+    def note(module, inputs, found):
+        if module.training:
+            seen.append(len(found.last_hidden_state))
+
+    model.model.register_forward_hook(note)
+    ids = torch.randint(0, 512, (5, 16))
+    measure_throughput({"m": model}, ids, pass_rows=2, loss_chunk=8, repeats=1, steps=1, warmup=0)
+    assert seen == [2, 2, 1]
+
+
 TINY = ThroughputSetting("debug", 2, 16, layers=1, dtype=torch.float32)
 
 

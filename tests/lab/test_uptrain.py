@@ -2,15 +2,18 @@
 
 import json
 import shutil
+from functools import partial
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from transformers import (
     AutoModelForCausalLM,
+    FalconH1Config,
     Gemma2Config,
     GPT2Config,
     LlamaConfig,
+    OlmoeConfig,
     PhiConfig,
     Qwen3Config,
 )
@@ -20,10 +23,12 @@ from diff_transformer.data.tokenizer import byte_tokenizer, train_tokenizer
 from diff_transformer.lab import uptrain
 from diff_transformer.lab.compare import compare
 from diff_transformer.lab.recipes import recipe
-from diff_transformer.lab.record import finished, load_all
+from diff_transformer.lab.record import comparison_records, finished, load_all
 from diff_transformer.lab.uptrain import read_source
 from diff_transformer.lab.worker import run
+from diff_transformer.model.card import read_training
 from diff_transformer.model.differentiate import LAMBDA
+from diff_transformer.model.loading import label_of
 from diff_transformer.train.config import override
 
 SIZES = {
@@ -120,7 +125,7 @@ def test_every_arm_starts_with_the_logits_of_the_source_and_sees_the_same_rows(m
         assert values == pytest.approx([records[side].metrics["associative_recall"]["validation"]])
     page = (out / "report.html").read_text()
     for said in (
-        "model, made differential and trained further",
+        f"{label_of(str(source))}, made differential and trained further",
         "The claims, of DIFF V2",
         "Transformer before training",
     ):
@@ -131,10 +136,12 @@ def test_every_arm_starts_with_the_logits_of_the_source_and_sees_the_same_rows(m
         compare(settings, out, source=make(Qwen3Config), resume=True)
 
 
-def test_a_model_that_keeps_its_class_goes_on_in_it(make, settings, here, tmp_path, monkeypatch):
-    monkeypatch.setattr("diff_transformer.lab.compare.measure_speed", lambda *given: None)
+def test_a_model_that_keeps_its_class_goes_on_in_it(make, settings, here, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(
+        "diff_transformer.train.recompute.device_memory", lambda device: 1000
+    )  # too little to time them
     source, out = make(Qwen3Config), tmp_path / "out"
-    with pytest.raises(ValueError, match=r"--set model.backend: .* keeps its class and its configuration"):
+    with pytest.raises(ValueError, match=r"--set has model.backend, and .* keeps its class and its"):
         compare(override(settings, ["model.backend=reference"]), out, source=source)
     before = content(source)
     compare(override(settings, ["train.weights=lora"]), out, source=source, seeds=2, jobs=1, report=False)
@@ -154,6 +161,40 @@ def test_a_model_that_keeps_its_class_goes_on_in_it(make, settings, here, tmp_pa
     assert rows[0] != rows[1]
     assert [len(digests) for digests in rows.values()] == [1, 1]
     assert not (out / "members" / "source-seed1").exists()
+    assert "the speed of training is not measured: 4 models with" in " ".join(capsys.readouterr().out.split())
+    assert len(comparison_records(out)) == 9
+    trained = out / "members" / "diff-seed1" / "run" / "model"
+    card = (trained / "README.md").read_text()
+    assert "# Qwen3ForCausalLM with differential attention, trained\n" in card
+    assert "made of" not in card
+    assert read_training(trained)["start"] == "the weights of diff"
+
+
+def test_no_side_is_trained_with_the_dropout_that_differential_attention_lacks(make, settings, tmp_path):
+    found, ids = read_source(make(GPT2Config)), torch.randint(0, 400, (2, 20))
+    assert found.dropout == ("attn_pdrop",)
+    found.write(tmp_path)
+    for side in found.models:
+        config = found.run(found.configured(settings), side, 0, tmp_path)
+        folder = config.train.initial_model
+        assert folder != str(found.folder)
+        model = AutoModelForCausalLM.from_pretrained(folder, resid_pdrop=0.0, embd_pdrop=0.0).train()
+        assert torch.equal(model(ids).logits, model(ids).logits), side
+
+
+def test_experts_count_in_the_estimate_of_memory(make, settings):
+    found = read_source(make(OlmoeConfig))
+    source = loaded(found.folder)
+    assert found.more > sum(x.numel() for name, x in source.named_parameters() if "experts" in name) / 2
+    model = uptrain.DiffTransformerConfig(**found.models["softmax"])
+    needed, said = uptrain._memory(settings, model, found.more)
+    assert needed - uptrain._memory(settings, model)[0] == 16 * found.more
+    assert f"{source.num_parameters():,} parameters" in said
+
+
+def test_a_model_of_the_hub_is_called_by_its_name():
+    assert label_of("/cache/models--acme--tiny/snapshots/12fd25f77366fa6b3b4b768ec3050bf629380bac") == "tiny"
+    assert label_of("runs/members/diff-seed0/run/model") == "diff-seed0"
 
 
 def test_without_a_control_it_says_why(make):
@@ -198,6 +239,10 @@ def test_a_damaged_source_is_refused_in_a_sentence(make, settings, damage, messa
     [
         (Gemma2Config, r"cannot go on as diff: .*caps its scores \(attn_logit_softcapping\)"),
         (PhiConfig, r"is not trained here: its logits are more than a product with the output matrix \(a bias\)"),
+        (
+            partial(FalconH1Config, lm_head_multiplier=0.04),
+            r"its logits are more than a product with the output matrix \(lm_head_multiplier\)",
+        ),
     ],
 )
 def test_an_architecture_that_cannot_go_on_is_refused(make, settings, kind, message, tmp_path):
@@ -212,6 +257,7 @@ def test_an_architecture_that_cannot_go_on_is_refused(make, settings, kind, mess
         (["data.corpus=SMALL"], {}, r"the corpus has \d+ tokens, less than one window of 96; give more text"),
         (["data.length=300"], {}, "data.length is 300, and .* has 256 positions"),
         (["data.tokenizer=bytes"], {}, "data.tokenizer is bytes, and a pretrained model keeps its own"),
+        (["model.hidden_size=48"], {}, "model.hidden_size of the recipe or --set is 48, and .* has 36; leave it out"),
         (["evaluation.recall_steps=2"], {}, "evaluation.recall_steps trains small models from random weights"),
         (["train.initial_model=other"], {}, "train.initial_model is other; leave it out, --from is the model"),
         ([], {"variants": ["dint"]}, "variants are dint, and a source has its own: diff_v2, wider, source"),
@@ -225,6 +271,14 @@ def test_settings_that_do_not_fit_are_refused_before_anything_is_written(
     with pytest.raises(ValueError, match=message):
         compare(override(settings, given), tmp_path / "out", source=make(LlamaConfig), **options)
     assert not (tmp_path / "out").exists()
+
+
+def test_a_recipe_of_other_models_is_refused_and_positions_may_be_raised(make, settings):
+    found = read_source(make(LlamaConfig))
+    with pytest.raises(ValueError, match=r"model.hidden_size of the recipe or --set is 1024, and .* has 36"):
+        found.configured(recipe("one_gpu"))
+    longer = override(settings, ["model.max_position_embeddings=512", "data.length=300"])
+    assert found.configured(longer).model["max_position_embeddings"] == 512
 
 
 def test_memory_is_estimated_first_and_limits_how_many_train_at_a_time(make, settings, monkeypatch):

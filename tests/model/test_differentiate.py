@@ -238,6 +238,15 @@ def test_lora_on_the_new_projections(tmp_path):
     torch.testing.assert_close(logits(adapted.merge_and_unload(), tokens()), expected, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_static_cache_with_adapters(kind):
+    from peft import LoraConfig, get_peft_model
+
+    settings = LoraConfig(target_modules=["q_proj"], modules_to_save=["differential_lambda"])
+    adapted = get_peft_model(made("Qwen3", kind), settings).eval()
+    assert generated(adapted, cache_implementation="static", disable_compile=True) == generated(source("Qwen3"))
+
+
 def _arguments(kind, folder, **options):
     return kind(
         str(folder), max_steps=4, save_steps=2, per_device_train_batch_size=2, report_to=[], use_cpu=True,

@@ -26,21 +26,27 @@ from diff_transformer.lab.paper import THROUGHPUT as PAPER
 from diff_transformer.model.config import DiffTransformerConfig, matched_baseline
 from diff_transformer.model.cost import count_parameters, model_cost
 from diff_transformer.model.presets import preset
+from diff_transformer.train.loss import Objective
 
 
 def measure_throughput(
-    models: dict[str, nn.Module], ids: Tensor, *, precision: str = "32-true", repeats: int = 7, steps: int = 3,
-    warmup: int = 1,
+    models: dict[str, nn.Module], ids: Tensor, *, precision: str = "32-true", pass_rows: int = 0, loss_chunk: int = 0,
+    repeats: int = 7, steps: int = 3, warmup: int = 1,
 ) -> list[Result]:  # fmt: skip
     """One ``Result`` per model: the median of ``repeats`` measurements of ``steps`` steps on ``ids [B, T]``.
 
     Models take turns within each repeat, and every other repeat runs in the opposite order, so that a slow moment of
     the machine affects both. The training step is forward, backward, clipping and a fused AdamW update at learning rate
-    0, which leaves the weights unchanged. ``precision``: that of the training run; "bf16-mixed" autocasts both kinds.
-    ``warmup``: measurements before, which do not count.
+    0, which leaves the weights unchanged.
+
+    Args:
+        models: what has ``requires_grad`` is updated.
+        precision: that of the training run; "bf16-mixed" autocasts both kinds.
+        pass_rows, loss_chunk: rows of a pass of the step, and tokens whose logits it holds at a time; 0 for all.
+        warmup: measurements before, which do not count.
     """
     require_positive(repeats=repeats, steps=steps)
-    kinds = {"train": _training_step, "forward": _forward}
+    kinds = {"train": partial(_training_step, rows=pass_rows, chunk=loss_chunk), "forward": _forward}
     runs = {
         (kind, name): _repeated(make(model, ids, precision), steps)
         for kind, make in kinds.items()
@@ -71,15 +77,19 @@ def _autocast(ids: Tensor, precision: str) -> AbstractContextManager:
     return torch.autocast(ids.device.type, torch.bfloat16) if precision == "bf16-mixed" else nullcontext()
 
 
-def _training_step(model: nn.Module, ids: Tensor, precision: str) -> Callable[[], None]:
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.0, weight_decay=0.0, fused=True)
+def _training_step(model: nn.Module, ids: Tensor, precision: str, *, rows: int, chunk: int) -> Callable[[], None]:
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    optimizer, objective = torch.optim.AdamW(trained, lr=0.0, weight_decay=0.0, fused=True), Objective(model, chunk)
+    weights = torch.full_like(ids[:, 1:], 1 / ids[:, 1:].numel(), dtype=torch.float32)
+    size = rows or len(ids)
 
     def step():
         model.train()
-        with _autocast(ids, precision):
-            loss = model(input_ids=ids, labels=ids, use_cache=False).loss
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        for part, weights_of_part in zip(ids.split(size), weights.split(size), strict=True):
+            with _autocast(ids, precision):
+                loss, _ = objective({"input_ids": part}, part[:, 1:], weights_of_part, True)
+            loss.backward()
+        torch.nn.utils.clip_grad_norm_(trained, 1.0)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
 

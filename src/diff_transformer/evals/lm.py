@@ -5,7 +5,6 @@ Hugging Face causal LM, and on a ten-line fake. ``evals/attention_tap.py`` looks
 """
 
 import inspect
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -298,14 +297,7 @@ def load_lm(
 
     Raises: as ``load_model``, which reads safetensors only.
     """
-    from diff_transformer.model.loading import load_model
+    from diff_transformer.model.loading import label_of, load_model
 
     model, tokenizer = load_model(name_or_path, device=device, dtype=dtype)
     return CausalLM(model, tokenizer, label_of(name_or_path), batch_size=batch_size)
-
-
-def label_of(name_or_path: str) -> str:
-    """A model's name in results: the last distinctive part of its path (``diff-seed0`` for
-    ``members/diff-seed0/run/model``)."""
-    parts = [part for part in Path(name_or_path).parts if part not in ("run", "model", "/", ".", "..", "~")]
-    return parts[-1] if parts else Path(name_or_path).resolve().name

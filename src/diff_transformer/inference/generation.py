@@ -10,6 +10,7 @@ from torch import Tensor
 from transformers.generation.streamers import BaseStreamer
 
 from diff_transformer.checks import LOWEST_TEMPERATURE, require_positive, require_seed
+from diff_transformer.model.loading import special_tokens
 
 
 @dataclass(frozen=True)
@@ -182,11 +183,6 @@ def _plain_defaults(model) -> Generator[None]:
         yield
     finally:
         model.generation_config = own
-
-
-def special_tokens(model) -> dict[str, Any]:
-    """The special tokens among the model's generation defaults, by name."""
-    return {name: getattr(model.generation_config, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
 
 
 def _ends(model) -> list[int]:

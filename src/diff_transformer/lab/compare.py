@@ -29,6 +29,7 @@ from diff_transformer.lab.record import comparison_records, finished, load_all, 
 from diff_transformer.lab.sides import PAIR, SOURCE, name_of
 from diff_transformer.lab.spec import EXPLORER, RECALL, RunSpec, everything, require_drawn, side_model, with_seed
 from diff_transformer.lab.worker import more_experiments
+from diff_transformer.model.loading import label_of
 from diff_transformer.model.matching import VARIANTS
 from diff_transformer.report.comparison import REQUEST, comparison, export
 from diff_transformer.train.config import RunConfig, override
@@ -146,7 +147,7 @@ def compare(
         specs = comparison_specs(config, names, seeds, run)
         until = started + 60 * minutes if minutes else math.inf
         pool = partial(run_pool, jobs=jobs, executor=executor, until=until)
-        about = {} if start is None else {"source": start.folder.name}
+        about = {} if start is None else {"source": label_of(str(start.folder))}
         return _compare(config, out, names, seeds, specs, about, pool, console, started, report)
 
 
@@ -167,7 +168,10 @@ def _compare(
         console.print(f"{done} of {len(runs)} models are finished; the same command with --resume goes on")
         return {}
     with console.status("timing all models in turns"):
-        measure_speed(config, out, [*PAIR, *(name for name in names if name != SOURCE)])
+        try:
+            measure_speed(config, out, [*PAIR, *(name for name in names if name != SOURCE)])
+        except MemoryError as error:  # everything else is measured
+            console.print(f"the speed of training is not measured: {error}")
     facts = {
         "command": shlex.join(["diff-transformer", *sys.argv[1:]]),
         "created": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
@@ -197,29 +201,61 @@ def measure_speed(config: RunConfig, out: Path, sides: Sequence[str]) -> None:
     """The speed of the trained models of the first seed, alone on the machine, with all threads.
 
     It is measured once and kept in ``out/throughput.json``. All models are timed together, so that any two can be
-    compared: again if one of ``sides`` is new.
+    compared: again if one of ``sides`` is new. Their steps are those of the run, but for what it compiles.
+
+    Raises:
+        MemoryError: if the models do not fit beside each other, saying what they need.
     """
     import torch
 
     from diff_transformer.bench.throughput import measure_throughput
     from diff_transformer.model.loading import read_model
+    from diff_transformer.train.recompute import recompute
+    from diff_transformer.train.weights import choose_weights
 
     path = out / "throughput.json"
     if path.exists() and {record.side for record in load_all(path)} >= set(sides):
         return
-    names = [f"{side}-seed0" for side in sides]
+    folders = {f"{side}-seed0": out / "members" / f"{side}-seed0" / "run" / "model" for side in sides}
+    _require_room_for_all(config, [*folders.values()])
     threads = torch.get_num_threads()
     torch.set_num_threads(os.cpu_count() or 1)
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    models = {name: read_model(out / "members" / name / "run" / "model").to(device) for name in names}
+    models = {name: read_model(folder).to(device) for name, folder in folders.items()}
+    for model in models.values():
+        choose_weights(model, config.train)
+        if config.train.activation_checkpointing != "auto":
+            recompute(model, str(config.train.activation_checkpointing))
     generator = torch.Generator().manual_seed(0)
     shape = (config.train.batch_size, config.data.length)
     ids = torch.randint(0, config.model["vocab_size"], shape, generator=generator).to(device)
     results = measure_throughput(
-        models, ids, precision=config.train.precision, repeats=config.evaluation.throughput_repeats
-    )
+        models, ids, precision=config.train.precision, pass_rows=config.train.rows_of_a_pass(),
+        loss_chunk=config.train.loss_chunk, repeats=config.evaluation.throughput_repeats,
+    )  # fmt: skip
     torch.set_num_threads(threads)
     save_all([of_result(result, setting=config.name) for result in results], path)
+
+
+def _require_room_for_all(config: RunConfig, folders: Sequence[Path]) -> None:
+    """Raise MemoryError if the models and their optimizers do not fit into memory together."""
+    import torch
+
+    from diff_transformer.model.convert.checkpoint import Checkpoint
+    from diff_transformer.train.recompute import FILLED, device_memory
+    from diff_transformer.train.weights import is_of_attention
+
+    device, needed = torch.device("cuda" if torch.cuda.is_available() else "cpu"), 0
+    for folder in folders:
+        for name, shape in Checkpoint(folder).shapes().items():
+            trained = config.train.weights == "all" or (config.train.weights == "attention" and is_of_attention(name))
+            needed += math.prod(shape) * (16 if trained else 4)  # weight; gradient and two moments
+    there = device_memory(device)
+    if needed > FILLED * there:
+        raise MemoryError(
+            f"{len(folders)} models with their gradients and moments, timed in turns, take {needed / 2**30:.1f} GiB of "
+            f"{there / 2**30:.1f} GiB {device.type} memory"
+        )
 
 
 def comparison_specs(

@@ -5,6 +5,7 @@ is a worker (``lab/worker.py``) that an ``Executor`` starts: ``LocalProcesses`` 
 cluster (``lab/ray_pool.py``).
 """
 
+import logging
 import os
 import signal
 import subprocess
@@ -23,8 +24,10 @@ from diff_transformer.lab.spec import RunSpec
 from diff_transformer.train.checkpoint import latest_checkpoint
 from diff_transformer.train.signals import Stopped, once_saved
 
+logger = logging.getLogger("diff_transformer")
+
 _POLL_SECONDS = 0.5
-_STOP_SECONDS = 120  # for a worker to save its state
+_QUIET_SECONDS = 60  # of a stop, after which it says which workers it waits for
 _END = 12  # lines of a log in an error
 _FEW = 8  # runs that each have a progress bar from the start
 
@@ -139,17 +142,18 @@ def _check(code: int, spec: Request, folder: Path) -> None:
 
 
 def _stop(working: dict[Path, Worker]) -> None:
-    """Ask each worker to save and stop, and wait for it."""
-    workers = [working.pop(folder) for folder in list(working)]
-    for worker in workers:
+    """Ask each worker to save and stop, and wait for it, however long its step takes."""
+    workers = {folder: working.pop(folder) for folder in list(working)}
+    for worker in workers.values():
         if worker.poll() is None:
             with suppress(ProcessLookupError):
                 worker.send_signal(signal.SIGTERM)
-    for worker in workers:
+    for folder, worker in workers.items():
         try:
-            worker.wait(timeout=_STOP_SECONDS)
+            worker.wait(timeout=_QUIET_SECONDS)
         except subprocess.TimeoutExpired:
-            worker.kill()
+            logger.warning("%s takes its step to the end and saves; Ctrl-C stops it at once, unsaved", folder.name)
+            worker.wait()
 
 
 @contextmanager

@@ -304,7 +304,8 @@ def comparison_records(folder: Path) -> list[Record]:
     """
     request = read_json(folder / "compare.json")
     setting = str(request["config"]["name"]) if isinstance(request, dict) else ""
-    speeds = {one.identity[1:]: one for one in records_of(read_json(folder / "throughput.json"))}
+    timed = folder / "throughput.json"  # not there if the models do not fit into memory together
+    speeds = {one.identity[1:]: one for one in records_of(read_json(timed))} if timed.exists() else {}
     made = []
     for run in filter(finished, (folder / "members").glob("*-seed*")):
         side, seed = split_name(run.name)

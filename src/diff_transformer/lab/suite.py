@@ -10,7 +10,6 @@ from pathlib import Path
 
 from diff_transformer.checks import read_json
 from diff_transformer.durable import write_whole
-from diff_transformer.evals.lm import label_of
 from diff_transformer.evals.types import Result
 from diff_transformer.lab.evaluate import (
     Bar,
@@ -26,6 +25,7 @@ from diff_transformer.lab.evaluate import (
 )
 from diff_transformer.lab.pool import Executor, run_pool
 from diff_transformer.lab.spec import REQUEST
+from diff_transformer.model.loading import label_of
 
 _ERRORS = "errors.json"  # of the experiments that failed, by name
 

@@ -31,6 +31,12 @@ from diff_transformer.train.initial_model import SPECIAL_TOKENS, check_trainable
 from diff_transformer.train.recompute import FILLED, device_memory, memory_by_recomputation
 
 KINDS = ("diff", "diff_v2")
+# Settings of a model's form, which is the source's.
+_SHAPE = (
+    "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim",
+    "value_head_dim", "vocab_size", "tie_word_embeddings", "attention",
+)  # fmt: skip
+_DROPOUT = ("attention_dropout", "attn_pdrop")  # of attention, in the configurations of transformers
 FOLDER = "initial"  # of a comparison, with a folder for each model that training starts from
 
 
@@ -43,12 +49,16 @@ class Source:
         origin: its layout, as of ``convert_folder``; None for a model that keeps its class.
         models: fields of ``DiffTransformerConfig`` by side; of a model that keeps its class the nearest ones.
         no_control: why there is no "wider"; "" if there is.
+        more: parameters that a model that keeps its class has beyond the nearest ones, as experts are.
+        dropout: names of the configuration's settings of attention dropout, which every side is trained without.
     """
 
     folder: Path
     origin: str | None
     models: dict[str, dict[str, Any]]
     no_control: str = ""
+    more: int = 0
+    dropout: tuple[str, ...] = ()
 
     @property
     def others(self) -> list[str]:
@@ -76,17 +86,26 @@ class Source:
             raise ValueError(f"train.initial_model is {config.train.initial_model}; leave it out, --from is the model")
         if config.evaluation.recall_steps:
             raise ValueError("evaluation.recall_steps trains small models from random weights; set it to 0 with --from")
-        positions = self.models["softmax"].get("max_position_embeddings", config.data.length)
+        fields = {**self.models["softmax"], **config.model}
+        other = [
+            name for name in _SHAPE if name in config.model and config.model[name] != self.models["softmax"].get(name)
+        ]
+        if other and self.origin is not None:
+            raise ValueError(
+                f"model.{other[0]} of the recipe or --set is {config.model[other[0]]}, and {self.folder} has "
+                f"{self.models['softmax'].get(other[0])}; leave it out"
+            )
+        positions = fields.get("max_position_embeddings", config.data.length)
         if positions < config.data.length:
             raise ValueError(f"data.length is {config.data.length}, and {self.folder} has {positions} positions")
         if config.model and self.origin is None:
             raise ValueError(
-                f"--set model.{next(iter(config.model))}: {self.folder} keeps its class and its configuration; leave "
-                "it out"
+                f"the recipe or --set has model.{next(iter(config.model))}, and {self.folder} keeps its class and its "
+                "configuration; leave it out"
             )
         data = dataclasses.replace(config.data, tokenizer=str(self.folder))
         train = dataclasses.replace(config.train, initial_model=None)
-        return dataclasses.replace(config, model={**self.models["softmax"], **config.model}, data=data, train=train)
+        return dataclasses.replace(config, model=fields, data=data, train=train)
 
     def fitting_jobs(self, config: RunConfig, jobs: int, say: Callable[[str], object]) -> int:
         """At most ``jobs``: as many models as this machine's memory can train at a time. It says what they take.
@@ -94,7 +113,7 @@ class Source:
         Raises:
             ValueError: if not even one fits.
         """
-        needed, what = _memory(config, DiffTransformerConfig(**self.models["diff"]))
+        needed, what = _memory(config, DiffTransformerConfig(**self.models["diff"]), self.more)
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         there = device_memory(device)
         fit = int(FILLED * there // needed)
@@ -115,19 +134,22 @@ class Source:
                 continue
             place.parent.mkdir(parents=True, exist_ok=True)
             if side == WIDER:
-                self._write_wider(place, self._initial("softmax", out))
+                self._write(wider(read_model(self._initial("softmax", out), dtype="auto")), place)
+            elif side == "softmax" and self.dropout:
+                model = read_model(self.folder, dtype="auto")
+                model.config.update(dict.fromkeys(self.dropout, 0.0))
+                self._write(model, place)
             else:
                 convert_folder(self.folder, place, target=OURS if side == "softmax" else side)
 
     def _initial(self, side: str, out: Path) -> Path:
         side = "softmax" if side == SOURCE else side
-        kept = side == "softmax" and self.origin in (OURS, None)
+        kept = side == "softmax" and self.origin in (OURS, None) and not self.dropout
         return self.folder if kept else out.resolve() / FOLDER / side
 
-    def _write_wider(self, place: Path, softmax: Path) -> None:
-        made = wider(read_model(softmax, dtype="auto"))
+    def _write(self, model: Any, place: Path) -> None:
         with new_folder(place) as folder:
-            made.save_pretrained(folder)
+            model.save_pretrained(folder)
             carry_over(self.folder, folder)
 
 
@@ -144,11 +166,13 @@ def read_source(name: str | Path) -> Source:
         if reason := found.reasons.get(kind):
             raise ValueError(f"{folder} cannot go on as {kind}: {reason}")
     read_tokenizer(str(folder))
-    softmax = found.config
+    softmax, more, dropout = found.config, 0, ()
     if softmax is None:  # it keeps its class
         model = on_meta(found.checkpoint)
         check_trainable(folder, model)
         softmax = nearest(model.config)
+        more = max(0, model.num_parameters() - sum(count_parameters(softmax).values()))
+        dropout = tuple(name for name in _DROPOUT if getattr(model.config, name, 0))
     models: dict[str, Any] = {
         "softmax": softmax,
         "diff": to_diff(softmax).config,
@@ -160,10 +184,12 @@ def read_source(name: str | Path) -> Source:
     except ValueError as error:
         no_control = first_line(error)
     models[SOURCE] = softmax
-    return Source(folder, found.origin, {side: _fields(config) for side, config in models.items()}, no_control)
+    fields = {side: _fields(config) for side, config in models.items()}
+    return Source(folder, found.origin, fields, no_control, more, dropout)
 
 
-def _memory(config: RunConfig, model: DiffTransformerConfig) -> tuple[int, str]:
+def _memory(config: RunConfig, model: DiffTransformerConfig, more: int = 0) -> tuple[int, str]:
+    """Bytes of a step of ``model`` with ``more`` parameters outside attention, and what they are for."""
     asked = str(config.train.activation_checkpointing)
     by_what: dict[str, TrainingMemory] = memory_by_recomputation(config, model, 1, sharded=False)
     memory = by_what["full" if asked == "auto" else asked]
@@ -173,7 +199,8 @@ def _memory(config: RunConfig, model: DiffTransformerConfig) -> tuple[int, str]:
     total = memory.total - 12 * (every - {"all": every, "attention": attention, "lora": parts["lambda"]}[weights])
     if weights == "lora":  # four matrices a layer, each with one side as wide as the model
         total += 16 * config.train.lora_rank * (4 * model.num_hidden_layers * width + parts["attention"] // width)
-    return total, f"{every:,} parameters, {weights} trained"
+    total += (16 if weights == "all" else 4) * more
+    return total, f"{every + more:,} parameters, {weights} trained"
 
 
 def _fields(config: DiffTransformerConfig) -> dict[str, Any]:

@@ -73,27 +73,34 @@ def card(config, model_class: str, *, own_code: bool = False, training: Mapping[
     )
 
 
-def differential_card(model, source: str) -> str:
-    """The text of the card of a model that ``differentiate`` changed; ``source``: the name of the model before."""
+def differential_card(model, source: str = "", *, training: Mapping[str, str] | None = None) -> str:
+    """The text of the card of a model that ``differentiate`` changed.
+
+    Args:
+        source: the name of the model before.
+        training: how it was trained since, by name, in place of ``source``.
+    """
     entry, name = model.config.differential, type(model).__name__
     maps = {
         "diff_v2": "twice the query heads over the same keys; lambda is a sigmoid for each token and head",
         "diff": "twice the query and key heads; lambda is learned in each layer",
     }[entry["kind"]]
     rows = {
-        "made of": source,
+        **({"made of": source} if source else {}),
         "class": f"{name}, whose code is unchanged",
         "attention": f"`{entry['kind']}`: {maps}",
         "lambda at the start": f"{entry['lambda_init']:g}",
         "parameters": f"{model.num_parameters():,}",
     }
+    start = "" if training else " Until further training, the logits are those of the model before, up to rounding."
     return (
         "---\nlibrary_name: transformers\ntags:\n- diff-transformer\n- differential-attention\n---\n\n"
-        f"# {source} with differential attention\n\n"
-        "Each attention head became two, whose maps are subtracted (arXiv 2410.05258). Before further training the "
-        "logits are those of the model before, up to rounding. It needs the package (`pip install diff-transformer`):"
-        "\n\n```python\nimport diff_transformer  # tells transformers\nfrom transformers import AutoModelForCausalLM\n"
-        f'\nmodel = AutoModelForCausalLM.from_pretrained("FOLDER")\n```\n\n| | |\n|---|---|\n{_table(rows)}'
+        f"# {source or name} with differential attention{', trained' if training else ''}\n\n"
+        f"Each attention head became two, whose maps are subtracted (arXiv 2410.05258).{start} It needs the package "
+        "(`pip install diff-transformer`):\n\n```python\nimport diff_transformer  # tells transformers\n"
+        "from transformers import AutoModelForCausalLM\n\n"
+        f'model = AutoModelForCausalLM.from_pretrained("FOLDER")\n```\n\n| | |\n|---|---|\n{_table(rows)}'
+        + (f"{_TRAINING}{_table(training)}" if training else "")
     )
 
 

@@ -234,7 +234,7 @@ def _give_lambda(module: Any, args: tuple, kwargs: dict[str, Any]) -> tuple[tupl
         )
     hidden_states = args[0] if args else kwargs["hidden_states"]
     more = {LAMBDA: getattr(module, LAMBDA)(hidden_states)}
-    if isinstance(getattr(module, LAMBDA), LearnedLambda):
+    if getattr(module.config, ENTRY)["kind"] == "diff":
         more |= {name: _HalvedValues(x) for name, x in kwargs.items() if getattr(x, "is_compileable", False)}
     return args, {**kwargs, **more}
 

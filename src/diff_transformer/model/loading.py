@@ -248,6 +248,21 @@ def model_path(model: str) -> str:
     return str(folder)
 
 
+def special_tokens(model: Any) -> dict[str, Any]:
+    """The special tokens among a model's generation defaults, by name."""
+    return {name: getattr(model.generation_config, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
+
+
+def label_of(name_or_path: str) -> str:
+    """A model's name in results: the last distinctive part of its path (``diff-seed0`` for
+    ``members/diff-seed0/run/model``, ``tiny`` for a snapshot of ``acme/tiny`` in the hub's cache)."""
+    path = Path(name_or_path)
+    if path.parent.name == "snapshots" and path.parent.parent.name.startswith("models--"):
+        return path.parent.parent.name.rpartition("--")[2]
+    parts = [part for part in path.parts if part not in ("run", "model", "/", ".", "..", "~")]
+    return parts[-1] if parts else path.resolve().name
+
+
 def _untrained(name: str, device: str, dtype: Any, weights: str | None) -> tuple[Any, Any]:
     import torch
 

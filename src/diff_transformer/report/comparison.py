@@ -21,6 +21,7 @@ from diff_transformer.train.data_config import DataConfig
 
 REQUEST = "compare.json"  # of the folder: seeds and configuration; once it is finished, also what ``FACTS`` names
 FACTS = ("command", "created", "seconds", "provenance")
+NEAR = 0.02  # how far the counted parameters may lie from the model's for its other computed numbers to stand
 _CURVES = ("step", "loss", "grad_norm", "tokens_per_second")
 
 
@@ -107,7 +108,12 @@ def _with_cost(record: Record, length: int) -> Record:
         "kv_bytes_per_token": cost.kv_bytes_per_token,
         "intermediate_size": made.intermediate_size,
     }
-    record.metrics["model"] = {**record.metrics.get("model", {}), **computed}
+    measured = record.metrics.get("model", {})
+    if (
+        abs(measured.get("parameters", cost.total_parameters) / cost.total_parameters - 1) > NEAR
+    ):  # experts, for example
+        del computed["flops_per_token"]
+    record.metrics["model"] = {**computed, **measured}
     return record
 
 
@@ -116,7 +122,7 @@ def _model(record: Record, length: int) -> dict:
     return {
         "parameters": record.metrics["model"]["parameters"],
         "parameters_by_part": model_cost(made, length=length).parameters,
-        "flops_per_token": record.metrics["model"]["flops_per_token"],
+        "flops_per_token": record.metrics["model"].get("flops_per_token"),
         "config": made.to_diff_dict(),
     }
 

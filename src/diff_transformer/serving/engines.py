@@ -167,7 +167,7 @@ def serve(
         RuntimeError, FileNotFoundError, ValueError: as ``choose_engine`` and ``make_server``, before an engine starts.
         OSError: as ``port_to_listen``.
     """
-    from diff_transformer.evals.lm import label_of
+    from diff_transformer.model.loading import label_of
     from diff_transformer.serving.server import make_server
 
     chosen, reason = choose_engine(engine, model, attn_implementation=attn_implementation, device=device)

@@ -7,7 +7,7 @@ from typing import Any
 from diff_transformer.checks import require_port
 from diff_transformer.data.tokenizer import require_fast
 from diff_transformer.model.implementations import OWN_NAMES
-from diff_transformer.model.loading import model_path, read_model, read_tokenizer
+from diff_transformer.model.loading import label_of, model_path, read_model, read_tokenizer, special_tokens
 from diff_transformer.serving.middleware import SiteGuard
 
 SECONDS_TO_FINISH = 5  # for running requests after Ctrl-C
@@ -56,8 +56,6 @@ def make_server(
     from transformers import GenerationConfig
     from transformers.cli.serve import Serve
 
-    from diff_transformer.evals.lm import label_of
-    from diff_transformer.inference.generation import special_tokens
     from diff_transformer.model.modeling import DiffTransformerForCausalLM
     from diff_transformer.serving.managers import OneByOne, Together
     from diff_transformer.serving.requests import RequestChecks, count_prompt_tokens, give_template

@@ -16,7 +16,8 @@ from diff_transformer.train.config import RunConfig, checked_model
 from diff_transformer.train.float8 import check_float8
 from diff_transformer.train.weights import check_weights
 
-_AFTER_THE_HEAD = ("final_logit_softcapping", "logit_scale", "logits_scaling")  # which the loss here does not apply
+# which the loss here does not apply
+_AFTER_THE_HEAD = ("final_logit_softcapping", "logit_scale", "logits_scaling", "lm_head_multiplier")
 SPECIAL_TOKENS = ("pad_token_id", "bos_token_id", "eos_token_id")
 
 

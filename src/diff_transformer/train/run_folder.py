@@ -18,6 +18,7 @@ from diff_transformer.durable import DiskError, explained, replacing, require_ro
 from diff_transformer.model.card import differential_card, write_card
 from diff_transformer.model.config import DiffTransformerConfig
 from diff_transformer.model.convert.checkpoint import Checkpoint
+from diff_transformer.model.loading import label_of
 from diff_transformer.model.saved import read_settings
 from diff_transformer.train.config import RunConfig
 from diff_transformer.train.state import state_bytes
@@ -154,7 +155,7 @@ def save_model(model, tokenizer, folder: Path, config: RunConfig) -> None:
             if isinstance(model.config, DiffTransformerConfig):
                 write_card(model.config, partial, type(model).__name__, training=facts)
             elif hasattr(model.config, "differential"):
-                (partial / "README.md").write_text(differential_card(model, facts["start"]), encoding="utf-8")
+                (partial / "README.md").write_text(differential_card(model, training=facts), encoding="utf-8")
             model.save_pretrained(partial)
             tokenizer.save_pretrained(partial)
     except Exception as error:
@@ -204,7 +205,7 @@ def training_facts(config: RunConfig) -> dict[str, str]:
         "optimizer": f"AdamW, learning rate {optim.lr:g} after {optim.warmup_steps:,} steps of warm-up, falling "
         f"linearly to {optim.lr * optim.final_lr_ratio:g}; weight decay {optim.weight_decay:g}",
         "precision": settings.precision,
-        "start": "random weights" if initial is None else f"the weights of {Path(initial.removesuffix('/model')).name}",
+        "start": "random weights" if initial is None else f"the weights of {label_of(initial)}",
         "seed of weights and rows": f"{settings.seed}",
     }
     return {name: " ".join(value.replace("|", "/").split()) for name, value in facts.items()}

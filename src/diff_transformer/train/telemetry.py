@@ -113,20 +113,24 @@ def memory_bytes(device: torch.device) -> dict[str, int]:
 class Utilisation:
     """Model FLOPs utilisation (MFU): the share of a device's peak that the model's own arithmetic takes."""
 
-    flops_per_token: int  # of a training step, forward and backward
+    flops_per_token: int | None  # of a training step, forward and backward; None if not counted
     length: int  # tokens a row
     peak: float | None  # FLOP/s of one device; None if unknown
     source: str  # where the peak is from
     devices: int = 1
 
     def of(self, tokens_per_second: float) -> float | None:
-        """The utilisation at a speed of all devices together; None if the peak is unknown."""
-        if self.peak is None:
+        """The utilisation at a speed of all devices together; None if the peak or the FLOPs are unknown."""
+        if self.peak is None or self.flops_per_token is None:
             return None
         return tokens_per_second * self.flops_per_token / (self.peak * self.devices)
 
     def formula(self) -> str:
         """The formula of ``of`` with its numbers, for the user."""
+        if self.flops_per_token is None:
+            return (
+                "MFU is not reported: the FLOPs of a model that sends each token to some of its experts are not counted"
+            )
         flops = (
             f"{self.flops_per_token:,} training FLOPs a token (3 x the forward pass at length {self.length}; "
             f"recomputation not counted)"
@@ -143,10 +147,10 @@ def utilisation(config, length: int, device: torch.device, precision: str, *, gi
         given: peak FLOP/s of a device (``train.peak_flops``); 0 for the data sheet of a known GPU, or for the measured
             speed of a matrix product on the CPU.
     """
-    from diff_transformer.model.convert.from_softmax import nearest
+    from diff_transformer.model.convert.from_softmax import has_experts, nearest
     from diff_transformer.model.cost import model_cost
 
-    flops = model_cost(nearest(config), length=length).training_flops_per_token
+    flops = None if has_experts(config) else model_cost(nearest(config), length=length).training_flops_per_token
     if given:
         return Utilisation(flops, length, given, "train.peak_flops", devices)
     if device.type == "cpu":

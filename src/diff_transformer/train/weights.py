@@ -22,7 +22,7 @@ def choose_weights(model: nn.Module, settings: TrainConfig) -> None:
     if settings.weights == "lora":
         add_adapters(model, settings.lora_rank)
     for name, parameter in model.named_parameters():
-        parameter.requires_grad_(_is_of_attention(name) and ".base_layer." not in name)
+        parameter.requires_grad_(is_of_attention(name) and ".base_layer." not in name)
 
 
 def check_weights(settings: TrainConfig) -> None:
@@ -42,7 +42,7 @@ def add_adapters(model: nn.Module, rank: int) -> None:
     matrices = {
         name: module
         for name, module in model.named_modules()
-        if isinstance(module, nn.Linear | Conv1D) and _is_of_attention(name) and module not in small
+        if isinstance(module, nn.Linear | Conv1D) and is_of_attention(name) and module not in small
     }
     transposed = any(isinstance(module, Conv1D) for module in matrices.values())
     config = LoraConfig(r=rank, lora_alpha=LORA_SCALE * rank, target_modules=[*matrices], fan_in_fan_out=transposed)
@@ -63,6 +63,6 @@ def merged(model: Any) -> Any:
     return model
 
 
-def _is_of_attention(name: str) -> bool:
+def is_of_attention(name: str) -> bool:
     """Whether a module or parameter belongs to an attention layer: to projections, lambda or the heads' norms."""
     return bool(_ATTENTION & set(name.split(".")))

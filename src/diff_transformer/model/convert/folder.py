@@ -125,7 +125,7 @@ def _in_place(
     """Write the model as ``differentiate`` makes it, in the class that it has."""
     from diff_transformer.model.card import differential_card
     from diff_transformer.model.differentiate import differentiate
-    from diff_transformer.model.loading import read_model
+    from diff_transformer.model.loading import label_of, read_model
 
     source = checkpoint.folder
     without_weights = on_meta(checkpoint)
@@ -137,7 +137,7 @@ def _in_place(
         require_room(folder, size, "the converted model")
         model.save_pretrained(folder, max_shard_size=shard_bytes)
         carried = carry_over(source, folder)
-        (folder / "README.md").write_text(differential_card(model, source.name), encoding="utf-8")
+        (folder / "README.md").write_text(differential_card(model, label_of(str(source))), encoding="utf-8")
     if progress is not None:
         progress(size, size)
     notes = [

@@ -142,6 +142,11 @@ def nearest(config: Any) -> Any:
     return made if entry is None else {"diff": to_diff, "diff_v2": to_diff_v2}[entry["kind"]](made).config
 
 
+def has_experts(config: Any) -> bool:
+    """Whether a decoder is a mixture of experts, of which ``nearest`` counts one."""
+    return any(getattr(config, name, None) for name in ("num_experts", "num_local_experts", "n_routed_experts"))
+
+
 def _check(config: DiffTransformerConfig):
     if config.attention != "softmax":
         raise ValueError(f"the model has attention={config.attention!r} already; give a softmax Transformer")
